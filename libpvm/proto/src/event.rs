@@ -1,0 +1,214 @@
+//! The event log: what happened in the virtual machine and why, for people and for programs.
+
+use crate::ids::{HostId, Micros, MigrationId, Tid};
+use crate::migration::{Cause, Failure, Step, Usage};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// Events kept by the master; the oldest go first.
+pub const EVENTS_MAX: usize = 65_536;
+
+/// One entry of the log.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Event {
+    /// Rising without gaps, given by the master.
+    pub number: u64,
+    /// When it happened, in microseconds since 1970, by the clock of `host`.
+    pub at: Micros,
+    /// The host where it happened.
+    pub host: HostId,
+    /// What happened.
+    pub kind: EventKind,
+}
+
+/// What can happen.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum EventKind {
+    /// A host joined.
+    HostAdded {
+        /// Its index.
+        host: HostId,
+        /// Its name.
+        name: String,
+    },
+    /// A host could not be added.
+    HostRefused {
+        /// The name given.
+        name: String,
+        /// Why.
+        why: String,
+    },
+    /// A host left or was lost.
+    HostGone {
+        /// Its index.
+        host: HostId,
+        /// Its name.
+        name: String,
+        /// Why.
+        why: String,
+    },
+    /// A task was started or connected.
+    TaskStarted {
+        /// The task.
+        tid: Tid,
+        /// Its parent.
+        parent: Tid,
+        /// Its program; empty for a task from a command line.
+        name: String,
+    },
+    /// A task ended.
+    TaskEnded {
+        /// The task.
+        tid: Tid,
+        /// Wait status.
+        status: i32,
+        /// What it used.
+        used: Usage,
+    },
+    /// A resource manager registered.
+    RmRegistered {
+        /// Its task.
+        tid: Tid,
+    },
+    /// The resource manager is gone; daemons place round robin.
+    RmGone {
+        /// Its task.
+        tid: Tid,
+    },
+    /// A spawn was placed.
+    Placed {
+        /// The program.
+        name: String,
+        /// Hosts in the order of the tasks.
+        hosts: Vec<HostId>,
+        /// The resource manager's sentence.
+        why: String,
+    },
+    /// The owner of a host is there.
+    OwnerPresent {
+        /// The host.
+        host: HostId,
+        /// Time of the sign of life (for a login: of its record), in microseconds since 1970.
+        since: Micros,
+        /// When the watcher learned of it.
+        seen: Micros,
+        /// One plain sentence.
+        why: String,
+    },
+    /// The owner of a host has left; it is used again.
+    OwnerAbsent {
+        /// The host.
+        host: HostId,
+        /// One plain sentence.
+        why: String,
+    },
+    /// All foreign tasks have left a host.
+    HostClean {
+        /// The host.
+        host: HostId,
+    },
+    /// A move reached the end of a step.
+    Moving {
+        /// The attempt.
+        id: MigrationId,
+        /// The task.
+        tid: Tid,
+        /// Source.
+        from: HostId,
+        /// Target.
+        to: HostId,
+        /// The step that ended.
+        step: Step,
+        /// Image bytes, for dump and transfer.
+        bytes: u64,
+    },
+    /// A move is complete: the task runs at the target.
+    Moved {
+        /// The attempt.
+        id: MigrationId,
+        /// The task.
+        tid: Tid,
+        /// Source.
+        from: HostId,
+        /// Target.
+        to: HostId,
+        /// Why it moved.
+        cause: Cause,
+        /// Image bytes.
+        bytes: u64,
+        /// From the library's letting go to running again.
+        frozen: Micros,
+    },
+    /// A move failed; the task goes on at `from` unless the failure is its end.
+    MoveFailed {
+        /// The attempt.
+        id: MigrationId,
+        /// The task.
+        tid: Tid,
+        /// Source.
+        from: HostId,
+        /// Target.
+        to: HostId,
+        /// Why it was to move.
+        cause: Cause,
+        /// The step that failed.
+        step: Step,
+        /// Why.
+        why: Failure,
+    },
+    /// Anything else worth knowing.
+    Note {
+        /// The sentence.
+        text: String,
+    },
+}
+
+impl fmt::Display for EventKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            EventKind::HostAdded { host, name } => write!(f, "{name} joined as {host}"),
+            EventKind::HostRefused { name, why } => write!(f, "{name} was not added: {why}"),
+            EventKind::HostGone { host, name, why } => write!(f, "{name} ({host}) is gone: {why}"),
+            EventKind::TaskStarted { tid, parent, name } => {
+                let name = if name.is_empty() { "from a command line" } else { name };
+                if parent.is_task() { write!(f, "{tid} started: {name}, child of {parent}") } else { write!(f, "{tid} started: {name}") }
+            }
+            EventKind::TaskEnded { tid, status, used } => write!(
+                f,
+                "{tid} ended: {}, {:.2} s of processor time",
+                describe_status(*status),
+                (used.user + used.system).0 as f64 / 1e6
+            ),
+            EventKind::RmRegistered { tid } => write!(f, "{tid} is the resource manager"),
+            EventKind::RmGone { tid } => write!(f, "resource manager {tid} is gone; spawns are placed round robin"),
+            EventKind::Placed { name, hosts, why } => {
+                let hosts: Vec<String> = hosts.iter().map(|h| h.index().to_string()).collect();
+                write!(f, "{name} placed on hosts {}: {why}", hosts.join(" "))
+            }
+            EventKind::OwnerPresent { host, why, .. } => write!(f, "owner of {host} present: {why}"),
+            EventKind::OwnerAbsent { host, why } => write!(f, "owner of {host} absent: {why}"),
+            EventKind::HostClean { host } => write!(f, "{host} is clean: no foreign task is left on it"),
+            EventKind::Moving { id, tid, from, to, step, bytes } => {
+                write!(f, "{id}: {tid} from {from} to {to}: {step} done")?;
+                if *bytes > 0 { write!(f, ", {bytes} bytes") } else { Ok(()) }
+            }
+            EventKind::Moved { id, tid, from, to, cause, bytes, frozen } => write!(
+                f,
+                "{id}: {tid} moved from {from} to {to} ({cause}): {bytes} bytes, frozen {:.1} ms",
+                frozen.0 as f64 / 1e3
+            ),
+            EventKind::MoveFailed { id, tid, from, to, cause, step, why } => {
+                write!(f, "{id}: {tid} was not moved from {from} to {to} ({cause}): {step} failed: {why}")
+            }
+            EventKind::Note { text } => f.write_str(text),
+        }
+    }
+}
+
+/// A wait status in words.
+pub fn describe_status(status: i32) -> String {
+    match (status & 0x7f, (status >> 8) & 0xff) {
+        (0, code) => format!("exit status {code}"),
+        (signal, _) => format!("killed by signal {signal}"),
+    }
+}

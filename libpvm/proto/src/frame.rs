@@ -1,0 +1,232 @@
+//! Length-limited frames on a byte stream: `u32` little-endian length of what follows, one kind byte, the body.
+//!
+//! The same framing serves the task's socket, the tasker's socket and the daemons' streams. A frame that announces more
+//! than [`FRAME_BYTES_MAX`] is an error before a byte of it is stored, so a hostile peer cannot make us allocate.
+
+use crate::link::LinkFrame;
+use bytes::{Buf, BufMut, Bytes, BytesMut};
+use serde::{Serialize, de::DeserializeOwned};
+use thiserror::Error;
+
+/// Longest body of a frame, in bytes. Messages are cut into much smaller fragments; control messages with a whole
+/// environment or argument list have to fit.
+pub const FRAME_BYTES_MAX: usize = 64 << 20;
+
+/// Bytes before the body: length and kind.
+pub const FRAME_HEAD_BYTES: usize = 5;
+
+/// What a frame's body is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FrameKind {
+    /// A control message in postcard encoding; its type is fixed by the stream and the direction.
+    Control,
+    /// A [`LinkFrame`] between two tasks.
+    Link,
+    /// A piece of a checkpoint image, raw.
+    Image,
+}
+
+impl FrameKind {
+    fn code(self) -> u8 {
+        match self {
+            FrameKind::Control => 0,
+            FrameKind::Link => 1,
+            FrameKind::Image => 2,
+        }
+    }
+
+    fn from_code(code: u8) -> Option<FrameKind> {
+        match code {
+            0 => Some(FrameKind::Control),
+            1 => Some(FrameKind::Link),
+            2 => Some(FrameKind::Image),
+            _ => None,
+        }
+    }
+}
+
+/// Why bytes could not be read as a frame. The stream cannot be used any further.
+#[derive(Debug, Error, PartialEq, Eq)]
+pub enum FrameError {
+    /// The peer announced a frame over the limit.
+    #[error("a frame of {0} bytes was announced, over the limit of {FRAME_BYTES_MAX}")]
+    TooLong(usize),
+    /// The kind byte has no meaning.
+    #[error("unknown frame kind {0}")]
+    UnknownKind(u8),
+    /// The body is not what its kind promises.
+    #[error("the body of the frame cannot be decoded: {0}")]
+    BadBody(String),
+}
+
+/// One frame as read.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Frame {
+    /// What the body is.
+    pub kind: FrameKind,
+    /// The body, without length and kind.
+    pub body: Bytes,
+}
+
+impl Frame {
+    /// Decodes the body of a control frame.
+    ///
+    /// # Errors
+    /// [`FrameError::BadBody`] when the frame is of another kind or its bytes are not a `T`.
+    pub fn control<T: DeserializeOwned>(&self) -> Result<T, FrameError> {
+        if self.kind != FrameKind::Control {
+            return Err(FrameError::BadBody(format!("expected a control frame, got {:?}", self.kind)));
+        }
+        from_bytes(&self.body)
+    }
+
+    /// Decodes the body of a link frame.
+    ///
+    /// # Errors
+    /// [`FrameError::BadBody`] when the frame is of another kind or too short.
+    pub fn link(&self) -> Result<LinkFrame, FrameError> {
+        if self.kind != FrameKind::Link {
+            return Err(FrameError::BadBody(format!("expected a link frame, got {:?}", self.kind)));
+        }
+        LinkFrame::decode(self.body.clone()).ok_or_else(|| FrameError::BadBody("short or unknown link frame".into()))
+    }
+}
+
+/// Serialises a control value.
+///
+/// # Errors
+/// [`FrameError::TooLong`] when the encoding exceeds [`FRAME_BYTES_MAX`].
+pub fn to_bytes<T: Serialize>(value: &T) -> Result<Vec<u8>, FrameError> {
+    let bytes = postcard::to_stdvec(value).map_err(|e| FrameError::BadBody(e.to_string()))?;
+    if bytes.len() > FRAME_BYTES_MAX {
+        return Err(FrameError::TooLong(bytes.len()));
+    }
+    Ok(bytes)
+}
+
+/// Reads a control value.
+///
+/// # Errors
+/// [`FrameError::BadBody`] when the bytes are not a `T`.
+pub fn from_bytes<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, FrameError> {
+    postcard::from_bytes(bytes).map_err(|e| FrameError::BadBody(e.to_string()))
+}
+
+/// A control message as a whole frame, ready for the stream.
+///
+/// # Errors
+/// [`FrameError::TooLong`] when the message exceeds [`FRAME_BYTES_MAX`].
+pub fn encode_control<T: Serialize>(value: &T) -> Result<Bytes, FrameError> {
+    let body = to_bytes(value)?;
+    Ok(encode(FrameKind::Control, &[&body]))
+}
+
+/// A frame whose body is the concatenation of `parts`.
+pub fn encode(kind: FrameKind, parts: &[&[u8]]) -> Bytes {
+    let body_len: usize = parts.iter().map(|p| p.len()).sum();
+    assert!(body_len <= FRAME_BYTES_MAX, "callers cut what they send below the frame limit");
+    let mut out = BytesMut::with_capacity(FRAME_HEAD_BYTES + body_len);
+    out.put_u32_le(body_len as u32 + 1);
+    out.put_u8(kind.code());
+    for part in parts {
+        out.put_slice(part);
+    }
+    out.freeze()
+}
+
+/// A link frame as a whole frame.
+pub fn encode_link(frame: &LinkFrame) -> Bytes {
+    encode(FrameKind::Link, &[&frame.encode_head(), &frame.payload])
+}
+
+/// Cuts a byte stream into frames. Feed it with [`push`](Self::push), take with [`next_frame`](Self::next_frame).
+#[derive(Debug, Default)]
+pub struct FrameDecoder {
+    buffer: BytesMut,
+}
+
+impl FrameDecoder {
+    /// A decoder at the beginning of a stream.
+    pub fn new() -> FrameDecoder {
+        FrameDecoder::default()
+    }
+
+    /// Adds bytes that were read.
+    pub fn push(&mut self, bytes: &[u8]) {
+        self.buffer.extend_from_slice(bytes);
+    }
+
+    /// The buffer to read into directly; what is appended counts as pushed.
+    pub fn buffer_mut(&mut self) -> &mut BytesMut {
+        &mut self.buffer
+    }
+
+    /// The next whole frame, or `None` when more bytes are needed.
+    ///
+    /// # Errors
+    /// The stream is unusable after an error.
+    pub fn next_frame(&mut self) -> Result<Option<Frame>, FrameError> {
+        let Some(head) = self.buffer.first_chunk::<4>() else { return Ok(None) };
+        let len = u32::from_le_bytes(*head) as usize;
+        if len == 0 || len - 1 > FRAME_BYTES_MAX {
+            return Err(FrameError::TooLong(len));
+        }
+        if let Some(&code) = self.buffer.get(4)
+            && FrameKind::from_code(code).is_none()
+        {
+            return Err(FrameError::UnknownKind(code));
+        }
+        if self.buffer.len() < 4 + len {
+            return Ok(None);
+        }
+        self.buffer.advance(4);
+        let mut body = self.buffer.split_to(len).freeze();
+        let code = body.get_u8();
+        let kind = FrameKind::from_code(code).ok_or(FrameError::UnknownKind(code))?;
+        Ok(Some(Frame { kind, body }))
+    }
+
+    /// True when no partial frame is pending.
+    pub fn is_empty(&self) -> bool {
+        self.buffer.is_empty()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn frames_survive_any_cut_of_the_stream() {
+        let stream: Vec<u8> = [encode_control(&(1u32, "one")), encode_control(&(2u32, "two"))]
+            .into_iter()
+            .flat_map(|f| f.expect("small").to_vec())
+            .collect();
+        for cut in 0..=stream.len() {
+            let mut decoder = FrameDecoder::new();
+            let mut seen = Vec::new();
+            for part in [&stream[..cut], &stream[cut..]] {
+                decoder.push(part);
+                while let Some(frame) = decoder.next_frame().expect("a good stream") {
+                    seen.push(frame.control::<(u32, String)>().expect("a pair"));
+                }
+            }
+            assert_eq!(seen, [(1, "one".to_string()), (2, "two".to_string())]);
+            assert!(decoder.is_empty());
+        }
+    }
+
+    #[test]
+    fn an_oversized_frame_is_refused_before_it_is_stored() {
+        let mut decoder = FrameDecoder::new();
+        decoder.push(&u32::MAX.to_le_bytes());
+        assert_eq!(decoder.next_frame(), Err(FrameError::TooLong(u32::MAX as usize)));
+    }
+
+    #[test]
+    fn garbage_is_refused_at_the_kind_byte() {
+        let mut decoder = FrameDecoder::new();
+        decoder.push(b"\x20\0\0\0GET / HTTP/1.1");
+        assert_eq!(decoder.next_frame(), Err(FrameError::UnknownKind(b'G')));
+    }
+}

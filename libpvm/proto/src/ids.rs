@@ -1,0 +1,220 @@
+//! Typed identifiers. Kinds of ids do not mix: a function that wants a host cannot be given a task.
+
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// Bit 31 of a tid: the address of a daemon (pvm_intro, "task identifiers").
+const DAEMON_BIT: u32 = 0x8000_0000;
+/// Bit 30 of a tid: a multicast address.
+const GROUP_BIT: u32 = 0x4000_0000;
+/// Bits 18 to 29: index of the host.
+const HOST_MASK: u32 = 0x3ffc_0000;
+/// Bits 0 to 17: number of the task on its host.
+const LOCAL_MASK: u32 = 0x0003_ffff;
+/// Width of the local part.
+const HOST_SHIFT: u32 = 18;
+
+/// Index of a host in the virtual machine, 1..=4095. The master is 1.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct HostId(u16);
+
+impl HostId {
+    /// The host whose daemon founded the virtual machine.
+    pub const MASTER: HostId = HostId(1);
+    /// Largest index that a tid can express (12 bits).
+    pub const INDEX_MAX: u16 = 4095;
+
+    /// A host index, or `None` outside 1..=4095.
+    pub fn new(index: u16) -> Option<HostId> {
+        (1..=Self::INDEX_MAX).contains(&index).then_some(HostId(index))
+    }
+
+    /// The index, 1..=4095.
+    pub fn index(self) -> u16 {
+        self.0
+    }
+
+    /// The host's tid as applications see it (`hi_tid`): host part only.
+    pub fn tid(self) -> Tid {
+        Tid(u32::from(self.0) << HOST_SHIFT)
+    }
+
+    /// The address of the host's daemon: host part with bit 31 set.
+    pub fn daemon(self) -> Tid {
+        Tid(DAEMON_BIT | (u32::from(self.0) << HOST_SHIFT))
+    }
+}
+
+impl fmt::Display for HostId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "host {}", self.0)
+    }
+}
+
+/// A task identifier with PVM's layout: bit 31 daemon, bit 30 multicast, bits 18-29 host, bits 0-17 local.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Tid(u32);
+
+impl Tid {
+    /// No task; the parent of a task that was not spawned.
+    pub const NONE: Tid = Tid(0);
+    /// "My own daemon" as applications address it, and the source of what the local daemon makes.
+    pub const MY_DAEMON: Tid = Tid(DAEMON_BIT);
+    /// Largest local part.
+    pub const LOCAL_MAX: u32 = LOCAL_MASK;
+
+    /// A task's id from its host and local number (1..=262143).
+    pub fn task(host: HostId, local: u32) -> Option<Tid> {
+        (1..=LOCAL_MASK).contains(&local).then(|| Tid(host.tid().0 | local))
+    }
+
+    /// Any 32 bits, as they come from a program.
+    pub const fn from_raw(raw: i32) -> Tid {
+        Tid(raw as u32)
+    }
+
+    /// The 32 bits as C programs see them.
+    pub const fn raw(self) -> i32 {
+        self.0 as i32
+    }
+
+    /// True for the id of a task: neither daemon nor multicast, host and local part present.
+    pub fn is_task(self) -> bool {
+        self.0 & (DAEMON_BIT | GROUP_BIT) == 0 && self.0 & HOST_MASK != 0 && self.0 & LOCAL_MASK != 0
+    }
+
+    /// True for the address of a daemon, [`Tid::MY_DAEMON`] included.
+    pub fn is_daemon(self) -> bool {
+        self.0 & DAEMON_BIT != 0 && self.0 & (GROUP_BIT | LOCAL_MASK) == 0
+    }
+
+    /// The host in which this tid was made; `None` when the host part is empty. A task keeps its tid when it moves,
+    /// so this is its birthplace, not where it runs.
+    pub fn home(self) -> Option<HostId> {
+        HostId::new(((self.0 & HOST_MASK) >> HOST_SHIFT) as u16)
+    }
+
+    /// Number of the task on its birth host; 0 for hosts and daemons.
+    pub fn local(self) -> u32 {
+        self.0 & LOCAL_MASK
+    }
+
+    /// The host form of this tid, without any check (`pvm_tidtohost`).
+    pub fn host_part(self) -> Tid {
+        Tid(self.0 & HOST_MASK)
+    }
+}
+
+impl fmt::Display for Tid {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "t{:x}", self.0)
+    }
+}
+
+impl fmt::LowerHex for Tid {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::LowerHex::fmt(&self.0, f)
+    }
+}
+
+macro_rules! counter {
+    ($(#[$doc:meta])* $name:ident, $prefix:literal) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+        pub struct $name(pub u64);
+
+        impl $name {
+            /// The number after this one.
+            #[must_use]
+            pub fn next(self) -> $name {
+                $name(self.0 + 1)
+            }
+        }
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, concat!($prefix, "{}"), self.0)
+            }
+        }
+    };
+}
+
+counter! {
+    /// Rises with every change of the host table or of a task's location. Orders of an older epoch are refused.
+    Epoch, "e"
+}
+counter! {
+    /// One attempt to move one task, unique in the virtual machine.
+    MigrationId, "m"
+}
+counter! {
+    /// A top-level task and everything it spawned.
+    JobId, "j"
+}
+counter! {
+    /// One use of a route by a link; a later use of the same route has another number.
+    RouteId, "r"
+}
+counter! {
+    /// Pairs a request with its reply, unique for the asking side.
+    RequestId, "q"
+}
+
+/// A point in time or a span in microseconds, as the shell's clock counts them. Pure code only compares and adds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Micros(pub u64);
+
+impl Micros {
+    /// A span of whole milliseconds.
+    pub const fn from_millis(ms: u64) -> Micros {
+        Micros(ms * 1000)
+    }
+
+    /// A span of whole seconds.
+    pub const fn from_secs(s: u64) -> Micros {
+        Micros(s * 1_000_000)
+    }
+
+    /// `self - earlier`, or zero when `earlier` is later.
+    #[must_use]
+    pub fn since(self, earlier: Micros) -> Micros {
+        Micros(self.0.saturating_sub(earlier.0))
+    }
+}
+
+impl std::ops::Add for Micros {
+    type Output = Micros;
+    fn add(self, span: Micros) -> Micros {
+        Micros(self.0.saturating_add(span.0))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tid_layout_is_the_one_programs_know() {
+        let h2 = HostId::new(2).expect("2 is an index");
+        let t = Tid::task(h2, 1).expect("1 is a local part");
+        assert_eq!(t.raw(), 0x80001);
+        assert_eq!(t.to_string(), "t80001");
+        assert_eq!(h2.tid().raw(), 0x80000);
+        assert_eq!(h2.daemon().raw() as u32, 0x8008_0000);
+        assert!(t.is_task() && !t.is_daemon());
+        assert!(h2.daemon().is_daemon() && Tid::MY_DAEMON.is_daemon());
+        assert_eq!(t.home(), Some(h2));
+        assert_eq!(t.host_part(), h2.tid());
+    }
+
+    #[test]
+    fn ids_outside_their_range_are_refused() {
+        assert_eq!(HostId::new(0), None);
+        assert_eq!(HostId::new(4096), None);
+        assert_eq!(Tid::task(HostId::MASTER, 0), None);
+        assert_eq!(Tid::task(HostId::MASTER, 0x40000), None);
+        assert!(!Tid::from_raw(-1).is_task());
+        assert!(!Tid::from_raw(-1).is_daemon());
+        assert!(!Tid::NONE.is_task());
+    }
+}

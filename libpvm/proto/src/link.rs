@@ -1,0 +1,522 @@
+//! The link: the conversation of one task with one other, exactly once and in order, over routes that may break.
+//!
+//! A message is cut into fragments with rising sequence numbers. The sender keeps every message until the receiver's
+//! library has it; the receiver takes only the fragment it expects and drops the rest. When a route is replaced, or
+//! nothing is heard for a while, the sender asks with a small [`LinkKind::Probe`] what the receiver expects, and goes on
+//! from there. No route has to be reliable for this; reliable ones just make re-sending rare.
+//!
+//! The shell calls [`Link::send`] and [`Link::handle`], then [`Link::poll`] until it is empty, then sleeps no longer than
+//! [`Link::next_wakeup`].
+
+use crate::ids::{Micros, RouteId, Tid};
+use bytes::{Buf, BufMut, Bytes, BytesMut};
+use std::collections::VecDeque;
+use thiserror::Error;
+
+/// Bytes of a fragment's payload at most.
+pub const FRAGMENT_BYTES_MAX: usize = 64 << 10;
+/// Bytes on their way and not yet acknowledged, per direction of a link. Bounds what daemons hold for it.
+pub const WINDOW_BYTES_MAX: usize = 4 << 20;
+/// Fragments on their way and not yet acknowledged, per direction of a link.
+pub const WINDOW_FRAGMENTS_MAX: u64 = 4096;
+/// Bytes a sender may keep for one receiver; beyond it [`Link::send`] refuses.
+pub const RETAINED_BYTES_MAX: usize = 1 << 36;
+/// Received bytes after which an acknowledgement is sent at once.
+pub const ACK_BYTES: usize = WINDOW_BYTES_MAX / 8;
+/// Received fragments after which an acknowledgement is sent at once.
+pub const ACK_FRAGMENTS: u64 = WINDOW_FRAGMENTS_MAX / 8;
+/// How long an acknowledgement may wait for data to travel with.
+pub const ACK_DELAY: Micros = Micros::from_millis(20);
+/// Silence after which the sender asks what has arrived.
+pub const PROBE_DELAY: Micros = Micros::from_millis(300);
+/// The longest pause between two probes; it doubles up to here.
+pub const PROBE_DELAY_MAX: Micros = Micros::from_secs(5);
+/// A second request to re-send from the same place within this time is taken for an echo.
+pub const RESYNC_ECHO: Micros = Micros::from_millis(50);
+
+/// Bytes of a frame's header on the wire.
+pub const LINK_HEAD_BYTES: usize = 28;
+
+/// What a link frame means.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LinkKind {
+    /// A fragment; `last` ends its message.
+    Data {
+        /// This fragment completes a message.
+        last: bool,
+    },
+    /// Acknowledges all below `ack`; `resync` asks to re-send from there.
+    Ack {
+        /// The receiver misses something.
+        resync: bool,
+    },
+    /// Asks what the receiver expects; `seq` is the next fragment the sender will send for the first time.
+    Probe,
+}
+
+/// One unit between the two ends of a link.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LinkFrame {
+    /// The end that made it.
+    pub src: Tid,
+    /// The end it is for.
+    pub dst: Tid,
+    /// What it means.
+    pub kind: LinkKind,
+    /// Number of the fragment (data), next new number (probe), 0 (ack).
+    pub seq: u64,
+    /// The number `src` expects next from `dst`: all below has arrived.
+    pub ack: u64,
+    /// The fragment; empty unless data.
+    pub payload: Bytes,
+}
+
+impl LinkFrame {
+    /// The header: kind, flag, two zero bytes, src, dst, seq, ack; little-endian.
+    pub fn encode_head(&self) -> [u8; LINK_HEAD_BYTES] {
+        let (kind, flag) = match self.kind {
+            LinkKind::Data { last } => (1, last),
+            LinkKind::Ack { resync } => (2, resync),
+            LinkKind::Probe => (3, false),
+        };
+        let mut head = [0; LINK_HEAD_BYTES];
+        let mut out = &mut head[..];
+        out.put_u8(kind);
+        out.put_u8(u8::from(flag));
+        out.put_u16(0);
+        out.put_i32_le(self.src.raw());
+        out.put_i32_le(self.dst.raw());
+        out.put_u64_le(self.seq);
+        out.put_u64_le(self.ack);
+        head
+    }
+
+    /// Reads a frame, or `None` when it is too short or of an unknown kind.
+    pub fn decode(mut bytes: Bytes) -> Option<LinkFrame> {
+        if bytes.len() < LINK_HEAD_BYTES {
+            return None;
+        }
+        let (kind, flag) = (bytes.get_u8(), bytes.get_u8() != 0);
+        bytes.advance(2);
+        let (src, dst) = (Tid::from_raw(bytes.get_i32_le()), Tid::from_raw(bytes.get_i32_le()));
+        let (seq, ack) = (bytes.get_u64_le(), bytes.get_u64_le());
+        let kind = match kind {
+            1 => LinkKind::Data { last: flag },
+            2 => LinkKind::Ack { resync: flag },
+            3 => LinkKind::Probe,
+            _ => return None,
+        };
+        Some(LinkFrame { src, dst, kind, seq, ack, payload: bytes })
+    }
+}
+
+/// What happens to a link from outside.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum LinkEvent {
+    /// A frame from the peer arrived.
+    Frame(LinkFrame),
+    /// From now on this route may carry frames; what the former one carried may be lost.
+    RouteUp(RouteId),
+    /// There is no route; nothing is transmitted until the next [`LinkEvent::RouteUp`].
+    RouteDown,
+    /// The peer runs elsewhere now; frames on their way may be lost.
+    PeerMoved,
+    /// The peer has ended for good.
+    PeerGone,
+    /// The time of [`Link::next_wakeup`] has come.
+    Wake,
+}
+
+/// What a link asks its shell to do.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum LinkOutput {
+    /// Hand this message to the application. Messages come in the order sent.
+    Deliver(Bytes),
+    /// Put this frame on the current route.
+    Transmit(LinkFrame),
+}
+
+/// Why a message was not taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+pub enum LinkError {
+    /// The receiver has not taken what was sent before; the message was not queued.
+    #[error("{RETAINED_BYTES_MAX} bytes wait for this receiver already; the message was not sent")]
+    Full,
+}
+
+/// A message kept until it is acknowledged.
+#[derive(Debug)]
+struct Retained {
+    first_seq: u64,
+    fragments: u64,
+    head: Bytes,
+    body: Bytes,
+}
+
+impl Retained {
+    fn len(&self) -> usize {
+        self.head.len() + self.body.len()
+    }
+
+    fn end_seq(&self) -> u64 {
+        self.first_seq + self.fragments
+    }
+
+    /// Payload of the fragment `seq` of this message.
+    fn fragment(&self, seq: u64) -> Bytes {
+        let index = usize::try_from(seq - self.first_seq).expect("fragments fit the address space");
+        let head = self.head.len();
+        let (start, end) = (index * FRAGMENT_BYTES_MAX, ((index + 1) * FRAGMENT_BYTES_MAX).min(self.len()));
+        if index > 0 {
+            return self.body.slice(start - head..end - head);
+        }
+        let mut first = BytesMut::with_capacity(end);
+        first.put_slice(&self.head);
+        first.put_slice(&self.body[..end - head]);
+        first.freeze()
+    }
+}
+
+/// Sending half.
+#[derive(Debug)]
+struct Sender {
+    /// Not fully acknowledged messages, oldest first.
+    retained: VecDeque<Retained>,
+    retained_bytes: usize,
+    /// All below has been acknowledged.
+    acked: u64,
+    /// Next fragment to transmit; falls back to `acked` at most.
+    next: u64,
+    /// Next fragment never transmitted so far.
+    fresh: u64,
+    /// Number of the fragment after the last queued one.
+    end: u64,
+    /// Sizes of the fragments `acked..next`.
+    flight: VecDeque<usize>,
+    flight_bytes: usize,
+    probe_due: Option<Micros>,
+    probe_delay: Micros,
+    probe_wanted: bool,
+    last_resync: Option<(u64, Micros)>,
+    unlimited: bool,
+}
+
+/// Receiving half.
+#[derive(Debug)]
+struct Receiver {
+    expected: u64,
+    partial: Vec<Bytes>,
+    ready: VecDeque<Bytes>,
+    unacked_bytes: usize,
+    unacked_fragments: u64,
+    ack_due: Option<Micros>,
+    /// An acknowledgement to send at once; `true` asks to re-send.
+    answer: Option<bool>,
+    /// The gap at this number has been reported.
+    reported_gap: Option<u64>,
+}
+
+/// One end of the conversation of two tasks.
+#[derive(Debug)]
+pub struct Link {
+    local: Tid,
+    peer: Tid,
+    route: Option<RouteId>,
+    gone: bool,
+    tx: Sender,
+    rx: Receiver,
+}
+
+impl Link {
+    /// A link at its beginning, without a route.
+    pub fn new(local: Tid, peer: Tid) -> Link {
+        Link {
+            local,
+            peer,
+            route: None,
+            gone: false,
+            tx: Sender {
+                retained: VecDeque::new(),
+                retained_bytes: 0,
+                acked: 1,
+                next: 1,
+                fresh: 1,
+                end: 1,
+                flight: VecDeque::new(),
+                flight_bytes: 0,
+                probe_due: None,
+                probe_delay: PROBE_DELAY,
+                probe_wanted: false,
+                last_resync: None,
+                unlimited: false,
+            },
+            rx: Receiver {
+                expected: 1,
+                partial: Vec::new(),
+                ready: VecDeque::new(),
+                unacked_bytes: 0,
+                unacked_fragments: 0,
+                ack_due: None,
+                answer: None,
+                reported_gap: None,
+            },
+        }
+    }
+
+    // ---- getters
+
+    /// The other end.
+    pub fn peer(&self) -> Tid {
+        self.peer
+    }
+
+    /// Number after the last fragment that was queued. A notification about this end's death that carries it is handed
+    /// over only when the receiver has got that far.
+    pub fn sent_end(&self) -> u64 {
+        self.tx.end
+    }
+
+    /// The number expected next from the peer.
+    pub fn expected(&self) -> u64 {
+        self.rx.expected
+    }
+
+    /// True when every message has been acknowledged.
+    pub fn is_flushed(&self) -> bool {
+        self.tx.retained.is_empty()
+    }
+
+    /// True when every fragment has been put on the current route at least once.
+    pub fn is_transmitted(&self) -> bool {
+        self.tx.next >= self.tx.end
+    }
+
+    /// True after [`LinkEvent::PeerGone`].
+    pub fn is_gone(&self) -> bool {
+        self.gone
+    }
+
+    /// Bytes kept for the peer.
+    pub fn retained_bytes(&self) -> usize {
+        self.tx.retained_bytes
+    }
+
+    /// When [`LinkEvent::Wake`] is wanted, if at all.
+    pub fn next_wakeup(&self) -> Option<Micros> {
+        self.route?;
+        match (self.rx.ack_due, self.tx.probe_due) {
+            (Some(a), Some(b)) => Some(a.min(b)),
+            (a, b) => a.or(b),
+        }
+    }
+
+    // ---- mutators
+
+    /// Queues a message made of `head` and `body`; neither is copied. To a peer that has ended it vanishes, as PVM wants.
+    ///
+    /// # Errors
+    /// [`LinkError::Full`] when [`RETAINED_BYTES_MAX`] is reached; nothing was queued.
+    pub fn send(&mut self, head: Bytes, body: Bytes) -> Result<(), LinkError> {
+        assert!(head.len() <= FRAGMENT_BYTES_MAX, "a message's header fits its first fragment");
+        if self.gone {
+            return Ok(());
+        }
+        let len = head.len() + body.len();
+        if self.tx.retained_bytes + len > RETAINED_BYTES_MAX {
+            return Err(LinkError::Full);
+        }
+        let fragments = (len.div_ceil(FRAGMENT_BYTES_MAX) as u64).max(1);
+        self.tx.retained.push_back(Retained { first_seq: self.tx.end, fragments, head, body });
+        self.tx.retained_bytes += len;
+        self.tx.end += fragments;
+        Ok(())
+    }
+
+    /// From now on transmits without regard to the window. For a task that ends: its daemon takes over what is left.
+    pub fn lift_window(&mut self) {
+        self.tx.unlimited = true;
+    }
+
+    // ---- handle
+
+    /// Takes an event.
+    pub fn handle(&mut self, now: Micros, event: LinkEvent) {
+        match event {
+            LinkEvent::Frame(frame) => self.handle_frame(now, frame),
+            LinkEvent::RouteUp(route) => {
+                self.route = Some(route);
+                self.ask_again();
+            }
+            LinkEvent::RouteDown => self.route = None,
+            LinkEvent::PeerMoved => self.ask_again(),
+            LinkEvent::PeerGone => {
+                self.gone = true;
+                let tx = &mut self.tx;
+                tx.retained.clear();
+                tx.flight.clear();
+                (tx.retained_bytes, tx.flight_bytes, tx.probe_due, tx.probe_wanted) = (0, 0, None, false);
+                (tx.acked, tx.next, tx.fresh) = (tx.end, tx.end, tx.end);
+            }
+            LinkEvent::Wake => self.handle_wake(now),
+        }
+    }
+
+    /// After a change of route: find out what got through, and make sure that the peer learns what got here.
+    fn ask_again(&mut self) {
+        self.tx.probe_delay = PROBE_DELAY;
+        self.tx.probe_wanted = self.tx.fresh > self.tx.acked;
+        if self.rx.expected > 1 {
+            self.rx.answer.get_or_insert(false);
+        }
+    }
+
+    fn handle_wake(&mut self, now: Micros) {
+        if self.rx.ack_due.is_some_and(|due| due <= now) {
+            self.rx.answer.get_or_insert(false);
+        }
+        if self.tx.probe_due.is_some_and(|due| due <= now) {
+            self.tx.probe_delay = Micros(self.tx.probe_delay.0 * 2).min(PROBE_DELAY_MAX);
+            self.tx.probe_due = Some(now + self.tx.probe_delay);
+            self.tx.probe_wanted = true;
+        }
+    }
+
+    fn handle_frame(&mut self, now: Micros, frame: LinkFrame) {
+        if self.gone || frame.src != self.peer || frame.dst != self.local {
+            return;
+        }
+        match frame.kind {
+            LinkKind::Data { last } => {
+                self.handle_ack(now, frame.ack, false);
+                self.handle_data(now, frame.seq, last, frame.payload);
+            }
+            LinkKind::Ack { resync } => self.handle_ack(now, frame.ack, resync),
+            LinkKind::Probe => {
+                self.handle_ack(now, frame.ack, false);
+                let missing = frame.seq > self.rx.expected;
+                self.rx.answer = Some(missing || self.rx.answer.unwrap_or(false));
+            }
+        }
+    }
+
+    fn handle_data(&mut self, now: Micros, seq: u64, last: bool, payload: Bytes) {
+        let rx = &mut self.rx;
+        if seq < rx.expected {
+            rx.answer.get_or_insert(false);
+            return;
+        }
+        if seq > rx.expected {
+            if rx.reported_gap != Some(rx.expected) {
+                rx.reported_gap = Some(rx.expected);
+                rx.answer = Some(true);
+            }
+            return;
+        }
+        rx.expected += 1;
+        rx.unacked_fragments += 1;
+        rx.unacked_bytes += payload.len();
+        if last && rx.partial.is_empty() {
+            rx.ready.push_back(payload);
+        } else {
+            rx.partial.push(payload);
+            if last {
+                rx.ready.push_back(rx.partial.concat().into());
+                rx.partial.clear();
+            }
+        }
+        if rx.unacked_bytes >= ACK_BYTES || rx.unacked_fragments >= ACK_FRAGMENTS {
+            rx.answer.get_or_insert(false);
+        } else if rx.ack_due.is_none() {
+            rx.ack_due = Some(now + ACK_DELAY);
+        }
+    }
+
+    fn handle_ack(&mut self, now: Micros, ack: u64, resync: bool) {
+        let tx = &mut self.tx;
+        if ack > tx.fresh {
+            // Never sent: a peer that lies harms only its own link.
+            return;
+        }
+        if ack > tx.acked {
+            while tx.acked < ack {
+                if let Some(bytes) = tx.flight.pop_front() {
+                    tx.flight_bytes -= bytes;
+                }
+                tx.acked += 1;
+            }
+            tx.next = tx.next.max(tx.acked);
+            while tx.retained.front().is_some_and(|m| m.end_seq() <= tx.acked) {
+                let done = tx.retained.pop_front().expect("just seen");
+                tx.retained_bytes -= done.len();
+            }
+            tx.probe_delay = PROBE_DELAY;
+            tx.probe_due = (tx.fresh > tx.acked).then(|| now + tx.probe_delay);
+        }
+        if resync && ack == tx.acked && tx.next > ack {
+            let echo = tx.last_resync.is_some_and(|(seq, at)| seq == ack && now.since(at) < RESYNC_ECHO);
+            if !echo {
+                tx.last_resync = Some((ack, now));
+                tx.next = ack;
+                tx.flight.clear();
+                tx.flight_bytes = 0;
+            }
+        }
+    }
+
+    // ---- poll
+
+    /// What to do next, or `None` when there is nothing.
+    pub fn poll(&mut self, now: Micros) -> Option<LinkOutput> {
+        if let Some(message) = self.rx.ready.pop_front() {
+            return Some(LinkOutput::Deliver(message));
+        }
+        self.route?;
+        if self.gone {
+            return None;
+        }
+        if let Some(resync) = self.rx.answer {
+            return Some(self.control(LinkKind::Ack { resync }, 0));
+        }
+        if std::mem::take(&mut self.tx.probe_wanted) {
+            self.tx.probe_due.get_or_insert(now + self.tx.probe_delay);
+            let fresh = self.tx.fresh;
+            return Some(self.control(LinkKind::Probe, fresh));
+        }
+        self.poll_data(now)
+    }
+
+    fn poll_data(&mut self, now: Micros) -> Option<LinkOutput> {
+        let tx = &mut self.tx;
+        let open = tx.unlimited
+            || (tx.flight_bytes < WINDOW_BYTES_MAX && (tx.flight.len() as u64) < WINDOW_FRAGMENTS_MAX);
+        if tx.next >= tx.end || !open {
+            return None;
+        }
+        let seq = tx.next;
+        let index = tx.retained.partition_point(|m| m.end_seq() <= seq);
+        let message = &tx.retained[index];
+        let (payload, last) = (message.fragment(seq), seq + 1 == message.end_seq());
+        tx.flight.push_back(payload.len());
+        tx.flight_bytes += payload.len();
+        tx.next += 1;
+        tx.fresh = tx.fresh.max(tx.next);
+        tx.probe_due.get_or_insert(now + tx.probe_delay);
+        let mut frame = self.frame(LinkKind::Data { last }, seq);
+        frame.payload = payload;
+        Some(LinkOutput::Transmit(frame))
+    }
+
+    fn control(&mut self, kind: LinkKind, seq: u64) -> LinkOutput {
+        LinkOutput::Transmit(self.frame(kind, seq))
+    }
+
+    /// A frame that acknowledges all that has arrived.
+    fn frame(&mut self, kind: LinkKind, seq: u64) -> LinkFrame {
+        let rx = &mut self.rx;
+        (rx.unacked_bytes, rx.unacked_fragments, rx.ack_due) = (0, 0, None);
+        if rx.answer == Some(false) || matches!(kind, LinkKind::Ack { .. }) {
+            rx.answer = None;
+        }
+        LinkFrame { src: self.local, dst: self.peer, kind, seq, ack: rx.expected, payload: Bytes::new() }
+    }
+}

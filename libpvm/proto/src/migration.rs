@@ -1,0 +1,400 @@
+//! The words of the migration protocol: steps, orders of the coordinator, reports of the two ends, and typed reasons.
+//!
+//! The order of steps is that of [`Step`]. Up to [`Step::Commit`] the task can go on at the source; after it only the
+//! target may run it. The state machines that speak these words are in the `checkpoint` crate.
+
+use crate::ids::{HostId, Micros, MigrationId, Tid};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::path::PathBuf;
+
+/// The steps of a move, in order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum Step {
+    /// The source says what the task is and holds.
+    Inspect,
+    /// The target gives its verdict; nothing is frozen yet.
+    Prepare,
+    /// The task's library lets go of everything that leads out of the process.
+    Quiesce,
+    /// The task's processes are stopped.
+    Stop,
+    /// The engine writes the images; the source stays stopped.
+    Dump,
+    /// The images travel to the target and are verified there.
+    Transfer,
+    /// The task is rebuilt on the target up to the point where nothing runs yet.
+    Restore,
+    /// The new location is recorded and made known under a new epoch.
+    Commit,
+    /// The source's copy is killed and reaped.
+    KillSource,
+    /// The target's copy runs.
+    Run,
+}
+
+impl Step {
+    /// All steps in order.
+    pub const ALL: [Step; 10] = [
+        Step::Inspect,
+        Step::Prepare,
+        Step::Quiesce,
+        Step::Stop,
+        Step::Dump,
+        Step::Transfer,
+        Step::Restore,
+        Step::Commit,
+        Step::KillSource,
+        Step::Run,
+    ];
+}
+
+impl fmt::Display for Step {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Step::Inspect => "inspect",
+            Step::Prepare => "prepare",
+            Step::Quiesce => "quiesce",
+            Step::Stop => "stop",
+            Step::Dump => "dump",
+            Step::Transfer => "transfer",
+            Step::Restore => "restore",
+            Step::Commit => "commit",
+            Step::KillSource => "kill-source",
+            Step::Run => "run",
+        })
+    }
+}
+
+/// Why a move was asked for.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Cause {
+    /// A user or program asked for it.
+    Asked {
+        /// The task that asked.
+        by: Tid,
+    },
+    /// The owner of the machine came back.
+    Owner {
+        /// The watcher's sentence.
+        why: String,
+    },
+    /// The load is uneven.
+    Load {
+        /// The resource manager's sentence.
+        why: String,
+    },
+}
+
+impl fmt::Display for Cause {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Cause::Asked { by } => write!(f, "asked by {by}"),
+            Cause::Owner { why } => write!(f, "owner: {why}"),
+            Cause::Load { why } => write!(f, "load: {why}"),
+        }
+    }
+}
+
+/// One attempt to move one task.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Move {
+    /// Number of the attempt.
+    pub id: MigrationId,
+    /// The task.
+    pub tid: Tid,
+    /// Where it runs.
+    pub from: HostId,
+    /// Where it is to run.
+    pub to: HostId,
+    /// Why.
+    pub cause: Cause,
+}
+
+/// A file that the task needs to find on the target as well.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FileFact {
+    /// Absolute path as the task sees it.
+    pub path: PathBuf,
+    /// Length in bytes.
+    pub bytes: u64,
+    /// What has to agree on both hosts.
+    pub must: FileMatch,
+}
+
+/// How exactly a file has to agree.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum FileMatch {
+    /// Same length and same BLAKE3 hash of the content: programs and libraries.
+    Content(String),
+    /// Same length: files open for reading.
+    Length,
+    /// It only has to exist: files open for writing or appending, devices.
+    Exists,
+    /// It has to be a directory.
+    Directory,
+}
+
+/// What a task is and holds: the ground for the target's verdict.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TaskFacts {
+    /// Resident memory in bytes.
+    pub resident_bytes: u64,
+    /// User the task runs as.
+    pub uid: u32,
+    /// Processor features of the source, as /proc/cpuinfo names them, sorted.
+    pub cpu_features: Vec<String>,
+    /// Kernel release of the source.
+    pub kernel: String,
+    /// Version of the dump engine at the source.
+    pub engine: String,
+    /// Files that must be found on the target.
+    pub files: Vec<FileFact>,
+}
+
+/// Why a task cannot move, or cannot move there. Nothing was frozen.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Refusal {
+    /// There is no such task in the virtual machine.
+    NoSuchTask,
+    /// There is no such host in the virtual machine.
+    NoSuchHost,
+    /// It runs there already.
+    AlreadyThere,
+    /// Another move of the same task is under way.
+    AlreadyMoving(MigrationId),
+    /// It was started from a command line, not by the virtual machine, so nobody here is its parent.
+    NotSpawned,
+    /// It has not connected to its daemon, or has left the virtual machine.
+    NotConnected,
+    /// It belongs to one host: a load watcher, a console, a resource manager.
+    Pinned,
+    /// The host cannot dump or restore at all.
+    NoEngine {
+        /// The host that cannot.
+        host: HostId,
+        /// Why, and how to get it.
+        why: String,
+    },
+    /// The task holds something that does not survive a move.
+    Holds {
+        /// What, in words (`io_uring ring`, `System V shared memory`, …).
+        what: String,
+    },
+    /// The target's processor lacks features that the program may be using.
+    CpuFeatures {
+        /// What is missing there.
+        missing: Vec<String>,
+    },
+    /// The kernels differ.
+    Kernel {
+        /// Release at the source.
+        source: String,
+        /// Release at the target.
+        target: String,
+    },
+    /// A file is missing or different on the target.
+    File {
+        /// Its path.
+        path: PathBuf,
+        /// What is wrong with it.
+        why: String,
+    },
+    /// Not enough free memory on the target.
+    Memory {
+        /// Bytes needed.
+        need: u64,
+        /// Bytes available.
+        have: u64,
+    },
+    /// The host did not answer in time or has left.
+    HostLost(HostId),
+    /// The coordinator has as many moves under way as it allows.
+    TooManyMoves {
+        /// The limit.
+        limit: usize,
+    },
+}
+
+impl fmt::Display for Refusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Refusal::NoSuchTask => f.write_str("there is no such task"),
+            Refusal::NoSuchHost => f.write_str("there is no such host"),
+            Refusal::AlreadyThere => f.write_str("it runs there already"),
+            Refusal::AlreadyMoving(id) => write!(f, "it is being moved already ({id})"),
+            Refusal::NotSpawned => f.write_str("it was started from a command line, not spawned"),
+            Refusal::NotConnected => f.write_str("it is not connected to its daemon"),
+            Refusal::Pinned => f.write_str("it belongs to its host"),
+            Refusal::NoEngine { host, why } => write!(f, "{host} cannot dump or restore: {why}"),
+            Refusal::Holds { what } => write!(f, "it holds {what}"),
+            Refusal::CpuFeatures { missing } => write!(f, "the target's processor lacks {}", missing.join(" ")),
+            Refusal::Kernel { source, target } => write!(f, "kernel {source} at the source, {target} at the target"),
+            Refusal::File { path, why } => write!(f, "{}: {why}", path.display()),
+            Refusal::Memory { need, have } => write!(f, "it needs {need} bytes, the target has {have}"),
+            Refusal::HostLost(host) => write!(f, "{host} does not answer"),
+            Refusal::TooManyMoves { limit } => write!(f, "{limit} moves are under way already"),
+        }
+    }
+}
+
+/// The target's answer before anything freezes; empty means that it would take the task.
+pub type Verdict = Vec<Refusal>;
+
+/// Why a step failed.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Failure {
+    /// The task or a host cannot: the verdict.
+    Refused(Verdict),
+    /// The step did not end in its time.
+    Deadline {
+        /// The time it had.
+        allowed: Micros,
+    },
+    /// The engine's process was killed.
+    Killed {
+        /// By which signal.
+        signal: i32,
+    },
+    /// The engine reported an error; its own words.
+    Engine(String),
+    /// The images did not arrive as they were sent.
+    Images(String),
+    /// A file operation failed.
+    Io(String),
+    /// A host left while it was needed.
+    HostLost(HostId),
+    /// The task ended by itself meanwhile.
+    TaskEnded,
+    /// The move was called off.
+    CalledOff(String),
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Failure::Refused(reasons) => {
+                let reasons: Vec<String> = reasons.iter().map(Refusal::to_string).collect();
+                write!(f, "refused: {}", reasons.join("; "))
+            }
+            Failure::Deadline { allowed } => write!(f, "not done within {} ms", allowed.0 / 1000),
+            Failure::Killed { signal } => write!(f, "the engine was killed by signal {signal}"),
+            Failure::Engine(text) => write!(f, "engine: {text}"),
+            Failure::Images(text) => write!(f, "images: {text}"),
+            Failure::Io(text) => f.write_str(text),
+            Failure::HostLost(host) => write!(f, "{host} was lost"),
+            Failure::TaskEnded => f.write_str("the task ended"),
+            Failure::CalledOff(why) => write!(f, "called off: {why}"),
+        }
+    }
+}
+
+/// Processor time and memory that a task has used.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Usage {
+    /// Time in user mode.
+    pub user: Micros,
+    /// Time in the kernel.
+    pub system: Micros,
+    /// Largest resident size in bytes.
+    pub resident_max_bytes: u64,
+}
+
+impl Usage {
+    /// Adds what the same task used on another host.
+    #[must_use]
+    pub fn plus(self, other: Usage) -> Usage {
+        Usage {
+            user: self.user + other.user,
+            system: self.system + other.system,
+            resident_max_bytes: self.resident_max_bytes.max(other.resident_max_bytes),
+        }
+    }
+}
+
+/// What the coordinator orders one end to do.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Order {
+    /// Source: say what the task is. Nothing changes.
+    Inspect,
+    /// Target: give a verdict and make room.
+    Prepare(TaskFacts),
+    /// Source: quiesce, stop, dump and send the images to the target. `token` is where the target will wake the task.
+    Leave {
+        /// Path, on the target, of the file that wakes the quiesced library.
+        token: PathBuf,
+    },
+    /// Source, before the commit: the move is off; the task goes on here.
+    Resume,
+    /// Target, before the commit: throw everything away.
+    Discard,
+    /// Source, after the commit: kill and reap the copy, pass on what waits for the task.
+    Yield,
+    /// Target, after the source's copy is gone: let it run.
+    Run {
+        /// What the task had used before.
+        used: Usage,
+    },
+}
+
+/// What one end reports to the coordinator.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Report {
+    /// Source: what the task is.
+    Inspected(TaskFacts),
+    /// Target: the verdict, and where it will put the token that wakes the task.
+    Prepared {
+        /// Empty if it would take the task.
+        verdict: Verdict,
+        /// Path of the token file on the target.
+        token: PathBuf,
+    },
+    /// Source: the library has let go.
+    Quiesced,
+    /// Source: nothing of the task runs any more.
+    Stopped,
+    /// Source: the images are written.
+    Dumped {
+        /// Their size.
+        bytes: u64,
+    },
+    /// Target: all images are here and verified.
+    Received {
+        /// Their size.
+        bytes: u64,
+    },
+    /// Target: the copy is complete and nothing of it runs.
+    Restored,
+    /// Source: the copy is gone.
+    SourceGone {
+        /// What it had used.
+        used: Usage,
+    },
+    /// Target: the task runs.
+    Running,
+    /// Either end: the step failed. Source: the task still exists there. Target: nothing is left there.
+    Failed {
+        /// The step that failed.
+        step: Step,
+        /// Why.
+        why: Failure,
+    },
+}
+
+impl Report {
+    /// The step that this report ends.
+    pub fn step(&self) -> Step {
+        match self {
+            Report::Inspected(_) => Step::Inspect,
+            Report::Prepared { .. } => Step::Prepare,
+            Report::Quiesced => Step::Quiesce,
+            Report::Stopped => Step::Stop,
+            Report::Dumped { .. } => Step::Dump,
+            Report::Received { .. } => Step::Transfer,
+            Report::Restored => Step::Restore,
+            Report::SourceGone { .. } => Step::KillSource,
+            Report::Running => Step::Run,
+            Report::Failed { step, .. } => *step,
+        }
+    }
+}

@@ -1,0 +1,100 @@
+//! Where a virtual machine keeps its socket and files on a host.
+//!
+//! One directory per user and virtual machine, mode 0700: `$XDG_RUNTIME_DIR/sempa/<vm>`, or `/tmp/sempa-<uid>/<vm>` when
+//! there is no such directory. `PVM_TMP` replaces both roots, `PVM_VMID` names the virtual machine (`pvm` by default).
+
+use std::path::{Path, PathBuf};
+
+/// Longest name of a virtual machine, so that socket paths stay below the kernel's 107 bytes.
+pub const VM_NAME_BYTES_MAX: usize = 32;
+
+/// The directory of one virtual machine on this host.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Place {
+    dir: PathBuf,
+    vm: String,
+}
+
+impl Place {
+    /// The place for a user, by the environment; `env` looks a variable up.
+    ///
+    /// # Errors
+    /// One sentence when `PVM_VMID` cannot be a directory name.
+    pub fn of(uid: u32, env: impl Fn(&str) -> Option<String>) -> Result<Place, String> {
+        let set = |name: &str| env(name).filter(|value| !value.is_empty());
+        let vm = set("PVM_VMID").unwrap_or_else(|| "pvm".to_string());
+        let good = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
+        if vm.len() > VM_NAME_BYTES_MAX || !vm.chars().all(good) || vm.starts_with('.') {
+            return Err(format!(
+                "PVM_VMID={vm:?} cannot name a virtual machine: use at most {VM_NAME_BYTES_MAX} letters, digits, '-', '_' or '.'"
+            ));
+        }
+        let root = match (set("PVM_TMP"), set("XDG_RUNTIME_DIR")) {
+            (Some(tmp), _) => Path::new(&tmp).join(format!("sempa-{uid}")),
+            (None, Some(runtime)) => Path::new(&runtime).join("sempa"),
+            (None, None) => PathBuf::from(format!("/tmp/sempa-{uid}")),
+        };
+        Ok(Place { dir: root.join(&vm), vm })
+    }
+
+    /// Name of the virtual machine.
+    pub fn vm(&self) -> &str {
+        &self.vm
+    }
+
+    /// The directory itself.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// The daemon's socket for tasks.
+    pub fn socket(&self) -> PathBuf {
+        self.dir.join("pvmd.sock")
+    }
+
+    /// Locked by the living daemon; holds its process number.
+    pub fn lock(&self) -> PathBuf {
+        self.dir.join("pvmd.lock")
+    }
+
+    /// The daemon's log, and the output of tasks that nobody collects.
+    pub fn log(&self) -> PathBuf {
+        self.dir.join("pvml")
+    }
+
+    /// The master's record of committed moves.
+    pub fn moves(&self) -> PathBuf {
+        self.dir.join("moves")
+    }
+
+    /// Directory of the images of one move.
+    pub fn images(&self, migration: crate::ids::MigrationId) -> PathBuf {
+        self.dir.join(format!("images-{}", migration.0))
+    }
+
+    /// File that wakes the quiesced library of one move.
+    pub fn token(&self, migration: crate::ids::MigrationId) -> PathBuf {
+        self.dir.join(format!("resume-{}", migration.0))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_place_follows_the_environment() {
+        let of = |vars: &[(&str, &str)]| {
+            let vars: Vec<(String, String)> = vars.iter().map(|(k, v)| (k.to_string(), v.to_string())).collect();
+            Place::of(7, move |name| vars.iter().find(|(k, _)| k == name).map(|(_, v)| v.clone()))
+        };
+        assert_eq!(of(&[]).expect("good").socket(), Path::new("/tmp/sempa-7/pvm/pvmd.sock"));
+        let runtime = of(&[("XDG_RUNTIME_DIR", "/run/user/7")]).expect("good");
+        assert_eq!(runtime.dir(), Path::new("/run/user/7/sempa/pvm"));
+        let own = of(&[("XDG_RUNTIME_DIR", "/run/user/7"), ("PVM_TMP", "/var/x"), ("PVM_VMID", "b")]).expect("good");
+        assert_eq!(own.dir(), Path::new("/var/x/sempa-7/b"));
+        for bad in ["../x", "a/b", ".x", &"x".repeat(40)] {
+            assert!(of(&[("PVM_VMID", bad)]).is_err(), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,193 @@
+//! The documented messages between tasks, resource managers and daemons (`SM_*`), in PVM's default encoding.
+//!
+//! They are ordinary PVM messages in context 0, paired by their wait id, so that a resource manager written for PVM 3.4
+//! serves here and ours serves as any other.
+
+use crate::body::{Encoding, Packer, Unpacker};
+use crate::error::{PvmError, PvmResult};
+use crate::ids::Tid;
+use crate::task::{Sink, SpawnRequest};
+use bytes::Bytes;
+
+const BASE: i32 = 0x8004_0001_u32 as i32;
+
+/// Task to resource manager and back: `pvm_spawn`.
+pub const SM_SPAWN: i32 = BASE;
+/// Resource manager to daemon: start tasks here.
+pub const SM_EXEC: i32 = BASE + 1;
+/// Daemon to resource manager: what was started; also a task that connected by itself.
+pub const SM_EXECACK: i32 = BASE + 2;
+/// Task to resource manager and back: `pvm_tasks`.
+pub const SM_TASK: i32 = BASE + 3;
+/// Task to resource manager and back: `pvm_config`.
+pub const SM_CONFIG: i32 = BASE + 4;
+/// Task to resource manager and back: `pvm_addhosts`.
+pub const SM_ADDHOST: i32 = BASE + 5;
+/// Task to resource manager and back: `pvm_delhosts`.
+pub const SM_DELHOST: i32 = BASE + 6;
+/// Resource manager to master: add hosts.
+pub const SM_ADD: i32 = BASE + 7;
+/// Master to resource manager: hosts added.
+pub const SM_ADDACK: i32 = BASE + 8;
+/// Task to resource manager: `pvm_notify`.
+pub const SM_NOTIFY: i32 = BASE + 9;
+/// Daemon to resource manager: a task ended.
+pub const SM_TASKX: i32 = BASE + 10;
+/// Master to its resource manager: a host left.
+pub const SM_HOSTX: i32 = BASE + 11;
+/// Resource manager to its daemon: another one takes over.
+pub const SM_HANDOFF: i32 = BASE + 12;
+/// Task to resource manager and back: `pvm_reg_rm`.
+pub const SM_SCHED: i32 = BASE + 13;
+/// Master to hoster: start daemons.
+pub const SM_STHOST: i32 = BASE + 14;
+/// Hoster to master: daemons started.
+pub const SM_STHOSTACK: i32 = BASE + 15;
+/// Daemon to tasker: start a task.
+pub const SM_STTASK: i32 = BASE + 16;
+
+/// Well-known mailbox class of resource managers.
+pub const RM_CLASS: &str = "###_PVM_RM_###";
+/// Well-known mailbox class of tasks that a reset spares.
+pub const NO_RESET_CLASS: &str = "###_PVM_NO_RESET_###";
+
+fn pack_sink(out: &mut Packer, sink: Sink) {
+    out.int(sink.tid.raw()).int(sink.ctx).int(sink.tag);
+}
+
+fn unpack_sink(from: &mut Unpacker) -> PvmResult<Sink> {
+    Ok(Sink { tid: Tid::from_raw(from.int()?), ctx: from.int()?, tag: from.int()? })
+}
+
+fn unpack_byte_strings(from: &mut Unpacker) -> PvmResult<Vec<Vec<u8>>> {
+    let count = usize::try_from(from.int()?).map_err(|_| PvmError::BadMsg)?;
+    if count.saturating_mul(4) > from.remaining() {
+        return Err(PvmError::NoData);
+    }
+    (0..count).map(|_| Ok(from.str()?.to_vec())).collect()
+}
+
+/// Body of a request [`SM_SPAWN`].
+pub fn pack_spawn(request: &SpawnRequest) -> Bytes {
+    let mut out = Packer::new(Encoding::Xdr);
+    out.str(request.file.as_bytes()).int(request.flags).str(request.place.as_bytes()).int(request.count as i32);
+    out.strs(&request.args);
+    pack_sink(&mut out, request.output);
+    pack_sink(&mut out, request.trace);
+    out.strs(&request.env);
+    out.finish()
+}
+
+/// Reads a request [`SM_SPAWN`].
+///
+/// # Errors
+/// [`PvmError::NoData`] or [`PvmError::BadMsg`] when the body is not one.
+pub fn unpack_spawn(body: Bytes) -> PvmResult<SpawnRequest> {
+    let mut from = Unpacker::xdr(body);
+    let (file, flags, place) = (from.string()?, from.int()?, from.string()?);
+    let count = u32::try_from(from.int()?).map_err(|_| PvmError::BadMsg)?;
+    let args = unpack_byte_strings(&mut from)?;
+    let (output, trace) = (unpack_sink(&mut from)?, unpack_sink(&mut from)?);
+    Ok(SpawnRequest { file, args, flags, place, count, env: unpack_byte_strings(&mut from)?, output, trace })
+}
+
+/// Body of [`SM_EXEC`]: start these tasks on the daemon's host for `parent`. `first` and `total` are the position of
+/// these tasks in the whole spawn.
+pub fn pack_exec(parent: Tid, request: &SpawnRequest, first: i32, total: i32) -> Bytes {
+    let mut out = Packer::new(Encoding::Xdr);
+    out.int(parent.raw()).str(request.file.as_bytes()).int(request.flags).int(request.count as i32);
+    out.strs(&request.args);
+    pack_sink(&mut out, request.output);
+    pack_sink(&mut out, request.trace);
+    out.strs(&request.env).int(first).int(total);
+    // Ours, behind what PVM reads: the working directory part of `place`, which PVM carries nowhere.
+    out.str(request.place.as_bytes());
+    out.finish()
+}
+
+/// Reads [`SM_EXEC`]. The two trailing ints must be there; their values, and what follows, may be anything.
+///
+/// # Errors
+/// [`PvmError::NoData`] or [`PvmError::BadMsg`] when the body is not one.
+pub fn unpack_exec(body: Bytes) -> PvmResult<(Tid, SpawnRequest)> {
+    let mut from = Unpacker::xdr(body);
+    let parent = Tid::from_raw(from.int()?);
+    let (file, flags) = (from.string()?, from.int()?);
+    let count = u32::try_from(from.int()?).map_err(|_| PvmError::BadMsg)?;
+    let args = unpack_byte_strings(&mut from)?;
+    let (output, trace) = (unpack_sink(&mut from)?, unpack_sink(&mut from)?);
+    let env = unpack_byte_strings(&mut from)?;
+    let _position = (from.int()?, from.int()?);
+    let place = if from.remaining() > 0 { from.string().unwrap_or_default() } else { String::new() };
+    Ok((parent, SpawnRequest { file, args, flags, place, count, env, output, trace }))
+}
+
+/// Body of the replies [`SM_SPAWN`] and [`SM_EXECACK`]: a count, then a tid or an error code for each.
+pub fn pack_tids(results: &[Result<Tid, PvmError>]) -> Bytes {
+    let mut out = Packer::new(Encoding::Xdr);
+    out.int(results.len() as i32);
+    out.items(results.iter().map(|r| r.as_ref().map_or_else(|e| e.code(), |tid| tid.raw())));
+    out.finish()
+}
+
+/// Reads what [`pack_tids`] wrote.
+///
+/// # Errors
+/// The code that the peer sent in place of the count, [`PvmError::NoData`] or [`PvmError::BadMsg`].
+pub fn unpack_tids(body: Bytes) -> PvmResult<Vec<Result<Tid, PvmError>>> {
+    let mut from = Unpacker::xdr(body);
+    let count = from.int()?;
+    if count < 0 {
+        return Err(PvmError::from_code(count).unwrap_or(PvmError::BadMsg));
+    }
+    let words = from.ints(count)?;
+    let tid = |raw: i32| {
+        let tid = Tid::from_raw(raw);
+        if tid.is_task() { Ok(tid) } else { Err(PvmError::from_code(raw).unwrap_or(PvmError::BadMsg)) }
+    };
+    Ok(words.into_iter().map(tid).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn request() -> SpawnRequest {
+        SpawnRequest {
+            file: "hello".into(),
+            args: vec![b"-v".to_vec(), b"\xff".to_vec()],
+            flags: 64,
+            place: ":/var".into(),
+            count: 3,
+            env: vec![b"PVMCTX=0x0".to_vec()],
+            output: Sink { tid: Tid::from_raw(0x40001), ctx: 5, tag: 6 },
+            trace: Sink::default(),
+        }
+    }
+
+    #[test]
+    fn spawn_and_exec_come_back_as_sent() {
+        assert_eq!(unpack_spawn(pack_spawn(&request())), Ok(request()));
+        let parent = Tid::from_raw(0x40002);
+        assert_eq!(unpack_exec(pack_exec(parent, &request(), 0, 3)), Ok((parent, request())));
+    }
+
+    #[test]
+    fn exec_needs_the_two_trailing_ints_and_nothing_more() {
+        let whole = pack_exec(Tid::NONE, &request(), 0, 3);
+        let mut place = Packer::new(Encoding::Xdr);
+        place.str(request().place.as_bytes());
+        let without_place = whole.slice(..whole.len() - place.len());
+        assert_eq!(unpack_exec(without_place.clone()).map(|(_, r)| r.place), Ok(String::new()));
+        assert_eq!(unpack_exec(without_place.slice(..without_place.len() - 4)), Err(PvmError::NoData));
+    }
+
+    #[test]
+    fn tids_and_errors_share_one_list() {
+        let results = [Ok(Tid::from_raw(0x40001)), Err(PvmError::NoFile)];
+        assert_eq!(unpack_tids(pack_tids(&results)), Ok(results.to_vec()));
+        let mut refused = Packer::new(Encoding::Xdr);
+        refused.int(PvmError::OutOfRes.code());
+        assert_eq!(unpack_tids(refused.finish()), Err(PvmError::OutOfRes));
+    }
+}

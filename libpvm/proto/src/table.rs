@@ -1,0 +1,96 @@
+//! The host table and what is said about tasks.
+
+use crate::error::PvmError;
+use crate::ids::{Epoch, HostId, Tid};
+use serde::{Deserialize, Serialize};
+use std::net::SocketAddr;
+
+/// Hosts of one virtual machine at most: what 12 bits of a tid can name.
+pub const HOSTS_MAX: usize = HostId::INDEX_MAX as usize;
+
+/// One host of the virtual machine.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HostEntry {
+    /// Its index.
+    pub id: HostId,
+    /// Its name as it was added.
+    pub name: String,
+    /// Architecture name, such as `LINUX64`.
+    pub arch: String,
+    /// Relative speed as given by the user, 1000 by default.
+    pub speed: i32,
+    /// Data signature: how its machine lays out numbers.
+    pub dsig: i32,
+    /// Where its daemon listens (QUIC over UDP); the first reachable one counts.
+    pub addresses: Vec<SocketAddr>,
+}
+
+/// All hosts, ordered by index, as of one epoch.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HostTable {
+    /// Rises with every change.
+    pub epoch: Epoch,
+    /// The hosts by rising index.
+    pub hosts: Vec<HostEntry>,
+}
+
+impl HostTable {
+    /// The host with this index.
+    pub fn get(&self, id: HostId) -> Option<&HostEntry> {
+        self.hosts.iter().find(|h| h.id == id)
+    }
+
+    /// The host with exactly this name.
+    pub fn by_name(&self, name: &str) -> Option<&HostEntry> {
+        self.hosts.iter().find(|h| h.name == name)
+    }
+
+    /// Number of distinct data signatures ("data formats").
+    pub fn formats(&self) -> usize {
+        let mut seen: Vec<i32> = self.hosts.iter().map(|h| h.dsig).collect();
+        seen.sort_unstable();
+        seen.dedup();
+        seen.len()
+    }
+}
+
+/// `ti_flag`: forked by the daemon.
+pub const TASK_FORKED: i32 = 2;
+/// `ti_flag`: connected to its daemon.
+pub const TASK_CONNECTED: i32 = 4;
+/// `ti_flag`: resource manager.
+pub const TASK_RM: i32 = 0x100;
+/// `ti_flag`: hoster.
+pub const TASK_HOSTER: i32 = 0x200;
+/// `ti_flag`: tasker.
+pub const TASK_TASKER: i32 = 0x400;
+
+/// What `pvm_tasks` tells about a task.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TaskInfo {
+    /// Its id, for life.
+    pub tid: Tid,
+    /// Its parent: [`Tid::NONE`] for a task from a command line, −35 as raw value when the parent asked not to be known.
+    pub parent: Tid,
+    /// Where it runs now.
+    pub host: HostId,
+    /// `TASK_*` bits.
+    pub flags: i32,
+    /// Name as given to spawn; empty for a task from a command line.
+    pub name: String,
+    /// Process number on its host, as seen from outside.
+    pub pid: i32,
+    /// User id of its owner.
+    pub uid: u32,
+    /// True when it is in the middle of a move.
+    pub moving: bool,
+}
+
+/// Outcome of adding one host.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AddedHost {
+    /// The entry it got, or PVM's code.
+    pub result: Result<HostEntry, PvmError>,
+    /// What was tried, what happened and what to do, when it failed; empty otherwise.
+    pub reason: String,
+}

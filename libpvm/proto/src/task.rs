@@ -1,0 +1,479 @@
+//! Control messages between a task's library and the daemon of its host, over a Unix stream socket.
+//!
+//! The first frame from a task is [`ToDaemon::Hello`]; the daemon answers [`ToTask::Welcome`] or [`ToTask::Refused`].
+//! After that both sides send what they like: control frames and link frames ([`crate::link`]). The socket is reliable, so
+//! control messages are not numbered; requests carry an id because their replies come when they are ready, possibly
+//! from another daemon after the task has moved.
+
+use crate::error::PvmError;
+use crate::event::{Event, EventKind};
+use crate::ids::{HostId, Micros, MigrationId, RequestId, Tid};
+use crate::message::Message;
+use crate::migration::{Failure, Step};
+use crate::table::{AddedHost, HostTable, TaskInfo};
+use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
+
+/// First bytes of a [`Hello`]: tells a task of ours from anything else that finds the socket.
+pub const TASK_MAGIC: [u8; 4] = *b"SMPT";
+
+/// Requests a task may have unanswered; the daemon refuses more with [`PvmError::OutOfRes`].
+pub const REQUESTS_OPEN_MAX: usize = 4096;
+/// Names, patterns and host lines a task may send, in bytes each.
+pub const NAME_BYTES_MAX: usize = 64 << 10;
+
+/// A number that a spawned process presents to claim its tid (environment variable `PVMEPID`), always positive.
+pub type ExpectedPid = i32;
+
+/// How far one end of a link has sent, for the order of notifications.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LinkMark {
+    /// The other end.
+    pub peer: Tid,
+    /// Number after the last fragment sent to it.
+    pub end: u64,
+}
+
+/// Who is connecting.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Claim {
+    /// A process that was not started by the virtual machine.
+    New,
+    /// A process that the daemon started.
+    Spawned {
+        /// The number from its environment.
+        epid: ExpectedPid,
+    },
+    /// A task that let go of its daemon for a move, here or elsewhere.
+    Resume {
+        /// The task.
+        tid: Tid,
+        /// The move.
+        migration: MigrationId,
+    },
+}
+
+/// The first frame of a task.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Hello {
+    /// [`TASK_MAGIC`].
+    pub magic: [u8; 4],
+    /// [`crate::WIRE_VERSION`].
+    pub version: u16,
+    /// Who it is.
+    pub claim: Claim,
+    /// Its process number as it sees it itself.
+    pub pid: i32,
+    /// Name of its program.
+    pub program: String,
+}
+
+/// Where output or trace records of a task go: a task, a context and a tag. `tid` NONE: the log.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Sink {
+    /// The collecting task.
+    pub tid: Tid,
+    /// Context of the messages.
+    pub ctx: i32,
+    /// Tag of the messages.
+    pub tag: i32,
+}
+
+/// What a spawn asks for (`pvm_spawn`).
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SpawnRequest {
+    /// Executable, with or without a path.
+    pub file: String,
+    /// Further arguments; argv[0] is the path as found.
+    pub args: Vec<Vec<u8>>,
+    /// `PvmTask*` bits.
+    pub flags: i32,
+    /// Host, architecture, directory: `host:dir`.
+    pub place: String,
+    /// Number of tasks.
+    pub count: u32,
+    /// `NAME=value` strings to add to the environment.
+    pub env: Vec<Vec<u8>>,
+    /// Where standard output goes.
+    pub output: Sink,
+    /// Where trace records go.
+    pub trace: Sink,
+}
+
+/// `PvmTaskHost`: `place` names a host.
+pub const SPAWN_HOST: i32 = 1;
+/// `PvmTaskArch`: `place` names an architecture.
+pub const SPAWN_ARCH: i32 = 2;
+/// `PvmTaskDebug`.
+pub const SPAWN_DEBUG: i32 = 4;
+/// `PvmHostCompl`: use the other hosts.
+pub const SPAWN_COMPLEMENT: i32 = 32;
+/// `PvmNoSpawnParent`: do not tell the child who its parent is.
+pub const SPAWN_NO_PARENT: i32 = 64;
+/// Ours: the task belongs to its host and is never moved (load watchers). Outside the bits that PVM uses.
+pub const SPAWN_PINNED: i32 = 1 << 20;
+
+/// What a notification is about (`pvm_notify`).
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum NotifyWhat {
+    /// One message for each task when it ends.
+    TaskExit(Vec<Tid>),
+    /// One message for each host when it leaves; host tids as given by the caller.
+    HostDelete(Vec<Tid>),
+    /// A message whenever hosts join; `count` messages, −1 without end, 0 cancels.
+    HostAdd {
+        /// How many messages.
+        count: i32,
+    },
+}
+
+/// A notification request.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NotifyRequest {
+    /// About what.
+    pub what: NotifyWhat,
+    /// Context of the messages.
+    pub ctx: i32,
+    /// Tag of the messages.
+    pub tag: i32,
+    /// Take back an earlier request instead.
+    pub cancel: bool,
+}
+
+/// Operations on the mailbox of the virtual machine (`pvm_putinfo` and friends).
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum MailboxRequest {
+    /// Store a message.
+    Put {
+        /// Class.
+        name: String,
+        /// `PvmMbox*` bits.
+        flags: i32,
+        /// The message.
+        message: Message,
+    },
+    /// Fetch a message.
+    Take {
+        /// Class.
+        name: String,
+        /// Index.
+        index: i32,
+        /// `PvmMbox*` bits.
+        flags: i32,
+    },
+    /// Remove an entry.
+    Delete {
+        /// Class.
+        name: String,
+        /// Index.
+        index: i32,
+    },
+    /// List classes that match a pattern.
+    List {
+        /// Pattern; empty for all.
+        pattern: String,
+    },
+}
+
+/// One class of the mailbox.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MailboxClass {
+    /// Its name.
+    pub name: String,
+    /// Its entries: index, owner, flags.
+    pub entries: Vec<(i32, Tid, i32)>,
+}
+
+/// Which requests a resource manager wants to serve; the daemon goes on serving the others.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RmServes {
+    /// Placement of spawns (`SM_SPAWN`).
+    pub spawn: bool,
+    /// All others: `SM_CONFIG`, `SM_ADDHOST`, `SM_DELHOST`, `SM_TASK`, `SM_NOTIFY`.
+    pub others: bool,
+}
+
+/// The resource manager that a task is to ask.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RmInfo {
+    /// Its task.
+    pub tid: Tid,
+    /// What it serves.
+    pub serves: RmServes,
+}
+
+/// What a task asks its daemon.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum Request {
+    /// Leave the virtual machine (`pvm_exit`). All that was sent has been put on the socket before. → [`Reply::Done`]
+    Exit {
+        /// How far each link has sent.
+        marks: Vec<LinkMark>,
+    },
+    /// → [`Reply::Hosts`]
+    Config,
+    /// All hosts (0), one host (host tid) or one task. → [`Reply::Tasks`]
+    Tasks {
+        /// The filter.
+        selector: Tid,
+    },
+    /// Place and start without a resource manager. → [`Reply::Spawned`]
+    Spawn(SpawnRequest),
+    /// Host-file lines. → [`Reply::HostsAdded`]
+    AddHosts {
+        /// One line per host.
+        lines: Vec<String>,
+    },
+    /// → [`Reply::HostsDeleted`]
+    DelHosts {
+        /// Host names.
+        names: Vec<String>,
+    },
+    /// → [`Reply::Done`] or [`Reply::Failed`]
+    HostStatus {
+        /// Host name; `.` is the task's own.
+        name: String,
+    },
+    /// → [`Reply::Done`] or [`Reply::Failed`]
+    TaskStatus {
+        /// The task.
+        tid: Tid,
+    },
+    /// → [`Reply::Done`]
+    Signal {
+        /// The task.
+        tid: Tid,
+        /// Signal number.
+        signal: i32,
+    },
+    /// → [`Reply::Done`]
+    Notify(NotifyRequest),
+    /// Stop the whole virtual machine. → [`Reply::Done`], then the socket closes.
+    Halt,
+    /// Become the resource manager of this daemon. → [`Reply::Rm`]
+    RegisterRm(RmServes),
+    /// → [`Reply::Mailbox`], [`Reply::MailboxIndex`], [`Reply::MailboxClasses`], [`Reply::Done`]
+    Mailbox(MailboxRequest),
+    /// → [`Reply::Context`]
+    NewContext,
+    /// → [`Reply::Done`] or [`Reply::Failed`]
+    FreeContext {
+        /// The context.
+        ctx: i32,
+    },
+    /// → [`Reply::Clock`]
+    HostSync {
+        /// Host tid.
+        host: Tid,
+    },
+    /// Where this task's own output goes from now on. → [`Reply::Done`]
+    SetOutput(Sink),
+    /// Remove what a reset removes; with `kill` end all tasks but the caller and those that asked not to be. → [`Reply::Done`]
+    Reset {
+        /// End tasks as well.
+        kill: bool,
+    },
+    /// Move a task. → [`Reply::MoveStarted`] at once, or with `wait` [`Reply::Moved`] when it has ended.
+    Migrate {
+        /// The task.
+        tid: Tid,
+        /// Host name, or host tid in hex as `t80000`.
+        to: String,
+        /// The resource manager's reason when it is one that asks; `None`: asked by the caller.
+        cause: Option<crate::migration::Cause>,
+        /// Answer only when the move has ended.
+        wait: bool,
+    },
+    /// The log from an entry on. → [`Reply::Events`]
+    Events {
+        /// First number wanted.
+        from: u64,
+        /// At most so many.
+        limit: u32,
+    },
+    /// From now on every new event comes as a message in this context with this tag; body: [`Event`] in postcard as raw
+    /// bytes. → [`Reply::Done`]
+    Subscribe {
+        /// Context of the messages.
+        ctx: i32,
+        /// Tag of the messages.
+        tag: i32,
+    },
+    /// Adds an entry to the log (resource managers and load watchers). → [`Reply::Done`]
+    Record {
+        /// When it happened.
+        at: Micros,
+        /// What happened.
+        kind: EventKind,
+    },
+}
+
+/// Outcome of a move.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MoveReport {
+    /// The attempt.
+    pub id: MigrationId,
+    /// Bytes of the images.
+    pub bytes: u64,
+    /// How long the task stood still.
+    pub frozen: Micros,
+}
+
+/// What a daemon answers.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum Reply {
+    /// Done.
+    Done,
+    /// Not done.
+    Failed {
+        /// PVM's code.
+        error: PvmError,
+        /// One sentence: what was tried, what happened, what to do.
+        reason: String,
+    },
+    /// The host table.
+    Hosts(HostTable),
+    /// Tasks.
+    Tasks(Vec<TaskInfo>),
+    /// One result per requested task.
+    Spawned(Vec<Result<Tid, PvmError>>),
+    /// One result per line.
+    HostsAdded(Vec<AddedHost>),
+    /// One result per name.
+    HostsDeleted(Vec<Result<(), PvmError>>),
+    /// The resource manager before: PVM returns its tid, or 0.
+    Rm {
+        /// The former one.
+        previous: Tid,
+    },
+    /// A message from the mailbox.
+    Mailbox(Message),
+    /// Index of a stored entry.
+    MailboxIndex(i32),
+    /// Mailbox classes.
+    MailboxClasses(Vec<MailboxClass>),
+    /// A new context.
+    Context(i32),
+    /// The host's time of day, in microseconds since 1970.
+    Clock(Micros),
+    /// The move has begun.
+    MoveStarted(MigrationId),
+    /// The move has ended.
+    Moved(Result<MoveReport, MoveError>),
+    /// Entries of the log, oldest first.
+    Events(Vec<Event>),
+}
+
+/// A move that did not happen; the task goes on where it was.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[error("{step} failed: {why}")]
+pub struct MoveError {
+    /// The step that failed.
+    pub step: Step,
+    /// Why.
+    pub why: Failure,
+}
+
+/// What a task's library learns when it is accepted.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Welcome {
+    /// The task's id.
+    pub tid: Tid,
+    /// Its parent: NONE, a task, or raw −35 when the parent asked not to be known.
+    pub parent: Tid,
+    /// The host it runs on.
+    pub host: HostId,
+    /// The resource manager to ask.
+    pub rm: Option<RmInfo>,
+    /// Where its output goes.
+    pub output: Sink,
+    /// Where its trace records go.
+    pub trace: Sink,
+    /// Data signature of the host.
+    pub dsig: i32,
+    /// Why it runs as spawned; true when its standard output is collected by the daemon.
+    pub spawned: bool,
+}
+
+/// From a task to its daemon.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum ToDaemon {
+    /// The first frame.
+    Hello(Hello),
+    /// Something to be answered with [`ToTask::Reply`].
+    Request {
+        /// Chosen by the task, unique for it.
+        id: RequestId,
+        /// What.
+        what: Request,
+    },
+    /// A message to a daemon's address (`SM_*`).
+    Message(Message),
+    /// Nothing of this task leads out of its process any more; the socket closes after this frame. Everything that the
+    /// library had to write before is on the socket in front of it.
+    Quiesced {
+        /// The move.
+        migration: MigrationId,
+        /// How far each link has sent.
+        marks: Vec<LinkMark>,
+    },
+}
+
+/// From a daemon to a task.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum ToTask {
+    /// Accepted.
+    Welcome(Welcome),
+    /// Not accepted; the socket closes after this frame.
+    Refused {
+        /// Why, and what to do.
+        reason: String,
+    },
+    /// The answer to a request.
+    Reply {
+        /// The request.
+        id: RequestId,
+        /// The answer.
+        reply: Reply,
+    },
+    /// A message made by a daemon. With `after`, the library hands it over only when it has got that far from that
+    /// peer (or the peer's link is gone): a notification comes after the task's last message.
+    Deliver {
+        /// The message.
+        message: Message,
+        /// What has to be here before.
+        after: Option<LinkMark>,
+    },
+    /// This task has ended for good, or never was: what is kept for it can be dropped.
+    PeerGone {
+        /// The task.
+        tid: Tid,
+    },
+    /// This task runs elsewhere now: frames on their way to it may be lost.
+    PeerMoved {
+        /// The task.
+        tid: Tid,
+    },
+    /// The resource manager changed (or died: `None`).
+    RmChanged {
+        /// The new one.
+        rm: Option<RmInfo>,
+    },
+    /// Let go of everything that leads out of the process: answer [`ToDaemon::Quiesced`], close the socket, then wait
+    /// until one of these files holds a [`ResumeToken`], and connect again with [`Claim::Resume`].
+    Quiesce {
+        /// The move.
+        migration: MigrationId,
+        /// Files to watch: at the source, at the target.
+        tokens: Vec<PathBuf>,
+    },
+}
+
+/// Content of the file that wakes a quiesced library (postcard, written to a temporary name and renamed).
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ResumeToken {
+    /// The move it belongs to; a token of another move is ignored.
+    pub migration: MigrationId,
+    /// The daemon's socket to connect to.
+    pub socket: PathBuf,
+}

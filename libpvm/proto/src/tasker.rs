@@ -1,0 +1,227 @@
+//! Control messages between a daemon and the tasker of its host, over the socket pair that the tasker is started with.
+//!
+//! The tasker is the parent of all spawned tasks and the only privileged program. It does what it is told and reports;
+//! it decides nothing. When its socket closes it kills every task it has and ends.
+
+use crate::ids::{MigrationId, Tid};
+use crate::migration::{Failure, Refusal, TaskFacts, Usage, Verdict};
+use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
+
+/// Bytes of output in one [`FromTasker::Output`] at most; PVM's collectors get chunks of up to this size.
+pub const OUTPUT_CHUNK_BYTES_MAX: usize = 3999;
+
+/// A program to start.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StartTask {
+    /// The task it becomes.
+    pub tid: Tid,
+    /// Absolute path of the program.
+    pub path: PathBuf,
+    /// All arguments, argv[0] included.
+    pub argv: Vec<Vec<u8>>,
+    /// The whole environment, `NAME=value`.
+    pub env: Vec<Vec<u8>>,
+    /// Working directory; if it cannot be entered, the task is not started.
+    pub dir: PathBuf,
+}
+
+/// What the tasker can do here.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Capabilities {
+    /// Each task gets a process-id namespace of its own.
+    pub pid_namespaces: bool,
+    /// Version of the dump engine, or why there is none that works and how to get it.
+    pub engine: Result<String, String>,
+}
+
+/// What a dump wrote.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DumpReport {
+    /// Bytes of all image files.
+    pub bytes: u64,
+    /// Number of image files.
+    pub files: u32,
+}
+
+/// From the daemon.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ToTasker {
+    /// Start a task. → [`FromTasker::Started`] or [`FromTasker::StartFailed`]
+    Start(StartTask),
+    /// Send a signal to the task's process. No answer.
+    Signal {
+        /// The task.
+        tid: Tid,
+        /// Signal number.
+        signal: i32,
+    },
+    /// End every process of the task for sure. → [`FromTasker::Exited`]
+    Kill {
+        /// The task.
+        tid: Tid,
+    },
+    /// Say what the task is and holds; nothing changes. → [`FromTasker::Inspected`]
+    Inspect {
+        /// The move.
+        migration: MigrationId,
+        /// The task.
+        tid: Tid,
+    },
+    /// Would this host take such a task? Makes room (a fresh namespace) if so. → [`FromTasker::Prepared`]
+    Prepare {
+        /// The move.
+        migration: MigrationId,
+        /// The task.
+        tid: Tid,
+        /// What it is.
+        facts: TaskFacts,
+    },
+    /// Stop all processes of the task. → [`FromTasker::Stopped`]
+    Stop {
+        /// The move.
+        migration: MigrationId,
+        /// The task.
+        tid: Tid,
+    },
+    /// Write the images of the stopped task into this new directory; it stays stopped. → [`FromTasker::Dumped`]
+    Dump {
+        /// The move.
+        migration: MigrationId,
+        /// The task.
+        tid: Tid,
+        /// Where to.
+        dir: PathBuf,
+    },
+    /// The move is off: end a running dump if there is one and let the task go on. → [`FromTasker::Continued`]
+    Continue {
+        /// The move.
+        migration: MigrationId,
+        /// The task.
+        tid: Tid,
+    },
+    /// The move is committed: kill the stopped task, reap it, read its last output. → [`FromTasker::SourceGone`]
+    KillMoved {
+        /// The move.
+        migration: MigrationId,
+        /// The task.
+        tid: Tid,
+    },
+    /// Rebuild the task from these images up to the point where nothing runs yet. → [`FromTasker::Restored`]
+    Restore {
+        /// The move.
+        migration: MigrationId,
+        /// The task.
+        tid: Tid,
+        /// Where the images are.
+        dir: PathBuf,
+    },
+    /// Let the rebuilt task run. → [`FromTasker::Ran`]
+    Run {
+        /// The move.
+        migration: MigrationId,
+        /// What it had used elsewhere; added to what [`FromTasker::Exited`] reports.
+        used: Usage,
+    },
+    /// Throw away whatever exists of this move on this host, as target. → [`FromTasker::Discarded`]
+    Discard {
+        /// The move.
+        migration: MigrationId,
+    },
+}
+
+/// From the tasker.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum FromTasker {
+    /// The first message.
+    Ready(Capabilities),
+    /// The process exists.
+    Started {
+        /// The task.
+        tid: Tid,
+        /// Its process number as the tasker sees it.
+        pid: i32,
+    },
+    /// The process could not be made; there will be no [`FromTasker::Exited`].
+    StartFailed {
+        /// The task.
+        tid: Tid,
+        /// What was tried and what happened.
+        why: String,
+    },
+    /// Bytes of standard output or error.
+    Output {
+        /// The task.
+        tid: Tid,
+        /// At most [`OUTPUT_CHUNK_BYTES_MAX`].
+        bytes: Vec<u8>,
+    },
+    /// The process has ended and all its output has been reported.
+    Exited {
+        /// The task.
+        tid: Tid,
+        /// Wait status.
+        status: i32,
+        /// What it used, here and before.
+        used: Usage,
+    },
+    /// What the task is, or why it cannot move at all.
+    Inspected {
+        /// The move.
+        migration: MigrationId,
+        /// The answer.
+        result: Result<TaskFacts, Refusal>,
+    },
+    /// The verdict; empty means yes.
+    Prepared {
+        /// The move.
+        migration: MigrationId,
+        /// The answer.
+        verdict: Verdict,
+    },
+    /// Nothing of the task runs.
+    Stopped {
+        /// The move.
+        migration: MigrationId,
+        /// The answer.
+        result: Result<(), Failure>,
+    },
+    /// The dump is over. On failure the task still exists and is still stopped.
+    Dumped {
+        /// The move.
+        migration: MigrationId,
+        /// The answer.
+        result: Result<DumpReport, Failure>,
+    },
+    /// The task goes on here.
+    Continued {
+        /// The move.
+        migration: MigrationId,
+    },
+    /// The source's copy is gone and reaped.
+    SourceGone {
+        /// The move.
+        migration: MigrationId,
+        /// What it had used, here and before.
+        used: Usage,
+    },
+    /// The restore is over. On failure nothing is left of it.
+    Restored {
+        /// The move.
+        migration: MigrationId,
+        /// Process number, or why not.
+        result: Result<i32, Failure>,
+    },
+    /// The restored task runs, or could not be let go.
+    Ran {
+        /// The move.
+        migration: MigrationId,
+        /// The answer.
+        result: Result<(), Failure>,
+    },
+    /// Nothing is left of the move on this host.
+    Discarded {
+        /// The move.
+        migration: MigrationId,
+    },
+}

@@ -1,0 +1,291 @@
+//! Everything that goes into the machine and comes out of it.
+//!
+//! The shell turns sockets, processes, files and clocks into [`Event`]s and carries out [`Output`]s in the order they come.
+//! Outputs to one task, and to one host on one channel, must be carried out in order; that is all the machine relies on.
+
+use bytes::Bytes;
+use sempa_proto::host::{Carried, HostMsg};
+use sempa_proto::ids::{HostId, Micros, MigrationId};
+use sempa_proto::migration::Failure;
+use sempa_proto::task::{ResumeToken, ToDaemon, ToTask};
+use sempa_proto::tasker::{FromTasker, ToTasker};
+use sempa_proto::{PvmError, Tid};
+use std::net::SocketAddr;
+use std::path::PathBuf;
+
+/// One connection of a task to this daemon; never used again after it closed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ConnId(pub u64);
+
+/// One attempt to start a daemon on another host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct StartId(pub u64);
+
+/// What the machine may ask the world for while it handles an event. All answers are immediate.
+pub trait World {
+    /// Absolute path of an executable regular file: `name` as it is if it contains a `/` (relative to `dir` or the
+    /// daemon's working directory), else the first in the search path.
+    ///
+    /// # Errors
+    /// [`PvmError::NoFile`] when there is none.
+    fn find_program(&self, name: &str, dir: Option<&str>) -> Result<PathBuf, PvmError>;
+    /// `dir` if it is a directory that can be entered, else the daemon's working directory for tasks.
+    fn work_dir(&self, dir: Option<&str>) -> PathBuf;
+    /// The environment that every task of this host starts with (daemon's own, library folder, PVM variables).
+    fn base_env(&self) -> Vec<Vec<u8>>;
+    /// Microseconds since 1970, for events and clocks that leave this host.
+    fn unix_time(&self) -> Micros;
+    /// A number nobody can guess, 1..=i32::MAX.
+    fn secret(&mut self) -> i32;
+}
+
+/// A daemon to start on another host.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HostPlan {
+    /// Index it will have.
+    pub id: HostId,
+    /// Name as the user wrote it; becomes its name in the host table.
+    pub name: String,
+    /// Name or address to contact (`ip=`), usually `name`.
+    pub contact: String,
+    /// Login name (`lo=`), if another one.
+    pub login: Option<String>,
+    /// The daemon's command there (`dx=`), if another one.
+    pub command: Option<String>,
+    /// Search path for executables (`ep=`), unexpanded.
+    pub search_path: Option<String>,
+    /// Working directory (`wd=`), unexpanded.
+    pub work_dir: Option<String>,
+    /// Relative speed (`sp=`).
+    pub speed: i32,
+}
+
+/// What a started daemon said of itself.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StartedHost {
+    /// Architecture name.
+    pub arch: String,
+    /// Data signature.
+    pub dsig: i32,
+    /// Where it listens.
+    pub addresses: Vec<SocketAddr>,
+}
+
+/// What happened.
+#[derive(Clone, Debug)]
+pub enum Event {
+    /// A process of this user connected to the socket; its hello comes as the first frame.
+    TaskConnected {
+        /// The connection.
+        conn: ConnId,
+        /// Process number by the peer credentials.
+        pid: i32,
+    },
+    /// A control message from a task.
+    TaskControl {
+        /// The connection.
+        conn: ConnId,
+        /// The message.
+        message: ToDaemon,
+    },
+    /// A link frame from a task, as its body is on the wire ([`sempa_proto::link::LinkFrame::decode`]).
+    TaskLink {
+        /// The connection.
+        conn: ConnId,
+        /// The frame's body.
+        frame: Bytes,
+    },
+    /// The connection closed or broke, or something was not understood (`garbage`); no event of it follows.
+    TaskClosed {
+        /// The connection.
+        conn: ConnId,
+        /// Why, when the peer did not follow the protocol.
+        garbage: Option<String>,
+    },
+    /// The session with another daemon stands; it has proved to be this host by its certificate.
+    HostConnected {
+        /// The host.
+        host: HostId,
+    },
+    /// A control message from another daemon.
+    HostControl {
+        /// The host.
+        host: HostId,
+        /// The message.
+        message: HostMsg,
+    },
+    /// Something on the data channel from another daemon, for a task here.
+    HostCarried {
+        /// The host.
+        host: HostId,
+        /// What.
+        carried: Carried,
+    },
+    /// The session ended or nothing was heard for the lease.
+    HostLost {
+        /// The host.
+        host: HostId,
+        /// What happened.
+        why: String,
+    },
+    /// An attempt to start a daemon ended. On success its session may already stand or follow.
+    HostStarted {
+        /// The attempt.
+        start: StartId,
+        /// What it is, or PVM's code and one sentence for the user.
+        result: Result<StartedHost, (PvmError, String)>,
+    },
+    /// A message of the tasker.
+    Tasker(FromTasker),
+    /// The tasker's process ended; all its tasks are dead.
+    TaskerGone {
+        /// What happened.
+        why: String,
+    },
+    /// Source: the images have been handed to the session, or could not be.
+    ImagesSent {
+        /// The move.
+        migration: MigrationId,
+        /// Bytes sent.
+        result: Result<u64, Failure>,
+    },
+    /// Target: the images are here and their hashes are right, or not.
+    ImagesReceived {
+        /// The move.
+        migration: MigrationId,
+        /// Bytes received.
+        result: Result<u64, Failure>,
+    },
+    /// The record of [`Output::RecordMove`] is on disk, or could not be written.
+    MoveRecorded {
+        /// The move.
+        migration: MigrationId,
+        /// Whether it is there.
+        result: Result<(), Failure>,
+    },
+    /// The time of [`super::Machine::next_wakeup`] has come.
+    Wake,
+    /// The daemon is asked to end (signal, lost master).
+    Stop {
+        /// Why.
+        why: String,
+    },
+}
+
+/// What to do.
+#[derive(Clone, Debug)]
+pub enum Output {
+    /// Send a control message to a task.
+    ToTask {
+        /// The connection.
+        conn: ConnId,
+        /// The message.
+        message: ToTask,
+    },
+    /// Send a link frame to a task. May be dropped when the connection's queue is over its limit: links re-send.
+    LinkToTask {
+        /// The connection.
+        conn: ConnId,
+        /// The frame's body as it came.
+        frame: Bytes,
+    },
+    /// Close a task's connection after what was sent before.
+    CloseTask {
+        /// The connection.
+        conn: ConnId,
+    },
+    /// Send on the control channel of a session. Without a session it waits for one, up to a limit.
+    ToHost {
+        /// The host.
+        host: HostId,
+        /// The message.
+        message: HostMsg,
+    },
+    /// Send on the data channel of a session. Link frames may be dropped over the limit; items may not.
+    Carry {
+        /// The host.
+        host: HostId,
+        /// What.
+        carried: Carried,
+    },
+    /// Have a session with this host: dial unless one stands, and go on trying until [`Output::Forget`].
+    Connect {
+        /// The host.
+        host: HostId,
+        /// Where it listens.
+        addresses: Vec<SocketAddr>,
+    },
+    /// End the session, refuse new ones of this host.
+    Forget {
+        /// The host.
+        host: HostId,
+    },
+    /// Start a daemon over the remote shell and give it its certificate on standard input.
+    StartHost {
+        /// The attempt.
+        start: StartId,
+        /// What to start.
+        plan: HostPlan,
+    },
+    /// Give up an attempt that has not ended; no event follows.
+    AbandonStart {
+        /// The attempt.
+        start: StartId,
+    },
+    /// Tell the tasker.
+    ToTasker(ToTasker),
+    /// Send the image directory of a move to the target, hashed. → [`Event::ImagesSent`], there [`Event::ImagesReceived`]
+    SendImages {
+        /// The move.
+        migration: MigrationId,
+        /// The target.
+        to: HostId,
+    },
+    /// Accept the images of this move from this host; without it they are refused.
+    ExpectImages {
+        /// The move.
+        migration: MigrationId,
+        /// The source.
+        from: HostId,
+    },
+    /// Stop sending or receiving and delete the images of this move on this host. Repeatable.
+    DropImages {
+        /// The move.
+        migration: MigrationId,
+    },
+    /// Write the token that wakes a quiesced library.
+    WriteToken {
+        /// The file.
+        path: PathBuf,
+        /// Its content.
+        token: ResumeToken,
+    },
+    /// Remove a token. Repeatable.
+    RemoveToken {
+        /// The file.
+        path: PathBuf,
+    },
+    /// Append to the durable record of committed moves and sync it. → [`Event::MoveRecorded`]
+    RecordMove {
+        /// The move.
+        migration: MigrationId,
+        /// The task.
+        tid: Tid,
+        /// Where it runs from now on.
+        to: HostId,
+    },
+    /// A line for the daemon's log.
+    Log {
+        /// The line.
+        text: String,
+    },
+    /// Output of a task that nobody collects, for the log (master only).
+    LogTaskOutput {
+        /// The task.
+        tid: Tid,
+        /// The bytes.
+        bytes: Bytes,
+    },
+    /// All is done: remove socket and files, end the process.
+    Shutdown,
+}
