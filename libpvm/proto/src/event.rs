@@ -171,7 +171,11 @@ impl fmt::Display for EventKind {
             EventKind::HostGone { host, name, why } => write!(f, "{name} ({host}) is gone: {why}"),
             EventKind::TaskStarted { tid, parent, name } => {
                 let name = if name.is_empty() { "from a command line" } else { name };
-                if parent.is_task() { write!(f, "{tid} started: {name}, child of {parent}") } else { write!(f, "{tid} started: {name}") }
+                if parent.is_task() {
+                    write!(f, "{tid} started: {name}, child of {parent}")
+                } else {
+                    write!(f, "{tid} started: {name}")
+                }
             }
             EventKind::TaskEnded { tid, status, used } => write!(
                 f,

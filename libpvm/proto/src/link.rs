@@ -487,8 +487,8 @@ impl Link {
 
     fn poll_data(&mut self, now: Micros) -> Option<LinkOutput> {
         let tx = &mut self.tx;
-        let open = tx.unlimited
-            || (tx.flight_bytes < WINDOW_BYTES_MAX && (tx.flight.len() as u64) < WINDOW_FRAGMENTS_MAX);
+        let open =
+            tx.unlimited || (tx.flight_bytes < WINDOW_BYTES_MAX && (tx.flight.len() as u64) < WINDOW_FRAGMENTS_MAX);
         if tx.next >= tx.end || !open {
             return None;
         }
