@@ -1,0 +1,352 @@
+//! The one place that decides about moves: which step comes next, when a move is off, when it is committed.
+
+use sempa_proto::event::EventKind;
+use sempa_proto::migration::{Cause, Failure, Move, Order, Refusal, Report, Step, Usage};
+use sempa_proto::task::{MoveError, MoveReport};
+use sempa_proto::{HostId, Micros, MigrationId, Tid};
+use std::collections::{BTreeMap, VecDeque};
+use std::path::PathBuf;
+
+/// Moves under way at one time; more are refused.
+pub const MOVES_OPEN_MAX: usize = 64;
+/// Time for the steps that do not depend on the size of the task.
+const STEP_TIME: Micros = Micros::from_secs(10);
+/// Time for each gigabyte of memory on top, in the steps that do.
+const TIME_PER_GIB: Micros = Micros::from_secs(60);
+/// After a lost source its copy is dead: its daemon ended by its own, shorter lease, and its tasker with it. This is the
+/// margin for killing.
+const FENCE_TIME: Micros = Micros::from_secs(2);
+
+/// What the coordinator asks its daemon to do.
+#[derive(Clone, Debug, PartialEq)]
+pub enum CoordinatorOutput {
+    /// Send this order to one end.
+    Order {
+        /// The end.
+        host: HostId,
+        /// The move it belongs to.
+        of: Move,
+        /// The order.
+        order: Order,
+    },
+    /// Write the commit record durably, then call [`Coordinator::recorded`].
+    Record(Move),
+    /// Make the new location known to every daemon under a new epoch; when all that live have acknowledged it, call
+    /// [`Coordinator::located`].
+    Locate(Move),
+    /// Put this into the event log.
+    Event(EventKind),
+    /// The move has ended.
+    Ended {
+        /// The move.
+        id: MigrationId,
+        /// How.
+        result: Result<MoveReport, MoveError>,
+    },
+}
+
+/// One move under way.
+#[derive(Debug)]
+struct Ongoing {
+    of: Move,
+    /// The step that has to end next.
+    step: Step,
+    deadline: Option<Micros>,
+    /// Time for a step that depends on the size of the task.
+    sized: Micros,
+    token: PathBuf,
+    bytes: u64,
+    stopped_at: Option<Micros>,
+    /// When a lost source may be taken for dead.
+    fenced_at: Option<Micros>,
+    /// The record is on disk and daemons are being told.
+    locating: bool,
+}
+
+/// All moves of the virtual machine. Lives on the master.
+#[derive(Debug, Default)]
+pub struct Coordinator {
+    moves: BTreeMap<MigrationId, Ongoing>,
+    last: MigrationId,
+    out: VecDeque<CoordinatorOutput>,
+}
+
+impl Coordinator {
+    /// A coordinator without moves.
+    pub fn new() -> Coordinator {
+        Coordinator::default()
+    }
+
+    /// Moves under way.
+    pub fn open(&self) -> usize {
+        self.moves.len()
+    }
+
+    /// The move of this task that is under way.
+    pub fn of_task(&self, tid: Tid) -> Option<&Move> {
+        self.moves.values().map(|m| &m.of).find(|m| m.tid == tid)
+    }
+
+    /// When [`Coordinator::wake`] is wanted, if at all.
+    pub fn next_wakeup(&self) -> Option<Micros> {
+        self.moves.values().filter_map(|m| m.deadline.into_iter().chain(m.fenced_at).min()).min()
+    }
+
+    /// The next thing to do.
+    pub fn poll(&mut self) -> Option<CoordinatorOutput> {
+        self.out.pop_front()
+    }
+
+    /// Begins a move. The caller has looked the hosts up.
+    ///
+    /// # Errors
+    /// A typed refusal; nothing was started.
+    pub fn begin(
+        &mut self,
+        now: Micros,
+        tid: Tid,
+        from: HostId,
+        to: HostId,
+        cause: Cause,
+    ) -> Result<MigrationId, Refusal> {
+        if from == to {
+            return Err(Refusal::AlreadyThere);
+        }
+        if let Some(other) = self.of_task(tid) {
+            return Err(Refusal::AlreadyMoving(other.id));
+        }
+        if self.moves.len() >= MOVES_OPEN_MAX {
+            return Err(Refusal::TooManyMoves { limit: MOVES_OPEN_MAX });
+        }
+        self.last = self.last.next();
+        let of = Move { id: self.last, tid, from, to, cause };
+        self.order(from, &of, Order::Inspect);
+        self.moves.insert(
+            of.id,
+            Ongoing {
+                of,
+                step: Step::Inspect,
+                deadline: Some(now + STEP_TIME),
+                sized: STEP_TIME,
+                token: PathBuf::new(),
+                bytes: 0,
+                stopped_at: None,
+                fenced_at: None,
+                locating: false,
+            },
+        );
+        Ok(self.last)
+    }
+
+    /// Takes a report of one end. Reports that do not fit are ignored: they belong to a move that is off.
+    pub fn report(&mut self, now: Micros, host: HostId, id: MigrationId, report: Report) {
+        let Some(m) = self.moves.get(&id) else { return };
+        let step = report.step();
+        let sender = match step {
+            Step::Inspect | Step::Quiesce | Step::Stop | Step::Dump | Step::KillSource => m.of.from,
+            Step::Prepare | Step::Restore | Step::Run => m.of.to,
+            Step::Transfer | Step::Commit => host,
+        };
+        if let Report::Failed { step, why } = report {
+            if host == m.of.from && m.step == Step::KillSource {
+                // The stopped copy was killed before we got to it. That is what was wanted.
+                self.let_run(id, Usage::default());
+            } else if (host == m.of.from && m.step < Step::KillSource) || host == m.of.to {
+                self.end_failed(id, step, why);
+            }
+            return;
+        }
+        if host == sender {
+            self.step_done(now, id, step, report);
+        }
+    }
+
+    fn step_done(&mut self, now: Micros, id: MigrationId, step: Step, report: Report) {
+        let Some(m) = self.moves.get_mut(&id) else { return };
+        let of = m.of.clone();
+        let next = match report {
+            Report::Inspected(facts) if m.step == Step::Inspect => {
+                let gib = facts.resident_bytes >> 30;
+                m.sized = STEP_TIME + Micros(TIME_PER_GIB.0 * (gib + 1));
+                self.order(of.to, &of, Order::Prepare(facts));
+                Step::Prepare
+            }
+            Report::Prepared { verdict, token } if m.step == Step::Prepare => {
+                if !verdict.is_empty() {
+                    return self.end_failed(id, Step::Prepare, Failure::Refused(verdict));
+                }
+                m.token = token.clone();
+                self.order(of.from, &of, Order::Leave { token });
+                Step::Quiesce
+            }
+            // The two ends report on different ways: what one says may overtake what the other said before, and
+            // implies it.
+            Report::Quiesced if m.step >= Step::Quiesce => Step::Stop,
+            Report::Stopped if m.step >= Step::Quiesce => {
+                m.stopped_at.get_or_insert(now);
+                Step::Dump
+            }
+            Report::Dumped { bytes } | Report::Received { bytes } if m.step >= Step::Quiesce => {
+                m.bytes = bytes;
+                if step == Step::Dump { Step::Transfer } else { Step::Restore }
+            }
+            Report::Restored if (Step::Quiesce..Step::Commit).contains(&m.step) => {
+                self.out.push_back(CoordinatorOutput::Record(of.clone()));
+                Step::Commit
+            }
+            Report::SourceGone { used } if m.step == Step::KillSource => {
+                return self.let_run(id, used);
+            }
+            Report::Running if m.step == Step::Run => return self.end_moved(now, id),
+            _ => return,
+        };
+        self.advance(now, id, step, next);
+    }
+
+    /// `done` has ended; wait for `next` unless something later is waited for already.
+    fn advance(&mut self, now: Micros, id: MigrationId, done: Step, next: Step) {
+        let m = self.moves.get_mut(&id).expect("the caller found it");
+        if next > m.step {
+            m.step = next;
+            m.deadline = match next {
+                Step::Dump | Step::Transfer | Step::Restore => Some(now + m.sized),
+                Step::Commit | Step::KillSource | Step::Run => None,
+                Step::Inspect | Step::Prepare | Step::Quiesce | Step::Stop => Some(now + STEP_TIME),
+            };
+        }
+        self.log_step(id, done);
+    }
+
+    fn log_step(&mut self, id: MigrationId, step: Step) {
+        let m = &self.moves[&id];
+        let bytes = if matches!(step, Step::Dump | Step::Transfer) { m.bytes } else { 0 };
+        let Move { id, tid, from, to, .. } = m.of;
+        self.out.push_back(CoordinatorOutput::Event(EventKind::Moving { id, tid, from, to, step, bytes }));
+    }
+
+    /// The commit record is on disk, or could not be written.
+    pub fn recorded(&mut self, id: MigrationId, result: Result<(), Failure>) {
+        let Some(m) = self.moves.get_mut(&id).filter(|m| m.step == Step::Commit) else { return };
+        match result {
+            Ok(()) => {
+                m.locating = true;
+                self.out.push_back(CoordinatorOutput::Locate(m.of.clone()));
+            }
+            Err(why) => self.end_failed(id, Step::Commit, why),
+        }
+    }
+
+    /// Every living daemon knows the new location.
+    pub fn located(&mut self, now: Micros, id: MigrationId) {
+        let Some(m) = self.moves.get_mut(&id).filter(|m| m.step == Step::Commit && m.locating) else { return };
+        let of = m.of.clone();
+        let source_lost = m.fenced_at.is_some();
+        self.advance(now, id, Step::Commit, Step::KillSource);
+        if !source_lost {
+            self.order(of.from, &of, Order::Yield);
+        }
+    }
+
+    fn let_run(&mut self, id: MigrationId, used: Usage) {
+        let Some(m) = self.moves.get_mut(&id) else { return };
+        m.step = Step::Run;
+        m.fenced_at = None;
+        let of = m.of.clone();
+        self.log_step(id, Step::KillSource);
+        self.order(of.to, &of, Order::Run { used });
+    }
+
+    /// A host has left or was lost. Its tasks are dead; what that means for other tasks is the daemon's business.
+    pub fn host_lost(&mut self, now: Micros, host: HostId) {
+        let concerned: Vec<MigrationId> =
+            self.moves.values().filter(|m| m.of.from == host || m.of.to == host).map(|m| m.of.id).collect();
+        for id in concerned {
+            let m = self.moves.get_mut(&id).expect("just listed");
+            if m.of.from == host && matches!(m.step, Step::Commit | Step::KillSource) {
+                m.fenced_at = Some(now + FENCE_TIME);
+            } else if m.of.from == host && m.step == Step::Run {
+                // The source has done its part.
+            } else {
+                let step = m.step;
+                self.end_failed(id, step, Failure::HostLost(host));
+            }
+        }
+    }
+
+    /// Calls a move off, if it is not committed yet.
+    pub fn call_off(&mut self, id: MigrationId, why: &str) {
+        if let Some(m) = self.moves.get(&id).filter(|m| m.step < Step::Commit) {
+            let step = m.step;
+            self.end_failed(id, step, Failure::CalledOff(why.to_string()));
+        }
+    }
+
+    /// The time of [`Coordinator::next_wakeup`] has come.
+    pub fn wake(&mut self, now: Micros) {
+        let ids: Vec<MigrationId> = self.moves.keys().copied().collect();
+        for id in ids {
+            let m = &self.moves[&id];
+            if m.deadline.is_some_and(|at| at <= now) {
+                let allowed =
+                    if matches!(m.step, Step::Dump | Step::Transfer | Step::Restore) { m.sized } else { STEP_TIME };
+                let step = m.step;
+                self.end_failed(id, step, Failure::Deadline { allowed });
+            } else if m.step == Step::KillSource && m.fenced_at.is_some_and(|at| at <= now) {
+                self.let_run(id, Usage::default());
+            }
+        }
+    }
+
+    fn end_moved(&mut self, now: Micros, id: MigrationId) {
+        let Some(m) = self.moves.remove(&id) else { return };
+        let frozen = now.since(m.stopped_at.unwrap_or(now));
+        let Move { id, tid, from, to, cause } = m.of;
+        let bytes = m.bytes;
+        self.out.push_back(CoordinatorOutput::Event(EventKind::Moving {
+            id,
+            tid,
+            from,
+            to,
+            step: Step::Run,
+            bytes: 0,
+        }));
+        self.out.push_back(CoordinatorOutput::Event(EventKind::Moved { id, tid, from, to, cause, bytes, frozen }));
+        self.out.push_back(CoordinatorOutput::Ended { id, result: Ok(MoveReport { id, bytes, frozen }) });
+    }
+
+    /// As long as the source has not been told to yield, both ends learn that the move is off, and a commit that was begun
+    /// is taken back; after that there is no way back.
+    fn end_failed(&mut self, id: MigrationId, step: Step, why: Failure) {
+        let Some(m) = self.moves.remove(&id) else { return };
+        if m.step <= Step::Commit {
+            if m.step == Step::Commit {
+                let back = Move { to: m.of.from, ..m.of.clone() };
+                self.out.push_back(CoordinatorOutput::Record(back.clone()));
+                if m.locating {
+                    self.out.push_back(CoordinatorOutput::Locate(back));
+                }
+            }
+            if m.step >= Step::Quiesce {
+                self.order(m.of.from, &m.of, Order::Resume);
+            }
+            if m.step >= Step::Prepare {
+                self.order(m.of.to, &m.of, Order::Discard);
+            }
+        }
+        let Move { id, tid, from, to, cause } = m.of;
+        self.out.push_back(CoordinatorOutput::Event(EventKind::MoveFailed {
+            id,
+            tid,
+            from,
+            to,
+            cause,
+            step,
+            why: why.clone(),
+        }));
+        self.out.push_back(CoordinatorOutput::Ended { id, result: Err(MoveError { step, why }) });
+    }
+
+    fn order(&mut self, host: HostId, of: &Move, order: Order) {
+        self.out.push_back(CoordinatorOutput::Order { host, of: of.clone(), order });
+    }
+}

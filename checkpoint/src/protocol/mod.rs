@@ -1,0 +1,30 @@
+//! The migration protocol as three state machines: [`Coordinator`] on the master, [`Source`] and [`Target`] at the ends.
+//!
+//! ```text
+//! coordinator       source                        target
+//!  Inspect  ------>  facts
+//!  Prepare  ------------------------------------>  verdict, room made, nothing frozen so far
+//!  Leave    ------>  quiesce, stop, dump, send --> verify, restore, hold before the first instruction
+//!  (record, make the new location known: the commit)
+//!  Yield    ------>  kill and reap, hand over
+//!  Run      ------------------------------------>  let it run, wake the library
+//! ```
+//!
+//! Up to the commit any failure ends in `Resume` at the source and `Discard` at the target: the task goes on where it
+//! was. The target never lets the copy run without `Run`, and `Run` is only given when the source's copy is gone (or its
+//! host is, whose tasker kills its tasks when it loses its daemon, and whose daemon ends when it loses the master). So at
+//! every instant at most one copy may run.
+//!
+//! After `Yield` there is no way back: when the target fails then, the task has ended, and the target's daemon says so as
+//! for any task that ends. The tasker carries out its orders for one task in order; an order to continue or discard
+//! overtakes a dump or restore that is under way and ends it.
+//!
+//! The machines do no I/O. The daemon feeds them and carries out their outputs in order; see `pvmd`.
+
+mod coordinator;
+mod source;
+mod target;
+
+pub use coordinator::{Coordinator, CoordinatorOutput, MOVES_OPEN_MAX};
+pub use source::{Source, SourceEvent, SourceOutput};
+pub use target::{Target, TargetEvent, TargetOutput};

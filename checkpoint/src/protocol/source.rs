@@ -1,0 +1,203 @@
+//! The end that a task leaves.
+
+use sempa_proto::migration::{Failure, Move, Order, Refusal, Report, Step, TaskFacts, Usage};
+use sempa_proto::tasker::DumpReport;
+use std::collections::VecDeque;
+use std::path::PathBuf;
+
+/// What happens at the source.
+#[derive(Clone, Debug, PartialEq)]
+pub enum SourceEvent {
+    /// The coordinator's order.
+    Order(Order),
+    /// The tasker's answer to [`SourceOutput::Inspect`], or the daemon's own refusal.
+    Inspected(Result<TaskFacts, Refusal>),
+    /// The library has let go and its socket is closed.
+    Quiesced,
+    /// The tasker's answer to [`SourceOutput::Stop`].
+    Stopped(Result<(), Failure>),
+    /// The tasker's answer to [`SourceOutput::Dump`].
+    Dumped(Result<DumpReport, Failure>),
+    /// The images are on their way, or could not be sent.
+    Sent(Result<(), Failure>),
+    /// The tasker's answer to [`SourceOutput::Continue`].
+    Continued,
+    /// The library has connected again.
+    Reconnected,
+    /// The tasker's answer to [`SourceOutput::KillMoved`].
+    Gone(Usage),
+    /// The task ended by itself or was killed.
+    Ended,
+}
+
+/// What the source's daemon has to do.
+#[derive(Clone, Debug, PartialEq)]
+pub enum SourceOutput {
+    /// Report to the coordinator.
+    Report(Report),
+    /// Ask the tasker what the task is.
+    Inspect,
+    /// From now on keep everything that comes for the task, in order.
+    Hold,
+    /// Tell the library to let go; it is to look for a token here (the daemon adds its own path) or at this path.
+    Quiesce {
+        /// The target's token.
+        token: PathBuf,
+    },
+    /// Have the tasker stop the task.
+    Stop,
+    /// Have the tasker dump the task.
+    Dump,
+    /// Send the images to the target.
+    SendImages,
+    /// Have the tasker let the task go on.
+    Continue,
+    /// Write the token that brings the library back to this daemon.
+    WakeHere,
+    /// Hand over what was kept, in order, and stop keeping.
+    Release,
+    /// Have the tasker kill and reap the stopped task.
+    KillMoved,
+    /// The task lives at the target: send what was kept there, with an end mark, and the task's record.
+    HandOver,
+    /// Stop sending and delete the images here.
+    DropImages,
+    /// Nothing is left to do: forget the move.
+    Done,
+}
+
+/// Where the source stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    Inspecting,
+    Ready,
+    Quiescing,
+    Stopping,
+    Dumping,
+    Sending,
+    /// The move is off; the tasker is letting the task go on.
+    Continuing,
+    /// The move is off; waiting for the library to come back.
+    Waking,
+    Killing,
+    Done,
+}
+
+/// One move as its source sees it.
+#[derive(Debug)]
+pub struct Source {
+    of: Move,
+    state: State,
+    out: VecDeque<SourceOutput>,
+}
+
+impl Source {
+    /// The coordinator's first order, [`Order::Inspect`], has come.
+    pub fn new(of: Move) -> Source {
+        Source { of, state: State::Inspecting, out: VecDeque::from([SourceOutput::Inspect]) }
+    }
+
+    /// The move.
+    pub fn of(&self) -> &Move {
+        &self.of
+    }
+
+    /// True from the order to let go until the task is back or gone: everything for it has to be kept.
+    pub fn holds(&self) -> bool {
+        !matches!(self.state, State::Inspecting | State::Ready | State::Done)
+    }
+
+    /// The next thing to do.
+    pub fn poll(&mut self) -> Option<SourceOutput> {
+        self.out.pop_front()
+    }
+
+    /// Takes an event. What does not fit the state belongs to a step that was given up and is ignored.
+    pub fn handle(&mut self, event: SourceEvent) {
+        use SourceOutput as O;
+        match (self.state, event) {
+            (_, SourceEvent::Ended) => self.ended(),
+            (_, SourceEvent::Order(Order::Resume)) => self.resume(),
+            (State::Inspecting, SourceEvent::Inspected(Ok(facts))) => {
+                self.go(State::Ready, [O::Report(Report::Inspected(facts))]);
+            }
+            (State::Inspecting, SourceEvent::Inspected(Err(refusal))) => {
+                let why = Failure::Refused(vec![refusal]);
+                self.go(State::Done, [O::Report(Report::Failed { step: Step::Inspect, why }), O::Done]);
+            }
+            (State::Ready, SourceEvent::Order(Order::Leave { token })) => {
+                self.go(State::Quiescing, [O::Hold, O::Quiesce { token }]);
+            }
+            (State::Quiescing, SourceEvent::Quiesced) => {
+                self.go(State::Stopping, [O::Report(Report::Quiesced), O::Stop]);
+            }
+            (State::Stopping, SourceEvent::Stopped(Ok(()))) => {
+                self.go(State::Dumping, [O::Report(Report::Stopped), O::Dump]);
+            }
+            (State::Dumping, SourceEvent::Dumped(Ok(dump))) => {
+                self.go(State::Sending, [O::Report(Report::Dumped { bytes: dump.bytes }), O::SendImages]);
+            }
+            (State::Stopping, SourceEvent::Stopped(Err(why))) => self.failed(Step::Stop, why),
+            (State::Dumping, SourceEvent::Dumped(Err(why))) => self.failed(Step::Dump, why),
+            (State::Sending, SourceEvent::Sent(Err(why))) => self.failed(Step::Transfer, why),
+            (State::Continuing, SourceEvent::Continued) => self.go(State::Waking, [O::DropImages, O::WakeHere]),
+            (State::Waking, SourceEvent::Reconnected) => self.go(State::Done, [O::Release, O::Done]),
+            (State::Sending, SourceEvent::Order(Order::Yield)) => self.go(State::Killing, [O::KillMoved]),
+            (State::Killing, SourceEvent::Gone(used)) => {
+                self.go(State::Done, [O::Report(Report::SourceGone { used }), O::HandOver, O::DropImages, O::Done]);
+            }
+            _ => {}
+        }
+    }
+
+    fn go(&mut self, state: State, outputs: impl IntoIterator<Item = SourceOutput>) {
+        self.state = state;
+        self.out.extend(outputs);
+    }
+
+    /// Reports a failure and waits for the coordinator to call the move off: it may be telling the target already.
+    fn failed(&mut self, step: Step, why: Failure) {
+        self.out.push_back(SourceOutput::Report(Report::Failed { step, why }));
+    }
+
+    fn resume(&mut self) {
+        use SourceOutput as O;
+        match self.state {
+            State::Inspecting | State::Ready => self.go(State::Done, [O::Done]),
+            // The library may still be letting go: it finds the token as soon as it looks for it.
+            State::Quiescing => self.go(State::Waking, [O::WakeHere]),
+            State::Stopping | State::Dumping | State::Sending => self.go(State::Continuing, [O::Continue]),
+            // Killing: the coordinator never gives both orders.
+            State::Continuing | State::Waking | State::Killing | State::Done => {}
+        }
+    }
+
+    fn ended(&mut self) {
+        use SourceOutput as O;
+        match self.state {
+            // Its end is what was wanted; Gone tells it.
+            State::Killing | State::Done => {}
+            State::Continuing | State::Waking => self.go(State::Done, [O::DropImages, O::Release, O::Done]),
+            State::Inspecting | State::Ready | State::Quiescing | State::Stopping | State::Dumping | State::Sending => {
+                let report = Report::Failed { step: self.step(), why: Failure::TaskEnded };
+                let release = self.holds();
+                self.go(State::Done, [O::Report(report), O::DropImages]);
+                self.out.extend(release.then_some(O::Release));
+                self.out.push_back(O::Done);
+            }
+        }
+    }
+
+    /// The step that is under way.
+    fn step(&self) -> Step {
+        match self.state {
+            State::Inspecting => Step::Inspect,
+            State::Ready => Step::Prepare,
+            State::Quiescing => Step::Quiesce,
+            State::Stopping => Step::Stop,
+            State::Dumping => Step::Dump,
+            State::Sending | State::Continuing | State::Waking => Step::Transfer,
+            State::Killing | State::Done => Step::KillSource,
+        }
+    }
+}

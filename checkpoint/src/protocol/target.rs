@@ -1,0 +1,136 @@
+//! The end that a task moves to.
+
+use sempa_proto::migration::{Failure, Move, Order, Report, Step, TaskFacts, Usage, Verdict};
+use std::collections::VecDeque;
+use std::path::PathBuf;
+
+/// What happens at the target.
+#[derive(Clone, Debug, PartialEq)]
+pub enum TargetEvent {
+    /// The coordinator's order.
+    Order(Order),
+    /// The tasker's answer to [`TargetOutput::Prepare`].
+    Prepared(Verdict),
+    /// The images are here and their hashes are right, or not.
+    Received(Result<u64, Failure>),
+    /// The tasker's answer to [`TargetOutput::Restore`].
+    Restored(Result<(), Failure>),
+    /// The tasker's answer to [`TargetOutput::Run`].
+    Ran(Result<(), Failure>),
+    /// The tasker's answer to [`TargetOutput::Discard`].
+    Discarded,
+}
+
+/// What the target's daemon has to do.
+#[derive(Clone, Debug, PartialEq)]
+pub enum TargetOutput {
+    /// Report to the coordinator.
+    Report(Report),
+    /// Ask the tasker for a verdict on such a task.
+    Prepare(TaskFacts),
+    /// Accept the images of this move from the source.
+    ExpectImages,
+    /// Have the tasker rebuild the task.
+    Restore,
+    /// The task is ours from now on; have the tasker let it run.
+    Run(Usage),
+    /// Write the token that brings the library to this daemon.
+    WakeHere,
+    /// Have the tasker throw away what there is.
+    Discard,
+    /// Delete the images here.
+    DropImages,
+    /// Nothing is left to do: forget the move.
+    Done,
+}
+
+/// Where the target stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    Judging,
+    Receiving,
+    Restoring,
+    Holding,
+    Starting,
+    Discarding,
+    Done,
+}
+
+/// One move as its target sees it.
+#[derive(Debug)]
+pub struct Target {
+    of: Move,
+    /// Where the token will be written.
+    token: PathBuf,
+    state: State,
+    out: VecDeque<TargetOutput>,
+}
+
+impl Target {
+    /// The coordinator's order [`Order::Prepare`] has come.
+    pub fn new(of: Move, facts: TaskFacts, token: PathBuf) -> Target {
+        Target { of, token, state: State::Judging, out: VecDeque::from([TargetOutput::Prepare(facts)]) }
+    }
+
+    /// The move.
+    pub fn of(&self) -> &Move {
+        &self.of
+    }
+
+    /// The next thing to do.
+    pub fn poll(&mut self) -> Option<TargetOutput> {
+        self.out.pop_front()
+    }
+
+    /// Takes an event. What does not fit the state belongs to a step that was given up and is ignored.
+    pub fn handle(&mut self, event: TargetEvent) {
+        use TargetOutput as O;
+        match (self.state, event) {
+            (_, TargetEvent::Order(Order::Discard)) => self.discard(),
+            (State::Judging, TargetEvent::Prepared(verdict)) => {
+                let token = self.token.clone();
+                if verdict.is_empty() {
+                    // Expect first: the source may be faster than our answer is.
+                    self.go(State::Receiving, [O::ExpectImages, O::Report(Report::Prepared { verdict, token })]);
+                } else {
+                    self.go(State::Done, [O::Report(Report::Prepared { verdict, token }), O::Discard, O::Done]);
+                }
+            }
+            (State::Receiving, TargetEvent::Received(Ok(bytes))) => {
+                self.go(State::Restoring, [O::Report(Report::Received { bytes }), O::Restore]);
+            }
+            (State::Restoring, TargetEvent::Restored(Ok(()))) => {
+                self.go(State::Holding, [O::Report(Report::Restored)]);
+            }
+            (State::Holding, TargetEvent::Order(Order::Run { used })) => self.go(State::Starting, [O::Run(used)]),
+            (State::Starting, TargetEvent::Ran(Ok(()))) => {
+                self.go(State::Done, [O::WakeHere, O::Report(Report::Running), O::DropImages, O::Done]);
+            }
+            (State::Receiving, TargetEvent::Received(Err(why))) => self.failed(Step::Transfer, why),
+            (State::Restoring | State::Holding, TargetEvent::Restored(Err(why))) => self.failed(Step::Restore, why),
+            (State::Starting, TargetEvent::Ran(Err(why))) => {
+                let report = Report::Failed { step: Step::Run, why };
+                self.go(State::Discarding, [O::Report(report), O::Discard, O::DropImages]);
+            }
+            (State::Discarding, TargetEvent::Discarded) => self.go(State::Done, [O::Done]),
+            _ => {}
+        }
+    }
+
+    fn go(&mut self, state: State, outputs: impl IntoIterator<Item = TargetOutput>) {
+        self.state = state;
+        self.out.extend(outputs);
+    }
+
+    fn failed(&mut self, step: Step, why: Failure) {
+        let report = Report::Failed { step, why };
+        self.go(State::Discarding, [TargetOutput::Report(report), TargetOutput::Discard, TargetOutput::DropImages]);
+    }
+
+    fn discard(&mut self) {
+        // Starting: the coordinator never gives both orders.
+        if matches!(self.state, State::Judging | State::Receiving | State::Restoring | State::Holding) {
+            self.go(State::Discarding, [TargetOutput::Discard, TargetOutput::DropImages]);
+        }
+    }
+}

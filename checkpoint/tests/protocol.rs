@@ -1,0 +1,408 @@
+//! The migration protocol under faults: one task, two hosts, a coordinator, and everything that can go wrong at random
+//! times. The two copies are modelled; the three machines are the real ones.
+
+use checkpoint::protocol::{
+    Coordinator, CoordinatorOutput, Source, SourceEvent, SourceOutput, Target, TargetEvent, TargetOutput,
+};
+use sempa_proto::migration::{Cause, Failure, Order, Refusal, Report, Step, TaskFacts, Usage};
+use sempa_proto::task::{MoveError, MoveReport};
+use sempa_proto::tasker::DumpReport;
+use sempa_proto::{HostId, Micros, MigrationId, Tid};
+use std::collections::{BTreeMap, HashMap};
+use std::path::PathBuf;
+
+/// A small generator (xorshift): one seed, one run.
+struct Dice(u64);
+
+impl Dice {
+    fn roll(&mut self, below: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 % below
+    }
+
+    fn chance(&mut self, percent: u64) -> bool {
+        self.roll(100) < percent
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Copy {
+    None,
+    Running,
+    Stopped,
+    Dead,
+}
+
+/// What travels or is being worked on.
+#[derive(Debug)]
+enum Item {
+    Order(HostId, sempa_proto::migration::Move, Order),
+    Report(HostId, MigrationId, Report),
+    Source(SourceEvent),
+    Target(TargetEvent),
+    Recorded(MigrationId),
+    Located(MigrationId),
+    LostSeen(HostId),
+    Lose(HostId),
+    EndTask,
+}
+
+#[derive(Default)]
+struct Faults {
+    step_fails_percent: u64,
+    stalls_percent: u64,
+    lose: Option<(HostId, u64)>,
+    end_task: Option<u64>,
+    refuse: bool,
+}
+
+struct World {
+    dice: Dice,
+    faults: Faults,
+    now: Micros,
+    queue: BTreeMap<(Micros, u64), Item>,
+    serial: u64,
+    /// Last arrival per channel, so that channels keep their order.
+    channel: HashMap<(u16, u16), Micros>,
+    coordinator: Coordinator,
+    source: Option<Source>,
+    target: Option<Target>,
+    copies: (Copy, Copy),
+    lost: Vec<HostId>,
+    held: bool,
+    handed_over: bool,
+    located_at: HostId,
+    ended: Option<Result<MoveReport, MoveError>>,
+}
+
+fn host(index: u16) -> HostId {
+    HostId::new(index).expect("small")
+}
+
+impl World {
+    fn new(seed: u64, faults: Faults) -> World {
+        let mut world = World {
+            dice: Dice(seed | 1),
+            faults,
+            now: Micros(0),
+            queue: BTreeMap::new(),
+            serial: 0,
+            channel: HashMap::new(),
+            coordinator: Coordinator::new(),
+            source: None,
+            target: None,
+            copies: (Copy::Running, Copy::None),
+            lost: Vec::new(),
+            held: false,
+            handed_over: false,
+            located_at: host(2),
+            ended: None,
+        };
+        let tid = Tid::task(host(2), 1).expect("good");
+        world
+            .coordinator
+            .begin(Micros(0), tid, host(2), host(3), Cause::Asked { by: tid })
+            .expect("nothing forbids it");
+        if let Some((lost, at)) = world.faults.lose {
+            world.push(Micros(at), Item::Lose(lost));
+        }
+        if let Some(at) = world.faults.end_task {
+            world.push(Micros(at), Item::EndTask);
+        }
+        world
+    }
+
+    fn push(&mut self, at: Micros, item: Item) {
+        self.serial += 1;
+        self.queue.insert((at, self.serial), item);
+    }
+
+    fn soon(&mut self, item: Item) {
+        let at = self.now + Micros(self.dice.roll(5_000));
+        // Each tasker answers in order.
+        let place = match &item {
+            Item::Source(_) => (2, 0),
+            Item::Target(_) => (3, 0),
+            _ => return self.push(at, item),
+        };
+        let last = self.channel.entry(place).or_default();
+        let at = at.max(*last);
+        *last = at;
+        self.push(at, item);
+    }
+
+    fn send(&mut self, from: HostId, to: HostId, item: Item) {
+        if self.lost.contains(&from) || self.lost.contains(&to) {
+            return;
+        }
+        let at = self.now + Micros(self.dice.roll(5_000));
+        let last = self.channel.entry((from.index(), to.index())).or_default();
+        let at = at.max(*last);
+        *last = at;
+        self.push(at, item);
+    }
+
+    /// The answer of a tasker: good, bad, or never.
+    fn worker<T>(&mut self, good: T, wrap: impl Fn(Result<T, Failure>) -> Item) {
+        if self.dice.chance(self.faults.stalls_percent) {
+            return;
+        }
+        let result = if self.dice.chance(self.faults.step_fails_percent) {
+            Err(Failure::Engine("dice".into()))
+        } else {
+            Ok(good)
+        };
+        self.soon(wrap(result));
+    }
+
+    fn run(mut self) -> World {
+        for _ in 0..10_000 {
+            self.drain();
+            self.check();
+            let next = self.queue.keys().next().copied();
+            let timer = self.coordinator.next_wakeup();
+            match (next, timer) {
+                (Some((at, _)), timer) if timer.is_none_or(|t| at <= t) => {
+                    let ((at, _), item) = self.queue.pop_first().expect("just seen");
+                    self.now = self.now.max(at);
+                    self.take(item);
+                }
+                (_, Some(at)) => {
+                    self.now = self.now.max(at);
+                    self.coordinator.wake(self.now);
+                }
+                (None, None) => return self,
+                (Some(_), None) => unreachable!("the guard holds without a timer"),
+            }
+        }
+        panic!("the protocol does not come to rest");
+    }
+
+    fn take(&mut self, item: Item) {
+        match item {
+            Item::Order(at, ..) if self.lost.contains(&at) => {}
+            Item::Order(_, of, Order::Inspect) => self.source = Some(Source::new(of)),
+            Item::Order(at, of, Order::Prepare(facts)) => {
+                assert_eq!(at, of.to);
+                self.target = Some(Target::new(of, facts, PathBuf::from("/token")));
+            }
+            Item::Order(at, of, order) if at == of.from => self.source_event(SourceEvent::Order(order)),
+            Item::Order(_, _, order) => self.target_event(TargetEvent::Order(order)),
+            Item::Report(from, id, report) => self.coordinator.report(self.now, from, id, report),
+            Item::Source(event) => self.source_event(event),
+            Item::Target(event) => self.target_event(event),
+            Item::Recorded(id) => {
+                let result = if self.dice.chance(self.faults.step_fails_percent) {
+                    Err(Failure::Io("disk".into()))
+                } else {
+                    Ok(())
+                };
+                self.coordinator.recorded(id, result);
+            }
+            Item::Located(id) => self.coordinator.located(self.now, id),
+            Item::LostSeen(host) => self.coordinator.host_lost(self.now, host),
+            Item::Lose(lost) => {
+                self.lost.push(lost);
+                if lost == host(2) {
+                    (self.source, self.copies.0) = (None, Copy::Dead);
+                } else {
+                    (self.target, self.copies.1) = (None, Copy::Dead);
+                }
+                self.soon(Item::LostSeen(lost));
+            }
+            Item::EndTask => {
+                if self.copies.0 == Copy::Running || self.copies.0 == Copy::Stopped {
+                    self.copies.0 = Copy::Dead;
+                    self.source_event(SourceEvent::Ended);
+                }
+            }
+        }
+    }
+
+    fn source_event(&mut self, event: SourceEvent) {
+        // What the world did while the answer was on its way.
+        match &event {
+            SourceEvent::Stopped(Ok(())) if self.copies.0 == Copy::Running => self.copies.0 = Copy::Stopped,
+            SourceEvent::Continued if self.copies.0 == Copy::Stopped => self.copies.0 = Copy::Running,
+            SourceEvent::Gone(_) => self.copies.0 = Copy::Dead,
+            _ => {}
+        }
+        if let Some(source) = &mut self.source {
+            source.handle(event);
+        }
+    }
+
+    fn target_event(&mut self, event: TargetEvent) {
+        match &event {
+            TargetEvent::Restored(Ok(())) if self.copies.1 == Copy::None => self.copies.1 = Copy::Stopped,
+            TargetEvent::Ran(Ok(())) if self.copies.1 == Copy::Stopped => self.copies.1 = Copy::Running,
+            TargetEvent::Discarded => self.copies.1 = Copy::Dead,
+            _ => {}
+        }
+        if let Some(target) = &mut self.target {
+            target.handle(event);
+        }
+    }
+
+    fn drain(&mut self) {
+        let master = HostId::MASTER;
+        while let Some(output) = self.coordinator.poll() {
+            match output {
+                CoordinatorOutput::Order { host, of, order } => self.send(master, host, Item::Order(host, of, order)),
+                CoordinatorOutput::Record(of) => self.soon(Item::Recorded(of.id)),
+                CoordinatorOutput::Locate(of) => {
+                    self.located_at = of.to;
+                    self.soon(Item::Located(of.id));
+                }
+                CoordinatorOutput::Event(_) => {}
+                CoordinatorOutput::Ended { result, .. } => {
+                    assert!(self.ended.replace(result).is_none(), "a move ends once");
+                }
+            }
+        }
+        while let Some(output) = self.source.as_mut().and_then(Source::poll) {
+            self.source_output(output);
+        }
+        while let Some(output) = self.target.as_mut().and_then(Target::poll) {
+            self.target_output(output);
+        }
+    }
+
+    fn source_output(&mut self, output: SourceOutput) {
+        let id = self.source.as_ref().expect("it spoke").of().id;
+        match output {
+            SourceOutput::Report(report) => self.send(host(2), HostId::MASTER, Item::Report(host(2), id, report)),
+            SourceOutput::Inspect => {
+                let refuse = self.faults.refuse;
+                self.worker((), move |_| {
+                    Item::Source(SourceEvent::Inspected(if refuse {
+                        Err(Refusal::Pinned)
+                    } else {
+                        Ok(TaskFacts::default())
+                    }))
+                });
+            }
+            SourceOutput::Hold => self.held = true,
+            SourceOutput::Quiesce { .. } => self.worker((), |_| Item::Source(SourceEvent::Quiesced)),
+            SourceOutput::Stop => self.worker((), |r| Item::Source(SourceEvent::Stopped(r))),
+            SourceOutput::Dump => self.worker(DumpReport::default(), |r| Item::Source(SourceEvent::Dumped(r))),
+            SourceOutput::SendImages => {
+                let bad = self.dice.chance(self.faults.step_fails_percent);
+                self.soon(Item::Source(SourceEvent::Sent(if bad {
+                    Err(Failure::Images("cut".into()))
+                } else {
+                    Ok(())
+                })));
+                if !bad {
+                    self.worker(1, |r| Item::Target(TargetEvent::Received(r)));
+                }
+            }
+            SourceOutput::Continue => self.soon(Item::Source(SourceEvent::Continued)),
+            SourceOutput::WakeHere => self.soon(Item::Source(SourceEvent::Reconnected)),
+            SourceOutput::Release => self.held = false,
+            SourceOutput::KillMoved => self.soon(Item::Source(SourceEvent::Gone(Usage::default()))),
+            SourceOutput::HandOver => self.handed_over = true,
+            SourceOutput::DropImages => {}
+            SourceOutput::Done => self.source = None,
+        }
+    }
+
+    fn target_output(&mut self, output: TargetOutput) {
+        let id = self.target.as_ref().expect("it spoke").of().id;
+        match output {
+            TargetOutput::Report(report) => self.send(host(3), HostId::MASTER, Item::Report(host(3), id, report)),
+            TargetOutput::Prepare(_) => self.worker((), |r| {
+                Item::Target(TargetEvent::Prepared(if r.is_ok() { vec![] } else { vec![Refusal::Pinned] }))
+            }),
+            TargetOutput::Restore => self.worker((), |r| Item::Target(TargetEvent::Restored(r))),
+            TargetOutput::Run(_) => self.soon(Item::Target(TargetEvent::Ran(Ok(())))),
+            TargetOutput::Discard => self.soon(Item::Target(TargetEvent::Discarded)),
+            TargetOutput::ExpectImages | TargetOutput::WakeHere | TargetOutput::DropImages => {}
+            TargetOutput::Done => self.target = None,
+        }
+    }
+
+    fn check(&self) {
+        assert!(self.copies != (Copy::Running, Copy::Running), "two live copies");
+    }
+}
+
+fn settle(seed: u64, faults: Faults) -> World {
+    World::new(seed, faults).run()
+}
+
+#[test]
+fn without_faults_the_task_moves_and_everything_is_handed_over() {
+    for seed in 1..500 {
+        let world = settle(seed, Faults::default());
+        assert!(matches!(world.ended, Some(Ok(_))), "seed {seed}: {:?}", world.ended);
+        assert_eq!(world.copies, (Copy::Dead, Copy::Running), "seed {seed}");
+        assert!(world.handed_over && world.source.is_none() && world.target.is_none(), "seed {seed}");
+        assert_eq!(world.located_at, host(3));
+    }
+}
+
+#[test]
+fn a_refused_task_is_not_touched() {
+    let world = settle(7, Faults { refuse: true, ..Faults::default() });
+    let Some(Err(error)) = world.ended else { panic!("{:?}", world.ended) };
+    assert_eq!(error.step, Step::Inspect);
+    assert_eq!(error.why, Failure::Refused(vec![Refusal::Pinned]));
+    assert_eq!(world.copies, (Copy::Running, Copy::None));
+}
+
+#[test]
+fn whatever_step_fails_or_stalls_the_task_goes_on_exactly_once() {
+    let mut failures = 0;
+    for seed in 1..20_000 {
+        let world = settle(seed, Faults { step_fails_percent: 12, stalls_percent: 5, ..Faults::default() });
+        match &world.ended {
+            Some(Ok(_)) => {
+                assert_eq!(world.copies, (Copy::Dead, Copy::Running), "seed {seed}");
+                assert_eq!(world.located_at, host(3), "seed {seed}");
+            }
+            Some(Err(_)) => {
+                failures += 1;
+                assert_eq!(world.copies.0, Copy::Running, "seed {seed}: {:?}", world.ended);
+                assert_ne!(world.copies.1, Copy::Running, "seed {seed}");
+                assert_eq!(world.located_at, host(2), "seed {seed}");
+                assert!(!world.held, "seed {seed}: messages are kept for ever");
+            }
+            None => panic!("seed {seed}: the move never ended"),
+        }
+    }
+    assert!(failures > 1000, "the faults must bite: {failures}");
+}
+
+#[test]
+fn a_lost_host_leaves_at_most_one_copy_and_a_lost_target_never_costs_the_task_before_the_source_yields() {
+    for seed in 1..20_000 {
+        let lost = host(2 + (seed % 2) as u16);
+        let at = Dice(seed * 77 + 1).roll(60_000);
+        let world = settle(seed, Faults { lose: Some((lost, at)), step_fails_percent: 3, ..Faults::default() });
+        if lost == host(2) {
+            assert_ne!(world.copies.0, Copy::Running, "seed {seed}");
+        } else if !world.handed_over && world.copies.0 != Copy::Dead {
+            assert_eq!(world.copies.0, Copy::Running, "seed {seed}: {:?}", world.ended);
+            assert_eq!(world.located_at, host(2), "seed {seed}");
+        }
+        assert!(world.ended.is_some(), "seed {seed}");
+    }
+}
+
+#[test]
+fn a_task_that_is_killed_during_its_move_ends_unless_the_move_was_committed_already() {
+    for seed in 1..10_000 {
+        let at = Dice(seed * 91 + 3).roll(60_000);
+        let world = settle(seed, Faults { end_task: Some(at), step_fails_percent: 3, ..Faults::default() });
+        let runs_there = world.copies.1 == Copy::Running;
+        match &world.ended {
+            Some(Ok(_)) => assert!(runs_there && world.located_at == host(3), "seed {seed}"),
+            Some(Err(error)) => assert!(!runs_there, "seed {seed}: {error:?}"),
+            None => panic!("seed {seed}: the move never ended"),
+        }
+        assert!(!world.held || world.handed_over, "seed {seed}: messages are kept for ever");
+    }
+}
