@@ -1,0 +1,337 @@
+//! Links under loss, duplication, reordering, broken routes and moving tasks, in virtual time from one seed.
+//!
+//! Every pair of tasks exchanges numbered messages; each receiver checks that it gets each number once and in order, with
+//! the bytes that were sent.
+
+use bytes::Bytes;
+use sempa_proto::link::{
+    FRAGMENT_BYTES_MAX, Link, LinkEvent, LinkFrame, LinkKind, LinkOutput, WINDOW_BYTES_MAX, WINDOW_FRAGMENTS_MAX,
+};
+use sempa_proto::{Micros, RouteId, Tid};
+use std::collections::BTreeMap;
+
+/// A small generator (xorshift): one seed, one run.
+struct Dice(u64);
+
+impl Dice {
+    fn roll(&mut self, below: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 % below
+    }
+}
+
+/// How bad the network is, in parts of a thousand.
+#[derive(Clone, Copy, Debug)]
+struct Weather {
+    loss: u64,
+    duplication: u64,
+    reordering: u64,
+    /// Chance, at each step, that some task loses its route for a while or moves.
+    moves: u64,
+}
+
+const CALM: Weather = Weather { loss: 0, duplication: 0, reordering: 0, moves: 0 };
+const ROUGH: Weather = Weather { loss: 30, duplication: 30, reordering: 60, moves: 4 };
+
+struct Network {
+    dice: Dice,
+    weather: Weather,
+    now: Micros,
+    tids: Vec<Tid>,
+    /// `links[a][b]`: a's end of the conversation with b.
+    links: Vec<Vec<Link>>,
+    /// When a task without a route gets its next one.
+    away: Vec<Option<Micros>>,
+    routes: u64,
+    air: BTreeMap<(Micros, u64), (usize, usize, LinkFrame)>,
+    serial: u64,
+    sent: Vec<Vec<u64>>,
+    received: Vec<Vec<u64>>,
+    transmitted: u64,
+}
+
+fn message(from: usize, to: usize, number: u64, len: usize) -> (Bytes, Bytes) {
+    let mut head = Vec::with_capacity(24);
+    for word in [from as u64, to as u64, number] {
+        head.extend_from_slice(&word.to_le_bytes());
+    }
+    let body: Vec<u8> = (0..len).map(|i| (number as usize).wrapping_mul(31).wrapping_add(i * 7) as u8).collect();
+    (head.into(), body.into())
+}
+
+impl Network {
+    fn new(seed: u64, tasks: usize, weather: Weather) -> Network {
+        let tids: Vec<Tid> = (1..=tasks as i32).map(|i| Tid::from_raw(0x40000 + i)).collect();
+        let mut links: Vec<Vec<Link>> = tids.iter().map(|a| tids.iter().map(|b| Link::new(*a, *b)).collect()).collect();
+        for link in links.iter_mut().flatten() {
+            link.handle(Micros(0), LinkEvent::RouteUp(RouteId(0)));
+        }
+        Network {
+            dice: Dice(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1),
+            weather,
+            now: Micros(0),
+            links,
+            away: vec![None; tasks],
+            routes: 0,
+            air: BTreeMap::new(),
+            serial: 0,
+            sent: vec![vec![0; tasks]; tasks],
+            received: vec![vec![0; tasks]; tasks],
+            transmitted: 0,
+            tids,
+        }
+    }
+
+    fn send(&mut self, from: usize, to: usize, len: usize) {
+        let number = self.sent[from][to];
+        self.sent[from][to] += 1;
+        let (head, body) = message(from, to, number, len);
+        self.links[from][to].send(head, body).expect("far below the limit");
+    }
+
+    /// A random message: mostly small, sometimes of several fragments.
+    fn send_something(&mut self) {
+        let tasks = self.tids.len() as u64;
+        let from = self.dice.roll(tasks) as usize;
+        let to = ((from as u64 + 1 + self.dice.roll(tasks - 1)) % tasks) as usize;
+        let len = match self.dice.roll(200) {
+            0 => self.dice.roll(4 * FRAGMENT_BYTES_MAX as u64),
+            1..4 => FRAGMENT_BYTES_MAX as u64 - 24 + self.dice.roll(3) - 1,
+            _ => self.dice.roll(100),
+        };
+        self.send(from, to, len as usize);
+    }
+
+    fn pump(&mut self, a: usize) {
+        for b in 0..self.tids.len() {
+            while let Some(output) = self.links[a][b].poll(self.now) {
+                match output {
+                    LinkOutput::Deliver(bytes) => self.check(b, a, bytes),
+                    LinkOutput::Transmit(frame) => self.launch(a, b, frame),
+                }
+            }
+        }
+    }
+
+    fn check(&mut self, from: usize, to: usize, bytes: Bytes) {
+        let number = self.received[from][to];
+        let (head, body) = message(from, to, number, bytes.len() - 24);
+        assert_eq!(&bytes[..24], &head[..], "order, and no loss or double, from {from} to {to}");
+        assert!(bytes[24..] == body[..], "content from {from} to {to}");
+        self.received[from][to] += 1;
+    }
+
+    fn launch(&mut self, from: usize, to: usize, frame: LinkFrame) {
+        assert!(self.away[from].is_none(), "a link without a route transmits nothing");
+        self.transmitted += 1;
+        let copies = match self.dice.roll(1000) {
+            roll if roll < self.weather.loss => 0,
+            roll if roll < self.weather.loss + self.weather.duplication => 2,
+            _ => 1,
+        };
+        for _ in 0..copies {
+            let extra = if self.dice.roll(1000) < self.weather.reordering { self.dice.roll(3000) } else { 0 };
+            self.serial += 1;
+            self.air.insert((self.now + Micros(100 + extra), self.serial), (from, to, frame.clone()));
+        }
+    }
+
+    /// A task loses its route; what is in the air for it is lost with some chance (a move) or not (a broken route).
+    fn unroute(&mut self, task: usize) {
+        if self.away[task].is_some() {
+            return;
+        }
+        self.away[task] = Some(self.now + Micros(self.dice.roll(200_000)));
+        for link in &mut self.links[task] {
+            link.handle(self.now, LinkEvent::RouteDown);
+        }
+        if self.dice.roll(2) == 0 {
+            self.air.retain(|_, (_, to, _)| *to != task);
+        }
+    }
+
+    fn reroute(&mut self, task: usize) {
+        self.away[task] = None;
+        self.routes += 1;
+        let (now, route) = (self.now, RouteId(self.routes));
+        for link in &mut self.links[task] {
+            link.handle(now, LinkEvent::RouteUp(route));
+        }
+        for peer in 0..self.tids.len() {
+            self.links[peer][task].handle(now, LinkEvent::PeerMoved);
+            self.pump(peer);
+        }
+    }
+
+    /// Goes to the next thing that happens. False when nothing is left to happen.
+    fn step(&mut self) -> bool {
+        if self.dice.roll(1000) < self.weather.moves {
+            let task = self.dice.roll(self.tids.len() as u64) as usize;
+            self.unroute(task);
+        }
+        let arrival = self.air.keys().next().map(|(at, _)| *at);
+        let back = self.away.iter().flatten().min().copied();
+        let timer = self.links.iter().flatten().filter_map(Link::next_wakeup).min();
+        let Some(at) = [arrival, back, timer].into_iter().flatten().min() else { return false };
+        self.now = self.now.max(at);
+        if arrival == Some(at) {
+            let (_, (from, to, frame)) = self.air.pop_first().expect("just seen");
+            if self.away[to].is_none() {
+                let wire = [&frame.encode_head()[..], &frame.payload].concat();
+                let frame = LinkFrame::decode(wire.into()).expect("our own encoding");
+                self.links[to][from].handle(self.now, LinkEvent::Frame(frame));
+                self.pump(to);
+            }
+        } else if back == Some(at) {
+            let task = self.away.iter().position(|t| *t == Some(at)).expect("just seen");
+            self.reroute(task);
+        } else {
+            for a in 0..self.tids.len() {
+                for b in 0..self.tids.len() {
+                    if self.links[a][b].next_wakeup().is_some_and(|t| t <= at) {
+                        self.links[a][b].handle(self.now, LinkEvent::Wake);
+                    }
+                }
+                self.pump(a);
+            }
+        }
+        true
+    }
+
+    fn settle(&mut self) {
+        self.weather.moves = 0;
+        for _ in 0..20_000_000 {
+            for a in 0..self.tids.len() {
+                if self.away[a].is_none() {
+                    self.pump(a);
+                }
+            }
+            if self.sent == self.received && self.links.iter().flatten().all(Link::is_flushed) {
+                return;
+            }
+            assert!(self.step(), "everything sleeps although messages are missing");
+        }
+        panic!("the links do not come to rest");
+    }
+
+    fn messages(&self) -> u64 {
+        self.received.iter().flatten().sum()
+    }
+}
+
+fn converse(seed: u64, tasks: usize, weather: Weather, messages: u64) -> Network {
+    let mut network = Network::new(seed, tasks, weather);
+    for _ in 0..messages {
+        network.send_something();
+        if network.dice.roll(4) > 0 {
+            for a in 0..tasks {
+                if network.away[a].is_none() {
+                    network.pump(a);
+                }
+            }
+            network.step();
+        }
+    }
+    network.settle();
+    network
+}
+
+#[test]
+fn a_million_messages_arrive_once_and_in_order_through_loss_doubling_reordering_and_moves() {
+    let mut messages = 0;
+    let mut seed = 0;
+    while messages < 1_000_000 {
+        seed += 1;
+        messages += converse(seed, 2 + (seed % 4) as usize, ROUGH, 10_000).messages();
+    }
+}
+
+#[test]
+fn reliable_routes_that_never_break_cost_no_second_transmission() {
+    let mut network = Network::new(1, 2, CALM);
+    for _ in 0..1000 {
+        network.send(0, 1, 10);
+    }
+    network.settle();
+    // Acknowledgements: at least two, at most one for each eighth of the window and delay.
+    assert!((1002..1010).contains(&network.transmitted), "{}", network.transmitted);
+}
+
+#[test]
+fn two_tasks_that_send_a_gigabyte_before_they_receive_do_not_block_each_other() {
+    let mut network = Network::new(1, 2, CALM);
+    let piece: Bytes = vec![7; 16 << 20].into();
+    for (a, b) in [(0, 1), (1, 0)] {
+        for _ in 0..64 {
+            network.links[a][b].send(Bytes::new(), piece.clone()).expect("below the limit");
+        }
+    }
+    let mut delivered = 0;
+    while delivered < 128 {
+        for a in 0..2 {
+            let b = 1 - a;
+            while let Some(output) = network.links[a][b].poll(network.now) {
+                match output {
+                    LinkOutput::Deliver(bytes) => {
+                        assert_eq!(bytes.len(), 16 << 20);
+                        delivered += 1;
+                    }
+                    LinkOutput::Transmit(frame) => network.launch(a, b, frame),
+                }
+            }
+        }
+        let in_the_air: usize = network.air.values().map(|(.., f)| f.payload.len()).sum();
+        assert!(in_the_air <= 2 * (WINDOW_BYTES_MAX + FRAGMENT_BYTES_MAX), "the window bounds what daemons hold");
+        if let Some((key, (from, to, frame))) = network.air.pop_first() {
+            network.now = network.now.max(key.0);
+            network.links[to][from].handle(network.now, LinkEvent::Frame(frame));
+        }
+    }
+}
+
+#[test]
+fn the_window_bounds_fragments_as_well_as_bytes() {
+    let mut link = Link::new(Tid::from_raw(0x40001), Tid::from_raw(0x40002));
+    link.handle(Micros(0), LinkEvent::RouteUp(RouteId(1)));
+    for _ in 0..2 * WINDOW_FRAGMENTS_MAX {
+        link.send(Bytes::from_static(b"x"), Bytes::new()).expect("below the limit");
+    }
+    let mut sent = 0;
+    while link.poll(Micros(0)).is_some() {
+        sent += 1;
+    }
+    assert_eq!(sent, WINDOW_FRAGMENTS_MAX);
+    link.lift_window();
+    while link.poll(Micros(0)).is_some() {
+        sent += 1;
+    }
+    assert_eq!(sent, 2 * WINDOW_FRAGMENTS_MAX, "a task that ends hands everything over");
+    assert!(link.is_transmitted() && !link.is_flushed());
+}
+
+#[test]
+fn what_is_kept_for_a_task_that_has_ended_is_dropped_and_later_messages_vanish() {
+    let mut link = Link::new(Tid::from_raw(0x40001), Tid::from_raw(0x40002));
+    link.handle(Micros(0), LinkEvent::RouteUp(RouteId(1)));
+    link.send(Bytes::from_static(b"x"), Bytes::new()).expect("below the limit");
+    link.handle(Micros(1), LinkEvent::PeerGone);
+    link.send(Bytes::from_static(b"y"), Bytes::new()).expect("it vanishes");
+    assert_eq!(link.poll(Micros(2)), None);
+    assert_eq!((link.retained_bytes(), link.next_wakeup()), (0, None));
+}
+
+#[test]
+fn frames_of_somebody_else_and_acknowledgements_of_the_future_are_ignored() {
+    let (a, b, c) = (Tid::from_raw(0x40001), Tid::from_raw(0x40002), Tid::from_raw(0x40003));
+    let mut link = Link::new(a, b);
+    link.handle(Micros(0), LinkEvent::RouteUp(RouteId(1)));
+    link.send(Bytes::from_static(b"x"), Bytes::new()).expect("below the limit");
+    assert!(matches!(link.poll(Micros(0)), Some(LinkOutput::Transmit(_))));
+    let frame = |src, kind, seq, ack| LinkFrame { src, dst: a, kind, seq, ack, payload: Bytes::from_static(b"?") };
+    link.handle(Micros(1), LinkEvent::Frame(frame(c, LinkKind::Data { last: true }, 1, 1)));
+    link.handle(Micros(1), LinkEvent::Frame(frame(b, LinkKind::Ack { resync: true }, 0, 99)));
+    assert_eq!(link.poll(Micros(1)), None);
+    assert!(!link.is_flushed(), "the message is still kept");
+}
