@@ -1,1 +1,19 @@
-//! .
+//! The testbed: hosts of a virtual machine on one real machine, and what tests and the demo do with them.
+//!
+//! A host is a set of namespaces (network, host name, process ids, mounts) with its own `/tmp`, `/run`, terminals and
+//! `sshd`. Nothing of it touches the network or the files of the real machine, and all of it ends with the process that
+//! made it, however that process ends. Needs root; [`lacks`] says in one line what is missing.
+
+pub mod hosts;
+pub mod needs;
+pub mod programs;
+pub mod run;
+pub mod ssh;
+pub mod testbed;
+pub mod utmp;
+pub mod vm;
+
+pub use needs::{lacks, prefix};
+pub use run::{Done, eventually};
+pub use testbed::{Host, Testbed};
+pub use vm::Vm;

@@ -1,0 +1,144 @@
+//! What a host's first process needs to know, and what it does: the life of `sempa-host`.
+//!
+//! Two processes per host. The outer one makes the namespaces and waits; the inner one is process 1 of the host: it
+//! mounts, says that it is ready, reaps orphans, and ends when its lifeline (standard input) closes, which ends every
+//! process of the host.
+
+use anyhow::{Context, Result, bail};
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use nix::sched::{CloneFlags, unshare};
+use nix::sys::signal::{SigSet, Signal};
+use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
+use serde::{Deserialize, Serialize};
+use std::fs::{self, File};
+use std::io::{Read, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// Folders that every host has for itself, with their mode.
+const PRIVATE: [(&str, u32); 4] = [("/tmp", 0o1777), ("/run", 0o755), ("/dev/shm", 0o1777), ("/var/log", 0o755)];
+
+/// The plan of one host.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct HostPlan {
+    /// Its host name.
+    pub name: String,
+    /// Folders that stay visible although a private one covers them.
+    pub keep: Vec<PathBuf>,
+    /// Files put over others: (content, place).
+    pub over: Vec<(PathBuf, PathBuf)>,
+    /// The folder to remove when the host has ended; one host of a testbed has it.
+    pub remove_at_end: Option<PathBuf>,
+}
+
+/// The outer process: makes the namespaces, starts process 1, tidies up behind it. `plan` is a JSON file.
+///
+/// # Errors
+/// The kernel refuses, mostly for want of rights.
+pub fn outer(plan_file: &Path) -> Result<()> {
+    let plan: HostPlan = serde_json::from_slice(&fs::read(plan_file)?)?;
+    unshare(CloneFlags::CLONE_NEWNET | CloneFlags::CLONE_NEWUTS | CloneFlags::CLONE_NEWPID)
+        .context("new namespaces")?;
+    nix::unistd::sethostname(&plan.name).context("host name")?;
+    let mut init = Command::new(std::env::current_exe()?).arg("init").arg(plan_file).spawn()?;
+    say(&format!("pid {}", init.id()))?;
+    init.wait()?;
+    if let Some(folder) = &plan.remove_at_end {
+        // Other hosts may be writing their last lines into it.
+        let _ = crate::run::eventually(std::time::Duration::from_secs(5), || match fs::remove_dir_all(folder) {
+            Err(error) if folder.exists() => Err(error.to_string()),
+            _ => Ok(()),
+        });
+    }
+    Ok(())
+}
+
+/// Process 1 of the host.
+///
+/// # Errors
+/// A mount fails.
+pub fn init(plan_file: &Path) -> Result<()> {
+    let plan: HostPlan = serde_json::from_slice(&fs::read(plan_file)?)?;
+    let mut children = SigSet::empty();
+    children.add(Signal::SIGCHLD);
+    children.thread_block()?;
+    // Here and not in the outer process, which still has to see the real machine's files to tidy up.
+    unshare(CloneFlags::CLONE_NEWNS).context("new mount namespace")?;
+    mounts(&plan)?;
+    let up = Command::new("ip").args(["link", "set", "lo", "up"]).status()?;
+    if !up.success() {
+        bail!("the loopback device does not come up");
+    }
+    say("ready")?;
+    std::thread::spawn(|| {
+        let mut rest = Vec::new();
+        let _ = std::io::stdin().read_to_end(&mut rest);
+        std::process::exit(0);
+    });
+    loop {
+        while !matches!(waitpid(None, Some(WaitPidFlag::WNOHANG)), Err(_) | Ok(WaitStatus::StillAlive)) {}
+        children.wait()?;
+    }
+}
+
+fn say(line: &str) -> Result<()> {
+    let mut out = std::io::stdout().lock();
+    writeln!(out, "{line}")?;
+    Ok(out.flush()?)
+}
+
+const NO_DATA: Option<&str> = None;
+
+fn mounts(plan: &HostPlan) -> Result<()> {
+    mount(NO_DATA, "/", NO_DATA, MsFlags::MS_REC | MsFlags::MS_PRIVATE, NO_DATA).context("private mounts")?;
+    make_root_a_mount_point()?;
+    mount(Some("proc"), "/proc", Some("proc"), MsFlags::empty(), NO_DATA).context("/proc")?;
+    let keep: Vec<(File, &PathBuf)> = plan
+        .keep
+        .iter()
+        .filter(|path| PRIVATE.iter().any(|(covered, _)| path.starts_with(covered)))
+        .map(|path| Ok((File::open(path).with_context(|| path.display().to_string())?, path)))
+        .collect::<Result<_>>()?;
+    let over: Vec<(File, &PathBuf)> =
+        plan.over.iter().map(|(content, place)| Ok((File::open(content)?, place))).collect::<Result<_>>()?;
+    for (path, mode) in PRIVATE {
+        let options = format!("mode={mode:o}");
+        mount(Some("tmpfs"), path, Some("tmpfs"), MsFlags::empty(), Some(options.as_str())).context(path)?;
+    }
+    let terminals = "newinstance,gid=5,mode=620,ptmxmode=666";
+    mount(Some("devpts"), "/dev/pts", Some("devpts"), MsFlags::empty(), Some(terminals)).context("/dev/pts")?;
+    for (open, path) in &keep {
+        fs::create_dir_all(path)?;
+        bind(open, path)?;
+    }
+    for (open, place) in &over {
+        bind(open, place)?;
+    }
+    fs::create_dir("/run/sshd")?;
+    for records in ["/run/utmp", "/var/log/wtmp", "/var/log/btmp", "/var/log/lastlog"] {
+        File::create(records)?;
+        fs::set_permissions(records, fs::Permissions::from_mode(0o664))?;
+    }
+    Ok(())
+}
+
+fn bind(open: &File, place: &Path) -> Result<()> {
+    let source = format!("/proc/self/fd/{}", open.as_raw_fd());
+    mount(Some(source.as_str()), place, NO_DATA, MsFlags::MS_BIND | MsFlags::MS_REC, NO_DATA)
+        .with_context(|| format!("{} over {}", source, place.display()))
+}
+
+/// The dump engine finds no parent of a mount when the root is a plain folder, as in a simple chroot.
+fn make_root_a_mount_point() -> Result<()> {
+    let is_one = fs::read_to_string("/proc/self/mountinfo")?.lines().any(|line| line.split(' ').nth(4) == Some("/"));
+    if is_one {
+        return Ok(());
+    }
+    mount(Some("/"), "/mnt", NO_DATA, MsFlags::MS_BIND | MsFlags::MS_REC, NO_DATA).context("root onto /mnt")?;
+    std::env::set_current_dir("/mnt")?;
+    nix::unistd::pivot_root(".", ".").context("pivot_root")?;
+    umount2(".", MntFlags::MNT_DETACH)?;
+    Ok(std::env::set_current_dir("/")?)
+}

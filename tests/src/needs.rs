@@ -1,0 +1,65 @@
+//! What the testbed needs of the machine, and where the installed programs are.
+
+use anyhow::{Result, bail};
+use std::path::{Path, PathBuf};
+
+/// Programs of Debian packages that the testbed calls.
+const PROGRAMS: [(&str, &str); 4] = [
+    ("/usr/sbin/sshd", "openssh-server"),
+    ("/usr/bin/ssh", "openssh-client"),
+    ("/usr/bin/nsenter", "util-linux"),
+    ("/usr/bin/setpriv", "util-linux"),
+];
+
+/// Why no testbed can be made here, in one line; `None` when one can.
+pub fn lacks() -> Option<String> {
+    if !nix::unistd::geteuid().is_root() {
+        return Some("hosts of their own need root (namespaces, sshd, CRIU)".to_string());
+    }
+    if find_in_path("ip").is_none() {
+        return Some("the program ip is missing: install iproute2".to_string());
+    }
+    PROGRAMS
+        .iter()
+        .find(|(path, _)| !Path::new(path).exists())
+        .map(|(path, package)| format!("{path} is missing: install {package}"))
+}
+
+/// A program in PATH or in the system folders that an ordinary PATH may lack.
+pub fn find_in_path(name: &str) -> Option<PathBuf> {
+    let path = std::env::var("PATH").unwrap_or_default();
+    path.split(':').chain(["/usr/sbin", "/sbin"]).map(|dir| Path::new(dir).join(name)).find(|file| file.is_file())
+}
+
+/// The folder of built programs: where this very program was built.
+///
+/// # Errors
+/// The program's own path is unknown.
+pub fn build_folder() -> Result<PathBuf> {
+    let own = std::env::current_exe()?;
+    let folder = own.parent().unwrap_or(Path::new("/"));
+    Ok(if folder.ends_with("deps") { folder.parent().unwrap_or(folder).to_path_buf() } else { folder.to_path_buf() })
+}
+
+/// Where `cargo xtask install` or `cargo xtask test` has put the programs for the tests: `SEMPA_PREFIX`, or
+/// `sempa-prefix` in the target folder.
+///
+/// # Errors
+/// Nothing is installed there.
+pub fn prefix() -> Result<PathBuf> {
+    let place = match std::env::var_os("SEMPA_PREFIX") {
+        Some(place) => PathBuf::from(place),
+        None => build_folder()?.parent().unwrap_or(Path::new("/")).join("sempa-prefix"),
+    };
+    if !place.join("bin/pvmd").exists() {
+        bail!("no installed programs in {}: run cargo xtask test once, which installs them", place.display());
+    }
+    Ok(place.canonicalize()?)
+}
+
+/// The dump engine that the tasker would find, in its own order.
+pub fn engine() -> Option<PathBuf> {
+    let named = std::env::var_os("SEMPA_CRIU").map(PathBuf::from);
+    let usual = ["/opt/sempa/criu/sbin/criu", "/opt/criu/sbin/criu"].map(PathBuf::from);
+    named.into_iter().chain(usual).find(|file| file.is_file()).or_else(|| find_in_path("criu"))
+}

@@ -1,0 +1,166 @@
+//! Running commands with a deadline, and waiting for conditions.
+//!
+//! Output goes to files, not pipes: a daemon that a command leaves behind may hold a pipe open for ever.
+
+use anyhow::{Context, Result, bail};
+use std::fs::File;
+use std::io::{Read, Seek};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+/// How long the waiting helper rests between two looks at its condition.
+const LOOK_EVERY: Duration = Duration::from_millis(5);
+
+/// What a command left behind.
+#[derive(Debug, Clone)]
+pub struct Done {
+    /// Its exit status.
+    pub status: ExitStatus,
+    /// Standard output.
+    pub out: String,
+    /// Standard error.
+    pub err: String,
+}
+
+impl Done {
+    /// True for exit status 0.
+    pub fn good(&self) -> bool {
+        self.status.success()
+    }
+
+    /// The output of a command that had to succeed.
+    ///
+    /// # Errors
+    /// The command's own words when it did not.
+    pub fn expect_good(self, what: &str) -> Result<Done> {
+        if self.good() {
+            return Ok(self);
+        }
+        bail!("{what}: {}\nstdout: {}\nstderr: {}", self.status, self.out.trim(), self.err.trim())
+    }
+}
+
+/// Looks at a condition until it holds, at most `deadline` long. The closure says what is still missing; the last such
+/// sentence is the error.
+///
+/// # Errors
+/// The condition did not hold in time.
+pub fn eventually<T>(deadline: Duration, mut look: impl FnMut() -> Result<T, String>) -> Result<T> {
+    let end = Instant::now() + deadline;
+    loop {
+        match look() {
+            Ok(value) => return Ok(value),
+            Err(missing) if Instant::now() >= end => bail!("not within {} s: {missing}", deadline.as_secs_f32()),
+            Err(_) => std::thread::park_timeout(LOOK_EVERY),
+        }
+    }
+}
+
+/// A command that is under way, with its output in files.
+#[derive(Debug)]
+pub struct Running {
+    what: String,
+    child: Child,
+    out: File,
+    err: File,
+}
+
+impl Running {
+    /// Starts a command; standard input is `/dev/null` unless `stdin` says otherwise.
+    ///
+    /// # Errors
+    /// The program cannot be started.
+    pub fn start(mut command: Command, stdin: Stdio) -> Result<Running> {
+        let what = format!("{command:?}");
+        let (out, err) = (tempfile::tempfile()?, tempfile::tempfile()?);
+        command.stdin(stdin).stdout(out.try_clone()?).stderr(err.try_clone()?);
+        let child = command.spawn().with_context(|| format!("cannot start {what}"))?;
+        Ok(Running { what, child, out, err })
+    }
+
+    /// What it has written so far to standard output.
+    ///
+    /// # Errors
+    /// The file cannot be read.
+    pub fn out_so_far(&self) -> Result<String> {
+        slurp(&self.out)
+    }
+
+    /// What it has written so far to standard error.
+    ///
+    /// # Errors
+    /// The file cannot be read.
+    pub fn err_so_far(&self) -> Result<String> {
+        slurp(&self.err)
+    }
+
+    /// Its process on the real machine.
+    pub fn id(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// The writing end of its standard input, if it was piped and not taken yet.
+    pub fn take_stdin(&mut self) -> Option<std::process::ChildStdin> {
+        self.child.stdin.take()
+    }
+
+    /// `None` while it runs.
+    ///
+    /// # Errors
+    /// The process cannot be waited for.
+    pub fn poll(&mut self) -> Result<Option<ExitStatus>> {
+        Ok(self.child.try_wait()?)
+    }
+
+    /// Waits for its end; kills it at the deadline.
+    ///
+    /// # Errors
+    /// It did not end in time; the sentence holds what it had written.
+    pub fn finish(mut self, deadline: Duration) -> Result<Done> {
+        let ended = eventually(deadline, || match self.child.try_wait() {
+            Ok(Some(status)) => Ok(status),
+            Ok(None) => Err("it still runs".to_string()),
+            Err(error) => Err(error.to_string()),
+        });
+        let (out, err) = (slurp(&self.out)?, slurp(&self.err)?);
+        match ended {
+            Ok(status) => Ok(Done { status, out, err }),
+            Err(late) => bail!("{}: {late}\nstdout: {}\nstderr: {}", self.what, out.trim(), err.trim()),
+        }
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        // It may have ended long ago; both calls are harmless then.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn slurp(file: &File) -> Result<String> {
+    // A descriptor of its own would share the offset with the writer, which appends by position: open the file anew.
+    use std::os::fd::AsRawFd;
+    let mut fresh = File::open(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
+    fresh.rewind()?;
+    let mut bytes = Vec::new();
+    fresh.read_to_end(&mut bytes)?;
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
+}
+
+/// Runs a command to its end, without input.
+///
+/// # Errors
+/// It cannot be started or does not end by the deadline. Its exit status is not judged.
+pub fn run(command: Command, deadline: Duration) -> Result<Done> {
+    Running::start(command, Stdio::null())?.finish(deadline)
+}
+
+/// Runs a command that has to succeed.
+///
+/// # Errors
+/// As [`run`], and when the exit status is not 0.
+pub fn must(command: Command, deadline: Duration) -> Result<Done> {
+    let what = format!("{command:?}");
+    run(command, deadline)?.expect_good(&what)
+}

@@ -1,0 +1,142 @@
+//! The ssh of a testbed: its keys, the daemons of its hosts, the client's settings, and logins with a terminal.
+
+use crate::run::{Running, eventually, must};
+use crate::testbed::{ALICE_UID, Host, OLGA_UID, Testbed, path_of};
+use anyhow::{Context, Result};
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{ChildStdin, Command, Stdio};
+use std::time::Duration;
+
+const UP_TIME: Duration = Duration::from_secs(20);
+
+/// Makes one key per user, one per host, and the settings of clients and daemons, all in the testbed's folder.
+pub(crate) fn keys(folder: &Path, names: &[String], prefix: Option<&Path>) -> Result<()> {
+    let all = folder.join("ssh");
+    fs::create_dir_all(&all)?;
+    let mut authorized = String::new();
+    for (user, uid) in [("root", 0), ("alice", ALICE_UID), ("olga", OLGA_UID)] {
+        let key = all.join(format!("key-{user}"));
+        authorized.push_str(&make_key(&key, user)?);
+        std::os::unix::fs::chown(&key, Some(uid), Some(uid))?;
+        fs::write(client_config(folder, user), client_text(folder, &key))?;
+    }
+    fs::write(all.join("authorized_keys"), authorized)?;
+    let mut known = String::new();
+    for (i, name) in (1..).zip(names) {
+        let own = folder.join(name);
+        fs::create_dir_all(&own)?;
+        let public = make_key(&own.join("host_key"), name)?;
+        known.push_str(&format!("{name},{}.{i} {public}", crate::testbed::NETWORK));
+        fs::write(own.join("sshd_config"), daemon_text(folder, &own, prefix))?;
+    }
+    fs::write(all.join("known_hosts"), known)?;
+    Ok(())
+}
+
+fn make_key(file: &Path, comment: &str) -> Result<String> {
+    let mut command = Command::new("ssh-keygen");
+    command.args(["-q", "-t", "ed25519", "-N", "", "-C", comment, "-f"]).arg(file);
+    must(command, UP_TIME)?;
+    let public = file.with_extension("pub");
+    fs::set_permissions(&public, fs::Permissions::from_mode(0o644))?;
+    Ok(fs::read_to_string(public)?)
+}
+
+/// The file of client settings of one user: `root`, `alice` or `olga`.
+pub fn client_config(folder: &Path, user: &str) -> PathBuf {
+    folder.join("ssh").join(format!("config-{user}"))
+}
+
+/// What goes into `PVM_RSH` for a user.
+pub fn remote_shell(folder: &Path, user: &str) -> String {
+    format!("ssh -F {}", client_config(folder, user).display())
+}
+
+fn client_text(folder: &Path, key: &Path) -> String {
+    let known = folder.join("ssh/known_hosts");
+    format!(
+        "IdentityFile {}\nIdentitiesOnly yes\nIdentityAgent none\nUserKnownHostsFile {}\nGlobalKnownHostsFile /dev/null\n\
+         StrictHostKeyChecking yes\nBatchMode yes\nConnectTimeout 5\nLogLevel ERROR\n",
+        key.display(),
+        known.display()
+    )
+}
+
+fn daemon_text(folder: &Path, own: &Path, prefix: Option<&Path>) -> String {
+    format!(
+        "Port 22\nHostKey {own}/host_key\nPidFile {own}/sshd.pid\nAuthorizedKeysFile {all}/ssh/authorized_keys\n\
+         StrictModes no\nUsePAM no\nPrintMotd no\nPrintLastLog no\nPermitRootLogin yes\nPasswordAuthentication no\n\
+         KbdInteractiveAuthentication no\nUseDNS no\nMaxStartups 100\nMaxSessions 100\n\
+         SetEnv PATH={path} PVM_ALLOW_ROOT=1\n",
+        own = own.display(),
+        all = folder.display(),
+        path = path_of(prefix)
+    )
+}
+
+/// Starts the sshd of a host and waits until it listens.
+pub(crate) fn daemon(host: &Host, folder: &Path) -> Result<()> {
+    let own = folder.join(host.name());
+    let mut command = host.command("/usr/sbin/sshd");
+    command.arg("-f").arg(own.join("sshd_config")).arg("-E").arg(own.join("sshd.log"));
+    must(command, UP_TIME)?;
+    // It writes its number after it has begun to listen.
+    eventually(UP_TIME, || {
+        if own.join("sshd.pid").exists() { Ok(()) } else { Err(format!("the sshd of {} does not listen", host.name())) }
+    })
+}
+
+/// Somebody logged in with a terminal, from the desk. Ends when dropped.
+#[derive(Debug)]
+pub struct Login {
+    session: Running,
+    input: Option<ChildStdin>,
+}
+
+impl Login {
+    /// Logs a user in on a host with `ssh -tt`, as from a keyboard, and waits until the host's utmp shows it.
+    ///
+    /// # Errors
+    /// ssh fails, or no record appears.
+    pub fn new(testbed: &Testbed, user: &str, host: &Host) -> Result<Login> {
+        let before = crate::utmp::logins(host)?.len();
+        let mut command = testbed.desk().command("ssh");
+        command
+            .arg("-F")
+            .arg(client_config(testbed.folder(), "root"))
+            .arg("-tt")
+            .arg(format!("{user}@{}", host.name()));
+        let mut session = Running::start(command, Stdio::piped())?;
+        let input = session.take_stdin().context("its input is piped")?;
+        let mut login = Login { session, input: Some(input) };
+        eventually(UP_TIME, || {
+            if crate::utmp::logins(host).is_ok_and(|logins| logins.len() > before) {
+                return Ok(());
+            }
+            let ended = login.session.poll().ok().flatten().map(|status| format!(", ssh ended: {status}"));
+            let words = login.session.err_so_far().unwrap_or_default();
+            Err(format!("no login of {user} on {}{} {}", host.name(), ended.unwrap_or_default(), words.trim()))
+        })?;
+        Ok(login)
+    }
+
+    /// Logs out and waits until ssh has ended.
+    ///
+    /// # Errors
+    /// It does not end.
+    pub fn out(mut self) -> Result<()> {
+        use std::io::Write;
+        if let Some(mut input) = self.input.take() {
+            // The shell may be gone already; then there is nothing to say.
+            let _ = input.write_all(b"exit\n");
+        }
+        let session = &mut self.session;
+        eventually(UP_TIME, || match session.poll() {
+            Ok(Some(_)) => Ok(()),
+            Ok(None) => Err("the login session does not end".to_string()),
+            Err(error) => Err(error.to_string()),
+        })
+    }
+}

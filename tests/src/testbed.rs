@@ -1,0 +1,387 @@
+//! A testbed: a desk and hosts h1..hN on one bridge, all in namespaces of their own.
+//!
+//! The bridge lives in the network namespace of the desk, so nothing appears in the real machine's network, any number
+//! of testbeds can exist at once, and the kernel takes all of it away when the testbed's process ends. What a killed
+//! process leaves is one folder, which the desk removes, or the next testbed.
+
+use crate::hosts::HostPlan;
+use crate::run::{Done, Running, eventually, must, run};
+use crate::{needs, ssh};
+use anyhow::{Context, Result, bail};
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::time::Duration;
+
+/// Hosts a testbed may have.
+pub const HOSTS_MAX: usize = 16;
+/// First three bytes of the addresses. The network is closed, so it can collide with none.
+pub const NETWORK: &str = "10.77.0";
+/// Uid of the ordinary user `alice`, known on all hosts.
+pub const ALICE_UID: u32 = 21_001;
+/// Uid of the ordinary user `olga`, who sits at the machines.
+pub const OLGA_UID: u32 = 21_002;
+/// Time for anything that has to come up.
+const UP_TIME: Duration = Duration::from_secs(20);
+/// Name of a testbed's folder up to the number of its process.
+const FOLDER: &str = "sempa-testbed-";
+
+/// One host of the testbed, or the desk.
+#[derive(Debug)]
+pub struct Host {
+    name: String,
+    init: u32,
+    home: PathBuf,
+    prefix: Option<PathBuf>,
+    child: Child,
+    lifeline: Option<ChildStdin>,
+}
+
+/// The hosts, and the desk from which they are used.
+#[derive(Debug)]
+pub struct Testbed {
+    folder: PathBuf,
+    desk: Host,
+    hosts: Vec<Host>,
+}
+
+impl Testbed {
+    /// Makes `count` hosts named h1, h2, … The folders in `keep` are the same on all hosts; `prefix` is where the
+    /// programs are installed, if they are.
+    ///
+    /// # Errors
+    /// The machine lacks something ([`needs::lacks`]) or the kernel refuses; nothing is left behind.
+    pub fn new(count: usize, prefix: Option<&Path>, keep: &[&Path]) -> Result<Testbed> {
+        if let Some(lack) = needs::lacks() {
+            bail!("no testbed: {lack}");
+        }
+        if !(1..=HOSTS_MAX).contains(&count) {
+            bail!("a testbed has 1 to {HOSTS_MAX} hosts, not {count}");
+        }
+        remove_what_dead_ones_left();
+        let folder = make_folder()?;
+        let made = Testbed::fill(&folder, count, prefix, keep);
+        if made.is_err() {
+            let _ = fs::remove_dir_all(&folder);
+        }
+        made
+    }
+
+    fn fill(folder: &Path, count: usize, prefix: Option<&Path>, keep: &[&Path]) -> Result<Testbed> {
+        let names: Vec<String> = (1..=count).map(|i| format!("h{i}")).collect();
+        let home = folder.join("home");
+        fs::create_dir_all(home.join("pvm3/bin/LINUX64"))?;
+        for (user, uid) in [("alice", ALICE_UID), ("olga", OLGA_UID)] {
+            let own = folder.join(user);
+            fs::create_dir_all(own.join("pvm3/bin/LINUX64"))?;
+            std::os::unix::fs::chown(&own, Some(uid), Some(uid))?;
+        }
+        accounts(folder, &names)?;
+        ssh::keys(folder, &names, prefix)?;
+        let mut kept: Vec<PathBuf> = vec![folder.to_path_buf()];
+        kept.extend(prefix.map(Path::to_path_buf));
+        kept.extend(keep.iter().map(|path| path.to_path_buf()));
+        if let Some(engine) = needs::engine() {
+            kept.extend(engine.parent().and_then(Path::parent).map(Path::to_path_buf));
+        }
+        let plan = |name: &str, remove_at_end| HostPlan {
+            name: name.to_string(),
+            keep: kept.clone(),
+            over: ["hosts", "passwd", "group", "shadow"]
+                .map(|file| (folder.join(file), Path::new("/etc").join(file)))
+                .to_vec(),
+            remove_at_end,
+        };
+        let prefix = prefix.map(Path::to_path_buf);
+        let desk = Host::start(folder, plan("desk", Some(folder.to_path_buf())), &home, prefix.clone())?;
+        let mut hosts = Vec::new();
+        for name in &names {
+            hosts.push(Host::start(folder, plan(name, None), &home, prefix.clone())?);
+        }
+        let testbed = Testbed { folder: folder.to_path_buf(), desk, hosts };
+        testbed.wire()?;
+        for host in &testbed.hosts {
+            ssh::daemon(host, folder)?;
+        }
+        Ok(testbed)
+    }
+
+    fn wire(&self) -> Result<()> {
+        let desk = |line: &str| -> Result<Done> {
+            let mut command = Command::new("nsenter");
+            command.args(["-t", &self.desk.init.to_string(), "-n", "--", "ip"]).args(line.split(' '));
+            must(command, UP_TIME)
+        };
+        desk("link add br0 type bridge")?;
+        desk(&format!("addr add {NETWORK}.254/24 dev br0"))?;
+        desk("link set br0 up")?;
+        for (i, host) in (1..).zip(&self.hosts) {
+            desk(&format!("link add p{i} type veth peer name eth0 netns {}", host.init))?;
+            desk(&format!("link set p{i} master br0 up"))?;
+            for line in [format!("addr add {NETWORK}.{i}/24 dev eth0"), "link set eth0 up".to_string()] {
+                let mut command = Command::new("nsenter");
+                command.args(["-t", &host.init.to_string(), "-n", "--", "ip"]).args(line.split(' '));
+                must(command, UP_TIME)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Host number `i`, counted from 1 as in its name.
+    pub fn host(&self, i: usize) -> &Host {
+        &self.hosts[i - 1]
+    }
+
+    /// All hosts.
+    pub fn hosts(&self) -> &[Host] {
+        &self.hosts
+    }
+
+    /// The desk: no host of a virtual machine, but on the same network.
+    pub fn desk(&self) -> &Host {
+        &self.desk
+    }
+
+    /// The testbed's folder, visible on all hosts under the same path.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// Where root's home is, on all hosts the same as with a shared file system.
+    pub fn home(&self) -> PathBuf {
+        self.folder.join("home")
+    }
+}
+
+impl Drop for Testbed {
+    fn drop(&mut self) {
+        for host in &mut self.hosts {
+            host.end();
+        }
+        // The desk removes the folder before it ends.
+        self.desk.end();
+    }
+}
+
+impl Host {
+    fn start(folder: &Path, plan: HostPlan, home: &Path, prefix: Option<PathBuf>) -> Result<Host> {
+        let own = folder.join(&plan.name);
+        fs::create_dir_all(&own)?;
+        let plan_file = own.join("plan.json");
+        fs::write(&plan_file, serde_json::to_vec(&plan)?)?;
+        let program = needs::build_folder()?.join("sempa-host");
+        let mut child = Command::new(&program)
+            .arg("outer")
+            .arg(&plan_file)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(fs::File::create(own.join("host.log"))?)
+            .process_group(0)
+            .spawn()
+            .with_context(|| format!("{} does not start", program.display()))?;
+        let lifeline = child.stdin.take();
+        let lines = BufReader::new(child.stdout.take().context("its output is piped")?).lines();
+        let (mut init, mut ready) = (None, false);
+        for line in lines {
+            match line?.split_once(' ') {
+                Some(("pid", number)) => init = Some(number.parse()?),
+                _ => ready = true,
+            }
+            if let (Some(init), true) = (init, ready) {
+                return Ok(Host { name: plan.name, init, home: home.to_path_buf(), prefix, child, lifeline });
+            }
+        }
+        let _ = child.wait();
+        bail!("host {} did not come up: {}", plan.name, fs::read_to_string(own.join("host.log"))?.trim())
+    }
+
+    /// Its host name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Process 1 of the host, as the real machine numbers it.
+    pub fn init(&self) -> u32 {
+        self.init
+    }
+
+    /// A path of the host as the real machine reaches it.
+    pub fn path(&self, inside: &str) -> PathBuf {
+        Path::new(&format!("/proc/{}/root", self.init)).join(inside.trim_start_matches('/'))
+    }
+
+    /// A command in the host, as root, in root's home, with a plain environment.
+    pub fn command(&self, program: impl AsRef<Path>) -> Command {
+        self.command_as(None, program)
+    }
+
+    /// A command in the host as an ordinary user: (name, uid, home).
+    pub fn command_as(&self, user: Option<(&str, u32, &Path)>, program: impl AsRef<Path>) -> Command {
+        let mut command = Command::new("nsenter");
+        command.args(["-t", &self.init.to_string(), "-n", "-u", "-p", "-m", "--"]);
+        if let Some((_, uid, _)) = user {
+            let uid = uid.to_string();
+            command.args(["setpriv", "--reuid", &uid, "--regid", &uid, "--clear-groups", "--inh-caps=-all", "--"]);
+        }
+        let (name, home) = user.map_or(("root", self.home.as_path()), |(name, _, home)| (name, home));
+        command.args(["env", "-C"]).arg(home).arg(program.as_ref());
+        command.env_clear().env("HOME", home).env("USER", name).env("LOGNAME", name).env("LANG", "C.UTF-8");
+        command.env("PATH", path_of(self.prefix.as_deref())).env("TERM", "dumb");
+        if let Some(prefix) = &self.prefix {
+            command.env("LD_LIBRARY_PATH", prefix.join("lib"));
+        }
+        command
+    }
+
+    /// Runs a shell line in the host as root.
+    ///
+    /// # Errors
+    /// It cannot be started or does not end in time.
+    pub fn shell(&self, line: &str, deadline: Duration) -> Result<Done> {
+        let mut command = self.command("/bin/sh");
+        command.args(["-c", line]);
+        run(command, deadline)
+    }
+
+    /// Starts a command in the host and lets it run.
+    ///
+    /// # Errors
+    /// It cannot be started.
+    pub fn start_command(&self, command: Command) -> Result<Running> {
+        Running::start(command, Stdio::null())
+    }
+
+    /// The processes of the host, its first one excepted: (number on the real machine, command line).
+    pub fn processes(&self) -> Vec<(u32, String)> {
+        let Ok(own) = fs::read_link(format!("/proc/{}/ns/net", self.init)) else { return Vec::new() };
+        let mut found = Vec::new();
+        for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
+            let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse::<u32>().ok()) else { continue };
+            // The network, not the process-id namespace, because tasks have one of their own of the latter kind.
+            let inside = fs::read_link(format!("/proc/{pid}/ns/net")).is_ok_and(|net| net == own);
+            if inside && pid != self.init {
+                let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+                let words = line.split(|byte| *byte == 0).map(String::from_utf8_lossy);
+                found.push((pid, words.collect::<Vec<_>>().join(" ").trim().to_string()));
+            }
+        }
+        found.retain(|(_, line)| !line.is_empty());
+        found
+    }
+
+    /// Files under `/tmp`, `/run` and `/dev/shm` of the host that were not there when it was made.
+    pub fn files_left(&self, folder: &Path) -> Vec<PathBuf> {
+        let ours = |path: &Path| {
+            ["/run/sshd", "/run/utmp", "/run/sshd.pid", "/run/motd.dynamic"]
+                .iter()
+                .any(|known| path == Path::new(known))
+                || folder.starts_with(path)
+                || path.starts_with(folder)
+                || self.prefix.as_ref().is_some_and(|prefix| prefix.starts_with(path) || path.starts_with(prefix))
+        };
+        let mut left = Vec::new();
+        for top in ["/tmp", "/run", "/dev/shm"] {
+            for entry in fs::read_dir(self.path(top)).into_iter().flatten().flatten() {
+                let inside = Path::new(top).join(entry.file_name());
+                if !ours(&inside) {
+                    left.push(inside);
+                }
+            }
+        }
+        left
+    }
+
+    fn end(&mut self) {
+        drop(self.lifeline.take());
+        let _ = self.child.wait();
+    }
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+/// The search path of commands in a host.
+pub(crate) fn path_of(prefix: Option<&Path>) -> String {
+    let usual = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+    match prefix {
+        Some(prefix) => format!("{}:{usual}", prefix.join("bin").display()),
+        None => usual.to_string(),
+    }
+}
+
+fn make_folder() -> Result<PathBuf> {
+    let own = std::process::id();
+    let top = std::env::temp_dir();
+    for number in 0..1000 {
+        let folder = top.join(format!("{FOLDER}{own}-{number}"));
+        match fs::create_dir(&folder) {
+            Ok(()) => {
+                fs::set_permissions(&folder, fs::Permissions::from_mode(0o755))?;
+                return Ok(folder);
+            }
+            Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
+            Err(error) => return Err(error).with_context(|| folder.display().to_string()),
+        }
+    }
+    bail!("{} is full of testbeds", top.display())
+}
+
+/// Removes folders whose process has ended and whose desk did not get to it.
+fn remove_what_dead_ones_left() {
+    for entry in fs::read_dir(std::env::temp_dir()).into_iter().flatten().flatten() {
+        let name = entry.file_name();
+        let owner = name.to_str().and_then(|name| name.strip_prefix(FOLDER)).and_then(|rest| rest.split('-').next());
+        let Some(owner) = owner.and_then(|pid| pid.parse::<u32>().ok()) else { continue };
+        if !Path::new(&format!("/proc/{owner}")).exists() {
+            let _ = fs::remove_dir_all(entry.path());
+        }
+    }
+}
+
+/// Files that replace those of /etc on all hosts: names of the hosts, and two ordinary users.
+fn accounts(folder: &Path, names: &[String]) -> Result<()> {
+    let mut hosts = format!("127.0.0.1 localhost\n{NETWORK}.254 desk\n");
+    for (i, name) in (1..).zip(names) {
+        hosts.push_str(&format!("{NETWORK}.{i} {name}\n"));
+    }
+    fs::write(folder.join("hosts"), hosts)?;
+    let others = |file: &str| -> Result<String> {
+        let text = fs::read_to_string(file)?;
+        let kept = text.lines().filter(|line| !["root:", "alice:", "olga:"].iter().any(|user| line.starts_with(user)));
+        Ok(kept.map(|line| format!("{line}\n")).collect())
+    };
+    let mut passwd = format!("root:x:0:0:root:{}:/bin/bash\n", folder.join("home").display());
+    let (mut group, mut shadow) = ("root:x:0:\n".to_string(), "root:*:19000:0:99999:7:::\n".to_string());
+    for (user, uid) in [("alice", ALICE_UID), ("olga", OLGA_UID)] {
+        passwd.push_str(&format!("{user}:x:{uid}:{uid}:{user}:{}:/bin/bash\n", folder.join(user).display()));
+        group.push_str(&format!("{user}:x:{uid}:\n"));
+        shadow.push_str(&format!("{user}:*:19000:0:99999:7:::\n"));
+    }
+    fs::write(folder.join("passwd"), passwd + &others("/etc/passwd")?)?;
+    fs::write(folder.join("group"), group + &others("/etc/group")?)?;
+    fs::write(folder.join("shadow"), shadow + &others("/etc/shadow")?)?;
+    fs::set_permissions(folder.join("shadow"), fs::Permissions::from_mode(0o600))?;
+    Ok(())
+}
+
+/// Waits until a host has no process whose command line holds `word`.
+///
+/// # Errors
+/// There still is one at the deadline; the sentence names it.
+pub fn gone(host: &Host, word: &str, deadline: Duration) -> Result<()> {
+    eventually(deadline, || {
+        let left: Vec<String> = host
+            .processes()
+            .into_iter()
+            .map(|(pid, line)| format!("{pid} {line}"))
+            .filter(|line| line.contains(word))
+            .collect();
+        if left.is_empty() { Ok(()) } else { Err(format!("{} still has: {}", host.name(), left.join("; "))) }
+    })
+}

@@ -1,0 +1,50 @@
+//! Reading a host's utmp file, to see what the real sshd has written there.
+
+use crate::testbed::Host;
+use anyhow::{Context, Result};
+
+/// Size of one record of glibc on 64-bit Linux (`struct utmp`).
+const RECORD_BYTES: usize = 384;
+/// Type of a record of a logged-in user.
+const USER_PROCESS: i16 = 7;
+
+/// One login.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Record {
+    /// User name.
+    pub user: String,
+    /// Terminal.
+    pub line: String,
+    /// Where from.
+    pub from: String,
+    /// When, in microseconds since 1970.
+    pub at_us: u64,
+}
+
+/// The users logged in on a host, by its utmp file.
+///
+/// # Errors
+/// The file cannot be read.
+pub fn logins(host: &Host) -> Result<Vec<Record>> {
+    let bytes = std::fs::read(host.path("/run/utmp")).context("utmp of the host")?;
+    Ok(bytes.chunks_exact(RECORD_BYTES).filter_map(record).collect())
+}
+
+fn record(bytes: &[u8]) -> Option<Record> {
+    let text = |at: usize, len: usize| {
+        let field = &bytes[at..at + len];
+        let end = field.iter().position(|byte| *byte == 0).unwrap_or(len);
+        String::from_utf8_lossy(&field[..end]).into_owned()
+    };
+    let int = |at: usize| i32::from_ne_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
+    if i16::from_ne_bytes([bytes[0], bytes[1]]) != USER_PROCESS {
+        return None;
+    }
+    let (seconds, micros) = (int(340), int(344));
+    Some(Record {
+        user: text(44, 32),
+        line: text(8, 32),
+        from: text(76, 256),
+        at_us: u64::try_from(seconds).ok()? * 1_000_000 + u64::try_from(micros).ok()?,
+    })
+}

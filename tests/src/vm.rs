@@ -1,0 +1,3 @@
+//! The virtual machine.
+/// x
+pub struct Vm;

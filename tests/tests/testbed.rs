@@ -1,0 +1,81 @@
+//! The testbed itself: hosts are separate, logins are real, and nothing stays behind.
+
+use sempa_tests::ssh::{Login, client_config};
+use sempa_tests::{Testbed, eventually, lacks, utmp};
+use std::time::Duration;
+
+const SOON: Duration = Duration::from_secs(20);
+
+macro_rules! testbed_or_return {
+    ($count:expr) => {{
+        if let Some(lack) = lacks() {
+            eprintln!("skipped: {lack}");
+            return;
+        }
+        Testbed::new($count, None, &[]).expect("a testbed")
+    }};
+}
+
+#[test]
+fn hosts_have_names_networks_and_folders_of_their_own() {
+    let bed = testbed_or_return!(2);
+    for (i, host) in (1..).zip(bed.hosts()) {
+        let name =
+            host.shell("hostname; ls -A /tmp; cat /proc/1/comm", SOON).expect("runs").expect_good("ls").expect("good");
+        assert!(name.out.starts_with(&format!("h{i}\n")), "{name:?}");
+        assert!(name.out.ends_with("sempa-host\n"), "{name:?}");
+    }
+    let far = bed.host(1).shell(
+        "ssh -F $CONF h2 hostname"
+            .replace("$CONF", client_config(bed.folder(), "root").to_str().expect("text"))
+            .as_str(),
+        SOON,
+    );
+    assert_eq!(far.expect("runs").expect_good("ssh").expect("good").out, "h2\n");
+}
+
+#[test]
+fn a_login_with_a_terminal_writes_a_utmp_record_and_a_logout_takes_it_back() {
+    let bed = testbed_or_return!(2);
+    let host = bed.host(2);
+    assert_eq!(utmp::logins(host).expect("readable"), vec![]);
+    let login = Login::new(&bed, "olga", host).expect("a login");
+    let seen = utmp::logins(host).expect("readable");
+    assert_eq!(seen.len(), 1, "{seen:?}");
+    assert_eq!((seen[0].user.as_str(), seen[0].from.as_str()), ("olga", "10.77.0.254"));
+    assert!(seen[0].line.starts_with("pts/"), "{seen:?}");
+    assert_eq!(utmp::logins(bed.host(1)).expect("readable"), vec![]);
+    login.out().expect("logs out");
+    eventually(
+        SOON,
+        || if utmp::logins(host).is_ok_and(|l| l.is_empty()) { Ok(()) } else { Err("record stays".into()) },
+    )
+    .expect("no record");
+}
+
+#[test]
+fn nothing_of_a_testbed_stays_when_it_ends() {
+    let bed = testbed_or_return!(1);
+    let (folder, init) = (bed.folder().to_path_buf(), bed.host(1).init());
+    let left = bed.host(1).shell("sleep 1000 & setsid sleep 1000 & true", SOON);
+    assert!(left.expect("runs").good());
+    assert!(bed.host(1).processes().iter().any(|(_, line)| line == "sleep 1000"));
+    let inside: Vec<u32> = bed.host(1).processes().iter().map(|(pid, _)| *pid).collect();
+    drop(bed);
+    assert!(!folder.exists());
+    for pid in inside.into_iter().chain([init]) {
+        let path = format!("/proc/{pid}");
+        eventually(SOON, || if std::path::Path::new(&path).exists() { Err(format!("{path} exists")) } else { Ok(()) })
+            .expect("gone");
+    }
+}
+
+#[test]
+fn two_testbeds_exist_at_once() {
+    let first = testbed_or_return!(1);
+    let second = testbed_or_return!(1);
+    assert_ne!(first.folder(), second.folder());
+    for bed in [&first, &second] {
+        assert!(bed.desk().shell("ssh -V && getent hosts h1", SOON).expect("runs").good());
+    }
+}
