@@ -1,3 +1,9 @@
 //! Moving and checkpointing of tasks: the protocol (pure), and the engines that dump and restore processes.
+//!
+//! * [`protocol`]: coordinator, source and target of a move as state machines.
+//! * [`engine`]: the contract of whatever dumps and restores processes.
 
+//! * [`facts`]: what a task is and holds, and whether a host can take it.
+
+pub mod engine;
 pub mod protocol;

@@ -1,2 +1,62 @@
-//! .
-fn main() {}
+//! `pvm-tasker FD`: the parent of all spawned tasks of a host, and the only privileged program of the virtual machine.
+//!
+//! The daemon starts it with one end of a Unix socket pair, whose descriptor number is the argument. It starts, signals,
+//! stops, dumps, restores and reaps task processes as it is told, and reports. When its socket closes it kills all of
+//! them and ends.
+
+mod control;
+mod moves;
+mod namespace;
+mod supervisor;
+mod sys;
+mod task;
+
+use anyhow::{Context, bail};
+use nix::sys::signal::{SigHandler, Signal};
+use std::fs::File;
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    match run() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("pvm-tasker: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run() -> anyhow::Result<()> {
+    let mut args = std::env::args().skip(1);
+    let (Some(fd), None) = (args.next(), args.next()) else {
+        bail!("usage: pvm-tasker FD; it is started by pvmd, not by hand");
+    };
+    let fd: i32 = fd.parse().with_context(|| format!("{fd:?} is not the number of a descriptor"))?;
+    open_standard_descriptors()?;
+    let socket = sys::inherited(fd).with_context(|| format!("there is no descriptor {fd} to talk to the daemon on"))?;
+    quiet_signals()?;
+    let mut supervisor = supervisor::Supervisor::new(socket).context("cannot set up")?;
+    supervisor.run().context("lost the daemon")
+}
+
+/// Makes sure that no descriptor made later gets a number that standard input, output or error should have.
+fn open_standard_descriptors() -> anyhow::Result<()> {
+    loop {
+        let null = File::options().read(true).write(true).open("/dev/null").context("cannot open /dev/null")?;
+        if std::os::fd::AsRawFd::as_raw_fd(&null) > 2 {
+            return Ok(());
+        }
+        // It stays open on purpose, in the place of the missing one.
+        let _ = std::os::fd::IntoRawFd::into_raw_fd(null);
+    }
+}
+
+/// The daemon decides when we end; keys pressed at a terminal do not.
+fn quiet_signals() -> anyhow::Result<()> {
+    for name in [Signal::SIGHUP, Signal::SIGINT, Signal::SIGQUIT, Signal::SIGPIPE, Signal::SIGTSTP] {
+        sys::set_handler(name, SigHandler::SigIgn)?;
+    }
+    // Ignored by whoever started us, children would be reaped behind our back.
+    sys::set_handler(Signal::SIGCHLD, SigHandler::SigDfl)?;
+    Ok(())
+}

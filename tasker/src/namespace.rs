@@ -1,0 +1,112 @@
+//! A process-id namespace for one task, held by an idle init that is a child of the tasker.
+//!
+//! Inside, a task's process numbers never collide with those of another host, so it can be rebuilt anywhere; and killing
+//! the init kills whatever is inside for sure. The init takes no part in dumps.
+
+use crate::sys::{self, Child, ExecPlan};
+use nix::fcntl::OFlag;
+use nix::sched::{CloneFlags, setns};
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::linux::fs::MetadataExt;
+
+/// A namespace and its init. Dropping it ends everybody inside; the init itself still has to be reaped.
+#[derive(Debug)]
+pub(crate) struct Namespace {
+    init: Child,
+    /// Our end of the init's control pipe.
+    control: OwnedFd,
+    /// The namespace itself; names it even after its init has ended.
+    file: File,
+    inode: u64,
+}
+
+impl Namespace {
+    /// Makes a namespace with nobody but its init inside. To be called from the main thread, whose death kills the init.
+    ///
+    /// # Errors
+    /// `EPERM` without the right to make namespaces.
+    pub(crate) fn new() -> io::Result<Namespace> {
+        let (theirs, ours) = nix::unistd::pipe2(OFlag::O_CLOEXEC)?;
+        let init = sys::start_init(theirs.as_fd())?;
+        let opened = File::open(format!("/proc/{}/ns/pid", init.pid)).and_then(|f| Ok((f.metadata()?.st_ino(), f)));
+        match opened {
+            Ok((inode, file)) => Ok(Namespace { init, control: ours, file, inode }),
+            Err(error) => {
+                sys::kill_by(init.pidfd.as_fd());
+                let _ = sys::reap_wait(init.pid);
+                Err(error)
+            }
+        }
+    }
+
+    /// True if the tasker may make namespaces: it makes one and ends it.
+    pub(crate) fn possible() -> bool {
+        let Ok(namespace) = Namespace::new() else { return false };
+        namespace.kill();
+        sys::reap_wait(namespace.init.pid).is_ok()
+    }
+
+    /// Becomes readable when the init has ended, and with it everybody inside.
+    pub(crate) fn ended(&self) -> BorrowedFd<'_> {
+        self.init.pidfd.as_fd()
+    }
+
+    /// Inode number of the namespace, which names it in images.
+    pub(crate) fn inode(&self) -> u64 {
+        self.inode
+    }
+
+    /// The namespace itself, to be named to the engine.
+    pub(crate) fn file(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+
+    /// Runs `make` so that the process it makes belongs to this namespace.
+    fn inside<T>(&self, make: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+        let own = File::open("/proc/self/ns/pid")?;
+        setns(self.file(), CloneFlags::CLONE_NEWPID)?;
+        let made = make();
+        // A process can always name its own namespace again as that of its children.
+        setns(own, CloneFlags::CLONE_NEWPID).expect("the way back into one's own namespace is open");
+        made
+    }
+
+    /// Starts a program inside; a direct child of the tasker.
+    ///
+    /// # Errors
+    /// What the system said.
+    pub(crate) fn start(&self, plan: &ExecPlan<'_>) -> io::Result<Child> {
+        self.inside(|| sys::start_program(plan))
+    }
+
+    /// Starts a process inside that only waits.
+    ///
+    /// # Errors
+    /// What the system said.
+    pub(crate) fn start_sleeper(&self, stdin: &impl AsFd, output: &impl AsFd) -> io::Result<Child> {
+        self.inside(|| sys::start_sleeper(stdin.as_fd(), output.as_fd()))
+    }
+
+    /// Kills everybody inside. The children among them, then the init, still have to be reaped, in this order.
+    pub(crate) fn kill(&self) {
+        sys::kill_by(self.init.pidfd.as_fd());
+    }
+
+    /// Tells the init to end as soon as nobody else is inside.
+    pub(crate) fn end_when_empty(&self) {
+        // The pipe has room for the single byte it ever gets; if the init is gone there is nothing to tell.
+        let _ = nix::unistd::write(&self.control, b"e");
+    }
+
+    /// Process numbers of everybody inside but the init, as the tasker sees them.
+    pub(crate) fn pids(&self) -> Vec<i32> {
+        let Ok(proc) = std::fs::read_dir("/proc") else { return Vec::new() };
+        proc.flatten()
+            .filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok())
+            .filter(|&pid| pid != self.init.pid)
+            .filter(|pid| std::fs::metadata(format!("/proc/{pid}/ns/pid")).is_ok_and(|m| m.st_ino() == self.inode))
+            .collect()
+    }
+}

@@ -1,0 +1,345 @@
+//! The tasker's loop: orders from the daemon, ends and output of tasks, results of workers.
+//!
+//! One thread does everything that makes, kills or reaps processes; workers (see [`crate::moves`]) only drive an engine
+//! or read files, and report back through a channel.
+
+use crate::control::Control;
+use crate::moves::Moves;
+use crate::namespace::Namespace;
+use crate::sys::{self, FilesLimit};
+use crate::task::{self, HELD_SIGNALS_MAX, Output, Phase, Task};
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::signal::{SigSet, Signal, kill};
+use nix::sys::signalfd::{SfdFlags, SignalFd};
+use nix::unistd::Pid;
+use sempa_proto::tasker::{Capabilities, FromTasker, StartTask, ToTasker};
+use sempa_proto::{MigrationId, Tid};
+use std::collections::BTreeMap;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+/// Tasks alive at once on one host; a tid has room for more, the process table usually has not.
+pub(crate) const TASKS_MAX: usize = 16_384;
+/// How long the end may take when the daemon is gone.
+const SHUTDOWN_ALLOWED: Duration = Duration::from_secs(5);
+/// How often a condition is looked at that the kernel has no descriptor for (a process reaching the stopped state).
+const LOOK_AGAIN_MS: u16 = 1;
+
+/// A namespace without a task: what the task left running there goes on, or everybody in it was killed.
+#[derive(Debug)]
+struct Leftover {
+    namespace: Namespace,
+    /// Read and dropped, so that those who write there do not block or die.
+    output: Option<Output>,
+    /// To be said when everybody is gone.
+    then: Vec<FromTasker>,
+}
+
+/// All that the tasker has.
+pub(crate) struct Supervisor {
+    pub(crate) control: Control,
+    pub(crate) tasks: BTreeMap<Tid, Task>,
+    pub(crate) moves: Moves,
+    /// Each task gets a namespace of its own.
+    pub(crate) namespaces: bool,
+    files_limit: FilesLimit,
+    leftovers: Vec<Leftover>,
+    signals: SignalFd,
+    ending: bool,
+}
+
+/// What a ready descriptor belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Source {
+    Control,
+    Signals,
+    Workers,
+    End(Tid),
+    Output(Tid),
+    LeftoverEnd,
+    LeftoverOutput(usize),
+    Held(MigrationId),
+}
+
+impl Supervisor {
+    /// Takes the socket over and prepares the process: subreaper, signals, limits. To be called from the main thread
+    /// before there is another one.
+    ///
+    /// # Errors
+    /// What the system refused.
+    pub(crate) fn new(socket: OwnedFd) -> io::Result<Supervisor> {
+        // Orphans of tasks come to us; otherwise they pile up at the host's init.
+        nix::sys::prctl::set_child_subreaper(true)?;
+        let mut watched = SigSet::empty();
+        watched.add(Signal::SIGCHLD);
+        watched.add(Signal::SIGTERM);
+        watched.thread_block()?;
+        let signals = SignalFd::with_flags(&watched, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)?;
+        let namespaces = Namespace::possible();
+        Ok(Supervisor {
+            control: Control::new(socket)?,
+            tasks: BTreeMap::new(),
+            moves: Moves::new(namespaces)?,
+            namespaces,
+            files_limit: sys::raise_files_limit()?,
+            leftovers: Vec::new(),
+            signals,
+            ending: false,
+        })
+    }
+
+    /// Serves until the daemon is gone, then ends every process of every task.
+    ///
+    /// # Errors
+    /// When the system's own calls fail, or the daemon sends what is not an order.
+    pub(crate) fn run(&mut self) -> anyhow::Result<()> {
+        self.say(&FromTasker::Ready(self.capabilities()));
+        self.begin_trial();
+        let served = self.serve();
+        self.shut_down();
+        served
+    }
+
+    /// What can be done here, as far as it is known now.
+    pub(crate) fn capabilities(&self) -> Capabilities {
+        Capabilities { pid_namespaces: self.namespaces, engine: self.moves.engine_state() }
+    }
+
+    /// Tells the daemon.
+    pub(crate) fn say(&mut self, message: &FromTasker) {
+        self.control.send(message);
+    }
+
+    fn serve(&mut self) -> anyhow::Result<()> {
+        while !self.ending && !self.control.is_closed() {
+            for (source, events) in self.wait()? {
+                match source {
+                    Source::Control => self.converse(events)?,
+                    Source::Signals => self.signalled(),
+                    Source::Workers => self.hear_workers(),
+                    Source::End(tid) => self.ended(tid),
+                    Source::Output(tid) => self.pass_output(tid),
+                    Source::LeftoverEnd => {}
+                    Source::LeftoverOutput(index) => {
+                        if let Some(output) = &mut self.leftovers[index].output {
+                            output.read(drop);
+                        }
+                    }
+                    Source::Held(migration) => self.held_lost(migration),
+                }
+            }
+            self.look_at_leftovers();
+            self.look_at_stopping();
+        }
+        Ok(())
+    }
+
+    fn converse(&mut self, events: PollFlags) -> anyhow::Result<()> {
+        self.control.flush();
+        if events.intersects(PollFlags::POLLIN | PollFlags::POLLHUP | PollFlags::POLLERR) {
+            for order in self.control.receive()? {
+                self.obey(order);
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits for something to do.
+    fn wait(&self) -> io::Result<Vec<(Source, PollFlags)>> {
+        let mut watched: Vec<(Source, BorrowedFd<'_>)> = vec![
+            (Source::Control, self.control.fd()),
+            (Source::Signals, self.signals.as_fd()),
+            (Source::Workers, self.moves.wake()),
+        ];
+        let room = !self.control.is_full();
+        for task in self.tasks.values() {
+            // Output first: what a task wrote before its end is then mostly passed on in order of arrival.
+            watched.extend(task.output.fd().filter(|_| room).map(|fd| (Source::Output(task.tid), fd)));
+            watched.push((Source::End(task.tid), task.process.pidfd.as_fd()));
+        }
+        for (index, left) in self.leftovers.iter().enumerate() {
+            watched.push((Source::LeftoverEnd, left.namespace.ended()));
+            watched.extend(left.output.iter().filter_map(Output::fd).map(|fd| (Source::LeftoverOutput(index), fd)));
+        }
+        watched.extend(self.moves.held().map(|(migration, fd)| (Source::Held(migration), fd)));
+
+        let mut fds: Vec<PollFd<'_>> = watched.iter().map(|(_, fd)| PollFd::new(*fd, PollFlags::POLLIN)).collect();
+        if self.control.wants_write() {
+            fds[0] = PollFd::new(self.control.fd(), PollFlags::POLLIN | PollFlags::POLLOUT);
+        }
+        let stopping = self.tasks.values().any(|task| matches!(task.phase, Phase::Stopping { .. }));
+        let timeout = if stopping { PollTimeout::from(LOOK_AGAIN_MS) } else { PollTimeout::NONE };
+        match poll(&mut fds, timeout) {
+            Err(Errno::EINTR) => return Ok(Vec::new()),
+            Err(error) => return Err(error.into()),
+            Ok(_) => {}
+        }
+        let ready = fds.iter().zip(&watched).filter_map(|(fd, (source, _))| {
+            let events = fd.revents().unwrap_or(PollFlags::POLLERR);
+            (!events.is_empty()).then_some((*source, events))
+        });
+        Ok(ready.collect())
+    }
+
+    fn obey(&mut self, order: ToTasker) {
+        match order {
+            ToTasker::Start(order) => self.start(&order),
+            ToTasker::Signal { tid, signal } => self.signal(tid, signal),
+            ToTasker::Kill { tid } => self.kill(tid),
+            about_a_move => self.obey_move(about_a_move),
+        }
+    }
+
+    fn start(&mut self, order: &StartTask) {
+        let tid = order.tid;
+        let started = if self.tasks.contains_key(&tid) {
+            Err(format!("cannot start {}: {tid} exists already", order.path.display()))
+        } else if self.tasks.len() >= TASKS_MAX {
+            Err(format!("cannot start {}: this host has {TASKS_MAX} tasks, the limit", order.path.display()))
+        } else {
+            task::start(order, self.namespaces, self.files_limit)
+        };
+        match started {
+            Ok(task) => {
+                self.say(&FromTasker::Started { tid, pid: task.process.pid });
+                self.tasks.insert(tid, task);
+            }
+            Err(why) => self.say(&FromTasker::StartFailed { tid, why }),
+        }
+    }
+
+    fn signal(&mut self, tid: Tid, signal: i32) {
+        let Some(task) = self.tasks.get_mut(&tid) else { return };
+        if matches!(task.phase, Phase::Running) {
+            task.send(signal);
+        } else if task.held_signals.len() < HELD_SIGNALS_MAX {
+            // A stopped task must stay as it is: a SIGCONT now would make two of it.
+            task.held_signals.push(signal);
+        }
+    }
+
+    fn kill(&mut self, tid: Tid) {
+        if let Some(task) = self.tasks.get(&tid) {
+            task.kill();
+        }
+    }
+
+    fn pass_output(&mut self, tid: Tid) {
+        let Some(task) = self.tasks.get_mut(&tid) else { return };
+        let control = &mut self.control;
+        task.output.read(|bytes| control.send(&FromTasker::Output { tid, bytes }));
+    }
+
+    /// Passes on what lies in the task's pipe now, however full the socket is.
+    pub(crate) fn drain_output(&mut self, tid: Tid) {
+        let Some(task) = self.tasks.get_mut(&tid) else { return };
+        let control = &mut self.control;
+        task.output.drain(|bytes| control.send(&FromTasker::Output { tid, bytes }));
+    }
+
+    /// A task's process has ended. What it left running in its namespace goes on until it ends or the daemon does.
+    fn ended(&mut self, tid: Tid) {
+        let Some(pid) = self.tasks.get(&tid).map(|task| task.process.pid) else { return };
+        // ECHILD cannot be: nobody else waits for it. Then nothing is known of how it ended.
+        let Some((status, used)) = sys::reap(pid).unwrap_or(Some((0, sempa_proto::migration::Usage::default()))) else {
+            return;
+        };
+        self.drain_output(tid);
+        let Some(mut task) = self.tasks.remove(&tid) else { return };
+        let used = task.used_before.plus(used);
+        if let Phase::Leaving { migration } = task.phase {
+            let gone = FromTasker::SourceGone { migration, used };
+            match task.namespace.take() {
+                Some(namespace) => self.when_ended(namespace, vec![gone]),
+                None => self.say(&gone),
+            }
+            return;
+        }
+        self.abandon_move_of(&task);
+        self.say(&FromTasker::Exited { tid, status, used });
+        if let Some(namespace) = task.namespace.take() {
+            namespace.end_when_empty();
+            self.leftovers.push(Leftover { namespace, output: Some(task.output), then: Vec::new() });
+        }
+    }
+
+    /// Kills a namespace and says this when nobody in it is left.
+    pub(crate) fn when_ended(&mut self, namespace: Namespace, then: Vec<FromTasker>) {
+        namespace.kill();
+        self.leftovers.push(Leftover { namespace, output: None, then });
+    }
+
+    fn look_at_leftovers(&mut self) {
+        let (ended, left) = std::mem::take(&mut self.leftovers)
+            .into_iter()
+            .partition(|left: &Leftover| is_readable(left.namespace.ended()));
+        self.leftovers = left;
+        let ended: Vec<Leftover> = ended;
+        for message in ended.into_iter().flat_map(|left| left.then) {
+            self.say(&message);
+        }
+    }
+
+    fn signalled(&mut self) {
+        while let Ok(Some(signal)) = self.signals.read_signal() {
+            if signal.ssi_signo == Signal::SIGTERM as u32 {
+                self.ending = true;
+            }
+        }
+        self.reap_strangers();
+    }
+
+    /// Reaps children that nobody is waiting for: orphans of tasks, ended inits, what a failed restore left.
+    fn reap_strangers(&self) {
+        let known = |pid: &i32| self.tasks.values().any(|task| task.process.pid == *pid) || self.moves.waits_for(*pid);
+        for pid in children().into_iter().filter(|pid| !known(pid)) {
+            // It may still run, or have been reaped in the meantime; both are fine.
+            let _ = sys::reap(pid);
+        }
+    }
+
+    /// Ends everything that the tasker ever started and waits until it has ended.
+    fn shut_down(&mut self) {
+        self.moves.cancel_all();
+        for task in self.tasks.values() {
+            task.kill();
+        }
+        for left in &self.leftovers {
+            left.namespace.kill();
+        }
+        let until = Instant::now() + SHUTDOWN_ALLOWED;
+        while Instant::now() < until {
+            // Engines end through their workers, which also wait for them.
+            self.hear_workers();
+            let left = children();
+            if left.is_empty() && self.moves.is_idle() {
+                return;
+            }
+            for pid in left.into_iter().filter(|pid| !self.moves.waits_for(*pid)) {
+                // Fails only if it has ended.
+                let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
+                let _ = sys::reap(pid);
+            }
+            let mut fds = [PollFd::new(self.signals.as_fd(), PollFlags::POLLIN)];
+            // Only a pause: whatever it says, everything is looked at again.
+            let _ = poll(&mut fds, PollTimeout::from(LOOK_AGAIN_MS));
+        }
+    }
+}
+
+/// Process numbers of all children of this process.
+fn children() -> Vec<i32> {
+    let Ok(threads) = std::fs::read_dir("/proc/self/task") else { return Vec::new() };
+    threads
+        .flatten()
+        .filter_map(|thread| std::fs::read_to_string(thread.path().join("children")).ok())
+        .flat_map(|list| list.split_whitespace().filter_map(|pid| pid.parse().ok()).collect::<Vec<i32>>())
+        .collect()
+}
+
+fn is_readable(fd: BorrowedFd<'_>) -> bool {
+    let mut fds = [PollFd::new(fd, PollFlags::POLLIN)];
+    matches!(poll(&mut fds, PollTimeout::ZERO), Ok(1..))
+}

@@ -1,0 +1,244 @@
+//! One task: how it is started, what is known of it, how its output is read.
+
+use crate::namespace::Namespace;
+use crate::sys::{self, Child, ExecPlan, FilesLimit, Program, REPORT_BYTES, Stage, StageError};
+use nix::errno::Errno;
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use sempa_proto::migration::Usage;
+use sempa_proto::tasker::{OUTPUT_CHUNK_BYTES_MAX, StartTask};
+use sempa_proto::{Micros, MigrationId, Tid};
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::linux::fs::MetadataExt;
+use std::time::Instant;
+
+/// Chunks read from one task before others get their turn.
+const CHUNKS_AT_ONCE_MAX: usize = 16;
+/// Signals kept for a task while it is stopped for a move; more are dropped, as the kernel merges equal ones too.
+pub(crate) const HELD_SIGNALS_MAX: usize = 64;
+/// How long the system may take to begin a program (its file may lie on a slow file system).
+const EXEC_ALLOWED_MS: u16 = 10_000;
+
+/// What is being done with a task.
+#[derive(Debug)]
+pub(crate) enum Phase {
+    /// It runs.
+    Running,
+    /// It was told to stop.
+    Stopping {
+        /// The move.
+        migration: MigrationId,
+        /// When to give up.
+        until: Instant,
+    },
+    /// All its processes are stopped.
+    Stopped {
+        /// The move.
+        migration: MigrationId,
+    },
+    /// The engine writes its images.
+    Dumping {
+        /// The move.
+        migration: MigrationId,
+        /// Number of the worker that drives the engine.
+        worker: u64,
+        /// The move was called off; continue the task when the worker is through.
+        called_off: bool,
+    },
+    /// It was killed because it goes on elsewhere.
+    Leaving {
+        /// The move.
+        migration: MigrationId,
+    },
+}
+
+/// A task whose process exists.
+#[derive(Debug)]
+pub(crate) struct Task {
+    /// Its id.
+    pub(crate) tid: Tid,
+    /// Its process.
+    pub(crate) process: Child,
+    /// Its namespace; `None` when the tasker may not make any.
+    pub(crate) namespace: Option<Namespace>,
+    /// Where its output comes out.
+    pub(crate) output: Output,
+    /// What it used on other hosts.
+    pub(crate) used_before: Usage,
+    /// What is being done with it.
+    pub(crate) phase: Phase,
+    /// Processes that were stopped already when the move stopped the others; they are not continued.
+    pub(crate) stopped_before: Vec<i32>,
+    /// Signals that came while it was stopped for a move.
+    pub(crate) held_signals: Vec<i32>,
+}
+
+impl Task {
+    /// Sends a signal to the task's process.
+    pub(crate) fn send(&self, signal: i32) {
+        // The pid is ours until we reap it; an unknown signal number or an ended process is nobody's fault here.
+        let _ = sys::kill_raw(self.process.pid, signal);
+    }
+
+    /// Ends every process of the task that can be reached: the whole namespace, or else its process group.
+    pub(crate) fn kill(&self) {
+        match &self.namespace {
+            Some(namespace) => namespace.kill(),
+            None => {
+                let _ = sys::kill_raw(-self.process.pid, libc::SIGKILL);
+            }
+        }
+        sys::kill_by(self.process.pidfd.as_fd());
+    }
+}
+
+/// The reading end of a task's standard output and error.
+#[derive(Debug)]
+pub(crate) struct Output {
+    pipe: Option<File>,
+    inode: u64,
+}
+
+impl Output {
+    /// A pipe: the reading end, and the end for the task.
+    ///
+    /// # Errors
+    /// When there are no descriptors left.
+    pub(crate) fn new() -> io::Result<(Output, OwnedFd)> {
+        let (ours, theirs) = nix::unistd::pipe2(OFlag::O_CLOEXEC)?;
+        fcntl(&ours, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
+        let pipe = File::from(ours);
+        let inode = pipe.metadata()?.st_ino();
+        Ok((Output { pipe: Some(pipe), inode }, theirs))
+    }
+
+    /// Inode number of the pipe, which names it in images.
+    pub(crate) fn inode(&self) -> u64 {
+        self.inode
+    }
+
+    /// For polling; `None` when nobody can write any more.
+    pub(crate) fn fd(&self) -> Option<BorrowedFd<'_>> {
+        self.pipe.as_ref().map(AsFd::as_fd)
+    }
+
+    /// Reads some of what is there.
+    pub(crate) fn read(&mut self, mut take: impl FnMut(Vec<u8>)) {
+        for _ in 0..CHUNKS_AT_ONCE_MAX {
+            match self.chunk(OUTPUT_CHUNK_BYTES_MAX) {
+                Some(bytes) => take(bytes),
+                None => return,
+            }
+        }
+    }
+
+    /// Reads what lies in the pipe now, but not what a process that goes on writing adds meanwhile.
+    pub(crate) fn drain(&mut self, mut take: impl FnMut(Vec<u8>)) {
+        let mut left = self.fd().map_or(0, sys::bytes_in_pipe);
+        while left > 0 {
+            let Some(bytes) = self.chunk(left.min(OUTPUT_CHUNK_BYTES_MAX)) else { return };
+            left -= bytes.len();
+            take(bytes);
+        }
+    }
+
+    fn chunk(&mut self, bytes_max: usize) -> Option<Vec<u8>> {
+        let pipe = self.pipe.as_ref()?;
+        let mut bytes = vec![0u8; bytes_max];
+        loop {
+            match nix::unistd::read(pipe, &mut bytes) {
+                Ok(0) => {
+                    self.pipe = None;
+                    return None;
+                }
+                Ok(read) => {
+                    bytes.truncate(read);
+                    return Some(bytes);
+                }
+                Err(Errno::EINTR) => {}
+                Err(_) => return None,
+            }
+        }
+    }
+}
+
+/// Starts a program as a task.
+///
+/// # Errors
+/// One sentence: what was tried and what happened. Nothing is left of the attempt.
+pub(crate) fn start(order: &StartTask, own_namespace: bool, files_limit: FilesLimit) -> Result<Task, String> {
+    let path = order.path.display();
+    let failed = |what: &str, error: &dyn std::fmt::Display| format!("cannot start {path}: {what}: {error}");
+    let program = Program::new(&order.path, &order.dir, &order.argv, &order.env)
+        .map_err(|why| format!("cannot start {path}: {why}"))?;
+    let stdin = File::open("/dev/null").map_err(|e| failed("/dev/null", &e))?;
+    let (output, theirs) = Output::new().map_err(|e| failed("no pipe for its output", &e))?;
+    let (report, reports) = nix::unistd::pipe2(OFlag::O_CLOEXEC).map_err(|e| failed("no pipe", &e))?;
+    let namespace = match own_namespace {
+        true => Some(Namespace::new().map_err(|e| failed("no process-id namespace", &e))?),
+        false => None,
+    };
+    let plan =
+        ExecPlan::new(&program, stdin.as_fd(), theirs.as_fd(), reports.as_fd(), files_limit, namespace.is_none());
+    let made = match &namespace {
+        Some(namespace) => namespace.start(&plan),
+        None => sys::start_program(&plan),
+    };
+    let process = made.map_err(|e| failed("no new process", &e))?;
+    drop((reports, theirs));
+    match started(&report) {
+        Ok(()) => Ok(Task {
+            tid: order.tid,
+            process,
+            namespace,
+            output,
+            used_before: Usage::default(),
+            phase: Phase::Running,
+            stopped_before: Vec::new(),
+            held_signals: Vec::new(),
+        }),
+        Err(why) => {
+            // The sweep for unknown children reaps it; nothing here waits for a file system that hangs.
+            sys::kill_by(process.pidfd.as_fd());
+            Err(explain(order, why))
+        }
+    }
+}
+
+/// Waits for the end of file that says that the program was begun, or for what went wrong (`None`: no word in time).
+fn started(report: &OwnedFd) -> Result<(), Option<StageError>> {
+    let mut fds = [PollFd::new(report.as_fd(), PollFlags::POLLIN)];
+    loop {
+        match poll(&mut fds, PollTimeout::from(EXEC_ALLOWED_MS)) {
+            Err(Errno::EINTR) => {}
+            Ok(1..) => break,
+            _ => return Err(None),
+        }
+    }
+    let mut bytes = [0u8; REPORT_BYTES];
+    match nix::unistd::read(report, &mut bytes) {
+        Ok(0) => Ok(()),
+        Ok(read) => Err(StageError::decode(&bytes[..read])),
+        Err(_) => Err(None),
+    }
+}
+
+fn explain(order: &StartTask, why: Option<StageError>) -> String {
+    let path = order.path.display();
+    let Some(StageError { stage, errno }) = why else {
+        return format!("cannot start {path}: the system did not begin it within {} s", EXEC_ALLOWED_MS / 1000);
+    };
+    let errno = errno.desc();
+    match stage {
+        Stage::Stdio => format!("cannot start {path}: its standard descriptors: {errno}"),
+        Stage::Dir => format!("cannot start {path}: working directory {}: {errno}", order.dir.display()),
+        Stage::Exec => format!("cannot start {path}: {errno}"),
+    }
+}
+
+/// The span that a wait for stopping gets, in the words of a failure.
+pub(crate) fn micros(span: std::time::Duration) -> Micros {
+    Micros(u64::try_from(span.as_micros()).unwrap_or(u64::MAX))
+}

@@ -1,0 +1,215 @@
+//! A daemon's side of the tasker's socket, for tests: start one, give orders, wait for answers with a deadline.
+#![allow(dead_code)] // Each test file uses its own part.
+
+use nix::sys::socket::{AddressFamily, SockFlag, SockType, socketpair};
+use sempa_proto::frame::{FrameDecoder, encode_control};
+use sempa_proto::tasker::{Capabilities, FromTasker, StartTask, ToTasker};
+use sempa_proto::{HostId, MigrationId, Tid};
+use std::collections::VecDeque;
+use std::io::{ErrorKind, Read, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// Long enough for anything on a loaded machine.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A tasker under test.
+pub struct Tasker {
+    pub child: Child,
+    stream: Option<UnixStream>,
+    decoder: FrameDecoder,
+    waiting: VecDeque<FromTasker>,
+    pub ready: Capabilities,
+}
+
+impl Tasker {
+    pub fn start() -> Tasker {
+        Tasker::start_with(&[])
+    }
+
+    /// Starts one with further environment variables.
+    pub fn start_with(env: &[(&str, &str)]) -> Tasker {
+        let (ours, theirs) = socketpair(AddressFamily::Unix, SockType::Stream, None, SockFlag::empty()).expect("pair");
+        nix::fcntl::fcntl(&ours, nix::fcntl::FcntlArg::F_SETFD(nix::fcntl::FdFlag::FD_CLOEXEC)).expect("cloexec");
+        let child = Command::new(env!("CARGO_BIN_EXE_pvm-tasker"))
+            .arg(theirs.as_raw_fd().to_string())
+            .envs(env.iter().copied())
+            .stdin(Stdio::null())
+            .spawn()
+            .expect("the tasker starts");
+        drop(theirs);
+        let stream = UnixStream::from(ours);
+        stream.set_read_timeout(Some(Duration::from_millis(50))).expect("timeout");
+        let ready = Capabilities { pid_namespaces: false, engine: Err(String::new()) };
+        let mut tasker =
+            Tasker { child, stream: Some(stream), decoder: FrameDecoder::new(), waiting: VecDeque::new(), ready };
+        match tasker.next() {
+            FromTasker::Ready(ready) => tasker.ready = ready,
+            other => panic!("the first message is {other:?}"),
+        }
+        tasker
+    }
+
+    pub fn send(&mut self, order: ToTasker) {
+        let frame = encode_control(&order).expect("an order fits");
+        self.stream.as_mut().expect("open").write_all(&frame).expect("the tasker reads");
+    }
+
+    /// The next message, whatever it is.
+    pub fn next(&mut self) -> FromTasker {
+        let until = Instant::now() + PATIENCE;
+        loop {
+            if let Some(message) = self.poll() {
+                return message;
+            }
+            assert!(Instant::now() < until, "the tasker said nothing for {PATIENCE:?}");
+        }
+    }
+
+    /// The next message if one comes within some 50 ms.
+    pub fn poll(&mut self) -> Option<FromTasker> {
+        if let Some(message) = self.waiting.pop_front() {
+            return Some(message);
+        }
+        let mut bytes = [0u8; 65536];
+        match self.stream.as_mut().expect("open").read(&mut bytes) {
+            Ok(0) => panic!("the tasker closed its socket"),
+            Ok(read) => self.decoder.push(&bytes[..read]),
+            Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted) => {}
+            Err(e) => panic!("reading from the tasker: {e}"),
+        }
+        while let Some(frame) = self.decoder.next_frame().expect("frames") {
+            self.waiting.push_back(frame.control().expect("a message"));
+        }
+        self.waiting.pop_front()
+    }
+
+    /// The first message that `pick` takes; others go to `rest`.
+    pub fn until<T>(&mut self, rest: &mut Vec<FromTasker>, pick: impl Fn(&FromTasker) -> Option<T>) -> T {
+        let until = Instant::now() + PATIENCE;
+        loop {
+            if let Some(message) = self.poll() {
+                match pick(&message) {
+                    Some(picked) => return picked,
+                    None => rest.push(message),
+                }
+            }
+            assert!(Instant::now() < until, "no such message within {PATIENCE:?}, but {rest:?}");
+        }
+    }
+
+    /// Starts a program and returns its process number.
+    pub fn run(&mut self, tid: Tid, path: &Path, args: &[&str]) -> i32 {
+        self.send(ToTasker::Start(order(tid, path, args)));
+        self.until(&mut Vec::new(), |m| match m {
+            FromTasker::Started { tid: t, pid } if *t == tid => Some(*pid),
+            FromTasker::StartFailed { why, .. } => panic!("{why}"),
+            _ => None,
+        })
+    }
+
+    /// Collects the task's output until `enough` says so.
+    pub fn output_until(&mut self, tid: Tid, so_far: &mut Vec<u8>, enough: impl Fn(&[u8]) -> bool) {
+        let until = Instant::now() + PATIENCE;
+        while !enough(so_far) {
+            match self.poll() {
+                Some(FromTasker::Output { tid: t, bytes }) if t == tid => so_far.extend(bytes),
+                Some(FromTasker::Exited { status, .. }) => {
+                    panic!("the task ended with {status}; its output: {}", String::from_utf8_lossy(so_far))
+                }
+                _ => assert!(Instant::now() < until, "only {:?}", String::from_utf8_lossy(so_far)),
+            }
+        }
+    }
+
+    /// Everything that a task writes, and its wait status.
+    pub fn to_the_end(&mut self, tid: Tid) -> (Vec<u8>, i32, sempa_proto::migration::Usage) {
+        let mut rest = Vec::new();
+        let (status, used) = self.until(&mut rest, |m| match m {
+            FromTasker::Exited { tid: t, status, used } if *t == tid => Some((*status, *used)),
+            _ => None,
+        });
+        let output = rest.into_iter().filter_map(|m| match m {
+            FromTasker::Output { tid: t, bytes } if t == tid => Some(bytes),
+            _ => None,
+        });
+        (output.flatten().collect(), status, used)
+    }
+
+    /// Closes the socket and waits for the tasker's end.
+    pub fn stop(mut self) {
+        drop(self.stream.take());
+        let until = Instant::now() + PATIENCE;
+        while self.child.try_wait().expect("wait").is_none() {
+            assert!(Instant::now() < until, "the tasker goes on without its daemon");
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+}
+
+impl Drop for Tasker {
+    fn drop(&mut self) {
+        drop(self.stream.take());
+        if std::thread::panicking() {
+            let _ = self.child.kill();
+        }
+        let _ = self.child.wait();
+    }
+}
+
+pub fn tid(local: u32) -> Tid {
+    Tid::task(HostId::MASTER, local).expect("in range")
+}
+
+pub fn order(tid: Tid, path: &Path, args: &[&str]) -> StartTask {
+    let name = path.to_str().expect("text");
+    let argv = std::iter::once(name).chain(args.iter().copied()).map(|a| a.as_bytes().to_vec()).collect();
+    let env = vec![b"PATH=/usr/bin:/bin".to_vec(), b"MARK=here".to_vec()];
+    StartTask { tid, path: path.into(), argv, env, dir: "/".into() }
+}
+
+pub fn sh() -> PathBuf {
+    "/bin/sh".into()
+}
+
+pub fn is_root() -> bool {
+    nix::unistd::geteuid().is_root()
+}
+
+/// True while a process with this number exists and is no zombie.
+pub fn is_alive(pid: i32) -> bool {
+    std::fs::read_to_string(format!("/proc/{pid}/stat"))
+        .ok()
+        .and_then(|stat| Some(!matches!(stat[stat.rfind(')')? + 2..].chars().next()?, 'Z' | 'X')))
+        .unwrap_or(false)
+}
+
+/// Waits for a condition.
+pub fn wait_until(what: &str, condition: impl Fn() -> bool) {
+    let until = Instant::now() + PATIENCE;
+    while !condition() {
+        assert!(Instant::now() < until, "not within {PATIENCE:?}: {what}");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// Processes whose command line contains this text.
+pub fn processes_with(text: &str) -> Vec<i32> {
+    std::fs::read_dir("/proc")
+        .expect("proc")
+        .flatten()
+        .filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok())
+        .filter(|pid| {
+            let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+            let line = String::from_utf8_lossy(&line).replace('\0', " ");
+            *pid != std::process::id() as i32 && line.contains(text) && is_alive(*pid)
+        })
+        .collect()
+}
+
+pub fn migration(number: u64) -> MigrationId {
+    MigrationId(number)
+}
