@@ -1,0 +1,384 @@
+/*
+ * Everybody sends numbered messages of 1 byte to 1 MiB to everybody, and every pair checks its numbers.
+ *
+ *   all_to_all HOST...            the director: spawns WORKERS workers on the hosts in turn
+ *   all_to_all -b MIB HOST...     the same; worker 2 holds so much memory more
+ *
+ * The director prints a line for each worker ("worker INDEX tTID HOST ROLE"), the workers' progress
+ * ("progress INDEX TIME COUNT", time in microseconds since 1970), and, when a line comes in on its standard input or
+ * that closes, has everybody finish and prints the summary. Exit status 0: nothing lost, doubled, damaged, out of order.
+ *
+ * The workers differ in how they spend their time: blocked in pvm_recv, computing without any call of PVM, in the
+ * middle of large sends, or a mixture.
+ */
+#include <poll.h>
+#include <pvm3.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/time.h>
+#include <unistd.h>
+
+#define WORKERS 6
+#define BYTES_MAX (1 << 20)
+#define MISSING_MAX 4096
+#define REPORT_EVERY_US 20000
+#define QUIET_END_S 60
+
+enum { TAG_PEERS = 1, TAG_DATA, TAG_ACK, TAG_FIN, TAG_STOP, TAG_PROGRESS, TAG_SUMMARY };
+enum { BLOCKED, COMPUTING, LARGE, MIXED };
+static const char *const role_names[] = { "blocked", "computing", "large", "mixed" };
+
+struct pair {
+    int sent;              /* number of the last data message to this peer */
+    int acknowledged;      /* highest number it has acknowledged */
+    int expected;          /* number of the next data message from this peer */
+    int fin;               /* how many it says it sent; -1 until it says so */
+    int missing[MISSING_MAX];
+    int missing_count;
+};
+
+static int me, role, director, peers[WORKERS];
+static struct pair pairs[WORKERS];
+static int checked, doubled, disordered, damaged, stopping;
+static unsigned int progress;
+static int64_t last_report;
+static unsigned char *block;
+static uint64_t dice = 88172645463325252ull;
+
+static int64_t now_us(void)
+{
+    struct timeval t;
+    gettimeofday(&t, NULL);
+    return (int64_t)t.tv_sec * 1000000 + t.tv_usec;
+}
+
+static unsigned int roll(void)
+{
+    dice ^= dice << 13;
+    dice ^= dice >> 7;
+    dice ^= dice << 17;
+    return (unsigned int)(dice >> 16);
+}
+
+static unsigned int checksum(const unsigned char *data, int len)
+{
+    unsigned int sum = 2166136261u;
+    for (int i = 0; i < len; i++)
+        sum = (sum ^ data[i]) * 16777619u;
+    return sum;
+}
+
+static int who(int tid)
+{
+    for (int i = 0; i < WORKERS; i++)
+        if (peers[i] == tid)
+            return i;
+    fprintf(stderr, "a message from a stranger: t%x\n", tid);
+    exit(3);
+}
+
+static void must(int code, const char *what)
+{
+    if (code < 0) {
+        fprintf(stderr, "worker %d: %s: %d\n", me, what, code);
+        exit(3);
+    }
+}
+
+static int choose_size(void)
+{
+    if (role == LARGE)
+        return BYTES_MAX / 2 + (int)(roll() % (BYTES_MAX / 2 + 1));
+    if (roll() % 50 == 0)
+        return BYTES_MAX;
+    return 1 + (int)(roll() % (1u << (roll() % 15)));
+}
+
+static void report(void)
+{
+    int64_t now = now_us();
+    if (now - last_report < REPORT_EVERY_US)
+        return;
+    last_report = now;
+    int high = (int)(now / 1000000), low = (int)(now % 1000000);
+    must(pvm_initsend(PvmDataDefault), "initsend");
+    pvm_pkint(&high, 1, 1);
+    pvm_pkint(&low, 1, 1);
+    pvm_pkuint(&progress, 1, 1);
+    must(pvm_send(director, TAG_PROGRESS), "send progress");
+}
+
+static void send_data(int to)
+{
+    struct pair *pair = &pairs[to];
+    int len = choose_size(), number = ++pair->sent;
+    int start = (int)(roll() % 251);
+    for (int i = 0; i < len; i++)
+        block[i] = (unsigned char)(start + i * 7 + number);
+    unsigned int sum = checksum(block, len);
+    must(pvm_initsend(PvmDataDefault), "initsend");
+    pvm_pkint(&number, 1, 1);
+    pvm_pkint(&len, 1, 1);
+    pvm_pkuint(&sum, 1, 1);
+    pvm_pkbyte((char *)block, len, 1);
+    must(pvm_send(peers[to], TAG_DATA), "send data");
+    progress++;
+}
+
+static void fill_windows(void)
+{
+    int window = role == LARGE ? 2 : 4;
+    if (stopping)
+        return;
+    for (int i = 0; i < WORKERS; i++)
+        while (i != me && pairs[i].sent - pairs[i].acknowledged < window)
+            send_data(i);
+}
+
+static void note_number(struct pair *pair, int number)
+{
+    if (number == pair->expected) {
+        pair->expected++;
+        return;
+    }
+    if (number > pair->expected) {
+        for (; pair->expected < number; pair->expected++)
+            if (pair->missing_count < MISSING_MAX)
+                pair->missing[pair->missing_count++] = pair->expected;
+        pair->expected = number + 1;
+        return;
+    }
+    for (int i = 0; i < pair->missing_count; i++)
+        if (pair->missing[i] == number) {
+            pair->missing[i] = pair->missing[--pair->missing_count];
+            disordered++;
+            return;
+        }
+    doubled++;
+}
+
+static void take_data(int from)
+{
+    int number = 0, len = 0;
+    unsigned int sum = 0;
+    must(pvm_upkint(&number, 1, 1), "unpack number");
+    must(pvm_upkint(&len, 1, 1), "unpack length");
+    must(pvm_upkuint(&sum, 1, 1), "unpack sum");
+    if (len < 1 || len > BYTES_MAX) {
+        damaged++;
+        return;
+    }
+    must(pvm_upkbyte((char *)block, len, 1), "unpack bytes");
+    damaged += checksum(block, len) != sum;
+    note_number(&pairs[from], number);
+    checked++;
+    progress++;
+    must(pvm_initsend(PvmDataDefault), "initsend");
+    pvm_pkint(&number, 1, 1);
+    must(pvm_send(peers[from], TAG_ACK), "send ack");
+}
+
+static void stop_sending(void)
+{
+    stopping = 1;
+    for (int i = 0; i < WORKERS; i++) {
+        if (i == me)
+            continue;
+        must(pvm_initsend(PvmDataDefault), "initsend");
+        pvm_pkint(&pairs[i].sent, 1, 1);
+        must(pvm_send(peers[i], TAG_FIN), "send fin");
+    }
+}
+
+static void take(int buf)
+{
+    int bytes, tag, tid, number = 0;
+    must(pvm_bufinfo(buf, &bytes, &tag, &tid), "bufinfo");
+    if (tag == TAG_STOP) {
+        stop_sending();
+        return;
+    }
+    int from = who(tid);
+    if (tag == TAG_DATA) {
+        take_data(from);
+        return;
+    }
+    must(pvm_upkint(&number, 1, 1), "unpack");
+    if (tag == TAG_FIN)
+        pairs[from].fin = number;
+    else if (number <= pairs[from].acknowledged)
+        disordered++;
+    else
+        pairs[from].acknowledged = number;
+}
+
+static int all_finished(void)
+{
+    for (int i = 0; i < WORKERS; i++)
+        if (i != me && (pairs[i].fin < 0 || pairs[i].expected <= pairs[i].fin || pairs[i].missing_count > 0))
+            return 0;
+    return stopping;
+}
+
+static void compute(void)
+{
+    /* About a tenth of a second without any call of PVM. */
+    static volatile unsigned int sink;
+    int64_t until = now_us() + 100000;
+    while (now_us() < until) {
+        for (int i = 0; i < 20000; i++)
+            sink = sink * 1664525u + 1013904223u;
+        progress++;
+    }
+}
+
+static void work(void)
+{
+    while (!all_finished()) {
+        int buf;
+        struct timeval patience = { QUIET_END_S, 0 };
+        report();
+        fill_windows();
+        if (role == COMPUTING && !stopping) {
+            compute();
+            report();
+            while ((buf = pvm_nrecv(-1, -1)) > 0)
+                take(buf);
+            must(buf, "nrecv");
+            continue;
+        }
+        if (stopping) {
+            buf = pvm_trecv(-1, -1, &patience);
+            if (buf == 0)
+                return; /* what has not come by now is lost */
+        } else {
+            buf = pvm_recv(-1, -1);
+        }
+        must(buf, "recv");
+        take(buf);
+    }
+}
+
+static int worker(void)
+{
+    int ballast = 0;
+    director = pvm_parent();
+    must(pvm_recv(director, TAG_PEERS), "recv peers");
+    pvm_upkint(&me, 1, 1);
+    pvm_upkint(&ballast, 1, 1);
+    pvm_upkint(peers, WORKERS, 1);
+    role = me < MIXED ? me : MIXED;
+    dice += (uint64_t)me * 7919;
+    block = malloc(BYTES_MAX);
+    size_t held = me == LARGE ? (size_t)ballast << 20 : 0;
+    unsigned char *weight = malloc(held + 1);
+    for (size_t i = 0; i < held; i += 64)
+        weight[i] = (unsigned char)roll();
+    for (int i = 0; i < WORKERS; i++) {
+        pairs[i].expected = 1;
+        pairs[i].fin = -1;
+    }
+    work();
+    int lost = 0;
+    for (int i = 0; i < WORKERS; i++)
+        if (i != me)
+            lost += pairs[i].missing_count + (pairs[i].fin < 0 ? 1 : pairs[i].fin + 1 - pairs[i].expected);
+    int summary[] = { me, checked, lost, doubled, disordered, damaged };
+    must(pvm_initsend(PvmDataDefault), "initsend");
+    pvm_pkint(summary, 6, 1);
+    must(pvm_send(director, TAG_SUMMARY), "send summary");
+    pvm_exit();
+    return 0;
+}
+
+static void print_progress(void)
+{
+    int bytes, tag, tid, high, low;
+    unsigned int count;
+    pvm_bufinfo(pvm_getrbuf(), &bytes, &tag, &tid);
+    pvm_upkint(&high, 1, 1);
+    pvm_upkint(&low, 1, 1);
+    pvm_upkuint(&count, 1, 1);
+    printf("progress %d %lld %u\n", who(tid), (long long)high * 1000000 + low, count);
+}
+
+static void spawn_workers(int count, char **hosts, int ballast, char *program)
+{
+    for (int i = 0; i < WORKERS; i++) {
+        char *host = hosts[i % count];
+        int got = pvm_spawn(program, NULL, PvmTaskHost, host, 1, &peers[i]);
+        if (got != 1) {
+            fprintf(stderr, "cannot spawn on %s: %d\n", host, got == 0 ? peers[i] : got);
+            exit(2);
+        }
+        printf("worker %d t%x %s %s\n", i, peers[i], host, role_names[i < MIXED ? i : MIXED]);
+    }
+    for (int i = 0; i < WORKERS; i++) {
+        must(pvm_initsend(PvmDataDefault), "initsend");
+        pvm_pkint(&i, 1, 1);
+        pvm_pkint(&ballast, 1, 1);
+        pvm_pkint(peers, WORKERS, 1);
+        must(pvm_send(peers[i], TAG_PEERS), "send peers");
+    }
+}
+
+static int direct(int count, char **hosts, int ballast, char *program)
+{
+    int told = 0, ended = 0, total[6] = { 0 };
+    int64_t give_up = 0;
+    setvbuf(stdout, NULL, _IOLBF, 0);
+    spawn_workers(count, hosts, ballast, program);
+    while (ended < WORKERS) {
+        struct timeval step = { 0, 50000 };
+        struct pollfd input = { 0, POLLIN, 0 };
+        int bytes, tag, tid, summary[6];
+        if (!told && poll(&input, 1, 0) > 0) {
+            told = 1;
+            give_up = now_us() + 2 * QUIET_END_S * 1000000ll;
+            pvm_initsend(PvmDataDefault);
+            must(pvm_mcast(peers, WORKERS, TAG_STOP), "send stop");
+        }
+        if (told && now_us() > give_up) {
+            printf("summary: %d workers gave no account\n", WORKERS - ended);
+            return 2;
+        }
+        int buf = pvm_trecv(-1, -1, &step);
+        must(buf, "recv");
+        if (buf == 0)
+            continue;
+        pvm_bufinfo(buf, &bytes, &tag, &tid);
+        if (tag == TAG_PROGRESS) {
+            print_progress();
+        } else if (tag == TAG_SUMMARY) {
+            pvm_upkint(summary, 6, 1);
+            for (int i = 1; i < 6; i++)
+                total[i] += summary[i];
+            printf("account %d checked=%d lost=%d doubled=%d disordered=%d damaged=%d\n", summary[0], summary[1],
+                   summary[2], summary[3], summary[4], summary[5]);
+            ended++;
+        }
+    }
+    printf("summary: checked=%d lost=%d doubled=%d disordered=%d damaged=%d\n", total[1], total[2], total[3], total[4],
+           total[5]);
+    pvm_exit();
+    return total[2] + total[3] + total[4] + total[5] == 0 ? 0 : 1;
+}
+
+int main(int argc, char **argv)
+{
+    int ballast = 0, first = 1;
+    must(pvm_mytid(), "mytid");
+    if (pvm_parent() > 0)
+        return worker();
+    if (argc > 2 && strcmp(argv[1], "-b") == 0) {
+        ballast = atoi(argv[2]);
+        first = 3;
+    }
+    if (first >= argc) {
+        fprintf(stderr, "usage: all_to_all [-b MIB] HOST...\n");
+        return 2;
+    }
+    return direct(argc - first, argv + first, ballast, argv[0]);
+}

@@ -1,0 +1,75 @@
+/*
+ * Holds memory and counts.
+ *
+ *   hold MIB        as a task: holds so many MiB, counts, and answers every message with its count
+ *   hold ask TID    from a command line: asks one such task and prints "count N sum GOOD|BAD"
+ *   hold end TID    has it end
+ */
+#include <pvm3.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/time.h>
+
+enum { TAG_ASK = 1, TAG_ANSWER, TAG_END };
+
+static int serve(size_t bytes)
+{
+    unsigned int dice = 1, count = 0;
+    unsigned long long sum = 0;
+    unsigned char *held = malloc(bytes + 1);
+    for (size_t i = 0; i < bytes; i++)
+        held[i] = (unsigned char)((dice = dice * 1664525u + 1013904223u) >> 24);
+    for (size_t i = 0; i < bytes; i++)
+        sum += held[i];
+    for (;;) {
+        struct timeval step = { 0, 1000 };
+        int buf = pvm_trecv(-1, -1, &step), len, tag, tid;
+        count++;
+        if (buf < 0)
+            return 3;
+        if (buf == 0)
+            continue;
+        pvm_bufinfo(buf, &len, &tag, &tid);
+        if (tag == TAG_END)
+            break;
+        unsigned long long again = 0;
+        for (size_t i = 0; i < bytes; i++)
+            again += held[i];
+        int good = again == sum;
+        pvm_initsend(PvmDataDefault);
+        pvm_pkuint(&count, 1, 1);
+        pvm_pkint(&good, 1, 1);
+        pvm_send(tid, TAG_ANSWER);
+    }
+    pvm_exit();
+    return 0;
+}
+
+int main(int argc, char **argv)
+{
+    if (pvm_mytid() < 0)
+        return 2;
+    if (argc < 3) {
+        int code = serve((size_t)(argc > 1 ? atoi(argv[1]) : 0) << 20);
+        return code;
+    }
+    int tid = (int)strtoul(argv[2] + (argv[2][0] == 't'), NULL, 16);
+    pvm_initsend(PvmDataDefault);
+    if (pvm_send(tid, strcmp(argv[1], "end") == 0 ? TAG_END : TAG_ASK) < 0)
+        return 2;
+    if (strcmp(argv[1], "end") != 0) {
+        struct timeval patience = { 30, 0 };
+        unsigned int count;
+        int good;
+        if (pvm_trecv(tid, TAG_ANSWER, &patience) <= 0) {
+            printf("no answer\n");
+            return 1;
+        }
+        pvm_upkuint(&count, 1, 1);
+        pvm_upkint(&good, 1, 1);
+        printf("count %u sum %s\n", count, good ? "GOOD" : "BAD");
+    }
+    pvm_exit();
+    return 0;
+}
