@@ -5,5 +5,6 @@
 
 //! * [`facts`]: what a task is and holds, and whether a host can take it.
 
+pub mod criu;
 pub mod engine;
 pub mod protocol;

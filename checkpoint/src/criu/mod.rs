@@ -1,0 +1,219 @@
+//! CRIU as the dump engine: it writes any stopped process tree and builds it again, with nothing to be linked in.
+//!
+//! One `criu swrk` process per request, spoken to over a socket pair with the message types of `rust-criu`. CRIU runs in
+//! a process group of its own and is killed, group and all, at a deadline or when the call is called off. The options are
+//! those of a tested recipe: the source stays stopped, nothing is locked in the network, the process-id namespace
+//! is outside the image, the restored root is a child of the caller.
+
+mod log;
+mod options;
+mod process;
+
+use crate::engine::{DumpJob, Dumping, Engine, Held, Limits, RestoreJob, Restoring};
+use process::{Swrk, Word};
+use sempa_proto::migration::Failure;
+use sempa_proto::tasker::DumpReport;
+use std::ffi::OsString;
+use std::fs::File;
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+/// Where CRIU is looked for after the variable and before PATH.
+const USUAL_PLACES: [&str; 2] = ["/opt/sempa/criu/sbin/criu", "/opt/criu/sbin/criu"];
+/// How to get a working engine.
+pub const HOW_TO_GET: &str = "get one with `cargo xtask criu`, or set SEMPA_CRIU to the path of a working criu";
+
+const DUMP_LOG: &str = "dump.log";
+const RESTORE_LOG: &str = "restore.log";
+/// What the engine wrote on its standard error before its log was open.
+const STDERR: &str = "criu.stderr";
+
+/// CRIU at a certain path.
+#[derive(Clone, Debug)]
+pub struct Criu {
+    program: PathBuf,
+}
+
+impl Criu {
+    /// Finds the program: SEMPA_CRIU, the usual places, PATH. `env` looks a variable up.
+    ///
+    /// # Errors
+    /// One sentence: where it was looked for and how to get it.
+    pub fn locate(env: impl Fn(&str) -> Option<OsString>) -> Result<Criu, String> {
+        if let Some(set) = env("SEMPA_CRIU").filter(|v| !v.is_empty()) {
+            let program = PathBuf::from(set);
+            return match program.is_file() {
+                true => Ok(Criu { program }),
+                false => Err(format!("there is no dump engine at SEMPA_CRIU={}: {HOW_TO_GET}", program.display())),
+            };
+        }
+        let path = env("PATH").unwrap_or_default();
+        let in_path = std::env::split_paths(&path).map(|dir| dir.join("criu"));
+        USUAL_PLACES
+            .iter()
+            .map(PathBuf::from)
+            .chain(in_path)
+            .find(|program| program.is_file())
+            .map(|program| Criu { program })
+            .ok_or_else(|| format!("no dump engine in {} or PATH: {HOW_TO_GET}", USUAL_PLACES.join(", ")))
+    }
+
+    /// The program.
+    pub fn program(&self) -> &Path {
+        &self.program
+    }
+
+    fn start(
+        &self,
+        dir: &Path,
+        log: &'static str,
+        inherit: &[&OwnedFd],
+        request: impl FnOnce(i32) -> Vec<u8>,
+    ) -> Result<Swrk, Failure> {
+        let open = |e: std::io::Error| Failure::Io(format!("cannot open the image directory {}: {e}", dir.display()));
+        let images = File::open(dir).map_err(open)?;
+        let request = request(images.as_raw_fd());
+        let inherit: Vec<BorrowedFd<'_>> = inherit.iter().map(|fd| std::os::fd::AsFd::as_fd(*fd)).collect();
+        Swrk::start(&self.program, dir, images, log, &inherit, &request)
+    }
+}
+
+impl Engine for Criu {
+    fn probe(&self) -> Result<String, String> {
+        process::version(&self.program)
+            .map_err(|why| format!("the dump engine {} does not run: {why}; {HOW_TO_GET}", self.program.display()))
+    }
+
+    fn start_dump(&self, job: DumpJob) -> Result<Box<dyn Dumping>, Failure> {
+        let swrk = self.start(&job.dir, DUMP_LOG, &[], |images| options::dump(&job, images, DUMP_LOG))?;
+        Ok(Box::new(Dump { swrk, dir: job.dir }))
+    }
+
+    fn start_restore(&self, job: RestoreJob) -> Result<Box<dyn Restoring>, Failure> {
+        let inherit = [&job.pid_namespace, &job.output];
+        let swrk = self.start(&job.dir, RESTORE_LOG, &inherit, |images| options::restore(&job, images, RESTORE_LOG))?;
+        Ok(Box::new(Restore { swrk }))
+    }
+}
+
+struct Dump {
+    swrk: Swrk,
+    dir: PathBuf,
+}
+
+impl Dumping for Dump {
+    fn engine_pid(&self) -> i32 {
+        self.swrk.pid()
+    }
+
+    fn finish(mut self: Box<Self>, limits: &Limits) -> Result<DumpReport, Failure> {
+        loop {
+            match self.swrk.hear(limits)? {
+                Word::Notify { .. } => self.swrk.answer(true),
+                Word::Done => break,
+            }
+        }
+        self.swrk.end(limits)?;
+        // The logs are of use only when something failed; the images travel without them.
+        for log in [DUMP_LOG, STDERR] {
+            let _ = std::fs::remove_file(self.dir.join(log));
+        }
+        measure(&self.dir).map_err(|e| Failure::Io(format!("cannot read {}: {e}", self.dir.display())))
+    }
+}
+
+/// Counts the files of a directory.
+fn measure(dir: &Path) -> std::io::Result<DumpReport> {
+    let mut report = DumpReport::default();
+    for entry in std::fs::read_dir(dir)? {
+        let meta = entry?.metadata()?;
+        if meta.is_file() {
+            report.files += 1;
+            report.bytes += meta.len();
+        }
+    }
+    Ok(report)
+}
+
+struct Restore {
+    swrk: Swrk,
+}
+
+impl Restoring for Restore {
+    fn engine_pid(&self) -> i32 {
+        self.swrk.pid()
+    }
+
+    fn hold(mut self: Box<Self>, limits: &Limits) -> Result<Box<dyn Held>, Failure> {
+        loop {
+            match self.swrk.hear(limits)? {
+                Word::Notify { script, pid } if script == "post-restore" => {
+                    return Ok(Box::new(HeldTask { swrk: self.swrk, pid }));
+                }
+                Word::Notify { .. } => self.swrk.answer(true),
+                Word::Done => {
+                    let why = "the engine let the task run without asking".to_string();
+                    self.swrk.kill();
+                    return Err(Failure::Engine(why));
+                }
+            }
+        }
+    }
+}
+
+struct HeldTask {
+    swrk: Swrk,
+    pid: i32,
+}
+
+impl Held for HeldTask {
+    fn engine_pid(&self) -> i32 {
+        self.swrk.pid()
+    }
+
+    fn pid(&self) -> i32 {
+        self.pid
+    }
+
+    fn lost(&self) -> BorrowedFd<'_> {
+        self.swrk.ended()
+    }
+
+    fn release(mut self: Box<Self>, limits: &Limits) -> Result<(), Failure> {
+        self.swrk.begin();
+        self.swrk.answer(true);
+        loop {
+            match self.swrk.hear(limits)? {
+                Word::Notify { .. } => self.swrk.answer(true),
+                Word::Done => break,
+            }
+        }
+        self.swrk.end(limits)
+    }
+
+    fn refuse(mut self: Box<Self>) {
+        // What it built lies in a namespace whose init the caller kills; nothing has to be asked of the engine.
+        self.swrk.kill();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_variable_comes_first_and_a_wrong_one_is_told() {
+        let found = Criu::locate(|name| (name == "SEMPA_CRIU").then(|| "/bin/true".into())).expect("it is a file");
+        assert_eq!(found.program(), Path::new("/bin/true"));
+        let why = Criu::locate(|name| (name == "SEMPA_CRIU").then(|| "/no/criu".into())).expect_err("it is missing");
+        assert!(why.contains("SEMPA_CRIU=/no/criu") && why.contains("cargo xtask criu"), "{why}");
+    }
+
+    #[test]
+    fn an_engine_that_does_not_work_says_so() {
+        for program in ["/bin/false", "/etc/passwd", "/bin/echo"] {
+            let why = Criu { program: program.into() }.probe().expect_err("no engine");
+            assert!(why.contains(program) && why.contains("cargo xtask criu"), "{why}");
+        }
+    }
+}

@@ -1,0 +1,70 @@
+//! The requests, in CRIU's own words.
+
+use crate::engine::{DumpJob, RestoreJob};
+use protobuf::{EnumOrUnknown, Message, MessageField};
+use rust_criu::rust_criu_protobuf::rpc::{
+    Criu_cg_mode, Criu_network_lock_method, Criu_opts, Criu_req, Criu_req_type, Inherit_fd,
+};
+use std::os::fd::{AsRawFd, RawFd};
+
+/// Name of the task's process-id namespace in images.
+const NAMESPACE_KEY: &str = "task";
+/// Largest deleted file that travels in the images, in bytes.
+const GHOST_BYTES_MAX: u32 = 1 << 30;
+/// CRIU's level "debug": without it the reason of a failure is often missing.
+const LOG_LEVEL: i32 = 4;
+
+fn common(images: RawFd, log: &str) -> Criu_opts {
+    let mut opts = Criu_opts::new();
+    opts.images_dir_fd = Some(images);
+    opts.log_level = Some(LOG_LEVEL);
+    opts.log_file = Some(log.to_string());
+    opts.notify_scripts = Some(true);
+    opts.manage_cgroups_mode = Some(EnumOrUnknown::new(Criu_cg_mode::IGNORE));
+    // No connection is ever dumped, and the other methods need programs that may be absent.
+    opts.network_lock = Some(EnumOrUnknown::new(Criu_network_lock_method::SKIP));
+    opts.ghost_limit = Some(GHOST_BYTES_MAX);
+    // A copy of a program with another mode runs as well.
+    opts.skip_file_rwx_check = Some(true);
+    opts
+}
+
+fn encode(kind: Criu_req_type, opts: Criu_opts) -> Vec<u8> {
+    let mut request = Criu_req::new();
+    request.type_ = Some(EnumOrUnknown::new(kind));
+    request.opts = MessageField::some(opts);
+    request.notify_success = Some(true);
+    request.write_to_bytes().expect("a request is small and has all its fields")
+}
+
+/// A dump that leaves the task stopped.
+pub(super) fn dump(job: &DumpJob, images: RawFd, log: &str) -> Vec<u8> {
+    let mut opts = common(images, log);
+    opts.pid = Some(job.pid);
+    opts.leave_stopped = Some(true);
+    opts.external.push(format!("pid[{}]:{NAMESPACE_KEY}", job.pid_namespace));
+    encode(Criu_req_type::DUMP, opts)
+}
+
+/// A restore of a child of the caller into the given namespace.
+pub(super) fn restore(job: &RestoreJob, images: RawFd, log: &str) -> Vec<u8> {
+    let mut opts = common(images, log);
+    opts.rst_sibling = Some(true);
+    let mut inherit = |key: String, fd: RawFd| {
+        let mut entry = Inherit_fd::new();
+        entry.key = Some(key);
+        entry.fd = Some(fd);
+        opts.inherit_fd.push(entry);
+    };
+    inherit(NAMESPACE_KEY.to_string(), job.pid_namespace.as_raw_fd());
+    inherit(format!("pipe:[{}]", job.outside.output_pipe), job.output.as_raw_fd());
+    encode(Criu_req_type::RESTORE, opts)
+}
+
+/// The answer to a notification.
+pub(super) fn acknowledgement(success: bool) -> Vec<u8> {
+    let mut request = Criu_req::new();
+    request.type_ = Some(EnumOrUnknown::new(Criu_req_type::NOTIFY));
+    request.notify_success = Some(success);
+    request.write_to_bytes().expect("a request is small and has all its fields")
+}

@@ -1,0 +1,298 @@
+//! One `criu swrk` process: started in its own process group, spoken to over a packet socket, never waited for without a
+//! deadline, killed with its whole group.
+#![allow(unsafe_code)] // What a child does between fork and exec has no safe interface.
+
+use super::{STDERR, log, options};
+use crate::engine::Limits;
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockType, recv, send, socketpair};
+use protobuf::Message;
+use rust_criu::rust_criu_protobuf::rpc::{Criu_req_type, Criu_resp};
+use sempa_proto::Micros;
+use sempa_proto::migration::Failure;
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+/// Longest answer, in bytes; real ones have a few hundred.
+const ANSWER_BYTES_MAX: usize = 64 << 10;
+/// How long `criu --version` may take.
+const VERSION_ALLOWED: Duration = Duration::from_secs(5);
+
+/// What CRIU says.
+#[derive(Debug)]
+pub(super) enum Word {
+    /// It waits for an acknowledgement at this point.
+    Notify {
+        /// Name of the point.
+        script: String,
+        /// The restored root, where the point has one; else 0.
+        pid: i32,
+    },
+    /// The request was carried out.
+    Done,
+}
+
+/// A running CRIU. If it is dropped before its end it is killed and reaped.
+pub(super) struct Swrk {
+    child: Child,
+    pidfd: OwnedFd,
+    socket: OwnedFd,
+    /// CRIU opens the directory through its caller's descriptor; it has to stay open here.
+    _images: File,
+    log: PathBuf,
+    stderr: PathBuf,
+    /// When the current call began.
+    since: Instant,
+    reaped: bool,
+}
+
+impl Swrk {
+    /// Starts CRIU and hands it the request. `inherit` and `images` keep their numbers in it; nothing else is inherited.
+    pub(super) fn start(
+        program: &Path,
+        dir: &Path,
+        images: File,
+        log: &str,
+        inherit: &[BorrowedFd<'_>],
+        request: &[u8],
+    ) -> Result<Swrk, Failure> {
+        let failed =
+            |what: &str, e: &dyn std::fmt::Display| Failure::Engine(format!("cannot start the engine: {what}: {e}"));
+        let (ours, theirs) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)
+            .map_err(|e| failed("socket pair", &e))?;
+        let stderr = dir.join(STDERR);
+        let errors = File::create(&stderr).map_err(|e| failed("its error file", &e))?;
+        let mut keep: Vec<RawFd> = inherit.iter().map(|fd| fd.as_raw_fd()).collect();
+        keep.extend([theirs.as_raw_fd(), images.as_raw_fd()]);
+        let mut command = Command::new(program);
+        command.arg("swrk").arg(theirs.as_raw_fd().to_string());
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(errors).process_group(0);
+        // SAFETY: the closure makes bare system calls on numbers that it owns; it neither allocates nor locks.
+        unsafe { command.pre_exec(move || prepare_child(&keep)) };
+        let child = command.spawn().map_err(|e| failed(&program.display().to_string(), &e))?;
+        let pidfd = pidfd_of(&child);
+        let swrk = |child, pidfd| Swrk {
+            child,
+            pidfd,
+            socket: ours,
+            _images: images,
+            log: dir.join(log),
+            stderr,
+            since: Instant::now(),
+            reaped: false,
+        };
+        let swrk = match pidfd {
+            Ok(pidfd) => swrk(child, pidfd),
+            Err(e) => {
+                let mut child = child;
+                let _ = child.kill();
+                let _ = child.wait();
+                return Err(failed("pidfd", &e));
+            }
+        };
+        send(swrk.socket.as_raw_fd(), request, MsgFlags::MSG_NOSIGNAL).map_err(|e| failed("request", &e))?;
+        Ok(swrk)
+    }
+
+    /// Its process number, which is also that of its group.
+    pub(super) fn pid(&self) -> i32 {
+        self.child.id() as i32
+    }
+
+    /// Readable when it has ended.
+    pub(super) fn ended(&self) -> BorrowedFd<'_> {
+        self.pidfd.as_fd()
+    }
+
+    /// A new call begins: its time counts from now.
+    pub(super) fn begin(&mut self) {
+        self.since = Instant::now();
+    }
+
+    /// Waits for the next word. After an error the process is dead and reaped.
+    pub(super) fn hear(&mut self, limits: &Limits) -> Result<Word, Failure> {
+        let heard = self.hear_or_fail(limits);
+        if heard.is_err() {
+            self.kill();
+        }
+        heard
+    }
+
+    fn hear_or_fail(&mut self, limits: &Limits) -> Result<Word, Failure> {
+        let socket = self.socket.as_raw_fd();
+        self.wait(limits, true)?;
+        let mut bytes = vec![0u8; ANSWER_BYTES_MAX];
+        let read = match recv(socket, &mut bytes, MsgFlags::MSG_DONTWAIT) {
+            Ok(0) | Err(Errno::EAGAIN | Errno::ECONNRESET) => return Err(self.died(limits)),
+            Ok(read) => read,
+            Err(e) => return Err(Failure::Engine(format!("cannot read from the engine: {e}"))),
+        };
+        let answer = Criu_resp::parse_from_bytes(&bytes[..read])
+            .map_err(|e| Failure::Engine(format!("the engine's answer cannot be read: {e}")))?;
+        if answer.type_() == Criu_req_type::NOTIFY {
+            let notify = answer.notify.get_or_default();
+            return Ok(Word::Notify { script: notify.script().to_string(), pid: notify.pid() });
+        }
+        // Its error text is also set when all went well; only this field counts.
+        match answer.success() {
+            true => Ok(Word::Done),
+            false => Err(self.explain(format!("it failed with error number {}", answer.cr_errno()))),
+        }
+    }
+
+    /// Answers a notification. If it cannot be sent the process is ending, which the next [`hear`](Self::hear) tells.
+    pub(super) fn answer(&mut self, success: bool) {
+        let _ = send(self.socket.as_raw_fd(), &options::acknowledgement(success), MsgFlags::MSG_NOSIGNAL);
+    }
+
+    /// Waits for its end after [`Word::Done`].
+    pub(super) fn end(&mut self, limits: &Limits) -> Result<(), Failure> {
+        let ended = self.wait(limits, false);
+        if ended.is_err() {
+            self.kill();
+            return ended;
+        }
+        // What it says at its very end does not count: the work was reported as done.
+        self.reap().map(drop).map_err(|e| Failure::Engine(format!("cannot wait for the engine: {e}")))
+    }
+
+    /// Kills the whole group and reaps.
+    pub(super) fn kill(&mut self) {
+        if !self.reaped {
+            // The group cannot be somebody else's: its leader is not reaped yet.
+            let _ = nix::sys::signal::killpg(nix::unistd::Pid::from_raw(self.pid()), nix::sys::signal::SIGKILL);
+            let _ = self.reap();
+        }
+    }
+
+    fn reap(&mut self) -> io::Result<ExitStatus> {
+        self.reaped = true;
+        self.child.wait()
+    }
+
+    /// Waits until it has ended or (if asked) said something.
+    fn wait(&mut self, limits: &Limits, or_word: bool) -> Result<(), Failure> {
+        let until = self.since + limits.allowed;
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            let mut fds = vec![
+                PollFd::new(limits.cancel.fd(), PollFlags::POLLIN),
+                PollFd::new(self.pidfd.as_fd(), PollFlags::POLLIN),
+            ];
+            if or_word {
+                fds.push(PollFd::new(self.socket.as_fd(), PollFlags::POLLIN));
+            }
+            // Rounded up, so that the last round does not spin.
+            let left_ms = left.as_millis().saturating_add(1).min(i32::MAX as u128) as i32;
+            match poll(&mut fds, PollTimeout::try_from(left_ms).unwrap_or(PollTimeout::MAX)) {
+                Ok(0) if left.is_zero() => {
+                    let allowed = Micros(u64::try_from(limits.allowed.as_micros()).unwrap_or(u64::MAX));
+                    return Err(Failure::Deadline { allowed });
+                }
+                Ok(0) | Err(Errno::EINTR) => {}
+                Err(e) => return Err(Failure::Engine(format!("cannot wait for the engine: {e}"))),
+                Ok(_) => {
+                    let ready = |index: usize| fds.get(index).is_some_and(|fd| fd.any().unwrap_or(true));
+                    if ready(0) {
+                        return Err(Failure::CalledOff("the coordinator gave the move up".into()));
+                    }
+                    if ready(1) || ready(2) {
+                        return Ok(());
+                    }
+                }
+            }
+        }
+    }
+
+    /// The socket is closed or the process has ended without an answer: why.
+    fn died(&mut self, limits: &Limits) -> Failure {
+        if let Err(failure) = self.wait(limits, false) {
+            return failure;
+        }
+        match self.reap() {
+            Err(e) => Failure::Engine(format!("cannot wait for the engine: {e}")),
+            Ok(status) => match status.signal() {
+                Some(signal) => Failure::Killed { signal },
+                None => self.explain(format!("it ended without an answer, {status}")),
+            },
+        }
+    }
+
+    fn explain(&self, otherwise: String) -> Failure {
+        Failure::Engine(log::reason(&self.log, &self.stderr).unwrap_or(otherwise))
+    }
+}
+
+impl Drop for Swrk {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+/// What the child does before it becomes CRIU: nobody else may read the images, it dies with its parent, no signal is
+/// blocked, and it has these descriptors and no others.
+fn prepare_child(keep: &[RawFd]) -> io::Result<()> {
+    // SAFETY: bare system calls; the signal set is a local value.
+    unsafe {
+        libc::umask(0o077);
+        libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
+        let mut none = std::mem::zeroed::<libc::sigset_t>();
+        libc::sigemptyset(&raw mut none);
+        libc::sigprocmask(libc::SIG_SETMASK, &raw const none, std::ptr::null_mut());
+        libc::signal(libc::SIGPIPE, libc::SIG_DFL);
+        libc::syscall(libc::SYS_close_range, 3, u32::MAX, libc::CLOSE_RANGE_CLOEXEC);
+        for &fd in keep {
+            if libc::fcntl(fd, libc::F_SETFD, 0) != 0 {
+                return Err(io::Error::last_os_error());
+            }
+        }
+    }
+    Ok(())
+}
+
+fn pidfd_of(child: &Child) -> io::Result<OwnedFd> {
+    // SAFETY: no memory is involved; the result is checked before it is owned.
+    let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, child.id(), 0) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the kernel has just made this descriptor (close-on-exec) for us.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd as RawFd) })
+}
+
+/// Runs `criu --version`.
+pub(super) fn version(program: &Path) -> Result<String, String> {
+    let mut command = Command::new(program);
+    command.arg("--version").stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
+    // SAFETY: as for `Swrk::start`.
+    unsafe { command.pre_exec(|| prepare_child(&[])) };
+    let mut child = command.spawn().map_err(|e| e.to_string())?;
+    let pidfd = pidfd_of(&child);
+    let ended = pidfd.and_then(|pidfd| {
+        let mut fds = [PollFd::new(pidfd.as_fd(), PollFlags::POLLIN)];
+        let allowed = PollTimeout::try_from(VERSION_ALLOWED).unwrap_or(PollTimeout::MAX);
+        Ok(poll(&mut fds, allowed)? > 0)
+    });
+    if !matches!(ended, Ok(true)) {
+        let _ = nix::sys::signal::killpg(nix::unistd::Pid::from_raw(child.id() as i32), nix::sys::signal::SIGKILL);
+        let _ = child.wait();
+        return Err(format!("no answer within {} s", VERSION_ALLOWED.as_secs()));
+    }
+    let output = child.wait_with_output().map_err(|e| e.to_string())?;
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let version = text.lines().find_map(|line| line.strip_prefix("Version:")).map(|v| v.trim().to_string());
+    match version {
+        Some(version) if output.status.success() => Ok(version),
+        _ => {
+            let errors = String::from_utf8_lossy(&output.stderr).into_owned();
+            let first = errors.lines().chain(text.lines()).map(str::trim).find(|line| !line.is_empty());
+            Err(format!("{}: {}", output.status, first.unwrap_or("it said nothing")))
+        }
+    }
+}
