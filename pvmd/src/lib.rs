@@ -1,3 +1,4 @@
-//! The daemon of a host: its pure state machine, for tests and simulations. The program is in `main.rs`.
+//! The daemon of a host: [`machine`] decides, [`shell`] acts.
 
 pub mod machine;
+pub mod shell;

@@ -1,0 +1,90 @@
+//! Where a daemon can be reached: the addresses of its interfaces, or what the user says instead.
+
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
+
+/// Addresses announced at most; a slave's reply has to fit on one short line.
+pub(crate) const ADDRESSES_MAX: usize = 5;
+
+/// The addresses to announce with this port, most useful first: those of `SEMPA_ADDRESS` alone if it is set
+/// (`announced`), else `preferred`, then every other interface address; loopback only when there is nothing else.
+///
+/// # Errors
+/// One sentence when `announced` holds something that is no address.
+pub(crate) fn listening(announced: Option<&str>, preferred: &[IpAddr], port: u16) -> Result<Vec<SocketAddr>, String> {
+    if let Some(list) = announced {
+        let parse =
+            |word: &str| word.parse::<IpAddr>().map_err(|_| format!("SEMPA_ADDRESS: {word:?} is not an IP address"));
+        let words = list.split(',').map(str::trim).filter(|word| !word.is_empty());
+        let ips = words.map(parse).collect::<Result<Vec<_>, _>>()?;
+        return Ok(ips.into_iter().map(|ip| SocketAddr::new(ip, port)).take(ADDRESSES_MAX).collect());
+    }
+    let mut ips: Vec<IpAddr> = preferred.iter().copied().filter(|ip| !ip.is_loopback()).collect();
+    let own = interfaces();
+    // IPv4 first: it is what hosts of a lab can reach each other by most often.
+    for wanted in [IpAddr::is_ipv4 as fn(&IpAddr) -> bool, IpAddr::is_ipv6] {
+        for ip in own.iter().filter(|ip| wanted(ip) && !ip.is_loopback()) {
+            if !ips.contains(ip) {
+                ips.push(*ip);
+            }
+        }
+    }
+    if ips.is_empty() {
+        ips.push(IpAddr::from([127, 0, 0, 1]));
+    }
+    ips.truncate(ADDRESSES_MAX);
+    Ok(ips.into_iter().map(|ip| SocketAddr::new(ip, port)).collect())
+}
+
+/// Addresses of all interfaces that are up, without link-local ones (they mean nothing without an interface).
+fn interfaces() -> Vec<IpAddr> {
+    let Ok(all) = nix::ifaddrs::getifaddrs() else { return Vec::new() };
+    let up = nix::net::if_::InterfaceFlags::IFF_UP;
+    all.filter(|i| i.flags.contains(up))
+        .filter_map(|i| i.address)
+        .filter_map(|a| {
+            let v4 = a.as_sockaddr_in().map(|v4| IpAddr::V4(v4.ip()));
+            v4.or_else(|| a.as_sockaddr_in6().map(|v6| IpAddr::V6(v6.ip())))
+        })
+        .filter(|ip| match ip {
+            IpAddr::V4(v4) => !v4.is_link_local(),
+            IpAddr::V6(v6) => !v6.is_unicast_link_local(),
+        })
+        .collect()
+}
+
+/// The addresses of a name, without loopback ones; empty when it has none.
+pub(crate) fn resolve(name: &str) -> Vec<IpAddr> {
+    let Ok(found) = (name, 0).to_socket_addrs() else { return Vec::new() };
+    found.map(|a| a.ip()).filter(|ip| !ip.is_loopback()).collect()
+}
+
+/// Client and server address of the ssh session that this process was started by (`SSH_CONNECTION`: client address,
+/// client port, server address, server port; sshd(8)).
+pub(crate) fn ssh_session(variable: Option<&str>) -> Option<(IpAddr, IpAddr)> {
+    let words: Vec<&str> = variable?.split_whitespace().collect();
+    let [client, _, server, _] = words[..] else { return None };
+    // A scope (`%eth0`) belongs to the other end's view of a link-local address.
+    Some((client.parse().ok()?, server.parse().ok()?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn announced_addresses_replace_all_others() {
+        let got = listening(Some("127.0.0.1, ::1"), &[IpAddr::from([10, 0, 0, 9])], 7).expect("addresses");
+        assert_eq!(got, ["127.0.0.1:7", "[::1]:7"].map(|a| a.parse().expect("an address")));
+        assert!(listening(Some("nowhere"), &[], 7).is_err());
+        let own = listening(None, &[IpAddr::from([10, 0, 0, 9])], 7).expect("addresses");
+        assert_eq!(own[0], "10.0.0.9:7".parse().expect("an address"));
+    }
+
+    #[test]
+    fn an_ssh_session_tells_both_addresses() {
+        let both = ssh_session(Some("10.77.0.1 40112 10.77.0.2 22")).expect("two addresses");
+        assert_eq!(both, (IpAddr::from([10, 77, 0, 1]), IpAddr::from([10, 77, 0, 2])));
+        assert_eq!(ssh_session(Some("fe80::1%eth0 1 fe80::2%eth0 22")), None);
+        assert_eq!(ssh_session(None), None);
+    }
+}

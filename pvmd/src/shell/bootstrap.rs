@@ -1,0 +1,237 @@
+//! What the master tells a daemon that it starts on another host, and what that daemon answers: one line each, over the
+//! standard input and output of the remote shell. The master's line holds a private key, so it never appears in
+//! arguments or the environment.
+
+use super::pki::Identity;
+use sempa_proto::{HostId, PvmError};
+use serde::{Deserialize, Serialize};
+use std::net::SocketAddr;
+
+/// Longest line of the master, in bytes.
+pub(crate) const BOOTSTRAP_BYTES_MAX: usize = 64 << 10;
+/// Version of both lines; PVM 3.4.6 daemons say 2316 in the same place.
+const DDPRO: u32 = 3000 + sempa_proto::WIRE_VERSION as u32;
+/// What the first word of an error answer is.
+const ERROR_MARK: &str = "sempa-error:";
+/// Variable parts of a slave's line at most (example hosters keep 255 characters of it).
+pub(crate) const REPLY_BYTES_MAX: usize = 255;
+
+/// The master's line.
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Bootstrap {
+    /// Version of this line.
+    pub(crate) ddpro: u32,
+    /// Name of the virtual machine.
+    pub(crate) vm: String,
+    /// Index of the new host.
+    pub(crate) host: u16,
+    /// Its name in the host table.
+    pub(crate) name: String,
+    /// Authority, certificate and key in hexadecimal DER.
+    pub(crate) authority: String,
+    pub(crate) certificate: String,
+    pub(crate) key: String,
+    /// Where the master listens.
+    pub(crate) masters: Vec<SocketAddr>,
+    /// The master's library folder, used there if it exists there.
+    pub(crate) library: Option<String>,
+    /// Search path for executables (`ep=`), unexpanded.
+    pub(crate) search_path: Option<String>,
+    /// Working directory (`wd=`), unexpanded.
+    pub(crate) work_dir: Option<String>,
+    /// Relative speed (`sp=`).
+    pub(crate) speed: i32,
+    /// The user has allowed root on the master, and so here.
+    pub(crate) allow_root: bool,
+    /// Silence in milliseconds after which a host is lost.
+    pub(crate) lease_ms: u64,
+}
+
+impl Bootstrap {
+    /// Version that this program writes.
+    pub(crate) const VERSION: u32 = DDPRO;
+
+    /// The identity in it.
+    ///
+    /// # Errors
+    /// One sentence when it is not hexadecimal.
+    pub(crate) fn identity(&self) -> Result<Identity, String> {
+        let part = |text: &str| from_hex(text).ok_or("the master's line holds a broken certificate".to_string());
+        Ok(Identity { authority: part(&self.authority)?, certificate: part(&self.certificate)?, key: part(&self.key)? })
+    }
+
+    /// The line, newline included.
+    pub(crate) fn line(&self) -> String {
+        let mut line = serde_json::to_string(self).expect("strings and numbers are JSON");
+        line.push('\n');
+        line
+    }
+
+    /// Reads the line.
+    ///
+    /// # Errors
+    /// What to answer when it is not one, or of another version.
+    pub(crate) fn parse(line: &str) -> Result<Bootstrap, Refusal> {
+        // The version stands before everything that may change with it.
+        #[derive(Deserialize)]
+        struct Version {
+            ddpro: u32,
+        }
+        let bad = |e: serde_json::Error| Refusal {
+            error: PvmError::CantStart,
+            text: format!("standard input did not bring the line that a master sends: {e}"),
+        };
+        let version: Version = serde_json::from_str(line).map_err(bad)?;
+        if version.ddpro != DDPRO {
+            let text = format!("the master speaks version {}, this daemon {DDPRO}: install one version", version.ddpro);
+            return Err(Refusal { error: PvmError::BadVersion, text });
+        }
+        serde_json::from_str(line).map_err(bad)
+    }
+}
+
+/// A slave's answer when it stands.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Ready {
+    /// Architecture name.
+    pub(crate) arch: String,
+    /// Data signature.
+    pub(crate) dsig: i32,
+    /// Where it listens.
+    pub(crate) addresses: Vec<SocketAddr>,
+}
+
+/// A slave's answer when it cannot run.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Refusal {
+    /// PVM's code.
+    pub(crate) error: PvmError,
+    /// One sentence.
+    pub(crate) text: String,
+}
+
+/// Either answer as a line, without newline. It begins as PVM's does, because hosters written for PVM look for that.
+pub(crate) fn reply_line(reply: &Result<Ready, Refusal>) -> String {
+    match reply {
+        Ok(ready) => {
+            let ip = match ready.addresses.first() {
+                Some(SocketAddr::V4(v4)) => format!("{:08x}:{:04x}", u32::from(*v4.ip()), v4.port()),
+                Some(SocketAddr::V6(v6)) => format!("00000000:{:04x}", v6.port()),
+                None => "00000000:0000".into(),
+            };
+            let mut line = format!("ddpro<{DDPRO}> arch<{}> ip<{ip}> mtu<4080> dsig<{}>", ready.arch, ready.dsig);
+            let mut list = String::new();
+            for address in &ready.addresses {
+                let word = address.to_string();
+                if line.len() + list.len() + word.len() + " sempa<,>".len() > REPLY_BYTES_MAX {
+                    break;
+                }
+                list.push_str(if list.is_empty() { "" } else { "," });
+                list.push_str(&word);
+            }
+            line.push_str(&format!(" sempa<{list}>"));
+            line
+        }
+        Err(refusal) => format!("{ERROR_MARK} {} {}", refusal.error.code(), refusal.text.replace('\n', " / ")),
+    }
+}
+
+/// Reads a slave's answer; `None` for a line that is none (a greeting of the login shell, say).
+pub(crate) fn parse_reply(line: &str) -> Option<Result<Ready, Refusal>> {
+    if let Some(rest) = line.strip_prefix(ERROR_MARK) {
+        let (code, text) = rest.trim().split_once(' ')?;
+        let error = code.parse().ok().and_then(PvmError::from_code).unwrap_or(PvmError::CantStart);
+        return Some(Err(Refusal { error, text: text.to_string() }));
+    }
+    if !line.starts_with("ddpro<") {
+        return None;
+    }
+    let field = |name: &str| {
+        let start = line.find(&format!("{name}<"))? + name.len() + 1;
+        line[start..].split_once('>').map(|(value, _)| value)
+    };
+    let ready = || {
+        let addresses = field("sempa")?.split(',').filter_map(|a| a.parse().ok()).collect();
+        Some(Ready { arch: field("arch")?.to_string(), dsig: field("dsig")?.parse().ok()?, addresses })
+    };
+    let version = field("ddpro").unwrap_or_default();
+    if version != DDPRO.to_string() {
+        let text =
+            format!("the daemon there is of version {version}, this one of version {DDPRO}: install one version");
+        return Some(Err(Refusal { error: PvmError::BadVersion, text }));
+    }
+    let broken = || Refusal { error: PvmError::CantStart, text: format!("the daemon there answered {line:?}") };
+    Some(ready().ok_or_else(broken))
+}
+
+/// The host that the line is for.
+pub(crate) fn host_of(bootstrap: &Bootstrap) -> Result<HostId, Refusal> {
+    HostId::new(bootstrap.host).ok_or_else(|| Refusal {
+        error: PvmError::BadParam,
+        text: format!("the master gave host index {}, which does not exist", bootstrap.host),
+    })
+}
+
+/// Bytes in hexadecimal.
+pub(crate) fn to_hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|b| format!("{b:02x}")).collect()
+}
+
+fn from_hex(text: &str) -> Option<Vec<u8>> {
+    if !text.len().is_multiple_of(2) || !text.is_ascii() {
+        return None;
+    }
+    (0..text.len()).step_by(2).map(|i| u8::from_str_radix(&text[i..i + 2], 16).ok()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_lines_come_back_as_they_were() {
+        let bootstrap = Bootstrap {
+            ddpro: Bootstrap::VERSION,
+            vm: "pvm".into(),
+            host: 2,
+            name: "h2".into(),
+            authority: to_hex(&[1, 255]),
+            certificate: to_hex(&[]),
+            key: to_hex(&[7]),
+            masters: vec!["10.0.0.1:9".parse().expect("an address")],
+            library: None,
+            search_path: Some("$HOME/x".into()),
+            work_dir: None,
+            speed: 1000,
+            allow_root: true,
+            lease_ms: 10_000,
+        };
+        let line = bootstrap.line();
+        assert_eq!(line.matches('\n').count(), 1);
+        let again = Bootstrap::parse(line.trim_end()).unwrap_or_else(|r| panic!("{}", r.text));
+        assert!(again == bootstrap && again.identity().expect("hexadecimal").authority == [1, 255]);
+        let other = line.replacen(&DDPRO.to_string(), "9999", 1);
+        assert_eq!(Bootstrap::parse(&other).err().map(|r| r.error), Some(PvmError::BadVersion));
+
+        let ready = Ready {
+            arch: "LINUX64".into(),
+            dsig: 4230209,
+            addresses: vec!["10.0.0.2:77".parse().expect("an address")],
+        };
+        let line = reply_line(&Ok(ready.clone()));
+        assert!(line.starts_with("ddpro<3001> arch<LINUX64> ip<0a000002:004d> mtu<4080> dsig<4230209>"), "{line}");
+        assert_eq!(parse_reply(&line), Some(Ok(ready)));
+        let refusal = Refusal { error: PvmError::DupHost, text: "one runs here".into() };
+        assert_eq!(parse_reply(&reply_line(&Err(refusal.clone()))), Some(Err(refusal)));
+    }
+
+    #[test]
+    fn other_lines_are_not_taken_for_an_answer() {
+        assert_eq!(parse_reply("Welcome to this machine"), None);
+        let old = parse_reply("ddpro<2316> arch<LINUX64> ip<0a4e0002:9c2a> mtu<4080> dsig<4230209>");
+        assert_eq!(old.and_then(Result::err).map(|r| r.error), Some(PvmError::BadVersion));
+        let many = vec!["[2001:db8:1111:2222:3333:4444:5555:6666]:65535".parse().expect("an address"); 9];
+        let line = reply_line(&Ok(Ready { arch: "LINUX64".into(), dsig: 4230209, addresses: many }));
+        assert!(line.len() <= REPLY_BYTES_MAX);
+    }
+}

@@ -1,0 +1,150 @@
+//! The command line of `pvmd`, as PVM's: options may be glued to their values.
+
+use super::daemon::{self, Role, Setup, variable};
+use super::net::LEASE;
+use super::place::HeldPlace;
+use super::world::WorldSettings;
+use super::{address, slave};
+use anyhow::{Context, bail};
+use clap::Parser;
+use nix::unistd::{gethostname, getuid};
+use sempa_proto::HostId;
+use sempa_proto::place::Place;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// Bytes of a host file at most.
+const HOSTFILE_BYTES_MAX: u64 = 4 << 20;
+/// Relative speed of a host of which nobody said one.
+const SPEED: i32 = 1000;
+/// Shortest and longest lease that can be set, in milliseconds.
+const LEASE_MS: std::ops::RangeInclusive<u64> = 200..=3_600_000;
+
+/// The daemon of one host of a parallel virtual machine.
+///
+/// Without -s it founds a virtual machine, prints the path of its socket as one line when it is ready, and serves in
+/// the foreground until it is halted (`pvm halt`) or gets SIGTERM or SIGINT.
+#[derive(Debug, Parser)]
+#[command(name = "pvmd", version)]
+struct Arguments {
+    /// Debug mask as in PVM (0x… hexadecimal, 0… octal); accepted for compatibility.
+    #[arg(short = 'd', long = "debug", value_name = "MASK", value_parser = parse_mask)]
+    debug: Option<u32>,
+    /// Name or address of this host for the other hosts.
+    #[arg(short = 'n', long = "name", value_name = "NAME")]
+    name: Option<String>,
+    /// With -s: stay in the foreground.
+    #[arg(short = 'f', long = "foreground")]
+    foreground: bool,
+    /// Serve a master that has started this program through a remote shell; its instructions come over standard input.
+    #[arg(short = 's', long = "slave", conflicts_with = "hostfile")]
+    slave: bool,
+    /// File with hosts to add at once, one on each line (`PVMHOSTFILE` if not given).
+    hostfile: Option<PathBuf>,
+}
+
+fn parse_mask(text: &str) -> Result<u32, String> {
+    let parsed = match text.strip_prefix("0x").or_else(|| text.strip_prefix("0X")) {
+        Some(hex) => u32::from_str_radix(hex, 16),
+        None if text.starts_with('0') => u32::from_str_radix(text, 8),
+        None => text.parse(),
+    };
+    parsed.map_err(|e| format!("{e}: a mask is a number such as 0x1f"))
+}
+
+/// Runs the program; its exit status.
+pub fn main() -> i32 {
+    let arguments = Arguments::parse();
+    if arguments.slave {
+        return slave::run(arguments.foreground);
+    }
+    match run_master(arguments) {
+        Ok(()) => 0,
+        Err(e) => {
+            eprintln!("pvmd: {e:#}");
+            1
+        }
+    }
+}
+
+/// Why root may not run a daemon here, unless it has been allowed.
+pub(crate) fn allows_root(allowed_by_master: bool) -> Option<String> {
+    let allowed = allowed_by_master || std::env::var_os("PVM_ALLOW_ROOT").is_some();
+    (getuid().is_root() && !allowed)
+        .then(|| "root does not run a virtual machine unless PVM_ALLOW_ROOT is set: be another user, or set it".into())
+}
+
+fn run_master(arguments: Arguments) -> anyhow::Result<()> {
+    if let Some(text) = allows_root(false) {
+        bail!(text);
+    }
+    let uid = getuid().as_raw();
+    let place = Place::of(uid, variable).map_err(anyhow::Error::msg)?;
+    let hostfile = arguments.hostfile.or_else(|| variable("PVMHOSTFILE").map(PathBuf::from));
+    let hostfile = hostfile.map_or(Ok(Vec::new()), |path| read_hostfile(&path))?;
+    let own = gethostname().context("cannot find this host's name")?.to_string_lossy().into_owned();
+    let mut preferred = Vec::new();
+    if let Some(name) = &arguments.name {
+        preferred = address::resolve(name);
+        if preferred.is_empty() {
+            bail!("-n{name}: this name has no address that other hosts could reach");
+        }
+    }
+    let keep_log = variable("SEMPA_LOG").is_some_and(|log| place.log() == *log);
+    let lease = lease()?;
+    let place = HeldPlace::take(place, uid, keep_log)?;
+    let setup = Setup {
+        place,
+        host: HostId::MASTER,
+        name: arguments.name.unwrap_or(own),
+        speed: SPEED,
+        world: WorldSettings::default(),
+        lease,
+        preferred,
+        role: Role::Master { hostfile },
+    };
+    daemon::run(setup, |standing| {
+        // Callers wait for this line; one that has closed its end does not want it.
+        let mut out = std::io::stdout();
+        let _ = writeln!(out, "{}", standing.socket.display()).and_then(|()| out.flush());
+        Ok(())
+    })
+}
+
+fn lease() -> anyhow::Result<Duration> {
+    let Some(text) = variable("SEMPA_LEASE_MS") else { return Ok(LEASE) };
+    match text.parse() {
+        Ok(ms) if LEASE_MS.contains(&ms) => Ok(Duration::from_millis(ms)),
+        _ => bail!(
+            "SEMPA_LEASE_MS={text:?} is not a number of milliseconds from {} to {}",
+            LEASE_MS.start(),
+            LEASE_MS.end()
+        ),
+    }
+}
+
+fn read_hostfile(path: &Path) -> anyhow::Result<Vec<String>> {
+    let what = || format!("cannot read the host file {}", path.display());
+    let meta = std::fs::metadata(path).with_context(what)?;
+    if !meta.is_file() || meta.len() > HOSTFILE_BYTES_MAX {
+        bail!("{}: it is not a file of at most {HOSTFILE_BYTES_MAX} bytes", what());
+    }
+    let text = std::fs::read_to_string(path).with_context(what)?;
+    Ok(text.lines().map(str::to_string).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn options_may_be_glued_as_in_pvm() {
+        let got = Arguments::try_parse_from(["pvmd", "-d0x1f", "-nh1", "hosts"]).expect("as PVM");
+        assert_eq!((got.debug, got.name.as_deref()), (Some(31), Some("h1")));
+        assert_eq!(got.hostfile, Some(PathBuf::from("hosts")));
+        assert!(Arguments::try_parse_from(["pvmd", "-s", "-f"]).is_ok_and(|a| a.slave && a.foreground));
+        assert!(Arguments::try_parse_from(["pvmd", "one", "two"]).is_err());
+        assert_eq!(parse_mask("017"), Ok(15));
+    }
+}

@@ -1,0 +1,209 @@
+//! Puts a daemon together: certificates, sockets, machine, loop; and takes it apart at the end. Master and slave differ
+//! in where their settings come from ([`super::cli`], [`super::slave`]) and in who tells that they stand.
+
+use super::driver::{Driver, Parts};
+use super::images::Images;
+use super::input::INPUTS_WAITING_MAX;
+use super::log::{self, Log};
+use super::moves::Moves;
+use super::net::{Net, bind_udp};
+use super::pki::{Authority, Identity};
+use super::place::HeldPlace;
+use super::start::{Starter, StarterSettings};
+use super::tasker::Tasker;
+use super::world::{ARCH, DSIG, DaemonWorld, WorldSettings, library_folder, programs_folder};
+use super::{address, local};
+use crate::machine::{Machine, MachineConfig};
+use anyhow::Context;
+use sempa_proto::{HostId, Micros};
+use std::net::{IpAddr, SocketAddr};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::mpsc;
+
+/// Threads of the daemon: the loop, and streams beside it.
+const THREADS: usize = 3;
+
+/// Which of the two kinds of daemon.
+pub(crate) enum Role {
+    /// Founds the virtual machine.
+    Master {
+        /// Lines of the host file.
+        hostfile: Vec<String>,
+    },
+    /// Was started by a master.
+    Slave {
+        /// Its certificate.
+        identity: Identity,
+        /// Where the master may be.
+        masters: Vec<SocketAddr>,
+    },
+}
+
+/// Everything that differs from daemon to daemon.
+pub(crate) struct Setup {
+    pub(crate) place: HeldPlace,
+    pub(crate) host: HostId,
+    pub(crate) name: String,
+    pub(crate) speed: i32,
+    pub(crate) world: WorldSettings,
+    pub(crate) lease: Duration,
+    /// Addresses to announce first.
+    pub(crate) preferred: Vec<IpAddr>,
+    pub(crate) role: Role,
+}
+
+/// What others need to know of a daemon that stands.
+pub(crate) struct Standing {
+    pub(crate) socket: PathBuf,
+    pub(crate) addresses: Vec<SocketAddr>,
+}
+
+/// A variable of the environment, if it is set and not empty.
+pub(crate) fn variable(name: &str) -> Option<String> {
+    std::env::var(name).ok().filter(|value| !value.is_empty())
+}
+
+/// Runs a daemon to its end. `announce` is told once that it stands.
+///
+/// # Errors
+/// When it cannot be set up; nothing is left behind then.
+pub(crate) fn run(setup: Setup, announce: impl FnOnce(Standing) -> anyhow::Result<()>) -> anyhow::Result<()> {
+    let log_path = variable("SEMPA_LOG").map_or_else(|| setup.place.place().log(), PathBuf::from);
+    let bytes_max = variable("PVMDLOGMAX").and_then(|v| v.parse().ok()).unwrap_or(log::LOG_BYTES_MAX);
+    let (log, log_thread) = log::open(&log_path, setup.host, bytes_max)
+        .with_context(|| format!("cannot write the log {}", log_path.display()))?;
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(THREADS)
+        .enable_all()
+        .build()
+        .context("cannot start the daemon's threads")?;
+    let ended = runtime.block_on(assemble_and_run(setup, log, announce));
+    runtime.shutdown_timeout(Duration::from_secs(2));
+    // The place is given back when the last of it is dropped, after everything that writes into it has ended.
+    let place = ended?;
+    log_thread.join();
+    drop(place);
+    Ok(())
+}
+
+async fn assemble_and_run(
+    setup: Setup,
+    log: Log,
+    announce: impl FnOnce(Standing) -> anyhow::Result<()>,
+) -> anyhow::Result<HeldPlace> {
+    let start = Instant::now();
+    let Setup { place: held, host, name, speed, world, lease, preferred, role } = setup;
+    let place = held.place().clone();
+    let uid = nix::unistd::getuid().as_raw();
+    let (inputs, queue) = mpsc::channel(INPUTS_WAITING_MAX);
+    let signals = catch_signals()?;
+    let (hostfile, masters, identity, authority) = match role {
+        Role::Master { hostfile } => {
+            let authority = Authority::new(place.vm())?;
+            (hostfile, Vec::new(), authority.admit(host)?, Some(Arc::new(authority)))
+        }
+        Role::Slave { identity, masters } => (Vec::new(), masters, identity, None),
+    };
+    let is_master = authority.is_some();
+    let port = variable("PVMNETSOCKPORT").and_then(|v| v.parse().ok()).unwrap_or(0);
+    let socket = bind_udp(port).context("cannot open a UDP port for the other daemons")?;
+    let mut net = Net::start(socket, &identity, (place.vm(), host), lease, inputs.clone(), log.clone())?;
+    let announced = variable("SEMPA_ADDRESS");
+    let addresses = address::listening(announced.as_deref(), &preferred, net.port()?).map_err(anyhow::Error::msg)?;
+    let listener = local::bind(&place.socket())
+        .with_context(|| format!("cannot listen for tasks at {}", place.socket().display()))?;
+    let programs = programs_folder().context("cannot find the folder of this program")?;
+    let library = library_folder(Some(&programs), std::env::var_os("SEMPA_LIB").as_ref(), world.library.as_deref());
+    let starter = authority.map(|authority| StarterSettings {
+        authority,
+        vm: place.vm().to_string(),
+        addresses: addresses.clone(),
+        library,
+        allow_root: uid == 0,
+        lease,
+        remote_shell: variable("PVM_RSH"),
+        command: variable("PVM_DPATH"),
+        program: programs.join("pvmd"),
+    });
+    let config = MachineConfig {
+        host,
+        name: name.clone(),
+        vm: place.vm().to_string(),
+        arch: ARCH.into(),
+        dsig: DSIG,
+        addresses: addresses.clone(),
+        speed,
+        uid,
+        rm_command: if is_master { rm_command()? } else { None },
+        place: place.clone(),
+        hostfile,
+    };
+    let listed: Vec<String> = addresses.iter().map(SocketAddr::to_string).collect();
+    log.line(format!(
+        "{name} ({}) {ARCH} sempa {}, process {}",
+        listed.join(" "),
+        env!("CARGO_PKG_VERSION"),
+        std::process::id()
+    ));
+    if let Some(pid) = held.predecessor() {
+        log.line(format!("an earlier daemon (process {pid}) ended without cleaning up; its files were removed"));
+    }
+    tokio::spawn(local::serve(listener, uid, inputs.clone(), log.clone()));
+    if !masters.is_empty() {
+        net.connect(HostId::MASTER, masters);
+    }
+    let parts = Parts {
+        machine: Machine::new(config, Micros(0)),
+        world: DaemonWorld::new(world, &place, uid),
+        inputs: queue,
+        net,
+        tasker: Tasker::new(programs.join("pvm-tasker"), inputs.clone(), log.clone()),
+        images: Images::new(place.clone(), inputs.clone(), log.clone()),
+        starter: Starter::new(starter, inputs.clone(), log.clone()),
+        moves: Moves::new(&place, inputs),
+        log: log.clone(),
+    };
+    announce(Standing { socket: place.socket(), addresses })?;
+    log.line("ready");
+    drop(log);
+    Driver::new(parts, start, is_master).run(signals).await;
+    Ok(held)
+}
+
+/// `PVM_RM`, split into words.
+fn rm_command() -> anyhow::Result<Option<Vec<String>>> {
+    let Some(command) = variable("PVM_RM") else { return Ok(None) };
+    let words =
+        shell_words::split(&command).with_context(|| format!("PVM_RM={command:?} cannot be split into words"))?;
+    Ok(Some(words).filter(|words| !words.is_empty()))
+}
+
+/// Turns signals that ask for an end into reasons.
+fn catch_signals() -> anyhow::Result<mpsc::Receiver<String>> {
+    let (sender, receiver) = mpsc::channel(8);
+    let mut kinds = vec![("SIGTERM", SignalKind::terminate()), ("SIGINT", SignalKind::interrupt())];
+    if !is_ignored(nix::libc::SIGHUP) {
+        kinds.push(("SIGHUP", SignalKind::hangup()));
+    }
+    for (name, kind) in kinds {
+        let mut signals = signal(kind).with_context(|| format!("cannot catch {name}"))?;
+        let sender = sender.clone();
+        tokio::spawn(async move {
+            while signals.recv().await.is_some() {
+                let _ = sender.send(format!("caught {name}")).await;
+            }
+        });
+    }
+    Ok(receiver)
+}
+
+/// True if whoever started this process has set a signal to be ignored, as nohup(1) does; it stays ignored then.
+fn is_ignored(signal: i32) -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let mask = mask.and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok()).unwrap_or(0);
+    mask & (1 << (signal - 1)) != 0
+}

@@ -1,0 +1,328 @@
+//! The daemon's loop: the only place where the machine is touched. Inputs come from one queue, outputs are carried out
+//! in their order, and nothing here waits for a peer or a disk.
+
+use super::images::Images;
+use super::input::Input;
+use super::local::{DISMISS_WITHIN, TASK_CONTROL_BYTES_MAX, TASK_SILENCE_MAX, TaskLine};
+use super::log::Log;
+use super::moves::Moves;
+use super::net::{Net, NetInput, NetNews};
+use super::outbox::Parcel;
+use super::start::Starter;
+use super::tasker::Tasker;
+use super::world::DaemonWorld;
+use crate::machine::{ConnId, Event, Machine, Output};
+use sempa_proto::frame::encode_control;
+use sempa_proto::task::ToTask;
+use sempa_proto::{HostId, Micros};
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
+use tokio::sync::mpsc;
+use tokio::time::{MissedTickBehavior, interval, sleep_until};
+
+/// Time for a machine that was told to stop; after it the daemon ends as it is, and its tasks with it.
+const STOP_WITHIN: Duration = Duration::from_secs(30);
+/// Time for a slave's first session with its master.
+const MASTER_WITHIN: Duration = Duration::from_secs(60);
+/// Time for tasks and hosts to take the last that was sent to them.
+const FAREWELL_WITHIN: Duration = Duration::from_secs(3);
+/// How often queues and sessions are looked after.
+const TICK: Duration = Duration::from_secs(1);
+
+/// A connected task, with what is needed to notice that it does not read.
+struct Connected {
+    line: TaskLine,
+    progress: usize,
+    since: Instant,
+    dismissed: bool,
+}
+
+/// All parts of a running daemon.
+pub(crate) struct Driver {
+    pub(crate) machine: Machine,
+    pub(crate) world: DaemonWorld,
+    pub(crate) inputs: mpsc::Receiver<Input>,
+    pub(crate) net: Net,
+    pub(crate) tasker: Tasker,
+    pub(crate) images: Images,
+    pub(crate) starter: Starter,
+    pub(crate) moves: Moves,
+    pub(crate) log: Log,
+    tasks: HashMap<ConnId, Connected>,
+    start: Instant,
+    /// Set on a slave until its master's session stands.
+    master_until: Option<Instant>,
+    stop_at: Option<Instant>,
+    done: bool,
+}
+
+/// The parts that [`Driver::new`] puts together.
+pub(crate) struct Parts {
+    pub(crate) machine: Machine,
+    pub(crate) world: DaemonWorld,
+    pub(crate) inputs: mpsc::Receiver<Input>,
+    pub(crate) net: Net,
+    pub(crate) tasker: Tasker,
+    pub(crate) images: Images,
+    pub(crate) starter: Starter,
+    pub(crate) moves: Moves,
+    pub(crate) log: Log,
+}
+
+impl Driver {
+    /// A daemon whose clock begins at `start`.
+    pub(crate) fn new(parts: Parts, start: Instant, is_master: bool) -> Driver {
+        let Parts { machine, world, inputs, net, tasker, images, starter, moves, log } = parts;
+        let master_until = (!is_master).then(|| Instant::now() + MASTER_WITHIN);
+        let (tasks, stop_at, done) = (HashMap::new(), None, false);
+        Driver {
+            machine,
+            world,
+            inputs,
+            net,
+            tasker,
+            images,
+            starter,
+            moves,
+            log,
+            tasks,
+            start,
+            master_until,
+            stop_at,
+            done,
+        }
+    }
+
+    fn now(&self) -> Micros {
+        Micros(u64::try_from(self.start.elapsed().as_micros()).unwrap_or(u64::MAX))
+    }
+
+    /// Runs until the machine says [`Output::Shutdown`], then lets go of everything in order. `signals` brings reasons
+    /// to stop; a second one ends the daemon at once.
+    pub(crate) async fn run(mut self, mut signals: mpsc::Receiver<String>) {
+        if let Err(why) = self.tasker.start() {
+            self.log.line(&why);
+            self.feed(Event::TaskerGone { why });
+        }
+        self.feed(Event::Wake);
+        let mut tick = interval(TICK);
+        tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        while !self.done {
+            let wake = self.machine.next_wakeup();
+            if wake.is_some_and(|at| at <= self.now()) {
+                self.feed(Event::Wake);
+                // Inputs go on even if the machine wants to be woken again at once.
+                tokio::task::yield_now().await;
+            }
+            let at = self.machine.next_wakeup().map(|at| self.start + Duration::from_micros(at.0));
+            tokio::select! {
+                input = self.inputs.recv() => match input {
+                    Some(input) => self.take(input),
+                    None => break,
+                },
+                Some(why) = signals.recv() => self.stop(why),
+                () = sleep_until(at.unwrap_or_else(far_away).into()) => {}
+                _ = tick.tick() => self.look_after(),
+            }
+        }
+        self.leave().await;
+    }
+
+    fn stop(&mut self, why: String) {
+        self.log.line(&why);
+        if self.stop_at.is_some() {
+            self.log.line("told again to end: ending at once");
+            self.done = true;
+            return;
+        }
+        self.stop_at = Some(Instant::now() + STOP_WITHIN);
+        self.feed(Event::Stop { why });
+    }
+
+    fn take(&mut self, input: Input) {
+        match input {
+            Input::TaskUp(line) => {
+                let (conn, pid) = (line.conn, line.pid);
+                let progress = line.outbox.progress();
+                self.tasks.insert(conn, Connected { line, progress, since: Instant::now(), dismissed: false });
+                self.feed(Event::TaskConnected { conn, pid });
+            }
+            Input::Event(event) => self.take_event(event),
+            Input::Net(NetInput::Control { host, number, message }) => {
+                if self.net.is_current(host, number) {
+                    self.feed(Event::HostControl { host, message });
+                }
+            }
+            Input::Net(NetInput::Carried { host, number, carried }) => {
+                if self.net.is_current(host, number) {
+                    self.feed(Event::HostCarried { host, carried });
+                }
+            }
+            Input::Net(NetInput::Images { host, migration, stream, decoder }) => {
+                self.images.arrived(host, migration, stream, decoder);
+            }
+            Input::Net(input) => {
+                for news in self.net.take(input) {
+                    match news {
+                        NetNews::Connected(host) => {
+                            if host == HostId::MASTER {
+                                self.master_until = None;
+                            }
+                            self.feed(Event::HostConnected { host });
+                        }
+                        NetNews::Lost(host, why) => self.feed(Event::HostLost { host, why }),
+                    }
+                }
+            }
+        }
+    }
+
+    fn take_event(&mut self, event: Event) {
+        match &event {
+            // After its dismissal a task is heard no more, except for its end.
+            Event::TaskControl { conn, .. } | Event::TaskLink { conn, .. } => {
+                if self.tasks.get(conn).is_none_or(|t| t.dismissed) {
+                    return;
+                }
+            }
+            Event::TaskClosed { conn, .. } => {
+                if self.tasks.remove(conn).is_none() {
+                    return;
+                }
+            }
+            Event::TaskerGone { why } => {
+                self.log.line(why);
+                self.feed(event);
+                if !self.done {
+                    self.tasker.gone();
+                }
+                return;
+            }
+            _ => {}
+        }
+        self.feed(event);
+    }
+
+    /// Gives the machine an event and carries out what it asks for.
+    fn feed(&mut self, event: Event) {
+        let now = self.now();
+        self.machine.handle(now, &mut self.world, event);
+        while let Some(output) = self.machine.poll() {
+            self.carry_out(output);
+        }
+    }
+
+    fn carry_out(&mut self, output: Output) {
+        match output {
+            Output::ToTask { conn, message } => self.tell(conn, &message),
+            Output::LinkToTask { conn, frame } => {
+                if let Some(task) = self.tasks.get(&conn) {
+                    task.line.outbox.put(Parcel::Link(frame));
+                }
+            }
+            Output::CloseTask { conn } => self.dismiss(conn),
+            Output::ToHost { host, message } => self.net.send(host, &message),
+            Output::Carry { host, carried } => self.net.carry(host, carried),
+            Output::Connect { host, addresses } => self.net.connect(host, addresses),
+            Output::Forget { host } => self.net.forget(host),
+            Output::StartHost { start, plan } => self.starter.start(start, plan),
+            Output::AbandonStart { start } => self.starter.abandon(start),
+            Output::ToTasker(message) => {
+                if let Some(answer) = self.tasker.send(&message) {
+                    let now = self.now();
+                    self.machine.handle(now, &mut self.world, Event::Tasker(answer));
+                }
+            }
+            Output::SendImages { migration, to } => self.images.send(migration, to, &self.net),
+            Output::ExpectImages { migration, from } => self.images.expect(migration, from),
+            Output::DropImages { migration } => self.images.drop_images(migration),
+            Output::WriteToken { path, token } => self.moves.write_token(&path, &token, &self.log),
+            Output::RemoveToken { path } => self.moves.remove_token(&path),
+            Output::RecordMove { migration, tid, to } => self.moves.record(migration, tid, to),
+            Output::Log { text } => self.log.line(text),
+            Output::LogTaskOutput { tid, bytes } => self.log.task_output(tid, &bytes),
+            Output::Shutdown => self.done = true,
+        }
+    }
+
+    fn tell(&mut self, conn: ConnId, message: &ToTask) {
+        let Some(task) = self.tasks.get(&conn) else { return };
+        match encode_control(message) {
+            Ok(frame) => task.line.outbox.put(Parcel::Sure(frame)),
+            Err(e) => self.log.line(format!("a message to process {} could not be sent: {e}", task.line.pid)),
+        }
+    }
+
+    fn dismiss(&mut self, conn: ConnId) {
+        let Some(task) = self.tasks.get_mut(&conn) else { return };
+        if std::mem::replace(&mut task.dismissed, true) {
+            return;
+        }
+        task.line.outbox.put(Parcel::End);
+        let cut = task.line.cut.clone();
+        tokio::spawn(async move {
+            tokio::select! {
+                () = cut.closed() => {}
+                () = tokio::time::sleep(DISMISS_WITHIN) => {
+                    cut.send_replace(Some("it did not take its last messages".into()));
+                }
+            }
+        });
+    }
+
+    /// Once a second: tasks that do not read, hosts to be dialled, deadlines of this daemon's own.
+    fn look_after(&mut self) {
+        for task in self.tasks.values_mut() {
+            let progress = task.line.outbox.progress();
+            if progress != task.progress || task.line.outbox.sure_bytes() <= TASK_CONTROL_BYTES_MAX {
+                (task.progress, task.since) = (progress, Instant::now());
+            } else if task.since.elapsed() > TASK_SILENCE_MAX {
+                let why = format!(
+                    "{} bytes wait for it and it has read nothing for {} s",
+                    task.line.outbox.sure_bytes(),
+                    TASK_SILENCE_MAX.as_secs()
+                );
+                task.line.cut.send_replace(Some(why));
+            }
+        }
+        self.net.tick();
+        if self.master_until.take_if(|until| *until < Instant::now()).is_some() {
+            self.stop(format!("no session with the master within {} s", MASTER_WITHIN.as_secs()));
+        }
+        if self.stop_at.is_some_and(|at| at < Instant::now()) {
+            self.log.line(format!("could not end in order within {} s: ending as it is", STOP_WITHIN.as_secs()));
+            self.done = true;
+        }
+    }
+
+    /// Sends what is still to be sent, ends the tasker with all its tasks, and closes everything.
+    async fn leave(mut self) {
+        let conns: Vec<ConnId> = self.tasks.keys().copied().collect();
+        conns.into_iter().for_each(|conn| self.dismiss(conn));
+        self.net.begin_leaving();
+        let until = Instant::now() + FAREWELL_WITHIN;
+        while self.net.has_sessions() || !self.tasks.is_empty() {
+            let input = tokio::select! {
+                input = self.inputs.recv() => input,
+                () = sleep_until(until.into()) => None,
+            };
+            match input {
+                Some(Input::Net(input)) => drop(self.net.take(input)),
+                Some(Input::Event(Event::TaskClosed { conn, .. })) => drop(self.tasks.remove(&conn)),
+                Some(_) => {}
+                None => break,
+            }
+        }
+        // The tasker talks to the end, so somebody has to listen; nothing that it says matters now.
+        let mut inputs = self.inputs;
+        let drain = tokio::spawn(async move { while inputs.recv().await.is_some() {} });
+        self.tasker.end().await;
+        self.net.close(FAREWELL_WITHIN).await;
+        drain.abort();
+        self.log.line("ended");
+    }
+}
+
+fn far_away() -> Instant {
+    Instant::now() + Duration::from_secs(3600)
+}

@@ -1,0 +1,320 @@
+//! The socket for the tasks of this host: who may connect, frames in both directions, and what happens to a task that
+//! talks nonsense or does not listen.
+
+use super::input::{Input, Inputs, LineLimit};
+use super::log::Log;
+use super::outbox::{Outbox, OutboxReader, Parcel, outbox};
+use crate::machine::io::{ConnId, Event};
+use bytes::{Bytes, BytesMut};
+use sempa_proto::WIRE_VERSION;
+use sempa_proto::frame::{FRAME_HEAD_BYTES, Frame, FrameDecoder, FrameKind, encode_control};
+use sempa_proto::link::FRAGMENT_BYTES_MAX;
+use sempa_proto::task::{TASK_MAGIC, ToDaemon, ToTask};
+use std::io::IoSlice;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
+use tokio::net::{UnixListener, UnixStream};
+use tokio::sync::{Semaphore, watch};
+use tokio::time::timeout;
+
+/// Time in which a new connection has to say hello.
+pub(crate) const HELLO_WITHIN: Duration = Duration::from_secs(10);
+/// Connections that have not said hello; more wait in the kernel's queue.
+const HELLOS_WAITING_MAX: usize = 128;
+/// Bytes of link frames that wait for one task; more are dropped and sent again by the links.
+const TASK_LINK_BYTES_MAX: usize = 128 << 20;
+/// Bytes of control messages that may wait for one task that does not read.
+pub(crate) const TASK_CONTROL_BYTES_MAX: usize = 64 << 20;
+/// Time for which a task over that limit may read nothing before it is cut off.
+pub(crate) const TASK_SILENCE_MAX: Duration = Duration::from_secs(60);
+/// Time for a dismissed task to take what was sent before.
+pub(crate) const DISMISS_WITHIN: Duration = Duration::from_secs(10);
+/// Bytes asked from the socket at once.
+const READ_BYTES: usize = 256 << 10;
+/// Room for reading below which new room is made.
+const READ_BYTES_MIN: usize = 16 << 10;
+/// Frames handed to the kernel at once.
+const WRITE_FRAMES_MAX: usize = 64;
+
+/// A connected task, as the loop keeps it.
+#[derive(Debug)]
+pub(crate) struct TaskLine {
+    /// The connection.
+    pub(crate) conn: ConnId,
+    /// Process number by the peer credentials.
+    pub(crate) pid: i32,
+    /// What is to be sent.
+    pub(crate) outbox: Outbox,
+    /// Set to cut the connection at once, with the reason.
+    pub(crate) cut: watch::Sender<Option<String>>,
+}
+
+/// Listens at `path` (in a private directory).
+///
+/// # Errors
+/// When the socket cannot be made.
+pub(crate) fn bind(path: &Path) -> std::io::Result<UnixListener> {
+    let listener = UnixListener::bind(path)?;
+    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
+    Ok(listener)
+}
+
+/// What every connection needs.
+#[derive(Debug)]
+struct Door {
+    uid: u32,
+    inputs: Inputs,
+    log: Log,
+    strangers: LineLimit,
+    next: AtomicU64,
+}
+
+/// Accepts tasks for ever.
+pub(crate) async fn serve(listener: UnixListener, uid: u32, inputs: Inputs, log: Log) {
+    let door = Arc::new(Door { uid, inputs, log, strangers: LineLimit::new(), next: AtomicU64::new(1) });
+    let waiting = Arc::new(Semaphore::new(HELLOS_WAITING_MAX));
+    loop {
+        let permit = waiting.clone().acquire_owned().await.expect("the semaphore is never closed");
+        match listener.accept().await {
+            Ok((stream, _)) => {
+                let door = door.clone();
+                tokio::spawn(async move {
+                    let known = door.greet(stream).await;
+                    drop(permit);
+                    if let Some((hello, pid, line)) = known {
+                        door.attend(hello, pid, line).await;
+                    }
+                });
+            }
+            Err(e) => {
+                // Out of descriptors, most likely: others will close theirs.
+                if door.strangers.allows() {
+                    door.log.line(format!("cannot accept a task's connection: {e}; trying again"));
+                }
+                tokio::time::sleep(Duration::from_millis(100)).await;
+            }
+        }
+    }
+}
+
+/// The reading end of a connection with what has been read too far.
+struct Line {
+    stream: OwnedReadHalf,
+    write: OwnedWriteHalf,
+    decoder: FrameDecoder,
+}
+
+impl Door {
+    /// Checks who connects and waits for a proper hello. Others get a reason and are closed.
+    async fn greet(&self, stream: UnixStream) -> Option<(ToDaemon, i32, Line)> {
+        let peer = stream.peer_cred().ok()?;
+        let pid = peer.pid().unwrap_or(0);
+        let (stream, write) = stream.into_split();
+        let mut line = Line { stream, write, decoder: FrameDecoder::new() };
+        let refusal = if peer.uid() != self.uid {
+            format!("this daemon serves user {} only, and you are user {}", self.uid, peer.uid())
+        } else {
+            match timeout(HELLO_WITHIN, read_frame(&mut line.stream, &mut line.decoder)).await {
+                Ok(Ok(Some(frame))) => match check_hello(&frame) {
+                    Ok(hello) => return Some((hello, pid, line)),
+                    Err(reason) => reason,
+                },
+                Ok(Ok(None)) => return None,
+                Ok(Err(reason)) => reason,
+                Err(_) => format!("no hello came within {} s", HELLO_WITHIN.as_secs()),
+            }
+        };
+        if self.strangers.allows() {
+            self.log.line(format!("refused process {pid} of user {} on the tasks' socket: {refusal}", peer.uid()));
+        }
+        if let Ok(frame) = encode_control(&ToTask::Refused { reason: refusal }) {
+            // The stranger may be gone or not reading; it had its chance.
+            let _ = timeout(Duration::from_secs(1), line.write.write_all(&frame)).await;
+        }
+        None
+    }
+
+    /// Serves a connection from its hello to its end.
+    async fn attend(&self, hello: ToDaemon, pid: i32, line: Line) {
+        let conn = ConnId(self.next.fetch_add(1, Ordering::Relaxed));
+        let (outbox, queue) = outbox(TASK_LINK_BYTES_MAX);
+        let (cut, mut is_cut) = watch::channel(None);
+        let Line { mut stream, write, mut decoder } = line;
+        let up = Input::TaskUp(TaskLine { conn, pid, outbox, cut });
+        let first = Input::Event(Event::TaskControl { conn, message: hello });
+        if self.inputs.send(up).await.is_err() || self.inputs.send(first).await.is_err() {
+            return;
+        }
+        let mut writer = tokio::spawn(write_frames(write, queue));
+        let mut reading = std::pin::pin!(self.forward(conn, &mut stream, &mut decoder));
+        let garbage = tokio::select! {
+            garbage = &mut reading => garbage,
+            why = cut_reason(&mut is_cut) => Some(why),
+            dismissed = &mut writer => {
+                if dismissed.unwrap_or(false) {
+                    None
+                } else {
+                    // It takes nothing any more, but what it said before still counts.
+                    tokio::select! {
+                        garbage = reading => garbage,
+                        why = cut_reason(&mut is_cut) => Some(why),
+                    }
+                }
+            }
+        };
+        writer.abort();
+        if let Some(why) = &garbage
+            && self.strangers.allows()
+        {
+            self.log.line(format!("closed the connection of process {pid}: {why}"));
+        }
+        let _ = self.inputs.send(Input::Event(Event::TaskClosed { conn, garbage })).await;
+    }
+
+    /// Hands on what a task says until its stream ends (`None`) or cannot be understood (the reason).
+    async fn forward(&self, conn: ConnId, stream: &mut OwnedReadHalf, decoder: &mut FrameDecoder) -> Option<String> {
+        loop {
+            let frame = match read_frame(stream, decoder).await {
+                Ok(Some(frame)) => frame,
+                Ok(None) => return None,
+                Err(reason) => return Some(reason),
+            };
+            let event = match frame.kind {
+                FrameKind::Control => match frame.control::<ToDaemon>() {
+                    Ok(message) => Event::TaskControl { conn, message },
+                    Err(e) => return Some(e.to_string()),
+                },
+                FrameKind::Link => match frame.link() {
+                    Ok(link) if link.payload.len() > FRAGMENT_BYTES_MAX => {
+                        return Some(format!("a fragment of {} bytes is over the limit", link.payload.len()));
+                    }
+                    Ok(_) => Event::TaskLink { conn, frame: frame.body },
+                    Err(e) => return Some(e.to_string()),
+                },
+                FrameKind::Image => return Some("a task does not send images".into()),
+            };
+            if self.inputs.send(Input::Event(event)).await.is_err() {
+                return None;
+            }
+        }
+    }
+}
+
+/// Waits until the loop cuts the connection.
+async fn cut_reason(cut: &mut watch::Receiver<Option<String>>) -> String {
+    loop {
+        if let Some(why) = cut.borrow_and_update().clone() {
+            return why;
+        }
+        if cut.changed().await.is_err() {
+            // The loop has let go of the connection without cutting it; the writer ends it.
+            std::future::pending::<()>().await;
+        }
+    }
+}
+
+fn check_hello(frame: &Frame) -> Result<ToDaemon, String> {
+    match frame.control::<ToDaemon>() {
+        Ok(ToDaemon::Hello(hello)) if hello.magic != TASK_MAGIC => Err("the first frame is not a task's hello".into()),
+        Ok(ToDaemon::Hello(hello)) if hello.version != WIRE_VERSION => Err(format!(
+            "the task's library speaks version {}, this daemon {WIRE_VERSION}: use the library installed with it",
+            hello.version
+        )),
+        Ok(hello @ ToDaemon::Hello(_)) => Ok(hello),
+        Ok(_) => Err("the first frame is not a hello".into()),
+        Err(e) => Err(format!("the first frame is not a hello: {e}")),
+    }
+}
+
+/// The next frame, `None` at the end of the stream, or why the bytes are none.
+pub(crate) async fn read_frame<R>(stream: &mut R, decoder: &mut FrameDecoder) -> Result<Option<Frame>, String>
+where
+    R: tokio::io::AsyncRead + Unpin,
+{
+    loop {
+        if let Some(frame) = decoder.next_frame().map_err(|e| e.to_string())? {
+            return Ok(Some(frame));
+        }
+        let buffer: &mut BytesMut = decoder.buffer_mut();
+        if buffer.capacity() - buffer.len() < READ_BYTES_MIN {
+            buffer.reserve(READ_BYTES);
+        }
+        match stream.read_buf(buffer).await {
+            Ok(0) | Err(_) if decoder.is_empty() => return Ok(None),
+            Ok(0) => return Err("the stream ended in the middle of a frame".into()),
+            // A broken stream ends like a closed one: what was cut off never counted.
+            Err(_) => return Ok(None),
+            Ok(_) => {}
+        }
+    }
+}
+
+/// Writes what is queued until told to end (true) or the peer takes no more (false).
+pub(crate) async fn write_frames(mut stream: OwnedWriteHalf, mut queue: OutboxReader) -> bool {
+    let mut batch = Vec::with_capacity(WRITE_FRAMES_MAX);
+    loop {
+        batch.clear();
+        if queue.take(&mut batch, WRITE_FRAMES_MAX).await == 0 {
+            return true;
+        }
+        let end = batch.iter().position(|parcel| matches!(parcel, Parcel::End));
+        let written = write_batch(&mut stream, &batch[..end.unwrap_or(batch.len())]).await;
+        batch.iter().for_each(|parcel| queue.done(parcel));
+        if written.is_err() {
+            return false;
+        }
+        if end.is_some() {
+            let _ = stream.shutdown().await;
+            return true;
+        }
+    }
+}
+
+async fn write_batch(stream: &mut OwnedWriteHalf, batch: &[Parcel]) -> std::io::Result<()> {
+    let heads: Vec<[u8; FRAME_HEAD_BYTES]> = batch.iter().map(link_head).collect();
+    let mut slices = Vec::with_capacity(batch.len() * 2);
+    for (parcel, head) in batch.iter().zip(&heads) {
+        match parcel {
+            Parcel::Sure(frame) => slices.push(IoSlice::new(frame)),
+            Parcel::Link(body) => slices.extend([IoSlice::new(head), IoSlice::new(body)]),
+            Parcel::End => {}
+        }
+    }
+    let mut rest = &mut slices[..];
+    while !rest.is_empty() {
+        let written = stream.write_vectored(rest).await?;
+        if written == 0 {
+            return Err(std::io::ErrorKind::WriteZero.into());
+        }
+        IoSlice::advance_slices(&mut rest, written);
+    }
+    Ok(())
+}
+
+/// Head of a link frame of this body, as [`sempa_proto::frame::encode`] writes it.
+pub(crate) fn link_head(parcel: &Parcel) -> [u8; FRAME_HEAD_BYTES] {
+    let Parcel::Link(body) = parcel else { return [0; FRAME_HEAD_BYTES] };
+    let whole: Bytes = sempa_proto::frame::encode(FrameKind::Link, &[]);
+    let mut head = [0; FRAME_HEAD_BYTES];
+    head.copy_from_slice(&whole[..FRAME_HEAD_BYTES]);
+    let length = u32::try_from(body.len() + 1).expect("frames are shorter than FRAME_BYTES_MAX");
+    head[..4].copy_from_slice(&length.to_le_bytes());
+    head
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_link_head_is_what_the_framing_writes() {
+        let body = Bytes::from_static(&[7; 300]);
+        let whole = sempa_proto::frame::encode(FrameKind::Link, &[&body]);
+        assert_eq!(link_head(&Parcel::Link(body))[..], whole[..FRAME_HEAD_BYTES]);
+    }
+}

@@ -1,0 +1,130 @@
+//! The daemon's log: lines as PVM writes them, in a file of limited length, written by a thread of its own so that a
+//! full or slow disk never holds up the daemon.
+
+use super::sys::local_time;
+use sempa_proto::{HostId, Tid};
+use std::fs::{File, OpenOptions};
+use std::io::Write;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::thread::JoinHandle;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// Bytes of log at most, unless `PVMDLOGMAX` says otherwise (PVM's own limit).
+pub(crate) const LOG_BYTES_MAX: u64 = 1_000_000;
+/// Lines that may wait for the disk; more are counted and dropped.
+const LINES_WAITING_MAX: usize = 4096;
+
+/// Writes lines to the log; cheap to clone.
+#[derive(Clone, Debug)]
+pub(crate) struct Log {
+    lines: SyncSender<Vec<u8>>,
+    dropped: Arc<AtomicU64>,
+    host: HostId,
+}
+
+/// Ends the log when all [`Log`]s are gone.
+#[derive(Debug)]
+pub(crate) struct LogThread(JoinHandle<()>);
+
+impl LogThread {
+    /// Waits until everything is written. All clones of the log must have been dropped.
+    pub(crate) fn join(self) {
+        let _ = self.0.join();
+    }
+}
+
+/// Opens the log at `path` for appending, `bytes_max` long at most.
+///
+/// # Errors
+/// When the file cannot be opened; the daemon must not run without one.
+pub(crate) fn open(path: &Path, host: HostId, bytes_max: u64) -> std::io::Result<(Log, LogThread)> {
+    let file = OpenOptions::new().append(true).create(true).mode(0o600).open(path)?;
+    let (lines, receiver) = sync_channel(LINES_WAITING_MAX);
+    let dropped = Arc::new(AtomicU64::new(0));
+    let log = Log { lines, dropped: dropped.clone(), host };
+    let thread = std::thread::Builder::new()
+        .name("log".into())
+        .spawn(move || write_lines(file, &receiver, &dropped, bytes_max))?;
+    Ok((log, LogThread(thread)))
+}
+
+fn write_lines(mut file: File, lines: &Receiver<Vec<u8>>, dropped: &AtomicU64, bytes_max: u64) {
+    let mut written = file.metadata().map(|m| m.len()).unwrap_or(0);
+    let mut full = written >= bytes_max;
+    for line in lines {
+        if full {
+            continue;
+        }
+        let missed = dropped.swap(0, Ordering::Relaxed);
+        let mut text = line;
+        if missed > 0 {
+            text.extend_from_slice(format!("*** {missed} lines were not written in time\n").as_bytes());
+        }
+        written += text.len() as u64;
+        full = written >= bytes_max;
+        if full {
+            text.extend_from_slice(b"*** logging truncated\n");
+        }
+        // Nobody can be told that the log cannot be written; the daemon goes on without it.
+        let _ = file.write_all(&text);
+    }
+}
+
+impl Log {
+    /// One line of the daemon's own.
+    pub(crate) fn line(&self, text: impl AsRef<str>) {
+        self.put(format!("{} {}\n", self.head(), text.as_ref().trim_end().replace('\n', " / ")).into_bytes());
+    }
+
+    /// Output of a task that nobody collects; every line gets the task's id, a partial one its own newline.
+    pub(crate) fn task_output(&self, tid: Tid, bytes: &[u8]) {
+        let bytes = bytes.strip_suffix(b"\n").unwrap_or(bytes);
+        for line in bytes.split(|b| *b == b'\n') {
+            let mut out = format!("{} [{tid}] ", self.head()).into_bytes();
+            out.extend_from_slice(line);
+            out.push(b'\n');
+            self.put(out);
+        }
+    }
+
+    fn head(&self) -> String {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+        let (month, day, hour, minute, second) = local_time(i64::try_from(now).unwrap_or(0));
+        format!("[{}] {month:02}/{day:02} {hour:02}:{minute:02}:{second:02}", self.host.daemon())
+    }
+
+    fn put(&self, line: Vec<u8>) {
+        if self.lines.try_send(line).is_err() {
+            self.dropped.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_look_as_pvm_writes_them_and_the_log_is_bounded() {
+        let path = std::env::temp_dir().join(format!("pvmd-log-{}", std::process::id()));
+        let (log, thread) = open(&path, HostId::MASTER, 200).expect("a log");
+        log.line("ready");
+        log.task_output(Tid::from_raw(0x40002), b"one\ntwo");
+        for _ in 0..50 {
+            log.line("more");
+        }
+        drop(log);
+        thread.join();
+        let text = std::fs::read_to_string(&path).expect("written");
+        std::fs::remove_file(&path).expect("ours");
+        let lines: Vec<&str> = text.lines().collect();
+        assert!(lines[0].starts_with("[t80040000] ") && lines[0].ends_with(" ready"), "{text}");
+        assert!(lines[1].ends_with("[t40002] one") && lines[2].ends_with("[t40002] two"), "{text}");
+        assert_eq!(lines.last(), Some(&"*** logging truncated"));
+        assert!(text.len() < 300);
+    }
+}

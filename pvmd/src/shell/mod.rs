@@ -1,0 +1,28 @@
+//! The part of the daemon that touches the world: sockets, processes, files, clocks. It decides nothing: every decision
+//! is the [`crate::machine`]'s, which this part feeds with events and whose outputs it carries out.
+//!
+//! * [`cli`], `slave`, `daemon`: how a daemon starts and ends. `driver`: its loop.
+//! * `place`: its directory and lock. `log`: its log. `moves`: small files of moves.
+//! * `local`: tasks. `tasker`: the tasker's process. `world`: programs and environment.
+//! * `pki`, `net`, `session`, `address`: other daemons. `bootstrap`, `start`: starting them. `images`: what moves.
+
+mod address;
+mod bootstrap;
+pub mod cli;
+mod daemon;
+mod driver;
+mod images;
+mod input;
+mod local;
+mod log;
+mod moves;
+mod net;
+mod outbox;
+mod pki;
+mod place;
+mod session;
+mod slave;
+mod start;
+mod sys;
+mod tasker;
+mod world;

@@ -1,0 +1,529 @@
+//! The daemon's way to other daemons: one UDP port, sessions with the hosts of this virtual machine, dialling until a
+//! session stands, and queues for what has to wait for one. Owned by the daemon's loop; a session's streams are served
+//! in [`super::session`].
+
+use super::input::{Input, Inputs, LineLimit};
+use super::log::Log;
+use super::outbox::Parcel;
+use super::pki::{Identity, host_name, host_named};
+use super::session::{self, CLOSE_DUPLICATE, CLOSE_FORGOTTEN, CLOSE_LEAVING, Channels, Pair, describe};
+use quinn::congestion::CubicConfig;
+use quinn::{
+    ClientConfig, Connection, Endpoint, EndpointConfig, Incoming, MtuDiscoveryConfig, ServerConfig, TransportConfig,
+    VarInt,
+};
+use rustls::pki_types::CertificateDer;
+use sempa_proto::frame::{FrameDecoder, encode_control};
+use sempa_proto::host::{Carried, HostMsg};
+use sempa_proto::{HostId, MigrationId};
+use std::collections::{HashMap, VecDeque};
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::task::{AbortHandle, JoinSet};
+use tokio::time::{sleep, timeout};
+
+/// Silence after which a host is lost; `SEMPA_LEASE_MS` sets another time for the whole virtual machine.
+pub(crate) const LEASE: Duration = Duration::from_secs(10);
+/// Keep-alives are sent so often within a lease (every 2 s by default).
+const KEEP_ALIVES_PER_LEASE: u32 = 5;
+/// Bytes that wait for a host without a session at most; more are refused with a line in the log.
+const WAITING_BYTES_MAX: usize = 64 << 20;
+/// Bytes that wait for a host that takes nothing; over it the session is given up.
+const UNSENT_BYTES_MAX: usize = 512 << 20;
+/// The lower index of two hosts lets the other one dial first for this long.
+const DIAL_GRACE: Duration = Duration::from_secs(1);
+/// Time for one address to answer.
+const DIAL_WITHIN: Duration = Duration::from_secs(4);
+/// Addresses of one host are tried this far apart.
+const DIAL_STAGGER: Duration = Duration::from_millis(200);
+/// Pause between two rounds of dialling; doubles up to [`DIAL_PAUSE_MAX`].
+const DIAL_PAUSE: Duration = Duration::from_millis(100);
+const DIAL_PAUSE_MAX: Duration = Duration::from_secs(5);
+/// Time for a handshake that somebody else began.
+const HANDSHAKE_WITHIN: Duration = Duration::from_secs(10);
+/// Handshakes of others at once; more are refused.
+const HANDSHAKES_MAX: usize = 256;
+/// Addresses kept for one host.
+const ADDRESSES_MAX: usize = 16;
+/// Received and not yet read, per stream and per session: room for 500 MB/s over 30 ms.
+const STREAM_WINDOW_BYTES: u32 = 16 << 20;
+const SESSION_WINDOW_BYTES: u32 = 256 << 20;
+/// Sent and not yet acknowledged, per session.
+const SEND_WINDOW_BYTES: u64 = 16 << 20;
+/// What a path is taken to bear at the beginning.
+const INITIAL_WINDOW_BYTES: u64 = 256 << 10;
+/// Largest datagram tried: jumbo frames, and loopback.
+const DATAGRAM_BYTES_MAX: u16 = 8952;
+/// Kernel buffers of the UDP port, if the user may have so much.
+const SOCKET_BUFFER_BYTES: usize = 8 << 20;
+
+/// What the sessions tell the loop.
+#[derive(Debug)]
+pub(crate) enum NetInput {
+    /// A connection has passed the handshake.
+    Arrived { host: HostId, connection: Connection },
+    /// A session stands.
+    Up { host: HostId, number: u64, channels: Channels },
+    /// A control message.
+    Control { host: HostId, number: u64, message: HostMsg },
+    /// Something for a task here.
+    Carried { host: HostId, number: u64, carried: Carried },
+    /// The beginning of an image transfer.
+    Images { host: HostId, migration: MigrationId, stream: quinn::RecvStream, decoder: FrameDecoder },
+    /// A session has ended, or never came to stand.
+    Down { host: HostId, number: u64, why: String },
+    /// A round of dialling has ended with a connection (which has arrived) or will not.
+    DialEnded { host: HostId },
+}
+
+/// What the loop learns from [`Net::take`].
+#[derive(Debug)]
+pub(crate) enum NetNews {
+    /// The session stands.
+    Connected(HostId),
+    /// It ended.
+    Lost(HostId, String),
+}
+
+/// Another host, as far as sessions go.
+#[derive(Debug, Default)]
+struct Peer {
+    addresses: Vec<SocketAddr>,
+    wanted: bool,
+    forgotten: bool,
+    session: Option<Session>,
+    dialler: Option<AbortHandle>,
+    /// Whole frames and link frames that wait for a session: true for the control stream.
+    waiting: VecDeque<(bool, Parcel)>,
+    waiting_bytes: usize,
+}
+
+#[derive(Debug)]
+struct Session {
+    number: u64,
+    connection: Connection,
+    channels: Option<Channels>,
+}
+
+/// The endpoint and all sessions.
+pub(crate) struct Net {
+    endpoint: Endpoint,
+    client: ClientConfig,
+    vm: String,
+    me: HostId,
+    lease: Duration,
+    inputs: Inputs,
+    log: Log,
+    peers: HashMap<HostId, Peer>,
+    next_session: u64,
+}
+
+/// Opens the UDP port (any free one), for both protocols if this host has both.
+///
+/// # Errors
+/// When there is none.
+pub(crate) fn bind_udp(port: u16) -> std::io::Result<UdpSocket> {
+    let socket = match UdpSocket::bind((Ipv6Addr::UNSPECIFIED, port)) {
+        Ok(socket) => socket,
+        // No IPv6 on this host.
+        Err(_) => UdpSocket::bind((Ipv4Addr::UNSPECIFIED, port))?,
+    };
+    use nix::sys::socket::{setsockopt, sockopt};
+    // Larger buffers only make it faster; root may exceed the system's limit.
+    let _ = setsockopt(&socket, sockopt::RcvBuf, &SOCKET_BUFFER_BYTES);
+    let _ = setsockopt(&socket, sockopt::SndBuf, &SOCKET_BUFFER_BYTES);
+    let _ = setsockopt(&socket, sockopt::RcvBufForce, &SOCKET_BUFFER_BYTES);
+    let _ = setsockopt(&socket, sockopt::SndBufForce, &SOCKET_BUFFER_BYTES);
+    Ok(socket)
+}
+
+fn transport(lease: Duration) -> anyhow::Result<Arc<TransportConfig>> {
+    let mut transport = TransportConfig::default();
+    let mut congestion = CubicConfig::default();
+    congestion.initial_window(INITIAL_WINDOW_BYTES);
+    let mut mtu = MtuDiscoveryConfig::default();
+    mtu.upper_bound(DATAGRAM_BYTES_MAX);
+    transport
+        .keep_alive_interval(Some(lease / KEEP_ALIVES_PER_LEASE))
+        // The lease is watched in the session; this only ends what is dead for sure.
+        .max_idle_timeout(Some((lease * 2).try_into()?))
+        .stream_receive_window(VarInt::from_u32(STREAM_WINDOW_BYTES))
+        .receive_window(VarInt::from_u32(SESSION_WINDOW_BYTES))
+        .send_window(SEND_WINDOW_BYTES)
+        .max_concurrent_bidi_streams(VarInt::from_u32(0))
+        .datagram_receive_buffer_size(None)
+        .mtu_discovery_config(Some(mtu))
+        .congestion_controller_factory(Arc::new(congestion));
+    Ok(Arc::new(transport))
+}
+
+impl Net {
+    /// Starts the endpoint on a bound port.
+    ///
+    /// # Errors
+    /// When certificates or the socket cannot be used.
+    pub(crate) fn start(
+        socket: UdpSocket,
+        identity: &Identity,
+        (vm, me): (&str, HostId),
+        lease: Duration,
+        inputs: Inputs,
+        log: Log,
+    ) -> anyhow::Result<Net> {
+        let transport = transport(lease)?;
+        let mut server = ServerConfig::with_crypto(Arc::new(identity.server()?));
+        server.transport_config(transport.clone()).max_incoming(HANDSHAKES_MAX);
+        let mut client = ClientConfig::new(Arc::new(identity.client()?));
+        client.transport_config(transport);
+        let mut config = EndpointConfig::default();
+        config.max_udp_payload_size(DATAGRAM_BYTES_MAX)?;
+        let runtime = Arc::new(quinn::TokioRuntime);
+        let endpoint = Endpoint::new(config, Some(server), socket, runtime)?;
+        tokio::spawn(accept(endpoint.clone(), vm.to_string(), inputs.clone(), log.clone()));
+        let (vm, peers) = (vm.to_string(), HashMap::new());
+        Ok(Net { endpoint, client, vm, me, lease, inputs, log, peers, next_session: 1 })
+    }
+
+    /// The port, for announcing it.
+    ///
+    /// # Errors
+    /// When the kernel does not tell.
+    pub(crate) fn port(&self) -> std::io::Result<u16> {
+        Ok(self.endpoint.local_addr()?.port())
+    }
+
+    /// Has a session with this host: dials unless one stands, and goes on trying.
+    pub(crate) fn connect(&mut self, host: HostId, addresses: Vec<SocketAddr>) {
+        let peer = self.peers.entry(host).or_default();
+        peer.wanted = true;
+        peer.forgotten = false;
+        for address in addresses {
+            if !peer.addresses.contains(&address) && peer.addresses.len() < ADDRESSES_MAX {
+                peer.addresses.push(address);
+            }
+        }
+        self.dial(host);
+    }
+
+    /// Ends the session and refuses new ones.
+    pub(crate) fn forget(&mut self, host: HostId) {
+        let peer = self.peers.entry(host).or_default();
+        if let Some(dialler) = peer.dialler.take() {
+            dialler.abort();
+        }
+        if let Some(session) = peer.session.take() {
+            // What was sent before still goes out: the streams end, then the connection.
+            let connection = session.connection;
+            if let Some(channels) = session.channels {
+                channels.control.put(Parcel::End);
+                channels.data.put(Parcel::End);
+            }
+            tokio::spawn(async move {
+                let _ = timeout(Duration::from_secs(2), connection.closed()).await;
+                connection.close(CLOSE_FORGOTTEN, b"");
+            });
+        }
+        *peer = Peer { forgotten: true, ..Peer::default() };
+    }
+
+    /// Sends a control message, now or when a session stands.
+    pub(crate) fn send(&mut self, host: HostId, message: &HostMsg) {
+        match encode_control(message) {
+            Ok(frame) => self.put(host, true, Parcel::Sure(frame)),
+            Err(e) => self.log.line(format!("a message to {host} could not be sent: {e}")),
+        }
+    }
+
+    /// Sends something for a task there, now or when a session stands.
+    pub(crate) fn carry(&mut self, host: HostId, carried: Carried) {
+        match carried {
+            Carried::Link(body) => self.put(host, false, Parcel::Link(body)),
+            item => match encode_control(&item) {
+                Ok(frame) => self.put(host, false, Parcel::Sure(frame)),
+                Err(e) => self.log.line(format!("an item for a task on {host} could not be sent: {e}")),
+            },
+        }
+    }
+
+    fn put(&mut self, host: HostId, control: bool, parcel: Parcel) {
+        let peer = self.peers.entry(host).or_default();
+        if peer.forgotten {
+            return;
+        }
+        if let Some(channels) = peer.session.as_ref().and_then(|s| s.channels.as_ref()) {
+            let queue = if control { &channels.control } else { &channels.data };
+            queue.put(parcel);
+            if queue.sure_bytes() > UNSENT_BYTES_MAX {
+                channels.connection.close(VarInt::from_u32(0), b"takes nothing");
+            }
+            return;
+        }
+        let (len, sure) = match &parcel {
+            Parcel::Sure(bytes) => (bytes.len(), true),
+            Parcel::Link(bytes) => (bytes.len(), false),
+            Parcel::End => return,
+        };
+        if peer.waiting_bytes + len > WAITING_BYTES_MAX {
+            if sure {
+                self.log.line(format!(
+                    "{host} has no session and {WAITING_BYTES_MAX} bytes wait for it: one more is dropped"
+                ));
+            }
+            return;
+        }
+        peer.waiting_bytes += len;
+        peer.waiting.push_back((control, parcel));
+    }
+
+    /// The connection of a session that stands, for image transfers.
+    pub(crate) fn bulk(&self, host: HostId) -> Option<(Pair, Connection)> {
+        let session = self.peers.get(&host)?.session.as_ref()?;
+        let channels = session.channels.as_ref()?;
+        Some((self.pair(host, session.number), channels.connection.clone()))
+    }
+
+    fn pair(&self, host: HostId, number: u64) -> Pair {
+        // A slave gives its master up before the master gives up the slave: when the master counts a host's tasks as
+        // dead, they are.
+        let lease = if host == HostId::MASTER { self.lease * 4 / 5 } else { self.lease };
+        Pair { vm: self.vm.clone(), me: self.me, host, number, lease }
+    }
+
+    /// True if this is the session that counts.
+    pub(crate) fn is_current(&self, host: HostId, number: u64) -> bool {
+        self.peers.get(&host).and_then(|p| p.session.as_ref()).is_some_and(|s| s.number == number)
+    }
+
+    /// Takes what a session or dialler reports; control messages, carried things and images are the loop's own.
+    pub(crate) fn take(&mut self, input: NetInput) -> Vec<NetNews> {
+        match input {
+            NetInput::Arrived { host, connection } => self.arrived(host, connection),
+            NetInput::Up { host, number, channels } => return self.up(host, number, channels),
+            NetInput::Down { host, number, why } => return self.down(host, number, why),
+            NetInput::DialEnded { host } => {
+                if let Some(peer) = self.peers.get_mut(&host) {
+                    peer.dialler = None;
+                }
+            }
+            NetInput::Control { .. } | NetInput::Carried { .. } | NetInput::Images { .. } => {}
+        }
+        Vec::new()
+    }
+
+    fn arrived(&mut self, host: HostId, connection: Connection) {
+        if self.peers.get(&host).is_some_and(|p| p.forgotten) || host == self.me {
+            connection.close(CLOSE_FORGOTTEN, b"");
+            return;
+        }
+        let number = self.next_session;
+        let pair = self.pair(host, number);
+        let peer = self.peers.entry(host).or_default();
+        if self.me > host {
+            // We decide, and there is one session at a time.
+            if peer.session.is_some() {
+                connection.close(CLOSE_DUPLICATE, b"");
+                return;
+            }
+            peer.session = Some(Session { number, connection: connection.clone(), channels: None });
+        }
+        self.next_session += 1;
+        tokio::spawn(session::run(pair, connection, self.inputs.clone()));
+    }
+
+    fn up(&mut self, host: HostId, number: u64, channels: Channels) -> Vec<NetNews> {
+        let mut news = Vec::new();
+        let decides = self.me > host;
+        let peer = self.peers.entry(host).or_default();
+        if peer.forgotten || (decides && peer.session.as_ref().is_none_or(|s| s.number != number)) {
+            channels.connection.close(CLOSE_FORGOTTEN, b"");
+            return news;
+        }
+        if let Some(old) = peer.session.take()
+            && old.number != number
+        {
+            // The other one decides, and has given the old one up.
+            old.connection.close(CLOSE_DUPLICATE, b"");
+            news.push(NetNews::Lost(host, "it has begun a new session".into()));
+        }
+        if let Some(dialler) = peer.dialler.take() {
+            dialler.abort();
+        }
+        for (control, parcel) in peer.waiting.drain(..) {
+            if control { channels.control.put(parcel) } else { channels.data.put(parcel) }
+        }
+        peer.waiting_bytes = 0;
+        peer.session = Some(Session { number, connection: channels.connection.clone(), channels: Some(channels) });
+        self.log.line(format!("session with {host} stands"));
+        news.push(NetNews::Connected(host));
+        news
+    }
+
+    fn down(&mut self, host: HostId, number: u64, why: String) -> Vec<NetNews> {
+        let Some(peer) = self.peers.get_mut(&host) else { return Vec::new() };
+        let Some(session) = peer.session.take_if(|s| s.number == number) else { return Vec::new() };
+        let stood = session.channels.is_some();
+        let verb = if stood { "ended" } else { "did not come to stand" };
+        self.log.line(format!("session with {host} {verb}: {why}"));
+        if stood { vec![NetNews::Lost(host, why)] } else { Vec::new() }
+    }
+
+    /// Dials again where a session is wanted and none stands. Called now and then.
+    pub(crate) fn tick(&mut self) {
+        let wanted: Vec<HostId> = self.peers.iter().filter(|(_, p)| p.wanted).map(|(host, _)| *host).collect();
+        wanted.into_iter().for_each(|host| self.dial(host));
+    }
+
+    fn dial(&mut self, host: HostId) {
+        let grace = if self.me > host { Duration::ZERO } else { DIAL_GRACE };
+        let Some(peer) = self.peers.get_mut(&host) else { return };
+        if peer.session.is_some() || peer.dialler.is_some() || peer.addresses.is_empty() {
+            return;
+        }
+        let dialler = Dialler {
+            endpoint: self.endpoint.clone(),
+            client: self.client.clone(),
+            name: host_name(host, &self.vm),
+            host,
+            addresses: peer.addresses.clone(),
+            log: self.log.clone(),
+        };
+        let inputs = self.inputs.clone();
+        let task = tokio::spawn(async move {
+            sleep(grace).await;
+            let connection = dialler.until_connected().await;
+            let _ = inputs.send(Input::Net(NetInput::Arrived { host, connection })).await;
+            // The session needs a moment to come to stand before dialling again makes sense.
+            sleep(DIAL_GRACE).await;
+            let _ = inputs.send(Input::Net(NetInput::DialEnded { host })).await;
+        });
+        peer.dialler = Some(task.abort_handle());
+    }
+
+    /// Ends all sessions after what was sent before; returns when no session is left or `allowed` has passed. The loop
+    /// must go on feeding [`Net::take`] meanwhile.
+    pub(crate) fn begin_leaving(&mut self) {
+        for peer in self.peers.values_mut() {
+            peer.wanted = false;
+            if let Some(dialler) = peer.dialler.take() {
+                dialler.abort();
+            }
+            match &peer.session {
+                Some(Session { channels: Some(channels), .. }) => {
+                    channels.data.put(Parcel::End);
+                    channels.control.put(Parcel::End);
+                }
+                Some(session) => session.connection.close(CLOSE_LEAVING, b""),
+                None => {}
+            }
+        }
+    }
+
+    /// True while a session has not ended.
+    pub(crate) fn has_sessions(&self) -> bool {
+        self.peers.values().any(|p| p.session.is_some())
+    }
+
+    /// Closes the port after telling those who still listen.
+    pub(crate) async fn close(self, allowed: Duration) {
+        self.endpoint.close(CLOSE_LEAVING, b"leaving");
+        let _ = timeout(allowed, self.endpoint.wait_idle()).await;
+    }
+}
+
+/// Takes connections of others for ever. Whoever has no certificate of this virtual machine does not get past the
+/// handshake; what is not QUIC at all is ignored by the endpoint.
+async fn accept(endpoint: Endpoint, vm: String, inputs: Inputs, log: Log) {
+    let limit = Arc::new(LineLimit::new());
+    while let Some(incoming) = endpoint.accept().await {
+        let (vm, inputs, log, limit) = (vm.clone(), inputs.clone(), log.clone(), limit.clone());
+        tokio::spawn(async move {
+            let from = incoming.remote_address();
+            match shake_hands(incoming, &vm).await {
+                Ok((host, connection)) => {
+                    let _ = inputs.send(Input::Net(NetInput::Arrived { host, connection })).await;
+                }
+                Err(why) if limit.allows() => log.line(format!("refused a connection from {from}: {why}")),
+                Err(_) => {}
+            }
+        });
+    }
+}
+
+async fn shake_hands(incoming: Incoming, vm: &str) -> Result<(HostId, Connection), String> {
+    let connecting = incoming.accept().map_err(|e| e.to_string())?;
+    let connection = timeout(HANDSHAKE_WITHIN, connecting)
+        .await
+        .map_err(|_| "the handshake did not end".to_string())?
+        .map_err(|e| format!("no certificate of this virtual machine ({})", describe(&e)))?;
+    match identity(&connection, vm) {
+        Some(host) => Ok((host, connection)),
+        None => {
+            connection.close(CLOSE_FORGOTTEN, b"");
+            Err("its certificate names no host of this virtual machine".into())
+        }
+    }
+}
+
+/// The host that the peer's verified certificate names.
+fn identity(connection: &Connection, vm: &str) -> Option<HostId> {
+    let chain = connection.peer_identity()?.downcast::<Vec<CertificateDer<'static>>>().ok()?;
+    host_named(chain.first()?, vm)
+}
+
+/// One host being dialled.
+struct Dialler {
+    endpoint: Endpoint,
+    client: ClientConfig,
+    name: String,
+    host: HostId,
+    addresses: Vec<SocketAddr>,
+    log: Log,
+}
+
+impl Dialler {
+    /// Tries all addresses, again and again, until one answers as the right host.
+    async fn until_connected(&self) -> Connection {
+        let mut pause = DIAL_PAUSE;
+        let mut told = false;
+        loop {
+            match self.round().await {
+                Ok(connection) => return connection,
+                Err(why) if !told => {
+                    self.log.line(format!("cannot reach {} yet: {why}", self.host));
+                    told = true;
+                }
+                Err(_) => {}
+            }
+            sleep(pause).await;
+            pause = (pause * 2).min(DIAL_PAUSE_MAX);
+        }
+    }
+
+    /// All addresses once, a little apart; the first that answers counts.
+    async fn round(&self) -> Result<Connection, String> {
+        let mut tries = JoinSet::new();
+        for (n, address) in self.addresses.iter().copied().enumerate() {
+            let (endpoint, client, name) = (self.endpoint.clone(), self.client.clone(), self.name.clone());
+            tries.spawn(async move {
+                sleep(DIAL_STAGGER * u32::try_from(n).unwrap_or(0)).await;
+                let connecting =
+                    endpoint.connect_with(client, address, &name).map_err(|e| format!("{address}: {e}"))?;
+                match timeout(DIAL_WITHIN, connecting).await {
+                    Ok(Ok(connection)) => Ok(connection),
+                    Ok(Err(e)) => Err(format!("{address}: {}", describe(&e))),
+                    Err(_) => Err(format!("{address}: no answer within {} s", DIAL_WITHIN.as_secs())),
+                }
+            });
+        }
+        let mut reasons = Vec::new();
+        while let Some(result) = tries.join_next().await {
+            match result {
+                Ok(Ok(connection)) => return Ok(connection),
+                Ok(Err(why)) => reasons.push(why),
+                Err(e) => reasons.push(e.to_string()),
+            }
+        }
+        Err(reasons.join("; "))
+    }
+}

@@ -1,0 +1,171 @@
+//! The virtual machine's own certificate authority, and TLS that trusts nobody else.
+//!
+//! The master makes the authority when it starts; its key never leaves the master's memory. Every host gets one
+//! certificate that names it (`h<index>.<vm>.sempa`) and serves for both directions. A peer is the host that its
+//! certificate names, and nobody without one gets past the handshake.
+
+use quinn::crypto::rustls::{QuicClientConfig, QuicServerConfig};
+use rcgen::{
+    BasicConstraints, CertificateParams, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
+    KeyUsagePurpose,
+};
+use rustls::RootCertStore;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
+use rustls::server::WebPkiClientVerifier;
+use sempa_proto::HostId;
+use std::sync::Arc;
+use thiserror::Error;
+use x509_parser::prelude::{FromDer, GeneralName, X509Certificate};
+
+/// What both sides must offer in the handshake.
+const ALPN: &[u8] = b"sempa/1";
+
+/// A certificate or TLS setting could not be made; the daemon cannot run.
+#[derive(Debug, Error)]
+#[error("cannot set up the virtual machine's certificates: {0}")]
+pub(crate) struct PkiError(String);
+
+fn failed(e: impl std::fmt::Display) -> PkiError {
+    PkiError(e.to_string())
+}
+
+/// The authority of one virtual machine; lives on the master only.
+pub(crate) struct Authority {
+    issuer: Issuer<'static, KeyPair>,
+    certificate: Vec<u8>,
+    vm: String,
+}
+
+/// What one host needs to prove itself and to check others. All in DER.
+#[derive(Clone, PartialEq, Eq)]
+pub(crate) struct Identity {
+    /// The authority's certificate.
+    pub(crate) authority: Vec<u8>,
+    /// The host's certificate.
+    pub(crate) certificate: Vec<u8>,
+    /// Its private key (PKCS #8).
+    pub(crate) key: Vec<u8>,
+}
+
+/// The name in a host's certificate. Virtual machine names may hold characters that DNS names may not; which virtual
+/// machine it is, the authority's key says, so mapping them loses nothing.
+pub(crate) fn host_name(host: HostId, vm: &str) -> String {
+    let label: String =
+        vm.chars().map(|c| if c.is_ascii_alphanumeric() { c.to_ascii_lowercase() } else { '-' }).collect();
+    format!("h{}.v{label}v.sempa", host.index())
+}
+
+impl Authority {
+    /// A new authority with a fresh key.
+    ///
+    /// # Errors
+    /// When no key can be made.
+    pub(crate) fn new(vm: &str) -> Result<Authority, PkiError> {
+        let mut params = CertificateParams::default();
+        params.distinguished_name = name_of(&format!("Sempa virtual machine {vm}"));
+        params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
+        params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
+        let key = KeyPair::generate().map_err(failed)?;
+        let certificate = params.self_signed(&key).map_err(failed)?.der().to_vec();
+        Ok(Authority { issuer: Issuer::new(params, key), certificate, vm: vm.to_string() })
+    }
+
+    /// A certificate and key for a host.
+    ///
+    /// # Errors
+    /// When no key can be made.
+    pub(crate) fn admit(&self, host: HostId) -> Result<Identity, PkiError> {
+        let mut params = CertificateParams::new(vec![host_name(host, &self.vm)]).map_err(failed)?;
+        params.distinguished_name = name_of(&host_name(host, &self.vm));
+        params.use_authority_key_identifier_extension = true;
+        params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+        params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
+        let key = KeyPair::generate().map_err(failed)?;
+        let certificate = params.signed_by(&key, &self.issuer).map_err(failed)?;
+        Ok(Identity {
+            authority: self.certificate.clone(),
+            certificate: certificate.der().to_vec(),
+            key: key.serialize_der(),
+        })
+    }
+}
+
+fn name_of(common: &str) -> DistinguishedName {
+    let mut name = DistinguishedName::new();
+    name.push(DnType::CommonName, common);
+    name
+}
+
+impl Identity {
+    fn parts(&self) -> Result<(Arc<RootCertStore>, Vec<CertificateDer<'static>>, PrivateKeyDer<'static>), PkiError> {
+        let mut roots = RootCertStore::empty();
+        roots.add(CertificateDer::from(self.authority.clone())).map_err(failed)?;
+        let chain = vec![CertificateDer::from(self.certificate.clone())];
+        Ok((Arc::new(roots), chain, PrivatePkcs8KeyDer::from(self.key.clone()).into()))
+    }
+
+    /// TLS for accepting: only peers with a certificate of this virtual machine.
+    ///
+    /// # Errors
+    /// When the certificates do not fit together.
+    pub(crate) fn server(&self) -> Result<QuicServerConfig, PkiError> {
+        let (roots, chain, key) = self.parts()?;
+        let provider = Arc::new(rustls::crypto::ring::default_provider());
+        let verifier = WebPkiClientVerifier::builder_with_provider(roots, provider.clone()).build().map_err(failed)?;
+        let mut tls = rustls::ServerConfig::builder_with_provider(provider)
+            .with_protocol_versions(&[&rustls::version::TLS13])
+            .map_err(failed)?
+            .with_client_cert_verifier(verifier)
+            .with_single_cert(chain, key)
+            .map_err(failed)?;
+        tls.alpn_protocols = vec![ALPN.to_vec()];
+        // Each session is proved anew: a ticket would outlive the expulsion of its host.
+        tls.send_tls13_tickets = 0;
+        QuicServerConfig::try_from(tls).map_err(failed)
+    }
+
+    /// TLS for dialling; whom, the name given to the endpoint says.
+    ///
+    /// # Errors
+    /// When the certificates do not fit together.
+    pub(crate) fn client(&self) -> Result<QuicClientConfig, PkiError> {
+        let (roots, chain, key) = self.parts()?;
+        let mut tls = rustls::ClientConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
+            .with_protocol_versions(&[&rustls::version::TLS13])
+            .map_err(failed)?
+            .with_root_certificates(roots)
+            .with_client_auth_cert(chain, key)
+            .map_err(failed)?;
+        tls.alpn_protocols = vec![ALPN.to_vec()];
+        QuicClientConfig::try_from(tls).map_err(failed)
+    }
+}
+
+/// Which host of this virtual machine a certificate names. The handshake has verified its signature; this only reads.
+pub(crate) fn host_named(certificate: &[u8], vm: &str) -> Option<HostId> {
+    let (_, parsed) = X509Certificate::from_der(certificate).ok()?;
+    let names = parsed.subject_alternative_name().ok()??;
+    names.value.general_names.iter().find_map(|name| {
+        let GeneralName::DNSName(name) = name else { return None };
+        let index = name.strip_prefix('h')?.split('.').next()?.parse().ok()?;
+        let host = HostId::new(index)?;
+        (host_name(host, vm) == *name).then_some(host)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_certificate_names_its_host_and_virtual_machine() {
+        let host = HostId::new(17).expect("an index");
+        for vm in ["pvm", "My_Own.vm", "-", "a..b"] {
+            let authority = Authority::new(vm).expect("a key");
+            let identity = authority.admit(host).expect("a key");
+            assert_eq!(host_named(&identity.certificate, vm), Some(host), "{vm}");
+            assert_eq!(host_named(&identity.certificate, "another"), None);
+            assert!(identity.server().is_ok() && identity.client().is_ok());
+        }
+    }
+}

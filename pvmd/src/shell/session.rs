@@ -1,0 +1,361 @@
+//! One session with another daemon: a QUIC connection with a control and a data stream each way, and one more stream for
+//! every transfer of images. Of two daemons the one with the higher index decides which connection is the session: it
+//! says hello first, and the other one says nothing on a connection before that, so both always mean the same one.
+
+use super::input::{Input, Inputs};
+use super::local::link_head;
+use super::net::NetInput;
+use super::outbox::{Outbox, OutboxReader, Parcel, outbox};
+use bytes::Bytes;
+use quinn::{Connection, RecvStream, SendStream, VarInt};
+use sempa_proto::frame::{Frame, FrameDecoder, FrameKind, encode_control};
+use sempa_proto::host::{Carried, HostMsg};
+use sempa_proto::{HostId, MigrationId, WIRE_VERSION};
+use serde::{Deserialize, Serialize};
+use std::time::Duration;
+use tokio::time::{MissedTickBehavior, interval, timeout};
+
+/// Time from the handshake to the peer's hello.
+const HELLO_WITHIN: Duration = Duration::from_secs(10);
+/// Bytes of link frames that wait for one host; more are dropped and sent again by the links.
+const HOST_LINK_BYTES_MAX: usize = 256 << 20;
+/// Bytes taken from a stream at once.
+const READ_BYTES: usize = 256 << 10;
+/// Frames handed to a stream at once.
+const WRITE_FRAMES_MAX: usize = 64;
+/// Time for the peer to take our last words.
+const FAREWELL_WITHIN: Duration = Duration::from_secs(2);
+/// A lease is watched in so many steps.
+const LEASE_STEPS: u32 = 20;
+
+/// First bytes of every stream.
+const MAGIC: [u8; 4] = *b"SMPH";
+
+/// Code of a connection that is one too many.
+pub(crate) const CLOSE_DUPLICATE: VarInt = VarInt::from_u32(1);
+/// Code of a connection with a host that is not (any longer) of this virtual machine.
+pub(crate) const CLOSE_FORGOTTEN: VarInt = VarInt::from_u32(2);
+/// Code of a connection on which something was not understood.
+const CLOSE_GARBAGE: VarInt = VarInt::from_u32(3);
+/// Code of an orderly end.
+pub(crate) const CLOSE_LEAVING: VarInt = VarInt::from_u32(4);
+/// Code of a connection whose peer was not heard for too long.
+const CLOSE_SILENT: VarInt = VarInt::from_u32(5);
+
+/// What a stream is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Purpose {
+    /// [`HostMsg`]s.
+    Control,
+    /// Link frames and [`Carried`] items.
+    Data,
+    /// The images of one move.
+    Images(MigrationId),
+}
+
+/// The first frame of every stream.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct StreamHello {
+    magic: [u8; 4],
+    version: u16,
+    vm: String,
+    from: HostId,
+    to: HostId,
+    purpose: Purpose,
+}
+
+/// Who talks with whom, and how patiently.
+#[derive(Clone, Debug)]
+pub(crate) struct Pair {
+    /// The virtual machine.
+    pub(crate) vm: String,
+    /// This host.
+    pub(crate) me: HostId,
+    /// The other one, as its certificate says.
+    pub(crate) host: HostId,
+    /// Number of the session, unique in this daemon.
+    pub(crate) number: u64,
+    /// Silence after which the other one is lost.
+    pub(crate) lease: Duration,
+}
+
+/// The queues of a session that stands.
+#[derive(Clone, Debug)]
+pub(crate) struct Channels {
+    /// Whole control frames.
+    pub(crate) control: Outbox,
+    /// Link frames and items.
+    pub(crate) data: Outbox,
+    /// For image transfers and for closing.
+    pub(crate) connection: Connection,
+}
+
+/// Serves a connection as session from the hellos to its end, which it reports.
+pub(crate) async fn run(pair: Pair, connection: Connection, inputs: Inputs) {
+    let why = match timeout(HELLO_WITHIN, pair.open(&connection)).await {
+        Ok(Ok(streams)) => pair.serve(&connection, streams, &inputs).await,
+        Ok(Err(why)) => why,
+        Err(_) => "no hello came in time".to_string(),
+    };
+    connection.close(CLOSE_GARBAGE, b"");
+    let down = NetInput::Down { host: pair.host, number: pair.number, why };
+    let _ = inputs.send(Input::Net(down)).await;
+}
+
+/// The four streams of a session.
+struct Streams {
+    control_out: SendStream,
+    data_out: SendStream,
+    control_in: (RecvStream, FrameDecoder),
+}
+
+impl Pair {
+    /// Exchanges hellos: the higher index first.
+    async fn open(&self, connection: &Connection) -> Result<Streams, String> {
+        if self.me > self.host {
+            let (control_out, data_out) = self.say_hello(connection).await?;
+            let control_in = self.hear_hello(connection).await?;
+            Ok(Streams { control_out, data_out, control_in })
+        } else {
+            let control_in = self.hear_hello(connection).await?;
+            let (control_out, data_out) = self.say_hello(connection).await?;
+            Ok(Streams { control_out, data_out, control_in })
+        }
+    }
+
+    async fn say_hello(&self, connection: &Connection) -> Result<(SendStream, SendStream), String> {
+        let control = self.stream(connection, Purpose::Control, 2).await?;
+        let data = self.stream(connection, Purpose::Data, 1).await?;
+        Ok((control, data))
+    }
+
+    /// Opens a stream and says what it is for. Streams of higher priority go first.
+    async fn stream(&self, connection: &Connection, purpose: Purpose, priority: i32) -> Result<SendStream, String> {
+        let mut stream = connection.open_uni().await.map_err(|e| e.to_string())?;
+        let _ = stream.set_priority(priority);
+        let hello = StreamHello {
+            magic: MAGIC,
+            version: WIRE_VERSION,
+            vm: self.vm.clone(),
+            from: self.me,
+            to: self.host,
+            purpose,
+        };
+        let frame = encode_control(&hello).map_err(|e| e.to_string())?;
+        stream.write_chunk(frame).await.map_err(|e| e.to_string())?;
+        Ok(stream)
+    }
+
+    async fn hear_hello(&self, connection: &Connection) -> Result<(RecvStream, FrameDecoder), String> {
+        let mut stream = connection.accept_uni().await.map_err(|e| describe(&e))?;
+        let mut decoder = FrameDecoder::new();
+        match self.purpose(&mut stream, &mut decoder).await? {
+            Purpose::Control => Ok((stream, decoder)),
+            other => Err(format!("it began with a stream for {other:?}")),
+        }
+    }
+
+    /// Reads the first frame of a stream and checks that it is meant for this session.
+    async fn purpose(&self, stream: &mut RecvStream, decoder: &mut FrameDecoder) -> Result<Purpose, String> {
+        let frame = read_frame(stream, decoder).await?.ok_or("a stream ended before its hello")?;
+        let hello: StreamHello = frame.control().map_err(|e| e.to_string())?;
+        if hello.magic != MAGIC || hello.version != WIRE_VERSION {
+            return Err(format!("it speaks version {}, this daemon {WIRE_VERSION}", hello.version));
+        }
+        if (hello.from, hello.to, &hello.vm) != (self.host, self.me, &self.vm) {
+            return Err(format!("it took {} of {} for {} of {}", self.me, self.vm, hello.to, hello.vm));
+        }
+        Ok(hello.purpose)
+    }
+
+    /// The life of a session; why it ended.
+    async fn serve(&self, connection: &Connection, streams: Streams, inputs: &Inputs) -> String {
+        let (control, control_queue) = outbox(0);
+        let (data, data_queue) = outbox(HOST_LINK_BYTES_MAX);
+        let channels = Channels { control, data, connection: connection.clone() };
+        let up = NetInput::Up { host: self.host, number: self.number, channels };
+        if inputs.send(Input::Net(up)).await.is_err() {
+            return "this daemon ends".into();
+        }
+        let writers = [
+            tokio::spawn(write_stream(streams.control_out, control_queue)),
+            tokio::spawn(write_stream(streams.data_out, data_queue)),
+        ];
+        let (stream, decoder) = streams.control_in;
+        let why = tokio::select! {
+            why = self.read_control(stream, decoder, inputs) => why,
+            why = self.accept_streams(connection, inputs) => why,
+            why = self.watch_lease(connection) => why,
+        };
+        writers.iter().for_each(|w| w.abort());
+        why
+    }
+
+    /// Hands on control messages until the peer ends the stream.
+    async fn read_control(&self, mut stream: RecvStream, mut decoder: FrameDecoder, inputs: &Inputs) -> String {
+        loop {
+            let message = match read_frame(&mut stream, &mut decoder).await {
+                Ok(Some(frame)) => frame.control::<HostMsg>(),
+                Ok(None) => return "it has closed the session".into(),
+                Err(why) => return why,
+            };
+            let Ok(message) = message else { return "it sent a control message that cannot be understood".into() };
+            let input = NetInput::Control { host: self.host, number: self.number, message };
+            if inputs.send(Input::Net(input)).await.is_err() {
+                return "this daemon ends".into();
+            }
+        }
+    }
+
+    /// Takes the further streams of the peer. Ends only with the connection or at something not understood.
+    async fn accept_streams(&self, connection: &Connection, inputs: &Inputs) -> String {
+        let mut data: Option<tokio::task::JoinHandle<String>> = None;
+        loop {
+            let ended = async {
+                match &mut data {
+                    Some(reader) => reader.await.unwrap_or_else(|e| e.to_string()),
+                    None => std::future::pending().await,
+                }
+            };
+            let mut stream = tokio::select! {
+                why = ended => return why,
+                stream = connection.accept_uni() => match stream {
+                    Ok(stream) => stream,
+                    // The control stream's reader knows more, once it has read what came before.
+                    Err(_) => std::future::pending().await,
+                },
+            };
+            let mut decoder = FrameDecoder::new();
+            let purpose = timeout(HELLO_WITHIN, self.purpose(&mut stream, &mut decoder)).await;
+            match purpose {
+                Ok(Ok(Purpose::Data)) if data.is_none() => {
+                    data = Some(tokio::spawn(read_data(self.clone(), stream, decoder, inputs.clone())));
+                }
+                Ok(Ok(Purpose::Images(migration))) => {
+                    let input = NetInput::Images { host: self.host, migration, stream, decoder };
+                    if inputs.send(Input::Net(input)).await.is_err() {
+                        return "this daemon ends".into();
+                    }
+                }
+                Ok(Ok(other)) => return format!("it opened a second stream for {other:?}"),
+                Ok(Err(why)) => return why,
+                Err(_) => return "it opened a stream and said nothing".into(),
+            }
+        }
+    }
+
+    /// Ends when nothing that the peer has authenticated came for the lease. Counts steps, not time, so that a pause of
+    /// this whole process is not blamed on the peer.
+    async fn watch_lease(&self, connection: &Connection) -> String {
+        let mut steps = interval(self.lease / LEASE_STEPS);
+        steps.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let (mut heard, mut silent) = (0, 0);
+        loop {
+            steps.tick().await;
+            let frames = connection.stats().frame_rx;
+            let now = frames.acks + frames.ping + frames.stream + frames.max_data + frames.max_stream_data;
+            silent = if now == heard { silent + 1 } else { 0 };
+            heard = now;
+            if silent >= LEASE_STEPS {
+                connection.close(CLOSE_SILENT, b"nothing was heard");
+                return format!("nothing was heard of it for {} ms", self.lease.as_millis());
+            }
+        }
+    }
+}
+
+/// Hands on link frames and items until the peer ends the stream.
+async fn read_data(pair: Pair, mut stream: RecvStream, mut decoder: FrameDecoder, inputs: Inputs) -> String {
+    loop {
+        let carried = match read_frame(&mut stream, &mut decoder).await {
+            Ok(Some(Frame { kind: FrameKind::Link, body })) => Carried::Link(body),
+            Ok(Some(frame)) => match frame.control::<Carried>() {
+                Ok(carried) => carried,
+                Err(e) => return e.to_string(),
+            },
+            // What is to be said about the end, the control stream says.
+            Ok(None) | Err(_) => return std::future::pending().await,
+        };
+        let input = NetInput::Carried { host: pair.host, number: pair.number, carried };
+        if inputs.send(Input::Net(input)).await.is_err() {
+            return "this daemon ends".into();
+        }
+    }
+}
+
+/// Writes what is queued; after [`Parcel::End`] it ends the stream and waits until the peer has everything.
+async fn write_stream(mut stream: SendStream, mut queue: OutboxReader) {
+    let mut batch = Vec::with_capacity(WRITE_FRAMES_MAX);
+    let mut chunks: Vec<Bytes> = Vec::with_capacity(2 * WRITE_FRAMES_MAX);
+    loop {
+        batch.clear();
+        chunks.clear();
+        if queue.take(&mut batch, WRITE_FRAMES_MAX).await == 0 {
+            return;
+        }
+        let mut end = false;
+        for parcel in &batch {
+            match parcel {
+                Parcel::Sure(frame) => chunks.push(frame.clone()),
+                Parcel::Link(body) => chunks.extend([Bytes::copy_from_slice(&link_head(parcel)), body.clone()]),
+                Parcel::End => end = true,
+            }
+        }
+        let written = stream.write_all_chunks(&mut chunks).await;
+        batch.iter().for_each(|parcel| queue.done(parcel));
+        if written.is_err() {
+            return;
+        }
+        if end {
+            let _ = stream.finish();
+            let _ = timeout(FAREWELL_WITHIN, stream.stopped()).await;
+            return;
+        }
+    }
+}
+
+/// Opens the stream of an image transfer.
+///
+/// # Errors
+/// What happened to the session.
+pub(crate) async fn image_stream(
+    pair: &Pair,
+    connection: &Connection,
+    migration: MigrationId,
+) -> Result<SendStream, String> {
+    pair.stream(connection, Purpose::Images(migration), 0).await
+}
+
+/// The next frame, `None` at the end of the stream, or why there is none.
+pub(crate) async fn read_frame(stream: &mut RecvStream, decoder: &mut FrameDecoder) -> Result<Option<Frame>, String> {
+    loop {
+        if let Some(frame) = decoder.next_frame().map_err(|e| e.to_string())? {
+            return Ok(Some(frame));
+        }
+        match stream.read_chunk(READ_BYTES, true).await {
+            Ok(Some(chunk)) => decoder.push(&chunk.bytes),
+            Ok(None) if decoder.is_empty() => return Ok(None),
+            Ok(None) => return Err("a stream ended in the middle of a frame".into()),
+            Err(quinn::ReadError::ConnectionLost(e)) => return Err(describe(&e)),
+            Err(e) => return Err(e.to_string()),
+        }
+    }
+}
+
+/// Why a connection ended, in words for the user.
+pub(crate) fn describe(e: &quinn::ConnectionError) -> String {
+    match e {
+        quinn::ConnectionError::ApplicationClosed(close) => match close.error_code {
+            CLOSE_LEAVING => "it has left".into(),
+            CLOSE_DUPLICATE => "it has another session with this host".into(),
+            CLOSE_FORGOTTEN => "it does not count this host to its virtual machine any more".into(),
+            CLOSE_SILENT => "it had heard nothing of this host for too long".into(),
+            CLOSE_GARBAGE => "it did not understand this host".into(),
+            code => format!("it closed the session with code {code}"),
+        },
+        quinn::ConnectionError::TimedOut => "nothing was heard of it".into(),
+        quinn::ConnectionError::Reset => "its daemon does not know the session (was it restarted?)".into(),
+        quinn::ConnectionError::LocallyClosed => "this host closed the session".into(),
+        e => e.to_string(),
+    }
+}

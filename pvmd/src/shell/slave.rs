@@ -1,0 +1,164 @@
+//! `pvmd -s`: a daemon that a master starts through a remote shell. It reads the master's line, leaves the shell's
+//! session, sets itself up and answers with one line, which the process that the shell waits for passes on.
+
+use super::address::ssh_session;
+use super::bootstrap::{BOOTSTRAP_BYTES_MAX, Bootstrap, Ready, Refusal, host_of, reply_line};
+use super::cli::allows_root;
+use super::daemon::{self, Role, Setup, variable};
+use super::place::{HeldPlace, PlaceError};
+use super::sys::fork_before_threads;
+use super::world::{ARCH, DSIG, WorldSettings};
+use nix::unistd::{ForkResult, dup2_stderr, dup2_stdin, dup2_stdout, getuid, setsid};
+use sempa_proto::PvmError;
+use sempa_proto::place::Place;
+use std::fs::OpenOptions;
+use std::io::{BufRead, BufReader, PipeReader, PipeWriter, Read, Write};
+use std::net::SocketAddr;
+use std::time::Duration;
+
+/// Runs a slave; the exit status of this process.
+pub(crate) fn run(foreground: bool) -> i32 {
+    let bootstrap = match read_bootstrap() {
+        Ok(bootstrap) => bootstrap,
+        Err(refusal) => return pass_on(&reply_line(&Err(refusal))),
+    };
+    if foreground {
+        return serve(&bootstrap, &mut |line| pass_on(line));
+    }
+    let forked = std::io::pipe().map(|pipe| (fork_before_threads(), pipe));
+    let (fork, (reader, writer)) = match forked {
+        Ok((Ok(fork), pipe)) => (fork, pipe),
+        Ok((Err(errno), _)) => return pass_on(&reply_line(&Err(cannot("fork", errno)))),
+        Err(e) => return pass_on(&reply_line(&Err(cannot("make a pipe", e)))),
+    };
+    match fork {
+        ForkResult::Parent { .. } => {
+            drop(writer);
+            wait_for_line(reader)
+        }
+        ForkResult::Child => {
+            drop(reader);
+            in_background(&bootstrap, writer)
+        }
+    }
+}
+
+fn cannot(act: &str, e: impl std::fmt::Display) -> Refusal {
+    Refusal { error: PvmError::CantStart, text: format!("cannot {act}: {e}") }
+}
+
+/// Prints an answer; the exit status that goes with it.
+fn pass_on(line: &str) -> i32 {
+    let printed = writeln!(std::io::stdout(), "{line}").and_then(|()| std::io::stdout().flush());
+    i32::from(printed.is_err() || !line.starts_with("ddpro<"))
+}
+
+/// The parent: passes the child's line on, so that the remote shell ends when the daemon stands.
+fn wait_for_line(reader: PipeReader) -> i32 {
+    let mut line = String::new();
+    let _ = BufReader::new(reader).read_line(&mut line);
+    if line.is_empty() {
+        line = reply_line(&Err(cannot("start", "the daemon ended before it stood")));
+    }
+    pass_on(line.trim_end())
+}
+
+/// The child: leaves the session and its descriptors, then serves.
+fn in_background(bootstrap: &Bootstrap, mut writer: PipeWriter) -> i32 {
+    let mut answer = |line: &str| {
+        // A parent that has been killed hears nothing; the master then gives up, and so does this daemon.
+        let _ = writeln!(writer, "{line}");
+        0
+    };
+    let detached = setsid().map_err(std::io::Error::from).and_then(|_| {
+        let null = OpenOptions::new().read(true).write(true).open("/dev/null")?;
+        dup2_stdin(&null)?;
+        dup2_stdout(&null)?;
+        dup2_stderr(&null)?;
+        Ok(())
+    });
+    if let Err(e) = detached {
+        return answer(&reply_line(&Err(cannot("leave the session", e))));
+    }
+    serve(bootstrap, &mut answer)
+}
+
+/// The master's line from standard input; old hosters put `PVM_VMID=…` in front of it.
+fn read_bootstrap() -> Result<Bootstrap, Refusal> {
+    let mut input = BufReader::new(std::io::stdin()).take(BOOTSTRAP_BYTES_MAX as u64);
+    loop {
+        let mut line = String::new();
+        let read = input.read_line(&mut line).map_err(|e| cannot("read standard input", e))?;
+        if read == 0 {
+            return Err(cannot("start", "pvmd -s is for masters: standard input brought no line of one"));
+        }
+        if !line.starts_with("PVM_VMID=") {
+            return Bootstrap::parse(line.trim_end());
+        }
+    }
+}
+
+/// Sets the daemon up, answers, and runs it to its end.
+fn serve(bootstrap: &Bootstrap, answer: &mut dyn FnMut(&str) -> i32) -> i32 {
+    let setup = match set_up(bootstrap) {
+        Ok(setup) => setup,
+        Err(refusal) => {
+            answer(&reply_line(&Err(refusal)));
+            return 1;
+        }
+    };
+    let mut answered = false;
+    let ended = daemon::run(setup, |standing| {
+        let ready = Ready { arch: ARCH.into(), dsig: DSIG, addresses: standing.addresses };
+        answer(&reply_line(&Ok(ready)));
+        answered = true;
+        Ok(())
+    });
+    match ended {
+        Ok(()) => 0,
+        Err(e) => {
+            if !answered {
+                answer(&reply_line(&Err(Refusal { error: PvmError::CantStart, text: format!("{e:#}") })));
+            }
+            1
+        }
+    }
+}
+
+fn set_up(bootstrap: &Bootstrap) -> Result<Setup, Refusal> {
+    let uid = getuid().as_raw();
+    if let Some(text) = allows_root(bootstrap.allow_root) {
+        return Err(Refusal { error: PvmError::Denied, text });
+    }
+    let host = host_of(bootstrap)?;
+    let identity = bootstrap.identity().map_err(|text| Refusal { error: PvmError::CantStart, text })?;
+    let vm = bootstrap.vm.clone();
+    let place = Place::of(uid, |name| if name == "PVM_VMID" { Some(vm.clone()) } else { variable(name) })
+        .map_err(|text| Refusal { error: PvmError::CantStart, text })?;
+    let keep_log = variable("SEMPA_LOG").is_some_and(|log| place.log() == *log);
+    let place = HeldPlace::take(place, uid, keep_log).map_err(|e| {
+        let error = if matches!(e, PlaceError::Running { .. }) { PvmError::DupHost } else { PvmError::CantStart };
+        Refusal { error, text: e.to_string() }
+    })?;
+    let ssh = ssh_session(variable("SSH_CONNECTION").as_deref());
+    let mut masters = bootstrap.masters.clone();
+    if let (Some((client, _)), Some(port)) = (ssh, masters.first().map(SocketAddr::port)) {
+        // Where the remote shell came from, the master most likely is.
+        masters.retain(|m| m.ip() != client);
+        masters.insert(0, SocketAddr::new(client, port));
+    }
+    Ok(Setup {
+        place,
+        host,
+        name: bootstrap.name.clone(),
+        speed: bootstrap.speed,
+        world: WorldSettings {
+            search_path: bootstrap.search_path.clone(),
+            work_dir: bootstrap.work_dir.clone(),
+            library: bootstrap.library.clone(),
+        },
+        lease: Duration::from_millis(bootstrap.lease_ms),
+        preferred: ssh.map(|(_, server)| server).into_iter().collect(),
+        role: Role::Slave { identity, masters },
+    })
+}

@@ -1,0 +1,266 @@
+//! Starts daemons on other hosts over a remote shell, as PVM does: `$PVM_RSH host [-l user] command`. What the new
+//! daemon needs goes over its standard input; one line comes back.
+
+use super::bootstrap::{Bootstrap, Ready, Refusal, parse_reply, to_hex};
+use super::input::{Input, Inputs};
+use super::log::Log;
+use super::pki::Authority;
+use crate::machine::io::{Event, HostPlan, StartId, StartedHost};
+use sempa_proto::PvmError;
+use std::collections::{HashMap, VecDeque};
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::process::Stdio;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::process::{Child, Command};
+use tokio::sync::Semaphore;
+use tokio::task::AbortHandle;
+use tokio::time::timeout;
+
+/// Hosts started at the same time; more wait their turn.
+const STARTS_AT_ONCE_MAX: usize = 32;
+/// Time for one host, as in PVM.
+const START_WITHIN: Duration = Duration::from_secs(60);
+/// Time for the remote shell to end after the daemon has answered.
+const SHELL_END_WITHIN: Duration = Duration::from_secs(20);
+/// Bytes of output of a remote shell that are looked at.
+const OUTPUT_BYTES_MAX: u64 = 64 << 10;
+/// Lines of standard error kept for the error sentence.
+const STDERR_LINES_MAX: usize = 20;
+/// Remote shell when `PVM_RSH` is not set.
+const REMOTE_SHELL: &str = "ssh -o BatchMode=yes";
+
+/// What is the same for all hosts started by this master.
+#[derive(Clone)]
+pub(crate) struct StarterSettings {
+    /// Gives each host its certificate.
+    pub(crate) authority: Arc<Authority>,
+    /// Name of the virtual machine.
+    pub(crate) vm: String,
+    /// Where this daemon listens.
+    pub(crate) addresses: Vec<SocketAddr>,
+    /// Library folder of this host.
+    pub(crate) library: Option<PathBuf>,
+    /// True when root runs this virtual machine and has said so.
+    pub(crate) allow_root: bool,
+    /// Silence after which a host is lost.
+    pub(crate) lease: Duration,
+    /// `PVM_RSH`, if set.
+    pub(crate) remote_shell: Option<String>,
+    /// `PVM_DPATH`, if set.
+    pub(crate) command: Option<String>,
+    /// This program, tried first on other hosts too.
+    pub(crate) program: PathBuf,
+}
+
+/// All starts under way. Owned by the daemon's loop.
+pub(crate) struct Starter {
+    settings: Option<Arc<StarterSettings>>,
+    turns: Arc<Semaphore>,
+    inputs: Inputs,
+    log: Log,
+    running: HashMap<StartId, AbortHandle>,
+}
+
+impl Starter {
+    /// Nothing under way; without settings (a slave) every start fails.
+    pub(crate) fn new(settings: Option<StarterSettings>, inputs: Inputs, log: Log) -> Starter {
+        let turns = Arc::new(Semaphore::new(STARTS_AT_ONCE_MAX));
+        Starter { settings: settings.map(Arc::new), turns, inputs, log, running: HashMap::new() }
+    }
+
+    /// Starts a daemon; [`Event::HostStarted`] tells the end.
+    pub(crate) fn start(&mut self, start: StartId, plan: HostPlan) {
+        self.running.retain(|_, task| !task.is_finished());
+        let (settings, turns) = (self.settings.clone(), self.turns.clone());
+        let (inputs, log) = (self.inputs.clone(), self.log.clone());
+        let task = tokio::spawn(async move {
+            let result = match settings {
+                None => Err((PvmError::NotImpl, "only the master starts daemons".to_string())),
+                Some(settings) => {
+                    let _turn = turns.acquire().await;
+                    let attempt = Attempt { settings: &settings, plan: &plan, log: &log };
+                    attempt.run().await.map_err(|refusal| (refusal.error, attempt.explain(&refusal)))
+                }
+            };
+            let result =
+                result.map(|ready| StartedHost { arch: ready.arch, dsig: ready.dsig, addresses: ready.addresses });
+            let _ = inputs.send(Input::Event(Event::HostStarted { start, result })).await;
+        });
+        self.running.insert(start, task.abort_handle());
+    }
+
+    /// Gives an attempt up; its remote shell is killed.
+    pub(crate) fn abandon(&mut self, start: StartId) {
+        if let Some(task) = self.running.remove(&start) {
+            task.abort();
+        }
+    }
+}
+
+/// One host being started.
+struct Attempt<'a> {
+    settings: &'a StarterSettings,
+    plan: &'a HostPlan,
+    log: &'a Log,
+}
+
+impl Attempt<'_> {
+    fn explain(&self, refusal: &Refusal) -> String {
+        format!("cannot start a daemon on {}: {}", self.plan.name, refusal.text)
+    }
+
+    async fn run(&self) -> Result<Ready, Refusal> {
+        let cant = |text: String| Refusal { error: PvmError::CantStart, text };
+        let words = self.words().map_err(cant)?;
+        let line = self.bootstrap().map_err(cant)?.line();
+        let mut child = Command::new(&words[0])
+            .args(&words[1..])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .kill_on_drop(true)
+            .spawn()
+            .map_err(|e| {
+                cant(format!("the remote shell {} cannot be run: {e}; set PVM_RSH to one that can", words[0]))
+            })?;
+        match timeout(START_WITHIN, self.talk(&mut child, &line)).await {
+            Ok(Ok(ready)) => {
+                // The daemon has left the session; the remote shell ends by itself soon.
+                tokio::spawn(async move { timeout(SHELL_END_WITHIN, child.wait()).await.is_ok() });
+                Ok(ready)
+            }
+            Ok(Err(refusal)) => Err(refusal),
+            Err(_) => Err(cant(format!("giving up after {} s without an answer", START_WITHIN.as_secs()))),
+        }
+    }
+
+    /// The whole command line.
+    fn words(&self) -> Result<Vec<String>, String> {
+        let shell = self.settings.remote_shell.as_deref().unwrap_or(REMOTE_SHELL);
+        let mut words =
+            shell_words::split(shell).map_err(|e| format!("PVM_RSH={shell:?} cannot be split into words: {e}"))?;
+        if words.is_empty() {
+            return Err("PVM_RSH is empty: unset it or set it to a remote shell".into());
+        }
+        if self.plan.contact.starts_with('-') || self.plan.contact.is_empty() {
+            return Err(format!("{:?} cannot be the name of a host", self.plan.contact));
+        }
+        words.push(self.plan.contact.clone());
+        if let Some(login) = &self.plan.login {
+            words.extend(["-l".to_string(), login.clone()]);
+        }
+        words.push(self.command());
+        Ok(words)
+    }
+
+    /// What the remote shell is to run: the user's command, or this program where it is installed in the same place,
+    /// or the one in the path.
+    fn command(&self) -> String {
+        if let Some(command) = self.plan.command.as_ref().or(self.settings.command.as_ref()) {
+            return format!("{command} -s");
+        }
+        let program = self.settings.program.to_string_lossy();
+        let program = shell_words::quote(&program);
+        let script = format!("if [ -x {program} ]; then exec {program} -s; else exec pvmd -s; fi");
+        format!("sh -c {}", shell_words::quote(&script))
+    }
+
+    fn bootstrap(&self) -> Result<Bootstrap, String> {
+        let identity = self.settings.authority.admit(self.plan.id).map_err(|e| e.to_string())?;
+        Ok(Bootstrap {
+            ddpro: Bootstrap::VERSION,
+            vm: self.settings.vm.clone(),
+            host: self.plan.id.index(),
+            name: self.plan.name.clone(),
+            authority: to_hex(&identity.authority),
+            certificate: to_hex(&identity.certificate),
+            key: to_hex(&identity.key),
+            masters: self.settings.addresses.clone(),
+            library: self.settings.library.as_ref().map(|l| l.to_string_lossy().into_owned()),
+            search_path: self.plan.search_path.clone(),
+            work_dir: self.plan.work_dir.clone(),
+            speed: self.plan.speed,
+            allow_root: self.settings.allow_root,
+            lease_ms: u64::try_from(self.settings.lease.as_millis()).unwrap_or(u64::MAX),
+        })
+    }
+
+    /// Gives the line, waits for the answer; reads on to the end for the reason when none comes.
+    async fn talk(&self, child: &mut Child, line: &str) -> Result<Ready, Refusal> {
+        let mut stdin = child.stdin.take().expect("it is a pipe");
+        let stdout = child.stdout.take().expect("it is a pipe");
+        let stderr = child.stderr.take().expect("it is a pipe");
+        let give = async {
+            // A remote shell that ends without reading says why on its standard error.
+            let _ = stdin.write_all(line.as_bytes()).await;
+            drop(stdin);
+        };
+        let answer = async {
+            let mut lines = BufReader::new(stdout.take(OUTPUT_BYTES_MAX)).split(b'\n');
+            while let Ok(Some(line)) = lines.next_segment().await {
+                let line = String::from_utf8_lossy(&line);
+                if let Some(reply) = parse_reply(line.trim_end()) {
+                    return Some(reply);
+                }
+                self.log.line(format!("stdout@{}: {}", self.plan.name, line.trim_end()));
+            }
+            None
+        };
+        let complaints = async {
+            let mut last = VecDeque::new();
+            let mut lines = BufReader::new(stderr.take(OUTPUT_BYTES_MAX)).split(b'\n');
+            while let Ok(Some(line)) = lines.next_segment().await {
+                let line = String::from_utf8_lossy(&line).trim().to_string();
+                if line.is_empty() {
+                    continue;
+                }
+                self.log.line(format!("stderr@{}: {line}", self.plan.name));
+                last.push_back(line);
+                if last.len() > STDERR_LINES_MAX {
+                    last.pop_front();
+                }
+            }
+            last
+        };
+        let mut complaints = std::pin::pin!(complaints);
+        let mut said = None;
+        let mut asked = std::pin::pin!(async { tokio::join!(give, answer).1 });
+        let reply = loop {
+            tokio::select! {
+                reply = &mut asked => break reply,
+                lines = &mut complaints, if said.is_none() => said = Some(lines),
+            }
+        };
+        if let Some(reply) = reply {
+            return reply;
+        }
+        let said = match said {
+            Some(said) => said,
+            None => complaints.await,
+        };
+        let status = child.wait().await.ok().and_then(|s| s.code());
+        Err(self.reason(&said, status))
+    }
+
+    /// What went wrong, from what the remote shell said and its exit status.
+    fn reason(&self, said: &VecDeque<String>, status: Option<i32>) -> Refusal {
+        let last = said.back().map_or("it said nothing", String::as_str);
+        let unknown =
+            ["could not resolve hostname", "name or service not known", "unknown host", "no address associated"];
+        let any = |words: &[&str]| said.iter().any(|l| words.iter().any(|w| l.to_ascii_lowercase().contains(w)));
+        let (error, meaning) = if any(&unknown) {
+            (PvmError::NoHost, "the host is unknown: check its name, or give its address with ip=")
+        } else if status == Some(127) || any(&["not found", "no such file"]) {
+            (PvmError::CantStart, "pvmd was not found there: install it, or name it with dx= or PVM_DPATH")
+        } else if status == Some(255) {
+            (PvmError::CantStart, "the remote shell did not get there: try it by hand, or set PVM_RSH")
+        } else {
+            (PvmError::CantStart, "the daemon there did not come up")
+        };
+        let status = status.map_or("a signal".to_string(), |code| format!("status {code}"));
+        Refusal { error, text: format!("{meaning} (the remote shell ended with {status}; its last words: {last})") }
+    }
+}

@@ -1,0 +1,169 @@
+//! The tasker's process: started next to this program, talked to over a socket pair, restarted when it dies. It kills
+//! all its tasks when the socket closes, so no task outlives this daemon.
+
+use super::input::{Input, Inputs};
+use super::local::{read_frame, write_frames};
+use super::log::Log;
+use super::outbox::{Outbox, Parcel, outbox};
+use super::sys::pass_descriptor;
+use crate::machine::io::Event;
+use sempa_proto::frame::{FrameDecoder, encode_control};
+use sempa_proto::tasker::{FromTasker, ToTasker};
+use std::os::fd::AsRawFd;
+use std::os::unix::net::UnixStream as StdStream;
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+use tokio::io::{AsyncBufReadExt, BufReader};
+use tokio::net::UnixStream;
+use tokio::process::Child;
+use tokio::task::JoinHandle;
+use tokio::time::timeout;
+
+/// Starts within [`STARTS_PERIOD`] at most; a tasker that dies more often stays dead until it is asked for something.
+const STARTS_MAX: usize = 5;
+/// Period over which starts are counted.
+const STARTS_PERIOD: Duration = Duration::from_secs(60);
+/// Time for the tasker to kill and reap everything when it is told to end.
+const END_WITHIN: Duration = Duration::from_secs(10);
+
+/// The tasker of this daemon. Owned by the daemon's loop.
+pub(crate) struct Tasker {
+    program: PathBuf,
+    inputs: Inputs,
+    log: Log,
+    running: Option<Running>,
+    starts: Vec<Instant>,
+}
+
+struct Running {
+    outbox: Outbox,
+    serving: JoinHandle<()>,
+}
+
+impl Tasker {
+    /// No process yet; `program` is the tasker's path.
+    pub(crate) fn new(program: PathBuf, inputs: Inputs, log: Log) -> Tasker {
+        Tasker { program, inputs, log, running: None, starts: Vec::new() }
+    }
+
+    /// Starts the process unless it runs or died too often lately.
+    ///
+    /// # Errors
+    /// One sentence why there is none.
+    pub(crate) fn start(&mut self) -> Result<(), String> {
+        if self.running.is_some() {
+            return Ok(());
+        }
+        self.starts.retain(|at| at.elapsed() < STARTS_PERIOD);
+        if self.starts.len() >= STARTS_MAX {
+            return Err(format!("{} ended {STARTS_MAX} times within a minute", self.program.display()));
+        }
+        self.starts.push(Instant::now());
+        let (stream, child) = self.spawn().map_err(|e| format!("cannot start {}: {e}", self.program.display()))?;
+        let (read, write) = stream.into_split();
+        let (outbox, queue) = outbox(0);
+        tokio::spawn(write_frames(write, queue));
+        let (inputs, log) = (self.inputs.clone(), self.log.clone());
+        let serving = tokio::spawn(async move {
+            let why = serve(read, child, &inputs, log).await;
+            let _ = inputs.send(Input::Event(Event::TaskerGone { why })).await;
+        });
+        self.running = Some(Running { outbox, serving });
+        Ok(())
+    }
+
+    fn spawn(&self) -> std::io::Result<(UnixStream, Child)> {
+        let (ours, theirs) = StdStream::pair()?;
+        ours.set_nonblocking(true)?;
+        let mut command = std::process::Command::new(&self.program);
+        command.arg(theirs.as_raw_fd().to_string());
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+        // A Ctrl-C at the master's terminal is for the master alone; it ends the tasks in order.
+        command.process_group(0);
+        pass_descriptor(&mut command, theirs.as_raw_fd());
+        let child = tokio::process::Command::from(command).spawn()?;
+        drop(theirs);
+        Ok((UnixStream::from_std(ours)?, child))
+    }
+
+    /// Notes that the process has ended, and starts another one for new tasks.
+    pub(crate) fn gone(&mut self) {
+        self.running = None;
+        if let Err(why) = self.start() {
+            self.log.line(why);
+        }
+    }
+
+    /// Sends a message; without a process a start is answered with its failure, the rest is lost with the tasks.
+    pub(crate) fn send(&mut self, message: &ToTasker) -> Option<FromTasker> {
+        let failed = |why: String| match message {
+            ToTasker::Start(task) => Some(FromTasker::StartFailed { tid: task.tid, why }),
+            _ => None,
+        };
+        if self.running.is_none()
+            && let Err(why) = self.start()
+        {
+            return failed(why);
+        }
+        let running = self.running.as_ref().expect("it has just been started");
+        match encode_control(message) {
+            Ok(frame) => {
+                running.outbox.put(Parcel::Sure(frame));
+                None
+            }
+            Err(e) => failed(format!("arguments and environment are too long: {e}")),
+        }
+    }
+
+    /// Has the process end with all its tasks, and waits for it.
+    pub(crate) async fn end(&mut self) {
+        let Some(Running { outbox, serving }) = self.running.take() else { return };
+        outbox.put(Parcel::End);
+        drop(outbox);
+        let _ = timeout(END_WITHIN + Duration::from_secs(2), serving).await;
+    }
+}
+
+/// Hands on what the tasker says until it ends; why it did.
+async fn serve(mut read: tokio::net::unix::OwnedReadHalf, mut child: Child, inputs: &Inputs, log: Log) -> String {
+    if let Some(stderr) = child.stderr.take() {
+        tokio::spawn(async move {
+            let mut lines = BufReader::new(stderr).lines();
+            while let Ok(Some(line)) = lines.next_line().await {
+                log.line(format!("tasker: {line}"));
+            }
+        });
+    }
+    let mut decoder = FrameDecoder::new();
+    let said = loop {
+        let message = match read_frame(&mut read, &mut decoder).await {
+            Ok(Some(frame)) => frame.control::<FromTasker>().map_err(|e| e.to_string()),
+            Ok(None) => break None,
+            Err(why) => Err(why),
+        };
+        match message {
+            Ok(message) => {
+                if inputs.send(Input::Event(Event::Tasker(message))).await.is_err() {
+                    break None;
+                }
+            }
+            Err(why) => break Some(why),
+        }
+    };
+    // It has closed its socket, or we have done so: it kills its tasks and ends.
+    drop(read);
+    let ended = match timeout(END_WITHIN, child.wait()).await {
+        Ok(Ok(status)) => format!("it ended with {status}"),
+        Ok(Err(e)) => format!("it cannot be waited for: {e}"),
+        Err(_) => {
+            let _ = child.kill().await;
+            "it did not end by itself and was killed".to_string()
+        }
+    };
+    match said {
+        Some(why) => format!("the tasker said something that cannot be understood ({why}); {ended}"),
+        None => format!("the tasker is gone: {ended}"),
+    }
+}
