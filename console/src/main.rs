@@ -1,2 +1,154 @@
-//! .
-fn main() {}
+//! `pvm`: the console of a virtual machine. It starts one when none runs, and is otherwise an ordinary task of it.
+//!
+//! * [`words`], [`parse`], [`spawn`]: from a line to a command. Pure.
+//! * [`format`], [`json`], [`help`], [`jobs`], [`options`]: from results to what is shown. Pure.
+//! * [`session`]: carries commands out on a [`machine`].
+//! * [`shell`], [`once`]: the two ways to use it; [`args`] tells them apart.
+//! * [`daemon`], [`detach`], [`halt`]: the daemon of this host, its start and its end.
+
+mod args;
+mod daemon;
+mod detach;
+mod format;
+mod halt;
+mod help;
+mod jobs;
+mod json;
+mod machine;
+mod once;
+mod options;
+mod parse;
+mod screen;
+mod session;
+mod shell;
+mod spawn;
+mod words;
+
+use args::{ArgsError, Mode};
+use halt::Home;
+use libpvm::{EnrollError, Vm};
+use nix::sys::signal::{SigSet, Signal};
+use once::Plan;
+use screen::Screen;
+use sempa_proto::place::Place;
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ExitCode};
+
+/// Said when a command needs a virtual machine and none is there.
+const NONE_RUNS: &str = "no virtual machine is running here: start one with `pvm`";
+
+fn main() -> ExitCode {
+    let mode = match args::parse(std::env::args_os()) {
+        Ok(mode) => mode,
+        Err(ArgsError::Clap(error)) => {
+            // Help and version come this way as well, and go to standard output.
+            let _ = error.print();
+            return ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(1));
+        }
+        Err(error) => return fail(&error.to_string()),
+    };
+    // What cannot be written has no reader any more, and nobody to tell.
+    run(mode).unwrap_or(ExitCode::FAILURE)
+}
+
+fn fail(line: &str) -> ExitCode {
+    Screen.complain(line);
+    ExitCode::FAILURE
+}
+
+fn run(mode: Mode) -> io::Result<ExitCode> {
+    match mode {
+        Mode::Once { words, json } => match once::plan(&words, json)? {
+            Plan::Done(code) => Ok(code),
+            Plan::Needs(command) => {
+                let vm = match allowed().and_then(|()| Vm::enroll().map_err(|error| none_or(&error))) {
+                    Ok(vm) => vm,
+                    Err(line) => return Ok(fail(&line)),
+                };
+                match lock() {
+                    Ok(lock) => once::run(&vm, Home { lock, child: None }, environment(), &words, &command, json),
+                    Err(line) => Ok(fail(&line)),
+                }
+            }
+        },
+        Mode::Start(daemon) => Ok(match allowed().and_then(|()| start(&daemon)) {
+            Ok(_) => ExitCode::SUCCESS,
+            Err(line) => fail(&line),
+        }),
+        Mode::Console(daemon) => {
+            // As in PVM an interrupt does not end the console. Threads made later do as this one.
+            let mut interrupt = SigSet::empty();
+            interrupt.add(Signal::SIGINT);
+            interrupt.thread_block().map_err(io::Error::from)?;
+            let begun = allowed().and_then(|()| {
+                let child = start(&daemon)?;
+                let vm = Vm::enroll().map_err(|error| format!("pvm: {error}"))?;
+                Ok((vm, Home { lock: lock()?, child }))
+            });
+            match begun {
+                Ok((vm, home)) => shell::run(&vm, home, environment()),
+                Err(line) => Ok(fail(&line)),
+            }
+        }
+    }
+}
+
+/// Root has to say that it means it.
+fn allowed() -> Result<(), String> {
+    if nix::unistd::geteuid().is_root() && std::env::var_os("PVM_ALLOW_ROOT").is_none() {
+        return Err(
+            "pvm: running as root is refused: use an ordinary user, or set PVM_ALLOW_ROOT=1 if you mean it".into()
+        );
+    }
+    Ok(())
+}
+
+fn none_or(error: &EnrollError) -> String {
+    match error {
+        EnrollError::NoDaemon { .. } => format!("pvm: {NONE_RUNS}"),
+        other => format!("pvm: {other}"),
+    }
+}
+
+/// The daemon's socket, where this process would look for it.
+fn socket() -> Result<PathBuf, String> {
+    if let Some(socket) = std::env::var_os("PVMSOCK").filter(|value| !value.is_empty()) {
+        return Ok(socket.into());
+    }
+    let place = Place::of(nix::unistd::geteuid().as_raw(), |name| std::env::var(name).ok());
+    place.map(|place| place.socket()).map_err(|error| format!("pvm: {error}"))
+}
+
+/// The daemon's lock, which lies beside its socket.
+fn lock() -> Result<PathBuf, String> {
+    let socket = socket()?;
+    let dir = socket.parent().unwrap_or(Path::new("/"));
+    Ok(dir.join("pvmd.lock"))
+}
+
+/// Starts a daemon if none listens; answers it, or `None` when one ran already.
+fn start(args: &[OsString]) -> Result<Option<Child>, String> {
+    let socket = socket()?;
+    let listens = || std::os::unix::net::UnixStream::connect(&socket).is_ok();
+    if listens() {
+        // A console whose output nobody reads ends at its next line.
+        let _ = Screen.print(b"pvmd already running.\n");
+        return Ok(None);
+    }
+    match daemon::start(args) {
+        Ok(child) => Ok(Some(child)),
+        // Somebody else was faster.
+        Err(_) if listens() => Ok(None),
+        Err(error) => Err(format!("pvm: {error}")),
+    }
+}
+
+/// A copy of the environment; what is not text cannot be exported and is left out.
+fn environment() -> BTreeMap<String, String> {
+    std::env::vars_os()
+        .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
+        .collect()
+}

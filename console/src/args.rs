@@ -1,0 +1,133 @@
+//! The command line of `pvm`.
+
+use crate::help;
+use clap::Parser;
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+/// Console of a Sempa virtual machine: starts it when none runs, adds hosts, starts, lists, moves and ends tasks.
+///
+/// Without a command it reads commands from its input. With one it carries it out and ends: `pvm conf`, `pvm add h2 h3`,
+/// `pvm spawn -3 hello`. `pvm help` lists the commands, `pvm help NAME` explains one.
+#[derive(Debug, Parser)]
+#[command(
+    name = "pvm",
+    version,
+    override_usage = "pvm [-dMASK] [-nNAME] [HOSTFILE]\n       pvm [--json] COMMAND [ARG ...]\n       pvm [-dMASK] [-nNAME] start [HOSTFILE]"
+)]
+struct Cli {
+    /// Debug mask for the daemon, when one is started
+    #[arg(short = 'd', value_name = "MASK")]
+    debug: Option<String>,
+    /// Name or address of this host, when a daemon is started
+    #[arg(short = 'n', value_name = "NAME")]
+    name: Option<String>,
+    /// Print values for programs: conf, ps, add, delete, spawn, migrate, events
+    #[arg(long)]
+    json: bool,
+    /// A command with its arguments, or a host file (as ./NAME when a command has its name)
+    #[arg(trailing_var_arg = true, value_name = "COMMAND | HOSTFILE")]
+    words: Vec<String>,
+}
+
+/// Commands that answer with `--json`.
+const JSON_COMMANDS: [&str; 7] = ["add", "conf", "delete", "events", "migrate", "ps", "spawn"];
+
+/// What the program is to do.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Mode {
+    /// Read commands; start a daemon with these arguments when none runs.
+    Console(Vec<OsString>),
+    /// Start a daemon with these arguments when none runs.
+    Start(Vec<OsString>),
+    /// One command.
+    Once {
+        /// Its words, at least one.
+        words: Vec<String>,
+        /// Answer with values for programs.
+        json: bool,
+    },
+}
+
+/// Why the arguments make no sense.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum ArgsError {
+    /// Wrong options, or a wish for help or the version: clap knows how to show it.
+    #[error(transparent)]
+    Clap(#[from] clap::Error),
+    /// Neither a command nor a file.
+    #[error("{0}: not found")]
+    NotFound(String),
+    /// More than one word after a host file.
+    #[error("{0}: one host file is enough")]
+    TooMany(String),
+    /// No JSON for this.
+    #[error("--json is for the commands {}", JSON_COMMANDS.join(", "))]
+    NoJson,
+}
+
+/// Reads the arguments, the program's name first.
+pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Mode, ArgsError> {
+    let Cli { debug, name, mut json, mut words } = Cli::try_parse_from(args)?;
+    let mut daemon: Vec<OsString> = Vec::new();
+    daemon.extend(debug.map(|mask| format!("-d{mask}").into()));
+    daemon.extend(name.map(|name| format!("-n{name}").into()));
+    let Some(first) = words.first().cloned() else {
+        return if json { Err(ArgsError::NoJson) } else { Ok(Mode::Console(daemon)) };
+    };
+    let command = help::find(&first).is_some();
+    if command && words.get(1).is_some_and(|word| word == "--json") {
+        words.remove(1);
+        json = true;
+    }
+    if json && !JSON_COMMANDS.contains(&first.as_str()) {
+        return Err(ArgsError::NoJson);
+    }
+    let files = if first == "start" { &words[1..] } else { &words[..] };
+    if command && first != "start" {
+        return Ok(Mode::Once { words, json });
+    }
+    match files {
+        [] => {}
+        [file] if PathBuf::from(file).is_file() => daemon.push(file.into()),
+        [file] => return Err(ArgsError::NotFound(file.clone())),
+        [first, ..] if PathBuf::from(first).is_file() => return Err(ArgsError::TooMany(first.clone())),
+        [first, ..] => return Err(ArgsError::NotFound(first.clone())),
+    }
+    Ok(if first == "start" { Mode::Start(daemon) } else { Mode::Console(daemon) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn mode(line: &str) -> Result<Mode, String> {
+        parse(line.split(' ').map(OsString::from)).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn a_command_name_makes_it_one_shot() {
+        let once =
+            |words: &[&str], json| Ok(Mode::Once { words: words.iter().map(|word| word.to_string()).collect(), json });
+        assert_eq!(mode("pvm conf"), once(&["conf"], false));
+        assert_eq!(mode("pvm ps -a -l"), once(&["ps", "-a", "-l"], false));
+        assert_eq!(mode("pvm spawn -3 hello --json"), once(&["spawn", "-3", "hello", "--json"], false));
+        assert_eq!(mode("pvm --json conf"), once(&["conf"], true));
+        assert_eq!(mode("pvm conf --json"), once(&["conf"], true));
+        assert_eq!(mode("pvm --json halt"), Err(ArgsError::NoJson.to_string()));
+        assert_eq!(mode("pvm foo"), Err("foo: not found".into()));
+    }
+
+    #[test]
+    fn a_file_and_options_go_to_the_daemon() {
+        assert_eq!(mode("pvm"), Ok(Mode::Console(Vec::new())));
+        let file = "/etc/passwd";
+        assert_eq!(
+            mode(&format!("pvm -d0x8 -nha1 {file}")),
+            Ok(Mode::Console(vec!["-d0x8".into(), "-nha1".into(), file.into()]))
+        );
+        assert_eq!(mode("pvm -nha1 start"), Ok(Mode::Start(vec!["-nha1".into()])));
+        assert_eq!(mode(&format!("pvm start {file}")), Ok(Mode::Start(vec![file.into()])));
+        assert_eq!(mode("pvm start nofile"), Err("nofile: not found".into()));
+    }
+}

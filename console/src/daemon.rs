@@ -1,0 +1,194 @@
+//! The daemon of this host, seen from outside: starting it, and knowing when it is gone.
+
+use crate::detach::detached;
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use std::ffi::OsString;
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader, Read, Seek};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Time the daemon has to print its address.
+const START_MAX: Duration = Duration::from_secs(60);
+/// Time the daemon has to go after it has been asked to; it waits for the other hosts, which have their own limits.
+const GONE_MAX: Duration = Duration::from_secs(60);
+/// How often the process table is looked at while waiting.
+const LOOK_EVERY: Duration = Duration::from_millis(5);
+/// Bytes of the daemon's complaints that are read.
+const COMPLAINT_BYTES_MAX: u64 = 64 << 10;
+
+/// Why there is no daemon now.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum StartError {
+    /// The program cannot be run.
+    #[error("{} cannot be started: {source}; it belongs next to pvm, or into PATH", program.display())]
+    NoProgram {
+        /// What was tried.
+        program: PathBuf,
+        /// What happened.
+        source: std::io::Error,
+    },
+    /// It ended without an address; its own words.
+    #[error("{0}")]
+    Said(String),
+    /// It ended without an address or a word.
+    #[error("the daemon ended at once ({0}) and did not say why: see its log with SEMPA_LOG=FILE")]
+    Silent(std::process::ExitStatus),
+    /// It neither works nor ends; it was killed.
+    #[error("the daemon did not begin to listen within {} s and was ended", START_MAX.as_secs())]
+    Slow,
+    /// Something on the way there failed.
+    #[error("the daemon cannot be started: {0}")]
+    Io(#[from] std::io::Error),
+}
+
+/// The daemon's program: next to this one, or wherever PATH finds it.
+fn program() -> PathBuf {
+    let beside = std::env::current_exe().ok().and_then(|exe| exe.parent().map(|dir| dir.join("pvmd")));
+    beside.filter(|path| path.is_file()).unwrap_or_else(|| PathBuf::from("pvmd"))
+}
+
+/// Starts the daemon in the background and waits until it listens. The child is to be waited for when it ends.
+///
+/// # Errors
+/// No daemon was left behind.
+pub(crate) fn start(args: &[OsString]) -> Result<Child, StartError> {
+    run(&program(), args)
+}
+
+fn run(program: &Path, args: &[OsString]) -> Result<Child, StartError> {
+    // Its complaints go into memory: a pipe would kill it when this console is gone and somebody there still writes.
+    let mut complaints = File::from(memfd_create("pvmd-stderr", MFdFlags::MFD_CLOEXEC).map_err(std::io::Error::from)?);
+    let mut command = Command::new(program);
+    command.args(args).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(complaints.try_clone()?);
+    let mut child = detached(&mut command)
+        .spawn()
+        .map_err(|source| StartError::NoProgram { program: program.to_path_buf(), source })?;
+    let stdout = child.stdout.take().expect("it was asked for");
+    let (sender, line) = mpsc::channel();
+    thread::spawn(move || {
+        let mut line = String::new();
+        let read = BufReader::new(stdout.take(COMPLAINT_BYTES_MAX)).read_line(&mut line);
+        // Nobody listens any more when the time was up.
+        let _ = sender.send(read.is_ok_and(|_| line.ends_with('\n')));
+    });
+    match line.recv_timeout(START_MAX) {
+        Ok(true) => Ok(child),
+        Ok(false) => {
+            // Its output is closed, so it is ending; should it not, it is of no use either.
+            let _ = wait_until(START_MAX, || !matches!(child.try_wait(), Ok(None)));
+            let _ = child.kill();
+            let status = child.wait()?;
+            let mut said = String::new();
+            complaints.rewind()?;
+            let _ = complaints.take(COMPLAINT_BYTES_MAX).read_to_string(&mut said);
+            let last = said.lines().rev().find(|line| !line.trim().is_empty());
+            Err(last.map_or(StartError::Silent(status), |line| StartError::Said(line.trim().to_string())))
+        }
+        Err(_) => {
+            let _ = child.kill();
+            let _ = child.wait();
+            Err(StartError::Slow)
+        }
+    }
+}
+
+/// A running daemon that can be watched until it is gone.
+#[derive(Debug)]
+pub(crate) struct Watched {
+    lock: PathBuf,
+    /// Process number and the kernel's time of its start, which tells it from a later process with the same number.
+    process: Option<(i32, String)>,
+}
+
+impl Watched {
+    /// The running daemon that holds this lock file.
+    pub(crate) fn holding(lock: PathBuf) -> Watched {
+        let pid = fs::read_to_string(&lock).ok().and_then(|text| text.trim().parse().ok());
+        Watched { process: pid.and_then(|pid| Some((pid, stat(pid)?.1))), lock }
+    }
+
+    fn is_gone(&self) -> bool {
+        match &self.process {
+            Some((pid, started)) => stat(*pid).is_none_or(|(state, since)| state == 'Z' || since != *started),
+            None => !self.lock.exists(),
+        }
+    }
+
+    /// Waits until it is gone; false when it stays. `child` is reaped when it is the daemon.
+    pub(crate) fn wait(&self, mut child: Option<&mut Child>) -> bool {
+        wait_until(GONE_MAX, || {
+            if let Some(child) = child.as_deref_mut() {
+                let _ = child.try_wait();
+            }
+            self.is_gone()
+        })
+    }
+}
+
+fn wait_until(limit: Duration, mut done: impl FnMut() -> bool) -> bool {
+    let deadline = Instant::now() + limit;
+    loop {
+        if done() {
+            return true;
+        }
+        if Instant::now() >= deadline {
+            return false;
+        }
+        thread::sleep(LOOK_EVERY);
+    }
+}
+
+/// State letter and start time of a process.
+fn stat(pid: i32) -> Option<(char, String)> {
+    let text = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The name in parentheses may hold anything, so fields are counted from its end.
+    let mut fields = text[text.rfind(')')? + 1..].split_whitespace();
+    let state = fields.next()?.chars().next()?;
+    Some((state, fields.nth(18)?.to_string()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shell(script: &str) -> Result<Child, StartError> {
+        run(Path::new("/bin/sh"), &["-c".into(), script.into()])
+    }
+
+    #[test]
+    fn a_daemon_that_prints_its_address_is_left_running_in_its_own_session() {
+        let mut child = shell("echo /some/socket; exec sleep 60").expect("started");
+        let pid = i32::try_from(child.id()).expect("a pid");
+        let session = nix::unistd::getsid(Some(nix::unistd::Pid::from_raw(pid))).expect("it runs");
+        assert_eq!(session.as_raw(), pid);
+        let watched = Watched { lock: PathBuf::new(), process: Some((pid, stat(pid).expect("it runs").1)) };
+        assert!(!watched.is_gone());
+        child.kill().expect("ours");
+        assert!(watched.wait(Some(&mut child)));
+        child.wait().expect("ours");
+    }
+
+    #[test]
+    fn a_daemon_that_fails_is_quoted() {
+        let said = shell("echo 'warning: x' >&2; echo 'pvmd: no room' >&2; exit 1").expect_err("failed").to_string();
+        assert_eq!(said, "pvmd: no room");
+        assert!(matches!(shell("exit 3").expect_err("failed"), StartError::Silent(_)));
+        let none = run(Path::new("/nonexistent/pvmd"), &[]).expect_err("failed");
+        assert!(matches!(none, StartError::NoProgram { .. }));
+    }
+
+    #[test]
+    fn a_process_is_told_from_another_with_its_number() {
+        let me = i32::try_from(std::process::id()).expect("a pid");
+        let (state, started) = stat(me).expect("this process runs");
+        assert_ne!(state, 'Z');
+        let same = Watched { lock: PathBuf::new(), process: Some((me, started)) };
+        let other = Watched { lock: PathBuf::new(), process: Some((me, "1".into())) };
+        assert!(!same.is_gone());
+        assert!(other.is_gone());
+    }
+}

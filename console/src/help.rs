@@ -1,0 +1,190 @@
+//! The commands: their names, one-line descriptions and full help.
+
+/// A command as `help` shows it.
+pub(crate) struct Entry {
+    /// Its name, as typed.
+    pub(crate) name: &'static str,
+    /// One line.
+    pub(crate) summary: &'static str,
+    /// Everything below the first line.
+    pub(crate) detail: &'static str,
+}
+
+/// All commands by name.
+pub(crate) const COMMANDS: &[Entry] = &[
+    Entry {
+        name: "add",
+        summary: "Add hosts to the virtual machine",
+        detail: "Syntax:  add host ...\n  or     add 'host option=value ...' ...\n\
+                 Options: lo=user dx=daemon ep=path wd=dir sp=speed ip=address\n",
+    },
+    Entry {
+        name: "alias",
+        summary: "Define a short name for a command, or list them",
+        detail: "Syntax:  alias [ name command [ arg ... ] ]\n",
+    },
+    Entry {
+        name: "conf",
+        summary: "List the hosts of the virtual machine",
+        detail: "Syntax:  conf\nOutput fields:\n  HOST    name of the host\n  DTID    its tid\n  ARCH    its architecture\n  \
+                 SPEED   its relative speed, as given when it was added\n  DSIG    how its machine lays out numbers\n",
+    },
+    Entry {
+        name: "delete",
+        summary: "Take hosts out of the virtual machine",
+        detail: "Syntax:  delete host ...\nTasks that run there are ended.\n",
+    },
+    Entry { name: "echo", summary: "Print the arguments", detail: "Syntax:  echo [ word ... ]\n" },
+    Entry {
+        name: "events",
+        summary: "Show what happened in the virtual machine, and why",
+        detail: "Syntax:  events [ --from number ] [ --follow ]\nOne line for each event: time (UTC), host, what happened.\n\
+                 --follow goes on until it is interrupted (only as `pvm events --follow`).\n",
+    },
+    Entry {
+        name: "export",
+        summary: "Add variables to the environment of tasks spawned from here",
+        detail: "Syntax:  export [ variable ... ]\n",
+    },
+    Entry { name: "getopt", summary: "Show options of the console's own task", detail: "Syntax:  getopt [ option ]\n" },
+    Entry {
+        name: "halt",
+        summary: "End the virtual machine: all tasks, all daemons",
+        detail: "Syntax:  halt\nReturns when the daemon of this host is gone.\n",
+    },
+    Entry { name: "help", summary: "Explain a command", detail: "Syntax:  help [ command ]\n" },
+    Entry { name: "id", summary: "Print the console's own tid", detail: "Syntax:  id\n" },
+    Entry {
+        name: "jobs",
+        summary: "List jobs whose output is collected here",
+        detail: "Syntax:  jobs [ -l ]\nOptions:  -l   with a line for each task\n",
+    },
+    Entry {
+        name: "kill",
+        summary: "End tasks (SIGTERM)",
+        detail: "Syntax:  kill [ -c ] tid ...\nOptions:  -c   the children of tid instead\n",
+    },
+    Entry {
+        name: "migrate",
+        summary: "Move a running task to another host",
+        detail: "Syntax:  migrate tid host\nReturns when the task runs there, or says which step failed and why;\n\
+                 the task then goes on where it was.\n",
+    },
+    Entry { name: "mstat", summary: "Tell whether hosts are up", detail: "Syntax:  mstat host ...\n" },
+    Entry { name: "names", summary: "List the mailbox of the virtual machine", detail: "Syntax:  names [ pattern ]\n" },
+    Entry {
+        name: "ps",
+        summary: "List tasks",
+        detail: "Syntax:  ps [ -a ] [ -l ] [ -x ] [ -htid ] [ -nhost ]\n\
+                 Options:  -a       on all hosts (default: on this one)\n          \
+                 -htid    on the host with this tid, or this one task\n          \
+                 -nhost   on the host with this name\n          \
+                 -l       with parent and process id\n          \
+                 -x       with the console itself\n\
+                 Output fields:\n  HOST    where it runs now\n  TID     task id\n  PTID    parent\n  \
+                 PID     process id on its host\n  FLAG    state\n  COMMAND program, or - when started by hand\n\
+                 FLAG values:\n  f   started by the virtual machine\n  c   connected to its daemon\n  \
+                 a   waiting for authorization\n  o   connection is being closed\n  s   deadlocked\n  \
+                 H   hoster\n  R   resource manager\n  T   tasker\n",
+    },
+    Entry { name: "pstat", summary: "Tell whether tasks run", detail: "Syntax:  pstat tid ...\n" },
+    Entry { name: "put", summary: "Put an empty entry into the mailbox", detail: "Syntax:  put name flags\n" },
+    Entry { name: "quit", summary: "Leave the console; the virtual machine goes on", detail: "Syntax:  quit\n" },
+    Entry {
+        name: "reset",
+        summary: "End all tasks and clean the mailbox",
+        detail: "Syntax:  reset\n\nreset info    only remove mailbox entries that nobody owns\nSyntax:  reset info\n",
+    },
+    Entry {
+        name: "setenv",
+        summary: "Show or set the console's environment variables",
+        detail: "Syntax:  setenv [ name [ value ] ]\nA variable reaches spawned tasks when it is exported.\n",
+    },
+    Entry {
+        name: "setopt",
+        summary: "Set options of the console's own task",
+        detail: "Syntax:  setopt option value\n",
+    },
+    Entry {
+        name: "sig",
+        summary: "Send a signal to tasks",
+        detail: "Syntax:  sig signal tid ...\nThe signal is a number or a name such as TERM.\n",
+    },
+    Entry {
+        name: "spawn",
+        summary: "Start tasks",
+        detail: "Syntax:  spawn [ options ] file [ arg ... ]\n\
+                 Options:  -(count)       number of tasks, 1 by default\n          \
+                 -(host)        on this host; -. is the console's own\n          \
+                 -(ARCH)        on hosts of this architecture\n          \
+                 -(host):(wd)   there, in directory wd\n          \
+                 -:(wd)         anywhere, in directory wd\n          \
+                 --host=(name)  as -(host), for names that start with a digit\n          \
+                 -~             anywhere but there\n          \
+                 -?             under the debugger\n          \
+                 ->             show the output here, as a job\n          \
+                 ->(file)       write the output to a new file\n          \
+                 ->>(file)      append the output to a file\n",
+    },
+    Entry {
+        name: "start",
+        summary: "Start the virtual machine in the background",
+        detail: "Syntax:  pvm [ -dMASK ] [ -nNAME ] start [ hostfile ]\n",
+    },
+    Entry { name: "trace", summary: "Trace events (not available yet)", detail: "Syntax:  trace\n" },
+    Entry { name: "unalias", summary: "Forget aliases", detail: "Syntax:  unalias name ...\n" },
+    Entry {
+        name: "unexport",
+        summary: "Take variables out of the environment of tasks spawned from here",
+        detail: "Syntax:  unexport variable ...\n",
+    },
+    Entry { name: "version", summary: "Show the version of the interface", detail: "Syntax:  version\n" },
+];
+
+/// The command with this name.
+pub(crate) fn find(name: &str) -> Option<&'static Entry> {
+    COMMANDS.iter().find(|entry| entry.name == name)
+}
+
+/// What `help NAME` prints, or `None` when there is no such command.
+pub(crate) fn about(name: &str) -> Option<String> {
+    let entry = find(name)?;
+    let mut text = format!("{:<12}{}\n{}", entry.name, entry.summary, entry.detail);
+    if name == "help" {
+        text.push_str(&list());
+    }
+    Some(text)
+}
+
+/// The list of all commands.
+fn list() -> String {
+    let mut text = String::from("Commands are:\n");
+    for entry in COMMANDS {
+        text.push_str(&format!("  {:<12}{}\n", entry.name, entry.summary));
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn commands_are_sorted_and_each_says_its_syntax() {
+        assert!(COMMANDS.windows(2).all(|pair| pair[0].name < pair[1].name));
+        for entry in COMMANDS {
+            assert!(entry.detail.starts_with("Syntax:  "), "{}", entry.name);
+            assert!(entry.detail.ends_with('\n'), "{}", entry.name);
+        }
+    }
+
+    #[test]
+    fn help_has_the_shape_of_pvm() {
+        let text = about("help").expect("a command");
+        assert!(
+            text.starts_with("help        Explain a command\nSyntax:  help [ command ]\nCommands are:\n  add         ")
+        );
+        assert!(about("id").expect("a command").starts_with("id          Print"));
+        assert_eq!(about("foo"), None);
+    }
+}

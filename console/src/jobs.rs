@@ -1,0 +1,241 @@
+//! Jobs: spawned tasks, and all that they spawn, whose output comes to the console.
+//!
+//! The daemons send messages about each task: that it was asked for, that it was created, pieces of its output, and its
+//! end. Pieces are cut anywhere; this puts lines together again.
+
+use sempa_proto::Tid;
+use sempa_proto::body::Unpacker;
+use std::collections::BTreeMap;
+
+/// Longest line that is put together, in bytes; a longer one is broken.
+pub(crate) const OUTPUT_LINE_BYTES_MAX: usize = 64 << 10;
+
+/// What a message about a task says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum TaskOutput {
+    /// It exists or will exist.
+    Known,
+    /// Some of its output.
+    Data(Vec<u8>),
+    /// Nothing more comes.
+    End,
+}
+
+/// Reads a message about a task's output; `None` when it is not one.
+pub(crate) fn read_output(mut body: Unpacker) -> Option<(Tid, TaskOutput)> {
+    let tid = Tid::from_raw(body.int().ok()?);
+    let what = match body.int().ok()? {
+        0 => TaskOutput::End,
+        -1 | -2 => TaskOutput::Known,
+        length => TaskOutput::Data(body.bytes(usize::try_from(length).ok()?).ok()?.to_vec()),
+    };
+    tid.is_task().then_some((tid, what))
+}
+
+/// A task of a job.
+#[derive(Debug, Default)]
+struct Member {
+    ended: bool,
+    partial: Vec<u8>,
+}
+
+/// A job.
+#[derive(Debug, Default)]
+struct Job {
+    /// True when the answer to the spawn is known, so that no member is missing.
+    started: bool,
+    members: BTreeMap<Tid, Member>,
+}
+
+/// All jobs of this console.
+#[derive(Debug, Default)]
+pub(crate) struct Jobs {
+    newest: u32,
+    jobs: BTreeMap<u32, Job>,
+}
+
+/// What is to be written because of a message.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Written {
+    /// Lines of output, complete with prefix and newline.
+    pub(crate) lines: Vec<u8>,
+    /// True when the job is complete; it is forgotten.
+    pub(crate) finished: bool,
+}
+
+impl Jobs {
+    /// A new job, before its tasks are started. Numbers count from 1.
+    pub(crate) fn open(&mut self) -> u32 {
+        self.newest += 1;
+        self.jobs.insert(self.newest, Job::default());
+        self.newest
+    }
+
+    /// The tasks with which a job was started. A job without any is forgotten.
+    pub(crate) fn started(&mut self, number: u32, tids: impl Iterator<Item = Tid>) -> Written {
+        let Some(job) = self.jobs.get_mut(&number) else { return Written::default() };
+        job.started = true;
+        for tid in tids {
+            job.members.entry(tid).or_default();
+        }
+        if job.members.is_empty() {
+            self.jobs.remove(&number);
+            return Written::default();
+        }
+        Written { lines: Vec::new(), finished: self.close_if_done(number) }
+    }
+
+    /// A message about a task of a job.
+    pub(crate) fn take(&mut self, number: u32, tid: Tid, what: TaskOutput) -> Written {
+        if number == 0 || number > self.newest {
+            return Written::default();
+        }
+        if !self.jobs.contains_key(&number) {
+            // A grandchild may be heard of only after the others have ended.
+            if what == TaskOutput::End {
+                return Written::default();
+            }
+            self.jobs.insert(number, Job { started: true, members: BTreeMap::new() });
+        }
+        let job = self.jobs.get_mut(&number).expect("it was looked up or put there just now");
+        let member = job.members.entry(tid).or_default();
+        let mut lines = Vec::new();
+        match what {
+            TaskOutput::Known => {}
+            TaskOutput::Data(bytes) => {
+                for piece in bytes.split_inclusive(|byte| *byte == b'\n') {
+                    member.partial.extend_from_slice(piece);
+                    if piece.ends_with(b"\n") || member.partial.len() >= OUTPUT_LINE_BYTES_MAX {
+                        line(&mut lines, number, tid, &std::mem::take(&mut member.partial));
+                    }
+                }
+            }
+            TaskOutput::End if !member.ended => {
+                if !member.partial.is_empty() {
+                    line(&mut lines, number, tid, &std::mem::take(&mut member.partial));
+                }
+                member.ended = true;
+                line(&mut lines, number, tid, b"EOF");
+            }
+            TaskOutput::End => {}
+        }
+        Written { lines, finished: self.close_if_done(number) }
+    }
+
+    /// True when all members have ended; the job is forgotten then.
+    fn close_if_done(&mut self, number: u32) -> bool {
+        let done = |job: &Job| job.started && job.members.values().all(|member| member.ended);
+        let finished = self.jobs.get(&number).is_some_and(done);
+        if finished {
+            self.jobs.remove(&number);
+        }
+        finished
+    }
+
+    /// True while the job is running.
+    pub(crate) fn contains(&self, number: u32) -> bool {
+        self.jobs.contains_key(&number)
+    }
+
+    /// True when no job is left.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.jobs.is_empty()
+    }
+
+    /// Jobs with those of their tasks that have not ended.
+    pub(crate) fn running(&self) -> impl Iterator<Item = (u32, Vec<Tid>)> {
+        self.jobs.iter().map(|(number, job)| {
+            (*number, job.members.iter().filter(|(_, member)| !member.ended).map(|(tid, _)| *tid).collect())
+        })
+    }
+}
+
+fn line(out: &mut Vec<u8>, job: u32, tid: Tid, text: &[u8]) {
+    out.extend_from_slice(format!("[{job}:{tid}] ").as_bytes());
+    out.extend_from_slice(text.strip_suffix(b"\n").unwrap_or(text));
+    out.push(b'\n');
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use sempa_proto::body::{Encoding, Packer};
+
+    const A: Tid = Tid::from_raw(0x40002);
+    const B: Tid = Tid::from_raw(0x80001);
+
+    fn text(written: &Written) -> String {
+        String::from_utf8(written.lines.clone()).expect("text")
+    }
+
+    #[test]
+    fn lines_are_put_together_from_pieces() {
+        let mut jobs = Jobs::default();
+        let job = jobs.open();
+        jobs.started(job, [A].into_iter());
+        let data = |text: &str| TaskOutput::Data(text.as_bytes().to_vec());
+        assert_eq!(text(&jobs.take(job, A, data("i'm t"))), "");
+        assert_eq!(
+            text(&jobs.take(job, A, data("40002\n\nsecond\nthi"))),
+            "[1:t40002] i'm t40002\n[1:t40002] \n[1:t40002] second\n"
+        );
+        let end = jobs.take(job, A, TaskOutput::End);
+        assert_eq!(text(&end), "[1:t40002] thi\n[1:t40002] EOF\n");
+        assert!(end.finished && jobs.is_empty());
+    }
+
+    #[test]
+    fn a_job_ends_with_the_last_of_its_tasks_and_their_children() {
+        let mut jobs = Jobs::default();
+        let job = jobs.open();
+        assert!(!jobs.take(job, A, TaskOutput::Known).finished);
+        assert!(!jobs.take(job, A, TaskOutput::End).finished, "the answer to the spawn may name more tasks");
+        assert_eq!(jobs.take(job, B, TaskOutput::Known), Written::default());
+        assert!(!jobs.started(job, [A].into_iter()).finished);
+        assert_eq!(jobs.running().collect::<Vec<_>>(), [(1, vec![B])]);
+        assert!(jobs.take(job, B, TaskOutput::End).finished);
+        assert_eq!(text(&jobs.take(job, B, TaskOutput::Data(b"late\n".to_vec()))), "[1:t80001] late\n");
+    }
+
+    #[test]
+    fn a_job_whose_tasks_end_before_the_answer_finishes_with_the_answer() {
+        let mut jobs = Jobs::default();
+        let job = jobs.open();
+        jobs.take(job, A, TaskOutput::End);
+        assert!(jobs.started(job, [A].into_iter()).finished);
+    }
+
+    #[test]
+    fn a_job_without_tasks_is_forgotten_and_foreign_numbers_are_ignored() {
+        let mut jobs = Jobs::default();
+        let job = jobs.open();
+        assert_eq!(jobs.started(job, [].into_iter()), Written::default());
+        assert!(jobs.is_empty());
+        assert_eq!(jobs.take(7, A, TaskOutput::Known), Written::default());
+        assert!(jobs.is_empty());
+    }
+
+    #[test]
+    fn endless_lines_are_broken() {
+        let mut jobs = Jobs::default();
+        let job = jobs.open();
+        let written = jobs.take(job, A, TaskOutput::Data(vec![b'x'; OUTPUT_LINE_BYTES_MAX]));
+        assert!(written.lines.len() > OUTPUT_LINE_BYTES_MAX);
+    }
+
+    #[test]
+    fn output_messages_are_read_and_garbage_is_not() {
+        let read = |words: &[i32], bytes: &[u8]| {
+            let mut body = Packer::new(Encoding::Xdr);
+            body.items(words.iter().copied()).bytes(bytes);
+            read_output(Unpacker::xdr(body.finish()))
+        };
+        assert_eq!(read(&[0x40002, 0], b""), Some((A, TaskOutput::End)));
+        assert_eq!(read(&[0x40002, -1, 0], b""), Some((A, TaskOutput::Known)));
+        assert_eq!(read(&[0x40002, 3], b"abc"), Some((A, TaskOutput::Data(b"abc".to_vec()))));
+        assert_eq!(read(&[0x40002, 3000], b"abc"), None);
+        assert_eq!(read(&[0x40002, -7], b""), None);
+        assert_eq!(read(&[0, 0], b""), None);
+        assert_eq!(read(&[], b""), None);
+    }
+}

@@ -1,0 +1,145 @@
+//! What the one-shot commands print with `--json`: one value per line. Tids are written as `t40001`, times in
+//! microseconds since 1970.
+
+use sempa_proto::event::Event;
+use sempa_proto::table::{AddedHost, HostEntry, HostTable, TaskInfo};
+use sempa_proto::task::MoveReport;
+use sempa_proto::{PvmError, Tid};
+use serde_json::{Value, json};
+
+fn error(error: PvmError) -> Value {
+    json!({ "code": error.code(), "text": error.text() })
+}
+
+fn host(entry: &HostEntry) -> Value {
+    json!({
+        "name": entry.name,
+        "index": entry.id.index(),
+        "dtid": entry.id.tid().to_string(),
+        "arch": entry.arch,
+        "speed": entry.speed,
+        "dsig": entry.dsig,
+        "addresses": entry.addresses,
+    })
+}
+
+/// `conf`.
+pub(crate) fn conf(table: &HostTable) -> Value {
+    json!({
+        "epoch": table.epoch.0,
+        "formats": table.formats(),
+        "hosts": table.hosts.iter().map(host).collect::<Vec<_>>(),
+    })
+}
+
+/// `ps`.
+pub(crate) fn ps(table: &HostTable, tasks: &[TaskInfo]) -> Value {
+    let task = |task: &TaskInfo| {
+        json!({
+            "tid": task.tid.to_string(),
+            "parent": task.parent.is_task().then(|| task.parent.to_string()),
+            "host": table.get(task.host).map(|host| host.name.clone()),
+            "host_index": task.host.index(),
+            "flags": task.flags,
+            "name": task.name,
+            "pid": task.pid,
+            "uid": task.uid,
+            "moving": task.moving,
+        })
+    };
+    json!({ "tasks": tasks.iter().map(task).collect::<Vec<_>>() })
+}
+
+/// `add`.
+pub(crate) fn added(lines: &[String], results: &[AddedHost]) -> Value {
+    let one = |(line, added): (&String, &AddedHost)| match &added.result {
+        Ok(entry) => json!({ "line": line, "host": host(entry) }),
+        Err(code) => json!({ "line": line, "error": error(*code), "reason": added.reason }),
+    };
+    json!({ "results": lines.iter().zip(results).map(one).collect::<Vec<_>>() })
+}
+
+/// `delete`.
+pub(crate) fn deleted(names: &[String], results: &[Result<(), PvmError>]) -> Value {
+    let one = |(name, result): (&String, &Result<(), PvmError>)| match result {
+        Ok(()) => json!({ "name": name, "deleted": true }),
+        Err(code) => json!({ "name": name, "deleted": false, "error": error(*code) }),
+    };
+    json!({ "results": names.iter().zip(results).map(one).collect::<Vec<_>>() })
+}
+
+/// `spawn`.
+pub(crate) fn spawned(results: &[Result<Tid, PvmError>]) -> Value {
+    let one = |result: &Result<Tid, PvmError>| match result {
+        Ok(tid) => json!({ "tid": tid.to_string() }),
+        Err(code) => json!({ "error": error(*code) }),
+    };
+    json!({ "results": results.iter().map(one).collect::<Vec<_>>() })
+}
+
+/// `migrate`, when it went well.
+pub(crate) fn moved(tid: Tid, to: &str, report: &MoveReport) -> Value {
+    json!({
+        "tid": tid.to_string(),
+        "to": to,
+        "moved": true,
+        "migration": report.id.0,
+        "bytes": report.bytes,
+        "frozen_us": report.frozen.0,
+    })
+}
+
+/// `migrate`, when it did not: the step that failed, if one was begun, and the reason.
+pub(crate) fn not_moved(tid: Tid, to: &str, step: Option<String>, reason: &str) -> Value {
+    json!({ "tid": tid.to_string(), "to": to, "moved": false, "step": step, "reason": reason })
+}
+
+/// One event; `kind` is the record as the virtual machine keeps it.
+pub(crate) fn event(table: &HostTable, event: &Event) -> Value {
+    json!({
+        "number": event.number,
+        "at_us": event.at.0,
+        "time": crate::format::time(event.at),
+        "host": table.get(event.host).map(|host| host.name.clone()),
+        "host_index": event.host.index(),
+        "text": event.kind.to_string(),
+        "kind": event.kind,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::format::tests::{table, task};
+    use sempa_proto::event::EventKind;
+    use sempa_proto::{HostId, Micros};
+
+    #[test]
+    fn tables_become_values_that_programs_can_read() {
+        let conf = conf(&table());
+        assert_eq!(conf["hosts"][1]["name"], "ha2");
+        assert_eq!(conf["hosts"][1]["dtid"], "t80000");
+        let ps = ps(&table(), &[task(0x40004, -35, 9, 6, "x"), task(0x80001, 0x40004, 9, 6, "y")]);
+        assert_eq!(ps["tasks"][0]["parent"], Value::Null, "a parent that asked not to be known is none");
+        assert_eq!(ps["tasks"][1]["parent"], "t40004");
+        assert_eq!(ps["tasks"][1]["host"], "ha2");
+    }
+
+    #[test]
+    fn failures_carry_code_text_and_reason() {
+        let failed = AddedHost { result: Err(PvmError::CantStart), reason: "ssh: no route".into() };
+        let added = added(&["h9".to_string()], &[failed]);
+        assert_eq!(added["results"][0]["error"]["code"], -29);
+        assert_eq!(added["results"][0]["reason"], "ssh: no route");
+        assert_eq!(spawned(&[Err(PvmError::NoFile)])["results"][0]["error"]["text"], "No such file");
+    }
+
+    #[test]
+    fn events_have_text_and_record() {
+        let kind = EventKind::HostClean { host: HostId::MASTER };
+        let value = event(&table(), &Event { number: 1, at: Micros(5), host: HostId::MASTER, kind });
+        assert_eq!(value["host"], "ha1");
+        assert_eq!(value["kind"]["HostClean"]["host"], 1);
+        assert!(value["text"].as_str().is_some_and(|text| text.contains("clean")));
+    }
+}

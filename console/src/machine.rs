@@ -1,0 +1,99 @@
+//! What the console needs of a virtual machine: a narrow face, so that commands can be tested without one.
+
+use libpvm::{Error, MigrateError, MoveAnswer, Vm};
+use sempa_proto::event::Event;
+use sempa_proto::table::{AddedHost, HostTable, TaskInfo};
+use sempa_proto::task::{MailboxRequest, MoveReport, Reply, Request, SpawnRequest};
+use sempa_proto::{HostId, PvmError, Tid};
+
+/// The virtual machine as this console's task sees it.
+pub(crate) trait Machine {
+    /// The console's own tid.
+    fn tid(&self) -> Tid;
+    /// The host it runs on.
+    fn here(&self) -> HostId;
+    /// The host table.
+    fn hosts(&self) -> Result<HostTable, Error>;
+    /// All tasks, those of a host, or one.
+    fn tasks(&self, selector: Tid) -> Result<Vec<TaskInfo>, Error>;
+    /// Starts tasks.
+    fn spawn(&self, request: SpawnRequest) -> Result<Vec<Result<Tid, PvmError>>, Error>;
+    /// Adds hosts.
+    fn add(&self, lines: &[String]) -> Result<Vec<AddedHost>, Error>;
+    /// Removes hosts.
+    fn delete(&self, names: &[String]) -> Result<Vec<Result<(), PvmError>>, Error>;
+    /// Moves a task and waits.
+    fn migrate(&self, tid: Tid, to: &str) -> Result<MoveReport, MigrateError>;
+    /// The log from an entry on.
+    fn events(&self, from: u64, limit: u32) -> Result<Vec<Event>, Error>;
+    /// Any other request. [`Reply::Failed`] comes as an error.
+    fn ask(&self, what: Request) -> Result<Reply, Error>;
+}
+
+impl Machine for Vm {
+    fn tid(&self) -> Tid {
+        Vm::tid(self)
+    }
+
+    fn here(&self) -> HostId {
+        self.host()
+    }
+
+    fn hosts(&self) -> Result<HostTable, Error> {
+        self.config()
+    }
+
+    fn tasks(&self, selector: Tid) -> Result<Vec<TaskInfo>, Error> {
+        Vm::tasks(self, selector)
+    }
+
+    fn spawn(&self, request: SpawnRequest) -> Result<Vec<Result<Tid, PvmError>>, Error> {
+        Vm::spawn(self, request)
+    }
+
+    fn add(&self, lines: &[String]) -> Result<Vec<AddedHost>, Error> {
+        self.add_hosts(lines)
+    }
+
+    fn delete(&self, names: &[String]) -> Result<Vec<Result<(), PvmError>>, Error> {
+        self.delete_hosts(names)
+    }
+
+    fn migrate(&self, tid: Tid, to: &str) -> Result<MoveReport, MigrateError> {
+        match Vm::migrate(self, tid, to, None, true)? {
+            MoveAnswer::Done(report) => Ok(report),
+            MoveAnswer::Started(id) => {
+                let reason = format!("the move {id} has begun, but the daemon did not wait for its end; see 'events'");
+                Err(Error::new(PvmError::BadMsg, reason).into())
+            }
+        }
+    }
+
+    fn events(&self, from: u64, limit: u32) -> Result<Vec<Event>, Error> {
+        Vm::events(self, from, limit)
+    }
+
+    fn ask(&self, what: Request) -> Result<Reply, Error> {
+        match self.runtime().request(what) {
+            Reply::Failed { error, reason } if reason.is_empty() => Err(error.into()),
+            Reply::Failed { error, reason } => Err(Error::new(error, reason)),
+            reply => Ok(reply),
+        }
+    }
+}
+
+/// An answer of the wrong kind.
+pub(crate) fn misfit() -> Error {
+    Error::new(
+        PvmError::BadMsg,
+        "the daemon gave an answer to another question: console and daemon are of different versions",
+    )
+}
+
+/// The mailbox classes that match.
+pub(crate) fn names(machine: &impl Machine, pattern: &str) -> Result<Vec<sempa_proto::task::MailboxClass>, Error> {
+    match machine.ask(Request::Mailbox(MailboxRequest::List { pattern: pattern.to_string() }))? {
+        Reply::MailboxClasses(classes) => Ok(classes),
+        _ => Err(misfit()),
+    }
+}

@@ -1,0 +1,157 @@
+//! One command from the command line: it is carried out, and the exit status says whether all of it was done.
+
+use crate::format;
+use crate::halt::{Home, halt};
+use crate::json;
+use crate::machine::Machine;
+use crate::parse::{Command, parse};
+use crate::screen::Screen;
+use crate::session::{self, EVENTS_AT_ONCE_MAX, Next, Session, TAG_EVENTS};
+use crate::spawn::Output;
+use libpvm::{Error, Match, Vm};
+use sempa_proto::event::Event;
+use sempa_proto::message::CTX_BASE;
+use sempa_proto::table::HostTable;
+use std::collections::BTreeMap;
+use std::io;
+use std::process::ExitCode;
+
+/// What has to be done with the words.
+pub(crate) enum Plan {
+    /// It is done: no virtual machine was needed.
+    Done(ExitCode),
+    /// A virtual machine is needed.
+    Needs(Command),
+}
+
+/// Reads the words and carries out what needs no virtual machine.
+///
+/// # Errors
+/// When standard output cannot be written.
+pub(crate) fn plan(words: &[String], json: bool) -> io::Result<Plan> {
+    let command = match parse(words) {
+        Ok(Some(command)) => command,
+        Ok(None) => return Ok(Plan::Done(ExitCode::SUCCESS)),
+        Err(error) => {
+            Screen.complain(&error.to_string());
+            return Ok(Plan::Done(ExitCode::FAILURE));
+        }
+    };
+    let outcome = match &command {
+        Command::Help(name) => session::about(name.as_deref()),
+        Command::Version => session::version(),
+        Command::Spawn(spawn) if json && spawn.output == Output::Console => {
+            Screen.complain("spawn: the output of tasks is no JSON: write it to a file with ->FILE");
+            return Ok(Plan::Done(ExitCode::FAILURE));
+        }
+        _ => return Ok(Plan::Needs(command)),
+    };
+    Screen.report(&outcome, false)?;
+    Ok(Plan::Done(code(!outcome.failed)))
+}
+
+fn code(good: bool) -> ExitCode {
+    if good { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// Carries a command out and, if it collects output, waits for the end of its job.
+///
+/// # Errors
+/// When standard output cannot be written.
+pub(crate) fn run(
+    vm: &Vm,
+    mut home: Home,
+    env: BTreeMap<String, String>,
+    words: &[String],
+    command: &Command,
+    json: bool,
+) -> io::Result<ExitCode> {
+    if let Command::Events { from, follow: true } = command {
+        let error = Follow { vm, table: HostTable::default(), next: *from, json }.run()?;
+        Screen.complain(&format!("events: {error}"));
+        return Ok(ExitCode::FAILURE);
+    }
+    let mut session = Session::new(vm.clone(), env);
+    let outcome = session.words(words);
+    Screen.report(&outcome, json)?;
+    if outcome.next == Next::Halt {
+        return Ok(halt(vm, &mut home));
+    }
+    while session.has_jobs() {
+        match vm.recv(Match::any()) {
+            Ok(message) => Screen.print(&session.message(&message))?,
+            Err(error) => {
+                Screen.complain(&format!("pvm: the virtual machine has ended, output is missing: {error}"));
+                return Ok(ExitCode::FAILURE);
+            }
+        }
+    }
+    // The virtual machine forgets this task when its connection closes, whatever the answer would be.
+    let _ = vm.exit();
+    Ok(code(!outcome.failed))
+}
+
+/// Shows events as they come.
+struct Follow<'a> {
+    vm: &'a Vm,
+    table: HostTable,
+    /// Number of the first event that has not been shown.
+    next: u64,
+    json: bool,
+}
+
+impl Follow<'_> {
+    /// Ends only with an error of the virtual machine, which is returned.
+    fn run(mut self) -> io::Result<Error> {
+        // Asked for first, so that nothing falls between what was and what comes.
+        if let Err(error) = self.vm.subscribe(CTX_BASE, TAG_EVENTS) {
+            return Ok(error);
+        }
+        loop {
+            if let Err(error) = self.catch_up()? {
+                return Ok(error);
+            }
+            let message = match self.vm.recv(Match::any().ctx(CTX_BASE).tag(TAG_EVENTS)) {
+                Ok(message) => message,
+                Err(error) => return Ok(error),
+            };
+            if let Some(event) = Vm::event_of(&message)
+                && message.src.is_daemon()
+                && event.number == self.next
+            {
+                self.show(&event)?;
+            }
+        }
+    }
+
+    /// Shows all events that the log has and that were not shown.
+    fn catch_up(&mut self) -> io::Result<Result<(), Error>> {
+        loop {
+            let events = match self.vm.events(self.next, EVENTS_AT_ONCE_MAX) {
+                Ok(events) => events,
+                Err(error) => return Ok(Err(error)),
+            };
+            if events.is_empty() {
+                return Ok(Ok(()));
+            }
+            for event in events {
+                self.show(&event)?;
+            }
+        }
+    }
+
+    fn show(&mut self, event: &Event) -> io::Result<()> {
+        if self.table.get(event.host).is_none()
+            && let Ok(table) = self.vm.hosts()
+        {
+            self.table = table;
+        }
+        self.next = event.number + 1;
+        let line = if self.json {
+            format!("{}\n", json::event(&self.table, event))
+        } else {
+            format::event(&self.table, event)
+        };
+        Screen.print(line.as_bytes())
+    }
+}

@@ -1,0 +1,101 @@
+//! The options of the console's own task (`getopt`, `setopt`).
+
+/// Name, value on a fresh console, least and largest value that can be set.
+const OPTIONS: [(&str, i32, i32, i32); 23] = [
+    ("PvmRoute", 1, 1, 3),
+    ("PvmDebugMask", 0, i32::MIN, i32::MAX),
+    ("PvmAutoErr", 1, i32::MIN, i32::MAX),
+    ("PvmOutputTid", -1, i32::MIN, i32::MAX),
+    ("PvmOutputCode", 0, i32::MIN, i32::MAX),
+    ("PvmTraceTid", -1, i32::MIN, i32::MAX),
+    ("PvmTraceCode", 0, i32::MIN, i32::MAX),
+    ("PvmTraceBuffer", 0, i32::MIN, i32::MAX),
+    ("PvmTraceOptions", 1, 1, 3),
+    ("PvmFragSize", 4080, 52, 1_048_576),
+    ("PvmResvTids", 1, i32::MIN, i32::MAX),
+    ("PvmSelfOutputTid", -1, i32::MIN, i32::MAX),
+    ("PvmSelfOutputCode", 0, i32::MIN, i32::MAX),
+    ("PvmSelfTraceTid", -1, i32::MIN, i32::MAX),
+    ("PvmSelfTraceCode", 0, i32::MIN, i32::MAX),
+    ("PvmSelfTraceBuffer", 0, i32::MIN, i32::MAX),
+    ("PvmSelfTraceOptions", 0, i32::MIN, i32::MAX),
+    ("PvmShowTids", 1, i32::MIN, i32::MAX),
+    ("PvmOutputContext", 0, i32::MIN, i32::MAX),
+    ("PvmTraceContext", 0, i32::MIN, i32::MAX),
+    ("PvmSelfOutputContext", 0, i32::MIN, i32::MAX),
+    ("PvmSelfTraceContext", 0, i32::MIN, i32::MAX),
+    ("PvmNoReset", 1, 0, 1),
+];
+
+/// Why an option was not shown or set; the text is shown as it is.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum OptionError {
+    /// No option has this name.
+    #[error("PVM Option \"{0}\" Unknown.")]
+    Unknown(String),
+    /// The value is out of range; the old one stays.
+    #[error("setopt: {name} takes {min} to {max}")]
+    Range {
+        /// The option.
+        name: &'static str,
+        /// Least value.
+        min: i32,
+        /// Largest value.
+        max: i32,
+    },
+}
+
+/// The values.
+#[derive(Clone, Debug)]
+pub(crate) struct Options {
+    values: [i32; OPTIONS.len()],
+}
+
+impl Default for Options {
+    fn default() -> Options {
+        Options { values: OPTIONS.map(|(_, value, _, _)| value) }
+    }
+}
+
+impl Options {
+    fn find(name: &str) -> Result<usize, OptionError> {
+        OPTIONS.iter().position(|option| option.0 == name).ok_or_else(|| OptionError::Unknown(name.to_string()))
+    }
+
+    /// One line for one option, or for each.
+    pub(crate) fn show(&self, name: Option<&str>) -> Result<String, OptionError> {
+        let line = |at: usize| format!("{} Currently Set to {}\n", OPTIONS[at].0, self.values[at]);
+        match name {
+            Some(name) => Self::find(name).map(line),
+            None => Ok((0..OPTIONS.len()).map(line).collect()),
+        }
+    }
+
+    /// Sets one; answers the line that says so.
+    pub(crate) fn set(&mut self, name: &str, value: i32) -> Result<String, OptionError> {
+        let at = Self::find(name)?;
+        let (name, _, min, max) = OPTIONS[at];
+        if !(min..=max).contains(&value) {
+            return Err(OptionError::Range { name, min, max });
+        }
+        let old = std::mem::replace(&mut self.values[at], value);
+        Ok(format!("{name} Changed from {old} to {value}\n"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn options_are_shown_and_set_as_in_pvm() {
+        let mut options = Options::default();
+        assert_eq!(options.show(Some("PvmRoute")), Ok("PvmRoute Currently Set to 1\n".into()));
+        assert_eq!(options.show(None).expect("all").lines().count(), 23);
+        assert_eq!(options.set("PvmRoute", 3), Ok("PvmRoute Changed from 1 to 3\n".into()));
+        assert_eq!(options.set("PvmRoute", 2), Ok("PvmRoute Changed from 3 to 2\n".into()));
+        let unknown = options.set("foo", 1).expect_err("unknown");
+        assert_eq!(unknown.to_string(), "PVM Option \"foo\" Unknown.");
+        assert!(options.set("PvmFragSize", 7).is_err());
+    }
+}

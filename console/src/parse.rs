@@ -1,0 +1,411 @@
+//! From words to commands. Nothing here looks at the virtual machine, so whatever is wrong with a line is said before
+//! anything is done.
+
+use crate::help;
+use crate::spawn::{self, Spawn};
+use nix::sys::signal::Signal;
+use sempa_proto::Tid;
+use std::str::FromStr;
+
+/// Which tasks `ps` shows and how.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct PsOptions {
+    /// Which hosts.
+    pub(crate) scope: PsScope,
+    /// With parent and process id.
+    pub(crate) long: bool,
+    /// With the console itself.
+    pub(crate) all_tasks: bool,
+}
+
+/// Which hosts `ps` asks.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) enum PsScope {
+    /// The console's own.
+    #[default]
+    Here,
+    /// All.
+    Everywhere,
+    /// The host with this tid, or this one task.
+    Tid(Tid),
+    /// The host with this name.
+    Host(String),
+}
+
+/// A signal and the tasks it is for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Sig {
+    /// Its number.
+    pub(crate) signal: i32,
+    /// The tasks.
+    pub(crate) tids: Vec<Tid>,
+}
+
+/// One command, ready to be carried out.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Command {
+    /// Host-file lines.
+    Add(Vec<String>),
+    /// Define an alias.
+    Alias { name: String, words: Vec<String> },
+    /// List aliases.
+    Aliases,
+    /// Host table.
+    Conf,
+    /// Host names.
+    Delete(Vec<String>),
+    /// Words.
+    Echo(Vec<String>),
+    /// Event log from a number on, and whether to go on.
+    Events { from: u64, follow: bool },
+    /// Variables to export; none: show.
+    Export(Vec<String>),
+    /// One option, or all.
+    Getopt(Option<String>),
+    /// End the virtual machine.
+    Halt,
+    /// About one command, or all.
+    Help(Option<String>),
+    /// Own tid.
+    Id,
+    /// Jobs, with tasks.
+    Jobs { long: bool },
+    /// SIGTERM to tasks or to their children.
+    Kill { children: bool, tids: Vec<Tid> },
+    /// Task and host.
+    Migrate { tid: Tid, to: String },
+    /// Host names.
+    Mstat(Vec<String>),
+    /// Mailbox classes that match; empty for all.
+    Names(String),
+    /// List tasks.
+    Ps(PsOptions),
+    /// The words, for the table, and the tids they mean.
+    Pstat(Vec<Tid>),
+    /// Mailbox class and flags.
+    Put { name: String, flags: i32 },
+    /// Leave.
+    Quit,
+    /// With `kill`: end tasks as well.
+    Reset { kill: bool },
+    /// Show all, show one, set one.
+    Setenv { name: Option<String>, value: Option<String> },
+    /// Option and value.
+    Setopt { name: String, value: i32 },
+    /// Signal to tasks.
+    Sig(Sig),
+    /// Start tasks.
+    Spawn(Spawn),
+    /// Start the virtual machine; only the command line of the program can.
+    Start,
+    /// Forget aliases.
+    Unalias(Vec<String>),
+    /// Variables.
+    Unexport(Vec<String>),
+    /// Version.
+    Version,
+}
+
+/// Why words are not a command; the text is shown as it is.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum ParseError {
+    /// No command has this name.
+    #[error("{0}: not found")]
+    NotFound(String),
+    /// Too few or too many words.
+    #[error("{0}: wrong #args")]
+    WrongArgs(&'static str),
+    /// `spawn` without a program.
+    #[error("incorrect arg count")]
+    NoProgram,
+    /// An option that the command does not have.
+    #[error("unknown flag -{0}")]
+    UnknownFlag(String),
+    /// Neither `t40001` nor `40001`.
+    #[error("{command}: {word} is not a task id: write it as t40001")]
+    NotATid {
+        /// The command.
+        command: &'static str,
+        /// The word.
+        word: String,
+    },
+    /// Not a number where one is needed.
+    #[error("{command}: {word} is not {wanted}")]
+    NotA {
+        /// The command.
+        command: &'static str,
+        /// The word.
+        word: String,
+        /// What it should be.
+        wanted: &'static str,
+    },
+    /// An argument of `reset` that it does not know.
+    #[error("\"{0}\" arg to reset not valid")]
+    Reset(String),
+    /// Part of PVM that is not here.
+    #[error("{0}: {text}", text = sempa_proto::PvmError::NotImpl.text())]
+    NotImplemented(&'static str),
+}
+
+/// The command that these words mean; `None` for no words.
+pub(crate) fn parse(words: &[String]) -> Result<Option<Command>, ParseError> {
+    let Some((name, args)) = words.split_first() else { return Ok(None) };
+    let Some(entry) = help::find(name) else { return Err(ParseError::NotFound(name.clone())) };
+    command(entry.name, args).map(Some)
+}
+
+fn command(name: &'static str, args: &[String]) -> Result<Command, ParseError> {
+    let wrong = || Err(ParseError::WrongArgs(name));
+    let some = |make: fn(Vec<String>) -> Command| if args.is_empty() { wrong() } else { Ok(make(args.to_vec())) };
+    let none = |command: Command| if args.is_empty() { Ok(command) } else { wrong() };
+    match (name, args) {
+        ("add", _) => some(Command::Add),
+        ("alias", [name, words @ ..]) if !words.is_empty() => {
+            Ok(Command::Alias { name: name.clone(), words: words.to_vec() })
+        }
+        ("alias", _) => Ok(Command::Aliases),
+        ("conf", _) => none(Command::Conf),
+        ("delete", _) => some(Command::Delete),
+        ("echo", _) => Ok(Command::Echo(args.to_vec())),
+        ("events", _) => events(args),
+        ("export", _) => Ok(Command::Export(args.to_vec())),
+        ("getopt", []) => Ok(Command::Getopt(None)),
+        ("getopt", [option]) => Ok(Command::Getopt(Some(option.clone()))),
+        ("halt", _) => none(Command::Halt),
+        ("help", []) => Ok(Command::Help(None)),
+        ("help", [name]) => Ok(Command::Help(Some(name.clone()))),
+        ("id", _) => none(Command::Id),
+        ("jobs", _) => jobs(args),
+        ("kill", _) => kill(args),
+        ("migrate", [tid, host]) => Ok(Command::Migrate { tid: task_tid(name, tid)?, to: host.clone() }),
+        ("mstat", _) => some(Command::Mstat),
+        ("names", []) => Ok(Command::Names(String::new())),
+        ("names", [pattern]) => Ok(Command::Names(pattern.clone())),
+        ("ps", _) => ps(args),
+        ("pstat", [_, ..]) => {
+            Ok(Command::Pstat(args.iter().map(|word| parse_tid(word).unwrap_or(Tid::NONE)).collect()))
+        }
+        ("put", [class, flags]) => Ok(Command::Put { name: class.clone(), flags: number(name, flags)? }),
+        ("quit", _) => none(Command::Quit),
+        ("reset", _) => reset(args),
+        ("setenv", []) => Ok(Command::Setenv { name: None, value: None }),
+        ("setenv", [name]) => Ok(Command::Setenv { name: Some(name.clone()), value: None }),
+        ("setenv", [name, value]) => Ok(Command::Setenv { name: Some(name.clone()), value: Some(value.clone()) }),
+        ("setopt", [option, value]) => Ok(Command::Setopt { name: option.clone(), value: number(name, value)? }),
+        ("sig", [signal, tids @ ..]) if !tids.is_empty() => sig(signal, tids),
+        ("spawn", []) => wrong(),
+        ("spawn", _) => spawn::parse(args).map(Command::Spawn),
+        ("start", _) => none(Command::Start),
+        ("trace", _) => Err(ParseError::NotImplemented("trace")),
+        ("unalias", _) => some(Command::Unalias),
+        ("unexport", _) => some(Command::Unexport),
+        ("version", _) => none(Command::Version),
+        _ => wrong(),
+    }
+}
+
+/// A tid as the console writes it: `t40001`, or the hexadecimal number alone.
+pub(crate) fn parse_tid(word: &str) -> Option<Tid> {
+    let digits = word.strip_prefix('t').or_else(|| word.strip_prefix("0x")).unwrap_or(word);
+    let raw = u32::from_str_radix(digits, 16).ok()?;
+    // A sign is no digit of a tid, though the standard parser takes one.
+    digits.starts_with(|c: char| c.is_ascii_hexdigit()).then(|| Tid::from_raw(raw.cast_signed()))
+}
+
+fn any_tid(command: &'static str, word: &str) -> Result<Tid, ParseError> {
+    parse_tid(word).ok_or_else(|| ParseError::NotATid { command, word: word.to_string() })
+}
+
+fn task_tid(command: &'static str, word: &str) -> Result<Tid, ParseError> {
+    any_tid(command, word).and_then(|tid| {
+        if tid.is_task() { Ok(tid) } else { Err(ParseError::NotATid { command, word: word.to_string() }) }
+    })
+}
+
+fn number<T: FromStr>(command: &'static str, word: &str) -> Result<T, ParseError> {
+    word.parse().map_err(|_| ParseError::NotA { command, word: word.to_string(), wanted: "a number" })
+}
+
+fn events(args: &[String]) -> Result<Command, ParseError> {
+    let (mut from, mut follow) = (0, false);
+    let mut rest = args.iter();
+    while let Some(arg) = rest.next() {
+        match arg.as_str() {
+            "--follow" | "-f" => follow = true,
+            "--from" => from = number("events", rest.next().ok_or(ParseError::WrongArgs("events"))?)?,
+            other => match other.strip_prefix("--from=") {
+                Some(value) => from = number("events", value)?,
+                None if other.starts_with('-') => {
+                    return Err(ParseError::UnknownFlag(other.trim_start_matches('-').to_string()));
+                }
+                None => return Err(ParseError::WrongArgs("events")),
+            },
+        }
+    }
+    Ok(Command::Events { from, follow })
+}
+
+fn jobs(args: &[String]) -> Result<Command, ParseError> {
+    match args {
+        [] => Ok(Command::Jobs { long: false }),
+        [flag] if flag == "-l" => Ok(Command::Jobs { long: true }),
+        [flag] if flag.starts_with('-') => Err(ParseError::UnknownFlag(flag[1..].to_string())),
+        _ => Err(ParseError::WrongArgs("jobs")),
+    }
+}
+
+fn kill(args: &[String]) -> Result<Command, ParseError> {
+    let (flags, tids): (Vec<&String>, Vec<&String>) = args.iter().partition(|arg| arg.starts_with('-'));
+    if let Some(flag) = flags.iter().find(|flag| flag.as_str() != "-c") {
+        return Err(ParseError::UnknownFlag(flag[1..].to_string()));
+    }
+    if tids.is_empty() {
+        return Err(ParseError::WrongArgs("kill"));
+    }
+    let tids = tids.into_iter().map(|word| task_tid("kill", word)).collect::<Result<_, _>>()?;
+    Ok(Command::Kill { children: !flags.is_empty(), tids })
+}
+
+fn ps(args: &[String]) -> Result<Command, ParseError> {
+    let mut options = PsOptions::default();
+    for arg in args {
+        let Some(letters) = arg.strip_prefix('-') else { return Err(ParseError::WrongArgs("ps")) };
+        for (at, letter) in letters.char_indices() {
+            let rest = &letters[at + letter.len_utf8()..];
+            match letter {
+                'a' => options.scope = PsScope::Everywhere,
+                'l' => options.long = true,
+                'x' => options.all_tasks = true,
+                'h' => {
+                    options.scope = PsScope::Tid(any_tid("ps", rest)?);
+                    break;
+                }
+                'n' => {
+                    options.scope = PsScope::Host(rest.to_string());
+                    break;
+                }
+                other => return Err(ParseError::UnknownFlag(other.to_string())),
+            }
+        }
+    }
+    Ok(Command::Ps(options))
+}
+
+fn reset(args: &[String]) -> Result<Command, ParseError> {
+    match args {
+        [] => Ok(Command::Reset { kill: true }),
+        [what] if what == "info" => Ok(Command::Reset { kill: false }),
+        [what, ..] if what == "info" => Err(ParseError::NotImplemented("reset info class")),
+        [what] => Err(ParseError::Reset(what.clone())),
+        _ => Err(ParseError::WrongArgs("reset")),
+    }
+}
+
+fn sig(signal: &str, tids: &[String]) -> Result<Command, ParseError> {
+    let named = || {
+        let name = signal.to_uppercase();
+        let name = if name.starts_with("SIG") { name } else { format!("SIG{name}") };
+        Signal::from_str(&name).ok().map(|signal| signal as i32)
+    };
+    let known = signal.parse::<i32>().ok().filter(|number| (0..=64).contains(number)).or_else(named);
+    let wanted = "a signal";
+    let signal = known.ok_or_else(|| ParseError::NotA { command: "sig", word: signal.to_string(), wanted })?;
+    let tids = tids.iter().map(|word| task_tid("sig", word)).collect::<Result<_, _>>()?;
+    Ok(Command::Sig(Sig { signal, tids }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::words::split;
+
+    fn command(line: &str) -> Command {
+        parse(&split(line).expect(line)).expect(line).expect(line)
+    }
+
+    fn error(line: &str) -> String {
+        parse(&split(line).expect(line)).expect_err(line).to_string()
+    }
+
+    fn tid(raw: i32) -> Tid {
+        Tid::from_raw(raw)
+    }
+
+    #[test]
+    fn every_listed_command_is_understood() {
+        for entry in help::COMMANDS {
+            let words = [entry.name.to_string()];
+            assert!(!matches!(parse(&words), Err(ParseError::NotFound(_))), "{}", entry.name);
+        }
+        assert_eq!(parse(&[]), Ok(None));
+    }
+
+    #[test]
+    fn mistakes_are_named_as_in_pvm() {
+        assert_eq!(error("foo"), "foo: not found");
+        assert_eq!(error("con"), "con: not found", "names must be complete");
+        for name in ["add", "delete", "kill", "mstat", "pstat", "setopt", "sig", "spawn", "unalias", "unexport"] {
+            assert_eq!(error(name), format!("{name}: wrong #args"));
+        }
+        for line in ["conf x", "halt x", "quit x", "id x", "version x", "getopt x y", "sig 9", "reset a b", "ps foo"] {
+            let name = line.split(' ').next().expect("a word");
+            assert_eq!(error(line), format!("{name}: wrong #args"));
+        }
+        assert_eq!(error("kill -q t40005"), "unknown flag -q");
+        assert_eq!(error("ps -az"), "unknown flag -z");
+        assert_eq!(error("reset bogus"), "\"bogus\" arg to reset not valid");
+        assert_eq!(error("trace"), "trace: Not implemented");
+        assert_eq!(error("migrate t40001"), "migrate: wrong #args");
+        assert_eq!(error("migrate 80000 h3"), "migrate: 80000 is not a task id: write it as t40001");
+    }
+
+    #[test]
+    fn ps_options_combine() {
+        let ps = |line: &str| match command(line) {
+            Command::Ps(options) => options,
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(ps("ps"), PsOptions::default());
+        let long = PsOptions { scope: PsScope::Everywhere, long: true, all_tasks: true };
+        assert_eq!(ps("ps -alx"), long);
+        assert_eq!(ps("ps -a -l -x"), long);
+        assert_eq!(ps("ps -lnh2").scope, PsScope::Host("h2".into()));
+        assert_eq!(ps("ps -ht80000").scope, PsScope::Tid(tid(0x80000)));
+        assert_eq!(error("ps -hzz"), "ps: zz is not a task id: write it as t40001");
+    }
+
+    #[test]
+    fn tids_are_read_in_all_spellings() {
+        for word in ["t40002", "40002", "0x40002"] {
+            assert_eq!(parse_tid(word), Some(tid(0x40002)), "{word}");
+        }
+        for word in ["", "t", "tid", "-1", "+1", "t400020000"] {
+            assert_eq!(parse_tid(word), None, "{word}");
+        }
+        assert_eq!(
+            command("kill -c t40002 80001"),
+            Command::Kill { children: true, tids: vec![tid(0x40002), tid(0x80001)] }
+        );
+        assert_eq!(command("pstat zz"), Command::Pstat(vec![Tid::NONE]));
+    }
+
+    #[test]
+    fn signals_have_numbers_and_names() {
+        for word in ["9", "KILL", "sigkill", "SIGKILL"] {
+            assert_eq!(
+                command(&format!("sig {word} t40001")),
+                Command::Sig(Sig { signal: 9, tids: vec![tid(0x40001)] })
+            );
+        }
+        assert_eq!(error("sig 99 t40001"), "sig: 99 is not a signal");
+    }
+
+    #[test]
+    fn events_can_start_anywhere_and_go_on() {
+        assert_eq!(command("events"), Command::Events { from: 0, follow: false });
+        assert_eq!(command("events --from 7 --follow"), Command::Events { from: 7, follow: true });
+        assert_eq!(command("events --from=7"), Command::Events { from: 7, follow: false });
+        assert_eq!(error("events --from"), "events: wrong #args");
+        assert_eq!(error("events --from x"), "events: x is not a number");
+    }
+}

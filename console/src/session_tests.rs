@@ -1,0 +1,307 @@
+//! The commands against a virtual machine made of tables.
+
+use super::*;
+use crate::format::tests::{host, table, task};
+use sempa_proto::event::{Event, EventKind};
+use sempa_proto::migration::{Failure, Step};
+use sempa_proto::table::{AddedHost, HostTable, TaskInfo};
+use sempa_proto::task::{MailboxClass, MoveError, MoveReport, Reply, SpawnRequest};
+use sempa_proto::{Micros, MigrationId};
+use std::cell::RefCell;
+
+const CONSOLE: Tid = Tid::from_raw(0x40001);
+
+/// Answers from tables and remembers what it was asked.
+#[derive(Default)]
+struct Fake {
+    asked: RefCell<Vec<Request>>,
+    spawned: RefCell<Vec<SpawnRequest>>,
+}
+
+impl Machine for Fake {
+    fn tid(&self) -> Tid {
+        CONSOLE
+    }
+
+    fn here(&self) -> HostId {
+        HostId::MASTER
+    }
+
+    fn hosts(&self) -> Result<HostTable, Error> {
+        Ok(table())
+    }
+
+    fn tasks(&self, selector: Tid) -> Result<Vec<TaskInfo>, Error> {
+        let all =
+            [task(0xc0001, 0x40002, 12, 6, "child"), task(0x40001, 0, 10, 4, ""), task(0x40002, -35, 11, 6, "parent")];
+        let wanted = |task: &TaskInfo| selector == Tid::NONE || task.host.tid() == selector || task.tid == selector;
+        Ok(all.into_iter().filter(wanted).collect())
+    }
+
+    fn spawn(&self, request: SpawnRequest) -> Result<Vec<Result<Tid, PvmError>>, Error> {
+        let found = request.file != "nofile";
+        self.spawned.borrow_mut().push(request);
+        Ok(vec![if found { Ok(Tid::from_raw(0x80001)) } else { Err(PvmError::NoFile) }])
+    }
+
+    fn add(&self, lines: &[String]) -> Result<Vec<AddedHost>, Error> {
+        let one = |line: &String| match line.as_str() {
+            "ha9" => AddedHost { result: Ok(host(9, "ha9")), reason: String::new() },
+            _ => AddedHost { result: Err(PvmError::CantStart), reason: "ssh: no route to it".into() },
+        };
+        Ok(lines.iter().map(one).collect())
+    }
+
+    fn delete(&self, names: &[String]) -> Result<Vec<Result<(), PvmError>>, Error> {
+        Ok(names.iter().map(|_| Ok(())).collect())
+    }
+
+    fn migrate(&self, tid: Tid, to: &str) -> Result<MoveReport, MigrateError> {
+        match to {
+            "ha2" => Ok(MoveReport { id: MigrationId(1), bytes: 4096, frozen: Micros(98_000) }),
+            "ha3" => Err(MoveError { step: Step::Dump, why: Failure::Killed { signal: 9 } }.into()),
+            _ => Err(Error::new(PvmError::NoHost, format!("moving {tid}: no host {to}")).into()),
+        }
+    }
+
+    fn events(&self, from: u64, _limit: u32) -> Result<Vec<Event>, Error> {
+        let event = |number| Event {
+            number,
+            at: Micros(number),
+            host: HostId::MASTER,
+            kind: EventKind::Note { text: format!("number {number}") },
+        };
+        // Two at a time, five in all.
+        Ok((from..5).take(2).map(event).collect())
+    }
+
+    fn ask(&self, what: Request) -> Result<Reply, Error> {
+        let reply = match &what {
+            Request::HostStatus { name } if name == "nohost" => Err(PvmError::NoHost.into()),
+            Request::TaskStatus { tid } if !tid.is_task() => Err(PvmError::BadParam.into()),
+            Request::Mailbox(MailboxRequest::List { .. }) => {
+                Ok(Reply::MailboxClasses(vec![MailboxClass { name: "svc".into(), entries: vec![(0, CONSOLE, 0)] }]))
+            }
+            Request::Mailbox(MailboxRequest::Put { .. }) => Ok(Reply::MailboxIndex(0)),
+            _ => Ok(Reply::Done),
+        };
+        self.asked.borrow_mut().push(what);
+        reply
+    }
+}
+
+fn session() -> Session<Fake> {
+    let env = [("HOME", "/h"), ("COLOUR", "red")].map(|(name, value)| (name.to_string(), value.to_string()));
+    Session::new(Fake::default(), env.into_iter().collect())
+}
+
+fn text(session: &mut Session<Fake>, line: &str) -> String {
+    let outcome = session.line(line);
+    assert!(!outcome.failed, "{line}: {outcome:?}");
+    outcome.text
+}
+
+fn output(tag: i32, tid: i32, words: &[i32], bytes: &[u8]) -> Message {
+    let mut body = Packer::new(Encoding::Xdr);
+    body.int(tid).items(words.iter().copied()).bytes(bytes);
+    let src = HostId::MASTER.daemon();
+    Message { src, dst: CONSOLE, ctx: CTX_BASE, tag, wid: 0, enc: ENC_XDR, body: body.finish() }
+}
+
+#[test]
+fn empty_lines_comments_and_mistakes_harm_nothing() {
+    let mut session = session();
+    assert_eq!(session.line(""), Outcome::default());
+    assert_eq!(session.line("  # all of it"), Outcome::default());
+    for (line, refusal) in [
+        ("foo", "foo: not found"),
+        ("kill", "kill: wrong #args"),
+        ("echo \"x", "unmatched \""),
+        ("help foo", "foo: not found"),
+        ("ps -nnohost", "unknown host nohost"),
+        ("setopt foo 1", "PVM Option \"foo\" Unknown."),
+    ] {
+        let outcome = session.line(line);
+        assert_eq!(outcome.refusal.as_deref(), Some(refusal), "{line}");
+        assert!(outcome.failed && outcome.text.is_empty(), "{line}");
+    }
+}
+
+#[test]
+fn aliases_add_words_and_may_not_go_round() {
+    let mut session = session();
+    text(&mut session, "alias x echo 1 2");
+    assert_eq!(text(&mut session, "x 3"), "1 2 3\n");
+    assert_eq!(text(&mut session, "alias"), "x\techo 1 2\n");
+    text(&mut session, "alias a b");
+    text(&mut session, "alias b a");
+    assert_eq!(session.line("a").refusal.as_deref(), Some("alias loop"));
+    text(&mut session, "alias ps ps -a");
+    assert_eq!(text(&mut session, "ps").lines().count(), 3, "an alias may widen the command whose name it has");
+    text(&mut session, "unalias x a b ps unknown");
+    assert_eq!(text(&mut session, "alias"), "");
+}
+
+#[test]
+fn ps_shows_this_host_without_the_console_unless_asked() {
+    let mut session = session();
+    let commands = |text: String| -> Vec<String> {
+        text.lines().skip(1).map(|line| line.trim_end().rsplit(' ').next().unwrap_or_default().to_string()).collect()
+    };
+    assert_eq!(commands(text(&mut session, "ps")), ["parent"]);
+    assert_eq!(commands(text(&mut session, "ps -a")), ["parent", "child"], "sorted by host and tid");
+    assert_eq!(commands(text(&mut session, "ps -ax")), ["-", "parent", "child"]);
+    assert_eq!(commands(text(&mut session, "ps -nha3")), ["child"]);
+    assert_eq!(commands(text(&mut session, "ps -htc0001")), ["child"]);
+    assert_eq!(commands(text(&mut session, "ps -n.")), ["parent"]);
+}
+
+#[test]
+fn a_host_that_cannot_be_added_comes_with_its_reason() {
+    let outcome = session().line("add ha9 'ha8 lo=x'");
+    assert!(outcome.failed);
+    assert_eq!(outcome.complaints, ["add ha8: ssh: no route to it"]);
+    assert!(outcome.text.ends_with("                     ha9   240000\n                     ha8 Can't start pvmd\n"));
+}
+
+#[test]
+fn signals_go_to_the_tasks_but_not_to_the_console() {
+    let mut session = session();
+    assert_eq!(text(&mut session, "kill t40001"), "t40001: that's me.\n");
+    assert_eq!(text(&mut session, "kill t40002"), "");
+    assert_eq!(text(&mut session, "kill -c t40002"), "");
+    assert_eq!(text(&mut session, "sig USR1 t40002"), "");
+    let sent: Vec<_> = session.machine.asked.borrow().iter().cloned().collect();
+    let signal = |tid, signal| Request::Signal { tid: Tid::from_raw(tid), signal };
+    assert_eq!(sent, [signal(0x40002, 15), signal(0xc0001, 15), signal(0x40002, 10)]);
+}
+
+#[test]
+fn status_tables_say_what_is_missing() {
+    let mut session = session();
+    let outcome = session.line("mstat ha2 nohost");
+    assert!(outcome.failed);
+    assert_eq!(outcome.text, "                     ha2  ok\n                  nohost  No such host\n");
+    assert_eq!(session.line("pstat zz").text, "t       0  Bad parameter\n");
+    assert_eq!(text(&mut session, "pstat t40002"), "t   40002  run\n");
+}
+
+#[test]
+fn exported_variables_reach_spawned_tasks() {
+    let mut session = session();
+    assert_eq!(text(&mut session, "export"), "PVM_EXPORT=\n");
+    text(&mut session, "export COLOUR MISSING COLOUR");
+    assert_eq!(text(&mut session, "export"), "PVM_EXPORT=COLOUR:MISSING\n");
+    text(&mut session, "setenv COLOUR blue");
+    assert_eq!(text(&mut session, "setenv COLOUR"), "blue\n");
+    text(&mut session, "spawn hello -v");
+    text(&mut session, "unexport COLOUR");
+    assert_eq!(text(&mut session, "export"), "PVM_EXPORT=MISSING\n");
+    let spawned = session.machine.spawned.borrow();
+    let env: Vec<&[u8]> = spawned[0].env.iter().map(Vec::as_slice).collect();
+    assert_eq!(env, [&b"PVM_EXPORT=COLOUR:MISSING"[..], b"COLOUR=blue"]);
+    assert_eq!(spawned[0].args, [b"-v"]);
+    assert_eq!(spawned[0].output, Sink::default());
+}
+
+#[test]
+fn output_of_a_job_is_shown_until_it_has_finished() {
+    let mut session = session();
+    assert_eq!(text(&mut session, "spawn -> hello"), "[1]\n1 successful\nt80001\n");
+    let sink = session.machine.spawned.borrow()[0].output;
+    assert_eq!(sink.tid, CONSOLE);
+    assert_eq!(text(&mut session, "jobs"), " 1: t80001\n");
+    let shown = |session: &mut Session<Fake>, words: &[i32], bytes: &[u8]| {
+        let shown = session.message(&output(sink.tag, 0x80001, words, bytes));
+        String::from_utf8(shown).expect("text")
+    };
+    assert_eq!(shown(&mut session, &[-1, 0], b""), "");
+    assert_eq!(shown(&mut session, &[6], b"hello\n"), "[1:t80001] hello\n");
+    assert_eq!(shown(&mut session, &[0], b""), "[1:t80001] EOF\n[1] finished\n");
+    assert!(!session.has_jobs());
+    assert_eq!(text(&mut session, "jobs"), "");
+}
+
+#[test]
+fn output_can_go_to_a_file_which_is_never_overwritten() {
+    let path = std::env::temp_dir().join(format!("pvm-console-job-{}", std::process::id()));
+    let _ = std::fs::remove_file(&path);
+    let path_text = path.display().to_string();
+    let mut session = session();
+    assert_eq!(text(&mut session, &format!("spawn ->{path_text} hello")), "[1]\n1 successful\nt80001\n");
+    let tag = session.machine.spawned.borrow()[0].output.tag;
+    assert_eq!(session.message(&output(tag, 0x80001, &[3], b"abc")), b"");
+    assert_eq!(session.message(&output(tag, 0x80001, &[0], b"")), b"[1] finished\n");
+    assert_eq!(std::fs::read_to_string(&path).expect("written"), "[1:t80001] abc\n[1:t80001] EOF\n");
+    let again = session.line(&format!("spawn ->{path_text} hello"));
+    assert_eq!(again.refusal, Some(format!("{path_text}: File exists")));
+    text(&mut session, &format!("spawn ->>{path_text} hello"));
+    std::fs::remove_file(&path).expect("ours");
+}
+
+#[test]
+fn a_program_that_is_missing_is_named_with_what_to_do() {
+    let mut session = session();
+    let outcome = session.line("spawn -> nofile");
+    assert_eq!(outcome.text, "[1]\n0 successful\nNo such file\n");
+    assert!(outcome.failed && !session.has_jobs());
+    assert!(outcome.complaints[0].contains("nofile is not in the search path"));
+}
+
+#[test]
+fn messages_of_other_tasks_are_not_mistaken_for_output() {
+    let mut session = session();
+    text(&mut session, "spawn -> hello");
+    let tag = session.machine.spawned.borrow()[0].output.tag;
+    let forged = Message { src: Tid::from_raw(0x40002), ..output(tag, 0x80001, &[6], b"forged") };
+    assert_eq!(session.message(&forged), b"");
+}
+
+#[test]
+fn hosts_that_others_add_are_announced_once() {
+    let mut session = session();
+    text(&mut session, "add ha9");
+    let added = |tid: i32| output(TAG_HOSTS, 1, &[tid], b"");
+    assert_eq!(session.message(&added(9 << 18)), b"", "this console added it itself");
+    let announced = String::from_utf8(session.message(&added(2 << 18))).expect("text");
+    assert!(announced.starts_with("\nConsole: 1 new host added\n"), "{announced}");
+    assert!(announced.contains("ha2    80000"));
+    assert_eq!(session.message(&added(2 << 18)), b"");
+    assert!(session.settle().is_ok());
+    assert_eq!(session.message(&added(3 << 18)), b"", "it was there when the console came");
+}
+
+#[test]
+fn moves_say_what_they_cost_or_which_step_failed() {
+    let mut session = session();
+    assert_eq!(text(&mut session, "migrate t40002 ha2"), "t40002 moved to ha2: 4096 bytes, frozen 98 ms\n");
+    let failed = session.line("migrate t40002 ha3");
+    assert_eq!(failed.complaints, ["t40002 was not moved to ha3: dump failed: the engine was killed by signal 9"]);
+    assert_eq!(failed.json[0]["step"], "dump");
+    let refused = session.line("migrate t40002 hx");
+    assert_eq!(refused.complaints, ["t40002 was not moved to hx: moving t40002: no host hx"]);
+    assert!(refused.failed && refused.json[0]["step"].is_null());
+}
+
+#[test]
+fn the_whole_log_is_fetched_in_pieces() {
+    let mut session = session();
+    let shown = text(&mut session, "events --from 1");
+    assert_eq!(shown.lines().count(), 4);
+    assert!(shown.starts_with("1970-01-01T00:00:00.000Z ha1 number 1\n"), "{shown}");
+    assert!(session.line("events --follow").failed);
+}
+
+#[test]
+fn names_options_and_the_rest_answer_as_in_pvm() {
+    let mut session = session();
+    assert_eq!(text(&mut session, "names"), "<svc>:\n\tindex=0 owner=0x40001/262145 flags=0x0\n\n");
+    assert_eq!(text(&mut session, "getopt PvmRoute"), "PvmRoute Currently Set to 1\n");
+    assert_eq!(text(&mut session, "id"), "t40001\n");
+    assert_eq!(text(&mut session, "version"), "3.4.6\n");
+    assert_eq!(text(&mut session, "reset"), "");
+    assert_eq!(text(&mut session, "put svc 1"), "");
+    assert_eq!(text(&mut session, "jobs -l"), "                    HOST      TID   FLAG 0x COMMAND\n");
+    assert_eq!(session.line("quit").next, Next::Quit);
+    assert_eq!(session.line("halt").next, Next::Halt);
+}

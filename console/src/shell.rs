@@ -1,0 +1,175 @@
+//! The console that reads commands: from `$HOME/.pvmrc`, then from its input, until `quit`, `halt` or the end.
+
+use crate::halt::{Home, halt};
+use crate::screen::Screen;
+use crate::session::{Next, Session};
+use crate::words::LINE_BYTES_MAX;
+use libpvm::{Match, Vm};
+use sempa_proto::Message;
+use std::collections::BTreeMap;
+use std::io::{self, BufRead, IsTerminal, Read};
+use std::path::Path;
+use std::process::ExitCode;
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::thread;
+
+const PROMPT: &[u8] = b"pvm> ";
+/// Lines and messages read ahead of the console.
+const INPUT_AHEAD_MAX: usize = 256;
+
+/// What the console waits for.
+enum Input {
+    /// A line without its newline.
+    Line(String),
+    /// No more lines.
+    End,
+    /// A message to this task.
+    Message(Message),
+    /// The daemon is gone; why.
+    Lost(String),
+}
+
+/// Runs the console to its end.
+///
+/// # Errors
+/// When standard output cannot be written.
+pub(crate) fn run(vm: &Vm, mut home: Home, env: BTreeMap<String, String>) -> io::Result<ExitCode> {
+    let rc = env.get("HOME").map(|dir| Path::new(dir).join(".pvmrc"));
+    let mut session = Session::new(vm.clone(), env);
+    if let Err(error) = session.settle() {
+        Screen.complain(&format!("pvm: {error}"));
+        return Ok(ExitCode::FAILURE);
+    }
+    let mut next = Next::Line;
+    let lines = rc.and_then(|path| std::fs::read(path).ok()).unwrap_or_default();
+    for line in String::from_utf8_lossy(&lines).lines() {
+        if next == Next::Line {
+            next = command(&mut session, line, true)?;
+        }
+    }
+    if next == Next::Line {
+        match converse(vm, &mut session)? {
+            Some(end) => next = end,
+            None => return Ok(ExitCode::FAILURE),
+        }
+    }
+    if next == Next::Halt {
+        return Ok(halt(vm, &mut home));
+    }
+    Screen.print(b"\nConsole: exit handler called\npvmd still running.\n")?;
+    // The virtual machine forgets this task when its connection closes, whatever the answer would be.
+    let _ = vm.exit();
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Reads commands until one ends the console; `None` when the daemon is lost.
+fn converse(vm: &Vm, session: &mut Session<Vm>) -> io::Result<Option<Next>> {
+    // On a terminal the user has seen what he typed.
+    let echo = !io::stdin().is_terminal();
+    let inputs = inputs(vm);
+    Screen.print(PROMPT)?;
+    // Both senders live as long as their threads, and each says why it ends.
+    while let Ok(input) = inputs.recv() {
+        match input {
+            Input::Line(line) => match command(session, &line, echo)? {
+                Next::Line => Screen.print(PROMPT)?,
+                end => return Ok(Some(end)),
+            },
+            Input::End => {
+                Screen.print(b"quit\n")?;
+                return Ok(Some(Next::Quit));
+            }
+            Input::Message(message) => Screen.print(&session.message(&message))?,
+            Input::Lost(why) => {
+                Screen.complain(&format!("\npvm: the virtual machine has ended: {why}"));
+                return Ok(None);
+            }
+        }
+    }
+    Ok(Some(Next::Quit))
+}
+
+fn command(session: &mut Session<Vm>, line: &str, echo: bool) -> io::Result<Next> {
+    if echo {
+        Screen.print(format!("{line}\n").as_bytes())?;
+    }
+    let outcome = session.line(line);
+    Screen.show(&outcome)?;
+    Ok(outcome.next)
+}
+
+/// Lines from standard input and messages from the virtual machine, in the order in which they come.
+fn inputs(vm: &Vm) -> Receiver<Input> {
+    let (sender, receiver) = sync_channel(INPUT_AHEAD_MAX);
+    let (vm, messages) = (vm.clone(), sender.clone());
+    thread::spawn(move || {
+        loop {
+            let (input, last) = match vm.recv(Match::any()) {
+                Ok(message) => (Input::Message(message), false),
+                Err(error) => (Input::Lost(error.to_string()), true),
+            };
+            if messages.send(input).is_err() || last {
+                return;
+            }
+        }
+    });
+    thread::spawn(move || read_lines(&mut io::stdin().lock(), &sender));
+    receiver
+}
+
+/// Sends the lines of `from`, then [`Input::End`]. A line beyond the limit is cut a little behind it, so that it is
+/// refused and not carried out in pieces.
+fn read_lines(from: &mut impl BufRead, to: &SyncSender<Input>) {
+    let limit = LINE_BYTES_MAX as u64 + 2;
+    loop {
+        let mut line = Vec::new();
+        let read = from.by_ref().take(limit).read_until(b'\n', &mut line);
+        if !read.is_ok_and(|bytes| bytes > 0) {
+            // The console may have ended meanwhile.
+            let _ = to.send(Input::End);
+            return;
+        }
+        if line.last() == Some(&b'\n') {
+            line.pop();
+        } else if line.len() as u64 == limit {
+            let _ = from.skip_until(b'\n');
+        }
+        if to.send(Input::Line(String::from_utf8_lossy(&line).into_owned())).is_err() {
+            return;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn lines(text: &[u8]) -> Vec<String> {
+        let (sender, receiver) = sync_channel(INPUT_AHEAD_MAX);
+        read_lines(&mut io::BufReader::new(text), &sender);
+        drop(sender);
+        let line = |input| match input {
+            Input::Line(line) => line,
+            Input::End => "END".to_string(),
+            Input::Message(_) | Input::Lost(_) => panic!("nothing of the kind was sent"),
+        };
+        receiver.iter().map(line).collect()
+    }
+
+    #[test]
+    fn every_line_of_a_chunk_is_read_also_behind_empty_ones_and_without_a_newline_at_the_end() {
+        assert_eq!(lines(b"conf\n\n# comment\nps -a"), ["conf", "", "# comment", "ps -a", "END"]);
+        assert_eq!(lines(b""), ["END"]);
+        assert_eq!(lines(b"a\xffb\n"), ["a\u{fffd}b", "END"]);
+    }
+
+    #[test]
+    fn a_line_beyond_the_limit_stays_one_line() {
+        let mut text = vec![b'x'; LINE_BYTES_MAX * 2];
+        text.extend_from_slice(b"\nconf\n");
+        let lines = lines(&text);
+        assert_eq!(lines.len(), 3);
+        assert!(lines[0].len() > LINE_BYTES_MAX);
+        assert_eq!(lines[1], "conf");
+    }
+}
