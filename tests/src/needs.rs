@@ -11,9 +11,14 @@ const PROGRAMS: [(&str, &str); 4] = [
     ("/usr/bin/setpriv", "util-linux"),
 ];
 
+/// True for uid 0.
+pub fn is_root() -> bool {
+    nix::unistd::geteuid().is_root()
+}
+
 /// Why no testbed can be made here, in one line; `None` when one can.
 pub fn lacks() -> Option<String> {
-    if !nix::unistd::geteuid().is_root() {
+    if !is_root() {
         return Some("hosts of their own need root (namespaces, sshd, CRIU)".to_string());
     }
     if find_in_path("ip").is_none() {

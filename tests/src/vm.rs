@@ -1,3 +1,266 @@
-//! The virtual machine.
-/// x
-pub struct Vm;
+//! A virtual machine on the hosts of a testbed, used through the console program as a person would use it.
+
+use crate::run::{Done, Running, eventually, run};
+use crate::testbed::{ALICE_UID, Host, Testbed};
+use crate::{programs, ssh};
+use anyhow::{Context, Result, bail};
+use sempa_proto::event::EventKind;
+use serde::Deserialize;
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+/// Time for one command of the console on a loaded machine; long ones (`migrate` of much memory) included.
+pub const COMMAND_TIME: Duration = Duration::from_secs(60);
+
+/// How much of a host's log a failed test shows.
+const LOG_BYTES_SHOWN: usize = 16 << 10;
+
+/// How a virtual machine is to be started.
+#[derive(Clone, Debug, Default)]
+pub struct Settings {
+    /// The command of `PVM_RM`; none: the daemons place round robin.
+    pub rm: Option<String>,
+    /// Run by the ordinary user alice and not by root.
+    pub as_alice: bool,
+    /// More environment for daemons and commands on h1.
+    pub env: Vec<(String, String)>,
+}
+
+/// One line of `pvm ps -a --json`.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+pub struct Task {
+    /// Its id as printed, `t40001`.
+    pub tid: String,
+    /// Name of the host where it runs.
+    pub host: Option<String>,
+    /// Its program; empty for a command-line task.
+    pub name: String,
+    /// Process number on its host.
+    pub pid: i32,
+    /// In the middle of a move.
+    pub moving: bool,
+}
+
+/// One line of `pvm events --json`.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+pub struct Entry {
+    /// Its number.
+    pub number: u64,
+    /// When, in microseconds since 1970.
+    pub at_us: u64,
+    /// Name of the host.
+    pub host: Option<String>,
+    /// The sentence.
+    pub text: String,
+    /// What happened.
+    pub kind: EventKind,
+}
+
+/// The virtual machine.
+#[derive(Debug)]
+pub struct Vm<'a> {
+    bed: &'a Testbed,
+    prefix: PathBuf,
+    settings: Settings,
+}
+
+impl<'a> Vm<'a> {
+    /// Starts one on h1, with `prefix/bin/pvm`.
+    ///
+    /// # Errors
+    /// The console's own words.
+    pub fn start(bed: &'a Testbed, prefix: &Path, settings: Settings) -> Result<Vm<'a>> {
+        let with_rm = settings.rm.is_some();
+        let vm = Vm { bed, prefix: prefix.to_path_buf(), settings };
+        vm.pvm(&["conf"])?.expect_good("starting the virtual machine")?;
+        if with_rm {
+            vm.event(COMMAND_TIME, "a registered resource manager", |entry| {
+                matches!(entry.kind, EventKind::RmRegistered { .. })
+            })?;
+        }
+        Ok(vm)
+    }
+
+    /// The testbed it runs on.
+    pub fn bed(&self) -> &'a Testbed {
+        self.bed
+    }
+
+    /// The home folder of its user, the same on all hosts.
+    pub fn home(&self) -> PathBuf {
+        if self.settings.as_alice { self.bed.folder().join("alice") } else { self.bed.home() }
+    }
+
+    /// A command on a host with the environment of this virtual machine's user.
+    pub fn command(&self, host: &Host, program: impl AsRef<Path>) -> Command {
+        let home = self.home();
+        let (user, mut command) = if self.settings.as_alice {
+            ("alice", host.command_as(Some(("alice", ALICE_UID, &home)), program))
+        } else {
+            ("root", host.command(program))
+        };
+        command.env("PVM_RSH", ssh::remote_shell(self.bed.folder(), user));
+        if !self.settings.as_alice {
+            command.env("PVM_ALLOW_ROOT", "1");
+        }
+        if let Some(rm) = &self.settings.rm {
+            command.env("PVM_RM", rm);
+        }
+        command.envs(self.settings.env.iter().map(|(name, value)| (name, value)));
+        command
+    }
+
+    /// A one-shot command of the console on h1. Its exit status is not judged.
+    ///
+    /// # Errors
+    /// It does not start or does not end.
+    pub fn pvm(&self, words: &[&str]) -> Result<Done> {
+        self.pvm_on(self.bed.host(1), words)
+    }
+
+    /// The same on any host.
+    ///
+    /// # Errors
+    /// It does not start or does not end.
+    pub fn pvm_on(&self, host: &Host, words: &[&str]) -> Result<Done> {
+        let mut command = self.command(host, self.prefix.join("bin/pvm"));
+        command.args(words);
+        run(command, COMMAND_TIME)
+    }
+
+    /// A one-shot command with `--json` that has to succeed: its values, one per line.
+    ///
+    /// # Errors
+    /// It failed, or printed something else.
+    pub fn json(&self, words: &[&str]) -> Result<Vec<Value>> {
+        let mut words = words.to_vec();
+        words.push("--json");
+        let done = self.pvm(&words)?.expect_good(&format!("pvm {}", words.join(" ")))?;
+        let lines = done.out.lines().filter(|line| !line.trim().is_empty());
+        lines.map(|line| serde_json::from_str(line).with_context(|| format!("not JSON: {line}"))).collect()
+    }
+
+    /// Adds hosts by name, all in one command.
+    ///
+    /// # Errors
+    /// One of them could not be added; the reason.
+    pub fn add(&self, hosts: &[&str]) -> Result<()> {
+        let mut words = vec!["add"];
+        words.extend(hosts);
+        self.pvm(&words)?.expect_good("adding hosts").map(|_| ())
+    }
+
+    /// All tasks.
+    ///
+    /// # Errors
+    /// The console fails.
+    pub fn tasks(&self) -> Result<Vec<Task>> {
+        #[derive(Deserialize)]
+        struct Answer {
+            tasks: Vec<Task>,
+        }
+        let answer = self.json(&["ps", "-a"])?.pop().context("ps prints one value")?;
+        Ok(serde_json::from_value::<Answer>(answer)?.tasks)
+    }
+
+    /// The event log.
+    ///
+    /// # Errors
+    /// The console fails.
+    pub fn events(&self) -> Result<Vec<Entry>> {
+        let values = self.json(&["events"])?;
+        values.into_iter().map(|value| Ok(serde_json::from_value(value)?)).collect()
+    }
+
+    /// Waits for an event.
+    ///
+    /// # Errors
+    /// It does not come; the sentence holds the last events.
+    pub fn event(&self, deadline: Duration, what: &str, is_it: impl Fn(&Entry) -> bool) -> Result<Entry> {
+        eventually(deadline, || {
+            let events = self.events().map_err(|error| error.to_string())?;
+            if let Some(entry) = events.iter().find(|entry| is_it(entry)) {
+                return Ok(entry.clone());
+            }
+            let last: Vec<&str> = events.iter().rev().take(8).map(|entry| entry.text.as_str()).collect();
+            Err(format!("no {what}; newest events: {}", last.join(" | ")))
+        })
+    }
+
+    /// Spawns one task through the console; `place` are the console's options, for instance `-h2`. Returns its tid.
+    ///
+    /// # Errors
+    /// It could not be spawned.
+    pub fn spawn(&self, words: &[&str]) -> Result<String> {
+        let mut all = vec!["spawn"];
+        all.extend(words);
+        let answer = self.json(&all)?.pop().context("spawn prints one value")?;
+        match answer["results"][0]["tid"].as_str() {
+            Some(tid) => Ok(tid.to_string()),
+            None => bail!("spawn {}: {answer}", words.join(" ")),
+        }
+    }
+
+    /// Moves a task by hand. The exit status tells whether it went.
+    ///
+    /// # Errors
+    /// The console does not start or does not end.
+    pub fn migrate(&self, tid: &str, host: &str) -> Result<Done> {
+        self.pvm(&["migrate", tid, host])
+    }
+
+    /// Starts a move by hand and lets it go on.
+    ///
+    /// # Errors
+    /// The console does not start.
+    pub fn start_migrate(&self, tid: &str, host: &str) -> Result<Running> {
+        let mut command = self.command(self.bed.host(1), self.prefix.join("bin/pvm"));
+        command.args(["migrate", tid, host]);
+        Running::start(command, Stdio::null())
+    }
+
+    /// The host on which a task runs now.
+    ///
+    /// # Errors
+    /// There is no such task.
+    pub fn host_of(&self, tid: &str) -> Result<String> {
+        let tasks = self.tasks()?;
+        let task = tasks.iter().find(|task| task.tid == tid).with_context(|| format!("no task {tid}: {tasks:?}"))?;
+        task.host.clone().with_context(|| format!("{tid} runs on no known host"))
+    }
+
+    /// Compiles a C program of the tests and puts it where spawn looks.
+    ///
+    /// # Errors
+    /// gcc's words.
+    pub fn program(&self, name: &str) -> Result<PathBuf> {
+        programs::compile(name, &self.prefix, &self.home().join("pvm3/bin/LINUX64"))
+    }
+
+    /// The daemons' logs of all hosts, for the report of a failed test.
+    pub fn logs(&self) -> String {
+        let uid = if self.settings.as_alice { ALICE_UID } else { 0 };
+        let place = format!("/tmp/sempa-{uid}/pvm/pvml");
+        let mut all = String::new();
+        for host in self.bed.hosts() {
+            let bytes = std::fs::read(host.path(&place)).unwrap_or_else(|error| error.to_string().into_bytes());
+            let text = String::from_utf8_lossy(&bytes[bytes.len().saturating_sub(LOG_BYTES_SHOWN)..]).into_owned();
+            all.push_str(&format!("--- log of {} ---\n{}\n", host.name(), text.trim()));
+        }
+        all
+    }
+
+    /// Ends the virtual machine and waits until no process of it is left on any host.
+    ///
+    /// # Errors
+    /// Something is left; the sentence names it.
+    pub fn halt(&self) -> Result<()> {
+        self.pvm(&["halt"])?.expect_good("halt")?;
+        for host in self.bed.hosts() {
+            crate::testbed::gone(host, "pvm", COMMAND_TIME)?;
+        }
+        Ok(())
+    }
+}

@@ -1,2 +1,81 @@
-//! .
-fn main() {}
+//! The commands of this project's developers and of everybody who wants to see it work: `cargo xtask demo` and friends.
+
+mod bench;
+mod demo;
+mod demo_alone;
+mod install;
+mod setup;
+mod test;
+mod timeline;
+mod timetable;
+
+use anyhow::Result;
+use clap::{Parser, Subcommand};
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+#[derive(Parser)]
+#[command(about = "Builds, shows, tests and installs Sempa", arg_required_else_help = true)]
+struct Words {
+    #[command(subcommand)]
+    command: What,
+}
+
+#[derive(Subcommand)]
+enum What {
+    /// Four hosts on this machine, a running PVM program, an owner who comes back
+    Demo {
+        /// Where the timeline goes as JSON
+        #[arg(long, default_value = "target/demo.json")]
+        json: PathBuf,
+    },
+    /// Set up, build, install under target/ and run all tests
+    Test {
+        /// Words for the test runner, for instance the name of a test
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        words: Vec<String>,
+    },
+    /// Build and lay the programs out under a folder
+    Install {
+        /// The folder: DIR/bin, DIR/lib, DIR/include
+        #[arg(long)]
+        prefix: PathBuf,
+    },
+    /// Get a CRIU that works on this kernel
+    Criu {
+        /// Where it goes
+        #[arg(long, default_value = setup::CRIU_PREFIX)]
+        prefix: PathBuf,
+    },
+    /// Measure: the wire format alone, or the running system
+    Bench {
+        /// `micro`: the wire format alone; `system`: round trips and throughput of the running system
+        #[arg(default_value = "all", value_parser = ["micro", "system", "all"])]
+        what: String,
+    },
+}
+
+fn main() -> ExitCode {
+    let done = match Words::parse().command {
+        What::Demo { json } => demo::run(&json),
+        What::Test { words } => test::run(&words),
+        What::Install { prefix } => put_in_place(&prefix),
+        What::Criu { prefix } => setup::criu(&prefix).map(|()| true),
+        What::Bench { what } => bench::run(&what),
+    };
+    match done {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("xtask: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn put_in_place(prefix: &std::path::Path) -> Result<bool> {
+    install::build(false)?;
+    install::lay_out(prefix)?;
+    println!("installed under {}: put {0}/bin on PATH and {0}/lib in LD_LIBRARY_PATH", prefix.display());
+    Ok(true)
+}

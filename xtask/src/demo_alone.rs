@@ -1,0 +1,60 @@
+//! What the demo can show without root: a virtual machine of this host alone, running a PVM program.
+
+use crate::demo::say;
+use anyhow::{Context, Result, bail};
+use sempa_tests::run::{Done, run as run_to_end};
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+const SOON: Duration = Duration::from_secs(60);
+/// One of Debian's examples, used when it is installed.
+const EXAMPLE: &str = "/usr/bin/master1";
+
+/// Starts, uses and halts a virtual machine with files in a folder of its own. `Ok(false)`: something did not hold.
+///
+/// # Errors
+/// A program could not be started.
+pub(crate) fn run(prefix: &Path) -> Result<bool> {
+    let folder = tempfile_folder()?;
+    let command = |program: &Path| {
+        let mut command = Command::new(program);
+        command.env("PVM_TMP", &folder).env("LD_LIBRARY_PATH", prefix.join("lib")).current_dir(&folder);
+        command.env("PATH", format!("{}:/usr/bin:/bin", prefix.join("bin").display()));
+        command
+    };
+    let pvm = |words: &[&str]| -> Result<Done> {
+        let mut command = command(&prefix.join("bin/pvm"));
+        command.args(words);
+        run_to_end(command, SOON)
+    };
+    let good = (|| -> Result<bool> {
+        pvm(&["conf"])?.expect_good("starting the virtual machine")?;
+        say("the virtual machine runs on this host");
+        let done = if Path::new(EXAMPLE).exists() {
+            std::os::unix::fs::symlink("/usr/bin/slave1", folder.join("slave1"))?;
+            let mut example = command(Path::new(EXAMPLE));
+            example.env("PVM_PATH", "/usr/bin");
+            run_to_end(example, SOON)?
+        } else {
+            pvm(&["ps", "-a"])?
+        };
+        print!("{}", done.out);
+        Ok(done.good())
+    })();
+    let halted = pvm(&["halt"]);
+    let removed = std::fs::remove_dir_all(&folder);
+    let good = good?;
+    if !halted?.good() {
+        bail!("the virtual machine does not halt");
+    }
+    removed.with_context(|| folder.display().to_string())?;
+    say(if good { "what can be shown without root held" } else { "NOT GOOD: the example failed" });
+    Ok(good)
+}
+
+fn tempfile_folder() -> Result<std::path::PathBuf> {
+    let folder = std::env::temp_dir().join(format!("sempa-demo-{}", std::process::id()));
+    std::fs::create_dir(&folder).with_context(|| folder.display().to_string())?;
+    Ok(folder)
+}

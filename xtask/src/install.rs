@@ -1,0 +1,108 @@
+//! Building the workspace and laying the programs out under a prefix.
+
+use crate::setup::project;
+use anyhow::{Context, Result, bail};
+use std::fs;
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// Programs, as they are installed.
+const PROGRAMS: [&str; 5] = ["pvm", "pvmd", "pvm-rm", "pvm-load-watcher", "pvm-tasker"];
+/// Packages that make the programs and the library.
+const CRATES: [&str; 6] = ["pvm-console", "pvmd", "pvm-rm", "pvm-load-watcher", "pvm-tasker", "pvm3-capi"];
+
+/// The target folder of this build: two above the running program.
+pub(crate) fn target() -> Result<PathBuf> {
+    let release = sempa_tests::needs::build_folder()?;
+    Ok(release.parent().unwrap_or(&release).to_path_buf())
+}
+
+/// Runs cargo in the project with the same target folder as ours.
+pub(crate) fn cargo(words: &[&str]) -> Result<Command> {
+    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    command.args(words).current_dir(project()).env("CARGO_TARGET_DIR", target()?);
+    Ok(command)
+}
+
+/// Builds what is installed, or the whole workspace with its tests.
+///
+/// # Errors
+/// The compiler's own.
+pub(crate) fn build(whole: bool) -> Result<()> {
+    let mut command = cargo(&["build", "--release"])?;
+    if whole {
+        command.args(["--workspace", "--all-targets"]);
+    } else {
+        command.args(CRATES.iter().flat_map(|name| ["-p", name])).args(["-p", "sempa-tests"]);
+    }
+    if !command.status().context("cargo")?.success() {
+        bail!("the build failed");
+    }
+    Ok(())
+}
+
+/// Copies what was built to its places under `prefix`. Running programs are not disturbed: each file is replaced whole.
+///
+/// # Errors
+/// Something was not built, or the prefix cannot be written.
+pub(crate) fn lay_out(prefix: &Path) -> Result<()> {
+    let built = target()?.join("release");
+    for folder in ["bin", "lib/pkgconfig", "include"] {
+        let folder = prefix.join(folder);
+        fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
+    }
+    for name in PROGRAMS {
+        put(&built.join(name), &prefix.join("bin").join(name), 0o755)?;
+    }
+    put(&built.join("libpvm3.so"), &prefix.join("lib/libpvm3.so.3"), 0o755)?;
+    link("libpvm3.so.3", &prefix.join("lib/libpvm3.so"))?;
+    let capi = project().join("libpvm/capi");
+    put(&capi.join("include/pvm3.h"), &prefix.join("include/pvm3.h"), 0o644)?;
+    let form = fs::read_to_string(capi.join("pvm3.pc.in")).context("pvm3.pc.in")?;
+    let place = std::path::absolute(prefix)?.display().to_string();
+    let text =
+        form.replace("@PREFIX@", &place).replace("@prefix@", &place).replace("@VERSION@", env!("CARGO_PKG_VERSION"));
+    write(&prefix.join("lib/pkgconfig/pvm3.pc"), text.as_bytes(), 0o644)?;
+    manuals(prefix)
+}
+
+fn manuals(prefix: &Path) -> Result<()> {
+    let Ok(entries) = fs::read_dir(project().join("docs/man")) else { return Ok(()) };
+    let pages: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
+    for page in pages.iter().filter(|page| page.extension().is_some_and(|end| end == "1")) {
+        let folder = prefix.join("share/man/man1");
+        fs::create_dir_all(&folder)?;
+        put(page, &folder.join(page.file_name().unwrap_or_default()), 0o644)?;
+    }
+    Ok(())
+}
+
+fn put(from: &Path, to: &Path, mode: u32) -> Result<()> {
+    let bytes = fs::read(from).with_context(|| format!("cannot read {}", from.display()))?;
+    // An identical file stays: its time stamp is what other builds look at.
+    if fs::read(to).is_ok_and(|there| there == bytes) {
+        return Ok(());
+    }
+    write(to, &bytes, mode)
+}
+
+fn write(to: &Path, bytes: &[u8], mode: u32) -> Result<()> {
+    let fresh = beside(to);
+    let made = fs::write(&fresh, bytes)
+        .and_then(|()| fs::set_permissions(&fresh, fs::Permissions::from_mode(mode)))
+        .and_then(|()| fs::rename(&fresh, to));
+    made.with_context(|| format!("cannot write {}", to.display()))
+}
+
+fn link(content: &str, place: &Path) -> Result<()> {
+    let fresh = beside(place);
+    let _ = fs::remove_file(&fresh);
+    symlink(content, &fresh).and_then(|()| fs::rename(&fresh, place)).with_context(|| place.display().to_string())
+}
+
+/// A name in the same folder that nobody else uses.
+fn beside(place: &Path) -> PathBuf {
+    let name = place.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    place.with_file_name(format!(".{name}.{}", std::process::id()))
+}

@@ -1,0 +1,49 @@
+//! `cargo xtask test`: set up, build once, install, run every test.
+
+use crate::{install, setup};
+use anyhow::Result;
+use sempa_tests::needs;
+use std::process::{Command, Stdio};
+use std::time::Instant;
+
+/// Runs all tests; `words` go to the test runner.
+///
+/// # Errors
+/// Set-up or build failed. Failing tests are the return value: `false`.
+pub(crate) fn run(words: &[String]) -> Result<bool> {
+    let start = Instant::now();
+    setup::everything()?;
+    install::build(true)?;
+    let prefix = install::target()?.join("sempa-prefix");
+    install::lay_out(&prefix)?;
+    println!("test: programs are in {}; set-up and build took {} s", prefix.display(), start.elapsed().as_secs());
+    let lack = needs::lacks();
+    if let Some(lack) = &lack {
+        println!("test: {lack}; the tests that need hosts pass without doing anything");
+    }
+    let nextest = Command::new("cargo").args(["nextest", "--version"]).output().is_ok_and(|done| done.status.success());
+    let begun = Instant::now();
+    let mut good = true;
+    let runs: &[&[&str]] = if nextest {
+        &[&["nextest", "run", "--release", "--workspace", "--no-fail-fast"]]
+    } else {
+        // Without nextest the binaries run one after another, each on two threads.
+        &[&["test", "--release", "--workspace", "--no-fail-fast"]]
+    };
+    for line in runs {
+        let mut command = install::cargo(line)?;
+        command.args(words).env("SEMPA_PREFIX", &prefix).stdin(Stdio::null());
+        if !nextest {
+            command.env("RUST_TEST_THREADS", "2");
+        }
+        good &= command.status()?.success();
+    }
+    println!(
+        "test: {} in {} s (set-up included {} s){}",
+        if good { "all tests passed" } else { "SOME TESTS FAILED" },
+        begun.elapsed().as_secs(),
+        start.elapsed().as_secs(),
+        lack.map(|why| format!("; without hosts: {why}")).unwrap_or_default()
+    );
+    Ok(good)
+}

@@ -1,0 +1,200 @@
+//! From the event log to the story of one owner's return: milliseconds since the login, for people and as JSON.
+
+use sempa_proto::event::EventKind;
+use sempa_proto::migration::Step;
+use sempa_tests::vm::Entry;
+use serde::Serialize;
+use std::collections::BTreeMap;
+
+/// The moves of one host's guests after one login.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub(crate) struct Timeline {
+    /// The host whose owner came.
+    pub(crate) host: String,
+    /// Time of the login record, in microseconds since 1970.
+    pub(crate) login_at_us: u64,
+    /// The watcher's sentence.
+    pub(crate) why: String,
+    /// When the load watcher learned of the login.
+    pub(crate) login_seen_ms: Option<f64>,
+    /// When the last guest had stopped.
+    pub(crate) guests_stopped_ms: Option<f64>,
+    /// One entry for each task that left.
+    pub(crate) moves: Vec<Journey>,
+    /// When no guest was left.
+    pub(crate) host_clean_ms: Option<f64>,
+    /// Moves that failed, with the reason.
+    pub(crate) failures: Vec<String>,
+}
+
+/// One task's journey.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub(crate) struct Journey {
+    /// The task.
+    pub(crate) tid: String,
+    /// From which host.
+    pub(crate) from: String,
+    /// To which host.
+    pub(crate) to: String,
+    /// Bytes of its images.
+    pub(crate) bytes: u64,
+    /// Nothing of it ran any more.
+    pub(crate) stopped_ms: Option<f64>,
+    /// Its images were written.
+    pub(crate) dumped_ms: Option<f64>,
+    /// They were on the other host and verified.
+    pub(crate) transferred_ms: Option<f64>,
+    /// It ran again.
+    pub(crate) running_ms: Option<f64>,
+    /// From letting go of its daemon to running again.
+    pub(crate) frozen_ms: Option<f64>,
+}
+
+impl Timeline {
+    /// The story of the first login on the host with this index, told by the events at or after it. `names` are the
+    /// hosts by index.
+    pub(crate) fn of(index: u16, names: &BTreeMap<u16, String>, events: &[Entry]) -> Option<Timeline> {
+        let name = |index: u16| names.get(&index).cloned().unwrap_or_else(|| format!("host {index}"));
+        let (since, seen, why) = events.iter().find_map(|entry| match &entry.kind {
+            EventKind::OwnerPresent { host, since, seen, why } if host.index() == index => {
+                Some((since.0, seen.0, why.clone()))
+            }
+            _ => None,
+        })?;
+        let after = |at_us: u64| Some((at_us as f64 - since as f64) / 1000.0);
+        let mut line =
+            Timeline { host: name(index), login_at_us: since, why, login_seen_ms: after(seen), ..Timeline::default() };
+        let mut journeys: Vec<(u64, Journey)> = Vec::new();
+        for entry in events.iter().filter(|entry| entry.at_us >= since) {
+            let at = after(entry.at_us);
+            match &entry.kind {
+                EventKind::Moving { id, tid, from, to, step, bytes } if from.index() == index => {
+                    let found = journeys.iter().position(|(number, _)| *number == id.0);
+                    let at_index = found.unwrap_or_else(|| {
+                        let (from, to) = (name(from.index()), name(to.index()));
+                        journeys.push((id.0, Journey { tid: tid.to_string(), from, to, ..Journey::default() }));
+                        journeys.len() - 1
+                    });
+                    let journey = &mut journeys[at_index].1;
+                    match step {
+                        Step::Stop => journey.stopped_ms = at,
+                        Step::Dump => (journey.dumped_ms, journey.bytes) = (at, *bytes),
+                        Step::Transfer => journey.transferred_ms = at,
+                        _ => {}
+                    }
+                }
+                EventKind::Moved { id, from, bytes, frozen, .. } if from.index() == index => {
+                    if let Some((_, journey)) = journeys.iter_mut().find(|(number, _)| *number == id.0) {
+                        (journey.running_ms, journey.bytes) = (at, *bytes);
+                        journey.frozen_ms = Some(frozen.0 as f64 / 1000.0);
+                    }
+                }
+                EventKind::MoveFailed { from, .. } if from.index() == index => line.failures.push(entry.text.clone()),
+                EventKind::HostClean { host } if host.index() == index && line.host_clean_ms.is_none() => {
+                    line.host_clean_ms = at;
+                }
+                _ => {}
+            }
+        }
+        line.moves = journeys.into_iter().map(|(_, journey)| journey).filter(|one| one.running_ms.is_some()).collect();
+        line.guests_stopped_ms = line.moves.iter().filter_map(|one| one.stopped_ms).reduce(f64::max);
+        Some(line)
+    }
+
+    /// What is missing for the story to be complete; empty when all of it happened.
+    pub(crate) fn lacks(&self) -> Vec<String> {
+        let mut lacks = Vec::new();
+        if self.moves.is_empty() {
+            lacks.push(format!("no guest of {} has moved", self.host));
+        }
+        for journey in &self.moves {
+            let steps = [journey.stopped_ms, journey.dumped_ms, journey.transferred_ms, journey.running_ms];
+            if steps.iter().any(Option::is_none) {
+                lacks.push(format!("steps of {} are missing in the event log: {journey:?}", journey.tid));
+            }
+        }
+        if self.host_clean_ms.is_none() {
+            lacks.push(format!("{} was never clean", self.host));
+        }
+        lacks
+    }
+
+    /// The table for people.
+    pub(crate) fn print(&self) {
+        println!("\nWhat happened on {} ({}), in ms since the login:\n", self.host, self.why);
+        let row = |at: Option<f64>, what: &str| match at {
+            Some(at) => println!("  {at:>9.1}  {what}"),
+            None => println!("          -  {what}"),
+        };
+        row(Some(0.0), "login record written by sshd");
+        row(self.login_seen_ms, "login seen by the load watcher");
+        let mut rows: Vec<(Option<f64>, String)> = Vec::new();
+        for one in &self.moves {
+            let way = format!("{} {} -> {}", one.tid, one.from, one.to);
+            rows.push((one.stopped_ms, format!("{way}  stopped")));
+            rows.push((one.dumped_ms, format!("{way}  dumped, {:.1} MiB", one.bytes as f64 / 1_048_576.0)));
+            rows.push((one.transferred_ms, format!("{way}  transferred and verified")));
+            let frozen = one.frozen_ms.unwrap_or_default();
+            rows.push((one.running_ms, format!("{way}  running again, frozen {frozen:.1} ms")));
+        }
+        rows.push((self.guests_stopped_ms, "all guests stopped".to_string()));
+        rows.push((self.host_clean_ms, format!("{} is clean", self.host)));
+        rows.sort_by(|a, b| a.0.partial_cmp(&b.0).unwrap_or(std::cmp::Ordering::Equal));
+        for (at, what) in rows {
+            row(at, &what);
+        }
+        for failure in &self.failures {
+            println!("             {failure}");
+        }
+        println!();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use sempa_proto::migration::Cause;
+    use sempa_proto::{HostId, Micros, MigrationId, Tid};
+
+    fn entry(at_us: u64, kind: EventKind) -> Entry {
+        Entry { number: 0, at_us, host: None, text: kind.to_string(), kind }
+    }
+
+    #[test]
+    fn the_story_of_a_login_is_read_from_the_events() {
+        let (h1, h2) = (HostId::MASTER, HostId::new(2).expect("an index"));
+        let (id, tid) = (MigrationId(7), Tid::task(h2, 1).expect("a tid"));
+        let step = |step, bytes| EventKind::Moving { id, tid, from: h2, to: h1, step, bytes };
+        let cause = Cause::Owner { why: "x".into() };
+        let events = [
+            entry(500, step(Step::Stop, 0)),
+            entry(
+                1_003_000,
+                EventKind::OwnerPresent {
+                    host: h2,
+                    since: Micros(1_000_000),
+                    seen: Micros(1_002_000),
+                    why: "x".into(),
+                },
+            ),
+            entry(1_010_000, step(Step::Stop, 0)),
+            entry(1_020_000, step(Step::Dump, 5)),
+            entry(1_030_000, step(Step::Transfer, 5)),
+            entry(1_040_000, EventKind::Moved { id, tid, from: h2, to: h1, cause, bytes: 5, frozen: Micros(30_500) }),
+            entry(1_041_000, EventKind::HostClean { host: h2 }),
+        ];
+        let names = BTreeMap::from([(1, "h1".to_string()), (2, "h2".to_string())]);
+        let line = Timeline::of(2, &names, &events).expect("a login");
+        assert_eq!(line.lacks(), Vec::<String>::new());
+        assert_eq!(
+            (line.login_seen_ms, line.guests_stopped_ms, line.host_clean_ms),
+            (Some(2.0), Some(10.0), Some(41.0))
+        );
+        assert_eq!(
+            (line.moves[0].running_ms, line.moves[0].frozen_ms, line.moves[0].bytes),
+            (Some(40.0), Some(30.5), 5)
+        );
+        assert!(Timeline::of(1, &names, &events).is_none());
+        assert!(!Timeline::of(2, &names, &events[..3]).expect("a login").lacks().is_empty());
+    }
+}

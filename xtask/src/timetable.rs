@@ -1,0 +1,159 @@
+//! A school's timetable as a problem for tablix2, and the check of its solution.
+//!
+//! The generator lays a valid timetable first and then forgets times and rooms, so a solution exists. Two soft wishes
+//! (no holes, free first lessons) cannot both be met, so the search goes on until nothing improves for a while.
+
+use anyhow::{Context, Result, bail};
+use std::collections::{BTreeMap, HashSet};
+use std::fmt::Write;
+
+/// How large the school is.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct School {
+    /// Classes, and rooms.
+    pub(crate) classes: usize,
+    /// Teachers.
+    pub(crate) teachers: usize,
+    /// Days of a week.
+    pub(crate) days: usize,
+    /// Lessons of a day.
+    pub(crate) lessons: usize,
+    /// Lessons that take place at one time, at most `classes`.
+    pub(crate) at_once: usize,
+}
+
+/// The school of the demo: with [`PATIENCE`], about 36 s of search on two cores.
+pub(crate) const SCHOOL: School = School { classes: 14, teachers: 18, days: 5, lessons: 7, at_once: 10 };
+/// tablix2's `finish`: populations without improvement after which a kernel stops.
+pub(crate) const PATIENCE: &str = "finish=1000";
+
+/// The problem in tablix2's XML.
+pub(crate) fn problem(school: School, seed: u64) -> String {
+    let mut dice = Dice(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
+    let mut events: BTreeMap<(usize, usize), u32> = BTreeMap::new();
+    for _ in 0..school.days * school.lessons {
+        let classes = dice.choose(school.classes, school.at_once);
+        let teachers = dice.choose(school.teachers, school.at_once);
+        for pair in classes.into_iter().zip(teachers) {
+            *events.entry(pair).or_default() += 1;
+        }
+    }
+    let mut xml = String::from(
+        "<?xml version=\"1.0\" encoding=\"UTF-8\"?>\n<ttm version=\"0.2.0\">\n\
+         <info><title>Timetable</title><address>Any town</address><author>Sempa demo</author></info>\n<modules>\n",
+    );
+    for module in ["sametime", "timeplace"] {
+        line(&mut xml, &format!("<module name=\"{module}\" weight=\"60\" mandatory=\"yes\"/>"));
+    }
+    for module in ["holes", "freemorning"] {
+        let wish = "<option name=\"resourcetype\">class</option></module>";
+        line(&mut xml, &format!("<module name=\"{module}\" weight=\"1\" mandatory=\"no\">{wish}"));
+    }
+    line(&mut xml, "</modules>\n<resources>\n<constant>");
+    resources(&mut xml, "teacher", school.teachers);
+    resources(&mut xml, "class", school.classes);
+    line(&mut xml, "</constant>\n<variable>");
+    let matrix = format!("<matrix width=\"{}\" height=\"{}\"/>", school.days, school.lessons);
+    line(&mut xml, &format!("<resourcetype type=\"time\">{matrix}</resourcetype>"));
+    resources(&mut xml, "room", school.classes);
+    line(&mut xml, "</variable>\n</resources>\n<events>");
+    for ((class, teacher), repeats) in events {
+        let who = format!(
+            "<resource type=\"teacher\" name=\"teacher{teacher}\"/><resource type=\"class\" name=\"class{class}\"/>"
+        );
+        line(&mut xml, &format!("<event name=\"lesson{class}-{teacher}\" repeats=\"{repeats}\">{who}</event>"));
+    }
+    xml.push_str("</events>\n</ttm>\n");
+    xml
+}
+
+fn line(xml: &mut String, text: &str) {
+    // Writing to a String cannot fail.
+    let _ = writeln!(xml, "{text}");
+}
+
+fn resources(xml: &mut String, kind: &str, count: usize) {
+    let names: String = (0..count).map(|i| format!("<resource name=\"{kind}{i}\"/>")).collect();
+    line(xml, &format!("<resourcetype type=\"{kind}\">{names}</resourcetype>"));
+}
+
+/// A small generator of numbers, so that a seed gives the same problem everywhere.
+struct Dice(u64);
+
+impl Dice {
+    fn below(&mut self, limit: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 >> 33) as usize % limit
+    }
+
+    /// `count` different numbers below `limit`.
+    fn choose(&mut self, limit: usize, count: usize) -> Vec<usize> {
+        let mut all: Vec<usize> = (0..limit).collect();
+        for i in 0..count {
+            let other = i + self.below(limit - i);
+            all.swap(i, other);
+        }
+        all.truncate(count);
+        all
+    }
+}
+
+/// What a solution says of itself, checked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Solution {
+    /// tablix2's measure; what is left are unmet wishes.
+    pub(crate) fitness: u64,
+    /// Lessons in the table.
+    pub(crate) lessons: usize,
+}
+
+/// Reads the CSV of `tablix2_output` and checks what is mandatory ourselves: at no time is a teacher, a class or a room
+/// used twice.
+///
+/// # Errors
+/// It is not such a file, or something mandatory is violated; the sentence says what.
+pub(crate) fn check(csv: &str) -> Result<Solution> {
+    let mut rows = csv.lines().map(|line| line.split(',').map(|field| field.trim_matches('"')).collect::<Vec<_>>());
+    let fitness = rows.by_ref().find(|row| row[0] == "Fitness").context("no fitness in the result")?;
+    let fitness = fitness.get(1).context("no fitness in the result")?.parse()?;
+    rows.by_ref().find(|row| row[0] == "Event name").context("no lessons in the result")?;
+    let mut taken = HashSet::new();
+    let mut lessons = 0;
+    for row in rows.filter(|row| row.len() > 1) {
+        let [name, teacher, class, time, room] = row[..] else { bail!("not a lesson: {row:?}") };
+        for who in [teacher, class, room] {
+            if !taken.insert((time.to_string(), who.to_string())) {
+                bail!("{who} is needed twice at time {time} ({name})");
+            }
+        }
+        lessons += 1;
+    }
+    Ok(Solution { fitness, lessons })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_problem_holds_every_lesson_of_the_table_it_was_made_from() {
+        let xml = problem(SCHOOL, 1);
+        let repeats = xml.split("repeats=\"").skip(1).map(|rest| rest.split('"').next().expect("closed"));
+        let lessons: usize = repeats.map(|number| number.parse::<usize>().expect("a number")).sum();
+        assert_eq!(lessons, 5 * 7 * 10);
+        assert_eq!(xml, problem(SCHOOL, 1));
+        assert_ne!(xml, problem(SCHOOL, 2));
+    }
+
+    #[test]
+    fn a_table_that_uses_somebody_twice_is_no_solution() {
+        let head = "\"Title\",\"x\"\n\"Fitness\",18\n\"Event name\",\"teacher\",\"class\",\"time\",\"room\"\n";
+        let good = format!("{head}\"a\",\"t0\",\"c0\",\"0 2\",\"r1\"\n\"b\",\"t1\",\"c1\",\"0 2\",\"r2\"\n");
+        assert_eq!(check(&good).expect("good"), Solution { fitness: 18, lessons: 2 });
+        let bad = format!("{good}\"c\",\"t0\",\"c2\",\"0 2\",\"r3\"\n");
+        assert!(check(&bad).expect_err("twice").to_string().contains("t0"));
+        assert!(check("").is_err());
+    }
+}
