@@ -304,6 +304,9 @@ impl Link {
     /// When [`LinkEvent::Wake`] is wanted, if at all.
     pub fn next_wakeup(&self) -> Option<Micros> {
         self.route?;
+        if self.gone {
+            return None;
+        }
         match (self.rx.ack_due, self.tx.probe_due) {
             (Some(a), Some(b)) => Some(a.min(b)),
             (a, b) => a.or(b),
@@ -382,7 +385,8 @@ impl Link {
     }
 
     fn handle_frame(&mut self, now: Micros, frame: LinkFrame) {
-        if self.gone || frame.src != self.peer || frame.dst != self.local {
+        // Also from a peer that has ended: what it sent before is still handed over, it just is not acknowledged.
+        if frame.src != self.peer || frame.dst != self.local {
             return;
         }
         match frame.kind {

@@ -1,109 +1,405 @@
 //! The task runtime: the connection to the daemon, the links to other tasks, and the helper thread that keeps them going.
+//!
+//! All state is a value ([`core`], without any I/O) under one lock ([`shared`]). Application threads read and write the
+//! socket without waiting while they hold the lock, and otherwise wait on futexes only. A helper thread ([`helper`]) reads
+//! and writes while they compute, and lets go of the daemon when the task is to be moved: then every call goes on working
+//! on memory until the task is connected again, here or elsewhere.
 
+mod clock;
+mod connect;
+mod core;
+mod helper;
+mod outbox;
+mod process;
+mod shared;
+#[cfg(test)]
+mod tests;
+
+pub use self::connect::EnrollOptions;
+
+use self::core::BACKLOG_BYTES_MAX;
+pub(crate) use self::core::Core;
+use self::process::{ExitHook, Own};
+use self::shared::{Held, Shared};
 use crate::error::EnrollError;
 use crate::inbox::Inbox;
-use sempa_proto::task::{Reply, Request, RmInfo, Sink};
-use sempa_proto::{HostId, Message, PvmError, PvmResult, Tid};
-use std::os::fd::RawFd;
-use std::time::Instant;
+use sempa_proto::task::{Claim, Reply, Request, RmInfo, Sink, Welcome};
+use sempa_proto::{HostId, Message, Micros, PvmError, PvmResult, Tid};
+use std::os::fd::{AsRawFd, RawFd};
+use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
-/// Joins the virtual machine of this user, as the environment says.
+/// How long the normal end of a process may be delayed by messages that the daemon has not taken yet.
+const EXIT_FLUSH_MAX: Duration = Duration::from_secs(5);
+
+/// Joins the virtual machine of this user, as the environment says. A spawned process takes its place once; after
+/// [`Runtime::exit`], and in a forked child whose parent has taken it, the process gets a task id of its own.
 ///
 /// # Errors
 /// See [`EnrollError`].
 pub fn enroll() -> Result<Runtime, EnrollError> {
-    Err(EnrollError::Refused("not built yet".into()))
+    Runtime::connect(EnrollOptions::from_env()?)
 }
 
 /// This process as a task. Clones are the same task; cheap.
+///
+/// When the last clone goes without [`Runtime::exit`], what was sent is still handed to the daemon, within some seconds.
+/// In a forked child the runtime is dead: [`Runtime::is_connected`] is false, and calls fail with `SysErr`.
 #[derive(Clone, Debug)]
-pub struct Runtime(());
+pub struct Runtime(Arc<Handle>);
+
+#[derive(Debug)]
+struct Handle {
+    shared: Arc<Shared>,
+    welcome: Welcome,
+    last_wid: AtomicI32,
+    helper: Mutex<Option<Own<JoinHandle<()>>>>,
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        if self.shared.is_foreign() {
+            return;
+        }
+        self.shared.flush_until(Instant::now() + EXIT_FLUSH_MAX);
+        self.stop();
+    }
+}
+
+impl Handle {
+    /// Ends the helper, which closes the socket.
+    fn stop(&self) {
+        self.shared.stop();
+        let helper = self.helper.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(thread) = helper.and_then(Own::into_inner) {
+            // A helper that failed has said so to everybody who waited.
+            let _ = thread.join();
+        }
+    }
+}
+
+struct FlushAtExit(Weak<Shared>);
+
+impl ExitHook for FlushAtExit {
+    fn is_done(&self) -> bool {
+        self.0.strong_count() == 0
+    }
+
+    fn run(&self) {
+        if let Some(shared) = self.0.upgrade() {
+            shared.flush_until(Instant::now() + EXIT_FLUSH_MAX);
+        }
+    }
+}
 
 impl Runtime {
+    /// Joins a virtual machine as `options` say. A process may be several tasks in this way; [`enroll`] is what programs
+    /// want.
+    ///
+    /// # Errors
+    /// See [`EnrollError`].
+    pub fn connect(options: EnrollOptions) -> Result<Runtime, EnrollError> {
+        process::install_hooks();
+        let EnrollOptions { socket: path, claim, program } = options;
+        let spawned = matches!(claim, Claim::Spawned { .. });
+        let accepted = connect::greet(&path, claim, &program)?;
+        if spawned {
+            connect::mark_claimed();
+        }
+        let welcome = accepted.welcome.clone();
+        let io_error = |source| EnrollError::Io { path: path.clone(), source };
+        let shared = Arc::new(Shared::new(accepted).map_err(io_error)?);
+        let helper = helper::start(&shared, program).map_err(io_error)?;
+        process::add_exit_hook(FlushAtExit(Arc::downgrade(&shared)));
+        let handle = Handle { shared, welcome, last_wid: AtomicI32::new(0), helper: Mutex::new(Some(helper)) };
+        Ok(Runtime(Arc::new(handle)))
+    }
+
     /// This task's id, for life.
     pub fn tid(&self) -> Tid {
-        Tid::NONE
+        self.0.welcome.tid
     }
-    /// The parent as in the daemon's welcome: NONE, a task, or raw −35.
+
+    /// The parent as in the daemon's welcome: NONE, a task, or raw −35 when the parent asked not to be known.
     pub fn parent(&self) -> Tid {
-        Tid::NONE
+        self.0.welcome.parent
     }
-    /// The host this task runs on now.
-    pub fn host(&self) -> HostId {
-        HostId::MASTER
-    }
-    /// Data signature of that host.
-    pub fn dsig(&self) -> i32 {
-        0
-    }
-    /// Where this task's output goes.
-    pub fn output(&self) -> Sink {
-        Sink::default()
-    }
-    /// Where this task's trace records go.
-    pub fn trace(&self) -> Sink {
-        Sink::default()
-    }
+
     /// True when a daemon started this process.
     pub fn spawned(&self) -> bool {
-        false
+        self.0.welcome.spawned
     }
+
+    /// The host this task runs on now.
+    pub fn host(&self) -> HostId {
+        self.look(|core| core.host()).unwrap_or(self.0.welcome.host)
+    }
+
+    /// Data signature of that host.
+    pub fn dsig(&self) -> i32 {
+        self.look(|core| core.dsig()).unwrap_or(self.0.welcome.dsig)
+    }
+
+    /// Where this task's output goes, as the daemon said at the welcome.
+    pub fn output(&self) -> Sink {
+        self.look(|core| core.output()).unwrap_or(self.0.welcome.output)
+    }
+
+    /// Where this task's trace records go, as the daemon said at the welcome.
+    pub fn trace(&self) -> Sink {
+        self.look(|core| core.trace()).unwrap_or(self.0.welcome.trace)
+    }
+
     /// The resource manager to ask, if there is one.
     pub fn rm(&self) -> Option<RmInfo> {
-        None
+        self.look(|core| core.rm()).flatten()
     }
-    /// Rises whenever the resource manager changes or dies.
+
+    /// Rises whenever the resource manager changes or dies; [`Runtime::inbox_wait`] looks again then.
     pub fn rm_generation(&self) -> u64 {
-        0
+        self.look(|core| core.rm_generation()).unwrap_or(0)
     }
-    /// True until `exit`, the loss of the daemon, or a fork (seen from the child).
+
+    /// True until [`Runtime::exit`], the loss of the daemon, or a fork (seen from the child). A task that is being moved is
+    /// connected.
     pub fn is_connected(&self) -> bool {
-        false
+        self.look(|core| core.lost().is_none()).unwrap_or(false)
     }
-    /// One sentence: why the connection is gone.
+
+    /// One sentence: why the connection is gone for good. Empty while it is not.
     pub fn why_lost(&self) -> String {
-        String::new()
+        self.look(|core| core.lost().unwrap_or_default().to_string())
+            .unwrap_or_else(|| "this process was forked off a task and is none itself".into())
     }
+
     /// A fresh wait id, positive.
     pub fn next_wid(&self) -> i32 {
-        0
+        let next = |wid: i32| Some(if wid == i32::MAX { 1 } else { wid + 1 });
+        let before = self.0.last_wid.fetch_update(Ordering::Relaxed, Ordering::Relaxed, next);
+        next(before.unwrap_or(0)).unwrap_or(1)
     }
-    /// Sends a message; sets its `src`.
+
+    /// The socket to the daemon, for `pvm_getfds`; `None` while there is none. Readable does not mean that a message is
+    /// there, and messages may be there already: look first, then sleep.
+    pub fn socket_fd(&self) -> Option<RawFd> {
+        let state = self.lock()?;
+        state.socket.as_ref().map(|socket| socket.get().as_raw_fd())
+    }
+
+    /// Sends a message to `message.dst`; `src` is set. Returns when the message is with the daemon, as far as the
+    /// receiver's window and the state of the connection allow; otherwise it is kept here and sent by and by. Never waits
+    /// for the receiver. To a task that does not exist the message vanishes, as in PVM.
     ///
     /// # Errors
     /// `BadParam` for an address that is neither task nor daemon, `SysErr` when the daemon is gone, `OutOfRes` when too
-    /// much waits for this receiver.
-    pub fn send(&self, _message: Message) -> PvmResult<()> {
-        Err(PvmError::NotImpl)
+    /// much waits for this receiver. Nothing was sent then.
+    pub fn send(&self, mut message: Message) -> PvmResult<()> {
+        message.src = self.tid();
+        let mut state = self.lock().ok_or(PvmError::SysErr)?;
+        if state.core.lost().is_some() {
+            return Err(PvmError::SysErr);
+        }
+        let dst = message.dst;
+        if dst == self.tid() {
+            state.core.deliver(message);
+        } else if dst.is_daemon() {
+            state.core.tell(message)?;
+            self.wait_until_out(&mut state, None)?;
+        } else if dst.is_task() {
+            let now = state.now();
+            state.core.send(now, message)?;
+            self.wait_until_out(&mut state, Some(dst))?;
+        } else {
+            return Err(PvmError::BadParam);
+        }
+        Ok(())
     }
-    /// Asks the daemon and waits for its answer.
-    pub fn request(&self, _what: Request) -> Reply {
-        Reply::Failed { error: PvmError::NotImpl, reason: String::new() }
+
+    /// Writes what was queued just now, and waits while only the socket is in the way: a process that is killed after a
+    /// send has then still sent.
+    fn wait_until_out(&self, state: &mut Held<'_>, peer: Option<Tid>) -> PvmResult<()> {
+        let mut out = None;
+        let mut heard = false;
+        loop {
+            state.flush();
+            if state.core.lost().is_some() {
+                return Err(PvmError::SysErr);
+            }
+            if !state.core.is_connected() {
+                return Ok(());
+            }
+            if let Some(peer) = peer.filter(|_| out.is_none()) {
+                let now = state.now();
+                if state.core.waits_for_room(peer) && state.core.outbox.backlog() < BACKLOG_BYTES_MAX {
+                    state.core.pump(now);
+                    continue;
+                }
+                if state.core.waits_for_window(peer) && !heard {
+                    // The receiver's word may be here already.
+                    heard = true;
+                    state.pump();
+                    continue;
+                }
+                if state.core.waits_for_room(peer) {
+                    state.wait_written(None);
+                    continue;
+                }
+            }
+            let end = *out.get_or_insert(state.core.outbox.queued());
+            if state.core.outbox.written() >= end {
+                return Ok(());
+            }
+            state.wait_written(None);
+        }
     }
-    /// One look at what has arrived.
-    pub fn inbox_try<R>(&self, _f: &mut dyn FnMut(&mut Inbox) -> Option<R>) -> Option<R> {
-        None
+
+    /// Asks the daemon and waits for its answer. During a move the question waits, too. When the connection is gone for
+    /// good the answer is [`Reply::Failed`] with `SysErr`.
+    pub fn request(&self, what: Request) -> Reply {
+        let Some(mut state) = self.lock() else {
+            return Reply::Failed { error: PvmError::SysErr, reason: self.why_lost() };
+        };
+        let id = match state.core.ask(what) {
+            Ok(id) => id,
+            Err(refused) => return refused,
+        };
+        state.flush();
+        loop {
+            if let Some(reply) = state.core.take_reply(id) {
+                return reply;
+            }
+            state.wait_arrived(None);
+        }
     }
-    /// Looks again whenever something arrived, until `f` answers or the deadline has come (`None`).
+
+    /// One look at what has arrived. `f` runs under the runtime's lock: it must not call the runtime. It may be called a
+    /// second time when something came in meanwhile.
+    pub fn inbox_try<R>(&self, f: &mut dyn FnMut(&mut Inbox) -> Option<R>) -> Option<R> {
+        let mut state = self.lock()?;
+        if let Some(found) = f(&mut state.core.inbox) {
+            return Some(found);
+        }
+        let news = state.core.news();
+        state.pump();
+        if state.core.news() == news {
+            return None;
+        }
+        f(&mut state.core.inbox)
+    }
+
+    /// Looks again whenever something arrived or the resource manager changed, until `f` answers or the deadline has come
+    /// (`None`). `f` runs under the runtime's lock: it must not call the runtime.
     ///
     /// # Errors
     /// `SysErr` when the daemon is gone for good and `f` finds nothing.
     pub fn inbox_wait<R>(
         &self,
-        _deadline: Option<Instant>,
-        _f: &mut dyn FnMut(&mut Inbox) -> Option<R>,
+        deadline: Option<Instant>,
+        f: &mut dyn FnMut(&mut Inbox) -> Option<R>,
     ) -> Result<Option<R>, PvmError> {
-        Err(PvmError::NotImpl)
+        self.core_wait(deadline, &mut |core| f(&mut core.inbox))
     }
-    /// The socket to the daemon, for `pvm_getfds`; `None` while there is none.
-    pub fn socket_fd(&self) -> Option<RawFd> {
-        None
+
+    /// As [`Runtime::inbox_wait`], with all of the runtime's state before `f`.
+    pub(crate) fn core_wait<R>(
+        &self,
+        deadline: Option<Instant>,
+        f: &mut dyn FnMut(&mut Core) -> Option<R>,
+    ) -> Result<Option<R>, PvmError> {
+        let mut state = self.lock().ok_or(PvmError::SysErr)?;
+        // Counted by the runtime's clock from here on, which goes on evenly when the task changes hosts.
+        let end = deadline.map(|deadline| {
+            let left = deadline.saturating_duration_since(Instant::now());
+            state.now() + Micros(u64::try_from(left.as_micros()).unwrap_or(u64::MAX))
+        });
+        let mut seen = None;
+        loop {
+            if seen != Some(state.core.news()) {
+                seen = Some(state.core.news());
+                if let Some(found) = f(&mut state.core) {
+                    return Ok(Some(found));
+                }
+                state.pump();
+                continue;
+            }
+            if state.core.lost().is_some() {
+                return Err(PvmError::SysErr);
+            }
+            let now = state.now();
+            let left = end.map(|end| Duration::from_micros(end.since(now).0));
+            if left.is_some_and(|left| left.is_zero()) {
+                return Ok(None);
+            }
+            state.wait_arrived(left);
+        }
     }
-    /// Leaves the virtual machine: everything sent is handed to the daemon first.
+
+    /// Leaves the virtual machine: everything sent is handed to the daemon, then the connection is closed and the helper
+    /// ended. Messages that have arrived can still be received. During a move this waits for its end.
     ///
     /// # Errors
     /// `SysErr` when the daemon was gone already.
     pub fn exit(&self) -> PvmResult<()> {
-        Err(PvmError::NotImpl)
+        let marks = self.hand_over();
+        let reply = marks.map(|marks| self.request(Request::Exit { marks }));
+        if !self.0.shared.is_foreign() {
+            self.0.stop();
+        }
+        match reply? {
+            Reply::Done => Ok(()),
+            Reply::Failed { error, .. } => Err(error),
+            _ => Err(PvmError::BadMsg),
+        }
+    }
+
+    /// Writes everything that was sent, without regard to windows.
+    fn hand_over(&self) -> PvmResult<Vec<sempa_proto::task::LinkMark>> {
+        let mut state = self.lock().ok_or(PvmError::SysErr)?;
+        loop {
+            let now = state.now();
+            state.core.lift_windows(now);
+            state.flush();
+            let core = &state.core;
+            if core.lost().is_some() {
+                return Err(PvmError::SysErr);
+            }
+            if core.is_connected() && core.outbox.is_empty() && core.all_transmitted() {
+                return Ok(core.marks());
+            }
+            state.wait_written(None);
+        }
+    }
+
+    /// Notes that a thread waits for a resource manager's answer, until the guard goes.
+    pub(crate) fn open_wid(&self, wid: i32) -> OpenWid<'_> {
+        if let Some(mut state) = self.lock() {
+            state.core.open_wid(wid);
+        }
+        OpenWid { runtime: self, wid }
+    }
+
+    pub(crate) fn look<R>(&self, f: impl FnOnce(&Core) -> R) -> Option<R> {
+        Some(f(&self.lock()?.core))
+    }
+
+    /// The lock; `None` in a forked child.
+    fn lock(&self) -> Option<Held<'_>> {
+        (!self.0.shared.is_foreign()).then(|| self.0.shared.lock())
+    }
+}
+
+/// A thread waits for an answer with this wait id.
+pub(crate) struct OpenWid<'a> {
+    runtime: &'a Runtime,
+    wid: i32,
+}
+
+impl Drop for OpenWid<'_> {
+    fn drop(&mut self) {
+        if let Some(mut state) = self.runtime.lock() {
+            state.core.close_wid(self.wid);
+        }
     }
 }

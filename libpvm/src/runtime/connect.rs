@@ -1,0 +1,183 @@
+//! Finding the daemon and introducing oneself.
+
+use super::process::Own;
+use crate::error::EnrollError;
+use bytes::Bytes;
+use nix::sys::socket::{MsgFlags, getsockopt, send, sockopt::PeerCredentials};
+use sempa_proto::WIRE_VERSION;
+use sempa_proto::frame::{FrameDecoder, encode_control};
+use sempa_proto::place::Place;
+use sempa_proto::task::{Claim, Hello, TASK_MAGIC, ToDaemon, ToTask, Welcome};
+use std::io::{self, Read};
+use std::os::fd::AsRawFd;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+/// A daemon that has not answered a greeting by then is taken for broken.
+const GREETING_MAX: Duration = Duration::from_secs(30);
+/// Longest program name that is told to the daemon, in bytes.
+const PROGRAM_BYTES_MAX: usize = 4096;
+
+/// This process image has used the number that it was spawned with. A forked child inherits the mark, so that it cannot
+/// take its parent's place.
+static CLAIMED: AtomicBool = AtomicBool::new(false);
+
+/// How and as whom to enrol.
+#[derive(Clone, Debug)]
+pub struct EnrollOptions {
+    /// The daemon's socket.
+    pub socket: PathBuf,
+    /// Who is enrolling.
+    pub claim: Claim,
+    /// Name of the program, for lists.
+    pub program: String,
+}
+
+impl EnrollOptions {
+    /// What the environment says: `PVMSOCK`, or else `PVM_TMP`, `XDG_RUNTIME_DIR` and `PVM_VMID`, name the socket;
+    /// `PVMEPID` the place of a spawned process, once per process image.
+    ///
+    /// # Errors
+    /// [`EnrollError::Root`] for user 0 without `PVM_ALLOW_ROOT`, [`EnrollError::Place`] when no path comes out.
+    pub fn from_env() -> Result<EnrollOptions, EnrollError> {
+        let uid = nix::unistd::geteuid();
+        EnrollOptions::of(uid.as_raw(), CLAIMED.load(Ordering::Relaxed), |name| {
+            std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
+        })
+    }
+
+    fn of(uid: u32, claimed: bool, env: impl Fn(&str) -> Option<String>) -> Result<EnrollOptions, EnrollError> {
+        let set = |name: &str| env(name).filter(|value| !value.is_empty());
+        if uid == 0 && env("PVM_ALLOW_ROOT").is_none() {
+            return Err(EnrollError::Root);
+        }
+        let socket = match set("PVMSOCK") {
+            Some(path) => PathBuf::from(path),
+            None => Place::of(uid, &env).map_err(EnrollError::Place)?.socket(),
+        };
+        let epid = set("PVMEPID").and_then(|text| text.trim().parse().ok()).filter(|epid| *epid > 0 && !claimed);
+        let claim = epid.map_or(Claim::New, |epid| Claim::Spawned { epid });
+        Ok(EnrollOptions { socket, claim, program: program() })
+    }
+}
+
+/// Notes that the place of the spawned process is taken.
+pub(crate) fn mark_claimed() {
+    CLAIMED.store(true, Ordering::Relaxed);
+}
+
+/// Last component of argv[0].
+fn program() -> String {
+    let argv0 = std::env::args_os().next().unwrap_or_default();
+    let name = Path::new(&argv0).file_name().unwrap_or_default().to_string_lossy();
+    name.chars().take(PROGRAM_BYTES_MAX / 4).collect()
+}
+
+/// A connection on which the daemon has said welcome.
+pub(crate) struct Accepted {
+    /// The connection. Shared, so that the helper may sleep on it while others use it.
+    pub(crate) socket: Arc<Own<UnixStream>>,
+    /// What came behind the welcome.
+    pub(crate) decoder: FrameDecoder,
+    /// The welcome.
+    pub(crate) welcome: Welcome,
+}
+
+/// Connects, says hello and waits for the answer.
+pub(crate) fn greet(path: &Path, claim: Claim, program: &str) -> Result<Accepted, EnrollError> {
+    let io_error = |source: io::Error| EnrollError::Io { path: path.to_path_buf(), source };
+    let socket = UnixStream::connect(path).map_err(|source| match source.kind() {
+        io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => {
+            EnrollError::NoDaemon { path: path.to_path_buf(), source }
+        }
+        _ => io_error(source),
+    })?;
+    let socket = Own::fd(socket);
+    let owner = getsockopt(socket.get(), PeerCredentials).map_err(|e| io_error(e.into()))?.uid();
+    // Root's daemon is believed: whoever is root here can do anything to this process anyway.
+    if owner != nix::unistd::geteuid().as_raw() && owner != 0 {
+        return Err(EnrollError::Foreign { path: path.to_path_buf(), owner });
+    }
+    let pid = i32::try_from(std::process::id()).expect("process numbers are ints");
+    let hello = Hello { magic: TASK_MAGIC, version: WIRE_VERSION, claim, pid, program: program.to_string() };
+    let hello = encode_control(&ToDaemon::Hello(hello)).map_err(|e| io_error(io::Error::other(e)))?;
+    socket.get().set_read_timeout(Some(GREETING_MAX)).map_err(io_error)?;
+    write_all(socket.get(), hello).map_err(io_error)?;
+    let mut decoder = FrameDecoder::new();
+    let welcome = read_welcome(socket.get(), &mut decoder, path)?;
+    socket.get().set_read_timeout(None).map_err(io_error)?;
+    Ok(Accepted { socket: Arc::new(socket), decoder, welcome })
+}
+
+fn write_all(socket: &UnixStream, mut bytes: Bytes) -> io::Result<()> {
+    while !bytes.is_empty() {
+        match send(socket.as_raw_fd(), &bytes, MsgFlags::MSG_NOSIGNAL) {
+            Ok(n) => drop(bytes.split_to(n)),
+            Err(nix::Error::EINTR) => {}
+            Err(e) => return Err(e.into()),
+        }
+    }
+    Ok(())
+}
+
+fn read_welcome(mut socket: &UnixStream, decoder: &mut FrameDecoder, path: &Path) -> Result<Welcome, EnrollError> {
+    let version = |why: String| EnrollError::Version { path: path.to_path_buf(), why };
+    let io_error = |source: io::Error| EnrollError::Io { path: path.to_path_buf(), source };
+    let mut chunk = [0; 4096];
+    loop {
+        if let Some(frame) = decoder.next_frame().map_err(|e| version(e.to_string()))? {
+            return match frame.control::<ToTask>() {
+                Ok(ToTask::Welcome(welcome)) if welcome.tid.is_task() => Ok(welcome),
+                Ok(ToTask::Refused { reason }) => Err(EnrollError::Refused(reason)),
+                Ok(_) => Err(version("its first word is neither yes nor no".into())),
+                Err(e) => Err(version(e.to_string())),
+            };
+        }
+        match socket.read(&mut chunk) {
+            Ok(0) => return Err(io_error(io::Error::other("it hung up without an answer"))),
+            Ok(n) => decoder.push(&chunk[..n]),
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
+                let seconds = GREETING_MAX.as_secs();
+                return Err(io_error(io::Error::other(format!("it did not answer within {seconds} s"))));
+            }
+            Err(e) => return Err(io_error(e)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(uid: u32, claimed: bool, vars: &[(&str, &str)]) -> Result<EnrollOptions, EnrollError> {
+        EnrollOptions::of(uid, claimed, |name| {
+            vars.iter().find(|(key, _)| *key == name).map(|(_, value)| value.to_string())
+        })
+    }
+
+    #[test]
+    fn the_environment_names_the_daemon_and_the_place_of_a_spawned_process() {
+        let plain = of(7, false, &[]).expect("good");
+        assert_eq!((plain.socket, plain.claim), ("/tmp/sempa-7/pvm/pvmd.sock".into(), Claim::New));
+        let spawned = [("PVMSOCK", "/x/y"), ("PVMEPID", "42")];
+        let first = of(7, false, &spawned).expect("good");
+        assert_eq!((first.socket, first.claim), ("/x/y".into(), Claim::Spawned { epid: 42 }));
+        assert_eq!(of(7, true, &spawned).expect("good").claim, Claim::New);
+        assert_eq!(of(7, false, &[("PVMEPID", "-3")]).expect("good").claim, Claim::New);
+    }
+
+    #[test]
+    fn root_needs_permission() {
+        assert!(matches!(of(0, false, &[]), Err(EnrollError::Root)));
+        assert!(of(0, false, &[("PVM_ALLOW_ROOT", "")]).is_ok());
+    }
+
+    #[test]
+    fn a_bad_name_of_the_virtual_machine_is_said_so() {
+        assert!(matches!(of(7, false, &[("PVM_VMID", "../x")]), Err(EnrollError::Place(_))));
+    }
+}

@@ -1,0 +1,598 @@
+//! The runtime as a value: links, inbox, open requests and the phase of the connection, without socket, thread or clock.
+//!
+//! The shell feeds frames and the time in, and writes out what gathers in the outbox. Everything an application thread
+//! may wait for raises [`Core::news`].
+
+use super::outbox::Outbox;
+use crate::inbox::Inbox;
+use bytes::Bytes;
+use sempa_proto::frame::{Frame, FrameKind, encode_control};
+use sempa_proto::link::{Link, LinkEvent, LinkFrame, LinkKind, LinkOutput};
+use sempa_proto::task::{LinkMark, REQUESTS_OPEN_MAX, Reply, Request, RmInfo, Sink, ToDaemon, ToTask, Welcome};
+use sempa_proto::{HostId, Message, Micros, MigrationId, PvmError, PvmResult, RequestId, RouteId, Tid};
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::path::PathBuf;
+
+/// Bytes that may wait for the socket before links have to wait with theirs. Control messages are not held back.
+pub(crate) const BACKLOG_BYTES_MAX: usize = 1 << 20;
+/// Bytes of control messages that may gather while there is no connection during a move.
+pub(crate) const LATER_BYTES_MAX: usize = 256 << 20;
+/// Bytes of messages that may wait to be received. Beyond it senders keep their messages, and ask again now and then.
+pub(crate) const INBOX_BYTES_MAX: usize = 1 << 36;
+/// Conversations a task may have at a time.
+pub(crate) const LINKS_MAX: usize = 1 << 18;
+/// Remembered conversations with tasks that have ended.
+pub(crate) const LINKS_GONE_MAX: usize = 1 << 14;
+/// Notifications that may wait for the last messages of their task; beyond it the oldest is handed over early.
+pub(crate) const HELD_MAX: usize = 1 << 16;
+/// Messages up to this size are copied out of the read buffer, so that a small message does not keep a large buffer.
+const COPY_BYTES_MAX: usize = 16 << 10;
+
+/// A move that the daemon announced.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Quiesce {
+    /// The move.
+    pub(crate) migration: MigrationId,
+    /// Files to watch for the token.
+    pub(crate) tokens: Vec<PathBuf>,
+}
+
+/// What the connection is like.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Phase {
+    /// Up.
+    Connected,
+    /// The last frame is queued; the shell closes the socket when all is written.
+    Quiescing(Quiesce),
+    /// The socket is closed; the shell waits for the token.
+    Quiesced(Quiesce),
+    /// Gone for good; one sentence why.
+    Lost(String),
+}
+
+/// The runtime without its shell.
+#[derive(Debug)]
+pub(crate) struct Core {
+    me: Tid,
+    phase: Phase,
+    host: HostId,
+    dsig: i32,
+    output: Sink,
+    trace: Sink,
+    rm: Option<RmInfo>,
+    rm_generation: u64,
+    rm_deaths: u64,
+    /// What has arrived.
+    pub(crate) inbox: Inbox,
+    /// What waits to be written.
+    pub(crate) outbox: Outbox,
+    later: VecDeque<Bytes>,
+    later_bytes: usize,
+    links: HashMap<Tid, Link>,
+    gone: VecDeque<Tid>,
+    /// Links that may have something to transmit and wait for room in the outbox.
+    busy: VecDeque<Tid>,
+    is_busy: HashSet<Tid>,
+    held: VecDeque<(LinkMark, Message)>,
+    requests: HashMap<RequestId, Option<Reply>>,
+    last_request: RequestId,
+    wids: HashSet<i32>,
+    route: RouteId,
+    lifted: bool,
+    earliest: Option<Micros>,
+    news: u64,
+}
+
+impl Core {
+    /// A task that has just been accepted.
+    pub(crate) fn new(welcome: &Welcome) -> Core {
+        Core {
+            me: welcome.tid,
+            phase: Phase::Connected,
+            host: welcome.host,
+            dsig: welcome.dsig,
+            output: welcome.output,
+            trace: welcome.trace,
+            rm: welcome.rm,
+            rm_generation: 0,
+            rm_deaths: 0,
+            inbox: Inbox::default(),
+            outbox: Outbox::default(),
+            later: VecDeque::new(),
+            later_bytes: 0,
+            links: HashMap::new(),
+            gone: VecDeque::new(),
+            busy: VecDeque::new(),
+            is_busy: HashSet::new(),
+            held: VecDeque::new(),
+            requests: HashMap::new(),
+            last_request: RequestId(0),
+            wids: HashSet::new(),
+            route: RouteId(1),
+            lifted: false,
+            earliest: None,
+            news: 0,
+        }
+    }
+
+    // ---- getters
+
+    pub(crate) fn phase(&self) -> &Phase {
+        &self.phase
+    }
+
+    pub(crate) fn is_connected(&self) -> bool {
+        self.phase == Phase::Connected
+    }
+
+    /// Why the connection is gone for good.
+    pub(crate) fn lost(&self) -> Option<&str> {
+        match &self.phase {
+            Phase::Lost(why) => Some(why),
+            _ => None,
+        }
+    }
+
+    pub(crate) fn host(&self) -> HostId {
+        self.host
+    }
+
+    pub(crate) fn dsig(&self) -> i32 {
+        self.dsig
+    }
+
+    pub(crate) fn output(&self) -> Sink {
+        self.output
+    }
+
+    pub(crate) fn trace(&self) -> Sink {
+        self.trace
+    }
+
+    pub(crate) fn rm(&self) -> Option<RmInfo> {
+        self.rm
+    }
+
+    /// Rises with every change of the resource manager.
+    pub(crate) fn rm_generation(&self) -> u64 {
+        self.rm_generation
+    }
+
+    /// Rises whenever there is no resource manager any more.
+    pub(crate) fn rm_deaths(&self) -> u64 {
+        self.rm_deaths
+    }
+
+    /// Rises with everything an application thread may wait for.
+    pub(crate) fn news(&self) -> u64 {
+        self.news
+    }
+
+    /// True when this peer is known to have ended.
+    pub(crate) fn is_gone(&self, peer: Tid) -> bool {
+        self.links.get(&peer).is_some_and(Link::is_gone)
+    }
+
+    /// True when the link has fragments that the window, not the outbox, keeps back.
+    pub(crate) fn waits_for_window(&self, peer: Tid) -> bool {
+        !self.is_busy.contains(&peer) && self.links.get(&peer).is_some_and(|link| !link.is_transmitted())
+    }
+
+    /// True when the link waits for room in the outbox.
+    pub(crate) fn waits_for_room(&self, peer: Tid) -> bool {
+        self.is_busy.contains(&peer)
+    }
+
+    /// True when everything that was sent has been put on the route.
+    pub(crate) fn all_transmitted(&self) -> bool {
+        self.links.values().all(|link| link.is_gone() || link.is_transmitted())
+    }
+
+    /// How far each link has sent.
+    pub(crate) fn marks(&self) -> Vec<LinkMark> {
+        let sent = |link: &&Link| !link.is_gone() && link.sent_end() > 1;
+        let mark = |link: &Link| LinkMark { peer: link.peer(), end: link.sent_end() };
+        self.links.values().filter(sent).map(mark).collect()
+    }
+
+    /// When [`Core::wake`] is wanted, at the latest; may be too early.
+    pub(crate) fn earliest(&self) -> Option<Micros> {
+        self.earliest
+    }
+
+    // ---- what the application does
+
+    /// Queues a message to another task.
+    pub(crate) fn send(&mut self, now: Micros, message: Message) -> PvmResult<()> {
+        let peer = message.dst;
+        let Some(link) = self.link_to_send(peer) else { return Err(PvmError::OutOfRes) };
+        let head = Bytes::copy_from_slice(&message.head());
+        link.send(head, message.body).map_err(|_| PvmError::OutOfRes)?;
+        if self.outbox.backlog() < BACKLOG_BYTES_MAX {
+            self.pump_link(now, peer);
+        } else {
+            self.mark_busy(peer);
+        }
+        Ok(())
+    }
+
+    /// Puts a message of this task, or one made in the library, into the inbox.
+    pub(crate) fn deliver(&mut self, message: Message) {
+        self.inbox.push(message);
+        self.news += 1;
+    }
+
+    /// Queues a message to a daemon.
+    pub(crate) fn tell(&mut self, message: Message) -> PvmResult<()> {
+        let frame = encode_control(&ToDaemon::Message(message)).map_err(|_| PvmError::OutOfRes)?;
+        self.push_control(frame)
+    }
+
+    /// Queues a request.
+    pub(crate) fn ask(&mut self, what: Request) -> Result<RequestId, Reply> {
+        let failed = |error: PvmError, reason: &str| Reply::Failed { error, reason: reason.to_string() };
+        if let Phase::Lost(why) = &self.phase {
+            return Err(failed(PvmError::SysErr, why));
+        }
+        if self.requests.len() >= REQUESTS_OPEN_MAX {
+            return Err(failed(PvmError::OutOfRes, "too many requests of this task wait for an answer"));
+        }
+        let id = self.last_request.next();
+        let frame = encode_control(&ToDaemon::Request { id, what })
+            .map_err(|e| failed(PvmError::OutOfRes, &format!("the request was not sent: {e}")))?;
+        self.push_control(frame).map_err(|e| failed(e, "the request was not sent: too much waits for the daemon"))?;
+        self.last_request = id;
+        self.requests.insert(id, None);
+        Ok(id)
+    }
+
+    /// The reply to a request, once it is here, or when it will never come.
+    pub(crate) fn take_reply(&mut self, id: RequestId) -> Option<Reply> {
+        if self.requests.get(&id).is_some_and(Option::is_some) {
+            return self.requests.remove(&id).flatten();
+        }
+        let Phase::Lost(why) = &self.phase else { return None };
+        let reply = Reply::Failed { error: PvmError::SysErr, reason: why.clone() };
+        self.requests.remove(&id);
+        Some(reply)
+    }
+
+    /// A thread waits for a resource manager's answer with this wait id.
+    pub(crate) fn open_wid(&mut self, wid: i32) {
+        self.wids.insert(wid);
+    }
+
+    /// It does no longer.
+    pub(crate) fn close_wid(&mut self, wid: i32) {
+        self.wids.remove(&wid);
+    }
+
+    /// True when a thread waits for it.
+    pub(crate) fn is_open_wid(&self, wid: i32) -> bool {
+        self.wids.contains(&wid)
+    }
+
+    /// From now on windows do not hold anything back: the process ends.
+    pub(crate) fn lift_windows(&mut self, now: Micros) {
+        self.lifted = true;
+        let peers: Vec<Tid> = self.links.keys().copied().collect();
+        for peer in peers {
+            if let Some(link) = self.links.get_mut(&peer) {
+                link.lift_window();
+                self.mark_busy(peer);
+            }
+        }
+        self.pump(now);
+    }
+
+    // ---- what the shell does
+
+    /// Takes a frame from the daemon. An error is one sentence: the connection cannot be used any further.
+    pub(crate) fn take_frame(&mut self, now: Micros, frame: Frame) -> Result<(), String> {
+        match frame.kind {
+            FrameKind::Link => {
+                let frame = frame.link().map_err(|e| e.to_string())?;
+                self.take_link_frame(now, frame);
+                Ok(())
+            }
+            FrameKind::Control => {
+                let control = frame.control::<ToTask>().map_err(|e| e.to_string())?;
+                self.take_control(now, control)
+            }
+            FrameKind::Image => Err("the daemon sent a piece of an image to a task".into()),
+        }
+    }
+
+    /// Lets links transmit as far as the outbox has room.
+    pub(crate) fn pump(&mut self, now: Micros) {
+        while self.outbox.backlog() < BACKLOG_BYTES_MAX {
+            let Some(peer) = self.busy.pop_front() else { return };
+            self.is_busy.remove(&peer);
+            self.pump_some(now, peer, 1);
+        }
+    }
+
+    /// Lets one link transmit as far as the outbox has room.
+    pub(crate) fn pump_link(&mut self, now: Micros, peer: Tid) {
+        self.pump_some(now, peer, usize::MAX);
+    }
+
+    /// Tells links whose time has come.
+    pub(crate) fn wake(&mut self, now: Micros) {
+        if self.earliest.is_none_or(|due| due > now) {
+            return;
+        }
+        self.earliest = None;
+        let mut due = Vec::new();
+        for (peer, link) in &mut self.links {
+            match link.next_wakeup() {
+                Some(at) if at <= now => due.push(*peer),
+                Some(at) => self.earliest = Some(self.earliest.map_or(at, |e| e.min(at))),
+                None => {}
+            }
+        }
+        for peer in due {
+            if let Some(link) = self.links.get_mut(&peer) {
+                link.handle(now, LinkEvent::Wake);
+            }
+            self.mark_busy(peer);
+        }
+        self.pump(now);
+    }
+
+    /// All is written and the socket is closed.
+    pub(crate) fn let_go(&mut self) {
+        if let Phase::Quiescing(quiesce) = &self.phase {
+            self.phase = Phase::Quiesced(quiesce.clone());
+            self.news += 1;
+        }
+    }
+
+    /// A daemon has accepted the task again after a move, or after one that failed.
+    pub(crate) fn resume(&mut self, now: Micros, welcome: &Welcome) {
+        self.phase = Phase::Connected;
+        (self.host, self.dsig) = (welcome.host, welcome.dsig);
+        self.set_rm(welcome.rm);
+        self.outbox.clear();
+        for frame in std::mem::take(&mut self.later) {
+            self.outbox.push(frame);
+        }
+        self.later_bytes = 0;
+        self.route = self.route.next();
+        let peers: Vec<Tid> = self.links.keys().copied().collect();
+        for peer in peers {
+            if let Some(link) = self.links.get_mut(&peer) {
+                link.handle(now, LinkEvent::RouteUp(self.route));
+                self.mark_busy(peer);
+            }
+        }
+        self.pump(now);
+        self.news += 1;
+    }
+
+    /// The connection is gone for good. The first reason stays.
+    pub(crate) fn lose(&mut self, why: impl Into<String>) {
+        if self.lost().is_some() {
+            return;
+        }
+        self.phase = Phase::Lost(why.into());
+        self.outbox.clear();
+        self.later.clear();
+        self.later_bytes = 0;
+        self.busy.clear();
+        self.is_busy.clear();
+        self.earliest = None;
+        // Nothing more will come: what waited for a last message is handed over.
+        for (_, message) in std::mem::take(&mut self.held) {
+            self.inbox.push(message);
+        }
+        self.links.clear();
+        self.news += 1;
+    }
+
+    // ---- inside
+
+    fn push_control(&mut self, frame: Bytes) -> PvmResult<()> {
+        match self.phase {
+            Phase::Connected => self.outbox.push(frame),
+            Phase::Quiescing(_) | Phase::Quiesced(_) => {
+                if self.later_bytes + frame.len() > LATER_BYTES_MAX {
+                    return Err(PvmError::OutOfRes);
+                }
+                self.later_bytes += frame.len();
+                self.later.push_back(frame);
+            }
+            Phase::Lost(_) => return Err(PvmError::SysErr),
+        }
+        Ok(())
+    }
+
+    fn mark_busy(&mut self, peer: Tid) {
+        if self.is_busy.insert(peer) {
+            self.busy.push_back(peer);
+        }
+    }
+
+    fn fresh_link(&self, peer: Tid) -> Link {
+        let mut link = Link::new(self.me, peer);
+        if self.is_connected() {
+            link.handle(Micros(0), LinkEvent::RouteUp(self.route));
+        }
+        if self.lifted {
+            link.lift_window();
+        }
+        link
+    }
+
+    /// The link to a peer, made on first use. One to a peer that ended without having said a word is made anew: the
+    /// number may have been given to a task since then.
+    fn link_to_send(&mut self, peer: Tid) -> Option<&mut Link> {
+        let stale = self.links.get(&peer).is_some_and(|link| link.is_gone() && link.expected() == 1);
+        if stale || !self.links.contains_key(&peer) {
+            if self.links.len() >= LINKS_MAX && !stale {
+                return None;
+            }
+            let link = self.fresh_link(peer);
+            self.links.insert(peer, link);
+        }
+        self.links.get_mut(&peer)
+    }
+
+    fn take_link_frame(&mut self, now: Micros, frame: LinkFrame) {
+        let peer = frame.src;
+        if frame.dst != self.me || peer == self.me || !peer.is_task() {
+            return;
+        }
+        if self.inbox.bytes() >= INBOX_BYTES_MAX && matches!(frame.kind, LinkKind::Data { .. }) {
+            return;
+        }
+        // A task that ended without a word may have left acknowledgements on the way; only a first fragment shows that
+        // there is a task of this number after all.
+        let first = frame.seq == 1 && matches!(frame.kind, LinkKind::Data { .. });
+        if !first && self.links.get(&peer).is_some_and(|link| link.is_gone() && link.expected() == 1) {
+            return;
+        }
+        let Some(link) = self.link_to_send(peer) else { return };
+        link.handle(now, LinkEvent::Frame(frame));
+        self.pump_link(now, peer);
+        self.release_held(peer);
+    }
+
+    /// Polls a link until it has nothing, the outbox is full, or `transmissions` frames were queued.
+    fn pump_some(&mut self, now: Micros, peer: Tid, mut transmissions: usize) {
+        let Some(link) = self.links.get_mut(&peer) else { return };
+        let mut more = false;
+        while let Some(output) = link.poll(now) {
+            match output {
+                LinkOutput::Deliver(bytes) => {
+                    let bytes = if bytes.len() <= COPY_BYTES_MAX { Bytes::copy_from_slice(&bytes) } else { bytes };
+                    // Shorter than a header: only a peer that breaks the protocol sends such; its message is nothing.
+                    if let Some(message) = Message::decode(peer, self.me, bytes) {
+                        self.inbox.push(message);
+                        self.news += 1;
+                    }
+                }
+                LinkOutput::Transmit(frame) => {
+                    self.outbox.push_link(&frame);
+                    transmissions -= 1;
+                    if transmissions == 0 || self.outbox.backlog() >= BACKLOG_BYTES_MAX {
+                        more = true;
+                        break;
+                    }
+                }
+            }
+        }
+        if more {
+            return self.mark_busy(peer);
+        }
+        if let Some(at) = link.next_wakeup() {
+            self.earliest = Some(self.earliest.map_or(at, |e| e.min(at)));
+        }
+    }
+
+    fn take_control(&mut self, now: Micros, control: ToTask) -> Result<(), String> {
+        match control {
+            ToTask::Welcome(_) | ToTask::Refused { .. } => {
+                return Err("the daemon greeted this task twice".into());
+            }
+            ToTask::Reply { id, reply } => {
+                if let Some(open) = self.requests.get_mut(&id) {
+                    *open = Some(reply);
+                    self.news += 1;
+                }
+            }
+            ToTask::Deliver { message, after } => self.take_delivery(message, after),
+            ToTask::PeerGone { tid } => self.peer_gone(now, tid),
+            ToTask::PeerMoved { tid } => {
+                if let Some(link) = self.links.get_mut(&tid) {
+                    link.handle(now, LinkEvent::PeerMoved);
+                    self.pump_link(now, tid);
+                }
+            }
+            ToTask::RmChanged { rm } => self.set_rm(rm),
+            ToTask::Quiesce { migration, tokens } => self.quiesce(now, Quiesce { migration, tokens })?,
+        }
+        Ok(())
+    }
+
+    fn set_rm(&mut self, rm: Option<RmInfo>) {
+        if rm == self.rm {
+            return;
+        }
+        if rm.is_none() {
+            self.rm_deaths += 1;
+        }
+        self.rm = rm;
+        self.rm_generation += 1;
+        self.news += 1;
+    }
+
+    fn has_come(&self, mark: LinkMark) -> bool {
+        match self.links.get(&mark.peer) {
+            Some(link) => link.is_gone() || link.expected() >= mark.end,
+            None => mark.end <= 1,
+        }
+    }
+
+    fn take_delivery(&mut self, message: Message, after: Option<LinkMark>) {
+        match after {
+            Some(mark) if mark.peer != self.me && !self.has_come(mark) => {
+                self.held.push_back((mark, message));
+                if self.held.len() > HELD_MAX {
+                    let (_, oldest) = self.held.pop_front().expect("just seen");
+                    self.deliver(oldest);
+                }
+            }
+            _ => self.deliver(message),
+        }
+    }
+
+    fn release_held(&mut self, peer: Tid) {
+        if !self.held.iter().any(|(mark, _)| mark.peer == peer) {
+            return;
+        }
+        for (mark, message) in std::mem::take(&mut self.held) {
+            if mark.peer == peer && self.has_come(mark) {
+                self.deliver(message);
+            } else {
+                self.held.push_back((mark, message));
+            }
+        }
+    }
+
+    fn peer_gone(&mut self, now: Micros, peer: Tid) {
+        if peer == self.me || self.is_gone(peer) {
+            return;
+        }
+        // Remembered also without a link: a notification that waits for this peer's last message must not wait for ever.
+        let Some(link) = self.link_to_send(peer) else { return };
+        link.handle(now, LinkEvent::PeerGone);
+        self.pump_link(now, peer);
+        self.gone.push_back(peer);
+        self.news += 1;
+        self.release_held(peer);
+        if self.gone.len() > LINKS_GONE_MAX
+            && let Some(oldest) = self.gone.pop_front()
+            && self.is_gone(oldest)
+        {
+            self.links.remove(&oldest);
+        }
+    }
+
+    fn quiesce(&mut self, now: Micros, quiesce: Quiesce) -> Result<(), String> {
+        if !self.is_connected() {
+            return Err("the daemon asked this task twice to let go".into());
+        }
+        for link in self.links.values_mut() {
+            link.handle(now, LinkEvent::RouteDown);
+        }
+        self.busy.clear();
+        self.is_busy.clear();
+        self.earliest = None;
+        let last = ToDaemon::Quiesced { migration: quiesce.migration, marks: self.marks() };
+        self.outbox.push(encode_control(&last).map_err(|e| format!("letting go: {e}"))?);
+        self.phase = Phase::Quiescing(quiesce);
+        self.news += 1;
+        Ok(())
+    }
+}

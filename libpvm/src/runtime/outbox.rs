@@ -1,0 +1,123 @@
+//! Bytes that wait to be written to the daemon's socket, in the order in which they were queued.
+
+use bytes::{Buf, Bytes};
+use sempa_proto::frame::{FrameKind, encode, encode_link};
+use sempa_proto::link::{LINK_HEAD_BYTES, LinkFrame};
+use std::collections::VecDeque;
+use std::io::IoSlice;
+
+/// Payloads up to this size are copied behind their header; larger ones are written from where they lie.
+const COPY_BYTES_MAX: usize = 4 << 10;
+
+/// Queue of byte pieces with counters of all that ever went in and out.
+#[derive(Debug, Default)]
+pub(crate) struct Outbox {
+    pieces: VecDeque<Bytes>,
+    queued: u64,
+    written: u64,
+}
+
+impl Outbox {
+    /// Adds an encoded frame.
+    pub(crate) fn push(&mut self, piece: Bytes) {
+        self.queued += piece.len() as u64;
+        self.pieces.push_back(piece);
+    }
+
+    /// Adds a link frame.
+    pub(crate) fn push_link(&mut self, frame: &LinkFrame) {
+        if frame.payload.len() <= COPY_BYTES_MAX {
+            return self.push(encode_link(frame));
+        }
+        let head = frame.encode_head();
+        let mut whole = encode(FrameKind::Link, &[&head]).to_vec();
+        let announced = (1 + LINK_HEAD_BYTES + frame.payload.len()) as u32;
+        whole[..4].copy_from_slice(&announced.to_le_bytes());
+        self.push(whole.into());
+        self.push(frame.payload.clone());
+    }
+
+    /// Bytes that wait.
+    pub(crate) fn backlog(&self) -> usize {
+        (self.queued - self.written) as usize
+    }
+
+    /// True when nothing waits.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.pieces.is_empty()
+    }
+
+    /// Bytes queued since the beginning. When [`Outbox::written`] has got there, what is queued now is out.
+    pub(crate) fn queued(&self) -> u64 {
+        self.queued
+    }
+
+    /// Bytes written since the beginning.
+    pub(crate) fn written(&self) -> u64 {
+        self.written
+    }
+
+    /// The first pieces, for one vectored write.
+    pub(crate) fn slices(&self) -> Vec<IoSlice<'_>> {
+        /// Pieces of one write.
+        const PIECES_MAX: usize = 64;
+        self.pieces.iter().take(PIECES_MAX).map(|piece| IoSlice::new(piece)).collect()
+    }
+
+    /// Notes that so many bytes have been written.
+    pub(crate) fn advance(&mut self, mut bytes: usize) {
+        self.written += bytes as u64;
+        while bytes > 0 {
+            let piece = self.pieces.front_mut().expect("no more is written than was queued");
+            if piece.len() > bytes {
+                piece.advance(bytes);
+                return;
+            }
+            bytes -= piece.len();
+            self.pieces.pop_front();
+        }
+    }
+
+    /// Drops what waits; it counts as written, so that nobody waits for it.
+    pub(crate) fn clear(&mut self) {
+        self.pieces.clear();
+        self.written = self.queued;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use sempa_proto::Tid;
+    use sempa_proto::frame::FrameDecoder;
+    use sempa_proto::link::LinkKind;
+
+    #[test]
+    fn frames_of_any_size_come_out_whole_however_they_are_written() {
+        let frame = |len: usize| LinkFrame {
+            src: Tid::from_raw(0x40001),
+            dst: Tid::from_raw(0x40002),
+            kind: LinkKind::Data { last: true },
+            seq: len as u64,
+            ack: 1,
+            payload: vec![len as u8; len].into(),
+        };
+        let sizes = [0, 1, COPY_BYTES_MAX, COPY_BYTES_MAX + 1, 60_000];
+        for step in [1, 7, 4096, usize::MAX] {
+            let mut outbox = Outbox::default();
+            sizes.iter().for_each(|len| outbox.push_link(&frame(*len)));
+            let mut decoder = FrameDecoder::new();
+            while !outbox.is_empty() {
+                let bytes: Vec<u8> = outbox.slices().iter().flat_map(|s| s.to_vec()).collect();
+                let n = step.min(bytes.len());
+                decoder.push(&bytes[..n]);
+                outbox.advance(n);
+            }
+            assert_eq!((outbox.backlog(), outbox.written()), (0, outbox.queued()));
+            for len in sizes {
+                let got = decoder.next_frame().expect("good").expect("there").link().expect("a link frame");
+                assert_eq!(got, frame(len));
+            }
+        }
+    }
+}

@@ -1,0 +1,338 @@
+//! The runtime's one lock, and what is done under it: reading and writing without waiting, and waiting on futexes.
+
+use super::clock::Clock;
+use super::connect::Accepted;
+use super::core::{Core, Phase};
+use super::process::{self, Own};
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use nix::sys::socket::{MsgFlags, sendmsg};
+use sempa_proto::frame::FrameDecoder;
+use sempa_proto::{Micros, Tid};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, TryLockError};
+use std::time::{Duration, Instant};
+
+/// Room made for one read.
+const READ_BYTES: usize = 128 << 10;
+/// Bytes read under the lock in one go, so that others get their turn.
+const READ_BYTES_MAX: usize = 2 << 20;
+/// Longest sleep on a futex: after a move to a host with another clock a sleep by the old one must not last for ever.
+const NAP_MAX: Duration = Duration::from_secs(1);
+
+/// What the helper thread has gone to sleep with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Sleep {
+    /// It is awake, and looks at everything before it sleeps.
+    Awake,
+    /// It sleeps until the socket can be read, or (`write`) written, or until the time.
+    On {
+        /// Also wakes when the socket can be written.
+        write: bool,
+        /// Wakes at this time.
+        until: Option<Micros>,
+    },
+}
+
+/// All that threads share, under the lock.
+#[derive(Debug)]
+pub(crate) struct State {
+    pub(crate) core: Core,
+    pub(crate) clock: Clock,
+    pub(crate) socket: Option<Arc<Own<UnixStream>>>,
+    pub(crate) decoder: FrameDecoder,
+    pub(crate) sleep: Sleep,
+    /// Threads that wait for news.
+    waiting: usize,
+}
+
+/// The state with its lock.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub(crate) me: Tid,
+    state: Mutex<State>,
+    /// Something that an application thread may wait for has happened.
+    arrived: Condvar,
+    /// Bytes were written, or will never be.
+    written: Condvar,
+    bell: Own<EventFd>,
+    generation: u64,
+    stop: AtomicBool,
+}
+
+/// The lock, held. On release the waiting threads and the helper are told what concerns them.
+pub(crate) struct Held<'a> {
+    shared: &'a Shared,
+    state: Option<MutexGuard<'a, State>>,
+    news: u64,
+    out: u64,
+    phase: bool,
+}
+
+impl std::ops::Deref for Held<'_> {
+    type Target = State;
+    fn deref(&self) -> &State {
+        self.state.as_ref().expect("taken only on release")
+    }
+}
+
+impl std::ops::DerefMut for Held<'_> {
+    fn deref_mut(&mut self) -> &mut State {
+        self.state.as_mut().expect("taken only on release")
+    }
+}
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        self.release();
+    }
+}
+
+impl<'a> Held<'a> {
+    fn new(shared: &'a Shared, state: MutexGuard<'a, State>) -> Held<'a> {
+        let (news, out, phase) = Held::seen(&state);
+        Held { shared, state: Some(state), news, out, phase }
+    }
+
+    fn seen(state: &State) -> (u64, u64, bool) {
+        (state.core.news(), state.core.outbox.written(), state.core.is_connected())
+    }
+
+    /// Whom the changes made under this lock concern: threads that wait for news, threads that wait for writing, the helper.
+    fn concerned(&self) -> (bool, bool, bool) {
+        let core = &self.core;
+        let waited = self.waiting > 0;
+        let written = core.outbox.written() != self.out || core.is_connected() != self.phase || core.lost().is_some();
+        (waited && core.news() != self.news, waited && written, self.helper_is_needed())
+    }
+
+    fn tell(shared: &Shared, (arrived, written, ring): (bool, bool, bool)) {
+        if arrived {
+            shared.arrived.notify_all();
+        }
+        if written {
+            shared.written.notify_all();
+        }
+        if ring {
+            shared.ring();
+        }
+    }
+
+    /// Unlocks, then wakes whom it concerns, so that nobody wakes up only to find the lock taken.
+    fn release(&mut self) {
+        let concerned = self.concerned();
+        drop(self.state.take());
+        Held::tell(self.shared, concerned);
+    }
+
+    /// Sleeps until there is news, or for `span` at most.
+    pub(crate) fn wait_arrived(&mut self, span: Option<Duration>) {
+        self.wait(&self.shared.arrived, span);
+    }
+
+    /// Sleeps until bytes have been written or the connection has changed, or for `span` at most.
+    pub(crate) fn wait_written(&mut self, span: Option<Duration>) {
+        self.wait(&self.shared.written, span);
+    }
+
+    fn wait(&mut self, condvar: &'a Condvar, span: Option<Duration>) {
+        // What was done since the lock was taken may concern others, who must not wait for our return.
+        Held::tell(self.shared, self.concerned());
+        let mut state = self.state.take().expect("taken only on release");
+        state.waiting += 1;
+        let span = span.map_or(NAP_MAX, |span| span.min(NAP_MAX));
+        let (mut state, _) = condvar.wait_timeout(state, span).unwrap_or_else(|poisoned| poisoned.into_inner());
+        state.waiting -= 1;
+        (self.news, self.out, self.phase) = Held::seen(&state);
+        self.state = Some(state);
+    }
+}
+
+impl State {
+    /// True when the helper sleeps through something that has come up.
+    fn helper_is_needed(&self) -> bool {
+        let Sleep::On { write, until } = self.sleep else { return false };
+        let core = &self.core;
+        let closing = !core.is_connected();
+        let unwritten = !core.outbox.is_empty() && !write;
+        let earlier = core.earliest().is_some_and(|due| until.is_none_or(|until| due < until));
+        closing || unwritten || earlier
+    }
+
+    /// Now, by the runtime's clock.
+    pub(crate) fn now(&mut self) -> Micros {
+        self.clock.now()
+    }
+
+    /// Writes what the socket takes without waiting.
+    pub(crate) fn flush(&mut self) {
+        let Some(socket) = &self.socket else { return };
+        let fd = socket.get().as_raw_fd();
+        while !self.core.outbox.is_empty() {
+            let slices = self.core.outbox.slices();
+            let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
+            match sendmsg::<()>(fd, &slices, &[], flags, None) {
+                Ok(n) => self.core.outbox.advance(n),
+                Err(nix::Error::EINTR) => {}
+                Err(nix::Error::EAGAIN) => return,
+                Err(e) => {
+                    // What the daemon said before it closed is still worth reading.
+                    self.read_all();
+                    return self.lose(&format!("the daemon is gone: writing to it: {e}"));
+                }
+            }
+        }
+    }
+
+    /// Reads what is there and acts on it; afterwards links have answered and what fits has been written.
+    pub(crate) fn pump(&mut self) {
+        self.read_all();
+        let now = self.now();
+        self.core.pump(now);
+        self.flush();
+    }
+
+    fn read_all(&mut self) {
+        let Some(socket) = self.socket.clone() else { return };
+        let mut total = 0;
+        while self.core.is_connected() && total < READ_BYTES_MAX {
+            let buffer = self.decoder.buffer_mut();
+            if buffer.capacity() - buffer.len() < READ_BYTES / 4 {
+                buffer.reserve(READ_BYTES);
+            }
+            let room = buffer.capacity() - buffer.len();
+            match process::receive(socket.get(), buffer) {
+                Ok(0) => return self.lose("the daemon closed the connection"),
+                Ok(n) => {
+                    total += n;
+                    self.take_frames();
+                    if n < room {
+                        return;
+                    }
+                }
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return,
+                Err(e) => return self.lose(&format!("the daemon is gone: reading from it: {e}")),
+            }
+        }
+    }
+
+    /// Acts on the frames that have been read.
+    pub(crate) fn take_frames(&mut self) {
+        let now = self.now();
+        loop {
+            let taken = match self.decoder.next_frame() {
+                Ok(Some(frame)) => self.core.take_frame(now, frame),
+                Ok(None) => return,
+                Err(e) => Err(e.to_string()),
+            };
+            if let Err(why) = taken {
+                return self.lose(&format!("the daemon said something that cannot be understood: {why}"));
+            }
+        }
+    }
+
+    /// The connection is gone for good. The helper closes the socket.
+    pub(crate) fn lose(&mut self, why: &str) {
+        self.core.lose(why);
+        self.decoder = FrameDecoder::new();
+    }
+
+    /// Takes over a connection, the first or one after a move.
+    pub(crate) fn adopt(&mut self, socket: Arc<Own<UnixStream>>, decoder: FrameDecoder) {
+        self.socket = Some(socket);
+        self.decoder = decoder;
+        self.take_frames();
+        self.pump();
+    }
+}
+
+impl Shared {
+    /// The state of a task that has just been accepted.
+    pub(crate) fn new(accepted: Accepted) -> io::Result<Shared> {
+        let bell = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
+        let Accepted { socket, decoder, welcome } = accepted;
+        let mut state = State {
+            core: Core::new(&welcome),
+            clock: Clock::new(),
+            socket: None,
+            decoder: FrameDecoder::new(),
+            sleep: Sleep::Awake,
+            waiting: 0,
+        };
+        state.adopt(socket, decoder);
+        Ok(Shared {
+            me: welcome.tid,
+            state: Mutex::new(state),
+            arrived: Condvar::new(),
+            written: Condvar::new(),
+            bell: Own::fd(bell),
+            generation: process::generation(),
+            stop: AtomicBool::new(false),
+        })
+    }
+
+    /// True in a child that was forked off the task: the lock may be held by a thread that does not exist here.
+    pub(crate) fn is_foreign(&self) -> bool {
+        self.generation != process::generation()
+    }
+
+    /// The lock; never to be taken when [`Shared::is_foreign`].
+    pub(crate) fn lock(&self) -> Held<'_> {
+        debug_assert!(!self.is_foreign(), "callers look before they lock");
+        Held::new(self, self.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner()))
+    }
+
+    /// The lock, or `None` when it cannot be had until the deadline (its holder may be below us on this very stack).
+    pub(crate) fn lock_until(&self, deadline: Instant) -> Option<Held<'_>> {
+        loop {
+            match self.state.try_lock() {
+                Ok(state) => return Some(Held::new(self, state)),
+                Err(TryLockError::Poisoned(poisoned)) => return Some(Held::new(self, poisoned.into_inner())),
+                Err(TryLockError::WouldBlock) if Instant::now() >= deadline => return None,
+                Err(TryLockError::WouldBlock) => std::thread::sleep(Duration::from_millis(1)),
+            }
+        }
+    }
+
+    /// Wakes the helper.
+    pub(crate) fn ring(&self) {
+        // Full means rung already.
+        let _ = self.bell.get().write(1);
+    }
+
+    /// The bell, for the helper.
+    pub(crate) fn bell(&self) -> &EventFd {
+        self.bell.get()
+    }
+
+    /// True when the helper is to end.
+    pub(crate) fn is_stopped(&self) -> bool {
+        self.stop.load(Ordering::Acquire)
+    }
+
+    /// Asks the helper to end.
+    pub(crate) fn stop(&self) {
+        self.stop.store(true, Ordering::Release);
+        self.ring();
+    }
+
+    /// Hands everything that was sent to the daemon as far as that is possible until the deadline: the process ends.
+    pub(crate) fn flush_until(&self, deadline: Instant) {
+        let Some(mut state) = self.lock_until(deadline) else { return };
+        loop {
+            let now = state.now();
+            state.core.lift_windows(now);
+            state.flush();
+            let core = &state.core;
+            let idle = core.is_connected() && core.outbox.is_empty() && core.all_transmitted();
+            let left = deadline.saturating_duration_since(Instant::now());
+            if idle || matches!(core.phase(), Phase::Lost(_)) || left.is_zero() {
+                return;
+            }
+            state.wait_written(Some(left));
+        }
+    }
+}
