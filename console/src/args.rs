@@ -76,10 +76,7 @@ pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Mode, Ar
         return if json { Err(ArgsError::NoJson) } else { Ok(Mode::Console(daemon)) };
     };
     let command = help::find(&first).is_some();
-    if command && words.get(1).is_some_and(|word| word == "--json") {
-        words.remove(1);
-        json = true;
-    }
+    json |= take_json(&mut words);
     if json && !JSON_COMMANDS.contains(&first.as_str()) {
         return Err(ArgsError::NoJson);
     }
@@ -95,6 +92,19 @@ pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Mode, Ar
         [first, ..] => return Err(ArgsError::NotFound(first.clone())),
     }
     Ok(if first == "start" { Mode::Start(daemon) } else { Mode::Console(daemon) })
+}
+
+/// Takes `--json` out of a command's own words. What follows the program that `spawn` starts belongs to that program.
+fn take_json(words: &mut Vec<String>) -> bool {
+    if !JSON_COMMANDS.contains(&words[0].as_str()) {
+        return false;
+    }
+    let own = match words[0].as_str() {
+        "spawn" => words.iter().skip(1).position(|word| !word.starts_with('-')).map_or(words.len(), |at| at + 1),
+        _ => words.len(),
+    };
+    let found = words[..own].iter().position(|word| word == "--json");
+    found.map(|at| words.remove(at)).is_some()
 }
 
 #[cfg(test)]
@@ -114,6 +124,9 @@ mod tests {
         assert_eq!(mode("pvm spawn -3 hello --json"), once(&["spawn", "-3", "hello", "--json"], false));
         assert_eq!(mode("pvm --json conf"), once(&["conf"], true));
         assert_eq!(mode("pvm conf --json"), once(&["conf"], true));
+        assert_eq!(mode("pvm ps -a --json"), once(&["ps", "-a"], true));
+        assert_eq!(mode("pvm spawn -3 --json hello -v"), once(&["spawn", "-3", "hello", "-v"], true));
+        assert_eq!(mode("pvm echo --json"), once(&["echo", "--json"], false));
         assert_eq!(mode("pvm --json halt"), Err(ArgsError::NoJson.to_string()));
         assert_eq!(mode("pvm foo"), Err("foo: not found".into()));
     }

@@ -25,6 +25,7 @@ mod spawn;
 mod words;
 
 use args::{ArgsError, Mode};
+use daemon::StartError;
 use halt::Home;
 use libpvm::{EnrollError, Vm};
 use nix::sys::signal::{SigSet, Signal};
@@ -142,6 +143,8 @@ fn start(args: &[OsString]) -> Result<Option<Child>, String> {
         Ok(child) => Ok(Some(child)),
         // Somebody else was faster.
         Err(_) if listens() => Ok(None),
+        // It has named itself.
+        Err(StartError::Said(line)) => Err(line),
         Err(error) => Err(format!("pvm: {error}")),
     }
 }
