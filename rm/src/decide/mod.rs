@@ -1,0 +1,201 @@
+//! What is to be done, as pure functions of a [`Snapshot`]: where new tasks go ([`place()`]) and which tasks leave their
+//! host ([`moves()`]). Every decision, and every decision not to act, carries a typed reason.
+//!
+//! Nothing here reads a clock, talks to the virtual machine or remembers anything: what has to be remembered (refusals,
+//! recent moves, where the rotation stands) is in the snapshot.
+
+mod load;
+mod moves;
+mod place;
+
+pub use load::Share;
+pub use moves::{MOVES_AT_ONCE_MAX, MOVES_PER_MINUTE_MAX, MoveDecision, Moves, SETTLE, Stay, StayReason, moves};
+pub use place::{Ask, Placement, SPAWN_TASKS_MAX, place};
+
+use sempa_proto::load::LoadSample;
+use sempa_proto::{HostId, Micros, Tid};
+use std::fmt;
+
+/// A load sample older than this says nothing about now.
+pub const SAMPLE_AGE_MAX: Micros = Micros::from_secs(15);
+
+/// How new tasks are spread over hosts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Policy {
+    /// In turn, in blocks, as PVM does; load does not count.
+    RoundRobin,
+    /// Where the predicted share of a processor is largest.
+    #[default]
+    Load,
+}
+
+impl fmt::Display for Policy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Policy::RoundRobin => "round-robin",
+            Policy::Load => "load",
+        })
+    }
+}
+
+/// All that decisions are made from.
+#[derive(Clone, Debug)]
+pub struct Snapshot {
+    /// The present, on the clock that all spans and deadlines in here use (it never jumps).
+    pub now: Micros,
+    /// How new tasks are spread.
+    pub policy: Policy,
+    /// The host that the last spawn in turn ended with; the next one begins behind it.
+    pub rotation: HostId,
+    /// The hosts by rising id.
+    pub hosts: Vec<HostView>,
+}
+
+/// One host.
+#[derive(Clone, Debug)]
+pub struct HostView {
+    /// Its index.
+    pub id: HostId,
+    /// Its name in the host table.
+    pub name: String,
+    /// Its architecture.
+    pub arch: String,
+    /// Relative speed, 1000 for an ordinary host.
+    pub speed: i32,
+    /// Processors as last heard, 1 when never heard.
+    pub cores: u32,
+    /// The newest sample, however old; `None` when there was never one.
+    pub sample: Option<Sampled>,
+    /// What is known of its owner.
+    pub owner: Owner,
+    /// Why moves to it make no sense at present (its dump engine does not work), and until when.
+    pub no_moves: Option<Until>,
+    /// The tasks on it.
+    pub tasks: Vec<TaskView>,
+}
+
+/// A sample and when it came.
+#[derive(Clone, Debug)]
+pub struct Sampled {
+    /// The numbers.
+    pub sample: LoadSample,
+    /// When the report arrived, on the snapshot's clock.
+    pub at: Micros,
+    /// Tasks of ours that were on the host then; they are part of the numbers.
+    pub own: u32,
+}
+
+/// What is known of a host's owner.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Owner {
+    /// No watcher has reported.
+    #[default]
+    Unknown,
+    /// Nobody uses the machine.
+    Absent {
+        /// When the last one left, on the snapshot's clock; `None` when nobody was seen.
+        left: Option<Micros>,
+    },
+    /// Somebody does.
+    Present {
+        /// The watcher's sentence.
+        why: String,
+    },
+}
+
+impl Owner {
+    /// True when somebody uses the machine.
+    pub fn is_present(&self) -> bool {
+        matches!(self, Owner::Present { .. })
+    }
+}
+
+/// A reason that holds for some time.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Until {
+    /// When it ends, on the snapshot's clock.
+    pub at: Micros,
+    /// The reason.
+    pub why: String,
+}
+
+/// One task.
+#[derive(Clone, Debug)]
+pub struct TaskView {
+    /// Its id.
+    pub tid: Tid,
+    /// It belongs to its host, or nobody here is its parent: it cannot move, and it is no guest.
+    pub pinned: bool,
+    /// Somebody named this host for it while the owner was there: it may stay.
+    pub asked: bool,
+    /// It is on its way; the target if it is known.
+    pub moving: Option<Option<HostId>>,
+    /// Its moves of the last minute, oldest first.
+    pub moves: Vec<Micros>,
+    /// Why it cannot move anywhere for a while.
+    pub held: Option<Until>,
+    /// Targets that will not have it for a while.
+    pub refused: Vec<(HostId, Until)>,
+}
+
+/// Why a host is not used.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Reason {
+    /// The request names another host.
+    OtherHost,
+    /// The architecture is another one.
+    OtherArch {
+        /// What the host is.
+        has: String,
+    },
+    /// The request wants the hosts that it does not name.
+    Complement,
+    /// Its owner is there.
+    Owner {
+        /// The watcher's sentence.
+        why: String,
+    },
+    /// It was lost or did not answer while this request was carried out.
+    NoAnswer,
+    /// It cannot take over running tasks at present.
+    NoMoves {
+        /// Why.
+        why: String,
+    },
+    /// It did not take this task the last time.
+    Refused {
+        /// Why.
+        why: String,
+    },
+}
+
+impl fmt::Display for Reason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Reason::OtherHost => f.write_str("another host was asked for"),
+            Reason::OtherArch { has } => write!(f, "architecture is {has}"),
+            Reason::Complement => f.write_str("the others were asked for"),
+            Reason::Owner { why } => write!(f, "owner present ({why})"),
+            Reason::NoAnswer => f.write_str("no answer"),
+            Reason::NoMoves { why } | Reason::Refused { why } => f.write_str(why),
+        }
+    }
+}
+
+impl Snapshot {
+    /// The host with this index.
+    pub fn host(&self, id: HostId) -> Option<&HostView> {
+        self.hosts.binary_search_by_key(&id, |h| h.id).ok().map(|i| &self.hosts[i])
+    }
+
+    /// Name of a host, or its number when it is not known.
+    pub fn name(&self, id: HostId) -> String {
+        self.host(id).map_or_else(|| id.to_string(), |h| h.name.clone())
+    }
+
+    /// "h1: reason; h2: reason".
+    pub(crate) fn tell(&self, excluded: &[(HostId, Reason)]) -> String {
+        let parts: Vec<String> = excluded.iter().map(|(id, why)| format!("{}: {why}", self.name(*id))).collect();
+        parts.join("; ")
+    }
+}

@@ -1,0 +1,186 @@
+//! Which tasks leave their host. Today there is one reason to go: the owner of the host is there. A task that is
+//! elsewhere stays elsewhere when he has left, and a host without an owner is never disturbed.
+
+use super::load::Loads;
+use super::{HostView, Owner, Reason, Snapshot, TaskView};
+use sempa_proto::migration::Cause;
+use sempa_proto::{HostId, Micros, Tid};
+use std::cmp::Reverse;
+use std::fmt;
+
+/// Moves of one task within [`MOVES_SPAN`] at most: owners who come and go at once must not keep a task from working.
+pub const MOVES_PER_MINUTE_MAX: usize = 6;
+/// The span in which [`MOVES_PER_MINUTE_MAX`] counts.
+pub(crate) const MOVES_SPAN: Micros = Micros::from_secs(60);
+/// Moves under way at once in the whole virtual machine; the others wait for their turn. Below the number that the
+/// master carries out, so that a person's own request finds room.
+pub const MOVES_AT_ONCE_MAX: usize = 48;
+/// A host whose owner left less than this ago is the last choice as a target: he may be back in a moment.
+pub const SETTLE: Micros = Micros::from_secs(10);
+
+/// A task is to move.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MoveDecision {
+    /// The task.
+    pub tid: Tid,
+    /// Where it is.
+    pub from: HostId,
+    /// Where it is to go.
+    pub to: HostId,
+    /// Why it must go, for the event log.
+    pub cause: Cause,
+    /// Why it goes there: one sentence.
+    pub why: String,
+}
+
+/// Why a task stays although the owner of its host is there.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum StayReason {
+    /// No host would take it.
+    NoHost {
+        /// Each other host and why not.
+        excluded: Vec<(HostId, Reason)>,
+    },
+    /// It cannot be moved at all for a while.
+    Held {
+        /// Why.
+        why: String,
+    },
+    /// It was moved [`MOVES_PER_MINUTE_MAX`] times within a minute.
+    MovedTooOften,
+    /// [`MOVES_AT_ONCE_MAX`] moves are under way; its turn comes.
+    Turn,
+}
+
+/// A task that stays although the owner of its host is there.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Stay {
+    /// The task.
+    pub tid: Tid,
+    /// Where it is.
+    pub host: HostId,
+    /// Why.
+    pub why: StayReason,
+    /// When to look again if nothing happens before, on the snapshot's clock.
+    pub again: Option<Micros>,
+}
+
+impl fmt::Display for StayReason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            StayReason::NoHost { .. } => f.write_str("no host to go to"),
+            StayReason::Held { why } => f.write_str(why),
+            StayReason::MovedTooOften => write!(f, "it was moved {MOVES_PER_MINUTE_MAX} times within a minute"),
+            StayReason::Turn => write!(f, "{MOVES_AT_ONCE_MAX} moves are under way"),
+        }
+    }
+}
+
+impl Stay {
+    /// One sentence for the event log.
+    pub fn sentence(&self, snapshot: &Snapshot) -> String {
+        let detail = match &self.why {
+            StayReason::NoHost { excluded } if !excluded.is_empty() => format!(" ({})", snapshot.tell(excluded)),
+            _ => String::new(),
+        };
+        let host = snapshot.name(self.host);
+        format!("{} stays on {host} although its owner is there: {}{detail}", self.tid, self.why)
+    }
+}
+
+/// All decisions about running tasks.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Moves {
+    /// Tasks that go, in the order of hosts and tids.
+    pub go: Vec<MoveDecision>,
+    /// Tasks that should go and stay.
+    pub stay: Vec<Stay>,
+}
+
+impl Moves {
+    /// When to decide again if nothing happens before.
+    pub fn again(&self) -> Option<Micros> {
+        self.stay.iter().filter_map(|stay| stay.again).min()
+    }
+}
+
+/// Decides for all tasks of hosts whose owner is there.
+pub fn moves(snapshot: &Snapshot) -> Moves {
+    let all = snapshot.hosts.iter().flat_map(|h| &h.tasks);
+    let mut under_way = all.filter(|t| t.moving.is_some()).count();
+    let mut loads = Loads::of(snapshot);
+    let mut out = Moves::default();
+    for host in &snapshot.hosts {
+        let Owner::Present { why } = &host.owner else { continue };
+        for task in host.tasks.iter().filter(|t| !t.pinned && !t.asked && t.moving.is_none()) {
+            let stay = |why, again| Stay { tid: task.tid, host: host.id, why, again };
+            if let Some((why, again)) = held(snapshot.now, task) {
+                out.stay.push(stay(why, Some(again)));
+                continue;
+            }
+            match target(snapshot, &loads, host, task) {
+                Err((excluded, again)) => out.stay.push(stay(StayReason::NoHost { excluded }, again)),
+                // A move that ends makes room, and is an event; no need to look again by time.
+                Ok(_) if under_way >= MOVES_AT_ONCE_MAX => out.stay.push(stay(StayReason::Turn, None)),
+                Ok(to) => {
+                    let share = loads.share(to.id).usable as f64 / 1e3;
+                    let goes = format!("{} goes to {}, share of a processor {share:.2}", task.tid, to.name);
+                    let cause = Cause::Owner { why: why.clone() };
+                    out.go.push(MoveDecision { tid: task.tid, from: host.id, to: to.id, cause, why: goes });
+                    under_way += 1;
+                    loads.add(to.id);
+                }
+            }
+        }
+    }
+    out
+}
+
+/// Why a task may not move now, and until when.
+fn held(now: Micros, task: &TaskView) -> Option<(StayReason, Micros)> {
+    if let Some(held) = task.held.as_ref().filter(|h| h.at > now) {
+        return Some((StayReason::Held { why: held.why.clone() }, held.at));
+    }
+    let recent: Vec<Micros> = task.moves.iter().copied().filter(|at| now.since(*at) < MOVES_SPAN).collect();
+    let oldest_that_counts = recent.len().checked_sub(MOVES_PER_MINUTE_MAX)?;
+    Some((StayReason::MovedTooOften, recent[oldest_that_counts] + MOVES_SPAN))
+}
+
+/// The best host for a task that must leave, or why no host is fit and when one may be again.
+fn target<'a>(
+    snapshot: &'a Snapshot,
+    loads: &Loads,
+    from: &HostView,
+    task: &TaskView,
+) -> Result<&'a HostView, (Vec<(HostId, Reason)>, Option<Micros>)> {
+    let (mut excluded, mut again) = (Vec::new(), None::<Micros>);
+    let mut fit = Vec::new();
+    for host in snapshot.hosts.iter().filter(|h| h.id != from.id) {
+        match unfit(snapshot.now, host, from, task) {
+            None => {
+                let settling =
+                    matches!(host.owner, Owner::Absent { left: Some(at) } if snapshot.now.since(at) < SETTLE);
+                fit.push(((Reverse(settling), loads.share(host.id)), host));
+            }
+            Some((why, until)) => {
+                excluded.push((host.id, why));
+                again = again.into_iter().chain(until).min();
+            }
+        }
+    }
+    fit.into_iter().max_by_key(|(rank, _)| *rank).map(|(_, host)| host).ok_or((excluded, again))
+}
+
+fn unfit(now: Micros, host: &HostView, from: &HostView, task: &TaskView) -> Option<(Reason, Option<Micros>)> {
+    if let Owner::Present { why } = &host.owner {
+        return Some((Reason::Owner { why: why.clone() }, None));
+    }
+    if host.arch != from.arch {
+        return Some((Reason::OtherArch { has: host.arch.clone() }, None));
+    }
+    if let Some(no) = host.no_moves.as_ref().filter(|no| no.at > now) {
+        return Some((Reason::NoMoves { why: no.why.clone() }, Some(no.at)));
+    }
+    let refused = task.refused.iter().find(|(id, until)| *id == host.id && until.at > now);
+    refused.map(|(_, until)| (Reason::Refused { why: until.why.clone() }, Some(until.at)))
+}

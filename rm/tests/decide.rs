@@ -1,0 +1,393 @@
+//! Decisions from fixed snapshots, and properties that hold for any.
+
+use proptest::prelude::*;
+use pvm_rm::decide::{
+    Ask, HostView, MOVES_AT_ONCE_MAX, MOVES_PER_MINUTE_MAX, Owner, Policy, Reason, SETTLE, Sampled, Snapshot,
+    StayReason, TaskView, Until, moves, place,
+};
+use sempa_proto::load::LoadSample;
+use sempa_proto::migration::Cause;
+use sempa_proto::task::{SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_HOST, SpawnRequest};
+use sempa_proto::{HostId, Micros, PvmError, Tid};
+
+const NOW: Micros = Micros::from_secs(1000);
+
+fn h(index: u16) -> HostId {
+    HostId::new(index).expect("an index")
+}
+
+fn t(host: u16, local: u32) -> Tid {
+    Tid::task(h(host), local).expect("a task")
+}
+
+fn task(tid: Tid) -> TaskView {
+    let (moves, refused) = (Vec::new(), Vec::new());
+    TaskView { tid, pinned: false, asked: false, moving: None, moves, held: None, refused }
+}
+
+/// An idle host with two processors and nobody at it.
+fn host(index: u16) -> HostView {
+    let sample = LoadSample { cores: 2, ..LoadSample::default() };
+    HostView {
+        id: h(index),
+        name: format!("h{index}"),
+        arch: "LINUX64".into(),
+        speed: 1000,
+        cores: 2,
+        sample: Some(Sampled { sample, at: NOW, own: 0 }),
+        owner: Owner::Absent { left: None },
+        no_moves: None,
+        tasks: Vec::new(),
+    }
+}
+
+fn pool(hosts: u16, policy: Policy) -> Snapshot {
+    Snapshot { now: NOW, policy, rotation: h(1), hosts: (1..=hosts).map(host).collect() }
+}
+
+fn present() -> Owner {
+    Owner::Present { why: "alice on pts/0".into() }
+}
+
+fn request(flags: i32, place: &str, count: u32) -> SpawnRequest {
+    SpawnRequest { file: "worker".into(), flags, place: place.into(), count, ..SpawnRequest::default() }
+}
+
+fn ask(request: &SpawnRequest) -> Ask<'_> {
+    Ask { request, count: request.count, caller: h(1), without: &[] }
+}
+
+fn indices(hosts: &[Result<HostId, PvmError>]) -> Vec<u16> {
+    hosts.iter().map(|r| r.as_ref().map_or(0, |id| id.index())).collect()
+}
+
+#[test]
+fn round_robin_gives_runs_and_begins_behind_the_last_host() {
+    let mut snapshot = pool(3, Policy::RoundRobin);
+    let first = place(&snapshot, &ask(&request(0, "", 7)));
+    assert_eq!(indices(&first.hosts), [2, 2, 2, 3, 3, 1, 1]);
+    snapshot.rotation = first.rotation;
+    let second = place(&snapshot, &ask(&request(0, "", 1)));
+    assert_eq!(indices(&second.hosts), [2]);
+    snapshot.rotation = second.rotation;
+    assert_eq!(indices(&place(&snapshot, &ask(&request(0, "", 2))).hosts), [3, 1]);
+}
+
+#[test]
+fn where_names_a_host_a_directory_or_an_architecture() {
+    let mut snapshot = pool(3, Policy::Load);
+    snapshot.hosts[2].arch = "LINUXPPC64".into();
+    for (flags, place_, expected) in [
+        (SPAWN_HOST, "h2", [2, 2].as_slice()),
+        (SPAWN_HOST, "h2:/var", &[2, 2]),
+        (SPAWN_HOST, ".", &[1, 1]),
+        (SPAWN_HOST, ".:/tmp", &[1, 1]),
+        (SPAWN_ARCH, "LINUXPPC64", &[3, 3]),
+        (SPAWN_ARCH, "LINUX64:/x", &[1, 2]),
+        (SPAWN_HOST | SPAWN_ARCH, "h1", &[1, 1]),
+        (SPAWN_HOST | SPAWN_COMPLEMENT, "h1", &[2, 3]),
+        (SPAWN_ARCH | SPAWN_COMPLEMENT, "LINUX64", &[3, 3]),
+        (0, ":/dir", &[1, 2]),
+    ] {
+        let placed = place(&snapshot, &ask(&request(flags, place_, 2)));
+        assert_eq!(indices(&placed.hosts), expected, "{flags} {place_}");
+    }
+}
+
+#[test]
+fn a_request_that_names_nothing_fails_for_each_task_with_no_host() {
+    let snapshot = pool(3, Policy::Load);
+    for (flags, place_) in [
+        (SPAWN_HOST, "h9"),
+        (SPAWN_HOST, "H1"),
+        (SPAWN_HOST, ""),
+        (SPAWN_ARCH, "SUN4"),
+        (SPAWN_COMPLEMENT, ""),
+        (SPAWN_ARCH | SPAWN_COMPLEMENT, "LINUX64"),
+    ] {
+        let placed = place(&snapshot, &ask(&request(flags, place_, 2)));
+        assert_eq!(placed.hosts, [Err(PvmError::NoHost); 2], "{flags} {place_}");
+        assert_eq!(placed.excluded.len(), 3);
+    }
+}
+
+#[test]
+fn a_host_with_an_owner_is_used_only_when_it_is_named() {
+    for policy in [Policy::Load, Policy::RoundRobin] {
+        let mut snapshot = pool(2, policy);
+        snapshot.hosts[1].owner = present();
+        let placed = place(&snapshot, &ask(&request(0, "", 3)));
+        assert_eq!(indices(&placed.hosts), [1, 1, 1]);
+        assert!(placed.why.contains("h2: owner present (alice on pts/0)"), "{}", placed.why);
+        assert_eq!(indices(&place(&snapshot, &ask(&request(SPAWN_HOST, "h2", 2))).hosts), [2, 2]);
+        // "Not h1" does not name h2.
+        let other = place(&snapshot, &ask(&request(SPAWN_HOST | SPAWN_COMPLEMENT, "h1", 1)));
+        assert_eq!(other.hosts, [Err(PvmError::OutOfRes)]);
+        assert!(other.why.contains("no host is free: "), "{}", other.why);
+    }
+}
+
+#[test]
+fn load_places_the_tasks_of_one_request_together() {
+    let mut snapshot = pool(3, Policy::Load);
+    snapshot.hosts[1].cores = 4;
+    // Each host gives a whole processor to as many tasks as it has processors.
+    let placed = place(&snapshot, &ask(&request(0, "", 8)));
+    let mut seen = indices(&placed.hosts);
+    seen.sort_unstable();
+    assert_eq!(seen, [1, 1, 2, 2, 2, 2, 3, 3]);
+}
+
+#[test]
+fn load_counts_demand_that_is_not_ours_once() {
+    let mut snapshot = pool(2, Policy::Load);
+    let busy = LoadSample { cores: 2, running: 3, load1: 3.0, busy: 1.0, ..LoadSample::default() };
+    // Both hosts are as busy; on h2 three tasks of ours are the reason, on h1 strangers are.
+    snapshot.hosts[0].sample = Some(Sampled { sample: busy, at: NOW, own: 0 });
+    snapshot.hosts[1].sample = Some(Sampled { sample: busy, at: NOW, own: 3 });
+    snapshot.hosts[1].tasks = (1..=3).map(|n| task(t(2, n))).collect();
+    assert_eq!(indices(&place(&snapshot, &ask(&request(0, "", 1))).hosts), [1], "equal shares, fewer tasks of ours");
+    snapshot.hosts[1].tasks.truncate(1);
+    assert_eq!(indices(&place(&snapshot, &ask(&request(0, "", 1))).hosts), [2], "our tasks there have ended");
+}
+
+#[test]
+fn an_old_sample_counts_as_unknown_and_the_decision_says_so() {
+    let mut snapshot = pool(2, Policy::Load);
+    let busy = LoadSample { cores: 2, running: 9, load1: 9.0, busy: 1.0, ..LoadSample::default() };
+    snapshot.hosts[0].sample = Some(Sampled { sample: busy, at: Micros::from_secs(970), own: 0 });
+    snapshot.hosts[1].sample = None;
+    let placed = place(&snapshot, &ask(&request(0, "", 2)));
+    assert_eq!(indices(&placed.hosts), [1, 2]);
+    assert!(placed.why.contains("load unknown: h1 (sample 30 s old), h2 (no sample)"), "{}", placed.why);
+}
+
+#[test]
+fn a_lost_host_is_left_out_and_a_bound_request_fails_with_it() {
+    let snapshot = pool(2, Policy::Load);
+    let (free, bound) = (request(0, "", 2), request(SPAWN_HOST, "h2", 2));
+    let without = [h(2)];
+    assert_eq!(indices(&place(&snapshot, &Ask { without: &without, ..ask(&free) }).hosts), [1, 1]);
+    assert_eq!(place(&snapshot, &Ask { without: &without, ..ask(&bound) }).hosts, [Err(PvmError::HostFail); 2]);
+}
+
+#[test]
+fn all_tasks_leave_an_owner_and_spread_over_the_best_hosts() {
+    let mut snapshot = pool(4, Policy::Load);
+    snapshot.hosts[1].owner = present();
+    snapshot.hosts[1].tasks = (1..=4).map(|n| task(t(2, n))).collect();
+    snapshot.hosts[1].tasks[3].pinned = true;
+    snapshot.hosts[2].tasks = vec![task(t(3, 1)), task(t(3, 2))];
+    let out = moves(&snapshot);
+    let went: Vec<_> = out.go.iter().map(|m| (m.tid, m.from.index(), m.to.index())).collect();
+    assert_eq!(went, [(t(2, 1), 2, 1), (t(2, 2), 2, 4), (t(2, 3), 2, 1)]);
+    assert_eq!(out.go[0].cause, Cause::Owner { why: "alice on pts/0".into() });
+    assert!(out.stay.is_empty());
+}
+
+#[test]
+fn a_task_that_was_put_beside_an_owner_by_name_may_stay() {
+    let mut snapshot = pool(2, Policy::Load);
+    snapshot.hosts[1].owner = present();
+    snapshot.hosts[1].tasks = vec![TaskView { asked: true, ..task(t(2, 1)) }];
+    assert_eq!(moves(&snapshot), moves(&pool(2, Policy::Load)));
+}
+
+#[test]
+fn without_a_host_to_go_to_tasks_stay_with_a_reason_for_each_host() {
+    let mut snapshot = pool(4, Policy::Load);
+    snapshot.hosts[0].owner = present();
+    snapshot.hosts[0].tasks = vec![task(t(1, 1))];
+    snapshot.hosts[1].owner = present();
+    snapshot.hosts[2].arch = "LINUXPPC64".into();
+    let until = |s| Until { at: Micros::from_secs(s), why: "its engine is broken".into() };
+    snapshot.hosts[3].no_moves = Some(until(1060));
+    let out = moves(&snapshot);
+    assert!(out.go.is_empty());
+    let StayReason::NoHost { excluded } = &out.stay[0].why else { panic!("{:?}", out.stay) };
+    assert_eq!(excluded.len(), 3);
+    assert_eq!(excluded[1].1, Reason::OtherArch { has: "LINUXPPC64".into() });
+    assert_eq!(out.again(), Some(Micros::from_secs(1060)));
+    let sentence = out.stay[0].sentence(&snapshot);
+    assert!(
+        sentence.starts_with("t40001 stays on h1 although its owner is there: no host to go to (h2: "),
+        "{sentence}"
+    );
+    assert!(sentence.ends_with("h4: its engine is broken)"), "{sentence}");
+}
+
+#[test]
+fn a_target_that_refused_is_left_out_and_the_next_best_is_tried() {
+    let mut snapshot = pool(3, Policy::Load);
+    snapshot.hosts[0].owner = present();
+    let refused = Until { at: Micros::from_secs(1030), why: "kernels differ".into() };
+    snapshot.hosts[0].tasks = vec![TaskView { refused: vec![(h(2), refused)], ..task(t(1, 1)) }];
+    assert_eq!(moves(&snapshot).go[0].to, h(3));
+    snapshot.now = Micros::from_secs(1030);
+    assert_eq!(moves(&snapshot).go[0].to, h(2), "the refusal has aged out");
+}
+
+#[test]
+fn a_host_whose_owner_has_just_left_is_the_last_choice() {
+    let mut snapshot = pool(3, Policy::Load);
+    snapshot.hosts[0].owner = present();
+    snapshot.hosts[0].tasks = vec![task(t(1, 1))];
+    snapshot.hosts[1].owner = Owner::Absent { left: Some(Micros::from_secs(999)) };
+    snapshot.hosts[2].tasks = (1..=9).map(|n| task(t(3, n))).collect();
+    assert_eq!(moves(&snapshot).go[0].to, h(3));
+    snapshot.hosts[2].owner = present();
+    snapshot.hosts[2].tasks.clear();
+    assert_eq!(moves(&snapshot).go[0].to, h(2), "but better than none");
+}
+
+#[test]
+fn a_task_moves_only_so_often_within_a_minute() {
+    let mut snapshot = pool(2, Policy::Load);
+    snapshot.hosts[0].owner = present();
+    let recent: Vec<_> = (0..MOVES_PER_MINUTE_MAX as u64).map(|i| Micros::from_secs(950 + i)).collect();
+    snapshot.hosts[0].tasks = vec![TaskView { moves: recent, ..task(t(1, 1)) }];
+    let out = moves(&snapshot);
+    assert!(out.go.is_empty());
+    assert_eq!(out.stay[0].why, StayReason::MovedTooOften);
+    assert_eq!(out.again(), Some(Micros::from_secs(1010)));
+    snapshot.now = Micros::from_secs(1010);
+    assert_eq!(moves(&snapshot).go.len(), 1);
+}
+
+#[test]
+fn moves_under_way_are_limited_and_the_others_wait_for_their_turn() {
+    let mut snapshot = pool(2, Policy::Load);
+    snapshot.hosts[0].owner = present();
+    let many = MOVES_AT_ONCE_MAX as u32 + 5;
+    snapshot.hosts[0].tasks = (1..=many).map(|n| task(t(1, n))).collect();
+    snapshot.hosts[0].tasks[0].moving = Some(Some(h(2)));
+    let out = moves(&snapshot);
+    assert_eq!(out.go.len(), MOVES_AT_ONCE_MAX - 1);
+    assert!(out.stay.iter().all(|s| s.why == StayReason::Turn) && out.stay.len() == 5);
+}
+
+fn any_owner() -> impl Strategy<Value = Owner> {
+    prop_oneof![
+        Just(Owner::Unknown),
+        Just(Owner::Absent { left: None }),
+        (900_u64..1000).prop_map(|s| Owner::Absent { left: Some(Micros::from_secs(s)) }),
+        Just(present()),
+    ]
+}
+
+fn any_host(index: u16) -> impl Strategy<Value = HostView> {
+    let load = (1_u32..9, 0_u32..12, 0.0_f32..12.0, 0.0_f32..=1.0, 970_u64..1000);
+    (any_owner(), load, 0_u32..6, prop::bool::weighted(0.1), 1_i32..4000).prop_map(
+        move |(owner, (cores, running, load1, busy, at), tasks, other_arch, speed)| {
+            let sample = LoadSample { cores, running, load1, busy, ..LoadSample::default() };
+            HostView {
+                arch: if other_arch { "OTHER".into() } else { "LINUX64".into() },
+                owner,
+                cores,
+                speed,
+                sample: Some(Sampled { sample, at: Micros::from_secs(at), own: tasks / 2 }),
+                tasks: (1..=tasks).map(|n| TaskView { pinned: n == 5, ..task(t(index, n)) }).collect(),
+                ..host(index)
+            }
+        },
+    )
+}
+
+fn any_pool() -> impl Strategy<Value = Snapshot> {
+    let hosts = (1_u16..8).prop_flat_map(|n| (1..=n).map(any_host).collect::<Vec<_>>());
+    (hosts, any::<bool>(), 1_u16..8).prop_map(|(hosts, load, rotation)| Snapshot {
+        now: NOW,
+        policy: if load { Policy::Load } else { Policy::RoundRobin },
+        rotation: h(rotation),
+        hosts,
+    })
+}
+
+proptest! {
+    #[test]
+    fn no_task_is_sent_to_an_owner_unless_his_host_is_named(
+        snapshot in any_pool(), flags in 0..64_i32, to in 0_u16..8, count in 1_u32..40,
+    ) {
+        let request = request(flags, &format!("h{to}"), count);
+        let ask = ask(&request);
+        let placed = place(&snapshot, &ask);
+        prop_assert_eq!(placed.hosts.len(), count as usize);
+        for id in placed.hosts.iter().flatten() {
+            let there = snapshot.host(*id).expect("only hosts of the snapshot are used");
+            prop_assert!(!there.owner.is_present() || (ask.names_host() && there.name == request.place));
+        }
+        for step in moves(&snapshot).go {
+            let there = snapshot.host(step.to).expect("only hosts of the snapshot are used");
+            let from = snapshot.host(step.from).expect("tasks are on hosts of the snapshot");
+            prop_assert!(!there.owner.is_present() && there.arch == from.arch && step.from != step.to);
+        }
+    }
+
+    #[test]
+    fn every_movable_task_beside_an_owner_goes_or_has_a_reason(snapshot in any_pool()) {
+        let out = moves(&snapshot);
+        let mut told: Vec<Tid> = out.go.iter().map(|m| m.tid).chain(out.stay.iter().map(|s| s.tid)).collect();
+        told.sort_unstable();
+        let with_owner = snapshot.hosts.iter().filter(|h| h.owner.is_present());
+        let mut must: Vec<Tid> = with_owner.flat_map(|h| &h.tasks).filter(|t| !t.pinned).map(|t| t.tid).collect();
+        must.sort_unstable();
+        prop_assert_eq!(told, must);
+    }
+
+    #[test]
+    fn a_pool_without_owners_is_never_disturbed(mut snapshot in any_pool()) {
+        for host in snapshot.hosts.iter_mut().filter(|h| h.owner.is_present()) {
+            host.owner = Owner::Unknown;
+        }
+        let out = moves(&snapshot);
+        prop_assert!(out.go.is_empty() && out.stay.is_empty());
+    }
+
+    #[test]
+    fn in_an_idle_pool_of_equal_hosts_numbers_differ_by_one_at_most(
+        hosts in 1_u16..9, count in 1_u32..60, load in any::<bool>(),
+    ) {
+        let snapshot = pool(hosts, if load { Policy::Load } else { Policy::RoundRobin });
+        let placed = place(&snapshot, &ask(&request(0, "", count)));
+        let on = |i| placed.hosts.iter().filter(|r| **r == Ok(h(i))).count();
+        let counts: Vec<usize> = (1..=hosts).map(on).collect();
+        prop_assert!(counts.iter().max().unwrap_or(&0) - counts.iter().min().unwrap_or(&0) <= 1);
+    }
+
+    /// Owners come and go at random for ten minutes; moves succeed at once.
+    #[test]
+    fn owners_who_come_and_go_do_not_make_tasks_flap(
+        toggles in prop::collection::vec((0_usize..4, 1_u64..5000), 1..400),
+    ) {
+        let mut snapshot = pool(4, Policy::Load);
+        for (i, host) in snapshot.hosts.iter_mut().enumerate() {
+            host.tasks = (1..=2).map(|n| task(t(i as u16 + 1, n))).collect();
+        }
+        for (who, wait_ms) in toggles {
+            snapshot.now = snapshot.now + Micros::from_millis(wait_ms);
+            let now = snapshot.now;
+            let owner = &mut snapshot.hosts[who].owner;
+            *owner = if owner.is_present() { Owner::Absent { left: Some(now) } } else { present() };
+            for step in moves(&snapshot).go {
+                let from = snapshot.hosts.iter_mut().find(|h| h.id == step.from).expect("known");
+                prop_assert!(from.owner.is_present());
+                let at = from.tasks.iter().position(|t| t.tid == step.tid).expect("known");
+                let mut moved = from.tasks.remove(at);
+                moved.moves.push(now);
+                let last_minute = moved.moves.iter().filter(|at| now.since(**at) < Micros::from_secs(60)).count();
+                prop_assert!(last_minute <= MOVES_PER_MINUTE_MAX);
+                let settled = |h: &HostView| match h.owner {
+                    Owner::Present { .. } => false,
+                    Owner::Absent { left: Some(left) } => now.since(left) >= SETTLE,
+                    _ => true,
+                };
+                let choice = snapshot.hosts.iter().any(|h| h.id != step.from && settled(h));
+                let to = snapshot.hosts.iter_mut().find(|h| h.id == step.to).expect("known");
+                prop_assert!(settled(to) || !choice);
+                to.tasks.push(moved);
+            }
+            // Nothing more to do until something changes.
+            prop_assert!(moves(&snapshot).go.is_empty());
+        }
+    }
+}
