@@ -103,7 +103,7 @@ mod tests {
             payload: vec![len as u8; len].into(),
         };
         let sizes = [0, 1, COPY_BYTES_MAX, COPY_BYTES_MAX + 1, 60_000];
-        for step in [1, 7, 4096, usize::MAX] {
+        for step in [61, 4096, usize::MAX] {
             let mut outbox = Outbox::default();
             sizes.iter().for_each(|len| outbox.push_link(&frame(*len)));
             let mut decoder = FrameDecoder::new();

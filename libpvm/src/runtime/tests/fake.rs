@@ -1,0 +1,301 @@
+//! A daemon as small as tests need: it seats tasks, forwards link frames, keeps what comes for a task that is being moved,
+//! and writes down the rest.
+
+use super::{PATIENCE, until};
+use crate::runtime::{EnrollOptions, Runtime};
+use bytes::Bytes;
+use sempa_proto::frame::{Frame, FrameDecoder, FrameKind, encode, encode_control, to_bytes};
+use sempa_proto::message::DSIG_X86_64;
+use sempa_proto::task::{Claim, Hello, Reply, Request, ResumeToken, RmInfo, Sink, ToDaemon, ToTask, Welcome};
+use sempa_proto::{HostId, MigrationId, RequestId, Tid};
+use std::collections::HashMap;
+use std::io::{Read, Write};
+use std::net::Shutdown;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::PathBuf;
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::thread;
+use std::time::Instant;
+use tempfile::TempDir;
+
+type Answer = Box<dyn Fn(Tid, &Request) -> Option<Reply> + Send>;
+
+/// One task as the daemon sees it.
+#[derive(Default)]
+pub(super) struct Seat {
+    stream: Option<UnixStream>,
+    out: Option<Sender<Bytes>>,
+    /// What came while it had no connection.
+    held: Vec<Bytes>,
+    /// It was told to let go: keep everything.
+    holding: bool,
+    stalled: bool,
+    pub(super) closed: bool,
+}
+
+impl Seat {
+    fn give(&mut self, bytes: Bytes) {
+        match &self.out {
+            // A connection that broke takes nothing more; that is the task's loss.
+            Some(out) if !self.holding => drop(out.send(bytes)),
+            _ if self.closed => {}
+            _ => self.held.push(bytes),
+        }
+    }
+}
+
+#[derive(Default)]
+pub(super) struct Net {
+    pub(super) seats: HashMap<Tid, Seat>,
+    /// Everything that is no link frame, as it came.
+    pub(super) log: Vec<(Tid, ToDaemon)>,
+    pub(super) hellos: Vec<Hello>,
+    pub(super) rm: Option<RmInfo>,
+    pub(super) refuse: Option<String>,
+    /// Link frames vanish.
+    pub(super) lossy: bool,
+    answer: Option<Answer>,
+    locals: u32,
+}
+
+pub(super) struct Shared {
+    net: Mutex<Net>,
+    changed: Condvar,
+}
+
+/// The daemon; ends with its listener when dropped.
+pub(super) struct Fake {
+    pub(super) dir: TempDir,
+    shared: Arc<Shared>,
+}
+
+impl Fake {
+    pub(super) fn start() -> Fake {
+        let dir = TempDir::new().expect("a directory");
+        let listener = UnixListener::bind(dir.path().join("s")).expect("a socket");
+        let shared = Arc::new(Shared { net: Mutex::default(), changed: Condvar::new() });
+        let accepting = Arc::clone(&shared);
+        thread::spawn(move || {
+            for stream in listener.incoming().flatten() {
+                let shared = Arc::clone(&accepting);
+                thread::spawn(move || serve(&shared, stream));
+            }
+        });
+        Fake { dir, shared }
+    }
+
+    pub(super) fn socket(&self) -> PathBuf {
+        self.dir.path().join("s")
+    }
+
+    pub(super) fn options(&self) -> EnrollOptions {
+        EnrollOptions { socket: self.socket(), claim: Claim::New, program: "test".into() }
+    }
+
+    pub(super) fn join(&self) -> Runtime {
+        Runtime::connect(self.options()).expect("welcome")
+    }
+
+    pub(super) fn net(&self) -> MutexGuard<'_, Net> {
+        self.shared.net.lock().expect("no panic under the lock")
+    }
+
+    /// How requests are answered; those it does not answer stay open.
+    pub(super) fn answer(&self, answer: impl Fn(Tid, &Request) -> Option<Reply> + Send + 'static) {
+        self.net().answer = Some(Box::new(answer));
+    }
+
+    pub(super) fn tell(&self, tid: Tid, what: ToTask) {
+        self.raw(tid, encode_control(&what).expect("small"));
+    }
+
+    pub(super) fn reply(&self, tid: Tid, id: RequestId, reply: Reply) {
+        self.tell(tid, ToTask::Reply { id, reply });
+    }
+
+    pub(super) fn raw(&self, tid: Tid, bytes: impl Into<Bytes>) {
+        self.net().seats.get_mut(&tid).expect("seated").give(bytes.into());
+    }
+
+    /// Waits for an entry of the log.
+    pub(super) fn logged<R>(&self, what: &str, f: impl Fn(Tid, &ToDaemon) -> Option<R>) -> R {
+        until(what, || self.net().log.iter().find_map(|(tid, said)| f(*tid, said)))
+    }
+
+    /// Waits for a request and answers its id.
+    pub(super) fn asked(&self, what: &str, f: impl Fn(&Request) -> bool) -> RequestId {
+        self.logged(what, |_, said| match said {
+            ToDaemon::Request { id, what } if f(what) => Some(*id),
+            _ => None,
+        })
+    }
+
+    /// From now on the daemon does not read from this task, or reads again.
+    pub(super) fn stall(&self, tid: Tid, stalled: bool) {
+        self.net().seats.get_mut(&tid).expect("seated").stalled = stalled;
+        self.shared.changed.notify_all();
+    }
+
+    pub(super) fn token(&self, migration: u64) -> PathBuf {
+        self.dir.path().join(format!("resume-{migration}"))
+    }
+
+    /// Orders a task to let go; from here on nothing is sent to it.
+    pub(super) fn quiesce(&self, tid: Tid, migration: u64) {
+        let tokens = vec![self.dir.path().join("nowhere"), self.token(migration)];
+        let order = ToTask::Quiesce { migration: MigrationId(migration), tokens };
+        let mut net = self.net();
+        let seat = net.seats.get_mut(&tid).expect("seated");
+        seat.give(encode_control(&order).expect("small"));
+        seat.holding = true;
+    }
+
+    /// Waits until it has let go.
+    pub(super) fn has_let_go(&self, tid: Tid, migration: u64) {
+        self.logged("letting go", |who, said| {
+            let wanted = MigrationId(migration);
+            matches!(said, ToDaemon::Quiesced { migration, .. } if who == tid && *migration == wanted).then_some(())
+        });
+        until("the closed socket", || self.net().seats[&tid].stream.is_none().then_some(()));
+    }
+
+    /// Wakes it, here.
+    pub(super) fn wake(&self, migration: u64) {
+        self.wake_with(migration, MigrationId(migration), self.socket());
+    }
+
+    pub(super) fn wake_with(&self, file: u64, migration: MigrationId, socket: PathBuf) {
+        let token = to_bytes(&ResumeToken { migration, socket }).expect("small");
+        let temporary = self.dir.path().join("token.new");
+        std::fs::write(&temporary, token).expect("written");
+        std::fs::rename(temporary, self.token(file)).expect("renamed");
+    }
+
+    /// The daemon dies, as far as this task can see.
+    pub(super) fn hang_up(&self, tid: Tid) {
+        let net = self.net();
+        let stream = net.seats[&tid].stream.as_ref().expect("connected");
+        stream.shutdown(Shutdown::Both).expect("was open");
+    }
+
+    pub(super) fn is_closed(&self, tid: Tid) -> bool {
+        self.net().seats[&tid].closed
+    }
+}
+
+impl Drop for Fake {
+    fn drop(&mut self) {
+        let net = self.shared.net.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        for stream in net.seats.values().filter_map(|seat| seat.stream.as_ref()) {
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+    }
+}
+
+fn read_frame(stream: &mut UnixStream, decoder: &mut FrameDecoder) -> Option<Frame> {
+    let mut chunk = vec![0; 64 << 10];
+    loop {
+        if let Some(frame) = decoder.next_frame().expect("the library speaks in frames") {
+            return Some(frame);
+        }
+        match stream.read(&mut chunk) {
+            Ok(n) if n > 0 => decoder.push(&chunk[..n]),
+            _ => return None,
+        }
+    }
+}
+
+fn serve(shared: &Shared, mut stream: UnixStream) {
+    let mut decoder = FrameDecoder::new();
+    let Some(first) = read_frame(&mut stream, &mut decoder) else { return };
+    let Ok(ToDaemon::Hello(hello)) = first.control::<ToDaemon>() else { panic!("the first frame is a hello") };
+    let Some(tid) = seat(shared, &hello, &stream) else { return };
+    loop {
+        let deadline = Instant::now() + PATIENCE;
+        let mut net = shared.net.lock().expect("no panic under the lock");
+        while net.seats[&tid].stalled && Instant::now() < deadline {
+            net = shared.changed.wait_timeout(net, PATIENCE).expect("no panic under the lock").0;
+        }
+        drop(net);
+        let Some(frame) = read_frame(&mut stream, &mut decoder) else { break };
+        take(shared, tid, frame);
+    }
+    let mut net = shared.net.lock().expect("no panic under the lock");
+    let seat = net.seats.get_mut(&tid).expect("seated");
+    (seat.stream, seat.out) = (None, None);
+    seat.closed = !seat.holding;
+}
+
+/// Answers a hello; `None` when it was refused.
+fn seat(shared: &Shared, hello: &Hello, stream: &UnixStream) -> Option<Tid> {
+    let mut writing = stream.try_clone().expect("a descriptor");
+    let mut net = shared.net.lock().expect("no panic under the lock");
+    net.hellos.push(hello.clone());
+    if let Some(reason) = net.refuse.clone() {
+        writing.write_all(&encode_control(&ToTask::Refused { reason }).expect("small")).expect("written");
+        return None;
+    }
+    let tid = match hello.claim {
+        Claim::Resume { tid, .. } => tid,
+        _ => {
+            net.locals += 1;
+            Tid::task(HostId::MASTER, net.locals).expect("few tasks")
+        }
+    };
+    let welcome = ToTask::Welcome(Welcome {
+        tid,
+        parent: Tid::NONE,
+        host: HostId::MASTER,
+        rm: net.rm,
+        output: Sink::default(),
+        trace: Sink::default(),
+        dsig: DSIG_X86_64,
+        spawned: matches!(hello.claim, Claim::Spawned { .. }),
+    });
+    let (out, queue) = channel::<Bytes>();
+    let seat = net.seats.entry(tid).or_default();
+    out.send(encode_control(&welcome).expect("small")).expect("just made");
+    std::mem::take(&mut seat.held).into_iter().for_each(|bytes| out.send(bytes).expect("just made"));
+    seat.holding = false;
+    seat.out = Some(out);
+    seat.stream = Some(stream.try_clone().expect("a descriptor"));
+    thread::spawn(move || {
+        for bytes in queue {
+            if writing.write_all(&bytes).is_err() {
+                return;
+            }
+        }
+    });
+    Some(tid)
+}
+
+fn take(shared: &Shared, tid: Tid, frame: Frame) {
+    let mut net = shared.net.lock().expect("no panic under the lock");
+    if frame.kind == FrameKind::Link {
+        let link = frame.link().expect("a link frame");
+        assert_eq!(link.src, tid, "a task speaks for itself");
+        let lossy = net.lossy;
+        return match net.seats.get_mut(&link.dst) {
+            Some(seat) if !seat.closed && !lossy => seat.give(encode(FrameKind::Link, &[&frame.body])),
+            Some(seat) if !seat.closed => {}
+            _ => {
+                let gone = ToTask::PeerGone { tid: link.dst };
+                net.seats.get_mut(&tid).expect("seated").give(encode_control(&gone).expect("small"));
+            }
+        };
+    }
+    let said: ToDaemon = frame.control().expect("a control frame");
+    if let ToDaemon::Request { id, what } = &said {
+        let reply = match (&net.answer, what) {
+            (_, Request::Exit { .. }) => Some(Reply::Done),
+            (Some(answer), what) => answer(tid, what),
+            (None, _) => None,
+        };
+        if let Some(reply) = reply {
+            let reply = encode_control(&ToTask::Reply { id: *id, reply }).expect("small");
+            net.seats.get_mut(&tid).expect("seated").give(reply);
+        }
+    }
+    net.log.push((tid, said));
+}

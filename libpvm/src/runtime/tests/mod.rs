@@ -1,0 +1,77 @@
+//! The runtime against a daemon made for tests: several tasks in one process, real sockets, real threads.
+
+mod ends;
+mod fake;
+mod moves;
+mod rm;
+mod talk;
+
+use crate::inbox::Inbox;
+use crate::runtime::Runtime;
+use bytes::Bytes;
+use sempa_proto::message::{CTX_BASE, ENC_XDR, Message};
+use sempa_proto::{PvmError, Tid};
+use std::time::{Duration, Instant};
+
+/// Longer than any loaded machine needs.
+pub(super) const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Waits until `f` answers.
+pub(super) fn until<R>(what: &str, mut f: impl FnMut() -> Option<R>) -> R {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        if let Some(found) = f() {
+            return found;
+        }
+        assert!(Instant::now() < deadline, "waited in vain: {what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+pub(super) fn message(dst: Tid, tag: i32, body: impl Into<Bytes>) -> Message {
+    Message { src: Tid::NONE, dst, ctx: CTX_BASE, tag, wid: 0, enc: ENC_XDR, body: body.into() }
+}
+
+/// The next message, within the test's patience.
+pub(super) fn next(task: &Runtime) -> Message {
+    let first = &mut |inbox: &mut Inbox| inbox.take_first(|_| true);
+    task.inbox_wait(Some(Instant::now() + PATIENCE), first).expect("connected").expect("a message in time")
+}
+
+/// Sends `count` numbered messages whose lengths differ.
+pub(super) fn send_numbered(task: &Runtime, to: Tid, numbers: std::ops::Range<u32>) {
+    for number in numbers {
+        let len = 4 + (number as usize * 7919) % 200_000 / (1 + number as usize % 50);
+        let mut body = vec![number as u8; len];
+        body[..4].copy_from_slice(&number.to_le_bytes());
+        task.send(message(to, 1, body)).expect("sent");
+    }
+}
+
+/// Receives those from one sender, and checks that they are all there, once, in order and whole.
+pub(super) fn expect_numbered(task: &Runtime, from: Tid, numbers: std::ops::Range<u32>) {
+    for number in numbers {
+        let wanted = &mut |inbox: &mut Inbox| inbox.take_first(|m| m.src == from);
+        let got = task.inbox_wait(Some(Instant::now() + PATIENCE), wanted);
+        let got = got.expect("connected").unwrap_or_else(|| panic!("message {number} did not come"));
+        assert_eq!(got.body[..4], number.to_le_bytes(), "in order");
+        assert!(got.body[4..].iter().all(|b| *b == number as u8), "whole");
+    }
+}
+
+#[test]
+fn a_fresh_wait_id_is_positive_and_another_one_each_time() {
+    let fake = fake::Fake::start();
+    let task = fake.join();
+    let wids: std::collections::HashSet<i32> = (0..100).map(|_| task.next_wid()).collect();
+    assert!(wids.len() == 100 && wids.iter().all(|wid| *wid > 0));
+}
+
+#[test]
+fn an_address_that_is_neither_task_nor_daemon_is_refused() {
+    let fake = fake::Fake::start();
+    let task = fake.join();
+    for raw in [0, -1, 0x40000, 0x4000_0001] {
+        assert_eq!(task.send(message(Tid::from_raw(raw), 1, "")), Err(PvmError::BadParam), "{raw:x}");
+    }
+}

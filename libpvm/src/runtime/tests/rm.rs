@@ -1,0 +1,193 @@
+//! Requests that a resource manager serves, and what happens when it dies.
+
+use super::fake::Fake;
+use super::{message, next, until};
+use crate::runtime::Runtime;
+use crate::vm::Vm;
+use sempa_proto::body::{Encoding, Packer, Unpacker};
+use sempa_proto::message::Message;
+use sempa_proto::sm::{SM_CONFIG, SM_NOTIFY, SM_SPAWN, pack_tids, unpack_spawn};
+use sempa_proto::table::HostTable;
+use sempa_proto::task::{NotifyRequest, NotifyWhat, Reply, Request, RmInfo, RmServes, SpawnRequest, ToDaemon, ToTask};
+use sempa_proto::{PvmError, Tid};
+use std::thread;
+
+const EVERYTHING: RmServes = RmServes { spawn: true, others: true };
+
+fn request() -> SpawnRequest {
+    SpawnRequest { file: "worker".into(), count: 2, ..SpawnRequest::default() }
+}
+
+/// A resource manager and a task that knows it.
+fn pair(fake: &Fake, serves: RmServes) -> (Runtime, Runtime) {
+    let rm = fake.join();
+    fake.net().rm = Some(RmInfo { tid: rm.tid(), serves });
+    let task = fake.join();
+    (rm, task)
+}
+
+fn answer(rm: &Runtime, asked: &Message, wid: i32, body: bytes::Bytes) {
+    let mut reply = message(asked.src, asked.tag, body);
+    reply.wid = wid;
+    rm.send(reply).expect("answered");
+}
+
+#[test]
+fn a_spawn_goes_to_the_resource_manager_and_its_answer_comes_back() {
+    let fake = Fake::start();
+    let (rm, task) = pair(&fake, RmServes { spawn: true, others: false });
+    let results = vec![Ok(Tid::from_raw(0x40009)), Err(PvmError::NoFile)];
+    thread::scope(|scope| {
+        let spawning = scope.spawn(|| task.spawn(request()));
+        let asked = next(&rm);
+        assert_eq!((asked.tag, unpack_spawn(asked.body.clone())), (SM_SPAWN, Ok(request())));
+        answer(&rm, &asked, asked.wid, pack_tids(&results));
+        assert_eq!(spawning.join().expect("ended"), Ok(results.clone()));
+    });
+    // What it does not serve goes to the daemon.
+    fake.answer(|_, what| (*what == Request::Config).then(|| Reply::Hosts(HostTable::default())));
+    assert_eq!(task.config(), Ok(HostTable::default()));
+}
+
+#[test]
+fn an_answer_with_a_wrong_wait_id_is_used_all_the_same() {
+    let fake = Fake::start();
+    let (rm, task) = pair(&fake, EVERYTHING);
+    thread::scope(|scope| {
+        let asking = scope.spawn(|| task.config());
+        let asked = next(&rm);
+        assert_eq!(asked.tag, SM_CONFIG);
+        let mut out = Packer::new(Encoding::Xdr);
+        out.int(1).int(1).int(0x40000).str(b"one").str(b"LINUX64").int(1000).int(7);
+        answer(&rm, &asked, 0, out.finish());
+        let table = asking.join().expect("ended").expect("a table");
+        assert_eq!((table.hosts.len(), table.hosts[0].name.as_str(), table.formats()), (1, "one", 1));
+    });
+}
+
+#[test]
+fn many_threads_ask_and_each_gets_its_own_answer() {
+    let fake = Fake::start();
+    let (rm, task) = pair(&fake, EVERYTHING);
+    thread::scope(|scope| {
+        let threads: Vec<_> = (1..=8)
+            .map(|n| {
+                let task = &task;
+                scope.spawn(move || task.spawn(SpawnRequest { count: n, ..request() }).expect("answered").len())
+            })
+            .collect();
+        let mut asked: Vec<Message> = (0..8).map(|_| next(&rm)).collect();
+        asked.reverse();
+        for question in &asked {
+            let count = unpack_spawn(question.body.clone()).expect("a spawn").count;
+            answer(&rm, question, question.wid, pack_tids(&vec![Err(PvmError::NoHost); count as usize]));
+        }
+        let lens: Vec<usize> = threads.into_iter().map(|t| t.join().expect("ended")).collect();
+        assert_eq!(lens, [1, 2, 3, 4, 5, 6, 7, 8]);
+    });
+}
+
+#[test]
+fn when_the_resource_manager_dies_the_daemon_is_asked() {
+    let fake = Fake::start();
+    let (rm, task) = pair(&fake, EVERYTHING);
+    fake.answer(|_, what| matches!(what, Request::Spawn(_)).then(|| Reply::Spawned(vec![Err(PvmError::NoHost); 2])));
+    let generation = task.rm_generation();
+    thread::scope(|scope| {
+        let spawning = scope.spawn(|| task.spawn(request()));
+        next(&rm);
+        assert!(!spawning.is_finished());
+        fake.tell(task.tid(), ToTask::RmChanged { rm: None });
+        assert_eq!(spawning.join().expect("ended"), Ok(vec![Err(PvmError::NoHost); 2]));
+    });
+    assert_eq!((task.rm(), task.rm_generation()), (None, generation + 1));
+    // And from then on at once.
+    assert_eq!(task.spawn(request()), Ok(vec![Err(PvmError::NoHost); 2]));
+}
+
+#[test]
+fn a_handover_to_another_resource_manager_does_not_repeat_the_question() {
+    let fake = Fake::start();
+    let (rm, task) = pair(&fake, EVERYTHING);
+    let other = fake.join();
+    thread::scope(|scope| {
+        let spawning = scope.spawn(|| task.spawn(request()));
+        let asked = next(&rm);
+        let changed = RmInfo { tid: other.tid(), serves: EVERYTHING };
+        fake.tell(task.tid(), ToTask::RmChanged { rm: Some(changed) });
+        until("the news", || (task.rm() == Some(changed)).then_some(()));
+        answer(&rm, &asked, asked.wid, pack_tids(&[Err(PvmError::NoHost), Err(PvmError::NoHost)]));
+        assert_eq!(spawning.join().expect("ended"), Ok(vec![Err(PvmError::NoHost); 2]));
+    });
+    assert_eq!(other.inbox_try(&mut |inbox| inbox.get(0).cloned()), None);
+}
+
+#[test]
+fn the_resource_manager_itself_asks_the_daemon() {
+    let fake = Fake::start();
+    let task = fake.join();
+    fake.answer(|_, what| (*what == Request::Config).then(|| Reply::Hosts(HostTable::default())));
+    fake.tell(task.tid(), ToTask::RmChanged { rm: Some(RmInfo { tid: task.tid(), serves: EVERYTHING }) });
+    until("the news", || task.rm());
+    assert_eq!(task.config(), Ok(HostTable::default()));
+}
+
+#[test]
+fn a_notification_asked_of_the_resource_manager_has_the_documented_form() {
+    let fake = Fake::start();
+    let (rm, task) = pair(&fake, EVERYTHING);
+    let tids = vec![Tid::from_raw(0x40005), Tid::from_raw(0x40006)];
+    task.notify(NotifyRequest { what: NotifyWhat::TaskExit(tids), ctx: 3, tag: 4, cancel: true }).expect("sent");
+    let asked = next(&rm);
+    let words = Unpacker::xdr(asked.body.clone()).ints(6);
+    assert_eq!((asked.tag, words), (SM_NOTIFY, Ok(vec![257, 3, 4, 2, 0x40005, 0x40006])));
+}
+
+#[test]
+fn nonsense_from_a_resource_manager_is_an_error_and_not_a_panic() {
+    let fake = Fake::start();
+    let (rm, task) = pair(&fake, EVERYTHING);
+    let mut negative = Packer::new(Encoding::Xdr);
+    negative.int(PvmError::OutOfRes.code());
+    let mut many = Packer::new(Encoding::Xdr);
+    many.int(i32::MAX).int(1);
+    for body in [bytes::Bytes::new(), negative.finish(), many.finish(), pack_tids(&[Ok(Tid::from_raw(0x40009))])] {
+        let asks: [fn(&Runtime) -> bool; 3] = [
+            |t| t.spawn(request()).is_err(),
+            |t| t.config().is_err(),
+            |t| t.add_hosts(vec!["a".into(), "b".into()]).is_err(),
+        ];
+        for ask in asks {
+            thread::scope(|scope| {
+                let asking = scope.spawn(|| ask(&task));
+                let asked = next(&rm);
+                answer(&rm, &asked, asked.wid, body.clone());
+                assert!(asking.join().expect("no panic"));
+            });
+        }
+    }
+}
+
+#[test]
+fn an_answer_to_another_question_is_an_error() {
+    let fake = Fake::start();
+    let vm = Vm::over(fake.join());
+    fake.answer(|_, _| Some(Reply::Done));
+    assert_eq!(vm.config().expect_err("not a table").code, PvmError::BadMsg);
+    assert_eq!(vm.events(0, 1).expect_err("no events").code, PvmError::BadMsg);
+    fake.answer(|_, _| Some(Reply::Failed { error: PvmError::NoHost, reason: "there is no host x".into() }));
+    assert_eq!(vm.tasks(Tid::NONE).expect_err("failed").to_string(), "there is no host x");
+}
+
+#[test]
+fn an_order_to_start_tasks_goes_to_the_daemon_of_the_host() {
+    let fake = Fake::start();
+    let vm = Vm::over(fake.join());
+    let host = sempa_proto::HostId::new(2).expect("an index");
+    let wid = vm.exec(host, vm.tid(), &request()).expect("sent");
+    let got = fake.logged("the order", |_, said| match said {
+        ToDaemon::Message(m) => Some(m.clone()),
+        _ => None,
+    });
+    assert_eq!((got.dst, got.tag, got.wid), (host.daemon(), sempa_proto::sm::SM_EXEC, wid));
+}

@@ -1,0 +1,258 @@
+//! Tasks that talk while nothing unusual happens.
+
+use super::fake::Fake;
+use super::{expect_numbered, message, next, send_numbered, until};
+use crate::inbox::Inbox;
+use sempa_proto::link::{RETAINED_BYTES_MAX, WINDOW_BYTES_MAX};
+use sempa_proto::table::HostTable;
+use sempa_proto::task::{LinkMark, Reply, Request, Sink, ToDaemon, ToTask};
+use sempa_proto::{HostId, PvmError, Tid};
+use std::thread;
+use std::time::{Duration, Instant};
+
+#[test]
+fn a_message_arrives_as_it_was_sent() {
+    let fake = Fake::start();
+    let (a, b) = (fake.join(), fake.join());
+    let mut sent = message(b.tid(), 9, "body");
+    (sent.ctx, sent.wid, sent.enc) = (5, 6, 7);
+    a.send(sent.clone()).expect("sent");
+    sent.src = a.tid();
+    assert_eq!(next(&b), sent);
+}
+
+#[test]
+fn a_message_to_oneself_does_not_leave_the_library() {
+    let fake = Fake::start();
+    let task = fake.join();
+    fake.stall(task.tid(), true);
+    task.send(message(task.tid(), 1, vec![1; 10 << 20])).expect("sent");
+    assert_eq!(next(&task).body.len(), 10 << 20);
+}
+
+#[test]
+fn a_message_to_a_daemon_goes_to_the_own_daemon_whole() {
+    let fake = Fake::start();
+    let task = fake.join();
+    let to = HostId::MASTER.daemon();
+    task.send(message(to, -5, "order")).expect("sent");
+    let got = fake.logged("the message", |_, said| match said {
+        ToDaemon::Message(m) => Some(m.clone()),
+        _ => None,
+    });
+    assert_eq!((got.src, got.dst, got.tag, &got.body[..]), (task.tid(), to, -5, &b"order"[..]));
+}
+
+#[test]
+fn messages_of_all_sizes_between_many_tasks_arrive_once_and_in_order() {
+    let fake = Fake::start();
+    let tasks: Vec<_> = (0..4).map(|_| fake.join()).collect();
+    let tids: Vec<Tid> = tasks.iter().map(|t| t.tid()).collect();
+    thread::scope(|scope| {
+        for task in &tasks {
+            for to in &tids {
+                scope.spawn(move || send_numbered(task, *to, 0..300));
+            }
+            for from in &tids {
+                scope.spawn(move || expect_numbered(task, *from, 0..300));
+            }
+        }
+    });
+}
+
+#[test]
+fn two_tasks_that_send_much_before_they_receive_do_not_block_each_other() {
+    let fake = Fake::start();
+    let (a, b) = (fake.join(), fake.join());
+    let (count, len) = (64, 2 * WINDOW_BYTES_MAX / 4);
+    thread::scope(|scope| {
+        for (me, peer) in [(&a, &b), (&b, &a)] {
+            scope.spawn(move || {
+                (0..count).for_each(|i| me.send(message(peer.tid(), i, vec![i as u8; len])).expect("sent"));
+                for i in 0..count {
+                    let got = next(me);
+                    assert_eq!((got.tag, got.body.len()), (i, len));
+                    assert!(got.body.iter().all(|b| *b == i as u8));
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn a_send_returns_when_the_window_is_closed() {
+    let fake = Fake::start();
+    let (a, b) = (fake.join(), fake.join());
+    fake.net().lossy = true;
+    for i in 0..8 {
+        a.send(message(b.tid(), i, vec![i as u8; WINDOW_BYTES_MAX / 2])).expect("sent");
+    }
+    fake.net().lossy = false;
+    for i in 0..8 {
+        assert_eq!(next(&b).tag, i);
+    }
+}
+
+#[test]
+fn a_receiver_that_only_computes_lets_the_sender_go_on() {
+    let fake = Fake::start();
+    let (a, b) = (fake.join(), fake.join());
+    // Far more than a window: it gets through only because the receiver's helper acknowledges.
+    for i in 0..12 {
+        a.send(message(b.tid(), i, vec![0; WINDOW_BYTES_MAX / 2])).expect("sent");
+    }
+    until("everything in the receiver's memory", || {
+        b.inbox_try(&mut |inbox: &mut Inbox| (inbox.len() == 12).then_some(()))
+    });
+}
+
+#[test]
+fn more_than_can_be_kept_for_a_receiver_is_refused() {
+    let fake = Fake::start();
+    let (a, b) = (fake.join(), fake.join());
+    fake.net().lossy = true;
+    let huge = bytes::Bytes::from(vec![0; 1 << 20]);
+    let kept = RETAINED_BYTES_MAX / huge.len();
+    for _ in 0..kept - 2 {
+        a.send(message(b.tid(), 1, huge.clone())).expect("kept");
+    }
+    let refused = (0..4).find_map(|_| a.send(message(b.tid(), 1, huge.clone())).err());
+    assert_eq!(refused, Some(PvmError::OutOfRes));
+    fake.hang_up(a.tid());
+}
+
+#[test]
+fn requests_get_their_own_answers() {
+    let fake = Fake::start();
+    let task = fake.join();
+    let answers = |_: Tid, what: &Request| match what {
+        Request::Tasks { selector } => Some(Reply::Context(selector.raw())),
+        Request::Config => Some(Reply::Hosts(HostTable::default())),
+        _ => None,
+    };
+    fake.answer(answers);
+    thread::scope(|scope| {
+        for n in 0..8 {
+            let task = &task;
+            scope.spawn(move || {
+                for i in 0..50 {
+                    let selector = Tid::from_raw(n * 1000 + i);
+                    assert_eq!(task.request(Request::Tasks { selector }), Reply::Context(selector.raw()));
+                }
+            });
+        }
+    });
+    assert_eq!(task.request(Request::Config), Reply::Hosts(HostTable::default()));
+}
+
+#[test]
+fn a_request_too_large_for_the_daemon_is_answered_at_once() {
+    let fake = Fake::start();
+    let task = fake.join();
+    let lines = vec!["x".repeat(65 << 20)];
+    assert!(matches!(task.request(Request::AddHosts { lines }), Reply::Failed { error: PvmError::OutOfRes, .. }));
+    assert!(task.is_connected());
+}
+
+#[test]
+fn a_wait_ends_at_its_deadline() {
+    let fake = Fake::start();
+    let task = fake.join();
+    let start = Instant::now();
+    let nothing = task.inbox_wait(Some(start + Duration::from_millis(50)), &mut |_| None::<()>);
+    assert_eq!(nothing, Ok(None));
+    assert!(start.elapsed() >= Duration::from_millis(50));
+    assert_eq!(task.inbox_wait(Some(start), &mut |_| None::<()>), Ok(None));
+}
+
+#[test]
+fn a_notification_comes_after_the_last_message_of_its_task() {
+    let fake = Fake::start();
+    let (a, b) = (fake.join(), fake.join());
+    let note = |peer: Tid, end: u64, tag: i32| ToTask::Deliver {
+        message: message(b.tid(), tag, ""),
+        after: Some(LinkMark { peer, end }),
+    };
+    // Announced before a single fragment is here.
+    fake.tell(b.tid(), note(a.tid(), 4, 100));
+    fake.tell(b.tid(), note(a.tid(), 1, 99));
+    for tag in 1..=3 {
+        a.send(message(b.tid(), tag, "x")).expect("sent");
+    }
+    let tags: Vec<i32> = (0..5).map(|_| next(&b).tag).collect();
+    assert_eq!(tags, [99, 1, 2, 3, 100]);
+}
+
+#[test]
+fn a_notification_does_not_wait_for_a_task_that_is_gone() {
+    let fake = Fake::start();
+    let task = fake.join();
+    let peer = Tid::task(HostId::MASTER, 77).expect("a tid");
+    let note =
+        |tag: i32| ToTask::Deliver { message: message(task.tid(), tag, ""), after: Some(LinkMark { peer, end: 50 }) };
+    fake.tell(task.tid(), note(1));
+    fake.tell(task.tid(), ToTask::PeerGone { tid: peer });
+    assert_eq!(next(&task).tag, 1);
+    fake.tell(task.tid(), note(2));
+    assert_eq!(next(&task).tag, 2);
+}
+
+#[test]
+fn what_is_sent_to_nobody_vanishes_and_is_not_kept() {
+    let fake = Fake::start();
+    let (a, b) = (fake.join(), fake.join());
+    let nobody = Tid::task(HostId::MASTER, 99).expect("a tid");
+    for _ in 0..20 {
+        a.send(message(nobody, 1, vec![0; 1 << 20])).expect("vanishes");
+    }
+    until("the news that nobody is there", || a.look(|core| core.is_gone(nobody)).filter(|gone| *gone));
+    a.send(message(b.tid(), 2, "still here")).expect("sent");
+    assert_eq!(next(&b).tag, 2);
+    a.exit().expect("nothing is in the way");
+}
+
+#[test]
+fn a_task_that_gets_the_number_of_nobody_can_be_talked_to() {
+    let fake = Fake::start();
+    let a = fake.join();
+    let next_tid = Tid::task(HostId::MASTER, 2).expect("a tid");
+    a.send(message(next_tid, 1, "too early")).expect("vanishes");
+    until("the news that nobody is there", || a.look(|core| core.is_gone(next_tid)).filter(|gone| *gone));
+    let b = fake.join();
+    assert_eq!(b.tid(), next_tid);
+    b.send(message(a.tid(), 2, "hello")).expect("sent");
+    assert_eq!(next(&a).tag, 2);
+    a.send(message(b.tid(), 3, "hello")).expect("sent");
+    assert_eq!(next(&b).tag, 3);
+}
+
+#[test]
+fn the_last_words_of_a_task_are_heard_after_the_news_of_its_end() {
+    let fake = Fake::start();
+    let (a, b) = (fake.join(), fake.join());
+    a.send(message(b.tid(), 1, "one")).expect("sent");
+    assert_eq!(next(&b).tag, 1);
+    fake.tell(b.tid(), ToTask::PeerGone { tid: a.tid() });
+    until("the news", || b.look(|core| core.is_gone(a.tid())).filter(|gone| *gone));
+    a.send(message(b.tid(), 2, "two")).expect("sent");
+    assert_eq!(next(&b).tag, 2);
+}
+
+#[test]
+fn lost_frames_are_sent_again() {
+    let fake = Fake::start();
+    let (a, b) = (fake.join(), fake.join());
+    fake.net().lossy = true;
+    send_numbered(&a, b.tid(), 0..50);
+    fake.net().lossy = false;
+    send_numbered(&a, b.tid(), 50..100);
+    expect_numbered(&b, a.tid(), 0..100);
+}
+
+#[test]
+fn output_goes_where_the_welcome_said() {
+    let fake = Fake::start();
+    let task = fake.join();
+    assert_eq!((task.output(), task.trace(), task.host()), (Sink::default(), Sink::default(), HostId::MASTER));
+    assert!(!task.spawned() && task.is_connected() && task.socket_fd().is_some());
+}
