@@ -192,11 +192,8 @@ impl Driver {
             }
             Event::TaskerGone { why } => {
                 self.log.line(why);
-                self.feed(event);
-                if !self.done {
-                    self.tasker.gone();
-                }
-                return;
+                // First of all, so that what the machine asks for next goes to the new one.
+                self.tasker.gone();
             }
             _ => {}
         }

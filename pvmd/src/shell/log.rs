@@ -11,10 +11,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// Bytes of log at most, unless `PVMDLOGMAX` says otherwise (PVM's own limit).
 pub(crate) const LOG_BYTES_MAX: u64 = 1_000_000;
+/// Time for the last lines at the end of the daemon.
+const WRITTEN_WITHIN: Duration = Duration::from_secs(2);
 /// Lines that may wait for the disk; more are counted and dropped.
 const LINES_WAITING_MAX: usize = 4096;
 
@@ -31,9 +33,12 @@ pub(crate) struct Log {
 pub(crate) struct LogThread(JoinHandle<()>);
 
 impl LogThread {
-    /// Waits until everything is written. All clones of the log must have been dropped.
+    /// Waits until everything is written, but not for ever: a disk that hangs does not hold up the end.
     pub(crate) fn join(self) {
-        let _ = self.0.join();
+        let until = Instant::now() + WRITTEN_WITHIN;
+        while !self.0.is_finished() && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(2));
+        }
     }
 }
 

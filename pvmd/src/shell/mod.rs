@@ -17,6 +17,8 @@ mod local;
 mod log;
 mod moves;
 mod net;
+#[cfg(test)]
+mod net_tests;
 mod outbox;
 mod pki;
 mod place;

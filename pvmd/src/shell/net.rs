@@ -44,6 +44,8 @@ const DIAL_PAUSE_MAX: Duration = Duration::from_secs(5);
 const HANDSHAKE_WITHIN: Duration = Duration::from_secs(10);
 /// Handshakes of others at once; more are refused.
 const HANDSHAKES_MAX: usize = 256;
+/// Time for a forgotten host to take what was sent to it before.
+const FORGET_WITHIN: Duration = Duration::from_secs(2);
 /// Addresses kept for one host.
 const ADDRESSES_MAX: usize = 16;
 /// Received and not yet read, per stream and per session: room for 500 MB/s over 30 ms.
@@ -213,16 +215,7 @@ impl Net {
             dialler.abort();
         }
         if let Some(session) = peer.session.take() {
-            // What was sent before still goes out: the streams end, then the connection.
-            let connection = session.connection;
-            if let Some(channels) = session.channels {
-                channels.control.put(Parcel::End);
-                channels.data.put(Parcel::End);
-            }
-            tokio::spawn(async move {
-                let _ = timeout(Duration::from_secs(2), connection.closed()).await;
-                connection.close(CLOSE_FORGOTTEN, b"");
-            });
+            end_session(session);
         }
         *peer = Peer { forgotten: true, ..Peer::default() };
     }
@@ -424,11 +417,30 @@ impl Net {
         self.peers.values().any(|p| p.session.is_some())
     }
 
+    /// As if this host's network had gone: sends and hears nothing any more on its port, and says so to nobody.
+    #[cfg(test)]
+    pub(crate) fn silence(&mut self) {
+        let nowhere = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
+        self.endpoint.rebind(nowhere).expect("a socket");
+    }
+
     /// Closes the port after telling those who still listen.
     pub(crate) async fn close(self, allowed: Duration) {
         self.endpoint.close(CLOSE_LEAVING, b"leaving");
         let _ = timeout(allowed, self.endpoint.wait_idle()).await;
     }
+}
+
+/// Ends a session after what was sent on it before.
+fn end_session(session: Session) {
+    let Session { connection, channels, .. } = session;
+    let Some(channels) = channels else { return connection.close(CLOSE_FORGOTTEN, b"") };
+    channels.control.put(Parcel::End);
+    channels.data.put(Parcel::End);
+    tokio::spawn(async move {
+        let _ = timeout(FORGET_WITHIN, connection.closed()).await;
+        connection.close(CLOSE_FORGOTTEN, b"");
+    });
 }
 
 /// Takes connections of others for ever. Whoever has no certificate of this virtual machine does not get past the

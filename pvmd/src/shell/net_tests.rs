@@ -1,0 +1,236 @@
+//! Two or three daemons' nets on loopback: who gets a session, and what a session carries.
+
+use super::images::Images;
+use super::input::{INPUTS_WAITING_MAX, Input};
+use super::log::{self, Log};
+use super::net::{Net, NetInput, NetNews, bind_udp};
+use super::pki::{Authority, Identity};
+use crate::machine::Event;
+use bytes::Bytes;
+use sempa_proto::host::{Carried, HostMsg};
+use sempa_proto::place::Place;
+use sempa_proto::{Epoch, HostId, MigrationId};
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+use tokio::sync::mpsc;
+use tokio::time::timeout;
+
+/// Time for anything in these tests; far more than needed, because machines may be loaded.
+const DEADLINE: Duration = Duration::from_secs(30);
+
+struct Daemon {
+    net: Net,
+    images: Images,
+    inputs: mpsc::Receiver<Input>,
+    me: HostId,
+    dir: PathBuf,
+}
+
+fn host(index: u16) -> HostId {
+    HostId::new(index).expect("an index")
+}
+
+fn scratch(name: &str) -> PathBuf {
+    let dir = std::env::temp_dir().join(format!("pvmd-net-{name}-{}", std::process::id()));
+    let _ = std::fs::remove_dir_all(&dir);
+    std::fs::create_dir_all(&dir).expect("a scratch directory");
+    dir
+}
+
+impl Daemon {
+    fn start(test: &str, me: u16, identity: &Identity, lease: Duration) -> Daemon {
+        let dir = scratch(&format!("{test}-{me}"));
+        let tmp = dir.to_string_lossy().into_owned();
+        let place = Place::of(0, |name| (name == "PVM_TMP").then(|| tmp.clone())).expect("a good name");
+        std::fs::create_dir_all(place.dir()).expect("writable");
+        let (log, _) = log::open(&dir.join("log"), host(me), log::LOG_BYTES_MAX).expect("writable");
+        let (sender, inputs) = mpsc::channel(INPUTS_WAITING_MAX);
+        let socket = bind_udp(0).expect("a port");
+        let net =
+            Net::start(socket, identity, ("pvm", host(me)), lease, sender.clone(), Log::clone(&log)).expect("TLS");
+        Daemon { net, images: Images::new(place, sender, log), inputs, me: host(me), dir }
+    }
+
+    fn address(&self) -> SocketAddr {
+        SocketAddr::from(([127, 0, 0, 1], self.net.port().expect("bound")))
+    }
+
+    /// The next thing that a daemon's loop would act on.
+    async fn next(&mut self) -> Seen {
+        loop {
+            let input = self.inputs.recv().await.expect("the net holds the other end");
+            match input {
+                Input::Event(event) => return Seen::Event(event),
+                Input::Net(NetInput::Control { message, .. }) => return Seen::Control(message),
+                Input::Net(NetInput::Carried { carried, .. }) => return Seen::Carried(carried),
+                Input::Net(NetInput::Images { host, migration, stream, decoder }) => {
+                    self.images.arrived(host, migration, stream, decoder);
+                }
+                Input::Net(input) => {
+                    if let Some(news) = self.net.take(input).pop() {
+                        return Seen::News(news);
+                    }
+                }
+                Input::TaskUp(_) => unreachable!("nobody listens for tasks here"),
+            }
+        }
+    }
+
+    async fn connected(&mut self, other: HostId) {
+        match timeout(DEADLINE, self.next()).await {
+            Ok(Seen::News(NetNews::Connected(host))) if host == other => {}
+            seen => panic!("{} waited for a session with {other}, saw {seen:?}", self.me),
+        }
+    }
+
+    fn log(&self) -> String {
+        std::fs::read_to_string(self.dir.join("log")).expect("there")
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.dir);
+    }
+}
+
+#[derive(Debug)]
+enum Seen {
+    News(NetNews),
+    Control(HostMsg),
+    Carried(Carried),
+    Event(Event),
+}
+
+/// Master and host 2 of one virtual machine, both told to connect.
+async fn two(test: &str, lease: Duration) -> (Daemon, Daemon) {
+    let authority = Authority::new("pvm").expect("a key");
+    let mut one = Daemon::start(test, 1, &authority.admit(host(1)).expect("a key"), lease);
+    let mut two = Daemon::start(test, 2, &authority.admit(host(2)).expect("a key"), lease);
+    one.net.connect(two.me, vec![two.address()]);
+    two.net.connect(one.me, vec![one.address()]);
+    tokio::join!(one.connected(host(2)), two.connected(host(1)));
+    (one, two)
+}
+
+fn committed(epoch: u64) -> HostMsg {
+    HostMsg::Committed { epoch: Epoch(epoch) }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn two_hosts_that_dial_each_other_have_one_session_and_talk_in_order() {
+    let (mut one, mut two) = two("talk", Duration::from_secs(10)).await;
+    for n in 0..2000 {
+        one.net.send(two.me, &committed(n));
+        two.net.carry(one.me, Carried::Link(Bytes::from(vec![n as u8; 5000])));
+    }
+    for n in 0..2000 {
+        match timeout(DEADLINE, two.next()).await.expect("in time") {
+            Seen::Control(message) => assert_eq!(message, committed(n)),
+            seen => panic!("{seen:?}"),
+        }
+        match timeout(DEADLINE, one.next()).await.expect("in time") {
+            Seen::Carried(Carried::Link(body)) => assert_eq!(body, vec![n as u8; 5000]),
+            seen => panic!("{seen:?}"),
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_sent_before_there_is_a_session_waits_for_it() {
+    let authority = Authority::new("pvm").expect("a key");
+    let lease = Duration::from_secs(10);
+    let mut one = Daemon::start("wait", 1, &authority.admit(host(1)).expect("a key"), lease);
+    let mut two = Daemon::start("wait", 2, &authority.admit(host(2)).expect("a key"), lease);
+    one.net.send(two.me, &committed(7));
+    // Only the lower index knows where the other one is.
+    one.net.connect(two.me, vec![two.address()]);
+    tokio::join!(one.connected(host(2)), two.connected(host(1)));
+    assert!(matches!(timeout(DEADLINE, two.next()).await, Ok(Seen::Control(m)) if m == committed(7)));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_certificate_of_another_virtual_machine_is_refused_in_the_handshake() {
+    let (ours, theirs) = (Authority::new("pvm").expect("a key"), Authority::new("pvm").expect("a key"));
+    let lease = Duration::from_secs(10);
+    let mut one = Daemon::start("foreign", 1, &ours.admit(host(1)).expect("a key"), lease);
+    let mut stranger = Daemon::start("foreign", 2, &theirs.admit(host(2)).expect("a key"), lease);
+    stranger.net.connect(one.me, vec![one.address()]);
+    let heard = async {
+        while !one.log().contains("refused a connection from") {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    };
+    timeout(DEADLINE, heard).await.expect("the refusal is logged");
+    let quiet = Duration::from_millis(200);
+    assert!(timeout(quiet, one.next()).await.is_err() && timeout(quiet, stranger.next()).await.is_err());
+    // The refused one hurts nobody else.
+    let mut three = Daemon::start("foreign", 3, &ours.admit(host(3)).expect("a key"), lease);
+    three.net.connect(one.me, vec![one.address()]);
+    tokio::join!(one.connected(host(3)), three.connected(host(1)));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_silent_host_is_lost_after_the_lease_and_a_forgotten_one_stays_out() {
+    let lease = Duration::from_millis(1000);
+    let (mut one, mut two) = two("lease", lease).await;
+    let quiet = timeout(lease * 2, one.next()).await;
+    assert!(quiet.is_err(), "keep-alives hold an idle session: {quiet:?}");
+    let Daemon { net, .. } = &mut two;
+    net.silence();
+    match timeout(DEADLINE, one.next()).await.expect("in time") {
+        Seen::News(NetNews::Lost(lost, why)) => assert!(lost == host(2) && why.contains("nothing was heard"), "{why}"),
+        seen => panic!("{seen:?}"),
+    }
+    one.net.forget(host(2));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn images_travel_and_only_where_they_are_expected() {
+    let (mut one, mut two) = two("images", Duration::from_secs(10)).await;
+    let migration = MigrationId(5);
+    let from = one.images_dir(migration);
+    std::fs::create_dir(&from).expect("writable");
+    let content: Vec<u8> = (0..40_000_000u32).map(|i| (i >> 7) as u8).collect();
+    std::fs::write(from.join("pages-1.img"), &content).expect("writable");
+    std::fs::write(from.join("core-1.img"), b"core").expect("writable");
+
+    // Nobody expects them yet.
+    let Daemon { images, net, .. } = &mut one;
+    images.send(migration, host(2), net);
+    let refused = tokio::select! {
+        seen = one.next() => seen,
+        seen = two.next() => panic!("the target told of it: {seen:?}"),
+    };
+    assert!(matches!(&refused, Seen::Event(Event::ImagesSent { result: Err(_), .. })), "{refused:?}");
+
+    two.images.expect(migration, host(1));
+    let begin = std::time::Instant::now();
+    let Daemon { images, net, .. } = &mut one;
+    images.send(migration, host(2), net);
+    let (sent, received) = tokio::join!(timeout(DEADLINE, one.next()), timeout(DEADLINE, two.next()));
+    let rate = content.len() as f64 / begin.elapsed().as_secs_f64() / 1e6;
+    println!("{rate:.0} MB/s");
+    let bytes = content.len() as u64 + 4;
+    assert!(matches!(&sent, Ok(Seen::Event(Event::ImagesSent { result: Ok(n), .. })) if *n == bytes), "{sent:?}");
+    assert!(
+        matches!(&received, Ok(Seen::Event(Event::ImagesReceived { result: Ok(n), .. })) if *n == bytes),
+        "{received:?}"
+    );
+    assert_eq!(std::fs::read(two.images_dir(migration).join("pages-1.img")).expect("there"), content);
+
+    two.images.drop_images(migration);
+    let gone = async {
+        while two.images_dir(migration).exists() {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    };
+    timeout(DEADLINE, gone).await.expect("the images are removed");
+}
+
+impl Daemon {
+    fn images_dir(&self, migration: MigrationId) -> PathBuf {
+        self.dir.join("sempa-0/pvm").join(format!("images-{}", migration.0))
+    }
+}

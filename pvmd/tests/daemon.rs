@@ -1,0 +1,372 @@
+//! The daemon as a process: how it starts, refuses, heals, serves, adds hosts and ends. Every test has a directory of its
+//! own as `PVM_TMP`, and a remote shell that runs the command on this machine with another one.
+
+use sempa_proto::frame::{FrameDecoder, encode_control};
+use sempa_proto::task::{Claim, Hello, Reply, Request, TASK_MAGIC, ToDaemon, ToTask};
+use sempa_proto::{PvmError, RequestId, WIRE_VERSION};
+use std::fs;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::UdpSocket;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+/// Time for anything here; far more than needed, because machines may be loaded.
+const DEADLINE: Duration = Duration::from_secs(60);
+
+/// A virtual machine of one test.
+struct Vm {
+    dir: tempfile::TempDir,
+    master: Option<Child>,
+}
+
+impl Vm {
+    fn new() -> Vm {
+        let dir = tempfile::Builder::new().prefix("pvmd").tempdir().expect("a scratch directory");
+        fs::create_dir(dir.path().join("master")).expect("writable");
+        let script = format!(
+            "#!/bin/sh\n# rsh host [-l user] command\nhost=$1; shift\n[ \"$1\" = -l ] && shift 2\n\
+             case $host in\n\
+             nowhere) echo 'ssh: Could not resolve hostname nowhere: Name or service not known' >&2; exit 255;;\n\
+             closed) echo 'ssh: connect to host closed port 22: Connection refused' >&2; exit 255;;\n\
+             bare) echo 'sh: 1: exec: pvmd: not found' >&2; exit 127;;\n\
+             same*) PVM_TMP={dir}/same; export PVM_TMP;;\n\
+             *) PVM_TMP={dir}/$host; export PVM_TMP;;\n\
+             esac\n\
+             mkdir -p $PVM_TMP\nexec sh -c \"$*\"\n",
+            dir = dir.path().display()
+        );
+        let path = dir.path().join("rsh");
+        fs::write(&path, script).expect("writable");
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).expect("ours");
+        Vm { dir, master: None }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    /// `pvmd` with the environment of this virtual machine.
+    fn command(&self) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_pvmd"));
+        command
+            .env_remove("PVM_RM")
+            .env_remove("PVM_VMID")
+            .env_remove("PVM_DPATH")
+            .env_remove("PVMHOSTFILE")
+            .env_remove("SEMPA_LOG")
+            .env("PVM_TMP", self.path("master"))
+            .env("PVM_RSH", self.path("rsh"))
+            .env("SEMPA_ADDRESS", "127.0.0.1")
+            .env("PVM_ALLOW_ROOT", "1")
+            .stdin(Stdio::null());
+        command
+    }
+
+    /// Starts the master and waits for its line.
+    fn start(&mut self) -> PathBuf {
+        let mut child = self.command().stdout(Stdio::piped()).spawn().expect("pvmd can be run");
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().expect("a pipe")).read_line(&mut line).expect("readable");
+        self.master = Some(child);
+        assert!(!line.is_empty(), "the master ended without its line");
+        PathBuf::from(line.trim_end())
+    }
+
+    fn pid(&self) -> i32 {
+        i32::try_from(self.master.as_ref().expect("started").id()).expect("a pid")
+    }
+
+    fn signal(&self, signal: nix::sys::signal::Signal) {
+        nix::sys::signal::kill(nix::unistd::Pid::from_raw(self.pid()), signal).expect("it is our child");
+    }
+
+    /// Waits for the end of the master.
+    fn ended(&mut self) -> std::process::ExitStatus {
+        let mut child = self.master.take().expect("started");
+        let mut status = None;
+        until("the master ends", || {
+            status = child.try_wait().expect("our child");
+            status.is_some()
+        });
+        status.expect("it has ended")
+    }
+
+    /// Processes of this virtual machine, found by the directory in their environment.
+    fn processes(&self) -> Vec<String> {
+        let mark = self.dir.path().to_string_lossy().into_owned();
+        let mut found = Vec::new();
+        for entry in fs::read_dir("/proc").expect("/proc").flatten() {
+            let Ok(environ) = fs::read(entry.path().join("environ")) else { continue };
+            if String::from_utf8_lossy(&environ).contains(&mark) {
+                let line = fs::read(entry.path().join("cmdline")).unwrap_or_default();
+                found.push(format!("{:?} {}", entry.file_name(), String::from_utf8_lossy(&line).replace('\0', " ")));
+            }
+        }
+        found
+    }
+
+    /// Nothing of the virtual machine is left but what the test made.
+    fn assert_clean(&self) {
+        until("no process is left", || self.processes().is_empty());
+        for entry in fs::read_dir(self.dir.path()).expect("ours").flatten().filter(|e| e.path().is_dir()) {
+            let left: Vec<_> = fs::read_dir(entry.path()).expect("ours").flatten().map(|e| e.path()).collect();
+            assert!(left.is_empty(), "left behind: {left:?}");
+        }
+    }
+
+    fn log(&self) -> String {
+        fs::read_to_string(self.path(&format!("master/sempa-{}/pvm/pvml", nix::unistd::getuid()))).unwrap_or_default()
+    }
+}
+
+impl Drop for Vm {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("log of the master:\n{}\nprocesses: {:?}", self.log(), self.processes());
+        }
+        if let Some(mut child) = self.master.take() {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+/// Waits for a condition.
+fn until(what: &str, mut holds: impl FnMut() -> bool) {
+    let begin = Instant::now();
+    while !holds() {
+        assert!(begin.elapsed() < DEADLINE, "waited in vain: {what}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// A task as far as the daemon can see.
+struct Task {
+    stream: UnixStream,
+    decoder: FrameDecoder,
+    requests: u64,
+}
+
+impl Task {
+    fn connect(socket: &Path) -> Task {
+        let stream = UnixStream::connect(socket).expect("the daemon listens");
+        stream.set_read_timeout(Some(DEADLINE)).expect("a socket");
+        Task { stream, decoder: FrameDecoder::new(), requests: 0 }
+    }
+
+    /// Connects and is welcomed.
+    fn enrol(socket: &Path) -> Task {
+        let mut task = Task::connect(socket);
+        let pid = i32::try_from(std::process::id()).expect("a pid");
+        let hello =
+            Hello { magic: TASK_MAGIC, version: WIRE_VERSION, claim: Claim::New, pid, program: "a test".into() };
+        task.send(&ToDaemon::Hello(hello));
+        let first = task.read();
+        assert!(matches!(first, Some(ToTask::Welcome(_))), "{first:?}");
+        task
+    }
+
+    fn send(&mut self, message: &ToDaemon) {
+        self.stream.write_all(&encode_control(message).expect("small")).expect("the daemon reads");
+    }
+
+    /// The next message, `None` at the end.
+    fn read(&mut self) -> Option<ToTask> {
+        loop {
+            if let Some(frame) = self.decoder.next_frame().expect("good frames") {
+                return Some(frame.control().expect("a message"));
+            }
+            let mut bytes = [0; 4096];
+            match self.stream.read(&mut bytes) {
+                Ok(0) => return None,
+                Ok(n) => self.decoder.push(&bytes[..n]),
+                Err(e) if e.kind() == std::io::ErrorKind::ConnectionReset => return None,
+                Err(e) => panic!("no answer of the daemon: {e}"),
+            }
+        }
+    }
+
+    fn ask(&mut self, what: Request) -> Reply {
+        self.requests += 1;
+        let id = RequestId(self.requests);
+        self.send(&ToDaemon::Request { id, what });
+        loop {
+            match self.read() {
+                Some(ToTask::Reply { id: of, reply }) if of == id => return reply,
+                Some(_) => {}
+                None => panic!("the daemon closed the connection"),
+            }
+        }
+    }
+
+    fn add(&mut self, lines: &[&str]) -> Vec<Result<String, (PvmError, String)>> {
+        let lines = lines.iter().map(|l| l.to_string()).collect();
+        match self.ask(Request::AddHosts { lines }) {
+            Reply::HostsAdded(added) => {
+                added.into_iter().map(|a| a.result.map(|entry| entry.name).map_err(|e| (e, a.reason))).collect()
+            }
+            reply => panic!("{reply:?}"),
+        }
+    }
+}
+
+fn text(output: &Output) -> (String, String) {
+    (String::from_utf8_lossy(&output.stdout).into_owned(), String::from_utf8_lossy(&output.stderr).into_owned())
+}
+
+#[test]
+fn the_master_tells_its_socket_and_leaves_nothing_when_it_is_told_to_end() {
+    let mut vm = Vm::new();
+    let socket = vm.start();
+    assert_eq!(socket, vm.path(&format!("master/sempa-{}/pvm/pvmd.sock", nix::unistd::getuid())));
+    let task = Task::enrol(&socket);
+    vm.signal(nix::sys::signal::Signal::SIGTERM);
+    assert!(vm.ended().success());
+    drop(task);
+    vm.assert_clean();
+}
+
+#[test]
+fn a_second_virtual_machine_of_the_same_name_is_refused_in_one_line() {
+    let mut vm = Vm::new();
+    let socket = vm.start();
+    let second = vm.command().output().expect("pvmd can be run");
+    assert_eq!(second.status.code(), Some(1));
+    let (out, err) = text(&second);
+    assert_eq!((out.as_str(), err.lines().count()), ("", 1), "{err}");
+    let process = format!("process {}", vm.pid());
+    for part in ["a virtual machine named pvm of this user is running already", &process, "PVM_VMID"] {
+        assert!(err.contains(part), "{err}");
+    }
+    Task::enrol(&socket);
+    vm.signal(nix::sys::signal::Signal::SIGINT);
+    assert!(vm.ended().success());
+    vm.assert_clean();
+}
+
+#[test]
+fn what_a_killed_daemon_left_heals_at_the_next_start() {
+    let mut vm = Vm::new();
+    let socket = vm.start();
+    let dir = socket.parent().expect("a directory").to_path_buf();
+    fs::create_dir(dir.join("images-9")).expect("ours");
+    fs::write(dir.join("resume-9"), "token").expect("ours");
+    vm.signal(nix::sys::signal::Signal::SIGKILL);
+    vm.ended();
+    assert!(socket.exists() && dir.join("pvmd.lock").exists());
+    until("its tasker ends with it", || vm.processes().is_empty());
+    assert_eq!(vm.start(), socket);
+    assert!(!dir.join("images-9").exists() && !dir.join("resume-9").exists());
+    Task::enrol(&socket);
+    assert!(vm.log().contains("ended without cleaning up"), "{}", vm.log());
+    vm.signal(nix::sys::signal::Signal::SIGTERM);
+    assert!(vm.ended().success());
+    vm.assert_clean();
+}
+
+#[test]
+fn garbage_on_its_socket_and_port_leaves_the_daemon_serving() {
+    let mut vm = Vm::new();
+    let socket = vm.start();
+    let mut good = Task::enrol(&socket);
+    for garbage in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0xff; 5000], &[9, 0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8]] {
+        let mut stranger = Task::connect(&socket);
+        let _ = stranger.stream.write_all(garbage);
+        let answer = stranger.read();
+        assert!(matches!(answer, Some(ToTask::Refused { .. }) | None), "{answer:?}");
+        // The same after a proper hello.
+        let mut stranger = Task::enrol(&socket);
+        let _ = stranger.stream.write_all(garbage);
+        until("it is cut off", || stranger.read().is_none());
+    }
+    let mut old = Task::connect(&socket);
+    let hello = Hello { magic: TASK_MAGIC, version: 999, claim: Claim::New, pid: 1, program: String::new() };
+    old.send(&ToDaemon::Hello(hello));
+    match old.read() {
+        Some(ToTask::Refused { reason }) => assert!(reason.contains("version 999"), "{reason}"),
+        answer => panic!("{answer:?}"),
+    }
+    let Reply::Hosts(table) = good.ask(Request::Config) else { panic!("no host table") };
+    let udp = UdpSocket::bind("127.0.0.1:0").expect("a port");
+    for len in [1, 20, 1200, 60_000] {
+        for byte in [0u8, 0x40, 0xc3, 0xff] {
+            udp.send_to(&vec![byte; len], table.hosts[0].addresses[0]).expect("loopback");
+        }
+    }
+    assert_eq!(good.add(&["h2"]), [Ok("h2".to_string())]);
+    let Reply::Hosts(_) = good.ask(Request::Config) else { panic!("no host table") };
+    vm.signal(nix::sys::signal::Signal::SIGTERM);
+    assert!(vm.ended().success());
+    vm.assert_clean();
+}
+
+#[test]
+fn hosts_are_added_over_the_remote_shell_and_halt_ends_everything() {
+    let mut vm = Vm::new();
+    let socket = vm.start();
+    let mut task = Task::enrol(&socket);
+    let added = task.add(&["h2", "h3 sp=2000", "nowhere", "closed", "bare", "h4 lo=somebody"]);
+    let names: Vec<_> = added.iter().map(|a| a.as_ref().map(String::as_str).map_err(|(e, _)| *e)).collect();
+    let cant = Err(PvmError::CantStart);
+    assert_eq!(names, [Ok("h2"), Ok("h3"), Err(PvmError::NoHost), cant, cant, Ok("h4")], "{added:?}");
+    let reason = |n: usize| added[n].as_ref().expect_err("refused").1.clone();
+    assert!(reason(2).contains("nowhere") && reason(2).contains("unknown"), "{}", reason(2));
+    assert!(reason(3).contains("Connection refused") && reason(3).contains("PVM_RSH"), "{}", reason(3));
+    assert!(reason(4).contains("not found there") && reason(4).contains("dx="), "{}", reason(4));
+    let Reply::Hosts(table) = task.ask(Request::Config) else { panic!("no host table") };
+    assert_eq!(table.hosts.len(), 4);
+    // Each daemon knows the others: a task there sees the same table.
+    let uid = nix::unistd::getuid();
+    let there = vm.path(&format!("h3/sempa-{uid}/pvm/pvmd.sock"));
+    let mut other = Task::enrol(&there);
+    until("the table is known there", || matches!(other.ask(Request::Config), Reply::Hosts(t) if t.hosts.len() == 4));
+    let more = task.add(&["same1", "same2"]);
+    let duplicate = more.iter().filter(|m| matches!(m, Err((PvmError::DupHost, _)))).count();
+    assert_eq!((more.iter().filter(|m| m.is_ok()).count(), duplicate), (1, 1), "{more:?}");
+    assert!(vm.processes().len() >= 5, "{:?}", vm.processes());
+    task.send(&ToDaemon::Request { id: RequestId(99), what: Request::Halt });
+    assert!(vm.ended().success());
+    vm.assert_clean();
+}
+
+#[test]
+fn a_slave_ends_with_its_tasks_when_its_master_is_killed() {
+    let mut vm = Vm::new();
+    let socket = vm.start();
+    let mut task = Task::enrol(&socket);
+    assert_eq!(task.add(&["h2"]), [Ok("h2".to_string())]);
+    vm.signal(nix::sys::signal::Signal::SIGKILL);
+    vm.ended();
+    until("the slave ends too", || vm.processes().is_empty());
+    assert_eq!(fs::read_dir(vm.path("h2")).expect("ours").count(), 0);
+}
+
+#[test]
+fn a_slave_without_a_master_says_so_in_one_line() {
+    let vm = Vm::new();
+    for input in ["", "hello\n", "{\"ddpro\":1}\n"] {
+        let mut child = vm.command().arg("-s").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("pvmd runs");
+        child.stdin.take().expect("a pipe").write_all(input.as_bytes()).expect("it reads");
+        let output = child.wait_with_output().expect("it ends");
+        let (out, _) = text(&output);
+        assert_eq!((output.status.code(), out.lines().count()), (Some(1), 1), "{out}");
+        assert!(out.starts_with("sempa-error: "), "{out}");
+    }
+    vm.assert_clean();
+}
+
+#[test]
+fn root_is_refused_unless_it_is_allowed() {
+    let vm = Vm::new();
+    if !nix::unistd::getuid().is_root() {
+        return;
+    }
+    let output = vm.command().env_remove("PVM_ALLOW_ROOT").output().expect("pvmd runs");
+    let (out, err) = text(&output);
+    assert_eq!((output.status.code(), out.as_str(), err.lines().count()), (Some(1), "", 1), "{err}");
+    assert!(err.contains("PVM_ALLOW_ROOT"), "{err}");
+    vm.assert_clean();
+}
