@@ -68,3 +68,28 @@ pub fn engine() -> Option<PathBuf> {
     let usual = ["/opt/sempa/criu/sbin/criu", "/opt/criu/sbin/criu"].map(PathBuf::from);
     named.into_iter().chain(usual).find(|file| file.is_file()).or_else(|| find_in_path("criu"))
 }
+
+/// A testbed and the installed programs for a test; `None`, with a word on standard error, where no testbed is possible.
+///
+/// # Panics
+/// The programs are not installed, or the testbed does not come up although it should: the test fails.
+pub fn testbed(count: usize) -> Option<(crate::Testbed, PathBuf)> {
+    make(|prefix| crate::Testbed::new(count, Some(prefix), &[]))
+}
+
+/// The same, with an engine of its own ([`crate::Testbed::with_own_engine`]).
+///
+/// # Panics
+/// As [`testbed`].
+pub fn testbed_with_own_engine(count: usize) -> Option<(crate::Testbed, PathBuf)> {
+    make(|prefix| crate::Testbed::with_own_engine(count, Some(prefix)))
+}
+
+fn make(new: impl FnOnce(&Path) -> Result<crate::Testbed>) -> Option<(crate::Testbed, PathBuf)> {
+    if let Some(lack) = lacks() {
+        eprintln!("skipped: {lack}");
+        return None;
+    }
+    let made = prefix().and_then(|prefix| Ok((new(&prefix)?, prefix)));
+    Some(made.unwrap_or_else(|error| panic!("no testbed: {error:#}")))
+}

@@ -1,7 +1,7 @@
 //! The ssh of a testbed: its keys, the daemons of its hosts, the client's settings, and logins with a terminal.
 
 use crate::run::{Running, eventually, must};
-use crate::testbed::{ALICE_UID, Host, OLGA_UID, Testbed, path_of};
+use crate::testbed::{ALICE_UID, Host, OLGA_UID, Testbed};
 use anyhow::{Context, Result};
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -11,8 +11,8 @@ use std::time::Duration;
 
 const UP_TIME: Duration = Duration::from_secs(20);
 
-/// Makes one key per user, one per host, and the settings of clients and daemons, all in the testbed's folder.
-pub(crate) fn keys(folder: &Path, names: &[String], prefix: Option<&Path>) -> Result<()> {
+/// Makes one key per user, one per host, and the settings (`remote` is the environment that ssh gives its commands) of clients and daemons, all in the testbed's folder.
+pub(crate) fn keys(folder: &Path, names: &[String], remote: &str) -> Result<()> {
     let all = folder.join("ssh");
     fs::create_dir_all(&all)?;
     let mut authorized = String::new();
@@ -29,7 +29,7 @@ pub(crate) fn keys(folder: &Path, names: &[String], prefix: Option<&Path>) -> Re
         fs::create_dir_all(&own)?;
         let public = make_key(&own.join("host_key"), name)?;
         known.push_str(&format!("{name},{}.{i} {public}", crate::testbed::NETWORK));
-        fs::write(own.join("sshd_config"), daemon_text(folder, &own, prefix))?;
+        fs::write(own.join("sshd_config"), daemon_text(folder, &own, remote))?;
     }
     fs::write(all.join("known_hosts"), known)?;
     Ok(())
@@ -64,15 +64,14 @@ fn client_text(folder: &Path, key: &Path) -> String {
     )
 }
 
-fn daemon_text(folder: &Path, own: &Path, prefix: Option<&Path>) -> String {
+fn daemon_text(folder: &Path, own: &Path, remote: &str) -> String {
     format!(
         "Port 22\nHostKey {own}/host_key\nPidFile {own}/sshd.pid\nAuthorizedKeysFile {all}/ssh/authorized_keys\n\
          StrictModes no\nUsePAM no\nPrintMotd no\nPrintLastLog no\nPermitRootLogin yes\nPasswordAuthentication no\n\
          KbdInteractiveAuthentication no\nUseDNS no\nMaxStartups 100\nMaxSessions 100\n\
-         SetEnv PATH={path} PVM_ALLOW_ROOT=1\n",
+         SetEnv {remote}\n",
         own = own.display(),
         all = folder.display(),
-        path = path_of(prefix)
     )
 }
 

@@ -44,6 +44,7 @@ pub struct Host {
 #[derive(Debug)]
 pub struct Testbed {
     folder: PathBuf,
+    engine: Option<PathBuf>,
     desk: Host,
     hosts: Vec<Host>,
 }
@@ -55,6 +56,19 @@ impl Testbed {
     /// # Errors
     /// The machine lacks something ([`needs::lacks`]) or the kernel refuses; nothing is left behind.
     pub fn new(count: usize, prefix: Option<&Path>, keep: &[&Path]) -> Result<Testbed> {
+        Testbed::make(count, prefix, keep, false)
+    }
+
+    /// The same, with `SEMPA_CRIU` on all hosts set to [`Testbed::engine`]: a link to the real engine that a test may
+    /// replace by something else.
+    ///
+    /// # Errors
+    /// As [`Testbed::new`].
+    pub fn with_own_engine(count: usize, prefix: Option<&Path>) -> Result<Testbed> {
+        Testbed::make(count, prefix, &[], true)
+    }
+
+    fn make(count: usize, prefix: Option<&Path>, keep: &[&Path], own_engine: bool) -> Result<Testbed> {
         if let Some(lack) = needs::lacks() {
             bail!("no testbed: {lack}");
         }
@@ -63,14 +77,14 @@ impl Testbed {
         }
         remove_what_dead_ones_left();
         let folder = make_folder()?;
-        let made = Testbed::fill(&folder, count, prefix, keep);
+        let made = Testbed::fill(&folder, count, prefix, keep, own_engine);
         if made.is_err() {
             let _ = fs::remove_dir_all(&folder);
         }
         made
     }
 
-    fn fill(folder: &Path, count: usize, prefix: Option<&Path>, keep: &[&Path]) -> Result<Testbed> {
+    fn fill(folder: &Path, count: usize, prefix: Option<&Path>, keep: &[&Path], own_engine: bool) -> Result<Testbed> {
         let names: Vec<String> = (1..=count).map(|i| format!("h{i}")).collect();
         let home = folder.join("home");
         fs::create_dir_all(home.join("pvm3/bin/LINUX64"))?;
@@ -80,12 +94,21 @@ impl Testbed {
             std::os::unix::fs::chown(&own, Some(uid), Some(uid))?;
         }
         accounts(folder, &names)?;
-        ssh::keys(folder, &names, prefix)?;
+        let mut remote = format!("PATH={} PVM_ALLOW_ROOT=1", path_of(prefix));
+        let mut engine = None;
+        if own_engine {
+            let link = folder.join("engine");
+            let real = needs::engine().context("no CRIU: run cargo xtask criu")?;
+            std::os::unix::fs::symlink(real, &link)?;
+            remote.push_str(&format!(" SEMPA_CRIU={}", link.display()));
+            engine = Some(link);
+        }
+        ssh::keys(folder, &names, &remote)?;
         let mut kept: Vec<PathBuf> = vec![folder.to_path_buf()];
         kept.extend(prefix.map(Path::to_path_buf));
         kept.extend(keep.iter().map(|path| path.to_path_buf()));
-        if let Some(engine) = needs::engine() {
-            kept.extend(engine.parent().and_then(Path::parent).map(Path::to_path_buf));
+        if let Some(real) = needs::engine() {
+            kept.extend(real.parent().and_then(Path::parent).map(Path::to_path_buf));
         }
         let plan = |name: &str, remove_at_end| HostPlan {
             name: name.to_string(),
@@ -101,7 +124,7 @@ impl Testbed {
         for name in &names {
             hosts.push(Host::start(folder, plan(name, None), &home, prefix.clone())?);
         }
-        let testbed = Testbed { folder: folder.to_path_buf(), desk, hosts };
+        let testbed = Testbed { folder: folder.to_path_buf(), engine, desk, hosts };
         testbed.wire()?;
         for host in &testbed.hosts {
             ssh::daemon(host, folder)?;
@@ -148,6 +171,11 @@ impl Testbed {
     /// The testbed's folder, visible on all hosts under the same path.
     pub fn folder(&self) -> &Path {
         &self.folder
+    }
+
+    /// What `SEMPA_CRIU` names on all hosts, if this testbed has an engine of its own.
+    pub fn engine(&self) -> Option<&Path> {
+        self.engine.as_deref()
     }
 
     /// Where root's home is, on all hosts the same as with a shared file system.

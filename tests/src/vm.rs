@@ -74,7 +74,7 @@ impl<'a> Vm<'a> {
     pub fn start(bed: &'a Testbed, prefix: &Path, settings: Settings) -> Result<Vm<'a>> {
         let with_rm = settings.rm.is_some();
         let vm = Vm { bed, prefix: prefix.to_path_buf(), settings };
-        vm.pvm(&["conf"])?.expect_good("starting the virtual machine")?;
+        vm.pvm(&["start"])?.expect_good("starting the virtual machine")?;
         if with_rm {
             vm.event(COMMAND_TIME, "a registered resource manager", |entry| {
                 matches!(entry.kind, EventKind::RmRegistered { .. })
@@ -108,6 +108,9 @@ impl<'a> Vm<'a> {
         if let Some(rm) = &self.settings.rm {
             command.env("PVM_RM", rm);
         }
+        if let Some(engine) = self.bed.engine() {
+            command.env("SEMPA_CRIU", engine);
+        }
         command.envs(self.settings.env.iter().map(|(name, value)| (name, value)));
         command
     }
@@ -135,8 +138,7 @@ impl<'a> Vm<'a> {
     /// # Errors
     /// It failed, or printed something else.
     pub fn json(&self, words: &[&str]) -> Result<Vec<Value>> {
-        let mut words = words.to_vec();
-        words.push("--json");
+        let words = [&["--json"], words].concat();
         let done = self.pvm(&words)?.expect_good(&format!("pvm {}", words.join(" ")))?;
         let lines = done.out.lines().filter(|line| !line.trim().is_empty());
         lines.map(|line| serde_json::from_str(line).with_context(|| format!("not JSON: {line}"))).collect()

@@ -71,6 +71,32 @@ fn nothing_of_a_testbed_stays_when_it_ends() {
 }
 
 #[test]
+fn nothing_of_a_testbed_stays_when_its_process_is_killed() {
+    use std::io::{BufRead, BufReader};
+    if let Some(lack) = lacks() {
+        eprintln!("skipped: {lack}");
+        return;
+    }
+    let mut owner = std::process::Command::new(env!("CARGO_BIN_EXE_sempa-host"))
+        .args(["testbed", "1"])
+        .stdin(std::process::Stdio::piped())
+        .stdout(std::process::Stdio::piped())
+        .spawn()
+        .expect("it starts");
+    let mut line = String::new();
+    BufReader::new(owner.stdout.take().expect("piped")).read_line(&mut line).expect("a line");
+    let (folder, host) = line.trim().split_once(' ').expect("folder and hosts");
+    let init = host.strip_prefix("h1=").expect("one host");
+    assert!(std::path::Path::new(folder).exists());
+    owner.kill().expect("killed");
+    owner.wait().expect("reaped");
+    for path in [folder.to_string(), format!("/proc/{init}")] {
+        let there = || if std::path::Path::new(&path).exists() { Err(format!("{path} exists")) } else { Ok(()) };
+        eventually(SOON, there).expect("gone");
+    }
+}
+
+#[test]
 fn two_testbeds_exist_at_once() {
     let first = testbed_or_return!(1);
     let second = testbed_or_return!(1);

@@ -29,7 +29,7 @@ pub(crate) fn run(prefix: &Path) -> Result<bool> {
         run_to_end(command, SOON)
     };
     let good = (|| -> Result<bool> {
-        pvm(&["conf"])?.expect_good("starting the virtual machine")?;
+        pvm(&["start"])?.expect_good("starting the virtual machine")?;
         say("the virtual machine runs on this host");
         let done = if Path::new(EXAMPLE).exists() {
             std::os::unix::fs::symlink("/usr/bin/slave1", folder.join("slave1"))?;

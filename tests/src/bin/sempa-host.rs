@@ -1,4 +1,5 @@
-//! The first processes of a testbed host. Not for people: the testbed starts it.
+//! The first processes of a testbed host; the testbed starts it. For people there is `sempa-host testbed COUNT`, which
+//! makes a testbed, prints its folder and the first processes of its hosts, and keeps it until standard input closes.
 
 use std::path::Path;
 
@@ -7,6 +8,14 @@ fn main() -> anyhow::Result<()> {
     match args.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         [_, "outer", plan] => sempa_tests::hosts::outer(Path::new(plan)),
         [_, "init", plan] => sempa_tests::hosts::init(Path::new(plan)),
+        [_, "testbed", count] => {
+            let bed = sempa_tests::Testbed::new(count.parse()?, sempa_tests::prefix().ok().as_deref(), &[])?;
+            let hosts: Vec<String> =
+                bed.hosts().iter().map(|host| format!("{}={}", host.name(), host.init())).collect();
+            println!("{} {}", bed.folder().display(), hosts.join(" "));
+            std::io::copy(&mut std::io::stdin(), &mut std::io::sink())?;
+            Ok(())
+        }
         _ => anyhow::bail!("sempa-host is started by the testbed, with a plan"),
     }
 }

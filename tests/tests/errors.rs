@@ -1,0 +1,211 @@
+//! Errors are one clear line and a non-zero exit; garbage hurts nobody; halt leaves nothing.
+
+use sempa_tests::needs::{testbed, testbed_with_own_engine};
+use sempa_tests::run::run;
+use sempa_tests::testbed::{ALICE_UID, gone};
+use sempa_tests::vm::Settings;
+use sempa_tests::{Done, Host, Vm, eventually};
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::Duration;
+
+const SOON: Duration = Duration::from_secs(60);
+
+/// Asserts a non-zero exit and exactly one line on standard error which holds the words.
+fn one_line(done: &Done, words: &[&str]) {
+    assert!(!done.good(), "it must fail: {done:?}");
+    let lines: Vec<&str> = done.err.lines().filter(|line| !line.trim().is_empty()).collect();
+    assert_eq!(lines.len(), 1, "one line: {done:?}");
+    for word in words {
+        assert!(lines[0].to_lowercase().contains(&word.to_lowercase()), "{word:?} is not in {:?}", lines[0]);
+    }
+}
+
+fn with_hosts(count: usize, joined: &[&str], test: impl FnOnce(&Vm, &Path)) {
+    let Some((bed, prefix)) = testbed(count) else { return };
+    let vm = Vm::start(&bed, &prefix, Settings::default()).expect("a virtual machine");
+    if !joined.is_empty() {
+        vm.add(joined).expect("they join");
+    }
+    test(&vm, &prefix);
+    vm.halt().expect("halts");
+}
+
+#[test]
+fn a_host_that_is_unknown_or_does_not_answer_ssh_is_named_with_the_reason() {
+    with_hosts(1, &[], |vm, _| {
+        one_line(&vm.pvm(&["add", "nohost"]).expect("ends"), &["nohost"]);
+        one_line(&vm.pvm(&["add", "desk"]).expect("ends"), &["desk"]);
+        one_line(&vm.pvm(&["delete", "nohost"]).expect("ends"), &["nohost"]);
+    });
+}
+
+#[test]
+fn without_a_daemon_console_and_programs_say_so() {
+    let Some((bed, prefix)) = testbed(1) else { return };
+    let vm = Vm::start(&bed, &prefix, Settings::default()).expect("a virtual machine");
+    let program = vm.program("hold").expect("gcc");
+    vm.halt().expect("halts");
+    one_line(&vm.pvm(&["conf"]).expect("ends"), &["no virtual machine"]);
+    let mut command = vm.command(bed.host(1), program);
+    command.args(["ask", "t40001"]);
+    one_line(&run(command, SOON).expect("ends"), &["daemon"]);
+}
+
+#[test]
+fn root_is_refused_unless_allowed() {
+    let Some((bed, prefix)) = testbed(1) else { return };
+    for program in ["pvm", "pvmd"] {
+        let mut command = bed.host(1).command(prefix.join("bin").join(program));
+        if program == "pvm" {
+            command.arg("start");
+        }
+        one_line(&run(command, SOON).expect("ends"), &["root", "PVM_ALLOW_ROOT"]);
+    }
+}
+
+#[test]
+fn a_program_that_is_not_on_the_host_is_named() {
+    with_hosts(2, &["h2"], |vm, _| {
+        one_line(&vm.pvm(&["spawn", "nosuchprogram"]).expect("ends"), &["nosuchprogram"]);
+        one_line(&vm.pvm(&["spawn", "-h2", "nosuchprogram"]).expect("ends"), &["nosuchprogram"]);
+    });
+}
+
+#[test]
+fn a_second_resource_manager_is_refused() {
+    let Some((bed, prefix)) = testbed(1) else { return };
+    let rm = prefix.join("bin/pvm-rm");
+    let settings = Settings { rm: Some(rm.display().to_string()), ..Settings::default() };
+    let vm = Vm::start(&bed, &prefix, settings).expect("a virtual machine");
+    one_line(&run(vm.command(bed.host(1), &rm), SOON).expect("ends"), &["resource manager"]);
+    vm.halt().expect("halts");
+}
+
+#[test]
+fn a_second_virtual_machine_of_the_same_user_is_refused() {
+    with_hosts(2, &["h2"], |vm, prefix| {
+        for host in vm.bed().hosts() {
+            let done = run(vm.command(host, prefix.join("bin/pvmd")), SOON).expect("ends");
+            one_line(&done, &["running already"]);
+        }
+    });
+}
+
+#[test]
+fn a_missing_or_broken_criu_is_said_with_the_way_to_get_one() {
+    for script in [None, Some("#!/bin/sh\necho 'criu: broken' >&2\nexit 1\n")] {
+        let Some((bed, prefix)) = testbed_with_own_engine(2) else { return };
+        let engine = bed.engine().expect("its own").to_path_buf();
+        std::fs::remove_file(&engine).expect("removed");
+        if let Some(script) = script {
+            std::fs::write(&engine, script).expect("written");
+            use std::os::unix::fs::PermissionsExt;
+            std::fs::set_permissions(&engine, std::fs::Permissions::from_mode(0o755)).expect("executable");
+        }
+        let vm = Vm::start(&bed, &prefix, Settings::default()).expect("a virtual machine runs without CRIU");
+        vm.add(&["h2"]).expect("h2 joins");
+        vm.program("hold").expect("gcc");
+        let tid = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
+        one_line(&vm.migrate(&tid, "h1").expect("ends"), &["criu", "cargo xtask criu"]);
+        assert_eq!(vm.host_of(&tid).expect("alive"), "h2");
+        vm.halt().expect("halts");
+    }
+}
+
+#[test]
+fn moves_that_make_no_sense_are_refused_with_the_reason() {
+    with_hosts(2, &["h2"], |vm, _| {
+        vm.program("hold").expect("gcc");
+        let tid = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
+        one_line(&vm.migrate(&tid, "h2").expect("ends"), &["already"]);
+        one_line(&vm.migrate(&tid, "h9").expect("ends"), &["h9"]);
+        one_line(&vm.migrate("t40999", "h2").expect("ends"), &["no such task"]);
+    });
+}
+
+#[test]
+fn garbage_on_the_unix_socket_hurts_nobody() {
+    with_hosts(1, &[], |vm, _| {
+        let socket = vm.bed().host(1).path("/tmp/sempa-0/pvm/pvmd.sock");
+        let garbage: Vec<Vec<u8>> = vec![
+            b"GET / HTTP/1.0\r\n\r\n".to_vec(),
+            vec![0xff; 4096],
+            [5u32.to_le_bytes().as_slice(), &[9, 1, 2, 3, 4]].concat(),
+            vec![0; 5],
+        ];
+        for bytes in garbage {
+            let mut stream = UnixStream::connect(&socket).expect("it listens");
+            stream.set_read_timeout(Some(SOON)).expect("set");
+            // The daemon may hang up before it has read everything.
+            let _ = stream.write_all(&bytes);
+            let _ = stream.shutdown(std::net::Shutdown::Write);
+            let mut answer = Vec::new();
+            let _ = stream.read_to_end(&mut answer);
+            assert!(vm.pvm(&["conf"]).expect("ends").good(), "{}", vm.logs());
+        }
+    });
+}
+
+#[test]
+fn garbage_on_the_udp_port_hurts_nobody() {
+    with_hosts(2, &["h2"], |vm, _| {
+        let port = udp_port(vm.bed().host(1));
+        for bytes in [1, 20, 1200, 60_000] {
+            let line = format!("head -c {bytes} /dev/urandom >/dev/udp/h1/{port}");
+            let mut command = vm.bed().desk().command("/bin/bash");
+            command.args(["-c", &format!("for i in 1 2 3 4 5; do {line}; done")]);
+            assert!(run(command, SOON).expect("ends").good());
+        }
+        assert!(vm.pvm_on(vm.bed().host(2), &["ps", "-a"]).expect("ends").good(), "{}", vm.logs());
+    });
+}
+
+fn udp_port(host: &Host) -> u16 {
+    let table = std::fs::read_to_string(format!("/proc/{}/net/udp", host.init())).expect("readable");
+    let table6 = std::fs::read_to_string(format!("/proc/{}/net/udp6", host.init())).unwrap_or_default();
+    let ports = table.lines().skip(1).chain(table6.lines().skip(1));
+    let mut ports =
+        ports.filter_map(|line| u16::from_str_radix(line.split_whitespace().nth(1)?.rsplit(':').next()?, 16).ok());
+    ports.next().expect("the daemon has a UDP port")
+}
+
+#[test]
+fn another_local_user_reaches_neither_the_socket_nor_the_files() {
+    with_hosts(1, &[], |vm, _| {
+        let home = vm.bed().folder().join("alice");
+        for line in ["ls /tmp/sempa-0/pvm", "ls /tmp/sempa-0", "cat /tmp/sempa-0/pvm/pvml"] {
+            let mut command = vm.bed().host(1).command_as(Some(("alice", ALICE_UID, &home)), "/bin/sh");
+            command.args(["-c", line]);
+            let done = run(command, SOON).expect("ends");
+            assert!(!done.good() || line == "ls /tmp/sempa-0", "{line}: {done:?}");
+        }
+    });
+}
+
+#[test]
+fn halt_leaves_no_process_and_no_file_on_any_host() {
+    let Some((bed, prefix)) = testbed(3) else { return };
+    let rm = format!("{} --policy load", prefix.join("bin/pvm-rm").display());
+    let before: Vec<usize> = bed.hosts().iter().map(|host| host.processes().len()).collect();
+    let vm = Vm::start(&bed, &prefix, Settings { rm: Some(rm), ..Settings::default() }).expect("a virtual machine");
+    vm.add(&["h2", "h3"]).expect("the others join");
+    vm.program("hold").expect("gcc");
+    let stays = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
+    let moves = vm.spawn(&["-h3", "hold", "1"]).expect("spawned");
+    assert!(vm.migrate(&moves, "h1").expect("ends").good(), "{}", vm.logs());
+    assert_eq!(vm.host_of(&stays).expect("alive"), "h2");
+    vm.halt().expect("halts");
+    for (host, before) in bed.hosts().iter().zip(before) {
+        gone(host, "hold", SOON).expect("no task");
+        eventually(SOON, || {
+            let now = host.processes();
+            if now.len() <= before { Ok(()) } else { Err(format!("{}: {now:?}", host.name())) }
+        })
+        .expect("no process");
+        assert_eq!(host.files_left(bed.folder()), Vec::<std::path::PathBuf>::new(), "{}", host.name());
+    }
+    let again = Vm::start(&bed, &prefix, Settings::default()).expect("the next virtual machine starts");
+    again.halt().expect("halts");
+}

@@ -1,0 +1,198 @@
+//! A move that fails leaves the task alive where it was, and the event log says why.
+
+use sempa_proto::event::EventKind;
+use sempa_proto::migration::{Failure, Step};
+use sempa_tests::needs::testbed_with_own_engine;
+use sempa_tests::run::must;
+use sempa_tests::vm::{Entry, Settings};
+use sempa_tests::{Host, Testbed, Vm, eventually};
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::time::Duration;
+
+const SOON: Duration = Duration::from_secs(60);
+
+/// An engine that, on hosts with a file `hold-HOST`, reports its process and waits at a gate before it becomes the real
+/// engine; everywhere else it is the real engine at once.
+fn put_gated_engine(bed: &Testbed) {
+    let link = bed.engine().expect("an engine of its own");
+    let real = fs::read_link(link).expect("a link");
+    let folder = bed.folder().display();
+    let script = format!(
+        "#!/bin/bash\nhost=$(hostname)\nif [[ $1 == swrk && -e {folder}/hold-$host ]]; then\n\
+         echo $$ >{folder}/fresh-$host; mv {folder}/fresh-$host {folder}/at-$host\n\
+         read -r _ <{folder}/gate-$host\nfi\nexec {} \"$@\"\n",
+        real.display()
+    );
+    replace(link, &script);
+    for host in bed.hosts() {
+        let gate = bed.folder().join(format!("gate-{}", host.name()));
+        nix::unistd::mkfifo(&gate, nix::sys::stat::Mode::S_IRUSR | nix::sys::stat::Mode::S_IWUSR).expect("a pipe");
+    }
+}
+
+fn replace(link: &Path, script: &str) {
+    let fresh = link.with_extension("fresh");
+    fs::write(&fresh, script).expect("written");
+    fs::set_permissions(&fresh, fs::Permissions::from_mode(0o755)).expect("executable");
+    fs::rename(&fresh, link).expect("in place");
+}
+
+fn hold(bed: &Testbed, host: &Host) {
+    let _ = fs::remove_file(bed.folder().join(format!("at-{}", host.name())));
+    fs::write(bed.folder().join(format!("hold-{}", host.name())), "").expect("written");
+}
+
+fn release(bed: &Testbed, host: &Host) {
+    fs::remove_file(bed.folder().join(format!("hold-{}", host.name()))).expect("removed");
+}
+
+/// Opens the gate for the engine that waits there.
+fn open_gate(bed: &Testbed, host: &Host) {
+    fs::write(bed.folder().join(format!("gate-{}", host.name())), "go\n").expect("somebody waits at the gate");
+}
+
+/// The process of the engine that waits at the gate, as its host numbers it.
+fn at_gate(bed: &Testbed, host: &Host) -> String {
+    let file = bed.folder().join(format!("at-{}", host.name()));
+    eventually(SOON, || fs::read_to_string(&file).map_err(|_| format!("no engine at the gate of {}", host.name())))
+        .expect("an engine at the gate")
+        .trim()
+        .to_string()
+}
+
+fn kill_9(host: &Host, pid: &str) {
+    assert!(host.shell(&format!("kill -9 {pid}"), SOON).expect("runs").good(), "kill -9 {pid} on {}", host.name());
+}
+
+fn with_three_hosts(test: impl FnOnce(&Vm)) {
+    let Some((bed, prefix)) = testbed_with_own_engine(3) else { return };
+    put_gated_engine(&bed);
+    let vm = Vm::start(&bed, &prefix, Settings::default()).expect("a virtual machine");
+    vm.add(&["h2", "h3"]).expect("the others join");
+    vm.program("hold").expect("gcc");
+    test(&vm);
+    vm.halt().expect("halts");
+}
+
+/// The task answers, and its memory is what it was.
+fn lives_on(vm: &Vm, tid: &str, host: &str) {
+    let mut command = vm.command(vm.bed().host(1), vm.home().join("pvm3/bin/LINUX64/hold"));
+    command.args(["ask", tid]);
+    let done = must(command, SOON).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    assert!(done.out.contains("sum GOOD"), "{done:?}");
+    assert_eq!(vm.host_of(tid).expect("alive"), host);
+}
+
+fn failure(vm: &Vm) -> Entry {
+    vm.event(SOON, "failed move", |entry| matches!(entry.kind, EventKind::MoveFailed { .. }))
+        .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()))
+}
+
+#[test]
+fn a_killed_dump_leaves_the_task_at_the_source() {
+    with_three_hosts(|vm| {
+        let (bed, source) = (vm.bed(), vm.bed().host(2));
+        let tid = vm.spawn(&["-h2", "hold", "8"]).expect("spawned");
+        hold(bed, source);
+        let moving = vm.start_migrate(&tid, "h3").expect("starts");
+        kill_9(source, &at_gate(bed, source));
+        let done = moving.finish(SOON).expect("ends");
+        assert!(!done.good() && done.err.lines().count() == 1, "{done:?}");
+        let entry = failure(vm);
+        assert!(
+            matches!(&entry.kind, EventKind::MoveFailed { step: Step::Dump, why: Failure::Killed { signal: 9 }, .. }),
+            "{entry:?}"
+        );
+        lives_on(vm, &tid, "h2");
+        release(bed, source);
+        let again = vm.migrate(&tid, "h3").expect("ends");
+        assert!(again.good(), "{again:?}\n{}", vm.logs());
+        lives_on(vm, &tid, "h3");
+    });
+}
+
+#[test]
+fn a_dump_killed_in_the_middle_of_writing_leaves_the_task_at_the_source() {
+    with_three_hosts(|vm| {
+        let (bed, source) = (vm.bed(), vm.bed().host(2));
+        let tid = vm.spawn(&["-h2", "hold", "384"]).expect("spawned");
+        lives_on(vm, &tid, "h2");
+        hold(bed, source);
+        let moving = vm.start_migrate(&tid, "h3").expect("starts");
+        let engine = at_gate(bed, source);
+        open_gate(bed, source);
+        let place = source.path("/tmp/sempa-0/pvm");
+        eventually(SOON, || {
+            let pages =
+                fs::read_dir(&place).into_iter().flatten().flatten().map(|entry| entry.path().join("pages-1.img"));
+            let written = pages.filter_map(|file| fs::metadata(file).ok()).map(|meta| meta.len()).max();
+            if written.is_some_and(|bytes| bytes > 1 << 20) { Ok(()) } else { Err("no pages yet".to_string()) }
+        })
+        .expect("the dump writes");
+        kill_9(source, &engine);
+        let done = moving.finish(SOON).expect("ends");
+        assert!(!done.good(), "{done:?}");
+        assert!(matches!(failure(vm).kind, EventKind::MoveFailed { step: Step::Dump, .. }), "{:?}", failure(vm));
+        lives_on(vm, &tid, "h2");
+    });
+}
+
+#[test]
+fn a_killed_restore_leaves_the_task_at_the_source() {
+    with_three_hosts(|vm| {
+        let (bed, target) = (vm.bed(), vm.bed().host(3));
+        let tid = vm.spawn(&["-h2", "hold", "8"]).expect("spawned");
+        hold(bed, target);
+        let moving = vm.start_migrate(&tid, "h3").expect("starts");
+        kill_9(target, &at_gate(bed, target));
+        let done = moving.finish(SOON).expect("ends");
+        assert!(!done.good(), "{done:?}");
+        let entry = failure(vm);
+        assert!(
+            matches!(
+                &entry.kind,
+                EventKind::MoveFailed { step: Step::Restore, why: Failure::Killed { signal: 9 }, .. }
+            ),
+            "{entry:?}"
+        );
+        lives_on(vm, &tid, "h2");
+        let left: Vec<_> = target.processes().into_iter().filter(|(_, line)| line.contains("hold")).collect();
+        assert!(left.is_empty(), "half a copy is left: {left:?}");
+        release(bed, target);
+        assert!(vm.migrate(&tid, "h3").expect("ends").good(), "{}", vm.logs());
+        lives_on(vm, &tid, "h3");
+    });
+}
+
+#[test]
+fn a_killed_transfer_leaves_the_task_at_the_source() {
+    with_three_hosts(|vm| {
+        let (bed, source, target) = (vm.bed(), vm.bed().host(2), vm.bed().host(3));
+        let tid = vm.spawn(&["-h2", "hold", "64"]).expect("spawned");
+        lives_on(vm, &tid, "h2");
+        hold(bed, source);
+        let moving = vm.start_migrate(&tid, "h3").expect("starts");
+        at_gate(bed, source);
+        // The daemon that is to receive the images stands still, so that the transfer begins and cannot end.
+        let daemon = target.processes().into_iter().find(|(_, line)| line.contains("bin/pvmd")).expect("a daemon").0;
+        let signal = |name| {
+            nix::sys::signal::kill(nix::unistd::Pid::from_raw(daemon.cast_signed()), name).expect("it is there");
+        };
+        signal(nix::sys::signal::Signal::SIGSTOP);
+        open_gate(bed, source);
+        vm.event(SOON, "end of the dump", |entry| matches!(entry.kind, EventKind::Moving { step: Step::Dump, .. }))
+            .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+        signal(nix::sys::signal::Signal::SIGKILL);
+        let done = moving.finish(SOON).expect("ends");
+        assert!(!done.good(), "{done:?}");
+        let entry = failure(vm);
+        assert!(matches!(&entry.kind, EventKind::MoveFailed { step: Step::Transfer, .. }), "{entry:?}");
+        lives_on(vm, &tid, "h2");
+        sempa_tests::testbed::gone(target, "pvm-tasker", SOON).expect("the tasker ends with its daemon");
+        release(bed, source);
+        assert!(vm.migrate(&tid, "h1").expect("ends").good(), "{}", vm.logs());
+        lives_on(vm, &tid, "h1");
+    });
+}

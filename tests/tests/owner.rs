@@ -1,0 +1,91 @@
+//! The main job: guests leave a host whose owner comes back, go on elsewhere, and the host is used again later.
+
+use sempa_proto::event::EventKind;
+use sempa_tests::needs::testbed;
+use sempa_tests::run::must;
+use sempa_tests::ssh::Login;
+use sempa_tests::vm::Settings;
+use sempa_tests::{Vm, eventually};
+use std::time::Duration;
+
+const SOON: Duration = Duration::from_secs(60);
+
+fn ask(vm: &Vm, tid: &str) -> u64 {
+    let mut command = vm.command(vm.bed().host(1), vm.home().join("pvm3/bin/LINUX64/hold"));
+    command.args(["ask", tid]);
+    let done = must(command, SOON).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    assert!(done.out.contains("sum GOOD"), "{done:?}");
+    done.out.split(' ').nth(1).and_then(|count| count.parse().ok()).unwrap_or_else(|| panic!("{done:?}"))
+}
+
+fn with_policy(policy: &str, hosts: usize, test: impl FnOnce(&Vm)) {
+    let Some((bed, prefix)) = testbed(hosts) else { return };
+    let rm = format!("{} --policy {policy}", prefix.join("bin/pvm-rm").display());
+    let vm = Vm::start(&bed, &prefix, Settings { rm: Some(rm), ..Settings::default() }).expect("a virtual machine");
+    let others: Vec<&str> = bed.hosts()[1..].iter().map(|host| host.name()).collect();
+    vm.add(&others).expect("the others join");
+    eventually(SOON, || {
+        let tasks = vm.tasks().map_err(|error| format!("{error:#}"))?;
+        let watchers = tasks.iter().filter(|task| task.name.ends_with("pvm-load-watcher")).count();
+        if watchers == hosts { Ok(()) } else { Err(format!("{watchers} watchers: {tasks:?}\n{}", vm.logs())) }
+    })
+    .expect("a load watcher on every host");
+    vm.program("hold").expect("gcc");
+    test(&vm);
+    vm.halt().expect("halts");
+}
+
+#[test]
+fn guests_leave_when_the_owner_logs_in_and_the_host_is_used_again_after() {
+    with_policy("load", 3, |vm| {
+        let guests: Vec<String> = (0..2).map(|_| vm.spawn(&["-h2", "hold", "16"]).expect("spawned")).collect();
+        let native = vm.spawn(&["-h3", "hold", "1"]).expect("spawned");
+        let counts: Vec<u64> = guests.iter().map(|tid| ask(vm, tid)).collect();
+        let login = Login::new(vm.bed(), "olga", vm.bed().host(2)).expect("a login");
+        vm.event(SOON, "clean host", |entry| matches!(entry.kind, EventKind::HostClean { .. }))
+            .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+        for (tid, count) in guests.iter().zip(counts) {
+            assert_ne!(vm.host_of(tid).expect("alive"), "h2");
+            assert!(ask(vm, tid) > count, "{tid} has gone on counting");
+        }
+        assert_eq!(vm.host_of(&native).expect("alive"), "h3", "nobody else was moved");
+        let left: Vec<_> = vm.bed().host(2).processes().into_iter().filter(|(_, line)| line.contains("hold")).collect();
+        assert!(left.is_empty(), "{left:?}");
+        login.out().expect("logs out");
+        vm.event(SOON, "absent owner", |entry| matches!(entry.kind, EventKind::OwnerAbsent { .. })).expect("seen");
+        eventually(SOON, || {
+            let tid = vm.spawn(&["hold", "1"]).map_err(|error| format!("{error:#}"))?;
+            let host = vm.host_of(&tid).map_err(|error| format!("{error:#}"))?;
+            if host == "h2" { Ok(()) } else { Err(format!("placed on {host}")) }
+        })
+        .expect("h2 is used again");
+        for tid in &guests {
+            assert_ne!(vm.host_of(tid).expect("alive"), "h2", "nobody is moved back without need");
+        }
+    });
+}
+
+#[test]
+fn no_task_is_placed_on_a_host_while_its_owner_is_there() {
+    with_policy("load", 2, |vm| {
+        let login = Login::new(vm.bed(), "olga", vm.bed().host(2)).expect("a login");
+        vm.event(SOON, "present owner", |entry| matches!(entry.kind, EventKind::OwnerPresent { .. })).expect("seen");
+        for _ in 0..4 {
+            let tid = vm.spawn(&["hold", "1"]).expect("spawned");
+            assert_eq!(vm.host_of(&tid).expect("alive"), "h1");
+        }
+        login.out().expect("logs out");
+    });
+}
+
+#[test]
+fn round_robin_places_in_turn() {
+    with_policy("round-robin", 2, |vm| {
+        let mut hosts: Vec<String> = (0..4)
+            .map(|_| vm.spawn(&["hold", "1"]).expect("spawned"))
+            .map(|tid| vm.host_of(&tid).expect("alive"))
+            .collect();
+        hosts.sort();
+        assert_eq!(hosts, ["h1", "h1", "h2", "h2"]);
+    });
+}

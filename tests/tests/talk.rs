@@ -1,0 +1,135 @@
+//! Six tasks on three hosts talk, everybody to everybody, and are moved while they do.
+
+use sempa_proto::event::EventKind;
+use sempa_proto::migration::Step;
+use sempa_tests::needs::testbed;
+use sempa_tests::run::Running;
+use sempa_tests::vm::Settings;
+use sempa_tests::{Vm, eventually};
+use std::collections::HashMap;
+use std::io::Write;
+use std::process::Stdio;
+use std::time::Duration;
+
+const SOON: Duration = Duration::from_secs(60);
+const LONG: Duration = Duration::from_secs(240);
+const MOVES: usize = 50;
+const HOSTS: [&str; 3] = ["h1", "h2", "h3"];
+
+/// The director, and its workers as (tid, host).
+struct Talk {
+    director: Running,
+    workers: Vec<(String, String)>,
+}
+
+impl Talk {
+    fn start(vm: &Vm, words: &[&str]) -> Talk {
+        let program = vm.program("all_to_all").expect("gcc");
+        let mut command = vm.command(vm.bed().host(1), program);
+        command.args(words).args(HOSTS);
+        let director = Running::start(command, Stdio::piped()).expect("it starts");
+        let workers = eventually(SOON, || {
+            let out = director.out_so_far().map_err(|error| error.to_string())?;
+            let lines = out.lines().filter_map(|line| line.strip_prefix("worker "));
+            let workers: Vec<(String, String)> = lines
+                .filter_map(|line| {
+                    let words: Vec<&str> = line.split(' ').collect();
+                    Some((words.get(1)?.to_string(), words.get(2)?.to_string()))
+                })
+                .collect();
+            let talking = (0..6).all(|i| out.contains(&format!("progress {i} ")));
+            if workers.len() == 6 && talking {
+                Ok(workers)
+            } else {
+                Err(format!("not all talk yet: {} {}", tail(&out), director.err_so_far().unwrap_or_default()))
+            }
+        });
+        Talk { director, workers: workers.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs())) }
+    }
+
+    /// Has everybody finish; panics unless nothing was lost, doubled, damaged or out of order.
+    fn finish(mut self, vm: &Vm) -> String {
+        self.director.take_stdin().expect("piped").write_all(b"end\n").expect("it listens");
+        let done = self.director.finish(LONG).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+        let summary = done.out.lines().filter(|line| !line.starts_with("progress")).collect::<Vec<_>>().join("\n");
+        assert!(done.good(), "{}\n{summary}\n{}\n{}", done.status, done.err, vm.logs());
+        assert!(summary.contains("lost=0 doubled=0 disordered=0 damaged=0"), "{summary}");
+        summary
+    }
+}
+
+fn tail(text: &str) -> &str {
+    let from = text.len().saturating_sub(300);
+    text.get(from..).unwrap_or(text)
+}
+
+#[test]
+fn nothing_is_lost_doubled_or_out_of_order_through_fifty_random_moves() {
+    let Some((bed, prefix)) = testbed(3) else { return };
+    let vm = Vm::start(&bed, &prefix, Settings::default()).expect("a virtual machine");
+    vm.add(&["h2", "h3"]).expect("the others join");
+    let mut talk = Talk::start(&vm, &[]);
+    let mut dice: u64 = 0x2545_f491_4f6c_dd1d;
+    let mut moved: HashMap<usize, usize> = HashMap::new();
+    for number in 0..MOVES {
+        dice ^= dice << 13;
+        dice ^= dice >> 7;
+        dice ^= dice << 17;
+        // The three that compute, block and send large messages are moved as often as all others together.
+        let who = (dice >> 20) as usize % 6;
+        let (tid, host) = &mut talk.workers[who];
+        let others: Vec<&str> = HOSTS.into_iter().filter(|name| name != host).collect();
+        let to = others[(dice >> 40) as usize % 2];
+        let done = vm.migrate(tid, to).expect("the console ends");
+        assert!(done.good(), "move {number} of {tid} from {host} to {to}: {done:?}\n{}", vm.logs());
+        *host = to.to_string();
+        *moved.entry(who).or_default() += 1;
+    }
+    assert!((0..3).all(|who| moved.contains_key(&who)), "the three special tasks have moved: {moved:?}");
+    for (tid, host) in &talk.workers {
+        assert_eq!(&vm.host_of(tid).expect("a task"), host);
+    }
+    eprintln!("{}", talk.finish(&vm));
+    vm.halt().expect("halts");
+}
+
+#[test]
+fn peers_compute_and_talk_on_while_a_task_is_moved() {
+    let Some((bed, prefix)) = testbed(3) else { return };
+    let vm = Vm::start(&bed, &prefix, Settings::default()).expect("a virtual machine");
+    vm.add(&["h2", "h3"]).expect("the others join");
+    let talk = Talk::start(&vm, &["-b", "192"]);
+    let tid = talk.workers[2].0.clone();
+    let done = vm.migrate(&tid, "h1").expect("the console ends");
+    assert!(done.good(), "{done:?}\n{}", vm.logs());
+    let events = vm.events().expect("the log");
+    let at = |what: &str, is_it: &dyn Fn(&EventKind) -> bool| {
+        events.iter().find(|entry| is_it(&entry.kind)).unwrap_or_else(|| panic!("no {what}: {events:?}")).at_us
+    };
+    let from = at("stop", &|kind| matches!(kind, EventKind::Moving { step: Step::Stop, .. }));
+    let to = at("restore", &|kind| matches!(kind, EventKind::Moving { step: Step::Restore, .. }));
+    assert!(from < to, "{events:?}");
+    let out = eventually(SOON, || {
+        let out = talk.director.out_so_far().map_err(|error| error.to_string())?;
+        let last = out.lines().filter_map(progress).map(|(_, at, _)| at).max().unwrap_or(0);
+        if last > to + 100_000 { Ok(out) } else { Err("no progress after the move".to_string()) }
+    })
+    .expect("progress");
+    for peer in [0, 1, 3, 4, 5] {
+        let within = out.lines().filter_map(progress).filter(|(who, at, _)| *who == peer && (from..to).contains(at));
+        let counts: Vec<u64> = within.map(|(_, _, count)| count).collect();
+        assert!(
+            counts.len() >= 2 && counts.last() > counts.first(),
+            "worker {peer} stood still in the {} ms of the move: {counts:?}",
+            (to - from) / 1000
+        );
+    }
+    talk.finish(&vm);
+    vm.halt().expect("halts");
+}
+
+/// (worker, time in microseconds, count) of a line of the director.
+fn progress(line: &str) -> Option<(usize, u64, u64)> {
+    let mut words = line.strip_prefix("progress ")?.split(' ');
+    Some((words.next()?.parse().ok()?, words.next()?.parse().ok()?, words.next()?.parse().ok()?))
+}
