@@ -2,9 +2,10 @@
 //!
 //! * [`protocol`]: coordinator, source and target of a move as state machines.
 //! * [`engine`]: the contract of whatever dumps and restores processes.
-
+//! * [`criu`]: the engine that works for any process.
 //! * [`facts`]: what a task is and holds, and whether a host can take it.
 
 pub mod criu;
 pub mod engine;
+pub mod facts;
 pub mod protocol;

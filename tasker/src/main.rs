@@ -4,12 +4,16 @@
 //! stops, dumps, restores and reaps task processes as it is told, and reports. When its socket closes it kills all of
 //! them and ends.
 
+mod carry;
 mod control;
 mod moves;
 mod namespace;
+mod stop;
 mod supervisor;
 mod sys;
 mod task;
+mod trial;
+mod workers;
 
 use anyhow::{Context, bail};
 use nix::sys::signal::{SigHandler, Signal};

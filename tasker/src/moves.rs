@@ -1,81 +1,609 @@
-//! Moving tasks: what the tasker does as source and as target of a move.
+//! Moving tasks: what the tasker does as source (stop, dump, continue or kill) and as target (prepare, restore, run or
+//! discard) of a move. It decides nothing; it makes sure that whatever fails, the source's task can go on and nothing is
+//! left at the target.
 
+use crate::carry::Carry;
+use crate::namespace::Namespace;
+use crate::stop;
 use crate::supervisor::Supervisor;
-use crate::task::{Phase, Task};
-use nix::sys::eventfd::{EfdFlags, EventFd};
-use sempa_proto::migration::{Failure, Refusal};
-use sempa_proto::tasker::{FromTasker, ToTasker};
-use sempa_proto::{HostId, MigrationId};
+use crate::sys::{self, Child};
+use crate::task::{Output, Phase, Task, micros};
+use crate::trial::Trial;
+use crate::workers::{Outcome, Workers};
+use checkpoint::engine::{Cancel, DumpJob, Engine, Held, Limits, Outside, RestoreJob};
+use checkpoint::facts::{HashCache, Subject, ThisHost};
+use sempa_proto::migration::{Failure, Refusal, TaskFacts, Usage};
+use sempa_proto::tasker::{DumpReport, FromTasker, ToTasker};
+use sempa_proto::{HostId, MigrationId, Tid};
+use std::collections::BTreeMap;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::BorrowedFd;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
-const NO_ENGINE: &str = "this tasker was built without a dump engine";
+/// How long the processes of a task may take to stop.
+const STOP_ALLOWED: Duration = Duration::from_secs(2);
+/// Time of a dump or restore apart from its size.
+const ENGINE_ALLOWED_BASE: Duration = Duration::from_secs(10);
+/// Image bytes for which a dump or restore gets one second more; fresh memory is slow on virtual machines.
+const ENGINE_BYTES_PER_SECOND: u64 = 100 << 20;
+/// How long a restored task may take to be let go.
+const RELEASE_ALLOWED: Duration = Duration::from_secs(10);
+/// Moves to this host that are prepared or further; one more is refused.
+const TARGETS_MAX: usize = 64;
+/// Orders kept until it is known whether the engine works.
+const DEFERRED_MAX: usize = 256;
 
-/// Moves under way on this host.
+/// Said when the tasker may not make namespaces.
+const NO_NAMESPACES: &str =
+    "the tasker may not make process-id namespaces here; run the daemon as root or give pvm-tasker CAP_SYS_ADMIN";
+
+/// What is known of the engine.
+#[derive(Clone, Debug)]
+pub(crate) enum EngineState {
+    /// It starts, this is its version, and a trial is under way.
+    Trying(String),
+    /// A trial dump and restore went well.
+    Works(String),
+    /// It cannot be used; why, and how to get one.
+    Broken(String),
+}
+
+/// A move to this host.
+struct Target {
+    tid: Tid,
+    namespace: Namespace,
+    stage: Stage,
+}
+
+enum Stage {
+    /// There is room for it.
+    Prepared,
+    /// The engine builds it.
+    Restoring { worker: u64, carry: Carry, output: Output, discard: bool },
+    /// It is built and nothing runs.
+    Held { held: Box<dyn Held>, process: Child, carry: Carry, output: Output },
+    /// It is being let go.
+    Releasing { worker: u64, process: Child, carry: Carry, output: Output, used: Usage, discard: bool },
+}
+
+/// Moves under way on this host, and the engine that does the work.
 pub(crate) struct Moves {
-    wake: EventFd,
+    pub(crate) engine: Option<Arc<dyn Engine>>,
+    pub(crate) state: EngineState,
+    pub(crate) workers: Workers,
+    pub(crate) trial: Option<Trial>,
+    targets: BTreeMap<MigrationId, Target>,
+    deferred: Vec<ToTasker>,
+    hashes: Arc<HashCache>,
 }
 
 impl Moves {
-    pub(crate) fn new(_namespaces: bool) -> io::Result<Moves> {
-        Ok(Moves { wake: EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)? })
+    /// Looks for the engine and asks for its version.
+    ///
+    /// # Errors
+    /// When there is no descriptor left.
+    pub(crate) fn new(namespaces: bool) -> io::Result<Moves> {
+        let located = checkpoint::criu::Criu::locate(|name| std::env::var_os(name));
+        let (engine, state) = match located.and_then(|criu| Ok((criu.probe()?, criu))) {
+            Ok(_) if !namespaces => (None, EngineState::Broken(NO_NAMESPACES.into())),
+            Ok((version, criu)) => (Some(Arc::new(criu) as Arc<dyn Engine>), EngineState::Trying(version)),
+            Err(why) => (None, EngineState::Broken(why)),
+        };
+        Ok(Moves {
+            engine,
+            state,
+            workers: Workers::new()?,
+            trial: None,
+            targets: BTreeMap::new(),
+            deferred: Vec::new(),
+            hashes: Arc::new(HashCache::default()),
+        })
     }
 
+    /// The engine's version, or why there is none.
     pub(crate) fn engine_state(&self) -> Result<String, String> {
-        Err(NO_ENGINE.into())
+        match &self.state {
+            EngineState::Trying(version) | EngineState::Works(version) => Ok(version.clone()),
+            EngineState::Broken(why) => Err(why.clone()),
+        }
     }
 
+    /// Readable when workers have something to say.
     pub(crate) fn wake(&self) -> BorrowedFd<'_> {
-        self.wake.as_fd()
+        self.workers.wake()
     }
 
+    /// The held copies, each with a descriptor that becomes readable when it is lost.
     pub(crate) fn held(&self) -> impl Iterator<Item = (MigrationId, BorrowedFd<'_>)> {
-        std::iter::empty()
+        self.targets.iter().filter_map(|(migration, target)| match &target.stage {
+            Stage::Held { held, .. } => Some((*migration, held.lost())),
+            _ => None,
+        })
     }
 
-    pub(crate) fn waits_for(&self, _pid: i32) -> bool {
-        false
+    /// True for processes that only their own waiter may reap.
+    pub(crate) fn waits_for(&self, pid: i32) -> bool {
+        let held = |target: &Target| match &target.stage {
+            Stage::Held { held, process, .. } => held.engine_pid() == pid || process.pid == pid,
+            Stage::Releasing { process, .. } => process.pid == pid,
+            _ => false,
+        };
+        self.workers.waits_for(pid) || self.targets.values().any(held)
     }
 
+    /// True when no thread runs.
     pub(crate) fn is_idle(&self) -> bool {
-        true
+        self.workers.is_idle()
     }
 
-    pub(crate) fn cancel_all(&mut self) {}
+    /// Calls everything off and forgets all copies; for the end of the tasker.
+    pub(crate) fn cancel_all(&mut self) {
+        self.workers.cancel_all();
+        self.targets.clear();
+        self.trial = None;
+    }
 }
 
 impl Supervisor {
-    pub(crate) fn begin_trial(&mut self) {}
-
-    pub(crate) fn hear_workers(&mut self) {}
-
-    pub(crate) fn held_lost(&mut self, _migration: MigrationId) {}
-
-    pub(crate) fn look_at_stopping(&mut self) {}
-
-    pub(crate) fn abandon_move_of(&mut self, _task: &Task) {}
-
+    /// Carries out an order that is about a move.
     pub(crate) fn obey_move(&mut self, order: ToTasker) {
-        let refusal = Refusal::NoEngine { host: HostId::MASTER, why: NO_ENGINE.into() };
-        let failure = Failure::Engine(NO_ENGINE.into());
-        let answer = match order {
-            ToTasker::Start(_) | ToTasker::Signal { .. } | ToTasker::Kill { .. } => return,
-            ToTasker::Inspect { migration, .. } => FromTasker::Inspected { migration, result: Err(refusal) },
-            ToTasker::Prepare { migration, .. } => FromTasker::Prepared { migration, verdict: vec![refusal] },
-            ToTasker::Stop { migration, .. } => FromTasker::Stopped { migration, result: Err(failure) },
-            ToTasker::Dump { migration, .. } => FromTasker::Dumped { migration, result: Err(failure) },
-            ToTasker::Continue { migration, .. } => FromTasker::Continued { migration },
-            ToTasker::KillMoved { migration, tid } => {
-                if let Some(task) = self.tasks.get_mut(&tid) {
-                    task.phase = Phase::Leaving { migration };
-                    task.kill();
-                }
-                return;
-            }
-            ToTasker::Restore { migration, .. } => FromTasker::Restored { migration, result: Err(failure) },
-            ToTasker::Run { migration, .. } => FromTasker::Ran { migration, result: Err(failure) },
-            ToTasker::Discard { migration } => FromTasker::Discarded { migration },
-        };
-        self.say(&answer);
+        if matches!(self.moves.state, EngineState::Trying(_))
+            && matches!(order, ToTasker::Inspect { .. } | ToTasker::Prepare { .. })
+            && self.moves.deferred.len() < DEFERRED_MAX
+        {
+            self.moves.deferred.push(order);
+            return;
+        }
+        match order {
+            ToTasker::Inspect { migration, tid } => self.inspect(migration, tid),
+            ToTasker::Prepare { migration, tid, facts } => self.prepare(migration, tid, facts),
+            ToTasker::Stop { migration, tid } => self.stop(migration, tid),
+            ToTasker::Dump { migration, tid, dir } => self.dump(migration, tid, dir),
+            ToTasker::Continue { migration, tid } => self.continue_task(migration, tid),
+            ToTasker::KillMoved { migration, tid } => self.kill_moved(migration, tid),
+            ToTasker::Restore { migration, tid, dir } => self.restore(migration, tid, &dir),
+            ToTasker::Run { migration, used } => self.release(migration, used),
+            ToTasker::Discard { migration } => self.discard(migration),
+            ToTasker::Start(_) | ToTasker::Signal { .. } | ToTasker::Kill { .. } => {}
+        }
     }
+
+    /// The engine's trial is over: what waited for it goes on.
+    pub(crate) fn take_up_deferred(&mut self) {
+        for order in std::mem::take(&mut self.moves.deferred) {
+            self.obey_move(order);
+        }
+    }
+
+    /// Takes what workers have finished.
+    pub(crate) fn hear_workers(&mut self) {
+        for outcome in self.moves.workers.finished() {
+            match outcome {
+                Outcome::Dumped { migration, tid, result } => self.dumped(migration, tid, result),
+                Outcome::Held { migration, result } => self.restored(migration, result),
+                Outcome::Released { migration, result } => self.released(migration, result),
+                Outcome::Inspected { migration, result } => self.say(&FromTasker::Inspected { migration, result }),
+                Outcome::Compared { migration, tid, verdict } => self.compared(migration, tid, verdict),
+                Outcome::TrialDumped(result) => self.trial_dumped(result),
+                Outcome::TrialHeld(result) => self.trial_held(result),
+            }
+        }
+    }
+
+    fn no_engine(&self) -> Option<Refusal> {
+        // The daemon knows which host this is and puts it in.
+        self.moves.engine_state().err().map(|why| Refusal::NoEngine { host: HostId::MASTER, why })
+    }
+
+    // ---- source ----
+
+    fn inspect(&mut self, migration: MigrationId, tid: Tid) {
+        let refused = match (self.tasks.get(&tid), self.no_engine()) {
+            (None, _) => Some(Refusal::NoSuchTask),
+            (Some(_), no_engine) => no_engine,
+        };
+        let namespace = self.tasks.get(&tid).and_then(|task| task.namespace.as_ref().map(|n| (n, task.process.pid)));
+        let (None, Some((namespace, pid))) = (&refused, namespace) else {
+            let result = Err(refused.unwrap_or(Refusal::Holds { what: NO_NAMESPACES.into() }));
+            return self.say(&FromTasker::Inspected { migration, result });
+        };
+        let subject = Subject { root: pid, processes: namespace.pids() };
+        let engine = self.moves.engine_state().unwrap_or_default();
+        let hashes = self.moves.hashes.clone();
+        let work =
+            move || Outcome::Inspected { migration, result: checkpoint::facts::inspect(&subject, engine, &hashes) };
+        if let Err(why) = self.begin_reading(work) {
+            let result = Err(Refusal::Holds { what: format!("something that could not be looked at: {why}") });
+            self.say(&FromTasker::Inspected { migration, result });
+        }
+    }
+
+    fn begin_reading(&mut self, work: impl FnOnce() -> Outcome + Send + 'static) -> Result<u64, Failure> {
+        let cancel = Cancel::new().map_err(|e| Failure::Io(e.to_string()))?;
+        self.moves.workers.start(&cancel, None, work)
+    }
+
+    fn stop(&mut self, migration: MigrationId, tid: Tid) {
+        let result = match self.tasks.get_mut(&tid) {
+            None => Err(Failure::TaskEnded),
+            Some(Task { namespace: None, .. }) => Err(Failure::Engine(NO_NAMESPACES.into())),
+            Some(task) if !matches!(task.phase, Phase::Running) => {
+                Err(Failure::CalledOff("another move of the task is under way on this host".into()))
+            }
+            Some(Task { namespace: Some(namespace), phase, stopped_before, .. }) => {
+                *stopped_before = stop::stopped_now(namespace);
+                stop::stop_all(namespace);
+                *phase = Phase::Stopping { migration, until: Instant::now() + STOP_ALLOWED };
+                Ok(())
+            }
+        };
+        match result {
+            Ok(()) => self.look_at_stopping(),
+            Err(why) => self.say(&FromTasker::Stopped { migration, result: Err(why) }),
+        }
+    }
+
+    /// Looks whether the tasks that were told to stop have stopped.
+    pub(crate) fn look_at_stopping(&mut self) {
+        let now = Instant::now();
+        let mut done = Vec::new();
+        for (tid, task) in &mut self.tasks {
+            let (Phase::Stopping { migration, until }, Some(namespace)) = (&task.phase, &task.namespace) else {
+                continue;
+            };
+            let migration = *migration;
+            if stop::all_still(namespace) {
+                task.phase = Phase::Stopped { migration };
+                done.push((*tid, migration, Ok(())));
+            } else if now >= *until {
+                // It stays in this phase: the daemon continues it like any move that failed.
+                task.phase = Phase::Stopped { migration };
+                done.push((*tid, migration, Err(Failure::Deadline { allowed: micros(STOP_ALLOWED) })));
+            }
+        }
+        for (tid, migration, result) in done {
+            // Nobody writes any more: with the pipe empty nothing of it can be in the images and come twice.
+            self.drain_output(tid);
+            self.say(&FromTasker::Stopped { migration, result });
+        }
+    }
+
+    fn dump(&mut self, migration: MigrationId, tid: Tid, dir: PathBuf) {
+        match self.start_dump(migration, tid, dir) {
+            Ok(worker) => {
+                if let Some(task) = self.tasks.get_mut(&tid) {
+                    task.phase = Phase::Dumping { migration, worker, called_off: false };
+                }
+            }
+            Err(why) => self.say(&FromTasker::Dumped { migration, result: Err(why) }),
+        }
+    }
+
+    fn start_dump(&mut self, migration: MigrationId, tid: Tid, dir: PathBuf) -> Result<u64, Failure> {
+        let task = self.tasks.get(&tid).ok_or(Failure::TaskEnded)?;
+        let (Phase::Stopped { migration: stopped_for }, Some(namespace)) = (&task.phase, &task.namespace) else {
+            return Err(Failure::Engine(format!("{tid} is not stopped for a move")));
+        };
+        if *stopped_for != migration {
+            return Err(Failure::Engine(format!("{tid} is stopped for another move, {stopped_for}")));
+        }
+        let engine = self.moves.engine.as_ref().ok_or_else(|| self.broken())?;
+        private_directory(&dir)?;
+        let memory = resident_bytes(&namespace.pids());
+        let carried = (task.output.inode(), task.stopped_before.clone());
+        let limits = limits_for(memory)?;
+        let job = DumpJob { pid: task.process.pid, dir: dir.clone(), pid_namespace: namespace.inode() };
+        let dumping = engine.start_dump(job)?;
+        let (cancel, pid) = (limits.cancel.clone(), dumping.engine_pid());
+        self.moves.workers.start(&cancel, Some(pid), move || {
+            let result = dumping.finish(&limits).and_then(|report| {
+                let written = Carry::of(&dir, carried.0, carried.1)?.write(&dir)?;
+                Ok(DumpReport { bytes: report.bytes + written, files: report.files + 1 })
+            });
+            Outcome::Dumped { migration, tid, result }
+        })
+    }
+
+    fn broken(&self) -> Failure {
+        Failure::Engine(self.moves.engine_state().err().unwrap_or_else(|| "there is no dump engine".into()))
+    }
+
+    fn dumped(&mut self, migration: MigrationId, tid: Tid, result: Result<DumpReport, Failure>) {
+        let Some(task) = self.tasks.get_mut(&tid) else {
+            return self.say(&FromTasker::Dumped { migration, result: Err(Failure::TaskEnded) });
+        };
+        let mut go_on = false;
+        if let Phase::Dumping { migration: of, called_off, .. } = task.phase
+            && of == migration
+        {
+            go_on = called_off;
+            task.phase = Phase::Stopped { migration };
+            if let (Err(_), Some(namespace)) = (&result, &task.namespace) {
+                // An engine that died may have left it in any state; it is to be as it was.
+                stop::stop_all(namespace);
+            }
+        }
+        self.say(&FromTasker::Dumped { migration, result });
+        if go_on {
+            self.continue_task(migration, tid);
+        }
+    }
+
+    fn continue_task(&mut self, migration: MigrationId, tid: Tid) {
+        if let Some(task) = self.tasks.get_mut(&tid) {
+            match &mut task.phase {
+                Phase::Dumping { worker, called_off, .. } => {
+                    // The answer comes when the engine is dead.
+                    *called_off = true;
+                    let worker = *worker;
+                    return self.moves.workers.cancel(worker);
+                }
+                Phase::Stopping { migration: of, .. } | Phase::Stopped { migration: of } if *of == migration => {
+                    task.go_on();
+                }
+                _ => {}
+            }
+        }
+        self.say(&FromTasker::Continued { migration });
+    }
+
+    fn kill_moved(&mut self, migration: MigrationId, tid: Tid) {
+        match self.tasks.get_mut(&tid) {
+            Some(task) => {
+                if let Phase::Dumping { worker, .. } = task.phase {
+                    self.moves.workers.cancel(worker);
+                }
+                task.phase = Phase::Leaving { migration };
+                task.kill();
+            }
+            // It has ended by itself, and was reported then.
+            None => self.say(&FromTasker::SourceGone { migration, used: Usage::default() }),
+        }
+    }
+
+    /// A task has ended while it was stopped for a move: whoever waits for a step of it gets an answer.
+    pub(crate) fn abandon_move_of(&mut self, task: &Task) {
+        match task.phase {
+            Phase::Stopping { migration, .. } => {
+                self.say(&FromTasker::Stopped { migration, result: Err(Failure::TaskEnded) });
+            }
+            Phase::Dumping { worker, .. } => self.moves.workers.cancel(worker),
+            Phase::Running | Phase::Stopped { .. } | Phase::Leaving { .. } => {}
+        }
+    }
+
+    // ---- target ----
+
+    fn prepare(&mut self, migration: MigrationId, tid: Tid, facts: TaskFacts) {
+        let refuse = |verdict| FromTasker::Prepared { migration, verdict };
+        if let Some(refusal) = self.no_engine() {
+            return self.say(&refuse(vec![refusal]));
+        }
+        let host = ThisHost::new(self.moves.hashes.clone());
+        let compare = move || Outcome::Compared { migration, tid, verdict: checkpoint::facts::compare(&facts, &host) };
+        if let Err(why) = self.begin_reading(compare) {
+            self.say(&refuse(vec![no_room(&why)]));
+        }
+    }
+
+    fn compared(&mut self, migration: MigrationId, tid: Tid, mut verdict: Vec<Refusal>) {
+        if verdict.is_empty()
+            && let Err(why) = self.make_room(migration, tid)
+        {
+            verdict.push(no_room(&why));
+        }
+        self.say(&FromTasker::Prepared { migration, verdict });
+    }
+
+    fn make_room(&mut self, migration: MigrationId, tid: Tid) -> Result<(), Failure> {
+        if self.moves.targets.contains_key(&migration) {
+            return Err(Failure::Engine(format!("{migration} is prepared here already")));
+        }
+        if self.moves.targets.len() >= TARGETS_MAX {
+            return Err(Failure::Engine(format!("{TARGETS_MAX} moves to this host are under way, the limit")));
+        }
+        if self.tasks.contains_key(&tid) {
+            return Err(Failure::Engine(format!("{tid} runs here already")));
+        }
+        let namespace = Namespace::new().map_err(|e| Failure::Io(format!("no process-id namespace: {e}")))?;
+        self.moves.targets.insert(migration, Target { tid, namespace, stage: Stage::Prepared });
+        Ok(())
+    }
+
+    fn restore(&mut self, migration: MigrationId, tid: Tid, dir: &Path) {
+        let room = match self.moves.targets.get(&migration) {
+            Some(Target { stage: Stage::Prepared, tid: of, .. }) if *of == tid => Ok(()),
+            Some(_) => Err(Failure::Engine(format!("{migration} is not waiting for the images of {tid}"))),
+            None => self.make_room(migration, tid),
+        };
+        if let Err(why) = room {
+            return self.say(&FromTasker::Restored { migration, result: Err(why) });
+        }
+        let started = self.start_restore(migration, dir);
+        match (started, self.moves.targets.get_mut(&migration)) {
+            (Ok(stage), Some(target)) => target.stage = stage,
+            (Ok(_), None) => {}
+            (Err(why), _) => self.clear_target(migration, vec![FromTasker::Restored { migration, result: Err(why) }]),
+        }
+    }
+
+    fn start_restore(&mut self, migration: MigrationId, dir: &Path) -> Result<Stage, Failure> {
+        let target = self.moves.targets.get(&migration).ok_or(Failure::TaskEnded)?;
+        let engine = self.moves.engine.as_ref().ok_or_else(|| self.broken())?;
+        let carry = Carry::read(dir)?;
+        let io = |e: io::Error| Failure::Io(format!("cannot restore: {e}"));
+        let (output, theirs) = Output::new().map_err(io)?;
+        let limits = limits_for(carry.image_bytes())?;
+        let job = RestoreJob {
+            dir: dir.into(),
+            outside: Outside { output_pipe: carry.output_pipe },
+            pid_namespace: target.namespace.file().try_clone_to_owned().map_err(io)?,
+            output: theirs,
+        };
+        let restoring = engine.start_restore(job)?;
+        let (cancel, pid) = (limits.cancel.clone(), restoring.engine_pid());
+        let hold = move || Outcome::Held { migration, result: restoring.hold(&limits) };
+        let worker = self.moves.workers.start(&cancel, Some(pid), hold)?;
+        Ok(Stage::Restoring { worker, carry, output, discard: false })
+    }
+
+    fn restored(&mut self, migration: MigrationId, result: Result<Box<dyn Held>, Failure>) {
+        let Some(target) = self.moves.targets.get_mut(&migration) else {
+            if let Ok(held) = result {
+                held.refuse();
+            }
+            return;
+        };
+        let Stage::Restoring { carry, output, discard, .. } = std::mem::replace(&mut target.stage, Stage::Prepared)
+        else {
+            return;
+        };
+        let adopted = result.and_then(|held| {
+            let pid = held.pid();
+            let pidfd = sys::pidfd_of(pid).map_err(|e| Failure::Io(format!("no descriptor for process {pid}: {e}")))?;
+            Ok((held, Child { pid, pidfd }))
+        });
+        match adopted {
+            Ok((held, process)) if !discard => {
+                let pid = process.pid;
+                target.stage = Stage::Held { held, process, carry, output };
+                self.say(&FromTasker::Restored { migration, result: Ok(pid) });
+            }
+            Ok((held, _)) => {
+                held.refuse();
+                let off = Err(Failure::CalledOff("the move was discarded".into()));
+                let last = FromTasker::Restored { migration, result: off };
+                self.clear_target(migration, vec![last, FromTasker::Discarded { migration }]);
+            }
+            Err(why) => {
+                let mut last = vec![FromTasker::Restored { migration, result: Err(why) }];
+                last.extend(discard.then_some(FromTasker::Discarded { migration }));
+                self.clear_target(migration, last);
+            }
+        }
+    }
+
+    /// The engine has ended while it held a copy; the copy cannot run any more.
+    pub(crate) fn held_lost(&mut self, migration: MigrationId) {
+        let Some(target) = self.moves.targets.get_mut(&migration) else { return };
+        if let Stage::Held { held, .. } = std::mem::replace(&mut target.stage, Stage::Prepared) {
+            held.refuse();
+            let why = Failure::Engine("the engine ended while it held the restored task".into());
+            self.clear_target(migration, vec![FromTasker::Restored { migration, result: Err(why) }]);
+        }
+    }
+
+    fn release(&mut self, migration: MigrationId, used: Usage) {
+        let not_held = Failure::Engine(format!("nothing is held here for {migration}"));
+        let Some(target) = self.moves.targets.get_mut(&migration) else {
+            return self.say(&FromTasker::Ran { migration, result: Err(not_held) });
+        };
+        let (held, process, carry, output) = match std::mem::replace(&mut target.stage, Stage::Prepared) {
+            Stage::Held { held, process, carry, output } => (held, process, carry, output),
+            other => {
+                target.stage = other;
+                return self.say(&FromTasker::Ran { migration, result: Err(not_held) });
+            }
+        };
+        let started = Cancel::new().map_err(|e| Failure::Io(e.to_string())).and_then(|cancel| {
+            let limits = Limits { allowed: RELEASE_ALLOWED, cancel: cancel.clone() };
+            let engine = held.engine_pid();
+            let work = move || Outcome::Released { migration, result: held.release(&limits) };
+            self.moves.workers.start(&cancel, Some(engine), work)
+        });
+        match (started, self.moves.targets.get_mut(&migration)) {
+            (Ok(worker), Some(target)) => {
+                target.stage = Stage::Releasing { worker, process, carry, output, used, discard: false };
+            }
+            (Ok(_), None) => {}
+            (Err(why), _) => self.clear_target(migration, vec![FromTasker::Ran { migration, result: Err(why) }]),
+        }
+    }
+
+    fn released(&mut self, migration: MigrationId, result: Result<(), Failure>) {
+        let Some(Target { tid, namespace, stage }) = self.moves.targets.remove(&migration) else { return };
+        let Stage::Releasing { process, carry, output, used, discard, .. } = stage else {
+            self.moves.targets.insert(migration, Target { tid, namespace, stage });
+            return;
+        };
+        if result.is_err() || discard {
+            let mut last = vec![FromTasker::Ran { migration, result: result.and(Err(Failure::TaskEnded)) }];
+            last.extend(discard.then_some(FromTasker::Discarded { migration }));
+            return self.when_ended(namespace, last);
+        }
+        stop::continue_all(&namespace, &carry.stopped_before);
+        let task = Task {
+            tid,
+            process,
+            namespace: Some(namespace),
+            output,
+            used_before: used,
+            phase: Phase::Running,
+            stopped_before: Vec::new(),
+            held_signals: Vec::new(),
+        };
+        self.tasks.insert(tid, task);
+        self.say(&FromTasker::Ran { migration, result: Ok(()) });
+    }
+
+    fn discard(&mut self, migration: MigrationId) {
+        let Some(target) = self.moves.targets.get_mut(&migration) else {
+            return self.say(&FromTasker::Discarded { migration });
+        };
+        match &mut target.stage {
+            Stage::Restoring { worker, discard, .. } | Stage::Releasing { worker, discard, .. } => {
+                *discard = true;
+                let worker = *worker;
+                self.moves.workers.cancel(worker);
+            }
+            Stage::Prepared | Stage::Held { .. } => {
+                if let Stage::Held { held, .. } = std::mem::replace(&mut target.stage, Stage::Prepared) {
+                    held.refuse();
+                }
+                self.clear_target(migration, vec![FromTasker::Discarded { migration }]);
+            }
+        }
+    }
+
+    /// Kills whatever there is of a copy and says this when it is gone.
+    fn clear_target(&mut self, migration: MigrationId, then: Vec<FromTasker>) {
+        if let Some(target) = self.moves.targets.remove(&migration) {
+            self.when_ended(target.namespace, then);
+        }
+    }
+}
+
+fn no_room(why: &Failure) -> Refusal {
+    Refusal::NoEngine { host: HostId::MASTER, why: why.to_string() }
+}
+
+/// The time for a dump or restore of this many bytes, and a fresh handle to call it off.
+pub(crate) fn limits_for(bytes: u64) -> Result<Limits, Failure> {
+    let cancel = Cancel::new().map_err(|e| Failure::Io(format!("no descriptor: {e}")))?;
+    Ok(Limits { allowed: ENGINE_ALLOWED_BASE + Duration::from_secs(bytes / ENGINE_BYTES_PER_SECOND), cancel })
+}
+
+/// Makes the directory for images, or accepts an empty one; only its owner may look into it.
+pub(crate) fn private_directory(dir: &Path) -> Result<(), Failure> {
+    let bad =
+        |e: &dyn std::fmt::Display| Failure::Io(format!("cannot make the image directory {}: {e}", dir.display()));
+    match std::fs::DirBuilder::new().mode(0o700).create(dir) {
+        Ok(()) => Ok(()),
+        Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
+            let mut entries = std::fs::read_dir(dir).map_err(|e| bad(&e))?;
+            if entries.next().is_some() {
+                return Err(bad(&"it exists and is not empty"));
+            }
+            let mode = std::os::unix::fs::PermissionsExt::from_mode(0o700);
+            std::fs::set_permissions(dir, mode).map_err(|e| bad(&e))
+        }
+        Err(e) => Err(bad(&e)),
+    }
+}
+
+fn resident_bytes(pids: &[i32]) -> u64 {
+    pids.iter().filter_map(|pid| checkpoint::facts::resident_bytes(*pid)).sum()
 }

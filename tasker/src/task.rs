@@ -1,6 +1,7 @@
 //! One task: how it is started, what is known of it, how its output is read.
 
 use crate::namespace::Namespace;
+use crate::stop;
 use crate::sys::{self, Child, ExecPlan, FilesLimit, Program, REPORT_BYTES, Stage, StageError};
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
@@ -80,6 +81,17 @@ impl Task {
     pub(crate) fn send(&self, signal: i32) {
         // The pid is ours until we reap it; an unknown signal number or an ended process is nobody's fault here.
         let _ = sys::kill_raw(self.process.pid, signal);
+    }
+
+    /// Lets a stopped task go on and delivers what came for it meanwhile.
+    pub(crate) fn go_on(&mut self) {
+        self.phase = Phase::Running;
+        if let Some(namespace) = &self.namespace {
+            stop::continue_all(namespace, &std::mem::take(&mut self.stopped_before));
+        }
+        for signal in std::mem::take(&mut self.held_signals) {
+            self.send(signal);
+        }
     }
 
     /// Ends every process of the task that can be reached: the whole namespace, or else its process group.

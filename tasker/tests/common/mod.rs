@@ -1,5 +1,5 @@
 //! A daemon's side of the tasker's socket, for tests: start one, give orders, wait for answers with a deadline.
-#![allow(dead_code)] // Each test file uses its own part.
+#![allow(dead_code, unreachable_pub)] // Each test file uses its own part.
 
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, socketpair};
 use sempa_proto::frame::{FrameDecoder, encode_control};

@@ -1,0 +1,182 @@
+//! The target's verdict: a pure function of the task's facts and what a host says about itself.
+
+use sempa_proto::migration::{FileFact, FileMatch, Refusal, TaskFacts, Verdict};
+use std::io;
+use std::path::Path;
+
+/// Memory that has to stay free beside the task, in bytes.
+pub const MEMORY_SLACK_BYTES: u64 = 32 << 20;
+
+/// What lies at a path.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Found {
+    /// Length in bytes.
+    pub bytes: u64,
+    /// True for a directory.
+    pub is_directory: bool,
+}
+
+/// What a verdict has to know of the host that gives it.
+pub trait Host {
+    /// Processor features, as /proc/cpuinfo names them.
+    fn cpu_features(&self) -> Vec<String>;
+    /// Release of the kernel.
+    fn kernel(&self) -> String;
+    /// Memory that new processes can get without swapping, in bytes.
+    fn memory_available_bytes(&self) -> u64;
+    /// What lies at this path.
+    ///
+    /// # Errors
+    /// What the system says, mostly that there is nothing.
+    fn look(&self, path: &Path) -> io::Result<Found>;
+    /// BLAKE3 of a file's content, in hexadecimal digits.
+    ///
+    /// # Errors
+    /// When it cannot be read.
+    fn hash(&self, path: &Path) -> io::Result<String>;
+}
+
+/// Would this host take such a task? All reasons against it; empty means yes. Whether the host has an engine is not asked
+/// here.
+pub fn compare(facts: &TaskFacts, here: &dyn Host) -> Verdict {
+    let mut verdict = Verdict::new();
+    let features = here.cpu_features();
+    // The C library chooses its routines by processor at the start; a missing feature would be a crash later.
+    let missing: Vec<String> = facts.cpu_features.iter().filter(|f| !features.contains(f)).cloned().collect();
+    if !missing.is_empty() {
+        verdict.push(Refusal::CpuFeatures { missing });
+    }
+    let kernel = here.kernel();
+    if kernel != facts.kernel {
+        verdict.push(Refusal::Kernel { source: facts.kernel.clone(), target: kernel });
+    }
+    let (need, have) = (facts.resident_bytes.saturating_add(MEMORY_SLACK_BYTES), here.memory_available_bytes());
+    if have < need {
+        verdict.push(Refusal::Memory { need, have });
+    }
+    let wrong = facts.files.iter().filter_map(|file| {
+        let why = difference(file, here)?;
+        Some(Refusal::File { path: file.path.clone(), why })
+    });
+    verdict.extend(wrong);
+    verdict
+}
+
+fn difference(file: &FileFact, here: &dyn Host) -> Option<String> {
+    let found = match here.look(&file.path) {
+        Ok(found) => found,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Some("it does not exist on the target".into()),
+        Err(e) => return Some(format!("it cannot be looked at on the target: {e}")),
+    };
+    let length = (found.bytes != file.bytes)
+        .then(|| format!("it has {} bytes at the source, {} on the target", file.bytes, found.bytes));
+    match &file.must {
+        FileMatch::Directory => (!found.is_directory).then(|| "it is no directory on the target".into()),
+        FileMatch::Exists => None,
+        FileMatch::Length => length,
+        FileMatch::Content(expected) => length.or_else(|| match here.hash(&file.path) {
+            Ok(hash) => (hash != *expected).then(|| "its content is another one on the target".into()),
+            Err(e) => Some(format!("it cannot be read on the target: {e}")),
+        }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeMap;
+
+    struct Fake {
+        features: &'static str,
+        kernel: &'static str,
+        memory: u64,
+        files: BTreeMap<&'static str, (Found, &'static str)>,
+    }
+
+    impl Host for Fake {
+        fn cpu_features(&self) -> Vec<String> {
+            self.features.split(' ').map(String::from).collect()
+        }
+        fn kernel(&self) -> String {
+            self.kernel.into()
+        }
+        fn memory_available_bytes(&self) -> u64 {
+            self.memory
+        }
+        fn look(&self, path: &Path) -> io::Result<Found> {
+            let file = self.files.get(path.to_str().expect("text"));
+            file.map(|(found, _)| *found).ok_or_else(|| io::Error::from(io::ErrorKind::NotFound))
+        }
+        fn hash(&self, path: &Path) -> io::Result<String> {
+            Ok(self.files[path.to_str().expect("text")].1.to_string())
+        }
+    }
+
+    fn host() -> Fake {
+        let file = |bytes, hash| (Found { bytes, is_directory: false }, hash);
+        Fake {
+            features: "avx2 fma sse2",
+            kernel: "6.1",
+            memory: 1 << 30,
+            files: BTreeMap::from([
+                ("/bin/prog", file(100, "aa")),
+                ("/data/in", file(7, "")),
+                ("/data/log", file(9, "")),
+                ("/data", (Found { bytes: 4096, is_directory: true }, "")),
+            ]),
+        }
+    }
+
+    fn fact(path: &str, bytes: u64, must: FileMatch) -> FileFact {
+        FileFact { path: path.into(), bytes, must }
+    }
+
+    fn facts() -> TaskFacts {
+        TaskFacts {
+            resident_bytes: 100 << 20,
+            uid: 1000,
+            cpu_features: vec!["fma".into(), "sse2".into()],
+            kernel: "6.1".into(),
+            engine: "4.2.1".into(),
+            files: vec![
+                fact("/bin/prog", 100, FileMatch::Content("aa".into())),
+                fact("/data/in", 7, FileMatch::Length),
+                fact("/data/log", 5, FileMatch::Exists),
+                fact("/data", 0, FileMatch::Directory),
+            ],
+        }
+    }
+
+    #[test]
+    fn a_host_with_everything_takes_the_task() {
+        assert_eq!(compare(&facts(), &host()), []);
+    }
+
+    #[test]
+    fn a_lesser_processor_another_kernel_and_too_little_memory_are_refused_at_once() {
+        let here = Fake { features: "sse2", kernel: "6.2", memory: 50 << 20, ..host() };
+        let expected = [
+            Refusal::CpuFeatures { missing: vec!["fma".into()] },
+            Refusal::Kernel { source: "6.1".into(), target: "6.2".into() },
+            Refusal::Memory { need: (100 << 20) + MEMORY_SLACK_BYTES, have: 50 << 20 },
+        ];
+        assert_eq!(compare(&facts(), &here), expected);
+    }
+
+    #[test]
+    fn every_file_that_is_missing_or_differs_is_named() {
+        let mut here = host();
+        here.files.insert("/bin/prog", (Found { bytes: 100, is_directory: false }, "bb"));
+        here.files.insert("/data/in", (Found { bytes: 8, is_directory: false }, ""));
+        here.files.remove("/data/log");
+        here.files.insert("/data", (Found { bytes: 1, is_directory: false }, ""));
+        let wrong = |path: &str, why: &str| Refusal::File { path: path.into(), why: why.into() };
+        let expected = [
+            wrong("/bin/prog", "its content is another one on the target"),
+            wrong("/data/in", "it has 7 bytes at the source, 8 on the target"),
+            wrong("/data/log", "it does not exist on the target"),
+            wrong("/data", "it is no directory on the target"),
+        ];
+        assert_eq!(compare(&facts(), &here), expected);
+    }
+}

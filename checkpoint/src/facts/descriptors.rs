@@ -1,0 +1,202 @@
+//! What an open descriptor means for a move. Pure: the caller has read /proc/PID/fd and fdinfo.
+
+use std::path::{Path, PathBuf};
+
+/// `O_ACCMODE`, `O_WRONLY` and `O_APPEND` as fdinfo prints them.
+const ACCESS_MODE: u32 = 0o3;
+const WRITE_ONLY: u32 = 0o1;
+const APPEND: u32 = 0o2000;
+
+/// File systems (statfs(2)) whose files are not files of a disk.
+const PROC_MAGIC: i64 = 0x9fa0;
+const SYSFS_MAGIC: i64 = 0x6265_6572;
+const MQUEUE_MAGIC: i64 = 0x1980_0202;
+const SECRETMEM_MAGIC: i64 = 0x5345_434d;
+const CGROUP2_MAGIC: i64 = 0x6367_7270;
+
+/// Anonymous inodes that the engine can carry.
+const CARRIED_ANON: [&str; 7] =
+    ["[eventfd]", "[eventpoll]", "[signalfd]", "[timerfd]", "inotify", "[fanotify]", "[pidfd]"];
+
+/// What kind of file it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// An ordinary file of this many bytes.
+    Regular(u64),
+    /// A directory.
+    Directory,
+    /// A named pipe.
+    Fifo,
+    /// A character device.
+    Character {
+        /// Its class.
+        major: u64,
+        /// Its number.
+        minor: u64,
+    },
+    /// Anything else.
+    Other,
+}
+
+/// An open descriptor.
+#[derive(Clone, Debug)]
+pub(super) struct Descriptor<'a> {
+    /// Where /proc/PID/fd/N leads.
+    pub(super) link: &'a Path,
+    /// Text of /proc/PID/fdinfo/N.
+    pub(super) info: &'a str,
+    /// What it is.
+    pub(super) kind: Kind,
+    /// Number of names that the file has.
+    pub(super) names: u64,
+    /// Type of its file system.
+    pub(super) magic: i64,
+}
+
+/// What it means.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Meaning {
+    /// It travels with the task.
+    Travels,
+    /// A socket with this inode number: see [`super::sockets`].
+    Socket(u64),
+    /// A file that has to be there in this length.
+    SameLength(PathBuf, u64),
+    /// A file that has to be there.
+    Exists(PathBuf),
+    /// A directory that has to be there.
+    Directory(PathBuf),
+    /// The task's end of a pseudo terminal with this number.
+    Terminal(u64),
+    /// The controlling end of a pseudo terminal with this number.
+    TerminalMaster(u64),
+    /// It does not survive; what it is.
+    Lost(String),
+}
+
+/// Judges one descriptor.
+pub(super) fn judge(fd: &Descriptor<'_>) -> Meaning {
+    let text = fd.link.to_string_lossy();
+    if let Some(inode) = text.strip_prefix("socket:[").and_then(|rest| rest.strip_suffix(']')?.parse().ok()) {
+        return Meaning::Socket(inode);
+    }
+    if text.starts_with("pipe:[") {
+        return Meaning::Travels;
+    }
+    if let Some(name) = text.strip_prefix("anon_inode:") {
+        let carried = CARRIED_ANON.contains(&name) || name.starts_with("bpf-map");
+        return if carried { Meaning::Travels } else { Meaning::Lost(anonymous(name)) };
+    }
+    match fd.magic {
+        MQUEUE_MAGIC => return Meaning::Lost(format!("the POSIX message queue {text}")),
+        SECRETMEM_MAGIC => return Meaning::Lost("secret memory (memfd_secret)".into()),
+        PROC_MAGIC | SYSFS_MAGIC | CGROUP2_MAGIC => return Meaning::Travels,
+        _ => {}
+    }
+    if fd.info.lines().any(|line| line.starts_with("lock:")) {
+        return Meaning::Lost(format!("a lock on the file {text}"));
+    }
+    if text.ends_with(" (deleted)") || text.starts_with("/memfd:") {
+        return match (fd.kind, fd.names) {
+            (Kind::Regular(_), 1..) => Meaning::Lost(format!("the file {text}, which has another name left")),
+            _ => Meaning::Travels,
+        };
+    }
+    match fd.kind {
+        Kind::Directory => Meaning::Directory(fd.link.into()),
+        Kind::Fifo => Meaning::Exists(fd.link.into()),
+        Kind::Character { major, minor } => device(fd, major, minor),
+        // The engine checks the length of all files but those that are only appended to.
+        Kind::Regular(_) if flags(fd.info) & (ACCESS_MODE | APPEND) == WRITE_ONLY | APPEND => {
+            Meaning::Exists(fd.link.into())
+        }
+        Kind::Regular(bytes) => Meaning::SameLength(fd.link.into(), bytes),
+        Kind::Other => Meaning::Lost(format!("{text}, which is neither file, directory, pipe nor socket")),
+    }
+}
+
+fn anonymous(name: &str) -> String {
+    match name {
+        "[io_uring]" => "an io_uring ring".into(),
+        "[perf_event]" => "a perf event".into(),
+        "[userfaultfd]" => "a userfaultfd".into(),
+        other => format!("a descriptor of the kind {}", other.trim_matches(['[', ']'])),
+    }
+}
+
+fn device(fd: &Descriptor<'_>, major: u64, minor: u64) -> Meaning {
+    match (major, minor) {
+        // null, zero, full, random, urandom, kmsg.
+        (1, 3 | 5 | 7 | 8 | 9 | 11) => Meaning::Travels,
+        (5, 2) => match number(fd.info, "tty-index:") {
+            Some(index) => Meaning::TerminalMaster(index),
+            None => Meaning::Lost("the controlling end of a pseudo terminal".into()),
+        },
+        (136..=143, minor) => Meaning::Terminal((major - 136) * 256 + minor),
+        (4 | 5, _) => Meaning::Lost(format!("the terminal {}", fd.link.display())),
+        _ => Meaning::Lost(format!("the device {}", fd.link.display())),
+    }
+}
+
+fn flags(info: &str) -> u32 {
+    let text = info.lines().find_map(|line| line.strip_prefix("flags:"));
+    text.and_then(|text| u32::from_str_radix(text.trim(), 8).ok()).unwrap_or(0)
+}
+
+fn number(info: &str, name: &str) -> Option<u64> {
+    info.lines().find_map(|line| line.strip_prefix(name))?.trim().parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn judge_as(link: &str, info: &str, kind: Kind, names: u64, magic: i64) -> Meaning {
+        judge(&Descriptor { link: Path::new(link), info, kind, names, magic })
+    }
+
+    #[test]
+    fn files_need_their_length_unless_they_are_only_appended_to() {
+        let file = |info: &str| judge_as("/d/f", info, Kind::Regular(5), 1, 0xef53);
+        assert_eq!(file("pos:\t0\nflags:\t0100000\n"), Meaning::SameLength("/d/f".into(), 5));
+        assert_eq!(file("pos:\t0\nflags:\t0100001\n"), Meaning::SameLength("/d/f".into(), 5));
+        assert_eq!(file("pos:\t0\nflags:\t0102001\n"), Meaning::Exists("/d/f".into()));
+        let locked = file("flags:\t0100002\nlock:\t1: FLOCK  ADVISORY  WRITE 1 fe:01:5 0 EOF\n");
+        assert_eq!(locked, Meaning::Lost("a lock on the file /d/f".into()));
+        assert_eq!(judge_as("/d/f (deleted)", "", Kind::Regular(5), 0, 0xef53), Meaning::Travels);
+        assert!(matches!(judge_as("/d/f (deleted)", "", Kind::Regular(5), 1, 0xef53), Meaning::Lost(_)));
+        assert_eq!(judge_as("/d", "", Kind::Directory, 2, 0xef53), Meaning::Directory("/d".into()));
+    }
+
+    #[test]
+    fn what_the_engine_cannot_carry_is_named() {
+        let lost = |link: &str, kind, magic| match judge_as(link, "", kind, 1, magic) {
+            Meaning::Lost(what) => what,
+            other => panic!("{link}: {other:?}"),
+        };
+        assert_eq!(lost("anon_inode:[io_uring]", Kind::Other, 0), "an io_uring ring");
+        assert_eq!(lost("anon_inode:[perf_event]", Kind::Other, 0), "a perf event");
+        assert_eq!(lost("anon_inode:[userfaultfd]", Kind::Other, 0), "a userfaultfd");
+        assert_eq!(lost("anon_inode:kvm-vm", Kind::Other, 0), "a descriptor of the kind kvm-vm");
+        assert_eq!(lost("/queue", Kind::Regular(80), MQUEUE_MAGIC), "the POSIX message queue /queue");
+        assert_eq!(lost("/secretmem (deleted)", Kind::Regular(0), SECRETMEM_MAGIC), "secret memory (memfd_secret)");
+        let gpu = Kind::Character { major: 226, minor: 0 };
+        assert_eq!(lost("/dev/dri/card0", gpu, 0), "the device /dev/dri/card0");
+        assert_eq!(lost("/dev/tty1", Kind::Character { major: 4, minor: 1 }, 0), "the terminal /dev/tty1");
+    }
+
+    #[test]
+    fn what_travels_is_let_through() {
+        for link in ["pipe:[5]", "anon_inode:[eventfd]", "anon_inode:inotify", "anon_inode:[pidfd]"] {
+            assert_eq!(judge_as(link, "", Kind::Other, 1, 0), Meaning::Travels, "{link}");
+        }
+        let null = Kind::Character { major: 1, minor: 3 };
+        assert_eq!(judge_as("/dev/null", "", null, 1, 0), Meaning::Travels);
+        assert_eq!(judge_as("/proc/5/stat", "", Kind::Regular(0), 1, PROC_MAGIC), Meaning::Travels);
+        assert_eq!(judge_as("socket:[77]", "", Kind::Other, 1, 0), Meaning::Socket(77));
+        let slave = Kind::Character { major: 136, minor: 4 };
+        assert_eq!(judge_as("/dev/pts/4", "", slave, 1, 0), Meaning::Terminal(4));
+        let master = Kind::Character { major: 5, minor: 2 };
+        assert_eq!(judge_as("/dev/pts/ptmx", "pos:\t0\ntty-index:\t4\n", master, 1, 0), Meaning::TerminalMaster(4));
+    }
+}

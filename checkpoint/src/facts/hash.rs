@@ -1,0 +1,64 @@
+//! BLAKE3 of files, remembered as long as the file looks the same.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::sync::{Mutex, PoisonError};
+
+/// Files remembered; when there are more, all are forgotten and hashed again as needed.
+pub const HASHES_MAX: usize = 4096;
+
+/// Device, inode, length, and time of change in nanoseconds.
+type Key = (u64, u64, u64, i128);
+
+/// The memory. Shared between threads; a file is hashed without holding the lock.
+#[derive(Debug, Default)]
+pub struct HashCache {
+    known: Mutex<HashMap<Key, String>>,
+}
+
+impl HashCache {
+    /// The hash of a file's content, in hexadecimal digits.
+    ///
+    /// # Errors
+    /// When the file cannot be read.
+    pub fn hash(&self, path: &Path) -> io::Result<String> {
+        let mut file = File::open(path)?;
+        let meta = file.metadata()?;
+        let changed = i128::from(meta.mtime()) * 1_000_000_000 + i128::from(meta.mtime_nsec());
+        let key = (meta.dev(), meta.ino(), meta.len(), changed);
+        if let Some(known) = self.known.lock().unwrap_or_else(PoisonError::into_inner).get(&key) {
+            return Ok(known.clone());
+        }
+        let mut hasher = blake3::Hasher::new();
+        io::copy(&mut file, &mut hasher)?;
+        let hash = hasher.finalize().to_hex().to_string();
+        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        if known.len() >= HASHES_MAX {
+            known.clear();
+        }
+        known.insert(key, hash.clone());
+        Ok(hash)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_changed_file_has_another_hash() {
+        let cache = HashCache::default();
+        let path = std::env::temp_dir().join(format!("sempa-hash-{}", std::process::id()));
+        std::fs::write(&path, "one").expect("write");
+        let one = cache.hash(&path).expect("hash");
+        assert_eq!(one, blake3::hash(b"one").to_hex().to_string());
+        assert_eq!(cache.hash(&path).expect("again"), one);
+        std::fs::write(&path, "other").expect("write");
+        assert_ne!(cache.hash(&path).expect("hash"), one);
+        std::fs::remove_file(&path).expect("remove");
+        assert!(cache.hash(&path).is_err());
+    }
+}

@@ -1,0 +1,92 @@
+//! The machine that this process runs on, as far as a verdict has to know it.
+
+use super::compare::{Found, Host};
+use super::hash::HashCache;
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+
+/// This machine.
+#[derive(Clone, Debug)]
+pub struct ThisHost {
+    hashes: Arc<HashCache>,
+}
+
+impl ThisHost {
+    /// `hashes` remembers what was hashed before.
+    pub fn new(hashes: Arc<HashCache>) -> ThisHost {
+        ThisHost { hashes }
+    }
+}
+
+impl Host for ThisHost {
+    fn cpu_features(&self) -> Vec<String> {
+        cpu_features()
+    }
+
+    fn kernel(&self) -> String {
+        kernel()
+    }
+
+    fn memory_available_bytes(&self) -> u64 {
+        let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+        memory_available(&text).unwrap_or(0)
+    }
+
+    fn look(&self, path: &Path) -> io::Result<Found> {
+        let meta = std::fs::metadata(path)?;
+        Ok(Found { bytes: meta.len(), is_directory: meta.is_dir() })
+    }
+
+    fn hash(&self, path: &Path) -> io::Result<String> {
+        self.hashes.hash(path)
+    }
+}
+
+/// Features of this machine's processor, sorted.
+pub(super) fn cpu_features() -> Vec<String> {
+    let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    features(&text)
+}
+
+/// Release of this machine's kernel.
+pub(super) fn kernel() -> String {
+    std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default().trim().to_string()
+}
+
+/// The first processor's features; "flags" on x86, "Features" on ARM.
+fn features(cpuinfo: &str) -> Vec<String> {
+    let line = cpuinfo.lines().find(|line| line.starts_with("flags") || line.starts_with("Features"));
+    let list = line.and_then(|line| line.split_once(':')).map_or("", |(_, list)| list);
+    let mut features: Vec<String> = list.split_whitespace().map(String::from).collect();
+    features.sort_unstable();
+    features.dedup();
+    features
+}
+
+fn memory_available(meminfo: &str) -> Option<u64> {
+    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let kib: u64 = line.split_whitespace().next()?.parse().ok()?;
+    Some(kib * 1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn proc_is_read_as_it_is_written() {
+        let cpuinfo = "processor\t: 0\nflags\t\t: sse2 fma avx2 fma\nbugs\t\t: none\nprocessor\t: 1\nflags\t\t: sse2\n";
+        assert_eq!(features(cpuinfo), ["avx2", "fma", "sse2"]);
+        assert_eq!(memory_available("MemTotal:  10 kB\nMemAvailable:    3 kB\n"), Some(3072));
+        assert_eq!(memory_available(""), None);
+    }
+
+    #[test]
+    fn this_machine_can_be_read() {
+        let host = ThisHost::new(Arc::default());
+        assert!(host.memory_available_bytes() > 0);
+        assert!(!host.cpu_features().is_empty() && !host.kernel().is_empty());
+        assert!(host.look(Path::new("/proc")).expect("it exists").is_directory);
+    }
+}

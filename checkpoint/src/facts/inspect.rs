@@ -1,0 +1,302 @@
+//! Looks at a living task through /proc: its facts, or the first thing about it that does not survive a move.
+
+use super::descriptors::{Descriptor, Kind, Meaning, judge};
+use super::hash::HashCache;
+use super::{host, maps, sockets};
+use sempa_proto::migration::{FileFact, FileMatch, Refusal, TaskFacts};
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+/// Namespaces that a task has to share with its tasker, with what to call one of its own.
+const SHARED_NAMESPACES: [(&str, &str); 5] = [
+    ("mnt", "a mount namespace of its own"),
+    ("net", "a network namespace of its own"),
+    ("ipc", "an IPC namespace of its own"),
+    ("uts", "a host-name namespace of its own"),
+    ("user", "a user namespace of its own"),
+];
+
+/// A task to be looked at.
+#[derive(Clone, Debug)]
+pub struct Subject {
+    /// Its root process.
+    pub root: i32,
+    /// All its processes, the root included.
+    pub processes: Vec<i32>,
+}
+
+/// What was found in all processes together.
+#[derive(Default)]
+struct Findings {
+    files: BTreeMap<PathBuf, (u64, Need)>,
+    sockets: BTreeSet<u64>,
+    terminals: BTreeSet<u64>,
+    masters: BTreeSet<u64>,
+}
+
+/// How much of a file the task needs; a later one includes the earlier ones.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Need {
+    Directory,
+    Exists,
+    Length,
+    Content,
+}
+
+impl Findings {
+    fn need(&mut self, path: &Path, bytes: u64, need: Need) {
+        let entry = self.files.entry(path.into()).or_insert((bytes, need));
+        entry.1 = entry.1.max(need);
+    }
+}
+
+fn holds(what: impl Into<String>) -> Refusal {
+    Refusal::Holds { what: what.into() }
+}
+
+/// Looks at a task; `engine` is the version of the engine that would dump it. The task is not disturbed; what it does
+/// meanwhile may be missed.
+///
+/// # Errors
+/// Why it cannot move at all: what it holds, or that it has ended.
+pub fn inspect(subject: &Subject, engine: String, hashes: &HashCache) -> Result<TaskFacts, Refusal> {
+    let mut findings = Findings::default();
+    family(subject)?;
+    for &pid in &subject.processes {
+        match look_at(pid, &mut findings) {
+            Ok(()) => {}
+            // A process other than the root may have ended meanwhile.
+            Err(_) if pid != subject.root && !exists(pid) => {}
+            Err(refusal) => return Err(refusal),
+        }
+    }
+    connections(subject.root, &findings)?;
+    if let Some(number) = findings.terminals.difference(&findings.masters).next() {
+        return Err(holds(format!("the terminal /dev/pts/{number}, whose other end is elsewhere")));
+    }
+    let uid = status_field(subject.root, "Uid:").and_then(|ids| ids.split_whitespace().nth(1)?.parse().ok());
+    Ok(TaskFacts {
+        resident_bytes: subject.processes.iter().filter_map(|pid| resident_bytes(*pid)).sum(),
+        uid: uid.ok_or(Refusal::NoSuchTask)?,
+        cpu_features: host::cpu_features(),
+        kernel: host::kernel(),
+        engine,
+        files: file_facts(findings.files, hashes)?,
+    })
+}
+
+/// Resident memory of a process in bytes, while it exists.
+pub fn resident_bytes(pid: i32) -> Option<u64> {
+    let kib: u64 = status_field(pid, "VmRSS:")?.split_whitespace().next()?.parse().ok()?;
+    Some(kib * 1024)
+}
+
+fn exists(pid: i32) -> bool {
+    Path::new(&format!("/proc/{pid}")).exists()
+}
+
+fn status_field(pid: i32, name: &str) -> Option<String> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    status.lines().find_map(|line| line.strip_prefix(name)).map(|value| value.trim().to_string())
+}
+
+/// The engine takes a process tree. Whoever is in the namespace but not in the tree would stay behind.
+fn family(subject: &Subject) -> Result<(), Refusal> {
+    let parent = |pid: i32| status_field(pid, "PPid:")?.parse::<i32>().ok();
+    let parents: BTreeMap<i32, i32> = subject.processes.iter().filter_map(|&p| Some((p, parent(p)?))).collect();
+    if !parents.contains_key(&subject.root) {
+        return Err(Refusal::NoSuchTask);
+    }
+    for &pid in parents.keys() {
+        let mut at = pid;
+        while at != subject.root {
+            let Some(&above) = parents.get(&at) else {
+                let name = status_field(pid, "Name:").unwrap_or_default();
+                return Err(holds(format!("a background process ({name}, process {pid}) that is no longer its child")));
+            };
+            at = above;
+        }
+    }
+    Ok(())
+}
+
+fn look_at(pid: i32, findings: &mut Findings) -> Result<(), Refusal> {
+    if status_field(pid, "State:").is_some_and(|state| state.starts_with(['Z', 'X'])) {
+        return Ok(());
+    }
+    if status_field(pid, "TracerPid:").is_some_and(|tracer| tracer != "0") {
+        return Err(holds("a debugger"));
+    }
+    for (name, what) in SHARED_NAMESPACES {
+        let link = |of: &str| std::fs::read_link(format!("/proc/{of}/ns/{name}")).ok();
+        if link(&pid.to_string()) != link("self") {
+            return Err(holds(what));
+        }
+    }
+    let link = |name: &str| std::fs::read_link(format!("/proc/{pid}/{name}")).map_err(|_| Refusal::NoSuchTask);
+    if link("root")? != std::fs::read_link("/proc/self/root").unwrap_or_else(|_| "/".into()) {
+        return Err(holds("a root directory of its own"));
+    }
+    let cwd = link("cwd")?;
+    if !cwd.to_string_lossy().ends_with(" (deleted)") {
+        findings.need(&cwd, 0, Need::Directory);
+    }
+    mappings(pid, findings)?;
+    descriptors(pid, findings)
+}
+
+fn mappings(pid: i32, findings: &mut Findings) -> Result<(), Refusal> {
+    let text = std::fs::read(format!("/proc/{pid}/maps")).map_err(|_| Refusal::NoSuchTask)?;
+    for mapped in maps::read(&String::from_utf8_lossy(&text)) {
+        let (path, need) = match mapped {
+            maps::Mapped::Private(path) => (path, Need::Content),
+            maps::Mapped::Shared(path) => (path, Need::Length),
+            maps::Mapped::Lost(what) => return Err(holds(what)),
+        };
+        if !findings.files.contains_key(&path) {
+            let bytes = std::fs::metadata(&path).map(|meta| meta.len()).map_err(|e| unreadable(&path, &e))?;
+            findings.need(&path, bytes, need);
+        } else {
+            findings.need(&path, 0, need);
+        }
+    }
+    Ok(())
+}
+
+fn descriptors(pid: i32, findings: &mut Findings) -> Result<(), Refusal> {
+    let dir = std::fs::read_dir(format!("/proc/{pid}/fd")).map_err(|_| Refusal::NoSuchTask)?;
+    for entry in dir.flatten() {
+        // A descriptor may be closed while we look; then it does not matter.
+        let Ok(meaning) = descriptor(pid, &entry.path(), &entry.file_name().to_string_lossy()) else { continue };
+        match meaning {
+            Meaning::Travels => {}
+            Meaning::Socket(inode) => drop(findings.sockets.insert(inode)),
+            Meaning::SameLength(path, bytes) => findings.need(&path, bytes, Need::Length),
+            Meaning::Exists(path) => findings.need(&path, 0, Need::Exists),
+            Meaning::Directory(path) => findings.need(&path, 0, Need::Directory),
+            Meaning::Terminal(number) => drop(findings.terminals.insert(number)),
+            Meaning::TerminalMaster(number) => drop(findings.masters.insert(number)),
+            Meaning::Lost(what) => return Err(holds(what)),
+        }
+    }
+    Ok(())
+}
+
+fn descriptor(pid: i32, path: &Path, number: &str) -> io::Result<Meaning> {
+    let link = std::fs::read_link(path)?;
+    let info = std::fs::read_to_string(format!("/proc/{pid}/fdinfo/{number}"))?;
+    if !link.is_absolute() {
+        // Pipes, sockets and the like need no further look, and cannot block one.
+        return Ok(judge(&Descriptor { link: &link, info: &info, kind: Kind::Other, names: 1, magic: 0 }));
+    }
+    let meta = std::fs::metadata(path)?;
+    let kind = match meta.file_type() {
+        t if t.is_file() => Kind::Regular(meta.len()),
+        t if t.is_dir() => Kind::Directory,
+        t if t.is_fifo() => Kind::Fifo,
+        t if t.is_char_device() => {
+            Kind::Character { major: libc::major(meta.rdev()).into(), minor: libc::minor(meta.rdev()).into() }
+        }
+        _ => Kind::Other,
+    };
+    let magic = nix::sys::statfs::statfs(path)?.filesystem_type().0;
+    Ok(judge(&Descriptor { link: &link, info: &info, kind, names: meta.nlink(), magic }))
+}
+
+fn connections(root: i32, findings: &Findings) -> Result<(), Refusal> {
+    if findings.sockets.is_empty() {
+        return Ok(());
+    }
+    // Without the kernel's list the engine itself would find what is wrong, at the dump.
+    let unix = sockets::unix_table().unwrap_or_default();
+    if let Some(what) = sockets::foreign_unix(&findings.sockets, &unix) {
+        return Err(holds(what));
+    }
+    for name in ["tcp", "tcp6"] {
+        let table = std::fs::read_to_string(format!("/proc/{root}/net/{name}")).unwrap_or_default();
+        if let Some(what) = sockets::tcp_connection(&findings.sockets, &table) {
+            return Err(holds(what));
+        }
+    }
+    Ok(())
+}
+
+fn unreadable(path: &Path, error: &io::Error) -> Refusal {
+    Refusal::File { path: path.into(), why: format!("it cannot be read at the source: {error}") }
+}
+
+fn file_facts(files: BTreeMap<PathBuf, (u64, Need)>, hashes: &HashCache) -> Result<Vec<FileFact>, Refusal> {
+    files
+        .into_iter()
+        .map(|(path, (bytes, need))| {
+            let must = match need {
+                Need::Directory => FileMatch::Directory,
+                Need::Exists => FileMatch::Exists,
+                Need::Length => FileMatch::Length,
+                Need::Content => FileMatch::Content(hashes.hash(&path).map_err(|e| unreadable(&path, &e))?),
+            };
+            Ok(FileFact { path, bytes, must })
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::facts::{ThisHost, compare};
+    use std::process::{Child, Command, Stdio};
+    use std::sync::Arc;
+
+    /// A child that is ended with the test.
+    struct Running(Child);
+
+    impl Drop for Running {
+        fn drop(&mut self) {
+            let _ = self.0.kill();
+            let _ = self.0.wait();
+        }
+    }
+
+    fn sleeping(command: &mut Command) -> (Running, Subject) {
+        let child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("it starts");
+        let root = child.id() as i32;
+        (Running(child), Subject { root, processes: vec![root] })
+    }
+
+    #[test]
+    fn a_plain_program_can_be_taken_by_the_host_it_runs_on() {
+        let (_child, subject) = sleeping(Command::new("sleep").arg("1000").current_dir("/usr").stdin(Stdio::null()));
+        let hashes = Arc::new(HashCache::default());
+        let facts = inspect(&subject, "1".into(), &hashes).expect("nothing is in the way");
+        assert_eq!(facts.uid, nix::unistd::geteuid().as_raw());
+        assert!(facts.resident_bytes > 0 && !facts.cpu_features.is_empty());
+        let must = |end: &str| facts.files.iter().find(|f| f.path.ends_with(end)).map(|f| f.must.clone());
+        assert_eq!(must("usr"), Some(FileMatch::Directory));
+        assert!(matches!(must("sleep"), Some(FileMatch::Content(_))));
+        assert!(matches!(must("libc.so.6"), Some(FileMatch::Content(_))));
+        assert_eq!(compare(&facts, &ThisHost::new(hashes)), []);
+    }
+
+    #[test]
+    fn a_socket_to_somebody_else_is_refused_by_name() {
+        let (ours, theirs) = std::os::unix::net::UnixStream::pair().expect("pair");
+        let stdin = std::os::fd::OwnedFd::from(theirs);
+        let (_child, subject) = sleeping(Command::new("sleep").arg("1000").stdin(stdin));
+        let refused = inspect(&subject, "1".into(), &HashCache::default());
+        assert_eq!(refused, Err(holds("a Unix socket connected to another process")));
+        drop(ours);
+    }
+
+    #[test]
+    fn a_process_outside_the_tree_is_refused() {
+        let (child, mut subject) = sleeping(Command::new("sleep").arg("1000").stdin(Stdio::null()));
+        subject.processes.push(std::process::id() as i32);
+        let refused = inspect(&subject, "1".into(), &HashCache::default());
+        assert!(matches!(&refused, Err(Refusal::Holds { what }) if what.contains("background process")), "{refused:?}");
+        drop(child);
+        subject.processes.pop();
+        assert_eq!(inspect(&subject, "1".into(), &HashCache::default()), Err(Refusal::NoSuchTask));
+    }
+}

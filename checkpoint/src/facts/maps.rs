@@ -1,0 +1,83 @@
+//! The memory map of a process (proc_pid_maps(5)): which files it needs, and what no engine can carry.
+
+use std::path::PathBuf;
+
+/// What a line of the map means for a move.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Mapped {
+    /// A file whose content the process may read at any time without a descriptor.
+    Private(PathBuf),
+    /// A file that is mapped shared: it changes under the process as others write it.
+    Shared(PathBuf),
+    /// Something that does not survive.
+    Lost(String),
+}
+
+/// Mappings that are neither memory nor a plain file, by the beginning of their name.
+const LOST: [(&str, &str); 5] = [
+    ("/SYSV", "System V shared memory"),
+    ("anon_inode:[io_uring]", "an io_uring ring"),
+    ("anon_inode:[perf_event]", "a perf event"),
+    ("/secretmem", "secret memory (memfd_secret)"),
+    ("anon_inode:", "a mapping that no engine can carry"),
+];
+
+/// Reads the lines of /proc/PID/maps.
+pub(super) fn read(maps: &str) -> Vec<Mapped> {
+    maps.lines().filter_map(line).collect()
+}
+
+fn line(line: &str) -> Option<Mapped> {
+    // address perms offset device inode path; the path may hold spaces.
+    let mut rest = line;
+    let mut fields = [""; 5];
+    for field in &mut fields {
+        let trimmed = rest.trim_start();
+        let end = trimmed.find(' ').unwrap_or(trimmed.len());
+        (*field, rest) = trimmed.split_at(end);
+    }
+    let path = rest.trim_start();
+    if let Some((_, what)) = LOST.iter().find(|(start, _)| path.starts_with(start)) {
+        return Some(Mapped::Lost((*what).to_string()));
+    }
+    // A deleted file, a memfd and a shared anonymous mapping all end so; their content travels in the images.
+    if !path.starts_with('/') || path.ends_with(" (deleted)") {
+        return None;
+    }
+    if path.starts_with("/dev/") && !path.starts_with("/dev/shm/") {
+        let harmless = path == "/dev/zero";
+        return (!harmless).then(|| Mapped::Lost(format!("a mapping of the device {path}")));
+    }
+    let shared = fields[1].ends_with('s');
+    Some(if shared { Mapped::Shared(path.into()) } else { Mapped::Private(path.into()) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_are_found_and_what_cannot_move_is_named() {
+        let maps = "\
+5566f000-5567f000 r-xp 00000000 fe:01 1234                       /usr/bin/a program
+5567f000-55680000 rw-p 00010000 fe:01 1234                       /usr/bin/a program
+7f000000-7f100000 rw-s 00000000 00:1a 77                         /data/shared table
+7f200000-7f300000 rw-p 00000000 00:00 0                          [heap]
+7f300000-7f400000 rw-p 00000000 00:00 0 \n\
+7f400000-7f500000 rw-s 00000000 00:01 5                          /memfd:x (deleted)
+7f500000-7f600000 rw-s 00000000 00:01 9                          /SYSV00000000 (deleted)
+7f600000-7f700000 rw-s 00000000 00:01 9                          anon_inode:[io_uring]
+7f700000-7f800000 rw-s 00000000 00:05 9                          /dev/dri/card0
+ffff0000-ffff1000 r-xp 00000000 00:00 0                          [vdso]
+";
+        let expected = [
+            Mapped::Private("/usr/bin/a program".into()),
+            Mapped::Private("/usr/bin/a program".into()),
+            Mapped::Shared("/data/shared table".into()),
+            Mapped::Lost("System V shared memory".into()),
+            Mapped::Lost("an io_uring ring".into()),
+            Mapped::Lost("a mapping of the device /dev/dri/card0".into()),
+        ];
+        assert_eq!(read(maps), expected);
+    }
+}

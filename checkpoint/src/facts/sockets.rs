@@ -1,0 +1,223 @@
+//! Which of a task's sockets lead to somebody outside it. Those do not survive a move, except the task's one connection
+//! to its daemon, which its library closes before the dump.
+
+use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockProtocol, SockType, recv, send, socket};
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::os::fd::AsRawFd;
+
+/// Name of the socket that daemons listen on, in whatever directory.
+const DAEMON_SOCKET: &str = "pvmd.sock";
+/// Bytes of one answer of the kernel.
+const ANSWER_BYTES: usize = 64 << 10;
+
+/// A Unix socket of this machine.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct UnixSocket {
+    /// Inode number of what it is connected to.
+    pub(super) peer: Option<u64>,
+    /// Its name, if it has one; accepted sockets have that of the socket that accepted them.
+    pub(super) name: Option<String>,
+}
+
+/// All Unix sockets of this network namespace, by inode number.
+pub(super) type UnixTable = BTreeMap<u64, UnixSocket>;
+
+/// The first Unix socket of the task (by inode numbers) that is connected to somebody outside, in words.
+pub(super) fn foreign_unix(own: &BTreeSet<u64>, table: &UnixTable) -> Option<String> {
+    let mut to_daemon = 0;
+    for inode in own {
+        let Some(peer) = table.get(inode).and_then(|socket| socket.peer) else { continue };
+        if own.contains(&peer) {
+            continue;
+        }
+        let name = table.get(&peer).and_then(|socket| socket.name.as_deref()).unwrap_or("");
+        let is_daemon = name.rsplit('/').next() == Some(DAEMON_SOCKET);
+        to_daemon += usize::from(is_daemon);
+        if !is_daemon || to_daemon > 1 {
+            let whom = if name.is_empty() { "another process" } else { name };
+            return Some(format!("a Unix socket connected to {whom}"));
+        }
+    }
+    None
+}
+
+/// The first TCP connection of the task in the text of /proc/PID/net/tcp or tcp6, in words. Listening and unconnected
+/// sockets travel.
+pub(super) fn tcp_connection(own: &BTreeSet<u64>, table: &str) -> Option<String> {
+    const CLOSED: &str = "07";
+    const LISTENING: &str = "0A";
+    table.lines().skip(1).find_map(|line| {
+        let fields: Vec<&str> = line.split_whitespace().collect();
+        let inode: u64 = fields.get(9)?.parse().ok()?;
+        let connected = own.contains(&inode) && !matches!(fields[3], CLOSED | LISTENING);
+        connected.then(|| format!("a TCP connection to {}", address(fields[2])))
+    })
+}
+
+/// An address as the kernel prints it (words of host byte order in hexadecimal, colon, port).
+fn address(text: &str) -> String {
+    let parsed = text.split_once(':').and_then(|(host, port)| {
+        let port = u16::from_str_radix(port, 16).ok()?;
+        let word = |at: usize| u32::from_str_radix(host.get(at..at + 8)?, 16).ok().map(u32::to_ne_bytes);
+        match host.len() {
+            8 => Some(format!("{}:{port}", std::net::Ipv4Addr::from(word(0)?))),
+            32 => {
+                let bytes: Vec<u8> = [word(0)?, word(8)?, word(16)?, word(24)?].concat();
+                let bytes: [u8; 16] = bytes.try_into().ok()?;
+                Some(format!("[{}]:{port}", std::net::Ipv6Addr::from(bytes)))
+            }
+            _ => None,
+        }
+    });
+    parsed.unwrap_or_else(|| text.to_string())
+}
+
+/// Asks the kernel for all Unix sockets (sock_diag(7)).
+///
+/// # Errors
+/// When the kernel has no such interface; the engine would need it too.
+pub(super) fn unix_table() -> io::Result<UnixTable> {
+    let asked =
+        socket(AddressFamily::Netlink, SockType::Raw, SockFlag::SOCK_CLOEXEC, Some(SockProtocol::NetlinkSockDiag))?;
+    send(asked.as_raw_fd(), &request(), MsgFlags::empty())?;
+    let mut table = UnixTable::new();
+    let mut bytes = vec![0u8; ANSWER_BYTES];
+    loop {
+        let read = recv(asked.as_raw_fd(), &mut bytes, MsgFlags::empty())?;
+        if read == 0 || take_answer(&bytes[..read], &mut table)? {
+            return Ok(table);
+        }
+    }
+}
+
+/// A dump request: netlink header, then `struct unix_diag_req`.
+fn request() -> Vec<u8> {
+    const SOCK_DIAG_BY_FAMILY: u16 = 20;
+    const REQUEST_AND_DUMP: u16 = 0x301;
+    const SHOW_NAME_AND_PEER: u32 = 1 | 4;
+    let mut request = Vec::with_capacity(40);
+    request.extend(40u32.to_ne_bytes());
+    request.extend(SOCK_DIAG_BY_FAMILY.to_ne_bytes());
+    request.extend(REQUEST_AND_DUMP.to_ne_bytes());
+    request.extend([0u8; 8]);
+    request.extend([libc::AF_UNIX as u8, 0, 0, 0]);
+    request.extend(u32::MAX.to_ne_bytes());
+    request.extend(0u32.to_ne_bytes());
+    request.extend(SHOW_NAME_AND_PEER.to_ne_bytes());
+    request.extend([0u8; 8]);
+    request
+}
+
+/// Takes the messages of one answer into the table; true when it was the last.
+fn take_answer(mut bytes: &[u8], table: &mut UnixTable) -> io::Result<bool> {
+    const HEAD: usize = 16;
+    while let (Some(length), Some(kind)) = (u32_at(bytes, 0), u16_at(bytes, 4)) {
+        let length = length as usize;
+        if length < HEAD || length > bytes.len() {
+            return Err(io::Error::from(io::ErrorKind::InvalidData));
+        }
+        match i32::from(kind) {
+            libc::NLMSG_DONE => return Ok(true),
+            libc::NLMSG_ERROR => {
+                let code = u32_at(bytes, HEAD).unwrap_or(0) as i32;
+                return Err(io::Error::from_raw_os_error(-code));
+            }
+            _ => take_socket(&bytes[HEAD..length], table),
+        }
+        bytes = &bytes[length.next_multiple_of(4).min(bytes.len())..];
+    }
+    Ok(false)
+}
+
+/// One `struct unix_diag_msg` with its attributes.
+fn take_socket(message: &[u8], table: &mut UnixTable) {
+    const HEAD: usize = 16;
+    const NAME: u16 = 0;
+    const PEER: u16 = 2;
+    let Some(inode) = u32_at(message, 4) else { return };
+    let mut socket = UnixSocket::default();
+    let mut rest = message.get(HEAD..).unwrap_or(&[]);
+    while let (Some(length), Some(kind)) = (u16_at(rest, 0), u16_at(rest, 2)) {
+        let length = usize::from(length);
+        let Some(value) = rest.get(4..length) else { break };
+        match kind {
+            NAME => socket.name = Some(String::from_utf8_lossy(value).trim_end_matches('\0').to_string()),
+            PEER => socket.peer = u32_at(value, 0).map(u64::from),
+            _ => {}
+        }
+        rest = &rest[length.next_multiple_of(4).min(rest.len())..];
+    }
+    table.insert(u64::from(inode), socket);
+}
+
+fn u16_at(bytes: &[u8], at: usize) -> Option<u16> {
+    Some(u16::from_ne_bytes(bytes.get(at..at + 2)?.try_into().ok()?))
+}
+
+fn u32_at(bytes: &[u8], at: usize) -> Option<u32> {
+    Some(u32::from_ne_bytes(bytes.get(at..at + 4)?.try_into().ok()?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::MetadataExt;
+    use std::os::unix::net::{UnixListener, UnixStream};
+
+    fn connected(peer: u64) -> UnixSocket {
+        UnixSocket { peer: Some(peer), name: None }
+    }
+
+    fn named(name: &str) -> UnixSocket {
+        UnixSocket { peer: None, name: Some(name.into()) }
+    }
+
+    #[test]
+    fn one_connection_to_the_daemon_and_those_within_are_fine() {
+        let table = UnixTable::from([
+            (1, connected(2)),
+            (2, connected(1)),
+            (3, connected(10)),
+            (10, named("/tmp/sempa-0/pvm/pvmd.sock")),
+            (4, UnixSocket::default()),
+            (5, connected(11)),
+            (11, named("/run/other.sock")),
+            (6, connected(12)),
+            (7, connected(10)),
+        ]);
+        let foreign = |own: &[u64]| foreign_unix(&own.iter().copied().collect(), &table);
+        assert_eq!(foreign(&[1, 2, 3, 4]), None);
+        assert_eq!(foreign(&[3, 5]).as_deref(), Some("a Unix socket connected to /run/other.sock"));
+        assert_eq!(foreign(&[6]).as_deref(), Some("a Unix socket connected to another process"));
+        assert_eq!(foreign(&[1]).as_deref(), Some("a Unix socket connected to another process"));
+        assert!(foreign(&[3, 7]).is_some(), "only one connection is the library's");
+    }
+
+    #[test]
+    fn tcp_connections_are_told_from_listening_sockets() {
+        let table = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n\
+            0: 0100007F:1F90 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 50 1 x\n\
+            1: 0100007F:1F91 0A00000A:0050 01 00000000:00000000 00:00000000 00000000     0        0 51 1 x\n";
+        assert_eq!(tcp_connection(&BTreeSet::from([50]), table), None);
+        let found = tcp_connection(&BTreeSet::from([50, 51]), table);
+        assert_eq!(found.as_deref(), Some("a TCP connection to 10.0.0.10:80"));
+    }
+
+    #[test]
+    fn the_kernel_tells_peers_and_names() {
+        let dir = std::env::temp_dir().join(format!("sempa-sockets-{}", std::process::id()));
+        std::fs::create_dir_all(&dir).expect("dir");
+        let path = dir.join(DAEMON_SOCKET);
+        let listener = UnixListener::bind(&path).expect("bind");
+        let ours = UnixStream::connect(&path).expect("connect");
+        let (theirs, _) = listener.accept().expect("accept");
+        let inode = |fd: i32| std::fs::metadata(format!("/proc/self/fd/{fd}")).expect("fd").ino();
+        let (ours, theirs) = (inode(ours.as_raw_fd()), inode(theirs.as_raw_fd()));
+        let table = unix_table().expect("sock_diag");
+        assert_eq!(table[&ours].peer, Some(theirs));
+        assert_eq!(table[&theirs].name.as_deref(), path.to_str());
+        assert_eq!(foreign_unix(&BTreeSet::from([ours]), &table), None);
+        std::fs::remove_dir_all(&dir).expect("remove");
+    }
+}

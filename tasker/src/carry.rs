@@ -1,0 +1,119 @@
+//! What travels with the images besides what the engine wrote: the few things that the target's tasker has to know of the
+//! source's surroundings. A small file in the image directory.
+
+use sempa_proto::frame::{from_bytes, to_bytes};
+use sempa_proto::migration::Failure;
+use serde::{Deserialize, Serialize};
+use std::path::Path;
+
+/// Name of the file.
+const NAME: &str = "sempa-carry";
+/// Version of its content.
+const VERSION: u16 = 1;
+/// Longest such file that is read, in bytes.
+const CARRY_BYTES_MAX: u64 = 1 << 20;
+/// Image files of one task at most.
+const IMAGE_FILES_MAX: usize = 65_536;
+
+/// The content.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Carry {
+    version: u16,
+    /// Inode number of the pipe that took the task's output at the source; images name it so.
+    pub(crate) output_pipe: u64,
+    /// Numbers, inside the task's namespace, of processes that were stopped before the move stopped the others.
+    pub(crate) stopped_before: Vec<i32>,
+    /// Name and length of each image file.
+    images: Vec<(String, u64)>,
+}
+
+impl Carry {
+    /// Describes the images in this directory.
+    ///
+    /// # Errors
+    /// When it cannot be read.
+    pub(crate) fn of(dir: &Path, output_pipe: u64, stopped_before: Vec<i32>) -> Result<Carry, Failure> {
+        Ok(Carry { version: VERSION, output_pipe, stopped_before, images: list(dir)? })
+    }
+
+    /// Writes it next to the images; its length.
+    ///
+    /// # Errors
+    /// When it cannot be written.
+    pub(crate) fn write(&self, dir: &Path) -> Result<u64, Failure> {
+        let path = dir.join(NAME);
+        let bytes = to_bytes(self).map_err(|e| Failure::Io(format!("cannot describe the images: {e}")))?;
+        std::fs::write(&path, &bytes).map_err(|e| Failure::Io(format!("cannot write {}: {e}", path.display())))?;
+        Ok(bytes.len() as u64)
+    }
+
+    /// Reads it and checks that the images are all there in their length. A cut image can make an engine spin for ever.
+    ///
+    /// # Errors
+    /// [`Failure::Images`] with what is missing.
+    pub(crate) fn read(dir: &Path) -> Result<Carry, Failure> {
+        let path = dir.join(NAME);
+        let bad = |why: &dyn std::fmt::Display| Failure::Images(format!("{}: {why}", path.display()));
+        let length = std::fs::metadata(&path).map_err(|e| bad(&e))?.len();
+        if length > CARRY_BYTES_MAX {
+            return Err(bad(&format!("it has {length} bytes, more than any real one")));
+        }
+        let carry: Carry = from_bytes(&std::fs::read(&path).map_err(|e| bad(&e))?).map_err(|e| bad(&e))?;
+        if carry.version != VERSION {
+            return Err(bad(&format!("version {} was written, {VERSION} is understood", carry.version)));
+        }
+        for (name, length) in &carry.images {
+            let found = std::fs::metadata(dir.join(name)).map(|meta| meta.len());
+            match found {
+                Ok(found) if found == *length => {}
+                Ok(found) => return Err(Failure::Images(format!("{name} has {found} bytes, {length} were written"))),
+                Err(e) => return Err(Failure::Images(format!("{name}: {e}"))),
+            }
+        }
+        Ok(carry)
+    }
+
+    /// Length of all images in bytes.
+    pub(crate) fn image_bytes(&self) -> u64 {
+        self.images.iter().map(|(_, bytes)| bytes).sum()
+    }
+}
+
+fn list(dir: &Path) -> Result<Vec<(String, u64)>, Failure> {
+    let bad = |e: std::io::Error| Failure::Io(format!("cannot read {}: {e}", dir.display()));
+    let mut images = Vec::new();
+    for entry in std::fs::read_dir(dir).map_err(bad)? {
+        let entry = entry.map_err(bad)?;
+        let meta = entry.metadata().map_err(bad)?;
+        let name = entry.file_name().to_string_lossy().into_owned();
+        if meta.is_file() && name != NAME {
+            images.push((name, meta.len()));
+        }
+        if images.len() > IMAGE_FILES_MAX {
+            return Err(Failure::Io(format!("{} has more than {IMAGE_FILES_MAX} files, the limit", dir.display())));
+        }
+    }
+    images.sort();
+    Ok(images)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cut_or_missing_image_is_found_before_the_engine_starts() {
+        let dir = tempfile::tempdir().expect("dir");
+        std::fs::write(dir.path().join("pages-1.img"), [7u8; 8192]).expect("write");
+        Carry::of(dir.path(), 5, vec![3]).expect("carry").write(dir.path()).expect("write");
+        let carry = Carry::read(dir.path()).expect("whole");
+        assert_eq!((carry.output_pipe, carry.stopped_before.clone(), carry.image_bytes()), (5, vec![3], 8192));
+        std::fs::write(dir.path().join("pages-1.img"), [7u8; 4096]).expect("write");
+        let cut = Failure::Images("pages-1.img has 4096 bytes, 8192 were written".into());
+        assert_eq!(Carry::read(dir.path()), Err(cut));
+        std::fs::remove_file(dir.path().join("pages-1.img")).expect("remove");
+        assert!(matches!(Carry::read(dir.path()), Err(Failure::Images(_))));
+        std::fs::write(dir.path().join(NAME), b"\xff\xff").expect("write");
+        assert!(matches!(Carry::read(dir.path()), Err(Failure::Images(_))));
+    }
+}

@@ -1,0 +1,107 @@
+//! A real dump and restore of a tiny process at the tasker's start, in the background: the only way to know that the
+//! engine works on this kernel with these rights. Its version number says nothing about that.
+
+use crate::moves::{EngineState, limits_for};
+use crate::namespace::Namespace;
+use crate::supervisor::Supervisor;
+use crate::task::Output;
+use crate::workers::Outcome;
+use checkpoint::criu::HOW_TO_GET;
+use checkpoint::engine::{DumpJob, Held, Outside, RestoreJob};
+use sempa_proto::migration::Failure;
+use sempa_proto::tasker::{DumpReport, FromTasker};
+use std::fs::File;
+use std::path::PathBuf;
+
+/// What the trial has made. Dropping it ends the process and removes the images.
+pub(crate) struct Trial {
+    namespace: Namespace,
+    output: Output,
+    dir: PathBuf,
+}
+
+impl Drop for Trial {
+    fn drop(&mut self) {
+        self.namespace.kill();
+        // If it is gone already there is nothing to do, and nobody is left to be told of anything else.
+        let _ = std::fs::remove_dir_all(&self.dir);
+    }
+}
+
+impl Supervisor {
+    /// Begins the trial if there is an engine to try.
+    pub(crate) fn begin_trial(&mut self) {
+        if !matches!(self.moves.state, EngineState::Trying(_)) {
+            return;
+        }
+        if let Err(why) = self.start_trial() {
+            self.end_trial(Err(why));
+        }
+    }
+
+    fn start_trial(&mut self) -> Result<(), Failure> {
+        let io = |e: std::io::Error| Failure::Io(e.to_string());
+        let template = std::env::temp_dir().join("sempa-trial-XXXXXX");
+        let dir = nix::unistd::mkdtemp(&template).map_err(|e| Failure::Io(format!("{}: {e}", template.display())))?;
+        let (output, theirs) = Output::new().map_err(io)?;
+        let trial = Trial { namespace: Namespace::new().map_err(io)?, output, dir: dir.clone() };
+        let stdin = File::open("/dev/null").map_err(io)?;
+        let process = trial.namespace.start_sleeper(&stdin, &theirs).map_err(io)?;
+        let job = DumpJob { pid: process.pid, dir, pid_namespace: trial.namespace.inode() };
+        self.moves.trial = Some(trial);
+        let Some(engine) = &self.moves.engine else { return Err(Failure::Engine("it is gone".into())) };
+        let (dumping, limits) = (engine.start_dump(job)?, limits_for(0)?);
+        let (cancel, pid) = (limits.cancel.clone(), dumping.engine_pid());
+        self.moves.workers.start(&cancel, Some(pid), move || Outcome::TrialDumped(dumping.finish(&limits)))?;
+        Ok(())
+    }
+
+    /// The dump is over; the restore follows.
+    pub(crate) fn trial_dumped(&mut self, result: Result<DumpReport, Failure>) {
+        if let Err(why) = result.and_then(|_| self.restore_trial()) {
+            self.end_trial(Err(why));
+        }
+    }
+
+    fn restore_trial(&mut self) -> Result<(), Failure> {
+        let io = |e: std::io::Error| Failure::Io(e.to_string());
+        let (Some(trial), Some(engine)) = (&mut self.moves.trial, &self.moves.engine) else {
+            return Err(Failure::CalledOff("the tasker ends".into()));
+        };
+        let source = std::mem::replace(&mut trial.namespace, Namespace::new().map_err(io)?);
+        let outside = Outside { output_pipe: trial.output.inode() };
+        let (output, theirs) = Output::new().map_err(io)?;
+        trial.output = output;
+        let pid_namespace = trial.namespace.file().try_clone_to_owned().map_err(io)?;
+        let restoring =
+            engine.start_restore(RestoreJob { dir: trial.dir.clone(), outside, pid_namespace, output: theirs })?;
+        let limits = limits_for(0)?;
+        let (cancel, pid) = (limits.cancel.clone(), restoring.engine_pid());
+        self.moves.workers.start(&cancel, Some(pid), move || Outcome::TrialHeld(restoring.hold(&limits)))?;
+        self.when_ended(source, Vec::new());
+        Ok(())
+    }
+
+    /// The restore is over; nothing of it is wanted.
+    pub(crate) fn trial_held(&mut self, result: Result<Box<dyn Held>, Failure>) {
+        let result = result.map(|held| held.refuse());
+        self.end_trial(result);
+    }
+
+    /// Says aloud if the engine turned out not to work, and takes up what waited for this.
+    fn end_trial(&mut self, result: Result<(), Failure>) {
+        self.moves.trial = None;
+        if let EngineState::Trying(version) = self.moves.state.clone() {
+            match result {
+                Ok(()) => self.moves.state = EngineState::Works(version),
+                Err(why) => {
+                    let why = format!("the dump engine, version {version}, failed its trial here: {why}; {HOW_TO_GET}");
+                    self.moves.state = EngineState::Broken(why);
+                    self.moves.engine = None;
+                    self.say(&FromTasker::Ready(self.capabilities()));
+                }
+            }
+        }
+        self.take_up_deferred();
+    }
+}
