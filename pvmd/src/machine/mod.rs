@@ -2,14 +2,43 @@
 //!
 //! The shell feeds [`Machine::handle`] with [`Event`]s, then takes [`Output`]s from [`Machine::poll`] until there are none,
 //! and calls again with [`Event::Wake`] at [`Machine::next_wakeup`].
+//!
+//! * `local`, `tasks`, `requests`: connections of tasks, the task table, what tasks may ask.
+//! * `route`, `notify`, `output`: the ways of link frames, items, notifications and standard output.
+//! * `hosts`, `hostfile`: the master's work on the host table; `table`, `halt`: every daemon's.
+//! * `asks`: questions between daemons.
+//! * `spawn`, `rm`: starting tasks, resource managers.
+//! * `mailbox`, `events`: what the master keeps for all.
+//! * `moves`: the glue to the migration protocol.
 
+mod asks;
+mod events;
+mod halt;
+mod hostfile;
+mod hosts;
 pub mod io;
+mod local;
+mod mailbox;
+mod moves;
+mod notify;
+mod output;
+mod requests;
+mod rm;
+mod route;
+mod spawn;
+mod table;
+mod tasks;
+#[cfg(test)]
+mod tests;
 
 pub use io::{ConnId, Event, HostPlan, Output, StartId, StartedHost, World};
 
+use checkpoint::protocol::{SourceEvent, TargetEvent};
 use sempa_proto::place::Place;
-use sempa_proto::{HostId, Micros};
-use std::collections::VecDeque;
+use sempa_proto::table::{HostEntry, HostTable};
+use sempa_proto::tasker::FromTasker;
+use sempa_proto::{Epoch, HostId, Micros, Tid};
+use std::collections::{BTreeMap, VecDeque};
 use std::net::SocketAddr;
 
 /// What a daemon knows of itself when it starts.
@@ -39,22 +68,219 @@ pub struct MachineConfig {
     pub hostfile: Vec<String>,
 }
 
+/// Something to look at when its time has come. It may not matter any more by then.
+#[derive(Clone, Copy, Debug)]
+enum Timer {
+    /// A daemon that is being started.
+    Start(StartId),
+    /// A deleted host that has to end.
+    Dismissed(HostId),
+    /// Tasks that were asked to end.
+    Grace,
+    /// This daemon, which is ending.
+    Stop,
+    /// The socket of a process that has ended.
+    Drain(Tid),
+    /// The last messages of a dead task.
+    LastWords { watcher: Tid, dead: Tid },
+}
+
+/// What only the master has.
+#[derive(Debug, Default)]
+struct Master {
+    hosts: hosts::Hosts,
+    mailbox: mailbox::Mailbox,
+    events: events::EventLog,
+    directing: moves::Directing,
+}
+
 /// The daemon's state.
 #[derive(Debug)]
 pub struct Machine {
     config: MachineConfig,
+    now: Micros,
+    /// Time of day of the event that is being handled.
+    unix: Micros,
     out: VecDeque<Output>,
+    timers: BTreeMap<(Micros, u64), Timer>,
+    last_timer: u64,
+    conns: local::Conns,
+    tasks: tasks::Tasks,
+    /// Contexts given out here, with their owners.
+    contexts: BTreeMap<i32, Tid>,
+    last_context: u32,
+    table: HostTable,
+    prepared: Option<HostTable>,
+    /// Of the newest order; older ones are refused.
+    epoch: Epoch,
+    locations: route::Locations,
+    asks: asks::Asks,
+    gathers: requests::Gathers,
+    spawns: spawn::Spawns,
+    execs: VecDeque<spawn::ExecJob>,
+    tasker_gone: bool,
+    rm: rm::RmState,
+    moves: moves::Moves,
+    stop: Option<halt::Stop>,
+    master: Option<Box<Master>>,
 }
 
 impl Machine {
-    /// A daemon that has just started.
-    pub fn new(config: MachineConfig, _now: Micros) -> Machine {
-        Machine { config, out: VecDeque::new() }
+    /// A daemon that has just started. The master's table holds itself; a slave's is empty until the master takes it in.
+    pub fn new(config: MachineConfig, now: Micros) -> Machine {
+        let mut machine = Machine {
+            now,
+            unix: Micros::default(),
+            out: VecDeque::new(),
+            timers: BTreeMap::new(),
+            last_timer: 0,
+            conns: local::Conns::default(),
+            tasks: tasks::Tasks::default(),
+            contexts: BTreeMap::new(),
+            last_context: 0,
+            table: HostTable::default(),
+            prepared: None,
+            epoch: Epoch::default(),
+            locations: route::Locations::default(),
+            asks: asks::Asks::default(),
+            gathers: requests::Gathers::default(),
+            spawns: spawn::Spawns::default(),
+            execs: VecDeque::new(),
+            tasker_gone: false,
+            rm: rm::RmState::default(),
+            moves: moves::Moves::default(),
+            stop: None,
+            master: None,
+            config,
+        };
+        if machine.config.host == HostId::MASTER {
+            machine.found();
+        }
+        machine
+    }
+
+    /// The master founds the virtual machine: a table with itself, and the hosts of its host file to come.
+    fn found(&mut self) {
+        let lines = std::mem::take(&mut self.config.hostfile);
+        let (file, start, ignored) = hostfile::HostFile::read(&lines, &self.config.name);
+        ignored.into_iter().for_each(|line| self.log(line));
+        let speed = file.options(&self.config.name).speed.unwrap_or(self.config.speed);
+        self.master = Some(Box::new(Master { hosts: hosts::Hosts::new(file), ..Master::default() }));
+        let config = &self.config;
+        let entry = HostEntry {
+            id: config.host,
+            name: config.name.clone(),
+            arch: config.arch.clone(),
+            speed,
+            dsig: config.dsig,
+            addresses: config.addresses.clone(),
+        };
+        self.table = HostTable { epoch: self.next_epoch(), hosts: vec![entry] };
+        if !start.is_empty() {
+            self.add_hosts(&start, hosts::Wanting::HostFile);
+        }
     }
 
     /// Takes an event. `now` is monotonic.
-    pub fn handle(&mut self, _now: Micros, _world: &mut dyn World, event: Event) {
-        self.out.push_back(Output::Log { text: format!("{}: {event:?}", self.config.name) });
+    pub fn handle(&mut self, now: Micros, world: &mut dyn World, event: Event) {
+        self.now = now;
+        self.unix = world.unix_time();
+        self.dispatch(event);
+        self.run_timers();
+        loop {
+            if self.pump_moves() {
+                continue;
+            }
+            let Some(job) = self.execs.pop_front() else { break };
+            self.exec(world, job);
+        }
+    }
+
+    fn dispatch(&mut self, event: Event) {
+        match event {
+            Event::TaskConnected { conn, pid } => self.task_connected(conn, pid),
+            Event::TaskControl { conn, message } => self.task_control(conn, message),
+            Event::TaskLink { conn, frame } => self.link_from_task(conn, frame),
+            Event::TaskClosed { conn, garbage } => self.task_closed(conn, garbage),
+            Event::HostConnected { host } => self.host_connected(host),
+            Event::HostControl { host, message } => self.host_control(host, message),
+            Event::HostCarried { host, carried } => self.host_carried(host, carried),
+            Event::HostLost { host, why } => self.host_lost(host, &why),
+            Event::HostStarted { start, result } => self.host_started(start, result),
+            Event::Tasker(message) => self.tasker_says(message),
+            Event::TaskerGone { why } => self.tasker_ended(&why),
+            Event::ImagesSent { migration, result } => {
+                self.source_event(migration, SourceEvent::Sent(result.map(|_| ())));
+            }
+            Event::ImagesReceived { migration, result } => {
+                self.target_event(migration, TargetEvent::Received(result));
+            }
+            Event::MoveRecorded { migration, result } => self.move_recorded(migration, result),
+            Event::Wake => {}
+            Event::Stop { why } => self.stop_asked(&why),
+        }
+    }
+
+    fn tasker_says(&mut self, message: FromTasker) {
+        match message {
+            FromTasker::Ready(capabilities) => {
+                match &capabilities.engine {
+                    Ok(version) => self.log(format!("tasks can be moved: engine {version}")),
+                    Err(why) => self.log(format!("tasks cannot be moved: {why}")),
+                }
+                self.start_rm_command();
+            }
+            FromTasker::Started { tid, pid } => {
+                if let Some(task) = self.tasks.get_mut(tid) {
+                    task.pid = pid;
+                }
+            }
+            FromTasker::StartFailed { tid, why } => self.start_failed(tid, &why),
+            FromTasker::Output { tid, bytes } => self.task_output(tid, bytes),
+            FromTasker::Exited { tid, status, used } => self.process_exited(tid, status, used),
+            message => self.tasker_on_move(message),
+        }
+    }
+
+    /// Without a tasker nothing can be started here, and what was is dead.
+    fn tasker_ended(&mut self, why: &str) {
+        self.tasker_gone = true;
+        if self.stop.is_none() {
+            self.note(format!(
+                "the tasker has ended ({why}); its tasks are dead, and none can be started on this host"
+            ));
+        }
+        let dead: Vec<Tid> = self.tasks.live.values().filter(|t| t.spawned()).map(|t| t.tid).collect();
+        for tid in dead {
+            self.end_task(tid, 9, sempa_proto::migration::Usage::default());
+        }
+        self.stop_step();
+    }
+
+    fn timer(&mut self, after: Micros, timer: Timer) {
+        self.last_timer += 1;
+        self.timers.insert((self.now + after, self.last_timer), timer);
+    }
+
+    fn run_timers(&mut self) {
+        while let Some(entry) = self.timers.first_entry()
+            && entry.key().0 <= self.now
+        {
+            match entry.remove() {
+                Timer::Start(start) => self.start_deadline(start),
+                Timer::Dismissed(host) => self.dismissed_deadline(host),
+                Timer::Grace => self.grace_over(),
+                Timer::Stop => self.stop_deadline(),
+                Timer::Drain(tid) => self.drain_over(tid),
+                Timer::LastWords { watcher, dead } => self.last_words_over(watcher, dead),
+            }
+        }
+        let now = self.now;
+        if let Some(master) = &mut self.master
+            && master.directing.coordinator.next_wakeup().is_some_and(|at| at <= now)
+        {
+            master.directing.coordinator.wake(now);
+        }
     }
 
     /// The next thing to do, or `None`.
@@ -64,6 +290,13 @@ impl Machine {
 
     /// When [`Event::Wake`] is wanted, if at all.
     pub fn next_wakeup(&self) -> Option<Micros> {
-        None
+        let moves = self.master.as_ref().and_then(|m| m.directing.coordinator.next_wakeup());
+        let timer = self.timers.keys().next().map(|(at, _)| *at);
+        timer.into_iter().chain(moves).min()
+    }
+
+    /// The host table in force; empty before a slave has been taken in.
+    pub fn table(&self) -> &HostTable {
+        &self.table
     }
 }

@@ -1,0 +1,228 @@
+//! Questions between daemons: who asked, who has to answer, and what a lost host means for an open question.
+
+use super::Machine;
+use super::spawn::ExecBack;
+use super::tasks::Phase;
+use sempa_proto::host::{Answer, HostMsg, Question};
+use sempa_proto::task::{LinkMark, Reply};
+use sempa_proto::tasker::ToTasker;
+use sempa_proto::{HostId, PvmError, RequestId, Tid};
+use std::collections::BTreeMap;
+
+/// How often a question follows a task that keeps moving.
+const HOPS_MAX: u32 = 8;
+
+/// For whom a question was asked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Asker {
+    /// The answer is the reply to a task's request.
+    Task { tid: Tid, id: RequestId },
+    /// One part of a list of tasks.
+    Gather(u64),
+    /// One part of a spawn.
+    Spawn { spawn: u64, part: u64 },
+    /// A notification about a task.
+    Watch { watcher: Tid },
+}
+
+/// Where an answer goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Back {
+    pub(super) host: HostId,
+    pub(super) id: RequestId,
+}
+
+#[derive(Debug)]
+struct Pending {
+    host: HostId,
+    question: Question,
+    asker: Asker,
+    hops: u32,
+}
+
+/// Questions without an answer so far.
+#[derive(Debug, Default)]
+pub(super) struct Asks {
+    open: BTreeMap<RequestId, Pending>,
+    last: RequestId,
+}
+
+impl Machine {
+    /// Asks a host, which may be this one.
+    pub(super) fn ask(&mut self, host: HostId, question: Question, asker: Asker) {
+        self.ask_on(host, question, asker, 0);
+    }
+
+    /// Asks the host where this task runs.
+    pub(super) fn ask_about(&mut self, tid: Tid, question: Question, asker: Asker) {
+        match self.location(tid) {
+            Some(host) => self.ask(host, question, asker),
+            None => self.unanswered(question, asker),
+        }
+    }
+
+    fn ask_on(&mut self, host: HostId, question: Question, asker: Asker, hops: u32) {
+        if self.table.get(host).is_none() || hops > HOPS_MAX {
+            return self.unanswered(question, asker);
+        }
+        self.asks.last = self.asks.last.next();
+        let id = self.asks.last;
+        self.asks.open.insert(id, Pending { host, question: question.clone(), asker, hops });
+        if host == self.config.host {
+            self.question(Back { host, id }, question);
+        } else {
+            self.to_host(host, HostMsg::Ask { id, question });
+        }
+    }
+
+    /// Sends an answer to where it was asked.
+    pub(super) fn answer(&mut self, back: Back, answer: Answer) {
+        if back.host == self.config.host {
+            self.answered(back.host, back.id, answer);
+        } else {
+            self.to_host(back.host, HostMsg::Answer { id: back.id, answer });
+        }
+    }
+
+    /// Somebody wants to know something of this host.
+    pub(super) fn question(&mut self, back: Back, question: Question) {
+        if let Some(tid) = task_of(&question)
+            && let Some(host) = self.elsewhere(tid)
+        {
+            return self.answer(back, Answer::Elsewhere(host));
+        }
+        let reply = match question {
+            Question::Exec { parent, request } => return self.queue_exec(parent, request, ExecBack::Answer(back)),
+            Question::Watch { tid, watcher } => {
+                let gone = !self.is_alive(tid);
+                let after = if gone { self.tasks.dead_mark(tid, watcher) } else { None };
+                return self.answer(back, Answer::Watched { gone, after });
+            }
+            Question::Tasks { only } => Reply::Tasks(self.list_tasks(only)),
+            Question::Ping => Reply::Done,
+            Question::TaskStatus { tid } if self.is_alive(tid) => Reply::Done,
+            Question::TaskStatus { tid } => no_task(tid),
+            Question::Signal { tid, signal } => {
+                self.signal_task(tid, signal);
+                Reply::Done
+            }
+            Question::Clock => Reply::Clock(self.unix),
+            Question::FreeContext { owner, ctx } => match self.contexts.get(&ctx) {
+                Some(holder) if *holder == owner => {
+                    self.contexts.remove(&ctx);
+                    Reply::Done
+                }
+                _ => no_context(ctx),
+            },
+        };
+        self.answer(back, Answer::Reply(reply));
+    }
+
+    /// The host where a task is that is not here; `None` when it is here, or would have to be.
+    fn elsewhere(&self, tid: Tid) -> Option<HostId> {
+        if self.tasks.get(tid).is_some() || self.moves.arrivals.get(&tid).is_some_and(|a| a.located) {
+            return None;
+        }
+        self.location(tid).filter(|host| *host != self.config.host)
+    }
+
+    /// True for a task that is here and has not ended; one that has left lives until its process ends.
+    fn is_alive(&self, tid: Tid) -> bool {
+        self.tasks.get(tid).is_some() || self.moves.arrivals.get(&tid).is_some_and(|a| a.located)
+    }
+
+    fn signal_task(&mut self, tid: Tid, signal: i32) {
+        if let Some(task) = self.tasks.get(tid) {
+            if task.spawned() {
+                self.to_tasker(ToTasker::Signal { tid, signal });
+            } else if task.phase != Phase::Left {
+                self.log(format!("{tid} was not started here; signal {signal} was not sent to it"));
+            }
+        } else if let Some(arrival) = self.moves.arrivals.get_mut(&tid) {
+            arrival.signals.push(signal);
+            self.arrival_step(tid);
+        }
+    }
+
+    /// An answer came.
+    pub(super) fn answered(&mut self, from: HostId, id: RequestId, answer: Answer) {
+        let Some(pending) = self.asks.open.remove(&id) else { return };
+        if pending.host != from {
+            self.log(format!("{from} answered a question that was put to {}; the answer was dropped", pending.host));
+            self.asks.open.insert(id, pending);
+            return;
+        }
+        match (answer, pending.asker) {
+            (Answer::Elsewhere(host), asker) => self.ask_on(host, pending.question, asker, pending.hops + 1),
+            (Answer::Reply(reply), Asker::Task { tid, id }) => self.reply(tid, id, reply),
+            (Answer::Reply(Reply::Tasks(tasks)), Asker::Gather(gather)) => self.gathered(gather, tasks),
+            (Answer::Reply(Reply::Spawned(results)), Asker::Spawn { spawn, part }) => {
+                self.part_spawned(spawn, part, Ok(results));
+            }
+            (Answer::Watched { gone, after }, Asker::Watch { watcher }) => {
+                if let (true, Question::Watch { tid, .. }) = (gone, &pending.question) {
+                    self.watched_is_gone(watcher, *tid, after);
+                }
+            }
+            (_, asker) => {
+                self.log(format!("{from} gave an answer that does not fit its question"));
+                self.unanswered(pending.question, asker);
+            }
+        }
+    }
+
+    /// Nobody is there to answer.
+    fn unanswered(&mut self, question: Question, asker: Asker) {
+        match asker {
+            Asker::Task { tid, id } => {
+                let reply = match question {
+                    Question::Tasks { .. } => Reply::Tasks(Vec::new()),
+                    Question::Signal { .. } => Reply::Done,
+                    Question::TaskStatus { tid } => no_task(tid),
+                    Question::FreeContext { ctx, .. } => no_context(ctx),
+                    _ => Reply::Failed {
+                        error: PvmError::HostFail,
+                        reason: "the host left the virtual machine before it answered".into(),
+                    },
+                };
+                self.reply(tid, id, reply);
+            }
+            Asker::Gather(gather) => self.gathered(gather, Vec::new()),
+            Asker::Spawn { spawn, part } => self.part_spawned(spawn, part, Err(PvmError::HostFail)),
+            Asker::Watch { watcher } => {
+                if let Question::Watch { tid, .. } = question {
+                    self.watched_is_gone(watcher, tid, None::<LinkMark>);
+                }
+            }
+        }
+    }
+
+    /// What was asked of a host that is lost will not be answered.
+    pub(super) fn fail_asks(&mut self, host: HostId) {
+        let lost: Vec<RequestId> = self.asks.open.iter().filter(|(_, p)| p.host == host).map(|(id, _)| *id).collect();
+        for id in lost {
+            if let Some(pending) = self.asks.open.remove(&id) {
+                self.unanswered(pending.question, pending.asker);
+            }
+        }
+    }
+}
+
+/// The task that a question is about, when the question has to reach its host.
+fn task_of(question: &Question) -> Option<Tid> {
+    match question {
+        Question::Tasks { only: Some(tid) }
+        | Question::TaskStatus { tid }
+        | Question::Signal { tid, .. }
+        | Question::Watch { tid, .. } => Some(*tid),
+        _ => None,
+    }
+}
+
+fn no_task(tid: Tid) -> Reply {
+    Reply::Failed { error: PvmError::NoTask, reason: format!("there is no task {tid}") }
+}
+
+fn no_context(ctx: i32) -> Reply {
+    Reply::Failed { error: PvmError::NotFound, reason: format!("context {ctx:#x} does not belong to this task") }
+}

@@ -1,0 +1,94 @@
+//! The event log of the virtual machine, kept by the master.
+
+use super::Machine;
+use sempa_proto::event::{EVENTS_MAX, Event, EventKind};
+use sempa_proto::host::HostMsg;
+use sempa_proto::message::DSIG_X86_64;
+use sempa_proto::task::{Reply, ToTask};
+use sempa_proto::{HostId, Message, Micros, PvmError, RequestId, Tid, frame};
+use std::collections::{BTreeMap, VecDeque};
+
+/// Tasks that get every new event, at most.
+pub(super) const SUBSCRIBERS_MAX: usize = 1024;
+/// Events in one reply at most, so that it fits a frame.
+const EVENTS_PER_REPLY_MAX: u32 = 8192;
+
+/// The log and those who follow it.
+#[derive(Debug, Default)]
+pub(super) struct EventLog {
+    kept: VecDeque<Event>,
+    last: u64,
+    subscribers: BTreeMap<Tid, (i32, i32)>,
+}
+
+impl EventLog {
+    /// Entries from a number on, oldest first.
+    pub(super) fn from(&self, from: u64, limit: u32) -> Vec<Event> {
+        let first = self.kept.front().map_or(1, |e| e.number);
+        let skip = usize::try_from(from.saturating_sub(first)).unwrap_or(usize::MAX);
+        self.kept.iter().skip(skip).take(limit.min(EVENTS_PER_REPLY_MAX) as usize).cloned().collect()
+    }
+
+    /// The task gets nothing more.
+    pub(super) fn unsubscribe(&mut self, tid: Tid) {
+        self.subscribers.remove(&tid);
+    }
+
+    /// Tasks that get every new event.
+    pub(super) fn followers(&self) -> Vec<Tid> {
+        self.subscribers.keys().copied().collect()
+    }
+
+    fn append(&mut self, host: HostId, at: Micros, kind: EventKind) -> Event {
+        self.last += 1;
+        let event = Event { number: self.last, at, host, kind };
+        if self.kept.len() >= EVENTS_MAX {
+            self.kept.pop_front();
+        }
+        self.kept.push_back(event.clone());
+        event
+    }
+}
+
+impl Machine {
+    /// Something happened on this host.
+    pub(super) fn record(&mut self, kind: EventKind) {
+        let (me, at) = (self.config.host, self.unix);
+        if self.master.is_some() {
+            self.append_event(me, at, kind);
+        } else {
+            self.to_host(HostId::MASTER, HostMsg::Event { at, kind });
+        }
+    }
+
+    /// Master: adds an entry and tells those who follow.
+    pub(super) fn append_event(&mut self, host: HostId, at: Micros, kind: EventKind) {
+        let Some(master) = &mut self.master else { return };
+        let event = master.events.append(host, at, kind);
+        let followers: Vec<(Tid, (i32, i32))> = master.events.subscribers.iter().map(|(t, s)| (*t, *s)).collect();
+        if followers.is_empty() {
+            return;
+        }
+        let body = match frame::to_bytes(&event) {
+            Ok(bytes) => bytes::Bytes::from(bytes),
+            Err(why) => return self.log(format!("event {} could not be sent: {why}", event.number)),
+        };
+        for (dst, (ctx, tag)) in followers {
+            let src = self.source_for(dst);
+            let message = Message { src, dst, ctx, tag, wid: 0, enc: DSIG_X86_64, body: body.clone() };
+            self.deliver(dst, ToTask::Deliver { message, after: None });
+        }
+    }
+
+    /// Master: this task wants every new event.
+    pub(super) fn subscribe(&mut self, tid: Tid, id: RequestId, ctx: i32, tag: i32) {
+        let Some(master) = &mut self.master else { return };
+        let subscribers = &mut master.events.subscribers;
+        if subscribers.len() >= SUBSCRIBERS_MAX && !subscribers.contains_key(&tid) {
+            let reason = format!("{SUBSCRIBERS_MAX} tasks follow the event log already");
+            return self.fail(tid, id, PvmError::OutOfRes, reason);
+        }
+        subscribers.insert(tid, (ctx, tag));
+        self.reply(tid, id, Reply::Done);
+    }
+}

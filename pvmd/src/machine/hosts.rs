@@ -1,0 +1,482 @@
+//! The master's part in the host table: starting daemons, taking them in, letting them go.
+//!
+//! Daemons are started in parallel. When all hosts of one request have started or failed, they join the next change of
+//! the table. Changes are made one after the other, in two phases under a rising epoch; what is wanted while one is under
+//! way is merged into the next. A host that is lost meanwhile is left out.
+
+use super::hostfile::HostFile;
+use super::{HostPlan, Machine, Output, StartId, StartedHost, Timer};
+use sempa_proto::event::EventKind;
+use sempa_proto::host::HostMsg;
+use sempa_proto::table::{AddedHost, HOSTS_MAX, HostEntry, HostTable};
+use sempa_proto::task::Reply;
+use sempa_proto::{Epoch, HostId, Micros, PvmError, RequestId, Tid};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Time from the order to start a daemon until its session stands.
+const START_TIME: Micros = Micros::from_secs(120);
+/// Time that a deleted host has to end its tasks.
+const DISMISS_TIME: Micros = Micros::from_secs(10);
+/// Requests to add hosts that may be open.
+const ADDS_OPEN_MAX: usize = 1024;
+
+/// Who wants hosts.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Wanting {
+    Task { tid: Tid, id: RequestId },
+    Rm { rm: Tid, wid: i32 },
+    HostFile,
+}
+
+#[derive(Debug)]
+struct Starting {
+    job: u64,
+    slot: usize,
+    plan: HostPlan,
+    started: Option<StartedHost>,
+    connected: bool,
+}
+
+/// A host that has started and waits for the next change.
+#[derive(Clone, Debug)]
+struct Joining {
+    job: u64,
+    slot: usize,
+    entry: HostEntry,
+}
+
+#[derive(Debug)]
+struct AddJob {
+    wanting: Wanting,
+    names: Vec<String>,
+    slots: Vec<Option<AddedHost>>,
+    /// Attempts under way.
+    starting: usize,
+    ready: Vec<Joining>,
+}
+
+#[derive(Debug)]
+struct DelJob {
+    tid: Tid,
+    id: RequestId,
+    results: Vec<Result<(), PvmError>>,
+    open: BTreeSet<HostId>,
+}
+
+#[derive(Clone, Debug)]
+struct Removal {
+    host: HostId,
+    why: String,
+    /// It lives and is told to end.
+    dismiss: bool,
+}
+
+/// A change of the table that is being made.
+#[derive(Debug)]
+struct Change {
+    table: HostTable,
+    add: Vec<Joining>,
+    remove: Vec<Removal>,
+    committed: bool,
+    /// Hosts whose word is missing.
+    waiting: BTreeSet<HostId>,
+}
+
+/// The master's knowledge of hosts that come and go.
+#[derive(Debug, Default)]
+pub(super) struct Hosts {
+    pub(super) file: HostFile,
+    last_index: u16,
+    last_start: u64,
+    last_job: u64,
+    starting: BTreeMap<StartId, Starting>,
+    adds: BTreeMap<u64, AddJob>,
+    dels: Vec<DelJob>,
+    wanted_add: Vec<Joining>,
+    wanted_remove: Vec<Removal>,
+    change: Option<Change>,
+    /// Out of the table, told to end, not gone yet.
+    leaving: BTreeSet<HostId>,
+}
+
+impl Hosts {
+    /// The master is host 1.
+    pub(super) fn new(file: HostFile) -> Hosts {
+        Hosts { file, last_index: HostId::MASTER.index(), ..Hosts::default() }
+    }
+
+    /// Daemons that have a session, or soon will, but are not in the table in force.
+    pub(super) fn outside(&self) -> Vec<HostId> {
+        let starting = self.starting.values().filter(|s| s.connected).map(|s| s.plan.id);
+        let ready = self.adds.values().flat_map(|a| a.ready.iter()).chain(&self.wanted_add);
+        let changing = self.change.iter().filter(|c| !c.committed).flat_map(|c| c.add.iter());
+        starting.chain(ready.chain(changing).map(|j| j.entry.id)).chain(self.leaving.iter().copied()).collect()
+    }
+
+    /// New hosts of a change that has not been committed: they have to hear of moves as well.
+    pub(super) fn joining(&self) -> Vec<HostId> {
+        self.change.iter().filter(|c| !c.committed).flat_map(|c| c.add.iter().map(|j| j.entry.id)).collect()
+    }
+
+    fn is_named(&self, name: &str) -> bool {
+        let joining = self.adds.values().flat_map(|a| a.ready.iter()).chain(&self.wanted_add);
+        let changing = self.change.iter().flat_map(|c| c.add.iter());
+        self.starting.values().any(|s| s.plan.name == name) || joining.chain(changing).any(|j| j.entry.name == name)
+    }
+}
+
+impl Machine {
+    fn hosts(&mut self) -> &mut Hosts {
+        &mut self.master.as_mut().expect("only the master changes the host table").hosts
+    }
+
+    /// Somebody wants these hosts in.
+    pub(super) fn add_hosts(&mut self, lines: &[String], wanting: Wanting) {
+        let stopping = self.stop.is_some();
+        let hosts = self.hosts();
+        hosts.last_job += 1;
+        let number = hosts.last_job;
+        let full = hosts.adds.len() >= ADDS_OPEN_MAX;
+        let job =
+            AddJob { wanting, names: lines.to_vec(), slots: vec![None; lines.len()], starting: 0, ready: Vec::new() };
+        hosts.adds.insert(number, job);
+        for (slot, line) in lines.iter().enumerate() {
+            let planned = if stopping {
+                Err((PvmError::DSysErr, "the virtual machine is being halted".to_string()))
+            } else if full {
+                Err((PvmError::OutOfRes, format!("{ADDS_OPEN_MAX} requests to add hosts are open already")))
+            } else {
+                self.plan_host(line)
+            };
+            match planned {
+                Ok(plan) => self.start_host(number, slot, plan),
+                Err((error, reason)) => self.slot_failed(number, slot, error, reason),
+            }
+        }
+        self.add_step(number);
+    }
+
+    fn plan_host(&mut self, line: &str) -> Result<HostPlan, (PvmError, String)> {
+        let index = self.hosts().last_index + 1;
+        let Some(id) = HostId::new(index) else {
+            return Err((PvmError::OutOfRes, format!("{HOSTS_MAX} hosts have been added; that is all a tid can name")));
+        };
+        let plan = self.hosts().file.plan(line, id)?;
+        if self.table.by_name(&plan.name).is_some() || self.hosts().is_named(&plan.name) {
+            return Err((PvmError::DupHost, format!("{} is in the virtual machine already", plan.name)));
+        }
+        self.hosts().last_index = index;
+        Ok(plan)
+    }
+
+    fn start_host(&mut self, job: u64, slot: usize, plan: HostPlan) {
+        let hosts = self.hosts();
+        hosts.last_start += 1;
+        let start = StartId(hosts.last_start);
+        if let Some(add) = hosts.adds.get_mut(&job) {
+            add.starting += 1;
+            add.names[slot] = plan.name.clone();
+        }
+        hosts.starting.insert(start, Starting { job, slot, plan: plan.clone(), started: None, connected: false });
+        self.out.push_back(Output::StartHost { start, plan });
+        self.timer(START_TIME, Timer::Start(start));
+    }
+
+    fn slot_failed(&mut self, job: u64, slot: usize, error: PvmError, reason: String) {
+        let Some(add) = self.hosts().adds.get_mut(&job) else { return };
+        let name = add.names[slot].clone();
+        add.slots[slot] = Some(AddedHost { result: Err(error), reason: reason.clone() });
+        self.log(format!("{name} was not added: {reason}"));
+        self.record(EventKind::HostRefused { name, why: reason });
+    }
+
+    /// An attempt to start a daemon has ended.
+    pub(super) fn host_started(&mut self, start: StartId, result: Result<StartedHost, (PvmError, String)>) {
+        if self.master.is_none() {
+            return;
+        }
+        match result {
+            Ok(started) => {
+                if let Some(s) = self.hosts().starting.get_mut(&start) {
+                    s.started = Some(started);
+                    self.start_step(start);
+                }
+            }
+            Err((error, reason)) => self.start_over(start, error, reason),
+        }
+    }
+
+    /// Its session stands.
+    pub(super) fn host_connected(&mut self, host: HostId) {
+        let Some(master) = &mut self.master else { return };
+        let start = master.hosts.starting.iter_mut().find(|(_, s)| s.plan.id == host);
+        if let Some((start, s)) = start {
+            s.connected = true;
+            let start = *start;
+            self.start_step(start);
+        } else if self.table.get(host).is_none() && !self.hosts().outside().contains(&host) {
+            self.log(format!("{host} connected, but nobody wants it in; its session was ended"));
+            self.out.push_back(Output::Forget { host });
+        }
+    }
+
+    fn start_step(&mut self, start: StartId) {
+        let hosts = self.hosts();
+        if !hosts.starting.get(&start).is_some_and(|s| s.connected && s.started.is_some()) {
+            return;
+        }
+        let Some(Starting { job, slot, plan, started: Some(started), .. }) = hosts.starting.remove(&start) else {
+            return;
+        };
+        let entry = HostEntry {
+            id: plan.id,
+            name: plan.name,
+            arch: started.arch,
+            speed: plan.speed,
+            dsig: started.dsig,
+            addresses: started.addresses,
+        };
+        if let Some(add) = hosts.adds.get_mut(&job) {
+            add.starting -= 1;
+            add.ready.push(Joining { job, slot, entry });
+        }
+        self.add_step(job);
+    }
+
+    /// An attempt came to nothing.
+    fn start_over(&mut self, start: StartId, error: PvmError, reason: String) {
+        let Some(s) = self.hosts().starting.remove(&start) else { return };
+        if s.connected {
+            self.out.push_back(Output::Forget { host: s.plan.id });
+        }
+        if let Some(add) = self.hosts().adds.get_mut(&s.job) {
+            add.starting -= 1;
+        }
+        self.slot_failed(s.job, s.slot, error, reason);
+        self.add_step(s.job);
+    }
+
+    /// Time is up for an attempt.
+    pub(super) fn start_deadline(&mut self, start: StartId) {
+        let Some(s) = self.master.as_ref().and_then(|m| m.hosts.starting.get(&start)) else { return };
+        let (name, seconds) = (s.plan.name.clone(), START_TIME.0 / 1_000_000);
+        let reason = if s.started.is_some() {
+            format!(
+                "the daemon on {name} started, but did not connect within {seconds} s; is its UDP way to here open?"
+            )
+        } else {
+            format!("the daemon on {name} did not start within {seconds} s")
+        };
+        self.out.push_back(Output::AbandonStart { start });
+        self.start_over(start, PvmError::CantStart, reason);
+    }
+
+    /// Goes on with a request to add hosts.
+    fn add_step(&mut self, job: u64) {
+        let hosts = self.hosts();
+        let Some(add) = hosts.adds.get_mut(&job).filter(|add| add.starting == 0) else { return };
+        let ready = std::mem::take(&mut add.ready);
+        if !ready.is_empty() {
+            hosts.wanted_add.extend(ready);
+            return self.try_change();
+        }
+        if add.slots.iter().any(Option::is_none) {
+            return;
+        }
+        let Some(AddJob { wanting, slots, .. }) = hosts.adds.remove(&job) else { return };
+        let added: Vec<AddedHost> = slots.into_iter().flatten().collect();
+        match wanting {
+            Wanting::Task { tid, id } => self.reply(tid, id, Reply::HostsAdded(added)),
+            Wanting::Rm { rm, wid } => self.rm_added(rm, wid, &added),
+            Wanting::HostFile => {}
+        }
+    }
+
+    /// A task wants these hosts out.
+    pub(super) fn delete_hosts(&mut self, tid: Tid, id: RequestId, names: &[String]) {
+        let mut open = BTreeSet::new();
+        let mut results = Vec::new();
+        for (n, name) in names.iter().enumerate() {
+            results.push(match self.table.by_name(name).map(|h| h.id) {
+                None => Err(PvmError::NoHost),
+                Some(HostId::MASTER) => Err(PvmError::BadParam),
+                Some(_) if names[..n].contains(name) => Err(PvmError::DupHost),
+                Some(host) => {
+                    open.insert(host);
+                    Ok(())
+                }
+            });
+        }
+        for host in &open {
+            self.want_out(*host, format!("deleted by {tid}"), true);
+        }
+        self.hosts().dels.push(DelJob { tid, id, results, open });
+        self.delete_step();
+        self.try_change();
+    }
+
+    fn delete_step(&mut self) {
+        let done: Vec<DelJob> = self.hosts().dels.extract_if(.., |d| d.open.is_empty()).collect();
+        for DelJob { tid, id, results, .. } in done {
+            self.reply(tid, id, Reply::HostsDeleted(results));
+        }
+    }
+
+    /// The next change takes this host out of the table.
+    fn want_out(&mut self, host: HostId, why: String, dismiss: bool) {
+        let hosts = self.hosts();
+        let under_way = hosts.change.iter_mut().filter(|c| !c.committed).flat_map(|c| c.remove.iter_mut());
+        match hosts.wanted_remove.iter_mut().chain(under_way).find(|r| r.host == host) {
+            Some(removal) => removal.dismiss &= dismiss,
+            None => hosts.wanted_remove.push(Removal { host, why, dismiss }),
+        }
+    }
+
+    /// Begins the next change if one is wanted and none is under way.
+    fn try_change(&mut self) {
+        let hosts = self.hosts();
+        if hosts.change.is_some() || (hosts.wanted_add.is_empty() && hosts.wanted_remove.is_empty()) {
+            return;
+        }
+        let (add, mut remove) = (std::mem::take(&mut hosts.wanted_add), std::mem::take(&mut hosts.wanted_remove));
+        remove.retain(|r| self.table.get(r.host).is_some());
+        let mut table = HostTable { epoch: self.next_epoch(), hosts: self.table.hosts.clone() };
+        table.hosts.retain(|h| !remove.iter().any(|r| r.host == h.id));
+        table.hosts.extend(add.iter().map(|j| j.entry.clone()));
+        table.hosts.sort_by_key(|h| h.id);
+        let waiting: BTreeSet<HostId> = table.hosts.iter().map(|h| h.id).filter(|id| *id != HostId::MASTER).collect();
+        for host in &waiting {
+            let new = add.iter().any(|j| j.entry.id == *host);
+            let locations = if new { self.locations.all() } else { Vec::new() };
+            self.to_host(*host, HostMsg::Prepare { table: table.clone(), locations, rm: self.rm.wide });
+        }
+        self.hosts().change = Some(Change { table, add, remove, committed: false, waiting });
+        self.change_step();
+    }
+
+    /// The next order to all daemons gets this epoch.
+    pub(super) fn next_epoch(&mut self) -> Epoch {
+        self.epoch = self.epoch.next();
+        self.epoch
+    }
+
+    /// A host has said that it understood, or that the table is in force there.
+    pub(super) fn change_heard(&mut self, host: HostId, epoch: Epoch, committed: bool) {
+        let Some(master) = &mut self.master else { return };
+        let change = master.hosts.change.as_mut().filter(|c| c.table.epoch == epoch && c.committed == committed);
+        if change.is_some_and(|c| c.waiting.remove(&host)) {
+            self.change_step();
+        }
+    }
+
+    /// Goes on with the change under way when no word is missing.
+    fn change_step(&mut self) {
+        let Some(change) = self.hosts().change.as_mut().filter(|c| c.waiting.is_empty()) else { return };
+        if change.committed {
+            return self.change_done();
+        }
+        change.committed = true;
+        let (table, remove) = (change.table.clone(), change.remove.clone());
+        change.waiting = table.hosts.iter().map(|h| h.id).filter(|id| *id != HostId::MASTER).collect();
+        let (waiting, epoch) = (change.waiting.clone(), table.epoch);
+        for host in waiting {
+            self.to_host(host, HostMsg::Commit { epoch });
+        }
+        let names: BTreeMap<HostId, String> = self.table.hosts.iter().map(|h| (h.id, h.name.clone())).collect();
+        self.hosts().leaving.extend(remove.iter().filter(|r| r.dismiss).map(|r| r.host));
+        self.apply_table(table);
+        for Removal { host, why, dismiss } in remove {
+            let name = names.get(&host).cloned().unwrap_or_default();
+            self.record(EventKind::HostGone { host, name, why: why.clone() });
+            self.tell_rm_of_host(host);
+            if dismiss {
+                self.to_host(host, HostMsg::Halt { why });
+                self.timer(DISMISS_TIME, Timer::Dismissed(host));
+            } else {
+                self.host_finished(host);
+            }
+        }
+        self.change_step();
+    }
+
+    fn change_done(&mut self) {
+        let Some(change) = self.hosts().change.take() else { return };
+        for Joining { job, slot, entry } in change.add {
+            self.record(EventKind::HostAdded { host: entry.id, name: entry.name.clone() });
+            if let Some(add) = self.hosts().adds.get_mut(&job) {
+                add.slots[slot] = Some(AddedHost { result: Ok(entry), reason: String::new() });
+            }
+            self.add_step(job);
+        }
+        self.try_change();
+    }
+
+    /// A host that was to go is gone.
+    pub(super) fn host_finished(&mut self, host: HostId) {
+        self.hosts().leaving.remove(&host);
+        self.out.push_back(Output::Forget { host });
+        self.hosts().dels.iter_mut().for_each(|d| {
+            d.open.remove(&host);
+        });
+        self.delete_step();
+    }
+
+    /// Time is up for a deleted host.
+    pub(super) fn dismissed_deadline(&mut self, host: HostId) {
+        if self.master.as_ref().is_some_and(|m| m.hosts.leaving.contains(&host)) {
+            self.log(format!("{host} did not end in time; it ends by itself when it hears nothing from here"));
+            self.host_finished(host);
+        }
+    }
+
+    /// Master: a host is lost, or has left by itself.
+    pub(super) fn host_out(&mut self, host: HostId, why: &str) {
+        if self.hosts().leaving.contains(&host) {
+            return self.host_finished(host);
+        }
+        let start = self.hosts().starting.iter().find(|(_, s)| s.plan.id == host).map(|(start, _)| *start);
+        if let Some(start) = start {
+            self.out.push_back(Output::AbandonStart { start });
+            return self.start_over(start, PvmError::CantStart, format!("its daemon was lost: {why}"));
+        }
+        self.drop_joining(host, why);
+        if let Some(change) = &mut self.hosts().change {
+            if change.committed {
+                change.waiting.remove(&host);
+            } else {
+                // Its word will not come: begin again without it.
+                let change = self.hosts().change.take().expect("just seen");
+                let hosts = self.hosts();
+                hosts.wanted_add.splice(..0, change.add);
+                hosts.wanted_remove.splice(..0, change.remove);
+                self.drop_joining(host, why);
+            }
+        }
+        if self.table.get(host).is_some() {
+            self.want_out(host, why.to_string(), false);
+        }
+        self.change_step();
+        self.try_change();
+    }
+
+    /// A host that has started, but is in no table, cannot join.
+    fn drop_joining(&mut self, host: HostId, why: &str) {
+        let hosts = self.hosts();
+        let waiting = hosts.wanted_add.extract_if(.., |j| j.entry.id == host);
+        let ready = hosts.adds.values_mut().flat_map(|a| a.ready.extract_if(.., |j| j.entry.id == host));
+        let dropped: Vec<Joining> = waiting.chain(ready).collect();
+        for Joining { job, slot, .. } in dropped {
+            self.out.push_back(Output::Forget { host });
+            self.slot_failed(job, slot, PvmError::CantStart, format!("its daemon was lost: {why}"));
+            self.add_step(job);
+        }
+    }
+
+    /// The virtual machine ends: give up what has not started.
+    pub(super) fn abandon_starts(&mut self) {
+        let starts: Vec<StartId> = self.hosts().starting.keys().copied().collect();
+        for start in starts {
+            self.out.push_back(Output::AbandonStart { start });
+        }
+    }
+}

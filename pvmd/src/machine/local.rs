@@ -1,0 +1,218 @@
+//! Connections of tasks: who is accepted under which tid, and what a task says.
+
+use super::tasks::{Phase, Task};
+use super::{ConnId, Machine, Output};
+use sempa_proto::event::EventKind;
+use sempa_proto::table::TASK_CONNECTED;
+use sempa_proto::task::{Claim, Hello, TASK_MAGIC, ToDaemon, ToTask, Welcome};
+use sempa_proto::{Tid, WIRE_VERSION};
+use std::collections::BTreeMap;
+
+/// Connections of tasks at most, those that have not said who they are included.
+pub(super) const CONNECTIONS_MAX: usize = 100_000;
+
+/// What a connection is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Conn {
+    /// Nothing has been said; by peer credentials it is this process.
+    Fresh { pid: i32 },
+    /// A task's.
+    Task(Tid),
+    /// A moved task that came back before its record did.
+    Parked(Tid),
+    /// Refused or left behind; what comes from it counts for nothing.
+    Retired,
+}
+
+/// All connections.
+#[derive(Debug, Default)]
+pub(super) struct Conns {
+    all: BTreeMap<ConnId, Conn>,
+}
+
+impl Conns {
+    /// The task that speaks on it.
+    pub(super) fn task(&self, conn: ConnId) -> Option<Tid> {
+        match self.all.get(&conn) {
+            Some(Conn::Task(tid)) => Some(*tid),
+            _ => None,
+        }
+    }
+
+    /// From now on it counts for nothing.
+    pub(super) fn retire(&mut self, conn: ConnId) {
+        if let Some(state) = self.all.get_mut(&conn) {
+            *state = Conn::Retired;
+        }
+    }
+
+    /// From now on it is this task's.
+    pub(super) fn bind(&mut self, conn: ConnId, tid: Tid) {
+        self.all.insert(conn, Conn::Task(tid));
+    }
+
+    /// It waits for this task to be here.
+    pub(super) fn park(&mut self, conn: ConnId, tid: Tid) {
+        self.all.insert(conn, Conn::Parked(tid));
+    }
+
+    /// All of them.
+    pub(super) fn ids(&self) -> Vec<ConnId> {
+        self.all.keys().copied().collect()
+    }
+}
+
+impl Machine {
+    /// Somebody connected.
+    pub(super) fn task_connected(&mut self, conn: ConnId, pid: i32) {
+        if self.conns.all.len() >= CONNECTIONS_MAX {
+            self.conns.all.insert(conn, Conn::Retired);
+            return self.refuse(conn, format!("{CONNECTIONS_MAX} connections are open already; end some tasks"));
+        }
+        self.conns.all.insert(conn, Conn::Fresh { pid });
+    }
+
+    /// A control message on a connection.
+    pub(super) fn task_control(&mut self, conn: ConnId, message: ToDaemon) {
+        match self.conns.all.get(&conn).copied() {
+            Some(Conn::Fresh { pid }) => match message {
+                ToDaemon::Hello(hello) => self.hello(conn, pid, hello),
+                _ => self.refuse(conn, "the first message has to say who is calling".into()),
+            },
+            Some(Conn::Task(tid)) => self.task_says(conn, tid, message),
+            Some(Conn::Parked(_) | Conn::Retired) | None => {}
+        }
+    }
+
+    fn task_says(&mut self, conn: ConnId, tid: Tid, message: ToDaemon) {
+        match message {
+            ToDaemon::Hello(_) => {
+                self.log(format!("{tid} said twice who it is; its connection was closed"));
+                self.out.push_back(Output::CloseTask { conn });
+                self.conns.retire(conn);
+                self.detach(tid);
+            }
+            ToDaemon::Request { id, what } => self.request(tid, id, what),
+            ToDaemon::Message(mut message) => {
+                message.src = tid;
+                self.message_to_daemon(message);
+            }
+            ToDaemon::Quiesced { migration, marks } => self.task_quiesced(tid, migration, marks),
+        }
+    }
+
+    /// A connection is no more.
+    pub(super) fn task_closed(&mut self, conn: ConnId, garbage: Option<String>) {
+        let state = self.conns.all.remove(&conn);
+        if let Some(what) = garbage {
+            self.log(match state {
+                Some(Conn::Task(tid)) => format!("{tid} did not keep to the protocol ({what}); it was disconnected"),
+                _ => format!("a process on the socket did not keep to the protocol ({what}); it was disconnected"),
+            });
+        }
+        match state {
+            Some(Conn::Task(tid)) => {
+                let Some(task) = self.tasks.get_mut(tid).filter(|t| t.phase == Phase::Connected(conn)) else { return };
+                if std::mem::take(&mut task.quiesced) {
+                    task.phase = Phase::Detached;
+                    self.task_let_go(tid);
+                } else {
+                    self.detach(tid);
+                }
+            }
+            Some(Conn::Parked(tid)) => {
+                if let Some(arrival) = self.moves.arrivals.get_mut(&tid).filter(|a| a.conn == Some(conn)) {
+                    arrival.conn = None;
+                }
+            }
+            Some(Conn::Fresh { .. } | Conn::Retired) | None => {}
+        }
+    }
+
+    pub(super) fn refuse(&mut self, conn: ConnId, reason: String) {
+        self.conns.retire(conn);
+        self.out.push_back(Output::ToTask { conn, message: ToTask::Refused { reason } });
+        self.out.push_back(Output::CloseTask { conn });
+    }
+
+    fn hello(&mut self, conn: ConnId, pid: i32, hello: Hello) {
+        if hello.magic != TASK_MAGIC || hello.version != WIRE_VERSION {
+            let theirs = hello.version;
+            return self.refuse(
+                conn,
+                format!(
+                    "this daemon speaks version {WIRE_VERSION}, the program's library {theirs}; install one version"
+                ),
+            );
+        }
+        if self.stop.is_some() {
+            return self.refuse(conn, "the virtual machine is being halted".into());
+        }
+        if self.table.hosts.is_empty() {
+            return self.refuse(conn, "this host is still joining the virtual machine; try again in a moment".into());
+        }
+        match hello.claim {
+            Claim::Spawned { epid } if self.tasks.expected.contains_key(&epid) => self.bind_spawned(conn, epid),
+            // The number of a task that is connected or has left, or of another virtual machine, claims nothing.
+            Claim::New | Claim::Spawned { .. } => self.enrol(conn, pid, &hello.program),
+            Claim::Resume { tid, migration } => self.resume(conn, tid, migration),
+        }
+    }
+
+    /// A process that comes by itself.
+    fn enrol(&mut self, conn: ConnId, pid: i32, program: &str) {
+        let Some(tid) = self.tasks.allocate(self.config.host) else {
+            return self.refuse(conn, "this host has as many tasks as it can have".into());
+        };
+        let mut task = Task::new(tid, Tid::NONE, Phase::Connected(conn));
+        task.flags = TASK_CONNECTED;
+        task.pid = pid;
+        self.tasks.insert(task);
+        self.log(format!("{tid} is process {pid} ({program})"));
+        self.record(EventKind::TaskStarted { tid, parent: Tid::NONE, name: String::new() });
+        self.welcome(conn, tid);
+        self.tell_rm_of_newcomer(tid);
+    }
+
+    /// A process that we started.
+    fn bind_spawned(&mut self, conn: ConnId, epid: i32) {
+        let Some(tid) = self.tasks.expected.remove(&epid) else { return };
+        let Some(task) = self.tasks.get_mut(tid) else { return };
+        task.phase = Phase::Connected(conn);
+        task.flags |= TASK_CONNECTED;
+        self.welcome(conn, tid);
+        self.open_inbox(tid);
+    }
+
+    /// The connection is the task's from now on. The inbox stays as it is.
+    pub(super) fn welcome(&mut self, conn: ConnId, tid: Tid) {
+        self.conns.bind(conn, tid);
+        let rm = self.rm.current();
+        let Some(task) = self.tasks.get_mut(tid) else { return };
+        task.phase = Phase::Connected(conn);
+        task.rm = task.rm.or(rm.map(|rm| rm.tid));
+        let welcome = Welcome {
+            tid,
+            parent: task.parent,
+            host: self.config.host,
+            rm,
+            output: task.output,
+            trace: task.trace,
+            dsig: self.config.dsig,
+            spawned: task.spawned(),
+        };
+        self.out.push_back(Output::ToTask { conn, message: ToTask::Welcome(welcome) });
+    }
+
+    /// Hands over what waited, in order.
+    pub(super) fn open_inbox(&mut self, tid: Tid) {
+        let Some(task) = self.tasks.get_mut(tid) else { return };
+        let Some(conn) = task.conn().filter(|_| !task.hold) else { return };
+        for held in task.inbox.drain() {
+            if let sempa_proto::host::Held::Item(ToTask::Reply { id, .. }) = &held {
+                task.requests.remove(id);
+            }
+            self.out.push_back(super::route::hand_over(conn, held));
+        }
+    }
+}

@@ -1,0 +1,288 @@
+//! The mailbox of the virtual machine (`pvm_putinfo` and friends), kept by the master.
+
+use super::Machine;
+use sempa_proto::task::{MailboxClass, MailboxRequest, NAME_BYTES_MAX, Reply};
+use sempa_proto::{Message, PvmError, RequestId, Tid};
+use std::collections::BTreeMap;
+
+/// Entries at most.
+pub(super) const ENTRIES_MAX: usize = 262_144;
+/// Bytes of all stored messages at most.
+pub(super) const STORED_BYTES_MAX: usize = 1 << 30;
+/// Tasks that may wait for an entry.
+pub(super) const WAITING_MAX: usize = 65_536;
+
+const PERSISTENT: i32 = 1;
+const MULTI_INSTANCE: i32 = 2;
+const OVERWRITABLE: i32 = 4;
+const FIRST_AVAILABLE: i32 = 8;
+const READ_AND_DELETE: i32 = 16;
+const WAIT: i32 = 32;
+/// Where a direct index sits in the flags.
+const DIRECT_SHIFT: i32 = 10;
+
+type Failed = (PvmError, String);
+
+#[derive(Debug)]
+struct Entry {
+    owner: Tid,
+    flags: i32,
+    message: Message,
+}
+
+#[derive(Debug)]
+struct Waiting {
+    tid: Tid,
+    id: RequestId,
+    name: String,
+    index: i32,
+    flags: i32,
+}
+
+/// All classes.
+#[derive(Debug, Default)]
+pub(super) struct Mailbox {
+    classes: BTreeMap<String, BTreeMap<i32, Entry>>,
+    entries: usize,
+    stored_bytes: usize,
+    waiting: Vec<Waiting>,
+}
+
+impl Mailbox {
+    fn put(&mut self, owner: Tid, name: &str, flags: i32, message: Message) -> Result<i32, Failed> {
+        if name.is_empty() || name.len() > NAME_BYTES_MAX {
+            return Err((PvmError::BadParam, format!("a mailbox class needs a name of 1 to {NAME_BYTES_MAX} bytes")));
+        }
+        if self.entries >= ENTRIES_MAX || self.stored_bytes + message.body.len() > STORED_BYTES_MAX {
+            let limits = format!("the mailbox holds {ENTRIES_MAX} entries and {STORED_BYTES_MAX} bytes at most");
+            return Err((PvmError::OutOfRes, limits));
+        }
+        let class = self.classes.entry(name.to_string()).or_default();
+        let mut index = (flags >> DIRECT_SHIFT).max(0);
+        if flags & MULTI_INSTANCE != 0 {
+            while class.contains_key(&index) {
+                index += 1;
+            }
+        } else if let Some(old) = class.get(&index)
+            && old.owner != owner
+            && old.flags & OVERWRITABLE == 0
+        {
+            let reason = format!("entry {index} of {name} belongs to {}", old.owner);
+            return Err((PvmError::Denied, reason));
+        }
+        self.entries += 1;
+        self.stored_bytes += message.body.len();
+        if let Some(old) = class.insert(index, Entry { owner, flags, message }) {
+            self.entries -= 1;
+            self.stored_bytes -= old.message.body.len();
+        }
+        Ok(index)
+    }
+
+    fn find(&self, name: &str, index: i32, flags: i32) -> Option<i32> {
+        let class = self.classes.get(name)?;
+        if flags & FIRST_AVAILABLE != 0 {
+            class.range(index..).next().map(|(found, _)| *found)
+        } else {
+            class.contains_key(&index).then_some(index)
+        }
+    }
+
+    fn take(&mut self, tid: Tid, name: &str, index: i32, flags: i32) -> Result<Message, Failed> {
+        if index < 0 {
+            return Err((PvmError::BadParam, "a mailbox index is not negative".into()));
+        }
+        let Some(found) = self.find(name, index, flags) else { return Err(nothing(name, index)) };
+        if flags & READ_AND_DELETE != 0 {
+            return self.remove(tid, name, found).map(|entry| entry.message);
+        }
+        let entry = self.classes.get(name).and_then(|class| class.get(&found));
+        entry.map(|e| e.message.clone()).ok_or_else(|| nothing(name, index))
+    }
+
+    /// Removes an entry, if this task may.
+    fn remove(&mut self, tid: Tid, name: &str, index: i32) -> Result<Entry, Failed> {
+        if index < 0 {
+            return Err((PvmError::BadParam, "a mailbox index is not negative".into()));
+        }
+        let class = self.classes.get_mut(name).ok_or_else(|| nothing(name, index))?;
+        let entry = class.get(&index).ok_or_else(|| nothing(name, index))?;
+        if entry.owner != tid && entry.flags & OVERWRITABLE == 0 {
+            return Err((PvmError::Denied, format!("entry {index} of {name} belongs to {}", entry.owner)));
+        }
+        let entry = class.remove(&index).expect("just found");
+        self.entries -= 1;
+        self.stored_bytes -= entry.message.body.len();
+        if class.is_empty() {
+            self.classes.remove(name);
+        }
+        Ok(entry)
+    }
+
+    fn list(&self, pattern: &str) -> Vec<MailboxClass> {
+        let shown = self.classes.iter().filter(|(name, _)| matches_pattern(name, pattern));
+        shown
+            .map(|(name, class)| MailboxClass {
+                name: name.clone(),
+                entries: class.iter().map(|(index, e)| (*index, e.owner, e.flags)).collect(),
+            })
+            .collect()
+    }
+
+    /// Owners of the entries of one class.
+    pub(super) fn owners(&self, name: &str) -> Vec<Tid> {
+        self.classes.get(name).map(|class| class.values().map(|e| e.owner).collect()).unwrap_or_default()
+    }
+
+    /// All tasks that own something or wait for something.
+    pub(super) fn concerned(&self) -> Vec<Tid> {
+        let owners = self.classes.values().flat_map(|class| class.values().map(|e| e.owner));
+        owners.chain(self.waiting.iter().map(|w| w.tid)).collect()
+    }
+
+    /// A task has left: its entries go, persistent ones lose their owner.
+    pub(super) fn owner_gone(&mut self, tid: Tid) {
+        self.waiting.retain(|w| w.tid != tid);
+        self.retain(|entry| {
+            if entry.owner != tid {
+                return true;
+            }
+            entry.owner = Tid::NONE;
+            entry.flags & PERSISTENT != 0
+        });
+    }
+
+    /// Removes persistent entries without an owner; with `spare`, also those whose owner is about to be ended.
+    pub(super) fn reset(&mut self, spare: Option<&[Tid]>) {
+        self.retain(|entry| {
+            let doomed = spare.is_some_and(|spare| !spare.contains(&entry.owner));
+            entry.flags & PERSISTENT == 0 || !(entry.owner == Tid::NONE || doomed)
+        });
+    }
+
+    fn retain(&mut self, mut keep: impl FnMut(&mut Entry) -> bool) {
+        let (mut entries, mut bytes) = (0, 0);
+        for class in self.classes.values_mut() {
+            class.retain(|_, entry| keep(entry));
+            entries += class.len();
+            bytes += class.values().map(|e| e.message.body.len()).sum::<usize>();
+        }
+        self.classes.retain(|_, class| !class.is_empty());
+        (self.entries, self.stored_bytes) = (entries, bytes);
+    }
+}
+
+impl Machine {
+    /// Master: a task's operation on the mailbox.
+    pub(super) fn mailbox_request(&mut self, tid: Tid, id: RequestId, request: MailboxRequest) {
+        let Some(master) = &mut self.master else { return };
+        let mailbox = &mut master.mailbox;
+        let mut stored = false;
+        let reply = match request {
+            MailboxRequest::Put { name, flags, message } => {
+                let put = mailbox.put(tid, &name, flags, message);
+                stored = put.is_ok();
+                put.map(Reply::MailboxIndex)
+            }
+            MailboxRequest::Take { name, index, flags } => match mailbox.take(tid, &name, index, flags) {
+                Err((PvmError::NotFound, _)) if flags & WAIT != 0 && mailbox.waiting.len() < WAITING_MAX => {
+                    mailbox.waiting.push(Waiting { tid, id, name, index, flags });
+                    return;
+                }
+                taken => taken.map(Reply::Mailbox),
+            },
+            MailboxRequest::Delete { name, index } => mailbox.remove(tid, &name, index).map(|_| Reply::Done),
+            MailboxRequest::List { pattern } => Ok(Reply::MailboxClasses(mailbox.list(&pattern))),
+        };
+        match reply {
+            Ok(reply) => self.reply(tid, id, reply),
+            Err((error, reason)) => self.fail(tid, id, error, reason),
+        }
+        if stored {
+            self.serve_waiting();
+        }
+    }
+
+    /// Something was stored: whoever waited for it gets it, in the order of asking.
+    fn serve_waiting(&mut self) {
+        let mut at = 0;
+        while let Some(master) = &mut self.master
+            && at < master.mailbox.waiting.len()
+        {
+            let w = &master.mailbox.waiting[at];
+            let (tid, id, name, index, flags) = (w.tid, w.id, w.name.clone(), w.index, w.flags);
+            match master.mailbox.take(tid, &name, index, flags) {
+                Err((PvmError::NotFound, _)) => at += 1,
+                taken => {
+                    master.mailbox.waiting.remove(at);
+                    match taken {
+                        Ok(message) => self.reply(tid, id, Reply::Mailbox(message)),
+                        Err((error, reason)) => self.fail(tid, id, error, reason),
+                    }
+                }
+            }
+        }
+    }
+}
+
+fn nothing(name: &str, index: i32) -> Failed {
+    (PvmError::NotFound, format!("the mailbox has no entry {index} of {name}"))
+}
+
+/// PVM's matching: `*` stands for anything, and the parts between have to occur in this order, anywhere.
+fn matches_pattern(name: &str, pattern: &str) -> bool {
+    let mut rest = name;
+    pattern.split('*').all(|part| match rest.find(part) {
+        Some(at) => {
+            rest = &rest[at + part.len()..];
+            true
+        }
+        None => false,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use bytes::Bytes;
+
+    fn message(text: &'static str) -> Message {
+        let (src, dst) = (Tid::NONE, Tid::NONE);
+        Message { src, dst, ctx: 0, tag: 0, wid: 0, enc: 0, body: Bytes::from_static(text.as_bytes()) }
+    }
+
+    #[test]
+    fn an_entry_is_replaced_by_its_owner_or_when_it_is_overwritable() {
+        let (a, b) = (Tid::from_raw(0x40001), Tid::from_raw(0x40002));
+        let mut m = Mailbox::default();
+        assert_eq!(m.put(a, "x", 0, message("1")), Ok(0));
+        assert_eq!(m.put(b, "x", 0, message("2")).map_err(|e| e.0), Err(PvmError::Denied));
+        assert_eq!(m.put(a, "x", OVERWRITABLE, message("3")), Ok(0));
+        assert_eq!(m.put(b, "x", 0, message("4")), Ok(0));
+        assert_eq!(m.take(a, "x", 0, 0), Ok(message("4")));
+        assert_eq!(m.put(a, "x", MULTI_INSTANCE, message("5")), Ok(1));
+        assert_eq!(m.put(a, "x", MULTI_INSTANCE | (7 << DIRECT_SHIFT), message("6")), Ok(7));
+        assert_eq!(m.take(a, "x", 2, FIRST_AVAILABLE | READ_AND_DELETE), Ok(message("6")));
+        assert_eq!(m.take(a, "x", 7, 0).map_err(|e| e.0), Err(PvmError::NotFound));
+        assert_eq!((m.entries, m.stored_bytes), (2, 2));
+    }
+
+    #[test]
+    fn an_owner_takes_its_entries_along_but_for_persistent_ones() {
+        let a = Tid::from_raw(0x40001);
+        let mut m = Mailbox::default();
+        m.put(a, "x", 0, message("1")).expect("free");
+        m.put(a, "y", PERSISTENT, message("2")).expect("free");
+        m.owner_gone(a);
+        assert_eq!(m.list("").iter().map(|c| c.name.as_str()).collect::<Vec<_>>(), ["y"]);
+        assert_eq!(m.remove(a, "y", 0).map(|_| ()).map_err(|e| e.0), Err(PvmError::Denied));
+        m.reset(None);
+        assert_eq!((m.list("").len(), m.entries, m.stored_bytes), (0, 0, 0));
+    }
+
+    #[test]
+    fn patterns_match_as_in_pvm() {
+        assert!(matches_pattern("OW", "O") && matches_pattern("OW", "") && matches_pattern("pvmgs", "p*gs"));
+        assert!(!matches_pattern("OW", "X") && !matches_pattern("abc", "c*a"));
+    }
+}

@@ -1,0 +1,694 @@
+//! Moves of tasks: the glue between the migration protocol and this daemon's tasks, tasker, images and tokens.
+//!
+//! The order of what is for a moving task is kept like this. From the order to let go on, the source keeps all. When the
+//! new place is made known, every daemon sends what it has for the task to the target from then on, and a
+//! [`Carried::Passed`] behind the last that it sent to the source. After the commit the source hands over what it kept,
+//! in order, and a [`Carried::HandedAll`] when the last `Passed` is there. The target keeps what comes to it directly and
+//! gives it to the task after all that was handed over.
+
+use super::tasks::{Inbox, Phase, Task};
+use super::{ConnId, Machine, Output};
+use checkpoint::protocol::{
+    Coordinator, CoordinatorOutput, Source, SourceEvent, SourceOutput, Target, TargetEvent, TargetOutput,
+};
+use sempa_proto::host::{Carried, Held, HostMsg, Location, TaskRecord};
+use sempa_proto::migration::{Cause, Failure, Move, Order, Refusal, Report, Step, Usage};
+use sempa_proto::table::TASK_RM;
+use sempa_proto::task::{LinkMark, MoveError, Reply, ResumeToken, ToTask};
+use sempa_proto::tasker::{FromTasker, ToTasker};
+use sempa_proto::{Epoch, HostId, MigrationId, PvmError, RequestId, Tid};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Wait status of a task that was killed: signal 9.
+const KILLED: i32 = 9;
+
+/// A task on its way here.
+#[derive(Debug)]
+pub(super) struct Arrival {
+    pub(super) tid: Tid,
+    migration: MigrationId,
+    from: HostId,
+    /// What it is; complete when the source has let it go.
+    pub(super) record: Option<TaskRecord>,
+    complete: bool,
+    /// What waited at the source.
+    handed: Inbox,
+    all_handed: bool,
+    /// What came here directly.
+    pub(super) own: Inbox,
+    /// Its place is here.
+    pub(super) located: bool,
+    /// Its process runs, or has ended.
+    pub(super) ran: bool,
+    pub(super) exited: Option<(i32, Usage)>,
+    /// Its library has come back on this connection.
+    pub(super) conn: Option<ConnId>,
+    /// Signals that came before it ran.
+    pub(super) signals: Vec<i32>,
+    pid: i32,
+}
+
+/// A task that has left; what still comes for it is handed over until all daemons know.
+#[derive(Debug)]
+pub(super) struct Departed {
+    pub(super) migration: MigrationId,
+    pub(super) to: HostId,
+    epoch: Epoch,
+    awaiting: BTreeSet<HostId>,
+}
+
+/// This daemon's part in moves.
+#[derive(Debug, Default)]
+pub(super) struct Moves {
+    sources: BTreeMap<MigrationId, Source>,
+    targets: BTreeMap<MigrationId, Target>,
+    pub(super) arrivals: BTreeMap<Tid, Arrival>,
+    pub(super) departed: BTreeMap<Tid, Departed>,
+}
+
+/// The master's part in moves.
+#[derive(Debug, Default)]
+pub(super) struct Directing {
+    pub(super) coordinator: Coordinator,
+    /// Who waits for the end of a move.
+    waiters: BTreeMap<MigrationId, (Tid, RequestId)>,
+    /// Hosts that have not acknowledged a new place.
+    locating: BTreeMap<MigrationId, (Tid, Epoch, BTreeSet<HostId>)>,
+}
+
+impl Machine {
+    // ---- the master
+
+    /// Master: a task wants another one moved.
+    pub(super) fn begin_move(&mut self, by: Tid, id: RequestId, tid: Tid, to: &str, cause: Option<Cause>, wait: bool) {
+        let begun = self.check_move(tid, to).and_then(|(from, to)| {
+            let cause = cause.unwrap_or(Cause::Asked { by });
+            let now = self.now;
+            let master = self.master.as_mut().expect("requests to move come to the master");
+            master.directing.coordinator.begin(now, tid, from, to, cause)
+        });
+        match begun {
+            Ok(migration) if wait => {
+                if let Some(master) = &mut self.master {
+                    master.directing.waiters.insert(migration, (by, id));
+                }
+            }
+            Ok(migration) => self.reply(by, id, Reply::MoveStarted(migration)),
+            Err(refusal) if wait => {
+                let error = MoveError { step: Step::Inspect, why: Failure::Refused(vec![refusal]) };
+                self.reply(by, id, Reply::Moved(Err(error)));
+            }
+            Err(refusal) => {
+                let reason = format!("{tid} was not moved to {to}: {refusal}");
+                self.fail(by, id, code_of(&refusal), reason);
+            }
+        }
+    }
+
+    fn check_move(&self, tid: Tid, to: &str) -> Result<(HostId, HostId), Refusal> {
+        let by_tid = || {
+            let digits = to.strip_prefix('t').or_else(|| to.strip_prefix("0x")).unwrap_or(to);
+            let tid = Tid::from_raw(i32::from_str_radix(digits, 16).ok()?);
+            self.table.get(super::requests::host_of(tid)?)
+        };
+        let to = self.table.by_name(to).or_else(by_tid).ok_or(Refusal::NoSuchHost)?.id;
+        let from = self.location(tid).filter(|host| tid.is_task() && self.table.get(*host).is_some());
+        Ok((from.ok_or(Refusal::NoSuchTask)?, to))
+    }
+
+    fn coordinate(&mut self, output: CoordinatorOutput) {
+        match output {
+            CoordinatorOutput::Order { host, of, order } if host == self.config.host => self.move_order(of, order),
+            CoordinatorOutput::Order { host, of, order } => self.to_host(host, HostMsg::Order { of, order }),
+            CoordinatorOutput::Record(Move { id, tid, to, .. }) => {
+                self.out.push_back(Output::RecordMove { migration: id, tid, to });
+            }
+            CoordinatorOutput::Locate(of) => self.locate(&of),
+            CoordinatorOutput::Event(kind) => self.record(kind),
+            CoordinatorOutput::Ended { id, result } => {
+                let waiter = self.master.as_mut().and_then(|m| m.directing.waiters.remove(&id));
+                if let Some((tid, request)) = waiter {
+                    self.reply(tid, request, Reply::Moved(result));
+                }
+            }
+        }
+    }
+
+    /// Makes the new place known to all.
+    fn locate(&mut self, of: &Move) {
+        let epoch = self.next_epoch();
+        let from = if of.to == of.from { self.location(of.tid).unwrap_or(of.from) } else { of.from };
+        let location = Location { tid: of.tid, host: of.to, from, epoch };
+        let mut waiting: BTreeSet<HostId> = self.other_hosts().into_iter().collect();
+        if let Some(master) = &mut self.master {
+            waiting.extend(master.hosts.joining());
+            master.directing.locating.insert(of.id, (of.tid, epoch, waiting.clone()));
+        }
+        for host in waiting {
+            self.to_host(host, HostMsg::Located(location));
+        }
+        self.apply_location(location);
+        self.locating_step();
+    }
+
+    /// Master: a host knows the new place of a task.
+    pub(super) fn located_heard(&mut self, host: HostId, tid: Tid, epoch: Epoch) {
+        let Some(master) = &mut self.master else { return };
+        for (who, when, waiting) in master.directing.locating.values_mut() {
+            if (*who, *when) == (tid, epoch) {
+                waiting.remove(&host);
+            }
+        }
+        self.locating_step();
+    }
+
+    fn locating_step(&mut self) {
+        let now = self.now;
+        let Some(Directing { coordinator, locating, .. }) = self.master.as_mut().map(|m| &mut m.directing) else {
+            return;
+        };
+        locating.retain(|id, (_, _, waiting)| {
+            if waiting.is_empty() {
+                coordinator.located(now, *id);
+            }
+            !waiting.is_empty()
+        });
+    }
+
+    /// Master: a host is lost.
+    pub(super) fn coordinator_lost(&mut self, host: HostId) {
+        let now = self.now;
+        let Some(master) = &mut self.master else { return };
+        master.directing.coordinator.host_lost(now, host);
+        master.directing.locating.values_mut().for_each(|(_, _, waiting)| {
+            waiting.remove(&host);
+        });
+        self.locating_step();
+    }
+
+    /// A report of one end.
+    pub(super) fn move_reported(&mut self, host: HostId, migration: MigrationId, report: Report) {
+        let now = self.now;
+        if let Some(master) = &mut self.master {
+            master.directing.coordinator.report(now, host, migration, report);
+        }
+    }
+
+    /// The commit record is on disk, or not.
+    pub(super) fn move_recorded(&mut self, migration: MigrationId, result: Result<(), Failure>) {
+        if let Some(master) = &mut self.master {
+            master.directing.coordinator.recorded(migration, result);
+        }
+    }
+
+    // ---- every daemon
+
+    /// Carries out what the protocol asks for; true if it asked for anything.
+    pub(super) fn pump_moves(&mut self) -> bool {
+        let mut busy = false;
+        while let Some(output) = self.master.as_mut().and_then(|m| m.directing.coordinator.poll()) {
+            busy = true;
+            self.coordinate(output);
+        }
+        for id in self.moves.sources.keys().copied().collect::<Vec<_>>() {
+            while let Some(output) = self.moves.sources.get_mut(&id).and_then(Source::poll) {
+                busy = true;
+                self.source_does(id, output);
+            }
+        }
+        for id in self.moves.targets.keys().copied().collect::<Vec<_>>() {
+            while let Some(output) = self.moves.targets.get_mut(&id).and_then(Target::poll) {
+                busy = true;
+                self.target_does(id, output);
+            }
+        }
+        busy
+    }
+
+    fn report(&mut self, migration: MigrationId, report: Report) {
+        if self.master.is_some() {
+            self.move_reported(self.config.host, migration, report);
+        } else {
+            self.to_host(HostId::MASTER, HostMsg::Report { migration, report });
+        }
+    }
+
+    /// An order of the coordinator.
+    pub(super) fn move_order(&mut self, of: Move, order: Order) {
+        let id = of.id;
+        match order {
+            Order::Inspect => {
+                self.moves.sources.insert(id, Source::new(of));
+            }
+            Order::Prepare(facts) => {
+                let token = self.config.place.token(id);
+                let arrival = Arrival::new(of.tid, id, of.from);
+                self.moves.arrivals.insert(of.tid, arrival);
+                self.moves.targets.insert(id, Target::new(of, facts, token));
+            }
+            Order::Leave { .. } | Order::Resume | Order::Yield => match self.moves.sources.get_mut(&id) {
+                Some(source) => source.handle(SourceEvent::Order(order)),
+                None if order == Order::Resume => {}
+                None => {
+                    let step = if order == Order::Yield { Step::KillSource } else { Step::Quiesce };
+                    self.report(id, Report::Failed { step, why: Failure::TaskEnded });
+                }
+            },
+            Order::Discard | Order::Run { .. } => match self.moves.targets.get_mut(&id) {
+                Some(target) => target.handle(TargetEvent::Order(order)),
+                None if order == Order::Discard => {}
+                None => {
+                    let why = Failure::CalledOff("the target has thrown it away".into());
+                    self.report(id, Report::Failed { step: Step::Run, why });
+                }
+            },
+        }
+    }
+
+    fn source_does(&mut self, id: MigrationId, output: SourceOutput) {
+        let Some(of) = self.moves.sources.get(&id).map(|s| s.of().clone()) else { return };
+        let tid = of.tid;
+        match output {
+            SourceOutput::Report(report) => self.report(id, report),
+            SourceOutput::Inspect => match self.refusal(&of) {
+                Some(refusal) => self.source_event(id, SourceEvent::Inspected(Err(refusal))),
+                None => self.to_tasker(ToTasker::Inspect { migration: id, tid }),
+            },
+            SourceOutput::Hold => {
+                if let Some(task) = self.tasks.get_mut(tid) {
+                    task.hold = true;
+                }
+            }
+            SourceOutput::Quiesce { token } => {
+                let tokens = vec![self.config.place.token(id), token];
+                if let Some(conn) = self.tasks.get(tid).and_then(Task::conn) {
+                    let message = ToTask::Quiesce { migration: id, tokens };
+                    self.out.push_back(Output::ToTask { conn, message });
+                }
+            }
+            SourceOutput::Stop => self.to_tasker(ToTasker::Stop { migration: id, tid }),
+            SourceOutput::Dump => {
+                let dir = self.config.place.images(id);
+                self.to_tasker(ToTasker::Dump { migration: id, tid, dir });
+            }
+            SourceOutput::SendImages => {
+                self.send_record(&of, false);
+                self.out.push_back(Output::SendImages { migration: id, to: of.to });
+            }
+            SourceOutput::Continue => self.to_tasker(ToTasker::Continue { migration: id, tid }),
+            SourceOutput::WakeHere => self.write_token(id),
+            SourceOutput::Release => {
+                if let Some(task) = self.tasks.get_mut(tid) {
+                    task.hold = false;
+                    self.open_inbox(tid);
+                }
+            }
+            SourceOutput::KillMoved => self.to_tasker(ToTasker::KillMoved { migration: id, tid }),
+            SourceOutput::HandOver => self.hand_task_over(&of),
+            SourceOutput::DropImages => self.out.push_back(Output::DropImages { migration: id }),
+            SourceOutput::Done => {
+                self.moves.sources.remove(&id);
+                self.out.push_back(Output::RemoveToken { path: self.config.place.token(id) });
+            }
+        }
+    }
+
+    /// Why this task cannot move at all, as far as its daemon knows.
+    fn refusal(&mut self, of: &Move) -> Option<Refusal> {
+        let host = self.config.host;
+        if self.tasker_gone {
+            return Some(Refusal::NoEngine { host, why: "its tasker has ended".into() });
+        }
+        // A move that was given up before anything was held leaves its source behind.
+        self.moves.sources.retain(|id, s| *id == of.id || s.of().tid != of.tid || s.holds());
+        if let Some(other) = self.moves.sources.values().find(|s| s.of().id != of.id && s.of().tid == of.tid) {
+            return Some(Refusal::AlreadyMoving(other.of().id));
+        }
+        let Some(task) = self.tasks.get(of.tid) else { return Some(Refusal::NoSuchTask) };
+        if !task.spawned() {
+            Some(Refusal::NotSpawned)
+        } else if task.pinned || task.flags & TASK_RM != 0 {
+            Some(Refusal::Pinned)
+        } else if task.conn().is_none() || task.exited.is_some() {
+            Some(Refusal::NotConnected)
+        } else {
+            None
+        }
+    }
+
+    fn target_does(&mut self, id: MigrationId, output: TargetOutput) {
+        let Some(of) = self.moves.targets.get(&id).map(|t| t.of().clone()) else { return };
+        let tid = of.tid;
+        match output {
+            TargetOutput::Report(report) => self.report(id, report),
+            TargetOutput::Prepare(facts) if !self.tasker_gone => {
+                self.to_tasker(ToTasker::Prepare { migration: id, tid, facts });
+            }
+            TargetOutput::Prepare(_) => {
+                let refusal = Refusal::NoEngine { host: self.config.host, why: "its tasker has ended".into() };
+                self.target_event(id, TargetEvent::Prepared(vec![refusal]));
+            }
+            TargetOutput::ExpectImages => self.out.push_back(Output::ExpectImages { migration: id, from: of.from }),
+            TargetOutput::Restore => {
+                let dir = self.config.place.images(id);
+                self.to_tasker(ToTasker::Restore { migration: id, tid, dir });
+            }
+            TargetOutput::Run(used) => self.to_tasker(ToTasker::Run { migration: id, used }),
+            TargetOutput::WakeHere => self.write_token(id),
+            TargetOutput::Discard => self.to_tasker(ToTasker::Discard { migration: id }),
+            TargetOutput::DropImages => self.out.push_back(Output::DropImages { migration: id }),
+            TargetOutput::Done => {
+                self.moves.targets.remove(&id);
+                self.moves.arrivals.retain(|_, a| a.migration != id || a.located);
+            }
+        }
+    }
+
+    /// Something happened to a move whose source is here.
+    pub(super) fn source_event(&mut self, id: MigrationId, event: SourceEvent) {
+        if let Some(source) = self.moves.sources.get_mut(&id) {
+            source.handle(event);
+        }
+    }
+
+    /// Something happened to a move whose target is here.
+    pub(super) fn target_event(&mut self, id: MigrationId, event: TargetEvent) {
+        if let Some(target) = self.moves.targets.get_mut(&id) {
+            target.handle(event);
+        }
+    }
+
+    /// The tasker speaks of a move.
+    pub(super) fn tasker_on_move(&mut self, message: FromTasker) {
+        match message {
+            FromTasker::Inspected { migration, result } => self.source_event(migration, SourceEvent::Inspected(result)),
+            FromTasker::Stopped { migration, result } => self.source_event(migration, SourceEvent::Stopped(result)),
+            FromTasker::Dumped { migration, result } => self.source_event(migration, SourceEvent::Dumped(result)),
+            FromTasker::Continued { migration } => self.source_event(migration, SourceEvent::Continued),
+            FromTasker::SourceGone { migration, used } => self.source_event(migration, SourceEvent::Gone(used)),
+            FromTasker::Prepared { migration, verdict } => {
+                self.target_event(migration, TargetEvent::Prepared(verdict));
+            }
+            FromTasker::Restored { migration, result } => {
+                if let (Ok(pid), Some(arrival)) = (&result, self.arrival_of(migration)) {
+                    arrival.pid = *pid;
+                }
+                self.target_event(migration, TargetEvent::Restored(result.map(|_| ())));
+            }
+            FromTasker::Ran { migration, result } => self.ran(migration, result),
+            FromTasker::Discarded { migration } => self.target_event(migration, TargetEvent::Discarded),
+            _ => {}
+        }
+    }
+
+    fn ran(&mut self, migration: MigrationId, result: Result<(), Failure>) {
+        if let Some(arrival) = self.arrival_of(migration) {
+            arrival.ran = true;
+            if result.is_err() {
+                arrival.exited = Some((KILLED, Usage::default()));
+            }
+        }
+        self.target_event(migration, TargetEvent::Ran(result));
+        // The token first: the library is woken by the protocol's output.
+        let tids: Vec<Tid> = self.moves.arrivals.values().filter(|a| a.migration == migration).map(|a| a.tid).collect();
+        tids.into_iter().for_each(|tid| self.arrival_step(tid));
+    }
+
+    fn arrival_of(&mut self, migration: MigrationId) -> Option<&mut Arrival> {
+        self.moves.arrivals.values_mut().find(|a| a.migration == migration)
+    }
+
+    fn write_token(&mut self, migration: MigrationId) {
+        let place = &self.config.place;
+        let token = ResumeToken { migration, socket: place.socket() };
+        self.out.push_back(Output::WriteToken { path: place.token(migration), token });
+    }
+
+    /// The library has said that nothing leads out of its process any more; its socket will close.
+    pub(super) fn task_quiesced(&mut self, tid: Tid, migration: MigrationId, marks: Vec<LinkMark>) {
+        let moving = self.moves.sources.get(&migration).is_some_and(|s| s.of().tid == tid);
+        match self.tasks.get_mut(tid) {
+            Some(task) if moving => {
+                task.mark(marks);
+                task.quiesced = true;
+            }
+            _ => self.log(format!("{tid} let go for {migration}, which is none of its moves")),
+        }
+    }
+
+    /// Its socket has closed.
+    pub(super) fn task_let_go(&mut self, tid: Tid) {
+        self.each_source(tid, SourceEvent::Quiesced);
+    }
+
+    /// A task has ended or left: it does not move any more.
+    pub(super) fn move_task_ended(&mut self, tid: Tid) {
+        self.each_source(tid, SourceEvent::Ended);
+    }
+
+    fn each_source(&mut self, tid: Tid, event: SourceEvent) {
+        self.moves.sources.values_mut().filter(|s| s.of().tid == tid).for_each(|s| s.handle(event.clone()));
+    }
+
+    /// A library comes back after it let go.
+    pub(super) fn resume(&mut self, conn: ConnId, tid: Tid, migration: MigrationId) {
+        if let Some(arrival) = self.moves.arrivals.get_mut(&tid).filter(|a| a.migration == migration && a.located) {
+            if let Some(older) = arrival.conn.replace(conn) {
+                self.conns.retire(older);
+                self.out.push_back(Output::CloseTask { conn: older });
+            }
+            self.conns.park(conn, tid);
+            return self.arrival_step(tid);
+        }
+        let moving = self.moves.sources.get(&migration).is_some_and(|s| s.of().tid == tid);
+        let Some(task) = self.tasks.get_mut(tid).filter(|t| moving && t.hold && t.phase != Phase::Left) else {
+            return self.refuse(conn, format!("{tid} is not waited for here ({migration})"));
+        };
+        task.quiesced = false;
+        if let Some(older) = task.conn() {
+            self.conns.retire(older);
+        }
+        self.welcome(conn, tid);
+        self.source_event(migration, SourceEvent::Reconnected);
+    }
+
+    // ---- places
+
+    /// The master says where a task runs from now on.
+    pub(super) fn located_order(&mut self, location: Location) {
+        let Location { tid, epoch, .. } = location;
+        if epoch <= self.epoch {
+            return self.log(format!("a place of {tid} of epoch {epoch} is older than {}; it was refused", self.epoch));
+        }
+        self.epoch = epoch;
+        self.apply_location(location);
+        self.to_host(HostId::MASTER, HostMsg::LocatedAck { tid, epoch });
+    }
+
+    fn apply_location(&mut self, location: Location) {
+        let Location { tid, host, from, epoch } = location;
+        if !self.locations.set(location) {
+            return;
+        }
+        let me = self.config.host;
+        if host == me {
+            if self.tasks.get(tid).is_none() {
+                let arrival = self.moves.arrivals.entry(tid);
+                arrival.or_insert_with(|| Arrival::new(tid, MigrationId(0), from)).located = true;
+            }
+        } else if self.moves.arrivals.get(&tid).is_some_and(|a| a.located && !a.ran)
+            && let Some(mut arrival) = self.moves.arrivals.remove(&tid)
+        {
+            // The commit was taken back.
+            for held in arrival.own.drain() {
+                match held {
+                    Held::Item(item) => self.deliver(tid, item),
+                    // Links send again.
+                    Held::Link(_) => {}
+                }
+            }
+        }
+        if from != me && from != host && self.table.get(from).is_some() {
+            self.out.push_back(Output::Carry { host: from, carried: Carried::Passed { dst: tid, epoch } });
+        }
+        self.tell_peers_of_move(tid);
+    }
+
+    // ---- handing over
+
+    fn send_record(&mut self, of: &Move, complete: bool) {
+        if let Some(task) = self.tasks.get(of.tid) {
+            let record = Box::new(self.record_of(task));
+            let carried = Carried::Record { dst: of.tid, migration: of.id, record, complete };
+            self.out.push_back(Output::Carry { host: of.to, carried });
+        }
+    }
+
+    fn hand_task_over(&mut self, of: &Move) {
+        let (dst, migration, to) = (of.tid, of.id, of.to);
+        self.send_record(of, true);
+        let Some(mut task) = self.tasks.live.remove(&dst) else { return };
+        for held in task.inbox.drain() {
+            self.out.push_back(Output::Carry { host: to, carried: Carried::Handed { dst, migration, held } });
+        }
+        let epoch = self.locations.epoch(dst);
+        let passed = |host: &HostId| task.passed.contains(&(epoch.0, *host));
+        let awaiting = self.other_hosts().into_iter().filter(|host| !passed(host)).collect();
+        self.moves.departed.insert(dst, Departed { migration, to, epoch, awaiting });
+        self.departed_step(dst);
+    }
+
+    /// A host has nothing more on the way to the old place.
+    pub(super) fn passed(&mut self, host: HostId, tid: Tid, epoch: Epoch) {
+        if let Some(departed) = self.moves.departed.get_mut(&tid) {
+            if departed.epoch == epoch {
+                departed.awaiting.remove(&host);
+            }
+            self.departed_step(tid);
+        } else if let Some(task) = self.tasks.get_mut(tid) {
+            task.passed.retain(|(older, _)| *older >= epoch.0);
+            task.passed.insert((epoch.0, host));
+        }
+    }
+
+    fn departed_step(&mut self, dst: Tid) {
+        if self.moves.departed.get(&dst).is_some_and(|d| d.awaiting.is_empty())
+            && let Some(Departed { migration, to, .. }) = self.moves.departed.remove(&dst)
+        {
+            self.out.push_back(Output::Carry { host: to, carried: Carried::HandedAll { dst, migration } });
+        }
+    }
+
+    /// The record of a task on its way here.
+    pub(super) fn record_came(&mut self, tid: Tid, migration: MigrationId, record: TaskRecord, complete: bool) {
+        let Some(arrival) = self.moves.arrivals.get_mut(&tid).filter(|a| a.migration == migration) else { return };
+        if !arrival.complete {
+            arrival.record = Some(record);
+            arrival.complete = complete;
+        }
+        self.arrival_step(tid);
+    }
+
+    /// Something that waited at the source.
+    pub(super) fn handed(&mut self, tid: Tid, migration: MigrationId, held: Held) {
+        match self.moves.arrivals.get_mut(&tid).filter(|a| a.migration == migration) {
+            Some(arrival) => arrival.handed.push(held),
+            None => self.log(format!("something was handed over for {tid}, which is not on its way here; dropped")),
+        }
+    }
+
+    /// Nothing more waits at the source.
+    pub(super) fn handed_all(&mut self, tid: Tid, migration: MigrationId) {
+        if let Some(arrival) = self.moves.arrivals.get_mut(&tid).filter(|a| a.migration == migration) {
+            arrival.all_handed = true;
+        }
+        self.arrival_step(tid);
+    }
+
+    /// A task on its way here becomes a task of this host when all is there: its record, what waited for it, its
+    /// process, and its library, unless it has ended meanwhile.
+    pub(super) fn arrival_step(&mut self, tid: Tid) {
+        let Some(arrival) = self.moves.arrivals.get_mut(&tid) else { return };
+        if arrival.ran && arrival.exited.is_none() {
+            for signal in std::mem::take(&mut arrival.signals) {
+                self.out.push_back(Output::ToTasker(ToTasker::Signal { tid, signal }));
+            }
+        }
+        let here = arrival.located && arrival.complete && arrival.all_handed && arrival.ran;
+        if !here || (arrival.conn.is_none() && arrival.exited.is_none()) {
+            return;
+        }
+        let Some(mut arrival) = self.moves.arrivals.remove(&tid) else { return };
+        self.out.push_back(Output::RemoveToken { path: self.config.place.token(arrival.migration) });
+        let Some(record) = arrival.record.take() else { return };
+        let (hosts, epoch) = (record.hosts.clone(), record.epoch);
+        let mut task = Task::from_record(record);
+        task.pid = arrival.pid;
+        for held in arrival.handed.drain().into_iter().chain(arrival.own.drain()) {
+            task.inbox.push(held);
+        }
+        self.tasks.insert(task);
+        if let Some(conn) = arrival.conn {
+            self.welcome(conn, tid);
+            self.open_inbox(tid);
+        }
+        if let Some((status, used)) = arrival.exited {
+            return self.process_exited(tid, status, used);
+        }
+        self.recheck_watches(tid, &hosts, epoch);
+    }
+
+    /// A host is out of the table.
+    pub(super) fn moves_host_gone(&mut self, host: HostId) {
+        self.coordinator_lost(host);
+        let departed: Vec<Tid> = self.moves.departed.keys().copied().collect();
+        self.moves.departed.retain(|_, d| d.to != host);
+        for tid in departed {
+            if let Some(d) = self.moves.departed.get_mut(&tid) {
+                d.awaiting.remove(&host);
+            }
+            self.departed_step(tid);
+        }
+        let orphans: Vec<Tid> =
+            self.moves.arrivals.values().filter(|a| a.from == host && a.located).map(|a| a.tid).collect();
+        for tid in orphans {
+            if let Some(arrival) = self.moves.arrivals.get_mut(&tid) {
+                // What was kept at the source is lost with it; links send again, the rest is the loss of that host.
+                (arrival.complete, arrival.all_handed) = (true, true);
+                arrival.record.get_or_insert_with(|| Arrival::bare_record(tid));
+            }
+            self.arrival_step(tid);
+        }
+    }
+}
+
+impl Arrival {
+    fn new(tid: Tid, migration: MigrationId, from: HostId) -> Arrival {
+        Arrival {
+            tid,
+            migration,
+            from,
+            record: None,
+            complete: false,
+            handed: Inbox::default(),
+            all_handed: false,
+            own: Inbox::default(),
+            located: false,
+            ran: false,
+            exited: None,
+            conn: None,
+            signals: Vec::new(),
+            pid: 0,
+        }
+    }
+
+    /// All that is known of a task whose source was lost before it said more.
+    fn bare_record(tid: Tid) -> TaskRecord {
+        let task = Task::new(tid, Tid::NONE, Phase::Detached);
+        TaskRecord {
+            tid,
+            parent: task.parent,
+            name: task.name,
+            flags: sempa_proto::table::TASK_FORKED | sempa_proto::table::TASK_CONNECTED,
+            epid: None,
+            output: task.output,
+            trace: task.trace,
+            rm: None,
+            marks: Vec::new(),
+            requests: Vec::new(),
+            watches: Vec::new(),
+            hosts: Vec::new(),
+            epoch: Epoch(u64::MAX),
+        }
+    }
+}
+
+fn code_of(refusal: &Refusal) -> PvmError {
+    match refusal {
+        Refusal::NoSuchTask => PvmError::NoTask,
+        Refusal::NoSuchHost => PvmError::NoHost,
+        Refusal::AlreadyMoving(_) => PvmError::Already,
+        Refusal::TooManyMoves { .. } => PvmError::OutOfRes,
+        _ => PvmError::Denied,
+    }
+}

@@ -1,0 +1,223 @@
+//! Notifications: the end of tasks, the loss and the coming of hosts (`pvm_notify`).
+//!
+//! A pending notification belongs to the daemon of the task that waits for it, and moves with the task. The end of a task
+//! is told behind all that it sent: the message carries a mark of the dead task's link, and the waiting library hands it
+//! over only when it has got that far.
+
+use super::asks::Asker;
+use super::tasks::mark_of;
+use super::{Machine, Timer};
+use bytes::Bytes;
+use sempa_proto::body::{Encoding, Packer};
+use sempa_proto::host::{Question, Watch, WatchKind};
+use sempa_proto::message::ENC_XDR;
+use sempa_proto::task::{LinkMark, NotifyRequest, NotifyWhat, Reply, ToTask};
+use sempa_proto::{Epoch, HostId, Message, Micros, PvmError, RequestId, Tid};
+
+/// Notifications that one task may wait for.
+pub(super) const WATCHES_MAX: usize = 65_536;
+/// When a dead task's last messages are not there after this time they were lost on the way, and whoever waits for them
+/// is told so.
+const LAST_WORDS_TIME: Micros = Micros::from_secs(30);
+
+impl Machine {
+    /// `pvm_notify`.
+    pub(super) fn notify_request(&mut self, tid: Tid, id: RequestId, request: NotifyRequest) {
+        let NotifyRequest { what, ctx, tag, cancel } = request;
+        let watch = |kind: WatchKind| Watch { kind, ctx, tag };
+        let watches: Vec<Watch> = match what {
+            NotifyWhat::TaskExit(tids) => {
+                if let Some(other) = tids.iter().find(|t| !t.is_task()) {
+                    let reason = format!("{other} is not the id of a task");
+                    return self.fail(tid, id, PvmError::BadParam, reason);
+                }
+                tids.into_iter().map(|t| watch(WatchKind::TaskExit(t))).collect()
+            }
+            NotifyWhat::HostDelete(hosts) => hosts.into_iter().map(|h| watch(WatchKind::HostDelete(h))).collect(),
+            NotifyWhat::HostAdd { count } => {
+                self.watch_hosts(tid, watch(WatchKind::HostAdd { count: if cancel { 0 } else { count } }));
+                return self.reply(tid, id, Reply::Done);
+            }
+        };
+        if cancel {
+            watches.iter().for_each(|watch| self.cancel_watch(tid, watch));
+            return self.reply(tid, id, Reply::Done);
+        }
+        let open = self.tasks.get(tid).map_or(0, |t| t.watches.len());
+        if open + watches.len() > WATCHES_MAX {
+            let reason = format!("a task can wait for {WATCHES_MAX} notifications at most");
+            return self.fail(tid, id, PvmError::OutOfRes, reason);
+        }
+        self.reply(tid, id, Reply::Done);
+        for watch in watches {
+            self.add_watch(tid, watch);
+        }
+    }
+
+    fn watch_hosts(&mut self, tid: Tid, watch: Watch) {
+        let Some(task) = self.tasks.get_mut(tid) else { return };
+        let same = |w: &Watch| matches!(w.kind, WatchKind::HostAdd { .. }) && (w.ctx, w.tag) == (watch.ctx, watch.tag);
+        task.watches.retain(|w| !same(w));
+        if watch.kind != (WatchKind::HostAdd { count: 0 }) {
+            task.watches.push(watch);
+        }
+    }
+
+    fn cancel_watch(&mut self, tid: Tid, watch: &Watch) {
+        let Some(task) = self.tasks.get_mut(tid) else { return };
+        let Some(at) = task.watches.iter().position(|w| w == watch) else { return };
+        task.watches.remove(at);
+        self.fire(tid, watch, None);
+    }
+
+    fn add_watch(&mut self, tid: Tid, watch: Watch) {
+        match watch.kind {
+            WatchKind::HostDelete(host) if !host.home().is_some_and(|h| self.table.get(h).is_some()) => {
+                return self.fire(tid, &watch, None);
+            }
+            // Kept first: the end of the task may overtake the answer.
+            _ => {
+                if let Some(task) = self.tasks.get_mut(tid) {
+                    task.watches.push(watch.clone());
+                }
+            }
+        }
+        self.check_watch(tid, &watch);
+    }
+
+    /// The task may have ended already, or never was.
+    fn check_watch(&mut self, watcher: Tid, watch: &Watch) {
+        if let WatchKind::TaskExit(tid) = watch.kind
+            && tid != watcher
+        {
+            self.ask_about(tid, Question::Watch { tid, watcher }, Asker::Watch { watcher });
+        }
+    }
+
+    /// A task that is waited for turned out to be gone.
+    pub(super) fn watched_is_gone(&mut self, watcher: Tid, tid: Tid, after: Option<LinkMark>) {
+        let Some(task) = self.tasks.get_mut(watcher) else { return };
+        let fired: Vec<Watch> = task.watches.extract_if(.., |w| w.kind == WatchKind::TaskExit(tid)).collect();
+        for watch in fired {
+            self.send_exit_note(watcher, tid, &watch, after);
+        }
+    }
+
+    /// A task has ended somewhere.
+    pub(super) fn notify_task_exit(&mut self, tid: Tid, marks: &[LinkMark]) {
+        let waits = |w: &Watch| w.kind == WatchKind::TaskExit(tid);
+        let watchers: Vec<Tid> =
+            self.tasks.live.values().filter(|t| t.watches.iter().any(waits)).map(|t| t.tid).collect();
+        for watcher in watchers {
+            self.watched_is_gone(watcher, tid, mark_of(tid, marks, watcher));
+        }
+    }
+
+    /// Tells that a task has ended, behind its last message.
+    pub(super) fn send_exit_note(&mut self, watcher: Tid, tid: Tid, watch: &Watch, after: Option<LinkMark>) {
+        self.fire(watcher, watch, after);
+        if after.is_some() {
+            self.timer(LAST_WORDS_TIME, Timer::LastWords { watcher, dead: tid });
+        }
+    }
+
+    /// The last words of a dead task are there or will never be.
+    pub(super) fn last_words_over(&mut self, watcher: Tid, dead: Tid) {
+        self.deliver(watcher, ToTask::PeerGone { tid: dead });
+    }
+
+    fn fire(&mut self, watcher: Tid, watch: &Watch, after: Option<LinkMark>) {
+        let (WatchKind::TaskExit(who) | WatchKind::HostDelete(who)) = watch.kind else { return };
+        self.send_note(watcher, watch, ints(&[who.raw()]), after);
+    }
+
+    fn send_note(&mut self, dst: Tid, watch: &Watch, body: Bytes, after: Option<LinkMark>) {
+        let (src, ctx, tag) = (Tid::MY_DAEMON, watch.ctx, watch.tag);
+        let message = Message { src, dst, ctx, tag, wid: 0, enc: ENC_XDR, body };
+        self.deliver(dst, ToTask::Deliver { message, after });
+    }
+
+    /// A host has left: first its own notifications, then those of the tasks that ran there.
+    pub(super) fn notify_host_gone(&mut self, host: HostId) {
+        let tids: Vec<Tid> = self.tasks.live.keys().copied().collect();
+        for watcher in &tids {
+            let Some(task) = self.tasks.get_mut(*watcher) else { continue };
+            let lost = |w: &mut Watch| matches!(w.kind, WatchKind::HostDelete(h) if h.home() == Some(host));
+            let fired: Vec<Watch> = task.watches.extract_if(.., lost).collect();
+            for watch in fired {
+                self.fire(*watcher, &watch, None);
+            }
+        }
+        for watcher in tids {
+            let dead: Vec<Tid> = self
+                .tasks
+                .get(watcher)
+                .map(|t| {
+                    t.watches.iter().filter_map(|w| exit_of(w).filter(|d| self.location(*d) == Some(host))).collect()
+                })
+                .unwrap_or_default();
+            for tid in dead {
+                self.watched_is_gone(watcher, tid, None);
+            }
+        }
+    }
+
+    /// Hosts have joined.
+    pub(super) fn notify_hosts_added(&mut self, added: &[HostId]) {
+        let tids: Vec<Tid> = self.tasks.live.keys().copied().collect();
+        for tid in tids {
+            self.notify_task_of_hosts(tid, added);
+        }
+    }
+
+    fn notify_task_of_hosts(&mut self, tid: Tid, added: &[HostId]) {
+        let Some(task) = self.tasks.get_mut(tid) else { return };
+        let mut fired = Vec::new();
+        for watch in &mut task.watches {
+            if let WatchKind::HostAdd { count } = &mut watch.kind {
+                if *count > 0 {
+                    *count -= 1;
+                }
+                fired.push(watch.clone());
+            }
+        }
+        task.watches.retain(|w| w.kind != WatchKind::HostAdd { count: 0 });
+        let mut words = vec![added.len() as i32];
+        words.extend(added.iter().map(|h| h.tid().raw()));
+        for watch in fired {
+            self.send_note(tid, &watch, ints(&words), None);
+        }
+    }
+
+    /// A task has come from another host with its notifications: what happened on the way is told now.
+    pub(super) fn recheck_watches(&mut self, tid: Tid, known: &[HostId], epoch: Epoch) {
+        let Some(task) = self.tasks.get(tid) else { return };
+        for watch in task.watches.clone() {
+            match watch.kind {
+                WatchKind::HostDelete(host) if !host.home().is_some_and(|h| self.table.get(h).is_some()) => {
+                    self.cancel_watch(tid, &watch);
+                }
+                _ => self.check_watch(tid, &watch),
+            }
+        }
+        if self.table.epoch > epoch {
+            let added: Vec<HostId> = self.other_hosts().into_iter().filter(|h| !known.contains(h)).collect();
+            if !added.is_empty() {
+                self.notify_task_of_hosts(tid, &added);
+            }
+        }
+    }
+}
+
+fn exit_of(watch: &Watch) -> Option<Tid> {
+    match watch.kind {
+        WatchKind::TaskExit(tid) => Some(tid),
+        _ => None,
+    }
+}
+
+fn ints(words: &[i32]) -> Bytes {
+    let mut body = Packer::new(Encoding::Xdr);
+    body.items(words.iter().copied());
+    body.finish()
+}

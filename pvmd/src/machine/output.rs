@@ -1,0 +1,74 @@
+//! Standard output of spawned tasks: to the collector that the spawner named, else to the master's log.
+
+use super::{Machine, Output};
+use bytes::Bytes;
+use sempa_proto::body::{Encoding, Packer};
+use sempa_proto::host::HostMsg;
+use sempa_proto::message::ENC_XDR;
+use sempa_proto::task::{Sink, ToTask};
+use sempa_proto::{HostId, Message, Tid};
+
+/// Marks the end in an output message.
+const OUTPUT_EOF: i32 = 0;
+/// Marks that a task was asked for.
+const OUTPUT_SPAWNED: i32 = -1;
+/// Marks that a task exists.
+const OUTPUT_NEW: i32 = -2;
+
+impl Machine {
+    /// The daemon's address as `dst` knows it: its own daemon has none.
+    pub(super) fn source_for(&self, dst: Tid) -> Tid {
+        let me = self.config.host;
+        if self.location(dst) == Some(me) { Tid::MY_DAEMON } else { me.daemon() }
+    }
+
+    /// Sends a message made by this daemon, in the default encoding.
+    pub(super) fn send_made(&mut self, dst: Tid, ctx: i32, tag: i32, wid: i32, body: Bytes) {
+        let message = Message { src: self.source_for(dst), dst, ctx, tag, wid, enc: ENC_XDR, body };
+        self.deliver(dst, ToTask::Deliver { message, after: None });
+    }
+
+    fn collect(&mut self, sink: Sink, body: Bytes) {
+        if sink.tid.is_task() {
+            self.send_made(sink.tid, sink.ctx, sink.tag, 0, body);
+        }
+    }
+
+    /// A task whose output goes there was asked for, or exists.
+    pub(super) fn output_begin(&mut self, tid: Tid, parent: Tid, sink: Sink, spawned: bool, new: bool) {
+        for marker in [(OUTPUT_SPAWNED, spawned), (OUTPUT_NEW, new)].iter().filter(|m| m.1).map(|m| m.0) {
+            let mut body = Packer::new(Encoding::Xdr);
+            body.items([tid.raw(), marker, parent.raw()]);
+            self.collect(sink, body.finish());
+        }
+    }
+
+    /// Nothing more comes from this task.
+    pub(super) fn output_end(&mut self, tid: Tid, sink: Sink) {
+        let mut body = Packer::new(Encoding::Xdr);
+        body.items([tid.raw(), OUTPUT_EOF]);
+        self.collect(sink, body.finish());
+    }
+
+    /// A task wrote something.
+    pub(super) fn task_output(&mut self, tid: Tid, bytes: Vec<u8>) {
+        let arriving = self.moves.arrivals.get(&tid).and_then(|a| a.record.as_ref()).map(|r| r.output);
+        let sink = self.tasks.get(tid).map(|t| t.output).or(arriving).unwrap_or_default();
+        if sink.tid.is_task() {
+            let mut body = Packer::new(Encoding::Xdr);
+            body.int(tid.raw()).int(i32::try_from(bytes.len()).unwrap_or(i32::MAX)).bytes(&bytes);
+            self.collect(sink, body.finish());
+        } else {
+            self.log_output(tid, bytes.into());
+        }
+    }
+
+    /// Output that nobody collects.
+    pub(super) fn log_output(&mut self, tid: Tid, bytes: Bytes) {
+        if self.master.is_some() {
+            self.out.push_back(Output::LogTaskOutput { tid, bytes });
+        } else {
+            self.to_host(HostId::MASTER, HostMsg::TaskOutput { tid, bytes });
+        }
+    }
+}

@@ -1,0 +1,223 @@
+//! What a task may ask its daemon.
+
+use super::asks::Asker;
+use super::{Machine, Output};
+use sempa_proto::host::{HostMsg, Question};
+use sempa_proto::table::TaskInfo;
+use sempa_proto::task::{REQUESTS_OPEN_MAX, Reply, Request, Sink};
+use sempa_proto::tasker::ToTasker;
+use sempa_proto::{HostId, PvmError, RequestId, Tid};
+use std::collections::BTreeMap;
+
+/// Contexts that the tasks of one host may have: what a tid's local part can number.
+pub(super) const CONTEXTS_MAX: u32 = Tid::LOCAL_MAX;
+/// Signal of a polite end.
+const SIGTERM: i32 = 15;
+
+/// A list of tasks that is being put together.
+#[derive(Debug)]
+pub(super) struct Gather {
+    tid: Tid,
+    id: RequestId,
+    missing: usize,
+    tasks: Vec<TaskInfo>,
+}
+
+/// Lists under way.
+#[derive(Debug, Default)]
+pub(super) struct Gathers {
+    open: BTreeMap<u64, Gather>,
+    last: u64,
+}
+
+impl Machine {
+    /// A task's request.
+    pub(super) fn request(&mut self, tid: Tid, id: RequestId, what: Request) {
+        let Some(task) = self.tasks.get_mut(tid) else { return };
+        if task.requests.len() >= REQUESTS_OPEN_MAX {
+            let reason = format!("{REQUESTS_OPEN_MAX} requests wait for their replies already");
+            return self.fail(tid, id, PvmError::OutOfRes, reason);
+        }
+        task.requests.insert(id);
+        let me = self.config.host;
+        match what {
+            Request::Exit { marks } => self.leave(tid, id, marks),
+            Request::Config => self.reply(tid, id, Reply::Hosts(self.table.clone())),
+            Request::Tasks { selector } => self.list(tid, id, selector),
+            Request::Spawn(request) => self.spawn(tid, id, request),
+            Request::HostStatus { name } => {
+                let host = if name == "." { Some(me) } else { self.table.by_name(&name).map(|h| h.id) };
+                match host {
+                    Some(host) => self.ask(host, Question::Ping, Asker::Task { tid, id }),
+                    None => self.fail(tid, id, PvmError::NoHost, no_host(&name)),
+                }
+            }
+            Request::TaskStatus { tid: other } if !other.is_task() => self.not_a_task(tid, id, other),
+            Request::TaskStatus { tid: other } => {
+                self.ask_about(other, Question::TaskStatus { tid: other }, Asker::Task { tid, id });
+            }
+            Request::Signal { tid: other, .. } if !other.is_task() => self.not_a_task(tid, id, other),
+            Request::Signal { tid: other, signal } => {
+                self.ask_about(other, Question::Signal { tid: other, signal }, Asker::Task { tid, id });
+            }
+            Request::Notify(request) => self.notify_request(tid, id, request),
+            Request::RegisterRm(serves) => self.register_rm(tid, id, serves),
+            Request::NewContext => self.new_context(tid, id),
+            Request::FreeContext { ctx } => match Tid::from_raw(ctx).home() {
+                Some(host) => self.ask(host, Question::FreeContext { owner: tid, ctx }, Asker::Task { tid, id }),
+                None => self.fail(tid, id, PvmError::NotFound, format!("context {ctx:#x} was never given out")),
+            },
+            Request::HostSync { host } => match host_of(host).filter(|host| self.table.get(*host).is_some()) {
+                Some(host) => self.ask(host, Question::Clock, Asker::Task { tid, id }),
+                None => self.fail(tid, id, PvmError::NoHost, no_host(&host.to_string())),
+            },
+            Request::SetOutput(sink) => self.set_output(tid, id, sink),
+            what => self.ask_master(tid, id, what),
+        }
+    }
+
+    /// Passes a request on to the master, which sends the reply straight to the task.
+    fn ask_master(&mut self, tid: Tid, id: RequestId, what: Request) {
+        if self.master.is_some() {
+            self.master_request(tid, id, what);
+        } else {
+            self.to_host(HostId::MASTER, HostMsg::Request { tid, id, what });
+        }
+    }
+
+    /// A request that only the master can serve, from any task.
+    pub(super) fn master_request(&mut self, tid: Tid, id: RequestId, what: Request) {
+        match what {
+            Request::AddHosts { lines } => self.add_hosts(&lines, super::hosts::Wanting::Task { tid, id }),
+            Request::DelHosts { names } => self.delete_hosts(tid, id, &names),
+            Request::Mailbox(request) => self.mailbox_request(tid, id, request),
+            Request::Migrate { tid: task, to, cause, wait } => self.begin_move(tid, id, task, &to, cause, wait),
+            Request::Events { from, limit } => {
+                let events = self.master.as_ref().map(|m| m.events.from(from, limit)).unwrap_or_default();
+                self.reply(tid, id, Reply::Events(events));
+            }
+            Request::Subscribe { ctx, tag } => self.subscribe(tid, id, ctx, tag),
+            Request::Record { at, kind } => {
+                let host = self.location(tid).unwrap_or(HostId::MASTER);
+                self.append_event(host, at, kind);
+                self.reply(tid, id, Reply::Done);
+            }
+            Request::Reset { kill } => self.reset(tid, id, kill),
+            Request::Halt => {
+                self.reply(tid, id, Reply::Done);
+                self.halt(&format!("{tid} asked for it"));
+            }
+            _ => self.fail(tid, id, PvmError::NotImpl, "the master does not serve this request"),
+        }
+    }
+
+    fn list(&mut self, tid: Tid, id: RequestId, selector: Tid) {
+        if selector.is_task() {
+            let question = Question::Tasks { only: Some(selector) };
+            return self.ask_about(selector, question, Asker::Task { tid, id });
+        }
+        let hosts: Vec<HostId> = match host_of(selector) {
+            None if selector == Tid::NONE => self.table.hosts.iter().map(|h| h.id).collect(),
+            None if selector == Tid::MY_DAEMON => vec![self.config.host],
+            Some(host) if self.table.get(host).is_some() => vec![host],
+            _ => return self.fail(tid, id, PvmError::NoHost, no_host(&selector.to_string())),
+        };
+        self.gathers.last += 1;
+        let gather = self.gathers.last;
+        self.gathers.open.insert(gather, Gather { tid, id, missing: hosts.len(), tasks: Vec::new() });
+        for host in hosts {
+            self.ask(host, Question::Tasks { only: None }, Asker::Gather(gather));
+        }
+    }
+
+    /// One host has named its tasks, or is lost.
+    pub(super) fn gathered(&mut self, number: u64, tasks: Vec<TaskInfo>) {
+        let Some(gather) = self.gathers.open.get_mut(&number) else { return };
+        gather.tasks.extend(tasks);
+        gather.missing -= 1;
+        if gather.missing > 0 {
+            return;
+        }
+        let Some(Gather { tid, id, mut tasks, .. }) = self.gathers.open.remove(&number) else { return };
+        // In the moment of a move both ends may know the task.
+        tasks.sort_by_key(|t| (t.tid, t.moving));
+        tasks.dedup_by_key(|t| t.tid);
+        tasks.sort_by_key(|t| (t.host, t.tid));
+        self.reply(tid, id, Reply::Tasks(tasks));
+    }
+
+    fn new_context(&mut self, tid: Tid, id: RequestId) {
+        if self.contexts.len() as u32 >= CONTEXTS_MAX {
+            return self.fail(tid, id, PvmError::OutOfRes, "all contexts of this host are in use");
+        }
+        let base = self.config.host.tid().raw();
+        loop {
+            self.last_context = if self.last_context >= CONTEXTS_MAX { 1 } else { self.last_context + 1 };
+            let ctx = base | self.last_context as i32;
+            if let std::collections::btree_map::Entry::Vacant(free) = self.contexts.entry(ctx) {
+                free.insert(tid);
+                return self.reply(tid, id, Reply::Context(ctx));
+            }
+        }
+    }
+
+    /// A task changes where its own output goes: the old collector sees its end, the new one its beginning.
+    fn set_output(&mut self, tid: Tid, id: RequestId, sink: Sink) {
+        let Some(task) = self.tasks.get_mut(tid) else { return };
+        let old = std::mem::replace(&mut task.output, sink);
+        let parent = task.parent;
+        if old != sink {
+            self.output_end(tid, old);
+            self.output_begin(tid, parent, sink, true, true);
+        }
+        self.reply(tid, id, Reply::Done);
+    }
+
+    fn not_a_task(&mut self, tid: Tid, id: RequestId, other: Tid) {
+        self.fail(tid, id, PvmError::BadParam, format!("{other} is not the id of a task"));
+    }
+
+    /// Master: `reset`. Tasks that asked not to be reset, resource managers and watchers are spared.
+    fn reset(&mut self, tid: Tid, id: RequestId, kill: bool) {
+        let Some(master) = &mut self.master else { return };
+        let mut spare = master.mailbox.owners(sempa_proto::sm::NO_RESET_CLASS);
+        spare.push(tid);
+        spare.extend(self.rm.current().map(|rm| rm.tid));
+        master.mailbox.reset(if kill { Some(&spare) } else { None });
+        if kill {
+            for host in self.other_hosts() {
+                self.to_host(host, HostMsg::EndTasks { spare: spare.clone() });
+            }
+            self.end_tasks(&spare);
+        }
+        self.reply(tid, id, Reply::Done);
+    }
+
+    /// Asks the spawned tasks here to end, but for these.
+    pub(super) fn end_tasks(&mut self, spare: &[Tid]) {
+        let ending: Vec<Tid> = self
+            .tasks
+            .live
+            .values()
+            .filter(|t| t.spawned() && !t.pinned && !spare.contains(&t.tid))
+            .map(|t| t.tid)
+            .collect();
+        for tid in ending {
+            self.to_tasker(ToTasker::Signal { tid, signal: SIGTERM });
+        }
+    }
+
+    /// Tells the tasker.
+    pub(super) fn to_tasker(&mut self, message: ToTasker) {
+        self.out.push_back(Output::ToTasker(message));
+    }
+}
+
+/// The host that a host tid or a daemon's address names.
+pub(super) fn host_of(tid: Tid) -> Option<HostId> {
+    if tid.local() == 0 { tid.home() } else { None }
+}
+
+fn no_host(name: &str) -> String {
+    format!("there is no host {name} in the virtual machine; `pvm conf` lists them")
+}

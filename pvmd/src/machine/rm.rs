@@ -1,0 +1,232 @@
+//! Resource managers: who is one, what they tell this daemon, and what they are told.
+
+use super::hosts::Wanting;
+use super::spawn::ExecBack;
+use super::tasks::Task;
+use super::{Machine, Output};
+use sempa_proto::body::{Encoding, Packer, Unpacker};
+use sempa_proto::event::EventKind;
+use sempa_proto::host::HostMsg;
+use sempa_proto::migration::Usage;
+use sempa_proto::sm::{SM_ADD, SM_ADDACK, SM_EXEC, SM_EXECACK, SM_HANDOFF, SM_HOSTX, SM_TASKX, pack_tids, unpack_exec};
+use sempa_proto::table::{AddedHost, TASK_RM};
+use sempa_proto::task::{Reply, RmInfo, RmServes, SPAWN_NO_PARENT, SPAWN_PINNED, SpawnRequest, ToTask};
+use sempa_proto::{HostId, Message, Micros, RequestId, Tid};
+
+/// The resource managers that this daemon obeys.
+#[derive(Debug, Default)]
+pub(super) struct RmState {
+    /// Registered with this daemon.
+    own: Option<RmInfo>,
+    /// Registered with the master, for the whole virtual machine.
+    pub(super) wide: Option<RmInfo>,
+}
+
+impl RmState {
+    /// The one that tasks of this host are to ask.
+    pub(super) fn current(&self) -> Option<RmInfo> {
+        self.own.or(self.wide)
+    }
+
+    fn obeys(&self, tid: Tid) -> bool {
+        self.own.is_some_and(|rm| rm.tid == tid) || self.wide.is_some_and(|rm| rm.tid == tid)
+    }
+}
+
+impl Machine {
+    /// A task becomes the resource manager of this daemon.
+    pub(super) fn register_rm(&mut self, tid: Tid, id: RequestId, serves: RmServes) {
+        let previous = self.rm.current().map_or(Tid::NONE, |rm| rm.tid);
+        self.reply(tid, id, Reply::Rm { previous });
+        self.record(EventKind::RmRegistered { tid });
+        self.set_own_rm(Some(RmInfo { tid, serves }));
+    }
+
+    fn set_own_rm(&mut self, rm: Option<RmInfo>) {
+        if let Some(old) = self.rm.own
+            && let Some(task) = self.tasks.get_mut(old.tid)
+        {
+            task.flags &= !TASK_RM;
+        }
+        if let Some(task) = rm.and_then(|rm| self.tasks.get_mut(rm.tid)) {
+            task.flags |= TASK_RM;
+        }
+        self.rm.own = rm;
+        if self.master.is_some() {
+            self.rm.wide = rm;
+            for host in self.other_hosts() {
+                self.to_host(host, HostMsg::Rm { rm });
+            }
+        }
+        self.tell_tasks_of_rm(false);
+    }
+
+    /// The master says who the resource manager of the virtual machine is.
+    pub(super) fn set_wide_rm(&mut self, rm: Option<RmInfo>) {
+        let before = self.rm.current();
+        self.rm.wide = rm;
+        if self.rm.current() != before {
+            self.tell_tasks_of_rm(false);
+        }
+    }
+
+    /// Tasks that are connected hear of a death at once. A new one they are told of only if it does no more than place:
+    /// one that wants to serve everything serves those that connect from now on, as in PVM.
+    fn tell_tasks_of_rm(&mut self, death: bool) {
+        let rm = self.rm.current();
+        if !death && rm.is_some_and(|rm| rm.serves.others) {
+            return;
+        }
+        let tasks: Vec<Tid> = self.tasks.live.keys().copied().filter(|tid| Some(*tid) != rm.map(|rm| rm.tid)).collect();
+        for tid in tasks {
+            if let Some(task) = self.tasks.get_mut(tid).filter(|t| t.conn().is_some() || t.hold) {
+                task.rm = task.rm.or(rm.map(|rm| rm.tid));
+                self.deliver(tid, ToTask::RmChanged { rm });
+            }
+        }
+    }
+
+    /// A task is gone; if it was a resource manager, tasks are placed by the daemons again.
+    pub(super) fn rm_gone(&mut self, tid: Tid) {
+        if !self.rm.obeys(tid) {
+            return;
+        }
+        if self.rm.own.is_some_and(|rm| rm.tid == tid) {
+            self.record(EventKind::RmGone { tid });
+        }
+        self.rm.own = self.rm.own.filter(|rm| rm.tid != tid);
+        self.rm.wide = self.rm.wide.filter(|rm| rm.tid != tid);
+        for task in self.tasks.live.values_mut() {
+            task.rm = task.rm.filter(|rm| *rm != tid);
+        }
+        self.tell_tasks_of_rm(true);
+    }
+
+    /// A resource manager that ran on a lost host.
+    pub(super) fn rm_host_gone(&mut self, host: HostId) {
+        for rm in [self.rm.own, self.rm.wide].into_iter().flatten() {
+            if self.location(rm.tid) == Some(host) {
+                self.rm_gone(rm.tid);
+            }
+        }
+    }
+
+    /// Tells the resource manager that one of its tasks has ended.
+    pub(super) fn tell_rm_of_end(&mut self, task: &Task, status: i32, used: Usage) {
+        let Some(rm) = task.rm.filter(|rm| *rm != task.tid && self.rm.obeys(*rm)) else { return };
+        let (seconds, rest) = (|t: Micros| (t.0 / 1_000_000) as i32, |t: Micros| (t.0 % 1_000_000) as i32);
+        let mut body = Packer::new(Encoding::Xdr);
+        body.items([task.tid.raw(), status]);
+        body.items([seconds(used.user), rest(used.user), seconds(used.system), rest(used.system)]);
+        self.send_made(rm, 0, SM_TASKX, 0, body.finish());
+    }
+
+    /// Tells the resource manager of a task that connected by itself.
+    pub(super) fn tell_rm_of_newcomer(&mut self, tid: Tid) {
+        if let Some(rm) = self.rm.current().filter(|rm| rm.tid != tid) {
+            self.send_made(rm.tid, 0, SM_EXECACK, 0, pack_tids(&[Ok(tid)]));
+        }
+    }
+
+    /// Master: tells its resource manager that a host has left.
+    pub(super) fn tell_rm_of_host(&mut self, host: HostId) {
+        if let (true, Some(rm)) = (self.master.is_some(), self.rm.wide) {
+            let mut body = Packer::new(Encoding::Xdr);
+            body.int(host.daemon().raw());
+            self.send_made(rm.tid, 0, SM_HOSTX, 0, body.finish());
+        }
+    }
+
+    /// A task's message to a daemon's address.
+    pub(super) fn message_to_daemon(&mut self, message: Message) {
+        let host =
+            if message.dst == Tid::MY_DAEMON { Some(self.config.host) } else { super::requests::host_of(message.dst) };
+        match host.filter(|_| message.dst.is_daemon()) {
+            Some(host) if host == self.config.host => self.daemon_message(message),
+            Some(host) if self.table.get(host).is_some() => self.to_host(host, HostMsg::Message(message)),
+            _ => self.log(format!("{} sent a message to {}, where no daemon is; dropped", message.src, message.dst)),
+        }
+    }
+
+    /// A message to this daemon. Only resource managers have something to say.
+    pub(super) fn daemon_message(&mut self, message: Message) {
+        let Message { src, tag, wid, body, .. } = message;
+        if !matches!(tag, SM_EXEC | SM_ADD | SM_HANDOFF) {
+            return self.log(format!("{src} sent a message with tag {tag:#x} to this daemon; nobody here reads it"));
+        }
+        if !self.rm.obeys(src) {
+            return self
+                .log(format!("{src} is not the resource manager of this daemon; its message {tag:#x} was dropped"));
+        }
+        let understood = match tag {
+            SM_EXEC => unpack_exec(body).map(|(parent, request)| {
+                self.queue_exec(parent, request, ExecBack::Rm { rm: src, wid });
+            }),
+            SM_ADD => Unpacker::xdr(body).strings().map(|lines| self.rm_adds(src, wid, &lines)),
+            _ => Unpacker::xdr(body).int().map(|tid| self.hand_off(src, Tid::from_raw(tid))),
+        };
+        if let Err(error) = understood {
+            self.log(format!("a message {tag:#x} of resource manager {src} cannot be read: {error}"));
+        }
+    }
+
+    fn hand_off(&mut self, from: Tid, to: Tid) {
+        let serves = self.rm.current().map(|rm| rm.serves).unwrap_or_default();
+        self.record(EventKind::RmGone { tid: from });
+        if to.is_task() {
+            self.record(EventKind::RmRegistered { tid: to });
+        }
+        self.set_own_rm(to.is_task().then_some(RmInfo { tid: to, serves }));
+    }
+
+    fn rm_adds(&mut self, rm: Tid, wid: i32, lines: &[String]) {
+        if self.master.is_none() {
+            return self.log(format!("{rm} wants to add hosts, which only the master can; its message was dropped"));
+        }
+        self.add_hosts(lines, Wanting::Rm { rm, wid });
+    }
+
+    /// Hosts that a resource manager wanted have been added, or not.
+    pub(super) fn rm_added(&mut self, rm: Tid, wid: i32, added: &[AddedHost]) {
+        let mut body = Packer::new(Encoding::Xdr);
+        body.int(added.len() as i32).int(0);
+        for host in added {
+            match &host.result {
+                Ok(e) => {
+                    body.int(e.id.tid().raw()).str(e.name.as_bytes()).str(e.arch.as_bytes()).int(e.speed).int(e.dsig)
+                }
+                Err(error) => body.int(error.code()).str(b"").str(b"").int(0).int(0),
+            };
+        }
+        self.send_made(rm, 0, SM_ADDACK, wid, body.finish());
+    }
+
+    /// Starts the resource manager that the daemon was told to start.
+    pub(super) fn start_rm_command(&mut self) {
+        let Some((file, args)) = self.config.rm_command.take().and_then(|mut words| {
+            let file = if words.is_empty() { return None } else { words.remove(0) };
+            Some((file, words))
+        }) else {
+            return;
+        };
+        let request = SpawnRequest {
+            file,
+            args: args.into_iter().map(String::into_bytes).collect(),
+            flags: SPAWN_NO_PARENT | SPAWN_PINNED,
+            count: 1,
+            ..SpawnRequest::default()
+        };
+        self.queue_exec(Tid::NONE, request, ExecBack::Startup);
+    }
+
+    /// A line for the daemon's log.
+    pub(super) fn log(&mut self, text: String) {
+        self.out.push_back(Output::Log { text });
+    }
+
+    /// Something worth knowing, for the daemon's log and the event log.
+    pub(super) fn note(&mut self, text: String) {
+        self.log(text.clone());
+        self.record(EventKind::Note { text });
+    }
+}

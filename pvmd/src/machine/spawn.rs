@@ -1,0 +1,299 @@
+//! Starting tasks: choice of hosts when no resource manager does it, and the start itself on the executing host.
+
+use super::asks::{Asker, Back};
+use super::tasks::{Phase, Task};
+use super::{Machine, World};
+use sempa_proto::event::EventKind;
+use sempa_proto::host::{Answer, Question};
+use sempa_proto::sm::{SM_EXECACK, pack_tids};
+use sempa_proto::table::TASK_FORKED;
+use sempa_proto::task::{
+    Reply, SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_DEBUG, SPAWN_HOST, SPAWN_NO_PARENT, SPAWN_PINNED, SpawnRequest,
+};
+use sempa_proto::tasker::{StartTask, ToTasker};
+use sempa_proto::{HostId, PvmError, RequestId, Tid};
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// Tasks that one spawn may ask for.
+pub(super) const SPAWN_COUNT_MAX: u32 = 65_536;
+/// What the daemon runs in front of a task that is to be debugged, when `PVM_DEBUGGER` names nothing else.
+const DEBUGGER: &str = "/usr/lib/pvm3/lib/debugger";
+
+/// One result per task.
+type Started = Vec<Result<Tid, PvmError>>;
+
+/// A spawn whose tasks are being started.
+#[derive(Debug)]
+struct Spawn {
+    tid: Tid,
+    id: RequestId,
+    request: SpawnRequest,
+    results: Vec<Option<Result<Tid, PvmError>>>,
+    /// The positions in the result that each open part stands for.
+    parts: BTreeMap<u64, (HostId, Vec<usize>)>,
+    last_part: u64,
+    /// Hosts that failed meanwhile.
+    lost: Vec<HostId>,
+}
+
+/// Spawns under way, and where the next one begins.
+#[derive(Debug, Default)]
+pub(super) struct Spawns {
+    open: BTreeMap<u64, Spawn>,
+    last: u64,
+    /// The host that got the last task.
+    last_host: Option<HostId>,
+}
+
+/// Who waits for tasks to be started here.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum ExecBack {
+    /// A daemon.
+    Answer(Back),
+    /// A resource manager, by its wait id.
+    Rm { rm: Tid, wid: i32 },
+    /// Nobody: the command given at the daemon's start.
+    Startup,
+}
+
+/// Tasks to start here as soon as the world can be asked.
+#[derive(Debug)]
+pub(super) struct ExecJob {
+    parent: Tid,
+    request: SpawnRequest,
+    back: ExecBack,
+}
+
+/// The host part and the directory part of `place`.
+fn split_place(place: &str) -> (&str, Option<&str>) {
+    match place.split_once(':') {
+        Some((host, dir)) => (host, Some(dir).filter(|dir| !dir.is_empty())),
+        None => (place, None),
+    }
+}
+
+impl Machine {
+    /// A task's spawn, placed round robin.
+    pub(super) fn spawn(&mut self, tid: Tid, id: RequestId, request: SpawnRequest) {
+        if request.count == 0 {
+            return self.fail(tid, id, PvmError::BadParam, "a spawn has to ask for one task at least");
+        }
+        if request.count > SPAWN_COUNT_MAX {
+            let reason = format!("{} tasks were asked for in one spawn; {SPAWN_COUNT_MAX} is the most", request.count);
+            return self.fail(tid, id, PvmError::OutOfRes, reason);
+        }
+        let count = request.count as usize;
+        self.spawns.last += 1;
+        let number = self.spawns.last;
+        let spawn = Spawn {
+            tid,
+            id,
+            request,
+            results: vec![None; count],
+            parts: BTreeMap::new(),
+            last_part: 0,
+            lost: Vec::new(),
+        };
+        self.spawns.open.insert(number, spawn);
+        self.assign(number, (0..count).collect(), PvmError::NoHost);
+    }
+
+    /// Hosts that the request allows, in the order of the table.
+    fn candidates(&self, request: &SpawnRequest) -> Vec<HostId> {
+        let (place, _) = split_place(&request.place);
+        let own = &self.config.name;
+        let chosen = |host: &sempa_proto::table::HostEntry| {
+            if request.flags & SPAWN_HOST != 0 {
+                host.name == place || (place == "." && host.name == *own)
+            } else if request.flags & SPAWN_ARCH != 0 {
+                host.arch == place
+            } else {
+                true
+            }
+        };
+        let complement = request.flags & SPAWN_COMPLEMENT != 0;
+        // The complement of no choice is no host at all, as in PVM.
+        self.table.hosts.iter().filter(|h| chosen(h) != complement).map(|h| h.id).collect()
+    }
+
+    /// Gives these tasks of a spawn to hosts, in blocks. With no host to give them to, they failed with `none`.
+    fn assign(&mut self, number: u64, indices: Vec<usize>, none: PvmError) {
+        let Some(spawn) = self.spawns.open.get(&number) else { return };
+        let mut hosts = self.candidates(&spawn.request);
+        hosts.retain(|host| !spawn.lost.contains(host));
+        let from = self.spawns.last_host.unwrap_or(self.config.host);
+        let start = hosts.iter().position(|host| *host > from).unwrap_or(0);
+        hosts.rotate_left(start);
+        hosts.truncate(indices.len());
+        let Some(spawn) = self.spawns.open.get_mut(&number) else { return };
+        if hosts.is_empty() {
+            for index in indices {
+                spawn.results[index] = Some(Err(none));
+            }
+            return self.spawn_step(number);
+        }
+        self.spawns.last_host = hosts.last().copied();
+        let (each, more) = (indices.len() / hosts.len(), indices.len() % hosts.len());
+        let mut rest = indices.into_iter();
+        let mut questions = Vec::new();
+        for (n, host) in hosts.into_iter().enumerate() {
+            let block: Vec<usize> = rest.by_ref().take(each + usize::from(n < more)).collect();
+            spawn.last_part += 1;
+            let request = SpawnRequest { count: block.len() as u32, ..spawn.request.clone() };
+            questions.push((host, spawn.last_part, Question::Exec { parent: spawn.tid, request }));
+            spawn.parts.insert(spawn.last_part, (host, block));
+        }
+        for (host, part, question) in questions {
+            self.ask(host, question, Asker::Spawn { spawn: number, part });
+        }
+    }
+
+    /// One host has started its part, or is lost.
+    pub(super) fn part_spawned(&mut self, number: u64, part: u64, results: Result<Started, PvmError>) {
+        let Some(spawn) = self.spawns.open.get_mut(&number) else { return };
+        let Some((host, block)) = spawn.parts.remove(&part) else { return };
+        let started = match results {
+            Ok(started) => started,
+            Err(_) if spawn.request.flags & (SPAWN_HOST | SPAWN_ARCH) == 0 => {
+                spawn.lost.push(host);
+                return self.assign(number, block, PvmError::HostFail);
+            }
+            Err(error) => vec![Err(error); block.len()],
+        };
+        let mut started = started.into_iter();
+        for index in block {
+            spawn.results[index] = Some(started.next().unwrap_or(Err(PvmError::DSysErr)));
+        }
+        self.spawn_step(number);
+    }
+
+    /// Replies when all parts are there.
+    fn spawn_step(&mut self, number: u64) {
+        if self.spawns.open.get(&number).is_none_or(|s| !s.parts.is_empty() || s.results.contains(&None)) {
+            return;
+        }
+        let Some(Spawn { tid, id, request, results, .. }) = self.spawns.open.remove(&number) else { return };
+        let results: Started = results.into_iter().flatten().collect();
+        for child in results.iter().flatten() {
+            self.output_begin(*child, parent_of(tid, request.flags), request.output, true, false);
+        }
+        self.reply(tid, id, Reply::Spawned(results));
+    }
+
+    /// Starts tasks here, at the end of this event.
+    pub(super) fn queue_exec(&mut self, parent: Tid, request: SpawnRequest, back: ExecBack) {
+        self.execs.push_back(ExecJob { parent, request, back });
+    }
+
+    /// Starts tasks here.
+    pub(super) fn exec(&mut self, world: &mut dyn World, job: ExecJob) {
+        let count = job.request.count.min(SPAWN_COUNT_MAX);
+        let program = if self.tasker_gone || self.stop.is_some() {
+            Err(PvmError::DSysErr)
+        } else {
+            find_program(world, &job.request)
+        };
+        let started: Started = match program {
+            Ok((path, argv)) => {
+                let base = StartTask {
+                    tid: Tid::NONE,
+                    path,
+                    argv,
+                    env: self.environment(world, &job.request),
+                    dir: world.work_dir(split_place(&job.request.place).1),
+                };
+                (0..count).map(|_| self.start_one(world, &job, base.clone())).collect()
+            }
+            Err(error) => vec![Err(error); count as usize],
+        };
+        match job.back {
+            ExecBack::Answer(back) => self.answer(back, Answer::Reply(Reply::Spawned(started))),
+            ExecBack::Rm { rm, wid } => self.send_made(rm, 0, SM_EXECACK, wid, pack_tids(&started)),
+            ExecBack::Startup => {
+                if let Some(Err(error)) = started.first() {
+                    let file = &job.request.file;
+                    let text =
+                        format!("resource manager {file} could not be started: {error}; tasks are placed round robin");
+                    self.note(text);
+                }
+            }
+        }
+    }
+
+    fn start_one(&mut self, world: &mut dyn World, job: &ExecJob, mut start: StartTask) -> Result<Tid, PvmError> {
+        let tid = self.tasks.allocate(self.config.host).ok_or(PvmError::OutOfRes)?;
+        let mut epid = world.secret();
+        while self.tasks.expected.contains_key(&epid) {
+            epid = world.secret();
+        }
+        start.tid = tid;
+        start.env.push(format!("PVMEPID={epid}").into_bytes());
+        let request = &job.request;
+        let mut task = Task::new(tid, parent_of(job.parent, request.flags), Phase::Expected);
+        task.name = request.file.clone();
+        task.flags = TASK_FORKED;
+        task.epid = Some(epid);
+        task.pinned = request.flags & SPAWN_PINNED != 0;
+        (task.output, task.trace) = (request.output, request.trace);
+        let by_rm = match job.back {
+            ExecBack::Rm { rm, .. } => Some(rm),
+            _ => None,
+        };
+        task.rm = by_rm;
+        let parent = task.parent;
+        self.tasks.insert(task);
+        self.to_tasker(ToTasker::Start(start));
+        self.record(EventKind::TaskStarted { tid, parent, name: request.file.clone() });
+        self.output_begin(tid, parent, request.output, by_rm.is_some(), true);
+        Ok(tid)
+    }
+
+    /// The whole environment of a new task but for its number: the host's, the spawner's, ours. Later ones count.
+    fn environment(&self, world: &dyn World, request: &SpawnRequest) -> Vec<Vec<u8>> {
+        let mut own = vec![
+            format!("PVMSOCK={}", self.config.place.socket().display()).into_bytes(),
+            format!("PVM_ARCH={}", self.config.arch).into_bytes(),
+        ];
+        if let (_, Some(dir)) = split_place(&request.place) {
+            own.push(format!("PVMSPAWNWD={dir}").into_bytes());
+        }
+        let name = |entry: &[u8]| entry.split(|b| *b == b'=').next().unwrap_or_default().to_vec();
+        let mut last: BTreeMap<Vec<u8>, usize> = BTreeMap::new();
+        let all: Vec<Vec<u8>> = world.base_env().into_iter().chain(request.env.iter().cloned()).chain(own).collect();
+        for (n, entry) in all.iter().enumerate() {
+            last.insert(name(entry), n);
+        }
+        let stale = name(b"PVMEPID=");
+        let keep = |n: usize, entry: &[u8]| last.get(&name(entry)) == Some(&n) && name(entry) != stale;
+        all.iter().enumerate().filter(|(n, entry)| keep(*n, entry)).map(|(_, entry)| entry.clone()).collect()
+    }
+
+    /// The tasker could not make the process: to everybody else it is a task that ended at once.
+    pub(super) fn start_failed(&mut self, tid: Tid, why: &str) {
+        self.note(format!("{tid} could not be started: {why}"));
+        self.end_task(tid, 0x100, Default::default());
+    }
+}
+
+/// What a child is told about its parent.
+fn parent_of(parent: Tid, flags: i32) -> Tid {
+    if flags & SPAWN_NO_PARENT != 0 { Tid::from_raw(PvmError::ParentNotSet.code()) } else { parent }
+}
+
+/// The program and its arguments; with a debugger in front when one is asked for.
+fn find_program(world: &dyn World, request: &SpawnRequest) -> Result<(std::path::PathBuf, Vec<Vec<u8>>), PvmError> {
+    use std::os::unix::ffi::OsStrExt;
+    let bytes = |path: &Path| path.as_os_str().as_bytes().to_vec();
+    let path = world.find_program(&request.file, split_place(&request.place).1)?;
+    let mut argv = vec![bytes(&path)];
+    argv.extend(request.args.iter().cloned());
+    if request.flags & SPAWN_DEBUG == 0 {
+        return Ok((path, argv));
+    }
+    let named = world.base_env().into_iter().find_map(|e| e.strip_prefix(b"PVM_DEBUGGER=").map(<[u8]>::to_vec));
+    let debugger = named.map_or_else(|| DEBUGGER.to_string(), |d| String::from_utf8_lossy(&d).into_owned());
+    let debugger = world.find_program(&debugger, None)?;
+    argv.insert(0, bytes(&debugger));
+    Ok((debugger, argv))
+}

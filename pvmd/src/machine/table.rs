@@ -1,0 +1,152 @@
+//! Every daemon's part in the host table: the two phases, and what a change means for the tasks here.
+
+use super::{Machine, Output};
+use sempa_proto::host::{HostMsg, Location};
+use sempa_proto::table::{HostEntry, HostTable};
+use sempa_proto::task::RmInfo;
+use sempa_proto::{Epoch, HostId, Tid};
+
+impl Machine {
+    /// A control message of another daemon. Orders are taken from the master only.
+    pub(super) fn host_control(&mut self, host: HostId, message: HostMsg) {
+        match message {
+            HostMsg::Prepare { .. }
+            | HostMsg::Commit { .. }
+            | HostMsg::Located(_)
+            | HostMsg::Halt { .. }
+            | HostMsg::Shutdown
+            | HostMsg::Rm { .. }
+            | HostMsg::EndTasks { .. }
+            | HostMsg::Order { .. } => {
+                if host == HostId::MASTER {
+                    self.master_orders(message);
+                } else {
+                    self.log(format!("{host} gave an order that only the master gives; it was ignored"));
+                }
+            }
+            HostMsg::Prepared { epoch } => self.change_heard(host, epoch, false),
+            HostMsg::Committed { epoch } => self.change_heard(host, epoch, true),
+            HostMsg::LocatedAck { tid, epoch } => self.located_heard(host, tid, epoch),
+            HostMsg::Leaving { why } => self.host_leaving(host, &why),
+            HostMsg::Request { tid, id, what } if self.master.is_some() => self.master_request(tid, id, what),
+            HostMsg::Request { tid, .. } => {
+                self.log(format!("{host} sent a request of {tid} for the master here; it was dropped"));
+            }
+            HostMsg::Ask { id, question } => self.question(super::asks::Back { host, id }, question),
+            HostMsg::Answer { id, answer } => self.answered(host, id, answer),
+            HostMsg::Message(message) => self.daemon_message(message),
+            HostMsg::Event { at, kind } => self.append_event(host, at, kind),
+            HostMsg::TaskOutput { tid, bytes } if self.master.is_some() => self.log_output(tid, bytes),
+            HostMsg::TaskOutput { .. } => {}
+            HostMsg::Left { tid } => self.task_left(tid),
+            HostMsg::Report { migration, report } => self.move_reported(host, migration, report),
+        }
+    }
+
+    fn master_orders(&mut self, message: HostMsg) {
+        match message {
+            HostMsg::Prepare { table, locations, rm } => self.prepare(table, locations, rm),
+            HostMsg::Commit { epoch } => self.commit(epoch),
+            HostMsg::Located(location) => self.located_order(location),
+            HostMsg::Halt { why } => self.end_by_order(&why),
+            HostMsg::Shutdown => self.shut_down("the master says so"),
+            HostMsg::Rm { rm } => self.set_wide_rm(rm),
+            HostMsg::EndTasks { spare } => self.end_tasks(&spare),
+            HostMsg::Order { of, order } => self.move_order(of, order),
+            _ => {}
+        }
+    }
+
+    /// True when this order is newer than all before; an older one is refused.
+    fn is_news(&mut self, epoch: Epoch, what: &str) -> bool {
+        if epoch > self.epoch {
+            self.epoch = epoch;
+            return true;
+        }
+        self.log(format!("{what} of epoch {epoch} is older than {}; it was refused", self.epoch));
+        false
+    }
+
+    fn prepare(&mut self, table: HostTable, locations: Vec<Location>, rm: Option<RmInfo>) {
+        let epoch = table.epoch;
+        if !self.is_news(epoch, "a host table") {
+            return;
+        }
+        for location in locations {
+            self.locations.set(location);
+        }
+        self.set_wide_rm(rm);
+        self.prepared = Some(table);
+        self.to_host(HostId::MASTER, HostMsg::Prepared { epoch });
+    }
+
+    fn commit(&mut self, epoch: Epoch) {
+        match self.prepared.take_if(|table| table.epoch == epoch) {
+            Some(table) => {
+                self.apply_table(table);
+                self.to_host(HostId::MASTER, HostMsg::Committed { epoch });
+            }
+            None => self.log(format!("the host table of epoch {epoch} was not prepared here; it was refused")),
+        }
+    }
+
+    /// This table is in force from now on.
+    pub(super) fn apply_table(&mut self, table: HostTable) {
+        let old = std::mem::replace(&mut self.table, table);
+        let gone: Vec<HostId> = old.hosts.iter().map(|h| h.id).filter(|id| self.table.get(*id).is_none()).collect();
+        let new: Vec<HostEntry> = self.table.hosts.iter().filter(|h| old.get(h.id).is_none()).cloned().collect();
+        for host in gone {
+            self.host_gone(host);
+        }
+        let joined = old.hosts.is_empty();
+        for entry in &new {
+            // The younger one calls. The session with the master stands before anything else.
+            if entry.id < self.config.host && entry.id != HostId::MASTER {
+                let addresses = entry.addresses.clone();
+                self.out.push_back(Output::Connect { host: entry.id, addresses });
+            }
+        }
+        let added: Vec<HostId> = new.iter().map(|h| h.id).collect();
+        if !joined && !added.is_empty() {
+            self.notify_hosts_added(&added);
+        }
+    }
+
+    /// A host is out of the table: what was there is dead.
+    fn host_gone(&mut self, host: HostId) {
+        if self.master.is_none() {
+            self.out.push_back(Output::Forget { host });
+        }
+        self.notify_host_gone(host);
+        self.rm_host_gone(host);
+        self.fail_asks(host);
+        self.moves_host_gone(host);
+        if let Some(master) = &self.master {
+            let mut concerned = master.mailbox.concerned();
+            concerned.extend(master.events.followers());
+            concerned.sort_unstable();
+            concerned.dedup();
+            let dead: Vec<Tid> = concerned.into_iter().filter(|tid| self.location(*tid) == Some(host)).collect();
+            for tid in dead {
+                self.task_left(tid);
+            }
+        }
+    }
+
+    /// The session with a host ended, or nothing was heard of it for the lease.
+    pub(super) fn host_lost(&mut self, host: HostId, why: &str) {
+        self.fail_asks(host);
+        if self.master.is_some() {
+            self.log(format!("{host} is lost: {why}"));
+            self.lost_while_stopping(host);
+            self.coordinator_lost(host);
+            if self.stop.is_none() {
+                self.host_out(host, why);
+            }
+        } else if host == HostId::MASTER {
+            self.shut_down(&format!("the master is lost: {why}"));
+        } else {
+            self.log(format!("the session with {host} broke: {why}"));
+        }
+    }
+}

@@ -1,0 +1,371 @@
+//! The tasks of this host: what is known of each, how tids are given out, and how a task ends.
+
+use super::{ConnId, Machine, Output};
+use sempa_proto::event::EventKind;
+use sempa_proto::host::{Carried, Held, HostMsg, TaskRecord, Watch, WatchKind};
+use sempa_proto::migration::Usage;
+use sempa_proto::table::{TASK_CONNECTED, TASK_FORKED, TASK_RM, TaskInfo};
+use sempa_proto::task::{LinkMark, Sink, ToTask};
+use sempa_proto::{HostId, Micros, RequestId, Tid};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
+/// Tasks alive on one host at most.
+pub(super) const TASKS_MAX: usize = 65_536;
+/// Bytes of link frames kept for one task that cannot take them now; more are dropped, and sent again by their links.
+pub(super) const HELD_LINK_BYTES_MAX: usize = 256 << 20;
+/// Tasks that have ended and are remembered with their marks.
+pub(super) const DEAD_MAX: usize = 4096;
+/// How long the socket of an ended process may stay open (a child of it may have it) before its task ends anyway.
+const DRAIN_TIME: Micros = Micros::from_secs(2);
+
+/// What waits for a task, in order.
+#[derive(Debug, Default)]
+pub(super) struct Inbox {
+    pub(super) queue: VecDeque<Held>,
+    link_bytes: usize,
+}
+
+impl Inbox {
+    /// Adds something; a link frame over the limit is dropped.
+    pub(super) fn push(&mut self, held: Held) {
+        if let Held::Link(frame) = &held {
+            if self.link_bytes + frame.len() > HELD_LINK_BYTES_MAX {
+                return;
+            }
+            self.link_bytes += frame.len();
+        }
+        self.queue.push_back(held);
+    }
+
+    /// Takes all.
+    pub(super) fn drain(&mut self) -> VecDeque<Held> {
+        self.link_bytes = 0;
+        std::mem::take(&mut self.queue)
+    }
+}
+
+/// Where a task stands with its daemon.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Phase {
+    /// Its process was ordered; it has not connected.
+    Expected,
+    /// It talks to us.
+    Connected(ConnId),
+    /// It has let go for a move and will connect again.
+    Detached,
+    /// It has left the virtual machine; its process lives on.
+    Left,
+}
+
+/// One task.
+#[derive(Debug)]
+pub(super) struct Task {
+    pub(super) tid: Tid,
+    pub(super) parent: Tid,
+    pub(super) name: String,
+    pub(super) flags: i32,
+    pub(super) pid: i32,
+    pub(super) epid: Option<i32>,
+    pub(super) pinned: bool,
+    pub(super) output: Sink,
+    pub(super) trace: Sink,
+    /// The resource manager to be told of its end.
+    pub(super) rm: Option<Tid>,
+    pub(super) phase: Phase,
+    /// Everything for it is kept, though it may be connected.
+    pub(super) hold: bool,
+    /// It has said that nothing leads out of it any more.
+    pub(super) quiesced: bool,
+    pub(super) inbox: Inbox,
+    /// Per peer, the number after the last fragment that it sent.
+    pub(super) marks: BTreeMap<Tid, u64>,
+    pub(super) requests: BTreeSet<RequestId>,
+    pub(super) watches: Vec<Watch>,
+    /// Its process has ended; only what it wrote last is waited for.
+    pub(super) exited: Option<(i32, Usage)>,
+    /// Who has nothing more on the way to its old place, per epoch of its new one.
+    pub(super) passed: BTreeSet<(u64, HostId)>,
+}
+
+impl Task {
+    /// A task in its first moment.
+    pub(super) fn new(tid: Tid, parent: Tid, phase: Phase) -> Task {
+        Task {
+            tid,
+            parent,
+            name: String::new(),
+            flags: 0,
+            pid: 0,
+            epid: None,
+            pinned: false,
+            output: Sink::default(),
+            trace: Sink::default(),
+            rm: None,
+            phase,
+            hold: false,
+            quiesced: false,
+            inbox: Inbox::default(),
+            marks: BTreeMap::new(),
+            requests: BTreeSet::new(),
+            watches: Vec::new(),
+            exited: None,
+            passed: BTreeSet::new(),
+        }
+    }
+
+    /// A task that came from another host; it is not connected yet.
+    pub(super) fn from_record(record: TaskRecord) -> Task {
+        Task {
+            name: record.name,
+            flags: record.flags,
+            epid: record.epid,
+            output: record.output,
+            trace: record.trace,
+            rm: record.rm,
+            marks: record.marks.iter().map(|m| (m.peer, m.end)).collect(),
+            requests: record.requests.into_iter().collect(),
+            watches: record.watches,
+            ..Task::new(record.tid, record.parent, Phase::Detached)
+        }
+    }
+
+    /// True when our tasker started it.
+    pub(super) fn spawned(&self) -> bool {
+        self.flags & TASK_FORKED != 0
+    }
+
+    /// Its connection, if it has one.
+    pub(super) fn conn(&self) -> Option<ConnId> {
+        match self.phase {
+            Phase::Connected(conn) => Some(conn),
+            _ => None,
+        }
+    }
+
+    /// Its links have sent at least this far.
+    pub(super) fn mark(&mut self, marks: impl IntoIterator<Item = LinkMark>) {
+        for LinkMark { peer, end } in marks {
+            let seen = self.marks.entry(peer).or_default();
+            *seen = end.max(*seen);
+        }
+    }
+
+    /// All marks.
+    pub(super) fn link_marks(&self) -> Vec<LinkMark> {
+        self.marks.iter().map(|(&peer, &end)| LinkMark { peer, end }).collect()
+    }
+}
+
+/// The task table of this host.
+#[derive(Debug, Default)]
+pub(super) struct Tasks {
+    pub(super) live: BTreeMap<Tid, Task>,
+    /// Numbers by which processes that were ordered may claim their tids.
+    pub(super) expected: BTreeMap<i32, Tid>,
+    last_local: u32,
+    /// The dead, oldest first, with what they had sent.
+    dead: VecDeque<(Tid, Vec<LinkMark>)>,
+}
+
+impl Tasks {
+    /// A tid that was never used, or `None` when there are none left.
+    pub(super) fn allocate(&mut self, host: HostId) -> Option<Tid> {
+        if self.live.len() >= TASKS_MAX {
+            return None;
+        }
+        let tid = Tid::task(host, self.last_local + 1)?;
+        self.last_local += 1;
+        Some(tid)
+    }
+
+    pub(super) fn get(&self, tid: Tid) -> Option<&Task> {
+        self.live.get(&tid)
+    }
+
+    pub(super) fn get_mut(&mut self, tid: Tid) -> Option<&mut Task> {
+        self.live.get_mut(&tid)
+    }
+
+    pub(super) fn insert(&mut self, task: Task) {
+        if let (Some(epid), Phase::Expected) = (task.epid, task.phase) {
+            self.expected.insert(epid, task.tid);
+        }
+        self.live.insert(task.tid, task);
+    }
+
+    /// Remembers how far a task that has ended had sent.
+    pub(super) fn bury(&mut self, tid: Tid, marks: Vec<LinkMark>) {
+        if self.dead.len() >= DEAD_MAX {
+            self.dead.pop_front();
+        }
+        self.dead.push_back((tid, marks));
+    }
+
+    /// How far a dead task had sent to this peer.
+    pub(super) fn dead_mark(&self, tid: Tid, peer: Tid) -> Option<LinkMark> {
+        let marks = &self.dead.iter().rev().find(|(dead, _)| *dead == tid)?.1;
+        mark_of(tid, marks, peer)
+    }
+}
+
+/// The mark by which `watcher` knows that it has everything from `dead`.
+pub(super) fn mark_of(dead: Tid, marks: &[LinkMark], watcher: Tid) -> Option<LinkMark> {
+    marks.iter().find(|m| m.peer == watcher).map(|m| LinkMark { peer: dead, end: m.end })
+}
+
+impl Machine {
+    /// The tasks here, for `pvm_tasks`.
+    pub(super) fn list_tasks(&self, only: Option<Tid>) -> Vec<TaskInfo> {
+        let info = |task: &Task, moving: bool| TaskInfo {
+            tid: task.tid,
+            parent: task.parent,
+            host: self.config.host,
+            flags: task.flags,
+            name: task.name.clone(),
+            pid: task.pid,
+            uid: self.config.uid,
+            moving,
+        };
+        let wanted = |tid: Tid| only.is_none_or(|only| only == tid);
+        let here = self.tasks.live.values().filter(|t| wanted(t.tid)).map(|t| info(t, t.hold));
+        let coming = self.moves.arrivals.values().filter(|a| a.located && wanted(a.tid));
+        here.chain(coming.filter_map(|a| Some(info(&Task::from_record(a.record.clone()?), true)))).collect()
+    }
+
+    /// Everything that the next daemon has to know of a task.
+    pub(super) fn record_of(&self, task: &Task) -> TaskRecord {
+        TaskRecord {
+            tid: task.tid,
+            parent: task.parent,
+            name: task.name.clone(),
+            flags: task.flags,
+            epid: task.epid,
+            output: task.output,
+            trace: task.trace,
+            rm: task.rm,
+            marks: task.link_marks(),
+            requests: task.requests.iter().copied().collect(),
+            watches: task.watches.clone(),
+            hosts: self.table.hosts.iter().map(|h| h.id).collect(),
+            epoch: self.table.epoch,
+        }
+    }
+
+    /// The task asks to leave (`pvm_exit`).
+    pub(super) fn leave(&mut self, tid: Tid, id: RequestId, marks: Vec<LinkMark>) {
+        let Some(task) = self.tasks.get_mut(tid) else { return };
+        task.mark(marks);
+        let own: Vec<Watch> = task.watches.extract_if(.., |w| w.kind == WatchKind::TaskExit(tid)).collect();
+        for watch in own {
+            self.send_exit_note(tid, tid, &watch, None);
+        }
+        self.reply(tid, id, sempa_proto::task::Reply::Done);
+        self.detach(tid);
+    }
+
+    /// The task's connection counts no more: it has left, or its socket closed. A task from a command line ends by
+    /// that; a spawned one when its process has ended.
+    pub(super) fn detach(&mut self, tid: Tid) {
+        let Some(task) = self.tasks.get_mut(tid) else { return };
+        if let Some((status, used)) = task.exited {
+            return self.end_task(tid, status, used);
+        }
+        if !task.spawned() {
+            return self.end_task(tid, 0, Usage::default());
+        }
+        if task.phase == Phase::Left {
+            return;
+        }
+        if let Phase::Connected(conn) = task.phase {
+            self.conns.retire(conn);
+        }
+        task.phase = Phase::Left;
+        task.flags &= !(TASK_CONNECTED | TASK_RM);
+        task.watches.clear();
+        let held = task.inbox.drain();
+        self.return_to_senders(tid, held);
+        self.move_task_ended(tid);
+        for host in self.other_hosts() {
+            self.to_host(host, HostMsg::Left { tid });
+        }
+        self.task_left(tid);
+    }
+
+    /// The process of a spawned task has ended. What it wrote before may still be on its way through the socket.
+    pub(super) fn process_exited(&mut self, tid: Tid, status: i32, used: Usage) {
+        if let Some(arrival) = self.moves.arrivals.get_mut(&tid).filter(|a| a.ran) {
+            arrival.exited = Some((status, used));
+            return self.arrival_step(tid);
+        }
+        let Some(task) = self.tasks.get_mut(tid) else { return };
+        task.exited = Some((status, used));
+        if task.conn().is_some() && self.stop.is_none() {
+            self.timer(DRAIN_TIME, super::Timer::Drain(tid));
+        } else {
+            self.end_task(tid, status, used);
+        }
+    }
+
+    /// Time is up for the socket of a process that has ended.
+    pub(super) fn drain_over(&mut self, tid: Tid) {
+        if let Some((status, used)) = self.tasks.get(tid).and_then(|t| t.exited) {
+            self.end_task(tid, status, used);
+        }
+    }
+
+    /// The end of a task: everybody who has to know is told, behind all that it sent.
+    pub(super) fn end_task(&mut self, tid: Tid, status: i32, used: Usage) {
+        let Some(mut task) = self.tasks.live.remove(&tid) else { return };
+        self.tasks.expected.retain(|_, expected| *expected != tid);
+        if let Some(conn) = task.conn() {
+            self.conns.retire(conn);
+            self.out.push_back(Output::CloseTask { conn });
+        }
+        self.move_task_ended(tid);
+        if task.spawned() {
+            self.output_end(tid, task.output);
+        }
+        self.tell_rm_of_end(&task, status, used);
+        let marks = task.link_marks();
+        let held = task.inbox.drain();
+        self.return_to_senders(tid, held);
+        self.tasks.bury(tid, marks.clone());
+        if self.stop.is_none() {
+            for host in self.other_hosts() {
+                let carried = Carried::Ended { dst: tid, marks: marks.clone() };
+                self.out.push_back(Output::Carry { host, carried });
+            }
+        }
+        self.record(EventKind::TaskEnded { tid, status, used });
+        self.task_ended_somewhere(tid, &marks);
+        self.stop_step();
+    }
+
+    /// A task has ended, here or elsewhere.
+    pub(super) fn task_ended_somewhere(&mut self, tid: Tid, marks: &[LinkMark]) {
+        self.notify_task_exit(tid, marks);
+        self.contexts.retain(|_, owner| *owner != tid);
+        self.task_left(tid);
+    }
+
+    /// A task takes no part any more: nothing on the master belongs to it, and it is no resource manager.
+    pub(super) fn task_left(&mut self, tid: Tid) {
+        self.rm_gone(tid);
+        if let Some(master) = &mut self.master {
+            master.events.unsubscribe(tid);
+            master.mailbox.owner_gone(tid);
+        }
+    }
+
+    /// Link frames that will never be taken: their senders need not keep anything for this task.
+    pub(super) fn return_to_senders(&mut self, tid: Tid, held: VecDeque<Held>) {
+        let links = held.into_iter().filter_map(|held| match held {
+            Held::Link(frame) => sempa_proto::link::LinkFrame::decode(frame).map(|frame| frame.src),
+            Held::Item(_) => None,
+        });
+        let senders: BTreeSet<Tid> = links.filter(|src| *src != tid).collect();
+        for src in senders {
+            self.deliver(src, ToTask::PeerGone { tid });
+        }
+    }
+}
