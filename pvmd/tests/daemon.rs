@@ -20,6 +20,7 @@ const DEADLINE: Duration = Duration::from_secs(60);
 struct Vm {
     dir: tempfile::TempDir,
     master: Option<Child>,
+    lease_ms: u32,
 }
 
 impl Vm {
@@ -41,7 +42,7 @@ impl Vm {
         let path = dir.path().join("rsh");
         fs::write(&path, script).expect("writable");
         fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).expect("ours");
-        Vm { dir, master: None }
+        Vm { dir, master: None, lease_ms: 10_000 }
     }
 
     fn path(&self, name: &str) -> PathBuf {
@@ -60,6 +61,7 @@ impl Vm {
             .env("PVM_TMP", self.path("master"))
             .env("PVM_RSH", self.path("rsh"))
             .env("SEMPA_ADDRESS", "127.0.0.1")
+            .env("SEMPA_LEASE_MS", self.lease_ms.to_string())
             .env("PVM_ALLOW_ROOT", "1")
             .stdin(Stdio::null());
         command
@@ -335,6 +337,7 @@ fn hosts_are_added_over_the_remote_shell_and_halt_ends_everything() {
 #[test]
 fn a_slave_ends_with_its_tasks_when_its_master_is_killed() {
     let mut vm = Vm::new();
+    vm.lease_ms = 3000;
     let socket = vm.start();
     let mut task = Task::enrol(&socket);
     assert_eq!(task.add(&["h2"]), [Ok("h2".to_string())]);
@@ -355,6 +358,38 @@ fn a_slave_without_a_master_says_so_in_one_line() {
         assert_eq!((output.status.code(), out.lines().count()), (Some(1), 1), "{out}");
         assert!(out.starts_with("sempa-error: "), "{out}");
     }
+    vm.assert_clean();
+}
+
+#[test]
+fn another_user_gets_a_reason_and_no_service() {
+    const NOBODY: u32 = 65_534;
+    let mut vm = Vm::new();
+    if !nix::unistd::getuid().is_root() {
+        return;
+    }
+    // A daemon of nobody, and root as the other user: only root could get as far as the socket at all.
+    let program = vm.path("pvmd");
+    fs::copy(env!("CARGO_BIN_EXE_pvmd"), &program).expect("writable");
+    fs::set_permissions(vm.dir.path(), fs::Permissions::from_mode(0o755)).expect("ours");
+    std::os::unix::fs::chown(vm.path("master"), Some(NOBODY), Some(NOBODY)).expect("root may");
+    let mut command = Command::new(&program);
+    let same = vm.command();
+    command.env_clear().envs(same.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    command.stdin(Stdio::null()).stdout(Stdio::piped());
+    std::os::unix::process::CommandExt::uid(&mut command, NOBODY);
+    let mut child = command.spawn().expect("pvmd can be run");
+    let mut line = String::new();
+    BufReader::new(child.stdout.take().expect("a pipe")).read_line(&mut line).expect("readable");
+    vm.master = Some(child);
+    match Task::connect(Path::new(line.trim_end())).read() {
+        Some(ToTask::Refused { reason }) => {
+            assert!(reason.contains(&format!("serves user {NOBODY} only, and you are user 0")), "{reason}");
+        }
+        answer => panic!("{answer:?}"),
+    }
+    vm.signal(nix::sys::signal::Signal::SIGTERM);
+    assert!(vm.ended().success());
     vm.assert_clean();
 }
 

@@ -23,7 +23,7 @@ use tokio::time::{MissedTickBehavior, interval, sleep_until};
 /// Time for a machine that was told to stop; after it the daemon ends as it is, and its tasks with it.
 const STOP_WITHIN: Duration = Duration::from_secs(30);
 /// Time for a slave's first session with its master.
-const MASTER_WITHIN: Duration = Duration::from_secs(60);
+const MASTER_WITHIN: Duration = Duration::from_secs(30);
 /// Time for tasks and hosts to take the last that was sent to them.
 const FAREWELL_WITHIN: Duration = Duration::from_secs(3);
 /// How often queues and sessions are looked after.
@@ -104,7 +104,7 @@ impl Driver {
             self.log.line(&why);
             self.feed(Event::TaskerGone { why });
         }
-        self.feed(Event::Wake);
+        self.carry_out_all();
         let mut tick = interval(TICK);
         tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
         while !self.done {
@@ -204,6 +204,10 @@ impl Driver {
     fn feed(&mut self, event: Event) {
         let now = self.now();
         self.machine.handle(now, &mut self.world, event);
+        self.carry_out_all();
+    }
+
+    fn carry_out_all(&mut self) {
         while let Some(output) = self.machine.poll() {
             self.carry_out(output);
         }

@@ -358,7 +358,9 @@ impl Net {
         let stood = session.channels.is_some();
         let verb = if stood { "ended" } else { "did not come to stand" };
         self.log.line(format!("session with {host} {verb}: {why}"));
-        if stood { vec![NetNews::Lost(host, why)] } else { Vec::new() }
+        // A slave that its master does not want any more is not to go on dialling it.
+        let expelled = host == HostId::MASTER && is_forgotten(&session.connection);
+        if stood || expelled { vec![NetNews::Lost(host, why)] } else { Vec::new() }
     }
 
     /// Dials again where a session is wanted and none stands. Called now and then.
@@ -429,6 +431,11 @@ impl Net {
         self.endpoint.close(CLOSE_LEAVING, b"leaving");
         let _ = timeout(allowed, self.endpoint.wait_idle()).await;
     }
+}
+
+/// True if the other end has closed the connection because it does not count this host in.
+fn is_forgotten(connection: &Connection) -> bool {
+    matches!(connection.close_reason(), Some(quinn::ConnectionError::ApplicationClosed(c)) if c.error_code == CLOSE_FORGOTTEN)
 }
 
 /// Ends a session after what was sent on it before.
