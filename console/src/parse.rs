@@ -118,6 +118,9 @@ pub(crate) enum ParseError {
     /// `spawn` without a program.
     #[error("incorrect arg count")]
     NoProgram,
+    /// What is left of `->` when a shell has taken the `>` for itself.
+    #[error("unknown flag -; in a shell the option -> needs quotes: '->'")]
+    LoneDash,
     /// An option that the command does not have.
     #[error("unknown flag -{0}")]
     UnknownFlag(String),
