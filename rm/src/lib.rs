@@ -8,4 +8,10 @@
 //!
 //! Only [`api`] touches the virtual machine; everything else is a value that is fed and asked.
 
+pub mod api;
 pub mod decide;
+pub mod model;
+mod recent;
+pub mod service;
+pub mod spawns;
+pub mod watchers;

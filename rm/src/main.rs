@@ -1,2 +1,74 @@
-//! .
-fn main() {}
+//! `pvm-rm`: the resource manager of a Sempa virtual machine.
+
+use anyhow::Context;
+use clap::{Parser, ValueEnum};
+use pvm_rm::api::RealVm;
+use pvm_rm::decide;
+use pvm_rm::service::{Options, Service, ServiceError};
+use std::io::Write;
+use std::process::ExitCode;
+
+/// The resource manager of a Sempa virtual machine: places the tasks that others spawn, and moves running tasks off hosts
+/// whose owner is there.
+///
+/// It joins the virtual machine of this user as an ordinary task and stays in the foreground until the machine stops.
+/// A virtual machine has one resource manager; while there is none, the daemons place tasks round robin. It starts one
+/// pvm-load-watcher on every host, which senses load and owner. What it decides, and why, is in the event log
+/// ('pvm events').
+#[derive(Debug, Parser)]
+#[command(name = "pvm-rm", version)]
+struct Args {
+    /// How new tasks are spread over the hosts. A host that the spawning program names is always used; a host whose
+    /// owner is there is used for nothing else.
+    #[arg(long, value_enum, default_value = "load")]
+    policy: PolicyName,
+    /// Start no load watchers: load and owners stay unknown, and no task is moved.
+    #[arg(long)]
+    no_watchers: bool,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum PolicyName {
+    /// In turn, in blocks, as PVM does.
+    RoundRobin,
+    /// Where the predicted share of a processor is largest.
+    Load,
+}
+
+/// Nobody may be listening (any more), which is no reason to stop.
+fn say(text: std::fmt::Arguments<'_>) {
+    drop(writeln!(std::io::stdout(), "{text}"));
+}
+
+fn run(args: &Args) -> anyhow::Result<()> {
+    let policy = match args.policy {
+        PolicyName::RoundRobin => decide::Policy::RoundRobin,
+        PolicyName::Load => decide::Policy::Load,
+    };
+    let vm = libpvm::Vm::enroll()?;
+    let tid = vm.tid();
+    let mut service = Service::start(RealVm::new(vm.clone()), Options { policy, watchers: !args.no_watchers })
+        .inspect_err(|_| drop(vm.exit()))?;
+    say(format_args!("pvm-rm {tid}: registered as resource manager, policy {policy}"));
+    match service.run() {
+        Err(why @ ServiceError::Stopped(_)) => {
+            say(format_args!("pvm-rm {tid}: {why}"));
+            Ok(())
+        }
+        Err(why) => {
+            drop(vm.exit());
+            Err(why).with_context(|| format!("pvm-rm {tid}"))
+        }
+        Ok(never) => match never {},
+    }
+}
+
+fn main() -> ExitCode {
+    match run(&Args::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("pvm-rm: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}

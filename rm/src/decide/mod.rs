@@ -9,7 +9,9 @@ mod moves;
 mod place;
 
 pub use load::Share;
-pub use moves::{MOVES_AT_ONCE_MAX, MOVES_PER_MINUTE_MAX, MoveDecision, Moves, SETTLE, Stay, StayReason, moves};
+pub use moves::{
+    MOVES_AT_ONCE_MAX, MOVES_PER_MINUTE_MAX, MOVES_SPAN, MoveDecision, Moves, SETTLE, Stay, StayReason, moves,
+};
 pub use place::{Ask, Placement, SPAWN_TASKS_MAX, place};
 
 use sempa_proto::load::LoadSample;

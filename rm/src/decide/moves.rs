@@ -11,12 +11,15 @@ use std::fmt;
 /// Moves of one task within [`MOVES_SPAN`] at most: owners who come and go at once must not keep a task from working.
 pub const MOVES_PER_MINUTE_MAX: usize = 6;
 /// The span in which [`MOVES_PER_MINUTE_MAX`] counts.
-pub(crate) const MOVES_SPAN: Micros = Micros::from_secs(60);
+pub const MOVES_SPAN: Micros = Micros::from_secs(60);
 /// Moves under way at once in the whole virtual machine; the others wait for their turn. Below the number that the
 /// master carries out, so that a person's own request finds room.
 pub const MOVES_AT_ONCE_MAX: usize = 48;
 /// A host whose owner left less than this ago is the last choice as a target: he may be back in a moment.
 pub const SETTLE: Micros = Micros::from_secs(10);
+
+/// What passes within this is not told.
+const MOMENT: Micros = Micros::from_secs(1);
 
 /// A task is to move.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -77,6 +80,15 @@ impl fmt::Display for StayReason {
 }
 
 impl Stay {
+    /// False for reasons that pass in a moment and are not worth an entry in the log.
+    pub fn is_news(&self, now: Micros) -> bool {
+        match self.why {
+            StayReason::Turn => false,
+            StayReason::Held { .. } => self.again.is_none_or(|again| again.since(now) > MOMENT),
+            StayReason::NoHost { .. } | StayReason::MovedTooOften => true,
+        }
+    }
+
     /// One sentence for the event log.
     pub fn sentence(&self, snapshot: &Snapshot) -> String {
         let detail = match &self.why {

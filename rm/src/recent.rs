@@ -1,0 +1,44 @@
+//! The newest members of a set that would otherwise grow for ever.
+
+use std::collections::{HashSet, VecDeque};
+use std::hash::Hash;
+
+/// Remembers the last `max` values put in.
+#[derive(Debug)]
+pub(crate) struct Recent<T> {
+    max: usize,
+    set: HashSet<T>,
+    order: VecDeque<T>,
+}
+
+impl<T: Copy + Eq + Hash> Recent<T> {
+    pub(crate) fn new(max: usize) -> Recent<T> {
+        Recent { max, set: HashSet::new(), order: VecDeque::new() }
+    }
+
+    pub(crate) fn put(&mut self, value: T) {
+        if self.set.insert(value) {
+            self.order.push_back(value);
+        }
+        while self.order.len() > self.max {
+            let oldest = self.order.pop_front().expect("longer than the limit");
+            self.set.remove(&oldest);
+        }
+    }
+
+    pub(crate) fn has(&self, value: T) -> bool {
+        self.set.contains(&value)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_oldest_go_first() {
+        let mut recent = Recent::new(2);
+        [1, 2, 2, 3].into_iter().for_each(|n| recent.put(n));
+        assert!(!recent.has(1) && recent.has(2) && recent.has(3));
+    }
+}

@@ -1,0 +1,440 @@
+//! The loop of the resource manager: messages in, orders out. All thinking is done in [`crate::decide`], all remembering
+//! in [`crate::model`], [`crate::spawns`] and [`crate::watchers`].
+
+use crate::api::VmApi;
+use crate::decide::{Policy, moves};
+use crate::model::{Model, WATCHER_PROGRAM};
+use crate::spawns::{self, Incoming, Spawns};
+use crate::watchers::{self, Watchers};
+use bytes::Bytes;
+use libpvm::Error;
+use sempa_proto::body::{Encoding, Packer, Unpacker};
+use sempa_proto::event::EventKind;
+use sempa_proto::frame::from_bytes;
+use sempa_proto::load::LoadReport;
+use sempa_proto::message::CTX_BASE;
+use sempa_proto::sm::{
+    SM_ADDHOST, SM_CONFIG, SM_DELHOST, SM_EXECACK, SM_HANDOFF, SM_HOSTX, SM_SCHED, SM_SPAWN, SM_TASK, SM_TASKX,
+    unpack_spawn, unpack_tids,
+};
+use sempa_proto::table::TASK_RM;
+use sempa_proto::task::{NotifyWhat, SPAWN_HOST, SPAWN_NO_PARENT, SPAWN_PINNED, SpawnRequest};
+use sempa_proto::{HostId, Message, Micros, PvmError, Tid};
+use std::time::Duration;
+use thiserror::Error;
+
+/// Context of everything that comes to the resource manager beside the documented messages.
+pub const CTX_RM: i32 = 0x7ffe0;
+/// Tag of entries of the event log.
+pub const TAG_EVENT: i32 = 1;
+/// Tag of notifications that a load watcher has ended.
+pub const TAG_TASK_EXIT: i32 = 2;
+/// Tag of notifications that hosts have joined.
+pub const TAG_HOST_ADD: i32 = 3;
+/// Tag of notifications that a host has left.
+pub const TAG_HOST_DELETE: i32 = 4;
+/// Tag of load reports.
+pub const TAG_LOAD: i32 = 5;
+
+/// The loop looks at its deadlines at least this often.
+const WAIT_MAX: Micros = Micros::from_secs(5);
+/// Lists of hosts and tasks are not asked for more often than this.
+const REFRESH_PAUSE: Micros = Micros::from_secs(1);
+/// The signal that ends a process for sure.
+const SIGKILL: i32 = 9;
+
+/// How the resource manager works.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    /// How new tasks are spread.
+    pub policy: Policy,
+    /// Start a load watcher on every host.
+    pub watchers: bool,
+}
+
+/// Why it did not begin, or why it ended.
+#[derive(Debug, Error)]
+pub enum ServiceError {
+    /// There is one already.
+    #[error(
+        "a resource manager is registered already ({0}); a virtual machine has one: end it first ('kill {0}' at the console)"
+    )]
+    AlreadyRegistered(Tid),
+    /// The daemon does not let it be one.
+    #[error("registering as resource manager: {0}")]
+    Refused(Error),
+    /// Another one took over.
+    #[error("resource manager {0} has taken over; this one ends")]
+    Replaced(Tid),
+    /// The daemon is gone.
+    #[error("the virtual machine has stopped: {0}")]
+    Stopped(Error),
+}
+
+/// The resource manager at work.
+#[derive(Debug)]
+pub struct Service<V> {
+    vm: V,
+    options: Options,
+    model: Model,
+    spawns: Spawns,
+    watchers: Watchers,
+    /// Something changed on which moves may depend.
+    changed: bool,
+    /// When moves are to be decided anew even if nothing changes.
+    again: Option<Micros>,
+    /// Before this no fresh lists are asked for.
+    refresh_at: Micros,
+    hosts_changed: bool,
+}
+
+fn first_int(message: &Message) -> Option<i32> {
+    Unpacker::xdr(message.body.clone()).int().ok()
+}
+
+impl<V: VmApi> Service<V> {
+    /// Registers, learns what there is, and has the watchers started.
+    ///
+    /// # Errors
+    /// [`ServiceError::AlreadyRegistered`] when there is a resource manager that lives; it stays registered.
+    pub fn start(vm: V, options: Options) -> Result<Service<V>, ServiceError> {
+        let known = vm.tasks().map_err(ServiceError::Refused)?;
+        let is_rm = |t: &&sempa_proto::table::TaskInfo| t.flags & TASK_RM != 0 && t.tid != vm.tid();
+        if let Some(other) = known.iter().find(is_rm) {
+            return Err(ServiceError::AlreadyRegistered(other.tid));
+        }
+        let previous = vm.register().map_err(ServiceError::Refused)?;
+        if previous.is_task() && previous != vm.tid() && known.iter().any(|t| t.tid == previous) {
+            // It came between our question and our registration: it was first.
+            let mut body = Packer::new(Encoding::Xdr);
+            body.int(previous.raw());
+            vm.send(Tid::MY_DAEMON, SM_HANDOFF, 0, body.finish()).map_err(ServiceError::Stopped)?;
+            return Err(ServiceError::AlreadyRegistered(previous));
+        }
+        vm.subscribe(CTX_RM, TAG_EVENT).map_err(ServiceError::Refused)?;
+        vm.notify(NotifyWhat::HostAdd { count: -1 }, CTX_RM, TAG_HOST_ADD).map_err(ServiceError::Refused)?;
+        let (model, refresh_at) = (Model::new(options.policy, vm.host()), vm.now());
+        let mut service = Service {
+            vm,
+            options,
+            model,
+            spawns: Spawns::default(),
+            watchers: Watchers::default(),
+            changed: true,
+            again: None,
+            refresh_at,
+            hosts_changed: false,
+        };
+        service.refresh().map_err(ServiceError::Refused)?;
+        service.settle();
+        Ok(service)
+    }
+
+    /// Works until the virtual machine stops.
+    ///
+    /// # Errors
+    /// Always: why it ended.
+    pub fn run(&mut self) -> Result<std::convert::Infallible, ServiceError> {
+        loop {
+            self.step()?;
+        }
+    }
+
+    /// Waits for one message or the next deadline, and does what follows from it.
+    ///
+    /// # Errors
+    /// [`ServiceError::Stopped`] or [`ServiceError::Replaced`].
+    pub fn step(&mut self) -> Result<(), ServiceError> {
+        let now = self.vm.now();
+        let due = [self.again, self.spawns.next_deadline(), self.watchers.next_deadline()].into_iter().flatten().min();
+        let wait = due.map_or(WAIT_MAX, |due| due.since(now)).min(WAIT_MAX);
+        if let Some(message) = self.vm.recv(Duration::from_micros(wait.0)).map_err(ServiceError::Stopped)? {
+            self.message(&message)?;
+        }
+        self.settle();
+        Ok(())
+    }
+
+    /// What is known; for tests and for people who look inside.
+    pub fn model(&self) -> &Model {
+        &self.model
+    }
+
+    fn message(&mut self, message: &Message) -> Result<(), ServiceError> {
+        if message.ctx == CTX_RM {
+            return match message.tag {
+                TAG_LOAD => {
+                    self.load_report(message);
+                    Ok(())
+                }
+                _ if message.src.is_daemon() => self.daemon_message(message),
+                _ => Ok(()),
+            };
+        }
+        if message.ctx != CTX_BASE {
+            return Ok(());
+        }
+        match message.tag {
+            SM_SPAWN => self.spawn(message),
+            SM_SCHED => self.refuse(message, PvmError::Denied),
+            // The daemons serve these; who asks us all the same must not wait for ever.
+            SM_CONFIG | SM_TASK | SM_ADDHOST | SM_DELHOST => self.refuse(message, PvmError::NotImpl),
+            SM_EXECACK if message.src.is_daemon() => self.acknowledged(message),
+            SM_TASKX if message.src.is_daemon() => {
+                if let Some(raw) = first_int(message) {
+                    self.task_ended(Tid::from_raw(raw));
+                }
+            }
+            SM_HOSTX if message.src.is_daemon() => {
+                if let Some(host) = first_int(message).and_then(|raw| Tid::from_raw(raw).home()) {
+                    self.host_gone(host);
+                }
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn daemon_message(&mut self, message: &Message) -> Result<(), ServiceError> {
+        match message.tag {
+            TAG_EVENT => return self.event(message),
+            TAG_TASK_EXIT => {
+                if let Some(raw) = first_int(message) {
+                    self.task_ended(Tid::from_raw(raw));
+                }
+            }
+            TAG_HOST_ADD => self.hosts_changed = true,
+            TAG_HOST_DELETE => {
+                if let Some(host) = first_int(message).and_then(|raw| Tid::from_raw(raw).home()) {
+                    self.host_gone(host);
+                }
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn event(&mut self, message: &Message) -> Result<(), ServiceError> {
+        let Some(event) = self.vm.event_of(message) else { return Ok(()) };
+        let now = self.vm.now();
+        match &event.kind {
+            EventKind::RmRegistered { tid } if *tid != self.vm.tid() => return Err(ServiceError::Replaced(*tid)),
+            EventKind::HostAdded { host, .. } if !self.model.has_host(*host) => self.hosts_changed = true,
+            EventKind::HostGone { host, .. } => self.host_gone(*host),
+            EventKind::TaskEnded { tid, .. } => {
+                self.watchers.ended(now, *tid);
+            }
+            // The event may overtake the acknowledgement.
+            EventKind::TaskStarted { tid, name, .. } if self.spawns.is_asked(event.host, name) => {
+                self.model.task_started(*tid, event.host, false, true);
+            }
+            _ => {}
+        }
+        self.model.event(now, &event);
+        self.changed = true;
+        Ok(())
+    }
+
+    fn spawn(&mut self, message: &Message) {
+        match unpack_spawn(message.body.clone()) {
+            Ok(request) => {
+                let caller = self.model.host_of(message.src).unwrap_or(self.vm.host());
+                let from = Incoming { src: message.src, wid: message.wid, caller, request };
+                self.spawns.begin(self.vm.now(), from);
+            }
+            Err(error) => self.spawns.refuse(message.src, message.wid, error),
+        }
+    }
+
+    fn refuse(&mut self, message: &Message, error: PvmError) {
+        let mut body = Packer::new(Encoding::Xdr);
+        body.int(error.code());
+        self.send(message.src, message.tag, message.wid, body.finish());
+    }
+
+    fn acknowledged(&mut self, message: &Message) {
+        let started = unpack_tids(message.body.clone());
+        let now = self.vm.now();
+        if let Some(watcher) = self.watchers.ack(now, message.wid, &started) {
+            if let Some((host, tid)) = watcher {
+                self.model.task_started(tid, host, true, false);
+            }
+        } else if !self.spawns.ack(message.wid, started.clone()) {
+            // A process that connected by itself.
+            let host = message.src.home().unwrap_or(self.vm.host());
+            for tid in started.into_iter().flatten().flatten() {
+                self.model.task_started(tid, host, true, false);
+            }
+        }
+        self.changed = true;
+    }
+
+    fn load_report(&mut self, message: &Message) {
+        let Ok(report) = from_bytes::<LoadReport>(&message.body) else { return };
+        let now = self.vm.now();
+        if !self.watchers.heard(now, message.src, report.host) {
+            return;
+        }
+        self.model.task_started(message.src, report.host, true, false);
+        if let Some(event) = self.model.report(now, &report) {
+            self.record(event);
+            self.changed = true;
+        }
+    }
+
+    fn task_ended(&mut self, tid: Tid) {
+        self.watchers.ended(self.vm.now(), tid);
+        self.model.task_ended(tid);
+        self.changed = true;
+    }
+
+    fn host_gone(&mut self, host: HostId) {
+        self.model.host_gone(host);
+        self.watchers.remove(host);
+        self.spawns.host_gone(host);
+        self.changed = true;
+    }
+
+    /// Fresh lists of hosts and tasks.
+    fn refresh(&mut self) -> Result<(), Error> {
+        self.refresh_at = self.vm.now() + REFRESH_PAUSE;
+        self.refresh_hosts()?;
+        let tasks = self.vm.tasks()?;
+        self.model.set_tasks(self.vm.now(), &tasks);
+        self.changed = true;
+        Ok(())
+    }
+
+    fn refresh_hosts(&mut self) -> Result<(), Error> {
+        self.hosts_changed = false;
+        let table = self.vm.config()?;
+        let before = self.model.host_ids();
+        let new = self.model.set_hosts(&table);
+        for gone in before.into_iter().filter(|id| table.get(*id).is_none()) {
+            self.host_gone(gone);
+        }
+        for host in &new {
+            self.vm.notify(NotifyWhat::HostDelete(vec![host.tid()]), CTX_RM, TAG_HOST_DELETE)?;
+            if self.options.watchers {
+                self.watchers.add(self.vm.now(), *host);
+            }
+        }
+        self.changed = true;
+        Ok(())
+    }
+
+    /// Does all that follows from what is known now.
+    fn settle(&mut self) {
+        let now = self.vm.now();
+        // Owners first.
+        if self.changed || self.again.is_some_and(|at| at <= now) {
+            self.decide_moves();
+        }
+        if self.hosts_changed || (self.model.is_stale(now) && self.refresh_at <= now) {
+            let fresh = if self.hosts_changed { self.refresh_hosts() } else { self.refresh() };
+            if let Err(error) = fresh {
+                self.note(format!("the resource manager could not list hosts and tasks: {error}"));
+            }
+            self.decide_moves();
+        }
+        self.spawns.tick(now);
+        loop {
+            if self.spawns.wants_place() {
+                let snapshot = self.model.snapshot(now);
+                self.model.rotation = self.spawns.place(now, &snapshot);
+            }
+            let Some(output) = self.spawns.poll() else {
+                if self.spawns.wants_place() {
+                    continue;
+                }
+                break;
+            };
+            self.spawn_output(output);
+        }
+        self.watchers.tick(now);
+        while let Some(output) = self.watchers.poll() {
+            self.watcher_output(output);
+        }
+    }
+
+    fn decide_moves(&mut self) {
+        self.changed = false;
+        let now = self.vm.now();
+        let snapshot = self.model.snapshot(now);
+        let decided = moves(&snapshot);
+        self.again = decided.again();
+        for step in &decided.go {
+            match self.vm.migrate(step.tid, step.to, step.cause.clone()) {
+                Ok(()) => self.model.move_begun(now, step.tid, step.to),
+                Err(error) => {
+                    self.model.move_not_begun(now, step.tid, step.to, &error);
+                    // The next best is tried with what is known now; each failure leaves a target or the task out.
+                    self.again = Some(now);
+                }
+            }
+        }
+        for text in self.model.news(&snapshot, &decided) {
+            self.note(text);
+        }
+        for host in self.model.newly_clean() {
+            self.record(EventKind::HostClean { host });
+        }
+    }
+
+    fn spawn_output(&mut self, output: spawns::Output) {
+        match output {
+            spawns::Output::Exec { order, host, parent, request } => {
+                let wid = self.vm.exec(host, parent, &request).ok();
+                self.spawns.sent(order, wid);
+            }
+            spawns::Output::Reply { to, wid, body } => self.send(to, SM_SPAWN, wid, body),
+            spawns::Output::Started { tid, host, asked, pinned } => {
+                self.model.task_started(tid, host, pinned, asked);
+                self.changed = true;
+            }
+            // It may be gone already; then there is nothing to end.
+            spawns::Output::End { tid } => drop(self.vm.signal(tid, SIGKILL)),
+            spawns::Output::Record(event) => self.record(event),
+        }
+    }
+
+    fn watcher_output(&mut self, output: watchers::Output) {
+        match output {
+            watchers::Output::Start(host) => {
+                let wid = self.vm.exec(host, self.vm.tid(), &self.watcher_request()).ok();
+                self.watchers.sent(self.vm.now(), host, wid);
+            }
+            watchers::Output::Notify(tid) => {
+                // Should this fail, the event log tells of its end as well.
+                drop(self.vm.notify(NotifyWhat::TaskExit(vec![tid]), CTX_RM, TAG_TASK_EXIT));
+            }
+            watchers::Output::End(tid) => drop(self.vm.signal(tid, SIGKILL)),
+            watchers::Output::Note(text) => self.note(text),
+        }
+    }
+
+    fn watcher_request(&self) -> SpawnRequest {
+        let words =
+            ["--report-to", &self.vm.tid().to_string(), "--ctx", &CTX_RM.to_string(), "--tag", &TAG_LOAD.to_string()];
+        SpawnRequest {
+            file: WATCHER_PROGRAM.to_string(),
+            args: words.iter().map(|word| word.as_bytes().to_vec()).collect(),
+            flags: SPAWN_PINNED | SPAWN_NO_PARENT | SPAWN_HOST,
+            count: 1,
+            ..SpawnRequest::default()
+        }
+    }
+
+    /// A message that could not be sent has no receiver any more, or the daemon is gone and the next receive says so.
+    fn send(&mut self, to: Tid, tag: i32, wid: i32, body: Bytes) {
+        drop(self.vm.send(to, tag, wid, body));
+    }
+
+    fn note(&mut self, text: String) {
+        self.record(EventKind::Note { text });
+    }
+
+    fn record(&mut self, kind: EventKind) {
+        drop(self.vm.record(self.vm.wall(), kind));
+    }
+}

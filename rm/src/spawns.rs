@@ -1,0 +1,335 @@
+//! Spawn requests that are being carried out: placed, sent to the hosts, acknowledged, answered. Pure; the service sends
+//! what [`Spawns::poll`] gives.
+//!
+//! No request waits for ever: a host that is lost, or does not acknowledge in time, is given up, its tasks are placed
+//! elsewhere (unless the request names the place), and what it starts too late is ended. What PVM does about single
+//! failures is done here: a program that is not found on a host fails for all tasks of that host.
+
+use crate::decide::{Ask, Snapshot, place};
+use crate::recent::Recent;
+use bytes::Bytes;
+use sempa_proto::body::{Encoding, Packer};
+use sempa_proto::event::EventKind;
+use sempa_proto::sm::pack_tids;
+use sempa_proto::task::{SPAWN_PINNED, SpawnRequest};
+use sempa_proto::{HostId, Micros, PvmError, PvmResult, Tid};
+use std::collections::{BTreeMap, VecDeque};
+
+pub use crate::decide::SPAWN_TASKS_MAX;
+
+/// Requests under way at once; more are refused with `OutOfRes`.
+pub const SPAWNS_OPEN_MAX: usize = 1024;
+/// How long a host may take to acknowledge.
+pub const EXEC_TIME_MAX: Micros = Micros::from_secs(20);
+/// How long a request may take; what is not started by then has failed.
+pub const SPAWN_TIME_MAX: Micros = Micros::from_secs(60);
+/// Orders given up whose acknowledgement is still recognised.
+const LATE_MAX: usize = 4096;
+
+/// One order to one host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct OrderId(u64);
+
+/// A request as it came.
+#[derive(Clone, Debug)]
+pub struct Incoming {
+    /// The task that asks.
+    pub src: Tid,
+    /// Its wait id.
+    pub wid: i32,
+    /// The host it runs on.
+    pub caller: HostId,
+    /// What it wants.
+    pub request: SpawnRequest,
+}
+
+/// What the service is to do.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Output {
+    /// Send an order to a host, and tell [`Spawns::sent`] about it.
+    Exec {
+        /// The order.
+        order: OrderId,
+        /// Where to.
+        host: HostId,
+        /// The parent of the tasks.
+        parent: Tid,
+        /// The tasks.
+        request: SpawnRequest,
+    },
+    /// Answer a request.
+    Reply {
+        /// The task that asked.
+        to: Tid,
+        /// Its wait id.
+        wid: i32,
+        /// The body.
+        body: Bytes,
+    },
+    /// A task runs on a host.
+    Started {
+        /// The task.
+        tid: Tid,
+        /// The host.
+        host: HostId,
+        /// The request named the host.
+        asked: bool,
+        /// The request says that it belongs to its host.
+        pinned: bool,
+    },
+    /// End a task that was started too late: nobody knows of it.
+    End {
+        /// The task.
+        tid: Tid,
+    },
+    /// Something for the event log.
+    Record(EventKind),
+}
+
+#[derive(Debug)]
+struct Spawn {
+    from: Incoming,
+    until: Micros,
+    results: Vec<Option<PvmResult<Tid>>>,
+    hosts: Vec<Option<HostId>>,
+    unplaced: Vec<usize>,
+    lost: Vec<HostId>,
+    why: Vec<String>,
+}
+
+#[derive(Debug)]
+struct Order {
+    spawn: u64,
+    host: HostId,
+    tasks: Vec<usize>,
+    until: Micros,
+    wid: Option<i32>,
+}
+
+/// All requests under way.
+#[derive(Debug)]
+pub struct Spawns {
+    last: u64,
+    open: BTreeMap<u64, Spawn>,
+    orders: BTreeMap<OrderId, Order>,
+    to_place: VecDeque<u64>,
+    late: Recent<i32>,
+    out: VecDeque<Output>,
+}
+
+impl Default for Spawns {
+    fn default() -> Spawns {
+        Spawns {
+            last: 0,
+            open: BTreeMap::new(),
+            orders: BTreeMap::new(),
+            to_place: VecDeque::new(),
+            late: Recent::new(LATE_MAX),
+            out: VecDeque::new(),
+        }
+    }
+}
+
+impl Spawns {
+    /// A request has come. It is placed by the next [`Spawns::place`], or refused at once.
+    pub fn begin(&mut self, now: Micros, from: Incoming) {
+        let count = from.request.count;
+        let refusal = match count {
+            0 => Some(PvmError::BadParam),
+            n if n > SPAWN_TASKS_MAX => Some(PvmError::OutOfRes),
+            _ if self.open.len() >= SPAWNS_OPEN_MAX => Some(PvmError::OutOfRes),
+            _ => None,
+        };
+        if let Some(error) = refusal {
+            return self.refuse(from.src, from.wid, error);
+        }
+        let count = count as usize;
+        self.last += 1;
+        self.to_place.push_back(self.last);
+        let spawn = Spawn {
+            from,
+            until: now + SPAWN_TIME_MAX,
+            results: vec![None; count],
+            hosts: vec![None; count],
+            unplaced: (0..count).collect(),
+            lost: Vec::new(),
+            why: Vec::new(),
+        };
+        self.open.insert(self.last, spawn);
+    }
+
+    /// Answers a request with nothing but an error.
+    pub fn refuse(&mut self, to: Tid, wid: i32, error: PvmError) {
+        let mut body = Packer::new(Encoding::Xdr);
+        body.int(error.code());
+        self.out.push_back(Output::Reply { to, wid, body: body.finish() });
+    }
+
+    /// True when [`Spawns::place`] has something to place.
+    pub fn wants_place(&self) -> bool {
+        !self.to_place.is_empty()
+    }
+
+    /// Places what waits first in the queue. Answers where the rotation stands then.
+    pub fn place(&mut self, now: Micros, snapshot: &Snapshot) -> HostId {
+        let Some((number, spawn)) = self.to_place.pop_front().and_then(|n| Some((n, self.open.get_mut(&n)?))) else {
+            return snapshot.rotation;
+        };
+        let tasks = std::mem::take(&mut spawn.unplaced);
+        let Incoming { src, caller, request, .. } = &spawn.from;
+        let ask = Ask { request, count: tasks.len() as u32, caller: *caller, without: &spawn.lost };
+        let placement = place(snapshot, &ask);
+        spawn.why.push(placement.why);
+        let mut parts: BTreeMap<HostId, Vec<usize>> = BTreeMap::new();
+        for (task, host) in tasks.into_iter().zip(&placement.hosts) {
+            match host {
+                Ok(host) => parts.entry(*host).or_default().push(task),
+                Err(error) => spawn.results[task] = Some(Err(*error)),
+            }
+        }
+        for (host, tasks) in parts {
+            let dir = request.place.find(':').map_or(String::new(), |at| request.place[at..].to_string());
+            let part = SpawnRequest { count: tasks.len() as u32, place: dir, ..request.clone() };
+            self.last += 1;
+            let order = OrderId(self.last);
+            self.out.push_back(Output::Exec { order, host, parent: *src, request: part });
+            let until = (now + EXEC_TIME_MAX).min(spawn.until);
+            self.orders.insert(order, Order { spawn: number, host, tasks, until, wid: None });
+        }
+        self.finish(number);
+        placement.rotation
+    }
+
+    /// The order was sent with this wait id, or could not be sent.
+    pub fn sent(&mut self, order: OrderId, wid: Option<i32>) {
+        match (self.orders.get_mut(&order), wid) {
+            (Some(order), Some(wid)) => order.wid = Some(wid),
+            (Some(_), None) => self.give_up(order),
+            // Nothing is waited for any more; what it starts is ended.
+            (None, Some(wid)) => self.late.put(wid),
+            (None, None) => {}
+        }
+    }
+
+    /// A host acknowledges. False when the wait id is none of ours.
+    pub fn ack(&mut self, wid: i32, started: PvmResult<Vec<PvmResult<Tid>>>) -> bool {
+        let found = self.orders.iter().find(|(_, o)| o.wid == Some(wid)).map(|(id, _)| *id);
+        let Some(id) = found else {
+            if !self.late.has(wid) {
+                return false;
+            }
+            let tids = started.into_iter().flatten().flatten();
+            self.out.extend(tids.map(|tid| Output::End { tid }));
+            return true;
+        };
+        let order = self.orders.remove(&id).expect("found a moment ago");
+        let Some(spawn) = self.open.get_mut(&order.spawn) else { return true };
+        let pinned = spawn.from.request.flags & SPAWN_PINNED != 0;
+        let names_host = Ask { request: &spawn.from.request, count: 0, caller: order.host, without: &[] }.names_host();
+        let short = match &started {
+            Ok(_) => PvmError::DSysErr,
+            Err(error) => *error,
+        };
+        let mut started = started.unwrap_or_default().into_iter();
+        for task in order.tasks {
+            let result = started.next().unwrap_or(Err(short));
+            spawn.results[task] = Some(result);
+            spawn.hosts[task] = result.is_ok().then_some(order.host);
+            if let Ok(tid) = result {
+                self.out.push_back(Output::Started { tid, host: order.host, asked: names_host, pinned });
+            }
+        }
+        self.finish(order.spawn);
+        true
+    }
+
+    /// True when a program is being started on a host because somebody named the host.
+    pub fn is_asked(&self, host: HostId, file: &str) -> bool {
+        self.orders.values().filter(|o| o.host == host).any(|order| {
+            self.open.get(&order.spawn).is_some_and(|spawn| {
+                let request = &spawn.from.request;
+                request.file == file && Ask { request, count: 0, caller: host, without: &[] }.names_host()
+            })
+        })
+    }
+
+    /// A host is gone: what was to start there is placed elsewhere.
+    pub fn host_gone(&mut self, host: HostId) {
+        let lost: Vec<OrderId> = self.orders.iter().filter(|(_, o)| o.host == host).map(|(id, _)| *id).collect();
+        lost.into_iter().for_each(|order| self.give_up(order));
+    }
+
+    /// Gives up what has taken too long.
+    pub fn tick(&mut self, now: Micros) {
+        let slow: Vec<OrderId> = self.orders.iter().filter(|(_, o)| o.until <= now).map(|(id, _)| *id).collect();
+        slow.into_iter().for_each(|order| self.give_up(order));
+        let out_of_time: Vec<u64> = self.open.iter().filter(|(_, s)| s.until <= now).map(|(n, _)| *n).collect();
+        for number in out_of_time {
+            if let Some(spawn) = self.open.get_mut(&number) {
+                spawn.unplaced.clear();
+                for result in spawn.results.iter_mut().filter(|r| r.is_none()) {
+                    *result = Some(Err(PvmError::HostFail));
+                }
+            }
+            self.to_place.retain(|n| *n != number);
+            self.finish(number);
+        }
+    }
+
+    /// When [`Spawns::tick`] has something to do.
+    pub fn next_deadline(&self) -> Option<Micros> {
+        self.orders.values().map(|o| o.until).chain(self.open.values().map(|s| s.until)).min()
+    }
+
+    /// What is to be done next.
+    pub fn poll(&mut self) -> Option<Output> {
+        self.out.pop_front()
+    }
+
+    /// The host of this order does not answer.
+    fn give_up(&mut self, order: OrderId) {
+        let Some(order) = self.orders.remove(&order) else { return };
+        if let Some(wid) = order.wid {
+            self.late.put(wid);
+        }
+        let Some(spawn) = self.open.get_mut(&order.spawn) else { return };
+        spawn.lost.push(order.host);
+        let bound = Ask { request: &spawn.from.request, count: 0, caller: order.host, without: &[] }.is_bound();
+        if bound {
+            for task in order.tasks {
+                spawn.results[task] = Some(Err(PvmError::HostFail));
+            }
+            return self.finish(order.spawn);
+        }
+        if spawn.unplaced.is_empty() {
+            self.to_place.push_back(order.spawn);
+        }
+        spawn.unplaced.extend(order.tasks);
+    }
+
+    /// Answers a request when all its tasks have a result, and has it recorded.
+    fn finish(&mut self, number: u64) {
+        if self.open.get(&number).is_none_or(|s| s.results.contains(&None)) {
+            return;
+        }
+        let Some(spawn) = self.open.remove(&number) else { return };
+        let Incoming { src, wid, request, .. } = spawn.from;
+        let results: Vec<PvmResult<Tid>> = spawn.results.into_iter().flatten().collect();
+        self.out.push_back(Output::Reply { to: src, wid, body: pack_tids(&results) });
+        let hosts: Vec<HostId> = spawn.hosts.into_iter().flatten().collect();
+        let why = spawn.why.join("; then ");
+        let failed = results.iter().filter_map(|r| r.as_ref().err()).next();
+        let event = match (failed, hosts.is_empty()) {
+            (Some(error), true) => {
+                EventKind::Note { text: format!("{} was not started for {src}: {error} ({why})", request.file) }
+            }
+            (Some(error), false) => {
+                let missing = results.len() - hosts.len();
+                let why = format!("{why}; {missing} of {} failed: {error}", results.len());
+                EventKind::Placed { name: request.file, hosts, why }
+            }
+            (None, _) => EventKind::Placed { name: request.file, hosts, why },
+        };
+        self.out.push_back(Output::Record(event));
+    }
+}

@@ -1,0 +1,333 @@
+//! A virtual machine of values: it keeps what the resource manager asks for, and time passes when nothing is left to read.
+
+use bytes::Bytes;
+use libpvm::{Error, MigrateError};
+use pvm_rm::api::VmApi;
+use pvm_rm::decide::Policy;
+use pvm_rm::service::{CTX_RM, Options, Service, ServiceError, TAG_EVENT, TAG_LOAD};
+use sempa_proto::event::{Event, EventKind};
+use sempa_proto::load::{LoadReport, LoadSample, OwnerVerdict};
+use sempa_proto::message::{CTX_BASE, DSIG_X86_64, ENC_XDR};
+use sempa_proto::migration::{Cause, Failure};
+use sempa_proto::sm::{SM_EXECACK, SM_SPAWN, pack_spawn, pack_tids, unpack_tids};
+use sempa_proto::table::{HostEntry, HostTable, TASK_CONNECTED, TASK_FORKED, TaskInfo};
+use sempa_proto::task::{MoveError, NotifyWhat, SpawnRequest};
+use sempa_proto::{Epoch, HostId, Message, Micros, MigrationId, PvmError, PvmResult, Tid, frame};
+use std::cell::RefCell;
+use std::collections::{HashMap, VecDeque};
+use std::rc::Rc;
+use std::time::Duration;
+
+pub(crate) fn h(index: u16) -> HostId {
+    HostId::new(index).expect("an index")
+}
+
+pub(crate) fn t(host: u16, local: u32) -> Tid {
+    Tid::task(h(host), local).expect("a task")
+}
+
+/// The resource manager's own task.
+pub(crate) fn rm() -> Tid {
+    t(1, 1)
+}
+
+/// A task from a command line that spawns.
+pub(crate) fn client() -> Tid {
+    t(1, 2)
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct Exec {
+    pub(crate) host: HostId,
+    pub(crate) parent: Tid,
+    pub(crate) request: SpawnRequest,
+    pub(crate) wid: i32,
+}
+
+#[derive(Default)]
+pub(crate) struct World {
+    now: Micros,
+    until: Micros,
+    inbox: VecDeque<Message>,
+    pub(crate) hosts: Vec<u16>,
+    pub(crate) tasks: Vec<TaskInfo>,
+    pub(crate) previous: Tid,
+    pub(crate) lists: usize,
+    pub(crate) sent: Vec<(Tid, i32, i32, Bytes)>,
+    pub(crate) execs: Vec<Exec>,
+    pub(crate) migrations: Vec<(Tid, HostId, Cause)>,
+    pub(crate) refuse: HashMap<(Tid, HostId), MoveError>,
+    pub(crate) records: Vec<EventKind>,
+    pub(crate) killed: Vec<Tid>,
+    pub(crate) watched: Vec<Tid>,
+    events: u64,
+    locals: HashMap<HostId, u32>,
+    moves: u64,
+    orders: i32,
+}
+
+#[derive(Clone, Default)]
+pub(crate) struct FakeVm(pub(crate) Rc<RefCell<World>>);
+
+impl VmApi for FakeVm {
+    fn tid(&self) -> Tid {
+        rm()
+    }
+    fn host(&self) -> HostId {
+        h(1)
+    }
+    fn now(&self) -> Micros {
+        self.0.borrow().now
+    }
+    fn wall(&self) -> Micros {
+        Micros::from_secs(1_700_000_000) + self.0.borrow().now
+    }
+    fn recv(&self, span: Duration) -> Result<Option<Message>, Error> {
+        let mut world = self.0.borrow_mut();
+        let message = world.inbox.pop_front();
+        if message.is_none() {
+            let later = world.now + Micros(span.as_micros() as u64);
+            world.now = later.min(world.until.max(world.now));
+        }
+        Ok(message)
+    }
+    fn send(&self, to: Tid, tag: i32, wid: i32, body: Bytes) -> Result<(), Error> {
+        self.0.borrow_mut().sent.push((to, tag, wid, body));
+        Ok(())
+    }
+    fn config(&self) -> Result<HostTable, Error> {
+        let entry = |i: &u16| HostEntry {
+            id: h(*i),
+            name: format!("h{i}"),
+            arch: "LINUX64".into(),
+            speed: 1000,
+            dsig: DSIG_X86_64,
+            addresses: Vec::new(),
+        };
+        Ok(HostTable { epoch: Epoch(1), hosts: self.0.borrow().hosts.iter().map(entry).collect() })
+    }
+    fn tasks(&self) -> Result<Vec<TaskInfo>, Error> {
+        self.0.borrow_mut().lists += 1;
+        Ok(self.0.borrow().tasks.clone())
+    }
+    fn register(&self) -> Result<Tid, Error> {
+        Ok(self.0.borrow().previous)
+    }
+    fn subscribe(&self, ctx: i32, tag: i32) -> Result<(), Error> {
+        assert_eq!((ctx, tag), (CTX_RM, TAG_EVENT));
+        Ok(())
+    }
+    fn notify(&self, what: NotifyWhat, ctx: i32, _tag: i32) -> Result<(), Error> {
+        assert_eq!(ctx, CTX_RM);
+        if let NotifyWhat::TaskExit(tids) = what {
+            self.0.borrow_mut().watched.extend(tids);
+        }
+        Ok(())
+    }
+    fn exec(&self, host: HostId, parent: Tid, request: &SpawnRequest) -> Result<i32, Error> {
+        let mut world = self.0.borrow_mut();
+        world.orders += 1;
+        let wid = 1000 + world.orders;
+        world.execs.push(Exec { host, parent, request: request.clone(), wid });
+        Ok(wid)
+    }
+    fn migrate(&self, tid: Tid, to: HostId, cause: Cause) -> Result<(), MigrateError> {
+        let mut world = self.0.borrow_mut();
+        world.migrations.push((tid, to, cause));
+        world.refuse.get(&(tid, to)).map_or(Ok(()), |error| Err(error.clone().into()))
+    }
+    fn signal(&self, tid: Tid, _signal: i32) -> Result<(), Error> {
+        self.0.borrow_mut().killed.push(tid);
+        Ok(())
+    }
+    fn record(&self, _at: Micros, kind: EventKind) -> Result<(), Error> {
+        self.0.borrow_mut().records.push(kind);
+        Ok(())
+    }
+}
+
+impl World {
+    pub(crate) fn post(&mut self, src: Tid, ctx: i32, tag: i32, wid: i32, body: Bytes) {
+        self.inbox.push_back(Message { src, dst: rm(), ctx, tag, wid, enc: ENC_XDR, body });
+    }
+
+    pub(crate) fn event(&mut self, host: HostId, kind: EventKind) {
+        self.events += 1;
+        let event = Event { number: self.events, at: Micros(0), host, kind };
+        let body = frame::to_bytes(&event).expect("an event can be written").into();
+        self.post(Tid::MY_DAEMON, CTX_RM, TAG_EVENT, 0, body);
+    }
+
+    /// An entry of the log that does not arrive.
+    pub(crate) fn miss_event(&mut self) {
+        self.events += 1;
+    }
+
+    pub(crate) fn spawn(&mut self, wid: i32, request: &SpawnRequest) {
+        self.post(client(), CTX_BASE, SM_SPAWN, wid, pack_spawn(request));
+    }
+
+    /// Tasks that a host starts on an order, acknowledged.
+    pub(crate) fn ack(&mut self, exec: &Exec) -> Vec<Tid> {
+        let local = self.locals.entry(exec.host).or_insert(100);
+        let first = *local;
+        *local += exec.request.count;
+        let tids: Vec<Tid> = (first..*local).map(|n| t(exec.host.index(), n)).collect();
+        self.ack_with(exec, &tids.iter().map(|tid| Ok(*tid)).collect::<Vec<_>>());
+        tids
+    }
+
+    pub(crate) fn ack_with(&mut self, exec: &Exec, results: &[PvmResult<Tid>]) {
+        self.post(exec.host.daemon(), CTX_BASE, SM_EXECACK, exec.wid, pack_tids(results));
+    }
+
+    pub(crate) fn report(&mut self, watcher: Tid, host: HostId, owner: OwnerVerdict) {
+        let sample = LoadSample { cores: 2, ..LoadSample::default() };
+        let why = match &owner {
+            OwnerVerdict::Present { .. } => "alice on pts/0",
+            OwnerVerdict::Absent { .. } => "nobody is logged in",
+        };
+        let report = LoadReport { host, sample, owner, why: why.into(), logins: Vec::new() };
+        let body = frame::to_bytes(&report).expect("a report can be written").into();
+        self.post(watcher, CTX_RM, TAG_LOAD, 0, body);
+    }
+
+    pub(crate) fn moved(&mut self, tid: Tid, from: u16, to: u16, cause: Cause) {
+        self.moves += 1;
+        let id = MigrationId(self.moves);
+        self.event(h(to), EventKind::Moved { id, tid, from: h(from), to: h(to), cause, bytes: 1, frozen: Micros(1) });
+    }
+
+    pub(crate) fn move_failed(&mut self, tid: Tid, from: u16, to: u16, why: Failure) {
+        self.moves += 1;
+        let (id, step) = (MigrationId(self.moves), sempa_proto::migration::Step::Dump);
+        let cause = Cause::Owner { why: String::new() };
+        self.event(h(from), EventKind::MoveFailed { id, tid, from: h(from), to: h(to), cause, step, why });
+    }
+
+    pub(crate) fn took_migrations(&mut self) -> Vec<(Tid, u16)> {
+        std::mem::take(&mut self.migrations).into_iter().map(|(tid, to, _)| (tid, to.index())).collect()
+    }
+
+    pub(crate) fn took_execs(&mut self) -> Vec<Exec> {
+        std::mem::take(&mut self.execs)
+    }
+
+    /// The answer to the spawn with this wait id, if it has come.
+    pub(crate) fn answer(&self, wid: i32) -> Option<PvmResult<Vec<PvmResult<Tid>>>> {
+        let found = self.sent.iter().find(|s| s.0 == client() && s.1 == SM_SPAWN && s.2 == wid);
+        found.map(|s| unpack_tids(s.3.clone()))
+    }
+
+    pub(crate) fn notes(&self) -> Vec<String> {
+        self.records.iter().filter(|r| matches!(r, EventKind::Note { .. })).map(EventKind::to_string).collect()
+    }
+}
+
+pub(crate) fn info(tid: Tid, host: u16, flags: i32, name: &str) -> TaskInfo {
+    let (parent, pid, uid) = (Tid::NONE, 1, 0);
+    TaskInfo { tid, parent, host: h(host), flags, name: name.into(), pid, uid, moving: false }
+}
+
+pub(crate) fn spawned(tid: Tid, host: u16) -> TaskInfo {
+    info(tid, host, TASK_FORKED | TASK_CONNECTED, "worker")
+}
+
+pub(crate) fn world(hosts: u16) -> FakeVm {
+    let vm = FakeVm::default();
+    {
+        let mut world = vm.0.borrow_mut();
+        world.now = Micros::from_secs(100);
+        world.hosts = (1..=hosts).collect();
+        world.tasks = vec![info(rm(), 1, TASK_CONNECTED, ""), info(client(), 1, TASK_CONNECTED, "")];
+    }
+    vm
+}
+
+pub(crate) struct Bed {
+    pub(crate) vm: FakeVm,
+    pub(crate) service: Service<FakeVm>,
+}
+
+impl Bed {
+    pub(crate) fn start(vm: &FakeVm, watchers: bool) -> Result<Bed, ServiceError> {
+        let service = Service::start(vm.clone(), Options { policy: Policy::Load, watchers })?;
+        Ok(Bed { vm: vm.clone(), service })
+    }
+
+    /// A pool whose watchers all run and say that nobody is there; the watcher of host n is t(n, 50).
+    pub(crate) fn quiet(vm: &FakeVm) -> Bed {
+        let mut bed = Bed::start(vm, true).expect("no other resource manager");
+        let execs = bed.world().took_execs();
+        assert_eq!(execs.len(), bed.world().hosts.len());
+        for exec in execs {
+            let watcher = Bed::watcher(exec.host.index());
+            bed.world().ack_with(&exec, &[Ok(watcher)]);
+            bed.world().report(watcher, exec.host, OwnerVerdict::Absent { since: None });
+        }
+        bed.settle();
+        bed
+    }
+
+    pub(crate) fn watcher(host: u16) -> Tid {
+        t(host, 50)
+    }
+
+    pub(crate) fn world(&self) -> std::cell::RefMut<'_, World> {
+        self.vm.0.borrow_mut()
+    }
+
+    pub(crate) fn try_settle(&mut self) -> Result<(), ServiceError> {
+        while !self.world().inbox.is_empty() {
+            self.service.step()?;
+        }
+        Ok(())
+    }
+
+    /// Lets everything that has been posted be read.
+    pub(crate) fn settle(&mut self) {
+        self.try_settle().expect("the service goes on");
+    }
+
+    /// Lets time pass.
+    pub(crate) fn pass(&mut self, span: Micros) {
+        let until = self.world().now + span;
+        self.world().until = until;
+        while self.world().now < until || !self.world().inbox.is_empty() {
+            self.service.step().expect("the service goes on");
+        }
+        // What is due at this very moment.
+        self.service.step().expect("the service goes on");
+    }
+
+    pub(crate) fn owner_comes(&mut self, host: u16) {
+        let owner = OwnerVerdict::Present { since: Micros(7), seen: Micros(8) };
+        self.world().report(Bed::watcher(host), h(host), owner);
+        self.settle();
+    }
+
+    pub(crate) fn owner_leaves(&mut self, host: u16) {
+        self.world().report(Bed::watcher(host), h(host), OwnerVerdict::Absent { since: None });
+        self.settle();
+    }
+
+    /// Watchers say every ten seconds that they live.
+    pub(crate) fn signs_of_life(&mut self, hosts: &[u16]) {
+        for host in hosts {
+            self.world().report(Bed::watcher(*host), h(*host), OwnerVerdict::Absent { since: None });
+        }
+        self.settle();
+    }
+}
+
+pub(crate) fn request(count: u32) -> SpawnRequest {
+    SpawnRequest { file: "worker".into(), count, ..SpawnRequest::default() }
+}
+
+pub(crate) fn failed(why: Failure) -> MoveError {
+    MoveError { step: sempa_proto::migration::Step::Prepare, why }
+}
+
+pub(crate) fn no_file() -> PvmResult<Tid> {
+    Err(PvmError::NoFile)
+}

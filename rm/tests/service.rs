@@ -1,0 +1,477 @@
+//! The resource manager at work, over a virtual machine of values in virtual time.
+
+mod common;
+
+use bytes::Bytes;
+use common::{Bed, client, failed, h, info, no_file, request, rm, spawned, t, world};
+use proptest::prelude::*;
+use pvm_rm::model::WATCHER_PROGRAM;
+use pvm_rm::service::{CTX_RM, ServiceError, TAG_HOST_ADD, TAG_HOST_DELETE, TAG_LOAD, TAG_TASK_EXIT};
+use pvm_rm::spawns::EXEC_TIME_MAX;
+use sempa_proto::body::{Encoding, Packer};
+use sempa_proto::event::EventKind;
+use sempa_proto::load::OwnerVerdict;
+use sempa_proto::message::CTX_BASE;
+use sempa_proto::migration::{Cause, Failure, Refusal, Usage};
+use sempa_proto::sm::{SM_EXECACK, SM_HANDOFF, SM_SCHED, SM_SPAWN, SM_TASKX, pack_tids};
+use sempa_proto::table::{TASK_CONNECTED, TASK_FORKED, TASK_RM};
+use sempa_proto::task::{SPAWN_HOST, SPAWN_PINNED, SpawnRequest};
+use sempa_proto::{Micros, PvmError, Tid};
+
+fn int(value: i32) -> Bytes {
+    let mut body = Packer::new(Encoding::Xdr);
+    body.int(value);
+    body.finish()
+}
+
+fn owner() -> Cause {
+    Cause::Owner { why: "alice on pts/0".into() }
+}
+
+fn ended(tid: Tid) -> EventKind {
+    EventKind::TaskEnded { tid, status: 0, used: Usage::default() }
+}
+
+#[test]
+fn a_spawn_is_placed_executed_acknowledged_and_answered_under_its_wait_id() {
+    let vm = world(3);
+    let mut bed = Bed::quiet(&vm);
+    let asked = SpawnRequest { args: vec![b"-x".to_vec()], place: ":/var".into(), ..request(5) };
+    bed.world().spawn(77, &asked);
+    bed.settle();
+    let execs = bed.world().took_execs();
+    assert_eq!(execs.iter().map(|e| (e.host.index(), e.request.count)).collect::<Vec<_>>(), [(1, 2), (2, 2), (3, 1)]);
+    assert!(execs.iter().all(|e| e.parent == client() && e.request.args == asked.args && e.request.place == ":/var"));
+    assert_eq!(bed.world().answer(77), None, "nobody has acknowledged");
+    let on1 = bed.world().ack(&execs[0]);
+    let on3 = bed.world().ack(&execs[2]);
+    bed.settle();
+    assert_eq!(bed.world().answer(77), None, "one is missing");
+    let on2 = bed.world().ack(&execs[1]);
+    bed.settle();
+    let expected = [on1[0], on2[0], on3[0], on1[1], on2[1]].map(Ok);
+    assert_eq!(bed.world().answer(77), Some(Ok(expected.to_vec())));
+    let placed = bed.world().records.last().cloned();
+    let Some(EventKind::Placed { name, hosts, why }) = placed else { panic!("{placed:?}") };
+    assert_eq!((name.as_str(), hosts), ("worker", [1, 2, 3, 1, 2].map(h).to_vec()));
+    assert!(why.contains("largest share of a processor"), "{why}");
+}
+
+#[test]
+fn a_program_that_is_not_found_fails_for_all_tasks_of_that_host() {
+    let vm = world(2);
+    let mut bed = Bed::start(&vm, false).expect("no other");
+    bed.world().spawn(1, &request(4));
+    bed.settle();
+    let execs = bed.world().took_execs();
+    let on1 = bed.world().ack(&execs[0]);
+    bed.world().ack_with(&execs[1], &[no_file(), no_file()]);
+    bed.settle();
+    assert_eq!(bed.world().answer(1), Some(Ok(vec![Ok(on1[0]), no_file(), Ok(on1[1]), no_file()])));
+}
+
+#[test]
+fn tasks_of_a_host_that_is_lost_meanwhile_are_started_elsewhere() {
+    let vm = world(3);
+    let mut bed = Bed::start(&vm, false).expect("no other");
+    bed.world().spawn(1, &request(3));
+    bed.settle();
+    let execs = bed.world().took_execs();
+    bed.world().post(Tid::MY_DAEMON, CTX_RM, TAG_HOST_DELETE, 0, int(h(2).tid().raw()));
+    bed.settle();
+    let again = bed.world().took_execs();
+    assert_eq!(again.len(), 1);
+    assert!(again[0].host != h(2) && again[0].request.count == 1);
+    let a = bed.world().ack(&execs[0]);
+    let b = bed.world().ack(&again[0]);
+    let c = bed.world().ack(&execs[2]);
+    bed.settle();
+    assert_eq!(bed.world().answer(1), Some(Ok(vec![Ok(a[0]), Ok(b[0]), Ok(c[0])])));
+}
+
+#[test]
+fn a_lost_host_that_was_named_fails_the_request() {
+    let vm = world(2);
+    let mut bed = Bed::start(&vm, false).expect("no other");
+    bed.world().spawn(1, &SpawnRequest { flags: SPAWN_HOST, place: "h2".into(), ..request(2) });
+    bed.settle();
+    bed.world().event(h(1), EventKind::HostGone { host: h(2), name: "h2".into(), why: "silent".into() });
+    bed.settle();
+    assert_eq!(bed.world().answer(1), Some(Ok(vec![Err(PvmError::HostFail); 2])));
+    assert!(bed.world().notes()[0].starts_with("worker was not started for t40002: Host failed"));
+}
+
+#[test]
+fn a_host_that_never_acknowledges_is_given_up_and_what_it_starts_late_is_ended() {
+    let vm = world(2);
+    let mut bed = Bed::start(&vm, false).expect("no other");
+    bed.world().spawn(1, &request(2));
+    bed.settle();
+    let execs = bed.world().took_execs();
+    let on1 = bed.world().ack(&execs[0]);
+    bed.pass(EXEC_TIME_MAX);
+    let again = bed.world().took_execs();
+    assert_eq!((again.len(), again[0].host), (1, h(1)));
+    let more = bed.world().ack(&again[0]);
+    bed.settle();
+    assert_eq!(bed.world().answer(1), Some(Ok(vec![Ok(on1[0]), Ok(more[0])])));
+    let late = bed.world().ack(&execs[1]);
+    bed.settle();
+    assert_eq!(bed.world().killed, late);
+}
+
+#[test]
+fn every_request_is_answered_even_if_no_host_ever_does() {
+    let vm = world(3);
+    let mut bed = Bed::start(&vm, false).expect("no other");
+    bed.world().spawn(1, &request(2));
+    bed.world().spawn(2, &request(0));
+    bed.world().post(client(), CTX_BASE, SM_SPAWN, 3, Bytes::from_static(b"rubbish"));
+    bed.world().spawn(4, &request(u32::MAX >> 1));
+    bed.pass(Micros::from_secs(61));
+    assert_eq!(bed.world().answer(1), Some(Ok(vec![Err(PvmError::HostFail); 2])));
+    assert_eq!(bed.world().answer(2), Some(Err(PvmError::BadParam)));
+    assert!(matches!(bed.world().answer(3), Some(Err(_))));
+    assert_eq!(bed.world().answer(4), Some(Err(PvmError::OutOfRes)));
+}
+
+#[test]
+fn a_second_resource_manager_is_refused_and_the_first_stays() {
+    let vm = world(1);
+    vm.0.borrow_mut().tasks.push(info(t(1, 9), 1, TASK_CONNECTED | TASK_RM, ""));
+    let Err(error) = Bed::start(&vm, true) else { panic!("there is one already") };
+    assert!(matches!(error, ServiceError::AlreadyRegistered(tid) if tid == t(1, 9)));
+    assert!(error.to_string().starts_with("a resource manager is registered already (t40009)"), "{error}");
+    assert!(vm.0.borrow().execs.is_empty() && vm.0.borrow().sent.is_empty());
+}
+
+#[test]
+fn one_that_registered_in_the_same_moment_gets_its_place_back() {
+    let vm = world(1);
+    vm.0.borrow_mut().tasks.push(info(t(1, 9), 1, TASK_CONNECTED, ""));
+    vm.0.borrow_mut().previous = t(1, 9);
+    let Err(error) = Bed::start(&vm, true) else { panic!("there is one already") };
+    assert!(matches!(error, ServiceError::AlreadyRegistered(_)));
+    assert_eq!(vm.0.borrow().sent, [(Tid::MY_DAEMON, SM_HANDOFF, 0, int(t(1, 9).raw()))]);
+}
+
+#[test]
+fn a_dead_predecessor_is_no_obstacle_and_a_successor_ends_this_one() {
+    let vm = world(1);
+    vm.0.borrow_mut().previous = t(1, 9);
+    let mut bed = Bed::start(&vm, false).expect("the former one has ended");
+    bed.world().event(h(1), EventKind::RmRegistered { tid: rm() });
+    bed.settle();
+    bed.world().event(h(1), EventKind::RmRegistered { tid: t(1, 10) });
+    assert!(matches!(bed.try_settle(), Err(ServiceError::Replaced(tid)) if tid == t(1, 10)));
+}
+
+#[test]
+fn each_host_gets_a_pinned_watcher_that_knows_where_to_report() {
+    let vm = world(2);
+    let mut bed = Bed::quiet(&vm);
+    bed.world().hosts.push(3);
+    bed.world().post(Tid::MY_DAEMON, CTX_RM, TAG_HOST_ADD, 0, Bytes::new());
+    bed.settle();
+    let execs = bed.world().took_execs();
+    assert_eq!((execs.len(), execs[0].host), (1, h(3)));
+    let request = &execs[0].request;
+    assert_eq!((request.file.as_str(), request.flags & SPAWN_PINNED), (WATCHER_PROGRAM, SPAWN_PINNED));
+    let args: Vec<_> = request.args.iter().map(|a| String::from_utf8_lossy(a).into_owned()).collect();
+    assert_eq!(args, ["--report-to", "t40001", "--ctx", &CTX_RM.to_string(), "--tag", &TAG_LOAD.to_string()]);
+    assert_eq!(bed.world().watched, [Bed::watcher(1), Bed::watcher(2)]);
+}
+
+#[test]
+fn a_watcher_that_dies_is_started_again_and_again_more_slowly() {
+    let vm = world(1);
+    let mut bed = Bed::quiet(&vm);
+    let mut watcher = Bed::watcher(1);
+    let mut pauses = Vec::new();
+    for _ in 0..5 {
+        bed.world().post(Tid::MY_DAEMON, CTX_RM, TAG_TASK_EXIT, 0, int(watcher.raw()));
+        bed.world().event(h(1), ended(watcher));
+        bed.settle();
+        let mut waited = 0;
+        let exec = loop {
+            if let Some(exec) = bed.world().took_execs().pop() {
+                break exec;
+            }
+            bed.pass(Micros::from_millis(50));
+            waited += 50;
+        };
+        pauses.push(waited);
+        watcher = bed.world().ack(&exec)[0];
+        bed.settle();
+    }
+    assert!(pauses.windows(2).all(|w| w[1] > w[0]) && pauses[0] <= 300, "{pauses:?}");
+}
+
+#[test]
+fn a_silent_watcher_is_replaced_and_a_missing_program_is_told_once() {
+    let vm = world(1);
+    let mut bed = Bed::quiet(&vm);
+    bed.pass(Micros::from_secs(46));
+    assert_eq!(bed.world().killed, [Bed::watcher(1)]);
+    for _ in 0..3 {
+        bed.pass(Micros::from_secs(5));
+        let exec = bed.world().took_execs().pop().expect("another attempt");
+        bed.world().ack_with(&exec, &[no_file()]);
+        bed.settle();
+    }
+    let notes = bed.world().notes();
+    assert_eq!(notes.iter().filter(|n| n.contains("no load watcher on host 1: No such file")).count(), 1, "{notes:?}");
+}
+
+#[test]
+fn a_report_counts_only_when_it_comes_from_the_watcher_of_that_host() {
+    let vm = world(2);
+    let mut bed = Bed::quiet(&vm);
+    let there = OwnerVerdict::Present { since: Micros(1), seen: Micros(2) };
+    bed.world().report(client(), h(1), there.clone());
+    bed.world().report(Bed::watcher(2), h(1), there.clone());
+    bed.settle();
+    assert!(bed.world().records.is_empty());
+}
+
+#[test]
+fn the_first_report_may_overtake_the_acknowledgement() {
+    let vm = world(1);
+    let mut bed = Bed::start(&vm, true).expect("no other");
+    let exec = bed.world().took_execs().pop().expect("a watcher is started");
+    let there = OwnerVerdict::Present { since: Micros(1), seen: Micros(2) };
+    bed.world().report(Bed::watcher(1), h(1), there);
+    bed.settle();
+    assert!(matches!(bed.world().records[0], EventKind::OwnerPresent { .. }));
+    bed.world().ack_with(&exec, &[Ok(Bed::watcher(1))]);
+    bed.settle();
+    assert!(bed.world().killed.is_empty());
+}
+
+/// Three hosts; two tasks on h2 that were there before the resource manager.
+fn two_tasks_on_h2() -> Bed {
+    let vm = world(3);
+    vm.0.borrow_mut().tasks.extend([spawned(t(2, 1), 2), spawned(t(1, 5), 2)]);
+    vm.0.borrow_mut().tasks.push(info(t(2, 9), 2, TASK_FORKED, "/opt/bin/pvm-load-watcher"));
+    Bed::quiet(&vm)
+}
+
+#[test]
+fn when_the_owner_comes_all_tasks_leave_at_once_and_the_host_is_clean_and_later_used_again() {
+    let mut bed = two_tasks_on_h2();
+    bed.owner_comes(2);
+    // The tasks were there before this resource manager was; the old watcher, which is no guest, stays.
+    assert_eq!(bed.world().took_migrations(), [(t(1, 5), 1), (t(2, 1), 3)]);
+    let why = "alice on pts/0".to_string();
+    let present = EventKind::OwnerPresent { host: h(2), since: Micros(7), seen: Micros(8), why };
+    assert_eq!(bed.world().records, std::slice::from_ref(&present));
+    bed.world().moved(t(1, 5), 2, 1, owner());
+    bed.settle();
+    assert_eq!(bed.world().records.len(), 1, "one is still there");
+    bed.world().moved(t(2, 1), 2, 3, owner());
+    bed.settle();
+    assert_eq!(bed.world().records.last(), Some(&EventKind::HostClean { host: h(2) }));
+    bed.owner_comes(2);
+    assert_eq!(bed.world().records.len(), 2, "said once");
+    bed.world().spawn(1, &request(2));
+    bed.settle();
+    assert!(bed.world().took_execs().iter().all(|e| e.host != h(2)));
+    bed.owner_leaves(2);
+    let why = "nobody is logged in".to_string();
+    assert_eq!(bed.world().records.last(), Some(&EventKind::OwnerAbsent { host: h(2), why }));
+    assert!(bed.world().took_migrations().is_empty(), "nobody is moved back");
+    bed.world().spawn(2, &request(1));
+    bed.settle();
+    assert_eq!(bed.world().took_execs()[0].host, h(2));
+}
+
+#[test]
+fn a_host_without_guests_is_clean_as_soon_as_its_owner_comes() {
+    let mut bed = two_tasks_on_h2();
+    bed.owner_comes(3);
+    assert_eq!(bed.world().records.last(), Some(&EventKind::HostClean { host: h(3) }));
+}
+
+#[test]
+fn after_a_refusal_the_next_best_host_is_tried() {
+    let mut bed = two_tasks_on_h2();
+    let kernel = Refusal::Kernel { source: "6.1".into(), target: "5.10".into() };
+    bed.world().refuse.insert((t(1, 5), h(1)), failed(Failure::Refused(vec![kernel])));
+    bed.owner_comes(2);
+    bed.pass(Micros(1));
+    assert_eq!(bed.world().took_migrations(), [(t(1, 5), 1), (t(2, 1), 3), (t(1, 5), 3)]);
+}
+
+#[test]
+fn after_a_failure_under_way_the_next_best_is_tried_and_then_the_first_again_after_a_while() {
+    let mut bed = two_tasks_on_h2();
+    bed.owner_comes(2);
+    bed.world().moved(t(2, 1), 2, 3, owner());
+    bed.settle();
+    assert_eq!(bed.world().took_migrations(), [(t(1, 5), 1), (t(2, 1), 3)]);
+    bed.world().move_failed(t(1, 5), 2, 1, Failure::Killed { signal: 9 });
+    bed.settle();
+    assert_eq!(bed.world().took_migrations(), [(t(1, 5), 3)]);
+    bed.world().move_failed(t(1, 5), 2, 3, Failure::Killed { signal: 9 });
+    bed.settle();
+    assert!(bed.world().took_migrations().is_empty());
+    let notes = bed.world().notes();
+    assert_eq!(notes.len(), 1, "{notes:?}");
+    assert!(notes[0].starts_with("t40005 stays on h2 although its owner is there: no host to go to (h1: the engine"));
+    bed.pass(Micros::from_secs(2));
+    assert_eq!(bed.world().took_migrations(), [(t(1, 5), 1)]);
+    assert_eq!(bed.world().notes().len(), 1, "said once");
+}
+
+#[test]
+fn a_task_that_has_just_started_is_asked_again_when_it_has_connected() {
+    let mut bed = two_tasks_on_h2();
+    bed.world().refuse.insert((t(1, 5), h(1)), failed(Failure::Refused(vec![Refusal::NotConnected])));
+    bed.owner_comes(2);
+    bed.world().refuse.clear();
+    bed.pass(Micros::from_millis(500));
+    assert_eq!(bed.world().took_migrations(), [(t(1, 5), 1), (t(2, 1), 3), (t(1, 5), 1)]);
+    assert!(bed.world().notes().is_empty());
+}
+
+#[test]
+fn a_task_that_belongs_to_its_host_is_no_guest() {
+    let mut bed = two_tasks_on_h2();
+    for tid in [t(1, 5), t(2, 1)] {
+        for to in [1, 3] {
+            bed.world().refuse.insert((tid, h(to)), failed(Failure::Refused(vec![Refusal::Pinned])));
+        }
+    }
+    bed.owner_comes(2);
+    bed.pass(Micros::from_secs(1));
+    assert_eq!(bed.world().took_migrations().len(), 2);
+    assert_eq!(bed.world().records.last(), Some(&EventKind::HostClean { host: h(2) }));
+}
+
+#[test]
+fn a_host_whose_engine_is_missing_is_no_target_for_anybody() {
+    let mut bed = two_tasks_on_h2();
+    let no_engine = Refusal::NoEngine { host: h(1), why: "not found".into() };
+    bed.world().refuse.insert((t(1, 5), h(1)), failed(Failure::Refused(vec![no_engine])));
+    bed.owner_comes(2);
+    bed.pass(Micros(1));
+    assert_eq!(bed.world().took_migrations(), [(t(1, 5), 1), (t(2, 1), 3), (t(1, 5), 3)]);
+    bed.world().moved(t(1, 5), 2, 3, owner());
+    bed.world().moved(t(2, 1), 2, 3, owner());
+    bed.owner_leaves(2);
+    bed.owner_comes(3);
+    assert!(bed.world().took_migrations().iter().all(|(_, to)| *to == 2));
+}
+
+#[test]
+fn who_names_a_host_beside_its_owner_may_stay_until_the_owner_comes_next() {
+    let vm = world(2);
+    let mut bed = Bed::quiet(&vm);
+    bed.owner_comes(2);
+    bed.world().spawn(1, &SpawnRequest { flags: SPAWN_HOST, place: "h2".into(), ..request(1) });
+    bed.settle();
+    let exec = bed.world().took_execs().pop().expect("placed");
+    assert_eq!(exec.host, h(2));
+    // The event overtakes the acknowledgement.
+    bed.world().event(h(2), EventKind::TaskStarted { tid: t(2, 100), parent: client(), name: "worker".into() });
+    bed.settle();
+    assert_eq!(bed.world().ack(&exec), [t(2, 100)]);
+    bed.settle();
+    assert!(bed.world().took_migrations().is_empty());
+    bed.owner_leaves(2);
+    bed.owner_comes(2);
+    assert_eq!(bed.world().took_migrations(), [(t(2, 100), 1)]);
+}
+
+#[test]
+fn a_task_that_starts_beside_an_owner_without_being_asked_to_leaves() {
+    let vm = world(2);
+    let mut bed = Bed::quiet(&vm);
+    bed.owner_comes(2);
+    bed.world().event(h(2), EventKind::TaskStarted { tid: t(2, 7), parent: client(), name: "worker".into() });
+    bed.world().event(h(2), EventKind::TaskStarted { tid: t(2, 8), parent: Tid::NONE, name: String::new() });
+    bed.settle();
+    assert_eq!(bed.world().took_migrations(), [(t(2, 7), 1)]);
+}
+
+#[test]
+fn late_news_does_not_bring_an_ended_task_back() {
+    let vm = world(2);
+    let mut bed = Bed::quiet(&vm);
+    bed.world().spawn(1, &request(1));
+    bed.settle();
+    let exec = bed.world().took_execs().pop().expect("placed");
+    let daemon = exec.host.daemon();
+    bed.world().post(daemon, CTX_BASE, SM_TASKX, 0, int(t(exec.host.index(), 100).raw()));
+    let tid = bed.world().ack(&exec)[0];
+    bed.settle();
+    assert!(!bed.service.model().knows(tid));
+    assert_eq!(bed.world().answer(1), Some(Ok(vec![Ok(tid)])));
+}
+
+#[test]
+fn missed_entries_of_the_log_are_made_good_by_a_fresh_list() {
+    let mut bed = two_tasks_on_h2();
+    bed.world().event(h(1), EventKind::Note { text: String::new() });
+    bed.settle();
+    let lists = bed.world().lists;
+    bed.pass(Micros::from_secs(3));
+    assert_eq!(bed.world().lists, lists, "nothing was missed");
+    bed.world().tasks.push(spawned(t(3, 4), 3));
+    bed.world().miss_event();
+    bed.world().event(h(1), EventKind::Note { text: String::new() });
+    bed.pass(Micros::from_secs(1));
+    assert_eq!(bed.world().lists, lists + 1);
+    assert!(bed.service.model().knows(t(3, 4)));
+}
+
+#[test]
+fn a_move_of_which_nothing_is_heard_is_asked_about() {
+    let mut bed = two_tasks_on_h2();
+    bed.owner_comes(2);
+    assert_eq!(bed.world().took_migrations().len(), 2);
+    for _ in 0..6 {
+        bed.pass(Micros::from_secs(10));
+        bed.signs_of_life(&[1, 3]);
+        bed.owner_comes(2);
+    }
+    // The list says that they are on h2 and do not move: they are sent off again.
+    assert_eq!(bed.world().took_migrations().len(), 2);
+}
+
+#[test]
+fn one_who_wants_to_register_through_us_is_refused() {
+    let vm = world(1);
+    let mut bed = Bed::start(&vm, false).expect("no other");
+    bed.world().post(client(), CTX_BASE, SM_SCHED, 5, Bytes::new());
+    bed.settle();
+    assert_eq!(bed.world().sent, [(client(), SM_SCHED, 5, int(PvmError::Denied.code()))]);
+}
+
+#[test]
+fn a_task_that_connects_by_itself_is_known_and_never_moved() {
+    let vm = world(2);
+    let mut bed = Bed::quiet(&vm);
+    bed.world().post(h(2).daemon(), CTX_BASE, SM_EXECACK, 0, pack_tids(&[Ok(t(2, 3))]));
+    bed.owner_comes(2);
+    assert!(bed.service.model().knows(t(2, 3)));
+    assert!(bed.world().took_migrations().is_empty());
+}
+
+proptest! {
+    /// Anybody may send anything.
+    #[test]
+    fn rubbish_is_survived(messages in prop::collection::vec(
+        (prop::sample::select(vec![t(1, 2), Tid::MY_DAEMON, h(2).daemon(), Bed::watcher(1)]),
+         prop::bool::ANY, 0_i32..20, 990_i32..1010, prop::collection::vec(any::<u8>(), 0..64)), 0..60,
+    )) {
+        let vm = world(2);
+        let mut bed = Bed::quiet(&vm);
+        for (src, base, tag, wid, body) in messages {
+            let (ctx, tag) = if base { (CTX_BASE, SM_SPAWN + tag) } else { (CTX_RM, tag) };
+            bed.world().post(src, ctx, tag, wid, body.into());
+        }
+        bed.settle();
+        bed.pass(Micros::from_secs(1));
+    }
+}
