@@ -1,0 +1,9 @@
+//! Gives the shared library the name that PVM programs ask for, and compiles the few lines that only C can express.
+
+fn main() {
+    println!("cargo:rerun-if-changed=csrc/variadic.c");
+    println!("cargo:rustc-cdylib-link-arg=-Wl,-soname,libpvm3.so.3");
+    // Every import must resolve when the library is made, not when a program of a user starts.
+    println!("cargo:rustc-cdylib-link-arg=-Wl,-z,defs");
+    cc::Build::new().file("csrc/variadic.c").flag("-fvisibility=hidden").warnings(true).compile("pvm3_variadic");
+}

@@ -1,0 +1,106 @@
+//! Control messages between the libraries of tasks (`TC_*`, in a context of their own). The program never sees them.
+
+use crate::abi::Tracer;
+use crate::data::{pvmnsibs, pvmtrc};
+use crate::output;
+use crate::session;
+use libpvm::Runtime;
+use sempa_proto::body::{Encoding, Packer, Unpacker};
+use sempa_proto::message::{CTX_TASK_CONTROL, ENC_XDR};
+use sempa_proto::task::{Request, Sink};
+use sempa_proto::{Message, PvmResult, Tid};
+use std::sync::atomic::Ordering::Relaxed;
+
+const BASE: i32 = 0x8003_0001_u32 as i32;
+const TC_CONREQ: i32 = BASE;
+const TC_CONACK: i32 = BASE + 1;
+const TC_TASKEXIT: i32 = BASE + 2;
+const TC_NOOP: i32 = BASE + 3;
+/// Output of a child, for the task that catches it.
+pub(crate) const TC_OUTPUT: i32 = BASE + 4;
+const TC_SETTRACE: i32 = BASE + 5;
+const TC_SETTMASK: i32 = BASE + 6;
+const TC_SETTRCBUF: i32 = BASE + 7;
+const TC_SETTRCOPT: i32 = BASE + 8;
+/// The tasks of one spawn, to each of them.
+const TC_SIBLINGS: i32 = BASE + 11;
+
+/// Tags that the library handles itself, in the order of their handler numbers. Programs print how many there are.
+pub(crate) const TAGS: [i32; 9] =
+    [TC_CONREQ, TC_CONACK, TC_TASKEXIT, TC_NOOP, TC_SETTRACE, TC_SETTMASK, TC_SETTRCBUF, TC_SETTRCOPT, TC_SIBLINGS];
+
+/// Takes a control message. What cannot be read is dropped: nobody waits for an answer.
+pub(crate) fn take(rt: &Runtime, message: &Message) {
+    let body = Unpacker::xdr(message.body.clone());
+    match message.tag {
+        TC_OUTPUT => output::take(body),
+        TC_SIBLINGS => drop(siblings(body)),
+        TC_SETTRACE => drop(set_trace(rt, body)),
+        TC_SETTMASK => drop(set_mask(body)),
+        TC_SETTRCBUF => drop(set_int(body, |tracer, value| tracer.trace_buf.store(value, Relaxed))),
+        TC_SETTRCOPT => drop(set_int(body, |tracer, value| tracer.trace_opt.store(value, Relaxed))),
+        // The links between tasks need none of the others.
+        _ => (),
+    }
+}
+
+fn siblings(mut body: Unpacker) -> PvmResult<()> {
+    let count = body.int()?;
+    let tids: Vec<Tid> = body.ints(count)?.into_iter().map(Tid::from_raw).collect();
+    pvmnsibs.store(count, Relaxed);
+    session::lock().siblings = Some(tids);
+    Ok(())
+}
+
+fn set_mask(mut body: Unpacker) -> PvmResult<()> {
+    pvmtrc.set_mask(&body.str()?);
+    Ok(())
+}
+
+fn set_int(mut body: Unpacker, set: impl FnOnce(&Tracer, i32)) -> PvmResult<()> {
+    set(&pvmtrc, body.int()?);
+    Ok(())
+}
+
+fn set_trace(rt: &Runtime, mut body: Unpacker) -> PvmResult<()> {
+    let mut words = [0; 6];
+    for word in &mut words {
+        *word = body.int()?;
+    }
+    let mask = body.str()?;
+    let [trace_tid, trace_ctx, trace_tag, out_tid, out_ctx, out_tag] = words;
+    let sink = Sink { tid: Tid::from_raw(out_tid), ctx: out_ctx, tag: out_tag };
+    let before = pvmtrc.out_tid.swap(out_tid, Relaxed);
+    pvmtrc.out_ctx.store(out_ctx, Relaxed);
+    pvmtrc.out_tag.store(out_tag, Relaxed);
+    pvmtrc.trace_tid.store(trace_tid, Relaxed);
+    pvmtrc.trace_ctx.store(trace_ctx, Relaxed);
+    pvmtrc.trace_tag.store(trace_tag, Relaxed);
+    pvmtrc.set_mask(&mask);
+    pvmtrc.trace_buf.store(body.int()?, Relaxed);
+    pvmtrc.trace_opt.store(body.int()?, Relaxed);
+    if before > 0 || out_tid > 0 {
+        // The sender learns nothing of a failure; the output then stays where it was.
+        let _ = rt.request(Request::SetOutput(sink));
+    }
+    Ok(())
+}
+
+/// Tells every task of a spawn who the others are.
+pub(crate) fn tell_siblings(rt: &Runtime, tids: &[Tid]) {
+    let mut body = Packer::new(Encoding::Xdr);
+    body.int(tids.len() as i32).items(tids.iter().map(|tid| tid.raw()));
+    let body = body.finish();
+    for dst in tids {
+        // A task that has ended already needs no siblings.
+        let _ = rt.send(Message {
+            src: rt.tid(),
+            dst: *dst,
+            ctx: CTX_TASK_CONTROL,
+            tag: TC_SIBLINGS,
+            wid: 0,
+            enc: ENC_XDR,
+            body: body.clone(),
+        });
+    }
+}

@@ -1,0 +1,221 @@
+//! Message buffers: making, choosing, looking at them, and messages inside messages.
+
+#![allow(unsafe_code)]
+
+use super::zero;
+use crate::abi::MsgInfo;
+use crate::buffers::{Buffer, Enc};
+use crate::data::pvmmytid;
+use crate::memory::Out;
+use crate::pack;
+use crate::process;
+use crate::send;
+use crate::session::{answer, lock};
+use sempa_proto::{PvmError, PvmResult, Tid};
+use std::ffi::c_int;
+use std::sync::atomic::Ordering::Relaxed;
+
+fn make(encoding: c_int) -> PvmResult<i32> {
+    let enc = Enc::from_arg(encoding)?;
+    let mut session = lock();
+    let mid = session.new_buffer(enc)?;
+    if enc == Enc::Trace {
+        let (seconds, micros) = process::clock();
+        pack::begin_trace_event(session.buffers.get_mut(mid)?, seconds as i32, micros as i32);
+    }
+    Ok(mid)
+}
+
+fn init_send(encoding: c_int) -> PvmResult<i32> {
+    let mid = make(encoding)?;
+    let mut session = lock();
+    let before = std::mem::replace(&mut session.sbuf, mid);
+    if before != 0 {
+        // It may have been freed by its number.
+        let _ = session.free(before);
+    }
+    Ok(mid)
+}
+
+/// Starts a new send buffer; see `pvm_vpackf`.
+pub(super) fn begin(encoding: c_int) -> PvmResult<()> {
+    init_send(encoding).map(drop)
+}
+
+/// Makes a buffer; answers its number.
+#[unsafe(no_mangle)]
+extern "C" fn pvm_mkbuf(encoding: c_int) -> c_int {
+    answer("pvm_mkbuf", make(encoding))
+}
+
+/// Makes a buffer and the active send buffer of it; the one before is freed.
+#[unsafe(no_mangle)]
+extern "C" fn pvm_initsend(encoding: c_int) -> c_int {
+    answer("pvm_initsend", init_send(encoding))
+}
+
+/// Frees a buffer.
+#[unsafe(no_mangle)]
+extern "C" fn pvm_freebuf(mid: c_int) -> c_int {
+    answer("pvm_freebuf", if mid == 0 { Ok(0) } else { zero(lock().free(mid)) })
+}
+
+/// The active send buffer, 0 without.
+#[unsafe(no_mangle)]
+extern "C" fn pvm_getsbuf() -> c_int {
+    lock().sbuf
+}
+
+/// The active receive buffer, 0 without.
+#[unsafe(no_mangle)]
+extern "C" fn pvm_getrbuf() -> c_int {
+    lock().rbuf
+}
+
+/// Makes a buffer the active one of one kind; it cannot be both.
+fn choose(mid: i32, for_sending: bool) -> PvmResult<i32> {
+    let mut session = lock();
+    if mid != 0 {
+        session.buffers.get(mid)?;
+    }
+    let (sbuf, rbuf) = (session.sbuf, session.rbuf);
+    let (before, other) = if for_sending { (sbuf, rbuf) } else { (rbuf, sbuf) };
+    let other = if other == mid { 0 } else { other };
+    (session.sbuf, session.rbuf) = if for_sending { (mid, other) } else { (other, mid) };
+    Ok(before)
+}
+
+/// Makes a buffer the active send buffer; answers the one before.
+#[unsafe(no_mangle)]
+extern "C" fn pvm_setsbuf(mid: c_int) -> c_int {
+    answer("pvm_setsbuf", choose(mid, true))
+}
+
+/// Makes a buffer the active receive buffer; answers the one before.
+#[unsafe(no_mangle)]
+extern "C" fn pvm_setrbuf(mid: c_int) -> c_int {
+    answer("pvm_setrbuf", choose(mid, false))
+}
+
+fn source(buffer: &Buffer) -> i32 {
+    match buffer.src {
+        0 => pvmmytid.load(Relaxed).max(0),
+        src => src,
+    }
+}
+
+/// Length, tag and source of a buffer.
+///
+/// # Safety
+/// Each pointer is null or good for one int.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn pvm_bufinfo(mid: c_int, len: *mut c_int, tag: *mut c_int, src: *mut c_int) -> c_int {
+    // SAFETY: by this function's contract.
+    let (len, tag, src) = unsafe { (Out::new(len), Out::new(tag), Out::new(src)) };
+    let look = || {
+        let session = lock();
+        let buffer = session.buffers.get(mid)?;
+        len.set(buffer.len() as i32);
+        tag.set(buffer.tag);
+        src.set(source(buffer));
+        Ok(0)
+    };
+    answer("pvm_bufinfo", look())
+}
+
+/// The header of a buffer.
+///
+/// # Safety
+/// `info` is null or good for one structure.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn pvm_getminfo(mid: c_int, info: *mut MsgInfo) -> c_int {
+    // SAFETY: by this function's contract.
+    let info = unsafe { Out::new(info) };
+    let look = || {
+        let session = lock();
+        let buffer = session.buffers.get(mid)?;
+        if info.is_null() {
+            return Err(PvmError::BadParam);
+        }
+        info.set(MsgInfo {
+            len: buffer.len() as i32,
+            ctx: buffer.ctx,
+            tag: buffer.tag,
+            wid: buffer.wid,
+            enc: buffer.enc.word(),
+            crc: 0,
+            src: source(buffer),
+            dst: buffer.dst,
+        });
+        Ok(0)
+    };
+    answer("pvm_getminfo", look())
+}
+
+/// Sets context, tag, wait id, source and destination of a buffer.
+///
+/// # Safety
+/// `info` is null or a structure.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn pvm_setminfo(mid: c_int, info: *const MsgInfo) -> c_int {
+    // SAFETY: by this function's contract.
+    let info = unsafe { info.as_ref() };
+    let set = || {
+        let mut session = lock();
+        let buffer = session.buffers.get_mut(mid)?;
+        let info = info.ok_or(PvmError::BadParam)?;
+        (buffer.ctx, buffer.tag, buffer.wid) = (info.ctx, info.tag, info.wid);
+        (buffer.src, buffer.dst) = (info.src, info.dst);
+        Ok(0)
+    };
+    answer("pvm_setminfo", set())
+}
+
+fn pack_message(mid: i32) -> PvmResult<i32> {
+    if lock().sbuf == mid {
+        return Err(PvmError::BadParam);
+    }
+    let mut message = send::copy_of(mid)?;
+    if message.src == Tid::NONE {
+        message.src = Tid::from_raw(pvmmytid.load(Relaxed).max(0));
+    }
+    zero(pack::pack_message(lock().send_buffer()?, &message))
+}
+
+/// Packs a whole message as an item of the active send buffer. Errors are only answered, as in PVM.
+#[unsafe(no_mangle)]
+extern "C" fn pvm_pkmesg(mid: c_int) -> c_int {
+    pack_message(mid).unwrap_or_else(PvmError::code)
+}
+
+fn pack_body(mid: i32) -> PvmResult<i32> {
+    if lock().sbuf == mid {
+        return Err(PvmError::BadParam);
+    }
+    let message = send::copy_of(mid)?;
+    let mut session = lock();
+    let buffer = session.send_buffer()?;
+    let same = buffer.enc.word() == message.enc;
+    if !same {
+        return Err(PvmError::Mismatch);
+    }
+    buffer.open()?.extend_from_slice(&message.body);
+    Ok(0)
+}
+
+/// Appends the body of a message to the active send buffer. Errors are only answered, as in PVM.
+#[unsafe(no_mangle)]
+extern "C" fn pvm_pkmesgbody(mid: c_int) -> c_int {
+    pack_body(mid).unwrap_or_else(PvmError::code)
+}
+
+/// Makes a buffer of a message that was packed as an item. Errors are only answered, as in PVM.
+#[unsafe(no_mangle)]
+extern "C" fn pvm_upkmesg() -> c_int {
+    let unpack = || {
+        let mut session = lock();
+        let message = pack::unpack_message(session.receive_buffer()?)?;
+        session.buffers.add(Buffer::of_message(message))
+    };
+    unpack().unwrap_or_else(PvmError::code)
+}

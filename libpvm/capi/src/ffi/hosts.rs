@@ -1,0 +1,204 @@
+//! The hosts of the virtual machine, and the tasks with a part in running it.
+
+#![allow(unsafe_code)]
+
+use super::lent::{Records, Shelf};
+use super::zero;
+use crate::abi::{HostInfo, TimeVal};
+use crate::ask;
+use crate::memory::{Out, Strided, Text, strings};
+use crate::process;
+use crate::session::{self, answer, answer_quietly, report};
+use sempa_proto::table::HostEntry;
+use sempa_proto::{PvmError, PvmResult, Tid};
+use std::ffi::{c_char, c_int};
+
+fn info(records: &mut Records<HostInfo>, host: &HostEntry) {
+    let (name, arch) = (records.text(&host.name), records.text(&host.arch));
+    records.push(HostInfo { tid: host.id.tid().raw(), name, arch, speed: host.speed, dsig: host.dsig });
+}
+
+static HOSTS: Shelf<HostInfo> = Shelf::new();
+
+/// The hosts, their number, and the number of their data formats.
+///
+/// # Safety
+/// Each pointer is null or good for one value.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn pvm_config(hosts: *mut c_int, formats: *mut c_int, list: *mut *mut HostInfo) -> c_int {
+    // SAFETY: by this function's contract.
+    let (hosts, formats, list) = unsafe { (Out::new(hosts), Out::new(formats), Out::new(list)) };
+    let ask = || {
+        let table = ask::config()?;
+        let mut records = Records::new();
+        table.hosts.iter().for_each(|host| info(&mut records, host));
+        hosts.set(records.len());
+        formats.set(table.formats() as i32);
+        if !list.is_null() {
+            list.set(HOSTS.lend(records));
+        }
+        Ok(0)
+    };
+    answer("pvm_config", ask())
+}
+
+/// Stores one status per host and counts the good ones.
+unsafe fn statuses(place: *mut c_int, results: &[i32], good: fn(i32) -> bool) -> PvmResult<i32> {
+    if !place.is_null() {
+        // SAFETY: the caller's array has one element per name.
+        let room = unsafe { Strided::new(place, results.len() as c_int, 1)? };
+        results.iter().enumerate().for_each(|(i, status)| room.set(i, *status));
+    }
+    Ok(results.iter().filter(|status| good(**status)).count() as i32)
+}
+
+/// Adds hosts; answers how many were added.
+///
+/// # Safety
+/// `names` is null or holds `count` strings, `status` is null or room for `count` ints.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn pvm_addhosts(names: *const *const c_char, count: c_int, status: *mut c_int) -> c_int {
+    let ask = || {
+        session::runtime()?;
+        // SAFETY: by this function's contract.
+        let added = ask::add_hosts(unsafe { strings(names, Some(count))? })?;
+        let code = |host: &sempa_proto::table::AddedHost| {
+            host.result.as_ref().map_or_else(|error| error.code(), |entry| entry.id.tid().raw())
+        };
+        let results: Vec<i32> = added.iter().take(count.max(0) as usize).map(code).collect();
+        // SAFETY: as above.
+        unsafe { statuses(status, &results, |status| status > 0) }
+    };
+    answer("pvm_addhosts", ask())
+}
+
+/// Removes hosts; answers how many were removed.
+///
+/// # Safety
+/// As [`pvm_addhosts`].
+#[unsafe(no_mangle)]
+unsafe extern "C" fn pvm_delhosts(names: *const *const c_char, count: c_int, status: *mut c_int) -> c_int {
+    let ask = || {
+        session::runtime()?;
+        // SAFETY: by this function's contract.
+        let removed = ask::delete_hosts(unsafe { strings(names, Some(count))? })?;
+        let code = |result: &PvmResult<()>| result.map_or_else(PvmError::code, |()| 0);
+        let results: Vec<i32> = removed.iter().take(count.max(0) as usize).map(code).collect();
+        // SAFETY: as above.
+        unsafe { statuses(status, &results, |status| status == 0) }
+    };
+    answer("pvm_delhosts", ask())
+}
+
+/// Is the host up? 0 or an error.
+///
+/// # Safety
+/// `name` is null or a string.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn pvm_mstat(name: *const c_char) -> c_int {
+    // SAFETY: by this function's contract.
+    let name = unsafe { Text::new(name) };
+    let result = session::runtime().and_then(|_| zero(ask::host_status(name?.string())));
+    answer_quietly("pvm_mstat", result, &[PvmError::NoHost, PvmError::HostFail])
+}
+
+/// Data signature of an architecture.
+///
+/// # Safety
+/// `arch` is null or a string.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn pvm_archcode(arch: *const c_char) -> c_int {
+    // SAFETY: by this function's contract.
+    let arch = unsafe { Text::new(arch) };
+    let result = session::runtime().and_then(|_| ask::arch_code(&arch?.string()));
+    answer("pvm_archcode", result)
+}
+
+/// The host part of a tid.
+#[unsafe(no_mangle)]
+extern "C" fn pvm_tidtohost(tid: c_int) -> c_int {
+    Tid::from_raw(tid).host_part().raw()
+}
+
+/// Time of day of a host, and how far the own clock is ahead of it.
+///
+/// # Safety
+/// Each pointer is null or good for one structure.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn pvm_hostsync(host: c_int, clock: *mut TimeVal, delta: *mut TimeVal) -> c_int {
+    // SAFETY: by this function's contract.
+    let (clock, delta) = unsafe { (Out::new(clock), Out::new(delta)) };
+    let micros = |(seconds, micros): (i64, i64)| seconds * 1_000_000 + micros;
+    // The part below a second is positive, also for negative times.
+    let time = |value: i64| TimeVal { tv_sec: value.div_euclid(1_000_000), tv_usec: value.rem_euclid(1_000_000) };
+    let ask = || {
+        session::runtime()?;
+        let before = micros(process::clock());
+        let remote = i64::try_from(ask::host_clock(host)?).map_err(|_| PvmError::Overflow)?;
+        let after = micros(process::clock());
+        clock.set(time(remote));
+        delta.set(time(before + (after - before) / 2 - remote));
+        Ok(0)
+    };
+    answer("pvm_hostsync", ask())
+}
+
+/// Stops the virtual machine.
+#[unsafe(no_mangle)]
+extern "C" fn pvm_halt() -> c_int {
+    answer("pvm_halt", zero(ask::halt()))
+}
+
+static MASTER: Shelf<HostInfo> = Shelf::new();
+
+/// Becomes the resource manager; answers the former one, 0 without.
+///
+/// # Safety
+/// `master` is null or good for one pointer.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn pvm_reg_rm(master: *mut *mut HostInfo) -> c_int {
+    // SAFETY: by this function's contract.
+    let list = unsafe { Out::new(master) };
+    let ask = || {
+        let (previous, host) = ask::register_rm()?;
+        let mut records = Records::new();
+        host.iter().for_each(|host| info(&mut records, host));
+        if records.len() > 0 {
+            list.set(MASTER.lend(records));
+        }
+        Ok(previous)
+    };
+    answer("pvm_reg_rm", ask())
+}
+
+/// A hoster would start daemons in the place of the daemon; not served here.
+#[unsafe(no_mangle)]
+extern "C" fn pvm_reg_hoster() -> c_int {
+    report("pvm_reg_hoster", PvmError::NotImpl.code())
+}
+
+/// A tasker would start tasks in the place of the daemon; not served here.
+#[unsafe(no_mangle)]
+extern "C" fn pvm_reg_tasker() -> c_int {
+    report("pvm_reg_tasker", PvmError::NotImpl.code())
+}
+
+/// A tracer would collect trace records; nothing is traced here.
+#[unsafe(no_mangle)]
+extern "C" fn pvm_reg_tracer(
+    _trace_ctx: c_int,
+    _trace_tag: c_int,
+    _out_ctx: c_int,
+    _out_tag: c_int,
+    _mask: *const c_char,
+    _buffer: c_int,
+    _options: c_int,
+) -> c_int {
+    report("pvm_reg_tracer", PvmError::NotImpl.code())
+}
+
+/// Questions about the inside of PVM's own daemon; not served here.
+#[unsafe(no_mangle)]
+extern "C" fn pvm_tickle(_count: c_int, _args: *const c_int, _results: *mut c_int, _result: *mut c_int) -> c_int {
+    report("pvm_tickle", PvmError::NotImpl.code())
+}

@@ -1,0 +1,194 @@
+//! Sending and receiving, matching functions, message handlers.
+
+#![allow(unsafe_code)]
+
+use super::zero;
+use crate::abi::TimeVal;
+use crate::handlers::{Filter, HandlerFn};
+use crate::memory::{Out, Strided};
+use crate::receive::{self, Fault, Matcher, Patience};
+use crate::send;
+use crate::session::{self, answer, lock, report};
+use sempa_proto::{PvmError, PvmResult};
+use std::ffi::{c_int, c_void};
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::{Duration, Instant};
+
+/// Sends the active send buffer.
+#[unsafe(no_mangle)]
+extern "C" fn pvm_send(tid: c_int, tag: c_int) -> c_int {
+    answer("pvm_send", zero(send::send(tid, tag)))
+}
+
+/// Sends the active send buffer to several tasks.
+///
+/// # Safety
+/// `tids` is null or holds `count` ints.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn pvm_mcast(tids: *const c_int, count: c_int, tag: c_int) -> c_int {
+    // SAFETY: by this function's contract.
+    let tids = unsafe { Strided::new(tids, count, 1) };
+    // The process enrols before its arguments are looked at.
+    let result = session::runtime().and_then(|_| zero(send::multicast(&tids?.to_vec(), tag)));
+    answer("pvm_mcast", result)
+}
+
+/// The bytes of an array of a data type.
+unsafe fn array(items: *const c_void, count: c_int, kind: c_int) -> PvmResult<Strided<u8>> {
+    let size = send::type_bytes(kind)?;
+    if count < 0 {
+        return Err(PvmError::BadParam);
+    }
+    let bytes = c_int::try_from(count as usize * size).map_err(|_| PvmError::BadParam)?;
+    // SAFETY: the caller's array has `count` elements of this type.
+    unsafe { Strided::new(items.cast(), bytes, 1) }
+}
+
+/// Sends an array beside the active send buffer.
+///
+/// # Safety
+/// `items` is null or an array of `count` elements of the type.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn pvm_psend(tid: c_int, tag: c_int, items: *const c_void, count: c_int, kind: c_int) -> c_int {
+    // SAFETY: by this function's contract.
+    let items = unsafe { array(items, count, kind) };
+    let result = items.and_then(|items| {
+        let mut body = Vec::new();
+        items.append_raw(&mut body);
+        zero(send::send_bytes(tid, tag, body))
+    });
+    answer("pvm_psend", result)
+}
+
+/// Receives into an array beside the active receive buffer.
+///
+/// # Safety
+/// `items` is null or an array of `count` elements of the type; the other pointers are null or good for one int.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn pvm_precv(
+    tid: c_int,
+    tag: c_int,
+    items: *mut c_void,
+    count: c_int,
+    kind: c_int,
+    from_tid: *mut c_int,
+    from_tag: *mut c_int,
+    from_len: *mut c_int,
+) -> c_int {
+    // SAFETY: by this function's contract.
+    let (items, from_tid, from_tag, from_len) =
+        unsafe { (array(items, count, kind), Out::new(from_tid), Out::new(from_tag), Out::new(from_len)) };
+    let receive = || {
+        let items = items?;
+        let mut buffer = receive::receive_apart(tid, tag)?;
+        from_tid.set(buffer.src);
+        from_tag.set(buffer.tag);
+        // A message of this task itself may have been packed in place.
+        let body = buffer.wire()?;
+        from_len.set(body.len() as i32);
+        items.fill_raw(&body[..body.len().min(items.len())]);
+        Ok(Some(0))
+    };
+    received("pvm_precv", receive())
+}
+
+/// What a receive answers: the buffer, 0 for none, or the error.
+fn received(place: &str, result: Result<Option<i32>, Fault>) -> c_int {
+    match result {
+        Ok(mid) => mid.unwrap_or(0),
+        Err(Fault::Error(error)) => report(place, error.code()),
+        Err(Fault::Matcher(code)) => report(place, code),
+    }
+}
+
+/// Waits for a message and makes it the active receive buffer.
+#[unsafe(no_mangle)]
+extern "C" fn pvm_recv(tid: c_int, tag: c_int) -> c_int {
+    received("pvm_recv", receive::receive(tid, tag, Patience::Endless))
+}
+
+/// Receives without waiting; 0 when no such message is here.
+#[unsafe(no_mangle)]
+extern "C" fn pvm_nrecv(tid: c_int, tag: c_int) -> c_int {
+    received("pvm_nrecv", receive::receive(tid, tag, Patience::None))
+}
+
+/// Receives, waiting no longer than a time; null waits for ever.
+///
+/// # Safety
+/// `time` is null or a structure.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn pvm_trecv(tid: c_int, tag: c_int, time: *const TimeVal) -> c_int {
+    // SAFETY: by this function's contract.
+    let patience = match unsafe { time.as_ref() } {
+        None => Patience::Endless,
+        Some(time) if time.tv_sec < 0 => return 0,
+        Some(time) if time.tv_sec == 0 && time.tv_usec <= 0 => Patience::None,
+        Some(time) => {
+            let span = Duration::from_secs(time.tv_sec as u64) + Duration::from_micros(time.tv_usec.max(0) as u64);
+            Instant::now().checked_add(span).map_or(Patience::Endless, Patience::Until)
+        }
+    };
+    received("pvm_trecv", receive::receive(tid, tag, patience))
+}
+
+/// The message that a receive would take, without taking it; 0 when none is here.
+#[unsafe(no_mangle)]
+extern "C" fn pvm_probe(tid: c_int, tag: c_int) -> c_int {
+    received("pvm_probe", receive::probe(tid, tag))
+}
+
+extern "C" fn default_matcher(mid: c_int, tid: c_int, tag: c_int) -> c_int {
+    receive::default_matcher(mid, tid, tag)
+}
+
+/// Sets the function that chooses messages; null: the library's own. Answers the one before.
+#[unsafe(no_mangle)]
+extern "C" fn pvm_recvf(matcher: Option<Matcher>) -> Option<Matcher> {
+    let own = default_matcher as Matcher;
+    // The library's own matching is faster without the function.
+    let matcher = matcher.filter(|matcher| *matcher as usize != own as usize);
+    Some(std::mem::replace(&mut lock().matcher, matcher).unwrap_or(own))
+}
+
+/// Adds a message handler; answers its number.
+#[unsafe(no_mangle)]
+extern "C" fn pvm_addmhf(src: c_int, tag: c_int, ctx: c_int, handler: Option<HandlerFn>) -> c_int {
+    let add = || {
+        session::runtime()?;
+        lock().handlers.add(Filter { src, tag, ctx }, handler.ok_or(PvmError::BadParam)?)
+    };
+    answer("pvm_addmhf", add())
+}
+
+/// Removes a message handler.
+#[unsafe(no_mangle)]
+extern "C" fn pvm_delmhf(id: c_int) -> c_int {
+    answer("pvm_delmhf", zero(lock().handlers.remove(id)))
+}
+
+/// The current context.
+#[unsafe(no_mangle)]
+extern "C" fn pvm_getcontext() -> c_int {
+    drop(lock());
+    crate::data::pvmmyctx.load(Relaxed)
+}
+
+/// Makes a context the current one; answers the one before.
+#[unsafe(no_mangle)]
+extern "C" fn pvm_setcontext(ctx: c_int) -> c_int {
+    drop(lock());
+    crate::data::pvmmyctx.swap(ctx, Relaxed)
+}
+
+/// A context that nobody else has.
+#[unsafe(no_mangle)]
+extern "C" fn pvm_newcontext() -> c_int {
+    answer("pvm_newcontext", crate::ask::new_context())
+}
+
+/// Gives a context back.
+#[unsafe(no_mangle)]
+extern "C" fn pvm_freecontext(ctx: c_int) -> c_int {
+    answer("pvm_freecontext", zero(crate::ask::free_context(ctx)))
+}

@@ -1,0 +1,116 @@
+//! Options, trace masks, exported variables, error texts, version.
+
+#![allow(unsafe_code)]
+
+use super::zero;
+use crate::abi::{MASK_BYTES, Tracer};
+use crate::data::{error_text, pvm_errno, pvmctrc, pvmtrc};
+use crate::env;
+use crate::memory::{Strided, Text};
+use crate::options;
+use crate::session::{answer, lock, say};
+use sempa_proto::{PvmError, PvmResult};
+use std::ffi::{c_char, c_int};
+use std::sync::atomic::Ordering::Relaxed;
+
+/// The value of an option.
+#[unsafe(no_mangle)]
+extern "C" fn pvm_getopt(what: c_int) -> c_int {
+    // The environment is read when the session is made.
+    drop(lock());
+    answer("pvm_getopt", options::get(what))
+}
+
+/// Sets an option; answers the value before.
+#[unsafe(no_mangle)]
+extern "C" fn pvm_setopt(what: c_int, value: c_int) -> c_int {
+    drop(lock());
+    answer("pvm_setopt", options::set(what, value))
+}
+
+fn tracer(who: c_int) -> PvmResult<&'static Tracer> {
+    drop(lock());
+    match who {
+        0 => Ok(&pvmtrc),
+        1 => Ok(&pvmctrc),
+        _ => Err(PvmError::BadParam),
+    }
+}
+
+/// The trace mask of this task (0) or of its children (1).
+///
+/// # Safety
+/// `mask` is null or room for 36 bytes.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn pvm_gettmask(who: c_int, mask: *mut c_char) -> c_int {
+    let get = || {
+        let tracer = tracer(who)?;
+        // SAFETY: by this function's contract.
+        let room = unsafe { Strided::<u8>::new(mask.cast(), MASK_BYTES as c_int, 1)? };
+        room.fill_raw(&tracer.mask());
+        Ok(())
+    };
+    answer("pvm_gettmask", zero(get()))
+}
+
+/// Sets the trace mask of this task (0) or of its children (1).
+///
+/// # Safety
+/// `mask` is null or 36 bytes.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn pvm_settmask(who: c_int, mask: *const c_char) -> c_int {
+    let set = || {
+        let tracer = tracer(who)?;
+        // SAFETY: by this function's contract.
+        let mask = unsafe { Strided::<u8>::new(mask.cast(), MASK_BYTES as c_int, 1)? };
+        tracer.set_mask(&mask.to_vec());
+        Ok(())
+    };
+    answer("pvm_settmask", zero(set()))
+}
+
+/// Sends a variable of the environment along to spawned tasks.
+///
+/// # Safety
+/// `name` is null or a string.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn pvm_export(name: *const c_char) -> c_int {
+    // SAFETY: by this function's contract.
+    let name = unsafe { Text::new(name) };
+    answer("pvm_export", zero(name.map(|name| env::export(&name.string()))))
+}
+
+/// Does not send a variable along any more.
+///
+/// # Safety
+/// `name` is null or a string.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn pvm_unexport(name: *const c_char) -> c_int {
+    // SAFETY: by this function's contract.
+    let name = unsafe { Text::new(name) };
+    answer("pvm_unexport", zero(name.map(|name| env::unexport(&name.string()))))
+}
+
+/// Prints the last error on standard error.
+///
+/// # Safety
+/// `text` is null or a string.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn pvm_perror(text: *const c_char) -> c_int {
+    // SAFETY: by this function's contract.
+    let text = unsafe { Text::new(text) }.map_or_else(|_| "(null)".to_string(), |text| text.string());
+    say(&format!("{text}: {}\n", error_text(pvm_errno.load(Relaxed)).to_string_lossy()), false);
+    0
+}
+
+/// Text of the last error.
+#[unsafe(no_mangle)]
+extern "C" fn pvm_strerror() -> *const c_char {
+    error_text(pvm_errno.load(Relaxed)).as_ptr()
+}
+
+/// The version of PVM whose interface this is.
+#[unsafe(no_mangle)]
+extern "C" fn pvm_version() -> *const c_char {
+    c"3.4.6".as_ptr()
+}

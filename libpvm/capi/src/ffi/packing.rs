@@ -1,0 +1,122 @@
+//! `pvm_pk*` and `pvm_upk*`.
+
+#![allow(unsafe_code)]
+
+use super::zero;
+use crate::memory::{Strided, Text, put_string};
+use crate::pack;
+use crate::session::{answer, lock};
+use sempa_proto::{PvmError, PvmResult};
+use std::ffi::{c_char, c_double, c_float, c_int, c_long, c_short, c_uint, c_ulong, c_ushort};
+
+/// Packs into the active send buffer.
+pub(super) fn pack_with<T: Copy>(
+    items: PvmResult<Strided<T>>,
+    how: impl FnOnce(&mut crate::buffers::Buffer, &Strided<T>) -> PvmResult<()>,
+) -> PvmResult<i32> {
+    let items = items?;
+    zero(how(lock().send_buffer()?, &items))
+}
+
+/// Unpacks from the active receive buffer.
+pub(super) fn unpack_with<T: Copy>(
+    items: PvmResult<Strided<T>>,
+    how: impl FnOnce(&mut crate::buffers::Buffer, &Strided<T>) -> PvmResult<()>,
+) -> PvmResult<i32> {
+    let items = items?;
+    zero(how(lock().receive_buffer()?, &items))
+}
+
+macro_rules! packing {
+    ($($pk:ident $upk:ident $pointer:ty, $item:ty, $pack:path, $unpack:path;)*) => {$(
+        /// Packs `count` elements, `stride` elements apart.
+        ///
+        /// # Safety
+        /// `items` is an array with these elements.
+        #[unsafe(no_mangle)]
+        unsafe extern "C" fn $pk(items: *const $pointer, count: c_int, stride: c_int) -> c_int {
+            // SAFETY: by this function's contract.
+            let items = unsafe { Strided::<$item>::new(items.cast(), count, stride) };
+            answer(stringify!($pk), pack_with(items, $pack))
+        }
+
+        /// Unpacks `count` elements to places `stride` elements apart.
+        ///
+        /// # Safety
+        /// `items` is an array with room for these elements.
+        #[unsafe(no_mangle)]
+        unsafe extern "C" fn $upk(items: *mut $pointer, count: c_int, stride: c_int) -> c_int {
+            // SAFETY: by this function's contract.
+            let items = unsafe { Strided::<$item>::new(items.cast(), count, stride) };
+            answer(stringify!($upk), unpack_with(items, $unpack))
+        }
+    )*};
+}
+
+packing! {
+    pvm_pkbyte pvm_upkbyte c_char, u8, pack::pack_bytes, pack::unpack_bytes;
+    pvm_pkcplx pvm_upkcplx c_float, [f32; 2], pack::pack, pack::unpack;
+    pvm_pkdcplx pvm_upkdcplx c_double, [f64; 2], pack::pack, pack::unpack;
+    pvm_pkdouble pvm_upkdouble c_double, f64, pack::pack, pack::unpack;
+    pvm_pkfloat pvm_upkfloat c_float, f32, pack::pack, pack::unpack;
+    pvm_pkint pvm_upkint c_int, i32, pack::pack, pack::unpack;
+    pvm_pkuint pvm_upkuint c_uint, u32, pack::pack, pack::unpack;
+    pvm_pklong pvm_upklong c_long, i64, pack::pack, pack::unpack;
+    pvm_pkulong pvm_upkulong c_ulong, u64, pack::pack, pack::unpack;
+    pvm_pkshort pvm_upkshort c_short, i16, pack::pack, pack::unpack;
+    pvm_pkushort pvm_upkushort c_ushort, u16, pack::pack, pack::unpack;
+}
+
+/// Packs a string.
+///
+/// # Safety
+/// `text` is null or a string.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn pvm_pkstr(text: *const c_char) -> c_int {
+    // SAFETY: by this function's contract.
+    let text = unsafe { Text::new(text) };
+    answer("pvm_pkstr", text.and_then(|text| zero(pack::pack_str(lock().send_buffer()?, text.bytes()))))
+}
+
+/// Unpacks a string with its NUL.
+///
+/// # Safety
+/// `place` is null or has room for it.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn pvm_upkstr(place: *mut c_char) -> c_int {
+    let unpack = || {
+        let text = pack::unpack_str(lock().receive_buffer()?)?;
+        if place.is_null() {
+            return Err(PvmError::BadParam);
+        }
+        // SAFETY: by this function's contract.
+        unsafe { put_string(place, &text) };
+        Ok(0)
+    };
+    answer("pvm_upkstr", unpack())
+}
+
+/// Unpacks a string into memory that the caller frees with `free`.
+///
+/// # Safety
+/// `place` is null or good for one pointer.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn pvmupkstralloc(place: *mut *mut c_char) -> c_int {
+    let unpack = || {
+        let text = pack::unpack_str(lock().receive_buffer()?)?;
+        if place.is_null() {
+            return Err(PvmError::BadParam);
+        }
+        // SAFETY: malloc gives room for text and NUL or null; `place` by this function's contract.
+        unsafe {
+            let copy = libc::malloc(text.len() + 1).cast::<c_char>();
+            if copy.is_null() {
+                return Err(PvmError::NoMem);
+            }
+            put_string(copy, &text);
+            *place = copy;
+        }
+        Ok(0)
+    };
+    unpack().unwrap_or_else(PvmError::code)
+}

@@ -1,0 +1,100 @@
+//! Names of reserved message tags and of error codes, as PVM prints them.
+
+const TC: [&str; 12] = [
+    "TC_CONREQ",
+    "TC_CONACK",
+    "TC_TASKEXIT",
+    "TC_NOOP",
+    "TC_OUTPUT",
+    "TC_SETTRACE",
+    "TC_SETTMASK",
+    "TC_SETTRCBUF",
+    "TC_SETTRCOPT",
+    "TC_SHMAT",
+    "TC_OUTPUTX",
+    "TC_SIBLINGS",
+];
+const SM: [&str; 17] = [
+    "SM_SPAWN",
+    "SM_EXEC",
+    "SM_EXECACK",
+    "SM_TASK",
+    "SM_CONFIG",
+    "SM_ADDHOST",
+    "SM_DELHOST",
+    "SM_ADD",
+    "SM_ADDACK",
+    "SM_NOTIFY",
+    "SM_TASKX",
+    "SM_HOSTX",
+    "SM_HANDOFF",
+    "SM_SCHED",
+    "SM_STHOST",
+    "SM_STHOSTACK",
+    "SM_STTASK",
+];
+
+/// Name of a reserved tag that tasks can meet; `None` for others.
+pub(crate) fn tag(tag: i32) -> Option<&'static str> {
+    let index = ((tag as u32) & 0xffff).checked_sub(1)? as usize;
+    match (tag as u32) >> 16 {
+        0x8003 => TC.get(index).copied(),
+        0x8004 => SM.get(index).copied(),
+        _ => None,
+    }
+}
+
+const ERRORS: [(&str, i32); 32] = [
+    ("PvmOk", 0),
+    ("PvmBadParam", -2),
+    ("PvmMismatch", -3),
+    ("PvmOverflow", -4),
+    ("PvmNoData", -5),
+    ("PvmNoHost", -6),
+    ("PvmNoFile", -7),
+    ("PvmDenied", -8),
+    ("PvmNoMem", -10),
+    ("PvmBadMsg", -12),
+    ("PvmSysErr", -14),
+    ("PvmNoBuf", -15),
+    ("PvmNoSuchBuf", -16),
+    ("PvmNullGroup", -17),
+    ("PvmDupGroup", -18),
+    ("PvmNoGroup", -19),
+    ("PvmNotInGroup", -20),
+    ("PvmNoInst", -21),
+    ("PvmHostFail", -22),
+    ("PvmNoParent", -23),
+    ("PvmNotImpl", -24),
+    ("PvmDSysErr", -25),
+    ("PvmBadVersion", -26),
+    ("PvmOutOfRes", -27),
+    ("PvmDupHost", -28),
+    ("PvmCantStart", -29),
+    ("PvmAlready", -30),
+    ("PvmNoTask", -31),
+    ("PvmNotFound", -32),
+    ("PvmExists", -33),
+    ("PvmHostrNMstr", -34),
+    ("PvmParentNotSet", -35),
+];
+
+/// The code of an error's name in the header; `None` for other words.
+pub(crate) fn error_code(name: &str) -> Option<i32> {
+    ERRORS.iter().find(|(known, _)| *known == name).map(|(_, code)| *code)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reserved_tags_have_their_names() {
+        assert_eq!(tag(sempa_proto::sm::SM_SPAWN), Some("SM_SPAWN"));
+        assert_eq!(tag(sempa_proto::sm::SM_STTASK), Some("SM_STTASK"));
+        assert_eq!(tag(0x8003_0005_u32 as i32), Some("TC_OUTPUT"));
+        assert_eq!(tag(0x8003_000c_u32 as i32), Some("TC_SIBLINGS"));
+        assert_eq!((tag(5), tag(-1), tag(0x8004_0012_u32 as i32)), (None, None, None));
+        assert_eq!((error_code("PvmDupHost"), error_code("x")), (Some(-28), None));
+    }
+}

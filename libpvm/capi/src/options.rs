@@ -1,0 +1,175 @@
+//! `pvm_getopt` and `pvm_setopt`.
+
+use crate::ask;
+use crate::data::{
+    pvmautoerr, pvmctrc, pvmdebmask, pvmfrgsiz, pvmmytid, pvmnoreset, pvmnoresetindex, pvmrescode, pvmrouteopt,
+    pvmshowtaskid, pvmtrc,
+};
+use crate::session;
+use sempa_proto::task::Sink;
+use sempa_proto::{PvmError, PvmResult, Tid};
+use std::sync::atomic::AtomicI32;
+use std::sync::atomic::Ordering::Relaxed;
+
+/// Sizes of fragments that a program may ask for.
+const FRAGMENT_MIN: i32 = 52;
+const FRAGMENT_MAX: i32 = 1 << 20;
+
+/// Where an option is kept. `None`: not an option, or not one of this platform.
+fn place(what: i32) -> Option<&'static AtomicI32> {
+    Some(match what {
+        1 => &pvmrouteopt,
+        2 => &pvmdebmask,
+        3 => &pvmautoerr,
+        4 => &pvmctrc.out_tid,
+        5 => &pvmctrc.out_tag,
+        6 => &pvmctrc.trace_tid,
+        7 => &pvmctrc.trace_tag,
+        8 => &pvmctrc.trace_buf,
+        9 => &pvmctrc.trace_opt,
+        10 => &pvmfrgsiz,
+        11 => &pvmrescode,
+        12 => &pvmtrc.out_tid,
+        13 => &pvmtrc.out_tag,
+        14 => &pvmtrc.trace_tid,
+        15 => &pvmtrc.trace_tag,
+        16 => &pvmtrc.trace_buf,
+        17 => &pvmtrc.trace_opt,
+        18 => &pvmshowtaskid,
+        21 => &pvmctrc.out_ctx,
+        22 => &pvmctrc.trace_ctx,
+        23 => &pvmtrc.out_ctx,
+        24 => &pvmtrc.trace_ctx,
+        25 => &pvmnoreset,
+        _ => return None,
+    })
+}
+
+/// The value of an option.
+///
+/// # Errors
+/// `BadParam` for what is not one.
+pub(crate) fn get(what: i32) -> PvmResult<i32> {
+    place(what).map(|place| place.load(Relaxed)).ok_or(PvmError::BadParam)
+}
+
+/// Sets an option and answers its value before.
+///
+/// # Errors
+/// `BadParam` for what is not an option or not a value of it, `NotImpl` for what cannot be set here.
+pub(crate) fn set(what: i32, value: i32) -> PvmResult<i32> {
+    if matches!(what, 19 | 20 | 23 | 24) {
+        return Err(PvmError::NotImpl);
+    }
+    let place = place(what).ok_or(PvmError::BadParam)?;
+    let before = place.load(Relaxed);
+    let good = match what {
+        1 => (1..=3).contains(&value),
+        9 | 17 => (1..=3).contains(&value),
+        10 => (FRAGMENT_MIN..=FRAGMENT_MAX).contains(&value),
+        4 => sink_good(value, &pvmtrc.out_tid, &pvmtrc.out_tag, &pvmctrc.out_tag),
+        6 => sink_good(value, &pvmtrc.trace_tid, &pvmtrc.trace_tag, &pvmctrc.trace_tag),
+        5 => code_good(value, &pvmctrc.out_tid, &pvmtrc.out_tag),
+        7 => code_good(value, &pvmctrc.trace_tid, &pvmtrc.trace_tag),
+        21 => code_good(value, &pvmctrc.out_tid, &pvmtrc.out_ctx),
+        22 => code_good(value, &pvmctrc.trace_tid, &pvmtrc.trace_ctx),
+        12..=15 => {
+            set_own(what, value)?;
+            return Ok(before);
+        }
+        25 => {
+            set_no_reset(value)?;
+            return Ok(before);
+        }
+        _ => true,
+    };
+    if !good {
+        return Err(PvmError::BadParam);
+    }
+    place.store(value, Relaxed);
+    Ok(before)
+}
+
+/// Output or trace of children may go nowhere, to this task, or to where this task's own goes; to the last only while
+/// the tags agree, because a foreign collector knows only its own tag.
+fn sink_good(tid: i32, own_tid: &AtomicI32, own_tag: &AtomicI32, tag: &AtomicI32) -> bool {
+    tid == 0
+        || (tid > 0 && tid == pvmmytid.load(Relaxed))
+        || (tid == own_tid.load(Relaxed) && tag.load(Relaxed) == own_tag.load(Relaxed))
+}
+
+/// A tag or context is free unless the messages go to a foreign collector.
+fn code_good(code: i32, tid: &AtomicI32, own_code: &AtomicI32) -> bool {
+    let tid = tid.load(Relaxed);
+    tid <= 0 || tid == pvmmytid.load(Relaxed) || code == own_code.load(Relaxed)
+}
+
+/// Where this task's own output or trace goes. Output is moved by the daemon, which holds the other end of the pipe.
+fn set_own(what: i32, value: i32) -> PvmResult<()> {
+    session::runtime()?;
+    let (own, children) = if what < 14 {
+        ([&pvmtrc.out_tid, &pvmtrc.out_ctx, &pvmtrc.out_tag], [&pvmctrc.out_tid, &pvmctrc.out_ctx, &pvmctrc.out_tag])
+    } else {
+        (
+            [&pvmtrc.trace_tid, &pvmtrc.trace_ctx, &pvmtrc.trace_tag],
+            [&pvmctrc.trace_tid, &pvmctrc.trace_ctx, &pvmctrc.trace_tag],
+        )
+    };
+    let [tid, ctx, tag] = own.map(|place| place.load(Relaxed));
+    let is_tid = matches!(what, 12 | 14);
+    if !is_tid && tid <= 0 {
+        return Err(PvmError::BadParam);
+    }
+    let (new_tid, new_tag) = if is_tid { (value, tag) } else { (tid, value) };
+    if what < 14 && (new_tid > 0 || tid > 0) {
+        ask::set_output(Sink { tid: Tid::from_raw(new_tid.max(0)), ctx, tag: new_tag })?;
+    }
+    for (place, value) in own.iter().chain(&children).zip([new_tid, ctx, new_tag].into_iter().cycle()) {
+        place.store(value, Relaxed);
+    }
+    Ok(())
+}
+
+/// A reset spares the tasks in a class of the mailbox.
+fn set_no_reset(value: i32) -> PvmResult<()> {
+    let wanted = value != 0;
+    if wanted && session::lock().connected().is_none() {
+        return Err(PvmError::BadParam);
+    }
+    let index = pvmnoresetindex.load(Relaxed);
+    if wanted && index < 0 {
+        pvmnoresetindex.store(ask::put_own_tid(sempa_proto::sm::NO_RESET_CLASS)?, Relaxed);
+    }
+    if !wanted && index >= 0 {
+        ask::delete(sempa_proto::sm::NO_RESET_CLASS.to_string(), index)?;
+        pvmnoresetindex.store(-1, Relaxed);
+    }
+    pvmnoreset.store(i32::from(wanted), Relaxed);
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn options_take_only_their_values() {
+        assert_eq!(get(1), Ok(2));
+        assert_eq!(set(1, 3), Ok(2));
+        assert_eq!(set(1, 4), Err(PvmError::BadParam));
+        assert_eq!(set(1, 2), Ok(3));
+        assert_eq!(set(10, 51), Err(PvmError::BadParam));
+        assert_eq!(set(10, 52), Ok(4080));
+        assert_eq!(set(10, 4080), Ok(52));
+        assert_eq!(
+            (get(19), set(19, 1), set(23, 0)),
+            (Err(PvmError::BadParam), Err(PvmError::NotImpl), Err(PvmError::NotImpl))
+        );
+        assert_eq!(
+            (get(0), get(26), get(-1)),
+            (Err(PvmError::BadParam), Err(PvmError::BadParam), Err(PvmError::BadParam))
+        );
+        assert_eq!(set(4, 0x40001), Err(PvmError::BadParam));
+        assert_eq!(set(25, 1), Err(PvmError::BadParam));
+    }
+}

@@ -1,0 +1,184 @@
+//! Printing what children write (`pvm_catchout`).
+
+use crate::control::TC_OUTPUT;
+use crate::data::{pvmctrc, pvmmytid, pvmshowtaskid, pvmtrc};
+use crate::memory::Stream;
+use crate::session::{self, Session};
+use sempa_proto::body::Unpacker;
+use sempa_proto::message::CTX_TASK_CONTROL;
+use sempa_proto::{PvmResult, Tid};
+use std::collections::BTreeMap;
+use std::sync::atomic::Ordering::Relaxed;
+
+/// Marks in output messages: the task's output has ended.
+const MARK_EOF: i32 = 0;
+/// A spawn was asked for.
+const MARK_SPAWN: i32 = -1;
+/// The task exists.
+const MARK_NEW: i32 = -2;
+/// Unfinished line of a task at most; a longer one is printed in pieces.
+pub(crate) const LINE_BYTES_MAX: usize = 64 << 10;
+
+#[derive(Debug, Default)]
+struct Writer {
+    begun: bool,
+    spawn_seen: bool,
+    ended: bool,
+    line: Vec<u8>,
+}
+
+/// The tasks whose output is caught, and where it goes.
+#[derive(Default)]
+pub(crate) struct Catch {
+    stream: Option<Stream>,
+    writers: BTreeMap<i32, Writer>,
+}
+
+impl Catch {
+    /// True when children of this task may still write.
+    pub(crate) fn waits(&self) -> bool {
+        self.stream.is_some() && self.writers.values().any(|writer| !writer.ended)
+    }
+
+    /// True when output is caught at all.
+    pub(crate) fn is_on(&self) -> bool {
+        self.stream.is_some()
+    }
+
+    /// Output of these tasks will come, and their end will be told.
+    pub(crate) fn expect(&mut self, tids: &[Tid]) {
+        for tid in tids {
+            self.writers.entry(tid.raw()).or_default().spawn_seen = true;
+        }
+    }
+
+    /// Takes one output message and answers what is to be printed.
+    fn take(&mut self, mut body: Unpacker, show: bool) -> PvmResult<Vec<u8>> {
+        let (tid, mark) = (body.int()?, body.int()?);
+        let mut text = Vec::new();
+        let mut line = |words: &[u8]| {
+            if show {
+                text.extend_from_slice(format!("[t{tid:x}] ").as_bytes());
+            }
+            text.extend_from_slice(words);
+            text.push(b'\n');
+        };
+        let writer = self.writers.entry(tid).or_default();
+        if !writer.begun && mark != MARK_EOF && mark != MARK_SPAWN {
+            writer.begun = true;
+            if show {
+                line(b"BEGIN");
+            }
+        }
+        match mark {
+            MARK_SPAWN => writer.spawn_seen = true,
+            MARK_NEW => (),
+            MARK_EOF => {
+                if !writer.line.is_empty() {
+                    line(&std::mem::take(&mut writer.line));
+                }
+                if show && !writer.ended {
+                    line(b"EOF");
+                }
+                writer.ended = true;
+            }
+            count => {
+                let bytes = body.bytes(usize::try_from(count).map_err(|_| sempa_proto::PvmError::BadMsg)?)?;
+                for byte in bytes {
+                    if byte == b'\n' || writer.line.len() >= LINE_BYTES_MAX {
+                        line(&std::mem::take(&mut writer.line));
+                    }
+                    if byte != b'\n' {
+                        writer.line.push(byte);
+                    }
+                }
+            }
+        }
+        // The marks come from two daemons in any order; a task is over when both have been seen.
+        if writer.ended && writer.spawn_seen {
+            self.writers.remove(&tid);
+        }
+        Ok(text)
+    }
+}
+
+/// An output message has arrived.
+pub(crate) fn take(body: Unpacker) {
+    let mut session = session::lock();
+    let show = pvmshowtaskid.load(Relaxed) != 0;
+    if let (Some(stream), Ok(text)) = (session.catch.stream, session.catch.take(body, show))
+        && !text.is_empty()
+    {
+        drop(session);
+        stream.write(&text);
+    }
+}
+
+/// Children spawned from now on have their output printed on `stream`; with `None` it goes where this task's own goes.
+pub(crate) fn catch(session: &mut Session, stream: Option<Stream>) {
+    match stream {
+        Some(_) => {
+            pvmctrc.out_tid.store(pvmmytid.load(Relaxed), Relaxed);
+            pvmctrc.out_ctx.store(CTX_TASK_CONTROL, Relaxed);
+            pvmctrc.out_tag.store(TC_OUTPUT, Relaxed);
+            session.catch.stream = stream;
+        }
+        None => {
+            pvmctrc.out_tid.store(pvmtrc.out_tid.load(Relaxed), Relaxed);
+            pvmctrc.out_ctx.store(pvmtrc.out_ctx.load(Relaxed), Relaxed);
+            pvmctrc.out_tag.store(pvmtrc.out_tag.load(Relaxed), Relaxed);
+        }
+    }
+}
+
+/// True when the output of spawned tasks comes to this one to be printed.
+pub(crate) fn catches_children() -> bool {
+    let me = pvmmytid.load(Relaxed);
+    me > 0 && pvmctrc.out_tid.load(Relaxed) == me && pvmctrc.out_tag.load(Relaxed) == TC_OUTPUT
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use sempa_proto::body::{Encoding, Packer};
+
+    fn message(words: &[i32], data: &[u8]) -> Unpacker {
+        let mut body = Packer::new(Encoding::Xdr);
+        body.items(words.iter().copied()).bytes(data);
+        Unpacker::xdr(body.finish())
+    }
+
+    fn said(catch: &mut Catch, words: &[i32], data: &[u8], show: bool) -> String {
+        String::from_utf8(catch.take(message(words, data), show).expect("a good message")).expect("text")
+    }
+
+    #[test]
+    fn lines_carry_the_task_and_a_last_line_is_completed() {
+        let mut catch = Catch::default();
+        assert_eq!(said(&mut catch, &[0x800c2, -1, 0x40001], b"", true), "");
+        assert_eq!(said(&mut catch, &[0x800c2, -2, 0x40001], b"", true), "[t800c2] BEGIN\n");
+        assert_eq!(said(&mut catch, &[0x800c2, 5], b"a\nb\nc", true), "[t800c2] a\n[t800c2] b\n");
+        assert_eq!(said(&mut catch, &[0x800c2, 1], b"d", true), "");
+        assert_eq!(said(&mut catch, &[0x800c2, 0], b"", true), "[t800c2] cd\n[t800c2] EOF\n");
+        assert!(catch.writers.is_empty());
+    }
+
+    #[test]
+    fn without_task_ids_only_the_text_is_printed() {
+        let mut catch = Catch::default();
+        assert_eq!(said(&mut catch, &[0x800c2, -2, 0x40001], b"", false), "");
+        assert_eq!(said(&mut catch, &[0x800c2, 3], b"a\nb", false), "a\n");
+        assert_eq!(said(&mut catch, &[0x800c2, 0], b"", false), "b\n");
+    }
+
+    #[test]
+    fn the_marks_of_a_task_may_come_in_any_order() {
+        let mut catch = Catch::default();
+        said(&mut catch, &[0x800c2, 2], b"x\n", true);
+        said(&mut catch, &[0x800c2, 0], b"", true);
+        assert!(!catch.writers.is_empty(), "the spawn mark is still to come");
+        said(&mut catch, &[0x800c2, -1, 0x40001], b"", true);
+        assert!(catch.writers.is_empty());
+        assert!(catch.take(message(&[0x800c2, i32::MAX], b""), true).is_err());
+    }
+}

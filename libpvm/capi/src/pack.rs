@@ -1,0 +1,473 @@
+//! Packing and unpacking of arrays, strings and whole messages (`pvm_pk*`, `pvm_upk*`).
+
+use crate::buffers::{BODY_BYTES_MAX, Buffer, Enc, Piece};
+use crate::memory::{Span, Strided};
+use bytes::Bytes;
+use sempa_proto::{Message, PvmError, PvmResult, Tid};
+
+/// Words in front of a message that is packed as an item.
+const HEAD_WORDS: usize = 8;
+/// Bytes of a type word plus the count in a user trace event.
+const EVENT_MARK: i32 = -9;
+/// Number of the event `user_defined`, as a plain record.
+const EVENT_USER: i32 = 108;
+
+/// A number, or a pair of them, that can be packed.
+pub(crate) trait Wire: Copy {
+    /// Bytes in XDR.
+    const XDR_BYTES: usize;
+    /// Type code in user trace events.
+    const TRACE_TYPE: i32;
+    /// Appends the value in XDR.
+    fn put(self, out: &mut Vec<u8>);
+    /// Reads the value from exactly `XDR_BYTES` bytes.
+    fn get(bytes: &[u8]) -> Self;
+}
+
+macro_rules! wire {
+    ($($t:ty as $wide:ty, $bytes:literal, $trace:literal;)*) => {$(
+        impl Wire for $t {
+            const XDR_BYTES: usize = $bytes;
+            const TRACE_TYPE: i32 = $trace;
+            fn put(self, out: &mut Vec<u8>) {
+                out.extend_from_slice(&<$wide>::from(self).to_be_bytes());
+            }
+            fn get(bytes: &[u8]) -> $t {
+                // A value that was packed as a wider type keeps its low bits.
+                <$wide>::from_be_bytes(bytes.try_into().expect("the caller gives XDR_BYTES bytes")) as $t
+            }
+        }
+    )*};
+}
+
+wire! {
+    i16 as i32, 4, 10;
+    u16 as u32, 4, 11;
+    i32 as i32, 4, 6;
+    u32 as u32, 4, 7;
+    i64 as i64, 8, 8;
+    u64 as u64, 8, 9;
+    f32 as f32, 4, 5;
+    f64 as f64, 8, 4;
+}
+
+macro_rules! pairs {
+    ($($t:ty, $trace:literal;)*) => {$(
+        impl Wire for [$t; 2] {
+            const XDR_BYTES: usize = 2 * <$t>::XDR_BYTES;
+            const TRACE_TYPE: i32 = $trace;
+            fn put(self, out: &mut Vec<u8>) {
+                self[0].put(out);
+                self[1].put(out);
+            }
+            fn get(bytes: &[u8]) -> [$t; 2] {
+                let (re, im) = bytes.split_at(<$t>::XDR_BYTES);
+                [<$t>::get(re), <$t>::get(im)]
+            }
+        }
+    )*};
+}
+
+pairs! {
+    f32, 2;
+    f64, 3;
+}
+
+fn pad(out: &mut Vec<u8>, len: usize) {
+    out.resize(out.len() + len.next_multiple_of(4) - len, 0);
+}
+
+fn room(out: &[u8], more: usize) -> PvmResult<()> {
+    if out.len().saturating_add(more) > BODY_BYTES_MAX { Err(PvmError::NoMem) } else { Ok(()) }
+}
+
+/// In front of the data of one pack call in a user trace event: type and count.
+fn trace_item(out: &mut Vec<u8>, kind: i32, count: usize) {
+    (kind | 0x80).put(out);
+    (count as i32).put(out);
+}
+
+/// Begins a user trace event: marker, number, name, time.
+pub(crate) fn begin_trace_event(buffer: &mut Buffer, seconds: i32, micros: i32) {
+    if let Ok(out) = buffer.open() {
+        EVENT_MARK.put(out);
+        EVENT_USER.put(out);
+        let name = b"user_defined\0";
+        (name.len() as i32).put(out);
+        out.extend_from_slice(name);
+        pad(out, name.len());
+        seconds.put(out);
+        micros.put(out);
+    }
+}
+
+fn in_place<T: Copy>(pieces: &mut Vec<Piece>, items: &Strided<T>) -> PvmResult<()> {
+    if items.stride() != 1 {
+        return Err(PvmError::NotImpl);
+    }
+    if items.len() > 0 {
+        pieces.push(Piece::There(Span::of(items)));
+    }
+    Ok(())
+}
+
+/// Packs numbers or pairs.
+///
+/// # Errors
+/// `NotImpl` for strides in place, `BadMsg` when the buffer cannot be packed into, `NoMem` when it gets too long.
+pub(crate) fn pack<T: Wire>(buffer: &mut Buffer, items: &Strided<T>) -> PvmResult<()> {
+    if let Some(pieces) = buffer.pieces() {
+        return in_place(pieces, items);
+    }
+    if items.len() == 0 {
+        return Ok(());
+    }
+    let enc = buffer.enc;
+    let out = buffer.open()?;
+    room(out, items.len().saturating_mul(T::XDR_BYTES.max(size_of::<T>())))?;
+    match enc {
+        Enc::Raw => items.append_raw(out),
+        _ => {
+            if enc == Enc::Trace {
+                trace_item(out, T::TRACE_TYPE, items.len());
+            }
+            out.reserve(items.len() * T::XDR_BYTES);
+            (0..items.len()).for_each(|i| items.get(i).put(out));
+        }
+    }
+    Ok(())
+}
+
+/// Packs bytes; in XDR padded per call.
+///
+/// # Errors
+/// As [`pack`].
+pub(crate) fn pack_bytes(buffer: &mut Buffer, items: &Strided<u8>) -> PvmResult<()> {
+    if let Some(pieces) = buffer.pieces() {
+        return in_place(pieces, items);
+    }
+    if items.len() == 0 {
+        return Ok(());
+    }
+    let enc = buffer.enc;
+    let out = buffer.open()?;
+    room(out, items.len().saturating_add(16))?;
+    if enc == Enc::Trace {
+        trace_item(out, 1, items.len());
+    }
+    items.append_raw(out);
+    if enc != Enc::Raw {
+        pad(out, items.len());
+    }
+    Ok(())
+}
+
+/// Packs a string: its length with the NUL, then the characters and the NUL.
+///
+/// # Errors
+/// As [`pack`]; `NotImpl` in place.
+pub(crate) fn pack_str(buffer: &mut Buffer, text: &[u8]) -> PvmResult<()> {
+    if buffer.pieces().is_some() {
+        return Err(PvmError::NotImpl);
+    }
+    let enc = buffer.enc;
+    let out = buffer.open()?;
+    let len = text.len() + 1;
+    room(out, len.saturating_add(16))?;
+    match enc {
+        Enc::Raw => out.extend_from_slice(&(len as i32).to_ne_bytes()),
+        Enc::Trace => {
+            // A string in a trace event carries no length and no NUL of its own.
+            trace_item(out, 12, text.len());
+            out.extend_from_slice(text);
+            pad(out, text.len());
+            return Ok(());
+        }
+        _ => (len as i32).put(out),
+    }
+    out.extend_from_slice(text);
+    out.push(0);
+    if enc != Enc::Raw {
+        pad(out, len);
+    }
+    Ok(())
+}
+
+/// Packs by value what an in-place buffer could not keep a pointer to (plain items of `pvm_packf`).
+///
+/// # Errors
+/// As [`pack`].
+pub(crate) fn pack_value<T: Wire>(buffer: &mut Buffer, value: T) -> PvmResult<()> {
+    let items = [value];
+    let items = Strided::of(&items);
+    match buffer.pieces() {
+        Some(pieces) => {
+            let mut bytes = Vec::new();
+            items.append_raw(&mut bytes);
+            pieces.push(Piece::Here(bytes));
+            Ok(())
+        }
+        None => pack(buffer, &items),
+    }
+}
+
+/// Packs a string for `pvm_packf`, which accepts it in place too: length and characters are copied.
+///
+/// # Errors
+/// As [`pack`].
+pub(crate) fn pack_str_value(buffer: &mut Buffer, text: &[u8]) -> PvmResult<()> {
+    let Some(pieces) = buffer.pieces() else { return pack_str(buffer, text) };
+    let mut bytes = (text.len() as i32 + 1).to_ne_bytes().to_vec();
+    bytes.extend_from_slice(text);
+    bytes.push(0);
+    pieces.push(Piece::Here(bytes));
+    Ok(())
+}
+
+fn readable(buffer: &Buffer) -> PvmResult<()> {
+    match buffer.enc {
+        Enc::Alien(_) | Enc::InPlace => Err(PvmError::BadMsg),
+        Enc::Xdr | Enc::Raw | Enc::Trace => Ok(()),
+    }
+}
+
+fn take<'a>(bytes: &'a [u8], position: &mut usize, len: usize) -> PvmResult<&'a [u8]> {
+    let end = position.checked_add(len).ok_or(PvmError::NoData)?;
+    let taken = bytes.get(*position..end).ok_or(PvmError::NoData)?;
+    *position = end;
+    Ok(taken)
+}
+
+/// Unpacks numbers or pairs into the program's array. Elements read before the end of the message stay there.
+///
+/// # Errors
+/// `NoData` past the end, `BadMsg` when the buffer cannot be read.
+pub(crate) fn unpack<T: Wire>(buffer: &mut Buffer, items: &Strided<T>) -> PvmResult<()> {
+    if items.len() == 0 {
+        return Ok(());
+    }
+    readable(buffer)?;
+    let size = if buffer.enc == Enc::Raw { size_of::<T>() } else { T::XDR_BYTES };
+    let rest = buffer.bytes().get(buffer.position..).unwrap_or_default();
+    let whole = (rest.len() / size).min(items.len());
+    if buffer.enc == Enc::Raw {
+        items.fill_raw(&rest[..whole * size]);
+    } else {
+        for (i, chunk) in rest.chunks_exact(size).take(whole).enumerate() {
+            items.set(i, T::get(chunk));
+        }
+    }
+    buffer.position += whole * size;
+    if whole < items.len() { Err(PvmError::NoData) } else { Ok(()) }
+}
+
+/// Unpacks bytes with the padding of one call. Bytes of machines with another layout can be read too.
+///
+/// # Errors
+/// As [`unpack`].
+pub(crate) fn unpack_bytes(buffer: &mut Buffer, items: &Strided<u8>) -> PvmResult<()> {
+    if items.len() == 0 {
+        return Ok(());
+    }
+    if buffer.enc == Enc::InPlace {
+        return Err(PvmError::BadMsg);
+    }
+    let padded = matches!(buffer.enc, Enc::Xdr | Enc::Trace);
+    let rest = buffer.bytes().get(buffer.position..).unwrap_or_default();
+    let got = items.fill_raw(&rest[..rest.len().min(items.len())]);
+    let step = if padded { got.next_multiple_of(4) } else { got };
+    buffer.position += step.min(rest.len());
+    if got < items.len() { Err(PvmError::NoData) } else { Ok(()) }
+}
+
+fn read_int(buffer: &Buffer, position: &mut usize) -> PvmResult<i32> {
+    let word = take(buffer.bytes(), position, 4)?.try_into().expect("four bytes were taken");
+    Ok(if buffer.enc == Enc::Raw { i32::from_ne_bytes(word) } else { i32::from_be_bytes(word) })
+}
+
+/// Unpacks a string, without its NUL. Nothing is consumed when it is not whole.
+///
+/// # Errors
+/// `NoData` past the end, `BadMsg` when the length is impossible or the buffer cannot be read.
+pub(crate) fn unpack_str(buffer: &mut Buffer) -> PvmResult<Vec<u8>> {
+    readable(buffer)?;
+    let mut position = buffer.position;
+    let len = usize::try_from(read_int(buffer, &mut position)?).map_err(|_| PvmError::BadMsg)?;
+    let padded = if buffer.enc == Enc::Raw { len } else { len.next_multiple_of(4) };
+    let text = take(buffer.bytes(), &mut position, padded)?;
+    let end = text[..len].iter().position(|b| *b == 0).unwrap_or(len);
+    let text = text[..end].to_vec();
+    buffer.position = position;
+    Ok(text)
+}
+
+/// Packs a message with its header as one item (`pvm_pkmesg`).
+///
+/// # Errors
+/// As [`pack`].
+pub(crate) fn pack_message(buffer: &mut Buffer, message: &Message) -> PvmResult<()> {
+    let len = message.body.len() as i32;
+    let words: [i32; HEAD_WORDS] =
+        [len, message.ctx, message.tag, message.wid, message.enc, 0, message.src.raw(), message.dst.raw()];
+    for word in words {
+        pack_value(buffer, word)?;
+    }
+    pack_value(buffer, len)?;
+    match buffer.pieces() {
+        Some(pieces) => pieces.push(Piece::Here(message.body.to_vec())),
+        None => pack_bytes(buffer, &Strided::of(&message.body))?,
+    }
+    Ok(())
+}
+
+/// Unpacks a message that [`pack_message`] packed; it may be in several fragments.
+///
+/// # Errors
+/// As [`unpack`]; the position does not move then.
+pub(crate) fn unpack_message(buffer: &mut Buffer) -> PvmResult<Message> {
+    readable(buffer)?;
+    let mut position = buffer.position;
+    let mut words = [0; HEAD_WORDS];
+    for word in &mut words {
+        *word = read_int(buffer, &mut position)?;
+    }
+    let [len, ctx, tag, wid, enc, _crc, src, dst] = words;
+    let len = usize::try_from(len).map_err(|_| PvmError::BadMsg)?;
+    let mut body = Vec::new();
+    loop {
+        let piece = usize::try_from(read_int(buffer, &mut position)?).map_err(|_| PvmError::BadMsg)?;
+        let padded = if buffer.enc == Enc::Raw { piece } else { piece.next_multiple_of(4) };
+        body.extend_from_slice(&take(buffer.bytes(), &mut position, padded)?[..piece]);
+        if body.len() > len || (piece == 0 && body.len() < len) {
+            return Err(PvmError::BadMsg);
+        }
+        if body.len() == len {
+            break;
+        }
+    }
+    buffer.position = position;
+    let (src, dst) = (Tid::from_raw(src), Tid::from_raw(dst));
+    Ok(Message { src, dst, ctx, tag, wid, enc, body: Bytes::from(body) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn packed(enc: Enc, pack_it: impl FnOnce(&mut Buffer)) -> Buffer {
+        let mut buffer = Buffer::new(enc, 0);
+        pack_it(&mut buffer);
+        buffer
+    }
+
+    #[test]
+    fn sizes_are_those_of_pvm_but_longs_keep_their_64_bits() {
+        fn sizes<T: Wire>(value: T) -> [usize; 2] {
+            let len = |enc| packed(enc, |b| pack(b, &Strided::of(&[value; 3])).expect("fits")).len();
+            [len(Enc::Xdr), len(Enc::Raw)]
+        }
+        assert_eq!(sizes(1i16), [12, 6]);
+        assert_eq!(sizes(1u16), [12, 6]);
+        assert_eq!(sizes(1i32), [12, 12]);
+        assert_eq!(sizes(1u32), [12, 12]);
+        assert_eq!(sizes(1i64), [24, 24]);
+        assert_eq!(sizes(1u64), [24, 24]);
+        assert_eq!(sizes(1f32), [12, 12]);
+        assert_eq!(sizes(1f64), [24, 24]);
+        assert_eq!(sizes([1f32; 2]), [24, 24]);
+        assert_eq!(sizes([1f64; 2]), [48, 48]);
+        let bytes = |enc, n| packed(enc, |b| pack_bytes(b, &Strided::of(&vec![7; n])).expect("fits")).len();
+        assert_eq!((bytes(Enc::Xdr, 5), bytes(Enc::Raw, 5)), (8, 5));
+        let text = |enc| packed(enc, |b| pack_str(b, b"hello").expect("fits")).len();
+        assert_eq!((text(Enc::Xdr), text(Enc::Raw)), (12, 10));
+    }
+
+    #[test]
+    fn reading_past_the_end_keeps_what_was_read() {
+        for enc in [Enc::Xdr, Enc::Raw] {
+            let mut buffer = packed(enc, |b| pack(b, &Strided::of(&[1i32, 2])).expect("fits"));
+            let mut target = [0i32; 4];
+            assert_eq!(unpack(&mut buffer, &Strided::of_mut(&mut target)), Err(PvmError::NoData));
+            assert_eq!(target, [1, 2, 0, 0]);
+        }
+    }
+
+    #[test]
+    fn byte_items_keep_their_grouping() {
+        let mut buffer = packed(Enc::Xdr, |b| {
+            pack_bytes(b, &Strided::of(b"abc")).expect("fits");
+            pack_bytes(b, &Strided::of(b"def")).expect("fits");
+        });
+        let mut target = [0u8; 6];
+        assert_eq!(unpack_bytes(&mut buffer, &Strided::of_mut(&mut target)), Ok(()));
+        assert_eq!(&target, b"abc\0de");
+    }
+
+    #[test]
+    fn raw_data_of_another_machine_can_only_be_read_as_bytes() {
+        let message = Message {
+            src: Tid::NONE,
+            dst: Tid::NONE,
+            ctx: 0,
+            tag: 0,
+            wid: 0,
+            enc: 0x1234,
+            body: Bytes::from_static(b"12345678"),
+        };
+        let mut buffer = Buffer::of_message(message);
+        assert_eq!(unpack(&mut buffer, &Strided::of_mut(&mut [0i32])), Err(PvmError::BadMsg));
+        assert_eq!(unpack_str(&mut buffer), Err(PvmError::BadMsg));
+        let mut bytes = [0u8; 3];
+        assert_eq!(unpack_bytes(&mut buffer, &Strided::of_mut(&mut bytes)), Ok(()));
+        assert_eq!(&bytes, b"123");
+    }
+
+    #[test]
+    fn in_place_data_are_read_when_the_message_is_made() {
+        let mut data = vec![1i32, 2];
+        let items = Strided::of_mut(&mut data);
+        let mut buffer = packed(Enc::InPlace, |b| pack(b, &items).expect("stride 1"));
+        assert_eq!(buffer.len(), 0);
+        items.set(0, 9);
+        let body = buffer.wire().expect("small");
+        assert_eq!(body[..4], 9i32.to_ne_bytes());
+        assert_eq!(pack_str(&mut buffer, b"x"), Err(PvmError::NotImpl));
+        drop(data);
+    }
+
+    #[test]
+    fn a_message_travels_inside_another() {
+        let inner = Message {
+            src: Tid::from_raw(0x40001),
+            dst: Tid::from_raw(0x40002),
+            ctx: 3,
+            tag: 4,
+            wid: 5,
+            enc: sempa_proto::message::ENC_XDR,
+            body: Bytes::from_static(b"12345"),
+        };
+        for enc in [Enc::Xdr, Enc::Raw] {
+            let mut outer = packed(enc, |b| pack_message(b, &inner).expect("fits"));
+            assert_eq!(outer.len(), 32 + 4 + if enc == Enc::Xdr { 8 } else { 5 });
+            assert_eq!(unpack_message(&mut outer).as_ref(), Ok(&inner));
+            assert_eq!(unpack_message(&mut outer), Err(PvmError::NoData));
+        }
+    }
+
+    #[test]
+    fn hostile_lengths_inside_a_message_are_errors() {
+        let mut buffer = packed(Enc::Xdr, |b| pack(b, &Strided::of(&[i32::MAX])).expect("fits"));
+        assert_eq!(unpack_str(&mut buffer), Err(PvmError::NoData));
+        let mut buffer = packed(Enc::Xdr, |b| pack(b, &Strided::of(&[-1])).expect("fits"));
+        assert_eq!(unpack_str(&mut buffer), Err(PvmError::BadMsg));
+        let mut buffer = packed(Enc::Xdr, |b| pack(b, &Strided::of(&[9, 0, 0, 0, 0, 0, 0, 0, 0])).expect("fits"));
+        assert_eq!(unpack_message(&mut buffer), Err(PvmError::BadMsg));
+    }
+
+    #[test]
+    fn a_user_trace_event_begins_with_36_bytes() {
+        let mut buffer = Buffer::new(Enc::Trace, 0);
+        begin_trace_event(&mut buffer, 1, 2);
+        assert_eq!(buffer.len(), 36);
+    }
+}

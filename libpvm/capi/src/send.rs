@@ -1,0 +1,122 @@
+//! Sending to one task or many.
+
+use crate::buffers::{Buffer, Enc};
+use crate::data::{pvmmyctx, pvmrescode};
+use crate::receive;
+use crate::session;
+use bytes::Bytes;
+use libpvm::Runtime;
+use sempa_proto::message::DSIG_X86_64;
+use sempa_proto::{Message, PvmError, PvmResult, Tid};
+use std::sync::atomic::Ordering::Relaxed;
+
+/// Destination and tag of a user trace event.
+const TRACE_TID: i32 = -1111;
+const TRACE_TAG: i32 = -2222;
+
+fn may_send(tid: i32, tag: i32) -> PvmResult<()> {
+    let reserved = pvmrescode.load(Relaxed) != 0;
+    let tid = Tid::from_raw(tid);
+    let good = if reserved { tid.is_task() || tid.is_daemon() } else { tid.is_task() && tag >= 0 };
+    if good { Ok(()) } else { Err(PvmError::BadParam) }
+}
+
+/// Sends the active send buffer (`pvm_send`).
+///
+/// # Errors
+/// `BadParam` for a destination that is no task or a reserved tag, `NoBuf` without a buffer, `SysErr` without a daemon.
+pub(crate) fn send(tid: i32, tag: i32) -> PvmResult<()> {
+    let rt = session::runtime()?;
+    let message = {
+        let mut session = session::lock();
+        if tid == TRACE_TID && tag == TRACE_TAG && session.send_buffer()?.enc == Enc::Trace {
+            // Nothing is traced, so the event has nowhere to go.
+            return Ok(());
+        }
+        may_send(tid, tag)?;
+        let ctx = pvmmyctx.load(Relaxed);
+        session.send_buffer()?.message(rt.tid(), Tid::from_raw(tid), ctx, tag)?
+    };
+    hand_over(&rt, message)
+}
+
+fn hand_over(rt: &Runtime, message: Message) -> PvmResult<()> {
+    rt.send(message)?;
+    take_in(rt);
+    Ok(())
+}
+
+/// Sending reads what has arrived, too, when somebody waits to see it at once.
+fn take_in(rt: &Runtime) {
+    let session = session::lock();
+    let somebody = !session.handlers.is_empty() || session.catch.is_on();
+    drop(session);
+    if somebody {
+        receive::pump(rt);
+    }
+}
+
+/// Sends the active send buffer to several tasks, once to each, never to the own task (`pvm_mcast`).
+///
+/// # Errors
+/// As [`send`]; nothing is sent when one destination is bad.
+pub(crate) fn multicast(tids: &[i32], tag: i32) -> PvmResult<()> {
+    let rt = session::runtime()?;
+    if tag < 0 && pvmrescode.load(Relaxed) == 0 {
+        return Err(PvmError::BadParam);
+    }
+    if !tids.iter().all(|tid| Tid::from_raw(*tid).is_task()) {
+        return Err(PvmError::BadParam);
+    }
+    let mut seen = std::collections::HashSet::from([rt.tid().raw()]);
+    let others: Vec<i32> = tids.iter().copied().filter(|tid| seen.insert(*tid)).collect();
+    let ctx = pvmmyctx.load(Relaxed);
+    session::lock().send_buffer()?;
+    for tid in others {
+        let message = session::lock().send_buffer()?.message(rt.tid(), Tid::from_raw(tid), ctx, tag)?;
+        rt.send(message)?;
+    }
+    take_in(&rt);
+    Ok(())
+}
+
+/// Sends an array as raw bytes beside the active send buffer (`pvm_psend`).
+///
+/// # Errors
+/// As [`send`].
+pub(crate) fn send_bytes(tid: i32, tag: i32, body: Vec<u8>) -> PvmResult<()> {
+    let rt = session::runtime()?;
+    may_send(tid, tag)?;
+    let ctx = pvmmyctx.load(Relaxed);
+    let dst = Tid::from_raw(tid);
+    hand_over(&rt, Message { src: rt.tid(), dst, ctx, tag, wid: 0, enc: DSIG_X86_64, body: Bytes::from(body) })
+}
+
+/// Bytes of one element of a data type of `pvm_psend`.
+///
+/// # Errors
+/// `NotImpl` for strings, `BadParam` for unknown types.
+pub(crate) fn type_bytes(kind: i32) -> PvmResult<usize> {
+    match kind {
+        0 => Err(PvmError::NotImpl),
+        1 => Ok(1),
+        2 | 9 => Ok(2),
+        3 | 4 | 10 => Ok(4),
+        5 | 6 | 8 | 11 => Ok(8),
+        7 => Ok(16),
+        _ => Err(PvmError::BadParam),
+    }
+}
+
+/// A copy of a buffer's content as a message, for the mailbox and for packing into others.
+///
+/// # Errors
+/// `NoSuchBuf` or `BadParam` for a number without a buffer.
+pub(crate) fn copy_of(mid: i32) -> PvmResult<Message> {
+    let mut session = session::lock();
+    let buffer: &mut Buffer = session.buffers.get_mut(mid)?;
+    let enc = if buffer.enc == Enc::InPlace { DSIG_X86_64 } else { buffer.enc.word() };
+    let body = buffer.wire()?;
+    let (src, dst) = (Tid::from_raw(buffer.src), Tid::from_raw(buffer.dst));
+    Ok(Message { src, dst, ctx: buffer.ctx, tag: buffer.tag, wid: buffer.wid, enc, body })
+}

@@ -1,0 +1,285 @@
+//! What the library knows about this process as a task: its connection, its buffers, what has arrived.
+//!
+//! One lock guards all of it. It is never held while code of the program runs (message handlers, matching functions) nor
+//! while a call waits, so such code may call the library again.
+
+use crate::abi::EMPTY_MASK;
+use crate::buffers::{Buffer, Buffers, Enc};
+use crate::data::{
+    error_text, pvm_errno, pvm_useruid, pvmautoerr, pvmctrc, pvmdebmask, pvmmyctx, pvmmydsig, pvmmyptid, pvmmytid,
+    pvmmyupid, pvmnoreset, pvmnoresetindex, pvmnsibs, pvmschedtid, pvmtrc,
+};
+use crate::env;
+use crate::handlers::Handlers;
+use crate::output::Catch;
+use crate::process;
+use crate::receive::Matcher;
+use libpvm::{EnrollError, Runtime};
+use sempa_proto::{Message, PvmError, PvmResult, Tid};
+use std::collections::VecDeque;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
+
+/// All that belongs to this process as a task.
+#[derive(Default)]
+pub(crate) struct Session {
+    runtime: Option<Runtime>,
+    /// All message buffers.
+    pub(crate) buffers: Buffers,
+    /// Active send buffer, 0 without.
+    pub(crate) sbuf: i32,
+    /// Active receive buffer, 0 without.
+    pub(crate) rbuf: i32,
+    /// Buffers of messages that wait to be received, in the order of their arrival.
+    pub(crate) arrived: VecDeque<i32>,
+    /// Message handlers of the program.
+    pub(crate) handlers: Handlers,
+    /// The program's matching function, if it set one.
+    pub(crate) matcher: Option<Matcher>,
+    /// Output of children that this task prints.
+    pub(crate) catch: Catch,
+    /// Tasks of the spawn this one belongs to.
+    pub(crate) siblings: Option<Vec<Tid>>,
+    /// Context and tag of requests to be told about the own end.
+    pub(crate) own_exit: Vec<(i32, i32)>,
+}
+
+static SESSION: LazyLock<Mutex<Session>> = LazyLock::new(|| {
+    read_environment();
+    Mutex::new(Session::default())
+});
+
+/// The session, for a moment.
+pub(crate) fn lock() -> MutexGuard<'static, Session> {
+    SESSION.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Settings that the spawning task hands down in the environment.
+fn read_environment() {
+    let number = |name: &str| env::get(name).map(|text| env::number(text.as_bytes()));
+    if let Some(ctx) = number("PVMCTX") {
+        pvmmyctx.store(ctx, Relaxed);
+    }
+    if let Some(mask) = number("PVMTASKDEBUG") {
+        pvmdebmask.store(mask, Relaxed);
+    }
+    for tracer in [&pvmtrc, &pvmctrc] {
+        tracer.set_mask(&EMPTY_MASK);
+        if let Some(mask) = env::get("PVMTMASK").filter(|mask| mask.len() + 1 == EMPTY_MASK.len()) {
+            tracer.set_mask(mask.as_bytes());
+        }
+        tracer.trace_buf.store(number("PVMTRCBUF").unwrap_or(0), Relaxed);
+        tracer.trace_opt.store(number("PVMTRCOPT").unwrap_or(0), Relaxed);
+    }
+}
+
+impl Session {
+    /// Frees a buffer; where it was active, nothing is active then.
+    ///
+    /// # Errors
+    /// As [`Buffers::remove`].
+    pub(crate) fn free(&mut self, mid: i32) -> PvmResult<()> {
+        self.unqueue(mid);
+        self.buffers.remove(mid)?;
+        if self.sbuf == mid {
+            self.sbuf = 0;
+        }
+        if self.rbuf == mid {
+            self.rbuf = 0;
+        }
+        Ok(())
+    }
+
+    /// Stores an arrived message and lets it wait behind the others.
+    ///
+    /// # Errors
+    /// As [`Buffers::add`].
+    pub(crate) fn queue(&mut self, message: Message) -> PvmResult<()> {
+        let mut buffer = Buffer::of_message(message);
+        buffer.queued = true;
+        let mid = self.buffers.add(buffer)?;
+        self.arrived.push_back(mid);
+        Ok(())
+    }
+
+    /// The message does not wait any more, if it did.
+    pub(crate) fn unqueue(&mut self, mid: i32) {
+        let Ok(buffer) = self.buffers.get_mut(mid) else { return };
+        if std::mem::take(&mut buffer.queued)
+            && let Some(place) = self.arrived.iter().position(|waiting| *waiting == mid)
+        {
+            self.arrived.remove(place);
+        }
+    }
+
+    /// Frees the active receive buffer, if there is one.
+    pub(crate) fn free_rbuf(&mut self) {
+        let mid = std::mem::take(&mut self.rbuf);
+        if mid != 0 {
+            // It may have been freed by its number meanwhile.
+            let _ = self.free(mid);
+        }
+    }
+
+    /// A new buffer of this task.
+    ///
+    /// # Errors
+    /// As [`Buffers::add`].
+    pub(crate) fn new_buffer(&mut self, enc: Enc) -> PvmResult<i32> {
+        let src = pvmmytid.load(Relaxed).max(0);
+        self.buffers.add(Buffer::new(enc, src))
+    }
+
+    /// The active send buffer.
+    ///
+    /// # Errors
+    /// `NoBuf` when there is none.
+    pub(crate) fn send_buffer(&mut self) -> PvmResult<&mut Buffer> {
+        self.buffers.get_mut(self.sbuf).map_err(|_| PvmError::NoBuf)
+    }
+
+    /// The active receive buffer.
+    ///
+    /// # Errors
+    /// `NoBuf` when there is none.
+    pub(crate) fn receive_buffer(&mut self) -> PvmResult<&mut Buffer> {
+        self.buffers.get_mut(self.rbuf).map_err(|_| PvmError::NoBuf)
+    }
+
+    /// The connection, when there is one that this process made.
+    pub(crate) fn connected(&self) -> Option<Runtime> {
+        self.runtime.as_ref().filter(|rt| rt.is_connected()).cloned()
+    }
+
+    fn enrol(&mut self) -> PvmResult<Runtime> {
+        if let Some(rt) = self.connected() {
+            return Ok(rt);
+        }
+        if let Some(lost) = self.runtime.take() {
+            let forked = pvmmyupid.load(Relaxed) != process::id();
+            if !forked {
+                say(&format!("{}\n", lost.why_lost()), true);
+            }
+            self.forget();
+            if !forked {
+                return Err(PvmError::SysErr);
+            }
+        }
+        process::prepare_for_fork();
+        let rt = libpvm::enroll().map_err(explain)?;
+        self.take_over(&rt);
+        self.runtime = Some(rt.clone());
+        Ok(rt)
+    }
+
+    fn take_over(&mut self, rt: &Runtime) {
+        pvmmytid.store(rt.tid().raw(), Relaxed);
+        pvmmyptid.store(rt.parent().raw(), Relaxed);
+        pvmmyupid.store(process::id(), Relaxed);
+        pvm_useruid.store(process::user(), Relaxed);
+        pvmmydsig.store(rt.dsig(), Relaxed);
+        pvmschedtid.store(rt.rm().map_or(0, |rm| rm.tid.raw()), Relaxed);
+        let (output, trace) = (rt.output(), rt.trace());
+        for tracer in [&pvmtrc, &pvmctrc] {
+            tracer.out_tid.store(output.tid.raw(), Relaxed);
+            tracer.out_ctx.store(output.ctx, Relaxed);
+            tracer.out_tag.store(output.tag, Relaxed);
+            tracer.trace_tid.store(trace.tid.raw(), Relaxed);
+            tracer.trace_ctx.store(trace.ctx, Relaxed);
+            tracer.trace_tag.store(trace.tag, Relaxed);
+        }
+    }
+
+    /// The process is no task any more; its buffers and what has arrived stay.
+    pub(crate) fn forget(&mut self) -> Option<Runtime> {
+        for id in [&pvmmytid, &pvmmyptid, &pvmmyupid, &pvmnsibs, &pvmnoresetindex] {
+            id.store(-1, Relaxed);
+        }
+        pvmschedtid.store(0, Relaxed);
+        pvmnoreset.store(0, Relaxed);
+        self.handlers.clear();
+        self.own_exit.clear();
+        self.siblings = None;
+        self.catch = Catch::default();
+        self.runtime.take()
+    }
+}
+
+/// What a failed enrolment says: one line, the caller's error line follows.
+fn explain(error: EnrollError) -> PvmError {
+    if matches!(error, EnrollError::Root) {
+        refuse_root();
+    }
+    if pvmautoerr.load(Relaxed) != 0 {
+        say(&format!("{error}\n"), true);
+    }
+    PvmError::SysErr
+}
+
+/// Says on standard output, as PVM does, that root needs a permission, and ends the process.
+pub(crate) fn refuse_root() -> ! {
+    use std::io::Write;
+    // Nobody left to tell when standard output is closed.
+    let _ = writeln!(std::io::stdout(), "libpvm {}: {}", who(), EnrollError::Root);
+    std::process::exit(1)
+}
+
+/// The connection of this task; enrols the process when it is not a task yet.
+///
+/// # Errors
+/// `SysErr` when no daemon takes it; a line on standard error says why.
+pub(crate) fn runtime() -> PvmResult<Runtime> {
+    lock().enrol()
+}
+
+/// `[t40002]`, or `[pid123]` while the process is no task.
+fn who() -> String {
+    match pvmmytid.load(Relaxed) {
+        -1 => format!("[pid{}]", process::id()),
+        tid => format!("[t{tid:x}]"),
+    }
+}
+
+/// Writes `libpvm [t40002] text`; with `plain` no colon stands behind the task, as in PVM's log lines.
+pub(crate) fn say(text: &str, plain: bool) {
+    let colon = if plain { "" } else { ":" };
+    process::write_stderr(format!("libpvm {}{colon} {text}", who()).as_bytes());
+}
+
+/// Sets `pvm_errno` without printing.
+pub(crate) fn set_errno(code: i32) {
+    pvm_errno.store(code, Relaxed);
+}
+
+/// The ordinary way of an error: `pvm_errno`, a line on standard error, and what `PvmAutoErr` asks for. Answers the code.
+pub(crate) fn report(place: &str, code: i32) -> i32 {
+    set_errno(code);
+    let mode = pvmautoerr.load(Relaxed);
+    if mode != 0 {
+        say(&format!("{place}(): {}\n", error_text(code).to_string_lossy()), false);
+    }
+    match mode {
+        2 => {
+            crate::leave::exit();
+            std::process::exit(code);
+        }
+        3 => std::process::abort(),
+        _ => code,
+    }
+}
+
+/// What a call answers: its value, or its error reported.
+pub(crate) fn answer(place: &str, result: PvmResult<i32>) -> i32 {
+    result.unwrap_or_else(|error| report(place, error.code()))
+}
+
+/// As [`answer`], but errors in `expected` are set without a line.
+pub(crate) fn answer_quietly(place: &str, result: PvmResult<i32>, expected: &[PvmError]) -> i32 {
+    match result {
+        Err(error) if expected.contains(&error) => {
+            set_errno(error.code());
+            error.code()
+        }
+        other => answer(place, other),
+    }
+}

@@ -1,0 +1,123 @@
+//! Starting the first daemon of a virtual machine (`pvm_start_pvmd`).
+
+// Setting the daemon free of this process, and finding where this library lies, take calls of the C library.
+#![allow(unsafe_code)]
+
+use crate::{env, process, session};
+use sempa_proto::place::Place;
+use sempa_proto::{PvmError, PvmResult};
+use std::ffi::{CStr, OsStr, OsString};
+use std::io::Read;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// How long a daemon may take until it answers.
+const START_MAX: Duration = Duration::from_secs(30);
+/// How often its socket is tried meanwhile.
+const TRY_EVERY: Duration = Duration::from_millis(10);
+
+/// Starts a daemon with these arguments, waits until it answers, and enrols.
+///
+/// # Errors
+/// `DupHost` when one answers already, `CantStart` when it does not come up, `SysErr` when it does not take this task.
+pub(crate) fn start_daemon(args: &[Vec<u8>]) -> PvmResult<()> {
+    let place = Place::of(process::user() as u32, env::get).map_err(|reason| {
+        session::say(&format!("{reason}\n"), true);
+        PvmError::CantStart
+    })?;
+    let answers = || UnixStream::connect(place.socket()).is_ok();
+    if answers() {
+        return Err(PvmError::DupHost);
+    }
+    let mut command = Command::new(program());
+    command.args(args.iter().map(|arg| OsStr::from_bytes(arg))).stdin(Stdio::null()).stdout(Stdio::piped());
+    // SAFETY: between fork and exec only calls that are safe in a child of a process with threads.
+    unsafe { command.pre_exec(set_free) };
+    let mut child = command.spawn().map_err(|error| {
+        session::say(&format!("pvmd: {error}\n"), true);
+        PvmError::CantStart
+    })?;
+    let lines = child.stdout.take();
+    // What was started first ends at once: the daemon is its child and belongs to nobody.
+    child.wait().map_err(|_| PvmError::CantStart)?;
+    let deadline = Instant::now() + START_MAX;
+    if let Some(lines) = lines {
+        wait_for_line(lines, deadline)?;
+    }
+    while !answers() {
+        if Instant::now() > deadline {
+            return Err(PvmError::CantStart);
+        }
+        std::thread::sleep(TRY_EVERY);
+    }
+    session::runtime().map(drop)
+}
+
+/// The daemon says its address in one line when it is ready; it closes its output when it fails.
+fn wait_for_line(mut lines: impl Read + std::os::fd::AsRawFd, deadline: Instant) -> PvmResult<()> {
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let mut ready = libc::pollfd { fd: lines.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+        // SAFETY: one entry, and the descriptor is open.
+        match unsafe { libc::poll(&mut ready, 1, left.as_millis() as i32) } {
+            0 => return Err(PvmError::CantStart),
+            1 => break,
+            _ => (),
+        }
+    }
+    let mut byte = [0];
+    match lines.read(&mut byte) {
+        Ok(1) => Ok(()),
+        _ => Err(PvmError::CantStart),
+    }
+}
+
+/// In the new process: its child goes on as the daemon, in a session of its own.
+fn set_free() -> std::io::Result<()> {
+    // SAFETY: plain calls without memory.
+    unsafe {
+        match libc::fork() {
+            -1 => return Err(std::io::Error::last_os_error()),
+            0 => (),
+            _ => libc::_exit(0),
+        }
+        libc::setsid();
+    }
+    Ok(())
+}
+
+/// The daemon's program: `PVM_DPATH`, else beside this library, else by PATH.
+fn program() -> OsString {
+    if let Some(path) = env::get("PVM_DPATH") {
+        return path.into();
+    }
+    let beside = library().and_then(|library| {
+        let folder = library.parent()?;
+        [folder.join("pvmd"), folder.join("../bin/pvmd")].into_iter().find(|path| path.is_file())
+    });
+    beside.map_or_else(|| "pvmd".into(), Into::into)
+}
+
+/// The file of this library.
+fn library() -> Option<PathBuf> {
+    let mut info = libc::Dl_info {
+        dli_fname: std::ptr::null(),
+        dli_fbase: std::ptr::null_mut(),
+        dli_sname: std::ptr::null(),
+        dli_saddr: std::ptr::null_mut(),
+    };
+    // SAFETY: the address lies in this library; the name stays as long as the library.
+    unsafe {
+        if libc::dladdr(library as fn() -> Option<PathBuf> as *const libc::c_void, &mut info) == 0
+            || info.dli_fname.is_null()
+        {
+            return None;
+        }
+        let name = CStr::from_ptr(info.dli_fname);
+        std::fs::canonicalize(OsStr::from_bytes(name.to_bytes())).ok()
+    }
+}
