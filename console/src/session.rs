@@ -182,11 +182,7 @@ impl<M: Machine> Session<M> {
                 let table = self.machine.hosts()?;
                 Outcome::done(format::conf(&table), json::conf(&table), false)
             }
-            Command::Delete(names) => {
-                let results = self.machine.delete(&names)?;
-                let failed = results.iter().any(Result::is_err);
-                Outcome::done(format::deleted(&names, &results), json::deleted(&names, &results), failed)
-            }
+            Command::Delete(names) => self.delete(&names)?,
             Command::Echo(words) => Outcome::text(words.join(" ") + "\n"),
             Command::Events { from, follow: false } => self.events(from)?,
             Command::Events { follow: true, .. } => Outcome::complaint(
@@ -247,6 +243,16 @@ impl<M: Machine> Session<M> {
                     outcome.complaints.push(format!("add {}: {reason}", format::line_name(line)));
                 }
             }
+        }
+        Ok(outcome)
+    }
+
+    fn delete(&self, names: &[String]) -> Result<Outcome, Error> {
+        let results = self.machine.delete(names)?;
+        let mut outcome = Outcome::done(format::deleted(names, &results), json::deleted(names, &results), false);
+        for (name, error) in names.iter().zip(&results).filter_map(|(name, result)| Some((name, result.err()?))) {
+            outcome.failed = true;
+            outcome.complaints.push(format!("delete {name}: {}", not_deleted(error)));
         }
         Ok(outcome)
     }
@@ -425,9 +431,9 @@ impl<M: Machine> Session<M> {
         let results = results?;
         text.push_str(&format::spawned(&results));
         let mut outcome = Outcome::done(text, json::spawned(&results), results.iter().any(Result::is_err));
-        if results.iter().any(|result| *result == Err(PvmError::NoFile)) {
-            outcome.complaints.push(missing(&spawn.file));
-        }
+        let errors: BTreeSet<i32> = results.iter().filter_map(|result| result.err().map(PvmError::code)).collect();
+        let errors = errors.into_iter().filter_map(PvmError::from_code);
+        outcome.complaints.extend(errors.map(|error| not_spawned(spawn, error)));
         Ok(outcome)
     }
 
@@ -481,15 +487,30 @@ pub(crate) fn version() -> Outcome {
     Outcome::text("3.4.6\n".to_string())
 }
 
-/// What to do about a program that was not found.
-fn missing(file: &str) -> String {
-    if file.contains('/') {
-        format!("spawn: there is no program {file} on the host that was to run it")
-    } else {
-        format!(
-            "spawn: {file} is not in the search path of the host that was to run it: give its full path, or the path with ep= when adding the host"
-        )
+/// What a failed `delete` means and what to do about it.
+fn not_deleted(error: PvmError) -> &'static str {
+    match error {
+        PvmError::NoHost => "there is no such host in the virtual machine; 'conf' lists them",
+        PvmError::BadParam => "the master cannot leave its virtual machine; 'halt' ends it",
+        PvmError::DupHost => "it was named twice",
+        other => other.text(),
     }
+}
+
+/// What a failed `spawn` means and what to do about it.
+fn not_spawned(spawn: &Spawn, error: PvmError) -> String {
+    let file = &spawn.file;
+    let why = match error {
+        PvmError::NoFile if file.contains('/') => "there is no such program on the host that was to run it",
+        PvmError::NoFile => {
+            "it is not in the search path of the host that was to run it: give its full path, or the path with ep= when \
+             adding the host"
+        }
+        PvmError::NoHost => "no host fits what was asked for; 'conf' lists them",
+        PvmError::OutOfRes => "the host has no room for more tasks",
+        other => other.text(),
+    };
+    format!("spawn {file}: {why}")
 }
 
 fn open_output(output: &Output) -> Result<Option<File>, String> {

@@ -53,7 +53,7 @@ impl Machine for Fake {
     }
 
     fn delete(&self, names: &[String]) -> Result<Vec<Result<(), PvmError>>, Error> {
-        Ok(names.iter().map(|_| Ok(())).collect())
+        Ok(names.iter().map(|name| if name == "nohost" { Err(PvmError::NoHost) } else { Ok(()) }).collect())
     }
 
     fn migrate(&self, tid: Tid, to: &str) -> Result<MoveReport, MigrateError> {
@@ -245,7 +245,15 @@ fn a_program_that_is_missing_is_named_with_what_to_do() {
     let outcome = session.line("spawn -> nofile");
     assert_eq!(outcome.text, "[1]\n0 successful\nNo such file\n");
     assert!(outcome.failed && !session.has_jobs());
-    assert!(outcome.complaints[0].contains("nofile is not in the search path"));
+    assert_eq!(outcome.complaints.len(), 1);
+    assert!(outcome.complaints[0].starts_with("spawn nofile: it is not in the search path"));
+}
+
+#[test]
+fn a_host_that_cannot_be_deleted_is_named_with_the_reason() {
+    let outcome = session().line("delete ha2 nohost");
+    assert!(outcome.failed && outcome.text.starts_with("1 successful\n"));
+    assert_eq!(outcome.complaints, ["delete nohost: there is no such host in the virtual machine; 'conf' lists them"]);
 }
 
 #[test]
