@@ -183,7 +183,7 @@ impl Pair {
         ];
         let (stream, decoder) = streams.control_in;
         let why = tokio::select! {
-            why = self.read_control(stream, decoder, inputs) => why,
+            why = self.read_control(connection, stream, decoder, inputs) => why,
             why = self.accept_streams(connection, inputs) => why,
             why = self.watch_lease(connection) => why,
         };
@@ -192,11 +192,20 @@ impl Pair {
     }
 
     /// Hands on control messages until the peer ends the stream.
-    async fn read_control(&self, mut stream: RecvStream, mut decoder: FrameDecoder, inputs: &Inputs) -> String {
+    async fn read_control(
+        &self,
+        connection: &Connection,
+        mut stream: RecvStream,
+        mut decoder: FrameDecoder,
+        inputs: &Inputs,
+    ) -> String {
         loop {
             let message = match read_frame(&mut stream, &mut decoder).await {
                 Ok(Some(frame)) => frame.control::<HostMsg>(),
-                Ok(None) => return "it has closed the session".into(),
+                Ok(None) => {
+                    connection.close(CLOSE_LEAVING, b"");
+                    return "it has closed the session".into();
+                }
                 Err(why) => return why,
             };
             let Ok(message) = message else { return "it sent a control message that cannot be understood".into() };
@@ -346,7 +355,7 @@ pub(crate) async fn read_frame(stream: &mut RecvStream, decoder: &mut FrameDecod
 pub(crate) fn describe(e: &quinn::ConnectionError) -> String {
     match e {
         quinn::ConnectionError::ApplicationClosed(close) => match close.error_code {
-            CLOSE_LEAVING => "it has left".into(),
+            CLOSE_LEAVING => "the session was closed in good order".into(),
             CLOSE_DUPLICATE => "it has another session with this host".into(),
             CLOSE_FORGOTTEN => "it does not count this host to its virtual machine any more".into(),
             CLOSE_SILENT => "it had heard nothing of this host for too long".into(),
