@@ -1,0 +1,137 @@
+//! Numbers out of the text of /proc files (proc(5)). Nothing is allocated; text that is not understood gives `None`.
+
+use std::str::FromStr;
+
+/// Processor time since boot, in clock ticks over all processors.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CpuTimes {
+    /// All time.
+    pub total: u64,
+    /// Time in which there was nothing to do, waiting for disks included.
+    pub idle: u64,
+}
+
+impl CpuTimes {
+    /// Share of time used since `before`, 0.0 to 1.0; `None` when no time has passed.
+    pub fn busy_since(self, before: CpuTimes) -> Option<f32> {
+        let total = self.total.checked_sub(before.total).filter(|t| *t > 0)?;
+        // Idle time of single processors was seen to run backwards a little.
+        let idle = self.idle.saturating_sub(before.idle).min(total);
+        Some((total - idle) as f32 / total as f32)
+    }
+}
+
+fn number<T: FromStr>(word: &[u8]) -> Option<T> {
+    std::str::from_utf8(word).ok()?.parse().ok()
+}
+
+fn words(line: &[u8]) -> impl Iterator<Item = &[u8]> {
+    line.split(|b| b.is_ascii_whitespace()).filter(|w| !w.is_empty())
+}
+
+fn lines(text: &[u8]) -> impl Iterator<Item = &[u8]> {
+    text.split(|b| *b == b'\n')
+}
+
+/// Times of all processors together, and how many are online, from /proc/stat.
+pub fn stat(text: &[u8]) -> Option<(CpuTimes, u32)> {
+    let mut lines = lines(text);
+    let mut fields = words(lines.next()?);
+    if fields.next()? != b"cpu" {
+        return None;
+    }
+    // user nice system idle iowait irq softirq steal; guest times behind them are part of user and nice.
+    let mut times = CpuTimes::default();
+    let mut count = 0;
+    for (i, field) in fields.take(8).enumerate() {
+        let ticks: u64 = number(field)?;
+        times.total = times.total.checked_add(ticks)?;
+        if i == 3 || i == 4 {
+            times.idle = times.idle.checked_add(ticks)?;
+        }
+        count += 1;
+    }
+    let is_cpu = |l: &&[u8]| l.starts_with(b"cpu") && l.get(3).is_some_and(u8::is_ascii_digit);
+    let cores = lines.take_while(is_cpu).count();
+    (count >= 4 && cores > 0).then_some((times, u32::try_from(cores).ok()?))
+}
+
+/// Load average over one minute and runnable threads, from /proc/loadavg.
+pub fn loadavg(text: &[u8]) -> Option<(f32, u32)> {
+    let mut fields = words(text);
+    let load1: f32 = number(fields.next()?)?;
+    let running = number(fields.nth(2)?.split(|b| *b == b'/').next()?)?;
+    (load1.is_finite() && load1 >= 0.0).then_some((load1, running))
+}
+
+/// Memory that can be had without swapping, in bytes, from /proc/meminfo.
+pub fn available_bytes(text: &[u8]) -> Option<u64> {
+    let line = lines(text).find_map(|l| l.strip_prefix(b"MemAvailable:"))?;
+    number::<u64>(words(line).next()?)?.checked_mul(1024)
+}
+
+/// Share of time in which some task waited for a processor, over ten seconds, from /proc/pressure/cpu.
+pub fn pressure(text: &[u8]) -> Option<f32> {
+    let line = lines(text).find_map(|l| l.strip_prefix(b"some "))?;
+    let percent: f32 = number(words(line).find_map(|w| w.strip_prefix(b"avg10="))?)?;
+    percent.is_finite().then_some((percent / 100.0).clamp(0.0, 1.0))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const STAT: &[u8] = b"cpu  100 20 30 800 50 0 5 5 70 0\ncpu0 50 10 15 400 25 0 5 0 0 0\n\
+        cpu1 50 10 15 400 25 0 0 5 0 0\nintr 123 4 5\nctxt 99\nprocs_running 2\n";
+
+    #[test]
+    fn fixed_files_give_their_numbers() {
+        assert_eq!(stat(STAT), Some((CpuTimes { total: 1010, idle: 850 }, 2)));
+        assert_eq!(loadavg(b"0.52 0.58 0.59 3/467 12345\n"), Some((0.52, 3)));
+        assert_eq!(available_bytes(b"MemTotal: 8 kB\nMemFree: 1 kB\nMemAvailable:    5 kB\n"), Some(5120));
+        let psi = b"some avg10=12.50 avg60=0.00 avg300=0.00 total=5\nfull avg10=99.00 avg60=0.00 avg300=0.00 total=0\n";
+        assert_eq!(pressure(psi), Some(0.125));
+    }
+
+    #[test]
+    fn busy_is_the_share_of_the_time_between() {
+        let (before, _) = stat(STAT).expect("a good file");
+        let after = CpuTimes { total: before.total + 200, idle: before.idle + 50 };
+        assert_eq!(after.busy_since(before), Some(0.75));
+        assert_eq!(before.busy_since(before), None);
+        assert_eq!(before.busy_since(after), None);
+        let backwards = CpuTimes { total: before.total + 10, idle: before.idle - 5 };
+        assert_eq!(backwards.busy_since(before), Some(1.0));
+    }
+
+    #[test]
+    fn other_text_is_not_understood() {
+        for text in
+            [&b""[..], b"\n", b"cpu", b"cpu 1 2 3", b"cpu a b c d e\ncpu0 1\n", b"cpu 1 2 3 4\nintr 1\n", b"x 1 2 3 4"]
+        {
+            assert_eq!(stat(text), None, "{text:?}");
+        }
+        for text in [&b""[..], b"0.1", b"0.1 0.1 0.1", b"0.1 0.1 0.1 x/9 1", b"nan 0 0 1/2 3", b"-1 0 0 1/2 3"] {
+            assert_eq!(loadavg(text), None, "{text:?}");
+        }
+        assert_eq!(available_bytes(b"MemAvailable: 99999999999999999999 kB"), None);
+        assert_eq!(available_bytes(b"MemAvailable: 18446744073709551615 kB"), None);
+        assert_eq!(pressure(b"some avg10=inf"), None);
+        assert_eq!(pressure(b"full avg10=1.0"), None);
+    }
+
+    proptest! {
+        #[test]
+        fn rubbish_is_survived(text in prop::collection::vec(any::<u8>(), 0..300), cut in 0..STAT.len()) {
+            stat(&text);
+            loadavg(&text);
+            available_bytes(&text);
+            pressure(&text);
+            let mixed = [&STAT[..cut], &text].concat();
+            if let Some((times, _)) = stat(&mixed) {
+                prop_assert!(times.idle <= times.total);
+            }
+        }
+    }
+}

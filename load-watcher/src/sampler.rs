@@ -1,0 +1,82 @@
+//! Takes samples of the host's load from /proc, on descriptors that stay open and into one buffer: a sample allocates
+//! nothing.
+
+use crate::proc;
+use sempa_proto::Micros;
+use sempa_proto::load::LoadSample;
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+/// Bytes of a /proc file that are looked at. In /proc/stat the processors come first; this is enough for about a
+/// thousand.
+const TEXT_BYTES_MAX: usize = 64 << 10;
+
+/// The open files and what the last sample needs to be remembered by.
+#[derive(Debug)]
+pub struct Sampler {
+    stat: File,
+    loadavg: File,
+    meminfo: File,
+    pressure: Option<File>,
+    text: Box<[u8]>,
+    before: Option<proc::CpuTimes>,
+}
+
+/// A file says something that is not understood.
+fn strange(name: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, format!("{name} cannot be understood; is this Linux's /proc?"))
+}
+
+fn open(root: &Path, name: &str) -> io::Result<File> {
+    let path = root.join(name);
+    File::open(&path).map_err(|e| io::Error::new(e.kind(), format!("{}: {e}", path.display())))
+}
+
+fn read<'a>(file: &File, text: &'a mut [u8]) -> io::Result<&'a [u8]> {
+    loop {
+        match file.read_at(text, 0) {
+            Ok(len) => return Ok(&text[..len]),
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) => return Err(e),
+        }
+    }
+}
+
+impl Sampler {
+    /// Opens the files below `root`, which is /proc but in tests. Kernels without pressure information are fine.
+    ///
+    /// # Errors
+    /// When one of `stat`, `loadavg`, `meminfo` cannot be opened.
+    pub fn open(root: &Path) -> io::Result<Sampler> {
+        Ok(Sampler {
+            stat: open(root, "stat")?,
+            loadavg: open(root, "loadavg")?,
+            meminfo: open(root, "meminfo")?,
+            pressure: open(root, "pressure/cpu").ok(),
+            text: vec![0; TEXT_BYTES_MAX].into_boxed_slice(),
+            before: None,
+        })
+    }
+
+    /// A sample, taken at `at` (time of day). `busy` is what was used since the sample before; the first one says what
+    /// the queue says.
+    ///
+    /// # Errors
+    /// When a file cannot be read or understood.
+    pub fn sample(&mut self, at: Micros) -> io::Result<LoadSample> {
+        let (times, cores) = proc::stat(read(&self.stat, &mut self.text)?).ok_or_else(|| strange("stat"))?;
+        let (load1, running) = proc::loadavg(read(&self.loadavg, &mut self.text)?).ok_or_else(|| strange("loadavg"))?;
+        let available_bytes =
+            proc::available_bytes(read(&self.meminfo, &mut self.text)?).ok_or_else(|| strange("meminfo"))?;
+        // Where pressure is switched off at boot the file is there and cannot be read.
+        let pressure = self.pressure.as_ref().and_then(|file| proc::pressure(read(file, &mut self.text).ok()?));
+        // The thread that reads is running itself.
+        let running = running.saturating_sub(1);
+        let queue = (running as f32 / cores as f32).min(1.0);
+        let busy = self.before.and_then(|before| times.busy_since(before)).unwrap_or(queue);
+        self.before = Some(times);
+        Ok(LoadSample { at, cores, running, load1, busy, available_bytes, pressure: pressure.unwrap_or(0.0) })
+    }
+}

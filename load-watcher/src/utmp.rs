@@ -1,0 +1,150 @@
+//! Login records as utmp(5) describes them: a file of records of fixed size, one per terminal, overwritten when a
+//! login ends. Pure; any bytes are accepted.
+//!
+//! Whether the process of a record still lives is not looked at: the watcher runs in a process-id namespace of its own,
+//! where these numbers mean nothing.
+
+use sempa_proto::Micros;
+use sempa_proto::load::Login;
+use std::collections::BTreeMap;
+
+/// Bytes of one record on 64-bit Linux (glibc, `struct utmp`).
+pub const RECORD_BYTES: usize = 384;
+/// Bytes of the file that are looked at: about 2,700 terminals.
+pub const FILE_BYTES_MAX: usize = RECORD_BYTES * 2731;
+
+/// `ut_type` of somebody who is logged in.
+pub const USER_PROCESS: i16 = 7;
+/// `ut_type` of a login that has ended.
+pub const DEAD_PROCESS: i16 = 8;
+
+/// What a record says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Record {
+    kind: i16,
+    login: Login,
+}
+
+fn bytes<const N: usize>(record: &[u8], at: usize) -> [u8; N] {
+    record[at..at + N].try_into().expect("the offsets lie inside a record")
+}
+
+/// A text field up to its first NUL. Control characters could play tricks on whoever prints it.
+fn text(field: &[u8]) -> String {
+    let end = field.iter().position(|b| *b == 0).unwrap_or(field.len());
+    String::from_utf8_lossy(&field[..end]).chars().map(|c| if c.is_control() { '?' } else { c }).collect()
+}
+
+/// Offsets of `struct utmp`: type 0, pid 4, line 8 (32), id 40 (4), user 44 (32), host 76 (256), exit 332, session 336,
+/// seconds 340, microseconds 344, address 348, unused 364.
+fn parse(record: &[u8]) -> Record {
+    let seconds = u64::from(u32::from_ne_bytes(bytes(record, 340)));
+    let rest = u64::from(u32::from_ne_bytes(bytes(record, 344))).min(999_999);
+    Record {
+        kind: i16::from_ne_bytes(bytes(record, 0)),
+        login: Login {
+            user: text(&record[44..76]),
+            line: text(&record[8..40]),
+            from: text(&record[76..332]),
+            at: Micros(seconds * 1_000_000 + rest),
+        },
+    }
+}
+
+/// Who is logged in according to the content of the file, earliest first. A piece of a record at the end is left out.
+///
+/// Of several records of one terminal the newest counts; of equally old ones the last.
+pub fn logins(file: &[u8]) -> Vec<Login> {
+    let mut newest: BTreeMap<String, Record> = BTreeMap::new();
+    for record in file.chunks_exact(RECORD_BYTES).map(parse) {
+        if !matches!(record.kind, USER_PROCESS | DEAD_PROCESS) {
+            continue;
+        }
+        let older = |other: &Record| other.login.at <= record.login.at;
+        if newest.get(&record.login.line).is_none_or(older) {
+            newest.insert(record.login.line.clone(), record);
+        }
+    }
+    let lasting = newest.into_values().filter(|r| r.kind == USER_PROCESS && !r.login.user.is_empty());
+    let mut logins: Vec<Login> = lasting.map(|r| r.login).collect();
+    logins.sort_by(|a, b| (a.at, &a.line).cmp(&(b.at, &b.line)));
+    logins
+}
+
+/// A record as login programs write it.
+pub fn record(kind: i16, login: &Login) -> [u8; RECORD_BYTES] {
+    let mut out = [0; RECORD_BYTES];
+    out[..2].copy_from_slice(&kind.to_ne_bytes());
+    for (at, max, text) in [(8, 32, &login.line), (44, 32, &login.user), (76, 256, &login.from)] {
+        let len = text.len().min(max);
+        out[at..at + len].copy_from_slice(&text.as_bytes()[..len]);
+    }
+    let seconds = u32::try_from(login.at.0 / 1_000_000).unwrap_or(u32::MAX);
+    out[340..344].copy_from_slice(&seconds.to_ne_bytes());
+    out[344..348].copy_from_slice(&((login.at.0 % 1_000_000) as u32).to_ne_bytes());
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn login(user: &str, line: &str, seconds: u64) -> Login {
+        Login { user: user.into(), line: line.into(), from: "10.77.0.1".into(), at: Micros::from_secs(seconds) }
+    }
+
+    #[test]
+    fn users_are_found_earliest_first() {
+        let (bob, alice) = (login("bob", "pts/1", 200), login("alice", "pts/0", 300));
+        let boot = record(2, &login("reboot", "~", 100));
+        let file = [boot, record(USER_PROCESS, &alice), record(USER_PROCESS, &bob)].concat();
+        assert_eq!(logins(&file), [bob, alice]);
+    }
+
+    #[test]
+    fn a_login_that_has_ended_is_gone_wherever_its_end_is_written() {
+        let alice = record(USER_PROCESS, &login("alice", "pts/0", 300));
+        let end = record(DEAD_PROCESS, &login("", "pts/0", 400));
+        assert_eq!(logins(&end), []);
+        assert_eq!(logins(&[alice, end].concat()), []);
+        assert_eq!(logins(&[end, alice].concat()), []);
+        // An old end on a terminal that was used again does not hide the new login.
+        let again = login("carol", "pts/0", 500);
+        assert_eq!(logins(&[record(USER_PROCESS, &again), end].concat()), [again]);
+    }
+
+    #[test]
+    fn a_piece_of_a_record_and_a_record_without_user_are_left_out() {
+        let alice = login("alice", "pts/0", 300);
+        let whole = record(USER_PROCESS, &alice);
+        assert_eq!(logins(&[&whole[..], &whole[..RECORD_BYTES - 1]].concat()), [alice]);
+        assert_eq!(logins(&record(USER_PROCESS, &login("", "pts/0", 300))), []);
+    }
+
+    #[test]
+    fn what_is_shown_holds_no_control_characters() {
+        let tricky = login("a\x1b[2J", "pts/0", 1);
+        assert_eq!(logins(&record(USER_PROCESS, &tricky))[0].user, "a?[2J");
+    }
+
+    proptest! {
+        #[test]
+        fn rubbish_is_survived(file in prop::collection::vec(any::<u8>(), 0..RECORD_BYTES * 4)) {
+            prop_assert!(logins(&file).len() <= file.len() / RECORD_BYTES);
+        }
+
+        #[test]
+        fn written_logins_are_read_back(
+            users in prop::collection::btree_map("[a-z]{1,8}/[0-9]{1,3}", ("[a-z]{1,32}", 0_u64..4_000_000_000_000_000), 0..20),
+        ) {
+            let mut expected: Vec<Login> = users
+                .into_iter()
+                .map(|(line, (user, at))| Login { user, line, from: String::new(), at: Micros(at) })
+                .collect();
+            let file: Vec<u8> = expected.iter().flat_map(|l| record(USER_PROCESS, l)).collect();
+            expected.sort_by(|a, b| (a.at, &a.line).cmp(&(b.at, &b.line)));
+            prop_assert_eq!(logins(&file), expected);
+        }
+    }
+}

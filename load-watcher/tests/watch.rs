@@ -1,0 +1,159 @@
+//! Login records in real files, noticed through the kernel; /proc in fixed and in real files.
+
+use pvm_load_watcher::owner::Records;
+use pvm_load_watcher::sampler::Sampler;
+use pvm_load_watcher::utmp::{DEAD_PROCESS, RECORD_BYTES, USER_PROCESS, record};
+use pvm_load_watcher::watch::Watch;
+use sempa_proto::Micros;
+use sempa_proto::load::Login;
+use std::fs::{self, File, OpenOptions};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+/// Long enough for a machine that does something else meanwhile.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+fn alice() -> Login {
+    Login { user: "alice".into(), line: "pts/0".into(), from: "h9".into(), at: Micros::from_secs(1000) }
+}
+
+fn write(path: &Path, kind: i16) {
+    let file = OpenOptions::new().write(true).create(true).truncate(false).open(path).expect("the test's own file");
+    file.write_all_at(&record(kind, &alice()), 0).expect("the test's own file");
+}
+
+/// Waits until the records read like this.
+fn until(watch: &mut Watch, wanted: &Records) {
+    let end = Instant::now() + PATIENCE;
+    loop {
+        let now = watch.read();
+        if now == *wanted {
+            return;
+        }
+        let left = end.saturating_duration_since(Instant::now());
+        assert!(watch.wait(left), "still {now:?}, not {wanted:?}");
+    }
+}
+
+#[test]
+fn login_and_logout_are_noticed_without_polling() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let path = dir.path().join("utmp");
+    write(&path, DEAD_PROCESS);
+    let mut watch = Watch::new(path.clone());
+    until(&mut watch, &Records::Logins(Vec::new()));
+    for _ in 0..3 {
+        write(&path, USER_PROCESS);
+        assert!(watch.wait(PATIENCE));
+        until(&mut watch, &Records::Logins(vec![alice()]));
+        write(&path, DEAD_PROCESS);
+        assert!(watch.wait(PATIENCE));
+        until(&mut watch, &Records::Logins(Vec::new()));
+    }
+    assert!(!watch.is_blind());
+}
+
+#[test]
+fn a_login_is_known_within_milliseconds() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let path = dir.path().join("utmp");
+    write(&path, DEAD_PROCESS);
+    let mut watch = Watch::new(path.clone());
+    let mut best = PATIENCE;
+    // The best of some attempts: the machine may be busy with other things.
+    for _ in 0..50 {
+        write(&path, DEAD_PROCESS);
+        until(&mut watch, &Records::Logins(Vec::new()));
+        let begin = Instant::now();
+        write(&path, USER_PROCESS);
+        until(&mut watch, &Records::Logins(vec![alice()]));
+        best = best.min(begin.elapsed());
+    }
+    assert!(best < Duration::from_millis(5), "{best:?}");
+}
+
+#[test]
+fn a_file_that_comes_later_is_replaced_or_goes_away_is_noticed() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let path = dir.path().join("utmp");
+    let mut watch = Watch::new(path.clone());
+    assert_eq!(watch.read(), Records::Missing);
+    write(&path, USER_PROCESS);
+    until(&mut watch, &Records::Logins(vec![alice()]));
+    let other = dir.path().join("other");
+    write(&other, DEAD_PROCESS);
+    fs::rename(&other, &path).expect("the test's own file");
+    until(&mut watch, &Records::Logins(Vec::new()));
+    // The new file is the one that is watched now.
+    write(&path, USER_PROCESS);
+    until(&mut watch, &Records::Logins(vec![alice()]));
+    fs::remove_file(&path).expect("the test's own file");
+    until(&mut watch, &Records::Missing);
+    write(&path, USER_PROCESS);
+    until(&mut watch, &Records::Logins(vec![alice()]));
+}
+
+#[test]
+fn a_directory_that_comes_later_is_watched_from_the_next_look_on() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let path = dir.path().join("run/utmp");
+    let mut watch = Watch::new(path.clone());
+    assert!(watch.is_blind());
+    fs::create_dir(dir.path().join("run")).expect("the test's own directory");
+    assert_eq!(watch.read(), Records::Missing);
+    assert!(!watch.is_blind());
+    write(&path, USER_PROCESS);
+    until(&mut watch, &Records::Logins(vec![alice()]));
+    fs::remove_dir_all(dir.path().join("run")).expect("the test's own directory");
+    until(&mut watch, &Records::Missing);
+    while !watch.is_blind() {
+        assert!(watch.wait(PATIENCE));
+    }
+}
+
+#[test]
+fn other_files_of_the_directory_do_not_wake_it() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let mut watch = Watch::new(dir.path().join("utmp"));
+    File::create(dir.path().join("other")).expect("the test's own file");
+    assert!(!watch.wait(Duration::ZERO));
+}
+
+#[test]
+fn records_that_cannot_be_read_say_why() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let mut watch = Watch::new(dir.path().to_path_buf());
+    assert!(matches!(watch.read(), Records::Unreadable(why) if why.contains("directory")));
+}
+
+#[test]
+fn half_a_record_is_nobody_until_it_is_whole() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let path = dir.path().join("utmp");
+    let whole = record(USER_PROCESS, &alice());
+    fs::write(&path, &whole[..RECORD_BYTES / 2]).expect("the test's own file");
+    let mut watch = Watch::new(path.clone());
+    assert_eq!(watch.read(), Records::Logins(Vec::new()));
+    fs::write(&path, whole).expect("the test's own file");
+    until(&mut watch, &Records::Logins(vec![alice()]));
+}
+
+#[test]
+fn samples_of_fixed_files_give_their_numbers_and_follow_changes() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let put = |name: &str, text: &str| fs::write(dir.path().join(name), text).expect("the test's own file");
+    put("stat", "cpu 100 0 0 100 0 0 0 0\ncpu0 1\ncpu1 1\ncpu2 1\ncpu3 1\nintr 0\n");
+    put("loadavg", "1.50 1 1 3/100 7\n");
+    put("meminfo", "MemTotal: 8 kB\nMemAvailable: 4 kB\n");
+    let mut sampler = Sampler::open(dir.path()).expect("all files are there");
+    let first = sampler.sample(Micros(5)).expect("all files are good");
+    assert_eq!((first.at, first.cores, first.running, first.load1), (Micros(5), 4, 2, 1.5));
+    assert_eq!((first.busy, first.available_bytes, first.pressure), (0.5, 4096, 0.0));
+    put("stat", "cpu 130 0 0 110 0 0 0 0\ncpu0 1\nintr 0\n");
+    let second = sampler.sample(Micros(6)).expect("all files are good");
+    assert_eq!((second.busy, second.cores), (0.75, 1));
+    put("stat", "");
+    assert!(sampler.sample(Micros(7)).is_err());
+    assert!(Sampler::open(Path::new("/nowhere")).expect_err("no files").to_string().contains("/nowhere/stat"));
+}
