@@ -17,6 +17,9 @@ pub const COMMAND_TIME: Duration = Duration::from_secs(60);
 /// How much of a host's log a failed test shows.
 const LOG_BYTES_SHOWN: usize = 16 << 10;
 
+/// How many events a failed test shows.
+const EVENTS_SHOWN: usize = 60;
+
 /// How a virtual machine is to be started.
 #[derive(Clone, Debug, Default)]
 pub struct Settings {
@@ -213,6 +216,17 @@ impl<'a> Vm<'a> {
         self.pvm(&["migrate", tid, host])
     }
 
+    /// Moves a task by hand, which has to succeed.
+    ///
+    /// # Panics
+    /// It did not; the message holds the console's words, the newest events and the logs.
+    pub fn must_migrate(&self, tid: &str, host: &str) {
+        match self.migrate(tid, host) {
+            Ok(done) if done.good() => {}
+            other => panic!("{tid} to {host}: {other:?}\n{}", self.logs()),
+        }
+    }
+
     /// Starts a move by hand and lets it go on.
     ///
     /// # Errors
@@ -241,11 +255,14 @@ impl<'a> Vm<'a> {
         programs::compile(name, &self.prefix, &self.home().join("pvm3/bin/LINUX64"))
     }
 
-    /// The daemons' logs of all hosts, for the report of a failed test.
+    /// The newest events and the daemons' logs of all hosts, for the report of a failed test.
     pub fn logs(&self) -> String {
         let uid = if self.settings.as_alice { ALICE_UID } else { 0 };
         let place = format!("/tmp/sempa-{uid}/pvm/pvml");
-        let mut all = String::new();
+        let events = self.pvm(&["events"]).map_or_else(|error| format!("{error:#}"), |done| done.out + &done.err);
+        let lines: Vec<&str> = events.lines().filter(|line| !line.contains("from a command line")).collect();
+        let newest = lines[lines.len().saturating_sub(EVENTS_SHOWN)..].join("\n");
+        let mut all = format!("--- newest events ---\n{newest}\n");
         for host in self.bed.hosts() {
             let bytes = std::fs::read(host.path(&place)).unwrap_or_else(|error| error.to_string().into_bytes());
             let text = String::from_utf8_lossy(&bytes[bytes.len().saturating_sub(LOG_BYTES_SHOWN)..]).into_owned();

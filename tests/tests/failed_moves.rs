@@ -107,8 +107,7 @@ fn a_killed_dump_leaves_the_task_at_the_source() {
         );
         lives_on(vm, &tid, "h2");
         release(bed, source);
-        let again = vm.migrate(&tid, "h3").expect("ends");
-        assert!(again.good(), "{again:?}\n{}", vm.logs());
+        vm.must_migrate(&tid, "h3");
         lives_on(vm, &tid, "h3");
     });
 }
@@ -161,7 +160,7 @@ fn a_killed_restore_leaves_the_task_at_the_source() {
         let left: Vec<_> = target.processes().into_iter().filter(|(_, line)| line.contains("hold")).collect();
         assert!(left.is_empty(), "half a copy is left: {left:?}");
         release(bed, target);
-        assert!(vm.migrate(&tid, "h3").expect("ends").good(), "{}", vm.logs());
+        vm.must_migrate(&tid, "h3");
         lives_on(vm, &tid, "h3");
     });
 }
@@ -192,7 +191,7 @@ fn a_killed_transfer_leaves_the_task_at_the_source() {
         lives_on(vm, &tid, "h2");
         sempa_tests::testbed::gone(target, "pvm-tasker", SOON).expect("the tasker ends with its daemon");
         release(bed, source);
-        assert!(vm.migrate(&tid, "h1").expect("ends").good(), "{}", vm.logs());
+        vm.must_migrate(&tid, "h1");
         lives_on(vm, &tid, "h1");
     });
 }

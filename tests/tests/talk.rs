@@ -80,8 +80,8 @@ fn nothing_is_lost_doubled_or_out_of_order_through_fifty_random_moves() {
         let (tid, host) = &mut talk.workers[who];
         let others: Vec<&str> = HOSTS.into_iter().filter(|name| name != host).collect();
         let to = others[(dice >> 40) as usize % 2];
-        let done = vm.migrate(tid, to).expect("the console ends");
-        assert!(done.good(), "move {number} of {tid} from {host} to {to}: {done:?}\n{}", vm.logs());
+        eprintln!("move {number}: {tid} from {host} to {to}");
+        vm.must_migrate(tid, to);
         *host = to.to_string();
         *moved.entry(who).or_default() += 1;
     }
@@ -100,8 +100,7 @@ fn peers_compute_and_talk_on_while_a_task_is_moved() {
     vm.add(&["h2", "h3"]).expect("the others join");
     let talk = Talk::start(&vm, &["-b", "192"]);
     let tid = talk.workers[2].0.clone();
-    let done = vm.migrate(&tid, "h1").expect("the console ends");
-    assert!(done.good(), "{done:?}\n{}", vm.logs());
+    vm.must_migrate(&tid, "h1");
     let events = vm.events().expect("the log");
     let at = |what: &str, is_it: &dyn Fn(&EventKind) -> bool| {
         events.iter().find(|entry| is_it(&entry.kind)).unwrap_or_else(|| panic!("no {what}: {events:?}")).at_us
