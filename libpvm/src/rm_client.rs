@@ -155,14 +155,11 @@ impl Runtime {
         let Some(rm) = self.rm_for(serves) else { return Ok(Asked::AskDaemon) };
         let wid = self.next_wid();
         let message = Message { src: self.tid(), dst: rm.tid, ctx: CTX_BASE, tag, wid, enc: ENC_XDR, body: pack() };
-        let _open = self.open_wid(wid);
+        let _open = self.open_question(rm.tid, tag, wid);
         self.send(message)?;
         let mut look = |core: &mut Core| {
-            // An answer with a wrong wait id is used all the same, as PVM does, unless another thread waits for it.
-            let is_answer = |m: &Message| m.src == rm.tid && m.tag == tag && (m.wid == wid || !core.is_open_wid(m.wid));
-            let found = core.inbox.iter().position(is_answer);
-            if let Some(i) = found {
-                return Some(Asked::Answer(core.inbox.remove(i).body));
+            if let Some(body) = core.take_answer(wid) {
+                return Some(Asked::Answer(body));
             }
             (Some(core.rm_deaths()) != deaths || core.is_gone(rm.tid)).then_some(Asked::AskDaemon)
         };

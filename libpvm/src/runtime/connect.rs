@@ -64,9 +64,14 @@ impl EnrollOptions {
     }
 }
 
-/// Notes that the place of the spawned process is taken.
-pub(crate) fn mark_claimed() {
-    CLAIMED.store(true, Ordering::Relaxed);
+/// Takes the place of the spawned process; false when it is taken already.
+pub(crate) fn take_claim() -> bool {
+    !CLAIMED.swap(true, Ordering::Relaxed)
+}
+
+/// Gives the place back: the daemon did not answer.
+pub(crate) fn give_claim_back() {
+    CLAIMED.store(false, Ordering::Relaxed);
 }
 
 /// Last component of argv[0].
@@ -105,7 +110,11 @@ pub(crate) fn greet(path: &Path, claim: Claim, program: &str) -> Result<Accepted
     let hello = Hello { magic: TASK_MAGIC, version: WIRE_VERSION, claim, pid, program: program.to_string() };
     let hello = encode_control(&ToDaemon::Hello(hello)).map_err(|e| io_error(io::Error::other(e)))?;
     socket.get().set_read_timeout(Some(GREETING_MAX)).map_err(io_error)?;
-    write_all(socket.get(), hello).map_err(io_error)?;
+    match write_all(socket.get(), hello) {
+        // It may have said why before it hung up.
+        Err(e) if matches!(e.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset) => {}
+        written => written.map_err(io_error)?,
+    }
     let mut decoder = FrameDecoder::new();
     let welcome = read_welcome(socket.get(), &mut decoder, path)?;
     socket.get().set_read_timeout(None).map_err(io_error)?;
@@ -138,6 +147,9 @@ fn read_welcome(mut socket: &UnixStream, decoder: &mut FrameDecoder, path: &Path
         }
         match socket.read(&mut chunk) {
             Ok(0) => return Err(io_error(io::Error::other("it hung up without an answer"))),
+            Err(e) if e.kind() == io::ErrorKind::ConnectionReset => {
+                return Err(io_error(io::Error::other("it hung up without an answer")));
+            }
             Ok(n) => decoder.push(&chunk[..n]),
             Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => {

@@ -10,7 +10,7 @@ use crate::error::EnrollError;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::SigSet;
 use sempa_proto::Micros;
-use sempa_proto::frame::from_bytes;
+use sempa_proto::frame::{FrameDecoder, from_bytes};
 use sempa_proto::task::{Claim, ResumeToken};
 use std::io;
 use std::os::fd::AsFd;
@@ -85,6 +85,8 @@ fn decide(state: &mut State, stopped: bool) -> Next {
     }
     if matches!(state.core.phase(), Phase::Quiescing(_)) && state.core.outbox.is_empty() {
         state.socket = None;
+        // Memory that need not travel.
+        state.decoder = FrameDecoder::new();
         state.core.let_go();
     }
     match state.core.phase() {

@@ -40,7 +40,16 @@ const EXIT_FLUSH_MAX: Duration = Duration::from_secs(5);
 /// # Errors
 /// See [`EnrollError`].
 pub fn enroll() -> Result<Runtime, EnrollError> {
-    Runtime::connect(EnrollOptions::from_env()?)
+    let mut options = EnrollOptions::from_env()?;
+    let claim = matches!(options.claim, Claim::Spawned { .. }).then(connect::take_claim);
+    if claim == Some(false) {
+        options.claim = Claim::New;
+    }
+    let enrolled = Runtime::connect(options);
+    if enrolled.is_err() && claim == Some(true) {
+        connect::give_claim_back();
+    }
+    enrolled
 }
 
 /// This process as a task. Clones are the same task; cheap.
@@ -103,11 +112,7 @@ impl Runtime {
     pub fn connect(options: EnrollOptions) -> Result<Runtime, EnrollError> {
         process::install_hooks();
         let EnrollOptions { socket: path, claim, program } = options;
-        let spawned = matches!(claim, Claim::Spawned { .. });
         let accepted = connect::greet(&path, claim, &program)?;
-        if spawned {
-            connect::mark_claimed();
-        }
         let welcome = accepted.welcome.clone();
         let io_error = |source| EnrollError::Io { path: path.clone(), source };
         let shared = Arc::new(Shared::new(accepted).map_err(io_error)?);
@@ -344,7 +349,9 @@ impl Runtime {
     pub fn exit(&self) -> PvmResult<()> {
         let marks = self.hand_over();
         let reply = marks.map(|marks| self.request(Request::Exit { marks }));
-        if !self.0.shared.is_foreign() {
+        if let Some(mut state) = self.lock() {
+            state.lose("this task has left the virtual machine");
+            drop(state);
             self.0.stop();
         }
         match reply? {
@@ -372,12 +379,12 @@ impl Runtime {
         }
     }
 
-    /// Notes that a thread waits for a resource manager's answer, until the guard goes.
-    pub(crate) fn open_wid(&self, wid: i32) -> OpenWid<'_> {
+    /// Notes that a thread is about to ask a resource manager, until the guard goes.
+    pub(crate) fn open_question(&self, rm: Tid, tag: i32, wid: i32) -> OpenQuestion<'_> {
         if let Some(mut state) = self.lock() {
-            state.core.open_wid(wid);
+            state.core.open_question(rm, tag, wid);
         }
-        OpenWid { runtime: self, wid }
+        OpenQuestion { runtime: self, wid }
     }
 
     pub(crate) fn look<R>(&self, f: impl FnOnce(&Core) -> R) -> Option<R> {
@@ -390,16 +397,16 @@ impl Runtime {
     }
 }
 
-/// A thread waits for an answer with this wait id.
-pub(crate) struct OpenWid<'a> {
+/// A thread waits for the answer with this wait id.
+pub(crate) struct OpenQuestion<'a> {
     runtime: &'a Runtime,
     wid: i32,
 }
 
-impl Drop for OpenWid<'_> {
+impl Drop for OpenQuestion<'_> {
     fn drop(&mut self) {
         if let Some(mut state) = self.runtime.lock() {
-            state.core.close_wid(self.wid);
+            state.core.close_question(self.wid);
         }
     }
 }

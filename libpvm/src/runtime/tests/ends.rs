@@ -8,6 +8,7 @@ use crate::inbox::Inbox;
 use crate::runtime::{EnrollOptions, Runtime};
 use nix::sys::wait::{WaitStatus, waitpid};
 use nix::unistd::{ForkResult, fork};
+use sempa_proto::frame::encode_control;
 use sempa_proto::link::WINDOW_BYTES_MAX;
 use sempa_proto::task::{Claim, LinkMark, Reply, Request, ToDaemon, ToTask};
 use sempa_proto::{PvmError, Tid};
@@ -32,6 +33,23 @@ fn a_refusal_is_handed_on() {
     fake.net().refuse = Some("the virtual machine is stopping".into());
     let refused = Runtime::connect(fake.options()).expect_err("refused");
     assert!(matches!(&refused, EnrollError::Refused(why) if why == "the virtual machine is stopping"));
+}
+
+#[test]
+fn a_daemon_that_refuses_without_listening_is_understood() {
+    let dir = tempfile::TempDir::new().expect("a directory");
+    let socket = dir.path().join("s");
+    let listener = UnixListener::bind(&socket).expect("a socket");
+    let server = thread::spawn(move || {
+        let no = encode_control(&ToTask::Refused { reason: "not you".into() }).expect("small");
+        (0..100).for_each(|_| listener.accept().expect("a caller").0.write_all(&no).expect("written"));
+    });
+    for _ in 0..100 {
+        let options = EnrollOptions { socket: socket.clone(), claim: Claim::New, program: "x".into() };
+        let error = Runtime::connect(options).expect_err("refused");
+        assert!(matches!(&error, EnrollError::Refused(why) if why == "not you"), "{error}");
+    }
+    server.join().expect("served");
 }
 
 #[test]

@@ -88,6 +88,21 @@ fn many_threads_ask_and_each_gets_its_own_answer() {
 }
 
 #[test]
+fn an_answer_is_not_taken_by_a_thread_that_receives_everything() {
+    let fake = Fake::start();
+    let (rm, task) = pair(&fake, EVERYTHING);
+    thread::scope(|scope| {
+        let spawning = scope.spawn(|| task.spawn(request()));
+        let greedy = scope.spawn(|| next(&task));
+        let asked = next(&rm);
+        answer(&rm, &asked, asked.wid, pack_tids(&[Err(PvmError::NoHost), Err(PvmError::NoHost)]));
+        assert_eq!(spawning.join().expect("ended"), Ok(vec![Err(PvmError::NoHost); 2]));
+        rm.send(message(task.tid(), 5, "for the other")).expect("sent");
+        assert_eq!(greedy.join().expect("received").tag, 5);
+    });
+}
+
+#[test]
 fn when_the_resource_manager_dies_the_daemon_is_asked() {
     let fake = Fake::start();
     let (rm, task) = pair(&fake, EVERYTHING);
