@@ -1,7 +1,7 @@
 //! The task runtime: the connection to the daemon, the links to other tasks, and the helper thread that keeps them going.
 //!
-//! All state is a value ([`core`], without any I/O) under one lock ([`shared`]). Application threads read and write the
-//! socket without waiting while they hold the lock, and otherwise wait on futexes only. A helper thread ([`helper`]) reads
+//! All state is a value (`core`, without any I/O) under one lock (`shared`). Application threads read and write the
+//! socket without waiting while they hold the lock, and otherwise wait on futexes only. A helper thread (`helper`) reads
 //! and writes while they compute, and lets go of the daemon when the task is to be moved: then every call goes on working
 //! on memory until the task is connected again, here or elsewhere.
 
