@@ -1,1 +1,7 @@
-//! x
+//! Whole virtual machines in one process, with one seed each.
+
+mod faults;
+mod hosts;
+mod moving;
+mod sim;
+mod tasks;

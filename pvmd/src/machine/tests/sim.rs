@@ -1,0 +1,837 @@
+//! A virtual machine in one process: real machines, modelled shells, taskers and task libraries, one seed.
+//!
+//! Channels between hosts keep their order and nothing else; every delay is thrown. A task is a process with real
+//! [`Link`]s that can be quiesced, stopped, carried to another host and woken by a token.
+
+use crate::machine::{ConnId, Event, HostPlan, Machine, MachineConfig, Output, StartId, StartedHost, World};
+use bytes::Bytes;
+use sempa_proto::host::{Carried, HostMsg};
+use sempa_proto::ids::RouteId;
+use sempa_proto::link::{Link, LinkEvent, LinkFrame, LinkOutput};
+use sempa_proto::message::DSIG_X86_64;
+use sempa_proto::migration::{Failure, TaskFacts, Usage};
+use sempa_proto::place::Place;
+use sempa_proto::task::{
+    Claim, Hello, LinkMark, Reply, Request, ResumeToken, RmInfo, TASK_MAGIC, ToDaemon, ToTask, Welcome,
+};
+use sempa_proto::tasker::{Capabilities, DumpReport, FromTasker, ToTasker};
+use sempa_proto::{HostId, Message, Micros, MigrationId, PvmError, RequestId, Tid, WIRE_VERSION};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::path::PathBuf;
+
+/// Time after which a run that has not come to its end is taken for stuck.
+const STUCK: Micros = Micros::from_secs(600);
+/// Time after which a silent host is taken for lost.
+const LEASE: Micros = Micros::from_millis(500);
+
+pub(super) fn host(index: u16) -> HostId {
+    HostId::new(index).expect("small")
+}
+
+/// A small generator (xorshift).
+#[derive(Debug)]
+pub(super) struct Dice(u64);
+
+impl Dice {
+    pub(super) fn roll(&mut self, below: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 % below
+    }
+}
+
+#[derive(Debug)]
+struct FakeWorld {
+    secret: i32,
+    unix: Micros,
+}
+
+impl World for FakeWorld {
+    fn find_program(&self, name: &str, _dir: Option<&str>) -> Result<PathBuf, PvmError> {
+        if name.contains("missing") { Err(PvmError::NoFile) } else { Ok(PathBuf::from(format!("/bin/{name}"))) }
+    }
+    fn work_dir(&self, dir: Option<&str>) -> PathBuf {
+        PathBuf::from(dir.unwrap_or("/home"))
+    }
+    fn base_env(&self) -> Vec<Vec<u8>> {
+        vec![b"HOME=/home".to_vec(), b"PVMEPID=7".to_vec()]
+    }
+    fn unix_time(&self) -> Micros {
+        self.unix
+    }
+    fn secret(&mut self) -> i32 {
+        self.secret += 1;
+        self.secret
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct Node {
+    pub(super) machine: Machine,
+    world: FakeWorld,
+    pub(super) alive: bool,
+    pub(super) log: Vec<String>,
+    pub(super) output: Vec<u8>,
+    /// Images that are expected, by move.
+    expected: BTreeSet<MigrationId>,
+}
+
+/// What a task has got, in order.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum Seen {
+    Message(Tid, Bytes),
+    Note(Message),
+}
+
+/// A process with a task library in it.
+#[derive(Debug)]
+pub(super) struct Proc {
+    pub(super) host: HostId,
+    program: String,
+    /// The tasker's name for it; `None` when it was not spawned.
+    pub(super) spawned: Option<Tid>,
+    pub(super) env: Vec<String>,
+    claim: Claim,
+    pub(super) conn: Option<ConnId>,
+    pub(super) welcome: Option<Welcome>,
+    pub(super) refused: Option<String>,
+    pub(super) rm: Option<RmInfo>,
+    links: BTreeMap<Tid, Link>,
+    route: u64,
+    pub(super) replies: BTreeMap<RequestId, Reply>,
+    next_request: u64,
+    pub(super) seen: Vec<Seen>,
+    waiting: Vec<(LinkMark, Message)>,
+    quiesced: Option<(MigrationId, Vec<PathBuf>)>,
+    stopped: bool,
+    pub(super) exited: bool,
+    used: u64,
+}
+
+impl Proc {
+    pub(super) fn tid(&self) -> Tid {
+        self.welcome.as_ref().expect("enrolled").tid
+    }
+
+    /// True when its link to this peer has been told that the peer is dead.
+    pub(super) fn is_gone(&self, peer: Tid) -> bool {
+        self.links.get(&peer).is_some_and(Link::is_gone)
+    }
+
+    /// True while its copy at the source of a move stands still.
+    pub(super) fn stopped_at_source(&self) -> bool {
+        self.stopped
+    }
+
+    pub(super) fn notes(&self, tag: i32) -> Vec<Message> {
+        let notes = self.seen.iter().filter_map(|s| match s {
+            Seen::Note(message) if message.tag == tag => Some(message.clone()),
+            _ => None,
+        });
+        notes.collect()
+    }
+
+    /// Hands over notifications whose turn has come.
+    fn settle(&mut self) {
+        let links = &self.links;
+        let here = |mark: &LinkMark| links.get(&mark.peer).is_none_or(|l| l.is_gone() || l.expected() >= mark.end);
+        for (_, message) in self.waiting.extract_if(.., |(mark, _)| here(mark)) {
+            self.seen.push(Seen::Note(message));
+        }
+    }
+}
+
+#[derive(Debug)]
+enum Happening {
+    Event(HostId, Event),
+    ToProc(usize, ConnId, ToTask),
+    LinkToProc(usize, ConnId, Bytes),
+    CloseProc(ConnId),
+    LostSeen(HostId, HostId),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Channel {
+    Control(HostId, HostId),
+    Data(HostId, HostId),
+    ToProc(ConnId),
+    FromProc(ConnId),
+    Tasker(HostId),
+}
+
+/// What goes wrong.
+#[derive(Debug, Default)]
+pub(super) struct Faults {
+    /// Of a hundred steps of a move, so many fail.
+    pub(super) step_fails_percent: u64,
+}
+
+#[derive(Debug)]
+pub(super) struct Sim {
+    pub(super) seed: u64,
+    pub(super) dice: Dice,
+    pub(super) now: Micros,
+    queue: BTreeMap<(Micros, u64), Happening>,
+    serial: u64,
+    channels: BTreeMap<Channel, Micros>,
+    pub(super) nodes: BTreeMap<HostId, Node>,
+    pub(super) procs: Vec<Proc>,
+    conns: BTreeMap<ConnId, usize>,
+    next_conn: u64,
+    sessions: BTreeSet<(HostId, HostId)>,
+    unsent: BTreeMap<(HostId, HostId), VecDeque<(Channel, Event)>>,
+    tokens: BTreeMap<(HostId, PathBuf), ResumeToken>,
+    pub(super) faults: Faults,
+    pub(super) recorded: Vec<(MigrationId, Tid, HostId)>,
+    pub(super) abandoned: Vec<StartId>,
+}
+
+fn pair(a: HostId, b: HostId) -> (HostId, HostId) {
+    (a.min(b), a.max(b))
+}
+
+fn config(id: HostId, name: &str) -> MachineConfig {
+    let tmp = format!("/sim/{}", id.index());
+    MachineConfig {
+        host: id,
+        name: name.to_string(),
+        vm: "pvm".into(),
+        arch: "LINUX64".into(),
+        dsig: DSIG_X86_64,
+        addresses: vec![],
+        speed: 1000,
+        uid: 1000,
+        rm_command: None,
+        place: Place::of(1000, move |v| (v == "PVM_TMP").then(|| tmp.clone())).expect("a good place"),
+        hostfile: Vec::new(),
+    }
+}
+
+impl Sim {
+    /// A master alone.
+    pub(super) fn new(seed: u64) -> Sim {
+        Sim::with(seed, |_| {})
+    }
+
+    pub(super) fn with(seed: u64, change: impl Fn(&mut MachineConfig)) -> Sim {
+        let mut sim = Sim {
+            seed,
+            dice: Dice(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1),
+            now: Micros(1),
+            queue: BTreeMap::new(),
+            serial: 0,
+            channels: BTreeMap::new(),
+            nodes: BTreeMap::new(),
+            procs: Vec::new(),
+            conns: BTreeMap::new(),
+            next_conn: 0,
+            sessions: BTreeSet::new(),
+            unsent: BTreeMap::new(),
+            tokens: BTreeMap::new(),
+            faults: Faults::default(),
+            recorded: Vec::new(),
+            abandoned: Vec::new(),
+        };
+        let mut first = config(HostId::MASTER, "h1");
+        change(&mut first);
+        sim.boot(first);
+        sim
+    }
+
+    /// A master and slaves `h2`… up to `hN`, and a console on the master.
+    pub(super) fn cluster(seed: u64, hosts: usize) -> (Sim, usize) {
+        let mut sim = Sim::new(seed);
+        let console = sim.enrol(HostId::MASTER);
+        let lines: Vec<String> = (2..=hosts).map(|n| format!("h{n}")).collect();
+        if !lines.is_empty() {
+            let reply = sim.ask(console, Request::AddHosts { lines });
+            let Reply::HostsAdded(added) = reply else { panic!("{reply:?}") };
+            assert!(added.iter().all(|a| a.result.is_ok()), "{added:?}");
+        }
+        (sim, console)
+    }
+
+    fn boot(&mut self, config: MachineConfig) {
+        let id = config.host;
+        let machine = Machine::new(config, self.now);
+        let world = FakeWorld { secret: i32::from(id.index()) * 1_000_000, unix: self.now };
+        let node = Node { machine, world, alive: true, log: vec![], output: vec![], expected: BTreeSet::new() };
+        self.nodes.insert(id, node);
+        self.flush(id);
+        let ready = FromTasker::Ready(Capabilities { pid_namespaces: true, engine: Ok("fake".into()) });
+        self.tasker(id, ready);
+    }
+
+    pub(super) fn at(&mut self, at: Micros, what: Event, on: HostId) {
+        self.push(at, Happening::Event(on, what));
+    }
+
+    fn push(&mut self, at: Micros, what: Happening) {
+        self.serial += 1;
+        self.queue.insert((at, self.serial), what);
+    }
+
+    fn send(&mut self, channel: Channel, what: Happening) {
+        let at = self.now + Micros(self.dice.roll(2_000));
+        let last = self.channels.entry(channel).or_default();
+        *last = at.max(*last);
+        let at = *last;
+        self.push(at, what);
+    }
+
+    fn tasker(&mut self, on: HostId, message: FromTasker) {
+        self.send(Channel::Tasker(on), Happening::Event(on, Event::Tasker(message)));
+    }
+
+    /// Puts a message of one daemon on its way, or keeps it until there is a session.
+    fn between(&mut self, channel: Channel, from: HostId, to: HostId, event: Event) {
+        if self.sessions.contains(&pair(from, to)) {
+            self.send(channel, Happening::Event(to, event));
+        } else {
+            self.unsent.entry((from, to)).or_default().push_back((channel, event));
+        }
+    }
+
+    fn session(&mut self, a: HostId, b: HostId) {
+        let both_live = [a, b].iter().all(|h| self.nodes.get(h).is_some_and(|n| n.alive));
+        if !both_live || !self.sessions.insert(pair(a, b)) {
+            return;
+        }
+        for (from, to) in [(a, b), (b, a)] {
+            self.send(Channel::Control(from, to), Happening::Event(to, Event::HostConnected { host: from }));
+            for (channel, event) in self.unsent.remove(&(from, to)).unwrap_or_default() {
+                self.send(channel, Happening::Event(to, event));
+            }
+        }
+    }
+
+    // ---- hosts
+
+    fn start_host(&mut self, start: StartId, plan: HostPlan) {
+        let at = self.now + Micros(self.dice.roll(300_000));
+        let result = if plan.name.starts_with("bad") {
+            Err((PvmError::CantStart, format!("no way to {}", plan.name)))
+        } else {
+            let mut config = config(plan.id, &plan.name);
+            config.speed = plan.speed;
+            self.boot(config);
+            if !plan.name.starts_with("mute") {
+                self.session(HostId::MASTER, plan.id);
+            }
+            Ok(StartedHost { arch: "LINUX64".into(), dsig: DSIG_X86_64, addresses: vec![] })
+        };
+        self.push(at, Happening::Event(HostId::MASTER, Event::HostStarted { start, result }));
+    }
+
+    /// The host dies without a word.
+    pub(super) fn kill_host(&mut self, lost: HostId) {
+        let Some(node) = self.nodes.get_mut(&lost) else { return };
+        node.alive = false;
+        self.procs.iter_mut().filter(|p| p.host == lost).for_each(|p| p.exited = true);
+        self.session_ends(lost);
+    }
+
+    fn session_ends(&mut self, lost: HostId) {
+        let ended: Vec<(HostId, HostId)> =
+            self.sessions.iter().copied().filter(|(a, b)| *a == lost || *b == lost).collect();
+        for (a, b) in ended {
+            self.sessions.remove(&(a, b));
+            let other = if a == lost { b } else { a };
+            let at = self.now + LEASE + Micros(self.dice.roll(200_000));
+            self.push(at, Happening::LostSeen(other, lost));
+        }
+    }
+
+    // ---- processes
+
+    fn process(&mut self, on: HostId, program: &str, claim: Claim, spawned: Option<Tid>, env: Vec<String>) -> usize {
+        self.procs.push(Proc {
+            host: on,
+            program: program.to_string(),
+            spawned,
+            env,
+            claim,
+            conn: None,
+            welcome: None,
+            refused: None,
+            rm: None,
+            links: BTreeMap::new(),
+            route: 0,
+            replies: BTreeMap::new(),
+            next_request: 0,
+            seen: Vec::new(),
+            waiting: Vec::new(),
+            quiesced: None,
+            stopped: false,
+            exited: false,
+            used: 0,
+        });
+        self.procs.len() - 1
+    }
+
+    /// A process on this host connects and says who it is.
+    pub(super) fn connect(&mut self, proc: usize, claim: Claim) -> ConnId {
+        self.next_conn += 1;
+        let conn = ConnId(self.next_conn);
+        let on = self.procs[proc].host;
+        self.procs[proc].conn = Some(conn);
+        self.conns.insert(conn, proc);
+        let pid = proc as i32 + 100;
+        self.from_proc(conn, on, Event::TaskConnected { conn, pid });
+        let program = self.procs[proc].program.clone();
+        let hello = Hello { magic: TASK_MAGIC, version: WIRE_VERSION, claim, pid, program };
+        self.from_proc(conn, on, Event::TaskControl { conn, message: ToDaemon::Hello(hello) });
+        conn
+    }
+
+    pub(super) fn from_proc(&mut self, conn: ConnId, on: HostId, event: Event) {
+        self.send(Channel::FromProc(conn), Happening::Event(on, event));
+    }
+
+    /// A task from a command line; returns when it has been accepted.
+    pub(super) fn enrol(&mut self, on: HostId) -> usize {
+        let proc = self.process(on, "cmd", Claim::New, None, vec![]);
+        self.connect(proc, Claim::New);
+        self.until("accepted", |sim| sim.procs[proc].welcome.is_some());
+        proc
+    }
+
+    /// Another process that presents a claim; returns without waiting.
+    pub(super) fn claim(&mut self, on: HostId, claim: Claim) -> usize {
+        let proc = self.process(on, "claimer", claim.clone(), None, vec![]);
+        self.connect(proc, claim);
+        proc
+    }
+
+    pub(super) fn close(&mut self, proc: usize) {
+        if let Some(conn) = self.procs[proc].conn.take() {
+            let on = self.procs[proc].host;
+            self.from_proc(conn, on, Event::TaskClosed { conn, garbage: None });
+        }
+    }
+
+    /// Sends a request; its reply will be in `replies`.
+    pub(super) fn request(&mut self, proc: usize, what: Request) -> RequestId {
+        let p = &mut self.procs[proc];
+        p.next_request += 1;
+        let id = RequestId(p.next_request);
+        let (conn, on) = (p.conn.expect("connected"), p.host);
+        self.from_proc(conn, on, Event::TaskControl { conn, message: ToDaemon::Request { id, what } });
+        id
+    }
+
+    /// Sends a request and waits for its reply.
+    pub(super) fn ask(&mut self, proc: usize, what: Request) -> Reply {
+        let text = format!("{what:?}");
+        let id = self.request(proc, what);
+        self.until(&text, |sim| sim.procs[proc].replies.contains_key(&id));
+        self.procs[proc].replies.remove(&id).expect("just seen")
+    }
+
+    /// Sends a message over the link to another task.
+    pub(super) fn tell(&mut self, proc: usize, dst: Tid, body: &[u8]) {
+        let p = &mut self.procs[proc];
+        let (tid, route, open) = (p.tid(), RouteId(p.route), p.conn.is_some() && p.quiesced.is_none());
+        let now = self.now;
+        let link = p.links.entry(dst).or_insert_with(|| {
+            let mut link = Link::new(tid, dst);
+            if open {
+                link.handle(now, LinkEvent::RouteUp(route));
+            }
+            link
+        });
+        link.send(Bytes::new(), Bytes::copy_from_slice(body)).expect("far from full");
+        self.pump(proc);
+    }
+
+    /// Carries out what the links want.
+    fn pump(&mut self, proc: usize) {
+        let now = self.now;
+        let p = &mut self.procs[proc];
+        if p.exited || p.stopped {
+            return;
+        }
+        let mut frames = Vec::new();
+        for (peer, link) in &mut p.links {
+            while let Some(output) = link.poll(now) {
+                match output {
+                    LinkOutput::Deliver(body) => p.seen.push(Seen::Message(*peer, body)),
+                    LinkOutput::Transmit(frame) => frames.push(frame),
+                }
+            }
+        }
+        p.settle();
+        let (conn, on) = (p.conn, p.host);
+        for frame in frames {
+            if let Some(conn) = conn {
+                let bytes = [&frame.encode_head()[..], &frame.payload].concat().into();
+                self.from_proc(conn, on, Event::TaskLink { conn, frame: bytes });
+            }
+        }
+    }
+
+    fn each_link(&mut self, proc: usize, event: &LinkEvent) {
+        let now = self.now;
+        self.procs[proc].links.values_mut().for_each(|l| l.handle(now, event.clone()));
+        self.pump(proc);
+    }
+
+    fn link_of(&mut self, proc: usize, peer: Tid) -> &mut Link {
+        let p = &mut self.procs[proc];
+        let (tid, route, now) = (p.tid(), RouteId(p.route), self.now);
+        p.links.entry(peer).or_insert_with(|| {
+            let mut link = Link::new(tid, peer);
+            link.handle(now, LinkEvent::RouteUp(route));
+            link
+        })
+    }
+
+    fn to_proc(&mut self, proc: usize, conn: ConnId, message: ToTask) {
+        if self.procs[proc].conn != Some(conn) || self.procs[proc].exited {
+            return;
+        }
+        let now = self.now;
+        match message {
+            ToTask::Welcome(welcome) => {
+                let p = &mut self.procs[proc];
+                p.rm = welcome.rm;
+                p.welcome = Some(welcome);
+                p.quiesced = None;
+                p.route += 1;
+                let route = RouteId(p.route);
+                self.each_link(proc, &LinkEvent::RouteUp(route));
+            }
+            ToTask::Refused { reason } => self.procs[proc].refused = Some(reason),
+            ToTask::Reply { id, reply } => {
+                assert!(self.procs[proc].replies.insert(id, reply).is_none(), "{id} was answered twice");
+            }
+            ToTask::Deliver { message, after } => {
+                match after {
+                    Some(mark) => {
+                        self.link_of(proc, mark.peer);
+                        self.procs[proc].waiting.push((mark, message));
+                    }
+                    None => self.procs[proc].seen.push(Seen::Note(message)),
+                }
+                self.pump(proc);
+            }
+            ToTask::PeerGone { tid } => {
+                self.link_of(proc, tid).handle(now, LinkEvent::PeerGone);
+                self.pump(proc);
+            }
+            ToTask::PeerMoved { tid } => {
+                self.link_of(proc, tid).handle(now, LinkEvent::PeerMoved);
+                self.pump(proc);
+            }
+            ToTask::RmChanged { rm } => self.procs[proc].rm = rm,
+            ToTask::Quiesce { migration, tokens } => {
+                let p = &mut self.procs[proc];
+                let marks = p.links.values().map(|l| LinkMark { peer: l.peer(), end: l.sent_end() }).collect();
+                let on = p.host;
+                p.quiesced = Some((migration, tokens));
+                self.from_proc(conn, on, Event::TaskControl { conn, message: ToDaemon::Quiesced { migration, marks } });
+                self.close(proc);
+                self.each_link(proc, &LinkEvent::RouteDown);
+            }
+        }
+    }
+
+    /// Quiesced libraries look for their tokens.
+    fn look_for_tokens(&mut self) {
+        for proc in 0..self.procs.len() {
+            let p = &self.procs[proc];
+            let Some((migration, paths)) = &p.quiesced else { continue };
+            if p.stopped || p.exited || p.conn.is_some() {
+                continue;
+            }
+            let token = paths.iter().find_map(|path| self.tokens.get(&(p.host, path.clone())));
+            if token.is_some_and(|t| t.migration == *migration) {
+                let claim = Claim::Resume { tid: p.tid(), migration: *migration };
+                self.connect(proc, claim);
+            }
+        }
+    }
+
+    /// The process of a task ends.
+    pub(super) fn exit(&mut self, proc: usize, status: i32) {
+        if std::mem::replace(&mut self.procs[proc].exited, true) {
+            return;
+        }
+        let on = self.procs[proc].host;
+        self.close(proc);
+        if let Some(tid) = self.procs[proc].spawned {
+            let used = Usage { user: Micros(self.procs[proc].used), ..Usage::default() };
+            self.tasker(on, FromTasker::Exited { tid, status, used });
+        }
+    }
+
+    fn find_spawned(&self, on: HostId, tid: Tid) -> Option<usize> {
+        self.procs.iter().position(|p| p.spawned == Some(tid) && p.host == on && !p.exited)
+    }
+
+    pub(super) fn proc_of(&self, tid: Tid) -> usize {
+        let of = |p: &Proc| p.spawned == Some(tid) || p.welcome.as_ref().is_some_and(|w| w.tid == tid);
+        self.procs.iter().position(of).expect("there is such a task")
+    }
+
+    fn step_result<T>(&mut self, good: T) -> Result<T, Failure> {
+        if self.dice.roll(100) < self.faults.step_fails_percent {
+            Err(Failure::Engine("thrown".into()))
+        } else {
+            Ok(good)
+        }
+    }
+
+    fn to_tasker(&mut self, on: HostId, message: ToTasker) {
+        match message {
+            ToTasker::Start(start) => {
+                let tid = start.tid;
+                let env: Vec<String> = start.env.iter().map(|e| String::from_utf8_lossy(e).into_owned()).collect();
+                let epid = env.iter().find_map(|e| e.strip_prefix("PVMEPID=")?.parse().ok()).expect("a number");
+                let program = start.path.to_string_lossy().into_owned();
+                if program.contains("broken") {
+                    return self.tasker(on, FromTasker::StartFailed { tid, why: "thrown".into() });
+                }
+                let claim = Claim::Spawned { epid };
+                let proc = self.process(on, &program, claim.clone(), Some(tid), env);
+                self.tasker(on, FromTasker::Started { tid, pid: 1000 + proc as i32 });
+                if !program.contains("sleep") {
+                    self.connect(proc, claim);
+                }
+            }
+            ToTasker::Signal { tid, .. } => {
+                if let Some(proc) = self.find_spawned(on, tid)
+                    && !self.procs[proc].program.contains("stubborn")
+                {
+                    self.exit(proc, 15);
+                }
+            }
+            ToTasker::Kill { tid } => {
+                if let Some(proc) = self.find_spawned(on, tid) {
+                    self.exit(proc, 9);
+                }
+            }
+            message => self.tasker_moves(on, message),
+        }
+    }
+
+    fn tasker_moves(&mut self, on: HostId, message: ToTasker) {
+        let answer = match message {
+            ToTasker::Inspect { migration, .. } => {
+                FromTasker::Inspected { migration, result: Ok(TaskFacts::default()) }
+            }
+            ToTasker::Prepare { migration, .. } => FromTasker::Prepared { migration, verdict: vec![] },
+            ToTasker::Stop { migration, tid } => {
+                let Some(proc) = self.find_spawned(on, tid) else { return };
+                let result = self.step_result(());
+                self.procs[proc].stopped = result.is_ok();
+                FromTasker::Stopped { migration, result }
+            }
+            ToTasker::Dump { migration, .. } => {
+                let result = self.step_result(DumpReport { bytes: 100, files: 1 });
+                FromTasker::Dumped { migration, result }
+            }
+            ToTasker::Continue { migration, tid } => {
+                if let Some(proc) = self.find_spawned(on, tid) {
+                    self.procs[proc].stopped = false;
+                    self.pump(proc);
+                }
+                FromTasker::Continued { migration }
+            }
+            ToTasker::KillMoved { migration, .. } => FromTasker::SourceGone { migration, used: Usage::default() },
+            ToTasker::Restore { migration, .. } => {
+                let result = self.step_result(4242);
+                FromTasker::Restored { migration, result }
+            }
+            ToTasker::Run { migration, .. } => {
+                let (_, tid, _) = *self.recorded.iter().rev().find(|r| r.0 == migration).expect("recorded first");
+                let proc = self.proc_of(tid);
+                assert!(self.procs[proc].stopped, "only a stopped task can be restored (seed {})", self.seed);
+                (self.procs[proc].host, self.procs[proc].stopped) = (on, false);
+                FromTasker::Ran { migration, result: Ok(()) }
+            }
+            ToTasker::Discard { migration } => FromTasker::Discarded { migration },
+            other => panic!("{other:?}"),
+        };
+        self.tasker(on, answer);
+    }
+
+    // ---- machines
+
+    /// Hands an event to a machine and carries out what it wants.
+    pub(super) fn handle(&mut self, on: HostId, event: Event) {
+        let Some(node) = self.nodes.get_mut(&on).filter(|n| n.alive) else { return };
+        node.world.unix = self.now;
+        node.machine.handle(self.now, &mut node.world, event);
+        self.flush(on);
+    }
+
+    fn flush(&mut self, on: HostId) {
+        while let Some(output) = self.nodes.get_mut(&on).filter(|n| n.alive).and_then(|n| n.machine.poll()) {
+            self.carry_out(on, output);
+        }
+    }
+
+    fn carry_out(&mut self, on: HostId, output: Output) {
+        let to_proc = |sim: &mut Sim, conn: ConnId, make: &dyn Fn(usize) -> Happening| {
+            if let Some(proc) = sim.conns.get(&conn).copied() {
+                sim.send(Channel::ToProc(conn), make(proc));
+            }
+        };
+        match output {
+            Output::ToTask { conn, message } => {
+                to_proc(self, conn, &|proc| Happening::ToProc(proc, conn, message.clone()));
+            }
+            Output::LinkToTask { conn, frame } => {
+                to_proc(self, conn, &|proc| Happening::LinkToProc(proc, conn, frame.clone()));
+            }
+            Output::CloseTask { conn } => to_proc(self, conn, &|_| Happening::CloseProc(conn)),
+            Output::ToHost { host, message } => {
+                let event = Event::HostControl { host: on, message: round_trip(&message) };
+                self.between(Channel::Control(on, host), on, host, event);
+            }
+            Output::Carry { host, carried } => {
+                let event = Event::HostCarried { host: on, carried: round_trip_carried(&carried) };
+                self.between(Channel::Data(on, host), on, host, event);
+            }
+            Output::Connect { host, .. } => self.session(on, host),
+            Output::Forget { host } => {
+                if self.sessions.remove(&pair(on, host)) {
+                    self.push(self.now + Micros(1000), Happening::LostSeen(host, on));
+                }
+            }
+            Output::StartHost { start, plan } => self.start_host(start, plan),
+            Output::AbandonStart { start } => self.abandoned.push(start),
+            Output::ToTasker(message) => self.to_tasker(on, message),
+            Output::SendImages { migration, to } => self.send_images(on, migration, to),
+            Output::ExpectImages { migration, .. } => {
+                self.nodes.get_mut(&on).expect("it speaks").expected.insert(migration);
+            }
+            Output::DropImages { migration } => {
+                self.nodes.get_mut(&on).expect("it speaks").expected.remove(&migration);
+            }
+            Output::WriteToken { path, token } => {
+                self.tokens.insert((on, path), token);
+            }
+            Output::RemoveToken { path } => {
+                self.tokens.remove(&(on, path));
+            }
+            Output::RecordMove { migration, tid, to } => {
+                self.recorded.push((migration, tid, to));
+                let result = Ok(());
+                self.push(self.now + Micros(500), Happening::Event(on, Event::MoveRecorded { migration, result }));
+            }
+            Output::Log { text } => self.nodes.get_mut(&on).expect("it speaks").log.push(text),
+            Output::LogTaskOutput { bytes, .. } => self.nodes.get_mut(&on).expect("it speaks").output.extend(&bytes),
+            Output::Shutdown => {
+                self.nodes.get_mut(&on).expect("it speaks").alive = false;
+                self.procs.iter_mut().filter(|p| p.host == on && p.spawned.is_some()).for_each(|p| p.exited = true);
+                self.session_ends(on);
+            }
+        }
+    }
+
+    fn send_images(&mut self, on: HostId, migration: MigrationId, to: HostId) {
+        let result = self.step_result(100);
+        let sent = result.clone();
+        self.push(self.now + Micros(900), Happening::Event(on, Event::ImagesSent { migration, result: sent }));
+        let expected = self.nodes.get(&to).is_some_and(|n| n.alive && n.expected.contains(&migration));
+        if expected {
+            self.push(self.now + Micros(1000), Happening::Event(to, Event::ImagesReceived { migration, result }));
+        }
+    }
+
+    // ---- time
+
+    fn next_time(&self) -> Option<Micros> {
+        let queued = self.queue.keys().next().map(|(at, _)| *at);
+        let machines = self.nodes.values().filter(|n| n.alive).filter_map(|n| n.machine.next_wakeup());
+        let live = self.procs.iter().filter(|p| !p.exited && !p.stopped && p.conn.is_some());
+        let links = live.flat_map(|p| p.links.values().filter_map(Link::next_wakeup));
+        machines.chain(links).chain(queued).min()
+    }
+
+    /// The next thing happens; false when nothing is left.
+    pub(super) fn step(&mut self) -> bool {
+        self.look_for_tokens();
+        let Some(at) = self.next_time() else { return false };
+        self.now = self.now.max(at);
+        let due = self.queue.first_entry().filter(|e| e.key().0 <= self.now).map(|e| e.remove());
+        match due {
+            Some(Happening::Event(on, event)) => self.handle(on, event),
+            Some(Happening::ToProc(proc, conn, message)) => self.to_proc(proc, conn, message),
+            Some(Happening::LinkToProc(proc, conn, bytes)) => {
+                if self.procs[proc].conn == Some(conn) && !self.procs[proc].exited {
+                    let frame = LinkFrame::decode(bytes).expect("daemons pass on what they got");
+                    let now = self.now;
+                    self.link_of(proc, frame.src).handle(now, LinkEvent::Frame(frame));
+                    self.pump(proc);
+                }
+            }
+            Some(Happening::CloseProc(conn)) => {
+                if let Some(proc) = self.conns.get(&conn).copied().filter(|p| self.procs[*p].conn == Some(conn)) {
+                    self.close(proc);
+                }
+            }
+            Some(Happening::LostSeen(by, lost)) => {
+                self.handle(by, Event::HostLost { host: lost, why: "silence".into() });
+            }
+            None => self.wake_all(),
+        }
+        true
+    }
+
+    fn wake_all(&mut self) {
+        let now = self.now;
+        let due = |n: &Node| n.alive && n.machine.next_wakeup().is_some_and(|at| at <= now);
+        let nodes: Vec<HostId> = self.nodes.iter().filter(|(_, n)| due(n)).map(|(id, _)| *id).collect();
+        for id in nodes {
+            self.handle(id, Event::Wake);
+        }
+        for proc in 0..self.procs.len() {
+            let p = &mut self.procs[proc];
+            if !p.exited && !p.stopped && p.conn.is_some() {
+                p.links.values_mut().filter(|l| l.next_wakeup().is_some_and(|at| at <= now)).for_each(|l| {
+                    l.handle(now, LinkEvent::Wake);
+                });
+                self.pump(proc);
+            }
+        }
+    }
+
+    /// Lets time pass until the condition holds.
+    pub(super) fn until(&mut self, what: &str, condition: impl Fn(&Sim) -> bool) {
+        let end = self.now + STUCK;
+        while !condition(self) {
+            if self.now > end || !self.step() {
+                let logs: Vec<String> =
+                    self.nodes.iter().map(|(id, n)| format!("{id}:\n  {}", n.log.join("\n  "))).collect();
+                panic!("never came: {what} (seed {})\n{}", self.seed, logs.join("\n"));
+            }
+        }
+    }
+
+    /// Lets this much time pass.
+    pub(super) fn pass(&mut self, span: Micros) {
+        let end = self.now + span;
+        while self.next_time().is_some_and(|at| at <= end) {
+            self.step();
+        }
+        self.now = self.now.max(end);
+    }
+}
+
+/// What a message is after it has been on the wire.
+fn round_trip(message: &HostMsg) -> HostMsg {
+    let bytes = sempa_proto::frame::to_bytes(message).expect("it fits");
+    sempa_proto::frame::from_bytes(&bytes).expect("it comes back")
+}
+
+fn round_trip_carried(carried: &Carried) -> Carried {
+    if let Carried::Link(bytes) = carried {
+        return Carried::Link(bytes.clone());
+    }
+    let bytes = sempa_proto::frame::to_bytes(carried).expect("it fits");
+    sempa_proto::frame::from_bytes(&bytes).expect("it comes back")
+}
