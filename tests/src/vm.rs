@@ -5,6 +5,7 @@ use crate::testbed::{ALICE_UID, Host, Testbed};
 use crate::{programs, ssh};
 use anyhow::{Context, Result, bail};
 use sempa_proto::event::EventKind;
+use sempa_proto::table::TASK_CONNECTED;
 use serde::Deserialize;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
@@ -16,6 +17,9 @@ pub const COMMAND_TIME: Duration = Duration::from_secs(60);
 
 /// How much of a host's log a failed test shows.
 const LOG_BYTES_SHOWN: usize = 16 << 10;
+
+/// Refusals that pass: the task's library is just about to come back to its daemon.
+const NOT_YET: [&str; 3] = ["it is being moved already", "it is not connected to its daemon", "there is no such task"];
 
 /// How many events a failed test shows.
 const EVENTS_SHOWN: usize = 60;
@@ -42,6 +46,8 @@ pub struct Task {
     pub name: String,
     /// Process number on its host.
     pub pid: i32,
+    /// PVM's flags; 4: connected to its daemon.
+    pub flags: i32,
     /// In the middle of a move.
     pub moving: bool,
 }
@@ -194,7 +200,8 @@ impl<'a> Vm<'a> {
         })
     }
 
-    /// Spawns one task through the console; `place` are the console's options, for instance `-h2`. Returns its tid.
+    /// Spawns one task through the console, with the console's options such as `-h2`, and waits until it has connected
+    /// to its daemon. Returns its tid.
     ///
     /// # Errors
     /// It could not be spawned.
@@ -202,10 +209,12 @@ impl<'a> Vm<'a> {
         let mut all = vec!["spawn"];
         all.extend(words);
         let answer = self.json(&all)?.pop().context("spawn prints one value")?;
-        match answer["results"][0]["tid"].as_str() {
-            Some(tid) => Ok(tid.to_string()),
-            None => bail!("spawn {}: {answer}", words.join(" ")),
-        }
+        let Some(tid) = answer["results"][0]["tid"].as_str() else { bail!("spawn {}: {answer}", words.join(" ")) };
+        eventually(COMMAND_TIME, || {
+            let tasks = self.tasks().map_err(|error| format!("{error:#}"))?;
+            let connected = tasks.iter().any(|task| task.tid == tid && task.flags & TASK_CONNECTED != 0);
+            if connected { Ok(tid.to_string()) } else { Err(format!("{tid} does not connect: {tasks:?}")) }
+        })
     }
 
     /// Moves a task by hand. The exit status tells whether it went.
@@ -216,13 +225,17 @@ impl<'a> Vm<'a> {
         self.pvm(&["migrate", tid, host])
     }
 
-    /// Moves a task by hand, which has to succeed.
+    /// Moves a task by hand, which has to succeed. A task whose former move is not quite over is asked again.
     ///
     /// # Panics
-    /// It did not; the message holds the console's words, the newest events and the logs.
+    /// It was not moved; the message holds the console's words, the newest events and the logs.
     pub fn must_migrate(&self, tid: &str, host: &str) {
-        match self.migrate(tid, host) {
-            Ok(done) if done.good() => {}
+        let moved = eventually(COMMAND_TIME, || match self.migrate(tid, host) {
+            Ok(done) if NOT_YET.iter().any(|words| done.err.contains(words)) => Err(done.err),
+            other => Ok(other),
+        });
+        match moved {
+            Ok(Ok(done)) if done.good() => {}
             other => panic!("{tid} to {host}: {other:?}\n{}", self.logs()),
         }
     }
