@@ -4,7 +4,7 @@ use libpvm::{Error, MigrateError, MoveAnswer, Vm};
 use sempa_proto::event::Event;
 use sempa_proto::table::{AddedHost, HostTable, TaskInfo};
 use sempa_proto::task::{MailboxRequest, MoveReport, Reply, Request, SpawnRequest};
-use sempa_proto::{HostId, PvmError, Tid};
+use sempa_proto::{HostId, Message, PvmError, Tid};
 
 /// The virtual machine as this console's task sees it.
 pub(crate) trait Machine {
@@ -26,6 +26,8 @@ pub(crate) trait Machine {
     fn migrate(&self, tid: Tid, to: &str) -> Result<MoveReport, MigrateError>;
     /// The log from an entry on.
     fn events(&self, from: u64, limit: u32) -> Result<Vec<Event>, Error>;
+    /// Sends a message; to a task that has ended it vanishes.
+    fn send(&self, message: Message) -> Result<(), Error>;
     /// Any other request. [`Reply::Failed`] comes as an error.
     fn ask(&self, what: Request) -> Result<Reply, Error>;
 }
@@ -73,6 +75,10 @@ impl Machine for Vm {
         Vm::events(self, from, limit)
     }
 
+    fn send(&self, message: Message) -> Result<(), Error> {
+        self.send_message(message)
+    }
+
     fn ask(&self, what: Request) -> Result<Reply, Error> {
         match self.runtime().request(what) {
             Reply::Failed { error, reason } if reason.is_empty() => Err(error.into()),
@@ -88,6 +94,18 @@ pub(crate) fn misfit() -> Error {
         PvmError::BadMsg,
         "the daemon gave an answer to another question: console and daemon are of different versions",
     )
+}
+
+/// Waits for a message that is for the console. Tags below zero belong to the library, which waits for its own answers.
+///
+/// # Errors
+/// The daemon is gone; why.
+pub(crate) fn receive(vm: &Vm) -> Result<Message, Error> {
+    let runtime = vm.runtime();
+    match runtime.inbox_wait(None, &mut |inbox| inbox.take_first(|message| message.tag >= 0)) {
+        Ok(Some(message)) => Ok(message),
+        Ok(None) | Err(_) => Err(Error::new(PvmError::SysErr, runtime.why_lost())),
+    }
 }
 
 /// The mailbox classes that match.

@@ -3,7 +3,7 @@
 use crate::format;
 use crate::halt::{Home, halt};
 use crate::json;
-use crate::machine::Machine;
+use crate::machine::{self, Machine};
 use crate::parse::{Command, parse};
 use crate::screen::Screen;
 use crate::session::{self, EVENTS_AT_ONCE_MAX, Next, Session, TAG_EVENTS};
@@ -78,7 +78,7 @@ pub(crate) fn run(
         return Ok(halt(vm, &mut home));
     }
     while session.has_jobs() {
-        match vm.recv(Match::any()) {
+        match machine::receive(vm) {
             Ok(message) => Screen.print(&session.message(&message))?,
             Err(error) => {
                 Screen.complain(&format!("pvm: the virtual machine has ended, output is missing: {error}"));

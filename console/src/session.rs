@@ -12,7 +12,7 @@ use crate::spawn::{Output, Spawn};
 use crate::words;
 use libpvm::{Error, MigrateError, Vm};
 use sempa_proto::body::{Encoding, Packer};
-use sempa_proto::message::{CTX_BASE, ENC_XDR};
+use sempa_proto::message::{CTX_BASE, CTX_TASK_CONTROL, ENC_XDR};
 use sempa_proto::sm::NO_RESET_CLASS;
 use sempa_proto::task::{MailboxRequest, NotifyRequest, NotifyWhat, Request, Sink};
 use sempa_proto::{HostId, Message, PvmError, Tid};
@@ -27,6 +27,8 @@ const TAG_HOSTS: i32 = 1;
 pub(crate) const TAG_EVENTS: i32 = 2;
 /// Output of the tasks of job n comes with this tag plus n.
 const TAG_JOBS: i32 = 16;
+/// Tag of the control message that tells a task its siblings.
+const TC_SIBLINGS: i32 = 0x8003_000c_u32.cast_signed();
 /// Aliases that may lead to each other.
 const ALIAS_STEPS_MAX: usize = 100;
 /// Mailbox flag: several entries in one class.
@@ -429,12 +431,26 @@ impl<M: Machine> Session<M> {
             }
         }
         let results = results?;
+        self.tell_siblings(&results);
         text.push_str(&format::spawned(&results));
         let mut outcome = Outcome::done(text, json::spawned(&results), results.iter().any(Result::is_err));
         let errors: BTreeSet<i32> = results.iter().filter_map(|result| result.err().map(PvmError::code)).collect();
         let errors = errors.into_iter().filter_map(PvmError::from_code);
         outcome.complaints.extend(errors.map(|error| not_spawned(spawn, error)));
         Ok(outcome)
+    }
+
+    /// Tells the tasks of one spawn who the others are: what a parent's library does.
+    fn tell_siblings(&self, results: &[Result<Tid, PvmError>]) {
+        let tids: Vec<Tid> = results.iter().flatten().copied().collect();
+        let mut body = Packer::new(Encoding::Xdr);
+        body.int(i32::try_from(tids.len()).unwrap_or(i32::MAX)).items(tids.iter().map(|tid| tid.raw()));
+        let (src, body) = (self.machine.tid(), body.finish());
+        for dst in tids {
+            let (ctx, tag, body) = (CTX_TASK_CONTROL, TC_SIBLINGS, body.clone());
+            // A task that has ended already needs no siblings.
+            let _ = self.machine.send(Message { src, dst, ctx, tag, wid: 0, enc: ENC_XDR, body });
+        }
     }
 
     /// A message that came by itself: output of a job or new hosts. Answers what is to be shown.

@@ -16,6 +16,7 @@ const CONSOLE: Tid = Tid::from_raw(0x40001);
 struct Fake {
     asked: RefCell<Vec<Request>>,
     spawned: RefCell<Vec<SpawnRequest>>,
+    sent: RefCell<Vec<Message>>,
 }
 
 impl Machine for Fake {
@@ -73,6 +74,11 @@ impl Machine for Fake {
         };
         // Two at a time, five in all.
         Ok((from..5).take(2).map(event).collect())
+    }
+
+    fn send(&self, message: Message) -> Result<(), Error> {
+        self.sent.borrow_mut().push(message);
+        Ok(())
     }
 
     fn ask(&self, what: Request) -> Result<Reply, Error> {
@@ -247,6 +253,17 @@ fn a_program_that_is_missing_is_named_with_what_to_do() {
     assert!(outcome.failed && !session.has_jobs());
     assert_eq!(outcome.complaints.len(), 1);
     assert!(outcome.complaints[0].starts_with("spawn nofile: it is not in the search path"));
+}
+
+#[test]
+fn spawned_tasks_learn_who_their_siblings_are() {
+    let mut session = session();
+    text(&mut session, "spawn hello");
+    let sent = session.machine.sent.borrow();
+    assert_eq!(sent.len(), 1);
+    assert_eq!((sent[0].dst, sent[0].ctx, sent[0].tag), (Tid::from_raw(0x80001), CTX_TASK_CONTROL, TC_SIBLINGS));
+    let mut body = Vm::unpack(&sent[0]).expect("readable");
+    assert_eq!((body.int(), body.int()), (Ok(1), Ok(0x80001)));
 }
 
 #[test]

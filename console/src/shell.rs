@@ -1,10 +1,11 @@
 //! The console that reads commands: from `$HOME/.pvmrc`, then from its input, until `quit`, `halt` or the end.
 
 use crate::halt::{Home, halt};
+use crate::machine;
 use crate::screen::Screen;
 use crate::session::{Next, Session};
 use crate::words::LINE_BYTES_MAX;
-use libpvm::{Match, Vm};
+use libpvm::Vm;
 use sempa_proto::Message;
 use std::collections::BTreeMap;
 use std::io::{self, BufRead, IsTerminal, Read};
@@ -104,7 +105,7 @@ fn inputs(vm: &Vm) -> Receiver<Input> {
     let (vm, messages) = (vm.clone(), sender.clone());
     thread::spawn(move || {
         loop {
-            let (input, last) = match vm.recv(Match::any()) {
+            let (input, last) = match machine::receive(&vm) {
                 Ok(message) => (Input::Message(message), false),
                 Err(error) => (Input::Lost(error.to_string()), true),
             };
