@@ -208,6 +208,9 @@ impl Machine {
 
     /// Its session stands.
     pub(super) fn host_connected(&mut self, host: HostId) {
+        if self.master.is_some() && self.stop.is_some() && self.table.get(host).is_none() {
+            return self.to_host(host, HostMsg::Shutdown);
+        }
         let Some(master) = &mut self.master else { return };
         let start = master.hosts.starting.iter_mut().find(|(_, s)| s.plan.id == host);
         if let Some((start, s)) = start {

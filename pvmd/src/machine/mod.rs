@@ -224,6 +224,7 @@ impl Machine {
     fn tasker_says(&mut self, message: FromTasker) {
         match message {
             FromTasker::Ready(capabilities) => {
+                self.tasker_gone = false;
                 match &capabilities.engine {
                     Ok(version) => self.log(format!("tasks can be moved: engine {version}")),
                     Err(why) => self.log(format!("tasks cannot be moved: {why}")),
@@ -242,18 +243,17 @@ impl Machine {
         }
     }
 
-    /// Without a tasker nothing can be started here, and what was is dead.
+    /// What the tasker had started is dead. Nothing can be started here until there is another one.
     fn tasker_ended(&mut self, why: &str) {
         self.tasker_gone = true;
         if self.stop.is_none() {
-            self.note(format!(
-                "the tasker has ended ({why}); its tasks are dead, and none can be started on this host"
-            ));
+            self.note(format!("the tasker has ended ({why}); its tasks on this host are dead"));
         }
         let dead: Vec<Tid> = self.tasks.live.values().filter(|t| t.spawned()).map(|t| t.tid).collect();
         for tid in dead {
             self.end_task(tid, 9, sempa_proto::migration::Usage::default());
         }
+        self.moves_tasker_gone(why);
         self.stop_step();
     }
 

@@ -40,6 +40,8 @@ pub(super) struct Arrival {
     pub(super) located: bool,
     /// Its process runs, or has ended.
     pub(super) ran: bool,
+    /// Its copy here is lost. If the commit stands, the task has ended by that.
+    lost: bool,
     pub(super) exited: Option<(i32, Usage)>,
     /// Its library has come back on this connection.
     pub(super) conn: Option<ConnId>,
@@ -360,6 +362,10 @@ impl Machine {
             TargetOutput::Done => {
                 self.moves.targets.remove(&id);
                 self.moves.arrivals.retain(|_, a| a.migration != id || a.located);
+                if let Some(arrival) = self.arrival_of(id).filter(|a| !a.ran) {
+                    arrival.lose();
+                }
+                self.arrival_step(tid);
             }
         }
     }
@@ -405,13 +411,29 @@ impl Machine {
         if let Some(arrival) = self.arrival_of(migration) {
             arrival.ran = true;
             if result.is_err() {
-                arrival.exited = Some((KILLED, Usage::default()));
+                arrival.lose();
             }
         }
         self.target_event(migration, TargetEvent::Ran(result));
         // The token first: the library is woken by the protocol's output.
         let tids: Vec<Tid> = self.moves.arrivals.values().filter(|a| a.migration == migration).map(|a| a.tid).collect();
         tids.into_iter().for_each(|tid| self.arrival_step(tid));
+    }
+
+    /// The tasker has ended, and with it what it was building or holding for moves to here.
+    pub(super) fn moves_tasker_gone(&mut self, why: &str) {
+        let failed = || Failure::Engine(format!("the tasker has ended: {why}"));
+        for target in self.moves.targets.values_mut() {
+            target.handle(TargetEvent::Restored(Err(failed())));
+            target.handle(TargetEvent::Ran(Err(failed())));
+        }
+        let running: Vec<Tid> = self.moves.arrivals.values().filter(|a| a.ran).map(|a| a.tid).collect();
+        for tid in running {
+            if let Some(arrival) = self.moves.arrivals.get_mut(&tid) {
+                arrival.lose();
+            }
+            self.arrival_step(tid);
+        }
     }
 
     fn arrival_of(&mut self, migration: MigrationId) -> Option<&mut Arrival> {
@@ -496,7 +518,7 @@ impl Machine {
                 let arrival = self.moves.arrivals.entry(tid);
                 arrival.or_insert_with(|| Arrival::new(tid, MigrationId(0), from)).located = true;
             }
-        } else if self.moves.arrivals.get(&tid).is_some_and(|a| a.located && !a.ran)
+        } else if self.moves.arrivals.get(&tid).is_some_and(|a| a.located && (!a.ran || a.lost))
             && let Some(mut arrival) = self.moves.arrivals.remove(&tid)
         {
             // The commit was taken back.
@@ -508,7 +530,12 @@ impl Machine {
                 }
             }
         }
-        if from != me && from != host && self.table.get(from).is_some() {
+        if from == me {
+            let others = self.other_hosts();
+            if let Some(task) = self.tasks.get_mut(tid) {
+                task.awaiting = others;
+            }
+        } else if from != host && self.table.get(from).is_some() {
             self.out.push_back(Output::Carry { host: from, carried: Carried::Passed { dst: tid, epoch } });
         }
         self.tell_peers_of_move(tid);
@@ -532,8 +559,9 @@ impl Machine {
             self.out.push_back(Output::Carry { host: to, carried: Carried::Handed { dst, migration, held } });
         }
         let epoch = self.locations.epoch(dst);
-        let passed = |host: &HostId| task.passed.contains(&(epoch.0, *host));
-        let awaiting = self.other_hosts().into_iter().filter(|host| !passed(host)).collect();
+        // A host that joined later never had another place in mind.
+        let open = |host: &HostId| self.table.get(*host).is_some() && !task.passed.contains(&(epoch, *host));
+        let awaiting = task.awaiting.iter().copied().filter(open).collect();
         self.moves.departed.insert(dst, Departed { migration, to, epoch, awaiting });
         self.departed_step(dst);
     }
@@ -546,8 +574,8 @@ impl Machine {
             }
             self.departed_step(tid);
         } else if let Some(task) = self.tasks.get_mut(tid) {
-            task.passed.retain(|(older, _)| *older >= epoch.0);
-            task.passed.insert((epoch.0, host));
+            task.passed.retain(|(older, _)| *older >= epoch);
+            task.passed.insert((epoch, host));
         }
     }
 
@@ -655,11 +683,18 @@ impl Arrival {
             own: Inbox::default(),
             located: false,
             ran: false,
+            lost: false,
             exited: None,
             conn: None,
             signals: Vec::new(),
             pid: 0,
         }
+    }
+
+    /// Its copy here is dead.
+    fn lose(&mut self) {
+        (self.ran, self.lost) = (true, true);
+        self.exited.get_or_insert((KILLED, Usage::default()));
     }
 
     /// All that is known of a task whose source was lost before it said more.

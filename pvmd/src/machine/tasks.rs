@@ -6,13 +6,13 @@ use sempa_proto::host::{Carried, Held, HostMsg, TaskRecord, Watch, WatchKind};
 use sempa_proto::migration::Usage;
 use sempa_proto::table::{TASK_CONNECTED, TASK_FORKED, TASK_RM, TaskInfo};
 use sempa_proto::task::{LinkMark, Sink, ToTask};
-use sempa_proto::{HostId, Micros, RequestId, Tid};
+use sempa_proto::{Epoch, HostId, Micros, RequestId, Tid};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 /// Tasks alive on one host at most.
 pub(super) const TASKS_MAX: usize = 65_536;
 /// Bytes of link frames kept for one task that cannot take them now; more are dropped, and sent again by their links.
-pub(super) const HELD_LINK_BYTES_MAX: usize = 256 << 20;
+pub(super) const HELD_LINK_BYTES_MAX: usize = 64 << 20;
 /// Tasks that have ended and are remembered with their marks.
 pub(super) const DEAD_MAX: usize = 4096;
 /// How long the socket of an ended process may stay open (a child of it may have it) before its task ends anyway.
@@ -84,7 +84,9 @@ pub(super) struct Task {
     /// Its process has ended; only what it wrote last is waited for.
     pub(super) exited: Option<(i32, Usage)>,
     /// Who has nothing more on the way to its old place, per epoch of its new one.
-    pub(super) passed: BTreeSet<(u64, HostId)>,
+    pub(super) passed: BTreeSet<(Epoch, HostId)>,
+    /// Who may have something on the way to its old place: the hosts that were in the table when it got a new one.
+    pub(super) awaiting: Vec<HostId>,
 }
 
 impl Task {
@@ -110,6 +112,7 @@ impl Task {
             watches: Vec::new(),
             exited: None,
             passed: BTreeSet::new(),
+            awaiting: Vec::new(),
         }
     }
 

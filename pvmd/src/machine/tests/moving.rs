@@ -85,7 +85,7 @@ fn tasks_that_move_at_random_lose_double_and_reorder_nothing() {
 
 #[test]
 fn requests_notifications_and_output_follow_the_task() {
-    for seed in 1..30 {
+    for seed in 1..200 {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let output = Sink { tid: sim.procs[console].tid(), ctx: 0, tag: 44 };
         let place = "h2".to_string();
@@ -98,6 +98,10 @@ fn requests_notifications_and_output_follow_the_task() {
         sim.ask(mover, note(NotifyWhat::HostAdd { count: -1 }, 2));
         let open = sim.request(mover, Request::Mailbox(MailboxRequest::Take { name: "x".into(), index: 0, flags: 32 }));
         sim.pass(Micros::from_millis(20));
+        // The new host may join before, in the middle of, or after the move.
+        let adding = sim.request(console, Request::AddHosts { lines: vec!["h4".to_string()] });
+        let wait = Micros(sim.dice.roll(330_000));
+        sim.pass(wait);
         let moving = sim.request(console, migrate(tid, "t40000"));
         let wait = Micros(sim.dice.roll(40_000));
         sim.pass(wait);
@@ -108,8 +112,6 @@ fn requests_notifications_and_output_follow_the_task() {
             }
             sim.exit(*p, n as i32);
         }
-        let lines = vec!["h4".to_string()];
-        let adding = sim.request(console, Request::AddHosts { lines });
         let message = sempa_proto::Message {
             src: Tid::NONE,
             dst: Tid::NONE,
@@ -206,6 +208,37 @@ fn whichever_host_is_lost_in_a_move_the_task_runs_once_or_is_known_to_be_dead() 
         }
     }
     assert!(moves > 20 && deaths > 20 && stays > 20, "{moves} moved, {deaths} died, {stays} stayed");
+}
+
+#[test]
+fn whichever_tasker_dies_in_a_move_the_task_runs_once_or_is_known_to_be_dead() {
+    let (mut moves, mut deaths, mut stays) = (0, 0, 0);
+    for seed in 1..300 {
+        let (mut sim, console) = Sim::cluster(seed, 3);
+        let mover = spawn(&mut sim, console, SpawnRequest { place: "h2".into(), flags: 1, ..children(1) })[0];
+        let tid = sim.procs[mover].tid();
+        let what = NotifyWhat::TaskExit(vec![tid]);
+        sim.ask(console, Request::Notify(NotifyRequest { what, ctx: 0, tag: 1, cancel: false }));
+        let moving = sim.request(console, migrate(tid, "h3"));
+        let wait = Micros(sim.dice.roll(40_000));
+        sim.pass(wait);
+        let victim = host(2 + sim.dice.roll(2) as u16);
+        sim.kill_tasker(victim);
+        sim.until("the end of the move", |s| s.procs[console].replies.contains_key(&moving));
+        sim.pass(Micros::from_secs(10));
+        let Reply::Tasks(list) = sim.ask(console, Request::Tasks { selector: tid }) else { panic!("no list") };
+        let dead = sim.procs[console].notes(1).len();
+        let moved = matches!(sim.procs[console].replies[&moving], Reply::Moved(Ok(_)));
+        assert_eq!(list.len() + dead, 1, "listed {list:?}, {dead} notes, moved {moved}, lost {victim} (seed {seed})");
+        if dead > 0 {
+            deaths += 1;
+        } else {
+            *if moved { &mut moves } else { &mut stays } += 1;
+            sim.tell(console, tid, &0i32.to_be_bytes());
+            sim.until("it answers", |s| s.procs[mover].seen.len() == 1);
+        }
+    }
+    assert!(moves > 10 && deaths > 20 && stays > 10, "{moves} moved, {deaths} died, {stays} stayed");
 }
 
 #[test]

@@ -92,7 +92,6 @@ pub(super) struct Proc {
     /// The tasker's name for it; `None` when it was not spawned.
     pub(super) spawned: Option<Tid>,
     pub(super) env: Vec<String>,
-    claim: Claim,
     pub(super) conn: Option<ConnId>,
     pub(super) welcome: Option<Welcome>,
     pub(super) refused: Option<String>,
@@ -345,13 +344,12 @@ impl Sim {
 
     // ---- processes
 
-    fn process(&mut self, on: HostId, program: &str, claim: Claim, spawned: Option<Tid>, env: Vec<String>) -> usize {
+    fn process(&mut self, on: HostId, program: &str, spawned: Option<Tid>, env: Vec<String>) -> usize {
         self.procs.push(Proc {
             host: on,
             program: program.to_string(),
             spawned,
             env,
-            claim,
             conn: None,
             welcome: None,
             refused: None,
@@ -391,7 +389,7 @@ impl Sim {
 
     /// A task from a command line; returns when it has been accepted.
     pub(super) fn enrol(&mut self, on: HostId) -> usize {
-        let proc = self.process(on, "cmd", Claim::New, None, vec![]);
+        let proc = self.process(on, "cmd", None, vec![]);
         self.connect(proc, Claim::New);
         self.until("accepted", |sim| sim.procs[proc].welcome.is_some());
         proc
@@ -399,7 +397,7 @@ impl Sim {
 
     /// Another process that presents a claim; returns without waiting.
     pub(super) fn claim(&mut self, on: HostId, claim: Claim) -> usize {
-        let proc = self.process(on, "claimer", claim.clone(), None, vec![]);
+        let proc = self.process(on, "claimer", None, vec![]);
         self.connect(proc, claim);
         proc
     }
@@ -553,6 +551,20 @@ impl Sim {
         }
     }
 
+    /// The tasker of a host dies with all it has; another one is started at once.
+    pub(super) fn kill_tasker(&mut self, on: HostId) {
+        let dead: Vec<usize> =
+            (0..self.procs.len()).filter(|p| self.procs[*p].host == on && self.procs[*p].spawned.is_some()).collect();
+        for proc in dead {
+            self.close(proc);
+            self.procs[proc].exited = true;
+        }
+        // What it had said is still heard first.
+        self.send(Channel::Tasker(on), Happening::Event(on, Event::TaskerGone { why: "signal 9".into() }));
+        let ready = FromTasker::Ready(Capabilities { pid_namespaces: true, engine: Ok("fake".into()) });
+        self.tasker(on, ready);
+    }
+
     /// The process of a task ends.
     pub(super) fn exit(&mut self, proc: usize, status: i32) {
         if std::mem::replace(&mut self.procs[proc].exited, true) {
@@ -594,7 +606,7 @@ impl Sim {
                     return self.tasker(on, FromTasker::StartFailed { tid, why: "thrown".into() });
                 }
                 let claim = Claim::Spawned { epid };
-                let proc = self.process(on, &program, claim.clone(), Some(tid), env);
+                let proc = self.process(on, &program, Some(tid), env);
                 self.tasker(on, FromTasker::Started { tid, pid: 1000 + proc as i32 });
                 if !program.contains("sleep") {
                     self.connect(proc, claim);
@@ -648,6 +660,10 @@ impl Sim {
                 let (_, tid, _) = *self.recorded.iter().rev().find(|r| r.0 == migration).expect("recorded first");
                 let proc = self.proc_of(tid);
                 assert!(self.procs[proc].stopped, "only a stopped task can be restored (seed {})", self.seed);
+                if self.procs[proc].exited {
+                    let result = Err(Failure::Engine("there is nothing to run".into()));
+                    return self.tasker(on, FromTasker::Ran { migration, result });
+                }
                 (self.procs[proc].host, self.procs[proc].stopped) = (on, false);
                 FromTasker::Ran { migration, result: Ok(()) }
             }
@@ -807,9 +823,21 @@ impl Sim {
             if self.now > end || !self.step() {
                 let logs: Vec<String> =
                     self.nodes.iter().map(|(id, n)| format!("{id}:\n  {}", n.log.join("\n  "))).collect();
-                panic!("never came: {what} (seed {})\n{}", self.seed, logs.join("\n"));
+                panic!("never came: {what} (seed {})\n{}\n{}", self.seed, logs.join("\n"), self.story());
             }
         }
+    }
+
+    /// The event log and the processes, for a run that went wrong.
+    fn story(&self) -> String {
+        let master = self.nodes[&HostId::MASTER].machine.master.as_ref().expect("it is the master");
+        let events = master.events.from(0, 10_000).into_iter().map(|e| format!("{} {}", e.at.0, e.kind));
+        let procs = self.procs.iter().enumerate().map(|(n, p)| {
+            let Proc { host, spawned, conn, quiesced, stopped, exited, .. } = p;
+            let spawned = spawned.map_or("-".into(), |t| t.to_string());
+            format!("process {n} {spawned} on {host}: {conn:?} quiesced {quiesced:?} stopped {stopped} exited {exited}")
+        });
+        events.chain(procs).collect::<Vec<_>>().join("\n")
     }
 
     /// Lets this much time pass.
