@@ -158,7 +158,10 @@ fn sentence(
         format!("{} was asked for", named(&ask.request.place))
     } else {
         match snapshot.policy {
-            Policy::RoundRobin => format!("in turn over {} hosts", fit.len()),
+            Policy::RoundRobin => format!(
+                "in turn over {}",
+                if fit.len() == 1 { "one host".to_string() } else { format!("{} hosts", fit.len()) }
+            ),
             Policy::Load => {
                 let best = hosts.first().map(|id| (snapshot.name(*id), Loads::of(snapshot).share(*id)));
                 let best = best.map(|(name, share)| format!(", {:.2} on {name}", share.usable as f64 / 1e3));
