@@ -1,11 +1,12 @@
 //! What the commands print for people, in PVM's columns. Pure: tables in, text out.
 
-use sempa_proto::event::Event;
+use sempa_proto::event::{Event, EventKind};
 use sempa_proto::table::{
     AddedHost, HostTable, TASK_CONNECTED, TASK_FORKED, TASK_HOSTER, TASK_RM, TASK_TASKER, TaskInfo,
 };
 use sempa_proto::task::{MailboxClass, MoveReport};
 use sempa_proto::{HostId, Micros, PvmError, Tid};
+use std::collections::BTreeMap;
 use std::fmt::Write;
 
 /// Letters of the task flags, in the order of their bits.
@@ -160,9 +161,32 @@ pub(crate) fn moved(tid: Tid, to: &str, report: &MoveReport) -> String {
     format!("{tid} moved to {to}: {} bytes, frozen {} ms\n", report.bytes, (report.frozen.0 + 500) / 1000)
 }
 
+/// Names of hosts, those that have left included.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Names(BTreeMap<HostId, String>);
+
+impl Names {
+    /// Takes the names of a table.
+    pub(crate) fn learn_table(&mut self, table: &HostTable) {
+        self.0.extend(table.hosts.iter().map(|host| (host.id, host.name.clone())));
+    }
+
+    /// Takes the name that an event tells.
+    pub(crate) fn learn(&mut self, event: &Event) {
+        if let EventKind::HostAdded { host, name } | EventKind::HostGone { host, name, .. } = &event.kind {
+            self.0.insert(*host, name.clone());
+        }
+    }
+
+    /// The name of a host, if it was ever heard.
+    pub(crate) fn get(&self, host: HostId) -> Option<&str> {
+        self.0.get(&host).map(String::as_str)
+    }
+}
+
 /// One event: time, host, text.
-pub(crate) fn event(table: &HostTable, event: &Event) -> String {
-    let host = table.get(event.host).map_or_else(|| event.host.to_string(), |host| host.name.clone());
+pub(crate) fn event(names: &Names, event: &Event) -> String {
+    let host = names.get(event.host).map_or_else(|| event.host.to_string(), str::to_string);
     format!("{} {host} {}\n", time(event.at), event.kind)
 }
 
@@ -187,7 +211,6 @@ pub(crate) fn time(at: Micros) -> String {
 pub(crate) mod tests {
     use super::*;
     use sempa_proto::Epoch;
-    use sempa_proto::event::EventKind;
     use sempa_proto::migration::{Cause, Failure, Step};
     use sempa_proto::table::HostEntry;
 
@@ -204,6 +227,12 @@ pub(crate) mod tests {
 
     pub(crate) fn table() -> HostTable {
         HostTable { epoch: Epoch(3), hosts: vec![host(1, "ha1"), host(2, "ha2"), host(3, "ha3")] }
+    }
+
+    pub(crate) fn host_names() -> Names {
+        let mut names = Names::default();
+        names.learn_table(&table());
+        names
     }
 
     pub(crate) fn task(tid: i32, parent: i32, pid: i32, flags: i32, name: &str) -> TaskInfo {
@@ -311,10 +340,21 @@ Console: 2 new hosts added
         };
         let happened = Event { number: 7, at: Micros(1_795_253_641_123_456), host: from, kind };
         assert_eq!(
-            event(&table(), &happened),
+            event(&host_names(), &happened),
             "2026-11-21T09:34:01.123Z ha1 m4: t40002 was not moved from host 1 to host 3 (asked by t40001): dump failed: \
              the engine was killed by signal 9\n"
         );
+    }
+
+    #[test]
+    fn a_host_that_has_left_keeps_its_name_in_the_log() {
+        let id = HostId::new(7).expect("7");
+        let gone = EventKind::HostGone { host: id, name: "h7".into(), why: "deleted".into() };
+        let before = Event { number: 1, at: Micros(0), host: id, kind: EventKind::HostClean { host: id } };
+        let mut names = host_names();
+        assert!(event(&names, &before).starts_with("1970-01-01T00:00:00.000Z host 7 "));
+        names.learn(&Event { number: 2, at: Micros(0), host: HostId::MASTER, kind: gone });
+        assert!(event(&names, &before).starts_with("1970-01-01T00:00:00.000Z h7 "));
     }
 
     #[test]

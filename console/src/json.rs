@@ -1,6 +1,7 @@
 //! What the one-shot commands print with `--json`: one value per line. Tids are written as `t40001`, times in
 //! microseconds since 1970.
 
+use crate::format::Names;
 use sempa_proto::event::Event;
 use sempa_proto::table::{AddedHost, HostEntry, HostTable, TaskInfo};
 use sempa_proto::task::MoveReport;
@@ -95,12 +96,12 @@ pub(crate) fn not_moved(tid: Tid, to: &str, step: Option<String>, reason: &str) 
 }
 
 /// One event; `kind` is the record as the virtual machine keeps it.
-pub(crate) fn event(table: &HostTable, event: &Event) -> Value {
+pub(crate) fn event(names: &Names, event: &Event) -> Value {
     json!({
         "number": event.number,
         "at_us": event.at.0,
         "time": crate::format::time(event.at),
-        "host": table.get(event.host).map(|host| host.name.clone()),
+        "host": names.get(event.host),
         "host_index": event.host.index(),
         "text": event.kind.to_string(),
         "kind": event.kind,
@@ -110,7 +111,7 @@ pub(crate) fn event(table: &HostTable, event: &Event) -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::format::tests::{table, task};
+    use crate::format::tests::{host_names, table, task};
     use sempa_proto::event::EventKind;
     use sempa_proto::{HostId, Micros};
 
@@ -137,7 +138,7 @@ mod tests {
     #[test]
     fn events_have_text_and_record() {
         let kind = EventKind::HostClean { host: HostId::MASTER };
-        let value = event(&table(), &Event { number: 1, at: Micros(5), host: HostId::MASTER, kind });
+        let value = event(&host_names(), &Event { number: 1, at: Micros(5), host: HostId::MASTER, kind });
         assert_eq!(value["host"], "ha1");
         assert_eq!(value["kind"]["HostClean"]["host"], 1);
         assert!(value["text"].as_str().is_some_and(|text| text.contains("clean")));

@@ -1,6 +1,6 @@
 //! One command from the command line: it is carried out, and the exit status says whether all of it was done.
 
-use crate::format;
+use crate::format::{self, Names};
 use crate::halt::{Home, halt};
 use crate::json;
 use crate::machine::{self, Machine};
@@ -11,7 +11,6 @@ use crate::spawn::Output;
 use libpvm::{Error, Match, Vm};
 use sempa_proto::event::Event;
 use sempa_proto::message::CTX_BASE;
-use sempa_proto::table::HostTable;
 use std::collections::BTreeMap;
 use std::io;
 use std::process::ExitCode;
@@ -67,7 +66,7 @@ pub(crate) fn run(
     json: bool,
 ) -> io::Result<ExitCode> {
     if let Command::Events { from, follow: true } = command {
-        let error = Follow { vm, table: HostTable::default(), next: *from, json }.run()?;
+        let error = Follow { vm, names: Names::default(), next: *from, json }.run()?;
         Screen.complain(&format!("events: {error}"));
         return Ok(ExitCode::FAILURE);
     }
@@ -94,7 +93,7 @@ pub(crate) fn run(
 /// Shows events as they come.
 struct Follow<'a> {
     vm: &'a Vm,
-    table: HostTable,
+    names: Names,
     /// Number of the first event that has not been shown.
     next: u64,
     json: bool,
@@ -134,6 +133,7 @@ impl Follow<'_> {
             if events.is_empty() {
                 return Ok(Ok(()));
             }
+            events.iter().for_each(|event| self.names.learn(event));
             for event in events {
                 self.show(&event)?;
             }
@@ -141,16 +141,17 @@ impl Follow<'_> {
     }
 
     fn show(&mut self, event: &Event) -> io::Result<()> {
-        if self.table.get(event.host).is_none()
+        self.names.learn(event);
+        if self.names.get(event.host).is_none()
             && let Ok(table) = self.vm.hosts()
         {
-            self.table = table;
+            self.names.learn_table(&table);
         }
         self.next = event.number + 1;
         let line = if self.json {
-            format!("{}\n", json::event(&self.table, event))
+            format!("{}\n", json::event(&self.names, event))
         } else {
-            format::event(&self.table, event)
+            format::event(&self.names, event)
         };
         Screen.print(line.as_bytes())
     }

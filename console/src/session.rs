@@ -1,7 +1,7 @@
 //! Carries commands out: one call per command, from words to what is shown. It keeps what lasts between commands:
 //! aliases, options, the environment for tasks, and jobs.
 
-use crate::format;
+use crate::format::{self, Names};
 use crate::help;
 use crate::jobs::{Jobs, Written, read_output};
 use crate::json;
@@ -260,17 +260,19 @@ impl<M: Machine> Session<M> {
     }
 
     fn events(&self, mut from: u64) -> Result<Outcome, Error> {
-        let table = self.machine.hosts()?;
-        let mut outcome = Outcome::default();
+        let mut names = Names::default();
+        names.learn_table(&self.machine.hosts()?);
+        let mut all = Vec::new();
         loop {
             let events = self.machine.events(from, EVENTS_AT_ONCE_MAX)?;
-            let Some(last) = events.last() else { return Ok(outcome) };
+            let Some(last) = events.last() else { break };
             from = last.number + 1;
-            for event in &events {
-                outcome.text.push_str(&format::event(&table, event));
-                outcome.json.push(json::event(&table, event));
-            }
+            events.iter().for_each(|event| names.learn(event));
+            all.extend(events);
         }
+        let text = all.iter().map(|event| format::event(&names, event)).collect();
+        let json = all.iter().map(|event| json::event(&names, event)).collect();
+        Ok(Outcome { text, json, ..Outcome::default() })
     }
 
     fn environment(&mut self, command: Command) -> Outcome {
