@@ -15,9 +15,10 @@ use super::world::{ARCH, DSIG, DaemonWorld, WorldSettings, library_folder, progr
 use super::{address, local};
 use crate::machine::{Machine, MachineConfig};
 use anyhow::Context;
+use sempa_proto::place::Place;
 use sempa_proto::{HostId, Micros};
 use std::net::{IpAddr, SocketAddr};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::signal::unix::{SignalKind, signal};
@@ -116,18 +117,7 @@ async fn assemble_and_run(
     let listener = local::bind(&place.socket())
         .with_context(|| format!("cannot listen for tasks at {}", place.socket().display()))?;
     let programs = programs_folder().context("cannot find the folder of this program")?;
-    let library = library_folder(Some(&programs), std::env::var_os("SEMPA_LIB").as_ref(), world.library.as_deref());
-    let starter = authority.map(|authority| StarterSettings {
-        authority,
-        vm: place.vm().to_string(),
-        addresses: addresses.clone(),
-        library,
-        allow_root: uid == 0,
-        lease,
-        remote_shell: variable("PVM_RSH"),
-        command: variable("PVM_DPATH"),
-        program: programs.join("pvmd"),
-    });
+    let starter = authority.map(|authority| starter_settings(authority, &place, &addresses, lease, &programs));
     let config = MachineConfig {
         host,
         name: name.clone(),
@@ -171,6 +161,27 @@ async fn assemble_and_run(
     drop(log);
     Driver::new(parts, start, is_master).run(signals).await;
     Ok(held)
+}
+
+/// What a master's starter needs to know.
+fn starter_settings(
+    authority: Arc<Authority>,
+    place: &Place,
+    addresses: &[SocketAddr],
+    lease: Duration,
+    programs: &Path,
+) -> StarterSettings {
+    StarterSettings {
+        authority,
+        vm: place.vm().to_string(),
+        addresses: addresses.to_vec(),
+        library: library_folder(Some(programs), std::env::var_os("SEMPA_LIB").as_ref(), None),
+        allow_root: nix::unistd::getuid().is_root(),
+        lease,
+        remote_shell: variable("PVM_RSH"),
+        command: variable("PVM_DPATH"),
+        program: programs.join("pvmd"),
+    }
 }
 
 /// `PVM_RM`, split into words.

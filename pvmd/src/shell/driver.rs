@@ -178,26 +178,23 @@ impl Driver {
     }
 
     fn take_event(&mut self, event: Event) {
-        match &event {
+        let unheard = match &event {
             // After its dismissal a task is heard no more, except for its end.
             Event::TaskControl { conn, .. } | Event::TaskLink { conn, .. } => {
-                if self.tasks.get(conn).is_none_or(|t| t.dismissed) {
-                    return;
-                }
+                self.tasks.get(conn).is_none_or(|t| t.dismissed)
             }
-            Event::TaskClosed { conn, .. } => {
-                if self.tasks.remove(conn).is_none() {
-                    return;
-                }
-            }
+            Event::TaskClosed { conn, .. } => self.tasks.remove(conn).is_none(),
             Event::TaskerGone { why } => {
                 self.log.line(why);
                 // First of all, so that what the machine asks for next goes to the new one.
                 self.tasker.gone();
+                false
             }
-            _ => {}
+            _ => false,
+        };
+        if !unheard {
+            self.feed(event);
         }
-        self.feed(event);
     }
 
     /// Gives the machine an event and carries out what it asks for.
