@@ -302,10 +302,9 @@ impl Host {
 
     /// Files under `/tmp`, `/run` and `/dev/shm` of the host that were not there when it was made.
     pub fn files_left(&self, folder: &Path) -> Vec<PathBuf> {
+        // criu.kdat is what CRIU notes about this kernel, whoever uses it.
         let ours = |path: &Path| {
-            ["/run/sshd", "/run/utmp", "/run/sshd.pid", "/run/motd.dynamic"]
-                .iter()
-                .any(|known| path == Path::new(known))
+            ["/run/sshd", "/run/utmp", "/run/criu.kdat"].iter().any(|known| path == Path::new(known))
                 || folder.starts_with(path)
                 || path.starts_with(folder)
                 || self.prefix.as_ref().is_some_and(|prefix| prefix.starts_with(path) || path.starts_with(prefix))

@@ -275,12 +275,15 @@ fn solutions(vm: &Vm) -> Result<Vec<Solution>> {
 /// Halts; processes or files that stay are reasons.
 fn leave_nothing(vm: &Vm, reasons: &mut Vec<String>) -> Result<()> {
     vm.halt()?;
+    let before = reasons.len();
     for host in vm.bed().hosts() {
         let files = host.files_left(vm.bed().folder());
         if !files.is_empty() {
             reasons.push(format!("halt left files on {}: {files:?}", host.name()));
         }
     }
-    say("halted; no process and no file is left on any host");
+    if reasons.len() == before {
+        say("halted; no process and no file is left on any host");
+    }
     Ok(())
 }
