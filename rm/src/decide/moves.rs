@@ -131,7 +131,7 @@ pub fn moves(snapshot: &Snapshot) -> Moves {
                 continue;
             }
             match target(snapshot, &loads, host, task) {
-                Err((excluded, again)) => out.stay.push(stay(StayReason::NoHost { excluded }, again)),
+                Err(NoTarget { excluded, again }) => out.stay.push(stay(StayReason::NoHost { excluded }, again)),
                 // A move that ends makes room, and is an event; no need to look again by time.
                 Ok(_) if under_way >= MOVES_AT_ONCE_MAX => out.stay.push(stay(StayReason::Turn, None)),
                 Ok(to) => {
@@ -158,13 +158,19 @@ fn held(now: Micros, task: &TaskView) -> Option<(StayReason, Micros)> {
     Some((StayReason::MovedTooOften, recent[oldest_that_counts] + MOVES_SPAN))
 }
 
+/// No host is fit: why not, and when one may be again if nothing happens before.
+struct NoTarget {
+    excluded: Vec<(HostId, Reason)>,
+    again: Option<Micros>,
+}
+
 /// The best host for a task that must leave, or why no host is fit and when one may be again.
 fn target<'a>(
     snapshot: &'a Snapshot,
     loads: &Loads,
     from: &HostView,
     task: &TaskView,
-) -> Result<&'a HostView, (Vec<(HostId, Reason)>, Option<Micros>)> {
+) -> Result<&'a HostView, NoTarget> {
     let (mut excluded, mut again) = (Vec::new(), None::<Micros>);
     let mut fit = Vec::new();
     for host in snapshot.hosts.iter().filter(|h| h.id != from.id) {
@@ -180,7 +186,7 @@ fn target<'a>(
             }
         }
     }
-    fit.into_iter().max_by_key(|(rank, _)| *rank).map(|(_, host)| host).ok_or((excluded, again))
+    fit.into_iter().max_by_key(|(rank, _)| *rank).map(|(_, host)| host).ok_or(NoTarget { excluded, again })
 }
 
 fn unfit(now: Micros, host: &HostView, from: &HostView, task: &TaskView) -> Option<(Reason, Option<Micros>)> {
