@@ -52,10 +52,10 @@ fn interfaces() -> Vec<IpAddr> {
         .collect()
 }
 
-/// The addresses of a name, without loopback ones; empty when it has none.
+/// The addresses of a name; empty when it has none.
 pub(crate) fn resolve(name: &str) -> Vec<IpAddr> {
     let Ok(found) = (name, 0).to_socket_addrs() else { return Vec::new() };
-    found.map(|a| a.ip()).filter(|ip| !ip.is_loopback()).collect()
+    found.map(|a| a.ip()).collect()
 }
 
 /// Client and server address of the ssh session that this process was started by (`SSH_CONNECTION`: client address,

@@ -80,7 +80,7 @@ fn run_master(arguments: Arguments) -> anyhow::Result<()> {
         bail!(text);
     }
     let uid = getuid().as_raw();
-    let place = Place::of(uid, variable).map_err(anyhow::Error::msg)?;
+    let place = Place::of(uid, place_variable).map_err(anyhow::Error::msg)?;
     let hostfile = arguments.hostfile.or_else(|| variable("PVMHOSTFILE").map(PathBuf::from));
     let hostfile = hostfile.map_or(Ok(Vec::new()), |path| read_hostfile(&path))?;
     let own = gethostname().context("cannot find this host's name")?.to_string_lossy().into_owned();
@@ -88,7 +88,7 @@ fn run_master(arguments: Arguments) -> anyhow::Result<()> {
     if let Some(name) = &arguments.name {
         preferred = address::resolve(name);
         if preferred.is_empty() {
-            bail!("-n{name}: this name has no address that other hosts could reach");
+            bail!("-n{name}: this name has no address; give one that other hosts can reach this host by");
         }
     }
     let keep_log = variable("SEMPA_LOG").is_some_and(|log| place.log() == *log);
@@ -110,6 +110,16 @@ fn run_master(arguments: Arguments) -> anyhow::Result<()> {
         let _ = writeln!(out, "{}", standing.socket.display()).and_then(|()| out.flush());
         Ok(())
     })
+}
+
+/// A variable for [`Place::of`]: directories as absolute paths, because tasks and moves use them from elsewhere.
+pub(crate) fn place_variable(name: &str) -> Option<String> {
+    let value = variable(name)?;
+    if !matches!(name, "PVM_TMP" | "XDG_RUNTIME_DIR") {
+        return Some(value);
+    }
+    let absolute = std::path::absolute(&value).map(|path| path.to_string_lossy().into_owned());
+    Some(absolute.unwrap_or(value))
 }
 
 fn lease() -> anyhow::Result<Duration> {

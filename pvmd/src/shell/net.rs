@@ -6,7 +6,7 @@ use super::input::{Input, Inputs, LineLimit};
 use super::log::Log;
 use super::outbox::Parcel;
 use super::pki::{Identity, host_name, host_named};
-use super::session::{self, CLOSE_DUPLICATE, CLOSE_FORGOTTEN, CLOSE_LEAVING, Channels, Pair, describe};
+use super::session::{self, CLOSE_DUPLICATE, CLOSE_FORGOTTEN, CLOSE_LEAVING, CLOSE_SILENT, Channels, Pair, describe};
 use quinn::congestion::CubicConfig;
 use quinn::{
     ClientConfig, Connection, Endpoint, EndpointConfig, Incoming, MtuDiscoveryConfig, ServerConfig, TransportConfig,
@@ -247,8 +247,11 @@ impl Net {
         if let Some(channels) = peer.session.as_ref().and_then(|s| s.channels.as_ref()) {
             let queue = if control { &channels.control } else { &channels.data };
             queue.put(parcel);
-            if queue.sure_bytes() > UNSENT_BYTES_MAX {
-                channels.connection.close(VarInt::from_u32(0), b"takes nothing");
+            if queue.sure_bytes() > UNSENT_BYTES_MAX && channels.connection.close_reason().is_none() {
+                self.log.line(format!(
+                    "{host} takes nothing and {UNSENT_BYTES_MAX} bytes wait for it: giving its session up"
+                ));
+                channels.connection.close(CLOSE_SILENT, b"takes nothing");
             }
             return;
         }
@@ -395,8 +398,8 @@ impl Net {
         peer.dialler = Some(task.abort_handle());
     }
 
-    /// Ends all sessions after what was sent before; returns when no session is left or `allowed` has passed. The loop
-    /// must go on feeding [`Net::take`] meanwhile.
+    /// Has all sessions end after what was sent before. The loop goes on feeding [`Net::take`] until
+    /// [`Net::has_sessions`] is false.
     pub(crate) fn begin_leaving(&mut self) {
         for peer in self.peers.values_mut() {
             peer.wanted = false;

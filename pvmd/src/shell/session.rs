@@ -40,7 +40,7 @@ const CLOSE_GARBAGE: VarInt = VarInt::from_u32(3);
 /// Code of an orderly end.
 pub(crate) const CLOSE_LEAVING: VarInt = VarInt::from_u32(4);
 /// Code of a connection whose peer was not heard for too long.
-const CLOSE_SILENT: VarInt = VarInt::from_u32(5);
+pub(crate) const CLOSE_SILENT: VarInt = VarInt::from_u32(5);
 
 /// What a stream is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -358,7 +358,7 @@ pub(crate) fn describe(e: &quinn::ConnectionError) -> String {
             CLOSE_LEAVING => "the session was closed in good order".into(),
             CLOSE_DUPLICATE => "it has another session with this host".into(),
             CLOSE_FORGOTTEN => "it does not count this host to its virtual machine any more".into(),
-            CLOSE_SILENT => "it had heard nothing of this host for too long".into(),
+            CLOSE_SILENT => "this host had not answered it for too long".into(),
             CLOSE_GARBAGE => "it did not understand this host".into(),
             code => format!("it closed the session with code {code}"),
         },

@@ -3,7 +3,7 @@
 
 use super::address::ssh_session;
 use super::bootstrap::{BOOTSTRAP_BYTES_MAX, Bootstrap, Ready, Refusal, host_of, reply_line};
-use super::cli::allows_root;
+use super::cli::{allows_root, place_variable};
 use super::daemon::{self, Role, Setup, variable};
 use super::place::{HeldPlace, PlaceError};
 use super::sys::fork_before_threads;
@@ -133,7 +133,7 @@ fn set_up(bootstrap: &Bootstrap) -> Result<Setup, Refusal> {
     let host = host_of(bootstrap)?;
     let identity = bootstrap.identity().map_err(|text| Refusal { error: PvmError::CantStart, text })?;
     let vm = bootstrap.vm.clone();
-    let place = Place::of(uid, |name| if name == "PVM_VMID" { Some(vm.clone()) } else { variable(name) })
+    let place = Place::of(uid, |name| if name == "PVM_VMID" { Some(vm.clone()) } else { place_variable(name) })
         .map_err(|text| Refusal { error: PvmError::CantStart, text })?;
     let keep_log = variable("SEMPA_LOG").is_some_and(|log| place.log() == *log);
     let place = HeldPlace::take(place, uid, keep_log).map_err(|e| {
