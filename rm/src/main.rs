@@ -63,11 +63,19 @@ fn run(args: &Args) -> anyhow::Result<()> {
     }
 }
 
+/// The error and its causes, each said once: some sentences contain their cause already.
+fn one_line(error: &anyhow::Error) -> String {
+    error.chain().skip(1).fold(error.to_string(), |text, cause| {
+        let cause = cause.to_string();
+        if text.contains(&cause) { text } else { format!("{text}: {cause}") }
+    })
+}
+
 fn main() -> ExitCode {
     match run(&Args::parse()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("pvm-rm: {error:#}");
+            eprintln!("pvm-rm: {}", one_line(&error));
             ExitCode::FAILURE
         }
     }
