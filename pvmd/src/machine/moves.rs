@@ -40,6 +40,8 @@ pub(super) struct Arrival {
     pub(super) located: bool,
     /// Its process runs, or has ended.
     pub(super) ran: bool,
+    /// The tasker was told to let it run.
+    run_ordered: bool,
     /// Its copy here is lost. If the commit stands, the task has ended by that.
     lost: bool,
     pub(super) exited: Option<(i32, Usage)>,
@@ -64,6 +66,8 @@ pub(super) struct Departed {
 pub(super) struct Moves {
     sources: BTreeMap<MigrationId, Source>,
     targets: BTreeMap<MigrationId, Target>,
+    /// Moves whose task has ended here while its images were on the way; the coordinator has not said what that means.
+    open_ends: BTreeMap<MigrationId, Move>,
     pub(super) arrivals: BTreeMap<Tid, Arrival>,
     pub(super) departed: BTreeMap<Tid, Departed>,
 }
@@ -250,6 +254,7 @@ impl Machine {
             }
             Order::Leave { .. } | Order::Resume | Order::Yield => match self.moves.sources.get_mut(&id) {
                 Some(source) => source.handle(SourceEvent::Order(order)),
+                None if self.moves.open_ends.contains_key(&id) => self.close_end(id, order),
                 None if order == Order::Resume => {}
                 None => {
                     let step = if order == Order::Yield { Step::KillSource } else { Step::Quiesce };
@@ -295,9 +300,17 @@ impl Machine {
             }
             SourceOutput::SendImages => {
                 self.send_record(&of, false);
+                if let Some(task) = self.tasks.get_mut(tid) {
+                    task.leaving = Some(id);
+                }
                 self.out.push_back(Output::SendImages { migration: id, to: of.to });
             }
-            SourceOutput::Continue => self.to_tasker(ToTasker::Continue { migration: id, tid }),
+            SourceOutput::Continue => {
+                if let Some(task) = self.tasks.get_mut(tid) {
+                    task.leaving = None;
+                }
+                self.to_tasker(ToTasker::Continue { migration: id, tid });
+            }
             SourceOutput::WakeHere => self.write_token(id),
             SourceOutput::Release => {
                 if let Some(task) = self.tasks.get_mut(tid) {
@@ -305,7 +318,12 @@ impl Machine {
                     self.open_inbox(tid);
                 }
             }
-            SourceOutput::KillMoved => self.to_tasker(ToTasker::KillMoved { migration: id, tid }),
+            SourceOutput::KillMoved => {
+                if let Some(task) = self.tasks.get_mut(tid) {
+                    task.killing = true;
+                }
+                self.to_tasker(ToTasker::KillMoved { migration: id, tid });
+            }
             SourceOutput::HandOver => self.hand_task_over(&of),
             SourceOutput::DropImages => self.out.push_back(Output::DropImages { migration: id }),
             SourceOutput::Done => {
@@ -355,7 +373,12 @@ impl Machine {
                 let dir = self.config.place.images(id);
                 self.to_tasker(ToTasker::Restore { migration: id, tid, dir });
             }
-            TargetOutput::Run(used) => self.to_tasker(ToTasker::Run { migration: id, used }),
+            TargetOutput::Run(used) => {
+                if let Some(arrival) = self.arrival_of(id) {
+                    arrival.run_ordered = true;
+                }
+                self.to_tasker(ToTasker::Run { migration: id, used });
+            }
             TargetOutput::WakeHere => self.write_token(id),
             TargetOutput::Discard => self.to_tasker(ToTasker::Discard { migration: id }),
             TargetOutput::DropImages => self.out.push_back(Output::DropImages { migration: id }),
@@ -427,7 +450,7 @@ impl Machine {
             target.handle(TargetEvent::Restored(Err(failed())));
             target.handle(TargetEvent::Ran(Err(failed())));
         }
-        let running: Vec<Tid> = self.moves.arrivals.values().filter(|a| a.ran).map(|a| a.tid).collect();
+        let running: Vec<Tid> = self.moves.arrivals.values().filter(|a| a.run_ordered).map(|a| a.tid).collect();
         for tid in running {
             if let Some(arrival) = self.moves.arrivals.get_mut(&tid) {
                 arrival.lose();
@@ -466,6 +489,38 @@ impl Machine {
     /// A task has ended or left: it does not move any more.
     pub(super) fn move_task_ended(&mut self, tid: Tid) {
         self.each_source(tid, SourceEvent::Ended);
+    }
+
+    /// The copy of a task whose images are on the way has ended. If the move is committed, the task lives on at the
+    /// target; if not, this is its end. Only the coordinator knows. True when its word has to be waited for.
+    pub(super) fn defer_end(&mut self, tid: Tid, status: i32, used: Usage) -> bool {
+        let stopping = self.stop.is_some();
+        let Some(task) = self.tasks.get_mut(tid) else { return false };
+        let Some(id) = task.leaving.filter(|_| !stopping) else { return false };
+        task.exited = Some((status, used));
+        let Some(source) = self.moves.sources.get_mut(&id) else { return self.moves.open_ends.contains_key(&id) };
+        if task.killing {
+            source.handle(SourceEvent::Gone(used));
+        } else {
+            let of = source.of().clone();
+            source.handle(SourceEvent::Ended);
+            self.moves.open_ends.insert(id, of);
+        }
+        true
+    }
+
+    /// The coordinator has said whether the move of a task that has ended here goes on.
+    fn close_end(&mut self, id: MigrationId, order: Order) {
+        let Some(of) = self.moves.open_ends.remove(&id) else { return };
+        let Some(task) = self.tasks.get_mut(of.tid) else { return };
+        let (status, used) = task.exited.unwrap_or_default();
+        task.leaving = None;
+        if order == Order::Yield {
+            self.report(id, Report::SourceGone { used });
+            self.hand_task_over(&of);
+        } else {
+            self.end_task(of.tid, status, used);
+        }
     }
 
     fn each_source(&mut self, tid: Tid, event: SourceEvent) {
@@ -683,6 +738,7 @@ impl Arrival {
             own: Inbox::default(),
             located: false,
             ran: false,
+            run_ordered: false,
             lost: false,
             exited: None,
             conn: None,

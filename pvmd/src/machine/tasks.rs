@@ -6,7 +6,7 @@ use sempa_proto::host::{Carried, Held, HostMsg, TaskRecord, Watch, WatchKind};
 use sempa_proto::migration::Usage;
 use sempa_proto::table::{TASK_CONNECTED, TASK_FORKED, TASK_RM, TaskInfo};
 use sempa_proto::task::{LinkMark, Sink, ToTask};
-use sempa_proto::{Epoch, HostId, Micros, RequestId, Tid};
+use sempa_proto::{Epoch, HostId, Micros, MigrationId, RequestId, Tid};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 /// Tasks alive on one host at most.
@@ -83,6 +83,10 @@ pub(super) struct Task {
     pub(super) watches: Vec<Watch>,
     /// Its process has ended; only what it wrote last is waited for.
     pub(super) exited: Option<(i32, Usage)>,
+    /// Its images are on the way in this move: whether its end here is its end, the coordinator says.
+    pub(super) leaving: Option<MigrationId>,
+    /// That move is committed; its copy here is being killed.
+    pub(super) killing: bool,
     /// Who has nothing more on the way to its old place, per epoch of its new one.
     pub(super) passed: BTreeSet<(Epoch, HostId)>,
     /// Who may have something on the way to its old place: the hosts that were in the table when it got a new one.
@@ -111,6 +115,8 @@ impl Task {
             requests: BTreeSet::new(),
             watches: Vec::new(),
             exited: None,
+            leaving: None,
+            killing: false,
             passed: BTreeSet::new(),
             awaiting: Vec::new(),
         }
@@ -318,6 +324,9 @@ impl Machine {
 
     /// The end of a task: everybody who has to know is told, behind all that it sent.
     pub(super) fn end_task(&mut self, tid: Tid, status: i32, used: Usage) {
+        if self.defer_end(tid, status, used) {
+            return;
+        }
         let Some(mut task) = self.tasks.live.remove(&tid) else { return };
         self.tasks.expected.retain(|_, expected| *expected != tid);
         if let Some(conn) = task.conn() {

@@ -75,6 +75,8 @@ pub(super) struct Node {
     pub(super) output: Vec<u8>,
     /// Images that are expected, by move.
     expected: BTreeSet<MigrationId>,
+    /// Its tasker is dead, which it does not know yet: what it says to it is lost.
+    tasker_dead: bool,
 }
 
 /// What a task has got, in order.
@@ -255,7 +257,8 @@ impl Sim {
         let id = config.host;
         let machine = Machine::new(config, self.now);
         let world = FakeWorld { secret: i32::from(id.index()) * 1_000_000, unix: self.now };
-        let node = Node { machine, world, alive: true, log: vec![], output: vec![], expected: BTreeSet::new() };
+        let (log, output, expected) = (vec![], vec![], BTreeSet::new());
+        let node = Node { machine, world, alive: true, log, output, expected, tasker_dead: false };
         self.nodes.insert(id, node);
         self.flush(id);
         let ready = FromTasker::Ready(Capabilities { pid_namespaces: true, engine: Ok("fake".into()) });
@@ -560,6 +563,7 @@ impl Sim {
             self.procs[proc].exited = true;
         }
         // What it had said is still heard first.
+        self.nodes.get_mut(&on).expect("it is there").tasker_dead = true;
         self.send(Channel::Tasker(on), Happening::Event(on, Event::TaskerGone { why: "signal 9".into() }));
         let ready = FromTasker::Ready(Capabilities { pid_namespaces: true, engine: Ok("fake".into()) });
         self.tasker(on, ready);
@@ -679,6 +683,7 @@ impl Sim {
     pub(super) fn handle(&mut self, on: HostId, event: Event) {
         let Some(node) = self.nodes.get_mut(&on).filter(|n| n.alive) else { return };
         node.world.unix = self.now;
+        node.tasker_dead &= !matches!(event, Event::TaskerGone { .. });
         node.machine.handle(self.now, &mut node.world, event);
         self.flush(on);
     }
@@ -719,6 +724,7 @@ impl Sim {
             }
             Output::StartHost { start, plan } => self.start_host(start, plan),
             Output::AbandonStart { start } => self.abandoned.push(start),
+            Output::ToTasker(_) if self.nodes[&on].tasker_dead => {}
             Output::ToTasker(message) => self.to_tasker(on, message),
             Output::SendImages { migration, to } => self.send_images(on, migration, to),
             Output::ExpectImages { migration, .. } => {
