@@ -20,6 +20,8 @@ pub(crate) fn run(prefix: &Path) -> Result<bool> {
     let command = |program: &Path| {
         let mut command = Command::new(program);
         command.env("PVM_TMP", &folder).env("LD_LIBRARY_PATH", prefix.join("lib")).current_dir(&folder);
+        // The daemon looks there for what is spawned.
+        command.env("PVM_PATH", "/usr/bin");
         command.env("PATH", format!("{}:/usr/bin:/bin", prefix.join("bin").display()));
         command
     };
@@ -32,10 +34,7 @@ pub(crate) fn run(prefix: &Path) -> Result<bool> {
         pvm(&["start"])?.expect_good("starting the virtual machine")?;
         say("the virtual machine runs on this host");
         let done = if Path::new(EXAMPLE).exists() {
-            std::os::unix::fs::symlink("/usr/bin/slave1", folder.join("slave1"))?;
-            let mut example = command(Path::new(EXAMPLE));
-            example.env("PVM_PATH", "/usr/bin");
-            run_to_end(example, SOON)?
+            run_to_end(command(Path::new(EXAMPLE)), SOON)?
         } else {
             pvm(&["ps", "-a"])?
         };

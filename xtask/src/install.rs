@@ -63,7 +63,7 @@ pub(crate) fn lay_out(prefix: &Path) -> Result<()> {
     let place = std::path::absolute(prefix)?.display().to_string();
     let text =
         form.replace("@PREFIX@", &place).replace("@prefix@", &place).replace("@VERSION@", env!("CARGO_PKG_VERSION"));
-    write(&prefix.join("lib/pkgconfig/pvm3.pc"), text.as_bytes(), 0o644)?;
+    replace(&prefix.join("lib/pkgconfig/pvm3.pc"), text.as_bytes(), 0o644)?;
     manuals(prefix)
 }
 
@@ -80,14 +80,14 @@ fn manuals(prefix: &Path) -> Result<()> {
 
 fn put(from: &Path, to: &Path, mode: u32) -> Result<()> {
     let bytes = fs::read(from).with_context(|| format!("cannot read {}", from.display()))?;
-    // An identical file stays: its time stamp is what other builds look at.
+    replace(to, &bytes, mode)
+}
+
+/// Writes beside the place and renames. An identical file stays: its time stamp is what other builds look at.
+fn replace(to: &Path, bytes: &[u8], mode: u32) -> Result<()> {
     if fs::read(to).is_ok_and(|there| there == bytes) {
         return Ok(());
     }
-    write(to, &bytes, mode)
-}
-
-fn write(to: &Path, bytes: &[u8], mode: u32) -> Result<()> {
     let fresh = beside(to);
     let made = fs::write(&fresh, bytes)
         .and_then(|()| fs::set_permissions(&fresh, fs::Permissions::from_mode(mode)))
@@ -96,6 +96,9 @@ fn write(to: &Path, bytes: &[u8], mode: u32) -> Result<()> {
 }
 
 fn link(content: &str, place: &Path) -> Result<()> {
+    if fs::read_link(place).is_ok_and(|there| there == Path::new(content)) {
+        return Ok(());
+    }
     let fresh = beside(place);
     let _ = fs::remove_file(&fresh);
     symlink(content, &fresh).and_then(|()| fs::rename(&fresh, place)).with_context(|| place.display().to_string())
