@@ -197,13 +197,30 @@ impl Machine {
         }
     }
 
-    /// What was asked of a host that is lost will not be answered.
+    /// What was asked of a host that is lost will not be answered. As long as the host is in the table, nobody is told
+    /// that a task there is gone: that comes with the change of the table, behind the loss of the host.
     pub(super) fn fail_asks(&mut self, host: HostId) {
-        let lost: Vec<RequestId> = self.asks.open.iter().filter(|(_, p)| p.host == host).map(|(id, _)| *id).collect();
+        let in_table = self.table.get(host).is_some();
+        let lost = |p: &Pending| p.host == host && !(in_table && matches!(p.asker, Asker::Watch { .. }));
+        let lost: Vec<RequestId> = self.asks.open.iter().filter(|(_, p)| lost(p)).map(|(id, _)| *id).collect();
         for id in lost {
             if let Some(pending) = self.asks.open.remove(&id) {
                 self.unanswered(pending.question, pending.asker);
             }
+        }
+    }
+
+    /// A session stands (again): what was asked before and still counts is asked again.
+    pub(super) fn ask_again(&mut self, host: HostId) {
+        let open: Vec<(RequestId, Question)> = self
+            .asks
+            .open
+            .iter()
+            .filter(|(_, p)| p.host == host && matches!(p.asker, Asker::Watch { .. }))
+            .map(|(id, p)| (*id, p.question.clone()))
+            .collect();
+        for (id, question) in open {
+            self.to_host(host, HostMsg::Ask { id, question });
         }
     }
 }

@@ -208,6 +208,7 @@ impl Machine {
 
     /// Its session stands.
     pub(super) fn host_connected(&mut self, host: HostId) {
+        self.ask_again(host);
         if self.master.is_some() && self.stop.is_some() && self.table.get(host).is_none() {
             return self.to_host(host, HostMsg::Shutdown);
         }

@@ -1,6 +1,6 @@
 //! Hosts come, go and are lost; the end of all.
 
-use super::sim::{Sim, host};
+use super::sim::{Sim, host, seeds};
 use crate::machine::{Event, HostId};
 use sempa_proto::event::EventKind;
 use sempa_proto::host::HostMsg;
@@ -30,7 +30,7 @@ fn agree(sim: &Sim, names: &[&str]) {
 
 #[test]
 fn hosts_added_at_the_same_time_by_several_tasks_all_join() {
-    for seed in 1..20 {
+    for seed in seeds(20) {
         let (mut sim, console) = Sim::cluster(seed, 2);
         let other = sim.enrol(host(2));
         let first = sim.request(console, add(&["h3", "bad4", "h5"]));
@@ -58,9 +58,10 @@ fn hosts_added_at_the_same_time_by_several_tasks_all_join() {
 
 #[test]
 fn a_host_that_is_lost_while_it_joins_is_left_out_and_the_others_join() {
-    for seed in 1..30 {
+    for seed in seeds(30) {
         let (mut sim, console) = Sim::cluster(seed, 2);
         let id = sim.request(console, add(&["h3", "h4"]));
+        sim.until("its daemon runs", |s| s.nodes.contains_key(&host(3)));
         let wait = Micros(sim.dice.roll(400_000));
         sim.pass(wait);
         sim.kill_host(host(3));
@@ -84,7 +85,7 @@ fn a_daemon_that_never_connects_is_given_up() {
 
 #[test]
 fn a_deleted_host_ends_its_tasks_and_goes_before_the_reply() {
-    for seed in 1..10 {
+    for seed in seeds(10) {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let spawned = sim.ask(
             console,
@@ -103,7 +104,7 @@ fn a_deleted_host_ends_its_tasks_and_goes_before_the_reply() {
 
 #[test]
 fn host_notifications_come_before_those_of_its_tasks() {
-    for seed in 1..20 {
+    for seed in seeds(20) {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let on3 = sim.enrol(host(3));
         let watcher = sim.enrol(host(2));
@@ -129,7 +130,7 @@ fn host_notifications_come_before_those_of_its_tasks() {
 
 #[test]
 fn halt_leaves_nothing_and_does_not_wait_for_the_dead() {
-    for seed in 1..20 {
+    for seed in seeds(20) {
         let (mut sim, console) = Sim::cluster(seed, 4);
         for file in ["stubborn", "child", "sleep"] {
             sim.ask(console, Request::Spawn(SpawnRequest { file: file.into(), count: 8, ..SpawnRequest::default() }));

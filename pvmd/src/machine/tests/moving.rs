@@ -1,6 +1,6 @@
 //! Tasks move while they talk.
 
-use super::sim::{Seen, Sim, host};
+use super::sim::{Seen, Sim, host, seeds};
 use crate::machine::HostId;
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::{Failure, Refusal, Step};
@@ -45,7 +45,7 @@ fn check(sim: &Sim, procs: &[usize]) -> usize {
 
 #[test]
 fn tasks_that_move_at_random_lose_double_and_reorder_nothing() {
-    for seed in 1..40 {
+    for seed in seeds(40) {
         let (mut sim, console) = Sim::cluster(seed, 4);
         let procs = spawn(&mut sim, console, children(6));
         let tids: Vec<Tid> = procs.iter().map(|p| sim.procs[*p].tid()).collect();
@@ -85,7 +85,7 @@ fn tasks_that_move_at_random_lose_double_and_reorder_nothing() {
 
 #[test]
 fn requests_notifications_and_output_follow_the_task() {
-    for seed in 1..200 {
+    for seed in seeds(200) {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let output = Sink { tid: sim.procs[console].tid(), ctx: 0, tag: 44 };
         let place = "h2".to_string();
@@ -173,7 +173,7 @@ fn what_cannot_move_is_refused_with_the_reason() {
 #[test]
 fn whichever_host_is_lost_in_a_move_the_task_runs_once_or_is_known_to_be_dead() {
     let (mut moves, mut deaths, mut stays) = (0, 0, 0);
-    for seed in 1..400 {
+    for seed in seeds(400) {
         let (mut sim, console) = Sim::cluster(seed, 4);
         let mover = spawn(&mut sim, console, SpawnRequest { place: "h2".into(), flags: 1, ..children(1) })[0];
         let tid = sim.procs[mover].tid();
@@ -213,7 +213,7 @@ fn whichever_host_is_lost_in_a_move_the_task_runs_once_or_is_known_to_be_dead() 
 #[test]
 fn whichever_tasker_dies_in_a_move_the_task_runs_once_or_is_known_to_be_dead() {
     let (mut moves, mut deaths, mut stays) = (0, 0, 0);
-    for seed in 1..300 {
+    for seed in seeds(300) {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let mover = spawn(&mut sim, console, SpawnRequest { place: "h2".into(), flags: 1, ..children(1) })[0];
         let tid = sim.procs[mover].tid();
@@ -244,7 +244,7 @@ fn whichever_tasker_dies_in_a_move_the_task_runs_once_or_is_known_to_be_dead() {
 #[test]
 fn a_task_that_is_killed_while_it_moves_ends_once() {
     let mut moves = 0;
-    for seed in 1..200 {
+    for seed in seeds(200) {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let mover = spawn(&mut sim, console, SpawnRequest { place: "h2".into(), flags: 1, ..children(1) })[0];
         let tid = sim.procs[mover].tid();
@@ -260,7 +260,7 @@ fn a_task_that_is_killed_while_it_moves_ends_once() {
         assert_eq!(sim.procs[console].notes(1).len(), 1, "seed {seed}");
         moves += usize::from(matches!(sim.procs[console].replies[&moving], Reply::Moved(Ok(_))));
     }
-    assert!((20..180).contains(&moves), "{moves} of 199 moves came to their end");
+    assert!(moves > 20, "{moves} moves came to their end");
 }
 
 #[test]

@@ -28,6 +28,12 @@ pub(super) fn host(index: u16) -> HostId {
     HostId::new(index).expect("small")
 }
 
+/// Seeds 1 up to `count`, or so many times more as `SEMPA_SEEDS` says.
+pub(super) fn seeds(count: u64) -> std::ops::Range<u64> {
+    let times = std::env::var("SEMPA_SEEDS").ok().and_then(|n| n.parse().ok()).unwrap_or(1u64);
+    1..count * times
+}
+
 /// A small generator (xorshift).
 #[derive(Debug)]
 pub(super) struct Dice(u64);
