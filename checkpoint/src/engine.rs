@@ -55,6 +55,8 @@ pub struct Limits {
 pub struct DumpJob {
     /// The root of the process tree, as the caller sees it. It and its descendants are stopped and stay so.
     pub pid: i32,
+    /// All processes of the tree, the root included.
+    pub processes: Vec<i32>,
     /// Existing directory, accessible to its owner only. The images and nothing else go there.
     pub dir: PathBuf,
     /// Inode number of the process-id namespace that the task lives in and that is not part of the image.
@@ -95,6 +97,10 @@ pub trait Engine: Send + Sync {
     /// The engine's process could not be made; the task is untouched.
     fn start_dump(&self, job: DumpJob) -> Result<Box<dyn Dumping>, Failure>;
 
+    /// True if a dump of the task with this root failed only because of another dump at the same moment, so that the
+    /// same dump may well succeed if it is started again. Clears away what an engine that was killed left in the way.
+    fn may_try_again(&self, root: i32, failure: &Failure) -> bool;
+
     /// Starts a restore. The restored task's root becomes a child of the calling process.
     ///
     /// # Errors
@@ -107,7 +113,8 @@ pub trait Dumping: Send {
     /// The engine's process: a child of the caller that only [`finish`](Self::finish) may wait for.
     fn engine_pid(&self) -> i32;
 
-    /// Waits for the end. The engine's process is reaped when this returns.
+    /// Waits for the end. The engine's process is reaped when this returns. A dump that is called off may be given a
+    /// moment to end by itself, because that is safer for the task.
     ///
     /// # Errors
     /// The task still exists and is still stopped, if it has not ended by itself.

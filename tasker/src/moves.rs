@@ -15,7 +15,7 @@ use checkpoint::facts::{HashCache, Subject, ThisHost};
 use sempa_proto::migration::{Failure, Refusal, TaskFacts, Usage};
 use sempa_proto::tasker::{DumpReport, FromTasker, ToTasker};
 use sempa_proto::{HostId, MigrationId, Tid};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::os::fd::BorrowedFd;
 use std::os::unix::fs::DirBuilderExt;
@@ -29,6 +29,8 @@ const STOP_ALLOWED: Duration = Duration::from_secs(2);
 const ENGINE_ALLOWED_BASE: Duration = Duration::from_secs(10);
 /// Image bytes for which a dump or restore gets one second more; fresh memory is slow on virtual machines.
 const ENGINE_BYTES_PER_SECOND: u64 = 100 << 20;
+/// How often a dump is begun that meets others on its way.
+const DUMP_ATTEMPTS_MAX: u32 = 20;
 /// How long a restored task may take to be let go.
 const RELEASE_ALLOWED: Duration = Duration::from_secs(10);
 /// Moves to this host that are prepared or further; one more is refused.
@@ -235,8 +237,7 @@ impl Supervisor {
             }
             Some(Task { namespace: Some(namespace), phase, stopped_before, .. }) => {
                 *stopped_before = stop::stopped_now(namespace);
-                stop::stop_all(namespace);
-                *phase = Phase::Stopping { migration, until: Instant::now() + STOP_ALLOWED };
+                *phase = Phase::Stopping { migration, until: Instant::now() + STOP_ALLOWED, told: BTreeSet::new() };
                 Ok(())
             }
         };
@@ -251,11 +252,12 @@ impl Supervisor {
         let now = Instant::now();
         let mut done = Vec::new();
         for (tid, task) in &mut self.tasks {
-            let (Phase::Stopping { migration, until }, Some(namespace)) = (&task.phase, &task.namespace) else {
+            let (Phase::Stopping { migration, until, told }, Some(namespace)) = (&mut task.phase, &task.namespace)
+            else {
                 continue;
             };
             let migration = *migration;
-            if stop::all_still(namespace) {
+            if stop::all_still(namespace, told) {
                 task.phase = Phase::Stopped { migration };
                 done.push((*tid, migration, Ok(())));
             } else if now >= *until {
@@ -272,17 +274,19 @@ impl Supervisor {
     }
 
     fn dump(&mut self, migration: MigrationId, tid: Tid, dir: PathBuf) {
-        match self.start_dump(migration, tid, dir) {
-            Ok(worker) => {
-                if let Some(task) = self.tasks.get_mut(&tid) {
-                    task.phase = Phase::Dumping { migration, worker, called_off: false };
-                }
-            }
+        match private_directory(&dir).and_then(|()| self.start_dump(migration, tid, &dir)) {
+            Ok(worker) => self.is_dumping(migration, tid, worker, dir, 1),
             Err(why) => self.say(&FromTasker::Dumped { migration, result: Err(why) }),
         }
     }
 
-    fn start_dump(&mut self, migration: MigrationId, tid: Tid, dir: PathBuf) -> Result<u64, Failure> {
+    fn is_dumping(&mut self, migration: MigrationId, tid: Tid, worker: u64, dir: PathBuf, attempt: u32) {
+        if let Some(task) = self.tasks.get_mut(&tid) {
+            task.phase = Phase::Dumping { migration, worker, dir, attempt, called_off: false };
+        }
+    }
+
+    fn start_dump(&mut self, migration: MigrationId, tid: Tid, dir: &Path) -> Result<u64, Failure> {
         let task = self.tasks.get(&tid).ok_or(Failure::TaskEnded)?;
         let (Phase::Stopped { migration: stopped_for }, Some(namespace)) = (&task.phase, &task.namespace) else {
             return Err(Failure::Engine(format!("{tid} is not stopped for a move")));
@@ -291,11 +295,17 @@ impl Supervisor {
             return Err(Failure::Engine(format!("{tid} is stopped for another move, {stopped_for}")));
         }
         let engine = self.moves.engine.as_ref().ok_or_else(|| self.broken())?;
-        private_directory(&dir)?;
-        let memory = resident_bytes(&namespace.pids());
+        let processes = namespace.pids();
+        let memory = resident_bytes(&processes);
         let carried = (task.output.inode(), task.stopped_before.clone());
         let limits = limits_for(memory)?;
-        let job = DumpJob { pid: task.process.pid, dir: dir.clone(), pid_namespace: namespace.inode() };
+        let dir = dir.to_path_buf();
+        let job = DumpJob {
+            pid: task.process.pid,
+            processes: processes.clone(),
+            dir: dir.clone(),
+            pid_namespace: namespace.inode(),
+        };
         let dumping = engine.start_dump(job)?;
         let (cancel, pid) = (limits.cancel.clone(), dumping.engine_pid());
         self.moves.workers.start(&cancel, Some(pid), move || {
@@ -303,6 +313,9 @@ impl Supervisor {
                 let written = Carry::of(&dir, carried.0, carried.1)?.write(&dir)?;
                 Ok(DumpReport { bytes: report.bytes + written, files: report.files + 1 })
             });
+            if result.is_err() {
+                stop::settle(&processes);
+            }
             Outcome::Dumped { migration, tid, result }
         })
     }
@@ -316,20 +329,47 @@ impl Supervisor {
             return self.say(&FromTasker::Dumped { migration, result: Err(Failure::TaskEnded) });
         };
         let mut go_on = false;
-        if let Phase::Dumping { migration: of, called_off, .. } = task.phase
-            && of == migration
-        {
-            go_on = called_off;
-            task.phase = Phase::Stopped { migration };
+        if matches!(task.phase, Phase::Dumping { migration: of, .. } if of == migration) {
+            let phase = std::mem::replace(&mut task.phase, Phase::Stopped { migration });
             if let (Err(_), Some(namespace)) = (&result, &task.namespace) {
                 // An engine that died may have left it in any state; it is to be as it was.
-                stop::stop_all(namespace);
+                stop::all_still(namespace, &mut BTreeSet::new());
+            }
+            if let Phase::Dumping { dir, attempt, called_off, .. } = phase {
+                go_on = called_off;
+                let root = task.process.pid;
+                if !called_off && self.dumps_again(migration, tid, root, &result, dir, attempt) {
+                    return;
+                }
             }
         }
         self.say(&FromTasker::Dumped { migration, result });
         if go_on {
             self.continue_task(migration, tid);
         }
+    }
+
+    /// Begins a dump once more if it only met another one on its way.
+    fn dumps_again(
+        &mut self,
+        migration: MigrationId,
+        tid: Tid,
+        root: i32,
+        result: &Result<DumpReport, Failure>,
+        dir: PathBuf,
+        attempt: u32,
+    ) -> bool {
+        let (Err(failure), Some(engine)) = (result, &self.moves.engine) else { return false };
+        if attempt >= DUMP_ATTEMPTS_MAX || !engine.may_try_again(root, failure) {
+            return false;
+        }
+        let emptied = std::fs::remove_dir_all(&dir).map_err(|e| Failure::Io(e.to_string()));
+        let begun = emptied.and_then(|()| private_directory(&dir)).and_then(|()| self.start_dump(migration, tid, &dir));
+        match begun {
+            Ok(worker) => self.is_dumping(migration, tid, worker, dir, attempt + 1),
+            Err(_) => return false,
+        }
+        true
     }
 
     fn continue_task(&mut self, migration: MigrationId, tid: Tid) {

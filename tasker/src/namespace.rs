@@ -6,6 +6,7 @@
 use crate::sys::{self, Child, ExecPlan};
 use nix::fcntl::OFlag;
 use nix::sched::{CloneFlags, setns};
+use std::ffi::CStr;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -81,12 +82,12 @@ impl Namespace {
         self.inside(|| sys::start_program(plan))
     }
 
-    /// Starts a process inside that only waits.
+    /// Starts a process inside that only waits, in this directory.
     ///
     /// # Errors
     /// What the system said.
-    pub(crate) fn start_sleeper(&self, stdin: &impl AsFd, output: &impl AsFd) -> io::Result<Child> {
-        self.inside(|| sys::start_sleeper(stdin.as_fd(), output.as_fd()))
+    pub(crate) fn start_sleeper(&self, dir: &CStr, stdin: &impl AsFd, output: &impl AsFd) -> io::Result<Child> {
+        self.inside(|| sys::start_sleeper(dir, stdin.as_fd(), output.as_fd()))
     }
 
     /// Kills everybody inside. The children among them, then the init, still have to be reaped, in this order.

@@ -2,6 +2,13 @@
 
 use crate::namespace::Namespace;
 use crate::sys;
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::{Duration, Instant};
+
+/// How long processes may take to stand still after an engine has failed.
+const SETTLE_ALLOWED: Duration = Duration::from_millis(200);
+/// How often that is looked at.
+const SETTLE_LOOK: Duration = Duration::from_millis(1);
 
 /// What /proc says about all threads of a process together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -18,14 +25,6 @@ pub(crate) fn stopped_now(namespace: &Namespace) -> Vec<i32> {
     stopped.filter_map(inner_pid).collect()
 }
 
-/// Sends SIGSTOP to everybody in the namespace.
-pub(crate) fn stop_all(namespace: &Namespace) {
-    for pid in namespace.pids() {
-        // One that has ended needs no stopping.
-        let _ = sys::kill_raw(pid, libc::SIGSTOP);
-    }
-}
-
 /// Sends SIGCONT to everybody in the namespace but those who had been stopped before.
 pub(crate) fn continue_all(namespace: &Namespace, stopped_before: &[i32]) {
     for pid in namespace.pids() {
@@ -35,15 +34,32 @@ pub(crate) fn continue_all(namespace: &Namespace, stopped_before: &[i32]) {
     }
 }
 
-/// True if nobody in the namespace runs. Whoever is found running (it may have been forked meanwhile) is told again.
-pub(crate) fn all_still(namespace: &Namespace) -> bool {
-    let seen = namespace.pids();
-    let moving: Vec<i32> = seen.iter().copied().filter(|pid| state(*pid) == State::Moving).collect();
-    for &pid in &moving {
-        let _ = sys::kill_raw(pid, libc::SIGSTOP);
+/// True if nobody in the namespace runs. To be called again until it is: each time it sends SIGSTOP to those who run and
+/// were not `told` before, parents before their children. A child that was stopped between vfork and exec would keep its
+/// parent, which waits for it in the kernel, from ever stopping; and a second SIGSTOP would stay pending and disturb a
+/// dump.
+pub(crate) fn all_still(namespace: &Namespace, told: &mut BTreeSet<i32>) -> bool {
+    let seen: BTreeMap<i32, (State, Option<i32>)> =
+        namespace.pids().into_iter().map(|pid| (pid, (state(pid), parent(pid)))).collect();
+    let is_moving = |pid: &i32| seen.get(pid).is_some_and(|(state, _)| *state == State::Moving);
+    let mut quiet = true;
+    for (pid, (_, parent)) in seen.iter().filter(|(pid, _)| is_moving(pid)) {
+        quiet = false;
+        if !parent.is_some_and(|parent| is_moving(&parent)) && told.insert(*pid) {
+            // One that has ended needs no stopping.
+            let _ = sys::kill_raw(*pid, libc::SIGSTOP);
+        }
     }
     // Somebody seen stopped may have made a process after the list was read; a second list shows it.
-    moving.is_empty() && namespace.pids().iter().all(|pid| seen.contains(pid))
+    quiet && namespace.pids().iter().all(|pid| seen.contains_key(pid))
+}
+
+/// Waits until these processes stand still by themselves, as they do soon after an engine let go of them.
+pub(crate) fn settle(pids: &[i32]) {
+    let until = Instant::now() + SETTLE_ALLOWED;
+    while pids.iter().any(|pid| state(*pid) == State::Moving) && Instant::now() < until {
+        std::thread::sleep(SETTLE_LOOK);
+    }
 }
 
 fn state(pid: i32) -> State {
@@ -57,6 +73,12 @@ fn state(pid: i32) -> State {
 
 fn is_stopped_by_signal(pid: i32) -> bool {
     std::fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| letter(&stat) == Some('T'))
+}
+
+/// The parent of a process.
+fn parent(pid: i32) -> Option<i32> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    stat[stat.rfind(')')? + 1..].split_whitespace().nth(1)?.parse().ok()
 }
 
 /// The state letter of a line of /proc/PID/stat. The name before it may hold anything, even parentheses.
@@ -80,5 +102,6 @@ mod tests {
         assert_eq!(letter("12 (a) T (x)) R 1 2"), Some('R'));
         assert_eq!(letter("12 (sh) T 1 2"), Some('T'));
         assert_eq!(letter(""), None);
+        assert_eq!(parent(std::process::id() as i32), Some(std::os::unix::process::parent_id() as i32));
     }
 }

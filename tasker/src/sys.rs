@@ -203,11 +203,11 @@ pub(crate) fn start_program(plan: &ExecPlan<'_>) -> io::Result<Child> {
     }
 }
 
-/// Makes a process that only waits to be dumped and killed; for trying the engine out.
+/// Makes a process that only waits in this directory to be dumped and killed; for trying the engine out.
 ///
 /// # Errors
 /// What `clone3` says.
-pub(crate) fn start_sleeper(stdin: BorrowedFd<'_>, output: BorrowedFd<'_>) -> io::Result<Child> {
+pub(crate) fn start_sleeper(dir: &CStr, stdin: BorrowedFd<'_>, output: BorrowedFd<'_>) -> io::Result<Child> {
     let (stdin, output) = (stdin.as_raw_fd(), output.as_raw_fd());
     // SAFETY: the new process only makes async-signal-safe calls and never leaves this block.
     match unsafe { clone3(0) }? {
@@ -215,6 +215,7 @@ pub(crate) fn start_sleeper(stdin: BorrowedFd<'_>, output: BorrowedFd<'_>) -> io
         // SAFETY: as above; dup2, close_range, setsid and pause touch no memory of ours.
         None => unsafe {
             libc::setsid();
+            libc::chdir(dir.as_ptr());
             libc::dup2(stdin, 0);
             libc::dup2(output, 1);
             libc::dup2(output, 2);

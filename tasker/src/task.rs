@@ -9,10 +9,12 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use sempa_proto::migration::Usage;
 use sempa_proto::tasker::{OUTPUT_CHUNK_BYTES_MAX, StartTask};
 use sempa_proto::{Micros, MigrationId, Tid};
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::linux::fs::MetadataExt;
+use std::path::PathBuf;
 use std::time::Instant;
 
 /// Chunks read from one task before others get their turn.
@@ -33,6 +35,8 @@ pub(crate) enum Phase {
         migration: MigrationId,
         /// When to give up.
         until: Instant,
+        /// Processes that have been sent SIGSTOP.
+        told: BTreeSet<i32>,
     },
     /// All its processes are stopped.
     Stopped {
@@ -45,6 +49,10 @@ pub(crate) enum Phase {
         migration: MigrationId,
         /// Number of the worker that drives the engine.
         worker: u64,
+        /// Where the images go.
+        dir: PathBuf,
+        /// How often it was begun.
+        attempt: u32,
         /// The move was called off; continue the task when the worker is through.
         called_off: bool,
     },

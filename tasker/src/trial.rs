@@ -10,8 +10,17 @@ use checkpoint::criu::HOW_TO_GET;
 use checkpoint::engine::{DumpJob, Held, Outside, RestoreJob};
 use sempa_proto::migration::Failure;
 use sempa_proto::tasker::{DumpReport, FromTasker};
+use std::ffi::CString;
 use std::fs::File;
-use std::path::PathBuf;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// Beginning of the name of its directory.
+const DIR_NAME: &str = "sempa-trial-";
+/// A trial is over long before this; an older directory was left by a tasker that was killed.
+const LEFT_BEHIND_AGE: Duration = Duration::from_secs(120);
 
 /// What the trial has made. Dropping it ends the process and removes the images.
 pub(crate) struct Trial {
@@ -41,13 +50,16 @@ impl Supervisor {
 
     fn start_trial(&mut self) -> Result<(), Failure> {
         let io = |e: std::io::Error| Failure::Io(e.to_string());
-        let template = std::env::temp_dir().join("sempa-trial-XXXXXX");
+        let temp = std::env::temp_dir();
+        remove_old(&temp);
+        let template = temp.join(format!("{DIR_NAME}XXXXXX"));
         let dir = nix::unistd::mkdtemp(&template).map_err(|e| Failure::Io(format!("{}: {e}", template.display())))?;
+        let cwd = CString::new(dir.as_os_str().as_bytes()).map_err(|e| Failure::Io(e.to_string()))?;
         let (output, theirs) = Output::new().map_err(io)?;
         let trial = Trial { namespace: Namespace::new().map_err(io)?, output, dir: dir.clone() };
         let stdin = File::open("/dev/null").map_err(io)?;
-        let process = trial.namespace.start_sleeper(&stdin, &theirs).map_err(io)?;
-        let job = DumpJob { pid: process.pid, dir, pid_namespace: trial.namespace.inode() };
+        let process = trial.namespace.start_sleeper(&cwd, &stdin, &theirs).map_err(io)?;
+        let job = DumpJob { pid: process.pid, processes: Vec::new(), dir, pid_namespace: trial.namespace.inode() };
         self.moves.trial = Some(trial);
         let Some(engine) = &self.moves.engine else { return Err(Failure::Engine("it is gone".into())) };
         let (dumping, limits) = (engine.start_dump(job)?, limits_for(0)?);
@@ -103,5 +115,20 @@ impl Supervisor {
             }
         }
         self.take_up_deferred();
+    }
+}
+
+/// Removes our own directories that killed taskers left.
+fn remove_old(temp: &Path) {
+    let uid = nix::unistd::geteuid().as_raw();
+    for entry in std::fs::read_dir(temp).into_iter().flatten().flatten() {
+        let old = |meta: std::fs::Metadata| {
+            let age = meta.modified().ok().and_then(|at| at.elapsed().ok());
+            meta.is_dir() && meta.uid() == uid && age.is_some_and(|age| age > LEFT_BEHIND_AGE)
+        };
+        if entry.file_name().to_string_lossy().starts_with(DIR_NAME) && entry.metadata().is_ok_and(old) {
+            // Somebody else may be removing it too.
+            let _ = std::fs::remove_dir_all(entry.path());
+        }
     }
 }

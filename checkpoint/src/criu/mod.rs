@@ -5,9 +5,11 @@
 //! those of a tested recipe: the source stays stopped, nothing is locked in the network, the process-id namespace
 //! is outside the image, the restored root is a child of the caller.
 
+mod crossing;
 mod log;
 mod options;
 mod process;
+mod rescue;
 
 use crate::engine::{DumpJob, Dumping, Engine, Held, Limits, RestoreJob, Restoring};
 use process::{Swrk, Word};
@@ -17,11 +19,15 @@ use std::ffi::OsString;
 use std::fs::File;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 /// Where CRIU is looked for after the variable and before PATH.
 const USUAL_PLACES: [&str; 2] = ["/opt/sempa/criu/sbin/criu", "/opt/criu/sbin/criu"];
 /// How to get a working engine.
 pub const HOW_TO_GET: &str = "get one with `cargo xtask criu`, or set SEMPA_CRIU to the path of a working criu";
+
+/// How long a dump that is called off may take to end by itself before it is killed.
+const CALLED_OFF_GRACE: Duration = Duration::from_secs(2);
 
 const DUMP_LOG: &str = "dump.log";
 const RESTORE_LOG: &str = "restore.log";
@@ -85,8 +91,16 @@ impl Engine for Criu {
     }
 
     fn start_dump(&self, job: DumpJob) -> Result<Box<dyn Dumping>, Failure> {
-        let swrk = self.start(&job.dir, DUMP_LOG, &[], |images| options::dump(&job, images, DUMP_LOG))?;
-        Ok(Box::new(Dump { swrk, dir: job.dir }))
+        // Without it a dump is as good, only an engine that is killed may harm the task.
+        let before = rescue::Snapshot::take(&job.processes).ok();
+        let mut swrk = self.start(&job.dir, DUMP_LOG, &[], |images| options::dump(&job, images, DUMP_LOG))?;
+        swrk.hurry();
+        swrk.end_by_itself_within(CALLED_OFF_GRACE);
+        Ok(Box::new(Dump { swrk, dir: job.dir, before }))
+    }
+
+    fn may_try_again(&self, root: i32, failure: &Failure) -> bool {
+        crossing::may_try_again(root, failure)
     }
 
     fn start_restore(&self, job: RestoreJob) -> Result<Box<dyn Restoring>, Failure> {
@@ -99,6 +113,20 @@ impl Engine for Criu {
 struct Dump {
     swrk: Swrk,
     dir: PathBuf,
+    /// What the task was like before.
+    before: Option<rescue::Snapshot>,
+}
+
+impl Dump {
+    fn wait_for_images(&mut self, limits: &Limits) -> Result<(), Failure> {
+        loop {
+            match self.swrk.hear(limits)? {
+                Word::Notify { .. } => self.swrk.answer(true),
+                Word::Done => break,
+            }
+        }
+        self.swrk.end(limits)
+    }
 }
 
 impl Dumping for Dump {
@@ -107,13 +135,12 @@ impl Dumping for Dump {
     }
 
     fn finish(mut self: Box<Self>, limits: &Limits) -> Result<DumpReport, Failure> {
-        loop {
-            match self.swrk.hear(limits)? {
-                Word::Notify { .. } => self.swrk.answer(true),
-                Word::Done => break,
-            }
+        let done = self.wait_for_images(limits);
+        let was_killed = matches!(done, Err(Failure::Killed { .. } | Failure::Deadline { .. } | Failure::CalledOff(_)));
+        if let (true, Some(before)) = (was_killed, &self.before) {
+            before.put_back();
         }
-        self.swrk.end(limits)?;
+        done?;
         // The logs are of use only when something failed; the images travel without them.
         for log in [DUMP_LOG, STDERR] {
             let _ = std::fs::remove_file(self.dir.join(log));

@@ -21,6 +21,8 @@ use std::time::{Duration, Instant};
 
 /// Longest answer, in bytes; real ones have a few hundred.
 const ANSWER_BYTES_MAX: usize = 64 << 10;
+/// The kernel's highest ordinary priority.
+const HURRY_NICE: i32 = -20;
 /// How long `criu --version` may take.
 const VERSION_ALLOWED: Duration = Duration::from_secs(5);
 
@@ -49,6 +51,10 @@ pub(super) struct Swrk {
     stderr: PathBuf,
     /// When the current call began.
     since: Instant,
+    /// What it may still take when it is called off, before it is killed.
+    grace: Duration,
+    /// When it was called off.
+    called_off: Option<Instant>,
     reaped: bool,
 }
 
@@ -85,6 +91,8 @@ impl Swrk {
             log: dir.join(log),
             stderr,
             since: Instant::now(),
+            grace: Duration::ZERO,
+            called_off: None,
             reaped: false,
         };
         let swrk = match pidfd {
@@ -98,6 +106,17 @@ impl Swrk {
         };
         send(swrk.socket.as_raw_fd(), request, MsgFlags::MSG_NOSIGNAL).map_err(|e| failed("request", &e))?;
         Ok(swrk)
+    }
+
+    /// Gives it priority over everything ordinary, so that it does not stand still while it holds the task's strings.
+    pub(super) fn hurry(&self) {
+        // SAFETY: no memory is involved. Without the right to do so it goes on as it is.
+        unsafe { libc::setpriority(libc::PRIO_PGRP, self.child.id(), HURRY_NICE) };
+    }
+
+    /// Being called off gives it so long to end by itself; then it is killed.
+    pub(super) fn end_by_itself_within(&mut self, grace: Duration) {
+        self.grace = grace;
     }
 
     /// Its process number, which is also that of its group.
@@ -159,52 +178,55 @@ impl Swrk {
             return ended;
         }
         // What it says at its very end does not count: the work was reported as done.
-        self.reap().map(drop).map_err(|e| Failure::Engine(format!("cannot wait for the engine: {e}")))
+        self.reap().map_err(|e| Failure::Engine(format!("cannot wait for the engine: {e}")))?;
+        self.called_off.map_or(Ok(()), |_| Err(called_off()))
     }
 
     /// Kills the whole group and reaps.
     pub(super) fn kill(&mut self) {
         if !self.reaped {
-            // The group cannot be somebody else's: its leader is not reaped yet.
-            let _ = nix::sys::signal::killpg(nix::unistd::Pid::from_raw(self.pid()), nix::sys::signal::SIGKILL);
             let _ = self.reap();
         }
     }
 
+    /// Ends whoever is left of the group, then the process itself. If it had ended already its status stays what it was.
     fn reap(&mut self) -> io::Result<ExitStatus> {
+        // The group cannot be somebody else's: its leader is not reaped yet.
+        let _ = nix::sys::signal::killpg(nix::unistd::Pid::from_raw(self.pid()), nix::sys::signal::SIGKILL);
         self.reaped = true;
         self.child.wait()
     }
 
     /// Waits until it has ended or (if asked) said something.
     fn wait(&mut self, limits: &Limits, or_word: bool) -> Result<(), Failure> {
-        let until = self.since + limits.allowed;
         loop {
-            let left = until.saturating_duration_since(Instant::now());
-            let mut fds = vec![
-                PollFd::new(limits.cancel.fd(), PollFlags::POLLIN),
-                PollFd::new(self.pidfd.as_fd(), PollFlags::POLLIN),
-            ];
+            let mut until = self.since + limits.allowed;
+            let mut fds = vec![PollFd::new(self.pidfd.as_fd(), PollFlags::POLLIN)];
+            match self.called_off {
+                Some(at) => until = until.min(at + self.grace),
+                None => fds.push(PollFd::new(limits.cancel.fd(), PollFlags::POLLIN)),
+            }
             if or_word {
                 fds.push(PollFd::new(self.socket.as_fd(), PollFlags::POLLIN));
             }
+            let left = until.saturating_duration_since(Instant::now());
             // Rounded up, so that the last round does not spin.
             let left_ms = left.as_millis().saturating_add(1).min(i32::MAX as u128) as i32;
             match poll(&mut fds, PollTimeout::try_from(left_ms).unwrap_or(PollTimeout::MAX)) {
                 Ok(0) if left.is_zero() => {
                     let allowed = Micros(u64::try_from(limits.allowed.as_micros()).unwrap_or(u64::MAX));
-                    return Err(Failure::Deadline { allowed });
+                    return Err(self.called_off.map_or(Failure::Deadline { allowed }, |_| called_off()));
                 }
                 Ok(0) | Err(Errno::EINTR) => {}
                 Err(e) => return Err(Failure::Engine(format!("cannot wait for the engine: {e}"))),
                 Ok(_) => {
                     let ready = |index: usize| fds.get(index).is_some_and(|fd| fd.any().unwrap_or(true));
-                    if ready(0) {
-                        return Err(Failure::CalledOff("the coordinator gave the move up".into()));
-                    }
-                    if ready(1) || ready(2) {
+                    let (ended, second, third) = (ready(0), ready(1), ready(2));
+                    let is_cancel = self.called_off.is_none() && second;
+                    if ended || third || (second && !is_cancel) {
                         return Ok(());
                     }
+                    self.called_off = Some(Instant::now());
                 }
             }
         }
@@ -233,6 +255,10 @@ impl Drop for Swrk {
     fn drop(&mut self) {
         self.kill();
     }
+}
+
+fn called_off() -> Failure {
+    Failure::CalledOff("the move was given up".into())
 }
 
 /// What the child does before it becomes CRIU: nobody else may read the images, it dies with its parent, no signal is

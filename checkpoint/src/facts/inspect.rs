@@ -140,11 +140,23 @@ fn look_at(pid: i32, findings: &mut Findings) -> Result<(), Refusal> {
         return Err(holds("a root directory of its own"));
     }
     let cwd = link("cwd")?;
-    if !cwd.to_string_lossy().ends_with(" (deleted)") {
-        findings.need(&cwd, 0, Need::Directory);
-    }
+    working_directory(&cwd, pid)?;
+    findings.need(&cwd, 0, Need::Directory);
     mappings(pid, findings)?;
     descriptors(pid, findings)
+}
+
+/// The engine needs to make a directory there for a moment.
+fn working_directory(cwd: &Path, pid: i32) -> Result<(), Refusal> {
+    let through = format!("/proc/{pid}/cwd");
+    let writable = nix::unistd::access(through.as_str(), nix::unistd::AccessFlags::W_OK);
+    match (cwd.to_string_lossy().ends_with(" (deleted)"), writable) {
+        (true, _) => Err(holds("a working directory that was removed")),
+        (_, Ok(())) => Ok(()),
+        (_, Err(e)) => {
+            Err(holds(format!("the working directory {}, where the engine cannot write: {}", cwd.display(), e.desc())))
+        }
+    }
 }
 
 fn mappings(pid: i32, findings: &mut Findings) -> Result<(), Refusal> {
@@ -262,6 +274,12 @@ mod tests {
     fn sleeping(command: &mut Command) -> (Running, Subject) {
         let child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("it starts");
         let root = child.id() as i32;
+        // The caller hears of the start before the new program is mapped.
+        let until = std::time::Instant::now() + std::time::Duration::from_secs(20);
+        while !std::fs::read_to_string(format!("/proc/{root}/maps")).is_ok_and(|maps| maps.contains("libc")) {
+            assert!(std::time::Instant::now() < until);
+            std::thread::yield_now();
+        }
         (Running(child), Subject { root, processes: vec![root] })
     }
 

@@ -97,7 +97,7 @@ impl Tasker {
                     None => rest.push(message),
                 }
             }
-            assert!(Instant::now() < until, "no such message within {PATIENCE:?}, but {rest:?}");
+            assert!(Instant::now() < until, "no such message within {PATIENCE:?}, but {:?}", without_output(rest));
         }
     }
 
@@ -185,6 +185,10 @@ pub fn is_alive(pid: i32) -> bool {
         .ok()
         .and_then(|stat| Some(!matches!(stat[stat.rfind(')')? + 2..].chars().next()?, 'Z' | 'X')))
         .unwrap_or(false)
+}
+
+fn without_output(messages: &[FromTasker]) -> Vec<&FromTasker> {
+    messages.iter().filter(|m| !matches!(m, FromTasker::Output { .. })).collect()
 }
 
 /// Waits for a condition.

@@ -1,6 +1,7 @@
 /* Counts without a gap: one thread makes numbers and hands them through a pipe to another, which checks and prints them;
    two more threads wait on a condition and compute. With an argument it also fills that many MiB with random numbers
-   and checks a few of them at each step. Ends with status 3 at the first thing that is not as it was. */
+   and checks a few of them at each step. At the first thing that is not as it was it ends with a status that says what:
+   3 a short write of the maker, 4 a short read, 5 a wrong number, 6 another process number, 7 memory, 8 a short write. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <signal.h>
@@ -53,12 +54,14 @@ int main(int argc, char **argv) {
     for (uint32_t expected = 0;; expected++) {
         uint32_t n;
         char line[32];
-        if (read(numbers[0], &n, sizeof n) != sizeof n || n != expected || getpid() != self) return 3;
+        if (read(numbers[0], &n, sizeof n) != sizeof n) return 4;
+        if (n != expected) return 5;
+        if (getpid() != self) return 6;
         for (int k = 0; words && k < 50; k++) {
             size_t i = word_at(expected * 50u + k) % words;
-            if (memory[i] != word_at(i)) return 3;
+            if (memory[i] != word_at(i)) return 7;
         }
         int length = snprintf(line, sizeof line, "%u\n", n);
-        if (write(1, line, length) != length) return 3;
+        if (write(1, line, length) != length) return 8;
     }
 }

@@ -1,0 +1,304 @@
+//! Puts a task back as it was when CRIU was killed in the middle of a dump.
+//!
+//! CRIU makes the task carry out system calls for it: it changes registers, blocks signals, and writes an instruction or
+//! two over the beginning of a piece of code. Killed at the wrong moment it leaves that behind, and the task would die of
+//! a trap as soon as it goes on. So what it may change is noted while the task stands still before the dump, and put
+//! back if CRIU ends without having done so itself. One moment remains in which nothing helps: when the trap that ends such a
+//! system call is being reported to CRIU, the kernel hands it to the task instead the instant CRIU dies. It is kept
+//! short by CRIU's priority.
+#![allow(unsafe_code)] // ptrace has no safe interface.
+
+use nix::errno::Errno;
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::time::{Duration, Instant};
+
+/// Bytes noted at the beginning of each piece of code; CRIU overwrites at most a word or two there.
+const CODE_BYTES: usize = 32;
+/// Room for the general registers of any architecture.
+const REGISTER_BYTES: usize = 1024;
+/// Every signal but SIGKILL and SIGSTOP, which cannot be: what CRIU blocks while it works.
+const ALL_BLOCKED: u64 = !(1 << 8 | 1 << 18);
+/// How long a stopped thread may take to report to us.
+const ATTACH_ALLOWED: Duration = Duration::from_millis(500);
+/// Threads noted at most; a task with more goes without this safety.
+const THREADS_MAX: usize = 4096;
+
+/// Where the instruction pointer lies among the general registers, in bytes.
+#[cfg(target_arch = "x86_64")]
+const POINTER_AT: usize = 16 * 8;
+#[cfg(target_arch = "aarch64")]
+const POINTER_AT: usize = 32 * 8;
+
+/// What a stopped task was like.
+#[derive(Debug)]
+pub(super) struct Snapshot {
+    processes: Vec<Process>,
+}
+
+#[derive(Debug)]
+struct Process {
+    pid: i32,
+    mappings: Vec<Range<u64>>,
+    code: Vec<(u64, Vec<u8>)>,
+    threads: Vec<Thread>,
+}
+
+#[derive(Debug)]
+struct Thread {
+    tid: i32,
+    registers: Vec<u8>,
+    blocked: u64,
+}
+
+impl Snapshot {
+    /// Notes the state of these stopped processes.
+    ///
+    /// # Errors
+    /// When a thread cannot be looked at; nothing was changed.
+    pub(super) fn take(pids: &[i32]) -> io::Result<Snapshot> {
+        let mut threads_left = THREADS_MAX;
+        let processes = pids.iter().map(|&pid| Process::note(pid, &mut threads_left)).collect::<io::Result<_>>()?;
+        Ok(Snapshot { processes })
+    }
+
+    /// Puts back what differs. Processes that have ended are passed over.
+    pub(super) fn put_back(&self) {
+        for process in &self.processes {
+            process.put_back();
+        }
+    }
+}
+
+impl Process {
+    fn note(pid: i32, threads_left: &mut usize) -> io::Result<Process> {
+        let memory = File::open(format!("/proc/{pid}/mem"))?;
+        let (mut mappings, mut code) = (Vec::new(), Vec::new());
+        for (range, executable) in read_mappings(pid)? {
+            let mut bytes = vec![0; CODE_BYTES];
+            // The old system call page of the kernel cannot be read, and nobody can write there.
+            if executable && memory.read_exact_at(&mut bytes, range.start).is_ok() {
+                code.push((range.start, bytes));
+            }
+            mappings.push(range);
+        }
+        let mut threads = Vec::new();
+        for tid in tids(pid)? {
+            *threads_left = threads_left.checked_sub(1).ok_or_else(|| io::Error::from(io::ErrorKind::OutOfMemory))?;
+            let attached = Attached::to(tid)?;
+            threads.push(Thread { tid, registers: attached.registers()?, blocked: attached.blocked()? });
+        }
+        Ok(Process { pid, mappings, code, threads })
+    }
+
+    fn place(&self, at: u64) -> Place {
+        if self.code.iter().any(|(start, bytes)| (*start..*start + bytes.len() as u64).contains(&at)) {
+            return Place::Overwritten;
+        }
+        match self.mappings.iter().any(|range| range.contains(&at)) {
+            true => Place::OwnCode,
+            false => Place::Foreign,
+        }
+    }
+
+    fn put_back(&self) {
+        for thread in &self.threads {
+            let Ok(attached) = Attached::to(thread.tid) else { continue };
+            let (Ok(now), Ok(blocked)) = (attached.registers(), attached.blocked()) else { continue };
+            let place = pointer(&now).map_or(Place::OwnCode, |at| self.place(at));
+            // Only where CRIU left it: a thread that is back in its own code may have gone on from there already.
+            let caught = match place {
+                Place::Overwritten => true,
+                // CRIU's code in the main thread notices the loss and cleans up after itself; in others it does not.
+                Place::Foreign => thread.tid != self.pid,
+                Place::OwnCode => false,
+            };
+            if caught {
+                // Fails only if the thread was killed meanwhile; likewise below.
+                let _ = attached.set_registers(&thread.registers);
+            }
+            if caught || (place == Place::OwnCode && blocked == ALL_BLOCKED) {
+                let _ = attached.set_blocked(thread.blocked);
+            }
+        }
+        let Ok(memory) = File::options().read(true).write(true).open(format!("/proc/{}/mem", self.pid)) else { return };
+        for (address, bytes) in &self.code {
+            let mut now = vec![0; bytes.len()];
+            if memory.read_exact_at(&mut now, *address).is_ok() && now != *bytes {
+                let _ = memory.write_all_at(bytes, *address);
+            }
+        }
+    }
+}
+
+/// Where an instruction pointer is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Place {
+    /// Where CRIU overwrites code.
+    Overwritten,
+    /// In memory that the process did not have before: CRIU's own code.
+    Foreign,
+    /// Anywhere else.
+    OwnCode,
+}
+
+fn tids(pid: i32) -> io::Result<Vec<i32>> {
+    let threads = std::fs::read_dir(format!("/proc/{pid}/task"))?;
+    Ok(threads.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect())
+}
+
+/// Address ranges of a process, and whether there is code in them.
+fn read_mappings(pid: i32) -> io::Result<Vec<(Range<u64>, bool)>> {
+    let maps = std::fs::read(format!("/proc/{pid}/maps"))?;
+    let maps = String::from_utf8_lossy(&maps);
+    Ok(maps
+        .lines()
+        .filter_map(|line| {
+            let (range, rest) = line.split_once(' ')?;
+            let (start, end) = range.split_once('-')?;
+            let range = u64::from_str_radix(start, 16).ok()?..u64::from_str_radix(end, 16).ok()?;
+            Some((range, rest.as_bytes().get(2) == Some(&b'x')))
+        })
+        .collect())
+}
+
+fn pointer(registers: &[u8]) -> Option<u64> {
+    Some(u64::from_ne_bytes(registers.get(POINTER_AT..POINTER_AT + 8)?.try_into().ok()?))
+}
+
+/// A thread that we trace while it stands still. Letting go leaves it stopped, as its process is.
+struct Attached {
+    tid: i32,
+}
+
+impl Attached {
+    fn to(tid: i32) -> io::Result<Attached> {
+        ptrace(libc::PTRACE_SEIZE, tid, 0, std::ptr::null_mut())?;
+        let attached = Attached { tid };
+        ptrace(libc::PTRACE_INTERRUPT, tid, 0, std::ptr::null_mut())?;
+        let until = Instant::now() + ATTACH_ALLOWED;
+        loop {
+            match stop_seen(tid) {
+                Ok(true) => return Ok(attached),
+                Ok(false) if Instant::now() < until => std::thread::yield_now(),
+                Ok(false) => return Err(io::Error::from(io::ErrorKind::TimedOut)),
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    fn registers(&self) -> io::Result<Vec<u8>> {
+        let mut bytes = vec![0u8; REGISTER_BYTES];
+        let mut area = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
+        ptrace(libc::PTRACE_GETREGSET, self.tid, libc::NT_PRSTATUS as usize, (&raw mut area).cast())?;
+        let length = area.iov_len;
+        bytes.truncate(length);
+        Ok(bytes)
+    }
+
+    fn set_registers(&self, registers: &[u8]) -> io::Result<()> {
+        let mut bytes = registers.to_vec();
+        let mut area = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
+        ptrace(libc::PTRACE_SETREGSET, self.tid, libc::NT_PRSTATUS as usize, (&raw mut area).cast())
+    }
+
+    fn blocked(&self) -> io::Result<u64> {
+        let mut mask = 0u64;
+        ptrace(libc::PTRACE_GETSIGMASK, self.tid, size_of::<u64>(), (&raw mut mask).cast())?;
+        Ok(mask)
+    }
+
+    fn set_blocked(&self, mut mask: u64) -> io::Result<()> {
+        ptrace(libc::PTRACE_SETSIGMASK, self.tid, size_of::<u64>(), (&raw mut mask).cast())
+    }
+}
+
+impl Drop for Attached {
+    fn drop(&mut self) {
+        // Fails only if it has ended.
+        let _ = ptrace(libc::PTRACE_DETACH, self.tid, 0, std::ptr::null_mut());
+    }
+}
+
+/// True when the traced thread has reported that it stands still. Its end, if that comes instead, is left to its parent.
+fn stop_seen(tid: i32) -> io::Result<bool> {
+    const FLAGS: libc::c_int = libc::WSTOPPED | libc::WNOHANG | libc::__WALL;
+    // SAFETY: all zero is a valid siginfo; the kernel fills it through a valid pointer.
+    let (result, seen) = unsafe {
+        let mut info = std::mem::zeroed::<libc::siginfo_t>();
+        let result = libc::waitid(libc::P_PID, tid as libc::id_t, &raw mut info, FLAGS);
+        (result, info.si_pid())
+    };
+    match (result, Errno::last()) {
+        (0, _) => Ok(seen == tid),
+        (_, Errno::EINTR) => Ok(false),
+        (_, errno) => Err(errno.into()),
+    }
+}
+
+fn ptrace(request: libc::c_uint, tid: i32, address: usize, data: *mut libc::c_void) -> io::Result<()> {
+    // SAFETY: every caller passes, for its request, null or a pointer to a live local of the size that the request writes
+    // or reads.
+    match unsafe { libc::ptrace(request, tid, address, data) } {
+        -1 => Err(io::Error::last_os_error()),
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::process::Command;
+
+    #[test]
+    fn what_was_changed_in_a_stopped_process_is_put_back() {
+        let mut child = Command::new("sleep").arg("1000").spawn().expect("it starts");
+        let pid = child.id() as i32;
+        let field = |name: &str| {
+            let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+            status.lines().find_map(|l| l.strip_prefix(name).map(|v| v.trim().to_string())).unwrap_or_default()
+        };
+        let until = Instant::now() + Duration::from_secs(20);
+        let wait = |what: &dyn Fn() -> bool| {
+            while !what() {
+                assert!(Instant::now() < until);
+                std::thread::yield_now();
+            }
+        };
+        // Begun, and asleep in its one system call.
+        wait(&|| {
+            std::fs::read_to_string(format!("/proc/{pid}/syscall"))
+                .is_ok_and(|s| s.starts_with(|c: char| c.is_ascii_digit()))
+        });
+        wait(&|| std::fs::read_to_string(format!("/proc/{pid}/maps")).is_ok_and(|s| s.contains("libc")));
+        wait(&|| field("State:").starts_with('S'));
+        let send = |signal| nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), signal).expect("kill");
+        send(nix::sys::signal::SIGSTOP);
+        wait(&|| field("State:").starts_with('T'));
+        let snapshot = Snapshot::take(&[pid]).expect("it stands still");
+        wait(&|| field("State:").starts_with('T'));
+
+        let (address, code) = snapshot.processes[0].code[0].clone();
+        let memory = File::options().read(true).write(true).open(format!("/proc/{pid}/mem")).expect("mem");
+        memory.write_all_at(&[0xcc; 8], address).expect("a trap");
+        {
+            let attached = Attached::to(pid).expect("attach");
+            let mut registers = attached.registers().expect("registers");
+            registers[POINTER_AT..POINTER_AT + 8].copy_from_slice(&address.to_ne_bytes());
+            attached.set_registers(&registers).expect("set");
+            attached.set_blocked(u64::MAX).expect("set");
+        }
+        snapshot.put_back();
+        let mut now = vec![0; code.len()];
+        memory.read_exact_at(&mut now, address).expect("read");
+        assert_eq!(now, code);
+        assert_eq!(field("SigBlk:"), "0000000000000000");
+        send(nix::sys::signal::SIGCONT);
+        wait(&|| field("State:").starts_with('S'));
+        assert!(child.try_wait().expect("wait").is_none(), "it sleeps on");
+        child.kill().expect("kill");
+        child.wait().expect("wait");
+    }
+}
