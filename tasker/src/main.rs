@@ -39,6 +39,7 @@ fn run() -> anyhow::Result<()> {
     open_standard_descriptors()?;
     let socket = sys::inherited(fd).with_context(|| format!("there is no descriptor {fd} to talk to the daemon on"))?;
     quiet_signals()?;
+    let _notes = checkpoint::criu::KernelNotes::look();
     let mut supervisor = supervisor::Supervisor::new(socket).context("cannot set up")?;
     supervisor.run().context("lost the daemon")
 }

@@ -49,7 +49,8 @@ pub struct DumpReport {
 pub enum ToTasker {
     /// Start a task. → [`FromTasker::Started`] or [`FromTasker::StartFailed`]
     Start(StartTask),
-    /// Send a signal to the task's process. No answer.
+    /// Send a signal to the task's process. No answer. While the task is stopped for a move the signal waits; it is
+    /// delivered when the task goes on here, and lost if it goes on elsewhere.
     Signal {
         /// The task.
         tid: Tid,
@@ -133,7 +134,8 @@ pub enum ToTasker {
 /// From the tasker.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum FromTasker {
-    /// The first message.
+    /// The first message. It comes once more if the engine, tried in the background by a real dump and restore, turns out
+    /// not to work here after all.
     Ready(Capabilities),
     /// The process exists.
     Started {
@@ -165,7 +167,9 @@ pub enum FromTasker {
         /// What it used, here and before.
         used: Usage,
     },
-    /// What the task is, or why it cannot move at all.
+    /// What the task is, or why it cannot move at all. The tasker does not know which host it is on: the `host` of a
+    /// [`Refusal::NoEngine`] from it means "here", and the daemon puts its own index in. Likewise in
+    /// [`FromTasker::Prepared`].
     Inspected {
         /// The move.
         migration: MigrationId,
@@ -205,7 +209,8 @@ pub enum FromTasker {
         /// What it had used, here and before.
         used: Usage,
     },
-    /// The restore is over. On failure nothing is left of it.
+    /// The restore is over. On failure nothing is left of it. A failure may follow a success when the engine that holds
+    /// the copy dies before [`ToTasker::Run`].
     Restored {
         /// The move.
         migration: MigrationId,
