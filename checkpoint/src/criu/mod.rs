@@ -7,9 +7,12 @@
 
 mod crossing;
 mod log;
+mod notes;
 mod options;
 mod process;
 mod rescue;
+
+pub use notes::KernelNotes;
 
 use crate::engine::{DumpJob, Dumping, Engine, Held, Limits, RestoreJob, Restoring};
 use process::{Swrk, Word};

@@ -70,6 +70,8 @@ pub(super) struct Moves {
     open_ends: BTreeMap<MigrationId, Move>,
     pub(super) arrivals: BTreeMap<Tid, Arrival>,
     pub(super) departed: BTreeMap<Tid, Departed>,
+    /// Moves of tasks whose move before is not quite over here.
+    next: BTreeMap<Tid, MigrationId>,
 }
 
 /// The master's part in moves.
@@ -277,6 +279,9 @@ impl Machine {
         let tid = of.tid;
         match output {
             SourceOutput::Report(report) => self.report(id, report),
+            SourceOutput::Inspect if self.is_settling(&of) => {
+                self.moves.next.insert(tid, id);
+            }
             SourceOutput::Inspect => match self.refusal(&of) {
                 Some(refusal) => self.source_event(id, SourceEvent::Inspected(Err(refusal))),
                 None => self.to_tasker(ToTasker::Inspect { migration: id, tid }),
@@ -329,7 +334,22 @@ impl Machine {
             SourceOutput::Done => {
                 self.moves.sources.remove(&id);
                 self.out.push_back(Output::RemoveToken { path: self.config.place.token(id) });
+                self.settled(tid);
             }
+        }
+    }
+
+    /// True while the task's move before is not quite over here: it has come and its library has not, or it stays and is
+    /// being let go on. The coordinator's deadline bounds the wait.
+    fn is_settling(&self, of: &Move) -> bool {
+        let staying = |s: &Source| s.of().tid == of.tid && s.of().id != of.id && s.holds();
+        self.moves.arrivals.get(&of.tid).is_some_and(|a| a.located) || self.moves.sources.values().any(staying)
+    }
+
+    /// The task's move before is over: the next one may begin.
+    fn settled(&mut self, tid: Tid) {
+        if let Some(id) = self.moves.next.remove(&tid) {
+            self.source_does(id, SourceOutput::Inspect);
         }
     }
 
@@ -341,9 +361,6 @@ impl Machine {
         }
         // A move that was given up before anything was held leaves its source behind.
         self.moves.sources.retain(|id, s| *id == of.id || s.of().tid != of.tid || s.holds());
-        if let Some(other) = self.moves.sources.values().find(|s| s.of().id != of.id && s.of().tid == of.tid) {
-            return Some(Refusal::AlreadyMoving(other.of().id));
-        }
         let Some(task) = self.tasks.get(of.tid) else { return Some(Refusal::NoSuchTask) };
         if !task.spawned() {
             Some(Refusal::NotSpawned)
@@ -696,9 +713,11 @@ impl Machine {
             self.open_inbox(tid);
         }
         if let Some((status, used)) = arrival.exited {
-            return self.process_exited(tid, status, used);
+            self.process_exited(tid, status, used);
+            return self.settled(tid);
         }
         self.recheck_watches(tid, &hosts, epoch);
+        self.settled(tid);
     }
 
     /// A host is out of the table.
