@@ -20,6 +20,7 @@ use std::fs::{DirBuilder, File, OpenOptions};
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::time::Instant;
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::{AbortHandle, JoinHandle};
 
@@ -79,14 +80,27 @@ impl Images {
             let _ = tell.send(read_files(&dir, &frames));
         });
         let bulk = net.bulk(to);
-        let inputs = self.inputs.clone();
+        let (inputs, log) = (self.inputs.clone(), self.log.clone());
         let stream = tokio::spawn(async move {
             let result = match bulk {
                 None => Err(Failure::HostLost(to)),
-                Some((pair, connection)) => match image_stream(&pair, &connection, migration).await {
-                    Ok(stream) => send_frames(stream, queue, told).await,
-                    Err(why) => Err(Failure::Images(format!("{to}: {why}"))),
-                },
+                Some((pair, connection)) => {
+                    let (begin, before) = (Instant::now(), connection.stats().path);
+                    let result = match image_stream(&pair, &connection, migration).await {
+                        Ok(stream) => send_frames(stream, queue, told).await,
+                        Err(why) => Err(Failure::Images(format!("{to}: {why}"))),
+                    };
+                    if let Ok(bytes) = &result {
+                        let path = connection.stats().path;
+                        log.line(format!(
+                            "{migration}: {bytes} bytes of images sent to {to} in {} ms (round trip {:.1} ms, {} packets lost)",
+                            begin.elapsed().as_millis(),
+                            path.rtt.as_secs_f64() * 1e3,
+                            path.lost_packets - before.lost_packets
+                        ));
+                    }
+                    result
+                }
             };
             let _ = inputs.send(Input::Event(Event::ImagesSent { migration, result })).await;
         });
