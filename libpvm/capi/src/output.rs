@@ -22,12 +22,12 @@ pub(crate) const LINE_BYTES_MAX: usize = 64 << 10;
 #[derive(Debug, Default)]
 struct Writer {
     begun: bool,
-    spawn_seen: bool,
     ended: bool,
     line: Vec<u8>,
 }
 
-/// The tasks whose output is caught, and where it goes.
+/// The tasks whose output is caught, and where it goes. A task that has ended stays known, because its marks come from two
+/// daemons in any order; there are never more than the tids that hosts can give.
 #[derive(Default)]
 pub(crate) struct Catch {
     stream: Option<Stream>,
@@ -45,10 +45,10 @@ impl Catch {
         self.stream.is_some()
     }
 
-    /// Output of these tasks will come, and their end will be told.
+    /// Output of these tasks will come, or has come, and their end will be told.
     pub(crate) fn expect(&mut self, tids: &[Tid]) {
         for tid in tids {
-            self.writers.entry(tid.raw()).or_default().spawn_seen = true;
+            self.writers.entry(tid.raw()).or_default();
         }
     }
 
@@ -71,8 +71,7 @@ impl Catch {
             }
         }
         match mark {
-            MARK_SPAWN => writer.spawn_seen = true,
-            MARK_NEW => (),
+            MARK_SPAWN | MARK_NEW => (),
             MARK_EOF => {
                 if !writer.line.is_empty() {
                     line(&std::mem::take(&mut writer.line));
@@ -93,10 +92,6 @@ impl Catch {
                     }
                 }
             }
-        }
-        // The marks come from two daemons in any order; a task is over when both have been seen.
-        if writer.ended && writer.spawn_seen {
-            self.writers.remove(&tid);
         }
         Ok(text)
     }
@@ -160,7 +155,7 @@ mod tests {
         assert_eq!(said(&mut catch, &[0x800c2, 5], b"a\nb\nc", true), "[t800c2] a\n[t800c2] b\n");
         assert_eq!(said(&mut catch, &[0x800c2, 1], b"d", true), "");
         assert_eq!(said(&mut catch, &[0x800c2, 0], b"", true), "[t800c2] cd\n[t800c2] EOF\n");
-        assert!(catch.writers.is_empty());
+        assert!(catch.writers.values().all(|writer| writer.ended));
     }
 
     #[test]
@@ -176,9 +171,9 @@ mod tests {
         let mut catch = Catch::default();
         said(&mut catch, &[0x800c2, 2], b"x\n", true);
         said(&mut catch, &[0x800c2, 0], b"", true);
-        assert!(!catch.writers.is_empty(), "the spawn mark is still to come");
+        catch.expect(&[Tid::from_raw(0x800c2)]);
         said(&mut catch, &[0x800c2, -1, 0x40001], b"", true);
-        assert!(catch.writers.is_empty());
+        assert!(catch.writers.values().all(|writer| writer.ended), "the end has been seen");
         assert!(catch.take(message(&[0x800c2, i32::MAX], b""), true).is_err());
     }
 }

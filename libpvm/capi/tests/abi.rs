@@ -1,0 +1,178 @@
+//! The library as the linker sees it, and the header as the compiler does.
+
+mod common;
+
+use common::{include, library};
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// Names of the documented functions, without those of the group library.
+const FUNCTIONS: &str = "
+    pvm_addhosts pvm_delhosts pvm_addmhf pvm_delmhf pvm_archcode pvm_bufinfo pvm_catchout pvm_config pvm_exit pvm_halt
+    pvm_getcontext pvm_newcontext pvm_getrbuf pvm_getsbuf pvm_mytid pvm_parent pvm_reg_hoster pvm_reg_tasker
+    pvm_upkmesg pvm_export pvm_unexport pvm_freebuf pvm_freecontext pvm_setcontext pvm_getopt pvm_initsend pvm_kill
+    pvm_mkbuf pvm_pstat pvm_setrbuf pvm_setsbuf pvm_tidtohost pvm_pkmesg pvm_pkmesgbody pvm_getfds pvm_getmboxinfo
+    pvm_getminfo pvm_setminfo pvm_getnoresets pvm_gettmask pvm_settmask pvm_hostsync pvm_insert pvm_lookup pvm_delete
+    pvm_putinfo pvm_recvinfo pvm_delinfo pvm_mcast pvm_mstat pvm_notify pvm_nrecv pvm_recv pvm_probe pvm_send
+    pvm_sendsig pvm_setopt pvm_packf pvm_unpackf pvm_perror pvm_pkbyte pvm_pkcplx pvm_pkdcplx pvm_pkdouble pvm_pkfloat
+    pvm_pkint pvm_pkuint pvm_pklong pvm_pkulong pvm_pkshort pvm_pkushort pvm_upkbyte pvm_upkcplx pvm_upkdcplx
+    pvm_upkdouble pvm_upkfloat pvm_upkint pvm_upkuint pvm_upklong pvm_upkulong pvm_upkshort pvm_upkushort pvm_pkstr
+    pvm_upkstr pvm_precv pvm_psend pvm_recvf pvm_reg_rm pvm_reg_tracer pvm_siblings pvm_spawn pvm_start_pvmd
+    pvm_strerror pvm_version pvm_tasks pvm_tickle pvm_trecv pvmgetrsh pvmgettmp pvmtmpnam
+
+    lpvmerr pvmbeatask pvmendtask pvmputenv pvmreset pvmstrtoi pvmgetclock pvmsleep pvmdisplaymhfinfo pvmnametag i_dump
+    pvmlogerror pvmlogperror pvmlogprintf pvmsettaskname pvmchkuid pvmbailout tev_begin tev_fin tev_init tev_flush
+    tev_do_trace pvm_vpackf pvm_vunpackf pvmupkstralloc pvmxtoi pvmmatchstring pvmgetdsig pvmgetroot";
+
+/// Names and sizes of the variables.
+const VARIABLES: &str = "
+    pvm_errlist 296 pvm_nerr 4 pvm_errno 4 pvmmytid 4 pvmmyptid 4 pvmmyupid 4 pvm_useruid 4 pvmautoerr 4
+    pvmshowtaskid 4 pvmtoplvl 4 pvmnsibs 4 pvmnoresetindex 4 pvmrouteopt 4 pvmfrgsiz 4 pvmudpmtu 4 pvmmyctx 4
+    pvmmydsig 4 pvmschedtid 4 pvmrescode 4 pvmdebmask 4 pvmnoreset 4 pvmctrc 68 pvmtrc 68 pvmsibtids 8 pvmmytaskname 8
+    pvmrxlist 8 pvmrbuf 8 pvmsbuf 8 waitlist 8 pvmmboxclasses 8 pvm_inprecv 8 pvmmidh 8 pvmmidhsiz 4 pvmtevinfo 6104
+    pvmtevdidlist 1968 pvmtrccodef 8 pvmtrcmp 8 pvmtrcztv 16 pvmtrcdesc 4 pvmtrctmp 4 pvmtrcsavekind 4 pvmtrcsbf 4
+    pvmtrcsbfsave 4";
+
+fn output(program: &str, args: &[&str], path: &Path) -> String {
+    let done = Command::new(program).args(args).arg(path).output().expect("binutils come with the C compiler");
+    assert!(done.status.success(), "{program}: {}", String::from_utf8_lossy(&done.stderr));
+    String::from_utf8_lossy(&done.stdout).into_owned()
+}
+
+/// Exported names with their kind and size.
+fn exported(path: &Path) -> BTreeMap<String, (char, u64)> {
+    let mut names = BTreeMap::new();
+    for line in output("nm", &["-D", "-S", "--defined-only"], path).lines() {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        if let [_, size, kind, name] = words[..] {
+            let kind = kind.chars().next().expect("a letter");
+            names.insert(name.to_string(), (kind, u64::from_str_radix(size, 16).expect("a number")));
+        }
+    }
+    names
+}
+
+#[test]
+fn every_name_of_the_interface_is_exported_with_its_size() {
+    let names = exported(&library());
+    for name in FUNCTIONS.split_whitespace() {
+        assert!(names.get(name).is_some_and(|(kind, _)| *kind == 'T'), "{name}");
+    }
+    let words: Vec<&str> = VARIABLES.split_whitespace().collect();
+    for pair in words.chunks(2) {
+        let (kind, size) = names.get(pair[0]).unwrap_or_else(|| panic!("{} is missing", pair[0]));
+        assert!(matches!(kind, 'D' | 'B' | 'R'), "{} is {kind}", pair[0]);
+        assert_eq!(size.to_string(), pair[1], "size of {}", pair[0]);
+    }
+}
+
+#[test]
+fn no_other_name_than_pvms_own_leaves_the_library() {
+    let known = |name: &str| ["pvm", "i_", "tev_"].iter().any(|start| name.starts_with(start));
+    let others = ["lpvmerr", "errnamecode", "tobuf_dump", "vpvmlogprintf", "waitlist"];
+    let strange: Vec<String> =
+        exported(&library()).into_keys().filter(|name| !known(name) && !others.contains(&name.as_str())).collect();
+    assert_eq!(strange, [""; 0]);
+}
+
+#[test]
+fn the_library_has_pvms_name_and_needs_only_the_c_library() {
+    let dynamic = output("readelf", &["-d", "-W"], &library());
+    assert!(dynamic.contains("Library soname: [libpvm3.so.3]"), "{dynamic}");
+    let needed: BTreeSet<&str> = dynamic
+        .lines()
+        .filter(|line| line.contains("(NEEDED)"))
+        .filter_map(|line| line.split_once('[')?.1.split_once(']').map(|(name, _)| name))
+        .collect();
+    let allowed = BTreeSet::from(["libc.so.6", "libgcc_s.so.1", "libm.so.6", "ld-linux-x86-64.so.2"]);
+    assert!(needed.is_subset(&allowed), "{needed:?}");
+    assert!(!output("readelf", &["-V", "-W"], &library()).contains("Version definition"), "names carry no version");
+}
+
+/// Programs that link with PVM's library, from Debian's packages.
+fn debian_programs() -> Vec<PathBuf> {
+    let mut programs: Vec<PathBuf> = ["tablix2", "tablix2_kernel", "pvm", "pvmgs", "pvm_gstat", "pvmgroups", "tracer"]
+        .iter()
+        .chain(&["trcsort", "NPpvm"])
+        .map(|name| Path::new("/usr/bin").join(name))
+        .collect();
+    programs.push("/usr/lib/pvm3/bin/LINUX64/tablix2_kernel".into());
+    if let Ok(listed) = Command::new("dpkg").args(["-L", "pvm-examples"]).output() {
+        let listed = String::from_utf8_lossy(&listed.stdout).into_owned();
+        programs.extend(listed.lines().filter(|path| path.starts_with("/usr/bin/")).map(PathBuf::from));
+    }
+    programs.retain(|path| path.is_file());
+    programs
+}
+
+fn is_pvms(name: &str) -> bool {
+    const OTHERS: [&str; 4] = ["lpvmerr", "i_dump", "waitlist", "errnamecode"];
+    name.starts_with("pvm") || name.starts_with("tev_") || OTHERS.contains(&name)
+}
+
+#[test]
+fn debians_programs_find_every_name_they_import() {
+    let mut have: BTreeSet<String> = exported(&library()).into_keys().collect();
+    // Names of the group library are not this library's business.
+    have.extend(
+        "pvm_barrier pvm_bcast pvm_freezegroup pvm_getinst pvm_gettid pvm_gsize pvm_joingroup pvm_lvgroup pvm_gather
+        pvm_scatter pvm_reduce pvmgs_tmout pvm_gsdump pvm_grphostinfo pvm_grpvhostinfo"
+            .split_whitespace()
+            .map(String::from),
+    );
+    let programs = debian_programs();
+    if programs.is_empty() {
+        eprintln!("no program of Debian's PVM packages is installed: nothing to check");
+    }
+    for program in programs {
+        for line in output("nm", &["-D", "--undefined-only"], &program).lines() {
+            let name = line.split_whitespace().last().unwrap_or_default();
+            let name = name.split('@').next().unwrap_or_default();
+            assert!(!is_pvms(name) || have.contains(name), "{} needs {name}", program.display());
+        }
+    }
+}
+
+/// Numbers and layouts that a header gives, as text.
+fn facts(header: &Path) -> String {
+    let dir = tempfile::tempdir().expect("a directory");
+    let program = dir.path().join("facts");
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/c/facts.c");
+    let done = Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into()))
+        .args(["-Wall", "-Werror", "-include"])
+        .arg(header)
+        .arg(source)
+        .arg("-o")
+        .arg(&program)
+        .output()
+        .expect("a C compiler");
+    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+    let done = Command::new(program).output().expect("runs");
+    String::from_utf8_lossy(&done.stdout).into_owned()
+}
+
+#[test]
+fn the_header_agrees_with_debians_in_every_number_and_layout() {
+    let ours = facts(&include().join("pvm3.h"));
+    assert!(ours.lines().count() > 100, "{ours}");
+    let debian = Path::new("/usr/include/pvm3.h");
+    if debian.exists() {
+        assert_eq!(ours, facts(debian));
+    }
+}
+
+#[test]
+fn the_header_can_be_used_from_c_and_from_cpp() {
+    for language in ["c", "c++"] {
+        let done = Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into()))
+            .args(["-Wall", "-Wextra", "-Werror", "-fsyntax-only", "-x", language, "-include"])
+            .arg(include().join("pvm3.h"))
+            .arg("/dev/null")
+            .output()
+            .expect("a C compiler");
+        let said = String::from_utf8_lossy(&done.stderr).into_owned();
+        // A machine without a C++ compiler says so; that is no fault of the header.
+        assert!(done.status.success() || said.contains("cc1plus"), "{language}: {said}");
+    }
+}

@@ -1,0 +1,96 @@
+//! C programs against the library: without a daemon, and with one that knows a single task.
+
+mod common;
+
+use common::{Daemon, Program, include, must_succeed};
+use std::path::Path;
+use std::process::Stdio;
+
+/// Debian's header, when the package is installed.
+const DEBIAN_INCLUDE: &str = "/usr/include";
+
+#[test]
+fn buffers_packing_options_and_errors_work_without_a_daemon() {
+    let nowhere = tempfile::tempdir().expect("a directory");
+    let program = Program::compile("offline", &include());
+    must_succeed(&program.command(nowhere.path()).output().expect("runs"));
+}
+
+#[test]
+fn a_task_can_do_with_itself_what_the_interface_says() {
+    let daemon = Daemon::start();
+    let program = Program::compile("alone", &include());
+    must_succeed(&program.command(daemon.tmp()).output().expect("runs"));
+}
+
+#[test]
+fn programs_compiled_with_debians_header_run() {
+    if !Path::new(DEBIAN_INCLUDE).join("pvm3.h").exists() {
+        eprintln!("Debian's pvm-dev is not installed: nothing to compare with");
+        return;
+    }
+    // The compiler finds Debian's header by itself when it is not shown ours. That header leaves some calls undeclared.
+    let (daemon, nowhere) = (Daemon::start(), tempfile::tempdir().expect("a directory"));
+    for (name, tmp) in [("offline", nowhere.path()), ("alone", daemon.tmp())] {
+        let program = Program::compile_with(name, nowhere.path(), &["-w"]);
+        must_succeed(&program.command(tmp).output().expect("runs"));
+    }
+}
+
+#[test]
+fn a_missing_daemon_is_said_in_one_line_and_every_error_in_another() {
+    let nowhere = tempfile::tempdir().expect("a directory");
+    let program = Program::compile("offline", &include());
+    let mut command = program.command(nowhere.path());
+    command.arg("lines").stdout(Stdio::piped()).stderr(Stdio::piped());
+    let child = command.spawn().expect("runs");
+    let pid = child.id();
+    let done = child.wait_with_output().expect("ends");
+    assert_eq!(String::from_utf8_lossy(&done.stdout), "-14\n");
+    let err = String::from_utf8_lossy(&done.stderr).into_owned();
+    let lines: Vec<&str> = err.lines().collect();
+    assert!(lines[0].starts_with(&format!("libpvm [pid{pid}] ")), "{err}");
+    assert!(lines[0].contains(&*nowhere.path().to_string_lossy()), "{err}");
+    assert_eq!(lines[1], format!("libpvm [pid{pid}]: pvm_mytid(): Can't contact local daemon"));
+    assert_eq!(lines[2], format!("libpvm [pid{pid}]: I: Can't contact local daemon"));
+    assert_eq!(lines[3], format!("libpvm [pid{pid}]: pvm_freebuf(): No such buffer"));
+    assert_eq!(lines.len(), 4, "{err}");
+    // PvmAutoErr 2 ends the program with the code.
+    assert_eq!(done.status.code(), Some(-16 & 255));
+}
+
+#[test]
+fn root_without_permission_is_refused_in_one_line() {
+    let root =
+        std::fs::metadata("/proc/self").map(|of| std::os::unix::fs::MetadataExt::uid(&of)).expect("this process");
+    if root != 0 {
+        eprintln!("not run as root: nothing to refuse");
+        return;
+    }
+    let daemon = Daemon::start();
+    let program = Program::compile("alone", &include());
+    let done = program.command(daemon.tmp()).env_remove("PVM_ALLOW_ROOT").output().expect("runs");
+    assert_eq!(done.status.code(), Some(1));
+    let out = String::from_utf8_lossy(&done.stdout).into_owned();
+    assert!(out.contains("PVM_ALLOW_ROOT") && out.lines().count() == 1, "{out}");
+}
+
+#[test]
+fn output_of_children_is_printed_line_by_line_until_they_end() {
+    let daemon = Daemon::start();
+    let program = Program::compile("alone", &include());
+    let done = program.command(daemon.tmp()).arg("catch").output().expect("runs");
+    must_succeed(&done);
+    let out = String::from_utf8_lossy(&done.stdout).into_owned();
+    assert_eq!(out, "[t40002] BEGIN\n[t40002] one\n[t40002] two\n[t40002] EOF\n");
+    let done = program.command(daemon.tmp()).args(["catch", "bare"]).output().expect("runs");
+    must_succeed(&done);
+    assert_eq!(String::from_utf8_lossy(&done.stdout), "one\ntwo\n");
+}
+
+#[test]
+fn a_spawned_task_learns_its_siblings() {
+    let daemon = Daemon::with_parent(sempa_proto::Tid::from_raw(0x40009));
+    let program = Program::compile("alone", &include());
+    must_succeed(&program.command(daemon.tmp()).arg("siblings").output().expect("runs"));
+}
