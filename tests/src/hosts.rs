@@ -25,8 +25,8 @@ const PRIVATE: [(&str, u32); 4] = [("/tmp", 0o1777), ("/run", 0o755), ("/dev/shm
 pub struct HostPlan {
     /// Its host name.
     pub name: String,
-    /// Folders that stay visible although a private one covers them.
-    pub keep: Vec<PathBuf>,
+    /// Folders that stay visible although a private one covers them: (folder, its place in the host).
+    pub keep: Vec<(PathBuf, PathBuf)>,
     /// Files put over others: (content, place).
     pub over: Vec<(PathBuf, PathBuf)>,
     /// The folder to remove when the host has ended; one host of a testbed has it.
@@ -98,8 +98,8 @@ fn mounts(plan: &HostPlan) -> Result<()> {
     let keep: Vec<(File, &PathBuf)> = plan
         .keep
         .iter()
-        .filter(|path| PRIVATE.iter().any(|(covered, _)| path.starts_with(covered)))
-        .map(|path| Ok((File::open(path).with_context(|| path.display().to_string())?, path)))
+        .filter(|(_, place)| PRIVATE.iter().any(|(covered, _)| place.starts_with(covered)))
+        .map(|(folder, place)| Ok((File::open(folder).with_context(|| folder.display().to_string())?, place)))
         .collect::<Result<_>>()?;
     let over: Vec<(File, &PathBuf)> =
         plan.over.iter().map(|(content, place)| Ok((File::open(content)?, place))).collect::<Result<_>>()?;

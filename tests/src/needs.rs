@@ -69,7 +69,7 @@ pub fn engine() -> Option<PathBuf> {
     named.into_iter().chain(usual).find(|file| file.is_file()).or_else(|| find_in_path("criu"))
 }
 
-/// A testbed and the installed programs for a test; `None`, with a word on standard error, where no testbed is possible.
+/// A testbed for a test, and where its hosts see the installed programs; `None`, with a word on standard error, where no testbed is possible.
 ///
 /// # Panics
 /// The programs are not installed, or the testbed does not come up although it should: the test fails.
@@ -90,6 +90,6 @@ fn make(new: impl FnOnce(&Path) -> Result<crate::Testbed>) -> Option<(crate::Tes
         eprintln!("skipped: {lack}");
         return None;
     }
-    let made = prefix().and_then(|prefix| Ok((new(&prefix)?, prefix)));
+    let made = prefix().and_then(|prefix| Ok((new(&prefix)?, crate::testbed::place_of(&prefix))));
     Some(made.unwrap_or_else(|error| panic!("no testbed: {error:#}")))
 }

@@ -26,6 +26,8 @@ pub const ALICE_UID: u32 = 21_001;
 pub const OLGA_UID: u32 = 21_002;
 /// Time for anything that has to come up.
 const UP_TIME: Duration = Duration::from_secs(20);
+/// Where testbeds have their folders: all users can get there, whatever TMPDIR says.
+const TOP: &str = "/tmp";
 /// Name of a testbed's folder up to the number of its process.
 const FOLDER: &str = "sempa-testbed-";
 
@@ -45,6 +47,7 @@ pub struct Host {
 pub struct Testbed {
     folder: PathBuf,
     engine: Option<PathBuf>,
+    prefix: Option<PathBuf>,
     desk: Host,
     hosts: Vec<Host>,
 }
@@ -94,7 +97,8 @@ impl Testbed {
             std::os::unix::fs::chown(&own, Some(uid), Some(uid))?;
         }
         accounts(folder, &names)?;
-        let mut remote = format!("PATH={} PVM_ALLOW_ROOT=1", path_of(prefix));
+        let inside = prefix.map(place_of);
+        let mut remote = format!("PATH={} PVM_ALLOW_ROOT=1", path_of(inside.as_deref()));
         let mut engine = None;
         if own_engine {
             let link = folder.join("engine");
@@ -105,11 +109,12 @@ impl Testbed {
         }
         ssh::keys(folder, &names, &remote)?;
         let mut kept: Vec<PathBuf> = vec![folder.to_path_buf()];
-        kept.extend(prefix.map(Path::to_path_buf));
         kept.extend(keep.iter().map(|path| path.to_path_buf()));
         if let Some(real) = needs::engine() {
             kept.extend(real.parent().and_then(Path::parent).map(Path::to_path_buf));
         }
+        let mut kept: Vec<(PathBuf, PathBuf)> = kept.into_iter().map(|path| (path.clone(), path)).collect();
+        kept.extend(prefix.map(|prefix| (prefix.to_path_buf(), place_of(prefix))));
         let plan = |name: &str, remove_at_end| HostPlan {
             name: name.to_string(),
             keep: kept.clone(),
@@ -118,13 +123,13 @@ impl Testbed {
                 .to_vec(),
             remove_at_end,
         };
-        let prefix = prefix.map(Path::to_path_buf);
-        let desk = Host::start(folder, plan("desk", Some(folder.to_path_buf())), &home, prefix.clone())?;
+        let desk = Host::start(folder, plan("desk", Some(folder.to_path_buf())), &home, inside.clone())?;
         let mut hosts = Vec::new();
         for name in &names {
-            hosts.push(Host::start(folder, plan(name, None), &home, prefix.clone())?);
+            hosts.push(Host::start(folder, plan(name, None), &home, inside.clone())?);
         }
-        let testbed = Testbed { folder: folder.to_path_buf(), engine, desk, hosts };
+        let prefix = prefix.map(Path::to_path_buf);
+        let testbed = Testbed { folder: folder.to_path_buf(), engine, prefix, desk, hosts };
         testbed.wire()?;
         for host in &testbed.hosts {
             ssh::daemon(host, folder)?;
@@ -176,6 +181,11 @@ impl Testbed {
     /// What `SEMPA_CRIU` names on all hosts, if this testbed has an engine of its own.
     pub fn engine(&self) -> Option<&Path> {
         self.engine.as_deref()
+    }
+
+    /// Where the programs are installed, as the real machine sees it.
+    pub fn prefix(&self) -> Option<&Path> {
+        self.prefix.as_deref()
     }
 
     /// Where root's home is, on all hosts the same as with a shared file system.
@@ -333,6 +343,12 @@ impl Drop for Host {
     }
 }
 
+/// Where the hosts see the installed programs: in the same place, unless ordinary users cannot get there.
+pub(crate) fn place_of(prefix: &Path) -> PathBuf {
+    let open = |folder: &Path| fs::metadata(folder).is_ok_and(|meta| meta.permissions().mode() & 0o005 == 0o005);
+    if prefix.ancestors().all(open) { prefix.to_path_buf() } else { PathBuf::from("/run/sempa-prefix") }
+}
+
 /// The search path of commands in a host.
 pub(crate) fn path_of(prefix: Option<&Path>) -> String {
     let usual = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
@@ -344,7 +360,7 @@ pub(crate) fn path_of(prefix: Option<&Path>) -> String {
 
 fn make_folder() -> Result<PathBuf> {
     let own = std::process::id();
-    let top = std::env::temp_dir();
+    let top = Path::new(TOP);
     for number in 0..1000 {
         let folder = top.join(format!("{FOLDER}{own}-{number}"));
         match fs::create_dir(&folder) {
@@ -361,7 +377,7 @@ fn make_folder() -> Result<PathBuf> {
 
 /// Removes folders whose process has ended and whose desk did not get to it.
 fn remove_what_dead_ones_left() {
-    for entry in fs::read_dir(std::env::temp_dir()).into_iter().flatten().flatten() {
+    for entry in fs::read_dir(TOP).into_iter().flatten().flatten() {
         let name = entry.file_name();
         let owner = name.to_str().and_then(|name| name.strip_prefix(FOLDER)).and_then(|rest| rest.split('-').next());
         let Some(owner) = owner.and_then(|pid| pid.parse::<u32>().ok()) else { continue };

@@ -76,13 +76,14 @@ pub struct Vm<'a> {
 }
 
 impl<'a> Vm<'a> {
-    /// Starts one on h1, with `prefix/bin/pvm`.
+    /// Starts one on h1 with the installed programs of the testbed.
     ///
     /// # Errors
     /// The console's own words.
-    pub fn start(bed: &'a Testbed, prefix: &Path, settings: Settings) -> Result<Vm<'a>> {
+    pub fn start(bed: &'a Testbed, settings: Settings) -> Result<Vm<'a>> {
         let with_rm = settings.rm.is_some();
-        let vm = Vm { bed, prefix: prefix.to_path_buf(), settings };
+        let prefix = bed.prefix().context("the testbed was made without installed programs")?;
+        let vm = Vm { bed, prefix: crate::testbed::place_of(prefix), settings };
         vm.pvm(&["start"])?.expect_good("starting the virtual machine")?;
         if with_rm {
             vm.event(COMMAND_TIME, "a registered resource manager", |entry| {
@@ -265,7 +266,8 @@ impl<'a> Vm<'a> {
     /// # Errors
     /// gcc's words.
     pub fn program(&self, name: &str) -> Result<PathBuf> {
-        programs::compile(name, &self.prefix, &self.home().join("pvm3/bin/LINUX64"))
+        let prefix = self.bed.prefix().context("the testbed was made without installed programs")?;
+        programs::compile(name, prefix, &self.home().join("pvm3/bin/LINUX64"))
     }
 
     /// The newest events and the daemons' logs of all hosts, for the report of a failed test.

@@ -24,7 +24,7 @@ fn one_line(done: &Done, words: &[&str]) {
 
 fn with_hosts(count: usize, joined: &[&str], test: impl FnOnce(&Vm, &Path)) {
     let Some((bed, prefix)) = testbed(count) else { return };
-    let vm = Vm::start(&bed, &prefix, Settings::default()).expect("a virtual machine");
+    let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     if !joined.is_empty() {
         vm.add(joined).expect("they join");
     }
@@ -43,8 +43,8 @@ fn a_host_that_is_unknown_or_does_not_answer_ssh_is_named_with_the_reason() {
 
 #[test]
 fn without_a_daemon_console_and_programs_say_so() {
-    let Some((bed, prefix)) = testbed(1) else { return };
-    let vm = Vm::start(&bed, &prefix, Settings::default()).expect("a virtual machine");
+    let Some((bed, _)) = testbed(1) else { return };
+    let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     let program = vm.program("hold").expect("gcc");
     vm.halt().expect("halts");
     one_line(&vm.pvm(&["conf"]).expect("ends"), &["no virtual machine"]);
@@ -82,7 +82,7 @@ fn a_second_resource_manager_is_refused() {
     let Some((bed, prefix)) = testbed(1) else { return };
     let rm = prefix.join("bin/pvm-rm");
     let settings = Settings { rm: Some(rm.display().to_string()), ..Settings::default() };
-    let vm = Vm::start(&bed, &prefix, settings).expect("a virtual machine");
+    let vm = Vm::start(&bed, settings).expect("a virtual machine");
     one_line(&run(vm.command(bed.host(1), &rm), SOON).expect("ends"), &["resource manager"]);
     vm.halt().expect("halts");
 }
@@ -100,7 +100,7 @@ fn a_second_virtual_machine_of_the_same_user_is_refused() {
 #[test]
 fn a_missing_or_broken_criu_is_said_with_the_way_to_get_one() {
     for script in [None, Some("#!/bin/sh\necho 'criu: broken' >&2\nexit 1\n")] {
-        let Some((bed, prefix)) = testbed_with_own_engine(2) else { return };
+        let Some((bed, _)) = testbed_with_own_engine(2) else { return };
         let engine = bed.engine().expect("its own").to_path_buf();
         std::fs::remove_file(&engine).expect("removed");
         if let Some(script) = script {
@@ -108,7 +108,7 @@ fn a_missing_or_broken_criu_is_said_with_the_way_to_get_one() {
             use std::os::unix::fs::PermissionsExt;
             std::fs::set_permissions(&engine, std::fs::Permissions::from_mode(0o755)).expect("executable");
         }
-        let vm = Vm::start(&bed, &prefix, Settings::default()).expect("a virtual machine runs without CRIU");
+        let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine runs without CRIU");
         vm.add(&["h2"]).expect("h2 joins");
         vm.program("hold").expect("gcc");
         let tid = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
@@ -190,10 +190,10 @@ fn another_local_user_reaches_neither_the_socket_nor_the_files() {
 
 #[test]
 fn halt_leaves_no_process_and_no_file_on_any_host() {
-    let Some((bed, prefix)) = testbed(3) else { return };
-    let rm = format!("{} --policy load", prefix.join("bin/pvm-rm").display());
+    let Some((bed, _)) = testbed(3) else { return };
+    let rm = "pvm-rm --policy load".to_string();
     let before: Vec<usize> = bed.hosts().iter().map(|host| host.processes().len()).collect();
-    let vm = Vm::start(&bed, &prefix, Settings { rm: Some(rm), ..Settings::default() }).expect("a virtual machine");
+    let vm = Vm::start(&bed, Settings { rm: Some(rm), ..Settings::default() }).expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
     vm.program("hold").expect("gcc");
     let stays = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
@@ -210,6 +210,6 @@ fn halt_leaves_no_process_and_no_file_on_any_host() {
         .expect("no process");
         assert_eq!(host.files_left(bed.folder()), Vec::<std::path::PathBuf>::new(), "{}", host.name());
     }
-    let again = Vm::start(&bed, &prefix, Settings::default()).expect("the next virtual machine starts");
+    let again = Vm::start(&bed, Settings::default()).expect("the next virtual machine starts");
     again.halt().expect("halts");
 }

@@ -11,8 +11,8 @@ use std::time::Duration;
 const LONG: Duration = Duration::from_secs(120);
 
 fn with_two_hosts(test: impl FnOnce(&Vm)) {
-    let Some((bed, prefix)) = testbed(2) else { return };
-    let vm = Vm::start(&bed, &prefix, Settings::default()).expect("a virtual machine");
+    let Some((bed, _)) = testbed(2) else { return };
+    let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.add(&["h2"]).expect("h2 joins");
     examples_where_spawn_looks(&bed);
     test(&vm);

@@ -67,9 +67,9 @@ fn kill_9(host: &Host, pid: &str) {
 }
 
 fn with_three_hosts(test: impl FnOnce(&Vm)) {
-    let Some((bed, prefix)) = testbed_with_own_engine(3) else { return };
+    let Some((bed, _)) = testbed_with_own_engine(3) else { return };
     put_gated_engine(&bed);
-    let vm = Vm::start(&bed, &prefix, Settings::default()).expect("a virtual machine");
+    let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
     vm.program("hold").expect("gcc");
     test(&vm);

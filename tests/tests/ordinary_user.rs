@@ -12,8 +12,8 @@ const SOON: Duration = Duration::from_secs(60);
 
 #[test]
 fn an_ordinary_user_runs_tasks_and_is_told_why_they_cannot_move() {
-    let Some((bed, prefix)) = testbed(2) else { return };
-    let vm = Vm::start(&bed, &prefix, Settings { as_alice: true, ..Settings::default() }).expect("a virtual machine");
+    let Some((bed, _)) = testbed(2) else { return };
+    let vm = Vm::start(&bed, Settings { as_alice: true, ..Settings::default() }).expect("a virtual machine");
     vm.add(&["h2"]).expect("h2 joins");
     let program = vm.program("hold").expect("gcc");
     let tid = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");

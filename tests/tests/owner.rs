@@ -19,9 +19,9 @@ fn ask(vm: &Vm, tid: &str) -> u64 {
 }
 
 fn with_policy(policy: &str, hosts: usize, test: impl FnOnce(&Vm)) {
-    let Some((bed, prefix)) = testbed(hosts) else { return };
-    let rm = format!("{} --policy {policy}", prefix.join("bin/pvm-rm").display());
-    let vm = Vm::start(&bed, &prefix, Settings { rm: Some(rm), ..Settings::default() }).expect("a virtual machine");
+    let Some((bed, _)) = testbed(hosts) else { return };
+    let rm = format!("pvm-rm --policy {policy}");
+    let vm = Vm::start(&bed, Settings { rm: Some(rm), ..Settings::default() }).expect("a virtual machine");
     let others: Vec<&str> = bed.hosts()[1..].iter().map(|host| host.name()).collect();
     vm.add(&others).expect("the others join");
     eventually(SOON, || {
@@ -75,6 +75,21 @@ fn no_task_is_placed_on_a_host_while_its_owner_is_there() {
             assert_eq!(vm.host_of(&tid).expect("alive"), "h1");
         }
         login.out().expect("logs out");
+    });
+}
+
+#[test]
+fn spawns_go_on_when_the_resource_manager_is_killed() {
+    with_policy("load", 2, |vm| {
+        let processes = vm.bed().host(1).processes();
+        let (rm, _) = processes.iter().find(|(_, line)| line.contains("pvm-rm")).expect("it runs");
+        let pid = nix::unistd::Pid::from_raw(rm.cast_signed());
+        nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL).expect("it is there");
+        vm.event(SOON, "lost resource manager", |entry| matches!(entry.kind, EventKind::RmGone { .. })).expect("seen");
+        for _ in 0..3 {
+            let tid = vm.spawn(&["hold", "1"]).expect("spawned without a resource manager");
+            ask(vm, &tid);
+        }
     });
 }
 

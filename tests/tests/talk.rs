@@ -65,8 +65,8 @@ fn tail(text: &str) -> &str {
 
 #[test]
 fn nothing_is_lost_doubled_or_out_of_order_through_fifty_random_moves() {
-    let Some((bed, prefix)) = testbed(3) else { return };
-    let vm = Vm::start(&bed, &prefix, Settings::default()).expect("a virtual machine");
+    let Some((bed, _)) = testbed(3) else { return };
+    let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
     let mut talk = Talk::start(&vm, &[]);
     let mut dice: u64 = 0x2545_f491_4f6c_dd1d;
@@ -95,8 +95,8 @@ fn nothing_is_lost_doubled_or_out_of_order_through_fifty_random_moves() {
 
 #[test]
 fn peers_compute_and_talk_on_while_a_task_is_moved() {
-    let Some((bed, prefix)) = testbed(3) else { return };
-    let vm = Vm::start(&bed, &prefix, Settings::default()).expect("a virtual machine");
+    let Some((bed, _)) = testbed(3) else { return };
+    let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
     let talk = Talk::start(&vm, &["-b", "192"]);
     let tid = talk.workers[2].0.clone();

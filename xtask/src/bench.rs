@@ -34,7 +34,7 @@ fn system() -> Result<bool> {
     install::lay_out(&prefix)?;
     let prefix = prefix.canonicalize()?;
     let bed = Testbed::new(2, Some(&prefix), &[])?;
-    let vm = Vm::start(&bed, &prefix, Settings::default())?;
+    let vm = Vm::start(&bed, Settings::default())?;
     vm.add(&["h2"])?;
     let program = programs::compile("pingpong", &prefix, &vm.home().join("pvm3/bin/LINUX64"))?;
     let mut good = true;

@@ -63,8 +63,8 @@ pub(crate) fn run(json: &Path) -> Result<bool> {
     }
     say(&format!("making {KERNELS} hosts, each with its own network, files, processes and sshd"));
     let bed = Testbed::new(KERNELS, Some(&prefix), &[])?;
-    let rm = format!("{} --policy load", prefix.join("bin/pvm-rm").display());
-    let vm = Vm::start(&bed, &prefix, Settings { rm: Some(rm), ..Settings::default() })?;
+    let rm = "pvm-rm --policy load".to_string();
+    let vm = Vm::start(&bed, Settings { rm: Some(rm), ..Settings::default() })?;
     let outcome = story(&vm).inspect_err(|_| eprintln!("{}", vm.logs()))?;
     if let Some(timeline) = &outcome.timeline {
         timeline.print();
