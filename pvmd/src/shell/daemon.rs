@@ -83,18 +83,15 @@ pub(crate) fn run(setup: Setup, announce: impl FnOnce(Standing) -> anyhow::Resul
         .context("cannot start the daemon's threads")?;
     let ended = runtime.block_on(assemble_and_run(setup, log, announce));
     runtime.shutdown_timeout(Duration::from_secs(2));
-    // The place is given back when the last of it is dropped, after everything that writes into it has ended.
-    let place = ended?;
     log_thread.join();
-    drop(place);
-    Ok(())
+    ended
 }
 
 async fn assemble_and_run(
     setup: Setup,
     log: Log,
     announce: impl FnOnce(Standing) -> anyhow::Result<()>,
-) -> anyhow::Result<HeldPlace> {
+) -> anyhow::Result<()> {
     let start = Instant::now();
     let Setup { place: held, host, name, speed, world, lease, preferred, role } = setup;
     let place = held.place().clone();
@@ -155,12 +152,13 @@ async fn assemble_and_run(
         starter: Starter::new(starter, inputs.clone(), log.clone()),
         moves: Moves::new(&place, inputs),
         log: log.clone(),
+        place: held,
     };
     announce(Standing { socket: place.socket(), addresses })?;
     log.line("ready");
     drop(log);
     Driver::new(parts, start, is_master).run(signals).await;
-    Ok(held)
+    Ok(())
 }
 
 /// What a master's starter needs to know.

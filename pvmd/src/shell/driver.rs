@@ -8,6 +8,7 @@ use super::log::Log;
 use super::moves::Moves;
 use super::net::{Net, NetInput, NetNews};
 use super::outbox::Parcel;
+use super::place::HeldPlace;
 use super::start::Starter;
 use super::tasker::Tasker;
 use super::world::DaemonWorld;
@@ -48,6 +49,8 @@ pub(crate) struct Driver {
     pub(crate) starter: Starter,
     pub(crate) moves: Moves,
     pub(crate) log: Log,
+    place: HeldPlace,
+    is_master: bool,
     tasks: HashMap<ConnId, Connected>,
     start: Instant,
     /// Set on a slave until its master's session stands.
@@ -67,12 +70,13 @@ pub(crate) struct Parts {
     pub(crate) starter: Starter,
     pub(crate) moves: Moves,
     pub(crate) log: Log,
+    pub(crate) place: HeldPlace,
 }
 
 impl Driver {
     /// A daemon whose clock begins at `start`.
     pub(crate) fn new(parts: Parts, start: Instant, is_master: bool) -> Driver {
-        let Parts { machine, world, inputs, net, tasker, images, starter, moves, log } = parts;
+        let Parts { machine, world, inputs, net, tasker, images, starter, moves, log, place } = parts;
         let master_until = (!is_master).then(|| Instant::now() + MASTER_WITHIN);
         let (tasks, stop_at, done) = (HashMap::new(), None, false);
         Driver {
@@ -85,6 +89,8 @@ impl Driver {
             starter,
             moves,
             log,
+            place,
+            is_master,
             tasks,
             start,
             master_until,
@@ -293,13 +299,28 @@ impl Driver {
         }
     }
 
-    /// Sends what is still to be sent, ends the tasker with all its tasks, and closes everything.
+    /// Ends the tasker with all its tasks, gives the place back and closes everything. Slaves have done all that before
+    /// the last they say, and the master listens until then: when its place is free, nothing is left on any host.
     async fn leave(mut self) {
         let conns: Vec<ConnId> = self.tasks.keys().copied().collect();
         conns.into_iter().for_each(|conn| self.dismiss(conn));
-        self.net.begin_leaving();
+        self.farewell(|driver| driver.tasks.is_empty() && !(driver.is_master && driver.net.has_sessions())).await;
+        let Driver { mut net, mut tasker, mut inputs, log, place, images, starter, moves, .. } = self;
+        // The tasker talks to the end, so somebody has to listen; nothing that it says matters now.
+        let drain = tokio::spawn(async move { while inputs.recv().await.is_some() {} });
+        tasker.end().await;
+        drop((images, starter, moves));
+        log.line("ended");
+        drop(place);
+        net.begin_leaving();
+        net.close(FAREWELL_WITHIN).await;
+        drain.abort();
+    }
+
+    /// Goes on listening until this holds, but not for ever.
+    async fn farewell(&mut self, is_over: impl Fn(&Driver) -> bool) {
         let until = Instant::now() + FAREWELL_WITHIN;
-        while self.net.has_sessions() || !self.tasks.is_empty() {
+        while !is_over(self) {
             let input = tokio::select! {
                 input = self.inputs.recv() => input,
                 () = sleep_until(until.into()) => None,
@@ -308,16 +329,9 @@ impl Driver {
                 Some(Input::Net(input)) => drop(self.net.take(input)),
                 Some(Input::Event(Event::TaskClosed { conn, .. })) => drop(self.tasks.remove(&conn)),
                 Some(_) => {}
-                None => break,
+                None => return,
             }
         }
-        // The tasker talks to the end, so somebody has to listen; nothing that it says matters now.
-        let mut inputs = self.inputs;
-        let drain = tokio::spawn(async move { while inputs.recv().await.is_some() {} });
-        self.tasker.end().await;
-        self.net.close(FAREWELL_WITHIN).await;
-        drain.abort();
-        self.log.line("ended");
     }
 }
 
