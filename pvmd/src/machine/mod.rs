@@ -9,11 +9,12 @@
 //! * `asks`: questions between daemons.
 //! * `spawn`, `rm`: starting tasks, resource managers.
 //! * `mailbox`, `events`: what the master keeps for all.
-//! * `moves`: the glue to the migration protocol.
+//! * `moves`, `handover`: the glue to the migration protocol, and what is kept in order while a task changes hosts.
 
 mod asks;
 mod events;
 mod halt;
+mod handover;
 mod hostfile;
 mod hosts;
 pub mod io;

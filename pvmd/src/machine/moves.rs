@@ -1,17 +1,12 @@
 //! Moves of tasks: the glue between the migration protocol and this daemon's tasks, tasker, images and tokens.
-//!
-//! The order of what is for a moving task is kept like this. From the order to let go on, the source keeps all. When the
-//! new place is made known, every daemon sends what it has for the task to the target from then on, and a
-//! [`Carried::Passed`] behind the last that it sent to the source. After the commit the source hands over what it kept,
-//! in order, and a [`Carried::HandedAll`] when the last `Passed` is there. The target keeps what comes to it directly and
-//! gives it to the task after all that was handed over.
 
-use super::tasks::{Inbox, Phase, Task};
-use super::{ConnId, Machine, Output};
+use super::handover::{Arrival, Departed};
+use super::tasks::Task;
+use super::{Machine, Output};
 use checkpoint::protocol::{
     Coordinator, CoordinatorOutput, Source, SourceEvent, SourceOutput, Target, TargetEvent, TargetOutput,
 };
-use sempa_proto::host::{Carried, Held, HostMsg, Location, TaskRecord};
+use sempa_proto::host::{HostMsg, Location};
 use sempa_proto::migration::{Cause, Failure, Move, Order, Refusal, Report, Step, Usage};
 use sempa_proto::table::TASK_RM;
 use sempa_proto::task::{LinkMark, MoveError, Reply, ResumeToken, ToTask};
@@ -19,52 +14,10 @@ use sempa_proto::tasker::{FromTasker, ToTasker};
 use sempa_proto::{Epoch, HostId, MigrationId, PvmError, RequestId, Tid};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Wait status of a task that was killed: signal 9.
-const KILLED: i32 = 9;
-
-/// A task on its way here.
-#[derive(Debug)]
-pub(super) struct Arrival {
-    pub(super) tid: Tid,
-    migration: MigrationId,
-    from: HostId,
-    /// What it is; complete when the source has let it go.
-    pub(super) record: Option<TaskRecord>,
-    complete: bool,
-    /// What waited at the source.
-    handed: Inbox,
-    all_handed: bool,
-    /// What came here directly.
-    pub(super) own: Inbox,
-    /// Its place is here.
-    pub(super) located: bool,
-    /// Its process runs, or has ended.
-    pub(super) ran: bool,
-    /// The tasker was told to let it run.
-    run_ordered: bool,
-    /// Its copy here is lost. If the commit stands, the task has ended by that.
-    lost: bool,
-    pub(super) exited: Option<(i32, Usage)>,
-    /// Its library has come back on this connection.
-    pub(super) conn: Option<ConnId>,
-    /// Signals that came before it ran.
-    pub(super) signals: Vec<i32>,
-    pid: i32,
-}
-
-/// A task that has left; what still comes for it is handed over until all daemons know.
-#[derive(Debug)]
-pub(super) struct Departed {
-    pub(super) migration: MigrationId,
-    pub(super) to: HostId,
-    epoch: Epoch,
-    awaiting: BTreeSet<HostId>,
-}
-
 /// This daemon's part in moves.
 #[derive(Debug, Default)]
 pub(super) struct Moves {
-    sources: BTreeMap<MigrationId, Source>,
+    pub(super) sources: BTreeMap<MigrationId, Source>,
     targets: BTreeMap<MigrationId, Target>,
     /// Moves whose task has ended here while its images were on the way; the coordinator has not said what that means.
     open_ends: BTreeMap<MigrationId, Move>,
@@ -347,7 +300,7 @@ impl Machine {
     }
 
     /// The task's move before is over: the next one may begin.
-    fn settled(&mut self, tid: Tid) {
+    pub(super) fn settled(&mut self, tid: Tid) {
         if let Some(id) = self.moves.next.remove(&tid) {
             self.source_does(id, SourceOutput::Inspect);
         }
@@ -542,254 +495,6 @@ impl Machine {
 
     fn each_source(&mut self, tid: Tid, event: SourceEvent) {
         self.moves.sources.values_mut().filter(|s| s.of().tid == tid).for_each(|s| s.handle(event.clone()));
-    }
-
-    /// A library comes back after it let go.
-    pub(super) fn resume(&mut self, conn: ConnId, tid: Tid, migration: MigrationId) {
-        if let Some(arrival) = self.moves.arrivals.get_mut(&tid).filter(|a| a.migration == migration && a.located) {
-            if let Some(older) = arrival.conn.replace(conn) {
-                self.conns.retire(older);
-                self.out.push_back(Output::CloseTask { conn: older });
-            }
-            self.conns.park(conn, tid);
-            return self.arrival_step(tid);
-        }
-        let moving = self.moves.sources.get(&migration).is_some_and(|s| s.of().tid == tid);
-        let Some(task) = self.tasks.get_mut(tid).filter(|t| moving && t.hold && t.phase != Phase::Left) else {
-            return self.refuse(conn, format!("{tid} is not waited for here ({migration})"));
-        };
-        task.quiesced = false;
-        if let Some(older) = task.conn() {
-            self.conns.retire(older);
-        }
-        self.welcome(conn, tid);
-        self.source_event(migration, SourceEvent::Reconnected);
-    }
-
-    // ---- places
-
-    /// The master says where a task runs from now on.
-    pub(super) fn located_order(&mut self, location: Location) {
-        let Location { tid, epoch, .. } = location;
-        if epoch <= self.epoch {
-            return self.log(format!("a place of {tid} of epoch {epoch} is older than {}; it was refused", self.epoch));
-        }
-        self.epoch = epoch;
-        self.apply_location(location);
-        self.to_host(HostId::MASTER, HostMsg::LocatedAck { tid, epoch });
-    }
-
-    fn apply_location(&mut self, location: Location) {
-        let Location { tid, host, from, epoch } = location;
-        if !self.locations.set(location) {
-            return;
-        }
-        let me = self.config.host;
-        if host == me {
-            if self.tasks.get(tid).is_none() {
-                let arrival = self.moves.arrivals.entry(tid);
-                arrival.or_insert_with(|| Arrival::new(tid, MigrationId(0), from)).located = true;
-            }
-        } else if self.moves.arrivals.get(&tid).is_some_and(|a| a.located && (!a.ran || a.lost))
-            && let Some(mut arrival) = self.moves.arrivals.remove(&tid)
-        {
-            // The commit was taken back.
-            for held in arrival.own.drain() {
-                match held {
-                    Held::Item(item) => self.deliver(tid, item),
-                    // Links send again.
-                    Held::Link(_) => {}
-                }
-            }
-        }
-        if from == me {
-            let others = self.other_hosts();
-            if let Some(task) = self.tasks.get_mut(tid) {
-                task.awaiting = others;
-            }
-        } else if from != host && self.table.get(from).is_some() {
-            self.out.push_back(Output::Carry { host: from, carried: Carried::Passed { dst: tid, epoch } });
-        }
-        self.tell_peers_of_move(tid);
-    }
-
-    // ---- handing over
-
-    fn send_record(&mut self, of: &Move, complete: bool) {
-        if let Some(task) = self.tasks.get(of.tid) {
-            let record = Box::new(self.record_of(task));
-            let carried = Carried::Record { dst: of.tid, migration: of.id, record, complete };
-            self.out.push_back(Output::Carry { host: of.to, carried });
-        }
-    }
-
-    fn hand_task_over(&mut self, of: &Move) {
-        let (dst, migration, to) = (of.tid, of.id, of.to);
-        self.send_record(of, true);
-        let Some(mut task) = self.tasks.live.remove(&dst) else { return };
-        for held in task.inbox.drain() {
-            self.out.push_back(Output::Carry { host: to, carried: Carried::Handed { dst, migration, held } });
-        }
-        let epoch = self.locations.epoch(dst);
-        // A host that joined later never had another place in mind.
-        let open = |host: &HostId| self.table.get(*host).is_some() && !task.passed.contains(&(epoch, *host));
-        let awaiting = task.awaiting.iter().copied().filter(open).collect();
-        self.moves.departed.insert(dst, Departed { migration, to, epoch, awaiting });
-        self.departed_step(dst);
-    }
-
-    /// A host has nothing more on the way to the old place.
-    pub(super) fn passed(&mut self, host: HostId, tid: Tid, epoch: Epoch) {
-        if let Some(departed) = self.moves.departed.get_mut(&tid) {
-            if departed.epoch == epoch {
-                departed.awaiting.remove(&host);
-            }
-            self.departed_step(tid);
-        } else if let Some(task) = self.tasks.get_mut(tid) {
-            task.passed.retain(|(older, _)| *older >= epoch);
-            task.passed.insert((epoch, host));
-        }
-    }
-
-    fn departed_step(&mut self, dst: Tid) {
-        if self.moves.departed.get(&dst).is_some_and(|d| d.awaiting.is_empty())
-            && let Some(Departed { migration, to, .. }) = self.moves.departed.remove(&dst)
-        {
-            self.out.push_back(Output::Carry { host: to, carried: Carried::HandedAll { dst, migration } });
-        }
-    }
-
-    /// The record of a task on its way here.
-    pub(super) fn record_came(&mut self, tid: Tid, migration: MigrationId, record: TaskRecord, complete: bool) {
-        let Some(arrival) = self.moves.arrivals.get_mut(&tid).filter(|a| a.migration == migration) else { return };
-        if !arrival.complete {
-            arrival.record = Some(record);
-            arrival.complete = complete;
-        }
-        self.arrival_step(tid);
-    }
-
-    /// Something that waited at the source.
-    pub(super) fn handed(&mut self, tid: Tid, migration: MigrationId, held: Held) {
-        match self.moves.arrivals.get_mut(&tid).filter(|a| a.migration == migration) {
-            Some(arrival) => arrival.handed.push(held),
-            None => self.log(format!("something was handed over for {tid}, which is not on its way here; dropped")),
-        }
-    }
-
-    /// Nothing more waits at the source.
-    pub(super) fn handed_all(&mut self, tid: Tid, migration: MigrationId) {
-        if let Some(arrival) = self.moves.arrivals.get_mut(&tid).filter(|a| a.migration == migration) {
-            arrival.all_handed = true;
-        }
-        self.arrival_step(tid);
-    }
-
-    /// A task on its way here becomes a task of this host when all is there: its record, what waited for it, its
-    /// process, and its library, unless it has ended meanwhile.
-    pub(super) fn arrival_step(&mut self, tid: Tid) {
-        let Some(arrival) = self.moves.arrivals.get_mut(&tid) else { return };
-        if arrival.ran && arrival.exited.is_none() {
-            for signal in std::mem::take(&mut arrival.signals) {
-                self.out.push_back(Output::ToTasker(ToTasker::Signal { tid, signal }));
-            }
-        }
-        let here = arrival.located && arrival.complete && arrival.all_handed && arrival.ran;
-        if !here || (arrival.conn.is_none() && arrival.exited.is_none()) {
-            return;
-        }
-        let Some(mut arrival) = self.moves.arrivals.remove(&tid) else { return };
-        self.out.push_back(Output::RemoveToken { path: self.config.place.token(arrival.migration) });
-        let Some(record) = arrival.record.take() else { return };
-        let (hosts, epoch) = (record.hosts.clone(), record.epoch);
-        let mut task = Task::from_record(record);
-        task.pid = arrival.pid;
-        for held in arrival.handed.drain().into_iter().chain(arrival.own.drain()) {
-            task.inbox.push(held);
-        }
-        self.tasks.insert(task);
-        if let Some(conn) = arrival.conn {
-            self.welcome(conn, tid);
-            self.open_inbox(tid);
-        }
-        if let Some((status, used)) = arrival.exited {
-            self.process_exited(tid, status, used);
-            return self.settled(tid);
-        }
-        self.recheck_watches(tid, &hosts, epoch);
-        self.settled(tid);
-    }
-
-    /// A host is out of the table.
-    pub(super) fn moves_host_gone(&mut self, host: HostId) {
-        self.coordinator_lost(host);
-        let departed: Vec<Tid> = self.moves.departed.keys().copied().collect();
-        self.moves.departed.retain(|_, d| d.to != host);
-        for tid in departed {
-            if let Some(d) = self.moves.departed.get_mut(&tid) {
-                d.awaiting.remove(&host);
-            }
-            self.departed_step(tid);
-        }
-        let orphans: Vec<Tid> =
-            self.moves.arrivals.values().filter(|a| a.from == host && a.located).map(|a| a.tid).collect();
-        for tid in orphans {
-            if let Some(arrival) = self.moves.arrivals.get_mut(&tid) {
-                // What was kept at the source is lost with it; links send again, the rest is the loss of that host.
-                (arrival.complete, arrival.all_handed) = (true, true);
-                arrival.record.get_or_insert_with(|| Arrival::bare_record(tid));
-            }
-            self.arrival_step(tid);
-        }
-    }
-}
-
-impl Arrival {
-    fn new(tid: Tid, migration: MigrationId, from: HostId) -> Arrival {
-        Arrival {
-            tid,
-            migration,
-            from,
-            record: None,
-            complete: false,
-            handed: Inbox::default(),
-            all_handed: false,
-            own: Inbox::default(),
-            located: false,
-            ran: false,
-            run_ordered: false,
-            lost: false,
-            exited: None,
-            conn: None,
-            signals: Vec::new(),
-            pid: 0,
-        }
-    }
-
-    /// Its copy here is dead.
-    fn lose(&mut self) {
-        (self.ran, self.lost) = (true, true);
-        self.exited.get_or_insert((KILLED, Usage::default()));
-    }
-
-    /// All that is known of a task whose source was lost before it said more.
-    fn bare_record(tid: Tid) -> TaskRecord {
-        let task = Task::new(tid, Tid::NONE, Phase::Detached);
-        TaskRecord {
-            tid,
-            parent: task.parent,
-            name: task.name,
-            flags: sempa_proto::table::TASK_FORKED | sempa_proto::table::TASK_CONNECTED,
-            epid: None,
-            output: task.output,
-            trace: task.trace,
-            rm: None,
-            marks: Vec::new(),
-            requests: Vec::new(),
-            watches: Vec::new(),
-            hosts: Vec::new(),
-            epoch: Epoch(u64::MAX),
-        }
     }
 }
 

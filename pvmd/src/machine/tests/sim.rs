@@ -3,18 +3,19 @@
 //! Channels between hosts keep their order and nothing else; every delay is thrown. A task is a process with real
 //! [`Link`]s that can be quiesced, stopped, carried to another host and woken by a token.
 
+mod taskers;
+
 use crate::machine::{ConnId, Event, HostPlan, Machine, MachineConfig, Output, StartId, StartedHost, World};
 use bytes::Bytes;
 use sempa_proto::host::{Carried, HostMsg};
 use sempa_proto::ids::RouteId;
 use sempa_proto::link::{Link, LinkEvent, LinkFrame, LinkOutput};
 use sempa_proto::message::DSIG_X86_64;
-use sempa_proto::migration::{Failure, TaskFacts, Usage};
 use sempa_proto::place::Place;
 use sempa_proto::task::{
     Claim, Hello, LinkMark, Reply, Request, ResumeToken, RmInfo, TASK_MAGIC, ToDaemon, ToTask, Welcome,
 };
-use sempa_proto::tasker::{Capabilities, DumpReport, FromTasker, ToTasker};
+use sempa_proto::tasker::{Capabilities, FromTasker};
 use sempa_proto::{HostId, Message, Micros, MigrationId, PvmError, RequestId, Tid, WIRE_VERSION};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::path::PathBuf;
@@ -558,129 +559,6 @@ impl Sim {
                 self.connect(proc, claim);
             }
         }
-    }
-
-    /// The tasker of a host dies with all it has; another one is started at once.
-    pub(super) fn kill_tasker(&mut self, on: HostId) {
-        let dead: Vec<usize> =
-            (0..self.procs.len()).filter(|p| self.procs[*p].host == on && self.procs[*p].spawned.is_some()).collect();
-        for proc in dead {
-            self.close(proc);
-            self.procs[proc].exited = true;
-        }
-        // What it had said is still heard first.
-        self.nodes.get_mut(&on).expect("it is there").tasker_dead = true;
-        self.send(Channel::Tasker(on), Happening::Event(on, Event::TaskerGone { why: "signal 9".into() }));
-        let ready = FromTasker::Ready(Capabilities { pid_namespaces: true, engine: Ok("fake".into()) });
-        self.tasker(on, ready);
-    }
-
-    /// The process of a task ends.
-    pub(super) fn exit(&mut self, proc: usize, status: i32) {
-        if std::mem::replace(&mut self.procs[proc].exited, true) {
-            return;
-        }
-        let on = self.procs[proc].host;
-        self.close(proc);
-        if let Some(tid) = self.procs[proc].spawned {
-            let used = Usage { user: Micros(self.procs[proc].used), ..Usage::default() };
-            self.tasker(on, FromTasker::Exited { tid, status, used });
-        }
-    }
-
-    fn find_spawned(&self, on: HostId, tid: Tid) -> Option<usize> {
-        self.procs.iter().position(|p| p.spawned == Some(tid) && p.host == on && !p.exited)
-    }
-
-    pub(super) fn proc_of(&self, tid: Tid) -> usize {
-        let of = |p: &Proc| p.spawned == Some(tid) || p.welcome.as_ref().is_some_and(|w| w.tid == tid);
-        self.procs.iter().position(of).expect("there is such a task")
-    }
-
-    fn step_result<T>(&mut self, good: T) -> Result<T, Failure> {
-        if self.dice.roll(100) < self.faults.step_fails_percent {
-            Err(Failure::Engine("thrown".into()))
-        } else {
-            Ok(good)
-        }
-    }
-
-    fn to_tasker(&mut self, on: HostId, message: ToTasker) {
-        match message {
-            ToTasker::Start(start) => {
-                let tid = start.tid;
-                let env: Vec<String> = start.env.iter().map(|e| String::from_utf8_lossy(e).into_owned()).collect();
-                let epid = env.iter().find_map(|e| e.strip_prefix("PVMEPID=")?.parse().ok()).expect("a number");
-                let program = start.path.to_string_lossy().into_owned();
-                if program.contains("broken") {
-                    return self.tasker(on, FromTasker::StartFailed { tid, why: "thrown".into() });
-                }
-                let claim = Claim::Spawned { epid };
-                let proc = self.process(on, &program, Some(tid), env);
-                self.tasker(on, FromTasker::Started { tid, pid: 1000 + proc as i32 });
-                if !program.contains("sleep") {
-                    self.connect(proc, claim);
-                }
-            }
-            ToTasker::Signal { tid, .. } => {
-                if let Some(proc) = self.find_spawned(on, tid)
-                    && !self.procs[proc].program.contains("stubborn")
-                {
-                    self.exit(proc, 15);
-                }
-            }
-            ToTasker::Kill { tid } => {
-                if let Some(proc) = self.find_spawned(on, tid) {
-                    self.exit(proc, 9);
-                }
-            }
-            message => self.tasker_moves(on, message),
-        }
-    }
-
-    fn tasker_moves(&mut self, on: HostId, message: ToTasker) {
-        let answer = match message {
-            ToTasker::Inspect { migration, .. } => {
-                FromTasker::Inspected { migration, result: Ok(TaskFacts::default()) }
-            }
-            ToTasker::Prepare { migration, .. } => FromTasker::Prepared { migration, verdict: vec![] },
-            ToTasker::Stop { migration, tid } => {
-                let Some(proc) = self.find_spawned(on, tid) else { return };
-                let result = self.step_result(());
-                self.procs[proc].stopped = result.is_ok();
-                FromTasker::Stopped { migration, result }
-            }
-            ToTasker::Dump { migration, .. } => {
-                let result = self.step_result(DumpReport { bytes: 100, files: 1 });
-                FromTasker::Dumped { migration, result }
-            }
-            ToTasker::Continue { migration, tid } => {
-                if let Some(proc) = self.find_spawned(on, tid) {
-                    self.procs[proc].stopped = false;
-                    self.pump(proc);
-                }
-                FromTasker::Continued { migration }
-            }
-            ToTasker::KillMoved { migration, .. } => FromTasker::SourceGone { migration, used: Usage::default() },
-            ToTasker::Restore { migration, .. } => {
-                let result = self.step_result(4242);
-                FromTasker::Restored { migration, result }
-            }
-            ToTasker::Run { migration, .. } => {
-                let (_, tid, _) = *self.recorded.iter().rev().find(|r| r.0 == migration).expect("recorded first");
-                let proc = self.proc_of(tid);
-                assert!(self.procs[proc].stopped, "only a stopped task can be restored (seed {})", self.seed);
-                if self.procs[proc].exited {
-                    let result = Err(Failure::Engine("there is nothing to run".into()));
-                    return self.tasker(on, FromTasker::Ran { migration, result });
-                }
-                (self.procs[proc].host, self.procs[proc].stopped) = (on, false);
-                FromTasker::Ran { migration, result: Ok(()) }
-            }
-            ToTasker::Discard { migration } => FromTasker::Discarded { migration },
-            other => panic!("{other:?}"),
-        };
-        self.tasker(on, answer);
     }
 
     // ---- machines
