@@ -27,6 +27,8 @@ const STOP_WITHIN: Duration = Duration::from_secs(30);
 const MASTER_WITHIN: Duration = Duration::from_secs(30);
 /// Time for tasks and hosts to take the last that was sent to them.
 const FAREWELL_WITHIN: Duration = Duration::from_secs(3);
+/// What a slave's process may take to end after its last word; the master gives it that long.
+const LAST_STEPS: Duration = Duration::from_millis(60);
 /// How often queues and sessions are looked after.
 const TICK: Duration = Duration::from_secs(1);
 
@@ -304,8 +306,12 @@ impl Driver {
     async fn leave(mut self) {
         let conns: Vec<ConnId> = self.tasks.keys().copied().collect();
         conns.into_iter().for_each(|conn| self.dismiss(conn));
+        let had_slaves = self.is_master && self.net.has_sessions();
         self.farewell(|driver| driver.tasks.is_empty() && !(driver.is_master && driver.net.has_sessions())).await;
-        let Driver { mut net, mut tasker, mut inputs, log, place, images, starter, moves, .. } = self;
+        let Driver { mut net, mut tasker, mut inputs, log, place, images, starter, moves, is_master, .. } = self;
+        if had_slaves {
+            tokio::time::sleep(2 * LAST_STEPS).await;
+        }
         // The tasker talks to the end, so somebody has to listen; nothing that it says matters now.
         let drain = tokio::spawn(async move { while inputs.recv().await.is_some() {} });
         tasker.end().await;
@@ -313,7 +319,7 @@ impl Driver {
         log.line("ended");
         drop(place);
         net.begin_leaving();
-        net.close(FAREWELL_WITHIN).await;
+        net.close(if is_master { FAREWELL_WITHIN } else { LAST_STEPS }).await;
         drain.abort();
     }
 
