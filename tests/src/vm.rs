@@ -226,17 +226,24 @@ impl<'a> Vm<'a> {
         self.pvm(&["migrate", tid, host])
     }
 
+    /// Moves a task by hand as soon as its former move is quite over. The exit status tells whether it went.
+    ///
+    /// # Errors
+    /// It does not become ready, or the console does not end.
+    pub fn migrate_when_ready(&self, tid: &str, host: &str) -> Result<Done> {
+        eventually(COMMAND_TIME, || match self.migrate(tid, host) {
+            Ok(done) if NOT_YET.iter().any(|words| done.err.contains(words)) => Err(done.err),
+            other => Ok(other),
+        })?
+    }
+
     /// Moves a task by hand, which has to succeed. A task whose former move is not quite over is asked again.
     ///
     /// # Panics
     /// It was not moved; the message holds the console's words, the newest events and the logs.
     pub fn must_migrate(&self, tid: &str, host: &str) {
-        let moved = eventually(COMMAND_TIME, || match self.migrate(tid, host) {
-            Ok(done) if NOT_YET.iter().any(|words| done.err.contains(words)) => Err(done.err),
-            other => Ok(other),
-        });
-        match moved {
-            Ok(Ok(done)) if done.good() => {}
+        match self.migrate_when_ready(tid, host) {
+            Ok(done) if done.good() => {}
             other => panic!("{tid} to {host}: {other:?}\n{}", self.logs()),
         }
     }
