@@ -71,16 +71,15 @@ pub(crate) struct Tracer {
 impl Tracer {
     /// Nothing set.
     pub(crate) const fn new() -> Tracer {
-        const ZERO: AtomicI32 = AtomicI32::new(0);
         Tracer {
-            trace_tid: ZERO,
-            trace_ctx: ZERO,
-            trace_tag: ZERO,
-            out_tid: ZERO,
-            out_ctx: ZERO,
-            out_tag: ZERO,
-            trace_buf: ZERO,
-            trace_opt: ZERO,
+            trace_tid: AtomicI32::new(0),
+            trace_ctx: AtomicI32::new(0),
+            trace_tag: AtomicI32::new(0),
+            out_tid: AtomicI32::new(0),
+            out_ctx: AtomicI32::new(0),
+            out_tag: AtomicI32::new(0),
+            trace_buf: AtomicI32::new(0),
+            trace_opt: AtomicI32::new(0),
             mask: [const { AtomicU8::new(0) }; MASK_BYTES],
         }
     }

@@ -66,7 +66,8 @@ pub(crate) fn spawn(
     if flags & (SPAWN_HOST | SPAWN_ARCH) != 0 && place.is_empty() {
         return Ok(vec![Err(PvmError::NoHost); count as usize]);
     }
-    let sink = |tid: i32, ctx, tag| Sink { tid: Tid::from_raw(tid), ctx, tag };
+    // A negative tid means that nobody gets it.
+    let sink = |tid: i32, ctx, tag| Sink { tid: Tid::from_raw(tid.max(0)), ctx, tag };
     let output = sink(pvmctrc.out_tid.load(Relaxed), pvmctrc.out_ctx.load(Relaxed), pvmctrc.out_tag.load(Relaxed));
     let trace = sink(pvmctrc.trace_tid.load(Relaxed), pvmctrc.trace_ctx.load(Relaxed), pvmctrc.trace_tag.load(Relaxed));
     let request = SpawnRequest { file, args, flags, place, count, env: env::for_children(), output, trace };

@@ -105,8 +105,8 @@ fn code_good(code: i32, tid: &AtomicI32, own_code: &AtomicI32) -> bool {
 }
 
 /// Where this task's own output or trace goes. Output is moved by the daemon, which holds the other end of the pipe.
+/// "Nowhere" and "to nobody, ever" (−1) need no daemon, so a console can ask for them before there is one.
 fn set_own(what: i32, value: i32) -> PvmResult<()> {
-    session::runtime()?;
     let (own, children) = if what < 14 {
         ([&pvmtrc.out_tid, &pvmtrc.out_ctx, &pvmtrc.out_tag], [&pvmctrc.out_tid, &pvmctrc.out_ctx, &pvmctrc.out_tag])
     } else {
@@ -119,6 +119,9 @@ fn set_own(what: i32, value: i32) -> PvmResult<()> {
     let is_tid = matches!(what, 12 | 14);
     if !is_tid && tid <= 0 {
         return Err(PvmError::BadParam);
+    }
+    if value > 0 && is_tid {
+        session::runtime()?;
     }
     let (new_tid, new_tag) = if is_tid { (value, tag) } else { (tid, value) };
     if what < 14 && (new_tid > 0 || tid > 0) {
@@ -171,5 +174,7 @@ mod tests {
         );
         assert_eq!(set(4, 0x40001), Err(PvmError::BadParam));
         assert_eq!(set(25, 1), Err(PvmError::BadParam));
+        assert_eq!((set(12, -1), get(12), get(4)), (Ok(0), Ok(-1), Ok(-1)));
+        assert_eq!(set(13, 5), Err(PvmError::BadParam));
     }
 }

@@ -181,12 +181,17 @@ impl Session {
         pvmschedtid.store(rt.rm().map_or(0, |rm| rm.tid.raw()), Relaxed);
         let (output, trace) = (rt.output(), rt.trace());
         for tracer in [&pvmtrc, &pvmctrc] {
-            tracer.out_tid.store(output.tid.raw(), Relaxed);
-            tracer.out_ctx.store(output.ctx, Relaxed);
-            tracer.out_tag.store(output.tag, Relaxed);
-            tracer.trace_tid.store(trace.tid.raw(), Relaxed);
-            tracer.trace_ctx.store(trace.ctx, Relaxed);
-            tracer.trace_tag.store(trace.tag, Relaxed);
+            // A negative tid was set by the program: it wants no sink, whatever it inherits.
+            if tracer.out_tid.load(Relaxed) >= 0 {
+                tracer.out_tid.store(output.tid.raw(), Relaxed);
+                tracer.out_ctx.store(output.ctx, Relaxed);
+                tracer.out_tag.store(output.tag, Relaxed);
+            }
+            if tracer.trace_tid.load(Relaxed) >= 0 {
+                tracer.trace_tid.store(trace.tid.raw(), Relaxed);
+                tracer.trace_ctx.store(trace.ctx, Relaxed);
+                tracer.trace_tag.store(trace.tag, Relaxed);
+            }
         }
     }
 
