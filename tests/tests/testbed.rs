@@ -59,7 +59,11 @@ fn nothing_of_a_testbed_stays_when_it_ends() {
     let (folder, init) = (bed.folder().to_path_buf(), bed.host(1).init());
     let left = bed.host(1).shell("sleep 1000 & setsid sleep 1000 & true", SOON);
     assert!(left.expect("runs").good());
-    assert!(bed.host(1).processes().iter().any(|(_, line)| line == "sleep 1000"));
+    eventually(SOON, || {
+        let sleeps = bed.host(1).processes().iter().filter(|(_, line)| line == "sleep 1000").count();
+        if sleeps == 2 { Ok(()) } else { Err(format!("{sleeps} processes are left behind")) }
+    })
+    .expect("they run");
     let inside: Vec<u32> = bed.host(1).processes().iter().map(|(pid, _)| *pid).collect();
     drop(bed);
     assert!(!folder.exists());
