@@ -71,7 +71,7 @@ impl Machine {
         if host == self.config.host {
             self.question(Back { host, id }, question);
         } else {
-            self.to_host(host, HostMsg::Ask { id, question });
+            self.tell_host(host, HostMsg::Ask { id, question });
         }
     }
 
@@ -80,7 +80,7 @@ impl Machine {
         if back.host == self.config.host {
             self.answered(back.host, back.id, answer);
         } else {
-            self.to_host(back.host, HostMsg::Answer { id: back.id, answer });
+            self.tell_host(back.host, HostMsg::Answer { id: back.id, answer });
         }
     }
 
@@ -134,7 +134,7 @@ impl Machine {
     fn signal_task(&mut self, tid: Tid, signal: i32) {
         if let Some(task) = self.tasks.get(tid) {
             if task.spawned() {
-                self.to_tasker(ToTasker::Signal { tid, signal });
+                self.tell_tasker(ToTasker::Signal { tid, signal });
             } else if task.phase != Phase::Left {
                 self.log(format!("{tid} was not started here; signal {signal} was not sent to it"));
             }
@@ -220,7 +220,7 @@ impl Machine {
             .map(|(id, p)| (*id, p.question.clone()))
             .collect();
         for (id, question) in open {
-            self.to_host(host, HostMsg::Ask { id, question });
+            self.tell_host(host, HostMsg::Ask { id, question });
         }
     }
 }

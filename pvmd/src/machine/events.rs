@@ -23,7 +23,7 @@ pub(super) struct EventLog {
 
 impl EventLog {
     /// Entries from a number on, oldest first.
-    pub(super) fn from(&self, from: u64, limit: u32) -> Vec<Event> {
+    pub(super) fn since(&self, from: u64, limit: u32) -> Vec<Event> {
         let first = self.kept.front().map_or(1, |e| e.number);
         let skip = usize::try_from(from.saturating_sub(first)).unwrap_or(usize::MAX);
         self.kept.iter().skip(skip).take(limit.min(EVENTS_PER_REPLY_MAX) as usize).cloned().collect()
@@ -57,7 +57,7 @@ impl Machine {
         if self.master.is_some() {
             self.append_event(me, at, kind);
         } else {
-            self.to_host(HostId::MASTER, HostMsg::Event { at, kind });
+            self.tell_host(HostId::MASTER, HostMsg::Event { at, kind });
         }
     }
 

@@ -44,7 +44,7 @@ impl Machine {
             waiting.extend(master.hosts.outside());
         }
         for host in &waiting {
-            self.to_host(*host, HostMsg::Halt { why: why.to_string() });
+            self.tell_host(*host, HostMsg::Halt { why: why.to_string() });
         }
         self.abandon_starts();
         self.begin_stop(why, waiting);
@@ -63,7 +63,7 @@ impl Machine {
         self.timer(GRACE_TIME, Timer::Grace);
         self.timer(STOP_TIME, Timer::Stop);
         for tid in self.processes() {
-            self.to_tasker(ToTasker::Signal { tid, signal: SIGTERM });
+            self.tell_tasker(ToTasker::Signal { tid, signal: SIGTERM });
         }
         self.stop_step();
     }
@@ -77,7 +77,7 @@ impl Machine {
     pub(super) fn grace_over(&mut self) {
         if self.stop.as_ref().is_some_and(|s| !s.over) {
             for tid in self.processes() {
-                self.to_tasker(ToTasker::Kill { tid });
+                self.tell_tasker(ToTasker::Kill { tid });
             }
         }
     }
@@ -92,7 +92,7 @@ impl Machine {
         if self.master.is_none() {
             if !std::mem::replace(&mut stop.said, true) {
                 let why = stop.why.clone();
-                self.to_host(HostId::MASTER, HostMsg::Leaving { why });
+                self.tell_host(HostId::MASTER, HostMsg::Leaving { why });
             }
         } else if stop.waiting.is_empty() {
             self.shut_down("all hosts have ended their tasks");
@@ -108,7 +108,7 @@ impl Machine {
             stop.waiting.remove(&host);
             return self.stop_step();
         }
-        self.to_host(host, HostMsg::Shutdown);
+        self.tell_host(host, HostMsg::Shutdown);
         self.coordinator_lost(host);
         self.host_out(host, why);
     }
@@ -139,13 +139,13 @@ impl Machine {
         }
         self.log(format!("this daemon ends now: {why}"));
         for tid in self.processes() {
-            self.to_tasker(ToTasker::Kill { tid });
+            self.tell_tasker(ToTasker::Kill { tid });
         }
         if let Some(master) = &self.master {
             let mut hosts: BTreeSet<HostId> = self.other_hosts().into_iter().collect();
             hosts.extend(master.hosts.outside());
             for host in hosts {
-                self.to_host(host, HostMsg::Shutdown);
+                self.tell_host(host, HostMsg::Shutdown);
             }
         }
         for conn in self.conns.ids() {

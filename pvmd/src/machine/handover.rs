@@ -88,7 +88,7 @@ impl Machine {
         }
         self.epoch = epoch;
         self.apply_location(location);
-        self.to_host(HostId::MASTER, HostMsg::LocatedAck { tid, epoch });
+        self.tell_host(HostId::MASTER, HostMsg::LocatedAck { tid, epoch });
     }
 
     pub(super) fn apply_location(&mut self, location: Location) {

@@ -210,7 +210,7 @@ impl Machine {
     pub(super) fn host_connected(&mut self, host: HostId) {
         self.ask_again(host);
         if self.master.is_some() && self.stop.is_some() && self.table.get(host).is_none() {
-            return self.to_host(host, HostMsg::Shutdown);
+            return self.tell_host(host, HostMsg::Shutdown);
         }
         let Some(master) = &mut self.master else { return };
         let start = master.hosts.starting.iter_mut().find(|(_, s)| s.plan.id == host);
@@ -352,7 +352,7 @@ impl Machine {
         for host in &waiting {
             let new = add.iter().any(|j| j.entry.id == *host);
             let locations = if new { self.locations.all() } else { Vec::new() };
-            self.to_host(*host, HostMsg::Prepare { table: table.clone(), locations, rm: self.rm.wide });
+            self.tell_host(*host, HostMsg::Prepare { table: table.clone(), locations, rm: self.rm.wide });
         }
         self.hosts().change = Some(Change { table, add, remove, committed: false, waiting });
         self.change_step();
@@ -384,7 +384,7 @@ impl Machine {
         change.waiting = table.hosts.iter().map(|h| h.id).filter(|id| *id != HostId::MASTER).collect();
         let (waiting, epoch) = (change.waiting.clone(), table.epoch);
         for host in waiting {
-            self.to_host(host, HostMsg::Commit { epoch });
+            self.tell_host(host, HostMsg::Commit { epoch });
         }
         let names: BTreeMap<HostId, String> = self.table.hosts.iter().map(|h| (h.id, h.name.clone())).collect();
         self.hosts().leaving.extend(remove.iter().filter(|r| r.dismiss).map(|r| r.host));
@@ -394,7 +394,7 @@ impl Machine {
             self.record(EventKind::HostGone { host, name, why: why.clone() });
             self.tell_rm_of_host(host);
             if dismiss {
-                self.to_host(host, HostMsg::Halt { why });
+                self.tell_host(host, HostMsg::Halt { why });
                 self.timer(DISMISS_TIME, Timer::Dismissed(host));
             } else {
                 self.host_finished(host);

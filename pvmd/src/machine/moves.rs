@@ -80,7 +80,7 @@ impl Machine {
     fn coordinate(&mut self, output: CoordinatorOutput) {
         match output {
             CoordinatorOutput::Order { host, of, order } if host == self.config.host => self.move_order(of, order),
-            CoordinatorOutput::Order { host, of, order } => self.to_host(host, HostMsg::Order { of, order }),
+            CoordinatorOutput::Order { host, of, order } => self.tell_host(host, HostMsg::Order { of, order }),
             CoordinatorOutput::Record(Move { id, tid, to, .. }) => {
                 self.out.push_back(Output::RecordMove { migration: id, tid, to });
             }
@@ -106,7 +106,7 @@ impl Machine {
             master.directing.locating.insert(of.id, (of.tid, epoch, waiting.clone()));
         }
         for host in waiting {
-            self.to_host(host, HostMsg::Located(location));
+            self.tell_host(host, HostMsg::Located(location));
         }
         self.apply_location(location);
         self.locating_step();
@@ -190,7 +190,7 @@ impl Machine {
         if self.master.is_some() {
             self.move_reported(self.config.host, migration, report);
         } else {
-            self.to_host(HostId::MASTER, HostMsg::Report { migration, report });
+            self.tell_host(HostId::MASTER, HostMsg::Report { migration, report });
         }
     }
 
@@ -237,7 +237,7 @@ impl Machine {
             }
             SourceOutput::Inspect => match self.refusal(&of) {
                 Some(refusal) => self.source_event(id, SourceEvent::Inspected(Err(refusal))),
-                None => self.to_tasker(ToTasker::Inspect { migration: id, tid }),
+                None => self.tell_tasker(ToTasker::Inspect { migration: id, tid }),
             },
             SourceOutput::Hold => {
                 if let Some(task) = self.tasks.get_mut(tid) {
@@ -251,10 +251,10 @@ impl Machine {
                     self.out.push_back(Output::ToTask { conn, message });
                 }
             }
-            SourceOutput::Stop => self.to_tasker(ToTasker::Stop { migration: id, tid }),
+            SourceOutput::Stop => self.tell_tasker(ToTasker::Stop { migration: id, tid }),
             SourceOutput::Dump => {
                 let dir = self.config.place.images(id);
-                self.to_tasker(ToTasker::Dump { migration: id, tid, dir });
+                self.tell_tasker(ToTasker::Dump { migration: id, tid, dir });
             }
             SourceOutput::SendImages => {
                 self.send_record(&of, false);
@@ -267,7 +267,7 @@ impl Machine {
                 if let Some(task) = self.tasks.get_mut(tid) {
                     task.leaving = None;
                 }
-                self.to_tasker(ToTasker::Continue { migration: id, tid });
+                self.tell_tasker(ToTasker::Continue { migration: id, tid });
             }
             SourceOutput::WakeHere => self.write_token(id),
             SourceOutput::Release => {
@@ -280,7 +280,7 @@ impl Machine {
                 if let Some(task) = self.tasks.get_mut(tid) {
                     task.killing = true;
                 }
-                self.to_tasker(ToTasker::KillMoved { migration: id, tid });
+                self.tell_tasker(ToTasker::KillMoved { migration: id, tid });
             }
             SourceOutput::HandOver => self.hand_task_over(&of),
             SourceOutput::DropImages => self.out.push_back(Output::DropImages { migration: id }),
@@ -332,7 +332,7 @@ impl Machine {
         match output {
             TargetOutput::Report(report) => self.report(id, report),
             TargetOutput::Prepare(facts) if !self.tasker_gone => {
-                self.to_tasker(ToTasker::Prepare { migration: id, tid, facts });
+                self.tell_tasker(ToTasker::Prepare { migration: id, tid, facts });
             }
             TargetOutput::Prepare(_) => {
                 let refusal = Refusal::NoEngine { host: self.config.host, why: "its tasker has ended".into() };
@@ -341,16 +341,16 @@ impl Machine {
             TargetOutput::ExpectImages => self.out.push_back(Output::ExpectImages { migration: id, from: of.from }),
             TargetOutput::Restore => {
                 let dir = self.config.place.images(id);
-                self.to_tasker(ToTasker::Restore { migration: id, tid, dir });
+                self.tell_tasker(ToTasker::Restore { migration: id, tid, dir });
             }
             TargetOutput::Run(used) => {
                 if let Some(arrival) = self.arrival_of(id) {
                     arrival.run_ordered = true;
                 }
-                self.to_tasker(ToTasker::Run { migration: id, used });
+                self.tell_tasker(ToTasker::Run { migration: id, used });
             }
             TargetOutput::WakeHere => self.write_token(id),
-            TargetOutput::Discard => self.to_tasker(ToTasker::Discard { migration: id }),
+            TargetOutput::Discard => self.tell_tasker(ToTasker::Discard { migration: id }),
             TargetOutput::DropImages => self.out.push_back(Output::DropImages { migration: id }),
             TargetOutput::Done => {
                 self.moves.targets.remove(&id);

@@ -72,7 +72,7 @@ impl Machine {
 
     fn add_watch(&mut self, tid: Tid, watch: Watch) {
         match watch.kind {
-            WatchKind::HostDelete(host) if !host.home().is_some_and(|h| self.table.get(h).is_some()) => {
+            WatchKind::HostDelete(host) if host.home().is_none_or(|h| self.table.get(h).is_none()) => {
                 return self.fire(tid, &watch, None);
             }
             // Kept first: the end of the task may overtake the answer.
@@ -194,7 +194,7 @@ impl Machine {
         let Some(task) = self.tasks.get(tid) else { return };
         for watch in task.watches.clone() {
             match watch.kind {
-                WatchKind::HostDelete(host) if !host.home().is_some_and(|h| self.table.get(h).is_some()) => {
+                WatchKind::HostDelete(host) if host.home().is_none_or(|h| self.table.get(h).is_none()) => {
                     self.cancel_watch(tid, &watch);
                 }
                 _ => self.check_watch(tid, &watch),

@@ -68,7 +68,7 @@ impl Machine {
         if self.master.is_some() {
             self.out.push_back(Output::LogTaskOutput { tid, bytes });
         } else {
-            self.to_host(HostId::MASTER, HostMsg::TaskOutput { tid, bytes });
+            self.tell_host(HostId::MASTER, HostMsg::TaskOutput { tid, bytes });
         }
     }
 }

@@ -81,7 +81,7 @@ impl Machine {
         if self.master.is_some() {
             self.master_request(tid, id, what);
         } else {
-            self.to_host(HostId::MASTER, HostMsg::Request { tid, id, what });
+            self.tell_host(HostId::MASTER, HostMsg::Request { tid, id, what });
         }
     }
 
@@ -93,7 +93,7 @@ impl Machine {
             Request::Mailbox(request) => self.mailbox_request(tid, id, request),
             Request::Migrate { tid: task, to, cause, wait } => self.begin_move(tid, id, task, &to, cause, wait),
             Request::Events { from, limit } => {
-                let events = self.master.as_ref().map(|m| m.events.from(from, limit)).unwrap_or_default();
+                let events = self.master.as_ref().map(|m| m.events.since(from, limit)).unwrap_or_default();
                 self.reply(tid, id, Reply::Events(events));
             }
             Request::Subscribe { ctx, tag } => self.subscribe(tid, id, ctx, tag),
@@ -186,7 +186,7 @@ impl Machine {
         master.mailbox.reset(if kill { Some(&spare) } else { None });
         if kill {
             for host in self.other_hosts() {
-                self.to_host(host, HostMsg::EndTasks { spare: spare.clone() });
+                self.tell_host(host, HostMsg::EndTasks { spare: spare.clone() });
             }
             self.end_tasks(&spare);
         }
@@ -203,12 +203,12 @@ impl Machine {
             .map(|t| t.tid)
             .collect();
         for tid in ending {
-            self.to_tasker(ToTasker::Signal { tid, signal: SIGTERM });
+            self.tell_tasker(ToTasker::Signal { tid, signal: SIGTERM });
         }
     }
 
     /// Tells the tasker.
-    pub(super) fn to_tasker(&mut self, message: ToTasker) {
+    pub(super) fn tell_tasker(&mut self, message: ToTasker) {
         self.out.push_back(Output::ToTasker(message));
     }
 }

@@ -55,7 +55,7 @@ impl Machine {
         if self.master.is_some() {
             self.rm.wide = rm;
             for host in self.other_hosts() {
-                self.to_host(host, HostMsg::Rm { rm });
+                self.tell_host(host, HostMsg::Rm { rm });
             }
         }
         self.tell_tasks_of_rm(false);
@@ -143,7 +143,7 @@ impl Machine {
             if message.dst == Tid::MY_DAEMON { Some(self.config.host) } else { super::requests::host_of(message.dst) };
         match host.filter(|_| message.dst.is_daemon()) {
             Some(host) if host == self.config.host => self.daemon_message(message),
-            Some(host) if self.table.get(host).is_some() => self.to_host(host, HostMsg::Message(message)),
+            Some(host) if self.table.get(host).is_some() => self.tell_host(host, HostMsg::Message(message)),
             _ => self.log(format!("{} sent a message to {}, where no daemon is; dropped", message.src, message.dst)),
         }
     }

@@ -153,7 +153,7 @@ impl Machine {
     }
 
     /// Sends a control message to another daemon.
-    pub(super) fn to_host(&mut self, host: HostId, message: HostMsg) {
+    pub(super) fn tell_host(&mut self, host: HostId, message: HostMsg) {
         self.out.push_back(Output::ToHost { host, message });
     }
 

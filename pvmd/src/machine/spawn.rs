@@ -243,7 +243,7 @@ impl Machine {
         task.rm = by_rm;
         let parent = task.parent;
         self.tasks.insert(task);
-        self.to_tasker(ToTasker::Start(start));
+        self.tell_tasker(ToTasker::Start(start));
         self.record(EventKind::TaskStarted { tid, parent, name: request.file.clone() });
         self.output_begin(tid, parent, request.output, by_rm.is_some(), true);
         Ok(tid)

@@ -77,14 +77,14 @@ impl Machine {
         }
         self.set_wide_rm(rm);
         self.prepared = Some(table);
-        self.to_host(HostId::MASTER, HostMsg::Prepared { epoch });
+        self.tell_host(HostId::MASTER, HostMsg::Prepared { epoch });
     }
 
     fn commit(&mut self, epoch: Epoch) {
         match self.prepared.take_if(|table| table.epoch == epoch) {
             Some(table) => {
                 self.apply_table(table);
-                self.to_host(HostId::MASTER, HostMsg::Committed { epoch });
+                self.tell_host(HostId::MASTER, HostMsg::Committed { epoch });
             }
             None => self.log(format!("the host table of epoch {epoch} was not prepared here; it was refused")),
         }

@@ -295,7 +295,7 @@ impl Machine {
         self.return_to_senders(tid, held);
         self.move_task_ended(tid);
         for host in self.other_hosts() {
-            self.to_host(host, HostMsg::Left { tid });
+            self.tell_host(host, HostMsg::Left { tid });
         }
         self.task_left(tid);
     }

@@ -37,8 +37,8 @@ fn a_task_cannot_speak_for_another() {
     let frame = LinkFrame { src, dst, kind: LinkKind::Data { last: true }, seq: 1, ack: 1, payload: Bytes::new() };
     let conn = sim.procs[liar].conn.expect("connected");
     let bytes: Bytes = frame.encode_head().to_vec().into();
-    sim.from_proc(conn, HostId::MASTER, Event::TaskLink { conn, frame: bytes });
-    sim.from_proc(conn, HostId::MASTER, Event::TaskLink { conn, frame: Bytes::from_static(b"short") });
+    sim.proc_says(conn, HostId::MASTER, Event::TaskLink { conn, frame: bytes });
+    sim.proc_says(conn, HostId::MASTER, Event::TaskLink { conn, frame: Bytes::from_static(b"short") });
     sim.until("both were noted", |s| {
         s.nodes[&HostId::MASTER].log.iter().filter(|l| l.contains("dropped")).count() == 2
     });
@@ -51,7 +51,7 @@ fn a_task_that_says_twice_who_it_is_is_disconnected() {
     let task = sim.enrol(HostId::MASTER);
     let conn = sim.procs[task].conn.expect("connected");
     let hello = Hello { magic: TASK_MAGIC, version: WIRE_VERSION, claim: Claim::New, pid: 1, program: String::new() };
-    sim.from_proc(conn, HostId::MASTER, Event::TaskControl { conn, message: ToDaemon::Hello(hello) });
+    sim.proc_says(conn, HostId::MASTER, Event::TaskControl { conn, message: ToDaemon::Hello(hello) });
     sim.until("closed", |s| s.procs[task].conn.is_none());
 }
 

@@ -175,6 +175,9 @@ pub(super) struct Faults {
     pub(super) step_fails_percent: u64,
 }
 
+/// What waits for a session, in order.
+type Unsent = VecDeque<(Channel, Event)>;
+
 #[derive(Debug)]
 pub(super) struct Sim {
     pub(super) seed: u64,
@@ -188,7 +191,7 @@ pub(super) struct Sim {
     conns: BTreeMap<ConnId, usize>,
     next_conn: u64,
     sessions: BTreeSet<(HostId, HostId)>,
-    unsent: BTreeMap<(HostId, HostId), VecDeque<(Channel, Event)>>,
+    unsent: BTreeMap<(HostId, HostId), Unsent>,
     tokens: BTreeMap<(HostId, PathBuf), ResumeToken>,
     pub(super) faults: Faults,
     pub(super) recorded: Vec<(MigrationId, Tid, HostId)>,
@@ -386,14 +389,14 @@ impl Sim {
         self.procs[proc].conn = Some(conn);
         self.conns.insert(conn, proc);
         let pid = proc as i32 + 100;
-        self.from_proc(conn, on, Event::TaskConnected { conn, pid });
+        self.proc_says(conn, on, Event::TaskConnected { conn, pid });
         let program = self.procs[proc].program.clone();
         let hello = Hello { magic: TASK_MAGIC, version: WIRE_VERSION, claim, pid, program };
-        self.from_proc(conn, on, Event::TaskControl { conn, message: ToDaemon::Hello(hello) });
+        self.proc_says(conn, on, Event::TaskControl { conn, message: ToDaemon::Hello(hello) });
         conn
     }
 
-    pub(super) fn from_proc(&mut self, conn: ConnId, on: HostId, event: Event) {
+    pub(super) fn proc_says(&mut self, conn: ConnId, on: HostId, event: Event) {
         self.send(Channel::FromProc(conn), Happening::Event(on, event));
     }
 
@@ -415,7 +418,7 @@ impl Sim {
     pub(super) fn close(&mut self, proc: usize) {
         if let Some(conn) = self.procs[proc].conn.take() {
             let on = self.procs[proc].host;
-            self.from_proc(conn, on, Event::TaskClosed { conn, garbage: None });
+            self.proc_says(conn, on, Event::TaskClosed { conn, garbage: None });
         }
     }
 
@@ -425,7 +428,7 @@ impl Sim {
         p.next_request += 1;
         let id = RequestId(p.next_request);
         let (conn, on) = (p.conn.expect("connected"), p.host);
-        self.from_proc(conn, on, Event::TaskControl { conn, message: ToDaemon::Request { id, what } });
+        self.proc_says(conn, on, Event::TaskControl { conn, message: ToDaemon::Request { id, what } });
         id
     }
 
@@ -474,7 +477,7 @@ impl Sim {
         for frame in frames {
             if let Some(conn) = conn {
                 let bytes = [&frame.encode_head()[..], &frame.payload].concat().into();
-                self.from_proc(conn, on, Event::TaskLink { conn, frame: bytes });
+                self.proc_says(conn, on, Event::TaskLink { conn, frame: bytes });
             }
         }
     }
@@ -495,7 +498,7 @@ impl Sim {
         })
     }
 
-    fn to_proc(&mut self, proc: usize, conn: ConnId, message: ToTask) {
+    fn proc_gets(&mut self, proc: usize, conn: ConnId, message: ToTask) {
         if self.procs[proc].conn != Some(conn) || self.procs[proc].exited {
             return;
         }
@@ -538,7 +541,7 @@ impl Sim {
                 let marks = p.links.values().map(|l| LinkMark { peer: l.peer(), end: l.sent_end() }).collect();
                 let on = p.host;
                 p.quiesced = Some((migration, tokens));
-                self.from_proc(conn, on, Event::TaskControl { conn, message: ToDaemon::Quiesced { migration, marks } });
+                self.proc_says(conn, on, Event::TaskControl { conn, message: ToDaemon::Quiesced { migration, marks } });
                 self.close(proc);
                 self.each_link(proc, &LinkEvent::RouteDown);
             }
@@ -579,19 +582,19 @@ impl Sim {
     }
 
     fn carry_out(&mut self, on: HostId, output: Output) {
-        let to_proc = |sim: &mut Sim, conn: ConnId, make: &dyn Fn(usize) -> Happening| {
+        let to_shell = |sim: &mut Sim, conn: ConnId, make: &dyn Fn(usize) -> Happening| {
             if let Some(proc) = sim.conns.get(&conn).copied() {
                 sim.send(Channel::ToProc(conn), make(proc));
             }
         };
         match output {
             Output::ToTask { conn, message } => {
-                to_proc(self, conn, &|proc| Happening::ToProc(proc, conn, message.clone()));
+                to_shell(self, conn, &|proc| Happening::ToProc(proc, conn, message.clone()));
             }
             Output::LinkToTask { conn, frame } => {
-                to_proc(self, conn, &|proc| Happening::LinkToProc(proc, conn, frame.clone()));
+                to_shell(self, conn, &|proc| Happening::LinkToProc(proc, conn, frame.clone()));
             }
-            Output::CloseTask { conn } => to_proc(self, conn, &|_| Happening::CloseProc(conn)),
+            Output::CloseTask { conn } => to_shell(self, conn, &|_| Happening::CloseProc(conn)),
             Output::ToHost { host, message } => {
                 let event = Event::HostControl { host: on, message: round_trip(&message) };
                 self.between(Channel::Control(on, host), on, host, event);
@@ -609,7 +612,7 @@ impl Sim {
             Output::StartHost { start, plan } => self.start_host(start, plan),
             Output::AbandonStart { start } => self.abandoned.push(start),
             Output::ToTasker(_) if self.nodes[&on].tasker_dead => {}
-            Output::ToTasker(message) => self.to_tasker(on, message),
+            Output::ToTasker(message) => self.tasker_gets(on, message),
             Output::SendImages { migration, to } => self.send_images(on, migration, to),
             Output::ExpectImages { migration, .. } => {
                 self.nodes.get_mut(&on).expect("it speaks").expected.insert(migration);
@@ -666,7 +669,7 @@ impl Sim {
         let due = self.queue.first_entry().filter(|e| e.key().0 <= self.now).map(|e| e.remove());
         match due {
             Some(Happening::Event(on, event)) => self.handle(on, event),
-            Some(Happening::ToProc(proc, conn, message)) => self.to_proc(proc, conn, message),
+            Some(Happening::ToProc(proc, conn, message)) => self.proc_gets(proc, conn, message),
             Some(Happening::LinkToProc(proc, conn, bytes)) => {
                 if self.procs[proc].conn == Some(conn) && !self.procs[proc].exited {
                     let frame = LinkFrame::decode(bytes).expect("daemons pass on what they got");
@@ -721,7 +724,7 @@ impl Sim {
     /// The event log and the processes, for a run that went wrong.
     fn story(&self) -> String {
         let master = self.nodes[&HostId::MASTER].machine.master.as_ref().expect("it is the master");
-        let events = master.events.from(0, 10_000).into_iter().map(|e| format!("{} {}", e.at.0, e.kind));
+        let events = master.events.since(0, 10_000).into_iter().map(|e| format!("{} {}", e.at.0, e.kind));
         let procs = self.procs.iter().enumerate().map(|(n, p)| {
             let Proc { host, spawned, conn, quiesced, stopped, exited, .. } = p;
             let spawned = spawned.map_or("-".into(), |t| t.to_string());

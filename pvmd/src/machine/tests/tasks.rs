@@ -42,7 +42,7 @@ fn send_to_daemon(sim: &mut Sim, proc: usize, dst: Tid, tag: i32, wid: i32, body
     let message = Message { src, dst, ctx: 0, tag, wid, enc: ENC_XDR, body };
     let (conn, on) = (sim.procs[proc].conn.expect("connected"), sim.procs[proc].host);
     let event = crate::machine::Event::TaskControl { conn, message: ToDaemon::Message(message) };
-    sim.from_proc(conn, on, event);
+    sim.proc_says(conn, on, event);
 }
 
 fn put(name: &str, flags: i32, text: &'static str) -> Request {

@@ -53,7 +53,7 @@ impl Sim {
         }
     }
 
-    pub(super) fn to_tasker(&mut self, on: HostId, message: ToTasker) {
+    pub(super) fn tasker_gets(&mut self, on: HostId, message: ToTasker) {
         match message {
             ToTasker::Start(start) => {
                 let tid = start.tid;
