@@ -31,6 +31,9 @@ const ENGINE_ALLOWED_BASE: Duration = Duration::from_secs(10);
 const ENGINE_BYTES_PER_SECOND: u64 = 100 << 20;
 /// How often a dump is begun that meets others on its way.
 const DUMP_ATTEMPTS_MAX: u32 = 20;
+/// Time for the first attempt to dump a task without memory. CRIU sometimes waits for ever for a thread that it has told to
+/// halt; a dump that works is done long before this, and the second attempt has the whole time.
+const FIRST_DUMP_BASE: Duration = Duration::from_secs(5);
 /// How long a restored task may take to be let go.
 const RELEASE_ALLOWED: Duration = Duration::from_secs(10);
 /// Moves to this host that are prepared or further; one more is refused.
@@ -274,7 +277,7 @@ impl Supervisor {
     }
 
     fn dump(&mut self, migration: MigrationId, tid: Tid, dir: PathBuf) {
-        match private_directory(&dir).and_then(|()| self.start_dump(migration, tid, &dir)) {
+        match private_directory(&dir).and_then(|()| self.start_dump(migration, tid, &dir, 1)) {
             Ok(worker) => self.is_dumping(migration, tid, worker, dir, 1),
             Err(why) => self.say(&FromTasker::Dumped { migration, result: Err(why) }),
         }
@@ -286,7 +289,7 @@ impl Supervisor {
         }
     }
 
-    fn start_dump(&mut self, migration: MigrationId, tid: Tid, dir: &Path) -> Result<u64, Failure> {
+    fn start_dump(&mut self, migration: MigrationId, tid: Tid, dir: &Path, attempt: u32) -> Result<u64, Failure> {
         let task = self.tasks.get(&tid).ok_or(Failure::TaskEnded)?;
         let (Phase::Stopped { migration: stopped_for }, Some(namespace)) = (&task.phase, &task.namespace) else {
             return Err(Failure::Engine(format!("{tid} is not stopped for a move")));
@@ -298,7 +301,10 @@ impl Supervisor {
         let processes = namespace.pids();
         let memory = resident_bytes(&processes);
         let carried = (task.output.inode(), task.stopped_before.clone());
-        let limits = limits_for(memory)?;
+        let mut limits = limits_for(memory)?;
+        if attempt == 1 {
+            limits.allowed -= ENGINE_ALLOWED_BASE - FIRST_DUMP_BASE;
+        }
         let dir = dir.to_path_buf();
         let job = DumpJob {
             pid: task.process.pid,
@@ -349,7 +355,7 @@ impl Supervisor {
         }
     }
 
-    /// Begins a dump once more if it only met another one on its way.
+    /// Begins a dump once more if it only met another one on its way, or hung.
     fn dumps_again(
         &mut self,
         migration: MigrationId,
@@ -360,11 +366,14 @@ impl Supervisor {
         attempt: u32,
     ) -> bool {
         let (Err(failure), Some(engine)) = (result, &self.moves.engine) else { return false };
-        if attempt >= DUMP_ATTEMPTS_MAX || !engine.may_try_again(root, failure) {
+        let hung = attempt == 1 && matches!(failure, Failure::Deadline { .. });
+        if attempt >= DUMP_ATTEMPTS_MAX || !(hung || engine.may_try_again(root, failure)) {
             return false;
         }
         let emptied = std::fs::remove_dir_all(&dir).map_err(|e| Failure::Io(e.to_string()));
-        let begun = emptied.and_then(|()| private_directory(&dir)).and_then(|()| self.start_dump(migration, tid, &dir));
+        let begun = emptied
+            .and_then(|()| private_directory(&dir))
+            .and_then(|()| self.start_dump(migration, tid, &dir, attempt + 1));
         match begun {
             Ok(worker) => self.is_dumping(migration, tid, worker, dir, attempt + 1),
             Err(_) => return false,

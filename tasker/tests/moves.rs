@@ -338,6 +338,27 @@ fn a_killed_dump_leaves_the_task_whole_and_a_later_move_succeeds() {
     there.stop();
 }
 
+#[test]
+fn a_dump_that_hangs_is_tried_once_more() {
+    if !can_move() {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("dir");
+    let engine = waiting_wrapper(dir.path());
+    let mut here = Tasker::start_with(&[("SEMPA_CRIU", engine.to_str().expect("text"))]);
+    let mut output = Vec::new();
+    here.run(tid(9), &sh(), &["-c", "sleep 1000"]);
+    inspect(&mut here, tid(9), migration(9)).expect("the engine works");
+    stopped_counter(&mut here, dir.path(), &mut output);
+    armed(dir.path());
+    here.send(ToTasker::Dump { migration: migration(1), tid: tid(1), dir: dir.path().join("images") });
+    pid_in(&dir.path().join("pid"));
+    disarmed(dir.path());
+    assert!(dumped(&mut here, &mut Vec::new()).expect("the second attempt works").bytes > 0);
+    goes_on(&mut here, &mut output);
+    here.stop();
+}
+
 /// Bytes of memory that a dump has written so far.
 fn pages_written(images: &Path) -> u64 {
     let files = std::fs::read_dir(images).into_iter().flatten().flatten();

@@ -18,8 +18,8 @@ pub const COMMAND_TIME: Duration = Duration::from_secs(60);
 /// How much of a host's log a failed test shows.
 const LOG_BYTES_SHOWN: usize = 16 << 10;
 
-/// Refusals that pass: the task's library is just about to come back to its daemon.
-const NOT_YET: [&str; 3] = ["it is being moved already", "it is not connected to its daemon", "there is no such task"];
+/// The refusal that passes: a task that has just been spawned has not enrolled.
+const NOT_YET: &str = "it is not connected to its daemon";
 
 /// How many events a failed test shows.
 const EVENTS_SHOWN: usize = 60;
@@ -232,12 +232,12 @@ impl<'a> Vm<'a> {
     /// It does not become ready, or the console does not end.
     pub fn migrate_when_ready(&self, tid: &str, host: &str) -> Result<Done> {
         eventually(COMMAND_TIME, || match self.migrate(tid, host) {
-            Ok(done) if NOT_YET.iter().any(|words| done.err.contains(words)) => Err(done.err),
+            Ok(done) if done.err.contains(NOT_YET) => Err(done.err),
             other => Ok(other),
         })?
     }
 
-    /// Moves a task by hand, which has to succeed. A task whose former move is not quite over is asked again.
+    /// Moves a task by hand, which has to succeed. A task that has just been spawned is asked again.
     ///
     /// # Panics
     /// It was not moved; the message holds the console's words, the newest events and the logs.

@@ -377,15 +377,27 @@ impl Machine {
         }
     }
 
+    /// A tasker does not know which host it is on.
+    fn named(&self, refusal: Refusal) -> Refusal {
+        match refusal {
+            Refusal::NoEngine { why, .. } => Refusal::NoEngine { host: self.config.host, why },
+            other => other,
+        }
+    }
+
     /// The tasker speaks of a move.
     pub(super) fn tasker_on_move(&mut self, message: FromTasker) {
         match message {
-            FromTasker::Inspected { migration, result } => self.source_event(migration, SourceEvent::Inspected(result)),
+            FromTasker::Inspected { migration, result } => {
+                let result = result.map_err(|refusal| self.named(refusal));
+                self.source_event(migration, SourceEvent::Inspected(result));
+            }
             FromTasker::Stopped { migration, result } => self.source_event(migration, SourceEvent::Stopped(result)),
             FromTasker::Dumped { migration, result } => self.source_event(migration, SourceEvent::Dumped(result)),
             FromTasker::Continued { migration } => self.source_event(migration, SourceEvent::Continued),
             FromTasker::SourceGone { migration, used } => self.source_event(migration, SourceEvent::Gone(used)),
             FromTasker::Prepared { migration, verdict } => {
+                let verdict = verdict.into_iter().map(|refusal| self.named(refusal)).collect();
                 self.target_event(migration, TargetEvent::Prepared(verdict));
             }
             FromTasker::Restored { migration, result } => {
