@@ -33,7 +33,8 @@ struct Weather {
 }
 
 const CALM: Weather = Weather { loss: 0, duplication: 0, reordering: 0, moves: 0 };
-const ROUGH: Weather = Weather { loss: 30, duplication: 30, reordering: 60, moves: 4 };
+const ROUGH: Weather = Weather { loss: 5, duplication: 10, reordering: 10, moves: 4 };
+const STORM: Weather = Weather { loss: 30, duplication: 30, reordering: 60, moves: 4 };
 
 struct Network {
     dice: Dice,
@@ -96,9 +97,9 @@ impl Network {
         let tasks = self.tids.len() as u64;
         let from = self.dice.roll(tasks) as usize;
         let to = ((from as u64 + 1 + self.dice.roll(tasks - 1)) % tasks) as usize;
-        let len = match self.dice.roll(200) {
+        let len = match self.dice.roll(2000) {
             0 => self.dice.roll(4 * FRAGMENT_BYTES_MAX as u64),
-            1..4 => FRAGMENT_BYTES_MAX as u64 - 24 + self.dice.roll(3) - 1,
+            1..6 => FRAGMENT_BYTES_MAX as u64 - 24 + self.dice.roll(3) - 1,
             _ => self.dice.roll(100),
         };
         self.send(from, to, len as usize);
@@ -245,6 +246,13 @@ fn a_million_messages_arrive_once_and_in_order_through_loss_doubling_reordering_
     while messages < 1_000_000 {
         seed += 1;
         messages += converse(seed, 2 + (seed % 4) as usize, ROUGH, 10_000).messages();
+    }
+}
+
+#[test]
+fn a_storm_delays_messages_and_nothing_more() {
+    for seed in 1..20 {
+        converse(seed, 2 + (seed % 4) as usize, STORM, 5_000);
     }
 }
 
