@@ -205,7 +205,7 @@ fn a_counter_with_threads_and_pipes_moves_back_and_forth_without_losing_a_line()
         here.output_until(tid(1), &mut output, |text| lines(text) > more);
     }
     here.send(ToTasker::Signal { tid: tid(1), signal: libc::SIGTERM });
-    let (rest, status, used) = here.to_the_end(tid(1));
+    let (rest, status, used) = here.follow_to_the_end(tid(1));
     output.extend(rest);
     assert_eq!(status, libc::SIGTERM);
     assert!(used.user + used.system > Micros(0), "{used:?}");
@@ -231,7 +231,7 @@ fn two_hundred_mebibytes_of_memory_move_intact() {
     there.output_until(tid(1), &mut output, |text| lines(text) > more);
     assert_no_line_lost(&output);
     there.send(ToTasker::Kill { tid: tid(1) });
-    let (_, status, used) = there.to_the_end(tid(1));
+    let (_, status, used) = there.follow_to_the_end(tid(1));
     assert_eq!(status, libc::SIGKILL);
     assert!(used.resident_max_bytes > 200 << 20, "what it used before counts: {used:?}");
     here.stop();
@@ -256,7 +256,7 @@ fn children_of_a_task_move_with_it_and_its_end_is_reported_from_there() {
         .find(|p| std::fs::read_link(format!("/proc/{p}/exe")).is_ok_and(|e| e.ends_with("sleep")));
     nix::sys::signal::kill(nix::unistd::Pid::from_raw(sleeper.expect("it moved")), nix::sys::signal::SIGTERM)
         .expect("kill");
-    let (rest, status, _) = there.to_the_end(tid(1));
+    let (rest, status, _) = there.follow_to_the_end(tid(1));
     // Some shells say how the child ended.
     assert_eq!((rest.ends_with(b"child gone\n"), status), (true, 9 << 8), "{}", String::from_utf8_lossy(&rest));
     here.stop();
@@ -598,7 +598,7 @@ fn a_task_that_ends_while_it_is_stopped_fails_the_move_and_is_reported() {
     // A signal waits until the task goes on; the daemon's order to kill does not.
     here.send(ToTasker::Signal { tid: tid(1), signal: libc::SIGCONT });
     here.send(ToTasker::Kill { tid: tid(1) });
-    assert_eq!(here.to_the_end(tid(1)).1, libc::SIGKILL);
+    assert_eq!(here.follow_to_the_end(tid(1)).1, libc::SIGKILL);
     let result = dump(&mut here, tid(1), migration(1), &dir.path().join("images"), &mut Vec::new());
     assert_eq!(result, Err(Failure::TaskEnded));
     continue_task(&mut here, tid(1), migration(1), &mut Vec::new());
@@ -616,7 +616,7 @@ fn signals_for_a_stopped_task_wait_until_it_goes_on() {
     stop(&mut here, tid(1), migration(1), &mut Vec::new());
     here.send(ToTasker::Signal { tid: tid(1), signal: libc::SIGTERM });
     continue_task(&mut here, tid(1), migration(1), &mut Vec::new());
-    let (output, status, _) = here.to_the_end(tid(1));
+    let (output, status, _) = here.follow_to_the_end(tid(1));
     assert_eq!((String::from_utf8_lossy(&output).as_ref(), status), ("got it\n", 4 << 8));
     here.stop();
 }
@@ -655,7 +655,7 @@ fn what_does_not_survive_a_move_is_refused_by_name() {
             ),
         }
         here.send(ToTasker::Kill { tid });
-        here.to_the_end(tid);
+        here.follow_to_the_end(tid);
     }
     here.stop();
 }

@@ -15,7 +15,7 @@ fn a_task_gets_arguments_environment_directory_and_reports_its_exit() {
     let mut start = order(tid(1), &sh(), &["-c", script, "name", "arg"]);
     start.dir = "/usr".into();
     tasker.send(ToTasker::Start(start));
-    let (output, status, _) = tasker.to_the_end(tid(1));
+    let (output, status, _) = tasker.follow_to_the_end(tid(1));
     // Descriptors 0, 1, 2, the directory that ls reads, and the line "total".
     assert_eq!(String::from_utf8_lossy(&output), "name arg here\n/usr\neof\n5\n");
     assert_eq!(status, 7 << 8);
@@ -27,10 +27,10 @@ fn a_death_by_signal_is_reported_as_such() {
     let mut tasker = Tasker::start();
     tasker.run(tid(1), &sh(), &["-c", "while :; do sleep 1000; done"]);
     tasker.send(ToTasker::Signal { tid: tid(1), signal: libc::SIGTERM });
-    assert_eq!(tasker.to_the_end(tid(1)).1, libc::SIGTERM);
+    assert_eq!(tasker.follow_to_the_end(tid(1)).1, libc::SIGTERM);
     tasker.run(tid(2), &sh(), &["-c", "trap '' TERM; while :; do sleep 1000; done"]);
     tasker.send(ToTasker::Kill { tid: tid(2) });
-    assert_eq!(tasker.to_the_end(tid(2)).1, libc::SIGKILL);
+    assert_eq!(tasker.follow_to_the_end(tid(2)).1, libc::SIGKILL);
     tasker.stop();
 }
 
@@ -38,7 +38,7 @@ fn a_death_by_signal_is_reported_as_such() {
 fn processor_time_and_memory_are_reported() {
     let mut tasker = Tasker::start();
     tasker.run(tid(1), &sh(), &["-c", "i=0; while [ $i -lt 200000 ]; do i=$((i+1)); done"]);
-    let (_, status, used) = tasker.to_the_end(tid(1));
+    let (_, status, used) = tasker.follow_to_the_end(tid(1));
     assert_eq!(status, 0);
     assert!(used.user + used.system > Micros::from_millis(20), "{used:?}");
     assert!(used.resident_max_bytes > 500 << 10, "{used:?}");
@@ -49,7 +49,7 @@ fn processor_time_and_memory_are_reported() {
 fn output_and_errors_come_in_the_order_written_and_before_the_exit() {
     let mut tasker = Tasker::start();
     tasker.run(tid(1), &sh(), &["-c", "i=0; while [ $i -lt 3000 ]; do echo out $i; echo err $i >&2; i=$((i+1)); done"]);
-    let (output, ..) = tasker.to_the_end(tid(1));
+    let (output, ..) = tasker.follow_to_the_end(tid(1));
     let expected: String = (0..3000).map(|i| format!("out {i}\nerr {i}\n")).collect();
     assert_eq!(String::from_utf8_lossy(&output), expected);
     tasker.stop();
@@ -102,7 +102,7 @@ fn a_program_that_cannot_be_started_is_told_with_the_reason() {
 fn hangup_and_broken_pipes_are_ignored_and_nothing_is_blocked() {
     let mut tasker = Tasker::start();
     tasker.run(tid(1), &sh(), &["-c", "grep -E 'Sig(Blk|Ign)' /proc/self/status"]);
-    let (output, ..) = tasker.to_the_end(tid(1));
+    let (output, ..) = tasker.follow_to_the_end(tid(1));
     let output = String::from_utf8_lossy(&output).into_owned();
     // SIGHUP is 1, SIGPIPE is 13.
     assert_eq!(output, "SigBlk:\t0000000000000000\nSigIgn:\t0000000000001001\n");
@@ -138,7 +138,7 @@ fn a_child_left_behind_delays_no_exit_and_does_not_outlive_the_tasker() {
     let mut tasker = Tasker::start();
     let begin = Instant::now();
     tasker.run(tid(1), &sh(), &["-c", "sleep 31415 & echo $!"]);
-    let (output, status, _) = tasker.to_the_end(tid(1));
+    let (output, status, _) = tasker.follow_to_the_end(tid(1));
     assert_eq!(status, 0);
     assert!(!output.is_empty());
     assert!(begin.elapsed() < Duration::from_secs(20), "the open pipe delayed the exit");

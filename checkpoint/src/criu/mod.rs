@@ -122,11 +122,8 @@ struct Dump {
 
 impl Dump {
     fn wait_for_images(&mut self, limits: &Limits) -> Result<(), Failure> {
-        loop {
-            match self.swrk.hear(limits)? {
-                Word::Notify { .. } => self.swrk.answer(true),
-                Word::Done => break,
-            }
+        while let Word::Notify { .. } = self.swrk.hear(limits)? {
+            self.swrk.answer(true);
         }
         self.swrk.end(limits)
     }
@@ -212,11 +209,8 @@ impl Held for HeldTask {
     fn release(mut self: Box<Self>, limits: &Limits) -> Result<(), Failure> {
         self.swrk.begin();
         self.swrk.answer(true);
-        loop {
-            match self.swrk.hear(limits)? {
-                Word::Notify { .. } => self.swrk.answer(true),
-                Word::Done => break,
-            }
+        while let Word::Notify { .. } = self.swrk.hear(limits)? {
+            self.swrk.answer(true);
         }
         self.swrk.end(limits)
     }

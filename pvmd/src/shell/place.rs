@@ -178,8 +178,11 @@ fn make_private(place: &Place, uid: u32) -> Result<(), PlaceError> {
     Ok(())
 }
 
+/// The locked file, and what an earlier daemon wrote into it.
+type Locked = (Flock<File>, Option<String>);
+
 /// Locks the lock file: the lock and the process number it held before, or `None` when the file was replaced meanwhile.
-fn lock_file(place: &Place) -> Result<Option<(Flock<File>, Option<String>)>, PlaceError> {
+fn lock_file(place: &Place) -> Result<Option<Locked>, PlaceError> {
     let path = place.lock();
     let mut file = OpenOptions::new()
         .read(true)

@@ -126,7 +126,7 @@ impl Tasker {
     }
 
     /// Everything that a task writes, and its wait status.
-    pub fn to_the_end(&mut self, tid: Tid) -> (Vec<u8>, i32, sempa_proto::migration::Usage) {
+    pub fn follow_to_the_end(&mut self, tid: Tid) -> (Vec<u8>, i32, sempa_proto::migration::Usage) {
         let mut rest = Vec::new();
         let (status, used) = self.until(&mut rest, |m| match m {
             FromTasker::Exited { tid: t, status, used } if *t == tid => Some((*status, *used)),
