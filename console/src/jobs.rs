@@ -6,6 +6,7 @@
 use sempa_proto::Tid;
 use sempa_proto::body::Unpacker;
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 
 /// Longest line that is put together, in bytes; a longer one is broken.
 pub(crate) const OUTPUT_LINE_BYTES_MAX: usize = 64 << 10;
@@ -90,14 +91,12 @@ impl Jobs {
         if number == 0 || number > self.newest {
             return Written::default();
         }
-        if !self.jobs.contains_key(&number) {
+        let job = match self.jobs.entry(number) {
+            Entry::Occupied(known) => known.into_mut(),
             // A grandchild may be heard of only after the others have ended.
-            if what == TaskOutput::End {
-                return Written::default();
-            }
-            self.jobs.insert(number, Job { started: true, members: BTreeMap::new() });
-        }
-        let job = self.jobs.get_mut(&number).expect("it was looked up or put there just now");
+            Entry::Vacant(_) if what == TaskOutput::End => return Written::default(),
+            Entry::Vacant(new) => new.insert(Job { started: true, members: BTreeMap::new() }),
+        };
         let member = job.members.entry(tid).or_default();
         let mut lines = Vec::new();
         match what {
