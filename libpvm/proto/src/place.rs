@@ -1,7 +1,8 @@
 //! Where a virtual machine keeps its socket and files on a host.
 //!
-//! One directory per user and virtual machine, mode 0700: `$XDG_RUNTIME_DIR/sempa/<vm>`, or `/tmp/sempa-<uid>/<vm>` when
-//! there is no such directory. `PVM_TMP` replaces both roots, `PVM_VMID` names the virtual machine (`pvm` by default).
+//! One directory per user and virtual machine, mode 0700: `/tmp/sempa-<uid>/<vm>`. `PVM_TMP` replaces `/tmp`, `PVM_VMID`
+//! names the virtual machine (`pvm` by default). The user's runtime directory is not used: it goes when his last login
+//! ends, and a daemon outlives the login that started it.
 
 use std::path::{Path, PathBuf};
 
@@ -29,12 +30,8 @@ impl Place {
                 "PVM_VMID={vm:?} cannot name a virtual machine: use at most {VM_NAME_BYTES_MAX} letters, digits, '-', '_' or '.'"
             ));
         }
-        let root = match (set("PVM_TMP"), set("XDG_RUNTIME_DIR")) {
-            (Some(tmp), _) => Path::new(&tmp).join(format!("sempa-{uid}")),
-            (None, Some(runtime)) => Path::new(&runtime).join("sempa"),
-            (None, None) => PathBuf::from(format!("/tmp/sempa-{uid}")),
-        };
-        Ok(Place { dir: root.join(&vm), vm })
+        let tmp = set("PVM_TMP").unwrap_or_else(|| "/tmp".to_string());
+        Ok(Place { dir: Path::new(&tmp).join(format!("sempa-{uid}")).join(&vm), vm })
     }
 
     /// Name of the virtual machine.
@@ -89,9 +86,7 @@ mod tests {
             Place::of(7, move |name| vars.iter().find(|(k, _)| k == name).map(|(_, v)| v.clone()))
         };
         assert_eq!(of(&[]).expect("good").socket(), Path::new("/tmp/sempa-7/pvm/pvmd.sock"));
-        let runtime = of(&[("XDG_RUNTIME_DIR", "/run/user/7")]).expect("good");
-        assert_eq!(runtime.dir(), Path::new("/run/user/7/sempa/pvm"));
-        let own = of(&[("XDG_RUNTIME_DIR", "/run/user/7"), ("PVM_TMP", "/var/x"), ("PVM_VMID", "b")]).expect("good");
+        let own = of(&[("PVM_TMP", "/var/x"), ("PVM_VMID", "b")]).expect("good");
         assert_eq!(own.dir(), Path::new("/var/x/sempa-7/b"));
         for bad in ["../x", "a/b", ".x", &"x".repeat(40)] {
             assert!(of(&[("PVM_VMID", bad)]).is_err(), "{bad}");

@@ -37,7 +37,7 @@ pub struct EnrollOptions {
 }
 
 impl EnrollOptions {
-    /// What the environment says: `PVMSOCK`, or else `PVM_TMP`, `XDG_RUNTIME_DIR` and `PVM_VMID`, name the socket;
+    /// What the environment says: `PVMSOCK`, or else `PVM_TMP` and `PVM_VMID`, name the socket;
     /// `PVMEPID` the place of a spawned process, once per process image.
     ///
     /// # Errors

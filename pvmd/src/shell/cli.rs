@@ -112,10 +112,10 @@ fn run_master(arguments: Arguments) -> anyhow::Result<()> {
     })
 }
 
-/// A variable for [`Place::of`]: directories as absolute paths, because tasks and moves use them from elsewhere.
+/// A variable for [`Place::of`]: the directory as an absolute path, because tasks and moves use it from elsewhere.
 pub(crate) fn place_variable(name: &str) -> Option<String> {
     let value = variable(name)?;
-    if !matches!(name, "PVM_TMP" | "XDG_RUNTIME_DIR") {
+    if name != "PVM_TMP" {
         return Some(value);
     }
     let absolute = std::path::absolute(&value).map(|path| path.to_string_lossy().into_owned());

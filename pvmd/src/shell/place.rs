@@ -58,6 +58,8 @@ pub(crate) struct HeldPlace {
     place: Place,
     /// Kept for its lock.
     _lock: Flock<File>,
+    /// Keeps those who clean /tmp of old files away (systemd-tmpfiles leaves a locked directory alone).
+    _keep: Option<Flock<File>>,
     /// Process number of a daemon that died here without cleaning up.
     predecessor: Option<String>,
     keep_log: bool,
@@ -75,7 +77,9 @@ impl HeldPlace {
             make_private(&place, uid)?;
             match lock_file(&place) {
                 Ok(Some((lock, predecessor))) => {
-                    let held = HeldPlace { place, _lock: lock, predecessor, keep_log };
+                    let keep =
+                        File::open(place.dir()).ok().and_then(|d| Flock::lock(d, FlockArg::LockSharedNonblock).ok());
+                    let held = HeldPlace { place, _lock: lock, _keep: keep, predecessor, keep_log };
                     held.remove_stale();
                     return Ok(held);
                 }
