@@ -525,7 +525,9 @@ fn not_spawned(spawn: &Spawn, error: PvmError) -> String {
              adding the host"
         }
         PvmError::NoHost => "no host fits what was asked for; 'conf' lists them",
-        PvmError::OutOfRes => "the host has no room for more tasks",
+        PvmError::OutOfRes => {
+            "no host takes it now: each is full or has its owner there; 'events' tells the reason for each"
+        }
         other => other.text(),
     };
     format!("spawn {file}: {why}")

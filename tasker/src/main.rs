@@ -20,6 +20,9 @@ use nix::sys::signal::{SigHandler, Signal};
 use std::fs::File;
 use std::process::ExitCode;
 
+/// What it says to people.
+const USAGE: &str = "usage: pvm-tasker FD; it is started by pvmd, not by hand, see pvm-tasker(1)";
+
 fn main() -> ExitCode {
     match run() {
         Ok(()) => ExitCode::SUCCESS,
@@ -33,8 +36,19 @@ fn main() -> ExitCode {
 fn run() -> anyhow::Result<()> {
     let mut args = std::env::args().skip(1);
     let (Some(fd), None) = (args.next(), args.next()) else {
-        bail!("usage: pvm-tasker FD; it is started by pvmd, not by hand");
+        bail!("{USAGE}");
     };
+    match fd.as_str() {
+        "--help" | "-h" => {
+            println!("{USAGE}");
+            return Ok(());
+        }
+        "--version" | "-V" => {
+            println!("pvm-tasker {}", env!("CARGO_PKG_VERSION"));
+            return Ok(());
+        }
+        _ => {}
+    }
     let fd: i32 = fd.parse().with_context(|| format!("{fd:?} is not the number of a descriptor"))?;
     open_standard_descriptors()?;
     let socket = sys::inherited(fd).with_context(|| format!("there is no descriptor {fd} to talk to the daemon on"))?;
