@@ -10,14 +10,14 @@ use crate::sys::{self, Child};
 use crate::task::{Output, Phase, Task, micros};
 use crate::trial::Trial;
 use crate::workers::{Outcome, Workers};
-use checkpoint::engine::{Cancel, DumpJob, Engine, Held, Limits, Outside, RestoreJob};
+use checkpoint::engine::{Cancel, DumpJob, Engine, Limits, Outside, RestoreJob};
 use checkpoint::facts::{HashCache, Subject, ThisHost};
 use sempa_proto::migration::{Failure, Refusal, TaskFacts, Usage};
 use sempa_proto::tasker::{DumpReport, FromTasker, ToTasker};
 use sempa_proto::{HostId, MigrationId, Tid};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -34,8 +34,6 @@ const DUMP_ATTEMPTS_MAX: u32 = 20;
 /// Time for the first attempt to dump a task without memory. CRIU sometimes waits for ever for a thread that it has told to
 /// halt; a dump that works is done long before this, and the second attempt has the whole time.
 const FIRST_DUMP_BASE: Duration = Duration::from_secs(5);
-/// How long a restored task may take to be let go.
-const RELEASE_ALLOWED: Duration = Duration::from_secs(10);
 /// Moves to this host that are prepared or further; one more is refused.
 const TARGETS_MAX: usize = 64;
 /// Orders kept until it is known whether the engine works.
@@ -68,10 +66,9 @@ enum Stage {
     Prepared,
     /// The engine builds it.
     Restoring { worker: u64, carry: Carry, output: Output, discard: bool },
-    /// It is built and nothing runs.
-    Held { held: Box<dyn Held>, process: Child, carry: Carry, output: Output },
-    /// It is being let go.
-    Releasing { worker: u64, process: Child, carry: Carry, output: Output, used: Usage, discard: bool },
+    /// It is built and stands still. The engine has ended, so that its death cannot take the task along once this copy is
+    /// the only one.
+    Held { process: Child, carry: Carry, output: Output },
 }
 
 /// Moves under way on this host, and the engine that does the work.
@@ -124,7 +121,7 @@ impl Moves {
     /// The held copies, each with a descriptor that becomes readable when it is lost.
     pub(crate) fn held(&self) -> impl Iterator<Item = (MigrationId, BorrowedFd<'_>)> {
         self.targets.iter().filter_map(|(migration, target)| match &target.stage {
-            Stage::Held { held, .. } => Some((*migration, held.lost())),
+            Stage::Held { process, .. } => Some((*migration, process.pidfd.as_fd())),
             _ => None,
         })
     }
@@ -132,8 +129,7 @@ impl Moves {
     /// True for processes that only their own waiter may reap.
     pub(crate) fn waits_for(&self, pid: i32) -> bool {
         let held = |target: &Target| match &target.stage {
-            Stage::Held { held, process, .. } => held.engine_pid() == pid || process.pid == pid,
-            Stage::Releasing { process, .. } => process.pid == pid,
+            Stage::Held { process, .. } => process.pid == pid,
             _ => false,
         };
         self.workers.waits_for(pid) || self.targets.values().any(held)
@@ -170,7 +166,7 @@ impl Supervisor {
             ToTasker::Continue { migration, tid } => self.continue_task(migration, tid),
             ToTasker::KillMoved { migration, tid } => self.kill_moved(migration, tid),
             ToTasker::Restore { migration, tid, dir } => self.restore(migration, tid, &dir),
-            ToTasker::Run { migration, used } => self.release(migration, used),
+            ToTasker::Run { migration, used } => self.run_held(migration, used),
             ToTasker::Discard { migration } => self.discard(migration),
             ToTasker::Start(_) | ToTasker::Signal { .. } | ToTasker::Kill { .. } => {}
         }
@@ -188,8 +184,7 @@ impl Supervisor {
         for outcome in self.moves.workers.finished() {
             match outcome {
                 Outcome::Dumped { migration, tid, result } => self.dumped(migration, tid, result),
-                Outcome::Held { migration, result } => self.restored(migration, result),
-                Outcome::Released { migration, result } => self.released(migration, result),
+                Outcome::Restored { migration, result } => self.restored(migration, result),
                 Outcome::Inspected { migration, result } => self.say(&FromTasker::Inspected { migration, result }),
                 Outcome::Compared { migration, tid, verdict } => self.compared(migration, tid, verdict),
                 Outcome::TrialDumped(result) => self.trial_dumped(result),
@@ -494,35 +489,35 @@ impl Supervisor {
         };
         let restoring = engine.start_restore(job)?;
         let (cancel, pid) = (limits.cancel.clone(), restoring.engine_pid());
-        let hold = move || Outcome::Held { migration, result: restoring.hold(&limits) };
-        let worker = self.moves.workers.start(&cancel, Some(pid), hold)?;
+        // The images show a stopped task, and so it stays when the engine lets go of it.
+        let build = move || {
+            let built = restoring.hold(&limits).and_then(|held| {
+                let process = held.pid();
+                held.release(&limits).map(|()| process)
+            });
+            Outcome::Restored { migration, result: built }
+        };
+        let worker = self.moves.workers.start(&cancel, Some(pid), build)?;
         Ok(Stage::Restoring { worker, carry, output, discard: false })
     }
 
-    fn restored(&mut self, migration: MigrationId, result: Result<Box<dyn Held>, Failure>) {
-        let Some(target) = self.moves.targets.get_mut(&migration) else {
-            if let Ok(held) = result {
-                held.refuse();
-            }
-            return;
-        };
+    fn restored(&mut self, migration: MigrationId, result: Result<i32, Failure>) {
+        let Some(target) = self.moves.targets.get_mut(&migration) else { return };
         let Stage::Restoring { carry, output, discard, .. } = std::mem::replace(&mut target.stage, Stage::Prepared)
         else {
             return;
         };
-        let adopted = result.and_then(|held| {
-            let pid = held.pid();
+        let adopted = result.and_then(|pid| {
             let pidfd = sys::pidfd_of(pid).map_err(|e| Failure::Io(format!("no descriptor for process {pid}: {e}")))?;
-            Ok((held, Child { pid, pidfd }))
+            Ok(Child { pid, pidfd })
         });
         match adopted {
-            Ok((held, process)) if !discard => {
+            Ok(process) if !discard => {
                 let pid = process.pid;
-                target.stage = Stage::Held { held, process, carry, output };
+                target.stage = Stage::Held { process, carry, output };
                 self.say(&FromTasker::Restored { migration, result: Ok(pid) });
             }
-            Ok((held, _)) => {
-                held.refuse();
+            Ok(_) => {
                 let off = Err(Failure::CalledOff("the move was discarded".into()));
                 let last = FromTasker::Restored { migration, result: off };
                 self.clear_target(migration, vec![last, FromTasker::Discarded { migration }]);
@@ -535,54 +530,26 @@ impl Supervisor {
         }
     }
 
-    /// The engine has ended while it held a copy; the copy cannot run any more.
+    /// Somebody has killed a held copy.
     pub(crate) fn held_lost(&mut self, migration: MigrationId) {
-        let Some(target) = self.moves.targets.get_mut(&migration) else { return };
-        if let Stage::Held { held, .. } = std::mem::replace(&mut target.stage, Stage::Prepared) {
-            held.refuse();
-            let why = Failure::Engine("the engine ended while it held the restored task".into());
+        let is_held = |target: &Target| matches!(target.stage, Stage::Held { .. });
+        if self.moves.targets.get(&migration).is_some_and(is_held) {
+            let why = Failure::Engine("the restored task was killed before it could go on".into());
             self.clear_target(migration, vec![FromTasker::Restored { migration, result: Err(why) }]);
         }
     }
 
-    fn release(&mut self, migration: MigrationId, used: Usage) {
-        let not_held = Failure::Engine(format!("nothing is held here for {migration}"));
-        let Some(target) = self.moves.targets.get_mut(&migration) else {
-            return self.say(&FromTasker::Ran { migration, result: Err(not_held) });
-        };
-        let (held, process, carry, output) = match std::mem::replace(&mut target.stage, Stage::Prepared) {
-            Stage::Held { held, process, carry, output } => (held, process, carry, output),
+    fn run_held(&mut self, migration: MigrationId, used: Usage) {
+        let (tid, namespace, process, carry, output) = match self.moves.targets.remove(&migration) {
+            Some(Target { tid, namespace, stage: Stage::Held { process, carry, output } }) => {
+                (tid, namespace, process, carry, output)
+            }
             other => {
-                target.stage = other;
+                self.moves.targets.extend(other.map(|target| (migration, target)));
+                let not_held = Failure::Engine(format!("nothing is held here for {migration}"));
                 return self.say(&FromTasker::Ran { migration, result: Err(not_held) });
             }
         };
-        let started = Cancel::new().map_err(|e| Failure::Io(e.to_string())).and_then(|cancel| {
-            let limits = Limits { allowed: RELEASE_ALLOWED, cancel: cancel.clone() };
-            let engine = held.engine_pid();
-            let work = move || Outcome::Released { migration, result: held.release(&limits) };
-            self.moves.workers.start(&cancel, Some(engine), work)
-        });
-        match (started, self.moves.targets.get_mut(&migration)) {
-            (Ok(worker), Some(target)) => {
-                target.stage = Stage::Releasing { worker, process, carry, output, used, discard: false };
-            }
-            (Ok(_), None) => {}
-            (Err(why), _) => self.clear_target(migration, vec![FromTasker::Ran { migration, result: Err(why) }]),
-        }
-    }
-
-    fn released(&mut self, migration: MigrationId, result: Result<(), Failure>) {
-        let Some(Target { tid, namespace, stage }) = self.moves.targets.remove(&migration) else { return };
-        let Stage::Releasing { process, carry, output, used, discard, .. } = stage else {
-            self.moves.targets.insert(migration, Target { tid, namespace, stage });
-            return;
-        };
-        if result.is_err() || discard {
-            let mut last = vec![FromTasker::Ran { migration, result: result.and(Err(Failure::TaskEnded)) }];
-            last.extend(discard.then_some(FromTasker::Discarded { migration }));
-            return self.when_ended(namespace, last);
-        }
         stop::continue_all(&namespace, &carry.stopped_before);
         let task = Task {
             tid,
@@ -603,15 +570,12 @@ impl Supervisor {
             return self.say(&FromTasker::Discarded { migration });
         };
         match &mut target.stage {
-            Stage::Restoring { worker, discard, .. } | Stage::Releasing { worker, discard, .. } => {
+            Stage::Restoring { worker, discard, .. } => {
                 *discard = true;
                 let worker = *worker;
                 self.moves.workers.cancel(worker);
             }
             Stage::Prepared | Stage::Held { .. } => {
-                if let Stage::Held { held, .. } = std::mem::replace(&mut target.stage, Stage::Prepared) {
-                    held.refuse();
-                }
                 self.clear_target(migration, vec![FromTasker::Discarded { migration }]);
             }
         }
@@ -621,6 +585,8 @@ impl Supervisor {
     fn clear_target(&mut self, migration: MigrationId, then: Vec<FromTasker>) {
         if let Some(target) = self.moves.targets.remove(&migration) {
             self.when_ended(target.namespace, then);
+            // A copy that had ended while it was held was left for us; its namespace does not end before it is reaped.
+            self.reap_strangers();
         }
     }
 }

@@ -292,7 +292,7 @@ impl Supervisor {
     }
 
     /// Reaps children that nobody is waiting for: orphans of tasks, ended inits, what a failed restore left.
-    fn reap_strangers(&self) {
+    pub(crate) fn reap_strangers(&self) {
         let known = |pid: &i32| self.tasks.values().any(|task| task.process.pid == *pid) || self.moves.waits_for(*pid);
         for pid in children().into_iter().filter(|pid| !known(pid)) {
             // It may still run, or have been reaped in the meantime; both are fine.

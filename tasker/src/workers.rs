@@ -27,19 +27,12 @@ pub(crate) enum Outcome {
         /// How it went.
         result: Result<DumpReport, Failure>,
     },
-    /// A restore up to the point where nothing runs.
-    Held {
+    /// A restore. The task stands still.
+    Restored {
         /// The move.
         migration: MigrationId,
-        /// How it went.
-        result: Result<Box<dyn Held>, Failure>,
-    },
-    /// A restored task was let go.
-    Released {
-        /// The move.
-        migration: MigrationId,
-        /// How it went.
-        result: Result<(), Failure>,
+        /// Its first process, or why there is none.
+        result: Result<i32, Failure>,
     },
     /// A task was looked at.
     Inspected {

@@ -479,7 +479,7 @@ fn a_held_copy_can_be_discarded_and_the_source_goes_on() {
 }
 
 #[test]
-fn a_copy_whose_engine_dies_while_it_is_held_is_reported_lost() {
+fn a_held_copy_needs_no_engine_and_is_reported_when_it_is_killed() {
     if !can_move() {
         return;
     }
@@ -495,7 +495,8 @@ fn a_copy_whose_engine_dies_while_it_is_held_is_reported_lost() {
     assert_eq!(prepare(&mut there, tid(1), migration(1), facts_of_this_host()), []);
     let copy = restore(&mut there, tid(1), migration(1), &images).expect("a restore");
     let engine = pid_in(&dir.path().join("pid"));
-    nix::sys::signal::kill(nix::unistd::Pid::from_raw(engine), nix::sys::signal::SIGKILL).expect("kill");
+    assert!(!is_alive(engine), "an engine that is killed from now on could take the only copy along");
+    nix::sys::signal::kill(nix::unistd::Pid::from_raw(copy), nix::sys::signal::SIGKILL).expect("kill");
     let result = there.until(&mut Vec::new(), |m| match m {
         FromTasker::Restored { result, .. } => Some(result.clone()),
         _ => None,
