@@ -146,6 +146,8 @@ impl Machine {
         let awaiting = task.awaiting.iter().copied().filter(open).collect();
         self.moves.departed.insert(dst, Departed { migration, to, epoch, awaiting });
         self.departed_step(dst);
+        // A daemon that is ending may have waited for this task only.
+        self.stop_step();
     }
 
     /// A host has nothing more on the way to the old place.

@@ -8,11 +8,13 @@ use sempa_proto::migration::Failure;
 use sempa_proto::place::Place;
 use sempa_proto::task::ResumeToken;
 use sempa_proto::{HostId, MigrationId, Tid};
+use std::collections::BTreeMap;
 use std::fs::OpenOptions;
 use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
 
 /// Writes the files of moves in one place.
 pub(crate) struct Moves {
@@ -20,12 +22,20 @@ pub(crate) struct Moves {
     inputs: Inputs,
     /// One writer at a time.
     turn: Arc<Mutex<()>>,
+    /// Tokens that could not be written yet.
+    late: Late,
 }
+
+/// How often a token is tried again that could not be written: its task waits for it.
+const TOKEN_RETRY: Duration = Duration::from_millis(100);
+
+/// Tokens that are still to be written, by path.
+type Late = Arc<Mutex<BTreeMap<PathBuf, Vec<u8>>>>;
 
 impl Moves {
     /// For this place; nothing is written yet.
     pub(crate) fn new(place: &Place, inputs: Inputs) -> Moves {
-        Moves { record: place.moves(), inputs, turn: Arc::default() }
+        Moves { record: place.moves(), inputs, turn: Arc::default(), late: Late::default() }
     }
 
     /// Appends one committed move and syncs it; [`Event::MoveRecorded`] tells the end.
@@ -43,19 +53,44 @@ impl Moves {
     }
 
     /// Writes a token so that whoever looks sees all of it or nothing. A few bytes into a local directory: done at
-    /// once, so that tokens and their removal keep their order.
+    /// once, so that tokens and their removal keep their order. Where there is no room, images that are being removed may
+    /// make some: it is tried again until the token is removed.
     pub(crate) fn write_token(&self, path: &Path, token: &ResumeToken, log: &Log) {
-        let written = to_bytes(token).map_err(std::io::Error::other).and_then(|bytes| replace(path, &bytes));
-        if let Err(e) = written {
-            log.line(format!("cannot wake the task of {}: {}: {e}", token.migration, path.display()));
+        let bytes = match to_bytes(token) {
+            Ok(bytes) => bytes,
+            Err(e) => return log.line(format!("cannot wake the task of {}: {e}", token.migration)),
+        };
+        if let Err(e) = replace(path, &bytes) {
+            log.line(format!("cannot wake the task of {} yet: {}: {e}", token.migration, path.display()));
+            lock(&self.late).insert(path.to_path_buf(), bytes);
+            tokio::spawn(write_late(self.late.clone(), path.to_path_buf()));
         }
     }
 
     /// Removes a token, if it is there.
     pub(crate) fn remove_token(&self, path: &Path) {
+        let mut late = lock(&self.late);
+        late.remove(path);
         // It may never have been written.
         let _ = std::fs::remove_file(path);
     }
+}
+
+/// Tries again until the token is written or not wanted any more.
+async fn write_late(late: Late, path: PathBuf) {
+    loop {
+        tokio::time::sleep(TOKEN_RETRY).await;
+        let mut late = lock(&late);
+        let Some(bytes) = late.get(&path) else { return };
+        if replace(&path, bytes).is_ok() {
+            late.remove(&path);
+            return;
+        }
+    }
+}
+
+fn lock(late: &Late) -> MutexGuard<'_, BTreeMap<PathBuf, Vec<u8>>> {
+    late.lock().unwrap_or_else(|e| e.into_inner())
 }
 
 fn append(path: &Path, line: &str) -> std::io::Result<()> {
