@@ -203,3 +203,30 @@ fn a_killed_transfer_leaves_the_task_at_the_source() {
         lives_on(vm, &tid, "h1");
     });
 }
+
+#[test]
+fn a_full_disk_at_either_end_leaves_the_task_at_the_source() {
+    with_three_hosts(|vm| {
+        let (bed, tid) = (vm.bed(), vm.spawn(&["-h2", "hold", "64"]).expect("spawned"));
+        let resize = |host: &Host, size: &str| {
+            let done = host.shell(&format!("mount -n -o remount,size={size} /tmp"), SOON).expect("runs");
+            assert!(done.good(), "{done:?}");
+        };
+        for (index, step) in [(3, Step::Transfer), (2, Step::Dump)] {
+            lives_on(vm, &tid, "h2");
+            resize(bed.host(index), "20m");
+            let done = vm.migrate_when_ready(&tid, "h3").expect("ends");
+            assert!(!done.good() && done.err.contains("No space left on device"), "{done:?}");
+            vm.event(
+                SOON,
+                "failed move at that step",
+                |entry| matches!(&entry.kind, EventKind::MoveFailed { step: failed, .. } if *failed == step),
+            )
+            .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+            lives_on(vm, &tid, "h2");
+            resize(bed.host(index), "4g");
+        }
+        vm.must_migrate(&tid, "h3");
+        lives_on(vm, &tid, "h3");
+    });
+}
