@@ -135,14 +135,8 @@ pub trait Restoring: Send {
 
 /// A task that is rebuilt and held before its first instruction.
 pub trait Held: Send {
-    /// The engine's process.
-    fn engine_pid(&self) -> i32;
-
     /// The task's root, as the caller sees it.
     fn pid(&self) -> i32;
-
-    /// Becomes readable when the engine's process ends, and with it the possibility to let the task run.
-    fn lost(&self) -> BorrowedFd<'_>;
 
     /// Acknowledges: the task is let go, stopped as it was when it was dumped.
     ///

@@ -194,16 +194,8 @@ struct HeldTask {
 }
 
 impl Held for HeldTask {
-    fn engine_pid(&self) -> i32 {
-        self.swrk.pid()
-    }
-
     fn pid(&self) -> i32 {
         self.pid
-    }
-
-    fn lost(&self) -> BorrowedFd<'_> {
-        self.swrk.ended()
     }
 
     fn release(mut self: Box<Self>, limits: &Limits) -> Result<(), Failure> {

@@ -124,11 +124,6 @@ impl Swrk {
         self.child.id() as i32
     }
 
-    /// Readable when it has ended.
-    pub(super) fn ended(&self) -> BorrowedFd<'_> {
-        self.pidfd.as_fd()
-    }
-
     /// A new call begins: its time counts from now.
     pub(super) fn begin(&mut self) {
         self.since = Instant::now();
