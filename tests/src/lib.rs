@@ -4,9 +4,11 @@
 //! `sshd`. Nothing of it touches the network or the files of the real machine, and all of it ends with the process that
 //! made it, however that process ends. Needs root; [`lacks`] says in one line what is missing.
 
+pub mod conformance;
 pub mod hosts;
 pub mod needs;
 pub mod programs;
+pub mod real;
 pub mod run;
 pub mod ssh;
 pub mod testbed;

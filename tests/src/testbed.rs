@@ -310,6 +310,17 @@ impl Host {
         found
     }
 
+    /// Kills every process of the host but its first one and its sshd.
+    pub fn kill_all(&self) {
+        for (pid, line) in self.processes().into_iter().filter(|(_, line)| !line.contains("sshd")) {
+            let Ok(pid) = i32::try_from(pid) else { continue };
+            // It may have ended by itself meanwhile.
+            if nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGKILL).is_ok() {
+                eprintln!("{}: killed {pid} {line}", self.name);
+            }
+        }
+    }
+
     /// Files under `/tmp`, `/run` and `/dev/shm` of the host that were not there when it was made.
     pub fn files_left(&self, folder: &Path) -> Vec<PathBuf> {
         // criu.kdat is what CRIU notes about this kernel, whoever uses it.

@@ -1,6 +1,7 @@
 //! The commands of this project's developers and of everybody who wants to see it work: `cargo xtask demo` and friends.
 
 mod bench;
+mod conformance;
 mod demo;
 mod demo_alone;
 mod install;
@@ -47,6 +48,17 @@ enum What {
         #[arg(long, default_value = setup::CRIU_PREFIX)]
         prefix: PathBuf,
     },
+    /// The sentences of tests/conformance on PVM 3.4.6 and on ours, side by side
+    Conformance {
+        /// `pvm3`: Debian's; `sempa`: ours, with programs compiled for ours and with programs compiled for Debian's
+        #[arg(long, default_value = "both", value_parser = ["pvm3", "sempa", "both"])]
+        against: String,
+        /// Neither build nor install anything: take what is in the prefix
+        #[arg(long)]
+        as_installed: bool,
+        /// Parts of names of programs; none: all
+        programs: Vec<String>,
+    },
     /// Measure: the wire format alone, or the running system
     Bench {
         /// `micro`: the wire format alone; `system`: round trips and throughput of the running system
@@ -61,6 +73,7 @@ fn main() -> ExitCode {
         What::Test { words } => test::run(&words),
         What::Install { prefix } => put_in_place(&prefix),
         What::Criu { prefix } => setup::criu(&prefix).map(|()| true),
+        What::Conformance { against, as_installed, programs } => conformance::run(&against, &programs, as_installed),
         What::Bench { what } => bench::run(&what),
     };
     match done {

@@ -1,0 +1,300 @@
+//! The conformance suite: sentences about the interface of PVM 3, each proved by a C program of `tests/conformance`.
+//!
+//! A program prints a line for each sentence, `ok SENTENCE` or `not ok SENTENCE: got …, wanted …`, and `end` when it has
+//! said all. The same programs run on PVM 3.4.6 as Debian has it, which judges the programs; on ours, compiled with our
+//! header; and on ours as they were compiled and linked for Debian's. Where a system does not do what a sentence says,
+//! `differences.txt` names the sentence, the system, and the words of `docs/COMPATIBILITY.md` that tell users so.
+
+use crate::run::{Done, must, run};
+use crate::testbed::{Host, Testbed, gone};
+use crate::vm::{Settings, Vm};
+use crate::{needs, real::RealVm};
+use anyhow::{Context, Result, bail, ensure};
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+/// Time for one program on a loaded machine. Programs give up on their own a little earlier.
+const PROGRAM_TIME: Duration = Duration::from_secs(90);
+/// Time for one compilation on a loaded machine.
+const COMPILE_TIME: Duration = Duration::from_secs(120);
+/// Hosts of the testbed; programs that want more than the first add them.
+const HOSTS: usize = 3;
+
+/// On what the programs run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum System {
+    /// PVM 3.4.6 of Debian.
+    Pvm3,
+    /// Ours, programs compiled with our header and linked with our library.
+    Sempa,
+    /// Ours, programs compiled and linked for Debian's.
+    SempaUnchanged,
+}
+
+impl System {
+    /// Its name in tables and in `differences.txt`.
+    pub fn name(self) -> &'static str {
+        match self {
+            System::Pvm3 => "pvm3",
+            System::Sempa => "sempa",
+            System::SempaUnchanged => "unchanged",
+        }
+    }
+
+    /// True if a line of `differences.txt` is about this system.
+    fn is_meant_by(self, word: &str) -> bool {
+        word == if self == System::Pvm3 { "pvm3" } else { "sempa" }
+    }
+}
+
+/// What came of one sentence.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Outcome {
+    /// The program that said it.
+    pub program: String,
+    /// The sentence.
+    pub sentence: String,
+    /// None: it holds. Otherwise what was seen instead.
+    pub wrong: Option<String>,
+}
+
+/// One line of `differences.txt`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Difference {
+    /// `pvm3` or `sempa`: who does not do what the sentence says.
+    pub system: String,
+    /// The sentence.
+    pub sentence: String,
+    /// Words of `docs/COMPATIBILITY.md`.
+    pub explained: String,
+}
+
+/// The folder of the programs.
+pub fn folder() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("conformance")
+}
+
+/// The names of all programs.
+///
+/// # Errors
+/// The folder cannot be read.
+pub fn programs() -> Result<Vec<String>> {
+    let mut names = Vec::new();
+    for entry in fs::read_dir(folder())? {
+        let path = entry?.path();
+        if path.extension().is_some_and(|end| end == "c") {
+            names.push(path.file_stem().unwrap_or_default().to_string_lossy().into_owned());
+        }
+    }
+    names.sort();
+    Ok(names)
+}
+
+/// The differences that are known, each with its explanation in `docs/COMPATIBILITY.md`.
+///
+/// # Errors
+/// A line is not well-formed, or its words are not in that page.
+pub fn differences() -> Result<Vec<Difference>> {
+    let text = fs::read_to_string(folder().join("differences.txt"))?;
+    let page = fs::read_to_string(folder().join("../../docs/COMPATIBILITY.md"))?;
+    let mut all = Vec::new();
+    for line in text.lines().filter(|line| !line.trim().is_empty() && !line.starts_with('#')) {
+        let parts: Vec<&str> = line.split(" | ").map(str::trim).collect();
+        let [system, sentence, explained] = parts[..] else { bail!("differences.txt: not three parts: {line}") };
+        ensure!(["pvm3", "sempa"].contains(&system), "differences.txt: no such system: {line}");
+        ensure!(page.contains(explained), "docs/COMPATIBILITY.md does not say: {explained}");
+        let own = |part: &str| part.to_string();
+        all.push(Difference { system: own(system), sentence: own(sentence), explained: own(explained) });
+    }
+    Ok(all)
+}
+
+/// Runs programs on a system, each on a virtual machine of its own. `chosen` are parts of program names; none: all.
+///
+/// # Errors
+/// The system or the compiler does not work; what programs do wrong is among the outcomes.
+pub fn outcomes(system: System, chosen: &[String]) -> Result<Vec<Outcome>> {
+    let prefix = if system == System::Pvm3 { None } else { Some(needs::prefix()?) };
+    let bed = Testbed::new(HOSTS, prefix.as_deref(), &[])?;
+    let place = bed.home().join("pvm3/bin/LINUX64");
+    let ours = prefix.as_deref().filter(|_| system == System::Sempa);
+    let mut names = programs()?;
+    compile(&names, ours, &place)?;
+    group_server(prefix.as_deref(), &place)?;
+    names.retain(|name| chosen.is_empty() || chosen.iter().any(|part| name.contains(part.as_str())));
+    let mut all = Vec::new();
+    for name in names {
+        let done = on_a_machine_of_its_own(&bed, system, &place.join(&name));
+        all.extend(heard(&name, done.map_err(|error| format!("{error:#}"))));
+    }
+    Ok(all)
+}
+
+fn on_a_machine_of_its_own(bed: &Testbed, system: System, program: &Path) -> Result<Done> {
+    if system == System::Pvm3 {
+        let vm = RealVm::start(bed)?;
+        let done = run(vm.command(bed.host(1), program), PROGRAM_TIME);
+        vm.halt()?;
+        return done;
+    }
+    let vm = Vm::start(bed, Settings::default())?;
+    let done = run(vm.command(bed.host(1), program), PROGRAM_TIME);
+    let logs = if done.as_ref().is_ok_and(Done::good) { String::new() } else { vm.logs() };
+    let halted = vm.halt();
+    if halted.is_err() {
+        bed.hosts().iter().for_each(Host::kill_all);
+        bed.hosts().iter().try_for_each(|host| gone(host, "pvm", PROGRAM_TIME))?;
+    }
+    halted.with_context(|| format!("{done:?}\n{logs}"))?;
+    done.with_context(|| logs)
+}
+
+/// The outcomes that a program's output tells.
+fn heard(program: &str, done: Result<Done, String>) -> Vec<Outcome> {
+    let outcome = |sentence: &str, wrong: Option<String>| Outcome {
+        program: program.to_string(),
+        sentence: sentence.to_string(),
+        wrong,
+    };
+    let (text, trouble) = match &done {
+        Ok(done) => (done.out.as_str(), None),
+        Err(words) => (words.as_str(), Some(words.clone())),
+    };
+    let mut all: Vec<Outcome> = text
+        .lines()
+        .filter_map(|line| {
+            let line = line.strip_prefix("stdout: ").unwrap_or(line);
+            if let Some(sentence) = line.strip_prefix("ok ") {
+                return Some(outcome(sentence, None));
+            }
+            let (sentence, wrong) = line.strip_prefix("not ok ")?.split_once(": ")?;
+            Some(outcome(sentence, Some(wrong.to_string())))
+        })
+        .collect();
+    let ended = done.as_ref().is_ok_and(|done| done.good() && done.out.lines().any(|line| line == "end"));
+    if !ended {
+        let last = all.last().map_or("its start".to_string(), |last| format!("{:?}", last.sentence));
+        let words = trouble.unwrap_or_else(|| format!("{done:?}"));
+        all.push(outcome(&format!("{program} runs to its end"), Some(format!("not after {last}: {words}"))));
+    }
+    all
+}
+
+/// Compiles the programs: with `ours`, against our header and library, otherwise against Debian's.
+fn compile(names: &[String], ours: Option<&Path>, place: &Path) -> Result<()> {
+    let at_once = std::thread::available_parallelism().map_or(1, usize::from).min(names.len().max(1));
+    std::thread::scope(|scope| {
+        let parts = names.chunks(names.len().div_ceil(at_once).max(1));
+        let workers: Vec<_> =
+            parts.map(|part| scope.spawn(|| part.iter().try_for_each(|name| compile_one(name, ours, place)))).collect();
+        workers.into_iter().try_for_each(|worker| worker.join().expect("compiling does not panic"))
+    })
+}
+
+fn compile_one(name: &str, ours: Option<&Path>, place: &Path) -> Result<()> {
+    let source = folder().join(name).with_extension("c");
+    let mut gcc = Command::new("gcc");
+    gcc.args(["-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", "-o"]).arg(place.join(name)).arg(&source);
+    if let Some(prefix) = ours {
+        gcc.arg("-I").arg(prefix.join("include")).arg("-L").arg(prefix.join("lib"));
+    }
+    // Programs are linked with both, as PVM's examples are.
+    gcc.args(["-Wl,--no-as-needed", "-lgpvm3", "-lpvm3", "-lm"]);
+    must(gcc, COMPILE_TIME).map(|_| ()).with_context(|| format!("compiling {}", source.display()))
+}
+
+/// Old group libraries need a server in the search path; ours does not.
+fn group_server(prefix: Option<&Path>, place: &Path) -> Result<()> {
+    let own = prefix.is_some_and(|prefix| prefix.join("lib/libgpvm3.so.3").exists());
+    if own { Ok(()) } else { Ok(symlink("/usr/bin/pvmgs", place.join("pvmgs"))?) }
+}
+
+/// What a person wants to know about the runs of some systems.
+#[derive(Debug, Default)]
+pub struct Verdict {
+    /// What nothing explains, one line each.
+    pub unexplained: Vec<String>,
+    /// Differences seen that are explained, one line each.
+    pub explained: Vec<String>,
+    /// Per program and system: sentences that hold, of how many.
+    pub table: BTreeMap<(String, System), (usize, usize)>,
+    /// The sentences of all systems.
+    pub sentences: BTreeSet<String>,
+}
+
+/// Judges what some systems did. With `whole`, all programs ran.
+pub fn judge(runs: &[(System, Vec<Outcome>)], known: &[Difference], whole: bool) -> Verdict {
+    let mut verdict = Verdict::default();
+    for (system, outcomes) in runs {
+        let mut seen = BTreeSet::new();
+        for Outcome { program, sentence, wrong } in outcomes {
+            let counts = verdict.table.entry((program.clone(), *system)).or_default();
+            counts.0 += usize::from(wrong.is_none());
+            counts.1 += 1;
+            verdict.sentences.insert(sentence.clone());
+            if !seen.insert(sentence.clone()) {
+                verdict.unexplained.push(format!("{}: {program}: said twice: {sentence}", system.name()));
+            }
+            let about = |line: &&Difference| line.sentence == *sentence && system.is_meant_by(&line.system);
+            match (known.iter().find(about), wrong) {
+                (None, None) => {}
+                (None, Some(wrong)) => {
+                    verdict.unexplained.push(format!("{}: {program}: {sentence}: {wrong}", system.name()));
+                }
+                (Some(line), Some(_)) => {
+                    verdict.explained.push(format!("{}: {sentence} ({})", system.name(), line.explained));
+                }
+                (Some(_), None) => verdict.unexplained.push(format!(
+                    "{}: {program}: {sentence}: it holds, differences.txt says it does not",
+                    system.name()
+                )),
+            }
+        }
+        let missing = |line: &&Difference| system.is_meant_by(&line.system) && !seen.contains(&line.sentence);
+        for line in known.iter().filter(missing).filter(|_| whole) {
+            verdict.unexplained.push(format!("{}: nobody said: {}", system.name(), line.sentence));
+        }
+    }
+    for (system, outcomes) in runs {
+        let own: BTreeSet<&String> = outcomes.iter().map(|outcome| &outcome.sentence).collect();
+        for sentence in verdict.sentences.iter().filter(|sentence| !own.contains(sentence)) {
+            if !sentence.ends_with("runs to its end") {
+                verdict.unexplained.push(format!("{}: never said: {sentence}", system.name()));
+            }
+        }
+    }
+    verdict
+}
+
+impl Verdict {
+    /// A table for people: a line per program, a column per system.
+    pub fn text(&self) -> String {
+        let systems: BTreeSet<System> = self.table.keys().map(|(_, system)| *system).collect();
+        let programs: BTreeSet<&String> = self.table.keys().map(|(program, _)| program).collect();
+        let row = |name: &str, cells: Vec<String>| {
+            format!("{name:<16}{}\n", cells.iter().map(|cell| format!("{cell:>12}")).collect::<String>())
+        };
+        let cell = |good: usize, all: usize| if good == all { format!("{all}") } else { format!("{good} of {all}") };
+        let mut text = row("", systems.iter().map(|system| system.name().to_string()).collect());
+        for program in programs {
+            let counts = systems.iter().map(|system| self.table.get(&(program.clone(), *system)));
+            text +=
+                &row(program, counts.map(|both| both.map_or("-".into(), |(good, all)| cell(*good, *all))).collect());
+        }
+        let total = |system: &System| {
+            let own = self.table.iter().filter(|((_, of), _)| of == system);
+            own.fold((0, 0), |sum, (_, counts)| (sum.0 + counts.0, sum.1 + counts.1))
+        };
+        text += &row("all", systems.iter().map(total).map(|(good, all)| cell(good, all)).collect());
+        for (title, lines) in [("explained", &self.explained), ("NOT EXPLAINED", &self.unexplained)] {
+            if !lines.is_empty() {
+                text += &format!("\n{title}:\n  {}\n", lines.join("\n  "));
+            }
+        }
+        text
+    }
+}

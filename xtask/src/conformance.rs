@@ -1,0 +1,39 @@
+//! `cargo xtask conformance`: the sentences of `tests/conformance` on PVM 3.4.6 and on ours, side by side.
+
+use crate::{install, setup};
+use anyhow::{Result, bail};
+use sempa_tests::conformance::{self, Outcome, System};
+use sempa_tests::needs;
+
+/// Runs the programs on the systems that `against` names; `chosen` are parts of program names. False if there is a
+/// difference that nothing explains.
+///
+/// # Errors
+/// No testbed can be made here, or a system does not start.
+pub(crate) fn run(against: &str, chosen: &[String], as_installed: bool) -> Result<bool> {
+    if let Some(lack) = needs::lacks() {
+        bail!("no conformance run: {lack}");
+    }
+    let systems: &[System] = match against {
+        "pvm3" => &[System::Pvm3],
+        "sempa" => &[System::Sempa, System::SempaUnchanged],
+        _ => &[System::Pvm3, System::Sempa, System::SempaUnchanged],
+    };
+    if !as_installed {
+        setup::everything()?;
+        install::build(false)?;
+        install::lay_out(&install::target()?.join("sempa-prefix"))?;
+    }
+    let runs: Result<Vec<(System, Vec<Outcome>)>> = std::thread::scope(|scope| {
+        let workers: Vec<_> = systems
+            .iter()
+            .map(|system| (system, scope.spawn(move || conformance::outcomes(*system, chosen))))
+            .collect();
+        let joined = workers.into_iter().map(|(system, worker)| (system, worker.join().expect("no panic in a run")));
+        joined.map(|(system, outcomes)| Ok((*system, outcomes?))).collect()
+    });
+    let verdict = conformance::judge(&runs?, &conformance::differences()?, chosen.is_empty());
+    print!("{}", verdict.text());
+    println!("\n{} sentences, {} differences unexplained", verdict.sentences.len(), verdict.unexplained.len());
+    Ok(verdict.unexplained.is_empty())
+}
