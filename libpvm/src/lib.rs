@@ -28,6 +28,7 @@ mod error;
 mod inbox;
 pub mod rm_client;
 pub mod runtime;
+pub mod trace_events;
 mod vm;
 
 pub use error::{EnrollError, Error, MigrateError};
