@@ -6,14 +6,14 @@
 
 use anyhow::{Context, Result, bail};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
-use nix::sched::{CloneFlags, unshare};
+use nix::sched::{CloneFlags, setns, unshare};
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File};
 use std::io::{Read, Write};
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -93,7 +93,7 @@ const NO_DATA: Option<&str> = None;
 
 fn mounts(plan: &HostPlan) -> Result<()> {
     mount(NO_DATA, "/", NO_DATA, MsFlags::MS_REC | MsFlags::MS_PRIVATE, NO_DATA).context("private mounts")?;
-    make_root_a_mount_point()?;
+    leave_a_chroot()?;
     mount(Some("proc"), "/proc", Some("proc"), MsFlags::empty(), NO_DATA).context("/proc")?;
     let keep: Vec<(File, &PathBuf)> = plan
         .keep
@@ -130,15 +130,24 @@ fn bind(open: &File, place: &Path) -> Result<()> {
         .with_context(|| format!("{} over {}", source, place.display()))
 }
 
-/// The dump engine finds no parent of a mount when the root is a plain folder, as in a simple chroot.
-fn make_root_a_mount_point() -> Result<()> {
-    let is_one = fs::read_to_string("/proc/self/mountinfo")?.lines().any(|line| line.split(' ').nth(4) == Some("/"));
-    if is_one {
-        return Ok(());
+/// Makes the folder that this process sees as its root the root of the namespace too. In a chroot it is not, and then
+/// whoever enters the namespace lands outside, and the dump engine finds no parent of a mount.
+fn leave_a_chroot() -> Result<()> {
+    let root = || fs::metadata("/").map(|meta| (meta.dev(), meta.ino()));
+    // Entering a mount namespace, even one's own, goes to its root.
+    let own = File::open("/proc/self/ns/mnt")?;
+    let to_the_top = || setns(&own, CloneFlags::CLONE_NEWNS).context("own mount namespace");
+    let (seen, inside) = (root()?, File::open("/")?);
+    to_the_top()?;
+    if root()? != seen {
+        nix::unistd::fchdir(&inside)?;
+        nix::unistd::chroot(".")?;
+        mount(Some("/"), "/mnt", NO_DATA, MsFlags::MS_BIND | MsFlags::MS_REC, NO_DATA).context("root onto /mnt")?;
+        let copy = File::open("/mnt")?;
+        to_the_top()?;
+        nix::unistd::fchdir(&copy)?;
+        nix::unistd::pivot_root(".", ".").context("pivot_root")?;
+        umount2(".", MntFlags::MNT_DETACH).context("the root outside")?;
     }
-    mount(Some("/"), "/mnt", NO_DATA, MsFlags::MS_BIND | MsFlags::MS_REC, NO_DATA).context("root onto /mnt")?;
-    std::env::set_current_dir("/mnt")?;
-    nix::unistd::pivot_root(".", ".").context("pivot_root")?;
-    umount2(".", MntFlags::MNT_DETACH)?;
     Ok(std::env::set_current_dir("/")?)
 }
