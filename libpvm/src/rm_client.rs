@@ -5,10 +5,12 @@ use crate::runtime::{Core, Runtime};
 use bytes::Bytes;
 use sempa_proto::body::{Encoding, Packer, Unpacker};
 use sempa_proto::message::{CTX_BASE, ENC_XDR, Message};
-use sempa_proto::sm::{SM_ADDHOST, SM_CONFIG, SM_DELHOST, SM_NOTIFY, SM_SPAWN, SM_TASK, pack_spawn, unpack_tids};
+use sempa_proto::sm::{
+    SM_ADDHOST, SM_CONFIG, SM_DELHOST, SM_NOTIFY, SM_SCHED, SM_SPAWN, SM_TASK, pack_spawn, unpack_tids,
+};
 use sempa_proto::table::{AddedHost, HostEntry, HostTable, TaskInfo};
 use sempa_proto::task::{NotifyRequest, NotifyWhat, Reply, Request, RmInfo, RmServes, SpawnRequest};
-use sempa_proto::{Epoch, PvmError, PvmResult, Tid};
+use sempa_proto::{Epoch, HostId, PvmError, PvmResult, Tid};
 
 /// `PvmTaskExit`.
 pub const NOTIFY_TASK_EXIT: i32 = 1;
@@ -143,6 +145,28 @@ impl Runtime {
         }
     }
 
+    /// Becomes the resource manager. When this task was told of one that serves everything, that one is asked and may
+    /// refuse; otherwise the daemon takes whoever comes. Answers what PVM does: the former one's tid, NONE without; and the
+    /// master's entry.
+    ///
+    /// # Errors
+    /// As the resource manager or the daemon says.
+    pub fn register_rm(&self, serves: RmServes) -> Result<(Tid, Option<HostEntry>), Error> {
+        let what = "registering a resource manager";
+        if let Asked::Answer(body) = self.ask_rm(|serves| serves.others, SM_SCHED, Bytes::new)? {
+            let (previous, master) = unpack_sched(body).map_err(|e| rm_error(what, e))?;
+            return Ok((previous, Some(master)));
+        }
+        let previous = match self.request(Request::RegisterRm(serves)) {
+            Reply::Rm { previous } => previous,
+            other => return Err(Error::from_reply(what, other)),
+        };
+        match self.request(Request::Config) {
+            Reply::Hosts(table) => Ok((previous, table.get(HostId::MASTER).cloned())),
+            other => Err(Error::from_reply(what, other)),
+        }
+    }
+
     /// The resource manager, when it serves this and is not this task itself.
     fn rm_for(&self, serves: impl Fn(RmServes) -> bool) -> Option<RmInfo> {
         self.rm().filter(|rm| serves(rm.serves) && rm.tid != self.tid())
@@ -219,6 +243,15 @@ fn unpack_config(body: Bytes) -> PvmResult<HostTable> {
         hosts.push(unpack_host(&mut from)??);
     }
     Ok(HostTable { epoch: Epoch(0), hosts })
+}
+
+fn unpack_sched(body: Bytes) -> PvmResult<(Tid, HostEntry)> {
+    let mut from = Unpacker::xdr(body);
+    let previous = from.int()?;
+    if previous < 0 {
+        return Err(PvmError::from_code(previous).unwrap_or(PvmError::Denied));
+    }
+    Ok((Tid::from_raw(previous), unpack_host(&mut from)??))
 }
 
 fn unpack_added(body: Bytes) -> PvmResult<Vec<AddedHost>> {

@@ -8,8 +8,8 @@ use sempa_proto::body::{Encoding, Packer};
 use sempa_proto::message::{CTX_BASE, ENC_XDR};
 use sempa_proto::table::{AddedHost, HostEntry, HostTable, TaskInfo};
 use sempa_proto::task::{
-    MailboxClass, MailboxRequest, NotifyRequest, NotifyWhat, Reply, Request, RmServes, SPAWN_ARCH, SPAWN_HOST, Sink,
-    SpawnRequest,
+    MailboxClass, MailboxRequest, NotifyRequest, NotifyWhat, Reply, Request, RmServes, SPAWN_ARCH, SPAWN_HOST, Service,
+    Sink, SpawnRequest, TracerSettings,
 };
 use sempa_proto::{Message, PvmError, PvmResult, Tid};
 use std::sync::atomic::Ordering::Relaxed;
@@ -422,14 +422,53 @@ pub(crate) fn no_resets() -> PvmResult<Vec<i32>> {
 /// `Already` or `Denied` when somebody else is.
 pub(crate) fn register_rm() -> PvmResult<(i32, Option<HostEntry>)> {
     let rt = session::runtime()?;
-    let previous = match rt.request(Request::RegisterRm(RmServes { spawn: true, others: true })) {
-        Reply::Rm { previous } => previous.raw(),
-        other => return Err(failure(&other)),
-    };
+    let (previous, master) = rt.register_rm(RmServes { spawn: true, others: true }).map_err(|error| error.code)?;
     put_own_tid(sempa_proto::sm::RM_CLASS)?;
-    let table = match rt.request(Request::Config) {
-        Reply::Hosts(table) => table,
-        other => return Err(failure(&other)),
+    Ok((previous.raw(), master))
+}
+
+/// Begins or ends to serve the daemon; the well-known class of the mailbox says who does.
+///
+/// # Errors
+/// `Already` when somebody else serves, `HosterNotMaster` for a hoster elsewhere than with the master.
+pub(crate) fn serve(service: Service) -> PvmResult<()> {
+    let rt = session::runtime()?;
+    let class = match service {
+        Service::Hoster => sempa_proto::sm::HOSTER_CLASS,
+        Service::Tasker => sempa_proto::sm::TASKER_CLASS,
     };
-    Ok((previous, table.hosts.into_iter().find(|host| host.id == sempa_proto::HostId::MASTER)))
+    let message = int_message(&rt, rt.tid().raw());
+    serving(&rt, rt.request(Request::Serve(service)), class, message, MBOX_MULTI)
+}
+
+/// Begins or ends to be the tracer.
+///
+/// # Errors
+/// `Already` when somebody else is.
+pub(crate) fn serve_tracer(settings: TracerSettings) -> PvmResult<()> {
+    let rt = session::runtime()?;
+    let TracerSettings { trace_ctx, trace_tag, out_ctx, out_tag, mask, buffer, options } = &settings;
+    let mut body = Packer::new(Encoding::Xdr);
+    body.items([rt.tid().raw(), *trace_ctx, *trace_tag, *out_ctx, *out_tag]);
+    body.str(mask).items([*buffer, *options]);
+    let me = rt.tid();
+    let message = Message { src: me, dst: me, ctx: CTX_BASE, tag: 0, wid: 0, enc: ENC_XDR, body: body.finish() };
+    let reply = rt.request(Request::ServeTracer(settings));
+    serving(&rt, reply, sempa_proto::sm::TRACER_CLASS, message, 0)
+}
+
+fn serving(rt: &Runtime, reply: Reply, class: &str, message: Message, flags: i32) -> PvmResult<()> {
+    match reply {
+        Reply::Serving(true) => put(class.to_string(), message, flags).map(drop),
+        Reply::Serving(false) => {
+            let entries = list(class.to_string())?.into_iter().filter(|c| c.name == class).flat_map(|c| c.entries);
+            for (index, owner, _) in entries {
+                if owner == rt.tid() {
+                    delete(class.to_string(), index)?;
+                }
+            }
+            Ok(())
+        }
+        other => Err(failure(&other)),
+    }
 }

@@ -99,6 +99,18 @@ codes! {
     IpLoopback = -36, "Master Host IP Address is Loopback! (See pvm3/Readme)";
 }
 
+impl PvmError {
+    /// The error of a name as in `pvm3.h`, such as `PvmCantStart`.
+    pub fn from_name(name: &str) -> Option<PvmError> {
+        let name = name.strip_prefix("Pvm")?;
+        match name {
+            "HostrNMstr" => Some(PvmError::HosterNotMaster),
+            "IPLoopback" => Some(PvmError::IpLoopback),
+            _ => (-36..0).filter_map(PvmError::from_code).find(|error| format!("{error:?}") == name),
+        }
+    }
+}
+
 impl std::fmt::Display for PvmError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(self.text())

@@ -8,7 +8,7 @@ use crate::ids::{Epoch, HostId, Micros, MigrationId, RequestId, Tid};
 use crate::message::Message;
 use crate::migration::{Move, Order, Report};
 use crate::table::HostTable;
-use crate::task::{LinkMark, Reply, Request, RmInfo, Sink, SpawnRequest, ToTask};
+use crate::task::{LinkMark, Reply, Request, RmInfo, Sink, SpawnRequest, ToTask, TracerInfo};
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
@@ -180,6 +180,11 @@ pub enum HostMsg {
         /// The new one.
         rm: Option<RmInfo>,
     },
+    /// Master: the tracer of the virtual machine changed.
+    Tracer {
+        /// The new one.
+        tracer: Option<TracerInfo>,
+    },
     /// A task has left the virtual machine; its process lives on.
     Left {
         /// The task.
@@ -257,6 +262,8 @@ pub struct TaskRecord {
     pub output: Sink,
     /// Where its trace records go.
     pub trace: Sink,
+    /// The trace events that are wanted of it.
+    pub trace_mask: Vec<u8>,
     /// The resource manager that is told of its end.
     pub rm: Option<Tid>,
     /// How far each of its links has sent, as its daemons saw it.

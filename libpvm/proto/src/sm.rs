@@ -5,7 +5,8 @@
 
 use crate::body::{Encoding, Packer, Unpacker};
 use crate::error::{PvmError, PvmResult};
-use crate::ids::Tid;
+use crate::ids::{Micros, Tid};
+use crate::migration::Usage;
 use crate::task::{Sink, SpawnRequest};
 use bytes::Bytes;
 
@@ -48,6 +49,12 @@ pub const SM_STTASK: i32 = BASE + 16;
 
 /// Well-known mailbox class of resource managers.
 pub const RM_CLASS: &str = "###_PVM_RM_###";
+/// Well-known mailbox class of hosters.
+pub const HOSTER_CLASS: &str = "###_PVM_HOSTER_###";
+/// Well-known mailbox class of taskers.
+pub const TASKER_CLASS: &str = "###_PVM_TASKER_###";
+/// Well-known mailbox class of the tracer.
+pub const TRACER_CLASS: &str = "###_PVM_TRACER_###";
 /// Well-known mailbox class of tasks that a reset spares.
 pub const NO_RESET_CLASS: &str = "###_PVM_NO_RESET_###";
 
@@ -148,6 +155,106 @@ pub fn unpack_tids(body: Bytes) -> PvmResult<Vec<Result<Tid, PvmError>>> {
     Ok(words.into_iter().map(tid).collect())
 }
 
+/// A task for a tasker to start.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TaskOrder {
+    /// The task it becomes.
+    pub tid: Tid,
+    /// `PvmTask*` bits.
+    pub flags: i32,
+    /// Absolute path of the program.
+    pub path: Vec<u8>,
+    /// All arguments, argv[0] included.
+    pub argv: Vec<Vec<u8>>,
+    /// Additions to the tasker's own environment; `PVMEPID` comes first.
+    pub env: Vec<Vec<u8>>,
+    /// Its position among the tasks of this order, how many those are, and how many the whole spawn has.
+    pub position: [i32; 3],
+}
+
+/// Body of [`SM_STTASK`].
+pub fn pack_task_order(order: &TaskOrder) -> Bytes {
+    let mut out = Packer::new(Encoding::Xdr);
+    out.int(order.tid.raw()).int(order.flags).str(&order.path);
+    out.strs(&order.argv).strs(&order.env).items(order.position);
+    out.finish()
+}
+
+/// What a tasker says of a task that has ended, or could not be started.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TaskEnd {
+    /// The task.
+    pub tid: Tid,
+    /// Wait status.
+    pub status: i32,
+    /// What it used.
+    pub used: Usage,
+}
+
+/// Body of [`SM_TASKX`].
+pub fn pack_task_end(end: &TaskEnd) -> Bytes {
+    let (seconds, rest) = (|t: Micros| (t.0 / 1_000_000) as i32, |t: Micros| (t.0 % 1_000_000) as i32);
+    let Usage { user, system, .. } = end.used;
+    let mut out = Packer::new(Encoding::Xdr);
+    out.items([end.tid.raw(), end.status, seconds(user), rest(user), seconds(system), rest(system)]);
+    out.finish()
+}
+
+/// Reads [`SM_TASKX`]. The times may be missing.
+///
+/// # Errors
+/// [`PvmError::NoData`] when tid or status are missing.
+pub fn unpack_task_end(body: Bytes) -> PvmResult<TaskEnd> {
+    let mut from = Unpacker::xdr(body);
+    let (tid, status) = (Tid::from_raw(from.int()?), from.int()?);
+    let mut time = || {
+        let (seconds, micros) = (from.int().unwrap_or(0).max(0) as u64, from.int().unwrap_or(0).max(0) as u64);
+        Micros(seconds * 1_000_000 + micros)
+    };
+    let (user, system) = (time(), time());
+    Ok(TaskEnd { tid, status, used: Usage { user, system, ..Usage::default() } })
+}
+
+/// A daemon for a hoster to start on another host.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HostOrder {
+    /// Tid of the new host.
+    pub host: Tid,
+    /// Value of the host option `so=`; empty without.
+    pub option: String,
+    /// Where to log in: `host` or `user@host`.
+    pub login: String,
+    /// What to run there.
+    pub command: String,
+    /// What goes to its standard input as `PVM_VMID=…`; empty for nothing.
+    pub vmid: String,
+}
+
+/// Body of [`SM_STHOST`].
+pub fn pack_host_orders(orders: &[HostOrder]) -> Bytes {
+    let mut out = Packer::new(Encoding::Xdr);
+    out.int(orders.len() as i32);
+    for order in orders {
+        out.int(order.host.raw()).str(order.option.as_bytes()).str(order.login.as_bytes());
+        // There is no other command for Windows.
+        out.str(order.command.as_bytes()).str(b"").str(order.vmid.as_bytes());
+    }
+    out.finish()
+}
+
+/// Reads [`SM_STHOSTACK`]: hosts, and for each the line that the daemon there said, or the name of an error.
+///
+/// # Errors
+/// [`PvmError::NoData`] or [`PvmError::BadMsg`] when the body is not one.
+pub fn unpack_host_answers(body: Bytes) -> PvmResult<Vec<(Tid, String)>> {
+    let mut from = Unpacker::xdr(body);
+    let count = usize::try_from(from.int()?).map_err(|_| PvmError::BadMsg)?;
+    if count.saturating_mul(8) > from.remaining() {
+        return Err(PvmError::NoData);
+    }
+    (0..count).map(|_| Ok((Tid::from_raw(from.int()?), from.string()?))).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -180,6 +287,29 @@ mod tests {
         let without_place = whole.slice(..whole.len() - place.len());
         assert_eq!(unpack_exec(without_place.clone()).map(|(_, r)| r.place), Ok(String::new()));
         assert_eq!(unpack_exec(without_place.slice(..without_place.len() - 4)), Err(PvmError::NoData));
+    }
+
+    #[test]
+    fn the_end_of_a_task_is_read_as_it_was_written_and_without_its_times() {
+        let used = Usage { user: Micros(1_500_000), system: Micros(7), ..Usage::default() };
+        let end = TaskEnd { tid: Tid::from_raw(0x40001), status: 0x100, used };
+        let body = pack_task_end(&end);
+        assert_eq!(unpack_task_end(body.clone()), Ok(end));
+        let short = unpack_task_end(body.slice(..8));
+        assert_eq!(short, Ok(TaskEnd { used: Usage::default(), ..end }));
+        assert_eq!(unpack_task_end(body.slice(..4)), Err(PvmError::NoData));
+    }
+
+    #[test]
+    fn hostile_answers_of_hosters_are_errors() {
+        for count in [-1, i32::MAX] {
+            let mut out = Packer::new(Encoding::Xdr);
+            out.int(count);
+            assert!(unpack_host_answers(out.finish()).is_err());
+        }
+        let mut out = Packer::new(Encoding::Xdr);
+        out.int(1).int(0x80000).str(b"PvmCantStart");
+        assert_eq!(unpack_host_answers(out.finish()), Ok(vec![(Tid::from_raw(0x80000), "PvmCantStart".into())]));
     }
 
     #[test]

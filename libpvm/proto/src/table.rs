@@ -64,6 +64,8 @@ pub const TASK_RM: i32 = 0x100;
 pub const TASK_HOSTER: i32 = 0x200;
 /// `ti_flag`: tasker.
 pub const TASK_TASKER: i32 = 0x400;
+/// `ti_flag`: tracer.
+pub const TASK_TRACER: i32 = 0x800;
 
 /// What `pvm_tasks` tells about a task.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

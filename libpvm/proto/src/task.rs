@@ -202,6 +202,58 @@ pub struct RmInfo {
     pub serves: RmServes,
 }
 
+/// A service that a task may do in the place of its daemon.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Service {
+    /// Starting daemons on other hosts (`pvm_reg_hoster`); on the master only.
+    Hoster,
+    /// Starting tasks on its host (`pvm_reg_tasker`).
+    Tasker,
+}
+
+/// What a tracer wants of the tasks that have no other place for their output and trace (`pvm_reg_tracer`).
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TracerSettings {
+    /// Context of trace messages.
+    pub trace_ctx: i32,
+    /// Tag of trace messages.
+    pub trace_tag: i32,
+    /// Context of output messages.
+    pub out_ctx: i32,
+    /// Tag of output messages.
+    pub out_tag: i32,
+    /// The events that are wanted, as in `PVMTMASK`.
+    pub mask: Vec<u8>,
+    /// Bytes that a task collects before it sends.
+    pub buffer: i32,
+    /// `PvmTrace*` option.
+    pub options: i32,
+}
+
+/// The tracer of the virtual machine.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TracerInfo {
+    /// Its task.
+    pub tid: Tid,
+    /// What it wants.
+    pub settings: TracerSettings,
+}
+
+impl TracerInfo {
+    /// Where trace records go.
+    pub fn trace(&self) -> Sink {
+        Sink { tid: self.tid, ctx: self.settings.trace_ctx, tag: self.settings.trace_tag }
+    }
+
+    /// Where output goes.
+    pub fn output(&self) -> Sink {
+        Sink { tid: self.tid, ctx: self.settings.out_ctx, tag: self.settings.out_tag }
+    }
+}
+
+/// Numbers in one `pvm_tickle` at most.
+pub const TICKLE_WORDS_MAX: usize = 10;
+
 /// What a task asks its daemon.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Request {
@@ -306,6 +358,19 @@ pub enum Request {
         /// What happened.
         kind: EventKind,
     },
+    /// Serve this daemon, or stop serving it when the task does so already. → [`Reply::Serving`]
+    Serve(Service),
+    /// Be the tracer of the virtual machine, or stop being it. → [`Reply::Serving`]
+    ServeTracer(TracerSettings),
+    /// Where this task's trace records go from now on, and which of them are wanted. → [`Reply::Done`]
+    SetTrace {
+        /// Where.
+        sink: Sink,
+        /// The events, as in `PVMTMASK`.
+        mask: Vec<u8>,
+    },
+    /// A question about the inside of the daemon (`pvm_tickle`). → [`Reply::Numbers`]
+    Tickle(Vec<i32>),
 }
 
 /// Outcome of a move.
@@ -362,6 +427,10 @@ pub enum Reply {
     Moved(Result<MoveReport, MoveError>),
     /// Entries of the log, oldest first.
     Events(Vec<Event>),
+    /// True: the task serves from now on. False: it does so no longer.
+    Serving(bool),
+    /// Numbers.
+    Numbers(Vec<i32>),
 }
 
 /// A move that did not happen; the task goes on where it was.
@@ -393,6 +462,8 @@ pub struct Welcome {
     pub dsig: i32,
     /// Why it runs as spawned; true when its standard output is collected by the daemon.
     pub spawned: bool,
+    /// What the tracer wants, when `trace` leads to it because nothing else was asked for.
+    pub tracer: Option<TracerSettings>,
 }
 
 /// From a task to its daemon.

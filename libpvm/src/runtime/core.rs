@@ -630,6 +630,7 @@ mod tests {
             trace: Sink::default(),
             dsig: DSIG_X86_64,
             spawned: false,
+            tracer: None,
         })
     }
 

@@ -1,8 +1,8 @@
 //! Questions between daemons: who asked, who has to answer, and what a lost host means for an open question.
 
-use super::Machine;
 use super::spawn::ExecBack;
 use super::tasks::Phase;
+use super::{Machine, Output};
 use sempa_proto::host::{Answer, HostMsg, Question};
 use sempa_proto::task::{LinkMark, Reply};
 use sempa_proto::tasker::ToTasker;
@@ -135,8 +135,10 @@ impl Machine {
         if let Some(task) = self.tasks.get(tid) {
             if task.spawned() {
                 self.tell_tasker(ToTasker::Signal { tid, signal });
+            } else if let Phase::Connected(conn) = task.phase {
+                self.out.push_back(Output::Signal { conn, signal });
             } else if task.phase != Phase::Left {
-                self.log(format!("{tid} was not started here; signal {signal} was not sent to it"));
+                self.log(format!("{tid} has no process that this daemon knows; signal {signal} was not sent to it"));
             }
         } else if let Some(arrival) = self.moves.arrivals.get_mut(&tid) {
             arrival.signals.push(signal);

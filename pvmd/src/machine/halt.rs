@@ -65,6 +65,11 @@ impl Machine {
         for tid in self.processes() {
             self.tell_tasker(ToTasker::Signal { tid, signal: SIGTERM });
         }
+        let others: Vec<_> =
+            self.tasks.live.values().filter(|t| t.by_tasker.is_some()).filter_map(|t| t.conn()).collect();
+        for conn in others {
+            self.out.push_back(Output::Signal { conn, signal: SIGTERM });
+        }
         self.stop_step();
     }
 

@@ -20,6 +20,8 @@ pub(super) struct Options {
     work_dir: Option<String>,
     pub(super) speed: Option<i32>,
     contact: Option<String>,
+    start_option: Option<String>,
+    debugger: Option<String>,
 }
 
 impl Options {
@@ -32,6 +34,8 @@ impl Options {
             work_dir: self.work_dir.or_else(|| other.work_dir.clone()),
             speed: self.speed.or(other.speed),
             contact: self.contact.or_else(|| other.contact.clone()),
+            start_option: self.start_option.or_else(|| other.start_option.clone()),
+            debugger: self.debugger.or_else(|| other.debugger.clone()),
         }
     }
 }
@@ -93,6 +97,8 @@ impl HostFile {
                     search_path: options.search_path,
                     work_dir: options.work_dir,
                     speed: options.speed.unwrap_or(SPEED_DEFAULT),
+                    start_option: options.start_option,
+                    debugger: options.debugger,
                 })
             }
             Line::Nothing | Line::Defaults(_) => Err((PvmError::BadParam, format!("{line:?} names no host"))),
@@ -131,13 +137,10 @@ fn parse(line: &str) -> Result<Line, Refused> {
             "wd" => options.work_dir = Some(value),
             "ip" => options.contact = Some(value),
             "sp" => options.speed = Some(value.parse().map_err(|_| bad(format!("sp={value} is not a number")))?),
-            // Nothing here debugs on the far side, and all hosts share the name of the virtual machine.
-            "bx" | "id" => {}
-            "so" => {
-                let reason =
-                    format!("so={value} is not supported: daemons are started over ssh with keys, see PVM_RSH");
-                return Err((PvmError::NotImpl, reason));
-            }
+            "bx" => options.debugger = Some(value),
+            "so" => options.start_option = Some(value),
+            // All hosts share the name of the virtual machine.
+            "id" => {}
             _ => return Err(bad(format!("{word:?} is no host option; there are lo= dx= ep= wd= sp= ip= so= bx= id="))),
         }
     }
@@ -174,6 +177,7 @@ mod tests {
         for line in ["", "#x", "* sp=1", "-oProxyCommand=x", "h lo=-l", "h ip=-x", "h sp=fast", "h foo", "&", "a=b"] {
             assert_eq!(plan(&file, line).map_err(|e| e.0), Err(PvmError::BadParam), "{line}");
         }
-        assert_eq!(plan(&file, "h so=pw").map_err(|e| e.0), Err(PvmError::NotImpl));
+        let told = plan(&file, "h so=pw bx=/opt/gdb").expect("good");
+        assert_eq!((told.start_option.as_deref(), told.debugger.as_deref()), (Some("pw"), Some("/opt/gdb")));
     }
 }

@@ -140,6 +140,7 @@ impl Machine {
         let job =
             AddJob { wanting, names: lines.to_vec(), slots: vec![None; lines.len()], starting: 0, ready: Vec::new() };
         hosts.adds.insert(number, job);
+        let mut plans = Vec::new();
         for (slot, line) in lines.iter().enumerate() {
             let planned = if stopping {
                 Err((PvmError::DSysErr, "the virtual machine is being halted".to_string()))
@@ -149,11 +150,18 @@ impl Machine {
                 self.plan_host(line)
             };
             match planned {
-                Ok(plan) => self.start_host(number, slot, plan),
+                Ok(plan) => plans.push(self.start_host(number, slot, plan)),
                 Err((error, reason)) => self.slot_failed(number, slot, error, reason),
             }
         }
+        self.start_daemons(plans);
         self.add_step(number);
+    }
+
+    /// What an open attempt is to start, while nothing has come of it.
+    pub(super) fn plan_of(&self, start: StartId) -> Option<HostPlan> {
+        let starting = &self.master.as_ref()?.hosts.starting;
+        starting.get(&start).filter(|s| s.started.is_none()).map(|s| s.plan.clone())
     }
 
     fn plan_host(&mut self, line: &str) -> Result<HostPlan, (PvmError, String)> {
@@ -169,7 +177,7 @@ impl Machine {
         Ok(plan)
     }
 
-    fn start_host(&mut self, job: u64, slot: usize, plan: HostPlan) {
+    fn start_host(&mut self, job: u64, slot: usize, plan: HostPlan) -> (StartId, HostPlan) {
         let hosts = self.hosts();
         hosts.last_start += 1;
         let start = StartId(hosts.last_start);
@@ -178,8 +186,8 @@ impl Machine {
             add.names[slot] = plan.name.clone();
         }
         hosts.starting.insert(start, Starting { job, slot, plan: plan.clone(), started: None, connected: false });
-        self.out.push_back(Output::StartHost { start, plan });
         self.timer(START_TIME, Timer::Start(start));
+        (start, plan)
     }
 
     fn slot_failed(&mut self, job: u64, slot: usize, error: PvmError, reason: String) {
@@ -212,6 +220,7 @@ impl Machine {
         if self.master.is_some() && self.stop.is_some() && self.table.get(host).is_none() {
             return self.tell_host(host, HostMsg::Shutdown);
         }
+        self.tell_of_tracer(host);
         let Some(master) = &mut self.master else { return };
         let start = master.hosts.starting.iter_mut().find(|(_, s)| s.plan.id == host);
         if let Some((start, s)) = start {

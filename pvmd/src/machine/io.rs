@@ -58,7 +58,25 @@ pub struct HostPlan {
     pub work_dir: Option<String>,
     /// Relative speed (`sp=`).
     pub speed: i32,
+    /// How the daemon is to be started (`so=`); hosters know, this daemon has one way only.
+    pub start_option: Option<String>,
+    /// What debugs tasks there (`bx=`), unless `PVM_DEBUGGER` is set there.
+    pub debugger: Option<String>,
 }
+
+/// What a hoster has to know to start a daemon.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StartOrder {
+    /// Where to log in: `host` or `user@host`.
+    pub login: String,
+    /// What to run there.
+    pub command: String,
+    /// The secret that it gets on its standard input, as `PVM_VMID=…`.
+    pub secret: String,
+}
+
+/// PVM's code and one sentence for the user.
+pub type Refused = (PvmError, String);
 
 /// What a started daemon said of itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -134,6 +152,11 @@ pub enum Event {
         start: StartId,
         /// What it is, or PVM's code and one sentence for the user.
         result: Result<StartedHost, (PvmError, String)>,
+    },
+    /// The orders of [`Output::PrepareHosts`].
+    HostsPrepared {
+        /// One for each.
+        orders: Vec<(StartId, Result<StartOrder, Refused>)>,
     },
     /// A message of the tasker.
     Tasker(FromTasker),
@@ -227,6 +250,19 @@ pub enum Output {
         /// What to start.
         plan: HostPlan,
     },
+    /// Make these starts ready for a hoster: the daemon that it starts will ask here for its certificate.
+    /// → [`Event::HostsPrepared`]
+    PrepareHosts {
+        /// What to start.
+        plans: Vec<(StartId, HostPlan)>,
+    },
+    /// What a hoster heard from the daemon that it started, or the name of an error. → [`Event::HostStarted`]
+    HosterHeard {
+        /// The attempt.
+        start: StartId,
+        /// The line.
+        line: String,
+    },
     /// Give up an attempt that has not ended; no event follows.
     AbandonStart {
         /// The attempt.
@@ -234,6 +270,13 @@ pub enum Output {
     },
     /// Tell the tasker.
     ToTasker(ToTasker),
+    /// Send a signal to the process on the other end of a connection.
+    Signal {
+        /// The connection.
+        conn: ConnId,
+        /// Signal number.
+        signal: i32,
+    },
     /// Send the image directory of a move to the target, hashed. → [`Event::ImagesSent`], there [`Event::ImagesReceived`]
     SendImages {
         /// The move.

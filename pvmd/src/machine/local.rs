@@ -152,7 +152,7 @@ impl Machine {
             return self.refuse(conn, "this host is still joining the virtual machine; try again in a moment".into());
         }
         match hello.claim {
-            Claim::Spawned { epid } if self.tasks.expected.contains_key(&epid) => self.bind_spawned(conn, epid),
+            Claim::Spawned { epid } if self.tasks.expected.contains_key(&epid) => self.bind_spawned(conn, pid, epid),
             // The number of a task that is connected or has left, or of another virtual machine, claims nothing.
             Claim::New | Claim::Spawned { .. } => self.enrol(conn, pid, &hello.program),
             Claim::Resume { tid, migration } => self.resume(conn, tid, migration),
@@ -167,6 +167,7 @@ impl Machine {
         let mut task = Task::new(tid, Tid::NONE, Phase::Connected(conn));
         task.flags = TASK_CONNECTED;
         task.pid = pid;
+        self.default_sinks(&mut task.output, &mut task.trace, &mut task.trace_mask);
         self.tasks.insert(task);
         self.log(format!("{tid} is process {pid} ({program})"));
         self.record(EventKind::TaskStarted { tid, parent: Tid::NONE, name: String::new() });
@@ -175,11 +176,14 @@ impl Machine {
     }
 
     /// A process that we started.
-    fn bind_spawned(&mut self, conn: ConnId, epid: i32) {
+    fn bind_spawned(&mut self, conn: ConnId, pid: i32, epid: i32) {
         let Some(tid) = self.tasks.expected.remove(&epid) else { return };
         let Some(task) = self.tasks.get_mut(tid) else { return };
         task.phase = Phase::Connected(conn);
         task.flags |= TASK_CONNECTED;
+        if task.by_tasker.is_some() {
+            task.pid = pid;
+        }
         self.welcome(conn, tid);
         self.open_inbox(tid);
     }
@@ -200,6 +204,7 @@ impl Machine {
             trace: task.trace,
             dsig: self.config.dsig,
             spawned: task.spawned(),
+            tracer: self.servers.tracer.as_ref().filter(|t| t.trace() == task.trace).map(|t| t.settings.clone()),
         };
         self.out.push_back(Output::ToTask { conn, message: ToTask::Welcome(welcome) });
     }

@@ -7,7 +7,7 @@
 //! * `route`, `notify`, `output`: the ways of link frames, items, notifications and standard output.
 //! * `hosts`, `hostfile`: the master's work on the host table; `table`, `halt`: every daemon's.
 //! * `asks`: questions between daemons.
-//! * `spawn`, `rm`: starting tasks, resource managers.
+//! * `spawn`, `rm`, `servers`: starting tasks, resource managers, tasks that do a daemon's work.
 //! * `mailbox`, `events`: what the master keeps for all.
 //! * `moves`, `handover`: the glue to the migration protocol, and what is kept in order while a task changes hosts.
 
@@ -26,6 +26,7 @@ mod output;
 mod requests;
 mod rm;
 mod route;
+mod servers;
 mod spawn;
 mod table;
 mod tasks;
@@ -121,6 +122,7 @@ pub struct Machine {
     execs: VecDeque<spawn::ExecJob>,
     tasker_gone: bool,
     rm: rm::RmState,
+    servers: servers::Servers,
     moves: moves::Moves,
     stop: Option<halt::Stop>,
     master: Option<Box<Master>>,
@@ -149,6 +151,7 @@ impl Machine {
             execs: VecDeque::new(),
             tasker_gone: false,
             rm: rm::RmState::default(),
+            servers: servers::Servers::default(),
             moves: moves::Moves::default(),
             stop: None,
             master: None,
@@ -208,6 +211,7 @@ impl Machine {
             Event::HostCarried { host, carried } => self.host_carried(host, carried),
             Event::HostLost { host, why } => self.host_lost(host, &why),
             Event::HostStarted { start, result } => self.host_started(start, result),
+            Event::HostsPrepared { orders } => self.hosts_prepared(orders),
             Event::Tasker(message) => self.tasker_says(message),
             Event::TaskerGone { why } => self.tasker_ended(&why),
             Event::ImagesSent { migration, result } => {

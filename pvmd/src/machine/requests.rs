@@ -72,6 +72,13 @@ impl Machine {
                 None => self.fail(tid, id, PvmError::NoHost, no_host(&host.to_string())),
             },
             Request::SetOutput(sink) => self.set_output(tid, id, sink),
+            Request::SetTrace { sink, mask } => {
+                if let Some(task) = self.tasks.get_mut(tid) {
+                    (task.trace, task.trace_mask) = (sink, mask);
+                }
+                self.reply(tid, id, Reply::Done);
+            }
+            Request::Serve(service) => self.serve(tid, id, service),
             what => self.ask_master(tid, id, what),
         }
     }
@@ -102,6 +109,7 @@ impl Machine {
                 self.append_event(host, at, kind);
                 self.reply(tid, id, Reply::Done);
             }
+            Request::ServeTracer(settings) => self.serve_tracer(tid, id, settings),
             Request::Reset { kill } => self.reset(tid, id, kill),
             Request::Halt => {
                 self.reply(tid, id, Reply::Done);

@@ -8,10 +8,13 @@ use sempa_proto::body::{Encoding, Packer, Unpacker};
 use sempa_proto::event::EventKind;
 use sempa_proto::host::HostMsg;
 use sempa_proto::migration::Usage;
-use sempa_proto::sm::{SM_ADD, SM_ADDACK, SM_EXEC, SM_EXECACK, SM_HANDOFF, SM_HOSTX, SM_TASKX, pack_tids, unpack_exec};
+use sempa_proto::sm::{
+    SM_ADD, SM_ADDACK, SM_EXEC, SM_EXECACK, SM_HANDOFF, SM_HOSTX, SM_STHOSTACK, SM_TASKX, TaskEnd, pack_task_end,
+    pack_tids, unpack_exec,
+};
 use sempa_proto::table::{AddedHost, TASK_RM};
 use sempa_proto::task::{Reply, RmInfo, RmServes, SPAWN_NO_PARENT, SPAWN_PINNED, SpawnRequest, ToTask};
-use sempa_proto::{HostId, Message, Micros, RequestId, Tid};
+use sempa_proto::{HostId, Message, RequestId, Tid};
 
 /// The resource managers that this daemon obeys.
 #[derive(Debug, Default)]
@@ -114,11 +117,8 @@ impl Machine {
     /// Tells the resource manager that one of its tasks has ended.
     pub(super) fn tell_rm_of_end(&mut self, task: &Task, status: i32, used: Usage) {
         let Some(rm) = task.rm.filter(|rm| *rm != task.tid && self.rm.obeys(*rm)) else { return };
-        let (seconds, rest) = (|t: Micros| (t.0 / 1_000_000) as i32, |t: Micros| (t.0 % 1_000_000) as i32);
-        let mut body = Packer::new(Encoding::Xdr);
-        body.items([task.tid.raw(), status]);
-        body.items([seconds(used.user), rest(used.user), seconds(used.system), rest(used.system)]);
-        self.send_made(rm, 0, SM_TASKX, 0, body.finish());
+        let body = pack_task_end(&TaskEnd { tid: task.tid, status, used });
+        self.send_made(rm, 0, SM_TASKX, 0, body);
     }
 
     /// Tells the resource manager of a task that connected by itself.
@@ -148,9 +148,18 @@ impl Machine {
         }
     }
 
-    /// A message to this daemon. Only resource managers have something to say.
+    /// A message to this daemon. Only resource managers and the tasks that work for it have something to say.
     pub(super) fn daemon_message(&mut self, message: Message) {
         let Message { src, tag, wid, body, .. } = message;
+        let server_says = match tag {
+            SM_TASKX => Some(self.task_end_heard(src, body.clone())),
+            SM_STHOSTACK => Some(self.hosts_heard(src, wid, body.clone())),
+            _ => None,
+        };
+        if let Some(understood) = server_says {
+            return understood
+                .unwrap_or_else(|error| self.log(format!("a message {tag:#x} of {src} cannot be read: {error}")));
+        }
         if !matches!(tag, SM_EXEC | SM_ADD | SM_HANDOFF) {
             return self.log(format!("{src} sent a message with tag {tag:#x} to this daemon; nobody here reads it"));
         }
@@ -167,6 +176,13 @@ impl Machine {
         };
         if let Err(error) = understood {
             self.log(format!("a message {tag:#x} of resource manager {src} cannot be read: {error}"));
+            let mut body = Packer::new(Encoding::Xdr);
+            body.int(error.code());
+            match tag {
+                SM_EXEC => self.send_made(src, 0, SM_EXECACK, wid, body.finish()),
+                SM_ADD => self.send_made(src, 0, SM_ADDACK, wid, body.finish()),
+                _ => {}
+            }
         }
     }
 

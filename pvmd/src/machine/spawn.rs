@@ -5,7 +5,7 @@ use super::tasks::{Phase, Task};
 use super::{Machine, World};
 use sempa_proto::event::EventKind;
 use sempa_proto::host::{Answer, Question};
-use sempa_proto::sm::{SM_EXECACK, pack_tids};
+use sempa_proto::sm::{SM_EXECACK, TaskOrder, pack_tids};
 use sempa_proto::table::TASK_FORKED;
 use sempa_proto::task::{
     Reply, SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_DEBUG, SPAWN_HOST, SPAWN_NO_PARENT, SPAWN_PINNED, SpawnRequest,
@@ -63,6 +63,14 @@ pub(super) struct ExecJob {
     parent: Tid,
     request: SpawnRequest,
     back: ExecBack,
+    trace_mask: Vec<u8>,
+}
+
+impl ExecJob {
+    /// What is to be started.
+    pub(super) fn request(&self) -> &SpawnRequest {
+        &self.request
+    }
 }
 
 /// The host part and the directory part of `place`.
@@ -183,11 +191,14 @@ impl Machine {
 
     /// Starts tasks here, at the end of this event.
     pub(super) fn queue_exec(&mut self, parent: Tid, request: SpawnRequest, back: ExecBack) {
-        self.execs.push_back(ExecJob { parent, request, back });
+        self.execs.push_back(ExecJob { parent, request, back, trace_mask: Vec::new() });
     }
 
     /// Starts tasks here.
-    pub(super) fn exec(&mut self, world: &mut dyn World, job: ExecJob) {
+    pub(super) fn exec(&mut self, world: &mut dyn World, mut job: ExecJob) {
+        let mut mask = trace_mask(&job.request.env);
+        self.default_sinks(&mut job.request.output, &mut job.request.trace, &mut mask);
+        job.trace_mask = mask;
         let count = job.request.count.min(SPAWN_COUNT_MAX);
         let program = if self.tasker_gone || self.stop.is_some() {
             Err(PvmError::DSysErr)
@@ -203,7 +214,7 @@ impl Machine {
                     env: self.environment(world, &job.request),
                     dir: world.work_dir(split_place(&job.request.place).1),
                 };
-                (0..count).map(|_| self.start_one(world, &job, base.clone())).collect()
+                (0..count).map(|n| self.start_one(world, &job, n, base.clone())).collect()
             }
             Err(error) => vec![Err(error); count as usize],
         };
@@ -221,7 +232,13 @@ impl Machine {
         }
     }
 
-    fn start_one(&mut self, world: &mut dyn World, job: &ExecJob, mut start: StartTask) -> Result<Tid, PvmError> {
+    fn start_one(
+        &mut self,
+        world: &mut dyn World,
+        job: &ExecJob,
+        instance: u32,
+        mut start: StartTask,
+    ) -> Result<Tid, PvmError> {
         let tid = self.tasks.allocate(self.config.host).ok_or(PvmError::OutOfRes)?;
         let mut epid = world.secret();
         while self.tasks.expected.contains_key(&epid) {
@@ -232,25 +249,42 @@ impl Machine {
         let request = &job.request;
         let mut task = Task::new(tid, parent_of(job.parent, request.flags), Phase::Expected);
         task.name = request.file.clone();
-        task.flags = TASK_FORKED;
         task.epid = Some(epid);
         task.pinned = request.flags & SPAWN_PINNED != 0;
-        (task.output, task.trace) = (request.output, request.trace);
+        (task.output, task.trace, task.trace_mask) = (request.output, request.trace, job.trace_mask.clone());
+        // What the daemon needs for itself it starts itself.
+        let tasker = self.servers.tasker().filter(|_| !matches!(job.back, ExecBack::Startup));
+        task.by_tasker = tasker;
+        task.flags = if tasker.is_some() { 0 } else { TASK_FORKED };
         let by_rm = match job.back {
             ExecBack::Rm { rm, .. } => Some(rm),
             _ => None,
         };
         task.rm = by_rm;
         let parent = task.parent;
+        match tasker {
+            Some(tasker) => {
+                use std::os::unix::ffi::OsStrExt;
+                let order = TaskOrder {
+                    tid,
+                    flags: request.flags,
+                    path: start.path.as_os_str().as_bytes().to_vec(),
+                    argv: start.argv,
+                    env: self.tasker_environment(job, epid),
+                    position: [instance as i32, request.count as i32, request.count as i32],
+                };
+                self.order_task(tasker, &task, order);
+            }
+            None => self.tell_tasker(ToTasker::Start(start)),
+        }
         self.tasks.insert(task);
-        self.tell_tasker(ToTasker::Start(start));
         self.record(EventKind::TaskStarted { tid, parent, name: request.file.clone() });
         self.output_begin(tid, parent, request.output, by_rm.is_some(), true);
         Ok(tid)
     }
 
-    /// The whole environment of a new task but for its number: the host's, the spawner's, ours. Later ones count.
-    fn environment(&self, world: &dyn World, request: &SpawnRequest) -> Vec<Vec<u8>> {
+    /// What this daemon says in the environment of a new task.
+    pub(super) fn own_environment(&self, request: &SpawnRequest) -> Vec<Vec<u8>> {
         let mut own = vec![
             format!("PVMSOCK={}", self.config.place.socket().display()).into_bytes(),
             format!("PVM_ARCH={}", self.config.arch).into_bytes(),
@@ -258,6 +292,12 @@ impl Machine {
         if let (_, Some(dir)) = split_place(&request.place) {
             own.push(format!("PVMSPAWNWD={dir}").into_bytes());
         }
+        own
+    }
+
+    /// The whole environment of a new task but for its number: the host's, the spawner's, ours. Later ones count.
+    fn environment(&self, world: &dyn World, request: &SpawnRequest) -> Vec<Vec<u8>> {
+        let own = self.own_environment(request);
         let name = |entry: &[u8]| entry.split(|b| *b == b'=').next().unwrap_or_default().to_vec();
         let mut last: BTreeMap<Vec<u8>, usize> = BTreeMap::new();
         let all: Vec<Vec<u8>> = world.base_env().into_iter().chain(request.env.iter().cloned()).chain(own).collect();
@@ -279,6 +319,11 @@ impl Machine {
 /// What a child is told about its parent.
 fn parent_of(parent: Tid, flags: i32) -> Tid {
     if flags & SPAWN_NO_PARENT != 0 { Tid::from_raw(PvmError::ParentNotSet.code()) } else { parent }
+}
+
+/// The trace mask that a spawner hands down.
+fn trace_mask(env: &[Vec<u8>]) -> Vec<u8> {
+    env.iter().find_map(|entry| entry.strip_prefix(b"PVMTMASK=")).map(<[u8]>::to_vec).unwrap_or_default()
 }
 
 /// The program and its arguments; with a debugger in front when one is asked for.

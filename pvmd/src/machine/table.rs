@@ -16,6 +16,7 @@ impl Machine {
             | HostMsg::Halt { .. }
             | HostMsg::Shutdown
             | HostMsg::Rm { .. }
+            | HostMsg::Tracer { .. }
             | HostMsg::EndTasks { .. }
             | HostMsg::Order { .. } => {
                 if host == HostId::MASTER {
@@ -51,6 +52,7 @@ impl Machine {
             HostMsg::Halt { why } => self.end_by_order(&why),
             HostMsg::Shutdown => self.shut_down("the master says so"),
             HostMsg::Rm { rm } => self.set_wide_rm(rm),
+            HostMsg::Tracer { tracer } => self.set_tracer(tracer),
             HostMsg::EndTasks { spare } => self.end_tasks(&spare),
             HostMsg::Order { of, order } => self.move_order(of, order),
             _ => {}

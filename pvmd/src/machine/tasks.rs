@@ -69,6 +69,10 @@ pub(super) struct Task {
     pub(super) pinned: bool,
     pub(super) output: Sink,
     pub(super) trace: Sink,
+    /// The trace events that are wanted of it.
+    pub(super) trace_mask: Vec<u8>,
+    /// The task that was asked to start it, when it was not our tasker.
+    pub(super) by_tasker: Option<Tid>,
     /// The resource manager to be told of its end.
     pub(super) rm: Option<Tid>,
     pub(super) phase: Phase,
@@ -106,6 +110,8 @@ impl Task {
             pinned: false,
             output: Sink::default(),
             trace: Sink::default(),
+            trace_mask: Vec::new(),
+            by_tasker: None,
             rm: None,
             phase,
             hold: false,
@@ -130,6 +136,7 @@ impl Task {
             epid: record.epid,
             output: record.output,
             trace: record.trace,
+            trace_mask: record.trace_mask,
             rm: record.rm,
             marks: record.marks.iter().map(|m| (m.peer, m.end)).collect(),
             requests: record.requests.into_iter().collect(),
@@ -251,6 +258,7 @@ impl Machine {
             epid: task.epid,
             output: task.output,
             trace: task.trace,
+            trace_mask: task.trace_mask.clone(),
             rm: task.rm,
             marks: task.link_marks(),
             requests: task.requests.iter().copied().collect(),
@@ -334,7 +342,7 @@ impl Machine {
             self.out.push_back(Output::CloseTask { conn });
         }
         self.move_task_ended(tid);
-        if task.spawned() {
+        if task.spawned() || task.by_tasker.is_some() {
             self.output_end(tid, task.output);
         }
         self.tell_rm_of_end(&task, status, used);
@@ -360,9 +368,10 @@ impl Machine {
         self.task_left(tid);
     }
 
-    /// A task takes no part any more: nothing on the master belongs to it, and it is no resource manager.
+    /// A task takes no part any more: nothing on the master belongs to it, and it does nothing for any daemon.
     pub(super) fn task_left(&mut self, tid: Tid) {
         self.rm_gone(tid);
+        self.server_gone(tid);
         if let Some(master) = &mut self.master {
             master.events.unsubscribe(tid);
             master.mailbox.owner_gone(tid);

@@ -41,6 +41,8 @@ pub(crate) struct Bootstrap {
     pub(crate) work_dir: Option<String>,
     /// Relative speed (`sp=`).
     pub(crate) speed: i32,
+    /// What debugs tasks there (`bx=`).
+    pub(crate) debugger: Option<String>,
     /// The user has allowed root on the master, and so here.
     pub(crate) allow_root: bool,
     /// Silence in milliseconds after which a host is lost.
@@ -203,6 +205,7 @@ mod tests {
             search_path: Some("$HOME/x".into()),
             work_dir: None,
             speed: 1000,
+            debugger: None,
             allow_root: true,
             lease_ms: 10_000,
         };

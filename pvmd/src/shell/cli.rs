@@ -40,6 +40,9 @@ struct Arguments {
     /// Serve a master that has started this program through a remote shell; its instructions come over standard input.
     #[arg(short = 's', long = "slave", conflicts_with = "hostfile")]
     slave: bool,
+    /// With -s: fetch the instructions there, with the secret on standard input (for hosters).
+    #[arg(short = 'j', long = "join", value_name = "ADDRESS,…", requires = "slave")]
+    join: Option<String>,
     /// File with hosts to add at once, one on each line (`PVMHOSTFILE` if not given).
     hostfile: Option<PathBuf>,
 }
@@ -57,7 +60,7 @@ fn parse_mask(text: &str) -> Result<u32, String> {
 pub fn main() -> i32 {
     let arguments = Arguments::parse();
     if arguments.slave {
-        return slave::run(arguments.foreground);
+        return slave::run(arguments.foreground, arguments.join.as_deref());
     }
     match run_master(arguments) {
         Ok(()) => 0,

@@ -13,6 +13,8 @@ use super::start::Starter;
 use super::tasker::Tasker;
 use super::world::DaemonWorld;
 use crate::machine::{ConnId, Event, Machine, Output};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use sempa_proto::frame::encode_control;
 use sempa_proto::task::ToTask;
 use sempa_proto::{HostId, Micros};
@@ -232,6 +234,13 @@ impl Driver {
             Output::Connect { host, addresses } => self.net.connect(host, addresses),
             Output::Forget { host } => self.net.forget(host),
             Output::StartHost { start, plan } => self.starter.start(start, plan),
+            Output::PrepareHosts { plans } => self.starter.prepare(plans),
+            Output::HosterHeard { start, line } => {
+                let event = self.starter.heard(start, &line);
+                let now = self.now();
+                self.machine.handle(now, &mut self.world, event);
+            }
+            Output::Signal { conn, signal } => self.signal(conn, signal),
             Output::AbandonStart { start } => self.starter.abandon(start),
             Output::ToTasker(message) => {
                 if let Some(answer) = self.tasker.send(&message) {
@@ -256,6 +265,15 @@ impl Driver {
         match encode_control(message) {
             Ok(frame) => task.line.outbox.put(Parcel::Sure(frame)),
             Err(e) => self.log.line(format!("a message to process {} could not be sent: {e}", task.line.pid)),
+        }
+    }
+
+    /// Sends a signal to the process that made a connection; while that stands the process is the same.
+    fn signal(&mut self, conn: ConnId, signal: i32) {
+        let Some(pid) = self.tasks.get(&conn).map(|task| task.line.pid).filter(|pid| *pid > 0) else { return };
+        let sent = Signal::try_from(signal).and_then(|signal| kill(Pid::from_raw(pid), signal));
+        if let Err(e) = sent {
+            self.log.line(format!("signal {signal} could not be sent to process {pid}: {e}"));
         }
     }
 

@@ -4,7 +4,7 @@
 //! * [`cli`], `slave`, `daemon`: how a daemon starts and ends. `driver`: its loop.
 //! * `place`: its directory and lock. `log`: its log. `moves`: small files of moves.
 //! * `local`: tasks. `tasker`: the tasker's process. `world`: programs and environment.
-//! * `pki`, `net`, `session`, `address`: other daemons. `bootstrap`, `start`: starting them. `images`: what moves.
+//! * `pki`, `net`, `session`, `address`: other daemons. `bootstrap`, `start`, `join`: starting them. `images`: what moves.
 
 mod address;
 mod bootstrap;
@@ -13,6 +13,7 @@ mod daemon;
 mod driver;
 mod images;
 mod input;
+mod join;
 mod local;
 mod log;
 mod moves;

@@ -5,6 +5,7 @@ use super::address::ssh_session;
 use super::bootstrap::{BOOTSTRAP_BYTES_MAX, Bootstrap, Ready, Refusal, host_of, reply_line};
 use super::cli::{allows_root, place_variable};
 use super::daemon::{self, Role, Setup, variable};
+use super::join::{self, Secret};
 use super::place::{HeldPlace, PlaceError};
 use super::sys::fork_before_threads;
 use super::world::{ARCH, DSIG, WorldSettings};
@@ -17,8 +18,8 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 /// Runs a slave; the exit status of this process.
-pub(crate) fn run(foreground: bool) -> i32 {
-    let bootstrap = match read_bootstrap() {
+pub(crate) fn run(foreground: bool, join: Option<&str>) -> i32 {
+    let bootstrap = match join.map_or_else(read_bootstrap, fetch_bootstrap) {
         Ok(bootstrap) => bootstrap,
         Err(refusal) => return pass_on(&reply_line(&Err(refusal))),
     };
@@ -98,6 +99,16 @@ fn read_bootstrap() -> Result<Bootstrap, Refusal> {
     }
 }
 
+/// The master's line from where it waits, opened with the secret that a hoster put on standard input.
+fn fetch_bootstrap(masters: &str) -> Result<Bootstrap, Refusal> {
+    let mut line = String::new();
+    let mut input = BufReader::new(std::io::stdin()).take(BOOTSTRAP_BYTES_MAX as u64);
+    input.read_line(&mut line).map_err(|e| cannot("read standard input", e))?;
+    let secret = line.trim_end().strip_prefix("PVM_VMID=").and_then(Secret::parse);
+    let secret = secret.ok_or_else(|| cannot("start", "standard input brought no secret of a master"))?;
+    Bootstrap::parse(join::fetch(masters, &secret)?.trim_end())
+}
+
 /// Sets the daemon up, answers, and runs it to its end.
 fn serve(bootstrap: &Bootstrap, answer: &mut dyn FnMut(&str) -> i32) -> i32 {
     let setup = match set_up(bootstrap) {
@@ -156,6 +167,7 @@ fn set_up(bootstrap: &Bootstrap) -> Result<Setup, Refusal> {
             search_path: bootstrap.search_path.clone(),
             work_dir: bootstrap.work_dir.clone(),
             library: bootstrap.library.clone(),
+            debugger: bootstrap.debugger.clone(),
         },
         lease: Duration::from_millis(bootstrap.lease_ms),
         preferred: ssh.map(|(_, server)| server).into_iter().collect(),

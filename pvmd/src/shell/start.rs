@@ -3,9 +3,10 @@
 
 use super::bootstrap::{Bootstrap, Ready, Refusal, parse_reply, to_hex};
 use super::input::{Input, Inputs};
+use super::join::{self, Secret};
 use super::log::Log;
 use super::pki::Authority;
-use crate::machine::io::{Event, HostPlan, StartId, StartedHost};
+use crate::machine::io::{Event, HostPlan, StartId, StartOrder, StartedHost};
 use sempa_proto::PvmError;
 use std::collections::{HashMap, VecDeque};
 use std::net::SocketAddr;
@@ -14,6 +15,7 @@ use std::process::Stdio;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::net::TcpListener;
 use tokio::process::{Child, Command};
 use tokio::sync::Semaphore;
 use tokio::task::AbortHandle;
@@ -23,6 +25,8 @@ use tokio::time::timeout;
 const STARTS_AT_ONCE_MAX: usize = 32;
 /// Time for one host, as in PVM.
 const START_WITHIN: Duration = Duration::from_secs(60);
+/// Time that a certificate waits for the daemon that a hoster starts.
+const OFFER_WITHIN: Duration = Duration::from_secs(180);
 /// Time for the remote shell to end after the daemon has answered.
 const SHELL_END_WITHIN: Duration = Duration::from_secs(20);
 /// Bytes of output of a remote shell that are looked at.
@@ -92,6 +96,60 @@ impl Starter {
         self.running.insert(start, task.abort_handle());
     }
 
+    /// Makes starts ready for a hoster; [`Event::HostsPrepared`] brings the orders. The certificates wait here until the
+    /// attempts are over.
+    pub(crate) fn prepare(&mut self, plans: Vec<(StartId, HostPlan)>) {
+        let (settings, inputs, log) = (self.settings.clone(), self.inputs.clone(), self.log.clone());
+        let (tell, ready) = tokio::sync::mpsc::unbounded_channel();
+        let count = plans.len();
+        for (start, plan) in plans {
+            let (settings, tell, log) = (settings.clone(), tell.clone(), log.clone());
+            let task = tokio::spawn(async move {
+                let refuse = |text: String| (PvmError::CantStart, text);
+                let Some(settings) = settings else {
+                    let _ = tell.send((start, Err(refuse("only the master starts daemons".into()))));
+                    return;
+                };
+                let attempt = Attempt { settings: &settings, plan: &plan, log: &log };
+                let offered = attempt.offer().await;
+                let sealed = offered.map_err(|text| refuse(format!("cannot start a daemon on {}: {text}", plan.name)));
+                match sealed {
+                    Ok((order, listener, sealed)) => {
+                        let _ = tell.send((start, Ok(order)));
+                        // The machine gives the attempt up before that, or has no use for it any more.
+                        let _ = timeout(OFFER_WITHIN, join::give(listener, sealed)).await;
+                    }
+                    Err(refused) => drop(tell.send((start, Err(refused)))),
+                }
+            });
+            self.running.insert(start, task.abort_handle());
+        }
+        drop(tell);
+        tokio::spawn(async move {
+            let (mut ready, mut orders) = (ready, Vec::with_capacity(count));
+            while orders.len() < count
+                && let Some(order) = ready.recv().await
+            {
+                orders.push(order);
+            }
+            let _ = inputs.send(Input::Event(Event::HostsPrepared { orders })).await;
+        });
+    }
+
+    /// A hoster has heard this of a daemon that it started.
+    pub(crate) fn heard(&mut self, start: StartId, line: &str) -> Event {
+        self.abandon(start);
+        let line = line.trim_end();
+        let result = parse_reply(line).unwrap_or_else(|| {
+            let error = PvmError::from_name(line).unwrap_or(PvmError::CantStart);
+            Err(Refusal { error, text: format!("the hoster says {line:?}") })
+        });
+        let result = result
+            .map(|ready| StartedHost { arch: ready.arch, dsig: ready.dsig, addresses: ready.addresses })
+            .map_err(|refusal| (refusal.error, refusal.text));
+        Event::HostStarted { start, result }
+    }
+
     /// Gives an attempt up; its remote shell is killed.
     pub(crate) fn abandon(&mut self, start: StartId) {
         if let Some(task) = self.running.remove(&start) {
@@ -137,6 +195,18 @@ impl Attempt<'_> {
         }
     }
 
+    /// What a hoster has to know, and what the new daemon will fetch here.
+    async fn offer(&self) -> Result<(StartOrder, TcpListener, Vec<u8>), String> {
+        let secret = Secret::new();
+        let sealed = secret.seal(&self.bootstrap()?.line());
+        let listener = join::listen().await.map_err(|e| format!("cannot open a TCP port for it: {e}"))?;
+        let port = listener.local_addr().map_err(|e| format!("cannot open a TCP port for it: {e}"))?.port();
+        let option = format!(" --join {}", join::addresses(&self.settings.addresses, port));
+        let contact = &self.plan.contact;
+        let login = self.plan.login.as_ref().map_or_else(|| contact.clone(), |user| format!("{user}@{contact}"));
+        Ok((StartOrder { login, command: self.command(&option), secret: secret.text() }, listener, sealed))
+    }
+
     /// The whole command line.
     fn words(&self) -> Result<Vec<String>, String> {
         let shell = self.settings.remote_shell.as_deref().unwrap_or(REMOTE_SHELL);
@@ -152,19 +222,19 @@ impl Attempt<'_> {
         if let Some(login) = &self.plan.login {
             words.extend(["-l".to_string(), login.clone()]);
         }
-        words.push(self.command());
+        words.push(self.command(""));
         Ok(words)
     }
 
     /// What the remote shell is to run: the user's command, or this program where it is installed in the same place,
     /// or the one in the path.
-    fn command(&self) -> String {
+    fn command(&self, more: &str) -> String {
         if let Some(command) = self.plan.command.as_ref().or(self.settings.command.as_ref()) {
-            return format!("{command} -s");
+            return format!("{command} -s{more}");
         }
         let program = self.settings.program.to_string_lossy();
         let program = shell_words::quote(&program);
-        let script = format!("if [ -x {program} ]; then exec {program} -s; else exec pvmd -s; fi");
+        let script = format!("if [ -x {program} ]; then exec {program} -s{more}; else exec pvmd -s{more}; fi");
         format!("sh -c {}", shell_words::quote(&script))
     }
 
@@ -183,6 +253,7 @@ impl Attempt<'_> {
             search_path: self.plan.search_path.clone(),
             work_dir: self.plan.work_dir.clone(),
             speed: self.plan.speed,
+            debugger: self.plan.debugger.clone(),
             allow_root: self.settings.allow_root,
             lease_ms: u64::try_from(self.settings.lease.as_millis()).unwrap_or(u64::MAX),
         })

@@ -56,6 +56,8 @@ pub(crate) struct WorldSettings {
     pub(crate) work_dir: Option<String>,
     /// A library folder to use if this host has none of its own.
     pub(crate) library: Option<String>,
+    /// What debugs tasks here, unless `PVM_DEBUGGER` says something else.
+    pub(crate) debugger: Option<String>,
 }
 
 /// The world of a running daemon.
@@ -73,7 +75,11 @@ impl DaemonWorld {
         let programs = programs_folder();
         let library =
             library_folder(programs.as_deref(), own.get(OsStr::new("SEMPA_LIB")), settings.library.as_deref());
-        let env = task_environment(own, library.as_deref(), place, uid);
+        let mut env = task_environment(own, library.as_deref(), place, uid);
+        if let Some(debugger) = &settings.debugger {
+            let expanded = expand(debugger, |name| env.get(OsStr::new(name)).map(|v| v.to_string_lossy().into_owned()));
+            env.entry("PVM_DEBUGGER".into()).or_insert_with(|| expanded.into());
+        }
         let var = |name: &str| env.get(OsStr::new(name)).map(|v| v.to_string_lossy().into_owned());
         let search = settings.search_path.or_else(|| var("PVM_PATH")).unwrap_or_else(|| SEARCH_PATH.into());
         let mut search: Vec<PathBuf> =

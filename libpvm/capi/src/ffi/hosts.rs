@@ -4,12 +4,13 @@
 
 use super::lent::{Records, Shelf};
 use super::zero;
-use crate::abi::{HostInfo, TimeVal};
+use crate::abi::{HostInfo, MASK_BYTES, TimeVal};
 use crate::ask;
 use crate::memory::{Out, Strided, Text, strings};
 use crate::process;
 use crate::session::{self, answer, answer_quietly, report};
 use sempa_proto::table::HostEntry;
+use sempa_proto::task::{Service, TracerSettings};
 use sempa_proto::{PvmError, PvmResult, Tid};
 use std::ffi::{c_char, c_int};
 
@@ -171,30 +172,40 @@ unsafe extern "C" fn pvm_reg_rm(master: *mut *mut HostInfo) -> c_int {
     answer("pvm_reg_rm", ask())
 }
 
-/// A hoster would start daemons in the place of the daemon; not served here.
+/// Starts daemons in the place of the master's daemon (`SM_STHOST`), or does so no longer.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_reg_hoster() -> c_int {
-    report("pvm_reg_hoster", PvmError::NotImpl.code())
+    answer("pvm_reg_hoster", zero(ask::serve(Service::Hoster)))
 }
 
-/// A tasker would start tasks in the place of the daemon; not served here.
+/// Starts the tasks of this host in the place of its daemon (`SM_STTASK`), or does so no longer.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_reg_tasker() -> c_int {
-    report("pvm_reg_tasker", PvmError::NotImpl.code())
+    answer("pvm_reg_tasker", zero(ask::serve(Service::Tasker)))
 }
 
-/// A tracer would collect trace records; nothing is traced here.
+/// Collects the trace and output of tasks that name no other place, or does so no longer.
+///
+/// # Safety
+/// `mask` is null or a string.
 #[unsafe(no_mangle)]
-extern "C" fn pvm_reg_tracer(
-    _trace_ctx: c_int,
-    _trace_tag: c_int,
-    _out_ctx: c_int,
-    _out_tag: c_int,
-    _mask: *const c_char,
-    _buffer: c_int,
-    _options: c_int,
+unsafe extern "C" fn pvm_reg_tracer(
+    trace_ctx: c_int,
+    trace_tag: c_int,
+    out_ctx: c_int,
+    out_tag: c_int,
+    mask: *const c_char,
+    buffer: c_int,
+    options: c_int,
 ) -> c_int {
-    report("pvm_reg_tracer", PvmError::NotImpl.code())
+    // SAFETY: by this function's contract.
+    let mask = unsafe { Text::new(mask) };
+    let register = || {
+        session::runtime()?;
+        let mask = mask?.bytes().iter().copied().take(MASK_BYTES - 1).collect();
+        ask::serve_tracer(TracerSettings { trace_ctx, trace_tag, out_ctx, out_tag, mask, buffer, options })
+    };
+    answer("pvm_reg_tracer", zero(register()))
 }
 
 /// Questions about the inside of PVM's own daemon; not served here.

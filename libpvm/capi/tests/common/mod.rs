@@ -164,6 +164,7 @@ impl Seat {
             trace: Sink::default(),
             dsig: DSIG_X86_64,
             spawned: matches!(claim, Claim::Spawned { .. }),
+            tracer: None,
         }));
         if self.parent.is_task() {
             self.tell_siblings();

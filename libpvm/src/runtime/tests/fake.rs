@@ -252,6 +252,7 @@ fn seat(shared: &Shared, hello: &Hello, stream: &UnixStream) -> Option<Tid> {
         trace: Sink::default(),
         dsig: DSIG_X86_64,
         spawned: matches!(hello.claim, Claim::Spawned { .. }),
+        tracer: None,
     });
     let (out, queue) = channel::<Bytes>();
     let seat = net.seats.entry(tid).or_default();

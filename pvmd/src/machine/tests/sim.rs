@@ -5,6 +5,7 @@
 
 mod taskers;
 
+use crate::machine::io::StartOrder;
 use crate::machine::{ConnId, Event, HostPlan, Machine, MachineConfig, Output, StartId, StartedHost, World};
 use bytes::Bytes;
 use sempa_proto::host::{Carried, HostMsg};
@@ -196,6 +197,10 @@ pub(super) struct Sim {
     pub(super) faults: Faults,
     pub(super) recorded: Vec<(MigrationId, Tid, HostId)>,
     pub(super) abandoned: Vec<StartId>,
+    /// Starts that were made ready for a hoster.
+    prepared: Vec<(StartId, HostPlan)>,
+    /// Signals to processes that no tasker of ours has started.
+    pub(super) signalled: Vec<(usize, i32)>,
 }
 
 fn pair(a: HostId, b: HostId) -> (HostId, HostId) {
@@ -243,6 +248,8 @@ impl Sim {
             faults: Faults::default(),
             recorded: Vec::new(),
             abandoned: Vec::new(),
+            prepared: Vec::new(),
+            signalled: Vec::new(),
         };
         let mut first = config(HostId::MASTER, "h1");
         change(&mut first);
@@ -610,6 +617,30 @@ impl Sim {
                 }
             }
             Output::StartHost { start, plan } => self.start_host(start, plan),
+            Output::PrepareHosts { plans } => {
+                let order = |plan: &HostPlan| StartOrder {
+                    login: plan.name.clone(),
+                    command: format!("pvmd {}", plan.name),
+                    secret: "secret".into(),
+                };
+                let orders = plans.iter().map(|(start, plan)| (*start, Ok(order(plan)))).collect();
+                self.prepared.extend(plans);
+                self.send(Channel::Tasker(on), Happening::Event(on, Event::HostsPrepared { orders }));
+            }
+            Output::HosterHeard { start, line } => {
+                let plan = self.prepared.iter().find(|(known, _)| *known == start).map(|(_, plan)| plan.clone());
+                if line.starts_with("ddpro") {
+                    self.start_host(start, plan.expect("it was prepared"));
+                } else {
+                    let result = Err((PvmError::from_name(&line).unwrap_or(PvmError::CantStart), line));
+                    self.send(Channel::Tasker(on), Happening::Event(on, Event::HostStarted { start, result }));
+                }
+            }
+            Output::Signal { conn, signal } => {
+                if let Some(p) = self.conns.get(&conn) {
+                    self.signalled.push((*p, signal));
+                }
+            }
             Output::AbandonStart { start } => self.abandoned.push(start),
             Output::ToTasker(_) if self.nodes[&on].tasker_dead => {}
             Output::ToTasker(message) => self.tasker_gets(on, message),

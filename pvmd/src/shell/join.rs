@@ -1,0 +1,161 @@
+//! How a daemon that a hoster starts gets its certificate.
+//!
+//! A hoster passes on one short secret (as `PVM_VMID=…` on standard input, where PVM's hosters put it) and a command. The
+//! command says where the master waits; there the new daemon fetches the line that it would otherwise have read from its
+//! standard input, sealed with the secret. The master writes it to whoever connects and reads nothing, so a stranger gets
+//! bytes that mean nothing to him. Each secret seals one line and is never used again.
+
+use super::bootstrap::{BOOTSTRAP_BYTES_MAX, Refusal, to_hex};
+use ring::aead::{Aad, CHACHA20_POLY1305, LessSafeKey, Nonce, UnboundKey};
+use ring::rand::{SecureRandom, SystemRandom};
+use sempa_proto::PvmError;
+use std::io::Read;
+use std::net::{Ipv6Addr, SocketAddr, TcpStream};
+use std::time::Duration;
+use tokio::io::AsyncWriteExt;
+use tokio::net::TcpListener;
+
+/// How long a new daemon tries each of the master's addresses.
+const DIAL_WITHIN: Duration = Duration::from_secs(10);
+/// Addresses of the master in a command; hosters written for PVM have room for 511 characters of it.
+const ADDRESSES_MAX: usize = 4;
+/// Bytes of the secret.
+const SECRET_BYTES: usize = 32;
+
+/// The secret of one start.
+pub(crate) struct Secret([u8; SECRET_BYTES]);
+
+impl Secret {
+    /// A new one.
+    pub(crate) fn new() -> Secret {
+        let mut bytes = [0; SECRET_BYTES];
+        SystemRandom::new().fill(&mut bytes).expect("the kernel gives random numbers");
+        Secret(bytes)
+    }
+
+    /// As it stands on standard input.
+    pub(crate) fn text(&self) -> String {
+        to_hex(&self.0)
+    }
+
+    /// Reads [`Secret::text`].
+    pub(crate) fn parse(text: &str) -> Option<Secret> {
+        let mut bytes = [0; SECRET_BYTES];
+        if text.len() != 2 * SECRET_BYTES || !text.is_ascii() {
+            return None;
+        }
+        for (i, byte) in bytes.iter_mut().enumerate() {
+            *byte = u8::from_str_radix(&text[2 * i..2 * i + 2], 16).ok()?;
+        }
+        Some(Secret(bytes))
+    }
+
+    fn key(&self) -> LessSafeKey {
+        LessSafeKey::new(UnboundKey::new(&CHACHA20_POLY1305, &self.0).expect("the key has its length"))
+    }
+
+    /// A key seals one line only, so its nonce need not differ from anything.
+    fn nonce() -> Nonce {
+        Nonce::assume_unique_for_key([0; 12])
+    }
+
+    /// The line, sealed.
+    pub(crate) fn seal(&self, line: &str) -> Vec<u8> {
+        let mut bytes = line.as_bytes().to_vec();
+        self.key().seal_in_place_append_tag(Self::nonce(), Aad::empty(), &mut bytes).expect("it is short");
+        bytes
+    }
+
+    /// The line in what [`Secret::seal`] made; `None` for anything else.
+    pub(crate) fn open(&self, mut bytes: Vec<u8>) -> Option<String> {
+        let line = self.key().open_in_place(Self::nonce(), Aad::empty(), &mut bytes).ok()?;
+        String::from_utf8(line.to_vec()).ok()
+    }
+}
+
+/// Where a new daemon finds the sealed line: our addresses, with this port.
+pub(crate) fn addresses(own: &[SocketAddr], port: u16) -> String {
+    let list: Vec<String> = own.iter().take(ADDRESSES_MAX).map(|a| SocketAddr::new(a.ip(), port).to_string()).collect();
+    list.join(",")
+}
+
+/// A port on which one start waits, on all addresses of this host.
+///
+/// # Errors
+/// As the system says.
+pub(crate) async fn listen() -> std::io::Result<TcpListener> {
+    match TcpListener::bind((Ipv6Addr::UNSPECIFIED, 0)).await {
+        Ok(listener) => Ok(listener),
+        // A kernel without IPv6.
+        Err(_) => TcpListener::bind(("0.0.0.0", 0)).await,
+    }
+}
+
+/// Gives the sealed line to everybody who connects, until this is dropped.
+pub(crate) async fn give(listener: TcpListener, sealed: Vec<u8>) {
+    while let Ok((mut stream, _)) = listener.accept().await {
+        // Whoever hangs up before its end has not got the line.
+        let _ = tokio::time::timeout(DIAL_WITHIN, stream.write_all(&sealed)).await;
+    }
+}
+
+/// The new daemon: fetches the line that its master has for it.
+///
+/// # Errors
+/// What to answer when no address has it.
+pub(crate) fn fetch(list: &str, secret: &Secret) -> Result<String, Refusal> {
+    let mut last = format!("{list:?} names no address");
+    for address in list.split(',').filter_map(|word| word.parse::<SocketAddr>().ok()) {
+        let mut sealed = Vec::new();
+        let read = TcpStream::connect_timeout(&address, DIAL_WITHIN).and_then(|stream| {
+            stream.set_read_timeout(Some(DIAL_WITHIN))?;
+            stream.take(BOOTSTRAP_BYTES_MAX as u64).read_to_end(&mut sealed)
+        });
+        match read.map(|_| secret.open(sealed)) {
+            Ok(Some(line)) => return Ok(line),
+            Ok(None) => last = format!("{address} gave something that this secret does not open"),
+            Err(e) => last = format!("{address}: {e}"),
+        }
+    }
+    let text =
+        format!("cannot fetch the master's instructions ({last}); is its TCP way open, and the hoster new enough?");
+    Err(Refusal { error: PvmError::CantStart, text })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_secret_opens_what_it_sealed_and_nothing_else() {
+        let (secret, other) = (Secret::new(), Secret::new());
+        let again = Secret::parse(&secret.text()).expect("hexadecimal");
+        let sealed = secret.seal("the line\n");
+        assert_eq!(again.open(sealed.clone()).as_deref(), Some("the line\n"));
+        assert_eq!(other.open(sealed.clone()), None);
+        let mut broken = sealed;
+        broken[3] ^= 1;
+        assert_eq!(secret.open(broken), None);
+        assert_eq!(secret.open(Vec::new()), None);
+        assert!(Secret::parse("ab").is_none() && Secret::parse(&"g".repeat(64)).is_none());
+    }
+
+    #[tokio::test]
+    async fn a_new_daemon_gets_its_line_and_a_stranger_gets_noise() {
+        let listener = listen().await.expect("a port");
+        let port = listener.local_addr().expect("bound").port();
+        let secret = Secret::new();
+        let giver = tokio::spawn(give(listener, secret.seal("hello\n")));
+        let list = addresses(&["127.0.0.1:9".parse().expect("an address")], port);
+        let text = secret.text();
+        let (good, bad) = tokio::task::spawn_blocking(move || {
+            let good = fetch(&list, &Secret::parse(&text).expect("hexadecimal"));
+            (good, fetch(&list, &Secret::new()))
+        })
+        .await
+        .expect("no panic");
+        assert_eq!(good.ok().as_deref(), Some("hello\n"));
+        assert_eq!(bad.err().map(|r| r.error), Some(PvmError::CantStart));
+        giver.abort();
+    }
+}
