@@ -10,6 +10,8 @@ mod log;
 mod notes;
 mod options;
 mod process;
+mod ptrace;
+mod relay;
 mod rescue;
 
 pub use notes::KernelNotes;
@@ -77,13 +79,14 @@ impl Criu {
         dir: &Path,
         log: &'static str,
         inherit: &[&OwnedFd],
+        variables: &[(&'static str, String)],
         request: impl FnOnce(i32) -> Vec<u8>,
     ) -> Result<Swrk, Failure> {
         let open = |e: std::io::Error| Failure::Io(format!("cannot open the image directory {}: {e}", dir.display()));
         let images = File::open(dir).map_err(open)?;
         let request = request(images.as_raw_fd());
         let inherit: Vec<BorrowedFd<'_>> = inherit.iter().map(|fd| std::os::fd::AsFd::as_fd(*fd)).collect();
-        Swrk::start(&self.program, dir, images, log, &inherit, &request)
+        Swrk::start(&self.program, dir, images, log, &inherit, variables, &request)
     }
 }
 
@@ -94,12 +97,16 @@ impl Engine for Criu {
     }
 
     fn start_dump(&self, job: DumpJob) -> Result<Box<dyn Dumping>, Failure> {
-        // Without it a dump is as good, only an engine that is killed may harm the task.
+        // Without these two a dump is as good, only an engine that is killed may harm the task.
         let before = rescue::Snapshot::take(&job.processes).ok();
-        let mut swrk = self.start(&job.dir, DUMP_LOG, &[], |images| options::dump(&job, images, DUMP_LOG))?;
+        let (relay, ends) = relay::Relay::start(&job.processes).ok().unzip();
+        let inherit = ends.as_ref().map_or(Vec::new(), |ends| ends.descriptors().to_vec());
+        let variables = ends.as_ref().map_or(Vec::new(), relay::Ends::variables);
+        let request = |images| options::dump(&job, images, DUMP_LOG);
+        let mut swrk = self.start(&job.dir, DUMP_LOG, &inherit, &variables, request)?;
         swrk.hurry();
         swrk.end_by_itself_within(CALLED_OFF_GRACE);
-        Ok(Box::new(Dump { swrk, dir: job.dir, before }))
+        Ok(Box::new(Dump { swrk, relay, dir: job.dir, before }))
     }
 
     fn may_try_again(&self, root: i32, failure: &Failure) -> bool {
@@ -108,13 +115,16 @@ impl Engine for Criu {
 
     fn start_restore(&self, job: RestoreJob) -> Result<Box<dyn Restoring>, Failure> {
         let inherit = [&job.pid_namespace, &job.output];
-        let swrk = self.start(&job.dir, RESTORE_LOG, &inherit, |images| options::restore(&job, images, RESTORE_LOG))?;
+        let request = |images| options::restore(&job, images, RESTORE_LOG);
+        let swrk = self.start(&job.dir, RESTORE_LOG, &inherit, &[], request)?;
         Ok(Box::new(Restore { swrk }))
     }
 }
 
 struct Dump {
+    // Dropped, and ended, in this order.
     swrk: Swrk,
+    relay: Option<relay::Relay>,
     dir: PathBuf,
     /// What the task was like before.
     before: Option<rescue::Snapshot>,
@@ -137,6 +147,8 @@ impl Dumping for Dump {
     fn finish(mut self: Box<Self>, limits: &Limits) -> Result<DumpReport, Failure> {
         let done = self.wait_for_images(limits);
         let was_killed = matches!(done, Err(Failure::Killed { .. } | Failure::Deadline { .. } | Failure::CalledOff(_)));
+        // Whatever it left in the task's way is gone, and the task stands still, when this returns.
+        drop(self.relay.take());
         if let (true, Some(before)) = (was_killed, &self.before) {
             before.put_back();
         }

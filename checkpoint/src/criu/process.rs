@@ -59,13 +59,15 @@ pub(super) struct Swrk {
 }
 
 impl Swrk {
-    /// Starts CRIU and hands it the request. `inherit` and `images` keep their numbers in it; nothing else is inherited.
+    /// Starts CRIU and hands it the request. `inherit` and `images` keep their numbers in it; no other descriptor is
+    /// inherited.
     pub(super) fn start(
         program: &Path,
         dir: &Path,
         images: File,
         log: &str,
         inherit: &[BorrowedFd<'_>],
+        variables: &[(&'static str, String)],
         request: &[u8],
     ) -> Result<Swrk, Failure> {
         let failed =
@@ -79,6 +81,7 @@ impl Swrk {
         let mut command = Command::new(program);
         command.arg("swrk").arg(theirs.as_raw_fd().to_string());
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(errors).process_group(0);
+        command.envs(variables.iter().map(|(name, value)| (name, value)));
         // SAFETY: the closure makes bare system calls on numbers that it owns; it neither allocates nor locks.
         unsafe { command.pre_exec(move || prepare_child(&keep)) };
         let child = command.spawn().map_err(|e| failed(&program.display().to_string(), &e))?;
@@ -250,6 +253,12 @@ impl Drop for Swrk {
     fn drop(&mut self) {
         self.kill();
     }
+}
+
+/// Gives the calling thread the same priority.
+pub(super) fn hurry_thread() {
+    // SAFETY: no memory is involved. Without the right to do so it goes on as it is.
+    unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, HURRY_NICE) };
 }
 
 fn called_off() -> Failure {

@@ -3,26 +3,19 @@
 //! CRIU makes the task carry out system calls for it: it changes registers, blocks signals, and writes an instruction or
 //! two over the beginning of a piece of code. Killed at the wrong moment it leaves that behind, and the task would die of
 //! a trap as soon as it goes on. So what it may change is noted while the task stands still before the dump, and put
-//! back if CRIU ends without having done so itself. One moment remains in which nothing helps: when the trap that ends such a
-//! system call is being reported to CRIU, the kernel hands it to the task instead the instant CRIU dies. It is kept
-//! short by CRIU's priority.
-#![allow(unsafe_code)] // ptrace has no safe interface.
+//! back if CRIU ends without having done so itself. That the task still stands still by then, and no trap is on its way
+//! to it, is the business of [`relay`](super::relay).
 
-use nix::errno::Errno;
+use super::ptrace::{Attached, Registers};
 use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
-use std::time::{Duration, Instant};
 
 /// Bytes noted at the beginning of each piece of code; CRIU overwrites at most a word or two there.
 const CODE_BYTES: usize = 32;
-/// Room for the general registers of any architecture.
-const REGISTER_BYTES: usize = 1024;
 /// Every signal but SIGKILL and SIGSTOP, which cannot be: what CRIU blocks while it works.
 const ALL_BLOCKED: u64 = !(1 << 8 | 1 << 18);
-/// How long a stopped thread may take to report to us.
-const ATTACH_ALLOWED: Duration = Duration::from_millis(500);
 /// Threads noted at most; a task with more goes without this safety.
 const THREADS_MAX: usize = 4096;
 
@@ -49,7 +42,8 @@ struct Process {
 #[derive(Debug)]
 struct Thread {
     tid: i32,
-    registers: Vec<u8>,
+    general: Vec<u8>,
+    vector: Vec<u8>,
     blocked: u64,
 }
 
@@ -88,7 +82,8 @@ impl Process {
         for tid in tids(pid)? {
             *threads_left = threads_left.checked_sub(1).ok_or_else(|| io::Error::from(io::ErrorKind::OutOfMemory))?;
             let attached = Attached::to(tid)?;
-            threads.push(Thread { tid, registers: attached.registers()?, blocked: attached.blocked()? });
+            let (general, vector) = (attached.registers(Registers::General)?, attached.registers(Registers::Vector)?);
+            threads.push(Thread { tid, general, vector, blocked: attached.blocked()? });
         }
         Ok(Process { pid, mappings, code, threads })
     }
@@ -106,7 +101,7 @@ impl Process {
     fn put_back(&self) {
         for thread in &self.threads {
             let Ok(attached) = Attached::to(thread.tid) else { continue };
-            let (Ok(now), Ok(blocked)) = (attached.registers(), attached.blocked()) else { continue };
+            let (Ok(now), Ok(blocked)) = (attached.registers(Registers::General), attached.blocked()) else { continue };
             let place = pointer(&now).map_or(Place::OwnCode, |at| self.place(at));
             // Only where CRIU left it: a thread that is back in its own code may have gone on from there already.
             let caught = match place {
@@ -117,7 +112,8 @@ impl Process {
             };
             if caught {
                 // Fails only if the thread was killed meanwhile; likewise below.
-                let _ = attached.set_registers(&thread.registers);
+                let _ = attached.set_registers(Registers::General, &thread.general);
+                let _ = attached.set_registers(Registers::Vector, &thread.vector);
             }
             if caught || (place == Place::OwnCode && blocked == ALL_BLOCKED) {
                 let _ = attached.set_blocked(thread.blocked);
@@ -168,89 +164,11 @@ fn pointer(registers: &[u8]) -> Option<u64> {
     Some(u64::from_ne_bytes(registers.get(POINTER_AT..POINTER_AT + 8)?.try_into().ok()?))
 }
 
-/// A thread that we trace while it stands still. Letting go leaves it stopped, as its process is.
-struct Attached {
-    tid: i32,
-}
-
-impl Attached {
-    fn to(tid: i32) -> io::Result<Attached> {
-        ptrace(libc::PTRACE_SEIZE, tid, 0, std::ptr::null_mut())?;
-        let attached = Attached { tid };
-        ptrace(libc::PTRACE_INTERRUPT, tid, 0, std::ptr::null_mut())?;
-        let until = Instant::now() + ATTACH_ALLOWED;
-        loop {
-            match stop_seen(tid) {
-                Ok(true) => return Ok(attached),
-                Ok(false) if Instant::now() < until => std::thread::yield_now(),
-                Ok(false) => return Err(io::Error::from(io::ErrorKind::TimedOut)),
-                Err(error) => return Err(error),
-            }
-        }
-    }
-
-    fn registers(&self) -> io::Result<Vec<u8>> {
-        let mut bytes = vec![0u8; REGISTER_BYTES];
-        let mut area = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
-        ptrace(libc::PTRACE_GETREGSET, self.tid, libc::NT_PRSTATUS as usize, (&raw mut area).cast())?;
-        let length = area.iov_len;
-        bytes.truncate(length);
-        Ok(bytes)
-    }
-
-    fn set_registers(&self, registers: &[u8]) -> io::Result<()> {
-        let mut bytes = registers.to_vec();
-        let mut area = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
-        ptrace(libc::PTRACE_SETREGSET, self.tid, libc::NT_PRSTATUS as usize, (&raw mut area).cast())
-    }
-
-    fn blocked(&self) -> io::Result<u64> {
-        let mut mask = 0u64;
-        ptrace(libc::PTRACE_GETSIGMASK, self.tid, size_of::<u64>(), (&raw mut mask).cast())?;
-        Ok(mask)
-    }
-
-    fn set_blocked(&self, mut mask: u64) -> io::Result<()> {
-        ptrace(libc::PTRACE_SETSIGMASK, self.tid, size_of::<u64>(), (&raw mut mask).cast())
-    }
-}
-
-impl Drop for Attached {
-    fn drop(&mut self) {
-        // Fails only if it has ended.
-        let _ = ptrace(libc::PTRACE_DETACH, self.tid, 0, std::ptr::null_mut());
-    }
-}
-
-/// True when the traced thread has reported that it stands still. Its end, if that comes instead, is left to its parent.
-fn stop_seen(tid: i32) -> io::Result<bool> {
-    const FLAGS: libc::c_int = libc::WSTOPPED | libc::WNOHANG | libc::__WALL;
-    // SAFETY: all zero is a valid siginfo; the kernel fills it through a valid pointer.
-    let (result, seen) = unsafe {
-        let mut info = std::mem::zeroed::<libc::siginfo_t>();
-        let result = libc::waitid(libc::P_PID, tid as libc::id_t, &raw mut info, FLAGS);
-        (result, info.si_pid())
-    };
-    match (result, Errno::last()) {
-        (0, _) => Ok(seen == tid),
-        (_, Errno::EINTR) => Ok(false),
-        (_, errno) => Err(errno.into()),
-    }
-}
-
-fn ptrace(request: libc::c_uint, tid: i32, address: usize, data: *mut libc::c_void) -> io::Result<()> {
-    // SAFETY: every caller passes, for its request, null or a pointer to a live local of the size that the request writes
-    // or reads.
-    match unsafe { libc::ptrace(request, tid, address, data) } {
-        -1 => Err(io::Error::last_os_error()),
-        _ => Ok(()),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use std::process::Command;
+    use std::time::{Duration, Instant};
 
     #[test]
     fn what_was_changed_in_a_stopped_process_is_put_back() {
@@ -285,9 +203,9 @@ mod tests {
         memory.write_all_at(&[0xcc; 8], address).expect("a trap");
         {
             let attached = Attached::to(pid).expect("attach");
-            let mut registers = attached.registers().expect("registers");
+            let mut registers = attached.registers(Registers::General).expect("registers");
             registers[POINTER_AT..POINTER_AT + 8].copy_from_slice(&address.to_ne_bytes());
-            attached.set_registers(&registers).expect("set");
+            attached.set_registers(Registers::General, &registers).expect("set");
             attached.set_blocked(u64::MAX).expect("set");
         }
         snapshot.put_back();

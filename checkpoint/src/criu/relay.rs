@@ -1,0 +1,320 @@
+//! Traces the task on CRIU's behalf, so that the tracer outlives a CRIU that is killed.
+//!
+//! When a tracer dies while the task has just run into the trap that ends a system call made for CRIU, the kernel hands
+//! that trap to the task, which does not survive it. Nobody else can take it back: only the tracer may. So the tracer is
+//! a thread of ours. A small library in CRIU ([`LIBRARY`]) sends each request here, where it is carried out; when CRIU
+//! has ended in whatever way, what it still traced is brought to a stop, its traps are dropped, and it is let go.
+//! A CRIU that does not load the library (one that is linked statically) traces by itself.
+
+use super::ptrace::{self, Cause, Foreign, MEMORY_MAX, Memory, News};
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use nix::sys::socket::{AddressFamily, MsgFlags, Shutdown, SockFlag, SockType, recv, send, shutdown, socketpair};
+use std::collections::BTreeSet;
+use std::fs::File;
+use std::io::{self, Write};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// What CRIU loads.
+const LIBRARY: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/relay.so"));
+/// In place of a request: wait for a thread.
+const WAIT: u64 = u64::MAX;
+/// In place of an error number: the thread is none of the task's.
+const NOT_MEANT: i32 = -1;
+const BY_VECTOR: u32 = 1;
+const READ: u32 = 2;
+const WRITTEN: u32 = 4;
+const EXCHANGED: u32 = 8;
+/// Bytes of a question before the memory that comes with it.
+const QUESTION_BYTES: usize = 48;
+/// Rounds in which a thread that is waited for is looked at without a pause; most stop within microseconds.
+const ROUNDS_WITHOUT_PAUSE: u32 = 100;
+/// The pause after that, in milliseconds.
+const PAUSE_MS: u8 = 1;
+/// How long a thread may take to stand still when CRIU is gone.
+const SETTLE_ALLOWED: Duration = Duration::from_secs(2);
+
+/// What CRIU gets.
+#[derive(Debug)]
+pub(super) struct Ends {
+    /// Where the library sends its questions.
+    socket: OwnedFd,
+    /// The library.
+    library: OwnedFd,
+}
+
+impl Ends {
+    /// The descriptors, which have to keep their numbers in CRIU.
+    pub(super) fn descriptors(&self) -> [&OwnedFd; 2] {
+        [&self.socket, &self.library]
+    }
+
+    /// What CRIU's environment has to say.
+    pub(super) fn variables(&self) -> Vec<(&'static str, String)> {
+        vec![
+            ("LD_PRELOAD", format!("/proc/self/fd/{}", self.library.as_raw_fd())),
+            ("SEMPA_RELAY", self.socket.as_raw_fd().to_string()),
+        ]
+    }
+}
+
+/// The thread that traces. Dropping it ends all tracing; by then CRIU must have ended.
+#[derive(Debug)]
+pub(super) struct Relay {
+    socket: Arc<OwnedFd>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Relay {
+    /// Starts a thread that will trace these processes.
+    ///
+    /// # Errors
+    /// When a descriptor or a thread cannot be had.
+    pub(super) fn start(processes: &[i32]) -> io::Result<(Relay, Ends)> {
+        let library = memfd_create(c"sempa-relay", MFdFlags::MFD_CLOEXEC)?;
+        File::from(library.try_clone()?).write_all(LIBRARY)?;
+        let (ours, theirs) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)?;
+        let socket = Arc::new(ours);
+        let tracer = Tracer { socket: socket.clone(), processes: processes.to_vec(), traced: BTreeSet::new() };
+        let thread = std::thread::Builder::new().name("tracer".into()).spawn(move || tracer.run())?;
+        Ok((Relay { socket, thread: Some(thread) }, Ends { socket: theirs, library }))
+    }
+}
+
+impl Drop for Relay {
+    fn drop(&mut self) {
+        // The thread may have seen the end already.
+        let _ = shutdown(self.socket.as_raw_fd(), Shutdown::Both);
+        if let Some(thread) = self.thread.take() {
+            thread.join().expect("the tracer does not panic");
+        }
+    }
+}
+
+/// A request as the library sends it.
+#[derive(Debug)]
+struct Question {
+    request: u64,
+    pid: i64,
+    address: u64,
+    data: u64,
+    address_bytes: usize,
+    data_bytes: usize,
+    flags: u32,
+    /// The memory that comes with it.
+    memory: Vec<u8>,
+}
+
+impl Question {
+    fn read(packet: &[u8]) -> Option<Question> {
+        let (head, memory) = packet.split_at_checked(QUESTION_BYTES)?;
+        let long = |at: usize| Some(u64::from_ne_bytes(head.get(at..at + 8)?.try_into().ok()?));
+        let short = |at: usize| Some(u32::from_ne_bytes(head.get(at..at + 4)?.try_into().ok()?));
+        let question = Question {
+            request: long(0)?,
+            pid: long(8)? as i64,
+            address: long(16)?,
+            data: long(24)?,
+            address_bytes: short(32)? as usize,
+            data_bytes: short(36)? as usize,
+            flags: short(40)?,
+            memory: memory.to_vec(),
+        };
+        let data_sent = if question.flags & READ != 0 { question.data_bytes } else { 0 };
+        let fits = question.data_bytes <= MEMORY_MAX && question.address_bytes.checked_add(data_sent)? == memory.len();
+        fits.then_some(question)
+    }
+
+    /// The same for the kernel.
+    fn foreign(&self) -> Foreign {
+        let (address, data) = self.memory.split_at(self.address_bytes);
+        let memory = |bytes: usize, value: u64, begin: &[u8]| match bytes {
+            0 => Ok(value),
+            _ => Err(Memory::beginning_with(begin)),
+        };
+        let vector = (self.flags & BY_VECTOR != 0).then_some(self.data_bytes);
+        Foreign {
+            request: self.request,
+            address: memory(self.address_bytes, self.address, address),
+            data: memory(self.data_bytes, self.data, data),
+            vector,
+            exchanged: self.flags & EXCHANGED != 0,
+        }
+    }
+}
+
+/// What goes back.
+#[derive(Debug, Default)]
+struct Answer {
+    result: i64,
+    error: i32,
+    status: i32,
+    data: Vec<u8>,
+}
+
+impl Answer {
+    fn failed(error: &io::Error) -> Answer {
+        Answer { error: error.raw_os_error().unwrap_or(libc::EIO), ..Answer::default() }
+    }
+
+    fn not_meant() -> Answer {
+        Answer { error: NOT_MEANT, ..Answer::default() }
+    }
+
+    fn write(&self) -> Vec<u8> {
+        let mut packet = self.result.to_ne_bytes().to_vec();
+        packet.extend(self.error.to_ne_bytes());
+        packet.extend(self.status.to_ne_bytes());
+        packet.extend((self.data.len() as u64).to_ne_bytes());
+        packet.extend(&self.data);
+        packet
+    }
+}
+
+struct Tracer {
+    socket: Arc<OwnedFd>,
+    processes: Vec<i32>,
+    traced: BTreeSet<i32>,
+}
+
+impl Tracer {
+    fn run(mut self) {
+        super::process::hurry_thread();
+        let mut packet = vec![0u8; QUESTION_BYTES + 2 * MEMORY_MAX];
+        loop {
+            let length = match recv(self.socket.as_raw_fd(), &mut packet, MsgFlags::empty()) {
+                Ok(0) => break,
+                Ok(length) => length,
+                Err(Errno::EINTR) => continue,
+                Err(_) => break,
+            };
+            let answer = match Question::read(&packet[..length]) {
+                Some(question) => self.answer(&question),
+                None => Answer::failed(&Errno::EINVAL.into()),
+            };
+            if send(self.socket.as_raw_fd(), &answer.write(), MsgFlags::MSG_NOSIGNAL).is_err() {
+                break;
+            }
+        }
+        self.settle();
+    }
+
+    fn answer(&mut self, question: &Question) -> Answer {
+        let Ok(tid) = i32::try_from(question.pid) else { return Answer::not_meant() };
+        if question.request == WAIT {
+            return self.wait(tid, question.address as i32);
+        }
+        let seizes = question.request == u64::from(libc::PTRACE_SEIZE);
+        if !self.traced.contains(&tid) && !(seizes && self.is_meant(tid)) {
+            return Answer::not_meant();
+        }
+        let mut request = question.foreign();
+        let (result, vector) = match request.carry_out(tid) {
+            Ok(done) => done,
+            Err(error) => return Answer::failed(&error),
+        };
+        if seizes {
+            self.traced.insert(tid);
+        } else if question.request == u64::from(libc::PTRACE_DETACH) {
+            self.traced.remove(&tid);
+        }
+        let written = match (request.vector.is_some(), question.request) {
+            (true, _) => vector,
+            (_, ptrace::GET_FILTER) => usize::try_from(result).unwrap_or(0).saturating_mul(8),
+            _ => question.data_bytes,
+        };
+        let data = match (&request.data, question.flags & WRITTEN) {
+            (Err(memory), WRITTEN) => memory.bytes(written.min(question.data_bytes)),
+            _ => Vec::new(),
+        };
+        Answer { result, data, ..Answer::default() }
+    }
+
+    /// True for threads of the processes that are dumped.
+    fn is_meant(&self, tid: i32) -> bool {
+        self.processes.contains(&tid)
+            || self.processes.iter().any(|pid| std::path::Path::new(&format!("/proc/{pid}/task/{tid}")).exists())
+    }
+
+    /// Waits for one thread, or a short while for any (-1): whoever asks for any may wait for others besides.
+    fn wait(&mut self, tid: i32, options: i32) -> Answer {
+        let wanted: Vec<i32> = match tid {
+            -1 => self.traced.iter().copied().collect(),
+            tid => self.traced.get(&tid).copied().into_iter().collect(),
+        };
+        if wanted.is_empty() {
+            return Answer::not_meant();
+        }
+        for round in 0u32.. {
+            for &tid in &wanted {
+                match ptrace::hear(tid) {
+                    Ok(None) => {}
+                    Ok(Some(News::Stopped(status))) => {
+                        return Answer { result: tid.into(), status, ..Answer::default() };
+                    }
+                    Ok(Some(News::Ended(status))) => {
+                        self.traced.remove(&tid);
+                        return Answer { result: tid.into(), status, ..Answer::default() };
+                    }
+                    Err(error) => return Answer::failed(&error),
+                }
+            }
+            let is_late = tid == -1 && round > ROUNDS_WITHOUT_PAUSE;
+            if options & libc::WNOHANG != 0 || is_late || self.pause(round) {
+                break;
+            }
+        }
+        Answer::default()
+    }
+
+    /// A moment. True if CRIU is gone.
+    fn pause(&self, round: u32) -> bool {
+        if round < ROUNDS_WITHOUT_PAUSE {
+            std::thread::yield_now();
+            return false;
+        }
+        let mut fds = [PollFd::new(self.socket.as_fd(), PollFlags::empty())];
+        matches!(poll(&mut fds, PollTimeout::from(PAUSE_MS)), Ok(ready) if ready > 0)
+    }
+
+    /// CRIU is gone: stops what it left running, and lets go of everything.
+    fn settle(&self) {
+        for &tid in &self.traced {
+            // Fails only if it has ended; likewise below.
+            let _ = ptrace::interrupt(tid);
+        }
+        let until = Instant::now() + SETTLE_ALLOWED;
+        for &tid in &self.traced {
+            while !settled(tid) && Instant::now() < until {
+                std::thread::yield_now();
+            }
+        }
+    }
+}
+
+/// Lets go of a thread if it stands still. True if nothing is left to do.
+fn settled(tid: i32) -> bool {
+    match ptrace::cause(tid) {
+        // The trap is behind the stop that we asked for: it has to come out before the thread is let go.
+        Ok(Cause::Asked) if has_trap_pending(tid) => ptrace::go_on(tid).is_err(),
+        Ok(Cause::Asked | Cause::Trap) => ptrace::let_go(tid, 0).is_ok(),
+        // Somebody's signal is still the thread's own.
+        Ok(Cause::Signal(signal)) => ptrace::let_go(tid, signal).is_ok(),
+        // It runs, or has ended.
+        Err(_) => !matches!(ptrace::hear(tid), Ok(None | Some(News::Stopped(_)))),
+    }
+}
+
+/// True if SIGTRAP waits for this very thread and is not blocked.
+fn has_trap_pending(tid: i32) -> bool {
+    let status = std::fs::read_to_string(format!("/proc/{tid}/status")).unwrap_or_default();
+    let mask = |name: &str| {
+        let line = status.lines().find_map(|line| line.strip_prefix(name));
+        line.and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok()).unwrap_or(0)
+    };
+    mask("SigPnd:") & !mask("SigBlk:") & (1 << (libc::SIGTRAP - 1)) != 0
+}
