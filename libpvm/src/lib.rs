@@ -25,6 +25,7 @@
 //! ```
 
 mod error;
+mod groups;
 mod inbox;
 pub mod rm_client;
 pub mod runtime;

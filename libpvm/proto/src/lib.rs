@@ -10,6 +10,7 @@
 //! * [`frame`]: length-limited frames on a byte stream.
 //! * [`link`]: exactly-once, in-order conversation of two tasks over routes that may break.
 //! * [`task`], [`host`], [`tasker`]: control messages task-daemon, daemon-daemon, daemon-tasker.
+//! * [`group`]: what a task asks of the group service.
 //! * [`sm`]: the documented messages between tasks, resource managers and daemons.
 //! * [`table`], [`event`], [`migration`], [`load`]: the records these messages carry.
 //! * [`place`]: where a virtual machine keeps its socket and files.
@@ -18,6 +19,7 @@ pub mod body;
 pub mod error;
 pub mod event;
 pub mod frame;
+pub mod group;
 pub mod host;
 pub mod ids;
 pub mod link;

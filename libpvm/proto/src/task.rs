@@ -7,6 +7,7 @@
 
 use crate::error::PvmError;
 use crate::event::{Event, EventKind};
+use crate::group::{GroupReply, GroupRequest};
 use crate::ids::{HostId, Micros, MigrationId, RequestId, Tid};
 use crate::message::Message;
 use crate::migration::{Failure, Step};
@@ -306,6 +307,8 @@ pub enum Request {
     RegisterRm(RmServes),
     /// → [`Reply::Mailbox`], [`Reply::MailboxIndex`], [`Reply::MailboxClasses`], [`Reply::Done`]
     Mailbox(MailboxRequest),
+    /// → [`Reply::Group`]
+    Group(GroupRequest),
     /// → [`Reply::Context`]
     NewContext,
     /// → [`Reply::Done`] or [`Reply::Failed`]
@@ -417,6 +420,8 @@ pub enum Reply {
     MailboxIndex(i32),
     /// Mailbox classes.
     MailboxClasses(Vec<MailboxClass>),
+    /// Of the group service.
+    Group(GroupReply),
     /// A new context.
     Context(i32),
     /// The host's time of day, in microseconds since 1970.

@@ -8,6 +8,7 @@
 mod clock;
 mod connect;
 mod core;
+mod groups;
 mod helper;
 mod outbox;
 mod process;
@@ -26,7 +27,7 @@ use crate::inbox::Inbox;
 use sempa_proto::task::{Claim, Reply, Request, RmInfo, Sink, Welcome};
 use sempa_proto::{HostId, Message, Micros, PvmError, PvmResult, Tid};
 use std::os::fd::{AsRawFd, RawFd};
-use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -64,6 +65,8 @@ struct Handle {
     shared: Arc<Shared>,
     welcome: Welcome,
     last_wid: AtomicI32,
+    /// The task has asked the group service something.
+    grouped: AtomicBool,
     helper: Mutex<Option<Own<JoinHandle<()>>>>,
 }
 
@@ -118,7 +121,13 @@ impl Runtime {
         let shared = Arc::new(Shared::new(accepted).map_err(io_error)?);
         let helper = helper::start(&shared, program).map_err(io_error)?;
         process::add_exit_hook(FlushAtExit(Arc::downgrade(&shared)));
-        let handle = Handle { shared, welcome, last_wid: AtomicI32::new(0), helper: Mutex::new(Some(helper)) };
+        let handle = Handle {
+            shared,
+            welcome,
+            last_wid: AtomicI32::new(0),
+            grouped: AtomicBool::new(false),
+            helper: Mutex::new(Some(helper)),
+        };
         Ok(Runtime(Arc::new(handle)))
     }
 
@@ -347,6 +356,7 @@ impl Runtime {
     /// # Errors
     /// `SysErr` when the daemon was gone already.
     pub fn exit(&self) -> PvmResult<()> {
+        self.leave_groups();
         let marks = self.hand_over();
         let reply = marks.map(|marks| self.request(Request::Exit { marks }));
         if let Some(mut state) = self.lock() {

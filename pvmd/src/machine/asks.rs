@@ -23,6 +23,15 @@ pub(super) enum Asker {
     Spawn { spawn: u64, part: u64 },
     /// A notification about a task.
     Watch { watcher: Tid },
+    /// Whether a member of a group is alive.
+    Member { tid: Tid },
+}
+
+impl Asker {
+    /// True when the answer counts as long as the host is in the table: a session that breaks is no answer.
+    fn is_patient(self) -> bool {
+        matches!(self, Asker::Watch { .. } | Asker::Member { .. })
+    }
 }
 
 /// Where an answer goes.
@@ -166,6 +175,11 @@ impl Machine {
                     self.watched_is_gone(watcher, *tid, after);
                 }
             }
+            (Answer::Watched { gone, .. }, Asker::Member { tid }) => {
+                if gone {
+                    self.member_ended(tid);
+                }
+            }
             (_, asker) => {
                 self.log(format!("{from} gave an answer that does not fit its question"));
                 self.unanswered(pending.question, asker);
@@ -191,6 +205,7 @@ impl Machine {
             }
             Asker::Gather(gather) => self.gathered(gather, Vec::new()),
             Asker::Spawn { spawn, part } => self.part_spawned(spawn, part, Err(PvmError::HostFail)),
+            Asker::Member { tid } => self.member_ended(tid),
             Asker::Watch { watcher } => {
                 if let Question::Watch { tid, .. } = question {
                     self.watched_is_gone(watcher, tid, None::<LinkMark>);
@@ -203,7 +218,7 @@ impl Machine {
     /// that a task there is gone: that comes with the change of the table, behind the loss of the host.
     pub(super) fn fail_asks(&mut self, host: HostId) {
         let in_table = self.table.get(host).is_some();
-        let lost = |p: &Pending| p.host == host && !(in_table && matches!(p.asker, Asker::Watch { .. }));
+        let lost = |p: &Pending| p.host == host && !(in_table && p.asker.is_patient());
         let lost: Vec<RequestId> = self.asks.open.iter().filter(|(_, p)| lost(p)).map(|(id, _)| *id).collect();
         for id in lost {
             if let Some(pending) = self.asks.open.remove(&id) {
@@ -218,7 +233,7 @@ impl Machine {
             .asks
             .open
             .iter()
-            .filter(|(_, p)| p.host == host && matches!(p.asker, Asker::Watch { .. }))
+            .filter(|(_, p)| p.host == host && p.asker.is_patient())
             .map(|(id, p)| (*id, p.question.clone()))
             .collect();
         for (id, question) in open {

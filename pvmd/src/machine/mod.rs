@@ -8,11 +8,12 @@
 //! * `hosts`, `hostfile`: the master's work on the host table; `table`, `halt`: every daemon's.
 //! * `asks`: questions between daemons.
 //! * `spawn`, `rm`, `servers`: starting tasks, resource managers, tasks that do a daemon's work.
-//! * `mailbox`, `events`: what the master keeps for all.
+//! * `mailbox`, `groups`, `events`: what the master keeps for all.
 //! * `moves`, `handover`: the glue to the migration protocol, and what is kept in order while a task changes hosts.
 
 mod asks;
 mod events;
+mod groups;
 mod halt;
 mod handover;
 mod hostfile;
@@ -92,6 +93,7 @@ enum Timer {
 struct Master {
     hosts: hosts::Hosts,
     mailbox: mailbox::Mailbox,
+    groups: groups::Groups,
     events: events::EventLog,
     directing: moves::Directing,
 }

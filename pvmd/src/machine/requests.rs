@@ -98,6 +98,7 @@ impl Machine {
             Request::AddHosts { lines } => self.add_hosts(&lines, super::hosts::Wanting::Task { tid, id }),
             Request::DelHosts { names } => self.delete_hosts(tid, id, &names),
             Request::Mailbox(request) => self.mailbox_request(tid, id, request),
+            Request::Group(request) => self.group_request(tid, id, request),
             Request::Migrate { tid: task, to, cause, wait } => self.begin_move(tid, id, task, &to, cause, wait),
             Request::Events { from, limit } => {
                 let events = self.master.as_ref().map(|m| m.events.since(from, limit)).unwrap_or_default();

@@ -126,6 +126,7 @@ impl Machine {
         if let Some(master) = &self.master {
             let mut concerned = master.mailbox.concerned();
             concerned.extend(master.events.followers());
+            concerned.extend(master.groups.members());
             concerned.sort_unstable();
             concerned.dedup();
             let dead: Vec<Tid> = concerned.into_iter().filter(|tid| self.location(*tid) == Some(host)).collect();

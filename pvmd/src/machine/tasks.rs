@@ -376,6 +376,7 @@ impl Machine {
             master.events.unsubscribe(tid);
             master.mailbox.owner_gone(tid);
         }
+        self.member_ended(tid);
     }
 
     /// Link frames that will never be taken: their senders need not keep anything for this task.

@@ -5,6 +5,7 @@
 
 mod buffers;
 mod format;
+mod group;
 mod hosts;
 mod internal;
 mod lent;

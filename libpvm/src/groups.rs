@@ -1,0 +1,77 @@
+//! Groups of tasks, for Rust programs.
+
+use crate::error::Error;
+use crate::vm::Vm;
+use sempa_proto::Tid;
+use sempa_proto::group::{ALL_MEMBERS, GroupInfo, GroupReply, GroupRequest};
+use sempa_proto::task::Reply;
+
+impl Vm {
+    /// Becomes a member of a group, which is founded by its first member; answers the instance number, the lowest free one.
+    ///
+    /// # Errors
+    /// `DupGroup` for a member, `NotInGroup` for a frozen group, `OutOfRes` at a limit of the group service.
+    ///
+    /// ```no_run
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let vm = libpvm::Vm::enroll()?;
+    /// let instance = vm.join_group("workers")?;
+    /// vm.barrier("workers", Some(4))?;
+    /// println!("all four are here; I am number {instance}");
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn join_group(&self, group: &str) -> Result<i32, Error> {
+        self.group_number("joining a group", GroupRequest::Join { group: group.into() })
+    }
+
+    /// Is a member no longer.
+    ///
+    /// # Errors
+    /// `NoGroup`, `NotInGroup`.
+    pub fn leave_group(&self, group: &str) -> Result<(), Error> {
+        self.group_number("leaving a group", GroupRequest::Leave { group: group.into() }).map(|_| ())
+    }
+
+    /// Waits until `count` members wait; `None`: all members of the moment.
+    ///
+    /// # Errors
+    /// `NoGroup` when a member has ended meanwhile and too few are left, `NotInGroup`, `Mismatch` when others wait for
+    /// another number.
+    pub fn barrier(&self, group: &str, count: Option<u32>) -> Result<(), Error> {
+        let count = count.map_or(ALL_MEMBERS, |count| i32::try_from(count).unwrap_or(i32::MAX));
+        self.group_number("waiting at a barrier", GroupRequest::Barrier { group: group.into(), count }).map(|_| ())
+    }
+
+    /// The members by instance; `None` where a number is free.
+    ///
+    /// # Errors
+    /// `NoGroup`.
+    pub fn group_members(&self, group: &str) -> Result<Vec<Option<Tid>>, Error> {
+        let what = "listing a group";
+        match self.runtime().group_request(GroupRequest::Members { group: group.into() }, None) {
+            Reply::Group(GroupReply::Members(tids)) => {
+                Ok(tids.into_iter().map(|tid| Some(tid).filter(|tid| *tid != Tid::NONE)).collect())
+            }
+            other => Err(Error::from_reply(what, other)),
+        }
+    }
+
+    /// Everything about all groups.
+    ///
+    /// # Errors
+    /// As the daemon says.
+    pub fn groups(&self) -> Result<Vec<GroupInfo>, Error> {
+        match self.runtime().group_request(GroupRequest::List, None) {
+            Reply::Group(GroupReply::Groups(groups)) => Ok(groups),
+            other => Err(Error::from_reply("listing the groups", other)),
+        }
+    }
+
+    fn group_number(&self, what: &str, request: GroupRequest) -> Result<i32, Error> {
+        match self.runtime().group_request(request, None) {
+            Reply::Group(GroupReply::Number(number)) => Ok(number),
+            other => Err(Error::from_reply(what, other)),
+        }
+    }
+}

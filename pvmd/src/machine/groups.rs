@@ -1,0 +1,401 @@
+//! The group service (`pvm_joingroup` and friends), kept by the master.
+//!
+//! [`Groups`] is a value: requests and ends of tasks go in, answers come out. A barrier or a freeze is a request that stays
+//! open until enough members have come, or until one of them has ended so that too few are left: whoever waits is told
+//! then. A member that leaves in good order does not disturb a barrier, because another task may come in its place.
+
+use super::Machine;
+use super::asks::Asker;
+use sempa_proto::group::{ALL_MEMBERS, GroupInfo, GroupReply, GroupRequest, GroupState, Meeting};
+use sempa_proto::host::Question;
+use sempa_proto::task::{NAME_BYTES_MAX, Reply};
+use sempa_proto::{PvmError, RequestId, Tid};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::Arc;
+
+/// Memberships of all tasks in all groups at most.
+pub(super) const MEMBERSHIPS_MAX: usize = 1 << 20;
+/// Bytes of the names of all groups at most.
+pub(super) const NAMES_BYTES_MAX: usize = 16 << 20;
+
+type Failed = (PvmError, String);
+type Name = Arc<[u8]>;
+
+/// The answer to a request.
+#[derive(Debug, PartialEq)]
+pub(super) struct Answer {
+    pub(super) tid: Tid,
+    pub(super) id: RequestId,
+    pub(super) result: Result<GroupReply, Failed>,
+}
+
+/// Members that wait for each other.
+#[derive(Debug)]
+struct Waiters {
+    wanted: usize,
+    /// It was opened for all members of the moment: one that leaves is not waited for.
+    all: bool,
+    waiting: Vec<(Tid, RequestId)>,
+}
+
+impl Waiters {
+    fn info(&self) -> Meeting {
+        Meeting { wanted: self.wanted as u32, waiting: self.waiting.iter().map(|(tid, _)| *tid).collect() }
+    }
+}
+
+/// What members can wait for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Barrier,
+    Freeze,
+}
+
+#[derive(Debug, Default)]
+struct Group {
+    state: GroupState,
+    /// Number of members when it was frozen.
+    frozen: usize,
+    /// By instance; NONE where a number is free. The last one of a dynamic group is taken.
+    members: Vec<Tid>,
+    instances: BTreeMap<Tid, usize>,
+    free: BTreeSet<usize>,
+    barrier: Option<Waiters>,
+    freeze: Option<Waiters>,
+}
+
+impl Group {
+    fn meeting(&mut self, kind: Kind) -> &mut Option<Waiters> {
+        match kind {
+            Kind::Barrier => &mut self.barrier,
+            Kind::Freeze => &mut self.freeze,
+        }
+    }
+
+    fn add(&mut self, tid: Tid) -> usize {
+        let instance = self.free.pop_first().unwrap_or(self.members.len());
+        if instance == self.members.len() {
+            self.members.push(tid);
+        } else {
+            self.members[instance] = tid;
+        }
+        self.instances.insert(tid, instance);
+        instance
+    }
+
+    /// A member less. A frozen group keeps the number of its instances and is broken from then on.
+    fn remove(&mut self, tid: Tid) {
+        let Some(instance) = self.instances.remove(&tid) else { return };
+        self.members[instance] = Tid::NONE;
+        self.free.insert(instance);
+        if self.state != GroupState::Dynamic {
+            self.state = GroupState::Broken;
+            return;
+        }
+        while self.members.last() == Some(&Tid::NONE) {
+            self.members.pop();
+            self.free.remove(&self.members.len());
+        }
+    }
+
+    /// Number of members; of a frozen group as it was frozen.
+    fn size(&self) -> usize {
+        if self.state == GroupState::Dynamic { self.instances.len() } else { self.frozen }
+    }
+
+    fn info(&self, name: &Name) -> GroupInfo {
+        GroupInfo {
+            name: name.to_vec(),
+            state: self.state,
+            members: self.members.clone(),
+            barrier: self.barrier.as_ref().map(Waiters::info),
+            freeze: self.freeze.as_ref().map(Waiters::info),
+        }
+    }
+}
+
+/// All groups.
+#[derive(Debug, Default)]
+pub(super) struct Groups {
+    groups: BTreeMap<Name, Group>,
+    /// The groups of each task.
+    of: BTreeMap<Tid, BTreeSet<Name>>,
+    memberships: usize,
+    names_bytes: usize,
+    out: VecDeque<Answer>,
+}
+
+impl Groups {
+    /// All tasks that are in a group.
+    pub(super) fn members(&self) -> impl Iterator<Item = Tid> {
+        self.of.keys().copied()
+    }
+
+    /// A request of a task. Its answer comes out of [`Groups::poll`], now or later.
+    pub(super) fn handle(&mut self, tid: Tid, id: RequestId, request: GroupRequest) {
+        let result = match request {
+            GroupRequest::Join { group } => self.join(tid, &group),
+            GroupRequest::Leave { group } => self.leave(tid, &group),
+            GroupRequest::LeaveAll => {
+                self.leave_all(tid, None);
+                Ok(GroupReply::Number(0))
+            }
+            GroupRequest::Barrier { group, count } => return self.meet(Kind::Barrier, (tid, id), &group, count),
+            GroupRequest::Freeze { group, count } => return self.meet(Kind::Freeze, (tid, id), &group, count),
+            GroupRequest::Instance { group, tid } => self.instance(tid, &group),
+            GroupRequest::Member { group, instance } => self.member(instance, &group),
+            GroupRequest::Size { group } => self.get(&group).map(|(_, g)| GroupReply::Number(g.size() as i32)),
+            GroupRequest::Members { group } => self.get(&group).map(|(_, g)| GroupReply::Members(g.members.clone())),
+            GroupRequest::List => Ok(GroupReply::Groups(self.groups.iter().map(|(name, g)| g.info(name)).collect())),
+        };
+        self.answer(tid, id, result);
+    }
+
+    /// The next answer, or `None`.
+    pub(super) fn poll(&mut self) -> Option<Answer> {
+        self.out.pop_front()
+    }
+
+    /// A task has ended without having left its groups.
+    pub(super) fn ended(&mut self, tid: Tid) {
+        self.leave_all(tid, Some(&format!("{tid}, a member of the group, has ended")));
+    }
+
+    fn answer(&mut self, tid: Tid, id: RequestId, result: Result<GroupReply, Failed>) {
+        self.out.push_back(Answer { tid, id, result });
+    }
+
+    fn get(&self, name: &[u8]) -> Result<(&Name, &Group), Failed> {
+        self.groups.get_key_value(name).ok_or_else(|| {
+            if name.is_empty() {
+                (PvmError::NullGroup, "a group needs a name".to_string())
+            } else {
+                (PvmError::NoGroup, format!("there is no group {}", shown(name)))
+            }
+        })
+    }
+
+    fn join(&mut self, tid: Tid, name: &[u8]) -> Result<GroupReply, Failed> {
+        let known = match self.get(name) {
+            Ok((name, group)) => Some((name.clone(), group)),
+            Err((PvmError::NoGroup, _)) => None,
+            Err(failed) => return Err(failed),
+        };
+        if let Some((_, group)) = &known {
+            if group.instances.contains_key(&tid) {
+                return Err((PvmError::DupGroup, format!("{tid} is in group {} already", shown(name))));
+            }
+            if group.state != GroupState::Dynamic {
+                return Err((PvmError::NotInGroup, format!("group {} is frozen: nobody can join", shown(name))));
+            }
+        }
+        if self.memberships >= MEMBERSHIPS_MAX {
+            return Err((PvmError::OutOfRes, format!("all groups together have {MEMBERSHIPS_MAX} members at most")));
+        }
+        let name = match known {
+            Some((name, _)) => name,
+            None => self.found(name)?,
+        };
+        self.memberships += 1;
+        self.of.entry(tid).or_default().insert(name.clone());
+        let instance = self.groups.entry(name).or_default().add(tid);
+        Ok(GroupReply::Number(instance as i32))
+    }
+
+    /// The name of a group that does not exist yet, if there is room for it.
+    fn found(&mut self, name: &[u8]) -> Result<Name, Failed> {
+        if name.len() > NAME_BYTES_MAX {
+            return Err((PvmError::OutOfRes, format!("the name of a group has {NAME_BYTES_MAX} bytes at most")));
+        }
+        if self.names_bytes + name.len() > NAMES_BYTES_MAX {
+            let reason = format!("the names of all groups together have {NAMES_BYTES_MAX} bytes at most");
+            return Err((PvmError::OutOfRes, reason));
+        }
+        self.names_bytes += name.len();
+        Ok(name.into())
+    }
+
+    fn leave(&mut self, tid: Tid, name: &[u8]) -> Result<GroupReply, Failed> {
+        let (name, group) = self.get(name)?;
+        if !group.instances.contains_key(&tid) {
+            return Err(not_in(tid, name));
+        }
+        let name = name.clone();
+        self.remove(tid, &name, None);
+        Ok(GroupReply::Number(0))
+    }
+
+    fn leave_all(&mut self, tid: Tid, ended: Option<&str>) {
+        for name in self.of.get(&tid).cloned().unwrap_or_default() {
+            self.remove(tid, &name, ended);
+        }
+    }
+
+    /// A member less; `ended` tells how it came to its end if it has not left in good order.
+    fn remove(&mut self, tid: Tid, name: &Name, ended: Option<&str>) {
+        let Some(group) = self.groups.get_mut(name) else { return };
+        group.remove(tid);
+        self.memberships -= 1;
+        if let Some(names) = self.of.get_mut(&tid) {
+            names.remove(name);
+            if names.is_empty() {
+                self.of.remove(&tid);
+            }
+        }
+        for kind in [Kind::Barrier, Kind::Freeze] {
+            self.member_less(tid, name, kind, ended);
+        }
+        if self.groups.get(name).is_some_and(|group| group.instances.is_empty()) {
+            self.groups.remove(name);
+            self.names_bytes -= name.len();
+        }
+    }
+
+    /// What a member less means for those who wait.
+    fn member_less(&mut self, tid: Tid, name: &Name, kind: Kind, ended: Option<&str>) {
+        let Some(group) = self.groups.get_mut(name) else { return };
+        let (broken, left) = (group.state == GroupState::Broken, group.instances.len());
+        let Some(meeting) = group.meeting(kind) else { return };
+        let own: Vec<(Tid, RequestId)> = meeting.waiting.extract_if(.., |(who, _)| *who == tid).collect();
+        if meeting.all && ended.is_none() {
+            meeting.wanted = meeting.wanted.min(left);
+        }
+        let wanted = meeting.wanted;
+        // Nobody hears an answer to a task that has ended.
+        if ended.is_none() {
+            own.into_iter().for_each(|(who, id)| self.answer(who, id, Err(not_in(who, name))));
+        }
+        if broken || (ended.is_some() && left < wanted) {
+            let what = ended.map_or_else(|| format!("{tid} has left the frozen group"), str::to_string);
+            let reason = format!("group {}: {what}; {left} are left of the {wanted} that were wanted", shown(name));
+            self.close(name, kind, &Err((PvmError::NoGroup, reason)));
+        } else {
+            self.close_if_complete(name, kind);
+            self.forget_if_empty(name, kind);
+        }
+    }
+
+    /// Nobody waits any more, so the next one may want another number.
+    fn forget_if_empty(&mut self, name: &Name, kind: Kind) {
+        if let Some(group) = self.groups.get_mut(name) {
+            group.meeting(kind).take_if(|meeting| meeting.waiting.is_empty());
+        }
+    }
+
+    fn instance(&self, tid: Tid, name: &[u8]) -> Result<GroupReply, Failed> {
+        let (name, group) = self.get(name)?;
+        let instance = group.instances.get(&tid).ok_or_else(|| not_in(tid, name))?;
+        Ok(GroupReply::Number(*instance as i32))
+    }
+
+    fn member(&self, instance: i32, name: &[u8]) -> Result<GroupReply, Failed> {
+        let (name, group) = self.get(name)?;
+        let member = usize::try_from(instance).ok().and_then(|i| group.members.get(i)).filter(|tid| **tid != Tid::NONE);
+        let tid =
+            member.ok_or_else(|| (PvmError::NoInst, format!("group {} has no instance {instance}", shown(name))))?;
+        Ok(GroupReply::Number(tid.raw()))
+    }
+
+    /// A member comes to a barrier or a freeze and waits.
+    fn meet(&mut self, kind: Kind, (tid, id): (Tid, RequestId), name: &[u8], count: i32) {
+        match self.enter(kind, (tid, id), name, count) {
+            Ok(name) => self.close_if_complete(&name, kind),
+            Err(failed) => self.answer(tid, id, Err(failed)),
+        }
+    }
+
+    fn enter(&mut self, kind: Kind, who: (Tid, RequestId), name: &[u8], count: i32) -> Result<Name, Failed> {
+        let (name, group) = self.get(name)?;
+        let (tid, name) = (who.0, name.clone());
+        if !group.instances.contains_key(&tid) {
+            return Err(not_in(tid, &name));
+        }
+        match (kind, group.state) {
+            (Kind::Freeze, GroupState::Static | GroupState::Broken) => {
+                return Err((PvmError::DupGroup, format!("group {} is frozen already", shown(&name))));
+            }
+            (Kind::Barrier, GroupState::Broken) => {
+                return Err((PvmError::NoGroup, format!("a member of the frozen group {} is missing", shown(&name))));
+            }
+            _ => {}
+        }
+        let all = kind == Kind::Barrier && count == ALL_MEMBERS;
+        let size = group.instances.len();
+        let wanted = if all { Some(size) } else { usize::try_from(count).ok().filter(|count| *count > 0) };
+        let mismatch = |reason: String| (PvmError::Mismatch, format!("group {}: {reason}", shown(&name)));
+        let wanted = wanted.ok_or_else(|| mismatch(format!("{count} members cannot meet")))?;
+        let group = self.groups.get_mut(&name).expect("just found");
+        let meeting = group.meeting(kind).get_or_insert(Waiters { wanted, all, waiting: Vec::new() });
+        if meeting.waiting.iter().any(|(waits, _)| *waits == tid) {
+            return Err((PvmError::Already, format!("{tid} waits in group {} already", shown(&name))));
+        }
+        if meeting.wanted != wanted && !(all && meeting.all) {
+            return Err(mismatch(format!("{} members are waited for, not {wanted}", meeting.wanted)));
+        }
+        meeting.waiting.push(who);
+        Ok(name)
+    }
+
+    fn close_if_complete(&mut self, name: &Name, kind: Kind) {
+        let Some(group) = self.groups.get_mut(name) else { return };
+        let Some(meeting) = group.meeting(kind).as_ref().filter(|m| m.waiting.len() >= m.wanted) else { return };
+        let number = match kind {
+            Kind::Barrier => 0,
+            Kind::Freeze => meeting.wanted as i32,
+        };
+        if kind == Kind::Freeze {
+            (group.state, group.frozen) = (GroupState::Static, group.instances.len());
+        }
+        self.close(name, kind, &Ok(GroupReply::Number(number)));
+    }
+
+    /// Answers everybody who waits.
+    fn close(&mut self, name: &Name, kind: Kind, result: &Result<GroupReply, Failed>) {
+        let Some(meeting) = self.groups.get_mut(name).and_then(|group| group.meeting(kind).take()) else { return };
+        for (tid, id) in meeting.waiting {
+            self.answer(tid, id, result.clone());
+        }
+    }
+}
+
+fn shown(name: &[u8]) -> String {
+    String::from_utf8_lossy(name).into_owned()
+}
+
+fn not_in(tid: Tid, name: &[u8]) -> Failed {
+    (PvmError::NotInGroup, format!("{tid} is not in group {}", shown(name)))
+}
+
+impl Machine {
+    /// Master: a task's request to the group service.
+    pub(super) fn group_request(&mut self, tid: Tid, id: RequestId, request: GroupRequest) {
+        let Some(master) = &mut self.master else { return };
+        let joins = matches!(request, GroupRequest::Join { .. });
+        master.groups.handle(tid, id, request);
+        self.answer_groups();
+        if joins {
+            // The word of its end comes on another channel and may have overtaken the request.
+            self.ask_about(tid, Question::Watch { tid, watcher: tid }, Asker::Member { tid });
+        }
+    }
+
+    /// Master: a task has ended.
+    pub(super) fn member_ended(&mut self, tid: Tid) {
+        let Some(master) = &mut self.master else { return };
+        master.groups.ended(tid);
+        self.answer_groups();
+    }
+
+    fn answer_groups(&mut self) {
+        while let Some(Answer { tid, id, result }) = self.master.as_mut().and_then(|m| m.groups.poll()) {
+            match result {
+                Ok(reply) => self.reply(tid, id, Reply::Group(reply)),
+                Err((error, reason)) => self.fail(tid, id, error, reason),
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "tests/groups.rs"]
+mod tests;

@@ -1,0 +1,285 @@
+//! The group service as a value: who is a member, who waits, who is answered.
+
+use super::*;
+use proptest::prelude::*;
+
+const NAME: &[u8] = b"g";
+
+fn tid(n: i32) -> Tid {
+    Tid::from_raw(0x40000 + n)
+}
+
+/// The service with a number for every request.
+#[derive(Default)]
+struct Service {
+    groups: Groups,
+    last: u64,
+}
+
+impl Service {
+    /// Sends a request; its number.
+    fn send(&mut self, who: i32, request: GroupRequest) -> RequestId {
+        self.last += 1;
+        let id = RequestId(self.last);
+        self.groups.handle(tid(who), id, request);
+        id
+    }
+
+    /// All answers so far: the task, and its number or PVM's code.
+    fn answers(&mut self) -> Vec<(i32, i32)> {
+        let code = |result: Result<GroupReply, Failed>| match result {
+            Ok(GroupReply::Number(number)) => number,
+            Ok(other) => panic!("{other:?}"),
+            Err((error, _)) => error.code(),
+        };
+        let mut all = Vec::new();
+        while let Some(answer) = self.groups.poll() {
+            all.push((answer.tid.raw() - 0x40000, code(answer.result)));
+        }
+        all
+    }
+
+    /// Asks and takes the one answer.
+    fn ask(&mut self, who: i32, request: GroupRequest) -> i32 {
+        self.send(who, request);
+        match self.answers()[..] {
+            [(to, code)] if to == who => code,
+            ref others => panic!("{others:?}"),
+        }
+    }
+
+    fn join(&mut self, who: i32) -> i32 {
+        self.ask(who, GroupRequest::Join { group: NAME.to_vec() })
+    }
+
+    fn leave(&mut self, who: i32) -> i32 {
+        self.ask(who, GroupRequest::Leave { group: NAME.to_vec() })
+    }
+
+    fn size(&mut self) -> i32 {
+        self.ask(99, GroupRequest::Size { group: NAME.to_vec() })
+    }
+
+    /// Comes to the barrier; what that brings to whom.
+    fn barrier(&mut self, who: i32, count: i32) -> Vec<(i32, i32)> {
+        self.send(who, GroupRequest::Barrier { group: NAME.to_vec(), count });
+        self.answers()
+    }
+
+    fn freeze(&mut self, who: i32, count: i32) -> Vec<(i32, i32)> {
+        self.send(who, GroupRequest::Freeze { group: NAME.to_vec(), count });
+        self.answers()
+    }
+
+    fn ends(&mut self, who: i32) -> Vec<(i32, i32)> {
+        self.groups.ended(tid(who));
+        self.answers()
+    }
+
+    fn of(members: i32) -> Service {
+        let mut service = Service::default();
+        (0..members).for_each(|who| assert_eq!(service.join(who), who));
+        service
+    }
+}
+
+#[test]
+fn instances_are_the_lowest_free_numbers_and_a_group_lives_as_long_as_it_has_members() {
+    let mut s = Service::of(4);
+    assert_eq!(s.join(2), -18);
+    assert_eq!((s.leave(1), s.leave(2), s.leave(2)), (0, 0, -20));
+    assert_eq!((s.join(7), s.join(8), s.join(9), s.size()), (1, 2, 4, 5));
+    assert_eq!(s.ask(0, GroupRequest::Instance { group: NAME.to_vec(), tid: tid(8) }), 2);
+    assert_eq!(s.ask(0, GroupRequest::Instance { group: NAME.to_vec(), tid: tid(1) }), -20);
+    assert_eq!(s.ask(0, GroupRequest::Member { group: NAME.to_vec(), instance: 4 }), tid(9).raw());
+    for none in [-1, 5, i32::MAX] {
+        assert_eq!(s.ask(0, GroupRequest::Member { group: NAME.to_vec(), instance: none }), -21);
+    }
+    for who in [0, 3, 7, 8] {
+        assert_eq!(s.leave(who), 0);
+    }
+    assert_eq!(s.ends(9), []);
+    assert_eq!((s.size(), s.leave(0)), (-19, -19));
+    assert_eq!((s.groups.memberships, s.groups.names_bytes), (0, 0));
+    assert_eq!(s.ask(0, GroupRequest::Join { group: Vec::new() }), -17);
+}
+
+#[test]
+fn a_barrier_lets_its_members_go_together_and_can_be_used_again() {
+    let mut s = Service::of(3);
+    for _ in 0..2 {
+        assert_eq!((s.barrier(0, 3), s.barrier(1, 2), s.barrier(5, 3)), (vec![], vec![(1, -3)], vec![(5, -20)]));
+        assert_eq!((s.barrier(0, 3), s.barrier(1, 3)), (vec![(0, -30)], vec![]));
+        assert_eq!(s.barrier(2, 3), [(0, 0), (1, 0), (2, 0)]);
+    }
+    assert_eq!((s.barrier(0, 0), s.barrier(0, -2)), (vec![(0, -3)], vec![(0, -3)]));
+    assert_eq!(s.barrier(0, 1), [(0, 0)]);
+}
+
+#[test]
+fn whoever_waits_is_told_when_a_member_ends_and_too_few_are_left() {
+    let mut s = Service::of(3);
+    s.barrier(0, 3);
+    s.barrier(1, 3);
+    assert_eq!(s.ends(2), [(0, -19), (1, -19)]);
+    // The barrier is free for those that are left, whatever number the one wanted that ended in the middle of it.
+    assert_eq!(s.join(6), 2);
+    s.barrier(0, 2);
+    assert_eq!(s.ends(0), []);
+    s.barrier(6, 3);
+    assert_eq!(s.ends(6), []);
+    assert_eq!(s.join(4), 0);
+    s.barrier(4, 2);
+    assert_eq!(s.barrier(1, 2), [(4, 0), (1, 0)]);
+}
+
+#[test]
+fn a_barrier_goes_on_when_enough_members_are_left() {
+    let mut s = Service::of(4);
+    s.barrier(0, 2);
+    assert_eq!((s.ends(2), s.ends(0)), (vec![], vec![]));
+    s.barrier(1, 2);
+    assert_eq!(s.barrier(3, 2), [(1, 0), (3, 0)]);
+}
+
+#[test]
+fn a_member_that_leaves_in_good_order_may_be_replaced() {
+    let mut s = Service::of(3);
+    s.barrier(0, 3);
+    s.barrier(1, 3);
+    assert_eq!((s.leave(2), s.join(8)), (0, 2));
+    assert_eq!(s.barrier(8, 3), [(0, 0), (1, 0), (8, 0)]);
+}
+
+#[test]
+fn a_barrier_for_all_does_not_wait_for_those_that_leave() {
+    let mut s = Service::of(3);
+    s.barrier(0, ALL_MEMBERS);
+    // A later member changes nothing, whether it stays or not.
+    assert_eq!((s.join(5), s.leave(5)), (3, 0));
+    s.barrier(1, ALL_MEMBERS);
+    s.send(2, GroupRequest::Leave { group: NAME.to_vec() });
+    assert_eq!(s.answers(), [(0, 0), (1, 0), (2, 0)]);
+    s.barrier(0, ALL_MEMBERS);
+    assert_eq!(s.ends(1), [(0, -19)]);
+}
+
+#[test]
+fn a_frozen_group_takes_nobody_in_and_breaks_when_a_member_goes() {
+    for ends in [false, true] {
+        let mut s = Service::of(3);
+        assert_eq!((s.freeze(0, 3), s.freeze(1, 3)), (vec![], vec![]));
+        assert_eq!(s.freeze(2, 3), [(0, 3), (1, 3), (2, 3)]);
+        assert_eq!((s.join(7), s.freeze(0, 3), s.size()), (-20, vec![(0, -18)], 3));
+        s.barrier(0, 3);
+        s.barrier(1, 3);
+        let told = if ends {
+            s.ends(2)
+        } else {
+            s.send(2, GroupRequest::Leave { group: NAME.to_vec() });
+            s.answers()
+        };
+        assert_eq!(told[..2], [(0, -19), (1, -19)]);
+        assert_eq!((s.barrier(0, 2), s.size(), s.join(2)), (vec![(0, -19)], 3, -20));
+        assert_eq!((s.leave(0), s.leave(1), s.size(), s.join(7)), (0, 0, -19, 0));
+    }
+}
+
+#[test]
+fn limits_are_errors_and_what_is_full_has_room_again() {
+    let mut s = Service::default();
+    let long = vec![b'x'; NAME_BYTES_MAX + 1];
+    assert_eq!(s.ask(1, GroupRequest::Join { group: long.clone() }), PvmError::OutOfRes.code());
+    assert_eq!(s.ask(1, GroupRequest::Join { group: long[1..].to_vec() }), 0);
+    let many = (NAMES_BYTES_MAX / NAME_BYTES_MAX) as i32;
+    for n in 1..many {
+        let mut group = vec![b'y'; NAME_BYTES_MAX];
+        group[..4].copy_from_slice(&n.to_be_bytes());
+        assert_eq!(s.ask(1, GroupRequest::Join { group }), 0);
+    }
+    assert_eq!(s.join(1), PvmError::OutOfRes.code());
+    assert_eq!(s.ends(1), []);
+    assert_eq!(s.join(1), 0);
+}
+
+#[derive(Clone, Debug)]
+enum Act {
+    Join(i32),
+    Leave(i32),
+    LeaveAll(i32),
+    End(i32),
+    Barrier(i32, i32),
+    Freeze(i32, i32),
+}
+
+fn act() -> impl Strategy<Value = Act> {
+    let who = 0..6i32;
+    prop_oneof![
+        4 => who.clone().prop_map(Act::Join),
+        1 => who.clone().prop_map(Act::Leave),
+        1 => who.clone().prop_map(Act::LeaveAll),
+        1 => who.clone().prop_map(Act::End),
+        6 => (who.clone(), prop_oneof![Just(ALL_MEMBERS), 1..5i32]).prop_map(|(who, count)| Act::Barrier(who, count)),
+        1 => (who, 2..4i32).prop_map(|(who, count)| Act::Freeze(who, count)),
+    ]
+}
+
+/// What has to hold between any two requests.
+fn check(groups: &Groups) {
+    let mut memberships = 0;
+    for (name, group) in &groups.groups {
+        memberships += group.instances.len();
+        assert!(!group.instances.is_empty(), "an empty group does not exist");
+        for (tid, instance) in &group.instances {
+            assert_eq!(group.members[*instance], *tid);
+            assert!(groups.of[tid].contains(name));
+        }
+        let holes = group.members.iter().enumerate().filter(|(_, tid)| **tid == Tid::NONE).map(|(i, _)| i);
+        assert_eq!(holes.collect::<BTreeSet<_>>(), group.free);
+        assert_eq!(group.members.len(), group.instances.len() + group.free.len());
+        for meeting in [&group.barrier, &group.freeze].into_iter().flatten() {
+            assert!(!meeting.waiting.is_empty(), "a meeting of nobody is none");
+            assert!(meeting.waiting.len() < meeting.wanted, "who is complete does not wait");
+            assert!(meeting.waiting.iter().all(|(tid, _)| group.instances.contains_key(tid)), "only members wait");
+            assert_ne!(group.state, GroupState::Broken, "nobody waits in a broken group");
+        }
+    }
+    assert_eq!(groups.of.values().map(BTreeSet::len).sum::<usize>(), memberships);
+    assert_eq!(groups.memberships, memberships);
+}
+
+proptest! {
+    #[test]
+    fn every_request_of_a_living_task_gets_exactly_one_answer(acts in proptest::collection::vec(act(), 1..80)) {
+        let mut s = Service::default();
+        let mut open: BTreeMap<RequestId, Tid> = BTreeMap::new();
+        let group = || NAME.to_vec();
+        for act in acts {
+            let (who, request) = match act {
+                Act::Join(who) => (who, GroupRequest::Join { group: group() }),
+                Act::Leave(who) => (who, GroupRequest::Leave { group: group() }),
+                Act::LeaveAll(who) => (who, GroupRequest::LeaveAll),
+                Act::Barrier(who, count) => (who, GroupRequest::Barrier { group: group(), count }),
+                Act::Freeze(who, count) => (who, GroupRequest::Freeze { group: group(), count }),
+                Act::End(who) => {
+                    s.groups.ended(tid(who));
+                    open.retain(|_, asker| *asker != tid(who));
+                    (99, GroupRequest::List)
+                }
+            };
+            // A task that waits asks nothing else, but it may be ended.
+            if open.values().any(|asker| *asker == tid(who)) {
+                continue;
+            }
+            let id = s.send(who, request);
+            open.insert(id, tid(who));
+            while let Some(answer) = s.groups.poll() {
+                prop_assert_eq!(open.remove(&answer.id), Some(answer.tid), "{:?}", answer);
+            }
+            check(&s.groups);
+        }
+        let waiting = s.groups.groups.values().flat_map(|g| [&g.barrier, &g.freeze]).flatten();
+        let waiting: BTreeMap<RequestId, Tid> = waiting.flat_map(|m| &m.waiting).map(|(tid, id)| (*id, *tid)).collect();
+        prop_assert_eq!(open, waiting, "exactly those that wait have no answer");
+    }
+}
