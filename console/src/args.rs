@@ -1,6 +1,7 @@
 //! The command line of `pvm`.
 
 use crate::help;
+use crate::parse;
 use clap::Parser;
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -22,16 +23,13 @@ struct Cli {
     /// Name or address of this host, when a daemon is started
     #[arg(short = 'n', value_name = "NAME")]
     name: Option<String>,
-    /// Print values for programs: conf, ps, add, delete, spawn, migrate, events
+    /// Print values for programs, one a line, with every command that prints anything
     #[arg(long)]
     json: bool,
     /// A command with its arguments, or a host file (as ./NAME when a command has its name)
     #[arg(trailing_var_arg = true, value_name = "COMMAND | HOSTFILE")]
     words: Vec<String>,
 }
-
-/// Commands that answer with `--json`.
-const JSON_COMMANDS: [&str; 7] = ["add", "conf", "delete", "events", "migrate", "ps", "spawn"];
 
 /// What the program is to do.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -62,8 +60,8 @@ pub(crate) enum ArgsError {
     #[error("{0}: one host file is enough")]
     TooMany(String),
     /// No JSON for this.
-    #[error("--json is for the commands {}", JSON_COMMANDS.join(", "))]
-    NoJson,
+    #[error("--json belongs to a command that prints something; {0}")]
+    NoJson(String),
 }
 
 /// Reads the arguments, the program's name first.
@@ -73,12 +71,12 @@ pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Mode, Ar
     daemon.extend(debug.map(|mask| format!("-d{mask}").into()));
     daemon.extend(name.map(|name| format!("-n{name}").into()));
     let Some(first) = words.first().cloned() else {
-        return if json { Err(ArgsError::NoJson) } else { Ok(Mode::Console(daemon)) };
+        return if json { Err(no_json(None)) } else { Ok(Mode::Console(daemon)) };
     };
     let command = help::find(&first).is_some();
-    json |= take_json(&mut words);
-    if json && !JSON_COMMANDS.contains(&first.as_str()) {
-        return Err(ArgsError::NoJson);
+    json |= parse::take_json(&mut words);
+    if json && command && !parse::has_json(&first) {
+        return Err(no_json(Some(&first)));
     }
     let files = if first == "start" { &words[1..] } else { &words[..] };
     if command && first != "start" {
@@ -94,17 +92,11 @@ pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Mode, Ar
     Ok(if first == "start" { Mode::Start(daemon) } else { Mode::Console(daemon) })
 }
 
-/// Takes `--json` out of a command's own words. What follows the program that `spawn` starts belongs to that program.
-fn take_json(words: &mut Vec<String>) -> bool {
-    if !JSON_COMMANDS.contains(&words[0].as_str()) {
-        return false;
-    }
-    let own = match words[0].as_str() {
-        "spawn" => words.iter().skip(1).position(|word| !word.starts_with('-')).map_or(words.len(), |at| at + 1),
-        _ => words.len(),
-    };
-    let found = words[..own].iter().position(|word| word == "--json");
-    found.map(|at| words.remove(at)).is_some()
+fn no_json(command: Option<&str>) -> ArgsError {
+    ArgsError::NoJson(match command {
+        Some(name) => format!("{name} prints nothing that a program could read"),
+        None => "none was given".to_string(),
+    })
 }
 
 #[cfg(test)]
@@ -127,7 +119,11 @@ mod tests {
         assert_eq!(mode("pvm ps -a --json"), once(&["ps", "-a"], true));
         assert_eq!(mode("pvm spawn -3 --json hello -v"), once(&["spawn", "-3", "hello", "-v"], true));
         assert_eq!(mode("pvm echo --json"), once(&["echo", "--json"], false));
-        assert_eq!(mode("pvm --json halt"), Err(ArgsError::NoJson.to_string()));
+        assert_eq!(mode("pvm mstat h2 --json"), once(&["mstat", "h2"], true));
+        assert_eq!(mode("pvm alias --json"), once(&["alias"], true));
+        assert_eq!(mode("pvm alias x conf --json"), once(&["alias", "x", "conf", "--json"], false));
+        assert_eq!(mode("pvm --json halt"), Err(no_json(Some("halt")).to_string()));
+        assert_eq!(mode("pvm --json"), Err(no_json(None).to_string()));
         assert_eq!(mode("pvm foo"), Err("foo: not found".into()));
     }
 

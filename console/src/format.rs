@@ -156,6 +156,12 @@ pub(crate) fn names(classes: &[MailboxClass]) -> String {
     out
 }
 
+/// `tickle`: the numbers of the answer.
+pub(crate) fn tickle(numbers: &[i32]) -> String {
+    let list: String = numbers.iter().map(|number| format!(" {number}")).collect();
+    format!("({list} )\n")
+}
+
 /// `migrate`, when it went well.
 pub(crate) fn moved(tid: Tid, to: &str, report: &MoveReport) -> String {
     format!("{tid} moved to {to}: {} bytes, frozen {} ms\n", report.bytes, (report.frozen.0 + 500) / 1000)

@@ -10,6 +10,9 @@ pub(crate) struct Entry {
     pub(crate) detail: &'static str,
 }
 
+/// Commands that `help` does not list: they look into the daemon and the console.
+const NOT_LISTED: [&str; 2] = ["idump", "tickle"];
+
 /// All commands by name.
 pub(crate) const COMMANDS: &[Entry] = &[
     Entry {
@@ -54,6 +57,7 @@ pub(crate) const COMMANDS: &[Entry] = &[
     },
     Entry { name: "help", summary: "Explain a command", detail: "Syntax:  help [ command ]\n" },
     Entry { name: "id", summary: "Print the console's own tid", detail: "Syntax:  id\n" },
+    Entry { name: "idump", summary: "Show how much memory the console uses", detail: "Syntax:  idump [ how ]\n" },
     Entry {
         name: "jobs",
         summary: "List jobs whose output is collected here",
@@ -93,7 +97,8 @@ pub(crate) const COMMANDS: &[Entry] = &[
     Entry {
         name: "reset",
         summary: "End all tasks and clean the mailbox",
-        detail: "Syntax:  reset\n\nreset info    only remove mailbox entries that nobody owns\nSyntax:  reset info\n",
+        detail: "Syntax:  reset\n\nreset info    only remove mailbox entries that nobody owns\n\
+                 Syntax:  reset info [ class [ index ] ]\n",
     },
     Entry {
         name: "setenv",
@@ -124,14 +129,31 @@ pub(crate) const COMMANDS: &[Entry] = &[
                  -?             under the debugger\n          \
                  ->             show the output here, as a job\n          \
                  ->(file)       write the output to a new file\n          \
-                 ->>(file)      append the output to a file\n",
+                 ->>(file)      append the output to a file\n          \
+                 -@             trace the job, show the records here\n          \
+                 -@(file)       trace the job, write the records to a new file\n",
     },
     Entry {
         name: "start",
         summary: "Start the virtual machine in the background",
         detail: "Syntax:  pvm [ -dMASK ] [ -nNAME ] start [ hostfile ]\n",
     },
-    Entry { name: "trace", summary: "Trace events (not available yet)", detail: "Syntax:  trace\n" },
+    Entry {
+        name: "tickle",
+        summary: "Ask the daemon about itself",
+        detail: "Syntax:  tickle how [ arg ... ]\nHow:\n  0        memory, into the log\n  1        host table, into the log\n  \
+                 2        local tasks, into the log\n  3        what is waited for, into the log\n  \
+                 4        mailbox, into the log\n  5        show the debug mask\n  6 mask   set the debug mask\n  \
+                 7 num    accepted, without effect\n  8 dtid   give up the host with this tid\n  \
+                 9        statistics, into the log\n",
+    },
+    Entry {
+        name: "trace",
+        summary: "Choose the events that tasks spawned with -@ record",
+        detail: "Syntax:  trace\n         trace [+] name ...\n         trace - name ...\n         trace [+] *\n         \
+                 trace - *\n         trace xpvm (what XPVM displays, the default)\n         trace buf [ bytes ]\n         \
+                 trace opt [ full | time | count ]\n",
+    },
     Entry { name: "unalias", summary: "Forget aliases", detail: "Syntax:  unalias name ...\n" },
     Entry {
         name: "unexport",
@@ -159,7 +181,7 @@ pub(crate) fn about(name: &str) -> Option<String> {
 /// The list of all commands.
 fn list() -> String {
     let mut text = String::from("Commands are:\n");
-    for entry in COMMANDS {
+    for entry in COMMANDS.iter().filter(|entry| !NOT_LISTED.contains(&entry.name)) {
         text.push_str(&format!("  {:<12}{}\n", entry.name, entry.summary));
     }
     text

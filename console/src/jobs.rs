@@ -14,8 +14,10 @@ pub(crate) const OUTPUT_LINE_BYTES_MAX: usize = 64 << 10;
 /// What a message about a task says.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum TaskOutput {
-    /// It exists or will exist.
-    Known,
+    /// Somebody has asked for it.
+    Spawned,
+    /// It was created.
+    Created,
     /// Some of its output.
     Data(Vec<u8>),
     /// Nothing more comes.
@@ -27,7 +29,8 @@ pub(crate) fn read_output(mut body: Unpacker) -> Option<(Tid, TaskOutput)> {
     let tid = Tid::from_raw(body.int().ok()?);
     let what = match body.int().ok()? {
         0 => TaskOutput::End,
-        -1 | -2 => TaskOutput::Known,
+        -1 => TaskOutput::Spawned,
+        -2 => TaskOutput::Created,
         length => TaskOutput::Data(body.bytes(usize::try_from(length).ok()?).ok()?.to_vec()),
     };
     tid.is_task().then_some((tid, what))
@@ -36,8 +39,25 @@ pub(crate) fn read_output(mut body: Unpacker) -> Option<(Tid, TaskOutput)> {
 /// A task of a job.
 #[derive(Debug, Default)]
 struct Member {
+    met: bool,
     ended: bool,
     partial: Vec<u8>,
+}
+
+impl Member {
+    /// Adds output; lines that are complete now, or too long to wait, come out.
+    fn lines(&mut self, bytes: &[u8], out: &mut Vec<Happened>) {
+        for piece in bytes.split_inclusive(|byte| *byte == b'\n') {
+            self.partial.extend_from_slice(piece);
+            if piece.ends_with(b"\n") || self.partial.len() >= OUTPUT_LINE_BYTES_MAX {
+                let mut line = std::mem::take(&mut self.partial);
+                if line.ends_with(b"\n") {
+                    line.pop();
+                }
+                out.push(Happened::Line(line));
+            }
+        }
+    }
 }
 
 /// A job.
@@ -55,11 +75,26 @@ pub(crate) struct Jobs {
     jobs: BTreeMap<u32, Job>,
 }
 
-/// What is to be written because of a message.
+/// What a message says about a task of a job.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Happened {
+    /// It was not known before.
+    Met,
+    /// As [`TaskOutput::Spawned`].
+    Spawned,
+    /// As [`TaskOutput::Created`].
+    Created,
+    /// It wrote a line; without its newline.
+    Line(Vec<u8>),
+    /// It writes nothing any more.
+    Ended,
+}
+
+/// What became of a job.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Written {
-    /// Lines of output, complete with prefix and newline.
-    pub(crate) lines: Vec<u8>,
+pub(crate) struct News {
+    /// In this order.
+    pub(crate) happened: Vec<Happened>,
     /// True when the job is complete; it is forgotten.
     pub(crate) finished: bool,
 }
@@ -72,53 +107,51 @@ impl Jobs {
         self.newest
     }
 
-    /// The tasks with which a job was started. A job without any is forgotten.
-    pub(crate) fn started(&mut self, number: u32, tids: impl Iterator<Item = Tid>) -> Written {
-        let Some(job) = self.jobs.get_mut(&number) else { return Written::default() };
+    /// The tasks with which a job was started. A job without any is forgotten. True when it is finished already.
+    pub(crate) fn started(&mut self, number: u32, tids: impl Iterator<Item = Tid>) -> bool {
+        let Some(job) = self.jobs.get_mut(&number) else { return false };
         job.started = true;
         for tid in tids {
             job.members.entry(tid).or_default();
         }
         if job.members.is_empty() {
             self.jobs.remove(&number);
-            return Written::default();
+            return false;
         }
-        Written { lines: Vec::new(), finished: self.close_if_done(number) }
+        self.close_if_done(number)
     }
 
     /// A message about a task of a job.
-    pub(crate) fn take(&mut self, number: u32, tid: Tid, what: TaskOutput) -> Written {
+    pub(crate) fn take(&mut self, number: u32, tid: Tid, what: TaskOutput) -> News {
         if number == 0 || number > self.newest {
-            return Written::default();
+            return News::default();
         }
         let job = match self.jobs.entry(number) {
             Entry::Occupied(known) => known.into_mut(),
             // A grandchild may be heard of only after the others have ended.
-            Entry::Vacant(_) if what == TaskOutput::End => return Written::default(),
+            Entry::Vacant(_) if what == TaskOutput::End => return News::default(),
             Entry::Vacant(new) => new.insert(Job { started: true, members: BTreeMap::new() }),
         };
         let member = job.members.entry(tid).or_default();
-        let mut lines = Vec::new();
+        let mut happened = Vec::new();
+        if !member.met {
+            member.met = true;
+            happened.push(Happened::Met);
+        }
         match what {
-            TaskOutput::Known => {}
-            TaskOutput::Data(bytes) => {
-                for piece in bytes.split_inclusive(|byte| *byte == b'\n') {
-                    member.partial.extend_from_slice(piece);
-                    if piece.ends_with(b"\n") || member.partial.len() >= OUTPUT_LINE_BYTES_MAX {
-                        line(&mut lines, number, tid, &std::mem::take(&mut member.partial));
-                    }
-                }
-            }
+            TaskOutput::Spawned => happened.push(Happened::Spawned),
+            TaskOutput::Created => happened.push(Happened::Created),
+            TaskOutput::Data(bytes) => member.lines(&bytes, &mut happened),
             TaskOutput::End if !member.ended => {
                 if !member.partial.is_empty() {
-                    line(&mut lines, number, tid, &std::mem::take(&mut member.partial));
+                    happened.push(Happened::Line(std::mem::take(&mut member.partial)));
                 }
                 member.ended = true;
-                line(&mut lines, number, tid, b"EOF");
+                happened.push(Happened::Ended);
             }
             TaskOutput::End => {}
         }
-        Written { lines, finished: self.close_if_done(number) }
+        News { happened, finished: self.close_if_done(number) }
     }
 
     /// True when all members have ended; the job is forgotten then.
@@ -149,12 +182,6 @@ impl Jobs {
     }
 }
 
-fn line(out: &mut Vec<u8>, job: u32, tid: Tid, text: &[u8]) {
-    out.extend_from_slice(format!("[{job}:{tid}] ").as_bytes());
-    out.extend_from_slice(text.strip_suffix(b"\n").unwrap_or(text));
-    out.push(b'\n');
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -163,8 +190,12 @@ mod tests {
     const A: Tid = Tid::from_raw(0x40002);
     const B: Tid = Tid::from_raw(0x80001);
 
-    fn text(written: &Written) -> String {
-        String::from_utf8(written.lines.clone()).expect("text")
+    fn line(text: &str) -> Happened {
+        Happened::Line(text.into())
+    }
+
+    fn data(text: &str) -> TaskOutput {
+        TaskOutput::Data(text.into())
     }
 
     #[test]
@@ -172,14 +203,11 @@ mod tests {
         let mut jobs = Jobs::default();
         let job = jobs.open();
         jobs.started(job, [A].into_iter());
-        let data = |text: &str| TaskOutput::Data(text.as_bytes().to_vec());
-        assert_eq!(text(&jobs.take(job, A, data("i'm t"))), "");
-        assert_eq!(
-            text(&jobs.take(job, A, data("40002\n\nsecond\nthi"))),
-            "[1:t40002] i'm t40002\n[1:t40002] \n[1:t40002] second\n"
-        );
+        assert_eq!(jobs.take(job, A, data("i'm t")).happened, [Happened::Met]);
+        let lines = [line("i'm t40002"), line(""), line("second")];
+        assert_eq!(jobs.take(job, A, data("40002\n\nsecond\nthi")).happened, lines);
         let end = jobs.take(job, A, TaskOutput::End);
-        assert_eq!(text(&end), "[1:t40002] thi\n[1:t40002] EOF\n");
+        assert_eq!(end.happened, [line("thi"), Happened::Ended]);
         assert!(end.finished && jobs.is_empty());
     }
 
@@ -187,13 +215,14 @@ mod tests {
     fn a_job_ends_with_the_last_of_its_tasks_and_their_children() {
         let mut jobs = Jobs::default();
         let job = jobs.open();
-        assert!(!jobs.take(job, A, TaskOutput::Known).finished);
+        assert_eq!(jobs.take(job, A, TaskOutput::Spawned).happened, [Happened::Met, Happened::Spawned]);
         assert!(!jobs.take(job, A, TaskOutput::End).finished, "the answer to the spawn may name more tasks");
-        assert_eq!(jobs.take(job, B, TaskOutput::Known), Written::default());
-        assert!(!jobs.started(job, [A].into_iter()).finished);
+        let child = jobs.take(job, B, TaskOutput::Created);
+        assert_eq!(child, News { happened: vec![Happened::Met, Happened::Created], finished: false });
+        assert!(!jobs.started(job, [A].into_iter()));
         assert_eq!(jobs.running().collect::<Vec<_>>(), [(1, vec![B])]);
         assert!(jobs.take(job, B, TaskOutput::End).finished);
-        assert_eq!(text(&jobs.take(job, B, TaskOutput::Data(b"late\n".to_vec()))), "[1:t80001] late\n");
+        assert_eq!(jobs.take(job, B, data("late\n")).happened, [Happened::Met, line("late")]);
     }
 
     #[test]
@@ -201,16 +230,16 @@ mod tests {
         let mut jobs = Jobs::default();
         let job = jobs.open();
         jobs.take(job, A, TaskOutput::End);
-        assert!(jobs.started(job, [A].into_iter()).finished);
+        assert!(jobs.started(job, [A].into_iter()));
     }
 
     #[test]
     fn a_job_without_tasks_is_forgotten_and_foreign_numbers_are_ignored() {
         let mut jobs = Jobs::default();
         let job = jobs.open();
-        assert_eq!(jobs.started(job, [].into_iter()), Written::default());
+        assert!(!jobs.started(job, [].into_iter()));
         assert!(jobs.is_empty());
-        assert_eq!(jobs.take(7, A, TaskOutput::Known), Written::default());
+        assert_eq!(jobs.take(7, A, TaskOutput::Spawned), News::default());
         assert!(jobs.is_empty());
     }
 
@@ -218,8 +247,8 @@ mod tests {
     fn endless_lines_are_broken() {
         let mut jobs = Jobs::default();
         let job = jobs.open();
-        let written = jobs.take(job, A, TaskOutput::Data(vec![b'x'; OUTPUT_LINE_BYTES_MAX]));
-        assert!(written.lines.len() > OUTPUT_LINE_BYTES_MAX);
+        let news = jobs.take(job, A, TaskOutput::Data(vec![b'x'; OUTPUT_LINE_BYTES_MAX]));
+        assert_eq!(news.happened[1], Happened::Line(vec![b'x'; OUTPUT_LINE_BYTES_MAX]));
     }
 
     #[test]
@@ -230,7 +259,8 @@ mod tests {
             read_output(Unpacker::xdr(body.finish()))
         };
         assert_eq!(read(&[0x40002, 0], b""), Some((A, TaskOutput::End)));
-        assert_eq!(read(&[0x40002, -1, 0], b""), Some((A, TaskOutput::Known)));
+        assert_eq!(read(&[0x40002, -1, 0], b""), Some((A, TaskOutput::Spawned)));
+        assert_eq!(read(&[0x40002, -2, 0], b""), Some((A, TaskOutput::Created)));
         assert_eq!(read(&[0x40002, 3], b"abc"), Some((A, TaskOutput::Data(b"abc".to_vec()))));
         assert_eq!(read(&[0x40002, 3000], b"abc"), None);
         assert_eq!(read(&[0x40002, -7], b""), None);

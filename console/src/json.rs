@@ -4,9 +4,10 @@
 use crate::format::Names;
 use sempa_proto::event::Event;
 use sempa_proto::table::{AddedHost, HostEntry, HostTable, TaskInfo};
-use sempa_proto::task::MoveReport;
+use sempa_proto::task::{MailboxClass, MoveReport};
 use sempa_proto::{PvmError, Tid};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
+use std::collections::BTreeMap;
 
 fn error(error: PvmError) -> Value {
     json!({ "code": error.code(), "text": error.text() })
@@ -31,6 +32,87 @@ pub(crate) fn conf(table: &HostTable) -> Value {
         "formats": table.formats(),
         "hosts": table.hosts.iter().map(host).collect::<Vec<_>>(),
     })
+}
+
+/// One value for each thing that was asked about.
+pub(crate) fn results(values: Vec<Value>) -> Value {
+    json!({ "results": values })
+}
+
+/// `mstat` and `pstat`, one line.
+pub(crate) fn status(what: &str, name: &str, status: Result<(), PvmError>) -> Value {
+    match status {
+        Ok(()) => json!({ what: name, "up": true }),
+        Err(code) => json!({ what: name, "up": false, "error": error(code) }),
+    }
+}
+
+/// `kill` and `sig`, one task.
+pub(crate) fn signalled(tid: Tid, why_not: Option<&str>) -> Value {
+    match why_not {
+        None => json!({ "tid": tid.to_string(), "sent": true }),
+        Some(reason) => json!({ "tid": tid.to_string(), "sent": false, "reason": reason }),
+    }
+}
+
+/// `alias` without arguments.
+pub(crate) fn aliases(aliases: &BTreeMap<String, Vec<String>>) -> Value {
+    json!({ "aliases": aliases })
+}
+
+/// `getopt`.
+pub(crate) fn options(options: &[(&str, i32)]) -> Value {
+    let options: Map<String, Value> = options.iter().map(|(name, value)| (name.to_string(), json!(value))).collect();
+    json!({ "options": options })
+}
+
+/// `setopt`.
+pub(crate) fn option_set(name: &str, old: i32, new: i32) -> Value {
+    json!({ "option": name, "old": old, "new": new })
+}
+
+/// `id`.
+pub(crate) fn id(tid: Tid) -> Value {
+    json!({ "tid": tid.to_string() })
+}
+
+/// One job of `jobs`.
+pub(crate) fn job(number: u32, traced: bool, tids: &[Tid]) -> Value {
+    json!({ "number": number, "traced": traced, "tids": tids.iter().map(Tid::to_string).collect::<Vec<_>>() })
+}
+
+/// `jobs`.
+pub(crate) fn jobs(jobs: Vec<Value>) -> Value {
+    json!({ "jobs": jobs })
+}
+
+/// `names`.
+pub(crate) fn names(classes: &[MailboxClass]) -> Value {
+    let entry = |(index, owner, flags): &(i32, Tid, i32)| json!({ "index": index, "owner": owner.is_task().then(|| owner.to_string()), "flags": flags });
+    let class = |class: &MailboxClass| json!({ "name": class.name, "entries": class.entries.iter().map(entry).collect::<Vec<_>>() });
+    json!({ "classes": classes.iter().map(class).collect::<Vec<_>>() })
+}
+
+/// `export` without arguments.
+pub(crate) fn exported(names: &[String]) -> Value {
+    json!({ "exported": names })
+}
+
+/// `setenv` without a value.
+pub(crate) fn variables<'a>(variables: impl IntoIterator<Item = (&'a String, &'a String)>) -> Value {
+    let variables: Map<String, Value> =
+        variables.into_iter().map(|(name, value)| (name.clone(), json!(value))).collect();
+    json!({ "variables": variables })
+}
+
+/// `tickle`.
+pub(crate) fn tickle(numbers: &[i32]) -> Value {
+    json!({ "numbers": numbers })
+}
+
+/// `version`.
+pub(crate) fn version(interface: &str) -> Value {
+    json!({ "interface": interface, "sempa": env!("CARGO_PKG_VERSION") })
 }
 
 /// `ps`.

@@ -7,8 +7,11 @@
 //! * [`daemon`], [`detach`], [`halt`]: the daemon of this host, its start and its end.
 
 mod args;
+mod collect;
+mod complete;
 mod daemon;
 mod detach;
+mod editor;
 mod format;
 mod halt;
 mod help;
@@ -18,10 +21,12 @@ mod machine;
 mod once;
 mod options;
 mod parse;
+mod records;
 mod screen;
 mod session;
 mod shell;
 mod spawn;
+mod trace;
 mod words;
 
 use args::{ArgsError, Mode};
@@ -49,10 +54,15 @@ fn main() -> ExitCode {
             let _ = error.print();
             return ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(1));
         }
-        Err(error) => return fail(&error.to_string()),
+        Err(error) => return fail(&format!("pvm: {error}")),
     };
-    // What cannot be written has no reader any more, and nobody to tell.
-    run(mode).unwrap_or(ExitCode::FAILURE)
+    run(mode).unwrap_or_else(|error| {
+        // A reader that has gone away knows; it is as quiet as for any other command.
+        if error.kind() != io::ErrorKind::BrokenPipe {
+            Screen.complain(&format!("pvm: standard output cannot be written: {error}"));
+        }
+        ExitCode::FAILURE
+    })
 }
 
 fn fail(line: &str) -> ExitCode {

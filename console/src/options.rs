@@ -27,6 +27,16 @@ const OPTIONS: [(&str, i32, i32, i32); 23] = [
     ("PvmNoReset", 1, 0, 1),
 ];
 
+/// The option that `trace buf` sets.
+pub(crate) const TRACE_BUFFER: &str = "PvmTraceBuffer";
+/// The option that `trace opt` sets.
+pub(crate) const TRACE_KIND: &str = "PvmTraceOptions";
+
+/// The names of all options.
+pub(crate) fn names() -> impl Iterator<Item = &'static str> {
+    OPTIONS.iter().map(|option| option.0)
+}
+
 /// Why an option was not shown or set; the text is shown as it is.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum OptionError {
@@ -62,24 +72,28 @@ impl Options {
         OPTIONS.iter().position(|option| option.0 == name).ok_or_else(|| OptionError::Unknown(name.to_string()))
     }
 
-    /// One line for one option, or for each.
-    pub(crate) fn show(&self, name: Option<&str>) -> Result<String, OptionError> {
-        let line = |at: usize| format!("{} Currently Set to {}\n", OPTIONS[at].0, self.values[at]);
+    /// Name and value of one option, or of each.
+    pub(crate) fn get(&self, name: Option<&str>) -> Result<Vec<(&'static str, i32)>, OptionError> {
+        let pair = |at: usize| (OPTIONS[at].0, self.values[at]);
         match name {
-            Some(name) => Self::find(name).map(line),
-            None => Ok((0..OPTIONS.len()).map(line).collect()),
+            Some(name) => Self::find(name).map(|at| vec![pair(at)]),
+            None => Ok((0..OPTIONS.len()).map(pair).collect()),
         }
     }
 
-    /// Sets one; answers the line that says so.
-    pub(crate) fn set(&mut self, name: &str, value: i32) -> Result<String, OptionError> {
+    /// The value of an option that there is.
+    pub(crate) fn value(&self, name: &str) -> i32 {
+        Self::find(name).map(|at| self.values[at]).expect("the caller names an option")
+    }
+
+    /// Sets one; answers the value before.
+    pub(crate) fn set(&mut self, name: &str, value: i32) -> Result<i32, OptionError> {
         let at = Self::find(name)?;
         let (name, _, min, max) = OPTIONS[at];
         if !(min..=max).contains(&value) {
             return Err(OptionError::Range { name, min, max });
         }
-        let old = std::mem::replace(&mut self.values[at], value);
-        Ok(format!("{name} Changed from {old} to {value}\n"))
+        Ok(std::mem::replace(&mut self.values[at], value))
     }
 }
 
@@ -90,10 +104,11 @@ mod tests {
     #[test]
     fn options_are_shown_and_set_as_in_pvm() {
         let mut options = Options::default();
-        assert_eq!(options.show(Some("PvmRoute")), Ok("PvmRoute Currently Set to 1\n".into()));
-        assert_eq!(options.show(None).expect("all").lines().count(), 23);
-        assert_eq!(options.set("PvmRoute", 3), Ok("PvmRoute Changed from 1 to 3\n".into()));
-        assert_eq!(options.set("PvmRoute", 2), Ok("PvmRoute Changed from 3 to 2\n".into()));
+        assert_eq!(options.get(Some("PvmRoute")), Ok(vec![("PvmRoute", 1)]));
+        assert_eq!(options.get(None).expect("all").len(), 23);
+        assert_eq!(options.set("PvmRoute", 3), Ok(1));
+        assert_eq!(options.set("PvmRoute", 2), Ok(3));
+        assert_eq!(options.value("PvmRoute"), 2);
         let unknown = options.set("foo", 1).expect_err("unknown");
         assert_eq!(unknown.to_string(), "PVM Option \"foo\" Unknown.");
         assert!(options.set("PvmFragSize", 7).is_err());

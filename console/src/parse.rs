@@ -3,8 +3,10 @@
 
 use crate::help;
 use crate::spawn::{self, Spawn};
+use crate::trace::{self, Trace};
 use nix::sys::signal::Signal;
 use sempa_proto::Tid;
+use sempa_proto::task::TICKLE_WORDS_MAX;
 use std::str::FromStr;
 
 /// Which tasks `ps` shows and how.
@@ -68,6 +70,8 @@ pub(crate) enum Command {
     Help(Option<String>),
     /// Own tid.
     Id,
+    /// Memory of the console.
+    Idump,
     /// Jobs, with tasks.
     Jobs { long: bool },
     /// SIGTERM to tasks or to their children.
@@ -86,8 +90,10 @@ pub(crate) enum Command {
     Put { name: String, flags: i32 },
     /// Leave.
     Quit,
-    /// With `kill`: end tasks as well.
-    Reset { kill: bool },
+    /// End tasks and clean the mailbox.
+    Reset,
+    /// Remove ownerless entries of the mailbox: all, those of a class, or one.
+    ResetInfo { class: Option<String>, index: Option<i32> },
     /// Show all, show one, set one.
     Setenv { name: Option<String>, value: Option<String> },
     /// Option and value.
@@ -98,6 +104,10 @@ pub(crate) enum Command {
     Spawn(Spawn),
     /// Start the virtual machine; only the command line of the program can.
     Start,
+    /// Questions to the daemon.
+    Tickle(Vec<i32>),
+    /// Events that traced tasks record.
+    Trace(Trace),
     /// Forget aliases.
     Unalias(Vec<String>),
     /// Variables.
@@ -145,9 +155,28 @@ pub(crate) enum ParseError {
     /// An argument of `reset` that it does not know.
     #[error("\"{0}\" arg to reset not valid")]
     Reset(String),
-    /// Part of PVM that is not here.
-    #[error("{0}: {text}", text = sempa_proto::PvmError::NotImpl.text())]
-    NotImplemented(&'static str),
+}
+
+/// Commands that print nothing a program could read.
+const WITHOUT_JSON: [&str; 10] =
+    ["echo", "halt", "help", "idump", "put", "quit", "reset", "start", "unalias", "unexport"];
+
+/// True when a command can answer with values for programs.
+pub(crate) fn has_json(command: &str) -> bool {
+    !WITHOUT_JSON.contains(&command)
+}
+
+/// Takes `--json` out of a command's own words. What follows the program that `spawn` starts belongs to that program,
+/// and the words of an alias to the alias.
+pub(crate) fn take_json(words: &mut Vec<String>) -> bool {
+    let Some(command) = words.first().filter(|name| has_json(name)) else { return false };
+    let own = match command.as_str() {
+        "spawn" => words.iter().skip(1).position(|word| !word.starts_with('-')).map_or(words.len(), |at| at + 1),
+        "alias" | "setenv" => words.len().min(2),
+        _ => words.len(),
+    };
+    let found = words[..own].iter().position(|word| word == "--json");
+    found.map(|at| words.remove(at)).is_some()
 }
 
 /// The command that these words mean; `None` for no words.
@@ -178,6 +207,7 @@ fn command(name: &'static str, args: &[String]) -> Result<Command, ParseError> {
         ("help", []) => Ok(Command::Help(None)),
         ("help", [name]) => Ok(Command::Help(Some(name.clone()))),
         ("id", _) => none(Command::Id),
+        ("idump", [] | [_]) => Ok(Command::Idump),
         ("jobs", _) => jobs(args),
         ("kill", _) => kill(args),
         ("migrate", [tid, host]) => Ok(Command::Migrate { tid: task_tid(name, tid)?, to: host.clone() }),
@@ -199,7 +229,10 @@ fn command(name: &'static str, args: &[String]) -> Result<Command, ParseError> {
         ("spawn", []) => wrong(),
         ("spawn", _) => spawn::parse(args).map(Command::Spawn),
         ("start", _) => none(Command::Start),
-        ("trace", _) => Err(ParseError::NotImplemented("trace")),
+        ("tickle", [_, ..]) if args.len() <= TICKLE_WORDS_MAX => {
+            args.iter().map(|word| number(name, word)).collect::<Result<_, _>>().map(Command::Tickle)
+        }
+        ("trace", _) => trace::parse(args).map(Command::Trace),
         ("unalias", _) => some(Command::Unalias),
         ("unexport", _) => some(Command::Unexport),
         ("version", _) => none(Command::Version),
@@ -296,9 +329,12 @@ fn ps(args: &[String]) -> Result<Command, ParseError> {
 
 fn reset(args: &[String]) -> Result<Command, ParseError> {
     match args {
-        [] => Ok(Command::Reset { kill: true }),
-        [what] if what == "info" => Ok(Command::Reset { kill: false }),
-        [what, ..] if what == "info" => Err(ParseError::NotImplemented("reset info class")),
+        [] => Ok(Command::Reset),
+        [info] if info == "info" => Ok(Command::ResetInfo { class: None, index: None }),
+        [info, class] if info == "info" => Ok(Command::ResetInfo { class: Some(class.clone()), index: None }),
+        [info, class, index] if info == "info" => {
+            Ok(Command::ResetInfo { class: Some(class.clone()), index: Some(number("reset", index)?) })
+        }
         [what] => Err(ParseError::Reset(what.clone())),
         _ => Err(ParseError::WrongArgs("reset")),
     }
@@ -347,7 +383,9 @@ mod tests {
     fn mistakes_are_named_as_in_pvm() {
         assert_eq!(error("foo"), "foo: not found");
         assert_eq!(error("con"), "con: not found", "names must be complete");
-        for name in ["add", "delete", "kill", "mstat", "pstat", "setopt", "sig", "spawn", "unalias", "unexport"] {
+        for name in
+            ["add", "delete", "kill", "mstat", "pstat", "setopt", "sig", "spawn", "tickle", "unalias", "unexport"]
+        {
             assert_eq!(error(name), format!("{name}: wrong #args"));
         }
         for line in ["conf x", "halt x", "quit x", "id x", "version x", "getopt x y", "sig 9", "reset a b", "ps foo"] {
@@ -357,7 +395,9 @@ mod tests {
         assert_eq!(error("kill -q t40005"), "unknown flag -q");
         assert_eq!(error("ps -az"), "unknown flag -z");
         assert_eq!(error("reset bogus"), "\"bogus\" arg to reset not valid");
-        assert_eq!(error("trace"), "trace: Not implemented");
+        assert_eq!(error("tickle"), "tickle: wrong #args");
+        assert_eq!(error("tickle x"), "tickle: x is not a number");
+        assert_eq!(error("reset info a b"), "reset: b is not a number");
         assert_eq!(error("migrate t40001"), "migrate: wrong #args");
         assert_eq!(error("migrate 80000 h3"), "migrate: 80000 is not a task id: write it as t40001");
     }

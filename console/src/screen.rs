@@ -28,7 +28,7 @@ impl Screen {
     /// # Errors
     /// As [`Screen::print`].
     pub(crate) fn show(self, outcome: &Outcome) -> io::Result<()> {
-        self.print(outcome.text.as_bytes())?;
+        self.results(outcome, outcome.as_json)?;
         if let Some(refusal) = &outcome.refusal {
             self.print(format!("{refusal}\n").as_bytes())?;
         }
@@ -41,14 +41,16 @@ impl Screen {
     /// # Errors
     /// As [`Screen::print`].
     pub(crate) fn report(self, outcome: &Outcome, json: bool) -> io::Result<()> {
-        if json {
-            for value in &outcome.json {
-                self.print(format!("{value}\n").as_bytes())?;
-            }
-        } else {
-            self.print(outcome.text.as_bytes())?;
-        }
+        self.results(outcome, json)?;
         outcome.refusal.iter().chain(&outcome.complaints).for_each(|line| self.complain(line));
         Ok(())
+    }
+
+    fn results(self, outcome: &Outcome, json: bool) -> io::Result<()> {
+        if json {
+            outcome.json.iter().try_for_each(|value| self.print(format!("{value}\n").as_bytes()))
+        } else {
+            self.print(outcome.text.as_bytes())
+        }
     }
 }

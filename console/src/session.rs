@@ -1,34 +1,29 @@
 //! Carries commands out: one call per command, from words to what is shown. It keeps what lasts between commands:
 //! aliases, options, the environment for tasks, and jobs.
 
+use crate::collect::{Collected, TAG_HOSTS};
+use crate::complete::Known;
 use crate::format::{self, Names};
 use crate::help;
-use crate::jobs::{Jobs, Written, read_output};
+use crate::jobs::Jobs;
 use crate::json;
-use crate::machine::{self, Machine};
-use crate::options::Options;
-use crate::parse::{Command, ParseError, PsOptions, PsScope, parse};
-use crate::spawn::{Output, Spawn};
+use crate::machine::{self, Machine, misfit};
+use crate::options::{Options, TRACE_BUFFER, TRACE_KIND};
+use crate::parse::{Command, ParseError, PsOptions, PsScope, parse, take_json};
+use crate::trace::{self, Trace};
 use crate::words;
-use libpvm::{Error, MigrateError, Vm};
+use libpvm::trace_events::EventMask;
+use libpvm::{Error, MigrateError};
 use sempa_proto::body::{Encoding, Packer};
-use sempa_proto::message::{CTX_BASE, CTX_TASK_CONTROL, ENC_XDR};
+use sempa_proto::message::{CTX_BASE, ENC_XDR};
 use sempa_proto::sm::NO_RESET_CLASS;
-use sempa_proto::task::{MailboxRequest, NotifyRequest, NotifyWhat, Request, Sink};
+use sempa_proto::task::{MailboxRequest, NotifyRequest, NotifyWhat, Reply, Request};
 use sempa_proto::{HostId, Message, PvmError, Tid};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::{File, OpenOptions};
-use std::io::Write;
 
-/// Tag of the messages that announce hosts.
-const TAG_HOSTS: i32 = 1;
 /// Tag of the messages with events.
 pub(crate) const TAG_EVENTS: i32 = 2;
-/// Output of the tasks of job n comes with this tag plus n.
-const TAG_JOBS: i32 = 16;
-/// Tag of the control message that tells a task its siblings.
-const TC_SIBLINGS: i32 = 0x8003_000c_u32.cast_signed();
 /// Aliases that may lead to each other.
 const ALIAS_STEPS_MAX: usize = 100;
 /// Mailbox flag: several entries in one class.
@@ -55,6 +50,8 @@ pub(crate) struct Outcome {
     pub(crate) text: String,
     /// For standard output instead of `text` when a machine reads: one value each.
     pub(crate) json: Vec<Value>,
+    /// `json` was asked for.
+    pub(crate) as_json: bool,
     /// Why nothing was done, without newline: PVM's console says it on standard output, a command from a shell on
     /// standard error.
     pub(crate) refusal: Option<String>,
@@ -67,16 +64,16 @@ pub(crate) struct Outcome {
 }
 
 impl Outcome {
-    fn text(text: String) -> Outcome {
+    pub(crate) fn text(text: String) -> Outcome {
         Outcome { text, ..Outcome::default() }
     }
 
     /// A result of which `failed` parts were not done.
-    fn done(text: String, json: Value, failed: bool) -> Outcome {
+    pub(crate) fn done(text: String, json: Value, failed: bool) -> Outcome {
         Outcome { text, json: vec![json], failed, ..Outcome::default() }
     }
 
-    fn refused(line: impl std::fmt::Display) -> Outcome {
+    pub(crate) fn refused(line: impl std::fmt::Display) -> Outcome {
         Outcome { refusal: Some(line.to_string()), failed: true, ..Outcome::default() }
     }
 
@@ -87,14 +84,16 @@ impl Outcome {
 
 /// What lasts between commands.
 pub(crate) struct Session<M> {
-    machine: M,
+    pub(crate) machine: M,
     aliases: BTreeMap<String, Vec<String>>,
-    options: Options,
+    pub(crate) options: Options,
+    /// Events that traced tasks record.
+    pub(crate) mask: EventMask,
     env: BTreeMap<String, String>,
-    jobs: Jobs,
-    files: BTreeMap<u32, File>,
+    pub(crate) jobs: Jobs,
+    pub(crate) collected: BTreeMap<u32, Collected>,
     /// Hosts that need no announcement.
-    known: BTreeSet<HostId>,
+    pub(crate) known: BTreeSet<HostId>,
 }
 
 impl<M: Machine> Session<M> {
@@ -104,9 +103,10 @@ impl<M: Machine> Session<M> {
             machine,
             aliases: BTreeMap::new(),
             options: Options::default(),
+            mask: trace::xpvm(),
             env,
             jobs: Jobs::default(),
-            files: BTreeMap::new(),
+            collected: BTreeMap::new(),
             known: BTreeSet::new(),
         }
     }
@@ -114,6 +114,11 @@ impl<M: Machine> Session<M> {
     /// True while output of a job may still come.
     pub(crate) fn has_jobs(&self) -> bool {
         !self.jobs.is_empty()
+    }
+
+    /// Names that the editor can offer.
+    pub(crate) fn known(&self) -> Known {
+        Known { aliases: self.aliases.keys().cloned().collect(), variables: self.env.keys().cloned().collect() }
     }
 
     /// What a long-lived console asks for at its start: that `reset` spares it, and that it hears of new hosts.
@@ -139,7 +144,10 @@ impl<M: Machine> Session<M> {
             Err(error) => Outcome::refused(error),
             Ok(words) => match self.unalias(words) {
                 None => Outcome::refused("alias loop"),
-                Some(words) => self.words(&words),
+                Some(mut words) => {
+                    let as_json = take_json(&mut words);
+                    Outcome { as_json, ..self.words(&words) }
+                }
             },
         }
     }
@@ -177,9 +185,10 @@ impl<M: Machine> Session<M> {
                 self.aliases.insert(name, words);
                 Outcome::default()
             }
-            Command::Aliases => Outcome::text(
-                self.aliases.iter().map(|(name, words)| format!("{name}\t{}\n", words.join(" "))).collect(),
-            ),
+            Command::Aliases => {
+                let text = self.aliases.iter().map(|(name, words)| format!("{name}\t{}\n", words.join(" "))).collect();
+                Outcome::done(text, json::aliases(&self.aliases), false)
+            }
             Command::Conf => {
                 let table = self.machine.hosts()?;
                 Outcome::done(format::conf(&table), json::conf(&table), false)
@@ -191,38 +200,62 @@ impl<M: Machine> Session<M> {
                 "events: --follow does not end by itself: use it from a shell, as 'pvm events --follow'",
             ),
             Command::Export(_) | Command::Unexport(_) | Command::Setenv { .. } => self.environment(command),
-            Command::Getopt(name) => self.options.show(name.as_deref()).map_or_else(Outcome::refused, Outcome::text),
-            Command::Setopt { name, value } => {
-                self.options.set(&name, value).map_or_else(Outcome::refused, Outcome::text)
-            }
+            Command::Getopt(name) => self.options.get(name.as_deref()).map_or_else(Outcome::refused, |options| {
+                let line = |(name, value)| format!("{name} Currently Set to {value}\n");
+                let text = options.iter().copied().map(line).collect();
+                Outcome::done(text, json::options(&options), false)
+            }),
+            Command::Setopt { name, value } => self.options.set(&name, value).map_or_else(Outcome::refused, |old| {
+                let text = format!("{name} Changed from {old} to {value}\n");
+                Outcome::done(text, json::option_set(&name, old, value), false)
+            }),
             Command::Halt => Outcome { next: Next::Halt, ..Outcome::default() },
             Command::Help(name) => about(name.as_deref()),
-            Command::Id => Outcome::text(format!("{}\n", self.machine.tid())),
+            Command::Id => {
+                let tid = self.machine.tid();
+                Outcome::done(format!("{tid}\n"), json::id(tid), false)
+            }
+            Command::Idump => Outcome { complaints: vec![self.memory()], ..Outcome::default() },
             Command::Jobs { long } => self.list_jobs(long)?,
             Command::Kill { children, tids } => self.kill(children, &tids)?,
             Command::Migrate { tid, to } => self.migrate(tid, &to),
             Command::Mstat(names) => self.status(
                 &names,
                 |name| Request::HostStatus { name: name.clone() },
-                |name, up| format::mstat(name, up),
+                |name, up| (format::mstat(name, up), json::status("host", name, up)),
             ),
-            Command::Pstat(tids) => {
-                self.status(&tids, |tid| Request::TaskStatus { tid: *tid }, |tid, up| format::pstat(*tid, up))
+            Command::Pstat(tids) => self.status(
+                &tids,
+                |tid| Request::TaskStatus { tid: *tid },
+                |tid, up| (format::pstat(*tid, up), json::status("tid", &tid.to_string(), up)),
+            ),
+            Command::Names(pattern) => {
+                let classes = machine::names(&self.machine, &pattern)?;
+                Outcome::done(format::names(&classes), json::names(&classes), false)
             }
-            Command::Names(pattern) => Outcome::text(format::names(&machine::names(&self.machine, &pattern)?)),
             Command::Ps(options) => self.ps(&options)?,
             Command::Put { name, flags } => {
                 self.put(&name, flags, Packer::new(Encoding::Xdr))?;
                 Outcome::default()
             }
             Command::Quit => Outcome { next: Next::Quit, ..Outcome::default() },
-            Command::Reset { kill } => {
-                self.machine.ask(Request::Reset { kill })?;
+            Command::Reset => {
+                self.machine.ask(Request::Reset { kill: true })?;
+                Outcome::default()
+            }
+            Command::ResetInfo { class, index } => {
+                let name = class.unwrap_or_default();
+                self.machine.ask(Request::Mailbox(MailboxRequest::Clean { name, index }))?;
                 Outcome::default()
             }
             Command::Sig(sig) => self.signal(&sig.tids, sig.signal),
             Command::Spawn(spawn) => self.spawn(&spawn)?,
             Command::Start => Outcome::refused("start: the virtual machine is running already"),
+            Command::Tickle(words) => match self.machine.ask(Request::Tickle(words))? {
+                Reply::Numbers(numbers) => Outcome::done(format::tickle(&numbers), json::tickle(&numbers), false),
+                _ => return Err(misfit()),
+            },
+            Command::Trace(what) => self.trace(what),
             Command::Unalias(names) => {
                 self.aliases.retain(|name, _| !names.contains(name));
                 Outcome::default()
@@ -276,12 +309,11 @@ impl<M: Machine> Session<M> {
     }
 
     fn environment(&mut self, command: Command) -> Outcome {
-        let exported = |env: &BTreeMap<String, String>| env.get("PVM_EXPORT").cloned().unwrap_or_default();
-        let mut list: Vec<String> =
-            exported(&self.env).split(':').filter(|name| !name.is_empty()).map(String::from).collect();
+        let exported = self.env.get("PVM_EXPORT").cloned().unwrap_or_default();
+        let mut list: Vec<String> = exported.split(':').filter(|name| !name.is_empty()).map(String::from).collect();
         match command {
             Command::Export(names) if names.is_empty() => {
-                return Outcome::text(format!("PVM_EXPORT={}\n", exported(&self.env)));
+                return Outcome::done(format!("PVM_EXPORT={exported}\n"), json::exported(&list), false);
             }
             Command::Export(names) => {
                 for name in names {
@@ -296,36 +328,59 @@ impl<M: Machine> Session<M> {
                 return Outcome::default();
             }
             Command::Setenv { name: Some(name), .. } => {
-                return Outcome::text(self.env.get(&name).map_or_else(String::new, |value| format!("{value}\n")));
+                let text = self.env.get(&name).map_or_else(String::new, |value| format!("{value}\n"));
+                let one = self.env.get_key_value(&name);
+                return Outcome::done(text, json::variables(one), false);
             }
-            _ => return Outcome::text(self.env.iter().map(|(name, value)| format!("{name}={value}\n")).collect()),
+            _ => {
+                let text = self.env.iter().map(|(name, value)| format!("{name}={value}\n")).collect();
+                return Outcome::done(text, json::variables(&self.env), false);
+            }
         }
         self.env.insert("PVM_EXPORT".to_string(), list.join(":"));
         Outcome::default()
     }
 
+    /// `trace`.
+    fn trace(&mut self, what: Trace) -> Outcome {
+        let (buffer, kind) = (self.options.value(TRACE_BUFFER), self.options.value(TRACE_KIND));
+        let shown = |text: String| Outcome::done(text, trace::value(&self.mask, buffer, kind), false);
+        match what {
+            Trace::Show => shown(trace::list(&self.mask)),
+            Trace::Xpvm => {
+                self.mask = trace::xpvm();
+                Outcome::default()
+            }
+            Trace::Choose { on, names } => {
+                let unknown = trace::choose(&mut self.mask, on, &names);
+                let lines: Vec<String> = unknown.iter().map(|name| format!("no such event \"{name}\"")).collect();
+                if lines.is_empty() { Outcome::default() } else { Outcome::refused(lines.join("\n")) }
+            }
+            Trace::Buffer(None) => shown(format!("\nTrace Buffering set to {buffer} bytes\n\n")),
+            Trace::Kind(None) => shown(format!("\nTrace Options set to \"{}\"\n\n", trace::kind_name(kind))),
+            Trace::Buffer(Some(bytes)) => {
+                self.options.set(TRACE_BUFFER, bytes).map_or_else(Outcome::refused, |_| Outcome::default())
+            }
+            Trace::Kind(Some(name)) => match trace::kind_number(&name) {
+                Some(kind) => self.options.set(TRACE_KIND, kind).map_or_else(Outcome::refused, |_| Outcome::default()),
+                None => Outcome::refused(format!("\nError:  Unknown Trace Option \"{name}\"\n")),
+            },
+        }
+    }
+
+    /// `idump`: what the kernel counts for the console, for there is no heap of PVM's kind.
+    fn memory(&self) -> String {
+        const PAGE_BYTES: u64 = 4096;
+        let pages = std::fs::read_to_string("/proc/self/statm").ok();
+        let pages = pages.and_then(|text| text.split_whitespace().nth(1)?.parse::<u64>().ok()).unwrap_or(0);
+        format!("libpvm [{}]: i_dump() {} bytes total", self.machine.tid(), pages * PAGE_BYTES)
+    }
+
     /// What spawned tasks get into their environment: the exported variables, and their list.
-    fn exports(&self) -> Vec<Vec<u8>> {
+    pub(crate) fn exports(&self) -> Vec<Vec<u8>> {
         let Some(list) = self.env.get("PVM_EXPORT").filter(|list| !list.is_empty()) else { return Vec::new() };
         let names = std::iter::once("PVM_EXPORT").chain(list.split(':').filter(|name| !name.is_empty()));
         names.filter_map(|name| self.env.get(name).map(|value| format!("{name}={value}").into_bytes())).collect()
-    }
-
-    fn list_jobs(&self, long: bool) -> Result<Outcome, Error> {
-        let mut text = if long { format::ps_head(false) } else { String::new() };
-        let (table, tasks) =
-            if long { (self.machine.hosts()?, self.machine.tasks(Tid::NONE)?) } else { Default::default() };
-        for (number, tids) in self.jobs.running() {
-            let list: String = tids.iter().map(|tid| format!(" {tid}")).collect();
-            if long {
-                text.push_str(&format!(" {number}:\n"));
-                let rows = tasks.iter().filter(|task| tids.contains(&task.tid));
-                rows.for_each(|task| text.push_str(&format::ps_row(&table, task, self.machine.tid(), false)));
-            } else {
-                text.push_str(&format!(" {number}:{list}\n"));
-            }
-        }
-        Ok(Outcome::text(text))
     }
 
     fn kill(&self, children: bool, tids: &[Tid]) -> Result<Outcome, Error> {
@@ -339,15 +394,20 @@ impl<M: Machine> Session<M> {
     }
 
     fn signal(&self, tids: &[Tid], signal: i32) -> Outcome {
-        let mut outcome = Outcome::default();
+        let (mut outcome, mut values) = (Outcome::default(), Vec::new());
         for tid in tids {
             if *tid == self.machine.tid() {
                 outcome.text.push_str(&format!("{tid}: that's me.\n"));
+                values.push(json::signalled(*tid, Some("that's me")));
             } else if let Err(error) = self.machine.ask(Request::Signal { tid: *tid, signal }) {
                 outcome.failed = true;
                 outcome.complaints.push(format!("{tid}: {error}"));
+                values.push(json::signalled(*tid, Some(&error.reason)));
+            } else {
+                values.push(json::signalled(*tid, None));
             }
         }
+        outcome.json = vec![json::results(values)];
         outcome
     }
 
@@ -360,25 +420,34 @@ impl<M: Machine> Session<M> {
                     MigrateError::Refused(_) => None,
                 };
                 let json = vec![json::not_moved(tid, to, step, &error.to_string())];
-                Outcome { json, ..Outcome::complaint(format!("{tid} was not moved to {to}: {error}")) }
+                let line = match &error {
+                    // What became of the task is not known: it has ended by now, wherever it was.
+                    MigrateError::Refused(Error { code: PvmError::SysErr, reason }) => {
+                        format!("the virtual machine ended before {tid} was on {to}: {reason}")
+                    }
+                    _ => format!("{tid} was not moved to {to}: {error}"),
+                };
+                Outcome { json, ..Outcome::complaint(line) }
             }
         }
     }
 
-    /// One line for each of `items` with what the daemon says about it.
+    /// A line and a value for each of `items` with what the daemon says about it.
     fn status<T>(
         &self,
         items: &[T],
         ask: impl Fn(&T) -> Request,
-        line: impl Fn(&T, Result<(), PvmError>) -> String,
+        show: impl Fn(&T, Result<(), PvmError>) -> (String, Value),
     ) -> Outcome {
-        let mut outcome = Outcome::default();
+        let (mut text, mut values, mut failed) = (String::new(), Vec::new(), false);
         for item in items {
             let status = self.machine.ask(ask(item)).map(|_| ()).map_err(|error| error.code);
-            outcome.failed |= status.is_err();
-            outcome.text.push_str(&line(item, status));
+            failed |= status.is_err();
+            let (line, value) = show(item, status);
+            text.push_str(&line);
+            values.push(value);
         }
-        outcome
+        Outcome::done(text, json::results(values), failed)
     }
 
     fn ps(&self, options: &PsOptions) -> Result<Outcome, Error> {
@@ -406,90 +475,6 @@ impl<M: Machine> Session<M> {
         let name = name.to_string();
         self.machine.ask(Request::Mailbox(MailboxRequest::Put { name, flags, message })).map(|_| ())
     }
-
-    fn spawn(&mut self, spawn: &Spawn) -> Result<Outcome, Error> {
-        let file = match open_output(&spawn.output) {
-            Ok(file) => file,
-            Err(line) => return Ok(Outcome::refused(line)),
-        };
-        let job = (spawn.output != Output::Log).then(|| self.jobs.open());
-        let sink = job.map_or_else(Sink::default, |job| Sink {
-            tid: self.machine.tid(),
-            ctx: CTX_BASE,
-            tag: TAG_JOBS + job.cast_signed(),
-        });
-        if let (Some(job), Some(file)) = (job, file) {
-            self.files.insert(job, file);
-        }
-        let results = self.machine.spawn(spawn.request(sink, self.exports()));
-        let mut text = String::new();
-        if let Some(job) = job {
-            text.push_str(&format!("[{job}]\n"));
-            let tids = results.iter().flatten().flatten().copied();
-            // Messages are looked at between commands, so no output has been seen yet and nothing can be finished.
-            self.jobs.started(job, tids);
-            if !self.jobs.contains(job) {
-                self.files.remove(&job);
-            }
-        }
-        let results = results?;
-        self.tell_siblings(&results);
-        text.push_str(&format::spawned(&results));
-        let mut outcome = Outcome::done(text, json::spawned(&results), results.iter().any(Result::is_err));
-        let errors: BTreeSet<i32> = results.iter().filter_map(|result| result.err().map(PvmError::code)).collect();
-        let errors = errors.into_iter().filter_map(PvmError::from_code);
-        outcome.complaints.extend(errors.map(|error| not_spawned(spawn, error)));
-        Ok(outcome)
-    }
-
-    /// Tells the tasks of one spawn who the others are: what a parent's library does.
-    fn tell_siblings(&self, results: &[Result<Tid, PvmError>]) {
-        let tids: Vec<Tid> = results.iter().flatten().copied().collect();
-        let mut body = Packer::new(Encoding::Xdr);
-        body.int(i32::try_from(tids.len()).unwrap_or(i32::MAX)).items(tids.iter().map(|tid| tid.raw()));
-        let (src, body) = (self.machine.tid(), body.finish());
-        for dst in tids {
-            let (ctx, tag, body) = (CTX_TASK_CONTROL, TC_SIBLINGS, body.clone());
-            // A task that has ended already needs no siblings.
-            let _ = self.machine.send(Message { src, dst, ctx, tag, wid: 0, enc: ENC_XDR, body });
-        }
-    }
-
-    /// A message that came by itself: output of a job or new hosts. Answers what is to be shown.
-    pub(crate) fn message(&mut self, message: &Message) -> Vec<u8> {
-        if !message.src.is_daemon() || message.ctx != CTX_BASE {
-            return Vec::new();
-        }
-        if message.tag == TAG_HOSTS {
-            return self.announce(message).into_bytes();
-        }
-        let number = message.tag.checked_sub(TAG_JOBS).and_then(|number| u32::try_from(number).ok());
-        let (Some(number), Ok(body)) = (number, Vm::unpack(message)) else { return Vec::new() };
-        let Some((tid, what)) = read_output(body) else { return Vec::new() };
-        let Written { mut lines, finished } = self.jobs.take(number, tid, what);
-        if let Some(file) = self.files.get_mut(&number)
-            && let Err(error) = file.write_all(&std::mem::take(&mut lines))
-        {
-            lines = format!("[{number}] its output cannot be written and is lost: {error}\n").into_bytes();
-            self.files.remove(&number);
-        }
-        if finished {
-            self.files.remove(&number);
-            lines.extend_from_slice(format!("[{number}] finished\n").as_bytes());
-        }
-        lines
-    }
-
-    fn announce(&mut self, message: &Message) -> String {
-        let Ok(mut body) = Vm::unpack(message) else { return String::new() };
-        let Ok(tids) = body.int().and_then(|count| body.ints(count)) else { return String::new() };
-        let hosts = tids.into_iter().filter_map(|tid| Tid::from_raw(tid).home());
-        let new: Vec<HostId> = hosts.filter(|host| self.known.insert(*host)).collect();
-        if new.is_empty() {
-            return String::new();
-        }
-        self.machine.hosts().map(|table| format::announce(&table, &new)).unwrap_or_default()
-    }
 }
 
 /// `help`.
@@ -502,7 +487,7 @@ pub(crate) fn about(name: Option<&str>) -> Outcome {
 
 /// `version`: that of the interface.
 pub(crate) fn version() -> Outcome {
-    Outcome::text("3.4.6\n".to_string())
+    Outcome::done("3.4.6\n".to_string(), json::version("3.4.6"), false)
 }
 
 /// What a failed `delete` means and what to do about it.
@@ -513,39 +498,6 @@ fn not_deleted(error: PvmError) -> &'static str {
         PvmError::DupHost => "it was named twice",
         other => other.text(),
     }
-}
-
-/// What a failed `spawn` means and what to do about it.
-fn not_spawned(spawn: &Spawn, error: PvmError) -> String {
-    let file = &spawn.file;
-    let why = match error {
-        PvmError::NoFile if file.contains('/') => "there is no such program on the host that was to run it",
-        PvmError::NoFile => {
-            "it is not in the search path of the host that was to run it: give its full path, or the path with ep= when \
-             adding the host"
-        }
-        PvmError::NoHost => "no host fits what was asked for; 'conf' lists them",
-        PvmError::OutOfRes => {
-            "no host takes it now: each is full or has its owner there; 'events' tells the reason for each"
-        }
-        other => other.text(),
-    };
-    format!("spawn {file}: {why}")
-}
-
-fn open_output(output: &Output) -> Result<Option<File>, String> {
-    let (path, opened) = match output {
-        Output::Log | Output::Console => return Ok(None),
-        Output::New(path) => (path, OpenOptions::new().write(true).create_new(true).open(path)),
-        Output::Append(path) => (path, OpenOptions::new().append(true).create(true).open(path)),
-    };
-    opened.map(Some).map_err(|error| {
-        let why = match error.kind() {
-            std::io::ErrorKind::AlreadyExists => "File exists".to_string(),
-            _ => error.to_string(),
-        };
-        format!("{path}: {why}")
-    })
 }
 
 #[cfg(test)]

@@ -1,10 +1,15 @@
 //! The commands against a virtual machine made of tables.
 
 use super::*;
+use crate::collect::{TAG_TRACES, TC_SIBLINGS};
 use crate::format::tests::{host, table, task};
+use bytes::Bytes;
+use libpvm::Vm;
 use sempa_proto::event::{Event, EventKind};
+use sempa_proto::message::CTX_TASK_CONTROL;
 use sempa_proto::migration::{Failure, Step};
 use sempa_proto::table::{AddedHost, HostTable, TaskInfo};
+use sempa_proto::task::Sink;
 use sempa_proto::task::{MailboxClass, MoveError, MoveReport, Reply, SpawnRequest};
 use sempa_proto::{Micros, MigrationId};
 use std::cell::RefCell;
@@ -61,6 +66,7 @@ impl Machine for Fake {
         match to {
             "ha2" => Ok(MoveReport { id: MigrationId(1), bytes: 4096, frozen: Micros(98_000) }),
             "ha3" => Err(MoveError { step: Step::Dump, why: Failure::Killed { signal: 9 } }.into()),
+            "gone" => Err(Error::new(PvmError::SysErr, "the daemon is gone").into()),
             _ => Err(Error::new(PvmError::NoHost, format!("moving {tid}: no host {to}")).into()),
         }
     }
@@ -89,6 +95,7 @@ impl Machine for Fake {
                 Ok(Reply::MailboxClasses(vec![MailboxClass { name: "svc".into(), entries: vec![(0, CONSOLE, 0)] }]))
             }
             Request::Mailbox(MailboxRequest::Put { .. }) => Ok(Reply::MailboxIndex(0)),
+            Request::Tickle(_) => Ok(Reply::Numbers(vec![3])),
             _ => Ok(Reply::Done),
         };
         self.asked.borrow_mut().push(what);
@@ -329,4 +336,132 @@ fn names_options_and_the_rest_answer_as_in_pvm() {
     assert_eq!(text(&mut session, "jobs -l"), "                    HOST      TID   FLAG 0x COMMAND\n");
     assert_eq!(session.line("quit").next, Next::Quit);
     assert_eq!(session.line("halt").next, Next::Halt);
+}
+
+#[test]
+fn a_traced_job_shows_the_records_of_its_tasks_and_what_the_console_adds() {
+    let mut session = session();
+    text(&mut session, "trace buf 100");
+    text(&mut session, "trace opt count");
+    text(&mut session, "trace - *");
+    text(&mut session, "trace + addhosts");
+    let shown = text(&mut session, "spawn -@ hello");
+    assert!(shown.starts_with("[1]\n[T1:t40001] /*\n[T1:t40001]  * \"Creation Date\" \""), "{shown}");
+    assert!(shown.contains("\n[T1:tc0000] \"host_add(0)\" { "), "{shown}");
+    assert!(shown.ends_with(", 1000 };;\n1 successful\nt80001\n"), "{shown}");
+    assert_eq!(text(&mut session, "jobs"), "T1: t80001\n");
+    let (output_tag, trace) = {
+        let spawned = session.machine.spawned.borrow();
+        assert!(spawned[0].env[0].starts_with(b"PVMTMASK=A@@@"));
+        assert_eq!(spawned[0].env[1..3], [&b"PVMTRCBUF=100"[..], b"PVMTRCOPT=3"]);
+        assert_eq!((spawned[0].output.tid, spawned[0].trace.tid), (CONSOLE, CONSOLE));
+        (spawned[0].output.tag, spawned[0].trace)
+    };
+    assert_eq!(trace.tag, TAG_TRACES + 1);
+    let mut shown = |message: &Message| String::from_utf8(session.message(message)).expect("text");
+    let met = shown(&output(output_tag, 0x80001, &[-2, 0], b""));
+    assert!(met.starts_with("[1] libpvmtrc: Task TID=0x80001 Connected to Console\n[T1:t80001] \n"), "{met}");
+    assert!(met.ends_with(" 524289, [9] { \"CREATION\" } };;\n"), "{met}");
+    let mut body = Packer::new(Encoding::Xdr);
+    body.items([-5, 75]).str(b"newtask").int(-6);
+    let record = Message { src: Tid::from_raw(0x80001), body: body.finish(), ..output(trace.tag, 0, &[], b"") };
+    assert_eq!(
+        shown(&record),
+        "[T1:t80001] \n[T1:t80001] #1150: \"newtask(0)\"\n[T1:t80001] {\n[T1:t80001] };;\n[T1:t80001] \n\
+         [T1:t80001] \"newtask(0)\" {  };;\n"
+    );
+    let rubbish = Message { body: Bytes::from_static(&[0; 4]), ..record };
+    assert!(shown(&rubbish).starts_with("[1] trace records of t80001 cannot be read: "));
+    let line = shown(&output(output_tag, 0x80001, &[6], b"hello\n"));
+    assert!(line.ends_with(", [6] { \"hello\" } };;\n"), "the output is in the trace and not shown: {line}");
+    let end = shown(&output(output_tag, 0x80001, &[0], b""));
+    assert!(end.ends_with("{ \"GOTEOF\" } };;\n[1] libpvmtrc: Trace File Complete\n[1] finished\n"), "{end}");
+}
+
+#[test]
+fn a_trace_can_go_to_a_file_that_only_its_owner_reads() {
+    use std::os::unix::fs::PermissionsExt;
+    let path = std::env::temp_dir().join(format!("pvm-console-trace-{}", std::process::id()));
+    let _ = std::fs::remove_file(&path);
+    let mut session = session();
+    assert_eq!(text(&mut session, &format!("spawn -> -@{} hello", path.display())), "[1]\n1 successful\nt80001\n");
+    let tag = session.machine.spawned.borrow()[0].output.tag;
+    let shown = session.message(&output(tag, 0x80001, &[3], b"abc"));
+    assert_eq!(String::from_utf8_lossy(&shown), "[1] libpvmtrc: Task TID=0x80001 Connected to Console\n");
+    let shown = session.message(&output(tag, 0x80001, &[0], b""));
+    assert!(shown.starts_with(b"[1:t80001] abc\n[1:t80001] EOF\n"), "{}", String::from_utf8_lossy(&shown));
+    let written = std::fs::read_to_string(&path).expect("written");
+    assert!(written.starts_with("/*\n") && written.contains("{ \"abc\" } };;\n"), "{written}");
+    assert_eq!(std::fs::metadata(&path).expect("there").permissions().mode() & 0o777, 0o600);
+    std::fs::remove_file(&path).expect("ours");
+}
+
+#[test]
+fn trace_settings_are_shown_as_in_pvm() {
+    let mut session = session();
+    assert_eq!(text(&mut session, "trace buf"), "\nTrace Buffering set to 0 bytes\n\n");
+    assert_eq!(text(&mut session, "trace opt"), "\nTrace Options set to \"full\"\n\n");
+    assert_eq!(text(&mut session, "trace opt time"), "");
+    assert_eq!(text(&mut session, "getopt PvmTraceOptions"), "PvmTraceOptions Currently Set to 2\n");
+    let unknown = session.line("trace opt foo").refusal;
+    assert_eq!(unknown.as_deref(), Some("\nError:  Unknown Trace Option \"foo\"\n"));
+    assert_eq!(session.line("trace nosuch").refusal.as_deref(), Some("no such event \"nosuch\""));
+    assert_eq!(text(&mut session, "trace").lines().count(), 26);
+}
+
+#[test]
+fn a_reset_of_the_mailbox_names_what_is_to_go() {
+    let mut session = session();
+    for line in ["reset", "reset info", "reset info svc", "reset info svc 3"] {
+        assert_eq!(text(&mut session, line), "");
+    }
+    let clean = |name: &str, index| Request::Mailbox(MailboxRequest::Clean { name: name.into(), index });
+    let asked = session.machine.asked.borrow();
+    let wanted = [Request::Reset { kill: true }, clean("", None), clean("svc", None), clean("svc", Some(3))];
+    assert_eq!(asked.as_slice(), wanted);
+}
+
+#[test]
+fn every_command_that_prints_has_values_for_programs() {
+    let mut session = session();
+    text(&mut session, "alias x echo 1");
+    for line in [
+        "add ha9",
+        "alias",
+        "conf",
+        "delete ha2",
+        "events",
+        "export",
+        "getopt",
+        "id",
+        "jobs",
+        "kill t40002",
+        "migrate t40002 ha2",
+        "mstat ha2",
+        "names",
+        "ps",
+        "pstat t40002",
+        "setenv",
+        "setopt PvmRoute 2",
+        "sig 1 t40002",
+        "spawn hello",
+        "tickle 5",
+        "trace",
+        "version",
+    ] {
+        let outcome = session.line(line);
+        assert!(!outcome.json.is_empty() && !outcome.as_json, "{line}");
+        let name = line.split(' ').next().expect("a word");
+        let asked = session.line(&line.replacen(name, &format!("{name} --json"), 1));
+        assert!(asked.as_json && asked.json.len() == outcome.json.len(), "{line}");
+    }
+    for name in ["echo", "halt", "help", "idump", "put", "quit", "reset", "start", "unalias", "unexport"] {
+        assert!(!crate::parse::has_json(name), "{name}");
+    }
+}
+
+#[test]
+fn a_move_that_the_end_of_the_virtual_machine_cuts_off_is_not_called_a_failed_one() {
+    let outcome = session().line("migrate t40002 gone");
+    assert_eq!(outcome.complaints, ["the virtual machine ended before t40002 was on gone: the daemon is gone"]);
 }

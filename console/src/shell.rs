@@ -1,5 +1,6 @@
 //! The console that reads commands: from `$HOME/.pvmrc`, then from its input, until `quit`, `halt` or the end.
 
+use crate::editor::{Terminal, Typed};
 use crate::halt::{Home, halt};
 use crate::machine;
 use crate::screen::Screen;
@@ -9,12 +10,12 @@ use libpvm::Vm;
 use sempa_proto::Message;
 use std::collections::BTreeMap;
 use std::io::{self, BufRead, IsTerminal, Read};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread;
 
-const PROMPT: &[u8] = b"pvm> ";
+const PROMPT: &str = "pvm> ";
 /// Lines and messages read ahead of the console.
 const INPUT_AHEAD_MAX: usize = 256;
 
@@ -30,12 +31,56 @@ enum Input {
     Lost(String),
 }
 
+/// How the console speaks with whoever gives the commands.
+enum Face {
+    /// A terminal with editing.
+    Terminal(Terminal),
+    /// A file, a pipe, or a terminal that cannot be edited on. True: lines are repeated in the output.
+    Plain { echo: bool },
+}
+
+impl Face {
+    fn prompt(&self, session: &Session<Vm>) -> io::Result<()> {
+        match self {
+            Face::Terminal(terminal) => {
+                terminal.prompt(session.known());
+                Ok(())
+            }
+            Face::Plain { .. } => Screen.print(PROMPT.as_bytes()),
+        }
+    }
+
+    /// Shows what came by itself.
+    fn show(&self, bytes: &[u8]) -> io::Result<()> {
+        match self {
+            Face::Terminal(terminal) => {
+                terminal.show(bytes);
+                Ok(())
+            }
+            Face::Plain { .. } => Screen.print(bytes),
+        }
+    }
+
+    fn echo(&self) -> bool {
+        matches!(self, Face::Plain { echo: true })
+    }
+
+    /// No more commands are read.
+    fn close(&self) -> io::Result<()> {
+        match self {
+            Face::Terminal(terminal) => Screen.print(terminal.close().as_bytes()),
+            Face::Plain { .. } => Ok(()),
+        }
+    }
+}
+
 /// Runs the console to its end.
 ///
 /// # Errors
 /// When standard output cannot be written.
 pub(crate) fn run(vm: &Vm, mut home: Home, env: BTreeMap<String, String>) -> io::Result<ExitCode> {
-    let rc = env.get("HOME").map(|dir| Path::new(dir).join(".pvmrc"));
+    let home_dir = env.get("HOME").map(PathBuf::from);
+    let rc = home_dir.as_deref().map(|dir| dir.join(".pvmrc"));
     let mut session = Session::new(vm.clone(), env);
     if let Err(error) = session.settle() {
         Screen.complain(&format!("pvm: {error}"));
@@ -49,7 +94,7 @@ pub(crate) fn run(vm: &Vm, mut home: Home, env: BTreeMap<String, String>) -> io:
         }
     }
     if next == Next::Line {
-        match converse(vm, &mut session)? {
+        match converse(vm, &mut session, home_dir.as_deref())? {
             Some(end) => next = end,
             None => return Ok(ExitCode::FAILURE),
         }
@@ -64,24 +109,27 @@ pub(crate) fn run(vm: &Vm, mut home: Home, env: BTreeMap<String, String>) -> io:
 }
 
 /// Reads commands until one ends the console; `None` when the daemon is lost.
-fn converse(vm: &Vm, session: &mut Session<Vm>) -> io::Result<Option<Next>> {
-    // On a terminal the user has seen what he typed.
-    let echo = !io::stdin().is_terminal();
-    let inputs = inputs(vm);
-    Screen.print(PROMPT)?;
+fn converse(vm: &Vm, session: &mut Session<Vm>, home: Option<&Path>) -> io::Result<Option<Next>> {
+    let (face, inputs) = inputs(vm, home);
+    face.prompt(session)?;
     // Both senders live as long as their threads, and each says why it ends.
     while let Ok(input) = inputs.recv() {
         match input {
-            Input::Line(line) => match command(session, &line, echo)? {
-                Next::Line => Screen.print(PROMPT)?,
-                end => return Ok(Some(end)),
+            Input::Line(line) => match command(session, &line, face.echo())? {
+                Next::Line => face.prompt(session)?,
+                end => {
+                    face.close()?;
+                    return Ok(Some(end));
+                }
             },
             Input::End => {
+                face.close()?;
                 Screen.print(b"quit\n")?;
                 return Ok(Some(Next::Quit));
             }
-            Input::Message(message) => Screen.print(&session.message(&message))?,
+            Input::Message(message) => face.show(&session.message(&message))?,
             Input::Lost(why) => {
+                face.close()?;
                 Screen.complain(&format!("\npvm: the virtual machine has ended: {why}"));
                 return Ok(None);
             }
@@ -100,9 +148,10 @@ fn command(session: &mut Session<Vm>, line: &str, echo: bool) -> io::Result<Next
 }
 
 /// Lines from standard input and messages from the virtual machine, in the order in which they come.
-fn inputs(vm: &Vm) -> Receiver<Input> {
+fn inputs(vm: &Vm, home: Option<&Path>) -> (Face, Receiver<Input>) {
     let (sender, receiver) = sync_channel(INPUT_AHEAD_MAX);
-    let (vm, messages) = (vm.clone(), sender.clone());
+    let face = face(vm, home, &sender);
+    let (vm, messages) = (vm.clone(), sender);
     thread::spawn(move || {
         loop {
             let (input, last) = match machine::receive(&vm) {
@@ -114,8 +163,29 @@ fn inputs(vm: &Vm) -> Receiver<Input> {
             }
         }
     });
-    thread::spawn(move || read_lines(&mut io::stdin().lock(), &sender));
-    receiver
+    (face, receiver)
+}
+
+/// The face that fits standard input and output; what is typed goes to `sender`.
+fn face(vm: &Vm, home: Option<&Path>, sender: &SyncSender<Input>) -> Face {
+    let typing = io::stdin().is_terminal();
+    if typing && io::stdout().is_terminal() {
+        let lines = sender.clone();
+        let typed = move |typed| {
+            let input = match typed {
+                Typed::Line(line) => Input::Line(line),
+                Typed::End => Input::End,
+            };
+            lines.send(input).is_ok()
+        };
+        if let Some(terminal) = Terminal::open(vm, home.map(|dir| dir.join(".pvm_history")), PROMPT, typed) {
+            return Face::Terminal(terminal);
+        }
+    }
+    let lines = sender.clone();
+    thread::spawn(move || read_lines(&mut io::stdin().lock(), &lines));
+    // On a terminal the user has seen what he typed.
+    Face::Plain { echo: !typing }
 }
 
 /// Sends the lines of `from`, then [`Input::End`]. A line beyond the limit is cut a little behind it, so that it is

@@ -16,6 +16,8 @@ pub(crate) struct Spawn {
     pub(crate) directory: String,
     /// Where the output goes.
     pub(crate) output: Output,
+    /// Where trace records go; none: the tasks are not traced.
+    pub(crate) trace: Option<TraceOutput>,
     /// The program.
     pub(crate) file: String,
     /// Its arguments.
@@ -35,9 +37,18 @@ pub(crate) enum Output {
     Append(String),
 }
 
+/// Where trace records of spawned tasks go.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum TraceOutput {
+    /// To the console.
+    Console,
+    /// Into a file that must not exist yet.
+    New(String),
+}
+
 impl Spawn {
-    /// The request, with output going to `sink` and `env` added to the environment.
-    pub(crate) fn request(&self, sink: Sink, env: Vec<Vec<u8>>) -> SpawnRequest {
+    /// The request, with output and trace records going to sinks and `env` added to the environment.
+    pub(crate) fn request(&self, output: Sink, trace: Sink, env: Vec<Vec<u8>>) -> SpawnRequest {
         let place =
             if self.directory.is_empty() { self.place.clone() } else { format!("{}:{}", self.place, self.directory) };
         SpawnRequest {
@@ -47,8 +58,8 @@ impl Spawn {
             place,
             count: self.count,
             env,
-            output: sink,
-            trace: Sink::default(),
+            output,
+            trace,
         }
     }
 }
@@ -61,6 +72,7 @@ pub(crate) fn parse(args: &[String]) -> Result<Spawn, ParseError> {
         place: String::new(),
         directory: String::new(),
         output: Output::Log,
+        trace: None,
         file: String::new(),
         args: Vec::new(),
     };
@@ -87,8 +99,8 @@ impl Spawn {
             self.output = Output::Append(nonempty(file).ok_or_else(unknown)?);
         } else if let Some(file) = option.strip_prefix('>') {
             self.output = nonempty(file).map_or(Output::Console, Output::New);
-        } else if option.starts_with('@') {
-            return Err(ParseError::NotImplemented("spawn -@"));
+        } else if let Some(file) = option.strip_prefix('@') {
+            self.trace = Some(nonempty(file).map_or(TraceOutput::Console, TraceOutput::New));
         } else if option == "?" {
             self.flags |= SPAWN_DEBUG;
         } else if option == "~" {
@@ -148,7 +160,7 @@ mod tests {
         assert_eq!(three.args, ["-v", "--x"], "what follows the program belongs to it");
         assert_eq!(three.flags, SPAWN_NO_PARENT);
         let request = |line: &str| {
-            let request = spawn(line).request(Sink::default(), Vec::new());
+            let request = spawn(line).request(Sink::default(), Sink::default(), Vec::new());
             (request.flags & !SPAWN_NO_PARENT, request.place)
         };
         assert_eq!(request("hello"), (0, String::new()));
@@ -169,6 +181,9 @@ mod tests {
         assert_eq!(spawn("-> hello").output, Output::Console);
         assert_eq!(spawn("->out hello").output, Output::New("out".into()));
         assert_eq!(spawn("->>out hello").output, Output::Append("out".into()));
+        assert_eq!(spawn("hello").trace, None);
+        assert_eq!(spawn("-@ -> hello").trace, Some(TraceOutput::Console));
+        assert_eq!(spawn("-@out hello").trace, Some(TraceOutput::New("out".into())));
     }
 
     #[test]
@@ -179,7 +194,6 @@ mod tests {
         assert!(error("- hello").starts_with("unknown flag -"));
         assert_eq!(error("-- hello"), "unknown flag --");
         assert_eq!(error("->> hello"), "unknown flag ->>");
-        assert_eq!(error("-@ hello"), "spawn -@: Not implemented");
         for line in ["-0 hello", "-10.0.0.1 hello"] {
             assert!(error(line).contains("is not a number of tasks"), "{line}");
         }

@@ -169,6 +169,13 @@ pub enum MailboxRequest {
         /// Index.
         index: i32,
     },
+    /// Remove persistent entries that nobody owns.
+    Clean {
+        /// Class; empty for all.
+        name: String,
+        /// Only this index.
+        index: Option<i32>,
+    },
     /// List classes that match a pattern.
     List {
         /// Pattern; empty for all.

@@ -143,7 +143,7 @@ impl Mailbox {
     /// A task has left: its entries go, persistent ones lose their owner.
     pub(super) fn owner_gone(&mut self, tid: Tid) {
         self.waiting.retain(|w| w.tid != tid);
-        self.retain(|entry| {
+        self.retain(|_, _, entry| {
             if entry.owner != tid {
                 return true;
             }
@@ -154,16 +154,24 @@ impl Mailbox {
 
     /// Removes persistent entries without an owner; with `spare`, also those whose owner is about to be ended.
     pub(super) fn reset(&mut self, spare: Option<&[Tid]>) {
-        self.retain(|entry| {
+        self.retain(|_, _, entry| {
             let doomed = spare.is_some_and(|spare| !spare.contains(&entry.owner));
             entry.flags & PERSISTENT == 0 || !(entry.owner == Tid::NONE || doomed)
         });
     }
 
-    fn retain(&mut self, mut keep: impl FnMut(&mut Entry) -> bool) {
+    /// Removes persistent entries without an owner: all, those of a class, or one.
+    fn clean(&mut self, name: &str, index: Option<i32>) {
+        self.retain(|class, at, entry| {
+            let named = (name.is_empty() || class == name) && index.is_none_or(|index| index == at);
+            !named || entry.flags & PERSISTENT == 0 || entry.owner != Tid::NONE
+        });
+    }
+
+    fn retain(&mut self, mut keep: impl FnMut(&str, i32, &mut Entry) -> bool) {
         let (mut entries, mut bytes) = (0, 0);
-        for class in self.classes.values_mut() {
-            class.retain(|_, entry| keep(entry));
+        for (name, class) in &mut self.classes {
+            class.retain(|index, entry| keep(name, *index, entry));
             entries += class.len();
             bytes += class.values().map(|e| e.message.body.len()).sum::<usize>();
         }
@@ -192,6 +200,10 @@ impl Machine {
                 taken => taken.map(Reply::Mailbox),
             },
             MailboxRequest::Delete { name, index } => mailbox.remove(tid, &name, index).map(|_| Reply::Done),
+            MailboxRequest::Clean { name, index } => {
+                mailbox.clean(&name, index);
+                Ok(Reply::Done)
+            }
             MailboxRequest::List { pattern } => Ok(Reply::MailboxClasses(mailbox.list(&pattern))),
         };
         match reply {
@@ -278,6 +290,25 @@ mod tests {
         assert_eq!(m.remove(a, "y", 0).map(|_| ()).map_err(|e| e.0), Err(PvmError::Denied));
         m.reset(None);
         assert_eq!((m.list("").len(), m.entries, m.stored_bytes), (0, 0, 0));
+    }
+
+    #[test]
+    fn only_what_nobody_owns_is_cleaned_and_only_where_asked() {
+        let (a, b) = (Tid::from_raw(0x40001), Tid::from_raw(0x40002));
+        let mut m = Mailbox::default();
+        for name in ["x", "y", "z"] {
+            m.put(a, name, PERSISTENT | MULTI_INSTANCE, message("1")).expect("free");
+            m.put(a, name, PERSISTENT | MULTI_INSTANCE, message("2")).expect("free");
+        }
+        m.put(b, "x", PERSISTENT | MULTI_INSTANCE, message("3")).expect("free");
+        m.owner_gone(a);
+        let left = |m: &Mailbox| -> Vec<usize> { m.list("").iter().map(|class| class.entries.len()).collect() };
+        m.clean("x", Some(1));
+        assert_eq!(left(&m), [2, 2, 2]);
+        m.clean("y", None);
+        assert_eq!(left(&m), [2, 2]);
+        m.clean("", None);
+        assert_eq!((left(&m), m.entries), (vec![1], 1), "that of b");
     }
 
     #[test]

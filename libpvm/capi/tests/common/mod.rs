@@ -2,6 +2,8 @@
 
 #![allow(dead_code)] // Each test file uses its part.
 
+pub(crate) mod vm;
+
 use sempa_proto::frame::{FrameDecoder, encode_control};
 use sempa_proto::message::DSIG_X86_64;
 use sempa_proto::table::{HostEntry, HostTable, TaskInfo};
@@ -59,6 +61,11 @@ impl Program {
             .expect("a C compiler");
         assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
         Program { dir, path }
+    }
+
+    /// Where it is.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
     }
 
     /// A run of the program that finds its daemon in `tmp`.
@@ -279,6 +286,7 @@ impl Seat {
             MailboxRequest::Delete { name, index } => {
                 self.mailbox.remove(&(name, index)).map_or(not_found, |_| Reply::Done)
             }
+            MailboxRequest::Clean { .. } => Reply::Done,
             MailboxRequest::List { .. } => {
                 let mut classes: Vec<MailboxClass> = Vec::new();
                 for (name, index) in self.mailbox.keys() {

@@ -1,0 +1,329 @@
+//! Jobs of a session: starting tasks, and showing or filing what comes from them, output and trace records.
+
+use crate::format;
+use crate::jobs::{Happened, read_output};
+use crate::json;
+use crate::machine::Machine;
+use crate::options::{TRACE_BUFFER, TRACE_KIND};
+use crate::records::{HostFacts, Records, Time, preamble};
+use crate::session::{Outcome, Session};
+use crate::spawn::{Output, Spawn, TraceOutput};
+use libpvm::{Error, Vm};
+use sempa_proto::body::{Encoding, Packer};
+use sempa_proto::message::{CTX_BASE, CTX_TASK_CONTROL, ENC_XDR};
+use sempa_proto::task::Sink;
+use sempa_proto::{HostId, Message, Micros, PvmError, Tid};
+use std::collections::BTreeSet;
+use std::fs::{File, OpenOptions};
+use std::io::Write;
+use std::os::unix::fs::OpenOptionsExt;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// Tag of the messages that announce hosts.
+pub(crate) const TAG_HOSTS: i32 = 1;
+/// Output of the tasks of job n comes with this tag plus n.
+pub(crate) const TAG_JOBS: i32 = 16;
+/// Trace records of the tasks of job n come with this tag plus n.
+pub(crate) const TAG_TRACES: i32 = 1 << 24;
+/// Tag of the control message that tells a task its siblings.
+pub(crate) const TC_SIBLINGS: i32 = 0x8003_000c_u32.cast_signed();
+/// Who may read a file that the console makes: what tasks write is nobody else's concern.
+const FILE_MODE: u32 = 0o600;
+
+/// What is done with what comes from the tasks of a job.
+#[derive(Debug, Default)]
+pub(crate) struct Collected {
+    /// Output is shown.
+    shown: bool,
+    /// Output goes into a file instead.
+    file: Option<File>,
+    /// Trace records are made.
+    traced: Option<Traced>,
+}
+
+/// The trace records of a job.
+#[derive(Debug, Default)]
+struct Traced {
+    records: Records,
+    /// They go into a file and not to the console.
+    file: Option<File>,
+}
+
+impl<M: Machine> Session<M> {
+    /// `spawn`.
+    pub(crate) fn spawn(&mut self, spawn: &Spawn) -> Result<Outcome, Error> {
+        let (collected, job) = match self.open_job(spawn) {
+            Ok(opened) => opened,
+            Err(line) => return Ok(Outcome::refused(line)),
+        };
+        let me = self.machine.tid();
+        let sink = |base: i32| job.map_or_else(Sink::default, |job| to(me, base + job.cast_signed()));
+        let traced = collected.traced.is_some();
+        let trace = if traced { sink(TAG_TRACES) } else { Sink::default() };
+        let mut env = self.exports();
+        if traced {
+            env.splice(..0, self.trace_variables());
+        }
+        let results = self.machine.spawn(spawn.request(sink(TAG_JOBS), trace, env));
+        let mut text = String::new();
+        if let Some(job) = job {
+            self.collected.insert(job, collected);
+            text.push_str(&format!("[{job}]\n"));
+            text.push_str(&self.begin_records(job));
+            let tids = results.iter().flatten().flatten().copied();
+            // Messages are looked at between commands, so no output has been seen yet and nothing can be finished.
+            self.jobs.started(job, tids);
+            if !self.jobs.contains(job) {
+                self.collected.remove(&job);
+            }
+        }
+        let results = results?;
+        self.tell_siblings(&results);
+        text.push_str(&format::spawned(&results));
+        let mut outcome = Outcome::done(text, json::spawned(&results), results.iter().any(Result::is_err));
+        let errors: BTreeSet<i32> = results.iter().filter_map(|result| result.err().map(PvmError::code)).collect();
+        let errors = errors.into_iter().filter_map(PvmError::from_code);
+        outcome.complaints.extend(errors.map(|error| not_spawned(spawn, error)));
+        Ok(outcome)
+    }
+
+    /// Opens the files and gives the job a number, if it is one.
+    fn open_job(&mut self, spawn: &Spawn) -> Result<(Collected, Option<u32>), String> {
+        let file = match &spawn.output {
+            Output::Log | Output::Console => None,
+            Output::New(path) => Some(open(path, OpenOptions::new().write(true).create_new(true))?),
+            Output::Append(path) => Some(open(path, OpenOptions::new().append(true).create(true))?),
+        };
+        let traced = match &spawn.trace {
+            None => None,
+            Some(TraceOutput::Console) => Some(Traced::default()),
+            Some(TraceOutput::New(path)) => {
+                let file = open(path, OpenOptions::new().write(true).create_new(true))?;
+                Some(Traced { file: Some(file), ..Traced::default() })
+            }
+        };
+        let is_job = spawn.output != Output::Log || traced.is_some();
+        let collected = Collected { shown: spawn.output == Output::Console, file, traced };
+        Ok((collected, is_job.then(|| self.jobs.open())))
+    }
+
+    /// What a traced task finds in its environment.
+    fn trace_variables(&self) -> [Vec<u8>; 3] {
+        [
+            [b"PVMTMASK=", self.mask.as_bytes()].concat(),
+            format!("PVMTRCBUF={}", self.options.value(TRACE_BUFFER)).into_bytes(),
+            format!("PVMTRCOPT={}", self.options.value(TRACE_KIND)).into_bytes(),
+        ]
+    }
+
+    /// The beginning of a job's trace: where it was made, and the hosts of the virtual machine.
+    fn begin_records(&mut self, job: u32) -> String {
+        let me = self.machine.tid();
+        let Some(Traced { records, file }) = self.collected.get_mut(&job).and_then(|job| job.traced.as_mut()) else {
+            return String::new();
+        };
+        let mut out = place(file, job, me, &preamble(&format::time(micros_now())));
+        for host in self.machine.hosts().map(|table| table.hosts).unwrap_or_default() {
+            let facts = HostFacts { tid: host.id.tid(), name: &host.name, arch: &host.arch, speed: host.speed };
+            out.push_str(&place(file, job, host.id.tid(), &records.host(time_now(), &facts)));
+        }
+        out
+    }
+
+    /// Tells the tasks of one spawn who the others are: what a parent's library does.
+    fn tell_siblings(&self, results: &[Result<Tid, PvmError>]) {
+        let tids: Vec<Tid> = results.iter().flatten().copied().collect();
+        let mut body = Packer::new(Encoding::Xdr);
+        body.int(i32::try_from(tids.len()).unwrap_or(i32::MAX)).items(tids.iter().map(|tid| tid.raw()));
+        let (src, body) = (self.machine.tid(), body.finish());
+        for dst in tids {
+            let (ctx, tag, body) = (CTX_TASK_CONTROL, TC_SIBLINGS, body.clone());
+            // A task that has ended already needs no siblings.
+            let _ = self.machine.send(Message { src, dst, ctx, tag, wid: 0, enc: ENC_XDR, body });
+        }
+    }
+
+    /// `jobs`.
+    pub(crate) fn list_jobs(&self, long: bool) -> Result<Outcome, Error> {
+        let mut text = if long { format::ps_head(false) } else { String::new() };
+        let (table, tasks) =
+            if long { (self.machine.hosts()?, self.machine.tasks(Tid::NONE)?) } else { Default::default() };
+        let mut values = Vec::new();
+        for (number, tids) in self.jobs.running() {
+            let traced = self.collected.get(&number).is_some_and(|job| job.traced.is_some());
+            let list: String = tids.iter().map(|tid| format!(" {tid}")).collect();
+            let mark = if traced { 'T' } else { ' ' };
+            if long {
+                text.push_str(&format!("{mark}{number}:\n"));
+                let rows = tasks.iter().filter(|task| tids.contains(&task.tid));
+                rows.for_each(|task| text.push_str(&format::ps_row(&table, task, self.machine.tid(), false)));
+            } else {
+                text.push_str(&format!("{mark}{number}:{list}\n"));
+            }
+            values.push(json::job(number, traced, &tids));
+        }
+        Ok(Outcome::done(text, json::jobs(values), false))
+    }
+
+    /// A message that came by itself: output or records of a job, or new hosts. Answers what is to be shown.
+    pub(crate) fn message(&mut self, message: &Message) -> Vec<u8> {
+        if message.ctx != CTX_BASE {
+            return Vec::new();
+        }
+        let number = |base: i32| message.tag.checked_sub(base).and_then(|number| u32::try_from(number).ok());
+        if let Some(job) = number(TAG_TRACES) {
+            return self.records(job, message);
+        }
+        if !message.src.is_daemon() {
+            return Vec::new();
+        }
+        if message.tag == TAG_HOSTS {
+            return self.announce(message).into_bytes();
+        }
+        number(TAG_JOBS).map(|job| self.output(job, message)).unwrap_or_default()
+    }
+
+    fn output(&mut self, job: u32, message: &Message) -> Vec<u8> {
+        let Ok(body) = Vm::unpack(message) else { return Vec::new() };
+        let Some((tid, what)) = read_output(body) else { return Vec::new() };
+        let news = self.jobs.take(job, tid, what);
+        let mut shown = Vec::new();
+        if let Some(collected) = self.collected.get_mut(&job) {
+            for happened in &news.happened {
+                shown.extend(collected.take(job, tid, happened));
+            }
+            if news.finished && collected.traced.is_some() {
+                shown.extend_from_slice(format!("[{job}] libpvmtrc: Trace File Complete\n").as_bytes());
+            }
+        }
+        if news.finished {
+            self.collected.remove(&job);
+            shown.extend_from_slice(format!("[{job}] finished\n").as_bytes());
+        }
+        shown
+    }
+
+    fn records(&mut self, job: u32, message: &Message) -> Vec<u8> {
+        let Some(Traced { records, file }) = self.collected.get_mut(&job).and_then(|job| job.traced.as_mut()) else {
+            return Vec::new();
+        };
+        let mut text = String::new();
+        let read =
+            Vm::unpack(message).map_err(|error| error.code).and_then(|mut body| records.read(&mut body, &mut text));
+        let mut shown = place(file, job, message.src, &text);
+        if let Err(error) = read {
+            shown.push_str(&format!("[{job}] trace records of {} cannot be read: {error}\n", message.src));
+        }
+        shown.into_bytes()
+    }
+
+    fn announce(&mut self, message: &Message) -> String {
+        let Ok(mut body) = Vm::unpack(message) else { return String::new() };
+        let Ok(tids) = body.int().and_then(|count| body.ints(count)) else { return String::new() };
+        let hosts = tids.into_iter().filter_map(|tid| Tid::from_raw(tid).home());
+        let new: Vec<HostId> = hosts.filter(|host| self.known.insert(*host)).collect();
+        if new.is_empty() {
+            return String::new();
+        }
+        self.machine.hosts().map(|table| format::announce(&table, &new)).unwrap_or_default()
+    }
+}
+
+impl Collected {
+    /// Something happened to a task of this job; answers what is to be shown.
+    fn take(&mut self, job: u32, tid: Tid, happened: &Happened) -> Vec<u8> {
+        let mut out = Vec::new();
+        if let Some(Traced { records, file }) = &mut self.traced {
+            if *happened == Happened::Met {
+                out.extend_from_slice(
+                    format!("[{job}] libpvmtrc: Task TID=0x{tid:x} Connected to Console\n").as_bytes(),
+                );
+            } else {
+                let said = match happened {
+                    Happened::Created => "CREATION".into(),
+                    Happened::Spawned => "GOTSPAWN".into(),
+                    Happened::Ended => "GOTEOF".into(),
+                    Happened::Line(line) => String::from_utf8_lossy(line),
+                    Happened::Met => unreachable!("it was looked at above"),
+                };
+                out.extend(place(file, job, tid, &records.output(time_now(), tid, &said)).into_bytes());
+            }
+        }
+        let line: &[u8] = match happened {
+            Happened::Line(line) => line,
+            Happened::Ended => b"EOF",
+            Happened::Met | Happened::Created | Happened::Spawned => return out,
+        };
+        let prefix = format!("[{job}:{tid}] ").into_bytes();
+        let line = [prefix.as_slice(), line, b"\n"].concat();
+        if let Some(file) = &mut self.file {
+            out.extend(file.write_all(&line).err().map(|error| lost(job, "output", &error)).unwrap_or_default());
+            if !out.is_empty() {
+                self.file = None;
+            }
+        } else if self.shown {
+            out.extend(line);
+        }
+        out
+    }
+}
+
+/// Puts records where they belong; answers what is to be shown.
+fn place(file: &mut Option<File>, job: u32, from: Tid, text: &str) -> String {
+    match file {
+        None => text.lines().map(|line| format!("[T{job}:{from}] {line}\n")).collect(),
+        Some(open) => match open.write_all(text.as_bytes()) {
+            Ok(()) => String::new(),
+            Err(error) => {
+                *file = None;
+                String::from_utf8(lost(job, "trace", &error)).expect("a line of ours")
+            }
+        },
+    }
+}
+
+fn lost(job: u32, what: &str, error: &std::io::Error) -> Vec<u8> {
+    format!("[{job}] its {what} cannot be written into the file any more: {error}\n").into_bytes()
+}
+
+fn to(tid: Tid, tag: i32) -> Sink {
+    Sink { tid, ctx: CTX_BASE, tag }
+}
+
+fn micros_now() -> Micros {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    Micros(u64::try_from(since.as_micros()).unwrap_or(u64::MAX))
+}
+
+fn time_now() -> Time {
+    let now = micros_now().0;
+    Time { seconds: now / 1_000_000, micros: (now % 1_000_000) as u32 }
+}
+
+fn open(path: &str, how: &mut OpenOptions) -> Result<File, String> {
+    how.mode(FILE_MODE).open(path).map_err(|error| {
+        let why = match error.kind() {
+            std::io::ErrorKind::AlreadyExists => "File exists".to_string(),
+            _ => error.to_string(),
+        };
+        format!("{path}: {why}")
+    })
+}
+
+/// What a failed `spawn` means and what to do about it.
+fn not_spawned(spawn: &Spawn, error: PvmError) -> String {
+    let file = &spawn.file;
+    let why = match error {
+        PvmError::NoFile if file.contains('/') => "there is no such program on the host that was to run it",
+        PvmError::NoFile => {
+            "it is not in the search path of the host that was to run it: give its full path, or the path with ep= when \
+             adding the host"
+        }
+        PvmError::NoHost => "no host fits what was asked for; 'conf' lists them",
+        PvmError::OutOfRes => {
+            "no host takes it now: each is full or has its owner there; 'events' tells the reason for each"
+        }
+        other => other.text(),
+    };
+    format!("spawn {file}: {why}")
+}

@@ -1,0 +1,262 @@
+//! Reading lines at a terminal: editing, history and completion.
+//!
+//! The editor has a thread of its own and is at the prompt only between two commands. What comes meanwhile from tasks is
+//! shown above the prompt by another thread, because the editor takes it only while it reads: the console itself must
+//! never wait for that, or a line and an output could wait for each other.
+
+use crate::complete::{self, Known};
+use libpvm::Vm;
+use nix::sys::signal::{SigSet, Signal};
+use nix::sys::termios::{SetArg, Termios, tcgetattr, tcsetattr};
+use rustyline::completion::Completer;
+use rustyline::error::ReadlineError;
+use rustyline::highlight::Highlighter;
+use rustyline::hint::Hinter;
+use rustyline::history::FileHistory;
+use rustyline::validate::Validator;
+use rustyline::{Config, Context, Editor, ExternalPrinter, Helper};
+use sempa_proto::Tid;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::thread;
+
+/// Lines that the history keeps.
+const HISTORY_LINES_MAX: usize = 1000;
+/// Bytes of output that wait to be shown above the prompt before the console takes no more.
+const SHOW_BYTES_MAX: usize = 1 << 20;
+/// Candidates that are listed without asking first.
+const CANDIDATES_LISTED_MAX: usize = 100;
+/// Exit status of a program that a signal has ended, without the signal's number.
+const ENDED_BY_SIGNAL: i32 = 128;
+
+/// What the person at the terminal did.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Typed {
+    /// A line.
+    Line(String),
+    /// The end of the input.
+    End,
+}
+
+/// What the console and the threads of the terminal share.
+#[derive(Default)]
+struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    /// Output that waits to be shown.
+    waiting: String,
+    /// The editor reads a line, or is about to.
+    at_prompt: bool,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect("no thread panics with this lock")
+    }
+
+    fn set_prompt(&self, at_prompt: bool) {
+        self.lock().at_prompt = at_prompt;
+        self.changed.notify_all();
+    }
+}
+
+/// The terminal.
+pub(crate) struct Terminal {
+    shared: Arc<Shared>,
+    go: Sender<Known>,
+    before: Termios,
+}
+
+impl Terminal {
+    /// Takes the terminal over; lines go to `typed`. `None` when it is none that can be edited on.
+    pub(crate) fn open(
+        vm: &Vm,
+        history: Option<PathBuf>,
+        prompt: &'static str,
+        typed: impl FnMut(Typed) -> bool + Send + 'static,
+    ) -> Option<Terminal> {
+        let before = tcgetattr(io::stdin()).ok()?;
+        let mut editor = editor(vm).ok()?;
+        let printer = editor.create_external_printer().ok()?;
+        if let Some(path) = &history {
+            // Without a history so far one begins.
+            let _ = editor.load_history(path);
+        }
+        restore_at_signals(before.clone());
+        let (go, known) = channel();
+        let shared = Arc::new(Shared::default());
+        let reader = Reader { editor, history, prompt, shared: shared.clone() };
+        thread::spawn(move || reader.run(&known, typed));
+        let show = shared.clone();
+        thread::spawn(move || show_above(&show, printer));
+        Some(Terminal { shared, go, before })
+    }
+
+    /// Lets the next line be typed.
+    pub(crate) fn prompt(&self, known: Known) {
+        self.shared.set_prompt(true);
+        // The reader ends only with the process.
+        let _ = self.go.send(known);
+    }
+
+    /// Shows output above the prompt.
+    pub(crate) fn show(&self, bytes: &[u8]) {
+        let mut state = self.shared.lock();
+        while state.waiting.len() > SHOW_BYTES_MAX && state.at_prompt {
+            state = self.shared.changed.wait(state).expect("no thread panics with this lock");
+        }
+        state.waiting.push_str(&String::from_utf8_lossy(bytes));
+        self.shared.changed.notify_all();
+    }
+
+    /// Output that was not shown, because no prompt came any more.
+    pub(crate) fn close(&self) -> String {
+        // Also when the editor is at its prompt: nobody waits for it any more.
+        let _ = tcsetattr(io::stdin(), SetArg::TCSADRAIN, &self.before);
+        std::mem::take(&mut self.shared.lock().waiting)
+    }
+}
+
+/// A signal that ends the console finds the terminal as it was before. Threads made later leave these signals to the one
+/// that waits for them.
+fn restore_at_signals(before: Termios) {
+    let mut ending = SigSet::empty();
+    for signal in [Signal::SIGTERM, Signal::SIGHUP, Signal::SIGQUIT] {
+        ending.add(signal);
+    }
+    if ending.thread_block().is_ok() {
+        thread::spawn(move || {
+            let signal = ending.wait();
+            let _ = tcsetattr(io::stdin(), SetArg::TCSANOW, &before);
+            std::process::exit(signal.map_or(1, |signal| ENDED_BY_SIGNAL + signal as i32));
+        });
+    }
+}
+
+fn editor(vm: &Vm) -> rustyline::Result<Editor<Candidates, FileHistory>> {
+    let config = Config::builder()
+        .max_history_size(HISTORY_LINES_MAX)?
+        .history_ignore_dups(true)?
+        .history_ignore_space(true)
+        .completion_type(rustyline::CompletionType::List)
+        .completion_prompt_limit(CANDIDATES_LISTED_MAX)
+        // Pasted lines are commands, each on its own, as if they had been typed.
+        .bracketed_paste(false)
+        .build();
+    let mut editor = Editor::with_config(config)?;
+    editor.set_helper(Some(Candidates { vm: vm.clone(), known: Known::default() }));
+    Ok(editor)
+}
+
+/// Prints what waits while the editor reads.
+fn show_above(shared: &Shared, mut printer: impl ExternalPrinter) {
+    loop {
+        let mut state = shared.lock();
+        while state.waiting.is_empty() || !state.at_prompt {
+            state = shared.changed.wait(state).expect("no thread panics with this lock");
+        }
+        let text = std::mem::take(&mut state.waiting);
+        drop(state);
+        shared.changed.notify_all();
+        if printer.print(text).is_err() {
+            return;
+        }
+    }
+}
+
+struct Reader {
+    editor: Editor<Candidates, FileHistory>,
+    history: Option<PathBuf>,
+    prompt: &'static str,
+    shared: Arc<Shared>,
+}
+
+impl Reader {
+    fn run(mut self, known: &Receiver<Known>, mut typed: impl FnMut(Typed) -> bool) {
+        while let Ok(known) = known.recv() {
+            if let Some(helper) = self.editor.helper_mut() {
+                helper.known = known;
+            }
+            let read = self.read();
+            self.shared.set_prompt(false);
+            let end = read == Typed::End;
+            if !typed(read) || end {
+                return;
+            }
+        }
+    }
+
+    fn read(&mut self) -> Typed {
+        loop {
+            match self.editor.readline(self.prompt) {
+                Ok(line) => {
+                    self.remember(&line);
+                    return Typed::Line(line);
+                }
+                // Ctrl-C gives the line up; a changed window is drawn again.
+                Err(ReadlineError::Interrupted | ReadlineError::Signal(_)) => {}
+                Err(_) => return Typed::End,
+            }
+        }
+    }
+
+    fn remember(&mut self, line: &str) {
+        let new = self.editor.add_history_entry(line).unwrap_or(false);
+        if let (true, Some(path)) = (new, &self.history) {
+            // A history that cannot be written lasts as long as the console.
+            let _ = self.editor.append_history(path);
+        }
+    }
+}
+
+/// What can stand where the cursor is.
+struct Candidates {
+    vm: Vm,
+    known: Known,
+}
+
+impl complete::World for Candidates {
+    fn known(&self) -> &Known {
+        &self.known
+    }
+
+    fn hosts(&self) -> Vec<String> {
+        self.vm.config().map(|table| table.hosts.into_iter().map(|host| host.name).collect()).unwrap_or_default()
+    }
+
+    fn tids(&self) -> Vec<String> {
+        let tasks = self.vm.tasks(Tid::NONE).unwrap_or_default();
+        tasks.into_iter().filter(|task| task.tid != self.vm.tid()).map(|task| task.tid.to_string()).collect()
+    }
+
+    fn entries(&self, dir: &Path) -> Vec<(String, bool)> {
+        let Ok(entries) = std::fs::read_dir(dir) else { return Vec::new() };
+        let named = entries.flatten().filter_map(|entry| {
+            let is_dir = entry.path().is_dir();
+            entry.file_name().into_string().ok().map(|name| (name, is_dir))
+        });
+        named.collect()
+    }
+}
+
+impl Completer for Candidates {
+    type Candidate = String;
+
+    fn complete(&self, line: &str, pos: usize, _: &Context<'_>) -> rustyline::Result<(usize, Vec<String>)> {
+        Ok(complete::complete(&line[..pos], self))
+    }
+}
+
+impl Hinter for Candidates {
+    type Hint = String;
+}
+
+impl Highlighter for Candidates {}
+impl Validator for Candidates {}
+impl Helper for Candidates {}

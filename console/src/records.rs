@@ -1,0 +1,428 @@
+//! Trace records as text: what traced tasks and their daemons send, in the self-describing form that PVM's console
+//! prints (SDDF). Pure.
+//!
+//! A message holds records one after the other. An event describes itself when a task sends it first; the text describes
+//! it when it comes first in a job.
+
+use sempa_proto::body::Unpacker;
+use sempa_proto::{PvmError, PvmResult, Tid};
+use std::collections::BTreeMap;
+use std::fmt::Write;
+
+/// Markers between records.
+mod marker {
+    pub(super) const GROUP_BEGIN: i32 = -1;
+    pub(super) const GROUP_END: i32 = -2;
+    pub(super) const NAMES_BEGIN: i32 = -3;
+    pub(super) const NAMES_END: i32 = -4;
+    pub(super) const FIRST_BEGIN: i32 = -5;
+    pub(super) const FIRST_END: i32 = -6;
+    pub(super) const RECORD_BEGIN: i32 = -7;
+    pub(super) const RECORD_END: i32 = -8;
+    pub(super) const USER_BEGIN: i32 = -9;
+    pub(super) const USER_END: i32 = -10;
+}
+
+/// Set in the id of a record that a call makes at its beginning.
+const ENTRY: i32 = 0x4000;
+/// Set in the id of a record that a call makes at its end.
+const EXIT: i32 = 0x8000;
+/// Set in the type of an array.
+const ARRAY: i32 = 0x80;
+/// Kinds of events that a job may describe, and names of items.
+const DESCRIPTIONS_MAX: usize = 4096;
+/// Numbers of the records that the console itself makes.
+const HOST_ADD: i32 = 401;
+const OUTPUT: i32 = 404;
+/// What stands before every item of a record: seconds, microseconds, task.
+const HEAD: [(&str, &str); 3] = [("TS", "Time Seconds"), ("TU", "Time Microseconds"), ("TID", "Task ID")];
+
+/// An item of a kind of event.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Item {
+    short: String,
+    long: String,
+    kind: i32,
+}
+
+/// A kind of event.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Kind {
+    name: String,
+    items: Vec<Item>,
+}
+
+/// The records of one job.
+#[derive(Debug, Default)]
+pub(crate) struct Records {
+    names: BTreeMap<i32, (String, String)>,
+    kinds: BTreeMap<i32, Kind>,
+    /// Numbers of those that were described.
+    described: BTreeMap<i32, ()>,
+}
+
+impl Records {
+    /// The text of a message, lines with their newlines.
+    ///
+    /// # Errors
+    /// The message ends in the middle, or holds something else; what was read before is in the text.
+    pub(crate) fn read(&mut self, body: &mut Unpacker, out: &mut String) -> PvmResult<()> {
+        while body.remaining() > 0 {
+            match body.int()? {
+                marker::GROUP_BEGIN | marker::GROUP_END => {}
+                marker::NAMES_BEGIN => self.names(body)?,
+                marker::FIRST_BEGIN => self.first(body, out)?,
+                marker::RECORD_BEGIN => self.record(body, out)?,
+                marker::USER_BEGIN => self.user(body, out)?,
+                _ => return Err(PvmError::BadMsg),
+            }
+        }
+        Ok(())
+    }
+
+    fn names(&mut self, body: &mut Unpacker) -> PvmResult<()> {
+        loop {
+            let id = body.int()?;
+            if id == marker::NAMES_END {
+                return Ok(());
+            }
+            let names = (body.string()?, body.string()?);
+            if self.names.len() < DESCRIPTIONS_MAX {
+                self.names.insert(id, names);
+            }
+        }
+    }
+
+    fn first(&mut self, body: &mut Unpacker, out: &mut String) -> PvmResult<()> {
+        let id = body.int()?;
+        let mut kind = Kind { name: body.string()?, items: Vec::new() };
+        let mut values = Vec::new();
+        loop {
+            let item = body.int()?;
+            if item == marker::FIRST_END {
+                break;
+            }
+            let number = body.int()?;
+            values.push(value(body, number)?);
+            kind.items.push(self.item(item, number));
+        }
+        if self.kinds.len() < DESCRIPTIONS_MAX {
+            self.kinds.insert(id, kind.clone());
+        }
+        self.print(&titled(&kind, id), number_of(id), &values, out);
+        Ok(())
+    }
+
+    fn item(&self, id: i32, kind: i32) -> Item {
+        let (short, long) = self.names.get(&id).cloned().unwrap_or_else(|| (id.to_string(), String::new()));
+        Item { short, long, kind }
+    }
+
+    fn record(&mut self, body: &mut Unpacker, out: &mut String) -> PvmResult<()> {
+        let id = body.int()?;
+        let kind = self.kinds.get(&id).cloned().ok_or(PvmError::BadMsg)?;
+        let values = kind.items.iter().map(|item| value(body, item.kind)).collect::<PvmResult<Vec<_>>>()?;
+        if body.int()? != marker::RECORD_END {
+            return Err(PvmError::BadMsg);
+        }
+        self.print(&titled(&kind, id), number_of(id), &values, out);
+        Ok(())
+    }
+
+    fn user(&mut self, body: &mut Unpacker, out: &mut String) -> PvmResult<()> {
+        let id = body.int()?;
+        let name = body.string()?;
+        let mut kind = Kind { name, items: HEAD[..2].iter().map(|(short, long)| plain(short, long)).collect() };
+        let mut values = vec![body.int()?.to_string(), body.int()?.to_string()];
+        loop {
+            let number = body.int()?;
+            if number == marker::USER_END {
+                break;
+            }
+            values.push(value(body, number)?);
+            kind.items.push(Item { short: format!("D{}", values.len() - 2), long: String::new(), kind: number });
+        }
+        // Each of these may have other items, so each says which.
+        self.described.remove(&number_of(id));
+        self.print(&titled(&kind, id), number_of(id), &values, out);
+        Ok(())
+    }
+
+    fn print(&mut self, kind: &Kind, number: i32, values: &[String], out: &mut String) {
+        if self.described.insert(number, ()).is_none() {
+            put(out, format_args!("\n#{number}: \"{}\"\n{{\n", kind.name));
+            for Item { short, long, kind } in &kind.items {
+                put(
+                    out,
+                    format_args!("\t// \"{short}\" \"{long}\"\n\t{} \"{short}\"{};\n", word(*kind), brackets(*kind)),
+                );
+            }
+            out.push_str("};;\n\n");
+        }
+        put(out, format_args!("\"{}\" {{ {} }};;\n", kind.name, values.join(", ")));
+    }
+
+    /// A record that the console makes: something was written by a task, or happened to its output.
+    pub(crate) fn output(&mut self, at: Time, tid: Tid, text: &str) -> String {
+        let mut kind = Kind { name: "output(0)".into(), items: head() };
+        kind.items.push(Item { short: "OS".into(), long: "Output String".into(), kind: STRING });
+        let mut out = String::new();
+        self.print(&kind, 1000 + 2 * OUTPUT, &[at.values(tid), string(text.as_bytes())], &mut out);
+        out
+    }
+
+    /// A record that the console makes: a host of the virtual machine.
+    pub(crate) fn host(&mut self, at: Time, host: &HostFacts<'_>) -> String {
+        let mut kind = Kind { name: "host_add(0)".into(), items: head() };
+        for (short, long, number) in [
+            ("HN", "Host Name", STRING),
+            ("HNA", "Host Name Alias", STRING),
+            ("HA", "Host Architecture", STRING),
+            ("HSP", "Host Speed", INT),
+        ] {
+            kind.items.push(Item { short: short.into(), long: long.into(), kind: number });
+        }
+        let alias = host.name.split('.').next().unwrap_or(host.name);
+        let names = [host.name, alias, host.arch].map(|name| string(name.as_bytes()));
+        let mut values = vec![at.values(host.tid)];
+        values.extend(names);
+        values.push(host.speed.to_string());
+        let mut out = String::new();
+        self.print(&kind, 1000 + 2 * HOST_ADD, &values, &mut out);
+        out
+    }
+}
+
+/// Seconds and microseconds since 1970.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Time {
+    /// Seconds.
+    pub(crate) seconds: u64,
+    /// The rest.
+    pub(crate) micros: u32,
+}
+
+impl Time {
+    fn values(self, tid: Tid) -> String {
+        format!("{}, {}, {}", self.seconds, self.micros, tid.raw())
+    }
+}
+
+/// What is known of a host.
+pub(crate) struct HostFacts<'a> {
+    /// Its tid.
+    pub(crate) tid: Tid,
+    /// Its name.
+    pub(crate) name: &'a str,
+    /// Its architecture.
+    pub(crate) arch: &'a str,
+    /// Its speed.
+    pub(crate) speed: i32,
+}
+
+/// What stands at the beginning of the records of a job.
+pub(crate) fn preamble(date: &str) -> String {
+    format!("/*\n * \"Creation Date\" \"{date}\"\n * \"Machine\" \"Console 3.4.6 (PVM 3.4.6)\"\n */ ;;\n\n")
+}
+
+fn put(out: &mut String, text: std::fmt::Arguments<'_>) {
+    out.write_fmt(text).expect("a string takes everything");
+}
+
+fn plain(short: &str, long: &str) -> Item {
+    Item { short: short.into(), long: long.into(), kind: INT }
+}
+
+fn head() -> Vec<Item> {
+    HEAD.iter().map(|(short, long)| plain(short, long)).collect()
+}
+
+/// The kind with the name that its records have.
+fn titled(kind: &Kind, id: i32) -> Kind {
+    let suffix = match id & (ENTRY | EXIT) {
+        ENTRY => "(0.0)",
+        EXIT => "(1.1)",
+        _ => "(0)",
+    };
+    Kind { name: format!("{}{suffix}", kind.name), items: kind.items.clone() }
+}
+
+/// The number of a kind of records in the text.
+fn number_of(id: i32) -> i32 {
+    let event = (id & !(ENTRY | EXIT)).rem_euclid(ENTRY);
+    if id & EXIT != 0 { 2001 + 2 * event } else { 1000 + 2 * event }
+}
+
+const BYTE: i32 = 1;
+const CPLX: i32 = 2;
+const DCPLX: i32 = 3;
+const DOUBLE: i32 = 4;
+const FLOAT: i32 = 5;
+const INT: i32 = 6;
+const STRING: i32 = 12;
+
+/// The type's name in the text.
+fn word(kind: i32) -> &'static str {
+    match kind & !ARRAY {
+        BYTE | STRING => "char",
+        CPLX | FLOAT => "float",
+        DCPLX | DOUBLE => "double",
+        _ => "int",
+    }
+}
+
+fn brackets(kind: i32) -> &'static str {
+    match (kind & !ARRAY == STRING, kind & ARRAY != 0) {
+        (true, true) => "[][]",
+        (true, false) | (false, true) => "[]",
+        (false, false) => "",
+    }
+}
+
+fn string(text: &[u8]) -> String {
+    format!("[{}] {{ {} }}", text.len() + 1, quoted(text))
+}
+
+fn quoted(text: &[u8]) -> String {
+    let text = String::from_utf8_lossy(text);
+    format!("\"{}\"", text.replace('\\', "\\\\").replace('"', "\\\""))
+}
+
+/// One value of a type as text.
+fn value(body: &mut Unpacker, kind: i32) -> PvmResult<String> {
+    if kind & ARRAY == 0 {
+        return if kind == STRING { Ok(string(&body.str()?)) } else { one(body, kind) };
+    }
+    let count = usize::try_from(body.int()?).map_err(|_| PvmError::BadMsg)?;
+    // The shortest item has a byte; a count beyond what is there is no count.
+    if count > body.remaining() {
+        return Err(PvmError::NoData);
+    }
+    let kind = kind & !ARRAY;
+    if kind == BYTE {
+        return Ok(string(&body.bytes(count)?));
+    }
+    if kind == STRING {
+        let texts = (0..count).map(|_| body.str()).collect::<PvmResult<Vec<_>>>()?;
+        let longest = texts.iter().map(|text| text.len() + 1).max().unwrap_or(0);
+        let list: Vec<String> = texts.iter().map(|text| quoted(text)).collect();
+        return Ok(format!("[{count}] [{longest}] {{ {} }}", list.join(", ")));
+    }
+    let list = (0..count).map(|_| one(body, kind)).collect::<PvmResult<Vec<_>>>()?;
+    Ok(format!("[{count}] {{ {} }}", list.join(", ")))
+}
+
+fn one(body: &mut Unpacker, kind: i32) -> PvmResult<String> {
+    Ok(match kind {
+        BYTE => body.bytes(1)?[0].to_string(),
+        CPLX => format!("{}, {}", body.item::<f32>()?, body.item::<f32>()?),
+        DCPLX => format!("{}, {}", body.item::<f64>()?, body.item::<f64>()?),
+        DOUBLE => body.item::<f64>()?.to_string(),
+        FLOAT => body.item::<f32>()?.to_string(),
+        INT => body.int()?.to_string(),
+        7 => body.item::<u32>()?.to_string(),
+        8 => body.item::<i64>()?.to_string(),
+        9 => body.item::<u64>()?.to_string(),
+        10 => body.item::<i16>()?.to_string(),
+        11 => body.item::<u16>()?.to_string(),
+        _ => return Err(PvmError::BadMsg),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use sempa_proto::body::{Encoding, Packer};
+
+    const AT: Time = Time { seconds: 1_795_262_880, micros: 720_903 };
+
+    /// The table of names and one record of `spawn`, as a task sends them.
+    fn spawn_exit(out: &mut Packer) {
+        out.int(-3);
+        for (id, short, long) in [(10, "TS", "Time Seconds"), (11, "CC", "Condition Code"), (12, "STL", "Tids")] {
+            out.int(id).str(short.as_bytes()).str(long.as_bytes());
+        }
+        out.int(-4);
+        out.items([-5, 52 | EXIT]).str(b"spawn").items([10, INT, 5, 11, INT, 1, 12, INT | ARRAY, 1, 262_147, -6]);
+    }
+
+    fn read(records: &mut Records, packer: Packer) -> (String, PvmResult<()>) {
+        let mut out = String::new();
+        let result = records.read(&mut Unpacker::xdr(packer.finish()), &mut out);
+        (out, result)
+    }
+
+    #[test]
+    fn an_event_is_described_when_it_comes_first_and_then_not_again() {
+        let mut records = Records::default();
+        let mut body = Packer::new(Encoding::Xdr);
+        spawn_exit(&mut body);
+        let (text, result) = read(&mut records, body);
+        assert_eq!(result, Ok(()));
+        assert_eq!(
+            text,
+            "\n#2105: \"spawn(1.1)\"\n{\n\t// \"TS\" \"Time Seconds\"\n\tint \"TS\";\n\t// \"CC\" \"Condition Code\"\n\
+             \tint \"CC\";\n\t// \"STL\" \"Tids\"\n\tint \"STL\"[];\n};;\n\n\"spawn(1.1)\" { 5, 1, [1] { 262147 } };;\n"
+        );
+        let mut body = Packer::new(Encoding::Xdr);
+        body.items([-1, -7, 52 | EXIT, 6, 0, 0, -8, -2]);
+        assert_eq!(read(&mut records, body), ("\"spawn(1.1)\" { 6, 0, [0] {  } };;\n".into(), Ok(())));
+        let mut again = Packer::new(Encoding::Xdr);
+        spawn_exit(&mut again);
+        assert_eq!(read(&mut records, again).0, "\"spawn(1.1)\" { 5, 1, [1] { 262147 } };;\n");
+    }
+
+    #[test]
+    fn strings_and_lists_of_strings_have_lengths() {
+        let mut records = Records::default();
+        let mut body = Packer::new(Encoding::Xdr);
+        body.items([-5, 106]).str(b"timing").items([1, STRING | ARRAY, 2]).str(b"exit").str(b"mhf_invoke");
+        body.items([2, STRING]).str(b"a\"b").int(-6);
+        let (text, result) = read(&mut records, body);
+        assert_eq!(result, Ok(()));
+        assert!(text.starts_with("\n#1212: \"timing(0)\"\n{\n\t// \"1\" \"\"\n\tchar \"1\"[][];\n"), "{text}");
+        assert!(text.ends_with("\"timing(0)\" { [2] [11] { \"exit\", \"mhf_invoke\" }, [4] { \"a\\\"b\" } };;\n"));
+    }
+
+    #[test]
+    fn the_console_adds_hosts_and_output() {
+        let mut records = Records::default();
+        let tid = Tid::from_raw(262_146);
+        assert!(
+            records.output(AT, tid, "CREATION").starts_with("\n#1808: \"output(0)\"\n{\n\t// \"TS\" \"Time Seconds\"")
+        );
+        let second = records.output(AT, tid, "i'm t40002");
+        assert_eq!(second, "\"output(0)\" { 1795262880, 720903, 262146, [11] { \"i'm t40002\" } };;\n");
+        let host = HostFacts { tid: Tid::from_raw(262_144), name: "vm.lab", arch: "LINUX64", speed: 1000 };
+        let text = records.host(AT, &host);
+        assert!(text.starts_with("\n#1802: \"host_add(0)\"\n"));
+        assert!(text.ends_with(
+            "\"host_add(0)\" { 1795262880, 720903, 262144, [7] { \"vm.lab\" }, [3] { \"vm\" }, [8] { \"LINUX64\" }, 1000 };;\n"
+        ));
+    }
+
+    #[test]
+    fn events_of_programs_name_their_items_themselves() {
+        let mut records = Records::default();
+        let mut body = Packer::new(Encoding::Xdr);
+        body.items([-9, 108]).str(b"step").items([7, 8]).items([INT | ARRAY, 2, 1, 2, DOUBLE]).items([0.5f64]).int(-10);
+        let (text, result) = read(&mut records, body);
+        assert_eq!(result, Ok(()));
+        assert!(text.contains("#1216: \"step(0)\"") && text.contains("double \"D2\";"), "{text}");
+        assert!(text.ends_with("\"step(0)\" { 7, 8, [2] { 1, 2 }, 0.5 };;\n"), "{text}");
+    }
+
+    #[test]
+    fn rubbish_is_an_error_and_never_more() {
+        for words in
+            [vec![-7, 52], vec![5], vec![-5], vec![-5, 1], vec![-3, 1], vec![-9, 1, -1], vec![-5, 3, 2, 0, 4, 0x86, -5]]
+        {
+            let mut body = Packer::new(Encoding::Xdr);
+            body.items(words.clone());
+            assert!(read(&mut Records::default(), body).1.is_err(), "{words:?}");
+        }
+        let mut body = Packer::new(Encoding::Xdr);
+        body.items([-5, 1]).str(b"x").items([1, INT | ARRAY, i32::MAX]);
+        assert_eq!(read(&mut Records::default(), body).1, Err(PvmError::NoData));
+    }
+}

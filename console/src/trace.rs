@@ -1,0 +1,189 @@
+//! The command `trace`: which events the tasks of a traced job record. Pure.
+
+use crate::parse::ParseError;
+use libpvm::trace_events::{EVENTS, EventMask};
+use serde_json::{Value, json};
+
+/// Events that no task records by a call, so that nobody can choose them.
+const NOT_CHOSEN: [&str; 5] = ["newtask", "endtask", "spntask", "timing", "profiling"];
+/// The events of `trace xpvm`, and of a fresh console: those that the display program XPVM shows.
+const XPVM: [&str; 24] = [
+    "addmhf",
+    "barrier",
+    "bcast",
+    "delmhf",
+    "exit",
+    "joingroup",
+    "kill",
+    "lvgroup",
+    "mcast",
+    "mhf_invoke",
+    "mytid",
+    "nrecv",
+    "parent",
+    "precv",
+    "probe",
+    "psend",
+    "recv",
+    "recvf",
+    "send",
+    "sendsig",
+    "siblings",
+    "spawn",
+    "trecv",
+    "user_defined",
+];
+/// Columns of the list.
+const COLUMNS: usize = 4;
+/// How much is recorded of each event, in the order of their numbers from 1.
+const KINDS: [&str; 3] = ["full", "time", "count"];
+
+/// What `trace` is asked for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Trace {
+    /// The list of events.
+    Show,
+    /// Choose events, or no longer; `*` means all.
+    Choose { on: bool, names: Vec<String> },
+    /// Choose those of [`XPVM`] and no others.
+    Xpvm,
+    /// Show or set how many bytes a task collects before it sends them.
+    Buffer(Option<i32>),
+    /// Show or set how much is recorded.
+    Kind(Option<String>),
+}
+
+/// Reads what follows the word `trace`.
+pub(crate) fn parse(args: &[String]) -> Result<Trace, ParseError> {
+    let words: Vec<&str> = args.iter().map(String::as_str).collect();
+    let choose = |on, names: &[&str]| Trace::Choose { on, names: names.iter().map(|name| name.to_string()).collect() };
+    Ok(match words.as_slice() {
+        [] => Trace::Show,
+        ["xpvm"] => Trace::Xpvm,
+        ["buf"] => Trace::Buffer(None),
+        ["buf", bytes] => {
+            let number = bytes.parse().ok().filter(|bytes| *bytes >= 0);
+            let (word, wanted) = (bytes.to_string(), "a number of bytes");
+            Trace::Buffer(Some(number.ok_or(ParseError::NotA { command: "trace", word, wanted })?))
+        }
+        ["opt"] => Trace::Kind(None),
+        ["opt", kind] => Trace::Kind(Some(kind.to_string())),
+        ["buf" | "opt", ..] => return Err(ParseError::WrongArgs("trace")),
+        ["-", names @ ..] => choose(false, names),
+        ["+", names @ ..] | names => choose(true, names),
+    })
+}
+
+/// Words that can follow `trace`.
+pub(crate) fn words() -> impl Iterator<Item = &'static str> {
+    choosable().map(|(_, name)| name).chain(["xpvm", "buf", "opt"]).chain(KINDS)
+}
+
+/// Number and name of the events that can be chosen.
+fn choosable() -> impl Iterator<Item = (usize, &'static str)> {
+    let named = EVENTS.iter().enumerate().map(|(event, name)| (event, name.to_str().expect("names are ASCII")));
+    named.filter(|(_, name)| !NOT_CHOSEN.contains(name))
+}
+
+/// What a fresh console chooses.
+pub(crate) fn xpvm() -> EventMask {
+    let mut mask = EventMask::none();
+    XPVM.into_iter().filter_map(EventMask::event).for_each(|event| mask.set(event, true));
+    mask
+}
+
+/// Chooses events or not; answers the names that no event has.
+pub(crate) fn choose<'a>(mask: &mut EventMask, on: bool, names: &'a [String]) -> Vec<&'a str> {
+    let mut unknown = Vec::new();
+    for name in names {
+        let mut found = false;
+        for (event, _) in choosable().filter(|(_, event)| name == "*" || event == name) {
+            mask.set(event, on);
+            found = true;
+        }
+        if !found {
+            unknown.push(name.as_str());
+        }
+    }
+    unknown
+}
+
+/// The list of all events by name; a star stands before those that are chosen.
+pub(crate) fn list(mask: &EventMask) -> String {
+    let mut events: Vec<(usize, &str)> = choosable().collect();
+    events.sort_by_key(|(_, name)| *name);
+    let rows = events.len().div_ceil(COLUMNS);
+    let cell = |(event, name): &(usize, &str)| {
+        let mark = if mask.has(*event) { " * " } else { "   " };
+        format!("{mark}{name:<15}")
+    };
+    let line = |row: usize| {
+        let cells: Vec<String> = events.iter().skip(row).step_by(rows).map(cell).collect();
+        cells.join(" ") + "\n"
+    };
+    (0..rows).map(line).collect()
+}
+
+/// Number of a kind of records.
+pub(crate) fn kind_number(name: &str) -> Option<i32> {
+    KINDS.iter().position(|kind| *kind == name).and_then(|at| i32::try_from(at + 1).ok())
+}
+
+/// Name of a kind of records.
+pub(crate) fn kind_name(number: i32) -> &'static str {
+    usize::try_from(number - 1).ok().and_then(|at| KINDS.get(at)).copied().unwrap_or("none")
+}
+
+/// The list for programs.
+pub(crate) fn value(mask: &EventMask, buffer: i32, kind: i32) -> Value {
+    let chosen: Vec<&str> = choosable().filter(|(event, _)| mask.has(*event)).map(|(_, name)| name).collect();
+    json!({ "events": chosen, "buffer": buffer, "options": kind_name(kind) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::words::split;
+
+    fn trace(line: &str) -> Result<Trace, String> {
+        parse(&split(line).expect(line)).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn all_forms_of_the_command_are_told_apart() {
+        let names = |names: &[&str]| names.iter().map(|name| name.to_string()).collect::<Vec<_>>();
+        assert_eq!(trace(""), Ok(Trace::Show));
+        assert_eq!(trace("send recv"), Ok(Trace::Choose { on: true, names: names(&["send", "recv"]) }));
+        assert_eq!(trace("+ *"), Ok(Trace::Choose { on: true, names: names(&["*"]) }));
+        assert_eq!(trace("- send"), Ok(Trace::Choose { on: false, names: names(&["send"]) }));
+        assert_eq!(trace("xpvm"), Ok(Trace::Xpvm));
+        assert_eq!(trace("buf"), Ok(Trace::Buffer(None)));
+        assert_eq!(trace("buf 1000"), Ok(Trace::Buffer(Some(1000))));
+        assert_eq!(trace("opt time"), Ok(Trace::Kind(Some("time".into()))));
+        assert_eq!(trace("buf x"), Err("trace: x is not a number of bytes".into()));
+        assert_eq!(trace("buf 1 2"), Err("trace: wrong #args".into()));
+    }
+
+    #[test]
+    fn the_list_has_the_shape_of_pvm() {
+        let list = list(&xpvm());
+        let lines: Vec<&str> = list.lines().collect();
+        assert_eq!(lines.len(), 26);
+        assert_eq!(lines[0], "   addhosts           gettid             pkfloat            setopt         ");
+        assert_eq!(lines[3], " * barrier            halt               pkshort            settmask       ");
+        assert_eq!(lines[25], "   getsbuf            pkdouble           setmwid            version        ");
+        assert_eq!(list.matches('*').count(), XPVM.len(), "every name is one");
+    }
+
+    #[test]
+    fn events_are_chosen_by_name_and_all_at_once() {
+        let mut mask = EventMask::none();
+        let names = |names: &[&str]| names.iter().map(|name| name.to_string()).collect::<Vec<_>>();
+        assert_eq!(choose(&mut mask, true, &names(&["send", "x", "newtask"])), ["x", "newtask"]);
+        assert!(mask.has(EventMask::event("send").expect("an event")));
+        assert_eq!(choose(&mut mask, true, &names(&["*"])), [""; 0]);
+        assert_eq!(list(&mask).matches('*').count(), 104);
+        choose(&mut mask, false, &names(&["*"]));
+        assert_eq!(mask, EventMask::none());
+    }
+}
