@@ -6,7 +6,6 @@
 #ifndef CONFORM_H
 #define CONFORM_H
 
-#include <pvm3.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <libgen.h>
@@ -18,6 +17,9 @@
 #include <sys/time.h>
 #include <sys/wait.h>
 #include <unistd.h>
+
+/* It declares pvm_catchout only to those who know FILE. */
+#include <pvm3.h>
 
 /* A program that takes longer is stuck; it says so and ends. */
 #define STUCK_SECONDS 75

@@ -21,6 +21,8 @@ use std::time::Duration;
 const PROGRAM_TIME: Duration = Duration::from_secs(90);
 /// Time for one compilation on a loaded machine.
 const COMPILE_TIME: Duration = Duration::from_secs(120);
+/// Lines of a program's standard error that a report shows.
+const LINES_SHOWN: usize = 4;
 /// Hosts of the testbed; programs that want more than the first add them.
 const HOSTS: usize = 3;
 
@@ -60,6 +62,12 @@ pub struct Outcome {
     pub sentence: String,
     /// None: it holds. Otherwise what was seen instead.
     pub wrong: Option<String>,
+}
+
+impl Outcome {
+    fn who_and_what(&self) -> (&str, &str) {
+        (&self.program, &self.sentence)
+    }
 }
 
 /// One line of `differences.txt`.
@@ -123,9 +131,9 @@ pub fn outcomes(system: System, chosen: &[String]) -> Result<Vec<Outcome>> {
     let place = bed.home().join("pvm3/bin/LINUX64");
     let ours = prefix.as_deref().filter(|_| system == System::Sempa);
     let mut names = programs()?;
+    names.retain(|name| chosen.is_empty() || chosen.iter().any(|part| name.contains(part.as_str())));
     compile(&names, ours, &place)?;
     group_server(prefix.as_deref(), &place)?;
-    names.retain(|name| chosen.is_empty() || chosen.iter().any(|part| name.contains(part.as_str())));
     let mut all = Vec::new();
     for name in names {
         let done = on_a_machine_of_its_own(&bed, system, &place.join(&name));
@@ -178,10 +186,24 @@ fn heard(program: &str, done: Result<Done, String>) -> Vec<Outcome> {
     let ended = done.as_ref().is_ok_and(|done| done.good() && done.out.lines().any(|line| line == "end"));
     if !ended {
         let last = all.last().map_or("its start".to_string(), |last| format!("{:?}", last.sentence));
-        let words = trouble.unwrap_or_else(|| format!("{done:?}"));
-        all.push(outcome(&format!("{program} runs to its end"), Some(format!("not after {last}: {words}"))));
+        let words = trouble.unwrap_or_else(|| {
+            done.as_ref()
+                .map_or(String::new(), |done| format!("{}, its last words: {}", done.status, end_of(&done.err)))
+        });
+        all.push(outcome(&ending(program), Some(format!("not after {last}: {words}"))));
     }
     all
+}
+
+/// The sentence that every program says by ending well.
+fn ending(program: &str) -> String {
+    format!("{program} runs to its end")
+}
+
+/// The last lines of a text.
+fn end_of(text: &str) -> String {
+    let lines: Vec<&str> = text.lines().collect();
+    lines[lines.len().saturating_sub(LINES_SHOWN)..].join(" / ")
 }
 
 /// Compiles the programs: with `ours`, against our header and library, otherwise against Debian's.
@@ -259,11 +281,14 @@ pub fn judge(runs: &[(System, Vec<Outcome>)], known: &[Difference], whole: bool)
             verdict.unexplained.push(format!("{}: nobody said: {}", system.name(), line.sentence));
         }
     }
+    let said: BTreeSet<(&str, &str)> = runs.iter().flat_map(|(_, all)| all).map(Outcome::who_and_what).collect();
     for (system, outcomes) in runs {
-        let own: BTreeSet<&String> = outcomes.iter().map(|outcome| &outcome.sentence).collect();
-        for sentence in verdict.sentences.iter().filter(|sentence| !own.contains(sentence)) {
-            if !sentence.ends_with("runs to its end") {
-                verdict.unexplained.push(format!("{}: never said: {sentence}", system.name()));
+        let own: BTreeSet<(&str, &str)> = outcomes.iter().map(Outcome::who_and_what).collect();
+        // A program that did not end well has been named already.
+        let broken = |program: &str| own.contains(&(program, ending(program).as_str()));
+        for (program, sentence) in said.difference(&own).filter(|(program, _)| !broken(program)) {
+            if *sentence != ending(program) {
+                verdict.unexplained.push(format!("{}: {program}: never said: {sentence}", system.name()));
             }
         }
     }

@@ -1,0 +1,209 @@
+/* Notifications: of tasks, of hosts that come and go, of routes; order and cancelling. */
+#include "conform.h"
+
+#define DAEMON ((int)0x80000000)
+
+static int waiter(int argc, char **argv)
+{
+    (void)argc, (void)argv;
+    tell(pvm_parent(), 2, 1);
+    pvm_recv(pvm_parent(), 3);
+    pvm_exit();
+    return 0;
+}
+
+/* Waits, then says much and ends. */
+static int last_words(int argc, char **argv)
+{
+    int k;
+    (void)argc, (void)argv;
+    tell(pvm_parent(), 2, 1);
+    pvm_recv(pvm_parent(), 3);
+    for (k = 0; k < 200; k++)
+        tell(pvm_parent(), 4, k);
+    pvm_exit();
+    return 0;
+}
+
+/* Leaves the virtual machine, but lives on until its pipe closes. */
+static int lingerer(int argc, char **argv)
+{
+    (void)argc, (void)argv;
+    tell(pvm_parent(), 2, getpid());
+    pvm_recv(pvm_parent(), 3);
+    pvm_exit();
+    usleep(700000);
+    return 0;
+}
+
+static int crasher(int argc, char **argv)
+{
+    (void)argc, (void)argv;
+    tell(pvm_parent(), 2, 1);
+    pvm_recv(pvm_parent(), 3);
+    abort();
+}
+
+static const role roles[] = { { "waiter", waiter }, { "last_words", last_words }, { "lingerer", lingerer },
+    { "crasher", crasher }, { NULL, NULL } };
+
+static int start_waiting(const char *what, const char *where)
+{
+    int tid = 0;
+    start_as(what, where ? PvmTaskHost : PvmTaskDefault, where, 1, &tid);
+    await(tid, 2);
+    return tid;
+}
+
+static void of_tasks(void)
+{
+    int kid = start_waiting("waiter", NULL), other = start_waiting("waiter", NULL), both[2], len = -1, src = 0, id, tids[2];
+    both[0] = kid;
+    both[1] = other;
+    is(pvm_notify(PvmTaskExit, 10, 2, both), PvmOk, "notify of tasks returns 0");
+    is(comes_soon(-1, 10), 0, "nothing comes while the tasks live");
+    tell(kid, 3, 0);
+    id = await(-1, 10);
+    holds(id > 0, "a notification comes when a task ends");
+    pvm_bufinfo(id, &len, NULL, &src);
+    is(len, 4, "a notification of a task's end has one int");
+    is(src, DAEMON, "a notification comes from the daemon");
+    pvm_upkint(tids, 1, 1);
+    is(tids[0], kid, "a notification names the task");
+    is(comes_soon(-1, 10), 0, "the end of one task tells nothing of the other");
+    tell(other, 3, 0);
+    is(await_int(DAEMON, 10, 0), other, "a notification can be received by its source");
+    pvm_notify(PvmTaskExit, 11, 1, &kid);
+    is(await_int(-1, 11, 0), kid, "a task that is dead already is told at once");
+    other = pvm_tidtohost(own_tid) | 0x3fff0;
+    pvm_notify(PvmTaskExit, 12, 1, &other);
+    is(await_int(-1, 12, 0), other, "a task that never was is told at once");
+    other = 0x3ffc0001;
+    pvm_notify(PvmTaskExit, 13, 1, &other);
+    is(await_int(-1, 13, 0), other, "a task of a host that is not there is told at once");
+    kid = start_waiting("crasher", NULL);
+    pvm_notify(PvmTaskExit, 14, 1, &kid);
+    tell(kid, 3, 0);
+    is(await_int(-1, 14, 0), kid, "a task that crashes is told");
+    kid = start_waiting("waiter", NULL);
+    pvm_notify(PvmTaskExit, 15, 1, &kid);
+    pvm_notify(PvmTaskExit, 15, 1, &kid);
+    pvm_notify(PvmTaskExit, 16, 1, &kid);
+    pvm_kill(kid);
+    is(await_int(-1, 16, 0), kid, "a task that is killed is told");
+    await(-1, 15);
+    is(await_int(-1, 15, 0), kid, "each request has its own notification");
+    is(comes_soon(-1, 15), 0, "a notification comes once");
+    is(pvm_notify(PvmTaskExit, 17, 0, &kid), PvmBadParam, "notify of no tasks is a bad parameter");
+    is(pvm_notify(PvmTaskExit, 17, -1, &kid), PvmBadParam, "notify of a negative count is a bad parameter");
+    other = 0x40000;
+    is(pvm_notify(PvmTaskExit, 17, 1, &other), PvmBadParam, "notify of the exit of a host is a bad parameter");
+}
+
+static void order_and_context(void)
+{
+    int kid = start_waiting("last_words", NULL), k, good, context, early;
+    pvm_notify(PvmTaskExit, 20, 1, &kid);
+    tell(kid, 3, 0);
+    await(-1, 20);
+    for (k = 0, good = 1; k < 200; k++)
+        good = pvm_nrecv(kid, 4) > 0 && good;
+    holds(good, "when a task's end is told, all its messages are there");
+    context = pvm_newcontext();
+    kid = start_waiting("waiter", NULL);
+    pvm_setcontext(context);
+    pvm_notify(PvmTaskExit, 21, 1, &kid);
+    pvm_setcontext(PvmBaseContext);
+    tell(kid, 3, 0);
+    gone(kid);
+    is(comes_soon(-1, 21), 0, "a notification does not come in another context");
+    pvm_setcontext(context);
+    holds(await(-1, 21) > 0, "a notification comes in the context of its request");
+    pvm_setcontext(PvmBaseContext);
+    kid = start_waiting("lingerer", NULL);
+    pvm_notify(PvmTaskExit, 22, 1, &kid);
+    tell(kid, 3, 0);
+    early = comes_soon(-1, 22);
+    is(early, 0, "a spawned task that only left the virtual machine is not told yet");
+    holds(await(-1, 22) > 0, "a spawned task is told when its process ends");
+}
+
+static void cancelling(void)
+{
+    int kid = start_waiting("waiter", NULL), host = 0x40000, k;
+    pvm_notify(PvmTaskExit, 30, 1, &kid);
+    is(pvm_notify(PvmTaskExit | PvmNotifyCancel, 30, 1, &kid), PvmOk, "cancelling returns 0");
+    is(await_int(-1, 30, 0), kid, "a cancelled notification of a task comes at once");
+    is(pvm_notify(PvmTaskExit | PvmNotifyCancel, 30, 1, &kid), PvmOk, "cancelling what was not asked for returns 0");
+    is(comes_soon(-1, 30), 0, "cancelling what was not asked for brings nothing");
+    pvm_notify(PvmTaskExit, 31, 1, &kid);
+    pvm_notify(PvmTaskExit | PvmNotifyCancel, 32, 1, &kid);
+    is(comes_soon(-1, 32), 0, "cancelling with another tag cancels nothing");
+    pvm_notify(PvmTaskExit, 31, 1, &kid);
+    pvm_notify(PvmTaskExit | PvmNotifyCancel, 31, 1, &kid);
+    await(-1, 31);
+    is(comes_soon(-1, 31), 0, "cancelling cancels one of two requests");
+    tell(kid, 3, 0);
+    is(await_int(-1, 31, 0), kid, "the other of two requests stays");
+    pvm_notify(PvmHostDelete, 33, 1, &host);
+    pvm_notify(PvmHostDelete | PvmNotifyCancel, 33, 1, &host);
+    is(await_int(-1, 33, 0), host, "a cancelled notification of a host comes at once");
+    k = 1;
+    pvm_notify(PvmHostAdd, 34, -1, &k);
+    is(pvm_notify(PvmHostAdd | PvmNotifyCancel, 34, 0, &k), PvmOk, "cancelling the notification of new hosts returns 0");
+    is(comes_soon(-1, 34), 0, "cancelling the notification of new hosts brings nothing");
+}
+
+static void of_hosts(void)
+{
+    char *two[] = { "h2", "h3" }, *first[] = { "h2" }, *second[] = { "h3" };
+    int status[2], n = 0, tids[4] = { 0 }, gone_host, kid, unknown = 0x3ffc0000, src = 0;
+    is(pvm_notify(PvmHostAdd, 40, -1, NULL), PvmOk, "notify of new hosts returns 0");
+    pvm_notify(PvmHostAdd, 41, 1, NULL);
+    pvm_addhosts(first, 1, status);
+    await(-1, 40);
+    pvm_upkint(&n, 1, 1);
+    is(n, 1, "a notification of new hosts tells how many");
+    pvm_upkint(tids, 1, 1);
+    is(tids[0], status[0], "a notification of new hosts tells the tids");
+    pvm_bufinfo(pvm_getrbuf(), &n, NULL, &src);
+    is(n, 8, "a notification of one new host has two ints");
+    is(src, DAEMON, "a notification of new hosts comes from the daemon");
+    holds(await(-1, 41) > 0, "a notification of new hosts comes for each request");
+    pvm_addhosts(second, 1, status + 1);
+    holds(await(-1, 40) > 0, "a notification of new hosts comes again if the count allows");
+    is(comes_soon(-1, 41), 0, "a notification of new hosts comes as often as the count says");
+    pvm_notify(PvmHostAdd, 40, 0, NULL);
+    kid = start_waiting("waiter", "h2");
+    pvm_notify(PvmTaskExit, 44, 1, &kid);
+    is(pvm_notify(PvmHostDelete, 42, 2, status), PvmOk, "notify of hosts that go returns 0");
+    pvm_delhosts(first, 1, &n);
+    gone_host = await_int(-1, 42, 0);
+    is(gone_host, status[0], "a notification of a host that goes names it");
+    pvm_bufinfo(pvm_getrbuf(), &n, NULL, NULL);
+    is(n, 4, "a notification of a host that goes has one int");
+    is(await_int(-1, 44, 0), kid, "the tasks of a host that goes are told");
+    is(comes_soon(-1, 42), 0, "a host that stays is not told");
+    pvm_notify(PvmHostDelete, 43, 1, &unknown);
+    is(await_int(-1, 43, 0), unknown, "a host that is not there is told at once");
+    n = own_tid;
+    is(pvm_notify(PvmHostDelete, 45, 0, &n), PvmBadParam, "notify of no hosts is a bad parameter");
+    pvm_addhosts(two, 1, status);
+    is(comes_soon(-1, 40), 0, "a count of 0 ends the notification of new hosts");
+}
+
+static void of_oneself(void)
+{
+    int me = own_tid;
+    is(pvm_notify(PvmTaskExit, 50, 1, &me), PvmOk, "notify of the own exit returns 0");
+    is(comes_soon(-1, 50), 0, "the own exit is not told before it");
+}
+
+static void sentences(void)
+{
+    of_tasks();
+    order_and_context();
+    cancelling();
+    of_hosts();
+    of_oneself();
+}
