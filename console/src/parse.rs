@@ -125,9 +125,9 @@ pub(crate) enum ParseError {
     /// Too few or too many words.
     #[error("{0}: wrong #args")]
     WrongArgs(&'static str),
-    /// `spawn` without a program.
+    /// Options and nothing behind them.
     #[error("incorrect arg count")]
-    NoProgram,
+    OnlyOptions,
     /// What is left of `->` when a shell has taken the `>` for itself.
     #[error("unknown flag -; in a shell the option -> needs quotes: '->'")]
     LoneDash,
@@ -218,7 +218,10 @@ fn command(name: &'static str, args: &[String]) -> Result<Command, ParseError> {
         ("pstat", [_, ..]) => {
             Ok(Command::Pstat(args.iter().map(|word| parse_tid(word).unwrap_or(Tid::NONE)).collect()))
         }
-        ("put", [class, flags]) => Ok(Command::Put { name: class.clone(), flags: number(name, flags)? }),
+        // PVM's console wants a third word and does nothing with it.
+        ("put", [class, flags] | [class, flags, _]) => {
+            Ok(Command::Put { name: class.clone(), flags: number(name, flags)? })
+        }
         ("quit", _) => none(Command::Quit),
         ("reset", _) => reset(args),
         ("setenv", []) => Ok(Command::Setenv { name: None, value: None }),
@@ -234,7 +237,7 @@ fn command(name: &'static str, args: &[String]) -> Result<Command, ParseError> {
         }
         ("trace", _) => trace::parse(args).map(Command::Trace),
         ("unalias", _) => some(Command::Unalias),
-        ("unexport", _) => some(Command::Unexport),
+        ("unexport", _) => Ok(Command::Unexport(args.to_vec())),
         ("version", _) => none(Command::Version),
         _ => wrong(),
     }
@@ -296,7 +299,7 @@ fn kill(args: &[String]) -> Result<Command, ParseError> {
         return Err(ParseError::UnknownFlag(flag[1..].to_string()));
     }
     if tids.is_empty() {
-        return Err(ParseError::WrongArgs("kill"));
+        return Err(if flags.is_empty() { ParseError::WrongArgs("kill") } else { ParseError::OnlyOptions });
     }
     let tids = tids.into_iter().map(|word| task_tid("kill", word)).collect::<Result<_, _>>()?;
     Ok(Command::Kill { children: !flags.is_empty(), tids })

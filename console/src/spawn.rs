@@ -82,7 +82,7 @@ pub(crate) fn parse(args: &[String]) -> Result<Spawn, ParseError> {
         spawn.option(option)?;
         rest = more;
     }
-    let [file, words @ ..] = rest else { return Err(ParseError::NoProgram) };
+    let [file, words @ ..] = rest else { return Err(ParseError::OnlyOptions) };
     spawn.file = file.clone();
     spawn.args = words.to_vec();
     Ok(spawn)
