@@ -119,11 +119,8 @@ pub(crate) fn tasks(selector: i32) -> PvmResult<Vec<TaskInfo>> {
     session::runtime()?.tasks(Tid::from_raw(selector)).map_err(|error| error.code)
 }
 
-fn lines(names: Vec<Vec<u8>>) -> PvmResult<Vec<String>> {
-    if names.is_empty() || names.len() > HOSTS_PER_CALL_MAX {
-        return Err(PvmError::BadParam);
-    }
-    Ok(names.into_iter().map(|name| String::from_utf8_lossy(&name).into_owned()).collect())
+fn lines(names: Vec<Vec<u8>>) -> Vec<String> {
+    names.into_iter().map(|name| String::from_utf8_lossy(&name).into_owned()).collect()
 }
 
 /// Adds hosts, one host-file line each.
@@ -132,7 +129,7 @@ fn lines(names: Vec<Vec<u8>>) -> PvmResult<Vec<String>> {
 /// When nothing was tried.
 pub(crate) fn add_hosts(names: Vec<Vec<u8>>) -> PvmResult<Vec<AddedHost>> {
     let rt = session::runtime()?;
-    rt.add_hosts(lines(names)?).map_err(|error| error.code)
+    rt.add_hosts(lines(names)).map_err(|error| error.code)
 }
 
 /// Removes hosts by name.
@@ -141,7 +138,7 @@ pub(crate) fn add_hosts(names: Vec<Vec<u8>>) -> PvmResult<Vec<AddedHost>> {
 /// When nothing was tried.
 pub(crate) fn delete_hosts(names: Vec<Vec<u8>>) -> PvmResult<Vec<PvmResult<()>>> {
     let rt = session::runtime()?;
-    rt.delete_hosts(lines(names)?).map_err(|error| error.code)
+    rt.delete_hosts(lines(names)).map_err(|error| error.code)
 }
 
 /// Is the host up?

@@ -37,6 +37,7 @@ mod tests;
 pub use io::{ConnId, Event, HostPlan, Output, StartId, StartedHost, World};
 
 use checkpoint::protocol::{SourceEvent, TargetEvent};
+use sempa_proto::event::EventKind;
 use sempa_proto::place::Place;
 use sempa_proto::table::{HostEntry, HostTable};
 use sempa_proto::tasker::FromTasker;
@@ -65,6 +66,8 @@ pub struct MachineConfig {
     pub uid: u32,
     /// Command of the resource manager to start (master only), split into words.
     pub rm_command: Option<Vec<String>>,
+    /// Commands of a tasker, a tracer and a hoster to start, split into words.
+    pub server_commands: Vec<Vec<String>>,
     /// Where its socket and files are.
     pub place: Place,
     /// Lines of the host file (master only).
@@ -169,9 +172,9 @@ impl Machine {
     fn found(&mut self) {
         let lines = std::mem::take(&mut self.config.hostfile);
         let (file, start, ignored) = hostfile::HostFile::read(&lines, &self.config.name);
-        ignored.into_iter().for_each(|line| self.log(line));
         let speed = file.options(&self.config.name).speed.unwrap_or(self.config.speed);
-        self.master = Some(Box::new(Master { hosts: hosts::Hosts::new(file), ..Master::default() }));
+        let begin = (!lines.is_empty()).then_some(hosts::HostFileBegin { start, ignored });
+        self.master = Some(Box::new(Master { hosts: hosts::Hosts::new(file, begin), ..Master::default() }));
         let config = &self.config;
         let entry = HostEntry {
             id: config.host,
@@ -182,15 +185,13 @@ impl Machine {
             addresses: config.addresses.clone(),
         };
         self.table = HostTable { epoch: self.next_epoch(), hosts: vec![entry] };
-        if !start.is_empty() {
-            self.add_hosts(&start, hosts::Wanting::HostFile);
-        }
     }
 
     /// Takes an event. `now` is monotonic.
     pub fn handle(&mut self, now: Micros, world: &mut dyn World, event: Event) {
         self.now = now;
         self.unix = world.unix_time();
+        self.begin_host_file();
         self.dispatch(event);
         self.run_timers();
         loop {
@@ -223,6 +224,10 @@ impl Machine {
                 self.target_event(migration, TargetEvent::Received(result));
             }
             Event::MoveRecorded { migration, result } => self.move_recorded(migration, result),
+            Event::Stranger { text } => {
+                self.log(text.clone());
+                self.record(EventKind::Note { text });
+            }
             Event::Wake => {}
             Event::Stop { why } => self.stop_asked(&why),
         }
@@ -236,7 +241,7 @@ impl Machine {
                     Ok(version) => self.log(format!("tasks can be moved: engine {version}")),
                     Err(why) => self.log(format!("tasks cannot be moved: {why}")),
                 }
-                self.start_rm_command();
+                self.start_commands();
             }
             FromTasker::Started { tid, pid } => {
                 if let Some(task) = self.tasks.get_mut(tid) {

@@ -21,8 +21,11 @@ use sempa_proto::{HostId, Message, RequestId, Tid};
 pub(super) struct RmState {
     /// Registered with this daemon.
     own: Option<RmInfo>,
-    /// Registered with the master, for the whole virtual machine.
+    /// Registered with the master, for hosts that have none of their own. One that serves everything serves the hosts that
+    /// join after it registered, as in PVM.
     pub(super) wide: Option<RmInfo>,
+    /// The master's, whether or not tasks here ask it.
+    masters: Option<Tid>,
 }
 
 impl RmState {
@@ -32,7 +35,7 @@ impl RmState {
     }
 
     fn obeys(&self, tid: Tid) -> bool {
-        self.own.is_some_and(|rm| rm.tid == tid) || self.wide.is_some_and(|rm| rm.tid == tid)
+        [self.own, self.wide].iter().flatten().any(|rm| rm.tid == tid) || self.masters == Some(tid)
     }
 }
 
@@ -67,7 +70,10 @@ impl Machine {
     /// The master says who the resource manager of the virtual machine is.
     pub(super) fn set_wide_rm(&mut self, rm: Option<RmInfo>) {
         let before = self.rm.current();
-        self.rm.wide = rm;
+        self.rm.masters = rm.map(|rm| rm.tid);
+        if self.table.hosts.is_empty() || rm.is_none_or(|rm| !rm.serves.others) {
+            self.rm.wide = rm;
+        }
         if self.rm.current() != before {
             self.tell_tasks_of_rm(false);
         }
@@ -99,6 +105,7 @@ impl Machine {
         }
         self.rm.own = self.rm.own.filter(|rm| rm.tid != tid);
         self.rm.wide = self.rm.wide.filter(|rm| rm.tid != tid);
+        self.rm.masters = self.rm.masters.filter(|rm| *rm != tid);
         for task in self.tasks.live.values_mut() {
             task.rm = task.rm.filter(|rm| *rm != tid);
         }
@@ -217,22 +224,21 @@ impl Machine {
         self.send_made(rm, 0, SM_ADDACK, wid, body.finish());
     }
 
-    /// Starts the resource manager that the daemon was told to start.
-    pub(super) fn start_rm_command(&mut self) {
-        let Some((file, args)) = self.config.rm_command.take().and_then(|mut words| {
-            let file = if words.is_empty() { return None } else { words.remove(0) };
-            Some((file, words))
-        }) else {
-            return;
-        };
-        let request = SpawnRequest {
-            file,
-            args: args.into_iter().map(String::into_bytes).collect(),
-            flags: SPAWN_NO_PARENT | SPAWN_PINNED,
-            count: 1,
-            ..SpawnRequest::default()
-        };
-        self.queue_exec(Tid::NONE, request, ExecBack::Startup);
+    /// Starts the tasks that the daemon was told to start: those that work for it, then the resource manager.
+    pub(super) fn start_commands(&mut self) {
+        let servers = std::mem::take(&mut self.config.server_commands);
+        for words in servers.into_iter().chain(self.config.rm_command.take()) {
+            let mut words = words.into_iter();
+            let Some(file) = words.next() else { continue };
+            let request = SpawnRequest {
+                file,
+                args: words.map(String::into_bytes).collect(),
+                flags: SPAWN_NO_PARENT | SPAWN_PINNED,
+                count: 1,
+                ..SpawnRequest::default()
+            };
+            self.queue_exec(Tid::NONE, request, ExecBack::Startup);
+        }
     }
 
     /// A line for the daemon's log.

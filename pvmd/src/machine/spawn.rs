@@ -225,7 +225,7 @@ impl Machine {
                 if let Some(Err(error)) = started.first() {
                     let file = &job.request.file;
                     let text =
-                        format!("resource manager {file} could not be started: {error}; tasks are placed round robin");
+                        format!("{file} could not be started: {error}; this daemon does its work itself");
                     self.note(text);
                 }
             }

@@ -124,7 +124,8 @@ async fn assemble_and_run(
         addresses: addresses.clone(),
         speed,
         uid,
-        rm_command: if is_master { rm_command()? } else { None },
+        rm_command: if is_master { command_of("PVM_RM")? } else { None },
+        server_commands: server_commands(is_master)?,
         place: place.clone(),
         hostfile,
     };
@@ -182,11 +183,21 @@ fn starter_settings(
     }
 }
 
-/// `PVM_RM`, split into words.
-fn rm_command() -> anyhow::Result<Option<Vec<String>>> {
-    let Some(command) = variable("PVM_RM") else { return Ok(None) };
+/// `PVM_TASKER`, and on the master `PVM_TRACER` and `PVM_HOSTER`, in PVM's order.
+fn server_commands(is_master: bool) -> anyhow::Result<Vec<Vec<String>>> {
+    let names: &[&str] = if is_master { &["PVM_TASKER", "PVM_TRACER", "PVM_HOSTER"] } else { &["PVM_TASKER"] };
+    let mut commands = Vec::new();
+    for name in names {
+        commands.extend(command_of(name)?);
+    }
+    Ok(commands)
+}
+
+/// The command in a variable, split into words.
+fn command_of(name: &str) -> anyhow::Result<Option<Vec<String>>> {
+    let Some(command) = variable(name) else { return Ok(None) };
     let words =
-        shell_words::split(&command).with_context(|| format!("PVM_RM={command:?} cannot be split into words"))?;
+        shell_words::split(&command).with_context(|| format!("{name}={command:?} cannot be split into words"))?;
     Ok(Some(words).filter(|words| !words.is_empty()))
 }
 

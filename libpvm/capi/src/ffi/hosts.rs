@@ -53,16 +53,25 @@ unsafe fn statuses(place: *mut c_int, results: &[i32], good: fn(i32) -> bool) ->
     Ok(results.iter().filter(|status| good(**status)).count() as i32)
 }
 
+/// The names of hosts; no more are looked at than can be.
+unsafe fn names(names: *const *const c_char, count: c_int) -> PvmResult<Vec<Vec<u8>>> {
+    if !(1..=ask::HOSTS_PER_CALL_MAX as c_int).contains(&count) {
+        return Err(PvmError::BadParam);
+    }
+    // SAFETY: the caller's array has `count` strings.
+    unsafe { strings(names, Some(count)) }
+}
+
 /// Adds hosts; answers how many were added.
 ///
 /// # Safety
-/// `names` is null or holds `count` strings, `status` is null or room for `count` ints.
+/// `hosts` is null or holds `count` strings, `status` is null or room for `count` ints.
 #[unsafe(no_mangle)]
-unsafe extern "C" fn pvm_addhosts(names: *const *const c_char, count: c_int, status: *mut c_int) -> c_int {
+unsafe extern "C" fn pvm_addhosts(hosts: *const *const c_char, count: c_int, status: *mut c_int) -> c_int {
     let ask = || {
         session::runtime()?;
         // SAFETY: by this function's contract.
-        let added = ask::add_hosts(unsafe { strings(names, Some(count))? })?;
+        let added = ask::add_hosts(unsafe { names(hosts, count)? })?;
         let code = |host: &sempa_proto::table::AddedHost| {
             host.result.as_ref().map_or_else(|error| error.code(), |entry| entry.id.tid().raw())
         };
@@ -78,11 +87,11 @@ unsafe extern "C" fn pvm_addhosts(names: *const *const c_char, count: c_int, sta
 /// # Safety
 /// As [`pvm_addhosts`].
 #[unsafe(no_mangle)]
-unsafe extern "C" fn pvm_delhosts(names: *const *const c_char, count: c_int, status: *mut c_int) -> c_int {
+unsafe extern "C" fn pvm_delhosts(hosts: *const *const c_char, count: c_int, status: *mut c_int) -> c_int {
     let ask = || {
         session::runtime()?;
         // SAFETY: by this function's contract.
-        let removed = ask::delete_hosts(unsafe { strings(names, Some(count))? })?;
+        let removed = ask::delete_hosts(unsafe { names(hosts, count)? })?;
         let code = |result: &PvmResult<()>| result.map_or_else(PvmError::code, |()| 0);
         let results: Vec<i32> = removed.iter().take(count.max(0) as usize).map(code).collect();
         // SAFETY: as above.

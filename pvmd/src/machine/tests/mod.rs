@@ -4,5 +4,6 @@ mod faults;
 mod group_members;
 mod hosts;
 mod moving;
+mod servers;
 mod sim;
 mod tasks;

@@ -219,6 +219,7 @@ fn config(id: HostId, name: &str) -> MachineConfig {
         speed: 1000,
         uid: 1000,
         rm_command: None,
+        server_commands: Vec::new(),
         place: Place::of(1000, move |v| (v == "PVM_TMP").then(|| tmp.clone())).expect("a good place"),
         hostfile: Vec::new(),
     }

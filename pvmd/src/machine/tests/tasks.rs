@@ -14,11 +14,11 @@ use sempa_proto::task::{
 };
 use sempa_proto::{Message, Micros, PvmError, Tid};
 
-fn spawn(file: &str, count: u32) -> SpawnRequest {
+pub(super) fn spawn(file: &str, count: u32) -> SpawnRequest {
     SpawnRequest { file: file.into(), count, ..SpawnRequest::default() }
 }
 
-fn tids(reply: Reply) -> Vec<Result<Tid, PvmError>> {
+pub(super) fn tids(reply: Reply) -> Vec<Result<Tid, PvmError>> {
     match reply {
         Reply::Spawned(results) => results,
         other => panic!("{other:?}"),
@@ -33,11 +33,11 @@ fn exit_note(tids: Vec<Tid>, tag: i32) -> Request {
     Request::Notify(NotifyRequest { what: NotifyWhat::TaskExit(tids), ctx: 0, tag, cancel: false })
 }
 
-fn words(body: &Bytes) -> Vec<i32> {
+pub(super) fn words(body: &Bytes) -> Vec<i32> {
     body.chunks(4).map(|w| i32::from_be_bytes(w.try_into().expect("four bytes"))).collect()
 }
 
-fn send_to_daemon(sim: &mut Sim, proc: usize, dst: Tid, tag: i32, wid: i32, body: Bytes) {
+pub(super) fn send_to_daemon(sim: &mut Sim, proc: usize, dst: Tid, tag: i32, wid: i32, body: Bytes) {
     let src = sim.procs[proc].tid();
     let message = Message { src, dst, ctx: 0, tag, wid, enc: ENC_XDR, body };
     let (conn, on) = (sim.procs[proc].conn.expect("connected"), sim.procs[proc].host);

@@ -1,0 +1,76 @@
+//! Other people's taskers, hosters and resource managers: small C programs that know the documented messages serve a real
+//! virtual machine, and the daemon does their work again when they die.
+
+mod common;
+
+use common::vm::Vm;
+use common::{Program, include};
+
+fn served() -> Program {
+    Program::compile("served", &include())
+}
+
+#[test]
+fn a_tasker_starts_the_tasks_of_its_host_and_the_daemon_does_when_it_dies() {
+    let (vm, program) = (Vm::start(), served());
+    let mut tasker = vm.play(&program, &["tasker"]);
+    tasker.until("serving");
+    let said = vm.play(&program, &["spawner", "5"]).ends_well();
+    assert_eq!(said.matches("by tasker on 40000").count(), 5, "{said}");
+    let mut watcher = vm.play(&program, &["watcher"]);
+    watcher.until("watching");
+    tasker.kill();
+    watcher.until("told");
+    watcher.ends_well();
+    let said = vm.play(&program, &["spawner", "2"]).ends_well();
+    assert_eq!(said.matches("by daemon").count(), 2, "{said}");
+}
+
+#[test]
+fn a_hoster_starts_daemons_and_the_master_does_when_it_dies_in_the_middle() {
+    let (vm, program) = (Vm::start(), served());
+    let mut hoster = vm.play(&program, &["hoster"]);
+    hoster.until("serving");
+    let said = vm.play(&program, &["add", "h2", "refused", "h3 so=ms"]).ends_well();
+    assert!(said.contains("added 2\nh2 524288\nrefused -28\nh3 so=ms 1048576\n"), "{said}");
+    hoster.until("order h3 so=ms");
+    hoster.kill();
+    let said = vm.play(&program, &["add", "h4 so=ms", "h5"]).ends_well();
+    assert!(said.contains("added 1\nh4 so=ms -24\nh5 "), "without a hoster there is one way only: {said}");
+    let mut deaf = vm.play(&program, &["hoster", "silent"]);
+    deaf.until("serving");
+    let adding = vm.play(&program, &["add", "h6"]);
+    deaf.until("heard");
+    deaf.kill();
+    assert!(adding.ends_well().contains("added 1\n"));
+    let said = vm.play_on("h2", &program, &["register"]).ends_well();
+    assert_eq!(said, "hoster -34 tasker 0\n", "a hoster is for the master's host, a tasker for each");
+}
+
+#[test]
+fn services_are_given_back_and_had_once() {
+    let (vm, program) = (Vm::start(), served());
+    vm.play(&program, &["twice"]).ends_well();
+    let mut tasker = vm.play(&program, &["tasker"]);
+    tasker.until("serving");
+    assert_eq!(vm.play(&program, &["register"]).ends_well(), "hoster 0 tasker -30\n");
+}
+
+#[test]
+fn each_host_may_have_a_resource_manager_of_its_own_and_one_may_refuse_another() {
+    let (vm, program) = (Vm::start(), served());
+    vm.play(&program, &["add", "h2"]).ends_well();
+    let mut first = vm.play(&program, &["manager", "40000"]);
+    first.until("before 0 master 40000\nserving");
+    let mut second = vm.play_on("h2", &program, &["manager", "80000"]);
+    second.until("before 0 master 40000\nserving");
+    for (host, tid) in [("master", "40000"), ("h2", "80000")] {
+        let said = vm.play_on(host, &program, &["spawner", "3"]).ends_well();
+        assert_eq!(said.matches(&format!("on {tid}")).count(), 3, "{said}");
+    }
+    assert_eq!(vm.play(&program, &["deposed"]).ends_well(), "-8\n", "the one that is there refuses");
+    second.kill();
+    first.kill();
+    let said = vm.play(&program, &["spawner", "2"]).ends_well();
+    assert_eq!(said.matches("by daemon").count(), 2, "{said}");
+}
