@@ -15,6 +15,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// Time from the order to start a daemon until its session stands.
 const START_TIME: Micros = Micros::from_secs(120);
+/// Time for the first session of a daemon that has started: it gives up by itself a little earlier.
+const CONNECT_TIME: Micros = Micros::from_secs(40);
 /// Time that a deleted host has to end its tasks.
 const DISMISS_TIME: Micros = Micros::from_secs(10);
 /// Requests to add hosts that may be open.
@@ -35,6 +37,8 @@ struct Starting {
     plan: HostPlan,
     started: Option<StartedHost>,
     connected: bool,
+    /// It has to be a step further then.
+    until: Micros,
 }
 
 /// A host that has started and waits for the next change.
@@ -178,6 +182,7 @@ impl Machine {
     }
 
     fn start_host(&mut self, job: u64, slot: usize, plan: HostPlan) -> (StartId, HostPlan) {
+        let until = self.now + START_TIME;
         let hosts = self.hosts();
         hosts.last_start += 1;
         let start = StartId(hosts.last_start);
@@ -185,7 +190,8 @@ impl Machine {
             add.starting += 1;
             add.names[slot] = plan.name.clone();
         }
-        hosts.starting.insert(start, Starting { job, slot, plan: plan.clone(), started: None, connected: false });
+        let attempt = Starting { job, slot, plan: plan.clone(), started: None, connected: false, until };
+        hosts.starting.insert(start, attempt);
         self.timer(START_TIME, Timer::Start(start));
         (start, plan)
     }
@@ -205,8 +211,10 @@ impl Machine {
         }
         match result {
             Ok(started) => {
+                let until = self.now + CONNECT_TIME;
                 if let Some(s) = self.hosts().starting.get_mut(&start) {
-                    s.started = Some(started);
+                    (s.started, s.until) = (Some(started), until);
+                    self.timer(CONNECT_TIME, Timer::Start(start));
                     self.start_step(start);
                 }
             }
@@ -271,14 +279,17 @@ impl Machine {
 
     /// Time is up for an attempt.
     pub(super) fn start_deadline(&mut self, start: StartId) {
-        let Some(s) = self.master.as_ref().and_then(|m| m.hosts.starting.get(&start)) else { return };
-        let (name, seconds) = (s.plan.name.clone(), START_TIME.0 / 1_000_000);
+        let attempt = self.master.as_ref().and_then(|m| m.hosts.starting.get(&start));
+        let Some(s) = attempt.filter(|s| s.until <= self.now) else { return };
+        let (name, seconds) = (s.plan.name.clone(), |time: Micros| time.0 / 1_000_000);
         let reason = if s.started.is_some() {
+            let seconds = seconds(CONNECT_TIME);
             format!(
-                "the daemon on {name} started, but did not connect within {seconds} s; is its UDP way to here open?"
+                "the daemon on {name} started, but did not connect within {seconds} s: its UDP way to here is closed, \
+                 or somebody else answers at its end"
             )
         } else {
-            format!("the daemon on {name} did not start within {seconds} s")
+            format!("the daemon on {name} did not start within {} s", seconds(START_TIME))
         };
         self.out.push_back(Output::AbandonStart { start });
         self.start_over(start, PvmError::CantStart, reason);

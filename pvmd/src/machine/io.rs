@@ -186,6 +186,11 @@ pub enum Event {
         /// Whether it is there.
         result: Result<(), Failure>,
     },
+    /// Somebody without a certificate of this virtual machine was turned away.
+    Stranger {
+        /// Who and why, in one sentence.
+        text: String,
+    },
     /// The time of [`super::Machine::next_wakeup`] has come.
     Wake,
     /// The daemon is asked to end (signal, lost master).

@@ -7,6 +7,7 @@ use super::log::Log;
 use super::outbox::Parcel;
 use super::pki::{Identity, host_name, host_named};
 use super::session::{self, CLOSE_DUPLICATE, CLOSE_FORGOTTEN, CLOSE_LEAVING, CLOSE_SILENT, Channels, Pair, describe};
+use crate::machine::Event;
 use quinn::congestion::CubicConfig;
 use quinn::{
     ClientConfig, Connection, Endpoint, EndpointConfig, Incoming, MtuDiscoveryConfig, ServerConfig, TransportConfig,
@@ -183,7 +184,7 @@ impl Net {
         config.max_udp_payload_size(DATAGRAM_BYTES_MAX)?;
         let runtime = Arc::new(quinn::TokioRuntime);
         let endpoint = Endpoint::new(config, Some(server), socket, runtime)?;
-        tokio::spawn(accept(endpoint.clone(), vm.to_string(), inputs.clone(), log.clone()));
+        tokio::spawn(accept(endpoint.clone(), vm.to_string(), inputs.clone()));
         let (vm, peers) = (vm.to_string(), HashMap::new());
         Ok(Net { endpoint, client, vm, me, lease, inputs, log, peers, next_session: 1 })
     }
@@ -456,17 +457,20 @@ fn end_session(session: Session) {
 
 /// Takes connections of others for ever. Whoever has no certificate of this virtual machine does not get past the
 /// handshake; what is not QUIC at all is ignored by the endpoint.
-async fn accept(endpoint: Endpoint, vm: String, inputs: Inputs, log: Log) {
+async fn accept(endpoint: Endpoint, vm: String, inputs: Inputs) {
     let limit = Arc::new(LineLimit::new());
     while let Some(incoming) = endpoint.accept().await {
-        let (vm, inputs, log, limit) = (vm.clone(), inputs.clone(), log.clone(), limit.clone());
+        let (vm, inputs, limit) = (vm.clone(), inputs.clone(), limit.clone());
         tokio::spawn(async move {
             let from = incoming.remote_address();
             match shake_hands(incoming, &vm).await {
                 Ok((host, connection)) => {
                     let _ = inputs.send(Input::Net(NetInput::Arrived { host, connection })).await;
                 }
-                Err(why) if limit.allows() => log.line(format!("refused a connection from {from}: {why}")),
+                Err(why) if limit.allows() => {
+                    let text = format!("refused a connection from {from}: {why}");
+                    let _ = inputs.send(Input::Event(Event::Stranger { text })).await;
+                }
                 Err(_) => {}
             }
         });
@@ -478,7 +482,7 @@ async fn shake_hands(incoming: Incoming, vm: &str) -> Result<(HostId, Connection
     let connection = timeout(HANDSHAKE_WITHIN, connecting)
         .await
         .map_err(|_| "the handshake did not end".to_string())?
-        .map_err(|e| format!("no certificate of this virtual machine ({})", describe(&e)))?;
+        .map_err(|e| describe(&e))?;
     match identity(&connection, vm) {
         Some(host) => Ok((host, connection)),
         None => {

@@ -18,7 +18,7 @@ use thiserror::Error;
 use x509_parser::prelude::{FromDer, GeneralName, X509Certificate};
 
 /// What both sides must offer in the handshake.
-const ALPN: &[u8] = b"sempa/1";
+pub(crate) const ALPN: &[u8] = b"sempa/1";
 
 /// A certificate or TLS setting could not be made; the daemon cannot run.
 #[derive(Debug, Error)]

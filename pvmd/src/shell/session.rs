@@ -362,9 +362,21 @@ pub(crate) fn describe(e: &quinn::ConnectionError) -> String {
             CLOSE_GARBAGE => "it did not understand this host".into(),
             code => format!("it closed the session with code {code}"),
         },
+        quinn::ConnectionError::TransportError(e) if is_tls(e.code) => {
+            format!("it has no certificate of this virtual machine ({})", e.reason)
+        }
+        quinn::ConnectionError::ConnectionClosed(close) if is_tls(close.error_code) => {
+            let reason = String::from_utf8_lossy(&close.reason);
+            format!("to it this host has no certificate of its virtual machine ({reason})")
+        }
         quinn::ConnectionError::TimedOut => "nothing was heard of it".into(),
         quinn::ConnectionError::Reset => "its daemon does not know the session (was it restarted?)".into(),
         quinn::ConnectionError::LocallyClosed => "this host closed the session".into(),
         e => e.to_string(),
     }
+}
+
+/// Codes of QUIC that stand for an alert of TLS.
+fn is_tls(code: quinn::TransportErrorCode) -> bool {
+    (0x100..0x200).contains(&u64::from(code))
 }
