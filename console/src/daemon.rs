@@ -1,6 +1,7 @@
 //! The daemon of this host, seen from outside: starting it, and knowing when it is gone.
 
 use crate::detach::detached;
+use libpvm::EnrollError;
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use std::ffi::OsString;
 use std::fs::{self, File};
@@ -116,6 +117,12 @@ impl Watched {
             Some((pid, started)) => stat(*pid).is_none_or(|(state, since)| state == 'Z' || since != *started),
             None => !self.lock.exists(),
         }
+    }
+
+    /// True when it was there, did not take this task in, and is gone soon: it was on its way out.
+    pub(crate) fn is_ending(&self, error: &EnrollError) -> bool {
+        let broken_off = matches!(error, EnrollError::Io { .. } | EnrollError::NoDaemon { .. });
+        self.process.is_some() && broken_off && self.wait(None)
     }
 
     /// Waits until it is gone; false when it stays. `child` is reaped when it is the daemon.

@@ -1,10 +1,11 @@
 //! `pvm`: the console of a virtual machine. It starts one when none runs, and is otherwise an ordinary task of it.
 //!
 //! * [`words`], [`parse`], [`spawn`]: from a line to a command. Pure.
-//! * [`format`], [`json`], [`help`], [`jobs`], [`options`]: from results to what is shown. Pure.
-//! * [`session`]: carries commands out on a [`machine`].
+//! * [`format`], [`json`], [`help`], [`jobs`], [`options`], [`trace`], [`records`]: from results to what is shown. Pure.
+//! * [`session`], [`collect`]: carry commands out on a [`machine`].
 //! * [`shell`], [`once`]: the two ways to use it; [`args`] tells them apart.
-//! * [`daemon`], [`detach`], [`halt`]: the daemon of this host, its start and its end.
+//! * [`editor`], [`complete`]: lines at a terminal.
+//! * [`daemon`], [`detach`], [`host_file`], [`halt`]: the daemon of this host, its start and its end.
 
 mod args;
 mod collect;
@@ -15,6 +16,7 @@ mod editor;
 mod format;
 mod halt;
 mod help;
+mod host_file;
 mod jobs;
 mod json;
 mod machine;
@@ -30,11 +32,12 @@ mod trace;
 mod words;
 
 use args::{ArgsError, Mode};
-use daemon::StartError;
+use daemon::{StartError, Watched};
 use halt::Home;
 use libpvm::{EnrollError, Vm};
 use nix::sys::signal::{SigSet, Signal};
 use once::Plan;
+use parse::Command;
 use screen::Screen;
 use sempa_proto::place::Place;
 use std::collections::BTreeMap;
@@ -75,18 +78,22 @@ fn run(mode: Mode) -> io::Result<ExitCode> {
         Mode::Once { words, json } => match once::plan(&words, json)? {
             Plan::Done(code) => Ok(code),
             Plan::Needs(command) => {
-                let vm = match allowed().and_then(|()| Vm::enroll().map_err(|error| none_or(&error))) {
-                    Ok(vm) => vm,
+                let lock = match allowed().and_then(|()| lock()) {
+                    Ok(lock) => lock,
                     Err(line) => return Ok(fail(&line)),
                 };
-                match lock() {
-                    Ok(lock) => once::run(&vm, Home { lock, child: None }, environment(), &words, &command, json),
-                    Err(line) => Ok(fail(&line)),
+                let daemon = Watched::holding(lock.clone());
+                match Vm::enroll() {
+                    Ok(vm) => once::run(&vm, Home { lock, child: None }, environment(), &words, &command, json),
+                    // Somebody else halts it at this moment.
+                    Err(error) if command == Command::Halt && daemon.is_ending(&error) => Ok(ExitCode::SUCCESS),
+                    Err(error) => Ok(fail(&none_or(&error))),
                 }
             }
         },
-        Mode::Start(daemon) => Ok(match allowed().and_then(|()| start(&daemon)) {
-            Ok(_) => ExitCode::SUCCESS,
+        Mode::Start(daemon) => Ok(match allowed().and_then(|()| start_only(&daemon)) {
+            Ok(true) => ExitCode::SUCCESS,
+            Ok(false) => ExitCode::FAILURE,
             Err(line) => fail(&line),
         }),
         Mode::Console(daemon) => {
@@ -97,6 +104,9 @@ fn run(mode: Mode) -> io::Result<ExitCode> {
             let begun = allowed().and_then(|()| {
                 let child = start(&daemon)?;
                 let vm = Vm::enroll().map_err(|error| format!("pvm: {error}"))?;
+                if child.is_some() && host_file::is_given(&daemon) {
+                    host_file::settle(&vm);
+                }
                 Ok((vm, Home { lock: lock()?, child }))
             });
             match begun {
@@ -157,6 +167,18 @@ fn start(args: &[OsString]) -> Result<Option<Child>, String> {
         Err(StartError::Said(line)) => Err(line),
         Err(error) => Err(format!("pvm: {error}")),
     }
+}
+
+/// Starts a daemon if none listens; false when some of its host file came to nothing.
+fn start_only(args: &[OsString]) -> Result<bool, String> {
+    if start(args)?.is_none() || !host_file::is_given(args) {
+        return Ok(true);
+    }
+    let vm = Vm::enroll().map_err(|error| format!("pvm: {error}"))?;
+    let good = host_file::settle(&vm);
+    // The virtual machine forgets this task when its connection closes, whatever the answer would be.
+    let _ = vm.exit();
+    Ok(good)
 }
 
 /// A copy of the environment; what is not text cannot be exported and is left out.

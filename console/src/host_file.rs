@@ -1,0 +1,67 @@
+//! What became of the host file with which the virtual machine was started, for whoever started it.
+
+use crate::screen::Screen;
+use libpvm::Vm;
+use sempa_proto::event::EventKind;
+use std::ffi::OsString;
+use std::os::unix::ffi::OsStrExt;
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Time that hosts of a host file have to join: each has its own limits, which are shorter.
+const JOIN_MAX: Duration = Duration::from_secs(300);
+/// How often the log is looked at.
+const LOOK_EVERY: Duration = Duration::from_millis(20);
+/// Events fetched at once.
+const EVENTS_AT_ONCE_MAX: u32 = 1000;
+
+/// True when a daemon that is started with these arguments reads a host file.
+pub(crate) fn is_given(args: &[OsString]) -> bool {
+    args.iter().any(|arg| !arg.as_bytes().starts_with(b"-"))
+        || std::env::var_os("PVMHOSTFILE").is_some_and(|path| !path.is_empty())
+}
+
+/// Waits until every host of the file has joined or not, as `pvm_start_pvmd` does, and tells what came to nothing. True
+/// when all is well.
+pub(crate) fn settle(vm: &Vm) -> bool {
+    let (deadline, mut next, mut good) = (Instant::now() + JOIN_MAX, 0, true);
+    while Instant::now() < deadline {
+        let events = match vm.events(next, EVENTS_AT_ONCE_MAX) {
+            Ok(events) => events,
+            Err(error) => {
+                Screen.complain(&format!("pvm: what became of the host file is not known: {error}"));
+                return false;
+            }
+        };
+        for event in &events {
+            next = event.number + 1;
+            match &event.kind {
+                EventKind::HostRefused { .. } => {
+                    Screen.complain(&format!("pvm: {}", event.kind));
+                    good = false;
+                }
+                EventKind::HostFileDone { .. } => return good,
+                _ => {}
+            }
+        }
+        if events.is_empty() {
+            thread::sleep(LOOK_EVERY);
+        }
+    }
+    let seconds = JOIN_MAX.as_secs();
+    Screen.complain(&format!(
+        "pvm: hosts of the host file have not joined within {seconds} s; 'pvm conf' lists those that have"
+    ));
+    false
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_host_file_is_what_is_no_option() {
+        assert!(is_given(&["-d0".into(), "hosts".into()]));
+        assert!(!is_given(&["-d0".into(), "-nh1".into()]));
+    }
+}

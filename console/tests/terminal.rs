@@ -1,0 +1,162 @@
+//! The console at a terminal: editing, history, completion, and output of tasks that comes meanwhile.
+
+mod common;
+
+use common::{Lab, Terminal};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+
+const UP: &str = "\x1b[A";
+const LEFT: &str = "\x1b[D";
+const CTRL_C: &str = "\x03";
+const CTRL_D: &str = "\x04";
+
+/// A console that is at its first prompt.
+fn console(lab: &Lab) -> Terminal {
+    let mut terminal = Terminal::start(lab.console());
+    terminal.wait_for("pvm> ");
+    terminal
+}
+
+#[test]
+fn a_line_can_be_edited_before_it_is_a_command() {
+    let Some(lab) = Lab::started() else { return };
+    let mut terminal = console(&lab);
+    terminal.keys(&format!("echo <heo{LEFT}ll"));
+    terminal.keys("\x05>\r");
+    terminal.wait_for("\r\n<hello>\r\n");
+    terminal.wait_for("pvm> ");
+    terminal.keys(&format!("no such command{CTRL_C}"));
+    terminal.wait_for("pvm> ");
+    terminal.keys("id\r");
+    terminal.wait_for("\r\nt40");
+    assert!(!terminal.shown().contains("not found"), "ctrl-c gives a line up: {:?}", terminal.shown());
+    terminal.keys(CTRL_D);
+    terminal.wait_for("Console: exit handler called\r\npvmd still running.\r\n");
+    assert!(terminal.end().success() && terminal.is_restored());
+}
+
+#[test]
+fn lines_are_remembered_by_the_next_console_and_read_by_nobody_else() {
+    let Some(lab) = Lab::started() else { return };
+    let mut first = console(&lab);
+    first.keys("echo one\r");
+    first.wait_for("\r\none\r\n");
+    first.keys(" echo secret\r");
+    first.wait_for("\r\nsecret\r\n");
+    first.keys("echo two\r");
+    first.wait_for("\r\ntwo\r\n");
+    first.keys(&format!("{UP}{UP}\r"));
+    first.wait_for("\r\none\r\n");
+    first.keys("quit\r");
+    assert!(first.end().success());
+    let path = lab.home().join(".pvm_history");
+    assert_eq!(fs::metadata(&path).expect("a history").permissions().mode() & 0o777, 0o600);
+    let text = fs::read_to_string(&path).expect("a history");
+    assert!(text.contains("echo two") && !text.contains("secret"), "a blank before it keeps a line out: {text}");
+    let mut second = console(&lab);
+    second.keys(&format!("{UP}{UP}{UP}\r"));
+    second.wait_for("\r\ntwo\r\n");
+}
+
+#[test]
+fn the_tabulator_completes_commands_hosts_and_options() {
+    let Some(lab) = Lab::started() else { return };
+    let host = lab.pvm(&["--json", "conf"]).out;
+    let host = host.split("\"name\":\"").nth(1).and_then(|rest| rest.split('"').next()).expect("a host").to_string();
+    let mut terminal = console(&lab);
+    terminal.keys(&format!("mst\t{}\t\r", &host[..1]));
+    terminal.wait_for(&format!("{host}  ok\r\n"));
+    terminal.wait_for("pvm> ");
+    terminal.keys("getopt PvmRou\t\r");
+    terminal.wait_for("PvmRoute Currently Set to 1\r\n");
+    terminal.keys("s\t\t");
+    let list = terminal.wait_for("start");
+    assert!(["setenv", "setopt", "sig", "spawn"].iter().all(|name| list.contains(name)), "{list:?}");
+}
+
+#[test]
+fn output_of_tasks_comes_above_the_prompt_and_leaves_the_line_alone() {
+    let Some(lab) = Lab::started() else { return };
+    let (go, script) = (lab.path("go"), lab.path("wait.sh"));
+    let text = format!("while [ ! -e {} ]; do sleep 0.02; done; echo here it is", go.display());
+    fs::write(&script, text).expect("written");
+    let mut terminal = console(&lab);
+    terminal.keys(&format!("spawn -> /bin/sh {}\r", script.display()));
+    terminal.wait_for("1 successful\r\n");
+    terminal.wait_for("pvm> ");
+    terminal.keys("echo <ha");
+    terminal.wait_for("echo <ha");
+    fs::write(&go, "").expect("written");
+    terminal.wait_for("] here it is");
+    terminal.wait_for("[1] finished");
+    terminal.wait_for("pvm> echo <ha");
+    terminal.keys("lf>\r");
+    terminal.wait_for("\r\n<half>\r\n");
+}
+
+#[test]
+fn a_flood_of_output_and_a_flood_of_keys_do_not_wait_for_each_other() {
+    const LINES: usize = 20_000;
+    const KEYS: usize = 200;
+    let Some(lab) = Lab::started() else { return };
+    let mut terminal = console(&lab);
+    terminal.keys(&format!("spawn -> /usr/bin/seq -f <%.0f> 1 {LINES}\r"));
+    terminal.wait_for("1 successful\r\n");
+    for n in 0..KEYS {
+        terminal.keys(&format!("echo answer-{n}\r"));
+    }
+    terminal.wait_for(&format!("\r\nanswer-{}\r\n", KEYS - 1));
+    terminal.wait_for("[1] finished");
+    let shown = terminal.shown();
+    let mut at = 0;
+    for n in 1..=LINES {
+        let line = format!("] <{n}>\r\n");
+        at += shown[at..].find(&line).unwrap_or_else(|| panic!("line {n} is missing or late")) + line.len();
+    }
+    for n in 0..KEYS {
+        assert!(shown.contains(&format!("\r\nanswer-{n}\r\n")), "answer {n}");
+    }
+    terminal.keys("quit\r");
+    assert!(terminal.end().success() && terminal.is_restored());
+}
+
+#[test]
+fn a_console_whose_virtual_machine_ends_says_so_and_leaves_the_terminal_as_it_was() {
+    let Some(lab) = Lab::started() else { return };
+    let mut terminal = console(&lab);
+    terminal.keys("echo unfinis");
+    terminal.wait_for("unfinis");
+    lab.pvm(&["halt"]).expect_good("halt").expect("it ends");
+    terminal.wait_for("pvm: the virtual machine has ended: ");
+    assert_eq!(terminal.end().code(), Some(1));
+    assert!(terminal.is_restored());
+}
+
+#[test]
+fn a_console_that_a_signal_ends_leaves_the_terminal_as_it_was() {
+    let Some(lab) = Lab::started() else { return };
+    let mut terminal = console(&lab);
+    terminal.keys("echo");
+    terminal.wait_for("echo");
+    assert!(!terminal.is_restored(), "it edits");
+    kill(Pid::from_raw(terminal.id()), Signal::SIGTERM).expect("ours");
+    assert_eq!(terminal.end().code(), Some(143));
+    assert!(terminal.is_restored());
+}
+
+#[test]
+fn a_terminal_that_cannot_be_edited_on_works_as_it_is() {
+    let Some(lab) = Lab::started() else { return };
+    let mut command = lab.console();
+    command.env("TERM", "dumb");
+    let mut terminal = Terminal::start(command);
+    terminal.wait_for("pvm> ");
+    terminal.keys("echo <a>\n");
+    terminal.wait_for("\r\n<a>\r\npvm> ");
+    assert!(!terminal.shown().contains('\x1b'), "no control sequences: {:?}", terminal.shown());
+    terminal.keys("halt\n");
+    assert!(terminal.end().success());
+}
