@@ -2,6 +2,7 @@
 
 use crate::demo::say;
 use anyhow::{Context, Result, bail};
+use sempa_tests::programs;
 use sempa_tests::run::{Done, run as run_to_end};
 use std::path::Path;
 use std::process::Command;
@@ -34,11 +35,15 @@ pub(crate) fn run(prefix: &Path) -> Result<bool> {
         pvm(&["start"])?.expect_good("starting the virtual machine")?;
         say("the virtual machine runs on this host");
         let done = if Path::new(EXAMPLE).exists() {
+            say("Debian's example master1, as it is, and its slaves:");
             run_to_end(command(Path::new(EXAMPLE)), SOON)?
         } else {
-            pvm(&["ps", "-a"])?
+            say("a small program of our own, because Debian's pvm-examples is not installed:");
+            let mut own = command(&programs::compile("pingpong", prefix, &folder)?);
+            own.arg(name_of_this_host(&pvm(&["--json", "conf"])?)?);
+            run_to_end(own, SOON)?
         };
-        print!("{}", done.out);
+        print!("{}{}", done.out, done.err);
         Ok(done.good())
     })();
     let halted = pvm(&["halt"]);
@@ -50,6 +55,11 @@ pub(crate) fn run(prefix: &Path) -> Result<bool> {
     removed.with_context(|| folder.display().to_string())?;
     say(if good { "what can be shown without root held" } else { "NOT GOOD: the example failed" });
     Ok(good)
+}
+
+fn name_of_this_host(conf: &Done) -> Result<String> {
+    let value: serde_json::Value = serde_json::from_str(conf.out.trim()).context("pvm --json conf")?;
+    Ok(value["hosts"][0]["name"].as_str().context("conf names the hosts")?.to_string())
 }
 
 fn tempfile_folder() -> Result<std::path::PathBuf> {
