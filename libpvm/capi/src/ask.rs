@@ -413,6 +413,17 @@ pub(crate) fn no_resets() -> PvmResult<Vec<i32>> {
     Ok(tids)
 }
 
+/// Asks the daemon about its inside.
+///
+/// # Errors
+/// `BadParam` for what is no question.
+pub(crate) fn tickle(words: Vec<i32>) -> PvmResult<Vec<i32>> {
+    match session::runtime()?.request(Request::Tickle(words)) {
+        Reply::Numbers(numbers) => Ok(numbers),
+        other => Err(failure(&other)),
+    }
+}
+
 /// Becomes the resource manager; answers the former one's tid (0 without) and the master's entry.
 ///
 /// # Errors

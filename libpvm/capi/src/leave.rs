@@ -3,6 +3,7 @@
 use crate::data::pvmmyctx;
 use crate::memory::flush_stdio;
 use crate::receive;
+use crate::trace;
 use crate::session::{self, Session};
 use libpvm::Runtime;
 use sempa_proto::body::{Encoding, Packer};
@@ -21,6 +22,7 @@ pub(crate) fn exit() {
         let mut session = session::lock();
         discard(&mut session);
         drop(session);
+        trace::flush();
     }
     flush_stdio();
     end();

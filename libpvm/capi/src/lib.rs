@@ -24,4 +24,5 @@ mod receive;
 mod send;
 mod session;
 mod start;
+mod trace;
 mod trace_names;

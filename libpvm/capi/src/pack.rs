@@ -177,8 +177,8 @@ pub(crate) fn pack_str(buffer: &mut Buffer, text: &[u8]) -> PvmResult<()> {
     match enc {
         Enc::Raw => out.extend_from_slice(&(len as i32).to_ne_bytes()),
         Enc::Trace => {
-            // A string in a trace event carries no length and no NUL of its own.
-            trace_item(out, 12, text.len());
+            // A string in a trace event is an array of characters, without length and NUL of its own.
+            trace_item(out, 1, text.len());
             out.extend_from_slice(text);
             pad(out, text.len());
             return Ok(());

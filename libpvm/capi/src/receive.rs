@@ -5,8 +5,10 @@ use crate::control;
 use crate::data::pvmmyctx;
 use crate::handlers::{Filter, HandlerFn};
 use crate::session::{self, Session};
+use crate::trace;
 use libpvm::{Inbox, Runtime};
 use sempa_proto::message::CTX_TASK_CONTROL;
+use sempa_proto::trace::int;
 use sempa_proto::{Message, PvmError, PvmResult};
 use std::cell::Cell;
 use std::sync::atomic::Ordering::Relaxed;
@@ -92,8 +94,22 @@ fn run_handler(handler: HandlerFn, mid: i32, ctx: i32) {
         (std::mem::replace(&mut session.sbuf, 0), std::mem::replace(&mut session.rbuf, mid))
     };
     let ctx = pvmmyctx.swap(ctx, Relaxed);
+    trace::once("mhf_invoke", || {
+        let session = session::lock();
+        let Ok(buffer) = session.buffers.get(mid) else { return Vec::new() };
+        vec![
+            int("RST", -1),
+            int("RMC", buffer.tag),
+            int("RCX", buffer.ctx),
+            int("MB", mid),
+            int("MNB", buffer.len() as i32),
+            int("MC", buffer.tag),
+            int("MCX", buffer.ctx),
+            int("SRC", buffer.src),
+        ]
+    });
     IN_HANDLER.set(true);
-    handler(mid);
+    trace::outside(|| handler(mid));
     IN_HANDLER.set(false);
     pvmmyctx.store(ctx, Relaxed);
     let mut session = session::lock();
@@ -147,7 +163,8 @@ fn find(tid: i32, tag: i32) -> Result<Option<i32>, i32> {
 /// True when messages with this sender and tag may be asked for.
 fn askable(tid: i32, tag: i32) -> bool {
     let reserved = crate::data::pvmrescode.load(Relaxed) != 0;
-    reserved || ((tid == -1 || sempa_proto::Tid::from_raw(tid).is_task()) && tag >= -1)
+    let source = sempa_proto::Tid::from_raw(tid);
+    reserved || ((tid == -1 || source.is_task() || source.is_daemon()) && tag >= -1)
 }
 
 /// Why a receive gave nothing: an error of ours, or a negative answer of the program's matching function.

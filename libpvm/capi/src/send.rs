@@ -30,7 +30,9 @@ pub(crate) fn send(tid: i32, tag: i32) -> PvmResult<()> {
     let message = {
         let mut session = session::lock();
         if tid == TRACE_TID && tag == TRACE_TAG && session.send_buffer()?.enc == Enc::Trace {
-            // Nothing is traced, so the event has nowhere to go.
+            let event = session.send_buffer()?.wire()?;
+            drop(session);
+            crate::trace::user_event(&event);
             return Ok(());
         }
         may_send(tid, tag)?;

@@ -180,7 +180,13 @@ impl Session {
         pvmmydsig.store(rt.dsig(), Relaxed);
         pvmschedtid.store(rt.rm().map_or(0, |rm| rm.tid.raw()), Relaxed);
         let (output, trace) = (rt.output(), rt.trace());
+        let wanted = rt.tracer();
         for tracer in [&pvmtrc, &pvmctrc] {
+            if let Some(wanted) = wanted.as_ref().filter(|_| tracer.trace_tid.load(Relaxed) >= 0) {
+                tracer.set_mask(&wanted.mask);
+                tracer.trace_buf.store(wanted.buffer, Relaxed);
+                tracer.trace_opt.store(wanted.options, Relaxed);
+            }
             // A negative tid was set by the program: it wants no sink, whatever it inherits.
             if tracer.out_tid.load(Relaxed) >= 0 {
                 tracer.out_tid.store(output.tid.raw(), Relaxed);

@@ -11,7 +11,7 @@
 //! * [`link`]: exactly-once, in-order conversation of two tasks over routes that may break.
 //! * [`task`], [`host`], [`tasker`]: control messages task-daemon, daemon-daemon, daemon-tasker.
 //! * [`group`]: what a task asks of the group service.
-//! * [`sm`]: the documented messages between tasks, resource managers and daemons.
+//! * [`sm`]: the documented messages between tasks, resource managers and daemons. [`trace`]: records for tracers.
 //! * [`table`], [`event`], [`migration`], [`load`]: the records these messages carry.
 //! * [`place`]: where a virtual machine keeps its socket and files.
 
@@ -31,6 +31,7 @@ pub mod sm;
 pub mod table;
 pub mod task;
 pub mod tasker;
+pub mod trace;
 
 pub use error::{PvmError, PvmResult};
 pub use ids::{Epoch, HostId, JobId, Micros, MigrationId, RequestId, RouteId, Tid};

@@ -24,7 +24,7 @@ use self::process::{ExitHook, Own};
 use self::shared::{Held, Shared};
 use crate::error::EnrollError;
 use crate::inbox::Inbox;
-use sempa_proto::task::{Claim, Reply, Request, RmInfo, Sink, Welcome};
+use sempa_proto::task::{Claim, Reply, Request, RmInfo, Sink, TracerSettings, Welcome};
 use sempa_proto::{HostId, Message, Micros, PvmError, PvmResult, Tid};
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
@@ -164,6 +164,11 @@ impl Runtime {
     /// Where this task's trace records go, as the daemon said at the welcome.
     pub fn trace(&self) -> Sink {
         self.look(|core| core.trace()).unwrap_or(self.0.welcome.trace)
+    }
+
+    /// What the tracer wants, when the trace goes to it because nothing else was asked for.
+    pub fn tracer(&self) -> Option<TracerSettings> {
+        self.0.welcome.tracer.clone()
     }
 
     /// The resource manager to ask, if there is one.

@@ -56,6 +56,13 @@ pub(super) struct Asks {
     last: RequestId,
 }
 
+impl Asks {
+    /// What is open, for the log.
+    pub(super) fn lines(&self) -> Vec<String> {
+        self.open.iter().map(|(id, p)| format!("{id} to {}: {:?}", p.host, p.asker)).collect()
+    }
+}
+
 impl Machine {
     /// Asks a host, which may be this one.
     pub(super) fn ask(&mut self, host: HostId, question: Question, asker: Asker) {

@@ -168,6 +168,7 @@ impl Machine {
         task.flags = TASK_CONNECTED;
         task.pid = pid;
         self.default_sinks(&mut task.output, &mut task.trace, &mut task.trace_mask);
+        self.trace_new_task(&task);
         self.tasks.insert(task);
         self.log(format!("{tid} is process {pid} ({program})"));
         self.record(EventKind::TaskStarted { tid, parent: Tid::NONE, name: String::new() });
@@ -181,7 +182,8 @@ impl Machine {
         let Some(task) = self.tasks.get_mut(tid) else { return };
         task.phase = Phase::Connected(conn);
         task.flags |= TASK_CONNECTED;
-        if task.by_tasker.is_some() {
+        // Its tasker's word may come later than its own.
+        if task.pid == 0 {
             task.pid = pid;
         }
         self.welcome(conn, tid);

@@ -129,6 +129,15 @@ impl Mailbox {
             .collect()
     }
 
+    /// The entries, for the log.
+    pub(super) fn lines(&self) -> Vec<String> {
+        let class = |(name, entries): (&String, &BTreeMap<i32, Entry>)| {
+            let entry = |(index, e): (&i32, &Entry)| format!("{name} {index} owner {} flags {:#x}", e.owner, e.flags);
+            entries.iter().map(entry).collect::<Vec<_>>()
+        };
+        self.classes.iter().flat_map(class).collect()
+    }
+
     /// Owners of the entries of one class.
     pub(super) fn owners(&self, name: &str) -> Vec<Tid> {
         self.classes.get(name).map(|class| class.values().map(|e| e.owner).collect()).unwrap_or_default()

@@ -31,6 +31,8 @@ mod servers;
 mod spawn;
 mod table;
 mod tasks;
+mod tickle;
+mod trace;
 #[cfg(test)]
 mod tests;
 
@@ -130,6 +132,9 @@ pub struct Machine {
     servers: servers::Servers,
     moves: moves::Moves,
     stop: Option<halt::Stop>,
+    /// What somebody set with `pvm_tickle`; shown, and without effect.
+    debug_mask: i32,
+    traces: trace::Traces,
     master: Option<Box<Master>>,
 }
 
@@ -159,6 +164,8 @@ impl Machine {
             servers: servers::Servers::default(),
             moves: moves::Moves::default(),
             stop: None,
+            debug_mask: 0,
+            traces: trace::Traces::default(),
             master: None,
             config,
         };

@@ -78,6 +78,7 @@ impl Machine {
                 }
                 self.reply(tid, id, Reply::Done);
             }
+            Request::Tickle(words) => self.tickle(tid, id, &words),
             Request::Serve(service) => self.serve(tid, id, service),
             what => self.ask_master(tid, id, what),
         }

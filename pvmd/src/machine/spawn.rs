@@ -183,8 +183,12 @@ impl Machine {
         }
         let Some(Spawn { tid, id, request, results, .. }) = self.spawns.open.remove(&number) else { return };
         let results: Started = results.into_iter().flatten().collect();
+        let (mut output, mut trace, mut mask) = (request.output, request.trace, trace_mask(&request.env));
+        self.default_sinks(&mut output, &mut trace, &mut mask);
         for child in results.iter().flatten() {
-            self.output_begin(*child, parent_of(tid, request.flags), request.output, true, false);
+            let parent = parent_of(tid, request.flags);
+            self.output_begin(*child, parent, output, true, false);
+            self.trace_spawn(trace, &mask, *child, parent);
         }
         self.reply(tid, id, Reply::Spawned(results));
     }
@@ -277,6 +281,7 @@ impl Machine {
             }
             None => self.tell_tasker(ToTasker::Start(start)),
         }
+        self.trace_new_task(&task);
         self.tasks.insert(task);
         self.record(EventKind::TaskStarted { tid, parent, name: request.file.clone() });
         self.output_begin(tid, parent, request.output, by_rm.is_some(), true);

@@ -346,6 +346,7 @@ impl Machine {
             self.output_end(tid, task.output);
         }
         self.tell_rm_of_end(&task, status, used);
+        self.trace_end(&task, status, used);
         let marks = task.link_marks();
         let held = task.inbox.drain();
         self.return_to_senders(tid, held);

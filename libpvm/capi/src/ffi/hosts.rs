@@ -8,9 +8,9 @@ use crate::abi::{HostInfo, MASK_BYTES, TimeVal};
 use crate::ask;
 use crate::memory::{Out, Strided, Text, strings};
 use crate::process;
-use crate::session::{self, answer, answer_quietly, report};
+use crate::session::{self, answer, answer_quietly};
 use sempa_proto::table::HostEntry;
-use sempa_proto::task::{Service, TracerSettings};
+use sempa_proto::task::{Service, TICKLE_WORDS_MAX, TracerSettings};
 use sempa_proto::{PvmError, PvmResult, Tid};
 use std::ffi::{c_char, c_int};
 
@@ -217,8 +217,27 @@ unsafe extern "C" fn pvm_reg_tracer(
     answer("pvm_reg_tracer", zero(register()))
 }
 
-/// Questions about the inside of PVM's own daemon; not served here.
+/// Questions about the inside of the daemon; the answers are numbers, or lines in its log.
+///
+/// # Safety
+/// `args` is null or holds `count` ints, `results` is null or good for one int, `result` null or room for ten.
 #[unsafe(no_mangle)]
-extern "C" fn pvm_tickle(_count: c_int, _args: *const c_int, _results: *mut c_int, _result: *mut c_int) -> c_int {
-    report("pvm_tickle", PvmError::NotImpl.code())
+unsafe extern "C" fn pvm_tickle(count: c_int, args: *const c_int, results: *mut c_int, result: *mut c_int) -> c_int {
+    let ask = || {
+        session::runtime()?;
+        if !(1..=TICKLE_WORDS_MAX as c_int).contains(&count) {
+            return Err(PvmError::BadParam);
+        }
+        // SAFETY: by this function's contract.
+        let (words, results) = unsafe { (Strided::new(args, count, 1)?.to_vec(), Out::new(results)) };
+        let numbers = ask::tickle(words)?;
+        results.set(numbers.len() as c_int);
+        if !result.is_null() {
+            // SAFETY: as above; there are never more than ten.
+            let room = unsafe { Strided::new(result, numbers.len().min(TICKLE_WORDS_MAX) as c_int, 1)? };
+            (0..room.len()).for_each(|i| room.set(i, numbers[i]));
+        }
+        Ok(0)
+    };
+    answer("pvm_tickle", ask())
 }

@@ -3,7 +3,6 @@
 #![allow(unsafe_code)]
 
 use super::lent::{Records, Shelf};
-use super::zero;
 use crate::abi::MboxInfo;
 use crate::ask;
 use crate::buffers::Buffer;
@@ -144,7 +143,8 @@ unsafe extern "C" fn pvm_lookup(text: *const c_char, index: c_int, value: *mut c
 unsafe extern "C" fn pvm_delete(text: *const c_char, index: c_int) -> c_int {
     // SAFETY: by this function's contract.
     let delete = || ask::delete(unsafe { name(text)? }, index);
-    answer("pvm_delete", zero(delete()))
+    // The index is the answer, as in PVM.
+    answer("pvm_delete", delete().map(|()| index))
 }
 
 static NO_RESETS: Shelf<c_int> = Shelf::new();

@@ -1,0 +1,189 @@
+//! Trace records: what tasks and daemons tell a tracer, as PVM's tracers read it.
+//!
+//! A record is an event and its items. The first one of a kind that a sender tells a tracer describes itself; later ones
+//! hold the values only. Before all others a tracer gets the table of the items' numbers and names.
+
+use crate::body::Packer;
+use std::ffi::CStr;
+
+/// Begins and ends a group of records that were collected.
+const GROUP: [i32; 2] = [-1, -2];
+/// Begins and ends the table of items.
+const ITEM_TABLE: [i32; 2] = [-3, -4];
+/// Begins and ends a record that describes itself.
+const DESCRIBED: [i32; 2] = [-5, -6];
+/// Begins and ends a record of values only.
+const VALUES: [i32; 2] = [-7, -8];
+/// Ends a user's own event.
+pub const USER_EVENT_END: i32 = -10;
+
+/// Added to the number of an event: a call begins.
+pub const EVENT_ENTRY: i32 = 0x4000;
+/// Added to the number of an event: a call ends.
+pub const EVENT_EXIT: i32 = 0x8000;
+
+/// A task has started or connected.
+pub const NEW_TASK: (i32, &str) = (75, "newtask");
+/// A task has ended.
+pub const END_TASK: (i32, &str) = (76, "endtask");
+/// A daemon was asked for a task.
+pub const SPAWN_TASK: (i32, &str) = (77, "spntask");
+
+/// Type of an item that is a list.
+const LIST: i32 = 0x80;
+const INT: i32 = 6;
+const LONG: i32 = 8;
+const TEXT: i32 = 12;
+
+/// Short names of the items of records; the number of an item is its position.
+pub const DATA_IDS: [&CStr; 123] = [
+    c"AN", c"AC", c"AS", c"BF", c"CC", c"CN", c"CI", c"CF", c"CD", c"CR", c"CL", c"CDA", c"CDT", c"CDX", c"CDC",
+    c"CGI", c"CRF", c"CXC", c"CXF", c"CXN", c"CXS", c"ERI", c"ERR", c"FDS", c"FP", c"GN", c"GI", c"GT", c"GS", c"GBC",
+    c"HN", c"HNL", c"HNA", c"HPT", c"HA", c"HSP", c"HIS", c"HCS", c"HCU", c"HDS", c"HDU", c"HS", c"INB", c"IMC",
+    c"IST", c"MC", c"MCX", c"MB", c"MNB", c"SRC", c"DST", c"MDL", c"MTS", c"MTU", c"MRF", c"MRB", c"MSB", c"ME",
+    c"MHI", c"AST", c"AMC", c"AML", c"NE", c"NMC", c"NCT", c"NTL", c"NH", c"NA", c"OPT", c"OPV", c"OS", c"PDA", c"PDT",
+    c"PC", c"PSD", c"PSG", c"PF", c"PRF", c"RST", c"RMC", c"RCX", c"SN", c"SE", c"SF", c"SW", c"SC", c"STL", c"SIB",
+    c"TID", c"PT", c"MT", c"TF", c"TN", c"PID", c"TT", c"TW", c"TIS", c"TNT", c"TST", c"TUS", c"TUU", c"TSS", c"TSU",
+    c"TES", c"TA", c"TR", c"TS", c"TU", c"TGS", c"TGU", c"TMW", c"TM", c"TRC", c"TRT", c"TRX", c"TRO", c"TRM", c"TRB",
+    c"TRL", c"VER", c"VCT", c"VID", c"WID",
+];
+
+/// The number of the item with this name.
+///
+/// # Panics
+/// When there is none: names are written in the program.
+pub fn item_number(name: &str) -> i32 {
+    let at = DATA_IDS.iter().position(|known| known.to_bytes() == name.as_bytes());
+    at.unwrap_or_else(|| panic!("{name} is no item of trace records")) as i32
+}
+
+/// True when a mask, as in `PVMTMASK`, wants this event.
+pub fn mask_has(mask: &[u8], event: i32) -> bool {
+    let place = usize::try_from(event / 4).ok().and_then(|at| mask.get(at));
+    place.is_some_and(|byte| byte & 1 << (event & 3) != 0)
+}
+
+/// The value of an item.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Value {
+    /// A number.
+    Int(i32),
+    /// An address or a long number.
+    Long(i64),
+    /// A text.
+    Text(Vec<u8>),
+    /// Numbers.
+    Ints(Vec<i32>),
+    /// Texts.
+    Texts(Vec<Vec<u8>>),
+}
+
+/// One item of a record.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Item {
+    /// Its name, one of [`DATA_IDS`].
+    pub name: &'static str,
+    /// Its value.
+    pub value: Value,
+}
+
+/// An item that is a number.
+pub fn int(name: &'static str, value: i32) -> Item {
+    Item { name, value: Value::Int(value) }
+}
+
+/// An item that is a text.
+pub fn text(name: &'static str, value: impl Into<Vec<u8>>) -> Item {
+    Item { name, value: Value::Text(value.into()) }
+}
+
+/// An item that is numbers.
+pub fn ints(name: &'static str, value: Vec<i32>) -> Item {
+    Item { name, value: Value::Ints(value) }
+}
+
+/// The three items that every record begins with: when, and whose.
+pub fn head(seconds: i32, micros: i32, tid: i32) -> Vec<Item> {
+    vec![int("TS", seconds), int("TU", micros), int("TID", tid)]
+}
+
+/// Appends the table of items.
+pub fn pack_item_table(out: &mut Packer) {
+    out.int(ITEM_TABLE[0]);
+    for (number, name) in DATA_IDS.iter().enumerate() {
+        out.int(number as i32).str(name.to_bytes()).str(name.to_bytes());
+    }
+    out.int(ITEM_TABLE[1]);
+}
+
+/// Appends a record. With a name it describes itself.
+pub fn pack_record(out: &mut Packer, event: i32, name: Option<&str>, items: &[Item]) {
+    let [begin, end] = if name.is_some() { DESCRIBED } else { VALUES };
+    out.int(begin).int(event);
+    if let Some(name) = name {
+        out.str(name.as_bytes());
+    }
+    for item in items {
+        if name.is_some() {
+            let kind = match &item.value {
+                Value::Int(_) => INT,
+                Value::Long(_) => LONG,
+                Value::Text(_) => TEXT,
+                Value::Ints(_) => INT | LIST,
+                Value::Texts(_) => TEXT | LIST,
+            };
+            out.int(item_number(item.name)).int(kind);
+        }
+        match &item.value {
+            Value::Int(value) => out.int(*value),
+            Value::Long(value) => out.items([*value]),
+            Value::Text(value) => out.str(value),
+            Value::Ints(values) => out.int(values.len() as i32).items(values.iter().copied()),
+            Value::Texts(values) => out.strs(values),
+        };
+    }
+    out.int(end);
+}
+
+/// Marks around records that were collected.
+pub fn pack_group(out: &mut Packer, records: &[u8]) {
+    out.int(GROUP[0]).append_encoded(records).int(GROUP[1]);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::body::{Encoding, Unpacker};
+
+    #[test]
+    fn a_record_describes_itself_once_and_then_holds_values_only() {
+        let mut items = head(1, 2, 0x40001);
+        items.extend([int("CC", -2), ints("STL", vec![7]), text("SW", "h2")]);
+        let mut out = Packer::new(Encoding::Xdr);
+        pack_record(&mut out, 52 | EVENT_EXIT, Some("spawn"), &items);
+        pack_record(&mut out, 52 | EVENT_EXIT, None, &items);
+        let mut body = Unpacker::xdr(out.finish());
+        let mut next = || body.int().expect("an int");
+        assert_eq!([next(), next()], [-5, 0x8034]);
+        assert_eq!(body.string().as_deref(), Ok("spawn"));
+        let mut next = || body.int().expect("an int");
+        assert_eq!([next(), next(), next()], [106, 6, 1]);
+        assert_eq!([next(), next(), next(), next(), next(), next()], [107, 6, 2, 88, 6, 0x40001]);
+        assert_eq!([next(), next(), next(), next(), next(), next(), next()], [4, 6, -2, 86, 134, 1, 7]);
+        assert_eq!([next(), next()], [84, 12]);
+        assert_eq!(body.string().as_deref(), Ok("h2"));
+        let mut next = || body.int().expect("an int");
+        assert_eq!([next(), next(), next(), next()], [-6, -7, 0x8034, 1]);
+        assert_eq!([next(), next(), next(), next(), next()], [2, 0x40001, -2, 1, 7]);
+        assert_eq!(body.string().as_deref(), Ok("h2"));
+        assert_eq!((body.int(), body.remaining()), (Ok(-8), 0));
+    }
+
+    #[test]
+    fn items_have_the_numbers_that_tracers_know() {
+        for (name, number) in [("AN", 0), ("CC", 4), ("TS", 106), ("TU", 107), ("TID", 88), ("WID", 122)] {
+            assert_eq!(item_number(name), number);
+        }
+        assert!(mask_has(b"@A", 4) && !mask_has(b"@A", 5) && !mask_has(b"@A", 400) && !mask_has(b"", -1));
+    }
+}

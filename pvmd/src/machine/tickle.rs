@@ -1,0 +1,94 @@
+//! Questions about the inside of this daemon (`pvm_tickle`): lists for its log, and a few numbers.
+
+use super::Machine;
+use sempa_proto::task::{Reply, TICKLE_WORDS_MAX};
+use sempa_proto::{HostId, PvmError, RequestId, Tid};
+
+impl Machine {
+    /// What PVM's numbers mean: 0 memory, 1 hosts, 2 tasks, 3 waits, 4 mailbox and 9 statistics to the log; 5 the debug
+    /// mask, 6 sets it, 7 a window (ours sets itself), 8 a host is to be taken for lost.
+    pub(super) fn tickle(&mut self, tid: Tid, id: RequestId, words: &[i32]) {
+        if words.is_empty() || words.len() > TICKLE_WORDS_MAX {
+            let reason = format!("a question has 1 to {TICKLE_WORDS_MAX} numbers");
+            return self.fail(tid, id, PvmError::BadParam, reason);
+        }
+        let argument = words.get(1).copied().unwrap_or(0);
+        let numbers = match words[0] {
+            0 | 9 => {
+                self.list_sizes();
+                vec![]
+            }
+            1 => {
+                self.list_hosts();
+                vec![]
+            }
+            2 => {
+                self.list_all_tasks();
+                vec![]
+            }
+            3 => {
+                let lines = self.asks.lines();
+                self.log_list("questions without an answer", lines);
+                vec![]
+            }
+            4 => {
+                let lines = self.master.as_ref().map(|m| m.mailbox.lines()).unwrap_or_default();
+                self.log_list("mailbox", lines);
+                vec![]
+            }
+            5 => vec![self.debug_mask],
+            6 => {
+                self.debug_mask = argument;
+                vec![]
+            }
+            7 => vec![],
+            8 => vec![i32::from(self.take_for_lost(tid, Tid::from_raw(argument)))],
+            other => return self.fail(tid, id, PvmError::BadParam, format!("{other} is no question")),
+        };
+        self.reply(tid, id, Reply::Numbers(numbers));
+    }
+
+    /// Lists are cut to this many lines, so that a question cannot fill the log.
+    const LINES_MAX: usize = 1000;
+
+    fn log_list(&mut self, title: &str, lines: Vec<String>) {
+        self.log(format!("{title}: {}", lines.len()));
+        for line in lines.into_iter().take(Self::LINES_MAX) {
+            self.log(format!("  {line}"));
+        }
+    }
+
+    fn list_hosts(&mut self) {
+        let line = |h: &sempa_proto::table::HostEntry| format!("{:x} {} {} {}", h.id.tid(), h.name, h.arch, h.speed);
+        let lines = self.table.hosts.iter().map(line).collect();
+        self.log_list("hosts", lines);
+    }
+
+    fn list_all_tasks(&mut self) {
+        let line = |t: &super::tasks::Task| {
+            format!("{} parent {} process {} flags {:#x} {}", t.tid, t.parent, t.pid, t.flags, t.name)
+        };
+        let lines = self.tasks.live.values().map(line).collect();
+        self.log_list("tasks", lines);
+    }
+
+    fn list_sizes(&mut self) {
+        let lines = vec![
+            format!("{} tasks", self.tasks.live.len()),
+            format!("{} contexts", self.contexts.len()),
+            format!("{} timers", self.timers.len()),
+            format!("{} hosts, epoch {}", self.table.hosts.len(), self.epoch),
+        ];
+        self.log_list("sizes", lines);
+    }
+
+    /// A host that the asker takes for dead is treated as lost. Only the master can say so.
+    fn take_for_lost(&mut self, tid: Tid, host: Tid) -> bool {
+        let host = super::requests::host_of(host).filter(|host| *host != HostId::MASTER);
+        let Some(host) = host.filter(|host| self.master.is_some() && self.table.get(*host).is_some()) else {
+            return false;
+        };
+        self.host_lost(host, &format!("{tid} says so"));
+        true
+    }
+}

@@ -1,0 +1,83 @@
+//! What this daemon itself tells tracers: that tasks were asked for, have begun, have ended.
+
+use super::Machine;
+use super::tasks::Task;
+use sempa_proto::Tid;
+use sempa_proto::body::{Encoding, Packer};
+use sempa_proto::migration::Usage;
+use sempa_proto::task::Sink;
+use sempa_proto::trace::{
+    END_TASK, Item, NEW_TASK, SPAWN_TASK, head, int, mask_has, pack_item_table, pack_record, text,
+};
+use std::collections::{BTreeSet, VecDeque};
+
+/// Tracers that are remembered to have the table of items; one that is forgotten gets it again.
+const TOLD_MAX: usize = 1024;
+
+/// Who has the table of items.
+#[derive(Debug, Default)]
+pub(super) struct Traces {
+    told: BTreeSet<Tid>,
+    order: VecDeque<Tid>,
+}
+
+impl Machine {
+    /// A tracer gets the table of items before anything else.
+    fn tell_items(&mut self, sink: Sink) {
+        if !self.traces.told.insert(sink.tid) {
+            return;
+        }
+        self.traces.order.push_back(sink.tid);
+        if self.traces.order.len() > TOLD_MAX
+            && let Some(oldest) = self.traces.order.pop_front()
+        {
+            self.traces.told.remove(&oldest);
+        }
+        let mut body = Packer::new(Encoding::Xdr);
+        pack_item_table(&mut body);
+        self.send_made(sink.tid, sink.ctx, sink.tag, 0, body.finish());
+    }
+
+    fn trace(&mut self, sink: Sink, mask: &[u8], of: Tid, (event, name): (i32, &str), items: Vec<Item>) {
+        if !sink.tid.is_task() || sink.tid == of {
+            return;
+        }
+        self.tell_items(sink);
+        if !mask_has(mask, event) {
+            return;
+        }
+        let mut all = head((self.unix.0 / 1_000_000) as i32, (self.unix.0 % 1_000_000) as i32, of.raw());
+        all.extend(items);
+        let mut body = Packer::new(Encoding::Xdr);
+        // Every record describes itself: few are made here.
+        pack_record(&mut body, event, Some(name), &all);
+        self.send_made(sink.tid, sink.ctx, sink.tag, 0, body.finish());
+    }
+
+    /// A task has begun.
+    pub(super) fn trace_new_task(&mut self, task: &Task) {
+        // PVM says −1 where nothing is known, and a dash for a nameless task.
+        let or_none = |n: i32| if n == 0 { -1 } else { n };
+        let name = if task.name.is_empty() { "-" } else { task.name.as_str() };
+        let items = vec![int("PT", or_none(task.parent.raw())), int("TF", task.flags), text("TN", name)];
+        self.trace(task.trace, &task.trace_mask, task.tid, NEW_TASK, items);
+    }
+
+    /// A task was asked for.
+    pub(super) fn trace_spawn(&mut self, sink: Sink, mask: &[u8], tid: Tid, parent: Tid) {
+        self.trace(sink, mask, tid, SPAWN_TASK, vec![int("PT", parent.raw())]);
+    }
+
+    /// A task has ended.
+    pub(super) fn trace_end(&mut self, task: &Task, status: i32, used: Usage) {
+        let (seconds, rest) = (|t: u64| (t / 1_000_000) as i32, |t: u64| (t % 1_000_000) as i32);
+        let items = vec![
+            int("TES", status),
+            int("TUS", seconds(used.user.0)),
+            int("TUU", rest(used.user.0)),
+            int("TSS", seconds(used.system.0)),
+            int("TSU", rest(used.system.0)),
+        ];
+        self.trace(task.trace, &task.trace_mask, task.tid, END_TASK, items);
+    }
+}
