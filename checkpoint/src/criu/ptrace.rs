@@ -88,6 +88,25 @@ impl Attached {
         Ok(mask)
     }
 
+    /// Takes out the breakpoint that a tracer may have left in the processor's own registers.
+    #[cfg(target_arch = "x86_64")]
+    pub(super) fn clear_breakpoint(&self) -> io::Result<()> {
+        /// Where the register that switches breakpoints on lies in the kernel's `struct user`.
+        const CONTROL_AT: usize = std::mem::offset_of!(libc::user, u_debugreg) + 7 * size_of::<u64>();
+        ask(libc::PTRACE_POKEUSER, self.tid, CONTROL_AT, std::ptr::null_mut())
+    }
+
+    /// Takes out the breakpoint that a tracer may have left in the processor's own registers.
+    #[cfg(target_arch = "aarch64")]
+    pub(super) fn clear_breakpoint(&self) -> io::Result<()> {
+        /// Number of that set of registers; one breakpoint: eight bytes about all of them, sixteen of its own.
+        const SET: usize = 0x402;
+        const BYTES: usize = 24;
+        let mut bytes = [0u8; BYTES];
+        let mut area = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
+        ask(libc::PTRACE_SETREGSET, self.tid, SET, (&raw mut area).cast())
+    }
+
     /// Sets the signals that it blocks.
     pub(super) fn set_blocked(&self, mut mask: u64) -> io::Result<()> {
         ask(libc::PTRACE_SETSIGMASK, self.tid, size_of::<u64>(), (&raw mut mask).cast())

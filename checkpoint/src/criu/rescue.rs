@@ -1,10 +1,10 @@
 //! Puts a task back as it was when CRIU was killed in the middle of a dump.
 //!
-//! CRIU makes the task carry out system calls for it: it changes registers, blocks signals, and writes an instruction or
-//! two over the beginning of a piece of code. Killed at the wrong moment it leaves that behind, and the task would die of
-//! a trap as soon as it goes on. So what it may change is noted while the task stands still before the dump, and put
-//! back if CRIU ends without having done so itself. That the task still stands still by then, and no trap is on its way
-//! to it, is the business of [`relay`](super::relay).
+//! CRIU makes the task carry out system calls for it: it changes registers, blocks signals, writes an instruction or two
+//! over the beginning of a piece of code, and sets a breakpoint in the processor's own registers. Killed at the wrong
+//! moment it leaves that behind, and the task would die of a trap as soon as it goes on. So what it may change is noted
+//! while the task stands still before the dump, and put back if CRIU ends without having done so itself. That the task
+//! still stands still by then, and no trap is on its way to it, is the business of [`relay`](super::relay).
 
 use super::ptrace::{Attached, Registers};
 use std::fs::File;
@@ -16,6 +16,8 @@ use std::os::unix::fs::FileExt;
 const CODE_BYTES: usize = 32;
 /// Every signal but SIGKILL and SIGSTOP, which cannot be: what CRIU blocks while it works.
 const ALL_BLOCKED: u64 = !(1 << 8 | 1 << 18);
+/// SIGTRAP, which the kernel takes out of the blocked ones when it has a trap to report.
+const TRAP: u64 = 1 << 4;
 /// Threads noted at most; a task with more goes without this safety.
 const THREADS_MAX: usize = 4096;
 
@@ -102,6 +104,8 @@ impl Process {
         for thread in &self.threads {
             let Ok(attached) = Attached::to(thread.tid) else { continue };
             let (Ok(now), Ok(blocked)) = (attached.registers(Registers::General), attached.blocked()) else { continue };
+            // Fails only if the thread was killed meanwhile; likewise below.
+            let _ = attached.clear_breakpoint();
             let place = pointer(&now).map_or(Place::OwnCode, |at| self.place(at));
             // Only where CRIU left it: a thread that is back in its own code may have gone on from there already.
             let caught = match place {
@@ -111,11 +115,10 @@ impl Process {
                 Place::OwnCode => false,
             };
             if caught {
-                // Fails only if the thread was killed meanwhile; likewise below.
                 let _ = attached.set_registers(Registers::General, &thread.general);
                 let _ = attached.set_registers(Registers::Vector, &thread.vector);
             }
-            if caught || (place == Place::OwnCode && blocked == ALL_BLOCKED) {
+            if caught || (place == Place::OwnCode && blocked | TRAP == ALL_BLOCKED) {
                 let _ = attached.set_blocked(thread.blocked);
             }
         }

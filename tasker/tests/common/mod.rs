@@ -1,6 +1,8 @@
 //! A daemon's side of the tasker's socket, for tests: start one, give orders, wait for answers with a deadline.
 #![allow(dead_code, unreachable_pub)] // Each test file uses its own part.
 
+pub mod moving;
+
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, socketpair};
 use sempa_proto::frame::{FrameDecoder, encode_control};
 use sempa_proto::tasker::{Capabilities, FromTasker, StartTask, ToTasker};

@@ -1,7 +1,8 @@
 /* Counts without a gap: one thread makes numbers and hands them through a pipe to another, which checks and prints them;
-   two more threads wait on a condition and compute. With an argument it also fills that many MiB with random numbers
+   two more threads wait on a condition and compute, with values that stay in vector registers. With an argument it also fills that many MiB with random numbers
    and checks a few of them at each step. At the first thing that is not as it was it ends with a status that says what:
-   3 a short write of the maker, 4 a short read, 5 a wrong number, 6 another process number, 7 memory, 8 a short write. */
+   3 a short write of the maker, 4 a short read, 5 a wrong number, 6 another process number, 7 memory, 8 a short write,
+   9 a vector register. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <signal.h>
@@ -14,7 +15,6 @@
 static int numbers[2];
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t never = PTHREAD_COND_INITIALIZER;
-static volatile double sink = 1.0;
 static uint64_t *memory;
 static size_t words;
 
@@ -35,7 +35,10 @@ static void *wait_for_ever(void *unused) {
 }
 
 static void *compute(void *unused) {
-    for (;;) { for (int i = 0; i < 1000; i++) sink = sink * 1.0000001 + 1e-9; usleep(50); }
+    for (double a = 1.5, b = 3.0;; usleep(50)) {
+        for (int i = 0; i < 20000; i++) { a = a * b; b = b / 3.0; a = a / 3.0; b = b * 3.0; }
+        if (a != 1.5 || b != 3.0) _exit(9);
+    }
     return unused;
 }
 

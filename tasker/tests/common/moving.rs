@@ -1,0 +1,238 @@
+//! The steps of a move, one call each, and a task that notices everything that goes wrong with it.
+#![allow(dead_code, unreachable_pub)] // Each test file uses its own part.
+
+use super::{Tasker, is_root, migration, sh, tid, wait_until};
+use sempa_proto::migration::{Failure, Refusal, TaskFacts, Usage};
+use sempa_proto::tasker::{DumpReport, FromTasker, ToTasker};
+use sempa_proto::{Micros, MigrationId, Tid};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+/// True if tasks can be moved here; otherwise the typed refusal is checked and the reason printed.
+pub fn can_move() -> bool {
+    let mut tasker = Tasker::start();
+    tasker.run(tid(1), &sh(), &["-c", "sleep 1000"]);
+    let result = inspect(&mut tasker, tid(1), migration(1));
+    tasker.stop();
+    match result {
+        Err(Refusal::NoEngine { why, .. }) => {
+            eprintln!("nothing can be moved here: {why}");
+            assert!(!is_root() || !why.contains("process-id namespaces"), "root can make namespaces");
+            false
+        }
+        other => {
+            other.expect("a shell that sleeps can move");
+            true
+        }
+    }
+}
+
+/// Compiles one of the test programs.
+pub fn program(dir: &Path, name: &str) -> PathBuf {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/programs").join(format!("{name}.c"));
+    let out = dir.join(name);
+    let done = Command::new("gcc").args(["-O1", "-pthread", "-o"]).arg(&out).arg(source).status().expect("gcc");
+    assert!(done.success());
+    out
+}
+
+/// A script that does something before it becomes the real engine; only for requests, not for `--version`.
+pub fn wrapper(dir: &Path, before: &str) -> PathBuf {
+    engine_script(dir, &format!("if [ \"$1\" = swrk ]; then\n{before}\nfi\nexec"))
+}
+
+/// A script that becomes the real engine with more variables: `NAME=VALUE …`.
+pub fn wrapper_in_env(dir: &Path, variables: &str) -> PathBuf {
+    engine_script(dir, &format!("exec env {variables}"))
+}
+
+fn engine_script(dir: &Path, begin: &str) -> PathBuf {
+    let real = ["/opt/sempa/criu/sbin/criu", "/opt/criu/sbin/criu"].into_iter().find(|p| Path::new(p).is_file());
+    let path = dir.join("criu");
+    let real = std::env::var("SEMPA_CRIU").ok().or(real.map(String::from)).unwrap_or_else(|| "criu".into());
+    let script = format!("#!/bin/sh\n{begin} {real} \"$@\"\n");
+    std::fs::write(&path, script).expect("write");
+    std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).expect("mode");
+    path
+}
+
+pub fn inspect(tasker: &mut Tasker, tid: Tid, migration: MigrationId) -> Result<TaskFacts, Refusal> {
+    tasker.send(ToTasker::Inspect { migration, tid });
+    tasker.until(&mut Vec::new(), |m| match m {
+        FromTasker::Inspected { result, .. } => Some(result.clone()),
+        _ => None,
+    })
+}
+
+pub fn prepare(tasker: &mut Tasker, tid: Tid, migration: MigrationId, facts: TaskFacts) -> Vec<Refusal> {
+    tasker.send(ToTasker::Prepare { migration, tid, facts });
+    tasker.until(&mut Vec::new(), |m| match m {
+        FromTasker::Prepared { verdict, .. } => Some(verdict.clone()),
+        _ => None,
+    })
+}
+
+/// Everything up to the answer goes to `seen`, so that output is not lost.
+pub fn stop(tasker: &mut Tasker, tid: Tid, migration: MigrationId, seen: &mut Vec<FromTasker>) {
+    tasker.send(ToTasker::Stop { migration, tid });
+    let result = tasker.until(seen, |m| match m {
+        FromTasker::Stopped { result, .. } => Some(result.clone()),
+        _ => None,
+    });
+    assert_eq!(result, Ok(()));
+}
+
+pub fn dump(
+    tasker: &mut Tasker,
+    tid: Tid,
+    migration: MigrationId,
+    dir: &Path,
+    seen: &mut Vec<FromTasker>,
+) -> Result<DumpReport, Failure> {
+    tasker.send(ToTasker::Dump { migration, tid, dir: dir.into() });
+    dumped(tasker, seen)
+}
+
+pub fn dumped(tasker: &mut Tasker, seen: &mut Vec<FromTasker>) -> Result<DumpReport, Failure> {
+    tasker.until(seen, |m| match m {
+        FromTasker::Dumped { result, .. } => Some(result.clone()),
+        _ => None,
+    })
+}
+
+pub fn restore(tasker: &mut Tasker, tid: Tid, migration: MigrationId, dir: &Path) -> Result<i32, Failure> {
+    tasker.send(ToTasker::Restore { migration, tid, dir: dir.into() });
+    tasker.until(&mut Vec::new(), |m| match m {
+        FromTasker::Restored { result, .. } => Some(result.clone()),
+        _ => None,
+    })
+}
+
+pub fn kill_moved(tasker: &mut Tasker, tid: Tid, migration: MigrationId, seen: &mut Vec<FromTasker>) -> Usage {
+    tasker.send(ToTasker::KillMoved { migration, tid });
+    tasker.until(seen, |m| match m {
+        FromTasker::SourceGone { used, .. } => Some(*used),
+        _ => None,
+    })
+}
+
+pub fn run(tasker: &mut Tasker, migration: MigrationId, used: Usage, seen: &mut Vec<FromTasker>) {
+    tasker.send(ToTasker::Run { migration, used });
+    let result = tasker.until(seen, |m| match m {
+        FromTasker::Ran { result, .. } => Some(result.clone()),
+        _ => None,
+    });
+    assert_eq!(result, Ok(()));
+}
+
+pub fn continue_task(tasker: &mut Tasker, tid: Tid, migration: MigrationId, seen: &mut Vec<FromTasker>) {
+    tasker.send(ToTasker::Continue { migration, tid });
+    tasker.until(seen, |m| matches!(m, FromTasker::Continued { .. }).then_some(()));
+}
+
+pub fn discard(tasker: &mut Tasker, migration: MigrationId, seen: &mut Vec<FromTasker>) {
+    tasker.send(ToTasker::Discard { migration });
+    tasker.until(seen, |m| matches!(m, FromTasker::Discarded { .. }).then_some(()));
+}
+
+pub fn output_of(seen: &[FromTasker], tid: Tid) -> Vec<u8> {
+    let chunks = seen.iter().filter_map(|m| match m {
+        FromTasker::Output { tid: t, bytes } if *t == tid => Some(bytes.as_slice()),
+        _ => None,
+    });
+    chunks.flatten().copied().collect()
+}
+
+pub fn lines(text: &[u8]) -> usize {
+    text.iter().filter(|b| **b == b'\n').count()
+}
+
+/// Checks that the counter's output has every number once and in order.
+pub fn assert_no_line_lost(output: &[u8]) {
+    let text = String::from_utf8_lossy(output);
+    let all: Vec<&str> = text.lines().collect();
+    for (expected, line) in all.iter().enumerate() {
+        let around = &all[expected.saturating_sub(3)..all.len().min(expected + 4)];
+        assert_eq!(*line, expected.to_string(), "line {expected} of {}: {around:?}", all.len());
+    }
+}
+
+/// A whole move; returns how long the task stood still.
+pub fn move_task(from: &mut Tasker, to: &mut Tasker, tid: Tid, number: u64, output: &mut Vec<u8>) -> Duration {
+    let id = migration(number);
+    let images = tempfile::tempdir().expect("dir");
+    let dir = images.path().join("images");
+    let mut seen = Vec::new();
+    from.send(ToTasker::Inspect { migration: id, tid });
+    let facts = from.until(&mut seen, |m| match m {
+        FromTasker::Inspected { result, .. } => Some(result.clone()),
+        _ => None,
+    });
+    let facts = facts.expect("it can move");
+    assert_eq!(prepare(to, tid, id, facts), []);
+    let begin = Instant::now();
+    stop(from, tid, id, &mut seen);
+    let report = dump(from, tid, id, &dir, &mut seen).expect("a dump");
+    let dumped = begin.elapsed();
+    assert!(report.files > 5 && report.bytes > 4096, "{report:?}");
+    assert_eq!(std::fs::metadata(&dir).expect("dir").permissions().mode() & 0o777, 0o700);
+    restore(to, tid, id, &dir).expect("a restore");
+    let used = kill_moved(from, tid, id, &mut seen);
+    assert!(used.user + used.system > Micros(0));
+    let mut seen_there = Vec::new();
+    run(to, id, used, &mut seen_there);
+    let still = begin.elapsed();
+    eprintln!("move {number}: dump {dumped:?}, {} bytes, still for {still:?}", report.bytes);
+    let exits = |m: &FromTasker| matches!(m, FromTasker::Exited { .. });
+    assert!(!seen.iter().any(exits), "a moved task is not reported as ended");
+    output.extend(output_of(&seen, tid));
+    output.extend(output_of(&seen_there, tid));
+    still
+}
+
+/// Starts a counter and stops it for a move; the rest of the story is the caller's.
+pub fn stopped_counter(tasker: &mut Tasker, dir: &Path, output: &mut Vec<u8>) -> i32 {
+    let pid = tasker.run(tid(1), &program(dir, "counter"), &[]);
+    tasker.output_until(tid(1), output, |text| lines(text) > 50);
+    let mut seen = Vec::new();
+    stop(tasker, tid(1), migration(1), &mut seen);
+    output.extend(output_of(&seen, tid(1)));
+    pid
+}
+
+/// The counter goes on where it is, with nothing lost.
+pub fn goes_on(tasker: &mut Tasker, output: &mut Vec<u8>) {
+    let mut seen = Vec::new();
+    continue_task(tasker, tid(1), migration(1), &mut seen);
+    output.extend(output_of(&seen, tid(1)));
+    let more = lines(output) + 200;
+    tasker.output_until(tid(1), output, |text| lines(text) > more);
+    assert_no_line_lost(output);
+}
+
+/// Waits until the wrapper has written its process number there.
+pub fn pid_in(path: &Path) -> i32 {
+    let read = || std::fs::read_to_string(path).ok()?.trim().parse().ok();
+    wait_until("the engine runs", || read().is_some());
+    read().expect("just seen")
+}
+
+/// A wrapper that, while the file `wait` exists in the directory, writes its process number and waits to be killed.
+pub fn waiting_wrapper(dir: &Path) -> PathBuf {
+    let d = dir.display();
+    wrapper(
+        dir,
+        &format!("if [ -e {d}/wait ]; then echo $$ > {d}/pid.new; mv {d}/pid.new {d}/pid; exec sleep 14142; fi"),
+    )
+}
+
+pub fn armed(dir: &Path) {
+    std::fs::write(dir.join("wait"), "").expect("write");
+}
+
+pub fn disarmed(dir: &Path) {
+    std::fs::remove_file(dir.join("wait")).expect("remove");
+    let _ = std::fs::remove_file(dir.join("pid"));
+}

@@ -1,0 +1,187 @@
+//! Engines that are killed, hang or are called off in the middle of a dump.
+
+mod common;
+
+use common::moving::*;
+use common::{Tasker, is_alive, migration, sh, tid, wait_until};
+use sempa_proto::migration::Failure;
+use sempa_proto::tasker::ToTasker;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+#[test]
+fn a_killed_dump_leaves_the_task_whole_and_a_later_move_succeeds() {
+    if !can_move() {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("dir");
+    let engine = waiting_wrapper(dir.path());
+    let mut here = Tasker::start_with(&[("SEMPA_CRIU", engine.to_str().expect("text"))]);
+    let mut there = Tasker::start();
+    let mut output = Vec::new();
+    // Wait for the trial, which uses the wrapper too.
+    here.run(tid(9), &sh(), &["-c", "sleep 1000"]);
+    inspect(&mut here, tid(9), migration(9)).expect("the engine works");
+    stopped_counter(&mut here, dir.path(), &mut output);
+    armed(dir.path());
+    here.send(ToTasker::Dump { migration: migration(1), tid: tid(1), dir: dir.path().join("images") });
+    let engine = pid_in(&dir.path().join("pid"));
+    nix::sys::signal::kill(nix::unistd::Pid::from_raw(engine), nix::sys::signal::SIGKILL).expect("kill");
+    assert_eq!(dumped(&mut here, &mut Vec::new()), Err(Failure::Killed { signal: 9 }));
+    disarmed(dir.path());
+    goes_on(&mut here, &mut output);
+    move_task(&mut here, &mut there, tid(1), 2, &mut output);
+    let more = lines(&output) + 100;
+    there.output_until(tid(1), &mut output, |text| lines(text) > more);
+    assert_no_line_lost(&output);
+    here.stop();
+    there.stop();
+}
+
+#[test]
+fn a_dump_that_hangs_is_tried_once_more() {
+    if !can_move() {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("dir");
+    let engine = waiting_wrapper(dir.path());
+    let mut here = Tasker::start_with(&[("SEMPA_CRIU", engine.to_str().expect("text"))]);
+    let mut output = Vec::new();
+    here.run(tid(9), &sh(), &["-c", "sleep 1000"]);
+    inspect(&mut here, tid(9), migration(9)).expect("the engine works");
+    stopped_counter(&mut here, dir.path(), &mut output);
+    armed(dir.path());
+    here.send(ToTasker::Dump { migration: migration(1), tid: tid(1), dir: dir.path().join("images") });
+    pid_in(&dir.path().join("pid"));
+    disarmed(dir.path());
+    assert!(dumped(&mut here, &mut Vec::new()).expect("the second attempt works").bytes > 0);
+    goes_on(&mut here, &mut output);
+    here.stop();
+}
+
+/// Bytes of memory that a dump has written so far.
+fn pages_written(images: &Path) -> u64 {
+    let files = std::fs::read_dir(images).into_iter().flatten().flatten();
+    let pages = files.filter(|f| f.file_name().to_string_lossy().starts_with("pages-"));
+    pages.filter_map(|f| f.metadata().ok()).map(|m| m.len()).sum()
+}
+
+#[test]
+fn the_engine_killed_while_it_writes_memory_does_no_harm() {
+    if !can_move() {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("dir");
+    let d = dir.path().display().to_string();
+    let engine = wrapper(dir.path(), &format!("echo $$ > {d}/pid.new; mv {d}/pid.new {d}/pid"));
+    let mut here = Tasker::start_with(&[("SEMPA_CRIU", engine.to_str().expect("text"))]);
+    here.run(tid(9), &sh(), &["-c", "sleep 1000"]);
+    inspect(&mut here, tid(9), migration(9)).expect("the engine works");
+    let mut output = Vec::new();
+    let pid = here.run(tid(1), &program(dir.path(), "counter"), &["150"]);
+    here.output_until(tid(1), &mut output, |text| lines(text) > 10);
+    for (number, bytes) in [2 << 20, 20 << 20, 80 << 20].into_iter().enumerate() {
+        let id = migration(number as u64 + 1);
+        let images = dir.path().join(format!("images-{number}"));
+        let mut seen = Vec::new();
+        stop(&mut here, tid(1), id, &mut seen);
+        std::fs::remove_file(dir.path().join("pid")).expect("an engine ran before");
+        here.send(ToTasker::Dump { migration: id, tid: tid(1), dir: images.clone() });
+        let engine = pid_in(&dir.path().join("pid"));
+        wait_until("it writes", || pages_written(&images) >= bytes || !is_alive(engine));
+        // If it was quicker than we, the dump is good and there is nothing to kill.
+        let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(engine), nix::sys::signal::SIGKILL);
+        let result = dumped(&mut here, &mut seen);
+        assert!(result.is_ok() || result == Err(Failure::Killed { signal: 9 }), "{result:?}");
+        assert!(is_alive(pid));
+        continue_task(&mut here, tid(1), id, &mut seen);
+        output.extend(output_of(&seen, tid(1)));
+        let more = lines(&output) + 50;
+        here.output_until(tid(1), &mut output, |text| lines(text) > more);
+        assert_no_line_lost(&output);
+        let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("it lives");
+        assert!(status.contains("SigBlk:\t0000000000000000"), "signals stay blocked: {status}");
+    }
+    here.stop();
+}
+
+#[test]
+fn a_move_called_off_during_the_dump_ends_the_engine_and_the_task_goes_on() {
+    if !can_move() {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("dir");
+    let engine = waiting_wrapper(dir.path());
+    let mut here = Tasker::start_with(&[("SEMPA_CRIU", engine.to_str().expect("text"))]);
+    here.run(tid(9), &sh(), &["-c", "sleep 1000"]);
+    inspect(&mut here, tid(9), migration(9)).expect("the engine works");
+    let mut output = Vec::new();
+    stopped_counter(&mut here, dir.path(), &mut output);
+    armed(dir.path());
+    here.send(ToTasker::Dump { migration: migration(1), tid: tid(1), dir: dir.path().join("images") });
+    let engine = pid_in(&dir.path().join("pid"));
+    here.send(ToTasker::Continue { migration: migration(1), tid: tid(1) });
+    assert!(matches!(dumped(&mut here, &mut Vec::new()), Err(Failure::CalledOff(_))));
+    assert!(!is_alive(engine));
+    goes_on(&mut here, &mut output);
+    here.stop();
+}
+
+/// Builds what ends an engine at a step of its work.
+fn killer(dir: &Path) -> PathBuf {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/programs/killer.c");
+    let out = dir.join("killer.so");
+    let done = Command::new("gcc").args(["-O1", "-shared", "-fPIC", "-o"]).arg(&out).arg(source).status().expect("gcc");
+    assert!(done.success());
+    out
+}
+
+/// In the ordinary run steps are taken at this distance; with `SEMPA_TEST_EVERY_STEP` set each one is.
+const STRIDE: usize = 23;
+
+#[test]
+fn an_engine_killed_before_or_after_any_touch_of_the_task_does_no_harm() {
+    if !can_move() {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("dir");
+    let (killer, at) = (killer(dir.path()), dir.path().join("at"));
+    let env = format!("LD_PRELOAD={}:$LD_PRELOAD", killer.display());
+    // In the environment of the engine alone: the shell makes no steps.
+    let engine = wrapper_in_env(dir.path(), &format!("{env} KILL_AT=$(cat {} 2>/dev/null)", at.display()));
+    let mut here = Tasker::start_with(&[("SEMPA_CRIU", engine.to_str().expect("text"))]);
+    here.run(tid(9), &sh(), &["-c", "sleep 1000"]);
+    inspect(&mut here, tid(9), migration(9)).expect("the engine works");
+    let mut output = Vec::new();
+    let pid = here.run(tid(1), &program(dir.path(), "counter"), &[]);
+    let stride = if std::env::var_os("SEMPA_TEST_EVERY_STEP").is_some() { 1 } else { STRIDE };
+    let mut kills = 0;
+    for step in (1..).step_by(stride) {
+        std::fs::write(&at, step.to_string()).expect("write");
+        let more = lines(&output) + 20;
+        here.output_until(tid(1), &mut output, |text| lines(text) > more);
+        let id = migration(step as u64 + 1);
+        let mut seen = Vec::new();
+        stop(&mut here, tid(1), id, &mut seen);
+        let result = dump(&mut here, tid(1), id, &dir.path().join(format!("images-{step}")), &mut seen);
+        println!("killed at step {step}");
+        wait_until("the task stands still", || {
+            std::fs::read_to_string(format!("/proc/{pid}/status")).is_ok_and(|s| s.contains("State:\tT (stopped)"))
+        });
+        continue_task(&mut here, tid(1), id, &mut seen);
+        output.extend(output_of(&seen, tid(1)));
+        let more = lines(&output) + 20;
+        here.output_until(tid(1), &mut output, |text| lines(text) > more);
+        assert_no_line_lost(&output);
+        let state = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("it lives");
+        assert!(state.contains("SigBlk:\t0000000000000000"), "killed at step {step}: {state}");
+        match result {
+            Ok(_) => break,
+            result => assert_eq!(result, Err(Failure::Killed { signal: 9 }), "killed at step {step}"),
+        }
+        kills += 1;
+    }
+    println!("{kills} engines were killed, one every {stride} steps");
+    assert!(kills * stride > 100, "the steps were counted: {kills}");
+    here.stop();
+}
