@@ -45,7 +45,7 @@ pub(crate) fn plan(words: &[String], json: bool) -> io::Result<Plan> {
         }
         _ => return Ok(Plan::Needs(command)),
     };
-    Screen.report(&outcome, false)?;
+    Screen.report(&outcome, json)?;
     Ok(Plan::Done(code(!outcome.failed)))
 }
 

@@ -108,8 +108,7 @@ fn a_flood_of_output_and_a_flood_of_keys_do_not_wait_for_each_other() {
     for n in 0..KEYS {
         terminal.keys(&format!("echo answer-{n}\r"));
     }
-    terminal.wait_for(&format!("\r\nanswer-{}\r\n", KEYS - 1));
-    terminal.wait_for("[1] finished");
+    terminal.wait_for_both(&format!("\r\nanswer-{}\r\n", KEYS - 1), "[1] finished\r\n");
     let shown = terminal.shown();
     let mut at = 0;
     for n in 1..=LINES {

@@ -96,8 +96,8 @@ impl Lab {
     }
 
     /// Commands through a pipe; what the console printed, standard error included.
-    pub(crate) fn script(&self, program: &str, lines: &str) -> String {
-        script(self.command(program), lines)
+    pub(crate) fn script(&self, lines: &str) -> String {
+        script(self.console(), lines, true)
     }
 
     /// The daemon's process.
@@ -119,14 +119,15 @@ fn run_quietly(command: &mut Command) -> std::io::Result<ExitStatus> {
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).status()
 }
 
-/// Gives a program lines and collects all that it prints.
-pub(crate) fn script(mut command: Command, lines: &str) -> String {
+/// Gives a program lines and collects all that it prints, complaints included or not.
+pub(crate) fn script(mut command: Command, lines: &str, complaints: bool) -> String {
     let mut input = tempfile::tempfile().expect("a file");
     input.write_all(lines.as_bytes()).expect("written");
     std::io::Seek::rewind(&mut input).expect("a file");
     let mut output = tempfile::tempfile().expect("a file");
     let both = || Stdio::from(output.try_clone().expect("a descriptor"));
-    let mut child = command.stdin(input).stdout(both()).stderr(both()).spawn().expect("it starts");
+    let errors = if complaints { both() } else { Stdio::null() };
+    let mut child = command.stdin(input).stdout(both()).stderr(errors).spawn().expect("it starts");
     let ended = eventually(PATIENCE, || match child.try_wait() {
         Ok(Some(_)) => Ok(()),
         other => Err(format!("it does not end: {other:?}")),
@@ -197,6 +198,17 @@ impl Terminal {
         let (before, seen) = found.unwrap_or_else(|error| panic!("{error:#}"));
         self.seen = seen;
         before
+    }
+
+    /// Waits until both are shown, in any order, wherever the last waiting ended.
+    #[track_caller]
+    pub(crate) fn wait_for_both(&mut self, one: &str, other: &str) {
+        let found = eventually(PATIENCE, || {
+            let shown = self.shown();
+            let missing: Vec<&str> = [one, other].into_iter().filter(|text| !shown.contains(*text)).collect();
+            if missing.is_empty() { Ok(()) } else { Err(format!("not shown: {missing:?}")) }
+        });
+        found.unwrap_or_else(|error| panic!("{error:#}"));
     }
 
     /// All that was shown so far.

@@ -38,6 +38,13 @@ pub enum EventKind {
         /// Why.
         why: String,
     },
+    /// Nothing more comes of the host file.
+    HostFileDone {
+        /// Hosts of it that joined.
+        added: u32,
+        /// Lines that were not understood and hosts that did not join.
+        refused: u32,
+    },
     /// A host left or was lost.
     HostGone {
         /// Its index.
@@ -168,6 +175,9 @@ impl fmt::Display for EventKind {
         match self {
             EventKind::HostAdded { host, name } => write!(f, "{name} joined as {host}"),
             EventKind::HostRefused { name, why } => write!(f, "{name} was not added: {why}"),
+            EventKind::HostFileDone { added, refused } => {
+                write!(f, "the host file is done: hosts that joined {added}, lines that came to nothing {refused}")
+            }
             EventKind::HostGone { host, name, why } => write!(f, "{name} ({host}) is gone: {why}"),
             EventKind::TaskStarted { tid, parent, name } => {
                 let name = if name.is_empty() { "from a command line" } else { name };

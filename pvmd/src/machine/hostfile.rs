@@ -56,8 +56,8 @@ pub(super) struct HostFile {
 }
 
 impl HostFile {
-    /// Reads the lines. Also returns the hosts to start now, and a sentence for each line that was ignored.
-    pub(super) fn read(lines: &[String], own_name: &str) -> (HostFile, Vec<String>, Vec<String>) {
+    /// Reads the lines. Also returns the hosts to start now, and the lines that were not understood, with the reason.
+    pub(super) fn read(lines: &[String], own_name: &str) -> (HostFile, Vec<String>, Vec<(String, String)>) {
         let (mut file, mut start_now, mut ignored) = (HostFile::default(), Vec::new(), Vec::new());
         for line in lines {
             match parse(line) {
@@ -69,7 +69,7 @@ impl HostFile {
                         start_now.push(name);
                     }
                 }
-                Err((_, reason)) => ignored.push(format!("host file line {line:?} was ignored: {reason}")),
+                Err((_, reason)) => ignored.push((line.clone(), reason)),
             }
         }
         (file, start_now, ignored)

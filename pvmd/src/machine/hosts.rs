@@ -27,7 +27,17 @@ const ADDS_OPEN_MAX: usize = 1024;
 pub(super) enum Wanting {
     Task { tid: Tid, id: RequestId },
     Rm { rm: Tid, wid: i32 },
-    HostFile,
+    /// The host file; so many of its lines were not understood.
+    HostFile { refused: u32 },
+}
+
+/// What the host file asks for at the start.
+#[derive(Debug)]
+pub(super) struct HostFileBegin {
+    /// Hosts to start.
+    pub(super) start: Vec<String>,
+    /// Lines that were not understood, with the reason.
+    pub(super) ignored: Vec<(String, String)>,
 }
 
 #[derive(Debug)]
@@ -90,6 +100,8 @@ struct Change {
 #[derive(Debug, Default)]
 pub(super) struct Hosts {
     pub(super) file: HostFile,
+    /// What is done with the file when the time of day is known.
+    begin: Option<HostFileBegin>,
     last_index: u16,
     last_start: u64,
     last_job: u64,
@@ -105,8 +117,8 @@ pub(super) struct Hosts {
 
 impl Hosts {
     /// The master is host 1.
-    pub(super) fn new(file: HostFile) -> Hosts {
-        Hosts { file, last_index: HostId::MASTER.index(), ..Hosts::default() }
+    pub(super) fn new(file: HostFile, begin: Option<HostFileBegin>) -> Hosts {
+        Hosts { file, begin, last_index: HostId::MASTER.index(), ..Hosts::default() }
     }
 
     /// Daemons that have a session, or soon will, but are not in the table in force.
@@ -132,6 +144,17 @@ impl Hosts {
 impl Machine {
     fn hosts(&mut self) -> &mut Hosts {
         &mut self.master.as_mut().expect("only the master changes the host table").hosts
+    }
+
+    /// Master: tells which lines of the host file were not understood, and starts the hosts of the others.
+    pub(super) fn begin_host_file(&mut self) {
+        let Some(begin) = self.master.as_mut().and_then(|master| master.hosts.begin.take()) else { return };
+        let refused = begin.ignored.len() as u32;
+        for (line, why) in begin.ignored {
+            self.log(format!("the host file's line {line:?} was ignored: {why}"));
+            self.record(EventKind::HostRefused { name: line, why });
+        }
+        self.add_hosts(&begin.start, Wanting::HostFile { refused });
     }
 
     /// Somebody wants these hosts in.
@@ -312,7 +335,11 @@ impl Machine {
         match wanting {
             Wanting::Task { tid, id } => self.reply(tid, id, Reply::HostsAdded(added)),
             Wanting::Rm { rm, wid } => self.rm_added(rm, wid, &added),
-            Wanting::HostFile => {}
+            Wanting::HostFile { refused } => {
+                let joined = added.iter().filter(|added| added.result.is_ok()).count() as u32;
+                let refused = refused + added.len() as u32 - joined;
+                self.record(EventKind::HostFileDone { added: joined, refused });
+            }
         }
     }
 

@@ -1,0 +1,128 @@
+//! One command at a time, starts and ends: exit statuses and what is said when something is wrong.
+
+mod common;
+
+use common::{Lab, PATIENCE, Terminal};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use sempa_tests::run::{Running, run};
+use serde_json::Value;
+use std::fs::{self, OpenOptions};
+use std::process::Stdio;
+
+#[test]
+fn output_that_cannot_be_written_is_said() {
+    let Some(lab) = Lab::started() else { return };
+    let full = || OpenOptions::new().write(true).open("/dev/full").expect("a full device");
+    let done = lab.console().arg("conf").stdin(Stdio::null()).stdout(full()).output().expect("it starts");
+    assert_eq!(done.status.code(), Some(1));
+    let said = String::from_utf8_lossy(&done.stderr);
+    assert_eq!(said, "pvm: standard output cannot be written: No space left on device (os error 28)\n");
+}
+
+#[test]
+fn complaints_about_the_command_line_begin_with_the_name_of_the_program() {
+    let Some(lab) = Lab::new() else { return };
+    for (words, said) in [
+        (&["--json", "halt"][..], "pvm: --json belongs to a command that prints something; halt prints nothing"),
+        (&["nosuch"], "pvm: nosuch: not found"),
+        (&["conf"], "pvm: no virtual machine is running here"),
+    ] {
+        let done = lab.pvm(words);
+        assert!(!done.good() && done.out.is_empty() && done.err.starts_with(said), "{words:?}: {done:?}");
+    }
+}
+
+#[test]
+fn everybody_who_halts_at_the_same_time_is_told_that_it_is_done() {
+    let Some(lab) = Lab::started() else { return };
+    let halts: Vec<Running> = (0..6)
+        .map(|_| {
+            let mut command = lab.console();
+            command.arg("halt");
+            Running::start(command, Stdio::null()).expect("it starts")
+        })
+        .collect();
+    let done: Vec<_> = halts.into_iter().map(|halt| halt.finish(PATIENCE).expect("it ends")).collect();
+    assert!(!lab.place().exists(), "nothing is left");
+    assert!(done.iter().any(|done| done.good()), "{done:?}");
+    for done in done {
+        // One that comes when all is over finds nothing to halt.
+        let late = done.err.starts_with("pvm: no virtual machine is running here");
+        assert!((done.good() && done.err.is_empty()) || late, "{done:?}");
+    }
+}
+
+#[test]
+fn after_a_daemon_was_killed_nothing_runs_and_the_next_start_puts_things_right() {
+    let Some(lab) = Lab::started() else { return };
+    kill(Pid::from_raw(lab.daemon()), Signal::SIGKILL).expect("ours");
+    let none = sempa_tests::eventually(PATIENCE, || {
+        let done = lab.pvm(&["conf"]);
+        // While it dies it may still take a caller in, and hang up.
+        if done.err.contains("no virtual machine") { Ok(done) } else { Err(format!("{done:?}")) }
+    });
+    let none = none.expect("it is dead");
+    assert!(none.err.starts_with("pvm: no virtual machine is running here: start one with `pvm`"), "{none:?}");
+    let halt = lab.pvm(&["halt"]);
+    assert!(!halt.good() && halt.err.starts_with("pvm: no virtual machine is running here"), "{halt:?}");
+    let start = lab.pvm(&["start"]);
+    assert!(start.good() && start.out.is_empty(), "it does not think that one runs: {start:?}");
+    assert!(lab.pvm(&["conf"]).out.starts_with("1 host, "));
+    lab.pvm(&["halt"]).expect_good("halt").expect("it ends");
+    assert!(!lab.place().exists(), "nothing is left");
+}
+
+#[test]
+fn whoever_starts_it_hears_what_is_wrong_with_the_host_file() {
+    let Some(lab) = Lab::new() else { return };
+    let hosts = lab.path("hosts");
+    fs::write(&hosts, "# mine\nh2.invalid zz=1\n& h3.invalid sp=2\nh4.invalid\n").expect("written");
+    let mut command = lab.console();
+    command.args(["start", "hosts"]).env("PVM_RSH", "/bin/false");
+    let done = run(command, PATIENCE).expect("it ends");
+    assert_eq!(done.status.code(), Some(1), "not all of it was done: {done:?}");
+    let lines: Vec<&str> = done.err.lines().collect();
+    assert_eq!(lines.len(), 2, "{done:?}");
+    assert!(lines[0].starts_with("pvm: h2.invalid zz=1 was not added: ") && lines[0].contains("zz"), "{done:?}");
+    assert!(lines[1].starts_with("pvm: h4.invalid was not added: cannot start a daemon on h4.invalid"), "{done:?}");
+    assert!(lab.pvm(&["conf"]).out.starts_with("1 host, "), "it runs all the same");
+    let again = lab.pvm(&["start", "hosts"]);
+    assert_eq!((again.good(), again.out.as_str()), (true, "pvmd already running.\n"));
+}
+
+#[test]
+fn values_for_programs_are_one_json_text_a_line() {
+    let Some(lab) = Lab::started() else { return };
+    let value = |words: &[&str]| -> Value {
+        let done = lab.pvm(&[&["--json"], words].concat());
+        serde_json::from_str(done.out.trim()).unwrap_or_else(|error| panic!("{words:?}: {error}: {done:?}"))
+    };
+    let host = value(&["conf"])["hosts"][0]["name"].as_str().expect("a name").to_string();
+    assert_eq!(value(&["mstat", &host, "nohost"])["results"][1]["error"]["code"], -6);
+    assert_eq!(value(&["pstat", "t40077"])["results"][0]["up"], false);
+    assert_eq!(value(&["getopt", "PvmRoute"])["options"]["PvmRoute"], 1);
+    assert!(value(&["id"])["tid"].as_str().is_some_and(|tid| tid.starts_with("t40")));
+    assert_eq!(value(&["names"])["classes"], Value::Array(Vec::new()));
+    assert_eq!(value(&["trace"])["options"], "full");
+    assert_eq!(value(&["version"])["interface"], "3.4.6");
+    assert_eq!(value(&["spawn", "/bin/true"])["results"][0]["tid"].as_str().map(|tid| &tid[..1]), Some("t"));
+    let text = lab.script("conf --json\nquit\n");
+    let line = text.lines().find(|line| line.starts_with('{')).expect("a value");
+    assert_eq!(serde_json::from_str::<Value>(line).expect("JSON")["formats"], 1);
+}
+
+#[test]
+fn commands_of_the_start_file_come_first() {
+    let Some(lab) = Lab::started() else { return };
+    fs::write(lab.home().join(".pvmrc"), "# mine\nalias greet echo hello\ngreet 1\n").expect("written");
+    let text = lab.script("greet 2\n");
+    let wanted = "pvmd already running.\n# mine\nalias greet echo hello\ngreet 1\nhello 1\npvm> greet 2\nhello 2\npvm> quit\n\n\
+                  Console: exit handler called\npvmd still running.\n";
+    assert_eq!(text, wanted);
+    let mut terminal = Terminal::start(lab.console());
+    terminal.wait_for("hello 1\r\n");
+    terminal.wait_for("pvm> ");
+    terminal.keys("greet 3\r");
+    terminal.wait_for("\r\nhello 3\r\n");
+}

@@ -1,0 +1,316 @@
+//! The same commands given to PVM's console on PVM's daemon, to our console on ours, and to PVM's console, as Debian has
+//! it and linked with our library, on our daemon: the same lines come back. What differs on purpose is listed with the
+//! reason, and is checked to differ.
+
+mod common;
+
+use common::{Lab, PATIENCE, Terminal, has, script};
+use sempa_tests::eventually;
+use std::collections::BTreeMap;
+use std::fs;
+use std::process::{Child, Command, Stdio};
+
+/// PVM's console and daemon.
+const CONSOLE: &str = "/usr/bin/pvm";
+const DAEMON: &str = "/usr/bin/pvmd";
+/// A program of Debian's examples that spawns another one and prints.
+const HELLO: &str = "/usr/bin/hello.pvm";
+
+/// Commands with their arguments, in this order.
+const COMMANDS: &str = r#"version
+id
+conf
+ps
+ps -x
+ps -ax
+ps -al
+ps -xal
+ps -h40000
+ps -ht40000
+mstat . nohost
+mstat
+pstat t40001 t40009 40001
+pstat
+jobs
+jobs -l
+alias
+alias bar echo a b
+alias
+bar c
+unalias bar
+unalias
+unalias nonesuch
+alias
+export
+export A B
+export
+unexport A
+export
+unexport B
+export
+unexport
+echo
+echo a  b "c  d" 'x' \y
+echo a;echo b
+getopt
+getopt PvmRoute
+getopt Foo
+getopt PvmRoute PvmTraceTid
+setopt
+setopt PvmRoute
+setopt PvmRoute 3
+setopt PvmRoute 1
+setopt PvmFragSize 8000
+setopt PvmAutoErr 0
+setopt PvmAutoErr 1
+setopt PvmShowTids 0
+setopt PvmNoReset 0
+setopt PvmNoReset 1
+setopt Foo 3
+names
+names foo
+names PVM
+put
+put a
+put a 0 x
+put b 3 x
+put b 3 x
+names
+names a
+reset info
+reset info b
+reset info b 0
+reset info b 0 1
+names
+reset foo
+kill
+kill -c
+kill -x t40002
+kill t40055
+kill -c t40055
+sig
+sig 1
+sig 10 t40055
+trace
+trace buf
+trace buf 1000
+trace buf
+trace buf 0
+trace opt
+trace opt time
+trace opt
+trace opt foo
+trace opt full
+trace + send recv
+trace - send
+trace nosuch
+trace
+trace *
+trace
+trace - *
+trace
+trace xpvm
+tickle
+tickle 5
+tickle 6 3
+tickle 5
+tickle 6 0
+tickle 9
+conf x
+id x
+version x
+quit x
+help id conf
+add
+delete
+delete nohost
+spawn
+spawn -3
+spawn nosuch
+spawn -3 nosuch
+spawn /nosuch
+spawn -nohost nosuch
+spawn -NOARCH nosuch
+spawn -LINUX64 nosuch
+spawn -. nosuch
+spawn -~ nosuch
+setenv FOO bar
+setenv FOO
+setenv NOSUCH
+foo
+cle
+"id"
+spawn -2 /bin/sleep 100
+ps
+ps -a
+ps -l
+kill -c t40001
+reset
+help spawn
+jobs -x
+ps -nnohost
+ps -a -l
+setopt PvmRoute x
+help nosuch
+kill nosuch
+put c 1
+quit
+"#;
+
+/// What our console does otherwise, and why.
+const DIFFERENT: [(&str, &str); 8] = [
+    ("help spawn", "our own words"),
+    ("jobs -x", "an unknown option is named"),
+    ("ps -nnohost", "no table of nothing behind the message"),
+    ("ps -a -l", "options may stand apart"),
+    ("setopt PvmRoute x", "what is no number is refused"),
+    ("help nosuch", "an unknown command is named"),
+    ("kill nosuch", "what is no tid is refused"),
+    ("put c 1", "the third word is not needed"),
+];
+
+/// PVM's daemon in folders of its own.
+struct Real {
+    lab: Lab,
+    daemon: Child,
+}
+
+impl Real {
+    fn start() -> Option<Real> {
+        let lab = Lab::new()?;
+        let mut command = real(&lab, DAEMON);
+        let daemon =
+            command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("it starts");
+        let real = Real { lab, daemon };
+        let address = real.lab.path("tmp").join(format!("pvmd.{}", nix::unistd::geteuid()));
+        let up = || if address.exists() { Ok(()) } else { Err("PVM's daemon gives no address".to_string()) };
+        eventually(PATIENCE, up).expect("it comes up");
+        Some(real)
+    }
+}
+
+impl Drop for Real {
+    fn drop(&mut self) {
+        let pid = nix::unistd::Pid::from_raw(self.daemon.id() as i32);
+        let _ = nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGTERM);
+        let _ = self.daemon.wait();
+    }
+}
+
+/// A program with PVM's own library.
+fn real(lab: &Lab, program: &str) -> Command {
+    let mut command = lab.command(program);
+    command.env_remove("LD_LIBRARY_PATH").env_remove("SEMPA_LIB").env("PATH", "/usr/bin:/bin");
+    command
+}
+
+/// What each command printed on standard output, in the order of the commands.
+fn answers(command: Command) -> Vec<(String, String)> {
+    // On standard error the library speaks, or our console explains.
+    let text = script(command, COMMANDS, false);
+    let text = text.strip_prefix("pvmd already running.\n").unwrap_or(&text);
+    let pieces = text.split("pvm> ").filter(|piece| !piece.is_empty());
+    pieces
+        .map(|piece| {
+            let (command, answer) = piece.split_once('\n').unwrap_or((piece, ""));
+            (command.to_string(), plain(command, answer))
+        })
+        .collect()
+}
+
+/// Without what is never the same twice: numbers of processes, and how many tids were used before.
+fn plain(command: &str, answer: &str) -> String {
+    let mut tids = BTreeMap::new();
+    let lines = answer.lines().map(|line| {
+        let mut words: Vec<String> = line.split(' ').map(|word| tid(word, &mut tids)).collect();
+        let is_row = command.starts_with("ps") && command.contains('l') && line.contains("4/c") | line.contains("2/f");
+        if is_row {
+            // Host, tid, parent, process.
+            let cells: Vec<usize> = words.iter().enumerate().filter(|(_, w)| !w.is_empty()).map(|(at, _)| at).collect();
+            words[cells[3]] = "PID".into();
+            words.retain(|word| !word.is_empty());
+        }
+        words.join(" ")
+    });
+    lines.collect::<Vec<_>>().join("\n")
+}
+
+/// A tid of a task beside the console as its number in the order of appearance.
+fn tid(word: &str, seen: &mut BTreeMap<String, usize>) -> String {
+    let digits = word.strip_prefix('t').unwrap_or(word);
+    if digits.len() != 5 || !digits.starts_with("400") || ["40000", "40001"].contains(&digits) {
+        return word.to_string();
+    }
+    let next = seen.len();
+    let number = *seen.entry(digits.to_string()).or_insert(next);
+    word.replace(digits, &format!("task{number}"))
+}
+
+#[test]
+fn our_console_answers_as_pvms_and_pvms_console_answers_the_same_on_our_daemon() {
+    if !has(CONSOLE, "pvm") {
+        return;
+    }
+    let Some(pvm) = Real::start() else { return };
+    let Some(ours) = Lab::started() else { return };
+    let Some(mixed) = Lab::started() else { return };
+    let wanted = answers(real(&pvm.lab, CONSOLE));
+    assert_eq!(wanted.len(), COMMANDS.lines().count(), "PVM's console understood all: {wanted:?}");
+    let own = answers(ours.console());
+    let strange = answers(mixed.command(CONSOLE));
+    let mut wrong = Vec::new();
+    for (at, (command, answer)) in wanted.iter().enumerate() {
+        let differs = DIFFERENT.iter().any(|(name, _)| name == command);
+        if own[at].0 != *command || (own[at].1 == *answer) == differs {
+            wrong.push(format!("{command}\nPVM: {answer}\nours: {}", own[at].1));
+        }
+        if strange.get(at) != Some(&wanted[at]) {
+            wrong.push(format!("{command}\nPVM: {answer}\nPVM's on our daemon: {:?}", strange.get(at)));
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n\n"));
+}
+
+#[test]
+fn pvms_console_on_our_daemon_shows_output_and_traces_of_tasks() {
+    if !has(CONSOLE, "pvm") || !has(HELLO, "pvm-examples") {
+        return;
+    }
+    let Some(lab) = Lab::started() else { return };
+    let mut terminal = Terminal::start(lab.command(CONSOLE));
+    terminal.wait_for("pvm> ");
+    terminal.keys("spawn -> hello.pvm\n");
+    terminal.wait_for("[1]\r\n1 successful\r\nt4");
+    terminal.wait_for("] i'm t4");
+    terminal.wait_for(": hello, world from ");
+    terminal.wait_for("[1] finished");
+    terminal.keys("spawn -@ hello.pvm\n");
+    terminal.wait_for("\"host_add(0)\" {");
+    terminal.wait_for("libpvmtrc: Task TID=0x4");
+    terminal.wait_for("GOTSPAWN");
+    terminal.wait_for("finished");
+    terminal.keys("halt\n");
+    terminal.end();
+    let gone = || if lab.place().exists() { Err("it is there".to_string()) } else { Ok(()) };
+    eventually(PATIENCE, gone).expect("the virtual machine has ended");
+}
+
+#[test]
+fn our_console_shows_the_output_of_an_unmodified_program_with_its_trace() {
+    if !has(HELLO, "pvm-examples") {
+        return;
+    }
+    let Some(lab) = Lab::started() else { return };
+    let trace = lab.path("trace");
+    let done = lab.pvm(&["spawn", "->", &format!("-@{}", trace.display()), "hello.pvm"]);
+    let done = done.expect_good("spawn").expect("it ran");
+    let lines: Vec<&str> = done.out.lines().collect();
+    assert_eq!(lines[..2], ["[1]", "1 successful"], "{done:?}");
+    assert!(lines.iter().any(|line| line.contains(": hello, world from ")), "{done:?}");
+    assert_eq!(lines.iter().filter(|line| line.starts_with("[1] libpvmtrc: Task TID=0x4")).count(), 2, "{done:?}");
+    assert_eq!(lines.last(), Some(&"[1] finished"), "{done:?}");
+    let text = fs::read_to_string(trace).expect("a trace");
+    for name in ["host_add(0)", "newtask(0)", "spntask(0)", "output(0)", "endtask(0)"] {
+        assert!(text.contains(&format!("\n\"{name}\" {{ ")), "{name}: {text}");
+    }
+}
