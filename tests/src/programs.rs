@@ -18,7 +18,8 @@ pub fn compile(name: &str, prefix: &Path, folder: &Path) -> Result<PathBuf> {
     let program = folder.join(name);
     let mut gcc = Command::new("gcc");
     gcc.args(["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", "-o"]).arg(&program).arg(&source);
-    gcc.arg("-I").arg(prefix.join("include")).arg("-L").arg(prefix.join("lib")).arg("-lpvm3");
+    gcc.arg("-I").arg(prefix.join("include")).arg("-L").arg(prefix.join("lib"));
+    gcc.args(["-Wl,--as-needed", "-lgpvm3", "-lpvm3"]);
     must(gcc, COMPILE_TIME).with_context(|| format!("compiling {}", source.display()))?;
     Ok(program)
 }

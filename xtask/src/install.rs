@@ -8,9 +8,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// Programs, as they are installed.
-const PROGRAMS: [&str; 5] = ["pvm", "pvmd", "pvm-rm", "pvm-load-watcher", "pvm-tasker"];
+const PROGRAMS: [&str; 6] = ["pvm", "pvmd", "pvm-rm", "pvm-load-watcher", "pvm-tasker", "pvm_gstat"];
 /// Packages that make the programs and the library.
-const CRATES: [&str; 6] = ["pvm-console", "pvmd", "pvm-rm", "pvm-load-watcher", "pvm-tasker", "pvm3-capi"];
+const CRATES: [&str; 7] = ["pvm-console", "pvmd", "pvm-rm", "pvm-load-watcher", "pvm-tasker", "pvm3-capi", "gpvm3"];
 
 /// The target folder of this build: two above the running program.
 pub(crate) fn target() -> Result<PathBuf> {
@@ -59,12 +59,30 @@ pub(crate) fn lay_out(prefix: &Path) -> Result<()> {
     link("libpvm3.so.3", &prefix.join("lib/libpvm3.so"))?;
     let capi = project().join("libpvm/capi");
     put(&capi.join("include/pvm3.h"), &prefix.join("include/pvm3.h"), 0o644)?;
-    let form = fs::read_to_string(capi.join("pvm3.pc.in")).context("pvm3.pc.in")?;
+    package_config(prefix, &capi.join("pvm3.pc.in"))?;
+    groups_and_fortran(prefix, &built)?;
+    manuals(prefix)
+}
+
+/// The group library with its programs, and what Fortran programs are built with.
+fn groups_and_fortran(prefix: &Path, built: &Path) -> Result<()> {
+    put(&built.join("libgpvm3.so"), &prefix.join("lib/libgpvm3.so.3"), 0o755)?;
+    link("libgpvm3.so.3", &prefix.join("lib/libgpvm3.so"))?;
+    put(&built.join("libgpvm3.a"), &prefix.join("lib/libgpvm3.a"), 0o644)?;
+    link("pvm_gstat", &prefix.join("bin/pvmgroups"))?;
+    package_config(prefix, &project().join("libpvm/group/gpvm3.pc.in"))?;
+    replace(&prefix.join("lib/libfpvm3.a"), fpvm3::ARCHIVE, 0o644)?;
+    replace(&prefix.join("include/fpvm3.h"), fpvm3::HEADER.as_bytes(), 0o644)
+}
+
+/// A file for pkg-config, made from its form.
+fn package_config(prefix: &Path, form: &Path) -> Result<()> {
+    let text = fs::read_to_string(form).with_context(|| form.display().to_string())?;
     let place = std::path::absolute(prefix)?.display().to_string();
     let text =
-        form.replace("@PREFIX@", &place).replace("@prefix@", &place).replace("@VERSION@", env!("CARGO_PKG_VERSION"));
-    replace(&prefix.join("lib/pkgconfig/pvm3.pc"), text.as_bytes(), 0o644)?;
-    manuals(prefix)
+        text.replace("@PREFIX@", &place).replace("@prefix@", &place).replace("@VERSION@", env!("CARGO_PKG_VERSION"));
+    let name = form.file_stem().unwrap_or_default();
+    replace(&prefix.join("lib/pkgconfig").join(name), text.as_bytes(), 0o644)
 }
 
 fn manuals(prefix: &Path) -> Result<()> {

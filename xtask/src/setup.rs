@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// Debian packages, by name.
-const PACKAGES: [&str; 10] = [
+const PACKAGES: [&str; 11] = [
     "tablix2",
     "openssh-server",
     "openssh-client",
@@ -16,6 +16,7 @@ const PACKAGES: [&str; 10] = [
     "pvm-examples",
     "procps",
     "gcc",
+    "gfortran",
     "libc6-dev",
 ];
 

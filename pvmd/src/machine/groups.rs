@@ -182,11 +182,11 @@ impl Groups {
             Err(failed) => return Err(failed),
         };
         if let Some((_, group)) = &known {
-            if group.instances.contains_key(&tid) {
-                return Err((PvmError::DupGroup, format!("{tid} is in group {} already", shown(name))));
-            }
             if group.state != GroupState::Dynamic {
                 return Err((PvmError::NotInGroup, format!("group {} is frozen: nobody can join", shown(name))));
+            }
+            if group.instances.contains_key(&tid) {
+                return Err((PvmError::DupGroup, format!("{tid} is in group {} already", shown(name))));
             }
         }
         if self.memberships >= MEMBERSHIPS_MAX {

@@ -170,7 +170,7 @@ fn a_frozen_group_takes_nobody_in_and_breaks_when_a_member_goes() {
         let mut s = Service::of(3);
         assert_eq!((s.freeze(0, 3), s.freeze(1, 3)), (vec![], vec![]));
         assert_eq!(s.freeze(2, 3), [(0, 3), (1, 3), (2, 3)]);
-        assert_eq!((s.join(7), s.freeze(0, 3), s.size()), (-20, vec![(0, -18)], 3));
+        assert_eq!((s.join(7), s.join(0), s.freeze(0, 3), s.size()), (-20, -20, vec![(0, -18)], 3));
         s.barrier(0, 3);
         s.barrier(1, 3);
         let told = if ends {

@@ -1,0 +1,120 @@
+//! The reduce functions that come with the library: maximum, minimum, sum and product, element by element.
+
+// The elements lie in the program's memory.
+#![allow(unsafe_code)]
+
+use crate::pvm::Kind;
+use sempa_proto::{PvmError, PvmResult};
+use std::ffi::c_void;
+use std::ops::{Add, Mul};
+
+/// What is done with two elements.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Op {
+    Max,
+    Min,
+    Sum,
+    Product,
+}
+
+/// A complex number as C and Fortran lay it out.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[repr(C)]
+struct Complex<T>(T, T);
+
+/// An element that can be combined.
+trait Element: Copy {
+    fn is_less(self, other: Self) -> bool;
+    fn sum(self, other: Self) -> Self;
+    fn product(self, other: Self) -> Self;
+
+    fn combine(self, op: Op, other: Self) -> Self {
+        match op {
+            Op::Max if self.is_less(other) => other,
+            Op::Min if other.is_less(self) => other,
+            Op::Max | Op::Min => self,
+            Op::Sum => self.sum(other),
+            Op::Product => self.product(other),
+        }
+    }
+}
+
+macro_rules! integers {
+    ($($t:ty),*) => {$(
+        impl Element for $t {
+            fn is_less(self, other: Self) -> bool { self < other }
+            fn sum(self, other: Self) -> Self { self.wrapping_add(other) }
+            fn product(self, other: Self) -> Self { self.wrapping_mul(other) }
+        }
+    )*};
+}
+integers!(i8, i16, i32, i64);
+
+macro_rules! floats {
+    ($($t:ty),*) => {$(
+        impl Element for $t {
+            fn is_less(self, other: Self) -> bool { self < other }
+            fn sum(self, other: Self) -> Self { self + other }
+            fn product(self, other: Self) -> Self { self * other }
+        }
+    )*};
+}
+floats!(f32, f64);
+
+impl<T> Element for Complex<T>
+where
+    T: Copy + Into<f64> + Add<Output = T> + Mul<Output = T> + std::ops::Sub<Output = T>,
+{
+    /// Complex numbers are compared by their modulus.
+    fn is_less(self, other: Self) -> bool {
+        let modulus = |z: Self| z.0.into().hypot(z.1.into());
+        modulus(self) < modulus(other)
+    }
+
+    fn sum(self, other: Self) -> Self {
+        Complex(self.0 + other.0, self.1 + other.1)
+    }
+
+    fn product(self, other: Self) -> Self {
+        Complex(self.0 * other.0 - self.1 * other.1, self.0 * other.1 + self.1 * other.0)
+    }
+}
+
+/// `x[i] = x[i] op y[i]`. Memory need not be aligned.
+///
+/// # Safety
+/// Both arrays have `count` elements.
+unsafe fn each<T: Element>(op: Op, x: *mut c_void, y: *const c_void, count: usize) {
+    let (x, y) = (x.cast::<T>(), y.cast::<T>());
+    for i in 0..count {
+        // SAFETY: element `i` of both arrays.
+        unsafe {
+            let combined = x.add(i).read_unaligned().combine(op, y.add(i).read_unaligned());
+            x.add(i).write_unaligned(combined);
+        }
+    }
+}
+
+/// Combines two arrays into the first.
+///
+/// # Errors
+/// `BadParam` for sums and products of bytes.
+///
+/// # Safety
+/// Both arrays have `count` elements of this kind.
+pub(crate) unsafe fn combine(op: Op, kind: Kind, x: *mut c_void, y: *const c_void, count: usize) -> PvmResult<()> {
+    let each = match kind {
+        Kind::Byte if matches!(op, Op::Sum | Op::Product) => return Err(PvmError::BadParam),
+        Kind::Byte => each::<i8>,
+        Kind::Short => each::<i16>,
+        Kind::Int => each::<i32>,
+        Kind::Float => each::<f32>,
+        Kind::Cplx => each::<Complex<f32>>,
+        Kind::Double => each::<f64>,
+        Kind::Dcplx => each::<Complex<f64>>,
+        Kind::Long => each::<i64>,
+    };
+    // SAFETY: by this function's contract.
+    unsafe { each(op, x, y, count) };
+    Ok(())
+}

@@ -1,0 +1,396 @@
+//! What this library uses of `libpvm3`, with types. The names are found when the program is loaded.
+
+// Calling C functions is what this module is for.
+#![allow(unsafe_code)]
+
+use sempa_proto::group::GroupCall;
+use sempa_proto::message::CTX_GROUPS;
+use sempa_proto::{PvmError, PvmResult};
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::sync::atomic::{AtomicI32, Ordering::Relaxed};
+
+/// Context of notifications about members: no program uses it.
+const CTX_NOTES: c_int = CTX_GROUPS - 1;
+/// `PvmTaskExit`.
+const TASK_EXIT: c_int = 1;
+/// `PvmNotifyCancel`.
+const NOTIFY_CANCEL: c_int = 256;
+/// `PvmDataDefault`.
+const DATA_DEFAULT: c_int = 0;
+/// How long a member's message may take before it is asked whether the member still lives.
+const PATIENCE: TimeVal = TimeVal { seconds: 1, micros: 0 };
+/// How long the answer to a cancelled notification may take. A later one is known by its tag and dropped.
+const CANCEL_TIME: TimeVal = TimeVal { seconds: 5, micros: 0 };
+
+/// `struct timeval`.
+#[repr(C)]
+pub(crate) struct TimeVal {
+    seconds: i64,
+    micros: i64,
+}
+
+/// A message handler.
+pub(crate) type Handler = extern "C" fn(c_int) -> c_int;
+type Matcher = extern "C" fn(c_int, c_int, c_int) -> c_int;
+
+unsafe extern "C" {
+    static pvm_errno: AtomicI32;
+
+    fn sempa_group_request(
+        call: c_int,
+        group: *const c_char,
+        number: c_int,
+        list: *mut *mut c_int,
+        count: *mut c_int,
+    ) -> c_int;
+    fn free(place: *mut c_void);
+    fn lpvmerr(place: *const c_char, code: c_int) -> c_int;
+
+    safe fn pvm_mytid() -> c_int;
+    safe fn pvm_mkbuf(encoding: c_int) -> c_int;
+    safe fn pvm_freebuf(mid: c_int) -> c_int;
+    safe fn pvm_setsbuf(mid: c_int) -> c_int;
+    safe fn pvm_setrbuf(mid: c_int) -> c_int;
+    safe fn pvm_setcontext(ctx: c_int) -> c_int;
+    safe fn pvm_recvf(matcher: Option<Matcher>) -> Option<Matcher>;
+    safe fn pvm_send(tid: c_int, tag: c_int) -> c_int;
+    safe fn pvm_nrecv(tid: c_int, tag: c_int) -> c_int;
+    safe fn pvm_addmhf(src: c_int, tag: c_int, ctx: c_int, handler: Option<Handler>) -> c_int;
+    safe fn pvm_delmhf(id: c_int) -> c_int;
+    fn pvm_trecv(tid: c_int, tag: c_int, time: *const TimeVal) -> c_int;
+    fn pvm_mcast(tids: *const c_int, count: c_int, tag: c_int) -> c_int;
+    fn pvm_notify(what: c_int, tag: c_int, count: c_int, tids: *const c_int) -> c_int;
+
+    fn pvm_pkstr(text: *const c_char) -> c_int;
+    fn pvm_pkbyte(items: *const c_void, count: c_int, stride: c_int) -> c_int;
+    fn pvm_pkshort(items: *const c_void, count: c_int, stride: c_int) -> c_int;
+    fn pvm_pkint(items: *const c_void, count: c_int, stride: c_int) -> c_int;
+    fn pvm_pkfloat(items: *const c_void, count: c_int, stride: c_int) -> c_int;
+    fn pvm_pkcplx(items: *const c_void, count: c_int, stride: c_int) -> c_int;
+    fn pvm_pkdouble(items: *const c_void, count: c_int, stride: c_int) -> c_int;
+    fn pvm_pkdcplx(items: *const c_void, count: c_int, stride: c_int) -> c_int;
+    fn pvm_pklong(items: *const c_void, count: c_int, stride: c_int) -> c_int;
+    fn pvm_upkbyte(items: *mut c_void, count: c_int, stride: c_int) -> c_int;
+    fn pvm_upkshort(items: *mut c_void, count: c_int, stride: c_int) -> c_int;
+    fn pvm_upkint(items: *mut c_void, count: c_int, stride: c_int) -> c_int;
+    fn pvm_upkfloat(items: *mut c_void, count: c_int, stride: c_int) -> c_int;
+    fn pvm_upkcplx(items: *mut c_void, count: c_int, stride: c_int) -> c_int;
+    fn pvm_upkdouble(items: *mut c_void, count: c_int, stride: c_int) -> c_int;
+    fn pvm_upkdcplx(items: *mut c_void, count: c_int, stride: c_int) -> c_int;
+    fn pvm_upklong(items: *mut c_void, count: c_int, stride: c_int) -> c_int;
+}
+
+/// A number of PVM's as a result: negative ones are codes.
+fn good(answer: c_int) -> PvmResult<c_int> {
+    if answer >= 0 { Ok(answer) } else { Err(PvmError::from_code(answer).unwrap_or(PvmError::SysErr)) }
+}
+
+/// Asks the group service for a number.
+pub(crate) fn number(call: GroupCall, group: &CStr, number: c_int) -> PvmResult<c_int> {
+    let null = std::ptr::null_mut();
+    // SAFETY: a string, and no places for a list.
+    good(unsafe { sempa_group_request(call as c_int, group.as_ptr(), number, null, std::ptr::null_mut()) })
+}
+
+/// Asks the group service for a list.
+pub(crate) fn list(call: GroupCall, group: &CStr) -> PvmResult<Vec<c_int>> {
+    let (mut place, mut count) = (std::ptr::null_mut(), 0);
+    // SAFETY: a string, and places for one value each.
+    good(unsafe { sempa_group_request(call as c_int, group.as_ptr(), 0, &mut place, &mut count) })?;
+    if place.is_null() {
+        return Ok(Vec::new());
+    }
+    // SAFETY: the library left `count` words there, for us to read and to free.
+    unsafe {
+        let words = std::slice::from_raw_parts(place, count.max(0) as usize).to_vec();
+        free(place.cast());
+        Ok(words)
+    }
+}
+
+/// This task's id.
+pub(crate) fn mytid() -> PvmResult<c_int> {
+    good(pvm_mytid())
+}
+
+/// Reports an error as a call of the library would; answers the code.
+pub(crate) fn report(place: &CStr, error: PvmError) -> c_int {
+    // SAFETY: a string.
+    unsafe { lpvmerr(place.as_ptr(), error.code()) }
+}
+
+/// Notes an error without a word; answers the code.
+pub(crate) fn note(error: PvmError) -> c_int {
+    // SAFETY: an int of libpvm3 that both libraries write in one piece.
+    unsafe { pvm_errno.store(error.code(), Relaxed) };
+    error.code()
+}
+
+/// Sends the active send buffer to several tasks; errors are reported by the library.
+pub(crate) fn mcast(tids: &[c_int], tag: c_int) -> c_int {
+    // SAFETY: the array has the length that goes with it.
+    unsafe { pvm_mcast(tids.as_ptr(), tids.len() as c_int, tag) }
+}
+
+/// Adds a message handler in the context of groups; answers its number.
+pub(crate) fn add_handler(src: c_int, tag: c_int, handler: Handler) -> PvmResult<c_int> {
+    good(pvm_addmhf(src, tag, CTX_GROUPS, Some(handler)))
+}
+
+/// Removes a message handler.
+pub(crate) fn remove_handler(id: c_int) {
+    pvm_delmhf(id);
+}
+
+/// Types of data that collective calls know.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Byte,
+    Short,
+    Int,
+    Float,
+    Cplx,
+    Double,
+    Dcplx,
+    Long,
+}
+
+impl TryFrom<c_int> for Kind {
+    type Error = PvmError;
+
+    /// From a code of `pvm3.h`; strings and unsigned types are not for collective calls.
+    fn try_from(code: c_int) -> PvmResult<Kind> {
+        Ok(match code {
+            1 => Kind::Byte,
+            2 => Kind::Short,
+            3 => Kind::Int,
+            4 => Kind::Float,
+            5 => Kind::Cplx,
+            6 => Kind::Double,
+            7 => Kind::Dcplx,
+            8 => Kind::Long,
+            _ => return Err(PvmError::BadParam),
+        })
+    }
+}
+
+impl Kind {
+    /// Bytes of one element.
+    pub(crate) fn size(self) -> usize {
+        match self {
+            Kind::Byte => 1,
+            Kind::Short => 2,
+            Kind::Int | Kind::Float => 4,
+            Kind::Cplx | Kind::Double | Kind::Long => 8,
+            Kind::Dcplx => 16,
+        }
+    }
+}
+
+/// Elements in the program's memory.
+#[derive(Clone, Copy)]
+pub(crate) struct Data {
+    place: *mut c_void,
+    count: c_int,
+    kind: Kind,
+}
+
+impl Data {
+    /// The program's array.
+    ///
+    /// # Errors
+    /// `BadParam` for null or no elements.
+    ///
+    /// # Safety
+    /// `place` is null or `count` elements that stay for the life of this value; they are written only by
+    /// [`Data::unpack`] and [`Data::copy_from`].
+    pub(crate) unsafe fn new(place: *mut c_void, count: c_int, kind: Kind) -> PvmResult<Data> {
+        if place.is_null() || count <= 0 { Err(PvmError::BadParam) } else { Ok(Data { place, count, kind }) }
+    }
+
+    /// Where the elements are.
+    pub(crate) fn place(&self) -> *mut c_void {
+        self.place
+    }
+
+    /// The part of a longer array that belongs to an instance.
+    ///
+    /// # Safety
+    /// The array has `(instance + 1) * count` elements.
+    pub(crate) unsafe fn part(&self, instance: usize) -> Data {
+        let bytes = self.count as usize * self.kind.size();
+        // SAFETY: within the array by this function's contract.
+        Data { place: unsafe { self.place.byte_add(instance * bytes) }, ..*self }
+    }
+
+    /// Copies the same number of elements; the arrays may be the same.
+    pub(crate) fn copy_from(&self, other: &Data) {
+        let bytes = self.count as usize * self.kind.size();
+        // SAFETY: both arrays have `count` elements by the contract of `new`.
+        unsafe { std::ptr::copy(other.place.cast::<u8>(), self.place.cast::<u8>(), bytes) };
+    }
+
+    fn pack(&self) -> PvmResult<()> {
+        let pack = match self.kind {
+            Kind::Byte => pvm_pkbyte,
+            Kind::Short => pvm_pkshort,
+            Kind::Int => pvm_pkint,
+            Kind::Float => pvm_pkfloat,
+            Kind::Cplx => pvm_pkcplx,
+            Kind::Double => pvm_pkdouble,
+            Kind::Dcplx => pvm_pkdcplx,
+            Kind::Long => pvm_pklong,
+        };
+        // SAFETY: `count` elements of this kind by the contract of `new`.
+        good(unsafe { pack(self.place, self.count, 1) }).map(|_| ())
+    }
+
+    fn unpack(&self) -> PvmResult<()> {
+        let unpack = match self.kind {
+            Kind::Byte => pvm_upkbyte,
+            Kind::Short => pvm_upkshort,
+            Kind::Int => pvm_upkint,
+            Kind::Float => pvm_upkfloat,
+            Kind::Cplx => pvm_upkcplx,
+            Kind::Double => pvm_upkdouble,
+            Kind::Dcplx => pvm_upkdcplx,
+            Kind::Long => pvm_upklong,
+        };
+        // SAFETY: room for `count` elements of this kind by the contract of `new`.
+        good(unsafe { unpack(self.place, self.count, 1) }).map(|_| ())
+    }
+}
+
+/// A conversation of members beside the program's own: buffers, context and matching function of the program are put
+/// aside and come back when it ends.
+pub(crate) struct Aside {
+    sbuf: c_int,
+    rbuf: c_int,
+    ctx: c_int,
+    matcher: Option<Matcher>,
+}
+
+impl Aside {
+    /// Begins one.
+    pub(crate) fn begin() -> Aside {
+        Aside { sbuf: pvm_setsbuf(0), rbuf: pvm_setrbuf(0), ctx: pvm_setcontext(CTX_GROUPS), matcher: pvm_recvf(None) }
+    }
+
+    /// Sends elements to a member.
+    pub(crate) fn send(&self, tid: c_int, tag: c_int, data: &Data) -> PvmResult<()> {
+        self.message(tid, tag, || data.pack())
+    }
+
+    /// Sends words and texts: what `fill` packs.
+    pub(crate) fn message(&self, tid: c_int, tag: c_int, fill: impl FnOnce() -> PvmResult<()>) -> PvmResult<()> {
+        let mid = good(pvm_mkbuf(DATA_DEFAULT))?;
+        pvm_setsbuf(mid);
+        let sent = fill().and_then(|()| good(pvm_send(tid, tag)));
+        pvm_setsbuf(0);
+        pvm_freebuf(mid);
+        sent.map(|_| ())
+    }
+
+    /// Waits for the elements that a member sends. When it takes long, the end of the member is watched for: what it had
+    /// sent before still counts.
+    ///
+    /// # Errors
+    /// `NoInst` when the member has ended without having sent any.
+    pub(crate) fn receive(&self, tid: c_int, tag: c_int, data: &Data) -> PvmResult<()> {
+        let mut watch = None;
+        loop {
+            // SAFETY: a time that lives as long as the call.
+            if good(unsafe { pvm_trecv(tid, tag, &PATIENCE) })? > 0 {
+                break;
+            }
+            let watch = watch.get_or_insert_with(|| Watch::begin(tid));
+            if watch.has_ended() {
+                // The word of its end comes behind its last message.
+                if good(pvm_nrecv(tid, tag))? == 0 {
+                    return Err(PvmError::NoInst);
+                }
+                break;
+            }
+        }
+        let unpacked = data.unpack();
+        pvm_freebuf(pvm_setrbuf(0));
+        unpacked
+    }
+}
+
+impl Drop for Aside {
+    fn drop(&mut self) {
+        pvm_recvf(self.matcher);
+        pvm_setcontext(self.ctx);
+        pvm_setrbuf(self.rbuf);
+        pvm_setsbuf(self.sbuf);
+    }
+}
+
+/// Packs words into the active send buffer.
+pub(crate) fn pack_ints(words: &[c_int]) -> PvmResult<()> {
+    // SAFETY: the slice is as long as its length.
+    good(unsafe { pvm_pkint(words.as_ptr().cast(), words.len() as c_int, 1) }).map(|_| ())
+}
+
+/// Packs a string into the active send buffer.
+pub(crate) fn pack_text(text: &CStr) -> PvmResult<()> {
+    // SAFETY: a string.
+    good(unsafe { pvm_pkstr(text.as_ptr()) }).map(|_| ())
+}
+
+/// A notification about the end of a task, with a tag that no other one has.
+struct Watch {
+    tid: c_int,
+    tag: c_int,
+    open: bool,
+}
+
+impl Watch {
+    fn begin(tid: c_int) -> Watch {
+        static LAST: AtomicI32 = AtomicI32::new(0);
+        let mut watch = Watch { tid, tag: LAST.fetch_add(1, Relaxed) & c_int::MAX, open: false };
+        // If it cannot be asked for, the wait goes on as without it.
+        watch.open = watch.in_notes(|| watch.ask(TASK_EXIT)) >= 0;
+        watch
+    }
+
+    /// Calls the library in the context of notifications.
+    fn in_notes<R>(&self, f: impl FnOnce() -> R) -> R {
+        pvm_setcontext(CTX_NOTES);
+        let answer = f();
+        pvm_setcontext(CTX_GROUPS);
+        answer
+    }
+
+    fn ask(&self, what: c_int) -> c_int {
+        // SAFETY: one tid.
+        unsafe { pvm_notify(what, self.tag, 1, &self.tid) }
+    }
+
+    /// True when word of the end has come.
+    fn has_ended(&mut self) -> bool {
+        let came = self.open && self.in_notes(|| pvm_nrecv(-1, self.tag)) > 0;
+        if came {
+            self.open = false;
+            pvm_freebuf(pvm_setrbuf(0));
+        }
+        came
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        if !self.open {
+            return;
+        }
+        // A cancelled notification is sent at once.
+        let message = pvm_setrbuf(0);
+        self.in_notes(|| {
+            self.ask(TASK_EXIT | NOTIFY_CANCEL);
+            // SAFETY: a time that lives as long as the call.
+            unsafe { pvm_trecv(-1, self.tag, &CANCEL_TIME) }
+        });
+        pvm_freebuf(pvm_setrbuf(message));
+    }
+}

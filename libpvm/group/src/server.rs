@@ -1,0 +1,121 @@
+//! For programs that speak to PVM's group server themselves (Debian's `pvm_gstat` and `pvmgroups`).
+//!
+//! There is no server task. Such a program gets its own tid as the server's, and two message handlers in its own library
+//! answer the messages that it sends there: the list of groups, and the dump. Everything else they do through the calls of
+//! the group library.
+
+use crate::pvm::{self, Aside};
+use sempa_proto::group::GroupCall;
+use sempa_proto::{PvmError, PvmResult};
+use std::ffi::{CString, c_int};
+use std::fmt::Write;
+use std::sync::atomic::{AtomicI32, Ordering::Relaxed};
+
+/// Tag of the request to print all groups.
+const TAG_DUMP: c_int = 9;
+/// Tag of the request for a list of all groups, and of the list.
+const TAG_LIST: c_int = 10;
+
+/// Handlers of the list and of the dump; −1 while there is none.
+static HANDLERS: [AtomicI32; 2] = [AtomicI32::new(-1), AtomicI32::new(-1)];
+
+/// The tid to which messages for the group server may be sent: this task's own.
+///
+/// # Errors
+/// `SysErr` without a daemon.
+pub(crate) fn tid() -> PvmResult<c_int> {
+    let me = pvm::mytid()?;
+    ready(&HANDLERS[0], me, TAG_LIST, send_list)?;
+    ready(&HANDLERS[1], me, TAG_DUMP, dump)?;
+    Ok(me)
+}
+
+fn ready(slot: &AtomicI32, me: c_int, tag: c_int, handler: pvm::Handler) -> PvmResult<()> {
+    if slot.load(Relaxed) < 0 {
+        slot.store(pvm::add_handler(me, tag, handler)?, Relaxed);
+    }
+    Ok(())
+}
+
+/// One group of the list that the service gives.
+struct Group {
+    name: CString,
+    size: c_int,
+    /// How many the barrier wants; −1 without one.
+    wanted: c_int,
+    /// By instance; −1 where a number is free.
+    members: Vec<c_int>,
+    waiting: Vec<c_int>,
+}
+
+/// All groups, from the words that `sempa_proto::group::list_words` made.
+fn groups() -> PvmResult<Vec<Group>> {
+    let words = pvm::list(GroupCall::List, c"")?;
+    let mut rest = &words[..];
+    let mut take = |count: c_int| {
+        let taken = usize::try_from(count).ok().and_then(|count| rest.split_off(..count));
+        taken.ok_or(PvmError::BadMsg)
+    };
+    let mut groups = Vec::new();
+    for _ in 0..take(1)?[0] {
+        let length = take(1)?[0];
+        let name: Vec<u8> = take(length)?.iter().map(|byte| *byte as u8).collect();
+        let &[size, members, wanted, waiting] = take(4)? else { return Err(PvmError::BadMsg) };
+        groups.push(Group {
+            name: CString::new(name).map_err(|_| PvmError::BadMsg)?,
+            size,
+            wanted,
+            members: take(members)?.to_vec(),
+            waiting: take(waiting)?.to_vec(),
+        });
+    }
+    Ok(groups)
+}
+
+/// Somebody asked this task, as if it were the group server, for the list: it comes as a message to the task itself.
+extern "C" fn send_list(_request: c_int) -> c_int {
+    // The answer has the tag of the request: it must not come here again.
+    pvm::remove_handler(HANDLERS[0].swap(-1, Relaxed));
+    let send = || {
+        let (me, groups) = (pvm::mytid()?, groups()?);
+        Aside::begin().message(me, TAG_LIST, || {
+            pvm::pack_ints(&[groups.len() as c_int])?;
+            for group in &groups {
+                pvm::pack_ints(&[group.name.as_bytes_with_nul().len() as c_int])?;
+                pvm::pack_text(&group.name)?;
+                pvm::pack_ints(&[
+                    group.size,
+                    group.members.len() as c_int,
+                    group.wanted,
+                    group.waiting.len() as c_int,
+                ])?;
+                pvm::pack_ints(&group.members)?;
+                pvm::pack_ints(&group.waiting)?;
+            }
+            Ok(())
+        })
+    };
+    send().map_or_else(|error: PvmError| pvm::report(c"pvm_gstat", error), |()| 0)
+}
+
+/// Somebody asked this task, as if it were the group server, to print everything: it does, on its own standard error.
+extern "C" fn dump(_request: c_int) -> c_int {
+    let print = || {
+        let (me, groups) = (pvm::mytid()?, groups()?);
+        let mut text = format!("DUMP {me:#x}, {} groups:\n", groups.len());
+        for group in &groups {
+            let name = group.name.to_string_lossy();
+            let (size, wanted, reached) = (group.size, group.wanted, group.waiting.len());
+            // Writing to a string does not fail.
+            let _ = writeln!(text, " group: {name}  size: {size} barrier_count: {wanted} barrier_reached {reached}");
+            text += "  Tids: ";
+            for (instance, tid) in group.members.iter().enumerate().filter(|(_, tid)| **tid >= 0) {
+                let _ = write!(text, "({instance},  {tid:#x}) ");
+            }
+            text += "\n";
+        }
+        eprint!("{text}");
+        Ok(())
+    };
+    print().map_or_else(|error: PvmError| pvm::report(c"pvmgroups", error), |()| 0)
+}

@@ -1,0 +1,333 @@
+//! Groups, without a server task: members on several hosts meet, are killed, moved, and lose their hosts.
+
+use sempa_tests::needs::testbed;
+use sempa_tests::run::{Running, run};
+use sempa_tests::vm::Settings;
+use sempa_tests::{Host, Testbed, Vm, eventually};
+use std::io::Write;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::process::{ChildStdin, Command, Stdio};
+use std::time::Duration;
+
+const SOON: Duration = Duration::from_secs(60);
+const LONG: Duration = Duration::from_secs(120);
+
+/// A member that takes commands.
+struct Member<'a> {
+    host: &'a Host,
+    task: Running,
+    to: ChildStdin,
+    asked: usize,
+}
+
+impl<'a> Member<'a> {
+    fn start(vm: &'a Vm, host: usize, program: &Path) -> Member<'a> {
+        let host = vm.bed().host(host);
+        let mut task = Running::start(vm.command(host, program), Stdio::piped()).expect("it starts");
+        let to = task.take_stdin().expect("piped");
+        let member = Member { host, task, to, asked: 0 };
+        member.line("task t", 0);
+        member
+    }
+
+    /// The line with this number, counted from 0, once it is there: what follows `start`.
+    fn line(&self, start: &str, number: usize) -> String {
+        let found = eventually(SOON, || {
+            let out = self.task.out_so_far().map_err(|error| error.to_string())?;
+            let mut whole = out.split_inclusive('\n').filter(|line| line.ends_with('\n'));
+            let line = whole.nth(number).ok_or_else(|| {
+                format!("line {number} ({start}) is missing: {out}{}", self.task.err_so_far().unwrap_or_default())
+            })?;
+            Ok(line.trim().to_string())
+        });
+        let line = found.unwrap_or_else(|error| panic!("{error:#}"));
+        let rest = line.strip_prefix(start);
+        rest.unwrap_or_else(|| panic!("{start} was expected, not {line}")).to_string()
+    }
+
+    /// Gives a command; [`Member::result`] waits for what comes of it.
+    fn tell(&mut self, command: &str) -> (String, usize) {
+        writeln!(self.to, "{command}").expect("it listens");
+        self.asked += 1;
+        (format!("{command} = "), self.asked)
+    }
+
+    fn result(&self, (start, number): (String, usize)) -> i32 {
+        self.line(&start, number).parse().expect("a number")
+    }
+
+    fn ask(&mut self, command: &str) -> i32 {
+        let asked = self.tell(command);
+        self.result(asked)
+    }
+
+    /// Ends its process with no time for a last word.
+    fn kill(&self) {
+        let line = self.line("task t", 0);
+        let process = line.rsplit(' ').next().expect("words").to_string();
+        assert!(self.host.shell(&format!("kill -9 {process}"), SOON).expect("runs").good(), "kill -9 {process}");
+    }
+}
+
+fn on_hosts(count: usize, test: impl FnOnce(&Vm, &Path)) {
+    let Some((bed, _)) = testbed(count) else { return };
+    let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
+    let others: Vec<String> = (2..=count).map(|number| format!("h{number}")).collect();
+    if count > 1 {
+        vm.add(&others.iter().map(String::as_str).collect::<Vec<_>>()).expect("the others join");
+    }
+    let program = vm.program("groups").expect("gcc");
+    test(&vm, &program);
+    vm.halt().expect("halts");
+}
+
+/// One member on each of these hosts.
+fn members<'a>(vm: &'a Vm, program: &Path, hosts: &[usize]) -> Vec<Member<'a>> {
+    let mut members: Vec<Member> = hosts.iter().map(|host| Member::start(vm, *host, program)).collect();
+    for (instance, member) in members.iter_mut().enumerate() {
+        assert_eq!(member.ask("join g"), instance as i32);
+    }
+    members
+}
+
+fn waiting(vm: &Vm, wanted: usize) {
+    let look = || {
+        let shown = run(vm.command(vm.bed().host(1), "pvm_gstat"), SOON).map_err(|error| error.to_string())?;
+        let reached = format!("barrier_reached {wanted}\n");
+        if shown.out.contains(&reached) { Ok(()) } else { Err(format!("{wanted} do not wait: {shown:?}")) }
+    };
+    eventually(SOON, look).expect("members wait");
+}
+
+#[test]
+fn members_are_numbered_asked_for_and_let_go_together() {
+    on_hosts(2, |vm, program| {
+        let mut m = members(vm, program, &[1, 2, 2]);
+        assert_eq!((m[0].ask("join g"), m[0].ask("size g"), m[2].ask("inst g")), (-18, 3, 2));
+        assert_eq!((m[0].ask("tid g 7"), m[0].ask("size nobody"), m[0].ask("barrier g 0")), (-21, -19, -3));
+        assert_eq!((m[1].ask("leave g"), m[1].ask("barrier g 2"), m[1].ask("join g")), (0, -20, 1));
+        // A barrier takes messages in while it waits.
+        assert_eq!(m[1].ask("listen 5"), 0);
+        let first = m[1].tell("barrier g 3");
+        waiting(vm, 1);
+        assert_eq!(m[0].ask("bcast g 5"), 0);
+        assert_eq!((m[2].ask("recv 5"), m[2].ask("barrier g 2")), (0, -3));
+        let second = m[2].tell("barrier g 3");
+        assert_eq!((m[0].ask("barrier g 3"), m[1].result(first), m[2].result(second)), (0, 0, 0));
+        eventually(SOON, || match m[1].ask("handled") {
+            1 => Ok(()),
+            other => Err(format!("{other} messages were handled")),
+        })
+        .expect("the handler ran");
+        // One that leaves the virtual machine in good order has left its groups, and another may come in its place.
+        let waits = m[0].tell("barrier g 3");
+        let waits_too = m[1].tell("barrier g 3");
+        waiting(vm, 2);
+        assert_eq!(m[2].ask("exit"), 0);
+        assert_eq!((m[2].ask("join g"), m[2].ask("barrier g 3")), (2, 0));
+        assert_eq!((m[0].result(waits), m[1].result(waits_too)), (0, 0));
+    });
+}
+
+#[test]
+fn collective_calls_give_the_right_results_for_every_type() {
+    on_hosts(2, |vm, program| {
+        let mut m = members(vm, program, &[1, 2, 1, 2]);
+        for root in [0, 3] {
+            let asked: Vec<_> = m.iter_mut().map(|member| member.tell(&format!("collective g {root}"))).collect();
+            for (member, asked) in m.iter().zip(asked) {
+                assert_eq!(member.result(asked), 0, "root {root}");
+            }
+        }
+        assert_eq!((m[1].ask("leave g"), m[0].ask("gather g 0"), m[0].ask("gather g 9")), (0, -21, -21));
+    });
+}
+
+#[test]
+fn whoever_waits_hears_of_a_member_that_was_killed() {
+    on_hosts(2, |vm, program| {
+        let mut m = members(vm, program, &[1, 2, 2]);
+        let waits: Vec<_> = m[..2].iter_mut().map(|member| member.tell("barrier g 3")).collect();
+        waiting(vm, 2);
+        m[2].kill();
+        for (member, asked) in m.iter().zip(waits) {
+            assert_eq!(member.result(asked), -19);
+        }
+        assert_eq!(m[0].ask("size g"), 2);
+        // One that is killed in the middle of the barrier itself.
+        let waits = m[0].tell("barrier g 2");
+        waiting(vm, 1);
+        m[0].kill();
+        eventually(SOON, || match m[1].ask("size g") {
+            1 => Ok(()),
+            size => Err(format!("{size} members")),
+        })
+        .expect("its membership ends");
+        drop(waits);
+        assert_eq!(m[1].ask("barrier g 1"), 0);
+    });
+}
+
+#[test]
+fn a_frozen_group_takes_nobody_in_and_its_members_hear_when_it_breaks() {
+    on_hosts(1, |vm, program| {
+        let mut m = members(vm, program, &[1, 1, 1]);
+        let first: Vec<_> = m[..2].iter_mut().map(|member| member.tell("freeze g 3")).collect();
+        assert_eq!(m[2].ask("freeze g 3"), 3);
+        for (member, asked) in m.iter().zip(first) {
+            assert_eq!(member.result(asked), 3);
+        }
+        let mut late = Member::start(vm, 1, program);
+        assert_eq!((late.ask("join g"), m[0].ask("freeze g 3"), late.ask("size g")), (-20, -18, 3));
+        let waits = m[0].tell("barrier g 3");
+        waiting(vm, 1);
+        assert_eq!((m[2].ask("leave g"), m[0].result(waits), m[1].ask("barrier g 3")), (0, -19, -19));
+    });
+}
+
+#[test]
+fn the_root_of_a_gather_hears_of_a_member_that_gave_nothing() {
+    on_hosts(2, |vm, program| {
+        let mut m = members(vm, program, &[1, 2, 2]);
+        let root = m[0].tell("gather g 0");
+        // What a member gave before its end counts.
+        assert_eq!(m[1].ask("gather g 0"), 0);
+        m[1].kill();
+        m[2].kill();
+        assert_eq!(m[0].result(root), -21);
+        assert_eq!(m[0].ask("size g"), 1);
+    });
+}
+
+#[test]
+fn a_lost_host_takes_its_members_along_and_the_others_go_on() {
+    on_hosts(3, |vm, program| {
+        let mut m = members(vm, program, &[1, 2, 3]);
+        let waits: Vec<_> = m[..2].iter_mut().map(|member| member.tell("barrier g 3")).collect();
+        waiting(vm, 2);
+        vm.bed().host(3).kill_all();
+        for (member, asked) in m.iter().zip(waits) {
+            assert_eq!(member.result(asked), -19);
+        }
+        let waits = m[0].tell("barrier g 2");
+        assert_eq!((m[1].ask("barrier g 2"), m[0].result(waits), m[1].ask("size g")), (0, 0, 2));
+    });
+}
+
+#[test]
+fn a_member_that_is_moved_in_a_barrier_goes_on_at_its_new_place() {
+    on_hosts(3, |vm, program| {
+        let name = program.file_name().and_then(|name| name.to_str()).expect("a name");
+        let tid =
+            vm.spawn(&["-h2", name, "join g", "barrier g 2", "keep result", "size g", "keep size"]).expect("spawned");
+        waiting(vm, 1);
+        vm.must_migrate(&tid, "h3");
+        assert_eq!(vm.host_of(&tid).expect("a task"), "h3");
+        let mut other = Member::start(vm, 1, program);
+        assert_eq!((other.ask("join g"), other.ask("barrier g 2")), (1, 0));
+        assert_eq!((other.ask("await result"), other.ask("await size")), (0, 2));
+    });
+}
+
+#[test]
+fn groups_are_shown_by_our_programs_and_by_debians() {
+    on_hosts(1, |vm, program| {
+        let show = |program: &str| run(vm.command(vm.bed().host(1), program), SOON).expect("it ends");
+        assert_eq!(show("pvm_gstat").out, "no groups exist\n");
+        let mut m = members(vm, program, &[1, 1]);
+        assert_eq!(m[1].ask("join second"), 0);
+        let waits = m[1].tell("barrier g 2");
+        waiting(vm, 1);
+        let ours = show("pvm_gstat");
+        assert!(
+            ours.good() && ours.out.starts_with("group: g, size: 2,  barrier_count 2, barrier_reached 1\n"),
+            "{ours:?}"
+        );
+        assert!(ours.out.contains("group: second, size: 1,  barrier_count -1, barrier_reached 0\n"), "{ours:?}");
+        let dump = show("pvmgroups");
+        assert!(dump.good() && dump.out.starts_with("DUMP 2 groups:\n group: g  size: 2 "), "{dump:?}");
+        for name in ["pvm_gstat", "pvmgroups"] {
+            let debians = Path::new("/usr/bin").join(name);
+            if !debians.exists() {
+                eprintln!("skipped: {} is missing: install pvm", debians.display());
+                continue;
+            }
+            let done = run(vm.command(vm.bed().host(1), debians), SOON).expect("it ends");
+            let text = if name == "pvm_gstat" { done.out.clone() } else { done.err.clone() };
+            assert!(done.good() && text.contains("group: g") && text.contains("group: second"), "{done:?}");
+            assert!(name != "pvm_gstat" || done.out == ours.out, "{done:?} is not {ours:?}");
+        }
+        assert_eq!((m[0].ask("barrier g 2"), m[1].result(waits)), (0, 0));
+    });
+}
+
+/// Debian's group programs, with their input and a line that they print when all is right.
+const EXAMPLES: [(&str, &[&str], &str, &str); 10] = [
+    ("gexample", &[], "10 4\n", "The product of column 1 is 3.6288e+06"),
+    ("fgexample", &[], "", "The 1-Norm is         5050"),
+    ("trsg", &[], "8 4\n", "Test OK: Sum of Squares of first 32 integers is 11440"),
+    ("frsg", &[], "8\n4\n", "Sum of Squares of first"),
+    ("ge", &["4"], "", "done"),
+    ("gexamp", &["4"], "", "gexamp 0: sync"),
+    ("gs.pvm", &["4"], "", "waiting on kids to join"),
+    ("joinleave", &["200"], "", "Joined 200 times"),
+    ("thb", &["3"], "", "leaving all the groups"),
+    ("tst", &[], "", "left prognosis 0, negative 0"),
+];
+
+fn examples_where_spawn_looks(bed: &Testbed) {
+    for (name, ..) in EXAMPLES.iter().chain(&[("tnb", &[][..], "", "")]) {
+        symlink(Path::new("/usr/bin").join(name), bed.home().join("pvm3/bin/LINUX64").join(name)).expect("a link");
+    }
+}
+
+#[test]
+fn debians_group_programs_run_unmodified() {
+    on_hosts(2, |vm, _| {
+        examples_where_spawn_looks(vm.bed());
+        for (name, words, input, sign) in EXAMPLES {
+            let program = Path::new("/usr/bin").join(name);
+            if !program.exists() {
+                eprintln!("skipped: {name} is missing: install pvm-examples");
+                continue;
+            }
+            let mut command = vm.command(vm.bed().host(1), program);
+            command.args(words);
+            let mut task = Running::start(command, Stdio::piped()).expect("it starts");
+            // One that reads nothing may have ended before.
+            let _ = task.take_stdin().expect("piped").write_all(input.as_bytes());
+            let done = task.finish(LONG).unwrap_or_else(|error| panic!("{name}: {error:#}\n{}", vm.logs()));
+            // Some print on standard error.
+            assert!((done.out.clone() + &done.err).contains(sign), "{name}: {done:?}\n{}", vm.logs());
+        }
+        let none_left = || {
+            let shown = run(vm.command(vm.bed().host(1), "pvm_gstat"), SOON).map_err(|error| error.to_string())?;
+            if shown.out == "no groups exist\n" { Ok(()) } else { Err(format!("{shown:?}")) }
+        };
+        eventually(SOON, none_left).expect("programs that ended are in no group");
+    });
+}
+
+/// Compiles the program of these tests with the static group library.
+fn with_static_library(vm: &Vm) -> PathBuf {
+    let prefix = vm.bed().prefix().expect("installed");
+    let program = vm.home().join("pvm3/bin/LINUX64/groups-static");
+    let mut gcc = Command::new("gcc");
+    gcc.args(["-std=gnu11", "-O2", "-o"]).arg(&program).arg("-I").arg(prefix.join("include"));
+    gcc.arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("programs/groups.c"));
+    gcc.arg(prefix.join("lib/libgpvm3.a")).arg("-L").arg(prefix.join("lib")).args(["-lpvm3", "-lm"]);
+    let done = run(gcc, LONG).expect("gcc");
+    assert!(done.good(), "{done:?}");
+    program
+}
+
+#[test]
+fn the_static_group_library_works_over_the_shared_library_of_the_task() {
+    on_hosts(1, |vm, _| {
+        let program = with_static_library(vm);
+        let mut m = members(vm, &program, &[1, 1]);
+        let asked = m[0].tell("collective g 0");
+        assert_eq!((m[1].ask("collective g 0"), m[0].result(asked)), (0, 0));
+    });
+}
