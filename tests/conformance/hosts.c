@@ -10,7 +10,17 @@ static int waiter(int argc, char **argv)
     return 0;
 }
 
-static const role roles[] = { { "waiter", waiter }, { NULL, NULL } };
+static int printer(int argc, char **argv)
+{
+    (void)argc, (void)argv;
+    pvm_mytid();
+    printf("a line\n");
+    fflush(stdout);
+    pvm_exit();
+    return 0;
+}
+
+static const role roles[] = { { "waiter", waiter }, { "printer", printer }, { NULL, NULL } };
 
 static struct pvmhostinfo *list;
 
@@ -137,6 +147,37 @@ static void tasks(void)
     gone(kid);
 }
 
+/* Collects the output of many short tasks of another host; half of them know nothing of PVM. */
+static void output_from_afar(void)
+{
+    char *words[] = { "a line", NULL };
+    int tids[10], round, n, ended = 0, bytes = 0, tid, kind, late = 0;
+    pvm_setopt(PvmOutputTid, own_tid);
+    pvm_setopt(PvmOutputCode, 60);
+    for (round = 0; round < 10 && !late; round++) {
+        if (round % 2)
+            n = start_as("printer", PvmTaskHost, "h2", 10, tids);
+        else
+            n = pvm_spawn("/bin/echo", words, PvmTaskHost, "h2", 10, tids);
+        while (n > 0 && !late) {
+            late = await(-1, 60) <= 0;
+            kind = -3;
+            pvm_upkint(&tid, 1, 1);
+            pvm_upkint(&kind, 1, 1);
+            if (kind == 0) {
+                ended++;
+                n--;
+            } else if (kind > 0) {
+                bytes += kind;
+            }
+        }
+    }
+    is(ended, 100, "the end of output is told for every task of another host");
+    is(bytes, 100 * 7, "the output of every task of another host arrives");
+    pvm_setopt(PvmOutputTid, 0);
+    pvm_setopt(PvmOutputCode, 0);
+}
+
 static void deleting(void)
 {
     char *names[] = { "h2", "nohost" }, *own[] = { "h1" }, *three[] = { "h3", "h3" };
@@ -160,5 +201,6 @@ static void sentences(void)
     adding();
     states();
     tasks();
+    output_from_afar();
     deleting();
 }

@@ -6,6 +6,8 @@
 
 pub mod conformance;
 pub mod hosts;
+pub mod lab;
+pub mod matrix;
 pub mod needs;
 pub mod programs;
 pub mod real;

@@ -1,0 +1,182 @@
+/*
+ * What PVM 3.4.6 cannot do for want of room.
+ *
+ *   limits pending N       N messages wait at a task that asks for a later one first, and come in order
+ *   limits environment N   a spawned task gets N variables of 100,000 bytes each
+ *   limits tasks N         N tasks on one host at the same time, each of which says something
+ *   limits giant MIB       one message of so many MiB
+ *
+ * Each prints "good" and ends with 0, or says what is wrong.
+ */
+#include <pvm3.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { TAG_DATA = 1, TAG_GO, TAG_DONE };
+enum { VARIABLE_BYTES = 100000, PIECE_BYTES = 16 << 20, AT_ONCE = 500 };
+
+static int fail(const char *what, long number)
+{
+    printf("%s: %ld\n", what, number);
+    return 1;
+}
+
+static int send_int(int tid, int tag, int value)
+{
+    pvm_initsend(PvmDataRaw);
+    pvm_pkint(&value, 1, 1);
+    return pvm_send(tid, tag);
+}
+
+static int receive_int(int tid, int tag)
+{
+    int value = -1;
+    if (pvm_recv(tid, tag) > 0)
+        pvm_upkint(&value, 1, 1);
+    return value;
+}
+
+static int start(const char *self, char *role, char *count)
+{
+    char *arguments[] = { role, count, NULL };
+    int tid = -1;
+    return pvm_spawn((char *)self, arguments, PvmTaskDefault, "", 1, &tid) == 1 ? tid : -1;
+}
+
+static int pending(const char *self, char *count)
+{
+    int child = start(self, "pending-child", count), number = atoi(count);
+    if (child < 0)
+        return fail("spawn", child);
+    for (int i = 0; i < number; i++)
+        if (send_int(child, TAG_DATA, i) < 0)
+            return fail("send", i);
+    send_int(child, TAG_GO, 0);
+    int right = receive_int(child, TAG_DONE);
+    return right == number ? 0 : fail("in order", right);
+}
+
+static int pending_child(int number)
+{
+    int parent = pvm_parent(), right = 0;
+    receive_int(parent, TAG_GO);
+    while (right < number && receive_int(parent, TAG_DATA) == right)
+        right++;
+    return send_int(parent, TAG_DONE, right) < 0;
+}
+
+static int environment(const char *self, char *count)
+{
+    int number = atoi(count);
+    char *value = malloc(VARIABLE_BYTES + 1), *names = calloc(number, 32), name[32];
+    memset(value, 'x', VARIABLE_BYTES);
+    value[VARIABLE_BYTES] = 0;
+    for (int i = 0; i < number; i++) {
+        sprintf(name, "LARGE_%d", i);
+        setenv(name, value, 1);
+        strcat(strcat(names, i ? ":" : ""), name);
+    }
+    setenv("PVM_EXPORT", names, 1);
+    int child = start(self, "environment-child", count);
+    int right = child < 0 ? child : receive_int(child, TAG_DONE);
+    return right == number ? 0 : fail("variables", right);
+}
+
+static int environment_child(int number)
+{
+    int right = 0;
+    char name[32];
+    for (int i = 0; i < number; i++) {
+        sprintf(name, "LARGE_%d", i);
+        const char *value = getenv(name);
+        right += value && strlen(value) == VARIABLE_BYTES;
+    }
+    return send_int(pvm_parent(), TAG_DONE, right) < 0;
+}
+
+static int tasks(const char *self, char *count)
+{
+    int number = atoi(count), *tids = calloc(number, sizeof *tids);
+    char *arguments[] = { "tasks-child", NULL };
+    long sum = 0;
+    for (int i = 0; i < number; i += AT_ONCE) {
+        int more = number - i < AT_ONCE ? number - i : AT_ONCE;
+        int started = pvm_spawn((char *)self, arguments, PvmTaskDefault, "", more, tids + i);
+        if (started != more)
+            return fail("spawn", i + started);
+        /* A round at a time: a small machine has enough to do with these. */
+        for (int k = 0; k < more; k++)
+            if (receive_int(-1, TAG_DATA) <= 0)
+                return fail("greeting", i + k);
+    }
+    for (int i = 0; i < number; i++)
+        send_int(tids[i], TAG_GO, i);
+    for (int i = 0; i < number; i++)
+        sum += receive_int(-1, TAG_DONE);
+    return sum == (long)number * (number - 1) / 2 ? 0 : fail("sum", sum);
+}
+
+static int tasks_child(void)
+{
+    int parent = pvm_parent();
+    send_int(parent, TAG_DATA, pvm_mytid());
+    return send_int(parent, TAG_DONE, receive_int(parent, TAG_GO)) < 0;
+}
+
+static int giant(const char *self, char *mebibytes)
+{
+    int child = start(self, "giant-child", mebibytes), pieces = atoi(mebibytes) / (PIECE_BYTES >> 20);
+    char *piece = malloc(PIECE_BYTES);
+    pvm_initsend(PvmDataRaw);
+    for (int i = 0; i < pieces; i++) {
+        memset(piece, i & 0x7f, PIECE_BYTES);
+        if (pvm_pkbyte(piece, PIECE_BYTES, 1) < 0)
+            return fail("pack", i);
+    }
+    if (pvm_send(child, TAG_DATA) < 0)
+        return fail("send", pieces);
+    /* What was packed is not needed here any more. */
+    pvm_freebuf(pvm_getsbuf());
+    int right = receive_int(child, TAG_DONE);
+    return right == pieces ? 0 : fail("pieces", right);
+}
+
+static int giant_child(int mebibytes)
+{
+    int pieces = mebibytes / (PIECE_BYTES >> 20), right = 0;
+    char *piece = malloc(PIECE_BYTES), *wanted = malloc(PIECE_BYTES);
+    pvm_recv(pvm_parent(), TAG_DATA);
+    for (int i = 0; i < pieces; i++) {
+        memset(wanted, i & 0x7f, PIECE_BYTES);
+        if (pvm_upkbyte(piece, PIECE_BYTES, 1) < 0 || memcmp(piece, wanted, PIECE_BYTES) != 0)
+            break;
+        right++;
+    }
+    return send_int(pvm_parent(), TAG_DONE, right) < 0;
+}
+
+int main(int argc, char **argv)
+{
+    const char *role = argc > 2 ? argv[1] : "";
+    int status;
+    if (pvm_parent() > 0) {
+        role = argv[1];
+        int number = argc > 2 ? atoi(argv[2]) : 0;
+        status = !strcmp(role, "pending-child")       ? pending_child(number)
+                 : !strcmp(role, "environment-child") ? environment_child(number)
+                 : !strcmp(role, "tasks-child")       ? tasks_child()
+                                                      : giant_child(number);
+        pvm_exit();
+        return status;
+    }
+    status = !strcmp(role, "pending")       ? pending(argv[0], argv[2])
+             : !strcmp(role, "environment") ? environment(argv[0], argv[2])
+             : !strcmp(role, "tasks")       ? tasks(argv[0], argv[2])
+             : !strcmp(role, "giant")       ? giant(argv[0], argv[2])
+                                            : fail("unknown role", argc);
+    if (status == 0)
+        printf("good\n");
+    pvm_exit();
+    return status;
+}

@@ -1,0 +1,129 @@
+//! A virtual machine of one host on the real machine, in folders of its own: no namespaces and no root, for tests of one
+//! program.
+
+use crate::needs;
+use crate::run::{Done, run};
+use anyhow::{Context, Result};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+use tempfile::TempDir;
+
+/// Time for one command on a loaded machine.
+const COMMAND_TIME: Duration = Duration::from_secs(60);
+/// Variables of the caller that must not reach the virtual machine.
+const FOREIGN: [&str; 8] =
+    ["PVM_RM", "PVMSOCK", "PVMEPID", "PVM_EXPORT", "PVM_VMID", "PVMHOSTFILE", "SEMPA_LOG", "PVM_TASKER"];
+
+/// Folders, programs and environment of a virtual machine that nobody else uses.
+#[derive(Debug)]
+pub struct Lab {
+    folder: TempDir,
+    lib: PathBuf,
+}
+
+impl Lab {
+    /// Nothing runs yet. `console`: a console to use instead of the installed one. `None`, with a word on standard error,
+    /// when the programs are not installed.
+    ///
+    /// # Panics
+    /// A folder cannot be made or a program not be copied: the test fails.
+    pub fn new(console: Option<&Path>) -> Option<Lab> {
+        let prefix = match needs::prefix() {
+            Ok(prefix) => prefix,
+            Err(error) => {
+                eprintln!("skipped: {error:#}");
+                return None;
+            }
+        };
+        Some(Lab::fill(&prefix, console).unwrap_or_else(|error| panic!("no folders for a virtual machine: {error:#}")))
+    }
+
+    fn fill(prefix: &Path, console: Option<&Path>) -> Result<Lab> {
+        // Short paths: a socket's is limited.
+        let folder = tempfile::Builder::new().prefix("sempa-lab").tempdir_in("/tmp")?;
+        let bin = folder.path().join("bin");
+        for dir in ["bin", "home", "tmp"] {
+            fs::create_dir(folder.path().join(dir))?;
+        }
+        let installed = prefix.join("bin/pvm");
+        let programs = [("pvm", console.unwrap_or(&installed)), ("pvmd", &prefix.join("bin/pvmd"))];
+        for (name, from) in programs.into_iter().chain([("pvm-tasker", &*prefix.join("bin/pvm-tasker"))]) {
+            fs::copy(from, bin.join(name)).with_context(|| format!("copying {}", from.display()))?;
+        }
+        Ok(Lab { folder, lib: prefix.join("lib") })
+    }
+
+    /// The same with a daemon.
+    ///
+    /// # Panics
+    /// The daemon does not come up: the test fails.
+    pub fn started(console: Option<&Path>) -> Option<Lab> {
+        let lab = Lab::new(console)?;
+        if let Err(error) = lab.pvm(&["start"]).expect_good("pvm start") {
+            panic!("{error:#}");
+        }
+        Some(lab)
+    }
+
+    /// A file or folder in the virtual machine's own.
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// The home folder of its user.
+    pub fn home(&self) -> PathBuf {
+        self.path("home")
+    }
+
+    /// Folder of the daemon's files.
+    pub fn place(&self) -> PathBuf {
+        self.path("tmp").join(format!("sempa-{}", nix::unistd::geteuid())).join("pvm")
+    }
+
+    /// The daemon's socket.
+    pub fn socket(&self) -> PathBuf {
+        self.place().join("pvmd.sock")
+    }
+
+    /// A program with the environment of this virtual machine.
+    pub fn command(&self, program: impl AsRef<Path>) -> Command {
+        let mut command = Command::new(program.as_ref());
+        command.env("PVM_TMP", self.path("tmp")).env("HOME", self.home()).env("PVM_ALLOW_ROOT", "1");
+        command.env("LD_LIBRARY_PATH", &self.lib).env("SEMPA_LIB", &self.lib).env("PVM_PATH", "/usr/bin:/bin");
+        command.env("PATH", format!("{}:/usr/bin:/bin", self.path("bin").display()));
+        FOREIGN.into_iter().for_each(|name| drop(command.env_remove(name)));
+        command.current_dir(self.folder.path());
+        command
+    }
+
+    /// The console.
+    pub fn console(&self) -> Command {
+        self.command(self.path("bin/pvm"))
+    }
+
+    /// One command of the console.
+    ///
+    /// # Panics
+    /// It does not start or does not end: the test fails.
+    pub fn pvm(&self, words: &[&str]) -> Done {
+        let mut command = self.console();
+        command.args(words);
+        run(command, COMMAND_TIME).unwrap_or_else(|error| panic!("pvm {}: {error:#}", words.join(" ")))
+    }
+
+    /// The daemon's process number, if there is one.
+    pub fn daemon(&self) -> Option<i32> {
+        fs::read_to_string(self.place().join("pvmd.lock")).ok()?.trim().parse().ok()
+    }
+}
+
+impl Drop for Lab {
+    fn drop(&mut self) {
+        if self.daemon().is_some() {
+            let mut halt = self.console();
+            let _ = halt.arg("halt").stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).status();
+        }
+    }
+}

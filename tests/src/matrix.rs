@@ -1,0 +1,338 @@
+//! Debian's programs, unchanged, on PVM 3.4.6 and on ours: what they print is compared, apart from times and tids.
+
+use crate::real::RealVm;
+use crate::run::{Done, Running, eventually, run};
+use crate::vm::{Settings, Vm};
+use crate::{Host, Testbed, needs};
+use anyhow::{Context, Result, bail};
+use std::fs;
+use std::io::Write;
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+/// Time for one program on a loaded machine.
+const LONG: Duration = Duration::from_secs(40);
+/// Hosts of each virtual machine.
+const HOSTS: usize = 3;
+/// The smallest number that can be a tid: the local part of one on host 1.
+const SMALLEST_TID: u64 = 0x40000;
+
+/// What a case printed, or why it came to nothing.
+pub type Heard = Result<String, String>;
+
+/// A virtual machine of three hosts, either system's.
+#[derive(Debug)]
+pub struct Machine<'a> {
+    bed: &'a Testbed,
+    vm: Either<'a>,
+}
+
+#[derive(Debug)]
+enum Either<'a> {
+    Real(RealVm<'a>),
+    Ours(Vm<'a>),
+}
+
+/// A program in some shell of a host: host number, program, words, standard input.
+#[derive(Clone, Copy, Debug)]
+pub struct Shell<'a> {
+    /// The host.
+    pub host: usize,
+    /// The program, from the search path.
+    pub program: &'a str,
+    /// Its words.
+    pub words: &'a [&'a str],
+    /// What is typed.
+    pub input: &'a str,
+}
+
+/// A program without words and input on h1.
+pub fn alone(program: &str) -> Shell<'_> {
+    Shell { host: 1, program, words: &[], input: "" }
+}
+
+/// A program with words on h1.
+pub fn with<'a>(program: &'a str, words: &'a [&'a str]) -> Shell<'a> {
+    Shell { words, ..alone(program) }
+}
+
+impl Machine<'_> {
+    /// A command with this machine's environment.
+    pub fn command(&self, host: &Host, program: impl AsRef<Path>) -> Command {
+        match &self.vm {
+            Either::Real(vm) => vm.command(host, program),
+            Either::Ours(vm) => vm.command(host, program),
+        }
+    }
+
+    /// The same for a program of Debian's that writes each line as soon as it is full, although it is no terminal.
+    fn by_lines(&self, host: &Host, program: &str) -> Command {
+        let mut command = self.command(host, "/usr/bin/stdbuf");
+        command.arg("-oL").arg(Path::new("/usr/bin").join(program));
+        command
+    }
+
+    /// The testbed.
+    pub fn bed(&self) -> &Testbed {
+        self.bed
+    }
+
+    /// Starts a program and lets it run.
+    ///
+    /// # Errors
+    /// It cannot be started.
+    pub fn start(&self, shell: Shell) -> Result<Running> {
+        let mut command = self.by_lines(self.bed.host(shell.host), shell.program);
+        command.args(shell.words);
+        if shell.input.is_empty() {
+            return Running::start(command, Stdio::null());
+        }
+        let mut running = Running::start(command, Stdio::piped())?;
+        let mut pipe = running.take_stdin().context("its input is piped")?;
+        pipe.write_all(shell.input.as_bytes())?;
+        Ok(running)
+    }
+
+    /// Runs a program to its end; the text is its standard output, its exit status and its standard error.
+    ///
+    /// # Errors
+    /// It does not start or does not end.
+    pub fn run(&self, shell: Shell) -> Result<String> {
+        Ok(self.text(&self.start(shell)?.finish(LONG)?))
+    }
+
+    /// Output, exit status and error output as one text, with the testbed's own folder masked.
+    pub fn text(&self, done: &Done) -> String {
+        let status = done.status.code().map_or_else(|| done.status.to_string(), |code| format!("exit {code}"));
+        let all = format!("{}\n[{status}]\n{}", done.out, done.err);
+        all.replace(&self.bed.folder().display().to_string(), "FOLDER")
+    }
+
+    /// Gives Debian's console commands and, when what it has printed holds `until`, the last word `quit`.
+    ///
+    /// # Errors
+    /// It does not come to that.
+    pub fn console(&self, commands: &str, until: &str) -> Result<String> {
+        let command = self.by_lines(self.bed.host(1), "pvm");
+        let mut running = Running::start(command, Stdio::piped())?;
+        let mut pipe = running.take_stdin().context("its input is piped")?;
+        pipe.write_all(commands.as_bytes())?;
+        eventually(LONG, || match running.out_so_far() {
+            Ok(out) if out.contains(until) => Ok(()),
+            Ok(out) => Err(format!("no {until:?} in: {out}")),
+            Err(error) => Err(error.to_string()),
+        })?;
+        pipe.write_all(b"quit\n")?;
+        drop(pipe);
+        Ok(self.text(&running.finish(LONG)?))
+    }
+
+    /// Waits until the mailbox has a name.
+    ///
+    /// # Errors
+    /// It does not come.
+    pub fn in_mailbox(&self, name: &str) -> Result<()> {
+        eventually(LONG, || match self.run(alone("gmbi")) {
+            Ok(out) if out.contains(name) => Ok(()),
+            other => Err(format!("no {name:?} in {other:?}")),
+        })
+    }
+
+    /// Waits until a command of Debian's console prints some words.
+    ///
+    /// # Errors
+    /// It does not print them.
+    pub fn shown_at_console(&self, command: &str, words: &str) -> Result<()> {
+        eventually(LONG, || match self.console(command, "\n") {
+            Ok(out) if out.split_whitespace().collect::<Vec<_>>().join(" ").contains(words) => Ok(()),
+            other => Err(format!("no {words:?} in {other:?}")),
+        })
+    }
+
+    fn halt(self) -> Result<()> {
+        match self.vm {
+            Either::Real(vm) => vm.halt(),
+            Either::Ours(vm) => vm.halt(),
+        }
+    }
+}
+
+/// Runs the same on both systems, each on three hosts, and gives the two results: PVM's, ours. `None` where no testbed
+/// is possible.
+///
+/// # Panics
+/// A system does not start, or the closure fails: the test fails.
+pub fn on_both(what: impl Fn(&Machine) -> Result<Vec<Heard>> + Sync) -> Option<[Vec<Heard>; 2]> {
+    if let Some(lack) = needs::lacks() {
+        eprintln!("skipped: {lack}");
+        return None;
+    }
+    let results = std::thread::scope(|scope| {
+        let real = scope.spawn(|| on_real(&what));
+        let ours = on_ours(&what);
+        [real.join().expect("no panic in a run"), ours]
+    });
+    let [real, ours] = results;
+    Some([real.expect("PVM 3.4.6"), ours.expect("ours")])
+}
+
+fn on_real(what: &dyn Fn(&Machine) -> Result<Vec<Heard>>) -> Result<Vec<Heard>> {
+    let bed = Testbed::new(HOSTS, None, &[])?;
+    programs_where_spawn_looks(&bed, true)?;
+    let vm = RealVm::start(&bed)?;
+    let mut add = Running::start(vm.command(bed.host(1), "/usr/bin/pvm"), Stdio::piped())?;
+    add.take_stdin().context("its input is piped")?.write_all(b"add h2 h3\n")?;
+    let added = add.finish(LONG)?;
+    if !added.out.contains("2 successful") {
+        bail!("{added:?}");
+    }
+    finished(Machine { bed: &bed, vm: Either::Real(vm) }, what)
+}
+
+fn on_ours(what: &dyn Fn(&Machine) -> Result<Vec<Heard>>) -> Result<Vec<Heard>> {
+    let prefix = needs::prefix()?;
+    let bed = Testbed::new(HOSTS, Some(&prefix), &[])?;
+    programs_where_spawn_looks(&bed, !prefix.join("lib/libgpvm3.so.3").exists())?;
+    let vm = Vm::start(&bed, Settings::default())?;
+    vm.add(&["h2", "h3"])?;
+    finished(Machine { bed: &bed, vm: Either::Ours(vm) }, what)
+}
+
+fn finished(
+    machine: Machine,
+    what: &dyn Fn(&Machine) -> Result<Vec<Heard>>,
+) -> Result<Vec<Heard>> {
+    let result = what(&machine);
+    if let (Err(error), Either::Ours(vm)) = (&result, &machine.vm) {
+        eprintln!("{error:#}\n{}", vm.logs());
+    }
+    let halted = machine.halt();
+    let result = result?;
+    halted.map(|()| result)
+}
+
+fn programs_where_spawn_looks(bed: &Testbed, with_group_server: bool) -> Result<()> {
+    let place = bed.home().join("pvm3/bin/LINUX64");
+    let listed = run(
+        {
+            let mut list = Command::new("dpkg-query");
+            list.args(["-L", "pvm-examples"]);
+            list
+        },
+        LONG,
+    )?;
+    let own = listed.out.lines().filter_map(|line| line.strip_prefix("/usr/bin/"));
+    for name in own.chain(with_group_server.then_some("pvmgs")) {
+        symlink(Path::new("/usr/bin").join(name), place.join(name)).with_context(|| name.to_string())?;
+    }
+    let slang = Path::new("/usr/share/doc/slang-pvm/examples");
+    for name in ["hello_master", "hello_slave", "master", "slave"] {
+        let Ok(script) = fs::read_to_string(slang.join(name)) else { continue };
+        let copy = bed.home().join(name);
+        // The script names a host of its author's.
+        fs::write(&copy, script.replace("\"pirx\"", "\"h2\""))?;
+        fs::set_permissions(&copy, fs::Permissions::from_mode(0o755))?;
+    }
+    Ok(())
+}
+
+/// What of a text is compared.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Compare {
+    /// Every line in its order; tids are masked.
+    Lines,
+    /// The lines, whatever their order; tids are masked.
+    Sorted,
+    /// The lines in their order with every number masked.
+    Shapes,
+    /// The set of lines with every number masked, each once.
+    Kinds,
+}
+
+/// A text as it is compared.
+pub fn normal(text: &str, how: Compare) -> String {
+    let all = matches!(how, Compare::Shapes | Compare::Kinds);
+    let mut lines: Vec<String> = text.lines().map(|line| masked(line, all)).filter(|line| !line.is_empty()).collect();
+    if matches!(how, Compare::Sorted | Compare::Kinds) {
+        lines.sort();
+    }
+    if how == Compare::Kinds {
+        lines.dedup();
+    }
+    lines.join("\n")
+}
+
+/// A line with single blanks and without tids: `t` or `0x` and hexadecimal digits, or a decimal number above all others.
+/// With `all`, every number goes.
+fn masked(line: &str, all: bool) -> String {
+    let mut out = String::new();
+    let bytes: Vec<char> = line.split_whitespace().collect::<Vec<_>>().join(" ").chars().collect();
+    let mut at = 0;
+    while at < bytes.len() {
+        let before = if at == 0 { ' ' } else { bytes[at - 1] };
+        let rest = &bytes[at..];
+        let hex = |skip: usize| rest[skip..].iter().take_while(|one| one.is_ascii_hexdigit()).count();
+        let (skip, digits) = match rest {
+            ['0', 'x', first, ..] if *first != '0' && hex(2) >= 5 => (2, hex(2)),
+            _ if out.ends_with("id: ") && hex(0) >= 5 => (0, hex(0)),
+            ['t', ..] if !before.is_alphanumeric() && hex(1) >= 5 => (1, hex(1)),
+            _ => (0, 0),
+        };
+        if digits > 0 {
+            out.push_str("TID");
+            at += skip + digits;
+            continue;
+        }
+        let decimal = rest.iter().take_while(|one| one.is_ascii_digit()).count();
+        if decimal > 0 && !before.is_alphabetic() {
+            let number: String = rest[..decimal].iter().collect();
+            let fraction = if all { fraction_behind(&rest[decimal..]) } else { 0 };
+            let is_tid = number.parse::<u64>().is_ok_and(|value| value >= SMALLEST_TID && value < 1 << 30);
+            out.push_str(if all {
+                "N"
+            } else if is_tid {
+                "TID"
+            } else {
+                &number
+            });
+            at += decimal + fraction;
+            continue;
+        }
+        out.push(bytes[at]);
+        at += 1;
+    }
+    out
+}
+
+/// Length of what goes on behind the whole part of a number: `.5`, `.5e-03`.
+fn fraction_behind(rest: &[char]) -> usize {
+    let digits = |from: usize| rest.get(from..).unwrap_or(&[]).iter().take_while(|one| one.is_ascii_digit()).count();
+    let point = if rest.first() == Some(&'.') { 1 + digits(1) } else { 0 };
+    match rest.get(point..) {
+        Some(['e' | 'E', '+' | '-', ..]) => point + 2 + digits(point + 2),
+        _ => point,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tids_are_masked_and_other_numbers_stay() {
+        let line = "from t80001:  hello 0x40003 262146 tid: 4000a from h2, 700.5 of 0x2 time";
+        assert_eq!(normal(line, Compare::Lines), "from TID: hello TID TID tid: TID from h2, 700.5 of 0x2 time");
+    }
+
+    #[test]
+    fn shapes_have_no_numbers_but_names_keep_theirs() {
+        assert_eq!(normal("  0:  1 bytes  77 times --> 1.5e-03 Mbps h2", Compare::Shapes), "N: N bytes N times --> N Mbps h2");
+    }
+
+    #[test]
+    fn kinds_are_each_line_once_in_any_order() {
+        assert_eq!(normal("b 1\na 2\nb 3\n", Compare::Kinds), "a N\nb N");
+    }
+}
