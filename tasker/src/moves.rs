@@ -484,7 +484,7 @@ impl Supervisor {
         let job = RestoreJob {
             dir: dir.into(),
             outside: Outside { output_pipe: carry.output_pipe },
-            pid_namespace: target.namespace.file().try_clone_to_owned().map_err(io)?,
+            pid_namespace: target.namespace.open().map_err(io)?,
             output: theirs,
         };
         let restoring = engine.start_restore(job)?;

@@ -18,8 +18,6 @@ pub(crate) struct Namespace {
     init: Child,
     /// Our end of the init's control pipe.
     control: OwnedFd,
-    /// The namespace itself; names it even after its init has ended.
-    file: File,
     inode: u64,
 }
 
@@ -31,9 +29,8 @@ impl Namespace {
     pub(crate) fn new() -> io::Result<Namespace> {
         let (theirs, ours) = nix::unistd::pipe2(OFlag::O_CLOEXEC)?;
         let init = sys::start_init(theirs.as_fd())?;
-        let opened = File::open(format!("/proc/{}/ns/pid", init.pid)).and_then(|f| Ok((f.metadata()?.st_ino(), f)));
-        match opened {
-            Ok((inode, file)) => Ok(Namespace { init, control: ours, file, inode }),
+        match std::fs::metadata(path_of(&init)) {
+            Ok(about) => Ok(Namespace { inode: about.st_ino(), init, control: ours }),
             Err(error) => {
                 sys::kill_by(init.pidfd.as_fd());
                 let _ = sys::reap_wait(init.pid);
@@ -59,15 +56,19 @@ impl Namespace {
         self.inode
     }
 
-    /// The namespace itself, to be named to the engine.
-    pub(crate) fn file(&self) -> BorrowedFd<'_> {
-        self.file.as_fd()
+    /// The namespace itself, to be named to the engine. Nobody keeps it open for long: a host has thousands of tasks and
+    /// a limit of descriptors.
+    ///
+    /// # Errors
+    /// Its init has ended.
+    pub(crate) fn open(&self) -> io::Result<OwnedFd> {
+        Ok(File::open(path_of(&self.init))?.into())
     }
 
     /// Runs `make` so that the process it makes belongs to this namespace.
     fn inside<T>(&self, make: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
         let own = File::open("/proc/self/ns/pid")?;
-        setns(self.file(), CloneFlags::CLONE_NEWPID)?;
+        setns(self.open()?, CloneFlags::CLONE_NEWPID)?;
         let made = make();
         // A process can always name its own namespace again as that of its children.
         setns(own, CloneFlags::CLONE_NEWPID).expect("the way back into one's own namespace is open");
@@ -103,6 +104,10 @@ impl Namespace {
 
     /// Process numbers of everybody inside but the init, as the tasker sees them.
     pub(crate) fn pids(&self) -> Vec<i32> {
+        // An ended namespace is empty, and its number may be another's by now.
+        if !std::fs::metadata(path_of(&self.init)).is_ok_and(|about| about.st_ino() == self.inode) {
+            return Vec::new();
+        }
         let Ok(proc) = std::fs::read_dir("/proc") else { return Vec::new() };
         proc.flatten()
             .filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok())
@@ -110,4 +115,9 @@ impl Namespace {
             .filter(|pid| std::fs::metadata(format!("/proc/{pid}/ns/pid")).is_ok_and(|m| m.st_ino() == self.inode))
             .collect()
     }
+}
+
+/// Where the kernel shows the namespace of an init. The number is its own until it is reaped.
+fn path_of(init: &Child) -> String {
+    format!("/proc/{}/ns/pid", init.pid)
 }

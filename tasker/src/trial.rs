@@ -84,7 +84,7 @@ impl Supervisor {
         let outside = Outside { output_pipe: trial.output.inode() };
         let (output, theirs) = Output::new().map_err(io)?;
         trial.output = output;
-        let pid_namespace = trial.namespace.file().try_clone_to_owned().map_err(io)?;
+        let pid_namespace = trial.namespace.open().map_err(io)?;
         let restoring =
             engine.start_restore(RestoreJob { dir: trial.dir.clone(), outside, pid_namespace, output: theirs })?;
         let limits = limits_for(0)?;
