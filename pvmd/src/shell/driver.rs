@@ -42,28 +42,7 @@ struct Connected {
     dismissed: bool,
 }
 
-/// All parts of a running daemon.
-pub(crate) struct Driver {
-    pub(crate) machine: Machine,
-    pub(crate) world: DaemonWorld,
-    pub(crate) inputs: mpsc::Receiver<Input>,
-    pub(crate) net: Net,
-    pub(crate) tasker: Tasker,
-    pub(crate) images: Images,
-    pub(crate) starter: Starter,
-    pub(crate) moves: Moves,
-    pub(crate) log: Log,
-    place: HeldPlace,
-    is_master: bool,
-    tasks: HashMap<ConnId, Connected>,
-    start: Instant,
-    /// Set on a slave until its master's session stands.
-    master_until: Option<Instant>,
-    stop_at: Option<Instant>,
-    done: bool,
-}
-
-/// The parts that [`Driver::new`] puts together.
+/// What a daemon is made of.
 pub(crate) struct Parts {
     pub(crate) machine: Machine,
     pub(crate) world: DaemonWorld,
@@ -77,30 +56,23 @@ pub(crate) struct Parts {
     pub(crate) place: HeldPlace,
 }
 
+/// A running daemon.
+pub(crate) struct Driver {
+    parts: Parts,
+    is_master: bool,
+    tasks: HashMap<ConnId, Connected>,
+    start: Instant,
+    /// Set on a slave until its master's session stands.
+    master_until: Option<Instant>,
+    stop_at: Option<Instant>,
+    done: bool,
+}
+
 impl Driver {
     /// A daemon whose clock begins at `start`.
     pub(crate) fn new(parts: Parts, start: Instant, is_master: bool) -> Driver {
-        let Parts { machine, world, inputs, net, tasker, images, starter, moves, log, place } = parts;
         let master_until = (!is_master).then(|| Instant::now() + MASTER_WITHIN);
-        let (tasks, stop_at, done) = (HashMap::new(), None, false);
-        Driver {
-            machine,
-            world,
-            inputs,
-            net,
-            tasker,
-            images,
-            starter,
-            moves,
-            log,
-            place,
-            is_master,
-            tasks,
-            start,
-            master_until,
-            stop_at,
-            done,
-        }
+        Driver { parts, is_master, tasks: HashMap::new(), start, master_until, stop_at: None, done: false }
     }
 
     fn now(&self) -> Micros {
@@ -110,23 +82,23 @@ impl Driver {
     /// Runs until the machine says [`Output::Shutdown`], then lets go of everything in order. `signals` brings reasons
     /// to stop; a second one ends the daemon at once.
     pub(crate) async fn run(mut self, mut signals: mpsc::Receiver<String>) {
-        if let Err(why) = self.tasker.start() {
-            self.log.line(&why);
+        if let Err(why) = self.parts.tasker.start() {
+            self.parts.log.line(&why);
             self.feed(Event::TaskerGone { why });
         }
         self.carry_out_all();
         let mut tick = interval(TICK);
         tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
         while !self.done {
-            let wake = self.machine.next_wakeup();
+            let wake = self.parts.machine.next_wakeup();
             if wake.is_some_and(|at| at <= self.now()) {
                 self.feed(Event::Wake);
                 // Inputs go on even if the machine wants to be woken again at once.
                 tokio::task::yield_now().await;
             }
-            let at = self.machine.next_wakeup().map(|at| self.start + Duration::from_micros(at.0));
+            let at = self.parts.machine.next_wakeup().map(|at| self.start + Duration::from_micros(at.0));
             tokio::select! {
-                input = self.inputs.recv() => match input {
+                input = self.parts.inputs.recv() => match input {
                     Some(input) => self.take(input),
                     None => break,
                 },
@@ -139,9 +111,9 @@ impl Driver {
     }
 
     fn stop(&mut self, why: String) {
-        self.log.line(&why);
+        self.parts.log.line(&why);
         if self.stop_at.is_some() {
-            self.log.line("told again to end: ending at once");
+            self.parts.log.line("told again to end: ending at once");
             self.done = true;
             return;
         }
@@ -159,20 +131,20 @@ impl Driver {
             }
             Input::Event(event) => self.take_event(event),
             Input::Net(NetInput::Control { host, number, message }) => {
-                if self.net.is_current(host, number) {
+                if self.parts.net.is_current(host, number) {
                     self.feed(Event::HostControl { host, message });
                 }
             }
             Input::Net(NetInput::Carried { host, number, carried }) => {
-                if self.net.is_current(host, number) {
+                if self.parts.net.is_current(host, number) {
                     self.feed(Event::HostCarried { host, carried });
                 }
             }
             Input::Net(NetInput::Images { host, migration, stream, decoder }) => {
-                self.images.arrived(host, migration, stream, decoder);
+                self.parts.images.arrived(host, migration, stream, decoder);
             }
             Input::Net(input) => {
-                for news in self.net.take(input) {
+                for news in self.parts.net.take(input) {
                     match news {
                         NetNews::Connected(host) => {
                             if host == HostId::MASTER {
@@ -195,9 +167,9 @@ impl Driver {
             }
             Event::TaskClosed { conn, .. } => self.tasks.remove(conn).is_none(),
             Event::TaskerGone { why } => {
-                self.log.line(why);
+                self.parts.log.line(why);
                 // First of all, so that what the machine asks for next goes to the new one.
-                self.tasker.gone();
+                self.parts.tasker.gone();
                 false
             }
             _ => false,
@@ -210,12 +182,12 @@ impl Driver {
     /// Gives the machine an event and carries out what it asks for.
     fn feed(&mut self, event: Event) {
         let now = self.now();
-        self.machine.handle(now, &mut self.world, event);
+        self.parts.machine.handle(now, &mut self.parts.world, event);
         self.carry_out_all();
     }
 
     fn carry_out_all(&mut self) {
-        while let Some(output) = self.machine.poll() {
+        while let Some(output) = self.parts.machine.poll() {
             self.carry_out(output);
         }
     }
@@ -229,33 +201,33 @@ impl Driver {
                 }
             }
             Output::CloseTask { conn } => self.dismiss(conn),
-            Output::ToHost { host, message } => self.net.send(host, &message),
-            Output::Carry { host, carried } => self.net.carry(host, carried),
-            Output::Connect { host, addresses } => self.net.connect(host, addresses),
-            Output::Forget { host } => self.net.forget(host),
-            Output::StartHost { start, plan } => self.starter.start(start, plan),
-            Output::PrepareHosts { plans } => self.starter.prepare(plans),
+            Output::ToHost { host, message } => self.parts.net.send(host, &message),
+            Output::Carry { host, carried } => self.parts.net.carry(host, carried),
+            Output::Connect { host, addresses } => self.parts.net.connect(host, addresses),
+            Output::Forget { host } => self.parts.net.forget(host),
+            Output::StartHost { start, plan } => self.parts.starter.start(start, plan),
+            Output::PrepareHosts { plans } => self.parts.starter.prepare(plans),
             Output::HosterHeard { start, line } => {
-                let event = self.starter.heard(start, &line);
+                let event = self.parts.starter.heard(start, &line);
                 let now = self.now();
-                self.machine.handle(now, &mut self.world, event);
+                self.parts.machine.handle(now, &mut self.parts.world, event);
             }
             Output::Signal { conn, signal } => self.signal(conn, signal),
-            Output::AbandonStart { start } => self.starter.abandon(start),
+            Output::AbandonStart { start } => self.parts.starter.abandon(start),
             Output::ToTasker(message) => {
-                if let Some(answer) = self.tasker.send(&message) {
+                if let Some(answer) = self.parts.tasker.send(&message) {
                     let now = self.now();
-                    self.machine.handle(now, &mut self.world, Event::Tasker(answer));
+                    self.parts.machine.handle(now, &mut self.parts.world, Event::Tasker(answer));
                 }
             }
-            Output::SendImages { migration, to } => self.images.send(migration, to, &self.net),
-            Output::ExpectImages { migration, from } => self.images.expect(migration, from),
-            Output::DropImages { migration } => self.images.drop_images(migration),
-            Output::WriteToken { path, token } => self.moves.write_token(&path, &token, &self.log),
-            Output::RemoveToken { path } => self.moves.remove_token(&path),
-            Output::RecordMove { migration, tid, to } => self.moves.record(migration, tid, to),
-            Output::Log { text } => self.log.line(text),
-            Output::LogTaskOutput { tid, bytes } => self.log.task_output(tid, &bytes),
+            Output::SendImages { migration, to } => self.parts.images.send(migration, to, &self.parts.net),
+            Output::ExpectImages { migration, from } => self.parts.images.expect(migration, from),
+            Output::DropImages { migration } => self.parts.images.drop_images(migration),
+            Output::WriteToken { path, token } => self.parts.moves.write_token(&path, &token, &self.parts.log),
+            Output::RemoveToken { path } => self.parts.moves.remove_token(&path),
+            Output::RecordMove { migration, tid, to } => self.parts.moves.record(migration, tid, to),
+            Output::Log { text } => self.parts.log.line(text),
+            Output::LogTaskOutput { tid, bytes } => self.parts.log.task_output(tid, &bytes),
             Output::Shutdown => self.done = true,
         }
     }
@@ -264,7 +236,7 @@ impl Driver {
         let Some(task) = self.tasks.get(&conn) else { return };
         match encode_control(message) {
             Ok(frame) => task.line.outbox.put(Parcel::Sure(frame)),
-            Err(e) => self.log.line(format!("a message to process {} could not be sent: {e}", task.line.pid)),
+            Err(e) => self.parts.log.line(format!("a message to process {} could not be sent: {e}", task.line.pid)),
         }
     }
 
@@ -273,7 +245,7 @@ impl Driver {
         let Some(pid) = self.tasks.get(&conn).map(|task| task.line.pid).filter(|pid| *pid > 0) else { return };
         let sent = Signal::try_from(signal).and_then(|signal| kill(Pid::from_raw(pid), signal));
         if let Err(e) = sent {
-            self.log.line(format!("signal {signal} could not be sent to process {pid}: {e}"));
+            self.parts.log.line(format!("signal {signal} could not be sent to process {pid}: {e}"));
         }
     }
 
@@ -309,12 +281,12 @@ impl Driver {
                 task.line.cut.send_replace(Some(why));
             }
         }
-        self.net.tick();
+        self.parts.net.tick();
         if self.master_until.take_if(|until| *until < Instant::now()).is_some() {
             self.stop(format!("no session with the master within {} s", MASTER_WITHIN.as_secs()));
         }
         if self.stop_at.is_some_and(|at| at < Instant::now()) {
-            self.log.line(format!("could not end in order within {} s: ending as it is", STOP_WITHIN.as_secs()));
+            self.parts.log.line(format!("could not end in order within {} s: ending as it is", STOP_WITHIN.as_secs()));
             self.done = true;
         }
     }
@@ -324,9 +296,10 @@ impl Driver {
     async fn leave(mut self) {
         let conns: Vec<ConnId> = self.tasks.keys().copied().collect();
         conns.into_iter().for_each(|conn| self.dismiss(conn));
-        let had_slaves = self.is_master && self.net.has_sessions();
-        self.farewell(|driver| driver.tasks.is_empty() && !(driver.is_master && driver.net.has_sessions())).await;
-        let Driver { mut net, mut tasker, mut inputs, log, place, images, starter, moves, is_master, .. } = self;
+        let had_slaves = self.is_master && self.parts.net.has_sessions();
+        self.farewell(|driver| driver.tasks.is_empty() && !(driver.is_master && driver.parts.net.has_sessions())).await;
+        let Driver { parts, is_master, .. } = self;
+        let Parts { mut net, mut tasker, mut inputs, log, place, images, starter, moves, .. } = parts;
         if had_slaves {
             tokio::time::sleep(2 * LAST_STEPS).await;
         }
@@ -346,11 +319,11 @@ impl Driver {
         let until = Instant::now() + FAREWELL_WITHIN;
         while !is_over(self) {
             let input = tokio::select! {
-                input = self.inputs.recv() => input,
+                input = self.parts.inputs.recv() => input,
                 () = sleep_until(until.into()) => None,
             };
             match input {
-                Some(Input::Net(input)) => drop(self.net.take(input)),
+                Some(Input::Net(input)) => drop(self.parts.net.take(input)),
                 Some(Input::Event(Event::TaskClosed { conn, .. })) => drop(self.tasks.remove(&conn)),
                 Some(_) => {}
                 None => return,

@@ -83,10 +83,14 @@ impl Daemon {
         }
     }
 
+    /// Waits for a session; strangers may knock meanwhile.
     async fn connected(&mut self, other: HostId) {
-        match timeout(DEADLINE, self.next()).await {
-            Ok(Seen::News(NetNews::Connected(host))) if host == other => {}
-            seen => panic!("{} waited for a session with {other}, saw {seen:?}", self.me),
+        loop {
+            match timeout(DEADLINE, self.next()).await {
+                Ok(Seen::News(NetNews::Connected(host))) if host == other => return,
+                Ok(Seen::Event(Event::Stranger { .. })) => {}
+                seen => panic!("{} waited for a session with {other}, saw {seen:?}", self.me),
+            }
         }
     }
 }

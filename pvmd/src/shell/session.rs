@@ -367,7 +367,7 @@ pub(crate) fn describe(e: &quinn::ConnectionError) -> String {
         }
         quinn::ConnectionError::ConnectionClosed(close) if is_tls(close.error_code) => {
             let reason = String::from_utf8_lossy(&close.reason);
-            format!("to it this host has no certificate of its virtual machine ({reason})")
+            format!("it belongs to another virtual machine: it does not take the certificate of this host ({reason})")
         }
         quinn::ConnectionError::TimedOut => "nothing was heard of it".into(),
         quinn::ConnectionError::Reset => "its daemon does not know the session (was it restarted?)".into(),
