@@ -224,6 +224,14 @@ pub(crate) fn set_output(sink: Sink) -> PvmResult<()> {
     done(session::runtime()?.request(Request::SetOutput(sink)))
 }
 
+/// Where this task's own trace records go from now on.
+///
+/// # Errors
+/// As the daemon says.
+pub(crate) fn set_trace(sink: Sink) -> PvmResult<()> {
+    done(session::runtime()?.request(Request::SetTrace { sink, mask: crate::data::pvmtrc.mask().to_vec() }))
+}
+
 /// Removes what a reset removes.
 ///
 /// # Errors

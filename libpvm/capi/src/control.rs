@@ -27,7 +27,7 @@ const TC_SIBLINGS: i32 = BASE + 11;
 
 /// Tags that the library handles itself, in the order of their handler numbers. Programs print how many there are.
 pub(crate) const TAGS: [i32; 9] =
-    [TC_CONREQ, TC_CONACK, TC_TASKEXIT, TC_NOOP, TC_SETTRACE, TC_SETTMASK, TC_SETTRCBUF, TC_SETTRCOPT, TC_SIBLINGS];
+    [TC_CONREQ, TC_CONACK, TC_TASKEXIT, TC_NOOP, TC_SETTRACE, TC_SETTRCBUF, TC_SETTRCOPT, TC_SETTMASK, TC_SIBLINGS];
 
 /// Takes a control message. What cannot be read is dropped: nobody waits for an answer.
 pub(crate) fn take(rt: &Runtime, message: &Message) {
@@ -70,6 +70,8 @@ fn set_trace(rt: &Runtime, mut body: Unpacker) -> PvmResult<()> {
     let mask = body.str()?;
     let [trace_tid, trace_ctx, trace_tag, out_tid, out_ctx, out_tag] = words;
     let sink = Sink { tid: Tid::from_raw(out_tid), ctx: out_ctx, tag: out_tag };
+    crate::trace::flush();
+    let trace = Sink { tid: Tid::from_raw(trace_tid.max(0)), ctx: trace_ctx, tag: trace_tag };
     let before = pvmtrc.out_tid.swap(out_tid, Relaxed);
     pvmtrc.out_ctx.store(out_ctx, Relaxed);
     pvmtrc.out_tag.store(out_tag, Relaxed);
@@ -79,6 +81,8 @@ fn set_trace(rt: &Runtime, mut body: Unpacker) -> PvmResult<()> {
     pvmtrc.set_mask(&mask);
     pvmtrc.trace_buf.store(body.int()?, Relaxed);
     pvmtrc.trace_opt.store(body.int()?, Relaxed);
+    // The sender learns nothing of a failure; the daemon's own records then go where they went.
+    let _ = rt.request(Request::SetTrace { sink: trace, mask: mask.to_vec() });
     if before > 0 || out_tid > 0 {
         // The sender learns nothing of a failure; the output then stays where it was.
         let _ = rt.request(Request::SetOutput(sink));

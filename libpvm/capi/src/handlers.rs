@@ -53,11 +53,14 @@ impl Handlers {
         if Self::own().chain(theirs).any(|other| other.overlaps(&filter)) {
             return Err(PvmError::Exists);
         }
-        if self.added.len() >= HANDLERS_MAX {
+        // The number of a removed handler is given again, as in PVM.
+        let free = self.first_free().unwrap_or(self.added.len());
+        if free >= HANDLERS_MAX {
             return Err(PvmError::NoMem);
         }
-        self.added.push(Some((filter, handler)));
-        Ok((control::TAGS.len() + self.added.len() - 1) as i32)
+        self.added.resize(self.added.len().max(free + 1), None);
+        self.added[free] = Some((filter, handler));
+        Ok((control::TAGS.len() + free) as i32)
     }
 
     /// Removes a handler of the program.
@@ -92,7 +95,16 @@ impl Handlers {
         all.filter_map(|(id, filter)| filter.map(|filter| (id as i32, filter))).collect()
     }
 
-    /// Number of the next handler.
+    fn first_free(&self) -> Option<usize> {
+        self.added.iter().position(Option::is_none)
+    }
+
+    /// The lowest number of a removed handler.
+    pub(crate) fn free_number(&self) -> Option<i32> {
+        self.first_free().map(|free| (control::TAGS.len() + free) as i32)
+    }
+
+    /// Numbers given so far, those of removed handlers included.
     pub(crate) fn count(&self) -> usize {
         control::TAGS.len() + self.added.len()
     }

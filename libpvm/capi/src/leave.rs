@@ -3,8 +3,8 @@
 use crate::data::pvmmyctx;
 use crate::memory::flush_stdio;
 use crate::receive;
-use crate::trace;
 use crate::session::{self, Session};
+use crate::trace;
 use libpvm::Runtime;
 use sempa_proto::body::{Encoding, Packer};
 use sempa_proto::message::ENC_XDR;

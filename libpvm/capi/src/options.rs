@@ -86,6 +86,9 @@ pub(crate) fn set(what: i32, value: i32) -> PvmResult<i32> {
     if !good {
         return Err(PvmError::BadParam);
     }
+    if matches!(what, 16 | 17) {
+        crate::trace::flush();
+    }
     place.store(value, Relaxed);
     Ok(before)
 }
@@ -126,6 +129,10 @@ fn set_own(what: i32, value: i32) -> PvmResult<()> {
     let (new_tid, new_tag) = if is_tid { (value, tag) } else { (tid, value) };
     if what < 14 && (new_tid > 0 || tid > 0) {
         ask::set_output(Sink { tid: Tid::from_raw(new_tid.max(0)), ctx, tag: new_tag })?;
+    }
+    if what >= 14 && (new_tid > 0 || tid > 0) {
+        crate::trace::flush();
+        ask::set_trace(Sink { tid: Tid::from_raw(new_tid.max(0)), ctx, tag: new_tag })?;
     }
     for (place, value) in own.iter().chain(&children).zip([new_tid, ctx, new_tag].into_iter().cycle()) {
         place.store(value, Relaxed);

@@ -43,12 +43,8 @@ struct State {
     sums: BTreeMap<i32, Sum>,
 }
 
-static STATE: Mutex<State> = Mutex::new(State {
-    sink: (0, 0, 0),
-    described: BTreeSet::new(),
-    collected: Vec::new(),
-    sums: BTreeMap::new(),
-});
+static STATE: Mutex<State> =
+    Mutex::new(State { sink: (0, 0, 0), described: BTreeSet::new(), collected: Vec::new(), sums: BTreeMap::new() });
 
 fn state() -> MutexGuard<'static, State> {
     STATE.lock().unwrap_or_else(PoisonError::into_inner)
@@ -79,11 +75,6 @@ fn number_if_wanted(event: &str) -> Option<i32> {
     }
     let number = EventMask::event(event)? as i32;
     mask_has(&pvmtrc.mask(), number).then_some(number)
-}
-
-/// True when this event, by its number, is recorded now.
-pub(crate) fn wants(number: i32) -> bool {
-    has_tracer() && mask_has(&pvmtrc.mask(), number)
 }
 
 /// A call of the interface: `entry` and `exit` give what is recorded before and after `body`.

@@ -34,9 +34,9 @@ impl Machine {
         }
     }
 
-    /// A task whose output goes there was asked for, or exists.
-    pub(super) fn output_begin(&mut self, tid: Tid, parent: Tid, sink: Sink, spawned: bool, new: bool) {
-        for marker in [(OUTPUT_SPAWNED, spawned), (OUTPUT_NEW, new)].iter().filter(|m| m.1).map(|m| m.0) {
+    /// A task whose output goes there was asked for and exists.
+    pub(super) fn output_begin(&mut self, tid: Tid, parent: Tid, sink: Sink) {
+        for marker in [OUTPUT_SPAWNED, OUTPUT_NEW] {
             let mut body = Packer::new(Encoding::Xdr);
             body.items([tid.raw(), marker, parent.raw()]);
             self.collect(sink, body.finish());

@@ -186,9 +186,7 @@ impl Machine {
         let (mut output, mut trace, mut mask) = (request.output, request.trace, trace_mask(&request.env));
         self.default_sinks(&mut output, &mut trace, &mut mask);
         for child in results.iter().flatten() {
-            let parent = parent_of(tid, request.flags);
-            self.output_begin(*child, parent, output, true, false);
-            self.trace_spawn(trace, &mask, *child, parent);
+            self.trace_spawn(trace, &mask, *child, parent_of(tid, request.flags));
         }
         self.reply(tid, id, Reply::Spawned(results));
     }
@@ -284,7 +282,8 @@ impl Machine {
         self.trace_new_task(&task);
         self.tasks.insert(task);
         self.record(EventKind::TaskStarted { tid, parent, name: request.file.clone() });
-        self.output_begin(tid, parent, request.output, by_rm.is_some(), true);
+        // Both marks come from here, in front of all that the task writes: one from the spawner's daemon could be late.
+        self.output_begin(tid, parent, request.output);
         Ok(tid)
     }
 

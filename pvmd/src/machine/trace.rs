@@ -72,7 +72,7 @@ impl Machine {
     pub(super) fn trace_end(&mut self, task: &Task, status: i32, used: Usage) {
         let (seconds, rest) = (|t: u64| (t / 1_000_000) as i32, |t: u64| (t % 1_000_000) as i32);
         let items = vec![
-            int("TES", status),
+            int("TST", status),
             int("TUS", seconds(used.user.0)),
             int("TUU", rest(used.user.0)),
             int("TSS", seconds(used.system.0)),

@@ -2,6 +2,7 @@
 
 #![allow(unsafe_code)]
 
+use super::trace_items::left_in;
 use super::zero;
 use crate::abi::MsgInfo;
 use crate::buffers::{Buffer, Enc};
@@ -11,6 +12,8 @@ use crate::pack;
 use crate::process;
 use crate::send;
 use crate::session::{answer, lock};
+use crate::trace;
+use sempa_proto::trace::int;
 use sempa_proto::{PvmError, PvmResult, Tid};
 use std::ffi::c_int;
 use std::sync::atomic::Ordering::Relaxed;
@@ -45,31 +48,46 @@ pub(super) fn begin(encoding: c_int) -> PvmResult<()> {
 /// Makes a buffer; answers its number.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_mkbuf(encoding: c_int) -> c_int {
-    answer("pvm_mkbuf", make(encoding))
+    trace::call(
+        "mkbuf",
+        || vec![int("ME", encoding)],
+        || answer("pvm_mkbuf", make(encoding)),
+        |mid| vec![int("MB", *mid)],
+    )
 }
 
 /// Makes a buffer and the active send buffer of it; the one before is freed.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_initsend(encoding: c_int) -> c_int {
-    answer("pvm_initsend", init_send(encoding))
+    trace::call(
+        "initsend",
+        || vec![int("ME", encoding)],
+        || answer("pvm_initsend", init_send(encoding)),
+        |mid| vec![int("MSB", *mid)],
+    )
 }
 
 /// Frees a buffer.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_freebuf(mid: c_int) -> c_int {
-    answer("pvm_freebuf", if mid == 0 { Ok(0) } else { zero(lock().free(mid)) })
+    trace::call(
+        "freebuf",
+        || vec![int("MB", mid)],
+        || answer("pvm_freebuf", if mid == 0 { Ok(0) } else { zero(lock().free(mid)) }),
+        trace::cc,
+    )
 }
 
 /// The active send buffer, 0 without.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_getsbuf() -> c_int {
-    lock().sbuf
+    trace::call("getsbuf", trace::nothing, || lock().sbuf, |mid| vec![int("MSB", *mid)])
 }
 
 /// The active receive buffer, 0 without.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_getrbuf() -> c_int {
-    lock().rbuf
+    trace::call("getrbuf", trace::nothing, || lock().rbuf, |mid| vec![int("MRB", *mid)])
 }
 
 /// Makes a buffer the active one of one kind; it cannot be both.
@@ -88,13 +106,23 @@ fn choose(mid: i32, for_sending: bool) -> PvmResult<i32> {
 /// Makes a buffer the active send buffer; answers the one before.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_setsbuf(mid: c_int) -> c_int {
-    answer("pvm_setsbuf", choose(mid, true))
+    trace::call(
+        "setsbuf",
+        || vec![int("MB", mid)],
+        || answer("pvm_setsbuf", choose(mid, true)),
+        |mid| vec![int("MSB", *mid)],
+    )
 }
 
 /// Makes a buffer the active receive buffer; answers the one before.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_setrbuf(mid: c_int) -> c_int {
-    answer("pvm_setrbuf", choose(mid, false))
+    trace::call(
+        "setrbuf",
+        || vec![int("MB", mid)],
+        || answer("pvm_setrbuf", choose(mid, false)),
+        |mid| vec![int("MRB", *mid)],
+    )
 }
 
 fn source(buffer: &Buffer) -> i32 {
@@ -110,17 +138,27 @@ fn source(buffer: &Buffer) -> i32 {
 /// Each pointer is null or good for one int.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_bufinfo(mid: c_int, len: *mut c_int, tag: *mut c_int, src: *mut c_int) -> c_int {
-    // SAFETY: by this function's contract.
-    let (len, tag, src) = unsafe { (Out::new(len), Out::new(tag), Out::new(src)) };
-    let look = || {
-        let session = lock();
-        let buffer = session.buffers.get(mid)?;
-        len.set(buffer.len() as i32);
-        tag.set(buffer.tag);
-        src.set(source(buffer));
-        Ok(0)
-    };
-    answer("pvm_bufinfo", look())
+    trace::call(
+        "bufinfo",
+        || vec![int("MB", mid)],
+        || {
+            // SAFETY: by this function's contract.
+            let (len, tag, src) = unsafe { (Out::new(len), Out::new(tag), Out::new(src)) };
+            let look = || {
+                let session = lock();
+                let buffer = session.buffers.get(mid)?;
+                len.set(buffer.len() as i32);
+                tag.set(buffer.tag);
+                src.set(source(buffer));
+                Ok(0)
+            };
+            answer("pvm_bufinfo", look())
+        },
+        // SAFETY: by this function's contract.
+        |code| unsafe {
+            vec![int("CC", *code), int("INB", left_in(len)), int("IMC", left_in(tag)), int("IST", left_in(src))]
+        },
+    )
 }
 
 /// The header of a buffer.
@@ -129,27 +167,34 @@ unsafe extern "C" fn pvm_bufinfo(mid: c_int, len: *mut c_int, tag: *mut c_int, s
 /// `info` is null or good for one structure.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_getminfo(mid: c_int, info: *mut MsgInfo) -> c_int {
-    // SAFETY: by this function's contract.
-    let info = unsafe { Out::new(info) };
-    let look = || {
-        let session = lock();
-        let buffer = session.buffers.get(mid)?;
-        if info.is_null() {
-            return Err(PvmError::BadParam);
-        }
-        info.set(MsgInfo {
-            len: buffer.len() as i32,
-            ctx: buffer.ctx,
-            tag: buffer.tag,
-            wid: buffer.wid,
-            enc: buffer.enc.word(),
-            crc: 0,
-            src: source(buffer),
-            dst: buffer.dst,
-        });
-        Ok(0)
-    };
-    answer("pvm_getminfo", look())
+    trace::call(
+        "getminfo",
+        || vec![int("MB", mid)],
+        || {
+            // SAFETY: by this function's contract.
+            let info = unsafe { Out::new(info) };
+            let look = || {
+                let session = lock();
+                let buffer = session.buffers.get(mid)?;
+                if info.is_null() {
+                    return Err(PvmError::BadParam);
+                }
+                info.set(MsgInfo {
+                    len: buffer.len() as i32,
+                    ctx: buffer.ctx,
+                    tag: buffer.tag,
+                    wid: buffer.wid,
+                    enc: buffer.enc.word(),
+                    crc: 0,
+                    src: source(buffer),
+                    dst: buffer.dst,
+                });
+                Ok(0)
+            };
+            answer("pvm_getminfo", look())
+        },
+        trace::cc,
+    )
 }
 
 /// Sets context, tag, wait id, source and destination of a buffer.
@@ -158,17 +203,24 @@ unsafe extern "C" fn pvm_getminfo(mid: c_int, info: *mut MsgInfo) -> c_int {
 /// `info` is null or a structure.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_setminfo(mid: c_int, info: *const MsgInfo) -> c_int {
-    // SAFETY: by this function's contract.
-    let info = unsafe { info.as_ref() };
-    let set = || {
-        let mut session = lock();
-        let buffer = session.buffers.get_mut(mid)?;
-        let info = info.ok_or(PvmError::BadParam)?;
-        (buffer.ctx, buffer.tag, buffer.wid) = (info.ctx, info.tag, info.wid);
-        (buffer.src, buffer.dst) = (info.src, info.dst);
-        Ok(0)
-    };
-    answer("pvm_setminfo", set())
+    trace::call(
+        "setminfo",
+        || vec![int("MB", mid)],
+        || {
+            // SAFETY: by this function's contract.
+            let info = unsafe { info.as_ref() };
+            let set = || {
+                let mut session = lock();
+                let buffer = session.buffers.get_mut(mid)?;
+                let info = info.ok_or(PvmError::BadParam)?;
+                (buffer.ctx, buffer.tag, buffer.wid) = (info.ctx, info.tag, info.wid);
+                (buffer.src, buffer.dst) = (info.src, info.dst);
+                Ok(0)
+            };
+            answer("pvm_setminfo", set())
+        },
+        trace::cc,
+    )
 }
 
 fn pack_message(mid: i32) -> PvmResult<i32> {

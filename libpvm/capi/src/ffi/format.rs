@@ -6,11 +6,13 @@
 #![allow(unsafe_code)]
 
 use super::packing::{pack_with, unpack_with};
+use super::trace_items::trace_text;
 use super::{buffers, zero};
 use crate::format::{Format, Item, Kind, Number};
 use crate::memory::{Strided, Text, put_string};
 use crate::pack::{self, Wire};
 use crate::session::{self, answer, lock};
+use crate::trace;
 use sempa_proto::{PvmError, PvmResult};
 use std::ffi::{c_char, c_double, c_int, c_long, c_void};
 
@@ -189,7 +191,9 @@ unsafe extern "C" fn pvm_vpackf(format: *const c_char, list: *mut c_void) -> c_i
         }
         Ok(0)
     };
-    answer("pvm_packf", pack_all())
+    // SAFETY: by this function's contract.
+    let items = || vec![unsafe { trace_text("PF", format) }];
+    trace::call("packf", items, || answer("pvm_packf", pack_all()), trace::cc)
 }
 
 /// Unpacks by a format, with the places in a list.
@@ -213,7 +217,9 @@ unsafe extern "C" fn pvm_vunpackf(format: *const c_char, list: *mut c_void) -> c
         }
         Ok(0)
     };
-    answer("pvm_unpackf", unpack_all())
+    // SAFETY: by this function's contract.
+    let items = || vec![unsafe { trace_text("PF", format) }];
+    trace::call("unpackf", items, || answer("pvm_unpackf", unpack_all()), trace::cc)
 }
 
 /// Longest line of the log.

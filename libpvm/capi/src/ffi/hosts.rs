@@ -3,14 +3,17 @@
 #![allow(unsafe_code)]
 
 use super::lent::{Records, Shelf};
+use super::trace_items::{left_in, trace_ints, trace_text, trace_texts};
 use super::zero;
 use crate::abi::{HostInfo, MASK_BYTES, TimeVal};
 use crate::ask;
 use crate::memory::{Out, Strided, Text, strings};
 use crate::process;
 use crate::session::{self, answer, answer_quietly};
+use crate::trace;
 use sempa_proto::table::HostEntry;
 use sempa_proto::task::{Service, TICKLE_WORDS_MAX, TracerSettings};
+use sempa_proto::trace::int;
 use sempa_proto::{PvmError, PvmResult, Tid};
 use std::ffi::{c_char, c_int};
 
@@ -27,20 +30,28 @@ static HOSTS: Shelf<HostInfo> = Shelf::new();
 /// Each pointer is null or good for one value.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_config(hosts: *mut c_int, formats: *mut c_int, list: *mut *mut HostInfo) -> c_int {
-    // SAFETY: by this function's contract.
-    let (hosts, formats, list) = unsafe { (Out::new(hosts), Out::new(formats), Out::new(list)) };
-    let ask = || {
-        let table = ask::config()?;
-        let mut records = Records::new();
-        table.hosts.iter().for_each(|host| info(&mut records, host));
-        hosts.set(records.len());
-        formats.set(table.formats() as i32);
-        if !list.is_null() {
-            list.set(HOSTS.lend(records));
-        }
-        Ok(0)
-    };
-    answer("pvm_config", ask())
+    trace::call(
+        "config",
+        trace::nothing,
+        || {
+            // SAFETY: by this function's contract.
+            let (hosts, formats, list) = unsafe { (Out::new(hosts), Out::new(formats), Out::new(list)) };
+            let ask = || {
+                let table = ask::config()?;
+                let mut records = Records::new();
+                table.hosts.iter().for_each(|host| info(&mut records, host));
+                hosts.set(records.len());
+                formats.set(table.formats() as i32);
+                if !list.is_null() {
+                    list.set(HOSTS.lend(records));
+                }
+                Ok(0)
+            };
+            answer("pvm_config", ask())
+        },
+        // SAFETY: by this function's contract.
+        |code| unsafe { vec![int("NH", left_in(hosts)), int("NA", left_in(formats)), int("CC", *code)] },
+    )
 }
 
 /// Stores one status per host and counts the good ones.
@@ -68,18 +79,26 @@ unsafe fn names(names: *const *const c_char, count: c_int) -> PvmResult<Vec<Vec<
 /// `hosts` is null or holds `count` strings, `status` is null or room for `count` ints.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_addhosts(hosts: *const *const c_char, count: c_int, status: *mut c_int) -> c_int {
-    let ask = || {
-        session::runtime()?;
+    trace::call(
+        "addhosts",
         // SAFETY: by this function's contract.
-        let added = ask::add_hosts(unsafe { names(hosts, count)? })?;
-        let code = |host: &sempa_proto::table::AddedHost| {
-            host.result.as_ref().map_or_else(|error| error.code(), |entry| entry.id.tid().raw())
-        };
-        let results: Vec<i32> = added.iter().take(count.max(0) as usize).map(code).collect();
-        // SAFETY: as above.
-        unsafe { statuses(status, &results, |status| status > 0) }
-    };
-    answer("pvm_addhosts", ask())
+        || unsafe { vec![trace_texts("HNL", hosts, count)] },
+        || {
+            let ask = || {
+                session::runtime()?;
+                // SAFETY: by this function's contract.
+                let added = ask::add_hosts(unsafe { names(hosts, count)? })?;
+                let code = |host: &sempa_proto::table::AddedHost| {
+                    host.result.as_ref().map_or_else(|error| error.code(), |entry| entry.id.tid().raw())
+                };
+                let results: Vec<i32> = added.iter().take(count.max(0) as usize).map(code).collect();
+                // SAFETY: as above.
+                unsafe { statuses(status, &results, |status| status > 0) }
+            };
+            answer("pvm_addhosts", ask())
+        },
+        trace::cc,
+    )
 }
 
 /// Removes hosts; answers how many were removed.
@@ -88,16 +107,24 @@ unsafe extern "C" fn pvm_addhosts(hosts: *const *const c_char, count: c_int, sta
 /// As [`pvm_addhosts`].
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_delhosts(hosts: *const *const c_char, count: c_int, status: *mut c_int) -> c_int {
-    let ask = || {
-        session::runtime()?;
+    trace::call(
+        "delhosts",
         // SAFETY: by this function's contract.
-        let removed = ask::delete_hosts(unsafe { names(hosts, count)? })?;
-        let code = |result: &PvmResult<()>| result.map_or_else(PvmError::code, |()| 0);
-        let results: Vec<i32> = removed.iter().take(count.max(0) as usize).map(code).collect();
-        // SAFETY: as above.
-        unsafe { statuses(status, &results, |status| status == 0) }
-    };
-    answer("pvm_delhosts", ask())
+        || unsafe { vec![trace_texts("HNL", hosts, count)] },
+        || {
+            let ask = || {
+                session::runtime()?;
+                // SAFETY: by this function's contract.
+                let removed = ask::delete_hosts(unsafe { names(hosts, count)? })?;
+                let code = |result: &PvmResult<()>| result.map_or_else(PvmError::code, |()| 0);
+                let results: Vec<i32> = removed.iter().take(count.max(0) as usize).map(code).collect();
+                // SAFETY: as above.
+                unsafe { statuses(status, &results, |status| status == 0) }
+            };
+            answer("pvm_delhosts", ask())
+        },
+        trace::cc,
+    )
 }
 
 /// Is the host up? 0 or an error.
@@ -106,10 +133,18 @@ unsafe extern "C" fn pvm_delhosts(hosts: *const *const c_char, count: c_int, sta
 /// `name` is null or a string.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_mstat(name: *const c_char) -> c_int {
-    // SAFETY: by this function's contract.
-    let name = unsafe { Text::new(name) };
-    let result = session::runtime().and_then(|_| zero(ask::host_status(name?.string())));
-    answer_quietly("pvm_mstat", result, &[PvmError::NoHost, PvmError::HostFail])
+    trace::call(
+        "mstat",
+        // SAFETY: by this function's contract.
+        || unsafe { vec![trace_text("HN", name)] },
+        || {
+            // SAFETY: by this function's contract.
+            let name = unsafe { Text::new(name) };
+            let result = session::runtime().and_then(|_| zero(ask::host_status(name?.string())));
+            answer_quietly("pvm_mstat", result, &[PvmError::NoHost, PvmError::HostFail])
+        },
+        |code| vec![int("HS", *code)],
+    )
 }
 
 /// Data signature of an architecture.
@@ -118,10 +153,18 @@ unsafe extern "C" fn pvm_mstat(name: *const c_char) -> c_int {
 /// `arch` is null or a string.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_archcode(arch: *const c_char) -> c_int {
-    // SAFETY: by this function's contract.
-    let arch = unsafe { Text::new(arch) };
-    let result = session::runtime().and_then(|_| ask::arch_code(&arch?.string()));
-    answer("pvm_archcode", result)
+    trace::call(
+        "archcode",
+        // SAFETY: by this function's contract.
+        || unsafe { vec![trace_text("AN", arch)] },
+        || {
+            // SAFETY: by this function's contract.
+            let arch = unsafe { Text::new(arch) };
+            let result = session::runtime().and_then(|_| ask::arch_code(&arch?.string()));
+            answer("pvm_archcode", result)
+        },
+        |code| vec![int("AC", *code)],
+    )
 }
 
 /// The host part of a tid.
@@ -156,6 +199,7 @@ unsafe extern "C" fn pvm_hostsync(host: c_int, clock: *mut TimeVal, delta: *mut 
 /// Stops the virtual machine.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_halt() -> c_int {
+    trace::once("halt", trace::nothing);
     answer("pvm_halt", zero(ask::halt()))
 }
 
@@ -167,30 +211,37 @@ static MASTER: Shelf<HostInfo> = Shelf::new();
 /// `master` is null or good for one pointer.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_reg_rm(master: *mut *mut HostInfo) -> c_int {
-    // SAFETY: by this function's contract.
-    let list = unsafe { Out::new(master) };
-    let ask = || {
-        let (previous, host) = ask::register_rm()?;
-        let mut records = Records::new();
-        host.iter().for_each(|host| info(&mut records, host));
-        if records.len() > 0 {
-            list.set(MASTER.lend(records));
-        }
-        Ok(previous)
-    };
-    answer("pvm_reg_rm", ask())
+    trace::call(
+        "reg_rm",
+        trace::nothing,
+        || {
+            // SAFETY: by this function's contract.
+            let list = unsafe { Out::new(master) };
+            let ask = || {
+                let (previous, host) = ask::register_rm()?;
+                let mut records = Records::new();
+                host.iter().for_each(|host| info(&mut records, host));
+                if records.len() > 0 {
+                    list.set(MASTER.lend(records));
+                }
+                Ok(previous)
+            };
+            answer("pvm_reg_rm", ask())
+        },
+        trace::cc,
+    )
 }
 
 /// Starts daemons in the place of the master's daemon (`SM_STHOST`), or does so no longer.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_reg_hoster() -> c_int {
-    answer("pvm_reg_hoster", zero(ask::serve(Service::Hoster)))
+    trace::call("reg_hoster", trace::nothing, || answer("pvm_reg_hoster", zero(ask::serve(Service::Hoster))), trace::cc)
 }
 
 /// Starts the tasks of this host in the place of its daemon (`SM_STTASK`), or does so no longer.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_reg_tasker() -> c_int {
-    answer("pvm_reg_tasker", zero(ask::serve(Service::Tasker)))
+    trace::call("reg_tasker", trace::nothing, || answer("pvm_reg_tasker", zero(ask::serve(Service::Tasker))), trace::cc)
 }
 
 /// Collects the trace and output of tasks that name no other place, or does so no longer.
@@ -207,14 +258,32 @@ unsafe extern "C" fn pvm_reg_tracer(
     buffer: c_int,
     options: c_int,
 ) -> c_int {
-    // SAFETY: by this function's contract.
-    let mask = unsafe { Text::new(mask) };
-    let register = || {
-        session::runtime()?;
-        let mask = mask?.bytes().iter().copied().take(MASK_BYTES - 1).collect();
-        ask::serve_tracer(TracerSettings { trace_ctx, trace_tag, out_ctx, out_tag, mask, buffer, options })
-    };
-    answer("pvm_reg_tracer", zero(register()))
+    trace::call(
+        "reg_tracer",
+        // SAFETY: by this function's contract.
+        || unsafe {
+            vec![
+                int("TRC", trace_ctx),
+                int("TRT", trace_tag),
+                int("TRX", out_ctx),
+                int("TRO", out_tag),
+                trace_text("TRM", mask),
+                int("TRB", buffer),
+                int("TRL", options),
+            ]
+        },
+        || {
+            // SAFETY: by this function's contract.
+            let mask = unsafe { Text::new(mask) };
+            let register = || {
+                session::runtime()?;
+                let mask = mask?.bytes().iter().copied().take(MASK_BYTES - 1).collect();
+                ask::serve_tracer(TracerSettings { trace_ctx, trace_tag, out_ctx, out_tag, mask, buffer, options })
+            };
+            answer("pvm_reg_tracer", zero(register()))
+        },
+        trace::cc,
+    )
 }
 
 /// Questions about the inside of the daemon; the answers are numbers, or lines in its log.
@@ -223,21 +292,30 @@ unsafe extern "C" fn pvm_reg_tracer(
 /// `args` is null or holds `count` ints, `results` is null or good for one int, `result` null or room for ten.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_tickle(count: c_int, args: *const c_int, results: *mut c_int, result: *mut c_int) -> c_int {
-    let ask = || {
-        session::runtime()?;
-        if !(1..=TICKLE_WORDS_MAX as c_int).contains(&count) {
-            return Err(PvmError::BadParam);
-        }
+    trace::call(
+        "tickle",
         // SAFETY: by this function's contract.
-        let (words, results) = unsafe { (Strided::new(args, count, 1)?.to_vec(), Out::new(results)) };
-        let numbers = ask::tickle(words)?;
-        results.set(numbers.len() as c_int);
-        if !result.is_null() {
-            // SAFETY: as above; there are never more than ten.
-            let room = unsafe { Strided::new(result, numbers.len().min(TICKLE_WORDS_MAX) as c_int, 1)? };
-            (0..room.len()).for_each(|i| room.set(i, numbers[i]));
-        }
-        Ok(0)
-    };
-    answer("pvm_tickle", ask())
+        || unsafe { vec![trace_ints("TA", args, count)] },
+        || {
+            let ask = || {
+                session::runtime()?;
+                if !(1..=TICKLE_WORDS_MAX as c_int).contains(&count) {
+                    return Err(PvmError::BadParam);
+                }
+                // SAFETY: by this function's contract.
+                let (words, results) = unsafe { (Strided::new(args, count, 1)?.to_vec(), Out::new(results)) };
+                let numbers = ask::tickle(words)?;
+                results.set(numbers.len() as c_int);
+                if !result.is_null() {
+                    // SAFETY: as above; there are never more than ten.
+                    let room = unsafe { Strided::new(result, numbers.len().min(TICKLE_WORDS_MAX) as c_int, 1)? };
+                    (0..room.len()).for_each(|i| room.set(i, numbers[i]));
+                }
+                Ok(0)
+            };
+            answer("pvm_tickle", ask())
+        },
+        // SAFETY: by this function's contract.
+        |code| unsafe { vec![int("CC", *code), trace_ints("TR", result, left_in(results).min(10))] },
+    )
 }

@@ -102,7 +102,7 @@ extern "C" fn pvmreset(_mytid: c_int, kill: c_int, _class: *const c_char, _index
     answer("pvmreset", zero(ask::reset(kill != 0)))
 }
 
-/// Prints the message handlers.
+/// Prints the message handlers on standard output, in PVM's lines.
 ///
 /// # Safety
 /// Both strings are null or strings.
@@ -111,13 +111,26 @@ unsafe extern "C" fn pvmdisplaymhfinfo(who: *const c_char, message: *const c_cha
     // SAFETY: by this function's contract.
     let (who, message) = unsafe { (text(who), text(message)) };
     let session = lock();
-    let (list, count) = (session.handlers.list(), session.handlers.count());
+    let (list, count, free) = (session.handlers.list(), session.handlers.count(), session.handlers.free_number());
     drop(session);
-    let mut lines = format!("{who} t{tid:x}: {message}\nndhandles = {count}\n");
-    for (id, filter) in list {
-        lines += &format!("  mhid {id}: src {:x} tag {:x} ctx {:x}\n", filter.src, filter.tag, filter.ctx);
+    let (live, first_free) = (list.len(), free.unwrap_or(-1));
+    let free = free.map_or_else(String::new, |number| format!("{number} "));
+    let mut lines = format!(
+        "\n{who} t{tid:x}: Display Message Handler Information: ndhandles = {count}\tnhandles = {live}\tfl_dhandles = \
+         {first_free}\npvmdisplaymhfinfo: free list.  head <- {free}-< tail\n{who} t{tid:x}: {message}\n"
+    );
+    for (at, (id, filter)) in list.iter().enumerate() {
+        let source = format!("t{:x}", filter.src);
+        lines += &format!(
+            "{who} t{tid:x}: dhandles[{id:2}].mhid = {id:2}  .handle = {at:2}     handles[{at:2}].mhid = {id:2}  \
+             .header.src = {source:<9}  .header.ctx = {:8}  .header.tag= {:8}\n",
+            filter.ctx, filter.tag
+        );
     }
-    process::write_stderr(lines.as_bytes());
+    lines += "\n\n";
+    let lines = CString::new(lines.replace('\0', "")).expect("no NUL is left");
+    // SAFETY: two strings; the C library's own stream keeps the order with what the program prints.
+    unsafe { libc::printf(c"%s".as_ptr(), lines.as_ptr()) };
 }
 
 /// Data signature of this machine.
@@ -342,6 +355,9 @@ extern "C" fn i_choke() {}
 #[unsafe(no_mangle)]
 extern "C" fn i_dump(_how: c_int) {}
 
+// Code of PVM's own group library asks here before it writes trace records of its calls through tables inside PVM's library.
+// Those do not exist here, so it is told that its calls are not traced; the calls of this library are (`crate::trace`).
+
 /// Prepares tracing; there is nothing to prepare.
 #[unsafe(no_mangle)]
 extern "C" fn tev_init() -> c_int {
@@ -360,9 +376,10 @@ extern "C" fn tev_fin() -> c_int {
     0
 }
 
-/// Hands over trace records; there are none.
+/// Sends the trace records that were collected.
 #[unsafe(no_mangle)]
 extern "C" fn tev_flush(_how: c_int) -> c_int {
+    crate::trace::flush();
     0
 }
 

@@ -3,6 +3,7 @@
 #![allow(unsafe_code)]
 
 use super::lent::{Records, Shelf};
+use super::trace_items::trace_text;
 use crate::abi::MboxInfo;
 use crate::ask;
 use crate::buffers::Buffer;
@@ -10,6 +11,8 @@ use crate::data::pvmmytid;
 use crate::memory::{Lent, Out, Text};
 use crate::send;
 use crate::session::{self, answer, answer_quietly, lock};
+use crate::trace;
+use sempa_proto::trace::int;
 use sempa_proto::{PvmError, PvmResult, Tid};
 use std::ffi::{c_char, c_int};
 use std::sync::atomic::Ordering::Relaxed;
@@ -28,16 +31,24 @@ unsafe fn name(text: *const c_char) -> PvmResult<String> {
 /// `text` is null or a string.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_putinfo(text: *const c_char, mid: c_int, flags: c_int) -> c_int {
-    let put = || {
+    trace::call(
+        "putinfo",
         // SAFETY: by this function's contract.
-        let name = unsafe { name(text)? };
-        let mut message = send::copy_of(mid)?;
-        if message.src == Tid::NONE {
-            message.src = Tid::from_raw(pvmmytid.load(Relaxed));
-        }
-        ask::put(name, message, flags)
-    };
-    answer_quietly("pvm_putinfo", put(), &[PvmError::Denied, PvmError::Exists])
+        || unsafe { vec![trace_text("CN", text), int("CI", 0), int("CF", flags), int("CD", mid)] },
+        || {
+            let put = || {
+                // SAFETY: by this function's contract.
+                let name = unsafe { name(text)? };
+                let mut message = send::copy_of(mid)?;
+                if message.src == Tid::NONE {
+                    message.src = Tid::from_raw(pvmmytid.load(Relaxed));
+                }
+                ask::put(name, message, flags)
+            };
+            answer_quietly("pvm_putinfo", put(), &[PvmError::Denied, PvmError::Exists])
+        },
+        trace::cc,
+    )
 }
 
 /// Fetches a message and makes it the active receive buffer; answers its number.
@@ -46,18 +57,26 @@ unsafe extern "C" fn pvm_putinfo(text: *const c_char, mid: c_int, flags: c_int) 
 /// `text` is null or a string.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_recvinfo(text: *const c_char, index: c_int, flags: c_int) -> c_int {
-    let receive = || {
+    trace::call(
+        "getinfo",
         // SAFETY: by this function's contract.
-        let name = unsafe { name(text)? };
-        lock().free_rbuf();
-        let message = ask::take(name, index, flags)?;
-        let mut session = lock();
-        let mid = session.buffers.add(Buffer::of_message(message))?;
-        session.free_rbuf();
-        session.rbuf = mid;
-        Ok(mid)
-    };
-    answer_quietly("pvm_recvinfo", receive(), &[PvmError::NotFound])
+        || unsafe { vec![trace_text("CN", text), int("CI", index), int("CF", flags)] },
+        || {
+            let receive = || {
+                // SAFETY: by this function's contract.
+                let name = unsafe { name(text)? };
+                lock().free_rbuf();
+                let message = ask::take(name, index, flags)?;
+                let mut session = lock();
+                let mid = session.buffers.add(Buffer::of_message(message))?;
+                session.free_rbuf();
+                session.rbuf = mid;
+                Ok(mid)
+            };
+            answer_quietly("pvm_recvinfo", receive(), &[PvmError::NotFound])
+        },
+        |mid| vec![int("CC", (*mid).min(0)), int("CR", *mid)],
+    )
 }
 
 /// Removes an entry.
@@ -65,11 +84,19 @@ unsafe extern "C" fn pvm_recvinfo(text: *const c_char, index: c_int, flags: c_in
 /// # Safety
 /// `text` is null or a string.
 #[unsafe(no_mangle)]
-unsafe extern "C" fn pvm_delinfo(text: *const c_char, index: c_int, _flags: c_int) -> c_int {
-    // SAFETY: by this function's contract.
-    let delete = || ask::delete(unsafe { name(text)? }, index);
-    // The index is the answer, as in PVM.
-    answer_quietly("pvm_delinfo", delete().map(|()| index), &[PvmError::Denied, PvmError::NotFound])
+unsafe extern "C" fn pvm_delinfo(text: *const c_char, index: c_int, flags: c_int) -> c_int {
+    trace::call(
+        "delinfo",
+        // SAFETY: by this function's contract.
+        || unsafe { vec![trace_text("CN", text), int("CI", index), int("CF", flags)] },
+        || {
+            // SAFETY: by this function's contract.
+            let delete = || ask::delete(unsafe { name(text)? }, index);
+            // The index is the answer, as in PVM.
+            answer_quietly("pvm_delinfo", delete().map(|()| index), &[PvmError::Denied, PvmError::NotFound])
+        },
+        trace::cc,
+    )
 }
 
 /// Numbers that the listed classes point to.
@@ -82,29 +109,37 @@ static CLASSES: Shelf<MboxInfo> = Shelf::new();
 /// `pattern` is null or a string; the other pointers are null or good for one value.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_getmboxinfo(pattern: *const c_char, count: *mut c_int, classes: *mut *mut MboxInfo) -> c_int {
-    // SAFETY: by this function's contract.
-    let (pattern, count, list) = unsafe { (Text::new(pattern), Out::new(count), Out::new(classes)) };
-    let ask = || {
-        let classes = ask::list(pattern.map(|pattern| pattern.string()).unwrap_or_default())?;
-        let mut records = Records::new();
-        let mut numbers = Vec::new();
-        for class in classes {
-            let mut column = |numbers_of: fn(&(i32, Tid, i32)) -> i32| {
-                let column: Vec<c_int> = class.entries.iter().map(numbers_of).collect();
-                let place = column.as_ptr();
-                numbers.push(column);
-                place
+    trace::call(
+        "getmboxinfo",
+        // SAFETY: by this function's contract.
+        || unsafe { vec![trace_text("CN", pattern)] },
+        || {
+            // SAFETY: by this function's contract.
+            let (pattern, count, list) = unsafe { (Text::new(pattern), Out::new(count), Out::new(classes)) };
+            let ask = || {
+                let classes = ask::list(pattern.map(|pattern| pattern.string()).unwrap_or_default())?;
+                let mut records = Records::new();
+                let mut numbers = Vec::new();
+                for class in classes {
+                    let mut column = |numbers_of: fn(&(i32, Tid, i32)) -> i32| {
+                        let column: Vec<c_int> = class.entries.iter().map(numbers_of).collect();
+                        let place = column.as_ptr();
+                        numbers.push(column);
+                        place
+                    };
+                    let (indices, owners, flags) = (column(|e| e.0), column(|e| e.1.raw()), column(|e| e.2));
+                    let name = records.text(&class.name);
+                    records.push(MboxInfo { name, entries: class.entries.len() as c_int, indices, owners, flags });
+                }
+                count.set(records.len());
+                list.set(CLASSES.lend(records));
+                *NUMBERS.lock().unwrap_or_else(PoisonError::into_inner) = Lent(numbers);
+                Ok(0)
             };
-            let (indices, owners, flags) = (column(|e| e.0), column(|e| e.1.raw()), column(|e| e.2));
-            let name = records.text(&class.name);
-            records.push(MboxInfo { name, entries: class.entries.len() as c_int, indices, owners, flags });
-        }
-        count.set(records.len());
-        list.set(CLASSES.lend(records));
-        *NUMBERS.lock().unwrap_or_else(PoisonError::into_inner) = Lent(numbers);
-        Ok(0)
-    };
-    answer("pvm_getmboxinfo", ask())
+            answer("pvm_getmboxinfo", ask())
+        },
+        trace::cc,
+    )
 }
 
 /// Stores one int.
@@ -113,9 +148,17 @@ unsafe extern "C" fn pvm_getmboxinfo(pattern: *const c_char, count: *mut c_int, 
 /// `text` is null or a string.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_insert(text: *const c_char, index: c_int, value: c_int) -> c_int {
-    // SAFETY: by this function's contract.
-    let insert = || ask::insert(unsafe { name(text)? }, index, value);
-    answer_quietly("pvm_insert", insert(), &[PvmError::Denied])
+    trace::call(
+        "insert",
+        // SAFETY: by this function's contract.
+        || unsafe { vec![trace_text("CN", text), int("CI", index), int("CD", value)] },
+        || {
+            // SAFETY: by this function's contract.
+            let insert = || ask::insert(unsafe { name(text)? }, index, value);
+            answer_quietly("pvm_insert", insert(), &[PvmError::Denied])
+        },
+        trace::cc,
+    )
 }
 
 /// Reads one int.
@@ -124,15 +167,23 @@ unsafe extern "C" fn pvm_insert(text: *const c_char, index: c_int, value: c_int)
 /// `text` is null or a string, `value` null or good for one int.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_lookup(text: *const c_char, index: c_int, value: *mut c_int) -> c_int {
-    // SAFETY: by this function's contract.
-    let place = unsafe { Out::new(value) };
-    let lookup = || {
+    trace::call(
+        "lookup",
         // SAFETY: by this function's contract.
-        let found = ask::lookup(unsafe { name(text)? }, index)?;
-        place.set(found);
-        Ok(if index == -1 { 0 } else { index })
-    };
-    answer_quietly("pvm_lookup", lookup(), &[PvmError::NotFound])
+        || unsafe { vec![trace_text("CN", text), int("CI", index)] },
+        || {
+            // SAFETY: by this function's contract.
+            let place = unsafe { Out::new(value) };
+            let lookup = || {
+                // SAFETY: by this function's contract.
+                let found = ask::lookup(unsafe { name(text)? }, index)?;
+                place.set(found);
+                Ok(if index == -1 { 0 } else { index })
+            };
+            answer_quietly("pvm_lookup", lookup(), &[PvmError::NotFound])
+        },
+        trace::cc,
+    )
 }
 
 /// Removes one int.
@@ -141,10 +192,18 @@ unsafe extern "C" fn pvm_lookup(text: *const c_char, index: c_int, value: *mut c
 /// `text` is null or a string.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_delete(text: *const c_char, index: c_int) -> c_int {
-    // SAFETY: by this function's contract.
-    let delete = || ask::delete(unsafe { name(text)? }, index);
-    // The index is the answer, as in PVM.
-    answer("pvm_delete", delete().map(|()| index))
+    trace::call(
+        "delete",
+        // SAFETY: by this function's contract.
+        || unsafe { vec![trace_text("CN", text), int("CI", index)] },
+        || {
+            // SAFETY: by this function's contract.
+            let delete = || ask::delete(unsafe { name(text)? }, index);
+            // The index is the answer, as in PVM.
+            answer("pvm_delete", delete().map(|()| index))
+        },
+        trace::cc,
+    )
 }
 
 static NO_RESETS: Shelf<c_int> = Shelf::new();

@@ -2,6 +2,9 @@
 
 #![allow(unsafe_code)]
 
+use super::trace_items::{
+    active_bytes, apart_items, array_items, context, left_in, received_items, trace_ints, wanted_items,
+};
 use super::zero;
 use crate::abi::TimeVal;
 use crate::handlers::{Filter, HandlerFn};
@@ -9,6 +12,8 @@ use crate::memory::{Out, Strided};
 use crate::receive::{self, Fault, Matcher, Patience};
 use crate::send;
 use crate::session::{self, answer, lock, report};
+use crate::trace;
+use sempa_proto::trace::int;
 use sempa_proto::{PvmError, PvmResult};
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::Ordering::Relaxed;
@@ -17,7 +22,12 @@ use std::time::{Duration, Instant};
 /// Sends the active send buffer.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_send(tid: c_int, tag: c_int) -> c_int {
-    answer("pvm_send", zero(send::send(tid, tag)))
+    trace::call(
+        "send",
+        || vec![int("MNB", active_bytes()), int("DST", tid), int("MC", tag), int("MCX", context())],
+        || answer("pvm_send", zero(send::send(tid, tag))),
+        trace::cc,
+    )
 }
 
 /// Sends the active send buffer to several tasks.
@@ -26,11 +36,21 @@ extern "C" fn pvm_send(tid: c_int, tag: c_int) -> c_int {
 /// `tids` is null or holds `count` ints.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_mcast(tids: *const c_int, count: c_int, tag: c_int) -> c_int {
-    // SAFETY: by this function's contract.
-    let tids = unsafe { Strided::new(tids, count, 1) };
-    // The process enrols before its arguments are looked at.
-    let result = session::runtime().and_then(|_| zero(send::multicast(&tids?.to_vec(), tag)));
-    answer("pvm_mcast", result)
+    trace::call(
+        "mcast",
+        // SAFETY: by this function's contract.
+        || unsafe {
+            vec![int("MNB", active_bytes()), int("MC", tag), int("MCX", context()), trace_ints("MDL", tids, count)]
+        },
+        || {
+            // SAFETY: by this function's contract.
+            let tids = unsafe { Strided::new(tids, count, 1) };
+            // The process enrols before its arguments are looked at.
+            let result = session::runtime().and_then(|_| zero(send::multicast(&tids?.to_vec(), tag)));
+            answer("pvm_mcast", result)
+        },
+        trace::cc,
+    )
 }
 
 /// The bytes of an array of a data type.
@@ -50,14 +70,21 @@ unsafe fn array(items: *const c_void, count: c_int, kind: c_int) -> PvmResult<St
 /// `items` is null or an array of `count` elements of the type.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_psend(tid: c_int, tag: c_int, items: *const c_void, count: c_int, kind: c_int) -> c_int {
-    // SAFETY: by this function's contract.
-    let items = unsafe { array(items, count, kind) };
-    let result = items.and_then(|items| {
-        let mut body = Vec::new();
-        items.append_raw(&mut body);
-        zero(send::send_bytes(tid, tag, body))
-    });
-    answer("pvm_psend", result)
+    trace::call(
+        "psend",
+        || array_items(vec![int("DST", tid), int("MC", tag), int("MCX", context())], items, count, kind),
+        || {
+            // SAFETY: by this function's contract.
+            let items = unsafe { array(items, count, kind) };
+            let result = items.and_then(|items| {
+                let mut body = Vec::new();
+                items.append_raw(&mut body);
+                zero(send::send_bytes(tid, tag, body))
+            });
+            answer("pvm_psend", result)
+        },
+        trace::cc,
+    )
 }
 
 /// Receives into an array beside the active receive buffer.
@@ -75,21 +102,29 @@ unsafe extern "C" fn pvm_precv(
     from_tag: *mut c_int,
     from_len: *mut c_int,
 ) -> c_int {
-    // SAFETY: by this function's contract.
-    let (items, from_tid, from_tag, from_len) =
-        unsafe { (array(items, count, kind), Out::new(from_tid), Out::new(from_tag), Out::new(from_len)) };
-    let receive = || {
-        let items = items?;
-        let mut buffer = receive::receive_apart(tid, tag)?;
-        from_tid.set(buffer.src);
-        from_tag.set(buffer.tag);
-        // A message of this task itself may have been packed in place.
-        let body = buffer.wire()?;
-        from_len.set(body.len() as i32);
-        items.fill_raw(&body[..body.len().min(items.len())]);
-        Ok(Some(0))
-    };
-    received("pvm_precv", receive())
+    trace::call(
+        "precv",
+        || array_items(wanted_items(tid, tag), items, count, kind),
+        || {
+            // SAFETY: by this function's contract.
+            let (items, from_tid, from_tag, from_len) =
+                unsafe { (array(items, count, kind), Out::new(from_tid), Out::new(from_tag), Out::new(from_len)) };
+            let receive = || {
+                let items = items?;
+                let mut buffer = receive::receive_apart(tid, tag)?;
+                from_tid.set(buffer.src);
+                from_tag.set(buffer.tag);
+                // A message of this task itself may have been packed in place.
+                let body = buffer.wire()?;
+                from_len.set(body.len() as i32);
+                items.fill_raw(&body[..body.len().min(items.len())]);
+                Ok(Some(0))
+            };
+            received("pvm_precv", receive())
+        },
+        // SAFETY: by this function's contract.
+        |code| unsafe { apart_items(*code, left_in(from_len), left_in(from_tag), left_in(from_tid)) },
+    )
 }
 
 /// What a receive answers: the buffer, 0 for none, or the error.
@@ -104,13 +139,23 @@ fn received(place: &str, result: Result<Option<i32>, Fault>) -> c_int {
 /// Waits for a message and makes it the active receive buffer.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_recv(tid: c_int, tag: c_int) -> c_int {
-    received("pvm_recv", receive::receive(tid, tag, Patience::Endless))
+    trace::call(
+        "recv",
+        || wanted_items(tid, tag),
+        || received("pvm_recv", receive::receive(tid, tag, Patience::Endless)),
+        received_items,
+    )
 }
 
 /// Receives without waiting; 0 when no such message is here.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_nrecv(tid: c_int, tag: c_int) -> c_int {
-    received("pvm_nrecv", receive::receive(tid, tag, Patience::None))
+    trace::call(
+        "nrecv",
+        || wanted_items(tid, tag),
+        || received("pvm_nrecv", receive::receive(tid, tag, Patience::None)),
+        received_items,
+    )
 }
 
 /// Receives, waiting no longer than a time; null waits for ever.
@@ -119,23 +164,42 @@ extern "C" fn pvm_nrecv(tid: c_int, tag: c_int) -> c_int {
 /// `time` is null or a structure.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_trecv(tid: c_int, tag: c_int, time: *const TimeVal) -> c_int {
-    // SAFETY: by this function's contract.
-    let patience = match unsafe { time.as_ref() } {
-        None => Patience::Endless,
-        Some(time) if time.tv_sec < 0 => return 0,
-        Some(time) if time.tv_sec == 0 && time.tv_usec <= 0 => Patience::None,
-        Some(time) => {
-            let span = Duration::from_secs(time.tv_sec as u64) + Duration::from_micros(time.tv_usec.max(0) as u64);
-            Instant::now().checked_add(span).map_or(Patience::Endless, Patience::Until)
-        }
-    };
-    received("pvm_trecv", receive::receive(tid, tag, patience))
+    trace::call(
+        "trecv",
+        // SAFETY: by this function's contract.
+        || unsafe {
+            {
+                let mut items = wanted_items(tid, tag);
+                let time = time.as_ref();
+                items.extend([
+                    int("MTS", time.map_or(-1, |t| t.tv_sec as c_int)),
+                    int("MTU", time.map_or(-1, |t| t.tv_usec as c_int)),
+                ]);
+                items
+            }
+        },
+        || {
+            // SAFETY: by this function's contract.
+            let patience = match unsafe { time.as_ref() } {
+                None => Patience::Endless,
+                Some(time) if time.tv_sec < 0 => return 0,
+                Some(time) if time.tv_sec == 0 && time.tv_usec <= 0 => Patience::None,
+                Some(time) => {
+                    let span =
+                        Duration::from_secs(time.tv_sec as u64) + Duration::from_micros(time.tv_usec.max(0) as u64);
+                    Instant::now().checked_add(span).map_or(Patience::Endless, Patience::Until)
+                }
+            };
+            received("pvm_trecv", receive::receive(tid, tag, patience))
+        },
+        received_items,
+    )
 }
 
 /// The message that a receive would take, without taking it; 0 when none is here.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_probe(tid: c_int, tag: c_int) -> c_int {
-    received("pvm_probe", receive::probe(tid, tag))
+    trace::call("probe", || wanted_items(tid, tag), || received("pvm_probe", receive::probe(tid, tag)), trace::cc)
 }
 
 extern "C" fn default_matcher(mid: c_int, tid: c_int, tag: c_int) -> c_int {
@@ -145,50 +209,88 @@ extern "C" fn default_matcher(mid: c_int, tid: c_int, tag: c_int) -> c_int {
 /// Sets the function that chooses messages; null: the library's own. Answers the one before.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_recvf(matcher: Option<Matcher>) -> Option<Matcher> {
-    let own = default_matcher as Matcher;
-    // The library's own matching is faster without the function.
-    let matcher = matcher.filter(|matcher| *matcher as usize != own as usize);
-    Some(std::mem::replace(&mut lock().matcher, matcher).unwrap_or(own))
+    trace::call(
+        "recvf",
+        trace::nothing,
+        || {
+            let own = default_matcher as Matcher;
+            // The library's own matching is faster without the function.
+            let matcher = matcher.filter(|matcher| *matcher as usize != own as usize);
+            Some(std::mem::replace(&mut lock().matcher, matcher).unwrap_or(own))
+        },
+        |_| trace::nothing(),
+    )
 }
 
 /// Adds a message handler; answers its number.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_addmhf(src: c_int, tag: c_int, ctx: c_int, handler: Option<HandlerFn>) -> c_int {
-    let add = || {
-        session::runtime()?;
-        lock().handlers.add(Filter { src, tag, ctx }, handler.ok_or(PvmError::BadParam)?)
-    };
-    answer("pvm_addmhf", add())
+    trace::call(
+        "addmhf",
+        || vec![int("RST", src), int("RMC", tag), int("RCX", ctx)],
+        || {
+            let add = || {
+                session::runtime()?;
+                lock().handlers.add(Filter { src, tag, ctx }, handler.ok_or(PvmError::BadParam)?)
+            };
+            answer("pvm_addmhf", add())
+        },
+        |id| vec![int("MHI", *id)],
+    )
 }
 
 /// Removes a message handler.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_delmhf(id: c_int) -> c_int {
-    answer("pvm_delmhf", zero(lock().handlers.remove(id)))
+    trace::call("delmhf", || vec![int("MHI", id)], || answer("pvm_delmhf", zero(lock().handlers.remove(id))), trace::cc)
 }
 
 /// The current context.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_getcontext() -> c_int {
-    drop(lock());
-    crate::data::pvmmyctx.load(Relaxed)
+    trace::call(
+        "getcontext",
+        trace::nothing,
+        || {
+            drop(lock());
+            crate::data::pvmmyctx.load(Relaxed)
+        },
+        |ctx| vec![int("CXC", *ctx)],
+    )
 }
 
 /// Makes a context the current one; answers the one before.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_setcontext(ctx: c_int) -> c_int {
-    drop(lock());
-    crate::data::pvmmyctx.swap(ctx, Relaxed)
+    trace::call(
+        "setcontext",
+        || vec![int("CXS", ctx)],
+        || {
+            drop(lock());
+            crate::data::pvmmyctx.swap(ctx, Relaxed)
+        },
+        trace::cc,
+    )
 }
 
 /// A context that nobody else has.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_newcontext() -> c_int {
-    answer("pvm_newcontext", crate::ask::new_context())
+    trace::call(
+        "newcontext",
+        trace::nothing,
+        || answer("pvm_newcontext", crate::ask::new_context()),
+        |ctx| vec![int("CXN", *ctx)],
+    )
 }
 
 /// Gives a context back.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_freecontext(ctx: c_int) -> c_int {
-    answer("pvm_freecontext", zero(crate::ask::free_context(ctx)))
+    trace::call(
+        "freecontext",
+        || vec![int("CXF", ctx)],
+        || answer("pvm_freecontext", zero(crate::ask::free_context(ctx))),
+        trace::cc,
+    )
 }

@@ -14,6 +14,7 @@ mod messages;
 mod options;
 mod packing;
 mod tasks;
+mod trace_items;
 
 use sempa_proto::PvmResult;
 

@@ -9,6 +9,8 @@ use crate::env;
 use crate::memory::{Strided, Text};
 use crate::options;
 use crate::session::{answer, lock, say};
+use crate::trace;
+use sempa_proto::trace::int;
 use sempa_proto::{PvmError, PvmResult};
 use std::ffi::{c_char, c_int};
 use std::sync::atomic::Ordering::Relaxed;
@@ -16,16 +18,30 @@ use std::sync::atomic::Ordering::Relaxed;
 /// The value of an option.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_getopt(what: c_int) -> c_int {
-    // The environment is read when the session is made.
-    drop(lock());
-    answer("pvm_getopt", options::get(what))
+    trace::call(
+        "getopt",
+        || vec![int("OPT", what)],
+        || {
+            // The environment is read when the session is made.
+            drop(lock());
+            answer("pvm_getopt", options::get(what))
+        },
+        |value| vec![int("OPV", *value)],
+    )
 }
 
 /// Sets an option; answers the value before.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_setopt(what: c_int, value: c_int) -> c_int {
-    drop(lock());
-    answer("pvm_setopt", options::set(what, value))
+    trace::call(
+        "setopt",
+        || vec![int("OPT", what), int("OPV", value)],
+        || {
+            drop(lock());
+            answer("pvm_setopt", options::set(what, value))
+        },
+        |before| vec![int("OPV", *before)],
+    )
 }
 
 fn tracer(who: c_int) -> PvmResult<&'static Tracer> {

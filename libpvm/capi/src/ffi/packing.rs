@@ -6,6 +6,8 @@ use super::zero;
 use crate::memory::{Strided, Text, put_string};
 use crate::pack;
 use crate::session::{answer, lock};
+use crate::trace;
+use sempa_proto::trace::{Item, int};
 use sempa_proto::{PvmError, PvmResult};
 use std::ffi::{c_char, c_double, c_float, c_int, c_long, c_short, c_uint, c_ulong, c_ushort};
 
@@ -27,6 +29,16 @@ pub(super) fn unpack_with<T: Copy>(
     zero(how(lock().receive_buffer()?, &items))
 }
 
+/// Name of the trace event of a function.
+fn event(function: &'static str) -> &'static str {
+    function.strip_prefix("pvm_").unwrap_or(function)
+}
+
+/// What is traced of an array.
+fn array<T>(first: *const T, count: c_int, stride: c_int) -> Vec<Item> {
+    vec![trace::address("PDA", first), int("PC", count), int("PSD", stride)]
+}
+
 macro_rules! packing {
     ($($pk:ident $upk:ident $pointer:ty, $item:ty, $pack:path, $unpack:path;)*) => {$(
         /// Packs `count` elements, `stride` elements apart.
@@ -36,8 +48,9 @@ macro_rules! packing {
         #[unsafe(no_mangle)]
         unsafe extern "C" fn $pk(items: *const $pointer, count: c_int, stride: c_int) -> c_int {
             // SAFETY: by this function's contract.
-            let items = unsafe { Strided::<$item>::new(items.cast(), count, stride) };
-            answer(stringify!($pk), pack_with(items, $pack))
+            let (first, items) = (items, unsafe { Strided::<$item>::new(items.cast(), count, stride) });
+            let packing = || answer(stringify!($pk), pack_with(items, $pack));
+            trace::call(event(stringify!($pk)), || array(first, count, stride), packing, trace::cc)
         }
 
         /// Unpacks `count` elements to places `stride` elements apart.
@@ -47,8 +60,9 @@ macro_rules! packing {
         #[unsafe(no_mangle)]
         unsafe extern "C" fn $upk(items: *mut $pointer, count: c_int, stride: c_int) -> c_int {
             // SAFETY: by this function's contract.
-            let items = unsafe { Strided::<$item>::new(items.cast(), count, stride) };
-            answer(stringify!($upk), unpack_with(items, $unpack))
+            let (first, items) = (items.cast_const(), unsafe { Strided::<$item>::new(items.cast(), count, stride) });
+            let unpacking = || answer(stringify!($upk), unpack_with(items, $unpack));
+            trace::call(event(stringify!($upk)), || array(first, count, stride), unpacking, trace::cc)
         }
     )*};
 }
@@ -73,9 +87,16 @@ packing! {
 /// `text` is null or a string.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_pkstr(text: *const c_char) -> c_int {
-    // SAFETY: by this function's contract.
-    let text = unsafe { Text::new(text) };
-    answer("pvm_pkstr", text.and_then(|text| zero(pack::pack_str(lock().send_buffer()?, text.bytes()))))
+    trace::call(
+        "pkstr",
+        || vec![trace::address("PDA", text)],
+        || {
+            // SAFETY: by this function's contract.
+            let text = unsafe { Text::new(text) };
+            answer("pvm_pkstr", text.and_then(|text| zero(pack::pack_str(lock().send_buffer()?, text.bytes()))))
+        },
+        trace::cc,
+    )
 }
 
 /// Unpacks a string with its NUL.
@@ -84,16 +105,23 @@ unsafe extern "C" fn pvm_pkstr(text: *const c_char) -> c_int {
 /// `place` is null or has room for it.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_upkstr(place: *mut c_char) -> c_int {
-    let unpack = || {
-        let text = pack::unpack_str(lock().receive_buffer()?)?;
-        if place.is_null() {
-            return Err(PvmError::BadParam);
-        }
-        // SAFETY: by this function's contract.
-        unsafe { put_string(place, &text) };
-        Ok(0)
-    };
-    answer("pvm_upkstr", unpack())
+    trace::call(
+        "upkstr",
+        || vec![trace::address("PDA", place)],
+        || {
+            let unpack = || {
+                let text = pack::unpack_str(lock().receive_buffer()?)?;
+                if place.is_null() {
+                    return Err(PvmError::BadParam);
+                }
+                // SAFETY: by this function's contract.
+                unsafe { put_string(place, &text) };
+                Ok(0)
+            };
+            answer("pvm_upkstr", unpack())
+        },
+        trace::cc,
+    )
 }
 
 /// Unpacks a string into memory that the caller frees with `free`.

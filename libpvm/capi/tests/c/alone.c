@@ -248,7 +248,7 @@ static void mailbox(void)
     IS(0, pvm_lookup("old", -1, &value));
     IS(1234, value);
     IS(PvmNotFound, pvm_lookup("old", 3, &value));
-    IS(0, pvm_delete("old", 4));
+    IS(4, pvm_delete("old", 4));
     IS(0, pvm_setopt(PvmNoReset, 1));
     IS(0, pvm_getnoresets(&tids, &n));
     IS(1, n);

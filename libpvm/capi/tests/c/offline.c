@@ -198,10 +198,10 @@ static void errors(void)
     pvm_initsend(PvmDataInPlace);
     IS(PvmNotImpl, pvm_pkint(&i, 2, 2));
     IS(PvmNotImpl, pvm_pkstr("x"));
-    IS(PvmNotImpl, pvm_tickle(0, NULL, NULL, NULL));
-    IS(PvmNotImpl, pvm_reg_tasker());
-    IS(PvmNotImpl, pvm_reg_hoster());
-    IS(PvmNotImpl, pvm_reg_tracer(0, 0, 0, 0, NULL, 0, 0));
+    IS(PvmSysErr, pvm_tickle(0, NULL, NULL, NULL));
+    IS(PvmSysErr, pvm_reg_tasker());
+    IS(PvmSysErr, pvm_reg_hoster());
+    IS(PvmSysErr, pvm_reg_tracer(0, 0, 0, 0, NULL, 0, 0));
     IS(PvmNotFound, pvm_delmhf(99));
     IS(PvmBadParam, pvm_delmhf(-1));
     IS(PvmBadParam, pvm_gettmask(2, NULL));

@@ -1,0 +1,65 @@
+//! Tracing: a C tracer that knows the records from the manual gets those of a C task, one by one, collected, or summed up.
+
+mod common;
+
+use common::vm::{Player, Vm};
+use common::{Program, include};
+
+fn traced(vm: &Vm, program: &Program, buffer: &str, option: &str) -> Player {
+    let mut tracer = vm.play(program, &["tracer", buffer, option]);
+    tracer.until("serving");
+    vm.play(program, &["task"]).ends_well();
+    tracer.until("output 0\n");
+    tracer.until("endtask: ");
+    tracer
+}
+
+#[test]
+fn every_call_of_a_traced_task_is_told_when_it_begins_and_when_it_ends() {
+    let (vm, program) = (Vm::start(), Program::compile("traced", &include()));
+    let mut tracer = traced(&vm, &program, "0", "1");
+    tracer.until("exit begins: ");
+    let said = tracer.said();
+    assert!(!said.contains("group") && said.contains("123 items\n") && said.contains("newtask: "), "{said}");
+    for (line, end) in [
+        ("mytid begins:", ""),
+        ("mytid ends:", " 262146"),
+        ("pkint begins:", " somewhere 3 1"),
+        ("pkstr begins:", " somewhere"),
+        ("send begins:", " 24 262146 5 0"),
+        ("send ends:", " 0"),
+        ("recv begins:", " 262146 5 0"),
+        ("kill begins:", " -5"),
+        ("kill ends:", " -2"),
+        ("send again:", " 56 -1111 -2222 0"),
+        ("spawn ends:", " 1 1 262147"),
+        ("spntask:", " 262146"),
+    ] {
+        let found = said.lines().any(|said| said.starts_with(line) && said.ends_with(end));
+        assert!(found, "{line} … {end}: {said}");
+    }
+    assert!(said.contains("own event 108 user_defined 1: 3 of type 134\n"), "{said}");
+    assert!(
+        said.contains("output -2\n") && said.contains("output 6\n"),
+        "output that nobody collects comes too: {said}"
+    );
+    // The library's own doings inside a call are no calls.
+    assert!(!said.contains("notify") && !said.contains("putinfo"), "{said}");
+}
+
+#[test]
+fn records_are_collected_and_summed_up_when_the_tracer_asks_for_that() {
+    let (vm, program) = (Vm::start(), Program::compile("traced", &include()));
+    let mut tracer = traced(&vm, &program, "100000", "1");
+    tracer.until("group\n");
+    tracer.kill();
+    for (option, line) in [("2", "timing: "), ("3", "profiling: ")] {
+        let mut tracer = traced(&vm, &program, "0", option);
+        tracer.until(line);
+        let said = tracer.said();
+        assert!(!said.contains("recv begins") && said.contains("'recv'"), "{said}");
+        tracer.kill();
+    }
+    // Without a tracer nothing changes for the task.
+    vm.play(&program, &["task"]).ends_well();
+}
