@@ -7,8 +7,8 @@ use sempa_proto::{Message, PvmError, PvmResult, Tid};
 
 /// `enc` that `pvm_getminfo` shows for a buffer packed in place.
 const ENC_IN_PLACE: i32 = 0x2000_0000;
-/// Bytes of a body at most: its length is an `int` of the interface.
-pub(crate) const BODY_BYTES_MAX: usize = i32::MAX as usize;
+/// Bytes of a body at most: half of what may wait for one receiver.
+pub(crate) const BODY_BYTES_MAX: usize = 1 << 35;
 /// Buffers that may exist at a time.
 pub(crate) const BUFFERS_MAX: usize = 1 << 24;
 
@@ -127,6 +127,11 @@ impl Buffer {
         }
     }
 
+    /// Bytes packed, as the interface's `int` can say it: no more than 2 GiB.
+    pub(crate) fn told_len(&self) -> i32 {
+        told_len(self.len())
+    }
+
     /// What has been packed. Empty for a buffer packed in place.
     pub(crate) fn bytes(&self) -> &[u8] {
         match &self.body {
@@ -206,6 +211,11 @@ impl Buffer {
     }
 }
 
+/// A length in bytes as the interface's `int` can say it.
+pub(crate) fn told_len(len: usize) -> i32 {
+    i32::try_from(len).unwrap_or(i32::MAX)
+}
+
 /// The buffers of a task by number. Numbers are small, positive and used again soon.
 #[derive(Default)]
 pub(crate) struct Buffers {
@@ -214,6 +224,11 @@ pub(crate) struct Buffers {
 }
 
 impl Buffers {
+    /// How many there are.
+    pub(crate) fn count(&self) -> usize {
+        self.slots.iter().flatten().count()
+    }
+
     /// Stores a buffer and answers its number.
     ///
     /// # Errors

@@ -15,15 +15,15 @@ const BASE: i32 = 0x8003_0001_u32 as i32;
 const TC_CONREQ: i32 = BASE;
 const TC_CONACK: i32 = BASE + 1;
 const TC_TASKEXIT: i32 = BASE + 2;
-const TC_NOOP: i32 = BASE + 3;
+pub(crate) const TC_NOOP: i32 = BASE + 3;
 /// Output of a child, for the task that catches it.
 pub(crate) const TC_OUTPUT: i32 = BASE + 4;
-const TC_SETTRACE: i32 = BASE + 5;
-const TC_SETTMASK: i32 = BASE + 6;
-const TC_SETTRCBUF: i32 = BASE + 7;
-const TC_SETTRCOPT: i32 = BASE + 8;
+pub(crate) const TC_SETTRACE: i32 = BASE + 5;
+pub(crate) const TC_SETTMASK: i32 = BASE + 6;
+pub(crate) const TC_SETTRCBUF: i32 = BASE + 7;
+pub(crate) const TC_SETTRCOPT: i32 = BASE + 8;
 /// The tasks of one spawn, to each of them.
-const TC_SIBLINGS: i32 = BASE + 11;
+pub(crate) const TC_SIBLINGS: i32 = BASE + 11;
 
 /// Tags that the library handles itself, in the order of their handler numbers. Programs print how many there are.
 pub(crate) const TAGS: [i32; 9] =

@@ -34,6 +34,20 @@ impl<T: Copy> Strided<T> {
         Ok(Strided { first: first.cast_mut(), count, stride: stride as isize })
     }
 
+    /// Elements that lie side by side, more of them than an `int` can say.
+    ///
+    /// # Errors
+    /// `BadParam` for a null pointer with elements.
+    ///
+    /// # Safety
+    /// As for [`Strided::new`].
+    pub(crate) unsafe fn run(first: *const T, count: usize) -> PvmResult<Strided<T>> {
+        match first.is_null() && count > 0 {
+            true => Err(PvmError::BadParam),
+            false => Ok(Strided { first: first.cast_mut(), count, stride: 1 }),
+        }
+    }
+
     /// Elements of a Rust slice, only to be read.
     pub(crate) fn of(values: &[T]) -> Strided<T> {
         Strided { first: values.as_ptr().cast_mut(), count: values.len(), stride: 1 }

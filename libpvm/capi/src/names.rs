@@ -44,6 +44,16 @@ pub(crate) fn tag(tag: i32) -> Option<&'static str> {
     }
 }
 
+/// Names of the bits of PVM's debug mask.
+const DEBUG_BITS: [&str; 16] =
+    ["pkt", "msg", "tsk", "slv", "hst", "sel", "net", "mpp", "sch", "app", "wai", "mem", "sem", "lck", "rtg", "mbx"];
+
+/// The names of the bits in a debug mask, separated by commas.
+pub(crate) fn debug_bits(mask: i32) -> String {
+    let named = DEBUG_BITS.iter().enumerate().filter(|(bit, _)| mask >> bit & 1 == 1);
+    named.map(|(_, name)| *name).collect::<Vec<_>>().join(",")
+}
+
 const ERRORS: [(&str, i32); 32] = [
     ("PvmOk", 0),
     ("PvmBadParam", -2),

@@ -304,9 +304,9 @@ pub(crate) fn unpack_str(buffer: &mut Buffer) -> PvmResult<Vec<u8>> {
 /// Packs a message with its header as one item (`pvm_pkmesg`).
 ///
 /// # Errors
-/// As [`pack`].
+/// As [`pack`]; `NoMem` also for a message whose length the item cannot say.
 pub(crate) fn pack_message(buffer: &mut Buffer, message: &Message) -> PvmResult<()> {
-    let len = message.body.len() as i32;
+    let len = i32::try_from(message.body.len()).map_err(|_| PvmError::NoMem)?;
     let words: [i32; HEAD_WORDS] =
         [len, message.ctx, message.tag, message.wid, message.enc, 0, message.src.raw(), message.dst.raw()];
     for word in words {

@@ -102,7 +102,7 @@ fn run_handler(handler: HandlerFn, mid: i32, ctx: i32) {
             int("RMC", buffer.tag),
             int("RCX", buffer.ctx),
             int("MB", mid),
-            int("MNB", buffer.len() as i32),
+            int("MNB", buffer.told_len()),
             int("MC", buffer.tag),
             int("MCX", buffer.ctx),
             int("SRC", buffer.src),

@@ -42,6 +42,21 @@ pub(crate) fn send(tid: i32, tag: i32) -> PvmResult<()> {
     hand_over(&rt, message)
 }
 
+/// Does something with another active send buffer.
+///
+/// # Errors
+/// `NoSuchBuf` or `BadParam` for a number without a buffer, and what is done.
+pub(crate) fn with_buffer(mid: i32, act: impl FnOnce() -> PvmResult<()>) -> PvmResult<()> {
+    let before = {
+        let mut session = session::lock();
+        session.buffers.get(mid)?;
+        std::mem::replace(&mut session.sbuf, mid)
+    };
+    let done = act();
+    session::lock().sbuf = before;
+    done
+}
+
 fn hand_over(rt: &Runtime, message: Message) -> PvmResult<()> {
     rt.send(message)?;
     take_in(rt);

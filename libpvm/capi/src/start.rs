@@ -91,7 +91,7 @@ fn set_free() -> std::io::Result<()> {
 }
 
 /// The daemon's program: `PVM_DPATH`, else beside this library, else by PATH.
-fn program() -> OsString {
+pub(crate) fn program() -> OsString {
     if let Some(path) = env::get("PVM_DPATH") {
         return path.into();
     }

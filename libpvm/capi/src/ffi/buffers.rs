@@ -18,7 +18,8 @@ use sempa_proto::{PvmError, PvmResult, Tid};
 use std::ffi::c_int;
 use std::sync::atomic::Ordering::Relaxed;
 
-fn make(encoding: c_int) -> PvmResult<i32> {
+/// Makes a buffer.
+pub(super) fn make(encoding: c_int) -> PvmResult<i32> {
     let enc = Enc::from_arg(encoding)?;
     let mut session = lock();
     let mid = session.new_buffer(enc)?;
@@ -147,7 +148,7 @@ unsafe extern "C" fn pvm_bufinfo(mid: c_int, len: *mut c_int, tag: *mut c_int, s
             let look = || {
                 let session = lock();
                 let buffer = session.buffers.get(mid)?;
-                len.set(buffer.len() as i32);
+                len.set(buffer.told_len());
                 tag.set(buffer.tag);
                 src.set(source(buffer));
                 Ok(0)
@@ -180,7 +181,7 @@ unsafe extern "C" fn pvm_getminfo(mid: c_int, info: *mut MsgInfo) -> c_int {
                     return Err(PvmError::BadParam);
                 }
                 info.set(MsgInfo {
-                    len: buffer.len() as i32,
+                    len: buffer.told_len(),
                     ctx: buffer.ctx,
                     tag: buffer.tag,
                     wid: buffer.wid,

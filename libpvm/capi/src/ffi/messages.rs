@@ -7,6 +7,7 @@ use super::trace_items::{
 };
 use super::zero;
 use crate::abi::TimeVal;
+use crate::buffers::told_len;
 use crate::handlers::{Filter, HandlerFn};
 use crate::memory::{Out, Strided};
 use crate::receive::{self, Fault, Matcher, Patience};
@@ -56,12 +57,9 @@ unsafe extern "C" fn pvm_mcast(tids: *const c_int, count: c_int, tag: c_int) -> 
 /// The bytes of an array of a data type.
 unsafe fn array(items: *const c_void, count: c_int, kind: c_int) -> PvmResult<Strided<u8>> {
     let size = send::type_bytes(kind)?;
-    if count < 0 {
-        return Err(PvmError::BadParam);
-    }
-    let bytes = c_int::try_from(count as usize * size).map_err(|_| PvmError::BadParam)?;
+    let count = usize::try_from(count).map_err(|_| PvmError::BadParam)?;
     // SAFETY: the caller's array has `count` elements of this type.
-    unsafe { Strided::new(items.cast(), bytes, 1) }
+    unsafe { Strided::run(items.cast(), count * size) }
 }
 
 /// Sends an array beside the active send buffer.
@@ -116,7 +114,7 @@ unsafe extern "C" fn pvm_precv(
                 from_tag.set(buffer.tag);
                 // A message of this task itself may have been packed in place.
                 let body = buffer.wire()?;
-                from_len.set(body.len() as i32);
+                from_len.set(told_len(body.len()));
                 items.fill_raw(&body[..body.len().min(items.len())]);
                 Ok(Some(0))
             };

@@ -8,6 +8,7 @@ mod format;
 mod group;
 mod hosts;
 mod internal;
+mod kept;
 mod lent;
 mod mailbox;
 mod messages;

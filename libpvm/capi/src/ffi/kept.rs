@@ -1,0 +1,390 @@
+//! The rest of what PVM's library exports without documenting it. What means something here works; what hands out or takes
+//! PVM's own inner structures, which do not exist here, answers null, or `PvmNotImpl`.
+
+#![allow(unsafe_code)]
+
+use super::zero;
+use crate::memory::{Strided, Text, put_string};
+use crate::session::{self, answer, lock, say};
+use crate::{control, env, names, process, send};
+use libpvm::Runtime;
+use sempa_proto::place::Place;
+use sempa_proto::{PvmError, PvmResult};
+use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
+use std::sync::Mutex;
+
+macro_rules! without_structures {
+    ($($name:ident)*) => {$(
+        /// Would hand out a structure of PVM's inside; there is none here.
+        #[unsafe(no_mangle)]
+        extern "C" fn $name() -> *mut c_void {
+            std::ptr::null_mut()
+        }
+    )*};
+}
+
+macro_rules! without_meaning {
+    ($($name:ident)*) => {$(
+        /// Works on a structure of PVM's inside; there is none here.
+        #[unsafe(no_mangle)]
+        extern "C" fn $name() -> c_int {
+            PvmError::NotImpl.code()
+        }
+    )*};
+}
+
+without_structures! {
+    da_new fr_new fr_snew midtobuf pmsg_new ttpcb_creat ttpcb_find ttpcb_new wait_find wait_get wait_new
+}
+
+without_meaning! {
+    check_for_exit check_routeadd check_routedelete da_ref da_unref enc_trc_fin enc_trc_hdr fr_unref mesg_input
+    msendrecv ogm_complete pmsg_decmore pmsg_dump pmsg_extend pmsg_pack pmsg_packbody pmsg_setenc pmsg_setlen
+    pmsg_unpack pmsg_unref post_routedelete ttpcb_dead ttpcb_delete ttpcb_dump ttpcb_dumpall wait_delete wait_dump
+    wait_dumpall wait_init
+}
+
+/// Makes a buffer; answers its number.
+#[unsafe(no_mangle)]
+extern "C" fn umbuf_new(encoding: c_int) -> c_int {
+    super::buffers::make(encoding).unwrap_or_else(PvmError::code)
+}
+
+/// Frees a buffer.
+#[unsafe(no_mangle)]
+extern "C" fn umbuf_free(mid: c_int) -> c_int {
+    zero(lock().free(mid)).unwrap_or_else(PvmError::code)
+}
+
+/// Writes what a buffer is to the log.
+#[unsafe(no_mangle)]
+extern "C" fn umbuf_dump(mid: c_int, _level: c_int) -> c_int {
+    let session = lock();
+    let line =
+        session.buffers.get(mid).map(|b| format!("mid {mid} tag {} src {:x} length {}\n", b.tag, b.src, b.len()));
+    drop(session);
+    say(&line.unwrap_or_else(|error| format!("mid {mid}: {error}\n")), true);
+    0
+}
+
+/// Writes how many buffers there are to the log.
+#[unsafe(no_mangle)]
+extern "C" fn umbuf_list(_level: c_int) -> c_int {
+    let count = lock().buffers.count();
+    say(&format!("{count} message buffers\n"), true);
+    0
+}
+
+/// Watches a descriptor in PVM's library; ours has a thread for that.
+#[unsafe(no_mangle)]
+extern "C" fn pvm_fd_add(_fd: c_int, _set: c_int) -> c_int {
+    0
+}
+
+/// Watches a descriptor no longer.
+#[unsafe(no_mangle)]
+extern "C" fn pvm_fd_delete(_fd: c_int, _set: c_int) -> c_int {
+    0
+}
+
+/// Takes the message in a buffer as if it had come with this tag.
+fn take_control(mid: c_int, tag: c_int) -> PvmResult<i32> {
+    let rt: Runtime = session::runtime()?;
+    let mut message = send::copy_of(mid)?;
+    message.tag = tag;
+    control::take(&rt, &message);
+    Ok(0)
+}
+
+macro_rules! control_messages {
+    ($($name:ident $tag:path;)*) => {$(
+        /// Takes the control message in a buffer.
+        #[unsafe(no_mangle)]
+        extern "C" fn $name(mid: c_int) -> c_int {
+            take_control(mid, $tag).unwrap_or_else(PvmError::code)
+        }
+    )*};
+}
+
+control_messages! {
+    pvm_tc_noop control::TC_NOOP;
+    pvm_tc_settrace control::TC_SETTRACE;
+    pvm_tc_settmask control::TC_SETTMASK;
+    pvm_tc_settrcbuf control::TC_SETTRCBUF;
+    pvm_tc_settrcopt control::TC_SETTRCOPT;
+    pvm_tc_siblings control::TC_SIBLINGS;
+}
+
+/// Sends a buffer to several tasks.
+///
+/// # Safety
+/// `tids` is null or holds `count` ints.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn pvmmcast(mid: c_int, tids: *const c_int, count: c_int, tag: c_int) -> c_int {
+    // SAFETY: by this function's contract.
+    let tids = unsafe { Strided::new(tids, count, 1) };
+    let result = tids.and_then(|tids| zero(send::with_buffer(mid, || send::multicast(&tids.to_vec(), tag))));
+    answer("pvmmcast", result)
+}
+
+/// Sends a buffer, or, without one, takes in what has arrived.
+#[unsafe(no_mangle)]
+extern "C" fn mroute(mid: c_int, tid: c_int, tag: c_int, _time: *const c_void) -> c_int {
+    let route = || {
+        if mid <= 0 {
+            crate::receive::pump(&session::runtime()?);
+            return Ok(0);
+        }
+        zero(send::with_buffer(mid, || send::send(tid, tag)))
+    };
+    answer("mroute", route())
+}
+
+/// Names of the bits of a debug mask.
+#[unsafe(no_mangle)]
+extern "C" fn debug_flags(mask: c_int) -> *const c_char {
+    static TEXT: Mutex<Option<crate::memory::Lent<CString>>> = Mutex::new(None);
+    lend(&TEXT, names::debug_bits(mask))
+}
+
+fn lend(place: &Mutex<Option<crate::memory::Lent<CString>>>, text: String) -> *const c_char {
+    let text = CString::new(text.replace('\0', "")).expect("no NUL is left");
+    let pointer = text.as_ptr();
+    *place.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some(crate::memory::Lent(text));
+    pointer
+}
+
+macro_rules! wire_numbers {
+    ($($get:ident $put:ident $t:ty;)*) => {$(
+        /// A number as it stands on the wire, highest byte first; 0 for null.
+        ///
+        /// # Safety
+        /// `place` is null or as many bytes.
+        #[unsafe(no_mangle)]
+        unsafe extern "C" fn $get(place: *const u8) -> c_int {
+            const BYTES: usize = size_of::<$t>();
+            // SAFETY: by this function's contract; bytes need no alignment.
+            unsafe { place.cast::<[u8; BYTES]>().as_ref() }.map_or(0, |bytes| <$t>::from_be_bytes(*bytes) as c_int)
+        }
+
+        /// Writes a number as it stands on the wire.
+        ///
+        /// # Safety
+        /// `place` is null or room for as many bytes.
+        #[unsafe(no_mangle)]
+        unsafe extern "C" fn $put(place: *mut u8, number: c_int) -> c_int {
+            const BYTES: usize = size_of::<$t>();
+            // SAFETY: as above.
+            if let Some(bytes) = unsafe { place.cast::<[u8; BYTES]>().as_mut() } {
+                *bytes = (number as $t).to_be_bytes();
+            }
+            0
+        }
+    )*};
+}
+
+wire_numbers! {
+    pvmget32 pvmput32 u32;
+    pvmget16 pvmput16 u16;
+    pvmget8 pvmput8 u8;
+}
+
+/// Goes on with a CRC-32 over these bytes.
+///
+/// # Safety
+/// `bytes` is null or holds `count` bytes.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn pvmcrcappend(bytes: *const c_char, count: c_int, crc: c_uint) -> c_uint {
+    const POLYNOMIAL: u32 = 0xedb8_8320;
+    // SAFETY: by this function's contract.
+    let bytes = unsafe { Strided::<u8>::new(bytes.cast(), count, 1) };
+    let bytes = bytes.map_or_else(|_| Vec::new(), |bytes| bytes.to_vec());
+    bytes.iter().fold(crc, |crc, byte| {
+        let shift = |crc: u32, _| if crc & 1 == 1 { crc >> 1 ^ POLYNOMIAL } else { crc >> 1 };
+        (0..8).fold(crc ^ u32::from(*byte), shift)
+    })
+}
+
+/// A copy of one string in memory of the C library; null when there is none left.
+fn c_copy(text: &[u8]) -> *mut c_char {
+    // SAFETY: malloc gives room for text and NUL, or null.
+    unsafe {
+        let place = libc::malloc(text.len() + 1).cast::<c_char>();
+        if !place.is_null() {
+            put_string(place, text);
+        }
+        place
+    }
+}
+
+/// The strings of an environment, and the room of its list.
+unsafe fn environment(list: *mut *mut c_char) -> Vec<*mut c_char> {
+    let mut entries = Vec::new();
+    // SAFETY: the caller's list ends with null.
+    unsafe {
+        while !list.is_null() && !(*list.add(entries.len())).is_null() {
+            entries.push(*list.add(entries.len()));
+        }
+    }
+    entries
+}
+
+/// A list of pointers with null at its end, in memory of the C library.
+fn c_list(entries: &[*mut c_char]) -> *mut *mut c_char {
+    // SAFETY: calloc gives room for all entries and the null behind them, or null.
+    unsafe {
+        let list = libc::calloc(entries.len() + 1, size_of::<*mut c_char>()).cast::<*mut c_char>();
+        if !list.is_null() {
+            std::ptr::copy_nonoverlapping(entries.as_ptr(), list, entries.len());
+        }
+        list
+    }
+}
+
+/// A copy of an environment; freed with `pvmfreeenv`.
+///
+/// # Safety
+/// `list` is null or a list of strings that ends with null.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn pvmcopyenv(list: *mut *mut c_char) -> *mut *mut c_char {
+    // SAFETY: by this function's contract.
+    let entries = unsafe { environment(list) };
+    // SAFETY: every entry is a string.
+    let copies: Vec<*mut c_char> = entries.iter().map(|e| c_copy(unsafe { CStr::from_ptr(*e) }.to_bytes())).collect();
+    c_list(&copies)
+}
+
+/// Sets `NAME=value` in an environment made by `pvmcopyenv`.
+///
+/// # Safety
+/// `place` is null or holds such a list, `setting` is null or a string.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn pvmenvinsert(place: *mut *mut *mut c_char, setting: *const c_char) -> c_int {
+    // SAFETY: by this function's contract.
+    let (place, setting) = unsafe { (place.as_mut(), Text::new(setting)) };
+    let (Some(place), Ok(setting)) = (place, setting) else { return -1 };
+    let Some(name) = setting.bytes().iter().position(|byte| *byte == b'=') else { return -1 };
+    let name = &setting.bytes()[..=name];
+    // SAFETY: the list is one of ours, with strings of ours.
+    unsafe {
+        let mut entries = environment(*place);
+        let copy = c_copy(setting.bytes());
+        match entries.iter().position(|e| CStr::from_ptr(*e).to_bytes().starts_with(name)) {
+            Some(at) => libc::free(std::mem::replace(&mut entries[at], copy).cast()),
+            None => entries.push(copy),
+        }
+        let list = c_list(&entries);
+        libc::free(std::mem::replace(place, list).cast());
+    }
+    0
+}
+
+/// Frees an environment made by `pvmcopyenv`.
+///
+/// # Safety
+/// `list` is null or such a list.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn pvmfreeenv(list: *mut *mut c_char) -> c_int {
+    // SAFETY: by this function's contract; list and strings are the C library's.
+    unsafe {
+        environment(list).into_iter().for_each(|entry| libc::free(entry.cast()));
+        libc::free(list.cast());
+    }
+    0
+}
+
+/// The user's home directory.
+#[unsafe(no_mangle)]
+extern "C" fn pvmgethome() -> *const c_char {
+    static TEXT: Mutex<Option<crate::memory::Lent<CString>>> = Mutex::new(None);
+    lend(&TEXT, env::get("HOME").unwrap_or_else(|| "/".to_string()))
+}
+
+/// The daemon's program.
+#[unsafe(no_mangle)]
+extern "C" fn pvmgetpvmd() -> *const c_char {
+    static TEXT: Mutex<Option<crate::memory::Lent<CString>>> = Mutex::new(None);
+    lend(&TEXT, crate::start::program().to_string_lossy().into_owned())
+}
+
+/// Where the daemon of this user listens.
+#[unsafe(no_mangle)]
+extern "C" fn pvmdsockfile() -> *const c_char {
+    static TEXT: Mutex<Option<crate::memory::Lent<CString>>> = Mutex::new(None);
+    let place = Place::of(process::user() as u32, env::get);
+    lend(&TEXT, place.map_or_else(|_| String::new(), |place| place.socket().to_string_lossy().into_owned()))
+}
+
+/// Bytes of a line of `pvmhdump`.
+const DUMP_BYTES: usize = 16;
+
+/// Writes bytes in hexadecimal to the log.
+///
+/// # Safety
+/// `bytes` is null or holds `count` bytes, `title` is null or a string.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn pvmhdump(bytes: *const c_char, count: c_int, title: *const c_char) -> c_int {
+    // SAFETY: by this function's contract.
+    let (bytes, title) = unsafe { (Strided::<u8>::new(bytes.cast(), count, 1), Text::new(title)) };
+    let title = title.map(|title| title.string()).unwrap_or_default();
+    for line in bytes.map_or_else(|_| Vec::new(), |bytes| bytes.to_vec()).chunks(DUMP_BYTES) {
+        let words: Vec<String> = line.iter().map(|byte| format!("{byte:02x}")).collect();
+        say(&format!("{title}{}\n", words.join(" ")), false);
+    }
+    0
+}
+
+/// Writes the members of a descriptor set to the log.
+///
+/// # Safety
+/// `title` is null or a string, `set` is null or a set.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn print_fdset(title: *const c_char, count: c_int, set: *const libc::fd_set) {
+    // SAFETY: by this function's contract.
+    let title = unsafe { Text::new(title) }.map(|title| title.string()).unwrap_or_default();
+    let members = (0..count.clamp(0, libc::FD_SETSIZE as c_int)).filter(|fd| {
+        // SAFETY: the set is there, and the number is one that it can hold.
+        !set.is_null() && unsafe { libc::FD_ISSET(*fd, set) }
+    });
+    let list: Vec<String> = members.map(|fd| fd.to_string()).collect();
+    say(&format!("{title}{}\n", list.join(",")), true);
+}
+
+/// Reads an address as eight hexadecimal digits, colon, port in hexadecimal.
+///
+/// # Safety
+/// `text` is null or a string, `place` null or good for one structure.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn hex_inadport(text: *const c_char, place: *mut libc::sockaddr_in) {
+    // SAFETY: by this function's contract.
+    let (text, place) = unsafe { (Text::new(text), place.as_mut()) };
+    let (Ok(text), Some(place)) = (text, place) else { return };
+    let text = text.string();
+    let (address, port) = text.split_once(':').unwrap_or((&text, "0"));
+    place.sin_addr.s_addr = (env::hex(address.as_bytes()) as u32).to_be();
+    place.sin_port = (env::hex(port.as_bytes()) as u16).to_be();
+}
+
+/// An address as `hex_inadport` reads it.
+///
+/// # Safety
+/// `address` is null or a structure.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn inadport_hex(address: *const libc::sockaddr_in) -> *const c_char {
+    static TEXT: Mutex<Option<crate::memory::Lent<CString>>> = Mutex::new(None);
+    // SAFETY: by this function's contract.
+    let (ip, port) = unsafe { address.as_ref() }.map_or((0, 0), |a| (a.sin_addr.s_addr, a.sin_port));
+    lend(&TEXT, format!("{:08x}:{:04x}", u32::from_be(ip), u16::from_be(port)))
+}
+
+/// An address as people write it.
+///
+/// # Safety
+/// `address` is null or a structure.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn inadport_decimal(address: *const libc::sockaddr_in) -> *const c_char {
+    static TEXT: Mutex<Option<crate::memory::Lent<CString>>> = Mutex::new(None);
+    // SAFETY: by this function's contract.
+    let (ip, port) = unsafe { address.as_ref() }.map_or((0, 0), |a| (a.sin_addr.s_addr, a.sin_port));
+    lend(&TEXT, format!("{}:{}", std::net::Ipv4Addr::from(u32::from_be(ip)), u16::from_be(port)))
+}
