@@ -282,6 +282,18 @@ fn examples_where_spawn_looks(bed: &Testbed) {
     }
 }
 
+/// Runs an example to its end; panics unless it prints its sign, on whichever output.
+fn has_run_right(vm: &Vm, program: &Path, words: &[&str], input: &str, sign: &str) {
+    let mut command = vm.command(vm.bed().host(1), program);
+    command.args(words);
+    let mut task = Running::start(command, Stdio::piped()).expect("it starts");
+    // One that reads nothing may have ended before.
+    let _ = task.take_stdin().expect("piped").write_all(input.as_bytes());
+    let done = task.finish(LONG).unwrap_or_else(|error| panic!("{}: {error:#}\n{}", program.display(), vm.logs()));
+    let said = done.out.clone() + &done.err;
+    assert!(said.contains(sign), "{}: {done:?}\n{}", program.display(), vm.logs());
+}
+
 #[test]
 fn debians_group_programs_run_unmodified() {
     on_hosts(2, |vm, _| {
@@ -292,14 +304,7 @@ fn debians_group_programs_run_unmodified() {
                 eprintln!("skipped: {name} is missing: install pvm-examples");
                 continue;
             }
-            let mut command = vm.command(vm.bed().host(1), program);
-            command.args(words);
-            let mut task = Running::start(command, Stdio::piped()).expect("it starts");
-            // One that reads nothing may have ended before.
-            let _ = task.take_stdin().expect("piped").write_all(input.as_bytes());
-            let done = task.finish(LONG).unwrap_or_else(|error| panic!("{name}: {error:#}\n{}", vm.logs()));
-            // Some print on standard error.
-            assert!((done.out.clone() + &done.err).contains(sign), "{name}: {done:?}\n{}", vm.logs());
+            has_run_right(vm, &program, words, input, sign);
         }
         let none_left = || {
             let shown = run(vm.command(vm.bed().host(1), "pvm_gstat"), SOON).map_err(|error| error.to_string())?;
@@ -307,6 +312,30 @@ fn debians_group_programs_run_unmodified() {
         };
         eventually(SOON, none_left).expect("programs that ended are in no group");
     });
+}
+
+#[test]
+fn programs_with_pvms_own_group_library_and_server_run_as_before() {
+    let theirs = Path::new("/usr/lib/x86_64-linux-gnu/libgpvm3.so.3");
+    if !theirs.exists() {
+        eprintln!("skipped: {} is missing: install pvm", theirs.display());
+        return;
+    }
+    let Some((bed, prefix)) = testbed(1) else { return };
+    let folder = bed.folder().join("their-groups");
+    std::fs::create_dir(&folder).expect("a folder");
+    symlink(theirs, folder.join("libgpvm3.so.3")).expect("a link");
+    symlink(prefix.join("lib/libpvm3.so.3"), folder.join("libpvm3.so.3")).expect("a link");
+    symlink("/usr/bin/pvmgs", bed.home().join("pvm3/bin/LINUX64/pvmgs")).expect("a link");
+    let env = ["SEMPA_LIB", "LD_LIBRARY_PATH"].map(|name| (name.to_string(), folder.display().to_string()));
+    let vm = Vm::start(&bed, Settings { env: env.to_vec(), ..Settings::default() }).expect("a virtual machine");
+    examples_where_spawn_looks(&bed);
+    let (name, words, input, sign) = EXAMPLES[0];
+    has_run_right(&vm, &Path::new("/usr/bin").join(name), words, input, sign);
+    let shown = run(vm.command(bed.host(1), "/usr/bin/pvm_gstat"), SOON).expect("it ends");
+    assert_eq!(shown.out, "no groups exist\n");
+    assert!(vm.tasks().expect("tasks").iter().any(|task| task.name == "pvmgs"), "their server runs");
+    vm.halt().expect("halts");
 }
 
 /// Compiles the program of these tests with the static group library.
