@@ -8,9 +8,10 @@ use crate::options::{TRACE_BUFFER, TRACE_KIND};
 use crate::records::{HostFacts, Records, Time, preamble};
 use crate::session::{Outcome, Session};
 use crate::spawn::{Output, Spawn, TraceOutput};
-use libpvm::{Error, Vm};
-use sempa_proto::body::{Encoding, Packer};
-use sempa_proto::message::{CTX_BASE, CTX_TASK_CONTROL, ENC_XDR};
+use crate::trace;
+use libpvm::spawn::{TC_SIBLINGS, siblings};
+use libpvm::{Body, Error, Vm};
+use sempa_proto::message::{CTX_BASE, CTX_TASK_CONTROL};
 use sempa_proto::task::Sink;
 use sempa_proto::{HostId, Message, Micros, PvmError, Tid};
 use std::collections::BTreeSet;
@@ -25,8 +26,8 @@ pub(crate) const TAG_HOSTS: i32 = 1;
 pub(crate) const TAG_JOBS: i32 = 16;
 /// Trace records of the tasks of job n come with this tag plus n.
 pub(crate) const TAG_TRACES: i32 = 1 << 24;
-/// Tag of the control message that tells a task its siblings.
-pub(crate) const TC_SIBLINGS: i32 = 0x8003_000c_u32.cast_signed();
+/// The console reminds itself with this tag plus n that nothing more comes of the traced job n.
+pub(crate) const TAG_CLOSING: i32 = 1 << 25;
 /// Who may read a file that the console makes: what tasks write is nobody else's concern.
 const FILE_MODE: u32 = 0o600;
 
@@ -110,7 +111,7 @@ impl<M: Machine> Session<M> {
     /// What a traced task finds in its environment.
     fn trace_variables(&self) -> [Vec<u8>; 3] {
         [
-            [b"PVMTMASK=", self.mask.as_bytes()].concat(),
+            [b"PVMTMASK=", trace::told(&self.mask).as_bytes()].concat(),
             format!("PVMTRCBUF={}", self.options.value(TRACE_BUFFER)).into_bytes(),
             format!("PVMTRCOPT={}", self.options.value(TRACE_KIND)).into_bytes(),
         ]
@@ -133,13 +134,11 @@ impl<M: Machine> Session<M> {
     /// Tells the tasks of one spawn who the others are: what a parent's library does.
     fn tell_siblings(&self, results: &[Result<Tid, PvmError>]) {
         let tids: Vec<Tid> = results.iter().flatten().copied().collect();
-        let mut body = Packer::new(Encoding::Xdr);
-        body.int(i32::try_from(tids.len()).unwrap_or(i32::MAX)).items(tids.iter().map(|tid| tid.raw()));
-        let (src, body) = (self.machine.tid(), body.finish());
+        let (src, Body { enc, bytes }) = (self.machine.tid(), siblings(&tids));
         for dst in tids {
-            let (ctx, tag, body) = (CTX_TASK_CONTROL, TC_SIBLINGS, body.clone());
+            let (ctx, tag, body) = (CTX_TASK_CONTROL, TC_SIBLINGS, bytes.clone());
             // A task that has ended already needs no siblings.
-            let _ = self.machine.send(Message { src, dst, ctx, tag, wid: 0, enc: ENC_XDR, body });
+            let _ = self.machine.send(Message { src, dst, ctx, tag, wid: 0, enc, body });
         }
     }
 
@@ -171,6 +170,9 @@ impl<M: Machine> Session<M> {
             return Vec::new();
         }
         let number = |base: i32| message.tag.checked_sub(base).and_then(|number| u32::try_from(number).ok());
+        if let Some(job) = number(TAG_CLOSING) {
+            return if message.src == self.machine.tid() { self.close(job) } else { Vec::new() };
+        }
         if let Some(job) = number(TAG_TRACES) {
             return self.records(job, message);
         }
@@ -194,13 +196,29 @@ impl<M: Machine> Session<M> {
             }
             if news.finished && collected.traced.is_some() {
                 shown.extend_from_slice(format!("[{job}] libpvmtrc: Trace File Complete\n").as_bytes());
+                if self.remind(job).is_ok() {
+                    return shown;
+                }
             }
         }
         if news.finished {
-            self.collected.remove(&job);
-            shown.extend_from_slice(format!("[{job}] finished\n").as_bytes());
+            shown.extend(self.close(job));
         }
         shown
+    }
+
+    /// Arranges for the end of a traced job. The last records of its tasks come right behind the ends of their outputs:
+    /// when every daemon has answered they are here, and what the console sends itself comes behind them.
+    fn remind(&self, job: u32) -> Result<(), Error> {
+        self.machine.tasks(Tid::NONE)?;
+        let (me, Body { enc, bytes }) = (self.machine.tid(), Body::empty());
+        let tag = TAG_CLOSING + job.cast_signed();
+        self.machine.send(Message { src: me, dst: me, ctx: CTX_BASE, tag, wid: 0, enc, body: bytes })
+    }
+
+    fn close(&mut self, job: u32) -> Vec<u8> {
+        self.collected.remove(&job);
+        format!("[{job}] finished\n").into_bytes()
     }
 
     fn records(&mut self, job: u32, message: &Message) -> Vec<u8> {

@@ -109,7 +109,9 @@ impl Watched {
     /// The running daemon that holds this lock file.
     pub(crate) fn holding(lock: PathBuf) -> Watched {
         let pid = fs::read_to_string(&lock).ok().and_then(|text| text.trim().parse().ok());
-        Watched { process: pid.and_then(|pid| Some((pid, stat(pid)?.1))), lock }
+        // One that has ended and is only waited for by its parent is none.
+        let running = |pid| stat(pid).filter(|(state, _)| *state != 'Z');
+        Watched { process: pid.and_then(|pid| Some((pid, running(pid)?.1))), lock }
     }
 
     fn is_gone(&self) -> bool {

@@ -386,9 +386,7 @@ mod tests {
     fn mistakes_are_named_as_in_pvm() {
         assert_eq!(error("foo"), "foo: not found");
         assert_eq!(error("con"), "con: not found", "names must be complete");
-        for name in
-            ["add", "delete", "kill", "mstat", "pstat", "setopt", "sig", "spawn", "tickle", "unalias", "unexport"]
-        {
+        for name in ["add", "delete", "kill", "mstat", "pstat", "setopt", "sig", "spawn", "tickle", "unalias"] {
             assert_eq!(error(name), format!("{name}: wrong #args"));
         }
         for line in ["conf x", "halt x", "quit x", "id x", "version x", "getopt x y", "sig 9", "reset a b", "ps foo"] {

@@ -113,7 +113,7 @@ impl<M: Machine> Session<M> {
 
     /// True while output of a job may still come.
     pub(crate) fn has_jobs(&self) -> bool {
-        !self.jobs.is_empty()
+        !self.jobs.is_empty() || !self.collected.is_empty()
     }
 
     /// Names that the editor can offer.

@@ -1,10 +1,11 @@
 //! The commands against a virtual machine made of tables.
 
 use super::*;
-use crate::collect::{TAG_TRACES, TC_SIBLINGS};
+use crate::collect::{TAG_CLOSING, TAG_TRACES};
 use crate::format::tests::{host, table, task};
 use bytes::Bytes;
 use libpvm::Vm;
+use libpvm::spawn::TC_SIBLINGS;
 use sempa_proto::event::{Event, EventKind};
 use sempa_proto::message::CTX_TASK_CONTROL;
 use sempa_proto::migration::{Failure, Step};
@@ -352,7 +353,8 @@ fn a_traced_job_shows_the_records_of_its_tasks_and_what_the_console_adds() {
     assert_eq!(text(&mut session, "jobs"), "T1: t80001\n");
     let (output_tag, trace) = {
         let spawned = session.machine.spawned.borrow();
-        assert!(spawned[0].env[0].starts_with(b"PVMTMASK=A@@@"));
+        assert!(spawned[0].env[0].starts_with(b"PVMTMASK=A@@@"), "addhosts");
+        assert_eq!(spawned[0].env[0]["PVMTMASK=".len() + 75 / 4], b'@' + 8, "newtask is always in it");
         assert_eq!(spawned[0].env[1..3], [&b"PVMTRCBUF=100"[..], b"PVMTRCOPT=3"]);
         assert_eq!((spawned[0].output.tid, spawned[0].trace.tid), (CONSOLE, CONSOLE));
         (spawned[0].output.tag, spawned[0].trace)
@@ -375,7 +377,14 @@ fn a_traced_job_shows_the_records_of_its_tasks_and_what_the_console_adds() {
     let line = shown(&output(output_tag, 0x80001, &[6], b"hello\n"));
     assert!(line.ends_with(", [6] { \"hello\" } };;\n"), "the output is in the trace and not shown: {line}");
     let end = shown(&output(output_tag, 0x80001, &[0], b""));
-    assert!(end.ends_with("{ \"GOTEOF\" } };;\n[1] libpvmtrc: Trace File Complete\n[1] finished\n"), "{end}");
+    assert!(end.ends_with("{ \"GOTEOF\" } };;\n[1] libpvmtrc: Trace File Complete\n"), "{end}");
+    let reminder = session.machine.sent.borrow().last().cloned().expect("sent to itself");
+    assert_eq!((reminder.dst, reminder.tag), (CONSOLE, TAG_CLOSING + 1));
+    assert!(session.has_jobs(), "the last records come behind the end of the output");
+    let forged = Message { src: Tid::from_raw(0x40009), ..reminder.clone() };
+    assert_eq!(session.message(&forged), b"");
+    assert_eq!(session.message(&reminder), b"[1] finished\n");
+    assert!(!session.has_jobs());
 }
 
 #[test]

@@ -4,7 +4,7 @@ use crate::parse::ParseError;
 use libpvm::trace_events::{EVENTS, EventMask};
 use serde_json::{Value, json};
 
-/// Events that no task records by a call, so that nobody can choose them.
+/// Events that no call makes. Nobody chooses them: they always belong to a trace.
 const NOT_CHOSEN: [&str; 5] = ["newtask", "endtask", "spntask", "timing", "profiling"];
 /// The events of `trace xpvm`, and of a fresh console: those that the display program XPVM shows.
 const XPVM: [&str; 24] = [
@@ -83,6 +83,13 @@ pub(crate) fn words() -> impl Iterator<Item = &'static str> {
 fn choosable() -> impl Iterator<Item = (usize, &'static str)> {
     let named = EVENTS.iter().enumerate().map(|(event, name)| (event, name.to_str().expect("names are ASCII")));
     named.filter(|(_, name)| !NOT_CHOSEN.contains(name))
+}
+
+/// What a traced task is told: what was chosen, and what always belongs to a trace.
+pub(crate) fn told(mask: &EventMask) -> EventMask {
+    let mut told = *mask;
+    NOT_CHOSEN.into_iter().filter_map(EventMask::event).for_each(|event| told.set(event, true));
+    told
 }
 
 /// What a fresh console chooses.
@@ -185,5 +192,7 @@ mod tests {
         assert_eq!(list(&mask).matches('*').count(), 104);
         choose(&mut mask, false, &names(&["*"]));
         assert_eq!(mask, EventMask::none());
+        let told = told(&mask);
+        assert!(told.has(75) && told.has(76) && told.has(77), "begin and end of tasks are always in it");
     }
 }

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Lab, PATIENCE, Terminal};
+use common::{PATIENCE, Terminal, lab, script, started};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use sempa_tests::run::{Running, run};
@@ -12,7 +12,7 @@ use std::process::Stdio;
 
 #[test]
 fn output_that_cannot_be_written_is_said() {
-    let Some(lab) = Lab::started() else { return };
+    let Some(lab) = started() else { return };
     let full = || OpenOptions::new().write(true).open("/dev/full").expect("a full device");
     let done = lab.console().arg("conf").stdin(Stdio::null()).stdout(full()).output().expect("it starts");
     assert_eq!(done.status.code(), Some(1));
@@ -22,7 +22,7 @@ fn output_that_cannot_be_written_is_said() {
 
 #[test]
 fn complaints_about_the_command_line_begin_with_the_name_of_the_program() {
-    let Some(lab) = Lab::new() else { return };
+    let Some(lab) = lab() else { return };
     for (words, said) in [
         (&["--json", "halt"][..], "pvm: --json belongs to a command that prints something; halt prints nothing"),
         (&["nosuch"], "pvm: nosuch: not found"),
@@ -35,7 +35,7 @@ fn complaints_about_the_command_line_begin_with_the_name_of_the_program() {
 
 #[test]
 fn everybody_who_halts_at_the_same_time_is_told_that_it_is_done() {
-    let Some(lab) = Lab::started() else { return };
+    let Some(lab) = started() else { return };
     let halts: Vec<Running> = (0..6)
         .map(|_| {
             let mut command = lab.console();
@@ -55,8 +55,8 @@ fn everybody_who_halts_at_the_same_time_is_told_that_it_is_done() {
 
 #[test]
 fn after_a_daemon_was_killed_nothing_runs_and_the_next_start_puts_things_right() {
-    let Some(lab) = Lab::started() else { return };
-    kill(Pid::from_raw(lab.daemon()), Signal::SIGKILL).expect("ours");
+    let Some(lab) = started() else { return };
+    kill(Pid::from_raw(lab.daemon().expect("a daemon")), Signal::SIGKILL).expect("ours");
     let none = sempa_tests::eventually(PATIENCE, || {
         let done = lab.pvm(&["conf"]);
         // While it dies it may still take a caller in, and hang up.
@@ -75,7 +75,7 @@ fn after_a_daemon_was_killed_nothing_runs_and_the_next_start_puts_things_right()
 
 #[test]
 fn whoever_starts_it_hears_what_is_wrong_with_the_host_file() {
-    let Some(lab) = Lab::new() else { return };
+    let Some(lab) = lab() else { return };
     let hosts = lab.path("hosts");
     fs::write(&hosts, "# mine\nh2.invalid zz=1\n& h3.invalid sp=2\nh4.invalid\n").expect("written");
     let mut command = lab.console();
@@ -93,7 +93,7 @@ fn whoever_starts_it_hears_what_is_wrong_with_the_host_file() {
 
 #[test]
 fn values_for_programs_are_one_json_text_a_line() {
-    let Some(lab) = Lab::started() else { return };
+    let Some(lab) = started() else { return };
     let value = |words: &[&str]| -> Value {
         let done = lab.pvm(&[&["--json"], words].concat());
         serde_json::from_str(done.out.trim()).unwrap_or_else(|error| panic!("{words:?}: {error}: {done:?}"))
@@ -107,16 +107,16 @@ fn values_for_programs_are_one_json_text_a_line() {
     assert_eq!(value(&["trace"])["options"], "full");
     assert_eq!(value(&["version"])["interface"], "3.4.6");
     assert_eq!(value(&["spawn", "/bin/true"])["results"][0]["tid"].as_str().map(|tid| &tid[..1]), Some("t"));
-    let text = lab.script("conf --json\nquit\n");
+    let text = script(lab.console(), "conf --json\nquit\n", true);
     let line = text.lines().find(|line| line.starts_with('{')).expect("a value");
     assert_eq!(serde_json::from_str::<Value>(line).expect("JSON")["formats"], 1);
 }
 
 #[test]
 fn commands_of_the_start_file_come_first() {
-    let Some(lab) = Lab::started() else { return };
+    let Some(lab) = started() else { return };
     fs::write(lab.home().join(".pvmrc"), "# mine\nalias greet echo hello\ngreet 1\n").expect("written");
-    let text = lab.script("greet 2\n");
+    let text = script(lab.console(), "greet 2\n", true);
     let wanted = "pvmd already running.\n# mine\nalias greet echo hello\ngreet 1\nhello 1\npvm> greet 2\nhello 2\npvm> quit\n\n\
                   Console: exit handler called\npvmd still running.\n";
     assert_eq!(text, wanted);

@@ -4,8 +4,9 @@
 
 mod common;
 
-use common::{Lab, PATIENCE, Terminal, has, script};
+use common::{PATIENCE, Terminal, has, lab, script, started};
 use sempa_tests::eventually;
+use sempa_tests::lab::Lab;
 use std::collections::BTreeMap;
 use std::fs;
 use std::process::{Child, Command, Stdio};
@@ -177,7 +178,7 @@ struct Real {
 
 impl Real {
     fn start() -> Option<Real> {
-        let lab = Lab::new()?;
+        let lab = lab()?;
         let mut command = real(&lab, DAEMON);
         let daemon =
             command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("it starts");
@@ -252,8 +253,8 @@ fn our_console_answers_as_pvms_and_pvms_console_answers_the_same_on_our_daemon()
         return;
     }
     let Some(pvm) = Real::start() else { return };
-    let Some(ours) = Lab::started() else { return };
-    let Some(mixed) = Lab::started() else { return };
+    let Some(ours) = started() else { return };
+    let Some(mixed) = started() else { return };
     let wanted = answers(real(&pvm.lab, CONSOLE));
     assert_eq!(wanted.len(), COMMANDS.lines().count(), "PVM's console understood all: {wanted:?}");
     let own = answers(ours.console());
@@ -271,24 +272,34 @@ fn our_console_answers_as_pvms_and_pvms_console_answers_the_same_on_our_daemon()
     assert!(wrong.is_empty(), "{}", wrong.join("\n\n"));
 }
 
+/// Waits for texts on the screen of PVM's console, which looks at messages at least when it is given a command.
+#[track_caller]
+fn shown_with_commands(terminal: &mut Terminal, texts: &[&str]) {
+    let shown = eventually(PATIENCE, || {
+        terminal.keys("id\n");
+        let shown = terminal.shown();
+        match texts.iter().find(|text| !shown.contains(**text)) {
+            Some(missing) => Err(format!("no {missing:?} in {shown}")),
+            None => Ok(()),
+        }
+    });
+    shown.unwrap_or_else(|error| panic!("{error:#}"));
+}
+
 #[test]
 fn pvms_console_on_our_daemon_shows_output_and_traces_of_tasks() {
     if !has(CONSOLE, "pvm") || !has(HELLO, "pvm-examples") {
         return;
     }
-    let Some(lab) = Lab::started() else { return };
+    let Some(lab) = started() else { return };
     let mut terminal = Terminal::start(lab.command(CONSOLE));
     terminal.wait_for("pvm> ");
     terminal.keys("spawn -> hello.pvm\n");
     terminal.wait_for("[1]\r\n1 successful\r\nt4");
-    terminal.wait_for("] i'm t4");
-    terminal.wait_for(": hello, world from ");
-    terminal.wait_for("[1] finished");
+    shown_with_commands(&mut terminal, &["] i'm t4", ": hello, world from ", "[1] finished"]);
     terminal.keys("spawn -@ hello.pvm\n");
-    terminal.wait_for("\"host_add(0)\" {");
-    terminal.wait_for("libpvmtrc: Task TID=0x4");
-    terminal.wait_for("GOTSPAWN");
-    terminal.wait_for("finished");
+    let records = ["\"host_add(0)\" {", "libpvmtrc: Task TID=0x4", "\"newtask(0)\" {", "\"endtask(0)\" {"];
+    shown_with_commands(&mut terminal, &records);
     terminal.keys("halt\n");
     terminal.end();
     let gone = || if lab.place().exists() { Err("it is there".to_string()) } else { Ok(()) };
@@ -300,7 +311,7 @@ fn our_console_shows_the_output_of_an_unmodified_program_with_its_trace() {
     if !has(HELLO, "pvm-examples") {
         return;
     }
-    let Some(lab) = Lab::started() else { return };
+    let Some(lab) = started() else { return };
     let trace = lab.path("trace");
     let done = lab.pvm(&["spawn", "->", &format!("-@{}", trace.display()), "hello.pvm"]);
     let done = done.expect_good("spawn").expect("it ran");

@@ -2,9 +2,10 @@
 
 mod common;
 
-use common::{Lab, Terminal};
+use common::{Terminal, started};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use sempa_tests::lab::Lab;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 
@@ -22,7 +23,7 @@ fn console(lab: &Lab) -> Terminal {
 
 #[test]
 fn a_line_can_be_edited_before_it_is_a_command() {
-    let Some(lab) = Lab::started() else { return };
+    let Some(lab) = started() else { return };
     let mut terminal = console(&lab);
     terminal.keys(&format!("echo <heo{LEFT}ll"));
     terminal.keys("\x05>\r");
@@ -40,7 +41,7 @@ fn a_line_can_be_edited_before_it_is_a_command() {
 
 #[test]
 fn lines_are_remembered_by_the_next_console_and_read_by_nobody_else() {
-    let Some(lab) = Lab::started() else { return };
+    let Some(lab) = started() else { return };
     let mut first = console(&lab);
     first.keys("echo one\r");
     first.wait_for("\r\none\r\n");
@@ -63,7 +64,7 @@ fn lines_are_remembered_by_the_next_console_and_read_by_nobody_else() {
 
 #[test]
 fn the_tabulator_completes_commands_hosts_and_options() {
-    let Some(lab) = Lab::started() else { return };
+    let Some(lab) = started() else { return };
     let host = lab.pvm(&["--json", "conf"]).out;
     let host = host.split("\"name\":\"").nth(1).and_then(|rest| rest.split('"').next()).expect("a host").to_string();
     let mut terminal = console(&lab);
@@ -79,7 +80,7 @@ fn the_tabulator_completes_commands_hosts_and_options() {
 
 #[test]
 fn output_of_tasks_comes_above_the_prompt_and_leaves_the_line_alone() {
-    let Some(lab) = Lab::started() else { return };
+    let Some(lab) = started() else { return };
     let (go, script) = (lab.path("go"), lab.path("wait.sh"));
     let text = format!("while [ ! -e {} ]; do sleep 0.02; done; echo here it is", go.display());
     fs::write(&script, text).expect("written");
@@ -101,7 +102,7 @@ fn output_of_tasks_comes_above_the_prompt_and_leaves_the_line_alone() {
 fn a_flood_of_output_and_a_flood_of_keys_do_not_wait_for_each_other() {
     const LINES: usize = 20_000;
     const KEYS: usize = 200;
-    let Some(lab) = Lab::started() else { return };
+    let Some(lab) = started() else { return };
     let mut terminal = console(&lab);
     terminal.keys(&format!("spawn -> /usr/bin/seq -f <%.0f> 1 {LINES}\r"));
     terminal.wait_for("1 successful\r\n");
@@ -124,7 +125,7 @@ fn a_flood_of_output_and_a_flood_of_keys_do_not_wait_for_each_other() {
 
 #[test]
 fn a_console_whose_virtual_machine_ends_says_so_and_leaves_the_terminal_as_it_was() {
-    let Some(lab) = Lab::started() else { return };
+    let Some(lab) = started() else { return };
     let mut terminal = console(&lab);
     terminal.keys("echo unfinis");
     terminal.wait_for("unfinis");
@@ -136,7 +137,7 @@ fn a_console_whose_virtual_machine_ends_says_so_and_leaves_the_terminal_as_it_wa
 
 #[test]
 fn a_console_that_a_signal_ends_leaves_the_terminal_as_it_was() {
-    let Some(lab) = Lab::started() else { return };
+    let Some(lab) = started() else { return };
     let mut terminal = console(&lab);
     terminal.keys("echo");
     terminal.wait_for("echo");
@@ -148,7 +149,7 @@ fn a_console_that_a_signal_ends_leaves_the_terminal_as_it_was() {
 
 #[test]
 fn a_terminal_that_cannot_be_edited_on_works_as_it_is() {
-    let Some(lab) = Lab::started() else { return };
+    let Some(lab) = started() else { return };
     let mut command = lab.console();
     command.env("TERM", "dumb");
     let mut terminal = Terminal::start(command);

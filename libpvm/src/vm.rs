@@ -1,8 +1,10 @@
 //! The small Rust API: one call per thing a task can ask of the virtual machine.
 
+use crate::content::Content;
 use crate::error::{EnrollError, Error, MigrateError};
 use crate::inbox::Inbox;
 use crate::runtime::{Runtime, enroll};
+use crate::task::Task;
 use bytes::Bytes;
 use sempa_proto::body::{Encoding, Packer, Unpacker};
 use sempa_proto::event::{Event, EventKind};
@@ -15,6 +17,7 @@ use sempa_proto::task::{
     MailboxClass, MailboxRequest, MoveReport, NotifyRequest, Reply, Request, RmServes, SpawnRequest,
 };
 use sempa_proto::{HostId, Micros, MigrationId, PvmError, Tid};
+use serde::de::DeserializeOwned;
 use std::time::{Duration, Instant};
 
 /// The packed content of a message and how it is encoded.
@@ -30,6 +33,13 @@ impl Body {
     /// A body without content.
     pub fn empty() -> Body {
         Body { enc: ENC_XDR, bytes: Bytes::new() }
+    }
+}
+
+impl From<&str> for Body {
+    /// One string item.
+    fn from(text: &str) -> Body {
+        Body::items(|out| out.str(text.as_bytes()))
     }
 }
 
@@ -239,6 +249,35 @@ impl Vm {
             Some(message) => Ok(message),
             None => Err(PvmError::SysErr.into()),
         }
+    }
+
+    /// Waits for the first message for which `wanted` holds, whatever it looks at. It is asked about each waiting message
+    /// whenever one has come.
+    ///
+    /// # Errors
+    /// As [`Vm::recv`].
+    ///
+    /// ```no_run
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # let vm = libpvm::Vm::enroll()?;
+    /// let large = vm.recv_where(|message| message.body.len() > 1000)?;
+    /// println!("{} bytes from {}", large.body.len(), large.src);
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn recv_where(&self, mut wanted: impl FnMut(&Message) -> bool) -> Result<Message, Error> {
+        let mut look = |inbox: &mut Inbox| inbox.take_first(&mut wanted);
+        let found = self.runtime.inbox_wait(None, &mut look).map_err(|e| Error::new(e, self.runtime.why_lost()))?;
+        found.ok_or_else(|| PvmError::SysErr.into())
+    }
+
+    /// Waits for a message and reads the value in it; answers the sender as well.
+    ///
+    /// # Errors
+    /// As [`Vm::recv`]; `BadMsg` when the message holds something else. It is gone then.
+    pub fn recv_value<T: DeserializeOwned>(&self, wanted: Match) -> Result<(Task, T), Error> {
+        let message = self.recv(wanted)?;
+        Ok((self.task(message.src), message.value()?))
     }
 
     /// The first wanted message if one is here.

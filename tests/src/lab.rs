@@ -93,7 +93,9 @@ impl Lab {
         command.env("PVM_TMP", self.path("tmp")).env("HOME", self.home()).env("PVM_ALLOW_ROOT", "1");
         command.env("LD_LIBRARY_PATH", &self.lib).env("SEMPA_LIB", &self.lib).env("PVM_PATH", "/usr/bin:/bin");
         command.env("PATH", format!("{}:/usr/bin:/bin", self.path("bin").display()));
-        FOREIGN.into_iter().for_each(|name| drop(command.env_remove(name)));
+        for name in FOREIGN {
+            command.env_remove(name);
+        }
         command.current_dir(self.folder.path());
         command
     }

@@ -1,147 +1,78 @@
-//! A virtual machine of one host for tests of the console, in folders of its own, and a terminal to use it at.
+//! What the tests of the console share: a virtual machine of one host, and a terminal to use it at.
 #![allow(dead_code)] // Each test program uses its part.
 
 use nix::pty::{OpenptyResult, Winsize, openpty};
 use nix::sys::termios::{Termios, tcgetattr};
-use sempa_tests::prefix;
-use sempa_tests::run::{Done, eventually, run};
-use std::fs::{self, File};
+use sempa_tests::eventually;
+use sempa_tests::lab::Lab;
+use std::fs::File;
 use std::io::{Read, Write};
 use std::os::fd::OwnedFd;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
-use tempfile::TempDir;
 
 /// Time for anything that a test waits for, on a loaded machine.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
-
 /// How much of a screen a failed test shows.
 const SHOWN_BYTES: usize = 2000;
+const PROMPT: &str = "pvm> ";
 
-/// Folders, programs and environment of a virtual machine that nobody else uses.
-pub(crate) struct Lab {
-    folder: TempDir,
-    lib: PathBuf,
+/// A virtual machine with this console; nothing runs yet.
+pub(crate) fn lab() -> Option<Lab> {
+    Lab::new(Some(Path::new(env!("CARGO_BIN_EXE_pvm"))))
 }
 
-impl Lab {
-    /// Nothing runs yet. `None`, with a word on standard error, when the programs are not installed.
-    pub(crate) fn new() -> Option<Lab> {
-        let prefix = match prefix() {
-            Ok(prefix) => prefix,
-            Err(error) => {
-                eprintln!("skipped: {error:#}");
-                return None;
-            }
-        };
-        // Short paths: a socket's is limited.
-        let folder = tempfile::Builder::new().prefix("pvm-lab").tempdir_in("/tmp").expect("a folder");
-        let bin = folder.path().join("bin");
-        for dir in [bin.clone(), folder.path().join("home"), folder.path().join("tmp")] {
-            fs::create_dir(dir).expect("a folder");
-        }
-        for name in ["pvmd", "pvm-tasker"] {
-            fs::copy(prefix.join("bin").join(name), bin.join(name)).expect("an installed program");
-        }
-        fs::copy(env!("CARGO_BIN_EXE_pvm"), bin.join("pvm")).expect("the console");
-        Some(Lab { folder, lib: prefix.join("lib") })
-    }
-
-    /// The same with a daemon.
-    pub(crate) fn started() -> Option<Lab> {
-        let lab = Lab::new()?;
-        lab.pvm(&["start"]).expect_good("start").expect("a daemon");
-        Some(lab)
-    }
-
-    pub(crate) fn home(&self) -> PathBuf {
-        self.folder.path().join("home")
-    }
-
-    pub(crate) fn path(&self, name: &str) -> PathBuf {
-        self.folder.path().join(name)
-    }
-
-    /// Folder of the daemon's files.
-    pub(crate) fn place(&self) -> PathBuf {
-        self.path("tmp").join(format!("sempa-{}", nix::unistd::geteuid())).join("pvm")
-    }
-
-    /// A program with the environment of this virtual machine.
-    pub(crate) fn command(&self, program: impl AsRef<Path>) -> Command {
-        let mut command = Command::new(program.as_ref());
-        command.env("PVM_TMP", self.path("tmp")).env("HOME", self.home()).env("PVM_ALLOW_ROOT", "1");
-        command.env("LD_LIBRARY_PATH", &self.lib).env("SEMPA_LIB", &self.lib).env("PVM_PATH", "/usr/bin:/bin");
-        command.env("PATH", format!("{}:/usr/bin:/bin", self.path("bin").display()));
-        for name in ["PVM_RM", "PVMSOCK", "PVMEPID", "PVM_EXPORT", "PVM_VMID", "PVMHOSTFILE", "SEMPA_LOG"] {
-            command.env_remove(name);
-        }
-        command.current_dir(self.folder.path());
-        command
-    }
-
-    /// The console.
-    pub(crate) fn console(&self) -> Command {
-        self.command(self.path("bin/pvm"))
-    }
-
-    /// One command.
-    pub(crate) fn pvm(&self, words: &[&str]) -> Done {
-        let mut command = self.console();
-        command.args(words);
-        run(command, PATIENCE).expect("it ends")
-    }
-
-    /// Commands through a pipe; what the console printed, standard error included.
-    pub(crate) fn script(&self, lines: &str) -> String {
-        script(self.console(), lines, true)
-    }
-
-    /// The daemon's process.
-    pub(crate) fn daemon(&self) -> i32 {
-        let text = fs::read_to_string(self.place().join("pvmd.lock")).expect("a daemon's lock");
-        text.trim().parse().expect("a process number")
-    }
+/// The same with a daemon.
+pub(crate) fn started() -> Option<Lab> {
+    Lab::started(Some(Path::new(env!("CARGO_BIN_EXE_pvm"))))
 }
 
-impl Drop for Lab {
-    fn drop(&mut self) {
-        if self.place().join("pvmd.lock").exists() {
-            let _ = run_quietly(self.console().arg("halt"));
-        }
-    }
-}
-
-fn run_quietly(command: &mut Command) -> std::io::Result<ExitStatus> {
-    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).status()
-}
-
-/// Gives a program lines and collects all that it prints, complaints included or not.
+/// Gives a console its commands through a pipe, each at its prompt, and collects all that it prints, complaints included
+/// or not.
 pub(crate) fn script(mut command: Command, lines: &str, complaints: bool) -> String {
-    let mut input = tempfile::tempfile().expect("a file");
-    input.write_all(lines.as_bytes()).expect("written");
-    std::io::Seek::rewind(&mut input).expect("a file");
-    let mut output = tempfile::tempfile().expect("a file");
+    let output = tempfile::tempfile().expect("a file");
     let both = || Stdio::from(output.try_clone().expect("a descriptor"));
     let errors = if complaints { both() } else { Stdio::null() };
-    let mut child = command.stdin(input).stdout(both()).stderr(errors).spawn().expect("it starts");
-    let ended = eventually(PATIENCE, || match child.try_wait() {
-        Ok(Some(_)) => Ok(()),
-        other => Err(format!("it does not end: {other:?}")),
+    let mut child = command.stdin(Stdio::piped()).stdout(both()).stderr(errors).spawn().expect("it starts");
+    let mut input = child.stdin.take();
+    let mut waiting = lines.split_inclusive('\n').peekable();
+    let mut given = 0;
+    let mut text = String::new();
+    let ended = eventually(PATIENCE, || {
+        text = read_all(&output);
+        if text.matches(PROMPT).count() > given
+            && let Some(line) = waiting.next()
+        {
+            // A console that has ended takes nothing; its status tells.
+            let _ = input.as_mut().map(|input| input.write_all(line.as_bytes()));
+            given += 1;
+        }
+        if waiting.peek().is_none() {
+            input = None;
+        }
+        match child.try_wait() {
+            Ok(Some(_)) => Ok(()),
+            other => Err(format!("it does not end: {other:?}")),
+        }
     });
     if ended.is_err() {
         let _ = child.kill();
         let _ = child.wait();
     }
-    let mut text = Vec::new();
-    std::io::Seek::rewind(&mut output).expect("a file");
-    output.read_to_end(&mut text).expect("a file");
-    let text = String::from_utf8_lossy(&text).into_owned();
+    text = read_all(&output);
     ended.unwrap_or_else(|error| panic!("{error:#}; it printed:\n{text}"));
     text
+}
+
+/// What a file holds, without moving the position at which others write.
+fn read_all(file: &File) -> String {
+    use std::os::unix::fs::FileExt;
+    let mut bytes = vec![0; file.metadata().expect("a file").len() as usize];
+    file.read_exact_at(&mut bytes, 0).expect("a file");
+    String::from_utf8_lossy(&bytes).into_owned()
 }
 
 /// A program at a terminal.

@@ -1,0 +1,108 @@
+//! The sum of the squares of many numbers, by a master and its workers.
+//!
+//! Started by hand it is the master: it spawns workers, which are this same program, hands out ranges of numbers, a new
+//! one to whoever has sent a result, and goes on when a worker ends before its time.
+//!
+//! `cargo run --example sum -- [workers] [numbers]`, while a virtual machine runs (`pvm start`).
+
+use anyhow::{Context, Result, bail};
+use libpvm::{Content, Notice, Task, Vm};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+const TAG_WORK: i32 = 1;
+const TAG_RESULT: i32 = 2;
+/// Numbers in one piece of work.
+const PIECE: u64 = 100_000;
+
+/// From master to worker.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+enum Order {
+    /// Sum the squares from the first number up to but without the second.
+    Sum { from: u64, to: u64 },
+    /// There is nothing more to do.
+    Done,
+}
+
+/// From worker to master.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+struct Sum {
+    value: u128,
+}
+
+fn main() -> Result<()> {
+    let vm = Vm::enroll()?;
+    match vm.parent_task() {
+        Some(master) => work(&vm, &master)?,
+        None => {
+            let mut args = std::env::args().skip(1);
+            let mut number = |usual: u64| args.next().map_or(Ok(usual), |arg| arg.parse());
+            let (workers, numbers) = (number(3)?, number(1_000_000)?);
+            println!("{}", lead(&vm, u32::try_from(workers)?, numbers)?);
+        }
+    }
+    Ok(vm.exit()?)
+}
+
+fn work(vm: &Vm, master: &Task) -> Result<()> {
+    loop {
+        let (_, order) = vm.recv_value(master.matching().tag(TAG_WORK))?;
+        match order {
+            Order::Sum { from, to } => {
+                let value = (from..to).map(|n| u128::from(n) * u128::from(n)).sum();
+                master.send_value(TAG_RESULT, &Sum { value })?;
+            }
+            Order::Done => return Ok(()),
+        }
+    }
+}
+
+fn lead(vm: &Vm, workers: u32, numbers: u64) -> Result<u128> {
+    let program = std::env::current_exe()?;
+    let program = program.to_str().context("the path of this program is not text")?;
+    let workers = vm.spawner(program).count(workers).start()?.all()?;
+    let tids: Vec<_> = workers.iter().map(Task::tid).collect();
+    let mut ends = vm.watch_tasks(&tids)?;
+
+    let starts = (0..numbers).step_by(usize::try_from(PIECE)?);
+    let mut pieces: Vec<(u64, u64)> = starts.map(|from| (from, numbers.min(from + PIECE))).collect();
+    let mut idle = workers.clone();
+    let mut busy = BTreeMap::new();
+    let mut sum = 0;
+    loop {
+        while !pieces.is_empty()
+            && let Some(worker) = idle.pop()
+        {
+            let (from, to) = pieces.pop().expect("there is one");
+            worker.send_value(TAG_WORK, &Order::Sum { from, to })?;
+            busy.insert(worker.tid(), (from, to));
+        }
+        if busy.is_empty() {
+            break;
+        }
+        let message = vm.recv_where(|message| message.tag == TAG_RESULT || ends.are_in(message))?;
+        if !ends.are_in(&message) {
+            sum += message.value::<Sum>()?.value;
+            busy.remove(&message.src);
+            idle.push(vm.task(message.src));
+            continue;
+        }
+        for notice in ends.notices_in(&message)? {
+            if let Notice::TaskEnded(tid) = notice {
+                // Somebody else does what it has not done.
+                pieces.extend(busy.remove(&tid));
+                idle.retain(|worker| worker.tid() != tid);
+            }
+        }
+    }
+    if !pieces.is_empty() {
+        bail!("all workers have ended and {} pieces are left", pieces.len());
+    }
+    for worker in &workers {
+        worker.send_value(TAG_WORK, &Order::Done)?;
+    }
+    for notice in ends {
+        notice?;
+    }
+    Ok(sum)
+}

@@ -1,0 +1,121 @@
+//! What messages hold: PVM's items, or any value that serde knows.
+
+use crate::error::Error;
+use crate::vm::{Body, Vm};
+use sempa_proto::body::{Encoding, Packer, Unpacker};
+use sempa_proto::{Message, PvmError};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+impl Body {
+    /// PVM's items, in the encoding that every machine reads. Programs in C and Fortran unpack them one by one.
+    ///
+    /// ```
+    /// use libpvm::Body;
+    ///
+    /// let body = Body::items(|out| out.int(3).items([1.5f64, 2.5, 3.5]).str(b"three numbers"));
+    /// assert_eq!(body.bytes.len(), 4 + 3 * 8 + 4 + 16);
+    /// ```
+    pub fn items(pack: impl FnOnce(&mut Packer) -> &mut Packer) -> Body {
+        let mut out = Packer::new(Encoding::Xdr);
+        pack(&mut out);
+        out.into()
+    }
+
+    /// A value of any type that serde can write; [`Content::value`] reads it. To programs in C it is a count and that many
+    /// bytes.
+    ///
+    /// # Errors
+    /// [`PvmError::BadParam`] when the type cannot be written in this way, [`PvmError::Overflow`] beyond 2 GiB.
+    pub fn value<T: Serialize + ?Sized>(value: &T) -> Result<Body, Error> {
+        let bytes = postcard::to_allocvec(value)
+            .map_err(|error| Error::new(PvmError::BadParam, format!("the value cannot be packed: {error}")))?;
+        let count = i32::try_from(bytes.len()).map_err(|_| {
+            Error::new(PvmError::Overflow, "the value takes more than 2 GiB: send it in several messages")
+        })?;
+        Ok(Body::items(|out| out.int(count).bytes(&bytes)))
+    }
+}
+
+/// Reading a message.
+pub trait Content {
+    /// PVM's items, one by one.
+    ///
+    /// # Errors
+    /// [`PvmError::BadMsg`] when this machine cannot read the encoding.
+    fn items(&self) -> Result<Unpacker, Error>;
+
+    /// The value that [`Body::value`] has put in.
+    ///
+    /// # Errors
+    /// [`PvmError::BadMsg`] when the message holds something else.
+    fn value<T: DeserializeOwned>(&self) -> Result<T, Error>;
+}
+
+impl Content for Message {
+    fn items(&self) -> Result<Unpacker, Error> {
+        Vm::unpack(self)
+    }
+
+    fn value<T: DeserializeOwned>(&self) -> Result<T, Error> {
+        let no_value = |why: String| {
+            let reason = format!("the message from {} with tag {} holds no such value: {why}", self.src, self.tag);
+            Error::new(PvmError::BadMsg, reason)
+        };
+        let mut from = self.items()?;
+        let bytes = from
+            .int()
+            .and_then(|count| from.bytes(usize::try_from(count).map_err(|_| PvmError::BadMsg)?))
+            .map_err(|error| no_value(error.to_string()))?;
+        match postcard::take_from_bytes(&bytes) {
+            Ok((value, [])) => Ok(value),
+            Ok((_, rest)) => Err(no_value(format!("{} bytes are left over", rest.len()))),
+            Err(error) => Err(no_value(error.to_string())),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use sempa_proto::Tid;
+    use serde::Deserialize;
+
+    #[derive(Debug, PartialEq, Serialize, Deserialize)]
+    struct Work {
+        name: String,
+        range: (u64, u64),
+        weights: Vec<f64>,
+    }
+
+    fn message(body: Body) -> Message {
+        let (src, dst) = (Tid::from_raw(0x40001), Tid::from_raw(0x40002));
+        Message { src, dst, ctx: 0, tag: 3, wid: 0, enc: body.enc, body: body.bytes }
+    }
+
+    fn work() -> Work {
+        Work { name: "x".into(), range: (1, u64::MAX), weights: vec![0.5, -1.0] }
+    }
+
+    #[test]
+    fn a_value_comes_back_as_it_was() {
+        let message = message(Body::value(&work()).expect("packed"));
+        assert_eq!(message.value::<Work>(), Ok(work()));
+        let mut items = message.items().expect("readable");
+        let count = items.int().expect("a count");
+        assert_eq!(items.bytes(count as usize).expect("bytes").len(), count as usize, "C reads it as bytes");
+        assert_eq!(items.remaining(), 0);
+    }
+
+    #[test]
+    fn what_is_something_else_is_an_error() {
+        let other = message(Body::items(|out| out.str(b"not a value at all")));
+        assert_eq!(other.value::<Work>().expect_err("no value").code, PvmError::BadMsg);
+        let longer = message(Body::value(&(work(), 1u8)).expect("packed"));
+        let error = longer.value::<Work>().expect_err("too long");
+        assert_eq!(error.reason, "the message from t40001 with tag 3 holds no such value: 1 bytes are left over");
+        for body in [Body::empty(), Body::items(|out| out.int(-1)), Body::items(|out| out.int(i32::MAX))] {
+            assert!(message(body).value::<Work>().is_err());
+        }
+    }
+}

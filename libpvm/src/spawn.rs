@@ -1,0 +1,187 @@
+//! Starting tasks.
+
+use crate::error::Error;
+use crate::task::Task;
+use crate::vm::{Body, Vm};
+use sempa_proto::message::CTX_TASK_CONTROL;
+use sempa_proto::task::{SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_DEBUG, SPAWN_HOST, SPAWN_NO_PARENT, Sink, SpawnRequest};
+use sempa_proto::{PvmError, Tid};
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
+
+/// Tag of the control message that tells a task its siblings.
+pub const TC_SIBLINGS: i32 = 0x8003_000c_u32.cast_signed();
+
+/// What is to be started, where and how. Nothing happens before [`Spawn::start`].
+///
+/// ```no_run
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let vm = libpvm::Vm::enroll()?;
+/// let workers = vm.spawner("worker").arg("--quiet").count(4).env("COLOUR", "blue").start()?.all()?;
+/// let near = vm.spawner("worker").on_host("h2").in_dir("/tmp").start()?;
+/// println!("{} here, {} there, {} failed", workers.len(), near.tasks.len(), near.failed.len());
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+#[must_use = "nothing is started before start()"]
+pub struct Spawn {
+    vm: Vm,
+    request: SpawnRequest,
+    directory: String,
+}
+
+/// What became of a spawn.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Spawned {
+    /// The tasks that were started.
+    pub tasks: Vec<Task>,
+    /// Why each of the others was not.
+    pub failed: Vec<PvmError>,
+}
+
+impl Spawned {
+    /// All tasks.
+    ///
+    /// # Errors
+    /// Not all were started; those that were run on, so this is for programs that end then.
+    pub fn all(self) -> Result<Vec<Task>, Error> {
+        match self.failed.first() {
+            None => Ok(self.tasks),
+            Some(error) => {
+                let (good, bad) = (self.tasks.len(), self.failed.len());
+                Err(Error::new(*error, format!("{bad} of {} tasks were not started: {error}", good + bad)))
+            }
+        }
+    }
+}
+
+impl Vm {
+    /// Begins to describe tasks that run this program, found in the search path of their host unless it has a `/`.
+    pub fn spawner(&self, program: impl Into<String>) -> Spawn {
+        let (output, trace) = (self.runtime().output(), self.runtime().trace());
+        let request = SpawnRequest { file: program.into(), count: 1, output, trace, ..SpawnRequest::default() };
+        Spawn { vm: self.clone(), request, directory: String::new() }
+    }
+}
+
+impl Spawn {
+    /// So many tasks instead of one.
+    pub fn count(mut self, count: u32) -> Spawn {
+        self.request.count = count;
+        self
+    }
+
+    /// One more argument.
+    pub fn arg(mut self, arg: impl AsRef<OsStr>) -> Spawn {
+        self.request.args.push(arg.as_ref().as_bytes().to_vec());
+        self
+    }
+
+    /// More arguments.
+    pub fn args<S: AsRef<OsStr>>(self, args: impl IntoIterator<Item = S>) -> Spawn {
+        args.into_iter().fold(self, |spawn, arg| spawn.arg(arg))
+    }
+
+    /// A variable for the environment, beside what the daemon has and `PVM_EXPORT` names.
+    pub fn env(mut self, name: &str, value: impl AsRef<OsStr>) -> Spawn {
+        self.request.env.push([name.as_bytes(), b"=", value.as_ref().as_bytes()].concat());
+        self
+    }
+
+    /// On this host, by its name in the host table; `.` is the own one.
+    pub fn on_host(self, host: &str) -> Spawn {
+        self.at(SPAWN_HOST, host)
+    }
+
+    /// On hosts of this architecture, such as `LINUX64`.
+    pub fn on_arch(self, arch: &str) -> Spawn {
+        self.at(SPAWN_ARCH, arch)
+    }
+
+    fn at(mut self, flag: i32, place: &str) -> Spawn {
+        self.request.flags = self.request.flags & !(SPAWN_HOST | SPAWN_ARCH) | flag;
+        self.request.place = place.to_string();
+        self
+    }
+
+    /// Anywhere but where was said.
+    pub fn elsewhere(mut self) -> Spawn {
+        self.request.flags |= SPAWN_COMPLEMENT;
+        self
+    }
+
+    /// In this working directory.
+    pub fn in_dir(mut self, directory: &str) -> Spawn {
+        self.directory = directory.to_string();
+        self
+    }
+
+    /// Without telling the tasks who started them.
+    pub fn unknown_parent(mut self) -> Spawn {
+        self.request.flags |= SPAWN_NO_PARENT;
+        self
+    }
+
+    /// Under the debugger.
+    pub fn debug(mut self) -> Spawn {
+        self.request.flags |= SPAWN_DEBUG;
+        self
+    }
+
+    /// With standard output to this task, in messages as PVM's; without it, where this task's own output goes.
+    pub fn output_to(mut self, sink: Sink) -> Spawn {
+        self.request.output = sink;
+        self
+    }
+
+    /// What the daemon is asked for.
+    fn request(&self, exports: Vec<Vec<u8>>) -> SpawnRequest {
+        let mut request = self.request.clone();
+        if !self.directory.is_empty() {
+            request.place = format!("{}:{}", request.place, self.directory);
+        }
+        // What the program says itself stands last and wins.
+        request.env.splice(..0, exports);
+        request
+    }
+
+    /// Starts the tasks and tells them who their siblings are.
+    ///
+    /// # Errors
+    /// When nothing was tried. Single tasks fail in [`Spawned::failed`].
+    pub fn start(self) -> Result<Spawned, Error> {
+        let results = self.vm.spawn(self.request(exports()))?;
+        let mut spawned = Spawned { tasks: Vec::new(), failed: Vec::new() };
+        for result in results {
+            match result {
+                Ok(tid) => spawned.tasks.push(self.vm.task(tid)),
+                Err(error) => spawned.failed.push(error),
+            }
+        }
+        let tids: Vec<Tid> = spawned.tasks.iter().map(Task::tid).collect();
+        let body = siblings(&tids);
+        for tid in tids {
+            // A task that has ended already needs no siblings.
+            let _ = self.vm.send_in(tid, CTX_TASK_CONTROL, TC_SIBLINGS, body.clone());
+        }
+        Ok(spawned)
+    }
+}
+
+/// What tells tasks who was started with them.
+pub fn siblings(tids: &[Tid]) -> Body {
+    let count = i32::try_from(tids.len()).unwrap_or(i32::MAX);
+    Body::items(|out| out.int(count).items(tids.iter().map(|tid| tid.raw())))
+}
+
+/// The variables that `PVM_EXPORT` names, and their list.
+fn exports() -> Vec<Vec<u8>> {
+    let Some(list) = std::env::var_os("PVM_EXPORT").filter(|list| !list.is_empty()) else { return Vec::new() };
+    let names = list.as_bytes().split(|byte| *byte == b':').filter(|name| !name.is_empty());
+    let named = names.filter_map(|name| {
+        let value = std::env::var_os(OsStr::from_bytes(name))?;
+        Some([name, b"=", value.as_bytes()].concat())
+    });
+    std::iter::once([b"PVM_EXPORT=", list.as_bytes()].concat()).chain(named).collect()
+}
