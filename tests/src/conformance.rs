@@ -21,6 +21,8 @@ use std::time::Duration;
 const PROGRAM_TIME: Duration = Duration::from_secs(90);
 /// Time for one compilation on a loaded machine.
 const COMPILE_TIME: Duration = Duration::from_secs(120);
+/// Time for a virtual machine that ends itself.
+const SOON: Duration = Duration::from_secs(5);
 /// Lines of a program's standard error that a report shows.
 const LINES_SHOWN: usize = 4;
 /// Hosts of the testbed; programs that want more than the first add them.
@@ -94,7 +96,7 @@ pub fn programs() -> Result<Vec<String>> {
     let mut names = Vec::new();
     for entry in fs::read_dir(folder())? {
         let path = entry?.path();
-        if path.extension().is_some_and(|end| end == "c") {
+        if path.extension().is_some_and(|end| end == "c" || end == "f") {
             names.push(path.file_stem().unwrap_or_default().to_string_lossy().into_owned());
         }
     }
@@ -152,10 +154,12 @@ fn on_a_machine_of_its_own(bed: &Testbed, system: System, program: &Path) -> Res
     let vm = Vm::start(bed, Settings::default())?;
     let done = run(vm.command(bed.host(1), program), PROGRAM_TIME);
     let logs = if done.as_ref().is_ok_and(Done::good) { String::new() } else { vm.logs() };
-    let halted = vm.halt();
+    let left = |deadline| bed.hosts().iter().try_for_each(|host| gone(host, "pvmd", deadline));
+    // A program may have ended the virtual machine itself.
+    let halted = vm.halt().or_else(|error| left(SOON).map_err(|_| error));
     if halted.is_err() {
         bed.hosts().iter().for_each(Host::kill_all);
-        bed.hosts().iter().try_for_each(|host| gone(host, "pvm", PROGRAM_TIME))?;
+        left(PROGRAM_TIME)?;
     }
     halted.with_context(|| format!("{done:?}\n{logs}"))?;
     done.with_context(|| logs)
@@ -218,15 +222,22 @@ fn compile(names: &[String], ours: Option<&Path>, place: &Path) -> Result<()> {
 }
 
 fn compile_one(name: &str, ours: Option<&Path>, place: &Path) -> Result<()> {
-    let source = folder().join(name).with_extension("c");
-    let mut gcc = Command::new("gcc");
-    gcc.args(["-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", "-o"]).arg(place.join(name)).arg(&source);
-    if let Some(prefix) = ours {
-        gcc.arg("-I").arg(prefix.join("include")).arg("-L").arg(prefix.join("lib"));
-    }
+    let source = folder().join(name);
+    let (compiler, words, source, libraries): (_, &[&str], _, &[&str]) = if source.with_extension("c").exists() {
+        ("gcc", &["-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror"], source.with_extension("c"), &[])
+    } else {
+        ("gfortran", &["-O1", "-w", "-fallow-argument-mismatch"], source.with_extension("f"), &["-lfpvm3"])
+    };
+    let mut command = Command::new(compiler);
+    command.args(words).arg("-o").arg(place.join(name)).arg(&source);
+    match ours {
+        Some(prefix) => command.arg("-I").arg(prefix.join("include")).arg("-L").arg(prefix.join("lib")),
+        // gfortran looks only where it is told.
+        None => command.arg("-I/usr/include"),
+    };
     // Programs are linked with both, as PVM's examples are.
-    gcc.args(["-Wl,--no-as-needed", "-lgpvm3", "-lpvm3", "-lm"]);
-    must(gcc, COMPILE_TIME).map(|_| ()).with_context(|| format!("compiling {}", source.display()))
+    command.args(libraries).args(["-Wl,--no-as-needed", "-lgpvm3", "-lpvm3", "-lm"]);
+    must(command, COMPILE_TIME).map(|_| ()).with_context(|| format!("compiling {}", source.display()))
 }
 
 /// Old group libraries need a server in the search path; ours does not.

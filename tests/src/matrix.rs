@@ -200,10 +200,7 @@ fn on_ours(what: &dyn Fn(&Machine) -> Result<Vec<Heard>>) -> Result<Vec<Heard>> 
     finished(Machine { bed: &bed, vm: Either::Ours(vm) }, what)
 }
 
-fn finished(
-    machine: Machine,
-    what: &dyn Fn(&Machine) -> Result<Vec<Heard>>,
-) -> Result<Vec<Heard>> {
+fn finished(machine: Machine, what: &dyn Fn(&Machine) -> Result<Vec<Heard>>) -> Result<Vec<Heard>> {
     let result = what(&machine);
     if let (Err(error), Either::Ours(vm)) = (&result, &machine.vm) {
         eprintln!("{error:#}\n{}", vm.logs());
@@ -254,8 +251,12 @@ pub enum Compare {
 /// A text as it is compared.
 pub fn normal(text: &str, how: Compare) -> String {
     let all = matches!(how, Compare::Shapes | Compare::Kinds);
-    let mut lines: Vec<String> = text.lines().map(|line| masked(line, all)).filter(|line| !line.is_empty()).collect();
-    if matches!(how, Compare::Sorted | Compare::Kinds) {
+    let any_order = matches!(how, Compare::Sorted | Compare::Kinds);
+    // Where output comes at any time, so does the console's prompt.
+    let bare = |line: String| if any_order { line.trim_start_matches("pvm> ").to_string() } else { line };
+    let lines = text.lines().map(|line| bare(masked(line, all)));
+    let mut lines: Vec<String> = lines.filter(|line| !line.is_empty() && line != "pvm>").collect();
+    if any_order {
         lines.sort();
     }
     if how == Compare::Kinds {
@@ -328,7 +329,10 @@ mod tests {
 
     #[test]
     fn shapes_have_no_numbers_but_names_keep_theirs() {
-        assert_eq!(normal("  0:  1 bytes  77 times --> 1.5e-03 Mbps h2", Compare::Shapes), "N: N bytes N times --> N Mbps h2");
+        assert_eq!(
+            normal("  0:  1 bytes  77 times --> 1.5e-03 Mbps h2", Compare::Shapes),
+            "N: N bytes N times --> N Mbps h2"
+        );
     }
 
     #[test]

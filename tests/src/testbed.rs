@@ -310,9 +310,10 @@ impl Host {
         found
     }
 
-    /// Kills every process of the host but its first one and its sshd.
+    /// Kills every process of the host but those that make it a host.
     pub fn kill_all(&self) {
-        for (pid, line) in self.processes().into_iter().filter(|(_, line)| !line.contains("sshd")) {
+        let keeps = |line: &str| ["sshd", "sempa-host"].iter().any(|word| line.contains(word));
+        for (pid, line) in self.processes().into_iter().filter(|(_, line)| !keeps(line)) {
             let Ok(pid) = i32::try_from(pid) else { continue };
             // It may have ended by itself meanwhile.
             if nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGKILL).is_ok() {

@@ -1,0 +1,82 @@
+/* Calls without a daemon, calls that need none, and programs that start or end the virtual machine. */
+#include "conform.h"
+
+/* Prints the values of some calls made where there is no daemon. */
+static int lonely(int argc, char **argv)
+{
+    int x = 0, got[8], k;
+    (void)argc, (void)argv;
+    got[0] = pvm_mytid();
+    got[1] = pvm_spawn("anything", NULL, 0, NULL, 1, &x);
+    got[2] = pvm_send(0x40001, 1);
+    got[3] = pvm_recv(-1, -1);
+    got[4] = pvm_config(&x, NULL, NULL);
+    got[5] = pvm_getopt(PvmFragSize);
+    got[6] = pvm_tidtohost(0x80003);
+    got[7] = strcmp(pvm_version(), "3.4.6");
+    for (k = 0; k < 8; k++)
+        printf("%d ", got[k]);
+    return 0;
+}
+
+static int lonely_words(int argc, char **argv)
+{
+    (void)argc, (void)argv;
+    dup2(1, 2);
+    return pvm_mytid() == PvmSysErr ? 0 : 1;
+}
+
+static const role roles[] = { { "lonely", lonely }, { "lonely_words", lonely_words }, { NULL, NULL } };
+
+/* Runs this program in a role where no daemon can be found; its standard output. */
+static const char *without_daemon(const char *what)
+{
+    static char text[4096];
+    int pipes[2], n, len = 0;
+    pid_t child;
+    if (pipe(pipes))
+        return "";
+    child = fork();
+    if (child == 0) {
+        dup2(pipes[1], 1);
+        if (strcmp(what, "lonely_words"))
+            freopen("/dev/null", "w", stderr);
+        setenv("PVM_TMP", "/var/log", 1);
+        setenv("PVM_VMID", "nobody-has-this", 1);
+        unsetenv("PVMSOCK");
+        execl("/proc/self/exe", own_name, what, NULL);
+        _exit(1);
+    }
+    close(pipes[1]);
+    while (len < (int)sizeof text - 1 && (n = read(pipes[0], text + len, sizeof text - 1 - len)) > 0)
+        len += n;
+    text[len] = 0;
+    close(pipes[0]);
+    waitpid(child, NULL, 0);
+    return text;
+}
+
+static void sentences(void)
+{
+    int got[8] = { 0 };
+    const char *words = without_daemon("lonely");
+    sscanf(words, "%d %d %d %d %d %d %d %d", got, got + 1, got + 2, got + 3, got + 4, got + 5, got + 6, got + 7);
+    is(got[0], PvmSysErr, "mytid without a daemon cannot contact it");
+    is(got[1], PvmSysErr, "spawn without a daemon cannot contact it");
+    is(got[2], PvmSysErr, "send without a daemon cannot contact it");
+    is(got[3], PvmSysErr, "recv without a daemon cannot contact it");
+    is(got[4], PvmSysErr, "config without a daemon cannot contact it");
+    is(got[5], 4080, "getopt needs no daemon");
+    is(got[6], 0x80000, "tidtohost needs no daemon");
+    is(got[7], 0, "version needs no daemon");
+    words = without_daemon("lonely_words");
+    holds(strstr(words, "pvm_mytid(): Can't contact local daemon\n") != NULL, "a call without a daemon prints that it cannot contact it");
+    holds(strstr(words, "libpvm [pid") != NULL, "before it has a tid a program is named by its process id");
+    is(pvm_start_pvmd(0, NULL, 0), PvmDupHost, "start_pvmd where a daemon runs finds a duplicate host");
+    is(pvm_exit(), PvmOk, "pvm_exit where a daemon runs returns 0");
+    own_tid = pvm_mytid();
+    pvm_setopt(PvmAutoErr, 0);
+    /* The daemon may end this program too. */
+    signal(SIGTERM, SIG_IGN);
+    is(pvm_halt(), PvmOk, "halt returns 0");
+}
