@@ -58,7 +58,10 @@ pub(crate) fn lay_out(prefix: &Path) -> Result<()> {
     put(&built.join("libpvm3.so"), &prefix.join("lib/libpvm3.so.3"), 0o755)?;
     link("libpvm3.so.3", &prefix.join("lib/libpvm3.so"))?;
     let capi = project().join("libpvm/capi");
-    put(&capi.join("include/pvm3.h"), &prefix.join("include/pvm3.h"), 0o644)?;
+    for header in ["pvm3.h", "pvmproto.h", "pvmtev.h"] {
+        put(&capi.join("include").join(header), &prefix.join("include").join(header), 0o644)?;
+    }
+    put(&built.join("libpvm3.a"), &prefix.join("lib/libpvm3.a"), 0o644)?;
     package_config(prefix, &capi.join("pvm3.pc.in"))?;
     groups_and_fortran(prefix, &built)?;
     manuals(prefix)

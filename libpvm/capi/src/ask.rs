@@ -229,7 +229,7 @@ pub(crate) fn set_output(sink: Sink) -> PvmResult<()> {
 /// # Errors
 /// As the daemon says.
 pub(crate) fn set_trace(sink: Sink) -> PvmResult<()> {
-    done(session::runtime()?.request(Request::SetTrace { sink, mask: crate::data::pvmtrc.mask().to_vec() }))
+    done(session::runtime()?.request(Request::SetTrace(sink)))
 }
 
 /// Removes what a reset removes.

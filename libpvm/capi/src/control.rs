@@ -82,7 +82,7 @@ fn set_trace(rt: &Runtime, mut body: Unpacker) -> PvmResult<()> {
     pvmtrc.trace_buf.store(body.int()?, Relaxed);
     pvmtrc.trace_opt.store(body.int()?, Relaxed);
     // The sender learns nothing of a failure; the daemon's own records then go where they went.
-    let _ = rt.request(Request::SetTrace { sink: trace, mask: mask.to_vec() });
+    let _ = rt.request(Request::SetTrace(trace));
     if before > 0 || out_tid > 0 {
         // The sender learns nothing of a failure; the output then stays where it was.
         let _ = rt.request(Request::SetOutput(sink));

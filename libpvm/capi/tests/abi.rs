@@ -201,3 +201,83 @@ fn the_header_can_be_used_from_c_and_from_cpp() {
         assert!(done.status.success() || said.contains("cc1plus"), "{language}: {said}");
     }
 }
+
+/// Names of the macros that a header defines with a value, beyond those of `pvm3.h`, and the program that prints them.
+fn macros(folder: &Path, header: &str) -> BTreeSet<String> {
+    let names = |headers: &[&str]| -> BTreeSet<String> {
+        let mut command = Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into()));
+        command.args(["-x", "c", "-dM", "-E", "-I"]).arg(folder);
+        headers.iter().for_each(|header| drop(command.args(["-include", header])));
+        let done = command.arg("/dev/null").output().expect("a C compiler");
+        assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+        let text = String::from_utf8_lossy(&done.stdout).into_owned();
+        let defined = text.lines().filter_map(|line| line.strip_prefix("#define ")?.split_once(' '));
+        // Functions have no value of their own; names with an underscore in front are the header's business.
+        defined.filter(|(name, _)| !name.contains('(') && !name.starts_with('_')).map(|(name, _)| name.into()).collect()
+    };
+    names(&["pvm3.h", header]).difference(&names(&["pvm3.h"])).cloned().collect()
+}
+
+/// The numbers of these macros, as a program compiled with this header prints them.
+fn numbers(folder: &Path, header: &str, names: &BTreeSet<String>) -> String {
+    let dir = tempfile::tempdir().expect("a directory");
+    let lines: Vec<String> = names.iter().map(|n| format!("printf(\"{n} %ld\\n\", (long)({n}));")).collect();
+    let source = dir.path().join("numbers.c");
+    let text = format!("#include <pvm3.h>\n#include <{header}>\nint main(void) {{ {} return 0; }}\n", lines.join("\n"));
+    std::fs::write(&source, text).expect("writable");
+    let program = dir.path().join("numbers");
+    let done = Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into()))
+        .arg("-w")
+        .arg("-I")
+        .arg(folder)
+        .arg(&source)
+        .arg("-o")
+        .arg(&program)
+        .output()
+        .expect("a C compiler");
+    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+    String::from_utf8_lossy(&Command::new(program).output().expect("runs").stdout).into_owned()
+}
+
+#[test]
+fn the_headers_of_traces_and_messages_have_debians_numbers() {
+    let debian = Path::new("/usr/include");
+    // What only PVM's own daemons use: their timers, states, frames, names of their files.
+    let inner = |name: &str| {
+        let starts =
+            ["DDMIN", "DDMAX", "DDERR", "DDPING", "DDBAIL", "DDFRAG", "DM_SLCONF_", "FF", "PVMD", "TDFRAG", "TDSOCK"];
+        starts.iter().any(|start| name.starts_with(start)) || name == "MAXHDR"
+    };
+    for header in ["pvmtev.h", "pvmproto.h"] {
+        let ours = macros(&include(), header);
+        assert!(ours.len() > 90, "{ours:?}");
+        let own = numbers(&include(), header, &ours);
+        assert_eq!(own.lines().count(), ours.len());
+        if debian.join(header).exists() {
+            let theirs: BTreeSet<String> = macros(debian, header).into_iter().filter(|name| !inner(name)).collect();
+            assert_eq!(ours.symmetric_difference(&theirs).collect::<Vec<_>>(), Vec::<&String>::new(), "{header}");
+            assert_eq!(own, numbers(debian, header, &ours), "{header}");
+        }
+    }
+}
+
+#[test]
+fn the_structures_of_traces_have_debians_layout() {
+    let program = "#include <stddef.h>\n#include <stdio.h>\n#include <pvm3.h>\n#include <pvmtev.h>\nint main(void) { Pvmtmask m; \
+         TEV_MASK_INIT(m) TEV_MASK_SET(m, 5); TEV_MASK_UNSET(m, 5); TEV_MASK_SET(m, 6); printf(\"%s %d %zu %zu %zu %zu\\n\", m, \
+         !!TEV_MASK_CHECK(m, 6), sizeof(struct Pvmtracer), offsetof(struct Pvmtracer, tmask), sizeof(struct Pvmtevinfo), \
+         sizeof(struct Pvmtevdid)); return 0; }\n";
+    let dir = tempfile::tempdir().expect("a directory");
+    std::fs::write(dir.path().join("layout.c"), program).expect("writable");
+    let done = Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into()))
+        .args(["-Wall", "-Werror", "-I"])
+        .arg(include())
+        .arg(dir.path().join("layout.c"))
+        .arg("-o")
+        .arg(dir.path().join("layout"))
+        .output()
+        .expect("a C compiler");
+    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+    let done = Command::new(dir.path().join("layout")).output().expect("runs");
+    assert_eq!(String::from_utf8_lossy(&done.stdout), format!("@D{} 1 68 32 56 16\n", "@".repeat(33)));
+}
