@@ -5,28 +5,13 @@
 //! it when it comes first in a job.
 
 use sempa_proto::body::Unpacker;
+use sempa_proto::trace::{DESCRIBED, EVENT_ENTRY, EVENT_EXIT, GROUP, ITEM_TABLE, USER_EVENT_END, VALUES};
 use sempa_proto::{PvmError, PvmResult, Tid};
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
-/// Markers between records.
-mod marker {
-    pub(super) const GROUP_BEGIN: i32 = -1;
-    pub(super) const GROUP_END: i32 = -2;
-    pub(super) const NAMES_BEGIN: i32 = -3;
-    pub(super) const NAMES_END: i32 = -4;
-    pub(super) const FIRST_BEGIN: i32 = -5;
-    pub(super) const FIRST_END: i32 = -6;
-    pub(super) const RECORD_BEGIN: i32 = -7;
-    pub(super) const RECORD_END: i32 = -8;
-    pub(super) const USER_BEGIN: i32 = -9;
-    pub(super) const USER_END: i32 = -10;
-}
-
-/// Set in the id of a record that a call makes at its beginning.
-const ENTRY: i32 = 0x4000;
-/// Set in the id of a record that a call makes at its end.
-const EXIT: i32 = 0x8000;
+/// Begins the event of a program; [`USER_EVENT_END`] ends it.
+const USER_EVENT_BEGIN: i32 = -9;
 /// Set in the type of an array.
 const ARRAY: i32 = 0x80;
 /// Kinds of events that a job may describe, and names of items.
@@ -69,11 +54,11 @@ impl Records {
     pub(crate) fn read(&mut self, body: &mut Unpacker, out: &mut String) -> PvmResult<()> {
         while body.remaining() > 0 {
             match body.int()? {
-                marker::GROUP_BEGIN | marker::GROUP_END => {}
-                marker::NAMES_BEGIN => self.names(body)?,
-                marker::FIRST_BEGIN => self.first(body, out)?,
-                marker::RECORD_BEGIN => self.record(body, out)?,
-                marker::USER_BEGIN => self.user(body, out)?,
+                marker if GROUP.contains(&marker) => {}
+                marker if marker == ITEM_TABLE[0] => self.names(body)?,
+                marker if marker == DESCRIBED[0] => self.first(body, out)?,
+                marker if marker == VALUES[0] => self.record(body, out)?,
+                USER_EVENT_BEGIN => self.user(body, out)?,
                 _ => return Err(PvmError::BadMsg),
             }
         }
@@ -83,7 +68,7 @@ impl Records {
     fn names(&mut self, body: &mut Unpacker) -> PvmResult<()> {
         loop {
             let id = body.int()?;
-            if id == marker::NAMES_END {
+            if id == ITEM_TABLE[1] {
                 return Ok(());
             }
             let names = (body.string()?, body.string()?);
@@ -99,7 +84,7 @@ impl Records {
         let mut values = Vec::new();
         loop {
             let item = body.int()?;
-            if item == marker::FIRST_END {
+            if item == DESCRIBED[1] {
                 break;
             }
             let number = body.int()?;
@@ -122,7 +107,7 @@ impl Records {
         let id = body.int()?;
         let kind = self.kinds.get(&id).cloned().ok_or(PvmError::BadMsg)?;
         let values = kind.items.iter().map(|item| value(body, item.kind)).collect::<PvmResult<Vec<_>>>()?;
-        if body.int()? != marker::RECORD_END {
+        if body.int()? != VALUES[1] {
             return Err(PvmError::BadMsg);
         }
         self.print(&titled(&kind, id), number_of(id), &values, out);
@@ -136,7 +121,7 @@ impl Records {
         let mut values = vec![body.int()?.to_string(), body.int()?.to_string()];
         loop {
             let number = body.int()?;
-            if number == marker::USER_END {
+            if number == USER_EVENT_END {
                 break;
             }
             values.push(value(body, number)?);
@@ -239,9 +224,9 @@ fn head() -> Vec<Item> {
 
 /// The kind with the name that its records have.
 fn titled(kind: &Kind, id: i32) -> Kind {
-    let suffix = match id & (ENTRY | EXIT) {
-        ENTRY => "(0.0)",
-        EXIT => "(1.1)",
+    let suffix = match id & (EVENT_ENTRY | EVENT_EXIT) {
+        EVENT_ENTRY => "(0.0)",
+        EVENT_EXIT => "(1.1)",
         _ => "(0)",
     };
     Kind { name: format!("{}{suffix}", kind.name), items: kind.items.clone() }
@@ -249,8 +234,8 @@ fn titled(kind: &Kind, id: i32) -> Kind {
 
 /// The number of a kind of records in the text.
 fn number_of(id: i32) -> i32 {
-    let event = (id & !(ENTRY | EXIT)).rem_euclid(ENTRY);
-    if id & EXIT != 0 { 2001 + 2 * event } else { 1000 + 2 * event }
+    let event = (id & !(EVENT_ENTRY | EVENT_EXIT)).rem_euclid(EVENT_ENTRY);
+    if id & EVENT_EXIT != 0 { 2001 + 2 * event } else { 1000 + 2 * event }
 }
 
 const BYTE: i32 = 1;
@@ -343,7 +328,7 @@ mod tests {
             out.int(id).str(short.as_bytes()).str(long.as_bytes());
         }
         out.int(-4);
-        out.items([-5, 52 | EXIT]).str(b"spawn").items([10, INT, 5, 11, INT, 1, 12, INT | ARRAY, 1, 262_147, -6]);
+        out.items([-5, 52 | EVENT_EXIT]).str(b"spawn").items([10, INT, 5, 11, INT, 1, 12, INT | ARRAY, 1, 262_147, -6]);
     }
 
     fn read(records: &mut Records, packer: Packer) -> (String, PvmResult<()>) {
@@ -365,7 +350,7 @@ mod tests {
              \tint \"CC\";\n\t// \"STL\" \"Tids\"\n\tint \"STL\"[];\n};;\n\n\"spawn(1.1)\" { 5, 1, [1] { 262147 } };;\n"
         );
         let mut body = Packer::new(Encoding::Xdr);
-        body.items([-1, -7, 52 | EXIT, 6, 0, 0, -8, -2]);
+        body.items([-1, -7, 52 | EVENT_EXIT, 6, 0, 0, -8, -2]);
         assert_eq!(read(&mut records, body), ("\"spawn(1.1)\" { 6, 0, [0] {  } };;\n".into(), Ok(())));
         let mut again = Packer::new(Encoding::Xdr);
         spawn_exit(&mut again);

@@ -262,8 +262,6 @@ pub struct TaskRecord {
     pub output: Sink,
     /// Where its trace records go.
     pub trace: Sink,
-    /// The trace events that are wanted of it.
-    pub trace_mask: Vec<u8>,
     /// The resource manager that is told of its end.
     pub rm: Option<Tid>,
     /// How far each of its links has sent, as its daemons saw it.

@@ -372,13 +372,8 @@ pub enum Request {
     Serve(Service),
     /// Be the tracer of the virtual machine, or stop being it. → [`Reply::Serving`]
     ServeTracer(TracerSettings),
-    /// Where this task's trace records go from now on, and which of them are wanted. → [`Reply::Done`]
-    SetTrace {
-        /// Where.
-        sink: Sink,
-        /// The events, as in `PVMTMASK`.
-        mask: Vec<u8>,
-    },
+    /// Where this task's trace records go from now on. → [`Reply::Done`]
+    SetTrace(Sink),
     /// A question about the inside of the daemon (`pvm_tickle`). → [`Reply::Numbers`]
     Tickle(Vec<i32>),
 }

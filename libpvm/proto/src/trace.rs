@@ -7,13 +7,13 @@ use crate::body::Packer;
 use std::ffi::CStr;
 
 /// Begins and ends a group of records that were collected.
-const GROUP: [i32; 2] = [-1, -2];
+pub const GROUP: [i32; 2] = [-1, -2];
 /// Begins and ends the table of items.
-const ITEM_TABLE: [i32; 2] = [-3, -4];
+pub const ITEM_TABLE: [i32; 2] = [-3, -4];
 /// Begins and ends a record that describes itself.
-const DESCRIBED: [i32; 2] = [-5, -6];
+pub const DESCRIBED: [i32; 2] = [-5, -6];
 /// Begins and ends a record of values only.
-const VALUES: [i32; 2] = [-7, -8];
+pub const VALUES: [i32; 2] = [-7, -8];
 /// Ends a user's own event.
 pub const USER_EVENT_END: i32 = -10;
 

@@ -295,7 +295,6 @@ impl Arrival {
             epid: None,
             output: task.output,
             trace: task.trace,
-            trace_mask: task.trace_mask,
             rm: None,
             marks: Vec::new(),
             requests: Vec::new(),

@@ -167,7 +167,7 @@ impl Machine {
         let mut task = Task::new(tid, Tid::NONE, Phase::Connected(conn));
         task.flags = TASK_CONNECTED;
         task.pid = pid;
-        self.default_sinks(&mut task.output, &mut task.trace, &mut task.trace_mask);
+        self.default_sinks(&mut task.output, &mut task.trace);
         self.trace_new_task(&task);
         self.tasks.insert(task);
         self.log(format!("{tid} is process {pid} ({program})"));

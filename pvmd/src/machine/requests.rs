@@ -72,9 +72,9 @@ impl Machine {
                 None => self.fail(tid, id, PvmError::NoHost, no_host(&host.to_string())),
             },
             Request::SetOutput(sink) => self.set_output(tid, id, sink),
-            Request::SetTrace { sink, mask } => {
+            Request::SetTrace(sink) => {
                 if let Some(task) = self.tasks.get_mut(tid) {
-                    (task.trace, task.trace_mask) = (sink, mask);
+                    task.trace = sink;
                 }
                 self.reply(tid, id, Reply::Done);
             }

@@ -118,14 +118,13 @@ impl Machine {
     }
 
     /// Where output and trace of a task go when its spawner named nothing.
-    pub(super) fn default_sinks(&self, output: &mut Sink, trace: &mut Sink, mask: &mut Vec<u8>) {
+    pub(super) fn default_sinks(&self, output: &mut Sink, trace: &mut Sink) {
         let Some(tracer) = &self.servers.tracer else { return };
         if !output.tid.is_task() {
             *output = tracer.output();
         }
         if !trace.tid.is_task() {
             *trace = tracer.trace();
-            *mask = tracer.settings.mask.clone();
         }
     }
 

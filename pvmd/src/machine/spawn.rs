@@ -63,7 +63,6 @@ pub(super) struct ExecJob {
     parent: Tid,
     request: SpawnRequest,
     back: ExecBack,
-    trace_mask: Vec<u8>,
 }
 
 impl ExecJob {
@@ -183,24 +182,22 @@ impl Machine {
         }
         let Some(Spawn { tid, id, request, results, .. }) = self.spawns.open.remove(&number) else { return };
         let results: Started = results.into_iter().flatten().collect();
-        let (mut output, mut trace, mut mask) = (request.output, request.trace, trace_mask(&request.env));
-        self.default_sinks(&mut output, &mut trace, &mut mask);
+        let (mut output, mut trace) = (request.output, request.trace);
+        self.default_sinks(&mut output, &mut trace);
         for child in results.iter().flatten() {
-            self.trace_spawn(trace, &mask, *child, parent_of(tid, request.flags));
+            self.trace_spawn(trace, *child, parent_of(tid, request.flags));
         }
         self.reply(tid, id, Reply::Spawned(results));
     }
 
     /// Starts tasks here, at the end of this event.
     pub(super) fn queue_exec(&mut self, parent: Tid, request: SpawnRequest, back: ExecBack) {
-        self.execs.push_back(ExecJob { parent, request, back, trace_mask: Vec::new() });
+        self.execs.push_back(ExecJob { parent, request, back });
     }
 
     /// Starts tasks here.
     pub(super) fn exec(&mut self, world: &mut dyn World, mut job: ExecJob) {
-        let mut mask = trace_mask(&job.request.env);
-        self.default_sinks(&mut job.request.output, &mut job.request.trace, &mut mask);
-        job.trace_mask = mask;
+        self.default_sinks(&mut job.request.output, &mut job.request.trace);
         let count = job.request.count.min(SPAWN_COUNT_MAX);
         let program = if self.tasker_gone || self.stop.is_some() {
             Err(PvmError::DSysErr)
@@ -253,7 +250,7 @@ impl Machine {
         task.name = request.file.clone();
         task.epid = Some(epid);
         task.pinned = request.flags & SPAWN_PINNED != 0;
-        (task.output, task.trace, task.trace_mask) = (request.output, request.trace, job.trace_mask.clone());
+        (task.output, task.trace) = (request.output, request.trace);
         // What the daemon needs for itself it starts itself.
         let tasker = self.servers.tasker().filter(|_| !matches!(job.back, ExecBack::Startup));
         task.by_tasker = tasker;
@@ -323,11 +320,6 @@ impl Machine {
 /// What a child is told about its parent.
 fn parent_of(parent: Tid, flags: i32) -> Tid {
     if flags & SPAWN_NO_PARENT != 0 { Tid::from_raw(PvmError::ParentNotSet.code()) } else { parent }
-}
-
-/// The trace mask that a spawner hands down.
-fn trace_mask(env: &[Vec<u8>]) -> Vec<u8> {
-    env.iter().find_map(|entry| entry.strip_prefix(b"PVMTMASK=")).map(<[u8]>::to_vec).unwrap_or_default()
 }
 
 /// The program and its arguments; with a debugger in front when one is asked for.

@@ -69,8 +69,6 @@ pub(super) struct Task {
     pub(super) pinned: bool,
     pub(super) output: Sink,
     pub(super) trace: Sink,
-    /// The trace events that are wanted of it.
-    pub(super) trace_mask: Vec<u8>,
     /// The task that was asked to start it, when it was not our tasker.
     pub(super) by_tasker: Option<Tid>,
     /// The resource manager to be told of its end.
@@ -110,7 +108,6 @@ impl Task {
             pinned: false,
             output: Sink::default(),
             trace: Sink::default(),
-            trace_mask: Vec::new(),
             by_tasker: None,
             rm: None,
             phase,
@@ -136,7 +133,6 @@ impl Task {
             epid: record.epid,
             output: record.output,
             trace: record.trace,
-            trace_mask: record.trace_mask,
             rm: record.rm,
             marks: record.marks.iter().map(|m| (m.peer, m.end)).collect(),
             requests: record.requests.into_iter().collect(),
@@ -258,7 +254,6 @@ impl Machine {
             epid: task.epid,
             output: task.output,
             trace: task.trace,
-            trace_mask: task.trace_mask.clone(),
             rm: task.rm,
             marks: task.link_marks(),
             requests: task.requests.iter().copied().collect(),

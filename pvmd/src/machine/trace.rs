@@ -1,4 +1,5 @@
-//! What this daemon itself tells tracers: that tasks were asked for, have begun, have ended.
+//! What this daemon itself tells tracers: that tasks were asked for, have begun, have ended. As in PVM that belongs to
+//! every trace, whatever the mask chooses among the calls of tasks: a tracer knows by it when a task is complete.
 
 use super::Machine;
 use super::tasks::Task;
@@ -6,9 +7,7 @@ use sempa_proto::Tid;
 use sempa_proto::body::{Encoding, Packer};
 use sempa_proto::migration::Usage;
 use sempa_proto::task::Sink;
-use sempa_proto::trace::{
-    END_TASK, Item, NEW_TASK, SPAWN_TASK, head, int, mask_has, pack_item_table, pack_record, text,
-};
+use sempa_proto::trace::{END_TASK, Item, NEW_TASK, SPAWN_TASK, head, int, pack_item_table, pack_record, text};
 use std::collections::{BTreeSet, VecDeque};
 
 /// Tracers that are remembered to have the table of items; one that is forgotten gets it again.
@@ -38,14 +37,11 @@ impl Machine {
         self.send_made(sink.tid, sink.ctx, sink.tag, 0, body.finish());
     }
 
-    fn trace(&mut self, sink: Sink, mask: &[u8], of: Tid, (event, name): (i32, &str), items: Vec<Item>) {
+    fn trace(&mut self, sink: Sink, of: Tid, (event, name): (i32, &str), items: Vec<Item>) {
         if !sink.tid.is_task() || sink.tid == of {
             return;
         }
         self.tell_items(sink);
-        if !mask_has(mask, event) {
-            return;
-        }
         let mut all = head((self.unix.0 / 1_000_000) as i32, (self.unix.0 % 1_000_000) as i32, of.raw());
         all.extend(items);
         let mut body = Packer::new(Encoding::Xdr);
@@ -60,12 +56,12 @@ impl Machine {
         let or_none = |n: i32| if n == 0 { -1 } else { n };
         let name = if task.name.is_empty() { "-" } else { task.name.as_str() };
         let items = vec![int("PT", or_none(task.parent.raw())), int("TF", task.flags), text("TN", name)];
-        self.trace(task.trace, &task.trace_mask, task.tid, NEW_TASK, items);
+        self.trace(task.trace, task.tid, NEW_TASK, items);
     }
 
     /// A task was asked for.
-    pub(super) fn trace_spawn(&mut self, sink: Sink, mask: &[u8], tid: Tid, parent: Tid) {
-        self.trace(sink, mask, tid, SPAWN_TASK, vec![int("PT", parent.raw())]);
+    pub(super) fn trace_spawn(&mut self, sink: Sink, tid: Tid, parent: Tid) {
+        self.trace(sink, tid, SPAWN_TASK, vec![int("PT", parent.raw())]);
     }
 
     /// A task has ended.
@@ -78,6 +74,6 @@ impl Machine {
             int("TSS", seconds(used.system.0)),
             int("TSU", rest(used.system.0)),
         ];
-        self.trace(task.trace, &task.trace_mask, task.tid, END_TASK, items);
+        self.trace(task.trace, task.tid, END_TASK, items);
     }
 }
