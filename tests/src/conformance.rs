@@ -312,7 +312,7 @@ impl Verdict {
         let systems: BTreeSet<System> = self.table.keys().map(|(_, system)| *system).collect();
         let programs: BTreeSet<&String> = self.table.keys().map(|(program, _)| program).collect();
         let row = |name: &str, cells: Vec<String>| {
-            format!("{name:<16}{}\n", cells.iter().map(|cell| format!("{cell:>12}")).collect::<String>())
+            format!("{name:<16}{}\n", cells.iter().map(|cell| format!("{cell:>14}")).collect::<String>())
         };
         let cell = |good: usize, all: usize| if good == all { format!("{all}") } else { format!("{good} of {all}") };
         let mut text = row("", systems.iter().map(|system| system.name().to_string()).collect());
