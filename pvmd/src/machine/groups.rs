@@ -35,12 +35,12 @@ struct Waiters {
     wanted: usize,
     /// It was opened for all members of the moment: one that leaves is not waited for.
     all: bool,
-    waiting: Vec<(Tid, RequestId)>,
+    waiting: BTreeMap<Tid, RequestId>,
 }
 
 impl Waiters {
     fn info(&self) -> Meeting {
-        Meeting { wanted: self.wanted as u32, waiting: self.waiting.iter().map(|(tid, _)| *tid).collect() }
+        Meeting { wanted: self.wanted as u32, waiting: self.waiting.keys().copied().collect() }
     }
 }
 
@@ -256,14 +256,14 @@ impl Groups {
         let Some(group) = self.groups.get_mut(name) else { return };
         let (broken, left) = (group.state == GroupState::Broken, group.instances.len());
         let Some(meeting) = group.meeting(kind) else { return };
-        let own: Vec<(Tid, RequestId)> = meeting.waiting.extract_if(.., |(who, _)| *who == tid).collect();
+        let own = meeting.waiting.remove(&tid);
         if meeting.all && ended.is_none() {
             meeting.wanted = meeting.wanted.min(left);
         }
         let wanted = meeting.wanted;
         // Nobody hears an answer to a task that has ended.
-        if ended.is_none() {
-            own.into_iter().for_each(|(who, id)| self.answer(who, id, Err(not_in(who, name))));
+        if let (Some(id), None) = (own, ended) {
+            self.answer(tid, id, Err(not_in(tid, name)));
         }
         if broken || (ended.is_some() && left < wanted) {
             let what = ended.map_or_else(|| format!("{tid} has left the frozen group"), str::to_string);
@@ -304,9 +304,9 @@ impl Groups {
         }
     }
 
-    fn enter(&mut self, kind: Kind, who: (Tid, RequestId), name: &[u8], count: i32) -> Result<Name, Failed> {
+    fn enter(&mut self, kind: Kind, (tid, id): (Tid, RequestId), name: &[u8], count: i32) -> Result<Name, Failed> {
         let (name, group) = self.get(name)?;
-        let (tid, name) = (who.0, name.clone());
+        let name = name.clone();
         if !group.instances.contains_key(&tid) {
             return Err(not_in(tid, &name));
         }
@@ -325,14 +325,14 @@ impl Groups {
         let mismatch = |reason: String| (PvmError::Mismatch, format!("group {}: {reason}", shown(&name)));
         let wanted = wanted.ok_or_else(|| mismatch(format!("{count} members cannot meet")))?;
         let group = self.groups.get_mut(&name).expect("just found");
-        let meeting = group.meeting(kind).get_or_insert(Waiters { wanted, all, waiting: Vec::new() });
-        if meeting.waiting.iter().any(|(waits, _)| *waits == tid) {
+        let meeting = group.meeting(kind).get_or_insert(Waiters { wanted, all, waiting: BTreeMap::new() });
+        if meeting.waiting.contains_key(&tid) {
             return Err((PvmError::Already, format!("{tid} waits in group {} already", shown(&name))));
         }
         if meeting.wanted != wanted && !(all && meeting.all) {
             return Err(mismatch(format!("{} members are waited for, not {wanted}", meeting.wanted)));
         }
-        meeting.waiting.push(who);
+        meeting.waiting.insert(tid, id);
         Ok(name)
     }
 
