@@ -81,7 +81,7 @@ impl<M: Machine> Session<M> {
         let results = results?;
         self.tell_siblings(&results);
         text.push_str(&format::spawned(&results));
-        let mut outcome = Outcome::done(text, json::spawned(&results), results.iter().any(Result::is_err));
+        let mut outcome = Outcome::done(text, json::spawned(job, &results), results.iter().any(Result::is_err));
         let errors: BTreeSet<i32> = results.iter().filter_map(|result| result.err().map(PvmError::code)).collect();
         let errors = errors.into_iter().filter_map(PvmError::from_code);
         outcome.complaints.extend(errors.map(|error| not_spawned(spawn, error)));

@@ -19,7 +19,7 @@ pub(crate) const COMMANDS: &[Entry] = &[
         name: "add",
         summary: "Add hosts to the virtual machine",
         detail: "Syntax:  add host ...\n  or     add 'host option=value ...' ...\n\
-                 Options: lo=user dx=daemon ep=path wd=dir sp=speed ip=address\n",
+                 Options: lo=user dx=daemon ep=path wd=dir sp=speed ip=address bx=debugger\n",
     },
     Entry {
         name: "alias",

@@ -151,13 +151,13 @@ pub(crate) fn deleted(names: &[String], results: &[Result<(), PvmError>]) -> Val
     json!({ "results": names.iter().zip(results).map(one).collect::<Vec<_>>() })
 }
 
-/// `spawn`.
-pub(crate) fn spawned(results: &[Result<Tid, PvmError>]) -> Value {
+/// `spawn`; `job` is the number of the job, when output or records are collected.
+pub(crate) fn spawned(job: Option<u32>, results: &[Result<Tid, PvmError>]) -> Value {
     let one = |result: &Result<Tid, PvmError>| match result {
         Ok(tid) => json!({ "tid": tid.to_string() }),
         Err(code) => json!({ "error": error(*code) }),
     };
-    json!({ "results": results.iter().map(one).collect::<Vec<_>>() })
+    json!({ "job": job, "results": results.iter().map(one).collect::<Vec<_>>() })
 }
 
 /// `migrate`, when it went well.
@@ -214,7 +214,7 @@ mod tests {
         let added = added(&["h9".to_string()], &[failed]);
         assert_eq!(added["results"][0]["error"]["code"], -29);
         assert_eq!(added["results"][0]["reason"], "ssh: no route");
-        assert_eq!(spawned(&[Err(PvmError::NoFile)])["results"][0]["error"]["text"], "No such file");
+        assert_eq!(spawned(None, &[Err(PvmError::NoFile)])["results"][0]["error"]["text"], "No such file");
     }
 
     #[test]

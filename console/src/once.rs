@@ -7,7 +7,7 @@ use crate::machine::{self, Machine};
 use crate::parse::{Command, parse};
 use crate::screen::Screen;
 use crate::session::{self, EVENTS_AT_ONCE_MAX, Next, Session, TAG_EVENTS};
-use crate::spawn::Output;
+use crate::spawn::{Output, TraceOutput};
 use libpvm::{Error, Match, Vm};
 use sempa_proto::event::Event;
 use sempa_proto::message::CTX_BASE;
@@ -39,8 +39,11 @@ pub(crate) fn plan(words: &[String], json: bool) -> io::Result<Plan> {
     let outcome = match &command {
         Command::Help(name) => session::about(name.as_deref()),
         Command::Version => session::version(),
-        Command::Spawn(spawn) if json && spawn.output == Output::Console => {
-            Screen.complain("spawn: the output of tasks is no JSON: write it to a file with ->FILE");
+        Command::Spawn(spawn)
+            if json && (spawn.output == Output::Console || spawn.trace == Some(TraceOutput::Console)) =>
+        {
+            Screen
+                .complain("spawn: output and records of tasks are no JSON: write them to files with ->FILE and -@FILE");
             return Ok(Plan::Done(ExitCode::FAILURE));
         }
         _ => return Ok(Plan::Needs(command)),
