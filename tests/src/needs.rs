@@ -2,6 +2,7 @@
 
 use anyhow::{Result, bail};
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 /// Programs of Debian packages that the testbed calls.
 const PROGRAMS: [(&str, &str); 4] = [
@@ -21,6 +22,9 @@ pub fn lacks() -> Option<String> {
     if !is_root() {
         return Some("hosts of their own need root (namespaces, sshd, CRIU)".to_string());
     }
+    if let Some(why) = no_namespaces() {
+        return Some(format!("root may not make hosts of their own here ({why}): a container has to be privileged"));
+    }
     if find_in_path("ip").is_none() {
         return Some("the program ip is missing: install iproute2".to_string());
     }
@@ -28,6 +32,15 @@ pub fn lacks() -> Option<String> {
         .iter()
         .find(|(path, _)| !Path::new(path).exists())
         .map(|(path, package)| format!("{path} is missing: install {package}"))
+}
+
+/// Why the kernel gives this root no namespaces, if so.
+fn no_namespaces() -> Option<String> {
+    match Command::new("unshare").args(["--mount", "--net", "--uts", "--pid", "--fork", "true"]).output() {
+        Ok(done) if done.status.success() => None,
+        Ok(done) => Some(String::from_utf8_lossy(&done.stderr).trim().to_string()),
+        Err(error) => Some(format!("unshare: {error}")),
+    }
 }
 
 /// A program in PATH or in the system folders that an ordinary PATH may lack.

@@ -99,13 +99,15 @@ impl Testbed {
         accounts(folder, &names)?;
         let inside = prefix.map(place_of);
         let mut remote = format!("PATH={} PVM_ALLOW_ROOT=1", path_of(inside.as_deref()));
-        let mut engine = None;
+        let mut engine = std::env::var_os("SEMPA_CRIU").map(PathBuf::from);
         if own_engine {
             let link = folder.join("engine");
             let real = needs::engine().context("no CRIU: run cargo xtask criu")?;
             std::os::unix::fs::symlink(real, &link)?;
-            remote.push_str(&format!(" SEMPA_CRIU={}", link.display()));
             engine = Some(link);
+        }
+        if let Some(engine) = &engine {
+            remote.push_str(&format!(" SEMPA_CRIU={}", engine.display()));
         }
         ssh::keys(folder, &names, &remote)?;
         let mut kept: Vec<PathBuf> = vec![folder.to_path_buf()];
@@ -178,7 +180,7 @@ impl Testbed {
         &self.folder
     }
 
-    /// What `SEMPA_CRIU` names on all hosts, if this testbed has an engine of its own.
+    /// What `SEMPA_CRIU` names on all hosts: the testbed's own engine, or the one that it names here.
     pub fn engine(&self) -> Option<&Path> {
         self.engine.as_deref()
     }

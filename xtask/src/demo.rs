@@ -80,8 +80,6 @@ pub(crate) fn run(json: &Path) -> Result<bool> {
     }
     if outcome.good {
         say("everything held");
-    } else {
-        eprintln!("{}", vm.logs());
     }
     Ok(outcome.good)
 }
@@ -133,6 +131,9 @@ fn story(vm: &Vm) -> Result<Outcome> {
     match &timeline {
         Some(timeline) => reasons.extend(timeline.lacks()),
         None => reasons.push("the event log knows of no login".to_string()),
+    }
+    if !reasons.is_empty() {
+        eprintln!("{}", vm.logs());
     }
     leave_nothing(vm, &mut reasons)?;
     let fitness: Vec<u64> = solutions.iter().map(|solution| solution.fitness).collect();
