@@ -26,7 +26,16 @@ static int lonely_words(int argc, char **argv)
     return pvm_mytid() == PvmSysErr ? 0 : 1;
 }
 
-static const role roles[] = { { "lonely", lonely }, { "lonely_words", lonely_words }, { NULL, NULL } };
+/* Waits for a message that never comes. */
+static int waiter(int argc, char **argv)
+{
+    (void)argc;
+    pvm_setopt(PvmAutoErr, 0);
+    tell(atoi(argv[2]), 5, pvm_mytid());
+    return pvm_recv(-1, -1) < 0 ? 3 : 4;
+}
+
+static const role roles[] = { { "waiter", waiter }, { "lonely", lonely }, { "lonely_words", lonely_words }, { NULL, NULL } };
 
 /* Runs this program in a role where no daemon can be found; its standard output. */
 static const char *without_daemon(const char *what)
@@ -58,7 +67,9 @@ static const char *without_daemon(const char *what)
 
 static void sentences(void)
 {
-    int got[8] = { 0 };
+    int got[8] = { 0 }, status = 0;
+    char me[16];
+    pid_t child;
     const char *words = without_daemon("lonely");
     sscanf(words, "%d %d %d %d %d %d %d %d", got, got + 1, got + 2, got + 3, got + 4, got + 5, got + 6, got + 7);
     is(got[0], PvmSysErr, "mytid without a daemon cannot contact it");
@@ -76,7 +87,16 @@ static void sentences(void)
     is(pvm_exit(), PvmOk, "pvm_exit where a daemon runs returns 0");
     own_tid = pvm_mytid();
     pvm_setopt(PvmAutoErr, 0);
+    snprintf(me, sizeof me, "%d", own_tid);
+    child = fork();
+    if (child == 0) {
+        execl("/proc/self/exe", own_name, "waiter", me, NULL);
+        _exit(1);
+    }
+    await(-1, 5);
     /* The daemon may end this program too. */
     signal(SIGTERM, SIG_IGN);
     is(pvm_halt(), PvmOk, "halt returns 0");
+    waitpid(child, &status, 0);
+    is(WIFSIGNALED(status) ? WTERMSIG(status) : -WEXITSTATUS(status), SIGTERM, "a program from the command line is ended by a halt");
 }

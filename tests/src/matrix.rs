@@ -5,6 +5,8 @@ use crate::run::{Done, Running, eventually, run};
 use crate::vm::{Settings, Vm};
 use crate::{Host, Testbed, needs};
 use anyhow::{Context, Result, bail};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use std::fs;
 use std::io::Write;
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -127,6 +129,30 @@ impl Machine<'_> {
         pipe.write_all(b"quit\n")?;
         drop(pipe);
         Ok(self.text(&running.finish(LONG)?))
+    }
+
+    /// Waits until something that runs has printed some words.
+    ///
+    /// # Errors
+    /// It does not print them.
+    pub fn printed(&self, running: &Running, words: &str) -> Result<()> {
+        eventually(LONG, || match running.out_so_far() {
+            Ok(out) if out.contains(words) => Ok(()),
+            other => Err(format!("no {words:?} in {other:?}")),
+        })
+    }
+
+    /// Ends something that would go on: the program itself, not only the command that put it into its host.
+    ///
+    /// # Errors
+    /// Its processes cannot be found or ended.
+    pub fn end(&self, running: Running) -> Result<()> {
+        let outer = running.id();
+        let children = fs::read_to_string(format!("/proc/{outer}/task/{outer}/children"))?;
+        for child in children.split_whitespace() {
+            kill(Pid::from_raw(child.parse()?), Signal::SIGKILL)?;
+        }
+        running.finish(LONG).map(|_| ())
     }
 
     /// Waits until the mailbox has a name.
