@@ -1,11 +1,14 @@
 //! Errors are one clear line and a non-zero exit; garbage hurts nobody; halt leaves nothing.
 
+use sempa_proto::event::EventKind;
 use sempa_tests::needs::{testbed, testbed_with_own_engine};
 use sempa_tests::run::run;
+use sempa_tests::ssh::remote_shell;
 use sempa_tests::testbed::{ALICE_UID, gone};
 use sempa_tests::vm::Settings;
-use sempa_tests::{Done, Host, Vm, eventually};
+use sempa_tests::{Done, Host, Testbed, Vm, eventually};
 use std::io::{Read, Write};
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
@@ -105,7 +108,6 @@ fn a_missing_or_broken_criu_is_said_with_the_way_to_get_one() {
         std::fs::remove_file(&engine).expect("removed");
         if let Some(script) = script {
             std::fs::write(&engine, script).expect("written");
-            use std::os::unix::fs::PermissionsExt;
             std::fs::set_permissions(&engine, std::fs::Permissions::from_mode(0o755)).expect("executable");
         }
         let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine runs without CRIU");
@@ -173,6 +175,49 @@ fn udp_port(host: &Host) -> u16 {
     let mut ports =
         ports.filter_map(|line| u16::from_str_radix(line.split_whitespace().nth(1)?.rsplit(':').next()?, 16).ok());
     ports.next().expect("the daemon has a UDP port")
+}
+
+#[test]
+fn a_daemon_of_another_virtual_machine_is_refused_with_a_line_and_an_event_and_neither_is_harmed() {
+    let Some((bed, _)) = testbed(3) else { return };
+    let ours = Vm::start(&bed, Settings::default()).expect("a virtual machine");
+    ours.add(&["h2"]).expect("h2 joins");
+    ours.program("hold").expect("gcc");
+    let tid = ours.spawn(&["-h2", "hold", "1"]).expect("spawned");
+    let shell = misleading_shell(&bed, &format!("10.77.0.1:{}", udp_port(bed.host(1))));
+    let env = [("PVM_VMID", "theirs".to_string()), ("PVM_RSH", shell)].map(|(name, value)| (name.to_string(), value));
+    let theirs = Vm::start(&bed, Settings { env: env.to_vec(), ..Settings::default() }).expect("a second one");
+
+    one_line(&theirs.pvm(&["add", "h3"]).expect("ends"), &["h3", "did not connect", "somebody else"]);
+    let refused = |text: &str| text.starts_with("refused a connection from") && text.contains("10.77.0.3");
+    let event = ours.event(SOON, "refusal", |entry| refused(&entry.text)).expect("an event");
+    assert!(event.text.contains("another virtual machine") && event.text.lines().count() == 1, "{}", event.text);
+    let log = std::fs::read_to_string(bed.host(1).path("/tmp/sempa-0/pvm/pvml")).expect("a log");
+    assert!(log.contains(&event.text), "{log}");
+    theirs
+        .event(SOON, "refusal", |entry| matches!(&entry.kind, EventKind::HostRefused { name, .. } if name == "h3"))
+        .expect("an event");
+    gone(bed.host(3), "pvmd", SOON).expect("the daemon that found no master has ended");
+
+    for (vm, hosts) in [(&ours, 2), (&theirs, 1)] {
+        let conf = vm.json(&["conf"]).expect("it answers").pop().expect("a value");
+        assert_eq!(conf["hosts"].as_array().expect("a list").len(), hosts, "{conf}");
+    }
+    theirs.spawn(&["hold", "1"]).expect("tasks start in theirs");
+    ours.must_migrate(&tid, "h1");
+    theirs.pvm(&["halt"]).expect("ends").expect_good("halt").expect("theirs halts");
+    assert_eq!(ours.host_of(&tid).expect("alive"), "h1");
+    ours.halt().expect("ours halts");
+}
+
+/// A remote shell that tells each new daemon that its master listens at this address.
+fn misleading_shell(bed: &Testbed, address: &str) -> String {
+    let place = bed.folder().join("misleading-shell");
+    let edit = format!(r#"s/"masters":\[.*\],"library"/"masters":["{address}"],"library"/"#);
+    let script = format!("#!/bin/sh\nsed '{edit}' | {} \"$@\"\n", remote_shell(bed.folder(), "root"));
+    std::fs::write(&place, script).expect("written");
+    std::fs::set_permissions(&place, std::fs::Permissions::from_mode(0o755)).expect("executable");
+    place.display().to_string()
 }
 
 #[test]
