@@ -7,7 +7,8 @@
 
 static int x = 1, out;
 static int *ints;
-static char text[64];
+static char text[64], endless[20001];
+static double wide[2];
 static char *names[] = { "h1", (char *)1 };
 
 static int packed(void)
@@ -25,6 +26,27 @@ static int received(void)
     return pvm_recv(own_tid, 1);
 }
 
+/* Calls a packing function of every type and gives what the first one answers that is not refused. */
+#define EVERY_TYPE(verb, place, n)                                                                                     \
+    {                                                                                                                  \
+        int answers[] = { pvm_##verb##byte((void *)place, n, 1), pvm_##verb##short((void *)place, n, 1),               \
+            pvm_##verb##ushort((void *)place, n, 1), pvm_##verb##int((void *)place, n, 1),                             \
+            pvm_##verb##uint((void *)place, n, 1), pvm_##verb##long((void *)place, n, 1),                              \
+            pvm_##verb##ulong((void *)place, n, 1), pvm_##verb##float((void *)place, n, 1),                            \
+            pvm_##verb##double((void *)place, n, 1), pvm_##verb##cplx((void *)place, n, 1),                            \
+            pvm_##verb##dcplx((void *)place, n, 1) };                                                                  \
+        size_t k;                                                                                                      \
+        for (k = 0; k < sizeof answers / sizeof answers[0]; k++)                                                       \
+            if (answers[k] != PvmBadParam)                                                                             \
+                return answers[k];                                                                                     \
+        return PvmBadParam;                                                                                            \
+    }
+
+static int pack_all_from_null(void) EVERY_TYPE(pk, NULL, 1)
+static int pack_all_negative(void) EVERY_TYPE(pk, &wide, -1)
+static int unpack_all_to_null(void) EVERY_TYPE(upk, NULL, 1)
+static int unpack_all_negative(void) EVERY_TYPE(upk, &wide, -1)
+
 #define CALLS(call)                                                                                                    \
     call(spawn_null, pvm_spawn(NULL, NULL, 0, NULL, 1, &out), PvmBadParam, "spawn of a null name is a bad parameter")   \
     call(addhosts_null, pvm_addhosts(NULL, 1, &out), PvmBadParam, "addhosts of a null list is a bad parameter")         \
@@ -35,6 +57,28 @@ static int received(void)
     call(pkbyte_null, (packed(), pvm_pkbyte(NULL, 1, 1)), PvmBadParam, "packing bytes from null is a bad parameter")    \
     call(pkdouble_null, (packed(), pvm_pkdouble(NULL, 1, 1)), PvmBadParam,                                              \
         "packing doubles from null is a bad parameter")                                                                \
+    call(pk_null, (packed(), pack_all_from_null()), PvmBadParam, "packing any type from null is a bad parameter")       \
+    call(pk_negative, (packed(), pack_all_negative()), PvmBadParam,                                                     \
+        "packing a negative count of any type is a bad parameter")                                                     \
+    call(upk_null, (received(), unpack_all_to_null()), PvmBadParam, "unpacking any type to null is a bad parameter")    \
+    call(upk_negative, (received(), unpack_all_negative()), PvmBadParam,                                                \
+        "unpacking a negative count of any type is a bad parameter")                                                   \
+    call(mstat_long, pvm_mstat(endless), PvmNoHost, "mstat of a name of twenty thousand letters finds no such host")    \
+    call(spawn_long, pvm_spawn(endless, NULL, 0, NULL, 1, &out), 0, "spawn of an endless name starts nothing")          \
+    call(spawn_where, pvm_spawn("x", NULL, PvmTaskHost, endless, 1, &out), 0, "spawn on an endless host starts nothing") \
+    call(archcode_long, pvm_archcode(endless), PvmNotFound, "archcode of an endless name finds none")                   \
+    call(recvinfo_long, pvm_recvinfo(endless, 0, 0), PvmNotFound, "recvinfo of an endless name finds none")             \
+    call(putinfo_long, pvm_putinfo(endless, packed(), 0), 0, "putinfo takes an endless name")                           \
+    call(delinfo_huge, pvm_delinfo("a", 0x7fffffff, 0), PvmNotFound, "delinfo of a huge index finds none")              \
+    call(lookup_huge, pvm_lookup("a", 0x7fffffff, &out), PvmNotFound, "lookup of a huge index finds none")              \
+    call(gsize_long, pvm_gsize(endless), PvmNoGroup, "the size of a group with an endless name finds no group")         \
+    call(hostsync_negative, pvm_hostsync(-1, NULL, NULL), PvmNoHost, "hostsync of a negative tid finds no such host")   \
+    call(kill_huge, pvm_kill(0x7fffffff), PvmBadParam, "kill of a huge tid is a bad parameter")                         \
+    call(pstat_huge, pvm_pstat(0x7fffffff), PvmBadParam, "pstat of a huge tid is a bad parameter")                      \
+    call(send_huge, (packed(), pvm_send(0x7fffffff, 1)), PvmBadParam, "sending to a huge tid is a bad parameter")       \
+    call(freecontext_huge, pvm_freecontext(0x7fffffff), PvmNotFound, "freecontext of a huge context finds none")        \
+    call(setrbuf_huge, pvm_setrbuf(0x7fffffff), PvmNoSuchBuf, "setrbuf of a huge id finds no such buffer")              \
+    call(delmhf_huge, pvm_delmhf(0x7fffffff), PvmNotFound, "delmhf of a huge id finds none")                            \
     call(pkstr_null, (packed(), pvm_pkstr(NULL)), PvmBadParam, "packing a null string is a bad parameter")              \
     call(pkint_none, (packed(), pvm_pkint(NULL, 0, 1)), PvmOk, "packing no ints from null returns 0")                   \
     call(upkint_null, (received(), pvm_upkint(NULL, 1, 1)), PvmBadParam, "unpacking ints to null is a bad parameter")   \
@@ -115,6 +159,7 @@ static int one(int argc, char **argv)
     size_t k;
     (void)argc, (void)ints;
     alarm(4);
+    memset(endless, 'x', sizeof endless - 1);
     own_tid = pvm_mytid();
     for (k = 0; k < sizeof all / sizeof all[0]; k++)
         if (!strcmp(all[k].name, argv[2])) {

@@ -1,8 +1,6 @@
 /* Options, error messages, versions and other small calls. */
 #include "conform.h"
-#if __has_include(<pvmtev.h>)
 #include <pvmtev.h>
-#endif
 
 extern char *pvm_errlist[];
 extern char *pvmtmpnam(char *), *pvmgettmp(void);

@@ -33,6 +33,23 @@ static int loud(int argc, char **argv)
     return 0;
 }
 
+/* Prints, sends its own output elsewhere, prints again. */
+static int changer(int argc, char **argv)
+{
+    int parent = pvm_parent();
+    (void)argc, (void)argv;
+    printf("before\n");
+    fflush(stdout);
+    /* What was printed before goes the old way only when the daemon has read it. */
+    usleep(300000);
+    pvm_setopt(PvmSelfOutputTid, parent);
+    pvm_setopt(PvmSelfOutputCode, 51);
+    printf("after\n");
+    fflush(stdout);
+    pvm_exit();
+    return 0;
+}
+
 /* Spawns a printer: the printer's output goes where this task's own children's goes. */
 static int grandparent(int argc, char **argv)
 {
@@ -60,7 +77,7 @@ static int catcher(int argc, char **argv)
 }
 
 static const role roles[] = { { "printer", printer }, { "quiet", quiet }, { "loud", loud },
-    { "grandparent", grandparent }, { "catcher", catcher }, { NULL, NULL } };
+    { "grandparent", grandparent }, { "catcher", catcher }, { "changer", changer }, { NULL, NULL } };
 
 typedef struct {
     int spawned, created, ended, parent_said, bytes, ended_before_data;
@@ -126,6 +143,13 @@ static void as_messages(void)
     start_one("grandparent");
     collect(50, &one, 2);
     holds(strstr(one.text, "first line\n") != NULL, "the output of grandchildren goes to the same collector");
+    start_one("changer");
+    collect(50, &one, 1);
+    collect(51, &two, 1);
+    reads(one.text, "before\n", "what a task prints before it sends its output elsewhere goes the old way");
+    reads(two.text, "after\n", "what a task prints afterwards goes the new way");
+    is(one.ended, 1, "the old collector is told the end");
+    is(two.spawned, 1, "the new collector is told the beginning");
     pvm_setopt(PvmOutputTid, 0);
     pvm_setopt(PvmOutputCode, 0);
     start_one("printer");

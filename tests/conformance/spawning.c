@@ -22,6 +22,28 @@ static int teller(int argc, char **argv)
     return 0;
 }
 
+/* Tells what it was given by the system: descriptors and signals. */
+static int naked(int argc, char **argv)
+{
+    int facts[6], k, hup = signal(SIGHUP, SIG_DFL) == SIG_IGN, pip = signal(SIGPIPE, SIG_DFL) == SIG_IGN;
+    struct stat in, null, out, err;
+    (void)argc, (void)argv;
+    stat("/dev/null", &null);
+    facts[0] = fstat(0, &in) == 0 && in.st_rdev == null.st_rdev && S_ISCHR(in.st_mode);
+    facts[1] = fstat(1, &out) == 0 && (S_ISFIFO(out.st_mode) || S_ISSOCK(out.st_mode));
+    facts[2] = fstat(2, &err) == 0 && err.st_ino == out.st_ino;
+    facts[3] = 0;
+    for (k = 3; k < 200; k++)
+        facts[3] += fcntl(k, F_GETFD) >= 0;
+    facts[4] = hup;
+    facts[5] = pip;
+    pvm_initsend(PvmDataDefault);
+    pvm_pkint(facts, 6, 1);
+    pvm_send(pvm_parent(), 4);
+    pvm_exit();
+    return 0;
+}
+
 static int waiter(int argc, char **argv)
 {
     (void)argc, (void)argv;
@@ -31,7 +53,7 @@ static int waiter(int argc, char **argv)
     return 0;
 }
 
-static const role roles[] = { { "teller", teller }, { "waiter", waiter }, { NULL, NULL } };
+static const role roles[] = { { "teller", teller }, { "waiter", waiter }, { "naked", naked }, { NULL, NULL } };
 
 static int on_host(int *tids, int n, int host)
 {
@@ -48,6 +70,38 @@ static void dismiss(int *tids, int n)
         tell(tids[k], 3, 0);
     for (k = 0; k < n; k++)
         gone(tids[k]);
+}
+
+static void rotation(void)
+{
+    int tids[8], first = start_one("waiter"), second = start_one("waiter"), third = start_one("waiter"), k, changes;
+    is(pvm_tidtohost(first), 0x80000, "the first spawn goes to the host behind the own one");
+    is(pvm_tidtohost(second), 0xc0000, "the next spawn goes to the next host");
+    is(pvm_tidtohost(third), 0x40000, "behind the last host comes the first");
+    tids[0] = first;
+    tids[1] = second;
+    tids[2] = third;
+    dismiss(tids, 3);
+    start_as("waiter", PvmTaskDefault, NULL, 7, tids);
+    for (k = 1, changes = 0; k < 7; k++)
+        changes += pvm_tidtohost(tids[k]) != pvm_tidtohost(tids[k - 1]);
+    is(changes, 2, "seven tasks on three hosts are three blocks");
+    is(on_host(tids, 7, pvm_tidtohost(tids[0])), 3, "the first host of seven tasks gets three");
+    is(on_host(tids, 7, pvm_tidtohost(tids[6])), 2, "the last host of seven tasks gets two");
+    dismiss(tids, 7);
+}
+
+static void given(void)
+{
+    int facts[6] = { 0 }, tid = start_one("naked");
+    await(tid, 4);
+    pvm_upkint(facts, 6, 1);
+    is(facts[0], 1, "a task's standard input is /dev/null");
+    is(facts[1], 1, "a task's standard output leads to its daemon");
+    is(facts[2], 1, "a task's standard error is its standard output");
+    is(facts[3], 0, "a task has no other descriptors at its start");
+    is(facts[4], 1, "a task ignores SIGHUP at its start");
+    is(facts[5], 1, "a task ignores SIGPIPE at its start");
 }
 
 static void places(void)
@@ -221,6 +275,8 @@ static void sentences(void)
     char *names[] = { "h2", "h3" };
     int status[2];
     is(pvm_addhosts(names, 2, status), 2, "two more hosts for spawning are added");
+    rotation();
+    given();
     places();
     refusals();
     partly_there();

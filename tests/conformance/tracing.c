@@ -1,12 +1,6 @@
 /* Tracing: records of a task's own calls and of its children's, user events, and a tracer for all. */
 #include "conform.h"
-#if __has_include(<pvmtev.h>)
 #include <pvmtev.h>
-#else
-extern int pvm_settmask(int, char *), pvm_reg_tracer(int, int, int, int, char *, int, int);
-#endif
-
-extern int pvmtrccodef;
 
 enum { SEND_EVENT = 47, NEWTASK_EVENT = 75, SPNTASK_EVENT = 77, ENTRY = 0x4000, EXIT = 0x8000 };
 

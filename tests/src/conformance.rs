@@ -334,3 +334,63 @@ impl Verdict {
         text
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::process::ExitStatusExt;
+
+    fn done(status: i32, out: &str) -> Result<Done, String> {
+        Ok(Done { status: std::process::ExitStatus::from_raw(status), out: out.into(), err: String::new() })
+    }
+
+    fn difference(system: &str, sentence: &str) -> Difference {
+        Difference { system: system.into(), sentence: sentence.into(), explained: "a defect".into() }
+    }
+
+    fn unexplained(system: System, out: &str, known: &[Difference]) -> Vec<String> {
+        judge(&[(system, heard("p", done(0, out)))], known, true).unexplained
+    }
+
+    #[test]
+    fn a_sentence_that_holds_is_no_news_and_one_that_does_not_is() {
+        assert!(unexplained(System::Sempa, "ok a\nend\n", &[]).is_empty());
+        assert_eq!(
+            unexplained(System::Sempa, "not ok a: got 1, wanted 2\nend\n", &[]),
+            ["sempa: p: a: got 1, wanted 2"]
+        );
+    }
+
+    #[test]
+    fn a_known_difference_is_explained_for_its_own_system_only() {
+        let (known, out) = ([difference("pvm3", "a")], "not ok a: got 1, wanted 2\nend\n");
+        assert!(unexplained(System::Pvm3, out, &known).is_empty());
+        assert_eq!(unexplained(System::SempaUnchanged, out, &known).len(), 1);
+        assert!(unexplained(System::SempaUnchanged, out, &[difference("sempa", "a")]).is_empty());
+    }
+
+    #[test]
+    fn a_difference_that_is_none_any_more_or_that_nobody_says_is_news() {
+        assert_eq!(unexplained(System::Pvm3, "ok a\nend\n", &[difference("pvm3", "a")]).len(), 1);
+        assert_eq!(unexplained(System::Pvm3, "ok b\nend\n", &[difference("pvm3", "a")]).len(), 1);
+    }
+
+    #[test]
+    fn a_program_that_does_not_end_well_or_says_things_twice_is_news() {
+        for outcome in [heard("p", done(11, "ok a\n")), heard("p", done(0, "ok a\n")), heard("p", Err("stuck".into()))]
+        {
+            assert_eq!(outcome.last().expect("it is said").sentence, "p runs to its end");
+            assert!(outcome.last().expect("it is said").wrong.is_some());
+        }
+        assert_eq!(unexplained(System::Pvm3, "ok a\nok a\nend\n", &[]).len(), 1);
+    }
+
+    #[test]
+    fn what_one_system_says_the_other_has_to_say_too() {
+        let runs = [
+            (System::Pvm3, heard("p", done(0, "ok a\nok b\nend\n"))),
+            (System::Sempa, heard("p", done(0, "ok a\nend\n"))),
+        ];
+        assert_eq!(judge(&runs, &[], true).unexplained, ["sempa: p: never said: b"]);
+    }
+}

@@ -217,6 +217,9 @@ fn programs_of_other_packages() {
         plain(with("slsh", &["hello_master"]), Compare::Lines),
         plain(with("slsh", &["master", "echo hi", "2"]), Compare::Sorted),
         plain(alone("pvmgetarch"), Compare::Lines),
+        plain(alone("tracer"), Compare::Lines),
+        typed("tracer", "trace\nhelp\nquit\n", Compare::Lines),
+        plain(with("trcsort", &["no-such-file"]), Compare::Lines),
     ]);
 }
 
