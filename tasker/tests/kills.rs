@@ -9,22 +9,32 @@ use sempa_proto::tasker::ToTasker;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+/// A tasker with this engine, after the trial that it makes with it.
+fn with_engine(engine: &Path) -> Tasker {
+    let mut here = Tasker::start_with(&[("SEMPA_CRIU", engine.to_str().expect("text"))]);
+    here.run(tid(9), &sh(), &["-c", "sleep 1000"]);
+    inspect(&mut here, tid(9), migration(9)).expect("the engine works");
+    here
+}
+
+/// A tasker in the middle of a dump of the counter, whose engine waits to be killed.
+fn with_waiting_dump(dir: &Path, output: &mut Vec<u8>) -> Tasker {
+    let mut here = with_engine(&waiting_wrapper(dir));
+    stopped_counter(&mut here, dir, output);
+    armed(dir);
+    here.send(ToTasker::Dump { migration: migration(1), tid: tid(1), dir: dir.join("images") });
+    here
+}
+
 #[test]
 fn a_killed_dump_leaves_the_task_whole_and_a_later_move_succeeds() {
     if !can_move() {
         return;
     }
     let dir = tempfile::tempdir().expect("dir");
-    let engine = waiting_wrapper(dir.path());
-    let mut here = Tasker::start_with(&[("SEMPA_CRIU", engine.to_str().expect("text"))]);
     let mut there = Tasker::start();
     let mut output = Vec::new();
-    // Wait for the trial, which uses the wrapper too.
-    here.run(tid(9), &sh(), &["-c", "sleep 1000"]);
-    inspect(&mut here, tid(9), migration(9)).expect("the engine works");
-    stopped_counter(&mut here, dir.path(), &mut output);
-    armed(dir.path());
-    here.send(ToTasker::Dump { migration: migration(1), tid: tid(1), dir: dir.path().join("images") });
+    let mut here = with_waiting_dump(dir.path(), &mut output);
     let engine = pid_in(&dir.path().join("pid"));
     nix::sys::signal::kill(nix::unistd::Pid::from_raw(engine), nix::sys::signal::SIGKILL).expect("kill");
     assert_eq!(dumped(&mut here, &mut Vec::new()), Err(Failure::Killed { signal: 9 }));
@@ -44,14 +54,8 @@ fn a_dump_that_hangs_is_tried_once_more() {
         return;
     }
     let dir = tempfile::tempdir().expect("dir");
-    let engine = waiting_wrapper(dir.path());
-    let mut here = Tasker::start_with(&[("SEMPA_CRIU", engine.to_str().expect("text"))]);
     let mut output = Vec::new();
-    here.run(tid(9), &sh(), &["-c", "sleep 1000"]);
-    inspect(&mut here, tid(9), migration(9)).expect("the engine works");
-    stopped_counter(&mut here, dir.path(), &mut output);
-    armed(dir.path());
-    here.send(ToTasker::Dump { migration: migration(1), tid: tid(1), dir: dir.path().join("images") });
+    let mut here = with_waiting_dump(dir.path(), &mut output);
     pid_in(&dir.path().join("pid"));
     disarmed(dir.path());
     assert!(dumped(&mut here, &mut Vec::new()).expect("the second attempt works").bytes > 0);
@@ -74,9 +78,7 @@ fn the_engine_killed_while_it_writes_memory_does_no_harm() {
     let dir = tempfile::tempdir().expect("dir");
     let d = dir.path().display().to_string();
     let engine = wrapper(dir.path(), &format!("echo $$ > {d}/pid.new; mv {d}/pid.new {d}/pid"));
-    let mut here = Tasker::start_with(&[("SEMPA_CRIU", engine.to_str().expect("text"))]);
-    here.run(tid(9), &sh(), &["-c", "sleep 1000"]);
-    inspect(&mut here, tid(9), migration(9)).expect("the engine works");
+    let mut here = with_engine(&engine);
     let mut output = Vec::new();
     let pid = here.run(tid(1), &program(dir.path(), "counter"), &["150"]);
     here.output_until(tid(1), &mut output, |text| lines(text) > 10);
@@ -111,14 +113,8 @@ fn a_move_called_off_during_the_dump_ends_the_engine_and_the_task_goes_on() {
         return;
     }
     let dir = tempfile::tempdir().expect("dir");
-    let engine = waiting_wrapper(dir.path());
-    let mut here = Tasker::start_with(&[("SEMPA_CRIU", engine.to_str().expect("text"))]);
-    here.run(tid(9), &sh(), &["-c", "sleep 1000"]);
-    inspect(&mut here, tid(9), migration(9)).expect("the engine works");
     let mut output = Vec::new();
-    stopped_counter(&mut here, dir.path(), &mut output);
-    armed(dir.path());
-    here.send(ToTasker::Dump { migration: migration(1), tid: tid(1), dir: dir.path().join("images") });
+    let mut here = with_waiting_dump(dir.path(), &mut output);
     let engine = pid_in(&dir.path().join("pid"));
     here.send(ToTasker::Continue { migration: migration(1), tid: tid(1) });
     assert!(matches!(dumped(&mut here, &mut Vec::new()), Err(Failure::CalledOff(_))));
@@ -149,9 +145,7 @@ fn an_engine_killed_before_or_after_any_touch_of_the_task_does_no_harm() {
     let env = format!("LD_PRELOAD={}:$LD_PRELOAD", killer.display());
     // In the environment of the engine alone: the shell makes no steps.
     let engine = wrapper_in_env(dir.path(), &format!("{env} KILL_AT=$(cat {} 2>/dev/null)", at.display()));
-    let mut here = Tasker::start_with(&[("SEMPA_CRIU", engine.to_str().expect("text"))]);
-    here.run(tid(9), &sh(), &["-c", "sleep 1000"]);
-    inspect(&mut here, tid(9), migration(9)).expect("the engine works");
+    let mut here = with_engine(&engine);
     let mut output = Vec::new();
     let pid = here.run(tid(1), &program(dir.path(), "counter"), &[]);
     let stride = if std::env::var_os("SEMPA_TEST_EVERY_STEP").is_some() { 1 } else { STRIDE };
