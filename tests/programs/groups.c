@@ -132,6 +132,14 @@ static int gather(char *group, int root)
     return pvm_gather(all, &own, 1, PVM_INT, 39, group, root);
 }
 
+/* Waits for its part; the root gives everybody a zero. */
+static int scatter(char *group, int root)
+{
+    int own, all[MEMBERS_MAX] = { 0 };
+
+    return pvm_scatter(&own, all, 1, PVM_INT, 40, group, root);
+}
+
 static int broadcast(char *group, int tag)
 {
     pvm_initsend(PvmDataDefault);
@@ -168,6 +176,7 @@ static int obey(const char *line, int last)
     if (!strcmp(word, "freeze")) return pvm_freezegroup(g, n);
     if (!strcmp(word, "bcast")) return broadcast(g, n);
     if (!strcmp(word, "gather")) return gather(g, n);
+    if (!strcmp(word, "scatter")) return scatter(g, n);
     if (!strcmp(word, "collective")) return collective(g, n);
     if (!strcmp(word, "recv")) return pvm_recv(-1, atoi(g)) > 0 ? 0 : -1;
     if (!strcmp(word, "listen")) return listen(atoi(g));

@@ -187,7 +187,7 @@ fn a_frozen_group_takes_nobody_in_and_its_members_hear_when_it_breaks() {
 }
 
 #[test]
-fn the_root_of_a_gather_hears_of_a_member_that_gave_nothing() {
+fn whoever_waits_for_a_message_of_a_member_that_died_is_told() {
     on_hosts(2, |vm, program| {
         let mut m = members(vm, program, &[1, 2, 2]);
         let root = m[0].tell("gather g 0");
@@ -197,6 +197,12 @@ fn the_root_of_a_gather_hears_of_a_member_that_gave_nothing() {
         m[2].kill();
         assert_eq!(m[0].result(root), -21);
         assert_eq!(m[0].ask("size g"), 1);
+        // A member that waits for its part, from a root that ends.
+        let mut root = Member::start(vm, 2, program);
+        assert_eq!(root.ask("join g"), 1);
+        let waits = m[0].tell("scatter g 1");
+        root.kill();
+        assert_eq!(m[0].result(waits), -21);
     });
 }
 
