@@ -1,31 +1,19 @@
 //! The migration protocol under faults: one task, two hosts, a coordinator, and everything that can go wrong at random
 //! times. The two copies are modelled; the three machines are the real ones.
 
+#[path = "../../libpvm/proto/tests/dice/mod.rs"]
+mod dice;
+
 use checkpoint::protocol::{
     Coordinator, CoordinatorOutput, Source, SourceEvent, SourceOutput, Target, TargetEvent, TargetOutput,
 };
+use dice::Dice;
 use sempa_proto::migration::{Cause, Failure, Order, Refusal, Report, Step, TaskFacts, Usage};
 use sempa_proto::task::{MoveError, MoveReport};
 use sempa_proto::tasker::DumpReport;
 use sempa_proto::{HostId, Micros, MigrationId, Tid};
 use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
-
-/// A small generator (xorshift): one seed, one run.
-struct Dice(u64);
-
-impl Dice {
-    fn roll(&mut self, below: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0 % below
-    }
-
-    fn chance(&mut self, percent: u64) -> bool {
-        self.roll(100) < percent
-    }
-}
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Copy {
@@ -146,10 +134,10 @@ impl World {
 
     /// The answer of a tasker: good, bad, or never.
     fn worker<T>(&mut self, good: T, wrap: impl Fn(Result<T, Failure>) -> Item) {
-        if self.dice.chance(self.faults.stalls_percent) {
+        if self.dice.roll(100) < self.faults.stalls_percent {
             return;
         }
-        let result = if self.dice.chance(self.faults.step_fails_percent) {
+        let result = if self.dice.roll(100) < self.faults.step_fails_percent {
             Err(Failure::Engine("dice".into()))
         } else {
             Ok(good)
@@ -194,7 +182,7 @@ impl World {
             Item::Source(event) => self.source_event(event),
             Item::Target(event) => self.target_event(event),
             Item::Recorded(id) => {
-                let result = if self.dice.chance(self.faults.step_fails_percent) {
+                let result = if self.dice.roll(100) < self.faults.step_fails_percent {
                     Err(Failure::Io("disk".into()))
                 } else {
                     Ok(())
@@ -289,7 +277,7 @@ impl World {
             SourceOutput::Stop => self.worker((), |r| Item::Source(SourceEvent::Stopped(r))),
             SourceOutput::Dump => self.worker(DumpReport::default(), |r| Item::Source(SourceEvent::Dumped(r))),
             SourceOutput::SendImages => {
-                let bad = self.dice.chance(self.faults.step_fails_percent);
+                let bad = self.dice.roll(100) < self.faults.step_fails_percent;
                 self.soon(Item::Source(SourceEvent::Sent(if bad {
                     Err(Failure::Images("cut".into()))
                 } else {

@@ -3,24 +3,15 @@
 //! Every pair of tasks exchanges numbered messages; each receiver checks that it gets each number once and in order, with
 //! the bytes that were sent.
 
+mod dice;
+
 use bytes::Bytes;
+use dice::Dice;
 use sempa_proto::link::{
     FRAGMENT_BYTES_MAX, Link, LinkEvent, LinkFrame, LinkKind, LinkOutput, WINDOW_BYTES_MAX, WINDOW_FRAGMENTS_MAX,
 };
 use sempa_proto::{Micros, RouteId, Tid};
 use std::collections::BTreeMap;
-
-/// A small generator (xorshift): one seed, one run.
-struct Dice(u64);
-
-impl Dice {
-    fn roll(&mut self, below: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0 % below
-    }
-}
 
 /// How bad the network is, in parts of a thousand.
 #[derive(Clone, Copy, Debug)]
