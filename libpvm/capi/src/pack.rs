@@ -111,11 +111,13 @@ fn in_place<T: Copy>(pieces: &mut Vec<Piece>, items: &Strided<T>) -> PvmResult<(
     Ok(())
 }
 
-/// Packs numbers or pairs.
-///
-/// # Errors
-/// `NotImpl` for strides in place, `BadMsg` when the buffer cannot be packed into, `NoMem` when it gets too long.
-pub(crate) fn pack<T: Wire>(buffer: &mut Buffer, items: &Strided<T>) -> PvmResult<()> {
+/// Packs an array that needs so many bytes at most: in place only where it is, else `write` appends it.
+fn pack_array<T: Copy>(
+    buffer: &mut Buffer,
+    items: &Strided<T>,
+    bytes: usize,
+    write: impl FnOnce(&mut Vec<u8>, Enc),
+) -> PvmResult<()> {
     if let Some(pieces) = buffer.pieces() {
         return in_place(pieces, items);
     }
@@ -124,18 +126,27 @@ pub(crate) fn pack<T: Wire>(buffer: &mut Buffer, items: &Strided<T>) -> PvmResul
     }
     let enc = buffer.enc;
     let out = buffer.open()?;
-    room(out, items.len().saturating_mul(T::XDR_BYTES.max(size_of::<T>())))?;
-    match enc {
-        Enc::Raw => items.append_raw(out),
-        _ => {
-            if enc == Enc::Trace {
-                trace_item(out, T::TRACE_TYPE, items.len());
-            }
-            out.reserve(items.len() * T::XDR_BYTES);
-            (0..items.len()).for_each(|i| items.get(i).put(out));
-        }
-    }
+    room(out, bytes)?;
+    write(out, enc);
     Ok(())
+}
+
+/// Packs numbers or pairs.
+///
+/// # Errors
+/// `NotImpl` for strides in place, `BadMsg` when the buffer cannot be packed into, `NoMem` when it gets too long.
+pub(crate) fn pack<T: Wire>(buffer: &mut Buffer, items: &Strided<T>) -> PvmResult<()> {
+    let bytes = items.len().saturating_mul(T::XDR_BYTES.max(size_of::<T>()));
+    pack_array(buffer, items, bytes, |out, enc| {
+        if enc == Enc::Raw {
+            return items.append_raw(out);
+        }
+        if enc == Enc::Trace {
+            trace_item(out, T::TRACE_TYPE, items.len());
+        }
+        out.reserve(items.len() * T::XDR_BYTES);
+        (0..items.len()).for_each(|i| items.get(i).put(out));
+    })
 }
 
 /// Packs bytes; in XDR padded per call.
@@ -143,23 +154,15 @@ pub(crate) fn pack<T: Wire>(buffer: &mut Buffer, items: &Strided<T>) -> PvmResul
 /// # Errors
 /// As [`pack`].
 pub(crate) fn pack_bytes(buffer: &mut Buffer, items: &Strided<u8>) -> PvmResult<()> {
-    if let Some(pieces) = buffer.pieces() {
-        return in_place(pieces, items);
-    }
-    if items.len() == 0 {
-        return Ok(());
-    }
-    let enc = buffer.enc;
-    let out = buffer.open()?;
-    room(out, items.len().saturating_add(16))?;
-    if enc == Enc::Trace {
-        trace_item(out, 1, items.len());
-    }
-    items.append_raw(out);
-    if enc != Enc::Raw {
-        pad(out, items.len());
-    }
-    Ok(())
+    pack_array(buffer, items, items.len().saturating_add(16), |out, enc| {
+        if enc == Enc::Trace {
+            trace_item(out, 1, items.len());
+        }
+        items.append_raw(out);
+        if enc != Enc::Raw {
+            pad(out, items.len());
+        }
+    })
 }
 
 /// Packs a string: its length with the NUL, then the characters and the NUL.
