@@ -8,7 +8,7 @@ use sempa_proto::Micros;
 use sempa_proto::migration::{Failure, FileMatch, Refusal, TaskFacts, Usage};
 use sempa_proto::tasker::{FromTasker, ToTasker};
 use std::os::unix::fs::PermissionsExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 #[test]
@@ -99,10 +99,7 @@ fn a_killed_restore_leaves_nothing_and_the_source_goes_on() {
     let engine = waiting_wrapper(dir.path());
     let mut here = Tasker::start();
     let mut there = Tasker::start_with(&[("SEMPA_CRIU", engine.to_str().expect("text"))]);
-    let mut output = Vec::new();
-    stopped_counter(&mut here, dir.path(), &mut output);
-    let images = dir.path().join("images");
-    dump(&mut here, tid(1), migration(1), &images, &mut Vec::new()).expect("a dump");
+    let (images, mut output) = dumped_counter(&mut here, dir.path());
     assert_eq!(prepare(&mut there, tid(1), migration(1), facts_of_this_host()), []);
     armed(dir.path());
     there.send(ToTasker::Restore { migration: migration(1), tid: tid(1), dir: images.clone() });
@@ -127,10 +124,7 @@ fn a_held_copy_can_be_discarded_and_the_source_goes_on() {
     }
     let dir = tempfile::tempdir().expect("dir");
     let (mut here, mut there) = (Tasker::start(), Tasker::start());
-    let mut output = Vec::new();
-    stopped_counter(&mut here, dir.path(), &mut output);
-    let images = dir.path().join("images");
-    dump(&mut here, tid(1), migration(1), &images, &mut Vec::new()).expect("a dump");
+    let (images, mut output) = dumped_counter(&mut here, dir.path());
     let copy = restore(&mut there, tid(1), migration(1), &images).expect("a restore");
     assert!(is_alive(copy));
     let mut seen = Vec::new();
@@ -151,10 +145,7 @@ fn a_held_copy_needs_no_engine_and_is_reported_when_it_is_killed() {
     let engine = wrapper(dir.path(), &format!("echo $$ > {d}/pid.new; mv {d}/pid.new {d}/pid"));
     let mut here = Tasker::start();
     let mut there = Tasker::start_with(&[("SEMPA_CRIU", engine.to_str().expect("text"))]);
-    let mut output = Vec::new();
-    stopped_counter(&mut here, dir.path(), &mut output);
-    let images = dir.path().join("images");
-    dump(&mut here, tid(1), migration(1), &images, &mut Vec::new()).expect("a dump");
+    let (images, mut output) = dumped_counter(&mut here, dir.path());
     assert_eq!(prepare(&mut there, tid(1), migration(1), facts_of_this_host()), []);
     let copy = restore(&mut there, tid(1), migration(1), &images).expect("a restore");
     let engine = pid_in(&dir.path().join("pid"));
@@ -184,10 +175,7 @@ fn damaged_images_fail_in_time_and_leave_nothing() {
     }
     let dir = tempfile::tempdir().expect("dir");
     let (mut here, mut there) = (Tasker::start(), Tasker::start());
-    let mut output = Vec::new();
-    stopped_counter(&mut here, dir.path(), &mut output);
-    let images = dir.path().join("images");
-    dump(&mut here, tid(1), migration(1), &images, &mut Vec::new()).expect("a dump");
+    let (images, mut output) = dumped_counter(&mut here, dir.path());
     let pages = images.join("pages-1.img");
     let length = std::fs::metadata(&pages).expect("pages").len();
     std::fs::File::options().write(true).open(&pages).expect("open").set_len(length - 4096).expect("cut");
@@ -217,10 +205,7 @@ fn an_engine_that_hangs_is_ended_at_its_deadline() {
     let engine = waiting_wrapper(dir.path());
     let mut here = Tasker::start();
     let mut there = Tasker::start_with(&[("SEMPA_CRIU", engine.to_str().expect("text"))]);
-    let mut output = Vec::new();
-    stopped_counter(&mut here, dir.path(), &mut output);
-    let images = dir.path().join("images");
-    dump(&mut here, tid(1), migration(1), &images, &mut Vec::new()).expect("a dump");
+    let (images, mut output) = dumped_counter(&mut here, dir.path());
     assert_eq!(prepare(&mut there, tid(1), migration(1), facts_of_this_host()), []);
     armed(dir.path());
     let result = restore(&mut there, tid(1), migration(1), &images);
@@ -239,10 +224,7 @@ fn a_tasker_killed_during_a_move_leaves_no_process() {
     }
     let dir = tempfile::tempdir().expect("dir");
     let (mut here, mut there) = (Tasker::start(), Tasker::start());
-    let mut output = Vec::new();
-    stopped_counter(&mut here, dir.path(), &mut output);
-    let images = dir.path().join("images");
-    dump(&mut here, tid(1), migration(1), &images, &mut Vec::new()).expect("a dump");
+    let (images, _) = dumped_counter(&mut here, dir.path());
     let copy = restore(&mut there, tid(1), migration(1), &images).expect("a restore");
     there.child.kill().expect("kill");
     wait_until("the held copy is gone", || !is_alive(copy));
@@ -366,6 +348,15 @@ fn a_missing_or_broken_engine_is_told_with_how_to_get_one() {
     let refused = inspect(&mut tasker, tid(1), migration(1));
     assert!(matches!(refused, Err(Refusal::NoEngine { .. })), "{refused:?}");
     tasker.stop();
+}
+
+/// Starts a counter, stops and dumps it: where the images are, and what it has said so far.
+fn dumped_counter(tasker: &mut Tasker, dir: &Path) -> (PathBuf, Vec<u8>) {
+    let mut output = Vec::new();
+    stopped_counter(tasker, dir, &mut output);
+    let images = dir.join("images");
+    dump(tasker, tid(1), migration(1), &images, &mut Vec::new()).expect("a dump");
+    (images, output)
 }
 
 /// What any task has in common with this host.
