@@ -14,6 +14,8 @@ use sempa_proto::task::{
 use sempa_proto::{Message, PvmError, PvmResult, Tid};
 use std::sync::atomic::Ordering::Relaxed;
 
+/// Tasks that one call may ask for; a daemon refuses more.
+const SPAWN_COUNT_MAX: u32 = 65_536;
 /// Hosts that one call may add or delete.
 pub(crate) const HOSTS_PER_CALL_MAX: usize = 4095;
 /// `PvmNotifyCancel`.
@@ -62,6 +64,9 @@ pub(crate) fn spawn(
 ) -> PvmResult<Vec<PvmResult<Tid>>> {
     let rt = session::runtime()?;
     let count = u32::try_from(count).ok().filter(|n| *n > 0).ok_or(PvmError::BadParam)?;
+    if count > SPAWN_COUNT_MAX {
+        return Err(PvmError::OutOfRes);
+    }
     let flags = flags | env::get("PVMTASK").map_or(0, |text| env::number(text.as_bytes()));
     if flags & (SPAWN_HOST | SPAWN_ARCH) != 0 && place.is_empty() {
         return Ok(vec![Err(PvmError::NoHost); count as usize]);

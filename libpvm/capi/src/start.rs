@@ -20,11 +20,12 @@ const START_MAX: Duration = Duration::from_secs(30);
 /// How often its socket is tried meanwhile.
 const TRY_EVERY: Duration = Duration::from_millis(10);
 
-/// Starts a daemon with these arguments, waits until it answers, and enrols.
+/// Starts a daemon with these arguments, waits until it answers, and enrols; with `block` also until no host is being
+/// added.
 ///
 /// # Errors
 /// `DupHost` when one answers already, `CantStart` when it does not come up, `SysErr` when it does not take this task.
-pub(crate) fn start_daemon(args: &[Vec<u8>]) -> PvmResult<()> {
+pub(crate) fn start_daemon(args: &[Vec<u8>], block: bool) -> PvmResult<()> {
     let place = Place::of(process::user() as u32, env::get).map_err(|reason| {
         session::say(&format!("{reason}\n"), true);
         PvmError::CantStart
@@ -54,7 +55,12 @@ pub(crate) fn start_daemon(args: &[Vec<u8>]) -> PvmResult<()> {
         }
         std::thread::sleep(TRY_EVERY);
     }
-    session::runtime().map(drop)
+    let rt = session::runtime()?;
+    if block {
+        // Asking for no host is answered when the hosts of the host file have been added, or not.
+        rt.add_hosts(Vec::new()).map_err(|error| error.code)?;
+    }
+    Ok(())
 }
 
 /// The daemon says its address in one line when it is ready; it closes its output when it fails.

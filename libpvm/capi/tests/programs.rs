@@ -113,3 +113,10 @@ fn a_program_linked_with_the_static_library_runs_without_the_shared_one() {
     command.env("PVM_TMP", nowhere.path()).env("PVM_ALLOW_ROOT", "1").env_remove("PVMSOCK").env_remove("PVM_VMID");
     must_succeed(&command.output().expect("runs"));
 }
+
+#[test]
+fn threads_may_call_at_the_same_time_and_forked_children_are_tasks_of_their_own() {
+    let daemon = Daemon::start();
+    let program = Program::compile_with("threads", &include(), &["-Wall", "-Werror", "-pthread"]);
+    must_succeed(&program.command(daemon.tmp()).output().expect("runs"));
+}

@@ -32,7 +32,7 @@ fn every_call_of_a_traced_task_is_told_when_it_begins_and_when_it_ends() {
         ("kill begins:", " -5"),
         ("kill ends:", " -2"),
         ("send again:", " 56 -1111 -2222 0"),
-        ("spawn ends:", " 1 1 262147"),
+        ("spawn ends:", " 262146 1 262147"),
         ("spntask:", " 262146"),
     ] {
         let found = said.lines().any(|said| said.starts_with(line) && said.ends_with(end));

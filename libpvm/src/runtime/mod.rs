@@ -26,7 +26,7 @@ use crate::error::EnrollError;
 use crate::inbox::Inbox;
 use sempa_proto::task::{Claim, Reply, Request, RmInfo, Sink, TracerSettings, Welcome};
 use sempa_proto::{HostId, Message, Micros, PvmError, PvmResult, Tid};
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread::JoinHandle;
@@ -200,9 +200,19 @@ impl Runtime {
         next(before.unwrap_or(0)).unwrap_or(1)
     }
 
-    /// The socket to the daemon, for `pvm_getfds`; `None` while there is none. Readable does not mean that a message is
-    /// there, and messages may be there already: look first, then sleep.
-    pub fn socket_fd(&self) -> Option<RawFd> {
+    /// A descriptor to wait on, for `pvm_getfds`: readable as long as something has arrived that was not taken, or the
+    /// connection is gone. It stays the same for life. `None` in a forked child, or when the system has none left.
+    pub fn ready_fd(&self) -> Option<RawFd> {
+        if self.0.shared.is_foreign() {
+            return None;
+        }
+        self.0.shared.sign_fd().ok()
+    }
+
+    /// The socket to the daemon; `None` while there is none.
+    #[cfg(test)]
+    pub(crate) fn socket_fd(&self) -> Option<RawFd> {
+        use std::os::fd::AsRawFd;
         let state = self.lock()?;
         state.socket.as_ref().map(|socket| socket.get().as_raw_fd())
     }

@@ -9,10 +9,10 @@ use nix::sys::socket::{MsgFlags, sendmsg};
 use sempa_proto::frame::FrameDecoder;
 use sempa_proto::{Micros, Tid};
 use std::io;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, TryLockError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, TryLockError};
 use std::time::{Duration, Instant};
 
 /// Room made for one read.
@@ -46,6 +46,8 @@ pub(crate) struct State {
     pub(crate) sleep: Sleep,
     /// Threads that wait for news.
     waiting: usize,
+    /// The sign for programs that wait on descriptors is up.
+    sign_is_up: bool,
 }
 
 /// The state with its lock.
@@ -58,6 +60,8 @@ pub(crate) struct Shared {
     /// Bytes were written, or will never be.
     written: Condvar,
     bell: Own<EventFd>,
+    /// Readable while something is here, for programs that wait on descriptors themselves; made when one asks for it.
+    sign: OnceLock<Own<EventFd>>,
     generation: u64,
     stop: AtomicBool,
 }
@@ -120,8 +124,20 @@ impl<'a> Held<'a> {
         }
     }
 
+    /// Puts the sign up while something can be received, or the connection is gone, and takes it down otherwise.
+    fn show(&mut self) {
+        let Some(sign) = self.shared.sign.get() else { return };
+        let up = !self.core.inbox.is_empty() || self.core.lost().is_some();
+        if up != self.sign_is_up {
+            self.sign_is_up = up;
+            // The counter is 0 or 1, and only changed under the lock.
+            let _ = if up { sign.get().write(1).map(drop) } else { sign.get().read().map(drop) };
+        }
+    }
+
     /// Unlocks, then wakes whom it concerns, so that nobody wakes up only to find the lock taken.
     fn release(&mut self) {
+        self.show();
         let concerned = self.concerned();
         drop(self.state.take());
         Held::tell(self.shared, concerned);
@@ -138,6 +154,7 @@ impl<'a> Held<'a> {
     }
 
     fn wait(&mut self, condvar: &'a Condvar, span: Option<Duration>) {
+        self.show();
         // What was done since the lock was taken may concern others, who must not wait for our return.
         Held::tell(self.shared, self.concerned());
         let mut state = self.state.take().expect("taken only on release");
@@ -261,6 +278,7 @@ impl Shared {
             decoder: FrameDecoder::new(),
             sleep: Sleep::Awake,
             waiting: 0,
+            sign_is_up: false,
         };
         state.adopt(socket, decoder);
         Ok(Shared {
@@ -269,6 +287,7 @@ impl Shared {
             arrived: Condvar::new(),
             written: Condvar::new(),
             bell: Own::fd(bell),
+            sign: OnceLock::new(),
             generation: process::generation(),
             stop: AtomicBool::new(false),
         })
@@ -301,6 +320,17 @@ impl Shared {
     pub(crate) fn ring(&self) {
         // Full means rung already.
         let _ = self.bell.get().write(1);
+    }
+
+    /// A descriptor that is readable while something can be received.
+    pub(crate) fn sign_fd(&self) -> io::Result<RawFd> {
+        if self.sign.get().is_none() {
+            let fresh = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
+            // Another thread may have been faster; its sign counts then.
+            let _ = self.sign.set(Own::fd(fresh));
+        }
+        drop(self.lock());
+        Ok(self.sign.get().expect("just made").get().as_fd().as_raw_fd())
     }
 
     /// The bell, for the helper.

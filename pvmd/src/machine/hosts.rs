@@ -321,7 +321,12 @@ impl Machine {
     /// Goes on with a request to add hosts.
     fn add_step(&mut self, job: u64) {
         let hosts = self.hosts();
+        let others = hosts.begin.is_some() || hosts.adds.keys().next().is_some_and(|first| *first != job);
         let Some(add) = hosts.adds.get_mut(&job).filter(|add| add.starting == 0) else { return };
+        if others && add.slots.is_empty() && matches!(add.wanting, Wanting::Task { .. }) {
+            // A request for no host is answered when those before it have been.
+            return;
+        }
         let ready = std::mem::take(&mut add.ready);
         if !ready.is_empty() {
             hosts.wanted_add.extend(ready);
@@ -340,6 +345,10 @@ impl Machine {
                 let refused = refused + added.len() as u32 - joined;
                 self.record(EventKind::HostFileDone { added: joined, refused });
             }
+        }
+        let waits = self.hosts().adds.first_key_value().filter(|(_, add)| add.slots.is_empty()).map(|(job, _)| *job);
+        if let Some(job) = waits {
+            self.add_step(job);
         }
     }
 

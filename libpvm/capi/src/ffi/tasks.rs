@@ -263,7 +263,7 @@ unsafe extern "C" fn pvm_getfds(fds: *mut *mut c_int) -> c_int {
             // SAFETY: by this function's contract.
             let list = unsafe { Out::new(fds) };
             let ask = || {
-                let fd = session::runtime()?.socket_fd().ok_or(PvmError::SysErr)?;
+                let fd = session::runtime()?.ready_fd().ok_or(PvmError::SysErr)?;
                 if list.is_null() {
                     return Err(PvmError::BadParam);
                 }
@@ -294,7 +294,7 @@ unsafe extern "C" fn pvm_start_pvmd(count: c_int, args: *const *const c_char, bl
         || {
             // SAFETY: by this function's contract.
             let args = unsafe { strings(args, Some(count.max(0))) };
-            answer("pvm_start_pvmd", args.and_then(|args| zero(start::start_daemon(&args))))
+            answer("pvm_start_pvmd", args.and_then(|args| zero(start::start_daemon(&args, block != 0))))
         },
         trace::cc,
     )

@@ -1,0 +1,96 @@
+/* Threads that call at the same time, children that do and do not call, and a descriptor to wait on. */
+#include <pvm3.h>
+
+#include "check.h"
+
+#include <poll.h>
+#include <pthread.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#define ROUNDS 2000
+
+static int me;
+
+/* Each thread sends itself numbers under a tag of its own and must get them back in order. Buffers are one per process, as
+   in PVM, so a thread uses what carries its own data: pvm_psend and pvm_precv. */
+static void *talk(void *argument)
+{
+    int tag = (int)(long)argument, i, got[4], len;
+
+    for (i = 0; i < ROUNDS; i++) {
+        int numbers[4] = {i, tag, i ^ tag, -i};
+
+        IS(0, pvm_psend(me, tag, numbers, 4, PVM_INT));
+        IS(0, pvm_precv(me, tag, got, 4, PVM_INT, 0, 0, &len));
+        IS(16, len);
+        IS(0, memcmp(numbers, got, sizeof got));
+    }
+    return 0;
+}
+
+/* Others make and free buffers and ask for things meanwhile. */
+static void *disturb(void *argument)
+{
+    int i, n;
+    struct pvmtaskinfo *tasks;
+
+    for (i = 0; i < ROUNDS; i++) {
+        int mid = pvm_mkbuf(PvmDataRaw);
+
+        if (mid <= 0)
+            IS(1, mid);
+        IS(0, pvm_bufinfo(mid, &n, 0, 0));
+        IS(0, pvm_freebuf(mid));
+        if (i % 100 == 0)
+            IS(0, pvm_tasks(me, &n, &tasks));
+        pvm_getopt(PvmRoute);
+        pvm_nrecv(me, 77777);
+    }
+    return argument;
+}
+
+static int ready(int fd, int span)
+{
+    struct pollfd one = {fd, POLLIN, 0};
+
+    return poll(&one, 1, span);
+}
+
+int main(void)
+{
+    pthread_t threads[6];
+    int i, *fds, status, number = 5;
+    pid_t pid;
+
+    me = pvm_mytid();
+    IS(1, me > 0);
+    for (i = 0; i < 6; i++)
+        IS(0, pthread_create(&threads[i], 0, i < 4 ? talk : disturb, (void *)(long)(i + 1)));
+    for (i = 0; i < 6; i++)
+        IS(0, pthread_join(threads[i], 0));
+    IS(0, pvm_nrecv(-1, -1));
+
+    IS(1, pvm_getfds(&fds));
+    IS(0, ready(fds[0], 0));
+    IS(0, pvm_psend(me, 9, &number, 1, PVM_INT));
+    IS(1, ready(fds[0], 20000));
+    IS(1, pvm_nrecv(me, 9) > 0);
+    IS(0, ready(fds[0], 0));
+
+    pid = fork();
+    if (pid == 0)
+        _exit(0);
+    IS(pid, waitpid(pid, &status, 0));
+    IS(0, status);
+    pid = fork();
+    if (pid == 0)
+        _exit(pvm_mytid() > 0 && pvm_parent() == PvmNoParent && pvm_exit() == 0 ? 7 : 1);
+    IS(pid, waitpid(pid, &status, 0));
+    IS(7, WEXITSTATUS(status));
+    IS(me, pvm_mytid());
+    IS(0, pvm_psend(me, 9, &number, 1, PVM_INT));
+    IS(1, pvm_recv(me, 9) > 0);
+    IS(0, pvm_exit());
+    return 0;
+}
