@@ -1,0 +1,122 @@
+//! Hostile bytes for everything that reads what others have packed: message bodies through the C interface, the documented
+//! messages of resource managers, taskers and hosters, and frames.
+//!
+//! * `cargo fuzz run unpack --features libfuzzer` in this folder lets libFuzzer look for trouble (nightly compiler).
+//! * `cargo run --release --bin storm -- 10000000` throws so many random inputs at the same code with any compiler.
+
+use bytes::Bytes;
+use sempa_proto::frame::FrameDecoder;
+use sempa_proto::link::LinkFrame;
+use sempa_proto::sm;
+use std::ffi::{c_char, c_int, c_long};
+
+// The library is linked for the functions that it exports.
+use pvm3 as _;
+
+unsafe extern "C" {
+    fn pvm_setopt(what: c_int, value: c_int) -> c_int;
+    fn pvm_mkbuf(encoding: c_int) -> c_int;
+    fn pvm_freebuf(mid: c_int) -> c_int;
+    fn pvm_setsbuf(mid: c_int) -> c_int;
+    fn pvm_setrbuf(mid: c_int) -> c_int;
+    fn pvm_pkbyte(bytes: *const c_char, count: c_int, stride: c_int) -> c_int;
+    fn pvm_upkbyte(bytes: *mut c_char, count: c_int, stride: c_int) -> c_int;
+    fn pvm_upkint(numbers: *mut c_int, count: c_int, stride: c_int) -> c_int;
+    fn pvm_upklong(numbers: *mut c_long, count: c_int, stride: c_int) -> c_int;
+    fn pvm_upkdouble(numbers: *mut f64, count: c_int, stride: c_int) -> c_int;
+    fn pvm_upkstr(text: *mut c_char) -> c_int;
+    fn pvm_upkmesg() -> c_int;
+    fn pvm_bufinfo(mid: c_int, len: *mut c_int, tag: *mut c_int, src: *mut c_int) -> c_int;
+}
+
+/// Elements that one unpacking call asks for at most.
+const ELEMENTS: usize = 64;
+
+/// Everything that reads, over these bytes. The first byte chooses the encoding, the second the order of the calls.
+pub fn one(data: &[u8]) {
+    let [encoding, order, body @ ..] = data else { return };
+    documented(body);
+    frames(body);
+    messages(c_int::from(encoding & 1), *order, body);
+}
+
+fn documented(body: &[u8]) {
+    let body = Bytes::copy_from_slice(body);
+    let _ = sm::unpack_spawn(body.clone());
+    let _ = sm::unpack_exec(body.clone());
+    let _ = sm::unpack_tids(body.clone());
+    let _ = sm::unpack_task_end(body.clone());
+    let _ = sm::unpack_host_answers(body);
+}
+
+fn frames(body: &[u8]) {
+    let _ = LinkFrame::decode(Bytes::copy_from_slice(body));
+    let mut decoder = FrameDecoder::new();
+    decoder.push(body);
+    while let Ok(Some(frame)) = decoder.next_frame() {
+        let _ = frame.control::<sempa_proto::task::ToTask>();
+    }
+}
+
+fn messages(encoding: c_int, mut order: u8, body: &[u8]) {
+    // SAFETY: every pointer leads to room for what is asked for; a text is never longer than the message that holds it.
+    unsafe {
+        pvm_setopt(3, 0);
+        let mid = pvm_mkbuf(encoding);
+        pvm_setsbuf(mid);
+        pvm_pkbyte(body.as_ptr().cast(), body.len() as c_int, 1);
+        pvm_setrbuf(mid);
+        let mut text = vec![0 as c_char; body.len() + 8];
+        let (mut ints, mut longs, mut doubles) = ([0; ELEMENTS], [0; ELEMENTS], [0.0; ELEMENTS]);
+        let mut inner = Vec::new();
+        for step in 0..16 {
+            let count = c_int::from(order % ELEMENTS as u8);
+            let code = match order % 6 {
+                0 => pvm_upkstr(text.as_mut_ptr()),
+                1 => pvm_upkint(ints.as_mut_ptr(), count, 1),
+                2 => pvm_upklong(longs.as_mut_ptr(), count, 1),
+                3 => pvm_upkdouble(doubles.as_mut_ptr(), count, 1),
+                4 => pvm_upkbyte(text.as_mut_ptr(), count.min(text.len() as c_int), 1),
+                _ => pvm_upkmesg(),
+            };
+            if order % 6 == 5 && code > 0 {
+                let mut len = 0;
+                assert_eq!(pvm_bufinfo(code, &mut len, std::ptr::null_mut(), std::ptr::null_mut()), 0);
+                assert!(len >= 0 && len as usize <= body.len() + 4, "a message cannot be longer than what holds it");
+                inner.push(code);
+            } else {
+                assert!((-36..=0).contains(&code), "{code} is no documented answer");
+            }
+            order = order.rotate_left(3).wrapping_mul(5).wrapping_add(step);
+        }
+        inner.into_iter().for_each(|mid| assert_eq!(pvm_freebuf(mid), 0));
+        assert_eq!(pvm_freebuf(mid), 0);
+    }
+}
+
+/// A small generator (xorshift).
+pub struct Dice(pub u64);
+
+impl Dice {
+    /// The next number.
+    pub fn roll(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0
+    }
+
+    /// Bytes in which small numbers and the largest ones are frequent: those are what lengths break on.
+    pub fn bytes(&mut self) -> Vec<u8> {
+        let len = self.roll() as usize % 96;
+        let mut bytes: Vec<u8> = (0..len).map(|_| self.roll() as u8).collect();
+        for _ in 0..self.roll() % 6 {
+            let word = [0u32, 1, 4, 12, 0x7fff_ffff, 0xffff_ffff, 0x8000_0000, 64][self.roll() as usize % 8];
+            let at = self.roll() as usize % 24 * 4 + 2;
+            if let Some(place) = bytes.get_mut(at..at + 4) {
+                place.copy_from_slice(&if self.roll() & 1 == 0 { word.to_be_bytes() } else { word.to_le_bytes() });
+            }
+        }
+        bytes
+    }
+}
