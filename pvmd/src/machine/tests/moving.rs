@@ -4,10 +4,11 @@ use super::sim::{Seen, Sim, host, seeds};
 use crate::machine::HostId;
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::{Failure, Refusal, Step};
+use sempa_proto::table::TaskInfo;
 use sempa_proto::task::{
     LinkMark, MailboxRequest, NotifyRequest, NotifyWhat, Reply, Request, SPAWN_PINNED, Sink, SpawnRequest,
 };
-use sempa_proto::{Micros, Tid};
+use sempa_proto::{Micros, RequestId, Tid};
 use std::collections::BTreeMap;
 
 fn migrate(tid: Tid, to: &str) -> Request {
@@ -23,6 +24,29 @@ fn spawn(sim: &mut Sim, console: usize, request: SpawnRequest) -> Vec<usize> {
 
 fn children(count: u32) -> SpawnRequest {
     SpawnRequest { file: "child".into(), count, ..SpawnRequest::default() }
+}
+
+/// A task of h2 that has been on its way to h3 for some microseconds, at most `longest`; the console hears of its end
+/// with tag 1. The console's process, the task's, and the request to move it.
+fn on_its_way(seed: u64, hosts: usize, longest: u64) -> (Sim, usize, usize, RequestId) {
+    let (mut sim, console) = Sim::cluster(seed, hosts);
+    let mover = spawn(&mut sim, console, SpawnRequest { place: "h2".into(), flags: 1, ..children(1) })[0];
+    let tid = sim.procs[mover].tid();
+    let what = NotifyWhat::TaskExit(vec![tid]);
+    sim.ask(console, Request::Notify(NotifyRequest { what, ctx: 0, tag: 1, cancel: false }));
+    let moving = sim.request(console, migrate(tid, "h3"));
+    let wait = Micros(sim.dice.roll(longest));
+    sim.pass(wait);
+    (sim, console, mover, moving)
+}
+
+/// Waits until a move is over; how the task is listed then, how often its end was told, and whether it moved.
+fn end_of_move(sim: &mut Sim, console: usize, tid: Tid, moving: RequestId) -> (Vec<TaskInfo>, usize, bool) {
+    sim.until("the end of the move", |s| s.procs[console].replies.contains_key(&moving));
+    sim.pass(Micros::from_secs(10));
+    let Reply::Tasks(list) = sim.ask(console, Request::Tasks { selector: tid }) else { panic!("no list") };
+    let moved = matches!(sim.procs[console].replies[&moving], Reply::Moved(Ok(_)));
+    (list, sim.procs[console].notes(1).len(), moved)
 }
 
 /// Checks that every message of every pair came once and in order, and says how many came.
@@ -174,25 +198,15 @@ fn what_cannot_move_is_refused_with_the_reason() {
 fn whichever_host_is_lost_in_a_move_the_task_runs_once_or_is_known_to_be_dead() {
     let (mut moves, mut deaths, mut stays) = (0, 0, 0);
     for seed in seeds(400) {
-        let (mut sim, console) = Sim::cluster(seed, 4);
-        let mover = spawn(&mut sim, console, SpawnRequest { place: "h2".into(), flags: 1, ..children(1) })[0];
+        let (mut sim, console, mover, moving) = on_its_way(seed, 4, 60_000);
         let tid = sim.procs[mover].tid();
-        let what = NotifyWhat::TaskExit(vec![tid]);
-        sim.ask(console, Request::Notify(NotifyRequest { what, ctx: 0, tag: 1, cancel: false }));
-        let moving = sim.request(console, migrate(tid, "h3"));
-        let wait = Micros(sim.dice.roll(60_000));
-        sim.pass(wait);
         let lost = host(2 + sim.dice.roll(3) as u16);
         sim.kill_host(lost);
         if lost == host(2) && sim.procs[mover].stopped_at_source() {
             // The copy that stood still is gone with its host; the target's may run later.
             sim.procs[mover].exited = false;
         }
-        sim.until("the end of the move", |s| s.procs[console].replies.contains_key(&moving));
-        sim.pass(Micros::from_secs(10));
-        let Reply::Tasks(list) = sim.ask(console, Request::Tasks { selector: tid }) else { panic!("no list") };
-        let dead = sim.procs[console].notes(1).len();
-        let moved = matches!(sim.procs[console].replies[&moving], Reply::Moved(Ok(_)));
+        let (list, dead, moved) = end_of_move(&mut sim, console, tid, moving);
         assert_eq!(list.len() + dead, 1, "listed {list:?}, {dead} notes, moved {moved}, lost {lost} (seed {seed})");
         *if moved && dead == 0 {
             &mut moves
@@ -214,21 +228,11 @@ fn whichever_host_is_lost_in_a_move_the_task_runs_once_or_is_known_to_be_dead() 
 fn whichever_tasker_dies_in_a_move_the_task_runs_once_or_is_known_to_be_dead() {
     let (mut moves, mut deaths, mut stays) = (0, 0, 0);
     for seed in seeds(300) {
-        let (mut sim, console) = Sim::cluster(seed, 3);
-        let mover = spawn(&mut sim, console, SpawnRequest { place: "h2".into(), flags: 1, ..children(1) })[0];
+        let (mut sim, console, mover, moving) = on_its_way(seed, 3, 40_000);
         let tid = sim.procs[mover].tid();
-        let what = NotifyWhat::TaskExit(vec![tid]);
-        sim.ask(console, Request::Notify(NotifyRequest { what, ctx: 0, tag: 1, cancel: false }));
-        let moving = sim.request(console, migrate(tid, "h3"));
-        let wait = Micros(sim.dice.roll(40_000));
-        sim.pass(wait);
         let victim = host(2 + sim.dice.roll(2) as u16);
         sim.kill_tasker(victim);
-        sim.until("the end of the move", |s| s.procs[console].replies.contains_key(&moving));
-        sim.pass(Micros::from_secs(10));
-        let Reply::Tasks(list) = sim.ask(console, Request::Tasks { selector: tid }) else { panic!("no list") };
-        let dead = sim.procs[console].notes(1).len();
-        let moved = matches!(sim.procs[console].replies[&moving], Reply::Moved(Ok(_)));
+        let (list, dead, moved) = end_of_move(&mut sim, console, tid, moving);
         assert_eq!(list.len() + dead, 1, "listed {list:?}, {dead} notes, moved {moved}, lost {victim} (seed {seed})");
         if dead > 0 {
             deaths += 1;
@@ -245,14 +249,8 @@ fn whichever_tasker_dies_in_a_move_the_task_runs_once_or_is_known_to_be_dead() {
 fn a_task_that_is_killed_while_it_moves_ends_once() {
     let mut moves = 0;
     for seed in seeds(200) {
-        let (mut sim, console) = Sim::cluster(seed, 3);
-        let mover = spawn(&mut sim, console, SpawnRequest { place: "h2".into(), flags: 1, ..children(1) })[0];
+        let (mut sim, console, mover, moving) = on_its_way(seed, 3, 40_000);
         let tid = sim.procs[mover].tid();
-        let what = NotifyWhat::TaskExit(vec![tid]);
-        sim.ask(console, Request::Notify(NotifyRequest { what, ctx: 0, tag: 1, cancel: false }));
-        let moving = sim.request(console, migrate(tid, "h3"));
-        let wait = Micros(sim.dice.roll(40_000));
-        sim.pass(wait);
         assert_eq!(sim.ask(console, Request::Signal { tid, signal: 15 }), Reply::Done);
         sim.until("the end of the move", |s| s.procs[console].replies.contains_key(&moving));
         sim.until("its end", |s| s.procs[console].notes(1).len() == 1);

@@ -3,11 +3,14 @@
 //! Channels between hosts keep their order and nothing else; every delay is thrown. A task is a process with real
 //! [`Link`]s that can be quiesced, stopped, carried to another host and woken by a token.
 
+#[path = "../../../../libpvm/proto/tests/dice/mod.rs"]
+mod dice;
 mod taskers;
 
 use crate::machine::io::StartOrder;
 use crate::machine::{ConnId, Event, HostPlan, Machine, MachineConfig, Output, StartId, StartedHost, World};
 use bytes::Bytes;
+use dice::Dice;
 use sempa_proto::host::{Carried, HostMsg};
 use sempa_proto::ids::RouteId;
 use sempa_proto::link::{Link, LinkEvent, LinkFrame, LinkOutput};
@@ -34,19 +37,6 @@ pub(super) fn host(index: u16) -> HostId {
 pub(super) fn seeds(count: u64) -> std::ops::Range<u64> {
     let times = std::env::var("SEMPA_SEEDS").ok().and_then(|n| n.parse().ok()).unwrap_or(1u64);
     1..count * times
-}
-
-/// A small generator (xorshift).
-#[derive(Debug)]
-pub(super) struct Dice(u64);
-
-impl Dice {
-    pub(super) fn roll(&mut self, below: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0 % below
-    }
 }
 
 #[derive(Debug)]
