@@ -20,7 +20,15 @@ static int printer(int argc, char **argv)
     return 0;
 }
 
-static const role roles[] = { { "waiter", waiter }, { "printer", printer }, { NULL, NULL } };
+static int quiet(int argc, char **argv)
+{
+    (void)argc, (void)argv;
+    pvm_mytid();
+    pvm_exit();
+    return 0;
+}
+
+static const role roles[] = { { "waiter", waiter }, { "printer", printer }, { "quiet", quiet }, { NULL, NULL } };
 
 static struct pvmhostinfo *list;
 
@@ -174,6 +182,18 @@ static void output_from_afar(void)
     }
     is(ended, 100, "the end of output is told for every task of another host");
     is(bytes, 100 * 7, "the output of every task of another host arrives");
+    for (round = ended = 0; round < 40 && !late; round++) {
+        n = start_as("quiet", PvmTaskDefault, NULL, 3, tids);
+        while (n > 0 && !late) {
+            late = await(-1, 60) <= 0;
+            kind = -3;
+            pvm_upkint(&tid, 1, 1);
+            pvm_upkint(&kind, 1, 1);
+            ended += kind == 0;
+            n -= kind == 0;
+        }
+    }
+    is(ended, 120, "the end of output is told for every task that writes nothing");
     pvm_setopt(PvmOutputTid, 0);
     pvm_setopt(PvmOutputCode, 0);
 }
