@@ -344,6 +344,42 @@ fn programs_with_pvms_own_group_library_and_server_run_as_before() {
     vm.halt().expect("halts");
 }
 
+#[test]
+fn a_tracer_is_told_of_group_calls_as_wholes() {
+    let tracer = Path::new("/usr/bin/tracer");
+    if !tracer.exists() {
+        eprintln!("skipped: {} is missing: install pvm", tracer.display());
+        return;
+    }
+    on_hosts(1, |vm, program| {
+        let file = vm.bed().folder().join("trace");
+        let mut command = vm.command(vm.bed().host(1), tracer);
+        command.args(["-T".as_ref(), file.as_os_str(), "full".as_ref()]);
+        let mut tracer = Running::start(command, Stdio::piped()).expect("it starts");
+        let mut to = tracer.take_stdin().expect("piped");
+        to.write_all(b"trace + gather\ntrace + setsbuf\n").expect("it listens");
+        let ready = || match tracer.out_so_far() {
+            Ok(out) if out.contains("* setsbuf") => Ok(()),
+            other => Err(format!("not yet: {other:?}")),
+        };
+        eventually(SOON, ready).expect("a tracer");
+        let mut member = Member::start(vm, 1, program);
+        assert_eq!((member.ask("join g"), member.ask("gather g 0")), (0, 0));
+        // It looks at what has come when something comes, so there has to be more behind what is looked for.
+        let told = eventually(SOON, || {
+            member.ask("barrier g 1");
+            let text = std::fs::read_to_string(&file).map_err(|error| error.to_string())?;
+            if text.contains("\"barrier(1.1)\" {") { Ok(text) } else { Err(text) }
+        });
+        let told = told.unwrap_or_else(|error| panic!("{error:#}"));
+        for record in ["\"joingroup(0.0)\" {", "\"gather(0.0)\" {", "\"gather(1.1)\" {", "\"barrier(0.0)\" {"] {
+            let line = told.lines().find(|line| line.starts_with(record)).unwrap_or_else(|| panic!("{record}: {told}"));
+            assert!(record.contains("1.1") || line.contains("{ \"g\" }"), "{line}");
+        }
+        assert!(!told.contains("setsbuf"), "what a gather does inside is no call of the program: {told}");
+    });
+}
+
 /// Compiles the program of these tests with the static group library.
 fn with_static_library(vm: &Vm) -> PathBuf {
     let prefix = vm.bed().prefix().expect("installed");

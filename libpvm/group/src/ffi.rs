@@ -10,7 +10,7 @@ use crate::collect::{self, Circle};
 use crate::combine::{Op, combine};
 use crate::pvm::{self, Data, Kind};
 use crate::server;
-use sempa_proto::group::GroupCall;
+use sempa_proto::group::{GroupCall, GroupEvent};
 use sempa_proto::{PvmError, PvmResult};
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::atomic::{AtomicI32, AtomicPtr, Ordering::Relaxed};
@@ -33,9 +33,11 @@ unsafe fn name<'a>(group: *const c_char) -> &'a CStr {
 }
 
 /// A call whose answer is a number, and whose error is only noted.
-unsafe fn quietly(call: GroupCall, group: *const c_char, number: c_int) -> c_int {
+unsafe fn quietly(call: GroupCall, event: GroupEvent, group: *const c_char, number: c_int) -> c_int {
     // SAFETY: the caller's contract: null or a string.
-    pvm::number(call, unsafe { name(group) }, number).unwrap_or_else(pvm::note)
+    let group = unsafe { name(group) };
+    let ask = || (pvm::number(call, group, number).unwrap_or_else(pvm::note), Vec::new());
+    pvm::traced(event, group, number, ask)
 }
 
 /// Becomes a member; answers the instance number.
@@ -45,7 +47,7 @@ unsafe fn quietly(call: GroupCall, group: *const c_char, number: c_int) -> c_int
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pvm_joingroup(group: *const c_char) -> c_int {
     // SAFETY: by this function's contract.
-    unsafe { quietly(GroupCall::Join, group, 0) }
+    unsafe { quietly(GroupCall::Join, GroupEvent::Join, group, 0) }
 }
 
 /// Is a member no longer.
@@ -55,7 +57,7 @@ pub unsafe extern "C" fn pvm_joingroup(group: *const c_char) -> c_int {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pvm_lvgroup(group: *const c_char) -> c_int {
     // SAFETY: by this function's contract.
-    unsafe { quietly(GroupCall::Leave, group, 0) }
+    unsafe { quietly(GroupCall::Leave, GroupEvent::Leave, group, 0) }
 }
 
 /// Instance number of a task.
@@ -65,7 +67,7 @@ pub unsafe extern "C" fn pvm_lvgroup(group: *const c_char) -> c_int {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pvm_getinst(group: *const c_char, tid: c_int) -> c_int {
     // SAFETY: by this function's contract.
-    unsafe { quietly(GroupCall::Instance, group, tid) }
+    unsafe { quietly(GroupCall::Instance, GroupEvent::Instance, group, tid) }
 }
 
 /// Task of an instance number.
@@ -75,7 +77,7 @@ pub unsafe extern "C" fn pvm_getinst(group: *const c_char, tid: c_int) -> c_int 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pvm_gettid(group: *const c_char, instance: c_int) -> c_int {
     // SAFETY: by this function's contract.
-    unsafe { quietly(GroupCall::Member, group, instance) }
+    unsafe { quietly(GroupCall::Member, GroupEvent::Member, group, instance) }
 }
 
 /// Number of members.
@@ -85,7 +87,7 @@ pub unsafe extern "C" fn pvm_gettid(group: *const c_char, instance: c_int) -> c_
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pvm_gsize(group: *const c_char) -> c_int {
     // SAFETY: by this function's contract.
-    unsafe { quietly(GroupCall::Size, group, 0) }
+    unsafe { quietly(GroupCall::Size, GroupEvent::Size, group, 0) }
 }
 
 /// Waits until `count` members wait; −1: all members of the moment.
@@ -95,7 +97,7 @@ pub unsafe extern "C" fn pvm_gsize(group: *const c_char) -> c_int {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pvm_barrier(group: *const c_char, count: c_int) -> c_int {
     // SAFETY: by this function's contract.
-    unsafe { quietly(GroupCall::Barrier, group, count) }
+    unsafe { quietly(GroupCall::Barrier, GroupEvent::Barrier, group, count) }
 }
 
 /// Waits until `count` members call this; then nobody joins any more.
@@ -105,7 +107,7 @@ pub unsafe extern "C" fn pvm_barrier(group: *const c_char, count: c_int) -> c_in
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pvm_freezegroup(group: *const c_char, count: c_int) -> c_int {
     // SAFETY: by this function's contract.
-    unsafe { quietly(GroupCall::Freeze, group, count) }
+    pvm::number(GroupCall::Freeze, unsafe { name(group) }, count).unwrap_or_else(pvm::note)
 }
 
 /// Sends the active send buffer to all members but the own task, which need not be one.
@@ -122,15 +124,20 @@ pub unsafe extern "C" fn pvm_bcast(group: *const c_char, tag: c_int) -> c_int {
         members.retain(|tid| *tid != 0 && *tid != me);
         if members.is_empty() { Err(PvmError::NoInst) } else { Ok(members) }
     };
-    match others() {
-        Ok(others) => pvm::mcast(&others, tag),
-        Err(error) => pvm::note(error),
-    }
+    pvm::traced(GroupEvent::Bcast, group, tag, || match others() {
+        Ok(others) => (pvm::mcast(&others, tag), others),
+        Err(error) => (pvm::note(error), Vec::new()),
+    })
 }
 
-/// Success is 0; an error is reported.
-fn answer(place: &CStr, result: PvmResult<()>) -> c_int {
-    result.map_or_else(|error| pvm::report(place, error), |()| 0)
+/// A collective call: success is 0, an error is reported.
+fn together(
+    event: GroupEvent,
+    (place, group, tag): (&CStr, &CStr, c_int),
+    work: impl FnOnce() -> PvmResult<()>,
+) -> c_int {
+    let answer = || (work().map_or_else(|error| pvm::report(place, error), |()| 0), Vec::new());
+    pvm::traced(event, group, tag, answer)
 }
 
 /// Brings `count` elements of every member together in the root's `result`, by instance.
@@ -148,10 +155,12 @@ pub unsafe extern "C" fn pvm_gather(
     group: *const c_char,
     root: c_int,
 ) -> c_int {
+    // SAFETY: by this function's contract.
+    let group = unsafe { name(group) };
     let gather = || {
         let kind = Kind::try_from(kind)?;
         // SAFETY: by this function's contract.
-        let (group, data) = unsafe { (name(group), Data::new(data, count, kind)?) };
+        let data = unsafe { Data::new(data, count, kind)? };
         let circle = Circle::of(group, root, tag)?;
         if !circle.am_root() {
             return collect::gather(&circle, &data, |_| data);
@@ -162,7 +171,7 @@ pub unsafe extern "C" fn pvm_gather(
         // SAFETY: there is room for each instance.
         collect::gather(&circle, &data, |instance| unsafe { result.part(instance) })
     };
-    answer(c"pvm_gather", gather())
+    together(GroupEvent::Gather, (c"pvm_gather", group, tag), gather)
 }
 
 /// Gives every member `count` elements of the root's `data`, by instance.
@@ -180,10 +189,12 @@ pub unsafe extern "C" fn pvm_scatter(
     group: *const c_char,
     root: c_int,
 ) -> c_int {
+    // SAFETY: by this function's contract.
+    let group = unsafe { name(group) };
     let scatter = || {
         let kind = Kind::try_from(kind)?;
         // SAFETY: by this function's contract.
-        let (group, result) = unsafe { (name(group), Data::new(result, count, kind)?) };
+        let result = unsafe { Data::new(result, count, kind)? };
         let circle = Circle::of(group, root, tag)?;
         if !circle.am_root() {
             return collect::scatter(&circle, &result, |_| result);
@@ -194,7 +205,7 @@ pub unsafe extern "C" fn pvm_scatter(
         // SAFETY: there are elements for each instance.
         collect::scatter(&circle, &result, |instance| unsafe { data.part(instance) })
     };
-    answer(c"pvm_scatter", scatter())
+    together(GroupEvent::Scatter, (c"pvm_scatter", group, tag), scatter)
 }
 
 /// Combines the elements of all members into the root's `data` by a function.
@@ -211,11 +222,13 @@ pub unsafe extern "C" fn pvm_reduce(
     group: *const c_char,
     root: c_int,
 ) -> c_int {
+    // SAFETY: by this function's contract.
+    let group = unsafe { name(group) };
     let mut told = 0;
-    let mut reduce = || {
+    let reduce = || {
         let (function, known) = (function.ok_or(PvmError::BadParam)?, Kind::try_from(kind)?);
         // SAFETY: by this function's contract.
-        let (group, data) = unsafe { (name(group), Data::new(data, count, known)?) };
+        let data = unsafe { Data::new(data, count, known)? };
         let circle = Circle::of(group, root, tag)?;
         let words = if circle.am_root() { (count as usize * known.size()).div_ceil(8) } else { 1 };
         let mut memory = vec![0u64; words];
@@ -228,7 +241,7 @@ pub unsafe extern "C" fn pvm_reduce(
             if told == 0 { Ok(()) } else { Err(PvmError::from_code(told).unwrap_or(PvmError::BadParam)) }
         })
     };
-    let done = answer(c"pvm_reduce", reduce());
+    let done = together(GroupEvent::Reduce, (c"pvm_reduce", group, tag), reduce);
     // The program's function may have codes of its own.
     if told < 0 { told } else { done }
 }

@@ -3,7 +3,7 @@
 // Calling C functions is what this module is for.
 #![allow(unsafe_code)]
 
-use sempa_proto::group::GroupCall;
+use sempa_proto::group::{GroupCall, GroupEvent};
 use sempa_proto::message::CTX_GROUPS;
 use sempa_proto::{PvmError, PvmResult};
 use std::ffi::{CStr, c_char, c_int, c_void};
@@ -42,6 +42,15 @@ unsafe extern "C" {
         number: c_int,
         list: *mut *mut c_int,
         count: *mut c_int,
+    ) -> c_int;
+    fn sempa_group_traced(
+        event: c_int,
+        group: *const c_char,
+        argument: c_int,
+        body: extern "C" fn(*mut c_void) -> c_int,
+        data: *mut c_void,
+        list: *const *const c_int,
+        count: *const c_int,
     ) -> c_int;
     fn free(place: *mut c_void);
     fn lpvmerr(place: *const c_char, code: c_int) -> c_int;
@@ -106,6 +115,41 @@ pub(crate) fn list(call: GroupCall, group: &CStr) -> PvmResult<Vec<c_int>> {
         free(place.cast());
         Ok(words)
     }
+}
+
+/// A call that a tracer may want to know of: `body` does it, and answers with a number and, for a broadcast, its receivers.
+pub(crate) fn traced<F>(event: GroupEvent, group: &CStr, argument: c_int, body: F) -> c_int
+where
+    F: FnOnce() -> (c_int, Vec<c_int>),
+{
+    let mut call = Call { body: Some(body), receivers: Vec::new(), list: std::ptr::null(), count: 0 };
+    let place: *mut Call<F> = &mut call;
+    // SAFETY: `run` gets the call that it expects, and nothing else touches it meanwhile; the receivers live as long as it.
+    unsafe {
+        let (mut list, mut count) = (std::ptr::null(), std::ptr::null());
+        if event == GroupEvent::Bcast {
+            (list, count) = (&raw const (*place).list, &raw const (*place).count);
+        }
+        sempa_group_traced(event as c_int, group.as_ptr(), argument, run::<F>, place.cast(), list, count)
+    }
+}
+
+/// A call under way, and what a tracer is told of its end.
+struct Call<F> {
+    body: Option<F>,
+    receivers: Vec<c_int>,
+    list: *const c_int,
+    count: c_int,
+}
+
+extern "C" fn run<F: FnOnce() -> (c_int, Vec<c_int>)>(data: *mut c_void) -> c_int {
+    // SAFETY: `traced` passes its own call, to this function alone.
+    let call = unsafe { &mut *data.cast::<Call<F>>() };
+    let Some(body) = call.body.take() else { return PvmError::SysErr.code() };
+    let (answer, receivers) = body();
+    call.receivers = receivers;
+    (call.list, call.count) = (call.receivers.as_ptr(), call.receivers.len() as c_int);
+    answer
 }
 
 /// This task's id.

@@ -196,3 +196,69 @@ pub fn list_words(groups: &[GroupInfo]) -> Vec<i32> {
     }
     words
 }
+
+/// Calls of the group library that a tracer can be told of, with what PVM records of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(i32)]
+pub enum GroupEvent {
+    /// `pvm_joingroup`.
+    Join,
+    /// `pvm_lvgroup`.
+    Leave,
+    /// `pvm_barrier`; the argument is the count.
+    Barrier,
+    /// `pvm_bcast`; the argument is the tag.
+    Bcast,
+    /// `pvm_getinst`; the argument is the tid.
+    Instance,
+    /// `pvm_gettid`; the argument is the instance.
+    Member,
+    /// `pvm_gsize`.
+    Size,
+    /// `pvm_gather`; the argument is the tag.
+    Gather,
+    /// `pvm_scatter`; the argument is the tag.
+    Scatter,
+    /// `pvm_reduce`; the argument is the tag.
+    Reduce,
+}
+
+impl GroupEvent {
+    /// All events in their order.
+    pub const ALL: [GroupEvent; 10] = [
+        GroupEvent::Join,
+        GroupEvent::Leave,
+        GroupEvent::Barrier,
+        GroupEvent::Bcast,
+        GroupEvent::Instance,
+        GroupEvent::Member,
+        GroupEvent::Size,
+        GroupEvent::Gather,
+        GroupEvent::Scatter,
+        GroupEvent::Reduce,
+    ];
+
+    /// Name of the event, name of the item for the argument, name of the item for the answer.
+    pub fn names(self) -> (&'static str, Option<&'static str>, &'static str) {
+        match self {
+            GroupEvent::Join => ("joingroup", None, "CC"),
+            GroupEvent::Leave => ("lvgroup", None, "CC"),
+            GroupEvent::Barrier => ("barrier", Some("GBC"), "CC"),
+            GroupEvent::Bcast => ("bcast", Some("MC"), "CC"),
+            GroupEvent::Instance => ("getinst", Some("GT"), "GI"),
+            GroupEvent::Member => ("gettid", Some("GI"), "GT"),
+            GroupEvent::Size => ("gsize", None, "GS"),
+            GroupEvent::Gather => ("gather", Some("MC"), "CC"),
+            GroupEvent::Scatter => ("scatter", Some("MC"), "CC"),
+            GroupEvent::Reduce => ("reduce", Some("MC"), "CC"),
+        }
+    }
+}
+
+impl TryFrom<i32> for GroupEvent {
+    type Error = PvmError;
+
+    fn try_from(code: i32) -> Result<GroupEvent, PvmError> {
+        GroupEvent::ALL.into_iter().find(|event| *event as i32 == code).ok_or(PvmError::BadParam)
+    }
+}

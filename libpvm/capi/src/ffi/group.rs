@@ -1,14 +1,16 @@
-//! The one entry for the group library (`libgpvm3.so.3`), which holds no connection of its own.
+//! The entries for the group library (`libgpvm3.so.3`), which holds no connection of its own: one to the group service, one
+//! for the trace of its calls.
 
 #![allow(unsafe_code)]
 
 use crate::memory::{Out, Text};
 use crate::receive;
-use crate::session;
-use sempa_proto::group::{GroupCall, GroupReply, list_words};
+use crate::{session, trace};
+use sempa_proto::group::{GroupCall, GroupEvent, GroupReply, list_words};
 use sempa_proto::task::Reply;
+use sempa_proto::trace::{int, ints, text};
 use sempa_proto::{PvmError, PvmResult};
-use std::ffi::{c_char, c_int};
+use std::ffi::{c_char, c_int, c_void};
 
 /// Asks the group service, and waits as long as the answer takes; messages are taken in meanwhile.
 ///
@@ -77,4 +79,50 @@ fn copy(words: &[i32]) -> Option<*mut c_int> {
     // SAFETY: the memory is ours alone, as long as the words and aligned for any type.
     unsafe { std::ptr::copy_nonoverlapping(words.as_ptr(), place, words.len()) };
     Some(place)
+}
+
+/// Makes a call of the group library one of this library: what it does inside makes no trace records of its own, and a tracer
+/// is told of it as a whole.
+///
+/// `event` is a [`GroupEvent`], `argument` what belongs to it. `body` does the work with `data`; its answer is the answer.
+/// For a broadcast it leaves the receivers behind `list` and `count`, which are null for the other calls.
+///
+/// # Safety
+/// `group` is null or a string; `body` may be called with `data`; `list` and `count` are null or good for one value, and
+/// behind `list` are then `count` words until this function returns.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn sempa_group_traced(
+    event: c_int,
+    group: *const c_char,
+    argument: c_int,
+    body: extern "C" fn(*mut c_void) -> c_int,
+    data: *mut c_void,
+    list: *const *const c_int,
+    count: *const c_int,
+) -> c_int {
+    let Ok(event) = GroupEvent::try_from(event) else { return body(data) };
+    let (name, item, answer) = event.names();
+    let entry = || {
+        // SAFETY: by this function's contract.
+        let group = unsafe { Text::new(group) }.map_or(Vec::new(), |text| text.bytes().to_vec());
+        let mut items = vec![text("GN", group)];
+        items.extend(item.map(|item| int(item, argument)));
+        items
+    };
+    trace::call(
+        name,
+        entry,
+        || body(data),
+        |code| {
+            let mut items = vec![int(answer, *code)];
+            if !list.is_null() && !count.is_null() {
+                // SAFETY: by this function's contract; `body` has left them there.
+                let (list, count) = unsafe { (*list, usize::try_from(*count).unwrap_or(0)) };
+                // SAFETY: so many words, or none.
+                let tids = if list.is_null() { &[] } else { unsafe { std::slice::from_raw_parts(list, count) } };
+                items.push(ints("MDL", tids.to_vec()));
+            }
+            items
+        },
+    )
 }
