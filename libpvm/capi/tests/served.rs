@@ -74,3 +74,18 @@ fn each_host_may_have_a_resource_manager_of_its_own_and_one_may_refuse_another()
     let said = vm.play(&program, &["spawner", "2"]).ends_well();
     assert_eq!(said.matches("by daemon").count(), 2, "{said}");
 }
+
+#[test]
+fn a_tasker_named_in_the_environment_is_started_with_each_daemon() {
+    let program = served();
+    let vm = Vm::start_with(&[("PVM_TASKER", format!("{} tasker", program.path().display()))]);
+    vm.play(&program, &["add", "h2"]).ends_well();
+    let begin = std::time::Instant::now();
+    loop {
+        let said = vm.play(&program, &["spawner", "4"]).ends_well();
+        if ["40000", "80000"].iter().all(|host| said.contains(&format!("by tasker on {host}"))) {
+            return;
+        }
+        assert!(begin.elapsed() < common::vm::DEADLINE, "the taskers do not serve: {said}");
+    }
+}

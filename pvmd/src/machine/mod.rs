@@ -248,7 +248,10 @@ impl Machine {
                     Ok(version) => self.log(format!("tasks can be moved: engine {version}")),
                     Err(why) => self.log(format!("tasks cannot be moved: {why}")),
                 }
-                self.start_commands();
+                // A slave takes tasks when it has been taken in itself.
+                if !self.table.hosts.is_empty() {
+                    self.start_commands();
+                }
             }
             FromTasker::Started { tid, pid } => {
                 if let Some(task) = self.tasks.get_mut(tid) {

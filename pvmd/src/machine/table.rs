@@ -108,6 +108,9 @@ impl Machine {
                 self.out.push_back(Output::Connect { host: entry.id, addresses });
             }
         }
+        if joined {
+            self.start_commands();
+        }
         let added: Vec<HostId> = new.iter().map(|h| h.id).collect();
         if !joined && !added.is_empty() {
             self.notify_hosts_added(&added);
