@@ -209,7 +209,8 @@ impl Tracer {
             return self.wait(tid, question.address as i32);
         }
         let seizes = question.request == u64::from(libc::PTRACE_SEIZE);
-        if !self.traced.contains(&tid) && !(seizes && self.is_meant(tid)) {
+        let is_ours = self.traced.contains(&tid) || (seizes && self.is_meant(tid));
+        if !is_ours {
             return Answer::not_meant();
         }
         let mut request = question.foreign();
