@@ -333,7 +333,7 @@ fn masked(line: &str, all: bool) -> String {
         if decimal > 0 && !before.is_alphabetic() {
             let number: String = rest[..decimal].iter().collect();
             let fraction = if all { fraction_behind(&rest[decimal..]) } else { 0 };
-            let is_tid = number.parse::<u64>().is_ok_and(|value| value >= SMALLEST_TID && value < 1 << 30);
+            let is_tid = number.parse::<u64>().is_ok_and(|value| (SMALLEST_TID..1 << 30).contains(&value));
             out.push_str(if all {
                 "N"
             } else if is_tid {

@@ -207,7 +207,9 @@ fn macros(folder: &Path, header: &str) -> BTreeSet<String> {
     let names = |headers: &[&str]| -> BTreeSet<String> {
         let mut command = Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into()));
         command.args(["-x", "c", "-dM", "-E", "-I"]).arg(folder);
-        headers.iter().for_each(|header| drop(command.args(["-include", header])));
+        for header in headers {
+            command.args(["-include", header]);
+        }
         let done = command.arg("/dev/null").output().expect("a C compiler");
         assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
         let text = String::from_utf8_lossy(&done.stdout).into_owned();

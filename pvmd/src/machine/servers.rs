@@ -145,8 +145,10 @@ impl Machine {
                 self.end_task(task, 9, Default::default());
             }
         }
-        let lost: Vec<HostOrders> = self.servers.orders.extract_if(.., |_, o| o.hoster == tid).map(|o| o.1).collect();
-        for start in lost.into_iter().flat_map(|orders| orders.starts.into_values()) {
+        let (lost, kept) = std::mem::take(&mut self.servers.orders).into_iter().partition(|(_, o)| o.hoster == tid);
+        let lost: BTreeMap<i32, HostOrders> = lost;
+        self.servers.orders = kept;
+        for start in lost.into_values().flat_map(|orders| orders.starts.into_values()) {
             self.start_by_daemon(start);
         }
         if self.master.is_some() && self.servers.tracer.as_ref().is_some_and(|t| t.tid == tid) {
