@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// Debian packages, by name.
-const PACKAGES: [&str; 11] = [
+const PACKAGES: [&str; 14] = [
     "tablix2",
     "openssh-server",
     "openssh-client",
@@ -14,6 +14,9 @@ const PACKAGES: [&str; 11] = [
     "pvm",
     "pvm-dev",
     "pvm-examples",
+    "netpipe-pvm",
+    "slang-pvm",
+    "slsh",
     "procps",
     "gcc",
     "gfortran",

@@ -25,7 +25,11 @@ pub(crate) fn run(words: &[String]) -> Result<bool> {
     let begun = Instant::now();
     let mut good = true;
     let runs: &[&[&str]] = if nextest {
-        &[&["nextest", "run", "--release", "--workspace", "--no-fail-fast"]]
+        // It leaves out the examples in the documentation.
+        &[
+            &["nextest", "run", "--release", "--workspace", "--no-fail-fast"],
+            &["test", "--release", "--doc", "--package", "libpvm"],
+        ]
     } else {
         // Without nextest the binaries run one after another, each on two threads.
         &[&["test", "--release", "--workspace", "--no-fail-fast"]]

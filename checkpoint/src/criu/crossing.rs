@@ -10,8 +10,9 @@ use std::time::Duration;
 
 /// Name of the directory.
 const MOUNT_POINT: &str = "proc.crtools";
-/// What CRIU says when the directory is there already, or was taken away while it was about to use it.
-const SIGNS: [&str; 2] = ["Can't create a directory (-17)", "mount failed (-2)"];
+/// What CRIU says when the directory is there already, or was taken away while it was about to use it or to put it away.
+const SIGNS: [&str; 3] =
+    ["Can't create a directory (-17)", "mount failed (-2)", "Can't detach mount proc.crtools: -22"];
 /// A living one exists for less than a millisecond; one of this age was left behind.
 const LEFT_BEHIND_AGE: Duration = Duration::from_secs(2);
 
@@ -47,6 +48,7 @@ mod tests {
     fn only_crossing_dumps_are_tried_again() {
         let again = |why: &str| may_try_again(i32::MAX, &Failure::Engine(why.into()));
         assert!(again("Error (criu/pie/parasite.c:634): Can't create a directory (-17)"));
+        assert!(again("Error (criu/pie/util.c:38): Can't detach mount proc.crtools: -22"));
         assert!(!again("Error (criu/pie/parasite.c:634): Can't create a directory (-30)"));
         assert!(!again("Error (criu/sk-unix.c:9): External socket is used"));
         assert!(!may_try_again(i32::MAX, &Failure::Killed { signal: 9 }));

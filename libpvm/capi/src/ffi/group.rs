@@ -95,11 +95,12 @@ unsafe extern "C" fn sempa_group_traced(
     event: c_int,
     group: *const c_char,
     argument: c_int,
-    body: extern "C" fn(*mut c_void) -> c_int,
+    body: Option<extern "C" fn(*mut c_void) -> c_int>,
     data: *mut c_void,
     list: *const *const c_int,
     count: *const c_int,
 ) -> c_int {
+    let Some(body) = body else { return PvmError::BadParam.code() };
     let Ok(event) = GroupEvent::try_from(event) else { return body(data) };
     let (name, item, answer) = event.names();
     let entry = || {
