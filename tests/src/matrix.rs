@@ -12,13 +12,10 @@ use std::io::Write;
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// Time for one program on a loaded machine.
 const LONG: Duration = Duration::from_secs(40);
-/// How often a console that waits is woken, and the command that does it: it prints an empty line.
-const POKE_EVERY: Duration = Duration::from_secs(1);
-const POKE: &str = "echo\n";
 /// Hosts of each virtual machine.
 const HOSTS: usize = 3;
 /// The smallest number that can be a tid: the local part of one on host 1.
@@ -124,28 +121,13 @@ impl Machine<'_> {
         let mut running = Running::start(command, Stdio::piped())?;
         let mut pipe = running.take_stdin().context("its input is piped")?;
         pipe.write_all(commands.as_bytes())?;
-        let mut poked = Instant::now();
-        eventually(LONG, || {
-            let out = running.out_so_far().map_err(|error| error.to_string())?;
-            if out.contains(until) {
-                return Ok(());
-            }
-            // It sleeps in select, which does not see what the library has read already: docs/COMPATIBILITY.md.
-            if poked.elapsed() > POKE_EVERY {
-                poked = Instant::now();
-                pipe.write_all(POKE.as_bytes()).map_err(|error| error.to_string())?;
-            }
-            Err(format!("no {until:?} in: {out}"))
+        eventually(LONG, || match running.out_so_far() {
+            Ok(out) if out.contains(until) => Ok(()),
+            other => Err(format!("no {until:?} in: {other:?}")),
         })?;
         pipe.write_all(b"quit\n")?;
         drop(pipe);
-        let text = self.text(&running.finish(LONG)?);
-        let poke = POKE.trim();
-        Ok(text
-            .lines()
-            .filter(|line| line.trim_start_matches("pvm> ") != poke)
-            .map(|line| format!("{line}\n"))
-            .collect())
+        Ok(self.text(&running.finish(LONG)?))
     }
 
     /// Waits until something that runs has printed some words.

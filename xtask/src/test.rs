@@ -24,16 +24,17 @@ pub(crate) fn run(words: &[String]) -> Result<bool> {
     let nextest = Command::new("cargo").args(["nextest", "--version"]).output().is_ok_and(|done| done.status.success());
     let begun = Instant::now();
     let mut good = true;
-    let runs: &[&[&str]] = if nextest {
-        // It leaves out the examples in the documentation.
-        &[
-            &["nextest", "run", "--release", "--workspace", "--no-fail-fast"],
-            &["test", "--release", "--doc", "--package", "libpvm"],
-        ]
+    let mut runs: Vec<&[&str]> = Vec::new();
+    if nextest {
+        runs.push(&["nextest", "run", "--release", "--workspace", "--no-fail-fast"]);
+        // It leaves out the examples in the documentation. Words choose among the tests that it knows.
+        if words.is_empty() {
+            runs.push(&["test", "--release", "--doc", "--package", "libpvm"]);
+        }
     } else {
         // Without nextest the binaries run one after another, each on two threads.
-        &[&["test", "--release", "--workspace", "--no-fail-fast"]]
-    };
+        runs.push(&["test", "--release", "--workspace", "--no-fail-fast"]);
+    }
     for line in runs {
         let mut command = install::cargo(line)?;
         command.args(words).env("SEMPA_PREFIX", &prefix).stdin(Stdio::null());
