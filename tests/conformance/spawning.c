@@ -81,7 +81,10 @@ static void rotation(void)
     tids[0] = first;
     tids[1] = second;
     tids[2] = third;
-    dismiss(tids, 3);
+    start_as("waiter", PvmTaskHost, "h2", 1, &tids[3]);
+    tids[4] = start_one("waiter");
+    is(pvm_tidtohost(tids[4]), 0x80000, "a spawn on a named host takes nobody's turn");
+    dismiss(tids, 5);
     start_as("waiter", PvmTaskDefault, NULL, 7, tids);
     for (k = 1, changes = 0; k < 7; k++)
         changes += pvm_tidtohost(tids[k]) != pvm_tidtohost(tids[k - 1]);

@@ -140,7 +140,10 @@ impl Machine {
             }
             return self.spawn_step(number);
         }
-        self.spawns.last_host = hosts.last().copied();
+        // Who names a host takes nobody's turn, as in PVM.
+        if spawn.request.flags & (SPAWN_HOST | SPAWN_COMPLEMENT) != SPAWN_HOST {
+            self.spawns.last_host = hosts.last().copied();
+        }
         let (each, more) = (indices.len() / hosts.len(), indices.len() % hosts.len());
         let mut rest = indices.into_iter();
         let mut questions = Vec::new();
