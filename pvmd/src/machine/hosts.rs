@@ -25,10 +25,18 @@ const ADDS_OPEN_MAX: usize = 1024;
 /// Who wants hosts.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Wanting {
-    Task { tid: Tid, id: RequestId },
-    Rm { rm: Tid, wid: i32 },
+    Task {
+        tid: Tid,
+        id: RequestId,
+    },
+    Rm {
+        rm: Tid,
+        wid: i32,
+    },
     /// The host file; so many of its lines were not understood.
-    HostFile { refused: u32 },
+    HostFile {
+        refused: u32,
+    },
 }
 
 /// What the host file asks for at the start.

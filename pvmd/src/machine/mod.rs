@@ -31,10 +31,10 @@ mod servers;
 mod spawn;
 mod table;
 mod tasks;
-mod tickle;
-mod trace;
 #[cfg(test)]
 mod tests;
+mod tickle;
+mod trace;
 
 pub use io::{ConnId, Event, HostPlan, Output, StartId, StartedHost, World};
 

@@ -226,8 +226,7 @@ impl Machine {
             ExecBack::Startup => {
                 if let Some(Err(error)) = started.first() {
                     let file = &job.request.file;
-                    let text =
-                        format!("{file} could not be started: {error}; this daemon does its work itself");
+                    let text = format!("{file} could not be started: {error}; this daemon does its work itself");
                     self.note(text);
                 }
             }
