@@ -43,6 +43,9 @@ pub(crate) fn run(words: &[String]) -> Result<bool> {
         }
         good &= command.status()?.success();
     }
+    if words.is_empty() {
+        good &= hostile_bytes()?;
+    }
     println!(
         "test: {} in {} s (set-up included {} s){}",
         if good { "all tests passed" } else { "SOME TESTS FAILED" },
@@ -51,4 +54,15 @@ pub(crate) fn run(words: &[String]) -> Result<bool> {
         lack.map(|why| format!("; without hosts: {why}")).unwrap_or_default()
     );
     Ok(good)
+}
+
+/// Random inputs for everything that reads what others have packed.
+const HOSTILE_INPUTS: &str = "10000000";
+
+/// Builds the crate beside the workspace that makes them, and runs it for about a minute.
+fn hostile_bytes() -> Result<bool> {
+    let folder = install::target()?.join("fuzz");
+    let mut command = install::cargo(&["run", "--release", "--manifest-path", "tests/fuzz/Cargo.toml"])?;
+    command.args(["--bin", "storm", "--", HOSTILE_INPUTS]).env("CARGO_TARGET_DIR", folder).stdin(Stdio::null());
+    Ok(command.status()?.success())
 }
