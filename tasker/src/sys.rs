@@ -5,6 +5,8 @@
 //! it needs lies ready in a plan made before.
 #![allow(unsafe_code)] // Raw process creation has no safe interface.
 
+use nix::errno::Errno;
+use nix::fcntl::OFlag;
 use nix::sys::resource::{Resource, getrlimit};
 use nix::sys::signal::{SigHandler, Signal};
 use sempa_proto::Micros;
@@ -203,15 +205,22 @@ pub(crate) fn start_program(plan: &ExecPlan<'_>) -> io::Result<Child> {
     }
 }
 
-/// Makes a process that only waits in this directory to be dumped and killed; for trying the engine out.
+/// Makes a process that only waits in this directory to be dumped and killed; for trying the engine out. When this returns
+/// it has nothing of ours any more.
 ///
 /// # Errors
 /// What `clone3` says.
 pub(crate) fn start_sleeper(dir: &CStr, stdin: BorrowedFd<'_>, output: BorrowedFd<'_>) -> io::Result<Child> {
     let (stdin, output) = (stdin.as_raw_fd(), output.as_raw_fd());
+    // Its end of this pipe is closed when it has its own descriptors and no others.
+    let (ready, held) = nix::unistd::pipe2(OFlag::O_CLOEXEC)?;
     // SAFETY: the new process only makes async-signal-safe calls and never leaves this block.
     match unsafe { clone3(0) }? {
-        Some(child) => Ok(child),
+        Some(child) => {
+            drop(held);
+            while nix::unistd::read(&ready, &mut [0u8]) == Err(Errno::EINTR) {}
+            Ok(child)
+        }
         // SAFETY: as above; dup2, close_range, setsid and pause touch no memory of ours.
         None => unsafe {
             libc::setsid();

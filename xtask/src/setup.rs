@@ -6,11 +6,13 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// Debian packages, by name.
-const PACKAGES: [&str; 14] = [
+const PACKAGES: [&str; 15] = [
     "tablix2",
     "openssh-server",
     "openssh-client",
     "iproute2",
+    // PVM's daemon and library ask it for the number of TCP.
+    "netbase",
     "pvm",
     "pvm-dev",
     "pvm-examples",
