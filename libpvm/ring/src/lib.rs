@@ -1,0 +1,14 @@
+//! Shared memory between two tasks of one host: a ring of bytes in each direction, and for each task one bell that all its
+//! peers ring.
+//!
+//! [`ring`] and [`bell`] are the rules, over atomics that `loom` can take the place of; [`memory`] and [`futex`] are the only
+//! places that know about addresses and the kernel. What stands in a ring comes from another process and may be anything:
+//! the reader copies before it looks, and an impossible position or length is an error of that ring alone.
+
+pub mod bell;
+#[cfg(not(loom))]
+pub mod futex;
+#[cfg(not(loom))]
+pub mod memory;
+pub mod ring;
+mod sync;

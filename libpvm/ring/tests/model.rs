@@ -1,0 +1,139 @@
+//! Rings and bells under every order of what two threads do, by the model checker. Built with `--cfg loom` only: see
+//! `cargo xtask test`.
+#![cfg(loom)]
+#![allow(unsafe_code)] // The checker's cells hand out pointers.
+
+use loom::cell::UnsafeCell;
+use loom::sync::Arc;
+use loom::sync::atomic::{AtomicU32, Ordering};
+use loom::thread;
+use sempa_ring::bell::{Bell, Wake};
+use sempa_ring::ring::{Area, Reader, Words, Writer};
+
+const CAPACITY: usize = 64;
+
+/// Memory that the checker watches: writing and reading a byte at the same time is an error.
+struct Watched {
+    words: Words,
+    bytes: Vec<UnsafeCell<u8>>,
+}
+
+#[derive(Clone)]
+struct Checked(Arc<Watched>);
+
+impl Area for Checked {
+    fn words(&self) -> &Words {
+        &self.0.words
+    }
+    fn capacity(&self) -> usize {
+        CAPACITY
+    }
+    fn write(&self, offset: usize, bytes: &[u8]) {
+        for (cell, byte) in self.0.bytes[offset..].iter().zip(bytes) {
+            // SAFETY: the checker fails the test when anybody else looks at the cell meanwhile.
+            cell.with_mut(|cell| unsafe { *cell = *byte });
+        }
+    }
+    fn read(&self, offset: usize, bytes: &mut [u8]) {
+        for (cell, byte) in self.0.bytes[offset..].iter().zip(bytes) {
+            // SAFETY: the checker fails the test when anybody writes to the cell meanwhile.
+            *byte = cell.with(|cell| unsafe { *cell });
+        }
+    }
+}
+
+fn area() -> Checked {
+    let bytes = (0..CAPACITY).map(|_| UnsafeCell::new(0)).collect();
+    Checked(Arc::new(Watched { words: Words::default(), bytes }))
+}
+
+fn read(reader: &mut Reader<Checked>) -> Option<Vec<u8>> {
+    let mut bytes = Vec::new();
+    reader.next_record().expect("a good ring")?.append_to(&mut bytes);
+    Some(bytes)
+}
+
+#[test]
+fn what_is_written_is_read_whole_and_in_order() {
+    loom::model(|| {
+        let area = area();
+        let mut writer = Writer::new(area.clone());
+        let writing = thread::spawn(move || {
+            for n in 0..3u8 {
+                while !writer.write(&[&[n; 20]]).expect("a good ring") {
+                    thread::yield_now();
+                }
+            }
+        });
+        let mut reader = Reader::new(area);
+        for n in 0..3u8 {
+            let bytes = loop {
+                match read(&mut reader) {
+                    Some(bytes) => break bytes,
+                    None => thread::yield_now(),
+                }
+            };
+            assert_eq!(bytes, [n; 20]);
+            reader.release();
+        }
+        writing.join().expect("written");
+    });
+}
+
+#[test]
+fn a_writer_that_finds_no_room_is_told_of_it_when_there_is_some() {
+    loom::model(|| {
+        let area = area();
+        let mut writer = Writer::new(area.clone());
+        assert!(writer.write(&[&[1; 40]]).expect("a good ring"));
+        let told = Arc::new(AtomicU32::new(0));
+        let tell = told.clone();
+        let reading = thread::spawn(move || {
+            let mut reader = Reader::new(area);
+            assert!(read(&mut reader).is_some());
+            if reader.release() {
+                tell.store(1, Ordering::SeqCst);
+            }
+        });
+        let has_room = writer.wants_room(40).expect("a good ring");
+        reading.join().expect("read");
+        assert!(has_room || told.load(Ordering::SeqCst) == 1, "nobody would ever wake the writer");
+    });
+}
+
+#[test]
+fn nobody_sleeps_through_a_record() {
+    loom::model(|| {
+        let area = area();
+        let bell = Arc::new(Bell::default());
+        let (mut writer, ringing) = (Writer::new(area.clone()), bell.clone());
+        let writing = thread::spawn(move || {
+            assert!(writer.write(&[&[1; 8]]).expect("a good ring"));
+            ringing.ring(3, false) == Wake::Sleepers
+        });
+        let mut reader = Reader::new(area);
+        let seen = bell.about_to_sleep();
+        let found = bell.rung().count() > 0 && read(&mut reader).is_some();
+        let woken = writing.join().expect("written");
+        assert!(found || woken || bell.word().load(Ordering::SeqCst) != seen, "it would sleep for ever");
+    });
+}
+
+#[test]
+fn a_bit_that_is_taken_back_is_set_again_by_who_writes_afterwards() {
+    loom::model(|| {
+        let area = area();
+        let bell = Arc::new(Bell::default());
+        bell.ring(3, false);
+        let (mut writer, ringing) = (Writer::new(area.clone()), bell.clone());
+        let writing = thread::spawn(move || {
+            assert!(writer.write(&[&[1; 8]]).expect("a good ring"));
+            ringing.ring(3, false);
+        });
+        let mut reader = Reader::new(area);
+        bell.hush(3);
+        let found = read(&mut reader).is_some();
+        writing.join().expect("written");
+        assert!(found || bell.rung().any(|(_, bits)| bits >> 3 & 1 == 1), "the record would stay unseen");
+    });
+}
