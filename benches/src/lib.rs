@@ -1,2 +1,59 @@
-//! Benchmarks. `benches/wire.rs` measures the wire format and the link without any I/O; the running system is measured by
-//! `cargo xtask bench system`.
+//! Benchmarks. `benches/wire.rs` and its neighbours measure single layers without any I/O (`cargo xtask bench micro`). This
+//! library is `cargo xtask bench peers`: the running system beside PVM 3.4.6, Open MPI and MPICH, in one run on one machine.
+//!
+//! It measures and tells; it judges nothing that a test could rest on, because a loaded machine is slow without a defect.
+
+mod figures;
+mod machine;
+mod report;
+mod rows;
+mod systems;
+
+use anyhow::{Context, Result, bail};
+use std::fs;
+use std::path::PathBuf;
+
+pub use figures::System;
+
+/// Debian packages that the systems come from.
+pub const PACKAGES: [&str; 7] =
+    ["pvm", "pvm-dev", "openmpi-bin", "libopenmpi-dev", "mpich", "libmpich-dev", "netpipe-pvm"];
+
+/// Repetitions of a whole run and of a quick one.
+const REPETITIONS: usize = 5;
+const REPETITIONS_QUICK: usize = 2;
+
+/// What to measure, and how long.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// Where our programs are installed.
+    pub prefix: PathBuf,
+    /// Fewer repetitions and rounds.
+    pub quick: bool,
+    /// Names of rows or of measurements; none: all.
+    pub only: Vec<String>,
+    /// Repetitions, if not the usual number.
+    pub repetitions: Option<usize>,
+    /// Folder for JSON and plots.
+    pub results: PathBuf,
+}
+
+/// Measures, prints the table, writes the results. True if every measurement worked, whether fast or not.
+///
+/// # Errors
+/// A system cannot be started, or the results cannot be written.
+pub fn peers(settings: &Settings) -> Result<bool> {
+    let chosen = rows::chosen(&settings.only);
+    if chosen.is_empty() {
+        bail!("bench peers: no row is called {}; there are: {}", settings.only.join(", "), rows::names().join(", "));
+    }
+    let repetitions = settings.repetitions.unwrap_or(if settings.quick { REPETITIONS_QUICK } else { REPETITIONS });
+    let before = machine::Load::now();
+    let measured = systems::measure(&settings.prefix, &chosen, repetitions, settings.quick)?;
+    let machine = machine::Machine::describe(&settings.prefix, before, repetitions, settings.quick);
+    let report = report::Report::new(machine, &chosen, measured);
+    print!("{}", report.text());
+    fs::create_dir_all(&settings.results).with_context(|| settings.results.display().to_string())?;
+    report.write(&settings.results)?;
+    Ok(report.troubles().is_empty())
+}

@@ -51,6 +51,11 @@ impl<'a> RealVm<'a> {
         in_host(host, &self.rsh, program.as_ref())
     }
 
+    /// A program that is called as ssh is and reaches the hosts of the testbed.
+    pub fn remote_shell(&self) -> &Path {
+        &self.rsh
+    }
+
     /// The master's log.
     pub fn log(&self) -> String {
         fs::read_to_string(self.bed.host(1).path(LOG)).unwrap_or_default()

@@ -1,51 +1,84 @@
-//! `cargo xtask bench`: the wire format alone, and the running system.
+//! `cargo xtask bench`: single layers, or the running system beside its peers.
 
-use crate::install;
+use crate::{install, setup};
 use anyhow::{Result, bail};
-use sempa_tests::run::run as run_to_end;
-use sempa_tests::vm::Settings;
-use sempa_tests::{Testbed, Vm, needs, programs};
-use std::time::Duration;
+use clap::{Args, ValueEnum};
+use sempa_benches::{PACKAGES, Settings};
+use std::path::PathBuf;
 
-const SYSTEM_TIME: Duration = Duration::from_secs(300);
+/// What can be measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum What {
+    /// Single layers: packing, frames, the link, the daemon's forwarding
+    Micro,
+    /// The running system beside PVM 3.4.6, Open MPI and MPICH
+    Peers,
+    /// Both
+    All,
+}
 
-/// `micro`, `system` or `all`.
+/// The words after `cargo xtask bench`.
+#[derive(Args)]
+pub(crate) struct Words {
+    /// What to measure
+    #[arg(default_value = "all")]
+    what: What,
+    /// peers: only these rows, such as `rtt8` or `rtt8*`
+    #[arg(long, value_name = "ROW")]
+    only: Vec<String>,
+    /// peers: fewer repetitions and rounds
+    #[arg(long)]
+    quick: bool,
+    /// peers: repetitions of each measurement
+    #[arg(long, value_name = "NUMBER")]
+    repetitions: Option<usize>,
+    /// peers: measure what is installed here instead of building and installing it
+    #[arg(long, value_name = "DIR")]
+    prefix: Option<PathBuf>,
+    /// peers: where the table, JSON and plots go; a run of all rows goes to benches/results, one of some to target/bench
+    #[arg(long, value_name = "DIR")]
+    results: Option<PathBuf>,
+}
+
+/// Measures. False if something could not be measured.
 ///
 /// # Errors
-/// A build fails, or the system cannot be started.
-pub(crate) fn run(what: &str) -> Result<bool> {
+/// A build fails, or a system cannot be started.
+pub(crate) fn run(words: &Words) -> Result<bool> {
     let mut good = true;
-    if what != "system" {
+    if words.what != What::Peers {
         good &= install::cargo(&["bench", "-p", "sempa-benches"])?.status()?.success();
     }
-    if what != "micro" {
-        good &= system()?;
+    if words.what != What::Micro {
+        good &= peers(words)?;
     }
     Ok(good)
 }
 
-/// Round trips and throughput between two tasks, on one host and on two.
-fn system() -> Result<bool> {
-    if let Some(lack) = needs::lacks() {
-        bail!("bench system: {lack}");
-    }
-    install::build(false)?;
-    let prefix = install::target()?.join("sempa-prefix");
-    install::lay_out(&prefix)?;
-    let prefix = prefix.canonicalize()?;
-    let bed = Testbed::new(2, Some(&prefix), &[])?;
-    let vm = Vm::start(&bed, Settings::default())?;
-    vm.add(&["h2"])?;
-    let program = programs::compile("pingpong", &prefix, &vm.home().join("pvm3/bin/LINUX64"))?;
-    let mut good = true;
-    for (place, host) in [("on one host", "h1"), ("between two hosts", "h2")] {
-        println!("bench: {place}");
-        let mut command = vm.command(bed.host(1), &program);
-        command.arg(host);
-        let done = run_to_end(command, SYSTEM_TIME)?;
-        print!("{}{}", done.out, done.err);
-        good &= done.good();
-    }
-    vm.halt()?;
-    Ok(good)
+fn peers(words: &Words) -> Result<bool> {
+    setup::packages(&PACKAGES)?;
+    let prefix = match &words.prefix {
+        Some(prefix) => {
+            // The testbed's hosts have a program of their own.
+            if !install::cargo(&["build", "--release", "-p", "sempa-tests"])?.status()?.success() {
+                bail!("the build failed");
+            }
+            prefix.clone()
+        }
+        None => {
+            install::build(false)?;
+            let prefix = install::target()?.join("sempa-prefix");
+            install::lay_out(&prefix)?;
+            prefix
+        }
+    };
+    let whole = words.only.is_empty() && !words.quick;
+    let usual = if whole { setup::project().join("benches/results") } else { install::target()?.join("bench") };
+    sempa_benches::peers(&Settings {
+        prefix: prefix.canonicalize()?,
+        quick: words.quick,
+        only: words.only.clone(),
+        repetitions: words.repetitions,
+        results: words.results.clone().unwrap_or(usual),
+    })
 }

@@ -59,12 +59,8 @@ enum What {
         /// Parts of names of programs; none: all
         programs: Vec<String>,
     },
-    /// Measure: the wire format alone, or the running system
-    Bench {
-        /// `micro`: the wire format alone; `system`: round trips and throughput of the running system
-        #[arg(default_value = "all", value_parser = ["micro", "system", "all"])]
-        what: String,
-    },
+    /// Measure: single layers, or the running system beside PVM 3.4.6, Open MPI and MPICH
+    Bench(bench::Words),
 }
 
 fn main() -> ExitCode {
@@ -74,7 +70,7 @@ fn main() -> ExitCode {
         What::Install { prefix } => put_in_place(&prefix),
         What::Criu { prefix } => setup::criu(&prefix).map(|()| true),
         What::Conformance { against, as_installed, programs } => conformance::run(&against, &programs, as_installed),
-        What::Bench { what } => bench::run(&what),
+        What::Bench(words) => bench::run(&words),
     };
     match done {
         Ok(true) => ExitCode::SUCCESS,

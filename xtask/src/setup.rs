@@ -43,13 +43,17 @@ pub(crate) fn project() -> PathBuf {
 /// # Errors
 /// Root could not install something.
 pub(crate) fn everything() -> Result<()> {
-    packages()?;
+    packages(&PACKAGES)?;
     // Where there can be no hosts nothing moves either; the caller says so.
     if needs::lacks().is_none() { criu(Path::new(CRIU_PREFIX)) } else { Ok(()) }
 }
 
-fn packages() -> Result<()> {
-    let missing: Vec<&str> = PACKAGES.into_iter().filter(|name| !installed(name)).collect();
+/// Installs what is missing of these Debian packages.
+///
+/// # Errors
+/// Root could not install something.
+pub(crate) fn packages(names: &[&'static str]) -> Result<()> {
+    let missing: Vec<&str> = names.iter().copied().filter(|name| !installed(name)).collect();
     if missing.is_empty() {
         return Ok(());
     }

@@ -1,0 +1,134 @@
+/*
+ * What both programs, the one with PVM's calls and the one with MPI's, share: their options, the clock, and how a row of
+ * samples is told.
+ */
+#ifndef MEASURE_H
+#define MEASURE_H
+
+#include <sched.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+struct options {
+    const char *what;
+    long size;    /* bytes of a message */
+    int rounds;   /* how many samples */
+    int warm;     /* rounds before the first sample */
+    int batch;    /* messages of one sample, one way */
+    int tasks;    /* how many others */
+    int idle;     /* tasks that only wait, beside those that talk */
+    int direct;   /* PVM: ask for the direct route */
+    int keep;     /* hosts that were added stay */
+    int xdr;      /* PVM: the encoding for foreign machines */
+    int cores[2]; /* where the first and the second task stay; -1: anywhere */
+    const char *host;
+};
+
+/* Sets what `name=value` says; 0 if there is no such name. */
+static int set_option(struct options *o, const char *name, char *value)
+{
+    struct { const char *name; int *place; } numbers[] = {
+        { "rounds", &o->rounds }, { "warm", &o->warm },     { "batch", &o->batch }, { "tasks", &o->tasks },
+        { "idle", &o->idle },     { "direct", &o->direct }, { "keep", &o->keep },   { "xdr", &o->xdr },
+    };
+    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
+        if (!strcmp(name, numbers[i].name)) {
+            *numbers[i].place = atoi(value);
+            return 1;
+        }
+    if (!strcmp(name, "size"))
+        o->size = atol(value);
+    else if (!strcmp(name, "host"))
+        o->host = value;
+    else
+        return !strcmp(name, "cores") && sscanf(value, "%d,%d", &o->cores[0], &o->cores[1]) == 2;
+    return 1;
+}
+
+static struct options options_of(int argc, char **argv)
+{
+    struct options o = { .what = argc > 1 ? argv[1] : "", .size = 8, .rounds = 1000, .warm = 100, .batch = 1,
+                         .tasks = 1, .cores = { -1, -1 }, .host = "" };
+    for (int i = 2; i < argc; i++) {
+        char name[16] = "";
+        char *value = strchr(argv[i], '=');
+        if (value && value - argv[i] < (long)sizeof name)
+            memcpy(name, argv[i], value - argv[i]);
+        if (!value || !set_option(&o, name, value + 1)) {
+            fprintf(stderr, "no such option: %s\n", argv[i]);
+            exit(2);
+        }
+    }
+    return o;
+}
+
+static inline double now_us(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * 1e6 + t.tv_nsec / 1e3;
+}
+
+static void stay_on(int core)
+{
+    if (core < 0)
+        return;
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    CPU_SET(core, &set);
+    if (sched_setaffinity(0, sizeof set, &set) < 0) {
+        perror("sched_setaffinity");
+        exit(2);
+    }
+}
+
+/* A row of samples in microseconds. */
+struct samples {
+    double *us;
+    int count, room;
+};
+
+static struct samples samples_for(int rounds)
+{
+    struct samples s = { malloc(sizeof(double) * (rounds > 0 ? rounds : 1)), 0, rounds };
+    if (!s.us)
+        exit(2);
+    return s;
+}
+
+static inline void note(struct samples *s, double us)
+{
+    if (s->count < s->room)
+        s->us[s->count++] = us;
+}
+
+static int by_size(const void *a, const void *b)
+{
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+/* One line: the name, how many, the median, the 99th of a hundred, the least. */
+static void tell(const char *name, struct samples *s)
+{
+    if (s->count == 0)
+        return;
+    qsort(s->us, s->count, sizeof(double), by_size);
+    printf("sample %s %d %.4f %.4f %.4f\n", name, s->count, s->us[s->count / 2], s->us[(s->count - 1) * 99L / 100],
+           s->us[0]);
+    fflush(stdout);
+    free(s->us);
+}
+
+static char *block_of(long size)
+{
+    char *block = malloc(size > 0 ? size : 1);
+    if (!block)
+        exit(2);
+    memset(block, 7, size);
+    return block;
+}
+
+#endif

@@ -1,0 +1,349 @@
+/*
+ * What messages and tasks cost, measured with PVM's calls only: the same program runs on every PVM.
+ *
+ *   peers WHAT [name=value ...]      see measure.h for the names
+ *
+ * WHAT: rtt, ring, one_way, spawn, mcast, fan, add_hosts. A round trip is whole: pack, send, receive, unpack, there and back.
+ */
+#define _GNU_SOURCE
+#include "measure.h"
+#include <pvm3.h>
+
+enum { TAG_GO = 1, TAG_PING, TAG_PONG, TAG_END, TAG_HELLO, TAG_GONE };
+enum { TASKS_MAX = 2048 };
+
+static struct options o;
+static char *block;
+
+static void check(int info, const char *doing)
+{
+    if (info >= 0)
+        return;
+    fprintf(stderr, "peers %s: %s: %d\n", o.what, doing, info);
+    pvm_exit();
+    exit(3);
+}
+
+static void give(int tid, int tag, long size)
+{
+    pvm_initsend(o.xdr ? PvmDataDefault : PvmDataRaw);
+    pvm_pkbyte(block, size, 1);
+    check(pvm_send(tid, tag), "pvm_send");
+}
+
+static void take(int tid, int tag, long size)
+{
+    check(pvm_recv(tid, tag), "pvm_recv");
+    check(pvm_upkbyte(block, size, 1), "pvm_upkbyte");
+}
+
+/* Starts others of this program with the same options, on the named host if there is one. */
+static void start(char **argv, int count, int *tids)
+{
+    int flag = *o.host ? PvmTaskHost : PvmTaskDefault;
+    int started = pvm_spawn(argv[0], argv + 1, flag, (char *)o.host, count, tids);
+    if (started != count) {
+        fprintf(stderr, "peers %s: %d of %d tasks started, the last says %d\n", o.what, started, count,
+                tids[count - 1]);
+        for (int i = 0; i < count; i++)
+            if (tids[i] > 0)
+                pvm_kill(tids[i]);
+        pvm_exit();
+        exit(3);
+    }
+    for (int i = 0; i < count; i++)
+        take(-1, TAG_HELLO, 1);
+}
+
+/* Tells a child which it is and, in rings, who comes after it. */
+static void appoint(int tid, int number, int next)
+{
+    int facts[2] = { number, next };
+    pvm_initsend(PvmDataRaw);
+    pvm_pkint(facts, 2, 1);
+    check(pvm_send(tid, TAG_GO), "pvm_send");
+}
+
+static void appoint_all(int count, const int *tids)
+{
+    for (int i = 0; i < count; i++)
+        appoint(tids[i], i, i + 1 < count ? tids[i + 1] : pvm_mytid());
+}
+
+/* The end of a run: the children may go when all has been measured. */
+static void dismiss(int count, const int *tids)
+{
+    for (int i = 0; i < count; i++)
+        give(tids[i], TAG_END, 1);
+}
+
+static void rtt(char **argv)
+{
+    static int tids[TASKS_MAX];
+    int count = 1 + o.idle;
+    start(argv, count, tids);
+    appoint_all(count, tids);
+    stay_on(o.cores[0]);
+    struct samples trips = samples_for(o.rounds);
+    for (int i = -o.warm; i < o.rounds; i++) {
+        double begun = now_us();
+        give(tids[0], TAG_PING, o.size);
+        take(tids[0], TAG_PONG, o.size);
+        if (i >= 0)
+            note(&trips, now_us() - begun);
+    }
+    dismiss(count, tids);
+    tell("rtt", &trips);
+}
+
+static void rtt_child(int parent, int number)
+{
+    if (number == 0) {
+        stay_on(o.cores[1]);
+        for (int i = -o.warm; i < o.rounds; i++) {
+            take(parent, TAG_PING, o.size);
+            give(parent, TAG_PONG, o.size);
+        }
+    }
+}
+
+/* A message goes round; each sample is one lap, told per hop. */
+static void ring(char **argv)
+{
+    static int tids[TASKS_MAX];
+    int count = o.tasks - 1;
+    start(argv, count, tids);
+    appoint_all(count, tids);
+    struct samples hops = samples_for(o.rounds);
+    for (int i = -o.warm; i < o.rounds; i++) {
+        double begun = now_us();
+        give(tids[0], TAG_PING, o.size);
+        take(tids[count - 1], TAG_PING, o.size);
+        if (i >= 0)
+            note(&hops, (now_us() - begun) / o.tasks);
+    }
+    dismiss(count, tids);
+    tell("hop", &hops);
+}
+
+static void ring_child(int next)
+{
+    for (int i = -o.warm; i < o.rounds; i++) {
+        take(-1, TAG_PING, o.size);
+        give(next, TAG_PING, o.size);
+    }
+}
+
+/* Many messages in a row, then a word that all have come; each sample is one such batch, told per message. */
+static void one_way(char **argv)
+{
+    int tid;
+    start(argv, 1, &tid);
+    appoint_all(1, &tid);
+    stay_on(o.cores[0]);
+    struct samples each = samples_for(o.rounds);
+    for (int i = -o.warm; i < o.rounds; i++) {
+        double begun = now_us();
+        for (int k = 0; k < o.batch; k++)
+            give(tid, TAG_PING, o.size);
+        take(tid, TAG_PONG, 1);
+        if (i >= 0)
+            note(&each, (now_us() - begun) / o.batch);
+    }
+    dismiss(1, &tid);
+    tell("message", &each);
+}
+
+static void one_way_child(int parent)
+{
+    stay_on(o.cores[1]);
+    for (int i = -o.warm; i < o.rounds; i++) {
+        for (int k = 0; k < o.batch; k++)
+            take(parent, TAG_PING, o.size);
+        give(parent, TAG_PONG, 1);
+    }
+}
+
+/* From the call of pvm_spawn to its return, to the first word of a child, to the first words of all. */
+static void spawn(char **argv)
+{
+    static int tids[TASKS_MAX];
+    struct samples call = samples_for(o.rounds), first = samples_for(o.rounds), all = samples_for(o.rounds);
+    int flag = *o.host ? PvmTaskHost : PvmTaskDefault;
+    for (int i = -o.warm; i < o.rounds; i++) {
+        double begun = now_us();
+        int started = pvm_spawn(argv[0], argv + 1, flag, (char *)o.host, o.tasks, tids);
+        double returned = now_us();
+        check(started == o.tasks ? 0 : -1, "pvm_spawn");
+        take(-1, TAG_HELLO, 1);
+        double heard = now_us();
+        for (int k = 1; k < o.tasks; k++)
+            take(-1, TAG_HELLO, 1);
+        double up = now_us();
+        if (i >= 0) {
+            note(&call, returned - begun);
+            note(&first, heard - begun);
+            note(&all, up - begun);
+        }
+        /* The next round begins when nothing of this one is left. */
+        check(pvm_notify(PvmTaskExit, TAG_GONE, o.tasks, tids), "pvm_notify");
+        for (int k = 0; k < o.tasks; k++)
+            appoint(tids[k], k, 0);
+        dismiss(o.tasks, tids);
+        for (int k = 0; k < o.tasks; k++)
+            check(pvm_recv(-1, TAG_GONE), "pvm_recv");
+    }
+    tell("call", &call);
+    tell("first", &first);
+    tell("all", &all);
+}
+
+static void answers(int count)
+{
+    for (int i = 0; i < count; i++)
+        take(-1, TAG_PONG, 1);
+}
+
+/* One message to one task, then one to all: the call alone, and until all have said that they have it. */
+static void mcast(char **argv)
+{
+    static int tids[TASKS_MAX];
+    start(argv, o.tasks, tids);
+    appoint_all(o.tasks, tids);
+    struct samples send_call = samples_for(o.rounds), send_all = samples_for(o.rounds);
+    struct samples call = samples_for(o.rounds), all = samples_for(o.rounds);
+    for (int i = -o.warm; i < o.rounds; i++) {
+        double begun = now_us();
+        give(tids[0], TAG_PING, o.size);
+        double returned = now_us();
+        answers(1);
+        double there = now_us(), again = there;
+        pvm_initsend(o.xdr ? PvmDataDefault : PvmDataRaw);
+        pvm_pkbyte(block, o.size, 1);
+        check(pvm_mcast(tids, o.tasks, TAG_PING), "pvm_mcast");
+        double called = now_us();
+        answers(o.tasks);
+        double everywhere = now_us();
+        if (i >= 0) {
+            note(&send_call, returned - begun);
+            note(&send_all, there - begun);
+            note(&call, called - again);
+            note(&all, everywhere - again);
+        }
+    }
+    dismiss(o.tasks, tids);
+    tell("send_call", &send_call);
+    tell("send_all", &send_all);
+    tell("mcast_call", &call);
+    tell("mcast_all", &all);
+}
+
+static void mcast_child(int parent, int number)
+{
+    for (int i = -o.warm; i < o.rounds; i++)
+        for (int k = number == 0 ? 2 : 1; k > 0; k--) {
+            take(parent, TAG_PING, o.size);
+            give(parent, TAG_PONG, 1);
+        }
+}
+
+/* Round trips with many others in turn; where no host is named, the tasks are placed as the system likes. */
+static void fan(char **argv)
+{
+    static int tids[TASKS_MAX];
+    start(argv, o.tasks, tids);
+    appoint_all(o.tasks, tids);
+    struct samples trips = samples_for(o.rounds * o.tasks);
+    for (int i = -o.warm; i < o.rounds; i++)
+        for (int k = 0; k < o.tasks; k++) {
+            double begun = now_us();
+            give(tids[k], TAG_PING, o.size);
+            take(tids[k], TAG_PONG, o.size);
+            if (i >= 0)
+                note(&trips, now_us() - begun);
+        }
+    dismiss(o.tasks, tids);
+    tell("rtt", &trips);
+}
+
+static void fan_child(int parent)
+{
+    for (int i = -o.warm; i < o.rounds; i++) {
+        take(parent, TAG_PING, o.size);
+        give(parent, TAG_PONG, o.size);
+    }
+}
+
+/* host=h2,h3: all in one call. They are deleted again unless keep=1. */
+static void add_hosts(void)
+{
+    static char names[4096];
+    char *hosts[64];
+    int infos[64], count = 0;
+    snprintf(names, sizeof names, "%s", o.host);
+    for (char *name = strtok(names, ","); name && count < 64; name = strtok(NULL, ","))
+        hosts[count++] = name;
+    struct samples call = samples_for(1);
+    double begun = now_us();
+    int added = pvm_addhosts(hosts, count, infos);
+    note(&call, now_us() - begun);
+    check(added == count ? 0 : -1, "pvm_addhosts");
+    if (!o.keep)
+        check(pvm_delhosts(hosts, count, infos), "pvm_delhosts");
+    tell("call", &call);
+}
+
+static int child(int parent)
+{
+    give(parent, TAG_HELLO, 1);
+    int facts[2];
+    check(pvm_recv(parent, TAG_GO), "pvm_recv");
+    pvm_upkint(facts, 2, 1);
+    if (!strcmp(o.what, "rtt"))
+        rtt_child(parent, facts[0]);
+    else if (!strcmp(o.what, "ring"))
+        ring_child(facts[1]);
+    else if (!strcmp(o.what, "one_way"))
+        one_way_child(parent);
+    else if (!strcmp(o.what, "mcast"))
+        mcast_child(parent, facts[0]);
+    else if (!strcmp(o.what, "fan"))
+        fan_child(parent);
+    take(parent, TAG_END, 1);
+    pvm_exit();
+    return 0;
+}
+
+int main(int argc, char **argv)
+{
+    o = options_of(argc, argv);
+    block = block_of(o.size);
+    check(pvm_mytid(), "pvm_mytid");
+    pvm_setopt(PvmRoute, o.direct ? PvmRouteDirect : PvmDontRoute);
+    if (o.idle + 1 > TASKS_MAX || o.tasks > TASKS_MAX) {
+        fprintf(stderr, "peers: too many tasks\n");
+        return 2;
+    }
+    if (pvm_parent() > 0)
+        return child(pvm_parent());
+    if (!strcmp(o.what, "rtt"))
+        rtt(argv);
+    else if (!strcmp(o.what, "ring"))
+        ring(argv);
+    else if (!strcmp(o.what, "one_way"))
+        one_way(argv);
+    else if (!strcmp(o.what, "spawn"))
+        spawn(argv);
+    else if (!strcmp(o.what, "mcast"))
+        mcast(argv);
+    else if (!strcmp(o.what, "fan"))
+        fan(argv);
+    else if (!strcmp(o.what, "add_hosts"))
+        add_hosts();
+    else {
+        fprintf(stderr, "peers: no such thing to measure: %s\n", o.what);
+        return 2;
+    }
+    pvm_exit();
+    return 0;
+}

@@ -1,0 +1,123 @@
+//! What a measured program says, and what is made of several repetitions.
+
+use anyhow::{Context, Result, bail};
+use serde::Serialize;
+use std::collections::BTreeMap;
+
+/// A message-passing system that is measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum System {
+    /// Debian's PVM 3.4.6.
+    Pvm,
+    /// Ours.
+    Sempa,
+    /// Open MPI.
+    OpenMpi,
+    /// MPICH.
+    Mpich,
+}
+
+impl System {
+    /// All, in the order of the table's columns.
+    pub const ALL: [System; 4] = [System::Pvm, System::Sempa, System::OpenMpi, System::Mpich];
+
+    /// Its name for people.
+    pub fn name(self) -> &'static str {
+        match self {
+            System::Pvm => "PVM 3.4.6",
+            System::Sempa => "Sempa",
+            System::OpenMpi => "Open MPI",
+            System::Mpich => "MPICH",
+        }
+    }
+
+    /// True for the two that run the program with PVM's calls.
+    pub(crate) fn is_pvm(self) -> bool {
+        matches!(self, System::Pvm | System::Sempa)
+    }
+}
+
+/// The times of one run of a program, in microseconds.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub(crate) struct Sample {
+    /// How many times were taken.
+    pub(crate) count: u64,
+    /// Their median.
+    pub(crate) median_us: f64,
+    /// What 99 of 100 do not exceed.
+    pub(crate) p99_us: f64,
+    /// The shortest.
+    pub(crate) least_us: f64,
+}
+
+impl Sample {
+    /// A single time.
+    pub(crate) fn one(us: f64) -> Sample {
+        Sample { count: 1, median_us: us, p99_us: us, least_us: us }
+    }
+}
+
+/// All that one run of a program says: name of a time to its sample.
+pub(crate) type Samples = BTreeMap<String, Sample>;
+
+/// Reads the lines `sample NAME COUNT MEDIAN P99 LEAST` of a program's output.
+///
+/// # Errors
+/// There is none, or one is not well-formed.
+pub(crate) fn read(output: &str) -> Result<Samples> {
+    let mut all = Samples::new();
+    for line in output.lines() {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        let ["sample", name, count, median, p99, least] = words[..] else { continue };
+        let number = |word: &str| word.parse::<f64>().with_context(|| format!("no number: {line}"));
+        let (median_us, p99_us, least_us) = (number(median)?, number(p99)?, number(least)?);
+        all.insert(name.to_string(), Sample { count: count.parse()?, median_us, p99_us, least_us });
+    }
+    if all.is_empty() {
+        bail!("it said nothing to measure by: {}", output.trim());
+    }
+    Ok(all)
+}
+
+/// The repetitions of one time made into one: the medians of the medians, of the p99 and of the shortest.
+pub(crate) fn of_repetitions(all: &[Samples], name: &str) -> Option<Sample> {
+    let own: Vec<Sample> = all.iter().filter_map(|samples| samples.get(name)).copied().collect();
+    let middle = |pick: fn(&Sample) -> f64| median(own.iter().map(pick).collect());
+    Some(Sample {
+        count: own.iter().map(|sample| sample.count).sum(),
+        median_us: middle(|sample| sample.median_us)?,
+        p99_us: middle(|sample| sample.p99_us)?,
+        least_us: middle(|sample| sample.least_us)?,
+    })
+}
+
+/// The middle one; of an even number the mean of the two in the middle.
+pub(crate) fn median(mut values: Vec<f64>) -> Option<f64> {
+    values.sort_by(f64::total_cmp);
+    let middle = values.len() / 2;
+    let upper = values.get(middle)?;
+    Some(if values.len() % 2 == 1 { *upper } else { (values[middle - 1] + upper) / 2.0 })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn samples_are_read_and_other_lines_are_not() {
+        let all = read("libpvm: hello\nsample rtt 3 1.5 2.5 1.0\nend\n").expect("one sample");
+        assert_eq!(all["rtt"], Sample { count: 3, median_us: 1.5, p99_us: 2.5, least_us: 1.0 });
+        assert!(read("nothing\n").is_err());
+        assert!(read("sample rtt 3 x 2.5 1.0\n").is_err());
+    }
+
+    #[test]
+    fn repetitions_are_told_by_their_median() {
+        let one = |us| Samples::from([("rtt".to_string(), Sample::one(us))]);
+        let all = of_repetitions(&[one(1.0), one(100.0), one(2.0)], "rtt").expect("three");
+        assert_eq!((all.median_us, all.count), (2.0, 3));
+        assert_eq!(of_repetitions(&[one(1.0)], "other"), None);
+        assert_eq!(median(vec![1.0, 3.0]), Some(2.0));
+    }
+}

@@ -1,0 +1,106 @@
+//! The machine on which something was measured, and what else it was doing.
+
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// The kernel's average number of runnable processes over one, five and fifteen minutes.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Load(String);
+
+impl Load {
+    /// Of this moment.
+    pub(crate) fn now() -> Load {
+        let text = fs::read_to_string("/proc/loadavg").unwrap_or_default();
+        Load(text.split_whitespace().take(3).collect::<Vec<_>>().join(" "))
+    }
+}
+
+/// What a reader of the results has to know of the machine and the run.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Machine {
+    /// Seconds since 1970.
+    pub(crate) at: u64,
+    /// The processor's own name.
+    pub(crate) processor: String,
+    /// Cores that a program may use.
+    pub(crate) cores: usize,
+    /// Gigabytes of memory.
+    pub(crate) memory_gb: u64,
+    /// Release of the kernel.
+    pub(crate) kernel: String,
+    /// Name to version.
+    pub(crate) versions: BTreeMap<String, String>,
+    /// Load before the first and after the last measurement; the measurement itself is part of the latter.
+    pub(crate) load_before: Load,
+    /// See above.
+    pub(crate) load_after: Load,
+    /// Repetitions of each measurement.
+    pub(crate) repetitions: usize,
+    /// Fewer rounds than usual.
+    pub(crate) quick: bool,
+}
+
+impl Machine {
+    /// Looks at this machine.
+    pub(crate) fn describe(prefix: &Path, load_before: Load, repetitions: usize, quick: bool) -> Machine {
+        let field = |file: &str, name: &str| {
+            let text = fs::read_to_string(file).unwrap_or_default();
+            let line = text.lines().find(|line| line.starts_with(name)).unwrap_or_default();
+            line.split_once(':').map_or(String::new(), |(_, value)| value.trim().to_string())
+        };
+        let memory_kb: u64 =
+            field("/proc/meminfo", "MemTotal").split(' ').next().and_then(|kb| kb.parse().ok()).unwrap_or(0);
+        let mut versions: BTreeMap<String, String> =
+            ["pvm", "openmpi-bin", "mpich", "netpipe-pvm"].map(|name| (name.to_string(), debian(name))).into();
+        versions.insert("sempa".to_string(), ours(prefix));
+        Machine {
+            at: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
+            processor: field("/proc/cpuinfo", "model name"),
+            cores: std::thread::available_parallelism().map_or(1, usize::from),
+            memory_gb: memory_kb >> 20,
+            kernel: fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default().trim().to_string(),
+            versions,
+            load_before,
+            load_after: Load::now(),
+            repetitions,
+            quick,
+        }
+    }
+
+    /// Lines for people.
+    pub(crate) fn text(&self) -> String {
+        let versions: Vec<String> = self.versions.iter().map(|(name, version)| format!("{name} {version}")).collect();
+        format!(
+            "machine: {}, {} cores, {} GB, Linux {}\nversions: {}\n\
+             load: {} before, {} after; {} repetitions{}, medians of their medians\n",
+            self.processor,
+            self.cores,
+            self.memory_gb,
+            self.kernel,
+            versions.join(", "),
+            self.load_before.0,
+            self.load_after.0,
+            self.repetitions,
+            if self.quick { ", quick" } else { "" },
+        )
+    }
+}
+
+fn debian(name: &str) -> String {
+    first_line(Command::new("dpkg-query").args(["-W", "-f", "${Version}", name]))
+}
+
+fn ours(prefix: &Path) -> String {
+    let revision =
+        first_line(Command::new("git").args(["describe", "--always"]).current_dir(env!("CARGO_MANIFEST_DIR")));
+    format!("{} ({revision}), {}", env!("CARGO_PKG_VERSION"), prefix.display())
+}
+
+fn first_line(command: &mut Command) -> String {
+    let said = command.output().map(|done| String::from_utf8_lossy(&done.stdout).into_owned()).unwrap_or_default();
+    said.lines().next().unwrap_or("unknown").trim().to_string()
+}

@@ -1,0 +1,217 @@
+//! The table for people and the file for programs.
+
+use crate::figures::{Sample, Samples, System, of_repetitions};
+use crate::machine::Machine;
+use crate::rows::{Goal, Measurement, Row};
+use crate::systems::{Given, Measured};
+use anyhow::{Context, Result};
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+/// One row, measured.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Line {
+    name: &'static str,
+    title: &'static str,
+    unit: &'static str,
+    /// In the row's unit.
+    values: BTreeMap<&'static str, f64>,
+    /// Times of the same, summed up over the repetitions.
+    times: BTreeMap<&'static str, Sample>,
+    /// How many times faster ours is than PVM 3.4.6.
+    speed_to_pvm: Option<f64>,
+    goal: String,
+    met: Option<bool>,
+    #[serde(skip)]
+    cells: Vec<String>,
+}
+
+/// All that was found.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Report {
+    machine: Machine,
+    repeat_with: String,
+    rows: Vec<Line>,
+    /// Every repetition, by the words of the measurement and the system.
+    repetitions: BTreeMap<String, BTreeMap<&'static str, Vec<Samples>>>,
+    troubles: Vec<String>,
+}
+
+impl Report {
+    /// Puts together what was measured.
+    pub(crate) fn new(machine: Machine, chosen: &[Measurement], measured: Measured) -> Report {
+        let (mut rows, mut repetitions, mut troubles) = (Vec::new(), BTreeMap::new(), Vec::new());
+        for (one, given) in chosen.iter().zip(&measured) {
+            let what = one.words.join(" ");
+            rows.extend(one.rows.iter().map(|row| line(row, given)));
+            for (system, given) in given {
+                troubles.extend(given.trouble.iter().map(|why| format!("{what} on {}: {why}", system.name())));
+            }
+            let all = given.iter().map(|(system, given)| (system.name(), given.repetitions.clone()));
+            repetitions.insert(what, all.collect());
+        }
+        let repeat_with = "cargo xtask bench peers".to_string();
+        Report { machine, repeat_with, rows, repetitions, troubles }
+    }
+
+    /// What could not be measured, one line each.
+    pub(crate) fn troubles(&self) -> &[String] {
+        &self.troubles
+    }
+
+    /// The table.
+    pub(crate) fn text(&self) -> String {
+        let names = System::ALL.map(System::name);
+        let head = ["figure", names[0], names[1], names[2], names[3], "speed to PVM", "goal", "met"];
+        let mut table: Vec<Vec<String>> = vec![head.map(str::to_string).to_vec()];
+        table.extend(self.rows.iter().map(|line| line.cells.clone()));
+        let width = |column: usize| table.iter().map(|cells| cells[column].chars().count()).max().unwrap_or(0);
+        let widths: Vec<usize> = (0..head.len()).map(width).collect();
+        let mut text = String::new();
+        for cells in &table {
+            let mut line = format!("{:<1$}", cells[0], widths[0]);
+            for (cell, width) in cells.iter().zip(&widths).skip(1) {
+                line.push_str(&format!("  {cell:>width$}"));
+            }
+            text.push_str(line.trim_end());
+            text.push('\n');
+        }
+        text.push_str("\ntimes: median (99 of 100); speed to PVM: how many times faster ours is, of the same run\n");
+        text.push_str(&self.machine.text());
+        for trouble in &self.troubles {
+            text.push_str(&format!("NOT MEASURED: {trouble}\n"));
+        }
+        text
+    }
+
+    /// Writes `peers.json` and `peers.txt`.
+    ///
+    /// # Errors
+    /// The folder cannot be written.
+    pub(crate) fn write(&self, folder: &Path) -> Result<()> {
+        for (name, text) in [("peers.json", serde_json::to_string_pretty(self)?), ("peers.txt", self.text())] {
+            let file = folder.join(name);
+            fs::write(&file, text).with_context(|| file.display().to_string())?;
+        }
+        println!("written: {}", folder.display());
+        Ok(())
+    }
+}
+
+fn line(row: &Row, given: &[(System, Given)]) -> Line {
+    let time = |system: System, name: &str| {
+        let own = given.iter().find(|(of, _)| *of == system)?;
+        of_repetitions(&own.1.repetitions, name)
+    };
+    let mut line = Line {
+        name: row.name,
+        title: row.title,
+        unit: row.unit.name(),
+        values: BTreeMap::new(),
+        times: BTreeMap::new(),
+        speed_to_pvm: None,
+        goal: goal_text(row),
+        met: None,
+        cells: vec![row.title.to_string()],
+    };
+    for system in System::ALL {
+        let cell = time(system, row.sample).map(|time| {
+            line.values.insert(system.name(), row.unit.of(time.median_us));
+            line.times.insert(system.name(), time);
+            cell(row, &time)
+        });
+        line.cells.push(cell.unwrap_or_else(|| "-".to_string()));
+    }
+    let (pvm, own) = (time(System::Pvm, row.sample), time(System::Sempa, row.sample));
+    line.speed_to_pvm = pvm.zip(own).map(|(pvm, own)| pvm.median_us / own.median_us);
+    let beside = row.goal.of_own.and_then(|(_, name)| time(System::Sempa, name));
+    line.met =
+        own.and_then(|own| met(row, own.median_us, pvm.map(|pvm| pvm.median_us), beside.map(|one| one.median_us)));
+    line.cells.push(line.speed_to_pvm.map_or("-".to_string(), |speed| format!("{}x", digits(speed))));
+    line.cells.push(line.goal.clone());
+    line.cells.push(line.met.map_or("", |met| if met { "yes" } else { "no" }).to_string());
+    line
+}
+
+fn cell(row: &Row, time: &Sample) -> String {
+    let value = format!("{} {}", digits(row.unit.of(time.median_us)), row.unit.name());
+    if row.unit.is_time() && time.count >= 100 {
+        return format!("{value} ({})", digits(row.unit.of(time.p99_us)));
+    }
+    value
+}
+
+/// Three digits that count.
+fn digits(value: f64) -> String {
+    match value {
+        v if v >= 100.0 => format!("{v:.0}"),
+        v if v >= 10.0 => format!("{v:.1}"),
+        v if v >= 1.0 => format!("{v:.2}"),
+        v => format!("{v:.3}"),
+    }
+}
+
+fn goal_text(row: &Row) -> String {
+    let Goal { bound, of_pvm, of_own } = row.goal;
+    let sign = if row.unit.is_time() { "<=" } else { ">=" };
+    let mut parts: Vec<String> = bound.iter().map(|value| format!("{sign} {value} {}", row.unit.name())).collect();
+    parts.extend(of_pvm.map(|_| "no slower than PVM".to_string()));
+    parts.extend(of_own.map(|(factor, name)| format!("<= {factor} x {}", name.replace('_', " "))));
+    parts.join(", ")
+}
+
+/// Whether our time (all in microseconds) is what it should be; `None` without a goal or without what it is compared with.
+fn met(row: &Row, own: f64, pvm: Option<f64>, beside: Option<f64>) -> Option<bool> {
+    let Goal { bound, of_pvm, of_own } = row.goal;
+    let value = row.unit.of(own);
+    let mut verdicts = Vec::new();
+    verdicts.extend(bound.map(|bound| if row.unit.is_time() { value <= bound } else { value >= bound }));
+    if let Some(factor) = of_pvm {
+        verdicts.push(own <= factor * pvm?);
+    }
+    if let Some((factor, _)) = of_own {
+        verdicts.push(own <= factor * beside?);
+    }
+    (!verdicts.is_empty()).then(|| verdicts.iter().all(|good| *good))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rows::Unit;
+
+    fn row(unit: Unit, goal: Goal) -> Row {
+        Row { name: "r", title: "a row", sample: "rtt", unit, goal }
+    }
+
+    fn given(us: f64) -> Given {
+        Given { repetitions: vec![Samples::from([("rtt".to_string(), Sample::one(us))])], trouble: None }
+    }
+
+    #[test]
+    fn a_time_must_not_exceed_its_goal_and_a_rate_not_fall_below() {
+        let goal = Goal { bound: Some(2.0), ..Goal::default() };
+        assert_eq!(met(&row(Unit::Micros, goal), 1.5, None, None), Some(true));
+        assert_eq!(met(&row(Unit::Micros, goal), 2.5, None, None), Some(false));
+        assert_eq!(met(&row(Unit::Millions, goal), 0.4, None, None), Some(true));
+        assert_eq!(met(&row(Unit::Millions, goal), 0.6, None, None), Some(false));
+    }
+
+    #[test]
+    fn what_is_compared_with_something_that_is_not_there_is_not_judged() {
+        let goal = Goal { of_pvm: Some(1.0), ..Goal::default() };
+        assert_eq!(met(&row(Unit::Micros, goal), 1.0, None, None), None);
+        assert_eq!(met(&row(Unit::Micros, goal), 1.0, Some(2.0), None), Some(true));
+        assert_eq!(met(&row(Unit::Micros, Goal::default()), 1.0, Some(2.0), None), None);
+    }
+
+    #[test]
+    fn the_speed_is_told_relative_to_pvm() {
+        let line =
+            line(&row(Unit::Micros, Goal::default()), &[(System::Pvm, given(30.0)), (System::Sempa, given(10.0))]);
+        assert_eq!(line.speed_to_pvm, Some(3.0));
+        assert_eq!(line.cells[1..6], ["30.0 us", "10.0 us", "-", "-", "3.00x"]);
+    }
+}

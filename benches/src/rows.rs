@@ -1,0 +1,352 @@
+//! What is measured and what should come out: the rows of the table.
+
+/// Where a measurement takes place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Stage {
+    /// A virtual machine of one host.
+    OneHost,
+    /// A virtual machine of two hosts.
+    TwoHosts,
+    /// One host, ours with its resource manager.
+    Managed,
+}
+
+/// How a time is told.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Unit {
+    /// Microseconds.
+    Micros,
+    /// Milliseconds.
+    Millis,
+    /// Messages per second, in millions, of a time per message.
+    Millions,
+    /// Of a round trip of so many bytes each way.
+    GigabytesThereAndBack(f64),
+    /// Of one message of so many bytes.
+    Megabytes(f64),
+}
+
+impl Unit {
+    /// A time in this unit.
+    pub(crate) fn of(self, us: f64) -> f64 {
+        match self {
+            Unit::Micros => us,
+            Unit::Millis => us / 1e3,
+            Unit::Millions => 1.0 / us,
+            Unit::GigabytesThereAndBack(bytes) => 2.0 * bytes / us / 1e3,
+            Unit::Megabytes(bytes) => bytes / us,
+        }
+    }
+
+    /// Its name.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Unit::Micros => "us",
+            Unit::Millis => "ms",
+            Unit::Millions => "M/s",
+            Unit::GigabytesThereAndBack(_) => "GB/s",
+            Unit::Megabytes(_) => "MB/s",
+        }
+    }
+
+    /// True for times: the p99 says something beside the median.
+    pub(crate) fn is_time(self) -> bool {
+        matches!(self, Unit::Micros | Unit::Millis)
+    }
+}
+
+/// What ours has to reach.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Goal {
+    /// In the row's unit: a time not above, a rate not below.
+    pub(crate) bound: Option<f64>,
+    /// Our time is at most so many times PVM's.
+    pub(crate) of_pvm: Option<f64>,
+    /// Our time is at most so many times another of ours in the same run.
+    pub(crate) of_own: Option<(f64, &'static str)>,
+}
+
+const NO_GOAL: Goal = Goal { bound: None, of_pvm: None, of_own: None };
+
+const fn bound(value: f64) -> Goal {
+    Goal { bound: Some(value), ..NO_GOAL }
+}
+
+const AS_PVM: Goal = Goal { of_pvm: Some(1.0), ..NO_GOAL };
+
+/// One line of the table.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Row {
+    /// What `--only` calls it.
+    pub(crate) name: &'static str,
+    /// What it is.
+    pub(crate) title: &'static str,
+    /// The time it is made of.
+    pub(crate) sample: &'static str,
+    /// How it is told.
+    pub(crate) unit: Unit,
+    /// What it should be.
+    pub(crate) goal: Goal,
+}
+
+/// What happens between the start and the end of a measurement.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// The program runs once.
+    Program,
+    /// The program adds hosts; a bare login is measured beside it and what was added has to be gone before the next.
+    Login,
+}
+
+/// One call of the measuring program per system and repetition; it may give several rows.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Measurement {
+    /// What it runs on.
+    pub(crate) stage: Stage,
+    /// What it is.
+    pub(crate) kind: Kind,
+    /// Words for the program.
+    pub(crate) words: &'static [&'static str],
+    /// Samples of one run.
+    pub(crate) rounds: usize,
+    /// How many processes an MPI program has for the same; 0: MPI has no such thing.
+    pub(crate) mpi_ranks: usize,
+    /// More processes than cores: MPI has to be told to yield.
+    pub(crate) crowded: bool,
+    /// What it gives.
+    pub(crate) rows: &'static [Row],
+}
+
+const MIB: f64 = 1_048_576.0;
+
+const fn row(name: &'static str, title: &'static str, sample: &'static str, unit: Unit, goal: Goal) -> Row {
+    Row { name, title, sample, unit, goal }
+}
+
+const fn here(words: &'static [&'static str], rounds: usize, mpi_ranks: usize, rows: &'static [Row]) -> Measurement {
+    Measurement { stage: Stage::OneHost, kind: Kind::Program, words, rounds, mpi_ranks, crowded: false, rows }
+}
+
+const fn there(words: &'static [&'static str], rounds: usize, mpi_ranks: usize, rows: &'static [Row]) -> Measurement {
+    Measurement { stage: Stage::TwoHosts, ..here(words, rounds, mpi_ranks, rows) }
+}
+
+const SHARED: Goal = Goal { bound: Some(12.0), of_pvm: Some(1.0), of_own: None };
+const LOGIN: Goal = Goal { of_own: Some((1.15, "ssh")), ..NO_GOAL };
+const MCAST: Goal = Goal { of_own: Some((2.0, "send_call")), ..NO_GOAL };
+
+/// All measurements, in the order of the table.
+pub(crate) const ALL: &[Measurement] = &[
+    here(
+        &["rtt", "size=8", "cores=0,1"],
+        5000,
+        2,
+        &[row("rtt8", "round trip 8 B, same host, a core each", "rtt", Unit::Micros, bound(1.0))],
+    ),
+    here(
+        &["rtt", "size=8", "cores=0,1", "direct=1"],
+        5000,
+        0,
+        &[row("rtt8-direct", "  the same, PvmRouteDirect", "rtt", Unit::Micros, bound(1.0))],
+    ),
+    Measurement {
+        crowded: true,
+        ..here(
+            &["rtt", "size=8", "cores=0,0"],
+            3000,
+            2,
+            &[row("shared8", "round trip 8 B, same host, one core for both", "rtt", Unit::Micros, SHARED)],
+        )
+    },
+    Measurement {
+        crowded: true,
+        ..here(
+            &["rtt", "size=8", "cores=0,0", "direct=1"],
+            3000,
+            0,
+            &[row("shared8-direct", "  the same, PvmRouteDirect", "rtt", Unit::Micros, SHARED)],
+        )
+    },
+    Measurement {
+        crowded: true,
+        ..here(
+            &["ring", "size=8", "tasks=32"],
+            200,
+            32,
+            &[row("ring32", "hop in a ring of 32 tasks, 8 B", "hop", Unit::Micros, AS_PVM)],
+        )
+    },
+    Measurement {
+        crowded: true,
+        ..here(
+            &["ring", "size=8", "tasks=32", "direct=1"],
+            200,
+            0,
+            &[row("ring32-direct", "  the same, PvmRouteDirect", "hop", Unit::Micros, AS_PVM)],
+        )
+    },
+    here(
+        &["one_way", "size=64", "batch=10000", "cores=0,1"],
+        10,
+        2,
+        &[row("rate64", "64 B one way, same host", "message", Unit::Millions, bound(2.0))],
+    ),
+    here(
+        &["one_way", "size=64", "batch=10000", "cores=0,1", "direct=1"],
+        10,
+        0,
+        &[row("rate64-direct", "  the same, PvmRouteDirect", "message", Unit::Millions, bound(2.0))],
+    ),
+    here(
+        &["rtt", "size=1048576", "cores=0,1"],
+        200,
+        2,
+        &[row("rtt1m", "round trip 1 MiB, same host", "rtt", Unit::GigabytesThereAndBack(MIB), bound(5.0))],
+    ),
+    here(
+        &["rtt", "size=1048576", "cores=0,1", "direct=1"],
+        200,
+        0,
+        &[row("rtt1m-direct", "  the same, PvmRouteDirect", "rtt", Unit::GigabytesThereAndBack(MIB), bound(5.0))],
+    ),
+    here(
+        &["rtt", "size=16777216", "cores=0,1"],
+        20,
+        2,
+        &[row("rtt16m", "round trip 16 MiB, same host", "rtt", Unit::GigabytesThereAndBack(16.0 * MIB), bound(3.0))],
+    ),
+    here(
+        &["rtt", "size=16777216", "cores=0,1", "direct=1"],
+        20,
+        0,
+        &[row(
+            "rtt16m-direct",
+            "  the same, PvmRouteDirect",
+            "rtt",
+            Unit::GigabytesThereAndBack(16.0 * MIB),
+            bound(3.0),
+        )],
+    ),
+    here(
+        &["mcast", "size=1048576", "tasks=8"],
+        40,
+        9,
+        &[
+            row("mcast-call", "mcast of 1 MiB to 8 tasks, the call", "mcast_call", Unit::Millis, MCAST),
+            row("send-call", "  beside it: the call of one send", "send_call", Unit::Millis, NO_GOAL),
+            row("mcast-all", "  until all 8 have it", "mcast_all", Unit::Millis, NO_GOAL),
+            row("send-all", "  beside it: one send until it is there", "send_all", Unit::Millis, NO_GOAL),
+        ],
+    ),
+    there(
+        &["rtt", "size=8", "host=h2"],
+        2000,
+        2,
+        &[row("remote8", "round trip 8 B, other host", "rtt", Unit::Micros, AS_PVM)],
+    ),
+    there(
+        &["rtt", "size=8", "host=h2", "direct=1"],
+        2000,
+        0,
+        &[row("remote8-direct", "  the same, PvmRouteDirect", "rtt", Unit::Micros, AS_PVM)],
+    ),
+    there(
+        &["one_way", "size=1048576", "batch=50", "host=h2"],
+        5,
+        2,
+        &[row("stream", "stream of 1 MiB messages, other host", "message", Unit::Megabytes(MIB), bound(600.0))],
+    ),
+    there(
+        &["one_way", "size=1048576", "batch=50", "host=h2", "direct=1"],
+        5,
+        0,
+        &[row("stream-direct", "  the same, PvmRouteDirect", "message", Unit::Megabytes(MIB), bound(800.0))],
+    ),
+    Measurement {
+        stage: Stage::Managed,
+        ..here(
+            &["spawn", "tasks=1", "host=h1"],
+            40,
+            0,
+            &[
+                row("spawn-call", "spawn of one task, the call (ours with RM)", "call", Unit::Millis, bound(1.0)),
+                row("spawn-first", "  to its first message", "first", Unit::Millis, bound(2.0)),
+            ],
+        )
+    },
+    Measurement {
+        stage: Stage::Managed,
+        ..here(
+            &["spawn", "tasks=32", "host=h1"],
+            6,
+            0,
+            &[row("spawn32", "32 spawned until all are up (ours with RM)", "all", Unit::Millis, bound(35.0))],
+        )
+    },
+    Measurement {
+        kind: Kind::Login,
+        ..here(
+            &["add_hosts", "host=h2"],
+            1,
+            0,
+            &[
+                row("addhosts1", "pvm_addhosts of 1 host over ssh", "call", Unit::Millis, LOGIN),
+                row("ssh1", "  beside it: one bare ssh", "ssh", Unit::Millis, NO_GOAL),
+            ],
+        )
+    },
+    Measurement {
+        kind: Kind::Login,
+        ..here(
+            &["add_hosts", "host=h2,h3,h4"],
+            1,
+            0,
+            &[
+                row("addhosts3", "pvm_addhosts of 3 hosts over ssh", "call", Unit::Millis, LOGIN),
+                row("ssh3", "  beside it: one bare ssh", "ssh", Unit::Millis, NO_GOAL),
+            ],
+        )
+    },
+];
+
+/// The names of all rows.
+pub(crate) fn names() -> Vec<&'static str> {
+    ALL.iter().flat_map(|one| one.rows).map(|row| row.name).collect()
+}
+
+/// The measurements that give one of the named rows; no names: all. A name may end in `*`.
+pub(crate) fn chosen(only: &[String]) -> Vec<Measurement> {
+    let meant = |row: &Row, word: &str| match word.strip_suffix('*') {
+        Some(start) => row.name.starts_with(start),
+        None => row.name == word,
+    };
+    let is_chosen =
+        |one: &&Measurement| only.is_empty() || one.rows.iter().any(|row| only.iter().any(|word| meant(row, word)));
+    ALL.iter().filter(is_chosen).copied().collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_unique_and_choose_their_own_row() {
+        let all = names();
+        for name in &all {
+            assert_eq!(all.iter().filter(|other| other == &name).count(), 1, "{name} is there twice");
+            let found = chosen(&[(*name).to_string()]);
+            assert_eq!(found.len(), 1);
+            assert!(found[0].rows.iter().any(|row| row.name == *name));
+        }
+        assert_eq!(chosen(&["rtt8*".to_string()]).len(), 2);
+        assert!(chosen(&["nothing".to_string()]).is_empty());
+    }
+
+    #[test]
+    fn rates_grow_when_times_shrink() {
+        assert_eq!(Unit::Millions.of(0.5), 2.0);
+        assert_eq!(Unit::Megabytes(1e6).of(1e4), 100.0);
+        assert_eq!(Unit::GigabytesThereAndBack(1e6).of(1e3), 2.0);
+        assert_eq!(Unit::Millis.of(1500.0), 1.5);
+    }
+}

@@ -1,0 +1,228 @@
+//! The systems under measurement: each PVM with hosts of its own in a testbed, the MPIs on the hosts of one of them. All are
+//! there at the same time, and their runs take turns, so that a busy minute of the machine hurts all alike.
+
+use crate::figures::{Sample, Samples, System, read};
+use crate::rows::{Kind, Measurement, Stage};
+use anyhow::{Context, Result, bail};
+use sempa_tests::real::RealVm;
+use sempa_tests::run::{must, run};
+use sempa_tests::testbed::{Host, gone};
+use sempa_tests::vm::Settings;
+use sempa_tests::{Testbed, Vm, needs, ssh};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// Time for one run of one program.
+const RUN_TIME: Duration = Duration::from_secs(120);
+/// Time for one compilation on a loaded machine.
+const COMPILE_TIME: Duration = Duration::from_secs(120);
+/// Time for the daemons of hosts that were deleted to be gone.
+const GONE_TIME: Duration = Duration::from_secs(30);
+/// Hosts of each testbed.
+const HOSTS: usize = 4;
+/// Rounds of a quick run are so many times fewer.
+const QUICK: usize = 5;
+/// MPICH polls without ever yielding; where it has fewer cores than processes a round takes a time slice of the kernel.
+const MPICH_CROWDED: usize = 100;
+
+/// What one system gave for one measurement: a sample set per repetition, or why there is none.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Given {
+    /// One per repetition that worked.
+    pub(crate) repetitions: Vec<Samples>,
+    /// Why one did not.
+    pub(crate) trouble: Option<String>,
+}
+
+/// Per measurement, in the order asked for, what each system gave.
+pub(crate) type Measured = Vec<Vec<(System, Given)>>;
+
+/// The folder of the C programs.
+pub(crate) fn sources() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("peers")
+}
+
+/// Runs all measurements on all systems.
+///
+/// # Errors
+/// No testbed can be made, a program does not compile, or a virtual machine does not start.
+pub(crate) fn measure(prefix: &Path, chosen: &[Measurement], repetitions: usize, quick: bool) -> Result<Measured> {
+    if let Some(lack) = needs::lacks() {
+        bail!("bench peers: {lack}");
+    }
+    let theirs = Testbed::new(HOSTS, None, &[])?;
+    let ours = Testbed::new(HOSTS, Some(prefix), &[])?;
+    for bed in [&theirs, &ours] {
+        compile(bed)?;
+    }
+    let mut measured: Measured = vec![Vec::new(); chosen.len()];
+    for stage in [Stage::OneHost, Stage::TwoHosts, Stage::Managed] {
+        if chosen.iter().all(|one| one.stage != stage) {
+            continue;
+        }
+        let peers = Peers::start(&theirs, &ours, stage)?;
+        for (one, place) in chosen.iter().zip(&mut measured).filter(|(one, _)| one.stage == stage) {
+            *place = peers.take_turns(one, repetitions, quick);
+        }
+        peers.halt()?;
+    }
+    Ok(measured)
+}
+
+fn compile(bed: &Testbed) -> Result<()> {
+    let place = bed.home().join("pvm3/bin/LINUX64");
+    // With Debian's header in both testbeds: what is compared is one program.
+    for (compiler, source, library) in
+        [("gcc", "peers", Some("-lpvm3")), ("mpicc.openmpi", "twin", None), ("mpicc.mpich", "twin", None)]
+    {
+        let mut command = Command::new(compiler);
+        command.args(["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", "-o"]);
+        command.arg(place.join(program_of(compiler, source))).arg(sources().join(source).with_extension("c"));
+        command.args(library);
+        must(command, COMPILE_TIME).with_context(|| format!("compiling {source}.c with {compiler}"))?;
+    }
+    Ok(())
+}
+
+fn program_of(compiler: &str, source: &str) -> String {
+    match compiler.split_once('.') {
+        Some((_, kind)) => format!("{source}-{kind}"),
+        None => source.to_string(),
+    }
+}
+
+/// Both virtual machines, up.
+struct Peers<'a> {
+    theirs: &'a Testbed,
+    ours: &'a Testbed,
+    pvm: RealVm<'a>,
+    sempa: Vm<'a>,
+}
+
+impl<'a> Peers<'a> {
+    fn start(theirs: &'a Testbed, ours: &'a Testbed, stage: Stage) -> Result<Peers<'a>> {
+        let rm = (stage == Stage::Managed).then(|| "pvm-rm".to_string());
+        let settings = Settings { rm, ..Settings::default() };
+        let pvm = RealVm::start(theirs)?;
+        let sempa = Vm::start(ours, settings)?;
+        let peers = Peers { theirs, ours, pvm, sempa };
+        if stage == Stage::TwoHosts {
+            for system in [System::Pvm, System::Sempa] {
+                let mut command = peers.program(system);
+                command.args(["add_hosts", "host=h2", "keep=1"]);
+                must(command, RUN_TIME).with_context(|| format!("a second host for {}", system.name()))?;
+            }
+        }
+        Ok(peers)
+    }
+
+    fn halt(self) -> Result<()> {
+        self.sempa.halt()?;
+        self.pvm.halt()
+    }
+
+    /// All systems, one after the other, and again.
+    fn take_turns(&self, one: &Measurement, repetitions: usize, quick: bool) -> Vec<(System, Given)> {
+        let takes_part = |system: &System| system.is_pvm() || one.mpi_ranks > 0;
+        let mut all: Vec<(System, Given)> =
+            System::ALL.into_iter().filter(takes_part).map(|system| (system, Given::default())).collect();
+        for repetition in 1..=repetitions {
+            eprintln!("bench peers: {} ({repetition} of {repetitions})", one.words.join(" "));
+            // The other way round every second time: who comes first may find a colder machine.
+            if repetition % 2 == 0 {
+                all.reverse();
+            }
+            for (system, given) in all.iter_mut().filter(|(_, given)| given.trouble.is_none()) {
+                match self.once(*system, one, quick) {
+                    Ok(samples) => given.repetitions.push(samples),
+                    Err(error) => given.trouble = Some(format!("{error:#}")),
+                }
+            }
+        }
+        all.sort_by_key(|(system, _)| *system);
+        all
+    }
+
+    fn once(&self, system: System, one: &Measurement, quick: bool) -> Result<Samples> {
+        if one.kind == Kind::Login {
+            return self.login(system, one);
+        }
+        let mut command = if system.is_pvm() { self.program(system) } else { self.mpi(system, one)? };
+        command.args(one.words.iter().filter(|word| system.is_pvm() || !word.starts_with("host=")));
+        let mut rounds = if quick { (one.rounds / QUICK).max(2) } else { one.rounds };
+        if system == System::Mpich && one.crowded {
+            rounds = (rounds / MPICH_CROWDED).max(2);
+        }
+        command.arg(format!("rounds={rounds}")).arg(format!("warm={}", (rounds / 10).max(1)));
+        let done = run(command, RUN_TIME)?.expect_good(system.name())?;
+        read(&done.out)
+    }
+
+    /// The measuring program as a command-line task on h1.
+    fn program(&self, system: System) -> Command {
+        let (bed, host) = (self.bed(system), self.bed(system).host(1));
+        let program = bed.home().join("pvm3/bin/LINUX64/peers");
+        if system == System::Pvm { self.pvm.command(host, program) } else { self.sempa.command(host, program) }
+    }
+
+    fn bed(&self, system: System) -> &'a Testbed {
+        if system == System::Sempa { self.ours } else { self.theirs }
+    }
+
+    /// The launcher of an MPI with its words, on h1 of PVM's testbed, where no library of ours is in the way.
+    fn mpi(&self, system: System, one: &Measurement) -> Result<Command> {
+        let bed = self.theirs;
+        let shell = self.pvm.remote_shell();
+        let (ranks, apart) = (one.mpi_ranks.to_string(), one.stage == Stage::TwoHosts);
+        let mut command = match system {
+            System::OpenMpi => {
+                let mut command = bed.host(1).command("mpirun.openmpi");
+                command.args(["--allow-run-as-root", "--bind-to", "none", "--oversubscribe", "-n", &ranks]);
+                command.args(["--mca", "mpi_yield_when_idle", if one.crowded { "1" } else { "0" }]);
+                if apart {
+                    command.args(["--host", "h1:1,h2:1", "--mca", "btl_tcp_if_include", "eth0"]);
+                    command.args(["--mca", "oob_tcp_if_include", "eth0", "--mca", "plm_rsh_agent"]).arg(shell);
+                }
+                command
+            }
+            System::Mpich => {
+                let mut command = bed.host(1).command("mpirun.mpich");
+                command.args(["-bind-to", "none", "-n", &ranks]);
+                if apart {
+                    command.args(["-hosts", "h1,h2", "-ppn", "1", "-iface", "eth0", "-launcher", "ssh"]);
+                    command.arg("-launcher-exec").arg(shell);
+                }
+                command
+            }
+            _ => bail!("{} is no MPI", system.name()),
+        };
+        let kind = if system == System::OpenMpi { "mpicc.openmpi" } else { "mpicc.mpich" };
+        command.arg(bed.home().join("pvm3/bin/LINUX64").join(program_of(kind, "twin")));
+        Ok(command)
+    }
+
+    /// Hosts are added and deleted again; beside it a bare login on one of them.
+    fn login(&self, system: System, one: &Measurement) -> Result<Samples> {
+        let bed = self.bed(system);
+        let bare = bare_login(bed)?;
+        let mut command = self.program(system);
+        command.args(one.words);
+        let done = run(command, RUN_TIME)?.expect_good(system.name())?;
+        let mut samples = read(&done.out)?;
+        samples.insert("ssh".to_string(), Sample::one(bare));
+        bed.hosts().iter().skip(1).try_for_each(|host: &Host| gone(host, "pvmd", GONE_TIME))?;
+        Ok(samples)
+    }
+}
+
+/// How long `ssh h2 true` takes on h1, in microseconds.
+fn bare_login(bed: &Testbed) -> Result<f64> {
+    let mut command = bed.host(1).command("ssh");
+    command.arg("-F").arg(ssh::client_config(bed.folder(), "root")).args(["h2", "true"]);
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    let begun = Instant::now();
+    let status = command.status().context("ssh")?;
+    let us = begun.elapsed().as_secs_f64() * 1e6;
+    if status.success() { Ok(us) } else { bail!("a bare ssh to h2: {status}") }
+}
