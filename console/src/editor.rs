@@ -1,9 +1,11 @@
 //! Reading lines at a terminal: editing, history and completion.
 //!
 //! The editor has a thread of its own and is at the prompt only between two commands. What comes meanwhile from tasks is
-//! shown above the prompt by another thread, because the editor takes it only while it reads: the console itself must
-//! never wait for that, or a line and an output could wait for each other.
+//! shown [above] the prompt.
+//!
+//! [above]: crate::above
 
+use crate::above::{Above, Turn};
 use crate::complete::{self, Known};
 use libpvm::Vm;
 use nix::sys::signal::{SigSet, Signal};
@@ -14,18 +16,16 @@ use rustyline::highlight::Highlighter;
 use rustyline::hint::Hinter;
 use rustyline::history::FileHistory;
 use rustyline::validate::Validator;
-use rustyline::{Config, Context, Editor, ExternalPrinter, Helper};
+use rustyline::{Config, Context, Editor, Helper};
 use sempa_proto::Tid;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread;
 
 /// Lines that the history keeps.
 const HISTORY_LINES_MAX: usize = 1000;
-/// Bytes of output that wait to be shown above the prompt before the console takes no more.
-const SHOW_BYTES_MAX: usize = 1 << 20;
 /// Candidates that are listed without asking first.
 const CANDIDATES_LISTED_MAX: usize = 100;
 /// Exit status of a program that a signal has ended, without the signal's number.
@@ -40,35 +40,9 @@ pub(crate) enum Typed {
     End,
 }
 
-/// What the console and the threads of the terminal share.
-#[derive(Default)]
-struct Shared {
-    state: Mutex<State>,
-    changed: Condvar,
-}
-
-#[derive(Default)]
-struct State {
-    /// Output that waits to be shown.
-    waiting: String,
-    /// The editor reads a line, or is about to.
-    at_prompt: bool,
-}
-
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().expect("no thread panics with this lock")
-    }
-
-    fn set_prompt(&self, at_prompt: bool) {
-        self.lock().at_prompt = at_prompt;
-        self.changed.notify_all();
-    }
-}
-
 /// The terminal.
 pub(crate) struct Terminal {
-    shared: Arc<Shared>,
+    above: Arc<Above>,
     go: Sender<Known>,
     before: Termios,
 }
@@ -82,7 +56,8 @@ impl Terminal {
         typed: impl FnMut(Typed) -> bool + Send + 'static,
     ) -> Option<Terminal> {
         let before = tcgetattr(io::stdin()).ok()?;
-        let mut editor = editor(vm).ok()?;
+        let above = Arc::new(Above::default());
+        let mut editor = editor(vm, above.clone()).ok()?;
         let printer = editor.create_external_printer().ok()?;
         if let Some(path) = &history {
             // Without a history so far one begins.
@@ -90,36 +65,44 @@ impl Terminal {
         }
         restore_at_signals(before.clone());
         let (go, known) = channel();
-        let shared = Arc::new(Shared::default());
-        let reader = Reader { editor, history, prompt, shared: shared.clone() };
+        let reader = Reader { editor, history, prompt, above: above.clone() };
         thread::spawn(move || reader.run(&known, typed));
-        let show = shared.clone();
-        thread::spawn(move || show_above(&show, printer));
-        Some(Terminal { shared, go, before })
+        let rung = above.clone();
+        thread::spawn(move || rung.ring(printer));
+        Some(Terminal { above, go, before })
     }
 
     /// Lets the next line be typed.
     pub(crate) fn prompt(&self, known: Known) {
-        self.shared.set_prompt(true);
+        self.above.enter();
         // The reader ends only with the process.
         let _ = self.go.send(known);
     }
 
-    /// Shows output above the prompt.
-    pub(crate) fn show(&self, bytes: &[u8]) {
-        let mut state = self.shared.lock();
-        while state.waiting.len() > SHOW_BYTES_MAX && state.at_prompt {
-            state = self.shared.changed.wait(state).expect("no thread panics with this lock");
-        }
-        state.waiting.push_str(&String::from_utf8_lossy(bytes));
-        self.shared.changed.notify_all();
+    /// Shows whole lines of output: above the prompt if there is one.
+    ///
+    /// # Errors
+    /// When the terminal cannot be written.
+    pub(crate) fn show(&self, bytes: &[u8]) -> io::Result<()> {
+        self.above.show(bytes)
     }
 
-    /// Output that was not shown, because no prompt came any more.
-    pub(crate) fn close(&self) -> String {
+    /// Shows the output that came before the line that has been read.
+    ///
+    /// # Errors
+    /// As [`Terminal::show`].
+    pub(crate) fn catch_up(&self) -> io::Result<()> {
+        self.above.catch_up()
+    }
+
+    /// No more lines are read.
+    ///
+    /// # Errors
+    /// As [`Terminal::show`].
+    pub(crate) fn close(&self) -> io::Result<()> {
         // Also when the editor is at its prompt: nobody waits for it any more.
         let _ = tcsetattr(io::stdin(), SetArg::TCSADRAIN, &self.before);
-        std::mem::take(&mut self.shared.lock().waiting)
+        self.above.catch_up()
     }
 }
 
@@ -139,7 +122,7 @@ fn restore_at_signals(before: Termios) {
     }
 }
 
-fn editor(vm: &Vm) -> rustyline::Result<Editor<Candidates, FileHistory>> {
+fn editor(vm: &Vm, above: Arc<Above>) -> rustyline::Result<Editor<Candidates, FileHistory>> {
     let config = Config::builder()
         .max_history_size(HISTORY_LINES_MAX)?
         .history_ignore_dups(true)?
@@ -150,31 +133,15 @@ fn editor(vm: &Vm) -> rustyline::Result<Editor<Candidates, FileHistory>> {
         .bracketed_paste(false)
         .build();
     let mut editor = Editor::with_config(config)?;
-    editor.set_helper(Some(Candidates { vm: vm.clone(), known: Known::default() }));
+    editor.set_helper(Some(Candidates { vm: vm.clone(), known: Known::default(), above }));
     Ok(editor)
-}
-
-/// Prints what waits while the editor reads.
-fn show_above(shared: &Shared, mut printer: impl ExternalPrinter) {
-    loop {
-        let mut state = shared.lock();
-        while state.waiting.is_empty() || !state.at_prompt {
-            state = shared.changed.wait(state).expect("no thread panics with this lock");
-        }
-        let text = std::mem::take(&mut state.waiting);
-        drop(state);
-        shared.changed.notify_all();
-        if printer.print(text).is_err() {
-            return;
-        }
-    }
 }
 
 struct Reader {
     editor: Editor<Candidates, FileHistory>,
     history: Option<PathBuf>,
     prompt: &'static str,
-    shared: Arc<Shared>,
+    above: Arc<Above>,
 }
 
 impl Reader {
@@ -184,7 +151,7 @@ impl Reader {
                 helper.known = known;
             }
             let read = self.read();
-            self.shared.set_prompt(false);
+            self.above.leave();
             let end = read == Typed::End;
             if !typed(read) || end {
                 return;
@@ -219,6 +186,7 @@ impl Reader {
 struct Candidates {
     vm: Vm,
     known: Known,
+    above: Arc<Above>,
 }
 
 impl complete::World for Candidates {
@@ -249,12 +217,17 @@ impl Completer for Candidates {
     type Candidate = String;
 
     fn complete(&self, line: &str, pos: usize, _: &Context<'_>) -> rustyline::Result<(usize, Vec<String>)> {
+        self.above.lists();
         Ok(complete::complete(&line[..pos], self))
     }
 }
 
 impl Hinter for Candidates {
-    type Hint = String;
+    type Hint = Turn;
+
+    fn hint(&self, _: &str, _: usize, _: &Context<'_>) -> Option<Turn> {
+        Some(self.above.hint())
+    }
 }
 
 impl Highlighter for Candidates {}

@@ -4,9 +4,10 @@
 //! * [`format`], [`json`], [`help`], [`jobs`], [`options`], [`trace`], [`records`]: from results to what is shown. Pure.
 //! * [`session`], [`collect`]: carry commands out on a [`machine`].
 //! * [`shell`], [`once`]: the two ways to use it; [`args`] tells them apart.
-//! * [`editor`], [`complete`]: lines at a terminal.
+//! * [`editor`], [`complete`], [`above`]: lines at a terminal, and output that comes meanwhile.
 //! * [`daemon`], [`detach`], [`host_file`], [`halt`]: the daemon of this host, its start and its end.
 
+mod above;
 mod args;
 mod collect;
 mod complete;

@@ -53,11 +53,16 @@ impl Face {
     /// Shows what came by itself.
     fn show(&self, bytes: &[u8]) -> io::Result<()> {
         match self {
-            Face::Terminal(terminal) => {
-                terminal.show(bytes);
-                Ok(())
-            }
+            Face::Terminal(terminal) => terminal.show(bytes),
             Face::Plain { .. } => Screen.print(bytes),
+        }
+    }
+
+    /// Shows what came by itself before a line, ahead of what the line does.
+    fn catch_up(&self) -> io::Result<()> {
+        match self {
+            Face::Terminal(terminal) => terminal.catch_up(),
+            Face::Plain { .. } => Ok(()),
         }
     }
 
@@ -68,7 +73,7 @@ impl Face {
     /// No more commands are read.
     fn close(&self) -> io::Result<()> {
         match self {
-            Face::Terminal(terminal) => Screen.print(terminal.close().as_bytes()),
+            Face::Terminal(terminal) => terminal.close(),
             Face::Plain { .. } => Ok(()),
         }
     }
@@ -115,13 +120,16 @@ fn converse(vm: &Vm, session: &mut Session<Vm>, home: Option<&Path>) -> io::Resu
     // Both senders live as long as their threads, and each says why it ends.
     while let Ok(input) = inputs.recv() {
         match input {
-            Input::Line(line) => match command(session, &line, face.echo())? {
-                Next::Line => face.prompt(session)?,
-                end => {
-                    face.close()?;
-                    return Ok(Some(end));
+            Input::Line(line) => {
+                face.catch_up()?;
+                match command(session, &line, face.echo())? {
+                    Next::Line => face.prompt(session)?,
+                    end => {
+                        face.close()?;
+                        return Ok(Some(end));
+                    }
                 }
-            },
+            }
             Input::End => {
                 face.close()?;
                 Screen.print(b"quit\n")?;
