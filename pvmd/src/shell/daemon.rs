@@ -24,9 +24,6 @@ use std::time::{Duration, Instant};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
 
-/// Threads of the daemon: the loop, and streams beside it.
-const THREADS: usize = 3;
-
 /// Which of the two kinds of daemon.
 pub(crate) enum Role {
     /// Founds the virtual machine.
@@ -76,11 +73,12 @@ pub(crate) fn run(setup: Setup, announce: impl FnOnce(Standing) -> anyhow::Resul
     let bytes_max = variable("PVMDLOGMAX").and_then(|v| v.parse().ok()).unwrap_or(log::LOG_BYTES_MAX);
     let (log, log_thread) = log::open(&log_path, setup.host, bytes_max)
         .with_context(|| format!("cannot write the log {}", log_path.display()))?;
-    let runtime = tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(THREADS)
+    // One thread for the loop and all streams: what comes in goes out again without waking another thread, which
+    // would cost more than all the rest. Disks have threads of their own.
+    let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
-        .context("cannot start the daemon's threads")?;
+        .context("cannot start the daemon's thread")?;
     let ended = runtime.block_on(assemble_and_run(setup, log, announce));
     runtime.shutdown_timeout(Duration::from_secs(2));
     log_thread.join();
