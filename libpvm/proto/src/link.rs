@@ -9,7 +9,7 @@
 //! [`Link::next_wakeup`].
 
 use crate::ids::{Micros, RouteId, Tid};
-use bytes::{Buf, BufMut, Bytes, BytesMut};
+use bytes::{Buf, BufMut, Bytes};
 use std::collections::VecDeque;
 use thiserror::Error;
 
@@ -110,6 +110,67 @@ impl LinkFrame {
     }
 }
 
+/// The bytes of a fragment, wherever they lie: they are copied at most once on their way into a message.
+pub trait Payload {
+    /// How many there are.
+    fn len(&self) -> usize;
+    /// True when there are none.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+    /// All of them as one piece.
+    fn into_bytes(self) -> Bytes;
+    /// Puts them behind others.
+    fn append_to(self, out: &mut Vec<u8>);
+}
+
+impl Payload for Bytes {
+    fn len(&self) -> usize {
+        Bytes::len(self)
+    }
+    fn into_bytes(self) -> Bytes {
+        self
+    }
+    fn append_to(self, out: &mut Vec<u8>) {
+        out.extend_from_slice(&self);
+    }
+}
+
+/// A frame to be put on the route, whose payload still lies where the message lies.
+#[derive(Clone, Copy, Debug)]
+pub struct FrameRef<'a> {
+    /// The end that makes it.
+    pub src: Tid,
+    /// The end it is for.
+    pub dst: Tid,
+    /// As in [`LinkFrame`].
+    pub kind: LinkKind,
+    /// As in [`LinkFrame`].
+    pub seq: u64,
+    /// As in [`LinkFrame`].
+    pub ack: u64,
+    /// First part of the payload: the message's header, in its first fragment.
+    pub head: &'a [u8],
+    /// The message's body, and which part of it is the rest of the payload.
+    body: Option<(&'a Bytes, usize, usize)>,
+}
+
+impl FrameRef<'_> {
+    /// The part of the payload behind [`FrameRef::head`].
+    pub fn body(&self) -> &[u8] {
+        self.body.map_or(&[], |(bytes, start, end)| &bytes[start..end])
+    }
+
+    /// The frame by itself. A payload without a header is shared with the message, not copied.
+    pub fn to_frame(&self) -> LinkFrame {
+        let payload = match self.body {
+            Some((bytes, start, end)) if self.head.is_empty() => bytes.slice(start..end),
+            _ => [self.head, self.body()].concat().into(),
+        };
+        LinkFrame { src: self.src, dst: self.dst, kind: self.kind, seq: self.seq, ack: self.ack, payload }
+    }
+}
+
 /// What happens to a link from outside.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LinkEvent {
@@ -162,18 +223,12 @@ impl Retained {
         self.first_seq + self.fragments
     }
 
-    /// Payload of the fragment `seq` of this message.
-    fn fragment(&self, seq: u64) -> Bytes {
+    /// Payload of the fragment `seq` of this message: the header in the first one, and a range of the body.
+    fn fragment(&self, seq: u64) -> (&[u8], usize, usize) {
         let index = usize::try_from(seq - self.first_seq).expect("fragments fit the address space");
         let head = self.head.len();
         let (start, end) = (index * FRAGMENT_BYTES_MAX, ((index + 1) * FRAGMENT_BYTES_MAX).min(self.len()));
-        if index > 0 {
-            return self.body.slice(start - head..end - head);
-        }
-        let mut first = BytesMut::with_capacity(end);
-        first.put_slice(&self.head);
-        first.put_slice(&self.body[..end - head]);
-        first.freeze()
+        if index > 0 { (&[], start - head, end - head) } else { (&self.head, 0, end - head) }
     }
 }
 
@@ -205,7 +260,7 @@ struct Sender {
 #[derive(Debug)]
 struct Receiver {
     expected: u64,
-    partial: Vec<Bytes>,
+    partial: Vec<u8>,
     ready: VecDeque<Bytes>,
     unacked_bytes: usize,
     unacked_fragments: u64,
@@ -385,25 +440,29 @@ impl Link {
     }
 
     fn handle_frame(&mut self, now: Micros, frame: LinkFrame) {
-        // Also from a peer that has ended: what it sent before is still handed over, it just is not acknowledged.
-        if frame.src != self.peer || frame.dst != self.local {
-            return;
+        if frame.src == self.peer && frame.dst == self.local {
+            self.take(now, frame.kind, frame.seq, frame.ack, frame.payload);
         }
-        match frame.kind {
+    }
+
+    /// Takes a frame of the peer, as [`Link::handle`] does, from where it lies.
+    pub fn take(&mut self, now: Micros, kind: LinkKind, seq: u64, ack: u64, payload: impl Payload) {
+        // Also from a peer that has ended: what it sent before is still handed over, it just is not acknowledged.
+        match kind {
             LinkKind::Data { last } => {
-                self.handle_ack(now, frame.ack, false);
-                self.handle_data(now, frame.seq, last, frame.payload);
+                self.handle_ack(now, ack, false);
+                self.handle_data(now, seq, last, payload);
             }
-            LinkKind::Ack { resync } => self.handle_ack(now, frame.ack, resync),
+            LinkKind::Ack { resync } => self.handle_ack(now, ack, resync),
             LinkKind::Probe => {
-                self.handle_ack(now, frame.ack, false);
-                let missing = frame.seq > self.rx.expected;
+                self.handle_ack(now, ack, false);
+                let missing = seq > self.rx.expected;
                 self.rx.answer = Some(missing || self.rx.answer.unwrap_or(false));
             }
         }
     }
 
-    fn handle_data(&mut self, now: Micros, seq: u64, last: bool, payload: Bytes) {
+    fn handle_data(&mut self, now: Micros, seq: u64, last: bool, payload: impl Payload) {
         let rx = &mut self.rx;
         if seq < rx.expected {
             rx.answer.get_or_insert(false);
@@ -420,12 +479,11 @@ impl Link {
         rx.unacked_fragments += 1;
         rx.unacked_bytes += payload.len();
         if last && rx.partial.is_empty() {
-            rx.ready.push_back(payload);
+            rx.ready.push_back(payload.into_bytes());
         } else {
-            rx.partial.push(payload);
+            payload.append_to(&mut rx.partial);
             if last {
-                rx.ready.push_back(rx.partial.concat().into());
-                rx.partial.clear();
+                rx.ready.push_back(std::mem::take(&mut rx.partial).into());
             }
         }
         if rx.unacked_bytes >= ACK_BYTES || rx.unacked_fragments >= ACK_FRAGMENTS {
@@ -471,56 +529,84 @@ impl Link {
 
     /// What to do next, or `None` when there is nothing.
     pub fn poll(&mut self, now: Micros) -> Option<LinkOutput> {
-        if let Some(message) = self.rx.ready.pop_front() {
+        if let Some(message) = self.take_message() {
             return Some(LinkOutput::Deliver(message));
         }
+        Some(LinkOutput::Transmit(self.next_frame(now)?.to_frame()))
+    }
+
+    /// The next message for the application.
+    pub fn take_message(&mut self) -> Option<Bytes> {
+        self.rx.ready.pop_front()
+    }
+
+    /// True when [`Link::next_frame`] has something.
+    pub fn has_frame(&self) -> bool {
+        self.route.is_some()
+            && !self.gone
+            && (self.rx.answer.is_some() || self.tx.probe_wanted || (self.tx.next < self.tx.end && self.is_open()))
+    }
+
+    /// The next frame for the route; it counts as transmitted.
+    pub fn next_frame(&mut self, now: Micros) -> Option<FrameRef<'_>> {
         self.route?;
         if self.gone {
             return None;
         }
         if let Some(resync) = self.rx.answer {
-            return Some(self.control(LinkKind::Ack { resync }, 0));
+            return Some(self.frame(LinkKind::Ack { resync }, 0));
         }
         if std::mem::take(&mut self.tx.probe_wanted) {
             self.tx.probe_due.get_or_insert(now + self.tx.probe_delay);
             let fresh = self.tx.fresh;
-            return Some(self.control(LinkKind::Probe, fresh));
+            return Some(self.frame(LinkKind::Probe, fresh));
         }
-        self.poll_data(now)
+        self.next_data(now)
     }
 
-    fn poll_data(&mut self, now: Micros) -> Option<LinkOutput> {
-        let tx = &mut self.tx;
-        let open =
-            tx.unlimited || (tx.flight_bytes < WINDOW_BYTES_MAX && (tx.flight.len() as u64) < WINDOW_FRAGMENTS_MAX);
-        if tx.next >= tx.end || !open {
+    /// True when the window lets something through.
+    fn is_open(&self) -> bool {
+        let tx = &self.tx;
+        tx.unlimited || (tx.flight_bytes < WINDOW_BYTES_MAX && (tx.flight.len() as u64) < WINDOW_FRAGMENTS_MAX)
+    }
+
+    fn next_data(&mut self, now: Micros) -> Option<FrameRef<'_>> {
+        if self.tx.next >= self.tx.end || !self.is_open() {
             return None;
         }
+        let tx = &mut self.tx;
         let seq = tx.next;
-        let index = tx.retained.partition_point(|m| m.end_seq() <= seq);
+        // Nearly always the newest.
+        let newest = tx.retained.back().is_some_and(|m| m.first_seq <= seq).then(|| tx.retained.len() - 1);
+        let index = newest.unwrap_or_else(|| tx.retained.partition_point(|m| m.end_seq() <= seq));
         let message = &tx.retained[index];
-        let (payload, last) = (message.fragment(seq), seq + 1 == message.end_seq());
-        tx.flight.push_back(payload.len());
-        tx.flight_bytes += payload.len();
+        let (head, start, end) = message.fragment(seq);
+        let (len, last) = (head.len() + end - start, seq + 1 == message.end_seq());
+        tx.flight.push_back(len);
+        tx.flight_bytes += len;
         tx.next += 1;
         tx.fresh = tx.fresh.max(tx.next);
         tx.probe_due.get_or_insert(now + tx.probe_delay);
-        let mut frame = self.frame(LinkKind::Data { last }, seq);
-        frame.payload = payload;
-        Some(LinkOutput::Transmit(frame))
+        let ack = self.acknowledge(false);
+        let message = &self.tx.retained[index];
+        let (head, start, end) = message.fragment(seq);
+        let (src, dst, kind) = (self.local, self.peer, LinkKind::Data { last });
+        Some(FrameRef { src, dst, kind, seq, ack, head, body: Some((&message.body, start, end)) })
     }
 
-    fn control(&mut self, kind: LinkKind, seq: u64) -> LinkOutput {
-        LinkOutput::Transmit(self.frame(kind, seq))
+    /// A frame without payload.
+    fn frame(&mut self, kind: LinkKind, seq: u64) -> FrameRef<'_> {
+        let ack = self.acknowledge(matches!(kind, LinkKind::Ack { .. }));
+        FrameRef { src: self.local, dst: self.peer, kind, seq, ack, head: &[], body: None }
     }
 
-    /// A frame that acknowledges all that has arrived.
-    fn frame(&mut self, kind: LinkKind, seq: u64) -> LinkFrame {
+    /// What the next frame acknowledges: all that has arrived. A request to re-send only goes with `answers`.
+    fn acknowledge(&mut self, answers: bool) -> u64 {
         let rx = &mut self.rx;
         (rx.unacked_bytes, rx.unacked_fragments, rx.ack_due) = (0, 0, None);
-        if rx.answer == Some(false) || matches!(kind, LinkKind::Ack { .. }) {
+        if answers || rx.answer == Some(false) {
             rx.answer = None;
         }
-        LinkFrame { src: self.local, dst: self.peer, kind, seq, ack: rx.expected, payload: Bytes::new() }
+        rx.expected
     }
 }
