@@ -1,12 +1,16 @@
 //! The daemon as a process: how it starts, refuses, heals, serves, adds hosts and ends. Every test has a directory of its
 //! own as `PVM_TMP`, and a remote shell that runs the command on this machine with another one.
 
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, sendmsg};
 use sempa_proto::frame::{FrameDecoder, encode_control};
+use sempa_proto::route::{OfferId, RouteWord};
 use sempa_proto::task::{Claim, Hello, Reply, Request, TASK_MAGIC, ToDaemon, ToTask};
-use sempa_proto::{PvmError, RequestId, WIRE_VERSION};
-use std::fs;
-use std::io::{BufRead, BufReader, Read, Write};
+use sempa_proto::{PvmError, RequestId, Tid, WIRE_VERSION};
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader, IoSlice, IoSliceMut, Read, Write};
 use std::net::UdpSocket;
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -150,13 +154,14 @@ struct Task {
     stream: UnixStream,
     decoder: FrameDecoder,
     requests: u64,
+    tid: Option<Tid>,
 }
 
 impl Task {
     fn connect(socket: &Path) -> Task {
         let stream = UnixStream::connect(socket).expect("the daemon listens");
         stream.set_read_timeout(Some(DEADLINE)).expect("a socket");
-        Task { stream, decoder: FrameDecoder::new(), requests: 0 }
+        Task { stream, decoder: FrameDecoder::new(), requests: 0, tid: None }
     }
 
     /// Connects and is welcomed.
@@ -166,8 +171,10 @@ impl Task {
         let hello =
             Hello { magic: TASK_MAGIC, version: WIRE_VERSION, claim: Claim::New, pid, program: "a test".into() };
         task.send(&ToDaemon::Hello(hello));
-        let first = task.read();
-        assert!(matches!(first, Some(ToTask::Welcome(_))), "{first:?}");
+        match task.read() {
+            Some(ToTask::Welcome(welcome)) => task.tid = Some(welcome.tid),
+            first => panic!("{first:?}"),
+        }
         task
     }
 
@@ -189,6 +196,38 @@ impl Task {
                 Err(e) => panic!("no answer of the daemon: {e}"),
             }
         }
+    }
+
+    /// Sends frames in one piece, with descriptors at the first byte.
+    fn send_with(&mut self, messages: &[ToDaemon], descriptors: &[RawFd]) {
+        let bytes: Vec<u8> = messages.iter().flat_map(|m| encode_control(m).expect("small").to_vec()).collect();
+        let control = [ControlMessage::ScmRights(descriptors)];
+        let (fd, parts) = (self.stream.as_raw_fd(), [IoSlice::new(&bytes)]);
+        let sent = sendmsg::<()>(fd, &parts, &control, MsgFlags::empty(), None).expect("the daemon reads");
+        assert_eq!(sent, bytes.len());
+    }
+
+    /// The next frame, which is a word that brings descriptors.
+    fn read_with(&mut self) -> (ToTask, Vec<File>) {
+        let (mut bytes, mut space) = ([0; 4096], nix::cmsg_space!([RawFd; 8]));
+        let mut parts = [IoSliceMut::new(&mut bytes)];
+        let flags = MsgFlags::MSG_CMSG_CLOEXEC;
+        let fd = self.stream.as_raw_fd();
+        let got = recvmsg::<()>(fd, &mut parts, Some(&mut space), flags).expect("the daemon speaks");
+        let mut files = Vec::new();
+        for message in got.cmsgs().expect("whole") {
+            let ControlMessageOwned::ScmRights(fds) = message else { panic!("{message:?}") };
+            // Opened anew by their names: what the test holds twice is closed once.
+            files.extend(fds.iter().map(|fd| File::open(format!("/proc/self/fd/{fd}")).expect("open")));
+            fds.into_iter().for_each(|fd| nix::unistd::close(fd).expect("ours"));
+        }
+        let length = got.bytes;
+        self.decoder.push(&bytes[..length]);
+        (self.read().expect("a word"), files)
+    }
+
+    fn tid(&self) -> Tid {
+        self.tid.expect("welcomed")
     }
 
     fn ask(&mut self, what: Request) -> Reply {
@@ -300,6 +339,72 @@ fn garbage_on_its_socket_and_port_leaves_the_daemon_serving() {
     }
     assert_eq!(good.add(&["h2"]), [Ok("h2".to_string())]);
     let Reply::Hosts(_) = good.ask(Request::Config) else { panic!("no host table") };
+    vm.signal(nix::sys::signal::Signal::SIGTERM);
+    assert!(vm.ended().success());
+    vm.assert_clean();
+}
+
+/// A file in memory with this in it.
+fn memory(text: &str) -> OwnedFd {
+    let fd = memfd_create("a test's", MFdFlags::MFD_CLOEXEC).expect("memory");
+    nix::unistd::write(&fd, text.as_bytes()).expect("room");
+    fd
+}
+
+fn contents(files: Vec<File>) -> Vec<String> {
+    let read = |mut file: File| {
+        let mut text = String::new();
+        file.read_to_string(&mut text).expect("a file");
+        text
+    };
+    files.into_iter().map(read).collect()
+}
+
+fn offer(to: Tid, id: u64) -> ToDaemon {
+    ToDaemon::Route { to, word: RouteWord::RingOffer { id: OfferId(id), slot: 0 } }
+}
+
+#[test]
+fn descriptors_travel_with_their_words_and_a_word_that_is_short_of_them_closes_its_connection() {
+    let mut vm = Vm::new();
+    let socket = vm.start();
+    let [mut a, mut b] = [Task::enrol(&socket), Task::enrol(&socket)];
+    let open = |vm: &Vm| fs::read_dir(format!("/proc/{}/fd", vm.pid())).expect("our child").count();
+    let before = open(&vm);
+    let [rings, bell] = [memory("rings"), memory("bell")];
+    let two = [rings.as_raw_fd(), bell.as_raw_fd()];
+    for id in 1..=50 {
+        // Another frame in front of the word, as a busy library writes them, and one behind it.
+        a.send(&ToDaemon::Request { id: RequestId(2 * id), what: Request::Config });
+        let after = ToDaemon::Request { id: RequestId(2 * id + 1), what: Request::Config };
+        a.send_with(&[offer(b.tid(), id), after], &two);
+        let (word, files) = b.read_with();
+        let expected = RouteWord::RingOffer { id: OfferId(id), slot: 0 };
+        assert_eq!(word, ToTask::Route { from: a.tid(), near: true, word: expected });
+        assert_eq!(contents(files), ["rings", "bell"]);
+        for _ in 0..2 {
+            let reply = a.read();
+            assert!(matches!(reply, Some(ToTask::Reply { reply: Reply::Hosts(_), .. })), "{reply:?}");
+        }
+        let word = RouteWord::RingAccept { id: OfferId(id), slot: 7 };
+        b.send_with(&[ToDaemon::Route { to: a.tid(), word: word.clone() }], &[memory("bell of b").as_raw_fd()]);
+        let (answer, files) = a.read_with();
+        assert_eq!(answer, ToTask::Route { from: b.tid(), near: true, word });
+        assert_eq!(contents(files), ["bell of b"]);
+    }
+    let config = || ToDaemon::Request { id: RequestId(999), what: Request::Config };
+    let breaches: [(&[ToDaemon], usize); 4] =
+        [(&[offer(b.tid(), 1)], 0), (&[offer(b.tid(), 1)], 1), (&[offer(b.tid(), 1)], 3), (&[config()], 1)];
+    for (messages, count) in breaches {
+        let mut stranger = Task::enrol(&socket);
+        stranger.send_with(messages, &vec![bell.as_raw_fd(); count]);
+        until("it is cut off", || stranger.read().is_none());
+    }
+    drop(a);
+    let gone = b.read();
+    assert!(matches!(gone, Some(ToTask::PeerGone { .. })), "{gone:?}");
+    // One connection less, with the descriptor of its process; and nothing of what passed is left.
+    until("its descriptors are closed", || open(&vm) == before - 2);
     vm.signal(nix::sys::signal::Signal::SIGTERM);
     assert!(vm.ended().success());
     vm.assert_clean();

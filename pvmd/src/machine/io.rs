@@ -7,15 +7,39 @@ use bytes::Bytes;
 use sempa_proto::host::{Carried, HostMsg};
 use sempa_proto::ids::{HostId, Micros, MigrationId};
 use sempa_proto::migration::Failure;
+use sempa_proto::route::RouteWord;
 use sempa_proto::task::{ResumeToken, ToDaemon, ToTask};
 use sempa_proto::tasker::{FromTasker, ToTasker};
 use sempa_proto::{PvmError, Tid};
 use std::net::SocketAddr;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
+use std::sync::Arc;
 
 /// One connection of a task to this daemon; never used again after it closed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ConnId(pub u64);
+
+/// Descriptors that travel with a word between two tasks. The machine passes them on and looks at their number only.
+#[derive(Clone, Debug, Default)]
+pub struct Descriptors(Arc<Vec<OwnedFd>>);
+
+impl Descriptors {
+    /// These.
+    pub fn new(all: Vec<OwnedFd>) -> Descriptors {
+        Descriptors(Arc::new(all))
+    }
+
+    /// How many.
+    pub fn count(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Each of them, in order.
+    pub fn iter(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        self.0.iter().map(AsFd::as_fd)
+    }
+}
 
 /// One attempt to start a daemon on another host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -105,6 +129,17 @@ pub enum Event {
         conn: ConnId,
         /// The message.
         message: ToDaemon,
+    },
+    /// A word of a task to another one about a route of their own.
+    TaskRoute {
+        /// The connection.
+        conn: ConnId,
+        /// The other task.
+        to: Tid,
+        /// The word.
+        word: RouteWord,
+        /// As many as the word announces.
+        descriptors: Descriptors,
     },
     /// A link frame from a task, as its body is on the wire ([`sempa_proto::link::LinkFrame::decode`]).
     TaskLink {
@@ -209,6 +244,15 @@ pub enum Output {
         conn: ConnId,
         /// The message.
         message: ToTask,
+    },
+    /// Send a control message to a task, and descriptors with it.
+    RouteToTask {
+        /// The connection.
+        conn: ConnId,
+        /// The message.
+        message: ToTask,
+        /// What travels with it.
+        descriptors: Descriptors,
     },
     /// Send a link frame to a task. May be dropped when the connection's queue is over its limit: links re-send.
     LinkToTask {

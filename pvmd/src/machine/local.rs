@@ -1,5 +1,6 @@
 //! Connections of tasks: who is accepted under which tid, and what a task says.
 
+use super::io::Descriptors;
 use super::tasks::{Phase, Task};
 use super::{ConnId, Machine, Output};
 use sempa_proto::event::EventKind;
@@ -98,6 +99,7 @@ impl Machine {
                 self.message_to_daemon(message);
             }
             ToDaemon::Quiesced { migration, marks } => self.task_quiesced(tid, migration, marks),
+            ToDaemon::Route { to, word } => self.task_route(conn, to, word, Descriptors::default()),
         }
     }
 
@@ -215,11 +217,12 @@ impl Machine {
     pub(super) fn open_inbox(&mut self, tid: Tid) {
         let Some(task) = self.tasks.get_mut(tid) else { return };
         let Some(conn) = task.conn().filter(|_| !task.hold) else { return };
-        for held in task.inbox.drain() {
-            if let sempa_proto::host::Held::Item(ToTask::Reply { id, .. }) = &held {
+        let waited = task.inbox.drain();
+        for held in &waited {
+            if let sempa_proto::host::Held::Item(ToTask::Reply { id, .. }) = held {
                 task.requests.remove(id);
             }
-            self.out.push_back(super::route::hand_over(conn, held));
         }
+        waited.into_iter().for_each(|held| self.hand(conn, held));
     }
 }

@@ -5,6 +5,7 @@
 //!
 //! * `local`, `tasks`, `requests`: connections of tasks, the task table, what tasks may ask.
 //! * `route`, `notify`, `output`: the ways of link frames, items, notifications and standard output.
+//! * `pairs`: routes that two tasks here have of their own.
 //! * `hosts`, `hostfile`: the master's work on the host table; `table`, `halt`: every daemon's.
 //! * `asks`: questions between daemons.
 //! * `spawn`, `rm`, `servers`: starting tasks, resource managers, tasks that do a daemon's work.
@@ -24,6 +25,7 @@ mod mailbox;
 mod moves;
 mod notify;
 mod output;
+mod pairs;
 mod requests;
 mod rm;
 mod route;
@@ -123,6 +125,7 @@ pub struct Machine {
     /// Of the newest order; older ones are refused.
     epoch: Epoch,
     locations: route::Locations,
+    pairs: pairs::Pairs,
     asks: asks::Asks,
     gathers: requests::Gathers,
     spawns: spawn::Spawns,
@@ -155,6 +158,7 @@ impl Machine {
             prepared: None,
             epoch: Epoch::default(),
             locations: route::Locations::default(),
+            pairs: pairs::Pairs::default(),
             asks: asks::Asks::default(),
             gathers: requests::Gathers::default(),
             spawns: spawn::Spawns::default(),
@@ -214,6 +218,7 @@ impl Machine {
         match event {
             Event::TaskConnected { conn, pid } => self.task_connected(conn, pid),
             Event::TaskControl { conn, message } => self.task_control(conn, message),
+            Event::TaskRoute { conn, to, word, descriptors } => self.task_route(conn, to, word, descriptors),
             Event::TaskLink { conn, frame } => self.link_from_task(conn, frame),
             Event::TaskClosed { conn, garbage } => self.task_closed(conn, garbage),
             Event::HostConnected { host } => self.host_connected(host),

@@ -72,7 +72,7 @@ impl Machine {
                 task.requests.remove(id);
             }
             match task.conn().filter(|_| !task.hold) {
-                Some(conn) => self.out.push_back(hand_over(conn, held)),
+                Some(conn) => self.hand(conn, held),
                 None => task.inbox.push(held),
             }
             return true;
@@ -99,9 +99,15 @@ impl Machine {
         }
     }
 
-    /// Something a daemon has for a task, wherever it runs. It vanishes if the task has ended.
+    /// An item for a task, wherever it runs. If the task has ended, a daemon's vanishes, and who sent a word is told.
     pub(super) fn deliver(&mut self, dst: Tid, item: ToTask) {
-        self.route(dst, Held::Item(item));
+        let held = Held::Item(item);
+        let sender = super::pairs::sender_of(&held);
+        if !self.route(dst, held)
+            && let Some(src) = sender
+        {
+            self.deliver(src, ToTask::PeerGone { tid: dst });
+        }
     }
 
     /// The answer to a task's request.
@@ -162,10 +168,11 @@ impl Machine {
         self.table.hosts.iter().map(|h| h.id).filter(|id| *id != self.config.host).collect()
     }
 
-    /// Tells the tasks here that have sent something to this one that it runs elsewhere now.
+    /// Tells the tasks here that have sent something to this one, or share rings with it, that it runs elsewhere now.
     pub(super) fn tell_peers_of_move(&mut self, tid: Tid) {
-        let peers: Vec<Tid> =
-            self.tasks.live.values().filter(|t| t.tid != tid && t.marks.contains_key(&tid)).map(|t| t.tid).collect();
+        let mut peers = self.pairs.take(tid);
+        let senders = self.tasks.live.values().filter(|t| t.tid != tid && t.marks.contains_key(&tid));
+        peers.extend(senders.map(|t| t.tid));
         for peer in peers {
             self.deliver(peer, ToTask::PeerMoved { tid });
         }

@@ -1,5 +1,6 @@
 //! The tasks of this host: what is known of each, how tids are given out, and how a task ends.
 
+use super::pairs::sender_of;
 use super::{ConnId, Machine, Output};
 use sempa_proto::event::EventKind;
 use sempa_proto::host::{Carried, Held, HostMsg, TaskRecord, Watch, WatchKind};
@@ -13,6 +14,8 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 pub(super) const TASKS_MAX: usize = 65_536;
 /// Bytes of link frames kept for one task that cannot take them now; more are dropped, and sent again by their links.
 pub(super) const HELD_LINK_BYTES_MAX: usize = 64 << 20;
+/// Words about routes kept for one task that cannot take them now; more are dropped, as if a move had come between.
+pub(super) const HELD_WORDS_MAX: usize = 4096;
 /// Tasks that have ended and are remembered with their marks.
 pub(super) const DEAD_MAX: usize = 4096;
 /// How long the socket of an ended process may stay open (a child of it may have it) before its task ends anyway.
@@ -23,23 +26,25 @@ const DRAIN_TIME: Micros = Micros::from_secs(2);
 pub(super) struct Inbox {
     pub(super) queue: VecDeque<Held>,
     link_bytes: usize,
+    words: usize,
 }
 
 impl Inbox {
-    /// Adds something; a link frame over the limit is dropped.
+    /// Adds something; a link frame or a word over the limit is dropped.
     pub(super) fn push(&mut self, held: Held) {
-        if let Held::Link(frame) = &held {
-            if self.link_bytes + frame.len() > HELD_LINK_BYTES_MAX {
-                return;
-            }
-            self.link_bytes += frame.len();
+        match &held {
+            Held::Link(frame) if self.link_bytes + frame.len() > HELD_LINK_BYTES_MAX => return,
+            Held::Link(frame) => self.link_bytes += frame.len(),
+            Held::Item(ToTask::Route { .. }) if self.words >= HELD_WORDS_MAX => return,
+            Held::Item(ToTask::Route { .. }) => self.words += 1,
+            Held::Item(_) => {}
         }
         self.queue.push_back(held);
     }
 
     /// Takes all.
     pub(super) fn drain(&mut self) -> VecDeque<Held> {
-        self.link_bytes = 0;
+        (self.link_bytes, self.words) = (0, 0);
         std::mem::take(&mut self.queue)
     }
 }
@@ -296,6 +301,7 @@ impl Machine {
         task.watches.clear();
         let held = task.inbox.drain();
         self.return_to_senders(tid, held);
+        self.rings_end(tid);
         self.move_task_ended(tid);
         for host in self.other_hosts() {
             self.tell_host(host, HostMsg::Left { tid });
@@ -345,6 +351,7 @@ impl Machine {
         let marks = task.link_marks();
         let held = task.inbox.drain();
         self.return_to_senders(tid, held);
+        self.rings_end(tid);
         self.tasks.bury(tid, marks.clone());
         if self.stop.is_none() {
             for host in self.other_hosts() {
@@ -375,13 +382,9 @@ impl Machine {
         self.member_ended(tid);
     }
 
-    /// Link frames that will never be taken: their senders need not keep anything for this task.
+    /// What will never be taken: those that sent it need not keep anything for this task.
     pub(super) fn return_to_senders(&mut self, tid: Tid, held: VecDeque<Held>) {
-        let links = held.into_iter().filter_map(|held| match held {
-            Held::Link(frame) => sempa_proto::link::LinkFrame::decode(frame).map(|frame| frame.src),
-            Held::Item(_) => None,
-        });
-        let senders: BTreeSet<Tid> = links.filter(|src| *src != tid).collect();
+        let senders: BTreeSet<Tid> = held.iter().filter_map(sender_of).filter(|src| *src != tid).collect();
         for src in senders {
             self.deliver(src, ToTask::PeerGone { tid });
         }

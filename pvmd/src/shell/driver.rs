@@ -13,6 +13,7 @@ use super::start::Starter;
 use super::tasker::Tasker;
 use super::world::DaemonWorld;
 use crate::machine::{ConnId, Event, Machine, Output};
+use bytes::Bytes;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use sempa_proto::frame::encode_control;
@@ -162,7 +163,7 @@ impl Driver {
     fn take_event(&mut self, event: Event) {
         let unheard = match &event {
             // After its dismissal a task is heard no more, except for its end.
-            Event::TaskControl { conn, .. } | Event::TaskLink { conn, .. } => {
+            Event::TaskControl { conn, .. } | Event::TaskRoute { conn, .. } | Event::TaskLink { conn, .. } => {
                 self.tasks.get(conn).is_none_or(|t| t.dismissed)
             }
             Event::TaskClosed { conn, .. } => self.tasks.remove(conn).is_none(),
@@ -194,7 +195,10 @@ impl Driver {
 
     fn carry_out(&mut self, output: Output) {
         match output {
-            Output::ToTask { conn, message } => self.tell(conn, &message),
+            Output::ToTask { conn, message } => self.tell(conn, &message, Parcel::Sure),
+            Output::RouteToTask { conn, message, descriptors } => {
+                self.tell(conn, &message, |frame| Parcel::With(frame, descriptors));
+            }
             Output::LinkToTask { conn, frame } => {
                 if let Some(task) = self.tasks.get(&conn) {
                     task.line.outbox.put(Parcel::Link(frame));
@@ -232,10 +236,10 @@ impl Driver {
         }
     }
 
-    fn tell(&mut self, conn: ConnId, message: &ToTask) {
+    fn tell(&mut self, conn: ConnId, message: &ToTask, parcel: impl FnOnce(Bytes) -> Parcel) {
         let Some(task) = self.tasks.get(&conn) else { return };
         match encode_control(message) {
-            Ok(frame) => task.line.outbox.put(Parcel::Sure(frame)),
+            Ok(frame) => task.line.outbox.put(parcel(frame)),
             Err(e) => self.parts.log.line(format!("a message to process {} could not be sent: {e}", task.line.pid)),
         }
     }

@@ -1,13 +1,14 @@
 //! The socket for the tasks of this host: who may connect, frames in both directions, and what happens to a task that
 //! talks nonsense or does not listen.
 
+use super::descriptors::{Incoming, send_with};
 use super::input::{Input, Inputs, LineLimit};
 use super::log::Log;
 use super::outbox::{Outbox, OutboxReader, Parcel, outbox};
 use crate::machine::io::{ConnId, Event};
-use bytes::{Bytes, BytesMut};
+use bytes::Bytes;
 use sempa_proto::WIRE_VERSION;
-use sempa_proto::frame::{FRAME_HEAD_BYTES, Frame, FrameDecoder, FrameKind, encode_control};
+use sempa_proto::frame::{FRAME_HEAD_BYTES, Frame, FrameKind, encode_control};
 use sempa_proto::link::FRAGMENT_BYTES_MAX;
 use sempa_proto::task::{TASK_MAGIC, ToDaemon, ToTask};
 use std::io::IoSlice;
@@ -16,7 +17,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::io::AsyncWriteExt;
 use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{Semaphore, watch};
@@ -34,10 +35,6 @@ pub(crate) const TASK_CONTROL_BYTES_MAX: usize = 64 << 20;
 pub(crate) const TASK_SILENCE_MAX: Duration = Duration::from_secs(60);
 /// Time for a dismissed task to take what was sent before.
 pub(crate) const DISMISS_WITHIN: Duration = Duration::from_secs(10);
-/// Bytes asked from the socket at once.
-const READ_BYTES: usize = 256 << 10;
-/// Room for reading below which new room is made.
-const READ_BYTES_MIN: usize = 16 << 10;
 /// Frames handed to the kernel at once.
 const WRITE_FRAMES_MAX: usize = 64;
 
@@ -106,7 +103,7 @@ pub(crate) async fn serve(listener: UnixListener, uid: u32, inputs: Inputs, log:
 struct Line {
     stream: OwnedReadHalf,
     write: OwnedWriteHalf,
-    decoder: FrameDecoder,
+    incoming: Incoming,
 }
 
 impl Door {
@@ -115,11 +112,11 @@ impl Door {
         let peer = stream.peer_cred().ok()?;
         let pid = peer.pid().unwrap_or(0);
         let (stream, write) = stream.into_split();
-        let mut line = Line { stream, write, decoder: FrameDecoder::new() };
+        let mut line = Line { stream, write, incoming: Incoming::default() };
         let refusal = if peer.uid() != self.uid {
             format!("this daemon serves user {} only, and you are user {}", self.uid, peer.uid())
         } else {
-            match timeout(HELLO_WITHIN, read_frame(&mut line.stream, &mut line.decoder)).await {
+            match timeout(HELLO_WITHIN, line.incoming.next_frame(line.stream.as_ref())).await {
                 Ok(Ok(Some(frame))) => match check_hello(&frame) {
                     Ok(hello) => return Some((hello, pid, line)),
                     Err(reason) => reason,
@@ -144,14 +141,14 @@ impl Door {
         let conn = ConnId(self.next.fetch_add(1, Ordering::Relaxed));
         let (outbox, queue) = outbox(TASK_LINK_BYTES_MAX);
         let (cut, mut is_cut) = watch::channel(None);
-        let Line { mut stream, write, mut decoder } = line;
+        let Line { stream, write, mut incoming } = line;
         let up = Input::TaskUp(TaskLine { conn, pid, outbox, cut });
         let first = Input::Event(Event::TaskControl { conn, message: hello });
         if self.inputs.send(up).await.is_err() || self.inputs.send(first).await.is_err() {
             return;
         }
         let mut writer = tokio::spawn(write_frames(write, queue));
-        let mut reading = std::pin::pin!(self.forward(conn, &mut stream, &mut decoder));
+        let mut reading = std::pin::pin!(self.forward(conn, stream.as_ref(), &mut incoming));
         let garbage = tokio::select! {
             garbage = &mut reading => garbage,
             why = cut_reason(&mut is_cut) => Some(why),
@@ -177,15 +174,19 @@ impl Door {
     }
 
     /// Hands on what a task says until its stream ends (`None`) or cannot be understood (the reason).
-    async fn forward(&self, conn: ConnId, stream: &mut OwnedReadHalf, decoder: &mut FrameDecoder) -> Option<String> {
+    async fn forward(&self, conn: ConnId, stream: &UnixStream, incoming: &mut Incoming) -> Option<String> {
         loop {
-            let frame = match read_frame(stream, decoder).await {
+            let frame = match incoming.next_frame(stream).await {
                 Ok(Some(frame)) => frame,
                 Ok(None) => return None,
                 Err(reason) => return Some(reason),
             };
             let event = match frame.kind {
                 FrameKind::Control => match frame.control::<ToDaemon>() {
+                    Ok(ToDaemon::Route { to, word }) => match incoming.descriptors(word.descriptors()) {
+                        Ok(descriptors) => Event::TaskRoute { conn, to, word, descriptors },
+                        Err(e) => return Some(e),
+                    },
                     Ok(message) => Event::TaskControl { conn, message },
                     Err(e) => return Some(e.to_string()),
                 },
@@ -231,29 +232,6 @@ fn check_hello(frame: &Frame) -> Result<ToDaemon, String> {
     }
 }
 
-/// The next frame, `None` at the end of the stream, or why the bytes are none.
-pub(crate) async fn read_frame<R>(stream: &mut R, decoder: &mut FrameDecoder) -> Result<Option<Frame>, String>
-where
-    R: tokio::io::AsyncRead + Unpin,
-{
-    loop {
-        if let Some(frame) = decoder.next_frame().map_err(|e| e.to_string())? {
-            return Ok(Some(frame));
-        }
-        let buffer: &mut BytesMut = decoder.buffer_mut();
-        if buffer.capacity() - buffer.len() < READ_BYTES_MIN {
-            buffer.reserve(READ_BYTES);
-        }
-        match stream.read_buf(buffer).await {
-            Ok(0) | Err(_) if decoder.is_empty() => return Ok(None),
-            Ok(0) => return Err("the stream ended in the middle of a frame".into()),
-            // A broken stream ends like a closed one: what was cut off never counted.
-            Err(_) => return Ok(None),
-            Ok(_) => {}
-        }
-    }
-}
-
 /// Writes what is queued until told to end (true) or the peer takes no more (false).
 pub(crate) async fn write_frames(mut stream: OwnedWriteHalf, mut queue: OutboxReader) -> bool {
     let mut batch = Vec::with_capacity(WRITE_FRAMES_MAX);
@@ -276,13 +254,26 @@ pub(crate) async fn write_frames(mut stream: OwnedWriteHalf, mut queue: OutboxRe
 }
 
 async fn write_batch(stream: &mut OwnedWriteHalf, batch: &[Parcel]) -> std::io::Result<()> {
+    let mut rest = batch;
+    while let Some(at) = rest.iter().position(|parcel| matches!(parcel, Parcel::With(..))) {
+        write_plain(stream, &rest[..at]).await?;
+        if let Parcel::With(frame, descriptors) = &rest[at] {
+            let begun = send_with((*stream).as_ref(), frame, descriptors).await?;
+            stream.write_all(&frame[begun..]).await?;
+        }
+        rest = &rest[at + 1..];
+    }
+    write_plain(stream, rest).await
+}
+
+async fn write_plain(stream: &mut OwnedWriteHalf, batch: &[Parcel]) -> std::io::Result<()> {
     let heads: Vec<[u8; FRAME_HEAD_BYTES]> = batch.iter().map(link_head).collect();
     let mut slices = Vec::with_capacity(batch.len() * 2);
     for (parcel, head) in batch.iter().zip(&heads) {
         match parcel {
             Parcel::Sure(frame) => slices.push(IoSlice::new(frame)),
             Parcel::Link(body) => slices.extend([IoSlice::new(head), IoSlice::new(body)]),
-            Parcel::End => {}
+            Parcel::With(..) | Parcel::End => {}
         }
     }
     let mut rest = &mut slices[..];

@@ -3,13 +3,15 @@
 //!
 //! * [`cli`], `slave`, `daemon`: how a daemon starts and ends. `driver`: its loop.
 //! * `place`: its directory and lock. `log`: its log. `moves`: small files of moves.
-//! * `local`: tasks. `tasker`: the tasker's process. `world`: programs and environment.
+//! * `local`: tasks. `descriptors`: what their frames bring along. `tasker`: the tasker's process.
+//! * `world`: programs and environment.
 //! * `pki`, `net`, `session`, `address`: other daemons. `bootstrap`, `start`, `join`: starting them. `images`: what moves.
 
 mod address;
 mod bootstrap;
 pub mod cli;
 mod daemon;
+mod descriptors;
 mod driver;
 mod images;
 mod input;

@@ -258,7 +258,7 @@ impl Net {
             return;
         }
         let (len, sure) = match &parcel {
-            Parcel::Sure(bytes) => (bytes.len(), true),
+            Parcel::Sure(bytes) | Parcel::With(bytes, _) => (bytes.len(), true),
             Parcel::Link(bytes) => (bytes.len(), false),
             Parcel::End => return,
         };

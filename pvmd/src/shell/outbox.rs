@@ -1,6 +1,7 @@
 //! A queue of things to send, filled by the daemon's loop without waiting and emptied by the writer of one stream. It
 //! counts bytes, so that what may be dropped is dropped over a limit and what may not is noticed.
 
+use crate::machine::io::Descriptors;
 use bytes::Bytes;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -11,6 +12,8 @@ use tokio::sync::mpsc;
 pub(crate) enum Parcel {
     /// A whole frame that must not be lost while the stream lives.
     Sure(Bytes),
+    /// The same, with descriptors.
+    With(Bytes, Descriptors),
     /// The body of a link frame; its ends notice a loss and send again.
     Link(Bytes),
     /// Close the stream after what came before.
@@ -20,7 +23,7 @@ pub(crate) enum Parcel {
 impl Parcel {
     fn len(&self) -> usize {
         match self {
-            Parcel::Sure(bytes) | Parcel::Link(bytes) => bytes.len(),
+            Parcel::Sure(bytes) | Parcel::With(bytes, _) | Parcel::Link(bytes) => bytes.len(),
             Parcel::End => 0,
         }
     }
@@ -62,7 +65,7 @@ impl Outbox {
         match &parcel {
             Parcel::Link(_) if self.counters.link_bytes.load(Ordering::Relaxed) + len > self.link_bytes_max => return,
             Parcel::Link(_) => self.counters.link_bytes.fetch_add(len, Ordering::Relaxed),
-            Parcel::Sure(_) => self.counters.sure_bytes.fetch_add(len, Ordering::Relaxed),
+            Parcel::Sure(_) | Parcel::With(..) => self.counters.sure_bytes.fetch_add(len, Ordering::Relaxed),
             Parcel::End => 0,
         };
         // A failed send means that the stream has ended; its reader reports that.
@@ -90,7 +93,9 @@ impl OutboxReader {
     pub(crate) fn done(&self, parcel: &Parcel) {
         match parcel {
             Parcel::Link(bytes) => self.counters.link_bytes.fetch_sub(bytes.len(), Ordering::Relaxed),
-            Parcel::Sure(bytes) => self.counters.sure_bytes.fetch_sub(bytes.len(), Ordering::Relaxed),
+            Parcel::Sure(bytes) | Parcel::With(bytes, _) => {
+                self.counters.sure_bytes.fetch_sub(bytes.len(), Ordering::Relaxed)
+            }
             Parcel::End => 0,
         };
         self.counters.sent.fetch_add(1, Ordering::Relaxed);

@@ -305,7 +305,7 @@ async fn write_stream(mut stream: SendStream, mut queue: OutboxReader) {
         let mut end = false;
         for parcel in &batch {
             match parcel {
-                Parcel::Sure(frame) => chunks.push(frame.clone()),
+                Parcel::Sure(frame) | Parcel::With(frame, _) => chunks.push(frame.clone()),
                 Parcel::Link(body) => chunks.extend([Bytes::copy_from_slice(&link_head(parcel)), body.clone()]),
                 Parcel::End => end = true,
             }

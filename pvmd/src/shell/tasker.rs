@@ -1,13 +1,14 @@
 //! The tasker's process: started next to this program, talked to over a socket pair, restarted when it dies. It kills
 //! all its tasks when the socket closes, so no task outlives this daemon.
 
+use super::descriptors::Incoming;
 use super::input::{Input, Inputs};
-use super::local::{read_frame, write_frames};
+use super::local::write_frames;
 use super::log::Log;
 use super::outbox::{Outbox, Parcel, outbox};
 use super::sys::pass_descriptor;
 use crate::machine::io::Event;
-use sempa_proto::frame::{FrameDecoder, encode_control};
+use sempa_proto::frame::encode_control;
 use sempa_proto::tasker::{FromTasker, ToTasker};
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream as StdStream;
@@ -127,7 +128,7 @@ impl Tasker {
 }
 
 /// Hands on what the tasker says until it ends; why it did.
-async fn serve(mut read: tokio::net::unix::OwnedReadHalf, mut child: Child, inputs: &Inputs, log: Log) -> String {
+async fn serve(read: tokio::net::unix::OwnedReadHalf, mut child: Child, inputs: &Inputs, log: Log) -> String {
     if let Some(stderr) = child.stderr.take() {
         tokio::spawn(async move {
             let mut lines = BufReader::new(stderr).lines();
@@ -136,9 +137,9 @@ async fn serve(mut read: tokio::net::unix::OwnedReadHalf, mut child: Child, inpu
             }
         });
     }
-    let mut decoder = FrameDecoder::new();
+    let mut incoming = Incoming::default();
     let said = loop {
-        let message = match read_frame(&mut read, &mut decoder).await {
+        let message = match incoming.next_frame(read.as_ref()).await {
             Ok(Some(frame)) => frame.control::<FromTasker>().map_err(|e| e.to_string()),
             Ok(None) => break None,
             Err(why) => Err(why),

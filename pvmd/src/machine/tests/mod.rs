@@ -4,6 +4,7 @@ mod faults;
 mod group_members;
 mod hosts;
 mod moving;
+mod routes;
 mod servers;
 mod sim;
 mod tasks;

@@ -101,6 +101,8 @@ pub(super) struct Proc {
     pub(super) replies: BTreeMap<RequestId, Reply>,
     next_request: u64,
     pub(super) seen: Vec<Seen>,
+    /// Words about routes, and what its daemon said of peers, in order.
+    pub(super) told: Vec<ToTask>,
     waiting: Vec<(LinkMark, Message)>,
     quiesced: Option<(MigrationId, Vec<PathBuf>)>,
     stopped: bool,
@@ -370,6 +372,7 @@ impl Sim {
             replies: BTreeMap::new(),
             next_request: 0,
             seen: Vec::new(),
+            told: Vec::new(),
             waiting: Vec::new(),
             quiesced: None,
             stopped: false,
@@ -526,14 +529,17 @@ impl Sim {
                 self.pump(proc);
             }
             ToTask::PeerGone { tid } => {
+                self.procs[proc].told.push(message);
                 self.link_of(proc, tid).handle(now, LinkEvent::PeerGone);
                 self.pump(proc);
             }
             ToTask::PeerMoved { tid } => {
+                self.procs[proc].told.push(message);
                 self.link_of(proc, tid).handle(now, LinkEvent::PeerMoved);
                 self.pump(proc);
             }
             ToTask::RmChanged { rm } => self.procs[proc].rm = rm,
+            ToTask::Route { .. } => self.procs[proc].told.push(message),
             ToTask::Quiesce { migration, tokens } => {
                 let p = &mut self.procs[proc];
                 let marks = p.links.values().map(|l| LinkMark { peer: l.peer(), end: l.sent_end() }).collect();
@@ -587,6 +593,11 @@ impl Sim {
         };
         match output {
             Output::ToTask { conn, message } => {
+                to_shell(self, conn, &|proc| Happening::ToProc(proc, conn, message.clone()));
+            }
+            Output::RouteToTask { conn, message, descriptors } => {
+                let ToTask::Route { word, .. } = &message else { panic!("{message:?} brings descriptors") };
+                assert_eq!(word.descriptors(), descriptors.count(), "{word:?}");
                 to_shell(self, conn, &|proc| Happening::ToProc(proc, conn, message.clone()));
             }
             Output::LinkToTask { conn, frame } => {
