@@ -3,11 +3,13 @@
  *
  *   peers WHAT [name=value ...]      see measure.h for the names
  *
- * WHAT: rtt, ring, one_way, spawn, mcast, fan, add_hosts. A round trip is whole: pack, send, receive, unpack, there and back.
+ * WHAT: rtt, ring, one_way, spawn, mcast, fan, add_hosts, await. A round trip is whole: pack, send, receive, unpack, there and back.
  */
 #define _GNU_SOURCE
 #include "measure.h"
 #include <pvm3.h>
+#include <sys/time.h>
+#include <unistd.h>
 
 enum { TAG_GO = 1, TAG_PING, TAG_PONG, TAG_END, TAG_HELLO, TAG_GONE };
 enum { TASKS_MAX = 2048 };
@@ -37,22 +39,42 @@ static void take(int tid, int tag, long size)
     check(pvm_upkbyte(block, size, 1), "pvm_upkbyte");
 }
 
-/* Starts others of this program with the same options, on the named host if there is one. */
+static void give_up(int count, const int *tids, const char *words)
+{
+    fprintf(stderr, "peers %s: %s\n", o.what, words);
+    for (int i = 0; i < count; i++)
+        if (tids[i] > 0)
+            pvm_kill(tids[i]);
+    pvm_exit();
+    exit(3);
+}
+
+/* Starts others of this program with the same options: where the system likes, on the named host, or, if several are
+ * named with commas, one on each. */
 static void start(char **argv, int count, int *tids)
 {
-    int flag = *o.host ? PvmTaskHost : PvmTaskDefault;
-    int started = pvm_spawn(argv[0], argv + 1, flag, (char *)o.host, count, tids);
-    if (started != count) {
-        fprintf(stderr, "peers %s: %d of %d tasks started, the last says %d\n", o.what, started, count,
-                tids[count - 1]);
-        for (int i = 0; i < count; i++)
-            if (tids[i] > 0)
-                pvm_kill(tids[i]);
-        pvm_exit();
-        exit(3);
+    int started = 0;
+    if (strchr(o.host, ',')) {
+        char *names = strdup(o.host);
+        for (char *name = strtok(names, ","); name && started < count; name = strtok(NULL, ","))
+            started += pvm_spawn(argv[0], argv + 1, PvmTaskHost, name, 1, tids + started) == 1;
+        free(names);
+    } else {
+        started = pvm_spawn(argv[0], argv + 1, *o.host ? PvmTaskHost : PvmTaskDefault, (char *)o.host, count, tids);
     }
-    for (int i = 0; i < count; i++)
-        take(-1, TAG_HELLO, 1);
+    if (started != count) {
+        char words[64];
+        snprintf(words, sizeof words, "%d of %d tasks started", started, count);
+        give_up(started < 0 ? 0 : count, tids, words);
+    }
+    for (int i = 0; i < count; i++) {
+        struct timeval patience = { 60, 0 };
+        if (pvm_trecv(-1, TAG_HELLO, &patience) <= 0) {
+            char words[64];
+            snprintf(words, sizeof words, "%d of %d tasks came up", i, count);
+            give_up(count, tids, words);
+        }
+    }
 }
 
 /* Tells a child which it is and, in rings, who comes after it. */
@@ -293,6 +315,20 @@ static void add_hosts(void)
     tell("call", &call);
 }
 
+/* Waits until there are so many tasks beside this one. */
+static void await(void)
+{
+    for (int tries = 0; tries < 3000; tries++) {
+        struct pvmtaskinfo *all;
+        int count = 0;
+        check(pvm_tasks(0, &count, &all), "pvm_tasks");
+        if (count > o.tasks)
+            return;
+        usleep(10000);
+    }
+    check(-1, "waiting for tasks");
+}
+
 static int child(int parent)
 {
     give(parent, TAG_HELLO, 1);
@@ -340,6 +376,8 @@ int main(int argc, char **argv)
         fan(argv);
     else if (!strcmp(o.what, "add_hosts"))
         add_hosts();
+    else if (!strcmp(o.what, "await"))
+        await();
     else {
         fprintf(stderr, "peers: no such thing to measure: %s\n", o.what);
         return 2;

@@ -3,8 +3,11 @@
 //!
 //! It measures and tells; it judges nothing that a test could rest on, because a loaded machine is slow without a defect.
 
+mod curves;
 mod figures;
 mod machine;
+mod netpipe;
+mod plot;
 mod report;
 mod rows;
 mod systems;
@@ -30,7 +33,7 @@ pub struct Settings {
     pub prefix: PathBuf,
     /// Fewer repetitions and rounds.
     pub quick: bool,
-    /// Names of rows or of measurements; none: all.
+    /// Names of rows and curves, a `*` at the end for any; none: all.
     pub only: Vec<String>,
     /// Repetitions, if not the usual number.
     pub repetitions: Option<usize>,
@@ -43,15 +46,20 @@ pub struct Settings {
 /// # Errors
 /// A system cannot be started, or the results cannot be written.
 pub fn peers(settings: &Settings) -> Result<bool> {
-    let chosen = rows::chosen(&settings.only);
-    if chosen.is_empty() {
-        bail!("bench peers: no row is called {}; there are: {}", settings.only.join(", "), rows::names().join(", "));
+    let only = &settings.only;
+    let chosen = rows::chosen(only);
+    let curves: Vec<&str> =
+        curves::NAMES.into_iter().filter(|name| only.is_empty() || rows::is_meant(name, only)).collect();
+    if chosen.is_empty() && curves.is_empty() {
+        let names = [rows::names(), curves::NAMES.to_vec()].concat();
+        bail!("bench peers: no row is called {}; there are: {}", only.join(", "), names.join(", "));
     }
     let repetitions = settings.repetitions.unwrap_or(if settings.quick { REPETITIONS_QUICK } else { REPETITIONS });
     let before = machine::Load::now();
     let measured = systems::measure(&settings.prefix, &chosen, repetitions, settings.quick)?;
+    let curves = curves::measure(&settings.prefix, &curves, settings.quick)?;
     let machine = machine::Machine::describe(&settings.prefix, before, repetitions, settings.quick);
-    let report = report::Report::new(machine, &chosen, measured);
+    let report = report::Report::new(machine, &chosen, measured, curves);
     print!("{}", report.text());
     fs::create_dir_all(&settings.results).with_context(|| settings.results.display().to_string())?;
     report.write(&settings.results)?;

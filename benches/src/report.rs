@@ -1,7 +1,9 @@
 //! The table for people and the file for programs.
 
+use crate::curves::Curves;
 use crate::figures::{Sample, Samples, System, of_repetitions};
 use crate::machine::Machine;
+use crate::plot::Chart;
 use crate::rows::{Goal, Measurement, Row};
 use crate::systems::{Given, Measured};
 use anyhow::{Context, Result};
@@ -9,6 +11,9 @@ use serde::Serialize;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
+
+/// Characters that the table shows of what went wrong.
+const TROUBLE_SHOWN: usize = 240;
 
 /// One row, measured.
 #[derive(Clone, Debug, Serialize)]
@@ -36,12 +41,13 @@ pub(crate) struct Report {
     rows: Vec<Line>,
     /// Every repetition, by the words of the measurement and the system.
     repetitions: BTreeMap<String, BTreeMap<&'static str, Vec<Samples>>>,
+    curves: Vec<Chart>,
     troubles: Vec<String>,
 }
 
 impl Report {
     /// Puts together what was measured.
-    pub(crate) fn new(machine: Machine, chosen: &[Measurement], measured: Measured) -> Report {
+    pub(crate) fn new(machine: Machine, chosen: &[Measurement], measured: Measured, curves: Curves) -> Report {
         let (mut rows, mut repetitions, mut troubles) = (Vec::new(), BTreeMap::new(), Vec::new());
         for (one, given) in chosen.iter().zip(&measured) {
             let what = one.words.join(" ");
@@ -53,7 +59,8 @@ impl Report {
             repetitions.insert(what, all.collect());
         }
         let repeat_with = "cargo xtask bench peers".to_string();
-        Report { machine, repeat_with, rows, repetitions, troubles }
+        troubles.extend(curves.troubles);
+        Report { machine, repeat_with, rows, repetitions, curves: curves.charts, troubles }
     }
 
     /// What could not be measured, one line each.
@@ -78,26 +85,46 @@ impl Report {
             text.push_str(line.trim_end());
             text.push('\n');
         }
+        for chart in &self.curves {
+            text.push_str(&curve_text(chart));
+        }
         text.push_str("\ntimes: median (99 of 100); speed to PVM: how many times faster ours is, of the same run\n");
         text.push_str(&self.machine.text());
         for trouble in &self.troubles {
-            text.push_str(&format!("NOT MEASURED: {trouble}\n"));
+            // The whole of it is in the file for programs.
+            let words: Vec<&str> = trouble.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
+            let shown: String = words.join(" / ").chars().take(TROUBLE_SHOWN).collect();
+            text.push_str(&format!("NOT MEASURED: {shown}\n"));
         }
         text
     }
 
-    /// Writes `peers.json` and `peers.txt`.
+    /// Writes `peers.json`, `peers.txt` and a picture per curve.
     ///
     /// # Errors
     /// The folder cannot be written.
     pub(crate) fn write(&self, folder: &Path) -> Result<()> {
-        for (name, text) in [("peers.json", serde_json::to_string_pretty(self)?), ("peers.txt", self.text())] {
+        let name = |plain: &str| plain.to_string();
+        let mut files =
+            vec![(name("peers.json"), serde_json::to_string_pretty(self)?), (name("peers.txt"), self.text())];
+        files.extend(self.curves.iter().filter_map(|chart| Some((format!("{}.svg", chart.name), chart.svg()?))));
+        for (name, text) in files {
             let file = folder.join(name);
             fs::write(&file, text).with_context(|| file.display().to_string())?;
         }
         println!("written: {}", folder.display());
         Ok(())
     }
+}
+
+/// The points of a curve, a line each for people.
+fn curve_text(chart: &Chart) -> String {
+    let mut text = format!("\n{} ({}: {})\n", chart.title, chart.x, chart.y);
+    for series in &chart.series {
+        let points: Vec<String> = series.points.iter().map(|(x, y)| format!("{x}: {}", digits(*y))).collect();
+        text.push_str(&format!("  {:<20} {}\n", series.name, points.join("  ")));
+    }
+    text
 }
 
 fn line(row: &Row, given: &[(System, Given)]) -> Line {
@@ -180,6 +207,7 @@ fn met(row: &Row, own: f64, pvm: Option<f64>, beside: Option<f64>) -> Option<boo
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::plot::Chart;
     use crate::rows::Unit;
 
     fn row(unit: Unit, goal: Goal) -> Row {

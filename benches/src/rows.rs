@@ -314,14 +314,17 @@ pub(crate) fn names() -> Vec<&'static str> {
     ALL.iter().flat_map(|one| one.rows).map(|row| row.name).collect()
 }
 
-/// The measurements that give one of the named rows; no names: all. A name may end in `*`.
+/// True if one of the words means this name; a word may end in `*`.
+pub(crate) fn is_meant(name: &str, words: &[String]) -> bool {
+    words.iter().any(|word| match word.strip_suffix('*') {
+        Some(start) => name.starts_with(start),
+        None => name == word,
+    })
+}
+
+/// The measurements that give one of the named rows; no names: all.
 pub(crate) fn chosen(only: &[String]) -> Vec<Measurement> {
-    let meant = |row: &Row, word: &str| match word.strip_suffix('*') {
-        Some(start) => row.name.starts_with(start),
-        None => row.name == word,
-    };
-    let is_chosen =
-        |one: &&Measurement| only.is_empty() || one.rows.iter().any(|row| only.iter().any(|word| meant(row, word)));
+    let is_chosen = |one: &&Measurement| only.is_empty() || one.rows.iter().any(|row| is_meant(row.name, only));
     ALL.iter().filter(is_chosen).copied().collect()
 }
 

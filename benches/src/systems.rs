@@ -39,7 +39,7 @@ pub(crate) struct Given {
 pub(crate) type Measured = Vec<Vec<(System, Given)>>;
 
 /// The folder of the C programs.
-pub(crate) fn sources() -> PathBuf {
+fn sources() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("peers")
 }
 
@@ -48,15 +48,11 @@ pub(crate) fn sources() -> PathBuf {
 /// # Errors
 /// No testbed can be made, a program does not compile, or a virtual machine does not start.
 pub(crate) fn measure(prefix: &Path, chosen: &[Measurement], repetitions: usize, quick: bool) -> Result<Measured> {
-    if let Some(lack) = needs::lacks() {
-        bail!("bench peers: {lack}");
-    }
-    let theirs = Testbed::new(HOSTS, None, &[])?;
-    let ours = Testbed::new(HOSTS, Some(prefix), &[])?;
-    for bed in [&theirs, &ours] {
-        compile(bed)?;
-    }
     let mut measured: Measured = vec![Vec::new(); chosen.len()];
+    if chosen.is_empty() {
+        return Ok(measured);
+    }
+    let (theirs, ours) = new_beds(prefix, HOSTS)?;
     for stage in [Stage::OneHost, Stage::TwoHosts, Stage::Managed] {
         if chosen.iter().all(|one| one.stage != stage) {
             continue;
@@ -68,6 +64,20 @@ pub(crate) fn measure(prefix: &Path, chosen: &[Measurement], repetitions: usize,
         peers.halt()?;
     }
     Ok(measured)
+}
+
+/// Testbeds for PVM and for ours, with the programs in place.
+///
+/// # Errors
+/// None can be made here, or a program does not compile.
+pub(crate) fn new_beds(prefix: &Path, hosts: usize) -> Result<(Testbed, Testbed)> {
+    if let Some(lack) = needs::lacks() {
+        bail!("bench peers: {lack}");
+    }
+    let beds = (Testbed::new(hosts, None, &[])?, Testbed::new(hosts, Some(prefix), &[])?);
+    compile(&beds.0)?;
+    compile(&beds.1)?;
+    Ok(beds)
 }
 
 fn compile(bed: &Testbed) -> Result<()> {
@@ -92,8 +102,21 @@ fn program_of(compiler: &str, source: &str) -> String {
     }
 }
 
+/// One call of the measuring program.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Call<'a> {
+    /// Its words.
+    pub(crate) words: &'a [String],
+    /// Processes of an MPI program that does the same.
+    pub(crate) ranks: usize,
+    /// More of them than cores.
+    pub(crate) crowded: bool,
+    /// On two hosts.
+    pub(crate) apart: bool,
+}
+
 /// Both virtual machines, up.
-struct Peers<'a> {
+pub(crate) struct Peers<'a> {
     theirs: &'a Testbed,
     ours: &'a Testbed,
     pvm: RealVm<'a>,
@@ -101,7 +124,11 @@ struct Peers<'a> {
 }
 
 impl<'a> Peers<'a> {
-    fn start(theirs: &'a Testbed, ours: &'a Testbed, stage: Stage) -> Result<Peers<'a>> {
+    /// Starts both.
+    ///
+    /// # Errors
+    /// One does not come up.
+    pub(crate) fn start(theirs: &'a Testbed, ours: &'a Testbed, stage: Stage) -> Result<Peers<'a>> {
         let rm = (stage == Stage::Managed).then(|| "pvm-rm".to_string());
         let settings = Settings { rm, ..Settings::default() };
         let pvm = RealVm::start(theirs)?;
@@ -117,7 +144,11 @@ impl<'a> Peers<'a> {
         Ok(peers)
     }
 
-    fn halt(self) -> Result<()> {
+    /// Ends both.
+    ///
+    /// # Errors
+    /// Something is left.
+    pub(crate) fn halt(self) -> Result<()> {
         self.sempa.halt()?;
         self.pvm.halt()
     }
@@ -148,21 +179,36 @@ impl<'a> Peers<'a> {
         if one.kind == Kind::Login {
             return self.login(system, one);
         }
-        let mut command = if system.is_pvm() { self.program(system) } else { self.mpi(system, one)? };
-        command.args(one.words.iter().filter(|word| system.is_pvm() || !word.starts_with("host=")));
         let mut rounds = if quick { (one.rounds / QUICK).max(2) } else { one.rounds };
         if system == System::Mpich && one.crowded {
             rounds = (rounds / MPICH_CROWDED).max(2);
         }
-        command.arg(format!("rounds={rounds}")).arg(format!("warm={}", (rounds / 10).max(1)));
+        let mut words: Vec<String> = one.words.iter().map(|word| (*word).to_string()).collect();
+        words.extend([format!("rounds={rounds}"), format!("warm={}", (rounds / 10).max(1))]);
+        let apart = one.stage == Stage::TwoHosts;
+        self.run(system, &Call { words: &words, ranks: one.mpi_ranks, crowded: one.crowded, apart })
+    }
+
+    /// Runs the measuring program of a system once.
+    ///
+    /// # Errors
+    /// It fails, does not end, or says nothing to measure by.
+    pub(crate) fn run(&self, system: System, call: &Call) -> Result<Samples> {
+        let mut command = if system.is_pvm() { self.program(system) } else { self.mpi(system, call)? };
+        // The launcher of an MPI has placed its processes already.
+        command.args(call.words.iter().filter(|word| system.is_pvm() || !word.starts_with("host=")));
         let done = run(command, RUN_TIME)?.expect_good(system.name())?;
         read(&done.out)
     }
 
     /// The measuring program as a command-line task on h1.
-    fn program(&self, system: System) -> Command {
-        let (bed, host) = (self.bed(system), self.bed(system).host(1));
-        let program = bed.home().join("pvm3/bin/LINUX64/peers");
+    pub(crate) fn program(&self, system: System) -> Command {
+        self.command(system, self.bed(system).home().join("pvm3/bin/LINUX64/peers"))
+    }
+
+    /// A program as a command-line task on h1.
+    pub(crate) fn command(&self, system: System, program: impl AsRef<Path>) -> Command {
+        let host = self.bed(system).host(1);
         if system == System::Pvm { self.pvm.command(host, program) } else { self.sempa.command(host, program) }
     }
 
@@ -171,16 +217,16 @@ impl<'a> Peers<'a> {
     }
 
     /// The launcher of an MPI with its words, on h1 of PVM's testbed, where no library of ours is in the way.
-    fn mpi(&self, system: System, one: &Measurement) -> Result<Command> {
+    fn mpi(&self, system: System, call: &Call) -> Result<Command> {
         let bed = self.theirs;
         let shell = self.pvm.remote_shell();
-        let (ranks, apart) = (one.mpi_ranks.to_string(), one.stage == Stage::TwoHosts);
+        let ranks = call.ranks.to_string();
         let mut command = match system {
             System::OpenMpi => {
                 let mut command = bed.host(1).command("mpirun.openmpi");
                 command.args(["--allow-run-as-root", "--bind-to", "none", "--oversubscribe", "-n", &ranks]);
-                command.args(["--mca", "mpi_yield_when_idle", if one.crowded { "1" } else { "0" }]);
-                if apart {
+                command.args(["--mca", "mpi_yield_when_idle", if call.crowded { "1" } else { "0" }]);
+                if call.apart {
                     command.args(["--host", "h1:1,h2:1", "--mca", "btl_tcp_if_include", "eth0"]);
                     command.args(["--mca", "oob_tcp_if_include", "eth0", "--mca", "plm_rsh_agent"]).arg(shell);
                 }
@@ -189,9 +235,11 @@ impl<'a> Peers<'a> {
             System::Mpich => {
                 let mut command = bed.host(1).command("mpirun.mpich");
                 command.args(["-bind-to", "none", "-n", &ranks]);
-                if apart {
+                if call.apart {
                     command.args(["-hosts", "h1,h2", "-ppn", "1", "-iface", "eth0", "-launcher", "ssh"]);
                     command.arg("-launcher-exec").arg(shell);
+                    // Its transport takes hosts that share a kernel for one, and then finds no memory that they share.
+                    command.args(["-genv", "UCX_TLS", "tcp,self", "-genv", "UCX_NET_DEVICES", "eth0"]);
                 }
                 command
             }

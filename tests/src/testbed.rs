@@ -17,7 +17,7 @@ use std::process::{Child, ChildStdin, Command, Stdio};
 use std::time::Duration;
 
 /// Hosts a testbed may have.
-pub const HOSTS_MAX: usize = 16;
+pub const HOSTS_MAX: usize = 32;
 /// First three bytes of the addresses. The network is closed, so it can collide with none.
 pub const NETWORK: &str = "10.77.0";
 /// Uid of the ordinary user `alice`, known on all hosts.

@@ -1,0 +1,209 @@
+//! Costs that grow: with the size of a message, with the number of tasks on a host, of peers of one task, of hosts.
+
+use crate::figures::{System, of_repetitions};
+use crate::netpipe;
+use crate::plot::{Chart, Series};
+use crate::rows::Stage;
+use crate::systems::{Call, Given, Peers, new_beds};
+use anyhow::Result;
+use std::path::Path;
+
+/// What `--only` calls the curves, and what each shows.
+pub(crate) const NAMES: [&str; 5] = ["sizes", "netpipe", "tasks", "peers", "hosts"];
+
+/// Repetitions of each point.
+const REPETITIONS: usize = 3;
+/// Bytes that a point of the curve over sizes sends at most, so that large messages do not take for ever.
+const BYTES_MAX: usize = 256 << 20;
+const SIZES: [usize; 10] = [8, 64, 512, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20];
+const TASKS: [usize; 5] = [2, 8, 32, 128, 512];
+const PEERS: [usize; 6] = [2, 8, 32, 128, 512, 1000];
+const HOSTS: [usize; 5] = [2, 4, 8, 16, 32];
+
+/// The curves of a run, and what could not be measured.
+#[derive(Debug, Default)]
+pub(crate) struct Curves {
+    /// The pictures.
+    pub(crate) charts: Vec<Chart>,
+    /// One line each.
+    pub(crate) troubles: Vec<String>,
+}
+
+/// A line of a curve: a system, and whether PVM's direct route is asked for.
+type Line = (System, bool);
+
+const ALL_LINES: [Line; 6] = [
+    (System::Pvm, false),
+    (System::Pvm, true),
+    (System::Sempa, false),
+    (System::Sempa, true),
+    (System::OpenMpi, false),
+    (System::Mpich, false),
+];
+const PVM_LINES: [Line; 4] = [(System::Pvm, false), (System::Pvm, true), (System::Sempa, false), (System::Sempa, true)];
+
+/// Measures the chosen curves; none chosen: all, if `whole`.
+///
+/// # Errors
+/// No testbed can be made, or a virtual machine does not start.
+pub(crate) fn measure(prefix: &Path, chosen: &[&str], quick: bool) -> Result<Curves> {
+    let mut curves = Curves::default();
+    let wanted = |name: &str| chosen.contains(&name);
+    if ["sizes", "netpipe", "tasks", "peers"].into_iter().any(wanted) {
+        let (theirs, ours) = new_beds(prefix, 2)?;
+        let peers = Peers::start(&theirs, &ours, Stage::OneHost)?;
+        if wanted("sizes") {
+            curves.sizes(&peers, quick);
+        }
+        if wanted("tasks") {
+            let words =
+                |n: usize| vec!["rtt".to_string(), format!("idle={}", n - 2), rounds(if quick { 200 } else { 1000 })];
+            let lines = curves.sweep(&peers, "tasks", &PVM_LINES, few(&TASKS, quick), quick, words);
+            curves.latency("tasks", "round trip of 8 B beside tasks that wait", "tasks on the host", lines);
+        }
+        if wanted("peers") {
+            let words = |n: usize| vec!["fan".to_string(), format!("tasks={n}"), rounds((2000 / n).clamp(3, 200))];
+            let lines = curves.sweep(&peers, "peers", &PVM_LINES, few(&PEERS, quick), quick, words);
+            curves.latency("peers", "round trip of 8 B with many peers in turn", "peers of one task", lines);
+        }
+        if wanted("netpipe") {
+            curves.netpipe(&peers, quick);
+        }
+        peers.halt()?;
+    }
+    if wanted("hosts") {
+        curves.hosts(prefix, quick)?;
+    }
+    Ok(curves)
+}
+
+fn rounds(count: usize) -> String {
+    format!("rounds={count}")
+}
+
+fn few(points: &[usize], quick: bool) -> &[usize] {
+    if quick { &points[..3] } else { points }
+}
+
+impl Curves {
+    fn sizes(&mut self, peers: &Peers, quick: bool) {
+        let words = |size: usize| {
+            let count = (BYTES_MAX / size).clamp(5, if quick { 200 } else { 2000 });
+            vec!["rtt".to_string(), format!("size={size}"), "cores=0,1".to_string(), rounds(count)]
+        };
+        let lines = self.sweep(peers, "sizes", &ALL_LINES, &SIZES, quick, words);
+        let speed = |series: &Series| Series {
+            name: series.name.clone(),
+            points: series.points.iter().map(|(size, us)| (*size, 2.0 * size / us)).collect(),
+        };
+        self.charts.push(Chart {
+            name: "bandwidth".to_string(),
+            title: "round trip on one host: bandwidth over message size".to_string(),
+            x: "bytes of a message".to_string(),
+            y: "MB/s".to_string(),
+            series: lines.iter().map(speed).collect(),
+        });
+        self.latency("latency", "round trip on one host: time over message size", "bytes of a message", lines);
+    }
+
+    fn latency(&mut self, name: &str, title: &str, x: &str, series: Vec<Series>) {
+        let (name, title, x) = (name.to_string(), title.to_string(), x.to_string());
+        self.charts.push(Chart { name, title, x, y: "microseconds".to_string(), series });
+    }
+
+    /// Runs the program at each point, all lines in turn. A line ends where the program no longer works.
+    fn sweep(
+        &mut self,
+        peers: &Peers,
+        name: &str,
+        lines: &[Line],
+        points: &[usize],
+        quick: bool,
+        words: impl Fn(usize) -> Vec<String>,
+    ) -> Vec<Series> {
+        let named = |(system, direct): &Line| match (system.is_pvm(), direct) {
+            (true, true) => format!("{}, direct", system.name()),
+            _ => system.name().to_string(),
+        };
+        let mut series: Vec<Series> =
+            lines.iter().map(|line| Series { name: named(line), points: Vec::new() }).collect();
+        let mut ended = vec![false; lines.len()];
+        for point in points {
+            eprintln!("bench peers: {name} {point}");
+            let mut given = vec![Given::default(); lines.len()];
+            for _ in 0..if quick { 1 } else { REPETITIONS } {
+                for (place, (system, direct)) in lines.iter().enumerate() {
+                    if ended[place] {
+                        continue;
+                    }
+                    let mut all = words(*point);
+                    all.push(format!("direct={}", u8::from(*direct)));
+                    let call = Call { words: &all, ranks: 2, crowded: false, apart: false };
+                    match peers.run(*system, &call) {
+                        Ok(samples) => given[place].repetitions.push(samples),
+                        Err(error) => {
+                            ended[place] = true;
+                            self.troubles.push(format!("{name} {point}, {}: {error:#}", named(&lines[place])));
+                        }
+                    }
+                }
+            }
+            for (given, series) in given.iter().zip(&mut series) {
+                if let Some(trip) = of_repetitions(&given.repetitions, "rtt") {
+                    series.points.push((*point as f64, trip.median_us));
+                }
+            }
+        }
+        series
+    }
+
+    /// Debian's NPpvm, unchanged.
+    fn netpipe(&mut self, peers: &Peers, quick: bool) {
+        let mut series = Vec::new();
+        for system in [System::Pvm, System::Sempa] {
+            eprintln!("bench peers: NPpvm on {}", system.name());
+            match netpipe::course(peers, system, quick) {
+                Ok(points) => series.push(Series { name: system.name().to_string(), points }),
+                Err(error) => self.troubles.push(format!("NPpvm on {}: {error:#}", system.name())),
+            }
+        }
+        self.latency("netpipe", "NPpvm on one host: time of one way", "bytes of a message", series);
+    }
+
+    /// More and more daemons on this machine; one task on each of them answers.
+    fn hosts(&mut self, prefix: &Path, quick: bool) -> Result<()> {
+        let points = few(&HOSTS, quick);
+        let most = points.last().copied().unwrap_or(2);
+        let (theirs, ours) = new_beds(prefix, most)?;
+        let peers = Peers::start(&theirs, &ours, Stage::OneHost)?;
+        let systems = [System::Pvm, System::Sempa];
+        let mut series = systems.map(|system| Series { name: system.name().to_string(), points: Vec::new() });
+        let (mut up, mut ended) = (1, [false; 2]);
+        for point in points {
+            eprintln!("bench peers: hosts {point}");
+            let names = |from: usize| (from..=*point).map(|i| format!("h{i}")).collect::<Vec<_>>().join(",");
+            let add = ["add_hosts".to_string(), "keep=1".to_string(), format!("host={}", names(up + 1))];
+            let all = ["fan".to_string(), format!("tasks={}", point - 1), format!("host={}", names(2)), rounds(100)];
+            for (place, system) in systems.into_iter().enumerate() {
+                if ended[place] {
+                    continue;
+                }
+                let call = |words| Call { words, ranks: 2, crowded: false, apart: false };
+                let done = peers.run(system, &call(&add)).and_then(|_| {
+                    let times = if quick { 1 } else { REPETITIONS };
+                    (0..times).map(|_| peers.run(system, &call(&all))).collect::<Result<Vec<_>>>()
+                });
+                match done.map(|all| of_repetitions(&all, "rtt")) {
+                    Ok(trip) => series[place].points.extend(trip.map(|trip| (*point as f64, trip.median_us))),
+                    Err(error) => {
+                        ended[place] = true;
+                        self.troubles.push(format!("hosts {point}, {}: {error:#}", system.name()));
+                    }
+                }
+            }
+            up = *point;
+        }
+        self.latency("hosts", "round trip of 8 B with a task on each other host", "hosts", series.to_vec());
+        peers.halt()
+    }
+}

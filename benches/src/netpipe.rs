@@ -1,0 +1,63 @@
+//! Debian's NPpvm, unchanged: a receiver and a sender on one host.
+
+use crate::figures::System;
+use crate::systems::Peers;
+use anyhow::{Context, Result, bail};
+use sempa_tests::run::{Running, must, run};
+use std::process::Stdio;
+use std::time::Duration;
+
+/// Time for its whole course.
+const COURSE_TIME: Duration = Duration::from_secs(240);
+/// Time for the receiver to enrol.
+const ENROL_TIME: Duration = Duration::from_secs(60);
+/// The largest message in bytes; it goes up to there by itself.
+const SIZE_MAX: &str = "16777216";
+const SIZE_MAX_QUICK: &str = "65536";
+
+/// (bytes, microseconds of one way) for each size that it chose.
+///
+/// # Errors
+/// It does not run to its end, or says nothing.
+pub(crate) fn course(peers: &Peers, system: System, quick: bool) -> Result<Vec<(f64, f64)>> {
+    let words = ["-u", if quick { SIZE_MAX_QUICK } else { SIZE_MAX }, "-p", "0"];
+    let mut receiver = peers.command(system, "/usr/bin/NPpvm");
+    receiver.args(words);
+    let receiver = Running::start(receiver, Stdio::null())?;
+    // The sender looks for the receiver among the tasks, once.
+    let mut enrolled = peers.program(system);
+    enrolled.args(["await", "tasks=1"]);
+    must(enrolled, ENROL_TIME).context("waiting for the receiver")?;
+    let mut sender = peers.command(system, "/usr/bin/NPpvm");
+    sender.args(["-h", "h1"]).args(words);
+    let done = run(sender, COURSE_TIME)?.expect_good("NPpvm")?;
+    receiver.finish(ENROL_TIME)?;
+    let points = read(&(done.out.clone() + &done.err));
+    if points.is_empty() {
+        bail!("it tells no times: {}", done.out.trim());
+    }
+    Ok(points)
+}
+
+/// Lines such as `  3:       4 bytes   2000 times -->      0.62 Mbps in      49.10 usec`.
+fn read(output: &str) -> Vec<(f64, f64)> {
+    let point = |line: &str| {
+        let (_, rest) = line.split_once(':')?;
+        let mut words = rest.split_whitespace();
+        let bytes: f64 = words.next()?.parse().ok()?;
+        let us: f64 = rest.split_once(" in ")?.1.split_whitespace().next()?.parse().ok()?;
+        rest.contains("bytes").then_some((bytes, us))
+    };
+    output.lines().filter_map(point).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_and_times_are_read_and_other_lines_are_not() {
+        let out = "Send and receive buffers\nNow starting the main loop\n  0:       1 bytes  13 times -->      0.20 Mbps in      38.00 usec\n";
+        assert_eq!(read(out), [(1.0, 38.0)]);
+    }
+}
