@@ -4,8 +4,10 @@
 //! * [`engine`]: the contract of whatever dumps and restores processes.
 //! * [`criu`]: the engine that works for any process.
 //! * [`facts`]: what a task is and holds, and whether a host can take it.
+//! * [`status`]: what the kernel tells of a process.
 
 pub mod criu;
 pub mod engine;
 pub mod facts;
 pub mod protocol;
+pub mod status;

@@ -2,6 +2,7 @@
 
 use crate::namespace::Namespace;
 use crate::sys;
+use checkpoint::status::Status;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
@@ -88,9 +89,7 @@ fn letter(stat: &str) -> Option<char> {
 
 /// The number that a process has in its own namespace.
 fn inner_pid(pid: i32) -> Option<i32> {
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
-    let line = status.lines().find_map(|line| line.strip_prefix("NSpid:"))?;
-    line.split_whitespace().last()?.parse().ok()
+    Status::of(pid)?.field("NSpid")?.split_whitespace().last()?.parse().ok()
 }
 
 #[cfg(test)]

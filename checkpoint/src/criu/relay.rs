@@ -7,6 +7,7 @@
 //! A CRIU that does not load the library (one that is linked statically) traces by itself.
 
 use super::ptrace::{self, Cause, Foreign, MEMORY_MAX, Memory, News};
+use crate::status::Status;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::memfd::{MFdFlags, memfd_create};
@@ -312,10 +313,6 @@ fn settled(tid: i32) -> bool {
 
 /// True if SIGTRAP waits for this very thread and is not blocked.
 fn has_trap_pending(tid: i32) -> bool {
-    let status = std::fs::read_to_string(format!("/proc/{tid}/status")).unwrap_or_default();
-    let mask = |name: &str| {
-        let line = status.lines().find_map(|line| line.strip_prefix(name));
-        line.and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok()).unwrap_or(0)
-    };
-    mask("SigPnd:") & !mask("SigBlk:") & (1 << (libc::SIGTRAP - 1)) != 0
+    let waits = |status: Status| status.signals("SigPnd") & !status.signals("SigBlk") & (1 << (libc::SIGTRAP - 1)) != 0;
+    Status::of(tid).is_some_and(waits)
 }

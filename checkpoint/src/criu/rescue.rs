@@ -170,6 +170,7 @@ fn pointer(registers: &[u8]) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::status::Status;
     use std::process::Command;
     use std::time::{Duration, Instant};
 
@@ -177,10 +178,7 @@ mod tests {
     fn what_was_changed_in_a_stopped_process_is_put_back() {
         let mut child = Command::new("sleep").arg("1000").spawn().expect("it starts");
         let pid = child.id() as i32;
-        let field = |name: &str| {
-            let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
-            status.lines().find_map(|l| l.strip_prefix(name).map(|v| v.trim().to_string())).unwrap_or_default()
-        };
+        let field = |name: &str| Status::of(pid).and_then(|s| s.field(name).map(str::to_string)).unwrap_or_default();
         let until = Instant::now() + Duration::from_secs(20);
         let wait = |what: &dyn Fn() -> bool| {
             while !what() {
@@ -194,12 +192,12 @@ mod tests {
                 .is_ok_and(|s| s.starts_with(|c: char| c.is_ascii_digit()))
         });
         wait(&|| std::fs::read_to_string(format!("/proc/{pid}/maps")).is_ok_and(|s| s.contains("libc")));
-        wait(&|| field("State:").starts_with('S'));
+        wait(&|| field("State").starts_with('S'));
         let send = |signal| nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), signal).expect("kill");
         send(nix::sys::signal::SIGSTOP);
-        wait(&|| field("State:").starts_with('T'));
+        wait(&|| field("State").starts_with('T'));
         let snapshot = Snapshot::take(&[pid]).expect("it stands still");
-        wait(&|| field("State:").starts_with('T'));
+        wait(&|| field("State").starts_with('T'));
 
         let (address, code) = snapshot.processes[0].code[0].clone();
         let memory = File::options().read(true).write(true).open(format!("/proc/{pid}/mem")).expect("mem");
@@ -215,9 +213,9 @@ mod tests {
         let mut now = vec![0; code.len()];
         memory.read_exact_at(&mut now, address).expect("read");
         assert_eq!(now, code);
-        assert_eq!(field("SigBlk:"), "0000000000000000");
+        assert_eq!(field("SigBlk"), "0000000000000000");
         send(nix::sys::signal::SIGCONT);
-        wait(&|| field("State:").starts_with('S'));
+        wait(&|| field("State").starts_with('S'));
         assert!(child.try_wait().expect("wait").is_none(), "it sleeps on");
         child.kill().expect("kill");
         child.wait().expect("wait");

@@ -3,6 +3,7 @@
 use super::descriptors::{Descriptor, Kind, Meaning, judge};
 use super::hash::HashCache;
 use super::{host, maps, sockets};
+use crate::status::Status;
 use sempa_proto::migration::{FileFact, FileMatch, Refusal, TaskFacts};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -76,7 +77,7 @@ pub fn inspect(subject: &Subject, engine: String, hashes: &HashCache) -> Result<
     if let Some(number) = findings.terminals.difference(&findings.masters).next() {
         return Err(holds(format!("the terminal /dev/pts/{number}, whose other end is elsewhere")));
     }
-    let uid = status_field(subject.root, "Uid:").and_then(|ids| ids.split_whitespace().nth(1)?.parse().ok());
+    let uid = Status::of(subject.root).and_then(|status| status.field("Uid")?.split_whitespace().nth(1)?.parse().ok());
     Ok(TaskFacts {
         resident_bytes: subject.processes.iter().filter_map(|pid| resident_bytes(*pid)).sum(),
         uid: uid.ok_or(Refusal::NoSuchTask)?,
@@ -89,22 +90,16 @@ pub fn inspect(subject: &Subject, engine: String, hashes: &HashCache) -> Result<
 
 /// Resident memory of a process in bytes, while it exists.
 pub fn resident_bytes(pid: i32) -> Option<u64> {
-    let kib: u64 = status_field(pid, "VmRSS:")?.split_whitespace().next()?.parse().ok()?;
-    Some(kib * 1024)
+    Some(Status::of(pid)?.number::<u64>("VmRSS")? * 1024)
 }
 
 fn exists(pid: i32) -> bool {
     Path::new(&format!("/proc/{pid}")).exists()
 }
 
-fn status_field(pid: i32, name: &str) -> Option<String> {
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
-    status.lines().find_map(|line| line.strip_prefix(name)).map(|value| value.trim().to_string())
-}
-
 /// The engine takes a process tree. Whoever is in the namespace but not in the tree would stay behind.
 fn family(subject: &Subject) -> Result<(), Refusal> {
-    let parent = |pid: i32| status_field(pid, "PPid:")?.parse::<i32>().ok();
+    let parent = |pid: i32| Status::of(pid)?.number::<i32>("PPid");
     let parents: BTreeMap<i32, i32> = subject.processes.iter().filter_map(|&p| Some((p, parent(p)?))).collect();
     if !parents.contains_key(&subject.root) {
         return Err(Refusal::NoSuchTask);
@@ -113,7 +108,8 @@ fn family(subject: &Subject) -> Result<(), Refusal> {
         let mut at = pid;
         while at != subject.root {
             let Some(&above) = parents.get(&at) else {
-                let name = status_field(pid, "Name:").unwrap_or_default();
+                let status = Status::of(pid);
+                let name = status.as_ref().and_then(|status| status.field("Name")).unwrap_or_default();
                 return Err(holds(format!("a background process ({name}, process {pid}) that is no longer its child")));
             };
             at = above;
@@ -123,10 +119,12 @@ fn family(subject: &Subject) -> Result<(), Refusal> {
 }
 
 fn look_at(pid: i32, findings: &mut Findings) -> Result<(), Refusal> {
-    if status_field(pid, "State:").is_some_and(|state| state.starts_with(['Z', 'X'])) {
+    let status = Status::of(pid);
+    let field = |name| status.as_ref().and_then(|status| status.field(name));
+    if field("State").is_some_and(|state| state.starts_with(['Z', 'X'])) {
         return Ok(());
     }
-    if status_field(pid, "TracerPid:").is_some_and(|tracer| tracer != "0") {
+    if field("TracerPid").is_some_and(|tracer| tracer != "0") {
         return Err(holds("a debugger"));
     }
     for (name, what) in SHARED_NAMESPACES {

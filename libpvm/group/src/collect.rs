@@ -51,7 +51,7 @@ impl Circle {
 }
 
 /// Brings the elements of all members together at the root; `place` gives the place for an instance.
-pub(crate) fn gather(circle: &Circle, data: &Data, place: impl Fn(usize) -> Data) -> PvmResult<()> {
+pub(crate) fn gather(circle: &Circle, data: &Data, place: &dyn Fn(usize) -> Data) -> PvmResult<()> {
     let aside = Aside::begin();
     if !circle.am_root() {
         return aside.send(circle.root, circle.tag, data);
@@ -67,7 +67,7 @@ pub(crate) fn gather(circle: &Circle, data: &Data, place: impl Fn(usize) -> Data
 }
 
 /// Gives every member its part of the root's elements; `part` gives what an instance gets.
-pub(crate) fn scatter(circle: &Circle, result: &Data, part: impl Fn(usize) -> Data) -> PvmResult<()> {
+pub(crate) fn scatter(circle: &Circle, result: &Data, part: &dyn Fn(usize) -> Data) -> PvmResult<()> {
     let aside = Aside::begin();
     if !circle.am_root() {
         return aside.receive(circle.root, circle.tag, result);

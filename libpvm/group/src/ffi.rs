@@ -140,6 +140,45 @@ fn together(
     pvm::traced(event, group, tag, answer)
 }
 
+/// The arrays of a call in which every member has a part of what the root has.
+struct Parts {
+    /// `count` elements of this member.
+    one: *mut c_void,
+    /// At the root `count` elements for each instance.
+    all: *mut c_void,
+    count: c_int,
+    kind: c_int,
+}
+
+/// A call between the root's array and everybody's part of it.
+///
+/// # Safety
+/// `group` is null or a string; the arrays are null or as long as [`Parts`] says.
+unsafe fn by_instance(
+    (event, place): (GroupEvent, &CStr),
+    (group, root, tag): (*const c_char, c_int, c_int),
+    parts: Parts,
+    exchange: fn(&Circle, &Data, &dyn Fn(usize) -> Data) -> PvmResult<()>,
+) -> c_int {
+    // SAFETY: by this function's contract.
+    let group = unsafe { name(group) };
+    let work = || {
+        let kind = Kind::try_from(parts.kind)?;
+        // SAFETY: by this function's contract.
+        let one = unsafe { Data::new(parts.one, parts.count, kind)? };
+        let circle = Circle::of(group, root, tag)?;
+        if !circle.am_root() {
+            return exchange(&circle, &one, &|_| one);
+        }
+        circle.without_holes()?;
+        // SAFETY: by this function's contract: this is the root.
+        let all = unsafe { Data::new(parts.all, parts.count, kind)? };
+        // SAFETY: there are elements, or room for them, for each instance.
+        exchange(&circle, &one, &|instance| unsafe { all.part(instance) })
+    };
+    together(event, (place, group, tag), work)
+}
+
 /// Brings `count` elements of every member together in the root's `result`, by instance.
 ///
 /// # Safety
@@ -155,23 +194,9 @@ pub unsafe extern "C" fn pvm_gather(
     group: *const c_char,
     root: c_int,
 ) -> c_int {
+    let parts = Parts { one: data, all: result, count, kind };
     // SAFETY: by this function's contract.
-    let group = unsafe { name(group) };
-    let gather = || {
-        let kind = Kind::try_from(kind)?;
-        // SAFETY: by this function's contract.
-        let data = unsafe { Data::new(data, count, kind)? };
-        let circle = Circle::of(group, root, tag)?;
-        if !circle.am_root() {
-            return collect::gather(&circle, &data, |_| data);
-        }
-        circle.without_holes()?;
-        // SAFETY: by this function's contract: this is the root.
-        let result = unsafe { Data::new(result, count, kind)? };
-        // SAFETY: there is room for each instance.
-        collect::gather(&circle, &data, |instance| unsafe { result.part(instance) })
-    };
-    together(GroupEvent::Gather, (c"pvm_gather", group, tag), gather)
+    unsafe { by_instance((GroupEvent::Gather, c"pvm_gather"), (group, root, tag), parts, collect::gather) }
 }
 
 /// Gives every member `count` elements of the root's `data`, by instance.
@@ -189,23 +214,9 @@ pub unsafe extern "C" fn pvm_scatter(
     group: *const c_char,
     root: c_int,
 ) -> c_int {
+    let parts = Parts { one: result, all: data, count, kind };
     // SAFETY: by this function's contract.
-    let group = unsafe { name(group) };
-    let scatter = || {
-        let kind = Kind::try_from(kind)?;
-        // SAFETY: by this function's contract.
-        let result = unsafe { Data::new(result, count, kind)? };
-        let circle = Circle::of(group, root, tag)?;
-        if !circle.am_root() {
-            return collect::scatter(&circle, &result, |_| result);
-        }
-        circle.without_holes()?;
-        // SAFETY: by this function's contract: this is the root.
-        let data = unsafe { Data::new(data, count, kind)? };
-        // SAFETY: there are elements for each instance.
-        collect::scatter(&circle, &result, |instance| unsafe { data.part(instance) })
-    };
-    together(GroupEvent::Scatter, (c"pvm_scatter", group, tag), scatter)
+    unsafe { by_instance((GroupEvent::Scatter, c"pvm_scatter"), (group, root, tag), parts, collect::scatter) }
 }
 
 /// Combines the elements of all members into the root's `data` by a function.
