@@ -14,7 +14,7 @@ use sempa_proto::migration::Cause;
 use sempa_proto::sm::{SM_EXEC, pack_exec};
 use sempa_proto::table::{AddedHost, HostTable, TaskInfo};
 use sempa_proto::task::{
-    MailboxClass, MailboxRequest, MoveReport, NotifyRequest, Reply, Request, RmServes, SpawnRequest,
+    AtEnd, MailboxClass, MailboxRequest, MoveReport, NotifyRequest, Reply, Request, RmServes, SpawnRequest,
 };
 use sempa_proto::{HostId, Micros, MigrationId, PvmError, Tid};
 use serde::de::DeserializeOwned;
@@ -118,7 +118,8 @@ macro_rules! ask {
 }
 
 impl Vm {
-    /// Joins the virtual machine of this user.
+    /// Joins the virtual machine of this user. When it ends, calls say so; a process that is to end with it says
+    /// [`Vm::enroll_as`].
     ///
     /// # Errors
     /// See [`EnrollError`]; each variant is a sentence for the user.
@@ -131,7 +132,25 @@ impl Vm {
     /// # }
     /// ```
     pub fn enroll() -> Result<Vm, EnrollError> {
-        Ok(Vm { runtime: enroll()? })
+        Vm::enroll_as(AtEnd::Told)
+    }
+
+    /// Joins the virtual machine of this user. With [`AtEnd::Signalled`] a process from a command line gets SIGTERM when
+    /// its daemon ends, as programs of PVM's C interface do.
+    ///
+    /// # Errors
+    /// See [`EnrollError`].
+    ///
+    /// ```no_run
+    /// # use libpvm::proto::task::AtEnd;
+    /// # fn main() -> Result<(), libpvm::EnrollError> {
+    /// // A worker that has nothing to do without the virtual machine.
+    /// let vm = libpvm::Vm::enroll_as(AtEnd::Signalled)?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn enroll_as(at_end: AtEnd) -> Result<Vm, EnrollError> {
+        Ok(Vm { runtime: enroll(at_end)? })
     }
 
     /// The API over a runtime that is connected already.

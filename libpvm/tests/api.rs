@@ -1,6 +1,6 @@
 //! The Rust API in a real virtual machine of one host. Each test is one task, or several over connections of their own.
 
-use libpvm::proto::task::{Claim, Sink};
+use libpvm::proto::task::{AtEnd, Claim, Sink};
 use libpvm::proto::{HostId, PvmError, Tid};
 use libpvm::runtime::EnrollOptions;
 use libpvm::{Body, Content, Match, Notice, Runtime, Vm};
@@ -16,7 +16,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A task of the virtual machine.
 fn task(lab: &Lab) -> Vm {
-    let options = EnrollOptions { socket: lab.socket(), claim: Claim::New, program: "api".into() };
+    let options = EnrollOptions { socket: lab.socket(), claim: Claim::New, program: "api".into(), at_end: AtEnd::Told };
     Vm::over(Runtime::connect(options).expect("a daemon"))
 }
 

@@ -5,7 +5,7 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, sendmsg};
 use sempa_proto::frame::{FrameDecoder, encode_control};
 use sempa_proto::route::{OfferId, RouteWord};
-use sempa_proto::task::{Claim, Hello, Reply, Request, TASK_MAGIC, ToDaemon, ToTask};
+use sempa_proto::task::{AtEnd, Claim, Hello, Reply, Request, TASK_MAGIC, ToDaemon, ToTask};
 use sempa_proto::{PvmError, RequestId, Tid, WIRE_VERSION};
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, IoSlice, IoSliceMut, Read, Write};
@@ -168,8 +168,14 @@ impl Task {
     fn enrol(socket: &Path) -> Task {
         let mut task = Task::connect(socket);
         let pid = i32::try_from(std::process::id()).expect("a pid");
-        let hello =
-            Hello { magic: TASK_MAGIC, version: WIRE_VERSION, claim: Claim::New, pid, program: "a test".into() };
+        let hello = Hello {
+            magic: TASK_MAGIC,
+            version: WIRE_VERSION,
+            claim: Claim::New,
+            pid,
+            program: "a test".into(),
+            at_end: AtEnd::Told,
+        };
         task.send(&ToDaemon::Hello(hello));
         match task.read() {
             Some(ToTask::Welcome(welcome)) => task.tid = Some(welcome.tid),
@@ -324,7 +330,14 @@ fn garbage_on_its_socket_and_port_leaves_the_daemon_serving() {
         until("it is cut off", || stranger.read().is_none());
     }
     let mut old = Task::connect(&socket);
-    let hello = Hello { magic: TASK_MAGIC, version: 999, claim: Claim::New, pid: 1, program: String::new() };
+    let hello = Hello {
+        magic: TASK_MAGIC,
+        version: 999,
+        claim: Claim::New,
+        pid: 1,
+        program: String::new(),
+        at_end: AtEnd::Told,
+    };
     old.send(&ToDaemon::Hello(hello));
     match old.read() {
         Some(ToTask::Refused { reason }) => assert!(reason.contains("version 999"), "{reason}"),

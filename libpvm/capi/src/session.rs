@@ -15,6 +15,7 @@ use crate::output::Catch;
 use crate::process;
 use crate::receive::Matcher;
 use libpvm::{EnrollError, Runtime};
+use sempa_proto::task::AtEnd;
 use sempa_proto::{Message, PvmError, PvmResult, Tid};
 use std::collections::VecDeque;
 use std::sync::atomic::Ordering::Relaxed;
@@ -166,7 +167,7 @@ impl Session {
             }
         }
         process::prepare_for_fork();
-        let rt = libpvm::enroll().map_err(explain)?;
+        let rt = libpvm::enroll(AtEnd::Signalled).map_err(explain)?;
         self.take_over(&rt);
         self.runtime = Some(rt.clone());
         Ok(rt)

@@ -11,6 +11,7 @@ use crate::group::{GroupReply, GroupRequest};
 use crate::ids::{HostId, Micros, MigrationId, RequestId, Tid};
 use crate::message::Message;
 use crate::migration::{Failure, Step};
+use crate::route::RouteWord;
 use crate::table::{AddedHost, HostTable, TaskInfo};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
@@ -54,6 +55,17 @@ pub enum Claim {
     },
 }
 
+/// What a task from a command line wants when its daemon ends. Tasks that a daemon or a tasker started end with it in any
+/// case.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum AtEnd {
+    /// SIGTERM, as PVM does it: a program of PVM's interface waits for nothing else.
+    #[default]
+    Signalled,
+    /// Its calls tell it (`PvmSysErr`); its process has other things to do.
+    Told,
+}
+
 /// The first frame of a task.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hello {
@@ -67,6 +79,8 @@ pub struct Hello {
     pub pid: i32,
     /// Name of its program.
     pub program: String,
+    /// What it wants when the daemon ends.
+    pub at_end: AtEnd,
 }
 
 /// Where output or trace records of a task go: a task, a context and a tag. `tid` NONE: the log.
@@ -495,6 +509,13 @@ pub enum ToDaemon {
         /// How far each link has sent.
         marks: Vec<LinkMark>,
     },
+    /// A word to another task about a route of their own.
+    Route {
+        /// The other task.
+        to: Tid,
+        /// The word. Its descriptors travel with the frame.
+        word: RouteWord,
+    },
 }
 
 /// From a daemon to a task.
@@ -544,6 +565,15 @@ pub enum ToTask {
         migration: MigrationId,
         /// Files to watch: at the source, at the target.
         tokens: Vec<PathBuf>,
+    },
+    /// A word of another task about a route of their own.
+    Route {
+        /// The other task.
+        from: Tid,
+        /// It runs on this host.
+        near: bool,
+        /// The word. Its descriptors travel with the frame.
+        word: RouteWord,
     },
 }
 

@@ -7,7 +7,7 @@ use nix::sys::socket::{MsgFlags, getsockopt, send, sockopt::PeerCredentials};
 use sempa_proto::WIRE_VERSION;
 use sempa_proto::frame::{FrameDecoder, encode_control};
 use sempa_proto::place::Place;
-use sempa_proto::task::{Claim, Hello, TASK_MAGIC, ToDaemon, ToTask, Welcome};
+use sempa_proto::task::{AtEnd, Claim, Hello, TASK_MAGIC, ToDaemon, ToTask, Welcome};
 use std::io::{self, Read};
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
@@ -34,11 +34,13 @@ pub struct EnrollOptions {
     pub claim: Claim,
     /// Name of the program, for lists.
     pub program: String,
+    /// What happens to a process from a command line when its daemon ends.
+    pub at_end: AtEnd,
 }
 
 impl EnrollOptions {
     /// What the environment says: `PVMSOCK`, or else `PVM_TMP` and `PVM_VMID`, name the socket;
-    /// `PVMEPID` the place of a spawned process, once per process image.
+    /// `PVMEPID` the place of a spawned process, once per process image. The end of the daemon is told.
     ///
     /// # Errors
     /// [`EnrollError::Root`] for user 0 without `PVM_ALLOW_ROOT`, [`EnrollError::Place`] when no path comes out.
@@ -60,7 +62,7 @@ impl EnrollOptions {
         };
         let epid = set("PVMEPID").and_then(|text| text.trim().parse().ok()).filter(|epid| *epid > 0 && !claimed);
         let claim = epid.map_or(Claim::New, |epid| Claim::Spawned { epid });
-        Ok(EnrollOptions { socket, claim, program: program() })
+        Ok(EnrollOptions { socket, claim, program: program(), at_end: AtEnd::Told })
     }
 }
 
@@ -92,7 +94,7 @@ pub(crate) struct Accepted {
 }
 
 /// Connects, says hello and waits for the answer.
-pub(crate) fn greet(path: &Path, claim: Claim, program: &str) -> Result<Accepted, EnrollError> {
+pub(crate) fn greet(path: &Path, claim: Claim, program: &str, at_end: AtEnd) -> Result<Accepted, EnrollError> {
     let io_error = |source: io::Error| EnrollError::Io { path: path.to_path_buf(), source };
     let socket = UnixStream::connect(path).map_err(|source| match source.kind() {
         io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => {
@@ -107,7 +109,7 @@ pub(crate) fn greet(path: &Path, claim: Claim, program: &str) -> Result<Accepted
         return Err(EnrollError::Foreign { path: path.to_path_buf(), owner });
     }
     let pid = i32::try_from(std::process::id()).expect("process numbers are ints");
-    let hello = Hello { magic: TASK_MAGIC, version: WIRE_VERSION, claim, pid, program: program.to_string() };
+    let hello = Hello { magic: TASK_MAGIC, version: WIRE_VERSION, claim, pid, program: program.to_string(), at_end };
     let hello = encode_control(&ToDaemon::Hello(hello)).map_err(|e| io_error(io::Error::other(e)))?;
     socket.get().set_read_timeout(Some(GREETING_MAX)).map_err(io_error)?;
     match write_all(socket.get(), hello) {

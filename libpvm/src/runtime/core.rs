@@ -524,6 +524,7 @@ impl Core {
                 }
             }
             ToTask::RmChanged { rm } => self.set_rm(rm),
+            ToTask::Route { .. } => {}
             ToTask::Quiesce { migration, tokens } => self.quiesce(now, Quiesce { migration, tokens })?,
         }
         Ok(())

@@ -11,7 +11,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::SigSet;
 use sempa_proto::Micros;
 use sempa_proto::frame::{FrameDecoder, from_bytes};
-use sempa_proto::task::{Claim, ResumeToken};
+use sempa_proto::task::{AtEnd, Claim, ResumeToken};
 use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
@@ -154,7 +154,8 @@ fn resume(shared: &Shared, quiesce: &Quiesce, token: &ResumeToken, program: &str
     let deadline = Instant::now() + RESUME_MAX;
     let claim = Claim::Resume { tid: shared.me, migration: quiesce.migration };
     loop {
-        match greet(&token.socket, claim.clone(), program) {
+        // What moves was started by a tasker and ends with it, so the default does for `at_end`.
+        match greet(&token.socket, claim.clone(), program, AtEnd::default()) {
             Ok(accepted) if accepted.welcome.tid == shared.me => return adopt(shared, accepted),
             Ok(accepted) => {
                 let tid = accepted.welcome.tid;

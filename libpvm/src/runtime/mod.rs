@@ -24,7 +24,7 @@ use self::process::{ExitHook, Own};
 use self::shared::{Held, Shared};
 use crate::error::EnrollError;
 use crate::inbox::Inbox;
-use sempa_proto::task::{Claim, Reply, Request, RmInfo, Sink, TracerSettings, Welcome};
+use sempa_proto::task::{AtEnd, Claim, Reply, Request, RmInfo, Sink, TracerSettings, Welcome};
 use sempa_proto::{HostId, Message, Micros, PvmError, PvmResult, Tid};
 use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
@@ -36,12 +36,13 @@ use std::time::{Duration, Instant};
 const EXIT_FLUSH_MAX: Duration = Duration::from_secs(5);
 
 /// Joins the virtual machine of this user, as the environment says. A spawned process takes its place once; after
-/// [`Runtime::exit`], and in a forked child whose parent has taken it, the process gets a task id of its own.
+/// [`Runtime::exit`], and in a forked child whose parent has taken it, the process gets a task id of its own. `at_end` is
+/// for processes from a command line.
 ///
 /// # Errors
 /// See [`EnrollError`].
-pub fn enroll() -> Result<Runtime, EnrollError> {
-    let mut options = EnrollOptions::from_env()?;
+pub fn enroll(at_end: AtEnd) -> Result<Runtime, EnrollError> {
+    let mut options = EnrollOptions { at_end, ..EnrollOptions::from_env()? };
     let claim = matches!(options.claim, Claim::Spawned { .. }).then(connect::take_claim);
     if claim == Some(false) {
         options.claim = Claim::New;
@@ -114,8 +115,8 @@ impl Runtime {
     /// See [`EnrollError`].
     pub fn connect(options: EnrollOptions) -> Result<Runtime, EnrollError> {
         process::install_hooks();
-        let EnrollOptions { socket: path, claim, program } = options;
-        let accepted = connect::greet(&path, claim, &program)?;
+        let EnrollOptions { socket: path, claim, program, at_end } = options;
+        let accepted = connect::greet(&path, claim, &program, at_end)?;
         let welcome = accepted.welcome.clone();
         let io_error = |source| EnrollError::Io { path: path.clone(), source };
         let shared = Arc::new(Shared::new(accepted).map_err(io_error)?);

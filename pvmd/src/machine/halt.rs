@@ -1,10 +1,13 @@
 //! The end: of the virtual machine, of a deleted host, of a daemon that is told to stop.
 //!
 //! Tasks are asked to end and, if they do not, killed. A slave then tells the master that it has nothing left and waits
-//! for the last word; the master waits for all, but not for ever.
+//! for the last word; the master waits for all, but not for ever. Programs from a command line are asked once, as PVM does
+//! it, and waited for by nobody: they were not started by us, and what they do then is their affair.
 
+use super::tasks::Task;
 use super::{Machine, Output, Timer};
 use sempa_proto::host::HostMsg;
+use sempa_proto::task::AtEnd;
 use sempa_proto::tasker::ToTasker;
 use sempa_proto::{HostId, Micros, Tid};
 use std::collections::BTreeSet;
@@ -65,12 +68,17 @@ impl Machine {
         for tid in self.processes() {
             self.tell_tasker(ToTasker::Signal { tid, signal: SIGTERM });
         }
-        let others: Vec<_> =
-            self.tasks.live.values().filter(|t| t.by_tasker.is_some()).filter_map(|t| t.conn()).collect();
-        for conn in others {
+        self.signal_others();
+        self.stop_step();
+    }
+
+    /// Asks the tasks to end that are no processes of ours, but for those that want to be told by their calls.
+    fn signal_others(&mut self) {
+        let wants = |t: &&Task| !t.spawned() && (t.by_tasker.is_some() || t.at_end == AtEnd::Signalled);
+        let conns: Vec<_> = self.tasks.live.values().filter(wants).filter_map(Task::conn).collect();
+        for conn in conns {
             self.out.push_back(Output::Signal { conn, signal: SIGTERM });
         }
-        self.stop_step();
     }
 
     /// Tasks here that have a process of ours.
@@ -143,6 +151,9 @@ impl Machine {
             return;
         }
         self.log(format!("this daemon ends now: {why}"));
+        if self.stop.is_none() {
+            self.signal_others();
+        }
         for tid in self.processes() {
             self.tell_tasker(ToTasker::Kill { tid });
         }

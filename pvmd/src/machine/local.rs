@@ -156,23 +156,24 @@ impl Machine {
         match hello.claim {
             Claim::Spawned { epid } if self.tasks.expected.contains_key(&epid) => self.bind_spawned(conn, pid, epid),
             // The number of a task that is connected or has left, or of another virtual machine, claims nothing.
-            Claim::New | Claim::Spawned { .. } => self.enrol(conn, pid, &hello.program),
+            Claim::New | Claim::Spawned { .. } => self.enrol(conn, pid, &hello),
             Claim::Resume { tid, migration } => self.resume(conn, tid, migration),
         }
     }
 
     /// A process that comes by itself.
-    fn enrol(&mut self, conn: ConnId, pid: i32, program: &str) {
+    fn enrol(&mut self, conn: ConnId, pid: i32, hello: &Hello) {
         let Some(tid) = self.tasks.allocate(self.config.host) else {
             return self.refuse(conn, "this host has as many tasks as it can have".into());
         };
         let mut task = Task::new(tid, Tid::NONE, Phase::Connected(conn));
         task.flags = TASK_CONNECTED;
         task.pid = pid;
+        task.at_end = hello.at_end;
         self.default_sinks(&mut task.output, &mut task.trace);
         self.trace_new_task(&task);
         self.tasks.insert(task);
-        self.log(format!("{tid} is process {pid} ({program})"));
+        self.log(format!("{tid} is process {pid} ({})", hello.program));
         self.record(EventKind::TaskStarted { tid, parent: Tid::NONE, name: String::new() });
         self.welcome(conn, tid);
         self.tell_rm_of_newcomer(tid);

@@ -6,7 +6,7 @@ use sempa_proto::event::EventKind;
 use sempa_proto::host::{Carried, Held, HostMsg, TaskRecord, Watch, WatchKind};
 use sempa_proto::migration::Usage;
 use sempa_proto::table::{TASK_CONNECTED, TASK_FORKED, TASK_RM, TaskInfo};
-use sempa_proto::task::{LinkMark, Sink, ToTask};
+use sempa_proto::task::{AtEnd, LinkMark, Sink, ToTask};
 use sempa_proto::{Epoch, HostId, Micros, MigrationId, RequestId, Tid};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -76,6 +76,8 @@ pub(super) struct Task {
     pub(super) trace: Sink,
     /// The task that was asked to start it, when it was not our tasker.
     pub(super) by_tasker: Option<Tid>,
+    /// What it wants when this daemon ends, if nobody started it for us.
+    pub(super) at_end: AtEnd,
     /// The resource manager to be told of its end.
     pub(super) rm: Option<Tid>,
     pub(super) phase: Phase,
@@ -114,6 +116,7 @@ impl Task {
             output: Sink::default(),
             trace: Sink::default(),
             by_tasker: None,
+            at_end: AtEnd::default(),
             rm: None,
             phase,
             hold: false,

@@ -10,11 +10,13 @@ use super::net::{Net, bind_udp};
 use super::pki::{Authority, Identity};
 use super::place::HeldPlace;
 use super::start::{Starter, StarterSettings};
+use super::sys::{FilesLimit, raise_files_limit};
 use super::tasker::Tasker;
 use super::world::{ARCH, DSIG, DaemonWorld, WorldSettings, library_folder, programs_folder};
 use super::{address, local};
 use crate::machine::{Machine, MachineConfig};
 use anyhow::Context;
+use checkpoint::status::Status;
 use sempa_proto::place::Place;
 use sempa_proto::{HostId, Micros};
 use std::net::{IpAddr, SocketAddr};
@@ -95,6 +97,7 @@ async fn assemble_and_run(
     let place = held.place().clone();
     let uid = nix::unistd::getuid().as_raw();
     let (inputs, queue) = mpsc::channel(INPUTS_WAITING_MAX);
+    let files_limit = raise_files_limit().context("cannot ask for more open files")?;
     let signals = catch_signals()?;
     let (hostfile, masters, identity, authority) = match role {
         Role::Master { hostfile } => {
@@ -112,7 +115,8 @@ async fn assemble_and_run(
     let listener = local::bind(&place.socket())
         .with_context(|| format!("cannot listen for tasks at {}", place.socket().display()))?;
     let programs = programs_folder().context("cannot find the folder of this program")?;
-    let starter = authority.map(|authority| starter_settings(authority, &place, &addresses, lease, &programs));
+    let starter =
+        authority.map(|authority| starter_settings(authority, &place, &addresses, lease, &programs, files_limit));
     let config = MachineConfig {
         host,
         name: name.clone(),
@@ -146,7 +150,7 @@ async fn assemble_and_run(
         world: DaemonWorld::new(world, &place, uid),
         inputs: queue,
         net,
-        tasker: Tasker::new(programs.join("pvm-tasker"), inputs.clone(), log.clone()),
+        tasker: Tasker::new(programs.join("pvm-tasker"), files_limit, inputs.clone(), log.clone()),
         images: Images::new(place.clone(), inputs.clone(), log.clone()),
         starter: Starter::new(starter, inputs.clone(), log.clone()),
         moves: Moves::new(&place, inputs),
@@ -167,6 +171,7 @@ fn starter_settings(
     addresses: &[SocketAddr],
     lease: Duration,
     programs: &Path,
+    files_limit: FilesLimit,
 ) -> StarterSettings {
     StarterSettings {
         authority,
@@ -178,6 +183,7 @@ fn starter_settings(
         remote_shell: variable("PVM_RSH"),
         command: variable("PVM_DPATH"),
         program: programs.join("pvmd"),
+        files_limit,
     }
 }
 
@@ -220,8 +226,6 @@ fn catch_signals() -> anyhow::Result<mpsc::Receiver<String>> {
 
 /// True if whoever started this process has set a signal to be ignored, as nohup(1) does; it stays ignored then.
 fn is_ignored(signal: i32) -> bool {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
-    let mask = mask.and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok()).unwrap_or(0);
-    mask & (1 << (signal - 1)) != 0
+    let status = i32::try_from(std::process::id()).ok().and_then(Status::of);
+    status.is_some_and(|status| status.signals("SigIgn") & (1 << (signal - 1)) != 0)
 }

@@ -10,16 +10,16 @@ use super::net::{Net, NetInput, NetNews};
 use super::outbox::Parcel;
 use super::place::HeldPlace;
 use super::start::Starter;
+use super::sys::signal_process;
 use super::tasker::Tasker;
 use super::world::DaemonWorld;
 use crate::machine::{ConnId, Event, Machine, Output};
 use bytes::Bytes;
-use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
 use sempa_proto::frame::encode_control;
 use sempa_proto::task::ToTask;
 use sempa_proto::{HostId, Micros};
 use std::collections::HashMap;
+use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 use tokio::sync::mpsc;
 use tokio::time::{MissedTickBehavior, interval, sleep_until};
@@ -244,10 +244,13 @@ impl Driver {
         }
     }
 
-    /// Sends a signal to the process that made a connection; while that stands the process is the same.
+    /// Sends a signal to the process that made a connection.
     fn signal(&mut self, conn: ConnId, signal: i32) {
-        let Some(pid) = self.tasks.get(&conn).map(|task| task.line.pid).filter(|pid| *pid > 0) else { return };
-        let sent = Signal::try_from(signal).and_then(|signal| kill(Pid::from_raw(pid), signal));
+        let Some(TaskLine { pid, process, .. }) = self.tasks.get(&conn).map(|task| &task.line) else { return };
+        let sent = match process {
+            Ok(process) => signal_process(process.as_fd(), signal),
+            Err(e) => Err(std::io::Error::new(e.kind(), format!("it is out of reach: {e}"))),
+        };
         if let Err(e) = sent {
             self.parts.log.line(format!("signal {signal} could not be sent to process {pid}: {e}"));
         }

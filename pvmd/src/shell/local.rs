@@ -5,6 +5,7 @@ use super::descriptors::{Incoming, send_with};
 use super::input::{Input, Inputs, LineLimit};
 use super::log::Log;
 use super::outbox::{Outbox, OutboxReader, Parcel, outbox};
+use super::sys::peer_process;
 use crate::machine::io::{ConnId, Event};
 use bytes::Bytes;
 use sempa_proto::WIRE_VERSION;
@@ -12,6 +13,7 @@ use sempa_proto::frame::{FRAME_HEAD_BYTES, Frame, FrameKind, encode_control};
 use sempa_proto::link::FRAGMENT_BYTES_MAX;
 use sempa_proto::task::{TASK_MAGIC, ToDaemon, ToTask};
 use std::io::IoSlice;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::sync::Arc;
@@ -45,6 +47,8 @@ pub(crate) struct TaskLine {
     pub(crate) conn: ConnId,
     /// Process number by the peer credentials.
     pub(crate) pid: i32,
+    /// That process, or why it is out of reach.
+    pub(crate) process: std::io::Result<OwnedFd>,
     /// What is to be sent.
     pub(crate) outbox: Outbox,
     /// Set to cut the connection at once, with the reason.
@@ -83,8 +87,8 @@ pub(crate) async fn serve(listener: UnixListener, uid: u32, inputs: Inputs, log:
                 tokio::spawn(async move {
                     let known = door.greet(stream).await;
                     drop(permit);
-                    if let Some((hello, pid, line)) = known {
-                        door.attend(hello, pid, line).await;
+                    if let Some((hello, line)) = known {
+                        door.attend(hello, line).await;
                     }
                 });
             }
@@ -99,8 +103,10 @@ pub(crate) async fn serve(listener: UnixListener, uid: u32, inputs: Inputs, log:
     }
 }
 
-/// The reading end of a connection with what has been read too far.
+/// The two ends of a connection with what has been read too far, and the process behind it.
 struct Line {
+    pid: i32,
+    process: std::io::Result<OwnedFd>,
     stream: OwnedReadHalf,
     write: OwnedWriteHalf,
     incoming: Incoming,
@@ -108,17 +114,19 @@ struct Line {
 
 impl Door {
     /// Checks who connects and waits for a proper hello. Others get a reason and are closed.
-    async fn greet(&self, stream: UnixStream) -> Option<(ToDaemon, i32, Line)> {
+    async fn greet(&self, stream: UnixStream) -> Option<(ToDaemon, Line)> {
         let peer = stream.peer_cred().ok()?;
         let pid = peer.pid().unwrap_or(0);
+        // Taken at once: the process can end at any time, and its number be used again.
+        let process = peer_process(stream.as_fd(), pid);
         let (stream, write) = stream.into_split();
-        let mut line = Line { stream, write, incoming: Incoming::default() };
+        let mut line = Line { pid, process, stream, write, incoming: Incoming::default() };
         let refusal = if peer.uid() != self.uid {
             format!("this daemon serves user {} only, and you are user {}", self.uid, peer.uid())
         } else {
             match timeout(HELLO_WITHIN, line.incoming.next_frame(line.stream.as_ref())).await {
                 Ok(Ok(Some(frame))) => match check_hello(&frame) {
-                    Ok(hello) => return Some((hello, pid, line)),
+                    Ok(hello) => return Some((hello, line)),
                     Err(reason) => reason,
                 },
                 Ok(Ok(None)) => return None,
@@ -137,12 +145,12 @@ impl Door {
     }
 
     /// Serves a connection from its hello to its end.
-    async fn attend(&self, hello: ToDaemon, pid: i32, line: Line) {
+    async fn attend(&self, hello: ToDaemon, line: Line) {
         let conn = ConnId(self.next.fetch_add(1, Ordering::Relaxed));
         let (outbox, queue) = outbox(TASK_LINK_BYTES_MAX);
         let (cut, mut is_cut) = watch::channel(None);
-        let Line { stream, write, mut incoming } = line;
-        let up = Input::TaskUp(TaskLine { conn, pid, outbox, cut });
+        let Line { pid, process, stream, write, mut incoming } = line;
+        let up = Input::TaskUp(TaskLine { conn, pid, process, outbox, cut });
         let first = Input::Event(Event::TaskControl { conn, message: hello });
         if self.inputs.send(up).await.is_err() || self.inputs.send(first).await.is_err() {
             return;

@@ -6,6 +6,7 @@ use super::input::{Input, Inputs};
 use super::join::{self, Secret};
 use super::log::Log;
 use super::pki::Authority;
+use super::sys::FilesLimit;
 use crate::machine::io::{Event, HostPlan, StartId, StartOrder, StartedHost};
 use sempa_proto::PvmError;
 use std::collections::{HashMap, VecDeque};
@@ -51,6 +52,8 @@ pub(crate) struct StarterSettings {
     pub(crate) allow_root: bool,
     /// Silence after which a host is lost.
     pub(crate) lease: Duration,
+    /// The limit on open files that the remote shell gets.
+    pub(crate) files_limit: FilesLimit,
     /// `PVM_RSH`, if set.
     pub(crate) remote_shell: Option<String>,
     /// `PVM_DPATH`, if set.
@@ -174,7 +177,9 @@ impl Attempt<'_> {
         let cant = |text: String| Refusal { error: PvmError::CantStart, text };
         let words = self.words().map_err(cant)?;
         let line = self.bootstrap().map_err(cant)?.line();
-        let mut child = Command::new(&words[0])
+        let mut command = Command::new(&words[0]);
+        self.settings.files_limit.give(command.as_std_mut());
+        let mut child = command
             .args(&words[1..])
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())

@@ -1,10 +1,12 @@
-//! The few calls that the safe libraries do not offer: forking before any thread exists, handing one descriptor to a
-//! child, and local time. Everything else of the daemon is safe code.
-#![allow(unsafe_code)] // fork, pre_exec and localtime_r have no safe form
+//! The few calls that the safe libraries do not offer: forking before any thread exists, what a child gets of our
+//! descriptors, processes by descriptor, and local time. Everything else of the daemon is safe code.
+#![allow(unsafe_code)] // fork, pre_exec, pidfd and localtime_r have no safe form
 
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::unistd::{ForkResult, fork};
 use std::io;
-use std::os::fd::RawFd;
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
@@ -25,6 +27,78 @@ pub(crate) fn pass_descriptor(command: &mut Command, fd: RawFd) {
     unsafe { command.pre_exec(hand_over) };
 }
 
+/// The limit on open descriptors as this process found it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct FilesLimit(libc::rlimit);
+
+/// Raises this process's own limit on open descriptors as far as it may: it holds two for each task that is connected.
+/// Returns what it was, for its children.
+pub(crate) fn raise_files_limit() -> nix::Result<FilesLimit> {
+    let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
+    setrlimit(Resource::RLIMIT_NOFILE, hard, hard)?;
+    Ok(FilesLimit(libc::rlimit { rlim_cur: soft, rlim_max: hard }))
+}
+
+impl FilesLimit {
+    /// Has the command's child begin with this limit.
+    pub(crate) fn give(self, command: &mut Command) {
+        let limit = self.0;
+        let give = move || {
+            // SAFETY: setrlimit is async-signal-safe and reads from a value that the closure owns.
+            let done = unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) };
+            if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+        };
+        // SAFETY: the closure allocates nothing and calls async-signal-safe functions only.
+        unsafe { command.pre_exec(give) };
+    }
+}
+
+/// A descriptor of the process that made this connection, `pid` by the peer credentials. It stands for that process and
+/// no other, also when the number is used again.
+///
+/// # Errors
+/// The process has ended, the kernel does not know it here, or there are no descriptors left.
+pub(crate) fn peer_process(connection: BorrowedFd<'_>, pid: i32) -> io::Result<OwnedFd> {
+    let mut fd: RawFd = -1;
+    let mut size = size_of::<RawFd>() as libc::socklen_t;
+    let socket = connection.as_raw_fd();
+    let place = (&raw mut fd).cast();
+    // SAFETY: the kernel writes at most `size` bytes to `place`, which lives through the call.
+    if unsafe { libc::getsockopt(socket, libc::SOL_SOCKET, libc::SO_PEERPIDFD, place, &raw mut size) } == 0 {
+        // SAFETY: the kernel has just made this descriptor for us; nobody else owns it.
+        return Ok(unsafe { OwnedFd::from_raw_fd(fd) });
+    }
+    let error = io::Error::last_os_error();
+    // Kernels before 6.5 do not know the question.
+    if error.raw_os_error() == Some(libc::ENOPROTOOPT) { process_behind(connection, pid) } else { Err(error) }
+}
+
+/// The same by the number alone: the number is still that process's as long as the connection stands.
+fn process_behind(connection: BorrowedFd<'_>, pid: i32) -> io::Result<OwnedFd> {
+    // SAFETY: the call takes two numbers and makes a descriptor, or fails.
+    let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    let fd = RawFd::try_from(fd).map_err(|_| io::ErrorKind::InvalidData)?;
+    // SAFETY: the kernel has just made this descriptor for us; nobody else owns it.
+    let process = unsafe { OwnedFd::from_raw_fd(fd) };
+    let mut ends = [PollFd::new(connection, PollFlags::empty())];
+    poll(&mut ends, PollTimeout::ZERO)?;
+    if ends[0].any().unwrap_or(true) { Err(io::ErrorKind::ConnectionReset.into()) } else { Ok(process) }
+}
+
+/// Sends a signal to the process of a descriptor.
+///
+/// # Errors
+/// The process has ended, or there is no such signal.
+pub(crate) fn signal_process(process: BorrowedFd<'_>, signal: i32) -> io::Result<()> {
+    let none = std::ptr::null::<libc::siginfo_t>();
+    // SAFETY: the call takes numbers and a null pointer, which stands for an ordinary signal.
+    let done = unsafe { libc::syscall(libc::SYS_pidfd_send_signal, process.as_raw_fd(), signal, none, 0) };
+    if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
 /// Local month, day, hour, minute and second of a time in seconds since 1970.
 pub(crate) fn local_time(unix_s: i64) -> (i32, i32, i32, i32, i32) {
     // SAFETY: all-zero bytes are a valid `tm`: integers and a null pointer.
@@ -32,4 +106,74 @@ pub(crate) fn local_time(unix_s: i64) -> (i32, i32, i32, i32, i32) {
     // SAFETY: both pointers are to live values of the right types; localtime_r keeps neither.
     unsafe { libc::localtime_r(&unix_s, &mut tm) };
     (tm.tm_mon + 1, tm.tm_mday, tm.tm_hour, tm.tm_min, tm.tm_sec)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
+    use std::os::fd::AsFd;
+    use std::os::unix::net::{UnixListener, UnixStream};
+    use std::os::unix::process::ExitStatusExt;
+    use std::process::{Child, Stdio};
+
+    /// Names the socket to the process that the tests start.
+    const CALL: &str = "SEMPA_TEST_CALLS";
+
+    /// Not a test by itself: what a process does that the tests start.
+    #[test]
+    fn calls_and_waits() {
+        if let Some(path) = std::env::var_os(CALL) {
+            let _held = UnixStream::connect(path).expect("a listener");
+            std::io::stdin().lines().for_each(drop);
+        }
+    }
+
+    /// A process that connects and waits, the connection, and its number as the connection tells it.
+    fn caller() -> (Child, UnixStream, i32) {
+        let dir = tempfile::TempDir::new().expect("a directory");
+        let path = dir.path().join("s");
+        let listener = UnixListener::bind(&path).expect("a socket");
+        let child = Command::new(std::env::current_exe().expect("a path"))
+            .args(["--exact", "shell::sys::tests::calls_and_waits", "--nocapture"])
+            .env(CALL, &path)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            .spawn()
+            .expect("a process");
+        let (connection, _) = listener.accept().expect("it connects");
+        let pid = getsockopt(&connection, PeerCredentials).expect("its number").pid();
+        (child, connection, pid)
+    }
+
+    type Find = fn(BorrowedFd<'_>, i32) -> io::Result<OwnedFd>;
+
+    /// The two ways to a process; the second one is for older kernels.
+    const WAYS: [Find; 2] = [peer_process, process_behind];
+
+    #[test]
+    fn a_signal_reaches_the_process_that_made_the_connection() {
+        for way in WAYS {
+            let (mut child, connection, pid) = caller();
+            let process = way(connection.as_fd(), pid).expect("it lives");
+            signal_process(process.as_fd(), libc::SIGTERM).expect("it lives");
+            assert_eq!(child.wait().expect("our child").signal(), Some(libc::SIGTERM));
+        }
+    }
+
+    #[test]
+    fn a_process_that_has_ended_gets_nothing_and_neither_does_who_has_its_number() {
+        for way in WAYS {
+            let (mut child, connection, pid) = caller();
+            let process = way(connection.as_fd(), pid).expect("it lives");
+            child.kill().expect("our child");
+            child.wait().expect("our child");
+            let sent = signal_process(process.as_fd(), libc::SIGTERM).expect_err("it has ended");
+            assert_eq!(sent.raw_os_error(), Some(libc::ESRCH));
+            // By now the number may be anybody's: here it is this test's, which does not end.
+            let own = i32::try_from(std::process::id()).expect("process numbers are ints");
+            let found = way(connection.as_fd(), own).and_then(|process| signal_process(process.as_fd(), libc::SIGTERM));
+            found.expect_err("whoever has the number now did not make the connection");
+        }
+    }
 }

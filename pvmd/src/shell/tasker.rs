@@ -6,7 +6,7 @@ use super::input::{Input, Inputs};
 use super::local::write_frames;
 use super::log::Log;
 use super::outbox::{Outbox, Parcel, outbox};
-use super::sys::pass_descriptor;
+use super::sys::{FilesLimit, pass_descriptor};
 use crate::machine::io::Event;
 use sempa_proto::frame::encode_control;
 use sempa_proto::tasker::{FromTasker, ToTasker};
@@ -32,6 +32,7 @@ const END_WITHIN: Duration = Duration::from_secs(10);
 /// The tasker of this daemon. Owned by the daemon's loop.
 pub(crate) struct Tasker {
     program: PathBuf,
+    files_limit: FilesLimit,
     inputs: Inputs,
     log: Log,
     running: Option<Running>,
@@ -44,9 +45,9 @@ struct Running {
 }
 
 impl Tasker {
-    /// No process yet; `program` is the tasker's path.
-    pub(crate) fn new(program: PathBuf, inputs: Inputs, log: Log) -> Tasker {
-        Tasker { program, inputs, log, running: None, starts: Vec::new() }
+    /// No process yet; `program` is the tasker's path, `files_limit` what it and its tasks begin with.
+    pub(crate) fn new(program: PathBuf, files_limit: FilesLimit, inputs: Inputs, log: Log) -> Tasker {
+        Tasker { program, files_limit, inputs, log, running: None, starts: Vec::new() }
     }
 
     /// Starts the process unless it runs or died too often lately.
@@ -84,6 +85,7 @@ impl Tasker {
         // A Ctrl-C at the master's terminal is for the master alone; it ends the tasks in order.
         command.process_group(0);
         pass_descriptor(&mut command, theirs.as_raw_fd());
+        self.files_limit.give(&mut command);
         let child = tokio::process::Command::from(command).spawn()?;
         drop(theirs);
         Ok((UnixStream::from_std(ours)?, child))

@@ -10,7 +10,7 @@ use nix::sys::wait::{WaitStatus, waitpid};
 use nix::unistd::{ForkResult, fork};
 use sempa_proto::frame::encode_control;
 use sempa_proto::link::WINDOW_BYTES_MAX;
-use sempa_proto::task::{Claim, LinkMark, Reply, Request, ToDaemon, ToTask};
+use sempa_proto::task::{AtEnd, Claim, LinkMark, Reply, Request, ToDaemon, ToTask};
 use sempa_proto::{PvmError, Tid};
 use std::io::Write;
 use std::os::unix::net::UnixListener;
@@ -19,7 +19,12 @@ use std::thread;
 #[test]
 fn no_daemon_is_said_with_what_to_do() {
     let dir = tempfile::TempDir::new().expect("a directory");
-    let options = |name: &str| EnrollOptions { socket: dir.path().join(name), claim: Claim::New, program: "x".into() };
+    let options = |name: &str| EnrollOptions {
+        socket: dir.path().join(name),
+        claim: Claim::New,
+        program: "x".into(),
+        at_end: AtEnd::Told,
+    };
     let missing = Runtime::connect(options("missing")).expect_err("nobody there");
     assert!(matches!(missing, EnrollError::NoDaemon { .. }));
     assert!(missing.to_string().contains("start a virtual machine"), "{missing}");
@@ -45,7 +50,8 @@ fn a_daemon_that_refuses_without_listening_is_understood() {
         (0..100).for_each(|_| listener.accept().expect("a caller").0.write_all(&no).expect("written"));
     });
     for _ in 0..100 {
-        let options = EnrollOptions { socket: socket.clone(), claim: Claim::New, program: "x".into() };
+        let options =
+            EnrollOptions { socket: socket.clone(), claim: Claim::New, program: "x".into(), at_end: AtEnd::Told };
         let error = Runtime::connect(options).expect_err("refused");
         assert!(matches!(&error, EnrollError::Refused(why) if why == "not you"), "{error}");
     }
@@ -59,7 +65,8 @@ fn a_listener_that_is_no_daemon_is_not_believed() {
         let socket = dir.path().join("s");
         let listener = UnixListener::bind(&socket).expect("a socket");
         let server = thread::spawn(move || listener.accept().expect("a caller").0.write_all(answer).expect("written"));
-        let error = Runtime::connect(EnrollOptions { socket, claim: Claim::New, program: "x".into() });
+        let error =
+            Runtime::connect(EnrollOptions { socket, claim: Claim::New, program: "x".into(), at_end: AtEnd::Told });
         server.join().expect("served");
         let error = error.expect_err("no daemon");
         assert_eq!(matches!(error, EnrollError::Version { .. }), version, "{error}");

@@ -6,7 +6,7 @@ use crate::runtime::{EnrollOptions, Runtime};
 use bytes::Bytes;
 use sempa_proto::frame::{Frame, FrameDecoder, FrameKind, encode, encode_control, to_bytes};
 use sempa_proto::message::DSIG_X86_64;
-use sempa_proto::task::{Claim, Hello, Reply, Request, ResumeToken, RmInfo, Sink, ToDaemon, ToTask, Welcome};
+use sempa_proto::task::{AtEnd, Claim, Hello, Reply, Request, ResumeToken, RmInfo, Sink, ToDaemon, ToTask, Welcome};
 use sempa_proto::{HostId, MigrationId, RequestId, Tid};
 use std::collections::HashMap;
 use std::io::{Read, Write};
@@ -90,7 +90,7 @@ impl Fake {
     }
 
     pub(super) fn options(&self) -> EnrollOptions {
-        EnrollOptions { socket: self.socket(), claim: Claim::New, program: "test".into() }
+        EnrollOptions { socket: self.socket(), claim: Claim::New, program: "test".into(), at_end: AtEnd::Told }
     }
 
     pub(super) fn join(&self) -> Runtime {

@@ -5,7 +5,7 @@ use crate::machine::{ConnId, Event, HostId};
 use bytes::Bytes;
 use sempa_proto::host::{Answer, Carried, Held, HostMsg, Question};
 use sempa_proto::link::{LinkFrame, LinkKind};
-use sempa_proto::task::{Claim, Hello, Reply, Request, TASK_MAGIC, ToDaemon, ToTask};
+use sempa_proto::task::{AtEnd, Claim, Hello, Reply, Request, TASK_MAGIC, ToDaemon, ToTask};
 use sempa_proto::{Epoch, MigrationId, RequestId, Tid, WIRE_VERSION};
 
 #[test]
@@ -20,7 +20,7 @@ fn a_stranger_on_the_socket_is_refused() {
     for (magic, version) in [(*b"HTTP", WIRE_VERSION), (TASK_MAGIC, WIRE_VERSION + 1)] {
         let conn = ConnId(9001 + u64::from(version) + u64::from(magic[0]));
         sim.handle(HostId::MASTER, Event::TaskConnected { conn, pid: 1 });
-        let hello = Hello { magic, version, claim: Claim::New, pid: 1, program: String::new() };
+        let hello = Hello { magic, version, claim: Claim::New, pid: 1, program: String::new(), at_end: AtEnd::Told };
         sim.handle(HostId::MASTER, Event::TaskControl { conn, message: ToDaemon::Hello(hello) });
     }
     let console = sim.enrol(HostId::MASTER);
@@ -50,7 +50,14 @@ fn a_task_that_says_twice_who_it_is_is_disconnected() {
     let mut sim = Sim::new(3);
     let task = sim.enrol(HostId::MASTER);
     let conn = sim.procs[task].conn.expect("connected");
-    let hello = Hello { magic: TASK_MAGIC, version: WIRE_VERSION, claim: Claim::New, pid: 1, program: String::new() };
+    let hello = Hello {
+        magic: TASK_MAGIC,
+        version: WIRE_VERSION,
+        claim: Claim::New,
+        pid: 1,
+        program: String::new(),
+        at_end: AtEnd::Told,
+    };
     sim.proc_says(conn, HostId::MASTER, Event::TaskControl { conn, message: ToDaemon::Hello(hello) });
     sim.until("closed", |s| s.procs[task].conn.is_none());
 }

@@ -4,7 +4,7 @@ use super::sim::{Sim, host, seeds};
 use crate::machine::{Event, HostId};
 use sempa_proto::event::EventKind;
 use sempa_proto::host::HostMsg;
-use sempa_proto::task::{Claim, NotifyRequest, NotifyWhat, Reply, Request, SpawnRequest};
+use sempa_proto::task::{AtEnd, Claim, NotifyRequest, NotifyWhat, Reply, Request, SpawnRequest};
 use sempa_proto::{Epoch, Micros, PvmError, Tid};
 
 pub(super) fn codes(reply: Reply) -> Vec<Result<String, PvmError>> {
@@ -148,6 +148,54 @@ fn halt_leaves_nothing_and_does_not_wait_for_the_dead() {
         assert!(sim.procs.iter().all(|p| p.spawned.is_none() || p.exited), "seed {seed}");
         assert!(!sim.procs[console].replies.contains_key(&pending) || seed > 0);
     }
+}
+
+/// Command-line programs that have got these signals, in order of their processes.
+fn signals(sim: &Sim, programs: &[usize]) -> Vec<Vec<i32>> {
+    let of = |proc: &usize| sim.signalled.iter().filter(|(p, _)| p == proc).map(|(_, signal)| *signal).collect();
+    programs.iter().map(of).collect()
+}
+
+#[test]
+fn programs_from_a_command_line_get_one_sigterm_when_their_daemon_ends_unless_they_want_to_be_told() {
+    for seed in seeds(5) {
+        let ends: [fn(&mut Sim, usize); 3] = [
+            |sim, console| assert_eq!(sim.ask(console, Request::Halt), Reply::Done),
+            |sim, _| sim.at(sim.now, Event::Stop { why: "signal 15".into() }, HostId::MASTER),
+            |sim, _| sim.kill_host(HostId::MASTER),
+        ];
+        for (way, end) in ends.into_iter().enumerate() {
+            let (mut sim, _) = Sim::cluster(seed, 3);
+            let console = sim.enrol_with(HostId::MASTER, AtEnd::Told);
+            let programs = [sim.enrol(HostId::MASTER), sim.enrol(host(2)), sim.enrol(host(2))];
+            let told = sim.enrol_with(host(2), AtEnd::Told);
+            sim.ask(programs[2], Request::Exit { marks: vec![] });
+            end(&mut sim, console);
+            sim.until("the end", |s| s.nodes.values().all(|n| !n.alive));
+            let at_master = if way == 2 { vec![] } else { vec![15] };
+            let case = format!("seed {seed}, way {way}");
+            assert_eq!(signals(&sim, &programs), [at_master, vec![15], vec![]], "{case}");
+            assert_eq!(signals(&sim, &[console, told]), [vec![], vec![]] as [Vec<i32>; 2], "{case}");
+        }
+    }
+}
+
+#[test]
+fn whoever_asks_for_the_halt_is_ended_by_it_as_well() {
+    let mut sim = Sim::new(1);
+    let program = sim.enrol(HostId::MASTER);
+    sim.request(program, Request::Halt);
+    sim.until("the end", |s| s.nodes.values().all(|n| !n.alive));
+    assert_eq!(signals(&sim, &[program]), [[15]]);
+}
+
+#[test]
+fn programs_on_a_deleted_host_get_sigterm_and_the_others_do_not() {
+    let (mut sim, console) = Sim::cluster(1, 3);
+    let programs = [sim.enrol(host(2)), sim.enrol(host(3))];
+    sim.ask(console, Request::DelHosts { names: vec!["h2".into()] });
+    sim.until("it is gone", |s| !s.nodes[&host(2)].alive);
+    assert_eq!(signals(&sim, &programs), [vec![15], vec![]] as [Vec<i32>; 2]);
 }
 
 #[test]

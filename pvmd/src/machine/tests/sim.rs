@@ -17,7 +17,7 @@ use sempa_proto::link::{Link, LinkEvent, LinkFrame, LinkOutput};
 use sempa_proto::message::DSIG_X86_64;
 use sempa_proto::place::Place;
 use sempa_proto::task::{
-    Claim, Hello, LinkMark, Reply, Request, ResumeToken, RmInfo, TASK_MAGIC, ToDaemon, ToTask, Welcome,
+    AtEnd, Claim, Hello, LinkMark, Reply, Request, ResumeToken, RmInfo, TASK_MAGIC, ToDaemon, ToTask, Welcome,
 };
 use sempa_proto::tasker::{Capabilities, FromTasker};
 use sempa_proto::{HostId, Message, Micros, MigrationId, PvmError, RequestId, Tid, WIRE_VERSION};
@@ -92,6 +92,7 @@ pub(super) struct Proc {
     /// The tasker's name for it; `None` when it was not spawned.
     pub(super) spawned: Option<Tid>,
     pub(super) env: Vec<String>,
+    at_end: AtEnd,
     pub(super) conn: Option<ConnId>,
     pub(super) welcome: Option<Welcome>,
     pub(super) refused: Option<String>,
@@ -363,6 +364,7 @@ impl Sim {
             program: program.to_string(),
             spawned,
             env,
+            at_end: AtEnd::Signalled,
             conn: None,
             welcome: None,
             refused: None,
@@ -392,7 +394,8 @@ impl Sim {
         let pid = proc as i32 + 100;
         self.proc_says(conn, on, Event::TaskConnected { conn, pid });
         let program = self.procs[proc].program.clone();
-        let hello = Hello { magic: TASK_MAGIC, version: WIRE_VERSION, claim, pid, program };
+        let at_end = self.procs[proc].at_end;
+        let hello = Hello { magic: TASK_MAGIC, version: WIRE_VERSION, claim, pid, program, at_end };
         self.proc_says(conn, on, Event::TaskControl { conn, message: ToDaemon::Hello(hello) });
         conn
     }
@@ -403,7 +406,13 @@ impl Sim {
 
     /// A task from a command line; returns when it has been accepted.
     pub(super) fn enrol(&mut self, on: HostId) -> usize {
+        self.enrol_with(on, AtEnd::Signalled)
+    }
+
+    /// The same, with what it wants when its daemon ends.
+    pub(super) fn enrol_with(&mut self, on: HostId, at_end: AtEnd) -> usize {
         let proc = self.process(on, "cmd", None, vec![]);
+        self.procs[proc].at_end = at_end;
         self.connect(proc, Claim::New);
         self.until("accepted", |sim| sim.procs[proc].welcome.is_some());
         proc
