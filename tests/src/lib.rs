@@ -12,8 +12,11 @@ pub mod needs;
 pub mod programs;
 pub mod real;
 pub mod run;
+pub mod screen;
+pub mod sources;
 pub mod ssh;
 pub mod testbed;
+pub mod timetable;
 pub mod utmp;
 pub mod vm;
 

@@ -1,16 +1,15 @@
-//! Debian's programs, unchanged, on PVM 3.4.6 and on ours: what they print is compared, apart from times and tids.
+//! Debian's programs, unchanged, on PVM 3.4.6 and on ours, and those of which Debian has the sources built here: what they
+//! print is compared, apart from times and tids.
 
 use crate::real::RealVm;
 use crate::run::{Done, Running, eventually, run};
 use crate::vm::{Settings, Vm};
-use crate::{Host, Testbed, needs};
+use crate::{Host, Testbed, needs, sources};
 use anyhow::{Context, Result, bail};
-use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
 use std::fs;
 use std::io::Write;
 use std::os::unix::fs::{PermissionsExt, symlink};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
@@ -24,11 +23,24 @@ const SMALLEST_TID: u64 = 0x40000;
 /// What a case printed, or why it came to nothing.
 pub type Heard = Result<String, String>;
 
-/// A virtual machine of three hosts, either system's.
+/// What runs which programs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum System {
+    /// PVM 3.4.6 with Debian's programs.
+    Pvm,
+    /// Ours with Debian's programs.
+    Ours,
+    /// Ours with PVM's examples built from their sources with our headers and libraries; the rest is Debian's.
+    Built,
+}
+
+/// A virtual machine of three hosts.
 #[derive(Debug)]
 pub struct Machine<'a> {
     bed: &'a Testbed,
     vm: Either<'a>,
+    /// Where programs are looked for first.
+    programs: PathBuf,
 }
 
 #[derive(Debug)]
@@ -72,7 +84,7 @@ impl Machine<'_> {
     /// The same for a program of Debian's that writes each line as soon as it is full, although it is no terminal.
     fn by_lines(&self, host: &Host, program: &str) -> Command {
         let mut command = self.command(host, "/usr/bin/stdbuf");
-        command.arg("-oL").arg(Path::new("/usr/bin").join(program));
+        command.arg("-oL").arg(place_of_program(&self.programs, program));
         command
     }
 
@@ -86,8 +98,17 @@ impl Machine<'_> {
     /// # Errors
     /// It cannot be started.
     pub fn start(&self, shell: Shell) -> Result<Running> {
+        self.start_with(shell, |_| {})
+    }
+
+    /// The same with a change to the command, for instance to its environment.
+    ///
+    /// # Errors
+    /// It cannot be started.
+    pub fn start_with(&self, shell: Shell, change: impl FnOnce(&mut Command)) -> Result<Running> {
         let mut command = self.by_lines(self.bed.host(shell.host), shell.program);
         command.args(shell.words);
+        change(&mut command);
         if shell.input.is_empty() {
             return Running::start(command, Stdio::null());
         }
@@ -105,10 +126,12 @@ impl Machine<'_> {
         Ok(self.text(&self.start(shell)?.finish(LONG)?))
     }
 
-    /// Output, exit status and error output as one text, with the testbed's own folder masked.
+    /// Output, exit status and error output as one text, with the testbed's own folder masked and all programs as if they
+    /// were Debian's.
     pub fn text(&self, done: &Done) -> String {
         let status = done.status.code().map_or_else(|| done.status.to_string(), |code| format!("exit {code}"));
         let all = format!("{}\n[{status}]\n{}", done.out, done.err);
+        let all = all.replace(&format!("{}/", self.programs.display()), "/usr/bin/");
         all.replace(&self.bed.folder().display().to_string(), "FOLDER")
     }
 
@@ -125,7 +148,9 @@ impl Machine<'_> {
             Ok(out) if out.contains(until) => Ok(()),
             other => Err(format!("no {until:?} in: {other:?}")),
         })?;
-        pipe.write_all(b"quit\n")?;
+        if let Err(error) = pipe.write_all(b"quit\n") {
+            bail!("the console takes nothing more: {error}; {:?}", running.finish(LONG)?);
+        }
         drop(pipe);
         Ok(self.text(&running.finish(LONG)?))
     }
@@ -141,17 +166,15 @@ impl Machine<'_> {
         })
     }
 
-    /// Ends something that would go on: the program itself, not only the command that put it into its host.
+    /// Waits until a program from a command line has connected, beside this console itself.
     ///
     /// # Errors
-    /// Its processes cannot be found or ended.
-    pub fn end(&self, running: Running) -> Result<()> {
-        let outer = running.id();
-        let children = fs::read_to_string(format!("/proc/{outer}/task/{outer}/children"))?;
-        for child in children.split_whitespace() {
-            kill(Pid::from_raw(child.parse()?), Signal::SIGKILL)?;
-        }
-        running.finish(LONG).map(|_| ())
+    /// None does.
+    pub fn connected(&self) -> Result<()> {
+        eventually(LONG, || match self.console("ps -ax\n", "\n") {
+            Ok(out) if out.lines().any(|line| line.contains("4/c -") && !line.contains("(cons)")) => Ok(()),
+            other => Err(format!("nothing has connected: {other:?}")),
+        })
     }
 
     /// Waits until the mailbox has a name.
@@ -184,45 +207,53 @@ impl Machine<'_> {
     }
 }
 
-/// Runs the same on both systems, each on three hosts, and gives the two results: PVM's, ours. `None` where no testbed
-/// is possible.
+/// Runs the same on several systems at once, each on three hosts, and gives the results. `None` where no testbed is
+/// possible.
 ///
 /// # Panics
 /// A system does not start, or the closure fails: the test fails.
-pub fn on_both(what: impl Fn(&Machine) -> Result<Vec<Heard>> + Sync) -> Option<[Vec<Heard>; 2]> {
-    if let Some(lack) = needs::lacks() {
+pub fn on<const N: usize>(
+    systems: [System; N],
+    what: impl Fn(&Machine) -> Result<Vec<Heard>> + Sync,
+) -> Option<[Vec<Heard>; N]> {
+    let built = systems.contains(&System::Built);
+    if let Some(lack) = needs::lacks().or_else(|| built.then(sources::lacks).flatten()) {
         eprintln!("skipped: {lack}");
         return None;
     }
-    let results = std::thread::scope(|scope| {
-        let real = scope.spawn(|| on_real(&what));
-        let ours = on_ours(&what);
-        [real.join().expect("no panic in a run"), ours]
-    });
-    let [real, ours] = results;
-    Some([real.expect("PVM 3.4.6"), ours.expect("ours")])
+    Some(std::thread::scope(|scope| {
+        let what = &what;
+        let running = systems.map(|system| (system, scope.spawn(move || on_one(system, what))));
+        running.map(|(system, thread)| match thread.join() {
+            Ok(Ok(heard)) => heard,
+            Ok(Err(error)) => panic!("{system:?}: {error:#}"),
+            Err(_) => panic!("{system:?}: a panic in its run"),
+        })
+    }))
 }
 
-fn on_real(what: &dyn Fn(&Machine) -> Result<Vec<Heard>>) -> Result<Vec<Heard>> {
-    let bed = Testbed::new(HOSTS, None, &[])?;
-    programs_where_spawn_looks(&bed, true)?;
-    let vm = RealVm::start(&bed)?;
-    let mut add = Running::start(vm.command(bed.host(1), "/usr/bin/pvm"), Stdio::piped())?;
-    add.take_stdin().context("its input is piped")?.write_all(b"add h2 h3\n")?;
-    let added = add.finish(LONG)?;
-    if !added.out.contains("2 successful") {
-        bail!("{added:?}");
+fn on_one(system: System, what: &dyn Fn(&Machine) -> Result<Vec<Heard>>) -> Result<Vec<Heard>> {
+    if system == System::Pvm {
+        let bed = Testbed::new(HOSTS, None, &[])?;
+        let programs = programs_where_spawn_looks(&bed, true)?;
+        let vm = RealVm::start(&bed)?;
+        let mut add = Running::start(vm.command(bed.host(1), "/usr/bin/pvm"), Stdio::piped())?;
+        add.take_stdin().context("its input is piped")?.write_all(b"add h2 h3\n")?;
+        let added = add.finish(LONG)?;
+        if !added.out.contains("2 successful") {
+            bail!("{added:?}");
+        }
+        return finished(Machine { bed: &bed, vm: Either::Real(vm), programs }, what);
     }
-    finished(Machine { bed: &bed, vm: Either::Real(vm) }, what)
-}
-
-fn on_ours(what: &dyn Fn(&Machine) -> Result<Vec<Heard>>) -> Result<Vec<Heard>> {
     let prefix = needs::prefix()?;
     let bed = Testbed::new(HOSTS, Some(&prefix), &[])?;
-    programs_where_spawn_looks(&bed, !prefix.join("lib/libgpvm3.so.3").exists())?;
+    if system == System::Built {
+        sources::build(&prefix, &own_programs(&bed))?;
+    }
+    let programs = programs_where_spawn_looks(&bed, false)?;
     let vm = Vm::start(&bed, Settings::default())?;
     vm.add(&["h2", "h3"])?;
-    finished(Machine { bed: &bed, vm: Either::Ours(vm) }, what)
+    finished(Machine { bed: &bed, vm: Either::Ours(vm), programs }, what)
 }
 
 fn finished(machine: Machine, what: &dyn Fn(&Machine) -> Result<Vec<Heard>>) -> Result<Vec<Heard>> {
@@ -235,8 +266,19 @@ fn finished(machine: Machine, what: &dyn Fn(&Machine) -> Result<Vec<Heard>>) -> 
     halted.map(|()| result)
 }
 
-fn programs_where_spawn_looks(bed: &Testbed, with_group_server: bool) -> Result<()> {
-    let place = bed.home().join("pvm3/bin/LINUX64");
+/// Where programs go that are not Debian's; the folder may be missing.
+fn own_programs(bed: &Testbed) -> PathBuf {
+    bed.folder().join("built")
+}
+
+/// A program of a folder, or else Debian's.
+fn place_of_program(programs: &Path, name: &str) -> PathBuf {
+    let own = programs.join(name);
+    if own.exists() { own } else { Path::new("/usr/bin").join(name) }
+}
+
+fn programs_where_spawn_looks(bed: &Testbed, with_group_server: bool) -> Result<PathBuf> {
+    let (place, programs) = (bed.home().join("pvm3/bin/LINUX64"), own_programs(bed));
     let listed = run(
         {
             let mut list = Command::new("dpkg-query");
@@ -247,7 +289,7 @@ fn programs_where_spawn_looks(bed: &Testbed, with_group_server: bool) -> Result<
     )?;
     let own = listed.out.lines().filter_map(|line| line.strip_prefix("/usr/bin/"));
     for name in own.chain(with_group_server.then_some("pvmgs")) {
-        symlink(Path::new("/usr/bin").join(name), place.join(name)).with_context(|| name.to_string())?;
+        symlink(place_of_program(&programs, name), place.join(name)).with_context(|| name.to_string())?;
     }
     let slang = Path::new("/usr/share/doc/slang-pvm/examples");
     for name in ["hello_master", "hello_slave", "master", "slave"] {
@@ -257,7 +299,7 @@ fn programs_where_spawn_looks(bed: &Testbed, with_group_server: bool) -> Result<
         fs::write(&copy, script.replace("\"pirx\"", "\"h2\""))?;
         fs::set_permissions(&copy, fs::Permissions::from_mode(0o755))?;
     }
-    Ok(())
+    Ok(programs)
 }
 
 /// What of a text is compared.

@@ -3,6 +3,8 @@
 //! Output goes to files, not pipes: a daemon that a command leaves behind may hold a pipe open for ever.
 
 use anyhow::{Context, Result, bail};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use std::fs::File;
 use std::io::{Read, Seek};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -10,6 +12,9 @@ use std::time::{Duration, Instant};
 
 /// How long the waiting helper rests between two looks at its condition.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
+
+/// Time for a killed process to end.
+const END_TIME: Duration = Duration::from_secs(20);
 
 /// What a command left behind.
 #[derive(Debug, Clone)]
@@ -110,6 +115,19 @@ impl Running {
     /// The process cannot be waited for.
     pub fn poll(&mut self) -> Result<Option<ExitStatus>> {
         Ok(self.child.try_wait()?)
+    }
+
+    /// Kills what it has started, and waits for its own end: for a program that a command has put into a host.
+    ///
+    /// # Errors
+    /// Its processes cannot be found or ended.
+    pub fn end_inside(self) -> Result<()> {
+        let outer = self.id();
+        let children = std::fs::read_to_string(format!("/proc/{outer}/task/{outer}/children"))?;
+        for child in children.split_whitespace() {
+            kill(Pid::from_raw(child.parse()?), Signal::SIGKILL)?;
+        }
+        self.finish(END_TIME).map(|_| ())
     }
 
     /// Waits for its end; kills it at the deadline.

@@ -5,12 +5,12 @@
 //! handler to clean up.
 
 use crate::timeline::Timeline;
-use crate::timetable::{self, PATIENCE, SCHOOL, Solution};
 use crate::{demo_alone, install, setup};
 use anyhow::{Context, Result, bail, ensure};
 use sempa_proto::event::EventKind;
 use sempa_tests::run::{Running, must};
 use sempa_tests::ssh::Login;
+use sempa_tests::timetable::{self, PATIENCE, SCHOOL, Solution};
 use sempa_tests::vm::Settings;
 use sempa_tests::{Testbed, Vm, eventually, needs};
 use serde::Serialize;

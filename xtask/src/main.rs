@@ -8,7 +8,6 @@ mod install;
 mod setup;
 mod test;
 mod timeline;
-mod timetable;
 
 use anyhow::Result;
 use clap::{Parser, Subcommand};

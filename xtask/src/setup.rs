@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// Debian packages, by name.
-const PACKAGES: [&str; 15] = [
+const PACKAGES: [&str; 18] = [
     "tablix2",
     "openssh-server",
     "openssh-client",
@@ -19,6 +19,10 @@ const PACKAGES: [&str; 15] = [
     "netpipe-pvm",
     "slang-pvm",
     "slsh",
+    // A display without a screen, and programs that look at it and move its mouse.
+    "xvfb",
+    "x11-apps",
+    "xdotool",
     "procps",
     "gcc",
     "gfortran",

@@ -9,26 +9,26 @@ use std::fmt::Write;
 
 /// How large the school is.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct School {
+pub struct School {
     /// Classes, and rooms.
-    pub(crate) classes: usize,
+    pub classes: usize,
     /// Teachers.
-    pub(crate) teachers: usize,
+    pub teachers: usize,
     /// Days of a week.
-    pub(crate) days: usize,
+    pub days: usize,
     /// Lessons of a day.
-    pub(crate) lessons: usize,
+    pub lessons: usize,
     /// Lessons that take place at one time, at most `classes`.
-    pub(crate) at_once: usize,
+    pub at_once: usize,
 }
 
 /// The school of the demo: with [`PATIENCE`], about 36 s of search on two cores.
-pub(crate) const SCHOOL: School = School { classes: 14, teachers: 18, days: 5, lessons: 7, at_once: 10 };
+pub const SCHOOL: School = School { classes: 14, teachers: 18, days: 5, lessons: 7, at_once: 10 };
 /// tablix2's `finish`: populations without improvement after which a kernel stops.
-pub(crate) const PATIENCE: &str = "finish=1000";
+pub const PATIENCE: &str = "finish=1000";
 
 /// The problem in tablix2's XML.
-pub(crate) fn problem(school: School, seed: u64) -> String {
+pub fn problem(school: School, seed: u64) -> String {
     let mut dice = Dice(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
     let mut events: BTreeMap<(usize, usize), u32> = BTreeMap::new();
     for _ in 0..school.days * school.lessons {
@@ -102,11 +102,11 @@ impl Dice {
 
 /// What a solution says of itself, checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Solution {
+pub struct Solution {
     /// tablix2's measure; what is left are unmet wishes.
-    pub(crate) fitness: u64,
+    pub fitness: u64,
     /// Lessons in the table.
-    pub(crate) lessons: usize,
+    pub lessons: usize,
 }
 
 /// Reads the CSV of `tablix2_output` and checks what is mandatory ourselves: at no time is a teacher, a class or a room
@@ -114,7 +114,7 @@ pub(crate) struct Solution {
 ///
 /// # Errors
 /// It is not such a file, or something mandatory is violated; the sentence says what.
-pub(crate) fn check(csv: &str) -> Result<Solution> {
+pub fn check(csv: &str) -> Result<Solution> {
     let mut rows = csv.lines().map(|line| line.split(',').map(|field| field.trim_matches('"')).collect::<Vec<_>>());
     let fitness = rows.by_ref().find(|row| row[0] == "Fitness").context("no fitness in the result")?;
     let fitness = fitness.get(1).context("no fitness in the result")?.parse()?;

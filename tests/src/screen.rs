@@ -1,0 +1,185 @@
+//! A display without a screen in a host, for programs that draw: what they show is read and their mouse is moved.
+
+use crate::Host;
+use crate::run::{Running, eventually, must};
+use anyhow::{Context, Result, bail, ensure};
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+/// Time for the server, and for one look at it, on a loaded machine.
+const UP_TIME: Duration = Duration::from_secs(20);
+/// Programs that it needs, each with its Debian package.
+const PROGRAMS: [(&str, &str); 3] =
+    [("/usr/bin/Xvfb", "xvfb"), ("/usr/bin/xwd", "x11-apps"), ("/usr/bin/xdotool", "xdotool")];
+/// Where a dump goes, in the host.
+const DUMP: &str = "/tmp/screen.xwd";
+/// What the head of a dump consists of: 25 words, then a name; the words used here by their place.
+const HEAD_WORDS: usize = 25;
+const COLOUR_ENTRY: usize = 12;
+const PIXEL: usize = 4;
+
+/// Why no display can be had here, in one line.
+pub fn lacks() -> Option<String> {
+    let missing = PROGRAMS.iter().find(|(path, _)| !Path::new(path).exists());
+    missing.map(|(path, package)| format!("{path} is missing: install {package}"))
+}
+
+/// The display. The server listens on the host's own sockets only, and ends with the host at the latest.
+#[derive(Debug)]
+pub struct Screen<'a> {
+    host: &'a Host,
+    server: Running,
+    name: String,
+}
+
+impl<'a> Screen<'a> {
+    /// Starts a server in a host under the first free number.
+    ///
+    /// # Errors
+    /// It does not come up.
+    pub fn start(host: &'a Host) -> Result<Screen<'a>> {
+        let mut command = host.command(PROGRAMS[0].0);
+        command.args(["-displayfd", "1", "-screen", "0", "320x320x24", "-nolisten", "tcp"]);
+        let server = Running::start(command, Stdio::null())?;
+        let number = eventually(UP_TIME, || match server.out_so_far() {
+            Ok(out) if out.ends_with('\n') => Ok(out.trim().to_string()),
+            other => Err(format!("the server names no display: {other:?}, {:?}", server.err_so_far())),
+        })?;
+        Ok(Screen { host, server, name: format!(":{number}") })
+    }
+
+    /// What `DISPLAY` is for programs of the host.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// What is shown now.
+    ///
+    /// # Errors
+    /// The dump fails or is none.
+    pub fn picture(&self) -> Result<Picture> {
+        let mut command = self.command(PROGRAMS[1].0);
+        command.args(["-root", "-silent", "-out", DUMP]);
+        must(command, UP_TIME)?;
+        let dump = std::fs::read(self.host.path(DUMP))?;
+        std::fs::remove_file(self.host.path(DUMP))?;
+        Picture::of_dump(&dump)
+    }
+
+    /// Moves the mouse and presses its buttons, in the words of xdotool.
+    ///
+    /// # Errors
+    /// They are not understood.
+    pub fn mouse(&self, words: &str) -> Result<()> {
+        let mut command = self.command(PROGRAMS[2].0);
+        command.args(words.split_whitespace());
+        must(command, UP_TIME).map(|_| ())
+    }
+
+    fn command(&self, program: &str) -> Command {
+        let mut command = self.host.command(program);
+        command.env("DISPLAY", &self.name);
+        command
+    }
+
+    /// Ends the server.
+    ///
+    /// # Errors
+    /// It cannot be ended.
+    pub fn end(self) -> Result<()> {
+        self.server.end_inside()
+    }
+}
+
+/// A colour: red, green, blue.
+pub type Colour = [u8; 3];
+/// What nothing is drawn on.
+pub const BLACK: Colour = [0; 3];
+/// The other one of two.
+pub const WHITE: Colour = [255; 3];
+
+/// What a display shows.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Picture {
+    width: usize,
+    pixels: Vec<Colour>,
+}
+
+impl Picture {
+    /// A dump as xwd writes it, of 32 bits for each pixel.
+    fn of_dump(dump: &[u8]) -> Result<Picture> {
+        let word = |at: usize| -> Result<usize> {
+            let bytes = dump.get(at * 4..at * 4 + 4).context("the dump has no head")?;
+            Ok(u32::from_be_bytes(bytes.try_into()?) as usize)
+        };
+        ensure!(word(0)? >= HEAD_WORDS * 4, "no dump of xwd");
+        let (width, height, low_first) = (word(4)?, word(5)?, word(7)? == 0);
+        let (bits, line) = (word(11)?, word(12)?);
+        ensure!(bits == PIXEL * 8 && low_first && line >= width * PIXEL, "a dump of another form: {bits} bits");
+        let from = word(0)? + word(19)? * COLOUR_ENTRY;
+        let Some(body) = dump.get(from..from + line * height) else { bail!("the dump is cut") };
+        let rows = body.chunks_exact(line).flat_map(|row| row[..width * PIXEL].chunks_exact(PIXEL));
+        Ok(Picture { width, pixels: rows.map(|pixel| [pixel[2], pixel[1], pixel[0]]).collect() })
+    }
+
+    /// Pairs of neighbours on both sides of each pixel of some lines and columns: (left, pixel, right).
+    pub fn triples(&self, lines: std::ops::Range<usize>, columns: std::ops::Range<usize>) -> Vec<[Colour; 3]> {
+        let rows = self.pixels.chunks_exact(self.width).skip(lines.start).take(lines.len());
+        let cut = |row: &'_ [Colour]| -> Vec<[Colour; 3]> {
+            row[columns.clone()].windows(3).map(|three| [three[0], three[1], three[2]]).collect()
+        };
+        rows.flat_map(cut).collect()
+    }
+
+    /// All of it in words that tests can compare line by line: the colours in the order of their first appearance, then
+    /// each line of pixels as counts of equal ones.
+    pub fn text(&self) -> String {
+        let mut colours: Vec<Colour> = Vec::new();
+        let mut lines = String::new();
+        for row in self.pixels.chunks_exact(self.width) {
+            for same in row.chunk_by(|left, right| left == right) {
+                let known = colours.iter().position(|colour| *colour == same[0]);
+                let place = known.unwrap_or_else(|| {
+                    colours.push(same[0]);
+                    colours.len() - 1
+                });
+                lines += &format!("{} of {place}, ", same.len());
+            }
+            lines.push('\n');
+        }
+        let legend: String = colours.iter().enumerate().map(|(i, colour)| format!("{i} is {colour:?}\n")).collect();
+        legend + &lines
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A dump of one line of pixels.
+    fn dump(pixels: &[Colour]) -> Vec<u8> {
+        let mut words = [0u32; HEAD_WORDS];
+        let line = (pixels.len() * PIXEL) as u32;
+        for (place, word) in [(0, 100), (4, pixels.len() as u32), (5, 1), (11, 32), (12, line), (19, 1)] {
+            words[place] = word;
+        }
+        let mut bytes: Vec<u8> = words.iter().flat_map(|word| word.to_be_bytes()).collect();
+        bytes.extend([7; COLOUR_ENTRY]);
+        bytes.extend(pixels.iter().flat_map(|[red, green, blue]| [*blue, *green, *red, 0]));
+        bytes
+    }
+
+    #[test]
+    fn a_dump_is_read_and_told_in_words() {
+        let picture = Picture::of_dump(&dump(&[BLACK, BLACK, [1, 2, 3], WHITE])).expect("a dump");
+        assert_eq!(picture.text(), "0 is [0, 0, 0]\n1 is [1, 2, 3]\n2 is [255, 255, 255]\n2 of 0, 1 of 1, 1 of 2, \n");
+        assert_eq!(picture.triples(0..1, 1..4), [[BLACK, [1, 2, 3], WHITE]]);
+    }
+
+    #[test]
+    fn a_dump_that_is_cut_is_an_error() {
+        let whole = dump(&[BLACK, WHITE]);
+        assert!((0..whole.len()).all(|len| Picture::of_dump(&whole[..len]).is_err()));
+    }
+}

@@ -1,0 +1,115 @@
+//! PVM's examples, built here from the sources that Debian ships, with our headers and libraries.
+
+use crate::needs::find_in_path;
+use crate::run::must;
+use anyhow::{Context, Result};
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+/// Time for one compilation on a loaded machine.
+const COMPILE_TIME: Duration = Duration::from_secs(120);
+/// Where Debian has the archives.
+const PLACE: &str = "/usr/share/doc/pvm-examples";
+/// The archives; each one is a folder of its own.
+const ARCHIVES: [&str; 2] = ["examples", "gexamples"];
+
+/// A program: its name, its source file, further words for the compiler.
+type Program = (&'static str, &'static str, &'static [&'static str]);
+
+/// The file that the examples of the mailbox share.
+const HELPER: &[&str] = &["examples/taskf.c"];
+
+/// Every example. Of the last two Debian has no programs: that they can be built is all that is asked.
+const PROGRAMS: [Program; 44] = [
+    ("hello.pvm", "examples/hello.c", &[]),
+    ("hello_other", "examples/hello_other.c", &[]),
+    ("master1", "examples/master1.c", &[]),
+    ("slave1", "examples/slave1.c", &[]),
+    ("spmd", "examples/spmd.c", &[]),
+    ("timing", "examples/timing.c", &[]),
+    ("timing_slave", "examples/timing_slave.c", &[]),
+    ("inherita", "examples/inherita.c", &[]),
+    ("inheritb", "examples/inheritb.c", &[]),
+    ("inherit1", "examples/inherit1.c", &[]),
+    ("inherit2", "examples/inherit2.c", &[]),
+    ("inherit3", "examples/inherit3.c", &[]),
+    ("task0", "examples/task0.c", HELPER),
+    ("task1", "examples/task1.c", HELPER),
+    ("task_end", "examples/task_end.c", HELPER),
+    ("rme", "examples/rme.c", HELPER),
+    ("lmbi", "examples/lmbi.c", HELPER),
+    ("gmbi", "examples/gmbi.c", HELPER),
+    ("mhf_server", "examples/mhf_server.c", &[]),
+    ("mhf_tickle", "examples/mhf_tickle.c", &[]),
+    ("fmaster1", "examples/master1.f", &[]),
+    ("fslave1", "examples/slave1.f", &[]),
+    ("fspmd", "examples/spmd.f", &[]),
+    ("hitc", "examples/hitc.f", &[]),
+    ("hitc_slave", "examples/hitc_slave.f", &[]),
+    ("gexample", "examples/gexample.c", &[]),
+    ("fgexample", "examples/gexample.f", &[]),
+    ("dbwtest", "examples/bwtest.c", &["-DPACK", "-DENCODE=PvmDataDefault"]),
+    ("ibwtest", "examples/bwtest.c", &["-DPACK", "-DENCODE=PvmDataInPlace"]),
+    ("rbwtest", "examples/bwtest.c", &["-DPACK", "-DENCODE=PvmDataRaw"]),
+    ("pbwtest", "examples/bwtest.c", &[]),
+    ("joinleave", "gexamples/joinleave.c", &[]),
+    ("tst", "gexamples/tst.c", &[]),
+    ("gs.pvm", "gexamples/gs.c", &[]),
+    ("ge", "gexamples/ge.c", &[]),
+    ("gexamp", "gexamples/gexamp.c", &[]),
+    ("thb", "gexamples/thb.c", &[]),
+    ("tnb", "gexamples/tnb.c", &[]),
+    ("tjl", "gexamples/tjl.c", &[]),
+    ("tjf", "gexamples/tjf.c", &[]),
+    ("trsg", "gexamples/trsg.c", &[]),
+    ("frsg", "gexamples/frsg.f", &[]),
+    ("mbox", "examples/mbox.c", &[]),
+    ("ptest", "examples/ptest.c", &[]),
+];
+
+/// Why they cannot be built here, in one line.
+pub fn lacks() -> Option<String> {
+    let compiler = ["gcc", "gfortran"].into_iter().find(|name| find_in_path(name).is_none());
+    if let Some(name) = compiler {
+        return Some(format!("{name} is missing: install {name}"));
+    }
+    let archives = ARCHIVES.map(|name| Path::new(PLACE).join(format!("{name}.tar.gz")));
+    let missing = archives.iter().find(|path| !path.exists());
+    missing.map(|path| format!("{} is missing: install pvm-examples", path.display()))
+}
+
+/// Builds all of them with what is installed under `prefix`, each under its name into `folder`.
+///
+/// # Errors
+/// A compiler's words.
+pub fn build(prefix: &Path, folder: &Path) -> Result<()> {
+    let sources = folder.join("sources");
+    fs::create_dir_all(&sources)?;
+    for name in ARCHIVES {
+        let mut tar = Command::new("tar");
+        tar.arg("-xzf").arg(Path::new(PLACE).join(format!("{name}.tar.gz"))).arg("-C").arg(&sources);
+        must(tar, COMPILE_TIME)?;
+    }
+    // Fortran's sources look for the header beside their folder.
+    std::os::unix::fs::symlink(prefix.join("include"), sources.join("include"))?;
+    for (name, source, more) in PROGRAMS {
+        let fortran = source.ends_with(".f");
+        let mut compiler = Command::new(if fortran { "gfortran" } else { "gcc" });
+        // As Debian builds them: functions that return nothing leave what the compiler's own code leaves. Nobody declared
+        // the types of functions at that time.
+        compiler.args(["-O2", "-w", "-g", "-fstack-protector-strong", "-D_FORTIFY_SOURCE=2"]).args(if fortran {
+            ["-fallow-argument-mismatch"]
+        } else {
+            ["-std=gnu89"]
+        });
+        compiler.current_dir(&sources).args(more).arg(source).arg("-o").arg(folder.join(name));
+        // Relative names of headers in Fortran start where the source is.
+        compiler.arg("-I").arg(Path::new(source).parent().unwrap_or(Path::new(".")));
+        compiler.arg("-I").arg(prefix.join("include")).arg("-L").arg(prefix.join("lib"));
+        compiler.args(fortran.then_some("-lfpvm3")).args(["-Wl,--as-needed", "-lgpvm3", "-lpvm3"]);
+        must(compiler, COMPILE_TIME).with_context(|| format!("building {name} from {source}"))?;
+    }
+    Ok(())
+}
