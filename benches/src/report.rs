@@ -207,7 +207,6 @@ fn met(row: &Row, own: f64, pvm: Option<f64>, beside: Option<f64>) -> Option<boo
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plot::Chart;
     use crate::rows::Unit;
 
     fn row(unit: Unit, goal: Goal) -> Row {
