@@ -59,8 +59,8 @@ fn peers(words: &Words) -> Result<bool> {
     setup::packages(&PACKAGES)?;
     let prefix = match &words.prefix {
         Some(prefix) => {
-            // The testbed's hosts have a program of their own.
-            if !install::cargo(&["build", "--release", "-p", "sempa-tests"])?.status()?.success() {
+            // The testbed's hosts have a program of their own. Together with this one: the same features, nothing built twice.
+            if !install::cargo(&["build", "--release", "-p", "xtask", "-p", "sempa-tests"])?.status()?.success() {
                 bail!("the build failed");
             }
             prefix.clone()
