@@ -11,8 +11,9 @@ use crate::spawn::{Output, Spawn, TraceOutput};
 use crate::trace;
 use libpvm::spawn::{TC_SIBLINGS, siblings};
 use libpvm::{Body, Error, Vm};
+use nix::errno::Errno;
 use sempa_proto::message::{CTX_BASE, CTX_TASK_CONTROL};
-use sempa_proto::task::Sink;
+use sempa_proto::task::{SPAWN_DEBUG, Sink};
 use sempa_proto::{HostId, Message, Micros, PvmError, Tid};
 use std::collections::BTreeSet;
 use std::fs::{File, OpenOptions};
@@ -123,7 +124,7 @@ impl<M: Machine> Session<M> {
         let Some(Traced { records, file }) = self.collected.get_mut(&job).and_then(|job| job.traced.as_mut()) else {
             return String::new();
         };
-        let mut out = place(file, job, me, &preamble(&format::time(micros_now())));
+        let mut out = place(file, job, me, &preamble(&format::clock(micros_now())));
         for host in self.machine.hosts().map(|table| table.hosts).unwrap_or_default() {
             let facts = HostFacts { tid: host.id.tid(), name: &host.name, arch: &host.arch, speed: host.speed };
             out.push_str(&place(file, job, host.id.tid(), &records.host(time_now(), &facts)));
@@ -322,7 +323,8 @@ fn open(path: &str, how: &mut OpenOptions) -> Result<File, String> {
     how.mode(FILE_MODE).open(path).map_err(|error| {
         let why = match error.kind() {
             std::io::ErrorKind::AlreadyExists => "File exists".to_string(),
-            _ => error.to_string(),
+            // Without the number that the standard library adds.
+            _ => error.raw_os_error().map_or_else(|| error.to_string(), |number| Errno::from_raw(number).desc().into()),
         };
         format!("{path}: {why}")
     })
@@ -332,6 +334,10 @@ fn open(path: &str, how: &mut OpenOptions) -> Result<File, String> {
 fn not_spawned(spawn: &Spawn, error: PvmError) -> String {
     let file = &spawn.file;
     let why = match error {
+        PvmError::NoFile if spawn.flags & SPAWN_DEBUG != 0 => {
+            "the program, or the debugger that was to run it, is not on that host: PVM_DEBUGGER, or bx= when adding the \
+             host, names a debugger"
+        }
         PvmError::NoFile if file.contains('/') => "there is no such program on the host that was to run it",
         PvmError::NoFile => {
             "it is not in the search path of the host that was to run it: give its full path, or the path with ep= when \

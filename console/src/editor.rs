@@ -9,7 +9,7 @@ use crate::above::{Above, Turn};
 use crate::complete::{self, Known};
 use libpvm::Vm;
 use nix::sys::signal::{SigSet, Signal};
-use nix::sys::termios::{SetArg, Termios, tcgetattr, tcsetattr};
+use nix::sys::termios::{LocalFlags, SetArg, Termios, tcgetattr, tcsetattr};
 use rustyline::completion::Completer;
 use rustyline::error::ReadlineError;
 use rustyline::highlight::Highlighter;
@@ -64,6 +64,10 @@ impl Terminal {
             let _ = editor.load_history(path);
         }
         restore_at_signals(before.clone());
+        // Keys typed ahead are shown when they are read, and not by the terminal in the middle of some output.
+        let mut quiet = before.clone();
+        quiet.local_flags.remove(LocalFlags::ECHO);
+        tcsetattr(io::stdin(), SetArg::TCSANOW, &quiet).ok()?;
         let (go, known) = channel();
         let reader = Reader { editor, history, prompt, above: above.clone() };
         thread::spawn(move || reader.run(&known, typed));
@@ -100,9 +104,19 @@ impl Terminal {
     /// # Errors
     /// As [`Terminal::show`].
     pub(crate) fn close(&self) -> io::Result<()> {
-        // Also when the editor is at its prompt: nobody waits for it any more.
-        let _ = tcsetattr(io::stdin(), SetArg::TCSADRAIN, &self.before);
+        self.restore();
         self.above.catch_up()
+    }
+
+    /// Also when the editor is at its prompt: nobody waits for it any more.
+    fn restore(&self) {
+        let _ = tcsetattr(io::stdin(), SetArg::TCSADRAIN, &self.before);
+    }
+}
+
+impl Drop for Terminal {
+    fn drop(&mut self) {
+        self.restore();
     }
 }
 

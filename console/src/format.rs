@@ -65,7 +65,7 @@ pub(crate) fn added(lines: &[String], results: &[AddedHost]) -> String {
     for (line, added) in lines.iter().zip(results) {
         match &added.result {
             Ok(host) => put!(out, "{:>24} {:>8x}", host.name, host.id.tid()),
-            Err(error) => put!(out, "{:>24} {error:>8}", line_name(line), error = error.text()),
+            Err(error) => put!(out, "{line:>24} {error:>8}", error = error.text()),
         }
     }
     out
@@ -196,21 +196,54 @@ pub(crate) fn event(names: &Names, event: &Event) -> String {
     format!("{} {host} {}\n", time(event.at), event.kind)
 }
 
+/// A day and the seconds since it began, in UTC.
+struct Civil {
+    year: u64,
+    /// From 1.
+    month: u64,
+    /// From 1.
+    day: u64,
+    second: u64,
+    /// From Sunday.
+    weekday: usize,
+}
+
+impl Civil {
+    fn new(at: Micros) -> Civil {
+        let seconds = at.0 / 1_000_000;
+        let (days, second) = (seconds / 86_400, seconds % 86_400);
+        // Civil date from days since 1970 in the calendar of 400-year eras that begin on 1 March.
+        let shifted = days + 719_468;
+        let (era, day_of_era) = (shifted / 146_097, shifted % 146_097);
+        let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+        let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+        let march_month = (5 * day_of_year + 2) / 153;
+        let day = day_of_year - (153 * march_month + 2) / 5 + 1;
+        let month = if march_month < 10 { march_month + 3 } else { march_month - 9 };
+        let year = era * 400 + year_of_era + u64::from(month <= 2);
+        // The first of all days was a Thursday.
+        Civil { year, month, day, second, weekday: ((days + 4) % 7) as usize }
+    }
+
+    fn time(&self) -> String {
+        format!("{:02}:{:02}:{:02}", self.second / 3600, self.second / 60 % 60, self.second % 60)
+    }
+}
+
 /// A point in time in UTC with milliseconds: `2026-11-21T09:34:01.123Z`.
 pub(crate) fn time(at: Micros) -> String {
-    let (seconds, millis) = (at.0 / 1_000_000, at.0 / 1000 % 1000);
-    let (days, second) = (seconds / 86_400, seconds % 86_400);
-    // Civil date from days since 1970 in the calendar of 400-year eras that begin on 1 March.
-    let shifted = days + 719_468;
-    let (era, day_of_era) = (shifted / 146_097, shifted % 146_097);
-    let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
-    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
-    let march_month = (5 * day_of_year + 2) / 153;
-    let day = day_of_year - (153 * march_month + 2) / 5 + 1;
-    let month = if march_month < 10 { march_month + 3 } else { march_month - 9 };
-    let year = era * 400 + year_of_era + u64::from(month <= 2);
-    let (hour, minute, second) = (second / 3600, second / 60 % 60, second % 60);
-    format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}.{millis:03}Z")
+    let civil = Civil::new(at);
+    let Civil { year, month, day, .. } = civil;
+    format!("{year:04}-{month:02}-{day:02}T{}.{:03}Z", civil.time(), at.0 / 1000 % 1000)
+}
+
+/// A point in time in UTC as C programs write it: `Sat Nov 21 09:34:01 2026`.
+pub(crate) fn clock(at: Micros) -> String {
+    const DAYS: [&str; 7] = ["Sun", "Mon", "Tue", "Wed", "Thu", "Fri", "Sat"];
+    const MONTHS: [&str; 12] = ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"];
+    let civil = Civil::new(at);
+    let (weekday, month) = (DAYS[civil.weekday], MONTHS[civil.month as usize - 1]);
+    format!("{weekday} {month} {:2} {} {}", civil.day, civil.time(), civil.year)
 }
 
 #[cfg(test)]
@@ -368,5 +401,8 @@ Console: 2 new hosts added
         assert_eq!(time(Micros(0)), "1970-01-01T00:00:00.000Z");
         assert_eq!(time(Micros(951_782_400_000_000)), "2000-02-29T00:00:00.000Z");
         assert_eq!(time(Micros(1_735_689_599_999_999)), "2024-12-31T23:59:59.999Z");
+        assert_eq!(clock(Micros(0)), "Thu Jan  1 00:00:00 1970");
+        assert_eq!(clock(Micros(1_735_689_599_999_999)), "Tue Dec 31 23:59:59 2024");
+        assert_eq!(clock(Micros(1_795_275_167_412_550)), "Sat Nov 21 15:32:47 2026");
     }
 }

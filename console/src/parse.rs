@@ -107,7 +107,7 @@ pub(crate) enum Command {
     /// Questions to the daemon.
     Tickle(Vec<i32>),
     /// Events that traced tasks record.
-    Trace(Trace),
+    Trace(Vec<Trace>),
     /// Forget aliases.
     Unalias(Vec<String>),
     /// Variables.
@@ -226,7 +226,7 @@ fn command(name: &'static str, args: &[String]) -> Result<Command, ParseError> {
         ("reset", _) => reset(args),
         ("setenv", []) => Ok(Command::Setenv { name: None, value: None }),
         ("setenv", [name]) => Ok(Command::Setenv { name: Some(name.clone()), value: None }),
-        ("setenv", [name, value]) => Ok(Command::Setenv { name: Some(name.clone()), value: Some(value.clone()) }),
+        ("setenv", [name, words @ ..]) => Ok(setenv(name, words.join(" "))),
         ("setopt", [option, value]) => Ok(Command::Setopt { name: option.clone(), value: number(name, value)? }),
         ("sig", [signal, tids @ ..]) if !tids.is_empty() => sig(signal, tids),
         ("spawn", []) => wrong(),
@@ -284,6 +284,15 @@ fn events(args: &[String]) -> Result<Command, ParseError> {
     Ok(Command::Events { from, follow })
 }
 
+/// As the C library puts a variable into the environment: the first `=` ends the name.
+fn setenv(name: &str, value: String) -> Command {
+    let (name, value) = match name.split_once('=') {
+        Some((name, more)) => (name, format!("{more}={value}")),
+        None => (name, value),
+    };
+    Command::Setenv { name: Some(name.to_string()), value: Some(value) }
+}
+
 fn jobs(args: &[String]) -> Result<Command, ParseError> {
     match args {
         [] => Ok(Command::Jobs { long: false }),
@@ -293,16 +302,19 @@ fn jobs(args: &[String]) -> Result<Command, ParseError> {
     }
 }
 
+/// Options are options only in front of the tids, as in PVM: behind them they would change whom it hits.
 fn kill(args: &[String]) -> Result<Command, ParseError> {
-    let (flags, tids): (Vec<&String>, Vec<&String>) = args.iter().partition(|arg| arg.starts_with('-'));
-    if let Some(flag) = flags.iter().find(|flag| flag.as_str() != "-c") {
-        return Err(ParseError::UnknownFlag(flag[1..].to_string()));
+    let (options, tids) = args.split_at(args.iter().take_while(|arg| arg.starts_with('-')).count());
+    let mut letters = options.iter().flat_map(|option| option[1..].chars()).peekable();
+    let children = letters.peek().is_some();
+    if let Some(unknown) = letters.find(|letter| *letter != 'c') {
+        return Err(ParseError::UnknownFlag(unknown.to_string()));
     }
     if tids.is_empty() {
-        return Err(if flags.is_empty() { ParseError::WrongArgs("kill") } else { ParseError::OnlyOptions });
+        return Err(if options.is_empty() { ParseError::WrongArgs("kill") } else { ParseError::OnlyOptions });
     }
-    let tids = tids.into_iter().map(|word| task_tid("kill", word)).collect::<Result<_, _>>()?;
-    Ok(Command::Kill { children: !flags.is_empty(), tids })
+    let tids = tids.iter().map(|word| task_tid("kill", word)).collect::<Result<_, _>>()?;
+    Ok(Command::Kill { children, tids })
 }
 
 fn ps(args: &[String]) -> Result<Command, ParseError> {
@@ -315,6 +327,7 @@ fn ps(args: &[String]) -> Result<Command, ParseError> {
                 'a' => options.scope = PsScope::Everywhere,
                 'l' => options.long = true,
                 'x' => options.all_tasks = true,
+                'h' if rest.is_empty() => return Err(ParseError::WrongArgs("ps")),
                 'h' => {
                     options.scope = PsScope::Tid(any_tid("ps", rest)?);
                     break;
@@ -338,7 +351,7 @@ fn reset(args: &[String]) -> Result<Command, ParseError> {
         [info, class, index] if info == "info" => {
             Ok(Command::ResetInfo { class: Some(class.clone()), index: Some(number("reset", index)?) })
         }
-        [what] => Err(ParseError::Reset(what.clone())),
+        [what, ..] if what != "info" => Err(ParseError::Reset(what.clone())),
         _ => Err(ParseError::WrongArgs("reset")),
     }
 }
@@ -389,13 +402,20 @@ mod tests {
         for name in ["add", "delete", "kill", "mstat", "pstat", "setopt", "sig", "spawn", "tickle", "unalias"] {
             assert_eq!(error(name), format!("{name}: wrong #args"));
         }
-        for line in ["conf x", "halt x", "quit x", "id x", "version x", "getopt x y", "sig 9", "reset a b", "ps foo"] {
+        for line in ["conf x", "halt x", "quit x", "id x", "version x", "getopt x y", "sig 9", "ps foo", "ps -h 40000"]
+        {
             let name = line.split(' ').next().expect("a word");
             assert_eq!(error(line), format!("{name}: wrong #args"));
         }
         assert_eq!(error("kill -q t40005"), "unknown flag -q");
         assert_eq!(error("ps -az"), "unknown flag -z");
-        assert_eq!(error("reset bogus"), "\"bogus\" arg to reset not valid");
+        assert_eq!(error("kill -c"), "incorrect arg count");
+        assert_eq!(error("kill -"), "incorrect arg count");
+        assert_eq!(error("kill t40005 -c"), "kill: -c is not a task id: write it as t40001");
+        for line in ["reset bogus", "reset bogus twice"] {
+            assert_eq!(error(line), "\"bogus\" arg to reset not valid");
+        }
+        assert_eq!(error("reset info a 1 2"), "reset: wrong #args");
         assert_eq!(error("tickle"), "tickle: wrong #args");
         assert_eq!(error("tickle x"), "tickle: x is not a number");
         assert_eq!(error("reset info a b"), "reset: b is not a number");
@@ -416,6 +436,19 @@ mod tests {
         assert_eq!(ps("ps -lnh2").scope, PsScope::Host("h2".into()));
         assert_eq!(ps("ps -ht80000").scope, PsScope::Tid(tid(0x80000)));
         assert_eq!(error("ps -hzz"), "ps: zz is not a task id: write it as t40001");
+    }
+
+    #[test]
+    fn letters_of_options_may_be_doubled() {
+        assert_eq!(command("kill -cc t40002"), Command::Kill { children: true, tids: vec![tid(0x40002)] });
+    }
+
+    #[test]
+    fn a_variable_gets_all_that_follows_its_name() {
+        let set = |name: &str, value: &str| Command::Setenv { name: Some(name.into()), value: Some(value.into()) };
+        assert_eq!(command("setenv A b  c 'd  e'"), set("A", "b c d  e"));
+        assert_eq!(command("setenv A ''"), set("A", ""));
+        assert_eq!(command("setenv A=1 2"), set("A", "1=2"));
     }
 
     #[test]

@@ -5,7 +5,7 @@
 //! it when it comes first in a job.
 
 use sempa_proto::body::Unpacker;
-use sempa_proto::trace::{DESCRIBED, EVENT_ENTRY, EVENT_EXIT, GROUP, ITEM_TABLE, USER_EVENT_END, VALUES};
+use sempa_proto::trace::{DATA_IDS, DESCRIBED, EVENT_ENTRY, EVENT_EXIT, GROUP, ITEM_TABLE, USER_EVENT_END, VALUES};
 use sempa_proto::{PvmError, PvmResult, Tid};
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -99,7 +99,7 @@ impl Records {
     }
 
     fn item(&self, id: i32, kind: i32) -> Item {
-        let (short, long) = self.names.get(&id).cloned().unwrap_or_else(|| (id.to_string(), String::new()));
+        let (short, long) = self.names.get(&id).cloned().unwrap_or_else(|| known(id));
         Item { short, long, kind }
     }
 
@@ -176,6 +176,12 @@ impl Records {
         self.print(&kind, 1000 + 2 * HOST_ADD, &values, &mut out);
         out
     }
+}
+
+/// The names of an item that were not told: a sender tells them once, maybe with an earlier job.
+fn known(id: i32) -> (String, String) {
+    let short = usize::try_from(id).ok().and_then(|at| DATA_IDS.get(at)).and_then(|name| name.to_str().ok());
+    short.map_or_else(|| (id.to_string(), String::new()), |short| (short.to_string(), short.to_string()))
 }
 
 /// Seconds and microseconds since 1970.
@@ -361,11 +367,11 @@ mod tests {
     fn strings_and_lists_of_strings_have_lengths() {
         let mut records = Records::default();
         let mut body = Packer::new(Encoding::Xdr);
-        body.items([-5, 106]).str(b"timing").items([1, STRING | ARRAY, 2]).str(b"exit").str(b"mhf_invoke");
+        body.items([-5, 106]).str(b"timing").items([999, STRING | ARRAY, 2]).str(b"exit").str(b"mhf_invoke");
         body.items([2, STRING]).str(b"a\"b").int(-6);
         let (text, result) = read(&mut records, body);
         assert_eq!(result, Ok(()));
-        assert!(text.starts_with("\n#1212: \"timing(0)\"\n{\n\t// \"1\" \"\"\n\tchar \"1\"[][];\n"), "{text}");
+        assert!(text.starts_with("\n#1212: \"timing(0)\"\n{\n\t// \"999\" \"\"\n\tchar \"999\"[][];\n"), "{text}");
         assert!(text.ends_with("\"timing(0)\" { [2] [11] { \"exit\", \"mhf_invoke\" }, [4] { \"a\\\"b\" } };;\n"));
     }
 

@@ -248,7 +248,7 @@ impl<M: Machine> Session<M> {
                 self.machine.ask(Request::Mailbox(MailboxRequest::Clean { name, index }))?;
                 Outcome::default()
             }
-            Command::Sig(sig) => self.signal(&sig.tids, sig.signal),
+            Command::Sig(sig) => self.signal(&sig.tids, sig.signal, true),
             Command::Spawn(spawn) => self.spawn(&spawn)?,
             Command::Start => Outcome::refused("start: the virtual machine is running already"),
             Command::Tickle(words) => match self.machine.ask(Request::Tickle(words))? {
@@ -283,7 +283,11 @@ impl<M: Machine> Session<M> {
     }
 
     fn delete(&self, names: &[String]) -> Result<Outcome, Error> {
-        let results = self.machine.delete(names)?;
+        let hosts = self.machine.hosts()?;
+        let here = hosts.get(self.machine.here());
+        // Only the console's own commands know a host by this name.
+        let named = |name: &String| here.filter(|_| name == ".").map_or(name, |host| &host.name).clone();
+        let results = self.machine.delete(&names.iter().map(named).collect::<Vec<_>>())?;
         let mut outcome = Outcome::done(format::deleted(names, &results), json::deleted(names, &results), false);
         for (name, error) in names.iter().zip(&results).filter_map(|(name, result)| Some((name, result.err()?))) {
             outcome.failed = true;
@@ -341,29 +345,45 @@ impl<M: Machine> Session<M> {
         Outcome::default()
     }
 
-    /// `trace`.
-    fn trace(&mut self, what: Trace) -> Outcome {
+    /// `trace`: all that one line asks for.
+    fn trace(&mut self, asked: Vec<Trace>) -> Outcome {
+        let (mut outcome, mut refusals) = (Outcome::default(), Vec::new());
+        for what in asked {
+            match self.trace_one(what) {
+                Ok(text) => outcome.text.push_str(&text),
+                Err(line) => refusals.push(line),
+            }
+        }
+        if !outcome.text.is_empty() {
+            let (buffer, kind) = (self.options.value(TRACE_BUFFER), self.options.value(TRACE_KIND));
+            outcome.json = vec![trace::value(&self.mask, buffer, kind)];
+        }
+        outcome.failed = !refusals.is_empty();
+        outcome.refusal = outcome.failed.then(|| refusals.join("\n"));
+        outcome
+    }
+
+    /// One thing that `trace` is asked for: what is shown, or why not.
+    fn trace_one(&mut self, what: Trace) -> Result<String, String> {
         let (buffer, kind) = (self.options.value(TRACE_BUFFER), self.options.value(TRACE_KIND));
-        let shown = |text: String| Outcome::done(text, trace::value(&self.mask, buffer, kind), false);
+        let mut set = |name, value| match self.options.set(name, value) {
+            Ok(_) => Ok(String::new()),
+            Err(error) => Err(error.to_string()),
+        };
         match what {
-            Trace::Show => shown(trace::list(&self.mask)),
+            Trace::Show => Ok(trace::list(&self.mask)),
             Trace::Xpvm => {
                 self.mask = trace::xpvm();
-                Outcome::default()
+                Ok(String::new())
             }
-            Trace::Choose { on, names } => {
-                let unknown = trace::choose(&mut self.mask, on, &names);
-                let lines: Vec<String> = unknown.iter().map(|name| format!("no such event \"{name}\"")).collect();
-                if lines.is_empty() { Outcome::default() } else { Outcome::refused(lines.join("\n")) }
-            }
-            Trace::Buffer(None) => shown(format!("\nTrace Buffering set to {buffer} bytes\n\n")),
-            Trace::Kind(None) => shown(format!("\nTrace Options set to \"{}\"\n\n", trace::kind_name(kind))),
-            Trace::Buffer(Some(bytes)) => {
-                self.options.set(TRACE_BUFFER, bytes).map_or_else(Outcome::refused, |_| Outcome::default())
-            }
+            Trace::Choose { on, name } if trace::choose(&mut self.mask, on, &name) => Ok(String::new()),
+            Trace::Choose { name, .. } => Err(format!("no such event \"{name}\"")),
+            Trace::Buffer(None) => Ok(format!("\nTrace Buffering set to {buffer} bytes\n\n")),
+            Trace::Kind(None) => Ok(format!("\nTrace Options set to \"{}\"\n\n", trace::kind_name(kind))),
+            Trace::Buffer(Some(bytes)) => set(TRACE_BUFFER, bytes),
             Trace::Kind(Some(name)) => match trace::kind_number(&name) {
-                Some(kind) => self.options.set(TRACE_KIND, kind).map_or_else(Outcome::refused, |_| Outcome::default()),
-                None => Outcome::refused(format!("\nError:  Unknown Trace Option \"{name}\"\n")),
+                Some(kind) => set(TRACE_KIND, kind),
+                None => Err(format!("\nError:  Unknown Trace Option \"{name}\"\n")),
             },
         }
     }
@@ -386,17 +406,18 @@ impl<M: Machine> Session<M> {
     fn kill(&self, children: bool, tids: &[Tid]) -> Result<Outcome, Error> {
         const SIGTERM: i32 = 15;
         if !children {
-            return Ok(self.signal(tids, SIGTERM));
+            return Ok(self.signal(tids, SIGTERM, false));
         }
         let tasks = self.machine.tasks(Tid::NONE)?;
         let children: Vec<Tid> = tasks.iter().filter(|task| tids.contains(&task.parent)).map(|task| task.tid).collect();
-        Ok(self.signal(&children, SIGTERM))
+        Ok(self.signal(&children, SIGTERM, false))
     }
 
-    fn signal(&self, tids: &[Tid], signal: i32) -> Outcome {
+    /// A signal to tasks; the console is one of them, or says so.
+    fn signal(&self, tids: &[Tid], signal: i32, me_too: bool) -> Outcome {
         let (mut outcome, mut values) = (Outcome::default(), Vec::new());
         for tid in tids {
-            if *tid == self.machine.tid() {
+            if *tid == self.machine.tid() && !me_too {
                 outcome.text.push_str(&format!("{tid}: that's me.\n"));
                 values.push(json::signalled(*tid, Some("that's me")));
             } else if let Err(error) = self.machine.ask(Request::Signal { tid: *tid, signal }) {
@@ -464,6 +485,12 @@ impl<M: Machine> Session<M> {
         };
         let console = self.machine.tid();
         let mut tasks = self.machine.tasks(selector)?;
+        // The host where a task was born may be gone, and the task be elsewhere.
+        if tasks.is_empty() && selector.home().is_some_and(|home| table.get(home).is_none()) {
+            return Ok(Outcome::complaint(format!(
+                "ps: {selector} is on no host of the virtual machine; 'conf' lists them"
+            )));
+        }
         tasks.retain(|task| options.all_tasks || (task.tid != console && task.flags != 0));
         tasks.sort_by_key(|task| (task.host, task.tid));
         Ok(Outcome::done(format::ps(&table, &tasks, console, options.long), json::ps(&table, &tasks), false))

@@ -60,7 +60,12 @@ impl Machine for Fake {
     }
 
     fn delete(&self, names: &[String]) -> Result<Vec<Result<(), PvmError>>, Error> {
-        Ok(names.iter().map(|name| if name == "nohost" { Err(PvmError::NoHost) } else { Ok(()) }).collect())
+        let one = |name: &String| match name.as_str() {
+            "nohost" => Err(PvmError::NoHost),
+            "ha1" => Err(PvmError::BadParam),
+            _ => Ok(()),
+        };
+        Ok(names.iter().map(one).collect())
     }
 
     fn migrate(&self, tid: Tid, to: &str) -> Result<MoveReport, MigrateError> {
@@ -168,6 +173,10 @@ fn ps_shows_this_host_without_the_console_unless_asked() {
     assert_eq!(commands(text(&mut session, "ps -nha3")), ["child"]);
     assert_eq!(commands(text(&mut session, "ps -htc0001")), ["child"]);
     assert_eq!(commands(text(&mut session, "ps -n.")), ["parent"]);
+    assert_eq!(commands(text(&mut session, "ps -h40009")), [""; 0]);
+    let nowhere = session.line("ps -h1400001");
+    assert_eq!(nowhere.complaints, ["ps: t1400001 is on no host of the virtual machine; 'conf' lists them"]);
+    assert!(nowhere.failed && nowhere.text.is_empty(), "PVM shows no table either");
 }
 
 #[test]
@@ -175,19 +184,19 @@ fn a_host_that_cannot_be_added_comes_with_its_reason() {
     let outcome = session().line("add ha9 'ha8 lo=x'");
     assert!(outcome.failed);
     assert_eq!(outcome.complaints, ["add ha8: ssh: no route to it"]);
-    assert!(outcome.text.ends_with("                     ha9   240000\n                     ha8 Can't start pvmd\n"));
+    assert!(outcome.text.ends_with("                     ha9   240000\n                ha8 lo=x Can't start pvmd\n"));
 }
 
 #[test]
-fn signals_go_to_the_tasks_but_not_to_the_console() {
+fn signals_go_to_the_tasks_and_only_sig_means_the_console_too() {
     let mut session = session();
     assert_eq!(text(&mut session, "kill t40001"), "t40001: that's me.\n");
     assert_eq!(text(&mut session, "kill t40002"), "");
     assert_eq!(text(&mut session, "kill -c t40002"), "");
-    assert_eq!(text(&mut session, "sig USR1 t40002"), "");
+    assert_eq!(text(&mut session, "sig USR1 t40002 t40001"), "");
     let sent: Vec<_> = session.machine.asked.borrow().iter().cloned().collect();
     let signal = |tid, signal| Request::Signal { tid: Tid::from_raw(tid), signal };
-    assert_eq!(sent, [signal(0x40002, 15), signal(0xc0001, 15), signal(0x40002, 10)]);
+    assert_eq!(sent, [signal(0x40002, 15), signal(0xc0001, 15), signal(0x40002, 10), signal(0x40001, 10)]);
 }
 
 #[test]
@@ -261,6 +270,10 @@ fn a_program_that_is_missing_is_named_with_what_to_do() {
     assert!(outcome.failed && !session.has_jobs());
     assert_eq!(outcome.complaints.len(), 1);
     assert!(outcome.complaints[0].starts_with("spawn nofile: it is not in the search path"));
+    let debugged = session.line("spawn -? nofile");
+    assert!(debugged.complaints[0].starts_with("spawn nofile: the program, or the debugger"));
+    let unwritable = session.line("spawn ->/nonexistent/file hello").refusal;
+    assert_eq!(unwritable.as_deref(), Some("/nonexistent/file: No such file or directory"));
 }
 
 #[test]
@@ -279,6 +292,8 @@ fn a_host_that_cannot_be_deleted_is_named_with_the_reason() {
     let outcome = session().line("delete ha2 nohost");
     assert!(outcome.failed && outcome.text.starts_with("1 successful\n"));
     assert_eq!(outcome.complaints, ["delete nohost: there is no such host in the virtual machine; 'conf' lists them"]);
+    let here = session().line("delete .");
+    assert!(here.text.ends_with("                       .  Bad parameter\n"), "this host is the master: {}", here.text);
 }
 
 #[test]
@@ -416,6 +431,10 @@ fn trace_settings_are_shown_as_in_pvm() {
     assert_eq!(unknown.as_deref(), Some("\nError:  Unknown Trace Option \"foo\"\n"));
     assert_eq!(session.line("trace nosuch").refusal.as_deref(), Some("no such event \"nosuch\""));
     assert_eq!(text(&mut session, "trace").lines().count(), 26);
+    let both = session.line("trace - * nosuch + send opt");
+    assert_eq!(both.text, "\nTrace Options set to \"time\"\n\n", "what is known is done");
+    assert_eq!(both.refusal.as_deref(), Some("no such event \"nosuch\""));
+    assert_eq!(text(&mut session, "trace").matches('*').count(), 1);
 }
 
 #[test]

@@ -21,7 +21,7 @@ const INPUT_AHEAD_MAX: usize = 256;
 
 /// What the console waits for.
 enum Input {
-    /// A line without its newline.
+    /// A line, with its newline if it has one.
     Line(String),
     /// No more lines.
     End,
@@ -93,7 +93,7 @@ pub(crate) fn run(vm: &Vm, mut home: Home, env: BTreeMap<String, String>) -> io:
     }
     let mut next = Next::Line;
     let lines = rc.and_then(|path| std::fs::read(path).ok()).unwrap_or_default();
-    for line in String::from_utf8_lossy(&lines).lines() {
+    for line in String::from_utf8_lossy(&lines).split_inclusive('\n') {
         if next == Next::Line {
             next = command(&mut session, line, true)?;
         }
@@ -146,11 +146,12 @@ fn converse(vm: &Vm, session: &mut Session<Vm>, home: Option<&Path>) -> io::Resu
     Ok(Some(Next::Quit))
 }
 
+/// Carries a line out. With `echo` it is repeated, as PVM's console does: if it has ended with a newline.
 fn command(session: &mut Session<Vm>, line: &str, echo: bool) -> io::Result<Next> {
-    if echo {
-        Screen.print(format!("{line}\n").as_bytes())?;
+    if echo && line.ends_with('\n') {
+        Screen.print(line.as_bytes())?;
     }
-    let outcome = session.line(line);
+    let outcome = session.line(line.strip_suffix('\n').unwrap_or(line));
     Screen.show(&outcome)?;
     Ok(outcome.next)
 }
@@ -208,9 +209,8 @@ fn read_lines(from: &mut impl BufRead, to: &SyncSender<Input>) {
             let _ = to.send(Input::End);
             return;
         }
-        if line.last() == Some(&b'\n') {
-            line.pop();
-        } else if line.len() as u64 == limit {
+        if line.last() != Some(&b'\n') && line.len() as u64 == limit {
+            line.push(b'\n');
             let _ = from.skip_until(b'\n');
         }
         if to.send(Input::Line(String::from_utf8_lossy(&line).into_owned())).is_err() {
@@ -237,9 +237,9 @@ mod tests {
 
     #[test]
     fn every_line_of_a_chunk_is_read_also_behind_empty_ones_and_without_a_newline_at_the_end() {
-        assert_eq!(lines(b"conf\n\n# comment\nps -a"), ["conf", "", "# comment", "ps -a", "END"]);
+        assert_eq!(lines(b"conf\n\n# comment\nps -a"), ["conf\n", "\n", "# comment\n", "ps -a", "END"]);
         assert_eq!(lines(b""), ["END"]);
-        assert_eq!(lines(b"a\xffb\n"), ["a\u{fffd}b", "END"]);
+        assert_eq!(lines(b"a\xffb\n"), ["a\u{fffd}b\n", "END"]);
     }
 
     #[test]
@@ -249,6 +249,6 @@ mod tests {
         let lines = lines(&text);
         assert_eq!(lines.len(), 3);
         assert!(lines[0].len() > LINE_BYTES_MAX);
-        assert_eq!(lines[1], "conf");
+        assert_eq!(lines[1], "conf\n");
     }
 }

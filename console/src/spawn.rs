@@ -96,7 +96,7 @@ impl Spawn {
             return Err(ParseError::LoneDash);
         }
         if let Some(file) = option.strip_prefix(">>") {
-            self.output = Output::Append(nonempty(file).ok_or_else(unknown)?);
+            self.output = nonempty(file).map_or(Output::Console, Output::Append);
         } else if let Some(file) = option.strip_prefix('>') {
             self.output = nonempty(file).map_or(Output::Console, Output::New);
         } else if let Some(file) = option.strip_prefix('@') {
@@ -181,6 +181,7 @@ mod tests {
         assert_eq!(spawn("-> hello").output, Output::Console);
         assert_eq!(spawn("->out hello").output, Output::New("out".into()));
         assert_eq!(spawn("->>out hello").output, Output::Append("out".into()));
+        assert_eq!(spawn("->> hello").output, Output::Console, "as PVM's console takes it");
         assert_eq!(spawn("hello").trace, None);
         assert_eq!(spawn("-@ -> hello").trace, Some(TraceOutput::Console));
         assert_eq!(spawn("-@out hello").trace, Some(TraceOutput::New("out".into())));
@@ -193,7 +194,6 @@ mod tests {
         }
         assert!(error("- hello").starts_with("unknown flag -"));
         assert_eq!(error("-- hello"), "unknown flag --");
-        assert_eq!(error("->> hello"), "unknown flag ->>");
         for line in ["-0 hello", "-10.0.0.1 hello"] {
             assert!(error(line).contains("is not a number of tasks"), "{line}");
         }

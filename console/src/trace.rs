@@ -38,13 +38,13 @@ const COLUMNS: usize = 4;
 /// How much is recorded of each event, in the order of their numbers from 1.
 const KINDS: [&str; 3] = ["full", "time", "count"];
 
-/// What `trace` is asked for.
+/// One of the things that `trace` is asked for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Trace {
     /// The list of events.
     Show,
-    /// Choose events, or no longer; `*` means all.
-    Choose { on: bool, names: Vec<String> },
+    /// Choose an event, or no longer; `*` means all.
+    Choose { on: bool, name: String },
     /// Choose those of [`XPVM`] and no others.
     Xpvm,
     /// Show or set how many bytes a task collects before it sends them.
@@ -53,25 +53,33 @@ pub(crate) enum Trace {
     Kind(Option<String>),
 }
 
-/// Reads what follows the word `trace`.
-pub(crate) fn parse(args: &[String]) -> Result<Trace, ParseError> {
-    let words: Vec<&str> = args.iter().map(String::as_str).collect();
-    let choose = |on, names: &[&str]| Trace::Choose { on, names: names.iter().map(|name| name.to_string()).collect() };
-    Ok(match words.as_slice() {
-        [] => Trace::Show,
-        ["xpvm"] => Trace::Xpvm,
-        ["buf"] => Trace::Buffer(None),
-        ["buf", bytes] => {
-            let number = bytes.parse().ok().filter(|bytes| *bytes >= 0);
-            let (word, wanted) = (bytes.to_string(), "a number of bytes");
-            Trace::Buffer(Some(number.ok_or(ParseError::NotA { command: "trace", word, wanted })?))
-        }
-        ["opt"] => Trace::Kind(None),
-        ["opt", kind] => Trace::Kind(Some(kind.to_string())),
-        ["buf" | "opt", ..] => return Err(ParseError::WrongArgs("trace")),
-        ["-", names @ ..] => choose(false, names),
-        ["+", names @ ..] | names => choose(true, names),
-    })
+/// Reads what follows the word `trace`: one thing after the other.
+pub(crate) fn parse(args: &[String]) -> Result<Vec<Trace>, ParseError> {
+    if args.is_empty() {
+        return Ok(vec![Trace::Show]);
+    }
+    let mut asked = Vec::new();
+    let mut on = true;
+    let mut words = args.iter();
+    while let Some(word) = words.next() {
+        asked.push(match word.as_str() {
+            sign @ ("+" | "-") => {
+                on = sign == "+";
+                continue;
+            }
+            "xpvm" => Trace::Xpvm,
+            "buf" => Trace::Buffer(words.next().map(|word| bytes(word)).transpose()?),
+            "opt" => Trace::Kind(words.next().cloned()),
+            name => Trace::Choose { on, name: name.to_string() },
+        });
+    }
+    Ok(asked)
+}
+
+fn bytes(word: &str) -> Result<i32, ParseError> {
+    let number = word.parse().ok().filter(|bytes| *bytes >= 0);
+    let wanted = "a number of bytes";
+    number.ok_or_else(|| ParseError::NotA { command: "trace", word: word.to_string(), wanted })
 }
 
 /// Words that can follow `trace`.
@@ -99,20 +107,14 @@ pub(crate) fn xpvm() -> EventMask {
     mask
 }
 
-/// Chooses events or not; answers the names that no event has.
-pub(crate) fn choose<'a>(mask: &mut EventMask, on: bool, names: &'a [String]) -> Vec<&'a str> {
-    let mut unknown = Vec::new();
-    for name in names {
-        let mut found = false;
-        for (event, _) in choosable().filter(|(_, event)| name == "*" || event == name) {
-            mask.set(event, on);
-            found = true;
-        }
-        if !found {
-            unknown.push(name.as_str());
-        }
+/// Chooses an event or not; false when none has this name.
+pub(crate) fn choose(mask: &mut EventMask, on: bool, name: &str) -> bool {
+    let mut found = false;
+    for (event, _) in choosable().filter(|(_, event)| name == "*" || *event == name) {
+        mask.set(event, on);
+        found = true;
     }
-    unknown
+    found
 }
 
 /// The list of all events by name; a star stands before those that are chosen.
@@ -152,23 +154,34 @@ mod tests {
     use super::*;
     use crate::words::split;
 
-    fn trace(line: &str) -> Result<Trace, String> {
+    fn trace(line: &str) -> Result<Vec<Trace>, String> {
         parse(&split(line).expect(line)).map_err(|error| error.to_string())
     }
 
     #[test]
     fn all_forms_of_the_command_are_told_apart() {
-        let names = |names: &[&str]| names.iter().map(|name| name.to_string()).collect::<Vec<_>>();
-        assert_eq!(trace(""), Ok(Trace::Show));
-        assert_eq!(trace("send recv"), Ok(Trace::Choose { on: true, names: names(&["send", "recv"]) }));
-        assert_eq!(trace("+ *"), Ok(Trace::Choose { on: true, names: names(&["*"]) }));
-        assert_eq!(trace("- send"), Ok(Trace::Choose { on: false, names: names(&["send"]) }));
-        assert_eq!(trace("xpvm"), Ok(Trace::Xpvm));
-        assert_eq!(trace("buf"), Ok(Trace::Buffer(None)));
-        assert_eq!(trace("buf 1000"), Ok(Trace::Buffer(Some(1000))));
-        assert_eq!(trace("opt time"), Ok(Trace::Kind(Some("time".into()))));
+        let choose = |on, name: &str| Trace::Choose { on, name: name.into() };
+        assert_eq!(trace(""), Ok(vec![Trace::Show]));
+        assert_eq!(trace("send recv"), Ok(vec![choose(true, "send"), choose(true, "recv")]));
+        assert_eq!(trace("+ *"), Ok(vec![choose(true, "*")]));
+        assert_eq!(trace("- send"), Ok(vec![choose(false, "send")]));
+        assert_eq!(trace("+"), Ok(vec![]));
+        assert_eq!(trace("xpvm"), Ok(vec![Trace::Xpvm]));
+        assert_eq!(trace("buf"), Ok(vec![Trace::Buffer(None)]));
+        assert_eq!(trace("buf 1000"), Ok(vec![Trace::Buffer(Some(1000))]));
+        assert_eq!(trace("opt time"), Ok(vec![Trace::Kind(Some("time".into()))]));
         assert_eq!(trace("buf x"), Err("trace: x is not a number of bytes".into()));
-        assert_eq!(trace("buf 1 2"), Err("trace: wrong #args".into()));
+    }
+
+    #[test]
+    fn one_line_can_ask_for_several_things() {
+        let choose = |on, name: &str| Trace::Choose { on, name: name.into() };
+        assert_eq!(
+            trace("- * + send - recv"),
+            Ok(vec![choose(false, "*"), choose(true, "send"), choose(false, "recv")])
+        );
+        let all = [Trace::Buffer(Some(5)), choose(true, "send"), Trace::Kind(Some("time".into())), Trace::Xpvm];
+        assert_eq!(trace("buf 5 send opt time xpvm"), Ok(all.to_vec()));
     }
 
     #[test]
@@ -185,12 +198,11 @@ mod tests {
     #[test]
     fn events_are_chosen_by_name_and_all_at_once() {
         let mut mask = EventMask::none();
-        let names = |names: &[&str]| names.iter().map(|name| name.to_string()).collect::<Vec<_>>();
-        assert_eq!(choose(&mut mask, true, &names(&["send", "x", "newtask"])), ["x", "newtask"]);
-        assert!(mask.has(EventMask::event("send").expect("an event")));
-        assert_eq!(choose(&mut mask, true, &names(&["*"])), [""; 0]);
+        assert!(choose(&mut mask, true, "send") && mask.has(EventMask::event("send").expect("an event")));
+        assert!(!choose(&mut mask, true, "x") && !choose(&mut mask, true, "newtask"));
+        assert!(choose(&mut mask, true, "*"));
         assert_eq!(list(&mask).matches('*').count(), 104);
-        choose(&mut mask, false, &names(&["*"]));
+        choose(&mut mask, false, "*");
         assert_eq!(mask, EventMask::none());
         let told = told(&mask);
         assert!(told.has(75) && told.has(76) && told.has(77), "begin and end of tasks are always in it");

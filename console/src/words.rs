@@ -7,7 +7,7 @@ pub(crate) const LINE_BYTES_MAX: usize = 64 << 10;
 /// Why a line is not a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum LineError {
-    /// A quote was opened and not closed.
+    /// A quote was opened and not closed, or a backslash has nothing behind it.
     #[error("unmatched {0}")]
     Unmatched(char),
     /// Longer than [`LINE_BYTES_MAX`].
@@ -37,7 +37,7 @@ pub(crate) fn split(line: &str) -> Result<Vec<String>, LineError> {
                     }
                 }
             }
-            '\\' => word.get_or_insert_default().extend(chars.next()),
+            '\\' => word.get_or_insert_default().push(chars.next().ok_or(LineError::Unmatched('\\'))?),
             c => word.get_or_insert_default().push(c),
         }
     }
@@ -71,6 +71,7 @@ mod tests {
     fn open_quotes_and_endless_lines_are_errors() {
         assert_eq!(split("echo \"abc").expect_err("open").to_string(), "unmatched \"");
         assert_eq!(split("echo 'it").expect_err("open").to_string(), "unmatched '");
+        assert_eq!(split("echo a\\").expect_err("open").to_string(), "unmatched \\");
         assert_eq!(split(&"x".repeat(LINE_BYTES_MAX + 1)), Err(LineError::TooLong));
     }
 }

@@ -138,6 +138,67 @@ spawn -~ nosuch
 setenv FOO bar
 setenv FOO
 setenv NOSUCH
+setenv FOO bar  'and more'
+setenv FOO
+setenv A=1 2
+setenv A
+setenv FOO ""
+setenv FOO
+export FOO A
+export
+setenv PVM_EXPORT X:Y
+export
+setenv PVM_EXPORT ""
+export
+echo ''
+echo "" x
+echo #x
+echo a #x
+echo a#x
+echo \#x a\ b "a\b" 'a\b' a\\b a'b c'd
+	echo  tab	and blank
+alias y bar
+alias bar echo one
+y two
+alias echo echo twice
+echo
+unalias echo bar y
+alias p q
+alias q p
+p
+unalias p q nonesuch
+alias ? help
+?
+alias w echo 'a  b' "c"
+w d
+unalias ? w
+trace xpvm send
+trace - *
+trace - xpvm
+trace
+trace + send - send + recv
+trace
+trace buf 5 send opt time recv
+trace buf
+trace opt
+trace buf 1 2
+trace opt full y
+trace * xpvm
+trace
+trace +
+trace + nosuch send
+trace buf 0
+kill -
+kill -cc t40055
+sig 0 t40001
+reset a b
+reset info a 1 2
+mstat 40000
+pstat 40000 x 0
+ps -n.
+ps -h 40000
+spawn ->> nosuch
+spawn -~ -nohost nosuch
 foo
 cle
 "id"
@@ -152,6 +213,11 @@ jobs -x
 ps -nnohost
 ps -a -l
 setopt PvmRoute x
+trace buf x
+jobs -x y
+ps x
+echo "c\"d"
+echo a\
 help nosuch
 kill nosuch
 put c 1
@@ -159,8 +225,13 @@ quit
 "#;
 
 /// What our console does otherwise, and why.
-const DIFFERENT: [(&str, &str); 8] = [
+const DIFFERENT: [(&str, &str); 13] = [
     ("help spawn", "our own words"),
+    ("?", "our own words"),
+    ("trace buf x", "what is no number is refused"),
+    ("ps x", "a word that means nothing is refused"),
+    ("echo \"c\\\"d\"", "only what is wrong is said"),
+    ("echo a\\", "only what is wrong is said"),
     ("jobs -x", "an unknown option is named"),
     ("ps -nnohost", "no table of nothing behind the message"),
     ("ps -a -l", "options may stand apart"),
@@ -304,6 +375,39 @@ fn pvms_console_on_our_daemon_shows_output_and_traces_of_tasks() {
     terminal.end();
     let gone = || if lab.place().exists() { Err("it is there".to_string()) } else { Ok(()) };
     eventually(PATIENCE, gone).expect("the virtual machine has ended");
+}
+
+#[test]
+fn the_last_line_of_commands_needs_no_newline_and_is_not_repeated_then() {
+    if !has(CONSOLE, "pvm") {
+        return;
+    }
+    let (Some(pvm), Some(ours)) = (Real::start(), started()) else { return };
+    for lab in [&pvm.lab, &ours] {
+        fs::write(lab.home().join(".pvmrc"), "alias me id\n# nothing\n\nme\necho the end").expect("written");
+    }
+    let wanted = script(real(&pvm.lab, CONSOLE), "conf x\nme", false);
+    assert!(wanted.contains("me\nt40001\nthe end\npvm> conf x\n") && wanted.contains("pvm> t40001\n"), "{wanted}");
+    assert_eq!(script(ours.console(), "conf x\nme", false), wanted);
+}
+
+#[test]
+fn every_traced_job_of_a_console_says_what_its_items_are() {
+    let Some(lab) = started() else { return };
+    let mut terminal = Terminal::start(lab.console());
+    terminal.wait_for("pvm> ");
+    for job in 1..=2 {
+        let file = lab.path(&format!("trace{job}"));
+        terminal.keys(&format!("spawn -@{} /bin/true\r", file.display()));
+        terminal.wait_for(&format!("[{job}] finished"));
+        let text = fs::read_to_string(file).expect("a trace");
+        let begin = text.find("\"newtask(0)\"\n{").unwrap_or_else(|| panic!("no description: {text}"));
+        let described = &text[begin..];
+        for name in ["TS", "TU", "TID", "PT", "TF"] {
+            assert!(described.contains(&format!("\tint \"{name}\";\n")), "{job}: {described}");
+        }
+        assert!(text.starts_with("/*\n * \"Creation Date\" \""), "{text}");
+    }
 }
 
 #[test]
