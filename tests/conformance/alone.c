@@ -26,16 +26,41 @@ static int lonely_words(int argc, char **argv)
     return pvm_mytid() == PvmSysErr ? 0 : 1;
 }
 
+static volatile sig_atomic_t signalled;
+
+static void note(int number)
+{
+    signalled = number;
+}
+
 /* Waits for a message that never comes. */
-static int waiter(int argc, char **argv)
+static int listener(int argc, char **argv)
 {
     (void)argc;
     pvm_setopt(PvmAutoErr, 0);
     tell(atoi(argv[2]), 5, pvm_mytid());
-    return pvm_recv(-1, -1) < 0 ? 3 : 4;
+    return pvm_recv(-1, -1) == PvmSysErr ? 3 : 4;
 }
 
-static const role roles[] = { { "waiter", waiter }, { "lonely", lonely }, { "lonely_words", lonely_words }, { NULL, NULL } };
+/* The same, but it has its own thoughts about SIGTERM. */
+static int catcher(int argc, char **argv)
+{
+    signal(SIGTERM, note);
+    return 10 * listener(argc, argv) + (signalled == SIGTERM);
+}
+
+/* Leaves the virtual machine and lives on until its pipe closes. */
+static int leaver(int argc, char **argv)
+{
+    char byte;
+    (void)argc;
+    tell(atoi(argv[2]), 5, pvm_mytid());
+    pvm_exit();
+    return read(atoi(argv[3]), &byte, 1) == 0 ? 7 : 8;
+}
+
+static const role roles[] = { { "listener", listener }, { "catcher", catcher }, { "leaver", leaver }, { "lonely", lonely },
+    { "lonely_words", lonely_words }, { NULL, NULL } };
 
 /* Runs this program in a role where no daemon can be found; its standard output. */
 static const char *without_daemon(const char *what)
@@ -65,11 +90,54 @@ static const char *without_daemon(const char *what)
     return text;
 }
 
+/* Starts this program from the command line in a role, with a descriptor that it gets to keep; runs until it is a task. */
+static pid_t from_command_line(const char *what, int keep)
+{
+    char me[16], kept[16];
+    pid_t child;
+    snprintf(me, sizeof me, "%d", own_tid);
+    snprintf(kept, sizeof kept, "%d", keep);
+    child = fork();
+    if (child == 0) {
+        execl("/proc/self/exe", own_name, what, me, kept, NULL);
+        _exit(1);
+    }
+    await(-1, 5);
+    return child;
+}
+
+/* The signal that ended a process, or minus its exit status. */
+static int end_of(pid_t child)
+{
+    int status = 0;
+    waitpid(child, &status, 0);
+    return WIFSIGNALED(status) ? WTERMSIG(status) : -WEXITSTATUS(status);
+}
+
+static void halt(void)
+{
+    pid_t listens, catches, left;
+    int pipes[2], leaver_tid = 0;
+    if (pipe(pipes))
+        return;
+    fcntl(pipes[1], F_SETFD, FD_CLOEXEC);
+    listens = from_command_line("listener", 0);
+    catches = from_command_line("catcher", 0);
+    left = from_command_line("leaver", pipes[0]);
+    pvm_upkint(&leaver_tid, 1, 1);
+    gone(leaver_tid);
+    /* The daemon may end this program too. */
+    signal(SIGTERM, SIG_IGN);
+    is(pvm_halt(), PvmOk, "halt returns 0");
+    is(end_of(listens), SIGTERM, "a program from the command line is ended by a halt");
+    is(end_of(catches), -31, "a program that catches SIGTERM goes on after a halt, and its receive cannot contact the daemon");
+    close(pipes[1]);
+    is(end_of(left), -7, "a program that has left is not ended by a halt");
+}
+
 static void sentences(void)
 {
-    int got[8] = { 0 }, status = 0;
-    char me[16];
-    pid_t child;
+    int got[8] = { 0 };
     const char *words = without_daemon("lonely");
     sscanf(words, "%d %d %d %d %d %d %d %d", got, got + 1, got + 2, got + 3, got + 4, got + 5, got + 6, got + 7);
     is(got[0], PvmSysErr, "mytid without a daemon cannot contact it");
@@ -87,16 +155,5 @@ static void sentences(void)
     is(pvm_exit(), PvmOk, "pvm_exit where a daemon runs returns 0");
     own_tid = pvm_mytid();
     pvm_setopt(PvmAutoErr, 0);
-    snprintf(me, sizeof me, "%d", own_tid);
-    child = fork();
-    if (child == 0) {
-        execl("/proc/self/exe", own_name, "waiter", me, NULL);
-        _exit(1);
-    }
-    await(-1, 5);
-    /* The daemon may end this program too. */
-    signal(SIGTERM, SIG_IGN);
-    is(pvm_halt(), PvmOk, "halt returns 0");
-    waitpid(child, &status, 0);
-    is(WIFSIGNALED(status) ? WTERMSIG(status) : -WEXITSTATUS(status), SIGTERM, "a program from the command line is ended by a halt");
+    halt();
 }

@@ -1,7 +1,8 @@
 /* What the programs of the conformance suite share: one line for each sentence, and a child for each role.
  *
  * A program is its own child: it spawns itself with the name of a role as first argument. The child's function is in
- * the table `roles`; the parent's is `sentences`. Children prove nothing themselves, they send what they see.
+ * the table `roles`, or `common_roles` below; the parent's is `sentences`. Children prove nothing themselves, they send
+ * what they see.
  */
 #ifndef CONFORM_H
 #define CONFORM_H
@@ -124,6 +125,42 @@ static inline double now(void)
     return tv.tv_sec + tv.tv_usec / 1e6;
 }
 
+/* In a child: says that it is there, by a message with tag 2, and waits for the word to go on, with tag 3. */
+static inline void wait_for_word(void)
+{
+    tell(pvm_parent(), 2, getpid());
+    pvm_recv(pvm_parent(), 3);
+}
+
+/* Starts a child that does so, on a host if one is named, and waits until it is there. */
+static inline int start_waiting(const char *role_name, const char *where)
+{
+    int tid = 0;
+    start_as(role_name, where ? PvmTaskHost : PvmTaskDefault, where, 1, &tid);
+    await(tid, 2);
+    return tid;
+}
+
+/* Waits for its word and leaves. */
+static inline int waiter(int argc, char **argv)
+{
+    (void)argc, (void)argv;
+    wait_for_word();
+    pvm_exit();
+    return 0;
+}
+
+/* Comes and leaves. */
+static inline int quiet(int argc, char **argv)
+{
+    (void)argc, (void)argv;
+    pvm_mytid();
+    pvm_exit();
+    return 0;
+}
+
+static const role common_roles[] = { { "waiter", waiter }, { "quiet", quiet }, { NULL, NULL } };
+
 /* Runs until a task is gone. */
 static inline int gone(int tid)
 {
@@ -133,6 +170,25 @@ static inline int gone(int tid)
         usleep(2000);
     pvm_setopt(PvmAutoErr, old);
     return answer == PvmNoTask;
+}
+
+/* Has children go on that wait for their word, and waits until they are gone. */
+static inline void dismiss(const int *tids, int n)
+{
+    int k;
+    for (k = 0; k < n; k++)
+        tell(tids[k], 3, 0);
+    for (k = 0; k < n; k++)
+        gone(tids[k]);
+}
+
+/* Plays a role if it is in this table; -1 if not. */
+static inline int play(const role *one, int argc, char **argv)
+{
+    for (; one->name; one++)
+        if (!strcmp(one->name, argv[1]))
+            return one->run(argc, argv);
+    return -1;
 }
 
 /* What is written to standard error between the two is caught. */
@@ -176,10 +232,11 @@ int main(int argc, char **argv)
     signal(SIGALRM, stuck);
     alarm(STUCK_SECONDS);
     if (argc > 1) {
-        const role *one = roles;
-        for (; one->name; one++)
-            if (!strcmp(one->name, argv[1]))
-                return one->run(argc, argv);
+        int status = play(roles, argc, argv);
+        if (status < 0)
+            status = play(common_roles, argc, argv);
+        if (status >= 0)
+            return status;
         fprintf(stderr, "%s: no role %s\n", own_name, argv[1]);
         return 97;
     }

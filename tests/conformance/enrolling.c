@@ -86,20 +86,12 @@ static int target(int argc, char **argv)
     return 0;
 }
 
-static int sleeper(int argc, char **argv)
-{
-    (void)argc, (void)argv;
-    tell(pvm_parent(), 5, 1);
-    pause();
-    return 0;
-}
-
 static const role roles[] = { { "newborn", newborn }, { "returner", returner }, { "forker", forker },
-    { "orphan", orphan }, { "target", target }, { "sleeper", sleeper }, { NULL, NULL } };
+    { "orphan", orphan }, { "target", target }, { NULL, NULL } };
 
 static void oneself(void)
 {
-    int *list = NULL, first, again;
+    int *list = NULL, first, again, buffer;
     first = own_tid;
     holds(own_tid > 0, "mytid returns a tid above 0");
     is(pvm_mytid(), own_tid, "mytid returns the same tid every time");
@@ -110,11 +102,15 @@ static void oneself(void)
     is(pvm_parent(), PvmNoParent, "a task from the command line has no parent");
     is(pvm_siblings(&list), 1, "a task from the command line is its only sibling");
     is(list ? list[0] : 0, own_tid, "the siblings of a task from the command line are itself");
+    tell(own_tid, 8, 1);
+    buffer = pvm_getsbuf();
     is(pvm_exit(), PvmOk, "pvm_exit returns 0");
     again = pvm_mytid();
     holds(again > 0 && again != first, "after pvm_exit the next call enrols under a new tid");
     is(pvm_pstat(first), PvmNoTask, "the tid of a task that left exists no more");
     own_tid = again;
+    is(pvm_bufinfo(buffer, NULL, NULL, NULL), PvmOk, "buffers outlive pvm_exit");
+    is(comes_soon(-1, 8), 0, "messages that were not received do not outlive pvm_exit");
 }
 
 static void children(void)
@@ -163,8 +159,7 @@ static void signals(void)
     is(pvm_sendsig(tid, SIGUSR1), PvmOk, "sendsig returns 0");
     is(await_int(tid, 6, 0), SIGUSR1, "sendsig's signal reaches the task");
     tell(tid, 7, 0);
-    tid = start_one("sleeper");
-    await(tid, 5);
+    tid = start_waiting("waiter", NULL);
     is(pvm_kill(tid), PvmOk, "kill returns 0");
     holds(gone(tid), "a killed task is gone");
     quiet = pvm_setopt(PvmAutoErr, 0);

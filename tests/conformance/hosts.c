@@ -1,14 +1,6 @@
 /* Hosts: adding, deleting, listing; tasks by host; clocks. */
 #include "conform.h"
-
-static int waiter(int argc, char **argv)
-{
-    (void)argc, (void)argv;
-    tell(pvm_parent(), 2, 1);
-    pvm_recv(pvm_parent(), 3);
-    pvm_exit();
-    return 0;
-}
+#include <sys/stat.h>
 
 static int printer(int argc, char **argv)
 {
@@ -20,15 +12,48 @@ static int printer(int argc, char **argv)
     return 0;
 }
 
-static int quiet(int argc, char **argv)
+/* Tells its directory and the variable that the debugger below sets. */
+static int looker(int argc, char **argv)
 {
+    char here[1024] = "", *debugged = getenv("DEBUGGED");
     (void)argc, (void)argv;
-    pvm_mytid();
+    if (!getcwd(here, sizeof here))
+        here[0] = 0;
+    pvm_initsend(PvmDataDefault);
+    pvm_pkstr(here);
+    pvm_pkstr(debugged ? debugged : "");
+    pvm_send(pvm_parent(), 4);
     pvm_exit();
     return 0;
 }
 
-static const role roles[] = { { "waiter", waiter }, { "printer", printer }, { "quiet", quiet }, { NULL, NULL } };
+/* Writes a file when it is told to end. */
+static void last_deed(int number)
+{
+    char name[1200];
+    snprintf(name, sizeof name, "%s/told-to-end", getenv("HOME"));
+    close(open(name, O_CREAT | O_WRONLY, 0600));
+    _exit(number);
+}
+
+static int ender(int argc, char **argv)
+{
+    signal(SIGTERM, last_deed);
+    return waiter(argc, argv);
+}
+
+/* Tells whether it may start daemons. */
+static int would_be_hoster(int argc, char **argv)
+{
+    (void)argc, (void)argv;
+    pvm_setopt(PvmAutoErr, 0);
+    tell(pvm_parent(), 5, pvm_reg_hoster());
+    pvm_exit();
+    return 0;
+}
+
+static const role roles[] = { { "printer", printer }, { "looker", looker }, { "ender", ender },
+    { "would_be_hoster", would_be_hoster }, { NULL, NULL } };
 
 static struct pvmhostinfo *list;
 
@@ -68,7 +93,7 @@ static void alone(void)
 
 static void adding(void)
 {
-    char *two[] = { "h2", "nohost" }, *one[] = { "h3 sp=250" }, *again[] = { "h2" }, *wrong[] = { "h3 xx=1" };
+    char *two[] = { "h2", "nohost" }, *one[] = { "h3 sp=250 wd=/usr ep=/bin:$HOME/pvm3/bin/$PVM_ARCH bx=$HOME/conform-debugger" }, *again[] = { "h2" }, *wrong[] = { "h3 xx=1" };
     char *own[] = { "h1" }, *twice[] = { "h3", "h3" };
     int status[2] = { 0 }, joined;
     double end;
@@ -97,6 +122,42 @@ static void adding(void)
     is(pvm_addhosts(two, -1, status), PvmBadParam, "addhosts of a negative number is a bad parameter");
 }
 
+static void look(int flags, char *here, char *debugged)
+{
+    int tid;
+    here[0] = debugged[0] = 0;
+    start_as("looker", PvmTaskHost | flags, "h3", 1, &tid);
+    if (await(tid, 4) > 0) {
+        pvm_upkstr(here);
+        pvm_upkstr(debugged);
+    }
+}
+
+static void options(void)
+{
+    char here[1024], debugged[1024], debugger[1200], path[1200], *words[] = { "1", NULL };
+    int tid;
+    FILE *file;
+    look(PvmTaskDefault, here, debugged);
+    reads(here, "/usr", "the option wd= sets where tasks begin");
+    reads(debugged, "", "a task is not debugged if nobody wants it");
+    is(pvm_spawn("sleep", words, PvmTaskHost, "h3", 1, &tid), 1, "the option ep= sets where programs are looked for");
+    is(pvm_spawn("sleep", words, PvmTaskHost, "h2", 1, &tid), 0, "the option ep= is for its own host");
+    snprintf(debugger, sizeof debugger, "%s/conform-debugger", getenv("HOME"));
+    snprintf(path, sizeof path, "%s/pvm3/bin/LINUX64/%s", getenv("HOME"), own_name);
+    file = fopen(debugger, "w");
+    fprintf(file, "#!/bin/sh\nDEBUGGED=$1\nexport DEBUGGED\nexec \"$@\"\n");
+    fchmod(fileno(file), 0755);
+    fclose(file);
+    look(PvmTaskDebug, here, debugged);
+    reads(debugged, path, "the option bx= names the debugger, which gets the program's path");
+    unlink(debugger);
+    tid = 0;
+    start_as("would_be_hoster", PvmTaskHost, "h2", 1, &tid);
+    is(await_int(tid, 5, 0), PvmHostrNMstr, "a hoster has to be on the master");
+    gone(tid);
+}
+
 static void states(void)
 {
     struct timeval clock, difference, here;
@@ -119,9 +180,8 @@ static void states(void)
 static void tasks(void)
 {
     struct pvmtaskinfo *info = NULL;
-    int kid, n = -1, k, found, other = 0;
-    start_as("waiter", PvmTaskHost, "h2", 1, &kid);
-    await(kid, 2);
+    char *words[] = { "60", NULL };
+    int kid = start_waiting("waiter", "h2"), n = -1, k, found, other = 0;
     is(pvm_tasks(0, &n, &info), PvmOk, "tasks returns 0");
     for (k = found = 0; k < n; k++) {
         if (info[k].ti_tid == kid)
@@ -151,8 +211,14 @@ static void tasks(void)
     is(pvm_tasks(0x3ffc0000, &n, &info), PvmNoHost, "tasks of an unknown host finds no such host");
     is(pvm_tasks(-5, &n, &info), PvmNoHost, "tasks of a negative tid finds no such host");
     is(pvm_tasks(0, NULL, NULL), PvmOk, "tasks takes null pointers");
-    tell(kid, 3, 0);
-    gone(kid);
+    dismiss(&kid, 1);
+    pvm_spawn("/bin/sleep", words, PvmTaskHost | PvmNoSpawnParent, "h2", 1, &kid);
+    is(pvm_tasks(kid, &n, &info), PvmOk, "tasks of a task that knows nothing of PVM returns 0");
+    is(n == 1 ? info[0].ti_flag : -1, 2, "tasks gives a spawned task that has not connected flag 2");
+    is(n == 1 ? info[0].ti_ptid : -1, PvmParentNotSet, "tasks tells of a parent that does not want to be known");
+    reads(n == 1 ? info[0].ti_a_out : NULL, "/bin/sleep", "tasks tells the path of a program that was spawned by it");
+    pvm_kill(kid);
+    holds(gone(kid), "a task that knows nothing of PVM can be killed");
 }
 
 /* Collects the output of many short tasks of another host; half of them know nothing of PVM. */
@@ -202,11 +268,19 @@ static void deleting(void)
 {
     char *names[] = { "h2", "nohost" }, *own[] = { "h1" }, *three[] = { "h3", "h3" };
     int status[2] = { 0 };
+    char deed[1200];
+    double end;
+    snprintf(deed, sizeof deed, "%s/told-to-end", getenv("HOME"));
+    start_waiting("ender", "h2");
     is(pvm_delhosts(names, 2, status), 1, "delhosts returns the number of hosts that left");
     is(status[0], PvmOk, "delhosts tells of a host that left");
     is(status[1], PvmNoHost, "delhosts of an unknown host finds none");
     holds(shows(2), "config does not show a deleted host");
     is(pvm_mstat("h2"), PvmNoHost, "mstat of a deleted host finds none");
+    for (end = now() + PATIENCE_SECONDS; access(deed, F_OK) && now() < end;)
+        usleep(10000);
+    is(access(deed, F_OK), 0, "the tasks of a deleted host get SIGTERM");
+    unlink(deed);
     is(pvm_delhosts(own, 1, status), 0, "delhosts of the master deletes none");
     is(status[0], PvmBadParam, "delhosts of the master is a bad parameter");
     is(pvm_delhosts(three, 2, status), 1, "delhosts of the same host twice deletes it once");
@@ -219,6 +293,7 @@ static void sentences(void)
 {
     alone();
     adding();
+    options();
     states();
     tasks();
     output_from_afar();

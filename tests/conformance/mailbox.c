@@ -1,6 +1,9 @@
 /* The mailbox: storing, reading, deleting, listing, the old functions. */
 #include "conform.h"
 
+/* An inner function of the library that the console uses. */
+int pvmreset(int mytid, int kill_tasks, char *name, int index);
+
 /* Stores an int under a name, as told by its words: name, value, flags; leaves when told to. */
 static int storer(int argc, char **argv)
 {
@@ -126,6 +129,13 @@ static void of_others(void)
     sentenced = put("stays", 52, PvmMboxDefault);
     is(sentenced, PvmDenied, "a persistent entry without owner cannot be replaced");
     is(pvm_delinfo("stays", 0, PvmMboxDefault), PvmDenied, "a persistent entry without owner cannot be deleted");
+    pvmreset(own_tid, 0, "stays", 0);
+    is(get("stays", 0, PvmMboxDefault), PvmNotFound, "a reset of a name removes its persistent entries without owner");
+    kid = start_storer("stays", "53", PvmMboxPersistent, &index);
+    pvmreset(own_tid, 0, "stays", 0);
+    is(get("stays", 0, PvmMboxDefault), 53, "a reset of a name leaves entries that have an owner");
+    tell(kid, 2, 0);
+    gone(kid);
     kid = start_storer("free", "61", PvmMboxPersistent | PvmMboxOverWritable, &index);
     tell(kid, 2, 0);
     gone(kid);
@@ -176,6 +186,8 @@ static void listing(void)
     holds(n == 1 && find(list, n, "many"), "getmboxinfo takes a star at the end");
     pvm_getmboxinfo("*any", &n, &list);
     holds(n == 1 && find(list, n, "many"), "getmboxinfo takes a star at the beginning");
+    pvm_getmboxinfo("tay", &n, &list);
+    holds(n == 1 && find(list, n, "stays"), "getmboxinfo finds a pattern anywhere in a name");
     is(pvm_getmboxinfo("nobody stored this", &n, &list), PvmOk, "getmboxinfo of a pattern without match returns 0");
     is(n, 0, "getmboxinfo of a pattern without match lists none");
     is(sizeof *list, 40, "the entry for a name has 40 bytes");

@@ -3,22 +3,12 @@
 
 #define DAEMON ((int)0x80000000)
 
-static int waiter(int argc, char **argv)
-{
-    (void)argc, (void)argv;
-    tell(pvm_parent(), 2, 1);
-    pvm_recv(pvm_parent(), 3);
-    pvm_exit();
-    return 0;
-}
-
 /* Waits, then says much and ends. */
 static int last_words(int argc, char **argv)
 {
     int k;
     (void)argc, (void)argv;
-    tell(pvm_parent(), 2, 1);
-    pvm_recv(pvm_parent(), 3);
+    wait_for_word();
     for (k = 0; k < 200; k++)
         tell(pvm_parent(), 4, k);
     pvm_exit();
@@ -29,8 +19,7 @@ static int last_words(int argc, char **argv)
 static int lingerer(int argc, char **argv)
 {
     (void)argc, (void)argv;
-    tell(pvm_parent(), 2, getpid());
-    pvm_recv(pvm_parent(), 3);
+    wait_for_word();
     pvm_exit();
     usleep(700000);
     return 0;
@@ -39,21 +28,24 @@ static int lingerer(int argc, char **argv)
 static int crasher(int argc, char **argv)
 {
     (void)argc, (void)argv;
-    tell(pvm_parent(), 2, 1);
-    pvm_recv(pvm_parent(), 3);
+    wait_for_word();
     abort();
 }
 
-static const role roles[] = { { "waiter", waiter }, { "last_words", last_words }, { "lingerer", lingerer },
-    { "crasher", crasher }, { NULL, NULL } };
-
-static int start_waiting(const char *what, const char *where)
+/* From the command line: leaves when it is told to and lives on until its pipe closes. */
+static int visitor(int argc, char **argv)
 {
-    int tid = 0;
-    start_as(what, where ? PvmTaskHost : PvmTaskDefault, where, 1, &tid);
-    await(tid, 2);
-    return tid;
+    int host = atoi(argv[2]);
+    char byte;
+    (void)argc;
+    tell(host, 2, pvm_mytid());
+    pvm_recv(host, 3);
+    pvm_exit();
+    return read(atoi(argv[3]), &byte, 1) == 0 ? 0 : 1;
 }
+
+static const role roles[] = { { "visitor", visitor }, { "last_words", last_words }, { "lingerer", lingerer },
+    { "crasher", crasher }, { NULL, NULL } };
 
 static void of_tasks(void)
 {
@@ -128,6 +120,28 @@ static void order_and_context(void)
     holds(await(-1, 22) > 0, "a spawned task is told when its process ends");
 }
 
+static void of_a_visitor(void)
+{
+    int pipes[2], tid;
+    char me[16], kept[16];
+    if (pipe(pipes))
+        return;
+    snprintf(me, sizeof me, "%d", own_tid);
+    snprintf(kept, sizeof kept, "%d", pipes[0]);
+    fcntl(pipes[1], F_SETFD, FD_CLOEXEC);
+    if (fork() == 0) {
+        execl("/proc/self/exe", own_name, "visitor", me, kept, NULL);
+        _exit(1);
+    }
+    tid = await_int(-1, 2, 0);
+    pvm_notify(PvmTaskExit, 23, 1, &tid);
+    tell(tid, 3, 0);
+    is(await_int(-1, 23, 0), tid, "a task from the command line is told when it leaves");
+    close(pipes[0]);
+    close(pipes[1]);
+    wait(NULL);
+}
+
 static void cancelling(void)
 {
     int kid = start_waiting("waiter", NULL), host = 0x40000, k;
@@ -160,6 +174,8 @@ static void of_hosts(void)
     int status[2], n = 0, tids[4] = { 0 }, gone_host, kid, unknown = 0x3ffc0000, src = 0;
     is(pvm_notify(PvmHostAdd, 40, -1, NULL), PvmOk, "notify of new hosts returns 0");
     pvm_notify(PvmHostAdd, 41, 1, NULL);
+    pvm_notify(PvmHostAdd, 46, 2, NULL);
+    pvm_notify(PvmHostAdd, 46, 1, NULL);
     pvm_addhosts(first, 1, status);
     await(-1, 40);
     pvm_upkint(&n, 1, 1);
@@ -173,6 +189,8 @@ static void of_hosts(void)
     pvm_addhosts(second, 1, status + 1);
     holds(await(-1, 40) > 0, "a notification of new hosts comes again if the count allows");
     is(comes_soon(-1, 41), 0, "a notification of new hosts comes as often as the count says");
+    await(-1, 46);
+    is(comes_soon(-1, 46), 0, "the same request for new hosts again replaces the count");
     pvm_notify(PvmHostAdd, 40, 0, NULL);
     kid = start_waiting("waiter", "h2");
     pvm_notify(PvmTaskExit, 44, 1, &kid);
@@ -192,17 +210,33 @@ static void of_hosts(void)
     is(comes_soon(-1, 40), 0, "a count of 0 ends the notification of new hosts");
 }
 
+static int ends_told, end_named;
+
+static int note(int mid)
+{
+    (void)mid;
+    ends_told++;
+    pvm_upkint(&end_named, 1, 1);
+    return 0;
+}
+
 static void of_oneself(void)
 {
     int me = own_tid;
     is(pvm_notify(PvmTaskExit, 50, 1, &me), PvmOk, "notify of the own exit returns 0");
     is(comes_soon(-1, 50), 0, "the own exit is not told before it");
+    pvm_addmhf(-1, 50, -1, note);
+    pvm_exit();
+    is(ends_told, 1, "the own exit is told at it, to a handler");
+    is(end_named, me, "the notification of the own exit names oneself");
+    own_tid = pvm_mytid();
 }
 
 static void sentences(void)
 {
     of_tasks();
     order_and_context();
+    of_a_visitor();
     cancelling();
     of_hosts();
     of_oneself();

@@ -13,14 +13,6 @@ static int printer(int argc, char **argv)
     return 0;
 }
 
-static int quiet(int argc, char **argv)
-{
-    (void)argc, (void)argv;
-    pvm_mytid();
-    pvm_exit();
-    return 0;
-}
-
 static int loud(int argc, char **argv)
 {
     int k;
@@ -76,7 +68,7 @@ static int catcher(int argc, char **argv)
     return fclose(stdout);
 }
 
-static const role roles[] = { { "printer", printer }, { "quiet", quiet }, { "loud", loud },
+static const role roles[] = { { "printer", printer }, { "loud", loud },
     { "grandparent", grandparent }, { "catcher", catcher }, { "changer", changer }, { NULL, NULL } };
 
 typedef struct {

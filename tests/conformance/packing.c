@@ -374,6 +374,28 @@ static void fragments(void)
     pvm_setopt(PvmFragSize, old);
 }
 
+/* A message as a machine of another kind would send it, taken out of one that says so. */
+static void of_another_machine(void)
+{
+    int head[8] = { 8, 0, 5, 0, 0x40bcc3, 0, 0, 0 }, length = 8, number = 0, id, auto_error = pvm_setopt(PvmAutoErr, 0);
+    char bytes[8] = "abcdefg";
+    head[6] = head[7] = own_tid;
+    pvm_initsend(PvmDataDefault);
+    pvm_pkint(head, 8, 1);
+    pvm_pkint(&length, 1, 1);
+    pvm_pkbyte(bytes, 8, 1);
+    pvm_send(own_tid, 95);
+    await(own_tid, 95);
+    id = pvm_upkmesg();
+    holds(id > 0, "a raw message of another machine can be taken out of one");
+    pvm_setrbuf(id);
+    memset(bytes, 0, sizeof bytes);
+    is(pvm_upkint(&number, 1, 1), PvmBadMsg, "the numbers of a raw message of another machine cannot be read");
+    is(pvm_upkbyte(bytes, 8, 1), PvmOk, "the bytes of a raw message of another machine can be read");
+    reads(bytes, "abcdefg", "the bytes of a raw message of another machine are as they were sent");
+    pvm_setopt(PvmAutoErr, auto_error);
+}
+
 static void sentences(void)
 {
     every_type_in(PvmDataDefault, "every type survives the default encoding");
@@ -388,4 +410,5 @@ static void sentences(void)
     formats();
     appended();
     fragments();
+    of_another_machine();
 }

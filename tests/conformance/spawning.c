@@ -44,16 +44,7 @@ static int naked(int argc, char **argv)
     return 0;
 }
 
-static int waiter(int argc, char **argv)
-{
-    (void)argc, (void)argv;
-    tell(pvm_parent(), 2, 1);
-    pvm_recv(pvm_parent(), 3);
-    pvm_exit();
-    return 0;
-}
-
-static const role roles[] = { { "teller", teller }, { "waiter", waiter }, { "naked", naked }, { NULL, NULL } };
+static const role roles[] = { { "teller", teller }, { "naked", naked }, { NULL, NULL } };
 
 static int on_host(int *tids, int n, int host)
 {
@@ -61,15 +52,6 @@ static int on_host(int *tids, int n, int host)
     for (k = 0; k < n; k++)
         count += pvm_tidtohost(tids[k]) == host;
     return count;
-}
-
-static void dismiss(int *tids, int n)
-{
-    int k;
-    for (k = 0; k < n; k++)
-        tell(tids[k], 3, 0);
-    for (k = 0; k < n; k++)
-        gone(tids[k]);
 }
 
 static void rotation(void)

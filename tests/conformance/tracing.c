@@ -1,8 +1,9 @@
 /* Tracing: records of a task's own calls and of its children's, user events, and a tracer for all. */
 #include "conform.h"
+#include <pvmproto.h>
 #include <pvmtev.h>
 
-enum { SEND_EVENT = 47, NEWTASK_EVENT = 75, SPNTASK_EVENT = 77, ENTRY = 0x4000, EXIT = 0x8000 };
+enum { SEND_EVENT = 47, NEWTASK_EVENT = 75, SPNTASK_EVENT = 77, ENTRY = 0x4000, EXIT = 0x8000, TASK_CONTROL = 0x7ffff };
 
 static int traced(int argc, char **argv)
 {
@@ -14,7 +15,21 @@ static int traced(int argc, char **argv)
     return 0;
 }
 
-static const role roles[] = { { "traced", traced }, { NULL, NULL } };
+/* Tells its trace mask when it gets the word. */
+static int masked(int argc, char **argv)
+{
+    char own[36];
+    (void)argc, (void)argv;
+    wait_for_word();
+    pvm_gettmask(PvmTaskSelf, own);
+    pvm_initsend(PvmDataDefault);
+    pvm_pkstr(own);
+    pvm_send(pvm_parent(), 4);
+    pvm_exit();
+    return 0;
+}
+
+static const role roles[] = { { "traced", traced }, { "masked", masked }, { NULL, NULL } };
 
 static char mask[36];
 
@@ -108,8 +123,28 @@ static void a_tracer(void)
     is(n, 0, "a tracer that took it back is not in the mailbox");
 }
 
+/* Tracers change what a task tells while it runs. */
+static void from_outside(void)
+{
+    int kid = start_waiting("masked", NULL), old = pvm_setopt(PvmResvTids, 1);
+    char text[64] = "";
+    memset(mask, '@', 35);
+    choose(SEND_EVENT);
+    pvm_setcontext(TASK_CONTROL);
+    pvm_initsend(PvmDataDefault);
+    pvm_pkstr(mask);
+    is(pvm_send(kid, TC_SETTMASK), PvmOk, "a message of task control can be sent with reserved tids allowed");
+    pvm_setcontext(PvmBaseContext);
+    pvm_setopt(PvmResvTids, old);
+    tell(kid, 3, 0);
+    if (await(kid, 4) > 0)
+        pvm_upkstr(text);
+    reads(text, mask, "a message of task control sets the trace mask of a task");
+}
+
 static void sentences(void)
 {
+    from_outside();
     children();
     a_tracer();
 }
