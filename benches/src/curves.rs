@@ -101,6 +101,7 @@ impl Curves {
             title: "round trip on one host: bandwidth over message size".to_string(),
             x: "bytes of a message".to_string(),
             y: "MB/s".to_string(),
+            more_is_better: true,
             series: lines.iter().map(speed).collect(),
         });
         self.latency("latency", "round trip on one host: time over message size", "bytes of a message", lines);
@@ -108,7 +109,7 @@ impl Curves {
 
     fn latency(&mut self, name: &str, title: &str, x: &str, series: Vec<Series>) {
         let (name, title, x) = (name.to_string(), title.to_string(), x.to_string());
-        self.charts.push(Chart { name, title, x, y: "microseconds".to_string(), series });
+        self.charts.push(Chart { name, title, x, y: "microseconds".to_string(), more_is_better: false, series });
     }
 
     /// Runs the program at each point, all lines in turn. A line ends where the program no longer works.

@@ -41,6 +41,21 @@ pub struct Settings {
     pub results: PathBuf,
 }
 
+impl Settings {
+    /// The command that measures the same again.
+    fn words(&self) -> String {
+        let mut words = "cargo xtask bench peers".to_string();
+        if self.quick {
+            words.push_str(" --quick");
+        }
+        if let Some(repetitions) = self.repetitions {
+            words.push_str(&format!(" --repetitions {repetitions}"));
+        }
+        self.only.iter().for_each(|name| words.push_str(&format!(" --only '{name}'")));
+        words
+    }
+}
+
 /// Measures, prints the table, writes the results. True if every measurement worked, whether fast or not.
 ///
 /// # Errors
@@ -59,7 +74,7 @@ pub fn peers(settings: &Settings) -> Result<bool> {
     let measured = systems::measure(&settings.prefix, &chosen, repetitions, settings.quick)?;
     let curves = curves::measure(&settings.prefix, &curves, settings.quick)?;
     let machine = machine::Machine::describe(&settings.prefix, before, repetitions, settings.quick);
-    let report = report::Report::new(machine, &chosen, measured, curves);
+    let report = report::Report::new(machine, settings.words(), &chosen, measured, curves);
     print!("{}", report.text());
     fs::create_dir_all(&settings.results).with_context(|| settings.results.display().to_string())?;
     report.write(&settings.results)?;

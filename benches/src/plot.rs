@@ -23,6 +23,8 @@ pub(crate) struct Chart {
     pub(crate) x: String,
     /// See above.
     pub(crate) y: String,
+    /// What y tells is a rate and not a time.
+    pub(crate) more_is_better: bool,
     /// The lines.
     pub(crate) series: Vec<Series>,
 }
@@ -158,7 +160,7 @@ mod tests {
 
     fn chart(points: Vec<(f64, f64)>) -> Chart {
         let series = vec![Series { name: "a & b".into(), points }];
-        Chart { name: "c".into(), title: "t".into(), x: "x".into(), y: "y".into(), series }
+        Chart { name: "c".into(), title: "t".into(), x: "x".into(), y: "y".into(), more_is_better: false, series }
     }
 
     #[test]

@@ -47,7 +47,13 @@ pub(crate) struct Report {
 
 impl Report {
     /// Puts together what was measured.
-    pub(crate) fn new(machine: Machine, chosen: &[Measurement], measured: Measured, curves: Curves) -> Report {
+    pub(crate) fn new(
+        machine: Machine,
+        repeat_with: String,
+        chosen: &[Measurement],
+        measured: Measured,
+        curves: Curves,
+    ) -> Report {
         let (mut rows, mut repetitions, mut troubles) = (Vec::new(), BTreeMap::new(), Vec::new());
         for (one, given) in chosen.iter().zip(&measured) {
             let what = one.words.join(" ");
@@ -58,7 +64,6 @@ impl Report {
             let all = given.iter().map(|(system, given)| (system.name(), given.repetitions.clone()));
             repetitions.insert(what, all.collect());
         }
-        let repeat_with = "cargo xtask bench peers".to_string();
         troubles.extend(curves.troubles);
         Report { machine, repeat_with, rows, repetitions, curves: curves.charts, troubles }
     }
@@ -90,6 +95,7 @@ impl Report {
         }
         text.push_str("\ntimes: median (99 of 100); speed to PVM: how many times faster ours is, of the same run\n");
         text.push_str(&self.machine.text());
+        text.push_str(&format!("repeat with: {}\n", self.repeat_with));
         for trouble in &self.troubles {
             // The whole of it is in the file for programs.
             let words: Vec<&str> = trouble.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
@@ -122,7 +128,19 @@ fn curve_text(chart: &Chart) -> String {
     let mut text = format!("\n{} ({}: {})\n", chart.title, chart.x, chart.y);
     for series in &chart.series {
         let points: Vec<String> = series.points.iter().map(|(x, y)| format!("{x}: {}", digits(*y))).collect();
-        text.push_str(&format!("  {:<20} {}\n", series.name, points.join("  ")));
+        text.push_str(&format!("  {:<24} {}\n", series.name, points.join("  ")));
+    }
+    for own in &chart.series {
+        let Some(route) = own.name.strip_prefix(System::Sempa.name()) else { continue };
+        let theirs = format!("{}{route}", System::Pvm.name());
+        let Some(pvm) = chart.series.iter().find(|series| series.name == theirs) else { continue };
+        let speed = |(x, y): &(f64, f64)| {
+            let beside = pvm.points.iter().find(|point| point.0 == *x)?.1;
+            let speed = if chart.more_is_better { y / beside } else { beside / y };
+            Some(format!("{x}: {}x", digits(speed)))
+        };
+        let points: Vec<String> = own.points.iter().filter_map(speed).collect();
+        text.push_str(&format!("  {:<24} {}\n", format!("speed to PVM{route}"), points.join("  ")));
     }
     text
 }
@@ -207,6 +225,7 @@ fn met(row: &Row, own: f64, pvm: Option<f64>, beside: Option<f64>) -> Option<boo
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::plot::Series;
     use crate::rows::Unit;
 
     fn row(unit: Unit, goal: Goal) -> Row {
@@ -232,6 +251,19 @@ mod tests {
         assert_eq!(met(&row(Unit::Micros, goal), 1.0, None, None), None);
         assert_eq!(met(&row(Unit::Micros, goal), 1.0, Some(2.0), None), Some(true));
         assert_eq!(met(&row(Unit::Micros, Goal::default()), 1.0, Some(2.0), None), None);
+    }
+
+    #[test]
+    fn curves_tell_the_speed_of_the_same_route_at_the_same_point() {
+        let series = |name: &str, y| Series { name: name.to_string(), points: vec![(8.0, y)] };
+        let series = vec![series("PVM 3.4.6, direct", 30.0), series("PVM 3.4.6", 60.0), series("Sempa, direct", 10.0)];
+        let chart = |more_is_better| {
+            let (name, title, x, y) = ("c".to_string(), "t".to_string(), "bytes".to_string(), "us".to_string());
+            curve_text(&Chart { name, title, x, y, more_is_better, series: series.clone() })
+        };
+        let last = |text: String| text.lines().last().map(str::to_string);
+        assert_eq!(last(chart(false)).as_deref(), Some("  speed to PVM, direct     8: 3.00x"));
+        assert_eq!(last(chart(true)).as_deref(), Some("  speed to PVM, direct     8: 0.333x"));
     }
 
     #[test]
