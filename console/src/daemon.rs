@@ -86,8 +86,7 @@ fn run(program: &Path, args: &[OsString]) -> Result<Child, StartError> {
             let mut said = String::new();
             complaints.rewind()?;
             let _ = complaints.take(COMPLAINT_BYTES_MAX).read_to_string(&mut said);
-            let last = said.lines().rev().find(|line| !line.trim().is_empty());
-            Err(last.map_or(StartError::Silent(status), |line| StartError::Said(line.trim().to_string())))
+            Err(reason(&said).map_or(StartError::Silent(status), |line| StartError::Said(line.to_string())))
         }
         Err(_) => {
             let _ = child.kill();
@@ -95,6 +94,12 @@ fn run(program: &Path, args: &[OsString]) -> Result<Child, StartError> {
             Err(StartError::Slow)
         }
     }
+}
+
+/// The line that says why: what is wrong with the command line comes before the advice, everything else comes last.
+fn reason(said: &str) -> Option<&str> {
+    let mut lines = said.lines().map(str::trim).filter(|line| !line.is_empty());
+    lines.clone().find(|line| line.starts_with("error: ")).or_else(|| lines.next_back())
 }
 
 /// A running daemon that can be watched until it is gone.
@@ -185,6 +190,8 @@ mod tests {
     fn a_daemon_that_fails_is_quoted() {
         let said = shell("echo 'warning: x' >&2; echo 'pvmd: no room' >&2; exit 1").expect_err("failed").to_string();
         assert_eq!(said, "pvmd: no room");
+        let advice = "echo 'error: -d takes a mask' >&2; echo >&2; echo 'try --help' >&2; exit 2";
+        assert_eq!(shell(advice).expect_err("failed").to_string(), "error: -d takes a mask");
         assert!(matches!(shell("exit 3").expect_err("failed"), StartError::Silent(_)));
         let none = run(Path::new("/nonexistent/pvmd"), &[]).expect_err("failed");
         assert!(matches!(none, StartError::NoProgram { .. }));
