@@ -92,20 +92,22 @@ impl Bell {
         self.every.store(u32::from(every), Ordering::SeqCst);
     }
 
-    /// The slots whose bits are set, by words of 64: index of the word and its bits.
-    pub fn rung(&self) -> impl Iterator<Item = (usize, u64)> + '_ {
+    /// The first word of slots from `from` on that has bits set: its number (slots are 64 times it and more) and its bits.
+    pub fn rung(&self, from: usize) -> Option<(usize, u64)> {
         let mut summary = self.summary.0.load(Ordering::Acquire);
-        std::iter::from_fn(move || {
-            while summary != 0 {
-                let index = summary.trailing_zeros() as usize;
-                summary &= summary - 1;
-                let bits = self.bits[index].load(Ordering::Acquire);
-                if bits != 0 {
-                    return Some((index, bits));
-                }
+        if from >= WORDS {
+            return None;
+        }
+        summary &= u64::MAX << from;
+        while summary != 0 {
+            let index = summary.trailing_zeros() as usize;
+            let bits = self.bits[index].load(Ordering::Acquire);
+            if bits != 0 {
+                return Some((index, bits));
             }
-            None
-        })
+            summary &= summary - 1;
+        }
+        None
     }
 
     /// Takes a bit back. Its ring has to be looked at once more after this.

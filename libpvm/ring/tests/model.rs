@@ -113,7 +113,7 @@ fn nobody_sleeps_through_a_record() {
         });
         let mut reader = Reader::new(area);
         let seen = bell.about_to_sleep();
-        let found = bell.rung().count() > 0 && read(&mut reader).is_some();
+        let found = bell.rung(0).is_some() && read(&mut reader).is_some();
         let woken = writing.join().expect("written");
         assert!(found || woken || bell.word().load(Ordering::SeqCst) != seen, "it would sleep for ever");
     });
@@ -134,6 +134,6 @@ fn a_bit_that_is_taken_back_is_set_again_by_who_writes_afterwards() {
         bell.hush(3);
         let found = read(&mut reader).is_some();
         writing.join().expect("written");
-        assert!(found || bell.rung().any(|(_, bits)| bits >> 3 & 1 == 1), "the record would stay unseen");
+        assert!(found || bell.rung(0).is_some_and(|(_, bits)| bits >> 3 & 1 == 1), "the record would stay unseen");
     });
 }

@@ -1,6 +1,6 @@
 //! Finding the daemon and introducing oneself.
 
-use super::process::Own;
+use super::process::{Own, receive_waiting};
 use crate::error::EnrollError;
 use bytes::Bytes;
 use nix::sys::socket::{MsgFlags, getsockopt, send, sockopt::PeerCredentials};
@@ -8,8 +8,9 @@ use sempa_proto::WIRE_VERSION;
 use sempa_proto::frame::{FrameDecoder, encode_control};
 use sempa_proto::place::Place;
 use sempa_proto::task::{AtEnd, Claim, Hello, TASK_MAGIC, ToDaemon, ToTask, Welcome};
-use std::io::{self, Read};
-use std::os::fd::AsRawFd;
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -18,6 +19,8 @@ use std::time::Duration;
 
 /// A daemon that has not answered a greeting by then is taken for broken.
 const GREETING_MAX: Duration = Duration::from_secs(30);
+/// Room made for one read of the answer to a greeting.
+const WELCOME_BYTES: usize = 4096;
 /// Longest program name that is told to the daemon, in bytes.
 const PROGRAM_BYTES_MAX: usize = 4096;
 
@@ -89,6 +92,8 @@ pub(crate) struct Accepted {
     pub(crate) socket: Arc<Own<UnixStream>>,
     /// What came behind the welcome.
     pub(crate) decoder: FrameDecoder,
+    /// Descriptors that belong to that.
+    pub(crate) descriptors: VecDeque<OwnedFd>,
     /// The welcome.
     pub(crate) welcome: Welcome,
 }
@@ -117,10 +122,10 @@ pub(crate) fn greet(path: &Path, claim: Claim, program: &str, at_end: AtEnd) -> 
         Err(e) if matches!(e.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset) => {}
         written => written.map_err(io_error)?,
     }
-    let mut decoder = FrameDecoder::new();
-    let welcome = read_welcome(socket.get(), &mut decoder, path)?;
+    let (mut decoder, mut descriptors) = (FrameDecoder::new(), VecDeque::new());
+    let welcome = read_welcome(socket.get(), &mut decoder, &mut descriptors, path)?;
     socket.get().set_read_timeout(None).map_err(io_error)?;
-    Ok(Accepted { socket: Arc::new(socket), decoder, welcome })
+    Ok(Accepted { socket: Arc::new(socket), decoder, descriptors, welcome })
 }
 
 fn write_all(socket: &UnixStream, mut bytes: Bytes) -> io::Result<()> {
@@ -134,10 +139,14 @@ fn write_all(socket: &UnixStream, mut bytes: Bytes) -> io::Result<()> {
     Ok(())
 }
 
-fn read_welcome(mut socket: &UnixStream, decoder: &mut FrameDecoder, path: &Path) -> Result<Welcome, EnrollError> {
+fn read_welcome(
+    socket: &UnixStream,
+    decoder: &mut FrameDecoder,
+    descriptors: &mut VecDeque<OwnedFd>,
+    path: &Path,
+) -> Result<Welcome, EnrollError> {
     let version = |why: String| EnrollError::Version { path: path.to_path_buf(), why };
     let io_error = |source: io::Error| EnrollError::Io { path: path.to_path_buf(), source };
-    let mut chunk = [0; 4096];
     loop {
         if let Some(frame) = decoder.next_frame().map_err(|e| version(e.to_string()))? {
             return match frame.control::<ToTask>() {
@@ -147,12 +156,13 @@ fn read_welcome(mut socket: &UnixStream, decoder: &mut FrameDecoder, path: &Path
                 Err(e) => Err(version(e.to_string())),
             };
         }
-        match socket.read(&mut chunk) {
+        decoder.buffer_mut().reserve(WELCOME_BYTES);
+        match receive_waiting(socket, decoder.buffer_mut(), descriptors) {
             Ok(0) => return Err(io_error(io::Error::other("it hung up without an answer"))),
             Err(e) if e.kind() == io::ErrorKind::ConnectionReset => {
                 return Err(io_error(io::Error::other("it hung up without an answer")));
             }
-            Ok(n) => decoder.push(&chunk[..n]),
+            Ok(_) => {}
             Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
                 let seconds = GREETING_MAX.as_secs();

@@ -3,14 +3,18 @@
 //! The shell feeds frames and the time in, and writes out what gathers in the outbox. Everything an application thread
 //! may wait for raises [`Core::news`].
 
+use super::near::Near;
 use super::outbox::Outbox;
 use crate::inbox::Inbox;
 use bytes::Bytes;
+use rustc_hash::FxHashMap;
 use sempa_proto::frame::{Frame, FrameKind, encode_control};
-use sempa_proto::link::{Link, LinkEvent, LinkFrame, LinkKind, LinkOutput};
+use sempa_proto::link::{Link, LinkEvent, LinkFrame, LinkKind, Payload};
+use sempa_proto::route::RouteWord;
 use sempa_proto::task::{LinkMark, REQUESTS_OPEN_MAX, Reply, Request, RmInfo, Sink, ToDaemon, ToTask, Welcome};
 use sempa_proto::{HostId, Message, Micros, MigrationId, PvmError, PvmResult, RequestId, RouteId, Tid};
 use std::collections::{HashMap, HashSet, VecDeque};
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 
 /// Bytes that may wait for the socket before links have to wait with theirs. Control messages are not held back.
@@ -25,8 +29,26 @@ pub(crate) const LINKS_MAX: usize = 1 << 18;
 pub(crate) const LINKS_GONE_MAX: usize = 1 << 14;
 /// Notifications that may wait for the last messages of their task; beyond it the oldest is handed over early.
 pub(crate) const HELD_MAX: usize = 1 << 16;
-/// Messages up to this size are copied out of the read buffer, so that a small message does not keep a large buffer.
+
+/// Fragments up to this size are copied out of the read buffer, so that a small message does not keep a large buffer.
 const COPY_BYTES_MAX: usize = 16 << 10;
+
+/// A fragment in the buffer that the socket was read into.
+struct FromSocket(Bytes);
+
+impl Payload for FromSocket {
+    fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    fn into_bytes(self) -> Bytes {
+        if self.0.len() <= COPY_BYTES_MAX { Bytes::copy_from_slice(&self.0) } else { self.0 }
+    }
+
+    fn append_to(self, out: &mut Vec<u8>) {
+        self.0.append_to(out);
+    }
+}
 
 /// A move that the daemon announced.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -77,7 +99,9 @@ pub(crate) struct Core {
     pub(crate) outbox: Outbox,
     later: VecDeque<Bytes>,
     later_bytes: usize,
-    links: HashMap<Tid, Link>,
+    /// Rings to tasks on this host.
+    pub(crate) near: Near,
+    links: FxHashMap<Tid, Link>,
     gone: VecDeque<Tid>,
     /// Links that may have something to transmit and wait for room in the outbox.
     busy: VecDeque<Tid>,
@@ -90,6 +114,7 @@ pub(crate) struct Core {
     lifted: bool,
     earliest: Option<Micros>,
     news: u64,
+    route_news: u64,
 }
 
 impl Core {
@@ -109,7 +134,8 @@ impl Core {
             outbox: Outbox::default(),
             later: VecDeque::new(),
             later_bytes: 0,
-            links: HashMap::new(),
+            near: Near::default(),
+            links: FxHashMap::default(),
             gone: VecDeque::new(),
             busy: VecDeque::new(),
             is_busy: HashSet::new(),
@@ -121,6 +147,7 @@ impl Core {
             lifted: false,
             earliest: None,
             news: 0,
+            route_news: 0,
         }
     }
 
@@ -204,6 +231,11 @@ impl Core {
         self.links.values().filter(sent).map(mark).collect()
     }
 
+    /// Rises with everything that a thread may wait for that waits for its message to be out.
+    pub(crate) fn route_news(&self) -> u64 {
+        self.route_news
+    }
+
     /// When [`Core::wake`] is wanted, at the latest; may be too early.
     pub(crate) fn earliest(&self) -> Option<Micros> {
         self.earliest
@@ -217,11 +249,16 @@ impl Core {
         let Some(link) = self.link_to_send(peer) else { return Err(PvmError::OutOfRes) };
         let head = Bytes::copy_from_slice(&message.head());
         link.send(head, message.body).map_err(|_| PvmError::OutOfRes)?;
+        if let Some(slot) = self.near.slot(peer) {
+            self.pump_ring(now, slot);
+            return Ok(());
+        }
         if self.outbox.backlog() < BACKLOG_BYTES_MAX {
             self.pump_link(now, peer);
         } else {
             self.mark_busy(peer);
         }
+        self.consider_ring(now, peer);
         Ok(())
     }
 
@@ -295,6 +332,9 @@ impl Core {
 
     /// From now on windows do not hold anything back: the process ends.
     pub(crate) fn lift_windows(&mut self, now: Micros) {
+        if !self.lifted {
+            self.end_rings(now);
+        }
         self.lifted = true;
         let peers: Vec<Tid> = self.links.keys().copied().collect();
         for peer in peers {
@@ -309,17 +349,29 @@ impl Core {
     // ---- what the shell does
 
     /// Takes a frame from the daemon. An error is one sentence: the connection cannot be used any further.
-    pub(crate) fn take_frame(&mut self, now: Micros, frame: Frame) -> Result<(), String> {
+    pub(crate) fn take_frame(
+        &mut self,
+        now: Micros,
+        frame: Frame,
+        descriptors: &mut VecDeque<OwnedFd>,
+    ) -> Result<(), String> {
         match frame.kind {
             FrameKind::Link => {
                 let frame = frame.link().map_err(|e| e.to_string())?;
                 self.take_link_frame(now, frame);
                 Ok(())
             }
-            FrameKind::Control => {
-                let control = frame.control::<ToTask>().map_err(|e| e.to_string())?;
-                self.take_control(now, control)
-            }
+            FrameKind::Control => match frame.control::<ToTask>().map_err(|e| e.to_string())? {
+                ToTask::Route { from, word, .. } => {
+                    let count = word.descriptors();
+                    if descriptors.len() < count {
+                        return Err("a word about a route came without its descriptors".into());
+                    }
+                    self.take_word(now, from, &word, descriptors.drain(..count).collect());
+                    Ok(())
+                }
+                control => self.take_control(now, control),
+            },
             FrameKind::Image => Err("the daemon sent a piece of an image to a task".into()),
         }
     }
@@ -329,13 +381,19 @@ impl Core {
         while self.outbox.backlog() < BACKLOG_BYTES_MAX {
             let Some(peer) = self.busy.pop_front() else { return };
             self.is_busy.remove(&peer);
-            self.pump_some(now, peer, 1);
+            match self.near.slot(peer) {
+                Some(slot) => self.pump_ring(now, slot),
+                None => self.pump_some(now, peer, 1),
+            }
         }
     }
 
     /// Lets one link transmit as far as the outbox has room.
     pub(crate) fn pump_link(&mut self, now: Micros, peer: Tid) {
-        self.pump_some(now, peer, usize::MAX);
+        match self.near.slot(peer) {
+            Some(slot) => self.pump_ring(now, slot),
+            None => self.pump_some(now, peer, usize::MAX),
+        }
     }
 
     /// Tells links whose time has come.
@@ -358,6 +416,7 @@ impl Core {
             }
             self.mark_busy(peer);
         }
+        self.wake_near(now);
         self.pump(now);
     }
 
@@ -396,6 +455,9 @@ impl Core {
         if self.lost().is_some() {
             return;
         }
+        // What peers here have sent is theirs to have received.
+        self.end_rings(Micros(0));
+        self.unshare();
         self.phase = Phase::Lost(why.into());
         self.outbox.clear();
         self.later.clear();
@@ -447,7 +509,7 @@ impl Core {
 
     /// The link to a peer, made on first use. One to a peer that ended without having said a word is made anew: the
     /// number may have been given to a task since then.
-    fn link_to_send(&mut self, peer: Tid) -> Option<&mut Link> {
+    pub(super) fn link_to_send(&mut self, peer: Tid) -> Option<&mut Link> {
         let stale = self.links.get(&peer).is_some_and(|link| link.is_gone() && link.expected() == 1);
         if stale || !self.links.contains_key(&peer) {
             if self.links.len() >= LINKS_MAX && !stale {
@@ -473,35 +535,82 @@ impl Core {
         if !first && self.links.get(&peer).is_some_and(|link| link.is_gone() && link.expected() == 1) {
             return;
         }
+        self.drain_peer(now, peer);
         let Some(link) = self.link_to_send(peer) else { return };
-        link.handle(now, LinkEvent::Frame(frame));
+        link.take(now, frame.kind, frame.seq, frame.ack, FromSocket(frame.payload));
+        self.deliver_from(peer);
         self.pump_link(now, peer);
         self.release_held(peer);
     }
 
-    /// Polls a link until it has nothing, the outbox is full, or `transmissions` frames were queued.
-    fn pump_some(&mut self, now: Micros, peer: Tid, mut transmissions: usize) {
-        while let Some(output) = self.links.get_mut(&peer).and_then(|link| link.poll(now)) {
-            match output {
-                LinkOutput::Deliver(bytes) => {
-                    let bytes = if bytes.len() <= COPY_BYTES_MAX { Bytes::copy_from_slice(&bytes) } else { bytes };
-                    // Shorter than a header: only a peer that breaks the protocol sends such; its message is nothing.
-                    if let Some(message) = Message::decode(peer, self.me, bytes) {
-                        self.deliver(message);
-                    }
-                }
-                LinkOutput::Transmit(frame) => {
-                    self.outbox.push_link(&frame);
-                    transmissions -= 1;
-                    if transmissions == 0 || self.outbox.backlog() >= BACKLOG_BYTES_MAX {
-                        return self.mark_busy(peer);
-                    }
-                }
+    /// Hands over the messages that are complete.
+    pub(super) fn deliver_from(&mut self, peer: Tid) {
+        while let Some(bytes) = self.links.get_mut(&peer).and_then(Link::take_message) {
+            // Shorter than a header: only a peer that breaks the protocol sends such; its message is nothing.
+            if let Some(message) = Message::decode(peer, self.me, bytes) {
+                self.deliver(message);
             }
         }
-        if let Some(at) = self.links.get(&peer).and_then(Link::next_wakeup) {
-            self.earliest = Some(self.earliest.map_or(at, |e| e.min(at)));
+    }
+
+    /// A word of another task about a route of their own.
+    fn take_word(&mut self, now: Micros, from: Tid, word: &RouteWord, descriptors: Vec<OwnedFd>) {
+        match word {
+            RouteWord::DirectOffer { id, .. } => drop(self.say(from, RouteWord::DirectRefuse { id: *id }, Vec::new())),
+            RouteWord::DirectAccept { .. } | RouteWord::DirectRefuse { .. } => {}
+            _ => self.take_ring_word(now, from, word, descriptors),
         }
+    }
+
+    // ---- for the rings
+
+    pub(super) fn near_and_links(&mut self) -> (&mut Near, &mut FxHashMap<Tid, Link>) {
+        (&mut self.near, &mut self.links)
+    }
+
+    pub(super) fn tid(&self) -> Tid {
+        self.me
+    }
+
+    pub(super) fn is_lifted(&self) -> bool {
+        self.lifted
+    }
+
+    pub(super) fn link_mut(&mut self, peer: Tid) -> Option<&mut Link> {
+        self.links.get_mut(&peer)
+    }
+
+    pub(super) fn next_route(&mut self) -> RouteId {
+        self.route = self.route.next();
+        self.route
+    }
+
+    pub(super) fn news_of_routes(&mut self) {
+        self.route_news += 1;
+    }
+
+    /// [`Core::wake`] is wanted then.
+    pub(super) fn wake_at(&mut self, at: Micros) {
+        self.earliest = Some(self.earliest.map_or(at, |e| e.min(at)));
+    }
+
+    /// [`Core::wake`] is wanted when this link wants it.
+    pub(super) fn note_wakeup(&mut self, peer: Tid) {
+        if let Some(at) = self.links.get(&peer).and_then(Link::next_wakeup) {
+            self.wake_at(at);
+        }
+    }
+
+    /// Takes a link's frames until it has none, the outbox is full, or `transmissions` were queued.
+    fn pump_some(&mut self, now: Micros, peer: Tid, mut transmissions: usize) {
+        while let Some(frame) = self.links.get_mut(&peer).and_then(|link| link.next_frame(now)) {
+            self.outbox.push_link(&frame.to_frame());
+            transmissions -= 1;
+            if transmissions == 0 || self.outbox.backlog() >= BACKLOG_BYTES_MAX {
+                return self.mark_busy(peer);
+            }
+        }
+        self.note_wakeup(peer);
     }
 
     fn take_control(&mut self, now: Micros, control: ToTask) -> Result<(), String> {
@@ -515,16 +624,17 @@ impl Core {
                     self.news += 1;
                 }
             }
-            ToTask::Deliver { message, after } => self.take_delivery(message, after),
+            ToTask::Deliver { message, after } => self.take_delivery(now, message, after),
             ToTask::PeerGone { tid } => self.peer_gone(now, tid),
             ToTask::PeerMoved { tid } => {
+                self.forget_near(now, tid);
                 if let Some(link) = self.links.get_mut(&tid) {
                     link.handle(now, LinkEvent::PeerMoved);
                     self.pump_link(now, tid);
                 }
             }
             ToTask::RmChanged { rm } => self.set_rm(rm),
-            ToTask::Route { .. } => {}
+            ToTask::Route { .. } => return Err("a word about a route came on a way without descriptors".into()),
             ToTask::Quiesce { migration, tokens } => self.quiesce(now, Quiesce { migration, tokens })?,
         }
         Ok(())
@@ -549,7 +659,11 @@ impl Core {
         }
     }
 
-    fn take_delivery(&mut self, message: Message, after: Option<LinkMark>) {
+    fn take_delivery(&mut self, now: Micros, message: Message, after: Option<LinkMark>) {
+        // The daemon knows how far it carried, not how far the rings did.
+        if let Some(mark) = after {
+            self.drain_peer(now, mark.peer);
+        }
         match after {
             Some(mark) if mark.peer != self.me && !self.has_come(mark) => {
                 self.held.push_back((mark, message));
@@ -562,7 +676,7 @@ impl Core {
         }
     }
 
-    fn release_held(&mut self, peer: Tid) {
+    pub(super) fn release_held(&mut self, peer: Tid) {
         if !self.held.iter().any(|(mark, _)| mark.peer == peer) {
             return;
         }
@@ -579,6 +693,7 @@ impl Core {
         if peer == self.me || self.is_gone(peer) {
             return;
         }
+        self.forget_near(now, peer);
         // Remembered also without a link: a notification that waits for this peer's last message must not wait for ever.
         let Some(link) = self.link_to_send(peer) else { return };
         link.handle(now, LinkEvent::PeerGone);
@@ -598,9 +713,11 @@ impl Core {
         if !self.is_connected() {
             return Err("the daemon asked this task twice to let go".into());
         }
+        self.end_rings(now);
         for link in self.links.values_mut() {
             link.handle(now, LinkEvent::RouteDown);
         }
+        self.unshare();
         self.busy.clear();
         self.is_busy.clear();
         self.earliest = None;
@@ -703,7 +820,7 @@ mod tests {
         assert!(others.iter().all(|peer| core.waits_for_room(*peer)));
         let mut decoder = FrameDecoder::new();
         while !core.outbox.is_empty() {
-            let bytes = core.outbox.slices().iter().flat_map(|s| s.to_vec()).collect::<Vec<u8>>();
+            let bytes = core.outbox.slices().0.iter().flat_map(|s| s.to_vec()).collect::<Vec<u8>>();
             decoder.push(&bytes);
             core.outbox.advance(bytes.len());
             core.pump(Micros(0));
@@ -748,7 +865,7 @@ mod tests {
         let mut decoder = FrameDecoder::new();
         decoder.push(&encode_link(&late));
         let frame = decoder.next_frame().expect("good").expect("whole");
-        core.take_frame(Micros(0), frame).expect("ignored");
+        core.take_frame(Micros(0), frame, &mut VecDeque::new()).expect("ignored");
         assert!(core.is_gone(PEER));
     }
 }

@@ -4,6 +4,7 @@
 
 use super::connect::{Accepted, greet};
 use super::core::{Phase, Quiesce};
+use super::ear;
 use super::process::Own;
 use super::shared::{Shared, Sleep, State};
 use crate::error::EnrollError;
@@ -61,18 +62,30 @@ enum Next {
     End,
 }
 
-fn run(shared: &Shared, program: &str) {
+fn run(shared: &Arc<Shared>, program: &str) {
+    let mut listener = None;
     loop {
-        let next = {
+        let (next, deaf) = {
             let mut state = shared.lock();
             state.sleep = Sleep::Awake;
-            decide(&mut state, shared.is_stopped())
+            let deaf = state.core.near.is_shared() && !state.has_ear;
+            state.has_ear |= deaf;
+            (decide(&mut state, shared.is_stopped()), deaf)
         };
+        if deaf {
+            // Without an ear a full ring is noticed by the application's next call, or when a link asks.
+            listener = ear::start(shared).ok();
+        }
         match next {
             Next::Sleep { socket, wanted, span } => doze(shared, socket.get(), wanted, span),
             Next::Await(quiesce) => await_token(shared, &quiesce, program),
-            Next::End => return,
+            Next::End => break,
         }
+    }
+    shared.stop();
+    if let Some(thread) = listener {
+        // One that failed has left the lock poisoned, and everybody goes on.
+        let _ = thread.join();
     }
 }
 
@@ -175,5 +188,5 @@ fn adopt(shared: &Shared, accepted: Accepted) {
     let mut state = shared.lock();
     let now: Micros = state.clock.now_after_a_move();
     state.core.resume(now, &accepted.welcome);
-    state.adopt(accepted.socket, accepted.decoder);
+    state.adopt(accepted.socket, accepted.decoder, accepted.descriptors);
 }

@@ -8,11 +8,14 @@
 mod clock;
 mod connect;
 mod core;
+mod ear;
 mod groups;
 mod helper;
+mod near;
 mod outbox;
 mod process;
 mod shared;
+mod spin;
 #[cfg(test)]
 mod tests;
 
@@ -240,6 +243,7 @@ impl Runtime {
         } else if dst.is_task() {
             let now = state.now();
             state.core.send(now, message)?;
+            state.make_room(dst);
             self.wait_until_out(&mut state, Some(dst))?;
         } else {
             return Err(PvmError::BadParam);
@@ -259,6 +263,10 @@ impl Runtime {
             }
             if !state.core.is_connected() {
                 return Ok(());
+            }
+            if peer.is_some_and(|peer| state.core.near.is_offered(peer)) {
+                state.wait_written(None);
+                continue;
             }
             if let Some(peer) = peer.filter(|_| out.is_none()) {
                 let now = state.now();
@@ -312,7 +320,7 @@ impl Runtime {
             return Some(found);
         }
         let news = state.core.news();
-        state.pump();
+        state.take_in();
         if state.core.news() == news {
             return None;
         }
@@ -351,7 +359,7 @@ impl Runtime {
                 if let Some(found) = f(&mut state.core) {
                     return Ok(Some(found));
                 }
-                state.pump();
+                state.take_in();
                 continue;
             }
             if state.core.lost().is_some() {
@@ -362,7 +370,9 @@ impl Runtime {
             if left.is_some_and(|left| left.is_zero()) {
                 return Ok(None);
             }
-            state.wait_arrived(left);
+            if !state.wait_awake(left) {
+                state.wait_arrived(left);
+            }
         }
     }
 

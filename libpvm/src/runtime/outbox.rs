@@ -1,18 +1,26 @@
 //! Bytes that wait to be written to the daemon's socket, in the order in which they were queued.
 
+use super::process::Own;
 use bytes::{Buf, Bytes};
 use sempa_proto::frame::{FrameKind, encode, encode_link};
 use sempa_proto::link::{LINK_HEAD_BYTES, LinkFrame};
 use std::collections::VecDeque;
 use std::io::IoSlice;
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::sync::Arc;
 
 /// Payloads up to this size are copied behind their header; larger ones are written from where they lie.
 const COPY_BYTES_MAX: usize = 4 << 10;
+
+/// Descriptors that travel with a frame.
+pub(crate) type Descriptors = Vec<Arc<Own<OwnedFd>>>;
 
 /// Queue of byte pieces with counters of all that ever went in and out.
 #[derive(Debug, Default)]
 pub(crate) struct Outbox {
     pieces: VecDeque<Bytes>,
+    /// Descriptors that travel with the piece that begins there.
+    attached: VecDeque<(u64, Descriptors)>,
     queued: u64,
     written: u64,
 }
@@ -22,6 +30,14 @@ impl Outbox {
     pub(crate) fn push(&mut self, piece: Bytes) {
         self.queued += piece.len() as u64;
         self.pieces.push_back(piece);
+    }
+
+    /// Adds an encoded frame with descriptors.
+    pub(crate) fn push_with(&mut self, piece: Bytes, descriptors: Descriptors) {
+        if !descriptors.is_empty() {
+            self.attached.push_back((self.queued, descriptors));
+        }
+        self.push(piece);
     }
 
     /// Adds a link frame.
@@ -57,16 +73,32 @@ impl Outbox {
         self.written
     }
 
-    /// The first pieces, for one vectored write.
-    pub(crate) fn slices(&self) -> Vec<IoSlice<'_>> {
+    /// The first pieces, for one vectored write, and the descriptors that have to go with them.
+    pub(crate) fn slices(&self) -> (Vec<IoSlice<'_>>, Vec<RawFd>) {
         /// Pieces of one write.
         const PIECES_MAX: usize = 64;
-        self.pieces.iter().take(PIECES_MAX).map(|piece| IoSlice::new(piece)).collect()
+        let (mut slices, mut at) = (Vec::new(), self.written);
+        let mut attached = self.attached.iter();
+        let here = self.attached.front().filter(|(start, _)| *start == at);
+        let descriptors = here.map(|(_, fds)| fds.iter().map(|fd| fd.get().as_raw_fd()).collect()).unwrap_or_default();
+        // They belong to the first byte of their piece, so a write ends in front of it.
+        let end = attached.find(|(start, _)| *start > at).map(|(start, _)| *start);
+        for piece in self.pieces.iter().take(PIECES_MAX) {
+            if Some(at) == end {
+                break;
+            }
+            slices.push(IoSlice::new(piece));
+            at += piece.len() as u64;
+        }
+        (slices, descriptors)
     }
 
     /// Notes that so many bytes have been written.
     pub(crate) fn advance(&mut self, mut bytes: usize) {
         self.written += bytes as u64;
+        while self.attached.front().is_some_and(|(start, _)| *start < self.written) {
+            self.attached.pop_front();
+        }
         while bytes > 0 {
             let piece = self.pieces.front_mut().expect("no more is written than was queued");
             if piece.len() > bytes {
@@ -81,6 +113,7 @@ impl Outbox {
     /// Drops what waits; it counts as written, so that nobody waits for it.
     pub(crate) fn clear(&mut self) {
         self.pieces.clear();
+        self.attached.clear();
         self.written = self.queued;
     }
 }
@@ -108,7 +141,7 @@ mod tests {
             sizes.iter().for_each(|len| outbox.push_link(&frame(*len)));
             let mut decoder = FrameDecoder::new();
             while !outbox.is_empty() {
-                let bytes: Vec<u8> = outbox.slices().iter().flat_map(|s| s.to_vec()).collect();
+                let bytes: Vec<u8> = outbox.slices().0.iter().flat_map(|s| s.to_vec()).collect();
                 let n = step.min(bytes.len());
                 decoder.push(&bytes[..n]);
                 outbox.advance(n);

@@ -3,15 +3,20 @@
 use super::clock::Clock;
 use super::connect::Accepted;
 use super::core::{Core, Phase};
+use super::near::{Near, Wakes};
 use super::process::{self, Own};
+use super::spin::Spin;
 use nix::sys::eventfd::{EfdFlags, EventFd};
-use nix::sys::socket::{MsgFlags, sendmsg};
+use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use sempa_proto::frame::FrameDecoder;
 use sempa_proto::{Micros, Tid};
+use sempa_ring::futex;
+use sempa_ring::memory::OwnBell;
+use std::collections::VecDeque;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, TryLockError};
 use std::time::{Duration, Instant};
 
@@ -19,6 +24,14 @@ use std::time::{Duration, Instant};
 const READ_BYTES: usize = 128 << 10;
 /// Bytes read under the lock in one go, so that others get their turn.
 const READ_BYTES_MAX: usize = 2 << 20;
+/// Turns of the processor between two looks at the rings.
+const SPINS_PER_LOOK: u32 = 4;
+/// The socket is not read more often than this by threads that have something else to look at; the helper watches it.
+const READ_PAUSE: Micros = Micros(20);
+/// How long a sender waits for a reader that makes no room.
+const ROOM_PATIENCE: Duration = Duration::from_micros(50);
+/// Descriptors that may wait for their frames.
+const DESCRIPTORS_MAX: usize = 16;
 /// Longest sleep on a futex: after a move to a host with another clock a sleep by the old one must not last for ever.
 const NAP_MAX: Duration = Duration::from_secs(1);
 
@@ -43,9 +56,19 @@ pub(crate) struct State {
     pub(crate) clock: Clock,
     pub(crate) socket: Option<Arc<Own<UnixStream>>>,
     pub(crate) decoder: FrameDecoder,
+    /// Descriptors that were read and belong to frames that were not taken yet.
+    descriptors: VecDeque<OwnedFd>,
     pub(crate) sleep: Sleep,
+    /// Whether waiting for news awake has paid off lately.
+    spin: Spin,
+    /// When the socket was read last.
+    read_at: Micros,
+    /// The ear listens.
+    pub(crate) has_ear: bool,
     /// Threads that wait for news.
-    waiting: usize,
+    awaiting_news: usize,
+    /// Threads that wait until something has been written.
+    awaiting_writes: usize,
     /// The sign for programs that wait on descriptors is up.
     sign_is_up: bool,
 }
@@ -55,8 +78,10 @@ pub(crate) struct State {
 pub(crate) struct Shared {
     pub(crate) me: Tid,
     state: Mutex<State>,
-    /// Something that an application thread may wait for has happened.
-    arrived: Condvar,
+    /// Threads that have found the lock taken. Who holds it while he waits lets them have it.
+    wanted: AtomicU32,
+    /// Where threads sleep until something has happened that they may wait for; peers on this host wake them, too.
+    listening: Arc<Own<OwnBell>>,
     /// Bytes were written, or will never be.
     written: Condvar,
     bell: Own<EventFd>,
@@ -71,7 +96,7 @@ pub(crate) struct Held<'a> {
     shared: &'a Shared,
     state: Option<MutexGuard<'a, State>>,
     news: u64,
-    out: u64,
+    out: (u64, u64),
     phase: bool,
 }
 
@@ -100,21 +125,24 @@ impl<'a> Held<'a> {
         Held { shared, state: Some(state), news, out, phase }
     }
 
-    fn seen(state: &State) -> (u64, u64, bool) {
-        (state.core.news(), state.core.outbox.written(), state.core.is_connected())
+    fn seen(state: &State) -> (u64, (u64, u64), bool) {
+        let core = &state.core;
+        (core.news(), (core.outbox.written(), core.route_news()), core.is_connected())
     }
 
     /// Whom the changes made under this lock concern: threads that wait for news, threads that wait for writing, the helper.
     fn concerned(&self) -> (bool, bool, bool) {
-        let core = &self.core;
-        let waited = self.waiting > 0;
-        let written = core.outbox.written() != self.out || core.is_connected() != self.phase || core.lost().is_some();
-        (waited && core.news() != self.news, waited && written, self.helper_is_needed())
+        let (news, out, phase) = Held::seen(self);
+        let written = out != self.out || phase != self.phase || self.core.lost().is_some();
+        let arrived = self.awaiting_news > 0 && news != self.news;
+        (arrived, self.awaiting_writes > 0 && written, self.helper_is_needed())
     }
 
-    fn tell(shared: &Shared, (arrived, written, ring): (bool, bool, bool)) {
+    fn tell(shared: &Shared, (arrived, written, ring): (bool, bool, bool), wakes: Wakes) {
+        wakes.wake();
         if arrived {
-            shared.arrived.notify_all();
+            shared.listening.get().stir();
+            futex::wake_all(shared.listening.get().word());
         }
         if written {
             shared.written.notify_all();
@@ -139,32 +167,107 @@ impl<'a> Held<'a> {
     fn release(&mut self) {
         self.show();
         let concerned = self.concerned();
+        let wakes = self.core.near.take_wakes();
         drop(self.state.take());
-        Held::tell(self.shared, concerned);
+        Held::tell(self.shared, concerned, wakes);
+    }
+
+    /// Waits awake for a little while, if that has paid off lately; true when there is news, or others want the lock.
+    pub(crate) fn wait_awake(&mut self, span: Option<Duration>) -> bool {
+        if self.core.near.is_empty() {
+            return false;
+        }
+        let Some(budget) = self.spin.budget(span) else { return false };
+        let (begin, news) = (Instant::now(), self.core.news());
+        loop {
+            for _ in 0..SPINS_PER_LOOK {
+                std::hint::spin_loop();
+            }
+            let now = self.now();
+            if self.core.look(now) && self.core.news() != news {
+                self.spin.paid_off(begin.elapsed());
+                return true;
+            }
+            if self.shared.wanted.load(Ordering::Relaxed) != 0 {
+                self.let_others();
+                return true;
+            }
+            if begin.elapsed() >= budget {
+                self.spin.was_in_vain();
+                return false;
+            }
+        }
+    }
+
+    /// Lets those have the lock who have found it taken.
+    fn let_others(&mut self) {
+        self.release();
+        std::thread::yield_now();
+        self.regain();
+    }
+
+    fn regain(&mut self) {
+        let state = self.shared.guard();
+        (self.news, self.out, self.phase) = Held::seen(&state);
+        self.state = Some(state);
+    }
+
+    /// After a send: while the ring of this task is full and its reader is at it, the rest is written as room comes. A reader
+    /// that does something else finds the ring full later; the rest waits here then, and the sender goes on.
+    pub(crate) fn make_room(&mut self, peer: Tid) {
+        let mut since = Instant::now();
+        while self.core.waits_for_ring(peer) {
+            let now = self.now();
+            if self.core.pump_one_ring(now, peer) {
+                since = Instant::now();
+            } else if since.elapsed() > ROOM_PATIENCE {
+                return;
+            } else if self.shared.wanted.load(Ordering::Relaxed) != 0 {
+                self.let_others();
+            } else {
+                self.core.near.take_wakes().wake();
+                std::thread::yield_now();
+            }
+        }
     }
 
     /// Sleeps until there is news, or for `span` at most.
     pub(crate) fn wait_arrived(&mut self, span: Option<Duration>) {
-        self.wait(&self.shared.arrived, span);
+        self.show();
+        let seen = self.shared.listening.get().about_to_sleep();
+        let (now, news) = (self.now(), self.core.news());
+        self.core.look_before_sleep(now);
+        // What was done since the lock was taken may concern others, who must not wait for our return.
+        let concerned = self.concerned();
+        let wakes = self.core.near.take_wakes();
+        if self.core.news() != news {
+            return Held::tell(self.shared, concerned, wakes);
+        }
+        self.awaiting_news += 1;
+        drop(self.state.take());
+        Held::tell(self.shared, concerned, wakes);
+        futex::wait(self.shared.listening.get().word(), seen, Some(nap(span)));
+        self.regain();
+        self.awaiting_news -= 1;
     }
 
     /// Sleeps until bytes have been written or the connection has changed, or for `span` at most.
     pub(crate) fn wait_written(&mut self, span: Option<Duration>) {
-        self.wait(&self.shared.written, span);
-    }
-
-    fn wait(&mut self, condvar: &'a Condvar, span: Option<Duration>) {
         self.show();
-        // What was done since the lock was taken may concern others, who must not wait for our return.
-        Held::tell(self.shared, self.concerned());
+        let (concerned, wakes) = (self.concerned(), self.core.near.take_wakes());
+        Held::tell(self.shared, concerned, wakes);
         let mut state = self.state.take().expect("taken only on release");
-        state.waiting += 1;
-        let span = span.map_or(NAP_MAX, |span| span.min(NAP_MAX));
-        let (mut state, _) = condvar.wait_timeout(state, span).unwrap_or_else(|poisoned| poisoned.into_inner());
-        state.waiting -= 1;
+        state.awaiting_writes += 1;
+        let (mut state, _) =
+            self.shared.written.wait_timeout(state, nap(span)).unwrap_or_else(|poisoned| poisoned.into_inner());
+        state.awaiting_writes -= 1;
         (self.news, self.out, self.phase) = Held::seen(&state);
         self.state = Some(state);
     }
+}
+
+fn nap(span: Option<Duration>) -> Duration {
+    span.map_or(NAP_MAX, |span| span.min(NAP_MAX))
 }
 
 impl State {
@@ -175,7 +278,18 @@ impl State {
         let closing = !core.is_connected();
         let unwritten = !core.outbox.is_empty() && !write;
         let earlier = core.earliest().is_some_and(|due| until.is_none_or(|until| due < until));
-        closing || unwritten || earlier
+        let deaf = core.near.is_shared() && !self.has_ear;
+        closing || unwritten || earlier || deaf
+    }
+
+    /// Takes in what has arrived in rings, and from the socket unless that was done just now.
+    pub(crate) fn take_in(&mut self) {
+        let now = self.now();
+        let news = self.core.news();
+        self.core.look(now);
+        if self.core.news() == news && (self.core.near.is_empty() || now.since(self.read_at) >= READ_PAUSE) {
+            self.pump();
+        }
     }
 
     /// Now, by the runtime's clock.
@@ -188,9 +302,11 @@ impl State {
         let Some(socket) = &self.socket else { return };
         let fd = socket.get().as_raw_fd();
         while !self.core.outbox.is_empty() {
-            let slices = self.core.outbox.slices();
+            let (slices, descriptors) = self.core.outbox.slices();
             let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
-            match sendmsg::<()>(fd, &slices, &[], flags, None) {
+            let rights = [ControlMessage::ScmRights(&descriptors)];
+            let control = if descriptors.is_empty() { &[][..] } else { &rights[..] };
+            match sendmsg::<()>(fd, &slices, control, flags, None) {
                 Ok(n) => self.core.outbox.advance(n),
                 Err(nix::Error::EINTR) => {}
                 Err(nix::Error::EAGAIN) => return,
@@ -213,6 +329,7 @@ impl State {
 
     fn read_all(&mut self) {
         let Some(socket) = self.socket.clone() else { return };
+        self.read_at = self.now();
         let mut total = 0;
         while self.core.is_connected() && total < READ_BYTES_MAX {
             let buffer = self.decoder.buffer_mut();
@@ -220,7 +337,7 @@ impl State {
                 buffer.reserve(READ_BYTES);
             }
             let room = buffer.capacity() - buffer.len();
-            match process::receive(socket.get(), buffer) {
+            match process::receive(socket.get(), buffer, &mut self.descriptors) {
                 Ok(0) => return self.lose("the daemon closed the connection"),
                 Ok(n) => {
                     total += n;
@@ -241,7 +358,10 @@ impl State {
         let now = self.now();
         loop {
             let taken = match self.decoder.next_frame() {
-                Ok(Some(frame)) => self.core.take_frame(now, frame),
+                Ok(Some(frame)) => self.core.take_frame(now, frame, &mut self.descriptors),
+                Ok(None) if self.descriptors.len() > DESCRIPTORS_MAX => {
+                    Err("descriptors that nothing belongs to".into())
+                }
                 Ok(None) => return,
                 Err(e) => Err(e.to_string()),
             };
@@ -255,12 +375,18 @@ impl State {
     pub(crate) fn lose(&mut self, why: &str) {
         self.core.lose(why);
         self.decoder = FrameDecoder::new();
+        self.descriptors.clear();
     }
 
     /// Takes over a connection, the first or one after a move.
-    pub(crate) fn adopt(&mut self, socket: Arc<Own<UnixStream>>, decoder: FrameDecoder) {
+    pub(crate) fn adopt(
+        &mut self,
+        socket: Arc<Own<UnixStream>>,
+        decoder: FrameDecoder,
+        descriptors: VecDeque<OwnedFd>,
+    ) {
         self.socket = Some(socket);
-        self.decoder = decoder;
+        (self.decoder, self.descriptors) = (decoder, descriptors);
         self.take_frames();
         self.pump();
     }
@@ -270,21 +396,30 @@ impl Shared {
     /// The state of a task that has just been accepted.
     pub(crate) fn new(accepted: Accepted) -> io::Result<Shared> {
         let bell = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
-        let Accepted { socket, decoder, welcome } = accepted;
+        let Accepted { socket, decoder, descriptors, welcome } = accepted;
+        let listening = Arc::new(Own::new(OwnBell::new()?));
+        let mut core = Core::new(&welcome);
+        core.near = Near::new(listening.clone());
         let mut state = State {
-            core: Core::new(&welcome),
+            core,
             clock: Clock::new(),
             socket: None,
             decoder: FrameDecoder::new(),
+            descriptors: VecDeque::new(),
             sleep: Sleep::Awake,
-            waiting: 0,
+            spin: Spin::new(),
+            read_at: Micros(0),
+            has_ear: false,
+            awaiting_news: 0,
+            awaiting_writes: 0,
             sign_is_up: false,
         };
-        state.adopt(socket, decoder);
+        state.adopt(socket, decoder, descriptors);
         Ok(Shared {
             me: welcome.tid,
             state: Mutex::new(state),
-            arrived: Condvar::new(),
+            wanted: AtomicU32::new(0),
+            listening,
             written: Condvar::new(),
             bell: Own::fd(bell),
             sign: OnceLock::new(),
@@ -301,7 +436,20 @@ impl Shared {
     /// The lock; never to be taken when [`Shared::is_foreign`].
     pub(crate) fn lock(&self) -> Held<'_> {
         debug_assert!(!self.is_foreign(), "callers look before they lock");
-        Held::new(self, self.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner()))
+        Held::new(self, self.guard())
+    }
+
+    fn guard(&self) -> MutexGuard<'_, State> {
+        match self.state.try_lock() {
+            Ok(state) => state,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => {
+                self.wanted.fetch_add(1, Ordering::Relaxed);
+                let state = self.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+                self.wanted.fetch_sub(1, Ordering::Relaxed);
+                state
+            }
+        }
     }
 
     /// The lock, or `None` when it cannot be had until the deadline (its holder may be below us on this very stack).
@@ -329,8 +477,20 @@ impl Shared {
             // Another thread may have been faster; its sign counts then.
             let _ = self.sign.set(Own::fd(fresh));
         }
+        self.listening.get().call_for_everything(true);
         drop(self.lock());
         Ok(self.sign.get().expect("just made").get().as_fd().as_raw_fd())
+    }
+
+    /// The sign, once somebody has asked for it.
+    #[cfg(test)]
+    pub(crate) fn sign(&self) -> Option<&EventFd> {
+        self.sign.get().map(Own::get)
+    }
+
+    /// Where peers on this host call.
+    pub(crate) fn listening(&self) -> &OwnBell {
+        self.listening.get()
     }
 
     /// The bell, for the helper.
@@ -347,6 +507,9 @@ impl Shared {
     pub(crate) fn stop(&self) {
         self.stop.store(true, Ordering::Release);
         self.ring();
+        if self.listening.get().call_ear() {
+            futex::wake_all(self.listening.get().ear());
+        }
     }
 
     /// Hands everything that was sent to the daemon as far as that is possible until the deadline: the process ends.

@@ -4,13 +4,16 @@
 use super::{PATIENCE, until};
 use crate::runtime::{EnrollOptions, Runtime};
 use bytes::Bytes;
+use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, sendmsg};
 use sempa_proto::frame::{Frame, FrameDecoder, FrameKind, encode, encode_control, to_bytes};
 use sempa_proto::message::DSIG_X86_64;
+use sempa_proto::route::RouteWord;
 use sempa_proto::task::{AtEnd, Claim, Hello, Reply, Request, ResumeToken, RmInfo, Sink, ToDaemon, ToTask, Welcome};
 use sempa_proto::{HostId, MigrationId, RequestId, Tid};
 use std::collections::HashMap;
-use std::io::{Read, Write};
+use std::io::{IoSlice, IoSliceMut, Write};
 use std::net::Shutdown;
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::sync::mpsc::{Sender, channel};
@@ -19,15 +22,17 @@ use std::thread;
 use std::time::Instant;
 use tempfile::TempDir;
 
+/// Bytes to write, and descriptors that go with them.
+type Parcel = (Bytes, Vec<OwnedFd>);
 type Answer = Box<dyn Fn(Tid, &Request) -> Option<Reply> + Send>;
 
 /// One task as the daemon sees it.
 #[derive(Default)]
 pub(super) struct Seat {
     stream: Option<UnixStream>,
-    out: Option<Sender<Bytes>>,
+    out: Option<Sender<Parcel>>,
     /// What came while it had no connection.
-    held: Vec<Bytes>,
+    held: Vec<Parcel>,
     /// It was told to let go: keep everything.
     holding: bool,
     stalled: bool,
@@ -36,11 +41,15 @@ pub(super) struct Seat {
 
 impl Seat {
     fn give(&mut self, bytes: Bytes) {
+        self.give_with(bytes, Vec::new());
+    }
+
+    fn give_with(&mut self, bytes: Bytes, descriptors: Vec<OwnedFd>) {
         match &self.out {
             // A connection that broke takes nothing more; that is the task's loss.
-            Some(out) if !self.holding => drop(out.send(bytes)),
+            Some(out) if !self.holding => drop(out.send((bytes, descriptors))),
             _ if self.closed => {}
-            _ => self.held.push(bytes),
+            _ => self.held.push((bytes, descriptors)),
         }
     }
 }
@@ -55,6 +64,8 @@ pub(super) struct Net {
     pub(super) refuse: Option<String>,
     /// Link frames vanish.
     pub(super) lossy: bool,
+    /// Tasks may have rings; otherwise their offers are refused as if they ran on different hosts.
+    pub(super) near: bool,
     answer: Option<Answer>,
     locals: u32,
 }
@@ -193,22 +204,30 @@ impl Drop for Fake {
     }
 }
 
-fn read_frame(stream: &mut UnixStream, decoder: &mut FrameDecoder) -> Option<Frame> {
+fn read_frame(stream: &mut UnixStream, decoder: &mut FrameDecoder, descriptors: &mut Vec<OwnedFd>) -> Option<Frame> {
     let mut chunk = vec![0; 64 << 10];
     loop {
         if let Some(frame) = decoder.next_frame().expect("the library speaks in frames") {
             return Some(frame);
         }
-        match stream.read(&mut chunk) {
-            Ok(n) if n > 0 => decoder.push(&chunk[..n]),
-            _ => return None,
+        let mut space = nix::cmsg_space!([RawFd; 2]);
+        let mut room = [IoSliceMut::new(&mut chunk)];
+        let got = recvmsg::<()>(stream.as_raw_fd(), &mut room, Some(&mut space), MsgFlags::MSG_CMSG_CLOEXEC).ok()?;
+        for part in got.cmsgs().expect("room for two") {
+            if let ControlMessageOwned::ScmRights(fds) = part {
+                descriptors.extend(fds.into_iter().map(crate::runtime::process::adopt));
+            }
+        }
+        match got.bytes {
+            0 => return None,
+            n => decoder.push(&chunk[..n]),
         }
     }
 }
 
 fn serve(shared: &Shared, mut stream: UnixStream) {
-    let mut decoder = FrameDecoder::new();
-    let Some(first) = read_frame(&mut stream, &mut decoder) else { return };
+    let (mut decoder, mut descriptors) = (FrameDecoder::new(), Vec::new());
+    let Some(first) = read_frame(&mut stream, &mut decoder, &mut descriptors) else { return };
     let Ok(ToDaemon::Hello(hello)) = first.control::<ToDaemon>() else { panic!("the first frame is a hello") };
     let Some(tid) = seat(shared, &hello, &stream) else { return };
     loop {
@@ -218,8 +237,8 @@ fn serve(shared: &Shared, mut stream: UnixStream) {
             net = shared.changed.wait_timeout(net, PATIENCE).expect("no panic under the lock").0;
         }
         drop(net);
-        let Some(frame) = read_frame(&mut stream, &mut decoder) else { break };
-        take(shared, tid, frame);
+        let Some(frame) = read_frame(&mut stream, &mut decoder, &mut descriptors) else { break };
+        take(shared, tid, frame, &mut descriptors);
     }
     let mut net = shared.net.lock().expect("no panic under the lock");
     let seat = net.seats.get_mut(&tid).expect("seated");
@@ -254,16 +273,23 @@ fn seat(shared: &Shared, hello: &Hello, stream: &UnixStream) -> Option<Tid> {
         spawned: matches!(hello.claim, Claim::Spawned { .. }),
         tracer: None,
     });
-    let (out, queue) = channel::<Bytes>();
+    let (out, queue) = channel::<Parcel>();
     let seat = net.seats.entry(tid).or_default();
-    out.send(encode_control(&welcome).expect("small")).expect("just made");
-    std::mem::take(&mut seat.held).into_iter().for_each(|bytes| out.send(bytes).expect("just made"));
+    out.send((encode_control(&welcome).expect("small"), Vec::new())).expect("just made");
+    std::mem::take(&mut seat.held).into_iter().for_each(|parcel| out.send(parcel).expect("just made"));
     seat.holding = false;
     seat.out = Some(out);
     seat.stream = Some(stream.try_clone().expect("a descriptor"));
     thread::spawn(move || {
-        for bytes in queue {
-            if writing.write_all(&bytes).is_err() {
+        for (bytes, descriptors) in queue {
+            let numbers: Vec<RawFd> = descriptors.iter().map(|fd| fd.as_raw_fd()).collect();
+            let rights = [ControlMessage::ScmRights(&numbers)];
+            let rights = if numbers.is_empty() { &[][..] } else { &rights[..] };
+            let first = [IoSlice::new(&bytes)];
+            let Ok(n) = sendmsg::<()>(writing.as_raw_fd(), &first, rights, MsgFlags::MSG_NOSIGNAL, None) else {
+                return;
+            };
+            if writing.write_all(&bytes[n..]).is_err() {
                 return;
             }
         }
@@ -271,7 +297,7 @@ fn seat(shared: &Shared, hello: &Hello, stream: &UnixStream) -> Option<Tid> {
     Some(tid)
 }
 
-fn take(shared: &Shared, tid: Tid, frame: Frame) {
+fn take(shared: &Shared, tid: Tid, frame: Frame, descriptors: &mut Vec<OwnedFd>) {
     let mut net = shared.net.lock().expect("no panic under the lock");
     if frame.kind == FrameKind::Link {
         let link = frame.link().expect("a link frame");
@@ -298,5 +324,25 @@ fn take(shared: &Shared, tid: Tid, frame: Frame) {
             net.seats.get_mut(&tid).expect("seated").give(reply);
         }
     }
+    if let ToDaemon::Route { to, word } = &said {
+        pass_on(&mut net, tid, *to, word.clone(), descriptors.drain(..word.descriptors()).collect());
+    }
     net.log.push((tid, said));
+}
+
+/// A word from one task to another, with its descriptors when the two may have rings.
+fn pass_on(net: &mut Net, from: Tid, to: Tid, word: RouteWord, descriptors: Vec<OwnedFd>) {
+    let near = net.near;
+    let answer = match word {
+        RouteWord::RingOffer { id, .. } if !near => Some(RouteWord::RingRefuse { id }),
+        _ => None,
+    };
+    let (to, from, word) = match answer {
+        Some(answer) => (from, to, answer),
+        None => (to, from, word),
+    };
+    let frame = encode_control(&ToTask::Route { from, near, word: word.clone() }).expect("small");
+    if let Some(seat) = net.seats.get_mut(&to).filter(|seat| !seat.closed) {
+        seat.give_with(frame, if word.descriptors() > 0 { descriptors } else { Vec::new() });
+    }
 }

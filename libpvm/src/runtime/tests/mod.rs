@@ -3,6 +3,7 @@
 mod ends;
 mod fake;
 mod moves;
+mod rings;
 mod rm;
 mod talk;
 

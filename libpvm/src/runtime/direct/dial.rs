@@ -1,0 +1,178 @@
+//! The side that accepts an offer: it connects.
+
+use super::accept::preamble;
+use super::handshake::Handshake;
+use super::{ADDRESS_WITHIN, DIAL_WITHIN, DirectEnd, Identity, NoRoute};
+use crate::runtime::process::Own;
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::socket::{AddressFamily, SockFlag, SockType, SockaddrStorage, connect, socket};
+use sempa_proto::Micros;
+use sempa_proto::route::{Fingerprint, OfferId};
+use std::collections::VecDeque;
+use std::net::{SocketAddr, TcpStream};
+use std::os::fd::{AsFd, AsRawFd};
+
+enum Stage {
+    /// No connection is being made.
+    None,
+    /// The kernel is connecting.
+    Connecting(Own<TcpStream>),
+    Handshake(Box<Handshake>),
+    /// We believe the peer; it has not said that it believes us.
+    Unconfirmed(Box<DirectEnd>),
+}
+
+/// One way to a task that has offered a route.
+pub struct Dialer {
+    id: OfferId,
+    identity: Identity,
+    peer: Fingerprint,
+    addresses: VecDeque<SocketAddr>,
+    stage: Stage,
+    /// The address that is being tried is given up then.
+    address_until: Micros,
+    until: Micros,
+    /// Why the last address was given up.
+    last: NoRoute,
+}
+
+impl std::fmt::Debug for Dialer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Dialer").field("id", &self.id).field("addresses", &self.addresses).finish_non_exhaustive()
+    }
+}
+
+impl Dialer {
+    /// Will connect to one of these addresses, where exactly this peer has to be. [`fingerprint`](Self::fingerprint) is
+    /// what that peer has to be told; it may be told later.
+    ///
+    /// # Errors
+    /// The system has no randomness.
+    pub fn new(now: Micros, id: OfferId, addresses: &[SocketAddr], peer: Fingerprint) -> Result<Dialer, NoRoute> {
+        Ok(Dialer {
+            id,
+            identity: Identity::new()?,
+            peer,
+            addresses: addresses.iter().copied().collect(),
+            stage: Stage::None,
+            address_until: now,
+            until: now + DIAL_WITHIN,
+            last: NoRoute::Unreachable("none was offered".into()),
+        })
+    }
+
+    /// This side's certificate.
+    pub fn fingerprint(&self) -> Fingerprint {
+        self.identity.fingerprint()
+    }
+
+    /// Adds what has to be waited for.
+    pub fn watch<'a>(&'a self, fds: &mut Vec<PollFd<'a>>) {
+        match &self.stage {
+            Stage::None => {}
+            Stage::Connecting(socket) => fds.push(PollFd::new(socket.get().as_fd(), PollFlags::POLLOUT)),
+            Stage::Handshake(handshake) => fds.push(PollFd::new(handshake.fd(), handshake.wants())),
+            Stage::Unconfirmed(end) => {
+                let wants = if end.wants_write() { PollFlags::POLLIN | PollFlags::POLLOUT } else { PollFlags::POLLIN };
+                fds.push(PollFd::new(end.as_fd(), wants));
+            }
+        }
+    }
+
+    /// When [`step`](Self::step) has to be called without anything having happened.
+    pub fn next_wakeup(&self) -> Micros {
+        match self.stage {
+            Stage::None => Micros::default(),
+            _ => self.address_until.min(self.until),
+        }
+    }
+
+    /// Goes as far as it can without waiting. The route, or why there will be none; `None` while it is open. To be called
+    /// once at the beginning.
+    pub fn step(&mut self, now: Micros) -> Option<Result<DirectEnd, NoRoute>> {
+        loop {
+            if now >= self.until {
+                self.stage = Stage::None;
+                return Some(Err(NoRoute::Late));
+            }
+            let stage = std::mem::replace(&mut self.stage, Stage::None);
+            let next = match stage {
+                Stage::None => {
+                    let Some(address) = self.addresses.pop_front() else { return Some(Err(self.last.clone())) };
+                    self.address_until = now + ADDRESS_WITHIN;
+                    begin(address).map(Stage::Connecting)
+                }
+                _ if now >= self.address_until => Err(NoRoute::Late),
+                stage => match self.advance(stage) {
+                    Ok((stage, false)) => {
+                        self.stage = stage;
+                        return None;
+                    }
+                    Ok((Stage::Unconfirmed(end), true)) => return Some(Ok(*end)),
+                    Ok((stage, true)) => Ok(stage),
+                    Err(e) => Err(e),
+                },
+            };
+            match next {
+                Ok(stage) => self.stage = stage,
+                Err(e) => self.last = e,
+            }
+        }
+    }
+
+    /// The next stage and whether there is more to do: an unconfirmed end with more to do is confirmed.
+    fn advance(&mut self, stage: Stage) -> Result<(Stage, bool), NoRoute> {
+        match stage {
+            Stage::None => Ok((Stage::None, true)),
+            Stage::Connecting(socket) => {
+                if !is_connected(&socket)? {
+                    return Ok((Stage::Connecting(socket), false));
+                }
+                let handshake = Handshake::connecting(socket, &self.identity, self.peer, &preamble(self.id))?;
+                Ok((Stage::Handshake(Box::new(handshake)), true))
+            }
+            Stage::Handshake(mut handshake) => {
+                if !handshake.step()? {
+                    return Ok((Stage::Handshake(handshake), false));
+                }
+                let (mut end, told) = (Box::new(handshake.finish()?), |e| NoRoute::Stranger(format!("{e}")));
+                end.flush().map_err(told)?;
+                let confirmed = end.is_confirmed().map_err(told)?;
+                Ok((Stage::Unconfirmed(end), confirmed))
+            }
+            Stage::Unconfirmed(mut end) => {
+                let told = |e| NoRoute::Stranger(format!("{e}"));
+                end.flush().map_err(told)?;
+                let confirmed = end.is_confirmed().map_err(told)?;
+                Ok((Stage::Unconfirmed(end), confirmed))
+            }
+        }
+    }
+}
+
+/// Begins to connect.
+fn begin(address: SocketAddr) -> Result<Own<TcpStream>, NoRoute> {
+    let family = if address.is_ipv4() { AddressFamily::Inet } else { AddressFamily::Inet6 };
+    let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+    let socket = socket(family, SockType::Stream, flags, None).map_err(|e| NoRoute::Here(e.desc().into()))?;
+    match connect(socket.as_raw_fd(), &SockaddrStorage::from(address)) {
+        Ok(()) | Err(Errno::EINPROGRESS) => {}
+        Err(e) => return Err(NoRoute::Unreachable(format!("{address}: {}", e.desc()))),
+    }
+    let socket = TcpStream::from(socket);
+    socket.set_nodelay(true).map_err(|e| NoRoute::Here(e.to_string()))?;
+    Ok(Own::fd(socket))
+}
+
+fn is_connected(socket: &Own<TcpStream>) -> Result<bool, NoRoute> {
+    let unreachable = |e: std::io::Error| NoRoute::Unreachable(e.to_string());
+    let mut fds = [PollFd::new(socket.get().as_fd(), PollFlags::POLLOUT)];
+    if poll(&mut fds, PollTimeout::ZERO).map_err(|e| NoRoute::Here(e.desc().into()))? == 0 {
+        return Ok(false);
+    }
+    match socket.get().take_error().map_err(unreachable)? {
+        Some(e) => Err(unreachable(e)),
+        None => Ok(true),
+    }
+}

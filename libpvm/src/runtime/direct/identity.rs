@@ -1,0 +1,214 @@
+//! Keys and certificates of one route, and TLS that believes one certificate only.
+
+use super::NoRoute;
+use rcgen::{CertificateParams, KeyPair};
+use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use rustls::client::{Resumption, UnbufferedClientConnection};
+use rustls::crypto::{CryptoProvider, ring, verify_tls13_signature};
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, ServerName, UnixTime};
+use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
+use rustls::server::{NoServerSessionStorage, UnbufferedServerConnection};
+use rustls::{
+    CertificateError, ClientConfig, DigitallySignedStruct, DistinguishedName, Error, ServerConfig, SignatureScheme,
+    version::TLS13,
+};
+use sempa_proto::route::Fingerprint;
+use std::sync::{Arc, OnceLock};
+
+/// The name in every certificate. It says nothing: who a peer is, the fingerprint says.
+const NAME: &str = "task.sempa";
+/// What both sides must offer in the handshake.
+const ALPN: &[u8] = b"sempa-direct/1";
+
+/// The key and certificate of one side of one route.
+pub struct Identity {
+    certificate: CertificateDer<'static>,
+    key: PrivateKeyDer<'static>,
+}
+
+impl std::fmt::Debug for Identity {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Identity").finish_non_exhaustive()
+    }
+}
+
+fn failed(e: impl std::fmt::Display) -> NoRoute {
+    NoRoute::Here(e.to_string())
+}
+
+impl Identity {
+    /// A fresh one.
+    ///
+    /// # Errors
+    /// When the system has no randomness.
+    pub fn new() -> Result<Identity, NoRoute> {
+        let key = KeyPair::generate().map_err(failed)?;
+        let params = CertificateParams::new(vec![NAME.to_string()]).map_err(failed)?;
+        let certificate = params.self_signed(&key).map_err(failed)?.der().clone();
+        Ok(Identity { certificate, key: PrivatePkcs8KeyDer::from(key.serialize_der()).into() })
+    }
+
+    /// What the peer has to be told.
+    pub fn fingerprint(&self) -> Fingerprint {
+        fingerprint(&self.certificate)
+    }
+
+    /// The connecting side of a handshake with exactly this peer.
+    pub(super) fn connecting(&self, peer: Fingerprint) -> Result<UnbufferedClientConnection, NoRoute> {
+        let mut config = ClientConfig::builder_with_provider(provider())
+            .with_protocol_versions(&[&TLS13])
+            .map_err(failed)?
+            .dangerous()
+            .with_custom_certificate_verifier(Arc::new(Exactly(peer)))
+            .with_client_auth_cert(vec![self.certificate.clone()], self.key.clone_key())
+            .map_err(failed)?;
+        config.alpn_protocols = vec![ALPN.to_vec()];
+        config.resumption = Resumption::disabled();
+        config.enable_secret_extraction = true;
+        let name = ServerName::try_from(NAME).map_err(failed)?;
+        UnbufferedClientConnection::new(Arc::new(config), name).map_err(failed)
+    }
+
+    /// The listening side of a handshake with exactly this peer.
+    pub(super) fn listening(&self, peer: Fingerprint) -> Result<UnbufferedServerConnection, NoRoute> {
+        let mut config = ServerConfig::builder_with_provider(provider())
+            .with_protocol_versions(&[&TLS13])
+            .map_err(failed)?
+            .with_client_cert_verifier(Arc::new(Exactly(peer)))
+            .with_single_cert(vec![self.certificate.clone()], self.key.clone_key())
+            .map_err(failed)?;
+        config.alpn_protocols = vec![ALPN.to_vec()];
+        config.session_storage = Arc::new(NoServerSessionStorage {});
+        config.send_tls13_tickets = 0;
+        config.enable_secret_extraction = true;
+        UnbufferedServerConnection::new(Arc::new(config)).map_err(failed)
+    }
+}
+
+fn fingerprint(certificate: &[u8]) -> Fingerprint {
+    *blake3::hash(certificate).as_bytes()
+}
+
+/// The algorithms: AES where the processor computes it, else ChaCha.
+fn provider() -> Arc<CryptoProvider> {
+    static PROVIDER: OnceLock<Arc<CryptoProvider>> = OnceLock::new();
+    let make = || {
+        let aes = ring::cipher_suite::TLS13_AES_128_GCM_SHA256;
+        let chacha = ring::cipher_suite::TLS13_CHACHA20_POLY1305_SHA256;
+        let mut provider = ring::default_provider();
+        provider.cipher_suites = if computes_aes() { vec![aes, chacha] } else { vec![chacha, aes] };
+        provider.kx_groups = vec![ring::kx_group::X25519];
+        Arc::new(provider)
+    };
+    PROVIDER.get_or_init(make).clone()
+}
+
+fn computes_aes() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return std::arch::is_x86_feature_detected!("aes") && std::arch::is_x86_feature_detected!("pclmulqdq");
+    #[cfg(target_arch = "aarch64")]
+    return std::arch::is_aarch64_feature_detected!("aes") && std::arch::is_aarch64_feature_detected!("pmull");
+    #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+    false
+}
+
+/// Believes the certificate with this fingerprint, and no other.
+#[derive(Debug)]
+struct Exactly(Fingerprint);
+
+impl Exactly {
+    fn check(&self, certificate: &CertificateDer<'_>, others: &[CertificateDer<'_>]) -> Result<(), Error> {
+        if others.is_empty() && fingerprint(certificate) == self.0 {
+            Ok(())
+        } else {
+            Err(Error::InvalidCertificate(CertificateError::ApplicationVerificationFailure))
+        }
+    }
+
+    /// That the peer has the key of the certificate.
+    fn proved(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        verify_tls13_signature(message, certificate, signed, &provider().signature_verification_algorithms)
+    }
+}
+
+/// What TLS 1.2 would ask for; it is never spoken.
+fn never() -> Result<HandshakeSignatureValid, Error> {
+    Err(Error::General("a direct route speaks TLS 1.3 only".into()))
+}
+
+impl ServerCertVerifier for Exactly {
+    fn verify_server_cert(
+        &self,
+        end_entity: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        _: &ServerName<'_>,
+        _: &[u8],
+        _: UnixTime,
+    ) -> Result<ServerCertVerified, Error> {
+        self.check(end_entity, intermediates).map(|()| ServerCertVerified::assertion())
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        _: &[u8],
+        _: &CertificateDer<'_>,
+        _: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        never()
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        cert: &CertificateDer<'_>,
+        dss: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        self.proved(message, cert, dss)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        provider().signature_verification_algorithms.supported_schemes()
+    }
+}
+
+impl ClientCertVerifier for Exactly {
+    fn root_hint_subjects(&self) -> &[DistinguishedName] {
+        &[]
+    }
+
+    fn verify_client_cert(
+        &self,
+        end_entity: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        _: UnixTime,
+    ) -> Result<ClientCertVerified, Error> {
+        self.check(end_entity, intermediates).map(|()| ClientCertVerified::assertion())
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        _: &[u8],
+        _: &CertificateDer<'_>,
+        _: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        never()
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        cert: &CertificateDer<'_>,
+        dss: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        self.proved(message, cert, dss)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        provider().signature_verification_algorithms.supported_schemes()
+    }
+}

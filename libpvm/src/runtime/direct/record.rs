@@ -1,0 +1,129 @@
+//! TLS 1.3 records with the keys that a finished handshake has left: sealed where they lie in the buffer to be sent, and
+//! opened so that the contents of neighbours join without being copied.
+
+use super::Ended;
+use ring::aead::{AES_128_GCM, AES_256_GCM, Aad, CHACHA20_POLY1305, LessSafeKey, NONCE_LEN, Nonce, UnboundKey};
+use rustls::ConnectionTrafficSecrets;
+
+/// Type, version and length in front of a record.
+pub(super) const HEAD_BYTES: usize = 5;
+/// The type of the content and the tag, behind it.
+pub(super) const TAIL_BYTES: usize = 17;
+/// The longest content.
+pub(super) const CONTENT_BYTES_MAX: usize = 16 << 10;
+/// The longest record that a peer may send: TLS allows padding.
+pub(super) const RECORD_BYTES_MAX: usize = HEAD_BYTES + CONTENT_BYTES_MAX + 256;
+/// Tag of the ciphers.
+const TAG_BYTES: usize = 16;
+/// First three bytes of every record behind the handshake.
+const HEAD: [u8; 3] = [23, 3, 3];
+
+/// What the content of a record is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// The end, or a complaint.
+    Alert,
+    /// A change of keys.
+    Handshake,
+    /// What is carried.
+    Data,
+}
+
+impl Kind {
+    fn code(self) -> u8 {
+        match self {
+            Kind::Alert => 21,
+            Kind::Handshake => 22,
+            Kind::Data => 23,
+        }
+    }
+
+    fn of(code: u8) -> Option<Kind> {
+        [Kind::Alert, Kind::Handshake, Kind::Data].into_iter().find(|kind| kind.code() == code)
+    }
+}
+
+/// The key of one direction.
+pub(super) struct Key {
+    key: LessSafeKey,
+    iv: [u8; NONCE_LEN],
+    records: u64,
+}
+
+impl Key {
+    /// The key that TLS gave, and how many records have used it.
+    pub(super) fn new((records, secrets): (u64, ConnectionTrafficSecrets)) -> Option<Key> {
+        let (algorithm, key, iv) = match &secrets {
+            ConnectionTrafficSecrets::Aes128Gcm { key, iv } => (&AES_128_GCM, key, iv),
+            ConnectionTrafficSecrets::Aes256Gcm { key, iv } => (&AES_256_GCM, key, iv),
+            ConnectionTrafficSecrets::Chacha20Poly1305 { key, iv } => (&CHACHA20_POLY1305, key, iv),
+            _ => return None,
+        };
+        let key = UnboundKey::new(algorithm, key.as_ref()).ok()?;
+        Some(Key { key: LessSafeKey::new(key), iv: iv.as_ref().try_into().ok()?, records })
+    }
+
+    /// Records that have used it.
+    pub(super) fn records(&self) -> u64 {
+        self.records
+    }
+
+    /// Never the same twice: it holds the number of the record.
+    fn nonce(&mut self) -> Nonce {
+        let mut nonce = self.iv;
+        for (byte, number) in nonce[NONCE_LEN - 8..].iter_mut().zip(self.records.to_be_bytes()) {
+            *byte ^= number;
+        }
+        self.records += 1;
+        Nonce::assume_unique_for_key(nonce)
+    }
+
+    /// Makes a record of bytes whose content stands behind [`HEAD_BYTES`] and before [`TAIL_BYTES`].
+    pub(super) fn seal(&mut self, kind: Kind, record: &mut [u8]) {
+        let length = record.len() - HEAD_BYTES;
+        let head = head(length);
+        record[..HEAD_BYTES].copy_from_slice(&head);
+        let (inner, tag) = record[HEAD_BYTES..].split_at_mut(length - TAG_BYTES);
+        *inner.last_mut().expect("the type of the content") = kind.code();
+        let nonce = self.nonce();
+        let made = self.key.seal_in_place_separate_tag(nonce, Aad::from(head), inner);
+        tag.copy_from_slice(made.expect("records are far below the limit of the ciphers").as_ref());
+    }
+
+    /// Opens a record that begins at `at` and goes to the end of the bytes. Its content then stands at their beginning;
+    /// its length and what it is.
+    pub(super) fn open(&mut self, bytes: &mut [u8], at: usize) -> Result<(usize, Kind), Ended> {
+        let mut head = [0; HEAD_BYTES];
+        head.copy_from_slice(&bytes[at..at + HEAD_BYTES]);
+        let nonce = self.nonce();
+        let inner = self
+            .key
+            .open_within(nonce, Aad::from(head), bytes, at + HEAD_BYTES..)
+            .map_err(|_| Ended::Garbage("a record was not made with the key of this route"))?;
+        // TLS allows zeros behind the type.
+        let end = inner.iter().rposition(|byte| *byte != 0).ok_or(Ended::Garbage("an empty record"))?;
+        let kind = Kind::of(inner[end]).ok_or(Ended::Garbage("a record of an unknown type"))?;
+        if end > CONTENT_BYTES_MAX {
+            return Err(Ended::Garbage("a record is too long"));
+        }
+        Ok((end, kind))
+    }
+}
+
+fn head(length: usize) -> [u8; HEAD_BYTES] {
+    let [high, low] = u16::try_from(length).expect("records are shorter than 64 KiB").to_be_bytes();
+    [HEAD[0], HEAD[1], HEAD[2], high, low]
+}
+
+/// The length of the record that begins here, its head included; `None` when the head is not all there.
+pub(super) fn length(bytes: &[u8]) -> Result<Option<usize>, Ended> {
+    let Some(head) = bytes.first_chunk::<HEAD_BYTES>() else { return Ok(None) };
+    if head[..3] != HEAD {
+        return Err(Ended::Garbage("what came is no record"));
+    }
+    let length = HEAD_BYTES + usize::from(u16::from_be_bytes([head[3], head[4]]));
+    if !(HEAD_BYTES + TAIL_BYTES..=RECORD_BYTES_MAX).contains(&length) {
+        return Err(Ended::Garbage("a record of an impossible length"));
+    }
+    Ok(Some(length))
+}

@@ -1,0 +1,36 @@
+//! The ear: a thread that peers on the same host call when a ring is full, while the application computes.
+//!
+//! It exists from the first ring on, blocks all signals, and sleeps on a word of the task's bell.
+
+use super::shared::Shared;
+use sempa_ring::futex;
+use std::io;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+/// Stack of the ear: small, because it travels with every move.
+const STACK_BYTES: usize = 128 << 10;
+/// Longest sleep: a peer that breaks the rules can swallow a call.
+const NAP_MAX: Duration = Duration::from_secs(5);
+
+/// Starts the ear; to be called by a thread with all signals blocked.
+pub(super) fn start(shared: &Arc<Shared>) -> io::Result<JoinHandle<()>> {
+    let shared = Arc::clone(shared);
+    std::thread::Builder::new().name("pvm-ear".into()).stack_size(STACK_BYTES).spawn(move || run(&shared))
+}
+
+fn run(shared: &Shared) {
+    let bell = shared.listening();
+    while !shared.is_stopped() {
+        bell.take_call();
+        {
+            let mut state = shared.lock();
+            let now = state.now();
+            state.core.look(now);
+            state.core.pump_rings(now);
+            state.flush();
+        }
+        futex::wait(bell.ear(), 0, Some(NAP_MAX));
+    }
+}

@@ -1,0 +1,634 @@
+//! Rings to tasks on the same host: how they come about, how they are read and written, how they end.
+//!
+//! A ring is a route of a link and nothing more. What it carries is kept by the link until the other end has it, so a ring may
+//! end at any time. It begins with an offer through the daemon. From the offer to its answer nothing is transmitted to that
+//! task, and a ring is read before anything that came from its writer through the daemon, so a change of route reorders
+//! nothing.
+
+use super::core::Core;
+use super::process::Own;
+use bytes::Bytes;
+use rustc_hash::FxHashMap;
+use sempa_proto::frame::encode_control;
+use sempa_proto::link::{FRAGMENT_BYTES_MAX, FrameRef, Link, LinkEvent, LinkKind, Payload};
+use sempa_proto::message::MESSAGE_HEAD_BYTES;
+use sempa_proto::route::{OfferId, RouteWord};
+use sempa_proto::task::ToDaemon;
+use sempa_proto::{Micros, Tid};
+use sempa_ring::bell::{SLOTS_MAX, Wake};
+use sempa_ring::futex;
+use sempa_ring::memory::{Ends, OwnBell, PeerBell, RING_BYTES, Shared, accept, offer};
+use sempa_ring::ring::{Broken, Record};
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+
+/// Messages to a task that go through the daemon before a ring is offered: many tasks say one word to each other only.
+const MESSAGES_BEFORE_OFFER: u32 = 1;
+/// How long an offer is waited for. A task that is stopped does not answer; the daemon carries on then.
+const OFFER_MAX: Micros = Micros::from_millis(500);
+/// How long a refusal counts. A task on another host refuses through its daemon; when it moves this is forgotten.
+const REFUSAL: Micros = Micros::from_secs(30);
+/// A ring over which nothing went for so long is given up.
+pub(crate) const RING_IDLE_MAX: Micros = Micros::from_secs(60);
+/// Bytes read from one ring before others get their turn.
+const DRAIN_BYTES_MAX: usize = 4 << 20;
+/// How often that is looked at.
+const IDLE_LOOK: Micros = Micros::from_secs(10);
+/// Bytes of a link frame's header in a ring: kind and number in one word, acknowledgement in the other.
+const HEAD_BYTES: usize = 16;
+/// The longest record.
+const RECORD_BYTES_MAX: usize = HEAD_BYTES + FRAGMENT_BYTES_MAX + MESSAGE_HEAD_BYTES;
+const _: () = assert!(RECORD_BYTES_MAX <= RING_BYTES / 4);
+
+/// A ring in use.
+#[derive(Debug)]
+struct Ring {
+    peer: Tid,
+    ends: Ends,
+    /// The other task's bell, and our place in it.
+    bell: Arc<Own<PeerBell>>,
+    theirs: usize,
+    used: Micros,
+}
+
+impl Ring {
+    /// Gives the next record to the link; how many bytes it had, 0 when there is none.
+    fn take_record(&mut self, now: Micros, link: &mut Link) -> Result<usize, Broken> {
+        let Some(mut record) = self.ends.reader.next_record()? else { return Ok(0) };
+        let bytes = record.len();
+        let (kind, seq, ack) = read_head(&mut record)?;
+        link.take(now, kind, seq, ack, InRing(record));
+        Ok(bytes)
+    }
+}
+
+/// Where a task stands that has no ring.
+#[derive(Debug)]
+enum Standing {
+    /// So many messages went to it.
+    Sent(u32),
+    /// An offer is on its way; nothing is transmitted until the answer.
+    Offered { id: OfferId, slot: usize, ends: Own<Ends>, until: Micros },
+    /// It does not want one, or cannot.
+    Refused { until: Micros },
+}
+
+/// What a slot of the bell is for.
+#[derive(Debug)]
+enum Slot {
+    Free,
+    Reserved,
+    Ring(Own<Ring>),
+}
+
+/// All rings of this task.
+#[derive(Debug, Default)]
+pub(crate) struct Near {
+    bell: Option<Arc<Own<OwnBell>>>,
+    /// The memory behind the bell, for peers.
+    shared: Option<Arc<Own<OwnedFd>>>,
+    slots: Vec<Slot>,
+    by_peer: FxHashMap<Tid, usize>,
+    standing: FxHashMap<Tid, Standing>,
+    last_offer: u64,
+    /// Whom to wake when the lock is free again.
+    wakes: Vec<(Arc<Own<PeerBell>>, Wake)>,
+    idle_look: Option<Micros>,
+}
+
+impl Near {
+    /// Rings with this bell.
+    pub(crate) fn new(bell: Arc<Own<OwnBell>>) -> Near {
+        Near { bell: Some(bell), ..Near::default() }
+    }
+
+    /// True when somebody has to listen for calls of peers.
+    pub(crate) fn is_shared(&self) -> bool {
+        self.shared.is_some()
+    }
+
+    /// True when nothing can come through a ring.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.by_peer.is_empty()
+    }
+
+    /// True while the answer to an offer is waited for.
+    pub(crate) fn is_offered(&self, peer: Tid) -> bool {
+        matches!(self.standing.get(&peer), Some(Standing::Offered { .. }))
+    }
+
+    pub(super) fn slot(&self, peer: Tid) -> Option<usize> {
+        self.by_peer.get(&peer).copied()
+    }
+
+    fn ring(&mut self, slot: usize) -> Option<&mut Ring> {
+        match self.slots.get_mut(slot) {
+            Some(Slot::Ring(ring)) => Some(ring.get_mut()),
+            _ => None,
+        }
+    }
+
+    /// Whom to wake; to be done without the lock.
+    pub(crate) fn take_wakes(&mut self) -> Wakes {
+        Wakes(std::mem::take(&mut self.wakes))
+    }
+
+    fn free_slot(&mut self) -> Option<usize> {
+        if let Some(free) = self.slots.iter().position(|slot| matches!(slot, Slot::Free)) {
+            return Some(free);
+        }
+        (self.slots.len() < SLOTS_MAX).then(|| {
+            self.slots.push(Slot::Free);
+            self.slots.len() - 1
+        })
+    }
+
+    /// The descriptor of the bell's memory, made shared on first use.
+    fn share(&mut self) -> Option<Arc<Own<OwnedFd>>> {
+        if self.shared.is_none() {
+            self.shared = Some(Arc::new(Own::fd(self.bell.as_ref()?.get().share().ok()?)));
+        }
+        self.shared.clone()
+    }
+}
+
+/// Peers to be woken.
+#[derive(Debug)]
+pub(crate) struct Wakes(Vec<(Arc<Own<PeerBell>>, Wake)>);
+
+impl Wakes {
+    /// Wakes them.
+    pub(crate) fn wake(self) {
+        for (bell, wake) in self.0 {
+            wake_now(bell.get(), wake);
+        }
+    }
+}
+
+fn wake_now(bell: &PeerBell, wake: Wake) {
+    match wake {
+        Wake::Nobody => {}
+        Wake::Sleepers => futex::wake_all(bell.word()),
+        Wake::Ear => futex::wake_all(bell.ear()),
+    }
+}
+
+/// A frame's payload in a ring.
+struct InRing<'a>(Record<'a, Shared>);
+
+impl Payload for InRing<'_> {
+    fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    fn into_bytes(mut self) -> Bytes {
+        let mut bytes = Vec::with_capacity(self.0.len());
+        self.0.append_to(&mut bytes);
+        bytes.into()
+    }
+
+    fn append_to(mut self, out: &mut Vec<u8>) {
+        self.0.append_to(out);
+    }
+}
+
+fn head(frame: &FrameRef<'_>) -> [u8; HEAD_BYTES] {
+    let kind = match frame.kind {
+        LinkKind::Data { last: false } => 0,
+        LinkKind::Data { last: true } => 1,
+        LinkKind::Ack { resync: false } => 2,
+        LinkKind::Ack { resync: true } => 3,
+        LinkKind::Probe => 4,
+    };
+    let mut bytes = [0; HEAD_BYTES];
+    bytes[..8].copy_from_slice(&(frame.seq << 8 | kind).to_le_bytes());
+    bytes[8..].copy_from_slice(&frame.ack.to_le_bytes());
+    bytes
+}
+
+/// Kind, number and acknowledgement.
+fn read_head(record: &mut Record<'_, Shared>) -> Result<(LinkKind, u64, u64), Broken> {
+    let word = u64::from_le_bytes(record.take().ok_or(Broken)?);
+    let ack = u64::from_le_bytes(record.take().ok_or(Broken)?);
+    let kind = match word & 0xff {
+        0 => LinkKind::Data { last: false },
+        1 => LinkKind::Data { last: true },
+        2 => LinkKind::Ack { resync: false },
+        3 => LinkKind::Ack { resync: true },
+        4 => LinkKind::Probe,
+        _ => return Err(Broken),
+    };
+    if record.len() > FRAGMENT_BYTES_MAX {
+        return Err(Broken);
+    }
+    Ok((kind, word >> 8, ack))
+}
+
+impl Core {
+    // ---- beginning
+
+    /// A message went to this task through the daemon: is it time for a ring?
+    pub(super) fn consider_ring(&mut self, now: Micros, peer: Tid) {
+        if self.near.bell.is_none() || !self.is_connected() || self.is_lifted() {
+            return;
+        }
+        match self.near.standing.entry(peer).or_insert(Standing::Sent(0)) {
+            Standing::Sent(count) if *count < MESSAGES_BEFORE_OFFER => *count += 1,
+            Standing::Refused { until } if *until > now => {}
+            Standing::Offered { .. } => {}
+            Standing::Sent(_) | Standing::Refused { .. } => {
+                if !self.offer_ring(now, peer) {
+                    self.near.standing.insert(peer, Standing::Refused { until: now + REFUSAL });
+                }
+            }
+        }
+    }
+
+    fn offer_ring(&mut self, now: Micros, peer: Tid) -> bool {
+        let (Some(bell), Some(slot)) = (self.near.share(), self.near.free_slot()) else { return false };
+        let Ok((ends, rings)) = offer() else { return false };
+        self.near.last_offer += 1;
+        let id = OfferId(self.near.last_offer);
+        let word = RouteWord::RingOffer { id, slot: slot as u32 };
+        if !self.say(peer, word, vec![Arc::new(Own::fd(rings)), bell]) {
+            return false;
+        }
+        self.near.slots[slot] = Slot::Reserved;
+        let until = now + OFFER_MAX;
+        self.near.standing.insert(peer, Standing::Offered { id, slot, ends: Own::new(ends), until });
+        self.wake_at(until);
+        // What is sent from here on must not overtake what the daemon carries.
+        if let Some(link) = self.link_mut(peer) {
+            link.handle(now, LinkEvent::RouteDown);
+        }
+        true
+    }
+
+    pub(super) fn say(&mut self, to: Tid, word: RouteWord, descriptors: Vec<Arc<Own<OwnedFd>>>) -> bool {
+        let Ok(frame) = encode_control(&ToDaemon::Route { to, word }) else { return false };
+        if !self.is_connected() {
+            return false;
+        }
+        self.outbox.push_with(frame, descriptors);
+        true
+    }
+
+    /// A word of another task about a ring.
+    pub(super) fn take_ring_word(&mut self, now: Micros, from: Tid, word: &RouteWord, descriptors: Vec<OwnedFd>) {
+        match *word {
+            RouteWord::RingOffer { id, slot } => {
+                if self.near.is_offered(from) && self.tid() < from {
+                    return; // Ours counts.
+                }
+                self.drop_offer(now, from, Standing::Sent(0));
+                if self.accept_ring(now, from, id, slot as usize, &descriptors).is_none() {
+                    self.say(from, RouteWord::RingRefuse { id }, Vec::new());
+                }
+            }
+            RouteWord::RingAccept { id, slot } => self.ring_accepted(now, from, id, slot as usize, &descriptors),
+            RouteWord::RingRefuse { id } => {
+                if matches!(self.near.standing.get(&from), Some(Standing::Offered { id: open, .. }) if *open == id) {
+                    self.drop_offer(now, from, Standing::Refused { until: now + REFUSAL });
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// Forgets an offer; the daemon carries what waits.
+    fn drop_offer(&mut self, now: Micros, peer: Tid, standing: Standing) {
+        if !self.near.is_offered(peer) {
+            return;
+        }
+        if let Some(Standing::Offered { slot, ends, .. }) = self.near.standing.insert(peer, standing) {
+            self.near.slots[slot] = Slot::Free;
+            close(ends.get());
+        }
+        self.news_of_routes();
+        self.back_to_daemon(now, peer);
+    }
+
+    fn back_to_daemon(&mut self, now: Micros, peer: Tid) {
+        if !self.is_connected() {
+            return;
+        }
+        let route = self.next_route();
+        if let Some(link) = self.link_mut(peer) {
+            link.handle(now, LinkEvent::RouteUp(route));
+            self.pump_link(now, peer);
+        }
+    }
+
+    fn accept_ring(
+        &mut self,
+        now: Micros,
+        peer: Tid,
+        id: OfferId,
+        theirs: usize,
+        descriptors: &[OwnedFd],
+    ) -> Option<()> {
+        let [rings, bell] = descriptors else { return None };
+        if self.is_gone(peer) || self.is_lifted() || theirs >= SLOTS_MAX {
+            return None;
+        }
+        let own = self.near.share()?;
+        let ends = accept(rings.as_fd()).ok()?;
+        let bell = PeerBell::map(bell.as_fd()).ok()?;
+        if let Some(old) = self.near.slot(peer) {
+            self.end_ring(now, old);
+        }
+        let slot = self.near.free_slot()?;
+        // Behind everything that the daemon carries already.
+        if !self.say(peer, RouteWord::RingAccept { id, slot: slot as u32 }, vec![own]) {
+            return None;
+        }
+        self.install(now, slot, Ring { peer, ends, bell: Arc::new(Own::new(bell)), theirs, used: now });
+        Some(())
+    }
+
+    fn ring_accepted(&mut self, now: Micros, peer: Tid, id: OfferId, theirs: usize, descriptors: &[OwnedFd]) {
+        let Some(Standing::Offered { id: open, .. }) = self.near.standing.get(&peer) else { return };
+        let bell = descriptors.first().and_then(|fd| PeerBell::map(fd.as_fd()).ok());
+        if *open != id {
+            return;
+        }
+        let Some(bell) = bell.filter(|_| theirs < SLOTS_MAX) else {
+            return self.drop_offer(now, peer, Standing::Refused { until: now + REFUSAL });
+        };
+        if let Some(Standing::Offered { slot, ends, .. }) = self.near.standing.remove(&peer)
+            && let Some(ends) = ends.into_inner()
+        {
+            self.install(now, slot, Ring { peer, ends, bell: Arc::new(Own::new(bell)), theirs, used: now });
+        }
+    }
+
+    fn install(&mut self, now: Micros, slot: usize, ring: Ring) {
+        let peer = ring.peer;
+        self.near.slots[slot] = Slot::Ring(Own::new(ring));
+        self.near.by_peer.insert(peer, slot);
+        self.near.standing.remove(&peer);
+        let look = *self.near.idle_look.get_or_insert(now + IDLE_LOOK);
+        self.wake_at(look);
+        let route = self.next_route();
+        if let Some(link) = self.link_to_send(peer) {
+            link.handle(now, LinkEvent::RouteUp(route));
+        }
+        self.news_of_routes();
+        self.pump_ring(now, slot);
+        // The bell may have been rung before the slot was known.
+        self.drain(now, slot);
+    }
+
+    // ---- reading
+
+    /// Takes in what has arrived in rings; true when there was anything.
+    pub(crate) fn look(&mut self, now: Micros) -> bool {
+        self.look_with(now, false)
+    }
+
+    /// As [`Core::look`]; afterwards every writer rings again for what it writes.
+    pub(crate) fn look_before_sleep(&mut self, now: Micros) -> bool {
+        self.look_with(now, true)
+    }
+
+    fn look_with(&mut self, now: Micros, hush: bool) -> bool {
+        let (mut found, mut from) = (false, 0);
+        while let Some((index, mut bits)) = self.near.bell.as_ref().and_then(|bell| bell.get().rung(from)) {
+            from = index + 1;
+            while bits != 0 {
+                let slot = index * 64 + bits.trailing_zeros() as usize;
+                bits &= bits - 1;
+                let drained = self.drain(now, slot);
+                found |= drained;
+                if hush && !drained {
+                    if let Some(bell) = &self.near.bell {
+                        bell.get().hush(slot);
+                    }
+                    found |= self.drain(now, slot);
+                }
+            }
+        }
+        found
+    }
+
+    /// Takes in what one ring has; true when it had anything.
+    pub(super) fn drain(&mut self, now: Micros, slot: usize) -> bool {
+        if self.inbox.bytes() >= super::core::INBOX_BYTES_MAX {
+            return false;
+        }
+        let (near, links) = self.near_and_links();
+        let Some(ring) = near.ring(slot) else { return false };
+        let peer = ring.peer;
+        let Some(link) = links.get_mut(&peer) else { return false };
+        let (mut read, mut starved) = (0, false);
+        let broken = loop {
+            match ring.take_record(now, link) {
+                Ok(0) => break false,
+                Ok(bytes) => read += bytes,
+                Err(Broken) => break true,
+            }
+            starved |= ring.ends.reader.release();
+            if read >= DRAIN_BYTES_MAX {
+                break false;
+            }
+        };
+        let found = read > 0;
+        let ended = broken || (!found && ring.ends.reader.is_closed());
+        if found {
+            ring.used = now;
+            if starved && ring.bell.get().call_ear() {
+                let bell = ring.bell.clone();
+                near.wakes.push((bell, Wake::Ear));
+            }
+            let answers = links.get(&peer).is_some_and(|link| link.has_frame());
+            self.deliver_from(peer);
+            self.release_held(peer);
+            if answers {
+                self.pump_ring(now, slot);
+            } else {
+                self.note_wakeup(peer);
+            }
+        }
+        if ended {
+            self.end_ring(now, slot);
+            self.back_to_daemon(now, peer);
+        }
+        found
+    }
+
+    /// Reads the ring of a task before something is believed that came from or of it another way.
+    pub(super) fn drain_peer(&mut self, now: Micros, peer: Tid) {
+        if let Some(slot) = self.near.slot(peer) {
+            while self.drain(now, slot) {}
+        }
+    }
+
+    // ---- writing
+
+    /// Writes what the link has for its ring, as far as there is room.
+    pub(super) fn pump_ring(&mut self, now: Micros, slot: usize) {
+        let (near, links) = self.near_and_links();
+        let Some(ring) = near.ring(slot) else { return };
+        let peer = ring.peer;
+        let Some(link) = links.get_mut(&peer) else { return };
+        let (mut wrote, mut urgent, mut broken) = (0u32, false, false);
+        while link.has_frame() {
+            match ring.ends.writer.wants_room(RECORD_BYTES_MAX) {
+                Ok(true) => {}
+                Ok(false) => break,
+                Err(Broken) => {
+                    broken = true;
+                    break;
+                }
+            }
+            let frame = link.next_frame(now).expect("the link has one");
+            urgent |= frame.kind == LinkKind::Probe;
+            broken = ring.ends.writer.write(&[&head(&frame), frame.head, frame.body()]).is_err();
+            wrote += 1;
+            if wrote == 1 && !link.is_transmitted() {
+                // The reader copies the first pieces of a large message while the next are written.
+                wake_now(ring.bell.get(), ring.bell.get().ring(ring.theirs, false));
+            }
+        }
+        urgent |= !link.is_transmitted();
+        if wrote > 0 || urgent {
+            ring.used = now;
+            let wake = ring.bell.get().ring(ring.theirs, urgent);
+            if wake != Wake::Nobody {
+                let bell = ring.bell.clone();
+                near.wakes.push((bell, wake));
+            }
+        }
+        let closed = near.ring(slot).is_some_and(|ring| ring.ends.writer.is_closed());
+        if broken || closed {
+            self.drain(now, slot);
+            if self.near.slot(peer) == Some(slot) {
+                self.end_ring(now, slot);
+                self.back_to_daemon(now, peer);
+            }
+        } else {
+            self.note_wakeup(peer);
+        }
+    }
+
+    /// True when the ring of this task is too full for what its link has.
+    pub(crate) fn waits_for_ring(&mut self, peer: Tid) -> bool {
+        let (near, links) = self.near_and_links();
+        let waits = near.slot(peer).is_some() && links.get(&peer).is_some_and(Link::has_frame);
+        waits && !self.is_lifted()
+    }
+
+    /// Writes to one ring what there is room for; true when something was written or the ring is no more.
+    pub(crate) fn pump_one_ring(&mut self, now: Micros, peer: Tid) -> bool {
+        let Some(slot) = self.near.slot(peer) else { return true };
+        let (near, links) = self.near_and_links();
+        let has_room = near.ring(slot).is_some_and(|ring| ring.ends.writer.has_room(RECORD_BYTES_MAX) == Ok(true));
+        if !has_room && links.contains_key(&peer) && !near.ring(slot).is_some_and(|ring| ring.ends.writer.is_closed()) {
+            // What it sends meanwhile, it may be waiting with the same.
+            self.drain(now, slot);
+            return false;
+        }
+        self.pump_ring(now, slot);
+        true
+    }
+
+    /// Writes to all rings what there is room for.
+    pub(crate) fn pump_rings(&mut self, now: Micros) {
+        for slot in 0..self.near.slots.len() {
+            self.pump_ring(now, slot);
+        }
+    }
+
+    // ---- end
+
+    /// Lets go of a ring. The other end learns of it; what it has not read it reads first.
+    pub(super) fn end_ring(&mut self, now: Micros, slot: usize) {
+        let Some(place) = self.near.slots.get_mut(slot) else { return };
+        let Slot::Ring(ring) = std::mem::replace(place, Slot::Free) else { return };
+        let Ring { peer, ends, bell, theirs, .. } = ring.get();
+        self.near.by_peer.remove(peer);
+        self.near.standing.insert(*peer, Standing::Refused { until: now + Micros::from_secs(1) });
+        close(ends);
+        let wake = bell.get().ring(*theirs, true);
+        if wake != Wake::Nobody {
+            self.near.wakes.push((bell.clone(), wake));
+        }
+        if let Some(bell) = &self.near.bell {
+            bell.get().hush(slot);
+        }
+        self.news_of_routes();
+    }
+
+    /// Reads and writes what can be, and lets go of all rings: from here on everything goes through the daemon, in order.
+    pub(super) fn end_rings(&mut self, now: Micros) {
+        for slot in 0..self.near.slots.len() {
+            while self.drain(now, slot) {}
+            self.pump_ring(now, slot);
+            self.end_ring(now, slot);
+        }
+        let offered =
+            |(peer, standing): (&Tid, &Standing)| matches!(standing, Standing::Offered { .. }).then_some(*peer);
+        let offered: Vec<Tid> = self.near.standing.iter().filter_map(offered).collect();
+        for peer in offered {
+            self.drop_offer(now, peer, Standing::Sent(0));
+        }
+    }
+
+    /// Nothing of this task leads out of its process any more.
+    pub(super) fn unshare(&mut self) {
+        self.near.standing.clear();
+        self.near.slots.clear();
+        self.near.shared = None;
+        if let Some(bell) = &self.near.bell {
+            // Without memory for a page of its own the task keeps one that nobody else writes to any more.
+            let _ = bell.get().unshare();
+        }
+    }
+
+    /// A task has ended or runs elsewhere.
+    pub(super) fn forget_near(&mut self, now: Micros, peer: Tid) {
+        self.drain_peer(now, peer);
+        if let Some(slot) = self.near.slot(peer) {
+            self.end_ring(now, slot);
+            self.back_to_daemon(now, peer);
+        }
+        self.drop_offer(now, peer, Standing::Sent(0));
+        self.near.standing.remove(&peer);
+    }
+
+    /// Offers that nobody answered, rings that nobody uses.
+    pub(super) fn wake_near(&mut self, now: Micros) {
+        let late = |(peer, standing): (&Tid, &Standing)| match standing {
+            Standing::Offered { until, .. } if *until <= now => Some(*peer),
+            _ => None,
+        };
+        let late: Vec<Tid> = self.near.standing.iter().filter_map(late).collect();
+        for peer in late {
+            self.drop_offer(now, peer, Standing::Refused { until: now + REFUSAL });
+        }
+        if self.near.idle_look.is_some_and(|due| due <= now) {
+            let idle = |(peer, slot): (&Tid, &usize)| match &self.near.slots[*slot] {
+                Slot::Ring(ring) if now.since(ring.get().used) >= RING_IDLE_MAX => Some((*peer, *slot)),
+                _ => None,
+            };
+            let idle: Vec<(Tid, usize)> = self.near.by_peer.iter().filter_map(idle).collect();
+            for (peer, slot) in idle {
+                self.end_ring(now, slot);
+                self.back_to_daemon(now, peer);
+            }
+            self.near.idle_look = (!self.near.by_peer.is_empty()).then(|| now + IDLE_LOOK);
+        }
+        let offers = self.near.standing.values().filter_map(|standing| match standing {
+            Standing::Offered { until, .. } => Some(*until),
+            _ => None,
+        });
+        if let Some(due) = offers.chain(self.near.idle_look).min() {
+            self.wake_at(due);
+        }
+    }
+}
+
+fn close(ends: &Ends) {
+    ends.writer.close();
+    ends.reader.close();
+}

@@ -1,0 +1,111 @@
+//! Whether to wait awake for news, and for how long.
+//!
+//! Waiting awake saves a sleeper's way through the kernel when the answer comes at once, and takes the processor from whoever
+//! has to give the answer when it does not. Nobody can know beforehand; what has paid off lately is the best guess. A wait in
+//! vain halves the time, and once it is down to nothing only every now and then is it tried again.
+
+use std::time::Duration;
+
+/// The longest time awake.
+const SPIN_MAX: Duration = Duration::from_micros(50);
+/// The time of a new try.
+const SPIN_TRY: Duration = Duration::from_micros(10);
+/// Shorter than this is nothing.
+const SPIN_MIN: Duration = Duration::from_micros(2);
+/// After so many waits asleep it is tried again; doubled with each try in vain.
+const PAUSE_MIN: u32 = 16;
+/// It is tried again at least this often.
+const PAUSE_MAX: u32 = 1024;
+
+/// What has been learnt.
+#[derive(Debug)]
+pub(crate) struct Spin {
+    span: Duration,
+    /// Waits until the next try, while the span is nothing.
+    pause: u32,
+    next_pause: u32,
+    /// Another processor is there for whoever answers.
+    alone: bool,
+}
+
+impl Spin {
+    /// Nothing learnt.
+    pub(crate) fn new() -> Spin {
+        let alone = std::thread::available_parallelism().is_ok_and(|cores| cores.get() == 1);
+        Spin { span: SPIN_MAX, pause: PAUSE_MIN, next_pause: PAUSE_MIN, alone }
+    }
+
+    /// How long to wait awake now; `None`: not at all.
+    pub(crate) fn budget(&mut self, span: Option<Duration>) -> Option<Duration> {
+        if self.alone {
+            return None;
+        }
+        if self.span.is_zero() {
+            self.pause -= 1;
+            if self.pause > 0 {
+                return None;
+            }
+            self.span = SPIN_TRY;
+        }
+        Some(span.map_or(self.span, |span| span.min(self.span)))
+    }
+
+    /// News came after so long.
+    pub(crate) fn paid_off(&mut self, after: Duration) {
+        self.span = (after * 8).clamp(SPIN_TRY, SPIN_MAX).max(self.span.min(SPIN_MAX) / 2);
+        self.next_pause = PAUSE_MIN;
+    }
+
+    /// None came.
+    pub(crate) fn was_in_vain(&mut self) {
+        self.span /= 2;
+        if self.span < SPIN_MIN {
+            self.span = Duration::ZERO;
+            self.pause = self.next_pause;
+            self.next_pause = (self.next_pause * 2).min(PAUSE_MAX);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shared_machine() -> Spin {
+        Spin { alone: false, ..Spin::new() }
+    }
+
+    #[test]
+    fn waits_in_vain_end_soon_and_are_tried_again_now_and_then() {
+        let mut spin = shared_machine();
+        let mut awake = Duration::ZERO;
+        for _ in 0..10_000 {
+            if let Some(budget) = spin.budget(None) {
+                awake += budget;
+                spin.was_in_vain();
+            }
+        }
+        assert!(awake < Duration::from_micros(1000), "{awake:?}");
+        assert!((0..=PAUSE_MAX).any(|_| spin.budget(None).is_some()), "never tried again");
+    }
+
+    #[test]
+    fn what_pays_off_goes_on() {
+        let mut spin = shared_machine();
+        for _ in 0..1000 {
+            let budget = spin.budget(None).expect("it paid off");
+            assert!((SPIN_TRY..=SPIN_MAX).contains(&budget));
+            spin.paid_off(Duration::from_nanos(300));
+        }
+    }
+
+    #[test]
+    fn with_one_processor_nobody_waits_awake() {
+        assert_eq!(Spin { alone: true, ..Spin::new() }.budget(None), None);
+    }
+
+    #[test]
+    fn no_longer_than_the_caller_wants() {
+        assert_eq!(shared_machine().budget(Some(Duration::from_micros(3))), Some(Duration::from_micros(3)));
+    }
+}

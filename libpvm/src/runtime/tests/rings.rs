@@ -1,0 +1,157 @@
+//! Rings between tasks of one host: they come about by themselves, carry everything, and end without a trace.
+
+use super::fake::Fake;
+use super::{expect_numbered, message, next, send_numbered, until};
+use crate::runtime::Runtime;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use sempa_proto::Tid;
+use sempa_proto::task::ToTask;
+use std::os::fd::AsFd;
+
+/// A daemon whose tasks may have rings.
+fn near() -> Fake {
+    let fake = Fake::start();
+    fake.net().near = true;
+    fake
+}
+
+fn has_ring(task: &Runtime, peer: Tid) -> bool {
+    task.look(|core| core.near.slot(peer).is_some()).expect("not forked")
+}
+
+/// Two tasks with a ring between them.
+fn pair(fake: &Fake) -> (Runtime, Runtime) {
+    let (a, b) = (fake.join(), fake.join());
+    for n in 0..3 {
+        a.send(message(b.tid(), n, "")).expect("sent");
+        assert_eq!(next(&b).tag, n);
+    }
+    until("a ring", || (has_ring(&a, b.tid()) && has_ring(&b, a.tid())).then_some(()));
+    (a, b)
+}
+
+#[test]
+fn tasks_that_talk_get_a_ring_and_what_was_under_way_keeps_its_order() {
+    let fake = near();
+    let (a, b) = (fake.join(), fake.join());
+    std::thread::scope(|scope| {
+        for (one, other) in [(&a, &b), (&b, &a)] {
+            scope.spawn(|| {
+                send_numbered(one, other.tid(), 0..2000);
+                expect_numbered(one, other.tid(), 0..2000);
+            });
+        }
+    });
+    assert!(has_ring(&a, b.tid()) && has_ring(&b, a.tid()));
+}
+
+#[test]
+fn what_goes_through_a_ring_does_not_pass_the_daemon() {
+    let fake = near();
+    let (a, b) = pair(&fake);
+    fake.net().lossy = true;
+    send_numbered(&a, b.tid(), 0..500);
+    expect_numbered(&b, a.tid(), 0..500);
+}
+
+#[test]
+fn both_send_far_more_than_a_ring_holds_before_either_receives() {
+    let fake = near();
+    let (a, b) = pair(&fake);
+    let body = vec![7u8; 1 << 20];
+    for n in 0..64 {
+        a.send(message(b.tid(), n, body.clone())).expect("sent");
+        b.send(message(a.tid(), n, body.clone())).expect("sent");
+    }
+    for task in [&a, &b] {
+        for n in 0..64 {
+            let got = next(task);
+            assert_eq!((got.tag, got.body.len()), (n, 1 << 20));
+        }
+    }
+}
+
+#[test]
+fn a_task_that_leaves_has_sent_what_it_sent() {
+    let fake = near();
+    let (a, b) = pair(&fake);
+    send_numbered(&a, b.tid(), 0..300);
+    a.exit().expect("left");
+    fake.tell(b.tid(), ToTask::PeerGone { tid: a.tid() });
+    expect_numbered(&b, a.tid(), 0..300);
+}
+
+#[test]
+fn moves_take_rings_down_and_lose_nothing() {
+    let fake = near();
+    let (a, b) = pair(&fake);
+    for round in 1..=20u64 {
+        let numbers = (round as u32 * 100)..(round as u32 * 100 + 100);
+        let (mover, stays) = if round % 2 == 0 { (&a, &b) } else { (&b, &a) };
+        std::thread::scope(|scope| {
+            scope.spawn(|| send_numbered(&a, b.tid(), numbers.clone()));
+            scope.spawn(|| send_numbered(&b, a.tid(), numbers.clone()));
+            fake.quiesce(mover.tid(), round);
+            fake.has_let_go(mover.tid(), round);
+            assert!(!has_ring(mover, stays.tid()));
+            fake.tell(stays.tid(), ToTask::PeerMoved { tid: mover.tid() });
+            fake.wake(round);
+        });
+        expect_numbered(&a, b.tid(), numbers.clone());
+        expect_numbered(&b, a.tid(), numbers);
+    }
+}
+
+#[test]
+fn nothing_of_a_ring_is_mapped_or_open_while_a_task_is_moved() {
+    let fake = near();
+    let (a, b) = pair(&fake);
+    fake.quiesce(a.tid(), 1);
+    fake.quiesce(b.tid(), 2);
+    fake.has_let_go(a.tid(), 1);
+    fake.has_let_go(b.tid(), 2);
+    let maps = || std::fs::read_to_string("/proc/self/maps").expect("readable");
+    // Other tests of this process may have rings of their own; under a runner with one process for each test none have.
+    if std::env::var_os("NEXTEST").is_some() {
+        until("no shared memory", || (!maps().contains("sempa-")).then_some(()));
+        let open = std::fs::read_dir("/proc/self/fd").expect("readable").flatten();
+        let names = open.filter_map(|fd| std::fs::read_link(fd.path()).ok());
+        assert_eq!(names.filter(|name| name.to_string_lossy().contains("sempa-")).count(), 0);
+    }
+    fake.wake(1);
+    fake.wake(2);
+    a.send(message(b.tid(), 9, "")).expect("sent");
+    assert_eq!(next(&b).tag, 9);
+}
+
+#[test]
+fn a_peer_that_dies_in_the_middle_leaves_what_it_had_written() {
+    let fake = near();
+    let (a, b) = pair(&fake);
+    send_numbered(&a, b.tid(), 0..50);
+    fake.hang_up(a.tid());
+    fake.tell(b.tid(), ToTask::PeerGone { tid: a.tid() });
+    expect_numbered(&b, a.tid(), 0..50);
+    until("the end of the ring", || (!has_ring(&b, a.tid())).then_some(()));
+}
+
+#[test]
+fn tasks_on_different_hosts_go_on_through_their_daemons() {
+    let fake = Fake::start();
+    let (a, b) = (fake.join(), fake.join());
+    send_numbered(&a, b.tid(), 0..200);
+    expect_numbered(&b, a.tid(), 0..200);
+    assert!(!has_ring(&a, b.tid()) && !has_ring(&b, a.tid()));
+}
+
+#[test]
+fn a_program_that_waits_on_its_descriptor_sees_what_comes_through_a_ring() {
+    let fake = near();
+    let (a, b) = pair(&fake);
+    b.ready_fd().expect("a descriptor");
+    a.send(message(b.tid(), 5, "")).expect("sent");
+    let sign = b.0.shared.sign().expect("just made");
+    let mut fds = [PollFd::new(sign.as_fd(), PollFlags::POLLIN)];
+    assert_eq!(poll(&mut fds, PollTimeout::try_from(60_000u32).expect("short")), Ok(1));
+    assert_eq!(next(&b).tag, 5);
+}
