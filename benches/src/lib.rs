@@ -5,6 +5,7 @@
 
 mod curves;
 mod figures;
+mod floor;
 mod machine;
 mod netpipe;
 mod plot;
@@ -65,16 +66,18 @@ pub fn peers(settings: &Settings) -> Result<bool> {
     let chosen = rows::chosen(only);
     let curves: Vec<&str> =
         curves::NAMES.into_iter().filter(|name| only.is_empty() || rows::is_meant(name, only)).collect();
-    if chosen.is_empty() && curves.is_empty() {
-        let names = [rows::names(), curves::NAMES.to_vec()].concat();
+    let with_floor = only.is_empty() || rows::is_meant(floor::NAME, only);
+    if chosen.is_empty() && curves.is_empty() && !with_floor {
+        let names = [rows::names(), curves::NAMES.to_vec(), vec![floor::NAME]].concat();
         bail!("bench peers: no row is called {}; there are: {}", only.join(", "), names.join(", "));
     }
     let repetitions = settings.repetitions.unwrap_or(if settings.quick { REPETITIONS_QUICK } else { REPETITIONS });
     let before = machine::Load::now();
     let measured = systems::measure(&settings.prefix, &chosen, repetitions, settings.quick)?;
+    let floor = if with_floor { floor::measure(settings.quick)? } else { Vec::new() };
     let curves = curves::measure(&settings.prefix, &curves, settings.quick)?;
     let machine = machine::Machine::describe(&settings.prefix, before, repetitions, settings.quick);
-    let report = report::Report::new(machine, settings.words(), &chosen, measured, curves);
+    let report = report::Report::new(machine, settings.words(), &chosen, measured, curves).with_floor(floor);
     print!("{}", report.text());
     fs::create_dir_all(&settings.results).with_context(|| settings.results.display().to_string())?;
     report.write(&settings.results)?;

@@ -2,6 +2,7 @@
 
 use crate::curves::Curves;
 use crate::figures::{Sample, Samples, System, of_repetitions};
+use crate::floor;
 use crate::machine::Machine;
 use crate::plot::Chart;
 use crate::rows::{Goal, Measurement, Row};
@@ -42,6 +43,7 @@ pub(crate) struct Report {
     /// Every repetition, by the words of the measurement and the system.
     repetitions: BTreeMap<String, BTreeMap<&'static str, Vec<Samples>>>,
     curves: Vec<Chart>,
+    floor: Vec<floor::Line>,
     troubles: Vec<String>,
 }
 
@@ -65,7 +67,13 @@ impl Report {
             repetitions.insert(what, all.collect());
         }
         troubles.extend(curves.troubles);
-        Report { machine, repeat_with, rows, repetitions, curves: curves.charts, troubles }
+        Report { machine, repeat_with, rows, repetitions, curves: curves.charts, floor: Vec::new(), troubles }
+    }
+
+    /// With what the bare machine can do beside it.
+    pub(crate) fn with_floor(mut self, floor: Vec<floor::Line>) -> Report {
+        self.floor = floor;
+        self
     }
 
     /// What could not be measured, one line each.
@@ -73,8 +81,8 @@ impl Report {
         &self.troubles
     }
 
-    /// The table.
-    pub(crate) fn text(&self) -> String {
+    /// The table of the rows.
+    fn table(&self) -> String {
         let names = System::ALL.map(System::name);
         let head = ["figure", names[0], names[1], names[2], names[3], "speed to PVM", "goal", "met"];
         let mut table: Vec<Vec<String>> = vec![head.map(str::to_string).to_vec()];
@@ -90,10 +98,24 @@ impl Report {
             text.push_str(line.trim_end());
             text.push('\n');
         }
+        text
+    }
+
+    /// All for people: table, curves, floor, machine, troubles.
+    pub(crate) fn text(&self) -> String {
+        let mut text = if self.rows.is_empty() { String::new() } else { self.table() };
         for chart in &self.curves {
             text.push_str(&curve_text(chart));
         }
-        text.push_str("\ntimes: median (99 of 100); speed to PVM: how many times faster ours is, of the same run\n");
+        for (place, line) in self.floor.iter().enumerate() {
+            let head = if place == 0 { "\nthe machine without any library\n" } else { "" };
+            text.push_str(&format!("{head}  {:<60} {:>8} {}\n", line.title, digits(line.value), line.unit));
+        }
+        if !self.rows.is_empty() {
+            text.push_str(
+                "\ntimes: median (99 of 100); speed to PVM: how many times faster ours is, of the same run\n",
+            );
+        }
         text.push_str(&self.machine.text());
         text.push_str(&format!("repeat with: {}\n", self.repeat_with));
         for trouble in &self.troubles {

@@ -81,17 +81,22 @@ pub(crate) fn new_beds(prefix: &Path, hosts: usize) -> Result<(Testbed, Testbed)
 }
 
 fn compile(bed: &Testbed) -> Result<()> {
-    let place = bed.home().join("pvm3/bin/LINUX64");
     // With Debian's header in both testbeds: what is compared is one program.
-    for (compiler, source, library) in
-        [("gcc", "peers", Some("-lpvm3")), ("mpicc.openmpi", "twin", None), ("mpicc.mpich", "twin", None)]
-    {
-        let mut command = Command::new(compiler);
-        command.args(["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", "-o"]);
-        command.arg(place.join(program_of(compiler, source))).arg(sources().join(source).with_extension("c"));
-        command.args(library);
-        must(command, COMPILE_TIME).with_context(|| format!("compiling {source}.c with {compiler}"))?;
-    }
+    compile_one(bed, "gcc", "peers", Some("-lpvm3"))?;
+    compile_one(bed, "mpicc.openmpi", "twin", None)?;
+    compile_one(bed, "mpicc.mpich", "twin", None)
+}
+
+/// Compiles one of the C programs and puts it where spawn looks.
+///
+/// # Errors
+/// The compiler's words.
+pub(crate) fn compile_one(bed: &Testbed, compiler: &str, source: &str, library: Option<&str>) -> Result<()> {
+    let mut command = Command::new(compiler);
+    command.args(["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", "-o"]);
+    command.arg(bed.home().join("pvm3/bin/LINUX64").join(program_of(compiler, source)));
+    command.arg(sources().join(source).with_extension("c")).args(library);
+    must(command, COMPILE_TIME).with_context(|| format!("compiling {source}.c with {compiler}"))?;
     Ok(())
 }
 

@@ -1,0 +1,92 @@
+//! What the machine and its kernel can do without any message-passing library: the floor under the table's figures.
+
+use crate::figures::{Sample, of_repetitions, read};
+use crate::rows::Unit;
+use crate::systems::compile_one;
+use anyhow::{Context, Result, bail};
+use sempa_tests::run::{Running, run};
+use sempa_tests::{Testbed, needs};
+use serde::Serialize;
+use std::process::Stdio;
+use std::time::Duration;
+
+/// What `--only` calls it.
+pub(crate) const NAME: &str = "floor";
+/// Repetitions of each figure.
+const REPETITIONS: usize = 3;
+/// Time for one run.
+const RUN_TIME: Duration = Duration::from_secs(60);
+
+const MIB: f64 = 1_048_576.0;
+
+/// One figure: what it is, how it is told, the program's words, its rounds.
+type Figure = (&'static str, Unit, &'static [&'static str], usize);
+
+const FIGURES: [Figure; 11] = [
+    ("round trip, two cores spinning on words in shared memory", Unit::Micros, &["spin", "cores=0,1"], 20000),
+    ("round trip, futexes in shared memory, a core each", Unit::Micros, &["futex", "cores=0,1"], 5000),
+    ("round trip, futexes in shared memory, one core", Unit::Micros, &["futex", "cores=0,0"], 5000),
+    ("round trip of 8 B, Unix socket, a core each", Unit::Micros, &["socket", "cores=0,1"], 5000),
+    ("round trip of 8 B, Unix socket, one core", Unit::Micros, &["socket", "cores=0,0"], 5000),
+    ("round trip of 8 B, TCP to the other host", Unit::Micros, &["tcp", "host=h2"], 3000),
+    ("one copy of 1 MiB in memory", Unit::Megabytes(MIB), &["copy", "size=1048576"], 200),
+    ("one copy of 16 MiB in memory", Unit::Megabytes(16.0 * MIB), &["copy", "size=16777216"], 30),
+    (
+        "1 MiB there and back, Unix socket",
+        Unit::GigabytesThereAndBack(MIB),
+        &["socket", "size=1048576", "cores=0,1"],
+        100,
+    ),
+    (
+        "stream of 1 MiB, plain TCP to the other host",
+        Unit::Megabytes(MIB),
+        &["tcp", "size=1048576", "batch=50", "host=h2"],
+        5,
+    ),
+    ("a small process from its start to its first word", Unit::Millis, &["start"], 50),
+];
+
+/// A figure, measured.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Line {
+    /// What it is.
+    pub(crate) title: &'static str,
+    /// Name of the unit.
+    pub(crate) unit: &'static str,
+    /// In this unit.
+    pub(crate) value: f64,
+    /// The times behind it.
+    pub(crate) time: Sample,
+}
+
+/// Measures all figures.
+///
+/// # Errors
+/// No testbed can be made, or the program fails.
+pub(crate) fn measure(quick: bool) -> Result<Vec<Line>> {
+    if let Some(lack) = needs::lacks() {
+        bail!("bench peers: {lack}");
+    }
+    let bed = Testbed::new(2, None, &[])?;
+    compile_one(&bed, "gcc", "floor", None)?;
+    eprintln!("bench peers: floor");
+    FIGURES.iter().map(|figure| one(&bed, figure, quick).with_context(|| figure.0)).collect()
+}
+
+fn one(bed: &Testbed, (title, unit, words, rounds): &Figure, quick: bool) -> Result<Line> {
+    let program = bed.home().join("pvm3/bin/LINUX64/floor");
+    let rounds = if quick { (rounds / 5).max(2) } else { *rounds };
+    let mut all = Vec::new();
+    for _ in 0..REPETITIONS {
+        let mut serve = bed.host(2).command(&program);
+        serve.arg("serve");
+        // It ends with its only client.
+        let server = (words[0] == "tcp").then(|| Running::start(serve, Stdio::null())).transpose()?;
+        let mut command = bed.host(1).command(&program);
+        command.args(*words).args([format!("rounds={rounds}"), format!("warm={}", (rounds / 10).max(1))]);
+        all.push(read(&run(command, RUN_TIME)?.expect_good("floor")?.out)?);
+        server.map(|server| server.finish(RUN_TIME)).transpose()?;
+    }
+    let time = of_repetitions(&all, "time").context("no times")?;
+    Ok(Line { title, unit: unit.name(), value: unit.of(time.median_us), time })
+}
