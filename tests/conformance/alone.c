@@ -90,18 +90,10 @@ static const char *without_daemon(const char *what)
     return text;
 }
 
-/* Starts this program from the command line in a role, with a descriptor that it gets to keep; runs until it is a task. */
-static pid_t from_command_line(const char *what, int keep)
+/* Starts a program from the command line; runs until it is a task. */
+static pid_t visitor(const char *what, int keep)
 {
-    char me[16], kept[16];
-    pid_t child;
-    snprintf(me, sizeof me, "%d", own_tid);
-    snprintf(kept, sizeof kept, "%d", keep);
-    child = fork();
-    if (child == 0) {
-        execl("/proc/self/exe", own_name, what, me, kept, NULL);
-        _exit(1);
-    }
+    pid_t child = from_command_line(what, keep);
     await(-1, 5);
     return child;
 }
@@ -121,9 +113,9 @@ static void halt(void)
     if (pipe(pipes))
         return;
     fcntl(pipes[1], F_SETFD, FD_CLOEXEC);
-    listens = from_command_line("listener", 0);
-    catches = from_command_line("catcher", 0);
-    left = from_command_line("leaver", pipes[0]);
+    listens = visitor("listener", 0);
+    catches = visitor("catcher", 0);
+    left = visitor("leaver", pipes[0]);
     pvm_upkint(&leaver_tid, 1, 1);
     gone(leaver_tid);
     /* The daemon may end this program too. */

@@ -22,6 +22,9 @@
 /* It declares pvm_catchout only to those who know FILE. */
 #include <pvm3.h>
 
+/* Of the library's inner functions, which the header does not name: the console's reset. */
+int pvmreset(int mytid, int kill_tasks, char *name, int index);
+
 /* A program that takes longer is stuck; it says so and ends. */
 #define STUCK_SECONDS 75
 /* An answer that takes longer does not come. */
@@ -95,12 +98,18 @@ static inline int comes_soon(int tid, int tag)
     return pvm_trecv(tid, tag, &limit);
 }
 
+/* Sends a message of some ints. */
+static inline int tell_all(int tid, int tag, int *values, int n)
+{
+    pvm_initsend(PvmDataDefault);
+    pvm_pkint(values, n, 1);
+    return pvm_send(tid, tag);
+}
+
 /* Sends a message of one int. */
 static inline int tell(int tid, int tag, int value)
 {
-    pvm_initsend(PvmDataDefault);
-    pvm_pkint(&value, 1, 1);
-    return pvm_send(tid, tag);
+    return tell_all(tid, tag, &value, 1);
 }
 
 /* Spawns this very program in a role. */
@@ -116,6 +125,22 @@ static inline int start_one(const char *role_name)
     int tid = 0;
     start_as(role_name, PvmTaskDefault, NULL, 1, &tid);
     return tid;
+}
+
+/* Starts this program from the command line in a role. Its words are the own tid and the number of a descriptor that it
+ * keeps. */
+static inline pid_t from_command_line(const char *role_name, int keep)
+{
+    char me[16], kept[16];
+    pid_t child;
+    snprintf(me, sizeof me, "%d", own_tid);
+    snprintf(kept, sizeof kept, "%d", keep);
+    child = fork();
+    if (child == 0) {
+        execl("/proc/self/exe", own_name, role_name, me, kept, NULL);
+        _exit(1);
+    }
+    return child;
 }
 
 static inline double now(void)

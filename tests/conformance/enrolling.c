@@ -32,9 +32,7 @@ static int returner(int argc, char **argv)
     facts[1] = pvm_mytid();
     pvm_setopt(PvmAutoErr, 0);
     facts[2] = pvm_parent();
-    pvm_initsend(PvmDataDefault);
-    pvm_pkint(facts, 3, 1);
-    pvm_send(parent, 2);
+    tell_all(parent, 2, facts, 3);
     pvm_exit();
     return 0;
 }

@@ -50,9 +50,7 @@ static int member(int argc, char **argv)
         if (what[0] == STOP)
             break;
         act(what[0], what[1]);
-        pvm_initsend(PvmDataDefault);
-        pvm_pkint(answers, 4, 1);
-        pvm_send(parent, 3);
+        tell_all(parent, 3, answers, 4);
     }
     pvm_exit();
     return 0;
@@ -65,9 +63,7 @@ static int kids[MEMBERS], of_kid[MEMBERS][4];
 static void order(int kid, int what, int count)
 {
     int words[2] = { what, count };
-    pvm_initsend(PvmDataDefault);
-    pvm_pkint(words, 2, 1);
-    pvm_send(kids[kid], 2);
+    tell_all(kids[kid], 2, words, 2);
 }
 
 static void order_all(int what, int count)

@@ -1,9 +1,6 @@
 /* The mailbox: storing, reading, deleting, listing, the old functions. */
 #include "conform.h"
 
-/* An inner function of the library that the console uses. */
-int pvmreset(int mytid, int kill_tasks, char *name, int index);
-
 /* Stores an int under a name, as told by its words: name, value, flags; leaves when told to. */
 static int storer(int argc, char **argv)
 {

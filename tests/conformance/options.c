@@ -32,7 +32,15 @@ static int aborter(int argc, char **argv)
     return 42;
 }
 
-static const role roles[] = { { "pauser", pauser }, { "strict", strict }, { "aborter", aborter }, { NULL, NULL } };
+/* Will not be ended by a reset. */
+static int safe(int argc, char **argv)
+{
+    pvm_mytid();
+    pvm_setopt(PvmNoReset, 1);
+    return waiter(argc, argv);
+}
+
+static const role roles[] = { { "safe", safe }, { "pauser", pauser }, { "strict", strict }, { "aborter", aborter }, { NULL, NULL } };
 
 static void defaults(void)
 {
@@ -86,8 +94,33 @@ static void setting(void)
     is(pvm_getopt(PvmPollType), PvmBadParam, "the way of polling cannot be asked for");
     is(pvm_setopt(PvmSelfOutputContext, 5), PvmNotImpl, "the context of the own output cannot be set");
     is(pvm_setopt(PvmSelfTraceContext, 5), PvmNotImpl, "the context of the own trace cannot be set");
+    is(pvm_setopt(PvmSelfOutputCode, 5), PvmBadParam, "the code of the own output cannot be set if nobody collects it");
+    is(pvm_setopt(PvmSelfTraceCode, 5), PvmBadParam, "the code of the own trace cannot be set if nobody collects it");
+    is(pvm_getopt(PvmSelfOutputCode), 0, "the code of the own output stays 0 if nobody collects it");
     is(pvm_setopt(99, 1), PvmBadParam, "setopt of an unknown option is a bad parameter");
     is(pvm_getopt(99), PvmBadParam, "getopt of an unknown option is a bad parameter");
+}
+
+static void reset(void)
+{
+    int tids[2] = { start_waiting("waiter", NULL), start_waiting("safe", NULL) };
+    pvmreset(own_tid, 1, "", 0);
+    holds(gone(tids[0]), "a reset ends other tasks");
+    is(pvm_pstat(tids[1]), PvmOk, "a reset leaves a task that is safe from it");
+    dismiss(tids + 1, 1);
+}
+
+static void inside_the_daemon(void)
+{
+    int words[2] = { 6, 0x40 }, count = -1, got[10] = { -1 };
+    is(pvm_tickle(2, words, &count, got), PvmOk, "tickle 6 returns 0");
+    words[0] = 5;
+    is(pvm_tickle(1, words, &count, got), PvmOk, "tickle 5 returns 0");
+    is(count, 1, "tickle 5 answers with one number");
+    is(got[0], 0x40, "tickle 5 tells the daemon's debug mask, which tickle 6 has set");
+    words[0] = 6;
+    words[1] = 0;
+    pvm_tickle(2, words, &count, got);
 }
 
 static void noreset(void)
@@ -212,6 +245,8 @@ static void sentences(void)
 {
     defaults();
     setting();
+    reset();
+    inside_the_daemon();
     noreset();
     texts();
     strictness();

@@ -145,9 +145,7 @@ static void at_once(void)
     is(pvm_psend(own_tid, 36, x, 0, PVM_INT), PvmOk, "psend of nothing returns 0");
     pvm_precv(own_tid, 36, y, 4, PVM_INT, NULL, NULL, &len);
     is(len, 0, "psend of nothing arrives as an empty message");
-    pvm_initsend(PvmDataDefault);
-    pvm_pkint(x, 1, 1);
-    pvm_send(own_tid, 37);
+    tell_all(own_tid, 37, x, 1);
     pvm_precv(own_tid, 37, y, 1, PVM_INT, NULL, NULL, NULL);
     is(y[0], 0x01000000, "precv of a default-encoded message gets its bytes as they travel");
     pvm_psend(own_tid, 38, "abcdef", 6, PVM_BYTE);

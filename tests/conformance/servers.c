@@ -7,17 +7,6 @@
 /* A task that there is not; nobody minds what is sent to it. */
 #define NOBODY 0x7fff0
 
-/* Starts this program from the command line in a role. */
-static void from_command_line(const char *what)
-{
-    char me[16];
-    snprintf(me, sizeof me, "%d", own_tid);
-    if (fork() == 0) {
-        execl("/proc/self/exe", own_name, what, me, NULL);
-        _exit(1);
-    }
-}
-
 /* Asks for everything that a resource manager serves, and tells it what came. */
 static int client(int argc, char **argv)
 {
@@ -42,9 +31,7 @@ static int client(int argc, char **argv)
     got[13] = tids[1];
     got[14] = pvm_archcode("FORGED");
     got[15] = pvm_mstat("h1") | pvm_pstat(pvm_mytid());
-    pvm_initsend(PvmDataDefault);
-    pvm_pkint(got, 16, 1);
-    pvm_send(rm, 40);
+    tell_all(rm, 40, got, 16);
     tell(rm, 41, await_int(rm, 33, 0));
     pvm_exit();
     return 0;
@@ -58,9 +45,7 @@ static int rival(int argc, char **argv)
     pvm_setopt(PvmAutoErr, 0);
     got[0] = pvm_reg_tasker();
     got[1] = pvm_reg_hoster();
-    pvm_initsend(PvmDataDefault);
-    pvm_pkint(got, 2, 1);
-    pvm_send(boss, 50);
+    tell_all(boss, 50, got, 2);
     pvm_exit();
     return 0;
 }
@@ -72,9 +57,7 @@ static int adder(int argc, char **argv)
     int got[3] = { 0 }, boss = atoi(argv[2]);
     (void)argc;
     got[0] = pvm_addhosts(names, 2, got + 1);
-    pvm_initsend(PvmDataDefault);
-    pvm_pkint(got, 3, 1);
-    pvm_send(boss, 60);
+    tell_all(boss, 60, got, 3);
     pvm_exit();
     return 0;
 }
@@ -213,7 +196,7 @@ static void asking_a_manager(void)
     asked of;
     int got[16] = { 0 };
     memset(&of, 0, sizeof of);
-    from_command_line("client");
+    from_command_line("client", 0);
     while (await(-1, -1) > 0 && serve(&of))
         ;
     pvm_upkint(got, 16, 1);
@@ -369,7 +352,7 @@ static void a_tasker(void)
     order of;
     is(pvm_reg_tasker(), PvmOk, "registering as tasker returns 0");
     is(flags_of(own_tid), 0x404, "a tasker has flag 0x400");
-    from_command_line("rival");
+    from_command_line("rival", 0);
     await(-1, 50);
     pvm_upkint(got, 2, 1);
     is(got[0], PvmAlready, "there is one tasker on a host");
@@ -402,9 +385,7 @@ static void a_tasker(void)
     pvm_notify(PvmTaskExit, 52, 1, &tid);
     end[0] = tid;
     end[1] = 256;
-    pvm_initsend(PvmDataDefault);
-    pvm_pkint(end, 6, 1);
-    pvm_send(DAEMON, SM_TASKX);
+    tell_all(DAEMON, SM_TASKX, end, 6);
     is(await_int(-1, 52, 0), tid, "a task ends when its tasker says so");
     is(pvm_reg_tasker(), PvmOk, "a tasker takes its registration back");
     is(flags_of(own_tid), 4, "who is tasker no more has no flag for it");
@@ -422,11 +403,11 @@ static void a_hoster(void)
     char *answers[] = { "PvmCantStart", "PvmDupHost" };
     is(pvm_reg_hoster(), PvmOk, "registering as hoster returns 0");
     is(flags_of(own_tid), 0x204, "a hoster has flag 0x200");
-    from_command_line("rival");
+    from_command_line("rival", 0);
     await(-1, 50);
     pvm_upkint(got, 2, 1);
     is(got[1], PvmAlready, "there is one hoster");
-    from_command_line("adder");
+    from_command_line("adder", 0);
     holds(await(DAEMON, SM_STHOST) > 0, "a hoster is asked to start daemons");
     pvm_getminfo(pvm_getrbuf(), &info);
     pvm_upkint(&n, 1, 1);

@@ -37,9 +37,7 @@ static int naked(int argc, char **argv)
         facts[3] += fcntl(k, F_GETFD) >= 0;
     facts[4] = hup;
     facts[5] = pip;
-    pvm_initsend(PvmDataDefault);
-    pvm_pkint(facts, 6, 1);
-    pvm_send(pvm_parent(), 4);
+    tell_all(pvm_parent(), 4, facts, 6);
     pvm_exit();
     return 0;
 }
