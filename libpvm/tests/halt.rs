@@ -1,0 +1,108 @@
+//! What becomes of programs from a command line when their virtual machine is halted. Real processes, one real daemon.
+
+use libpvm::proto::task::{AtEnd, Claim};
+use libpvm::runtime::EnrollOptions;
+use libpvm::{Match, Runtime, Vm};
+use nix::sys::signal::Signal;
+use sempa_tests::lab::Lab;
+use sempa_tests::run::Running;
+use sempa_tests::{eventually, needs, programs};
+use std::io::Write;
+use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
+use std::process::{ExitStatus, Stdio};
+use std::time::Duration;
+
+const PATIENCE: Duration = Duration::from_secs(60);
+/// Makes this program a task, of this kind.
+const PART: &str = "SEMPA_TEST_PART";
+/// Where `pvm_reg_rm` says who it is.
+const RM_CLASS: &str = "###_PVM_RM_###";
+
+/// Not a test by itself: what a process does that the tests start.
+#[test]
+fn enrols_and_receives() {
+    if std::env::var_os(PART).is_none() {
+        return;
+    }
+    let vm = Vm::enroll_as(AtEnd::Signalled).expect("a daemon");
+    println!("here");
+    let end = vm.recv(Match::any());
+    panic!("nothing was sent to it, and yet it goes on: {end:?}");
+}
+
+/// This process as a task.
+fn task(lab: &Lab) -> Vm {
+    let options =
+        EnrollOptions { socket: lab.socket(), claim: Claim::New, program: "halt".into(), at_end: AtEnd::Told };
+    Vm::over(Runtime::connect(options).expect("a daemon"))
+}
+
+/// Waits until a program has written this.
+fn says(program: &Running, words: &str) {
+    let said = eventually(PATIENCE, || match program.out_so_far() {
+        Ok(text) if text.contains(words) => Ok(()),
+        other => Err(format!("{words:?} is not in {other:?}, {:?}", program.err_so_far())),
+    });
+    said.unwrap_or_else(|error| panic!("{error:#}"));
+}
+
+fn end(program: Running) -> ExitStatus {
+    program.finish(PATIENCE).unwrap_or_else(|error| panic!("{error:#}")).status
+}
+
+fn was_ended(program: Running) -> bool {
+    end(program).signal() == Some(Signal::SIGTERM as i32)
+}
+
+#[test]
+fn tasks_of_the_rust_api_are_told_of_a_halt_or_ended_by_it_as_they_wish() {
+    let Some(lab) = Lab::started(None) else { return };
+    let told = task(&lab);
+    let mut command = lab.command(std::env::current_exe().expect("a path"));
+    command.args(["--exact", "enrols_and_receives", "--nocapture"]).env(PART, "");
+    let ended = Running::start(command, Stdio::null()).expect("a process");
+    says(&ended, "here");
+    assert!(lab.pvm(&["halt"]).good());
+    assert!(was_ended(ended));
+    told.recv(Match::any()).expect_err("the daemon is gone");
+}
+
+#[test]
+fn debians_console_and_resource_manager_end_at_a_halt() {
+    let programs = ["/usr/bin/pvm", "/usr/bin/srm.pvm"];
+    if let Some(missing) = programs.iter().find(|path| !Path::new(path).exists()) {
+        eprintln!("skipped: {missing} is missing: install pvm and pvm-examples");
+        return;
+    }
+    let Some(lab) = Lab::started(None) else { return };
+    let watcher = task(&lab);
+    let mut console = Running::start(lab.command(programs[0]), Stdio::piped()).expect("it starts");
+    let mut typed = console.take_stdin().expect("piped");
+    typed.write_all(b"id\n").expect("it reads");
+    says(&console, "t40002");
+    let manager = Running::start(lab.command(programs[1]), Stdio::null()).expect("it starts");
+    let registered = eventually(PATIENCE, || match watcher.mailbox_list(RM_CLASS) {
+        Ok(classes) if !classes.is_empty() => Ok(()),
+        other => Err(format!("no manager: {other:?}")),
+    });
+    registered.unwrap_or_else(|error| panic!("{error:#}"));
+    assert!(lab.pvm(&["halt"]).good());
+    assert!(was_ended(console), "the console");
+    assert!(was_ended(manager), "the resource manager");
+}
+
+#[test]
+fn a_program_that_ignores_sigterm_is_left_alone_and_nobody_waits_for_it() {
+    let Some(lab) = Lab::started(None) else { return };
+    let prefix = needs::prefix().expect("the lab has found it");
+    let program = programs::compile("stubborn", &prefix, &lab.path("bin")).unwrap_or_else(|error| panic!("{error:#}"));
+    let mut stubborn = Running::start(lab.command(program), Stdio::piped()).expect("it starts");
+    let word = stubborn.take_stdin().expect("piped");
+    says(&stubborn, "here");
+    assert!(lab.pvm(&["halt"]).good());
+    assert_eq!((lab.daemon(), stubborn.poll().expect("our child")), (None, None));
+    drop(word);
+    let done = stubborn.finish(PATIENCE).unwrap_or_else(|error| panic!("{error:#}"));
+    assert_eq!((done.good(), done.out.as_str()), (true, "here\nrecv: -14\n"), "{done:?}");
+}
