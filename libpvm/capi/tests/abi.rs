@@ -2,8 +2,9 @@
 
 mod common;
 
-use common::{include, library};
+use common::{cc, compiled, include, library, source};
 use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -159,22 +160,25 @@ fn debians_programs_find_every_name_they_import() {
     }
 }
 
+/// What a program prints that needs headers only.
+fn printed_by(source: &Path, options: &[&OsStr]) -> String {
+    let dir = tempfile::tempdir().expect("a directory");
+    let program = dir.path().join("program");
+    compiled(cc().args(options).arg(source).arg("-o").arg(&program));
+    String::from_utf8_lossy(&Command::new(program).output().expect("runs").stdout).into_owned()
+}
+
+/// The same of a program as text, with the headers of a folder.
+fn printed_by_text(text: &str, folder: &Path, warnings: &str) -> String {
+    let dir = tempfile::tempdir().expect("a directory");
+    let source = dir.path().join("text.c");
+    std::fs::write(&source, text).expect("writable");
+    printed_by(&source, &[warnings.as_ref(), "-Werror".as_ref(), "-I".as_ref(), folder.as_os_str()])
+}
+
 /// Numbers and layouts that a header gives, as text.
 fn facts(header: &Path) -> String {
-    let dir = tempfile::tempdir().expect("a directory");
-    let program = dir.path().join("facts");
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/c/facts.c");
-    let done = Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into()))
-        .args(["-Wall", "-Werror", "-include"])
-        .arg(header)
-        .arg(source)
-        .arg("-o")
-        .arg(&program)
-        .output()
-        .expect("a C compiler");
-    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
-    let done = Command::new(program).output().expect("runs");
-    String::from_utf8_lossy(&done.stdout).into_owned()
+    printed_by(&source("facts"), &["-Wall".as_ref(), "-Werror".as_ref(), "-include".as_ref(), header.as_os_str()])
 }
 
 #[test]
@@ -190,7 +194,7 @@ fn the_header_agrees_with_debians_in_every_number_and_layout() {
 #[test]
 fn the_header_can_be_used_from_c_and_from_cpp() {
     for language in ["c", "c++"] {
-        let done = Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into()))
+        let done = cc()
             .args(["-Wall", "-Wextra", "-Werror", "-fsyntax-only", "-x", language, "-include"])
             .arg(include().join("pvm3.h"))
             .arg("/dev/null")
@@ -205,14 +209,12 @@ fn the_header_can_be_used_from_c_and_from_cpp() {
 /// Names of the macros that a header defines with a value, beyond those of `pvm3.h`, and the program that prints them.
 fn macros(folder: &Path, header: &str) -> BTreeSet<String> {
     let names = |headers: &[&str]| -> BTreeSet<String> {
-        let mut command = Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into()));
+        let mut command = cc();
         command.args(["-x", "c", "-dM", "-E", "-I"]).arg(folder);
         for header in headers {
             command.args(["-include", header]);
         }
-        let done = command.arg("/dev/null").output().expect("a C compiler");
-        assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
-        let text = String::from_utf8_lossy(&done.stdout).into_owned();
+        let text = compiled(command.arg("/dev/null"));
         let defined = text.lines().filter_map(|line| line.strip_prefix("#define ")?.split_once(' '));
         // Functions have no value of their own; names with an underscore in front are the header's business.
         defined.filter(|(name, _)| !name.contains('(') && !name.starts_with('_')).map(|(name, _)| name.into()).collect()
@@ -222,23 +224,9 @@ fn macros(folder: &Path, header: &str) -> BTreeSet<String> {
 
 /// The numbers of these macros, as a program compiled with this header prints them.
 fn numbers(folder: &Path, header: &str, names: &BTreeSet<String>) -> String {
-    let dir = tempfile::tempdir().expect("a directory");
     let lines: Vec<String> = names.iter().map(|n| format!("printf(\"{n} %ld\\n\", (long)({n}));")).collect();
-    let source = dir.path().join("numbers.c");
     let text = format!("#include <pvm3.h>\n#include <{header}>\nint main(void) {{ {} return 0; }}\n", lines.join("\n"));
-    std::fs::write(&source, text).expect("writable");
-    let program = dir.path().join("numbers");
-    let done = Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into()))
-        .arg("-w")
-        .arg("-I")
-        .arg(folder)
-        .arg(&source)
-        .arg("-o")
-        .arg(&program)
-        .output()
-        .expect("a C compiler");
-    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
-    String::from_utf8_lossy(&Command::new(program).output().expect("runs").stdout).into_owned()
+    printed_by_text(&text, folder, "-w")
 }
 
 #[test]
@@ -269,17 +257,5 @@ fn the_structures_of_traces_have_debians_layout() {
          TEV_MASK_INIT(m) TEV_MASK_SET(m, 5); TEV_MASK_UNSET(m, 5); TEV_MASK_SET(m, 6); printf(\"%s %d %zu %zu %zu %zu\\n\", m, \
          !!TEV_MASK_CHECK(m, 6), sizeof(struct Pvmtracer), offsetof(struct Pvmtracer, tmask), sizeof(struct Pvmtevinfo), \
          sizeof(struct Pvmtevdid)); return 0; }\n";
-    let dir = tempfile::tempdir().expect("a directory");
-    std::fs::write(dir.path().join("layout.c"), program).expect("writable");
-    let done = Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into()))
-        .args(["-Wall", "-Werror", "-I"])
-        .arg(include())
-        .arg(dir.path().join("layout.c"))
-        .arg("-o")
-        .arg(dir.path().join("layout"))
-        .output()
-        .expect("a C compiler");
-    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
-    let done = Command::new(dir.path().join("layout")).output().expect("runs");
-    assert_eq!(String::from_utf8_lossy(&done.stdout), format!("@D{} 1 68 32 56 16\n", "@".repeat(33)));
+    assert_eq!(printed_by_text(program, &include(), "-Wall"), format!("@D{} 1 68 32 56 16\n", "@".repeat(33)));
 }

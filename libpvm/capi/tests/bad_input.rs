@@ -4,9 +4,8 @@
 
 mod common;
 
-use common::{Daemon, include, library};
+use common::{Daemon, Program, include, library};
 use std::fmt::Write as _;
-use std::path::Path;
 use std::process::Command;
 
 /// Calls that may wait for ever, because waiting is what was asked for.
@@ -142,30 +141,12 @@ fn program() -> String {
 
 #[test]
 fn no_function_breaks_on_arguments_that_mean_nothing() {
-    let daemon = Daemon::start();
-    let dir = tempfile::tempdir().expect("a directory");
-    std::os::unix::fs::symlink(library(), dir.path().join("libpvm3.so.3")).expect("a link");
-    let (source, path) = (dir.path().join("bad.c"), dir.path().join("bad"));
-    std::fs::write(&source, program()).expect("writable");
-    let compiled = Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into()))
-        .args(["-std=gnu11", "-w", "-I"])
-        .arg(include())
-        .arg(&source)
-        .arg("-o")
-        .arg(&path)
-        .arg(dir.path().join("libpvm3.so.3"))
-        .output()
-        .expect("a C compiler");
-    assert!(compiled.status.success(), "{}", String::from_utf8_lossy(&compiled.stderr));
-    for (what, tmp) in [("with a daemon", daemon.tmp()), ("without a daemon", Path::new(dir.path()))] {
-        let mut command = Command::new(&path);
-        command
-            .env("LD_LIBRARY_PATH", dir.path())
-            .env("PVM_TMP", tmp)
-            .env("PVM_ALLOW_ROOT", "1")
-            .current_dir(dir.path());
+    let (daemon, nowhere) = (Daemon::start(), tempfile::tempdir().expect("a directory"));
+    let bad = Program::of_text("bad", &program(), &["-w"]);
+    for (what, tmp) in [("with a daemon", daemon.tmp()), ("without a daemon", nowhere.path())] {
+        let mut command = bad.command(tmp);
         // Nobody is to be started: the daemon that a call would start does not exist.
-        command.env("PVM_DPATH", "/nonexistent/pvmd").env_remove("PVMSOCK").env_remove("PVM_VMID");
+        command.env("PVM_DPATH", "/nonexistent/pvmd").current_dir(nowhere.path());
         let done = command.output().expect("runs");
         let said = String::from_utf8_lossy(&done.stdout).into_owned();
         assert!(done.status.success(), "{what}:\n{said}");

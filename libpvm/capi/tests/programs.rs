@@ -99,16 +99,8 @@ fn a_spawned_task_learns_its_siblings() {
 fn a_program_linked_with_the_static_library_runs_without_the_shared_one() {
     let nowhere = tempfile::tempdir().expect("a directory");
     let program = nowhere.path().join("offline");
-    let done = std::process::Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into()))
-        .args(["-std=gnu11", "-Wno-stringop-overread", "-I"])
-        .arg(include())
-        .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/c/offline.c"))
-        .arg("-o")
-        .arg(&program)
-        .arg(common::library().with_file_name("libpvm3.a"))
-        .output()
-        .expect("a C compiler");
-    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+    let library = common::library().with_file_name("libpvm3.a");
+    common::link(&common::source("offline"), &include(), &["-Wno-stringop-overread"], &library, &program);
     let mut command = std::process::Command::new(program);
     command.env("PVM_TMP", nowhere.path()).env("PVM_ALLOW_ROOT", "1").env_remove("PVMSOCK").env_remove("PVM_VMID");
     must_succeed(&command.output().expect("runs"));

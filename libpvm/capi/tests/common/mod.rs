@@ -29,6 +29,31 @@ pub(crate) fn include() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("include")
 }
 
+/// The C compiler.
+pub(crate) fn cc() -> Command {
+    Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into()))
+}
+
+/// Fails the test with what the compiler said, unless it was content; answers what it wrote.
+pub(crate) fn compiled(command: &mut Command) -> String {
+    let done = command.output().expect("a C compiler");
+    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+    String::from_utf8_lossy(&done.stdout).into_owned()
+}
+
+/// Compiles a C program with the headers of a folder and links it with a library.
+pub(crate) fn link(source: &Path, header: &Path, options: &[&str], library: &Path, program: &Path) {
+    let mut command = cc();
+    compiled(
+        command.arg("-std=gnu11").args(options).arg("-I").arg(header).arg(source).arg("-o").arg(program).arg(library),
+    );
+}
+
+/// The source of a program in `tests/c`.
+pub(crate) fn source(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/c").join(format!("{name}.c"))
+}
+
 /// A folder with a C program and the library under the name that programs load.
 pub(crate) struct Program {
     dir: TempDir,
@@ -43,23 +68,24 @@ impl Program {
 
     /// As [`Program::compile`], with these options about warnings.
     pub(crate) fn compile_with(name: &str, header: &Path, warnings: &[&str]) -> Program {
+        Program::build(name, header, warnings, |_| source(name))
+    }
+
+    /// Compiles this text with our header.
+    pub(crate) fn of_text(name: &str, text: &str, warnings: &[&str]) -> Program {
+        Program::build(name, &include(), warnings, |folder| {
+            let source = folder.join(format!("{name}.c"));
+            std::fs::write(&source, text).expect("writable");
+            source
+        })
+    }
+
+    fn build(name: &str, header: &Path, warnings: &[&str], source: impl FnOnce(&Path) -> PathBuf) -> Program {
         let dir = TempDir::new().expect("a directory");
-        std::os::unix::fs::symlink(library(), dir.path().join("libpvm3.so.3")).expect("a link");
+        let linked = dir.path().join("libpvm3.so.3");
+        std::os::unix::fs::symlink(library(), &linked).expect("a link");
         let path = dir.path().join(name);
-        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/c").join(format!("{name}.c"));
-        let compiler = std::env::var_os("CC").unwrap_or_else(|| "cc".into());
-        let done = Command::new(compiler)
-            .arg("-std=gnu11")
-            .args(warnings)
-            .arg("-I")
-            .arg(header)
-            .arg(&source)
-            .arg("-o")
-            .arg(&path)
-            .arg(dir.path().join("libpvm3.so.3"))
-            .output()
-            .expect("a C compiler");
-        assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+        link(&source(dir.path()), header, warnings, &linked, &path);
         Program { dir, path }
     }
 
