@@ -3,7 +3,8 @@
  *
  *   peers WHAT [name=value ...]      see measure.h for the names
  *
- * WHAT: rtt, ring, one_way, spawn, mcast, fan, add_hosts, await. A round trip is whole: pack, send, receive, unpack, there and back.
+ * WHAT: rtt, ring, one_way, spawn, mcast, fan, packing, add_hosts,
+ * await. A round trip is whole: pack, send, receive, unpack, there and back.
  */
 #define _GNU_SOURCE
 #include "measure.h"
@@ -296,6 +297,62 @@ static void fan_child(int parent)
     }
 }
 
+/* Packing `batch` items of a type and unpacking them from a message to oneself: the calls alone. */
+#define PACKING(name, type, pk, upk)                                                                                   \
+    static void packing_##name(int encoding, const char *called)                                                       \
+    {                                                                                                                  \
+        char packed[32], unpacked[32];                                                                                 \
+        struct samples in = samples_for(o.rounds), out = samples_for(o.rounds);                                        \
+        type *items = (type *)block;                                                                                   \
+        snprintf(packed, sizeof packed, "pack_%s_%s", #name, called);                                                  \
+        snprintf(unpacked, sizeof unpacked, "unpack_%s_%s", #name, called);                                            \
+        for (int i = -o.warm; i < o.rounds; i++) {                                                                     \
+            pvm_initsend(encoding);                                                                                    \
+            double begun = now_us();                                                                                   \
+            check(pk, "packing");                                                                                      \
+            double there = now_us();                                                                                   \
+            check(pvm_send(pvm_mytid(), TAG_PING), "pvm_send");                                                        \
+            check(pvm_recv(pvm_mytid(), TAG_PING), "pvm_recv");                                                        \
+            double again = now_us();                                                                                   \
+            check(upk, "unpacking");                                                                                   \
+            double back = now_us();                                                                                    \
+            if (i >= 0) {                                                                                              \
+                note(&in, there - begun);                                                                              \
+                note(&out, back - again);                                                                              \
+            }                                                                                                          \
+        }                                                                                                              \
+        tell(packed, &in);                                                                                             \
+        tell(unpacked, &out);                                                                                          \
+    }
+
+#define NUMBERS(name, type) PACKING(name, type, pvm_pk##name(items, o.batch, 1), pvm_upk##name(items, o.batch, 1))
+NUMBERS(byte, char)
+NUMBERS(short, short)
+NUMBERS(int, int)
+NUMBERS(long, long)
+NUMBERS(float, float)
+NUMBERS(double, double)
+NUMBERS(cplx, float)
+NUMBERS(dcplx, double)
+PACKING(str, char, pvm_pkstr(items), pvm_upkstr(items))
+
+static void packing(void)
+{
+    static void (*const all[])(int, const char *) = {
+        packing_byte,  packing_short,  packing_int,  packing_long,  packing_float,
+        packing_double, packing_cplx, packing_dcplx, packing_str,
+    };
+    free(block);
+    block = block_of(16L * o.batch);
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
+        memset(block, 0, 16L * o.batch);
+        if (all[i] == packing_str)
+            memset(block, 'a', o.batch - 1);
+        all[i](PvmDataRaw, "raw");
+        all[i](PvmDataDefault, "xdr");
+    }
+}
+
 /* host=h2,h3: all in one call. They are deleted again unless keep=1. */
 static void add_hosts(void)
 {
@@ -376,6 +433,8 @@ int main(int argc, char **argv)
         fan(argv);
     else if (!strcmp(o.what, "add_hosts"))
         add_hosts();
+    else if (!strcmp(o.what, "packing"))
+        packing();
     else if (!strcmp(o.what, "await"))
         await();
     else {

@@ -307,6 +307,23 @@ pub(crate) const ALL: &[Measurement] = &[
             ],
         )
     },
+    here(&["packing", "batch=1000"], 300, 0, PACKING),
+];
+
+/// Packing and unpacking with PVM's calls: what the two libraries do alone.
+const PACKING: &[Row] = &[
+    row("pack-byte", "pack 1,000 bytes, raw", "pack_byte_raw", Unit::Micros, NO_GOAL),
+    row("unpack-byte", "  unpack them", "unpack_byte_raw", Unit::Micros, NO_GOAL),
+    row("pack-int", "pack 1,000 ints, raw", "pack_int_raw", Unit::Micros, NO_GOAL),
+    row("unpack-int", "  unpack them", "unpack_int_raw", Unit::Micros, NO_GOAL),
+    row("pack-int-xdr", "pack 1,000 ints, default encoding", "pack_int_xdr", Unit::Micros, NO_GOAL),
+    row("unpack-int-xdr", "  unpack them", "unpack_int_xdr", Unit::Micros, NO_GOAL),
+    row("pack-double", "pack 1,000 doubles, raw", "pack_double_raw", Unit::Micros, NO_GOAL),
+    row("unpack-double", "  unpack them", "unpack_double_raw", Unit::Micros, NO_GOAL),
+    row("pack-double-xdr", "pack 1,000 doubles, default encoding", "pack_double_xdr", Unit::Micros, NO_GOAL),
+    row("unpack-double-xdr", "  unpack them", "unpack_double_xdr", Unit::Micros, NO_GOAL),
+    row("pack-str", "pack a string of 999 characters", "pack_str_xdr", Unit::Micros, NO_GOAL),
+    row("unpack-str", "  unpack it", "unpack_str_xdr", Unit::Micros, NO_GOAL),
 ];
 
 /// The names of all rows.
