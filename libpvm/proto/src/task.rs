@@ -14,6 +14,7 @@ use crate::migration::{Failure, Step};
 use crate::route::RouteWord;
 use crate::table::{AddedHost, HostTable, TaskInfo};
 use serde::{Deserialize, Serialize};
+use std::net::IpAddr;
 use std::path::PathBuf;
 
 /// First bytes of a [`Hello`]: tells a task of ours from anything else that finds the socket.
@@ -473,6 +474,8 @@ pub struct Welcome {
     pub parent: Tid,
     /// The host it runs on.
     pub host: HostId,
+    /// Addresses of this host, most useful first, for routes of the task's own.
+    pub addresses: Vec<IpAddr>,
     /// The resource manager to ask.
     pub rm: Option<RmInfo>,
     /// Where its output goes.

@@ -743,6 +743,7 @@ mod tests {
             tid: ME,
             parent: Tid::NONE,
             host: HostId::MASTER,
+            addresses: vec![],
             rm: None,
             output: Sink::default(),
             trace: Sink::default(),

@@ -8,6 +8,7 @@
 mod clock;
 mod connect;
 mod core;
+mod direct;
 mod ear;
 mod groups;
 mod helper;

@@ -8,6 +8,7 @@ use sempa_proto::table::TASK_CONNECTED;
 use sempa_proto::task::{Claim, Hello, TASK_MAGIC, ToDaemon, ToTask, Welcome};
 use sempa_proto::{Tid, WIRE_VERSION};
 use std::collections::BTreeMap;
+use std::net::SocketAddr;
 
 /// Connections of tasks at most, those that have not said who they are included.
 pub(super) const CONNECTIONS_MAX: usize = 100_000;
@@ -197,6 +198,8 @@ impl Machine {
     pub(super) fn welcome(&mut self, conn: ConnId, tid: Tid) {
         self.conns.bind(conn, tid);
         let rm = self.rm.current();
+        let mut addresses: Vec<_> = self.config.addresses.iter().map(SocketAddr::ip).collect();
+        addresses.dedup();
         let Some(task) = self.tasks.get_mut(tid) else { return };
         task.phase = Phase::Connected(conn);
         task.rm = task.rm.or(rm.map(|rm| rm.tid));
@@ -204,6 +207,7 @@ impl Machine {
             tid,
             parent: task.parent,
             host: self.config.host,
+            addresses,
             rm,
             output: task.output,
             trace: task.trace,

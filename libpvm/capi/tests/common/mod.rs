@@ -192,6 +192,7 @@ impl Seat {
             tid: Tid::from_raw(ME),
             parent: self.parent,
             host: HostId::MASTER,
+            addresses: vec![],
             rm: None,
             output: Sink::default(),
             trace: Sink::default(),

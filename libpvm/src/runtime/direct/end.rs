@@ -1,6 +1,6 @@
 //! One end of a direct route: whole frames in, whole frames out, never waiting.
 
-use super::record::{CONTENT_BYTES_MAX, HEAD_BYTES, Kind, Key, RECORD_BYTES_MAX, TAIL_BYTES, length};
+use super::record::{CONTENT_BYTES_MAX, HEAD_BYTES, Key, Kind, RECORD_BYTES_MAX, TAIL_BYTES, length};
 use super::{Ended, FRAME_BYTES_MAX, NoRoute};
 use crate::runtime::process::Own;
 use nix::errno::Errno;
@@ -126,6 +126,12 @@ impl DirectEnd {
     #[cfg(test)]
     pub(super) fn change_keys_after(&mut self, records: u64) {
         self.records_per_key = records;
+    }
+
+    /// Puts bytes on the route that need not be a frame.
+    #[cfg(test)]
+    pub(super) fn push_bytes(&mut self, bytes: &[u8]) {
+        self.append(bytes);
     }
 
     // ---- out

@@ -1,0 +1,452 @@
+//! Real connections on the loopback address; time is a number.
+
+use super::{
+    Acceptor, DIAL_WITHIN, Dialer, DirectEnd, Ended, FRAME_BYTES_MAX, Identity, NoRoute, OFFER_WITHIN, OFFERS_MAX,
+    STRANGER_WITHIN, STRANGERS_MAX,
+};
+use nix::poll::{PollFd, PollTimeout, poll};
+use sempa_proto::Micros;
+use sempa_proto::route::{Fingerprint, OfferId};
+use std::io::{Read, Write};
+use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::time::{Duration, Instant};
+
+const ID: OfferId = OfferId(0x1234);
+/// Time for anything here; far more than needed, because machines may be loaded.
+const DEADLINE: Duration = Duration::from_secs(60);
+
+type Outcome = Result<DirectEnd, NoRoute>;
+
+fn at(port: u16) -> SocketAddr {
+    (Ipv4Addr::LOCALHOST, port).into()
+}
+
+/// The same numbers for the same seed.
+struct Dice(u64);
+
+impl Dice {
+    fn roll(&mut self, below: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 % below as u64) as usize
+    }
+}
+
+/// Calls until it says something, waiting in between for what it watches.
+fn until<T>(what: &str, mut step: impl FnMut() -> Option<T>) -> T {
+    let end = Instant::now() + DEADLINE;
+    loop {
+        if let Some(found) = step() {
+            return found;
+        }
+        assert!(Instant::now() < end, "never came: {what}");
+        std::thread::yield_now();
+    }
+}
+
+/// An acceptor with one offer, its port and its certificate.
+fn offered() -> (Acceptor, u16, Fingerprint) {
+    let mut acceptor = Acceptor::default();
+    let (port, fingerprint) = acceptor.offer(Micros(1), ID).expect("a socket");
+    (acceptor, port, fingerprint)
+}
+
+fn dialer(addresses: &[SocketAddr], peer: Fingerprint) -> Dialer {
+    Dialer::new(Micros(1), ID, addresses, peer).expect("a key")
+}
+
+/// Has both sides go on until the dialer is done; what became of it, and of the offer.
+fn meet(acceptor: &mut Acceptor, dialer: &mut Dialer) -> (Outcome, Option<Outcome>) {
+    let mut accepted = None;
+    let dialled = until("an answer for the dialer", || {
+        accepted = accepted.take().or(acceptor.step(Micros(2)).pop().map(|(_, outcome)| outcome));
+        let (mut fds, listens) = (Vec::new(), !acceptor.is_idle());
+        dialer.watch(&mut fds);
+        acceptor.watch(&mut fds);
+        assert!(accepted.is_some() || listens, "an open offer is watched");
+        let _ = poll(&mut fds, PollTimeout::from(1u8));
+        dialer.step(Micros(2))
+    });
+    (dialled, accepted)
+}
+
+/// A route: the end that listened and the one that connected, to this address if it is not the first one's.
+fn route_by(by: impl FnOnce(u16) -> u16) -> (DirectEnd, DirectEnd) {
+    let (mut acceptor, port, fingerprint) = offered();
+    let mut dialer = dialer(&[at(by(port))], fingerprint);
+    acceptor.accepted(ID, dialer.fingerprint());
+    let (dialled, accepted) = meet(&mut acceptor, &mut dialer);
+    assert!(acceptor.is_idle(), "{acceptor:?}");
+    (accepted.expect("the dialer was answered").expect("a route"), dialled.expect("a route"))
+}
+
+fn route() -> (DirectEnd, DirectEnd) {
+    route_by(|port| port)
+}
+
+/// A frame that says its number, of a random length.
+fn frame(dice: &mut Dice, number: u32) -> Vec<u8> {
+    let length = match dice.roll(4) {
+        0 => 4 + dice.roll(60),
+        1 => 4 + dice.roll(FRAME_BYTES_MAX - 4),
+        2 => FRAME_BYTES_MAX,
+        _ => (16 << 10) - 8 + dice.roll(16),
+    };
+    let mut frame = vec![number as u8; length];
+    frame[..4].copy_from_slice(&number.to_le_bytes());
+    frame
+}
+
+/// Checks frames as they come.
+#[derive(Default)]
+struct Check {
+    next: u32,
+}
+
+impl Check {
+    fn take(&mut self, frame: &[u8]) {
+        assert_eq!(frame[..4], self.next.to_le_bytes());
+        assert!(frame[4..].iter().all(|byte| *byte == self.next as u8), "frame {} is not what was sent", self.next);
+        self.next += 1;
+    }
+}
+
+/// Sends `count` frames both ways at once; why each end stopped, if it did, and how many frames came to it.
+fn talk(ends: [&mut DirectEnd; 2], count: u32, seed: u64) -> [(Option<Ended>, u32); 2] {
+    let mut dice = Dice(seed);
+    let mut state = [(None, Check::default(), 0), (None, Check::default(), 0)];
+    let [a, b] = ends;
+    until("all frames", || {
+        for (end, (ended, check, sent)) in [&mut *a, &mut *b].into_iter().zip(&mut state) {
+            while ended.is_none() && *sent < count && end.has_room() {
+                let whole = frame(&mut dice, *sent);
+                let (head, payload) = whole.split_at(dice.roll(30).min(whole.len()));
+                assert!(end.push(head, payload));
+                *sent += 1;
+            }
+            let gone = end.read(&mut |frame| check.take(frame)).and(end.flush());
+            *ended = ended.take().or(gone.err());
+        }
+        let all = |(ended, check, sent): &(Option<Ended>, Check, u32)| {
+            ended.is_some() || (check.next == count && *sent == count)
+        };
+        let flushed = !a.wants_write() && !b.wants_write();
+        (state.iter().any(|s| s.0.is_some()) || (flushed && state.iter().all(all))).then_some(())
+    });
+    // Behind the end of one, what is on its way to the other.
+    for (end, (ended, check, _)) in [a, b].into_iter().zip(&mut state) {
+        if let Err(e) = end.read(&mut |frame| check.take(frame)) {
+            ended.get_or_insert(e);
+        }
+    }
+    state.map(|(ended, check, _)| (ended, check.next))
+}
+
+/// Stands between the two: hands on what comes in pieces of random lengths, and does `harm` to what goes to the listening
+/// side, which gets to know how many bytes have passed.
+fn between(port: u16, seed: u64, harm: impl Fn(usize, &mut [u8]) -> bool + Send + 'static) -> u16 {
+    let listener = TcpListener::bind(at(0)).expect("a port");
+    let own = listener.local_addr().expect("it has one").port();
+    std::thread::spawn(move || {
+        let (dialled, _) = listener.accept().expect("the dialer comes");
+        let listening = TcpStream::connect(at(port)).expect("it listens");
+        let back = (listening.try_clone().expect("a socket"), dialled.try_clone().expect("a socket"));
+        let one = std::thread::spawn(move || hand_on(dialled, listening, seed, harm));
+        hand_on(back.0, back.1, seed + 1, |_, _| true);
+        one.join().expect("it ends");
+    });
+    own
+}
+
+fn hand_on(mut from: TcpStream, mut to: TcpStream, seed: u64, harm: impl Fn(usize, &mut [u8]) -> bool) {
+    let (mut dice, mut passed, mut bytes) = (Dice(seed), 0, vec![0; 100_000]);
+    to.set_nodelay(true).expect("a socket");
+    loop {
+        let room = match dice.roll(3) {
+            0 => 1 + dice.roll(40),
+            _ => 1 + dice.roll(100_000),
+        };
+        let got = from.read(&mut bytes[..room]).unwrap_or(0);
+        if got == 0 || !harm(passed, &mut bytes[..got]) || to.write_all(&bytes[..got]).is_err() {
+            let _ = (from.shutdown(Shutdown::Both), to.shutdown(Shutdown::Both));
+            return;
+        }
+        passed += got;
+    }
+}
+
+fn descriptors() -> usize {
+    std::fs::read_dir("/proc/self/fd").expect("/proc").count()
+}
+
+#[test]
+fn frames_of_all_lengths_come_whole_and_in_order_in_both_directions() {
+    let (mut a, mut b) = route();
+    for seed in 1..6 {
+        assert_eq!(talk([&mut a, &mut b], 60, seed), [(None, 60), (None, 60)]);
+    }
+    // A frame may be empty, too.
+    assert!(a.push(&[], &[]));
+    a.flush().expect("the route stands");
+    let mut empty = 0;
+    until("the empty frame", || {
+        b.read(&mut |frame| empty += usize::from(frame.is_empty())).expect("the route stands");
+        (empty == 1).then_some(())
+    });
+}
+
+#[test]
+fn a_stream_that_is_cut_anywhere_means_the_same() {
+    for seed in 1..8 {
+        let (mut a, mut b) = route_by(|port| between(port, seed, |_, _| true));
+        assert_eq!(talk([&mut a, &mut b], 100, seed), [(None, 100), (None, 100)], "seed {seed}");
+    }
+}
+
+#[test]
+fn keys_change_in_the_middle_without_a_trace() {
+    let (mut a, mut b) = route();
+    a.change_keys_after(40);
+    b.change_keys_after(25);
+    for seed in 1..4 {
+        assert_eq!(talk([&mut a, &mut b], 300, seed), [(None, 300), (None, 300)]);
+    }
+}
+
+#[test]
+fn a_changed_byte_ends_the_route_and_nothing_wrong_is_handed_over() {
+    for seed in 1..10u64 {
+        let place = 20_000 + 7919 * seed as usize;
+        let flip = move |passed: usize, bytes: &mut [u8]| {
+            if (passed..passed + bytes.len()).contains(&place) {
+                bytes[place - passed] ^= 1 << (seed % 8);
+            }
+            true
+        };
+        let (mut a, mut b) = route_by(|port| between(port, seed, flip));
+        let [(listening, came), _] = talk([&mut a, &mut b], 200, seed);
+        // A record that was made longer may be waited for until there is no more.
+        assert!(matches!(listening, Some(Ended::Garbage(_) | Ended::Broken(_))), "{listening:?} (seed {seed})");
+        assert!(came < 200, "seed {seed}");
+    }
+}
+
+#[test]
+fn a_connection_that_is_cut_in_the_middle_hands_over_what_was_whole() {
+    for seed in 1..10u64 {
+        let cut = move |passed: usize, bytes: &mut [u8]| passed + bytes.len() < 30_000 * seed as usize;
+        let (mut a, mut b) = route_by(|port| between(port, seed, cut));
+        let [one, two] = talk([&mut a, &mut b], 400, seed);
+        assert!(one.0.is_some() || two.0.is_some(), "seed {seed}");
+        assert!(one.1 < 400, "seed {seed}");
+    }
+}
+
+#[test]
+fn each_side_refuses_whoever_has_another_certificate() {
+    let other = Identity::new().expect("a key").fingerprint();
+    // The one that connects meets somebody else.
+    let (mut acceptor, port, _) = offered();
+    let mut dialer_ = dialer(&[at(port)], other);
+    acceptor.accepted(ID, dialer_.fingerprint());
+    let (dialled, accepted) = meet(&mut acceptor, &mut dialer_);
+    assert!(matches!(dialled, Err(NoRoute::Stranger(_))), "{dialled:?}");
+    assert!(accepted.is_none(), "{accepted:?}");
+    // Somebody else connects. The offer stays open for the right one.
+    let (mut acceptor, port, fingerprint) = offered();
+    let mut right = dialer(&[at(port)], fingerprint);
+    acceptor.accepted(ID, right.fingerprint());
+    let (dialled, accepted) = meet(&mut acceptor, &mut dialer(&[at(port)], fingerprint));
+    assert!(matches!(dialled, Err(NoRoute::Stranger(_))), "{dialled:?}");
+    assert!(accepted.is_none(), "{accepted:?}");
+    let (dialled, accepted) = meet(&mut acceptor, &mut right);
+    assert!(dialled.is_ok() && matches!(accepted, Some(Ok(_))), "{dialled:?} {accepted:?}");
+}
+
+#[test]
+fn garbage_is_closed_and_the_offer_stays_for_the_right_one() {
+    let (mut acceptor, port, fingerprint) = offered();
+    let mut right = dialer(&[at(port)], fingerprint);
+    acceptor.accepted(ID, right.fingerprint());
+    let preamble = super::accept::preamble(ID);
+    let mut dice = Dice(77);
+    for round in 0..60 {
+        let mut garbage = match round % 4 {
+            0 => b"GET / HTTP/1.1\r\n\r\n".to_vec(),
+            1 => super::accept::preamble(OfferId(9)).to_vec(),
+            // A record with data in front of any handshake, and anything.
+            2 => [&preamble[..], &[23, 3, 3, 0, 40], &[0; 40]].concat(),
+            _ => preamble.to_vec(),
+        };
+        garbage.extend((0..dice.roll(40_000)).map(|_| dice.roll(256) as u8));
+        let mut stranger = TcpStream::connect(at(port)).expect("it listens");
+        // It may be closed before all is written.
+        let _ = stranger.write_all(&garbage);
+        let _ = stranger.shutdown(Shutdown::Write);
+        stranger.set_nonblocking(true).expect("a socket");
+        until("it is closed", || {
+            assert!(acceptor.step(Micros(2)).is_empty(), "round {round}");
+            match stranger.read(&mut [0; 1000]) {
+                Ok(0) => Some(()),
+                Ok(_) => None,
+                Err(e) => (e.kind() != std::io::ErrorKind::WouldBlock).then_some(()),
+            }
+        });
+    }
+    let (dialled, accepted) = meet(&mut acceptor, &mut right);
+    assert!(dialled.is_ok() && matches!(accepted, Some(Ok(_))), "{dialled:?} {accepted:?}");
+}
+
+#[test]
+fn those_that_say_nothing_are_few_and_do_not_stay() {
+    let before = descriptors();
+    let (mut acceptor, port, fingerprint) = offered();
+    let strangers: Vec<TcpStream> =
+        (0..2 * STRANGERS_MAX).map(|_| TcpStream::connect(at(port)).expect("it listens")).collect();
+    let own = descriptors() - strangers.len();
+    until("they are let in", || {
+        assert!(acceptor.step(Micros(2)).is_empty());
+        (descriptors() - strangers.len() == own + STRANGERS_MAX).then_some(())
+    });
+    // One more, the right one, gets in all the same.
+    let mut right = dialer(&[at(port)], fingerprint);
+    acceptor.accepted(ID, right.fingerprint());
+    acceptor.offer(Micros(2), OfferId(5)).expect("a second offer keeps it listening");
+    let (dialled, accepted) = meet(&mut acceptor, &mut right);
+    assert!(dialled.is_ok() && matches!(accepted, Some(Ok(_))), "{dialled:?} {accepted:?}");
+    assert_eq!(acceptor.next_wakeup(), Some(Micros(2) + STRANGER_WITHIN));
+    assert!(acceptor.step(Micros(2) + STRANGER_WITHIN).is_empty());
+    assert_eq!(acceptor.next_wakeup(), Some(Micros(2) + OFFER_WITHIN));
+    let late = acceptor.step(Micros(2) + OFFER_WITHIN);
+    assert!(matches!(late[..], [(OfferId(5), Err(NoRoute::Late))]), "{late:?}");
+    assert!(acceptor.is_idle());
+    drop((strangers, dialled, accepted));
+    assert_eq!(descriptors(), before, "nothing stays open");
+}
+
+#[test]
+fn a_peer_that_stalls_in_the_handshake_is_given_up_and_another_address_is_tried() {
+    let mute = TcpListener::bind(at(0)).expect("a port");
+    let mute_at = mute.local_addr().expect("it has one");
+    let (mut acceptor, port, fingerprint) = offered();
+    let closed = {
+        let gone = TcpListener::bind(at(0)).expect("a port");
+        gone.local_addr().expect("it has one")
+    };
+    let mut dialer_ = dialer(&[closed, mute_at, at(port)], fingerprint);
+    acceptor.accepted(ID, dialer_.fingerprint());
+    let mut now = Micros(2);
+    let dialled = until("a route", || {
+        let done = dialer_.step(now);
+        now = now + Micros::from_millis(1);
+        let _ = acceptor.step(Micros(2)).pop().map(|(_, outcome)| outcome.map(std::mem::forget));
+        done
+    });
+    assert!(dialled.is_ok(), "{dialled:?}");
+    // None of them answers.
+    let mut alone = dialer(&[closed, mute_at], fingerprint);
+    let refused = until("the end", || {
+        now = now + Micros::from_millis(10);
+        alone.step(now)
+    });
+    assert_eq!(refused.err(), Some(NoRoute::Late));
+    let unreachable = until("the end", || dialer(&[closed], fingerprint).step(Micros(2)));
+    assert!(matches!(unreachable, Err(NoRoute::Unreachable(_))), "{unreachable:?}");
+    assert_eq!(
+        dialer(&[at(port)], fingerprint).step(Micros(1) + DIAL_WITHIN).and_then(Result::err),
+        Some(NoRoute::Late)
+    );
+}
+
+#[test]
+fn a_connection_that_is_faster_than_its_acceptance_waits_for_it() {
+    let (mut acceptor, port, fingerprint) = offered();
+    let mut dialer = dialer(&[at(port)], fingerprint);
+    // What it sends at first is here, and nothing of it is answered.
+    until("it has connected", || {
+        assert!(dialer.step(Micros(2)).is_none() && acceptor.step(Micros(2)).is_empty());
+        (format!("{acceptor:?}").contains("strangers: 1")).then_some(())
+    });
+    for _ in 0..50 {
+        assert!(dialer.step(Micros(2)).is_none() && acceptor.step(Micros(2)).is_empty());
+    }
+    acceptor.accepted(ID, dialer.fingerprint());
+    let (dialled, accepted) = meet(&mut acceptor, &mut dialer);
+    assert!(dialled.is_ok() && matches!(accepted, Some(Ok(_))), "{dialled:?} {accepted:?}");
+}
+
+#[test]
+fn a_frame_over_the_limit_ends_the_route() {
+    let (mut a, mut b) = route();
+    assert!(a.push(&[1; 4], &[]));
+    a.push_bytes(&(FRAME_BYTES_MAX as u32 + 1).to_le_bytes());
+    a.flush().expect("the route stands");
+    let mut came = 0;
+    let ended = until("the end", || b.read(&mut |_| came += 1).err());
+    assert_eq!((ended, came), (Ended::Garbage("a frame is over the limit"), 1));
+    assert_eq!(b.read(&mut |_| came += 1), Err(Ended::Garbage("a frame is over the limit")));
+    assert_eq!(came, 1);
+}
+
+#[test]
+fn a_peer_that_does_not_read_keeps_a_bounded_backlog() {
+    let (mut a, mut b) = route();
+    let mut sent = 0u32;
+    loop {
+        if a.push(&sent.to_le_bytes(), &[7; FRAME_BYTES_MAX - 4]) {
+            sent += 1;
+            assert!(sent < 1000, "the kernel keeps less than 64 MiB");
+            continue;
+        }
+        a.flush().expect("the route stands");
+        if !a.has_room() {
+            break;
+        }
+    }
+    assert!(a.wants_write());
+    let mut came = 0;
+    until("all of it", || {
+        a.flush().expect("the route stands");
+        b.read(&mut |_| came += 1).expect("the route stands");
+        (!a.wants_write() && came >= sent).then_some(())
+    });
+}
+
+#[test]
+fn an_end_in_order_and_the_death_of_a_peer_are_noticed() {
+    let (mut a, b) = route();
+    b.close();
+    let ended = until("the end", || a.read(&mut |_| panic!("nothing was sent")).err());
+    assert_eq!(ended, Ended::Closed);
+    let (mut a, mut b) = route();
+    // Dies with half of a frame on the way and with something that it has not read.
+    b.push_bytes(&2000u32.to_le_bytes());
+    b.push_bytes(&[7; 1000]);
+    b.flush().expect("the route stands");
+    assert!(a.push(&[1], &[2]));
+    a.flush().expect("the route stands");
+    drop(b);
+    let ended = until("the end", || a.read(&mut |_| panic!("no frame was whole")).and(a.flush()).err());
+    assert!(matches!(ended, Ended::Broken(_)), "{ended:?}");
+}
+
+#[test]
+fn offers_are_bounded_and_what_is_withdrawn_is_refused() {
+    let (mut acceptor, port, fingerprint) = offered();
+    for n in 1..OFFERS_MAX as u64 {
+        acceptor.offer(Micros(1), OfferId(n)).expect("room");
+    }
+    assert_eq!(acceptor.offer(Micros(1), OfferId(0)).err(), Some(NoRoute::TooMany));
+    let mut dialer = dialer(&[at(port)], fingerprint);
+    acceptor.accepted(ID, dialer.fingerprint());
+    acceptor.withdraw(ID);
+    let (dialled, accepted) = meet(&mut acceptor, &mut dialer);
+    assert!(matches!(dialled, Err(NoRoute::Stranger(_))) && accepted.is_none(), "{dialled:?} {accepted:?}");
+    assert!(!acceptor.is_idle());
+    acceptor.close();
+    assert!(acceptor.is_idle());
+    let mut fds: Vec<PollFd<'_>> = Vec::new();
+    acceptor.watch(&mut fds);
+    assert!(fds.is_empty());
+}

@@ -266,6 +266,7 @@ fn seat(shared: &Shared, hello: &Hello, stream: &UnixStream) -> Option<Tid> {
         tid,
         parent: Tid::NONE,
         host: HostId::MASTER,
+        addresses: vec![],
         rm: net.rm,
         output: Sink::default(),
         trace: Sink::default(),
