@@ -103,7 +103,7 @@ pub(crate) const COMMANDS: &[Entry] = &[
     Entry {
         name: "setenv",
         summary: "Show or set the console's environment variables",
-        detail: "Syntax:  setenv [ name [ value ] ]\nA variable reaches spawned tasks when it is exported.\n",
+        detail: "Syntax:  setenv [ name [ value ... ] ]\nA variable reaches spawned tasks when it is exported.\n",
     },
     Entry {
         name: "setopt",

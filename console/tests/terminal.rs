@@ -2,17 +2,22 @@
 
 mod common;
 
-use common::{Terminal, started};
+use common::{PATIENCE, Terminal, started};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use sempa_tests::eventually;
 use sempa_tests::lab::Lab;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 
 const UP: &str = "\x1b[A";
 const LEFT: &str = "\x1b[D";
+const CTRL_A: &str = "\x01";
 const CTRL_C: &str = "\x03";
 const CTRL_D: &str = "\x04";
+const CTRL_G: &str = "\x07";
+/// To the end of the line, and away with all before it.
+const EMPTY_LINE: &str = "\x05\x15";
 
 /// A console that is at its first prompt.
 fn console(lab: &Lab) -> Terminal {
@@ -30,6 +35,7 @@ fn a_line_can_be_edited_before_it_is_a_command() {
     terminal.wait_for("\r\n<hello>\r\n");
     terminal.wait_for("pvm> ");
     terminal.keys(&format!("no such command{CTRL_C}"));
+    terminal.wait_for("\r\n");
     terminal.wait_for("pvm> ");
     terminal.keys("id\r");
     terminal.wait_for("\r\nt40");
@@ -96,6 +102,36 @@ fn output_of_tasks_comes_above_the_prompt_and_leaves_the_line_alone() {
     terminal.wait_for("pvm> echo <ha");
     terminal.keys("lf>\r");
     terminal.wait_for("\r\n<half>\r\n");
+}
+
+#[test]
+fn output_that_comes_while_candidates_or_the_history_are_looked_at_is_shown_afterwards() {
+    let Some(lab) = started() else { return };
+    let mut terminal = console(&lab);
+    terminal.keys("echo remembered\r");
+    terminal.wait_for("\r\nremembered\r\n");
+    let script = lab.path("wait.sh");
+    fs::write(&script, "while [ ! -e $1 ]; do sleep 0.02; done; echo here it is; touch $1.done").expect("written");
+    // One that waits for the second tabulator, a list, a search; and what leads back.
+    let kinds = [("s\t", LEFT), ("s\t\t", LEFT), ("\x12rem", CTRL_G), ("echo <ha", CTRL_A)];
+    for (job, (keys, back)) in kinds.into_iter().enumerate() {
+        let go = lab.path(&format!("go{job}"));
+        terminal.keys(&format!("spawn -> /bin/sh {} {}\r", script.display(), go.display()));
+        terminal.wait_for("1 successful\r\n");
+        terminal.wait_for("pvm> ");
+        terminal.keys(keys);
+        terminal.wait_for(keys.trim_end_matches('\t').trim_start_matches('\x12'));
+        fs::write(&go, "").expect("written");
+        let done = lab.path(&format!("go{job}.done"));
+        let there = || if done.exists() { Ok(()) } else { Err("the task does not go on".to_string()) };
+        eventually(PATIENCE, there).expect("it ends");
+        terminal.keys(back);
+        terminal.wait_for("] here it is\r\n");
+        terminal.wait_for(&format!("[{}] finished\r\n", job + 1));
+        terminal.keys(EMPTY_LINE);
+    }
+    terminal.keys("quit\r");
+    assert!(terminal.end().success() && terminal.is_restored());
 }
 
 #[test]
