@@ -1,9 +1,11 @@
 //! The daemon as a process: how it starts, refuses, heals, serves, adds hosts and ends. Every test has a directory of its
 //! own as `PVM_TMP`, and a remote shell that runs the command on this machine with another one.
 
+use bytes::Bytes;
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, sendmsg};
-use sempa_proto::frame::{FrameDecoder, encode_control};
+use sempa_proto::frame::{Frame, FrameDecoder, encode_control, encode_link};
+use sempa_proto::link::{FRAGMENT_BYTES_MAX, LinkFrame, LinkKind};
 use sempa_proto::route::{OfferId, RouteWord};
 use sempa_proto::task::{AtEnd, Claim, Hello, Reply, Request, TASK_MAGIC, ToDaemon, ToTask};
 use sempa_proto::{PvmError, RequestId, Tid, WIRE_VERSION};
@@ -190,9 +192,14 @@ impl Task {
 
     /// The next message, `None` at the end.
     fn read(&mut self) -> Option<ToTask> {
+        Some(self.read_frame()?.control().expect("a message"))
+    }
+
+    /// The next frame of any kind, `None` at the end.
+    fn read_frame(&mut self) -> Option<Frame> {
         loop {
             if let Some(frame) = self.decoder.next_frame().expect("good frames") {
-                return Some(frame.control().expect("a message"));
+                return Some(frame);
             }
             let mut bytes = [0; 4096];
             match self.stream.read(&mut bytes) {
@@ -202,6 +209,19 @@ impl Task {
                 Err(e) => panic!("no answer of the daemon: {e}"),
             }
         }
+    }
+
+    /// Sends a fragment of a message.
+    fn send_fragment(&mut self, dst: Tid, seq: u64, payload: Bytes) {
+        let kind = LinkKind::Data { last: true };
+        let frame = LinkFrame { src: self.tid(), dst, kind, seq, ack: 0, payload };
+        self.stream.write_all(&encode_link(&frame)).expect("the daemon reads");
+    }
+
+    /// The number of the next fragment.
+    fn read_fragment(&mut self) -> u64 {
+        let frame = self.read_frame().expect("the daemon writes");
+        frame.link().expect("a fragment").seq
     }
 
     /// Sends frames in one piece, with descriptors at the first byte.
@@ -421,6 +441,24 @@ fn descriptors_travel_with_their_words_and_a_word_that_is_short_of_them_closes_i
     vm.signal(nix::sys::signal::Signal::SIGTERM);
     assert!(vm.ended().success());
     vm.assert_clean();
+}
+
+#[test]
+fn a_task_that_does_not_read_holds_up_nobody_and_loses_nothing() {
+    let mut vm = Vm::new();
+    let socket = vm.start();
+    let (mut talker, mut deaf, mut other) = (Task::enrol(&socket), Task::enrol(&socket), Task::enrol(&socket));
+    // As a task that ends has its daemon take all that it has sent: no window, and nobody who would send it again.
+    let (payload, count) = (Bytes::from(vec![7; FRAGMENT_BYTES_MAX]), 2200);
+    for seq in 1..=count {
+        talker.send_fragment(deaf.tid(), seq, payload.clone());
+    }
+    talker.send_fragment(other.tid(), 1, Bytes::new());
+    assert_eq!(other.read_fragment(), 1);
+    talker.stream.shutdown(std::net::Shutdown::Both).expect("a socket");
+    for seq in 1..=count {
+        assert_eq!(deaf.read_fragment(), seq);
+    }
 }
 
 #[test]

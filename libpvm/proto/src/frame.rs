@@ -15,6 +15,12 @@ pub const FRAME_BYTES_MAX: usize = 64 << 20;
 /// Bytes before the body: length and kind.
 pub const FRAME_HEAD_BYTES: usize = 5;
 
+/// Room that a decoder makes at least when it has none left: some hundred small frames share one allocation.
+const ROOM_BYTES_MIN: usize = 64 << 10;
+
+/// Room made at most for what is announced and has not come: announcing costs nothing.
+const ROOM_BYTES_MAX: usize = 256 << 10;
+
 /// What a frame's body is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FrameKind {
@@ -121,13 +127,20 @@ pub fn encode_control<T: Serialize>(value: &T) -> Result<Bytes, FrameError> {
     Ok(encode(FrameKind::Control, &[&body]))
 }
 
+/// What stands before a body of `body_len` bytes.
+pub fn frame_head(kind: FrameKind, body_len: usize) -> [u8; FRAME_HEAD_BYTES] {
+    let length = u32::try_from(body_len + 1).expect("callers cut what they send below the frame limit");
+    let mut head = [kind.code(); FRAME_HEAD_BYTES];
+    head[..4].copy_from_slice(&length.to_le_bytes());
+    head
+}
+
 /// A frame whose body is the concatenation of `parts`.
 pub fn encode(kind: FrameKind, parts: &[&[u8]]) -> Bytes {
     let body_len: usize = parts.iter().map(|p| p.len()).sum();
     assert!(body_len <= FRAME_BYTES_MAX, "callers cut what they send below the frame limit");
     let mut out = BytesMut::with_capacity(FRAME_HEAD_BYTES + body_len);
-    out.put_u32_le(body_len as u32 + 1);
-    out.put_u8(kind.code());
+    out.put_slice(&frame_head(kind, body_len));
     for part in parts {
         out.put_slice(part);
     }
@@ -153,7 +166,17 @@ impl FrameDecoder {
 
     /// Adds bytes that were read.
     pub fn push(&mut self, bytes: &[u8]) {
+        if self.buffer.capacity() - self.buffer.len() < bytes.len() {
+            // Room for the whole frame at once, so that its beginning is not copied again and again.
+            self.buffer.reserve(self.missing().clamp(ROOM_BYTES_MIN, ROOM_BYTES_MAX).max(bytes.len()));
+        }
         self.buffer.extend_from_slice(bytes);
+    }
+
+    /// Bytes that the frame at the front still lacks, as far as it has announced them.
+    fn missing(&self) -> usize {
+        let announced = self.buffer.first_chunk::<4>().map_or(0, |head| 4 + u32::from_le_bytes(*head) as usize);
+        announced.saturating_sub(self.buffer.len())
     }
 
     /// The buffer to read into directly; what is appended counts as pushed.

@@ -4,6 +4,7 @@ use super::pairs::sender_of;
 use super::{ConnId, Machine, Output};
 use sempa_proto::event::EventKind;
 use sempa_proto::host::{Carried, Held, HostMsg, TaskRecord, Watch, WatchKind};
+use sempa_proto::link::RETAINED_BYTES_MAX;
 use sempa_proto::migration::Usage;
 use sempa_proto::table::{TASK_CONNECTED, TASK_FORKED, TASK_RM, TaskInfo};
 use sempa_proto::task::{AtEnd, LinkMark, Sink, ToTask};
@@ -12,8 +13,9 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 /// Tasks alive on one host at most.
 pub(super) const TASKS_MAX: usize = 65_536;
-/// Bytes of link frames kept for one task that cannot take them now; more are dropped, and sent again by their links.
-pub(super) const HELD_LINK_BYTES_MAX: usize = 64 << 20;
+/// Bytes of link frames kept for one task that cannot take them now; more are dropped. Tasks that live hold themselves to
+/// their links' windows; what is beyond are the last words of tasks that have ended, which nobody would send again.
+pub(super) const HELD_LINK_BYTES_MAX: usize = RETAINED_BYTES_MAX;
 /// Words about routes kept for one task that cannot take them now; more are dropped, as if a move had come between.
 pub(super) const HELD_WORDS_MAX: usize = 4096;
 /// Tasks that have ended and are remembered with their marks.

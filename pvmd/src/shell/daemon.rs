@@ -10,7 +10,7 @@ use super::net::{Net, bind_udp};
 use super::pki::{Authority, Identity};
 use super::place::HeldPlace;
 use super::start::{Starter, StarterSettings};
-use super::sys::{FilesLimit, raise_files_limit};
+use super::sys::{FilesLimit, keep_freed_memory, raise_files_limit};
 use super::tasker::Tasker;
 use super::world::{ARCH, DSIG, DaemonWorld, WorldSettings, library_folder, programs_folder};
 use super::{address, local};
@@ -75,6 +75,7 @@ pub(crate) fn run(setup: Setup, announce: impl FnOnce(Standing) -> anyhow::Resul
     let bytes_max = variable("PVMDLOGMAX").and_then(|v| v.parse().ok()).unwrap_or(log::LOG_BYTES_MAX);
     let (log, log_thread) = log::open(&log_path, setup.host, bytes_max)
         .with_context(|| format!("cannot write the log {}", log_path.display()))?;
+    keep_freed_memory();
     // One thread for the loop and all streams: what comes in goes out again without waking another thread, which
     // would cost more than all the rest. Disks have threads of their own.
     let runtime = tokio::runtime::Builder::new_current_thread()
@@ -160,7 +161,8 @@ async fn assemble_and_run(
     announce(Standing { socket: place.socket(), addresses })?;
     log.line("ready");
     drop(log);
-    Driver::new(parts, start, is_master).run(signals).await;
+    // As a task beside those that serve the streams: what waits in `block_on` is woken by way of the kernel.
+    tokio::spawn(Driver::new(parts, start, is_master).run(signals)).await.context("the daemon's loop has failed")?;
     Ok(())
 }
 

@@ -32,6 +32,8 @@ const MASTER_WITHIN: Duration = Duration::from_secs(30);
 const FAREWELL_WITHIN: Duration = Duration::from_secs(3);
 /// What a slave's process may take to end after its last word; the master gives it that long.
 const LAST_STEPS: Duration = Duration::from_millis(60);
+/// Inputs taken before the loop looks at its clock and the streams get their turn.
+const INPUTS_AT_ONCE: usize = 64;
 /// How often queues and sessions are looked after.
 const TICK: Duration = Duration::from_secs(1);
 
@@ -90,6 +92,7 @@ impl Driver {
         self.carry_out_all();
         let mut tick = interval(TICK);
         tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let (mut alarm, mut alarm_at) = (Box::pin(sleep_until(far_away().into())), None);
         while !self.done {
             let wake = self.parts.machine.next_wakeup();
             if wake.is_some_and(|at| at <= self.now()) {
@@ -97,14 +100,20 @@ impl Driver {
                 // Inputs go on even if the machine wants to be woken again at once.
                 tokio::task::yield_now().await;
             }
-            let at = self.parts.machine.next_wakeup().map(|at| self.start + Duration::from_micros(at.0));
+            // Set again only when it has changed: with messages passing it hardly ever does.
+            let wake = self.parts.machine.next_wakeup();
+            if wake != alarm_at {
+                let at = wake.map(|at| self.start + Duration::from_micros(at.0));
+                alarm.as_mut().reset(at.unwrap_or_else(far_away).into());
+                alarm_at = wake;
+            }
             tokio::select! {
                 input = self.parts.inputs.recv() => match input {
-                    Some(input) => self.take(input),
+                    Some(input) => self.take_some(input),
                     None => break,
                 },
                 Some(why) = signals.recv() => self.stop(why),
-                () = sleep_until(at.unwrap_or_else(far_away).into()) => {}
+                () = &mut alarm, if alarm_at.is_some() => alarm_at = None,
                 _ = tick.tick() => self.look_after(),
             }
         }
@@ -120,6 +129,18 @@ impl Driver {
         }
         self.stop_at = Some(Instant::now() + STOP_WITHIN);
         self.feed(Event::Stop { why });
+    }
+
+    /// Takes an input and those that wait behind it.
+    fn take_some(&mut self, first: Input) {
+        self.take(first);
+        for _ in 1..INPUTS_AT_ONCE {
+            let Ok(input) = self.parts.inputs.try_recv() else { return };
+            self.take(input);
+            if self.done {
+                return;
+            }
+        }
     }
 
     fn take(&mut self, input: Input) {

@@ -4,12 +4,11 @@
 use super::descriptors::{Incoming, send_with};
 use super::input::{Input, Inputs, LineLimit};
 use super::log::Log;
-use super::outbox::{Outbox, OutboxReader, Parcel, outbox};
+use super::outbox::{LINK_BYTES_MAX, Outbox, OutboxReader, Parcel, outbox};
 use super::sys::peer_process;
 use crate::machine::io::{ConnId, Event};
-use bytes::Bytes;
 use sempa_proto::WIRE_VERSION;
-use sempa_proto::frame::{FRAME_HEAD_BYTES, Frame, FrameKind, encode_control};
+use sempa_proto::frame::{FRAME_HEAD_BYTES, Frame, FrameKind, encode_control, frame_head};
 use sempa_proto::link::FRAGMENT_BYTES_MAX;
 use sempa_proto::task::{TASK_MAGIC, ToDaemon, ToTask};
 use std::io::IoSlice;
@@ -29,8 +28,6 @@ use tokio::time::timeout;
 pub(crate) const HELLO_WITHIN: Duration = Duration::from_secs(10);
 /// Connections that have not said hello; more wait in the kernel's queue.
 const HELLOS_WAITING_MAX: usize = 128;
-/// Bytes of link frames that wait for one task; more are dropped and sent again by the links.
-const TASK_LINK_BYTES_MAX: usize = 128 << 20;
 /// Bytes of control messages that may wait for one task that does not read.
 pub(crate) const TASK_CONTROL_BYTES_MAX: usize = 64 << 20;
 /// Time for which a task over that limit may read nothing before it is cut off.
@@ -147,7 +144,7 @@ impl Door {
     /// Serves a connection from its hello to its end.
     async fn attend(&self, hello: ToDaemon, line: Line) {
         let conn = ConnId(self.next.fetch_add(1, Ordering::Relaxed));
-        let (outbox, queue) = outbox(TASK_LINK_BYTES_MAX);
+        let (outbox, queue) = outbox(LINK_BYTES_MAX);
         let (cut, mut is_cut) = watch::channel(None);
         let Line { pid, process, stream, write, mut incoming } = line;
         let up = Input::TaskUp(TaskLine { conn, pid, process, outbox, cut });
@@ -275,16 +272,26 @@ async fn write_batch(stream: &mut OwnedWriteHalf, batch: &[Parcel]) -> std::io::
 }
 
 async fn write_plain(stream: &mut OwnedWriteHalf, batch: &[Parcel]) -> std::io::Result<()> {
-    let heads: Vec<[u8; FRAME_HEAD_BYTES]> = batch.iter().map(link_head).collect();
-    let mut slices = Vec::with_capacity(batch.len() * 2);
+    let mut heads = [[0; FRAME_HEAD_BYTES]; WRITE_FRAMES_MAX];
+    for (head, parcel) in heads.iter_mut().zip(batch) {
+        if let Parcel::Link(body) = parcel {
+            *head = frame_head(FrameKind::Link, body.len());
+        }
+    }
+    let mut slices = [IoSlice::new(&[]); 2 * WRITE_FRAMES_MAX];
+    let mut used = 0;
+    let mut add = |slice| {
+        slices[used] = IoSlice::new(slice);
+        used += 1;
+    };
     for (parcel, head) in batch.iter().zip(&heads) {
         match parcel {
-            Parcel::Sure(frame) => slices.push(IoSlice::new(frame)),
-            Parcel::Link(body) => slices.extend([IoSlice::new(head), IoSlice::new(body)]),
+            Parcel::Sure(frame) => add(frame),
+            Parcel::Link(body) => [head, &body[..]].into_iter().for_each(&mut add),
             Parcel::With(..) | Parcel::End => {}
         }
     }
-    let mut rest = &mut slices[..];
+    let mut rest = &mut slices[..used];
     while !rest.is_empty() {
         let written = stream.write_vectored(rest).await?;
         if written == 0 {
@@ -293,27 +300,4 @@ async fn write_plain(stream: &mut OwnedWriteHalf, batch: &[Parcel]) -> std::io::
         IoSlice::advance_slices(&mut rest, written);
     }
     Ok(())
-}
-
-/// Head of a link frame of this body, as [`sempa_proto::frame::encode`] writes it.
-pub(crate) fn link_head(parcel: &Parcel) -> [u8; FRAME_HEAD_BYTES] {
-    let Parcel::Link(body) = parcel else { return [0; FRAME_HEAD_BYTES] };
-    let whole: Bytes = sempa_proto::frame::encode(FrameKind::Link, &[]);
-    let mut head = [0; FRAME_HEAD_BYTES];
-    head.copy_from_slice(&whole[..FRAME_HEAD_BYTES]);
-    let length = u32::try_from(body.len() + 1).expect("frames are shorter than FRAME_BYTES_MAX");
-    head[..4].copy_from_slice(&length.to_le_bytes());
-    head
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_link_head_is_what_the_framing_writes() {
-        let body = Bytes::from_static(&[7; 300]);
-        let whole = sempa_proto::frame::encode(FrameKind::Link, &[&body]);
-        assert_eq!(link_head(&Parcel::Link(body))[..], whole[..FRAME_HEAD_BYTES]);
-    }
 }

@@ -24,6 +24,7 @@ mod net;
 mod net_tests;
 mod outbox;
 mod pki;
+mod port;
 mod place;
 mod session;
 mod slave;

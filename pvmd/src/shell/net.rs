@@ -4,8 +4,9 @@
 
 use super::input::{Input, Inputs, LineLimit};
 use super::log::Log;
-use super::outbox::Parcel;
+use super::outbox::{LINK_BYTES_MAX, Parcel};
 use super::pki::{Identity, host_name, host_named};
+use super::port::PortRuntime;
 use super::session::{self, CLOSE_DUPLICATE, CLOSE_FORGOTTEN, CLOSE_LEAVING, CLOSE_SILENT, Channels, Pair, describe};
 use crate::machine::Event;
 use quinn::congestion::CubicConfig;
@@ -28,7 +29,7 @@ use tokio::time::{sleep, timeout};
 pub(crate) const LEASE: Duration = Duration::from_secs(10);
 /// Keep-alives are sent so often within a lease (every 2 s by default).
 const KEEP_ALIVES_PER_LEASE: u32 = 5;
-/// Bytes that wait for a host without a session at most; more are refused with a line in the log.
+/// Bytes that wait for a host without a session at most, beside link frames; more are refused with a line in the log.
 const WAITING_BYTES_MAX: usize = 64 << 20;
 /// Bytes that wait for a host that takes nothing; over it the session is given up.
 const UNSENT_BYTES_MAX: usize = 512 << 20;
@@ -101,6 +102,7 @@ struct Peer {
     /// Whole frames and link frames that wait for a session: true for the control stream.
     waiting: VecDeque<(bool, Parcel)>,
     waiting_bytes: usize,
+    waiting_link_bytes: usize,
 }
 
 #[derive(Debug)]
@@ -182,7 +184,7 @@ impl Net {
         client.transport_config(transport);
         let mut config = EndpointConfig::default();
         config.max_udp_payload_size(DATAGRAM_BYTES_MAX)?;
-        let runtime = Arc::new(quinn::TokioRuntime);
+        let runtime = Arc::new(PortRuntime);
         let endpoint = Endpoint::new(config, Some(server), socket, runtime)?;
         tokio::spawn(accept(endpoint.clone(), vm.to_string(), inputs.clone()));
         let (vm, peers) = (vm.to_string(), HashMap::new());
@@ -262,15 +264,16 @@ impl Net {
             Parcel::Link(bytes) => (bytes.len(), false),
             Parcel::End => return,
         };
-        if peer.waiting_bytes + len > WAITING_BYTES_MAX {
-            if sure {
-                self.log.line(format!(
-                    "{host} has no session and {WAITING_BYTES_MAX} bytes wait for it: one more is dropped"
-                ));
-            }
+        let (waiting, most) = if sure {
+            (&mut peer.waiting_bytes, WAITING_BYTES_MAX)
+        } else {
+            (&mut peer.waiting_link_bytes, LINK_BYTES_MAX)
+        };
+        if *waiting + len > most {
+            self.log.line(format!("{host} has no session and {most} bytes wait for it: one more is dropped"));
             return;
         }
-        peer.waiting_bytes += len;
+        *waiting += len;
         peer.waiting.push_back((control, parcel));
     }
 
@@ -350,7 +353,7 @@ impl Net {
         for (control, parcel) in peer.waiting.drain(..) {
             if control { channels.control.put(parcel) } else { channels.data.put(parcel) }
         }
-        peer.waiting_bytes = 0;
+        (peer.waiting_bytes, peer.waiting_link_bytes) = (0, 0);
         peer.session = Some(Session { number, connection: channels.connection.clone(), channels: Some(channels) });
         self.log.line(format!("session with {host} stands"));
         news.push(NetNews::Connected(host));

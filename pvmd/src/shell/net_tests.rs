@@ -125,6 +125,27 @@ fn committed(epoch: u64) -> HostMsg {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn nothing_is_lost_of_what_was_said_to_a_host_before_its_session_stood() {
+    let authority = Authority::new("pvm").expect("a key");
+    let mut one = Daemon::start("early", 1, &authority.admit(host(1)).expect("a key"), Duration::from_secs(10));
+    let mut two = Daemon::start("early", 2, &authority.admit(host(2)).expect("a key"), Duration::from_secs(10));
+    // More than the windows of many links.
+    let (frame, count) = (Bytes::from(vec![7; 64 << 10]), 1600);
+    for _ in 0..count {
+        one.net.carry(host(2), Carried::Link(frame.clone()));
+    }
+    one.net.connect(two.me, vec![two.address()]);
+    two.net.connect(one.me, vec![one.address()]);
+    tokio::join!(one.connected(host(2)), two.connected(host(1)));
+    for n in 0..count {
+        match timeout(DEADLINE, two.next()).await {
+            Ok(Seen::Carried(Carried::Link(came))) if came == frame => {}
+            seen => panic!("after {n} of {count} frames came {seen:?}"),
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn two_hosts_that_dial_each_other_have_one_session_and_talk_in_order() {
     let (mut one, mut two) = two("talk", Duration::from_secs(10)).await;
     for n in 0..2000 {

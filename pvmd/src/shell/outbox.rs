@@ -3,9 +3,15 @@
 
 use crate::machine::io::Descriptors;
 use bytes::Bytes;
+use sempa_proto::link::RETAINED_BYTES_MAX;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use tokio::sync::mpsc;
+
+/// Bytes of link frames that wait for one task or host at most. Tasks that live hold themselves to their links' windows,
+/// so it takes many of them to come near; beyond the windows are the last words of tasks that end, and a frame of these
+/// that is dropped is lost, for nobody sends it again.
+pub(crate) const LINK_BYTES_MAX: usize = RETAINED_BYTES_MAX;
 
 /// One thing to send.
 #[derive(Debug)]

@@ -3,12 +3,11 @@
 //! says hello first, and the other one says nothing on a connection before that, so both always mean the same one.
 
 use super::input::{Input, Inputs};
-use super::local::link_head;
 use super::net::NetInput;
-use super::outbox::{Outbox, OutboxReader, Parcel, outbox};
-use bytes::Bytes;
+use super::outbox::{LINK_BYTES_MAX, Outbox, OutboxReader, Parcel, outbox};
+use bytes::{BufMut, Bytes, BytesMut};
 use quinn::{Connection, RecvStream, SendStream, VarInt};
-use sempa_proto::frame::{Frame, FrameDecoder, FrameKind, encode_control};
+use sempa_proto::frame::{FRAME_HEAD_BYTES, Frame, FrameDecoder, FrameKind, encode_control, frame_head};
 use sempa_proto::host::{Carried, HostMsg};
 use sempa_proto::{HostId, MigrationId, WIRE_VERSION};
 use serde::{Deserialize, Serialize};
@@ -17,10 +16,10 @@ use tokio::time::{MissedTickBehavior, interval, timeout};
 
 /// Time from the handshake to the peer's hello.
 const HELLO_WITHIN: Duration = Duration::from_secs(10);
-/// Bytes of link frames that wait for one host; more are dropped and sent again by the links.
-const HOST_LINK_BYTES_MAX: usize = 256 << 20;
-/// Bytes taken from a stream at once.
-const READ_BYTES: usize = 256 << 10;
+/// Pieces taken from a stream at once; each is what one datagram brought.
+const READ_PIECES: usize = 32;
+/// Heads of link frames that share one allocation.
+const HEADS: usize = 512;
 /// Frames handed to a stream at once.
 const WRITE_FRAMES_MAX: usize = 64;
 /// Time for the peer to take our last words.
@@ -171,7 +170,7 @@ impl Pair {
     /// The life of a session; why it ended.
     async fn serve(&self, connection: &Connection, streams: Streams, inputs: &Inputs) -> String {
         let (control, control_queue) = outbox(0);
-        let (data, data_queue) = outbox(HOST_LINK_BYTES_MAX);
+        let (data, data_queue) = outbox(LINK_BYTES_MAX);
         let channels = Channels { control, data, connection: connection.clone() };
         let up = NetInput::Up { host: self.host, number: self.number, channels };
         if inputs.send(Input::Net(up)).await.is_err() {
@@ -296,6 +295,7 @@ async fn read_data(pair: Pair, mut stream: RecvStream, mut decoder: FrameDecoder
 async fn write_stream(mut stream: SendStream, mut queue: OutboxReader) {
     let mut batch = Vec::with_capacity(WRITE_FRAMES_MAX);
     let mut chunks: Vec<Bytes> = Vec::with_capacity(2 * WRITE_FRAMES_MAX);
+    let mut heads = BytesMut::new();
     loop {
         batch.clear();
         chunks.clear();
@@ -306,7 +306,13 @@ async fn write_stream(mut stream: SendStream, mut queue: OutboxReader) {
         for parcel in &batch {
             match parcel {
                 Parcel::Sure(frame) | Parcel::With(frame, _) => chunks.push(frame.clone()),
-                Parcel::Link(body) => chunks.extend([Bytes::copy_from_slice(&link_head(parcel)), body.clone()]),
+                Parcel::Link(body) => {
+                    if heads.capacity() < FRAME_HEAD_BYTES {
+                        heads.reserve(HEADS * FRAME_HEAD_BYTES);
+                    }
+                    heads.put_slice(&frame_head(FrameKind::Link, body.len()));
+                    chunks.extend([heads.split().freeze(), body.clone()]);
+                }
                 Parcel::End => end = true,
             }
         }
@@ -341,8 +347,9 @@ pub(crate) async fn read_frame(stream: &mut RecvStream, decoder: &mut FrameDecod
         if let Some(frame) = decoder.next_frame().map_err(|e| e.to_string())? {
             return Ok(Some(frame));
         }
-        match stream.read_chunk(READ_BYTES, true).await {
-            Ok(Some(chunk)) => decoder.push(&chunk.bytes),
+        let mut pieces = [const { Bytes::new() }; READ_PIECES];
+        match stream.read_chunks(&mut pieces).await {
+            Ok(Some(count)) => pieces[..count].iter().for_each(|piece| decoder.push(piece)),
             Ok(None) if decoder.is_empty() => return Ok(None),
             Ok(None) => return Err("a stream ended in the middle of a frame".into()),
             Err(quinn::ReadError::ConnectionLost(e)) => return Err(describe(&e)),

@@ -6,9 +6,15 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::unistd::{ForkResult, fork};
 use std::io;
+use std::net::UdpSocket;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
+
+/// Freed memory that the allocator keeps at its end, and the size of what it gets from the kernel piece by piece.
+const KEPT_BYTES: libc::c_int = 32 << 20;
 
 /// Forks. Call it only while the process has one thread: the child goes on with everything the parent had.
 pub(crate) fn fork_before_threads() -> nix::Result<ForkResult> {
@@ -97,6 +103,24 @@ pub(crate) fn signal_process(process: BorrowedFd<'_>, signal: i32) -> io::Result
     // SAFETY: the call takes numbers and a null pointer, which stands for an ordinary signal.
     let done = unsafe { libc::syscall(libc::SYS_pidfd_send_signal, process.as_raw_fd(), signal, none, 0) };
     if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// Has the runtime watch a socket for reading only, or for writing only.
+///
+/// # Errors
+/// The kernel has no room for one more.
+pub(crate) fn watch(socket: UdpSocket, interest: Interest) -> io::Result<AsyncFd<UdpSocket>> {
+    // SAFETY: the socket owns its descriptor, which stays open and the same as long as it lives.
+    Ok(unsafe { AsyncFd::register_with_interest(socket, interest) }?)
+}
+
+/// Has the allocator keep what is freed up to [`KEPT_BYTES`] and serve larger buffers from it: a daemon under load would
+/// get its buffers from the kernel, page by page and zeroed, and give them back, many times a second.
+pub(crate) fn keep_freed_memory() {
+    for setting in [libc::M_MMAP_THRESHOLD, libc::M_TRIM_THRESHOLD] {
+        // SAFETY: the call changes a number in the allocator, under its own lock.
+        unsafe { libc::mallopt(setting, KEPT_BYTES) };
+    }
 }
 
 /// Local month, day, hour, minute and second of a time in seconds since 1970.

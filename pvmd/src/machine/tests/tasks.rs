@@ -2,9 +2,11 @@
 
 use super::sim::{Seen, Sim, host, seeds};
 use crate::machine::HostId;
+use crate::machine::tasks::Inbox;
 use bytes::Bytes;
 use sempa_proto::body::{Encoding, Packer, Unpacker};
 use sempa_proto::event::{Event as Entry, EventKind};
+use sempa_proto::host::Held;
 use sempa_proto::message::{DSIG_X86_64, ENC_XDR};
 use sempa_proto::sm::{SM_ADD, SM_ADDACK, SM_EXEC, SM_EXECACK, SM_HOSTX, SM_TASKX, pack_exec, unpack_tids};
 use sempa_proto::table::{TASK_CONNECTED, TASK_FORKED, TASK_RM};
@@ -82,6 +84,15 @@ fn tasks_on_all_hosts_exchange_messages_in_order() {
             }
         }
     }
+}
+
+#[test]
+fn the_last_words_of_a_task_wait_whole_for_one_that_cannot_take_them_yet() {
+    // Nobody would send them again; more than the windows of many links.
+    let (frame, count) = (Bytes::from(vec![7; 64 << 10]), 2000);
+    let mut inbox = Inbox::default();
+    (0..count).for_each(|_| inbox.push(Held::Link(frame.clone())));
+    assert_eq!(inbox.drain().len(), count);
 }
 
 #[test]

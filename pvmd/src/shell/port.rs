@@ -1,0 +1,362 @@
+//! The daemons' UDP port, as the QUIC library uses it.
+//!
+//! What a datagram costs is mostly the system call that carries it and the wake-up that announces it. So this port wakes
+//! the daemon for what comes in only, not for each datagram that has left; it asks for more only when there may be more;
+//! and it gathers the runs of equal datagrams that the library makes, ten at a time, into one call for all that the
+//! kernel takes at once.
+
+use super::sys::watch;
+use quinn::udp::{EcnCodepoint, RecvMeta, Transmit, UdpSocketState};
+use quinn::{AsyncTimer, AsyncUdpSocket, Runtime, TokioRuntime, UdpPoller};
+use std::future::{Future, poll_fn};
+use std::io::{self, ErrorKind, IoSliceMut};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
+use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, ready};
+use std::time::Instant;
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
+
+/// Datagrams that the library hands over at once when it has more to send.
+const RUN: usize = 10;
+/// Bytes that one call takes: the longest UDP payload over IPv4.
+const CALL_BYTES_MAX: usize = 65_507;
+/// Datagrams, or runs of them that the kernel has joined, taken at once. More would leave the processor's cache before
+/// they are decrypted.
+const RECEIVE_MAX: usize = 4;
+
+/// Tokio, with this port as its UDP socket.
+#[derive(Debug)]
+pub(crate) struct PortRuntime;
+
+impl Runtime for PortRuntime {
+    fn new_timer(&self, at: Instant) -> Pin<Box<dyn AsyncTimer>> {
+        TokioRuntime.new_timer(at)
+    }
+
+    fn spawn(&self, future: Pin<Box<dyn Future<Output = ()> + Send>>) {
+        TokioRuntime.spawn(future);
+    }
+
+    fn wrap_udp_socket(&self, socket: UdpSocket) -> io::Result<Arc<dyn AsyncUdpSocket>> {
+        Ok(Arc::new(Port::new(socket)?))
+    }
+
+    fn now(&self) -> Instant {
+        TokioRuntime.now()
+    }
+}
+
+/// The socket and what is gathered for its next call.
+#[derive(Debug)]
+struct Port {
+    /// For the library; the flusher has its own.
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    /// Registered for reading only: an event for every datagram that has left would cost a wake-up each.
+    socket: AsyncFd<UdpSocket>,
+    state: UdpSocketState,
+    gathered: Mutex<Gathered>,
+    /// The kernel has taken no more the last time.
+    blocked: AtomicBool,
+}
+
+/// Datagrams of one length for one address, that go out together.
+#[derive(Debug)]
+struct Gathered {
+    bytes: Vec<u8>,
+    /// Length of each but the last.
+    segment: usize,
+    to: SocketAddr,
+    ecn: Option<EcnCodepoint>,
+    from: Option<IpAddr>,
+    /// Somebody will send them.
+    flusher: bool,
+}
+
+impl Gathered {
+    fn new() -> Gathered {
+        let to = SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0));
+        Gathered { bytes: Vec::new(), segment: 1, to, ecn: None, from: None, flusher: false }
+    }
+
+    /// True if this may follow in the same call.
+    fn takes(&self, transmit: &Transmit<'_>, segments_max: usize) -> bool {
+        let fits = match transmit.segment_size {
+            Some(segment) => segment == self.segment,
+            None => transmit.contents.len() <= self.segment,
+        };
+        fits && (transmit.destination, transmit.ecn, transmit.src_ip) == (self.to, self.ecn, self.from)
+            && self.has_room(transmit.contents.len(), segments_max)
+    }
+
+    fn has_room(&self, bytes: usize, segments_max: usize) -> bool {
+        let bytes = self.bytes.len() + bytes;
+        bytes <= CALL_BYTES_MAX && bytes.div_ceil(self.segment) <= segments_max
+    }
+
+    fn add(&mut self, transmit: &Transmit<'_>) {
+        if self.bytes.is_empty() {
+            self.segment = transmit.segment_size.unwrap_or(transmit.contents.len());
+            (self.to, self.ecn, self.from) = (transmit.destination, transmit.ecn, transmit.src_ip);
+        }
+        self.bytes.extend_from_slice(transmit.contents);
+    }
+}
+
+impl Port {
+    fn new(socket: UdpSocket) -> io::Result<Port> {
+        socket.set_nonblocking(true)?;
+        let state = UdpSocketState::new((&socket).into())?;
+        let socket = watch(socket, Interest::READABLE)?;
+        let (gathered, blocked) = (Mutex::new(Gathered::new()), AtomicBool::new(false));
+        Ok(Port { shared: Arc::new(Shared { socket, state, gathered, blocked }) })
+    }
+}
+
+impl Shared {
+    fn gathered(&self) -> MutexGuard<'_, Gathered> {
+        // What a panic leaves there is datagrams all the same; those that are lost are sent again.
+        self.gathered.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn send_now(&self, transmit: &Transmit<'_>) -> io::Result<()> {
+        let sent = self.state.send(self.socket.get_ref().into(), transmit);
+        if sent.is_err() {
+            self.blocked.store(true, Ordering::Relaxed);
+        }
+        sent
+    }
+
+    /// Sends what is gathered; it stays when the kernel takes nothing now.
+    fn flush(&self, gathered: &mut Gathered) -> io::Result<()> {
+        if gathered.bytes.is_empty() {
+            return Ok(());
+        }
+        let transmit = Transmit {
+            destination: gathered.to,
+            ecn: gathered.ecn,
+            contents: &gathered.bytes,
+            segment_size: (gathered.bytes.len() > gathered.segment).then_some(gathered.segment),
+            src_ip: gathered.from,
+        };
+        self.send_now(&transmit)?;
+        gathered.bytes.clear();
+        Ok(())
+    }
+
+    fn gather(self: &Arc<Shared>, transmit: &Transmit<'_>) -> io::Result<()> {
+        let segments_max = self.state.max_gso_segments();
+        let mut gathered = self.gathered();
+        if !gathered.takes(transmit, segments_max) {
+            self.flush(&mut gathered)?;
+        }
+        let length = transmit.contents.len();
+        let more_follows = transmit.segment_size.is_some_and(|s| length.is_multiple_of(s) && length >= RUN * s);
+        if gathered.bytes.is_empty() && !more_follows {
+            return self.send_now(transmit);
+        }
+        gathered.add(transmit);
+        if more_follows && gathered.has_room(length, segments_max) || self.flush(&mut gathered).is_err() {
+            // The library must not wait with what comes next, or what is gathered might stay for ever.
+            if !std::mem::replace(&mut gathered.flusher, true) {
+                tokio::spawn(flush_soon(self.clone()));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Sends what is gathered once nothing is added any more while all others have had their turn.
+async fn flush_soon(port: Arc<Shared>) {
+    let mut before = 0;
+    loop {
+        after_the_others().await;
+        {
+            let mut gathered = port.gathered();
+            let now = gathered.bytes.len();
+            if now <= before && port.flush(&mut gathered).is_ok() {
+                gathered.flusher = false;
+                return;
+            }
+            before = now;
+        }
+        if port.blocked.load(Ordering::Relaxed) {
+            let mut writable = Writable { port: port.clone(), watch: None };
+            // An error means that there is no room for watching; trying again is all that can be done.
+            let _ = poll_fn(|cx| Pin::new(&mut writable).poll_writable(cx)).await;
+        }
+    }
+}
+
+/// Waits until every task that is ready has run, without a look at the sockets.
+async fn after_the_others() {
+    let mut waited = false;
+    poll_fn(|cx| {
+        if std::mem::replace(&mut waited, true) {
+            return Poll::Ready(());
+        }
+        cx.waker().wake_by_ref();
+        Poll::Pending
+    })
+    .await;
+}
+
+impl AsyncUdpSocket for Port {
+    fn create_io_poller(self: Arc<Self>) -> Pin<Box<dyn UdpPoller>> {
+        Box::pin(Writable { port: self.shared.clone(), watch: None })
+    }
+
+    fn try_send(&self, transmit: &Transmit<'_>) -> io::Result<()> {
+        self.shared.gather(transmit)
+    }
+
+    fn poll_recv(
+        &self,
+        cx: &mut Context<'_>,
+        bufs: &mut [IoSliceMut<'_>],
+        meta: &mut [RecvMeta],
+    ) -> Poll<io::Result<usize>> {
+        let Shared { socket, state, .. } = &*self.shared;
+        let room = RECEIVE_MAX.min(bufs.len());
+        loop {
+            let mut ready = ready!(socket.poll_read_ready(cx))?;
+            match state.recv(socket.get_ref().into(), &mut bufs[..room], &mut meta[..room]) {
+                Ok(count) => {
+                    if count < room {
+                        // There was no more, and what comes from now on is announced again.
+                        ready.clear_ready();
+                    }
+                    return Poll::Ready(Ok(count));
+                }
+                Err(e) if e.kind() == ErrorKind::WouldBlock => ready.clear_ready(),
+                Err(e) => return Poll::Ready(Err(e)),
+            }
+        }
+    }
+
+    fn local_addr(&self) -> io::Result<SocketAddr> {
+        self.shared.socket.get_ref().local_addr()
+    }
+
+    fn may_fragment(&self) -> bool {
+        self.shared.state.may_fragment()
+    }
+
+    fn max_transmit_segments(&self) -> usize {
+        self.shared.state.max_gso_segments()
+    }
+
+    fn max_receive_segments(&self) -> usize {
+        self.shared.state.gro_segments()
+    }
+}
+
+/// Waits until the kernel takes datagrams again. It watches only while it has to.
+#[derive(Debug)]
+struct Writable {
+    port: Arc<Shared>,
+    watch: Option<AsyncFd<UdpSocket>>,
+}
+
+impl UdpPoller for Writable {
+    fn poll_writable(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        if self.port.blocked.load(Ordering::Relaxed) {
+            if self.watch.is_none() {
+                let again = self.port.socket.get_ref().try_clone()?;
+                self.watch = Some(watch(again, Interest::WRITABLE)?);
+            }
+            if let Some(watch) = &self.watch {
+                let _ready = ready!(watch.poll_write_ready(cx))?;
+            }
+            self.port.blocked.store(false, Ordering::Relaxed);
+        }
+        self.watch = None;
+        Poll::Ready(Ok(()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    /// Bytes of the datagrams in the tests.
+    const SEGMENT: usize = 1000;
+
+    /// A port, and an ordinary socket for which it sends.
+    fn pair() -> (Port, UdpSocket) {
+        let any = (Ipv4Addr::LOCALHOST, 0);
+        let receiver = UdpSocket::bind(any).expect("a socket");
+        receiver.set_read_timeout(Some(Duration::from_secs(10))).expect("a time");
+        (Port::new(UdpSocket::bind(any).expect("a socket")).expect("a port"), receiver)
+    }
+
+    /// Has the port send datagrams together, each filled with its number.
+    fn send(port: &Port, to: &UdpSocket, lengths: &[usize], next: &mut u8) {
+        let mut contents = Vec::new();
+        for length in lengths {
+            contents.extend(std::iter::repeat_n(*next, *length));
+            *next += 1;
+        }
+        let segment_size = (lengths.len() > 1).then_some(lengths[0]);
+        let destination = to.local_addr().expect("an address");
+        let transmit = Transmit { destination, ecn: None, contents: &contents, segment_size, src_ip: None };
+        port.try_send(&transmit).expect("the kernel takes a few datagrams");
+    }
+
+    fn receive(receiver: &UdpSocket) -> (usize, u8) {
+        let mut room = [0; 2 * SEGMENT];
+        let length = receiver.recv(&mut room).expect("a datagram");
+        assert!(room[..length].iter().all(|byte| *byte == room[0]), "one datagram holds another one's bytes");
+        (length, room[0])
+    }
+
+    #[tokio::test]
+    async fn datagrams_arrive_one_by_one_and_in_order_however_they_were_gathered() {
+        let (port, receiver) = pair();
+        let run = [SEGMENT; RUN];
+        let sent: [&[usize]; 9] =
+            [&[70], &run, &run, &run, &[SEGMENT, SEGMENT, 30], &run, &[2 * SEGMENT - 1], &run, &[SEGMENT]];
+        let mut next = 0;
+        sent.iter().for_each(|lengths| send(&port, &receiver, lengths, &mut next));
+        for (number, length) in sent.concat().into_iter().enumerate() {
+            assert_eq!(receive(&receiver), (length, number as u8));
+        }
+    }
+
+    #[tokio::test]
+    async fn a_run_that_nothing_follows_leaves_by_itself() {
+        let (port, receiver) = pair();
+        send(&port, &receiver, &[SEGMENT; RUN], &mut 0);
+        let read = tokio::task::spawn_blocking(move || std::array::from_fn::<_, RUN, _>(|_| receive(&receiver)));
+        let expected = std::array::from_fn(|number| (SEGMENT, number as u8));
+        assert_eq!(read.await.expect("all of them"), expected);
+    }
+
+    #[tokio::test]
+    async fn a_port_hears_what_comes_after_it_has_taken_all_there_was() {
+        let (port, sender) = pair();
+        let to = port.local_addr().expect("an address");
+        let mut room = vec![0; RECEIVE_MAX * (64 << 10)];
+        for round in 0..2 * RECEIVE_MAX + 3 {
+            // As many as are taken at once, fewer, and more.
+            for number in 0..=round {
+                sender.send_to(&[number as u8], to).expect("room");
+            }
+            let mut seen = 0;
+            while seen <= round {
+                let mut bufs: Vec<IoSliceMut<'_>> = room.chunks_mut(64 << 10).map(IoSliceMut::new).collect();
+                let mut meta = [RecvMeta::default(); RECEIVE_MAX];
+                let count = poll_fn(|cx| port.poll_recv(cx, &mut bufs, &mut meta)).await.expect("datagrams");
+                seen += meta[..count].iter().map(|m| m.len).sum::<usize>();
+            }
+            assert_eq!(seen, round + 1);
+        }
+    }
+}
