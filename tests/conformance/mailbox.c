@@ -100,6 +100,36 @@ static void several(void)
     is(get("many", 6, PvmMboxDefault), 99, "the entry at a given index is the new one");
 }
 
+/* Another task stores a persistent entry and goes. */
+static void leave(char *name, char *value, int flags)
+{
+    int index, kid = start_storer(name, value, PvmMboxPersistent | flags, &index);
+    tell(kid, 2, 0);
+    gone(kid);
+}
+
+/* Resets as the console has them. */
+static void resets(void)
+{
+    int index, kid;
+    leave("left", "54", PvmMboxMultiInstance);
+    leave("left", "55", PvmMboxMultiInstance);
+    leave("also left", "56", 0);
+    pvmreset(own_tid, 0, "left", 1);
+    is(get("left", 1, PvmMboxDefault), PvmNotFound, "a reset of an entry removes it if it has no owner");
+    is(get("left", 0, PvmMboxDefault), 54, "a reset of an entry leaves the others of its name");
+    pvmreset(own_tid, 0, "left", -1);
+    is(get("left", 0, PvmMboxDefault), PvmNotFound, "a reset of a name removes its entries without owner");
+    is(get("also left", 0, PvmMboxDefault), 56, "a reset of a name leaves other names");
+    kid = start_storer("left", "57", PvmMboxPersistent, &index);
+    pvmreset(own_tid, 0, "", -1);
+    is(get("also left", 0, PvmMboxDefault), PvmNotFound, "a reset of no name removes all entries without owner");
+    is(get("left", 0, PvmMboxDefault), 57, "a reset leaves entries that have an owner");
+    tell(kid, 2, 0);
+    gone(kid);
+    leave("stays", "58", 0);
+}
+
 static void of_others(void)
 {
     int index, kid = start_storer("theirs", "31", PvmMboxDefault, &index), sentenced;
@@ -126,13 +156,7 @@ static void of_others(void)
     sentenced = put("stays", 52, PvmMboxDefault);
     is(sentenced, PvmDenied, "a persistent entry without owner cannot be replaced");
     is(pvm_delinfo("stays", 0, PvmMboxDefault), PvmDenied, "a persistent entry without owner cannot be deleted");
-    pvmreset(own_tid, 0, "stays", 0);
-    is(get("stays", 0, PvmMboxDefault), PvmNotFound, "a reset of a name removes its persistent entries without owner");
-    kid = start_storer("stays", "53", PvmMboxPersistent, &index);
-    pvmreset(own_tid, 0, "stays", 0);
-    is(get("stays", 0, PvmMboxDefault), 53, "a reset of a name leaves entries that have an owner");
-    tell(kid, 2, 0);
-    gone(kid);
+    resets();
     kid = start_storer("free", "61", PvmMboxPersistent | PvmMboxOverWritable, &index);
     tell(kid, 2, 0);
     gone(kid);

@@ -237,12 +237,14 @@ pub(crate) fn set_trace(sink: Sink) -> PvmResult<()> {
     done(session::runtime()?.request(Request::SetTrace(sink)))
 }
 
-/// Removes what a reset removes.
+/// Removes mailbox entries that nobody owns: all, those of a name, or that at an index of it. With `kill` tasks are ended,
+/// and all such entries go.
 ///
 /// # Errors
 /// As the daemon says.
-pub(crate) fn reset(kill: bool) -> PvmResult<()> {
-    done(session::runtime()?.request(Request::Reset { kill }))
+pub(crate) fn reset(kill: bool, name: String, index: Option<i32>) -> PvmResult<()> {
+    let what = if kill { Request::Reset { kill } } else { Request::Mailbox(MailboxRequest::Clean { name, index }) };
+    done(session::runtime()?.request(what))
 }
 
 /// Asks for messages about an event. `vals` are tids; for added hosts `count` says how many messages.

@@ -1,5 +1,5 @@
 //! What PVM's library exports beside its documented interface and programs were seen to use: console, group library,
-//! tracer, examples. Tracing functions answer that nothing is traced.
+//! tracer, examples. What makes trace records is in `trace_table`.
 
 #![allow(unsafe_code)]
 
@@ -96,10 +96,16 @@ unsafe extern "C" fn pvmsettaskname(name: *const c_char) -> c_int {
     0
 }
 
-/// Removes what a reset of the virtual machine removes.
+/// Removes mailbox entries that nobody owns, all or those of a name, at an index unless that is negative; with `kill` ends
+/// all tasks first that a reset ends.
+///
+/// # Safety
+/// `name` is null or a string.
 #[unsafe(no_mangle)]
-extern "C" fn pvmreset(_mytid: c_int, kill: c_int, _class: *const c_char, _index: c_int) -> c_int {
-    answer("pvmreset", zero(ask::reset(kill != 0)))
+unsafe extern "C" fn pvmreset(_mytid: c_int, kill: c_int, name: *const c_char, index: c_int) -> c_int {
+    // SAFETY: by this function's contract.
+    let name = if name.is_null() { String::new() } else { unsafe { text(name) } };
+    answer("pvmreset", zero(ask::reset(kill != 0, name, (index >= 0).then_some(index))))
 }
 
 /// Prints the message handlers on standard output, in PVM's lines.
@@ -354,40 +360,6 @@ extern "C" fn i_choke() {}
 /// Would list PVM's debugging allocator; memory is the C library's here.
 #[unsafe(no_mangle)]
 extern "C" fn i_dump(_how: c_int) {}
-
-// Code of PVM's own group library asks here before it writes trace records of its calls through tables inside PVM's library.
-// Those do not exist here, so it is told that its calls are not traced; the calls of this library are (`crate::trace`).
-
-/// Prepares tracing; there is nothing to prepare.
-#[unsafe(no_mangle)]
-extern "C" fn tev_init() -> c_int {
-    0
-}
-
-/// Is this call traced? It is not.
-#[unsafe(no_mangle)]
-extern "C" fn tev_begin(_kind: c_int, _entry_exit: c_int) -> c_int {
-    0
-}
-
-/// Ends a trace record; none was begun.
-#[unsafe(no_mangle)]
-extern "C" fn tev_fin() -> c_int {
-    0
-}
-
-/// Sends the trace records that were collected.
-#[unsafe(no_mangle)]
-extern "C" fn tev_flush(_how: c_int) -> c_int {
-    crate::trace::flush();
-    0
-}
-
-/// Would this event be traced? It would not.
-#[unsafe(no_mangle)]
-extern "C" fn tev_do_trace(_kind: c_int, _entry_exit: c_int) -> c_int {
-    0
-}
 
 /// Would list the collected output; it is printed line by line.
 #[unsafe(no_mangle)]
