@@ -9,7 +9,7 @@ use crate::above::{Above, Turn};
 use crate::complete::{self, Known};
 use libpvm::Vm;
 use nix::sys::signal::{SigSet, Signal};
-use nix::sys::termios::{LocalFlags, SetArg, Termios, tcgetattr, tcsetattr};
+use nix::sys::termios::{LocalFlags, SetArg, SpecialCharacterIndices, Termios, tcgetattr, tcsetattr};
 use rustyline::completion::Completer;
 use rustyline::error::ReadlineError;
 use rustyline::highlight::Highlighter;
@@ -64,10 +64,7 @@ impl Terminal {
             let _ = editor.load_history(path);
         }
         restore_at_signals(before.clone());
-        // Keys typed ahead are shown when they are read, and not by the terminal in the middle of some output.
-        let mut quiet = before.clone();
-        quiet.local_flags.remove(LocalFlags::ECHO);
-        tcsetattr(io::stdin(), SetArg::TCSANOW, &quiet).ok()?;
+        tcsetattr(io::stdin(), SetArg::TCSANOW, &quiet(before.clone())).ok()?;
         let (go, known) = channel();
         let reader = Reader { editor, history, prompt, above: above.clone() };
         thread::spawn(move || reader.run(&known, typed));
@@ -118,6 +115,15 @@ impl Drop for Terminal {
     fn drop(&mut self) {
         self.restore();
     }
+}
+
+/// How the terminal is between two prompts: keys typed ahead wait for the editor, which understands them all, and are shown
+/// when it reads them, not in the middle of some output.
+fn quiet(mut modes: Termios) -> Termios {
+    modes.local_flags.remove(LocalFlags::ECHO | LocalFlags::ICANON);
+    modes.control_chars[SpecialCharacterIndices::VMIN as usize] = 1;
+    modes.control_chars[SpecialCharacterIndices::VTIME as usize] = 0;
+    modes
 }
 
 /// A signal that ends the console finds the terminal as it was before. Threads made later leave these signals to the one

@@ -105,6 +105,25 @@ fn output_of_tasks_comes_above_the_prompt_and_leaves_the_line_alone() {
 }
 
 #[test]
+fn keys_typed_ahead_are_understood_as_at_the_prompt() {
+    let Some(lab) = started() else { return };
+    let mut terminal = console(&lab);
+    // Whoever holds the daemon holds the console in its command.
+    let daemon = Pid::from_raw(lab.daemon().expect("a daemon"));
+    kill(daemon, Signal::SIGSTOP).expect("ours");
+    terminal.keys("conf\r");
+    terminal.wait_for("conf\r");
+    terminal.keys(&format!("echo <heo{LEFT}ll\x05>\r{UP}{UP}\r{CTRL_D}"));
+    kill(daemon, Signal::SIGCONT).expect("ours");
+    terminal.wait_for("\r\n<hello>\r\n");
+    terminal.wait_for("data format\r\n");
+    terminal.wait_for("Console: exit handler called\r\n");
+    let shown = terminal.shown();
+    assert!(!shown.contains("^["), "nothing is repeated as it was typed: {shown:?}");
+    assert!(terminal.end().success() && terminal.is_restored());
+}
+
+#[test]
 fn output_that_comes_while_candidates_or_the_history_are_looked_at_is_shown_afterwards() {
     let Some(lab) = started() else { return };
     let mut terminal = console(&lab);
