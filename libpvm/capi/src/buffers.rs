@@ -3,6 +3,7 @@
 use crate::memory::Span;
 use bytes::Bytes;
 use sempa_proto::message::{DSIG_X86_64, ENC_TRACE, ENC_XDR};
+use sempa_proto::pool;
 use sempa_proto::{Message, PvmError, PvmResult, Tid};
 
 /// `enc` that `pvm_getminfo` shows for a buffer packed in place.
@@ -96,6 +97,14 @@ pub(crate) struct Buffer {
     pub(crate) dst: i32,
 }
 
+impl Drop for Body {
+    fn drop(&mut self) {
+        if let Body::Open(bytes) = self {
+            pool::give(std::mem::take(bytes));
+        }
+    }
+}
+
 impl Buffer {
     /// An empty buffer of the task `src`.
     pub(crate) fn new(enc: Enc, src: i32) -> Buffer {
@@ -174,7 +183,7 @@ impl Buffer {
     pub(crate) fn wire(&mut self) -> PvmResult<Bytes> {
         match &mut self.body {
             Body::Open(bytes) => {
-                let sealed = Bytes::from(std::mem::take(bytes));
+                let sealed = pool::seal(std::mem::take(bytes));
                 self.body = Body::Sealed(sealed.clone());
                 Ok(sealed)
             }
@@ -188,14 +197,15 @@ impl Buffer {
                 if total > BODY_BYTES_MAX {
                     return Err(PvmError::NoMem);
                 }
-                let mut out = Vec::with_capacity(total);
+                let mut out = Vec::new();
+                pool::make_room(&mut out, total);
                 for piece in pieces {
                     match piece {
                         Piece::There(span) => span.append_to(&mut out),
                         Piece::Here(bytes) => out.extend_from_slice(bytes),
                     }
                 }
-                Ok(out.into())
+                Ok(pool::seal(out))
             }
         }
     }

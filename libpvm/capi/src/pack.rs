@@ -3,6 +3,7 @@
 use crate::buffers::{BODY_BYTES_MAX, Buffer, Enc, Piece};
 use crate::memory::{Span, Strided};
 use bytes::Bytes;
+use sempa_proto::pool;
 use sempa_proto::{Message, PvmError, PvmResult, Tid};
 
 /// Words in front of a message that is packed as an item.
@@ -127,6 +128,7 @@ fn pack_array<T: Copy>(
     let enc = buffer.enc;
     let out = buffer.open()?;
     room(out, bytes)?;
+    pool::make_room(out, bytes);
     write(out, enc);
     Ok(())
 }

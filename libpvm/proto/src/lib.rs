@@ -27,6 +27,7 @@ pub mod load;
 pub mod message;
 pub mod migration;
 pub mod place;
+pub mod pool;
 pub mod route;
 pub mod sm;
 pub mod table;

@@ -9,6 +9,7 @@
 //! [`Link::next_wakeup`].
 
 use crate::ids::{Micros, RouteId, Tid};
+use crate::pool;
 use bytes::{Buf, BufMut, Bytes};
 use std::collections::VecDeque;
 use thiserror::Error;
@@ -390,6 +391,14 @@ impl Link {
         Ok(())
     }
 
+    /// What the peer has not acknowledged is transmitted again, though nobody asked: what carried it may be lost, and there
+    /// is no time to find out.
+    pub fn transmit_again(&mut self) {
+        self.tx.next = self.tx.acked;
+        self.tx.flight.clear();
+        self.tx.flight_bytes = 0;
+    }
+
     /// From now on transmits without regard to the window. For a task that ends: its daemon takes over what is left.
     pub fn lift_window(&mut self) {
         self.tx.unlimited = true;
@@ -481,9 +490,10 @@ impl Link {
         if last && rx.partial.is_empty() {
             rx.ready.push_back(payload.into_bytes());
         } else {
+            pool::make_room(&mut rx.partial, payload.len());
             payload.append_to(&mut rx.partial);
             if last {
-                rx.ready.push_back(std::mem::take(&mut rx.partial).into());
+                rx.ready.push_back(pool::seal(std::mem::take(&mut rx.partial)));
             }
         }
         if rx.unacked_bytes >= ACK_BYTES || rx.unacked_fragments >= ACK_FRAGMENTS {

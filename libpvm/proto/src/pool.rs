@@ -1,0 +1,118 @@
+//! Large buffers are used again: the first touch of fresh memory costs several times what copying into it does.
+//!
+//! The pool belongs to the process and is bounded. Whoever finds it busy does without it, so a forked child never waits for a
+//! thread that it does not have.
+
+use bytes::Bytes;
+use std::sync::{Mutex, MutexGuard, TryLockError};
+
+/// Buffers smaller than this are left to the allocator.
+pub const POOLED_BYTES_MIN: usize = 128 << 10;
+/// Bytes that the pool keeps at most.
+pub const POOL_BYTES_MAX: usize = 96 << 20;
+/// Buffers that the pool keeps at most.
+const BUFFERS_MAX: usize = 16;
+
+static POOL: Mutex<Vec<Vec<u8>>> = Mutex::new(Vec::new());
+
+fn pool() -> Option<MutexGuard<'static, Vec<Vec<u8>>>> {
+    match POOL.try_lock() {
+        Ok(pool) => Some(pool),
+        Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+        Err(TryLockError::WouldBlock) => None,
+    }
+}
+
+/// The smallest kept buffer with this capacity, or a fresh one.
+fn take(capacity: usize) -> Vec<u8> {
+    let kept = pool().and_then(|mut pool| {
+        let fits = pool.iter().enumerate().filter(|(_, buffer)| buffer.capacity() >= capacity);
+        let best = fits.min_by_key(|(_, buffer)| buffer.capacity()).map(|(i, _)| i)?;
+        Some(pool.swap_remove(best))
+    });
+    kept.unwrap_or_else(|| Vec::with_capacity(capacity))
+}
+
+/// Gives a buffer back.
+pub fn give(mut buffer: Vec<u8>) {
+    if buffer.capacity() < POOLED_BYTES_MIN || buffer.capacity() > POOL_BYTES_MAX {
+        return;
+    }
+    buffer.clear();
+    let Some(mut pool) = pool() else { return };
+    let kept: usize = pool.iter().map(Vec::capacity).sum();
+    if pool.len() < BUFFERS_MAX && kept + buffer.capacity() <= POOL_BYTES_MAX {
+        pool.push(buffer);
+    }
+}
+
+/// Makes room for `more` bytes behind what a buffer holds.
+pub fn make_room(buffer: &mut Vec<u8>, more: usize) {
+    let wanted = buffer.len() + more;
+    if wanted <= buffer.capacity() {
+        return;
+    }
+    if wanted < POOLED_BYTES_MIN {
+        return buffer.reserve(more);
+    }
+    let mut larger = take(wanted.max(buffer.capacity().saturating_mul(2)));
+    larger.extend_from_slice(buffer);
+    give(std::mem::replace(buffer, larger));
+}
+
+/// A buffer that goes back when its last reader has gone.
+struct Pooled(Vec<u8>);
+
+impl AsRef<[u8]> for Pooled {
+    fn as_ref(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+impl Drop for Pooled {
+    fn drop(&mut self) {
+        give(std::mem::take(&mut self.0));
+    }
+}
+
+/// A buffer that will not be written to any more.
+pub fn seal(buffer: Vec<u8>) -> Bytes {
+    if buffer.capacity() < POOLED_BYTES_MIN { buffer.into() } else { Bytes::from_owner(Pooled(buffer)) }
+}
+
+/// Lets go of all that is kept, so that a dump does not carry it.
+pub fn empty() {
+    drop(pool().map(|mut pool| std::mem::take(&mut *pool)));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    // One test, because the pool is one for the process.
+    #[test]
+    fn large_buffers_come_back_within_limits_and_small_ones_never_go_there() {
+        let mut buffer = Vec::new();
+        make_room(&mut buffer, 1 << 20);
+        let place = buffer.as_ptr();
+        buffer.extend_from_slice(&[1; 1000]);
+        let sealed = seal(buffer);
+        let second = sealed.clone();
+        drop(sealed);
+        assert_eq!(second[..], [1; 1000]);
+        drop(second);
+        let mut again = vec![7; 10];
+        make_room(&mut again, 1 << 19);
+        assert_eq!((again.as_ptr(), &again[..]), (place, &[7; 10][..]), "the same memory");
+        for _ in 0..2 * BUFFERS_MAX {
+            give(Vec::with_capacity(POOLED_BYTES_MIN));
+            give(Vec::with_capacity(10));
+            give(Vec::with_capacity(POOL_BYTES_MAX / 4));
+        }
+        let kept: Vec<usize> = pool().expect("free").iter().map(Vec::capacity).collect();
+        assert!(kept.len() <= BUFFERS_MAX && kept.iter().sum::<usize>() <= POOL_BYTES_MAX);
+        assert!(kept.iter().all(|capacity| *capacity >= POOLED_BYTES_MIN));
+        empty();
+        assert!(pool().expect("free").is_empty());
+    }
+}
