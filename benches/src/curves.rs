@@ -14,7 +14,7 @@ pub(crate) const NAMES: [&str; 5] = ["sizes", "netpipe", "tasks", "peers", "host
 /// Repetitions of each point.
 const REPETITIONS: usize = 3;
 /// Bytes that a point of the curve over sizes sends at most, so that large messages do not take for ever.
-const BYTES_MAX: usize = 256 << 20;
+const BYTES_MAX: usize = 64 << 20;
 const SIZES: [usize; 10] = [8, 64, 512, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20];
 const TASKS: [usize; 5] = [2, 8, 32, 128, 512];
 const PEERS: [usize; 6] = [2, 8, 32, 128, 512, 1000];
@@ -42,39 +42,40 @@ const ALL_LINES: [Line; 6] = [
 ];
 const PVM_LINES: [Line; 4] = [(System::Pvm, false), (System::Pvm, true), (System::Sempa, false), (System::Sempa, true)];
 
-/// Measures the chosen curves; none chosen: all, if `whole`.
+/// Measures the curve of this name, on virtual machines of its own.
 ///
 /// # Errors
 /// No testbed can be made, or a virtual machine does not start.
-pub(crate) fn measure(prefix: &Path, chosen: &[&str], quick: bool) -> Result<Curves> {
+pub(crate) fn measure(prefix: &Path, name: &str, quick: bool) -> Result<Curves> {
     let mut curves = Curves::default();
-    let wanted = |name: &str| chosen.contains(&name);
-    if ["sizes", "netpipe", "tasks", "peers"].into_iter().any(wanted) {
-        let (theirs, ours) = new_beds(prefix, 2)?;
-        let peers = Peers::start(&theirs, &ours, Stage::OneHost)?;
-        if wanted("sizes") {
-            curves.sizes(&peers, quick);
-        }
-        if wanted("tasks") {
-            let words =
-                |n: usize| vec!["rtt".to_string(), format!("idle={}", n - 2), rounds(if quick { 200 } else { 1000 })];
-            let lines = curves.sweep(&peers, "tasks", &PVM_LINES, few(&TASKS, quick), quick, words);
-            curves.latency("tasks", "round trip of 8 B beside tasks that wait", "tasks on the host", lines);
-        }
-        if wanted("peers") {
-            let words = |n: usize| vec!["fan".to_string(), format!("tasks={n}"), rounds((2000 / n).clamp(3, 200))];
-            let lines = curves.sweep(&peers, "peers", &PVM_LINES, few(&PEERS, quick), quick, words);
-            curves.latency("peers", "round trip of 8 B with many peers in turn", "peers of one task", lines);
-        }
-        if wanted("netpipe") {
-            curves.netpipe(&peers, quick);
-        }
-        peers.halt()?;
-    }
-    if wanted("hosts") {
+    if name == "hosts" {
         curves.hosts(prefix, quick)?;
+        return Ok(curves);
     }
+    let (theirs, ours) = new_beds(prefix, 1)?;
+    let peers = Peers::start(&theirs, &ours, Stage::OneHost)?;
+    match name {
+        "sizes" => curves.sizes(&peers, quick),
+        "tasks" => {
+            let count = rounds(if quick { 200 } else { 1000 });
+            let words = |n: usize| vec!["rtt".to_string(), format!("idle={}", n - 2), count.clone()];
+            let lines = curves.sweep(&peers, name, &PVM_LINES, few(&TASKS, quick), quick, words);
+            curves.latency(name, "round trip of 8 B beside tasks that wait", "tasks on the host", lines);
+        }
+        "peers" => {
+            let words =
+                |n: usize| vec!["fan".to_string(), format!("tasks={n}"), rounds((2000 / n).clamp(3, 200)), warm(1)];
+            let lines = curves.sweep(&peers, name, &PVM_LINES, few(&PEERS, quick), quick, words);
+            curves.latency(name, "round trip of 8 B with many peers in turn", "peers of one task", lines);
+        }
+        _ => curves.netpipe(&peers, quick),
+    }
+    peers.halt()?;
     Ok(curves)
+}
+
+fn warm(count: usize) -> String {
+    format!("warm={count}")
 }
 
 fn rounds(count: usize) -> String {
@@ -89,7 +90,8 @@ impl Curves {
     fn sizes(&mut self, peers: &Peers, quick: bool) {
         let words = |size: usize| {
             let count = (BYTES_MAX / size).clamp(5, if quick { 200 } else { 2000 });
-            vec!["rtt".to_string(), format!("size={size}"), "cores=0,1".to_string(), rounds(count)]
+            let pinned = "cores=0,1".to_string();
+            vec!["rtt".to_string(), format!("size={size}"), pinned, rounds(count), warm((count / 10).max(1))]
         };
         let lines = self.sweep(peers, "sizes", &ALL_LINES, &SIZES, quick, words);
         let speed = |series: &Series| Series {
@@ -184,7 +186,8 @@ impl Curves {
             eprintln!("bench peers: hosts {point}");
             let names = |from: usize| (from..=*point).map(|i| format!("h{i}")).collect::<Vec<_>>().join(",");
             let add = ["add_hosts".to_string(), "keep=1".to_string(), format!("host={}", names(up + 1))];
-            let all = ["fan".to_string(), format!("tasks={}", point - 1), format!("host={}", names(2)), rounds(100)];
+            let all =
+                ["fan".to_string(), format!("tasks={}", point - 1), format!("host={}", names(2)), rounds(100), warm(5)];
             for (place, system) in systems.into_iter().enumerate() {
                 if ended[place] {
                     continue;

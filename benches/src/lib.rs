@@ -72,14 +72,20 @@ pub fn peers(settings: &Settings) -> Result<bool> {
         bail!("bench peers: no row is called {}; there are: {}", only.join(", "), names.join(", "));
     }
     let repetitions = settings.repetitions.unwrap_or(if settings.quick { REPETITIONS_QUICK } else { REPETITIONS });
-    let before = machine::Load::now();
-    let measured = systems::measure(&settings.prefix, &chosen, repetitions, settings.quick)?;
-    let floor = if with_floor { floor::measure(settings.quick)? } else { Vec::new() };
-    let curves = curves::measure(&settings.prefix, &curves, settings.quick)?;
-    let machine = machine::Machine::describe(&settings.prefix, before, repetitions, settings.quick);
-    let report = report::Report::new(machine, settings.words(), &chosen, measured, curves).with_floor(floor);
-    print!("{}", report.text());
     fs::create_dir_all(&settings.results).with_context(|| settings.results.display().to_string())?;
+    let machine = machine::Machine::describe(&settings.prefix, repetitions, settings.quick);
+    let mut report = report::Report::new(machine, settings.words());
+    // Written after each part: who interrupts a long run keeps what it had.
+    report.add_rows(&chosen, systems::measure(&settings.prefix, &chosen, repetitions, settings.quick)?);
     report.write(&settings.results)?;
+    if with_floor {
+        report.add_floor(floor::measure(settings.quick)?);
+        report.write(&settings.results)?;
+    }
+    for name in curves {
+        report.add_curves(curves::measure(&settings.prefix, name, settings.quick)?);
+        report.write(&settings.results)?;
+    }
+    print!("{}written: {}\n", report.text(), settings.results.display());
     Ok(report.troubles().is_empty())
 }

@@ -13,7 +13,7 @@ pub(crate) struct Load(String);
 
 impl Load {
     /// Of this moment.
-    pub(crate) fn now() -> Load {
+    fn now() -> Load {
         let text = fs::read_to_string("/proc/loadavg").unwrap_or_default();
         Load(text.split_whitespace().take(3).collect::<Vec<_>>().join(" "))
     }
@@ -46,7 +46,7 @@ pub(crate) struct Machine {
 
 impl Machine {
     /// Looks at this machine.
-    pub(crate) fn describe(prefix: &Path, load_before: Load, repetitions: usize, quick: bool) -> Machine {
+    pub(crate) fn describe(prefix: &Path, repetitions: usize, quick: bool) -> Machine {
         let field = |file: &str, name: &str| {
             let text = fs::read_to_string(file).unwrap_or_default();
             let line = text.lines().find(|line| line.starts_with(name)).unwrap_or_default();
@@ -64,11 +64,16 @@ impl Machine {
             memory_gb: memory_kb >> 20,
             kernel: fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default().trim().to_string(),
             versions,
-            load_before,
+            load_before: Load::now(),
             load_after: Load::now(),
             repetitions,
             quick,
         }
+    }
+
+    /// Notes the load once more.
+    pub(crate) fn look_again(&mut self) {
+        self.load_after = Load::now();
     }
 
     /// Lines for people.

@@ -48,32 +48,43 @@ pub(crate) struct Report {
 }
 
 impl Report {
-    /// Puts together what was measured.
-    pub(crate) fn new(
-        machine: Machine,
-        repeat_with: String,
-        chosen: &[Measurement],
-        measured: Measured,
-        curves: Curves,
-    ) -> Report {
-        let (mut rows, mut repetitions, mut troubles) = (Vec::new(), BTreeMap::new(), Vec::new());
-        for (one, given) in chosen.iter().zip(&measured) {
-            let what = one.words.join(" ");
-            rows.extend(one.rows.iter().map(|row| line(row, given)));
-            for (system, given) in given {
-                troubles.extend(given.trouble.iter().map(|why| format!("{what} on {}: {why}", system.name())));
-            }
-            let all = given.iter().map(|(system, given)| (system.name(), given.repetitions.clone()));
-            repetitions.insert(what, all.collect());
+    /// Of this machine, without any figure yet; `repeat_with` is the command that measures the same again.
+    pub(crate) fn new(machine: Machine, repeat_with: String) -> Report {
+        Report {
+            machine,
+            repeat_with,
+            rows: Vec::new(),
+            repetitions: BTreeMap::new(),
+            curves: Vec::new(),
+            floor: Vec::new(),
+            troubles: Vec::new(),
         }
-        troubles.extend(curves.troubles);
-        Report { machine, repeat_with, rows, repetitions, curves: curves.charts, floor: Vec::new(), troubles }
     }
 
-    /// With what the bare machine can do beside it.
-    pub(crate) fn with_floor(mut self, floor: Vec<floor::Line>) -> Report {
+    /// The rows of these measurements.
+    pub(crate) fn add_rows(&mut self, chosen: &[Measurement], measured: Measured) {
+        for (one, given) in chosen.iter().zip(&measured) {
+            let what = one.words.join(" ");
+            self.rows.extend(one.rows.iter().map(|row| line(row, given)));
+            for (system, given) in given {
+                self.troubles.extend(given.trouble.iter().map(|why| format!("{what} on {}: {why}", system.name())));
+            }
+            let all = given.iter().map(|(system, given)| (system.name(), given.repetitions.clone()));
+            self.repetitions.insert(what, all.collect());
+        }
+        self.machine.look_again();
+    }
+
+    /// More curves.
+    pub(crate) fn add_curves(&mut self, curves: Curves) {
+        self.curves.extend(curves.charts);
+        self.troubles.extend(curves.troubles);
+        self.machine.look_again();
+    }
+
+    /// What the bare machine can do.
+    pub(crate) fn add_floor(&mut self, floor: Vec<floor::Line>) {
         self.floor = floor;
-        self
     }
 
     /// What could not be measured, one line each.
@@ -140,7 +151,6 @@ impl Report {
             let file = folder.join(name);
             fs::write(&file, text).with_context(|| file.display().to_string())?;
         }
-        println!("written: {}", folder.display());
         Ok(())
     }
 }
