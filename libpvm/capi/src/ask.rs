@@ -270,15 +270,9 @@ pub(crate) fn notify(what: i32, tag: i32, count: i32, vals: &[i32]) -> PvmResult
         2 if count < 1 => Err(PvmError::BadParam),
         2 => ask(NotifyWhat::HostDelete(tids)),
         3 => ask(NotifyWhat::HostAdd { count }),
-        // Messages take the daemons' way, so no direct route ever appears...
-        4 => Ok(()),
+        4 => rt.tell_of_routes(ctx, tag, if cancel { 0 } else { count }),
         5 if count < 1 => Err(PvmError::BadParam),
-        // ... and one that is watched is gone already.
-        5 if !cancel => {
-            tids.iter().for_each(|tid| tell(&rt, ctx, tag, &[tid.raw(), -1]));
-            Ok(())
-        }
-        5 => Ok(()),
+        5 => tids.iter().try_for_each(|tid| rt.tell_of_route_end(*tid, ctx, tag, cancel)),
         _ => Err(PvmError::BadParam),
     }
 }

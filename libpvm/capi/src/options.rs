@@ -14,6 +14,8 @@ use std::sync::atomic::Ordering::Relaxed;
 /// Sizes of fragments that a program may ask for.
 const FRAGMENT_MIN: i32 = 52;
 const FRAGMENT_MAX: i32 = 1 << 20;
+/// Value of `PvmRoute` by which a program wants no direct routes.
+pub(crate) const ROUTE_NONE: i32 = 1;
 
 /// Where an option is kept. `None`: not an option, or not one of this platform.
 fn place(what: i32) -> Option<&'static AtomicI32> {
@@ -90,6 +92,11 @@ pub(crate) fn set(what: i32, value: i32) -> PvmResult<i32> {
         crate::trace::flush();
     }
     place.store(value, Relaxed);
+    if what == 1
+        && let Some(rt) = session::lock().connected()
+    {
+        rt.allow_routes(value != ROUTE_NONE);
+    }
     Ok(before)
 }
 

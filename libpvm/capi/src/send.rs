@@ -1,7 +1,7 @@
 //! Sending to one task or many.
 
 use crate::buffers::{Buffer, Enc};
-use crate::data::{pvmmyctx, pvmrescode};
+use crate::data::{pvmmyctx, pvmrescode, pvmrouteopt};
 use crate::receive;
 use crate::session;
 use bytes::Bytes;
@@ -13,6 +13,8 @@ use std::sync::atomic::Ordering::Relaxed;
 /// Destination and tag of a user trace event.
 const TRACE_TID: i32 = -1111;
 const TRACE_TAG: i32 = -2222;
+/// Value of `PvmRoute` by which a program asks for direct routes.
+const ROUTE_DIRECT: i32 = 3;
 
 fn may_send(tid: i32, tag: i32) -> PvmResult<()> {
     let reserved = pvmrescode.load(Relaxed) != 0;
@@ -58,6 +60,9 @@ pub(crate) fn with_buffer(mid: i32, act: impl FnOnce() -> PvmResult<()>) -> PvmR
 }
 
 fn hand_over(rt: &Runtime, message: Message) -> PvmResult<()> {
+    if pvmrouteopt.load(Relaxed) == ROUTE_DIRECT {
+        rt.open_route(message.dst);
+    }
     rt.send(message)?;
     take_in(rt);
     Ok(())

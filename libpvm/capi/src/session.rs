@@ -7,10 +7,11 @@ use crate::abi::EMPTY_MASK;
 use crate::buffers::{Buffer, Buffers, Enc};
 use crate::data::{
     error_text, pvm_errno, pvm_useruid, pvmautoerr, pvmctrc, pvmdebmask, pvmmyctx, pvmmydsig, pvmmyptid, pvmmytid,
-    pvmmyupid, pvmnoreset, pvmnoresetindex, pvmnsibs, pvmschedtid, pvmtrc,
+    pvmmyupid, pvmnoreset, pvmnoresetindex, pvmnsibs, pvmrouteopt, pvmschedtid, pvmtrc,
 };
 use crate::env;
 use crate::handlers::Handlers;
+use crate::options::ROUTE_NONE;
 use crate::output::Catch;
 use crate::process;
 use crate::receive::Matcher;
@@ -169,6 +170,7 @@ impl Session {
         process::prepare_for_fork();
         let rt = libpvm::enroll(AtEnd::Signalled).map_err(explain)?;
         self.take_over(&rt);
+        rt.allow_routes(pvmrouteopt.load(Relaxed) != ROUTE_NONE);
         self.runtime = Some(rt.clone());
         Ok(rt)
     }

@@ -3,6 +3,7 @@
 //! The shell feeds frames and the time in, and writes out what gathers in the outbox. Everything an application thread
 //! may wait for raises [`Core::news`].
 
+use super::far::Direct;
 use super::near::Near;
 use super::outbox::Outbox;
 use crate::inbox::Inbox;
@@ -10,7 +11,6 @@ use bytes::Bytes;
 use rustc_hash::FxHashMap;
 use sempa_proto::frame::{Frame, FrameKind, encode_control};
 use sempa_proto::link::{Link, LinkEvent, LinkFrame, LinkKind, Payload};
-use sempa_proto::route::RouteWord;
 use sempa_proto::task::{LinkMark, REQUESTS_OPEN_MAX, Reply, Request, RmInfo, Sink, ToDaemon, ToTask, Welcome};
 use sempa_proto::{HostId, Message, Micros, MigrationId, PvmError, PvmResult, RequestId, RouteId, Tid};
 use std::collections::{HashMap, HashSet, VecDeque};
@@ -101,6 +101,8 @@ pub(crate) struct Core {
     later_bytes: usize,
     /// Rings to tasks on this host.
     pub(crate) near: Near,
+    /// Direct routes to tasks on other hosts, and the agreements about them.
+    pub(crate) direct: Direct,
     links: FxHashMap<Tid, Link>,
     gone: VecDeque<Tid>,
     /// Links that may have something to transmit and wait for room in the outbox.
@@ -135,6 +137,7 @@ impl Core {
             later: VecDeque::new(),
             later_bytes: 0,
             near: Near::default(),
+            direct: Direct::new(welcome.tid, welcome.addresses.clone()),
             links: FxHashMap::default(),
             gone: VecDeque::new(),
             busy: VecDeque::new(),
@@ -253,6 +256,10 @@ impl Core {
             self.pump_ring(now, slot);
             return Ok(());
         }
+        if self.direct.leads_to(peer) {
+            self.pump_direct(now, peer);
+            return Ok(());
+        }
         if self.outbox.backlog() < BACKLOG_BYTES_MAX {
             self.pump_link(now, peer);
         } else {
@@ -334,6 +341,10 @@ impl Core {
     pub(crate) fn lift_windows(&mut self, now: Micros) {
         if !self.lifted {
             self.end_rings(now);
+            for peer in self.end_direct(now) {
+                // What the connection had not delivered dies with this process.
+                self.links.get_mut(&peer).into_iter().for_each(Link::transmit_again);
+            }
         }
         self.lifted = true;
         let peers: Vec<Tid> = self.links.keys().copied().collect();
@@ -362,12 +373,14 @@ impl Core {
                 Ok(())
             }
             FrameKind::Control => match frame.control::<ToTask>().map_err(|e| e.to_string())? {
-                ToTask::Route { from, word, .. } => {
+                ToTask::Route { from, near, word } => {
                     let count = word.descriptors();
                     if descriptors.len() < count {
                         return Err("a word about a route came without its descriptors".into());
                     }
-                    self.take_word(now, from, &word, descriptors.drain(..count).collect());
+                    let descriptors = descriptors.drain(..count).collect();
+                    self.take_ring_word(now, from, &word, descriptors);
+                    self.take_direct_word(now, from, near, word);
                     Ok(())
                 }
                 control => self.take_control(now, control),
@@ -381,18 +394,20 @@ impl Core {
         while self.outbox.backlog() < BACKLOG_BYTES_MAX {
             let Some(peer) = self.busy.pop_front() else { return };
             self.is_busy.remove(&peer);
-            match self.near.slot(peer) {
-                Some(slot) => self.pump_ring(now, slot),
-                None => self.pump_some(now, peer, 1),
-            }
+            self.pump_route(now, peer, 1);
         }
     }
 
     /// Lets one link transmit as far as the outbox has room.
     pub(crate) fn pump_link(&mut self, now: Micros, peer: Tid) {
+        self.pump_route(now, peer, usize::MAX);
+    }
+
+    fn pump_route(&mut self, now: Micros, peer: Tid, transmissions: usize) {
         match self.near.slot(peer) {
             Some(slot) => self.pump_ring(now, slot),
-            None => self.pump_some(now, peer, usize::MAX),
+            None if self.direct.leads_to(peer) => self.pump_direct(now, peer),
+            None => self.pump_some(now, peer, transmissions),
         }
     }
 
@@ -417,6 +432,7 @@ impl Core {
             self.mark_busy(peer);
         }
         self.wake_near(now);
+        self.wake_far(now);
         self.pump(now);
     }
 
@@ -432,6 +448,7 @@ impl Core {
     pub(crate) fn resume(&mut self, now: Micros, welcome: &Welcome) {
         self.phase = Phase::Connected;
         (self.host, self.dsig) = (welcome.host, welcome.dsig);
+        self.direct.set_addresses(welcome.addresses.clone());
         self.set_rm(welcome.rm);
         self.outbox.clear();
         for frame in std::mem::take(&mut self.later) {
@@ -457,6 +474,7 @@ impl Core {
         }
         // What peers here have sent is theirs to have received.
         self.end_rings(Micros(0));
+        self.end_direct(Micros(0));
         self.unshare();
         self.phase = Phase::Lost(why.into());
         self.outbox.clear();
@@ -553,16 +571,15 @@ impl Core {
         }
     }
 
-    /// A word of another task about a route of their own.
-    fn take_word(&mut self, now: Micros, from: Tid, word: &RouteWord, descriptors: Vec<OwnedFd>) {
-        match word {
-            RouteWord::DirectOffer { id, .. } => drop(self.say(from, RouteWord::DirectRefuse { id: *id }, Vec::new())),
-            RouteWord::DirectAccept { .. } | RouteWord::DirectRefuse { .. } => {}
-            _ => self.take_ring_word(now, from, word, descriptors),
-        }
+    // ---- for rings and direct routes
+
+    pub(super) fn direct_and_links(&mut self) -> (&mut Direct, &mut FxHashMap<Tid, Link>) {
+        (&mut self.direct, &mut self.links)
     }
 
-    // ---- for the rings
+    pub(super) fn raise_news(&mut self) {
+        self.news += 1;
+    }
 
     pub(super) fn near_and_links(&mut self) -> (&mut Near, &mut FxHashMap<Tid, Link>) {
         (&mut self.near, &mut self.links)
@@ -628,6 +645,7 @@ impl Core {
             ToTask::PeerGone { tid } => self.peer_gone(now, tid),
             ToTask::PeerMoved { tid } => {
                 self.forget_near(now, tid);
+                self.far_moved(now, tid);
                 if let Some(link) = self.links.get_mut(&tid) {
                     link.handle(now, LinkEvent::PeerMoved);
                     self.pump_link(now, tid);
@@ -694,6 +712,7 @@ impl Core {
             return;
         }
         self.forget_near(now, peer);
+        self.far_gone(now, peer);
         // Remembered also without a link: a notification that waits for this peer's last message must not wait for ever.
         let Some(link) = self.link_to_send(peer) else { return };
         link.handle(now, LinkEvent::PeerGone);
@@ -714,6 +733,7 @@ impl Core {
             return Err("the daemon asked this task twice to let go".into());
         }
         self.end_rings(now);
+        self.end_direct(now);
         for link in self.links.values_mut() {
             link.handle(now, LinkEvent::RouteDown);
         }

@@ -5,6 +5,7 @@
 use super::connect::{Accepted, greet};
 use super::core::{Phase, Quiesce};
 use super::ear;
+use super::far::{ATTENDED, ReadySet};
 use super::process::Own;
 use super::shared::{Shared, Sleep, State};
 use crate::error::EnrollError;
@@ -57,7 +58,7 @@ impl Drop for LastWord {
 
 /// What the helper does next, decided under the lock.
 enum Next {
-    Sleep { socket: Arc<Own<UnixStream>>, wanted: PollFlags, span: Option<Duration> },
+    Sleep { socket: Arc<Own<UnixStream>>, wanted: PollFlags, far: Option<Arc<Own<ReadySet>>>, span: Option<Duration> },
     Await(Quiesce),
     End,
 }
@@ -77,7 +78,9 @@ fn run(shared: &Arc<Shared>, program: &str) {
             listener = ear::start(shared).ok();
         }
         match next {
-            Next::Sleep { socket, wanted, span } => doze(shared, socket.get(), wanted, span),
+            Next::Sleep { socket, wanted, far, span } => {
+                doze(shared, socket.get(), wanted, far.as_ref().map(|far| far.get()), span);
+            }
             Next::Await(quiesce) => await_token(shared, &quiesce, program),
             Next::End => break,
         }
@@ -92,6 +95,7 @@ fn run(shared: &Arc<Shared>, program: &str) {
 fn decide(state: &mut State, stopped: bool) -> Next {
     let now = state.now();
     state.core.wake(now);
+    state.core.look_far(now);
     state.pump();
     if stopped {
         state.lose("this task has left the virtual machine");
@@ -113,16 +117,23 @@ fn decide(state: &mut State, stopped: bool) -> Next {
     let socket = state.socket.clone().expect("a connected task has a socket");
     let write = !state.core.outbox.is_empty();
     let until = state.core.earliest();
-    state.sleep = Sleep::On { write, until };
-    let span = until.map(|until| Duration::from_micros(until.since(now).0));
+    let far = state.core.direct.to_watch(now);
+    state.sleep = Sleep::On { write, until, far: far.is_some() };
+    let mut span = until.map(|until| Duration::from_micros(until.since(now).0));
+    if far.is_none() && state.core.direct.is_open() {
+        // Another thread looks; when it stops it may not say so.
+        let soon = Duration::from_micros(ATTENDED.0);
+        span = Some(span.map_or(soon, |span| span.min(soon)));
+    }
     let mut wanted = if write { PollFlags::POLLOUT } else { PollFlags::empty() };
     // Behind the order to let go nothing comes that has to be read now.
     wanted.set(PollFlags::POLLIN, state.core.is_connected());
-    Next::Sleep { socket, wanted, span }
+    Next::Sleep { socket, wanted, far, span }
 }
 
-fn doze(shared: &Shared, socket: &UnixStream, wanted: PollFlags, span: Option<Duration>) {
-    let mut fds = [PollFd::new(socket.as_fd(), wanted), PollFd::new(shared.bell().as_fd(), PollFlags::POLLIN)];
+fn doze(shared: &Shared, socket: &UnixStream, wanted: PollFlags, far: Option<&ReadySet>, span: Option<Duration>) {
+    let mut fds = vec![PollFd::new(socket.as_fd(), wanted), PollFd::new(shared.bell().as_fd(), PollFlags::POLLIN)];
+    fds.extend(far.map(|far| PollFd::new(far.as_fd(), PollFlags::POLLIN)));
     // Rounded up: to wake a little late is cheaper than to wake twice.
     let timeout = span.map_or(PollTimeout::NONE, |span| {
         let ms = span.as_micros().div_ceil(1000);

@@ -10,11 +10,13 @@ mod connect;
 mod core;
 mod direct;
 mod ear;
+mod far;
 mod groups;
 mod helper;
 mod near;
 mod outbox;
 mod process;
+mod routes;
 mod shared;
 mod spin;
 #[cfg(test)]
@@ -40,6 +42,9 @@ use std::time::{Duration, Instant};
 const EXIT_FLUSH_MAX: Duration = Duration::from_secs(5);
 
 /// Joins the virtual machine of this user, as the environment says. A spawned process takes its place once; after
+/// How long a message waits for a direct route's socket, so that a process that ends by a signal has sent it.
+const SOCKET_PATIENCE: Duration = Duration::from_millis(100);
+
 /// [`Runtime::exit`], and in a forked child whose parent has taken it, the process gets a task id of its own. `at_end` is
 /// for processes from a command line.
 ///
@@ -253,10 +258,60 @@ impl Runtime {
     }
 
     /// Writes what was queued just now, and waits while only the socket is in the way: a process that is killed after a
+    /// Has a direct route to this task if both programs agree: asks it unless that was done before, and waits for the
+    /// answer. Without a route messages go by the daemons.
+    pub fn open_route(&self, dst: Tid) {
+        let Some(mut state) = self.lock() else { return };
+        loop {
+            let now = state.now();
+            if state.core.lost().is_some() || state.core.want_route(now, dst) {
+                return;
+            }
+            state.flush();
+            state.wait_arrived(None);
+        }
+    }
+
+    /// What is said to tasks that ask for a direct route from now on.
+    pub fn allow_routes(&self, allow: bool) {
+        if let Some(mut state) = self.lock() {
+            state.core.direct.routes.willing = allow;
+        }
+    }
+
+    /// Tells of the next `count` direct routes by messages `int tid, int fd` from this task itself; of all if `count` is
+    /// negative, of none if it is 0.
+    ///
+    /// # Errors
+    /// `OutOfRes` when too much is watched already, `SysErr` in a forked child.
+    pub fn tell_of_routes(&self, ctx: i32, tag: i32, count: i32) -> PvmResult<()> {
+        let fd = if count == 0 { -1 } else { self.ready_fd().unwrap_or(-1) };
+        let mut state = self.lock().ok_or(PvmError::SysErr)?;
+        let now = state.now();
+        state.core.watch_routes(now, |routes| routes.watch_new(ctx, tag, count, fd))
+    }
+
+    /// Tells of the end of the direct route to `peer` by a message `int tid, int -1` from this task itself, at once if
+    /// there is none; or (`cancel`) no longer.
+    ///
+    /// # Errors
+    /// `OutOfRes` when too much is watched already, `SysErr` in a forked child.
+    pub fn tell_of_route_end(&self, peer: Tid, ctx: i32, tag: i32, cancel: bool) -> PvmResult<()> {
+        let mut state = self.lock().ok_or(PvmError::SysErr)?;
+        let now = state.now();
+        state.core.watch_routes(now, |routes| {
+            if cancel {
+                routes.unwatch_end(peer, ctx, tag);
+                return Ok(());
+            }
+            routes.watch_end(peer, ctx, tag)
+        })
+    }
+
     /// send has then still sent.
     fn wait_until_out(&self, state: &mut Held<'_>, peer: Option<Tid>) -> PvmResult<()> {
         let mut out = None;
-        let mut heard = false;
+        let (mut heard, mut patient) = (false, true);
         loop {
             state.flush();
             if state.core.lost().is_some() {
@@ -270,6 +325,10 @@ impl Runtime {
                 continue;
             }
             if let Some(peer) = peer.filter(|_| out.is_none()) {
+            if peer.is_some_and(|peer| state.core.direct.is_blocked(peer)) && std::mem::take(&mut patient) {
+                state.wait_written(Some(SOCKET_PATIENCE));
+                continue;
+            }
                 let now = state.now();
                 if state.core.waits_for_room(peer) && state.core.outbox.backlog() < BACKLOG_BYTES_MAX {
                     state.core.pump(now);

@@ -192,7 +192,8 @@ impl Payload for InRing<'_> {
     }
 }
 
-fn head(frame: &FrameRef<'_>) -> [u8; HEAD_BYTES] {
+/// A link frame's header without the names, which a route between two has no need of.
+pub(super) fn head(frame: &FrameRef<'_>) -> [u8; HEAD_BYTES] {
     let kind = match frame.kind {
         LinkKind::Data { last: false } => 0,
         LinkKind::Data { last: true } => 1,
@@ -206,22 +207,21 @@ fn head(frame: &FrameRef<'_>) -> [u8; HEAD_BYTES] {
     bytes
 }
 
-/// Kind, number and acknowledgement.
-fn read_head(record: &mut Record<'_, Shared>) -> Result<(LinkKind, u64, u64), Broken> {
-    let word = u64::from_le_bytes(record.take().ok_or(Broken)?);
-    let ack = u64::from_le_bytes(record.take().ok_or(Broken)?);
+/// Kind, number and acknowledgement of a header.
+pub(super) fn parse_head(word: [u8; 8], ack: [u8; 8]) -> Option<(LinkKind, u64, u64)> {
+    let word = u64::from_le_bytes(word);
     let kind = match word & 0xff {
         0 => LinkKind::Data { last: false },
         1 => LinkKind::Data { last: true },
         2 => LinkKind::Ack { resync: false },
         3 => LinkKind::Ack { resync: true },
         4 => LinkKind::Probe,
-        _ => return Err(Broken),
+        _ => return None,
     };
     if record.len() > FRAGMENT_BYTES_MAX {
         return Err(Broken);
     }
-    Ok((kind, word >> 8, ack))
+    parse_head(word, ack).ok_or(Broken)
 }
 
 impl Core {
@@ -229,7 +229,7 @@ impl Core {
 
     /// A message went to this task through the daemon: is it time for a ring?
     pub(super) fn consider_ring(&mut self, now: Micros, peer: Tid) {
-        if self.near.bell.is_none() || !self.is_connected() || self.is_lifted() {
+        if self.near.bell.is_none() || !self.is_connected() || self.is_lifted() || self.direct.leads_to(peer) {
             return;
         }
         match self.near.standing.entry(peer).or_insert(Standing::Sent(0)) {
@@ -237,6 +237,11 @@ impl Core {
             Standing::Refused { until } if *until > now => {}
             Standing::Offered { .. } => {}
             Standing::Sent(_) | Standing::Refused { .. } => {
+    Some((kind, word >> 8, u64::from_le_bytes(ack)))
+}
+
+fn read_head(record: &mut Record<'_, Shared>) -> Result<(LinkKind, u64, u64), Broken> {
+    let (word, ack) = (record.take().ok_or(Broken)?, record.take().ok_or(Broken)?);
                 if !self.offer_ring(now, peer) {
                     self.near.standing.insert(peer, Standing::Refused { until: now + REFUSAL });
                 }
@@ -308,7 +313,7 @@ impl Core {
         self.back_to_daemon(now, peer);
     }
 
-    fn back_to_daemon(&mut self, now: Micros, peer: Tid) {
+    pub(super) fn back_to_daemon(&mut self, now: Micros, peer: Tid) {
         if !self.is_connected() {
             return;
         }

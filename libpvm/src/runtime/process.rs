@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU64, Ordering};
 use std::sync::{Mutex, Once};
 
 /// Descriptors that a fork closes in the child. More than that are left to close-on-exec.
-const FORK_FDS_MAX: usize = 128;
+const FORK_FDS_MAX: usize = 1024;
 /// An unused place in [`FORK_FDS`].
 const NO_FD: i32 = -1;
 

@@ -46,6 +46,8 @@ pub(crate) enum Sleep {
         write: bool,
         /// Wakes at this time.
         until: Option<Micros>,
+        /// Also wakes when something comes by a direct route.
+        far: bool,
     },
 }
 
@@ -174,7 +176,7 @@ impl<'a> Held<'a> {
 
     /// Waits awake for a little while, if that has paid off lately; true when there is news, or others want the lock.
     pub(crate) fn wait_awake(&mut self, span: Option<Duration>) -> bool {
-        if self.core.near.is_empty() {
+        if self.core.near.is_empty() && self.core.direct.is_empty() {
             return false;
         }
         let Some(budget) = self.spin.budget(span) else { return false };
@@ -240,6 +242,8 @@ impl<'a> Held<'a> {
         // What was done since the lock was taken may concern others, who must not wait for our return.
         let concerned = self.concerned();
         let wakes = self.core.near.take_wakes();
+        // From here on the helper watches.
+        self.core.direct.attend(None);
         if self.core.news() != news {
             return Held::tell(self.shared, concerned, wakes);
         }
@@ -273,13 +277,14 @@ fn nap(span: Option<Duration>) -> Duration {
 impl State {
     /// True when the helper sleeps through something that has come up.
     fn helper_is_needed(&self) -> bool {
-        let Sleep::On { write, until } = self.sleep else { return false };
+        let Sleep::On { write, until, far } = self.sleep else { return false };
         let core = &self.core;
         let closing = !core.is_connected();
         let unwritten = !core.outbox.is_empty() && !write;
         let earlier = core.earliest().is_some_and(|due| until.is_none_or(|until| due < until));
         let deaf = core.near.is_shared() && !self.has_ear;
-        closing || unwritten || earlier || deaf
+        let unwatched = core.direct.must_be_watched() && !far;
+        closing || unwritten || earlier || deaf || unwatched
     }
 
     /// Takes in what has arrived in rings, and from the socket unless that was done just now.
@@ -287,7 +292,9 @@ impl State {
         let now = self.now();
         let news = self.core.news();
         self.core.look(now);
-        if self.core.news() == news && (self.core.near.is_empty() || now.since(self.read_at) >= READ_PAUSE) {
+        self.look_far(now);
+        let others = !self.core.near.is_empty() || !self.core.direct.is_empty();
+        if self.core.news() == news && (!others || now.since(self.read_at) >= READ_PAUSE) {
             self.pump();
         }
     }
@@ -295,6 +302,15 @@ impl State {
     /// Now, by the runtime's clock.
     pub(crate) fn now(&mut self) -> Micros {
         self.clock.now()
+    /// Takes in what has come by direct routes; the helper leaves them to this thread for a while.
+    fn look_far(&mut self, now: Micros) -> bool {
+        if !self.core.direct.is_open() {
+            return false;
+        }
+        self.core.direct.attend(Some(now));
+        self.core.look_far(now)
+    }
+
     }
 
     /// Writes what the socket takes without waiting.

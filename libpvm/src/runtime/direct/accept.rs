@@ -49,7 +49,7 @@ struct Stranger {
 
 /// Offers of this task, and the connections of those who take them. It listens while an offer is open.
 #[derive(Default)]
-pub struct Acceptor {
+pub(crate) struct Acceptor {
     listener: Option<Own<TcpListener>>,
     port: u16,
     offers: BTreeMap<OfferId, Offer>,
@@ -68,7 +68,7 @@ impl Acceptor {
     ///
     /// # Errors
     /// Too many offers are open, or the system gives us no socket or key.
-    pub fn offer(&mut self, now: Micros, id: OfferId) -> Result<(u16, Fingerprint), NoRoute> {
+    pub(crate) fn offer(&mut self, now: Micros, id: OfferId) -> Result<(u16, Fingerprint), NoRoute> {
         if self.offers.len() >= OFFERS_MAX {
             return Err(NoRoute::TooMany);
         }
@@ -84,30 +84,30 @@ impl Acceptor {
     }
 
     /// The other task has accepted: it will connect with this certificate.
-    pub fn accepted(&mut self, id: OfferId, fingerprint: Fingerprint) {
+    pub(crate) fn accepted(&mut self, id: OfferId, fingerprint: Fingerprint) {
         if let Some(offer) = self.offers.get_mut(&id) {
             offer.peer = Some(fingerprint);
         }
     }
 
     /// Takes an offer back.
-    pub fn withdraw(&mut self, id: OfferId) {
+    pub(crate) fn withdraw(&mut self, id: OfferId) {
         self.offers.remove(&id);
         self.tidy();
     }
 
     /// Takes all offers back and closes everything.
-    pub fn close(&mut self) {
+    pub(crate) fn close(&mut self) {
         *self = Acceptor::default();
     }
 
     /// True when it holds no descriptor.
-    pub fn is_idle(&self) -> bool {
+    pub(crate) fn is_idle(&self) -> bool {
         self.listener.is_none() && self.strangers.is_empty()
     }
 
     /// Adds what has to be waited for.
-    pub fn watch<'a>(&'a self, fds: &mut Vec<PollFd<'a>>) {
+    pub(crate) fn watch<'a>(&'a self, fds: &mut Vec<PollFd<'a>>) {
         if let Some(listener) = &self.listener {
             fds.push(PollFd::new(listener.get().as_fd(), PollFlags::POLLIN));
         }
@@ -122,12 +122,12 @@ impl Acceptor {
     }
 
     /// When [`step`](Self::step) has to be called without anything having happened.
-    pub fn next_wakeup(&self) -> Option<Micros> {
+    pub(crate) fn next_wakeup(&self) -> Option<Micros> {
         self.offers.values().map(|o| o.until).chain(self.strangers.iter().map(|s| s.until)).min()
     }
 
     /// Goes as far as it can without waiting. Says which offers have become routes, or cannot any more.
-    pub fn step(&mut self, now: Micros) -> Vec<(OfferId, Result<DirectEnd, NoRoute>)> {
+    pub(crate) fn step(&mut self, now: Micros) -> Vec<(OfferId, Result<DirectEnd, NoRoute>)> {
         self.admit(now);
         let mut done = Vec::new();
         for stranger in std::mem::take(&mut self.strangers) {
@@ -206,7 +206,7 @@ impl Acceptor {
                 }
                 let mut end = handshake.finish()?;
                 // Says that we believe it: until then the other side sends nothing.
-                end.push(&[], &[]);
+                end.push(&[]);
                 end.flush().map_err(|e| NoRoute::Stranger(e.to_string()))?;
                 Ok(Advanced::Done(id, Box::new(end)))
             }

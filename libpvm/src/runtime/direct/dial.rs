@@ -24,7 +24,7 @@ enum Stage {
 }
 
 /// One way to a task that has offered a route.
-pub struct Dialer {
+pub(crate) struct Dialer {
     id: OfferId,
     identity: Identity,
     peer: Fingerprint,
@@ -49,7 +49,12 @@ impl Dialer {
     ///
     /// # Errors
     /// The system has no randomness.
-    pub fn new(now: Micros, id: OfferId, addresses: &[SocketAddr], peer: Fingerprint) -> Result<Dialer, NoRoute> {
+    pub(crate) fn new(
+        now: Micros,
+        id: OfferId,
+        addresses: &[SocketAddr],
+        peer: Fingerprint,
+    ) -> Result<Dialer, NoRoute> {
         Ok(Dialer {
             id,
             identity: Identity::new()?,
@@ -63,12 +68,12 @@ impl Dialer {
     }
 
     /// This side's certificate.
-    pub fn fingerprint(&self) -> Fingerprint {
+    pub(crate) fn fingerprint(&self) -> Fingerprint {
         self.identity.fingerprint()
     }
 
     /// Adds what has to be waited for.
-    pub fn watch<'a>(&'a self, fds: &mut Vec<PollFd<'a>>) {
+    pub(crate) fn watch<'a>(&'a self, fds: &mut Vec<PollFd<'a>>) {
         match &self.stage {
             Stage::None => {}
             Stage::Connecting(socket) => fds.push(PollFd::new(socket.get().as_fd(), PollFlags::POLLOUT)),
@@ -81,7 +86,7 @@ impl Dialer {
     }
 
     /// When [`step`](Self::step) has to be called without anything having happened.
-    pub fn next_wakeup(&self) -> Micros {
+    pub(crate) fn next_wakeup(&self) -> Micros {
         match self.stage {
             Stage::None => Micros::default(),
             _ => self.address_until.min(self.until),
@@ -90,7 +95,7 @@ impl Dialer {
 
     /// Goes as far as it can without waiting. The route, or why there will be none; `None` while it is open. To be called
     /// once at the beginning.
-    pub fn step(&mut self, now: Micros) -> Option<Result<DirectEnd, NoRoute>> {
+    pub(crate) fn step(&mut self, now: Micros) -> Option<Result<DirectEnd, NoRoute>> {
         loop {
             if now >= self.until {
                 self.stage = Stage::None;

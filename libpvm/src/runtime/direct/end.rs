@@ -79,7 +79,7 @@ struct In {
 }
 
 /// One end of a route that stands. Dropped, it closes.
-pub struct DirectEnd {
+pub(crate) struct DirectEnd {
     socket: Own<TcpStream>,
     seal: Key,
     open: Key,
@@ -137,30 +137,29 @@ impl DirectEnd {
     // ---- out
 
     /// True when a frame of any length would be taken.
-    pub fn has_room(&self) -> bool {
+    pub(crate) fn has_room(&self) -> bool {
         OUT_BYTES - (self.out.pending() - self.out.from) >= FRAME_ROOM
     }
 
     /// True when something waits for the socket.
-    pub fn wants_write(&self) -> bool {
+    pub(crate) fn wants_write(&self) -> bool {
         self.out.from < self.out.to || self.out.open > 0
     }
 
-    /// Takes a frame of two parts, to be sent by [`flush`](Self::flush). False when there is no room: nothing was taken.
+    /// Takes a frame in parts, to be sent by [`flush`](Self::flush). False when there is no room: nothing was taken.
     ///
     /// # Panics
     /// When the frame is longer than [`FRAME_BYTES_MAX`].
-    pub fn push(&mut self, head: &[u8], payload: &[u8]) -> bool {
-        let length = head.len() + payload.len();
+    pub(crate) fn push(&mut self, parts: &[&[u8]]) -> bool {
+        let length = parts.iter().map(|part| part.len()).sum::<usize>();
         assert!(length <= FRAME_BYTES_MAX, "links cut what they send");
         if !self.has_room() {
             return false;
         }
         self.out.make_room();
         let length = u32::try_from(length).expect("frames are short");
-        for part in [&length.to_le_bytes()[..], head, payload] {
-            self.append(part);
-        }
+        self.append(&length.to_le_bytes());
+        parts.iter().for_each(|part| self.append(part));
         true
     }
 
@@ -196,7 +195,7 @@ impl DirectEnd {
     ///
     /// # Errors
     /// The route has ended.
-    pub fn flush(&mut self) -> Result<(), Ended> {
+    pub(crate) fn flush(&mut self) -> Result<(), Ended> {
         if self.out.open > 0 {
             self.finish_record(Kind::Data);
         }
@@ -220,7 +219,7 @@ impl DirectEnd {
     }
 
     /// Says that nothing more will come, as far as the socket takes it at once, and closes.
-    pub fn close(mut self) {
+    pub(crate) fn close(mut self) {
         if self.flush().is_ok() && self.out.from == self.out.to {
             self.append(&CLOSE_NOTIFY);
             self.finish_record(Kind::Alert);
@@ -236,7 +235,7 @@ impl DirectEnd {
     ///
     /// # Errors
     /// The route has ended; all whole frames before that have been handed over.
-    pub fn read(&mut self, take: &mut dyn FnMut(&[u8])) -> Result<(), Ended> {
+    pub(crate) fn read(&mut self, take: &mut dyn FnMut(&[u8])) -> Result<(), Ended> {
         let mut got = self.open_records(take);
         let mut total = 0;
         while got.is_ok() && self.ended.is_none() && total < READ_BYTES_MAX {

@@ -21,7 +21,7 @@ const NAME: &str = "task.sempa";
 const ALPN: &[u8] = b"sempa-direct/1";
 
 /// The key and certificate of one side of one route.
-pub struct Identity {
+pub(crate) struct Identity {
     certificate: CertificateDer<'static>,
     key: PrivateKeyDer<'static>,
 }
@@ -41,7 +41,7 @@ impl Identity {
     ///
     /// # Errors
     /// When the system has no randomness.
-    pub fn new() -> Result<Identity, NoRoute> {
+    pub(crate) fn new() -> Result<Identity, NoRoute> {
         let key = KeyPair::generate().map_err(failed)?;
         let params = CertificateParams::new(vec![NAME.to_string()]).map_err(failed)?;
         let certificate = params.self_signed(&key).map_err(failed)?.der().clone();
@@ -49,7 +49,7 @@ impl Identity {
     }
 
     /// What the peer has to be told.
-    pub fn fingerprint(&self) -> Fingerprint {
+    pub(crate) fn fingerprint(&self) -> Fingerprint {
         fingerprint(&self.certificate)
     }
 

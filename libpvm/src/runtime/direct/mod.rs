@@ -20,34 +20,34 @@ mod record;
 #[cfg(test)]
 mod tests;
 
-pub use accept::Acceptor;
-pub use dial::Dialer;
-pub use end::DirectEnd;
-pub use identity::Identity;
+pub(crate) use accept::Acceptor;
+pub(crate) use dial::Dialer;
+pub(crate) use end::DirectEnd;
+pub(crate) use identity::Identity;
 
 use sempa_proto::Micros;
 use sempa_proto::link::{FRAGMENT_BYTES_MAX, LINK_HEAD_BYTES};
 
 /// Longest frame.
-pub const FRAME_BYTES_MAX: usize = LINK_HEAD_BYTES + FRAGMENT_BYTES_MAX;
+pub(crate) const FRAME_BYTES_MAX: usize = LINK_HEAD_BYTES + FRAGMENT_BYTES_MAX;
 /// Bytes that may come before a peer has proved who it is; a handshake of ours takes less than 2 KiB per side.
 const HANDSHAKE_BYTES_MAX: usize = 16 << 10;
 /// Time for a stranger who has connected to prove who it is.
-pub const STRANGER_WITHIN: Micros = Micros::from_secs(5);
+pub(crate) const STRANGER_WITHIN: Micros = Micros::from_secs(5);
 /// Connections that have not proved who they are; another one takes the place of the oldest.
-pub const STRANGERS_MAX: usize = 32;
+pub(crate) const STRANGERS_MAX: usize = 32;
 /// Offers open at a time.
-pub const OFFERS_MAX: usize = 256;
+pub(crate) const OFFERS_MAX: usize = 256;
 /// Time for an offer to become a route.
-pub const OFFER_WITHIN: Micros = Micros::from_secs(15);
+pub(crate) const OFFER_WITHIN: Micros = Micros::from_secs(15);
 /// Time for one address to answer.
-pub const ADDRESS_WITHIN: Micros = Micros::from_secs(2);
+pub(crate) const ADDRESS_WITHIN: Micros = Micros::from_secs(2);
 /// Time for all addresses together, the handshake included.
-pub const DIAL_WITHIN: Micros = Micros::from_secs(10);
+pub(crate) const DIAL_WITHIN: Micros = Micros::from_secs(10);
 
 /// Why there is no direct route.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum NoRoute {
+pub(crate) enum NoRoute {
     /// The system gives us no socket, or no key.
     #[error("a direct route cannot be set up here: {0}")]
     Here(String),
@@ -67,7 +67,7 @@ pub enum NoRoute {
 
 /// Why a route that stood is no more. What was on its way is lost; links send it again.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Ended {
+pub(crate) enum Ended {
     /// The peer closed it in order.
     #[error("the peer has closed the direct route")]
     Closed,

@@ -122,7 +122,7 @@ fn talk(ends: [&mut DirectEnd; 2], count: u32, seed: u64) -> [(Option<Ended>, u3
             while ended.is_none() && *sent < count && end.has_room() {
                 let whole = frame(&mut dice, *sent);
                 let (head, payload) = whole.split_at(dice.roll(30).min(whole.len()));
-                assert!(end.push(head, payload));
+                assert!(end.push(&[head, payload]));
                 *sent += 1;
             }
             let gone = end.read(&mut |frame| check.take(frame)).and(end.flush());
@@ -187,7 +187,7 @@ fn frames_of_all_lengths_come_whole_and_in_order_in_both_directions() {
         assert_eq!(talk([&mut a, &mut b], 60, seed), [(None, 60), (None, 60)]);
     }
     // A frame may be empty, too.
-    assert!(a.push(&[], &[]));
+    assert!(a.push(&[]));
     a.flush().expect("the route stands");
     let mut empty = 0;
     until("the empty frame", || {
@@ -379,7 +379,7 @@ fn a_connection_that_is_faster_than_its_acceptance_waits_for_it() {
 #[test]
 fn a_frame_over_the_limit_ends_the_route() {
     let (mut a, mut b) = route();
-    assert!(a.push(&[1; 4], &[]));
+    assert!(a.push(&[&[1; 4]]));
     a.push_bytes(&(FRAME_BYTES_MAX as u32 + 1).to_le_bytes());
     a.flush().expect("the route stands");
     let mut came = 0;
@@ -394,7 +394,7 @@ fn a_peer_that_does_not_read_keeps_a_bounded_backlog() {
     let (mut a, mut b) = route();
     let mut sent = 0u32;
     loop {
-        if a.push(&sent.to_le_bytes(), &[7; FRAME_BYTES_MAX - 4]) {
+        if a.push(&[&sent.to_le_bytes(), &[7; FRAME_BYTES_MAX - 4]]) {
             sent += 1;
             assert!(sent < 1000, "the kernel keeps less than 64 MiB");
             continue;
@@ -424,7 +424,7 @@ fn an_end_in_order_and_the_death_of_a_peer_are_noticed() {
     b.push_bytes(&2000u32.to_le_bytes());
     b.push_bytes(&[7; 1000]);
     b.flush().expect("the route stands");
-    assert!(a.push(&[1], &[2]));
+    assert!(a.push(&[&[1], &[2]]));
     a.flush().expect("the route stands");
     drop(b);
     let ended = until("the end", || a.read(&mut |_| panic!("no frame was whole")).and(a.flush()).err());

@@ -12,7 +12,7 @@ use sempa_proto::task::{AtEnd, Claim, Hello, Reply, Request, ResumeToken, RmInfo
 use sempa_proto::{HostId, MigrationId, RequestId, Tid};
 use std::collections::HashMap;
 use std::io::{IoSlice, IoSliceMut, Write};
-use std::net::Shutdown;
+use std::net::{Ipv4Addr, Shutdown};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
@@ -266,7 +266,7 @@ fn seat(shared: &Shared, hello: &Hello, stream: &UnixStream) -> Option<Tid> {
         tid,
         parent: Tid::NONE,
         host: HostId::MASTER,
-        addresses: vec![],
+        addresses: vec![Ipv4Addr::LOCALHOST.into()],
         rm: net.rm,
         output: Sink::default(),
         trace: Sink::default(),
