@@ -32,6 +32,8 @@ const REPETITIONS_QUICK: usize = 2;
 pub struct Settings {
     /// Where our programs are installed.
     pub prefix: PathBuf,
+    /// They were built for this run, from these sources.
+    pub own_build: bool,
     /// Fewer repetitions and rounds.
     pub quick: bool,
     /// Names of rows and curves, a `*` at the end for any; none: all.
@@ -73,7 +75,7 @@ pub fn peers(settings: &Settings) -> Result<bool> {
     }
     let repetitions = settings.repetitions.unwrap_or(if settings.quick { REPETITIONS_QUICK } else { REPETITIONS });
     fs::create_dir_all(&settings.results).with_context(|| settings.results.display().to_string())?;
-    let machine = machine::Machine::describe(&settings.prefix, repetitions, settings.quick);
+    let machine = machine::Machine::describe(settings.own_build, repetitions, settings.quick);
     let mut report = report::Report::new(machine, settings.words());
     // Written after each part: who interrupts a long run keeps what it had.
     report.add_rows(&chosen, systems::measure(&settings.prefix, &chosen, repetitions, settings.quick)?);

@@ -3,7 +3,6 @@
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::fs;
-use std::path::Path;
 use std::process::Command;
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -46,7 +45,7 @@ pub(crate) struct Machine {
 
 impl Machine {
     /// Looks at this machine.
-    pub(crate) fn describe(prefix: &Path, repetitions: usize, quick: bool) -> Machine {
+    pub(crate) fn describe(own_build: bool, repetitions: usize, quick: bool) -> Machine {
         let field = |file: &str, name: &str| {
             let text = fs::read_to_string(file).unwrap_or_default();
             let line = text.lines().find(|line| line.starts_with(name)).unwrap_or_default();
@@ -56,7 +55,7 @@ impl Machine {
             field("/proc/meminfo", "MemTotal").split(' ').next().and_then(|kb| kb.parse().ok()).unwrap_or(0);
         let mut versions: BTreeMap<String, String> =
             ["pvm", "openmpi-bin", "mpich", "netpipe-pvm"].map(|name| (name.to_string(), debian(name))).into();
-        versions.insert("sempa".to_string(), ours(prefix));
+        versions.insert("sempa".to_string(), ours(own_build));
         Machine {
             at: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
             processor: field("/proc/cpuinfo", "model name"),
@@ -99,10 +98,15 @@ fn debian(name: &str) -> String {
     first_line(Command::new("dpkg-query").args(["-W", "-f", "${Version}", name]))
 }
 
-fn ours(prefix: &Path) -> String {
-    let revision =
-        first_line(Command::new("git").args(["describe", "--always"]).current_dir(env!("CARGO_MANIFEST_DIR")));
-    format!("{} ({revision}), {}", env!("CARGO_PKG_VERSION"), prefix.display())
+/// Our version; for what was built for this run also the state of the sources.
+fn ours(own_build: bool) -> String {
+    if !own_build {
+        return format!("{} (as installed)", env!("CARGO_PKG_VERSION"));
+    }
+    let revision = first_line(
+        Command::new("git").args(["describe", "--always", "--dirty"]).current_dir(env!("CARGO_MANIFEST_DIR")),
+    );
+    format!("{} ({revision})", env!("CARGO_PKG_VERSION"))
 }
 
 fn first_line(command: &mut Command) -> String {

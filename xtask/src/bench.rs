@@ -76,6 +76,7 @@ fn peers(words: &Words) -> Result<bool> {
     let usual = if whole { setup::project().join("benches/results") } else { install::target()?.join("bench") };
     sempa_benches::peers(&Settings {
         prefix: prefix.canonicalize()?,
+        own_build: words.prefix.is_none(),
         quick: words.quick,
         only: words.only.clone(),
         repetitions: words.repetitions,
