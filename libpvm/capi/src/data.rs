@@ -6,6 +6,7 @@
 #![allow(non_upper_case_globals)]
 
 use crate::abi::{DataId, EventInfo, Tracer};
+use crate::ffi::trace_table::TABLE;
 use crate::trace_names::{DATA_IDS, EVENTS};
 use std::ffi::{CStr, c_char, c_void};
 use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU64};
@@ -109,11 +110,14 @@ pointers! {
     pvm_inprecv;
     /// PVM's buffer table; always null here.
     pvmmidh;
-    /// Trace encoder of PVM's macros; always null: nothing is traced.
-    pvmtrccodef;
     /// Scratch of PVM's trace macros.
     pvmtrcmp;
 }
+
+/// The functions that put items into trace records.
+// SAFETY: the name belongs to this library in every PVM program.
+#[unsafe(no_mangle)]
+pub(crate) static pvmtrccodef: AtomicPtr<c_void> = AtomicPtr::new((&raw const TABLE).cast_mut().cast());
 
 /// A zero time for PVM's trace macros.
 // SAFETY: the name belongs to this library in every PVM program.

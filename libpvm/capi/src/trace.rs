@@ -116,6 +116,84 @@ pub(crate) fn call<R>(
     answer
 }
 
+/// Events that code outside of this library tells through PVM's own names, as PVM's group library does of its calls.
+pub(crate) mod foreign {
+    use super::{EVENT_ENTRY, EVENT_EXIT, Item, TIME, event_name, has_tracer, process, pvmtrc, record, state};
+    use sempa_proto::trace::mask_has;
+    use std::cell::{Cell, RefCell};
+    use std::sync::atomic::Ordering::Relaxed;
+
+    /// Items of one record at most; PVM's have twenty.
+    const ITEMS_MAX: usize = 64;
+
+    /// A record that is being made.
+    struct Open {
+        event: i32,
+        at: (i64, i64),
+        items: Vec<Item>,
+    }
+
+    thread_local! {
+        static OPEN: RefCell<Option<Open>> = const { RefCell::new(None) };
+        /// When the call began whose end is told next.
+        static BEGAN: Cell<(i64, i64)> = const { Cell::new((0, 0)) };
+    }
+
+    /// Does the tracer want this kind of event?
+    pub(crate) fn wanted(number: i32) -> bool {
+        has_tracer()
+            && (0..libpvm::trace_events::EVENTS.len() as i32).contains(&number)
+            && mask_has(&pvmtrc.mask(), number)
+    }
+
+    /// Begins a record of a call's begin or end. False: it is not wanted, and nothing was begun.
+    pub(crate) fn begin(number: i32, which: i32) -> bool {
+        if !wanted(number) || ![0, EVENT_ENTRY, EVENT_EXIT].contains(&which) {
+            return false;
+        }
+        let at = process::clock();
+        if which != EVENT_EXIT {
+            BEGAN.set(at);
+        } else if pvmtrc.trace_opt.load(Relaxed) == TIME {
+            let began = BEGAN.get();
+            state().sums.entry(number).or_default().micros += (at.0 - began.0) * 1_000_000 + at.1 - began.1;
+        }
+        OPEN.set(Some(Open { event: number | which, at, items: Vec::new() }));
+        true
+    }
+
+    /// Adds an item to the record that was begun. False: there is none, or it has no room.
+    pub(crate) fn add(item: Item) -> bool {
+        OPEN.with_borrow_mut(|open| match open {
+            Some(open) if open.items.len() < ITEMS_MAX => {
+                open.items.push(item);
+                true
+            }
+            _ => false,
+        })
+    }
+
+    /// Ends the record that was begun.
+    pub(crate) fn end() {
+        if let Some(Open { event, at, items }) = OPEN.take() {
+            let name = event_name(event & !(EVENT_ENTRY | EVENT_EXIT));
+            record(std::str::from_utf8(name).unwrap_or("?"), event, at, items);
+        }
+    }
+
+    #[cfg(test)]
+    mod tests {
+        use super::*;
+        use sempa_proto::trace::int;
+
+        #[test]
+        fn what_no_tracer_wants_begins_no_record() {
+            assert!(!begin(1, EVENT_ENTRY) && !add(int("CC", 1)));
+            assert!(!wanted(-1) && !wanted(i32::MAX));
+        }
+    }
+}
+
 /// A record without an end, such as that of leaving.
 pub(crate) fn once(event: &str, items: impl FnOnce() -> Vec<Item>) {
     if INSIDE.get() && event != "mhf_invoke" {

@@ -16,6 +16,7 @@ mod options;
 mod packing;
 mod tasks;
 mod trace_items;
+pub(crate) mod trace_table;
 
 use sempa_proto::PvmResult;
 
