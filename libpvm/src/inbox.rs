@@ -58,6 +58,12 @@ impl Inbox {
         self.messages.push_back(m);
     }
 
+    /// Takes all messages.
+    pub fn take_all(&mut self) -> VecDeque<Message> {
+        self.bytes = 0;
+        std::mem::take(&mut self.messages)
+    }
+
     /// Drops all messages.
     pub fn clear(&mut self) {
         self.messages.clear();

@@ -53,19 +53,8 @@ pub(crate) fn pump(rt: &Runtime) {
         return;
     }
     let _turn = turn();
-    loop {
-        // An empty inbox is no answer: then the runtime looks at the socket first.
-        let mut all = |inbox: &mut Inbox| {
-            let count = inbox.len();
-            (count > 0).then(|| (0..count).map(|_| inbox.remove(0)).collect::<Vec<Message>>())
-        };
-        let messages = rt.inbox_try(&mut all).unwrap_or_default();
-        if messages.is_empty() {
-            return;
-        }
-        for message in messages {
-            arrive(rt, message);
-        }
+    for message in rt.take_arrived() {
+        arrive(rt, message);
     }
 }
 

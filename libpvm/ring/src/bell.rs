@@ -156,9 +156,8 @@ mod tests {
             assert_eq!(bell.ring(slot, false), Wake::Nobody);
         }
         let slots = |bell: &Bell| -> Vec<usize> {
-            bell.rung()
-                .flat_map(|(i, bits)| (0..64).filter(move |b| bits >> b & 1 == 1).map(move |b| i * 64 + b))
-                .collect()
+            let words = std::iter::successors(bell.rung(0), |(index, _)| bell.rung(index + 1));
+            words.flat_map(|(i, bits)| (0..64).filter(move |b| bits >> b & 1 == 1).map(move |b| i * 64 + b)).collect()
         };
         assert_eq!(slots(&bell), [0, 63, 64, 4095]);
         bell.hush(63);

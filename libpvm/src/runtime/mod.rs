@@ -32,6 +32,7 @@ use crate::error::EnrollError;
 use crate::inbox::Inbox;
 use sempa_proto::task::{AtEnd, Claim, Reply, Request, RmInfo, Sink, TracerSettings, Welcome};
 use sempa_proto::{HostId, Message, Micros, PvmError, PvmResult, Tid};
+use std::collections::VecDeque;
 use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -41,10 +42,10 @@ use std::time::{Duration, Instant};
 /// How long the normal end of a process may be delayed by messages that the daemon has not taken yet.
 const EXIT_FLUSH_MAX: Duration = Duration::from_secs(5);
 
-/// Joins the virtual machine of this user, as the environment says. A spawned process takes its place once; after
 /// How long a message waits for a direct route's socket, so that a process that ends by a signal has sent it.
 const SOCKET_PATIENCE: Duration = Duration::from_millis(100);
 
+/// Joins the virtual machine of this user, as the environment says. A spawned process takes its place once; after
 /// [`Runtime::exit`], and in a forked child whose parent has taken it, the process gets a task id of its own. `at_end` is
 /// for processes from a command line.
 ///
@@ -257,7 +258,6 @@ impl Runtime {
         Ok(())
     }
 
-    /// Writes what was queued just now, and waits while only the socket is in the way: a process that is killed after a
     /// Has a direct route to this task if both programs agree: asks it unless that was done before, and waits for the
     /// answer. Without a route messages go by the daemons.
     pub fn open_route(&self, dst: Tid) {
@@ -308,6 +308,7 @@ impl Runtime {
         })
     }
 
+    /// Writes what was queued just now, and waits while only the socket is in the way: a process that is killed after a
     /// send has then still sent.
     fn wait_until_out(&self, state: &mut Held<'_>, peer: Option<Tid>) -> PvmResult<()> {
         let mut out = None;
@@ -324,11 +325,11 @@ impl Runtime {
                 state.wait_written(None);
                 continue;
             }
-            if let Some(peer) = peer.filter(|_| out.is_none()) {
             if peer.is_some_and(|peer| state.core.direct.is_blocked(peer)) && std::mem::take(&mut patient) {
                 state.wait_written(Some(SOCKET_PATIENCE));
                 continue;
             }
+            if let Some(peer) = peer.filter(|_| out.is_none()) {
                 let now = state.now();
                 if state.core.waits_for_room(peer) && state.core.outbox.backlog() < BACKLOG_BYTES_MAX {
                     state.core.pump(now);
@@ -385,6 +386,13 @@ impl Runtime {
             return None;
         }
         f(&mut state.core.inbox)
+    }
+
+    /// All that has arrived, first arrived first. Empty also in a forked child.
+    pub fn take_arrived(&self) -> VecDeque<Message> {
+        let Some(mut state) = self.lock() else { return VecDeque::new() };
+        state.take_in();
+        state.core.inbox.take_all()
     }
 
     /// Looks again whenever something arrived or the resource manager changed, until `f` answers or the deadline has come

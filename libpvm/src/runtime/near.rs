@@ -121,6 +121,25 @@ impl Near {
         self.by_peer.get(&peer).copied()
     }
 
+    /// True when a ring that was rung for has something, at a glance.
+    pub(crate) fn has_something(&self) -> bool {
+        let Some(bell) = self.bell.as_ref().map(|bell| bell.get()) else { return false };
+        let mut from = 0;
+        while let Some((index, mut bits)) = bell.rung(from) {
+            from = index + 1;
+            while bits != 0 {
+                let slot = index * 64 + bits.trailing_zeros() as usize;
+                bits &= bits - 1;
+                if let Some(Slot::Ring(ring)) = self.slots.get(slot)
+                    && (!ring.get().ends.reader.is_empty() || ring.get().ends.reader.is_closed())
+                {
+                    return true;
+                }
+            }
+        }
+        false
+    }
+
     fn ring(&mut self, slot: usize) -> Option<&mut Ring> {
         match self.slots.get_mut(slot) {
             Some(Slot::Ring(ring)) => Some(ring.get_mut()),
@@ -218,6 +237,11 @@ pub(super) fn parse_head(word: [u8; 8], ack: [u8; 8]) -> Option<(LinkKind, u64, 
         4 => LinkKind::Probe,
         _ => return None,
     };
+    Some((kind, word >> 8, u64::from_le_bytes(ack)))
+}
+
+fn read_head(record: &mut Record<'_, Shared>) -> Result<(LinkKind, u64, u64), Broken> {
+    let (word, ack) = (record.take().ok_or(Broken)?, record.take().ok_or(Broken)?);
     if record.len() > FRAGMENT_BYTES_MAX {
         return Err(Broken);
     }
@@ -237,11 +261,6 @@ impl Core {
             Standing::Refused { until } if *until > now => {}
             Standing::Offered { .. } => {}
             Standing::Sent(_) | Standing::Refused { .. } => {
-    Some((kind, word >> 8, u64::from_le_bytes(ack)))
-}
-
-fn read_head(record: &mut Record<'_, Shared>) -> Result<(LinkKind, u64, u64), Broken> {
-    let (word, ack) = (record.take().ok_or(Broken)?, record.take().ok_or(Broken)?);
                 if !self.offer_ring(now, peer) {
                     self.near.standing.insert(peer, Standing::Refused { until: now + REFUSAL });
                 }

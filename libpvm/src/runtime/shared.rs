@@ -24,8 +24,8 @@ use std::time::{Duration, Instant};
 const READ_BYTES: usize = 128 << 10;
 /// Bytes read under the lock in one go, so that others get their turn.
 const READ_BYTES_MAX: usize = 2 << 20;
-/// Turns of the processor between two looks at the rings.
-const SPINS_PER_LOOK: u32 = 4;
+/// Looks at the rings between two looks at the clock.
+const LOOKS_PER_TIME: u32 = 32;
 /// The socket is not read more often than this by threads that have something else to look at; the helper watches it.
 const READ_PAUSE: Micros = Micros(20);
 /// How long a sender waits for a reader that makes no room.
@@ -182,16 +182,24 @@ impl<'a> Held<'a> {
         let Some(budget) = self.spin.budget(span) else { return false };
         let (begin, news) = (Instant::now(), self.core.news());
         loop {
-            for _ in 0..SPINS_PER_LOOK {
+            for _ in 0..LOOKS_PER_TIME {
+                if self.core.near.has_something() {
+                    let now = self.now();
+                    self.core.look(now);
+                    if self.core.news() != news {
+                        self.spin.paid_off(begin.elapsed());
+                        return true;
+                    }
+                }
+                if self.shared.wanted.load(Ordering::Relaxed) != 0 {
+                    self.let_others();
+                    return true;
+                }
                 std::hint::spin_loop();
             }
             let now = self.now();
-            if self.core.look(now) && self.core.news() != news {
+            if self.look_far(now) && self.core.news() != news {
                 self.spin.paid_off(begin.elapsed());
-                return true;
-            }
-            if self.shared.wanted.load(Ordering::Relaxed) != 0 {
-                self.let_others();
                 return true;
             }
             if begin.elapsed() >= budget {
@@ -239,11 +247,11 @@ impl<'a> Held<'a> {
         let seen = self.shared.listening.get().about_to_sleep();
         let (now, news) = (self.now(), self.core.news());
         self.core.look_before_sleep(now);
+        // From here on the helper watches.
+        self.core.direct.attend(None);
         // What was done since the lock was taken may concern others, who must not wait for our return.
         let concerned = self.concerned();
         let wakes = self.core.near.take_wakes();
-        // From here on the helper watches.
-        self.core.direct.attend(None);
         if self.core.news() != news {
             return Held::tell(self.shared, concerned, wakes);
         }
@@ -299,9 +307,6 @@ impl State {
         }
     }
 
-    /// Now, by the runtime's clock.
-    pub(crate) fn now(&mut self) -> Micros {
-        self.clock.now()
     /// Takes in what has come by direct routes; the helper leaves them to this thread for a while.
     fn look_far(&mut self, now: Micros) -> bool {
         if !self.core.direct.is_open() {
@@ -311,6 +316,9 @@ impl State {
         self.core.look_far(now)
     }
 
+    /// Now, by the runtime's clock.
+    pub(crate) fn now(&mut self) -> Micros {
+        self.clock.now()
     }
 
     /// Writes what the socket takes without waiting.

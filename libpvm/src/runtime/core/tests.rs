@@ -1,0 +1,134 @@
+//! The runtime as a value: limits, and what it does without a connection.
+
+use super::*;
+use sempa_proto::frame::{FrameDecoder, encode_link};
+use sempa_proto::message::{CTX_BASE, DSIG_X86_64, ENC_XDR};
+
+const ME: Tid = Tid::from_raw(0x40001);
+const PEER: Tid = Tid::from_raw(0x40002);
+
+fn core() -> Core {
+    Core::new(&Welcome {
+        tid: ME,
+        parent: Tid::NONE,
+        host: HostId::MASTER,
+        addresses: vec![],
+        rm: None,
+        output: Sink::default(),
+        trace: Sink::default(),
+        dsig: DSIG_X86_64,
+        spawned: false,
+        tracer: None,
+    })
+}
+
+fn message(dst: Tid, tag: i32, body: Bytes) -> Message {
+    Message { src: ME, dst, ctx: CTX_BASE, tag, wid: 0, enc: ENC_XDR, body }
+}
+
+fn tell(core: &mut Core, control: ToTask) -> Result<(), String> {
+    core.take_control(Micros(0), control)
+}
+
+fn quiesced() -> Core {
+    let mut core = core();
+    tell(&mut core, ToTask::Quiesce { migration: MigrationId(1), tokens: vec![] }).expect("lets go");
+    core.outbox.clear();
+    core.let_go();
+    core
+}
+
+#[test]
+fn held_notifications_have_a_limit_and_none_is_lost_at_it() {
+    let mut core = core();
+    for tag in 0..=HELD_MAX as i32 {
+        let message = message(ME, tag, Bytes::new());
+        tell(&mut core, ToTask::Deliver { message, after: Some(LinkMark { peer: PEER, end: 9 }) }).expect("held");
+    }
+    assert_eq!(core.inbox.iter().map(|m| m.tag).collect::<Vec<_>>(), [0]);
+    tell(&mut core, ToTask::PeerGone { tid: PEER }).expect("noted");
+    assert_eq!(core.inbox.len(), HELD_MAX + 1);
+    assert!(core.inbox.iter().zip(0..).all(|(m, tag)| m.tag == tag));
+}
+
+#[test]
+fn ended_conversations_are_remembered_up_to_a_limit() {
+    let mut core = core();
+    for local in 2..(LINKS_GONE_MAX as u32 + 100) {
+        let tid = Tid::task(HostId::MASTER, local).expect("a tid");
+        tell(&mut core, ToTask::PeerGone { tid }).expect("noted");
+    }
+    assert_eq!(core.links.len(), LINKS_GONE_MAX);
+}
+
+#[test]
+fn what_waits_for_the_end_of_a_move_has_a_limit() {
+    let mut core = quiesced();
+    let order = message(HostId::MASTER.daemon(), 1, vec![0; 32 << 20].into());
+    let taken = (0..100).take_while(|_| core.tell(order.clone()).is_ok()).count();
+    assert_eq!(taken, LATER_BYTES_MAX / (32 << 20) - 1);
+    assert_eq!(core.tell(order), Err(PvmError::OutOfRes));
+}
+
+#[test]
+fn open_requests_have_a_limit() {
+    let mut core = core();
+    for _ in 0..REQUESTS_OPEN_MAX {
+        core.ask(Request::Config).expect("asked");
+    }
+    assert!(matches!(core.ask(Request::Config), Err(Reply::Failed { error: PvmError::OutOfRes, .. })));
+}
+
+#[test]
+fn links_wait_when_the_outbox_is_full_and_go_on_in_turn() {
+    let mut core = core();
+    let others = [PEER, Tid::from_raw(0x40003)];
+    for peer in others {
+        core.send(Micros(0), message(peer, 1, vec![0; 2 * BACKLOG_BYTES_MAX].into())).expect("queued");
+    }
+    assert!(core.outbox.backlog() < BACKLOG_BYTES_MAX + (70 << 10));
+    assert!(others.iter().all(|peer| core.waits_for_room(*peer)));
+    let mut decoder = FrameDecoder::new();
+    while !core.outbox.is_empty() {
+        let bytes = core.outbox.slices().0.iter().flat_map(|s| s.to_vec()).collect::<Vec<u8>>();
+        decoder.push(&bytes);
+        core.outbox.advance(bytes.len());
+        core.pump(Micros(0));
+    }
+    assert!(core.all_transmitted());
+    let mut order = Vec::new();
+    while let Some(frame) = decoder.next_frame().expect("good") {
+        order.push(frame.link().expect("a link frame").dst);
+    }
+    let second = order.iter().position(|dst| *dst == others[1]).expect("sent");
+    assert!(order[second..].contains(&others[0]), "the second did not wait until the first was done");
+}
+
+#[test]
+fn a_second_order_to_let_go_is_an_error() {
+    let mut core = quiesced();
+    assert!(tell(&mut core, ToTask::Quiesce { migration: MigrationId(2), tokens: vec![] }).is_err());
+}
+
+#[test]
+fn nothing_is_transmitted_without_a_connection() {
+    let mut core = quiesced();
+    core.send(Micros(0), message(PEER, 1, Bytes::from_static(b"x"))).expect("kept");
+    core.wake(Micros::from_secs(100));
+    core.pump(Micros::from_secs(100));
+    assert!(core.outbox.is_empty() && core.earliest().is_none() && !core.all_transmitted());
+}
+
+#[test]
+fn a_late_acknowledgement_does_not_bring_a_dead_task_back() {
+    let mut core = core();
+    core.send(Micros(0), message(PEER, 1, Bytes::new())).expect("sent");
+    tell(&mut core, ToTask::PeerGone { tid: PEER }).expect("noted");
+    let late =
+        LinkFrame { src: PEER, dst: ME, kind: LinkKind::Ack { resync: false }, seq: 0, ack: 2, payload: Bytes::new() };
+    let mut decoder = FrameDecoder::new();
+    decoder.push(&encode_link(&late));
+    let frame = decoder.next_frame().expect("good").expect("whole");
+    core.take_frame(Micros(0), frame, &mut VecDeque::new()).expect("ignored");
+    assert!(core.is_gone(PEER));
+}
