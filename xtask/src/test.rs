@@ -45,6 +45,7 @@ pub(crate) fn run(words: &[String]) -> Result<bool> {
     }
     if words.is_empty() {
         good &= hostile_bytes()?;
+        good &= every_order()?;
     }
     println!(
         "test: {} in {} s (set-up included {} s){}",
@@ -64,5 +65,14 @@ fn hostile_bytes() -> Result<bool> {
     let folder = install::target()?.join("fuzz");
     let mut command = install::cargo(&["run", "--release", "--manifest-path", "tests/fuzz/Cargo.toml"])?;
     command.args(["--bin", "storm", "--", HOSTILE_INPUTS]).env("CARGO_TARGET_DIR", folder).stdin(Stdio::null());
+    Ok(command.status()?.success())
+}
+
+/// Rings and bells under every order of what two threads do, by the model checker, in a build of their own.
+fn every_order() -> Result<bool> {
+    let folder = install::target()?.join("loom");
+    let mut command = install::cargo(&["test", "--release", "--package", "sempa-ring", "--test", "model"])?;
+    let flags = format!("{} --cfg loom", std::env::var("RUSTFLAGS").unwrap_or_default());
+    command.env("RUSTFLAGS", flags).env("CARGO_TARGET_DIR", folder).stdin(Stdio::null());
     Ok(command.status()?.success())
 }
