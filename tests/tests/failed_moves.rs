@@ -71,15 +71,16 @@ fn with_three_hosts(test: impl FnOnce(&Vm)) {
     put_gated_engine(&bed);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
-    // A tasker tries its engine out when it starts; the gate is for what comes after.
-    for host in bed.hosts() {
-        eventually(SOON, || match fs::read_to_string(host.path("/tmp/sempa-0/pvm/pvml")) {
-            Ok(log) if log.contains("tasks can be moved") => Ok(()),
-            other => Err(format!("the engine of {} is not ready: {other:?}", host.name())),
-        })
-        .expect("engines");
-    }
     vm.program("hold").expect("gcc");
+    // A tasker tries its engine out when it starts, and a first move waits for that; the gate is for what comes after.
+    let first = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
+    vm.must_migrate(&first, "h3");
+    assert!(vm.pvm(&["kill", &first]).expect("ends").good());
+    eventually(SOON, || match vm.tasks() {
+        Ok(tasks) if tasks.iter().all(|task| task.tid != first) => Ok(()),
+        other => Err(format!("{first} is still there: {other:?}")),
+    })
+    .expect("the first task ends");
     test(&vm);
     vm.halt().expect("halts");
 }
