@@ -34,13 +34,21 @@ impl Machine {
         }
     }
 
-    /// A task whose output goes there was asked for and exists.
+    /// A task whose output goes there was asked for. Who knows all tasks of a spawn says this, of all at once: a collector
+    /// takes those that it has heard of for all.
+    pub(super) fn output_asked(&mut self, tid: Tid, parent: Tid, sink: Sink) {
+        self.output_mark(tid, OUTPUT_SPAWNED, parent, sink);
+    }
+
+    /// A task whose output goes there exists.
     pub(super) fn output_begin(&mut self, tid: Tid, parent: Tid, sink: Sink) {
-        for marker in [OUTPUT_SPAWNED, OUTPUT_NEW] {
-            let mut body = Packer::new(Encoding::Xdr);
-            body.items([tid.raw(), marker, parent.raw()]);
-            self.collect(sink, body.finish());
-        }
+        self.output_mark(tid, OUTPUT_NEW, parent, sink);
+    }
+
+    fn output_mark(&mut self, tid: Tid, mark: i32, parent: Tid, sink: Sink) {
+        let mut body = Packer::new(Encoding::Xdr);
+        body.items([tid.raw(), mark, parent.raw()]);
+        self.collect(sink, body.finish());
     }
 
     /// Nothing more comes from this task.

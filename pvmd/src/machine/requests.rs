@@ -178,6 +178,7 @@ impl Machine {
         let parent = task.parent;
         if old != sink {
             self.output_end(tid, old);
+            self.output_asked(tid, parent, sink);
             self.output_begin(tid, parent, sink);
         }
         self.reply(tid, id, Reply::Done);

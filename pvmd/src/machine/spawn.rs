@@ -188,7 +188,9 @@ impl Machine {
         let (mut output, mut trace) = (request.output, request.trace);
         self.default_sinks(&mut output, &mut trace);
         for child in results.iter().flatten() {
-            self.trace_spawn(trace, *child, parent_of(tid, request.flags));
+            let parent = parent_of(tid, request.flags);
+            self.output_asked(*child, parent, output);
+            self.trace_spawn(trace, *child, parent);
         }
         self.reply(tid, id, Reply::Spawned(results));
     }
@@ -281,7 +283,10 @@ impl Machine {
         self.trace_new_task(&task);
         self.tasks.insert(task);
         self.record(EventKind::TaskStarted { tid, parent, name: request.file.clone() });
-        // Both marks come from here, in front of all that the task writes: one from the spawner's daemon could be late.
+        if by_rm.is_some() {
+            // The spawner's daemon does not know of it.
+            self.output_asked(tid, parent, request.output);
+        }
         self.output_begin(tid, parent, request.output);
         Ok(tid)
     }
