@@ -235,7 +235,7 @@ pub fn on<const N: usize>(
 fn on_one(system: System, what: &dyn Fn(&Machine) -> Result<Vec<Heard>>) -> Result<Vec<Heard>> {
     if system == System::Pvm {
         let bed = Testbed::new(HOSTS, None, &[])?;
-        let programs = programs_where_spawn_looks(&bed, true)?;
+        let programs = programs_where_spawn_looks(&bed)?;
         let vm = RealVm::start(&bed)?;
         let mut add = Running::start(vm.command(bed.host(1), "/usr/bin/pvm"), Stdio::piped())?;
         add.take_stdin().context("its input is piped")?.write_all(b"add h2 h3\n")?;
@@ -250,7 +250,7 @@ fn on_one(system: System, what: &dyn Fn(&Machine) -> Result<Vec<Heard>>) -> Resu
     if system == System::Built {
         sources::build(&prefix, &own_programs(&bed))?;
     }
-    let programs = programs_where_spawn_looks(&bed, false)?;
+    let programs = programs_where_spawn_looks(&bed)?;
     let vm = Vm::start(&bed, Settings::default())?;
     vm.add(&["h2", "h3"])?;
     finished(Machine { bed: &bed, vm: Either::Ours(vm), programs }, what)
@@ -277,7 +277,7 @@ fn place_of_program(programs: &Path, name: &str) -> PathBuf {
     if own.exists() { own } else { Path::new("/usr/bin").join(name) }
 }
 
-fn programs_where_spawn_looks(bed: &Testbed, with_group_server: bool) -> Result<PathBuf> {
+fn programs_where_spawn_looks(bed: &Testbed) -> Result<PathBuf> {
     let (place, programs) = (bed.home().join("pvm3/bin/LINUX64"), own_programs(bed));
     let listed = run(
         {
@@ -288,7 +288,7 @@ fn programs_where_spawn_looks(bed: &Testbed, with_group_server: bool) -> Result<
         LONG,
     )?;
     let own = listed.out.lines().filter_map(|line| line.strip_prefix("/usr/bin/"));
-    for name in own.chain(with_group_server.then_some("pvmgs")) {
+    for name in own.chain(["pvmgs"]) {
         symlink(place_of_program(&programs, name), place.join(name)).with_context(|| name.to_string())?;
     }
     let slang = Path::new("/usr/share/doc/slang-pvm/examples");

@@ -4,12 +4,12 @@
 use anyhow::Result;
 use sempa_tests::eventually;
 use sempa_tests::matrix::{Compare, Heard, Machine, Shell, System, alone, normal, on, with};
-use sempa_tests::run::must;
+use sempa_tests::run::{Running, must, run};
 use sempa_tests::screen::{self, BLACK, Picture, Screen, WHITE};
 use sempa_tests::timetable::{self, School};
 use std::fs;
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
 const LONG: Duration = Duration::from_secs(40);
@@ -285,6 +285,36 @@ fn examples_with_groups() {
         // PVM's server prints into the log, our library to standard output.
         but_for(|line| line.contains("DUMP"), alone("pvmgroups"), Compare::Lines),
     ]);
+}
+
+/// Debian's group library, which is not what programs find on ours.
+const GROUP_LIBRARY: &str = "/usr/lib/x86_64-linux-gnu/libgpvm3.so.3";
+
+#[test]
+fn calls_of_pvms_own_group_library_are_traced() {
+    the_same_on_both(&[case("tst traced", Compare::Kinds, |machine| {
+        let host = machine.bed().host(1);
+        let file = machine.bed().home().join("records");
+        let place = file.display().to_string();
+        let mut tracer = machine.command(host, "/usr/bin/tracer");
+        tracer.args(["-T", &place]);
+        let mut tracer = Running::start(tracer, Stdio::piped())?;
+        // It ends with its input.
+        let input = tracer.take_stdin();
+        machine.connected()?;
+        let mut task = machine.command(host, "/usr/bin/env");
+        task.arg(format!("LD_PRELOAD={GROUP_LIBRARY}")).arg("/usr/bin/tst");
+        let done = run(task, LONG)?;
+        let records = eventually(LONG, || match fs::read_to_string(&file) {
+            Ok(text) if text.contains("\"lvgroup(1.1)\" {") => Ok(text),
+            other => Err(format!("no record of leaving a group: {other:?}")),
+        })?;
+        drop(input);
+        tracer.finish(LONG)?;
+        // What the items of all records are called is said differently, and daemons tell of more.
+        let of_groups = records.lines().filter(|line| line.starts_with('"') && line.contains("group("));
+        Ok(machine.text(&done) + &of_groups.map(|line| format!("{line}\n")).collect::<String>())
+    })]);
 }
 
 #[test]
