@@ -20,9 +20,10 @@ use std::fs::{DirBuilder, File, OpenOptions};
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::{AbortHandle, JoinHandle};
+use tokio::time::sleep;
 
 /// Bytes of a file in one frame at most.
 const CHUNK_BYTES: usize = 1 << 20;
@@ -36,6 +37,8 @@ const IMAGE_BYTES_MAX: u64 = 1 << 42;
 const NAME_BYTES_MAX: usize = 255;
 /// Code with which a stream is refused or broken off.
 const STREAM_REFUSED: VarInt = VarInt::from_u32(1);
+/// Time for the target's own reason to be acted upon before the source is told to stop.
+const REFUSE_AFTER: Duration = Duration::from_secs(2);
 
 /// The control frames of a transfer; [`FrameKind::Image`] frames with a file's bytes stand between `File` and `FileEnd`.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -142,10 +145,14 @@ impl Images {
                 (Err(Failure::Images(_)), Some(why)) => Err(Failure::Images(format!("from {from}: {why}"))),
                 (Err(failure), _) => Err(failure),
             };
-            if result.is_err() {
+            let failed = result.is_err();
+            let _ = inputs.send(Input::Event(Event::ImagesReceived { migration, result })).await;
+            if failed {
+                // The source would report that it could not go on; why not is known here, and has to be heard first. What
+                // is done about it drops this transfer, and its stream with it.
+                sleep(REFUSE_AFTER).await;
                 let _ = stream.stop(STREAM_REFUSED);
             }
-            let _ = inputs.send(Input::Event(Event::ImagesReceived { migration, result })).await;
         });
         self.transfers.insert(migration, Transfer { stream: task.abort_handle(), disk });
     }

@@ -188,7 +188,7 @@ async fn flush_soon(port: Arc<Shared>) {
         }
         if port.blocked.load(Ordering::Relaxed) {
             let mut writable = Writable { port: port.clone(), watch: None };
-            // An error means that there is no room for watching; trying again is all that can be done.
+            // After an error of the socket the next attempt tells.
             let _ = poll_fn(|cx| Pin::new(&mut writable).poll_writable(cx)).await;
         }
     }
@@ -268,8 +268,14 @@ impl UdpPoller for Writable {
     fn poll_writable(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         if self.port.blocked.load(Ordering::Relaxed) {
             if self.watch.is_none() {
-                let again = self.port.socket.get_ref().try_clone()?;
-                self.watch = Some(watch(again, Interest::WRITABLE)?);
+                let again = self.port.socket.get_ref().try_clone();
+                let Ok(watch) = again.and_then(|socket| watch(socket, Interest::WRITABLE)) else {
+                    // No room for one more descriptor: to try again and again is all that is left, with the others in turn.
+                    self.port.blocked.store(false, Ordering::Relaxed);
+                    cx.waker().wake_by_ref();
+                    return Poll::Pending;
+                };
+                self.watch = Some(watch);
             }
             if let Some(watch) = &self.watch {
                 let _ready = ready!(watch.poll_write_ready(cx))?;
@@ -337,6 +343,20 @@ mod tests {
         let read = tokio::task::spawn_blocking(move || std::array::from_fn::<_, RUN, _>(|_| receive(&receiver)));
         let expected = std::array::from_fn(|number| (SEGMENT, number as u8));
         assert_eq!(read.await.expect("all of them"), expected);
+    }
+
+    #[tokio::test]
+    async fn a_port_that_was_full_sends_again_as_soon_as_the_kernel_takes_more() {
+        let (port, receiver) = pair();
+        let shared = port.shared.clone();
+        let mut poller = Arc::new(port).create_io_poller();
+        for _ in 0..2 {
+            shared.blocked.store(true, Ordering::Relaxed);
+            poll_fn(|cx| poller.as_mut().poll_writable(cx)).await.expect("a socket");
+            assert!(!shared.blocked.load(Ordering::Relaxed));
+        }
+        send(&Port { shared }, &receiver, &[70], &mut 0);
+        assert_eq!(receive(&receiver), (70, 0));
     }
 
     #[tokio::test]
