@@ -35,6 +35,9 @@ pub const PROBE_DELAY_MAX: Micros = Micros::from_secs(5);
 /// A second request to re-send from the same place within this time is taken for an echo.
 pub const RESYNC_ECHO: Micros = Micros::from_millis(50);
 
+/// Bytes of a message's header at most.
+pub const HEAD_BYTES_MAX: usize = 16;
+
 /// Bytes of a frame's header on the wire.
 pub const LINK_HEAD_BYTES: usize = 28;
 
@@ -211,13 +214,18 @@ pub enum LinkError {
 struct Retained {
     first_seq: u64,
     fragments: u64,
-    head: Bytes,
+    head: [u8; HEAD_BYTES_MAX],
+    head_len: u8,
     body: Bytes,
 }
 
 impl Retained {
+    fn head(&self) -> &[u8] {
+        &self.head[..usize::from(self.head_len)]
+    }
+
     fn len(&self) -> usize {
-        self.head.len() + self.body.len()
+        usize::from(self.head_len) + self.body.len()
     }
 
     fn end_seq(&self) -> u64 {
@@ -227,9 +235,9 @@ impl Retained {
     /// Payload of the fragment `seq` of this message: the header in the first one, and a range of the body.
     fn fragment(&self, seq: u64) -> (&[u8], usize, usize) {
         let index = usize::try_from(seq - self.first_seq).expect("fragments fit the address space");
-        let head = self.head.len();
+        let head = usize::from(self.head_len);
         let (start, end) = (index * FRAGMENT_BYTES_MAX, ((index + 1) * FRAGMENT_BYTES_MAX).min(self.len()));
-        if index > 0 { (&[], start - head, end - head) } else { (&self.head, 0, end - head) }
+        if index > 0 { (&[], start - head, end - head) } else { (self.head(), 0, end - head) }
     }
 }
 
@@ -371,12 +379,14 @@ impl Link {
 
     // ---- mutators
 
-    /// Queues a message made of `head` and `body`; neither is copied. To a peer that has ended it vanishes, as PVM wants.
+    /// Queues a message made of `head`, at most [`HEAD_BYTES_MAX`] bytes, and `body`, which is not copied. To a peer that has
+    /// ended it vanishes, as PVM wants.
     ///
     /// # Errors
     /// [`LinkError::Full`] when [`RETAINED_BYTES_MAX`] is reached; nothing was queued.
-    pub fn send(&mut self, head: Bytes, body: Bytes) -> Result<(), LinkError> {
-        assert!(head.len() <= FRAGMENT_BYTES_MAX, "a message's header fits its first fragment");
+    pub fn send(&mut self, head: impl AsRef<[u8]>, body: Bytes) -> Result<(), LinkError> {
+        let head = head.as_ref();
+        assert!(head.len() <= HEAD_BYTES_MAX, "a message's header has a limit");
         if self.gone {
             return Ok(());
         }
@@ -385,7 +395,10 @@ impl Link {
             return Err(LinkError::Full);
         }
         let fragments = (len.div_ceil(FRAGMENT_BYTES_MAX) as u64).max(1);
-        self.tx.retained.push_back(Retained { first_seq: self.tx.end, fragments, head, body });
+        let mut kept = [0; HEAD_BYTES_MAX];
+        kept[..head.len()].copy_from_slice(head);
+        let head_len = head.len() as u8;
+        self.tx.retained.push_back(Retained { first_seq: self.tx.end, fragments, head: kept, head_len, body });
         self.tx.retained_bytes += len;
         self.tx.end += fragments;
         Ok(())
@@ -490,7 +503,7 @@ impl Link {
         if last && rx.partial.is_empty() {
             rx.ready.push_back(payload.into_bytes());
         } else {
-            pool::make_room(&mut rx.partial, payload.len());
+            pool::make_room_for_a_piece(&mut rx.partial, payload.len());
             payload.append_to(&mut rx.partial);
             if last {
                 rx.ready.push_back(pool::seal(std::mem::take(&mut rx.partial)));

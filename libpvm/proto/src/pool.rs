@@ -23,12 +23,12 @@ fn pool() -> Option<MutexGuard<'static, Vec<Vec<u8>>>> {
     }
 }
 
-/// The smallest kept buffer with this capacity, or a fresh one.
-fn take(capacity: usize) -> Vec<u8> {
+/// A kept buffer with this capacity, the smallest or the largest of them, or a fresh one.
+fn take(capacity: usize, largest: bool) -> Vec<u8> {
     let kept = pool().and_then(|mut pool| {
-        let fits = pool.iter().enumerate().filter(|(_, buffer)| buffer.capacity() >= capacity);
-        let best = fits.min_by_key(|(_, buffer)| buffer.capacity()).map(|(i, _)| i)?;
-        Some(pool.swap_remove(best))
+        let fits = pool.iter().map(Vec::capacity).enumerate().filter(|(_, kept)| *kept >= capacity);
+        let best = if largest { fits.max_by_key(|(_, kept)| *kept) } else { fits.min_by_key(|(_, kept)| *kept) };
+        Some(pool.swap_remove(best?.0))
     });
     kept.unwrap_or_else(|| Vec::with_capacity(capacity))
 }
@@ -48,6 +48,15 @@ pub fn give(mut buffer: Vec<u8>) {
 
 /// Makes room for `more` bytes behind what a buffer holds.
 pub fn make_room(buffer: &mut Vec<u8>, more: usize) {
+    make(buffer, more, false);
+}
+
+/// As [`make_room`], for a buffer that gets one piece after the other and will grow further.
+pub fn make_room_for_a_piece(buffer: &mut Vec<u8>, more: usize) {
+    make(buffer, more, true);
+}
+
+fn make(buffer: &mut Vec<u8>, more: usize, growing: bool) {
     let wanted = buffer.len() + more;
     if wanted <= buffer.capacity() {
         return;
@@ -55,7 +64,7 @@ pub fn make_room(buffer: &mut Vec<u8>, more: usize) {
     if wanted < POOLED_BYTES_MIN {
         return buffer.reserve(more);
     }
-    let mut larger = take(wanted.max(buffer.capacity().saturating_mul(2)));
+    let mut larger = take(wanted.max(buffer.capacity().saturating_mul(2)), growing);
     larger.extend_from_slice(buffer);
     give(std::mem::replace(buffer, larger));
 }

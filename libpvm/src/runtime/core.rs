@@ -250,8 +250,7 @@ impl Core {
     pub(crate) fn send(&mut self, now: Micros, message: Message) -> PvmResult<()> {
         let peer = message.dst;
         let Some(link) = self.link_to_send(peer) else { return Err(PvmError::OutOfRes) };
-        let head = Bytes::copy_from_slice(&message.head());
-        link.send(head, message.body).map_err(|_| PvmError::OutOfRes)?;
+        link.send(message.head(), message.body).map_err(|_| PvmError::OutOfRes)?;
         if let Some(slot) = self.near.slot(peer) {
             self.pump_ring(now, slot);
             return Ok(());

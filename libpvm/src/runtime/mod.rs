@@ -433,8 +433,7 @@ impl Runtime {
             if state.core.lost().is_some() {
                 return Err(PvmError::SysErr);
             }
-            let now = state.now();
-            let left = end.map(|end| Duration::from_micros(end.since(now).0));
+            let left = end.map(|end| Duration::from_micros(end.since(state.now()).0));
             if left.is_some_and(|left| left.is_zero()) {
                 return Ok(None);
             }

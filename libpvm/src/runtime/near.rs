@@ -36,9 +36,21 @@ const DRAIN_BYTES_MAX: usize = 4 << 20;
 const IDLE_LOOK: Micros = Micros::from_secs(10);
 /// Bytes of a link frame's header in a ring: kind and number in one word, acknowledgement in the other.
 const HEAD_BYTES: usize = 16;
+/// Numbers of fragments in that word; above them stands the processor on which the frame was written.
+const SEQ_BITS: u32 = 48;
+const SEQ_MASK: u64 = (1 << SEQ_BITS) - 1;
+const PROCESSOR_AT: usize = 7;
 /// The longest record.
 const RECORD_BYTES_MAX: usize = HEAD_BYTES + FRAGMENT_BYTES_MAX + MESSAGE_HEAD_BYTES;
 const _: () = assert!(RECORD_BYTES_MAX <= RING_BYTES / 4);
+
+/// Not known.
+const NO_PROCESSOR: u8 = u8::MAX;
+
+/// The processor that this thread is on, as far as a byte tells; a hint.
+fn processor() -> u8 {
+    nix::sched::sched_getcpu().map_or(NO_PROCESSOR, |number| (number % usize::from(NO_PROCESSOR)) as u8)
+}
 
 /// A ring in use.
 #[derive(Debug)]
@@ -49,6 +61,8 @@ struct Ring {
     bell: Arc<Own<PeerBell>>,
     theirs: usize,
     used: Micros,
+    /// Where its last frame was written.
+    processor: u8,
 }
 
 impl Ring {
@@ -56,7 +70,8 @@ impl Ring {
     fn take_record(&mut self, now: Micros, link: &mut Link) -> Result<usize, Broken> {
         let Some(mut record) = self.ends.reader.next_record()? else { return Ok(0) };
         let bytes = record.len();
-        let (kind, seq, ack) = read_head(&mut record)?;
+        let (kind, seq, ack, processor) = read_head(&mut record)?;
+        self.processor = processor;
         link.take(now, kind, seq, ack, InRing(record));
         Ok(bytes)
     }
@@ -91,6 +106,8 @@ pub(crate) struct Near {
     by_peer: FxHashMap<Tid, usize>,
     standing: FxHashMap<Tid, Standing>,
     last_offer: u64,
+    /// Where the last thing that was read had been written.
+    heard_from: u8,
     /// Whom to wake when the lock is free again.
     wakes: Vec<(Arc<Own<PeerBell>>, Wake)>,
     idle_look: Option<Micros>,
@@ -99,7 +116,7 @@ pub(crate) struct Near {
 impl Near {
     /// Rings with this bell.
     pub(crate) fn new(bell: Arc<Own<OwnBell>>) -> Near {
-        Near { bell: Some(bell), ..Near::default() }
+        Near { bell: Some(bell), heard_from: NO_PROCESSOR, ..Near::default() }
     }
 
     /// True when somebody has to listen for calls of peers.
@@ -145,6 +162,11 @@ impl Near {
             Some(Slot::Ring(ring)) => Some(ring.get_mut()),
             _ => None,
         }
+    }
+
+    /// True when whoever was heard of last is on this thread's own processor: it cannot answer while this one waits awake.
+    pub(crate) fn shares_processor(&self) -> bool {
+        self.heard_from == processor()
     }
 
     /// Whom to wake; to be done without the lock.
@@ -221,7 +243,7 @@ pub(super) fn head(frame: &FrameRef<'_>) -> [u8; HEAD_BYTES] {
         LinkKind::Probe => 4,
     };
     let mut bytes = [0; HEAD_BYTES];
-    bytes[..8].copy_from_slice(&(frame.seq << 8 | kind).to_le_bytes());
+    bytes[..8].copy_from_slice(&((frame.seq & SEQ_MASK) << 8 | kind).to_le_bytes());
     bytes[8..].copy_from_slice(&frame.ack.to_le_bytes());
     bytes
 }
@@ -237,15 +259,17 @@ pub(super) fn parse_head(word: [u8; 8], ack: [u8; 8]) -> Option<(LinkKind, u64, 
         4 => LinkKind::Probe,
         _ => return None,
     };
-    Some((kind, word >> 8, u64::from_le_bytes(ack)))
+    Some((kind, word >> 8 & SEQ_MASK, u64::from_le_bytes(ack)))
 }
 
-fn read_head(record: &mut Record<'_, Shared>) -> Result<(LinkKind, u64, u64), Broken> {
-    let (word, ack) = (record.take().ok_or(Broken)?, record.take().ok_or(Broken)?);
+/// As [`parse_head`], and the processor on which it was written.
+fn read_head(record: &mut Record<'_, Shared>) -> Result<(LinkKind, u64, u64, u8), Broken> {
+    let (word, ack): ([u8; 8], [u8; 8]) = (record.take().ok_or(Broken)?, record.take().ok_or(Broken)?);
     if record.len() > FRAGMENT_BYTES_MAX {
         return Err(Broken);
     }
-    parse_head(word, ack).ok_or(Broken)
+    let (kind, seq, ack) = parse_head(word, ack).ok_or(Broken)?;
+    Ok((kind, seq, ack, word[PROCESSOR_AT]))
 }
 
 impl Core {
@@ -366,7 +390,11 @@ impl Core {
         if !self.say(peer, RouteWord::RingAccept { id, slot: slot as u32 }, vec![own]) {
             return None;
         }
-        self.install(now, slot, Ring { peer, ends, bell: Arc::new(Own::new(bell)), theirs, used: now });
+        self.install(
+            now,
+            slot,
+            Ring { peer, ends, bell: Arc::new(Own::new(bell)), theirs, used: now, processor: NO_PROCESSOR },
+        );
         Some(())
     }
 
@@ -382,7 +410,11 @@ impl Core {
         if let Some(Standing::Offered { slot, ends, .. }) = self.near.standing.remove(&peer)
             && let Some(ends) = ends.into_inner()
         {
-            self.install(now, slot, Ring { peer, ends, bell: Arc::new(Own::new(bell)), theirs, used: now });
+            self.install(
+                now,
+                slot,
+                Ring { peer, ends, bell: Arc::new(Own::new(bell)), theirs, used: now, processor: NO_PROCESSOR },
+            );
         }
     }
 
@@ -459,6 +491,8 @@ impl Core {
         let found = read > 0;
         let ended = broken || (!found && ring.ends.reader.is_closed());
         if found {
+            near.heard_from = ring.processor;
+            let Some(ring) = near.ring(slot) else { return false };
             ring.used = now;
             if starved && ring.bell.get().call_ear() {
                 let bell = ring.bell.clone();
@@ -495,7 +529,7 @@ impl Core {
         let Some(ring) = near.ring(slot) else { return };
         let peer = ring.peer;
         let Some(link) = links.get_mut(&peer) else { return };
-        let (mut wrote, mut urgent, mut broken) = (0u32, false, false);
+        let (mut wrote, mut urgent, mut broken, processor) = (0u32, false, false, processor());
         while link.has_frame() {
             match ring.ends.writer.wants_room(RECORD_BYTES_MAX) {
                 Ok(true) => {}
@@ -507,7 +541,9 @@ impl Core {
             }
             let frame = link.next_frame(now).expect("the link has one");
             urgent |= frame.kind == LinkKind::Probe;
-            broken = ring.ends.writer.write(&[&head(&frame), frame.head, frame.body()]).is_err();
+            let mut head = head(&frame);
+            head[PROCESSOR_AT] = processor;
+            broken = ring.ends.writer.write(&[&head, frame.head, frame.body()]).is_err();
             wrote += 1;
             if wrote == 1 && !link.is_transmitted() {
                 // The reader copies the first pieces of a large message while the next are written.

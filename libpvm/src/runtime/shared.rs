@@ -27,7 +27,7 @@ const READ_BYTES_MAX: usize = 2 << 20;
 /// Looks at the rings between two looks at the clock.
 const LOOKS_PER_TIME: u32 = 32;
 /// The socket is not read more often than this by threads that have something else to look at; the helper watches it.
-const READ_PAUSE: Micros = Micros(20);
+const READ_PAUSE: Micros = Micros(500);
 /// How long a sender waits for a reader that makes no room.
 const ROOM_PATIENCE: Duration = Duration::from_micros(50);
 /// Descriptors that may wait for their frames.
@@ -179,6 +179,9 @@ impl<'a> Held<'a> {
         if self.core.near.is_empty() && self.core.direct.is_empty() {
             return false;
         }
+        if self.core.near.shares_processor() {
+            return false;
+        }
         let Some(budget) = self.spin.budget(span) else { return false };
         let (begin, news) = (Instant::now(), self.core.news());
         loop {
@@ -187,7 +190,7 @@ impl<'a> Held<'a> {
                     let now = self.now();
                     self.core.look(now);
                     if self.core.news() != news {
-                        self.spin.paid_off(begin.elapsed());
+                        self.spin.ended(begin.elapsed(), budget);
                         return true;
                     }
                 }
@@ -199,7 +202,7 @@ impl<'a> Held<'a> {
             }
             let now = self.now();
             if self.look_far(now) && self.core.news() != news {
-                self.spin.paid_off(begin.elapsed());
+                self.spin.ended(begin.elapsed(), budget);
                 return true;
             }
             if begin.elapsed() >= budget {
@@ -225,6 +228,9 @@ impl<'a> Held<'a> {
     /// After a send: while the ring of this task is full and its reader is at it, the rest is written as room comes. A reader
     /// that does something else finds the ring full later; the rest waits here then, and the sender goes on.
     pub(crate) fn make_room(&mut self, peer: Tid) {
+        if !self.core.waits_for_ring(peer) {
+            return;
+        }
         let mut since = Instant::now();
         while self.core.waits_for_ring(peer) {
             let now = self.now();

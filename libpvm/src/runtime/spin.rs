@@ -6,10 +6,10 @@
 
 use std::time::Duration;
 
-/// The longest time awake.
+/// The longest time awake: about what it costs to be woken on another processor.
 const SPIN_MAX: Duration = Duration::from_micros(50);
 /// The time of a new try.
-const SPIN_TRY: Duration = Duration::from_micros(10);
+const SPIN_TRY: Duration = Duration::from_micros(20);
 /// Shorter than this is nothing.
 const SPIN_MIN: Duration = Duration::from_micros(2);
 /// After so many waits asleep it is tried again; doubled with each try in vain.
@@ -50,9 +50,13 @@ impl Spin {
         Some(span.map_or(self.span, |span| span.min(self.span)))
     }
 
-    /// News came after so long.
-    pub(crate) fn paid_off(&mut self, after: Duration) {
-        self.span = (after * 8).clamp(SPIN_TRY, SPIN_MAX).max(self.span.min(SPIN_MAX) / 2);
+    /// News came after so long. Longer than the budget means that this thread was not running meanwhile.
+    pub(crate) fn ended(&mut self, after: Duration, budget: Duration) {
+        if after <= budget + SPIN_MIN { self.paid_off() } else { self.was_in_vain() }
+    }
+
+    fn paid_off(&mut self) {
+        self.span = SPIN_MAX;
         self.next_pause = PAUSE_MIN;
     }
 
@@ -95,7 +99,7 @@ mod tests {
         for _ in 0..1000 {
             let budget = spin.budget(None).expect("it paid off");
             assert!((SPIN_TRY..=SPIN_MAX).contains(&budget));
-            spin.paid_off(Duration::from_nanos(300));
+            spin.ended(Duration::from_nanos(300), budget);
         }
     }
 
