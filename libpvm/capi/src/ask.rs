@@ -2,10 +2,11 @@
 
 use crate::data::{pvmctrc, pvmmyctx, pvmrescode};
 use crate::session;
-use crate::{control, env, output, receive};
+use crate::{control, env, output, process, receive};
 use libpvm::Runtime;
 use sempa_proto::body::{Encoding, Packer};
 use sempa_proto::message::{CTX_BASE, ENC_XDR};
+use sempa_proto::place::Place;
 use sempa_proto::table::{AddedHost, HostEntry, HostTable, TaskInfo};
 use sempa_proto::task::{
     MailboxClass, MailboxRequest, NotifyRequest, NotifyWhat, Reply, Request, RmServes, SPAWN_ARCH, SPAWN_HOST, Service,
@@ -13,6 +14,8 @@ use sempa_proto::task::{
 };
 use sempa_proto::{Message, PvmError, PvmResult, Tid};
 use std::sync::atomic::Ordering::Relaxed;
+use std::time::{Duration, Instant};
+use std::{fs, thread};
 
 /// Tasks that one call may ask for; a daemon refuses more.
 const SPAWN_COUNT_MAX: u32 = 65_536;
@@ -30,6 +33,10 @@ const MBOX_FIRST: i32 = 8;
 const MBOX_INDEX_SHIFT: u32 = 10;
 /// Indices below this can be asked for directly.
 const MBOX_INDEX_MAX: i32 = 1 << 21;
+/// How long a halted daemon is waited for.
+const HALT_MAX: Duration = Duration::from_secs(10);
+/// How often its place is looked at meanwhile.
+const LOOK_EVERY: Duration = Duration::from_millis(5);
 
 /// A request that is only done or not.
 fn done(reply: Reply) -> PvmResult<()> {
@@ -191,15 +198,26 @@ pub(crate) fn host_clock(host: i32) -> PvmResult<u64> {
     }
 }
 
-/// Stops the virtual machine.
+/// Stops the virtual machine. A program from the command line waits until the daemon here has given its place back, so
+/// that it may start another one; for a spawned task the daemon waits.
 ///
 /// # Errors
 /// As the daemon says; that its connection breaks is what halting is.
 pub(crate) fn halt() -> PvmResult<()> {
-    match done(session::runtime()?.request(Request::Halt)) {
-        Err(PvmError::SysErr) => Ok(()),
-        other => other,
+    let rt = session::runtime()?;
+    let place = Place::of(process::user() as u32, env::get).ok().filter(|_| rt.parent() == Tid::NONE);
+    // The lock holds the number of the daemon's process, and is the last that it removes.
+    let holder = || fs::read_to_string(place.as_ref()?.lock()).ok();
+    let before = holder();
+    match done(rt.request(Request::Halt)) {
+        Ok(()) | Err(PvmError::SysErr) => {}
+        other => return other,
     }
+    let deadline = Instant::now() + HALT_MAX;
+    while before.is_some() && holder() == before && Instant::now() < deadline {
+        thread::sleep(LOOK_EVERY);
+    }
+    Ok(())
 }
 
 /// A context that nobody else has.
