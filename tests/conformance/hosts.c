@@ -1,6 +1,5 @@
 /* Hosts: adding, deleting, listing; tasks by host; clocks. */
 #include "conform.h"
-#include <sys/stat.h>
 
 static int printer(int argc, char **argv)
 {
@@ -8,21 +7,6 @@ static int printer(int argc, char **argv)
     pvm_mytid();
     printf("a line\n");
     fflush(stdout);
-    pvm_exit();
-    return 0;
-}
-
-/* Tells its directory and the variable that the debugger below sets. */
-static int looker(int argc, char **argv)
-{
-    char here[1024] = "", *debugged = getenv("DEBUGGED");
-    (void)argc, (void)argv;
-    if (!getcwd(here, sizeof here))
-        here[0] = 0;
-    pvm_initsend(PvmDataDefault);
-    pvm_pkstr(here);
-    pvm_pkstr(debugged ? debugged : "");
-    pvm_send(pvm_parent(), 4);
     pvm_exit();
     return 0;
 }
@@ -52,7 +36,7 @@ static int would_be_hoster(int argc, char **argv)
     return 0;
 }
 
-static const role roles[] = { { "printer", printer }, { "looker", looker }, { "ender", ender },
+static const role roles[] = { { "printer", printer }, { "ender", ender },
     { "would_be_hoster", would_be_hoster }, { NULL, NULL } };
 
 static struct pvmhostinfo *list;
@@ -122,34 +106,18 @@ static void adding(void)
     is(pvm_addhosts(two, -1, status), PvmBadParam, "addhosts of a negative number is a bad parameter");
 }
 
-static void look(int flags, char *here, char *debugged)
-{
-    int tid;
-    here[0] = debugged[0] = 0;
-    start_as("looker", PvmTaskHost | flags, "h3", 1, &tid);
-    if (await(tid, 4) > 0) {
-        pvm_upkstr(here);
-        pvm_upkstr(debugged);
-    }
-}
-
 static void options(void)
 {
-    char here[1024], debugged[1024], debugger[1200], path[1200], *words[] = { "1", NULL };
+    char here[1024], debugged[1024], path[1200], *words[] = { "1", NULL };
+    const char *debugger = make_debugger();
     int tid;
-    FILE *file;
-    look(PvmTaskDefault, here, debugged);
+    look(PvmTaskDefault, "h3", here, debugged);
     reads(here, "/usr", "the option wd= sets where tasks begin");
     reads(debugged, "", "a task is not debugged if nobody wants it");
     is(pvm_spawn("sleep", words, PvmTaskHost, "h3", 1, &tid), 1, "the option ep= sets where programs are looked for");
     is(pvm_spawn("sleep", words, PvmTaskHost, "h2", 1, &tid), 0, "the option ep= is for its own host");
-    snprintf(debugger, sizeof debugger, "%s/conform-debugger", getenv("HOME"));
     snprintf(path, sizeof path, "%s/pvm3/bin/LINUX64/%s", getenv("HOME"), own_name);
-    file = fopen(debugger, "w");
-    fprintf(file, "#!/bin/sh\nDEBUGGED=$1\nexport DEBUGGED\nexec \"$@\"\n");
-    fchmod(fileno(file), 0755);
-    fclose(file);
-    look(PvmTaskDebug, here, debugged);
+    look(PvmTaskDebug, "h3", here, debugged);
     reads(debugged, path, "the option bx= names the debugger, which gets the program's path");
     unlink(debugger);
     tid = 0;
@@ -175,6 +143,8 @@ static void states(void)
     is(pvm_hostsync(0x40000, &clock, &difference), PvmOk, "hostsync of the own host returns 0");
     is(pvm_hostsync(0x3ffc0000, &clock, &difference), PvmNoHost, "hostsync of an unknown host finds none");
     is(pvm_hostsync(0x80000, NULL, NULL), PvmOk, "hostsync takes null pointers");
+    is(pvm_hostsync(own_tid, &clock, &difference), PvmOk, "hostsync of a task asks its host");
+    is(pvm_hostsync(0, &clock, &difference), PvmNoHost, "hostsync of no host finds none");
 }
 
 static void tasks(void)
@@ -209,6 +179,16 @@ static void tasks(void)
     is(pvm_tasks(0x80000 | 0x3ffff, &n, &info), PvmOk, "tasks of a task that does not exist returns 0");
     is(n, 0, "tasks of a task that does not exist lists none");
     is(pvm_tasks(0x3ffc0000, &n, &info), PvmNoHost, "tasks of an unknown host finds no such host");
+    is(pvm_tasks(0x3ffc0001, &n, &info), PvmNoHost, "tasks of a task of an unknown host finds no such host");
+    is(pvm_tasks(0xbffc0000, &n, &info), PvmNoHost, "tasks of the daemon of an unknown host finds no such host");
+    is(pvm_tasks(5, &n, &info), PvmNoHost, "tasks of a tid without a host finds no such host");
+    is(pvm_tasks(0x80000000, &n, &info), PvmNoHost, "tasks of the daemon, as tasks address their own, finds no such host");
+    is(pvm_tasks(0x80080000, &n, &info), PvmOk, "tasks of the address of a daemon returns 0");
+    is(n, 1, "tasks of the address of a daemon lists the tasks of its host");
+    is(pvm_tasks(0x40080000, &n, &info), PvmOk, "tasks of the group bit and a host returns 0");
+    is(n, 1, "tasks of the group bit and a host lists the tasks of that host");
+    is(pvm_tasks(0x40000000 | kid, &n, &info), PvmOk, "tasks of the group bit and a task returns 0");
+    is(n, 0, "tasks of the group bit and a task lists none");
     is(pvm_tasks(-5, &n, &info), PvmNoHost, "tasks of a negative tid finds no such host");
     is(pvm_tasks(0, NULL, NULL), PvmOk, "tasks takes null pointers");
     dismiss(&kid, 1);
@@ -266,7 +246,7 @@ static void output_from_afar(void)
 
 static void deleting(void)
 {
-    char *names[] = { "h2", "nohost" }, *own[] = { "h1" }, *three[] = { "h3", "h3" };
+    char *names[] = { "h2", "nohost" }, *own[] = { "h1" }, *three[] = { "h3", "h3" }, *dots[] = { ".", "." };
     int status[2] = { 0 };
     char deed[1200];
     double end;
@@ -285,6 +265,9 @@ static void deleting(void)
     is(status[0], PvmBadParam, "delhosts of the master is a bad parameter");
     is(pvm_delhosts(three, 2, status), 1, "delhosts of the same host twice deletes it once");
     holds(status[0] == PvmDupHost || status[1] == PvmDupHost, "delhosts of the same host twice says so");
+    is(pvm_delhosts(dots, 2, status), 0, "delhosts of a dot deletes none");
+    is(status[0], PvmBadParam, "delhosts of a dot is a bad parameter, as of the master's name");
+    is(status[1], PvmBadParam, "delhosts of a dot twice is a bad parameter both times");
     is(pvm_delhosts(names, 0, status), PvmBadParam, "delhosts of no names is a bad parameter");
     holds(shows(1), "the master stays");
 }

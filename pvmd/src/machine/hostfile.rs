@@ -38,6 +38,22 @@ impl Options {
             debugger: self.debugger.or_else(|| other.debugger.clone()),
         }
     }
+
+    /// What they mean for this host.
+    fn plan(self, name: String, id: HostId) -> HostPlan {
+        HostPlan {
+            id,
+            contact: self.contact.unwrap_or_else(|| name.clone()),
+            name,
+            login: self.login,
+            command: self.command,
+            search_path: self.search_path,
+            work_dir: self.work_dir,
+            speed: self.speed.unwrap_or(SPEED_DEFAULT),
+            start_option: self.start_option,
+            debugger: self.debugger,
+        }
+    }
 }
 
 /// One line, read.
@@ -88,22 +104,17 @@ impl HostFile {
         match parse(line)? {
             Line::Host { name, options, .. } => {
                 let options = options.over(self.options(&name));
-                Ok(HostPlan {
-                    id,
-                    contact: options.contact.unwrap_or_else(|| name.clone()),
-                    name,
-                    login: options.login,
-                    command: options.command,
-                    search_path: options.search_path,
-                    work_dir: options.work_dir,
-                    speed: options.speed.unwrap_or(SPEED_DEFAULT),
-                    start_option: options.start_option,
-                    debugger: options.debugger,
-                })
+                Ok(options.plan(name, id))
             }
             Line::Nothing | Line::Defaults(_) => Err((PvmError::BadParam, format!("{line:?} names no host"))),
         }
     }
+}
+
+/// What the host file says about the master itself: its own line, or the defaults.
+pub(crate) fn own_plan(lines: &[String], own_name: &str) -> HostPlan {
+    let (file, ..) = HostFile::read(lines, own_name);
+    file.options(own_name).clone().plan(own_name.to_string(), HostId::MASTER)
 }
 
 fn parse(line: &str) -> Result<Line, Refused> {
@@ -169,6 +180,16 @@ mod tests {
         assert_eq!((h2.login.as_deref(), h2.speed, h2.contact.as_str()), (Some("anna"), 700, "10.0.0.2"));
         assert_eq!((h2.command.as_deref(), h2.work_dir.as_deref()), (Some("/opt/pvmd"), Some("/tmp")));
         assert_eq!(plan(&file, "h9").expect("good").speed, 500);
+    }
+
+    #[test]
+    fn the_masters_own_line_or_else_the_last_defaults_are_for_the_master() {
+        let lines = ["* wd=/a ep=/e", "h1 wd=/b ip=10.0.0.1 bx=/d", "* wd=/c"].map(String::from);
+        let own = own_plan(&lines, "h1");
+        assert_eq!((own.work_dir.as_deref(), own.search_path.as_deref()), (Some("/b"), Some("/e")));
+        assert_eq!((own.debugger.as_deref(), own.contact.as_str()), (Some("/d"), "10.0.0.1"));
+        let own = own_plan(&lines, "h2");
+        assert_eq!((own.work_dir.as_deref(), own.search_path, own.contact.as_str()), (Some("/c"), None, "h2"));
     }
 
     #[test]

@@ -38,6 +38,7 @@ mod tests;
 mod tickle;
 mod trace;
 
+pub(crate) use hostfile::own_plan;
 pub use io::{ConnId, Event, HostPlan, Output, StartId, StartedHost, World};
 
 use checkpoint::protocol::{SourceEvent, TargetEvent};

@@ -5,6 +5,7 @@ use super::net::LEASE;
 use super::place::HeldPlace;
 use super::world::WorldSettings;
 use super::{address, slave};
+use crate::machine::own_plan;
 use anyhow::{Context, bail};
 use clap::Parser;
 use nix::unistd::{gethostname, getuid};
@@ -16,8 +17,6 @@ use std::time::Duration;
 
 /// Bytes of a host file at most.
 const HOSTFILE_BYTES_MAX: u64 = 4 << 20;
-/// Relative speed of a host of which nobody said one.
-const SPEED: i32 = 1000;
 /// Shortest and longest lease that can be set, in milliseconds.
 const LEASE_MS: std::ops::RangeInclusive<u64> = 200..=3_600_000;
 
@@ -94,15 +93,31 @@ fn run_master(arguments: Arguments) -> anyhow::Result<()> {
             bail!("-n{name}: this name has no address; give one that other hosts can reach this host by");
         }
     }
+    let name = arguments.name.unwrap_or(own);
+    let plan = own_plan(&hostfile, &name);
+    if preferred.is_empty() && plan.contact != name {
+        preferred = address::resolve(&plan.contact);
+        if preferred.is_empty() {
+            let contact = plan.contact;
+            bail!(
+                "ip={contact} on this host's line of the host file has no address; give one that other hosts can reach"
+            );
+        }
+    }
     let keep_log = variable("SEMPA_LOG").is_some_and(|log| place.log() == *log);
     let lease = lease()?;
     let place = HeldPlace::take(place, uid, keep_log)?;
     let setup = Setup {
         place,
         host: HostId::MASTER,
-        name: arguments.name.unwrap_or(own),
-        speed: SPEED,
-        world: WorldSettings::default(),
+        name,
+        speed: plan.speed,
+        world: WorldSettings {
+            search_path: plan.search_path,
+            work_dir: plan.work_dir,
+            library: None,
+            debugger: plan.debugger,
+        },
         lease,
         preferred,
         role: Role::Master { hostfile },
