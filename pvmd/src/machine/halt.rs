@@ -123,7 +123,9 @@ impl Machine {
         }
         self.tell_host(host, HostMsg::Shutdown);
         self.coordinator_lost(host);
-        self.host_out(host, why);
+        if !self.is_leaving(host) {
+            self.host_out(host, why);
+        }
     }
 
     /// Master: a host that is lost has nothing to say any more.

@@ -365,7 +365,9 @@ impl Machine {
         let mut open = BTreeSet::new();
         let mut results = Vec::new();
         for (n, name) in names.iter().enumerate() {
-            results.push(match self.table.by_name(name).map(|h| h.id) {
+            // Whoever asks, a dot is the daemon that deletes hosts.
+            let named = if name == "." { Some(HostId::MASTER) } else { self.table.by_name(name).map(|h| h.id) };
+            results.push(match named {
                 None => Err(PvmError::NoHost),
                 Some(HostId::MASTER) => Err(PvmError::BadParam),
                 Some(_) if names[..n].contains(name) => Err(PvmError::DupHost),
@@ -479,6 +481,12 @@ impl Machine {
         self.try_change();
     }
 
+    /// True for a deleted host that is not gone yet. It is gone when its session has ended, which is the last that a daemon
+    /// does: a new one may be started in its place then.
+    pub(super) fn is_leaving(&self, host: HostId) -> bool {
+        self.master.as_ref().is_some_and(|master| master.hosts.leaving.contains(&host))
+    }
+
     /// A host that was to go is gone.
     pub(super) fn host_finished(&mut self, host: HostId) {
         self.hosts().leaving.remove(&host);
@@ -491,7 +499,7 @@ impl Machine {
 
     /// Time is up for a deleted host.
     pub(super) fn dismissed_deadline(&mut self, host: HostId) {
-        if self.master.as_ref().is_some_and(|m| m.hosts.leaving.contains(&host)) {
+        if self.is_leaving(host) {
             self.log(format!("{host} did not end in time; it ends by itself when it hears nothing from here"));
             self.host_finished(host);
         }
@@ -499,7 +507,7 @@ impl Machine {
 
     /// Master: a host is lost, or has left by itself.
     pub(super) fn host_out(&mut self, host: HostId, why: &str) {
-        if self.hosts().leaving.contains(&host) {
+        if self.is_leaving(host) {
             return self.host_finished(host);
         }
         let start = self.hosts().starting.iter().find(|(_, s)| s.plan.id == host).map(|(start, _)| *start);

@@ -67,7 +67,7 @@ impl Machine {
                 Some(host) => self.ask(host, Question::FreeContext { owner: tid, ctx }, Asker::Task { tid, id }),
                 None => self.fail(tid, id, PvmError::NotFound, format!("context {ctx:#x} was never given out")),
             },
-            Request::HostSync { host } => match host_of(host).filter(|host| self.table.get(*host).is_some()) {
+            Request::HostSync { host } => match host.home().filter(|host| self.table.get(*host).is_some()) {
                 Some(host) => self.ask(host, Question::Clock, Asker::Task { tid, id }),
                 None => self.fail(tid, id, PvmError::NoHost, no_host(&host.to_string())),
             },
@@ -122,15 +122,14 @@ impl Machine {
     }
 
     fn list(&mut self, tid: Tid, id: RequestId, selector: Tid) {
-        if selector.is_task() {
-            let question = Question::Tasks { only: Some(selector) };
-            return self.ask_about(selector, question, Asker::Task { tid, id });
-        }
-        let hosts: Vec<HostId> = match host_of(selector) {
+        let hosts: Vec<HostId> = match self.location(selector).filter(|host| self.table.get(*host).is_some()) {
             None if selector == Tid::NONE => self.table.hosts.iter().map(|h| h.id).collect(),
-            None if selector == Tid::MY_DAEMON => vec![self.config.host],
-            Some(host) if self.table.get(host).is_some() => vec![host],
-            _ => return self.fail(tid, id, PvmError::NoHost, no_host(&selector.to_string())),
+            None => return self.fail(tid, id, PvmError::NoHost, no_host(&selector.to_string())),
+            Some(_) if selector.local() != 0 => {
+                let question = Question::Tasks { only: Some(selector) };
+                return self.ask_about(selector, question, Asker::Task { tid, id });
+            }
+            Some(host) => vec![host],
         };
         self.gathers.last += 1;
         let gather = self.gathers.last;
