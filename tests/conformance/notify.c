@@ -216,7 +216,11 @@ static int note(int mid)
 
 static void of_oneself(void)
 {
-    int me = own_tid;
+    int me = own_tid, src = 0;
+    pvm_notify(PvmTaskExit, 51, 1, &me);
+    is(pvm_notify(PvmTaskExit | PvmNotifyCancel, 51, 1, &me), PvmOk, "cancelling the notification of the own exit returns 0");
+    pvm_bufinfo(await(-1, 51), NULL, NULL, &src);
+    is(src, DAEMON, "a cancelled notification of the own exit comes from the daemon");
     is(pvm_notify(PvmTaskExit, 50, 1, &me), PvmOk, "notify of the own exit returns 0");
     is(comes_soon(-1, 50), 0, "the own exit is not told before it");
     pvm_addmhf(-1, 50, -1, note);

@@ -121,6 +121,9 @@ static void inside_the_daemon(void)
     words[0] = 6;
     words[1] = 0;
     pvm_tickle(2, words, &count, got);
+    words[0] = 77;
+    is(pvm_tickle(1, words, &count, got), PvmOk, "tickle of a number that means nothing returns 0");
+    is(count, 0, "tickle of a number that means nothing answers with none");
 }
 
 static void noreset(void)

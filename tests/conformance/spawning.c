@@ -179,7 +179,7 @@ static void hear(int tid, char *here, char *name, int *argc)
 static void directories_and_words(void)
 {
     char here[1024], name[1024], full[2048], text[1024];
-    char *words[] = { "teller", "NO_SUCH_VARIABLE_AT_ALL", "PVM_ARCH", NULL };
+    char *words[] = { "teller", "NO_SUCH_VARIABLE_AT_ALL", "PVM_ARCH", "PVM_VMID", NULL };
     char *spawn_wd[] = { "teller", "PVMSPAWNWD", NULL };
     int tid, argc;
     pvm_spawn((char *)own_name, words, PvmTaskHost, "h2", 1, &tid);
@@ -187,11 +187,13 @@ static void directories_and_words(void)
     reads(here, getenv("HOME"), "a task begins in the home folder");
     snprintf(full, sizeof full, "%s/pvm3/bin/LINUX64/%s", getenv("HOME"), own_name);
     reads(name, full, "a task's own name is its full path");
-    is(argc, 4, "a task gets as many words as were given");
+    is(argc, 5, "a task gets as many words as were given");
     pvm_upkstr(text);
     reads(text, "(unset)", "a variable that nobody set is not set in the task");
     pvm_upkstr(text);
     reads(text, "LINUX64", "PVM_ARCH is set in a task");
+    pvm_upkstr(text);
+    reads(text, "(unset)", "PVM_VMID is not set in a task if the virtual machine has no name of its own");
     pvm_spawn((char *)own_name, spawn_wd, PvmTaskHost, "h2:/var", 1, &tid);
     hear(tid, here, name, &argc);
     is(pvm_tidtohost(tid), 0x80000, "a directory behind a host's name leaves the host as it is");

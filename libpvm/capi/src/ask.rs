@@ -304,17 +304,17 @@ fn own_exit(times: usize, ctx: i32, tag: i32, cancel: bool, rt: &Runtime) {
         } else if let Some(place) = session.own_exit.iter().position(|asked| *asked == (ctx, tag)) {
             session.own_exit.remove(place);
             drop(session);
-            tell(rt, ctx, tag, &[rt.tid().raw()]);
+            tell_own_exit(rt, ctx, tag);
         }
     }
 }
 
-/// A notification that this library makes itself.
-fn tell(rt: &Runtime, ctx: i32, tag: i32, words: &[i32]) {
+/// Tells this task of its own end, in the daemon's name.
+pub(crate) fn tell_own_exit(rt: &Runtime, ctx: i32, tag: i32) {
     let mut body = Packer::new(Encoding::Xdr);
-    body.items(words.iter().copied());
-    let me = rt.tid();
-    receive::arrive(rt, Message { src: me, dst: me, ctx, tag, wid: 0, enc: ENC_XDR, body: body.finish() });
+    body.int(rt.tid().raw());
+    let (src, dst) = (Tid::MY_DAEMON, rt.tid());
+    receive::arrive(rt, Message { src, dst, ctx, tag, wid: 0, enc: ENC_XDR, body: body.finish() });
 }
 
 /// A name in the mailbox.
@@ -443,7 +443,7 @@ pub(crate) fn no_resets() -> PvmResult<Vec<i32>> {
 /// Asks the daemon about its inside.
 ///
 /// # Errors
-/// `BadParam` for what is no question.
+/// `BadParam` for none or too many numbers.
 pub(crate) fn tickle(words: Vec<i32>) -> PvmResult<Vec<i32>> {
     match session::runtime()?.request(Request::Tickle(words)) {
         Reply::Numbers(numbers) => Ok(numbers),

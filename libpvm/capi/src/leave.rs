@@ -1,14 +1,13 @@
 //! Leaving the virtual machine (`pvm_exit`).
 
+use crate::ask;
 use crate::data::pvmmyctx;
 use crate::memory::flush_stdio;
 use crate::receive;
 use crate::session::{self, Session};
 use crate::trace;
 use libpvm::Runtime;
-use sempa_proto::body::{Encoding, Packer};
-use sempa_proto::message::ENC_XDR;
-use sempa_proto::{Message, PvmResult};
+use sempa_proto::PvmResult;
 use std::sync::atomic::Ordering::Relaxed;
 
 /// Leaves in good order; the process lives on, and another call makes it a new task. A process that is no task has
@@ -51,12 +50,8 @@ fn wait_for_children(rt: &Runtime) {
 /// The task asked to be told of its own end: this is the moment.
 fn tell_own_exit(rt: &Runtime) {
     let asked = std::mem::take(&mut session::lock().own_exit);
-    let me = rt.tid();
     for (ctx, tag) in asked {
-        let mut body = Packer::new(Encoding::Xdr);
-        body.int(me.raw());
-        let message = Message { src: me, dst: me, ctx, tag, wid: 0, enc: ENC_XDR, body: body.finish() };
-        receive::arrive(rt, message);
+        ask::tell_own_exit(rt, ctx, tag);
     }
 }
 

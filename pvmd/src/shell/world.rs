@@ -24,7 +24,7 @@ const SEARCH_PATH: &str = "$HOME/pvm3/bin/$PVM_ARCH:$PVM_ROOT/bin/$PVM_ARCH";
 const LIBRARY: &str = "libpvm3.so.3";
 
 /// Variables that belong to the login session, or to one task, and not to every task of the host.
-const SESSION_VARIABLES: [&str; 20] = [
+const SESSION_VARIABLES: [&str; 21] = [
     "SSH_CONNECTION",
     "SSH_CLIENT",
     "SSH_TTY",
@@ -45,6 +45,8 @@ const SESSION_VARIABLES: [&str; 20] = [
     "PVMTRCBUF",
     "PVMTRCOPT",
     "PVMSPAWNWD",
+    // Set again where the virtual machine has a name of its own.
+    "PVM_VMID",
 ];
 
 /// What makes this daemon's world different from another one's on the same host.
@@ -119,7 +121,9 @@ fn task_environment(
     let mut set = |name: &str, value: OsString| env.insert(name.into(), value);
     set("PVM_ARCH", ARCH.into());
     set("PVMSOCK", place.socket().into());
-    set("PVM_VMID", place.vm().into());
+    if Place::of(uid, |_| None).is_ok_and(|usual| usual.vm() != place.vm()) {
+        set("PVM_VMID", place.vm().into());
+    }
     if uid == 0 {
         set("PVM_ALLOW_ROOT", "1".into());
     }
@@ -251,5 +255,10 @@ mod tests {
         assert_eq!(get("LD_LIBRARY_PATH"), Some("/a:/b".into()));
         assert_eq!(get("PVMSOCK"), Some("/tmp/sempa-7/pvm/pvmd.sock".into()));
         assert_eq!((get("PVM_ARCH"), get("PVM_ALLOW_ROOT")), (Some("LINUX64".into()), None));
+        let named = |vm: &str| {
+            let place = Place::of(7, |name| (name == "PVM_VMID").then(|| vm.to_string())).expect("a good name");
+            task_environment(BTreeMap::new(), None, &place, 7).remove(OsStr::new("PVM_VMID"))
+        };
+        assert_eq!((named("pvm"), named("b")), (None, Some("b".into())));
     }
 }
