@@ -18,7 +18,7 @@ use std::time::Duration;
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 /// How much of a screen a failed test shows.
 const SHOWN_BYTES: usize = 2000;
-const PROMPT: &str = "pvm> ";
+pub(crate) const PROMPT: &str = "pvm> ";
 
 /// A virtual machine with this console; nothing runs yet.
 pub(crate) fn lab() -> Option<Lab> {
@@ -68,7 +68,7 @@ pub(crate) fn script(mut command: Command, lines: &str, complaints: bool) -> Str
 }
 
 /// What a file holds, without moving the position at which others write.
-fn read_all(file: &File) -> String {
+pub(crate) fn read_all(file: &File) -> String {
     use std::os::unix::fs::FileExt;
     let mut bytes = vec![0; file.metadata().expect("a file").len() as usize];
     file.read_exact_at(&mut bytes, 0).expect("a file");
