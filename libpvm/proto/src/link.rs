@@ -36,7 +36,7 @@ pub const PROBE_DELAY_MAX: Micros = Micros::from_secs(5);
 pub const RESYNC_ECHO: Micros = Micros::from_millis(50);
 
 /// Bytes of a message's header at most.
-pub const HEAD_BYTES_MAX: usize = 16;
+pub const HEAD_BYTES_MAX: usize = 24;
 
 /// Bytes of a frame's header on the wire.
 pub const LINK_HEAD_BYTES: usize = 28;

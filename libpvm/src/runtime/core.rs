@@ -670,6 +670,10 @@ impl Core {
     }
 
     fn has_come(&self, mark: LinkMark) -> bool {
+        // A connection of their own brings everything before it ends, and the daemon cannot know how much that is.
+        if self.direct.leads_to(mark.peer) {
+            return false;
+        }
         match self.links.get(&mark.peer) {
             Some(link) => link.is_gone() || link.expected() >= mark.end,
             None => mark.end <= 1,

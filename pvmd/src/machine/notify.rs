@@ -115,10 +115,10 @@ impl Machine {
 
     /// Tells that a task has ended, behind its last message.
     pub(super) fn send_exit_note(&mut self, watcher: Tid, tid: Tid, watch: &Watch, after: Option<LinkMark>) {
-        self.fire(watcher, watch, after);
-        if after.is_some() {
-            self.timer(LAST_WORDS_TIME, Timer::LastWords { watcher, dead: tid });
-        }
+        // What the two said to each other on a route of their own, no daemon has seen: the watcher's library knows.
+        let after = after.unwrap_or(LinkMark { peer: tid, end: 1 });
+        self.fire(watcher, watch, Some(after));
+        self.timer(LAST_WORDS_TIME, Timer::LastWords { watcher, dead: tid });
     }
 
     /// The last words of a dead task are there or will never be.
