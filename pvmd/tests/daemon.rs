@@ -2,6 +2,7 @@
 //! own as `PVM_TMP`, and a remote shell that runs the command on this machine with another one.
 
 use bytes::Bytes;
+use nix::pty::{OpenptyResult, openpty};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, sendmsg};
 use sempa_proto::frame::{Frame, FrameDecoder, encode_control, encode_link};
@@ -17,6 +18,8 @@ use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// Time for anything here; far more than needed, because machines may be loaded.
@@ -75,7 +78,11 @@ impl Vm {
 
     /// Starts the master and waits for its line.
     fn start(&mut self) -> PathBuf {
-        let mut child = self.command().stdout(Stdio::piped()).spawn().expect("pvmd can be run");
+        self.start_as(self.command())
+    }
+
+    fn start_as(&mut self, mut command: Command) -> PathBuf {
+        let mut child = command.stdout(Stdio::piped()).spawn().expect("pvmd can be run");
         let mut line = String::new();
         BufReader::new(child.stdout.take().expect("a pipe")).read_line(&mut line).expect("readable");
         self.master = Some(child);
@@ -560,5 +567,159 @@ fn root_is_refused_unless_it_is_allowed() {
     let (out, err) = text(&output);
     assert_eq!((output.status.code(), out.as_str(), err.lines().count()), (Some(1), "", 1), "{err}");
     assert!(err.contains("PVM_ALLOW_ROOT"), "{err}");
+    vm.assert_clean();
+}
+
+/// Somebody at a terminal.
+struct Terminal {
+    keys: File,
+    shown: Arc<Mutex<String>>,
+}
+
+impl Terminal {
+    /// A terminal for what is run next, which may still write its standard output elsewhere.
+    fn of(command: &mut Command) -> Terminal {
+        let OpenptyResult { master, slave } = openpty(None, None).expect("a terminal");
+        let keys = File::from(master);
+        let mut screen = keys.try_clone().expect("a descriptor");
+        let shown = Arc::new(Mutex::new(String::new()));
+        let seen = shown.clone();
+        // It ends when the last program has left the terminal.
+        std::thread::spawn(move || {
+            let mut bytes = [0; 4096];
+            while let Ok(count @ 1..) = screen.read(&mut bytes) {
+                seen.lock().expect("no panic").push_str(&String::from_utf8_lossy(&bytes[..count]));
+            }
+        });
+        let end = || slave.try_clone().expect("a descriptor");
+        command.stdin(end()).stdout(end()).stderr(end());
+        Terminal { keys, shown }
+    }
+
+    fn shown(&self) -> String {
+        self.shown.lock().expect("no panic").replace('\r', "")
+    }
+
+    /// Waits for a text; returns what stands behind it.
+    fn until(&self, text: &str) -> String {
+        until(text, || self.shown().contains(text));
+        let shown = self.shown();
+        shown[shown.find(text).expect("just seen") + text.len()..].to_string()
+    }
+
+    fn enter(&mut self, line: &str) {
+        self.keys.write_all(format!("{line}\n").as_bytes()).expect("somebody reads");
+    }
+}
+
+/// A virtual machine with somebody at its master's terminal.
+fn vm_at_a_terminal() -> (Vm, Terminal, PathBuf) {
+    let mut vm = Vm::new();
+    let mut command = vm.command();
+    let terminal = Terminal::of(&mut command);
+    let socket = vm.start_as(command);
+    (vm, terminal, socket)
+}
+
+/// Adds a host in the background.
+fn adding(socket: &Path, line: &'static str) -> JoinHandle<Vec<Result<String, (PvmError, String)>>> {
+    let socket = socket.to_path_buf();
+    std::thread::spawn(move || Task::enrol(&socket).add(&[line]))
+}
+
+/// What a person does who is asked to start a daemon; the answer of it.
+fn start_by_hand(vm: &Vm, host: &str, asked: &Terminal) -> String {
+    until("it is asked for the answer", || asked.shown().ends_with("Type response: "));
+    let shown = asked.until(&format!("Login to \"{host}\" and type:\n"));
+    let lines: Vec<&str> = shown.lines().collect();
+    let (typed, secret) = (lines[0], lines[2]);
+    assert!(typed.contains(" -S --join "), "{typed}");
+    fs::create_dir(vm.path(host)).expect("writable");
+    let mut shell = Command::new("sh");
+    shell.args(["-c", typed]).env("PVM_TMP", vm.path(host)).env_remove("PVM_VMID");
+    let mut there = Terminal::of(&mut shell);
+    let mut child = shell.spawn().expect("a shell");
+    drop(shell);
+    there.until("Secret");
+    there.enter(secret);
+    assert!(child.wait().expect("our child").success(), "{}", there.shown());
+    there.until("ddpro<");
+    until("the whole line is there", || there.shown().ends_with('\n'));
+    let shown = there.shown();
+    assert!(!shown.contains(secret), "what is typed is not shown: {shown}");
+    shown.lines().find(|line| line.starts_with("ddpro<")).expect("just seen").to_string()
+}
+
+#[test]
+fn a_host_is_started_by_hand_while_others_are_added() {
+    let (mut vm, mut terminal, socket) = vm_at_a_terminal();
+    let by_hand = adding(&socket, "h2 so=ms");
+    terminal.until("*** Manual startup ***");
+    let mut task = Task::enrol(&socket);
+    assert_eq!(task.add(&["h3"]), [Ok("h3".to_string())], "nobody waits for the person");
+    let answer = start_by_hand(&vm, "h2", &terminal);
+    terminal.enter("");
+    terminal.enter(&answer);
+    terminal.until("Thanks");
+    assert_eq!(by_hand.join().expect("no panic"), [Ok("h2".to_string())]);
+    let uid = nix::unistd::getuid();
+    let mut there = Task::enrol(&vm.path(&format!("h2/sempa-{uid}/pvm/pvmd.sock")));
+    until("it knows all", || matches!(there.ask(Request::Config), Reply::Hosts(t) if t.hosts.len() == 3));
+    task.send(&ToDaemon::Request { id: RequestId(99), what: Request::Halt });
+    assert!(vm.ended().success());
+    vm.assert_clean();
+}
+
+#[test]
+fn a_wrong_answer_is_refused_with_its_reason_and_leaves_no_daemon() {
+    let (mut vm, mut terminal, socket) = vm_at_a_terminal();
+    until("the master has its tasker", || vm.processes().len() == 2);
+    let by_hand = adding(&socket, "h2 so=ms");
+    start_by_hand(&vm, "h2", &terminal);
+    assert!(vm.processes().len() > 2, "{:?}", vm.processes());
+    terminal.enter("hello there");
+    let added = by_hand.join().expect("no panic");
+    let (error, reason) = added[0].as_ref().expect_err("refused");
+    assert!(*error == PvmError::CantStart && reason.contains("\"hello there\" is not the line"), "{reason}");
+    terminal.until("h2 is not added: ");
+    until("its daemon ends", || vm.processes().len() == 2);
+    let by_hand = adding(&socket, "h2 so=ms");
+    until("it can be tried again", || terminal.shown().matches("Type response: ").count() == 2);
+    terminal.enter("sempa-error: -28 one runs here");
+    let added = by_hand.join().expect("no panic");
+    let (error, reason) = added[0].as_ref().expect_err("refused");
+    assert!(*error == PvmError::DupHost && reason.contains("one runs here"), "{reason}");
+    vm.signal(nix::sys::signal::Signal::SIGTERM);
+    assert!(vm.ended().success());
+    vm.assert_clean();
+}
+
+#[test]
+fn a_halt_does_not_wait_for_the_person_who_is_asked() {
+    let (mut vm, terminal, socket) = vm_at_a_terminal();
+    let mut task = Task::enrol(&socket);
+    let lines = vec!["h2 so=ms".to_string(), "h3 so=ms".to_string()];
+    task.send(&ToDaemon::Request { id: RequestId(1), what: Request::AddHosts { lines } });
+    terminal.until("Type response: ");
+    let begin = Instant::now();
+    task.send(&ToDaemon::Request { id: RequestId(2), what: Request::Halt });
+    assert!(vm.ended().success());
+    assert!(begin.elapsed() < DEADLINE / 2, "{:?}", begin.elapsed());
+    assert_eq!(terminal.shown().matches("*** Manual startup ***").count(), 1, "one at a time");
+    vm.assert_clean();
+}
+
+#[test]
+fn a_master_without_a_terminal_says_that_it_can_ask_nobody() {
+    let mut vm = Vm::new();
+    let socket = vm.start();
+    let added = Task::enrol(&socket).add(&["h2 so=ms", "h3 so=pw", "h4"]);
+    let codes: Vec<_> = added.iter().map(|a| a.as_ref().map(String::as_str).map_err(|(e, _)| *e)).collect();
+    assert_eq!(codes, [Err(PvmError::CantStart), Err(PvmError::NotImpl), Ok("h4")]);
+    let reason = |n: usize| added[n].as_ref().expect_err("refused").1.clone();
+    assert!(reason(0).contains("no terminal") && reason(0).contains("pvmd hostfile"), "{}", reason(0));
+    assert!(reason(1).contains("so=pw is for hosters"), "{}", reason(1));
+    vm.signal(nix::sys::signal::Signal::SIGTERM);
+    assert!(vm.ended().success());
     vm.assert_clean();
 }

@@ -36,7 +36,7 @@ fn a_hoster_starts_daemons_and_the_master_does_when_it_dies_in_the_middle() {
     hoster.until("order h3 so=ms");
     hoster.kill();
     let said = vm.play(&program, &["add", "h4 so=ms", "h5"]).ends_well();
-    assert!(said.contains("added 1\nh4 so=ms -24\nh5 "), "without a hoster there is one way only: {said}");
+    assert!(said.contains("added 1\nh4 so=ms -29\nh5 "), "without a hoster a person would have to be asked: {said}");
     let mut deaf = vm.play(&program, &["hoster", "silent"]);
     deaf.until("serving");
     let adding = vm.play(&program, &["add", "h6"]);

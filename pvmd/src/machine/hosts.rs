@@ -15,6 +15,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// Time from the order to start a daemon until its session stands.
 const START_TIME: Micros = Micros::from_secs(120);
+/// The same when a person starts it; people are asked for one daemon at a time.
+const HAND_TIME: Micros = Micros::from_secs(660);
 /// Time for the first session of a daemon that has started: it gives up by itself a little earlier.
 const CONNECT_TIME: Micros = Micros::from_secs(40);
 /// Time that a deleted host has to end its tasks.
@@ -213,8 +215,11 @@ impl Machine {
     }
 
     fn start_host(&mut self, job: u64, slot: usize, plan: HostPlan) -> (StartId, HostPlan) {
-        let until = self.now + START_TIME;
+        let now = self.now;
         let hosts = self.hosts();
+        let before = hosts.starting.values().filter(|s| s.plan.by_hand() && s.started.is_none()).count() as u64;
+        let time = if plan.by_hand() { Micros(HAND_TIME.0 * (before + 1)) } else { START_TIME };
+        let until = now + time;
         hosts.last_start += 1;
         let start = StartId(hosts.last_start);
         if let Some(add) = hosts.adds.get_mut(&job) {
@@ -223,7 +228,7 @@ impl Machine {
         }
         let attempt = Starting { job, slot, plan: plan.clone(), started: None, connected: false, until };
         hosts.starting.insert(start, attempt);
-        self.timer(START_TIME, Timer::Start(start));
+        self.timer(time, Timer::Start(start));
         (start, plan)
     }
 
@@ -319,6 +324,8 @@ impl Machine {
                 "the daemon on {name} started, but did not connect within {seconds} s: its UDP way to here is closed, \
                  or somebody else answers at its end"
             )
+        } else if s.plan.by_hand() {
+            format!("nobody has started the daemon on {name} by hand in time")
         } else {
             format!("the daemon on {name} did not start within {} s", seconds(START_TIME))
         };

@@ -82,10 +82,17 @@ pub struct HostPlan {
     pub work_dir: Option<String>,
     /// Relative speed (`sp=`).
     pub speed: i32,
-    /// How the daemon is to be started (`so=`); hosters know, this daemon has one way only.
+    /// How the daemon is to be started (`so=`); hosters know, this daemon knows only [`HostPlan::by_hand`].
     pub start_option: Option<String>,
     /// What debugs tasks there (`bx=`), unless `PVM_DEBUGGER` is set there.
     pub debugger: Option<String>,
+}
+
+impl HostPlan {
+    /// True if a person is to start the daemon.
+    pub fn by_hand(&self) -> bool {
+        self.start_option.as_deref() == Some("ms")
+    }
 }
 
 /// What a hoster has to know to start a daemon.

@@ -201,13 +201,14 @@ impl Machine {
 
     fn start_one_daemon(&mut self, start: StartId, plan: HostPlan) {
         match &plan.start_option {
-            Some(option) => {
+            Some(option) if !plan.by_hand() => {
                 let reason = format!(
-                    "so={option} is for hosters, and there is none: this daemon starts others over ssh with keys, see PVM_RSH"
+                    "so={option} is for hosters, and there is none: this daemon starts others over ssh with keys, see \
+                     PVM_RSH, or has you do it by hand with so=ms"
                 );
                 self.host_started(start, Err((PvmError::NotImpl, reason)));
             }
-            None => self.out.push_back(Output::StartHost { start, plan }),
+            _ => self.out.push_back(Output::StartHost { start, plan }),
         }
     }
 

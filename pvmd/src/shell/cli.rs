@@ -37,9 +37,9 @@ struct Arguments {
     #[arg(short = 'f', long = "foreground")]
     foreground: bool,
     /// Serve a master that has started this program through a remote shell; its instructions come over standard input.
-    #[arg(short = 's', long = "slave", conflicts_with = "hostfile")]
+    #[arg(short = 's', visible_short_alias = 'S', long = "slave", conflicts_with = "hostfile")]
     slave: bool,
-    /// With -s: fetch the instructions there, with the secret on standard input (for hosters).
+    /// With -s: fetch the instructions there, with the secret from standard input (for hosters, and by hand: so=ms).
     #[arg(short = 'j', long = "join", value_name = "ADDRESS,…", requires = "slave")]
     join: Option<String>,
     /// File with hosts to add at once, one on each line (`PVMHOSTFILE` if not given).
@@ -172,6 +172,7 @@ mod tests {
         assert_eq!((got.debug, got.name.as_deref()), (Some(31), Some("h1")));
         assert_eq!(got.hostfile, Some(PathBuf::from("hosts")));
         assert!(Arguments::try_parse_from(["pvmd", "-s", "-f"]).is_ok_and(|a| a.slave && a.foreground));
+        assert!(Arguments::try_parse_from(["pvmd", "-S", "--join", "10.0.0.1:9"]).is_ok_and(|a| a.slave));
         assert!(Arguments::try_parse_from(["pvmd", "one", "two"]).is_err());
         assert_eq!(parse_mask("017"), Ok(15));
     }

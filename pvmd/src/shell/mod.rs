@@ -5,7 +5,7 @@
 //! * `place`: its directory and lock. `log`: its log. `moves`: small files of moves.
 //! * `local`: tasks. `descriptors`: what their frames bring along. `tasker`: the tasker's process.
 //! * `world`: programs and environment.
-//! * `pki`, `net`, `session`, `address`: other daemons. `bootstrap`, `start`, `join`: starting them. `images`: what moves.
+//! * `pki`, `net`, `session`, `address`: other daemons. `bootstrap`, `start`, `join`, `manual`: starting them. `images`: what moves.
 
 mod address;
 mod bootstrap;
@@ -18,6 +18,7 @@ mod input;
 mod join;
 mod local;
 mod log;
+mod manual;
 mod moves;
 mod net;
 #[cfg(test)]

@@ -6,6 +6,7 @@ use super::bootstrap::{BOOTSTRAP_BYTES_MAX, Bootstrap, Ready, Refusal, host_of, 
 use super::cli::{allows_root, place_variable};
 use super::daemon::{self, Role, Setup, variable};
 use super::join::{self, Secret};
+use super::manual;
 use super::place::{HeldPlace, PlaceError};
 use super::sys::fork_before_threads;
 use super::world::{ARCH, DSIG, WorldSettings};
@@ -99,13 +100,10 @@ fn read_bootstrap() -> Result<Bootstrap, Refusal> {
     }
 }
 
-/// The master's line from where it waits, opened with the secret that a hoster put on standard input.
+/// The master's line from where it waits, opened with the secret that a hoster or a person has put on standard input.
 fn fetch_bootstrap(masters: &str) -> Result<Bootstrap, Refusal> {
-    let mut line = String::new();
-    let mut input = BufReader::new(std::io::stdin()).take(BOOTSTRAP_BYTES_MAX as u64);
-    input.read_line(&mut line).map_err(|e| cannot("read standard input", e))?;
-    let secret = line.trim_end().strip_prefix("PVM_VMID=").and_then(Secret::parse);
-    let secret = secret.ok_or_else(|| cannot("start", "standard input brought no secret of a master"))?;
+    let text = manual::read_secret().map_err(|e| cannot("read standard input", e))?;
+    let secret = Secret::parse(&text).ok_or_else(|| cannot("start", "standard input brought no secret of a master"))?;
     Bootstrap::parse(join::fetch(masters, &secret)?.trim_end())
 }
 

@@ -5,6 +5,7 @@ use super::bootstrap::{Bootstrap, Ready, Refusal, parse_reply, to_hex};
 use super::input::{Input, Inputs};
 use super::join::{self, Secret};
 use super::log::Log;
+use super::manual;
 use super::pki::Authority;
 use super::sys::FilesLimit;
 use crate::machine::io::{Event, HostPlan, StartId, StartOrder, StartedHost};
@@ -18,7 +19,7 @@ use std::time::Duration;
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::TcpListener;
 use tokio::process::{Child, Command};
-use tokio::sync::Semaphore;
+use tokio::sync::{Mutex, Semaphore};
 use tokio::task::AbortHandle;
 use tokio::time::timeout;
 
@@ -28,6 +29,8 @@ const STARTS_AT_ONCE_MAX: usize = 32;
 const START_WITHIN: Duration = Duration::from_secs(60);
 /// Time that a certificate waits for the daemon that a hoster starts.
 const OFFER_WITHIN: Duration = Duration::from_secs(180);
+/// The same when the hoster is to leave it to a person.
+const OFFER_BY_HAND_WITHIN: Duration = Duration::from_secs(900);
 /// Time for the remote shell to end after the daemon has answered.
 const SHELL_END_WITHIN: Duration = Duration::from_secs(20);
 /// Bytes of output of a remote shell that are looked at.
@@ -66,6 +69,8 @@ pub(crate) struct StarterSettings {
 pub(crate) struct Starter {
     settings: Option<Arc<StarterSettings>>,
     turns: Arc<Semaphore>,
+    /// Held by the start that asks somebody at the terminal.
+    terminal: Arc<Mutex<()>>,
     inputs: Inputs,
     log: Log,
     running: HashMap<StartId, AbortHandle>,
@@ -75,21 +80,27 @@ impl Starter {
     /// Nothing under way; without settings (a slave) every start fails.
     pub(crate) fn new(settings: Option<StarterSettings>, inputs: Inputs, log: Log) -> Starter {
         let turns = Arc::new(Semaphore::new(STARTS_AT_ONCE_MAX));
-        Starter { settings: settings.map(Arc::new), turns, inputs, log, running: HashMap::new() }
+        let terminal = Arc::new(Mutex::new(()));
+        Starter { settings: settings.map(Arc::new), turns, terminal, inputs, log, running: HashMap::new() }
     }
 
     /// Starts a daemon; [`Event::HostStarted`] tells the end.
     pub(crate) fn start(&mut self, start: StartId, plan: HostPlan) {
         self.running.retain(|_, task| !task.is_finished());
-        let (settings, turns) = (self.settings.clone(), self.turns.clone());
+        let (settings, turns, terminal) = (self.settings.clone(), self.turns.clone(), self.terminal.clone());
         let (inputs, log) = (self.inputs.clone(), self.log.clone());
         let task = tokio::spawn(async move {
             let result = match settings {
                 None => Err((PvmError::NotImpl, "only the master starts daemons".to_string())),
                 Some(settings) => {
-                    let _turn = turns.acquire().await;
                     let attempt = Attempt { settings: &settings, plan: &plan, log: &log };
-                    attempt.run().await.map_err(|refusal| (refusal.error, attempt.explain(&refusal)))
+                    let ready = if plan.by_hand() {
+                        attempt.by_hand(&terminal).await
+                    } else {
+                        let _turn = turns.acquire().await;
+                        attempt.run().await
+                    };
+                    ready.map_err(|refusal| (refusal.error, attempt.explain(&refusal)))
                 }
             };
             let result =
@@ -120,7 +131,8 @@ impl Starter {
                     Ok((order, listener, sealed)) => {
                         let _ = tell.send((start, Ok(order)));
                         // The machine gives the attempt up before that, or has no use for it any more.
-                        let _ = timeout(OFFER_WITHIN, join::give(listener, sealed)).await;
+                        let within = if plan.by_hand() { OFFER_BY_HAND_WITHIN } else { OFFER_WITHIN };
+                        let _ = timeout(within, join::give(listener, sealed)).await;
                     }
                     Err(refused) => drop(tell.send((start, Err(refused)))),
                 }
@@ -200,7 +212,19 @@ impl Attempt<'_> {
         }
     }
 
-    /// What a hoster has to know, and what the new daemon will fetch here.
+    /// Has somebody at the master's terminal start the daemon.
+    async fn by_hand(&self, terminal: &Mutex<()>) -> Result<Ready, Refusal> {
+        let cant = |text: String| Refusal { error: PvmError::CantStart, text };
+        manual::can_ask()?;
+        let _turn = terminal.lock().await;
+        let (order, listener, sealed) = self.offer().await.map_err(cant)?;
+        tokio::select! {
+            answer = manual::ask(&order) => answer,
+            () = join::give(listener, sealed) => Err(cant("the TCP port for it has failed".into())),
+        }
+    }
+
+    /// What a hoster or a person has to know, and what the new daemon will fetch here.
     async fn offer(&self) -> Result<(StartOrder, TcpListener, Vec<u8>), String> {
         let secret = Secret::new();
         let sealed = secret.seal(&self.bootstrap()?.line());
@@ -232,13 +256,18 @@ impl Attempt<'_> {
     }
 
     /// What the remote shell is to run: the user's command, or this program where it is installed in the same place,
-    /// or the one in the path.
+    /// or the one in the path. A person knows where it is, and should not have to type that.
     fn command(&self, more: &str) -> String {
+        let by_hand = self.plan.by_hand();
+        let slave = if by_hand { "-S" } else { "-s" };
         if let Some(command) = self.plan.command.as_ref().or(self.settings.command.as_ref()) {
-            return format!("{command} -s{more}");
+            return format!("{command} {slave}{more}");
         }
         let program = self.settings.program.to_string_lossy();
         let program = shell_words::quote(&program);
+        if by_hand {
+            return format!("{program} {slave}{more}");
+        }
         let script = format!("if [ -x {program} ]; then exec {program} -s{more}; else exec pvmd -s{more}; fi");
         format!("sh -c {}", shell_words::quote(&script))
     }

@@ -98,8 +98,9 @@ fn a_hoster_is_asked_for_all_at_once_and_its_death_leaves_the_rest_to_the_daemon
         assert_eq!(added, [Ok("h2".into()), Err(PvmError::DupHost), Ok("h4".into())], "seed {seed}");
         let elsewhere = sim.enrol(host(2));
         assert_eq!(failure(sim.ask(elsewhere, Request::Serve(Service::Hoster))), PvmError::HosterNotMaster);
-        let refused = codes(sim.ask(console, Request::AddHosts { lines: vec!["h5 so=ms".into()] }));
-        assert_eq!(refused, [Err(PvmError::NotImpl)]);
+        let lines = ["h5 so=pw", "h6 so=ms"].map(String::from).to_vec();
+        let added = codes(sim.ask(console, Request::AddHosts { lines }));
+        assert_eq!(added, [Err(PvmError::NotImpl), Ok("h6".into())], "by hand is a way, passwords are none");
     }
 }
 

@@ -1,0 +1,202 @@
+//! Starting a daemon by hand (`so=ms`), as PVM's master does it when somebody sits at its terminal: it prints what to type
+//! on the other host, and reads the new daemon's answer from its standard input.
+//!
+//! The certificate comes as it does with a hoster ([`super::join`]): the person carries a one-time secret over and the
+//! daemon's line back. [`read_secret`] is the other side of that.
+
+use super::bootstrap::{BOOTSTRAP_BYTES_MAX, Ready, Refusal, parse_reply};
+use crate::machine::io::StartOrder;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::stat::{SFlag, fstat};
+use nix::sys::termios::{LocalFlags, SetArg, Termios, tcgetattr, tcsetattr};
+use nix::unistd::{getpgrp, read, tcgetpgrp};
+use sempa_proto::PvmError;
+use std::io::{BufRead, BufReader, IsTerminal, Read, Write, stderr, stdin};
+use std::os::fd::AsFd;
+use std::time::Duration;
+use tokio::sync::oneshot;
+use tokio::time::{sleep, timeout};
+
+/// Time for a person to log in on the other host, start the daemon and bring its answer.
+const ANSWER_WITHIN: Duration = Duration::from_secs(600);
+/// How often standard input is looked at while an answer is awaited. It cannot be waited for: it must not be read while
+/// the master is in the background of its terminal, which nothing announces, and a blocked read would hold up the end.
+const LOOK_EVERY: Duration = Duration::from_millis(100);
+/// Bytes of an answer that are looked at.
+const ANSWER_BYTES_MAX: usize = 4096;
+
+fn cant(text: String) -> Refusal {
+    Refusal { error: PvmError::CantStart, text }
+}
+
+/// Refuses when nobody can be asked.
+///
+/// # Errors
+/// Why, and what to do.
+pub(crate) fn can_ask() -> Result<(), Refusal> {
+    let why = if stdin().is_terminal() {
+        if in_foreground() {
+            return Ok(());
+        }
+        "it runs in the background of its terminal"
+    } else {
+        let kind =
+            fstat(stdin()).map_or(SFlag::empty(), |stat| SFlag::from_bits_truncate(stat.st_mode) & SFlag::S_IFMT);
+        if [SFlag::S_IFIFO, SFlag::S_IFSOCK].contains(&kind) {
+            return Ok(());
+        }
+        "its standard input is no terminal"
+    };
+    Err(cant(format!(
+        "so=ms starts it by hand, and the master can ask nobody for that: {why}; start the master with \
+         \"pvmd hostfile\" in a terminal and leave it in front, or leave so=ms out to use ssh"
+    )))
+}
+
+/// False when reading the terminal would stop this process.
+fn in_foreground() -> bool {
+    // On a terminal that is not its own a process may always read.
+    tcgetpgrp(stdin()).map_or(true, |front| front == getpgrp())
+}
+
+/// Asks for one start and waits for the answer. One call at a time: there is one terminal.
+///
+/// # Errors
+/// What the daemon said instead, or that nobody answered.
+pub(crate) async fn ask(order: &StartOrder) -> Result<Ready, Refusal> {
+    // What has been typed before the question is no answer to it.
+    while let Some(bytes) = typed()? {
+        drop(bytes);
+    }
+    let StartOrder { login, command, secret } = order;
+    say(format!(
+        "*** Manual startup ***\nLogin to \"{login}\" and type:\n{command}\n\
+         It asks for a secret, which is good for this once:\n{secret}\nType response: "
+    ))
+    .await;
+    let mut given_up = GivenUp { login, open: true };
+    let answer = timeout(ANSWER_WITHIN, answer_line()).await;
+    given_up.open = false;
+    let result = match answer {
+        Ok(Ok(line)) => parse_reply(&line).unwrap_or_else(|| {
+            Err(cant(format!("{line:?} is not the line that a daemon answers with, which begins with ddpro<")))
+        }),
+        Ok(Err(refusal)) => Err(refusal),
+        Err(_) => Err(cant(format!("nobody typed an answer within {} s", ANSWER_WITHIN.as_secs()))),
+    };
+    say(match &result {
+        Ok(_) => "Thanks\n".to_string(),
+        Err(refusal) => format!("{login} is not added: {}\n", refusal.text),
+    })
+    .await;
+    result
+}
+
+/// Tells the person when the question is withdrawn, as by a halt.
+struct GivenUp<'a> {
+    login: &'a str,
+    open: bool,
+}
+
+impl Drop for GivenUp<'_> {
+    fn drop(&mut self) {
+        if self.open {
+            write_aside(format!("\n{} is not wanted any more\n", self.login), None);
+        }
+    }
+}
+
+/// Prints to standard error.
+async fn say(text: String) {
+    let (done, printed) = oneshot::channel();
+    write_aside(text, Some(done));
+    let _ = printed.await;
+}
+
+/// Prints from a thread of its own: a terminal that has been stopped does not stop the daemon.
+fn write_aside(text: String, done: Option<oneshot::Sender<()>>) {
+    std::thread::spawn(move || {
+        // A terminal that is gone shows nothing; the answer will fail to come.
+        let _ = stderr().write_all(text.as_bytes());
+        done.map(|done| done.send(()))
+    });
+}
+
+/// The next line that is not blank.
+async fn answer_line() -> Result<String, Refusal> {
+    let mut bytes = Vec::new();
+    loop {
+        while let Some(more) = typed()? {
+            bytes.extend(more);
+            while let Some(end) = bytes.iter().position(|byte| *byte == b'\n') {
+                let line: Vec<u8> = bytes.drain(..=end).collect();
+                let line = String::from_utf8_lossy(&line).trim().to_string();
+                if !line.is_empty() {
+                    return Ok(line);
+                }
+            }
+            if bytes.len() > ANSWER_BYTES_MAX {
+                return Err(cant(format!("the answer is longer than {ANSWER_BYTES_MAX} bytes")));
+            }
+        }
+        sleep(LOOK_EVERY).await;
+    }
+}
+
+/// What can be read at once; `None` if that is nothing.
+fn typed() -> Result<Option<Vec<u8>>, Refusal> {
+    let stdin = stdin();
+    let ended = |why: &str| cant(format!("the master's standard input has ended ({why}), so that nobody can answer"));
+    let mut ends = [PollFd::new(stdin.as_fd(), PollFlags::POLLIN)];
+    let waits = poll(&mut ends, PollTimeout::ZERO).is_ok_and(|ready| ready > 0);
+    if !waits || stdin.is_terminal() && !in_foreground() {
+        return Ok(None);
+    }
+    let mut bytes = vec![0; ANSWER_BYTES_MAX];
+    match read(&stdin, &mut bytes) {
+        Ok(0) => Err(ended("end of file")),
+        Ok(count) => {
+            bytes.truncate(count);
+            Ok(Some(bytes))
+        }
+        Err(nix::errno::Errno::EINTR | nix::errno::Errno::EAGAIN) => Ok(None),
+        Err(errno) => Err(ended(errno.desc())),
+    }
+}
+
+/// The new daemon: reads the secret from standard input. At a terminal it asks for it, and does not show it.
+///
+/// # Errors
+/// As the system says.
+pub(crate) fn read_secret() -> std::io::Result<String> {
+    let _hidden = stdin().is_terminal().then(Hidden::begin);
+    let mut line = String::new();
+    BufReader::new(stdin()).take(BOOTSTRAP_BYTES_MAX as u64).read_line(&mut line)?;
+    let line = line.trim();
+    Ok(line.strip_prefix("PVM_VMID=").unwrap_or(line).to_string())
+}
+
+/// What is typed is not shown until this is dropped.
+struct Hidden(Option<Termios>);
+
+impl Hidden {
+    fn begin() -> Hidden {
+        let before = tcgetattr(stdin()).ok();
+        if let Some(mut quiet) = before.clone() {
+            // An interrupt would leave the terminal silent.
+            quiet.local_flags.remove(LocalFlags::ECHO | LocalFlags::ISIG);
+            let _ = tcsetattr(stdin(), SetArg::TCSANOW, &quiet);
+        }
+        let _ = write!(stderr(), "Secret that the master shows (hidden; an empty one ends this): ");
+        Hidden(before)
+    }
+}
+
+impl Drop for Hidden {
+    fn drop(&mut self) {
+        if let Some(before) = &self.0 {
+            let _ = tcsetattr(stdin(), SetArg::TCSANOW, before);
+        }
+        let _ = writeln!(stderr());
+    }
+}
