@@ -30,7 +30,7 @@ const ENGINE_ALLOWED_BASE: Duration = Duration::from_secs(10);
 /// Image bytes for which a dump or restore gets one second more; fresh memory is slow on virtual machines.
 const ENGINE_BYTES_PER_SECOND: u64 = 100 << 20;
 /// How often a dump is begun that meets others on its way.
-const DUMP_ATTEMPTS_MAX: u32 = 20;
+const DUMP_ATTEMPTS_MAX: u32 = 64;
 /// Time for the first attempt to dump a task without memory. CRIU sometimes waits for ever for a thread that it has told to
 /// halt; a dump that works is done long before this, and the second attempt has the whole time.
 const FIRST_DUMP_BASE: Duration = Duration::from_secs(5);
