@@ -88,6 +88,6 @@ pub fn peers(settings: &Settings) -> Result<bool> {
         report.add_curves(curves::measure(&settings.prefix, name, settings.quick)?);
         report.write(&settings.results)?;
     }
-    print!("{}written: {}\n", report.text(), settings.results.display());
+    println!("{}written: {}", report.text(), settings.results.display());
     Ok(report.troubles().is_empty())
 }

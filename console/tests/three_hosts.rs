@@ -77,6 +77,8 @@ fn answers(mut command: Command, is_final: impl Fn(usize, &str) -> bool) -> Vec<
         let answer = eventually(PATIENCE, || ask(at, line)).unwrap_or_else(|error| panic!("{error:#}"));
         all.push((line.to_string(), answer));
     }
+    // The last command was to quit.
+    child.wait().expect("it has ended");
     all
 }
 

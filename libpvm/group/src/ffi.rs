@@ -150,6 +150,9 @@ struct Parts {
     kind: c_int,
 }
 
+/// What the members do with each other: own part, and the root's part for each instance.
+type Exchange = fn(&Circle, &Data, &dyn Fn(usize) -> Data) -> PvmResult<()>;
+
 /// A call between the root's array and everybody's part of it.
 ///
 /// # Safety
@@ -158,7 +161,7 @@ unsafe fn by_instance(
     (event, place): (GroupEvent, &CStr),
     (group, root, tag): (*const c_char, c_int, c_int),
     parts: Parts,
-    exchange: fn(&Circle, &Data, &dyn Fn(usize) -> Data) -> PvmResult<()>,
+    exchange: Exchange,
 ) -> c_int {
     // SAFETY: by this function's contract.
     let group = unsafe { name(group) };
