@@ -217,7 +217,8 @@ fn a_full_disk_at_either_end_leaves_the_task_at_the_source() {
             lives_on(vm, &tid, "h2");
             resize(bed.host(index), "20m");
             let done = vm.migrate_when_ready(&tid, "h3").expect("ends");
-            assert!(!done.good() && done.err.contains("No space left on device"), "{done:?}");
+            // The engine's log lies on the same disk, and may end in the middle of a word.
+            assert!(!done.good() && done.err.contains("No space left"), "{done:?}");
             vm.event(
                 SOON,
                 "failed move at that step",
