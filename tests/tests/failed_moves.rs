@@ -217,8 +217,7 @@ fn a_full_disk_at_either_end_leaves_the_task_at_the_source() {
             lives_on(vm, &tid, "h2");
             resize(bed.host(index), "20m");
             let done = vm.migrate_when_ready(&tid, "h3").expect("ends");
-            // The engine's log lies on the same disk, and may end in the middle of a word.
-            assert!(!done.good() && done.err.contains("No space left"), "{done:?}");
+            assert!(!done.good() && done.err.contains("No space left on device"), "{done:?}");
             vm.event(
                 SOON,
                 "failed move at that step",

@@ -1,6 +1,6 @@
 //! Finds the one line of CRIU's log that says why it failed.
 
-use std::io::{BufRead, BufReader, Read};
+use std::io::{self, BufRead, BufReader, Read, Write};
 use std::path::Path;
 
 /// Most of a log that is looked through, in bytes; logs at this level are far smaller.
@@ -8,22 +8,42 @@ const LOG_BYTES_MAX: u64 = 64 << 20;
 /// Longest line that is passed on, in bytes.
 const LINE_BYTES_MAX: usize = 400;
 
-/// The first line of a log that tells of an error, without its time stamp; not the noise about resource limits, which
-/// also appears when all goes well.
-pub(super) fn first_error(log: impl BufRead) -> Option<String> {
-    log.take(LOG_BYTES_MAX).split(b'\n').map_while(Result::ok).find_map(|line| {
-        let line = String::from_utf8_lossy(&line);
-        let at = line.find("Error")?;
-        (!line.contains("rlimit")).then(|| shorten(line[at..].trim()))
-    })
+/// The first line of a log that tells of an error, without its time stamp, and whether the log goes on behind it or at
+/// least ends that line; not the noise about resource limits, which also appears when all goes well.
+fn first_error(log: impl BufRead) -> Option<(String, bool)> {
+    let mut log = log.take(LOG_BYTES_MAX);
+    let mut line = Vec::new();
+    while log.read_until(b'\n', &mut line).is_ok_and(|bytes| bytes > 0) {
+        let text = String::from_utf8_lossy(&line);
+        if let Some(at) = text.find("Error").filter(|_| !text.contains("rlimit")) {
+            return Some((shorten(text[at..].trim()), text.ends_with('\n')));
+        }
+        line.clear();
+    }
+    None
+}
+
+/// What keeps a log from being written to the end of its line, if it still does: one page is more than is left in its last
+/// one.
+fn what_cuts(log: &Path) -> Option<io::Error> {
+    const PAGE: [u8; 4096] = [b'\n'; 4096];
+    std::fs::OpenOptions::new().append(true).open(log).and_then(|mut log| log.write_all(&PAGE)).err()
+}
+
+/// The first error in a log. A log that ends in the middle of the line was cut by its disk, whose own word comes then.
+fn error_in(log: &Path) -> Option<String> {
+    let (line, is_whole) = first_error(BufReader::new(std::fs::File::open(log).ok()?))?;
+    match if is_whole { None } else { what_cuts(log) } {
+        Some(why) => Some(format!("{line}… (the engine's log ends here: {why})")),
+        None => Some(line),
+    }
 }
 
 /// Why an engine failed, from its log, or else from the first line of its standard error.
 pub(super) fn reason(log: &Path, stderr: &Path) -> Option<String> {
-    let open = |path: &Path| std::fs::File::open(path).ok().map(BufReader::new);
-    let from_log = open(log).and_then(first_error);
-    from_log.or_else(|| {
-        let text = open(stderr)?.take(LOG_BYTES_MAX).lines().map_while(Result::ok);
+    error_in(log).or_else(|| {
+        let stderr = std::fs::File::open(stderr).ok()?;
+        let text = BufReader::new(stderr).take(LOG_BYTES_MAX).lines().map_while(Result::ok);
         text.map(|line| shorten(line.trim())).find(|line| !line.is_empty() && !line.contains("rlimit"))
     })
 }
@@ -46,7 +66,24 @@ mod tests {
                    (00.000100) Error (criu/util.c:1): rlimit: Can't setup RLIMIT_NOFILE for self\n\
                    (00.010000)      2: Error (criu/sk-unix.c:9): External socket is used\n\
                    (00.020000) Error (criu/cr-dump.c:2): Dumping FAILED.\n";
-        assert_eq!(first_error(log.as_bytes()).as_deref(), Some("Error (criu/sk-unix.c:9): External socket is used"));
+        let reason = first_error(log.as_bytes()).map(|(line, _)| line);
+        assert_eq!(reason.as_deref(), Some("Error (criu/sk-unix.c:9): External socket is used"));
         assert_eq!(first_error("(00.1) all is well\n".as_bytes()), None);
+    }
+
+    #[test]
+    fn a_line_that_ends_with_its_log_is_told_from_a_whole_one() {
+        let log = "(00.000100) Error (criu/page-xfer.c:263): No space left on de";
+        assert_eq!(first_error(log.as_bytes()).map(|(_, whole)| whole), Some(false));
+        assert_eq!(first_error(format!("{log}vice\n").as_bytes()).map(|(_, whole)| whole), Some(true));
+    }
+
+    #[test]
+    fn a_disk_that_takes_nothing_more_says_why() {
+        let why = what_cuts(Path::new("/dev/full")).expect("it is always full");
+        assert!(why.to_string().contains("No space left on device"), "{why}");
+        let free = tempfile::NamedTempFile::new().expect("a file");
+        std::fs::write(free.path(), "(00.1) Error (criu/x.c:1): cut here").expect("written");
+        assert_eq!(error_in(free.path()).as_deref(), Some("Error (criu/x.c:1): cut here"), "this disk has room");
     }
 }

@@ -58,6 +58,43 @@ pub enum LinkKind {
     Probe,
 }
 
+impl LinkKind {
+    /// Its number and its flag in a header.
+    fn code(self) -> (u8, bool) {
+        match self {
+            LinkKind::Data { last } => (1, last),
+            LinkKind::Ack { resync } => (2, resync),
+            LinkKind::Probe => (3, false),
+        }
+    }
+
+    fn from_code(number: u8, flag: bool) -> Option<LinkKind> {
+        match number {
+            1 => Some(LinkKind::Data { last: flag }),
+            2 => Some(LinkKind::Ack { resync: flag }),
+            3 => Some(LinkKind::Probe),
+            _ => None,
+        }
+    }
+}
+
+/// Bytes of a header on a route that only the two ends use: it names nobody.
+pub const SHORT_HEAD_BYTES: usize = 16;
+/// A byte of that header that is the route's own.
+pub const SHORT_HEAD_SPARE: usize = 7;
+/// Numbers of fragments in it have this many bits: enough for a million a second through eight years.
+const SHORT_SEQ_BITS: u32 = 48;
+/// The bit for the flag, above the kind.
+const SHORT_FLAG: u64 = 0x10;
+
+/// What stands in a short header: kind, number and acknowledgement. `None` when the kind is unknown.
+pub fn decode_short_head(head: [u8; SHORT_HEAD_BYTES]) -> Option<(LinkKind, u64, u64)> {
+    let mut head = &head[..];
+    let (word, ack) = (head.get_u64_le(), head.get_u64_le());
+    let kind = LinkKind::from_code((word & (SHORT_FLAG - 1)) as u8, word & SHORT_FLAG != 0)?;
+    Some((kind, word >> 8 & ((1 << SHORT_SEQ_BITS) - 1), ack))
+}
+
 /// One unit between the two ends of a link.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LinkFrame {
@@ -78,11 +115,7 @@ pub struct LinkFrame {
 impl LinkFrame {
     /// The header: kind, flag, two zero bytes, src, dst, seq, ack; little-endian.
     pub fn encode_head(&self) -> [u8; LINK_HEAD_BYTES] {
-        let (kind, flag) = match self.kind {
-            LinkKind::Data { last } => (1, last),
-            LinkKind::Ack { resync } => (2, resync),
-            LinkKind::Probe => (3, false),
-        };
+        let (kind, flag) = self.kind.code();
         let mut head = [0; LINK_HEAD_BYTES];
         let mut out = &mut head[..];
         out.put_u8(kind);
@@ -104,12 +137,7 @@ impl LinkFrame {
         bytes.advance(2);
         let (src, dst) = (Tid::from_raw(bytes.get_i32_le()), Tid::from_raw(bytes.get_i32_le()));
         let (seq, ack) = (bytes.get_u64_le(), bytes.get_u64_le());
-        let kind = match kind {
-            1 => LinkKind::Data { last: flag },
-            2 => LinkKind::Ack { resync: flag },
-            3 => LinkKind::Probe,
-            _ => return None,
-        };
+        let kind = LinkKind::from_code(kind, flag)?;
         Some(LinkFrame { src, dst, kind, seq, ack, payload: bytes })
     }
 }
@@ -140,6 +168,18 @@ impl Payload for Bytes {
     }
 }
 
+impl Payload for &[u8] {
+    fn len(&self) -> usize {
+        <[u8]>::len(self)
+    }
+    fn into_bytes(self) -> Bytes {
+        Bytes::copy_from_slice(self)
+    }
+    fn append_to(self, out: &mut Vec<u8>) {
+        out.extend_from_slice(self);
+    }
+}
+
 /// A frame to be put on the route, whose payload still lies where the message lies.
 #[derive(Clone, Copy, Debug)]
 pub struct FrameRef<'a> {
@@ -163,6 +203,18 @@ impl FrameRef<'_> {
     /// The part of the payload behind [`FrameRef::head`].
     pub fn body(&self) -> &[u8] {
         self.body.map_or(&[], |(bytes, start, end)| &bytes[start..end])
+    }
+
+    /// The header for a route that only the two ends use; [`SHORT_HEAD_SPARE`] is 0.
+    pub fn encode_short_head(&self) -> [u8; SHORT_HEAD_BYTES] {
+        let (kind, flag) = self.kind.code();
+        let seq = self.seq & ((1 << SHORT_SEQ_BITS) - 1);
+        let word = seq << 8 | if flag { SHORT_FLAG } else { 0 } | u64::from(kind);
+        let mut head = [0; SHORT_HEAD_BYTES];
+        let mut out = &mut head[..];
+        out.put_u64_le(word);
+        out.put_u64_le(self.ack);
+        head
     }
 
     /// The frame by itself. A payload without a header is shared with the message, not copied.

@@ -1,6 +1,6 @@
 //! Finding the daemon and introducing oneself.
 
-use super::process::{Own, receive_waiting};
+use super::process::Own;
 use crate::error::EnrollError;
 use bytes::Bytes;
 use nix::sys::socket::{MsgFlags, getsockopt, send, sockopt::PeerCredentials};
@@ -8,6 +8,7 @@ use sempa_proto::WIRE_VERSION;
 use sempa_proto::frame::{FrameDecoder, encode_control};
 use sempa_proto::place::Place;
 use sempa_proto::task::{AtEnd, Claim, Hello, TASK_MAGIC, ToDaemon, ToTask, Welcome};
+use sempa_socket::receive;
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -157,7 +158,7 @@ fn read_welcome(
             };
         }
         decoder.buffer_mut().reserve(WELCOME_BYTES);
-        match receive_waiting(socket, decoder.buffer_mut(), descriptors) {
+        match receive(socket, decoder.buffer_mut(), descriptors, MsgFlags::empty()) {
             Ok(0) => return Err(io_error(io::Error::other("it hung up without an answer"))),
             Err(e) if e.kind() == io::ErrorKind::ConnectionReset => {
                 return Err(io_error(io::Error::other("it hung up without an answer")));

@@ -10,7 +10,7 @@ use crate::inbox::Inbox;
 use bytes::Bytes;
 use rustc_hash::FxHashMap;
 use sempa_proto::frame::{Frame, FrameKind, encode_control};
-use sempa_proto::link::{Link, LinkEvent, LinkFrame, LinkKind, Payload};
+use sempa_proto::link::{Link, LinkEvent, LinkFrame, LinkKind};
 use sempa_proto::task::{LinkMark, REQUESTS_OPEN_MAX, Reply, Request, RmInfo, Sink, ToDaemon, ToTask, Welcome};
 use sempa_proto::{HostId, Message, Micros, MigrationId, PvmError, PvmResult, RequestId, RouteId, Tid};
 use std::collections::{HashMap, HashSet, VecDeque};
@@ -32,23 +32,6 @@ pub(crate) const HELD_MAX: usize = 1 << 16;
 
 /// Fragments up to this size are copied out of the read buffer, so that a small message does not keep a large buffer.
 const COPY_BYTES_MAX: usize = 16 << 10;
-
-/// A fragment in the buffer that the socket was read into.
-struct FromSocket(Bytes);
-
-impl Payload for FromSocket {
-    fn len(&self) -> usize {
-        self.0.len()
-    }
-
-    fn into_bytes(self) -> Bytes {
-        if self.0.len() <= COPY_BYTES_MAX { Bytes::copy_from_slice(&self.0) } else { self.0 }
-    }
-
-    fn append_to(self, out: &mut Vec<u8>) {
-        self.0.append_to(out);
-    }
-}
 
 /// A move that the daemon announced.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -554,7 +537,12 @@ impl Core {
         }
         self.drain_peer(now, peer);
         let Some(link) = self.link_to_send(peer) else { return };
-        link.take(now, frame.kind, frame.seq, frame.ack, FromSocket(frame.payload));
+        let LinkFrame { kind, seq, ack, payload, .. } = frame;
+        if payload.len() <= COPY_BYTES_MAX {
+            link.take(now, kind, seq, ack, &payload[..]);
+        } else {
+            link.take(now, kind, seq, ack, payload);
+        }
         self.deliver_from(peer);
         self.pump_link(now, peer);
         self.release_held(peer);

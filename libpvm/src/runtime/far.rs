@@ -5,16 +5,14 @@
 
 use super::core::Core;
 use super::direct::{Acceptor, Dialer, DirectEnd, NoRoute};
-use super::near::{head, parse_head};
 use super::process::Own;
 use super::routes::{RouteEvent, RouteOutput, Routes};
-use bytes::Bytes;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags};
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 use rustc_hash::FxHashMap;
 use sempa_proto::body::{Encoding, Packer};
-use sempa_proto::link::{LinkEvent, Payload};
+use sempa_proto::link::{LinkEvent, decode_short_head};
 use sempa_proto::message::ENC_XDR;
 use sempa_proto::route::{Fingerprint, OFFER_ADDRESSES_MAX, OfferId, RouteWord};
 use sempa_proto::{Message, Micros, PvmResult, Tid};
@@ -171,23 +169,6 @@ fn watch(set: &Own<ReadySet>, fd: BorrowedFd<'_>, wants: PollFlags, mark: u64) {
     if set.get().0.add(fd, event) == Err(Errno::EEXIST) {
         // Without memory for it in the kernel the route is looked at when its time is up.
         let _ = set.get().0.modify(fd, &mut event);
-    }
-}
-
-/// A frame's payload as it lies in the route's buffer.
-struct InFrame<'a>(&'a [u8]);
-
-impl Payload for InFrame<'_> {
-    fn len(&self) -> usize {
-        self.0.len()
-    }
-
-    fn into_bytes(self) -> Bytes {
-        Bytes::copy_from_slice(self.0)
-    }
-
-    fn append_to(self, out: &mut Vec<u8>) {
-        out.extend_from_slice(self.0);
     }
 }
 
@@ -407,9 +388,8 @@ impl Core {
         let (mut found, mut garbage) = (false, false);
         let ended = far.end.read(&mut |frame| {
             found = true;
-            let parts = frame.split_first_chunk().and_then(|(word, rest)| Some((word, rest.split_first_chunk()?)));
-            match parts.and_then(|(word, (ack, rest))| Some((parse_head(*word, *ack)?, rest))) {
-                Some(((kind, seq, ack), rest)) => link.take(now, kind, seq, ack, InFrame(rest)),
+            match frame.split_first_chunk().and_then(|(head, rest)| Some((decode_short_head(*head)?, rest))) {
+                Some(((kind, seq, ack), rest)) => link.take(now, kind, seq, ack, rest),
                 None => garbage = true,
             }
         });
@@ -438,7 +418,7 @@ impl Core {
             while far.end.has_room()
                 && let Some(frame) = link.next_frame(now)
             {
-                far.end.push(&[&head(&frame), frame.head, frame.body()]);
+                far.end.push(&[&frame.encode_short_head(), frame.head, frame.body()]);
             }
             ended |= far.end.flush().is_err();
             if ended || far.end.wants_write() || !link.has_frame() {

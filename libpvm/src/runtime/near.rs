@@ -10,7 +10,9 @@ use super::process::Own;
 use bytes::Bytes;
 use rustc_hash::FxHashMap;
 use sempa_proto::frame::encode_control;
-use sempa_proto::link::{FRAGMENT_BYTES_MAX, FrameRef, Link, LinkEvent, LinkKind, Payload};
+use sempa_proto::link::{
+    FRAGMENT_BYTES_MAX, Link, LinkEvent, LinkKind, Payload, SHORT_HEAD_BYTES, SHORT_HEAD_SPARE, decode_short_head,
+};
 use sempa_proto::message::MESSAGE_HEAD_BYTES;
 use sempa_proto::route::{OfferId, RouteWord};
 use sempa_proto::task::ToDaemon;
@@ -29,22 +31,18 @@ const OFFER_MAX: Micros = Micros::from_millis(500);
 /// How long a refusal counts. A task on another host refuses through its daemon; when it moves this is forgotten.
 const REFUSAL: Micros = Micros::from_secs(30);
 /// A ring over which nothing went for so long is given up.
-pub(crate) const RING_IDLE_MAX: Micros = Micros::from_secs(60);
-/// Bytes read from one ring before others get their turn.
-const DRAIN_BYTES_MAX: usize = 4 << 20;
+const RING_IDLE_MAX: Micros = Micros::from_secs(60);
 /// How often that is looked at.
 const IDLE_LOOK: Micros = Micros::from_secs(10);
-/// Bytes of a link frame's header in a ring: kind and number in one word, acknowledgement in the other.
-const HEAD_BYTES: usize = 16;
-/// Numbers of fragments in that word; above them stands the processor on which the frame was written.
-const SEQ_BITS: u32 = 48;
-const SEQ_MASK: u64 = (1 << SEQ_BITS) - 1;
-const PROCESSOR_AT: usize = 7;
+/// No new ring is offered so soon after one has ended: the other task may be leaving, or moving.
+const AFTER_END: Micros = Micros::from_secs(1);
+/// Bytes read from one ring before others get their turn.
+const DRAIN_BYTES_MAX: usize = 4 << 20;
 /// The longest record.
-const RECORD_BYTES_MAX: usize = HEAD_BYTES + FRAGMENT_BYTES_MAX + MESSAGE_HEAD_BYTES;
+const RECORD_BYTES_MAX: usize = SHORT_HEAD_BYTES + FRAGMENT_BYTES_MAX + MESSAGE_HEAD_BYTES;
 const _: () = assert!(RECORD_BYTES_MAX <= RING_BYTES / 4);
 
-/// Not known.
+/// A processor that is not known.
 const NO_PROCESSOR: u8 = u8::MAX;
 
 /// The processor that this thread is on, as far as a byte tells; a hint.
@@ -66,6 +64,10 @@ struct Ring {
 }
 
 impl Ring {
+    fn new(now: Micros, peer: Tid, ends: Ends, bell: PeerBell, theirs: usize) -> Ring {
+        Ring { peer, ends, bell: Arc::new(Own::new(bell)), theirs, used: now, processor: NO_PROCESSOR }
+    }
+
     /// Gives the next record to the link; how many bytes it had, 0 when there is none.
     fn take_record(&mut self, now: Micros, link: &mut Link) -> Result<usize, Broken> {
         let Some(mut record) = self.ends.reader.next_record()? else { return Ok(0) };
@@ -132,6 +134,14 @@ impl Near {
     /// True while the answer to an offer is waited for.
     pub(crate) fn is_offered(&self, peer: Tid) -> bool {
         matches!(self.standing.get(&peer), Some(Standing::Offered { .. }))
+    }
+
+    /// To whom an offer is on its way, and until when the answer is waited for.
+    fn offered(&self) -> impl Iterator<Item = (Tid, Micros)> {
+        self.standing.iter().filter_map(|(peer, standing)| match standing {
+            Standing::Offered { until, .. } => Some((*peer, *until)),
+            Standing::Sent(_) | Standing::Refused { .. } => None,
+        })
     }
 
     pub(super) fn slot(&self, peer: Tid) -> Option<usize> {
@@ -233,43 +243,14 @@ impl Payload for InRing<'_> {
     }
 }
 
-/// A link frame's header without the names, which a route between two has no need of.
-pub(super) fn head(frame: &FrameRef<'_>) -> [u8; HEAD_BYTES] {
-    let kind = match frame.kind {
-        LinkKind::Data { last: false } => 0,
-        LinkKind::Data { last: true } => 1,
-        LinkKind::Ack { resync: false } => 2,
-        LinkKind::Ack { resync: true } => 3,
-        LinkKind::Probe => 4,
-    };
-    let mut bytes = [0; HEAD_BYTES];
-    bytes[..8].copy_from_slice(&((frame.seq & SEQ_MASK) << 8 | kind).to_le_bytes());
-    bytes[8..].copy_from_slice(&frame.ack.to_le_bytes());
-    bytes
-}
-
-/// Kind, number and acknowledgement of a header.
-pub(super) fn parse_head(word: [u8; 8], ack: [u8; 8]) -> Option<(LinkKind, u64, u64)> {
-    let word = u64::from_le_bytes(word);
-    let kind = match word & 0xff {
-        0 => LinkKind::Data { last: false },
-        1 => LinkKind::Data { last: true },
-        2 => LinkKind::Ack { resync: false },
-        3 => LinkKind::Ack { resync: true },
-        4 => LinkKind::Probe,
-        _ => return None,
-    };
-    Some((kind, word >> 8 & SEQ_MASK, u64::from_le_bytes(ack)))
-}
-
-/// As [`parse_head`], and the processor on which it was written.
+/// Kind, number and acknowledgement of a record, and the processor on which it was written.
 fn read_head(record: &mut Record<'_, Shared>) -> Result<(LinkKind, u64, u64, u8), Broken> {
-    let (word, ack): ([u8; 8], [u8; 8]) = (record.take().ok_or(Broken)?, record.take().ok_or(Broken)?);
+    let head: [u8; SHORT_HEAD_BYTES] = record.take().ok_or(Broken)?;
+    let (kind, seq, ack) = decode_short_head(head).ok_or(Broken)?;
     if record.len() > FRAGMENT_BYTES_MAX {
         return Err(Broken);
     }
-    let (kind, seq, ack) = parse_head(word, ack).ok_or(Broken)?;
-    Ok((kind, seq, ack, word[PROCESSOR_AT]))
+    Ok((kind, seq, ack, head[SHORT_HEAD_SPARE]))
 }
 
 impl Core {
@@ -390,11 +371,7 @@ impl Core {
         if !self.say(peer, RouteWord::RingAccept { id, slot: slot as u32 }, vec![own]) {
             return None;
         }
-        self.install(
-            now,
-            slot,
-            Ring { peer, ends, bell: Arc::new(Own::new(bell)), theirs, used: now, processor: NO_PROCESSOR },
-        );
+        self.install(now, slot, Ring::new(now, peer, ends, bell, theirs));
         Some(())
     }
 
@@ -410,11 +387,7 @@ impl Core {
         if let Some(Standing::Offered { slot, ends, .. }) = self.near.standing.remove(&peer)
             && let Some(ends) = ends.into_inner()
         {
-            self.install(
-                now,
-                slot,
-                Ring { peer, ends, bell: Arc::new(Own::new(bell)), theirs, used: now, processor: NO_PROCESSOR },
-            );
+            self.install(now, slot, Ring::new(now, peer, ends, bell, theirs));
         }
     }
 
@@ -530,7 +503,7 @@ impl Core {
         let peer = ring.peer;
         let Some(link) = links.get_mut(&peer) else { return };
         let (mut wrote, mut urgent, mut broken, processor) = (0u32, false, false, processor());
-        while link.has_frame() {
+        while !broken && link.has_frame() {
             match ring.ends.writer.wants_room(RECORD_BYTES_MAX) {
                 Ok(true) => {}
                 Ok(false) => break,
@@ -541,8 +514,8 @@ impl Core {
             }
             let frame = link.next_frame(now).expect("the link has one");
             urgent |= frame.kind == LinkKind::Probe;
-            let mut head = head(&frame);
-            head[PROCESSOR_AT] = processor;
+            let mut head = frame.encode_short_head();
+            head[SHORT_HEAD_SPARE] = processor;
             broken = ring.ends.writer.write(&[&head, frame.head, frame.body()]).is_err();
             wrote += 1;
             if wrote == 1 && !link.is_transmitted() {
@@ -607,7 +580,7 @@ impl Core {
         let Slot::Ring(ring) = std::mem::replace(place, Slot::Free) else { return };
         let Ring { peer, ends, bell, theirs, .. } = ring.get();
         self.near.by_peer.remove(peer);
-        self.near.standing.insert(*peer, Standing::Refused { until: now + Micros::from_secs(1) });
+        self.near.standing.insert(*peer, Standing::Refused { until: now + AFTER_END });
         close(ends);
         let wake = bell.get().ring(*theirs, true);
         if wake != Wake::Nobody {
@@ -626,9 +599,7 @@ impl Core {
             self.pump_ring(now, slot);
             self.end_ring(now, slot);
         }
-        let offered =
-            |(peer, standing): (&Tid, &Standing)| matches!(standing, Standing::Offered { .. }).then_some(*peer);
-        let offered: Vec<Tid> = self.near.standing.iter().filter_map(offered).collect();
+        let offered: Vec<Tid> = self.near.offered().map(|(peer, _)| peer).collect();
         for peer in offered {
             self.drop_offer(now, peer, Standing::Sent(0));
         }
@@ -658,11 +629,7 @@ impl Core {
 
     /// Offers that nobody answered, rings that nobody uses.
     pub(super) fn wake_near(&mut self, now: Micros) {
-        let late = |(peer, standing): (&Tid, &Standing)| match standing {
-            Standing::Offered { until, .. } if *until <= now => Some(*peer),
-            _ => None,
-        };
-        let late: Vec<Tid> = self.near.standing.iter().filter_map(late).collect();
+        let late: Vec<Tid> = self.near.offered().filter(|(_, until)| *until <= now).map(|(peer, _)| peer).collect();
         for peer in late {
             self.drop_offer(now, peer, Standing::Refused { until: now + REFUSAL });
         }
@@ -678,11 +645,7 @@ impl Core {
             }
             self.near.idle_look = (!self.near.by_peer.is_empty()).then(|| now + IDLE_LOOK);
         }
-        let offers = self.near.standing.values().filter_map(|standing| match standing {
-            Standing::Offered { until, .. } => Some(*until),
-            _ => None,
-        });
-        if let Some(due) = offers.chain(self.near.idle_look).min() {
+        if let Some(due) = self.near.offered().map(|(_, until)| until).chain(self.near.idle_look).min() {
             self.wake_at(due);
         }
     }

@@ -3,12 +3,9 @@
 //! After `fork` the child is no task: its copies of the descriptors are closed at once and its copies of the runtime are
 //! dead, which [`generation`] tells. `vfork` and `posix_spawn` do not come here; for them all descriptors are
 //! close-on-exec.
-#![allow(unsafe_code)] // pthread_atfork, atexit and receiving into spare capacity have no safe form.
+#![allow(unsafe_code)] // pthread_atfork and atexit have no safe form.
 
-use bytes::{BufMut, BytesMut};
-use std::collections::VecDeque;
-use std::io;
-use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd};
 use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU64, Ordering};
 use std::sync::{Mutex, Once};
 
@@ -143,89 +140,4 @@ impl<T> Drop for Own<T> {
             FORK_FDS[place].store(NO_FD, Ordering::Relaxed);
         }
     }
-}
-
-/// Descriptors taken from one read at most; one word brings no more.
-const READ_FDS_MAX: usize = sempa_proto::route::WORD_DESCRIPTORS_MAX;
-
-/// Receives what is there, without waiting, behind what `buffer` holds, and the descriptors that came along. 0 is the end
-/// of the stream.
-///
-/// # Errors
-/// `WouldBlock` when nothing is there; anything else ends the connection.
-pub(crate) fn receive(
-    socket: &impl AsFd,
-    buffer: &mut BytesMut,
-    descriptors: &mut VecDeque<OwnedFd>,
-) -> io::Result<usize> {
-    receive_with(socket, buffer, descriptors, libc::MSG_DONTWAIT)
-}
-
-/// As [`receive`], but waits as long as the socket's own limit says.
-///
-/// # Errors
-/// `WouldBlock` when nothing came in that time; anything else ends the connection.
-pub(crate) fn receive_waiting(
-    socket: &impl AsFd,
-    buffer: &mut BytesMut,
-    descriptors: &mut VecDeque<OwnedFd>,
-) -> io::Result<usize> {
-    receive_with(socket, buffer, descriptors, 0)
-}
-
-fn receive_with(
-    socket: &impl AsFd,
-    buffer: &mut BytesMut,
-    descriptors: &mut VecDeque<OwnedFd>,
-    flags: i32,
-) -> io::Result<usize> {
-    /// Room for one message of descriptors, aligned as the kernel wants it.
-    const CONTROL_WORDS: usize = 8;
-    const _: () = assert!(READ_FDS_MAX * size_of::<RawFd>() + 24 <= CONTROL_WORDS * 8);
-    let room = buffer.spare_capacity_mut();
-    let mut control = [0u64; CONTROL_WORDS];
-    let mut slice = libc::iovec { iov_base: room.as_mut_ptr().cast(), iov_len: room.len() };
-    // SAFETY: all zeroes is a good message header.
-    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
-    (message.msg_iov, message.msg_iovlen) = (&mut slice, 1);
-    (message.msg_control, message.msg_controllen) = (control.as_mut_ptr().cast(), size_of_val(&control));
-    let flags = flags | libc::MSG_CMSG_CLOEXEC;
-    // SAFETY: the kernel writes at most as many bytes as the two buffers hold, and both live through the call.
-    let got = unsafe { libc::recvmsg(socket.as_fd().as_raw_fd(), &mut message, flags) };
-    let Ok(got) = usize::try_from(got) else { return Err(io::Error::last_os_error()) };
-    if message.msg_controllen > 0 {
-        // SAFETY: the kernel has filled in the control part of this header, and nobody owns its descriptors yet.
-        unsafe { take_descriptors(&message, descriptors) };
-    }
-    // SAFETY: the kernel has initialised the first `got` bytes of the spare capacity.
-    unsafe { buffer.advance_mut(got) };
-    Ok(got)
-}
-
-/// Takes the descriptors of a received message over.
-///
-/// # Safety
-/// The header is as the kernel left it, its buffers are alive, and this is done once.
-unsafe fn take_descriptors(message: &libc::msghdr, descriptors: &mut VecDeque<OwnedFd>) {
-    // SAFETY: by this function's contract; the pointers stay within the control buffer.
-    unsafe {
-        let mut part = libc::CMSG_FIRSTHDR(message);
-        while let Some(head) = part.as_ref() {
-            if head.cmsg_level == libc::SOL_SOCKET && head.cmsg_type == libc::SCM_RIGHTS {
-                let bytes = head.cmsg_len - libc::CMSG_LEN(0) as usize;
-                let data = libc::CMSG_DATA(part).cast::<RawFd>();
-                for i in 0..bytes / size_of::<RawFd>() {
-                    descriptors.push_back(OwnedFd::from_raw_fd(data.add(i).read_unaligned()));
-                }
-            }
-            part = libc::CMSG_NXTHDR(message, part);
-        }
-    }
-}
-
-/// Takes a descriptor over that the kernel has just given to this process.
-#[cfg(test)]
-pub(crate) fn adopt(fd: RawFd) -> OwnedFd {
-    // SAFETY: tests hand over what `recvmsg` has returned, once.
-    unsafe { OwnedFd::from_raw_fd(fd) }
 }

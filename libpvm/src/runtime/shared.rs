@@ -12,6 +12,7 @@ use sempa_proto::frame::FrameDecoder;
 use sempa_proto::{Micros, Tid};
 use sempa_ring::futex;
 use sempa_ring::memory::OwnBell;
+use sempa_socket::receive;
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
@@ -367,7 +368,7 @@ impl State {
                 buffer.reserve(READ_BYTES);
             }
             let room = buffer.capacity() - buffer.len();
-            match process::receive(socket.get(), buffer, &mut self.descriptors) {
+            match receive(socket.get(), buffer, &mut self.descriptors, MsgFlags::MSG_DONTWAIT) {
                 Ok(0) => return self.lose("the daemon closed the connection"),
                 Ok(n) => {
                     total += n;

@@ -4,14 +4,15 @@
 use super::{PATIENCE, until};
 use crate::runtime::{EnrollOptions, Runtime};
 use bytes::Bytes;
-use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, sendmsg};
+use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use sempa_proto::frame::{Frame, FrameDecoder, FrameKind, encode, encode_control, to_bytes};
 use sempa_proto::message::DSIG_X86_64;
 use sempa_proto::route::RouteWord;
 use sempa_proto::task::{AtEnd, Claim, Hello, Reply, Request, ResumeToken, RmInfo, Sink, ToDaemon, ToTask, Welcome};
 use sempa_proto::{HostId, MigrationId, RequestId, Tid};
-use std::collections::HashMap;
-use std::io::{IoSlice, IoSliceMut, Write};
+use sempa_socket::receive;
+use std::collections::{HashMap, VecDeque};
+use std::io::{IoSlice, Write};
 use std::net::{Ipv4Addr, Shutdown};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -204,30 +205,22 @@ impl Drop for Fake {
     }
 }
 
-fn read_frame(stream: &mut UnixStream, decoder: &mut FrameDecoder, descriptors: &mut Vec<OwnedFd>) -> Option<Frame> {
-    let mut chunk = vec![0; 64 << 10];
+fn read_frame(stream: &UnixStream, decoder: &mut FrameDecoder, descriptors: &mut VecDeque<OwnedFd>) -> Option<Frame> {
     loop {
         if let Some(frame) = decoder.next_frame().expect("the library speaks in frames") {
             return Some(frame);
         }
-        let mut space = nix::cmsg_space!([RawFd; 2]);
-        let mut room = [IoSliceMut::new(&mut chunk)];
-        let got = recvmsg::<()>(stream.as_raw_fd(), &mut room, Some(&mut space), MsgFlags::MSG_CMSG_CLOEXEC).ok()?;
-        for part in got.cmsgs().expect("room for two") {
-            if let ControlMessageOwned::ScmRights(fds) = part {
-                descriptors.extend(fds.into_iter().map(crate::runtime::process::adopt));
-            }
-        }
-        match got.bytes {
-            0 => return None,
-            n => decoder.push(&chunk[..n]),
+        decoder.buffer_mut().reserve(64 << 10);
+        match receive(stream, decoder.buffer_mut(), descriptors, MsgFlags::empty()) {
+            Ok(n) if n > 0 => {}
+            _ => return None,
         }
     }
 }
 
-fn serve(shared: &Shared, mut stream: UnixStream) {
-    let (mut decoder, mut descriptors) = (FrameDecoder::new(), Vec::new());
-    let Some(first) = read_frame(&mut stream, &mut decoder, &mut descriptors) else { return };
+fn serve(shared: &Shared, stream: UnixStream) {
+    let (mut decoder, mut descriptors) = (FrameDecoder::new(), VecDeque::new());
+    let Some(first) = read_frame(&stream, &mut decoder, &mut descriptors) else { return };
     let Ok(ToDaemon::Hello(hello)) = first.control::<ToDaemon>() else { panic!("the first frame is a hello") };
     let Some(tid) = seat(shared, &hello, &stream) else { return };
     loop {
@@ -237,7 +230,7 @@ fn serve(shared: &Shared, mut stream: UnixStream) {
             net = shared.changed.wait_timeout(net, PATIENCE).expect("no panic under the lock").0;
         }
         drop(net);
-        let Some(frame) = read_frame(&mut stream, &mut decoder, &mut descriptors) else { break };
+        let Some(frame) = read_frame(&stream, &mut decoder, &mut descriptors) else { break };
         take(shared, tid, frame, &mut descriptors);
     }
     let mut net = shared.net.lock().expect("no panic under the lock");
@@ -298,7 +291,7 @@ fn seat(shared: &Shared, hello: &Hello, stream: &UnixStream) -> Option<Tid> {
     Some(tid)
 }
 
-fn take(shared: &Shared, tid: Tid, frame: Frame, descriptors: &mut Vec<OwnedFd>) {
+fn take(shared: &Shared, tid: Tid, frame: Frame, descriptors: &mut VecDeque<OwnedFd>) {
     let mut net = shared.net.lock().expect("no panic under the lock");
     if frame.kind == FrameKind::Link {
         let link = frame.link().expect("a link frame");
