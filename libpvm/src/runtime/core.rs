@@ -698,12 +698,14 @@ impl Core {
         }
     }
 
-    fn peer_gone(&mut self, now: Micros, peer: Tid) {
+    pub(super) fn peer_gone(&mut self, now: Micros, peer: Tid) {
         if peer == self.me || self.is_gone(peer) {
             return;
         }
         self.forget_near(now, peer);
-        self.far_gone(now, peer);
+        if !self.far_gone(now, peer) {
+            return;
+        }
         // Remembered also without a link: a notification that waits for this peer's last message must not wait for ever.
         let Some(link) = self.link_to_send(peer) else { return };
         link.handle(now, LinkEvent::PeerGone);

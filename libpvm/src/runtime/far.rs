@@ -28,14 +28,31 @@ const READY_MAX: usize = 64;
 const NEGOTIATION: u64 = u64::MAX;
 /// So long after a thread has looked itself, the helper does not.
 pub(crate) const ATTENDED: Micros = Micros::from_millis(2);
+/// A connection of which only the end is awaited is given up after so long a silence.
+pub(crate) const LAST_WORDS_SILENCE: Micros = Micros::from_secs(2);
+/// It is given up after so long in any case.
+pub(crate) const LAST_WORDS_WITHIN: Micros = Micros::from_secs(30);
 /// No certificate: tasks on one host need none.
 const NOBODY: Fingerprint = [0; 32];
 
-/// An end, and whether its output waits for the socket.
+/// An end, and how it stands with it.
 #[derive(Debug)]
 struct Far {
     end: DirectEnd,
+    /// Its output waits for the socket.
     blocked: bool,
+    /// Nothing more is written; what the peer had sent is still read.
+    last_words: Option<LastWords>,
+}
+
+/// How long a connection is read whose peer can be told nothing more.
+#[derive(Clone, Copy, Debug)]
+struct LastWords {
+    /// As long as nothing comes: until then.
+    silent_until: Micros,
+    until: Micros,
+    /// The peer has ended; everybody else is told when it has been heard out.
+    gone: bool,
 }
 
 /// What a task that asks has said of where it listens.
@@ -327,7 +344,7 @@ impl Core {
     fn install_direct(&mut self, now: Micros, peer: Tid, end: DirectEnd) {
         let Some(set) = self.direct.set() else { return self.route_event(now, RouteEvent::Failed(peer)) };
         watch(&set, end.as_fd(), PollFlags::POLLIN, mark_of(peer));
-        self.direct.ends.insert(peer, Far { end, blocked: false });
+        self.direct.ends.insert(peer, Far { end, blocked: false, last_words: None });
         let route = self.next_route();
         if let Some(link) = self.link_to_send(peer) {
             link.handle(now, LinkEvent::RouteUp(route));
@@ -340,7 +357,7 @@ impl Core {
     /// Lets go of what leads to this task; the daemons carry what waits.
     fn close_direct(&mut self, now: Micros, peer: Tid) {
         self.direct.dialers.remove(&peer);
-        if let Some(Far { end, blocked }) = self.direct.ends.remove(&peer) {
+        if let Some(Far { end, blocked, .. }) = self.direct.ends.remove(&peer) {
             self.direct.blocked -= usize::from(blocked);
             if let Some(set) = &self.direct.ready {
                 // A forked child may have a copy of the descriptor, with which it would stay in the set.
@@ -395,24 +412,60 @@ impl Core {
         });
         let answers = link.has_frame();
         if found {
+            if let Some(last) = &mut far.last_words {
+                last.silent_until = (now + LAST_WORDS_SILENCE).min(last.until);
+            }
             self.deliver_from(peer);
             self.release_held(peer);
         }
-        if ended.is_err() || garbage {
-            self.route_event(now, RouteEvent::Ended(peer));
-            self.release_held(peer);
-        } else if answers {
-            self.pump_direct(now, peer);
-        } else {
-            self.note_wakeup(peer);
+        match ended {
+            Err(_) => self.end_far(now, peer),
+            Ok(_) if garbage => self.end_far(now, peer),
+            // The answer of a kernel to whom we write when its task has just ended would drop what it has not sent yet. A
+            // peer's window bounds what there can be.
+            Ok(true) => {}
+            Ok(false) if answers => self.pump_direct(now, peer),
+            Ok(false) => self.note_wakeup(peer),
         }
         found
+    }
+
+    /// A connection has been read to its end.
+    fn end_far(&mut self, now: Micros, peer: Tid) {
+        let gone = self.direct.ends.get(&peer).and_then(|far| far.last_words).is_some_and(|last| last.gone);
+        self.route_event(now, RouteEvent::Ended(peer));
+        self.release_held(peer);
+        if gone {
+            self.peer_gone(now, peer);
+        }
+    }
+
+    /// Nothing more can be said to a peer: reads what it had said before, until the connection ends or has been silent for
+    /// a while.
+    fn hear_out(&mut self, now: Micros, peer: Tid, gone: bool) {
+        let direct = &mut self.direct;
+        let Some(far) = direct.ends.get_mut(&peer) else { return };
+        let silent_until = now + LAST_WORDS_SILENCE;
+        let fresh = LastWords { silent_until, until: now + LAST_WORDS_WITHIN, gone };
+        far.last_words.get_or_insert(fresh).gone |= gone;
+        if std::mem::take(&mut far.blocked) {
+            direct.blocked -= 1;
+            if let Some(set) = &direct.ready {
+                watch(set, far.end.as_fd(), PollFlags::POLLIN, mark_of(peer));
+            }
+        }
+        self.wake_at(silent_until);
+        self.news_of_routes();
+        while self.drain_direct(now, peer) {}
     }
 
     /// Sends what the link has, as far as the socket takes it.
     pub(super) fn pump_direct(&mut self, now: Micros, peer: Tid) {
         let (direct, links) = self.direct_and_links();
         let (Some(far), Some(link)) = (direct.ends.get_mut(&peer), links.get_mut(&peer)) else { return };
+        if far.last_words.is_some() {
+            return;
+        }
         let mut ended = false;
         loop {
             while far.end.has_room()
@@ -436,10 +489,9 @@ impl Core {
             self.news_of_routes();
         }
         if ended {
-            // What it said before is still worth reading.
-            self.drain_direct(now, peer);
-            self.route_event(now, RouteEvent::Ended(peer));
-        } else {
+            self.hear_out(now, peer, false);
+        } else if !blocked {
+            // Otherwise the socket says when it is time.
             self.note_wakeup(peer);
         }
     }
@@ -453,19 +505,26 @@ impl Core {
         for peer in &peers {
             while self.drain_direct(now, *peer) {}
         }
+        let unheard = self.direct.ends.iter().filter(|(_, far)| far.last_words.is_some_and(|last| last.gone));
+        let unheard: Vec<Tid> = unheard.map(|(peer, _)| *peer).collect();
         self.route_event(now, RouteEvent::LetGo);
         self.direct.acceptor.close();
         self.direct.offered.clear();
         self.direct.dialers.clear();
         self.direct.ready = None;
         self.direct.blocked = 0;
+        unheard.into_iter().for_each(|peer| self.peer_gone(now, peer));
         peers
     }
 
-    /// A task has ended.
-    pub(super) fn far_gone(&mut self, now: Micros, peer: Tid) {
-        while self.drain_direct(now, peer) {}
+    /// A task has ended. False when it has to be heard out first, or has been: then this is no concern of the caller's.
+    pub(super) fn far_gone(&mut self, now: Micros, peer: Tid) -> bool {
+        if self.direct.leads_to(peer) {
+            self.hear_out(now, peer, true);
+            return false;
+        }
         self.route_event(now, RouteEvent::Gone(peer));
+        true
     }
 
     /// A task runs elsewhere.
@@ -474,8 +533,18 @@ impl Core {
         self.route_event(now, RouteEvent::Moved(peer));
     }
 
-    /// Answers that did not come.
+    /// Answers that did not come, and connections that have been silent for long enough.
     pub(super) fn wake_far(&mut self, now: Micros) {
+        let heard_out = self.direct.ends.iter().filter(|(_, far)| far.last_words.is_some());
+        for peer in heard_out.map(|(peer, _)| *peer).collect::<Vec<Tid>>() {
+            // This task may have stood still itself.
+            while self.drain_direct(now, peer) {}
+            match self.direct.ends.get(&peer).and_then(|far| far.last_words) {
+                Some(last) if last.silent_until <= now => self.end_far(now, peer),
+                Some(last) => self.wake_at(last.silent_until),
+                None => {}
+            }
+        }
         self.route_event(now, RouteEvent::Wake);
     }
 }

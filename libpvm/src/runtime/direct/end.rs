@@ -87,7 +87,10 @@ pub(crate) struct DirectEnd {
     records_per_key: u64,
     out: Out,
     come: In,
+    /// Nothing more can be read.
     ended: Option<Ended>,
+    /// Nothing more can be sent; what the peer has sent before may still be on its way.
+    mute: Option<Ended>,
 }
 
 impl std::fmt::Debug for DirectEnd {
@@ -119,7 +122,7 @@ impl DirectEnd {
         let mut inward = In { bytes: vec![0; IN_BYTES], plain_from: 0, plain_to: 0, from: 0, to: come.len() };
         inward.bytes[..come.len()].copy_from_slice(come);
         let records_per_key = RECORDS_PER_KEY;
-        Ok(DirectEnd { socket, seal, open, keys, records_per_key, out, come: inward, ended: None })
+        Ok(DirectEnd { socket, seal, open, keys, records_per_key, out, come: inward, ended: None, mute: None })
     }
 
     /// Changes keys after so many records.
@@ -186,7 +189,7 @@ impl DirectEnd {
             self.finish_record(Kind::Handshake);
             match self.keys.next_to_seal() {
                 Some(key) => self.seal = key,
-                None => self.ended = Some(Ended::Broken("there is no new key".into())),
+                None => self.mute = Some(Ended::Broken("there is no new key".into())),
             }
         }
     }
@@ -194,28 +197,24 @@ impl DirectEnd {
     /// Sends what the socket takes at once.
     ///
     /// # Errors
-    /// The route has ended.
+    /// Nothing more can be sent. [`read`](Self::read) still hands over what has come.
     pub(crate) fn flush(&mut self) -> Result<(), Ended> {
         if self.out.open > 0 {
             self.finish_record(Kind::Data);
         }
-        while self.ended.is_none() && self.out.from < self.out.to {
+        while self.mute.is_none() && self.out.from < self.out.to {
             let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
             match send(self.socket.get().as_raw_fd(), &self.out.bytes[self.out.from..self.out.to], flags) {
                 Ok(sent) => self.out.from += sent,
                 Err(Errno::EINTR) => {}
                 Err(Errno::EAGAIN) => break,
-                Err(e) => self.ended = Some(Ended::Broken(e.desc().into())),
+                Err(e) => self.mute = Some(Ended::Broken(e.desc().into())),
             }
         }
         if self.out.from == self.out.to {
             (self.out.from, self.out.to) = (0, 0);
         }
-        self.state()
-    }
-
-    fn state(&self) -> Result<(), Ended> {
-        self.ended.clone().map_or(Ok(()), Err)
+        self.mute.clone().map_or(Ok(()), Err)
     }
 
     /// Says that nothing more will come, as far as the socket takes it at once, and closes.
@@ -231,36 +230,34 @@ impl DirectEnd {
     // ---- in
 
     /// Hands over the whole frames that are there. To be called once when the route stands, because the first ones may
-    /// have come with the end of the handshake, and then whenever the socket can be read.
+    /// have come with the end of the handshake, and then whenever the socket can be read. True when it has left something
+    /// for the next call.
     ///
     /// # Errors
     /// The route has ended; all whole frames before that have been handed over.
-    pub(crate) fn read(&mut self, take: &mut dyn FnMut(&[u8])) -> Result<(), Ended> {
+    pub(crate) fn read(&mut self, take: &mut dyn FnMut(&[u8])) -> Result<bool, Ended> {
         let mut got = self.open_records(take);
-        let mut total = 0;
-        while got.is_ok() && self.ended.is_none() && total < READ_BYTES_MAX {
+        let (mut total, mut emptied) = (0, false);
+        while got.is_ok() && self.ended.is_none() && !emptied && total < READ_BYTES_MAX {
             let room = self.come.make_room();
             match recv(self.socket.get().as_raw_fd(), room, MsgFlags::MSG_DONTWAIT) {
                 Ok(0) => got = Err(self.come.end_of_stream()),
                 Ok(bytes) => {
                     // A read that does not fill its room has emptied the socket.
-                    let all = bytes < room.len();
+                    emptied = bytes < room.len();
                     self.come.to += bytes;
                     total += bytes;
                     got = self.open_records(take);
-                    if all {
-                        break;
-                    }
                 }
                 Err(Errno::EINTR) => {}
-                Err(Errno::EAGAIN) => break,
+                Err(Errno::EAGAIN) => emptied = true,
                 Err(e) => got = Err(Ended::Broken(e.desc().into())),
             }
         }
         if let Err(ended) = got {
             self.ended.get_or_insert(ended);
         }
-        self.state()
+        self.ended.clone().map_or(Ok(!emptied), Err)
     }
 
     /// Waits for the empty frame by which the listening side says that it believes this one; true when it has come.

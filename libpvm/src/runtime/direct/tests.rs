@@ -432,6 +432,32 @@ fn an_end_in_order_and_the_death_of_a_peer_are_noticed() {
 }
 
 #[test]
+fn who_can_say_nothing_more_still_reads_what_was_said_before() {
+    let (mut a, mut b) = route();
+    const FRAMES: u32 = 3;
+    for number in 0..FRAMES {
+        assert!(b.push(&[&number.to_le_bytes(), &[5; 10_000]]));
+    }
+    b.flush().expect("the route stands");
+    assert!(!b.wants_write(), "it is more than any kernel takes");
+    drop(b);
+    let mute = until("a refusal", || {
+        assert!(a.push(&[&[1]]));
+        a.flush().err()
+    });
+    assert!(matches!(mute, Ended::Broken(_)), "{mute:?}");
+    let mut came = 0u32;
+    let ended = until("the end", || {
+        a.read(&mut |frame| {
+            assert_eq!((&frame[..4], frame.len()), (&came.to_le_bytes()[..], 10_004));
+            came += 1;
+        })
+        .err()
+    });
+    assert_eq!(came, FRAMES, "{ended:?}");
+}
+
+#[test]
 fn offers_are_bounded_and_what_is_withdrawn_is_refused() {
     let (mut acceptor, port, fingerprint) = offered();
     for n in 1..OFFERS_MAX as u64 {

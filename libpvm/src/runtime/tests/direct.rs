@@ -4,12 +4,16 @@ use super::fake::Fake;
 use super::{PATIENCE, expect_numbered, message, next, send_numbered, until};
 use crate::inbox::Inbox;
 use crate::runtime::Runtime;
+use crate::runtime::far::LAST_WORDS_SILENCE;
 use sempa_proto::body::{Encoding, Unpacker};
 use sempa_proto::message::CTX_BASE;
 use sempa_proto::route::RouteWord;
-use sempa_proto::task::ToDaemon;
+use sempa_proto::task::{LinkMark, ToDaemon, ToTask};
 use sempa_proto::{Message, Tid};
-use std::time::Instant;
+use std::io::{Read, Write};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 /// Two tasks of different hosts.
 fn two() -> (Fake, Runtime, Runtime) {
@@ -160,4 +164,136 @@ fn on_one_host_the_rings_are_the_direct_route() {
     send_numbered(&a, b.tid(), 0..50);
     expect_numbered(&b, a.tid(), 0..50);
     assert!(!leads(&a, b.tid()) && a.look(|core| !core.direct.is_open()).expect("not forked"), "nothing listens");
+}
+
+/// What stands in a direct connection does with what goes to the side that dialled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Gate {
+    Open,
+    /// Keeps it.
+    Shut,
+    /// Hands over what it has kept, and closes the connection as the kernel does when a task has been killed.
+    Last,
+}
+
+/// The gate, and how many bytes are kept behind it.
+#[derive(Clone)]
+struct Way(Arc<Mutex<(Gate, usize)>>);
+
+impl Way {
+    /// Puts a gate in the direct connections of this daemon's tasks.
+    fn through(fake: &Fake) -> Way {
+        let way = Way(Arc::new(Mutex::new((Gate::Open, 0))));
+        let gate = way.clone();
+        fake.net().detour = Some(Box::new(move |offered| {
+            let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
+            let own = listener.local_addr().expect("it has one");
+            let gate = gate.clone();
+            std::thread::spawn(move || gate.stand(&listener, offered));
+            own
+        }));
+        way
+    }
+
+    fn set(&self, gate: Gate) {
+        self.0.lock().expect("no panic under the lock").0 = gate;
+    }
+
+    fn kept(&self) -> usize {
+        self.0.lock().expect("no panic under the lock").1
+    }
+
+    fn stand(&self, listener: &TcpListener, offered: SocketAddr) {
+        let (mut dialled, _) = listener.accept().expect("it is dialled");
+        let mut offering = TcpStream::connect(offered).expect("it listens");
+        let mut back = (dialled.try_clone().expect("a socket"), offering.try_clone().expect("a socket"));
+        std::thread::spawn(move || std::io::copy(&mut back.0, &mut back.1));
+        offering.set_read_timeout(Some(Duration::from_millis(1))).expect("a socket");
+        let (mut kept, mut bytes) = (Vec::new(), vec![0; 64 << 10]);
+        loop {
+            let got = offering.read(&mut bytes).unwrap_or(0);
+            kept.extend_from_slice(&bytes[..got]);
+            let gate = {
+                let mut state = self.0.lock().expect("no panic under the lock");
+                state.1 = kept.len();
+                state.0
+            };
+            if gate != Gate::Shut {
+                dialled.write_all(&kept).expect("somebody reads");
+                kept.clear();
+            }
+            if gate == Gate::Last {
+                let _ = (dialled.shutdown(std::net::Shutdown::Both), offering.shutdown(std::net::Shutdown::Both));
+                return;
+            }
+        }
+    }
+}
+
+/// A task that has asked for the other one's notification of its end, with a shut gate between; the daemon carries nothing.
+fn two_with_a_gate() -> (Fake, Runtime, Runtime, Way) {
+    let (fake, a, b) = two();
+    let way = Way::through(&fake);
+    a.open_route(b.tid());
+    until("both ends", || (leads(&a, b.tid()) && leads(&b, a.tid())).then_some(()));
+    fake.net().lossy = true;
+    way.set(Gate::Shut);
+    (fake, a, b, way)
+}
+
+/// The daemon says that a task has ended: as fact, and then as the notification with tag 9.
+fn tell_of_end(fake: &Fake, to: &Runtime, ended: Tid) {
+    fake.tell(to.tid(), ToTask::PeerGone { tid: ended });
+    let deliver = |tag, after| ToTask::Deliver { message: message(to.tid(), tag, ""), after };
+    fake.tell(to.tid(), deliver(9, Some(LinkMark { peer: ended, end: 1 })));
+    // What comes behind it is here: so both have been taken.
+    fake.tell(to.tid(), deliver(8, None));
+    assert_eq!(next(to).tag, 8);
+}
+
+#[test]
+fn what_a_killed_task_had_sent_comes_before_the_word_of_its_end_however_late() {
+    const COUNT: u32 = 30;
+    const BYTES: usize = 100_000;
+    let (fake, a, b, way) = two_with_a_gate();
+    for number in 0..COUNT {
+        let mut body = vec![number as u8; BYTES];
+        body[..4].copy_from_slice(&number.to_le_bytes());
+        a.send(message(b.tid(), 1, body)).expect("sent");
+    }
+    until("all of it on the way", || (way.kept() >= COUNT as usize * BYTES).then_some(()));
+    tell_of_end(&fake, &b, a.tid());
+    assert!(leads(&b, a.tid()) && b.inbox_try(&mut |inbox: &mut Inbox| inbox.get(0).map(|_| ())).is_none());
+    // What is sent to it now vanishes.
+    b.send(message(a.tid(), 1, vec![1; 1 << 20])).expect("as to anybody who has ended");
+    way.set(Gate::Last);
+    for number in 0..COUNT {
+        let got = next(&b);
+        assert_eq!((got.tag, got.body.len(), &got.body[..4]), (1, BYTES, &number.to_le_bytes()[..]));
+    }
+    assert_eq!(next(&b).tag, 9);
+    assert!(!leads(&b, a.tid()) && b.look(|core| core.is_gone(a.tid())).expect("not forked"));
+}
+
+#[test]
+fn a_host_that_died_without_a_word_delays_the_word_of_its_tasks_end_for_a_moment_only() {
+    let (fake, a, b, _way) = two_with_a_gate();
+    a.send(message(b.tid(), 1, "lost with its host")).expect("sent");
+    let told = Instant::now();
+    tell_of_end(&fake, &b, a.tid());
+    assert_eq!(next(&b).tag, 9);
+    assert!(told.elapsed() >= Duration::from_micros(LAST_WORDS_SILENCE.0));
+    assert!(!leads(&b, a.tid()) && b.look(|core| core.is_gone(a.tid())).expect("not forked"));
+}
+
+#[test]
+fn a_task_that_is_moved_while_it_hears_another_out_tells_of_its_end() {
+    let (fake, a, b, _way) = two_with_a_gate();
+    tell_of_end(&fake, &b, a.tid());
+    fake.quiesce(b.tid(), 1);
+    fake.has_let_go(b.tid(), 1);
+    assert_eq!(next(&b).tag, 9);
+    fake.wake(1);
+    until("the return", || b.socket_fd());
+    assert!(b.look(|core| core.is_gone(a.tid())).expect("not forked"));
 }

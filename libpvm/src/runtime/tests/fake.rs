@@ -13,7 +13,7 @@ use sempa_proto::{HostId, MigrationId, RequestId, Tid};
 use sempa_socket::receive;
 use std::collections::{HashMap, VecDeque};
 use std::io::{IoSlice, Write};
-use std::net::{Ipv4Addr, Shutdown};
+use std::net::{Ipv4Addr, Shutdown, SocketAddr};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
@@ -26,6 +26,7 @@ use tempfile::TempDir;
 /// Bytes to write, and descriptors that go with them.
 type Parcel = (Bytes, Vec<OwnedFd>);
 type Answer = Box<dyn Fn(Tid, &Request) -> Option<Reply> + Send>;
+type Detour = Box<dyn Fn(SocketAddr) -> SocketAddr + Send>;
 
 /// One task as the daemon sees it.
 #[derive(Default)]
@@ -67,6 +68,8 @@ pub(super) struct Net {
     pub(super) lossy: bool,
     /// Tasks may have rings; otherwise their offers are refused as if they ran on different hosts.
     pub(super) near: bool,
+    /// Where those who connect to a task are sent instead.
+    pub(super) detour: Option<Detour>,
     answer: Option<Answer>,
     locals: u32,
 }
@@ -325,8 +328,11 @@ fn take(shared: &Shared, tid: Tid, frame: Frame, descriptors: &mut VecDeque<Owne
 }
 
 /// A word from one task to another, with its descriptors when the two may have rings.
-fn pass_on(net: &mut Net, from: Tid, to: Tid, word: RouteWord, descriptors: Vec<OwnedFd>) {
+fn pass_on(net: &mut Net, from: Tid, to: Tid, mut word: RouteWord, descriptors: Vec<OwnedFd>) {
     let near = net.near;
+    if let (RouteWord::DirectOffer { addresses, .. }, Some(detour)) = (&mut word, &net.detour) {
+        addresses.iter_mut().for_each(|address| *address = detour(*address));
+    }
     let answer = match word {
         RouteWord::RingOffer { id, .. } if !near => Some(RouteWord::RingRefuse { id }),
         _ => None,
