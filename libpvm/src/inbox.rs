@@ -13,6 +13,8 @@ pub struct Inbox {
 impl Inbox {
     /// Bytes counted for a message beside its body, so that empty messages do not come free.
     const OVERHEAD_BYTES: usize = 128;
+    /// Messages that an empty list keeps memory for.
+    const KEPT_MESSAGES: usize = 1024;
 
     /// The messages, first arrived first.
     pub fn iter(&self) -> impl Iterator<Item = &Message> {
@@ -58,10 +60,16 @@ impl Inbox {
         self.messages.push_back(m);
     }
 
-    /// Takes all messages.
-    pub fn take_all(&mut self) -> VecDeque<Message> {
+    /// Takes all messages, behind those that `to` holds.
+    pub fn take_all_into(&mut self, to: &mut VecDeque<Message>) {
         self.bytes = 0;
-        std::mem::take(&mut self.messages)
+        if to.is_empty() {
+            // Both keep their memory, but not that of a flood.
+            to.shrink_to(Self::KEPT_MESSAGES);
+            std::mem::swap(&mut self.messages, to);
+        } else {
+            to.append(&mut self.messages);
+        }
     }
 
     /// Drops all messages.

@@ -2,6 +2,7 @@
 
 use crate::memory::Span;
 use bytes::Bytes;
+use sempa_proto::link::SMALL_BYTES_MAX;
 use sempa_proto::message::{DSIG_X86_64, ENC_TRACE, ENC_XDR};
 use sempa_proto::pool;
 use sempa_proto::{Message, PvmError, PvmResult, Tid};
@@ -10,6 +11,8 @@ use sempa_proto::{Message, PvmError, PvmResult, Tid};
 const ENC_IN_PLACE: i32 = 0x2000_0000;
 /// Bytes of a body at most: half of what may wait for one receiver.
 pub(crate) const BODY_BYTES_MAX: usize = 1 << 35;
+/// Memory of freed buffers that is packed into again is no larger than this.
+const SPARE_BYTES_MAX: usize = 4 << 10;
 /// Buffers that may exist at a time.
 pub(crate) const BUFFERS_MAX: usize = 1 << 24;
 
@@ -63,7 +66,7 @@ impl Enc {
     }
 
     /// As the receiver of a message sees it: in-place data arrive raw.
-    fn sent_word(self) -> i32 {
+    pub(crate) fn sent_word(self) -> i32 {
         if self == Enc::InPlace { DSIG_X86_64 } else { self.word() }
     }
 }
@@ -210,13 +213,35 @@ impl Buffer {
         }
     }
 
+    /// What has been packed, if that is little, and simply bytes.
+    #[inline]
+    pub(crate) fn small(&self) -> Option<&[u8]> {
+        match &self.body {
+            Body::Open(bytes) if bytes.len() <= SMALL_BYTES_MAX && self.enc != Enc::Trace => Some(bytes),
+            _ => None,
+        }
+    }
+
+    /// Remembers what `pvm_getminfo` shows of a message that was sent.
+    pub(crate) fn sent(&mut self, src: Tid, dst: Tid, ctx: i32, tag: i32) {
+        (self.ctx, self.tag, self.dst, self.src) = (ctx, tag, dst.raw(), src.raw());
+    }
+
+    /// The memory that was packed into, to be used again, if it is small.
+    pub(crate) fn take_small_memory(&mut self) -> Option<Vec<u8>> {
+        match &mut self.body {
+            Body::Open(bytes) if (1..=SPARE_BYTES_MAX).contains(&bytes.capacity()) => Some(std::mem::take(bytes)),
+            _ => None,
+        }
+    }
+
     /// The message to send. Remembers context, tag and destination, as `pvm_getminfo` shows them afterwards.
     ///
     /// # Errors
     /// As [`Buffer::wire`].
     pub(crate) fn message(&mut self, src: Tid, dst: Tid, ctx: i32, tag: i32) -> PvmResult<Message> {
         let body = self.wire()?;
-        (self.ctx, self.tag, self.dst, self.src) = (ctx, tag, dst.raw(), src.raw());
+        self.sent(src, dst, ctx, tag);
         Ok(Message { src, dst, ctx, tag, wid: self.wid, enc: self.enc.sent_word(), body })
     }
 }
@@ -231,12 +256,39 @@ pub(crate) fn told_len(len: usize) -> i32 {
 pub(crate) struct Buffers {
     slots: Vec<Option<Buffer>>,
     free: Vec<usize>,
+    /// Memory of a small buffer that was freed.
+    spare: Vec<u8>,
 }
 
 impl Buffers {
     /// How many there are.
     pub(crate) fn count(&self) -> usize {
         self.slots.iter().flatten().count()
+    }
+
+    /// Makes an empty buffer, in memory that was used before if there is some, and answers its number.
+    ///
+    /// # Errors
+    /// As [`Buffers::add`].
+    pub(crate) fn make(&mut self, enc: Enc, src: i32) -> PvmResult<i32> {
+        let mut buffer = Buffer::new(enc, src);
+        if let Body::Open(bytes) = &mut buffer.body {
+            *bytes = std::mem::take(&mut self.spare);
+            bytes.clear();
+        }
+        self.add(buffer)
+    }
+
+    /// Frees a buffer; memory of a small one is kept for the next.
+    ///
+    /// # Errors
+    /// As [`Buffers::get`].
+    pub(crate) fn free(&mut self, mid: i32) -> PvmResult<()> {
+        let mut buffer = self.remove(mid)?;
+        if let Some(memory) = buffer.take_small_memory() {
+            self.spare = memory;
+        }
+        Ok(())
     }
 
     /// Stores a buffer and answers its number.

@@ -3,7 +3,7 @@
 // Registering with the C library takes function pointers.
 #![allow(unsafe_code)]
 
-use crate::receive;
+use crate::receive::{self, Turn};
 use crate::session::{self, Session};
 use std::cell::RefCell;
 use std::io::Write;
@@ -41,7 +41,7 @@ pub(crate) fn prepare_for_fork() {
     });
 }
 
-type Locks = (Option<MutexGuard<'static, ()>>, MutexGuard<'static, Session>);
+type Locks = (Option<Turn>, MutexGuard<'static, Session>);
 
 thread_local! {
     static HELD: RefCell<Option<Locks>> = const { RefCell::new(None) };

@@ -11,8 +11,9 @@ use sempa_proto::message::CTX_TASK_CONTROL;
 use sempa_proto::trace::int;
 use sempa_proto::{Message, PvmError, PvmResult};
 use std::cell::Cell;
+use std::collections::VecDeque;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Instant;
 
 /// A matching function: buffer, and the tid and tag asked for; see `pvm_recvf`.
@@ -39,12 +40,23 @@ pub(crate) fn in_handler() -> bool {
     IN_HANDLER.get()
 }
 
-/// One thread takes messages in at a time, so that they keep their order.
-static PUMP: Mutex<()> = Mutex::new(());
+/// The turn to take messages in, with the messages on their way: one thread does so at a time, so that they keep their order.
+pub(crate) type Turn = MutexGuard<'static, VecDeque<Message>>;
 
-/// The turn to take messages in.
-pub(crate) fn turn() -> MutexGuard<'static, ()> {
-    PUMP.lock().unwrap_or_else(PoisonError::into_inner)
+static TURN: Mutex<VecDeque<Message>> = Mutex::new(VecDeque::new());
+
+/// Waits for the turn.
+pub(crate) fn turn() -> Turn {
+    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The turn, if it is nobody's.
+fn turn_at_once() -> Option<Turn> {
+    match TURN.try_lock() {
+        Ok(turn) => Some(turn),
+        Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+        Err(TryLockError::WouldBlock) => None,
+    }
 }
 
 /// Takes in all messages that have arrived and offers each to the handlers. Does nothing inside a handler.
@@ -52,10 +64,25 @@ pub(crate) fn pump(rt: &Runtime) {
     if in_handler() {
         return;
     }
-    let _turn = turn();
-    for message in rt.take_arrived() {
-        arrive(rt, message);
+    let mut turn = turn();
+    rt.take_arrived_into(&mut turn);
+    drop(take_in(rt, turn));
+}
+
+/// Gives what has been taken in to whom it is for. The session, as it is then.
+fn take_in(rt: &Runtime, mut turn: Turn) -> MutexGuard<'static, Session> {
+    let mut session = session::lock();
+    while let Some(message) = turn.pop_front() {
+        if message.ctx == CTX_TASK_CONTROL || !session.handlers.is_empty() {
+            drop(session);
+            arrive(rt, message);
+            session = session::lock();
+        } else {
+            // At the limit of buffers the program holds millions of messages; there is no call to tell it by.
+            let _ = session.queue(message);
+        }
     }
+    session
 }
 
 /// Gives one message to the library, to a handler, or to the list of those that can be received.
@@ -138,16 +165,25 @@ fn find_ranked(matcher: Matcher, tid: i32, tag: i32) -> Result<Option<i32>, i32>
     Ok(best.map(|(_, mid)| mid))
 }
 
-/// The message that a receive takes next, without taking it.
-fn find(tid: i32, tag: i32) -> Result<Option<i32>, i32> {
-    let session = session::lock();
-    if let Some(matcher) = session.matcher {
-        drop(session);
-        return find_ranked(matcher, tid, tag);
-    }
-    let wanted = |mid: &&i32| session.buffers.get(**mid).is_ok_and(|buffer| matches(buffer, tid, tag));
-    Ok(session.arrived.iter().find(wanted).copied())
+/// The message that a receive takes next, without taking it, and the session.
+fn find(mut session: MutexGuard<'static, Session>, tid: i32, tag: i32) -> Result<Found, i32> {
+    let found = match session.matcher {
+        Some(matcher) => {
+            drop(session);
+            let ranked = find_ranked(matcher, tid, tag)?;
+            session = session::lock();
+            ranked
+        }
+        None => {
+            let wanted = |mid: &&i32| session.buffers.get(**mid).is_ok_and(|buffer| matches(buffer, tid, tag));
+            session.arrived.iter().find(wanted).copied()
+        }
+    };
+    Ok((session, found))
 }
+
+/// The session, and the message that was looked for.
+type Found = (MutexGuard<'static, Session>, Option<i32>);
 
 /// True when messages with this sender and tag may be asked for.
 fn askable(tid: i32, tag: i32) -> bool {
@@ -171,36 +207,63 @@ impl From<PvmError> for Fault {
 }
 
 /// Waits for a message and leaves it in the list. `before` runs once, when the call is known to be good.
-fn wait(tid: i32, tag: i32, patience: Patience, before: fn(&mut Session)) -> Result<Option<i32>, Fault> {
-    let rt = session::runtime()?;
+fn wait(tid: i32, tag: i32, patience: Patience, before: fn(&mut Session)) -> Result<Found, Fault> {
+    let mut session = session::lock();
+    let rt = session.enrolled()?.clone();
     if !askable(tid, tag) {
         return Err(PvmError::BadParam.into());
     }
     if in_handler() && patience != Patience::None {
         return Err(PvmError::NotImpl.into());
     }
-    before(&mut session::lock());
-    loop {
+    before(&mut session);
+    let mut found = (session, None);
+    if !found.0.is_attended() {
+        // Nobody has to see first what may have arrived since.
+        found = find(found.0, tid, tag).map_err(Fault::Matcher)?;
+    }
+    if found.1.is_none() {
+        drop(found);
         pump(&rt);
-        if let Some(mid) = find(tid, tag).map_err(Fault::Matcher)? {
-            return Ok(Some(mid));
-        }
+        found = find(session::lock(), tid, tag).map_err(Fault::Matcher)?;
+    }
+    while found.1.is_none() {
         let deadline = match patience {
-            Patience::None => return Ok(None),
+            Patience::None => return Ok(found),
             Patience::Until(deadline) => Some(deadline),
             Patience::Endless => None,
         };
-        let mut any = |inbox: &mut Inbox| (!inbox.is_empty()).then_some(());
-        if rt.inbox_wait(deadline, &mut any)?.is_none() {
-            return Ok(None);
-        }
+        drop(found);
+        let Some(turn) = wait_for_some(&rt, deadline)? else { return Ok((session::lock(), None)) };
+        found = find(take_in(&rt, turn), tid, tag).map_err(Fault::Matcher)?;
     }
+    Ok(found)
+}
+
+/// Waits until messages arrive and takes them with the turn to give them out; `None` at the deadline.
+fn wait_for_some(rt: &Runtime, deadline: Option<Instant>) -> PvmResult<Option<Turn>> {
+    let mut take = |inbox: &mut Inbox| {
+        if inbox.is_empty() {
+            return None;
+        }
+        let mut turn = turn_at_once();
+        if let Some(turn) = &mut turn {
+            inbox.take_all_into(turn);
+        }
+        Some(turn)
+    };
+    let Some(taken) = rt.inbox_wait(deadline, &mut take)? else { return Ok(None) };
+    // Another thread is giving messages out. What it has taken may be what this one waits for.
+    Ok(Some(taken.unwrap_or_else(|| {
+        let mut turn = turn();
+        rt.take_arrived_into(&mut turn);
+        turn
+    })))
 }
 
 /// Receives: the message becomes the active receive buffer. The one before is freed first, also when none comes.
 pub(crate) fn receive(tid: i32, tag: i32, patience: Patience) -> Result<Option<i32>, Fault> {
-    let Some(mid) = wait(tid, tag, patience, Session::free_rbuf)? else { return Ok(None) };
-    let mut session = session::lock();
+    let (mut session, Some(mid)) = wait(tid, tag, patience, Session::free_rbuf)? else { return Ok(None) };
     session.unqueue(mid);
     session.free_rbuf();
     if session.sbuf == mid {
@@ -212,13 +275,13 @@ pub(crate) fn receive(tid: i32, tag: i32, patience: Patience) -> Result<Option<i
 
 /// The number of the message that a receive would take; it stays where it is.
 pub(crate) fn probe(tid: i32, tag: i32) -> Result<Option<i32>, Fault> {
-    wait(tid, tag, Patience::None, |_| ())
+    Ok(wait(tid, tag, Patience::None, |_| ())?.1)
 }
 
 /// Receives a message beside the active receive buffer (`pvm_precv`).
 pub(crate) fn receive_apart(tid: i32, tag: i32) -> Result<Buffer, Fault> {
-    let mid = wait(tid, tag, Patience::Endless, |_| ())?.ok_or(PvmError::SysErr)?;
-    let mut session = session::lock();
+    let (mut session, found) = wait(tid, tag, Patience::Endless, |_| ())?;
+    let mid = found.ok_or(PvmError::SysErr)?;
     session.unqueue(mid);
     Ok(session.buffers.remove(mid)?)
 }

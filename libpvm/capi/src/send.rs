@@ -3,10 +3,10 @@
 use crate::buffers::{Buffer, Enc};
 use crate::data::{pvmmyctx, pvmrescode, pvmrouteopt};
 use crate::receive;
-use crate::session;
+use crate::session::{self, Session};
 use bytes::Bytes;
 use libpvm::Runtime;
-use sempa_proto::message::DSIG_X86_64;
+use sempa_proto::message::{DSIG_X86_64, message_head};
 use sempa_proto::{Message, PvmError, PvmResult, Tid};
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -28,6 +28,41 @@ fn may_send(tid: i32, tag: i32) -> PvmResult<()> {
 /// # Errors
 /// `BadParam` for a destination that is no task or a reserved tag, `NoBuf` without a buffer, `SysErr` without a daemon.
 pub(crate) fn send(tid: i32, tag: i32) -> PvmResult<()> {
+    let mut session = session::lock();
+    session.enrolled()?;
+    if at_once(&mut session, tid, tag) {
+        let attended = session.is_attended();
+        let rt = session.enrolled()?.clone();
+        drop(session);
+        if attended {
+            receive::pump(&rt);
+        }
+        return Ok(());
+    }
+    drop(session);
+    send_by_any_way(tid, tag)
+}
+
+/// Most messages are small, and go by a ring that has room.
+#[inline]
+fn at_once(session: &mut Session, tid: i32, tag: i32) -> bool {
+    let Session { runtime: Some(rt), buffers, sbuf, .. } = session else { return false };
+    let Ok(buffer) = buffers.get_mut(*sbuf) else { return false };
+    let Some(body) = buffer.small() else { return false };
+    if may_send(tid, tag).is_err() {
+        return false;
+    }
+    let (dst, ctx) = (Tid::from_raw(tid), pvmmyctx.load(Relaxed));
+    let direct = pvmrouteopt.load(Relaxed) == ROUTE_DIRECT;
+    let head = message_head(ctx, tag, buffer.wid, buffer.enc.sent_word());
+    let sent = rt.send_at_once(dst, head, body, direct);
+    if sent {
+        buffer.sent(rt.tid(), dst, ctx, tag);
+    }
+    sent
+}
+
+fn send_by_any_way(tid: i32, tag: i32) -> PvmResult<()> {
     let rt = session::runtime()?;
     let message = {
         let mut session = session::lock();
@@ -70,10 +105,8 @@ fn hand_over(rt: &Runtime, message: Message) -> PvmResult<()> {
 
 /// Sending reads what has arrived, too, when somebody waits to see it at once.
 fn take_in(rt: &Runtime) {
-    let session = session::lock();
-    let somebody = !session.handlers.is_empty() || session.catch.is_on();
-    drop(session);
-    if somebody {
+    let attended = session::lock().is_attended();
+    if attended {
         receive::pump(rt);
     }
 }

@@ -25,7 +25,8 @@ use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 /// All that belongs to this process as a task.
 #[derive(Default)]
 pub(crate) struct Session {
-    runtime: Option<Runtime>,
+    /// The connection, also when it is lost.
+    pub(crate) runtime: Option<Runtime>,
     /// All message buffers.
     pub(crate) buffers: Buffers,
     /// Active send buffer, 0 without.
@@ -82,7 +83,7 @@ impl Session {
     /// As [`Buffers::remove`].
     pub(crate) fn free(&mut self, mid: i32) -> PvmResult<()> {
         self.unqueue(mid);
-        self.buffers.remove(mid)?;
+        self.buffers.free(mid)?;
         if self.sbuf == mid {
             self.sbuf = 0;
         }
@@ -129,7 +130,12 @@ impl Session {
     /// As [`Buffers::add`].
     pub(crate) fn new_buffer(&mut self, enc: Enc) -> PvmResult<i32> {
         let src = pvmmytid.load(Relaxed).max(0);
-        self.buffers.add(Buffer::new(enc, src))
+        self.buffers.make(enc, src)
+    }
+
+    /// True when somebody waits to see at once what arrives: handlers, or the output of children.
+    pub(crate) fn is_attended(&self) -> bool {
+        !self.handlers.is_empty() || self.catch.is_on()
     }
 
     /// The active send buffer.
@@ -153,10 +159,19 @@ impl Session {
         self.runtime.as_ref().filter(|rt| rt.is_connected()).cloned()
     }
 
-    fn enrol(&mut self) -> PvmResult<Runtime> {
-        if let Some(rt) = self.connected() {
-            return Ok(rt);
+    /// The connection; enrols the process when it is not a task yet.
+    ///
+    /// # Errors
+    /// `SysErr` when no daemon takes it; a line on standard error says why.
+    #[inline]
+    pub(crate) fn enrolled(&mut self) -> PvmResult<&Runtime> {
+        if !self.runtime.as_ref().is_some_and(Runtime::is_connected) {
+            self.enrol()?;
         }
+        Ok(self.runtime.as_ref().expect("just enrolled"))
+    }
+
+    fn enrol(&mut self) -> PvmResult<()> {
         if let Some(lost) = self.runtime.take() {
             let forked = pvmmyupid.load(Relaxed) != process::id();
             if !forked {
@@ -171,8 +186,8 @@ impl Session {
         let rt = libpvm::enroll(AtEnd::Signalled).map_err(explain)?;
         self.take_over(&rt);
         rt.allow_routes(pvmrouteopt.load(Relaxed) != ROUTE_NONE);
-        self.runtime = Some(rt.clone());
-        Ok(rt)
+        self.runtime = Some(rt);
+        Ok(())
     }
 
     fn take_over(&mut self, rt: &Runtime) {
@@ -243,7 +258,7 @@ pub(crate) fn refuse_root() -> ! {
 /// # Errors
 /// `SysErr` when no daemon takes it; a line on standard error says why.
 pub(crate) fn runtime() -> PvmResult<Runtime> {
-    lock().enrol()
+    lock().enrolled().cloned()
 }
 
 /// `[t40002]`, or `[pid123]` while the process is no task.

@@ -84,24 +84,37 @@ pub(crate) fn call<R>(
     body: impl FnOnce() -> R,
     exit: impl FnOnce(&R) -> Vec<Item>,
 ) -> R {
-    if INSIDE.get() || pvmtoplvl.load(Relaxed) == 0 {
-        return body();
-    }
-    // A process that enrols by this call learns only then that it is traced.
-    if !has_tracer() && pvmmytid.load(Relaxed) != -1 {
-        INSIDE.set(true);
-        let answer = body();
-        INSIDE.set(false);
-        return answer;
-    }
+    INSIDE.with(|inside| {
+        if inside.get() || pvmtoplvl.load(Relaxed) == 0 {
+            return body();
+        }
+        // A process that enrols by this call learns only then that it is traced.
+        if !has_tracer() && pvmmytid.load(Relaxed) != -1 {
+            inside.set(true);
+            let answer = body();
+            inside.set(false);
+            return answer;
+        }
+        recorded(inside, event, entry, body, exit)
+    })
+}
+
+/// A call that a tracer may want to know of.
+fn recorded<R>(
+    inside: &Cell<bool>,
+    event: &str,
+    entry: impl FnOnce() -> Vec<Item>,
+    body: impl FnOnce() -> R,
+    exit: impl FnOnce(&R) -> Vec<Item>,
+) -> R {
     let began = process::clock();
     let mut entry = Some(entry);
     if let Some(number) = number_if_wanted(event) {
         record(event, number | EVENT_ENTRY, began, entry.take().map(|entry| entry()).unwrap_or_default());
     }
-    INSIDE.set(true);
+    inside.set(true);
     let answer = body();
-    INSIDE.set(false);
+    inside.set(false);
     if let Some(number) = number_if_wanted(event) {
         if let Some(entry) = entry {
             record(event, number | EVENT_ENTRY, began, entry());

@@ -37,6 +37,10 @@ pub const RESYNC_ECHO: Micros = Micros::from_millis(50);
 
 /// Bytes of a message's header at most.
 pub const HEAD_BYTES_MAX: usize = 24;
+/// Bodies up to this size are kept in the link's own list: for them memory of their own costs more than the copy.
+pub const SMALL_BYTES_MAX: usize = 128;
+/// Messages of which a link keeps the list's memory when none waits any more.
+const KEPT_MESSAGES: usize = 64;
 
 /// Bytes of a frame's header on the wire.
 pub const LINK_HEAD_BYTES: usize = 28;
@@ -88,6 +92,7 @@ const SHORT_SEQ_BITS: u32 = 48;
 const SHORT_FLAG: u64 = 0x10;
 
 /// What stands in a short header: kind, number and acknowledgement. `None` when the kind is unknown.
+#[inline]
 pub fn decode_short_head(head: [u8; SHORT_HEAD_BYTES]) -> Option<(LinkKind, u64, u64)> {
     let mut head = &head[..];
     let (word, ack) = (head.get_u64_le(), head.get_u64_le());
@@ -195,17 +200,15 @@ pub struct FrameRef<'a> {
     pub ack: u64,
     /// First part of the payload: the message's header, in its first fragment.
     pub head: &'a [u8],
-    /// The message's body, and which part of it is the rest of the payload.
-    body: Option<(&'a Bytes, usize, usize)>,
+    /// The rest of the payload: a part of the message's body.
+    pub body: &'a [u8],
+    /// The whole body, where it can be shared.
+    shared: Option<&'a Bytes>,
 }
 
 impl FrameRef<'_> {
-    /// The part of the payload behind [`FrameRef::head`].
-    pub fn body(&self) -> &[u8] {
-        self.body.map_or(&[], |(bytes, start, end)| &bytes[start..end])
-    }
-
     /// The header for a route that only the two ends use; [`SHORT_HEAD_SPARE`] is 0.
+    #[inline]
     pub fn encode_short_head(&self) -> [u8; SHORT_HEAD_BYTES] {
         let (kind, flag) = self.kind.code();
         let seq = self.seq & ((1 << SHORT_SEQ_BITS) - 1);
@@ -219,9 +222,9 @@ impl FrameRef<'_> {
 
     /// The frame by itself. A payload without a header is shared with the message, not copied.
     pub fn to_frame(&self) -> LinkFrame {
-        let payload = match self.body {
-            Some((bytes, start, end)) if self.head.is_empty() => bytes.slice(start..end),
-            _ => [self.head, self.body()].concat().into(),
+        let payload = match self.shared {
+            Some(whole) if self.head.is_empty() => whole.slice_ref(self.body),
+            _ => [self.head, self.body].concat().into(),
         };
         LinkFrame { src: self.src, dst: self.dst, kind: self.kind, seq: self.seq, ack: self.ack, payload }
     }
@@ -261,6 +264,38 @@ pub enum LinkError {
     Full,
 }
 
+/// The body of a message that is kept.
+#[derive(Debug)]
+enum Body {
+    Small { len: u8, bytes: [u8; SMALL_BYTES_MAX] },
+    Large(Bytes),
+}
+
+impl Body {
+    /// A copy of a body that is small enough.
+    #[inline]
+    fn copy(body: &[u8]) -> Body {
+        let mut bytes = [0; SMALL_BYTES_MAX];
+        bytes[..body.len()].copy_from_slice(body);
+        Body::Small { len: body.len() as u8, bytes }
+    }
+
+    #[inline]
+    fn bytes(&self) -> &[u8] {
+        match self {
+            Body::Small { len, bytes } => &bytes[..usize::from(*len)],
+            Body::Large(bytes) => bytes,
+        }
+    }
+
+    fn shared(&self) -> Option<&Bytes> {
+        match self {
+            Body::Small { .. } => None,
+            Body::Large(bytes) => Some(bytes),
+        }
+    }
+}
+
 /// A message kept until it is acknowledged.
 #[derive(Debug)]
 struct Retained {
@@ -268,28 +303,39 @@ struct Retained {
     fragments: u64,
     head: [u8; HEAD_BYTES_MAX],
     head_len: u8,
-    body: Bytes,
+    body: Body,
 }
 
 impl Retained {
+    #[inline]
+    fn new(first_seq: u64, head: &[u8], body: Body) -> Retained {
+        assert!(head.len() <= HEAD_BYTES_MAX, "a message's header has a limit");
+        let mut kept = [0; HEAD_BYTES_MAX];
+        kept[..head.len()].copy_from_slice(head);
+        let fragments = ((head.len() + body.bytes().len()).div_ceil(FRAGMENT_BYTES_MAX) as u64).max(1);
+        Retained { first_seq, fragments, head: kept, head_len: head.len() as u8, body }
+    }
+
+    #[inline]
     fn head(&self) -> &[u8] {
         &self.head[..usize::from(self.head_len)]
     }
 
     fn len(&self) -> usize {
-        usize::from(self.head_len) + self.body.len()
+        usize::from(self.head_len) + self.body.bytes().len()
     }
 
     fn end_seq(&self) -> u64 {
         self.first_seq + self.fragments
     }
 
-    /// Payload of the fragment `seq` of this message: the header in the first one, and a range of the body.
-    fn fragment(&self, seq: u64) -> (&[u8], usize, usize) {
+    /// Payload of the fragment `seq` of this message: the header in the first one, and a part of the body.
+    fn fragment(&self, seq: u64) -> (&[u8], &[u8]) {
         let index = usize::try_from(seq - self.first_seq).expect("fragments fit the address space");
         let head = usize::from(self.head_len);
         let (start, end) = (index * FRAGMENT_BYTES_MAX, ((index + 1) * FRAGMENT_BYTES_MAX).min(self.len()));
-        if index > 0 { (&[], start - head, end - head) } else { (self.head(), 0, end - head) }
+        let body = self.body.bytes();
+        if index > 0 { (&[], &body[start - head..end - head]) } else { (self.head(), &body[..end - head]) }
     }
 }
 
@@ -341,6 +387,15 @@ pub struct Link {
     gone: bool,
     tx: Sender,
     rx: Receiver,
+}
+
+impl Sender {
+    #[inline]
+    fn keep(&mut self, message: Retained) {
+        self.retained_bytes += message.len();
+        self.end += message.fragments;
+        self.retained.push_back(message);
+    }
 }
 
 impl Link {
@@ -403,11 +458,19 @@ impl Link {
     }
 
     /// True when every fragment has been put on the current route at least once.
+    #[inline]
     pub fn is_transmitted(&self) -> bool {
         self.tx.next >= self.tx.end
     }
 
+    /// Fragments that were transmitted and not acknowledged.
+    #[inline]
+    pub fn in_flight(&self) -> u64 {
+        self.tx.next - self.tx.acked
+    }
+
     /// True after [`LinkEvent::PeerGone`].
+    #[inline]
     pub fn is_gone(&self) -> bool {
         self.gone
     }
@@ -418,6 +481,7 @@ impl Link {
     }
 
     /// When [`LinkEvent::Wake`] is wanted, if at all.
+    #[inline]
     pub fn next_wakeup(&self) -> Option<Micros> {
         self.route?;
         if self.gone {
@@ -437,23 +501,29 @@ impl Link {
     /// # Errors
     /// [`LinkError::Full`] when [`RETAINED_BYTES_MAX`] is reached; nothing was queued.
     pub fn send(&mut self, head: impl AsRef<[u8]>, body: Bytes) -> Result<(), LinkError> {
-        let head = head.as_ref();
-        assert!(head.len() <= HEAD_BYTES_MAX, "a message's header has a limit");
         if self.gone {
             return Ok(());
         }
-        let len = head.len() + body.len();
-        if self.tx.retained_bytes + len > RETAINED_BYTES_MAX {
+        let head = head.as_ref();
+        if self.tx.retained_bytes + head.len() + body.len() > RETAINED_BYTES_MAX {
             return Err(LinkError::Full);
         }
-        let fragments = (len.div_ceil(FRAGMENT_BYTES_MAX) as u64).max(1);
-        let mut kept = [0; HEAD_BYTES_MAX];
-        kept[..head.len()].copy_from_slice(head);
-        let head_len = head.len() as u8;
-        self.tx.retained.push_back(Retained { first_seq: self.tx.end, fragments, head: kept, head_len, body });
-        self.tx.retained_bytes += len;
-        self.tx.end += fragments;
+        let body = if body.len() <= SMALL_BYTES_MAX { Body::copy(&body) } else { Body::Large(body) };
+        self.tx.keep(Retained::new(self.tx.end, head, body));
         Ok(())
+    }
+
+    /// As [`Link::send`] with a body of [`SMALL_BYTES_MAX`] bytes at most, for a link that can transmit it at once and has
+    /// nothing else to transmit: the frame for the route, which counts as transmitted. `None`, and nothing was queued,
+    /// when something stands in the way.
+    #[inline]
+    pub fn send_at_once(&mut self, now: Micros, head: &[u8], body: &[u8]) -> Option<FrameRef<'_>> {
+        let idle = self.tx.next == self.tx.end && !self.tx.probe_wanted && self.rx.answer != Some(true);
+        if !idle || self.gone || self.route.is_none() || body.len() > SMALL_BYTES_MAX || !self.is_open() {
+            return None;
+        }
+        self.tx.keep(Retained::new(self.tx.end, head, Body::copy(body)));
+        self.next_data(now)
     }
 
     /// What the peer has not acknowledged is transmitted again, though nobody asked: what carried it may be lost, and there
@@ -467,6 +537,15 @@ impl Link {
     /// From now on transmits without regard to the window. For a task that ends: its daemon takes over what is left.
     pub fn lift_window(&mut self) {
         self.tx.unlimited = true;
+    }
+
+    /// Gives memory back that a busier time has left; for a link that is quiet.
+    pub fn trim(&mut self) {
+        if self.tx.retained.is_empty() {
+            self.tx.retained.shrink_to(KEPT_MESSAGES);
+            self.tx.flight.shrink_to(KEPT_MESSAGES);
+            self.rx.ready.shrink_to(KEPT_MESSAGES);
+        }
     }
 
     // ---- handle
@@ -520,6 +599,7 @@ impl Link {
     }
 
     /// Takes a frame of the peer, as [`Link::handle`] does, from where it lies.
+    #[inline]
     pub fn take(&mut self, now: Micros, kind: LinkKind, seq: u64, ack: u64, payload: impl Payload) {
         // Also from a peer that has ended: what it sent before is still handed over, it just is not acknowledged.
         match kind {
@@ -536,6 +616,7 @@ impl Link {
         }
     }
 
+    #[inline]
     fn handle_data(&mut self, now: Micros, seq: u64, last: bool, payload: impl Payload) {
         let rx = &mut self.rx;
         if seq < rx.expected {
@@ -568,6 +649,7 @@ impl Link {
         }
     }
 
+    #[inline]
     fn handle_ack(&mut self, now: Micros, ack: u64, resync: bool) {
         let tx = &mut self.tx;
         if ack > tx.fresh {
@@ -611,11 +693,13 @@ impl Link {
     }
 
     /// The next message for the application.
+    #[inline]
     pub fn take_message(&mut self) -> Option<Bytes> {
         self.rx.ready.pop_front()
     }
 
     /// True when [`Link::next_frame`] has something.
+    #[inline]
     pub fn has_frame(&self) -> bool {
         self.route.is_some()
             && !self.gone
@@ -623,13 +707,18 @@ impl Link {
     }
 
     /// The next frame for the route; it counts as transmitted.
+    #[inline]
     pub fn next_frame(&mut self, now: Micros) -> Option<FrameRef<'_>> {
         self.route?;
         if self.gone {
             return None;
         }
         if let Some(resync) = self.rx.answer {
-            return Some(self.frame(LinkKind::Ack { resync }, 0));
+            // What only acknowledges travels with data when there are any.
+            let travels = !resync && !self.tx.probe_wanted && self.tx.next < self.tx.end && self.is_open();
+            if !travels {
+                return Some(self.frame(LinkKind::Ack { resync }, 0));
+            }
         }
         if std::mem::take(&mut self.tx.probe_wanted) {
             self.tx.probe_due.get_or_insert(now + self.tx.probe_delay);
@@ -640,11 +729,13 @@ impl Link {
     }
 
     /// True when the window lets something through.
+    #[inline]
     fn is_open(&self) -> bool {
         let tx = &self.tx;
         tx.unlimited || (tx.flight_bytes < WINDOW_BYTES_MAX && (tx.flight.len() as u64) < WINDOW_FRAGMENTS_MAX)
     }
 
+    #[inline]
     fn next_data(&mut self, now: Micros) -> Option<FrameRef<'_>> {
         if self.tx.next >= self.tx.end || !self.is_open() {
             return None;
@@ -655,8 +746,8 @@ impl Link {
         let newest = tx.retained.back().is_some_and(|m| m.first_seq <= seq).then(|| tx.retained.len() - 1);
         let index = newest.unwrap_or_else(|| tx.retained.partition_point(|m| m.end_seq() <= seq));
         let message = &tx.retained[index];
-        let (head, start, end) = message.fragment(seq);
-        let (len, last) = (head.len() + end - start, seq + 1 == message.end_seq());
+        let (head, body) = message.fragment(seq);
+        let (len, last) = (head.len() + body.len(), seq + 1 == message.end_seq());
         tx.flight.push_back(len);
         tx.flight_bytes += len;
         tx.next += 1;
@@ -664,18 +755,19 @@ impl Link {
         tx.probe_due.get_or_insert(now + tx.probe_delay);
         let ack = self.acknowledge(false);
         let message = &self.tx.retained[index];
-        let (head, start, end) = message.fragment(seq);
+        let (head, body) = message.fragment(seq);
         let (src, dst, kind) = (self.local, self.peer, LinkKind::Data { last });
-        Some(FrameRef { src, dst, kind, seq, ack, head, body: Some((&message.body, start, end)) })
+        Some(FrameRef { src, dst, kind, seq, ack, head, body, shared: message.body.shared() })
     }
 
     /// A frame without payload.
     fn frame(&mut self, kind: LinkKind, seq: u64) -> FrameRef<'_> {
         let ack = self.acknowledge(matches!(kind, LinkKind::Ack { .. }));
-        FrameRef { src: self.local, dst: self.peer, kind, seq, ack, head: &[], body: None }
+        FrameRef { src: self.local, dst: self.peer, kind, seq, ack, head: &[], body: &[], shared: None }
     }
 
     /// What the next frame acknowledges: all that has arrived. A request to re-send only goes with `answers`.
+    #[inline]
     fn acknowledge(&mut self, answers: bool) -> u64 {
         let rx = &mut self.rx;
         (rx.unacked_bytes, rx.unacked_fragments, rx.ack_due) = (0, 0, None);

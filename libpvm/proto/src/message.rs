@@ -40,15 +40,20 @@ pub struct Message {
     pub body: Bytes,
 }
 
+/// A message's header: context, tag, wait id, encoding; little-endian.
+#[inline]
+pub fn message_head(ctx: i32, tag: i32, wid: i32, enc: i32) -> [u8; MESSAGE_HEAD_BYTES] {
+    let mut head = [0; MESSAGE_HEAD_BYTES];
+    for (place, word) in head.chunks_exact_mut(4).zip([ctx, tag, wid, enc]) {
+        place.copy_from_slice(&word.to_le_bytes());
+    }
+    head
+}
+
 impl Message {
     /// The header as it travels in front of the body on a link; source and destination are the link's.
     pub fn head(&self) -> [u8; MESSAGE_HEAD_BYTES] {
-        let mut head = [0; MESSAGE_HEAD_BYTES];
-        let mut out = &mut head[..];
-        for word in [self.ctx, self.tag, self.wid, self.enc] {
-            out.put_i32_le(word);
-        }
-        head
+        message_head(self.ctx, self.tag, self.wid, self.enc)
     }
 
     /// Header and body in one piece.

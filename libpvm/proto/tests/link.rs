@@ -8,7 +8,8 @@ mod dice;
 use bytes::Bytes;
 use dice::Dice;
 use sempa_proto::link::{
-    FRAGMENT_BYTES_MAX, Link, LinkEvent, LinkFrame, LinkKind, LinkOutput, WINDOW_BYTES_MAX, WINDOW_FRAGMENTS_MAX,
+    FRAGMENT_BYTES_MAX, Link, LinkEvent, LinkFrame, LinkKind, LinkOutput, SMALL_BYTES_MAX, WINDOW_BYTES_MAX,
+    WINDOW_FRAGMENTS_MAX,
 };
 use sempa_proto::{Micros, RouteId, Tid};
 use std::collections::BTreeMap;
@@ -80,6 +81,12 @@ impl Network {
         let number = self.sent[from][to];
         self.sent[from][to] += 1;
         let (head, body) = message(from, to, number, len);
+        if body.len() <= SMALL_BYTES_MAX && self.dice.roll(2) == 0 {
+            let frame = self.links[from][to].send_at_once(self.now, &head, &body).map(|frame| frame.to_frame());
+            if let Some(frame) = frame {
+                return self.launch(from, to, frame);
+            }
+        }
         self.links[from][to].send(head, body).expect("far below the limit");
     }
 

@@ -61,6 +61,7 @@ impl Bell {
     }
 
     /// After writing to the ring of this slot: says whom to wake. `urgent`: the ear, too, if nobody else would look.
+    #[inline]
     pub fn ring(&self, slot: usize, urgent: bool) -> Wake {
         fence(Ordering::SeqCst);
         let (index, bit) = (slot / 64 % WORDS, 1 << (slot % 64));
@@ -93,6 +94,7 @@ impl Bell {
     }
 
     /// The first word of slots from `from` on that has bits set: its number (slots are 64 times it and more) and its bits.
+    #[inline]
     pub fn rung(&self, from: usize) -> Option<(usize, u64)> {
         let mut summary = self.summary.0.load(Ordering::Acquire);
         if from >= WORDS {

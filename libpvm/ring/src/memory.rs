@@ -106,6 +106,7 @@ pub struct Shared {
 }
 
 impl Shared {
+    #[inline]
     fn at(&self, offset: usize, len: usize) -> *mut u8 {
         assert!(offset <= RING_BYTES && len <= RING_BYTES - offset, "ranges end within the ring");
         // SAFETY: the offset was just checked, and the data lies within the mapping by its constants.
@@ -114,21 +115,25 @@ impl Shared {
 }
 
 impl Area for Shared {
+    #[inline]
     fn words(&self) -> &Words {
         // SAFETY: the words lie at the beginning of the mapping, aligned, and are atomics for which any bytes are good.
         unsafe { &*self.mapping.start.as_ptr().add(self.words).cast::<Words>() }
     }
 
+    #[inline]
     fn capacity(&self) -> usize {
         RING_BYTES
     }
 
+    #[inline]
     fn write(&self, offset: usize, bytes: &[u8]) {
         let to = self.at(offset, bytes.len());
         // SAFETY: the target is in the mapping and no reference to it exists; the source is a slice elsewhere.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
     }
 
+    #[inline]
     fn read(&self, offset: usize, bytes: &mut [u8]) {
         let from = self.at(offset, bytes.len());
         // SAFETY: as in `write`, the other way. The other process may write at the same time; then the copy is garbage,
@@ -136,6 +141,7 @@ impl Area for Shared {
         unsafe { std::ptr::copy_nonoverlapping(from, bytes.as_mut_ptr(), bytes.len()) };
     }
 
+    #[inline]
     fn append(&self, offset: usize, len: usize, out: &mut Vec<u8>) {
         let from = self.at(offset, len);
         out.reserve(len);
@@ -203,11 +209,13 @@ impl PeerBell {
 
 impl std::ops::Deref for PeerBell {
     type Target = Bell;
+    #[inline]
     fn deref(&self) -> &Bell {
         bell(&self.0)
     }
 }
 
+#[inline]
 fn bell(mapping: &Mapping) -> &Bell {
     // SAFETY: the mapping is large enough and aligned, and a bell is atomics for which any bytes are good.
     unsafe { &*mapping.start.as_ptr().cast::<Bell>() }
@@ -220,6 +228,7 @@ pub struct OwnBell(Mapping);
 
 impl std::ops::Deref for OwnBell {
     type Target = Bell;
+    #[inline]
     fn deref(&self) -> &Bell {
         bell(&self.0)
     }
@@ -284,8 +293,8 @@ mod tests {
     fn two_processes_talk_through_a_pair() {
         let (mut a, fd) = offer().expect("made");
         let mut b = accept(fd.as_fd()).expect("good");
-        assert!(a.writer.write(&[b"to ", b"b"]).expect("good"));
-        assert!(b.writer.write(&[b"to a"]).expect("good"));
+        assert!(a.writer.write([b"to ", b"b"]).expect("good"));
+        assert!(b.writer.write([b"to a"]).expect("good"));
         for (end, text) in [(&mut a, "to a"), (&mut b, "to b")] {
             let mut got = Vec::new();
             end.reader.next_record().expect("good").expect("there").append_to(&mut got);

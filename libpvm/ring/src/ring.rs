@@ -3,7 +3,8 @@
 //! Positions count all bytes ever written and read, so they never wrap; a record begins at a multiple of eight with its
 //! length. The writer publishes by moving `tail`, the reader gives room back by moving `head`. A writer that finds no room says
 //! so in `starved`, and whoever reads next is told to wake it: the flag and the positions are set and looked at on the two
-//! sides in opposite order with a full fence between, so one of the two sees the other.
+//! sides in opposite order with a full fence between, so one of the two sees the other. A reader that has never been far
+//! behind since its last fence does without one: no writer can have starved.
 
 use crate::sync::{Apart, AtomicU32, AtomicU64, Ordering, fence};
 
@@ -16,6 +17,9 @@ pub const REWIND_BYTES: usize = 16 << 10;
 const REWIND: u32 = u32::MAX;
 /// The reader gives room back after this share of the ring, or when it has read all.
 const RELEASE_SHARE: u64 = 8;
+/// A writer finds no room for a record only when more than this share of the ring is taken: a record needs no more than the
+/// rest of it.
+const STARVED_SHARE: u64 = 4;
 
 /// The words that both ends look at.
 #[derive(Debug, Default)]
@@ -58,6 +62,7 @@ impl std::fmt::Display for Broken {
 
 impl std::error::Error for Broken {}
 
+#[inline]
 fn record_bytes(len: usize) -> usize {
     RECORD_HEAD_BYTES + len.next_multiple_of(8)
 }
@@ -88,6 +93,7 @@ impl<A: Area> Writer<A> {
     ///
     /// # Errors
     /// [`Broken`] when the reader's position is impossible.
+    #[inline]
     pub fn has_room(&mut self, len: usize) -> Result<bool, Broken> {
         let need = record_bytes(len) as u64;
         let capacity = self.area.capacity() as u64;
@@ -116,12 +122,15 @@ impl<A: Area> Writer<A> {
     ///
     /// # Errors
     /// As [`Writer::has_room`].
-    pub fn write(&mut self, parts: &[&[u8]]) -> Result<bool, Broken> {
+    #[inline]
+    pub fn write<const N: usize>(&mut self, parts: [&[u8]; N]) -> Result<bool, Broken> {
         let len = parts.iter().map(|part| part.len()).sum();
         if !self.has_room(len)? {
             return Ok(false);
         }
-        self.rewind(len);
+        if self.tail >= self.rewind_at {
+            self.rewind(len);
+        }
         let length = u32::try_from(len).expect("a record is smaller than its ring");
         let mut at = self.tail;
         self.put(&mut at, &head(length));
@@ -135,9 +144,6 @@ impl<A: Area> Writer<A> {
 
     /// Goes back to the beginning when the ring is empty and a while has passed.
     fn rewind(&mut self, len: usize) {
-        if self.tail < self.rewind_at {
-            return;
-        }
         self.rewind_at = self.tail + (REWIND_BYTES / 8) as u64;
         let capacity = self.area.capacity();
         let rest = (capacity as u64) - self.tail % capacity as u64;
@@ -161,15 +167,17 @@ impl<A: Area> Writer<A> {
         Ok(())
     }
 
+    #[inline]
     fn put(&self, at: &mut u64, bytes: &[u8]) {
         let capacity = self.area.capacity();
         let offset = (*at % capacity as u64) as usize;
-        let (first, second) = bytes.split_at(bytes.len().min(capacity - offset));
-        self.area.write(offset, first);
-        if !second.is_empty() {
-            self.area.write(0, second);
-        }
         *at += bytes.len() as u64;
+        if bytes.len() <= capacity - offset {
+            return self.area.write(offset, bytes);
+        }
+        let (first, second) = bytes.split_at(capacity - offset);
+        self.area.write(offset, first);
+        self.area.write(0, second);
     }
 
     /// Tells the other end that this one has let go.
@@ -179,12 +187,14 @@ impl<A: Area> Writer<A> {
 
     /// True when the other end has let go: what was written and not read will not be read. After a fence, so that a record
     /// written before is either read or not, but the answer is not too old.
+    #[inline]
     pub fn is_closed(&self) -> bool {
         self.area.words().closed.load(Ordering::Acquire) != 0
     }
 }
 
 /// Length and its inverse, as they stand in front of a record.
+#[inline]
 fn head(length: u32) -> [u8; RECORD_HEAD_BYTES] {
     (u64::from(length) | u64::from(!length) << 32).to_le_bytes()
 }
@@ -195,6 +205,8 @@ pub struct Reader<A> {
     area: A,
     head: u64,
     released: u64,
+    /// What had been read when room was given back with a fence the last time.
+    fenced: u64,
     /// The writer has got at least this far.
     tail: u64,
 }
@@ -202,7 +214,7 @@ pub struct Reader<A> {
 impl<A: Area> Reader<A> {
     /// The reading end of an empty ring.
     pub fn new(area: A) -> Reader<A> {
-        Reader { area, head: 0, released: 0, tail: 0 }
+        Reader { area, head: 0, released: 0, fenced: 0, tail: 0 }
     }
 
     /// Where the ring lies.
@@ -211,6 +223,7 @@ impl<A: Area> Reader<A> {
     }
 
     /// True when nothing is there to be read, at a glance.
+    #[inline]
     pub fn is_empty(&self) -> bool {
         self.head == self.tail && self.area.words().tail.0.load(Ordering::Acquire) == self.head
     }
@@ -219,6 +232,7 @@ impl<A: Area> Reader<A> {
     ///
     /// # Errors
     /// [`Broken`] when what is there is no record.
+    #[inline]
     pub fn next_record(&mut self) -> Result<Option<Record<'_, A>>, Broken> {
         loop {
             if self.head == self.tail {
@@ -258,14 +272,21 @@ impl<A: Area> Reader<A> {
     }
 
     /// Gives room back after reading some, when it is time; true when the writer waits for room and has to be woken.
+    #[inline]
     pub fn release(&mut self) -> bool {
-        let unreleased = self.head - self.released;
-        if unreleased == 0 || (self.head != self.tail && unreleased < self.area.capacity() as u64 / RELEASE_SHARE) {
+        let (unreleased, capacity) = (self.head - self.released, self.area.capacity() as u64);
+        if unreleased == 0 || (self.head != self.tail && unreleased < capacity / RELEASE_SHARE) {
             return false;
         }
         self.released = self.head;
         let words = self.area.words();
         words.head.0.store(self.head, Ordering::Release);
+        // A writer without room has seen no less than what was fenced, and more than this share beyond it is written then;
+        // it is read sooner or later, and the fence comes with that.
+        if self.tail - self.fenced < capacity / STARVED_SHARE {
+            return false;
+        }
+        self.fenced = self.head;
         fence(Ordering::SeqCst);
         words.starved.load(Ordering::Relaxed) != 0 && words.starved.swap(0, Ordering::SeqCst) != 0
     }
@@ -276,6 +297,7 @@ impl<A: Area> Reader<A> {
     }
 
     /// True when the other end has let go; what it wrote before is still there.
+    #[inline]
     pub fn is_closed(&self) -> bool {
         self.area.words().closed.load(Ordering::Acquire) != 0
     }
@@ -301,6 +323,7 @@ impl<A: Area> Record<'_, A> {
     }
 
     /// Takes the next `N` bytes; `None` when fewer are left.
+    #[inline]
     pub fn take<const N: usize>(&mut self) -> Option<[u8; N]> {
         let mut bytes = [0; N];
         let (first, second) = self.pieces(N)?;
@@ -312,6 +335,7 @@ impl<A: Area> Record<'_, A> {
     }
 
     /// Takes the rest behind what `out` holds.
+    #[inline]
     pub fn append_to(&mut self, out: &mut Vec<u8>) {
         let Some((first, second)) = self.pieces(self.left) else { return };
         self.area.append(first.0, first.1, out);
@@ -321,6 +345,7 @@ impl<A: Area> Record<'_, A> {
     }
 
     /// Offset and length of the next `len` bytes up to the ring's end, and how many follow at its beginning.
+    #[inline]
     fn pieces(&mut self, len: usize) -> Option<((usize, usize), usize)> {
         self.left = self.left.checked_sub(len)?;
         let capacity = self.area.capacity();
@@ -380,7 +405,7 @@ mod tests {
         let content = |n: u32| vec![n as u8; (n * 37 % 120) as usize];
         while read < 5000 {
             while writer
-                .write(&[&content(written)[..1.min(content(written).len())], content(written).get(1..).unwrap_or(&[])])
+                .write([&content(written)[..1.min(content(written).len())], content(written).get(1..).unwrap_or(&[])])
                 .expect("good")
             {
                 written += 1;
@@ -397,7 +422,7 @@ mod tests {
     fn a_quiet_conversation_stays_at_the_beginning_of_its_ring() {
         let (mut writer, mut reader, area) = ring(256 << 10);
         for n in 0..20_000u32 {
-            assert!(writer.write(&[&n.to_le_bytes(), &[0; 60]]).expect("good"));
+            assert!(writer.write([&n.to_le_bytes(), &[0; 60]]).expect("good"));
             assert_eq!(take_all(&mut reader)[0][..4], n.to_le_bytes());
         }
         let touched = area.0.1.borrow().iter().rposition(|byte| *byte != 0xaa).expect("something was written");
@@ -407,11 +432,11 @@ mod tests {
     #[test]
     fn a_starving_writer_is_told_of_room() {
         let (mut writer, mut reader, _) = ring(64);
-        assert!(writer.write(&[&[1; 40]]).expect("good"));
+        assert!(writer.write([&[1; 40]]).expect("good"));
         assert!(!writer.wants_room(40).expect("good"));
         assert!(reader.next_record().expect("good").is_some());
         assert!(reader.release(), "the writer has to be woken");
-        assert!(writer.write(&[&[2; 40]]).expect("good"));
+        assert!(writer.write([&[2; 40]]).expect("good"));
         assert!(reader.next_record().expect("good").is_some());
         assert!(!reader.release(), "nobody waits");
     }
@@ -425,7 +450,7 @@ mod tests {
         };
         for round in 0..20_000 {
             let (mut writer, mut reader, area) = ring(64);
-            let _ = writer.write(&[&[3; 20]]).expect("good");
+            let _ = writer.write([&[3; 20]]).expect("good");
             match round % 3 {
                 0 => area.0.1.borrow_mut().iter_mut().for_each(|byte| *byte = dice() as u8),
                 1 => area.words().tail.0.store(dice() % 200, Ordering::Relaxed),
@@ -440,7 +465,7 @@ mod tests {
                 assert!(taken < 100);
             }
             for _ in 0..10 {
-                let _ = writer.write(&[&[4; 13]]);
+                let _ = writer.write([&[4; 13]]);
             }
         }
     }

@@ -60,7 +60,7 @@ fn what_is_written_is_read_whole_and_in_order() {
         let mut writer = Writer::new(area.clone());
         let writing = thread::spawn(move || {
             for n in 0..3u8 {
-                while !writer.write(&[&[n; 20]]).expect("a good ring") {
+                while !writer.write([&[n; 20]]).expect("a good ring") {
                     thread::yield_now();
                 }
             }
@@ -85,7 +85,7 @@ fn a_writer_that_finds_no_room_is_told_of_it_when_there_is_some() {
     loom::model(|| {
         let area = area();
         let mut writer = Writer::new(area.clone());
-        assert!(writer.write(&[&[1; 40]]).expect("a good ring"));
+        assert!(writer.write([&[1; 40]]).expect("a good ring"));
         let told = Arc::new(AtomicU32::new(0));
         let tell = told.clone();
         let reading = thread::spawn(move || {
@@ -102,13 +102,39 @@ fn a_writer_that_finds_no_room_is_told_of_it_when_there_is_some() {
 }
 
 #[test]
+fn room_given_back_without_a_fence_starves_no_writer() {
+    loom::model(|| {
+        let area = area();
+        let mut writer = Writer::new(area.clone());
+        assert!(writer.write([]).expect("a good ring"));
+        let told = Arc::new(AtomicU32::new(0));
+        let tell = told.clone();
+        let reading = thread::spawn(move || {
+            let mut reader = Reader::new(area);
+            for _ in 0..2 {
+                while read(&mut reader).is_none() {
+                    thread::yield_now();
+                }
+                if reader.release() {
+                    tell.store(1, Ordering::SeqCst);
+                }
+            }
+        });
+        assert!(writer.write([&[1; 40]]).expect("a good ring"));
+        let has_room = writer.wants_room(40).expect("a good ring");
+        reading.join().expect("read");
+        assert!(has_room || told.load(Ordering::SeqCst) == 1, "nobody would ever wake the writer");
+    });
+}
+
+#[test]
 fn nobody_sleeps_through_a_record() {
     loom::model(|| {
         let area = area();
         let bell = Arc::new(Bell::default());
         let (mut writer, ringing) = (Writer::new(area.clone()), bell.clone());
         let writing = thread::spawn(move || {
-            assert!(writer.write(&[&[1; 8]]).expect("a good ring"));
+            assert!(writer.write([&[1; 8]]).expect("a good ring"));
             ringing.ring(3, false) == Wake::Sleepers
         });
         let mut reader = Reader::new(area);
@@ -127,7 +153,7 @@ fn a_bit_that_is_taken_back_is_set_again_by_who_writes_afterwards() {
         bell.ring(3, false);
         let (mut writer, ringing) = (Writer::new(area.clone()), bell.clone());
         let writing = thread::spawn(move || {
-            assert!(writer.write(&[&[1; 8]]).expect("a good ring"));
+            assert!(writer.write([&[1; 8]]).expect("a good ring"));
             ringing.ring(3, false);
         });
         let mut reader = Reader::new(area);

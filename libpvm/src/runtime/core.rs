@@ -4,7 +4,7 @@
 //! may wait for raises [`Core::news`].
 
 use super::far::Direct;
-use super::near::Near;
+use super::near::{Near, Wakes};
 use super::outbox::Outbox;
 use crate::inbox::Inbox;
 use bytes::Bytes;
@@ -16,6 +16,8 @@ use sempa_proto::{HostId, Message, Micros, MigrationId, PvmError, PvmResult, Req
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Bytes that may wait for the socket before links have to wait with theirs. Control messages are not held back.
 pub(crate) const BACKLOG_BYTES_MAX: usize = 1 << 20;
@@ -69,6 +71,7 @@ struct Question {
 pub(crate) struct Core {
     me: Tid,
     phase: Phase,
+    alive: Arc<AtomicBool>,
     host: HostId,
     dsig: i32,
     output: Sink,
@@ -108,6 +111,7 @@ impl Core {
         Core {
             me: welcome.tid,
             phase: Phase::Connected,
+            alive: Arc::new(AtomicBool::new(true)),
             host: welcome.host,
             dsig: welcome.dsig,
             output: welcome.output,
@@ -144,7 +148,12 @@ impl Core {
     }
 
     pub(crate) fn is_connected(&self) -> bool {
-        self.phase == Phase::Connected
+        matches!(self.phase, Phase::Connected)
+    }
+
+    /// True until the connection is gone for good; may be looked at without the lock.
+    pub(crate) fn alive(&self) -> Arc<AtomicBool> {
+        self.alive.clone()
     }
 
     /// Why the connection is gone for good.
@@ -232,6 +241,7 @@ impl Core {
     /// Queues a message to another task.
     pub(crate) fn send(&mut self, now: Micros, message: Message) -> PvmResult<()> {
         let peer = message.dst;
+        self.hear(now, peer);
         let Some(link) = self.link_to_send(peer) else { return Err(PvmError::OutOfRes) };
         link.send(message.head(), message.body).map_err(|_| PvmError::OutOfRes)?;
         if let Some(slot) = self.near.slot(peer) {
@@ -249,6 +259,23 @@ impl Core {
         }
         self.consider_ring(now, peer);
         Ok(())
+    }
+
+    /// Sends a small message to a task, if that needs nothing but a ring that has room: whom to wake afterwards. `None`, and
+    /// nothing was sent, when it is not as simple as that. `direct`: the program wants direct routes.
+    #[inline]
+    pub(crate) fn send_at_once(
+        &mut self,
+        now: Micros,
+        peer: Tid,
+        head: &[u8],
+        body: &[u8],
+        direct: bool,
+    ) -> Option<Wakes> {
+        if direct && !self.direct.routes.is_settled(peer) {
+            return None;
+        }
+        self.send_near(now, peer, head, body)
     }
 
     /// Puts a message of this task, or one made in the library, into the inbox.
@@ -459,6 +486,7 @@ impl Core {
         self.end_direct(Micros(0));
         self.unshare();
         self.phase = Phase::Lost(why.into());
+        self.alive.store(false, Ordering::Release);
         self.outbox.clear();
         self.later.clear();
         self.later_bytes = 0;

@@ -471,7 +471,7 @@ impl Core {
             while far.end.has_room()
                 && let Some(frame) = link.next_frame(now)
             {
-                far.end.push(&[&frame.encode_short_head(), frame.head, frame.body()]);
+                far.end.push(&[&frame.encode_short_head(), frame.head, frame.body]);
             }
             ended |= far.end.flush().is_err();
             if ended || far.end.wants_write() || !link.has_frame() {

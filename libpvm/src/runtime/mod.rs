@@ -30,6 +30,7 @@ use self::process::{ExitHook, Own};
 use self::shared::{Held, Shared};
 use crate::error::EnrollError;
 use crate::inbox::Inbox;
+use sempa_proto::message::MESSAGE_HEAD_BYTES;
 use sempa_proto::task::{AtEnd, Claim, Reply, Request, RmInfo, Sink, TracerSettings, Welcome};
 use sempa_proto::{HostId, Message, Micros, PvmError, PvmResult, Tid};
 use std::collections::VecDeque;
@@ -195,7 +196,7 @@ impl Runtime {
     /// True until [`Runtime::exit`], the loss of the daemon, or a fork (seen from the child). A task that is being moved is
     /// connected.
     pub fn is_connected(&self) -> bool {
-        self.look(|core| core.lost().is_none()).unwrap_or(false)
+        !self.0.shared.is_foreign() && self.0.shared.is_alive()
     }
 
     /// One sentence: why the connection is gone for good. Empty while it is not.
@@ -226,6 +227,13 @@ impl Runtime {
         use std::os::fd::AsRawFd;
         let state = self.lock()?;
         state.socket.as_ref().map(|socket| socket.get().as_raw_fd())
+    }
+
+    /// Sends a message of at most [`SMALL_BYTES_MAX`](sempa_proto::link::SMALL_BYTES_MAX) bytes, if that needs nothing but
+    /// memory shared with its receiver; false, and nothing was sent, otherwise: [`Runtime::send`] sends it then.
+    /// `direct`: only if it has been agreed with the receiver whether there is a direct route.
+    pub fn send_at_once(&self, dst: Tid, head: [u8; MESSAGE_HEAD_BYTES], body: &[u8], direct: bool) -> bool {
+        !self.0.shared.is_foreign() && self.0.shared.send_at_once(dst, &head, body, direct)
     }
 
     /// Sends a message to `message.dst`; `src` is set. Returns when the message is with the daemon, as far as the
@@ -335,7 +343,7 @@ impl Runtime {
                     state.core.pump(now);
                     continue;
                 }
-                if state.core.waits_for_window(peer) && !heard {
+                if state.core.waits_for_window(peer) && !heard && !state.core.near.leads_to(peer) {
                     // The receiver's word may be here already.
                     heard = true;
                     state.pump();
@@ -388,11 +396,11 @@ impl Runtime {
         f(&mut state.core.inbox)
     }
 
-    /// All that has arrived, first arrived first. Empty also in a forked child.
-    pub fn take_arrived(&self) -> VecDeque<Message> {
-        let Some(mut state) = self.lock() else { return VecDeque::new() };
+    /// Puts all that has arrived behind what `to` holds, first arrived first. Nothing in a forked child.
+    pub fn take_arrived_into(&self, to: &mut VecDeque<Message>) {
+        let Some(mut state) = self.lock() else { return };
         state.take_in();
-        state.core.inbox.take_all()
+        state.core.inbox.take_all_into(to);
     }
 
     /// Looks again whenever something arrived or the resource manager changed, until `f` answers or the deadline has come

@@ -11,7 +11,8 @@ use bytes::Bytes;
 use rustc_hash::FxHashMap;
 use sempa_proto::frame::encode_control;
 use sempa_proto::link::{
-    FRAGMENT_BYTES_MAX, Link, LinkEvent, LinkKind, Payload, SHORT_HEAD_BYTES, SHORT_HEAD_SPARE, decode_short_head,
+    ACK_FRAGMENTS, FRAGMENT_BYTES_MAX, Link, LinkEvent, LinkKind, Payload, SHORT_HEAD_BYTES, SHORT_HEAD_SPARE,
+    decode_short_head,
 };
 use sempa_proto::message::MESSAGE_HEAD_BYTES;
 use sempa_proto::route::{OfferId, RouteWord};
@@ -42,6 +43,12 @@ const DRAIN_BYTES_MAX: usize = 4 << 20;
 const RECORD_BYTES_MAX: usize = SHORT_HEAD_BYTES + FRAGMENT_BYTES_MAX + MESSAGE_HEAD_BYTES;
 const _: () = assert!(RECORD_BYTES_MAX <= RING_BYTES / 4);
 
+/// Small messages written to a ring between two looks at the processor.
+const WRITES_PER_LOOK: u8 = 16;
+
+/// Fragments on their way from which on a sender reads what the receiver has acknowledged.
+const HEAR_FRAGMENTS: u64 = ACK_FRAGMENTS * 2;
+
 /// A processor that is not known.
 const NO_PROCESSOR: u8 = u8::MAX;
 
@@ -61,11 +68,30 @@ struct Ring {
     used: Micros,
     /// Where its last frame was written.
     processor: u8,
+    /// Where ours are written, and for how many more that is believed.
+    ours: (u8, u8),
 }
 
 impl Ring {
     fn new(now: Micros, peer: Tid, ends: Ends, bell: PeerBell, theirs: usize) -> Ring {
-        Ring { peer, ends, bell: Arc::new(Own::new(bell)), theirs, used: now, processor: NO_PROCESSOR }
+        Ring {
+            peer,
+            ends,
+            bell: Arc::new(Own::new(bell)),
+            theirs,
+            used: now,
+            processor: NO_PROCESSOR,
+            ours: (NO_PROCESSOR, 0),
+        }
+    }
+
+    /// The processor that frames are written on, nearly always.
+    fn our_processor(&mut self) -> u8 {
+        if self.ours.1 == 0 {
+            self.ours = (processor(), WRITES_PER_LOOK);
+        }
+        self.ours.1 -= 1;
+        self.ours.0
     }
 
     /// Gives the next record to the link; how many bytes it had, 0 when there is none.
@@ -129,6 +155,11 @@ impl Near {
     /// True when nothing can come through a ring.
     pub(crate) fn is_empty(&self) -> bool {
         self.by_peer.is_empty()
+    }
+
+    /// True when there is a ring to this task.
+    pub(crate) fn leads_to(&self, peer: Tid) -> bool {
+        self.by_peer.contains_key(&peer)
     }
 
     /// True while the answer to an offer is waited for.
@@ -487,6 +518,13 @@ impl Core {
         found
     }
 
+    /// A sender that is far ahead of this task reads what it has acknowledged.
+    pub(super) fn hear(&mut self, now: Micros, peer: Tid) {
+        if self.link_mut(peer).is_some_and(|link| link.in_flight() >= HEAR_FRAGMENTS) {
+            self.drain_peer(now, peer);
+        }
+    }
+
     /// Reads the ring of a task before something is believed that came from or of it another way.
     pub(super) fn drain_peer(&mut self, now: Micros, peer: Tid) {
         if let Some(slot) = self.near.slot(peer) {
@@ -516,7 +554,7 @@ impl Core {
             urgent |= frame.kind == LinkKind::Probe;
             let mut head = frame.encode_short_head();
             head[SHORT_HEAD_SPARE] = processor;
-            broken = ring.ends.writer.write(&[&head, frame.head, frame.body()]).is_err();
+            broken = ring.ends.writer.write([&head, frame.head, frame.body]).is_err();
             wrote += 1;
             if wrote == 1 && !link.is_transmitted() {
                 // The reader copies the first pieces of a large message while the next are written.
@@ -542,6 +580,38 @@ impl Core {
         } else {
             self.note_wakeup(peer);
         }
+    }
+
+    /// Sends a small message by a ring that has room, when nothing else waits for that task: whom to wake afterwards. `None`,
+    /// and nothing was sent, when something stands in the way.
+    #[inline]
+    pub(super) fn send_near(&mut self, now: Micros, peer: Tid, head: &[u8], body: &[u8]) -> Option<Wakes> {
+        if !self.is_connected() || self.is_lifted() {
+            return None;
+        }
+        let (near, links) = self.near_and_links();
+        let slot = near.slot(peer)?;
+        let ring = near.ring(slot)?;
+        let has_room = ring.ends.writer.has_room(SHORT_HEAD_BYTES + head.len() + body.len()) == Ok(true);
+        if !has_room || ring.ends.writer.is_closed() {
+            return None;
+        }
+        let link = links.get_mut(&peer)?;
+        if link.in_flight() >= HEAR_FRAGMENTS && !ring.ends.reader.is_empty() {
+            return None;
+        }
+        let frame = link.send_at_once(now, head, body)?;
+        let mut short = frame.encode_short_head();
+        short[SHORT_HEAD_SPARE] = ring.our_processor();
+        let written = ring.ends.writer.write([&short, frame.head, frame.body]);
+        debug_assert_eq!(written, Ok(true), "there was room");
+        ring.used = now;
+        let wake = ring.bell.get().ring(ring.theirs, false);
+        let wakes = if wake == Wake::Nobody { Vec::new() } else { vec![(ring.bell.clone(), wake)] };
+        if let Some(due) = link.next_wakeup() {
+            self.wake_at(due);
+        }
+        Some(Wakes(wakes))
     }
 
     /// True when the ring of this task is too full for what its link has.
@@ -580,6 +650,9 @@ impl Core {
         let Slot::Ring(ring) = std::mem::replace(place, Slot::Free) else { return };
         let Ring { peer, ends, bell, theirs, .. } = ring.get();
         self.near.by_peer.remove(peer);
+        if let Some(link) = self.link_mut(*peer) {
+            link.trim();
+        }
         self.near.standing.insert(*peer, Standing::Refused { until: now + AFTER_END });
         close(ends);
         let wake = bell.get().ring(*theirs, true);

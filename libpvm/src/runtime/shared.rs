@@ -80,6 +80,8 @@ pub(crate) struct State {
 #[derive(Debug)]
 pub(crate) struct Shared {
     pub(crate) me: Tid,
+    /// False once the connection is gone for good.
+    alive: Arc<AtomicBool>,
     state: Mutex<State>,
     /// Threads that have found the lock taken. Who holds it while he waits lets them have it.
     wanted: AtomicU32,
@@ -184,14 +186,16 @@ impl<'a> Held<'a> {
             return false;
         }
         let Some(budget) = self.spin.budget(span) else { return false };
-        let (begin, news) = (Instant::now(), self.core.news());
+        let (mut begin, news) = (None, self.core.news());
         loop {
             for _ in 0..LOOKS_PER_TIME {
                 if self.core.near.has_something() {
-                    let now = self.now();
+                    let now = self.clock.about();
                     self.core.look(now);
                     if self.core.news() != news {
-                        self.spin.ended(begin.elapsed(), budget);
+                        // In the first round nobody has looked at the clock: it was short enough.
+                        let after = begin.map_or(Duration::ZERO, |begin: Instant| begin.elapsed());
+                        self.spin.ended(after, budget);
                         return true;
                     }
                 }
@@ -201,6 +205,7 @@ impl<'a> Held<'a> {
                 }
                 std::hint::spin_loop();
             }
+            let begin = *begin.get_or_insert_with(Instant::now);
             let now = self.now();
             if self.look_far(now) && self.core.news() != news {
                 self.spin.ended(begin.elapsed(), budget);
@@ -431,6 +436,7 @@ impl Shared {
         let listening = Arc::new(Own::new(OwnBell::new()?));
         let mut core = Core::new(&welcome);
         core.near = Near::new(listening.clone());
+        let alive = core.alive();
         let mut state = State {
             core,
             clock: Clock::new(),
@@ -448,6 +454,7 @@ impl Shared {
         state.adopt(socket, decoder, descriptors);
         Ok(Shared {
             me: welcome.tid,
+            alive,
             state: Mutex::new(state),
             wanted: AtomicU32::new(0),
             listening,
@@ -462,6 +469,23 @@ impl Shared {
     /// True in a child that was forked off the task: the lock may be held by a thread that does not exist here.
     pub(crate) fn is_foreign(&self) -> bool {
         self.generation != process::generation()
+    }
+
+    /// False once the connection is gone for good.
+    pub(crate) fn is_alive(&self) -> bool {
+        self.alive.load(Ordering::Acquire)
+    }
+
+    /// See [`Core::send_at_once`]; false also when another thread has the lock. Such a send changes nothing that [`Held`]
+    /// would have to tell of but what the helper sleeps through.
+    pub(crate) fn send_at_once(&self, peer: Tid, head: &[u8], body: &[u8], direct: bool) -> bool {
+        let Ok(mut state) = self.state.try_lock() else { return false };
+        let now = state.clock.about();
+        let Some(wakes) = state.core.send_at_once(now, peer, head, body, direct) else { return false };
+        let helper = state.helper_is_needed();
+        drop(state);
+        Held::tell(self, (false, false, helper), wakes);
+        true
     }
 
     /// The lock; never to be taken when [`Shared::is_foreign`].

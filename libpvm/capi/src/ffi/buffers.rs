@@ -11,7 +11,7 @@ use crate::memory::Out;
 use crate::pack;
 use crate::process;
 use crate::send;
-use crate::session::{answer, lock};
+use crate::session::{Session, answer, lock};
 use crate::trace;
 use sempa_proto::trace::int;
 use sempa_proto::{PvmError, PvmResult, Tid};
@@ -20,8 +20,11 @@ use std::sync::atomic::Ordering::Relaxed;
 
 /// Makes a buffer.
 pub(super) fn make(encoding: c_int) -> PvmResult<i32> {
+    make_in(&mut lock(), encoding)
+}
+
+fn make_in(session: &mut Session, encoding: c_int) -> PvmResult<i32> {
     let enc = Enc::from_arg(encoding)?;
-    let mut session = lock();
     let mid = session.new_buffer(enc)?;
     if enc == Enc::Trace {
         let (seconds, micros) = process::clock();
@@ -31,8 +34,8 @@ pub(super) fn make(encoding: c_int) -> PvmResult<i32> {
 }
 
 fn init_send(encoding: c_int) -> PvmResult<i32> {
-    let mid = make(encoding)?;
     let mut session = lock();
+    let mid = make_in(&mut session, encoding)?;
     let before = std::mem::replace(&mut session.sbuf, mid);
     if before != 0 {
         // It may have been freed by its number.
