@@ -4,9 +4,12 @@ use anyhow::Context;
 use clap::{Parser, ValueEnum};
 use pvm_rm::api::RealVm;
 use pvm_rm::decide;
+use pvm_rm::model::Labels;
 use pvm_rm::service::{Options, Service, ServiceError};
+use std::collections::BTreeMap;
 use std::io::Write;
 use std::process::ExitCode;
+use std::sync::Arc;
 
 /// The resource manager of a Sempa virtual machine: places the tasks that others spawn, and moves running tasks off hosts
 /// whose owner is there.
@@ -22,9 +25,28 @@ struct Args {
     /// owner is there is used for nothing else.
     #[arg(long, value_enum, default_value = "load")]
     policy: PolicyName,
+    /// Something to say of a host that spawns can ask for, as 'h2:disk=ssd'; may be repeated.
+    #[arg(long = "label", value_name = "HOST:NAME=VALUE", value_parser = parse_label)]
+    labels: Vec<(String, String, String)>,
     /// Start no load watchers: load and owners stay unknown, and no task is moved.
     #[arg(long)]
     no_watchers: bool,
+}
+
+fn parse_label(text: &str) -> Result<(String, String, String), String> {
+    let parts = text.split_once(':').and_then(|(host, rest)| Some((host, rest.split_once('=')?)));
+    let parts = parts.filter(|(host, (name, value))| ![host, name, value].iter().any(|part| part.trim().is_empty()));
+    let (host, (name, value)) = parts.ok_or_else(|| format!("{text:?} is not a label; it looks like h2:disk=ssd"))?;
+    Ok((host.trim().to_string(), name.trim().to_string(), value.trim().to_string()))
+}
+
+/// The labels of each host.
+fn labels(given: &[(String, String, String)]) -> Labels {
+    let mut of_hosts = BTreeMap::<String, BTreeMap<String, String>>::new();
+    for (host, name, value) in given {
+        of_hosts.entry(host.clone()).or_default().insert(name.clone(), value.clone());
+    }
+    of_hosts.into_iter().map(|(host, labels)| (host, Arc::new(labels))).collect()
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -45,10 +67,10 @@ fn run(args: &Args) -> anyhow::Result<()> {
         PolicyName::RoundRobin => decide::Policy::RoundRobin,
         PolicyName::Load => decide::Policy::Load,
     };
+    let options = Options { policy, watchers: !args.no_watchers, labels: labels(&args.labels) };
     let vm = libpvm::Vm::enroll()?;
     let tid = vm.tid();
-    let mut service = Service::start(RealVm::new(vm.clone()), Options { policy, watchers: !args.no_watchers })
-        .inspect_err(|_| drop(vm.exit()))?;
+    let mut service = Service::start(RealVm::new(vm.clone()), options).inspect_err(|_| drop(vm.exit()))?;
     say(format_args!("pvm-rm {tid}: registered as resource manager, policy {policy}"));
     match service.run() {
         Err(why @ ServiceError::Stopped(_)) => {

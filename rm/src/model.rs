@@ -5,7 +5,8 @@
 //! update may be repeated. Entries of the event log are numbered without gaps; a gap asks for a fresh task list.
 
 use crate::decide::{
-    HostView, MOVES_PER_MINUTE_MAX, MOVES_SPAN, Moves, Owner, Policy, Sampled, Snapshot, StayReason, TaskView, Until,
+    Costs, HostView, Hosts, MOVES_PER_MINUTE_MAX, MOVES_SPAN, Moves, Owner, Policy, Sampled, Snapshot, StayReason,
+    TaskView, Until,
 };
 use crate::recent::Recent;
 use libpvm::MigrateError;
@@ -14,7 +15,9 @@ use sempa_proto::load::{LoadReport, OwnerVerdict};
 use sempa_proto::migration::{Cause, Failure, Refusal};
 use sempa_proto::table::{HostTable, TASK_FORKED, TASK_HOSTER, TASK_RM, TASK_TASKER, TaskInfo};
 use sempa_proto::{HostId, Micros, PvmError, Tid};
-use std::collections::{BTreeMap, HashSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashSet, VecDeque};
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
 
 /// Ended tasks that are remembered, so that late news of them does not bring them back.
 const ENDED_MAX: usize = 65_536;
@@ -31,10 +34,15 @@ pub const REFUSED_MAX: Micros = Micros::from_secs(60);
 /// A task that has just started is asked again after this: it has not connected yet.
 pub const NOT_YET: Micros = Micros::from_millis(500);
 
+/// What the administrator says of hosts, by their names.
+pub type Labels = BTreeMap<String, Arc<BTreeMap<String, String>>>;
+
 #[derive(Debug)]
 struct Host {
     name: String,
     arch: String,
+    zone: u32,
+    labels: Arc<BTreeMap<String, String>>,
     speed: i32,
     cores: u32,
     sample: Option<Sampled>,
@@ -47,6 +55,10 @@ struct Host {
 #[derive(Debug)]
 struct Task {
     host: HostId,
+    job: Tid,
+    name: Arc<str>,
+    since: Micros,
+    bytes: u64,
     pinned: bool,
     asked: bool,
     moving: Option<Going>,
@@ -63,20 +75,24 @@ struct Going {
 }
 
 impl Task {
-    fn on(host: HostId, pinned: bool) -> Task {
-        let (moves, refused) = (VecDeque::new(), BTreeMap::new());
-        Task { host, pinned, asked: false, moving: None, moves, held: None, refused, told: None }
+    fn new(host: HostId, job: Tid, since: Micros) -> Task {
+        let (moves, refused, name) = (VecDeque::new(), BTreeMap::new(), Arc::from(""));
+        let (pinned, asked, moving, held, told) = (false, false, None, None, None);
+        Task { host, job, name, since, bytes: 0, pinned, asked, moving, moves, held, refused, told }
     }
 }
 
 /// What is known.
 #[derive(Debug)]
 pub struct Model {
-    policy: Policy,
-    /// Where the rotation of round robin stands.
-    pub rotation: HostId,
+    /// What decisions are made from; hosts in `touched` are not up to date in it.
+    view: Snapshot,
+    touched: BTreeSet<HostId>,
+    labels: Labels,
     hosts: BTreeMap<HostId, Host>,
     tasks: BTreeMap<Tid, Task>,
+    /// The tasks of each host.
+    on: BTreeMap<HostId, BTreeSet<Tid>>,
     ended: Recent<Tid>,
     last_event: Option<u64>,
     stale: bool,
@@ -84,16 +100,70 @@ pub struct Model {
 
 impl Model {
     /// Knows nothing; `local` is the host of the resource manager, behind which round robin begins.
-    pub fn new(policy: Policy, local: HostId) -> Model {
+    pub fn new(policy: Policy, local: HostId, labels: Labels) -> Model {
+        let (now, costs, hosts) = (Micros::default(), Costs::default(), Hosts::default());
         Model {
-            policy,
-            rotation: local,
+            view: Snapshot { now, policy, rotation: local, costs, hosts },
+            touched: BTreeSet::new(),
+            labels,
             hosts: BTreeMap::new(),
             tasks: BTreeMap::new(),
+            on: BTreeMap::new(),
             ended: Recent::new(ENDED_MAX),
             last_event: None,
             stale: false,
         }
+    }
+
+    /// Where the rotation of round robin stands.
+    pub fn set_rotation(&mut self, rotation: HostId) {
+        self.view.rotation = rotation;
+    }
+
+    /// A task, to be changed; not its host.
+    fn edit(&mut self, tid: Tid) -> Option<&mut Task> {
+        let task = self.tasks.get_mut(&tid)?;
+        self.touched.insert(task.host);
+        Some(task)
+    }
+
+    /// A host, to be changed.
+    fn edit_host(&mut self, id: HostId) -> Option<&mut Host> {
+        let host = self.hosts.get_mut(&id)?;
+        self.touched.insert(id);
+        Some(host)
+    }
+
+    /// The task is on this host; it is taken up when it was not known.
+    fn settle(&mut self, now: Micros, tid: Tid, host: HostId) -> &mut Task {
+        let task = self.tasks.entry(tid).or_insert_with(|| Task::new(host, tid, now));
+        if let Some(tids) = self.on.get_mut(&task.host).filter(|_| task.host != host) {
+            tids.remove(&tid);
+        }
+        self.touched.extend([task.host, host]);
+        task.host = host;
+        self.on.entry(host).or_default().insert(tid);
+        task
+    }
+
+    fn remove(&mut self, tid: Tid) {
+        if let Some(task) = self.tasks.remove(&tid) {
+            self.touched.insert(task.host);
+            if let Some(tids) = self.on.get_mut(&task.host) {
+                tids.remove(&tid);
+            }
+        }
+    }
+
+    /// The tasks on a host.
+    fn tasks_on(&self, host: HostId) -> impl Iterator<Item = (Tid, &Task)> {
+        self.on.get(&host).into_iter().flatten().filter_map(|tid| Some((*tid, self.tasks.get(tid)?)))
+    }
+
+    /// The job of a task whose parent is known: that of the parent.
+    fn job_of(&self, tid: Tid, parent: Tid) -> Tid {
+        let top = if parent.is_task() { parent } else { tid };
+        self.tasks.get(&parent).map_or(top, |task| task.job)
     }
 
     /// Takes a host table over. Answers the hosts that are new.
@@ -104,11 +174,14 @@ impl Model {
         }
         let mut new = Vec::new();
         for entry in &table.hosts {
+            self.touched.insert(entry.id);
             let host = self.hosts.entry(entry.id).or_insert_with(|| {
                 new.push(entry.id);
                 Host {
                     name: String::new(),
                     arch: String::new(),
+                    zone: 0,
+                    labels: Arc::default(),
                     speed: 0,
                     cores: 1,
                     sample: None,
@@ -118,6 +191,8 @@ impl Model {
                 }
             });
             (host.name, host.arch, host.speed) = (entry.name.clone(), entry.arch.clone(), entry.speed);
+            host.zone = zone(&entry.addresses);
+            host.labels = self.labels.get(&entry.name).cloned().unwrap_or_default();
         }
         new
     }
@@ -129,12 +204,16 @@ impl Model {
         let gone: Vec<Tid> = self.tasks.keys().copied().filter(|tid| !listed.contains(tid)).collect();
         for tid in gone {
             // Not counted as ended: it may have been started after the list was made.
-            self.tasks.remove(&tid);
+            self.remove(tid);
         }
-        for info in tasks.iter().filter(|info| !self.ended.has(info.tid)) {
-            let task = self.tasks.entry(info.tid).or_insert_with(|| Task::on(info.host, false));
-            task.host = info.host;
+        for info in tasks {
+            if self.ended.has(info.tid) {
+                continue;
+            }
+            let job = self.job_of(info.tid, info.parent);
+            let task = self.settle(now, info.tid, info.host);
             task.pinned |= is_pinned(info.flags, &info.name);
+            (task.job, task.name) = (job, Arc::from(info.name.as_str()));
             match task.moving {
                 _ if info.moving => task.moving = Some(Going { to: task.moving.and_then(|g| g.to), at: now }),
                 Some(going) if now.since(going.at) >= MOVE_YOUNG => task.moving = None,
@@ -146,8 +225,8 @@ impl Model {
     /// A host has left, and with it all its tasks.
     pub fn host_gone(&mut self, id: HostId) {
         self.hosts.remove(&id);
-        let lost: Vec<Tid> = self.tasks.iter().filter(|(_, t)| t.host == id).map(|(tid, _)| *tid).collect();
-        for tid in lost {
+        self.touched.insert(id);
+        for tid in self.on.remove(&id).unwrap_or_default() {
             // A move away may have been committed; then an event says where the task is, and it is back.
             self.tasks.remove(&tid);
         }
@@ -155,19 +234,31 @@ impl Model {
 
     /// A task has ended for good.
     pub fn task_ended(&mut self, tid: Tid) {
-        self.tasks.remove(&tid);
+        self.remove(tid);
         self.ended.put(tid);
     }
 
     /// A task was started on a host. `asked`: somebody named the host for it.
-    pub fn task_started(&mut self, tid: Tid, host: HostId, pinned: bool, asked: bool) {
+    pub fn task_started(&mut self, now: Micros, tid: Tid, host: HostId, pinned: bool, asked: bool) {
         if self.ended.has(tid) || !tid.is_task() {
             return;
         }
         let with_owner = self.hosts.get(&host).is_some_and(|h| h.owner.is_present());
-        let task = self.tasks.entry(tid).or_insert_with(|| Task::on(host, pinned));
-        task.pinned |= pinned;
-        task.asked |= asked && with_owner;
+        if !self.tasks.contains_key(&tid) {
+            self.settle(now, tid, host);
+        }
+        if let Some(task) = self.edit(tid) {
+            task.pinned |= pinned;
+            task.asked |= asked && with_owner;
+        }
+    }
+
+    /// Whose child a task is, and what it runs.
+    fn task_described(&mut self, tid: Tid, parent: Tid, name: &str) {
+        let job = self.job_of(tid, parent);
+        if let Some(task) = self.edit(tid) {
+            (task.job, task.name) = (job, Arc::from(name));
+        }
     }
 
     /// True for a task that is known and has not ended.
@@ -208,28 +299,29 @@ impl Model {
         }
         match &event.kind {
             EventKind::HostGone { host, .. } => self.host_gone(*host),
-            EventKind::TaskStarted { tid, name, .. } => {
-                self.task_started(*tid, event.host, name.is_empty() || is_watcher(name), false);
+            EventKind::TaskStarted { tid, parent, name } => {
+                self.task_started(now, *tid, event.host, name.is_empty() || is_watcher(name), false);
+                self.task_described(*tid, *parent, name);
             }
             EventKind::TaskEnded { tid, .. } => self.task_ended(*tid),
             EventKind::Moving { tid, to, .. } => {
-                if let Some(task) = self.tasks.get_mut(tid) {
+                if let Some(task) = self.edit(*tid) {
                     task.moving = Some(Going { to: Some(*to), at: now });
                 }
             }
-            EventKind::Moved { tid, to, cause, .. } => self.moved(now, *tid, *to, cause),
+            EventKind::Moved { tid, to, cause, bytes, .. } => self.moved(now, *tid, *to, cause, *bytes),
             EventKind::MoveFailed { tid, to, why, .. } => self.move_failed(now, *tid, *to, why),
             _ => {}
         }
     }
 
-    fn moved(&mut self, now: Micros, tid: Tid, to: HostId, cause: &Cause) {
+    fn moved(&mut self, now: Micros, tid: Tid, to: HostId, cause: &Cause, bytes: u64) {
         if self.ended.has(tid) {
             return;
         }
         let with_owner = self.hosts.get(&to).is_some_and(|h| h.owner.is_present());
-        let task = self.tasks.entry(tid).or_insert_with(|| Task::on(to, false));
-        (task.host, task.moving, task.held, task.told) = (to, None, None, None);
+        let task = self.settle(now, tid, to);
+        (task.moving, task.held, task.told, task.bytes) = (None, None, None, bytes);
         task.asked = with_owner && matches!(cause, Cause::Asked { .. });
         task.refused.clear();
         if !matches!(cause, Cause::Asked { .. }) {
@@ -244,7 +336,7 @@ impl Model {
 
     /// A move that we asked for has begun.
     pub fn move_begun(&mut self, now: Micros, tid: Tid, to: HostId) {
-        if let Some(task) = self.tasks.get_mut(&tid) {
+        if let Some(task) = self.edit(tid) {
             task.moving = Some(Going { to: Some(to), at: now });
         }
     }
@@ -269,7 +361,7 @@ impl Model {
 
     /// A move has failed; the task goes on where it was.
     pub fn move_failed(&mut self, now: Micros, tid: Tid, to: HostId, why: &Failure) {
-        let Some(task) = self.tasks.get_mut(&tid) else { return };
+        let Some(task) = self.edit(tid) else { return };
         task.moving = None;
         let from = task.host;
         match why {
@@ -289,7 +381,7 @@ impl Model {
         match why {
             Refusal::NoSuchTask => self.task_ended(tid),
             Refusal::NotSpawned | Refusal::Pinned => {
-                if let Some(task) = self.tasks.get_mut(&tid) {
+                if let Some(task) = self.edit(tid) {
                     task.pinned = true;
                 }
             }
@@ -302,7 +394,7 @@ impl Model {
             Refusal::TooManyMoves { .. } => self.hold(tid, now + REFUSED_MIN, &text),
             Refusal::Holds { .. } => self.hold(tid, now + REFUSED_MAX, &text),
             Refusal::NoEngine { host, .. } if *host == from => self.hold(tid, now + REFUSED_MAX, &text),
-            Refusal::NoEngine { host, .. } => match self.hosts.get_mut(host) {
+            Refusal::NoEngine { host, .. } => match self.edit_host(*host) {
                 Some(host) => host.no_moves = Some(Until { at: now + REFUSED_MAX, why: text }),
                 None => self.target_failed(now, tid, to, REFUSED_MAX, &text),
             },
@@ -315,14 +407,14 @@ impl Model {
     }
 
     fn hold(&mut self, tid: Tid, until: Micros, why: &str) {
-        if let Some(task) = self.tasks.get_mut(&tid) {
+        if let Some(task) = self.edit(tid) {
             task.held = Some(Until { at: until, why: why.to_string() });
         }
     }
 
     /// Leaves a target out, longer each time. The same failure heard twice (as answer and as event) counts once.
     fn target_failed(&mut self, now: Micros, tid: Tid, to: HostId, first: Micros, why: &str) {
-        let Some(task) = self.tasks.get_mut(&tid) else { return };
+        let Some(task) = self.edit(tid) else { return };
         let tries = match task.refused.get(&to) {
             Some((until, _)) if until.at > now => return,
             Some((_, tries)) => tries + 1,
@@ -335,8 +427,8 @@ impl Model {
     /// Takes a watcher's report in. Answers what is to be recorded when the owner came or went.
     pub fn report(&mut self, now: Micros, report: &LoadReport) -> Option<EventKind> {
         let id = report.host;
-        let own = self.tasks.values().filter(|t| t.host == id && !t.pinned).count();
-        let host = self.hosts.get_mut(&id)?;
+        let own = self.tasks_on(id).filter(|(_, t)| !t.pinned).count();
+        let host = self.edit_host(id)?;
         host.cores = report.sample.cores.max(1);
         let own = u32::try_from(own).unwrap_or(u32::MAX);
         host.sample = Some(Sampled { sample: report.sample, at: now, own });
@@ -357,28 +449,39 @@ impl Model {
                     return None;
                 }
                 host.owner = Owner::Absent { left: Some(now) };
-                for task in self.tasks.values_mut().filter(|t| t.host == id) {
-                    (task.asked, task.told) = (false, None);
+                for tid in self.on.get(&id).into_iter().flatten() {
+                    if let Some(task) = self.tasks.get_mut(tid) {
+                        (task.asked, task.told) = (false, None);
+                    }
                 }
                 Some(EventKind::OwnerAbsent { host: id, why: report.why.clone() })
             }
         }
     }
 
-    /// All that decisions are made from.
-    pub fn snapshot(&self, now: Micros) -> Snapshot {
-        let mut hosts: Vec<HostView> = self.hosts.iter().map(|(id, host)| host.view(*id)).collect();
-        for (tid, task) in &self.tasks {
-            if let Ok(i) = hosts.binary_search_by_key(&task.host, |h| h.id) {
-                hosts[i].tasks.push(task.view(*tid));
+    /// All that decisions are made from, as of `now`. Costs what has changed since the last time.
+    pub fn snapshot(&mut self, now: Micros) -> &Snapshot {
+        for id in std::mem::take(&mut self.touched) {
+            match self.hosts.get(&id) {
+                None => self.view.hosts.remove(id),
+                Some(host) => {
+                    let tasks = self.tasks_on(id).map(|(tid, task)| task.view(tid)).collect();
+                    let view = host.view(id, tasks);
+                    self.view.hosts.put(view);
+                }
             }
         }
-        Snapshot { now, policy: self.policy, rotation: self.rotation, hosts }
+        self.view.hosts.refresh(now);
+        self.view.now = now;
+        &self.view
     }
 
     /// Hosts whose owner is there and that the last guest has left, or that had none; each is answered once, and again
     /// only when there were guests again.
     pub fn newly_clean(&mut self) -> Vec<HostId> {
+        if !self.hosts.values().any(|host| host.owner.is_present()) {
+            return Vec::new();
+        }
         let guests = self.tasks.values().filter(|t| !t.pinned && !t.asked);
         let with_guests: HashSet<HostId> =
             guests.flat_map(|t| [Some(t.host), t.moving.and_then(|g| g.to)]).flatten().collect();
@@ -394,8 +497,8 @@ impl Model {
     }
 
     /// Sentences about tasks that stay beside an owner, each once until its kind of reason changes.
-    pub fn news(&mut self, snapshot: &Snapshot, moves: &Moves) -> Vec<String> {
-        let mut news = Vec::new();
+    pub fn news(&mut self, moves: &Moves) -> Vec<String> {
+        let (mut news, snapshot) = (Vec::new(), &self.view);
         for stay in moves.stay.iter().filter(|stay| stay.is_news(snapshot.now)) {
             let kind = Some(std::mem::discriminant(&stay.why));
             let Some(task) = self.tasks.get_mut(&stay.tid).filter(|t| t.told != kind) else { continue };
@@ -421,17 +524,19 @@ impl Owner {
 }
 
 impl Host {
-    fn view(&self, id: HostId) -> HostView {
+    fn view(&self, id: HostId, tasks: Vec<TaskView>) -> HostView {
         HostView {
             id,
             name: self.name.clone(),
             arch: self.arch.clone(),
+            zone: self.zone,
+            labels: self.labels.clone(),
             speed: self.speed,
             cores: self.cores,
             sample: self.sample.clone(),
             owner: self.owner.clone(),
             no_moves: self.no_moves.clone(),
-            tasks: Vec::new(),
+            tasks,
         }
     }
 }
@@ -443,9 +548,26 @@ impl Task {
             pinned: self.pinned,
             asked: self.asked,
             moving: self.moving.map(|g| g.to),
+            job: self.job,
+            name: self.name.clone(),
+            since: self.since,
+            bytes: self.bytes,
             moves: self.moves.iter().copied().collect(),
             held: self.held.clone(),
             refused: self.refused.iter().map(|(id, (until, _))| (*id, until.clone())).collect(),
+        }
+    }
+}
+
+/// The zone of a host: the part of its first address that its neighbours share (24 bits of IPv4, 64 of IPv6).
+fn zone(addresses: &[SocketAddr]) -> u32 {
+    match addresses.first().map(SocketAddr::ip) {
+        None => 0,
+        Some(IpAddr::V4(ip)) => ip.to_bits() >> 8,
+        Some(IpAddr::V6(ip)) => {
+            let net = (ip.to_bits() >> 64) as u64;
+            // Folded; two networks that fall together only look near to each other.
+            ((net >> 32) ^ net) as u32 | 1 << 31
         }
     }
 }

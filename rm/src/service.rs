@@ -3,7 +3,7 @@
 
 use crate::api::VmApi;
 use crate::decide::{Policy, moves};
-use crate::model::{Model, WATCHER_PROGRAM};
+use crate::model::{Labels, Model, WATCHER_PROGRAM};
 use crate::spawns::{self, Incoming, Spawns};
 use crate::watchers::{self, Watchers};
 use bytes::Bytes;
@@ -44,12 +44,14 @@ const REFRESH_PAUSE: Micros = Micros::from_secs(1);
 const SIGKILL: i32 = 9;
 
 /// How the resource manager works.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Options {
     /// How new tasks are spread.
     pub policy: Policy,
     /// Start a load watcher on every host.
     pub watchers: bool,
+    /// What the administrator says of hosts.
+    pub labels: Labels,
 }
 
 /// Why it did not begin, or why it ended.
@@ -113,7 +115,7 @@ impl<V: VmApi> Service<V> {
         }
         vm.subscribe(CTX_RM, TAG_EVENT).map_err(ServiceError::Refused)?;
         vm.notify(NotifyWhat::HostAdd { count: -1 }, CTX_RM, TAG_HOST_ADD).map_err(ServiceError::Refused)?;
-        let (model, refresh_at) = (Model::new(options.policy, vm.host()), vm.now());
+        let (model, refresh_at) = (Model::new(options.policy, vm.host(), options.labels.clone()), vm.now());
         let mut service = Service {
             vm,
             options,
@@ -226,7 +228,7 @@ impl<V: VmApi> Service<V> {
             }
             // The event may overtake the acknowledgement.
             EventKind::TaskStarted { tid, name, .. } if self.spawns.is_asked(event.host, name) => {
-                self.model.task_started(*tid, event.host, false, true);
+                self.model.task_started(now, *tid, event.host, false, true);
             }
             _ => {}
         }
@@ -257,13 +259,13 @@ impl<V: VmApi> Service<V> {
         let now = self.vm.now();
         if let Some(watcher) = self.watchers.ack(now, message.wid, &started) {
             if let Some((host, tid)) = watcher {
-                self.model.task_started(tid, host, true, false);
+                self.model.task_started(now, tid, host, true, false);
             }
         } else if !self.spawns.ack(message.wid, started.clone()) {
             // A process that connected by itself.
             let host = message.src.home().unwrap_or(self.vm.host());
             for tid in started.into_iter().flatten().flatten() {
-                self.model.task_started(tid, host, true, false);
+                self.model.task_started(now, tid, host, true, false);
             }
         }
         self.changed = true;
@@ -275,7 +277,7 @@ impl<V: VmApi> Service<V> {
         if !self.watchers.heard(now, message.src, report.host) {
             return;
         }
-        self.model.task_started(message.src, report.host, true, false);
+        self.model.task_started(now, message.src, report.host, true, false);
         if let Some(event) = self.model.report(now, &report) {
             self.record(event);
             self.changed = true;
@@ -341,7 +343,8 @@ impl<V: VmApi> Service<V> {
         loop {
             if self.spawns.wants_place() {
                 let snapshot = self.model.snapshot(now);
-                self.model.rotation = self.spawns.place(now, &snapshot);
+                let rotation = self.spawns.place(now, snapshot);
+                self.model.set_rotation(rotation);
             }
             let Some(output) = self.spawns.poll() else {
                 if self.spawns.wants_place() {
@@ -361,7 +364,7 @@ impl<V: VmApi> Service<V> {
         self.changed = false;
         let now = self.vm.now();
         let snapshot = self.model.snapshot(now);
-        let decided = moves(&snapshot);
+        let decided = moves(snapshot);
         self.again = decided.again();
         for step in &decided.go {
             match self.vm.migrate(step.tid, step.to, step.cause.clone()) {
@@ -373,7 +376,7 @@ impl<V: VmApi> Service<V> {
                 }
             }
         }
-        for text in self.model.news(&snapshot, &decided) {
+        for text in self.model.news(&decided) {
             self.note(text);
         }
         for host in self.model.newly_clean() {
@@ -389,7 +392,7 @@ impl<V: VmApi> Service<V> {
             }
             spawns::Output::Reply { to, wid, body } => self.send(to, SM_SPAWN, wid, body),
             spawns::Output::Started { tid, host, asked, pinned } => {
-                self.model.task_started(tid, host, pinned, asked);
+                self.model.task_started(self.vm.now(), tid, host, pinned, asked);
                 self.changed = true;
             }
             // It may be gone already; then there is nothing to end.

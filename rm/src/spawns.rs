@@ -177,9 +177,9 @@ impl Spawns {
         };
         let tasks = std::mem::take(&mut spawn.unplaced);
         let Incoming { src, caller, request, .. } = &spawn.from;
-        let ask = Ask { request, count: tasks.len() as u32, caller: *caller, without: &spawn.lost };
+        let ask = Ask { request, count: tasks.len() as u32, caller: *caller, peers: &[*caller], without: &spawn.lost };
         let placement = place(snapshot, &ask);
-        spawn.why.push(placement.why);
+        spawn.why.push(placement.sentence(snapshot));
         let mut parts: BTreeMap<HostId, Vec<usize>> = BTreeMap::new();
         for (task, host) in tasks.into_iter().zip(&placement.hosts) {
             match host {
@@ -225,7 +225,8 @@ impl Spawns {
         let order = self.orders.remove(&id).expect("found a moment ago");
         let Some(spawn) = self.open.get_mut(&order.spawn) else { return true };
         let pinned = spawn.from.request.flags & SPAWN_PINNED != 0;
-        let names_host = Ask { request: &spawn.from.request, count: 0, caller: order.host, without: &[] }.names_host();
+        let names_host =
+            Ask { request: &spawn.from.request, count: 0, caller: order.host, peers: &[], without: &[] }.names_host();
         let short = match &started {
             Ok(_) => PvmError::DSysErr,
             Err(error) => *error,
@@ -248,7 +249,7 @@ impl Spawns {
         self.orders.values().filter(|o| o.host == host).any(|order| {
             self.open.get(&order.spawn).is_some_and(|spawn| {
                 let request = &spawn.from.request;
-                request.file == file && Ask { request, count: 0, caller: host, without: &[] }.names_host()
+                request.file == file && Ask { request, count: 0, caller: host, peers: &[], without: &[] }.names_host()
             })
         })
     }
@@ -294,7 +295,8 @@ impl Spawns {
         }
         let Some(spawn) = self.open.get_mut(&order.spawn) else { return };
         spawn.lost.push(order.host);
-        let bound = Ask { request: &spawn.from.request, count: 0, caller: order.host, without: &[] }.is_bound();
+        let bound =
+            Ask { request: &spawn.from.request, count: 0, caller: order.host, peers: &[], without: &[] }.is_bound();
         if bound {
             for task in order.tasks {
                 spawn.results[task] = Some(Err(PvmError::HostFail));

@@ -2,13 +2,14 @@
 
 use proptest::prelude::*;
 use pvm_rm::decide::{
-    Ask, HostView, MOVES_AT_ONCE_MAX, MOVES_PER_MINUTE_MAX, Owner, Policy, Reason, SETTLE, Sampled, Snapshot,
+    Ask, Costs, HostView, MOVES_AT_ONCE_MAX, MOVES_PER_MINUTE_MAX, Owner, Policy, Reason, SETTLE, Sampled, Snapshot,
     StayReason, TaskView, Until, moves, place,
 };
 use sempa_proto::load::LoadSample;
 use sempa_proto::migration::Cause;
 use sempa_proto::task::{SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_HOST, SpawnRequest};
 use sempa_proto::{HostId, Micros, PvmError, Tid};
+use std::sync::Arc;
 
 const NOW: Micros = Micros::from_secs(1000);
 
@@ -22,7 +23,8 @@ fn t(host: u16, local: u32) -> Tid {
 
 fn task(tid: Tid) -> TaskView {
     let (moves, refused) = (Vec::new(), Vec::new());
-    TaskView { tid, pinned: false, asked: false, moving: None, moves, held: None, refused }
+    let (job, name, since) = (tid, "worker".into(), Micros::default());
+    TaskView { tid, pinned: false, asked: false, moving: None, job, name, since, bytes: 0, moves, held: None, refused }
 }
 
 /// An idle host with two processors and nobody at it.
@@ -32,6 +34,8 @@ fn host(index: u16) -> HostView {
         id: h(index),
         name: format!("h{index}"),
         arch: "LINUX64".into(),
+        zone: 0,
+        labels: Arc::default(),
         speed: 1000,
         cores: 2,
         sample: Some(Sampled { sample, at: NOW, own: 0 }),
@@ -42,7 +46,7 @@ fn host(index: u16) -> HostView {
 }
 
 fn pool(hosts: u16, policy: Policy) -> Snapshot {
-    Snapshot { now: NOW, policy, rotation: h(1), hosts: (1..=hosts).map(host).collect() }
+    Snapshot { now: NOW, policy, rotation: h(1), costs: Costs::default(), hosts: (1..=hosts).map(host).collect() }
 }
 
 fn present() -> Owner {
@@ -54,7 +58,7 @@ fn request(flags: i32, place: &str, count: u32) -> SpawnRequest {
 }
 
 fn ask(request: &SpawnRequest) -> Ask<'_> {
-    Ask { request, count: request.count, caller: h(1), without: &[] }
+    Ask { request, count: request.count, caller: h(1), peers: &[], without: &[] }
 }
 
 fn indices(hosts: &[Result<HostId, PvmError>]) -> Vec<u16> {
@@ -118,12 +122,14 @@ fn a_host_with_an_owner_is_used_only_when_it_is_named() {
         snapshot.hosts[1].owner = present();
         let placed = place(&snapshot, &ask(&request(0, "", 3)));
         assert_eq!(indices(&placed.hosts), [1, 1, 1]);
-        assert!(placed.why.contains("h2: owner present (alice on pts/0)"), "{}", placed.why);
+        let told = placed.sentence(&snapshot);
+        assert!(told.contains("h2: owner present (alice on pts/0)"), "{told}");
         assert_eq!(indices(&place(&snapshot, &ask(&request(SPAWN_HOST, "h2", 2))).hosts), [2, 2]);
         // "Not h1" does not name h2.
         let other = place(&snapshot, &ask(&request(SPAWN_HOST | SPAWN_COMPLEMENT, "h1", 1)));
         assert_eq!(other.hosts, [Err(PvmError::OutOfRes)]);
-        assert!(other.why.contains("no host is free: "), "{}", other.why);
+        let told = other.sentence(&snapshot);
+        assert!(told.contains("no host is free: "), "{told}");
     }
 }
 
@@ -159,7 +165,8 @@ fn an_old_sample_counts_as_unknown_and_the_decision_says_so() {
     snapshot.hosts[1].sample = None;
     let placed = place(&snapshot, &ask(&request(0, "", 2)));
     assert_eq!(indices(&placed.hosts), [1, 2]);
-    assert!(placed.why.contains("load unknown: h1 (sample 30 s old), h2 (no sample)"), "{}", placed.why);
+    let told = placed.sentence(&snapshot);
+    assert!(told.contains("load unknown: h1 (sample 30 s old), h2 (no sample)"), "{told}");
 }
 
 #[test]
@@ -299,7 +306,8 @@ fn any_pool() -> impl Strategy<Value = Snapshot> {
         now: NOW,
         policy: if load { Policy::Load } else { Policy::RoundRobin },
         rotation: h(rotation),
-        hosts,
+        costs: Costs::default(),
+        hosts: hosts.into_iter().collect(),
     })
 }
 

@@ -1,19 +1,31 @@
 //! Load evaluation: what share of a processor one more task would get on each host.
 
-use super::{HostView, SAMPLE_AGE_MAX, Snapshot};
+use super::index::Index;
+use super::{Costs, HostView, SAMPLE_AGE_MAX, Snapshot};
 use sempa_proto::{HostId, Micros};
+use std::borrow::Cow;
 use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Above this use of its processors a host has a queue, and runnable threads count instead of used processors.
 const SATURATED: f32 = 0.95;
+/// Above this share of time spent waiting for a processor, a host that looks half idle is not: a limit of its processors
+/// (a cgroup's, a hypervisor's) holds its threads back.
+const PRESSED: f32 = 0.25;
+/// Memory that a host must have to spare for each task that is put there, unless the request names an amount; hosts with
+/// less come last.
+pub const HEADROOM_BYTES: u64 = 64 << 20;
 
 /// What one more task would get on a host. The greater one is the better one; the order is total, so that equal
 /// snapshots give equal decisions.
 ///
-/// First counts the share that one thread can use (at most one processor, times the host's speed), then what is in
-/// reserve (processors times speed over threads), then fewer tasks of ours, then the lower host id.
+/// Hosts with memory to spare come first. Then counts the share that one thread can use (at most one processor, times the
+/// host's speed), then what is in reserve (processors times speed over threads), then fewer tasks of ours, then the lower
+/// host id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Share {
+    /// There is [`HEADROOM_BYTES`] for one more task, or nobody knows.
+    pub roomy: bool,
     /// Thousandths of an ordinary processor that a single thread gets.
     pub usable: u64,
     /// The same without the limit of one processor.
@@ -29,84 +41,158 @@ impl Share {
     }
 }
 
-/// The load of all hosts while decisions are being made: each decision adds to it.
-#[derive(Debug)]
-pub(super) struct Loads {
-    loads: Vec<Load>,
-}
-
-#[derive(Debug)]
-struct Load {
-    host: HostId,
-    cores: u64,
-    speed: u64,
-    own: u32,
-    foreign: u32,
+/// The load of one host as decisions see it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Load {
+    pub(super) host: HostId,
+    pub(super) cores: u64,
+    pub(super) speed: u64,
+    /// Tasks of ours, those on their way to it included.
+    pub(super) own: u32,
+    /// Demand that is not ours, in threads.
+    pub(super) foreign: u32,
+    /// Tasks for which there is memory.
+    pub(super) room: u32,
 }
 
 impl Load {
-    fn share(&self) -> Share {
+    /// Of a host on which `own` tasks of ours are.
+    pub(super) fn of(host: &HostView, now: Micros, own: u32) -> Load {
+        let fresh = host.fresh_sample(now);
+        let available = fresh.map_or(0, |s| s.sample.available_bytes);
+        let room = match available {
+            0 => u32::MAX,
+            bytes => u32::try_from(bytes / HEADROOM_BYTES).unwrap_or(u32::MAX),
+        };
+        let (cores, speed) = (u64::from(host.cores.max(1)), u64::try_from(host.speed).unwrap_or(0).max(1));
+        Load { host: host.id, cores, speed, own, foreign: foreign(host, now).round() as u32, room }
+    }
+
+    pub(super) fn share(&self) -> Share {
         let threads = u64::from(self.own) + u64::from(self.foreign) + 1;
-        let reserve = self.cores * self.speed * 1000 / (threads * 1000);
-        Share { usable: reserve.min(self.speed), reserve, own: Reverse(self.own), host: Reverse(self.host) }
+        let reserve = self.cores * self.speed / threads;
+        let (own, host) = (Reverse(self.own), Reverse(self.host));
+        Share { roomy: self.room > 0, usable: reserve.min(self.speed), reserve, own, host }
+    }
+
+    /// Hundredths of processors that nobody uses.
+    pub(super) fn free_percent(&self) -> u64 {
+        self.cores.saturating_sub(u64::from(self.own) + u64::from(self.foreign)) * 100
     }
 }
 
-/// Demand for processors that is not ours, in threads: measured demand less the tasks of ours that were part of it.
-/// Whole threads, so that noise in the numbers does not decide.
-fn foreign(host: &HostView, now: Micros) -> u32 {
-    let Some(sampled) = host.sample.as_ref().filter(|s| now.since(s.at) <= SAMPLE_AGE_MAX) else { return 0 };
+/// Demand for processors that is not ours, in threads: measured demand less the tasks of ours that were part of it. 0 when
+/// the sample is missing or too old.
+pub(super) fn foreign(host: &HostView, now: Micros) -> f32 {
+    let Some(sampled) = host.fresh_sample(now) else { return 0.0 };
     let sample = &sampled.sample;
     let used = sample.busy * sample.cores as f32;
     // Runnable threads are a snapshot of one instant; the mean over a minute calms it.
     let queued = (sample.running as f32 + sample.load1) / 2.0;
-    let demand = if sample.busy < SATURATED { used } else { used.max(queued) };
-    (demand - sampled.own as f32).round().max(0.0) as u32
+    let demand = if sample.busy >= SATURATED {
+        used.max(queued)
+    } else if sample.pressure >= PRESSED {
+        // Threads that get this share of what they want would use so much without the limit.
+        used / (1.0 - sample.pressure).max(0.25)
+    } else {
+        used
+    };
+    (demand - sampled.own as f32).max(0.0)
 }
 
-impl Loads {
+/// A share seen from the task's peers: a host behind a slower link counts for less.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Near {
+    roomy: bool,
+    usable: u64,
+    pub(super) share: Share,
+}
+
+impl Near {
+    fn of(share: Share, permille: u32) -> Near {
+        Near { roomy: share.roomy, usable: share.usable * u64::from(permille), share }
+    }
+}
+
+/// The load of all hosts while decisions are being made: each decision changes it.
+#[derive(Debug)]
+pub(super) struct Loads<'a> {
+    index: Cow<'a, Index>,
+    costs: Costs,
+    changed: BTreeMap<HostId, Load>,
+    over: BTreeSet<Share>,
+}
+
+impl<'a> Loads<'a> {
     /// The load as the snapshot has it; tasks on their way count at their target.
-    pub(super) fn of(snapshot: &Snapshot) -> Loads {
-        let mut loads: Vec<Load> = snapshot
-            .hosts
-            .iter()
-            .map(|h| Load {
-                host: h.id,
-                cores: u64::from(h.cores.max(1)),
-                speed: u64::try_from(h.speed).unwrap_or(0).max(1),
-                own: 0,
-                foreign: foreign(h, snapshot.now),
-            })
-            .collect();
-        for host in &snapshot.hosts {
-            for task in host.tasks.iter().filter(|t| !t.pinned) {
-                let at = task.moving.flatten().unwrap_or(host.id);
-                if let Ok(i) = loads.binary_search_by_key(&at, |l| l.host) {
-                    loads[i].own += 1;
-                }
-            }
-        }
-        Loads { loads }
+    pub(super) fn of(snapshot: &'a Snapshot) -> Loads<'a> {
+        let index = snapshot.hosts.index(snapshot.now);
+        Loads { index, costs: snapshot.costs, changed: BTreeMap::new(), over: BTreeSet::new() }
     }
 
-    fn index(&self, host: HostId) -> usize {
-        self.loads.binary_search_by_key(&host, |l| l.host).expect("loads are made from the snapshot's hosts")
+    pub(super) fn load(&self, host: HostId) -> Load {
+        let of_index = || self.index.load(host).expect("loads are made from the snapshot's hosts");
+        self.changed.get(&host).copied().unwrap_or_else(of_index)
     }
 
     /// What one more task would get on a host of the snapshot.
     pub(super) fn share(&self, host: HostId) -> Share {
-        self.loads[self.index(host)].share()
+        self.load(host).share()
     }
 
-    /// One more task goes to a host of the snapshot.
-    pub(super) fn add(&mut self, host: HostId) {
-        let i = self.index(host);
-        self.loads[i].own += 1;
+    /// One more task goes to a host of the snapshot. Answers what the next one would get there.
+    pub(super) fn add(&mut self, host: HostId) -> Share {
+        let before = self.load(host);
+        let after = Load { own: before.own + 1, room: before.room.saturating_sub(1), ..before };
+        self.change(host, after)
+    }
+
+    fn change(&mut self, host: HostId, after: Load) -> Share {
+        if let Some(before) = self.changed.insert(host, after) {
+            self.over.remove(&before.share());
+        }
+        if self.index.is_ranked(host) {
+            self.over.insert(after.share());
+        }
+        after.share()
+    }
+
+    /// How much a host counts for a task whose peers are in these zones, in thousandths.
+    pub(super) fn permille(&self, host: HostId, peers: &BTreeSet<u32>) -> u32 {
+        let zone = self.index.zone(host);
+        self.costs.permille(peers.is_empty() || zone.is_none_or(|zone| peers.contains(&zone)))
+    }
+
+    pub(super) fn near(&self, share: Share, peers: &BTreeSet<u32>) -> Near {
+        Near::of(share, self.permille(share.host(), peers))
+    }
+
+    /// All hosts without an owner, the best first. Nothing is looked at that is not asked for.
+    pub(super) fn best(&self, peers: &BTreeSet<u32>) -> impl Iterator<Item = Near> {
+        let mut lists: Vec<_> = self
+            .index
+            .zones()
+            .map(|(zone, shares)| {
+                let permille = self.costs.permille(peers.is_empty() || peers.contains(zone));
+                let unchanged = shares.iter().rev().filter(|s| !self.changed.contains_key(&s.host()));
+                unchanged.map(move |s| Near::of(*s, permille)).peekable()
+            })
+            .collect();
+        let mut over: Vec<Near> = self.over.iter().map(|s| self.near(*s, peers)).collect();
+        over.sort_unstable();
+        std::iter::from_fn(move || {
+            let first = lists.iter_mut().enumerate().filter_map(|(i, list)| Some((*list.peek()?, i))).max();
+            match (first, over.last()) {
+                (Some((near, _)), Some(changed)) if *changed > near => over.pop(),
+                (Some((_, i)), _) => lists[i].next(),
+                (None, _) => over.pop(),
+            }
+        })
     }
 }
 
 /// Names of those hosts whose samples are missing or too old, with their age, for the decision's sentence.
-pub(super) fn unknown(snapshot: &Snapshot, among: impl Fn(HostId) -> bool) -> Vec<String> {
+pub(super) fn unknown(snapshot: &Snapshot, among: impl Iterator<Item = HostId>) -> Vec<String> {
     let old = |h: &HostView| match &h.sample {
         None => Some(format!("{} (no sample)", h.name)),
         Some(s) if snapshot.now.since(s.at) > SAMPLE_AGE_MAX => {
@@ -114,5 +200,5 @@ pub(super) fn unknown(snapshot: &Snapshot, among: impl Fn(HostId) -> bool) -> Ve
         }
         Some(_) => None,
     };
-    snapshot.hosts.iter().filter(|h| among(h.id)).filter_map(old).collect()
+    among.filter_map(|id| snapshot.host(id)).filter_map(old).collect()
 }

@@ -4,19 +4,29 @@
 //! Nothing here reads a clock, talks to the virtual machine or remembers anything: what has to be remembered (refusals,
 //! recent moves, where the rotation stands) is in the snapshot.
 
+mod choice;
+mod index;
 mod load;
 mod moves;
 mod place;
+mod placing;
+mod wants;
 
-pub use load::Share;
+pub use choice::{Choice, Offer};
+pub use index::Hosts;
+pub use load::{HEADROOM_BYTES, Share};
 pub use moves::{
-    MOVES_AT_ONCE_MAX, MOVES_PER_MINUTE_MAX, MOVES_SPAN, MoveDecision, Moves, SETTLE, Stay, StayReason, moves,
+    EXCLUDED_HOSTS_MAX, MOVES_AT_ONCE_MAX, MOVES_PER_MINUTE_MAX, MOVES_SPAN, MoveDecision, Moves, SETTLE, Stay,
+    StayReason, moves,
 };
-pub use place::{Ask, Placement, SPAWN_TASKS_MAX, place};
+pub use place::{Ask, EXPLAINED_HOSTS_MAX, Placement, SPAWN_TASKS_MAX, Why, place, place_by};
+pub use wants::{Condition, Figure, Name, Op, Rank, Together, WANTS_BYTES_MAX, WANTS_ENV, Wants, WantsError};
 
 use sempa_proto::load::LoadSample;
 use sempa_proto::{HostId, Micros, Tid};
+use std::collections::BTreeMap;
 use std::fmt;
+use std::sync::Arc;
 
 /// A load sample older than this says nothing about now.
 pub const SAMPLE_AGE_MAX: Micros = Micros::from_secs(15);
@@ -40,6 +50,29 @@ impl fmt::Display for Policy {
     }
 }
 
+/// Hosts that a sentence names as not used; of the others it gives the number.
+pub const TOLD_HOSTS_MAX: usize = 16;
+
+/// What things cost, for decisions to weigh.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Costs {
+    /// What a share of a processor counts, in thousandths, on a host in another zone than the task's peers: messages take
+    /// longer from there.
+    pub far_permille: u32,
+}
+
+impl Default for Costs {
+    fn default() -> Costs {
+        Costs { far_permille: 900 }
+    }
+}
+
+impl Costs {
+    fn permille(self, near: bool) -> u32 {
+        if near { 1000 } else { self.far_permille }
+    }
+}
+
 /// All that decisions are made from.
 #[derive(Clone, Debug)]
 pub struct Snapshot {
@@ -49,8 +82,10 @@ pub struct Snapshot {
     pub policy: Policy,
     /// The host that the last spawn in turn ended with; the next one begins behind it.
     pub rotation: HostId,
+    /// What things cost.
+    pub costs: Costs,
     /// The hosts by rising id.
-    pub hosts: Vec<HostView>,
+    pub hosts: Hosts,
 }
 
 /// One host.
@@ -62,6 +97,10 @@ pub struct HostView {
     pub name: String,
     /// Its architecture.
     pub arch: String,
+    /// Hosts of one zone reach each other over fast links.
+    pub zone: u32,
+    /// What the administrator says of it, for requirements.
+    pub labels: Arc<BTreeMap<String, String>>,
     /// Relative speed, 1000 for an ordinary host.
     pub speed: i32,
     /// Processors as last heard, 1 when never heard.
@@ -74,6 +113,13 @@ pub struct HostView {
     pub no_moves: Option<Until>,
     /// The tasks on it.
     pub tasks: Vec<TaskView>,
+}
+
+impl HostView {
+    /// The sample, if it is not older than [`SAMPLE_AGE_MAX`].
+    pub fn fresh_sample(&self, now: Micros) -> Option<&Sampled> {
+        self.sample.as_ref().filter(|s| now.since(s.at) <= SAMPLE_AGE_MAX)
+    }
 }
 
 /// A sample and when it came.
@@ -132,6 +178,14 @@ pub struct TaskView {
     pub asked: bool,
     /// It is on its way; the target if it is known.
     pub moving: Option<Option<HostId>>,
+    /// The task at the top of its job: the one that somebody started by hand, or that has no parent.
+    pub job: Tid,
+    /// Its program.
+    pub name: Arc<str>,
+    /// Since when it runs, on the snapshot's clock; for a task that was there before the resource manager, since then.
+    pub since: Micros,
+    /// Bytes of its newest image; 0 when it was never moved.
+    pub bytes: u64,
     /// Its moves of the last minute, oldest first.
     pub moves: Vec<Micros>,
     /// Why it cannot move anywhere for a while.
@@ -157,6 +211,13 @@ pub enum Reason {
         /// The watcher's sentence.
         why: String,
     },
+    /// A condition of the request does not hold there.
+    Unmet {
+        /// The condition.
+        condition: Condition,
+        /// What the host has instead.
+        has: String,
+    },
     /// It was lost or did not answer while this request was carried out.
     NoAnswer,
     /// It cannot take over running tasks at present.
@@ -178,6 +239,7 @@ impl fmt::Display for Reason {
             Reason::OtherArch { has } => write!(f, "architecture is {has}"),
             Reason::Complement => f.write_str("the others were asked for"),
             Reason::Owner { why } => write!(f, "owner present ({why})"),
+            Reason::Unmet { condition, has } => write!(f, "{condition} does not hold ({has})"),
             Reason::NoAnswer => f.write_str("no answer"),
             Reason::NoMoves { why } | Reason::Refused { why } => f.write_str(why),
         }
@@ -195,9 +257,23 @@ impl Snapshot {
         self.host(id).map_or_else(|| id.to_string(), |h| h.name.clone())
     }
 
-    /// "h1: reason; h2: reason".
+    /// "h1: reason; h2: reason; memory >= 2G excludes h3 (1.0G), h4 (512.0M); and 7 more".
     pub(crate) fn tell(&self, excluded: &[(HostId, Reason)]) -> String {
-        let parts: Vec<String> = excluded.iter().map(|(id, why)| format!("{}: {why}", self.name(*id))).collect();
+        let (mut parts, mut unmet) = (Vec::new(), Vec::<(String, Vec<String>)>::new());
+        for (id, why) in excluded.iter().take(TOLD_HOSTS_MAX) {
+            let Reason::Unmet { condition, has } = why else {
+                parts.push(format!("{}: {why}", self.name(*id)));
+                continue;
+            };
+            let (condition, host) = (condition.to_string(), format!("{} ({has})", self.name(*id)));
+            match unmet.iter_mut().find(|(told, _)| *told == condition) {
+                Some((_, hosts)) => hosts.push(host),
+                None => unmet.push((condition, vec![host])),
+            }
+        }
+        parts.extend(unmet.into_iter().map(|(condition, hosts)| format!("{condition} excludes {}", hosts.join(", "))));
+        let more = excluded.len().saturating_sub(TOLD_HOSTS_MAX);
+        parts.extend((more > 0).then(|| format!("and {more} more")));
         parts.join("; ")
     }
 }

@@ -5,7 +5,7 @@ use super::load::Loads;
 use super::{HostView, Owner, Reason, Snapshot, TaskView};
 use sempa_proto::migration::Cause;
 use sempa_proto::{HostId, Micros, Tid};
-use std::cmp::Reverse;
+use std::collections::BTreeSet;
 use std::fmt;
 
 /// Moves of one task within [`MOVES_SPAN`] at most: owners who come and go at once must not keep a task from working.
@@ -17,6 +17,9 @@ pub const MOVES_SPAN: Micros = Micros::from_secs(60);
 pub const MOVES_AT_ONCE_MAX: usize = 48;
 /// A host whose owner left less than this ago is the last choice as a target: he may be back in a moment.
 pub const SETTLE: Micros = Micros::from_secs(10);
+
+/// Hosts that one [`StayReason::NoHost`] lists at most.
+pub const EXCLUDED_HOSTS_MAX: usize = 256;
 
 /// What passes within this is not told.
 const MOMENT: Micros = Micros::from_secs(1);
@@ -41,7 +44,7 @@ pub struct MoveDecision {
 pub enum StayReason {
     /// No host would take it.
     NoHost {
-        /// Each other host and why not.
+        /// Each other host and why not, the first [`EXCLUDED_HOSTS_MAX`] of them.
         excluded: Vec<(HostId, Reason)>,
     },
     /// It cannot be moved at all for a while.
@@ -118,11 +121,11 @@ impl Moves {
 
 /// Decides for all tasks of hosts whose owner is there.
 pub fn moves(snapshot: &Snapshot) -> Moves {
-    let all = snapshot.hosts.iter().flat_map(|h| &h.tasks);
-    let mut under_way = all.filter(|t| t.moving.is_some()).count();
+    let index = snapshot.hosts.index(snapshot.now);
+    let mut under_way = index.under_way();
     let mut loads = Loads::of(snapshot);
     let mut out = Moves::default();
-    for host in &snapshot.hosts {
+    for host in index.with_owner().iter().filter_map(|id| snapshot.host(*id)) {
         let Owner::Present { why } = &host.owner else { continue };
         for task in host.tasks.iter().filter(|t| !t.pinned && !t.asked && t.moving.is_none()) {
             let stay = |why, again| Stay { tid: task.tid, host: host.id, why, again };
@@ -131,10 +134,13 @@ pub fn moves(snapshot: &Snapshot) -> Moves {
                 continue;
             }
             match target(snapshot, &loads, host, task) {
-                Err(NoTarget { excluded, again }) => out.stay.push(stay(StayReason::NoHost { excluded }, again)),
+                None => {
+                    let (excluded, again) = no_target(snapshot, host, task);
+                    out.stay.push(stay(StayReason::NoHost { excluded }, again));
+                }
                 // A move that ends makes room, and is an event; no need to look again by time.
-                Ok(_) if under_way >= MOVES_AT_ONCE_MAX => out.stay.push(stay(StayReason::Turn, None)),
-                Ok(to) => {
+                Some(_) if under_way >= MOVES_AT_ONCE_MAX => out.stay.push(stay(StayReason::Turn, None)),
+                Some(to) => {
                     let share = loads.share(to.id).usable as f64 / 1e3;
                     let goes = format!("{} goes to {}, share of a processor {share:.2}", task.tid, to.name);
                     let cause = Cause::Owner { why: why.clone() };
@@ -158,37 +164,36 @@ fn held(now: Micros, task: &TaskView) -> Option<(StayReason, Micros)> {
     Some((StayReason::MovedTooOften, recent[oldest_that_counts] + MOVES_SPAN))
 }
 
-/// No host is fit: why not, and when one may be again if nothing happens before.
-struct NoTarget {
-    excluded: Vec<(HostId, Reason)>,
-    again: Option<Micros>,
-}
-
-/// The best host for a task that must leave, or why no host is fit and when one may be again.
-fn target<'a>(
-    snapshot: &'a Snapshot,
-    loads: &Loads,
-    from: &HostView,
-    task: &TaskView,
-) -> Result<&'a HostView, NoTarget> {
-    let (mut excluded, mut again) = (Vec::new(), None::<Micros>);
-    let mut fit = Vec::new();
-    for host in snapshot.hosts.iter().filter(|h| h.id != from.id) {
-        match unfit(snapshot.now, host, from, task) {
-            None => {
-                let settling =
-                    matches!(host.owner, Owner::Absent { left: Some(at) } if snapshot.now.since(at) < SETTLE);
-                fit.push(((Reverse(settling), loads.share(host.id)), host));
-            }
-            Some((why, until)) => {
-                excluded.push((host.id, why));
-                again = again.into_iter().chain(until).min();
-            }
+/// The best host for a task that must leave. Looks at the best hosts first, and at no more than it must.
+fn target<'a>(snapshot: &'a Snapshot, loads: &Loads<'_>, from: &HostView, task: &TaskView) -> Option<&'a HostView> {
+    let mut second = None;
+    for near in loads.best(&BTreeSet::new()) {
+        let host = snapshot.host(near.share.host())?;
+        if host.id == from.id || unfit(snapshot.now, host, from, task).is_some() {
+            continue;
         }
+        if !matches!(host.owner, Owner::Absent { left: Some(at) } if snapshot.now.since(at) < SETTLE) {
+            return Some(host);
+        }
+        second = second.or(Some(host));
     }
-    fit.into_iter().max_by_key(|(rank, _)| *rank).map(|(_, host)| host).ok_or(NoTarget { excluded, again })
+    second
 }
 
+/// Why no host is fit, and when one may be again if nothing happens before.
+fn no_target(snapshot: &Snapshot, from: &HostView, task: &TaskView) -> (Vec<(HostId, Reason)>, Option<Micros>) {
+    let (mut excluded, mut again) = (Vec::new(), None::<Micros>);
+    for host in snapshot.hosts.iter().filter(|h| h.id != from.id) {
+        let Some((why, until)) = unfit(snapshot.now, host, from, task) else { continue };
+        if excluded.len() < EXCLUDED_HOSTS_MAX {
+            excluded.push((host.id, why));
+        }
+        again = again.into_iter().chain(until).min();
+    }
+    (excluded, again)
+}
+
+/// Why a host is no target for this task, and until when. Allocates only for the reason.
 fn unfit(now: Micros, host: &HostView, from: &HostView, task: &TaskView) -> Option<(Reason, Option<Micros>)> {
     if let Owner::Present { why } = &host.owner {
         return Some((Reason::Owner { why: why.clone() }, None));

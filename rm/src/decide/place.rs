@@ -1,14 +1,19 @@
 //! Where the tasks of one spawn go (`pvm_spawn`): which hosts the request allows, and how the policy spreads the tasks
 //! over them.
 
-use super::load::{Loads, unknown};
-use super::{HostView, Policy, Reason, Snapshot};
+use super::choice::Choice;
+use super::load::Load;
+use super::placing::{Placing, nowhere};
+use super::{HostView, Owner, Rank, Reason, Snapshot, Wants, WantsError};
 use sempa_proto::task::{SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_HOST, SpawnRequest};
 use sempa_proto::{HostId, PvmError};
-use std::collections::BinaryHeap;
+use std::fmt;
 
 /// Tasks of one spawn at most; more are refused with `OutOfRes`.
 pub const SPAWN_TASKS_MAX: u32 = 65_536;
+/// In virtual machines of at most so many hosts a decision speaks of all of them. In larger ones, it speaks of those that
+/// were looked at, and of as many beside an owner; only a request that finds no place looks at all.
+pub const EXPLAINED_HOSTS_MAX: usize = 64;
 
 /// One request for places.
 #[derive(Clone, Copy, Debug)]
@@ -19,6 +24,8 @@ pub struct Ask<'a> {
     pub count: u32,
     /// The host of the task that asks: what `.` means.
     pub caller: HostId,
+    /// Hosts of tasks with which the new ones will talk; hosts near them count for more.
+    pub peers: &'a [HostId],
     /// Hosts that were lost while this request was carried out.
     pub without: &'a [HostId],
 }
@@ -35,26 +42,125 @@ impl Ask<'_> {
     }
 }
 
+/// Why the tasks go where they go, or nowhere.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Why {
+    /// The request names the host.
+    Asked {
+        /// Its name.
+        host: String,
+    },
+    /// One after another.
+    InTurn {
+        /// How many take part.
+        hosts: usize,
+    },
+    /// Where a task gets most of a processor.
+    Load {
+        /// The first one.
+        host: String,
+        /// Thousandths of an ordinary processor there.
+        usable: u64,
+    },
+    /// By the number that the request prefers.
+    Rank {
+        /// The preference.
+        rank: Rank,
+        /// The first one.
+        host: String,
+    },
+    /// All on the one host where they get most.
+    SameHost {
+        /// Its name.
+        host: String,
+    },
+    /// Somebody else chose.
+    Chosen {
+        /// Who.
+        by: String,
+    },
+    /// Somebody else chose nothing, or what cannot be.
+    NotChosen {
+        /// Who.
+        by: String,
+        /// What is wrong.
+        why: String,
+    },
+    /// The requirements are not understood.
+    NotUnderstood(WantsError),
+    /// The request names no host of the virtual machine.
+    NoSuchHost,
+    /// All hosts that the request names are excluded.
+    NoneFree,
+}
+
+impl fmt::Display for Why {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Why::Asked { host } => write!(f, "{host} was asked for"),
+            Why::InTurn { hosts: 1 } => f.write_str("in turn over one host"),
+            Why::InTurn { hosts } => write!(f, "in turn over {hosts} hosts"),
+            Why::Load { host, usable } => {
+                write!(f, "largest share of a processor, {:.2} on {host}", *usable as f64 / 1e3)
+            }
+            Why::Rank { rank, host } => {
+                write!(f, "{} {}, first {host}", if rank.least { "least" } else { "most" }, rank.by)
+            }
+            Why::SameHost { host } => write!(f, "all on one host, and {host} gives them most"),
+            Why::Chosen { by } => write!(f, "chosen by {by}"),
+            Why::NotChosen { by, why } => write!(f, "{by} chose no place: {why}"),
+            Why::NotUnderstood(error) => error.fmt(f),
+            Why::NoSuchHost => f.write_str("no host is what the request names"),
+            Why::NoneFree => f.write_str("no host is free"),
+        }
+    }
+}
+
 /// Where the tasks go.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Placement {
     /// One entry per task, in the order of the tasks.
     pub hosts: Vec<Result<HostId, PvmError>>,
-    /// One sentence.
-    pub why: String,
-    /// The hosts that were not used, and why not.
+    /// Why.
+    pub why: Why,
+    /// Hosts that were not used, and why not.
     pub excluded: Vec<(HostId, Reason)>,
+    /// Hosts that were looked at although their load is unknown, with the reason.
+    pub unknown: Vec<String>,
     /// Where the rotation stands after this.
     pub rotation: HostId,
 }
 
+impl Placement {
+    /// One sentence for the event log.
+    pub fn sentence(&self, snapshot: &Snapshot) -> String {
+        let failed = matches!(self.why, Why::NoneFree | Why::NoSuchHost);
+        let not_told = |why: &Reason| matches!(why, Reason::OtherHost | Reason::Complement);
+        let told: Vec<_> = self.excluded.iter().filter(|(_, why)| !not_told(why)).cloned().collect();
+        let mut text = self.why.to_string();
+        let placed = self.hosts.iter().filter(|r| r.is_ok()).count();
+        if placed > 0 && placed < self.hosts.len() {
+            text = format!("{text}; room for {placed} of {}", self.hosts.len());
+        }
+        if failed && !told.is_empty() {
+            text = format!("{text}: {}", snapshot.tell(&told));
+        } else if !told.is_empty() {
+            text = format!("{text}; not used: {}", snapshot.tell(&told));
+        }
+        if !self.unknown.is_empty() {
+            text = format!("{text}; load unknown: {}", self.unknown.join(", "));
+        }
+        text
+    }
+}
+
 /// `where` up to the first colon; behind it comes a directory.
-fn named(place: &str) -> &str {
+pub(super) fn named(place: &str) -> &str {
     place.split(':').next().unwrap_or_default()
 }
 
 /// Why the request itself does not allow this host.
-fn not_asked(ask: &Ask<'_>, host: &HostView) -> Option<Reason> {
+pub(super) fn not_asked(ask: &Ask<'_>, host: &HostView) -> Option<Reason> {
     let (flags, name) = (ask.request.flags, named(&ask.request.place));
     let complement = flags & SPAWN_COMPLEMENT != 0;
     let chosen = if flags & SPAWN_HOST != 0 {
@@ -73,112 +179,28 @@ fn not_asked(ask: &Ask<'_>, host: &HostView) -> Option<Reason> {
 }
 
 /// Why a host that the request allows is not used all the same.
-fn not_fit(ask: &Ask<'_>, host: &HostView) -> Option<Reason> {
+pub(super) fn not_fit(ask: &Ask<'_>, wants: &Wants, host: &HostView, load: &Load) -> Option<Reason> {
     if ask.without.contains(&host.id) {
         return Some(Reason::NoAnswer);
     }
+    if let Some((condition, has)) = wants.unmet(host, load) {
+        return Some(Reason::Unmet { condition, has });
+    }
     match &host.owner {
-        super::Owner::Present { why } if !ask.names_host() => Some(Reason::Owner { why: why.clone() }),
+        Owner::Present { why } if !ask.names_host() => Some(Reason::Owner { why: why.clone() }),
         _ => None,
     }
 }
 
-/// Places all tasks of a request together, one after another.
+/// Places all tasks of a request together, by the snapshot's policy.
 pub fn place(snapshot: &Snapshot, ask: &Ask<'_>) -> Placement {
-    let count = ask.count as usize;
-    let failed = |error: PvmError, why: String, excluded| Placement {
-        hosts: vec![Err(error); count],
-        why,
-        excluded,
-        rotation: snapshot.rotation,
-    };
-    let (mut excluded, mut fit, mut asked) = (Vec::new(), Vec::new(), 0_usize);
-    for host in &snapshot.hosts {
-        if let Some(why) = not_asked(ask, host) {
-            excluded.push((host.id, why));
-            continue;
-        }
-        asked += 1;
-        match not_fit(ask, host) {
-            Some(why) => excluded.push((host.id, why)),
-            None => fit.push(host.id),
-        }
-    }
-    if asked == 0 {
-        return failed(PvmError::NoHost, "no host is what the request names".to_string(), excluded);
-    }
-    if fit.is_empty() {
-        let lost = excluded.iter().any(|(_, why)| *why == Reason::NoAnswer);
-        let error = if lost { PvmError::HostFail } else { PvmError::OutOfRes };
-        let why = format!("no host is free: {}", snapshot.tell(&excluded));
-        return failed(error, why, excluded);
-    }
-    let (hosts, rotation) = match snapshot.policy {
-        Policy::RoundRobin => in_turn(snapshot.rotation, &fit, count),
-        Policy::Load => (by_load(snapshot, &fit, count), snapshot.rotation),
-    };
-    let why = sentence(snapshot, ask, &hosts, &fit, &excluded);
-    Placement { hosts: hosts.into_iter().map(Ok).collect(), why, excluded, rotation }
+    place_by(snapshot, ask, None)
 }
 
-/// PVM's way: each host gets a consecutive run of tasks, the first host is the one behind the last one used.
-fn in_turn(rotation: HostId, fit: &[HostId], count: usize) -> (Vec<HostId>, HostId) {
-    let start = fit.iter().position(|id| *id > rotation).unwrap_or(0);
-    let mut hosts = Vec::with_capacity(count);
-    for (i, id) in fit[start..].iter().chain(&fit[..start]).enumerate() {
-        let share = (count - hosts.len()).div_ceil(fit.len() - i);
-        hosts.extend(std::iter::repeat_n(*id, share));
+/// Places all tasks of a request together; somebody else may choose among the hosts that are fit.
+pub fn place_by(snapshot: &Snapshot, ask: &Ask<'_>, choice: Option<&dyn Choice>) -> Placement {
+    match Wants::of(ask.request) {
+        Ok(wants) => Placing::new(snapshot, ask, wants).decide(choice),
+        Err(error) => nowhere(snapshot, ask, PvmError::BadParam, Why::NotUnderstood(error), Vec::new()),
     }
-    let last = hosts.last().copied().unwrap_or(rotation);
-    (hosts, last)
-}
-
-/// Each task goes where it gets most, given where those before it went.
-fn by_load(snapshot: &Snapshot, fit: &[HostId], count: usize) -> Vec<HostId> {
-    let mut loads = Loads::of(snapshot);
-    let mut best: BinaryHeap<_> = fit.iter().map(|id| loads.share(*id)).collect();
-    let mut hosts = Vec::with_capacity(count);
-    for _ in 0..count {
-        let host = best.pop().expect("at least one host is fit, and each is put back").host();
-        hosts.push(host);
-        loads.add(host);
-        best.push(loads.share(host));
-    }
-    hosts
-}
-
-fn sentence(
-    snapshot: &Snapshot,
-    ask: &Ask<'_>,
-    hosts: &[HostId],
-    fit: &[HostId],
-    excluded: &[(HostId, Reason)],
-) -> String {
-    let mut why = if ask.names_host() {
-        format!("{} was asked for", named(&ask.request.place))
-    } else {
-        match snapshot.policy {
-            Policy::RoundRobin => format!(
-                "in turn over {}",
-                if fit.len() == 1 { "one host".to_string() } else { format!("{} hosts", fit.len()) }
-            ),
-            Policy::Load => {
-                let best = hosts.first().map(|id| (snapshot.name(*id), Loads::of(snapshot).share(*id)));
-                let best = best.map(|(name, share)| format!(", {:.2} on {name}", share.usable as f64 / 1e3));
-                format!("largest share of a processor{}", best.unwrap_or_default())
-            }
-        }
-    };
-    let told: Vec<_> = excluded.iter().filter(|(_, r)| !matches!(r, Reason::OtherHost | Reason::Complement)).collect();
-    if !told.is_empty() {
-        let told: Vec<_> = told.into_iter().cloned().collect();
-        why = format!("{why}; not used: {}", snapshot.tell(&told));
-    }
-    if snapshot.policy == Policy::Load && !ask.names_host() {
-        let unknown = unknown(snapshot, |id| fit.contains(&id));
-        if !unknown.is_empty() {
-            why = format!("{why}; load unknown: {}", unknown.join(", "));
-        }
-    }
-    why
 }

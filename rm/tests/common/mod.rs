@@ -251,7 +251,7 @@ pub(crate) struct Bed {
 
 impl Bed {
     pub(crate) fn start(vm: &FakeVm, watchers: bool) -> Result<Bed, ServiceError> {
-        let service = Service::start(vm.clone(), Options { policy: Policy::Load, watchers })?;
+        let service = Service::start(vm.clone(), Options { policy: Policy::Load, watchers, ..Options::default() })?;
         Ok(Bed { vm: vm.clone(), service })
     }
 

@@ -1,0 +1,252 @@
+//! The hosts of a snapshot, with an index that ranks them by what one more task would get. A change of one host, of one of
+//! its tasks or the ageing of its sample costs O(log hosts); a decision looks at the best hosts, not at all of them.
+//!
+//! Whoever changes a host marks it, and [`Hosts::refresh`] ranks what is marked. A snapshot that was not refreshed is ranked
+//! as a whole when a decision needs it: slower, never wrong.
+
+use super::load::{Load, Share};
+use super::{HostView, SAMPLE_AGE_MAX};
+use sempa_proto::{HostId, Micros};
+use std::borrow::Cow;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::{Deref, IndexMut};
+
+/// What the index keeps of a host.
+#[derive(Clone, Debug)]
+struct Entry {
+    load: Load,
+    /// Tasks of ours that are on it and stay.
+    staying: u32,
+    zone: u32,
+    /// It is in the ranking: its owner is not there.
+    ranked: bool,
+    /// When its sample gets too old.
+    expires: Option<Micros>,
+    /// Where its tasks on their way go.
+    leaving: Vec<HostId>,
+    under_way: usize,
+}
+
+/// Hosts ranked by what one more task would get.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Index {
+    entries: BTreeMap<HostId, Entry>,
+    zones: BTreeMap<u32, BTreeSet<Share>>,
+    with_owner: BTreeSet<HostId>,
+    arriving: BTreeMap<HostId, u32>,
+    expiry: BTreeSet<(Micros, HostId)>,
+    under_way: usize,
+}
+
+impl Index {
+    pub(super) fn load(&self, host: HostId) -> Option<Load> {
+        self.entries.get(&host).map(|e| e.load)
+    }
+
+    pub(super) fn zone(&self, host: HostId) -> Option<u32> {
+        self.entries.get(&host).map(|e| e.zone)
+    }
+
+    pub(super) fn is_ranked(&self, host: HostId) -> bool {
+        self.entries.get(&host).is_some_and(|e| e.ranked)
+    }
+
+    pub(super) fn zones(&self) -> impl Iterator<Item = (&u32, &BTreeSet<Share>)> {
+        self.zones.iter()
+    }
+
+    /// Hosts whose owner is there, by rising id.
+    pub(super) fn with_owner(&self) -> &BTreeSet<HostId> {
+        &self.with_owner
+    }
+
+    /// Tasks on their way.
+    pub(super) fn under_way(&self) -> usize {
+        self.under_way
+    }
+
+    fn unrank(&mut self, zone: u32, share: Share) {
+        if let Some(shares) = self.zones.get_mut(&zone) {
+            shares.remove(&share);
+            if shares.is_empty() {
+                self.zones.remove(&zone);
+            }
+        }
+    }
+
+    /// Forgets a host. Answers the hosts to which its tasks were on their way.
+    fn forget(&mut self, id: HostId) -> Vec<HostId> {
+        self.with_owner.remove(&id);
+        let Some(entry) = self.entries.remove(&id) else { return Vec::new() };
+        if entry.ranked {
+            self.unrank(entry.zone, entry.load.share());
+        }
+        if let Some(at) = entry.expires {
+            self.expiry.remove(&(at, id));
+        }
+        self.under_way -= entry.under_way;
+        for to in &entry.leaving {
+            let left = self.arriving.get_mut(to).expect("counted when it was put in");
+            *left -= 1;
+            if *left == 0 {
+                self.arriving.remove(to);
+            }
+        }
+        entry.leaving
+    }
+
+    /// Takes a host in. Answers the hosts to which its tasks are on their way.
+    fn learn(&mut self, host: &HostView, now: Micros) -> Vec<HostId> {
+        let (mut staying, mut leaving) = (0, Vec::new());
+        for task in host.tasks.iter().filter(|t| !t.pinned) {
+            match task.moving.flatten() {
+                Some(to) => leaving.push(to),
+                None => staying += 1,
+            }
+        }
+        for to in &leaving {
+            *self.arriving.entry(*to).or_default() += 1;
+        }
+        let under_way = host.tasks.iter().filter(|t| t.moving.is_some()).count();
+        self.under_way += under_way;
+        let expires = host.fresh_sample(now).map(|s| s.at + SAMPLE_AGE_MAX + Micros(1));
+        self.expiry.extend(expires.map(|at| (at, host.id)));
+        let load = Load::of(host, now, staying + self.arriving.get(&host.id).copied().unwrap_or(0));
+        let ranked = !host.owner.is_present();
+        if ranked {
+            self.zones.entry(host.zone).or_default().insert(load.share());
+        } else {
+            self.with_owner.insert(host.id);
+        }
+        let (zone, to) = (host.zone, leaving.clone());
+        self.entries.insert(host.id, Entry { load, staying, zone, ranked, expires, leaving, under_way });
+        to
+    }
+
+    /// Counts the tasks on their way to a host anew.
+    fn recount(&mut self, id: HostId) {
+        let arriving = self.arriving.get(&id).copied().unwrap_or(0);
+        let Some(entry) = self.entries.get_mut(&id) else { return };
+        let (before, ranked, zone) = (entry.load, entry.ranked, entry.zone);
+        entry.load.own = entry.staying + arriving;
+        let after = entry.load.share();
+        if ranked {
+            self.unrank(zone, before.share());
+            self.zones.entry(zone).or_default().insert(after);
+        }
+    }
+
+    fn rank_again(&mut self, list: &[HostView], id: HostId, now: Micros) {
+        let mut targets = self.forget(id);
+        if let Ok(i) = list.binary_search_by_key(&id, |h| h.id) {
+            targets.extend(self.learn(&list[i], now));
+        }
+        targets.into_iter().for_each(|to| self.recount(to));
+    }
+}
+
+/// The hosts by rising id. Reads as a slice; every way to change a host marks it.
+#[derive(Clone, Debug, Default)]
+pub struct Hosts {
+    list: Vec<HostView>,
+    index: Index,
+    marked: BTreeSet<HostId>,
+}
+
+impl Hosts {
+    /// Adds a host, or replaces it.
+    pub fn put(&mut self, host: HostView) {
+        self.marked.insert(host.id);
+        match self.list.binary_search_by_key(&host.id, |h| h.id) {
+            Ok(i) => self.list[i] = host,
+            Err(i) => self.list.insert(i, host),
+        }
+    }
+
+    /// Takes a host out.
+    pub fn remove(&mut self, id: HostId) {
+        if let Ok(i) = self.list.binary_search_by_key(&id, |h| h.id) {
+            self.list.remove(i);
+            self.marked.insert(id);
+        }
+    }
+
+    /// A host, to be changed; not its id.
+    pub fn edit(&mut self, id: HostId) -> Option<&mut HostView> {
+        let i = self.list.binary_search_by_key(&id, |h| h.id).ok()?;
+        self.marked.insert(id);
+        Some(&mut self.list[i])
+    }
+
+    /// All hosts, to be changed.
+    pub fn iter_mut(&mut self) -> std::slice::IterMut<'_, HostView> {
+        self.marked.extend(self.list.iter().map(|h| h.id));
+        self.list.iter_mut()
+    }
+
+    /// Ranks what was changed, and what has got too old by `now`.
+    pub fn refresh(&mut self, now: Micros) {
+        while let Some((at, id)) = self.index.expiry.first().copied().filter(|(at, _)| *at <= now) {
+            self.index.expiry.remove(&(at, id));
+            self.marked.insert(id);
+        }
+        for id in std::mem::take(&mut self.marked) {
+            self.index.rank_again(&self.list, id, now);
+        }
+    }
+
+    /// The ranking at `now`.
+    pub(super) fn index(&self, now: Micros) -> Cow<'_, Index> {
+        if self.marked.is_empty() && self.index.expiry.first().is_none_or(|(at, _)| *at > now) {
+            return Cow::Borrowed(&self.index);
+        }
+        let mut index = Index::default();
+        self.list.iter().for_each(|host| index.rank_again(&self.list, host.id, now));
+        Cow::Owned(index)
+    }
+
+    /// What the index keeps for each host, in bytes, without what maps and sets need beside it.
+    pub fn index_bytes_per_host() -> usize {
+        size_of::<(HostId, Entry)>() + size_of::<Share>() + size_of::<(Micros, HostId)>()
+    }
+}
+
+impl Deref for Hosts {
+    type Target = [HostView];
+
+    fn deref(&self) -> &[HostView] {
+        &self.list
+    }
+}
+
+impl std::ops::Index<usize> for Hosts {
+    type Output = HostView;
+
+    fn index(&self, i: usize) -> &HostView {
+        &self.list[i]
+    }
+}
+
+impl IndexMut<usize> for Hosts {
+    fn index_mut(&mut self, i: usize) -> &mut HostView {
+        self.marked.insert(self.list[i].id);
+        &mut self.list[i]
+    }
+}
+
+impl FromIterator<HostView> for Hosts {
+    fn from_iter<I: IntoIterator<Item = HostView>>(hosts: I) -> Hosts {
+        let mut all = Hosts::default();
+        hosts.into_iter().for_each(|host| all.put(host));
+        all
+    }
+}
+
+impl<'a> IntoIterator for &'a Hosts {
+    type Item = &'a HostView;
+    type IntoIter = std::slice::Iter<'a, HostView>;
+
+    fn into_iter(self) -> Self::IntoIter {
+        self.list.iter()
+    }
+}

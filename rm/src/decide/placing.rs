@@ -1,0 +1,272 @@
+//! How the tasks of one spawn are spread over the hosts that are fit: one decision while it is being made.
+
+use super::choice::{Choice, Offer};
+use super::load::{Load, Loads, Near, unknown};
+use super::place::{Ask, EXPLAINED_HOSTS_MAX, Placement, Why, named, not_asked, not_fit};
+use super::{Figure, HostView, Name, Policy, Rank, Reason, Snapshot, Together, Wants};
+use sempa_proto::{HostId, PvmError};
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
+
+/// No task gets a place.
+pub(super) fn nowhere(
+    snapshot: &Snapshot,
+    ask: &Ask<'_>,
+    error: PvmError,
+    why: Why,
+    excluded: Vec<(HostId, Reason)>,
+) -> Placement {
+    let hosts = vec![Err(error); ask.count as usize];
+    Placement { hosts, why, excluded, unknown: Vec::new(), rotation: snapshot.rotation }
+}
+
+/// True for reasons that may pass while the virtual machine stays as it is.
+fn may_pass(why: &Reason) -> bool {
+    match why {
+        Reason::Owner { .. } => true,
+        Reason::Unmet { condition, .. } => matches!(condition.name, Name::Figure(Figure::Memory | Figure::Free)),
+        _ => false,
+    }
+}
+
+/// What is needed throughout one decision.
+pub(super) struct Placing<'a> {
+    snapshot: &'a Snapshot,
+    ask: &'a Ask<'a>,
+    wants: Wants,
+    loads: Loads<'a>,
+    /// Zones of the peers.
+    zones: BTreeSet<u32>,
+    excluded: Vec<(HostId, Reason)>,
+}
+
+impl<'a> Placing<'a> {
+    pub(super) fn new(snapshot: &'a Snapshot, ask: &'a Ask<'a>, wants: Wants) -> Placing<'a> {
+        let zones = ask.peers.iter().filter_map(|id| snapshot.host(*id)).map(|h| h.zone).collect();
+        Placing { snapshot, ask, wants, loads: Loads::of(snapshot), zones, excluded: Vec::new() }
+    }
+
+    /// Decides.
+    pub(super) fn decide(mut self, choice: Option<&dyn Choice>) -> Placement {
+        let plain = choice.is_none() && self.wants.rank.is_none() && self.wants.together != Together::SameHost;
+        let by_load = plain && self.snapshot.policy == Policy::Load && !self.ask.names_host();
+        if by_load && self.snapshot.hosts.len() > EXPLAINED_HOSTS_MAX {
+            let (hosts, looked_at) = self.by_load();
+            if !hosts.is_empty() {
+                self.add_owners();
+                let unknown = unknown(self.snapshot, looked_at.into_iter());
+                let (why, rotation) = (self.why_load(hosts.first()), self.snapshot.rotation);
+                return self.done(hosts, unknown, why, rotation);
+            }
+            self.excluded.clear();
+        }
+        self.among_all(choice, by_load)
+    }
+
+    fn exclusion(&self, host: &HostView) -> Option<Reason> {
+        not_asked(self.ask, host).or_else(|| not_fit(self.ask, &self.wants, host, &self.loads.load(host.id)))
+    }
+
+    /// Looks at every host first.
+    fn among_all(mut self, choice: Option<&dyn Choice>, by_load: bool) -> Placement {
+        let snapshot = self.snapshot;
+        let mut fit = Vec::new();
+        for host in &snapshot.hosts {
+            match self.exclusion(host) {
+                None => fit.push(host),
+                Some(why) => self.excluded.push((host.id, why)),
+            }
+        }
+        if fit.is_empty() {
+            return self.none();
+        }
+        let mut rotation = snapshot.rotation;
+        let (hosts, why) = if let Some(choice) = choice {
+            match self.chosen(choice, &fit) {
+                Ok(hosts) => (hosts, Why::Chosen { by: choice.name().to_string() }),
+                Err(why) => {
+                    let why = Why::NotChosen { by: choice.name().to_string(), why };
+                    return nowhere(snapshot, self.ask, PvmError::OutOfRes, why, self.excluded);
+                }
+            }
+        } else if self.wants.together == Together::SameHost {
+            let Some(host) = self.same_host(&fit) else { return self.none() };
+            (vec![host.id; self.ask.count as usize], Why::SameHost { host: host.name.clone() })
+        } else if let Some(rank) = self.wants.rank {
+            let hosts = self.ranked(rank, &fit);
+            let host = hosts.first().map(|id| snapshot.name(*id)).unwrap_or_default();
+            (hosts, Why::Rank { rank, host })
+        } else if by_load {
+            let already = std::mem::take(&mut self.excluded);
+            let (hosts, _) = self.by_load();
+            self.excluded = already;
+            let why = self.why_load(hosts.first());
+            (hosts, why)
+        } else {
+            let (hosts, last) = self.in_turn(&fit);
+            if snapshot.policy == Policy::RoundRobin {
+                rotation = last;
+            }
+            let asked = Why::Asked { host: named(&self.ask.request.place).to_string() };
+            (hosts, if self.ask.names_host() { asked } else { Why::InTurn { hosts: fit.len() } })
+        };
+        if hosts.is_empty() {
+            return self.none();
+        }
+        let of_load = snapshot.policy == Policy::Load && !self.ask.names_host();
+        let unknown = if of_load { unknown(snapshot, fit.iter().map(|h| h.id)) } else { Vec::new() };
+        self.done(hosts, unknown, why, rotation)
+    }
+
+    /// What a decision without a place looks like.
+    fn none(self) -> Placement {
+        let other = |why: &Reason| matches!(why, Reason::OtherHost | Reason::OtherArch { .. } | Reason::Complement);
+        let any = |is: fn(&Reason) -> bool| self.excluded.iter().any(|(_, why)| is(why));
+        let (error, why) = if self.excluded.iter().all(|(_, why)| other(why)) && !self.has_fit() {
+            (PvmError::NoHost, Why::NoSuchHost)
+        } else if any(|why| *why == Reason::NoAnswer) {
+            (PvmError::HostFail, Why::NoneFree)
+        } else if any(may_pass) || self.has_fit() {
+            (PvmError::OutOfRes, Why::NoneFree)
+        } else {
+            (PvmError::NoHost, Why::NoneFree)
+        };
+        nowhere(self.snapshot, self.ask, error, why, self.excluded)
+    }
+
+    /// Some host is allowed and free, but has no room.
+    fn has_fit(&self) -> bool {
+        self.excluded.len() < self.snapshot.hosts.len()
+    }
+
+    fn done(self, mut hosts: Vec<HostId>, unknown: Vec<String>, why: Why, rotation: HostId) -> Placement {
+        let count = self.ask.count as usize;
+        hosts.truncate(count);
+        let missing = count - hosts.len();
+        let placed = hosts.into_iter().map(Ok);
+        let hosts = placed.chain(std::iter::repeat_n(Err(PvmError::OutOfRes), missing)).collect();
+        Placement { hosts, why, excluded: self.excluded, unknown, rotation }
+    }
+
+    fn why_load(&self, first: Option<&HostId>) -> Why {
+        let index = Loads::of(self.snapshot);
+        let told = first.map(|id| (self.snapshot.name(*id), index.share(*id).usable));
+        let (host, usable) = told.unwrap_or_default();
+        Why::Load { host, usable }
+    }
+
+    /// Some of the hosts that are not used because of their owners.
+    fn add_owners(&mut self) {
+        let index = self.snapshot.hosts.index(self.snapshot.now);
+        let owned = index.with_owner().iter().take(EXPLAINED_HOSTS_MAX).filter_map(|id| self.snapshot.host(*id));
+        let reasons: Vec<_> = owned.filter_map(|host| Some((host.id, self.exclusion(host)?))).collect();
+        self.excluded.extend(reasons);
+    }
+
+    /// PVM's way: each host gets a consecutive run of tasks, the first host is the one behind the last one used. Answers
+    /// that last one, too.
+    fn in_turn(&self, fit: &[&HostView]) -> (Vec<HostId>, HostId) {
+        let rotation = self.snapshot.rotation;
+        let start = fit.iter().position(|h| h.id > rotation).unwrap_or(0);
+        let order: Vec<&HostView> = fit[start..].iter().chain(&fit[..start]).copied().collect();
+        let mut room: Vec<usize> = order.iter().map(|h| self.wants.capacity(h) as usize).collect();
+        let count = self.ask.count as usize;
+        let mut hosts = Vec::with_capacity(count);
+        while hosts.len() < count && room.iter().any(|room| *room > 0) {
+            for (i, host) in order.iter().enumerate() {
+                let share = (count - hosts.len()).div_ceil(order.len() - i).min(room[i]);
+                hosts.extend(std::iter::repeat_n(host.id, share));
+                room[i] -= share;
+            }
+        }
+        let last = hosts.last().copied().unwrap_or(rotation);
+        (hosts, last)
+    }
+
+    /// Each task goes where it gets most, given where those before it went. Looks at the best hosts only; answers those
+    /// that it looked at and that are fit.
+    fn by_load(&mut self) -> (Vec<HostId>, Vec<HostId>) {
+        let count = self.ask.count as usize;
+        let (mut hosts, mut looked_at) = (Vec::with_capacity(count), Vec::new());
+        let mut room = BTreeMap::<HostId, u32>::new();
+        let mut heap = BinaryHeap::<Near>::new();
+        let untouched = Loads::of(self.snapshot);
+        let mut best = untouched.best(&self.zones).peekable();
+        while hosts.len() < count {
+            // Everything that may be better than the best of those already looked at.
+            while let Some(near) = best.next_if(|near| heap.peek().is_none_or(|top| near > top)) {
+                let Some(host) = self.snapshot.host(near.share.host()) else { continue };
+                match self.exclusion(host) {
+                    Some(why) => self.excluded.push((host.id, why)),
+                    None => {
+                        looked_at.push(host.id);
+                        room.insert(host.id, self.wants.capacity(host));
+                        heap.push(near);
+                    }
+                }
+            }
+            let Some(near) = heap.pop() else { break };
+            let host = near.share.host();
+            let Some(left) = room.get_mut(&host).filter(|left| **left > 0) else { continue };
+            *left -= 1;
+            hosts.push(host);
+            let next = self.loads.add(host);
+            if *left > 0 {
+                heap.push(self.loads.near(next, &self.zones));
+            }
+        }
+        (hosts, looked_at)
+    }
+
+    /// The host on which all tasks together get most; `None` when none has room for all.
+    fn same_host<'h>(&self, fit: &[&'h HostView]) -> Option<&'h HostView> {
+        let count = self.ask.count;
+        let room = fit.iter().filter(|h| self.wants.capacity(h) >= count);
+        let last = |h: &HostView| {
+            let load = self.loads.load(h.id);
+            let last = Load { own: load.own + count.saturating_sub(1), ..load };
+            self.loads.near(last.share(), &self.zones)
+        };
+        room.max_by_key(|h| last(h)).copied()
+    }
+
+    /// By the number that the request prefers: the best host is filled to a task for each processor, then the next; then
+    /// each gets more, in the same order.
+    fn ranked(&self, rank: Rank, fit: &[&HostView]) -> Vec<HostId> {
+        let key = |h: &&HostView| {
+            let number = rank.by.of(h, &self.loads.load(h.id));
+            let order = number.map(|n| if rank.least { u64::MAX - n } else { n });
+            (Reverse(order), h.id)
+        };
+        let mut order = fit.to_vec();
+        order.sort_by_cached_key(key);
+        let mut room: Vec<u32> = order.iter().map(|h| self.wants.capacity(h)).collect();
+        let count = self.ask.count as usize;
+        let mut hosts = Vec::with_capacity(count);
+        while hosts.len() < count && room.iter().any(|room| *room > 0) {
+            for (room, host) in room.iter_mut().zip(&order) {
+                let share = host.cores.max(1).min(*room);
+                hosts.extend(std::iter::repeat_n(host.id, (share as usize).min(count - hosts.len())));
+                *room -= share;
+            }
+        }
+        hosts
+    }
+
+    /// What somebody else chose, if it can be.
+    fn chosen(&self, choice: &dyn Choice, fit: &[&HostView]) -> Result<Vec<HostId>, String> {
+        let offer = |host: &&HostView| (self.loads.share(host.id), self.wants.capacity(host));
+        let offers: Vec<Offer<'_>> = fit
+            .iter()
+            .map(|host| (*host, offer(host)))
+            .map(|(host, (share, capacity))| Offer { host, share, capacity })
+            .collect();
+        let chosen = choice.choose(self.ask.request, &offers, self.ask.count as usize)?;
+        let mut room: Vec<u32> = offers.iter().map(|o| o.capacity).collect();
+        for i in &chosen {
+            let room = room.get_mut(*i).ok_or_else(|| format!("place {i} was not offered"))?;
+            *room = room.checked_sub(1).ok_or_else(|| format!("{} has no more room", offers[*i].host.name))?;
+        }
+        Ok(chosen.into_iter().map(|i| offers[i].host.id).collect())
+    }
+}

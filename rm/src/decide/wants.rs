@@ -1,0 +1,444 @@
+//! What a spawn requires of its hosts, and what it prefers: a small text.
+//!
+//! ```text
+//! text      = part { (";" | ",") part }
+//! part      = condition | "rank" "=" ["-"] figure | "same-host" | "spread" [ "=" number ]
+//! condition = name ("=" | "!=") value { "|" value }  |  name (">=" | "<=" | ">" | "<") value
+//! figure    = "memory" | "cores" | "speed" | "free"
+//! ```
+//!
+//! Names are `host`, `arch`, `memory` (bytes that can be had, for each task), `cores`, `speed` (1000 is an ordinary host),
+//! `free` (processors that nobody uses), or a label that the administrator has given to hosts. Sizes may end in K, M, G or T.
+//! Example: `memory >= 2G; arch = LINUX64; host != h3|h4; spread; rank = speed`.
+//!
+//! A spawn carries it in `where`, behind a question mark and without flags that give `where` another meaning, or in its
+//! environment as [`WANTS_ENV`]; both together must hold. There is no colon in it: behind one comes a directory.
+
+use super::HostView;
+use super::load::Load;
+use sempa_proto::task::{SPAWN_ARCH, SPAWN_HOST, SpawnRequest};
+use std::fmt;
+use thiserror::Error;
+
+/// The environment variable that carries requirements with a spawn (a program exports it with `PVM_EXPORT`).
+pub const WANTS_ENV: &str = "SEMPA_WANTS";
+/// Bytes of a text at most.
+pub const WANTS_BYTES_MAX: usize = 4096;
+
+/// What is compared.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Name {
+    /// The name of the host.
+    Host,
+    /// Its architecture.
+    Arch,
+    /// One of its numbers.
+    Figure(Figure),
+    /// A label of the host.
+    Label(String),
+}
+
+/// A number of a host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Figure {
+    /// Memory that can be had without swapping, in bytes.
+    Memory,
+    /// Processors.
+    Cores,
+    /// Relative speed, 1000 for an ordinary host.
+    Speed,
+    /// Hundredths of processors that nobody uses.
+    Free,
+}
+
+/// How it is compared.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Op {
+    /// One of the values.
+    Is,
+    /// None of the values.
+    IsNot,
+    /// At least.
+    AtLeast,
+    /// At most.
+    AtMost,
+    /// More than.
+    Above,
+    /// Less than.
+    Below,
+}
+
+/// One condition; all must hold.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Condition {
+    /// What is compared.
+    pub name: Name,
+    /// How.
+    pub op: Op,
+    /// With what, as it was written; more than one only with [`Op::Is`] and [`Op::IsNot`].
+    pub values: Vec<String>,
+    /// The numbers of `values` when a figure is compared.
+    numbers: Vec<u64>,
+}
+
+/// How many tasks of one spawn may be on one host.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Together {
+    /// As many as come.
+    #[default]
+    Any,
+    /// All on one.
+    SameHost,
+    /// So many at most on each.
+    Spread(u32),
+}
+
+/// What the best host is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Rank {
+    /// By this number.
+    pub by: Figure,
+    /// The smallest first.
+    pub least: bool,
+}
+
+/// Requirements and preference of a spawn.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Wants {
+    /// All must hold.
+    pub conditions: Vec<Condition>,
+    /// How many on one host.
+    pub together: Together,
+    /// The preference; by load when there is none.
+    pub rank: Option<Rank>,
+}
+
+/// A text that is not understood; nothing is placed.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum WantsError {
+    /// Nothing comparable.
+    #[error("{0:?} is not a requirement; it looks like 'memory >= 2G' or 'host != h3|h4'")]
+    Part(String),
+    /// A figure needs a number.
+    #[error("{value:?} is not a number for {name}")]
+    Number {
+        /// The figure.
+        name: String,
+        /// What was written.
+        value: String,
+    },
+    /// `host` and `arch` have no order.
+    #[error("{0} can only be compared with '=' or '!='")]
+    NoOrder(String),
+    /// Too long.
+    #[error("the requirements are longer than {WANTS_BYTES_MAX} bytes")]
+    TooLong,
+}
+
+impl Figure {
+    fn named(name: &str) -> Option<Figure> {
+        Some(match name {
+            "memory" => Figure::Memory,
+            "cores" => Figure::Cores,
+            "speed" => Figure::Speed,
+            "free" => Figure::Free,
+            _ => return None,
+        })
+    }
+
+    /// The number of a host; `None` when nobody knows it.
+    pub(super) fn of(self, host: &HostView, load: &Load) -> Option<u64> {
+        match self {
+            Figure::Memory => host.sample.as_ref().map(|s| s.sample.available_bytes),
+            Figure::Cores => host.sample.as_ref().map(|s| u64::from(s.sample.cores)),
+            Figure::Speed => Some(load.speed),
+            Figure::Free => host.sample.as_ref().map(|_| load.free_percent()),
+        }
+    }
+
+    /// A number as people write it.
+    fn text(self, value: u64) -> String {
+        match self {
+            Figure::Memory => {
+                let units = [(1_u64 << 40, "T"), (1 << 30, "G"), (1 << 20, "M"), (1 << 10, "K")];
+                let unit = units.iter().find(|(size, _)| value >= *size);
+                unit.map_or(value.to_string(), |(size, name)| format!("{:.1}{name}", value as f64 / *size as f64))
+            }
+            Figure::Free => format!("{:.2}", value as f64 / 100.0),
+            Figure::Cores | Figure::Speed => value.to_string(),
+        }
+    }
+
+    fn number(self, text: &str) -> Option<u64> {
+        match self {
+            Figure::Memory => {
+                let shift = match text.chars().last()?.to_ascii_uppercase() {
+                    'K' => 10,
+                    'M' => 20,
+                    'G' => 30,
+                    'T' => 40,
+                    _ => 0,
+                };
+                let digits = if shift > 0 { &text[..text.len() - 1] } else { text };
+                let value: f64 = digits.trim().parse().ok().filter(|v: &f64| v.is_finite() && *v >= 0.0)?;
+                let bytes = value * (1_u64 << shift) as f64;
+                (bytes < u64::MAX as f64).then_some(bytes as u64)
+            }
+            Figure::Free => {
+                let value: f64 = text.parse().ok().filter(|v: &f64| v.is_finite() && (0.0..1e9).contains(v))?;
+                Some((value * 100.0).round() as u64)
+            }
+            Figure::Cores | Figure::Speed => text.parse().ok(),
+        }
+    }
+}
+
+impl fmt::Display for Figure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Figure::Memory => "memory",
+            Figure::Cores => "cores",
+            Figure::Speed => "speed",
+            Figure::Free => "free",
+        })
+    }
+}
+
+impl fmt::Display for Name {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Name::Host => f.write_str("host"),
+            Name::Arch => f.write_str("arch"),
+            Name::Figure(figure) => figure.fmt(f),
+            Name::Label(label) => f.write_str(label),
+        }
+    }
+}
+
+impl Op {
+    /// The longer ones first, because the shorter ones are their beginnings.
+    const ALL: [(&'static str, Op); 6] =
+        [("!=", Op::IsNot), (">=", Op::AtLeast), ("<=", Op::AtMost), ("=", Op::Is), (">", Op::Above), ("<", Op::Below)];
+
+    fn has_order(self) -> bool {
+        !matches!(self, Op::Is | Op::IsNot)
+    }
+
+    fn holds<T: PartialOrd>(self, has: &T, values: &[T]) -> bool {
+        match self {
+            Op::Is => values.contains(has),
+            Op::IsNot => !values.contains(has),
+            Op::AtLeast => values.iter().all(|v| has >= v),
+            Op::AtMost => values.iter().all(|v| has <= v),
+            Op::Above => values.iter().all(|v| has > v),
+            Op::Below => values.iter().all(|v| has < v),
+        }
+    }
+}
+
+impl fmt::Display for Op {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(Op::ALL.iter().find(|(_, op)| op == self).map_or("", |(text, _)| text))
+    }
+}
+
+impl fmt::Display for Condition {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {} {}", self.name, self.op, self.values.join("|"))
+    }
+}
+
+/// What a host has instead of what a condition asks for; `None` where the condition holds.
+fn lacks(condition: &Condition, host: &HostView, load: &Load) -> Option<String> {
+    let Condition { name, op, values, numbers } = condition;
+    let text =
+        |has: &str| (!op.holds(&has, &values.iter().map(String::as_str).collect::<Vec<_>>())).then(|| has.to_string());
+    match name {
+        Name::Host => text(&host.name),
+        Name::Arch => text(&host.arch),
+        Name::Figure(figure) => match figure.of(host, load) {
+            None => Some("unknown".into()),
+            Some(has) => (!op.holds(&has, numbers)).then(|| figure.text(has)),
+        },
+        Name::Label(label) => match host.labels.get(label) {
+            None => (*op != Op::IsNot).then(|| "no such label".into()),
+            Some(has) if op.has_order() => match (has.parse::<f64>(), values[0].parse::<f64>()) {
+                (Ok(has), Ok(wanted)) if op.holds(&has, &[wanted]) => None,
+                _ => Some(has.clone()),
+            },
+            Some(has) => text(has),
+        },
+    }
+}
+
+impl Condition {
+    fn parse(part: &str) -> Result<Condition, WantsError> {
+        let found = part.char_indices().find_map(|(at, _)| {
+            Op::ALL.iter().find(|(text, _)| part[at..].starts_with(text)).map(|(text, op)| (at, at + text.len(), *op))
+        });
+        let wrong = || WantsError::Part(part.to_string());
+        let (end, begin, op) = found.ok_or_else(wrong)?;
+        let (name, rest) = (part[..end].trim(), part[begin..].trim());
+        let is_word = |c: char| c.is_alphanumeric() || "_-.".contains(c);
+        if name.is_empty() || !name.chars().all(is_word) {
+            return Err(wrong());
+        }
+        let values: Vec<String> = rest.split('|').map(|v| v.trim().to_string()).collect();
+        if values.iter().any(String::is_empty) || (op.has_order() && values.len() > 1) {
+            return Err(wrong());
+        }
+        let number = |figure: Figure| {
+            let one = |v: &String| {
+                figure.number(v).ok_or_else(|| WantsError::Number { name: name.to_string(), value: v.clone() })
+            };
+            values.iter().map(one).collect::<Result<Vec<u64>, WantsError>>()
+        };
+        let (name, numbers) = match (name, Figure::named(name)) {
+            ("host" | "arch", _) if op.has_order() => return Err(WantsError::NoOrder(name.to_string())),
+            ("host", _) => (Name::Host, Vec::new()),
+            ("arch", _) => (Name::Arch, Vec::new()),
+            (_, Some(figure)) => (Name::Figure(figure), number(figure)?),
+            (label, None) => (Name::Label(label.to_string()), Vec::new()),
+        };
+        Ok(Condition { name, op, values, numbers })
+    }
+}
+
+impl Wants {
+    /// Reads a text.
+    ///
+    /// # Errors
+    /// [`WantsError`] names the part that is not understood.
+    pub fn parse(text: &str) -> Result<Wants, WantsError> {
+        if text.len() > WANTS_BYTES_MAX {
+            return Err(WantsError::TooLong);
+        }
+        let mut wants = Wants::default();
+        for part in text.split([';', ',']).map(str::trim).filter(|p| !p.is_empty()) {
+            let wrong = || WantsError::Part(part.to_string());
+            let (word, value) = part.split_once('=').map_or((part, None), |(w, v)| (w.trim(), Some(v.trim())));
+            match (word, value) {
+                ("same-host", None) => wants.together = Together::SameHost,
+                ("spread", None) => wants.together = Together::Spread(1),
+                ("spread", Some(most)) => {
+                    let most = most.parse().ok().filter(|n| *n > 0).ok_or_else(wrong)?;
+                    wants.together = Together::Spread(most);
+                }
+                ("rank", Some(by)) => {
+                    let (least, by) = by.strip_prefix('-').map_or((false, by), |by| (true, by.trim()));
+                    wants.rank = Some(Rank { by: Figure::named(by).ok_or_else(wrong)?, least });
+                }
+                _ => wants.conditions.push(Condition::parse(part)?),
+            }
+        }
+        Ok(wants)
+    }
+
+    /// What a spawn asks for: of its environment and of its `where`.
+    ///
+    /// # Errors
+    /// [`WantsError`] when a text is not understood.
+    pub fn of(request: &SpawnRequest) -> Result<Wants, WantsError> {
+        let of_env = |entry: &Vec<u8>| {
+            let text = std::str::from_utf8(entry).ok()?;
+            text.strip_prefix(WANTS_ENV)?.strip_prefix('=').map(Wants::parse)
+        };
+        let mut wants = request.env.iter().find_map(of_env).transpose()?.unwrap_or_default();
+        let place = request.place.split(':').next().unwrap_or_default();
+        if let Some(text) = place.strip_prefix('?').filter(|_| request.flags & (SPAWN_HOST | SPAWN_ARCH) == 0) {
+            let more = Wants::parse(text)?;
+            wants.conditions.extend(more.conditions);
+            wants.rank = more.rank.or(wants.rank);
+            if more.together != Together::Any {
+                wants.together = more.together;
+            }
+        }
+        Ok(wants)
+    }
+
+    /// The first condition that a host does not meet, and what the host has.
+    pub(super) fn unmet(&self, host: &HostView, load: &Load) -> Option<(Condition, String)> {
+        self.conditions.iter().find_map(|c| Some((c.clone(), lacks(c, host, load)?)))
+    }
+
+    /// How many tasks of this spawn a host can take.
+    pub(super) fn capacity(&self, host: &HostView) -> u32 {
+        let spread = match self.together {
+            Together::Spread(most) => most,
+            Together::Any | Together::SameHost => u32::MAX,
+        };
+        let wanted = self.conditions.iter().filter(|c| c.name == Name::Figure(Figure::Memory));
+        let wanted =
+            wanted.filter(|c| matches!(c.op, Op::AtLeast | Op::Above)).filter_map(|c| c.numbers.first().copied());
+        let available = host.sample.as_ref().map_or(0, |s| s.sample.available_bytes);
+        let by_memory = wanted.max().and_then(|bytes| available.checked_div(bytes)).unwrap_or(u64::MAX);
+        spread.min(u32::try_from(by_memory).unwrap_or(u32::MAX))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn a_text_gives_conditions_preference_and_spread() {
+        let wants =
+            Wants::parse(" memory >= 1.5G ,arch=LINUX64|LINUX; host != h3 | h4;disk = ssd; spread=2; rank = -speed")
+                .expect("good");
+        let told: Vec<String> = wants.conditions.iter().map(Condition::to_string).collect();
+        assert_eq!(told, ["memory >= 1.5G", "arch = LINUX64|LINUX", "host != h3|h4", "disk = ssd"]);
+        assert_eq!(wants.conditions[0].numbers, [3 << 29]);
+        assert_eq!(wants.conditions[3].name, Name::Label("disk".into()));
+        assert_eq!((wants.together, wants.rank), (Together::Spread(2), Some(Rank { by: Figure::Speed, least: true })));
+        assert_eq!(Wants::parse(" ;, ").expect("nothing is asked"), Wants::default());
+        assert_eq!(Wants::parse("free>=0.5").expect("good").conditions[0].numbers, [50]);
+    }
+
+    #[test]
+    fn what_is_not_understood_is_named() {
+        for (text, says) in [
+            ("memory", "\"memory\" is not a requirement"),
+            ("memory >= lots", "\"lots\" is not a number for memory"),
+            ("cores >= 1.5", "\"1.5\" is not a number for cores"),
+            ("host > h3", "host can only be compared"),
+            ("cores >= 2|3", "\"cores >= 2|3\" is not"),
+            ("host = h1|", "is not a requirement"),
+            ("rank = luck", "\"rank = luck\" is not"),
+            ("spread = 0", "\"spread = 0\" is not"),
+            (" = 3", "is not a requirement"),
+        ] {
+            let error = Wants::parse(text).expect_err(text).to_string();
+            assert!(error.contains(says), "{text}: {error}");
+        }
+        assert_eq!(Wants::parse(&"x".repeat(5000)), Err(WantsError::TooLong));
+    }
+
+    #[test]
+    fn where_and_environment_carry_it_and_flags_keep_their_meaning() {
+        let env = vec![b"SEMPA_WANTS=cores >= 4; rank = speed".to_vec()];
+        let request = |flags, place: &str| SpawnRequest {
+            flags,
+            place: place.into(),
+            env: env.clone(),
+            ..SpawnRequest::default()
+        };
+        let both = Wants::of(&request(0, "?memory >= 1G; rank = memory:/tmp")).expect("good");
+        assert_eq!(both.conditions.len(), 2);
+        assert_eq!(both.rank, Some(Rank { by: Figure::Memory, least: false }));
+        for (flags, place) in [(SPAWN_HOST, "?memory >= 1G"), (SPAWN_ARCH, "?x"), (0, "anything"), (0, "")] {
+            assert_eq!(Wants::of(&request(flags, place)).expect("good").conditions.len(), 1, "{place}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_text_is_survived_and_what_is_told_reads_the_same_again(text in "[a-z0-9 =!<>|;,.?GM-]{0,60}|.{0,40}") {
+            if let Ok(wants) = Wants::parse(&text) {
+                for condition in &wants.conditions {
+                    prop_assert_eq!(&Condition::parse(&condition.to_string())?, condition);
+                }
+            }
+        }
+    }
+}

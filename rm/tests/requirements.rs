@@ -1,0 +1,303 @@
+//! What a spawn asks of its hosts, who may choose instead of us, and large virtual machines.
+
+use proptest::prelude::*;
+use pvm_rm::decide::{
+    Ask, Choice, Costs, EXPLAINED_HOSTS_MAX, HEADROOM_BYTES, HostView, Hosts, Offer, Owner, Placement, Policy, Reason,
+    Sampled, Snapshot, TaskView, Why, place, place_by,
+};
+use sempa_proto::load::LoadSample;
+use sempa_proto::task::{SPAWN_ARCH, SPAWN_HOST, SpawnRequest};
+use sempa_proto::{HostId, Micros, PvmError, Tid};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+const NOW: Micros = Micros::from_secs(1000);
+
+fn h(index: u16) -> HostId {
+    HostId::new(index).expect("an index")
+}
+
+fn sampled(cores: u32, available_bytes: u64) -> Option<Sampled> {
+    Some(Sampled { sample: LoadSample { cores, available_bytes, ..LoadSample::default() }, at: NOW, own: 0 })
+}
+
+/// An idle host with as many processors and gigabytes as its index says.
+fn host(index: u16) -> HostView {
+    HostView {
+        id: h(index),
+        name: format!("h{index}"),
+        arch: "LINUX64".into(),
+        zone: 0,
+        labels: Arc::default(),
+        speed: 1000,
+        cores: u32::from(index),
+        sample: sampled(u32::from(index), u64::from(index) << 30),
+        owner: Owner::Absent { left: None },
+        no_moves: None,
+        tasks: Vec::new(),
+    }
+}
+
+fn task(host: u16, local: u32) -> TaskView {
+    let tid = Tid::task(h(host), local).expect("a task");
+    TaskView {
+        tid,
+        pinned: false,
+        asked: false,
+        moving: None,
+        job: tid,
+        name: "worker".into(),
+        since: Micros::default(),
+        bytes: 0,
+        moves: Vec::new(),
+        held: None,
+        refused: Vec::new(),
+    }
+}
+
+fn pool(hosts: u16) -> Snapshot {
+    let hosts = (1..=hosts).map(host).collect();
+    Snapshot { now: NOW, policy: Policy::Load, rotation: h(1), costs: Costs::default(), hosts }
+}
+
+fn request(place: &str, count: u32) -> SpawnRequest {
+    SpawnRequest { file: "worker".into(), place: place.into(), count, ..SpawnRequest::default() }
+}
+
+fn placed(snapshot: &Snapshot, request: &SpawnRequest) -> Placement {
+    place(snapshot, &Ask { request, count: request.count, caller: h(1), peers: &[], without: &[] })
+}
+
+fn indices(placement: &Placement) -> Vec<u16> {
+    placement.hosts.iter().map(|r| r.as_ref().map_or(0, |id| id.index())).collect()
+}
+
+#[test]
+fn requirements_choose_among_the_hosts_in_every_policy() {
+    let mut snapshot = pool(5);
+    snapshot.hosts[4].labels = Arc::new(BTreeMap::from([("disk".into(), "ssd".into())]));
+    snapshot.hosts[3].arch = "LINUXARM".into();
+    snapshot.hosts[2].speed = 2000;
+    for policy in [Policy::Load, Policy::RoundRobin] {
+        snapshot.policy = policy;
+        for (text, expected) in [
+            ("?memory >= 5G", [5, 0].as_slice()),
+            ("?disk = ssd", &[5, 5]),
+            ("?disk != ssd; cores <= 1", &[1, 1]),
+            ("?arch = LINUXARM|SUN4:/tmp", &[4, 4]),
+            ("?host != h1|h2|h4|h5", &[3, 3]),
+            ("?speed > 1000, free >= 2.5", &[3, 3]),
+            ("?same-host; host = h2|h1", &[2, 2]),
+            ("?rank = cores; cores < 5", &[4, 4]),
+            ("?rank = -memory", &[1, 2]),
+            ("?rank = speed; spread; cores < 4", &[3, 1]),
+        ] {
+            let placement = placed(&snapshot, &request(text, 2));
+            assert_eq!(indices(&placement), expected, "{policy} {text}: {}", placement.sentence(&snapshot));
+        }
+    }
+}
+
+#[test]
+fn an_unmeetable_request_says_which_condition_excluded_which_hosts() {
+    let mut snapshot = pool(4);
+    snapshot.hosts[0].arch = "LINUXARM".into();
+    snapshot.hosts[3].owner = Owner::Present { why: "alice".into() };
+    snapshot.hosts[2].sample = None;
+    let placement = placed(&snapshot, &request("?arch = LINUX64; memory >= 2.5G", 1));
+    assert_eq!(placement.hosts, [Err(PvmError::OutOfRes)]);
+    assert_eq!(
+        placement.sentence(&snapshot),
+        "no host is free: h4: owner present (alice); arch = LINUX64 excludes h1 (LINUXARM); memory >= 2.5G excludes h2 \
+         (2.0G), h3 (unknown)"
+    );
+    let Reason::Unmet { condition, has } = &placement.excluded[1].1 else { panic!("{:?}", placement.excluded) };
+    assert_eq!((condition.to_string().as_str(), has.as_str()), ("memory >= 2.5G", "2.0G"));
+    let never = placed(&snapshot, &request("?cores >= 99", 2));
+    assert_eq!(never.hosts, [Err(PvmError::NoHost); 2], "no waiting helps");
+}
+
+#[test]
+fn a_text_that_is_not_understood_places_nothing_and_is_named() {
+    let placement = placed(&pool(2), &request("?memory >= much", 2));
+    assert_eq!(placement.hosts, [Err(PvmError::BadParam); 2]);
+    assert_eq!(placement.why.to_string(), "\"much\" is not a number for memory");
+}
+
+#[test]
+fn spread_and_memory_limit_what_one_host_takes() {
+    let snapshot = pool(3);
+    assert_eq!(indices(&placed(&snapshot, &request("?spread", 3))), [3, 2, 1]);
+    let short = placed(&snapshot, &request("?spread = 1", 5));
+    assert_eq!(indices(&short), [3, 2, 1, 0, 0]);
+    assert_eq!(short.hosts[4], Err(PvmError::OutOfRes));
+    assert!(short.sentence(&snapshot).contains("; room for 3 of 5"), "{}", short.sentence(&snapshot));
+    // Six tasks of one gigabyte each fit into six gigabytes, on hosts that have one, two and three.
+    let mut where_to = indices(&placed(&snapshot, &request("?memory >= 1G", 7)));
+    where_to.sort_unstable();
+    assert_eq!(where_to, [0, 1, 2, 2, 3, 3, 3]);
+    let together = placed(&snapshot, &request("?same-host; memory >= 1G", 4));
+    assert_eq!(together.hosts, [Err(PvmError::OutOfRes); 4]);
+}
+
+#[test]
+fn requirements_leave_the_documented_meaning_of_where_alone() {
+    let snapshot = pool(3);
+    let of = |flags, place: &str| indices(&placed(&snapshot, &SpawnRequest { flags, ..request(place, 1) }));
+    assert_eq!(of(SPAWN_HOST, "h2"), [2]);
+    assert_eq!(of(SPAWN_HOST, "?cores >= 3"), [0], "no host has this name");
+    assert_eq!(of(SPAWN_ARCH, "LINUX64"), [3]);
+    assert_eq!(of(0, "anything at all"), [3]);
+}
+
+#[test]
+fn a_host_without_memory_to_spare_comes_last() {
+    let mut snapshot = pool(2);
+    snapshot.hosts[1].sample = sampled(2, HEADROOM_BYTES - 1);
+    assert_eq!(indices(&placed(&snapshot, &request("", 1))), [1]);
+    snapshot.hosts[1].sample = sampled(2, HEADROOM_BYTES * 2);
+    assert_eq!(indices(&placed(&snapshot, &request("", 6))), [2, 1, 2, 1, 1, 1], "it has room for two");
+}
+
+#[test]
+fn a_host_that_is_held_back_by_a_limit_is_not_taken_for_idle() {
+    let mut snapshot = pool(2);
+    for (i, pressure) in [(0, 0.0), (1, 0.9)] {
+        let sample = LoadSample { cores: 4, busy: 0.25, pressure, ..LoadSample::default() };
+        snapshot.hosts[i].sample = Some(Sampled { sample, at: NOW, own: 0 });
+        snapshot.hosts[i].cores = 4;
+    }
+    assert_eq!(indices(&placed(&snapshot, &request("", 3))), [1, 1, 1]);
+}
+
+#[test]
+fn a_near_host_is_better_than_one_that_is_a_little_freer() {
+    let mut snapshot = pool(3);
+    for (i, zone) in [(0, 7), (1, 7), (2, 8)] {
+        (snapshot.hosts[i].zone, snapshot.hosts[i].cores) = (zone, 1);
+    }
+    snapshot.hosts[2].speed = 1050;
+    let ask = |peers: &[HostId], without: &[HostId]| {
+        let request = request("", 1);
+        indices(&place(&snapshot, &Ask { request: &request, count: 1, caller: h(1), peers, without }))
+    };
+    assert_eq!(ask(&[], &[]), [3], "nobody to talk to");
+    assert_eq!(ask(&[h(1)], &[]), [1]);
+    assert_eq!(ask(&[h(1)], &[h(1)]), [2]);
+    assert_eq!(ask(&[h(3)], &[]), [3]);
+    assert_eq!(ask(&[h(1)], &[h(1), h(2)]), [3], "but far is better than nowhere");
+}
+
+/// A batch system that has reserved places on hosts.
+struct Reserved(Vec<(&'static str, usize)>);
+
+impl Choice for Reserved {
+    fn name(&self) -> &str {
+        "the batch system"
+    }
+
+    fn choose(&self, _: &SpawnRequest, offers: &[Offer<'_>], count: usize) -> Result<Vec<usize>, String> {
+        let mut chosen = Vec::new();
+        for (name, places) in &self.0 {
+            let at = offers.iter().position(|o| o.host.name == *name).ok_or(format!("{name} is not free"))?;
+            chosen.extend(std::iter::repeat_n(at, *places));
+        }
+        chosen.truncate(count);
+        Ok(chosen)
+    }
+}
+
+#[test]
+fn somebody_else_may_choose_and_is_checked() {
+    let snapshot = pool(3);
+    let chosen = |text: &str, reserved: Reserved, count| {
+        let request = request(text, count);
+        let ask = Ask { request: &request, count, caller: h(1), peers: &[], without: &[] };
+        place_by(&snapshot, &ask, Some(&reserved))
+    };
+    let good = chosen("", Reserved(vec![("h1", 2), ("h3", 1)]), 4);
+    assert_eq!(indices(&good), [1, 1, 3, 0]);
+    assert_eq!(good.why, Why::Chosen { by: "the batch system".into() });
+    let gone = chosen("?host != h1", Reserved(vec![("h1", 2)]), 2);
+    assert_eq!(gone.hosts, [Err(PvmError::OutOfRes); 2]);
+    assert_eq!(gone.why.to_string(), "the batch system chose no place: h1 is not free");
+    let full = chosen("?spread", Reserved(vec![("h1", 2)]), 2);
+    assert!(full.why.to_string().ends_with("h1 has no more room"), "{}", full.why);
+}
+
+fn many() -> impl Strategy<Value = Vec<HostView>> {
+    let one = (1_u32..9, 0.0_f32..=1.0, 0_u32..4, 0_u32..3, prop::bool::weighted(0.3), 980_u64..1000, 500_i32..3000);
+    prop::collection::vec(one, EXPLAINED_HOSTS_MAX + 1..200).prop_map(|all| {
+        let view = |(i, (cores, busy, tasks, zone, present, at, speed)): (usize, _)| {
+            let index = i as u16 + 1;
+            let sample = LoadSample { cores, busy, available_bytes: 4 << 30, ..LoadSample::default() };
+            let sample = Some(Sampled { sample, at: Micros::from_secs(at), own: 0 });
+            let why = "alice".to_string();
+            let owner = if present { Owner::Present { why } } else { Owner::Unknown };
+            let mut tasks: Vec<TaskView> = (1..=tasks).map(|n| task(index, n)).collect();
+            if let Some(first) = tasks.first_mut().filter(|_| i % 7 == 0) {
+                first.moving = Some(HostId::new(index / 2));
+            }
+            HostView { cores, sample, owner, tasks, zone, speed, ..host(index) }
+        };
+        all.into_iter().enumerate().map(view).collect()
+    })
+}
+
+proptest! {
+    /// The index is kept up change by change, and made anew; both give the same places, and so does looking at all hosts.
+    #[test]
+    fn an_index_that_is_kept_up_decides_like_one_made_anew(
+        before in many(), after in many(), order in prop::collection::vec((any::<prop::sample::Index>(), 0_u8..4), 1..60),
+        count in 1_u32..90, later in 0_u64..30,
+    ) {
+        let mut kept: Hosts = before.iter().cloned().collect();
+        kept.refresh(NOW);
+        for (which, what) in order {
+            let new = &after[which.index(after.len())];
+            match what {
+                0 => kept.remove(new.id),
+                1 => kept.put(new.clone()),
+                2 => if let Some(host) = kept.edit(new.id) {
+                    (host.owner, host.sample) = (new.owner.clone(), new.sample.clone());
+                },
+                _ => if let Some(host) = kept.edit(new.id) {
+                    host.tasks = new.tasks.clone();
+                },
+            }
+            kept.refresh(NOW);
+        }
+        let now = NOW + Micros::from_secs(later);
+        kept.refresh(now);
+        let anew: Hosts = kept.iter().cloned().collect();
+        let snapshot = |hosts| Snapshot { now, policy: Policy::Load, rotation: h(1), costs: Costs::default(), hosts };
+        let (kept, anew) = (snapshot(kept), snapshot(anew));
+        for text in ["", "?cores >= 3", "?spread", "?memory >= 1G; speed > 900"] {
+            let request = request(text, count);
+            let peers: Vec<HostId> = kept.hosts.first().map(|h| h.id).into_iter().collect();
+            let ask = Ask { request: &request, count, caller: h(1), peers: &peers, without: &[] };
+            prop_assert_eq!(place(&kept, &ask), place(&anew, &ask));
+        }
+    }
+
+    /// Every host that gets a task meets the conditions, and no host gets more than it may.
+    #[test]
+    fn what_is_placed_meets_the_conditions(
+        hosts in many(), few in 1_usize..200, count in 1_u32..90, cores in 1_u32..9, spread in 1_u32..4, rank in 0_u8..4,
+    ) {
+        let hosts: Hosts = hosts.into_iter().take(few).collect();
+        let snapshot = Snapshot { now: NOW, policy: Policy::Load, rotation: h(1), costs: Costs::default(), hosts };
+        let rank = ["", "; rank = speed", "; rank = -free", "; same-host"][usize::from(rank)];
+        let text = format!("?spread = {spread}; cores >= {cores}; memory >= 1G{rank}");
+        let placement = placed(&snapshot, &request(&text, count));
+        let mut on = BTreeMap::<HostId, u32>::new();
+        for id in placement.hosts.iter().flatten() {
+            *on.entry(*id).or_default() += 1;
+            let host = snapshot.host(*id).expect("only hosts of the snapshot are used");
+            prop_assert!(!host.owner.is_present());
+            prop_assert!(host.sample.as_ref().is_some_and(|s| s.sample.cores >= cores));
+        }
+        let most = if rank == "; same-host" { 4 } else { spread };
+        prop_assert!(on.values().all(|n| *n <= most), "{:?}", on);
+    }
+}
