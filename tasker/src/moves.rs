@@ -452,7 +452,7 @@ impl Supervisor {
         if self.tasks.contains_key(&tid) {
             return Err(Failure::Engine(format!("{tid} runs here already")));
         }
-        let namespace = Namespace::new().map_err(|e| Failure::Io(format!("no process-id namespace: {e}")))?;
+        let namespace = self.spare.take().map_err(|e| Failure::Io(format!("no process-id namespace: {e}")))?;
         self.moves.targets.insert(migration, Target { tid, namespace, stage: Stage::Prepared });
         Ok(())
     }

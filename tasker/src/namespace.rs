@@ -3,14 +3,18 @@
 //! Inside, a task's process numbers never collide with those of another host, so it can be rebuilt anywhere; and killing
 //! the init kills whatever is inside for sure. The init takes no part in dumps.
 
-use crate::sys::{self, Child, ExecPlan};
+use crate::sys::{self, Child, ExecPlan, NotStarted, StartGuard};
 use nix::fcntl::OFlag;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sched::{CloneFlags, setns};
 use std::ffi::CStr;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::linux::fs::MetadataExt;
+
+/// Namespaces that lie ready; each costs a sleeping process.
+const SPARE_MAX: usize = 4;
 
 /// A namespace and its init. Dropping it ends everybody inside; the init itself still has to be reaped.
 #[derive(Debug)]
@@ -46,6 +50,12 @@ impl Namespace {
         sys::reap_wait(namespace.init.pid).is_ok()
     }
 
+    /// True once the init has ended, and with it everybody inside.
+    pub(crate) fn is_over(&self) -> bool {
+        let mut fds = [PollFd::new(self.ended(), PollFlags::POLLIN)];
+        matches!(poll(&mut fds, PollTimeout::ZERO), Ok(1..))
+    }
+
     /// Becomes readable when the init has ended, and with it everybody inside.
     pub(crate) fn ended(&self) -> BorrowedFd<'_> {
         self.init.pidfd.as_fd()
@@ -66,21 +76,21 @@ impl Namespace {
     }
 
     /// Runs `make` so that the process it makes belongs to this namespace.
-    fn inside<T>(&self, make: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+    fn inside<T>(&self, make: impl FnOnce() -> T) -> io::Result<T> {
         let own = File::open("/proc/self/ns/pid")?;
         setns(self.open()?, CloneFlags::CLONE_NEWPID)?;
         let made = make();
         // A process can always name its own namespace again as that of its children.
         setns(own, CloneFlags::CLONE_NEWPID).expect("the way back into one's own namespace is open");
-        made
+        Ok(made)
     }
 
     /// Starts a program inside; a direct child of the tasker.
     ///
     /// # Errors
-    /// What the system said.
-    pub(crate) fn start(&self, plan: &ExecPlan<'_>) -> io::Result<Child> {
-        self.inside(|| sys::start_program(plan))
+    /// As [`sys::start_program`].
+    pub(crate) fn start(&self, plan: &ExecPlan<'_>, guard: &StartGuard) -> Result<Child, NotStarted> {
+        self.inside(|| sys::start_program(plan, guard)).map_err(NotStarted::NoProcess)?
     }
 
     /// Starts a process inside that only waits, in this directory.
@@ -88,7 +98,7 @@ impl Namespace {
     /// # Errors
     /// What the system said.
     pub(crate) fn start_sleeper(&self, dir: &CStr, stdin: &impl AsFd, output: &impl AsFd) -> io::Result<Child> {
-        self.inside(|| sys::start_sleeper(dir, stdin.as_fd(), output.as_fd()))
+        self.inside(|| sys::start_sleeper(dir, stdin.as_fd(), output.as_fd()))?
     }
 
     /// Kills everybody inside. The children among them, then the init, still have to be reaped, in this order.
@@ -120,4 +130,42 @@ impl Namespace {
 /// Where the kernel shows the namespace of an init. The number is its own until it is reaped.
 fn path_of(init: &Child) -> String {
     format!("/proc/{}/ns/pid", init.pid)
+}
+
+/// Namespaces made in quiet moments for tasks to come: a task that is to start now does not wait for one.
+#[derive(Debug, Default)]
+pub(crate) struct Spare {
+    ready: Vec<Namespace>,
+    /// The last attempt failed; the next task will say why.
+    failed: bool,
+}
+
+impl Spare {
+    /// A namespace, made now if none lies ready.
+    ///
+    /// # Errors
+    /// `EPERM` without the right to make namespaces.
+    pub(crate) fn take(&mut self) -> io::Result<Namespace> {
+        self.failed = false;
+        while let Some(namespace) = self.ready.pop() {
+            // Anybody with the right to do so may have killed the init.
+            if !namespace.is_over() {
+                return Ok(namespace);
+            }
+        }
+        Namespace::new()
+    }
+
+    /// True if [`Spare::add`] is of use.
+    pub(crate) fn wants_more(&self) -> bool {
+        self.ready.len() < SPARE_MAX && !self.failed
+    }
+
+    /// Makes one if that is possible now.
+    pub(crate) fn add(&mut self) {
+        match Namespace::new() {
+            Ok(namespace) => self.ready.push(namespace),
+            Err(_) => self.failed = true,
+        }
+    }
 }

@@ -5,9 +5,9 @@
 
 use crate::control::Control;
 use crate::moves::Moves;
-use crate::namespace::Namespace;
-use crate::sys::{self, FilesLimit};
-use crate::task::{self, HELD_SIGNALS_MAX, Output, Phase, Task};
+use crate::namespace::{Namespace, Spare};
+use crate::sys::{self, Inherited, StartGuard};
+use crate::task::{self, EXEC_ALLOWED, HELD_SIGNALS_MAX, Output, Phase, Task};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, Signal, kill};
@@ -26,6 +26,8 @@ pub(crate) const TASKS_MAX: usize = 16_384;
 const SHUTDOWN_ALLOWED: Duration = Duration::from_secs(5);
 /// How often a condition is looked at that the kernel has no descriptor for (a process reaching the stopped state).
 const LOOK_AGAIN_MS: u16 = 1;
+/// Nothing to do for so long is a quiet moment.
+const QUIET_MS: u16 = 10;
 
 /// A namespace without a task: what the task left running there goes on, or everybody in it was killed.
 #[derive(Debug)]
@@ -44,7 +46,10 @@ pub(crate) struct Supervisor {
     pub(crate) moves: Moves,
     /// Each task gets a namespace of its own.
     pub(crate) namespaces: bool,
-    files_limit: FilesLimit,
+    /// Namespaces for tasks to come.
+    pub(crate) spare: Spare,
+    inherited: Inherited,
+    guard: StartGuard,
     leftovers: Vec<Leftover>,
     signals: SignalFd,
     ending: bool,
@@ -83,7 +88,9 @@ impl Supervisor {
             tasks: BTreeMap::new(),
             moves: Moves::new(namespaces)?,
             namespaces,
-            files_limit: sys::raise_files_limit()?,
+            spare: Spare::default(),
+            inherited: Inherited::prepare()?,
+            guard: StartGuard::new(EXEC_ALLOWED)?,
             leftovers: Vec::new(),
             signals,
             ending: false,
@@ -114,10 +121,11 @@ impl Supervisor {
 
     fn serve(&mut self) -> anyhow::Result<()> {
         while !self.ending && !self.control.is_closed() {
-            for (source, events) in self.wait()? {
-                match source {
-                    Source::Control => self.converse(events)?,
-                    Source::Signals => self.signalled(),
+            let ready = self.wait()?;
+            for (source, events) in &ready {
+                match *source {
+                    Source::Control => self.converse(*events)?,
+                    Source::Signals => {}
                     Source::Workers => self.hear_workers(),
                     Source::End(tid) => self.ended(tid),
                     Source::Output(tid) => self.pass_output(tid),
@@ -129,6 +137,13 @@ impl Supervisor {
                     }
                     Source::Held(migration) => self.held_lost(migration),
                 }
+            }
+            if ready.iter().any(|(source, _)| *source == Source::Signals) {
+                // Behind the ends of tasks: what has ended and is left now is nobody's.
+                self.signalled();
+            }
+            if ready.is_empty() && self.wants_spare() {
+                self.spare.add();
             }
             self.look_at_leftovers();
             self.look_at_stopping();
@@ -169,8 +184,11 @@ impl Supervisor {
         if self.control.wants_write() {
             fds[0] = PollFd::new(self.control.fd(), PollFlags::POLLIN | PollFlags::POLLOUT);
         }
-        let stopping = self.tasks.values().any(|task| matches!(task.phase, Phase::Stopping { .. }));
-        let timeout = if stopping { PollTimeout::from(LOOK_AGAIN_MS) } else { PollTimeout::NONE };
+        let timeout = match self.is_stopping() {
+            true => PollTimeout::from(LOOK_AGAIN_MS),
+            false if self.wants_spare() => PollTimeout::from(QUIET_MS),
+            false => PollTimeout::NONE,
+        };
         match poll(&mut fds, timeout) {
             Err(Errno::EINTR) => return Ok(Vec::new()),
             Err(error) => return Err(error.into()),
@@ -199,7 +217,7 @@ impl Supervisor {
         } else if self.tasks.len() >= TASKS_MAX {
             Err(format!("cannot start {}: this host has {TASKS_MAX} tasks, the limit", order.path.display()))
         } else {
-            task::start(order, self.namespaces, self.files_limit)
+            self.start_task(order)
         };
         match started {
             Ok(task) => {
@@ -208,6 +226,26 @@ impl Supervisor {
             }
             Err(why) => self.say(&FromTasker::StartFailed { tid, why }),
         }
+    }
+
+    fn start_task(&mut self, order: &StartTask) -> Result<Task, String> {
+        let namespace = match self.namespaces {
+            true => Some(self.spare.take().map_err(|e| {
+                let path = order.path.display();
+                format!("cannot start {path}: no process-id namespace: {e}")
+            })?),
+            false => None,
+        };
+        task::start(order, namespace, &self.inherited, &self.guard)
+    }
+
+    /// A namespace should be made ahead, and there is time for it: nothing is being stopped.
+    fn wants_spare(&self) -> bool {
+        self.namespaces && self.spare.wants_more() && !self.is_stopping()
+    }
+
+    fn is_stopping(&self) -> bool {
+        self.tasks.values().any(|task| matches!(task.phase, Phase::Stopping { .. }))
     }
 
     fn signal(&mut self, tid: Tid, signal: i32) {
@@ -272,9 +310,8 @@ impl Supervisor {
     }
 
     fn look_at_leftovers(&mut self) {
-        let (ended, left) = std::mem::take(&mut self.leftovers)
-            .into_iter()
-            .partition(|left: &Leftover| is_readable(left.namespace.ended()));
+        let (ended, left) =
+            std::mem::take(&mut self.leftovers).into_iter().partition(|left: &Leftover| left.namespace.is_over());
         self.leftovers = left;
         let ended: Vec<Leftover> = ended;
         for message in ended.into_iter().flat_map(|left| left.then) {
@@ -294,6 +331,16 @@ impl Supervisor {
     /// Reaps children that nobody is waiting for: orphans of tasks, ended inits, what a failed restore left.
     pub(crate) fn reap_strangers(&self) {
         let known = |pid: &i32| self.tasks.values().any(|task| task.process.pid == *pid) || self.moves.waits_for(*pid);
+        while let Some((pid, ended)) = sys::child_with_news() {
+            if !ended || known(&pid) {
+                // It hides the others until whoever waits for it has heard.
+                return self.reap_all_but(known);
+            }
+            let _ = sys::reap(pid);
+        }
+    }
+
+    fn reap_all_but(&self, known: impl Fn(&i32) -> bool) {
         for pid in children().into_iter().filter(|pid| !known(pid)) {
             // It may still run, or have been reaped in the meantime; both are fine.
             let _ = sys::reap(pid);
@@ -337,9 +384,4 @@ fn children() -> Vec<i32> {
         .filter_map(|thread| std::fs::read_to_string(thread.path().join("children")).ok())
         .flat_map(|list| list.split_whitespace().filter_map(|pid| pid.parse().ok()).collect::<Vec<i32>>())
         .collect()
-}
-
-fn is_readable(fd: BorrowedFd<'_>) -> bool {
-    let mut fds = [PollFd::new(fd, PollFlags::POLLIN)];
-    matches!(poll(&mut fds, PollTimeout::ZERO), Ok(1..))
 }

@@ -1,24 +1,40 @@
-//! The few system calls that neither std nor nix offer: making processes by `clone3`, waiting with resource use, and
-//! the little that a new process does before it becomes an idle init or the task's program.
+//! The few system calls that neither std nor nix offer: making processes, waiting with resource use, and the little that a
+//! new process does before it becomes an idle init or the task's program.
 //!
 //! The tasker may have threads when it makes a process, so the child must not allocate or take a lock: everything that
 //! it needs lies ready in a plan made before.
+//!
+//! What becomes a program borrows the tasker's memory until then (as after `vfork`), because copying it costs more than all
+//! the rest of a start. The calling thread stands still meanwhile; [`StartGuard`] sees to it that this has an end.
 #![allow(unsafe_code)] // Raw process creation has no safe interface.
 
 use nix::errno::Errno;
 use nix::fcntl::OFlag;
 use nix::sys::resource::{Resource, getrlimit};
 use nix::sys::signal::{SigHandler, Signal};
+use nix::sys::time::TimeSpec;
+use nix::sys::timerfd::{ClockId, Expiration, TimerFd, TimerFlags, TimerSetTimeFlags};
+use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
 use sempa_proto::Micros;
 use sempa_proto::migration::Usage;
+use std::cell::Cell;
 use std::ffi::{CStr, CString, c_char};
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI32, Ordering};
+use std::time::Duration;
 
-/// What goes through the report pipe when a new process cannot become its program: a stage and an errno.
-pub(crate) const REPORT_BYTES: usize = 8;
+/// Stack of a new process until it is its program: it makes a few calls of the system there.
+const CHILD_STACK_BYTES: usize = 32 << 10;
+/// The highest signal.
+const SIGNAL_MAX: i32 = 64;
+/// Words of the kernel's form of a signal's action.
+const SIGACTION_WORDS: usize = 4;
+/// No descriptor.
+const NO_FD: RawFd = -1;
 
 /// A process just made.
 #[derive(Debug)]
@@ -47,22 +63,6 @@ pub(crate) struct StageError {
     pub(crate) stage: Stage,
     /// Why.
     pub(crate) errno: nix::errno::Errno,
-}
-
-impl StageError {
-    /// Reads what [`exec_child`] wrote; `None` if the bytes are not from there.
-    pub(crate) fn decode(bytes: &[u8]) -> Option<StageError> {
-        let bytes: &[u8; REPORT_BYTES] = bytes.try_into().ok()?;
-        let (stage, errno) = bytes.split_at(4);
-        let stage = match i32::from_ne_bytes(stage.try_into().ok()?) {
-            0 => Stage::Stdio,
-            1 => Stage::Dir,
-            2 => Stage::Exec,
-            _ => return None,
-        };
-        let errno = nix::errno::Errno::from_raw(i32::from_ne_bytes(errno.try_into().ok()?));
-        Some(StageError { stage, errno })
-    }
 }
 
 /// A program with all that `execve` wants, in the form it wants it.
@@ -100,20 +100,20 @@ pub(crate) struct ExecPlan<'a> {
     env: Vec<*const c_char>,
     stdin: RawFd,
     output: RawFd,
-    report: RawFd,
-    files_limit: libc::rlimit,
+    inherited: &'a Inherited,
     /// Kill it when the tasker dies (for processes that have no namespace that would be killed).
     die_with_parent: bool,
+    /// Where it failed and with which errno, written by the new process.
+    failed: Cell<Option<StageError>>,
 }
 
 impl<'a> ExecPlan<'a> {
-    /// `report` has to be close-on-exec: its end of file says that the program was started.
+    /// A plan; the descriptors have to stay open until it is carried out.
     pub(crate) fn new(
         program: &'a Program,
         stdin: BorrowedFd<'_>,
         output: BorrowedFd<'_>,
-        report: BorrowedFd<'_>,
-        files_limit: FilesLimit,
+        inherited: &'a Inherited,
         die_with_parent: bool,
     ) -> ExecPlan<'a> {
         let pointers = |list: &[CString]| {
@@ -125,32 +125,48 @@ impl<'a> ExecPlan<'a> {
             program,
             stdin: stdin.as_raw_fd(),
             output: output.as_raw_fd(),
-            report: report.as_raw_fd(),
-            files_limit: libc::rlimit { rlim_cur: files_limit.soft, rlim_max: files_limit.hard },
+            inherited,
             die_with_parent,
+            failed: Cell::new(None),
         }
     }
 }
 
-/// The limit on open descriptors as the tasker found it; tasks get it back.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct FilesLimit {
-    soft: u64,
-    hard: u64,
+/// What a program would inherit from the tasker and must not.
+#[derive(Debug)]
+pub(crate) struct Inherited {
+    /// The limit on open descriptors as the tasker found it; tasks get it back.
+    files_limit: libc::rlimit,
+    /// Signals that the tasker ignores. All others are at their default after `execve` anyway.
+    ignored: Vec<i32>,
 }
 
-/// Raises the tasker's own limit on open descriptors as far as it may (it holds a few for each task) and returns what it was.
-pub(crate) fn raise_files_limit() -> io::Result<FilesLimit> {
-    let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
-    nix::sys::resource::setrlimit(Resource::RLIMIT_NOFILE, hard, hard)?;
-    Ok(FilesLimit { soft, hard })
+impl Inherited {
+    /// Raises the tasker's own limit on open descriptors as far as it may (it holds a few for each task), and notes what a
+    /// task gets instead. To be called when the tasker ignores what it means to.
+    ///
+    /// # Errors
+    /// What the system said.
+    pub(crate) fn prepare() -> io::Result<Inherited> {
+        let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
+        nix::sys::resource::setrlimit(Resource::RLIMIT_NOFILE, hard, hard)?;
+        let files_limit = libc::rlimit { rlim_cur: soft, rlim_max: hard };
+        Ok(Inherited { files_limit, ignored: (1..=SIGNAL_MAX).filter(|signal| is_ignored(*signal)).collect() })
+    }
+}
+
+fn is_ignored(signal: i32) -> bool {
+    let mut now = [0usize; SIGACTION_WORDS];
+    // By the bare call: the C library does not speak of the signals that it uses itself.
+    // SAFETY: the kernel writes its form of an action, which has so many words and begins with the handler.
+    let done = unsafe { libc::syscall(libc::SYS_rt_sigaction, signal, std::ptr::null::<u8>(), now.as_mut_ptr(), 8) };
+    done == 0 && now[0] == libc::SIG_IGN
 }
 
 /// Makes a process like `fork`, with these further clone flags; `None` in the new process.
 ///
 /// # Safety
-/// The new process must not allocate, lock, or return from the caller's scope: it has to end in [`exec_child`],
-/// [`init_child`] or [`exit_child`].
+/// The new process must not allocate, lock, or return from the caller's scope.
 unsafe fn clone3(flags: i32) -> io::Result<Option<Child>> {
     let mut pidfd: RawFd = -1;
     let args = libc::clone_args {
@@ -192,16 +208,44 @@ pub(crate) fn start_init(control: BorrowedFd<'_>) -> io::Result<Child> {
     }
 }
 
-/// Makes a process that becomes the program of `plan`, in the namespace that the calling thread's children go to.
+/// Why there is no process that has become a program.
+#[derive(Debug)]
+pub(crate) enum NotStarted {
+    /// There was never a process.
+    NoProcess(io::Error),
+    /// It could not become the program, and has ended.
+    Failed(StageError),
+    /// It was killed because the system did not begin the program in time.
+    TooLate,
+}
+
+/// Makes a process that becomes the program of `plan`, in the namespace that the calling thread's children go to. Returns
+/// when it has.
 ///
 /// # Errors
-/// What `clone3` says. Whether the program could be started comes through the plan's report pipe.
-pub(crate) fn start_program(plan: &ExecPlan<'_>) -> io::Result<Child> {
-    // SAFETY: the new process goes straight into `exec_child`, which never returns.
-    match unsafe { clone3(0) }? {
-        Some(child) => Ok(child),
-        // SAFETY: this is the new process.
-        None => unsafe { exec_child(plan) },
+/// Why not. The process, if there was one, has ended but was not reaped.
+pub(crate) fn start_program(plan: &ExecPlan<'_>, guard: &StartGuard) -> Result<Child, NotStarted> {
+    let mut stack = vec![0u128; CHILD_STACK_BYTES / size_of::<u128>()];
+    let watch = guard.watch().map_err(NotStarted::NoProcess)?;
+    let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_PIDFD | libc::SIGCHLD;
+    // SAFETY: the new process runs `exec_child` on a stack of its own, which like the plan outlives it: this thread goes on
+    // only when the process has another program or none. The kernel writes the pidfd where the guard looks for it.
+    let pid = unsafe {
+        let top = stack.as_mut_ptr_range().end;
+        let plan = std::ptr::from_ref(plan).cast_mut();
+        libc::clone(exec_child, top.cast(), flags, plan.cast(), guard.pidfd())
+    };
+    let failure = io::Error::last_os_error();
+    let pidfd = watch.end();
+    if pid == -1 {
+        // A number that the kernel has taken back.
+        let _ = pidfd.map(OwnedFd::into_raw_fd);
+        return Err(NotStarted::NoProcess(failure));
+    }
+    match (pidfd, plan.failed.get()) {
+        (None, _) => Err(NotStarted::TooLate),
+        (Some(_), Some(error)) => Err(NotStarted::Failed(error)),
+        (Some(pidfd), None) => Ok(Child { pid, pidfd }),
     }
 }
 
@@ -267,11 +311,11 @@ unsafe fn init_child(control: RawFd) -> ! {
     }
 }
 
-/// Becomes the program, or reports why not and ends with status 1, as PVM's daemon does.
-///
-/// # Safety
-/// Only in a process made by [`clone3`]; only async-signal-safe calls are made here.
-unsafe fn exec_child(plan: &ExecPlan<'_>) -> ! {
+/// Becomes the program, or notes why not and ends with status 1, as PVM's daemon does. Only for a process made by
+/// [`start_program`]; only async-signal-safe calls are made here.
+extern "C" fn exec_child(plan: *mut libc::c_void) -> i32 {
+    // SAFETY: the maker's plan, which nobody else touches as long as this process has not ended or become its program.
+    let plan = unsafe { &*plan.cast::<ExecPlan<'_>>() };
     // SAFETY: plain system calls; all pointers come from strings that the plan keeps alive.
     unsafe {
         if plan.die_with_parent {
@@ -279,16 +323,16 @@ unsafe fn exec_child(plan: &ExecPlan<'_>) -> ! {
         }
         libc::setsid();
         if libc::dup2(plan.stdin, 0) < 0 || libc::dup2(plan.output, 1) < 0 || libc::dup2(plan.output, 2) < 0 {
-            exit_child(plan.report, Stage::Stdio);
+            give_up(plan, Stage::Stdio);
         }
         if libc::chdir(plan.program.dir.as_ptr()) != 0 {
-            exit_child(plan.report, Stage::Dir);
+            give_up(plan, Stage::Dir);
         }
         libc::syscall(libc::SYS_close_range, 3, u32::MAX, libc::CLOSE_RANGE_CLOEXEC);
-        libc::setrlimit(libc::RLIMIT_NOFILE, &raw const plan.files_limit);
+        libc::setrlimit(libc::RLIMIT_NOFILE, &raw const plan.inherited.files_limit);
         // By the bare call: the C library refuses to touch the signals that it uses itself. All zero is the default action.
-        let default = [0u64; 4];
-        for signal in 1..=64 {
+        let default = [0usize; SIGACTION_WORDS];
+        for &signal in &plan.inherited.ignored {
             libc::syscall(libc::SYS_rt_sigaction, signal, default.as_ptr(), std::ptr::null::<u8>(), 8);
         }
         // As PVM's daemon leaves them to its tasks.
@@ -298,22 +342,83 @@ unsafe fn exec_child(plan: &ExecPlan<'_>) -> ! {
         libc::sigemptyset(&raw mut none);
         libc::sigprocmask(libc::SIG_SETMASK, &raw const none, std::ptr::null_mut());
         libc::execve(plan.program.path.as_ptr(), plan.argv.as_ptr(), plan.env.as_ptr());
-        exit_child(plan.report, Stage::Exec)
+        give_up(plan, Stage::Exec)
     }
 }
 
-/// Reports the current errno and ends.
-///
-/// # Safety
-/// Only in a process made by [`clone3`].
-unsafe fn exit_child(report: RawFd, stage: Stage) -> ! {
-    // SAFETY: errno is this thread's; the buffer is local and as long as said.
-    unsafe {
-        let errno = *libc::__errno_location();
-        let bytes: [i32; 2] = [stage as i32, errno];
-        libc::write(report, bytes.as_ptr().cast(), REPORT_BYTES);
-        libc::_exit(1)
+/// Notes the current errno and ends. Only for a process made by [`start_program`].
+fn give_up(plan: &ExecPlan<'_>, stage: Stage) -> ! {
+    plan.failed.set(Some(StageError { stage, errno: Errno::last() }));
+    // SAFETY: ends this process and nothing else.
+    unsafe { libc::_exit(1) }
+}
+
+/// Ends a new process that the system does not make its program in time (its file may lie on a file system that hangs): the
+/// thread that started it stands still until then. Another thread sleeps for this on a timer.
+#[derive(Debug)]
+pub(crate) struct StartGuard {
+    timer: Arc<TimerFd>,
+    /// Descriptor of the process being started. Whoever takes it out closes it.
+    pidfd: Arc<AtomicI32>,
+    allowed: Duration,
+}
+
+impl StartGuard {
+    /// Starts the thread; every start may take so long.
+    ///
+    /// # Errors
+    /// The system has no thread or descriptor left.
+    pub(crate) fn new(allowed: Duration) -> io::Result<StartGuard> {
+        let timer = Arc::new(TimerFd::new(ClockId::CLOCK_MONOTONIC, TimerFlags::TFD_CLOEXEC)?);
+        let pidfd = Arc::new(AtomicI32::new(NO_FD));
+        let (its_timer, its_pidfd) = (Arc::clone(&timer), Arc::clone(&pidfd));
+        std::thread::Builder::new().name("start-guard".into()).spawn(move || {
+            loop {
+                // An interrupted wait is one for nothing.
+                if its_timer.wait().is_ok()
+                    && let Some(pidfd) = take_fd(&its_pidfd)
+                {
+                    kill_by(pidfd.as_fd());
+                }
+            }
+        })?;
+        Ok(StartGuard { timer, pidfd, allowed })
     }
+
+    fn watch(&self) -> io::Result<Watch<'_>> {
+        self.timer.set(Expiration::OneShot(TimeSpec::from_duration(self.allowed)), TimerSetTimeFlags::empty())?;
+        Ok(Watch(self))
+    }
+
+    fn pidfd(&self) -> *mut i32 {
+        self.pidfd.as_ptr()
+    }
+}
+
+/// A start that is being watched.
+struct Watch<'a>(&'a StartGuard);
+
+impl Watch<'_> {
+    /// The process's descriptor; `None` if it was killed, or never was.
+    fn end(self) -> Option<OwnedFd> {
+        // A timer that rings late finds nothing.
+        let _ = self.0.timer.unset();
+        take_fd(&self.0.pidfd)
+    }
+}
+
+fn take_fd(place: &AtomicI32) -> Option<OwnedFd> {
+    let fd = place.swap(NO_FD, Ordering::AcqRel);
+    // SAFETY: the kernel put it there for us, and nobody else finds it there again.
+    (fd != NO_FD).then(|| unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// A child that there is something to hear of, if there is one, and whether it has ended. Nothing is taken from anybody who
+/// waits for it: it may be stopped under the eyes of an engine.
+pub(crate) fn child_with_news() -> Option<(i32, bool)> {
+    let look = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT | WaitPidFlag::__WALL;
+    let status = waitid(Id::All, look).ok()?;
+    Some((status.pid()?.as_raw(), matches!(status, WaitStatus::Exited(..) | WaitStatus::Signaled(..))))
 }
 
 /// Waits for one child without blocking: its wait status and what it used, or `None` while it runs.
@@ -423,4 +528,32 @@ pub(crate) fn set_handler(name: Signal, handler: SigHandler) -> nix::Result<()> 
     assert!(matches!(handler, SigHandler::SigIgn | SigHandler::SigDfl), "no handler runs in the tasker");
     // SAFETY: no handler function is installed, so nothing can run at a bad moment.
     unsafe { nix::sys::signal::signal(name, handler) }.map(drop)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_that_does_not_become_its_program_in_time_is_killed() {
+        let guard = StartGuard::new(Duration::from_millis(20)).expect("a thread");
+        let mut child = std::process::Command::new("sleep").arg("60").spawn().expect("sleep");
+        let watch = guard.watch().expect("a timer");
+        let pidfd = pidfd_of(child.id() as i32).expect("it exists");
+        guard.pidfd.store(pidfd.into_raw_fd(), Ordering::Release);
+        let status = child.wait().expect("a child");
+        assert!(!status.success(), "{status}");
+        assert!(watch.end().is_none(), "the guard has taken it");
+    }
+
+    #[test]
+    fn a_process_that_becomes_its_program_in_time_is_left_alone() {
+        let guard = StartGuard::new(Duration::from_millis(20)).expect("a thread");
+        let mut child = std::process::Command::new("sleep").arg("0.2").spawn().expect("sleep");
+        let watch = guard.watch().expect("a timer");
+        let pidfd = pidfd_of(child.id() as i32).expect("it exists");
+        guard.pidfd.store(pidfd.into_raw_fd(), Ordering::Release);
+        assert!(watch.end().is_some(), "it is still there");
+        assert!(child.wait().expect("a child").success());
+    }
 }

@@ -2,10 +2,9 @@
 
 use crate::namespace::Namespace;
 use crate::stop;
-use crate::sys::{self, Child, ExecPlan, FilesLimit, Program, REPORT_BYTES, Stage, StageError};
+use crate::sys::{self, Child, ExecPlan, Inherited, NotStarted, Program, Stage, StageError, StartGuard};
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use sempa_proto::migration::Usage;
 use sempa_proto::tasker::{OUTPUT_CHUNK_BYTES_MAX, StartTask};
 use sempa_proto::{Micros, MigrationId, Tid};
@@ -15,14 +14,14 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::linux::fs::MetadataExt;
 use std::path::PathBuf;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Chunks read from one task before others get their turn.
 const CHUNKS_AT_ONCE_MAX: usize = 16;
 /// Signals kept for a task while it is stopped for a move; more are dropped, as the kernel merges equal ones too.
 pub(crate) const HELD_SIGNALS_MAX: usize = 64;
 /// How long the system may take to begin a program (its file may lie on a slow file system).
-const EXEC_ALLOWED_MS: u16 = 10_000;
+pub(crate) const EXEC_ALLOWED: Duration = Duration::from_secs(10);
 
 /// What is being done with a task.
 #[derive(Debug)]
@@ -184,73 +183,50 @@ impl Output {
     }
 }
 
-/// Starts a program as a task.
+/// Starts a program as a task, in this namespace if there is one.
 ///
 /// # Errors
 /// One sentence: what was tried and what happened. Nothing is left of the attempt.
-pub(crate) fn start(order: &StartTask, own_namespace: bool, files_limit: FilesLimit) -> Result<Task, String> {
+pub(crate) fn start(
+    order: &StartTask,
+    namespace: Option<Namespace>,
+    inherited: &Inherited,
+    guard: &StartGuard,
+) -> Result<Task, String> {
     let path = order.path.display();
     let failed = |what: &str, error: &dyn std::fmt::Display| format!("cannot start {path}: {what}: {error}");
     let program = Program::new(&order.path, &order.dir, &order.argv, &order.env)
         .map_err(|why| format!("cannot start {path}: {why}"))?;
     let stdin = File::open("/dev/null").map_err(|e| failed("/dev/null", &e))?;
     let (output, theirs) = Output::new().map_err(|e| failed("no pipe for its output", &e))?;
-    let (report, reports) = nix::unistd::pipe2(OFlag::O_CLOEXEC).map_err(|e| failed("no pipe", &e))?;
-    let namespace = match own_namespace {
-        true => Some(Namespace::new().map_err(|e| failed("no process-id namespace", &e))?),
-        false => None,
-    };
-    let plan =
-        ExecPlan::new(&program, stdin.as_fd(), theirs.as_fd(), reports.as_fd(), files_limit, namespace.is_none());
+    let plan = ExecPlan::new(&program, stdin.as_fd(), theirs.as_fd(), inherited, namespace.is_none());
     let made = match &namespace {
-        Some(namespace) => namespace.start(&plan),
-        None => sys::start_program(&plan),
+        Some(namespace) => namespace.start(&plan, guard),
+        None => sys::start_program(&plan, guard),
     };
-    let process = made.map_err(|e| failed("no new process", &e))?;
-    drop((reports, theirs));
-    match started(&report) {
-        Ok(()) => Ok(Task {
-            tid: order.tid,
-            process,
-            namespace,
-            output,
-            used_before: Usage::default(),
-            phase: Phase::Running,
-            stopped_before: Vec::new(),
-            held_signals: Vec::new(),
-        }),
-        Err(why) => {
-            // The sweep for unknown children reaps it; nothing here waits for a file system that hangs.
-            sys::kill_by(process.pidfd.as_fd());
-            Err(explain(order, why))
-        }
-    }
+    // The sweep for unknown children reaps what has failed; nothing here waits for a file system that hangs.
+    let process = made.map_err(|why| explain(order, why))?;
+    Ok(Task {
+        tid: order.tid,
+        process,
+        namespace,
+        output,
+        used_before: Usage::default(),
+        phase: Phase::Running,
+        stopped_before: Vec::new(),
+        held_signals: Vec::new(),
+    })
 }
 
-/// Waits for the end of file that says that the program was begun, or for what went wrong (`None`: no word in time).
-fn started(report: &OwnedFd) -> Result<(), Option<StageError>> {
-    let mut fds = [PollFd::new(report.as_fd(), PollFlags::POLLIN)];
-    loop {
-        match poll(&mut fds, PollTimeout::from(EXEC_ALLOWED_MS)) {
-            Err(Errno::EINTR) => {}
-            Ok(1..) => break,
-            _ => return Err(None),
-        }
-    }
-    let mut bytes = [0u8; REPORT_BYTES];
-    match nix::unistd::read(report, &mut bytes) {
-        Ok(0) => Ok(()),
-        Ok(read) => Err(StageError::decode(&bytes[..read])),
-        Err(_) => Err(None),
-    }
-}
-
-fn explain(order: &StartTask, why: Option<StageError>) -> String {
+fn explain(order: &StartTask, why: NotStarted) -> String {
     let path = order.path.display();
-    let Some(StageError { stage, errno }) = why else {
-        return format!("cannot start {path}: the system did not begin it within {} s", EXEC_ALLOWED_MS / 1000);
+    let (stage, errno) = match why {
+        NotStarted::NoProcess(error) => return format!("cannot start {path}: no new process: {error}"),
+        NotStarted::TooLate => {
+            return format!("cannot start {path}: the system did not begin it within {} s", EXEC_ALLOWED.as_secs());
+        }
+        NotStarted::Failed(StageError { stage, errno }) => (stage, errno.desc()),
     };
-    let errno = errno.desc();
     match stage {
         Stage::Stdio => format!("cannot start {path}: its standard descriptors: {errno}"),
         Stage::Dir => format!("cannot start {path}: working directory {}: {errno}", order.dir.display()),
