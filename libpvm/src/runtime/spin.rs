@@ -31,8 +31,11 @@ pub(crate) struct Spin {
 impl Spin {
     /// Nothing learnt.
     pub(crate) fn new() -> Spin {
-        let alone = std::thread::available_parallelism().is_ok_and(|cores| cores.get() == 1);
-        Spin { span: SPIN_MAX, pause: PAUSE_MIN, next_pause: PAUSE_MIN, alone }
+        // The standard library's count also reads the limits of control groups, which takes as long as all the rest of a
+        // task's enrolment.
+        let alone = nix::sched::sched_getaffinity(nix::unistd::Pid::from_raw(0))
+            .is_ok_and(|set| (0..nix::sched::CpuSet::count()).filter(|cpu| set.is_set(*cpu) == Ok(true)).count() == 1);
+        Spin { span: SPIN_TRY, pause: PAUSE_MIN, next_pause: PAUSE_MIN, alone }
     }
 
     /// How long to wait awake now; `None`: not at all.
