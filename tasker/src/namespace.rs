@@ -7,14 +7,22 @@ use crate::sys::{self, Child, ExecPlan, NotStarted, StartGuard};
 use nix::fcntl::OFlag;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sched::{CloneFlags, setns};
+use std::cell::Cell;
 use std::ffi::CStr;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::linux::fs::MetadataExt;
+use std::time::{Duration, Instant};
 
-/// Namespaces that lie ready; each costs a sleeping process.
-const SPARE_MAX: usize = 4;
+/// Namespaces that should lie ready; each costs a sleeping process.
+const SPARE_MIN: usize = 4;
+/// So many are kept while tasks come and go.
+const SPARE_MAX: usize = 64;
+/// After so long without a new task only the fewest are kept.
+const SPARE_TIME: Duration = Duration::from_secs(60);
+/// Nothing to do for so long is a quiet moment.
+const QUIET: Duration = Duration::from_millis(1);
 
 /// A namespace and its init. Dropping it ends everybody inside; the init itself still has to be reaped.
 #[derive(Debug)]
@@ -23,6 +31,8 @@ pub(crate) struct Namespace {
     /// Our end of the init's control pipe.
     control: OwnedFd,
     inode: u64,
+    /// It was told to end.
+    doomed: Cell<bool>,
 }
 
 impl Namespace {
@@ -34,7 +44,7 @@ impl Namespace {
         let (theirs, ours) = nix::unistd::pipe2(OFlag::O_CLOEXEC)?;
         let init = sys::start_init(theirs.as_fd())?;
         match std::fs::metadata(path_of(&init)) {
-            Ok(about) => Ok(Namespace { inode: about.st_ino(), init, control: ours }),
+            Ok(about) => Ok(Namespace { inode: about.st_ino(), init, control: ours, doomed: Cell::new(false) }),
             Err(error) => {
                 sys::kill_by(init.pidfd.as_fd());
                 let _ = sys::reap_wait(init.pid);
@@ -103,11 +113,20 @@ impl Namespace {
 
     /// Kills everybody inside. The children among them, then the init, still have to be reaped, in this order.
     pub(crate) fn kill(&self) {
+        self.doomed.set(true);
         sys::kill_by(self.init.pidfd.as_fd());
+    }
+
+    /// True if the task that was started inside, which has ended, left nobody there: whoever has lost his parent is a child
+    /// of the init.
+    fn is_deserted(&self) -> bool {
+        let children = format!("/proc/{0}/task/{0}/children", self.init.pid);
+        !self.doomed.get() && !self.is_over() && std::fs::read(children).is_ok_and(|list| list.is_empty())
     }
 
     /// Tells the init to end as soon as nobody else is inside.
     pub(crate) fn end_when_empty(&self) {
+        self.doomed.set(true);
         // The pipe has room for the single byte it ever gets; if the init is gone there is nothing to tell.
         let _ = nix::unistd::write(&self.control, b"e");
     }
@@ -132,21 +151,29 @@ fn path_of(init: &Child) -> String {
     format!("/proc/{}/ns/pid", init.pid)
 }
 
-/// Namespaces made in quiet moments for tasks to come: a task that is to start now does not wait for one.
-#[derive(Debug, Default)]
+/// Namespaces for tasks to come: a task that is to start now does not wait for one. Those of tasks that left nobody behind
+/// are used again, and a few are made in quiet moments.
+#[derive(Debug)]
 pub(crate) struct Spare {
     ready: Vec<Namespace>,
-    /// The last attempt failed; the next task will say why.
+    /// When one was last taken.
+    used: Instant,
+    /// The last attempt to make one failed; the next task will say why.
     failed: bool,
 }
 
 impl Spare {
+    /// None yet.
+    pub(crate) fn new() -> Spare {
+        Spare { ready: Vec::new(), used: Instant::now(), failed: false }
+    }
+
     /// A namespace, made now if none lies ready.
     ///
     /// # Errors
     /// `EPERM` without the right to make namespaces.
     pub(crate) fn take(&mut self) -> io::Result<Namespace> {
-        self.failed = false;
+        (self.used, self.failed) = (Instant::now(), false);
         while let Some(namespace) = self.ready.pop() {
             // Anybody with the right to do so may have killed the init.
             if !namespace.is_over() {
@@ -156,16 +183,34 @@ impl Spare {
         Namespace::new()
     }
 
-    /// True if [`Spare::add`] is of use.
-    pub(crate) fn wants_more(&self) -> bool {
-        self.ready.len() < SPARE_MAX && !self.failed
+    /// Keeps the namespace of a task that has ended for another one; gives it back if it is of no use for that.
+    pub(crate) fn keep(&mut self, namespace: Namespace) -> Option<Namespace> {
+        if self.ready.len() >= SPARE_MAX || !namespace.is_deserted() {
+            return Some(namespace);
+        }
+        self.ready.push(namespace);
+        None
     }
 
-    /// Makes one if that is possible now.
-    pub(crate) fn add(&mut self) {
-        match Namespace::new() {
-            Ok(namespace) => self.ready.push(namespace),
-            Err(_) => self.failed = true,
+    /// How long after the last event [`Spare::tend`] should be called, if at all.
+    pub(crate) fn pause(&self) -> Option<Duration> {
+        match self.ready.len() {
+            ready if ready < SPARE_MIN && !self.failed => Some(QUIET),
+            ready if ready > SPARE_MIN => Some(SPARE_TIME),
+            _ => None,
+        }
+    }
+
+    /// In a quiet moment: makes one that is missing, or ends those that nobody has needed for long.
+    pub(crate) fn tend(&mut self) {
+        if self.ready.len() < SPARE_MIN {
+            match Namespace::new() {
+                // Below those that have been in use just now.
+                Ok(namespace) => self.ready.insert(0, namespace),
+                Err(_) => self.failed = true,
+            }
+        } else if self.used.elapsed() >= SPARE_TIME {
+            self.ready.truncate(SPARE_MIN);
         }
     }
 }

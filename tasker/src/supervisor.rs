@@ -26,8 +26,6 @@ pub(crate) const TASKS_MAX: usize = 16_384;
 const SHUTDOWN_ALLOWED: Duration = Duration::from_secs(5);
 /// How often a condition is looked at that the kernel has no descriptor for (a process reaching the stopped state).
 const LOOK_AGAIN_MS: u16 = 1;
-/// Nothing to do for so long is a quiet moment.
-const QUIET_MS: u16 = 10;
 
 /// A namespace without a task: what the task left running there goes on, or everybody in it was killed.
 #[derive(Debug)]
@@ -88,7 +86,7 @@ impl Supervisor {
             tasks: BTreeMap::new(),
             moves: Moves::new(namespaces)?,
             namespaces,
-            spare: Spare::default(),
+            spare: Spare::new(),
             inherited: Inherited::prepare()?,
             guard: StartGuard::new(EXEC_ALLOWED)?,
             leftovers: Vec::new(),
@@ -142,8 +140,8 @@ impl Supervisor {
                 // Behind the ends of tasks: what has ended and is left now is nobody's.
                 self.signalled();
             }
-            if ready.is_empty() && self.wants_spare() {
-                self.spare.add();
+            if ready.is_empty() && self.spare_pause().is_some() {
+                self.spare.tend();
             }
             self.look_at_leftovers();
             self.look_at_stopping();
@@ -186,8 +184,9 @@ impl Supervisor {
         }
         let timeout = match self.is_stopping() {
             true => PollTimeout::from(LOOK_AGAIN_MS),
-            false if self.wants_spare() => PollTimeout::from(QUIET_MS),
-            false => PollTimeout::NONE,
+            false => self
+                .spare_pause()
+                .map_or(PollTimeout::NONE, |pause| PollTimeout::try_from(pause).expect("a minute at most")),
         };
         match poll(&mut fds, timeout) {
             Err(Errno::EINTR) => return Ok(Vec::new()),
@@ -239,9 +238,9 @@ impl Supervisor {
         task::start(order, namespace, &self.inherited, &self.guard)
     }
 
-    /// A namespace should be made ahead, and there is time for it: nothing is being stopped.
-    fn wants_spare(&self) -> bool {
-        self.namespaces && self.spare.wants_more() && !self.is_stopping()
+    /// How long to wait until the spare namespaces are looked after; never while something is being stopped.
+    fn spare_pause(&self) -> Option<Duration> {
+        self.spare.pause().filter(|_| self.namespaces && !self.is_stopping())
     }
 
     fn is_stopping(&self) -> bool {
@@ -297,7 +296,7 @@ impl Supervisor {
         }
         self.abandon_move_of(&task);
         self.say(&FromTasker::Exited { tid, status, used });
-        if let Some(namespace) = task.namespace.take() {
+        if let Some(namespace) = task.namespace.take().and_then(|namespace| self.spare.keep(namespace)) {
             namespace.end_when_empty();
             self.leftovers.push(Leftover { namespace, output: Some(task.output), then: Vec::new() });
         }

@@ -170,3 +170,28 @@ fn no_task_survives_a_killed_tasker() {
     tasker.child.kill().expect("kill");
     wait_until("they are gone", || !pids.iter().any(|pid| is_alive(*pid)) && processes_with("sleep 16180").is_empty());
 }
+
+#[test]
+fn a_task_that_leaves_nobody_behind_leaves_its_namespace_to_the_next_one() {
+    if !can_make_namespaces() {
+        eprintln!("without namespaces there is nothing to leave");
+        return;
+    }
+    let mut tasker = Tasker::start();
+    let mut namespace_of = |number: u32, more: &str| {
+        let script = format!("readlink /proc/self/ns/pid; {more}");
+        tasker.run(tid(number), &sh(), &["-c", &script]);
+        // What stays behind has the pipe too, so the end of the output is not waited for.
+        String::from_utf8(tasker.follow_to_the_end(tid(number)).0).expect("text")
+    };
+    let first = namespace_of(1, "exit 3");
+    assert_eq!(namespace_of(2, ""), first);
+    assert_eq!(namespace_of(3, "setsid sleep 14142 & exit 0"), first);
+    // The sleeper is there, and dies with its namespace and nobody else.
+    let fourth = namespace_of(4, "");
+    assert_ne!(fourth, first);
+    wait_until("the sleeper is alone", || processes_with("sleep 14142").len() == 1);
+    assert_eq!(namespace_of(5, ""), fourth);
+    tasker.stop();
+    assert_eq!(processes_with("sleep 14142"), []);
+}
