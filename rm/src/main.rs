@@ -25,6 +25,9 @@ struct Args {
     /// owner is there is used for nothing else.
     #[arg(long, value_enum, default_value = "load")]
     policy: PolicyName,
+    /// Move running tasks to hosts where they finish sooner, when that saves more than the move costs.
+    #[arg(long)]
+    balance: bool,
     /// Something to say of a host that spawns can ask for, as 'h2:disk=ssd'; may be repeated.
     #[arg(long = "label", value_name = "HOST:NAME=VALUE", value_parser = parse_label)]
     labels: Vec<(String, String, String)>,
@@ -67,7 +70,8 @@ fn run(args: &Args) -> anyhow::Result<()> {
         PolicyName::RoundRobin => decide::Policy::RoundRobin,
         PolicyName::Load => decide::Policy::Load,
     };
-    let options = Options { policy, watchers: !args.no_watchers, labels: labels(&args.labels) };
+    let (watchers, balance) = (!args.no_watchers, args.balance);
+    let options = Options { policy, watchers, balance, labels: labels(&args.labels) };
     let vm = libpvm::Vm::enroll()?;
     let tid = vm.tid();
     let mut service = Service::start(RealVm::new(vm.clone()), options).inspect_err(|_| drop(vm.exit()))?;

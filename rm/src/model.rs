@@ -5,8 +5,8 @@
 //! update may be repeated. Entries of the event log are numbered without gaps; a gap asks for a fresh task list.
 
 use crate::decide::{
-    Costs, HostView, Hosts, MOVES_PER_MINUTE_MAX, MOVES_SPAN, Moves, Owner, Policy, Sampled, Snapshot, StayReason,
-    TaskView, Until,
+    HostView, Hosts, MOVES_PER_MINUTE_MAX, MOVES_SPAN, Moves, Owner, Policy, SHIFTS_SPAN, Sampled, Snapshot,
+    StayReason, TaskView, Until, Wants, foreign_demand,
 };
 use crate::recent::Recent;
 use libpvm::MigrateError;
@@ -37,6 +37,9 @@ pub const NOT_YET: Micros = Micros::from_millis(500);
 /// What the administrator says of hosts, by their names.
 pub type Labels = BTreeMap<String, Arc<BTreeMap<String, String>>>;
 
+/// Load that is not ours is averaged over about this time.
+const FOREIGN_SPAN: Micros = Micros::from_secs(120);
+
 #[derive(Debug)]
 struct Host {
     name: String,
@@ -46,6 +49,7 @@ struct Host {
     speed: i32,
     cores: u32,
     sample: Option<Sampled>,
+    foreign_mean: Option<f32>,
     owner: Owner,
     /// That no guest is left has been said.
     clean_told: bool,
@@ -58,7 +62,13 @@ struct Task {
     job: Tid,
     name: Arc<str>,
     since: Micros,
+    /// `since` is when it started, and not only when it was first heard of.
+    born: bool,
+    done: Micros,
     bytes: u64,
+    named: bool,
+    wants: Option<Arc<Wants>>,
+    shifts: VecDeque<Micros>,
     pinned: bool,
     asked: bool,
     moving: Option<Going>,
@@ -76,9 +86,25 @@ struct Going {
 
 impl Task {
     fn new(host: HostId, job: Tid, since: Micros) -> Task {
-        let (moves, refused, name) = (VecDeque::new(), BTreeMap::new(), Arc::from(""));
-        let (pinned, asked, moving, held, told) = (false, false, None, None, None);
-        Task { host, job, name, since, bytes: 0, pinned, asked, moving, moves, held, refused, told }
+        Task {
+            host,
+            job,
+            name: Arc::from(""),
+            since,
+            born: false,
+            done: Micros::default(),
+            bytes: 0,
+            named: false,
+            wants: None,
+            shifts: VecDeque::new(),
+            pinned: false,
+            asked: false,
+            moving: None,
+            moves: VecDeque::new(),
+            held: None,
+            refused: BTreeMap::new(),
+            told: None,
+        }
     }
 }
 
@@ -96,14 +122,14 @@ pub struct Model {
     ended: Recent<Tid>,
     last_event: Option<u64>,
     stale: bool,
+    accounted: Micros,
 }
 
 impl Model {
     /// Knows nothing; `local` is the host of the resource manager, behind which round robin begins.
     pub fn new(policy: Policy, local: HostId, labels: Labels) -> Model {
-        let (now, costs, hosts) = (Micros::default(), Costs::default(), Hosts::default());
         Model {
-            view: Snapshot { now, policy, rotation: local, costs, hosts },
+            view: Snapshot { rotation: local, ..Snapshot::new(Micros::default(), policy, Hosts::default()) },
             touched: BTreeSet::new(),
             labels,
             hosts: BTreeMap::new(),
@@ -112,6 +138,7 @@ impl Model {
             ended: Recent::new(ENDED_MAX),
             last_event: None,
             stale: false,
+            accounted: Micros::default(),
         }
     }
 
@@ -185,6 +212,7 @@ impl Model {
                     speed: 0,
                     cores: 1,
                     sample: None,
+                    foreign_mean: None,
                     owner: Owner::Unknown,
                     clean_told: false,
                     no_moves: None,
@@ -234,6 +262,15 @@ impl Model {
 
     /// A task has ended for good.
     pub fn task_ended(&mut self, tid: Tid) {
+        if let Some(task) = self.tasks.get(&tid) {
+            let job = task.job;
+            if task.born && !task.pinned {
+                self.view.estimates.ended(&task.name, task.done);
+            }
+            if self.view.barriers.contains(&job) && !self.tasks.iter().any(|(t, other)| *t != tid && other.job == job) {
+                self.view.barriers.remove(&job);
+            }
+        }
         self.remove(tid);
         self.ended.put(tid);
     }
@@ -245,7 +282,7 @@ impl Model {
         }
         let with_owner = self.hosts.get(&host).is_some_and(|h| h.owner.is_present());
         if !self.tasks.contains_key(&tid) {
-            self.settle(now, tid, host);
+            self.settle(now, tid, host).born = true;
         }
         if let Some(task) = self.edit(tid) {
             task.pinned |= pinned;
@@ -253,11 +290,31 @@ impl Model {
         }
     }
 
+    /// What the spawn of a task required. `named`: it named the host.
+    pub fn task_wanted(&mut self, tid: Tid, named: bool, wants: Wants) {
+        let Some(task) = self.edit(tid) else { return };
+        task.named |= named;
+        let job = task.job;
+        if wants != Wants::default() {
+            task.wants = Some(Arc::new(wants.clone()));
+        }
+        if wants.barrier {
+            self.view.barriers.insert(job);
+        }
+    }
+
     /// Whose child a task is, and what it runs.
     fn task_described(&mut self, tid: Tid, parent: Tid, name: &str) {
         let job = self.job_of(tid, parent);
-        if let Some(task) = self.edit(tid) {
-            (task.job, task.name) = (job, Arc::from(name));
+        let Some(task) = self.edit(tid) else { return };
+        let before = std::mem::replace(&mut task.job, job);
+        task.name = Arc::from(name);
+        if before == tid && job != tid {
+            self.view.barriers.remove(&before);
+        }
+        let Some(task) = self.tasks.get(&tid) else { return };
+        if task.wants.as_ref().is_some_and(|wants| wants.barrier) {
+            self.view.barriers.insert(job);
         }
     }
 
@@ -309,7 +366,10 @@ impl Model {
                     task.moving = Some(Going { to: Some(*to), at: now });
                 }
             }
-            EventKind::Moved { tid, to, cause, bytes, .. } => self.moved(now, *tid, *to, cause, *bytes),
+            EventKind::Moved { tid, to, cause, bytes, frozen, .. } => {
+                self.view.estimates.moved(*bytes, *frozen);
+                self.moved(now, *tid, *to, cause, *bytes);
+            }
             EventKind::MoveFailed { tid, to, why, .. } => self.move_failed(now, *tid, *to, why),
             _ => {}
         }
@@ -324,6 +384,13 @@ impl Model {
         (task.moving, task.held, task.told, task.bytes) = (None, None, None, bytes);
         task.asked = with_owner && matches!(cause, Cause::Asked { .. });
         task.refused.clear();
+        task.named |= matches!(cause, Cause::Asked { .. });
+        if matches!(cause, Cause::Load { .. }) {
+            task.shifts.push_back(now);
+            while task.shifts.front().is_some_and(|at| now.since(*at) > SHIFTS_SPAN) {
+                task.shifts.pop_front();
+            }
+        }
         if !matches!(cause, Cause::Asked { .. }) {
             task.moves.push_back(now);
             while task.moves.len() > MOVES_PER_MINUTE_MAX
@@ -431,7 +498,13 @@ impl Model {
         let host = self.edit_host(id)?;
         host.cores = report.sample.cores.max(1);
         let own = u32::try_from(own).unwrap_or(u32::MAX);
-        host.sample = Some(Sampled { sample: report.sample, at: now, own });
+        let sampled = Sampled { sample: report.sample, at: now, own };
+        let demand = foreign_demand(&sampled);
+        let span = host.sample.as_ref().map_or(now, |before| now.since(before.at));
+        let weight = 1.0 - (-(span.0 as f32) / FOREIGN_SPAN.0 as f32).exp();
+        let mean = host.foreign_mean.unwrap_or(demand);
+        host.foreign_mean = Some(mean + weight * (demand - mean));
+        host.sample = Some(sampled);
         let was_present = host.owner.is_present();
         match &report.owner {
             OwnerVerdict::Present { since, seen } => {
@@ -474,6 +547,20 @@ impl Model {
         self.view.hosts.refresh(now);
         self.view.now = now;
         &self.view
+    }
+
+    /// Adds what the tasks have done since the last time, as far as can be told from the load of their hosts.
+    pub fn account(&mut self, now: Micros) {
+        let span = now.since(self.accounted).0 as f64;
+        self.accounted = now;
+        let snapshot = self.snapshot(now);
+        let rates: BTreeMap<HostId, f64> = snapshot.hosts.iter().map(|h| (h.id, snapshot.rate(h.id))).collect();
+        for task in self.tasks.values_mut().filter(|t| !t.pinned) {
+            let share = span.min(now.since(task.since).0 as f64);
+            let rate = rates.get(&task.host).copied().unwrap_or(0.0);
+            task.done = task.done + Micros((share * rate / 1e3) as u64);
+            self.touched.insert(task.host);
+        }
     }
 
     /// Hosts whose owner is there and that the last guest has left, or that had none; each is answered once, and again
@@ -534,6 +621,7 @@ impl Host {
             speed: self.speed,
             cores: self.cores,
             sample: self.sample.clone(),
+            foreign_mean: self.foreign_mean,
             owner: self.owner.clone(),
             no_moves: self.no_moves.clone(),
             tasks,
@@ -551,7 +639,11 @@ impl Task {
             job: self.job,
             name: self.name.clone(),
             since: self.since,
+            done: self.done,
             bytes: self.bytes,
+            named: self.named,
+            wants: self.wants.clone(),
+            shifts: self.shifts.iter().copied().collect(),
             moves: self.moves.iter().copied().collect(),
             held: self.held.clone(),
             refused: self.refused.iter().map(|(id, (until, _))| (*id, until.clone())).collect(),

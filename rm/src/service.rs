@@ -2,7 +2,7 @@
 //! in [`crate::model`], [`crate::spawns`] and [`crate::watchers`].
 
 use crate::api::VmApi;
-use crate::decide::{Policy, moves};
+use crate::decide::{Policy, balance, moves};
 use crate::model::{Labels, Model, WATCHER_PROGRAM};
 use crate::spawns::{self, Incoming, Spawns};
 use crate::watchers::{self, Watchers};
@@ -13,6 +13,7 @@ use sempa_proto::event::EventKind;
 use sempa_proto::frame::from_bytes;
 use sempa_proto::load::LoadReport;
 use sempa_proto::message::CTX_BASE;
+use sempa_proto::migration::Cause;
 use sempa_proto::sm::{
     SM_ADDHOST, SM_CONFIG, SM_DELHOST, SM_EXECACK, SM_HANDOFF, SM_HOSTX, SM_SCHED, SM_SPAWN, SM_TASK, SM_TASKX,
     unpack_spawn, unpack_tids,
@@ -40,6 +41,8 @@ pub const TAG_LOAD: i32 = 5;
 const WAIT_MAX: Micros = Micros::from_secs(5);
 /// Lists of hosts and tasks are not asked for more often than this.
 const REFRESH_PAUSE: Micros = Micros::from_secs(1);
+/// Pause between looks for moves for the sake of the load.
+pub const BALANCE_PAUSE: Micros = Micros::from_secs(10);
 /// The signal that ends a process for sure.
 const SIGKILL: i32 = 9;
 
@@ -50,6 +53,8 @@ pub struct Options {
     pub policy: Policy,
     /// Start a load watcher on every host.
     pub watchers: bool,
+    /// Move running tasks for the sake of the load.
+    pub balance: bool,
     /// What the administrator says of hosts.
     pub labels: Labels,
 }
@@ -85,6 +90,8 @@ pub struct Service<V> {
     changed: bool,
     /// When moves are to be decided anew even if nothing changes.
     again: Option<Micros>,
+    /// When the load is to be balanced next.
+    balance_at: Option<Micros>,
     /// Before this no fresh lists are asked for.
     refresh_at: Micros,
     hosts_changed: bool,
@@ -115,6 +122,7 @@ impl<V: VmApi> Service<V> {
         }
         vm.subscribe(CTX_RM, TAG_EVENT).map_err(ServiceError::Refused)?;
         vm.notify(NotifyWhat::HostAdd { count: -1 }, CTX_RM, TAG_HOST_ADD).map_err(ServiceError::Refused)?;
+        let balance_at = options.balance.then(|| vm.now() + BALANCE_PAUSE);
         let (model, refresh_at) = (Model::new(options.policy, vm.host(), options.labels.clone()), vm.now());
         let mut service = Service {
             vm,
@@ -124,6 +132,7 @@ impl<V: VmApi> Service<V> {
             watchers: Watchers::default(),
             changed: true,
             again: None,
+            balance_at,
             refresh_at,
             hosts_changed: false,
         };
@@ -148,7 +157,8 @@ impl<V: VmApi> Service<V> {
     /// [`ServiceError::Stopped`] or [`ServiceError::Replaced`].
     pub fn step(&mut self) -> Result<(), ServiceError> {
         let now = self.vm.now();
-        let due = [self.again, self.spawns.next_deadline(), self.watchers.next_deadline()].into_iter().flatten().min();
+        let due = [self.again, self.balance_at, self.spawns.next_deadline(), self.watchers.next_deadline()];
+        let due = due.into_iter().flatten().min();
         let wait = due.map_or(WAIT_MAX, |due| due.since(now)).min(WAIT_MAX);
         if let Some(message) = self.vm.recv(Duration::from_micros(wait.0)).map_err(ServiceError::Stopped)? {
             self.message(&message)?;
@@ -339,6 +349,9 @@ impl<V: VmApi> Service<V> {
             }
             self.decide_moves();
         }
+        if self.balance_at.is_some_and(|at| at <= now) {
+            self.balance(now);
+        }
         self.spawns.tick(now);
         loop {
             if self.spawns.wants_place() {
@@ -384,6 +397,19 @@ impl<V: VmApi> Service<V> {
         }
     }
 
+    /// Moves tasks to where they finish sooner.
+    fn balance(&mut self, now: Micros) {
+        self.balance_at = Some(now + BALANCE_PAUSE);
+        self.model.account(now);
+        for shift in balance(self.model.snapshot(now)) {
+            let cause = Cause::Load { why: shift.why.to_string() };
+            match self.vm.migrate(shift.tid, shift.to, cause) {
+                Ok(()) => self.model.move_begun(now, shift.tid, shift.to),
+                Err(error) => self.model.move_not_begun(now, shift.tid, shift.to, &error),
+            }
+        }
+    }
+
     fn spawn_output(&mut self, output: spawns::Output) {
         match output {
             spawns::Output::Exec { order, host, parent, request } => {
@@ -391,8 +417,9 @@ impl<V: VmApi> Service<V> {
                 self.spawns.sent(order, wid);
             }
             spawns::Output::Reply { to, wid, body } => self.send(to, SM_SPAWN, wid, body),
-            spawns::Output::Started { tid, host, asked, pinned } => {
+            spawns::Output::Started { tid, host, asked, pinned, wants } => {
                 self.model.task_started(self.vm.now(), tid, host, pinned, asked);
+                self.model.task_wanted(tid, asked, wants);
                 self.changed = true;
             }
             // It may be gone already; then there is nothing to end.

@@ -5,7 +5,7 @@
 //! elsewhere (unless the request names the place), and what it starts too late is ended. What PVM does about single
 //! failures is done here: a program that is not found on a host fails for all tasks of that host.
 
-use crate::decide::{Ask, Snapshot, place};
+use crate::decide::{Ask, Snapshot, Wants, place};
 use crate::recent::Recent;
 use bytes::Bytes;
 use sempa_proto::body::{Encoding, Packer};
@@ -76,6 +76,8 @@ pub enum Output {
         asked: bool,
         /// The request says that it belongs to its host.
         pinned: bool,
+        /// What the request requires.
+        wants: Wants,
     },
     /// End a task that was started too late: nobody knows of it.
     End {
@@ -232,12 +234,14 @@ impl Spawns {
             Err(error) => *error,
         };
         let mut started = started.unwrap_or_default().into_iter();
+        let wants = Wants::of(&spawn.from.request).unwrap_or_default();
         for task in order.tasks {
             let result = started.next().unwrap_or(Err(short));
             spawn.results[task] = Some(result);
             spawn.hosts[task] = result.is_ok().then_some(order.host);
             if let Ok(tid) = result {
-                self.out.push_back(Output::Started { tid, host: order.host, asked: names_host, pinned });
+                let (host, wants) = (order.host, wants.clone());
+                self.out.push_back(Output::Started { tid, host, asked: names_host, pinned, wants });
             }
         }
         self.finish(order.spawn);

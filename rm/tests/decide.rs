@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 use pvm_rm::decide::{
-    Ask, Costs, HostView, MOVES_AT_ONCE_MAX, MOVES_PER_MINUTE_MAX, Owner, Policy, Reason, SETTLE, Sampled, Snapshot,
+    Ask, HostView, MOVES_AT_ONCE_MAX, MOVES_PER_MINUTE_MAX, Owner, Policy, Reason, SETTLE, Sampled, Snapshot,
     StayReason, TaskView, Until, moves, place,
 };
 use sempa_proto::load::LoadSample;
@@ -22,9 +22,7 @@ fn t(host: u16, local: u32) -> Tid {
 }
 
 fn task(tid: Tid) -> TaskView {
-    let (moves, refused) = (Vec::new(), Vec::new());
-    let (job, name, since) = (tid, "worker".into(), Micros::default());
-    TaskView { tid, pinned: false, asked: false, moving: None, job, name, since, bytes: 0, moves, held: None, refused }
+    TaskView::new(tid, Micros::default())
 }
 
 /// An idle host with two processors and nobody at it.
@@ -39,6 +37,7 @@ fn host(index: u16) -> HostView {
         speed: 1000,
         cores: 2,
         sample: Some(Sampled { sample, at: NOW, own: 0 }),
+        foreign_mean: None,
         owner: Owner::Absent { left: None },
         no_moves: None,
         tasks: Vec::new(),
@@ -46,7 +45,7 @@ fn host(index: u16) -> HostView {
 }
 
 fn pool(hosts: u16, policy: Policy) -> Snapshot {
-    Snapshot { now: NOW, policy, rotation: h(1), costs: Costs::default(), hosts: (1..=hosts).map(host).collect() }
+    Snapshot::new(NOW, policy, (1..=hosts).map(host).collect())
 }
 
 fn present() -> Owner {
@@ -302,12 +301,9 @@ fn any_host(index: u16) -> impl Strategy<Value = HostView> {
 
 fn any_pool() -> impl Strategy<Value = Snapshot> {
     let hosts = (1_u16..8).prop_flat_map(|n| (1..=n).map(any_host).collect::<Vec<_>>());
-    (hosts, any::<bool>(), 1_u16..8).prop_map(|(hosts, load, rotation)| Snapshot {
-        now: NOW,
-        policy: if load { Policy::Load } else { Policy::RoundRobin },
-        rotation: h(rotation),
-        costs: Costs::default(),
-        hosts: hosts.into_iter().collect(),
+    (hosts, any::<bool>(), 1_u16..8).prop_map(|(hosts, load, rotation)| {
+        let policy = if load { Policy::Load } else { Policy::RoundRobin };
+        Snapshot { rotation: h(rotation), ..Snapshot::new(NOW, policy, hosts.into_iter().collect()) }
     })
 }
 

@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 use pvm_rm::decide::{
-    Ask, Choice, Costs, EXPLAINED_HOSTS_MAX, HEADROOM_BYTES, HostView, Hosts, Offer, Owner, Placement, Policy, Reason,
+    Ask, Choice, EXPLAINED_HOSTS_MAX, HEADROOM_BYTES, HostView, Hosts, Offer, Owner, Placement, Policy, Reason,
     Sampled, Snapshot, TaskView, Why, place, place_by,
 };
 use sempa_proto::load::LoadSample;
@@ -32,6 +32,7 @@ fn host(index: u16) -> HostView {
         speed: 1000,
         cores: u32::from(index),
         sample: sampled(u32::from(index), u64::from(index) << 30),
+        foreign_mean: None,
         owner: Owner::Absent { left: None },
         no_moves: None,
         tasks: Vec::new(),
@@ -39,25 +40,11 @@ fn host(index: u16) -> HostView {
 }
 
 fn task(host: u16, local: u32) -> TaskView {
-    let tid = Tid::task(h(host), local).expect("a task");
-    TaskView {
-        tid,
-        pinned: false,
-        asked: false,
-        moving: None,
-        job: tid,
-        name: "worker".into(),
-        since: Micros::default(),
-        bytes: 0,
-        moves: Vec::new(),
-        held: None,
-        refused: Vec::new(),
-    }
+    TaskView::new(Tid::task(h(host), local).expect("a task"), Micros::default())
 }
 
 fn pool(hosts: u16) -> Snapshot {
-    let hosts = (1..=hosts).map(host).collect();
-    Snapshot { now: NOW, policy: Policy::Load, rotation: h(1), costs: Costs::default(), hosts }
+    Snapshot::new(NOW, Policy::Load, (1..=hosts).map(host).collect())
 }
 
 fn request(place: &str, count: u32) -> SpawnRequest {
@@ -270,7 +257,7 @@ proptest! {
         let now = NOW + Micros::from_secs(later);
         kept.refresh(now);
         let anew: Hosts = kept.iter().cloned().collect();
-        let snapshot = |hosts| Snapshot { now, policy: Policy::Load, rotation: h(1), costs: Costs::default(), hosts };
+        let snapshot = |hosts| Snapshot::new(now, Policy::Load, hosts);
         let (kept, anew) = (snapshot(kept), snapshot(anew));
         for text in ["", "?cores >= 3", "?spread", "?memory >= 1G; speed > 900"] {
             let request = request(text, count);
@@ -286,7 +273,7 @@ proptest! {
         hosts in many(), few in 1_usize..200, count in 1_u32..90, cores in 1_u32..9, spread in 1_u32..4, rank in 0_u8..4,
     ) {
         let hosts: Hosts = hosts.into_iter().take(few).collect();
-        let snapshot = Snapshot { now: NOW, policy: Policy::Load, rotation: h(1), costs: Costs::default(), hosts };
+        let snapshot = Snapshot::new(NOW, Policy::Load, hosts);
         let rank = ["", "; rank = speed", "; rank = -free", "; same-host"][usize::from(rank)];
         let text = format!("?spread = {spread}; cores >= {cores}; memory >= 1G{rank}");
         let placement = placed(&snapshot, &request(&text, count));

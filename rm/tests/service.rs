@@ -5,8 +5,9 @@ mod common;
 use bytes::Bytes;
 use common::{Bed, client, failed, h, info, no_file, request, rm, spawned, t, world};
 use proptest::prelude::*;
+use pvm_rm::decide::Policy;
 use pvm_rm::model::WATCHER_PROGRAM;
-use pvm_rm::service::{CTX_RM, ServiceError, TAG_HOST_ADD, TAG_HOST_DELETE, TAG_LOAD, TAG_TASK_EXIT};
+use pvm_rm::service::{CTX_RM, Options, ServiceError, TAG_HOST_ADD, TAG_HOST_DELETE, TAG_LOAD, TAG_TASK_EXIT};
 use pvm_rm::spawns::EXEC_TIME_MAX;
 use sempa_proto::body::{Encoding, Packer};
 use sempa_proto::event::EventKind;
@@ -283,6 +284,39 @@ fn when_the_owner_comes_all_tasks_leave_at_once_and_the_host_is_clean_and_later_
     bed.world().spawn(2, &request(1));
     bed.settle();
     assert_eq!(bed.world().took_execs()[0].host, h(2));
+}
+
+#[test]
+fn with_balance_tasks_of_a_crowded_host_go_to_free_ones_and_without_it_they_stay() {
+    for balance in [false, true] {
+        let vm = world(3);
+        vm.0.borrow_mut().tasks.extend((1..=6).map(|n| spawned(t(2, n), 2)));
+        let options = Options { policy: Policy::Load, watchers: true, balance, ..Options::default() };
+        let mut bed = Bed::quiet_with(&vm, options);
+        for _ in 0..6 {
+            bed.pass(Micros::from_secs(10));
+            bed.signs_of_life(&[1, 2, 3]);
+        }
+        let causes: Vec<String> = bed.world().migrations.iter().map(|(_, _, cause)| cause.to_string()).collect();
+        assert_eq!(bed.world().took_migrations().len(), if balance { 4 } else { 0 }, "{causes:?}");
+        assert!(causes.iter().all(|why| why.starts_with("load: ") && why.contains(" of a processor instead of ")));
+    }
+}
+
+#[test]
+fn a_task_stays_where_its_spawn_named_the_host() {
+    let vm = world(3);
+    let options = Options { policy: Policy::Load, watchers: true, balance: true, ..Options::default() };
+    let mut bed = Bed::quiet_with(&vm, options);
+    bed.world().spawn(1, &SpawnRequest { flags: SPAWN_HOST, place: "h2".into(), ..request(6) });
+    bed.settle();
+    let exec = bed.world().took_execs().pop().expect("placed");
+    bed.world().ack(&exec);
+    for _ in 0..6 {
+        bed.pass(Micros::from_secs(10));
+        bed.signs_of_life(&[1, 2, 3]);
+    }
+    assert!(bed.world().took_migrations().is_empty());
 }
 
 #[test]

@@ -32,6 +32,8 @@ struct Entry {
 pub(super) struct Index {
     entries: BTreeMap<HostId, Entry>,
     zones: BTreeMap<u32, BTreeSet<Share>>,
+    /// Hosts in the ranking that have tasks of ours, by what each of these gets.
+    slowest: BTreeSet<(u64, HostId)>,
     with_owner: BTreeSet<HostId>,
     arriving: BTreeMap<HostId, u32>,
     expiry: BTreeSet<(Micros, HostId)>,
@@ -65,9 +67,31 @@ impl Index {
         self.under_way
     }
 
-    fn unrank(&mut self, zone: u32, share: Share) {
+    /// Hosts without an owner that have tasks of ours, those first whose tasks get least.
+    pub(super) fn slowest(&self) -> impl Iterator<Item = HostId> {
+        self.slowest.iter().map(|(_, id)| *id)
+    }
+
+    /// Hosts without an owner, those first where one more task gets most.
+    pub(super) fn best(&self) -> impl Iterator<Item = HostId> {
+        let mut lists: Vec<_> = self.zones.values().map(|shares| shares.iter().rev().peekable()).collect();
+        std::iter::from_fn(move || {
+            let best = lists.iter_mut().enumerate().filter_map(|(i, list)| Some((*list.peek()?, i))).max();
+            best.and_then(|(_, i)| lists[i].next()).map(Share::host)
+        })
+    }
+
+    fn rank(&mut self, zone: u32, load: &Load) {
+        self.zones.entry(zone).or_default().insert(load.share());
+        if load.own > 0 {
+            self.slowest.insert((load.rate() as u64, load.host));
+        }
+    }
+
+    fn unrank(&mut self, zone: u32, load: &Load) {
+        self.slowest.remove(&(load.rate() as u64, load.host));
         if let Some(shares) = self.zones.get_mut(&zone) {
-            shares.remove(&share);
+            shares.remove(&load.share());
             if shares.is_empty() {
                 self.zones.remove(&zone);
             }
@@ -79,7 +103,7 @@ impl Index {
         self.with_owner.remove(&id);
         let Some(entry) = self.entries.remove(&id) else { return Vec::new() };
         if entry.ranked {
-            self.unrank(entry.zone, entry.load.share());
+            self.unrank(entry.zone, &entry.load);
         }
         if let Some(at) = entry.expires {
             self.expiry.remove(&(at, id));
@@ -114,7 +138,7 @@ impl Index {
         let load = Load::of(host, now, staying + self.arriving.get(&host.id).copied().unwrap_or(0));
         let ranked = !host.owner.is_present();
         if ranked {
-            self.zones.entry(host.zone).or_default().insert(load.share());
+            self.rank(host.zone, &load);
         } else {
             self.with_owner.insert(host.id);
         }
@@ -129,10 +153,10 @@ impl Index {
         let Some(entry) = self.entries.get_mut(&id) else { return };
         let (before, ranked, zone) = (entry.load, entry.ranked, entry.zone);
         entry.load.own = entry.staying + arriving;
-        let after = entry.load.share();
+        let after = entry.load;
         if ranked {
-            self.unrank(zone, before.share());
-            self.zones.entry(zone).or_default().insert(after);
+            self.unrank(zone, &before);
+            self.rank(zone, &after);
         }
     }
 
@@ -207,7 +231,7 @@ impl Hosts {
 
     /// What the index keeps for each host, in bytes, without what maps and sets need beside it.
     pub fn index_bytes_per_host() -> usize {
-        size_of::<(HostId, Entry)>() + size_of::<Share>() + size_of::<(Micros, HostId)>()
+        size_of::<(HostId, Entry)>() + size_of::<Share>() + size_of::<(u64, HostId)>() + size_of::<(Micros, HostId)>()
     }
 }
 

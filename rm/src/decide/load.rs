@@ -1,7 +1,7 @@
 //! Load evaluation: what share of a processor one more task would get on each host.
 
 use super::index::Index;
-use super::{Costs, HostView, SAMPLE_AGE_MAX, Snapshot};
+use super::{Costs, HostView, SAMPLE_AGE_MAX, Sampled, Snapshot};
 use sempa_proto::{HostId, Micros};
 use std::borrow::Cow;
 use std::cmp::Reverse;
@@ -75,6 +75,12 @@ impl Load {
         Share { roomy: self.room > 0, usable: reserve.min(self.speed), reserve, own, host }
     }
 
+    /// What each of our tasks gets now, in thousandths of an ordinary processor.
+    pub(super) fn rate(&self) -> f64 {
+        let threads = f64::from(self.own) + f64::from(self.foreign);
+        self.speed as f64 * (self.cores as f64 / threads.max(1.0)).min(1.0)
+    }
+
     /// Hundredths of processors that nobody uses.
     pub(super) fn free_percent(&self) -> u64 {
         self.cores.saturating_sub(u64::from(self.own) + u64::from(self.foreign)) * 100
@@ -84,7 +90,11 @@ impl Load {
 /// Demand for processors that is not ours, in threads: measured demand less the tasks of ours that were part of it. 0 when
 /// the sample is missing or too old.
 pub(super) fn foreign(host: &HostView, now: Micros) -> f32 {
-    let Some(sampled) = host.fresh_sample(now) else { return 0.0 };
+    host.fresh_sample(now).map_or(0.0, foreign_demand)
+}
+
+/// Demand for processors that is not ours, in threads, as a sample has it.
+pub fn foreign_demand(sampled: &Sampled) -> f32 {
     let sample = &sampled.sample;
     let used = sample.busy * sample.cores as f32;
     // Runnable threads are a snapshot of one instant; the mean over a minute calms it.

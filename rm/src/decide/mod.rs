@@ -4,27 +4,31 @@
 //! Nothing here reads a clock, talks to the virtual machine or remembers anything: what has to be remembered (refusals,
 //! recent moves, where the rotation stands) is in the snapshot.
 
+mod balance;
 mod choice;
 mod index;
 mod load;
 mod moves;
 mod place;
 mod placing;
+mod predict;
 mod wants;
 
+pub use balance::{MARGIN, OWNER_AWAY_MIN, REST, SHIFT_REST, SHIFTS_MAX, SHIFTS_SPAN, Shift, ShiftWhy, balance};
 pub use choice::{Choice, Offer};
 pub use index::Hosts;
-pub use load::{HEADROOM_BYTES, Share};
+pub use load::{HEADROOM_BYTES, Share, foreign_demand};
 pub use moves::{
     EXCLUDED_HOSTS_MAX, MOVES_AT_ONCE_MAX, MOVES_PER_MINUTE_MAX, MOVES_SPAN, MoveDecision, Moves, SETTLE, Stay,
     StayReason, moves,
 };
 pub use place::{Ask, EXPLAINED_HOSTS_MAX, Placement, SPAWN_TASKS_MAX, Why, place, place_by};
+pub use predict::{Estimates, LEFT_MAX, PROGRAMS_MAX};
 pub use wants::{Condition, Figure, Name, Op, Rank, Together, WANTS_BYTES_MAX, WANTS_ENV, Wants, WantsError};
 
 use sempa_proto::load::LoadSample;
 use sempa_proto::{HostId, Micros, Tid};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::Arc;
 
@@ -84,6 +88,10 @@ pub struct Snapshot {
     pub rotation: HostId,
     /// What things cost.
     pub costs: Costs,
+    /// What was learned of tasks and moves.
+    pub estimates: Estimates,
+    /// Jobs whose tasks wait for each other, by the task at their top.
+    pub barriers: BTreeSet<Tid>,
     /// The hosts by rising id.
     pub hosts: Hosts,
 }
@@ -107,6 +115,8 @@ pub struct HostView {
     pub cores: u32,
     /// The newest sample, however old; `None` when there was never one.
     pub sample: Option<Sampled>,
+    /// Demand for its processors that is not ours, in threads: the mean over some minutes. `None`: as in the sample.
+    pub foreign_mean: Option<f32>,
     /// What is known of its owner.
     pub owner: Owner,
     /// Why moves to it make no sense at present (its dump engine does not work), and until when.
@@ -184,8 +194,16 @@ pub struct TaskView {
     pub name: Arc<str>,
     /// Since when it runs, on the snapshot's clock; for a task that was there before the resource manager, since then.
     pub since: Micros,
+    /// The work that it has done, as far as can be told: time of an ordinary processor.
+    pub done: Micros,
     /// Bytes of its newest image; 0 when it was never moved.
     pub bytes: u64,
+    /// Somebody chose its host by name, when it was started or later: it is not moved for the sake of the load.
+    pub named: bool,
+    /// What its spawn required.
+    pub wants: Option<Arc<Wants>>,
+    /// When it was moved for the sake of the load within the last hour, oldest first.
+    pub shifts: Vec<Micros>,
     /// Its moves of the last minute, oldest first.
     pub moves: Vec<Micros>,
     /// Why it cannot move anywhere for a while.
@@ -246,10 +264,45 @@ impl fmt::Display for Reason {
     }
 }
 
+impl TaskView {
+    /// A task of which nothing is known but that it runs since then.
+    pub fn new(tid: Tid, since: Micros) -> TaskView {
+        TaskView {
+            tid,
+            pinned: false,
+            asked: false,
+            moving: None,
+            job: tid,
+            name: Arc::from(""),
+            since,
+            done: Micros::default(),
+            bytes: 0,
+            named: false,
+            wants: None,
+            shifts: Vec::new(),
+            moves: Vec::new(),
+            held: None,
+            refused: Vec::new(),
+        }
+    }
+}
+
 impl Snapshot {
+    /// Of these hosts, with nothing learned and the rotation of round robin at its beginning.
+    pub fn new(now: Micros, policy: Policy, mut hosts: Hosts) -> Snapshot {
+        hosts.refresh(now);
+        let (costs, estimates, barriers) = (Costs::default(), Estimates::default(), BTreeSet::new());
+        Snapshot { now, policy, rotation: HostId::MASTER, costs, estimates, barriers, hosts }
+    }
+
     /// The host with this index.
     pub fn host(&self, id: HostId) -> Option<&HostView> {
         self.hosts.binary_search_by_key(&id, |h| h.id).ok().map(|i| &self.hosts[i])
+    }
+
+    /// What each of our tasks on a host gets now, in thousandths of an ordinary processor.
+    pub fn rate(&self, id: HostId) -> f64 {
+        self.hosts.index(self.now).load(id).map_or(0.0, |load| load.rate())
     }
 
     /// Name of a host, or its number when it is not known.

@@ -1,7 +1,7 @@
 //! Which tasks leave their host. Today there is one reason to go: the owner of the host is there. A task that is
 //! elsewhere stays elsewhere when he has left, and a host without an owner is never disturbed.
 
-use super::load::Loads;
+use super::load::{Load, Loads};
 use super::{HostView, Owner, Reason, Snapshot, TaskView};
 use sempa_proto::migration::Cause;
 use sempa_proto::{HostId, Micros, Tid};
@@ -164,27 +164,32 @@ fn held(now: Micros, task: &TaskView) -> Option<(StayReason, Micros)> {
     Some((StayReason::MovedTooOften, recent[oldest_that_counts] + MOVES_SPAN))
 }
 
-/// The best host for a task that must leave. Looks at the best hosts first, and at no more than it must.
+/// The best host for a task that must leave. Looks at the best hosts first, and at no more than it must. Requirements of
+/// its spawn come before a host's rest, but where no host meets them it goes all the same: the owner comes first.
 fn target<'a>(snapshot: &'a Snapshot, loads: &Loads<'_>, from: &HostView, task: &TaskView) -> Option<&'a HostView> {
-    let mut second = None;
+    let mut others = [None; 3];
     for near in loads.best(&BTreeSet::new()) {
         let host = snapshot.host(near.share.host())?;
-        if host.id == from.id || unfit(snapshot.now, host, from, task).is_some() {
+        if host.id == from.id || unfit(snapshot, host, from, task, false).is_some() {
             continue;
         }
-        if !matches!(host.owner, Owner::Absent { left: Some(at) } if snapshot.now.since(at) < SETTLE) {
-            return Some(host);
+        let settling = matches!(host.owner, Owner::Absent { left: Some(at) } if snapshot.now.since(at) < SETTLE);
+        let meets = unmet(host, &loads.load(host.id), task).is_none();
+        match (meets, settling) {
+            (true, false) => return Some(host),
+            (true, true) => others[0] = others[0].or(Some(host)),
+            (false, false) => others[1] = others[1].or(Some(host)),
+            (false, true) => others[2] = others[2].or(Some(host)),
         }
-        second = second.or(Some(host));
     }
-    second
+    others.into_iter().flatten().next()
 }
 
 /// Why no host is fit, and when one may be again if nothing happens before.
 fn no_target(snapshot: &Snapshot, from: &HostView, task: &TaskView) -> (Vec<(HostId, Reason)>, Option<Micros>) {
     let (mut excluded, mut again) = (Vec::new(), None::<Micros>);
     for host in snapshot.hosts.iter().filter(|h| h.id != from.id) {
-        let Some((why, until)) = unfit(snapshot.now, host, from, task) else { continue };
+        let Some((why, until)) = unfit(snapshot, host, from, task, false) else { continue };
         if excluded.len() < EXCLUDED_HOSTS_MAX {
             excluded.push((host.id, why));
         }
@@ -193,8 +198,20 @@ fn no_target(snapshot: &Snapshot, from: &HostView, task: &TaskView) -> (Vec<(Hos
     (excluded, again)
 }
 
-/// Why a host is no target for this task, and until when. Allocates only for the reason.
-fn unfit(now: Micros, host: &HostView, from: &HostView, task: &TaskView) -> Option<(Reason, Option<Micros>)> {
+fn unmet(host: &HostView, load: &Load, task: &TaskView) -> Option<Reason> {
+    let (condition, has) = task.wants.as_ref()?.unmet(host, load)?;
+    Some(Reason::Unmet { condition, has })
+}
+
+/// Why a host is no target for this task, and until when. `strict`: what its spawn required must hold, too.
+pub(super) fn unfit(
+    snapshot: &Snapshot,
+    host: &HostView,
+    from: &HostView,
+    task: &TaskView,
+    strict: bool,
+) -> Option<(Reason, Option<Micros>)> {
+    let now = snapshot.now;
     if let Owner::Present { why } = &host.owner {
         return Some((Reason::Owner { why: why.clone() }, None));
     }
@@ -205,5 +222,9 @@ fn unfit(now: Micros, host: &HostView, from: &HostView, task: &TaskView) -> Opti
         return Some((Reason::NoMoves { why: no.why.clone() }, Some(no.at)));
     }
     let refused = task.refused.iter().find(|(id, until)| *id == host.id && until.at > now);
-    refused.map(|(_, until)| (Reason::Refused { why: until.why.clone() }, Some(until.at)))
+    if let Some((_, until)) = refused {
+        return Some((Reason::Refused { why: until.why.clone() }, Some(until.at)));
+    }
+    let load = snapshot.hosts.index(now).load(host.id).filter(|_| strict)?;
+    unmet(host, &load, task).map(|why| (why, None))
 }

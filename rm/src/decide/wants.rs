@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! text      = part { (";" | ",") part }
-//! part      = condition | "rank" "=" ["-"] figure | "same-host" | "spread" [ "=" number ]
+//! part      = condition | "rank" "=" ["-"] figure | "same-host" | "spread" [ "=" number ] | "barrier"
 //! condition = name ("=" | "!=") value { "|" value }  |  name (">=" | "<=" | ">" | "<") value
 //! figure    = "memory" | "cores" | "speed" | "free"
 //! ```
@@ -111,6 +111,8 @@ pub struct Wants {
     pub together: Together,
     /// The preference; by load when there is none.
     pub rank: Option<Rank>,
+    /// The tasks of the job wait for each other: it is as fast as its slowest task.
+    pub barrier: bool,
 }
 
 /// A text that is not understood; nothing is placed.
@@ -318,6 +320,7 @@ impl Wants {
             let wrong = || WantsError::Part(part.to_string());
             let (word, value) = part.split_once('=').map_or((part, None), |(w, v)| (w.trim(), Some(v.trim())));
             match (word, value) {
+                ("barrier", None) => wants.barrier = true,
                 ("same-host", None) => wants.together = Together::SameHost,
                 ("spread", None) => wants.together = Together::Spread(1),
                 ("spread", Some(most)) => {
@@ -349,6 +352,7 @@ impl Wants {
             let more = Wants::parse(text)?;
             wants.conditions.extend(more.conditions);
             wants.rank = more.rank.or(wants.rank);
+            wants.barrier |= more.barrier;
             if more.together != Together::Any {
                 wants.together = more.together;
             }

@@ -251,13 +251,21 @@ pub(crate) struct Bed {
 
 impl Bed {
     pub(crate) fn start(vm: &FakeVm, watchers: bool) -> Result<Bed, ServiceError> {
-        let service = Service::start(vm.clone(), Options { policy: Policy::Load, watchers, ..Options::default() })?;
-        Ok(Bed { vm: vm.clone(), service })
+        Bed::with(vm, Options { policy: Policy::Load, watchers, ..Options::default() })
+    }
+
+    pub(crate) fn with(vm: &FakeVm, options: Options) -> Result<Bed, ServiceError> {
+        Ok(Bed { vm: vm.clone(), service: Service::start(vm.clone(), options)? })
     }
 
     /// A pool whose watchers all run and say that nobody is there; the watcher of host n is t(n, 50).
     pub(crate) fn quiet(vm: &FakeVm) -> Bed {
-        let mut bed = Bed::start(vm, true).expect("no other resource manager");
+        Bed::quiet_with(vm, Options { policy: Policy::Load, watchers: true, ..Options::default() })
+    }
+
+    /// The same with other options.
+    pub(crate) fn quiet_with(vm: &FakeVm, options: Options) -> Bed {
+        let mut bed = Bed::with(vm, options).expect("no other resource manager");
         let execs = bed.world().took_execs();
         assert_eq!(execs.len(), bed.world().hosts.len());
         for exec in execs {

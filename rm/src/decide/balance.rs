@@ -1,0 +1,297 @@
+//! Moves for the sake of the load: a task goes where it, and those it leaves and joins, finish sooner, if what that saves
+//! is more than what the move costs by a margin.
+//!
+//! The unit of gain and cost is the time of tasks. A task alone gains what it finishes sooner; those that it leaves gain,
+//! those that it joins lose. The tasks of a job with barriers wait for the slowest one, so such a job gains what the slowest
+//! gains, once for each task, and every move costs all of them.
+//!
+//! Against moves to and fro: load that is not ours counts at the source as the smaller, at the target as the larger one of
+//! its present value and its mean, so a host must be bad, or good, both now and over a time; the task must run a fifth
+//! faster; and it rests after a move, longer each time, and moves only so often in an hour. A pool whose tasks were placed by load gives no
+//! task a faster place, so it is left alone.
+
+use super::load::Load;
+use super::moves::unfit;
+use super::{HostView, MOVES_AT_ONCE_MAX, Owner, Snapshot, TaskView, Together};
+use sempa_proto::{HostId, Micros, Tid};
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+
+/// Moves of one task for the sake of the load within [`SHIFTS_SPAN`] at most.
+pub const SHIFTS_MAX: usize = 4;
+/// The span in which [`SHIFTS_MAX`] counts.
+pub const SHIFTS_SPAN: Micros = Micros::from_secs(3600);
+/// A task rests for so long after it has started or moved, whatever for.
+pub const REST: Micros = Micros::from_secs(20);
+/// After a move for the sake of the load it rests for so long, and twice as long after each further one within
+/// [`SHIFTS_SPAN`].
+pub const SHIFT_REST: Micros = Micros::from_secs(60);
+/// A host whose owner left less than this ago gets no task for the sake of the load.
+pub const OWNER_AWAY_MIN: Micros = Micros::from_secs(300);
+/// The gain must be so many times the cost.
+pub const MARGIN: f64 = 1.5;
+/// What must be gained at least, beside the margin.
+const GAIN_MIN: Micros = Micros::from_secs(1);
+/// A task must become faster by this factor.
+const FASTER: f64 = 1.2;
+/// Hosts with the slowest tasks that are looked at.
+const SOURCES_MAX: usize = 16;
+/// The best hosts that are looked at.
+const TARGETS_MAX: usize = 8;
+/// Tasks of one host that are looked at.
+const TASKS_MAX: usize = 64;
+
+/// Why a task goes to another host.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ShiftWhy {
+    /// Thousandths of an ordinary processor that it gets where it is.
+    pub has: u64,
+    /// What it gets where it goes.
+    pub gets: u64,
+    /// What that saves all tasks concerned.
+    pub gain: Micros,
+    /// What the move costs.
+    pub cost: Micros,
+    /// Its job waits for its slowest task.
+    pub barrier: bool,
+}
+
+impl fmt::Display for ShiftWhy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let per = |n: u64| n as f64 / 1e3;
+        let seconds = |span: Micros| span.0 as f64 / 1e6;
+        write!(f, "{:.2} of a processor instead of {:.2}", per(self.gets), per(self.has))?;
+        let of = if self.barrier { "its job, whose tasks wait for each other," } else { "tasks" };
+        write!(f, " saves {of} {:.1} s and costs {:.1} s", seconds(self.gain), seconds(self.cost))
+    }
+}
+
+/// A task goes to another host.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Shift {
+    /// The task.
+    pub tid: Tid,
+    /// Where it is.
+    pub from: HostId,
+    /// Where it goes.
+    pub to: HostId,
+    /// Why.
+    pub why: ShiftWhy,
+}
+
+/// A host while the plan is made.
+#[derive(Clone, Debug)]
+struct Place<'a> {
+    host: &'a HostView,
+    load: Load,
+    /// Load that is not ours: the smaller and the larger view of it.
+    foreign: (f64, f64),
+    /// Work that our tasks on it have left, all together, in seconds of an ordinary processor.
+    left: f64,
+}
+
+impl Place<'_> {
+    fn rate(&self, own: u32, foreign: f64) -> f64 {
+        let threads = f64::from(own) + foreign;
+        self.load.speed as f64 * (self.load.cores as f64 / threads.max(1e-9)).min(1.0)
+    }
+}
+
+/// The plan while it is made.
+struct Plan<'a> {
+    snapshot: &'a Snapshot,
+    places: BTreeMap<HostId, Place<'a>>,
+    /// Jobs with barriers that gain nothing: their tasks stay.
+    fixed: BTreeSet<Tid>,
+    moved: BTreeSet<Tid>,
+    shifts: Vec<Shift>,
+}
+
+fn seconds(span: Micros) -> f64 {
+    span.0 as f64 / 1e6
+}
+
+/// Work left, in seconds of an ordinary processor.
+fn left(snapshot: &Snapshot, task: &TaskView) -> f64 {
+    seconds(snapshot.estimates.left(&task.name, task.done))
+}
+
+/// True when the task may move for the sake of the load at all.
+fn may_shift(now: Micros, task: &TaskView) -> bool {
+    let together = task.wants.as_ref().map_or(Together::Any, |w| w.together);
+    let rested = |at: &Micros| now.since(*at) >= REST;
+    let recent = task.shifts.iter().filter(|at| now.since(**at) < SHIFTS_SPAN).count();
+    let rest = Micros(SHIFT_REST.0 << recent.saturating_sub(1).min(SHIFTS_MAX));
+    !task.pinned
+        && !task.asked
+        && !task.named
+        && task.moving.is_none()
+        && together == Together::Any
+        && task.held.as_ref().is_none_or(|held| held.at <= now)
+        && recent < SHIFTS_MAX
+        && rested(&task.since)
+        && task.moves.iter().all(rested)
+        && task.shifts.iter().all(|at| now.since(*at) >= rest)
+}
+
+/// True for a host whose load is known and whose owner has been away for some time.
+fn may_give_or_take(now: Micros, host: &HostView) -> bool {
+    host.fresh_sample(now).is_some()
+        && match host.owner {
+            Owner::Present { .. } | Owner::Unknown => false,
+            Owner::Absent { left } => left.is_none_or(|left| now.since(left) >= OWNER_AWAY_MIN),
+        }
+}
+
+impl<'a> Plan<'a> {
+    /// The hosts with the slowest tasks, and the best ones.
+    fn new(snapshot: &'a Snapshot, fixed: BTreeSet<Tid>) -> Plan<'a> {
+        let index = snapshot.hosts.index(snapshot.now);
+        let known = |id: HostId| {
+            let host = snapshot.host(id).filter(|h| may_give_or_take(snapshot.now, h))?;
+            Some((host, index.load(id)?))
+        };
+        let sources = index.slowest().filter_map(known).take(SOURCES_MAX);
+        let targets = index.best().filter_map(known).take(TARGETS_MAX);
+        let mut places = BTreeMap::new();
+        for (host, load) in sources.chain(targets) {
+            let now = f64::from(super::load::foreign(host, snapshot.now));
+            let mean = host.foreign_mean.map_or(now, f64::from);
+            let left = host.tasks.iter().filter(|t| !t.pinned).map(|t| left(snapshot, t)).sum();
+            places.insert(host.id, Place { host, load, foreign: (now.min(mean), now.max(mean)), left });
+        }
+        Plan { snapshot, places, fixed, moved: BTreeSet::new(), shifts: Vec::new() }
+    }
+
+    /// What a move of this task saves, and what it costs; `None` when it is not worth it.
+    fn judge(&self, task: &TaskView, from: &Place<'_>, to: &Place<'_>) -> Option<ShiftWhy> {
+        let own = left(self.snapshot, task);
+        let (low, high) = (from.foreign.0, to.foreign.1);
+        let has = from.rate(from.load.own, low);
+        let gets = to.rate(to.load.own + 1, high);
+        if gets < has * FASTER {
+            return None;
+        }
+        // Seconds for a second's work: rates are thousandths.
+        let slow = |rate: f64| 1e3 / rate.max(1e-6);
+        let (freed, joined) = (from.rate(from.load.own - 1, low), to.rate(to.load.own, high));
+        let gain = own * (slow(has) - slow(gets)) + (from.left - own).max(0.0) * (slow(has) - slow(freed))
+            - to.left * (slow(gets) - slow(joined));
+        let cost = self.snapshot.estimates.cost(task.bytes);
+        let worth = gain >= MARGIN * seconds(cost) + seconds(GAIN_MIN);
+        let gain = Micros((gain.max(0.0) * 1e6) as u64);
+        worth.then_some(ShiftWhy { has: has as u64, gets: gets as u64, gain, cost, barrier: false })
+    }
+
+    /// The one move that saves most.
+    fn best(&self) -> Option<Shift> {
+        let now = self.snapshot.now;
+        let mut best = None::<(f64, Shift)>;
+        for from in self.places.values().filter(|p| p.load.own > 0) {
+            let tasks = from.host.tasks.iter().filter(|t| may_shift(now, t) && !self.moved.contains(&t.tid));
+            for task in tasks.filter(|t| !self.fixed.contains(&t.job)).take(TASKS_MAX) {
+                for to in self.places.values().filter(|p| p.host.id != from.host.id) {
+                    let Some(why) = self.judge(task, from, to) else { continue };
+                    let net = seconds(why.gain) - MARGIN * seconds(why.cost);
+                    if best.as_ref().is_some_and(|(most, _)| *most >= net)
+                        || unfit(self.snapshot, to.host, from.host, task, true).is_some()
+                    {
+                        continue;
+                    }
+                    best = Some((net, Shift { tid: task.tid, from: from.host.id, to: to.host.id, why }));
+                }
+            }
+        }
+        best.map(|(_, shift)| shift)
+    }
+
+    fn take(&mut self, shift: Shift, left: f64) {
+        for (id, one_more) in [(shift.from, false), (shift.to, true)] {
+            let place = self.places.get_mut(&id).expect("moves are between places of the plan");
+            place.load.own = if one_more { place.load.own + 1 } else { place.load.own - 1 };
+            place.left = if one_more { place.left + left } else { (place.left - left).max(0.0) };
+        }
+        self.moved.insert(shift.tid);
+        self.shifts.push(shift);
+    }
+
+    fn task(&self, shift: &Shift) -> Option<&'a TaskView> {
+        self.snapshot.host(shift.from)?.tasks.iter().find(|t| t.tid == shift.tid)
+    }
+
+    fn fill(&mut self, room: usize) {
+        while self.shifts.len() < room {
+            let Some(shift) = self.best() else { break };
+            let left = self.task(&shift).map_or(0.0, |task| left(self.snapshot, task));
+            self.take(shift, left);
+        }
+    }
+
+    /// The slowest task of a job before the plan and with it, how many tasks it has, and what the longest has left.
+    fn slowest(&self, job: Tid) -> (f64, f64, usize, f64) {
+        let index = self.snapshot.hosts.index(self.snapshot.now);
+        let (mut before, mut after, mut count, mut longest) = (f64::MAX, f64::MAX, 0, 0.0_f64);
+        let went: BTreeMap<Tid, HostId> = self.shifts.iter().map(|s| (s.tid, s.to)).collect();
+        for host in &self.snapshot.hosts {
+            for task in host.tasks.iter().filter(|t| t.job == job && !t.pinned) {
+                let Some(load) = index.load(host.id) else { continue };
+                let of = |id: HostId, own: Option<u32>| match self.places.get(&id) {
+                    Some(place) => {
+                        let foreign = if id == host.id { place.foreign.0 } else { place.foreign.1 };
+                        place.rate(own.unwrap_or(place.load.own), foreign)
+                    }
+                    None => load.rate(),
+                };
+                before = before.min(of(host.id, Some(load.own)));
+                after = after.min(of(went.get(&task.tid).copied().unwrap_or(host.id), None));
+                (count, longest) = (count + 1, longest.max(left(self.snapshot, task)));
+            }
+        }
+        (before, after, count, longest)
+    }
+
+    /// Judges the moves of jobs with barriers together. Answers those that gain nothing.
+    fn judge_barriers(&mut self) -> BTreeSet<Tid> {
+        let mut costs = BTreeMap::<Tid, (f64, Vec<usize>)>::new();
+        for (i, shift) in self.shifts.iter().enumerate() {
+            let job = self.task(shift).map(|t| t.job).filter(|job| self.snapshot.barriers.contains(job));
+            if let Some(job) = job {
+                let entry = costs.entry(job).or_default();
+                entry.0 += seconds(shift.why.cost);
+                entry.1.push(i);
+            }
+        }
+        let mut useless = BTreeSet::new();
+        for (job, (cost, moves)) in costs {
+            let (before, after, count, longest) = self.slowest(job);
+            let saved = longest * (1e3 / before - 1e3 / after);
+            let (gain, cost) = (count as f64 * saved, count as f64 * cost);
+            if gain < MARGIN * cost + seconds(GAIN_MIN) {
+                useless.insert(job);
+            }
+            for i in moves {
+                let why = &mut self.shifts[i].why;
+                (why.barrier, why.gain, why.cost) =
+                    (true, Micros((gain.max(0.0) * 1e6) as u64), Micros((cost * 1e6) as u64));
+            }
+        }
+        useless
+    }
+}
+
+/// The moves that make tasks finish sooner by more than they cost. None in a virtual machine that is in balance.
+pub fn balance(snapshot: &Snapshot) -> Vec<Shift> {
+    let under_way = snapshot.hosts.index(snapshot.now).under_way();
+    let room = MOVES_AT_ONCE_MAX.saturating_sub(under_way);
+    let mut fixed = BTreeSet::new();
+    loop {
+        let mut plan = Plan::new(snapshot, fixed.clone());
+        plan.fill(room);
+        let useless = plan.judge_barriers();
+        if useless.is_empty() {
+            return plan.shifts;
+        }
+        // The others are judged again without these moves; each round fixes a job at least.
+        fixed.extend(useless);
+    }
+}

@@ -1,0 +1,145 @@
+//! What is expected of tasks and moves: how much work a task has left, and what a move costs. Learns from what happened.
+//!
+//! Work is the time that an ordinary processor (speed 1000) would need for it alone.
+
+use sempa_proto::Micros;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// Programs whose lives are remembered; more forget the one that was heard of longest ago.
+pub const PROGRAMS_MAX: usize = 1024;
+/// Lives of a program that must have been seen before they are believed.
+const LIVES_MIN: u32 = 3;
+/// Weight of what happened last.
+const NEWEST: f64 = 0.2;
+/// More work is expected of no task, whatever was seen.
+pub const LEFT_MAX: Micros = Micros::from_secs(24 * 3600);
+/// What every move costs beside its bytes.
+const FREEZE: f64 = 0.06;
+/// Bytes per second from the source's memory to the target's, before anything was learned.
+const BYTES_PER_SECOND: f64 = 200e6;
+/// What a task loses after a move until its caches and pages are there again, beside its bytes.
+const WARM_UP: f64 = 0.2;
+/// Bytes per second of warming up.
+const WARM_UP_BYTES_PER_SECOND: f64 = 1e9;
+/// A task that was never moved is taken to have so many bytes.
+const BYTES_UNKNOWN: u64 = 64 << 20;
+
+#[derive(Clone, Copy, Debug)]
+struct Lives {
+    count: u32,
+    /// Mean of the logarithm of their work in seconds.
+    mean_log: f64,
+    heard: u64,
+}
+
+/// What was learned.
+#[derive(Clone, Debug, Default)]
+pub struct Estimates {
+    lives: BTreeMap<Arc<str>, Lives>,
+    heard: u64,
+    /// Logarithm of what moves cost over what was expected.
+    cost_bias: f64,
+    moves: u64,
+}
+
+fn seconds(span: Micros) -> f64 {
+    span.0 as f64 / 1e6
+}
+
+fn micros(seconds: f64) -> Micros {
+    Micros((seconds.max(0.0) * 1e6) as u64)
+}
+
+impl Estimates {
+    /// A task of this program has ended after so much work.
+    pub fn ended(&mut self, program: &Arc<str>, work: Micros) {
+        self.heard += 1;
+        let log = seconds(work).max(0.001).ln();
+        let first = Lives { count: 0, mean_log: log, heard: 0 };
+        let lives = self.lives.entry(program.clone()).or_insert(first);
+        let weight = NEWEST.max(1.0 / f64::from(lives.count + 1));
+        lives.mean_log += weight * (log - lives.mean_log);
+        (lives.count, lives.heard) = (lives.count.saturating_add(1), self.heard);
+        if self.lives.len() > PROGRAMS_MAX {
+            let oldest = self.lives.iter().min_by_key(|(_, lives)| lives.heard).map(|(name, _)| name.clone());
+            self.lives.remove(&oldest.expect("more than the limit"));
+        }
+    }
+
+    /// A move has stopped a task with an image of `bytes` for `frozen`.
+    pub fn moved(&mut self, bytes: u64, frozen: Micros) {
+        let ratio = seconds(frozen).max(0.001) / Estimates::frozen_seconds(bytes);
+        self.moves += 1;
+        let weight = NEWEST.max(1.0 / self.moves as f64);
+        self.cost_bias += weight * (ratio.clamp(0.05, 100.0).ln() - self.cost_bias);
+    }
+
+    /// How much work a task of this program has left when it has done so much. Where nothing was seen, as much again: half
+    /// of the processes that have run for some time run for that time again (Harchol-Balter and Downey, 1996).
+    pub fn left(&self, program: &str, done: Micros) -> Micros {
+        let usual = self.lives.get(program).filter(|l| l.count >= LIVES_MIN).map(|l| micros(l.mean_log.exp()));
+        let left = match usual {
+            Some(usual) if done < usual => Micros(usual.0 - done.0).max(Micros(done.0 / 2)),
+            // It has outlived the others; how long is anybody's guess.
+            Some(_) => Micros(done.0 / 2),
+            None => done,
+        };
+        left.min(LEFT_MAX)
+    }
+
+    fn frozen_seconds(bytes: u64) -> f64 {
+        FREEZE + bytes as f64 / BYTES_PER_SECOND
+    }
+
+    /// What a move costs a task whose newest image had `bytes`, 0 if nobody knows: standstill and warming up.
+    pub fn cost(&self, bytes: u64) -> Micros {
+        let bytes = if bytes == 0 { BYTES_UNKNOWN } else { bytes };
+        let warm_up = WARM_UP + bytes as f64 / WARM_UP_BYTES_PER_SECOND;
+        micros(Estimates::frozen_seconds(bytes) * self.cost_bias.exp() + warm_up)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_task_is_expected_to_do_as_much_again_until_others_of_its_program_have_ended() {
+        let (mut estimates, program) = (Estimates::default(), Arc::from("worker"));
+        let left = |e: &Estimates, done| seconds(e.left("worker", Micros::from_secs(done)));
+        assert_eq!(left(&estimates, 30), 30.0);
+        for _ in 0..LIVES_MIN {
+            estimates.ended(&program, Micros::from_secs(100));
+        }
+        assert!((left(&estimates, 30) - 70.0).abs() < 0.01);
+        assert_eq!(left(&estimates, 200), 100.0, "it has outlived the others");
+        assert_eq!(seconds(estimates.left("other", Micros::from_secs(7))), 7.0);
+    }
+
+    #[test]
+    fn the_cost_of_moves_follows_what_moves_cost() {
+        let mut estimates = Estimates::default();
+        let before = estimates.cost(100 << 20);
+        assert!(before < estimates.cost(1 << 30));
+        for _ in 0..20 {
+            estimates.moved(100 << 20, Micros::from_secs(10));
+        }
+        let after = seconds(estimates.cost(100 << 20));
+        assert!((10.0..11.0).contains(&after), "{after}");
+        for _ in 0..40 {
+            estimates.moved(100 << 20, Micros::from_millis(100));
+        }
+        assert!(estimates.cost(100 << 20) < before);
+    }
+
+    #[test]
+    fn programs_are_forgotten_when_there_are_too_many() {
+        let mut estimates = Estimates::default();
+        for n in 0..PROGRAMS_MAX + 10 {
+            estimates.ended(&Arc::from(format!("p{n}")), Micros::from_secs(1));
+        }
+        assert_eq!(estimates.lives.len(), PROGRAMS_MAX);
+        assert!(!estimates.lives.contains_key("p0") && estimates.lives.contains_key("p1033"));
+    }
+}
