@@ -52,7 +52,12 @@ extern "C" fn before_fork() {
     // Inside a handler this thread is the one that takes messages in. The session is never locked while program code runs.
     let turn = (!receive::in_handler()).then(receive::turn);
     // Only a thread that is ending has lost its place for the guards; then nothing is locked.
-    let _ = HELD.try_with(|held| *held.borrow_mut() = Some((turn, session::lock())));
+    let session = session::lock();
+    if let Some(runtime) = &session.runtime {
+        // Once more, now that no other thread receives messages that the child would see.
+        runtime.prepare_for_fork();
+    }
+    let _ = HELD.try_with(|held| *held.borrow_mut() = Some((turn, session)));
 }
 
 extern "C" fn after_fork() {

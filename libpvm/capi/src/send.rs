@@ -124,13 +124,15 @@ pub(crate) fn multicast(tids: &[i32], tag: i32) -> PvmResult<()> {
         return Err(PvmError::BadParam);
     }
     let mut seen = std::collections::HashSet::from([rt.tid().raw()]);
-    let others: Vec<i32> = tids.iter().copied().filter(|tid| seen.insert(*tid)).collect();
+    let others: Vec<Tid> = tids.iter().filter(|tid| seen.insert(**tid)).map(|tid| Tid::from_raw(*tid)).collect();
     let ctx = pvmmyctx.load(Relaxed);
-    session::lock().send_buffer()?;
-    for tid in others {
-        let message = session::lock().send_buffer()?.message(rt.tid(), Tid::from_raw(tid), ctx, tag)?;
-        rt.send(message)?;
-    }
+    let message = {
+        let mut session = session::lock();
+        let buffer = session.send_buffer()?;
+        let Some(last) = others.last() else { return Ok(()) };
+        buffer.message(rt.tid(), *last, ctx, tag)?
+    };
+    rt.send_to_many(&message, &others)?;
     take_in(&rt);
     Ok(())
 }

@@ -8,9 +8,16 @@
 //! The shell calls [`Link::send`] and [`Link::handle`], then [`Link::poll`] until it is empty, then sleeps no longer than
 //! [`Link::next_wakeup`].
 
+mod frame;
+
+pub use self::frame::{
+    FrameRef, LINK_HEAD_BYTES, LinkFrame, LinkKind, Payload, SHORT_HEAD_APART, SHORT_HEAD_BYTES, SHORT_HEAD_SPARE,
+    decode_short_head, encode_short_head,
+};
+
 use crate::ids::{Micros, RouteId, Tid};
 use crate::pool;
-use bytes::{Buf, BufMut, Bytes};
+use bytes::Bytes;
 use std::collections::VecDeque;
 use thiserror::Error;
 
@@ -41,194 +48,6 @@ pub const HEAD_BYTES_MAX: usize = 24;
 pub const SMALL_BYTES_MAX: usize = 128;
 /// Messages of which a link keeps the list's memory when none waits any more.
 const KEPT_MESSAGES: usize = 64;
-
-/// Bytes of a frame's header on the wire.
-pub const LINK_HEAD_BYTES: usize = 28;
-
-/// What a link frame means.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum LinkKind {
-    /// A fragment; `last` ends its message.
-    Data {
-        /// This fragment completes a message.
-        last: bool,
-    },
-    /// Acknowledges all below `ack`; `resync` asks to re-send from there.
-    Ack {
-        /// The receiver misses something.
-        resync: bool,
-    },
-    /// Asks what the receiver expects; `seq` is the next fragment the sender will send for the first time.
-    Probe,
-}
-
-impl LinkKind {
-    /// Its number and its flag in a header.
-    fn code(self) -> (u8, bool) {
-        match self {
-            LinkKind::Data { last } => (1, last),
-            LinkKind::Ack { resync } => (2, resync),
-            LinkKind::Probe => (3, false),
-        }
-    }
-
-    fn from_code(number: u8, flag: bool) -> Option<LinkKind> {
-        match number {
-            1 => Some(LinkKind::Data { last: flag }),
-            2 => Some(LinkKind::Ack { resync: flag }),
-            3 => Some(LinkKind::Probe),
-            _ => None,
-        }
-    }
-}
-
-/// Bytes of a header on a route that only the two ends use: it names nobody.
-pub const SHORT_HEAD_BYTES: usize = 16;
-/// A byte of that header that is the route's own.
-pub const SHORT_HEAD_SPARE: usize = 7;
-/// Numbers of fragments in it have this many bits: enough for a million a second through eight years.
-const SHORT_SEQ_BITS: u32 = 48;
-/// The bit for the flag, above the kind.
-const SHORT_FLAG: u64 = 0x10;
-
-/// What stands in a short header: kind, number and acknowledgement. `None` when the kind is unknown.
-#[inline]
-pub fn decode_short_head(head: [u8; SHORT_HEAD_BYTES]) -> Option<(LinkKind, u64, u64)> {
-    let mut head = &head[..];
-    let (word, ack) = (head.get_u64_le(), head.get_u64_le());
-    let kind = LinkKind::from_code((word & (SHORT_FLAG - 1)) as u8, word & SHORT_FLAG != 0)?;
-    Some((kind, word >> 8 & ((1 << SHORT_SEQ_BITS) - 1), ack))
-}
-
-/// One unit between the two ends of a link.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct LinkFrame {
-    /// The end that made it.
-    pub src: Tid,
-    /// The end it is for.
-    pub dst: Tid,
-    /// What it means.
-    pub kind: LinkKind,
-    /// Number of the fragment (data), next new number (probe), 0 (ack).
-    pub seq: u64,
-    /// The number `src` expects next from `dst`: all below has arrived.
-    pub ack: u64,
-    /// The fragment; empty unless data.
-    pub payload: Bytes,
-}
-
-impl LinkFrame {
-    /// The header: kind, flag, two zero bytes, src, dst, seq, ack; little-endian.
-    pub fn encode_head(&self) -> [u8; LINK_HEAD_BYTES] {
-        let (kind, flag) = self.kind.code();
-        let mut head = [0; LINK_HEAD_BYTES];
-        let mut out = &mut head[..];
-        out.put_u8(kind);
-        out.put_u8(u8::from(flag));
-        out.put_u16(0);
-        out.put_i32_le(self.src.raw());
-        out.put_i32_le(self.dst.raw());
-        out.put_u64_le(self.seq);
-        out.put_u64_le(self.ack);
-        head
-    }
-
-    /// Reads a frame, or `None` when it is too short or of an unknown kind.
-    pub fn decode(mut bytes: Bytes) -> Option<LinkFrame> {
-        if bytes.len() < LINK_HEAD_BYTES {
-            return None;
-        }
-        let (kind, flag) = (bytes.get_u8(), bytes.get_u8() != 0);
-        bytes.advance(2);
-        let (src, dst) = (Tid::from_raw(bytes.get_i32_le()), Tid::from_raw(bytes.get_i32_le()));
-        let (seq, ack) = (bytes.get_u64_le(), bytes.get_u64_le());
-        let kind = LinkKind::from_code(kind, flag)?;
-        Some(LinkFrame { src, dst, kind, seq, ack, payload: bytes })
-    }
-}
-
-/// The bytes of a fragment, wherever they lie: they are copied at most once on their way into a message.
-pub trait Payload {
-    /// How many there are.
-    fn len(&self) -> usize;
-    /// True when there are none.
-    fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-    /// All of them as one piece.
-    fn into_bytes(self) -> Bytes;
-    /// Puts them behind others.
-    fn append_to(self, out: &mut Vec<u8>);
-}
-
-impl Payload for Bytes {
-    fn len(&self) -> usize {
-        Bytes::len(self)
-    }
-    fn into_bytes(self) -> Bytes {
-        self
-    }
-    fn append_to(self, out: &mut Vec<u8>) {
-        out.extend_from_slice(&self);
-    }
-}
-
-impl Payload for &[u8] {
-    fn len(&self) -> usize {
-        <[u8]>::len(self)
-    }
-    fn into_bytes(self) -> Bytes {
-        Bytes::copy_from_slice(self)
-    }
-    fn append_to(self, out: &mut Vec<u8>) {
-        out.extend_from_slice(self);
-    }
-}
-
-/// A frame to be put on the route, whose payload still lies where the message lies.
-#[derive(Clone, Copy, Debug)]
-pub struct FrameRef<'a> {
-    /// The end that makes it.
-    pub src: Tid,
-    /// The end it is for.
-    pub dst: Tid,
-    /// As in [`LinkFrame`].
-    pub kind: LinkKind,
-    /// As in [`LinkFrame`].
-    pub seq: u64,
-    /// As in [`LinkFrame`].
-    pub ack: u64,
-    /// First part of the payload: the message's header, in its first fragment.
-    pub head: &'a [u8],
-    /// The rest of the payload: a part of the message's body.
-    pub body: &'a [u8],
-    /// The whole body, where it can be shared.
-    shared: Option<&'a Bytes>,
-}
-
-impl FrameRef<'_> {
-    /// The header for a route that only the two ends use; [`SHORT_HEAD_SPARE`] is 0.
-    #[inline]
-    pub fn encode_short_head(&self) -> [u8; SHORT_HEAD_BYTES] {
-        let (kind, flag) = self.kind.code();
-        let seq = self.seq & ((1 << SHORT_SEQ_BITS) - 1);
-        let word = seq << 8 | if flag { SHORT_FLAG } else { 0 } | u64::from(kind);
-        let mut head = [0; SHORT_HEAD_BYTES];
-        let mut out = &mut head[..];
-        out.put_u64_le(word);
-        out.put_u64_le(self.ack);
-        head
-    }
-
-    /// The frame by itself. A payload without a header is shared with the message, not copied.
-    pub fn to_frame(&self) -> LinkFrame {
-        let payload = match self.shared {
-            Some(whole) if self.head.is_empty() => whole.slice_ref(self.body),
-            _ => [self.head, self.body].concat().into(),
-        };
-        LinkFrame { src: self.src, dst: self.dst, kind: self.kind, seq: self.seq, ack: self.ack, payload }
-    }
-}
 
 /// What happens to a link from outside.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -296,6 +115,11 @@ impl Body {
     }
 }
 
+/// Fragments of a message of so many bytes, header included.
+fn fragments_of(bytes: usize) -> u64 {
+    (bytes.div_ceil(FRAGMENT_BYTES_MAX) as u64).max(1)
+}
+
 /// A message kept until it is acknowledged.
 #[derive(Debug)]
 struct Retained {
@@ -312,7 +136,7 @@ impl Retained {
         assert!(head.len() <= HEAD_BYTES_MAX, "a message's header has a limit");
         let mut kept = [0; HEAD_BYTES_MAX];
         kept[..head.len()].copy_from_slice(head);
-        let fragments = ((head.len() + body.bytes().len()).div_ceil(FRAGMENT_BYTES_MAX) as u64).max(1);
+        let fragments = fragments_of(head.len() + body.bytes().len());
         Retained { first_seq, fragments, head: kept, head_len: head.len() as u8, body }
     }
 
@@ -390,6 +214,14 @@ pub struct Link {
 }
 
 impl Sender {
+    /// Which of the messages that are kept has this fragment.
+    #[inline]
+    fn holder(&self, seq: u64) -> usize {
+        // Nearly always the newest.
+        let newest = self.retained.back().is_some_and(|m| m.first_seq <= seq).then(|| self.retained.len() - 1);
+        newest.unwrap_or_else(|| self.retained.partition_point(|m| m.end_seq() <= seq))
+    }
+
     #[inline]
     fn keep(&mut self, message: Retained) {
         self.retained_bytes += message.len();
@@ -616,6 +448,21 @@ impl Link {
         }
     }
 
+    /// Takes a whole message, header and body, whose first fragment has this number, as if it had come in fragments.
+    pub fn take_whole(&mut self, now: Micros, seq: u64, ack: u64, message: Bytes) {
+        self.handle_ack(now, ack, false);
+        let rest = fragments_of(message.len()) - 1;
+        if seq == self.rx.expected {
+            // Only a peer that breaks the protocol begins a message within another.
+            self.rx.partial.clear();
+            self.rx.expected += rest;
+            self.rx.unacked_fragments += rest;
+            self.handle_data(now, seq + rest, true, message);
+        } else {
+            self.handle_data(now, seq, true, message);
+        }
+    }
+
     #[inline]
     fn handle_data(&mut self, now: Micros, seq: u64, last: bool, payload: impl Payload) {
         let rx = &mut self.rx;
@@ -742,9 +589,7 @@ impl Link {
         }
         let tx = &mut self.tx;
         let seq = tx.next;
-        // Nearly always the newest.
-        let newest = tx.retained.back().is_some_and(|m| m.first_seq <= seq).then(|| tx.retained.len() - 1);
-        let index = newest.unwrap_or_else(|| tx.retained.partition_point(|m| m.end_seq() <= seq));
+        let index = tx.holder(seq);
         let message = &tx.retained[index];
         let (head, body) = message.fragment(seq);
         let (len, last) = (head.len() + body.len(), seq + 1 == message.end_seq());
@@ -758,6 +603,30 @@ impl Link {
         let (head, body) = message.fragment(seq);
         let (src, dst, kind) = (self.local, self.peer, LinkKind::Data { last });
         Some(FrameRef { src, dst, kind, seq, ack, head, body, shared: message.body.shared() })
+    }
+
+    /// The next message, header and body, for a route that can carry it whole: when it comes next, nothing of it has been
+    /// transmitted since the last re-sending, and its body has so many bytes at least.
+    pub fn next_whole(&self, bytes_min: usize) -> Option<(&[u8], &Bytes)> {
+        let ready = self.route.is_some() && !self.gone && self.rx.answer != Some(true) && !self.tx.probe_wanted;
+        if !ready || self.tx.next >= self.tx.end || !self.is_open() {
+            return None;
+        }
+        let message = &self.tx.retained[self.tx.holder(self.tx.next)];
+        let body = message.body.shared().filter(|body| body.len() >= bytes_min)?;
+        (message.first_seq == self.tx.next).then_some((message.head(), body))
+    }
+
+    /// The message of [`Link::next_whole`] counts as transmitted: number of its first fragment, and what is acknowledged with
+    /// it. Its bytes do not count for the window, because no daemon holds them.
+    pub fn whole_sent(&mut self, now: Micros) -> (u64, u64) {
+        let tx = &mut self.tx;
+        let (seq, fragments) = (tx.next, tx.retained[tx.holder(tx.next)].fragments);
+        tx.flight.extend((0..fragments).map(|_| 0));
+        tx.next += fragments;
+        tx.fresh = tx.fresh.max(tx.next);
+        tx.probe_due.get_or_insert(now + tx.probe_delay);
+        (seq, self.acknowledge(false))
     }
 
     /// A frame without payload.

@@ -12,6 +12,10 @@ pub const WORD_DESCRIPTORS_MAX: usize = 2;
 /// Addresses in one offer.
 pub const OFFER_ADDRESSES_MAX: usize = 16;
 
+/// File status flag (`O_APPEND`) by which a task's library marks the sockets of its direct routes. It means nothing for a
+/// socket; whoever looks at the task sees by it which connections the library closes before a move.
+pub const ROUTE_SOCKET_FLAG: i32 = 0o2000;
+
 /// Tells an offer from earlier ones of the same task; chosen by the task that offers, unique for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct OfferId(pub u64);
@@ -64,6 +68,17 @@ pub enum RouteWord {
         /// The offer.
         id: OfferId,
     },
+    /// Large messages lie in this memory from now on, which only its task can write. One descriptor travels along. Only to a
+    /// task on the same host; to others it comes to nothing.
+    StoreOffer {
+        /// The offer.
+        id: OfferId,
+    },
+    /// The store can be read.
+    StoreAccept {
+        /// The offer.
+        id: OfferId,
+    },
 }
 
 impl RouteWord {
@@ -71,7 +86,7 @@ impl RouteWord {
     pub fn descriptors(&self) -> usize {
         match self {
             RouteWord::RingOffer { .. } => 2,
-            RouteWord::RingAccept { .. } => 1,
+            RouteWord::RingAccept { .. } | RouteWord::StoreOffer { .. } => 1,
             _ => 0,
         }
     }

@@ -25,13 +25,19 @@ pub const BELL_BYTES: usize = 4096;
 const _: () = assert!(2 * size_of::<Words>() <= WORDS_BYTES && size_of::<Bell>() <= BELL_BYTES);
 const _: () = assert!(RING_BYTES.is_power_of_two());
 
-/// Makes sealed shared memory.
+/// Makes shared memory that is to be sealed.
 ///
 /// # Errors
 /// When the system has no descriptors or memory left.
-fn make(name: &std::ffi::CStr, bytes: usize) -> io::Result<OwnedFd> {
+pub(crate) fn make(name: &std::ffi::CStr, bytes: usize) -> io::Result<OwnedFd> {
     let fd = memfd_create(name, MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)?;
     ftruncate(&fd, i64::try_from(bytes).expect("small"))?;
+    Ok(fd)
+}
+
+/// Makes sealed shared memory for two writers.
+fn make_sealed(name: &std::ffi::CStr, bytes: usize) -> io::Result<OwnedFd> {
+    let fd = make(name, bytes)?;
     fcntl(&fd, FcntlArg::F_ADD_SEALS(seals()))?;
     Ok(fd)
 }
@@ -41,11 +47,11 @@ fn seals() -> SealFlag {
 }
 
 /// Refuses what another task passes off as such memory: a smaller one would end this process when it is touched.
-fn check(fd: BorrowedFd<'_>, bytes: usize) -> io::Result<()> {
+pub(crate) fn check(fd: BorrowedFd<'_>, bytes: usize, seals: SealFlag) -> io::Result<()> {
     let unfit =
         |what: &str| io::Error::new(io::ErrorKind::InvalidData, format!("a descriptor for shared memory {what}"));
     let has = fcntl(fd, FcntlArg::F_GET_SEALS).map_err(|_| unfit("is none"))?;
-    if !SealFlag::from_bits_truncate(has).contains(seals()) {
+    if !SealFlag::from_bits_truncate(has).contains(seals) {
         return Err(unfit("is not sealed"));
     }
     let size = nix::sys::stat::fstat(fd)?.st_size;
@@ -57,7 +63,7 @@ fn check(fd: BorrowedFd<'_>, bytes: usize) -> io::Result<()> {
 
 /// Mapped memory, gone with its last owner.
 #[derive(Debug)]
-struct Mapping {
+pub(crate) struct Mapping {
     start: NonNull<u8>,
     bytes: usize,
 }
@@ -69,25 +75,63 @@ unsafe impl Sync for Mapping {}
 
 impl Mapping {
     /// Maps shared memory, or with `None` memory of this process. A forked child gets none of it.
-    fn new(fd: Option<BorrowedFd<'_>>, bytes: usize) -> io::Result<Mapping> {
+    pub(crate) fn new(fd: Option<BorrowedFd<'_>>, bytes: usize) -> io::Result<Mapping> {
         let (flags, number) = match fd {
             Some(fd) => (libc::MAP_SHARED, fd.as_raw_fd()),
             None => (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1),
         };
-        let protection = libc::PROT_READ | libc::PROT_WRITE;
+        let mapping = Mapping::map(bytes, libc::PROT_READ | libc::PROT_WRITE, flags, number)?;
+        // SAFETY: the range is the mapping just made.
+        if unsafe { libc::madvise(mapping.start().cast(), bytes, libc::MADV_DONTFORK) } != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(mapping)
+    }
+
+    /// Maps shared memory that is only read, also by a forked child.
+    pub(crate) fn to_read(fd: BorrowedFd<'_>, bytes: usize) -> io::Result<Mapping> {
+        Mapping::map(bytes, libc::PROT_READ, libc::MAP_SHARED, fd.as_raw_fd())
+    }
+
+    /// Memory of this process, and of a forked child's, of which little will be used.
+    pub(crate) fn spare(bytes: usize) -> io::Result<Mapping> {
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+        Mapping::map(bytes, libc::PROT_READ | libc::PROT_WRITE, flags, -1)
+    }
+
+    fn map(bytes: usize, protection: i32, flags: i32, number: i32) -> io::Result<Mapping> {
         // SAFETY: a fresh mapping at an address of the kernel's choice touches nothing that exists.
         let start = unsafe { libc::mmap(std::ptr::null_mut(), bytes, protection, flags, number, 0) };
         if start == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }
         let start = NonNull::new(start.cast()).expect("the kernel maps nothing at 0 unless asked");
-        let mapping = Mapping { start, bytes };
-        // SAFETY: the range is the mapping just made.
-        if unsafe { libc::madvise(start.as_ptr().cast(), bytes, libc::MADV_DONTFORK) } != 0 {
-            return Err(io::Error::last_os_error());
-        }
-        Ok(mapping)
+        Ok(Mapping { start, bytes })
     }
+
+    /// Where it begins.
+    #[inline]
+    pub(crate) fn start(&self) -> *mut u8 {
+        self.start.as_ptr()
+    }
+}
+
+/// Puts fresh memory in the place of other memory of the same size, in one step. Whoever uses the place must find the fresh
+/// memory as good.
+pub(crate) fn replace(old: &Mapping, fresh: Mapping) -> io::Result<()> {
+    assert_eq!(old.bytes, fresh.bytes, "one takes the whole place of the other");
+    let fresh = std::mem::ManuallyDrop::new(fresh);
+    let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+    let (from, to): (*mut libc::c_void, *mut libc::c_void) = (fresh.start().cast(), old.start().cast());
+    // SAFETY: both ranges are mappings of this size made by `Mapping`; the old one is replaced in one step by memory that is as
+    // good for everything that refers to it, and the fresh one has no other user.
+    let moved: *mut libc::c_void = unsafe { libc::mremap(from, old.bytes, old.bytes, flags, to) };
+    if moved == libc::MAP_FAILED {
+        let error = io::Error::last_os_error();
+        drop(std::mem::ManuallyDrop::into_inner(fresh));
+        return Err(error);
+    }
+    Ok(())
 }
 
 impl Drop for Mapping {
@@ -179,7 +223,7 @@ fn ends(fd: BorrowedFd<'_>, offers: bool) -> io::Result<Ends> {
 /// # Errors
 /// When the system has no descriptors or memory left.
 pub fn offer() -> io::Result<(Ends, OwnedFd)> {
-    let fd = make(c"sempa-rings", PAIR_BYTES)?;
+    let fd = make_sealed(c"sempa-rings", PAIR_BYTES)?;
     Ok((ends(fd.as_fd(), true)?, fd))
 }
 
@@ -188,7 +232,7 @@ pub fn offer() -> io::Result<(Ends, OwnedFd)> {
 /// # Errors
 /// When it is not such memory, or the system has none left.
 pub fn accept(fd: BorrowedFd<'_>) -> io::Result<Ends> {
-    check(fd, PAIR_BYTES)?;
+    check(fd, PAIR_BYTES, seals())?;
     ends(fd, false)
 }
 
@@ -202,7 +246,7 @@ impl PeerBell {
     /// # Errors
     /// When it is not such memory, or the system has none left.
     pub fn map(fd: BorrowedFd<'_>) -> io::Result<PeerBell> {
-        check(fd, BELL_BYTES)?;
+        check(fd, BELL_BYTES, seals())?;
         Mapping::new(Some(fd), BELL_BYTES).map(PeerBell)
     }
 }
@@ -248,7 +292,7 @@ impl OwnBell {
     /// # Errors
     /// When the system has no descriptors or memory left; the bell is as it was.
     pub fn share(&self) -> io::Result<OwnedFd> {
-        let fd = make(c"sempa-bell", BELL_BYTES)?;
+        let fd = make_sealed(c"sempa-bell", BELL_BYTES)?;
         self.replace(Mapping::new(Some(fd.as_fd()), BELL_BYTES)?)?;
         Ok(fd)
     }
@@ -267,19 +311,7 @@ impl OwnBell {
         futex::wake_all(self.word());
         self.call_ear();
         futex::wake_all(self.ear());
-        let fresh = std::mem::ManuallyDrop::new(fresh);
-        let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
-        let (from, to): (*mut libc::c_void, *mut libc::c_void) =
-            (fresh.start.as_ptr().cast(), self.0.start.as_ptr().cast());
-        // SAFETY: both ranges are mappings of this size made by `Mapping`; the old one is replaced in one step by memory for
-        // which everything that refers to it (atomics) is as good, and the fresh one has no other user.
-        let moved: *mut libc::c_void = unsafe { libc::mremap(from, BELL_BYTES, BELL_BYTES, flags, to) };
-        if moved == libc::MAP_FAILED {
-            let error = io::Error::last_os_error();
-            drop(std::mem::ManuallyDrop::into_inner(fresh));
-            return Err(error);
-        }
-        Ok(())
+        replace(&self.0, fresh)
     }
 }
 
@@ -307,7 +339,7 @@ mod tests {
         let loose = memfd_create(c"x", MFdFlags::MFD_ALLOW_SEALING).expect("made");
         ftruncate(&loose, PAIR_BYTES as i64).expect("sized");
         assert!(accept(loose.as_fd()).is_err());
-        let small = make(c"x", PAIR_BYTES / 2).expect("made");
+        let small = make_sealed(c"x", PAIR_BYTES / 2).expect("made");
         assert!(accept(small.as_fd()).is_err());
         assert!(PeerBell::map(small.as_fd()).is_err());
         let (pipe, _) = nix::unistd::pipe().expect("made");

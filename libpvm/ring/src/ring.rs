@@ -30,6 +30,20 @@ pub struct Words {
     starved: AtomicU32,
     /// Set by either end when it has let go.
     closed: AtomicU32,
+    /// Messages that the reader had from the writer's store and is done with: a bit for each.
+    returned: AtomicU64,
+}
+
+impl Words {
+    /// The reader is done with a message.
+    pub fn give_back(&self, slot: u8) {
+        self.returned.fetch_or(1 << (slot % 64), Ordering::Release);
+    }
+
+    /// What the reader is done with since the last time; the writer may write there again.
+    pub fn take_returned(&self) -> u64 {
+        if self.returned.load(Ordering::Relaxed) == 0 { 0 } else { self.returned.swap(0, Ordering::Acquire) }
+    }
 }
 
 /// Where a ring lies.
@@ -87,6 +101,11 @@ impl<A: Area> Writer<A> {
     /// Where the ring lies.
     pub fn area(&self) -> &A {
         &self.area
+    }
+
+    /// What the reader is done with since the last time; see [`Words::take_returned`].
+    pub fn take_returned(&self) -> u64 {
+        self.area.words().take_returned()
     }
 
     /// True when a record of `len` bytes has room now.

@@ -163,3 +163,22 @@ fn a_bit_that_is_taken_back_is_set_again_by_who_writes_afterwards() {
         assert!(found || bell.rung(0).is_some_and(|(_, bits)| bits >> 3 & 1 == 1), "the record would stay unseen");
     });
 }
+
+#[test]
+fn nobody_writes_where_a_reader_has_not_given_back() {
+    loom::model(|| {
+        let area = area();
+        let store = Arc::new(UnsafeCell::new(1u8));
+        let (words, lent) = (area.clone(), store.clone());
+        let reading = thread::spawn(move || {
+            // SAFETY: the checker fails the test when anybody writes meanwhile.
+            assert_eq!(lent.with(|byte| unsafe { *byte }), 1);
+            words.words().give_back(7);
+        });
+        if area.words().take_returned() != 0 {
+            // SAFETY: the checker fails the test when anybody reads meanwhile.
+            store.with_mut(|byte| unsafe { *byte = 2 });
+        }
+        reading.join().expect("read");
+    });
+}

@@ -759,6 +759,7 @@ impl Core {
             link.handle(now, LinkEvent::RouteDown);
         }
         self.unshare();
+        self.near.keep_borrowed();
         sempa_proto::pool::empty();
         self.busy.clear();
         self.is_busy.clear();

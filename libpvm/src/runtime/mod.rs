@@ -13,6 +13,7 @@ mod ear;
 mod far;
 mod groups;
 mod helper;
+mod lend;
 mod near;
 mod outbox;
 mod process;
@@ -42,6 +43,9 @@ use std::time::{Duration, Instant};
 
 /// How long the normal end of a process may be delayed by messages that the daemon has not taken yet.
 const EXIT_FLUSH_MAX: Duration = Duration::from_secs(5);
+
+/// How long a fork waits for a thread that has the lock: it may be below the fork on the same stack.
+const FORK_PATIENCE: Duration = Duration::from_secs(1);
 
 /// How long a message waits for a direct route's socket, so that a process that ends by a signal has sent it.
 const SOCKET_PATIENCE: Duration = Duration::from_millis(100);
@@ -109,6 +113,15 @@ struct FlushAtExit(Weak<Shared>);
 impl ExitHook for FlushAtExit {
     fn is_done(&self) -> bool {
         self.0.strong_count() == 0
+    }
+
+    fn before_fork(&self) {
+        if let Some(shared) = self.0.upgrade()
+            && let Some(mut state) = shared.lock_until(Instant::now() + FORK_PATIENCE)
+        {
+            let now = state.now();
+            state.core.prepare_for_fork(now);
+        }
     }
 
     fn run(&self) {
@@ -264,6 +277,44 @@ impl Runtime {
             return Err(PvmError::BadParam);
         }
         Ok(())
+    }
+
+    /// Sends the same message to several tasks, once to each; `dst` is set. Otherwise as [`Runtime::send`]; large messages to
+    /// tasks on this host are copied once for all.
+    ///
+    /// # Errors
+    /// As [`Runtime::send`]: tasks before the one that it concerns were sent to.
+    pub fn send_to_many(&self, message: &Message, to: &[Tid]) -> PvmResult<()> {
+        let mut state = self.lock().ok_or(PvmError::SysErr)?;
+        if state.core.lost().is_some() {
+            return Err(PvmError::SysErr);
+        }
+        let now = state.now();
+        state.core.goes_to_many();
+        let sent = to.iter().try_for_each(|dst| {
+            let message = Message { src: self.tid(), dst: *dst, ..message.clone() };
+            if *dst == self.tid() {
+                state.core.deliver(message);
+                return Ok(());
+            }
+            if dst.is_task() { state.core.send(now, message) } else { Err(PvmError::BadParam) }
+        });
+        state.core.went_to_many();
+        for dst in to {
+            state.make_room(*dst);
+            self.wait_until_out(&mut state, Some(*dst))?;
+        }
+        sent
+    }
+
+    /// To be called before a fork: messages that a forked child may go on reading become memory of this process.
+    pub fn prepare_for_fork(&self) {
+        if !self.0.shared.is_foreign()
+            && let Some(mut state) = self.0.shared.lock_until(Instant::now() + FORK_PATIENCE)
+        {
+            let now = state.now();
+            state.core.prepare_for_fork(now);
+        }
     }
 
     /// Has a direct route to this task if both programs agree: asks it unless that was done before, and waits for the

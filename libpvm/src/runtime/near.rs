@@ -6,13 +6,14 @@
 //! nothing.
 
 use super::core::Core;
+use super::lend::{Lending, Loans};
 use super::process::Own;
 use bytes::Bytes;
 use rustc_hash::FxHashMap;
 use sempa_proto::frame::encode_control;
 use sempa_proto::link::{
-    ACK_FRAGMENTS, FRAGMENT_BYTES_MAX, Link, LinkEvent, LinkKind, Payload, SHORT_HEAD_BYTES, SHORT_HEAD_SPARE,
-    decode_short_head,
+    ACK_FRAGMENTS, FRAGMENT_BYTES_MAX, Link, LinkEvent, LinkKind, Payload, SHORT_HEAD_APART, SHORT_HEAD_BYTES,
+    SHORT_HEAD_SPARE, decode_short_head,
 };
 use sempa_proto::message::MESSAGE_HEAD_BYTES;
 use sempa_proto::route::{OfferId, RouteWord};
@@ -59,9 +60,12 @@ fn processor() -> u8 {
 
 /// A ring in use.
 #[derive(Debug)]
-struct Ring {
-    peer: Tid,
-    ends: Ends,
+pub(super) struct Ring {
+    pub(super) peer: Tid,
+    pub(super) ends: Ends,
+    pub(super) loans: Loans,
+    /// A large message had to be copied because the other task does not know of this one's store.
+    pub(super) wants_store: bool,
     /// The other task's bell, and our place in it.
     bell: Arc<Own<PeerBell>>,
     theirs: usize,
@@ -76,6 +80,8 @@ impl Ring {
     fn new(now: Micros, peer: Tid, ends: Ends, bell: PeerBell, theirs: usize) -> Ring {
         Ring {
             peer,
+            loans: Loans::new(&ends),
+            wants_store: false,
             ends,
             bell: Arc::new(Own::new(bell)),
             theirs,
@@ -86,7 +92,7 @@ impl Ring {
     }
 
     /// The processor that frames are written on, nearly always.
-    fn our_processor(&mut self) -> u8 {
+    pub(super) fn our_processor(&mut self) -> u8 {
         if self.ours.1 == 0 {
             self.ours = (processor(), WRITES_PER_LOOK);
         }
@@ -98,8 +104,12 @@ impl Ring {
     fn take_record(&mut self, now: Micros, link: &mut Link) -> Result<usize, Broken> {
         let Some(mut record) = self.ends.reader.next_record()? else { return Ok(0) };
         let bytes = record.len();
-        let (kind, seq, ack, processor) = read_head(&mut record)?;
-        self.processor = processor;
+        let head = read_head(&mut record)?;
+        let (kind, seq, ack) = decode_short_head(head).ok_or(Broken)?;
+        self.processor = head[SHORT_HEAD_SPARE];
+        if head[0] & SHORT_HEAD_APART != 0 {
+            return Ring::borrow(&self.loans, record, now, (seq, ack), link).map(|more| bytes + more);
+        }
         link.take(now, kind, seq, ack, InRing(record));
         Ok(bytes)
     }
@@ -118,7 +128,7 @@ enum Standing {
 
 /// What a slot of the bell is for.
 #[derive(Debug)]
-enum Slot {
+pub(super) enum Slot {
     Free,
     Reserved,
     Ring(Own<Ring>),
@@ -130,7 +140,9 @@ pub(crate) struct Near {
     bell: Option<Arc<Own<OwnBell>>>,
     /// The memory behind the bell, for peers.
     shared: Option<Arc<Own<OwnedFd>>>,
-    slots: Vec<Slot>,
+    pub(super) slots: Vec<Slot>,
+    /// What is lent and borrowed.
+    pub(super) lending: Lending,
     by_peer: FxHashMap<Tid, usize>,
     standing: FxHashMap<Tid, Standing>,
     last_offer: u64,
@@ -274,14 +286,10 @@ impl Payload for InRing<'_> {
     }
 }
 
-/// Kind, number and acknowledgement of a record, and the processor on which it was written.
-fn read_head(record: &mut Record<'_, Shared>) -> Result<(LinkKind, u64, u64, u8), Broken> {
-    let head: [u8; SHORT_HEAD_BYTES] = record.take().ok_or(Broken)?;
-    let (kind, seq, ack) = decode_short_head(head).ok_or(Broken)?;
-    if record.len() > FRAGMENT_BYTES_MAX {
-        return Err(Broken);
-    }
-    Ok((kind, seq, ack, head[SHORT_HEAD_SPARE]))
+/// The header of a record.
+fn read_head(record: &mut Record<'_, Shared>) -> Result<[u8; SHORT_HEAD_BYTES], Broken> {
+    let head = record.take().ok_or(Broken)?;
+    if record.len() > FRAGMENT_BYTES_MAX { Err(Broken) } else { Ok(head) }
 }
 
 impl Core {
@@ -346,6 +354,9 @@ impl Core {
                 }
             }
             RouteWord::RingAccept { id, slot } => self.ring_accepted(now, from, id, slot as usize, &descriptors),
+            RouteWord::StoreOffer { .. } | RouteWord::StoreAccept { .. } => {
+                self.take_store_word(now, from, word, &descriptors);
+            }
             RouteWord::RingRefuse { id } => {
                 if matches!(self.near.standing.get(&from), Some(Standing::Offered { id: open, .. }) if *open == id) {
                     self.drop_offer(now, from, Standing::Refused { until: now + REFUSAL });
@@ -537,11 +548,11 @@ impl Core {
     /// Writes what the link has for its ring, as far as there is room.
     pub(super) fn pump_ring(&mut self, now: Micros, slot: usize) {
         let (near, links) = self.near_and_links();
-        let Some(ring) = near.ring(slot) else { return };
-        let peer = ring.peer;
+        let Some(peer) = near.ring(slot).map(|ring| ring.peer) else { return };
         let Some(link) = links.get_mut(&peer) else { return };
-        let (mut wrote, mut urgent, mut broken, processor) = (0u32, false, false, processor());
+        let (mut wrote, mut urgent, mut broken) = (0u32, false, false);
         while !broken && link.has_frame() {
+            let Some(ring) = near.ring(slot) else { return };
             match ring.ends.writer.wants_room(RECORD_BYTES_MAX) {
                 Ok(true) => {}
                 Ok(false) => break,
@@ -550,10 +561,15 @@ impl Core {
                     break;
                 }
             }
+            if near.lend(now, slot, link) {
+                wrote += 1;
+                continue;
+            }
+            let Some(ring) = near.ring(slot) else { return };
             let frame = link.next_frame(now).expect("the link has one");
             urgent |= frame.kind == LinkKind::Probe;
             let mut head = frame.encode_short_head();
-            head[SHORT_HEAD_SPARE] = processor;
+            head[SHORT_HEAD_SPARE] = ring.our_processor();
             broken = ring.ends.writer.write([&head, frame.head, frame.body]).is_err();
             wrote += 1;
             if wrote == 1 && !link.is_transmitted() {
@@ -562,6 +578,8 @@ impl Core {
             }
         }
         urgent |= !link.is_transmitted();
+        let Some(ring) = near.ring(slot) else { return };
+        let wants_store = std::mem::take(&mut ring.wants_store);
         if wrote > 0 || urgent {
             ring.used = now;
             let wake = ring.bell.get().ring(ring.theirs, urgent);
@@ -571,6 +589,9 @@ impl Core {
             }
         }
         let closed = near.ring(slot).is_some_and(|ring| ring.ends.writer.is_closed());
+        if wants_store {
+            self.offer_store(now, slot);
+        }
         if broken || closed {
             self.drain(now, slot);
             if self.near.slot(peer) == Some(slot) {
@@ -647,7 +668,8 @@ impl Core {
     /// Lets go of a ring. The other end learns of it; what it has not read it reads first.
     pub(super) fn end_ring(&mut self, now: Micros, slot: usize) {
         let Some(place) = self.near.slots.get_mut(slot) else { return };
-        let Slot::Ring(ring) = std::mem::replace(place, Slot::Free) else { return };
+        let Slot::Ring(mut ring) = std::mem::replace(place, Slot::Free) else { return };
+        self.near.end_loans(ring.get_mut());
         let Ring { peer, ends, bell, theirs, .. } = ring.get();
         self.near.by_peer.remove(peer);
         if let Some(link) = self.link_mut(*peer) {
@@ -682,6 +704,7 @@ impl Core {
     pub(super) fn unshare(&mut self) {
         self.near.standing.clear();
         self.near.slots.clear();
+        self.near.end_store();
         self.near.shared = None;
         if let Some(bell) = &self.near.bell {
             // Without memory for a page of its own the task keeps one that nobody else writes to any more.
@@ -716,6 +739,7 @@ impl Core {
                 self.end_ring(now, slot);
                 self.back_to_daemon(now, peer);
             }
+            self.near.end_idle_store(now);
             self.near.idle_look = (!self.near.by_peer.is_empty()).then(|| now + IDLE_LOOK);
         }
         if let Some(due) = self.near.offered().map(|(_, until)| until).chain(self.near.idle_look).min() {

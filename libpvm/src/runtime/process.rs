@@ -33,17 +33,19 @@ pub(crate) fn install_hooks() {
     ONCE.call_once(|| {
         // SAFETY: both functions are `extern "C"`, never unwind, and live as long as this library.
         unsafe {
-            libc::pthread_atfork(None, None, Some(after_fork_in_child));
+            libc::pthread_atfork(Some(before_fork), None, Some(after_fork_in_child));
             libc::atexit(at_exit);
         }
     });
 }
 
-/// Something to be done at the normal end of this process.
+/// Something to be done at the normal end of this process, or before a fork.
 pub(crate) trait ExitHook: Send {
     /// True when there is nothing left to do; the hook is then forgotten at the next occasion.
     fn is_done(&self) -> bool;
-    /// Does it.
+    /// Does what has to be done before a fork.
+    fn before_fork(&self);
+    /// Does what has to be done at the end.
     fn run(&self);
 }
 
@@ -75,6 +77,12 @@ extern "C" fn at_exit() {
     // `exit` may be called from a signal handler on top of a thread that holds the lock: better no flush than no end.
     if let Ok(hooks) = exit_hooks().try_lock() {
         hooks.iter().for_each(|hook| hook.run());
+    }
+}
+
+extern "C" fn before_fork() {
+    if let Ok(hooks) = exit_hooks().try_lock() {
+        hooks.iter().for_each(|hook| hook.before_fork());
     }
 }
 

@@ -89,6 +89,8 @@ impl Machine {
             RouteWord::RingOffer { id, .. } => {
                 self.deliver(from, ToTask::Route { from: to, near: false, word: RouteWord::RingRefuse { id } });
             }
+            // It is a help, no more.
+            RouteWord::StoreOffer { .. } => {}
             _ if self.tasks.get(to).is_some() => self.deliver(from, ToTask::PeerMoved { tid: to }),
             _ => self.deliver(from, ToTask::PeerGone { tid: to }),
         }

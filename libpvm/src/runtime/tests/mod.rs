@@ -3,6 +3,7 @@
 mod direct;
 mod ends;
 mod fake;
+mod lend;
 mod moves;
 mod rings;
 mod rm;

@@ -9,7 +9,7 @@ use sempa_proto::task::ToTask;
 use std::os::fd::AsFd;
 
 /// A daemon whose tasks may have rings.
-fn near() -> Fake {
+pub(super) fn near() -> Fake {
     let fake = Fake::start();
     fake.net().near = true;
     fake
@@ -20,7 +20,7 @@ fn has_ring(task: &Runtime, peer: Tid) -> bool {
 }
 
 /// Two tasks with a ring between them.
-fn pair(fake: &Fake) -> (Runtime, Runtime) {
+pub(super) fn pair(fake: &Fake) -> (Runtime, Runtime) {
     let (a, b) = (fake.join(), fake.join());
     for n in 0..3 {
         a.send(message(b.tid(), n, "")).expect("sent");
@@ -106,6 +106,14 @@ fn moves_take_rings_down_and_lose_nothing() {
 fn nothing_of_a_ring_is_mapped_or_open_while_a_task_is_moved() {
     let fake = near();
     let (a, b) = pair(&fake);
+    let large = vec![5; 1 << 20];
+    // By the second one it is known that the first task lends.
+    let held: Vec<_> = std::iter::repeat_with(|| {
+        a.send(message(b.tid(), 1, large.clone())).expect("sent");
+        next(&b)
+    })
+    .take(20)
+    .collect();
     fake.quiesce(a.tid(), 1);
     fake.quiesce(b.tid(), 2);
     fake.has_let_go(a.tid(), 1);
@@ -118,6 +126,7 @@ fn nothing_of_a_ring_is_mapped_or_open_while_a_task_is_moved() {
         let names = open.filter_map(|fd| std::fs::read_link(fd.path()).ok());
         assert_eq!(names.filter(|name| name.to_string_lossy().contains("sempa-")).count(), 0);
     }
+    assert!(held.iter().all(|message| message.body[..] == large));
     fake.wake(1);
     fake.wake(2);
     a.send(message(b.tid(), 9, "")).expect("sent");

@@ -1,0 +1,330 @@
+//! Large messages to tasks on this host: copied once into this task's store, and read there by everybody who gets them.
+//!
+//! A store is offered through the daemon when a ring has its first large message; until it is accepted, and when it is full,
+//! messages are copied through the ring. The link keeps a message as always, so a loan may come to nothing at any time.
+
+use super::core::Core;
+use super::near::{Near, Ring, Slot};
+use super::process::Own;
+use bytes::Bytes;
+use sempa_proto::link::{Link, LinkKind, SHORT_HEAD_APART, SHORT_HEAD_BYTES, SHORT_HEAD_SPARE, encode_short_head};
+use sempa_proto::route::{OfferId, RouteWord};
+use sempa_proto::{Micros, Tid};
+use sempa_ring::blocks::Block;
+use sempa_ring::memory::{Ends, RING_BYTES, Shared};
+use sempa_ring::ring::{Broken, Record};
+use sempa_ring::store::{LOANS_MAX, Loan, OwnStore, PeerStore, Returns, STORE_BYTES};
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::{Arc, Weak};
+
+/// Shorter messages are copied through the ring: reader and writer copy at the same time as long as they fit well into it.
+const LEND_BYTES_MIN: usize = RING_BYTES / 2;
+/// Shorter messages to several tasks are, too.
+const LEND_TO_MANY_BYTES_MIN: usize = 32 << 10;
+/// A store of which so much is lost to tasks that ended, or went, with a message in their hands is given up for a new one.
+const ABANDONED_BYTES_MAX: usize = STORE_BYTES / 2;
+/// A store from which nothing was lent for so long is given up.
+const STORE_IDLE_MAX: Micros = Micros::from_secs(60);
+
+/// This task's store.
+#[derive(Debug)]
+struct Store {
+    own: Own<OwnStore>,
+    id: OfferId,
+    fd: Arc<Own<OwnedFd>>,
+    used: Micros,
+}
+
+/// A message that goes to several tasks.
+#[derive(Debug)]
+struct OneCopy {
+    head: Vec<u8>,
+    body: Bytes,
+    block: Block,
+}
+
+/// What this task lends and has borrowed.
+#[derive(Debug, Default)]
+pub(super) struct Lending {
+    store: Option<Store>,
+    last_id: u64,
+    /// The same message is about to go to several tasks.
+    to_many: bool,
+    one_copy: Option<OneCopy>,
+    /// Stores of others that messages may lie in.
+    borrowed: Vec<Weak<PeerStore>>,
+}
+
+/// What goes on about loans over one ring.
+#[derive(Debug)]
+pub(super) struct Loans {
+    /// What is lent, with the store that it lies in.
+    lent: Vec<Option<(OfferId, Block)>>,
+    /// The store that the other task has been told of, and whether it can read it.
+    offered: Option<(OfferId, bool)>,
+    /// The other task's store.
+    theirs: Option<(OfferId, Arc<PeerStore>)>,
+    returns: Arc<Returns>,
+}
+
+impl Loans {
+    pub(super) fn new(ends: &Ends) -> Loans {
+        Loans { lent: Vec::new(), offered: None, theirs: None, returns: Returns::new(ends.reader.area()) }
+    }
+}
+
+/// A borrowed message. A forked child never gives it back.
+struct Borrowed(Own<Loan>);
+
+impl AsRef<[u8]> for Borrowed {
+    fn as_ref(&self) -> &[u8] {
+        self.0.get().as_ref()
+    }
+}
+
+/// Where a message lies, as a record says it: store, offset, length, place among the loans.
+const PLACE_WORDS: usize = 4;
+
+impl Ring {
+    /// Takes a whole message that lies in the other task's store; its length.
+    pub(super) fn borrow(
+        loans: &Loans,
+        mut record: Record<'_, Shared>,
+        now: Micros,
+        (seq, ack): (u64, u64),
+        link: &mut Link,
+    ) -> Result<usize, Broken> {
+        let mut words = [0; PLACE_WORDS];
+        for word in &mut words {
+            *word = u64::from_le_bytes(record.take().ok_or(Broken)?);
+        }
+        let [id, offset, len, slot] = words;
+        let (_, store) = loans.theirs.as_ref().filter(|(theirs, _)| theirs.0 == id).ok_or(Broken)?;
+        let number = |word| usize::try_from(word).map_err(|_| Broken);
+        let block = Block { offset: number(offset)?, len: number(len)? };
+        let slot = u8::try_from(slot).map_err(|_| Broken)?;
+        let loan = store.borrow(block, slot, &loans.returns).ok_or(Broken)?;
+        link.take_whole(now, seq, ack, Bytes::from_owner(Borrowed(Own::new(loan))));
+        Ok(block.len)
+    }
+
+    /// Takes note of what the other task is done with.
+    fn collect(&mut self, store: Option<&mut Store>) {
+        let mut returned = self.ends.writer.take_returned();
+        let Some(store) = store else { return };
+        while returned != 0 {
+            let slot = returned.trailing_zeros() as usize;
+            returned &= returned - 1;
+            if let Some((id, block)) = self.loans.lent.get_mut(slot).and_then(Option::take)
+                && id == store.id
+            {
+                store.own.get_mut().give_back(block);
+            }
+        }
+    }
+}
+
+impl Lending {
+    /// A copy of the message in the store.
+    fn copy(&mut self, head: &[u8], body: &Bytes) -> Option<Block> {
+        let store = self.store.as_mut()?.own.get_mut();
+        if let Some(copy) = &self.one_copy
+            && copy.body.as_ptr() == body.as_ptr()
+            && copy.body.len() == body.len()
+            && copy.head == head
+        {
+            store.share(copy.block);
+            return Some(copy.block);
+        }
+        let block = store.put([head, body])?;
+        if self.to_many && self.one_copy.is_none() {
+            store.share(block);
+            self.one_copy = Some(OneCopy { head: head.to_vec(), body: body.clone(), block });
+        }
+        Some(block)
+    }
+}
+
+impl Near {
+    /// Lends the next message of a link instead of copying it; false when it has to be copied, or is none for that.
+    pub(super) fn lend(&mut self, now: Micros, slot: usize, link: &mut Link) -> bool {
+        let Near { slots, lending, .. } = self;
+        let Some(Slot::Ring(ring)) = slots.get_mut(slot) else { return false };
+        let bytes_min = if lending.to_many { LEND_TO_MANY_BYTES_MIN } else { LEND_BYTES_MIN };
+        let Some((head, body)) = link.next_whole(bytes_min) else { return false };
+        let ring = ring.get_mut();
+        ring.collect(lending.store.as_mut());
+        let id = lending.store.as_ref().map(|store| store.id);
+        if id.is_none() || ring.loans.offered != id.map(|id| (id, true)) {
+            ring.wants_store = true;
+            return false;
+        }
+        let lent = &mut ring.loans.lent;
+        let place = lent.iter().position(Option::is_none).unwrap_or(lent.len());
+        if place >= LOANS_MAX {
+            return false;
+        }
+        let Some(block) = lending.copy(head, body) else { return false };
+        let Some(store) = &mut lending.store else { return false };
+        store.used = now;
+        if place == lent.len() {
+            lent.push(None);
+        }
+        lent[place] = Some((store.id, block));
+        let (seq, ack) = link.whole_sent(now);
+        let mut short = encode_short_head(LinkKind::Data { last: true }, seq, ack);
+        short[0] |= SHORT_HEAD_APART;
+        short[SHORT_HEAD_SPARE] = ring.our_processor();
+        let words = [store.id.0, block.offset as u64, block.len as u64, place as u64];
+        let mut record = [0; SHORT_HEAD_BYTES + PLACE_WORDS * 8];
+        record[..SHORT_HEAD_BYTES].copy_from_slice(&short);
+        for (to, word) in record[SHORT_HEAD_BYTES..].chunks_exact_mut(8).zip(words) {
+            to.copy_from_slice(&word.to_le_bytes());
+        }
+        let written = ring.ends.writer.write([&record]);
+        debug_assert_eq!(written, Ok(true), "the caller has looked for room");
+        true
+    }
+
+    /// How many messages are lent to a task.
+    #[cfg(test)]
+    pub(super) fn lent_to(&mut self, peer: Tid) -> usize {
+        let Some(slot) = self.slot(peer) else { return 0 };
+        let Near { slots, lending, .. } = self;
+        let Some(Slot::Ring(ring)) = slots.get_mut(slot) else { return 0 };
+        ring.get_mut().collect(lending.store.as_mut());
+        ring.get().loans.lent.iter().flatten().count()
+    }
+
+    /// How many places of the store are in use.
+    #[cfg(test)]
+    pub(super) fn places_lent(&self) -> usize {
+        self.lending.store.as_ref().map_or(0, |store| store.own.get().in_use())
+    }
+
+    /// A ring has ended: what is lent over it will never come back, what is borrowed need not go back.
+    pub(super) fn end_loans(&mut self, ring: &mut Ring) {
+        ring.collect(self.lending.store.as_mut());
+        ring.loans.returns.end();
+        let Some(store) = &mut self.lending.store else { return };
+        for (id, block) in ring.loans.lent.drain(..).flatten() {
+            if id == store.id {
+                store.own.get_mut().abandon(block);
+            }
+        }
+        if store.own.get().abandoned() > ABANDONED_BYTES_MAX {
+            self.lending.store = None;
+        }
+    }
+
+    /// Gives up a store that nobody has used for long.
+    pub(super) fn end_idle_store(&mut self, now: Micros) {
+        for slot in &mut self.slots {
+            if let Slot::Ring(ring) = slot {
+                ring.get_mut().collect(self.lending.store.as_mut());
+            }
+        }
+        let idle = |store: &Store| store.own.get().in_use() == 0 && now.since(store.used) >= STORE_IDLE_MAX;
+        if self.lending.store.as_ref().is_some_and(idle) {
+            self.lending.store = None;
+        }
+    }
+
+    /// The store is no more; whoever reads in it keeps what is there.
+    pub(super) fn end_store(&mut self) {
+        (self.lending.store, self.lending.one_copy) = (None, None);
+    }
+
+    /// Makes own memory of all messages that lie in stores of others. Where there is none left, they stay where they are.
+    pub(super) fn keep_borrowed(&mut self) {
+        for store in self.lending.borrowed.drain(..).filter_map(|store| store.upgrade()) {
+            // What could not be kept is still there to be read.
+            let _ = store.keep();
+        }
+    }
+}
+
+impl Core {
+    /// The same message goes to several tasks, until [`Core::went_to_many`].
+    pub(crate) fn goes_to_many(&mut self) {
+        self.near.lending.to_many = true;
+    }
+
+    /// See [`Core::goes_to_many`].
+    pub(crate) fn went_to_many(&mut self) {
+        let lending = &mut self.near.lending;
+        lending.to_many = false;
+        if let (Some(copy), Some(store)) = (lending.one_copy.take(), &mut lending.store) {
+            store.own.get_mut().give_back(copy.block);
+        }
+    }
+
+    /// Tells a task of this task's store, which is made if there is none.
+    pub(super) fn offer_store(&mut self, now: Micros, slot: usize) {
+        let near = &mut self.near;
+        if near.lending.store.is_none() {
+            let Ok((own, fd)) = OwnStore::new() else { return };
+            near.lending.last_id += 1;
+            let id = OfferId(near.lending.last_id);
+            near.lending.store = Some(Store { own: Own::new(own), id, fd: Arc::new(Own::fd(fd)), used: now });
+        }
+        let Some(Store { id, fd, .. }) = &near.lending.store else { return };
+        let (id, fd) = (*id, fd.clone());
+        let Some(Slot::Ring(ring)) = near.slots.get_mut(slot) else { return };
+        let ring = ring.get_mut();
+        if ring.loans.offered.is_some_and(|(offered, _)| offered == id) {
+            return;
+        }
+        ring.loans.offered = Some((id, false));
+        let peer = ring.peer;
+        self.say(peer, RouteWord::StoreOffer { id }, vec![fd]);
+    }
+
+    /// A word of another task about stores.
+    pub(super) fn take_store_word(&mut self, now: Micros, from: Tid, word: &RouteWord, descriptors: &[OwnedFd]) {
+        // Records that were written before the word do not know of it.
+        self.drain_peer(now, from);
+        let Some(slot) = self.near.slot(from) else { return };
+        let Near { slots, lending, .. } = &mut self.near;
+        let Some(Slot::Ring(ring)) = slots.get_mut(slot) else { return };
+        let loans = &mut ring.get_mut().loans;
+        match *word {
+            RouteWord::StoreOffer { id } => {
+                let Some(store) = descriptors.first().and_then(|fd| PeerStore::map(fd.as_fd()).ok()) else { return };
+                let store = Arc::new(store);
+                lending.borrowed.retain(|other| other.strong_count() > 0);
+                lending.borrowed.push(Arc::downgrade(&store));
+                loans.theirs = Some((id, store));
+                self.say(from, RouteWord::StoreAccept { id }, Vec::new());
+            }
+            RouteWord::StoreAccept { id } => {
+                if let Some((offered, accepted)) = &mut loans.offered
+                    && *offered == id
+                {
+                    *accepted = true;
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// A forked child goes on reading messages that lie in stores of others, whose lenders know of this process only: before
+    /// the fork they become memory of the process. Rings they came by end, and come back when they are needed.
+    pub(crate) fn prepare_for_fork(&mut self, now: Micros) {
+        for slot in 0..self.near.slots.len() {
+            let used = |ring: &Ring| ring.loans.theirs.as_ref().is_some_and(|(_, store)| store.is_used());
+            let peer = match &self.near.slots[slot] {
+                Slot::Ring(ring) if used(ring.get()) => ring.get().peer,
+                _ => continue,
+            };
+            while self.drain(now, slot) {}
+            self.end_ring(now, slot);
+            self.back_to_daemon(now, peer);
+        }
+        self.near.lending.borrowed.retain(|store| store.strong_count() > 0);
+        for store in self.near.lending.borrowed.iter().filter_map(Weak::upgrade).filter(|store| store.is_used()) {
+            // As in `keep_borrowed`.
+            let _ = store.keep();
+        }
+    }
+}

@@ -1,0 +1,147 @@
+//! Large messages between tasks of one host lie in the sender's store.
+
+use super::fake::Fake;
+use super::rings::{near, pair};
+use super::{PATIENCE, expect_numbered, message, next, send_numbered, until};
+use crate::inbox::Inbox;
+use crate::runtime::Runtime;
+use sempa_proto::message::Message;
+use sempa_proto::{PvmError, Tid};
+use std::time::Instant;
+
+const LARGE: usize = 1 << 20;
+
+fn large(n: u8) -> Vec<u8> {
+    (0..LARGE).map(|i| (i as u8).wrapping_mul(31).wrapping_add(n)).collect()
+}
+
+/// How many messages `task` has lent to `peer`.
+fn lent(task: &Runtime, peer: Tid) -> usize {
+    task.lock().expect("not forked").core.near.lent_to(peer)
+}
+
+/// Two tasks, of which the first can lend to the second.
+fn lenders(fake: &Fake) -> (Runtime, Runtime) {
+    let (a, b) = pair(fake);
+    let mut n = 0;
+    until("a loan", || {
+        a.send(message(b.tid(), n, large(n as u8))).expect("sent");
+        let got = next(&b);
+        assert_eq!((got.tag, &got.body[..]), (n, &large(n as u8)[..]));
+        n += 1;
+        (lent(&a, b.tid()) > 0).then_some(())
+    });
+    (a, b)
+}
+
+#[test]
+fn a_large_message_is_read_where_the_sender_put_it_and_the_place_is_used_again() {
+    let fake = near();
+    let (a, b) = lenders(&fake);
+    let held: Vec<Message> = (0..5)
+        .map(|n| {
+            a.send(message(b.tid(), n, large(n as u8))).expect("sent");
+            next(&b)
+        })
+        .collect();
+    assert_eq!(lent(&a, b.tid()), 5, "those that are held; the one before has come back");
+    for (n, message) in held.iter().enumerate() {
+        assert_eq!(message.body[..], large(n as u8));
+    }
+    let places: Vec<*const u8> = held.iter().map(|message| message.body.as_ptr()).collect();
+    drop(held);
+    a.send(message(b.tid(), 9, large(9))).expect("sent");
+    let again = next(&b);
+    assert_eq!(lent(&a, b.tid()), 1);
+    assert!(places.contains(&again.body.as_ptr()), "a place that was used before");
+}
+
+#[test]
+fn a_receiver_that_keeps_everything_gets_copies_when_the_store_is_full() {
+    let fake = near();
+    let (a, b) = lenders(&fake);
+    let held: Vec<Message> = (0..200)
+        .map(|n| {
+            a.send(message(b.tid(), n, large(n as u8))).expect("sent");
+            next(&b)
+        })
+        .collect();
+    for (n, message) in held.iter().enumerate() {
+        assert_eq!(message.body[..], large(n as u8));
+    }
+    assert!(lent(&a, b.tid()) <= 64);
+}
+
+#[test]
+fn one_message_to_many_is_copied_once() {
+    let fake = near();
+    let a = fake.join();
+    let others: Vec<Runtime> = (0..4).map(|_| fake.join()).collect();
+    let tids: Vec<Tid> = others.iter().map(Runtime::tid).collect();
+    let mut n = 0;
+    let places = until("loans to all", || {
+        a.send_to_many(&message(Tid::NONE, n, large(n as u8)), &tids).expect("sent");
+        let held: Vec<Message> = others.iter().map(next).collect();
+        assert!(held.iter().all(|got| (got.tag, &got.body[..]) == (n, &large(n as u8)[..])));
+        n += 1;
+        let places = a.look(|core| core.near.places_lent()).expect("not forked");
+        tids.iter().all(|tid| lent(&a, *tid) == 1).then_some(places)
+    });
+    assert_eq!(places, 1, "one place for all four");
+    assert_eq!(a.send_to_many(&message(Tid::NONE, 1, ""), &[tids[0], Tid::NONE]), Err(PvmError::BadParam));
+    assert_eq!(next(&others[0]).tag, 1, "those before the bad one were sent to");
+}
+
+#[test]
+fn messages_in_hand_stay_whole_through_moves_of_either_side() {
+    let fake = near();
+    for round in 1..=6u64 {
+        let (a, b) = lenders(&fake);
+        a.send(message(b.tid(), 1, large(1))).expect("sent");
+        let held = next(&b);
+        // This one is borrowed, too, and waits.
+        a.send(message(b.tid(), 2, large(2))).expect("sent");
+        let moved = if round % 2 == 0 { &a } else { &b };
+        let stays = if round % 2 == 0 { &b } else { &a };
+        fake.quiesce(moved.tid(), round);
+        fake.has_let_go(moved.tid(), round);
+        fake.tell(stays.tid(), sempa_proto::task::ToTask::PeerMoved { tid: moved.tid() });
+        fake.wake(round);
+        // Whatever the lender writes from now on.
+        send_numbered(&a, b.tid(), 0..50);
+        assert_eq!(held.body[..], large(1));
+        let waiting = next(&b);
+        assert_eq!((waiting.tag, &waiting.body[..]), (2, &large(2)[..]));
+        expect_numbered(&b, a.tid(), 0..50);
+        assert_eq!((&held.body[..], &waiting.body[..]), (&large(1)[..], &large(2)[..]));
+    }
+}
+
+#[test]
+fn a_lender_that_ends_leaves_what_it_has_lent() {
+    let fake = near();
+    let (a, b) = lenders(&fake);
+    a.send(message(b.tid(), 1, large(1))).expect("sent");
+    a.send(message(b.tid(), 2, large(2))).expect("sent");
+    let held = next(&b);
+    fake.hang_up(a.tid());
+    fake.tell(b.tid(), sempa_proto::task::ToTask::PeerGone { tid: a.tid() });
+    drop(a);
+    assert_eq!((&held.body[..], &next(&b).body[..]), (&large(1)[..], &large(2)[..]));
+}
+
+#[test]
+fn what_a_fork_takes_along_is_no_loan_any_more() {
+    let fake = near();
+    let (a, b) = lenders(&fake);
+    a.send(message(b.tid(), 1, large(1))).expect("sent");
+    let held = next(&b);
+    b.prepare_for_fork();
+    // A forked child has the same memory; what the lender writes from now on must not reach it.
+    for n in 2..40 {
+        a.send(message(b.tid(), n, large(n as u8))).expect("sent");
+        let wanted = &mut |inbox: &mut Inbox| inbox.take_first(|m| m.tag == n);
+        b.inbox_wait(Some(Instant::now() + PATIENCE), wanted).expect("connected").expect("in time");
+        assert_eq!(held.body[..], large(1));
+    }
+}
