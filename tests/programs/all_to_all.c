@@ -3,10 +3,13 @@
  *
  *   all_to_all HOST...            the director: spawns WORKERS workers on the hosts in turn
  *   all_to_all -b MIB HOST...     the same; worker 2 holds so much memory more
+ *   all_to_all -d HOST...         the same; the workers want direct routes (PvmRouteDirect)
+ *   all_to_all -f HOST...         as -d, and all but worker 2 fork as they go on
  *
  * The director prints a line for each worker ("worker INDEX tTID HOST ROLE"), the workers' progress
- * ("progress INDEX TIME COUNT", time in microseconds since 1970), and, when a line comes in on its standard input or
- * that closes, has everybody finish and prints the summary. Exit status 0: nothing lost, doubled, damaged, out of order.
+ * ("progress INDEX TIME COUNT", time in microseconds since 1970), with -d each new direct route ("route INDEX PEER COUNT"),
+ * and, when a line comes in on its standard input or that closes, has everybody finish and prints the summary, with -f
+ * also how many children there were. Exit status 0: nothing lost, doubled, damaged, out of order, and no child failed.
  *
  * The workers differ in how they spend their time: blocked in pvm_recv, computing without any call of PVM, in the
  * middle of large sends, or a mixture.
@@ -18,6 +21,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/time.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #define WORKERS 6
@@ -25,8 +29,15 @@
 #define MISSING_MAX 4096
 #define REPORT_EVERY_US 20000
 #define QUIET_END_S 60
+#define FORK_EVERY 40
+#define CHILDREN_MAX 4
 
-enum { TAG_PEERS = 1, TAG_DATA, TAG_ACK, TAG_FIN, TAG_STOP, TAG_PROGRESS, TAG_SUMMARY };
+enum { TAG_PEERS = 1, TAG_DATA, TAG_ACK, TAG_FIN, TAG_STOP, TAG_PROGRESS, TAG_SUMMARY, TAG_ROUTE, TAG_ROUTES, TAG_READY };
+enum { DIRECT = 1, FORKS };
+/* Numbers in a worker's summary: who, checked, five kinds of faults, children. */
+#define SUMMARY 8
+#define FAULTS_FROM 2
+#define CHILDREN 7
 enum { BLOCKED, COMPUTING, LARGE, MIXED };
 static const char *const role_names[] = { "blocked", "computing", "large", "mixed" };
 
@@ -37,11 +48,13 @@ struct pair {
     int fin;               /* how many it says it sent; -1 until it says so */
     int missing[MISSING_MAX];
     int missing_count;
+    int routes;            /* direct routes to this peer there have been */
 };
 
 static int me, role, director, peers[WORKERS];
 static struct pair pairs[WORKERS];
 static int checked, doubled, disordered, damaged, stopping;
+static int wants, children, children_now, children_failed;
 static unsigned int progress;
 static int64_t last_report;
 static unsigned char *block;
@@ -85,6 +98,67 @@ static void must(int code, const char *what)
         fprintf(stderr, "worker %d: %s: %d\n", me, what, code);
         exit(3);
     }
+}
+
+/*
+ * A child that knows nothing of PVM, as when a program starts another one: it ends at once, in an orderly way, as another
+ * program, or after a while in which it holds all that it has inherited.
+ */
+static void child(int kind)
+{
+    if (kind == 0)
+        _exit(0);
+    if (kind == 1)
+        exit(0);
+    if (kind == 2) {
+        execl("/bin/true", "true", (char *)NULL);
+        _exit(9);
+    }
+    usleep(300000);
+    _exit(0);
+}
+
+static void fork_now_and_then(void)
+{
+    static unsigned int next = FORK_EVERY;
+    int status;
+    while (children_now > 0 && waitpid(-1, &status, WNOHANG) > 0) {
+        children_now--;
+        children_failed += status != 0;
+    }
+    if (wants < FORKS || me == LARGE || stopping || progress < next || children_now >= CHILDREN_MAX)
+        return;
+    next = progress + FORK_EVERY;
+    pid_t pid = fork();
+    if (pid == 0)
+        child(children % 4);
+    must(pid, "fork");
+    children++;
+    children_now++;
+}
+
+static void wait_for_children(void)
+{
+    int status;
+    while (children_now > 0 && waitpid(-1, &status, 0) > 0) {
+        children_now--;
+        children_failed += status != 0;
+    }
+}
+
+static void note_route(void)
+{
+    int tid = 0, peer, words[3];
+    must(pvm_upkint(&tid, 1, 1), "unpack route");
+    if (tid == director)
+        return;
+    peer = who(tid);
+    words[0] = me;
+    words[1] = peer;
+    words[2] = ++pairs[peer].routes;
+    must(pvm_initsend(PvmDataDefault), "initsend");
+    pvm_pkint(words, 3, 1);
+    must(pvm_send(director, TAG_ROUTES), "send routes");
 }
 
 static int choose_size(void)
@@ -200,6 +274,10 @@ static void take(int buf)
         stop_sending();
         return;
     }
+    if (tag == TAG_ROUTE) {
+        note_route();
+        return;
+    }
     int from = who(tid);
     if (tag == TAG_DATA) {
         take_data(from);
@@ -240,6 +318,7 @@ static void work(void)
         int buf;
         struct timeval patience = { QUIET_END_S, 0 };
         report();
+        fork_now_and_then();
         fill_windows();
         if (role == COMPUTING && !stopping) {
             compute();
@@ -265,10 +344,17 @@ static int worker(void)
 {
     int ballast = 0;
     director = pvm_parent();
+    /* Nobody sends before all are ready, so that no route is missed. */
+    must(pvm_notify(PvmRouteAdd, TAG_ROUTE, -1, NULL), "notify");
+    must(pvm_initsend(PvmDataDefault), "initsend");
+    must(pvm_send(director, TAG_READY), "send ready");
     must(pvm_recv(director, TAG_PEERS), "recv peers");
     pvm_upkint(&me, 1, 1);
     pvm_upkint(&ballast, 1, 1);
+    pvm_upkint(&wants, 1, 1);
     pvm_upkint(peers, WORKERS, 1);
+    if (wants >= DIRECT)
+        must(pvm_setopt(PvmRoute, PvmRouteDirect), "setopt");
     role = me < MIXED ? me : MIXED;
     dice += (uint64_t)me * 7919;
     block = malloc(BYTES_MAX);
@@ -281,13 +367,14 @@ static int worker(void)
         pairs[i].fin = -1;
     }
     work();
+    wait_for_children();
     int lost = 0;
     for (int i = 0; i < WORKERS; i++)
         if (i != me)
             lost += pairs[i].missing_count + (pairs[i].fin < 0 ? 1 : pairs[i].fin + 1 - pairs[i].expected);
-    int summary[] = { me, checked, lost, doubled, disordered, damaged };
+    int summary[SUMMARY] = { me, checked, lost, doubled, disordered, damaged, children_failed, children };
     must(pvm_initsend(PvmDataDefault), "initsend");
-    pvm_pkint(summary, 6, 1);
+    pvm_pkint(summary, SUMMARY, 1);
     must(pvm_send(director, TAG_SUMMARY), "send summary");
     pvm_exit();
     return 0;
@@ -304,6 +391,13 @@ static void print_progress(void)
     printf("progress %d %lld %u\n", who(tid), (long long)high * 1000000 + low, count);
 }
 
+static void print_route(void)
+{
+    int words[3];
+    pvm_upkint(words, 3, 1);
+    printf("route %d %d %d\n", words[0], words[1], words[2]);
+}
+
 static void spawn_workers(int count, char **hosts, int ballast, char *program)
 {
     for (int i = 0; i < WORKERS; i++) {
@@ -315,10 +409,13 @@ static void spawn_workers(int count, char **hosts, int ballast, char *program)
         }
         printf("worker %d t%x %s %s\n", i, peers[i], host, role_names[i < MIXED ? i : MIXED]);
     }
+    for (int i = 0; i < WORKERS; i++)
+        must(pvm_recv(peers[i], TAG_READY), "recv ready");
     for (int i = 0; i < WORKERS; i++) {
         must(pvm_initsend(PvmDataDefault), "initsend");
         pvm_pkint(&i, 1, 1);
         pvm_pkint(&ballast, 1, 1);
+        pvm_pkint(&wants, 1, 1);
         pvm_pkint(peers, WORKERS, 1);
         must(pvm_send(peers[i], TAG_PEERS), "send peers");
     }
@@ -326,14 +423,14 @@ static void spawn_workers(int count, char **hosts, int ballast, char *program)
 
 static int direct(int count, char **hosts, int ballast, char *program)
 {
-    int told = 0, ended = 0, total[6] = { 0 };
+    int told = 0, ended = 0, total[SUMMARY] = { 0 };
     int64_t give_up = 0;
     setvbuf(stdout, NULL, _IOLBF, 0);
     spawn_workers(count, hosts, ballast, program);
     while (ended < WORKERS) {
         struct timeval step = { 0, 50000 };
         struct pollfd input = { 0, POLLIN, 0 };
-        int bytes, tag, tid, summary[6];
+        int bytes, tag, tid, summary[SUMMARY];
         if (!told && poll(&input, 1, 0) > 0) {
             told = 1;
             give_up = now_us() + 2 * QUIET_END_S * 1000000ll;
@@ -351,9 +448,11 @@ static int direct(int count, char **hosts, int ballast, char *program)
         pvm_bufinfo(buf, &bytes, &tag, &tid);
         if (tag == TAG_PROGRESS) {
             print_progress();
+        } else if (tag == TAG_ROUTES) {
+            print_route();
         } else if (tag == TAG_SUMMARY) {
-            pvm_upkint(summary, 6, 1);
-            for (int i = 1; i < 6; i++)
+            pvm_upkint(summary, SUMMARY, 1);
+            for (int i = 1; i < SUMMARY; i++)
                 total[i] += summary[i];
             printf("account %d checked=%d lost=%d doubled=%d disordered=%d damaged=%d\n", summary[0], summary[1],
                    summary[2], summary[3], summary[4], summary[5]);
@@ -362,8 +461,13 @@ static int direct(int count, char **hosts, int ballast, char *program)
     }
     printf("summary: checked=%d lost=%d doubled=%d disordered=%d damaged=%d\n", total[1], total[2], total[3], total[4],
            total[5]);
+    if (wants >= FORKS)
+        printf("children: %d, of which %d failed\n", total[CHILDREN], total[CHILDREN - 1]);
     pvm_exit();
-    return total[2] + total[3] + total[4] + total[5] == 0 ? 0 : 1;
+    for (int i = FAULTS_FROM; i < CHILDREN; i++)
+        if (total[i] != 0)
+            return 1;
+    return 0;
 }
 
 int main(int argc, char **argv)
@@ -375,9 +479,12 @@ int main(int argc, char **argv)
     if (argc > 2 && strcmp(argv[1], "-b") == 0) {
         ballast = atoi(argv[2]);
         first = 3;
+    } else if (argc > 1 && (strcmp(argv[1], "-d") == 0 || strcmp(argv[1], "-f") == 0)) {
+        wants = argv[1][1] == 'd' ? DIRECT : FORKS;
+        first = 2;
     }
     if (first >= argc) {
-        fprintf(stderr, "usage: all_to_all [-b MIB] HOST...\n");
+        fprintf(stderr, "usage: all_to_all [-b MIB | -d | -f] HOST...\n");
         return 2;
     }
     return direct(argc - first, argv + first, ballast, argv[0]);

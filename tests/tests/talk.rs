@@ -14,6 +14,8 @@ use std::time::Duration;
 const SOON: Duration = Duration::from_secs(60);
 const LONG: Duration = Duration::from_secs(240);
 const MOVES: usize = 50;
+/// Moves of the tests in which routes are waited for after each.
+const MOVES_WITH_ROUTES: usize = 12;
 const HOSTS: [&str; 3] = ["h1", "h2", "h3"];
 
 /// The director, and its workers as (tid, host).
@@ -58,6 +60,57 @@ impl Talk {
     }
 }
 
+/// Numbers that look random and are the same each time.
+struct Dice(u64);
+
+impl Dice {
+    fn roll(&mut self, below: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 >> 20) as usize % below
+    }
+}
+
+/// How many direct routes each worker has had to each other one.
+fn routes(out: &str) -> HashMap<(usize, usize), u32> {
+    let route = |line: &str| {
+        let mut words = line.strip_prefix("route ")?.split(' ');
+        let pair = (words.next()?.parse().ok()?, words.next()?.parse().ok()?);
+        Some((pair, words.next()?.parse().ok()?))
+    };
+    out.lines().filter_map(route).collect()
+}
+
+/// Moves workers who want direct routes, one after the other; each time both sides of all its conversations have a route
+/// again before the next one.
+fn move_and_wait_for_routes(vm: &Vm, talk: &mut Talk) {
+    let mut dice = Dice(0x9e37_79b9_7f4a_7c15);
+    let all_have = |who: &[usize], least: &dyn Fn((usize, usize)) -> u32| {
+        let found = eventually(SOON, || {
+            let now = routes(&talk.director.out_so_far().map_err(|error| error.to_string())?);
+            let pairs =
+                who.iter().flat_map(|one| (0..6).filter(move |other| other != one).map(move |other| (*one, other)));
+            let lacks = |pair: &(usize, usize)| now.get(pair).copied().unwrap_or(0) < least(*pair);
+            let missing: Vec<_> = pairs.flat_map(|(a, b)| [(a, b), (b, a)]).filter(lacks).collect();
+            if missing.is_empty() { Ok(now) } else { Err(format!("no route yet: {missing:?} of {now:?}")) }
+        });
+        found.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()))
+    };
+    let mut before = all_have(&[0, 1, 2, 3, 4, 5], &|_| 1);
+    for number in 0..MOVES_WITH_ROUTES {
+        // Each of the three that compute, block and send large messages is moved, and others.
+        let who = if number < 3 { number } else { dice.roll(6) };
+        let (tid, host) = &mut talk.workers[who];
+        let others: Vec<&str> = HOSTS.into_iter().filter(|name| name != host).collect();
+        let to = others[dice.roll(2)];
+        eprintln!("move {number}: {tid} from {host} to {to}");
+        vm.must_migrate(tid, to);
+        *host = to.to_string();
+        before = all_have(&[who], &|pair| before[&pair] + 1);
+    }
+}
+
 fn tail(text: &str) -> &str {
     let from = text.len().saturating_sub(300);
     text.get(from..).unwrap_or(text)
@@ -69,17 +122,14 @@ fn nothing_is_lost_doubled_or_out_of_order_through_fifty_random_moves() {
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
     let mut talk = Talk::start(&vm, &[]);
-    let mut dice: u64 = 0x2545_f491_4f6c_dd1d;
+    let mut dice = Dice(0x2545_f491_4f6c_dd1d);
     let mut moved: HashMap<usize, usize> = HashMap::new();
     for number in 0..MOVES {
-        dice ^= dice << 13;
-        dice ^= dice >> 7;
-        dice ^= dice << 17;
         // The three that compute, block and send large messages are moved as often as all others together.
-        let who = (dice >> 20) as usize % 6;
+        let who = dice.roll(6);
         let (tid, host) = &mut talk.workers[who];
         let others: Vec<&str> = HOSTS.into_iter().filter(|name| name != host).collect();
-        let to = others[(dice >> 40) as usize % 2];
+        let to = others[dice.roll(2)];
         eprintln!("move {number}: {tid} from {host} to {to}");
         vm.must_migrate(tid, to);
         *host = to.to_string();
@@ -90,6 +140,31 @@ fn nothing_is_lost_doubled_or_out_of_order_through_fifty_random_moves() {
         assert_eq!(&vm.host_of(tid).expect("a task"), host);
     }
     eprintln!("{}", talk.finish(&vm));
+    vm.halt().expect("halts");
+}
+
+#[test]
+fn direct_routes_lose_double_and_reorder_nothing_when_tasks_are_moved_and_are_there_again_after_it() {
+    let Some((bed, _)) = testbed(3) else { return };
+    let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
+    vm.add(&["h2", "h3"]).expect("the others join");
+    let mut talk = Talk::start(&vm, &["-d"]);
+    move_and_wait_for_routes(&vm, &mut talk);
+    eprintln!("{}", talk.finish(&vm));
+    vm.halt().expect("halts");
+}
+
+#[test]
+fn children_that_tasks_fork_disturb_neither_their_direct_routes_nor_their_moves() {
+    let Some((bed, _)) = testbed(3) else { return };
+    let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
+    vm.add(&["h2", "h3"]).expect("the others join");
+    let mut talk = Talk::start(&vm, &["-f"]);
+    move_and_wait_for_routes(&vm, &mut talk);
+    let summary = talk.finish(&vm);
+    eprintln!("{summary}");
+    let children = summary.lines().find_map(|line| line.strip_prefix("children: ")?.split(',').next()?.parse().ok());
+    assert!(children.is_some_and(|count: u32| count >= 100), "{summary}");
     vm.halt().expect("halts");
 }
 

@@ -1,7 +1,10 @@
 //! What an open descriptor means for a move. Pure: the caller has read /proc/PID/fd and fdinfo.
 
+use sempa_proto::route;
 use std::path::{Path, PathBuf};
 
+/// The mark of a socket of a direct route, as fdinfo prints it.
+const ROUTE_SOCKET_FLAG: u32 = route::ROUTE_SOCKET_FLAG.cast_unsigned();
 /// `O_ACCMODE`, `O_WRONLY` and `O_APPEND` as fdinfo prints them.
 const ACCESS_MODE: u32 = 0o3;
 const WRITE_ONLY: u32 = 0o1;
@@ -78,7 +81,9 @@ pub(super) enum Meaning {
 pub(super) fn judge(fd: &Descriptor<'_>) -> Meaning {
     let text = fd.link.to_string_lossy();
     if let Some(inode) = text.strip_prefix("socket:[").and_then(|rest| rest.strip_suffix(']')?.parse().ok()) {
-        return Meaning::Socket(inode);
+        // The library closes these before the dump, as it does with its connection to the daemon.
+        let is_route = flags(fd.info) & ROUTE_SOCKET_FLAG != 0;
+        return if is_route { Meaning::Travels } else { Meaning::Socket(inode) };
     }
     if text.starts_with("pipe:[") {
         return Meaning::Travels;
@@ -193,7 +198,9 @@ mod tests {
         let null = Kind::Character { major: 1, minor: 3 };
         assert_eq!(judge_as("/dev/null", "", null, 1, 0), Meaning::Travels);
         assert_eq!(judge_as("/proc/5/stat", "", Kind::Regular(0), 1, PROC_MAGIC), Meaning::Travels);
-        assert_eq!(judge_as("socket:[77]", "", Kind::Other, 1, 0), Meaning::Socket(77));
+        let socket = |flags: &str| judge_as("socket:[77]", &format!("pos:\t0\nflags:\t{flags}\n"), Kind::Other, 1, 0);
+        assert_eq!(socket("02004002"), Meaning::Socket(77));
+        assert_eq!(socket("02006002"), Meaning::Travels, "one of the library's own");
         let slave = Kind::Character { major: 136, minor: 4 };
         assert_eq!(judge_as("/dev/pts/4", "", slave, 1, 0), Meaning::Terminal(4));
         let master = Kind::Character { major: 5, minor: 2 };

@@ -1,5 +1,6 @@
 //! Which of a task's sockets lead to somebody outside it. Those do not survive a move, except the task's one connection
-//! to its daemon, which its library closes before the dump.
+//! to its daemon, which its library closes before the dump as it does with direct routes; the mark of those is looked at
+//! before (`descriptors`).
 
 use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockProtocol, SockType, recv, send, socket};
 use std::collections::{BTreeMap, BTreeSet};

@@ -1,7 +1,7 @@
 //! The side that offers a route: it listens, and finds out who connects.
 
 use super::handshake::Handshake;
-use super::{DirectEnd, Identity, NoRoute, OFFER_WITHIN, OFFERS_MAX, STRANGER_WITHIN, STRANGERS_MAX};
+use super::{DirectEnd, Identity, NoRoute, OFFER_WITHIN, OFFERS_MAX, STRANGER_WITHIN, STRANGERS_MAX, mark};
 use crate::runtime::process::Own;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags};
@@ -170,7 +170,9 @@ impl Acceptor {
                 // Nobody more, or out of descriptors: the next call tries again.
                 Err(_) => return,
             };
-            if socket.set_nonblocking(true).is_err() || socket.set_nodelay(true).is_err() {
+            let prepared =
+                socket.set_nonblocking(true).and_then(|()| socket.set_nodelay(true)).and_then(|()| mark(&socket));
+            if prepared.is_err() {
                 continue;
             }
             if self.strangers.len() >= STRANGERS_MAX {

@@ -2,7 +2,7 @@
 
 use super::accept::preamble;
 use super::handshake::Handshake;
-use super::{ADDRESS_WITHIN, DIAL_WITHIN, DirectEnd, Identity, NoRoute};
+use super::{ADDRESS_WITHIN, DIAL_WITHIN, DirectEnd, Identity, NoRoute, mark};
 use crate::runtime::process::Own;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -161,6 +161,7 @@ fn begin(address: SocketAddr) -> Result<Own<TcpStream>, NoRoute> {
     let family = if address.is_ipv4() { AddressFamily::Inet } else { AddressFamily::Inet6 };
     let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
     let socket = socket(family, SockType::Stream, flags, None).map_err(|e| NoRoute::Here(e.desc().into()))?;
+    mark(&socket).map_err(|e| NoRoute::Here(e.to_string()))?;
     match connect(socket.as_raw_fd(), &SockaddrStorage::from(address)) {
         Ok(()) | Err(Errno::EINPROGRESS) => {}
         Err(e) => return Err(NoRoute::Unreachable(format!("{address}: {}", e.desc()))),

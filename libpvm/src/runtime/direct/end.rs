@@ -257,7 +257,13 @@ impl DirectEnd {
         if let Err(ended) = got {
             self.ended.get_or_insert(ended);
         }
-        self.ended.clone().map_or(Ok(!emptied), Err)
+        self.ended.clone().map_or_else(|| Ok(!emptied && self.has_more()), Err)
+    }
+
+    /// True when the socket holds something.
+    fn has_more(&self) -> bool {
+        let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_PEEK;
+        recv(self.socket.get().as_raw_fd(), &mut [0], flags).is_ok_and(|bytes| bytes > 0)
     }
 
     /// Waits for the empty frame by which the listening side says that it believes this one; true when it has come.

@@ -197,6 +197,15 @@ fn frames_of_all_lengths_come_whole_and_in_order_in_both_directions() {
 }
 
 #[test]
+fn both_sockets_are_marked_as_closed_before_a_move() {
+    let (a, b) = route();
+    for end in [&a, &b] {
+        let flags = nix::fcntl::fcntl(end, nix::fcntl::FcntlArg::F_GETFL).expect("open");
+        assert_ne!(flags & sempa_proto::route::ROUTE_SOCKET_FLAG, 0);
+    }
+}
+
+#[test]
 fn a_stream_that_is_cut_anywhere_means_the_same() {
     for seed in 1..8 {
         let (mut a, mut b) = route_by(|port| between(port, seed, |_, _| true));

@@ -146,6 +146,8 @@ fn a_move_in_the_middle_of_a_stream_loses_doubles_and_reorders_nothing() {
             assert!(!leads(&a, b.tid()) && a.look(|core| !core.direct.is_open()).expect("not forked"));
             fake.wake(u64::from(round));
         });
+        // Until then it asks nobody for a route.
+        until("the return", || a.socket_fd());
         expect_numbered(&b, a.tid(), from..to);
         expect_numbered(&a, b.tid(), from..to);
         assert_eq!(ints(&tagged(&b, 5)), [a.tid().raw(), -1], "round {round}");

@@ -1,0 +1,54 @@
+//! What a task has sent over a direct route before it is killed is received, however much of it was still on its way.
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use sempa_tests::needs::testbed;
+use sempa_tests::run::Running;
+use sempa_tests::vm::Settings;
+use sempa_tests::{Vm, eventually};
+use std::io::Write;
+use std::process::Stdio;
+use std::time::Duration;
+
+const SOON: Duration = Duration::from_secs(60);
+/// What the talker says before it is killed: as much as one link may have on its way, less a little.
+const WORDS: usize = 60;
+const WORD_BYTES: usize = 64 << 10;
+
+/// The process of the listener, on its host.
+fn listener(vm: &Vm) -> Pid {
+    let host = vm.bed().host(3);
+    let is_it = |line: &str| line.split(' ').next().is_some_and(|program| program.ends_with("last_words"));
+    let found: Vec<u32> = host.processes().into_iter().filter(|(_, line)| is_it(line)).map(|(pid, _)| pid).collect();
+    let [pid] = found[..] else { panic!("one listener: {found:?}") };
+    Pid::from_raw(pid.cast_signed())
+}
+
+#[test]
+fn a_killed_task_has_said_what_it_had_sent_to_a_listener_who_stood_still() {
+    let Some((bed, _)) = testbed(3) else { return };
+    let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
+    vm.add(&["h2", "h3"]).expect("the others join");
+    let program = vm.program("last_words").expect("gcc");
+    let mut command = vm.command(bed.host(1), program);
+    command.args([&WORDS.to_string(), &WORD_BYTES.to_string(), "h2", "h3"]);
+    let mut director = Running::start(command, Stdio::piped()).expect("it starts");
+    let talker = eventually(SOON, || {
+        let out = director.out_so_far().map_err(|error| error.to_string())?;
+        let talker = out.lines().find_map(|line| line.strip_prefix("talker "));
+        talker.filter(|_| out.contains("ready\n")).map(String::from).ok_or(out.clone())
+    })
+    .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    let listener = listener(&vm);
+    kill(listener, Signal::SIGSTOP).expect("it is there");
+    director.take_stdin().expect("piped").write_all(b"go\n").expect("it listens");
+    eventually(SOON, || match vm.tasks() {
+        Ok(tasks) if tasks.iter().all(|task| task.tid != talker) => Ok(()),
+        other => Err(format!("{talker} is still there: {other:?}")),
+    })
+    .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    kill(listener, Signal::SIGCONT).expect("it is there");
+    let done = director.finish(SOON).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    assert!(done.good() && done.out.contains(&format!("heard {WORDS} in order, then the end")), "{done:?}");
+    vm.halt().expect("halts");
+}
