@@ -304,6 +304,7 @@ pub(crate) const ALL: &[Measurement] = &[
             &[
                 row("addhosts3", "pvm_addhosts of 3 hosts over ssh", "call", Unit::Millis, LOGIN),
                 row("ssh3", "  beside it: one bare ssh", "ssh", Unit::Millis, NO_GOAL),
+                row("ssh3-all", "  beside it: 3 bare ssh at the same time", "ssh_all", Unit::Millis, NO_GOAL),
             ],
         )
     },

@@ -258,24 +258,35 @@ impl<'a> Peers<'a> {
     /// Hosts are added and deleted again; beside it a bare login on one of them.
     fn login(&self, system: System, one: &Measurement) -> Result<Samples> {
         let bed = self.bed(system);
-        let bare = bare_login(bed)?;
+        let all: Vec<&str> =
+            one.words.iter().filter_map(|word| word.strip_prefix("host=")).flat_map(|l| l.split(',')).collect();
+        let bare = bare_logins(bed, &["h2"])?;
+        let together = bare_logins(bed, &all)?;
         let mut command = self.program(system);
         command.args(one.words);
         let done = run(command, RUN_TIME)?.expect_good(system.name())?;
         let mut samples = read(&done.out)?;
         samples.insert("ssh".to_string(), Sample::one(bare));
+        samples.insert("ssh_all".to_string(), Sample::one(together));
         bed.hosts().iter().skip(1).try_for_each(|host: &Host| gone(host, "pvmd", GONE_TIME))?;
         Ok(samples)
     }
 }
 
-/// How long `ssh h2 true` takes on h1, in microseconds.
-fn bare_login(bed: &Testbed) -> Result<f64> {
-    let mut command = bed.host(1).command("ssh");
-    command.arg("-F").arg(ssh::client_config(bed.folder(), "root")).args(["h2", "true"]);
-    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+/// How long `ssh HOST true` takes on h1 for all these hosts at the same time, in microseconds.
+fn bare_logins(bed: &Testbed, hosts: &[&str]) -> Result<f64> {
+    let login = |host: &str| {
+        let mut command = bed.host(1).command("ssh");
+        command.arg("-F").arg(ssh::client_config(bed.folder(), "root")).args([host, "true"]);
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        command.spawn().context("ssh")
+    };
     let begun = Instant::now();
-    let status = command.status().context("ssh")?;
+    let logins = hosts.iter().map(|host| login(host)).collect::<Result<Vec<_>>>()?;
+    let ended = logins.into_iter().map(|mut login| login.wait()).collect::<std::io::Result<Vec<_>>>()?;
     let us = begun.elapsed().as_secs_f64() * 1e6;
-    if status.success() { Ok(us) } else { bail!("a bare ssh to h2: {status}") }
+    match ended.iter().find(|status| !status.success()) {
+        None => Ok(us),
+        Some(status) => bail!("a bare ssh to one of {hosts:?}: {status}"),
+    }
 }
