@@ -62,6 +62,66 @@ static int orphan(int argc, char **argv)
     return 0;
 }
 
+#define LARGE (1 << 20)
+static char large[LARGE];
+
+/* Sends a large message, full of its number, whenever it is asked for one. */
+static int giver(int argc, char **argv)
+{
+    int parent = pvm_parent(), number;
+    (void)argc, (void)argv;
+    while (pvm_recv(parent, 8) > 0 && pvm_upkint(&number, 1, 1) == 0 && number > 0) {
+        memset(large, number, LARGE);
+        pvm_initsend(PvmDataRaw);
+        pvm_pkbyte(large, LARGE, 1);
+        pvm_send(parent, 9);
+    }
+    pvm_exit();
+    return 0;
+}
+
+/* Receives that message; true when it comes. */
+static int get_large(int from, int number)
+{
+    tell(from, 8, number);
+    return await(from, 9) > 0;
+}
+
+/* True when the active receive buffer is full of the number. */
+static int is_full_of(int number)
+{
+    int i;
+    if (pvm_upkbyte(large, LARGE, 1) != 0)
+        return 0;
+    for (i = 0; i < LARGE && large[i] == number; i++)
+        ;
+    return i == LARGE;
+}
+
+static void messages_across_a_fork(void)
+{
+    int from = 0, k, good = 1, status = -1, go[2];
+    pid_t child;
+    holds(start_as("giver", 0, "", 1, &from) == 1 && pipe(go) == 0, "a task that sends large messages starts");
+    for (k = 1; k <= 10; k++)
+        good = get_large(from, k) && is_full_of(k) && good;
+    holds(good, "large messages come whole");
+    get_large(from, 11);
+    child = fork();
+    if (child == 0) {
+        char word;
+        _exit(read(go[0], &word, 1) == 1 && is_full_of(11) ? 0 : 1);
+    }
+    for (k = 12; k <= 20; k++)
+        good = get_large(from, k) && is_full_of(k) && good;
+    holds(good, "large messages come whole after a fork");
+    holds(write(go[1], "", 1) == 1 && waitpid(child, &status, 0) == child, "the child of the fork ends");
+    is(status, 0, "a forked child reads the message its parent had received, whatever the parent has received since");
+    tell(from, 8, 0);
+    close(go[0]);
+    close(go[1]);
+}
+
 static volatile sig_atomic_t signalled;
 
 static void note(int number)
@@ -85,7 +145,7 @@ static int target(int argc, char **argv)
 }
 
 static const role roles[] = { { "newborn", newborn }, { "returner", returner }, { "forker", forker },
-    { "orphan", orphan }, { "target", target }, { NULL, NULL } };
+    { "orphan", orphan }, { "target", target }, { "giver", giver }, { NULL, NULL } };
 
 static void oneself(void)
 {
@@ -180,5 +240,6 @@ static void sentences(void)
     oneself();
     children();
     comings_and_goings();
+    messages_across_a_fork();
     signals();
 }
