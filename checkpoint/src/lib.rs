@@ -1,11 +1,13 @@
 //! Moving and checkpointing of tasks: the protocol (pure), and the engines that dump and restore processes.
 //!
 //! * [`protocol`]: coordinator, source and target of a move as state machines.
+//! * [`again`]: when a dump that met another one is begun again.
 //! * [`engine`]: the contract of whatever dumps and restores processes.
 //! * [`criu`]: the engine that works for any process.
 //! * [`facts`]: what a task is and holds, and whether a host can take it.
 //! * [`status`]: what the kernel tells of a process.
 
+pub mod again;
 pub mod criu;
 pub mod engine;
 pub mod facts;

@@ -4,6 +4,7 @@
 //! stops, dumps, restores and reaps task processes as it is told, and reports. When its socket closes it kills all of
 //! them and ends.
 
+mod attempt;
 mod carry;
 mod control;
 mod moves;

@@ -2,6 +2,7 @@
 //! discard) of a move. It decides nothing; it makes sure that whatever fails, the source's task can go on and nothing is
 //! left at the target.
 
+use crate::attempt::{Attempt, rest, roll};
 use crate::carry::Carry;
 use crate::namespace::Namespace;
 use crate::stop;
@@ -29,8 +30,6 @@ const STOP_ALLOWED: Duration = Duration::from_secs(2);
 const ENGINE_ALLOWED_BASE: Duration = Duration::from_secs(10);
 /// Image bytes for which a dump or restore gets one second more; fresh memory is slow on virtual machines.
 const ENGINE_BYTES_PER_SECOND: u64 = 100 << 20;
-/// How often a dump is begun that meets others on its way.
-const DUMP_ATTEMPTS_MAX: u32 = 64;
 /// Time for the first attempt to dump a task without memory. CRIU sometimes waits for ever for a thread that it has told to
 /// halt; a dump that works is done long before this, and the second attempt has the whole time.
 const FIRST_DUMP_BASE: Duration = Duration::from_secs(5);
@@ -184,6 +183,7 @@ impl Supervisor {
         for outcome in self.moves.workers.finished() {
             match outcome {
                 Outcome::Dumped { migration, tid, result } => self.dumped(migration, tid, result),
+                Outcome::Rested { migration, tid, failure } => self.rested(migration, tid, failure),
                 Outcome::Restored { migration, result } => self.restored(migration, result),
                 Outcome::Inspected { migration, result } => self.say(&FromTasker::Inspected { migration, result }),
                 Outcome::Compared { migration, tid, verdict } => self.compared(migration, tid, verdict),
@@ -272,19 +272,19 @@ impl Supervisor {
     }
 
     fn dump(&mut self, migration: MigrationId, tid: Tid, dir: PathBuf) {
-        match private_directory(&dir).and_then(|()| self.start_dump(migration, tid, &dir, 1)) {
-            Ok(worker) => self.is_dumping(migration, tid, worker, dir, 1),
+        match private_directory(&dir).and_then(|()| self.start_dump(migration, tid, &dir, true)) {
+            Ok(worker) => self.is_dumping(migration, tid, worker, Attempt::first(dir)),
             Err(why) => self.say(&FromTasker::Dumped { migration, result: Err(why) }),
         }
     }
 
-    fn is_dumping(&mut self, migration: MigrationId, tid: Tid, worker: u64, dir: PathBuf, attempt: u32) {
+    fn is_dumping(&mut self, migration: MigrationId, tid: Tid, worker: u64, attempt: Attempt) {
         if let Some(task) = self.tasks.get_mut(&tid) {
-            task.phase = Phase::Dumping { migration, worker, dir, attempt, called_off: false };
+            task.phase = Phase::Dumping { migration, worker, attempt, called_off: false };
         }
     }
 
-    fn start_dump(&mut self, migration: MigrationId, tid: Tid, dir: &Path, attempt: u32) -> Result<u64, Failure> {
+    fn start_dump(&mut self, migration: MigrationId, tid: Tid, dir: &Path, first: bool) -> Result<u64, Failure> {
         let task = self.tasks.get(&tid).ok_or(Failure::TaskEnded)?;
         let (Phase::Stopped { migration: stopped_for }, Some(namespace)) = (&task.phase, &task.namespace) else {
             return Err(Failure::Engine(format!("{tid} is not stopped for a move")));
@@ -297,7 +297,7 @@ impl Supervisor {
         let memory = resident_bytes(&processes);
         let carried = (task.output.inode(), task.stopped_before.clone());
         let mut limits = limits_for(memory)?;
-        if attempt == 1 {
+        if first {
             limits.allowed -= ENGINE_ALLOWED_BASE - FIRST_DUMP_BASE;
         }
         let dir = dir.to_path_buf();
@@ -336,10 +336,10 @@ impl Supervisor {
                 // An engine that died may have left it in any state; it is to be as it was.
                 stop::all_still(namespace, &mut BTreeSet::new());
             }
-            if let Phase::Dumping { dir, attempt, called_off, .. } = phase {
+            if let Phase::Dumping { attempt, called_off, .. } = phase {
                 go_on = called_off;
                 let root = task.process.pid;
-                if !called_off && self.dumps_again(migration, tid, root, &result, dir, attempt) {
+                if !called_off && self.dumps_again(migration, tid, root, &result, attempt) {
                     return;
                 }
             }
@@ -350,29 +350,59 @@ impl Supervisor {
         }
     }
 
-    /// Begins a dump once more if it only met another one on its way, or hung.
+    /// Sees to it that a dump is begun once more if it only met another one on its way, or hung.
     fn dumps_again(
         &mut self,
         migration: MigrationId,
         tid: Tid,
         root: i32,
         result: &Result<DumpReport, Failure>,
-        dir: PathBuf,
-        attempt: u32,
+        mut attempt: Attempt,
     ) -> bool {
         let (Err(failure), Some(engine)) = (result, &self.moves.engine) else { return false };
-        let hung = attempt == 1 && matches!(failure, Failure::Deadline { .. });
-        if attempt >= DUMP_ATTEMPTS_MAX || !(hung || engine.may_try_again(root, failure)) {
+        if attempt.is_first && matches!(failure, Failure::Deadline { .. }) {
+            return self.dump_anew(migration, tid, attempt);
+        }
+        if !engine.may_try_again(root, failure) {
             return false;
         }
-        let emptied = std::fs::remove_dir_all(&dir).map_err(|e| Failure::Io(e.to_string()));
-        let begun = emptied
-            .and_then(|()| private_directory(&dir))
-            .and_then(|()| self.start_dump(migration, tid, &dir, attempt + 1));
-        match begun {
-            Ok(worker) => self.is_dumping(migration, tid, worker, dir, attempt + 1),
-            Err(_) => return false,
+        let Some(pause) = attempt.again.pause(micros(attempt.begun.elapsed()), roll()) else { return false };
+        let (failure, cancel) = (failure.clone(), Cancel::new());
+        let resting = cancel.map_err(|e| Failure::Io(e.to_string())).and_then(|cancel| {
+            let called_off = cancel.clone();
+            self.moves.workers.start(&cancel, None, move || {
+                rest(&called_off, Duration::from_micros(pause.0));
+                Outcome::Rested { migration, tid, failure }
+            })
+        });
+        let Ok(worker) = resting else { return false };
+        self.is_dumping(migration, tid, worker, attempt);
+        true
+    }
+
+    /// The pause before another attempt is over, or was called off.
+    fn rested(&mut self, migration: MigrationId, tid: Tid, failure: Failure) {
+        if let Some(task) = self.tasks.get_mut(&tid)
+            && let Phase::Dumping { migration: of, attempt, called_off: false, .. } = &task.phase
+            && *of == migration
+        {
+            let attempt = attempt.clone();
+            task.phase = Phase::Stopped { migration };
+            if self.dump_anew(migration, tid, attempt) {
+                return;
+            }
         }
+        self.dumped(migration, tid, Err(failure));
+    }
+
+    /// Begins a dump once more, in an empty directory.
+    fn dump_anew(&mut self, migration: MigrationId, tid: Tid, attempt: Attempt) -> bool {
+        let emptied = std::fs::remove_dir_all(&attempt.dir).map_err(|e| Failure::Io(e.to_string()));
+        let begun = emptied
+            .and_then(|()| private_directory(&attempt.dir))
+            .and_then(|()| self.start_dump(migration, tid, &attempt.dir, false));
+        let Ok(worker) = begun else { return false };
+        self.is_dumping(migration, tid, worker, Attempt { is_first: false, ..attempt });
         true
     }
 

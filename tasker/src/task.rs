@@ -1,5 +1,6 @@
 //! One task: how it is started, what is known of it, how its output is read.
 
+use crate::attempt::Attempt;
 use crate::namespace::Namespace;
 use crate::stop;
 use crate::sys::{self, Child, ExecPlan, Inherited, NotStarted, Program, Stage, StageError, StartGuard};
@@ -13,7 +14,6 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::linux::fs::MetadataExt;
-use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 /// Chunks read from one task before others get their turn.
@@ -46,12 +46,10 @@ pub(crate) enum Phase {
     Dumping {
         /// The move.
         migration: MigrationId,
-        /// Number of the worker that drives the engine.
+        /// Number of the worker that drives the engine, or waits before it is started again.
         worker: u64,
-        /// Where the images go.
-        dir: PathBuf,
-        /// How often it was begun.
-        attempt: u32,
+        /// Which attempt it is.
+        attempt: Attempt,
         /// The move was called off; continue the task when the worker is through.
         called_off: bool,
     },

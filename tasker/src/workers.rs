@@ -27,6 +27,15 @@ pub(crate) enum Outcome {
         /// How it went.
         result: Result<DumpReport, Failure>,
     },
+    /// The pause behind a dump that is to be begun again.
+    Rested {
+        /// The move.
+        migration: MigrationId,
+        /// The task.
+        tid: Tid,
+        /// How the dump went.
+        failure: Failure,
+    },
     /// A restore. The task stands still.
     Restored {
         /// The move.
