@@ -193,7 +193,7 @@ impl Names {
 /// One event: time, host, text.
 pub(crate) fn event(names: &Names, event: &Event) -> String {
     let host = names.get(event.host).map_or_else(|| event.host.to_string(), str::to_string);
-    format!("{} {host} {}\n", time(event.at), event.kind)
+    format!("{} {host} {}\n", time(event.at), event.kind.told(|host| names.get(host)))
 }
 
 /// A day and the seconds since it began, in UTC.
@@ -380,7 +380,7 @@ Console: 2 new hosts added
         let happened = Event { number: 7, at: Micros(1_795_253_641_123_456), host: from, kind };
         assert_eq!(
             event(&host_names(), &happened),
-            "2026-11-21T09:34:01.123Z ha1 m4: t40002 was not moved from host 1 to host 3 (asked by t40001): dump failed: \
+            "2026-11-21T09:34:01.123Z ha1 m4: t40002 was not moved from ha1 to ha3 (asked by t40001): dump failed: \
              the engine was killed by signal 9\n"
         );
     }

@@ -185,7 +185,7 @@ pub(crate) fn event(names: &Names, event: &Event) -> Value {
         "time": crate::format::time(event.at),
         "host": names.get(event.host),
         "host_index": event.host.index(),
-        "text": event.kind.to_string(),
+        "text": event.kind.told(|host| names.get(host)),
         "kind": event.kind,
     })
 }

@@ -170,6 +170,43 @@ pub enum EventKind {
     },
 }
 
+impl EventKind {
+    /// The sentence with names of hosts where [`Display`](fmt::Display) has only their numbers, also in what other programs
+    /// have said; a host without a known name keeps its number.
+    pub fn told<'a>(&self, name: impl Fn(HostId) -> Option<&'a str>) -> String {
+        match self {
+            // These tell the name already.
+            EventKind::HostAdded { .. } | EventKind::HostGone { .. } => self.to_string(),
+            EventKind::Placed { name: program, hosts, why } => {
+                let one = |host: &HostId| name(*host).map_or_else(|| host.index().to_string(), str::to_string);
+                let hosts: Vec<String> = hosts.iter().map(one).collect();
+                format!("{program} placed on {}: {}", hosts.join(" "), with_names(why, name))
+            }
+            _ => with_names(&self.to_string(), name),
+        }
+    }
+}
+
+/// Puts names in the place of hosts as [`HostId`] prints them.
+fn with_names<'a>(text: &str, name: impl Fn(HostId) -> Option<&'a str>) -> String {
+    const SIGN: &str = "host ";
+    let mut out = String::with_capacity(text.len());
+    let mut rest = text;
+    while let Some(at) = rest.find(SIGN) {
+        let (before, behind) = (&rest[..at], &rest[at + SIGN.len()..]);
+        let digits = behind.bytes().take_while(u8::is_ascii_digit).count();
+        let is_word = !before.ends_with(|last: char| last.is_alphanumeric());
+        let host = behind[..digits].parse().ok().and_then(HostId::new).filter(|_| is_word);
+        out.push_str(before);
+        match host.and_then(&name) {
+            Some(name) => out.push_str(name),
+            None => out.push_str(&rest[at..at + SIGN.len() + digits]),
+        }
+        rest = &behind[digits..];
+    }
+    out + rest
+}
+
 impl fmt::Display for EventKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -224,5 +261,40 @@ pub fn describe_status(status: i32) -> String {
     match (status & 0x7f, (status >> 8) & 0xff) {
         (0, code) => format!("exit status {code}"),
         (signal, _) => format!("killed by signal {signal}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn host(index: u16) -> HostId {
+        HostId::new(index).expect("an index")
+    }
+
+    fn name(of: HostId) -> Option<&'static str> {
+        [None, None, Some("leo"), Some("max")][usize::from(of.index())]
+    }
+
+    #[test]
+    fn sentences_tell_hosts_by_name_wherever_they_stand() {
+        let why = "zoe is logged in on host 2".to_string();
+        let present = EventKind::OwnerPresent { host: host(2), since: Micros(0), seen: Micros(0), why };
+        assert_eq!(present.told(name), "owner of leo present: zoe is logged in on leo");
+        let placed = EventKind::Placed { name: "x".into(), hosts: vec![host(1), host(3)], why: "first host 3".into() };
+        assert_eq!(placed.told(name), "x placed on 1 max: first max");
+        let gone = EventKind::HostGone { host: host(2), name: "leo".into(), why: "lost".into() };
+        assert_eq!(gone.told(name), "leo (host 2) is gone: lost");
+        let unknown = EventKind::HostClean { host: host(1) };
+        assert_eq!(unknown.told(name), "host 1 is clean: no foreign task is left on it");
+    }
+
+    #[test]
+    fn what_only_looks_like_a_host_is_left_alone() {
+        for text in ["a ghost 2", "host", "host 5000", "host x", "host 99999999999", "hosts 2 3", "the host  2"] {
+            assert_eq!(with_names(text, |_| Some("leo")), text);
+        }
+        assert_eq!(with_names("host 2, host 3.", name), "leo, max.");
+        assert_eq!(with_names("Zürich's host 2", name), "Zürich's leo");
     }
 }
