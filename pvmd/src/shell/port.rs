@@ -91,7 +91,10 @@ impl Gathered {
             Some(segment) => segment == self.segment,
             None => transmit.contents.len() <= self.segment,
         };
-        fits && (transmit.destination, transmit.ecn, transmit.src_ip) == (self.to, self.ecn, self.from)
+        // Only the last may be shorter than the others.
+        let is_even = self.bytes.len().is_multiple_of(self.segment);
+        fits && is_even
+            && (transmit.destination, transmit.ecn, transmit.src_ip) == (self.to, self.ecn, self.from)
             && self.has_room(transmit.contents.len(), segments_max)
     }
 
@@ -341,6 +344,21 @@ mod tests {
         let (port, receiver) = pair();
         send(&port, &receiver, &[SEGMENT; RUN], &mut 0);
         let read = tokio::task::spawn_blocking(move || std::array::from_fn::<_, RUN, _>(|_| receive(&receiver)));
+    #[test]
+    fn nothing_follows_a_shorter_datagram_in_the_same_call() {
+        let (run, short) = ([1; 3 * SEGMENT], [2; 30]);
+        let transmit = |contents, segment_size| {
+            let destination = SocketAddr::from((Ipv4Addr::LOCALHOST, 1));
+            Transmit { destination, ecn: None, contents, segment_size, src_ip: None }
+        };
+        let mut gathered = Gathered::new();
+        gathered.add(&transmit(&run, Some(SEGMENT)));
+        assert!(gathered.takes(&transmit(&run, Some(SEGMENT)), 64) && gathered.takes(&transmit(&short, None), 64));
+        // The kernel takes nothing now, so it stays.
+        gathered.add(&transmit(&short, None));
+        assert!(!gathered.takes(&transmit(&run, Some(SEGMENT)), 64) && !gathered.takes(&transmit(&short, None), 64));
+    }
+
         let expected = std::array::from_fn(|number| (SEGMENT, number as u8));
         assert_eq!(read.await.expect("all of them"), expected);
     }
