@@ -339,11 +339,6 @@ mod tests {
         }
     }
 
-    #[tokio::test]
-    async fn a_run_that_nothing_follows_leaves_by_itself() {
-        let (port, receiver) = pair();
-        send(&port, &receiver, &[SEGMENT; RUN], &mut 0);
-        let read = tokio::task::spawn_blocking(move || std::array::from_fn::<_, RUN, _>(|_| receive(&receiver)));
     #[test]
     fn nothing_follows_a_shorter_datagram_in_the_same_call() {
         let (run, short) = ([1; 3 * SEGMENT], [2; 30]);
@@ -359,6 +354,11 @@ mod tests {
         assert!(!gathered.takes(&transmit(&run, Some(SEGMENT)), 64) && !gathered.takes(&transmit(&short, None), 64));
     }
 
+    #[tokio::test]
+    async fn a_run_that_nothing_follows_leaves_by_itself() {
+        let (port, receiver) = pair();
+        send(&port, &receiver, &[SEGMENT; RUN], &mut 0);
+        let read = tokio::task::spawn_blocking(move || std::array::from_fn::<_, RUN, _>(|_| receive(&receiver)));
         let expected = std::array::from_fn(|number| (SEGMENT, number as u8));
         assert_eq!(read.await.expect("all of them"), expected);
     }
