@@ -5,6 +5,7 @@
 //! made it, however that process ends. Needs root; [`lacks`] says in one line what is missing.
 
 pub mod conformance;
+pub mod dice;
 pub mod hosts;
 pub mod lab;
 pub mod matrix;

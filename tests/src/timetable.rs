@@ -3,6 +3,7 @@
 //! The generator lays a valid timetable first and then forgets times and rooms, so a solution exists. Two soft wishes
 //! (no holes, free first lessons) cannot both be met, so the search goes on until nothing improves for a while.
 
+use crate::dice::Dice;
 use anyhow::{Context, Result, bail};
 use std::collections::{BTreeMap, HashSet};
 use std::fmt::Write;
@@ -29,7 +30,7 @@ pub const PATIENCE: &str = "finish=1000";
 
 /// The problem in tablix2's XML.
 pub fn problem(school: School, seed: u64) -> String {
-    let mut dice = Dice(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
+    let mut dice = Dice::new(seed);
     let mut events: BTreeMap<(usize, usize), u32> = BTreeMap::new();
     for _ in 0..school.days * school.lessons {
         let classes = dice.choose(school.classes, school.at_once);
@@ -75,29 +76,6 @@ fn line(xml: &mut String, text: &str) {
 fn resources(xml: &mut String, kind: &str, count: usize) {
     let names: String = (0..count).map(|i| format!("<resource name=\"{kind}{i}\"/>")).collect();
     line(xml, &format!("<resourcetype type=\"{kind}\">{names}</resourcetype>"));
-}
-
-/// A small generator of numbers, so that a seed gives the same problem everywhere.
-struct Dice(u64);
-
-impl Dice {
-    fn below(&mut self, limit: usize) -> usize {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        (self.0 >> 33) as usize % limit
-    }
-
-    /// `count` different numbers below `limit`.
-    fn choose(&mut self, limit: usize, count: usize) -> Vec<usize> {
-        let mut all: Vec<usize> = (0..limit).collect();
-        for i in 0..count {
-            let other = i + self.below(limit - i);
-            all.swap(i, other);
-        }
-        all.truncate(count);
-        all
-    }
 }
 
 /// What a solution says of itself, checked.

@@ -2,6 +2,7 @@
 
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::Step;
+use sempa_tests::dice::Dice;
 use sempa_tests::needs::testbed;
 use sempa_tests::run::Running;
 use sempa_tests::vm::Settings;
@@ -60,18 +61,6 @@ impl Talk {
     }
 }
 
-/// Numbers that look random and are the same each time.
-struct Dice(u64);
-
-impl Dice {
-    fn roll(&mut self, below: usize) -> usize {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        (self.0 >> 20) as usize % below
-    }
-}
-
 /// How many direct routes each worker has had to each other one.
 fn routes(out: &str) -> HashMap<(usize, usize), u32> {
     let route = |line: &str| {
@@ -85,7 +74,7 @@ fn routes(out: &str) -> HashMap<(usize, usize), u32> {
 /// Moves workers who want direct routes, one after the other; each time both sides of all its conversations have a route
 /// again before the next one.
 fn move_and_wait_for_routes(vm: &Vm, talk: &mut Talk) {
-    let mut dice = Dice(0x9e37_79b9_7f4a_7c15);
+    let mut dice = Dice::new(1);
     let all_have = |who: &[usize], least: &dyn Fn((usize, usize)) -> u32| {
         let found = eventually(SOON, || {
             let now = routes(&talk.director.out_so_far().map_err(|error| error.to_string())?);
@@ -100,10 +89,10 @@ fn move_and_wait_for_routes(vm: &Vm, talk: &mut Talk) {
     let mut before = all_have(&[0, 1, 2, 3, 4, 5], &|_| 1);
     for number in 0..MOVES_WITH_ROUTES {
         // Each of the three that compute, block and send large messages is moved, and others.
-        let who = if number < 3 { number } else { dice.roll(6) };
+        let who = if number < 3 { number } else { dice.below(6) };
         let (tid, host) = &mut talk.workers[who];
         let others: Vec<&str> = HOSTS.into_iter().filter(|name| name != host).collect();
-        let to = others[dice.roll(2)];
+        let to = others[dice.below(2)];
         eprintln!("move {number}: {tid} from {host} to {to}");
         vm.must_migrate(tid, to);
         *host = to.to_string();
@@ -122,14 +111,14 @@ fn nothing_is_lost_doubled_or_out_of_order_through_fifty_random_moves() {
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
     let mut talk = Talk::start(&vm, &[]);
-    let mut dice = Dice(0x2545_f491_4f6c_dd1d);
+    let mut dice = Dice::new(7);
     let mut moved: HashMap<usize, usize> = HashMap::new();
     for number in 0..MOVES {
         // The three that compute, block and send large messages are moved as often as all others together.
-        let who = dice.roll(6);
+        let who = dice.below(6);
         let (tid, host) = &mut talk.workers[who];
         let others: Vec<&str> = HOSTS.into_iter().filter(|name| name != host).collect();
-        let to = others[dice.roll(2)];
+        let to = others[dice.below(2)];
         eprintln!("move {number}: {tid} from {host} to {to}");
         vm.must_migrate(tid, to);
         *host = to.to_string();
