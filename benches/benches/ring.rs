@@ -1,0 +1,118 @@
+//! What the shared memory of two tasks costs without tasks: records through a ring, in one thread and between two, and a
+//! bell from the ring to the answer.
+
+use divan::counter::{BytesCount, ItemsCount};
+use divan::{Bencher, black_box};
+use sempa_ring::memory::{Ends, OwnBell, PeerBell, accept, offer};
+use sempa_ring::ring::{Broken, Reader, Writer};
+use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Bytes of a record behind its header.
+const SIZES: [usize; 3] = [16, 1 << 10, 64 << 10];
+/// Conversations that have rung when the bell is looked at.
+const RINGERS: [usize; 3] = [1, 64, 1000];
+/// Bytes of a link's header in front of a fragment.
+const HEAD_BYTES: usize = 16;
+/// Looks at an empty ring before somebody else may have the core.
+const LOOKS: u32 = 2000;
+
+fn main() {
+    divan::main();
+}
+
+/// Both ends of the rings of a pair.
+fn pair() -> (Ends, Ends) {
+    let (one, fd) = offer().expect("the system has memory");
+    let other = accept(fd.as_fd()).expect("it is ours");
+    (one, other)
+}
+
+/// Takes the next record, if there is one, into `out`.
+fn take<A: sempa_ring::ring::Area>(reader: &mut Reader<A>, out: &mut Vec<u8>) -> Result<bool, Broken> {
+    let Some(mut record) = reader.next_record()? else { return Ok(false) };
+    black_box(record.take::<HEAD_BYTES>());
+    out.clear();
+    record.append_to(out);
+    reader.release();
+    Ok(true)
+}
+
+fn wait_and_take<A: sempa_ring::ring::Area>(reader: &mut Reader<A>, out: &mut Vec<u8>) {
+    let mut looks = 0;
+    while !take(reader, out).expect("a good ring") {
+        looks += 1;
+        if looks % LOOKS == 0 {
+            std::thread::yield_now();
+        }
+        std::hint::spin_loop();
+    }
+}
+
+fn put<A: sempa_ring::ring::Area>(writer: &mut Writer<A>, body: &[u8]) {
+    assert!(writer.write([&[0; HEAD_BYTES], body]).expect("a good ring"), "the other end has taken all");
+}
+
+#[divan::bench(args = SIZES)]
+fn push_and_pop(bencher: Bencher, bytes: usize) {
+    let (mut one, mut other) = pair();
+    let (body, mut out) = (vec![7; bytes], Vec::new());
+    bencher.counter(BytesCount::new(bytes)).bench_local(|| {
+        put(&mut one.writer, black_box(&body));
+        assert!(take(&mut other.reader, &mut out).expect("a good ring"));
+        out.len()
+    });
+}
+
+/// There and back between two threads that wait awake, a core each where there are two.
+#[divan::bench(args = SIZES)]
+fn round_trip_of_two_threads(bencher: Bencher, bytes: usize) {
+    let (mut one, mut other) = pair();
+    let ended = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let ended = &ended;
+        scope.spawn(move || {
+            let mut out = Vec::new();
+            let mut looks = 0;
+            while !ended.load(Ordering::Relaxed) {
+                if take(&mut other.reader, &mut out).expect("a good ring") {
+                    put(&mut other.writer, &out);
+                }
+                looks += 1;
+                if looks % LOOKS == 0 {
+                    std::thread::yield_now();
+                }
+                std::hint::spin_loop();
+            }
+        });
+        let (body, mut out) = (vec![7; bytes], Vec::new());
+        bencher.counter(BytesCount::new(2 * bytes)).bench_local(|| {
+            put(&mut one.writer, black_box(&body));
+            wait_and_take(&mut one.reader, &mut out);
+            out.len()
+        });
+        ended.store(true, Ordering::Relaxed);
+    });
+}
+
+/// So many peers ring, the task finds all of them and takes the bits back; nobody sleeps.
+#[divan::bench(args = RINGERS)]
+fn a_bell_is_rung_and_answered(bencher: Bencher, ringers: usize) {
+    let own = OwnBell::new().expect("the system has memory");
+    let peer = PeerBell::map(own.share().expect("the system has memory").as_fd()).expect("it is ours");
+    bencher.counter(ItemsCount::new(ringers)).bench_local(|| {
+        for slot in 0..ringers {
+            black_box(peer.ring(slot, false));
+        }
+        let (mut found, mut from) = (0, 0);
+        while let Some((index, mut bits)) = own.rung(from) {
+            from = index + 1;
+            while bits != 0 {
+                own.hush(index * 64 + bits.trailing_zeros() as usize);
+                bits &= bits - 1;
+                found += 1;
+            }
+        }
+        assert_eq!(found, ringers);
+    });
+}
