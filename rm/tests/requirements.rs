@@ -99,7 +99,7 @@ fn an_unmeetable_request_says_which_condition_excluded_which_hosts() {
          (2.0G), h3 (unknown)"
     );
     let Reason::Unmet { condition, has } = &placement.excluded[1].1 else { panic!("{:?}", placement.excluded) };
-    assert_eq!((condition.to_string().as_str(), has.as_str()), ("memory >= 2.5G", "2.0G"));
+    assert_eq!((condition.to_string().as_str(), has.to_string().as_str()), ("memory >= 2.5G", "2.0G"));
     let never = placed(&snapshot, &request("?cores >= 99", 2));
     assert_eq!(never.hosts, [Err(PvmError::NoHost); 2], "no waiting helps");
 }

@@ -5,7 +5,7 @@
 //! as a whole when a decision needs it: slower, never wrong.
 
 use super::load::{Load, Share};
-use super::{HostView, SAMPLE_AGE_MAX};
+use super::{HostView, SAMPLE_AGE_MAX, TaskView};
 use sempa_proto::{HostId, Micros};
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
@@ -35,6 +35,8 @@ pub(super) struct Index {
     /// Hosts in the ranking that have tasks of ours, by what each of these gets.
     slowest: BTreeSet<(u64, HostId)>,
     with_owner: BTreeSet<HostId>,
+    /// Those of them that have guests who are not on their way.
+    with_guests: BTreeSet<HostId>,
     arriving: BTreeMap<HostId, u32>,
     expiry: BTreeSet<(Micros, HostId)>,
     under_way: usize,
@@ -60,6 +62,11 @@ impl Index {
     /// Hosts whose owner is there, by rising id.
     pub(super) fn with_owner(&self) -> &BTreeSet<HostId> {
         &self.with_owner
+    }
+
+    /// Hosts whose owner is there and that have guests who are not on their way, by rising id.
+    pub(super) fn with_guests(&self) -> &BTreeSet<HostId> {
+        &self.with_guests
     }
 
     /// Tasks on their way.
@@ -101,6 +108,7 @@ impl Index {
     /// Forgets a host. Answers the hosts to which its tasks were on their way.
     fn forget(&mut self, id: HostId) -> Vec<HostId> {
         self.with_owner.remove(&id);
+        self.with_guests.remove(&id);
         let Some(entry) = self.entries.remove(&id) else { return Vec::new() };
         if entry.ranked {
             self.unrank(entry.zone, &entry.load);
@@ -141,6 +149,9 @@ impl Index {
             self.rank(host.zone, &load);
         } else {
             self.with_owner.insert(host.id);
+            if host.tasks.iter().any(TaskView::is_settled_guest) {
+                self.with_guests.insert(host.id);
+            }
         }
         let (zone, to) = (host.zone, leaving.clone());
         self.entries.insert(host.id, Entry { load, staying, zone, ranked, expires, leaving, under_way });

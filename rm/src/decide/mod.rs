@@ -6,6 +6,7 @@
 
 mod balance;
 mod choice;
+mod fair;
 mod index;
 mod load;
 mod moves;
@@ -16,6 +17,7 @@ mod wants;
 
 pub use balance::{MARGIN, OWNER_AWAY_MIN, REST, SHIFT_REST, SHIFTS_MAX, SHIFTS_SPAN, Shift, ShiftWhy, balance};
 pub use choice::{Choice, Offer};
+pub use fair::{Fair, GIVE_WAY_MARGIN, Limited, Limits, USERS_MAX, UpDown, WAITING_MAX, Waiting};
 pub use index::Hosts;
 pub use load::{HEADROOM_BYTES, Share, foreign_demand};
 pub use moves::{
@@ -24,7 +26,7 @@ pub use moves::{
 };
 pub use place::{Ask, EXPLAINED_HOSTS_MAX, Placement, SPAWN_TASKS_MAX, Why, place, place_by};
 pub use predict::{Estimates, LEFT_MAX, PROGRAMS_MAX};
-pub use wants::{Condition, Figure, Name, Op, Rank, Together, WANTS_BYTES_MAX, WANTS_ENV, Wants, WantsError};
+pub use wants::{Condition, Figure, Has, Name, Op, Rank, Together, WANTS_BYTES_MAX, WANTS_ENV, Wants, WantsError};
 
 use sempa_proto::load::LoadSample;
 use sempa_proto::{HostId, Micros, Tid};
@@ -232,9 +234,9 @@ pub enum Reason {
     /// A condition of the request does not hold there.
     Unmet {
         /// The condition.
-        condition: Condition,
+        condition: Arc<Condition>,
         /// What the host has instead.
-        has: String,
+        has: Has,
     },
     /// It was lost or did not answer while this request was carried out.
     NoAnswer,
@@ -265,6 +267,11 @@ impl fmt::Display for Reason {
 }
 
 impl TaskView {
+    /// True for a task that must leave when the owner of its host comes, and that is not on its way yet.
+    pub fn is_settled_guest(&self) -> bool {
+        !self.pinned && !self.asked && self.moving.is_none()
+    }
+
     /// A task of which nothing is known but that it runs since then.
     pub fn new(tid: Tid, since: Micros) -> TaskView {
         TaskView {

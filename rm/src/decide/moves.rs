@@ -125,9 +125,9 @@ pub fn moves(snapshot: &Snapshot) -> Moves {
     let mut under_way = index.under_way();
     let mut loads = Loads::of(snapshot);
     let mut out = Moves::default();
-    for host in index.with_owner().iter().filter_map(|id| snapshot.host(*id)) {
+    for host in index.with_guests().iter().filter_map(|id| snapshot.host(*id)) {
         let Owner::Present { why } = &host.owner else { continue };
-        for task in host.tasks.iter().filter(|t| !t.pinned && !t.asked && t.moving.is_none()) {
+        for task in host.tasks.iter().filter(|t| t.is_settled_guest()) {
             let stay = |why, again| Stay { tid: task.tid, host: host.id, why, again };
             if let Some((why, again)) = held(snapshot.now, task) {
                 out.stay.push(stay(why, Some(again)));
@@ -174,7 +174,7 @@ fn target<'a>(snapshot: &'a Snapshot, loads: &Loads<'_>, from: &HostView, task: 
             continue;
         }
         let settling = matches!(host.owner, Owner::Absent { left: Some(at) } if snapshot.now.since(at) < SETTLE);
-        let meets = unmet(host, &loads.load(host.id), task).is_none();
+        let meets = unmet(host, || loads.load(host.id), task).is_none();
         match (meets, settling) {
             (true, false) => return Some(host),
             (true, true) => others[0] = others[0].or(Some(host)),
@@ -198,7 +198,7 @@ fn no_target(snapshot: &Snapshot, from: &HostView, task: &TaskView) -> (Vec<(Hos
     (excluded, again)
 }
 
-fn unmet(host: &HostView, load: &Load, task: &TaskView) -> Option<Reason> {
+fn unmet(host: &HostView, load: impl Fn() -> Load, task: &TaskView) -> Option<Reason> {
     let (condition, has) = task.wants.as_ref()?.unmet(host, load)?;
     Some(Reason::Unmet { condition, has })
 }
@@ -226,5 +226,5 @@ pub(super) fn unfit(
         return Some((Reason::Refused { why: until.why.clone() }, Some(until.at)));
     }
     let load = snapshot.hosts.index(now).load(host.id).filter(|_| strict)?;
-    unmet(host, &load, task).map(|why| (why, None))
+    unmet(host, || load, task).map(|why| (why, None))
 }

@@ -179,7 +179,7 @@ pub(super) fn not_asked(ask: &Ask<'_>, host: &HostView) -> Option<Reason> {
 }
 
 /// Why a host that the request allows is not used all the same.
-pub(super) fn not_fit(ask: &Ask<'_>, wants: &Wants, host: &HostView, load: &Load) -> Option<Reason> {
+pub(super) fn not_fit(ask: &Ask<'_>, wants: &Wants, host: &HostView, load: impl Fn() -> Load) -> Option<Reason> {
     if ask.without.contains(&host.id) {
         return Some(Reason::NoAnswer);
     }

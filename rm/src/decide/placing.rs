@@ -64,7 +64,7 @@ impl<'a> Placing<'a> {
     }
 
     fn exclusion(&self, host: &HostView) -> Option<Reason> {
-        not_asked(self.ask, host).or_else(|| not_fit(self.ask, &self.wants, host, &self.loads.load(host.id)))
+        not_asked(self.ask, host).or_else(|| not_fit(self.ask, &self.wants, host, || self.loads.load(host.id)))
     }
 
     /// Looks at every host first.
@@ -197,7 +197,8 @@ impl<'a> Placing<'a> {
             while let Some(near) = best.next_if(|near| heap.peek().is_none_or(|top| near > top)) {
                 let Some(host) = self.snapshot.host(near.share.host()) else { continue };
                 match self.exclusion(host) {
-                    Some(why) => self.excluded.push((host.id, why)),
+                    Some(why) if self.excluded.len() < EXPLAINED_HOSTS_MAX => self.excluded.push((host.id, why)),
+                    Some(_) => {}
                     None => {
                         looked_at.push(host.id);
                         room.insert(host.id, self.wants.capacity(host));
@@ -234,7 +235,7 @@ impl<'a> Placing<'a> {
     /// each gets more, in the same order.
     fn ranked(&self, rank: Rank, fit: &[&HostView]) -> Vec<HostId> {
         let key = |h: &&HostView| {
-            let number = rank.by.of(h, &self.loads.load(h.id));
+            let number = rank.by.of(h, || self.loads.load(h.id));
             let order = number.map(|n| if rank.least { u64::MAX - n } else { n });
             (Reverse(order), h.id)
         };

@@ -18,6 +18,7 @@ use super::HostView;
 use super::load::Load;
 use sempa_proto::task::{SPAWN_ARCH, SPAWN_HOST, SpawnRequest};
 use std::fmt;
+use std::sync::Arc;
 use thiserror::Error;
 
 /// The environment variable that carries requirements with a spawn (a program exports it with `PVM_EXPORT`).
@@ -106,7 +107,7 @@ pub struct Rank {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Wants {
     /// All must hold.
-    pub conditions: Vec<Condition>,
+    pub conditions: Vec<Arc<Condition>>,
     /// How many on one host.
     pub together: Together,
     /// The preference; by load when there is none.
@@ -148,13 +149,13 @@ impl Figure {
         })
     }
 
-    /// The number of a host; `None` when nobody knows it.
-    pub(super) fn of(self, host: &HostView, load: &Load) -> Option<u64> {
+    /// The number of a host; `None` when nobody knows it. The load is asked for only where it counts.
+    pub(super) fn of(self, host: &HostView, load: impl Fn() -> Load) -> Option<u64> {
         match self {
             Figure::Memory => host.sample.as_ref().map(|s| s.sample.available_bytes),
             Figure::Cores => host.sample.as_ref().map(|s| u64::from(s.sample.cores)),
-            Figure::Speed => Some(load.speed),
-            Figure::Free => host.sample.as_ref().map(|_| load.free_percent()),
+            Figure::Speed => Some(u64::try_from(host.speed).unwrap_or(0)),
+            Figure::Free => host.sample.as_ref().map(|_| load().free_percent()),
         }
     }
 
@@ -250,23 +251,46 @@ impl fmt::Display for Condition {
     }
 }
 
+/// What a host has instead of what a condition asks for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Has {
+    /// A number.
+    Number(Figure, u64),
+    /// Another text.
+    Text(String),
+    /// Nobody knows the number.
+    Unknown,
+    /// No such label.
+    NoLabel,
+}
+
+impl fmt::Display for Has {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Has::Number(figure, value) => f.write_str(&figure.text(*value)),
+            Has::Text(text) => f.write_str(text),
+            Has::Unknown => f.write_str("unknown"),
+            Has::NoLabel => f.write_str("no such label"),
+        }
+    }
+}
+
 /// What a host has instead of what a condition asks for; `None` where the condition holds.
-fn lacks(condition: &Condition, host: &HostView, load: &Load) -> Option<String> {
+fn lacks(condition: &Condition, host: &HostView, load: impl Fn() -> Load) -> Option<Has> {
     let Condition { name, op, values, numbers } = condition;
-    let text =
-        |has: &str| (!op.holds(&has, &values.iter().map(String::as_str).collect::<Vec<_>>())).then(|| has.to_string());
+    let text = |has: &String| (!op.holds(has, values)).then(|| Has::Text(has.clone()));
     match name {
         Name::Host => text(&host.name),
         Name::Arch => text(&host.arch),
         Name::Figure(figure) => match figure.of(host, load) {
-            None => Some("unknown".into()),
-            Some(has) => (!op.holds(&has, numbers)).then(|| figure.text(has)),
+            None => Some(Has::Unknown),
+            Some(has) => (!op.holds(&has, numbers)).then_some(Has::Number(*figure, has)),
         },
         Name::Label(label) => match host.labels.get(label) {
-            None => (*op != Op::IsNot).then(|| "no such label".into()),
+            None => (*op != Op::IsNot).then_some(Has::NoLabel),
             Some(has) if op.has_order() => match (has.parse::<f64>(), values[0].parse::<f64>()) {
                 (Ok(has), Ok(wanted)) if op.holds(&has, &[wanted]) => None,
-                _ => Some(has.clone()),
+                _ => Some(Has::Text(has.clone())),
             },
             Some(has) => text(has),
         },
@@ -331,7 +355,7 @@ impl Wants {
                     let (least, by) = by.strip_prefix('-').map_or((false, by), |by| (true, by.trim()));
                     wants.rank = Some(Rank { by: Figure::named(by).ok_or_else(wrong)?, least });
                 }
-                _ => wants.conditions.push(Condition::parse(part)?),
+                _ => wants.conditions.push(Arc::new(Condition::parse(part)?)),
             }
         }
         Ok(wants)
@@ -361,8 +385,8 @@ impl Wants {
     }
 
     /// The first condition that a host does not meet, and what the host has.
-    pub(super) fn unmet(&self, host: &HostView, load: &Load) -> Option<(Condition, String)> {
-        self.conditions.iter().find_map(|c| Some((c.clone(), lacks(c, host, load)?)))
+    pub(super) fn unmet(&self, host: &HostView, load: impl Fn() -> Load) -> Option<(Arc<Condition>, Has)> {
+        self.conditions.iter().find_map(|c| Some((c.clone(), lacks(c, host, &load)?)))
     }
 
     /// How many tasks of this spawn a host can take.
@@ -390,7 +414,7 @@ mod tests {
         let wants =
             Wants::parse(" memory >= 1.5G ,arch=LINUX64|LINUX; host != h3 | h4;disk = ssd; spread=2; rank = -speed")
                 .expect("good");
-        let told: Vec<String> = wants.conditions.iter().map(Condition::to_string).collect();
+        let told: Vec<String> = wants.conditions.iter().map(|c| c.to_string()).collect();
         assert_eq!(told, ["memory >= 1.5G", "arch = LINUX64|LINUX", "host != h3|h4", "disk = ssd"]);
         assert_eq!(wants.conditions[0].numbers, [3 << 29]);
         assert_eq!(wants.conditions[3].name, Name::Label("disk".into()));
@@ -440,7 +464,7 @@ mod tests {
         fn any_text_is_survived_and_what_is_told_reads_the_same_again(text in "[a-z0-9 =!<>|;,.?GM-]{0,60}|.{0,40}") {
             if let Ok(wants) = Wants::parse(&text) {
                 for condition in &wants.conditions {
-                    prop_assert_eq!(&Condition::parse(&condition.to_string())?, condition);
+                    prop_assert_eq!(&Condition::parse(&condition.to_string())?, condition.as_ref());
                 }
             }
         }
