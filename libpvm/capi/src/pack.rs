@@ -5,6 +5,7 @@ use crate::memory::{Span, Strided};
 use bytes::Bytes;
 use sempa_proto::pool;
 use sempa_proto::{Message, PvmError, PvmResult, Tid};
+use std::ffi::CStr;
 
 /// Words in front of a message that is packed as an item.
 const HEAD_WORDS: usize = 8;
@@ -300,7 +301,8 @@ pub(crate) fn unpack_str(buffer: &mut Buffer) -> PvmResult<Vec<u8>> {
     let len = usize::try_from(read_int(buffer, &mut position)?).map_err(|_| PvmError::BadMsg)?;
     let padded = if buffer.enc == Enc::Raw { len } else { len.next_multiple_of(4) };
     let text = take(buffer.bytes(), &mut position, padded)?;
-    let end = text[..len].iter().position(|b| *b == 0).unwrap_or(len);
+    // The C library's search is many times as fast as a loop over bytes.
+    let end = CStr::from_bytes_until_nul(&text[..len]).map_or(len, CStr::count_bytes);
     let text = text[..end].to_vec();
     buffer.position = position;
     Ok(text)
