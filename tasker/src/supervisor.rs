@@ -26,6 +26,11 @@ pub(crate) const TASKS_MAX: usize = 16_384;
 const SHUTDOWN_ALLOWED: Duration = Duration::from_secs(5);
 /// How often a condition is looked at that the kernel has no descriptor for (a process reaching the stopped state).
 const LOOK_AGAIN_MS: u16 = 1;
+/// The engine is tried so long after the start, or when the first move wants it: at the start of a virtual machine all
+/// hosts have other things to do.
+const TRIAL_PAUSE: Duration = Duration::from_secs(1);
+/// Shorter waits do not exist.
+const TIMEOUT_UNIT: Duration = Duration::from_millis(1);
 
 /// A namespace without a task: what the task left running there goes on, or everybody in it was killed.
 #[derive(Debug)]
@@ -49,6 +54,8 @@ pub(crate) struct Supervisor {
     inherited: Inherited,
     guard: StartGuard,
     leftovers: Vec<Leftover>,
+    /// When the engine is to be tried, if that has not begun.
+    trial_at: Option<Instant>,
     signals: SignalFd,
     ending: bool,
 }
@@ -90,6 +97,7 @@ impl Supervisor {
             inherited: Inherited::prepare()?,
             guard: StartGuard::new(EXEC_ALLOWED)?,
             leftovers: Vec::new(),
+            trial_at: Some(Instant::now() + TRIAL_PAUSE),
             signals,
             ending: false,
         })
@@ -101,7 +109,6 @@ impl Supervisor {
     /// When the system's own calls fail, or the daemon sends what is not an order.
     pub(crate) fn run(&mut self) -> anyhow::Result<()> {
         self.say(&FromTasker::Ready(self.capabilities()));
-        self.begin_trial();
         let served = self.serve();
         self.shut_down();
         served
@@ -143,6 +150,9 @@ impl Supervisor {
             if ready.is_empty() && self.spare_pause().is_some() {
                 self.spare.tend();
             }
+            if self.trial_at.is_some_and(|at| at <= Instant::now()) {
+                self.begin_trial_once();
+            }
             self.look_at_leftovers();
             self.look_at_stopping();
         }
@@ -182,13 +192,7 @@ impl Supervisor {
         if self.control.wants_write() {
             fds[0] = PollFd::new(self.control.fd(), PollFlags::POLLIN | PollFlags::POLLOUT);
         }
-        let timeout = match self.is_stopping() {
-            true => PollTimeout::from(LOOK_AGAIN_MS),
-            false => self
-                .spare_pause()
-                .map_or(PollTimeout::NONE, |pause| PollTimeout::try_from(pause).expect("a minute at most")),
-        };
-        match poll(&mut fds, timeout) {
+        match poll(&mut fds, self.patience()) {
             Err(Errno::EINTR) => return Ok(Vec::new()),
             Err(error) => return Err(error.into()),
             Ok(_) => {}
@@ -200,12 +204,26 @@ impl Supervisor {
         Ok(ready.collect())
     }
 
+    /// How long to wait for something to do.
+    fn patience(&self) -> PollTimeout {
+        if self.is_stopping() {
+            return PollTimeout::from(LOOK_AGAIN_MS);
+        }
+        let trial = self.trial_at.map(|at| at.saturating_duration_since(Instant::now()) + TIMEOUT_UNIT);
+        let pause = [self.spare_pause(), trial].into_iter().flatten().min();
+        pause.map_or(PollTimeout::NONE, |pause| PollTimeout::try_from(pause).expect("a minute at most"))
+    }
+
     fn obey(&mut self, order: ToTasker) {
         match order {
             ToTasker::Start(order) => self.start(&order),
             ToTasker::Signal { tid, signal } => self.signal(tid, signal),
             ToTasker::Kill { tid } => self.kill(tid),
-            about_a_move => self.obey_move(about_a_move),
+            about_a_move => {
+                // It waits for the trial, so the trial need not wait.
+                self.begin_trial_once();
+                self.obey_move(about_a_move);
+            }
         }
     }
 
@@ -241,6 +259,12 @@ impl Supervisor {
     /// How long to wait until the spare namespaces are looked after; never while something is being stopped.
     fn spare_pause(&self) -> Option<Duration> {
         self.spare.pause().filter(|_| self.namespaces && !self.is_stopping())
+    }
+
+    fn begin_trial_once(&mut self) {
+        if self.trial_at.take().is_some() {
+            self.begin_trial();
+        }
     }
 
     fn is_stopping(&self) -> bool {
