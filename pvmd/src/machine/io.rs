@@ -324,6 +324,9 @@ pub enum Output {
         /// The attempt.
         start: StartId,
     },
+    /// This daemon is in the host table now, so tasks may come: have a tasker. Before that it would only take the
+    /// processor from whatever brings the other hosts in.
+    StartTasker,
     /// Tell the tasker.
     ToTasker(ToTasker),
     /// Send a signal to the process on the other end of a connection.

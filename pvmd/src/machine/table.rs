@@ -109,6 +109,7 @@ impl Machine {
             }
         }
         if joined {
+            self.out.push_back(Output::StartTasker);
             self.start_commands();
         }
         let added: Vec<HostId> = new.iter().map(|h| h.id).collect();

@@ -85,9 +85,8 @@ impl Driver {
     /// Runs until the machine says [`Output::Shutdown`], then lets go of everything in order. `signals` brings reasons
     /// to stop; a second one ends the daemon at once.
     pub(crate) async fn run(mut self, mut signals: mpsc::Receiver<String>) {
-        if let Err(why) = self.parts.tasker.start() {
-            self.parts.log.line(&why);
-            self.feed(Event::TaskerGone { why });
+        if self.is_master {
+            self.start_tasker();
         }
         self.carry_out_all();
         let mut tick = interval(TICK);
@@ -118,6 +117,14 @@ impl Driver {
             }
         }
         self.leave().await;
+    }
+
+    fn start_tasker(&mut self) {
+        if let Err(why) = self.parts.tasker.start() {
+            self.parts.log.line(&why);
+            let now = self.now();
+            self.parts.machine.handle(now, &mut self.parts.world, Event::TaskerGone { why });
+        }
     }
 
     fn stop(&mut self, why: String) {
@@ -239,6 +246,7 @@ impl Driver {
             }
             Output::Signal { conn, signal } => self.signal(conn, signal),
             Output::AbandonStart { start } => self.parts.starter.abandon(start),
+            Output::StartTasker => self.start_tasker(),
             Output::ToTasker(message) => {
                 if let Some(answer) = self.parts.tasker.send(&message) {
                     let now = self.now();

@@ -59,7 +59,7 @@ const SEND_WINDOW_BYTES: u64 = 16 << 20;
 const INITIAL_WINDOW_BYTES: u64 = 256 << 10;
 /// Largest datagram tried, for jumbo frames and loopback. The endpoint hands ten datagrams at once to the kernel, which
 /// takes no more than 65,507 bytes in one call and drops all ten otherwise.
-const DATAGRAM_BYTES_MAX: u16 = 6400;
+pub(super) const DATAGRAM_BYTES_MAX: u16 = 6400;
 /// Kernel buffers of the UDP port, if the user may have so much.
 const SOCKET_BUFFER_BYTES: usize = 8 << 20;
 

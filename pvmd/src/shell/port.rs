@@ -5,6 +5,7 @@
 //! and it gathers the runs of equal datagrams that the library makes, ten at a time, into one call for all that the
 //! kernel takes at once.
 
+use super::net::DATAGRAM_BYTES_MAX;
 use super::sys::watch;
 use quinn::udp::{EcnCodepoint, RecvMeta, Transmit, UdpSocketState};
 use quinn::{AsyncTimer, AsyncUdpSocket, Runtime, TokioRuntime, UdpPoller};
@@ -26,6 +27,8 @@ const CALL_BYTES_MAX: usize = 65_507;
 /// Datagrams, or runs of them that the kernel has joined, taken at once. More would leave the processor's cache before
 /// they are decrypted.
 const RECEIVE_MAX: usize = 4;
+/// Bytes that the kernel joins at most.
+const JOINED_BYTES_MAX: usize = 64 << 10;
 
 /// Tokio, with this port as its UDP socket.
 #[derive(Debug)]
@@ -256,7 +259,9 @@ impl AsyncUdpSocket for Port {
     }
 
     fn max_receive_segments(&self) -> usize {
-        self.shared.state.gro_segments()
+        // The kernel joins no more than it can put into one datagram. Room for more would be megabytes, cleared at every
+        // start of a daemon.
+        self.shared.state.gro_segments().min(JOINED_BYTES_MAX.div_ceil(usize::from(DATAGRAM_BYTES_MAX)))
     }
 }
 

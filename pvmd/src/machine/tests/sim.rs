@@ -653,6 +653,7 @@ impl Sim {
                 }
             }
             Output::AbandonStart { start } => self.abandoned.push(start),
+            Output::StartTasker => {}
             Output::ToTasker(_) if self.nodes[&on].tasker_dead => {}
             Output::ToTasker(message) => self.tasker_gets(on, message),
             Output::SendImages { migration, to } => self.send_images(on, migration, to),
