@@ -6,6 +6,8 @@ use pvm_rm::api::RealVm;
 use pvm_rm::decide;
 use pvm_rm::model::Labels;
 use pvm_rm::service::{Options, Service, ServiceError};
+use pvm_rm::spawns::Rules;
+use sempa_proto::Micros;
 use std::collections::BTreeMap;
 use std::io::Write;
 use std::process::ExitCode;
@@ -28,6 +30,15 @@ struct Args {
     /// Move running tasks to hosts where they finish sooner, when that saves more than the move costs.
     #[arg(long)]
     balance: bool,
+    /// How long a spawn that finds no free host waits for one before it is refused. Who has taken less goes first.
+    #[arg(long, value_name = "SECONDS", default_value_t = 0, value_parser = clap::value_parser!(u64).range(0..=604_800))]
+    wait: u64,
+    /// Tasks that a user may have at once.
+    #[arg(long, value_name = "NUMBER")]
+    user_tasks: Option<u32>,
+    /// Tasks that a job may have at once.
+    #[arg(long, value_name = "NUMBER")]
+    job_tasks: Option<u32>,
     /// Something to say of a host that spawns can ask for, as 'h2:disk=ssd'; may be repeated.
     #[arg(long = "label", value_name = "HOST:NAME=VALUE", value_parser = parse_label)]
     labels: Vec<(String, String, String)>,
@@ -71,7 +82,9 @@ fn run(args: &Args) -> anyhow::Result<()> {
         PolicyName::Load => decide::Policy::Load,
     };
     let (watchers, balance) = (!args.no_watchers, args.balance);
-    let options = Options { policy, watchers, balance, labels: labels(&args.labels) };
+    let limits = decide::Limits { user_tasks: args.user_tasks, job_tasks: args.job_tasks };
+    let rules = Rules { wait: Micros::from_secs(args.wait), limits };
+    let options = Options { policy, watchers, balance, rules, labels: labels(&args.labels) };
     let vm = libpvm::Vm::enroll()?;
     let tid = vm.tid();
     let mut service = Service::start(RealVm::new(vm.clone()), options).inspect_err(|_| drop(vm.exit()))?;

@@ -60,6 +60,7 @@ struct Host {
 struct Task {
     host: HostId,
     job: Tid,
+    uid: u32,
     name: Arc<str>,
     since: Micros,
     /// `since` is when it started, and not only when it was first heard of.
@@ -89,6 +90,7 @@ impl Task {
         Task {
             host,
             job,
+            uid: 0,
             name: Arc::from(""),
             since,
             born: false,
@@ -241,7 +243,7 @@ impl Model {
             let job = self.job_of(info.tid, info.parent);
             let task = self.settle(now, info.tid, info.host);
             task.pinned |= is_pinned(info.flags, &info.name);
-            (task.job, task.name) = (job, Arc::from(info.name.as_str()));
+            (task.job, task.uid, task.name) = (job, info.uid, Arc::from(info.name.as_str()));
             match task.moving {
                 _ if info.moving => task.moving = Some(Going { to: task.moving.and_then(|g| g.to), at: now }),
                 Some(going) if now.since(going.at) >= MOVE_YOUNG => task.moving = None,
@@ -306,7 +308,9 @@ impl Model {
     /// Whose child a task is, and what it runs.
     fn task_described(&mut self, tid: Tid, parent: Tid, name: &str) {
         let job = self.job_of(tid, parent);
+        let uid = self.tasks.get(&parent).map(|task| task.uid);
         let Some(task) = self.edit(tid) else { return };
+        task.uid = uid.unwrap_or(task.uid);
         let before = std::mem::replace(&mut task.job, job);
         task.name = Arc::from(name);
         if before == tid && job != tid {
@@ -326,6 +330,11 @@ impl Model {
     /// The host on which a task runs: as known, else where it was born.
     pub fn host_of(&self, tid: Tid) -> Option<HostId> {
         self.tasks.get(&tid).map(|t| t.host).or_else(|| tid.home())
+    }
+
+    /// User and job of a task. Of one that is not known, nobody's and its own.
+    pub fn user_and_job(&self, tid: Tid) -> (u32, Tid) {
+        self.tasks.get(&tid).map_or((0, tid), |task| (task.uid, task.job))
     }
 
     /// True when the host is in the table.

@@ -4,7 +4,7 @@
 use crate::api::VmApi;
 use crate::decide::{Policy, balance, moves};
 use crate::model::{Labels, Model, WATCHER_PROGRAM};
-use crate::spawns::{self, Incoming, Spawns};
+use crate::spawns::{self, Incoming, Rules, Spawns};
 use crate::watchers::{self, Watchers};
 use bytes::Bytes;
 use libpvm::Error;
@@ -55,6 +55,8 @@ pub struct Options {
     pub watchers: bool,
     /// Move running tasks for the sake of the load.
     pub balance: bool,
+    /// How long spawns may wait for a place, and how much one may have.
+    pub rules: Rules,
     /// What the administrator says of hosts.
     pub labels: Labels,
 }
@@ -126,9 +128,9 @@ impl<V: VmApi> Service<V> {
         let (model, refresh_at) = (Model::new(options.policy, vm.host(), options.labels.clone()), vm.now());
         let mut service = Service {
             vm,
+            spawns: Spawns::new(options.rules),
             options,
             model,
-            spawns: Spawns::default(),
             watchers: Watchers::default(),
             changed: true,
             again: None,
@@ -235,6 +237,7 @@ impl<V: VmApi> Service<V> {
             EventKind::HostGone { host, .. } => self.host_gone(*host),
             EventKind::TaskEnded { tid, .. } => {
                 self.watchers.ended(now, *tid);
+                self.spawns.task_ended(now, *tid);
             }
             // The event may overtake the acknowledgement.
             EventKind::TaskStarted { tid, name, .. } if self.spawns.is_asked(event.host, name) => {
@@ -251,7 +254,8 @@ impl<V: VmApi> Service<V> {
         match unpack_spawn(message.body.clone()) {
             Ok(request) => {
                 let caller = self.model.host_of(message.src).unwrap_or(self.vm.host());
-                let from = Incoming { src: message.src, wid: message.wid, caller, request };
+                let (user, job) = self.model.user_and_job(message.src);
+                let from = Incoming { src: message.src, wid: message.wid, caller, user, job, request };
                 self.spawns.begin(self.vm.now(), from);
             }
             Err(error) => self.spawns.refuse(message.src, message.wid, error),
@@ -271,7 +275,7 @@ impl<V: VmApi> Service<V> {
             if let Some((host, tid)) = watcher {
                 self.model.task_started(now, tid, host, true, false);
             }
-        } else if !self.spawns.ack(message.wid, started.clone()) {
+        } else if !self.spawns.ack(now, message.wid, started.clone()) {
             // A process that connected by itself.
             let host = message.src.home().unwrap_or(self.vm.host());
             for tid in started.into_iter().flatten().flatten() {
@@ -296,6 +300,7 @@ impl<V: VmApi> Service<V> {
 
     fn task_ended(&mut self, tid: Tid) {
         self.watchers.ended(self.vm.now(), tid);
+        self.spawns.task_ended(self.vm.now(), tid);
         self.model.task_ended(tid);
         self.changed = true;
     }
@@ -338,6 +343,9 @@ impl<V: VmApi> Service<V> {
     /// Does all that follows from what is known now.
     fn settle(&mut self) {
         let now = self.vm.now();
+        if self.changed {
+            self.spawns.try_waiting(now);
+        }
         // Owners first.
         if self.changed || self.again.is_some_and(|at| at <= now) {
             self.decide_moves();

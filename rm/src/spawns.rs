@@ -4,8 +4,11 @@
 //! No request waits for ever: a host that is lost, or does not acknowledge in time, is given up, its tasks are placed
 //! elsewhere (unless the request names the place), and what it starts too late is ended. What PVM does about single
 //! failures is done here: a program that is not found on a host fails for all tasks of that host.
+//!
+//! A request that finds no free host, or that is above a limit, may wait for a time that the administrator sets. When something
+//! changes, those who wait are tried again, in the order of the Up-Down scheme.
 
-use crate::decide::{Ask, Snapshot, Wants, place};
+use crate::decide::{Ask, Fair, Limits, Snapshot, Waiting, Wants, Why, place};
 use crate::recent::Recent;
 use bytes::Bytes;
 use sempa_proto::body::{Encoding, Packer};
@@ -13,7 +16,7 @@ use sempa_proto::event::EventKind;
 use sempa_proto::sm::pack_tids;
 use sempa_proto::task::{SPAWN_PINNED, SpawnRequest};
 use sempa_proto::{HostId, Micros, PvmError, PvmResult, Tid};
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 pub use crate::decide::SPAWN_TASKS_MAX;
 
@@ -39,6 +42,10 @@ pub struct Incoming {
     pub wid: i32,
     /// The host it runs on.
     pub caller: HostId,
+    /// Its user.
+    pub user: u32,
+    /// Its job.
+    pub job: Tid,
     /// What it wants.
     pub request: SpawnRequest,
 }
@@ -92,6 +99,8 @@ pub enum Output {
 struct Spawn {
     from: Incoming,
     until: Micros,
+    /// Until then it may wait for a place.
+    wait_until: Micros,
     results: Vec<Option<PvmResult<Tid>>>,
     hosts: Vec<Option<HostId>>,
     unplaced: Vec<usize>,
@@ -117,10 +126,33 @@ pub struct Spawns {
     to_place: VecDeque<u64>,
     late: Recent<i32>,
     out: VecDeque<Output>,
+    rules: Rules,
+    fair: Fair,
+    /// Requests that wait for a place.
+    waiting: BTreeSet<u64>,
+    /// User and job of each task that was started here and has not ended.
+    tasks: BTreeMap<Tid, (u32, Tid)>,
+    jobs: BTreeMap<Tid, u32>,
+}
+
+/// What may wait, and how much one may have.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Rules {
+    /// How long a request may wait for a free host; at once refused when zero.
+    pub wait: Micros,
+    /// How much one may have.
+    pub limits: Limits,
 }
 
 impl Default for Spawns {
     fn default() -> Spawns {
+        Spawns::new(Rules::default())
+    }
+}
+
+impl Spawns {
+    /// None is under way.
+    pub fn new(rules: Rules) -> Spawns {
         Spawns {
             last: 0,
             open: BTreeMap::new(),
@@ -128,11 +160,14 @@ impl Default for Spawns {
             to_place: VecDeque::new(),
             late: Recent::new(LATE_MAX),
             out: VecDeque::new(),
+            rules,
+            fair: Fair::default(),
+            waiting: BTreeSet::new(),
+            tasks: BTreeMap::new(),
+            jobs: BTreeMap::new(),
         }
     }
-}
 
-impl Spawns {
     /// A request has come. It is placed by the next [`Spawns::place`], or refused at once.
     pub fn begin(&mut self, now: Micros, from: Incoming) {
         let count = from.request.count;
@@ -150,7 +185,8 @@ impl Spawns {
         self.to_place.push_back(self.last);
         let spawn = Spawn {
             from,
-            until: now + SPAWN_TIME_MAX,
+            until: now + self.rules.wait + SPAWN_TIME_MAX,
+            wait_until: now + self.rules.wait,
             results: vec![None; count],
             hosts: vec![None; count],
             unplaced: (0..count).collect(),
@@ -178,9 +214,25 @@ impl Spawns {
             return snapshot.rotation;
         };
         let tasks = std::mem::take(&mut spawn.unplaced);
-        let Incoming { src, caller, request, .. } = &spawn.from;
+        let Incoming { src, caller, request, user, job, .. } = &spawn.from;
+        let has = (self.fair.held(*user), self.jobs.get(job).copied().unwrap_or(0));
+        if let Err(limited) = self.rules.limits.allow(has.0, has.1, tasks.len() as u32) {
+            if now < spawn.wait_until {
+                self.wait(now, number, tasks);
+            } else {
+                spawn.why.push(limited.to_string());
+                tasks.into_iter().for_each(|task| spawn.results[task] = Some(Err(PvmError::OutOfRes)));
+                self.finish(number);
+            }
+            return snapshot.rotation;
+        }
         let ask = Ask { request, count: tasks.len() as u32, caller: *caller, peers: &[*caller], without: &spawn.lost };
         let placement = place(snapshot, &ask);
+        let none_free = placement.why == Why::NoneFree && placement.hosts.first() == Some(&Err(PvmError::OutOfRes));
+        if none_free && now < spawn.wait_until {
+            self.wait(now, number, tasks);
+            return snapshot.rotation;
+        }
         spawn.why.push(placement.sentence(snapshot));
         let mut parts: BTreeMap<HostId, Vec<usize>> = BTreeMap::new();
         for (task, host) in tasks.into_iter().zip(&placement.hosts) {
@@ -202,6 +254,58 @@ impl Spawns {
         placement.rotation
     }
 
+    /// A request waits for a place; when the queue is full, it is refused by its next attempt.
+    fn wait(&mut self, now: Micros, number: u64, tasks: Vec<usize>) {
+        let Some(spawn) = self.open.get_mut(&number) else { return };
+        spawn.unplaced = tasks;
+        let Incoming { user, job, .. } = spawn.from;
+        match self.fair.wait(now, Waiting { number, user, job, since: now }) {
+            Ok(()) => drop(self.waiting.insert(number)),
+            Err(_) => {
+                spawn.wait_until = now;
+                self.to_place.push_back(number);
+            }
+        }
+    }
+
+    /// Something has changed: those who wait are tried again, whose turn it is first.
+    pub fn try_waiting(&mut self, now: Micros) {
+        while let Some((_, first)) = self.fair.turns(now).first() {
+            let Waiting { user, number, .. } = *first;
+            self.wait_no_longer(now, user, number);
+            self.to_place.push_back(number);
+        }
+    }
+
+    fn wait_no_longer(&mut self, now: Micros, user: u32, number: u64) {
+        self.fair.leave(now, user, number);
+        self.waiting.remove(&number);
+    }
+
+    /// Requests that wait for a place.
+    pub fn waiting(&self) -> usize {
+        self.waiting.len()
+    }
+
+    /// A task has ended: what it held is free, and what it asked for is wanted no more.
+    pub fn task_ended(&mut self, now: Micros, tid: Tid) {
+        if let Some((user, job)) = self.tasks.remove(&tid) {
+            self.fair.gives(now, user, 1);
+            if let Some(count) = self.jobs.get_mut(&job) {
+                *count -= 1;
+                if *count == 0 {
+                    self.jobs.remove(&job);
+                }
+            }
+        }
+        let asked = |n: &u64| self.open.get(n).filter(|s| s.from.src == tid).map(|s| (*n, s.from.user));
+        let gone: Vec<(u64, u32)> = self.waiting.iter().filter_map(asked).collect();
+        for (number, user) in gone {
+            self.wait_no_longer(now, user, number);
+            self.open.remove(&number);
+        }
+    }
+
     /// The order was sent with this wait id, or could not be sent.
     pub fn sent(&mut self, order: OrderId, wid: Option<i32>) {
         match (self.orders.get_mut(&order), wid) {
@@ -214,7 +318,7 @@ impl Spawns {
     }
 
     /// A host acknowledges. False when the wait id is none of ours.
-    pub fn ack(&mut self, wid: i32, started: PvmResult<Vec<PvmResult<Tid>>>) -> bool {
+    pub fn ack(&mut self, now: Micros, wid: i32, started: PvmResult<Vec<PvmResult<Tid>>>) -> bool {
         let found = self.orders.iter().find(|(_, o)| o.wid == Some(wid)).map(|(id, _)| *id);
         let Some(id) = found else {
             if !self.late.has(wid) {
@@ -240,6 +344,10 @@ impl Spawns {
             spawn.results[task] = Some(result);
             spawn.hosts[task] = result.is_ok().then_some(order.host);
             if let Ok(tid) = result {
+                if !pinned && self.tasks.insert(tid, (spawn.from.user, spawn.from.job)).is_none() {
+                    self.fair.takes(now, spawn.from.user, 1);
+                    *self.jobs.entry(spawn.from.job).or_default() += 1;
+                }
                 let (host, wants) = (order.host, wants.clone());
                 self.out.push_back(Output::Started { tid, host, asked: names_host, pinned, wants });
             }
@@ -268,6 +376,12 @@ impl Spawns {
     pub fn tick(&mut self, now: Micros) {
         let slow: Vec<OrderId> = self.orders.iter().filter(|(_, o)| o.until <= now).map(|(id, _)| *id).collect();
         slow.into_iter().for_each(|order| self.give_up(order));
+        let waited = |n: &u64| self.open.get(n).filter(|s| s.wait_until <= now).map(|s| (*n, s.from.user));
+        let waited: Vec<(u64, u32)> = self.waiting.iter().filter_map(waited).collect();
+        for (number, user) in waited {
+            self.wait_no_longer(now, user, number);
+            self.to_place.push_back(number);
+        }
         let out_of_time: Vec<u64> = self.open.iter().filter(|(_, s)| s.until <= now).map(|(n, _)| *n).collect();
         for number in out_of_time {
             if let Some(spawn) = self.open.get_mut(&number) {
@@ -283,7 +397,8 @@ impl Spawns {
 
     /// When [`Spawns::tick`] has something to do.
     pub fn next_deadline(&self) -> Option<Micros> {
-        self.orders.values().map(|o| o.until).chain(self.open.values().map(|s| s.until)).min()
+        let waits = self.waiting.iter().filter_map(|n| self.open.get(n)).map(|s| s.wait_until);
+        self.orders.values().map(|o| o.until).chain(self.open.values().map(|s| s.until)).chain(waits).min()
     }
 
     /// What is to be done next.

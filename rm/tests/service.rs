@@ -5,10 +5,10 @@ mod common;
 use bytes::Bytes;
 use common::{Bed, client, failed, h, info, no_file, request, rm, spawned, t, world};
 use proptest::prelude::*;
-use pvm_rm::decide::Policy;
+use pvm_rm::decide::{Limits, Policy};
 use pvm_rm::model::WATCHER_PROGRAM;
 use pvm_rm::service::{CTX_RM, Options, ServiceError, TAG_HOST_ADD, TAG_HOST_DELETE, TAG_LOAD, TAG_TASK_EXIT};
-use pvm_rm::spawns::EXEC_TIME_MAX;
+use pvm_rm::spawns::{EXEC_TIME_MAX, Rules};
 use sempa_proto::body::{Encoding, Packer};
 use sempa_proto::event::EventKind;
 use sempa_proto::load::OwnerVerdict;
@@ -317,6 +317,85 @@ fn a_task_stays_where_its_spawn_named_the_host() {
         bed.signs_of_life(&[1, 2, 3]);
     }
     assert!(bed.world().took_migrations().is_empty());
+}
+
+/// One host, whose owner is there, and spawns that may wait.
+fn full(rules: Rules) -> Bed {
+    let vm = world(1);
+    let options = Options { policy: Policy::Load, watchers: true, rules, ..Options::default() };
+    let mut bed = Bed::quiet_with(&vm, options);
+    bed.owner_comes(1);
+    bed
+}
+
+#[test]
+fn a_spawn_without_a_free_host_waits_and_is_placed_when_one_gets_free() {
+    let mut bed = full(Rules { wait: Micros::from_secs(30), ..Rules::default() });
+    bed.world().spawn(1, &request(2));
+    bed.world().spawn(2, &request(1));
+    bed.pass(Micros::from_secs(10));
+    assert_eq!(bed.world().answer(1), None);
+    assert!(bed.world().took_execs().is_empty());
+    bed.owner_leaves(1);
+    let execs = bed.world().took_execs();
+    assert_eq!(execs.iter().map(|e| e.request.count).collect::<Vec<_>>(), [2, 1], "in their order");
+    let tids = bed.world().ack(&execs[0]);
+    bed.settle();
+    assert_eq!(bed.world().answer(1), Some(Ok(vec![Ok(tids[0]), Ok(tids[1])])));
+}
+
+#[test]
+fn a_spawn_that_has_waited_in_vain_is_refused_as_without_waiting() {
+    let mut bed = full(Rules { wait: Micros::from_secs(30), ..Rules::default() });
+    bed.world().spawn(1, &request(2));
+    bed.pass(Micros::from_secs(29));
+    assert_eq!(bed.world().answer(1), None);
+    bed.owner_comes(1);
+    bed.pass(Micros::from_secs(2));
+    assert_eq!(bed.world().answer(1), Some(Ok(vec![Err(PvmError::OutOfRes); 2])));
+    let mut at_once = full(Rules::default());
+    at_once.world().spawn(1, &request(2));
+    at_once.settle();
+    assert_eq!(at_once.world().answer(1), Some(Ok(vec![Err(PvmError::OutOfRes); 2])));
+}
+
+#[test]
+fn what_a_task_asked_for_is_forgotten_when_it_ends() {
+    let mut bed = full(Rules { wait: Micros::from_secs(30), ..Rules::default() });
+    bed.world().spawn(1, &request(2));
+    bed.settle();
+    bed.world().event(h(1), ended(client()));
+    bed.settle();
+    bed.owner_leaves(1);
+    assert!(bed.world().took_execs().is_empty());
+}
+
+#[test]
+fn nobody_gets_more_tasks_than_are_allowed() {
+    let limits = Limits { user_tasks: Some(3), job_tasks: None };
+    let vm = world(2);
+    let rules = Rules { wait: Micros::default(), limits };
+    let options = Options { policy: Policy::Load, watchers: true, rules, ..Options::default() };
+    let mut bed = Bed::quiet_with(&vm, options);
+    bed.world().spawn(1, &request(2));
+    bed.settle();
+    let mut tids = Vec::new();
+    let execs = bed.world().took_execs();
+    for exec in &execs {
+        tids.extend(bed.world().ack(exec));
+    }
+    bed.settle();
+    bed.world().spawn(2, &request(2));
+    bed.settle();
+    assert_eq!(bed.world().answer(2), Some(Ok(vec![Err(PvmError::OutOfRes); 2])));
+    let why = bed.world().notes().pop().expect("a note says why");
+    assert!(why.contains("the user has 2 tasks, and 3 are allowed"), "{why}");
+    bed.world().event(h(1), ended(tids[0]));
+    bed.settle();
+    bed.world().spawn(3, &request(2));
+    bed.settle();
+    let more: u32 = bed.world().took_execs().iter().map(|exec| exec.request.count).sum();
+    assert_eq!(more, 2, "one has ended, so two more are allowed");
 }
 
 #[test]
