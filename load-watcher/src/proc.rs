@@ -25,6 +25,23 @@ fn number<T: FromStr>(word: &[u8]) -> Option<T> {
     std::str::from_utf8(word).ok()?.parse().ok()
 }
 
+/// The first line, and what comes behind it.
+fn split_line(text: &[u8]) -> (&[u8], &[u8]) {
+    let end = text.iter().position(|b| *b == b'\n').unwrap_or(text.len());
+    (&text[..end], text.get(end + 1..).unwrap_or_default())
+}
+
+/// The number at the beginning, and what comes behind it; spaces before it do not count. A word that is no number as a whole
+/// gives `None`.
+fn leading(text: &[u8]) -> Option<(u64, &[u8])> {
+    let text = text.trim_ascii_start();
+    let len = text.iter().position(|b| !b.is_ascii_digit()).unwrap_or(text.len());
+    let add = |sum: u64, digit: &u8| sum.checked_mul(10)?.checked_add(u64::from(digit - b'0'));
+    let number = text[..len].iter().try_fold(0, add)?;
+    let whole = len > 0 && text.get(len).is_none_or(u8::is_ascii_whitespace);
+    whole.then_some((number, &text[len..]))
+}
+
 fn words(line: &[u8]) -> impl Iterator<Item = &[u8]> {
     line.split(|b| b.is_ascii_whitespace()).filter(|w| !w.is_empty())
 }
@@ -35,24 +52,24 @@ fn lines(text: &[u8]) -> impl Iterator<Item = &[u8]> {
 
 /// Times of all processors together, and how many are online, from /proc/stat.
 pub fn stat(text: &[u8]) -> Option<(CpuTimes, u32)> {
-    let mut lines = lines(text);
-    let mut fields = words(lines.next()?);
-    if fields.next()? != b"cpu" {
-        return None;
-    }
+    let (first, mut rest) = split_line(text);
+    let mut fields = first.strip_prefix(b"cpu ")?;
     // user nice system idle iowait irq softirq steal; guest times behind them are part of user and nice.
     let mut times = CpuTimes::default();
     let mut count = 0;
-    for (i, field) in fields.take(8).enumerate() {
-        let ticks: u64 = number(field)?;
+    while count < 8 && !fields.trim_ascii_start().is_empty() {
+        let (ticks, behind) = leading(fields)?;
         times.total = times.total.checked_add(ticks)?;
-        if i == 3 || i == 4 {
+        if count == 3 || count == 4 {
             times.idle = times.idle.checked_add(ticks)?;
         }
-        count += 1;
+        (count, fields) = (count + 1, behind);
     }
-    let is_cpu = |l: &&[u8]| l.starts_with(b"cpu") && l.get(3).is_some_and(u8::is_ascii_digit);
-    let cores = lines.take_while(is_cpu).count();
+    // What comes behind the processors is long (a number for each interrupt) and is not looked at.
+    let mut cores = 0_usize;
+    while rest.starts_with(b"cpu") && rest.get(3).is_some_and(u8::is_ascii_digit) {
+        (cores, rest) = (cores + 1, split_line(rest).1);
+    }
     (count >= 4 && cores > 0).then_some((times, u32::try_from(cores).ok()?))
 }
 
@@ -67,7 +84,7 @@ pub fn loadavg(text: &[u8]) -> Option<(f32, u32)> {
 /// Memory that can be had without swapping, in bytes, from /proc/meminfo.
 pub fn available_bytes(text: &[u8]) -> Option<u64> {
     let line = lines(text).find_map(|l| l.strip_prefix(b"MemAvailable:"))?;
-    number::<u64>(words(line).next()?)?.checked_mul(1024)
+    leading(line)?.0.checked_mul(1024)
 }
 
 /// Share of time in which some task waited for a processor, over ten seconds, from /proc/pressure/cpu.

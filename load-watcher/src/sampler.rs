@@ -12,6 +12,9 @@ use std::path::Path;
 /// Bytes of a /proc file that are looked at. In /proc/stat the processors come first; this is enough for about a
 /// thousand.
 const TEXT_BYTES_MAX: usize = 64 << 10;
+/// /proc/meminfo is read no more often than this: the kernel takes a third of a sample's time to gather it, and memory that
+/// matters to decisions does not come and go in seconds.
+pub const MEMORY_SPAN: Micros = Micros::from_secs(30);
 
 /// The open files and what the last sample needs to be remembered by.
 #[derive(Debug)]
@@ -22,6 +25,8 @@ pub struct Sampler {
     pressure: Option<File>,
     text: Box<[u8]>,
     before: Option<proc::CpuTimes>,
+    /// Memory that could be had, and when that was read.
+    memory: Option<(Micros, u64)>,
 }
 
 /// A file says something that is not understood.
@@ -57,19 +62,19 @@ impl Sampler {
             pressure: open(root, "pressure/cpu").ok(),
             text: vec![0; TEXT_BYTES_MAX].into_boxed_slice(),
             before: None,
+            memory: None,
         })
     }
 
     /// A sample, taken at `at` (time of day). `busy` is what was used since the sample before; the first one says what
-    /// the queue says.
+    /// the queue says. Memory may be as old as [`MEMORY_SPAN`].
     ///
     /// # Errors
     /// When a file cannot be read or understood.
     pub fn sample(&mut self, at: Micros) -> io::Result<LoadSample> {
         let (times, cores) = proc::stat(read(&self.stat, &mut self.text)?).ok_or_else(|| strange("stat"))?;
         let (load1, running) = proc::loadavg(read(&self.loadavg, &mut self.text)?).ok_or_else(|| strange("loadavg"))?;
-        let available_bytes =
-            proc::available_bytes(read(&self.meminfo, &mut self.text)?).ok_or_else(|| strange("meminfo"))?;
+        let available_bytes = self.available_bytes(at)?;
         // Where pressure is switched off at boot the file is there and cannot be read.
         let pressure = self.pressure.as_ref().and_then(|file| proc::pressure(read(file, &mut self.text).ok()?));
         // The thread that reads is running itself.
@@ -78,5 +83,16 @@ impl Sampler {
         let busy = self.before.and_then(|before| times.busy_since(before)).unwrap_or(queue);
         self.before = Some(times);
         Ok(LoadSample { at, cores, running, load1, busy, available_bytes, pressure: pressure.unwrap_or(0.0) })
+    }
+
+    fn available_bytes(&mut self, at: Micros) -> io::Result<u64> {
+        // The time of day may be set back.
+        if let Some((_, bytes)) = self.memory.filter(|(read, _)| at.0.abs_diff(read.0) < MEMORY_SPAN.0) {
+            return Ok(bytes);
+        }
+        let text = read(&self.meminfo, &mut self.text)?;
+        let bytes = proc::available_bytes(text).ok_or_else(|| strange("meminfo"))?;
+        self.memory = Some((at, bytes));
+        Ok(bytes)
     }
 }

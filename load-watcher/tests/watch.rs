@@ -1,7 +1,7 @@
 //! Login records in real files, noticed through the kernel; /proc in fixed and in real files.
 
 use pvm_load_watcher::owner::Records;
-use pvm_load_watcher::sampler::Sampler;
+use pvm_load_watcher::sampler::{MEMORY_SPAN, Sampler};
 use pvm_load_watcher::utmp::{DEAD_PROCESS, RECORD_BYTES, USER_PROCESS, record};
 use pvm_load_watcher::watch::Watch;
 use sempa_proto::Micros;
@@ -153,6 +153,12 @@ fn samples_of_fixed_files_give_their_numbers_and_follow_changes() {
     put("stat", "cpu 130 0 0 110 0 0 0 0\ncpu0 1\nintr 0\n");
     let second = sampler.sample(Micros(6)).expect("all files are good");
     assert_eq!((second.busy, second.cores), (0.75, 1));
+    put("meminfo", "MemTotal: 8 kB\nMemAvailable: 2 kB\n");
+    let soon = sampler.sample(Micros(5 + MEMORY_SPAN.0 - 1)).expect("all files are good");
+    assert_eq!(soon.available_bytes, 4096, "memory is not read so often");
+    assert_eq!(sampler.sample(Micros(5 + MEMORY_SPAN.0)).expect("all files are good").available_bytes, 2048);
+    put("meminfo", "MemTotal: 8 kB\nMemAvailable: 6 kB\n");
+    assert_eq!(sampler.sample(Micros(0)).expect("all files are good").available_bytes, 6144, "the clock was set back");
     put("stat", "");
     assert!(sampler.sample(Micros(7)).is_err());
     assert!(Sampler::open(Path::new("/nowhere")).expect_err("no files").to_string().contains("/nowhere/stat"));

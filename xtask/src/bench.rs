@@ -1,6 +1,6 @@
 //! `cargo xtask bench`: single layers, or the running system beside its peers.
 
-use crate::{install, setup};
+use crate::{bench_load, install, setup};
 use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
 use sempa_benches::{PACKAGES, Settings};
@@ -13,7 +13,9 @@ enum What {
     Micro,
     /// The running system beside PVM 3.4.6, Open MPI and MPICH
     Peers,
-    /// Both
+    /// What a load watcher costs its host, beside SEMPA's figures
+    Load,
+    /// Single layers and peers
     All,
 }
 
@@ -45,6 +47,9 @@ pub(crate) struct Words {
 /// # Errors
 /// A build fails, or a system cannot be started.
 pub(crate) fn run(words: &Words) -> Result<bool> {
+    if words.what == What::Load {
+        return bench_load::run();
+    }
     let mut good = true;
     if words.what != What::Peers {
         good &= install::cargo(&["bench", "-p", "sempa-benches"])?.status()?.success();

@@ -1,6 +1,7 @@
 //! The commands of this project's developers and of everybody who wants to see it work: `cargo xtask demo` and friends.
 
 mod bench;
+mod bench_load;
 mod conformance;
 mod demo;
 mod demo_alone;

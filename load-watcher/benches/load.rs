@@ -1,0 +1,80 @@
+//! What a load watcher costs its host: a sample of the real /proc, the judgement whether it is news, and the bytes of a report.
+//! Prints one line of JSON; `cargo xtask bench load` shows it beside SEMPA's figures.
+
+use pvm_load_watcher::report::{PAUSE_BUSY, PAUSE_QUIET, Reporter};
+use pvm_load_watcher::sampler::Sampler;
+use sempa_proto::load::{LoadReport, LoadSample, OwnerVerdict};
+use sempa_proto::{HostId, Micros, frame};
+use std::hint::black_box;
+use std::path::Path;
+use std::time::Instant;
+
+/// Samples of each kind.
+const SAMPLES: usize = 4000;
+/// Judgements and reports in one measurement: one alone is too short for the clock.
+const BATCH: usize = 1000;
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+/// Microseconds of each call.
+fn each(times: usize, mut act: impl FnMut(usize)) -> Vec<f64> {
+    let time = |n| {
+        let begin = Instant::now();
+        act(n);
+        begin.elapsed().as_secs_f64() * 1e6
+    };
+    (0..times).map(time).collect()
+}
+
+/// Means over windows of thirty samples, because not every sample reads every file: the median of the windows, and the best.
+fn sampling(pause: Micros) -> (f64, f64) {
+    let mut sampler = Sampler::open(Path::new("/proc")).expect("this is Linux");
+    let act = |n: usize| {
+        black_box(sampler.sample(Micros(n as u64 * pause.0)).expect("this is Linux"));
+    };
+    let windows: Vec<f64> = each(SAMPLES, act).chunks(30).map(|w| w.iter().sum::<f64>() / w.len() as f64).collect();
+    let best = windows.iter().copied().fold(f64::MAX, f64::min);
+    (median(windows), best)
+}
+
+fn sample(n: usize) -> LoadSample {
+    let busy = (n % 7) as f32 / 7.0;
+    LoadSample { cores: 8, running: n as u32 % 5, busy, available_bytes: 1 << 33, ..LoadSample::default() }
+}
+
+fn main() {
+    let (busy, quiet) = (sampling(PAUSE_BUSY), sampling(PAUSE_QUIET));
+    let absent = OwnerVerdict::Absent { since: None };
+    let mut reporter = Reporter::default();
+    reporter.sent(Micros(0), sample(3), absent.clone(), "nobody is logged in".into());
+    let judge = |n: usize| {
+        for i in 0..BATCH {
+            let sample = black_box(sample(n + i));
+            black_box(reporter.load_is_news(Micros(i as u64), &sample));
+            black_box(reporter.pause_after(&sample));
+        }
+    };
+    let judging = median(each(200, judge)) / BATCH as f64;
+    let report = LoadReport {
+        host: HostId::MASTER,
+        sample: sample(1),
+        owner: absent,
+        why: "nobody is logged in".into(),
+        logins: Vec::new(),
+    };
+    let write = |_| {
+        for _ in 0..BATCH {
+            black_box(frame::to_bytes(black_box(&report)).expect("a report can be written"));
+        }
+    };
+    let writing = median(each(200, write)) / BATCH as f64;
+    let figures = serde_json::json!({
+        "sample_busy_us": busy.0, "sample_busy_best_us": busy.1,
+        "sample_quiet_us": quiet.0, "sample_quiet_best_us": quiet.1,
+        "judge_us": judging, "write_us": writing,
+    });
+    println!("{figures}");
+}
