@@ -266,7 +266,8 @@ impl Model {
     pub fn task_ended(&mut self, tid: Tid) {
         if let Some(task) = self.tasks.get(&tid) {
             let job = task.job;
-            if task.born && !task.pinned {
+            // What ended before anything was counted says nothing.
+            if task.born && !task.pinned && task.done > Micros::default() {
                 self.view.estimates.ended(&task.name, task.done);
             }
             if self.view.barriers.contains(&job) && !self.tasks.iter().any(|(t, other)| *t != tid && other.job == job) {

@@ -275,7 +275,7 @@ impl<V: VmApi> Service<V> {
             if let Some((host, tid)) = watcher {
                 self.model.task_started(now, tid, host, true, false);
             }
-        } else if !self.spawns.ack(now, message.wid, started.clone()) {
+        } else if !self.spawns.ack(message.wid, started.clone()) {
             // A process that connected by itself.
             let host = message.src.home().unwrap_or(self.vm.host());
             for tid in started.into_iter().flatten().flatten() {
@@ -309,7 +309,13 @@ impl<V: VmApi> Service<V> {
         self.model.host_gone(host);
         self.watchers.remove(host);
         self.spawns.host_gone(host);
+        self.forget_tasks();
         self.changed = true;
+    }
+
+    fn forget_tasks(&mut self) {
+        let Service { model, spawns, vm, .. } = self;
+        spawns.forget_tasks(vm.now(), |tid| model.knows(tid));
     }
 
     /// Fresh lists of hosts and tasks.
@@ -318,6 +324,7 @@ impl<V: VmApi> Service<V> {
         self.refresh_hosts()?;
         let tasks = self.vm.tasks()?;
         self.model.set_tasks(self.vm.now(), &tasks);
+        self.forget_tasks();
         self.changed = true;
         Ok(())
     }
@@ -343,14 +350,13 @@ impl<V: VmApi> Service<V> {
     /// Does all that follows from what is known now.
     fn settle(&mut self) {
         let now = self.vm.now();
-        if self.changed {
-            self.spawns.try_waiting(now);
-        }
+        let mut changed = self.changed;
         // Owners first.
         if self.changed || self.again.is_some_and(|at| at <= now) {
             self.decide_moves();
         }
         if self.hosts_changed || (self.model.is_stale(now) && self.refresh_at <= now) {
+            changed = true;
             let fresh = if self.hosts_changed { self.refresh_hosts() } else { self.refresh() };
             if let Err(error) = fresh {
                 self.note(format!("the resource manager could not list hosts and tasks: {error}"));
@@ -359,6 +365,9 @@ impl<V: VmApi> Service<V> {
         }
         if self.balance_at.is_some_and(|at| at <= now) {
             self.balance(now);
+        }
+        if changed {
+            self.spawns.try_waiting(now);
         }
         self.spawns.tick(now);
         loop {
@@ -425,9 +434,14 @@ impl<V: VmApi> Service<V> {
                 self.spawns.sent(order, wid);
             }
             spawns::Output::Reply { to, wid, body } => self.send(to, SM_SPAWN, wid, body),
-            spawns::Output::Started { tid, host, asked, pinned, wants } => {
-                self.model.task_started(self.vm.now(), tid, host, pinned, asked);
+            spawns::Output::Started { tid, host, asked, pinned, wants, by } => {
+                let now = self.vm.now();
+                self.model.task_started(now, tid, host, pinned, asked);
                 self.model.task_wanted(tid, asked, wants);
+                // It may have ended before its start was heard of.
+                if !pinned && self.model.knows(tid) {
+                    self.spawns.task_started(now, tid, by);
+                }
                 self.changed = true;
             }
             // It may be gone already; then there is nothing to end.

@@ -85,6 +85,8 @@ pub enum Output {
         pinned: bool,
         /// What the request requires.
         wants: Wants,
+        /// User and job that asked.
+        by: (u32, Tid),
     },
     /// End a task that was started too late: nobody knows of it.
     End {
@@ -287,6 +289,20 @@ impl Spawns {
         self.waiting.len()
     }
 
+    /// A task runs for a user and a job.
+    pub fn task_started(&mut self, now: Micros, tid: Tid, by: (u32, Tid)) {
+        if self.tasks.insert(tid, by).is_none() {
+            self.fair.takes(now, by.0, 1);
+            *self.jobs.entry(by.1).or_default() += 1;
+        }
+    }
+
+    /// Tasks may have ended unheard, with a host or while events were missed: those that are not known are not counted.
+    pub fn forget_tasks(&mut self, now: Micros, is_known: impl Fn(Tid) -> bool) {
+        let gone: Vec<Tid> = self.tasks.keys().copied().filter(|tid| !is_known(*tid)).collect();
+        gone.into_iter().for_each(|tid| self.task_ended(now, tid));
+    }
+
     /// A task has ended: what it held is free, and what it asked for is wanted no more.
     pub fn task_ended(&mut self, now: Micros, tid: Tid) {
         if let Some((user, job)) = self.tasks.remove(&tid) {
@@ -318,7 +334,7 @@ impl Spawns {
     }
 
     /// A host acknowledges. False when the wait id is none of ours.
-    pub fn ack(&mut self, now: Micros, wid: i32, started: PvmResult<Vec<PvmResult<Tid>>>) -> bool {
+    pub fn ack(&mut self, wid: i32, started: PvmResult<Vec<PvmResult<Tid>>>) -> bool {
         let found = self.orders.iter().find(|(_, o)| o.wid == Some(wid)).map(|(id, _)| *id);
         let Some(id) = found else {
             if !self.late.has(wid) {
@@ -344,12 +360,8 @@ impl Spawns {
             spawn.results[task] = Some(result);
             spawn.hosts[task] = result.is_ok().then_some(order.host);
             if let Ok(tid) = result {
-                if !pinned && self.tasks.insert(tid, (spawn.from.user, spawn.from.job)).is_none() {
-                    self.fair.takes(now, spawn.from.user, 1);
-                    *self.jobs.entry(spawn.from.job).or_default() += 1;
-                }
-                let (host, wants) = (order.host, wants.clone());
-                self.out.push_back(Output::Started { tid, host, asked: names_host, pinned, wants });
+                let (host, wants, by) = (order.host, wants.clone(), (spawn.from.user, spawn.from.job));
+                self.out.push_back(Output::Started { tid, host, asked: names_host, pinned, wants, by });
             }
         }
         self.finish(order.spawn);

@@ -399,6 +399,26 @@ fn nobody_gets_more_tasks_than_are_allowed() {
 }
 
 #[test]
+fn tasks_of_a_lost_host_count_no_longer() {
+    let limits = Limits { user_tasks: Some(2), job_tasks: None };
+    let vm = world(2);
+    let rules = Rules { wait: Micros::default(), limits };
+    let options = Options { policy: Policy::Load, watchers: true, rules, ..Options::default() };
+    let mut bed = Bed::quiet_with(&vm, options);
+    bed.world().spawn(1, &SpawnRequest { flags: SPAWN_HOST, place: "h2".into(), ..request(2) });
+    bed.settle();
+    let exec = bed.world().took_execs().pop().expect("placed");
+    bed.world().ack(&exec);
+    bed.settle();
+    bed.world().hosts.retain(|host| *host != 2);
+    bed.world().post(Tid::MY_DAEMON, CTX_RM, TAG_HOST_DELETE, 0, int(h(2).tid().raw()));
+    bed.settle();
+    bed.world().spawn(2, &request(2));
+    bed.settle();
+    assert_eq!(bed.world().took_execs().len(), 1);
+}
+
+#[test]
 fn a_host_without_guests_is_clean_as_soon_as_its_owner_comes() {
     let mut bed = two_tasks_on_h2();
     bed.owner_comes(3);
