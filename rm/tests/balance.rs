@@ -188,7 +188,7 @@ impl Farm {
     fn finish(&mut self, balanced: bool) -> u64 {
         let foreign = vec![0.0; self.machines.len()];
         while !self.work.is_empty() && self.now < DAY {
-            if balanced && self.now % PAUSE == 0 {
+            if balanced && self.now.is_multiple_of(PAUSE) {
                 self.balance(&foreign);
             }
             self.second(&foreign);
@@ -340,7 +340,7 @@ proptest! {
         let mut farm = Farm::new(&machines, &vec![1e9; tasks], Policy::Load);
         let foreign = vec![0.0; machines.len()];
         for _ in 0..600 {
-            if farm.now % PAUSE == 0 {
+            if farm.now.is_multiple_of(PAUSE) {
                 farm.balance(&foreign);
             }
             farm.second(&foreign);
@@ -358,7 +358,7 @@ proptest! {
         for _ in 0..7200 {
             let busy = |i: usize| (farm.now + phase * i as u64) / period % 2 == i as u64 % 2;
             let foreign: Vec<f64> = (0..hosts).map(|i| if busy(i) { f64::from(threads) } else { 0.0 }).collect();
-            if farm.now % PAUSE == 0 {
+            if farm.now.is_multiple_of(PAUSE) {
                 farm.balance(&foreign);
             }
             farm.second(&foreign);

@@ -105,7 +105,7 @@ fn large(hosts: u16) -> Snapshot {
     };
     let view = |i: u16| {
         let host = HostId::new(i).expect("an index");
-        let asked = i % 2 == 0;
+        let asked = i.is_multiple_of(2);
         let task = |n| {
             let tid = Tid::task(host, n).expect("a task");
             TaskView { asked, done: Micros::from_secs(3600), ..TaskView::new(tid, Micros(0)) }

@@ -1,5 +1,6 @@
-//! What is to be done, as pure functions of a [`Snapshot`]: where new tasks go ([`place()`]) and which tasks leave their
-//! host ([`moves()`]). Every decision, and every decision not to act, carries a typed reason.
+//! What is to be done, as pure functions of a [`Snapshot`]: where new tasks go ([`place()`]), which tasks leave their host
+//! because of its owner ([`moves()`]) or for the sake of the load ([`balance()`]), and whose turn it is ([`Fair`]). Every
+//! decision, and every decision not to act, carries a typed reason.
 //!
 //! Nothing here reads a clock, talks to the virtual machine or remembers anything: what has to be remembered (refusals,
 //! recent moves, where the rotation stands) is in the snapshot.
