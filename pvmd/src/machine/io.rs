@@ -1,7 +1,8 @@
 //! Everything that goes into the machine and comes out of it.
 //!
 //! The shell turns sockets, processes, files and clocks into [`Event`]s and carries out [`Output`]s in the order they come.
-//! Outputs to one task, and to one host on one channel, must be carried out in order; that is all the machine relies on.
+//! Outputs to one task, and to one host on one channel, must be carried out in order; that is all the machine relies on. On
+//! the data channel link frames of different pairs of tasks may change places with each other.
 
 use bytes::Bytes;
 use sempa_proto::host::{Carried, HostMsg};

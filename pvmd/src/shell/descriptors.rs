@@ -4,16 +4,15 @@
 //! call of its own. The kernel never joins two sets of descriptors in one read, so a reader that takes all whole frames
 //! after each read knows for sure to which frame a set belongs.
 
+use super::local_socket::LocalSocket;
 use crate::machine::io::Descriptors;
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use sempa_proto::frame::{Frame, FrameDecoder};
 use sempa_proto::route::WORD_DESCRIPTORS_MAX;
-use sempa_socket::receive;
 use std::collections::VecDeque;
 use std::io::{self, IoSlice};
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
-use tokio::io::Interest;
-use tokio::net::UnixStream;
+use std::os::unix::net::UnixStream;
 
 /// Descriptors of one connection that wait for the rest of their frame: those of a frame that came in part, and of one
 /// behind it.
@@ -32,7 +31,7 @@ pub(crate) struct Incoming {
 
 impl Incoming {
     /// The next frame, `None` at the end of the stream, or why the bytes are none.
-    pub(crate) async fn next_frame(&mut self, stream: &UnixStream) -> Result<Option<Frame>, String> {
+    pub(crate) async fn next_frame(&mut self, socket: &LocalSocket) -> Result<Option<Frame>, String> {
         loop {
             if let Some(frame) = self.decoder.next_frame().map_err(|e| e.to_string())? {
                 return Ok(Some(frame));
@@ -45,9 +44,7 @@ impl Incoming {
             if buffer.capacity() - buffer.len() < READ_BYTES_MIN {
                 buffer.reserve(READ_BYTES);
             }
-            let descriptors = &mut self.descriptors;
-            match stream.async_io(Interest::READABLE, || receive(stream, buffer, descriptors, MsgFlags::empty())).await
-            {
+            match socket.read(buffer, &mut self.descriptors).await {
                 Ok(0) if self.decoder.is_empty() => return Ok(None),
                 Ok(0) => return Err("the stream ended in the middle of a frame".into()),
                 Ok(_) => {}
@@ -68,12 +65,11 @@ impl Incoming {
 }
 
 /// Writes the beginning of a frame with its descriptors, waiting until the socket takes some of it; says how much it took.
-pub(crate) async fn send_with(stream: &UnixStream, frame: &[u8], descriptors: &Descriptors) -> io::Result<usize> {
+pub(crate) async fn send_with(socket: &LocalSocket, frame: &[u8], descriptors: &Descriptors) -> io::Result<usize> {
     let raw: Vec<RawFd> = descriptors.iter().map(|fd: BorrowedFd<'_>| fd.as_raw_fd()).collect();
-    let send = || {
-        let control = [ControlMessage::ScmRights(&raw)];
-        let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
-        Ok(sendmsg::<()>(stream.as_raw_fd(), &[IoSlice::new(frame)], &control, flags, None)?)
-    };
-    stream.async_io(Interest::WRITABLE, send).await
+    let control = [ControlMessage::ScmRights(&raw)];
+    let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
+    let send =
+        |socket: &UnixStream| Ok(sendmsg::<()>(socket.as_raw_fd(), &[IoSlice::new(frame)], &control, flags, None)?);
+    socket.write_with(send).await
 }

@@ -164,8 +164,9 @@ impl Driver {
                     self.feed(Event::HostControl { host, message });
                 }
             }
-            Input::Net(NetInput::Carried { host, number, carried }) => {
-                if self.parts.net.is_current(host, number) {
+            Input::Net(NetInput::Data { host, number, parcel }) => {
+                self.parts.net.take_data(host, number, parcel);
+                while let Some(carried) = self.parts.net.carried(host, number) {
                     self.feed(Event::HostCarried { host, carried });
                 }
             }
@@ -268,7 +269,9 @@ impl Driver {
     fn tell(&mut self, conn: ConnId, message: &ToTask, parcel: impl FnOnce(Bytes) -> Parcel) {
         let Some(task) = self.tasks.get(&conn) else { return };
         match encode_control(message) {
-            Ok(frame) => task.line.outbox.put(parcel(frame)),
+            Ok(frame) => {
+                task.line.outbox.put(parcel(frame));
+            }
             Err(e) => self.parts.log.line(format!("a message to process {} could not be sent: {e}", task.line.pid)),
         }
     }

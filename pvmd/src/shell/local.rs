@@ -3,6 +3,7 @@
 
 use super::descriptors::{Incoming, send_with};
 use super::input::{Input, Inputs, LineLimit};
+use super::local_socket::LocalSocket;
 use super::log::Log;
 use super::outbox::{LINK_BYTES_MAX, Outbox, OutboxReader, Parcel, outbox};
 use super::sys::peer_process;
@@ -18,8 +19,6 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
-use tokio::io::AsyncWriteExt;
-use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{Semaphore, watch};
 use tokio::time::timeout;
@@ -104,8 +103,7 @@ pub(crate) async fn serve(listener: UnixListener, uid: u32, inputs: Inputs, log:
 struct Line {
     pid: i32,
     process: std::io::Result<OwnedFd>,
-    stream: OwnedReadHalf,
-    write: OwnedWriteHalf,
+    socket: Arc<LocalSocket>,
     incoming: Incoming,
 }
 
@@ -116,12 +114,12 @@ impl Door {
         let pid = peer.pid().unwrap_or(0);
         // Taken at once: the process can end at any time, and its number be used again.
         let process = peer_process(stream.as_fd(), pid);
-        let (stream, write) = stream.into_split();
-        let mut line = Line { pid, process, stream, write, incoming: Incoming::default() };
+        let socket = Arc::new(LocalSocket::new(stream.into_std().ok()?).ok()?);
+        let mut line = Line { pid, process, socket, incoming: Incoming::default() };
         let refusal = if peer.uid() != self.uid {
             format!("this daemon serves user {} only, and you are user {}", self.uid, peer.uid())
         } else {
-            match timeout(HELLO_WITHIN, line.incoming.next_frame(line.stream.as_ref())).await {
+            match timeout(HELLO_WITHIN, line.incoming.next_frame(&line.socket)).await {
                 Ok(Ok(Some(frame))) => match check_hello(&frame) {
                     Ok(hello) => return Some((hello, line)),
                     Err(reason) => reason,
@@ -136,7 +134,7 @@ impl Door {
         }
         if let Ok(frame) = encode_control(&ToTask::Refused { reason: refusal }) {
             // The stranger may be gone or not reading; it had its chance.
-            let _ = timeout(Duration::from_secs(1), line.write.write_all(&frame)).await;
+            let _ = timeout(Duration::from_secs(1), line.socket.write_all(&mut [IoSlice::new(&frame)])).await;
         }
         None
     }
@@ -146,14 +144,14 @@ impl Door {
         let conn = ConnId(self.next.fetch_add(1, Ordering::Relaxed));
         let (outbox, queue) = outbox(LINK_BYTES_MAX);
         let (cut, mut is_cut) = watch::channel(None);
-        let Line { pid, process, stream, write, mut incoming } = line;
+        let Line { pid, process, socket, mut incoming } = line;
         let up = Input::TaskUp(TaskLine { conn, pid, process, outbox, cut });
         let first = Input::Event(Event::TaskControl { conn, message: hello });
         if self.inputs.send(up).await.is_err() || self.inputs.send(first).await.is_err() {
             return;
         }
-        let mut writer = tokio::spawn(write_frames(write, queue));
-        let mut reading = std::pin::pin!(self.forward(conn, stream.as_ref(), &mut incoming));
+        let mut writer = tokio::spawn(write_frames(socket.clone(), queue));
+        let mut reading = std::pin::pin!(self.forward(conn, &socket, &mut incoming));
         let garbage = tokio::select! {
             garbage = &mut reading => garbage,
             why = cut_reason(&mut is_cut) => Some(why),
@@ -179,9 +177,9 @@ impl Door {
     }
 
     /// Hands on what a task says until its stream ends (`None`) or cannot be understood (the reason).
-    async fn forward(&self, conn: ConnId, stream: &UnixStream, incoming: &mut Incoming) -> Option<String> {
+    async fn forward(&self, conn: ConnId, socket: &LocalSocket, incoming: &mut Incoming) -> Option<String> {
         loop {
-            let frame = match incoming.next_frame(stream).await {
+            let frame = match incoming.next_frame(socket).await {
                 Ok(Some(frame)) => frame,
                 Ok(None) => return None,
                 Err(reason) => return Some(reason),
@@ -238,7 +236,7 @@ fn check_hello(frame: &Frame) -> Result<ToDaemon, String> {
 }
 
 /// Writes what is queued until told to end (true) or the peer takes no more (false).
-pub(crate) async fn write_frames(mut stream: OwnedWriteHalf, mut queue: OutboxReader) -> bool {
+pub(crate) async fn write_frames(socket: Arc<LocalSocket>, mut queue: OutboxReader) -> bool {
     let mut batch = Vec::with_capacity(WRITE_FRAMES_MAX);
     loop {
         batch.clear();
@@ -246,32 +244,32 @@ pub(crate) async fn write_frames(mut stream: OwnedWriteHalf, mut queue: OutboxRe
             return true;
         }
         let end = batch.iter().position(|parcel| matches!(parcel, Parcel::End));
-        let written = write_batch(&mut stream, &batch[..end.unwrap_or(batch.len())]).await;
+        let written = write_batch(&socket, &batch[..end.unwrap_or(batch.len())]).await;
         batch.iter().for_each(|parcel| queue.done(parcel));
         if written.is_err() {
             return false;
         }
         if end.is_some() {
-            let _ = stream.shutdown().await;
+            socket.end();
             return true;
         }
     }
 }
 
-async fn write_batch(stream: &mut OwnedWriteHalf, batch: &[Parcel]) -> std::io::Result<()> {
+async fn write_batch(socket: &LocalSocket, batch: &[Parcel]) -> std::io::Result<()> {
     let mut rest = batch;
     while let Some(at) = rest.iter().position(|parcel| matches!(parcel, Parcel::With(..))) {
-        write_plain(stream, &rest[..at]).await?;
+        write_plain(socket, &rest[..at]).await?;
         if let Parcel::With(frame, descriptors) = &rest[at] {
-            let begun = send_with((*stream).as_ref(), frame, descriptors).await?;
-            stream.write_all(&frame[begun..]).await?;
+            let begun = send_with(socket, frame, descriptors).await?;
+            socket.write_all(&mut [IoSlice::new(&frame[begun..])]).await?;
         }
         rest = &rest[at + 1..];
     }
-    write_plain(stream, rest).await
+    write_plain(socket, rest).await
 }
 
-async fn write_plain(stream: &mut OwnedWriteHalf, batch: &[Parcel]) -> std::io::Result<()> {
+async fn write_plain(socket: &LocalSocket, batch: &[Parcel]) -> std::io::Result<()> {
     let mut heads = [[0; FRAME_HEAD_BYTES]; WRITE_FRAMES_MAX];
     for (head, parcel) in heads.iter_mut().zip(batch) {
         if let Parcel::Link(body) = parcel {
@@ -291,13 +289,5 @@ async fn write_plain(stream: &mut OwnedWriteHalf, batch: &[Parcel]) -> std::io::
             Parcel::With(..) | Parcel::End => {}
         }
     }
-    let mut rest = &mut slices[..used];
-    while !rest.is_empty() {
-        let written = stream.write_vectored(rest).await?;
-        if written == 0 {
-            return Err(std::io::ErrorKind::WriteZero.into());
-        }
-        IoSlice::advance_slices(&mut rest, written);
-    }
-    Ok(())
+    socket.write_all(&mut slices[..used]).await
 }

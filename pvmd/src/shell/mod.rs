@@ -3,9 +3,10 @@
 //!
 //! * [`cli`], `slave`, `daemon`: how a daemon starts and ends. `driver`: its loop.
 //! * `place`: its directory and lock. `log`: its log. `moves`: small files of moves.
-//! * `local`: tasks. `descriptors`: what their frames bring along. `tasker`: the tasker's process.
+//! * `local`: tasks. `local_socket`: their sockets. `descriptors`: what their frames bring along. `tasker`: the tasker's
+//!   process.
 //! * `world`: programs and environment.
-//! * `pki`, `net`, `session`, `address`: other daemons. `bootstrap`, `start`, `join`, `manual`: starting them. `images`: what moves.
+//! * `pki`, `net`, `session`, `lanes`, `address`: other daemons. `bootstrap`, `start`, `join`, `manual`: starting them. `images`: what moves.
 
 mod address;
 mod bootstrap;
@@ -16,7 +17,9 @@ mod driver;
 mod images;
 mod input;
 mod join;
+pub(crate) mod lanes;
 mod local;
+mod local_socket;
 mod log;
 mod manual;
 mod moves;

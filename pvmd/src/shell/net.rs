@@ -3,25 +3,30 @@
 //! in [`super::session`].
 
 use super::input::{Input, Inputs, LineLimit};
+use super::lanes::{Fork, Join, LANES_MAX, Lane, LaneId, Main, Way, ends_of};
 use super::log::Log;
-use super::outbox::{LINK_BYTES_MAX, Parcel};
+use super::outbox::{LINK_BYTES_MAX, Outbox, Parcel, outbox};
 use super::pki::{Identity, host_name, host_named};
 use super::port::PortRuntime;
-use super::session::{self, CLOSE_DUPLICATE, CLOSE_FORGOTTEN, CLOSE_LEAVING, CLOSE_SILENT, Channels, Pair, describe};
+use super::session::{
+    self, CLOSE_DUPLICATE, CLOSE_FORGOTTEN, CLOSE_LEAVING, CLOSE_SILENT, Channels, DataParcel, Pair, describe,
+};
 use crate::machine::Event;
+use bytes::Bytes;
 use quinn::congestion::CubicConfig;
 use quinn::{
     ClientConfig, Connection, Endpoint, EndpointConfig, Incoming, MtuDiscoveryConfig, ServerConfig, TransportConfig,
     VarInt,
 };
+use rustc_hash::FxHashMap;
 use rustls::pki_types::CertificateDer;
 use sempa_proto::frame::{FrameDecoder, encode_control};
 use sempa_proto::host::{Carried, HostMsg};
-use sempa_proto::{HostId, MigrationId};
+use sempa_proto::{HostId, MigrationId, Tid};
 use std::collections::{HashMap, VecDeque};
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{sleep, timeout};
 
@@ -53,6 +58,8 @@ const ADDRESSES_MAX: usize = 16;
 /// Received and not yet read, per stream and per session: room for 500 MB/s over 30 ms.
 const STREAM_WINDOW_BYTES: u32 = 16 << 20;
 const SESSION_WINDOW_BYTES: u32 = 256 << 20;
+/// Streams of a peer at once: its channels, twice its lanes because old ones may be ending, and images.
+const STREAMS_MAX: u32 = 2 + 2 * LANES_MAX as u32 + 64;
 /// Sent and not yet acknowledged, per session.
 const SEND_WINDOW_BYTES: u64 = 16 << 20;
 /// What a path is taken to bear at the beginning.
@@ -72,8 +79,8 @@ pub(crate) enum NetInput {
     Up { host: HostId, number: u64, channels: Channels },
     /// A control message.
     Control { host: HostId, number: u64, message: HostMsg },
-    /// Something for a task here.
-    Carried { host: HostId, number: u64, carried: Carried },
+    /// A parcel of the data channel, in the order of its stream.
+    Data { host: HostId, number: u64, parcel: DataParcel },
     /// The beginning of an image transfer.
     Images { host: HostId, migration: MigrationId, stream: quinn::RecvStream, decoder: FrameDecoder },
     /// A session has ended, or never came to stand.
@@ -110,6 +117,70 @@ struct Session {
     number: u64,
     connection: Connection,
     channels: Option<Channels>,
+    fork: Fork,
+    lanes: FxHashMap<LaneId, Outbox>,
+    join: Join<Carried>,
+}
+
+impl Session {
+    fn new(number: u64, connection: Connection, channels: Option<Channels>) -> Session {
+        let (fork, join) = (Fork::default(), Join::default());
+        Session { number, connection, channels, fork, lanes: FxHashMap::default(), join }
+    }
+
+    /// Puts something on the main stream of the data channel.
+    fn put_data(&mut self, parcel: Parcel) {
+        if self.channels.as_ref().is_some_and(|channels| channels.data.put(parcel)) {
+            self.fork.sent_main();
+        }
+    }
+
+    /// Sends a link frame on its way; `pair` is for a lane that has to be opened.
+    fn put_link(&mut self, pair: impl FnOnce(u64) -> Pair, body: Bytes) {
+        let way = ends_of(&body).map(|ends| (ends, self.fork.way(ends, Instant::now())));
+        let Some((ends, Way::Lane { lane, new, behind })) = way else { return self.put_data(Parcel::Link(body)) };
+        if new {
+            let (fill, queue) = outbox(LINK_BYTES_MAX);
+            tokio::spawn(session::run_lane(pair(self.number), self.connection.clone(), lane, queue));
+            self.lanes.insert(lane, fill);
+        }
+        let Some(queue) = self.lanes.get(&lane) else { return };
+        if let Some(words) = behind {
+            queue.put(Parcel::Sure(encode_control(&Lane::<()>::Behind(words)).expect("one number")));
+        }
+        if queue.put(Parcel::Link(body)) {
+            self.fork.sent(ends);
+        }
+    }
+
+    /// Sends a word behind all that it has to be behind.
+    fn put_word(&mut self, word: &Carried, frame: Bytes) {
+        if let Some(marks) = self.fork.fence(word) {
+            self.put_data(Parcel::Sure(encode_control(&Main::<()>::After(marks)).expect("a fence is short")));
+        }
+        self.put_data(Parcel::Sure(frame));
+        if let Carried::Ended { dst, .. } = word {
+            self.close_lanes(Some(*dst));
+        }
+    }
+
+    /// Ends lanes that are not needed any more, or that one task has to do with.
+    fn close_lanes(&mut self, task: Option<Tid>) {
+        for mark in self.fork.close(Instant::now(), task) {
+            if let Some(lane) = self.lanes.remove(&mark.lane) {
+                lane.put(Parcel::End);
+            }
+            self.put_data(Parcel::Sure(encode_control(&Main::<()>::End(mark)).expect("two numbers")));
+        }
+    }
+
+    /// Has all streams end after what was put there before.
+    fn end(&self) {
+        let Some(channels) = &self.channels else { return };
+        self.lanes.values().chain([&channels.data, &channels.control]).for_each(|queue| {
+            queue.put(Parcel::End);
+        });
+    }
 }
 
 /// The endpoint and all sessions.
@@ -157,6 +228,7 @@ fn transport(lease: Duration) -> anyhow::Result<Arc<TransportConfig>> {
         .stream_receive_window(VarInt::from_u32(STREAM_WINDOW_BYTES))
         .receive_window(VarInt::from_u32(SESSION_WINDOW_BYTES))
         .send_window(SEND_WINDOW_BYTES)
+        .max_concurrent_uni_streams(VarInt::from_u32(STREAMS_MAX))
         .max_concurrent_bidi_streams(VarInt::from_u32(0))
         .datagram_receive_buffer_size(None)
         .mtu_discovery_config(Some(mtu))
@@ -226,39 +298,62 @@ impl Net {
 
     /// Sends a control message, now or when a session stands.
     pub(crate) fn send(&mut self, host: HostId, message: &HostMsg) {
-        match encode_control(message) {
-            Ok(frame) => self.put(host, true, Parcel::Sure(frame)),
-            Err(e) => self.log.line(format!("a message to {host} could not be sent: {e}")),
-        }
+        let frame = match encode_control(message) {
+            Ok(frame) => frame,
+            Err(e) => return self.log.line(format!("a message to {host} could not be sent: {e}")),
+        };
+        let Some(peer) = self.known(host) else { return };
+        let Some(channels) = peer.session.as_ref().and_then(|s| s.channels.as_ref()) else {
+            return self.keep(host, true, Parcel::Sure(frame));
+        };
+        channels.control.put(Parcel::Sure(frame));
+        self.give_up_if_stuck(host);
     }
 
     /// Sends something for a task there, now or when a session stands.
     pub(crate) fn carry(&mut self, host: HostId, carried: Carried) {
-        match carried {
-            Carried::Link(body) => self.put(host, false, Parcel::Link(body)),
-            item => match encode_control(&item) {
-                Ok(frame) => self.put(host, false, Parcel::Sure(frame)),
-                Err(e) => self.log.line(format!("an item for a task on {host} could not be sent: {e}")),
-            },
-        }
-    }
-
-    fn put(&mut self, host: HostId, control: bool, parcel: Parcel) {
-        let peer = self.peers.entry(host).or_default();
-        if peer.forgotten {
-            return;
-        }
-        if let Some(channels) = peer.session.as_ref().and_then(|s| s.channels.as_ref()) {
-            let queue = if control { &channels.control } else { &channels.data };
-            queue.put(parcel);
-            if queue.sure_bytes() > UNSENT_BYTES_MAX && channels.connection.close_reason().is_none() {
-                self.log.line(format!(
-                    "{host} takes nothing and {UNSENT_BYTES_MAX} bytes wait for it: giving its session up"
-                ));
-                channels.connection.close(CLOSE_SILENT, b"takes nothing");
+        if let Carried::Link(body) = carried {
+            let (vm, me, lease) = (&self.vm, self.me, self.lease);
+            let peer = self.peers.entry(host).or_default();
+            match peer.session.as_mut().filter(|s| s.channels.is_some()) {
+                Some(session) => session.put_link(|number| pair_of(vm, me, lease, host, number), body),
+                None if peer.forgotten => {}
+                None => self.keep(host, false, Parcel::Link(body)),
             }
             return;
         }
+        let frame = match encode_control(&Main::Item(&carried)) {
+            Ok(frame) => frame,
+            Err(e) => return self.log.line(format!("an item for a task on {host} could not be sent: {e}")),
+        };
+        let Some(peer) = self.known(host) else { return };
+        match peer.session.as_mut().filter(|s| s.channels.is_some()) {
+            Some(session) => session.put_word(&carried, frame),
+            None => return self.keep(host, false, Parcel::Sure(frame)),
+        }
+        self.give_up_if_stuck(host);
+    }
+
+    /// A host that has not been forgotten.
+    fn known(&mut self, host: HostId) -> Option<&mut Peer> {
+        Some(self.peers.entry(host).or_default()).filter(|peer| !peer.forgotten)
+    }
+
+    /// Gives up the session with a host that takes nothing.
+    fn give_up_if_stuck(&mut self, host: HostId) {
+        let session = self.peers.get(&host).and_then(|peer| peer.session.as_ref());
+        let Some(channels) = session.and_then(|s| s.channels.as_ref()) else { return };
+        let most = channels.control.sure_bytes().max(channels.data.sure_bytes());
+        if most > UNSENT_BYTES_MAX && channels.connection.close_reason().is_none() {
+            self.log
+                .line(format!("{host} takes nothing and {UNSENT_BYTES_MAX} bytes wait for it: giving its session up"));
+            channels.connection.close(CLOSE_SILENT, b"takes nothing");
+        }
+    }
+
+    /// Keeps something until there is a session.
+    fn keep(&mut self, host: HostId, control: bool, parcel: Parcel) {
+        let peer = self.peers.entry(host).or_default();
         let (len, sure) = match &parcel {
             Parcel::Sure(bytes) | Parcel::With(bytes, _) => (bytes.len(), true),
             Parcel::Link(bytes) => (bytes.len(), false),
@@ -285,10 +380,7 @@ impl Net {
     }
 
     fn pair(&self, host: HostId, number: u64) -> Pair {
-        // A slave gives its master up before the master gives up the slave: when the master counts a host's tasks as
-        // dead, they are.
-        let lease = if host == HostId::MASTER { self.lease * 4 / 5 } else { self.lease };
-        Pair { vm: self.vm.clone(), me: self.me, host, number, lease }
+        pair_of(&self.vm, self.me, self.lease, host, number)
     }
 
     /// True if this is the session that counts.
@@ -307,7 +399,7 @@ impl Net {
                     peer.dialler = None;
                 }
             }
-            NetInput::Control { .. } | NetInput::Carried { .. } | NetInput::Images { .. } => {}
+            NetInput::Control { .. } | NetInput::Data { .. } | NetInput::Images { .. } => {}
         }
         Vec::new()
     }
@@ -326,7 +418,7 @@ impl Net {
                 connection.close(CLOSE_DUPLICATE, b"");
                 return;
             }
-            peer.session = Some(Session { number, connection: connection.clone(), channels: None });
+            peer.session = Some(Session::new(number, connection.clone(), None));
         }
         self.next_session += 1;
         tokio::spawn(session::run(pair, connection, self.inputs.clone()));
@@ -350,11 +442,17 @@ impl Net {
         if let Some(dialler) = peer.dialler.take() {
             dialler.abort();
         }
-        for (control, parcel) in peer.waiting.drain(..) {
-            if control { channels.control.put(parcel) } else { channels.data.put(parcel) }
+        let control = channels.control.clone();
+        let mut session = Session::new(number, channels.connection.clone(), Some(channels));
+        for (to_control, parcel) in peer.waiting.drain(..) {
+            if to_control {
+                control.put(parcel);
+            } else {
+                session.put_data(parcel);
+            }
         }
         (peer.waiting_bytes, peer.waiting_link_bytes) = (0, 0);
-        peer.session = Some(Session { number, connection: channels.connection.clone(), channels: Some(channels) });
+        peer.session = Some(session);
         self.log.line(format!("session with {host} stands"));
         news.push(NetNews::Connected(host));
         news
@@ -371,8 +469,27 @@ impl Net {
         if stood || expelled { vec![NetNews::Lost(host, why)] } else { Vec::new() }
     }
 
-    /// Dials again where a session is wanted and none stands. Called now and then.
+    /// Takes a parcel of the data channel of the session that counts; what its turn has come for is [`Net::carried`].
+    pub(crate) fn take_data(&mut self, host: HostId, number: u64, parcel: DataParcel) {
+        let Some(session) = self.current(host, number) else { return };
+        match parcel {
+            DataParcel::Main(parcel) => session.join.take_main(parcel),
+            DataParcel::Lane(lane, parcel) => session.join.take_lane(lane, parcel),
+        }
+    }
+
+    /// The next thing for the machine out of the data channel.
+    pub(crate) fn carried(&mut self, host: HostId, number: u64) -> Option<Carried> {
+        self.current(host, number)?.join.next()
+    }
+
+    fn current(&mut self, host: HostId, number: u64) -> Option<&mut Session> {
+        self.peers.get_mut(&host)?.session.as_mut().filter(|s| s.number == number)
+    }
+
+    /// Dials again where a session is wanted and none stands, and ends lanes without use. Called now and then.
     pub(crate) fn tick(&mut self) {
+        self.peers.values_mut().filter_map(|peer| peer.session.as_mut()).for_each(|session| session.close_lanes(None));
         let wanted: Vec<HostId> = self.peers.iter().filter(|(_, p)| p.wanted).map(|(host, _)| *host).collect();
         wanted.into_iter().for_each(|host| self.dial(host));
     }
@@ -412,10 +529,7 @@ impl Net {
                 dialler.abort();
             }
             match &peer.session {
-                Some(Session { channels: Some(channels), .. }) => {
-                    channels.data.put(Parcel::End);
-                    channels.control.put(Parcel::End);
-                }
+                Some(session) if session.channels.is_some() => session.end(),
                 Some(session) => session.connection.close(CLOSE_LEAVING, b""),
                 None => {}
             }
@@ -441,6 +555,13 @@ impl Net {
     }
 }
 
+fn pair_of(vm: &str, me: HostId, lease: Duration, host: HostId, number: u64) -> Pair {
+    // A slave gives its master up before the master gives up the slave: when the master counts a host's tasks as
+    // dead, they are.
+    let lease = if host == HostId::MASTER { lease * 4 / 5 } else { lease };
+    Pair { vm: vm.to_string(), me, host, number, lease }
+}
+
 /// True if the other end has closed the connection because it does not count this host in.
 fn is_forgotten(connection: &Connection) -> bool {
     matches!(connection.close_reason(), Some(quinn::ConnectionError::ApplicationClosed(c)) if c.error_code == CLOSE_FORGOTTEN)
@@ -448,10 +569,11 @@ fn is_forgotten(connection: &Connection) -> bool {
 
 /// Ends a session after what was sent on it before.
 fn end_session(session: Session) {
-    let Session { connection, channels, .. } = session;
-    let Some(channels) = channels else { return connection.close(CLOSE_FORGOTTEN, b"") };
-    channels.control.put(Parcel::End);
-    channels.data.put(Parcel::End);
+    if session.channels.is_none() {
+        return session.connection.close(CLOSE_FORGOTTEN, b"");
+    }
+    session.end();
+    let connection = session.connection;
     tokio::spawn(async move {
         let _ = timeout(FORGET_WITHIN, connection.closed()).await;
         connection.close(CLOSE_FORGOTTEN, b"");

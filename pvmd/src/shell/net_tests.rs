@@ -13,8 +13,10 @@ use rustls::crypto::CryptoProvider;
 use rustls::pki_types::{CertificateDer, PrivatePkcs8KeyDer, ServerName, UnixTime};
 use rustls::{DigitallySignedStruct, SignatureScheme};
 use sempa_proto::host::{Carried, HostMsg};
+use sempa_proto::link::{LinkFrame, LinkKind};
 use sempa_proto::place::Place;
-use sempa_proto::{Epoch, HostId, MigrationId};
+use sempa_proto::{Epoch, HostId, MigrationId, Tid};
+use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -31,6 +33,8 @@ struct Daemon {
     inputs: mpsc::Receiver<Input>,
     me: HostId,
     dir: PathBuf,
+    /// The session by which something came last.
+    carried: (HostId, u64),
 }
 
 fn host(index: u16) -> HostId {
@@ -55,7 +59,7 @@ impl Daemon {
         let socket = bind_udp(0).expect("a port");
         let net =
             Net::start(socket, identity, ("pvm", host(me)), lease, sender.clone(), Log::clone(&log)).expect("TLS");
-        Daemon { net, images: Images::new(place, sender, log), inputs, me: host(me), dir }
+        Daemon { net, images: Images::new(place, sender, log), inputs, me: host(me), dir, carried: (host(me), 0) }
     }
 
     fn address(&self) -> SocketAddr {
@@ -65,11 +69,18 @@ impl Daemon {
     /// The next thing that a daemon's loop would act on.
     async fn next(&mut self) -> Seen {
         loop {
+            let (host, number) = self.carried;
+            if let Some(carried) = self.net.carried(host, number) {
+                return Seen::Carried(carried);
+            }
             let input = self.inputs.recv().await.expect("the net holds the other end");
             match input {
                 Input::Event(event) => return Seen::Event(event),
                 Input::Net(NetInput::Control { message, .. }) => return Seen::Control(message),
-                Input::Net(NetInput::Carried { carried, .. }) => return Seen::Carried(carried),
+                Input::Net(NetInput::Data { host, number, parcel }) => {
+                    self.net.take_data(host, number, parcel);
+                    self.carried = (host, number);
+                }
                 Input::Net(NetInput::Images { host, migration, stream, decoder }) => {
                     self.images.arrived(host, migration, stream, decoder);
                 }
@@ -160,6 +171,109 @@ async fn two_hosts_that_dial_each_other_have_one_session_and_talk_in_order() {
         match timeout(DEADLINE, one.next()).await.expect("in time") {
             Seen::Carried(Carried::Link(body)) => assert_eq!(body, vec![n as u8; 5000]),
             seen => panic!("{seen:?}"),
+        }
+    }
+}
+
+/// A frame from one task of host 1 to one of host 2.
+fn frame(src: u32, dst: u32, seq: u64, bytes: usize) -> Bytes {
+    let (src, dst) = (Tid::task(host(1), src).expect("a task"), Tid::task(host(2), dst).expect("a task"));
+    let kind = LinkKind::Data { last: true };
+    let frame = LinkFrame { src, dst, kind, seq, ack: 1, payload: Bytes::new() };
+    [&frame.encode_head()[..], &vec![7; bytes]].concat().into()
+}
+
+/// The next link frame that has come: its ends and its number.
+async fn next_frame(daemon: &mut Daemon) -> ((Tid, Tid), u64) {
+    match timeout(DEADLINE, daemon.next()).await {
+        Ok(Seen::Carried(Carried::Link(body))) => {
+            let frame = LinkFrame::decode(body).expect("a link frame");
+            ((frame.src, frame.dst), frame.seq)
+        }
+        seen => panic!("instead of a link frame: {seen:?}"),
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_pair_with_much_to_say_does_not_delay_another_pair() {
+    const BEFORE: u64 = 20;
+    // Far more than what is on its way at once.
+    const MUCH: u64 = 2000;
+    let (mut one, mut two) = two("lanes", Duration::from_secs(10)).await;
+    for seq in 0..BEFORE {
+        one.net.carry(two.me, Carried::Link(frame(1, 1, seq, 100)));
+        one.net.carry(two.me, Carried::Link(frame(2, 2, seq, 100)));
+    }
+    for _ in 0..2 * BEFORE {
+        next_frame(&mut two).await;
+    }
+    for seq in 0..MUCH {
+        one.net.carry(two.me, Carried::Link(frame(1, 1, seq, 60 << 10)));
+    }
+    one.net.carry(two.me, Carried::Link(frame(2, 2, BEFORE, 8)));
+    let (mut behind, mut much) = (0, 0);
+    while much < MUCH {
+        let (ends, seq) = next_frame(&mut two).await;
+        if seq == BEFORE && ends.0 == Tid::task(host(1), 2).expect("a task") {
+            behind = MUCH - much;
+        } else {
+            assert_eq!(seq, much, "a frame of one pair has overtaken another one");
+            much += 1;
+        }
+    }
+    assert!(behind > 0, "the one frame came behind all {MUCH} that another pair had said before");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn words_stay_behind_the_frames_of_their_task_and_frames_behind_the_words() {
+    const ROUNDS: u64 = 300;
+    let (mut one, mut two) = two("fences", Duration::from_secs(10)).await;
+    let dst = Tid::task(host(2), 1).expect("a task");
+    for seq in 0..ROUNDS {
+        // Large ones are long on their way; the words are small.
+        one.net.carry(two.me, Carried::Link(frame(1, 1, 2 * seq, 50_000)));
+        one.net.carry(two.me, Carried::Passed { dst, epoch: Epoch(seq) });
+        one.net.carry(two.me, Carried::Link(frame(1, 1, 2 * seq + 1, 8)));
+    }
+    for seq in 0..ROUNDS {
+        assert_eq!(next_frame(&mut two).await.1, 2 * seq);
+        match timeout(DEADLINE, two.next()).await {
+            Ok(Seen::Carried(Carried::Passed { epoch, .. })) => assert_eq!(epoch, Epoch(seq)),
+            seen => panic!("instead of the word {seq}: {seen:?}"),
+        }
+        assert_eq!(next_frame(&mut two).await.1, 2 * seq + 1);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn more_pairs_than_there_are_lanes_and_their_ends_lose_nothing() {
+    const PAIRS: u32 = 150;
+    const EACH: u64 = 8;
+    let (mut one, mut two) = two("many", Duration::from_secs(10)).await;
+    // Three generations of tasks, each of which ends.
+    for generation in 0..3 {
+        let first = generation * PAIRS + 1;
+        for seq in 0..EACH {
+            for pair in first..first + PAIRS {
+                one.net.carry(two.me, Carried::Link(frame(pair, pair, seq, 500)));
+            }
+        }
+        for pair in first..first + PAIRS {
+            let dst = Tid::task(host(1), pair).expect("a task");
+            one.net.carry(two.me, Carried::Ended { dst, marks: Vec::new() });
+        }
+    }
+    let mut seen = HashMap::new();
+    for _ in 0..3 * PAIRS as u64 * (EACH + 1) {
+        match timeout(DEADLINE, two.next()).await {
+            Ok(Seen::Carried(Carried::Link(body))) => {
+                let frame = LinkFrame::decode(body).expect("a link frame");
+                let count: &mut u64 = seen.entry(frame.src).or_default();
+                assert_eq!(frame.seq, *count, "{}", frame.src);
+                *count += 1;
+            }
+            Ok(Seen::Carried(Carried::Ended { dst, .. })) => assert_eq!(seen.get(&dst), Some(&EACH), "{dst} ended"),
+            other => panic!("after {} tasks: {other:?}", seen.len()),
         }
     }
 }

@@ -65,17 +65,20 @@ pub(crate) fn outbox(link_bytes_max: usize) -> (Outbox, OutboxReader) {
 }
 
 impl Outbox {
-    /// Queues something; a link frame over the limit is dropped, and what comes after the writer has gone is too.
-    pub(crate) fn put(&self, parcel: Parcel) {
+    /// Queues something; a link frame over the limit is dropped (false), and what comes after the writer has gone is too.
+    pub(crate) fn put(&self, parcel: Parcel) -> bool {
         let len = parcel.len();
         match &parcel {
-            Parcel::Link(_) if self.counters.link_bytes.load(Ordering::Relaxed) + len > self.link_bytes_max => return,
+            Parcel::Link(_) if self.counters.link_bytes.load(Ordering::Relaxed) + len > self.link_bytes_max => {
+                return false;
+            }
             Parcel::Link(_) => self.counters.link_bytes.fetch_add(len, Ordering::Relaxed),
             Parcel::Sure(_) | Parcel::With(..) => self.counters.sure_bytes.fetch_add(len, Ordering::Relaxed),
             Parcel::End => 0,
         };
         // A failed send means that the stream has ended; its reader reports that.
         let _ = self.queue.send(parcel);
+        true
     }
 
     /// Bytes waiting that must not be dropped.

@@ -3,6 +3,7 @@
 //! says hello first, and the other one says nothing on a connection before that, so both always mean the same one.
 
 use super::input::{Input, Inputs};
+use super::lanes::{Lane, LaneId, Main};
 use super::net::NetInput;
 use super::outbox::{LINK_BYTES_MAX, Outbox, OutboxReader, Parcel, outbox};
 use bytes::{BufMut, Bytes, BytesMut};
@@ -11,8 +12,10 @@ use sempa_proto::frame::{FRAME_HEAD_BYTES, Frame, FrameDecoder, FrameKind, encod
 use sempa_proto::host::{Carried, HostMsg};
 use sempa_proto::{HostId, MigrationId, WIRE_VERSION};
 use serde::{Deserialize, Serialize};
+use std::sync::OnceLock;
 use std::time::Duration;
-use tokio::time::{MissedTickBehavior, interval, timeout};
+use tokio::task::JoinSet;
+use tokio::time::{Instant, MissedTickBehavior, interval_at, timeout};
 
 /// Time from the handshake to the peer's hello.
 const HELLO_WITHIN: Duration = Duration::from_secs(10);
@@ -46,8 +49,10 @@ pub(crate) const CLOSE_SILENT: VarInt = VarInt::from_u32(5);
 pub(crate) enum Purpose {
     /// [`HostMsg`]s.
     Control,
-    /// Link frames and [`Carried`] items.
+    /// Words between the machines, and link frames: parcels of [`Main`].
     Data,
+    /// Link frames of one pair of tasks: parcels of [`Lane`].
+    Lane(LaneId),
     /// The images of one move.
     Images(MigrationId),
 }
@@ -78,14 +83,23 @@ pub(crate) struct Pair {
     pub(crate) lease: Duration,
 }
 
+/// A parcel of one of the streams that make up the data channel.
+#[derive(Debug)]
+pub(crate) enum DataParcel {
+    /// Of the main stream.
+    Main(Main<Carried>),
+    /// Of a lane.
+    Lane(LaneId, Lane<Carried>),
+}
+
 /// The queues of a session that stands.
 #[derive(Clone, Debug)]
 pub(crate) struct Channels {
     /// Whole control frames.
     pub(crate) control: Outbox,
-    /// Link frames and items.
+    /// The main stream of the data channel.
     pub(crate) data: Outbox,
-    /// For image transfers and for closing.
+    /// For lanes, image transfers and for closing.
     pub(crate) connection: Connection,
 }
 
@@ -217,16 +231,13 @@ impl Pair {
 
     /// Takes the further streams of the peer. Ends only with the connection or at something not understood.
     async fn accept_streams(&self, connection: &Connection, inputs: &Inputs) -> String {
-        let mut data: Option<tokio::task::JoinHandle<String>> = None;
+        let (mut has_data, mut readers) = (false, JoinSet::new());
         loop {
-            let ended = async {
-                match &mut data {
-                    Some(reader) => reader.await.unwrap_or_else(|e| e.to_string()),
-                    None => std::future::pending().await,
-                }
-            };
             let mut stream = tokio::select! {
-                why = ended => return why,
+                Some(ended) = readers.join_next() => match ended.unwrap_or_else(|e| Err(e.to_string())) {
+                    Ok(()) => continue,
+                    Err(why) => return why,
+                },
                 stream = connection.accept_uni() => match stream {
                     Ok(stream) => stream,
                     // The control stream's reader knows more, once it has read what came before.
@@ -236,8 +247,12 @@ impl Pair {
             let mut decoder = FrameDecoder::new();
             let purpose = timeout(HELLO_WITHIN, self.purpose(&mut stream, &mut decoder)).await;
             match purpose {
-                Ok(Ok(Purpose::Data)) if data.is_none() => {
-                    data = Some(tokio::spawn(read_data(self.clone(), stream, decoder, inputs.clone())));
+                Ok(Ok(Purpose::Data)) if !has_data => {
+                    has_data = true;
+                    readers.spawn(read_data(self.clone(), None, stream, decoder, inputs.clone()));
+                }
+                Ok(Ok(Purpose::Lane(lane))) => {
+                    readers.spawn(read_data(self.clone(), Some(lane), stream, decoder, inputs.clone()));
                 }
                 Ok(Ok(Purpose::Images(migration))) => {
                     let input = NetInput::Images { host: self.host, migration, stream, decoder };
@@ -255,7 +270,7 @@ impl Pair {
     /// Ends when nothing that the peer has authenticated came for the lease. Counts steps, not time, so that a pause of
     /// this whole process is not blamed on the peer.
     async fn watch_lease(&self, connection: &Connection) -> String {
-        let mut steps = interval(self.lease / LEASE_STEPS);
+        let mut steps = interval_at(next_step(self.lease / LEASE_STEPS), self.lease / LEASE_STEPS);
         steps.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let (mut heard, mut silent) = (0, 0);
         loop {
@@ -272,22 +287,61 @@ impl Pair {
     }
 }
 
-/// Hands on link frames and items until the peer ends the stream.
-async fn read_data(pair: Pair, mut stream: RecvStream, mut decoder: FrameDecoder, inputs: Inputs) -> String {
+/// The next of the moments at which all sessions of this daemon look at their leases: each at moments of its own would wake
+/// the daemon once for every host.
+fn next_step(step: Duration) -> Instant {
+    static FIRST: OnceLock<Instant> = OnceLock::new();
+    let first = *FIRST.get_or_init(Instant::now);
+    let steps = first.elapsed().as_nanos() / step.as_nanos().max(1) + 1;
+    first + step * u32::try_from(steps).unwrap_or(0)
+}
+
+/// Hands on what comes on the main stream of the data channel, or on a lane, until the peer ends it.
+///
+/// # Errors
+/// It sent something that cannot be understood, or this daemon ends.
+async fn read_data(
+    pair: Pair,
+    lane: Option<LaneId>,
+    mut stream: RecvStream,
+    mut decoder: FrameDecoder,
+    inputs: Inputs,
+) -> Result<(), String> {
     loop {
-        let carried = match read_frame(&mut stream, &mut decoder).await {
-            Ok(Some(Frame { kind: FrameKind::Link, body })) => Carried::Link(body),
-            Ok(Some(frame)) => match frame.control::<Carried>() {
-                Ok(carried) => carried,
-                Err(e) => return e.to_string(),
-            },
-            // What is to be said about the end, the control stream says.
-            Ok(None) | Err(_) => return std::future::pending().await,
+        // What is to be said about the end, the control stream says.
+        let Ok(Some(frame)) = read_frame(&mut stream, &mut decoder).await else { return Ok(()) };
+        let parcel = match lane {
+            None => DataParcel::Main(main_parcel(frame)?),
+            Some(lane) => DataParcel::Lane(lane, lane_parcel(frame)?),
         };
-        let input = NetInput::Carried { host: pair.host, number: pair.number, carried };
-        if inputs.send(Input::Net(input)).await.is_err() {
-            return "this daemon ends".into();
-        }
+        let input = NetInput::Data { host: pair.host, number: pair.number, parcel };
+        inputs.send(Input::Net(input)).await.map_err(|_| "this daemon ends".to_string())?;
+    }
+}
+
+fn main_parcel(frame: Frame) -> Result<Main<Carried>, String> {
+    match frame {
+        Frame { kind: FrameKind::Link, body } => Ok(Main::Item(Carried::Link(body))),
+        frame => frame.control().map_err(|e| e.to_string()),
+    }
+}
+
+fn lane_parcel(frame: Frame) -> Result<Lane<Carried>, String> {
+    match frame {
+        Frame { kind: FrameKind::Link, body } => Ok(Lane::Item(Carried::Link(body))),
+        frame => match frame.control::<Lane<()>>() {
+            Ok(Lane::Behind(words)) => Ok(Lane::Behind(words)),
+            Ok(Lane::Item(())) => Err("it sent something on a lane that does not belong there".into()),
+            Err(e) => Err(e.to_string()),
+        },
+    }
+}
+
+/// Serves a lane from its opening to its end.
+pub(crate) async fn run_lane(pair: Pair, connection: Connection, lane: LaneId, queue: OutboxReader) {
+    // Without a stream the session is at its end, which others report.
+    if let Ok(stream) = pair.stream(&connection, Purpose::Lane(lane), 1).await {
+        write_stream(stream, queue).await;
     }
 }
 

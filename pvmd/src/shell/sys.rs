@@ -8,6 +8,7 @@ use nix::unistd::{ForkResult, fork};
 use std::io;
 use std::net::UdpSocket;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 use tokio::io::Interest;
@@ -109,9 +110,30 @@ pub(crate) fn signal_process(process: BorrowedFd<'_>, signal: i32) -> io::Result
 ///
 /// # Errors
 /// The kernel has no room for one more.
-pub(crate) fn watch(socket: UdpSocket, interest: Interest) -> io::Result<AsyncFd<UdpSocket>> {
+pub(crate) fn watch<S: Socket>(socket: S, interest: Interest) -> io::Result<AsyncFd<S>> {
     // SAFETY: the socket owns its descriptor, which stays open and the same as long as it lives.
     Ok(unsafe { AsyncFd::register_with_interest(socket, interest) }?)
+}
+
+/// What [`watch`] watches: it owns its descriptor and never exchanges it.
+pub(crate) trait Socket: AsRawFd + Sized {
+    /// The same socket under another number.
+    ///
+    /// # Errors
+    /// No room for one more descriptor.
+    fn again(&self) -> io::Result<Self>;
+}
+
+impl Socket for UdpSocket {
+    fn again(&self) -> io::Result<UdpSocket> {
+        self.try_clone()
+    }
+}
+
+impl Socket for UnixStream {
+    fn again(&self) -> io::Result<UnixStream> {
+        self.try_clone()
+    }
 }
 
 /// Has the allocator keep what is freed up to [`KEPT_BYTES`] and serve larger buffers from it: a daemon under load would

@@ -4,6 +4,7 @@
 use super::descriptors::Incoming;
 use super::input::{Input, Inputs};
 use super::local::write_frames;
+use super::local_socket::LocalSocket;
 use super::log::Log;
 use super::outbox::{Outbox, Parcel, outbox};
 use super::sys::{FilesLimit, pass_descriptor};
@@ -11,13 +12,13 @@ use crate::machine::io::Event;
 use sempa_proto::frame::encode_control;
 use sempa_proto::tasker::{FromTasker, ToTasker};
 use std::os::fd::AsRawFd;
-use std::os::unix::net::UnixStream as StdStream;
+use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::Stdio;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::io::{AsyncBufReadExt, BufReader};
-use tokio::net::UnixStream;
 use tokio::process::Child;
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
@@ -63,22 +64,20 @@ impl Tasker {
             return Err(format!("{} ended {STARTS_MAX} times within a minute", self.program.display()));
         }
         self.starts.push(Instant::now());
-        let (stream, child) = self.spawn().map_err(|e| format!("cannot start {}: {e}", self.program.display()))?;
-        let (read, write) = stream.into_split();
+        let (socket, child) = self.spawn().map_err(|e| format!("cannot start {}: {e}", self.program.display()))?;
         let (outbox, queue) = outbox(0);
-        tokio::spawn(write_frames(write, queue));
+        tokio::spawn(write_frames(socket.clone(), queue));
         let (inputs, log) = (self.inputs.clone(), self.log.clone());
         let serving = tokio::spawn(async move {
-            let why = serve(read, child, &inputs, log).await;
+            let why = serve(socket, child, &inputs, log).await;
             let _ = inputs.send(Input::Event(Event::TaskerGone { why })).await;
         });
         self.running = Some(Running { outbox, serving });
         Ok(())
     }
 
-    fn spawn(&self) -> std::io::Result<(UnixStream, Child)> {
-        let (ours, theirs) = StdStream::pair()?;
-        ours.set_nonblocking(true)?;
+    fn spawn(&self) -> std::io::Result<(Arc<LocalSocket>, Child)> {
+        let (ours, theirs) = UnixStream::pair()?;
         let mut command = std::process::Command::new(&self.program);
         command.arg(theirs.as_raw_fd().to_string());
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
@@ -88,7 +87,7 @@ impl Tasker {
         self.files_limit.give(&mut command);
         let child = tokio::process::Command::from(command).spawn()?;
         drop(theirs);
-        Ok((UnixStream::from_std(ours)?, child))
+        Ok((Arc::new(LocalSocket::new(ours)?), child))
     }
 
     /// Notes that the process has ended, and starts another one for new tasks.
@@ -130,7 +129,7 @@ impl Tasker {
 }
 
 /// Hands on what the tasker says until it ends; why it did.
-async fn serve(read: tokio::net::unix::OwnedReadHalf, mut child: Child, inputs: &Inputs, log: Log) -> String {
+async fn serve(socket: Arc<LocalSocket>, mut child: Child, inputs: &Inputs, log: Log) -> String {
     if let Some(stderr) = child.stderr.take() {
         tokio::spawn(async move {
             let mut lines = BufReader::new(stderr).lines();
@@ -141,7 +140,7 @@ async fn serve(read: tokio::net::unix::OwnedReadHalf, mut child: Child, inputs: 
     }
     let mut incoming = Incoming::default();
     let said = loop {
-        let message = match incoming.next_frame(read.as_ref()).await {
+        let message = match incoming.next_frame(&socket).await {
             Ok(Some(frame)) => frame.control::<FromTasker>().map_err(|e| e.to_string()),
             Ok(None) => break None,
             Err(why) => Err(why),
@@ -156,7 +155,8 @@ async fn serve(read: tokio::net::unix::OwnedReadHalf, mut child: Child, inputs: 
         }
     };
     // It has closed its socket, or we have done so: it kills its tasks and ends.
-    drop(read);
+    socket.end();
+    drop(socket);
     let ended = match timeout(END_WITHIN, child.wait()).await {
         Ok(Ok(status)) => format!("it ended with {status}"),
         Ok(Err(e)) => format!("it cannot be waited for: {e}"),

@@ -102,6 +102,7 @@ fn tasks_that_move_at_random_lose_double_and_reorder_nothing() {
         sim.until("all moves", |s| open.iter().all(|id| s.procs[console].replies.contains_key(id)));
         let done = open.iter().filter(|id| matches!(sim.procs[console].replies[id], Reply::Moved(Ok(_)))).count();
         assert!(done > 3, "only {done} of {moves} moves happened (seed {seed})");
+        assert!(sim.lanes_opened() > 0, "all went down one stream (seed {seed})");
         sim.pass(Micros::from_secs(1));
         let Reply::Tasks(list) = sim.ask(console, Request::Tasks { selector: Tid::NONE }) else { panic!("no list") };
         assert_eq!(list.len(), 7, "seed {seed}");

@@ -1,14 +1,16 @@
 //! A virtual machine in one process: real machines, modelled shells, taskers and task libraries, one seed.
 //!
-//! Channels between hosts keep their order and nothing else; every delay is thrown. A task is a process with real
+//! Streams between hosts keep their order and nothing else; every delay is thrown. A task is a process with real
 //! [`Link`]s that can be quiesced, stopped, carried to another host and woken by a token.
 
 #[path = "../../../../libpvm/proto/tests/dice/mod.rs"]
 mod dice;
 mod taskers;
+mod wires;
 
 use crate::machine::io::StartOrder;
 use crate::machine::{ConnId, Event, HostPlan, Machine, MachineConfig, Output, StartId, StartedHost, World};
+use crate::shell::lanes::LaneId;
 use bytes::Bytes;
 use dice::Dice;
 use sempa_proto::host::{Carried, HostMsg};
@@ -21,7 +23,7 @@ use sempa_proto::task::{
 };
 use sempa_proto::tasker::{Capabilities, FromTasker};
 use sempa_proto::{HostId, Message, Micros, MigrationId, PvmError, RequestId, Tid, WIRE_VERSION};
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
 /// Time after which a run that has not come to its end is taken for stuck.
@@ -147,6 +149,7 @@ impl Proc {
 #[derive(Debug)]
 enum Happening {
     Event(HostId, Event),
+    Data(wires::WireId, wires::Parcel),
     ToProc(usize, ConnId, ToTask),
     LinkToProc(usize, ConnId, Bytes),
     CloseProc(ConnId),
@@ -157,6 +160,7 @@ enum Happening {
 enum Channel {
     Control(HostId, HostId),
     Data(HostId, HostId),
+    Lane(wires::WireId, LaneId),
     ToProc(ConnId),
     FromProc(ConnId),
     Tasker(HostId),
@@ -168,9 +172,6 @@ pub(super) struct Faults {
     /// Of a hundred steps of a move, so many fail.
     pub(super) step_fails_percent: u64,
 }
-
-/// What waits for a session, in order.
-type Unsent = VecDeque<(Channel, Event)>;
 
 #[derive(Debug)]
 pub(super) struct Sim {
@@ -185,7 +186,8 @@ pub(super) struct Sim {
     conns: BTreeMap<ConnId, usize>,
     next_conn: u64,
     sessions: BTreeSet<(HostId, HostId)>,
-    unsent: BTreeMap<(HostId, HostId), Unsent>,
+    wires: wires::Wires,
+    unsent: BTreeMap<(HostId, HostId), wires::Unsent>,
     tokens: BTreeMap<(HostId, PathBuf), ResumeToken>,
     pub(super) faults: Faults,
     pub(super) recorded: Vec<(MigrationId, Tid, HostId)>,
@@ -237,6 +239,7 @@ impl Sim {
             conns: BTreeMap::new(),
             next_conn: 0,
             sessions: BTreeSet::new(),
+            wires: wires::Wires::default(),
             unsent: BTreeMap::new(),
             tokens: BTreeMap::new(),
             faults: Faults::default(),
@@ -295,28 +298,6 @@ impl Sim {
 
     fn tasker(&mut self, on: HostId, message: FromTasker) {
         self.send(Channel::Tasker(on), Happening::Event(on, Event::Tasker(message)));
-    }
-
-    /// Puts a message of one daemon on its way, or keeps it until there is a session.
-    fn between(&mut self, channel: Channel, from: HostId, to: HostId, event: Event) {
-        if self.sessions.contains(&pair(from, to)) {
-            self.send(channel, Happening::Event(to, event));
-        } else {
-            self.unsent.entry((from, to)).or_default().push_back((channel, event));
-        }
-    }
-
-    fn session(&mut self, a: HostId, b: HostId) {
-        let both_live = [a, b].iter().all(|h| self.nodes.get(h).is_some_and(|n| n.alive));
-        if !both_live || !self.sessions.insert(pair(a, b)) {
-            return;
-        }
-        for (from, to) in [(a, b), (b, a)] {
-            self.send(Channel::Control(from, to), Happening::Event(to, Event::HostConnected { host: from }));
-            for (channel, event) in self.unsent.remove(&(from, to)).unwrap_or_default() {
-                self.send(channel, Happening::Event(to, event));
-            }
-        }
     }
 
     // ---- hosts
@@ -712,6 +693,9 @@ impl Sim {
         let due = self.queue.first_entry().filter(|e| e.key().0 <= self.now).map(|e| e.remove());
         match due {
             Some(Happening::Event(on, event)) => self.handle(on, event),
+            Some(Happening::Data(wire, parcel)) => {
+                self.wires.arrived(wire, parcel).into_iter().for_each(|event| self.handle(wire.1, event));
+            }
             Some(Happening::ToProc(proc, conn, message)) => self.proc_gets(proc, conn, message),
             Some(Happening::LinkToProc(proc, conn, bytes)) => {
                 if self.procs[proc].conn == Some(conn) && !self.procs[proc].exited {
