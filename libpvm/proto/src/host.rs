@@ -1,7 +1,7 @@
 //! Messages between daemons, over QUIC: control messages, and what is carried for tasks on the data channel.
 //!
-//! Each channel keeps its order; between the two nothing is promised. What must not overtake a task's own messages (its
-//! end, replies, notifications) therefore travels as [`Carried`].
+//! Each channel keeps its order, but for link frames of different pairs of tasks; between the two nothing is promised. What
+//! must not overtake a task's own messages (its end, replies, notifications) therefore travels as [`Carried`].
 
 use crate::event::EventKind;
 use crate::ids::{Epoch, HostId, Micros, MigrationId, RequestId, Tid};
