@@ -41,6 +41,8 @@ struct Far {
     end: DirectEnd,
     /// Its output waits for the socket.
     blocked: bool,
+    /// The last look has left something in the socket.
+    unread: bool,
     /// Nothing more is written; what the peer had sent is still read.
     last_words: Option<LastWords>,
 }
@@ -344,7 +346,7 @@ impl Core {
     fn install_direct(&mut self, now: Micros, peer: Tid, end: DirectEnd) {
         let Some(set) = self.direct.set() else { return self.route_event(now, RouteEvent::Failed(peer)) };
         watch(&set, end.as_fd(), PollFlags::POLLIN, mark_of(peer));
-        self.direct.ends.insert(peer, Far { end, blocked: false, last_words: None });
+        self.direct.ends.insert(peer, Far { end, blocked: false, unread: false, last_words: None });
         let route = self.next_route();
         if let Some(link) = self.link_to_send(peer) {
             link.handle(now, LinkEvent::RouteUp(route));
@@ -411,6 +413,7 @@ impl Core {
             }
         });
         let answers = link.has_frame();
+        far.unread = matches!(ended, Ok(true));
         if found {
             if let Some(last) = &mut far.last_words {
                 last.silent_until = (now + LAST_WORDS_SILENCE).min(last.until);
@@ -421,8 +424,6 @@ impl Core {
         match ended {
             Err(_) => self.end_far(now, peer),
             Ok(_) if garbage => self.end_far(now, peer),
-            // The answer of a kernel to whom we write when its task has just ended would drop what it has not sent yet. A
-            // peer's window bounds what there can be.
             Ok(true) => {}
             Ok(false) if answers => self.pump_direct(now, peer),
             Ok(false) => self.note_wakeup(peer),
@@ -463,7 +464,9 @@ impl Core {
     pub(super) fn pump_direct(&mut self, now: Micros, peer: Tid) {
         let (direct, links) = self.direct_and_links();
         let (Some(far), Some(link)) = (direct.ends.get_mut(&peer), links.get_mut(&peer)) else { return };
-        if far.last_words.is_some() {
+        // If the peer has just ended, its kernel would answer by dropping what it has not delivered yet: what it has said is
+        // read first. Its window bounds how much that can be.
+        if far.last_words.is_some() || far.unread {
             return;
         }
         let mut ended = false;
@@ -535,6 +538,8 @@ impl Core {
 
     /// Answers that did not come, and connections that have been silent for long enough.
     pub(super) fn wake_far(&mut self, now: Micros) {
+        // Before anything is written because its time has come: this task may have stood still for long.
+        self.look_far(now);
         let heard_out = self.direct.ends.iter().filter(|(_, far)| far.last_words.is_some());
         for peer in heard_out.map(|(peer, _)| *peer).collect::<Vec<Tid>>() {
             // This task may have stood still itself.
