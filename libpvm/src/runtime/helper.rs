@@ -58,7 +58,7 @@ impl Drop for LastWord {
 
 /// What the helper does next, decided under the lock.
 enum Next {
-    Sleep { socket: Arc<Own<UnixStream>>, wanted: PollFlags, far: Option<Arc<Own<ReadySet>>>, span: Option<Duration> },
+    Sleep { socket: Option<Arc<Own<UnixStream>>>, read: bool, far: Option<Arc<Own<ReadySet>>>, span: Option<Duration> },
     Await(Quiesce),
     End,
 }
@@ -71,15 +71,15 @@ fn run(shared: &Arc<Shared>, program: &str) {
             state.sleep = Sleep::Awake;
             let deaf = state.core.near.is_shared() && !state.has_ear;
             state.has_ear |= deaf;
-            (decide(&mut state, shared.is_stopped()), deaf)
+            (decide(&mut state, shared), deaf)
         };
         if deaf {
             // Without an ear a full ring is noticed by the application's next call, or when a link asks.
             listener = ear::start(shared).ok();
         }
         match next {
-            Next::Sleep { socket, wanted, far, span } => {
-                doze(shared, socket.get(), wanted, far.as_ref().map(|far| far.get()), span);
+            Next::Sleep { socket, read, far, span } => {
+                doze(shared, socket.as_ref().map(|s| s.get()), read, far.as_ref().map(|far| far.get()), span);
             }
             Next::Await(quiesce) => await_token(shared, &quiesce, program),
             Next::End => break,
@@ -92,16 +92,16 @@ fn run(shared: &Arc<Shared>, program: &str) {
     }
 }
 
-fn decide(state: &mut State, stopped: bool) -> Next {
+fn decide(state: &mut State, shared: &Shared) -> Next {
     let now = state.now();
     state.core.wake(now);
     state.core.look_far(now);
     state.pump();
-    if stopped {
+    if shared.is_stopped() {
         state.lose("this task has left the virtual machine");
     }
     if matches!(state.core.phase(), Phase::Quiescing(_)) && state.core.outbox.is_empty() {
-        state.socket = None;
+        state.leave_socket(&shared.seats);
         // Memory that need not travel.
         state.decoder = FrameDecoder::new();
         state.core.let_go();
@@ -109,12 +109,12 @@ fn decide(state: &mut State, stopped: bool) -> Next {
     match state.core.phase() {
         Phase::Quiesced(quiesce) => return Next::Await(quiesce.clone()),
         Phase::Lost(_) => {
-            state.socket = None;
+            state.leave_socket(&shared.seats);
             return Next::End;
         }
         Phase::Connected | Phase::Quiescing(_) => {}
     }
-    let socket = state.socket.clone().expect("a connected task has a socket");
+    let socket = state.socket.clone();
     let write = !state.core.outbox.is_empty();
     let until = state.core.earliest();
     let far = state.core.direct.to_watch(now);
@@ -125,14 +125,14 @@ fn decide(state: &mut State, stopped: bool) -> Next {
         let soon = Duration::from_micros(ATTENDED.0);
         span = Some(span.map_or(soon, |span| span.min(soon)));
     }
-    let mut wanted = if write { PollFlags::POLLOUT } else { PollFlags::empty() };
     // Behind the order to let go nothing comes that has to be read now.
-    wanted.set(PollFlags::POLLIN, state.core.is_connected());
-    Next::Sleep { socket, wanted, far, span }
+    Next::Sleep { socket: socket.filter(|_| write), read: state.core.is_connected(), far, span }
 }
 
-fn doze(shared: &Shared, socket: &UnixStream, wanted: PollFlags, far: Option<&ReadySet>, span: Option<Duration>) {
-    let mut fds = vec![PollFd::new(socket.as_fd(), wanted), PollFd::new(shared.bell().as_fd(), PollFlags::POLLIN)];
+fn doze(shared: &Shared, writing: Option<&UnixStream>, read: bool, far: Option<&ReadySet>, span: Option<Duration>) {
+    let mut fds = vec![PollFd::new(shared.bell().as_fd(), PollFlags::POLLIN)];
+    fds.extend(read.then(|| PollFd::new(shared.seats.back(), PollFlags::POLLIN)));
+    fds.extend(writing.map(|socket| PollFd::new(socket.as_fd(), PollFlags::POLLOUT)));
     fds.extend(far.map(|far| PollFd::new(far.as_fd(), PollFlags::POLLIN)));
     // Rounded up: to wake a little late is cheaper than to wake twice.
     let timeout = span.map_or(PollTimeout::NONE, |span| {
@@ -141,7 +141,7 @@ fn doze(shared: &Shared, socket: &UnixStream, wanted: PollFlags, far: Option<&Re
     });
     // An error (a signal that a debugger injects, a lack of kernel memory) is a wake-up for nothing.
     let _ = poll(&mut fds, timeout);
-    if fds[1].any().unwrap_or(false) {
+    if fds[0].any().unwrap_or(false) {
         let _ = shared.bell().read();
     }
 }
@@ -199,5 +199,7 @@ fn adopt(shared: &Shared, accepted: Accepted) {
     let mut state = shared.lock();
     let now: Micros = state.clock.now_after_a_move();
     state.core.resume(now, &accepted.welcome);
-    state.adopt(accepted.socket, accepted.decoder, accepted.descriptors);
+    if let Err(e) = state.adopt(accepted.socket, accepted.decoder, accepted.descriptors, &shared.seats) {
+        state.lose(&format!("going on after the move: {e}"));
+    }
 }

@@ -18,6 +18,7 @@ mod near;
 mod outbox;
 mod process;
 mod routes;
+mod seat;
 mod shared;
 mod spin;
 #[cfg(test)]

@@ -5,6 +5,7 @@ use super::connect::Accepted;
 use super::core::{Core, Phase};
 use super::near::{Near, Wakes};
 use super::process::{self, Own};
+use super::seat::Seats;
 use super::spin::Spin;
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
@@ -33,6 +34,8 @@ const READ_PAUSE: Micros = Micros(500);
 const ROOM_PATIENCE: Duration = Duration::from_micros(50);
 /// Descriptors that may wait for their frames.
 const DESCRIPTORS_MAX: usize = 16;
+/// A wait shorter than this needs a finer clock than the socket's.
+const SEAT_MIN: Duration = Duration::from_millis(10);
 /// Longest sleep on a futex: after a move to a host with another clock a sleep by the old one must not last for ever.
 const NAP_MAX: Duration = Duration::from_secs(1);
 
@@ -70,6 +73,10 @@ pub(crate) struct State {
     pub(crate) has_ear: bool,
     /// Threads that wait for news.
     awaiting_news: usize,
+    /// One more waits at the daemon's socket, and reads it.
+    seated: bool,
+    /// It has left something unread.
+    unread: bool,
     /// Threads that wait until something has been written.
     awaiting_writes: usize,
     /// The sign for programs that wait on descriptors is up.
@@ -89,6 +96,8 @@ pub(crate) struct Shared {
     listening: Arc<Own<OwnBell>>,
     /// Bytes were written, or will never be.
     written: Condvar,
+    /// Who is woken by the daemon.
+    pub(crate) seats: Arc<Seats>,
     bell: Own<EventFd>,
     /// Readable while something is here, for programs that wait on descriptors themselves; made when one asks for it.
     sign: OnceLock<Own<EventFd>>,
@@ -136,15 +145,21 @@ impl<'a> Held<'a> {
     }
 
     /// Whom the changes made under this lock concern: threads that wait for news, threads that wait for writing, the helper.
-    fn concerned(&self) -> (bool, bool, bool) {
+    fn concerned(&self) -> Concerned {
         let (news, out, phase) = Held::seen(self);
-        let written = out != self.out || phase != self.phase || self.core.lost().is_some();
+        let changed = phase != self.phase || self.core.lost().is_some();
+        let written = self.awaiting_writes > 0 && (out != self.out || changed);
         let arrived = self.awaiting_news > 0 && news != self.news;
-        (arrived, self.awaiting_writes > 0 && written, self.helper_is_needed())
+        let seated = self.seated && (news != self.news || changed || !self.may_sit());
+        Concerned { arrived, seated, written, helper: self.helper_is_needed() }
     }
 
-    fn tell(shared: &Shared, (arrived, written, ring): (bool, bool, bool), wakes: Wakes) {
+    fn tell(shared: &Shared, concerned: Concerned, wakes: Wakes) {
+        let Concerned { arrived, seated, written, helper } = concerned;
         wakes.wake();
+        if seated {
+            shared.seats.kick();
+        }
         if arrived {
             shared.listening.get().stir();
             futex::wake_all(shared.listening.get().word());
@@ -152,7 +167,7 @@ impl<'a> Held<'a> {
         if written {
             shared.written.notify_all();
         }
-        if ring {
+        if helper {
             shared.ring();
         }
     }
@@ -256,6 +271,9 @@ impl<'a> Held<'a> {
     /// Sleeps until there is news, or for `span` at most.
     pub(crate) fn wait_arrived(&mut self, span: Option<Duration>) {
         self.show();
+        if !self.seated && self.may_sit() && nap(span) >= SEAT_MIN {
+            return self.wait_at_socket(nap(span));
+        }
         let seen = self.shared.listening.get().about_to_sleep();
         let (now, news) = (self.now(), self.core.news());
         self.core.look_before_sleep(now);
@@ -275,6 +293,18 @@ impl<'a> Held<'a> {
         self.awaiting_news -= 1;
     }
 
+    /// Sleeps until the daemon says something, and hears it.
+    fn wait_at_socket(&mut self, span: Duration) {
+        let (concerned, wakes) = (self.concerned(), self.core.near.take_wakes());
+        self.seated = true;
+        drop(self.state.take());
+        Held::tell(self.shared, concerned, wakes);
+        self.shared.seats.sleep(span);
+        self.regain();
+        self.seated = false;
+        self.pump();
+    }
+
     /// Sleeps until bytes have been written or the connection has changed, or for `span` at most.
     pub(crate) fn wait_written(&mut self, span: Option<Duration>) {
         self.show();
@@ -290,11 +320,28 @@ impl<'a> Held<'a> {
     }
 }
 
+/// Whom a change concerns.
+#[derive(Clone, Copy, Debug, Default)]
+struct Concerned {
+    /// Threads that wait for news.
+    arrived: bool,
+    /// The one that waits at the socket.
+    seated: bool,
+    /// Threads that wait for writing.
+    written: bool,
+    helper: bool,
+}
+
 fn nap(span: Option<Duration>) -> Duration {
     span.map_or(NAP_MAX, |span| span.min(NAP_MAX))
 }
 
 impl State {
+    /// True when all that a thread may wait for comes by the daemon's socket, or from other threads.
+    fn may_sit(&self) -> bool {
+        self.core.is_connected() && self.core.near.is_empty() && self.core.direct.is_empty()
+    }
+
     /// True when the helper sleeps through something that has come up.
     fn helper_is_needed(&self) -> bool {
         let Sleep::On { write, until, far } = self.sleep else { return false };
@@ -304,7 +351,7 @@ impl State {
         let earlier = core.earliest().is_some_and(|due| until.is_none_or(|until| due < until));
         let deaf = core.near.is_shared() && !self.has_ear;
         let unwatched = core.direct.must_be_watched() && !far;
-        closing || unwritten || earlier || deaf || unwatched
+        closing || unwritten || earlier || deaf || unwatched || self.unread
     }
 
     /// Takes in what has arrived in rings, and from the socket unless that was done just now.
@@ -366,6 +413,7 @@ impl State {
     fn read_all(&mut self) {
         let Some(socket) = self.socket.clone() else { return };
         self.read_at = self.now();
+        self.unread = false;
         let mut total = 0;
         while self.core.is_connected() && total < READ_BYTES_MAX {
             let buffer = self.decoder.buffer_mut();
@@ -387,6 +435,8 @@ impl State {
                 Err(e) => return self.lose(&format!("the daemon is gone: reading from it: {e}")),
             }
         }
+        // After an order to let go nothing comes that has to be read.
+        self.unread = self.core.is_connected();
     }
 
     /// Acts on the frames that have been read.
@@ -414,17 +464,27 @@ impl State {
         self.descriptors.clear();
     }
 
+    /// Closes the socket, which nobody watches any more.
+    pub(crate) fn leave_socket(&mut self, seats: &Seats) {
+        if let Some(socket) = self.socket.take() {
+            seats.take(socket.get());
+        }
+    }
+
     /// Takes over a connection, the first or one after a move.
     pub(crate) fn adopt(
         &mut self,
         socket: Arc<Own<UnixStream>>,
         decoder: FrameDecoder,
         descriptors: VecDeque<OwnedFd>,
-    ) {
+        seats: &Seats,
+    ) -> io::Result<()> {
+        seats.put(socket.get())?;
         self.socket = Some(socket);
         (self.decoder, self.descriptors) = (decoder, descriptors);
         self.take_frames();
         self.pump();
+        Ok(())
     }
 }
 
@@ -448,10 +508,13 @@ impl Shared {
             read_at: Micros(0),
             has_ear: false,
             awaiting_news: 0,
+            seated: false,
+            unread: false,
             awaiting_writes: 0,
             sign_is_up: false,
         };
-        state.adopt(socket, decoder, descriptors);
+        let seats = Arc::new(Seats::new()?);
+        state.adopt(socket, decoder, descriptors, &seats)?;
         Ok(Shared {
             me: welcome.tid,
             alive,
@@ -459,6 +522,7 @@ impl Shared {
             wanted: AtomicU32::new(0),
             listening,
             written: Condvar::new(),
+            seats,
             bell: Own::fd(bell),
             sign: OnceLock::new(),
             generation: process::generation(),
@@ -484,7 +548,7 @@ impl Shared {
         let Some(wakes) = state.core.send_at_once(now, peer, head, body, direct) else { return false };
         let helper = state.helper_is_needed();
         drop(state);
-        Held::tell(self, (false, false, helper), wakes);
+        Held::tell(self, Concerned { helper, ..Concerned::default() }, wakes);
         true
     }
 

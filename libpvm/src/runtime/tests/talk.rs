@@ -1,7 +1,7 @@
 //! Tasks that talk while nothing unusual happens.
 
 use super::fake::Fake;
-use super::{expect_numbered, message, next, send_numbered, until};
+use super::{PATIENCE, expect_numbered, message, next, send_numbered, until};
 use crate::inbox::Inbox;
 use sempa_proto::link::{RETAINED_BYTES_MAX, WINDOW_BYTES_MAX};
 use sempa_proto::table::HostTable;
@@ -255,4 +255,28 @@ fn output_goes_where_the_welcome_said() {
     let task = fake.join();
     assert_eq!((task.output(), task.trace(), task.host()), (Sink::default(), Sink::default(), HostId::MASTER));
     assert!(!task.spawned() && task.is_connected() && task.socket_fd().is_some());
+}
+
+#[test]
+fn of_many_threads_that_wait_each_gets_what_comes_for_it_by_the_daemon() {
+    let fake = Fake::start();
+    let (a, b) = (fake.join(), fake.join());
+    std::thread::scope(|scope| {
+        for tag in 1..=4 {
+            let b = &b;
+            scope.spawn(move || {
+                for number in 0..100 {
+                    let wanted = &mut |inbox: &mut Inbox| inbox.take_first(|m| m.tag == tag);
+                    let got =
+                        b.inbox_wait(Some(Instant::now() + PATIENCE), wanted).expect("connected").expect("in time");
+                    assert_eq!(got.body[..], [number]);
+                }
+            });
+        }
+        for number in 0..100u8 {
+            for tag in [3, 1, 4, 2] {
+                a.send(message(b.tid(), tag, vec![number])).expect("sent");
+            }
+        }
+    });
 }
