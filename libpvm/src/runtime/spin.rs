@@ -8,8 +8,8 @@ use std::time::Duration;
 
 /// The longest time awake: about what it costs to be woken on another processor.
 const SPIN_MAX: Duration = Duration::from_micros(50);
-/// The time of a new try.
-const SPIN_TRY: Duration = Duration::from_micros(20);
+/// The time of a new try: longer than an answer takes by a direct connection, or it would never pay off.
+const SPIN_TRY: Duration = Duration::from_micros(30);
 /// Shorter than this is nothing.
 const SPIN_MIN: Duration = Duration::from_micros(2);
 /// After so many waits asleep it is tried again; doubled with each try in vain.
@@ -35,7 +35,7 @@ impl Spin {
         // task's enrolment.
         let alone = nix::sched::sched_getaffinity(nix::unistd::Pid::from_raw(0))
             .is_ok_and(|set| (0..nix::sched::CpuSet::count()).filter(|cpu| set.is_set(*cpu) == Ok(true)).count() == 1);
-        Spin { span: SPIN_TRY, pause: PAUSE_MIN, next_pause: PAUSE_MIN, alone }
+        Spin { span: SPIN_MAX, pause: PAUSE_MIN, next_pause: PAUSE_MIN, alone }
     }
 
     /// How long to wait awake now; `None`: not at all.
