@@ -200,7 +200,8 @@ impl<'a> Held<'a> {
         if self.core.near.shares_processor() {
             return false;
         }
-        let Some(budget) = self.spin.budget(span) else { return false };
+        let far = !self.core.direct.is_empty();
+        let Some(budget) = self.spin.budget(span, far) else { return false };
         let (mut begin, news) = (None, self.core.news());
         loop {
             for _ in 0..LOOKS_PER_TIME {
