@@ -128,6 +128,7 @@ enum Standing {
 
 /// What a slot of the bell is for.
 #[derive(Debug)]
+#[expect(clippy::large_enum_variant, reason = "a ring is used with every message, and most slots hold one")]
 pub(super) enum Slot {
     Free,
     Reserved,
