@@ -45,9 +45,6 @@ use std::time::{Duration, Instant};
 /// How long the normal end of a process may be delayed by messages that the daemon has not taken yet.
 const EXIT_FLUSH_MAX: Duration = Duration::from_secs(5);
 
-/// How long a fork waits for a thread that has the lock: it may be below the fork on the same stack.
-const FORK_PATIENCE: Duration = Duration::from_secs(1);
-
 /// How long a message waits for a direct route's socket, so that a process that ends by a signal has sent it.
 const SOCKET_PATIENCE: Duration = Duration::from_millis(100);
 
@@ -117,11 +114,8 @@ impl ExitHook for FlushAtExit {
     }
 
     fn before_fork(&self) {
-        if let Some(shared) = self.0.upgrade()
-            && let Some(mut state) = shared.lock_until(Instant::now() + FORK_PATIENCE)
-        {
-            let now = state.now();
-            state.core.prepare_for_fork(now);
+        if let Some(shared) = self.0.upgrade() {
+            shared.prepare_for_fork();
         }
     }
 
@@ -310,12 +304,7 @@ impl Runtime {
 
     /// To be called before a fork: messages that a forked child may go on reading become memory of this process.
     pub fn prepare_for_fork(&self) {
-        if !self.0.shared.is_foreign()
-            && let Some(mut state) = self.0.shared.lock_until(Instant::now() + FORK_PATIENCE)
-        {
-            let now = state.now();
-            state.core.prepare_for_fork(now);
-        }
+        self.0.shared.prepare_for_fork();
     }
 
     /// Has a direct route to this task if both programs agree: asks it unless that was done before, and waits for the

@@ -36,6 +36,8 @@ const ROOM_PATIENCE: Duration = Duration::from_micros(50);
 const DESCRIPTORS_MAX: usize = 16;
 /// A wait shorter than this needs a finer clock than the socket's.
 const SEAT_MIN: Duration = Duration::from_millis(10);
+/// How long a fork waits for a thread that has the lock: it may be below the fork on the same stack.
+const FORK_PATIENCE: Duration = Duration::from_secs(1);
 /// Longest sleep on a futex: after a move to a host with another clock a sleep by the old one must not last for ever.
 const NAP_MAX: Duration = Duration::from_secs(1);
 
@@ -629,6 +631,16 @@ impl Shared {
         self.ring();
         if self.listening.get().call_ear() {
             futex::wake_all(self.listening.get().ear());
+        }
+    }
+
+    /// See [`Core::prepare_for_fork`]; nothing in a forked child.
+    pub(crate) fn prepare_for_fork(&self) {
+        if !self.is_foreign()
+            && let Some(mut state) = self.lock_until(Instant::now() + FORK_PATIENCE)
+        {
+            let now = state.now();
+            state.core.prepare_for_fork(now);
         }
     }
 
