@@ -191,9 +191,12 @@ impl Runtime {
         self.0.welcome.tracer.clone()
     }
 
-    /// The resource manager to ask, if there is one.
+    /// The resource manager to ask, if there is one. The daemon's words are read first: a message that came by a ring may have
+    /// been sent after a change that the daemon told of.
     pub fn rm(&self) -> Option<RmInfo> {
-        self.look(|core| core.rm()).flatten()
+        let mut state = self.lock()?;
+        state.pump();
+        state.core.rm()
     }
 
     /// Rises whenever the resource manager changes or dies; [`Runtime::inbox_wait`] looks again then.
