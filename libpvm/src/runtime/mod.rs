@@ -191,12 +191,9 @@ impl Runtime {
         self.0.welcome.tracer.clone()
     }
 
-    /// The resource manager to ask, if there is one. The daemon's words are read first: a message that came by a ring may have
-    /// been sent after a change that the daemon told of.
+    /// The resource manager to ask, if there is one.
     pub fn rm(&self) -> Option<RmInfo> {
-        let mut state = self.lock()?;
-        state.pump();
-        state.core.rm()
+        self.look(|core| core.rm()).flatten()
     }
 
     /// Rises whenever the resource manager changes or dies; [`Runtime::inbox_wait`] looks again then.
