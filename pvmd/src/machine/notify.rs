@@ -67,13 +67,13 @@ impl Machine {
         let Some(task) = self.tasks.get_mut(tid) else { return };
         let Some(at) = task.watches.iter().position(|w| w == watch) else { return };
         task.watches.remove(at);
-        self.fire(tid, watch, None);
+        self.fire(tid, watch);
     }
 
     fn add_watch(&mut self, tid: Tid, watch: Watch) {
         match watch.kind {
             WatchKind::HostDelete(host) if host.home().is_none_or(|h| self.table.get(h).is_none()) => {
-                return self.fire(tid, &watch, None);
+                return self.fire(tid, &watch);
             }
             // Kept first: the end of the task may overtake the answer.
             _ => {
@@ -115,10 +115,16 @@ impl Machine {
 
     /// Tells that a task has ended, behind its last message.
     pub(super) fn send_exit_note(&mut self, watcher: Tid, tid: Tid, watch: &Watch, after: Option<LinkMark>) {
-        // What the two said to each other on a route of their own, no daemon has seen: the watcher's library knows.
-        let after = after.unwrap_or(LinkMark { peer: tid, end: 1 });
-        self.fire(watcher, watch, Some(after));
-        self.timer(LAST_WORDS_TIME, Timer::LastWords { watcher, dead: tid });
+        self.send_behind(note(watcher, watch, ints(&[tid.raw()])), tid, after);
+    }
+
+    /// Sends a message of this daemon that is handed over only behind what `dead` has sent.
+    pub(super) fn send_behind(&mut self, message: Message, dead: Tid, after: Option<LinkMark>) {
+        let watcher = message.dst;
+        // What the two said to each other on a route of their own, no daemon has seen: the receiver's library knows.
+        let after = after.unwrap_or(LinkMark { peer: dead, end: 1 });
+        self.deliver(watcher, ToTask::Deliver { message, after: Some(after) });
+        self.timer(LAST_WORDS_TIME, Timer::LastWords { watcher, dead });
     }
 
     /// The last words of a dead task are there or will never be.
@@ -126,15 +132,13 @@ impl Machine {
         self.deliver(watcher, ToTask::PeerGone { tid: dead });
     }
 
-    fn fire(&mut self, watcher: Tid, watch: &Watch, after: Option<LinkMark>) {
+    fn fire(&mut self, watcher: Tid, watch: &Watch) {
         let (WatchKind::TaskExit(who) | WatchKind::HostDelete(who)) = watch.kind else { return };
-        self.send_note(watcher, watch, ints(&[who.raw()]), after);
+        self.send_note(watcher, watch, ints(&[who.raw()]));
     }
 
-    fn send_note(&mut self, dst: Tid, watch: &Watch, body: Bytes, after: Option<LinkMark>) {
-        let (src, ctx, tag) = (Tid::MY_DAEMON, watch.ctx, watch.tag);
-        let message = Message { src, dst, ctx, tag, wid: 0, enc: ENC_XDR, body };
-        self.deliver(dst, ToTask::Deliver { message, after });
+    fn send_note(&mut self, dst: Tid, watch: &Watch, body: Bytes) {
+        self.deliver(dst, ToTask::Deliver { message: note(dst, watch, body), after: None });
     }
 
     /// A host has left: first its own notifications, then those of the tasks that ran there.
@@ -145,7 +149,7 @@ impl Machine {
             let lost = |w: &mut Watch| matches!(w.kind, WatchKind::HostDelete(h) if h.home() == Some(host));
             let fired: Vec<Watch> = task.watches.extract_if(.., lost).collect();
             for watch in fired {
-                self.fire(*watcher, &watch, None);
+                self.fire(*watcher, &watch);
             }
         }
         for watcher in tids {
@@ -185,7 +189,7 @@ impl Machine {
         let mut words = vec![added.len() as i32];
         words.extend(added.iter().map(|h| h.tid().raw()));
         for watch in fired {
-            self.send_note(tid, &watch, ints(&words), None);
+            self.send_note(tid, &watch, ints(&words));
         }
     }
 
@@ -214,6 +218,11 @@ fn exit_of(watch: &Watch) -> Option<Tid> {
         WatchKind::TaskExit(tid) => Some(tid),
         _ => None,
     }
+}
+
+/// A notification as PVM sends it.
+fn note(dst: Tid, watch: &Watch, body: Bytes) -> Message {
+    Message { src: Tid::MY_DAEMON, dst, ctx: watch.ctx, tag: watch.tag, wid: 0, enc: ENC_XDR, body }
 }
 
 fn ints(words: &[i32]) -> Bytes {

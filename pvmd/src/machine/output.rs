@@ -24,8 +24,13 @@ impl Machine {
 
     /// Sends a message made by this daemon, in the default encoding.
     pub(super) fn send_made(&mut self, dst: Tid, ctx: i32, tag: i32, wid: i32, body: Bytes) {
-        let message = Message { src: self.source_for(dst), dst, ctx, tag, wid, enc: ENC_XDR, body };
+        let message = self.made(dst, ctx, tag, wid, body);
         self.deliver(dst, ToTask::Deliver { message, after: None });
+    }
+
+    /// A message made by this daemon, in the default encoding.
+    pub(super) fn made(&self, dst: Tid, ctx: i32, tag: i32, wid: i32, body: Bytes) -> Message {
+        Message { src: self.source_for(dst), dst, ctx, tag, wid, enc: ENC_XDR, body }
     }
 
     fn collect(&mut self, sink: Sink, body: Bytes) {

@@ -15,10 +15,12 @@ use std::collections::{BTreeMap, BTreeSet};
 /// Tasks with which one task may share rings. More go through the daemon.
 pub(super) const PARTNERS_MAX: usize = 8192;
 
-/// Which tasks here share rings.
+/// Which tasks here share rings, or are about to, and who waits for an answer to the offer of a direct route.
 #[derive(Debug, Default)]
 pub(super) struct Pairs {
     partners: BTreeMap<Tid, BTreeSet<Tid>>,
+    /// For each task here that was asked: who asked, from whatever host.
+    asked: BTreeMap<Tid, BTreeSet<Tid>>,
 }
 
 impl Pairs {
@@ -29,7 +31,7 @@ impl Pairs {
             || [a, b].into_iter().all(|tid| partners(tid).is_none_or(|p| p.len() < PARTNERS_MAX))
     }
 
-    /// The two share rings.
+    /// The two share rings, or will if the offer is accepted: who offers has to hear of the other one's end either way.
     pub(super) fn join(&mut self, a: Tid, b: Tid) {
         self.partners.entry(a).or_default().insert(b);
         self.partners.entry(b).or_default().insert(a);
@@ -49,10 +51,33 @@ impl Pairs {
         partners
     }
 
+    /// An offer of a direct route was handed to this task.
+    fn ask(&mut self, to: Tid, from: Tid) {
+        let askers = self.asked.entry(to).or_default();
+        if askers.len() < PARTNERS_MAX {
+            askers.insert(from);
+        }
+    }
+
+    /// The task has answered.
+    fn answered(&mut self, by: Tid, asker: Tid) {
+        if let Some(askers) = self.asked.get_mut(&by) {
+            askers.remove(&asker);
+            if askers.is_empty() {
+                self.asked.remove(&by);
+            }
+        }
+    }
+
+    /// Those that wait for this task's answer; it will not come.
+    pub(super) fn take_askers(&mut self, tid: Tid) -> BTreeSet<Tid> {
+        self.asked.remove(&tid).unwrap_or_default()
+    }
+
     /// True when nobody shares rings with anybody.
     #[cfg(test)]
     pub(super) fn is_empty(&self) -> bool {
-        self.partners.is_empty()
+        self.partners.is_empty() && self.asked.is_empty()
     }
 }
 
@@ -66,6 +91,9 @@ impl Machine {
         {
             return self.log(format!("{from} offered {} addresses for a route; it was dropped", addresses.len()));
         }
+        if let RouteWord::DirectAccept { .. } | RouteWord::DirectRefuse { .. } = word {
+            self.pairs.answered(from, to);
+        }
         if word.descriptors() == 0 && descriptors.count() == 0 {
             return self.deliver(to, ToTask::Route { from, near: false, word });
         }
@@ -73,9 +101,7 @@ impl Machine {
         let complete = word.descriptors() == descriptors.count();
         match listens.filter(|_| complete && self.pairs.have_room(from, to)) {
             Some(conn) => {
-                if let RouteWord::RingAccept { .. } = word {
-                    self.pairs.join(from, to);
-                }
+                self.pairs.join(from, to);
                 let message = ToTask::Route { from, near: true, word };
                 self.out.push_back(Output::RouteToTask { conn, message, descriptors });
             }
@@ -96,17 +122,22 @@ impl Machine {
         }
     }
 
-    /// A task has ended or left: nobody here shares rings with it any more.
+    /// A task has ended or left: nobody here shares rings with it any more, and nobody gets an answer from it.
     pub(super) fn rings_end(&mut self, tid: Tid) {
-        for partner in self.pairs.take(tid) {
+        let mut waiting = self.pairs.take(tid);
+        waiting.extend(self.pairs.take_askers(tid));
+        for partner in waiting {
             self.deliver(partner, ToTask::PeerGone { tid });
         }
     }
 
     /// Hands something to a task on its connection. Whether two tasks are near each other, only this moment says.
     pub(super) fn hand(&mut self, conn: ConnId, mut held: Held) {
-        if let Held::Item(ToTask::Route { from, near, .. }) = &mut held {
+        if let Held::Item(ToTask::Route { from, near, word }) = &mut held {
             *near = self.tasks.get(*from).is_some();
+            if let (RouteWord::DirectOffer { .. }, Some(tid)) = (word, self.conns.task(conn)) {
+                self.pairs.ask(tid, *from);
+            }
         }
         self.out.push_back(hand_over(conn, held));
     }

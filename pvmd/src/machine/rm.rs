@@ -2,7 +2,7 @@
 
 use super::hosts::Wanting;
 use super::spawn::ExecBack;
-use super::tasks::Task;
+use super::tasks::{Task, mark_of};
 use super::{Machine, Output};
 use sempa_proto::body::{Encoding, Packer, Unpacker};
 use sempa_proto::event::EventKind;
@@ -121,11 +121,12 @@ impl Machine {
         }
     }
 
-    /// Tells the resource manager that one of its tasks has ended.
+    /// Tells the resource manager that one of its tasks has ended, behind the task's last message to it.
     pub(super) fn tell_rm_of_end(&mut self, task: &Task, status: i32, used: Usage) {
         let Some(rm) = task.rm.filter(|rm| *rm != task.tid && self.rm.obeys(*rm)) else { return };
         let body = pack_task_end(&TaskEnd { tid: task.tid, status, used });
-        self.send_made(rm, 0, SM_TASKX, 0, body);
+        let message = self.made(rm, 0, SM_TASKX, 0, body);
+        self.send_behind(message, task.tid, mark_of(task.tid, &task.link_marks(), rm));
     }
 
     /// Tells the resource manager of a task that connected by itself.

@@ -153,6 +153,25 @@ fn who_accepts_rings_that_do_not_come_about_is_told_so() {
 }
 
 #[test]
+fn who_offers_to_a_task_that_leaves_without_an_answer_is_told() {
+    let (mut sim, _, procs, tids) = tasks(7, 2, &["h1", "h1", "h1", "h2"]);
+    say(&mut sim, procs[1], tids[0], ring_offer(1));
+    say(&mut sim, procs[2], tids[0], direct_offer(1));
+    say(&mut sim, procs[3], tids[0], direct_offer(1));
+    told(&mut sim, procs[0], 3);
+    // One of them gets an answer, and has no need to know more.
+    say(&mut sim, procs[0], tids[2], RouteWord::DirectRefuse { id: OfferId(1) });
+    told(&mut sim, procs[2], 1);
+    assert_eq!(sim.ask(procs[0], Request::Exit { marks: vec![] }), Reply::Done);
+    for waits in [1, 3] {
+        assert_eq!(told(&mut sim, procs[waits], 1), [ToTask::PeerGone { tid: tids[0] }]);
+    }
+    sim.pass(Micros::from_secs(1));
+    assert_eq!(sim.procs[procs[2]].told.len(), 1);
+    assert!(sim.nodes.values().all(|n| n.machine.pairs.is_empty()));
+}
+
+#[test]
 fn an_offer_of_too_many_addresses_goes_nowhere() {
     let (mut sim, _, procs, tids) = tasks(5, 1, &["h1", "h1"]);
     let addresses = vec!["127.0.0.1:1".parse().expect("an address"); OFFER_ADDRESSES_MAX + 1];

@@ -362,6 +362,10 @@ fn lists_clocks_states_and_signals_reach_every_host() {
     assert_eq!(failed(sim.ask(console, Request::FreeContext { ctx })), PvmError::NotFound);
 }
 
+fn is_word_of(seen: &Seen, tid: Tid) -> bool {
+    matches!(seen, Seen::Message(src, _) if *src == tid)
+}
+
 #[test]
 fn a_resource_manager_executes_adds_hears_of_ends_and_is_missed_when_it_dies() {
     for seed in seeds(10) {
@@ -387,8 +391,14 @@ fn a_resource_manager_executes_adds_hears_of_ends_and_is_missed_when_it_dies() {
         sim.until("the refusal", |s| s.nodes[&host(3)].log.iter().any(|l| l.contains("not the resource manager")));
         sim.until("they are there", |s| started.iter().all(|t| s.procs[s.proc_of(*t)].welcome.is_some()));
         let first = sim.proc_of(started[0]);
+        for word in [b"one".as_slice(), b"two", b"three"] {
+            sim.tell(first, rm_tid, word);
+        }
         sim.exit(first, 0x300);
         sim.until("its end", |s| !s.procs[rm].notes(SM_TASKX).is_empty());
+        let said: Vec<&Seen> = sim.procs[rm].seen.iter().skip_while(|s| !is_word_of(s, started[0])).take(4).collect();
+        assert!(said[..3].iter().all(|s| is_word_of(s, started[0])), "{said:?}");
+        assert!(matches!(said[3], Seen::Note(note) if note.tag == SM_TASKX), "its end is told last: {said:?}");
         assert_eq!(words(&sim.procs[rm].notes(SM_TASKX)[0].body)[..2], [started[0].raw(), 0x300]);
         let mut lines = Packer::new(Encoding::Xdr);
         lines.strs(&["h4", "bad5"]);
