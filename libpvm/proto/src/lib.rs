@@ -26,6 +26,7 @@ pub mod link;
 pub mod load;
 pub mod message;
 pub mod migration;
+pub mod owner;
 pub mod place;
 pub mod pool;
 pub mod route;

@@ -361,6 +361,8 @@ pub enum Request {
         /// Answer only when the move has ended.
         wait: bool,
     },
+    /// What foreign tasks may do on this host, as its owner wants it; from a load watcher. → [`Reply::Done`]
+    Guests(crate::owner::GuestsWord),
     /// The log from an entry on. → [`Reply::Events`]
     Events {
         /// First number wanted.

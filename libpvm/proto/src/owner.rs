@@ -1,0 +1,42 @@
+//! What the owner of a host wants done with foreign tasks on it, as its load watcher tells the host's daemon and the resource
+//! manager.
+
+use crate::ids::Micros;
+use serde::{Deserialize, Serialize};
+
+/// Bytes of [`GuestsWord::why`] at most; the rest is cut.
+pub const WHY_BYTES_MAX: usize = 512;
+
+/// How foreign tasks leave a host whose owner does not want them any more.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum Leave {
+    /// To another host; without one they stay and stand still.
+    #[default]
+    Move,
+    /// They are ended.
+    Kill,
+}
+
+/// What foreign tasks may do on a host now.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum Guests {
+    /// Work.
+    #[default]
+    Welcome,
+    /// Stand still, from this moment.
+    Stopped {
+        /// When they are to leave if the owner is still there then, in microseconds since 1970; `None`: they only wait.
+        leave_at: Option<Micros>,
+        /// How they leave.
+        then: Leave,
+    },
+}
+
+/// A load watcher's word to the daemon of its host. It counts until the next one, or until the watcher ends.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GuestsWord {
+    /// What they may do.
+    pub guests: Guests,
+    /// One plain sentence that says why.
+    pub why: String,
+}
