@@ -11,6 +11,7 @@ use sempa_proto::event::{Event, EventKind};
 use sempa_proto::frame::from_bytes;
 use sempa_proto::message::{CTX_BASE, ENC_XDR, Message};
 use sempa_proto::migration::Cause;
+use sempa_proto::owner::GuestsWord;
 use sempa_proto::sm::{SM_EXEC, pack_exec};
 use sempa_proto::table::{AddedHost, HostTable, TaskInfo};
 use sempa_proto::task::{
@@ -410,6 +411,15 @@ impl Vm {
             Reply::Moved(Err(error)) => Err(error.into()),
             other => Err(Error::from_reply("moving a task", other).into()),
         }
+    }
+
+    /// As load watcher: what foreign tasks may do on this host from now on, as its owner wants it. The daemon of this host
+    /// carries it out by itself, at once. The word counts until the next one, or until this task ends.
+    ///
+    /// # Errors
+    /// `Denied` for a task that was spawned and is not a load watcher that the resource manager has started.
+    pub fn guests(&self, word: GuestsWord) -> Result<(), Error> {
+        ask!(self, "telling what foreign tasks may do here", Request::Guests(word), Reply::Done => ())
     }
 
     /// Entries of the event log from number `from` on, at most `limit`.
