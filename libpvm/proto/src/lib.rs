@@ -11,6 +11,7 @@
 //! * [`link`]: exactly-once, in-order conversation of two tasks over routes that may break.
 //! * [`task`], [`host`], [`tasker`]: control messages task-daemon, daemon-daemon, daemon-tasker.
 //! * [`group`]: what a task asks of the group service.
+//! * [`rm`]: questions to the resource manager: why, how much, which jobs.
 //! * [`sm`]: the documented messages between tasks, resource managers and daemons. [`trace`]: records for tracers.
 //! * [`table`], [`event`], [`migration`], [`load`]: the records these messages carry.
 //! * [`place`]: where a virtual machine keeps its socket and files.
@@ -29,6 +30,7 @@ pub mod migration;
 pub mod owner;
 pub mod place;
 pub mod pool;
+pub mod rm;
 pub mod route;
 pub mod sm;
 pub mod table;

@@ -1,0 +1,570 @@
+//! What the resource manager of Sempa answers when it is asked why, how much, and what a job is.
+//!
+//! A question is a message to the resource manager in context [`CTX_RM`] with tag [`TAG_ASK`], its answer one with tag
+//! [`TAG_ANSWER`] and the question's wait id. Both bodies are raw bytes: the version of this protocol as two bytes, low one
+//! first, then [`Question`] or [`Answer`] in postcard. Who is asked in another version answers [`Answer::Version`], whose
+//! encoding never changes. A resource manager that is not ours leaves such messages alone; who asks gives up after a time.
+//!
+//! Hosts appear by name, because a decision is asked about when its hosts may be gone.
+
+use crate::error::PvmError;
+use crate::event::describe_status;
+use crate::frame::{FrameError, from_bytes, to_bytes};
+use crate::ids::{Micros, Tid};
+use crate::migration::{Cause, Step, Usage};
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use std::fmt;
+
+/// Version of questions, answers and decisions.
+pub const RM_VERSION: u16 = 1;
+/// Context of everything that comes to the resource manager beside PVM's documented messages.
+pub const CTX_RM: i32 = 0x7ffe0;
+/// Tag of questions.
+pub const TAG_ASK: i32 = 10;
+/// Tag of answers.
+pub const TAG_ANSWER: i32 = 11;
+/// Hosts that one decision lists as not used; of the others it gives the number.
+pub const NOT_USED_MAX: usize = 64;
+/// Entries in one answer at most; the newest are given.
+pub const ANSWER_ENTRIES_MAX: usize = 4096;
+
+/// What can be asked.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Question {
+    /// The decisions about a task, or about a job and its tasks. → [`Answer::Why`]
+    WhyTask(Tid),
+    /// The decisions about a host, by its name. → [`Answer::Why`]
+    WhyHost(String),
+    /// What users have used. → [`Answer::Users`]
+    Users {
+        /// Only this one.
+        user: Option<u32>,
+    },
+    /// Jobs. → [`Answer::Jobs`]
+    Jobs {
+        /// Only this user's.
+        user: Option<u32>,
+    },
+    /// One job and its tasks; any of its tasks may be named. → [`Answer::Job`]
+    Job(Tid),
+}
+
+/// What is answered. New kinds go to the end: [`Answer::Version`] is the first for ever.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum Answer {
+    /// The question was not understood: the version that is.
+    Version(u16),
+    /// Decisions, the oldest first.
+    Why {
+        /// What is known of the task, if one was asked about.
+        task: Option<TaskUse>,
+        /// The decisions.
+        decisions: Vec<Decision>,
+    },
+    /// Users, by rising number.
+    Users(Vec<UserUse>),
+    /// Jobs, the oldest first.
+    Jobs(Vec<JobUse>),
+    /// A job and its tasks, the oldest first.
+    Job {
+        /// The job.
+        job: JobUse,
+        /// Its tasks.
+        tasks: Vec<TaskUse>,
+    },
+    /// Nothing is known of it.
+    Unknown,
+}
+
+/// Writes a question or an answer down.
+///
+/// # Errors
+/// When it cannot be encoded.
+pub fn pack<T: Serialize>(what: &T) -> Result<Vec<u8>, FrameError> {
+    let mut out = RM_VERSION.to_le_bytes().to_vec();
+    out.extend(to_bytes(what)?);
+    Ok(out)
+}
+
+/// Reads a question or an answer. `None` for one of another version.
+///
+/// # Errors
+/// When the bytes are neither.
+pub fn unpack<T: DeserializeOwned>(bytes: &[u8]) -> Result<Option<T>, FrameError> {
+    let Some((version, rest)) = bytes.split_first_chunk::<2>() else {
+        return Err(FrameError::BadBody("it has no version".into()));
+    };
+    if u16::from_le_bytes(*version) != RM_VERSION {
+        return Ok(None);
+    }
+    from_bytes(rest).map(Some)
+}
+
+/// The version that an answer of another version names, if it is such an answer.
+pub fn version_of(bytes: &[u8]) -> Option<u16> {
+    bytes.first_chunk::<2>().map(|version| u16::from_le_bytes(*version))
+}
+
+/// How a task ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum End {
+    /// By itself or by a signal.
+    Status(i32),
+    /// With its host, or while nobody watched.
+    Lost,
+}
+
+impl End {
+    /// True for exit status 0.
+    pub fn is_good(self) -> bool {
+        self == End::Status(0)
+    }
+}
+
+impl fmt::Display for End {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            End::Status(status) => f.write_str(&describe_status(*status)),
+            End::Lost => f.write_str("lost"),
+        }
+    }
+}
+
+/// What is kept of a task.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct TaskUse {
+    /// The task.
+    pub tid: Tid,
+    /// The task at the top of its job.
+    pub job: Tid,
+    /// Its user.
+    pub user: u32,
+    /// Its program; empty for one from a command line.
+    pub program: String,
+    /// Name of the host where it runs, or ran last.
+    pub host: String,
+    /// When it began, in microseconds since 1970.
+    pub began: Micros,
+    /// When and how it ended.
+    pub ended: Option<(Micros, End)>,
+    /// What it used; known when it has ended.
+    pub used: Usage,
+    /// Moves.
+    pub moves: u32,
+    /// Those of them because an owner came.
+    pub evictions: u32,
+    /// It counts against the limits of its user and job.
+    pub counted: bool,
+}
+
+/// What is kept of a job.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct JobUse {
+    /// The task at its top.
+    pub job: Tid,
+    /// Its user.
+    pub user: u32,
+    /// The program at its top; empty for one from a command line.
+    pub program: String,
+    /// When it began, in microseconds since 1970.
+    pub began: Micros,
+    /// When its last task ended; `None` while one runs.
+    pub ended: Option<Micros>,
+    /// What its tasks came to.
+    pub sums: Sums,
+}
+
+/// What is kept of a user.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct UserUse {
+    /// The user.
+    pub user: u32,
+    /// What the user's tasks came to.
+    pub sums: Sums,
+    /// The index of the Up-Down scheme; the lowest is served first.
+    pub index: f64,
+}
+
+/// Sums over tasks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Sums {
+    /// Tasks begun.
+    pub tasks: u64,
+    /// Of them, those that run.
+    pub running: u64,
+    /// Those that ended otherwise than with status 0.
+    pub failed: u64,
+    /// Processor time and largest size of those that have ended.
+    pub used: Usage,
+    /// Time between begin and end of those that have ended, all together.
+    pub wall: Micros,
+    /// Moves.
+    pub moves: u64,
+    /// Those of them because an owner came.
+    pub evictions: u64,
+}
+
+/// Something that was decided, or that happened and on which decisions rest.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Decision {
+    /// Rising.
+    pub number: u64,
+    /// When, in microseconds since 1970.
+    pub at: Micros,
+    /// What.
+    pub what: Decided,
+}
+
+/// How places were chosen.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Choice {
+    /// The request names the host.
+    Asked,
+    /// One after another.
+    InTurn,
+    /// Where a task gets most of a processor.
+    Load {
+        /// The first host.
+        host: String,
+        /// Thousandths of an ordinary processor there.
+        permille: u64,
+    },
+    /// By the number that the request prefers.
+    Rank,
+    /// All on one host.
+    SameHost,
+    /// Somebody else chose.
+    Chosen,
+    /// The user or the job has its share.
+    Limit,
+    /// The requirements are not understood.
+    NotUnderstood,
+    /// The request names no host of the virtual machine.
+    NoSuchHost,
+    /// No host is free.
+    NoneFree,
+}
+
+/// One attempt to find places.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Attempt {
+    /// How.
+    pub choice: Choice,
+    /// The whole sentence.
+    pub sentence: String,
+    /// Hosts that were not used.
+    pub not_used: Vec<NotUsed>,
+}
+
+/// A host that was not used.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NotUsed {
+    /// Its name.
+    pub host: String,
+    /// Why.
+    pub why: Excluded,
+}
+
+/// Why a host was not used.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Excluded {
+    /// Another one was asked for.
+    NotAsked,
+    /// The architecture is another one.
+    Arch {
+        /// What the host is.
+        has: String,
+    },
+    /// Its owner is there.
+    Owner {
+        /// The watcher's sentence.
+        why: String,
+    },
+    /// A condition of the request does not hold there.
+    Unmet {
+        /// The condition.
+        condition: String,
+        /// What the host has instead.
+        has: String,
+    },
+    /// It was lost or did not answer.
+    NoAnswer,
+    /// Something else.
+    Other {
+        /// The sentence.
+        why: String,
+    },
+}
+
+impl fmt::Display for Excluded {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Excluded::NotAsked => f.write_str("another host was asked for"),
+            Excluded::Arch { has } => write!(f, "its architecture is {has}"),
+            Excluded::Owner { why } => write!(f, "its owner is there ({why})"),
+            Excluded::Unmet { condition, has } => write!(f, "{condition} does not hold ({has})"),
+            Excluded::NoAnswer => f.write_str("it did not answer"),
+            Excluded::Other { why } => f.write_str(why),
+        }
+    }
+}
+
+/// What a move is expected to save and to cost.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Expected {
+    /// What it saves all tasks concerned; 0 for moves that must be.
+    pub gain: Micros,
+    /// What it costs.
+    pub cost: Micros,
+}
+
+/// What can be decided, or happen.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum Decided {
+    /// A spawn was answered.
+    Spawn {
+        /// The program.
+        program: String,
+        /// The task that asked.
+        by: Tid,
+        /// Its job.
+        job: Tid,
+        /// Its user.
+        user: u32,
+        /// Tasks that were asked for.
+        count: u32,
+        /// Those that were started, and where.
+        started: Vec<(Tid, String)>,
+        /// Why the others were not.
+        error: Option<PvmError>,
+        /// From the request to the last search for a place.
+        waited: Micros,
+        /// The searches.
+        attempts: Vec<Attempt>,
+    },
+    /// A task was told to go.
+    Go {
+        /// The task.
+        tid: Tid,
+        /// Where it was.
+        from: String,
+        /// Where it is to go.
+        to: String,
+        /// Why.
+        cause: Cause,
+        /// What is expected of it.
+        expected: Expected,
+        /// Why it did not begin, if it did not.
+        refused: Option<String>,
+    },
+    /// A move is complete.
+    Moved {
+        /// The task.
+        tid: Tid,
+        /// Where it was.
+        from: String,
+        /// Where it is.
+        to: String,
+        /// Why.
+        cause: Cause,
+        /// Bytes of its image.
+        bytes: u64,
+        /// How long it stood still.
+        frozen: Micros,
+    },
+    /// A move has failed; the task went on where it was.
+    NotMoved {
+        /// The task.
+        tid: Tid,
+        /// Where it was.
+        from: String,
+        /// Where it was to go.
+        to: String,
+        /// Why it was to go.
+        cause: Cause,
+        /// The step that failed.
+        step: Step,
+        /// Why.
+        why: String,
+    },
+    /// A task stays although the owner of its host is there.
+    Stays {
+        /// The task.
+        tid: Tid,
+        /// Where.
+        host: String,
+        /// Why.
+        why: String,
+        /// Hosts that would not take it.
+        not_used: Vec<NotUsed>,
+    },
+    /// The owner of a host came.
+    OwnerCame {
+        /// The host.
+        host: String,
+        /// The watcher's sentence.
+        why: String,
+    },
+    /// The owner of a host left.
+    OwnerLeft {
+        /// The host.
+        host: String,
+        /// The watcher's sentence.
+        why: String,
+    },
+    /// A host joined.
+    HostJoined {
+        /// The host.
+        host: String,
+    },
+    /// A host is gone, with the tasks on it.
+    HostGone {
+        /// The host.
+        host: String,
+        /// Why.
+        why: String,
+    },
+    /// The resource manager began to work.
+    Began {
+        /// It goes on with what one before it knew.
+        again: bool,
+    },
+}
+
+impl Decided {
+    /// True when it speaks of this task.
+    pub fn is_about(&self, task: Tid) -> bool {
+        match self {
+            Decided::Spawn { job, started, .. } => *job == task || started.iter().any(|(tid, _)| *tid == task),
+            Decided::Go { tid, .. }
+            | Decided::Moved { tid, .. }
+            | Decided::NotMoved { tid, .. }
+            | Decided::Stays { tid, .. } => *tid == task,
+            _ => false,
+        }
+    }
+
+    /// True when it speaks of this host: something came, went, or was kept from there.
+    pub fn is_about_host(&self, name: &str) -> bool {
+        let not_used = |list: &[NotUsed]| list.iter().any(|n| n.host == name && n.why != Excluded::NotAsked);
+        match self {
+            Decided::Spawn { started, attempts, .. } => {
+                started.iter().any(|(_, host)| host == name) || attempts.iter().any(|a| not_used(&a.not_used))
+            }
+            Decided::Go { from, to, .. } | Decided::Moved { from, to, .. } | Decided::NotMoved { from, to, .. } => {
+                from == name || to == name
+            }
+            Decided::Stays { host, not_used: list, .. } => host == name || not_used(list),
+            Decided::OwnerCame { host, .. }
+            | Decided::OwnerLeft { host, .. }
+            | Decided::HostJoined { host }
+            | Decided::HostGone { host, .. } => host == name,
+            Decided::Began { .. } => false,
+        }
+    }
+}
+
+fn seconds(span: Micros) -> f64 {
+    span.0 as f64 / 1e6
+}
+
+/// "the owner of h2 is there: olga on pts/1".
+fn because(cause: &Cause, from: &str) -> String {
+    match cause {
+        Cause::Asked { by } => format!("{by} asked for it"),
+        Cause::Owner { why } => format!("the owner of {from} is there ({why})"),
+        Cause::Load { why } => format!("the load is uneven: {why}"),
+    }
+}
+
+impl fmt::Display for Decided {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Decided::Spawn { program, by, count, started, error, waited, attempts, .. } => {
+                let mut hosts: Vec<&str> = started.iter().map(|(_, host)| host.as_str()).collect();
+                hosts.dedup();
+                let why: Vec<&str> = attempts.iter().map(|a| a.sentence.as_str()).collect();
+                let why = why.join("; then ");
+                match (error, started.len()) {
+                    (Some(error), 0) => write!(f, "{program} was not started for {by}: {error} ({why})")?,
+                    (Some(error), n) => write!(
+                        f,
+                        "{n} of {count} {program} started for {by} on {}: {why}; the others failed: {error}",
+                        hosts.join(" ")
+                    )?,
+                    (None, _) => write!(f, "{program} started for {by} on {}: {why}", hosts.join(" "))?,
+                }
+                if waited.0 > 0 { write!(f, "; it waited {:.1} s", seconds(*waited)) } else { Ok(()) }
+            }
+            Decided::Go { tid, from, to, cause, expected, refused } => {
+                write!(f, "{tid} was told to go from {from} to {to} because {}", because(cause, from))?;
+                write!(f, "; expected cost {:.1} s", seconds(expected.cost))?;
+                refused.as_ref().map_or(Ok(()), |why| write!(f, "; it did not begin: {why}"))
+            }
+            Decided::Moved { tid, from, to, cause, bytes, frozen } => write!(
+                f,
+                "{tid} moved from {from} to {to} because {}: {bytes} bytes, it stood still for {:.1} ms",
+                because(cause, from),
+                frozen.0 as f64 / 1e3
+            ),
+            Decided::NotMoved { tid, from, to, step, why, .. } => {
+                write!(f, "{tid} was not moved from {from} to {to}: {step} failed: {why}")
+            }
+            Decided::Stays { tid, host, why, not_used } => {
+                write!(f, "{tid} stays on {host} although its owner is there: {why}")?;
+                let list: Vec<String> = not_used.iter().map(|n| format!("{}: {}", n.host, n.why)).collect();
+                if list.is_empty() { Ok(()) } else { write!(f, " ({})", list.join("; ")) }
+            }
+            Decided::OwnerCame { host, why } => write!(f, "the owner of {host} came: {why}"),
+            Decided::OwnerLeft { host, why } => write!(f, "the owner of {host} left: {why}"),
+            Decided::HostJoined { host } => write!(f, "{host} joined"),
+            Decided::HostGone { host, why } => write!(f, "{host} is gone: {why}"),
+            Decided::Began { again: false } => f.write_str("the resource manager began"),
+            Decided::Began { again: true } => f.write_str(
+                "the resource manager began again with what was known; meanwhile spawns were placed in turn",
+            ),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn questions_of_another_version_are_recognised_and_rubbish_is_an_error() {
+        let bytes = pack(&Question::Jobs { user: Some(7) }).expect("it can be written");
+        assert_eq!(unpack::<Question>(&bytes), Ok(Some(Question::Jobs { user: Some(7) })));
+        let mut newer = bytes.clone();
+        newer[0] = 99;
+        assert_eq!((unpack::<Question>(&newer), version_of(&newer)), (Ok(None), Some(99)));
+        assert!(unpack::<Question>(&bytes[..1]).is_err());
+        assert!(unpack::<Question>(&bytes[..2]).is_err());
+    }
+
+    #[test]
+    fn a_decision_is_about_its_tasks_and_the_hosts_that_it_used_or_left_out() {
+        let (job, tid) = (Tid::from_raw(0x40001), Tid::from_raw(0x40002));
+        let left_out = NotUsed { host: "h3".into(), why: Excluded::Owner { why: "olga on pts/1".into() } };
+        let not_asked = NotUsed { host: "h4".into(), why: Excluded::NotAsked };
+        let sentence = "largest share of a processor, 1.00 on h2".to_string();
+        let choice = Choice::Load { host: "h2".into(), permille: 1000 };
+        let what = Decided::Spawn {
+            program: "worker".into(),
+            by: job,
+            job,
+            user: 0,
+            count: 1,
+            started: vec![(tid, "h2".into())],
+            error: None,
+            waited: Micros::from_millis(1500),
+            attempts: vec![Attempt { choice, sentence, not_used: vec![left_out, not_asked] }],
+        };
+        assert!(what.is_about(tid) && what.is_about(job) && !what.is_about(Tid::from_raw(0x40003)));
+        assert!(what.is_about_host("h2") && what.is_about_host("h3") && !what.is_about_host("h4"));
+        assert_eq!(
+            what.to_string(),
+            "worker started for t40001 on h2: largest share of a processor, 1.00 on h2; it waited 1.5 s"
+        );
+    }
+}
