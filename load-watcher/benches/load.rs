@@ -3,7 +3,8 @@
 
 use pvm_load_watcher::report::{PAUSE_BUSY, PAUSE_QUIET, Reporter};
 use pvm_load_watcher::sampler::Sampler;
-use sempa_proto::load::{LoadReport, LoadSample, OwnerVerdict};
+use sempa_proto::load::{GuestLimits, LoadReport, LoadSample, OwnerVerdict};
+use sempa_proto::owner::Guests;
 use sempa_proto::{HostId, Micros, frame};
 use std::hint::black_box;
 use std::path::Path;
@@ -60,10 +61,15 @@ fn main() {
     let judging = median(each(200, judge)) / BATCH as f64;
     let report = LoadReport {
         host: HostId::MASTER,
+        at: Micros(1),
         sample: sample(1),
         owner: absent,
+        confidence: 90,
         why: "nobody is logged in".into(),
         logins: Vec::new(),
+        guests: Guests::Welcome,
+        guests_why: String::new(),
+        limits: GuestLimits::default(),
     };
     let write = |_| {
         for _ in 0..BATCH {

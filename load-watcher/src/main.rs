@@ -7,8 +7,9 @@ use pvm_load_watcher::owner::{Records, Sense};
 use pvm_load_watcher::report::{LOGINS_MAX, PAUSE_BUSY, Reporter};
 use pvm_load_watcher::sampler::Sampler;
 use pvm_load_watcher::watch::{Watch, utmp_path};
-use sempa_proto::load::{LoadReport, LoadSample, OwnerVerdict};
+use sempa_proto::load::{GuestLimits, LoadReport, LoadSample, OwnerVerdict};
 use sempa_proto::message::DSIG_X86_64;
+use sempa_proto::owner::{Guests, Leave};
 use sempa_proto::task::{NotifyRequest, NotifyWhat};
 use sempa_proto::{Micros, Tid, frame};
 use std::path::{Path, PathBuf};
@@ -90,7 +91,23 @@ impl Watcher {
         logins.truncate(LOGINS_MAX);
         let (owner, why) = self.owner.clone();
         let host = self.vm.host();
-        let report = LoadReport { host, sample: self.sample, owner: owner.clone(), why: why.clone(), logins };
+        let present = matches!(owner, OwnerVerdict::Present { .. });
+        let guests = match owner {
+            OwnerVerdict::Present { seen, .. } => Guests::Stopped { leave_at: Some(seen), then: Leave::Move },
+            _ => Guests::Welcome,
+        };
+        let report = LoadReport {
+            host,
+            at: wall(),
+            sample: self.sample,
+            owner: owner.clone(),
+            confidence: 90,
+            why: why.clone(),
+            logins,
+            guests,
+            guests_why: if present { why.clone() } else { String::new() },
+            limits: GuestLimits::default(),
+        };
         let body = Body { enc: DSIG_X86_64, bytes: frame::to_bytes(&report)?.into() };
         self.vm.send_in(self.args.report_to, self.args.ctx, self.args.tag, body)?;
         self.reporter.sent(self.now(), self.sample, owner, why);

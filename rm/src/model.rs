@@ -5,14 +5,15 @@
 //! update may be repeated. Entries of the event log are numbered without gaps; a gap asks for a fresh task list.
 
 use crate::decide::{
-    HostView, Hosts, MOVES_PER_MINUTE_MAX, MOVES_SPAN, Moves, Owner, Policy, SHIFTS_SPAN, Sampled, Snapshot,
-    StayReason, TaskView, Until, Wants, foreign_demand,
+    HostView, Hosts, Leaving, MOVES_PER_MINUTE_MAX, MOVES_SPAN, Moves, Owner, Policy, SHIFTS_SPAN, Sampled, Snapshot,
+    StayReason, TaskView, Terms, Until, Wants, foreign_demand,
 };
 use crate::recent::Recent;
 use libpvm::MigrateError;
 use sempa_proto::event::{Event, EventKind};
 use sempa_proto::load::{LoadReport, OwnerVerdict};
 use sempa_proto::migration::{Cause, Failure, Refusal};
+use sempa_proto::owner::{Guests, Leave};
 use sempa_proto::table::{HostTable, TASK_FORKED, TASK_HOSTER, TASK_RM, TASK_TASKER, TaskInfo};
 use sempa_proto::{HostId, Micros, PvmError, Tid};
 use std::collections::{BTreeMap, BTreeSet, HashSet, VecDeque};
@@ -51,6 +52,9 @@ struct Host {
     sample: Option<Sampled>,
     foreign_mean: Option<f32>,
     owner: Owner,
+    /// When the last one left, on the model's clock.
+    left: Option<Micros>,
+    terms: Terms,
     /// That no guest is left has been said.
     clean_told: bool,
     no_moves: Option<Until>,
@@ -216,6 +220,8 @@ impl Model {
                     sample: None,
                     foreign_mean: None,
                     owner: Owner::Unknown,
+                    left: None,
+                    terms: Terms::default(),
                     clean_told: false,
                     no_moves: None,
                 }
@@ -515,31 +521,24 @@ impl Model {
         let mean = host.foreign_mean.unwrap_or(demand);
         host.foreign_mean = Some(mean + weight * (demand - mean));
         host.sample = Some(sampled);
-        let was_present = host.owner.is_present();
-        match &report.owner {
-            OwnerVerdict::Present { since, seen } => {
-                host.owner = Owner::Present { why: report.why.clone() };
-                if was_present {
-                    return None;
-                }
-                host.clean_told = false;
-                let (since, seen, why) = (*since, *seen, report.why.clone());
-                Some(EventKind::OwnerPresent { host: id, since, seen, why })
-            }
-            OwnerVerdict::Absent { .. } => {
-                if !was_present {
-                    host.owner = Owner::Absent { left: host.owner.left() };
-                    return None;
-                }
-                host.owner = Owner::Absent { left: Some(now) };
+        let was = host.owner.clone();
+        let name = host.name.clone();
+        host.terms = terms(now, report);
+        host.owner = owner(report, host.left);
+        match (was.is_present(), host.owner.is_present()) {
+            (false, true) => host.clean_told = false,
+            (true, false) => {
+                host.left = Some(now);
+                host.owner = owner(report, host.left);
                 for tid in self.on.get(&id).into_iter().flatten() {
                     if let Some(task) = self.tasks.get_mut(tid) {
                         (task.asked, task.told) = (false, None);
                     }
                 }
-                Some(EventKind::OwnerAbsent { host: id, why: report.why.clone() })
             }
+            _ => return None,
         }
+        Some(came_or_went(&name, &was, report))
     }
 
     /// All that decisions are made from, as of `now`. Costs what has changed since the last time.
@@ -611,12 +610,41 @@ impl Model {
     }
 }
 
-impl Owner {
-    fn left(&self) -> Option<Micros> {
-        match self {
-            Owner::Absent { left } => *left,
-            _ => None,
+/// What a report makes of the owner; `left`: when the last one left.
+fn owner(report: &LoadReport, left: Option<Micros>) -> Owner {
+    match (&report.guests, &report.owner) {
+        (_, OwnerVerdict::Present { .. }) => Owner::Present { why: report.why.clone() },
+        (Guests::Stopped { .. }, _) => Owner::Closed { why: report.guests_why.clone() },
+        (Guests::Welcome, OwnerVerdict::Maybe { .. }) => {
+            Owner::Maybe { why: report.why.clone(), idle: !report.logins.is_empty() }
         }
+        (Guests::Welcome, OwnerVerdict::Absent { .. }) => Owner::Absent { left },
+    }
+}
+
+/// When guests leave, on the model's clock, and what they may have.
+fn terms(now: Micros, report: &LoadReport) -> Terms {
+    let leaving = match report.guests {
+        Guests::Stopped { then: Leave::Kill, leave_at: Some(_) } => Leaving::Ended,
+        Guests::Stopped { leave_at: None, .. } => Leaving::Never,
+        Guests::Stopped { leave_at: Some(at), .. } if at > report.at => Leaving::At(now + at.since(report.at)),
+        Guests::Stopped { .. } | Guests::Welcome => Leaving::Now,
+    };
+    Terms { leaving, limits: Arc::new(report.limits.clone()) }
+}
+
+/// What is recorded when guests are not wanted any more, or are again.
+fn came_or_went(name: &str, was: &Owner, report: &LoadReport) -> EventKind {
+    let (host, why) = (report.host, report.why.clone());
+    match (&report.guests, &report.owner, was) {
+        (_, OwnerVerdict::Present { since, seen }, _) => {
+            EventKind::OwnerPresent { host, since: *since, seen: *seen, why }
+        }
+        (Guests::Stopped { .. }, ..) => {
+            EventKind::Note { text: format!("{name} takes no guests: {}", report.guests_why) }
+        }
+        (Guests::Welcome, _, Owner::Closed { .. }) => EventKind::Note { text: format!("{name} takes guests again") },
+        (Guests::Welcome, ..) => EventKind::OwnerAbsent { host, why },
     }
 }
 
@@ -633,6 +661,7 @@ impl Host {
             sample: self.sample.clone(),
             foreign_mean: self.foreign_mean,
             owner: self.owner.clone(),
+            terms: self.terms.clone(),
             no_moves: self.no_moves.clone(),
             tasks,
         }
@@ -646,6 +675,7 @@ impl Task {
             pinned: self.pinned,
             asked: self.asked,
             moving: self.moving.map(|g| g.to),
+            user: self.uid,
             job: self.job,
             name: self.name.clone(),
             since: self.since,
@@ -677,7 +707,7 @@ fn zone(addresses: &[SocketAddr]) -> u32 {
 /// Program of the load watchers.
 pub const WATCHER_PROGRAM: &str = "pvm-load-watcher";
 
-fn is_watcher(name: &str) -> bool {
+pub(crate) fn is_watcher(name: &str) -> bool {
     name.rsplit('/').next() == Some(WATCHER_PROGRAM)
 }
 

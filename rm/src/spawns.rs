@@ -228,7 +228,8 @@ impl Spawns {
             }
             return snapshot.rotation;
         }
-        let ask = Ask { request, count: tasks.len() as u32, caller: *caller, peers: &[*caller], without: &spawn.lost };
+        let (user, peers) = (*user, &[*caller]);
+        let ask = Ask { user, request, count: tasks.len() as u32, caller: *caller, peers, without: &spawn.lost };
         let placement = place(snapshot, &ask);
         let none_free = placement.why == Why::NoneFree && placement.hosts.first() == Some(&Err(PvmError::OutOfRes));
         if none_free && now < spawn.wait_until {
@@ -348,7 +349,7 @@ impl Spawns {
         let Some(spawn) = self.open.get_mut(&order.spawn) else { return true };
         let pinned = spawn.from.request.flags & SPAWN_PINNED != 0;
         let names_host =
-            Ask { request: &spawn.from.request, count: 0, caller: order.host, peers: &[], without: &[] }.names_host();
+            Ask { user: 0, request: &spawn.from.request, count: 0, caller: order.host, peers: &[], without: &[] }.names_host();
         let short = match &started {
             Ok(_) => PvmError::DSysErr,
             Err(error) => *error,
@@ -373,7 +374,7 @@ impl Spawns {
         self.orders.values().filter(|o| o.host == host).any(|order| {
             self.open.get(&order.spawn).is_some_and(|spawn| {
                 let request = &spawn.from.request;
-                request.file == file && Ask { request, count: 0, caller: host, peers: &[], without: &[] }.names_host()
+                request.file == file && Ask { user: 0, request, count: 0, caller: host, peers: &[], without: &[] }.names_host()
             })
         })
     }
@@ -427,7 +428,7 @@ impl Spawns {
         let Some(spawn) = self.open.get_mut(&order.spawn) else { return };
         spawn.lost.push(order.host);
         let bound =
-            Ask { request: &spawn.from.request, count: 0, caller: order.host, peers: &[], without: &[] }.is_bound();
+            Ask { user: 0, request: &spawn.from.request, count: 0, caller: order.host, peers: &[], without: &[] }.is_bound();
         if bound {
             for task in order.tasks {
                 spawn.results[task] = Some(Err(PvmError::HostFail));

@@ -3,7 +3,7 @@
 
 use proptest::prelude::*;
 use pvm_rm::decide::{
-    Ask, HostView, Owner, Policy, REST, SHIFT_REST, SHIFTS_MAX, Sampled, Shift, Snapshot, TaskView, balance,
+    Ask, HostView, Owner, Policy, REST, SHIFT_REST, SHIFTS_MAX, Sampled, Shift, Snapshot, TaskView, Terms, balance,
     foreign_demand, place,
 };
 use sempa_proto::load::LoadSample;
@@ -76,11 +76,12 @@ impl Farm {
             foreign_mean: None,
             owner: Owner::Absent { left: None },
             no_moves: None,
+            terms: Terms::default(),
             tasks: Vec::new(),
         };
         let snapshot = Snapshot::new(Micros(0), policy, machines.iter().enumerate().map(view).collect());
         let request = SpawnRequest { count: sizes.len() as u32, ..SpawnRequest::default() };
-        let ask = Ask { request: &request, count: request.count, caller: h(1), peers: &[], without: &[] };
+        let ask = Ask { user: 0, request: &request, count: request.count, caller: h(1), peers: &[], without: &[] };
         let placed = place(&snapshot, &ask).hosts;
         let task = |(i, (size, host)): (usize, (&f64, &Result<HostId, _>))| Work {
             tid: Tid::task(h(1), i as u32 + 10).expect("a task"),

@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 use pvm_rm::decide::{
     Ask, HostView, MOVES_AT_ONCE_MAX, MOVES_PER_MINUTE_MAX, Owner, Policy, Reason, SETTLE, Sampled, Snapshot,
-    StayReason, TaskView, Until, moves, place,
+    StayReason, TaskView, Terms, Until, moves, place,
 };
 use sempa_proto::load::LoadSample;
 use sempa_proto::migration::Cause;
@@ -40,6 +40,7 @@ fn host(index: u16) -> HostView {
         foreign_mean: None,
         owner: Owner::Absent { left: None },
         no_moves: None,
+        terms: Terms::default(),
         tasks: Vec::new(),
     }
 }
@@ -57,7 +58,7 @@ fn request(flags: i32, place: &str, count: u32) -> SpawnRequest {
 }
 
 fn ask(request: &SpawnRequest) -> Ask<'_> {
-    Ask { request, count: request.count, caller: h(1), peers: &[], without: &[] }
+    Ask { user: 0, request, count: request.count, caller: h(1), peers: &[], without: &[] }
 }
 
 fn indices(hosts: &[Result<HostId, PvmError>]) -> Vec<u16> {

@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 use pvm_rm::decide::{
     Ask, Choice, EXPLAINED_HOSTS_MAX, HEADROOM_BYTES, HostView, Hosts, Offer, Owner, Placement, Policy, Reason,
-    Sampled, Snapshot, TaskView, Why, place, place_by,
+    Sampled, Snapshot, TaskView, Terms, Why, place, place_by,
 };
 use sempa_proto::load::LoadSample;
 use sempa_proto::task::{SPAWN_ARCH, SPAWN_HOST, SpawnRequest};
@@ -35,6 +35,7 @@ fn host(index: u16) -> HostView {
         foreign_mean: None,
         owner: Owner::Absent { left: None },
         no_moves: None,
+        terms: Terms::default(),
         tasks: Vec::new(),
     }
 }
@@ -52,7 +53,7 @@ fn request(place: &str, count: u32) -> SpawnRequest {
 }
 
 fn placed(snapshot: &Snapshot, request: &SpawnRequest) -> Placement {
-    place(snapshot, &Ask { request, count: request.count, caller: h(1), peers: &[], without: &[] })
+    place(snapshot, &Ask { user: 0, request, count: request.count, caller: h(1), peers: &[], without: &[] })
 }
 
 fn indices(placement: &Placement) -> Vec<u16> {
@@ -166,7 +167,7 @@ fn a_near_host_is_better_than_one_that_is_a_little_freer() {
     snapshot.hosts[2].speed = 1050;
     let ask = |peers: &[HostId], without: &[HostId]| {
         let request = request("", 1);
-        indices(&place(&snapshot, &Ask { request: &request, count: 1, caller: h(1), peers, without }))
+        indices(&place(&snapshot, &Ask { user: 0, request: &request, count: 1, caller: h(1), peers, without }))
     };
     assert_eq!(ask(&[], &[]), [3], "nobody to talk to");
     assert_eq!(ask(&[h(1)], &[]), [1]);
@@ -199,7 +200,7 @@ fn somebody_else_may_choose_and_is_checked() {
     let snapshot = pool(3);
     let chosen = |text: &str, reserved: Reserved, count| {
         let request = request(text, count);
-        let ask = Ask { request: &request, count, caller: h(1), peers: &[], without: &[] };
+        let ask = Ask { user: 0, request: &request, count, caller: h(1), peers: &[], without: &[] };
         place_by(&snapshot, &ask, Some(&reserved))
     };
     let good = chosen("", Reserved(vec![("h1", 2), ("h3", 1)]), 4);
@@ -262,7 +263,7 @@ proptest! {
         for text in ["", "?cores >= 3", "?spread", "?memory >= 1G; speed > 900"] {
             let request = request(text, count);
             let peers: Vec<HostId> = kept.hosts.first().map(|h| h.id).into_iter().collect();
-            let ask = Ask { request: &request, count, caller: h(1), peers: &peers, without: &[] };
+            let ask = Ask { user: 0, request: &request, count, caller: h(1), peers: &peers, without: &[] };
             prop_assert_eq!(place(&kept, &ask), place(&anew, &ask));
         }
     }

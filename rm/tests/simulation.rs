@@ -149,7 +149,14 @@ fn in_the_largest_virtual_machine_a_decision_takes_less_than_a_millisecond() {
         }) / 1000;
         let placing = |count: u32, wants: &str, fits: bool| {
             let request = SpawnRequest { count, place: wants.into(), ..SpawnRequest::default() };
-            let ask = Ask { request: &request, count, caller: HostId::MASTER, peers: &[HostId::MASTER], without: &[] };
+            let ask = Ask {
+                user: 0,
+                request: &request,
+                count,
+                caller: HostId::MASTER,
+                peers: &[HostId::MASTER],
+                without: &[],
+            };
             best_of(50, |_| assert!(place(&snapshot, &ask).hosts.iter().all(|r| r.is_ok() == fits)))
         };
         let placed = [placing(1, "", true), placing(61, "", true), placing(1, "?cores > 99", false)];

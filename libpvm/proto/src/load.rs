@@ -1,6 +1,7 @@
 //! What a load watcher says about its host.
 
 use crate::ids::{HostId, Micros};
+use crate::owner::Guests;
 use serde::{Deserialize, Serialize};
 
 /// Name of the mailbox class under which the resource manager tells watchers where to report.
@@ -46,13 +47,50 @@ pub enum OwnerVerdict {
         /// When the last one left, if anybody was seen.
         since: Option<Micros>,
     },
+    /// Somebody may: guests stay, new ones go elsewhere first.
+    Maybe {
+        /// Since when it looks so.
+        since: Micros,
+    },
     /// Somebody does.
     Present {
-        /// The earliest login that still lasts.
+        /// The earliest login that still lasts, or the owner's own word.
         since: Micros,
         /// When the watcher learned of it.
         seen: Micros,
     },
+}
+
+/// What the owner of a host allows guests while they are welcome.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct GuestLimits {
+    /// So many of them at once at most.
+    pub cores: Option<u32>,
+    /// Memory in bytes that stays free for the owner.
+    pub memory_free: u64,
+    /// Programs that are not to run here: names, in which `*` stands for anything.
+    pub programs: Vec<String>,
+    /// Users whose tasks are not to run here.
+    pub users: Vec<u32>,
+}
+
+impl GuestLimits {
+    /// The pattern that blocks a program, given by its path or name.
+    pub fn blocked(&self, program: &str) -> Option<&str> {
+        let name = program.rsplit('/').next().unwrap_or(program);
+        self.programs.iter().map(String::as_str).find(|pattern| fits(pattern, name) || fits(pattern, program))
+    }
+}
+
+/// True when a name is what the pattern says; `*` stands for anything.
+fn fits(pattern: &str, name: &str) -> bool {
+    let Some((head, mut rest)) = pattern.split_once('*') else { return pattern == name };
+    let Some(mut name) = name.strip_prefix(head) else { return false };
+    while let Some((part, behind)) = rest.split_once('*') {
+        let Some(at) = name.find(part) else { return false };
+        (name, rest) = (&name[at + part.len()..], behind);
+    }
+    name.ends_with(rest)
 }
 
 /// A message of a load watcher to the resource manager.
@@ -60,12 +98,42 @@ pub enum OwnerVerdict {
 pub struct LoadReport {
     /// The host it speaks of.
     pub host: HostId,
+    /// When it was written, in microseconds since 1970.
+    pub at: Micros,
     /// The newest sample.
     pub sample: LoadSample,
     /// The verdict on the owner.
     pub owner: OwnerVerdict,
+    /// How sure that is, in percent.
+    pub confidence: u8,
     /// One plain sentence that says why.
     pub why: String,
     /// The logins behind it.
     pub logins: Vec<Login>,
+    /// What guests may do now.
+    pub guests: Guests,
+    /// One plain sentence that says why they may do no more; empty when they may work.
+    pub guests_why: String,
+    /// What they may have while they may work.
+    pub limits: GuestLimits,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_blocked_program_is_recognised_by_name_path_and_pattern() {
+        let limits = |programs: &[&str]| GuestLimits {
+            programs: programs.iter().map(|p| p.to_string()).collect(),
+            ..GuestLimits::default()
+        };
+        assert_eq!(limits(&["miner"]).blocked("/home/bob/bin/miner"), Some("miner"));
+        assert_eq!(limits(&["miner"]).blocked("mine"), None);
+        assert_eq!(limits(&["x", "*min*r"]).blocked("examiner"), Some("*min*r"));
+        assert_eq!(limits(&["/home/bob/*"]).blocked("/home/bob/bin/miner"), Some("/home/bob/*"));
+        assert_eq!(limits(&["a*a"]).blocked("a"), None, "one letter is not two");
+        assert_eq!(limits(&["*"]).blocked("anything"), Some("*"));
+        assert_eq!(limits(&[]).blocked("anything"), None);
+    }
 }

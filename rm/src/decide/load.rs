@@ -1,7 +1,7 @@
 //! Load evaluation: what share of a processor one more task would get on each host.
 
 use super::index::Index;
-use super::{Costs, HostView, SAMPLE_AGE_MAX, Sampled, Snapshot};
+use super::{Costs, HostView, Owner, Reason, SAMPLE_AGE_MAX, Sampled, Snapshot};
 use sempa_proto::{HostId, Micros};
 use std::borrow::Cow;
 use std::cmp::Reverse;
@@ -19,11 +19,13 @@ pub const HEADROOM_BYTES: u64 = 64 << 20;
 /// What one more task would get on a host. The greater one is the better one; the order is total, so that equal
 /// snapshots give equal decisions.
 ///
-/// Hosts with memory to spare come first. Then counts the share that one thread can use (at most one processor, times the
+/// Hosts that nobody seems to use come first, then those with memory to spare. Then counts the share that one thread can use (at most one processor, times the
 /// host's speed), then what is in reserve (processors times speed over threads), then fewer tasks of ours, then the lower
 /// host id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Share {
+    /// Nobody seems to use the host.
+    pub calm: bool,
     /// There is [`HEADROOM_BYTES`] for one more task, or nobody knows.
     pub roomy: bool,
     /// Thousandths of an ordinary processor that a single thread gets.
@@ -53,6 +55,10 @@ pub(super) struct Load {
     pub(super) foreign: u32,
     /// Tasks for which there is memory.
     pub(super) room: u32,
+    /// Nobody seems to use the host.
+    pub(super) calm: bool,
+    /// Tasks of ours at most.
+    pub(super) most: u32,
 }
 
 impl Load {
@@ -60,19 +66,27 @@ impl Load {
     pub(super) fn of(host: &HostView, now: Micros, own: u32) -> Load {
         let fresh = host.fresh_sample(now);
         let available = fresh.map_or(0, |s| s.sample.available_bytes);
+        let limits = &host.terms.limits;
         let room = match available {
             0 => u32::MAX,
-            bytes => u32::try_from(bytes / HEADROOM_BYTES).unwrap_or(u32::MAX),
+            bytes => u32::try_from(bytes.saturating_sub(limits.memory_free) / HEADROOM_BYTES).unwrap_or(u32::MAX),
         };
         let (cores, speed) = (u64::from(host.cores.max(1)), u64::try_from(host.speed).unwrap_or(0).max(1));
-        Load { host: host.id, cores, speed, own, foreign: foreign(host, now).round() as u32, room }
+        let foreign = foreign(host, now).round() as u32;
+        let (calm, most) = (!matches!(host.owner, Owner::Maybe { .. }), limits.cores.unwrap_or(u32::MAX));
+        Load { host: host.id, cores, speed, own, foreign, room, calm, most }
+    }
+
+    /// Tasks that the host's owner still allows.
+    pub(super) fn left(&self) -> u32 {
+        self.most.saturating_sub(self.own)
     }
 
     pub(super) fn share(&self) -> Share {
         let threads = u64::from(self.own) + u64::from(self.foreign) + 1;
         let reserve = self.cores * self.speed / threads;
         let (own, host) = (Reverse(self.own), Reverse(self.host));
-        Share { roomy: self.room > 0, usable: reserve.min(self.speed), reserve, own, host }
+        Share { calm: self.calm, roomy: self.room > 0, usable: reserve.min(self.speed), reserve, own, host }
     }
 
     /// What each of our tasks gets now, in thousandths of an ordinary processor.
@@ -85,6 +99,16 @@ impl Load {
     pub(super) fn free_percent(&self) -> u64 {
         self.cores.saturating_sub(u64::from(self.own) + u64::from(self.foreign)) * 100
     }
+}
+
+/// Why the host's owner allows no more tasks there.
+pub(super) fn full(host: &HostView, now: Micros, load: impl Fn() -> Load) -> Option<Reason> {
+    let limits = &host.terms.limits;
+    if let Some(most) = limits.cores.filter(|_| load().left() == 0) {
+        return Some(Reason::Cores { most });
+    }
+    let (keeps, has) = (limits.memory_free, host.fresh_sample(now)?.sample.available_bytes);
+    (keeps > 0 && has < keeps.saturating_add(HEADROOM_BYTES)).then_some(Reason::Memory { keeps, has })
 }
 
 /// Demand for processors that is not ours, in threads: measured demand less the tasks of ours that were part of it. 0 when
@@ -113,6 +137,7 @@ pub fn foreign_demand(sampled: &Sampled) -> f32 {
 /// A share seen from the task's peers: a host behind a slower link counts for less.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Near {
+    calm: bool,
     roomy: bool,
     usable: u64,
     pub(super) share: Share,
@@ -120,7 +145,7 @@ pub(super) struct Near {
 
 impl Near {
     fn of(share: Share, permille: u32) -> Near {
-        Near { roomy: share.roomy, usable: share.usable * u64::from(permille), share }
+        Near { calm: share.calm, roomy: share.roomy, usable: share.usable * u64::from(permille), share }
     }
 }
 

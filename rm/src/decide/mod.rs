@@ -29,7 +29,7 @@ pub use place::{Ask, EXPLAINED_HOSTS_MAX, Placement, SPAWN_TASKS_MAX, Why, place
 pub use predict::{Estimates, LEFT_MAX, PROGRAMS_MAX};
 pub use wants::{Condition, Figure, Has, Name, Op, Rank, Together, WANTS_BYTES_MAX, WANTS_ENV, Wants, WantsError};
 
-use sempa_proto::load::LoadSample;
+use sempa_proto::load::{GuestLimits, LoadSample};
 use sempa_proto::{HostId, Micros, Tid};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -122,6 +122,8 @@ pub struct HostView {
     pub foreign_mean: Option<f32>,
     /// What is known of its owner.
     pub owner: Owner,
+    /// What the owner lets guests do.
+    pub terms: Terms,
     /// Why moves to it make no sense at present (its dump engine does not work), and until when.
     pub no_moves: Option<Until>,
     /// The tasks on it.
@@ -157,17 +159,72 @@ pub enum Owner {
         /// When the last one left, on the snapshot's clock; `None` when nobody was seen.
         left: Option<Micros>,
     },
+    /// Somebody may: guests stay, new ones go elsewhere first.
+    Maybe {
+        /// The watcher's sentence.
+        why: String,
+        /// Somebody is logged in, and idle; otherwise there is load that is not ours.
+        idle: bool,
+    },
     /// Somebody does.
     Present {
+        /// The watcher's sentence.
+        why: String,
+    },
+    /// Guests are not wanted at present, whoever uses the machine.
+    Closed {
         /// The watcher's sentence.
         why: String,
     },
 }
 
 impl Owner {
-    /// True when somebody uses the machine.
+    /// True when guests are not wanted: somebody uses the machine, or its owner wants none at this time.
     pub fn is_present(&self) -> bool {
-        matches!(self, Owner::Present { .. })
+        matches!(self, Owner::Present { .. } | Owner::Closed { .. })
+    }
+
+    /// Why the host is not used, if guests are not wanted there.
+    fn keeps_out(&self) -> Option<Reason> {
+        match self {
+            Owner::Present { why } => Some(Reason::Owner { why: why.clone() }),
+            Owner::Closed { why } => Some(Reason::Closed { why: why.clone() }),
+            Owner::Unknown | Owner::Absent { .. } | Owner::Maybe { .. } => None,
+        }
+    }
+}
+
+/// When guests leave a host whose owner does not want them any more.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Leaving {
+    /// At once.
+    #[default]
+    Now,
+    /// Then, on the snapshot's clock, if they are still not wanted.
+    At(Micros),
+    /// They wait there until they are wanted again.
+    Never,
+    /// Their daemon ends them.
+    Ended,
+}
+
+/// What the owner of a host lets guests do.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Terms {
+    /// When they leave if they are not wanted.
+    pub leaving: Leaving,
+    /// What they may have while they are welcome.
+    pub limits: Arc<GuestLimits>,
+}
+
+impl Terms {
+    /// Why the owner does not have this program of this user on the host.
+    fn blocks(&self, user: u32, program: &str) -> Option<Reason> {
+        if self.limits.users.contains(&user) {
+            return Some(Reason::User { user });
+        }
+        let pattern = self.limits.blocked(program)?.to_string();
+        Some(Reason::Program { pattern })
     }
 }
 
@@ -191,6 +248,8 @@ pub struct TaskView {
     pub asked: bool,
     /// It is on its way; the target if it is known.
     pub moving: Option<Option<HostId>>,
+    /// Its user.
+    pub user: u32,
     /// The task at the top of its job: the one that somebody started by hand, or that has no parent.
     pub job: Tid,
     /// Its program.
@@ -232,6 +291,33 @@ pub enum Reason {
         /// The watcher's sentence.
         why: String,
     },
+    /// Its owner wants no guests at this time.
+    Closed {
+        /// The watcher's sentence.
+        why: String,
+    },
+    /// As many tasks are there as its owner allows.
+    Cores {
+        /// How many.
+        most: u32,
+    },
+    /// Its owner keeps the memory that is free.
+    Memory {
+        /// Bytes that are to stay free.
+        keeps: u64,
+        /// Bytes that are free.
+        has: u64,
+    },
+    /// Its owner blocks this program.
+    Program {
+        /// The owner's words for it.
+        pattern: String,
+    },
+    /// Its owner blocks this user.
+    User {
+        /// The user.
+        user: u32,
+    },
     /// A condition of the request does not hold there.
     Unmet {
         /// The condition.
@@ -260,6 +346,16 @@ impl fmt::Display for Reason {
             Reason::OtherArch { has } => write!(f, "architecture is {has}"),
             Reason::Complement => f.write_str("the others were asked for"),
             Reason::Owner { why } => write!(f, "owner present ({why})"),
+            Reason::Closed { why } => write!(f, "no guests now ({why})"),
+            Reason::Cores { most: 0 } => f.write_str("its owner allows no tasks"),
+            Reason::Cores { most: 1 } => f.write_str("its owner allows one task, and it is there"),
+            Reason::Cores { most } => write!(f, "its owner allows {most} tasks, and they are there"),
+            Reason::Memory { keeps, has } => {
+                let (has, keeps) = (Figure::Memory.text(*has), Figure::Memory.text(*keeps));
+                write!(f, "{has} of memory are free, and its owner keeps {keeps}")
+            }
+            Reason::Program { pattern } => write!(f, "its owner blocks the program {pattern:?}"),
+            Reason::User { user } => write!(f, "its owner blocks user {user}"),
             Reason::Unmet { condition, has } => write!(f, "{condition} does not hold ({has})"),
             Reason::NoAnswer => f.write_str("no answer"),
             Reason::NoMoves { why } | Reason::Refused { why } => f.write_str(why),
@@ -280,6 +376,7 @@ impl TaskView {
             pinned: false,
             asked: false,
             moving: None,
+            user: 0,
             job: tid,
             name: Arc::from(""),
             since,

@@ -1,8 +1,8 @@
-//! Which tasks leave their host. Today there is one reason to go: the owner of the host is there. A task that is
+//! Which tasks leave their host because of its owner: he is there, or wants no guests at this time. They leave when he says. A task that is
 //! elsewhere stays elsewhere when he has left, and a host without an owner is never disturbed.
 
-use super::load::{Load, Loads};
-use super::{HostView, Owner, Reason, Snapshot, TaskView};
+use super::load::{Load, Loads, full};
+use super::{HostView, Leaving, Owner, Reason, Snapshot, TaskView};
 use sempa_proto::migration::Cause;
 use sempa_proto::{HostId, Micros, Tid};
 use std::collections::BTreeSet;
@@ -56,6 +56,12 @@ pub enum StayReason {
     MovedTooOften,
     /// [`MOVES_AT_ONCE_MAX`] moves are under way; its turn comes.
     Turn,
+    /// The owner lets guests wait for some time before they leave.
+    Grace,
+    /// The owner lets guests wait until he has left.
+    Waits,
+    /// The owner has guests ended where they are.
+    Ended,
 }
 
 /// A task that stays although the owner of its host is there.
@@ -78,6 +84,9 @@ impl fmt::Display for StayReason {
             StayReason::Held { why } => f.write_str(why),
             StayReason::MovedTooOften => write!(f, "it was moved {MOVES_PER_MINUTE_MAX} times within a minute"),
             StayReason::Turn => write!(f, "{MOVES_AT_ONCE_MAX} moves are under way"),
+            StayReason::Grace => f.write_str("he lets it wait for some time"),
+            StayReason::Waits => f.write_str("he lets it stand still until he has left"),
+            StayReason::Ended => f.write_str("he has it ended there"),
         }
     }
 }
@@ -86,9 +95,9 @@ impl Stay {
     /// False for reasons that pass in a moment and are not worth an entry in the log.
     pub fn is_news(&self, now: Micros) -> bool {
         match self.why {
-            StayReason::Turn => false,
+            StayReason::Turn | StayReason::Grace | StayReason::Ended => false,
             StayReason::Held { .. } => self.again.is_none_or(|again| again.since(now) > MOMENT),
-            StayReason::NoHost { .. } | StayReason::MovedTooOften => true,
+            StayReason::NoHost { .. } | StayReason::MovedTooOften | StayReason::Waits => true,
         }
     }
 
@@ -126,9 +135,19 @@ pub fn moves(snapshot: &Snapshot) -> Moves {
     let mut loads = Loads::of(snapshot);
     let mut out = Moves::default();
     for host in index.with_guests().iter().filter_map(|id| snapshot.host(*id)) {
-        let Owner::Present { why } = &host.owner else { continue };
+        let (Owner::Present { why } | Owner::Closed { why }) = &host.owner else { continue };
+        let waits = match host.terms.leaving {
+            Leaving::Now => None,
+            Leaving::At(at) => (at > snapshot.now).then_some((StayReason::Grace, Some(at))),
+            Leaving::Never => Some((StayReason::Waits, None)),
+            Leaving::Ended => Some((StayReason::Ended, None)),
+        };
         for task in host.tasks.iter().filter(|t| t.is_settled_guest()) {
             let stay = |why, again| Stay { tid: task.tid, host: host.id, why, again };
+            if let Some((why, again)) = waits.clone() {
+                out.stay.push(stay(why, again));
+                continue;
+            }
             if let Some((why, again)) = held(snapshot.now, task) {
                 out.stay.push(stay(why, Some(again)));
                 continue;
@@ -170,7 +189,7 @@ fn target<'a>(snapshot: &'a Snapshot, loads: &Loads<'_>, from: &HostView, task: 
     let mut others = [None; 3];
     for near in loads.best(&BTreeSet::new()) {
         let host = snapshot.host(near.share.host())?;
-        if host.id == from.id || unfit(snapshot, host, from, task, false).is_some() {
+        if host.id == from.id || unfit(snapshot, host, from, task, false).is_some() || loads.load(host.id).left() == 0 {
             continue;
         }
         let settling = matches!(host.owner, Owner::Absent { left: Some(at) } if snapshot.now.since(at) < SETTLE);
@@ -212,8 +231,15 @@ pub(super) fn unfit(
     strict: bool,
 ) -> Option<(Reason, Option<Micros>)> {
     let now = snapshot.now;
-    if let Owner::Present { why } = &host.owner {
-        return Some((Reason::Owner { why: why.clone() }, None));
+    if let Some(why) = host.owner.keeps_out() {
+        return Some((why, None));
+    }
+    if let Some(why) = host.terms.blocks(task.user, &task.name) {
+        return Some((why, None));
+    }
+    let load = || snapshot.hosts.index(now).load(host.id).expect("the index has the snapshot's hosts");
+    if let Some(why) = full(host, now, load) {
+        return Some((why, None));
     }
     if host.arch != from.arch {
         return Some((Reason::OtherArch { has: host.arch.clone() }, None));
@@ -225,6 +251,6 @@ pub(super) fn unfit(
     if let Some((_, until)) = refused {
         return Some((Reason::Refused { why: until.why.clone() }, Some(until.at)));
     }
-    let load = snapshot.hosts.index(now).load(host.id).filter(|_| strict)?;
-    unmet(host, || load, task).map(|why| (why, None))
+    let unmet = strict.then(|| unmet(host, load, task)).flatten()?;
+    Some((unmet, None))
 }

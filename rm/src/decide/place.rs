@@ -2,11 +2,11 @@
 //! over them.
 
 use super::choice::Choice;
-use super::load::Load;
+use super::load::{Load, full};
 use super::placing::{Placing, nowhere};
 use super::{HostView, Owner, Rank, Reason, Snapshot, Wants, WantsError};
 use sempa_proto::task::{SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_HOST, SpawnRequest};
-use sempa_proto::{HostId, PvmError};
+use sempa_proto::{HostId, Micros, PvmError};
 use std::fmt;
 
 /// Tasks of one spawn at most; more are refused with `OutOfRes`.
@@ -18,6 +18,8 @@ pub const EXPLAINED_HOSTS_MAX: usize = 64;
 /// One request for places.
 #[derive(Clone, Copy, Debug)]
 pub struct Ask<'a> {
+    /// The user of the task that asks.
+    pub user: u32,
     /// What the task asked for.
     pub request: &'a SpawnRequest,
     /// How many of its tasks need a place now.
@@ -179,17 +181,26 @@ pub(super) fn not_asked(ask: &Ask<'_>, host: &HostView) -> Option<Reason> {
 }
 
 /// Why a host that the request allows is not used all the same.
-pub(super) fn not_fit(ask: &Ask<'_>, wants: &Wants, host: &HostView, load: impl Fn() -> Load) -> Option<Reason> {
+pub(super) fn not_fit(
+    ask: &Ask<'_>,
+    wants: &Wants,
+    host: &HostView,
+    now: Micros,
+    load: impl Fn() -> Load,
+) -> Option<Reason> {
     if ask.without.contains(&host.id) {
         return Some(Reason::NoAnswer);
     }
-    if let Some((condition, has)) = wants.unmet(host, load) {
+    if let Some((condition, has)) = wants.unmet(host, &load) {
         return Some(Reason::Unmet { condition, has });
     }
     match &host.owner {
-        Owner::Present { why } if !ask.names_host() => Some(Reason::Owner { why: why.clone() }),
-        _ => None,
+        // Who names a host means it, whoever sits there; the owner's own rules still hold.
+        Owner::Present { .. } if ask.names_host() => None,
+        owner => owner.keeps_out(),
     }
+    .or_else(|| host.terms.blocks(ask.user, &ask.request.file))
+    .or_else(|| full(host, now, load))
 }
 
 /// Places all tasks of a request together, by the snapshot's policy.

@@ -23,7 +23,7 @@ pub(super) fn nowhere(
 /// True for reasons that may pass while the virtual machine stays as it is.
 fn may_pass(why: &Reason) -> bool {
     match why {
-        Reason::Owner { .. } => true,
+        Reason::Owner { .. } | Reason::Closed { .. } | Reason::Cores { .. } | Reason::Memory { .. } => true,
         Reason::Unmet { condition, .. } => matches!(condition.name, Name::Figure(Figure::Memory | Figure::Free)),
         _ => false,
     }
@@ -64,7 +64,13 @@ impl<'a> Placing<'a> {
     }
 
     fn exclusion(&self, host: &HostView) -> Option<Reason> {
-        not_asked(self.ask, host).or_else(|| not_fit(self.ask, &self.wants, host, || self.loads.load(host.id)))
+        let load = || self.loads.load(host.id);
+        not_asked(self.ask, host).or_else(|| not_fit(self.ask, &self.wants, host, self.snapshot.now, load))
+    }
+
+    /// How many tasks of this spawn a host can take.
+    fn capacity(&self, host: &HostView) -> u32 {
+        self.wants.capacity(host).min(self.loads.load(host.id).left())
     }
 
     /// Looks at every host first.
@@ -169,7 +175,7 @@ impl<'a> Placing<'a> {
         let rotation = self.snapshot.rotation;
         let start = fit.iter().position(|h| h.id > rotation).unwrap_or(0);
         let order: Vec<&HostView> = fit[start..].iter().chain(&fit[..start]).copied().collect();
-        let mut room: Vec<usize> = order.iter().map(|h| self.wants.capacity(h) as usize).collect();
+        let mut room: Vec<usize> = order.iter().map(|h| self.capacity(h) as usize).collect();
         let count = self.ask.count as usize;
         let mut hosts = Vec::with_capacity(count);
         while hosts.len() < count && room.iter().any(|room| *room > 0) {
@@ -201,7 +207,7 @@ impl<'a> Placing<'a> {
                     Some(_) => {}
                     None => {
                         looked_at.push(host.id);
-                        room.insert(host.id, self.wants.capacity(host));
+                        room.insert(host.id, self.capacity(host));
                         heap.push(near);
                     }
                 }
@@ -222,7 +228,7 @@ impl<'a> Placing<'a> {
     /// The host on which all tasks together get most; `None` when none has room for all.
     fn same_host<'h>(&self, fit: &[&'h HostView]) -> Option<&'h HostView> {
         let count = self.ask.count;
-        let room = fit.iter().filter(|h| self.wants.capacity(h) >= count);
+        let room = fit.iter().filter(|h| self.capacity(h) >= count);
         let last = |h: &HostView| {
             let load = self.loads.load(h.id);
             let last = Load { own: load.own + count.saturating_sub(1), ..load };
@@ -241,7 +247,7 @@ impl<'a> Placing<'a> {
         };
         let mut order = fit.to_vec();
         order.sort_by_cached_key(key);
-        let mut room: Vec<u32> = order.iter().map(|h| self.wants.capacity(h)).collect();
+        let mut room: Vec<u32> = order.iter().map(|h| self.capacity(h)).collect();
         let count = self.ask.count as usize;
         let mut hosts = Vec::with_capacity(count);
         while hosts.len() < count && room.iter().any(|room| *room > 0) {
@@ -256,7 +262,7 @@ impl<'a> Placing<'a> {
 
     /// What somebody else chose, if it can be.
     fn chosen(&self, choice: &dyn Choice, fit: &[&HostView]) -> Result<Vec<HostId>, String> {
-        let offer = |host: &&HostView| (self.loads.share(host.id), self.wants.capacity(host));
+        let offer = |host: &&HostView| (self.loads.share(host.id), self.capacity(host));
         let offers: Vec<Offer<'_>> = fit
             .iter()
             .map(|host| (*host, offer(host)))

@@ -160,7 +160,7 @@ impl Figure {
     }
 
     /// A number as people write it.
-    fn text(self, value: u64) -> String {
+    pub(super) fn text(self, value: u64) -> String {
         match self {
             Figure::Memory => {
                 let units = [(1_u64 << 40, "T"), (1 << 30, "G"), (1 << 20, "M"), (1 << 10, "K")];

@@ -6,9 +6,10 @@ use pvm_rm::api::VmApi;
 use pvm_rm::decide::Policy;
 use pvm_rm::service::{CTX_RM, Options, Service, ServiceError, TAG_EVENT, TAG_LOAD};
 use sempa_proto::event::{Event, EventKind};
-use sempa_proto::load::{LoadReport, LoadSample, OwnerVerdict};
+use sempa_proto::load::{GuestLimits, LoadReport, LoadSample, OwnerVerdict};
 use sempa_proto::message::{CTX_BASE, DSIG_X86_64, ENC_XDR};
 use sempa_proto::migration::{Cause, Failure};
+use sempa_proto::owner::{Guests, Leave};
 use sempa_proto::sm::{SM_EXECACK, SM_SPAWN, pack_spawn, pack_tids, unpack_tids};
 use sempa_proto::table::{HostEntry, HostTable, TASK_CONNECTED, TASK_FORKED, TaskInfo};
 use sempa_proto::task::{MoveError, NotifyWhat, SpawnRequest};
@@ -185,9 +186,25 @@ impl World {
         let sample = LoadSample { cores: 2, ..LoadSample::default() };
         let why = match &owner {
             OwnerVerdict::Present { .. } => "alice on pts/0",
+            OwnerVerdict::Maybe { .. } => "alice is idle on pts/0",
             OwnerVerdict::Absent { .. } => "nobody is logged in",
         };
-        let report = LoadReport { host, sample, owner, why: why.into(), logins: Vec::new() };
+        let guests = match &owner {
+            OwnerVerdict::Present { seen, .. } => Guests::Stopped { leave_at: Some(*seen), then: Leave::Move },
+            _ => Guests::Welcome,
+        };
+        let report = LoadReport {
+            host,
+            at: Micros(8),
+            sample,
+            owner,
+            confidence: 90,
+            why: why.into(),
+            logins: Vec::new(),
+            guests,
+            guests_why: why.into(),
+            limits: GuestLimits::default(),
+        };
         let body = frame::to_bytes(&report).expect("a report can be written").into();
         self.post(watcher, CTX_RM, TAG_LOAD, 0, body);
     }

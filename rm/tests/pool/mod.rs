@@ -2,8 +2,8 @@
 //! the decisions under test. One seed gives one course of things.
 
 use pvm_rm::decide::{
-    Ask, Fair, HostView, Hosts, Limits, Owner, Policy, Sampled, Snapshot, TaskView, UpDown, Waiting, balance, moves,
-    place,
+    Ask, Fair, HostView, Hosts, Limits, Owner, Policy, Sampled, Snapshot, TaskView, Terms, UpDown, Waiting, balance,
+    moves, place,
 };
 use sempa_proto::load::LoadSample;
 use sempa_proto::task::SpawnRequest;
@@ -146,6 +146,7 @@ pub(crate) fn desktop(index: u16, owner: Owner) -> HostView {
         foreign_mean: None,
         owner,
         no_moves: None,
+        terms: Terms::default(),
         tasks: Vec::new(),
     }
 }
@@ -380,7 +381,7 @@ impl Pool {
             }
             let request =
                 SpawnRequest { count: processes, place: "?spread; free >= 1".into(), ..SpawnRequest::default() };
-            let ask = Ask { request: &request, count: processes, caller: id(1), peers: &[], without: &[] };
+            let ask = Ask { user: 0, request: &request, count: processes, caller: id(1), peers: &[], without: &[] };
             let placed = place(&self.snapshot, &ask).hosts;
             if placed.iter().any(Result::is_err) || Limits::default().allow(self.fair.held(user), 0, processes).is_err()
             {

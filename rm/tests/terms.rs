@@ -1,0 +1,190 @@
+//! What the owner of a host says counts: when guests leave, how many there are, which never come.
+
+use proptest::prelude::*;
+use pvm_rm::decide::{
+    Ask, HostView, Leaving, Moves, Owner, Placement, Policy, Reason, Sampled, Snapshot, StayReason, TaskView, Terms,
+    moves, place,
+};
+use sempa_proto::load::{GuestLimits, LoadSample};
+use sempa_proto::task::{SPAWN_HOST, SpawnRequest};
+use sempa_proto::{HostId, Micros, PvmError, Tid};
+use std::sync::Arc;
+
+const NOW: Micros = Micros::from_secs(1000);
+
+fn h(index: u16) -> HostId {
+    HostId::new(index).expect("an index")
+}
+
+/// Hosts with two processors and 4 GiB of free memory, and nobody at them.
+fn pool(hosts: u16) -> Snapshot {
+    let sample = LoadSample { cores: 2, available_bytes: 4 << 30, ..LoadSample::default() };
+    let host = |index| HostView {
+        id: h(index),
+        name: format!("h{index}"),
+        arch: "LINUX64".into(),
+        zone: 0,
+        labels: Arc::default(),
+        speed: 1000,
+        cores: 2,
+        sample: Some(Sampled { sample, at: NOW, own: 0 }),
+        foreign_mean: None,
+        owner: Owner::Absent { left: None },
+        no_moves: None,
+        terms: Terms::default(),
+        tasks: Vec::new(),
+    };
+    Snapshot::new(NOW, Policy::Load, (1..=hosts).map(host).collect())
+}
+
+fn limited(snapshot: &mut Snapshot, index: u16, limits: GuestLimits) {
+    snapshot.hosts.edit(h(index)).expect("a host").terms.limits = Arc::new(limits);
+}
+
+fn request(flags: i32, place: &str, count: u32) -> SpawnRequest {
+    SpawnRequest { file: "/opt/farm/worker".into(), flags, place: place.into(), count, ..SpawnRequest::default() }
+}
+
+fn placed(snapshot: &Snapshot, request: &SpawnRequest) -> Placement {
+    place(snapshot, &Ask { user: 7, request, count: request.count, caller: h(1), peers: &[], without: &[] })
+}
+
+fn on(placement: &Placement, index: u16) -> usize {
+    placement.hosts.iter().filter(|host| **host == Ok(h(index))).count()
+}
+
+/// One guest on h1, whose owner is there.
+fn guest(leaving: Leaving) -> Snapshot {
+    let mut snapshot = pool(2);
+    let host = &mut snapshot.hosts[0];
+    host.owner = Owner::Present { why: "alice".into() };
+    host.terms.leaving = leaving;
+    host.tasks = vec![TaskView { user: 7, ..TaskView::new(Tid::task(h(1), 1).expect("a task"), Micros::default()) }];
+    snapshot
+}
+
+fn stays(moves: &Moves) -> (&StayReason, Option<Micros>) {
+    assert!(moves.go.is_empty(), "{moves:?}");
+    (&moves.stay[0].why, moves.stay[0].again)
+}
+
+#[test]
+fn guests_leave_when_the_owner_says_and_not_before() {
+    assert_eq!(moves(&guest(Leaving::Now)).go.len(), 1);
+    let later = NOW + Micros::from_secs(30);
+    let mut snapshot = guest(Leaving::At(later));
+    assert_eq!(stays(&moves(&snapshot)), (&StayReason::Grace, Some(later)));
+    snapshot.now = later;
+    assert_eq!(moves(&snapshot).go.len(), 1);
+    assert_eq!(stays(&moves(&guest(Leaving::Never))), (&StayReason::Waits, None));
+    assert_eq!(stays(&moves(&guest(Leaving::Ended))), (&StayReason::Ended, None));
+}
+
+#[test]
+fn a_wait_that_the_owner_grants_is_told_only_when_it_has_no_end() {
+    for (leaving, told) in [(Leaving::At(NOW + Micros(1)), false), (Leaving::Ended, false), (Leaving::Never, true)] {
+        let snapshot = guest(leaving);
+        let stay = moves(&snapshot).stay.remove(0);
+        assert_eq!(stay.is_news(NOW), told, "{}", stay.sentence(&snapshot));
+    }
+}
+
+#[test]
+fn a_host_takes_as_many_tasks_as_its_owner_allows_also_by_name() {
+    let mut snapshot = pool(2);
+    limited(&mut snapshot, 2, GuestLimits { cores: Some(3), ..GuestLimits::default() });
+    let all = placed(&snapshot, &request(0, "", 20));
+    assert_eq!((on(&all, 1), on(&all, 2)), (17, 3));
+    let named = placed(&snapshot, &request(SPAWN_HOST, "h2", 5));
+    assert_eq!(on(&named, 2), 3);
+    assert_eq!(named.hosts[3..], [Err(PvmError::OutOfRes); 2]);
+    let task = |n| TaskView::new(Tid::task(h(2), n).expect("a task"), Micros::default());
+    snapshot.hosts[1].tasks = (1..=3).map(task).collect();
+    let full = placed(&snapshot, &request(SPAWN_HOST, "h2", 1));
+    assert_eq!(full.hosts, [Err(PvmError::OutOfRes)]);
+    let said = full.sentence(&snapshot);
+    assert!(said.contains("h2: its owner allows 3 tasks, and they are there"), "{said}");
+}
+
+#[test]
+fn memory_that_the_owner_keeps_stays_free() {
+    let mut snapshot = pool(2);
+    limited(&mut snapshot, 2, GuestLimits { memory_free: 4 << 30, ..GuestLimits::default() });
+    let all = placed(&snapshot, &request(0, "", 8));
+    assert_eq!(on(&all, 2), 0);
+    let keeps = Reason::Memory { keeps: 4 << 30, has: 4 << 30 };
+    assert_eq!(keeps.to_string(), "4.0G of memory are free, and its owner keeps 4.0G");
+    assert!(all.excluded.contains(&(h(2), keeps)), "{all:?}");
+}
+
+#[test]
+fn blocked_programs_and_users_never_come_neither_by_spawn_nor_by_move() {
+    let program = GuestLimits { programs: vec!["work*".into()], ..GuestLimits::default() };
+    let user = GuestLimits { users: vec![7], ..GuestLimits::default() };
+    for (limits, says) in [(program, "blocks the program \"work*\""), (user, "blocks user 7")] {
+        let mut snapshot = pool(2);
+        limited(&mut snapshot, 2, limits.clone());
+        assert_eq!(on(&placed(&snapshot, &request(0, "", 9)), 2), 0);
+        let named = placed(&snapshot, &request(SPAWN_HOST, "h2", 1));
+        assert_eq!(named.hosts, [Err(PvmError::NoHost)]);
+        let said = named.sentence(&snapshot);
+        assert!(said.contains(says), "{said}");
+        let mut snapshot = guest(Leaving::Now);
+        snapshot.hosts[0].tasks[0].name = Arc::from("worker");
+        limited(&mut snapshot, 2, limits);
+        let out = moves(&snapshot);
+        assert!(matches!(stays(&out).0, StayReason::NoHost { excluded } if excluded.len() == 1), "{out:?}");
+    }
+}
+
+#[test]
+fn where_somebody_may_be_tasks_come_last_and_stay() {
+    let mut snapshot = pool(2);
+    let host = snapshot.hosts.edit(h(2)).expect("a host");
+    host.owner = Owner::Maybe { why: "alice is idle".into(), idle: true };
+    host.tasks = vec![TaskView::new(Tid::task(h(2), 1).expect("a task"), Micros::default())];
+    assert_eq!(on(&placed(&snapshot, &request(0, "", 5)), 2), 0);
+    assert_eq!(moves(&snapshot), Moves::default());
+    snapshot.hosts.edit(h(1)).expect("a host").owner = Owner::Present { why: "bob".into() };
+    assert_eq!(on(&placed(&snapshot, &request(0, "", 5)), 2), 5, "better than no place");
+}
+
+#[test]
+fn at_times_without_guests_nobody_comes_not_even_by_name() {
+    let mut snapshot = guest(Leaving::Now);
+    snapshot.hosts.edit(h(1)).expect("a host").owner = Owner::Closed { why: "not mon-fri 9-17".into() };
+    let named = placed(&snapshot, &request(SPAWN_HOST, "h1", 1));
+    assert_eq!(named.hosts, [Err(PvmError::OutOfRes)]);
+    let said = named.sentence(&snapshot);
+    assert!(said.contains("h1: no guests now (not mon-fri 9-17)"), "{said}");
+    assert_eq!(moves(&snapshot).go.len(), 1, "who is there leaves");
+}
+
+proptest! {
+    #[test]
+    fn no_limit_is_ever_exceeded(
+        limits in prop::collection::vec((prop::option::of(0_u32..5), 0_u64..5, any::<bool>(), 0_u8..4), 1..8),
+        count in 1_u32..40,
+        load in any::<bool>(),
+    ) {
+        let mut snapshot = pool(limits.len() as u16);
+        snapshot.policy = if load { Policy::Load } else { Policy::RoundRobin };
+        for (i, (cores, gigabytes, blocked, owner)) in limits.iter().enumerate() {
+            let programs = if *blocked { vec!["worker".to_string()] } else { Vec::new() };
+            let (cores, memory_free) = (*cores, gigabytes << 30);
+            limited(&mut snapshot, i as u16 + 1, GuestLimits { cores, memory_free, programs, users: Vec::new() });
+            let why = String::new();
+            snapshot.hosts[i].owner = match owner {
+                0 => Owner::Closed { why },
+                1 => Owner::Maybe { why, idle: true },
+                _ => Owner::Absent { left: None },
+            };
+        }
+        let placement = placed(&snapshot, &request(0, "", count));
+        for (i, (cores, gigabytes, blocked, owner)) in limits.iter().enumerate() {
+            let here = on(&placement, i as u16 + 1);
+            prop_assert!(here as u32 <= cores.unwrap_or(u32::MAX));
+            prop_assert!(here == 0 || (!blocked && *gigabytes < 4 && *owner != 0));
+        }
+    }
+}
