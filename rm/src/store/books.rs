@@ -1,0 +1,557 @@
+//! The books: what is remembered, as a value. It is fed with entries of the event log, each exactly once, and with
+//! decisions; [`Books::batch`] gives what has changed since the last batch, together with the place in the log up to which
+//! it was read. A batch is written as a whole or not at all, so whoever reads the books again after a crash goes on with
+//! the log at that place, and nothing is counted twice or left out.
+//!
+//! Every sheet has a limit. The oldest entries go first; sums of users stay.
+
+use sempa_proto::event::{Event, EventKind};
+use sempa_proto::migration::{Cause, Usage};
+use sempa_proto::rm::{ANSWER_ENTRIES_MAX, Answer, Decided, Decision, End, JobUse, Question, Sums, TaskUse, UserUse};
+use sempa_proto::table::TaskInfo;
+use sempa_proto::{HostId, Micros, Tid, frame};
+use serde::{Deserialize, Serialize};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+
+/// Users of whom sums are kept; of more, those that used least recently go.
+pub const USERS_MAX: usize = 16_384;
+/// Jobs that are kept.
+pub const JOBS_MAX: usize = 8_192;
+/// Tasks that are kept, those that run included.
+pub const TASKS_MAX: usize = 65_536;
+/// Decisions that are kept.
+pub const DECISIONS_MAX: usize = 20_000;
+/// Tasks from a command line that have no children and so are no jobs yet; the oldest are forgotten.
+const LONERS_MAX: usize = 4_096;
+
+/// A sheet of the books.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Sheet {
+    /// One entry, 0: the place in the log.
+    Place,
+    /// Sums by user.
+    Users,
+    /// Jobs by number.
+    Jobs,
+    /// Tasks by number.
+    Tasks,
+    /// Decisions by number.
+    Decisions,
+    /// What was learned; entries by kind.
+    Learned,
+    /// Names of hosts.
+    Hosts,
+    /// Tasks from a command line without children, and when they began.
+    Loners,
+}
+
+impl Sheet {
+    /// All of them.
+    pub const ALL: [Sheet; 8] = [
+        Sheet::Place,
+        Sheet::Users,
+        Sheet::Jobs,
+        Sheet::Tasks,
+        Sheet::Decisions,
+        Sheet::Learned,
+        Sheet::Hosts,
+        Sheet::Loners,
+    ];
+}
+
+/// Something to write.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Change {
+    /// Where.
+    pub sheet: Sheet,
+    /// Which entry.
+    pub key: u64,
+    /// What it becomes; `None`: it goes.
+    pub value: Option<Vec<u8>>,
+}
+
+/// What is written together.
+pub type Batch = Vec<Change>;
+
+/// Up to where the event log was read: the number of the last entry, and its time, by which a log of another virtual
+/// machine is told from this one's.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Place {
+    /// Number of the entry; 0: none.
+    pub number: u64,
+    /// Its time.
+    pub at: Micros,
+    /// Its host.
+    pub host: u16,
+}
+
+impl Place {
+    /// The place behind an entry.
+    pub fn behind(event: &Event) -> Place {
+        Place { number: event.number, at: event.at, host: event.host.index() }
+    }
+}
+
+/// A sum that is kept for a user.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+struct User {
+    sums: Sums,
+    /// When the sums changed last.
+    changed: Micros,
+    /// The index, and of which time it is.
+    index: f64,
+    indexed: Micros,
+}
+
+/// What is remembered.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Books {
+    place: Place,
+    users: BTreeMap<u32, User>,
+    jobs: BTreeMap<u64, JobUse>,
+    tasks: BTreeMap<u64, TaskUse>,
+    decisions: BTreeMap<u64, Decision>,
+    learned: BTreeMap<u64, Vec<u8>>,
+    last: u64,
+    /// The newest job and task with each tid; tids come again in another virtual machine.
+    job_numbers: HashMap<Tid, u64>,
+    task_numbers: HashMap<Tid, u64>,
+    hosts: BTreeMap<HostId, String>,
+    /// Tasks from a command line without children: when they began.
+    loners: BTreeMap<Tid, Micros>,
+    dirty: BTreeSet<(Sheet, u64)>,
+    /// The user of tasks of whom nothing else is known.
+    own_user: u32,
+    own_task: Tid,
+}
+
+impl Books {
+    /// Empty ones, kept by this task of this user.
+    pub fn new(own_user: u32, own_task: Tid) -> Books {
+        Books { own_user, own_task, ..Books::default() }
+    }
+
+    /// As they were written. Entries that cannot be read are left out; their number.
+    pub fn read(
+        own_user: u32,
+        own_task: Tid,
+        entries: impl IntoIterator<Item = (Sheet, u64, Vec<u8>)>,
+    ) -> (Books, usize) {
+        let (mut books, mut bad) = (Books::new(own_user, own_task), 0);
+        for (sheet, key, value) in entries {
+            if books.read_one(sheet, key, &value).is_none() {
+                bad += 1;
+            }
+        }
+        books.job_numbers = books.jobs.iter().map(|(number, job)| (job.job, *number)).collect();
+        books.task_numbers = books.tasks.iter().map(|(number, task)| (task.tid, *number)).collect();
+        let keys = [books.jobs.keys().last(), books.tasks.keys().last(), books.decisions.keys().last()];
+        books.last = keys.into_iter().flatten().copied().max().unwrap_or(0);
+        (books, bad)
+    }
+
+    fn read_one(&mut self, sheet: Sheet, key: u64, value: &[u8]) -> Option<()> {
+        match sheet {
+            Sheet::Place => self.place = frame::from_bytes(value).ok()?,
+            Sheet::Users => drop(self.users.insert(u32::try_from(key).ok()?, frame::from_bytes(value).ok()?)),
+            Sheet::Jobs => drop(self.jobs.insert(key, frame::from_bytes(value).ok()?)),
+            Sheet::Tasks => drop(self.tasks.insert(key, frame::from_bytes(value).ok()?)),
+            Sheet::Decisions => drop(self.decisions.insert(key, frame::from_bytes(value).ok()?)),
+            Sheet::Learned => drop(self.learned.insert(key, value.to_vec())),
+            Sheet::Hosts => {
+                let host = HostId::new(u16::try_from(key).ok()?)?;
+                self.hosts.insert(host, String::from_utf8(value.to_vec()).ok()?);
+            }
+            Sheet::Loners => drop(self.loners.insert(tid_of(key)?, frame::from_bytes(value).ok()?)),
+        }
+        Some(())
+    }
+
+    /// Up to where the log was read.
+    pub fn place(&self) -> Place {
+        self.place
+    }
+
+    /// True when something is to be written.
+    pub fn is_dirty(&self) -> bool {
+        !self.dirty.is_empty()
+    }
+
+    /// What has changed since the last time.
+    pub fn batch(&mut self) -> Batch {
+        let dirty = std::mem::take(&mut self.dirty);
+        dirty.into_iter().map(|(sheet, key)| Change { sheet, key, value: self.value(sheet, key) }).collect()
+    }
+
+    fn value(&self, sheet: Sheet, key: u64) -> Option<Vec<u8>> {
+        let bytes = match sheet {
+            Sheet::Place => frame::to_bytes(&self.place),
+            Sheet::Users => frame::to_bytes(self.users.get(&u32::try_from(key).ok()?)?),
+            Sheet::Jobs => frame::to_bytes(self.jobs.get(&key)?),
+            Sheet::Tasks => frame::to_bytes(self.tasks.get(&key)?),
+            Sheet::Decisions => frame::to_bytes(self.decisions.get(&key)?),
+            Sheet::Learned => return self.learned.get(&key).cloned(),
+            Sheet::Hosts => {
+                let host = HostId::new(u16::try_from(key).ok()?)?;
+                return self.hosts.get(&host).map(|name| name.clone().into_bytes());
+            }
+            Sheet::Loners => frame::to_bytes(self.loners.get(&tid_of(key)?)?),
+        };
+        // Plain records of numbers and short texts.
+        bytes.ok()
+    }
+
+    fn number(&mut self) -> u64 {
+        self.last += 1;
+        self.last
+    }
+
+    /// Something that was learned, in its own encoding.
+    pub fn learn(&mut self, kind: u64, value: Vec<u8>) {
+        if self.learned.get(&kind) != Some(&value) {
+            self.learned.insert(kind, value);
+            self.dirty.insert((Sheet::Learned, kind));
+        }
+    }
+
+    /// What was learned before.
+    pub fn learned(&self, kind: u64) -> Option<&[u8]> {
+        self.learned.get(&kind).map(Vec::as_slice)
+    }
+
+    /// The names of hosts, as the host table has them.
+    pub fn know_hosts<'a>(&mut self, hosts: impl IntoIterator<Item = (HostId, &'a str)>) {
+        hosts.into_iter().for_each(|(id, name)| self.know_host(id, name));
+    }
+
+    fn know_host(&mut self, id: HostId, name: &str) {
+        if self.hosts.get(&id).is_none_or(|known| known != name) {
+            self.hosts.insert(id, name.to_string());
+            self.dirty.insert((Sheet::Hosts, u64::from(id.index())));
+        }
+    }
+
+    fn loner(&mut self, tid: Tid, began: Micros) {
+        self.loners.insert(tid, began);
+        self.dirty.insert((Sheet::Loners, key_of(tid)));
+    }
+
+    fn no_loner(&mut self, tid: Tid) -> Option<Micros> {
+        let began = self.loners.remove(&tid)?;
+        self.dirty.insert((Sheet::Loners, key_of(tid)));
+        Some(began)
+    }
+
+    /// Name of a host, or its number when it is not known.
+    pub fn host(&self, id: HostId) -> String {
+        self.hosts.get(&id).cloned().unwrap_or_else(|| id.to_string())
+    }
+
+    /// A decision was made.
+    pub fn decided(&mut self, at: Micros, what: Decided) {
+        let number = self.number();
+        self.decisions.insert(number, Decision { number, at, what });
+        self.dirty.insert((Sheet::Decisions, number));
+        while self.decisions.len() > DECISIONS_MAX {
+            let (oldest, _) = self.decisions.pop_first().expect("more than the limit");
+            self.dirty.insert((Sheet::Decisions, oldest));
+        }
+    }
+
+    /// The log that follows is that of another virtual machine: nothing of the former one runs any more, and tids mean other
+    /// tasks.
+    pub fn begin_anew(&mut self) {
+        let running: Vec<u64> = self.tasks.iter().filter(|(_, t)| t.ended.is_none()).map(|(n, _)| *n).collect();
+        let at = self.place.at;
+        running.into_iter().for_each(|number| self.end(number, at, End::Lost, Usage::default()));
+        self.place = Place::default();
+        self.dirty.insert((Sheet::Place, 0));
+        for map in [&mut self.job_numbers, &mut self.task_numbers] {
+            map.clear();
+        }
+        let loners: Vec<Tid> = self.loners.keys().copied().collect();
+        for tid in loners {
+            self.no_loner(tid);
+        }
+        self.dirty.extend(self.hosts.keys().map(|host| (Sheet::Hosts, u64::from(host.index()))));
+        self.hosts.clear();
+    }
+
+    /// All tasks there are: what runs according to the books and is not among them has ended unseen.
+    pub fn reconcile(&mut self, now: Micros, list: &[TaskInfo]) {
+        let there: BTreeSet<Tid> = list.iter().map(|info| info.tid).collect();
+        let gone = |t: &TaskUse| t.ended.is_none() && !there.contains(&t.tid);
+        let gone: Vec<u64> = self.tasks.iter().filter(|(_, t)| gone(t)).map(|(n, _)| *n).collect();
+        gone.into_iter().for_each(|number| self.end(number, now, End::Lost, Usage::default()));
+        for info in list {
+            let host = self.host(info.host);
+            if let Some(number) = self.task_numbers.get(&info.tid).copied() {
+                let task = self.tasks.get_mut(&number).expect("numbered");
+                if task.host != host {
+                    task.host = host;
+                    self.dirty.insert((Sheet::Tasks, number));
+                }
+            }
+        }
+    }
+
+    /// Takes the next entry of the log in. One that was taken in before does nothing.
+    pub fn event(&mut self, event: &Event) {
+        if event.number <= self.place.number {
+            return;
+        }
+        self.place = Place::behind(event);
+        self.dirty.insert((Sheet::Place, 0));
+        let at = event.at;
+        match &event.kind {
+            EventKind::HostAdded { host, name } => {
+                self.know_host(*host, name);
+                self.decided(at, Decided::HostJoined { host: name.clone() });
+            }
+            EventKind::HostGone { host, name, why } => {
+                self.know_host(*host, name);
+                self.decided(at, Decided::HostGone { host: name.clone(), why: why.clone() });
+                self.host_gone(at, name);
+            }
+            EventKind::TaskStarted { tid, parent, name } => self.task_started(at, *tid, *parent, name, event.host),
+            EventKind::TaskEnded { tid, status, used } => {
+                self.no_loner(*tid);
+                if let Some(number) = self.task_numbers.get(tid).copied() {
+                    self.end(number, at, End::Status(*status), *used);
+                }
+            }
+            EventKind::OwnerPresent { host, why, .. } => {
+                let host = self.host(*host);
+                self.decided(at, Decided::OwnerCame { host, why: why.clone() });
+            }
+            EventKind::OwnerAbsent { host, why } => {
+                let host = self.host(*host);
+                self.decided(at, Decided::OwnerLeft { host, why: why.clone() });
+            }
+            EventKind::Moved { tid, from, to, cause, bytes, frozen, .. } => {
+                self.moved(*tid, self.host(*to), matches!(cause, Cause::Owner { .. }));
+                let (from, to, cause) = (self.host(*from), self.host(*to), cause.clone());
+                self.decided(at, Decided::Moved { tid: *tid, from, to, cause, bytes: *bytes, frozen: *frozen });
+            }
+            EventKind::MoveFailed { tid, from, to, cause, step, why, .. } => {
+                let (from, to, cause, why) = (self.host(*from), self.host(*to), cause.clone(), why.to_string());
+                self.decided(at, Decided::NotMoved { tid: *tid, from, to, cause, step: *step, why });
+            }
+            _ => {}
+        }
+    }
+
+    fn host_gone(&mut self, at: Micros, name: &str) {
+        let on = |t: &TaskUse| t.ended.is_none() && t.host == name;
+        let lost: Vec<u64> = self.tasks.iter().filter(|(_, t)| on(t)).map(|(n, _)| *n).collect();
+        lost.into_iter().for_each(|number| self.end(number, at, End::Lost, Usage::default()));
+    }
+
+    fn task_started(&mut self, at: Micros, tid: Tid, parent: Tid, name: &str, host: HostId) {
+        let serves = crate::model::is_watcher(name) || tid == self.own_task || !tid.is_task() || tid == parent;
+        if serves || self.known(tid).is_some_and(|t| t.ended.is_none()) {
+            return;
+        }
+        if name.is_empty() && !parent.is_task() {
+            self.loner(tid, at);
+            if self.loners.len() > LONERS_MAX {
+                let oldest = self.loners.iter().min_by_key(|(_, at)| **at).map(|(tid, _)| *tid);
+                self.no_loner(oldest.expect("more than the limit"));
+            }
+            return;
+        }
+        if parent.is_task() && self.known(parent).is_none() {
+            // A parent that began before anything was recorded is taken to begin now.
+            let began = self.no_loner(parent).unwrap_or(at);
+            let home = parent.home().map(|home| self.host(home)).unwrap_or_default();
+            self.take_up(began, parent, parent, "", home);
+        }
+        let job = self.known(parent).map_or(tid, |p| p.job);
+        let host = self.host(host);
+        self.take_up(at, tid, job, name, host);
+    }
+
+    fn known(&self, tid: Tid) -> Option<&TaskUse> {
+        self.task_numbers.get(&tid).and_then(|number| self.tasks.get(number))
+    }
+
+    /// A task begins, and with it its job unless it is there.
+    fn take_up(&mut self, began: Micros, tid: Tid, job: Tid, program: &str, host: String) {
+        let user = self.job(job).map_or(self.own_user, |j| j.user);
+        if tid == job || self.job(job).is_none() {
+            let number = self.number();
+            let (sums, program) = (Sums::default(), if tid == job { program.to_string() } else { String::new() });
+            self.jobs.insert(number, JobUse { job, user, program, began, ended: None, sums });
+            self.job_numbers.insert(job, number);
+        }
+        let number = self.number();
+        let (used, program) = (Usage::default(), program.to_string());
+        let task =
+            TaskUse { tid, job, user, program, host, began, ended: None, used, moves: 0, evictions: 0, counted: false };
+        self.tasks.insert(number, task);
+        self.task_numbers.insert(tid, number);
+        self.dirty.insert((Sheet::Tasks, number));
+        self.sum(job, user, began, |sums| {
+            sums.tasks += 1;
+            sums.running += 1;
+        });
+        self.trim();
+    }
+
+    fn job(&self, job: Tid) -> Option<&JobUse> {
+        self.job_numbers.get(&job).and_then(|number| self.jobs.get(number))
+    }
+
+    /// Changes the sums of a job and its user.
+    fn sum(&mut self, job: Tid, user: u32, at: Micros, change: impl Fn(&mut Sums)) {
+        let entry = self.users.entry(user).or_default();
+        entry.changed = entry.changed.max(at);
+        change(&mut entry.sums);
+        self.dirty.insert((Sheet::Users, u64::from(user)));
+        if let Some(number) = self.job_numbers.get(&job).copied()
+            && let Some(job) = self.jobs.get_mut(&number)
+        {
+            change(&mut job.sums);
+            job.ended = (job.sums.running == 0).then_some(at);
+            self.dirty.insert((Sheet::Jobs, number));
+        }
+    }
+
+    fn end(&mut self, number: u64, at: Micros, how: End, used: Usage) {
+        let Some(task) = self.tasks.get_mut(&number).filter(|t| t.ended.is_none()) else { return };
+        (task.ended, task.used) = (Some((at, how)), used);
+        let (job, user, wall) = (task.job, task.user, at.since(task.began));
+        self.dirty.insert((Sheet::Tasks, number));
+        self.sum(job, user, at, |sums| {
+            sums.running = sums.running.saturating_sub(1);
+            sums.failed += u64::from(!how.is_good());
+            sums.used = sums.used.plus(used);
+            sums.wall = sums.wall + wall;
+        });
+    }
+
+    fn moved(&mut self, tid: Tid, to: String, eviction: bool) {
+        let Some(number) = self.task_numbers.get(&tid).copied() else { return };
+        let Some(task) = self.tasks.get_mut(&number).filter(|t| t.ended.is_none()) else { return };
+        task.moves += 1;
+        task.evictions += u32::from(eviction);
+        task.host = to;
+        let (job, user, began) = (task.job, task.user, task.began);
+        self.dirty.insert((Sheet::Tasks, number));
+        self.sum(job, user, began, |sums| {
+            sums.moves += 1;
+            sums.evictions += u64::from(eviction);
+        });
+    }
+
+    /// A task counts against the limits of its user and job.
+    pub fn counts(&mut self, tid: Tid) {
+        let Some(number) = self.task_numbers.get(&tid).copied() else { return };
+        if let Some(task) = self.tasks.get_mut(&number).filter(|t| !t.counted) {
+            task.counted = true;
+            self.dirty.insert((Sheet::Tasks, number));
+        }
+    }
+
+    /// Tasks that run, as the books have them.
+    pub fn running(&self) -> impl Iterator<Item = &TaskUse> {
+        self.tasks.values().filter(|t| t.ended.is_none())
+    }
+
+    /// The indices of users as they are at this time of day.
+    pub fn set_indices(&mut self, at: Micros, indices: impl IntoIterator<Item = (u32, f64)>) {
+        for (user, index) in indices {
+            let entry = self.users.entry(user).or_default();
+            if entry.index != index {
+                (entry.index, entry.indexed) = (index, at);
+                self.dirty.insert((Sheet::Users, u64::from(user)));
+            }
+        }
+    }
+
+    /// The indices of users, and of which time they are.
+    pub fn indices(&self) -> impl Iterator<Item = (u32, f64, Micros)> {
+        self.users.iter().map(|(user, u)| (*user, u.index, u.indexed))
+    }
+
+    /// The oldest go when there are too many: ended tasks before running ones, ended jobs before those that run.
+    fn trim(&mut self) {
+        while self.tasks.len() > TASKS_MAX {
+            let ended = self.tasks.iter().find(|(_, t)| t.ended.is_some()).map(|(n, _)| *n);
+            let number = ended.or_else(|| self.tasks.keys().next().copied()).expect("more than the limit");
+            let task = self.tasks.remove(&number).expect("found a moment ago");
+            if self.task_numbers.get(&task.tid) == Some(&number) {
+                self.task_numbers.remove(&task.tid);
+            }
+            self.dirty.insert((Sheet::Tasks, number));
+        }
+        while self.jobs.len() > JOBS_MAX {
+            let ended = self.jobs.iter().find(|(_, j)| j.ended.is_some()).map(|(n, _)| *n);
+            let number = ended.or_else(|| self.jobs.keys().next().copied()).expect("more than the limit");
+            let job = self.jobs.remove(&number).expect("found a moment ago");
+            if self.job_numbers.get(&job.job) == Some(&number) {
+                self.job_numbers.remove(&job.job);
+            }
+            self.dirty.insert((Sheet::Jobs, number));
+        }
+        while self.users.len() > USERS_MAX {
+            let oldest = self.users.iter().min_by_key(|(_, u)| (u.sums.running > 0, u.changed)).map(|(id, _)| *id);
+            let user = oldest.expect("more than the limit");
+            self.users.remove(&user);
+            self.dirty.insert((Sheet::Users, u64::from(user)));
+        }
+    }
+
+    /// Answers a question.
+    pub fn answer(&self, question: &Question) -> Answer {
+        match question {
+            Question::WhyTask(tid) => {
+                let task = self.known(*tid).cloned();
+                let decisions = self.decisions_about(|what| what.is_about(*tid), task.as_ref().map(|t| t.began));
+                if task.is_none() && decisions.is_empty() { Answer::Unknown } else { Answer::Why { task, decisions } }
+            }
+            Question::WhyHost(name) => {
+                let decisions = self.decisions_about(|what| what.is_about_host(name), None);
+                let known = self.hosts.values().any(|host| host == name);
+                if known || !decisions.is_empty() { Answer::Why { task: None, decisions } } else { Answer::Unknown }
+            }
+            Question::Users { user } => {
+                let wanted = self.users.iter().filter(|(id, _)| user.is_none_or(|user| user == **id));
+                let one = |(id, u): (&u32, &User)| UserUse { user: *id, sums: u.sums, index: u.index };
+                Answer::Users(wanted.map(one).take(ANSWER_ENTRIES_MAX).collect())
+            }
+            Question::Jobs { user } => {
+                let wanted = self.jobs.values().filter(|j| user.is_none_or(|user| user == j.user));
+                Answer::Jobs(newest(wanted))
+            }
+            Question::Job(tid) => {
+                let job = self.known(*tid).map_or(*tid, |task| task.job);
+                let Some(job) = self.job(job).cloned() else { return Answer::Unknown };
+                let tasks = newest(self.tasks.values().filter(|t| t.job == job.job && t.began >= job.began));
+                Answer::Job { job, tasks }
+            }
+        }
+    }
+
+    /// Of a task: not what was decided about one before it with the same tid. A second for clocks that differ.
+    fn decisions_about(&self, wanted: impl Fn(&Decided) -> bool, since: Option<Micros>) -> Vec<Decision> {
+        const SLACK: Micros = Micros::from_secs(1);
+        let new = |d: &&Decision| since.is_none_or(|since| d.at + SLACK >= since);
+        newest(self.decisions.values().filter(|d| wanted(&d.what)).filter(new))
+    }
+}
+
+fn key_of(tid: Tid) -> u64 {
+    u64::from(tid.raw().cast_unsigned())
+}
+
+fn tid_of(key: u64) -> Option<Tid> {
+    u32::try_from(key).ok().map(|raw| Tid::from_raw(raw.cast_signed()))
+}
+
+/// The newest of these, oldest first.
+fn newest<'a, T: Clone + 'a>(all: impl DoubleEndedIterator<Item = &'a T>) -> Vec<T> {
+    let mut list: Vec<T> = all.rev().take(ANSWER_ENTRIES_MAX).cloned().collect();
+    list.reverse();
+    list
+}

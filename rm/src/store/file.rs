@@ -1,0 +1,273 @@
+//! The database: one file, written by a thread of its own, so that no decision ever waits for a disk.
+//!
+//! A batch is one transaction. While one is being written the next one gathers in the books; so the queue between them has
+//! one place, and what is not written yet is bounded by the books' own limits. A file that cannot be read is moved aside
+//! and said so: remembering is worth less than working.
+
+use super::books::{Batch, Sheet};
+use redb::{Database, DatabaseError, ReadableTable, TableDefinition};
+use std::fs::{DirBuilder, OpenOptions, Permissions};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use thiserror::Error;
+
+/// Version of the sheets and their entries; a file of another version is moved aside.
+pub const SCHEMA_VERSION: u64 = 1;
+/// Memory that the database may take to keep pages at hand.
+const CACHE_BYTES_MAX: usize = 8 << 20;
+/// A file above this size is made smaller when it is opened.
+const COMPACT_BYTES_MIN: u64 = 64 << 20;
+/// How long another process may go on using the file: the one before this has been killed a moment ago.
+const IN_USE_MAX: Duration = Duration::from_secs(1);
+/// Pause between looks whether the file is still in use.
+const IN_USE_PAUSE: Duration = Duration::from_millis(20);
+/// How long the end waits for the last batch.
+const LAST_BATCH_MAX: Duration = Duration::from_secs(2);
+
+const META: TableDefinition<&str, u64> = TableDefinition::new("sempa-rm");
+const VERSION: &str = "version";
+
+/// Why nothing is remembered.
+#[derive(Debug, Error)]
+pub enum StoreError {
+    /// The directory cannot be made or used.
+    #[error("cannot use the directory {path} for what the resource manager remembers: {source}; nothing is remembered")]
+    Directory {
+        /// It.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// Somebody else has it open.
+    #[error("{0} is in use by another resource manager; nothing is remembered here")]
+    InUse(PathBuf),
+    /// It cannot be read, and not be moved aside.
+    #[error("{path} cannot be read ({why}) and cannot be moved aside: {source}; nothing is remembered")]
+    Stuck {
+        /// The file.
+        path: PathBuf,
+        /// Why it cannot be read.
+        why: String,
+        /// Why it cannot be moved.
+        source: std::io::Error,
+    },
+    /// A new one cannot be made.
+    #[error("cannot make {path}: {why}; nothing is remembered")]
+    New {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        why: String,
+    },
+}
+
+/// What was in the file.
+#[derive(Debug)]
+pub struct Opened {
+    /// It, ready to be written to.
+    pub store: Store,
+    /// Its entries.
+    pub entries: Vec<(Sheet, u64, Vec<u8>)>,
+    /// That a file was moved aside, and why.
+    pub moved_aside: Option<String>,
+}
+
+/// The file while it is used.
+#[derive(Debug)]
+pub struct Store {
+    batches: Option<SyncSender<Batch>>,
+    errors: Receiver<String>,
+    thread: Option<JoinHandle<()>>,
+}
+
+fn table(sheet: Sheet) -> TableDefinition<'static, u64, &'static [u8]> {
+    TableDefinition::new(match sheet {
+        Sheet::Place => "place",
+        Sheet::Users => "users",
+        Sheet::Jobs => "jobs",
+        Sheet::Tasks => "tasks",
+        Sheet::Decisions => "decisions",
+        Sheet::Learned => "learned",
+        Sheet::Hosts => "hosts",
+        Sheet::Loners => "loners",
+    })
+}
+
+/// Why an existing file is of no use.
+enum Broken {
+    InUse,
+    Why(String),
+}
+
+impl From<DatabaseError> for Broken {
+    fn from(error: DatabaseError) -> Broken {
+        match error {
+            DatabaseError::DatabaseAlreadyOpen => Broken::InUse,
+            other => Broken::Why(other.to_string()),
+        }
+    }
+}
+
+fn why<E: std::fmt::Display>(error: E) -> Broken {
+    Broken::Why(error.to_string())
+}
+
+type Entries = Vec<(Sheet, u64, Vec<u8>)>;
+
+/// Opens or makes the database and reads all of it.
+fn read(path: &Path) -> Result<(Database, Entries), Broken> {
+    // Made by us first, because the database would make it readable for all.
+    OpenOptions::new().create(true).append(true).mode(0o600).open(path).map_err(why)?;
+    std::fs::set_permissions(path, Permissions::from_mode(0o600)).map_err(why)?;
+    let mut db = Database::builder().set_cache_size(CACHE_BYTES_MAX).create(path)?;
+    if path.metadata().is_ok_and(|meta| meta.len() > COMPACT_BYTES_MIN) {
+        db.compact().map_err(why)?;
+    }
+    let begin = db.begin_write().map_err(why)?;
+    {
+        let mut meta = begin.open_table(META).map_err(why)?;
+        let version = meta.get(VERSION).map_err(why)?.map(|v| v.value());
+        match version {
+            Some(SCHEMA_VERSION) => {}
+            Some(other) => return Err(Broken::Why(format!("it is of version {other}, and this is {SCHEMA_VERSION}"))),
+            None => drop(meta.insert(VERSION, SCHEMA_VERSION).map_err(why)?),
+        }
+    }
+    let mut entries = Vec::new();
+    for sheet in Sheet::ALL {
+        let table = begin.open_table(table(sheet)).map_err(why)?;
+        for entry in table.iter().map_err(why)? {
+            let (key, value) = entry.map_err(why)?;
+            entries.push((sheet, key.value(), value.value().to_vec()));
+        }
+    }
+    begin.commit().map_err(why)?;
+    Ok((db, entries))
+}
+
+/// The same; a damaged file may be noticed by a check in the database's own code, which is no reason to end.
+fn read_guarded(path: &Path) -> Result<(Database, Entries), Broken> {
+    let until = Instant::now() + IN_USE_MAX;
+    loop {
+        let read = std::panic::catch_unwind(|| read(path)).unwrap_or_else(|_| Err(why("it is damaged")));
+        match read {
+            Err(Broken::InUse) if Instant::now() < until => std::thread::sleep(IN_USE_PAUSE),
+            other => return other,
+        }
+    }
+}
+
+impl Store {
+    /// Opens the file `name` in a directory, which is made if need be.
+    ///
+    /// # Errors
+    /// When nothing can be remembered. A file that is damaged or not ours is none: it is moved aside.
+    pub fn open(dir: &Path, name: &str) -> Result<Opened, StoreError> {
+        let path = dir.join(name);
+        if !dir.is_dir() {
+            let made = DirBuilder::new().recursive(true).mode(0o700).create(dir);
+            made.map_err(|source| StoreError::Directory { path: dir.to_path_buf(), source })?;
+        }
+        let mut moved_aside = None;
+        let (db, entries) = match read_guarded(&path) {
+            Ok(read) => read,
+            Err(Broken::InUse) => return Err(StoreError::InUse(path)),
+            Err(Broken::Why(why)) => {
+                let aside = aside(&path);
+                if let Err(source) = std::fs::rename(&path, &aside) {
+                    return Err(StoreError::Stuck { path, why, source });
+                }
+                moved_aside = Some(format!(
+                    "what the resource manager remembered in {} cannot be read ({why}); the file is now {}, and it \
+                     begins with an empty one",
+                    path.display(),
+                    aside.display()
+                ));
+                match read_guarded(&path) {
+                    Ok(read) => read,
+                    Err(Broken::InUse) => return Err(StoreError::InUse(path)),
+                    Err(Broken::Why(why)) => return Err(StoreError::New { path, why }),
+                }
+            }
+        };
+        let (batches, queue) = sync_channel(1);
+        let (complain, errors) = sync_channel(1);
+        let thread = std::thread::spawn(move || keep(&db, &queue, &complain));
+        Ok(Opened { store: Store { batches: Some(batches), errors, thread: Some(thread) }, entries, moved_aside })
+    }
+
+    /// Has a batch written; gives it back when the one before is still being written.
+    ///
+    /// # Errors
+    /// The batch, which is to be tried again.
+    pub fn write(&self, batch: Batch) -> Result<(), Batch> {
+        let Some(batches) = &self.batches else { return Ok(()) };
+        match batches.try_send(batch) {
+            Ok(()) | Err(TrySendError::Disconnected(_)) => Ok(()),
+            Err(TrySendError::Full(batch)) => Err(batch),
+        }
+    }
+
+    /// What went wrong with writing since the last look.
+    pub fn error(&self) -> Option<String> {
+        self.errors.try_recv().ok()
+    }
+
+    /// Writes what is left and lets go of the file.
+    pub fn close(mut self, last: Batch) {
+        if let Some(batches) = self.batches.take()
+            && batches.send(last).is_ok()
+        {
+            drop(batches);
+            let until = Instant::now() + LAST_BATCH_MAX;
+            while self.thread.as_ref().is_some_and(|t| !t.is_finished()) && Instant::now() < until {
+                std::thread::sleep(IN_USE_PAUSE);
+            }
+        }
+    }
+}
+
+/// Where a file of no use goes: beside itself, with the time.
+fn aside(path: &Path) -> PathBuf {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis();
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    path.with_file_name(format!("{name}.broken-{now}"))
+}
+
+/// The writer: one transaction for each batch.
+fn keep(db: &Database, queue: &Receiver<Batch>, complain: &SyncSender<String>) {
+    let mut told = false;
+    while let Ok(batch) = queue.recv() {
+        match write(db, &batch) {
+            Ok(()) => told = false,
+            // The same trouble again is no news; later batches are tried all the same.
+            Err(_) if told => {}
+            Err(error) => {
+                told = true;
+                drop(complain.try_send(error.to_string()));
+            }
+        }
+    }
+}
+
+fn write(db: &Database, batch: &Batch) -> Result<(), redb::Error> {
+    let begin = db.begin_write()?;
+    for sheet in Sheet::ALL {
+        let changes: Vec<_> = batch.iter().filter(|c| c.sheet == sheet).collect();
+        if changes.is_empty() {
+            continue;
+        }
+        let mut table = begin.open_table(table(sheet))?;
+        for change in changes {
+            match &change.value {
+                Some(value) => drop(table.insert(change.key, value.as_slice())?),
+                None => drop(table.remove(change.key)?),
+            }
+        }
+    }
+    begin.commit()?;
+    Ok(())
+}

@@ -1,0 +1,53 @@
+//! Decisions in the words in which they are remembered and told.
+
+use crate::decide::{Placement, Reason, Shift, Snapshot, Stay, StayReason, Why};
+use sempa_proto::HostId;
+use sempa_proto::rm::{Attempt, Choice, Decided, Excluded, Expected, NOT_USED_MAX, NotUsed};
+
+/// One attempt to place tasks.
+pub fn attempt(placement: &Placement, snapshot: &Snapshot) -> Attempt {
+    let choice = match &placement.why {
+        Why::Asked { .. } => Choice::Asked,
+        Why::InTurn { .. } => Choice::InTurn,
+        Why::Load { host, usable } => Choice::Load { host: host.clone(), permille: *usable },
+        Why::Rank { .. } => Choice::Rank,
+        Why::SameHost { .. } => Choice::SameHost,
+        Why::Chosen { .. } | Why::NotChosen { .. } => Choice::Chosen,
+        Why::NotUnderstood(_) => Choice::NotUnderstood,
+        Why::NoSuchHost => Choice::NoSuchHost,
+        Why::NoneFree => Choice::NoneFree,
+    };
+    let not_used = not_used(&placement.excluded, snapshot);
+    Attempt { choice, sentence: placement.sentence(snapshot), not_used }
+}
+
+/// Hosts that were left out, the first of them.
+pub fn not_used(excluded: &[(HostId, Reason)], snapshot: &Snapshot) -> Vec<NotUsed> {
+    let one = |(host, why): &(HostId, Reason)| NotUsed { host: snapshot.name(*host), why: told(why) };
+    excluded.iter().take(NOT_USED_MAX).map(one).collect()
+}
+
+fn told(why: &Reason) -> Excluded {
+    match why {
+        Reason::OtherHost | Reason::Complement => Excluded::NotAsked,
+        Reason::OtherArch { has } => Excluded::Arch { has: has.clone() },
+        Reason::Owner { why } => Excluded::Owner { why: why.clone() },
+        Reason::Unmet { condition, has } => Excluded::Unmet { condition: condition.to_string(), has: has.to_string() },
+        Reason::NoAnswer => Excluded::NoAnswer,
+        other => Excluded::Other { why: other.to_string() },
+    }
+}
+
+/// A task that stays beside an owner.
+pub fn stays(stay: &Stay, snapshot: &Snapshot) -> Decided {
+    let not_used = match &stay.why {
+        StayReason::NoHost { excluded } => not_used(excluded, snapshot),
+        _ => Vec::new(),
+    };
+    Decided::Stays { tid: stay.tid, host: snapshot.name(stay.host), why: stay.why.to_string(), not_used }
+}
+
+/// What a move for the sake of the load is expected to bring.
+pub fn expected(shift: &Shift) -> Expected {
+    Expected { gain: shift.why.gain, cost: shift.why.cost }
+}

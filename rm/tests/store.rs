@@ -1,0 +1,374 @@
+//! What is remembered: the books as a value, and the file that they are written to.
+
+use proptest::prelude::*;
+use pvm_rm::store::books::{DECISIONS_MAX, JOBS_MAX, TASKS_MAX};
+use pvm_rm::store::{Batch, Books, Place, Sheet, Store};
+use sempa_proto::event::{Event, EventKind};
+use sempa_proto::migration::{Cause, Usage};
+use sempa_proto::rm::{Answer, Decided, End, JobUse, Question, Sums, TaskUse};
+use sempa_proto::table::TaskInfo;
+use sempa_proto::{HostId, Micros, MigrationId, Tid};
+use std::collections::{BTreeMap, BTreeSet};
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+
+const USER: u32 = 1000;
+
+fn h(index: u16) -> HostId {
+    HostId::new(index).expect("an index")
+}
+
+fn t(host: u16, local: u32) -> Tid {
+    Tid::task(h(host), local).expect("a task")
+}
+
+fn rm() -> Tid {
+    t(1, 1)
+}
+
+fn second(n: u64) -> Micros {
+    Micros::from_secs(1_700_000_000 + n)
+}
+
+/// A log that is written as it is told.
+#[derive(Default)]
+struct Log(Vec<Event>);
+
+impl Log {
+    fn say(&mut self, at: u64, host: u16, kind: EventKind) -> &Event {
+        let number = self.0.len() as u64 + 1;
+        self.0.push(Event { number, at: second(at), host: h(host), kind });
+        self.0.last().expect("pushed a moment ago")
+    }
+
+    fn started(&mut self, at: u64, tid: Tid, parent: Tid, name: &str) {
+        let host = tid.home().map_or(1, HostId::index);
+        self.say(at, host, EventKind::TaskStarted { tid, parent, name: name.into() });
+    }
+
+    fn ended(&mut self, at: u64, tid: Tid, status: i32, millis: u64) {
+        let used = Usage { user: Micros::from_millis(millis), resident_max_bytes: millis, ..Usage::default() };
+        self.say(at, tid.home().map_or(1, HostId::index), EventKind::TaskEnded { tid, status, used });
+    }
+
+    fn moved(&mut self, at: u64, tid: Tid, from: u16, to: u16, cause: Cause) {
+        let id = MigrationId(self.0.len() as u64);
+        let kind = EventKind::Moved { id, tid, from: h(from), to: h(to), cause, bytes: 4096, frozen: Micros(50_000) };
+        self.say(at, to, kind);
+    }
+}
+
+fn owner() -> Cause {
+    Cause::Owner { why: "olga is logged in on pts/1".into() }
+}
+
+/// A job of a task from a command line with three workers: one ends well, one is killed after an eviction, one runs.
+fn story() -> Log {
+    let mut log = Log::default();
+    for host in 1..=3 {
+        log.say(0, 1, EventKind::HostAdded { host: h(host), name: format!("h{host}") });
+    }
+    log.started(0, rm(), Tid::NONE, "pvm-rm");
+    log.started(0, t(2, 9), Tid::NONE, "/opt/bin/pvm-load-watcher");
+    log.started(1, t(1, 2), Tid::NONE, "");
+    log.started(2, t(1, 3), t(1, 2), "worker");
+    log.started(2, t(2, 3), t(1, 2), "worker");
+    log.started(3, t(3, 3), t(2, 3), "helper");
+    log.ended(12, t(1, 3), 0, 9_000);
+    log.moved(13, t(2, 3), 2, 3, owner());
+    log.ended(22, t(2, 3), 9, 15_000);
+    log
+}
+
+fn books(log: &Log) -> Books {
+    let mut books = Books::new(USER, rm());
+    log.0.iter().for_each(|event| books.event(event));
+    books
+}
+
+fn job(books: &Books, tid: Tid) -> (JobUse, Vec<TaskUse>) {
+    match books.answer(&Question::Job(tid)) {
+        Answer::Job { job, tasks } => (job, tasks),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_job_is_a_top_level_task_with_all_that_it_spawned_and_sums_what_they_used() {
+    let books = books(&story());
+    let (job, tasks) = job(&books, t(3, 3));
+    assert_eq!((job.job, job.user, job.program.as_str(), job.ended), (t(1, 2), USER, "", None));
+    let used = Usage { user: Micros::from_secs(24), system: Micros(0), resident_max_bytes: 15_000 };
+    let wall = Micros::from_secs(30);
+    assert_eq!(job.sums, Sums { tasks: 4, running: 2, failed: 1, used, wall, moves: 1, evictions: 1 });
+    let told: Vec<_> = tasks.iter().map(|t| (t.tid, t.host.as_str(), t.ended.map(|(_, how)| how))).collect();
+    let expected = [
+        (t(1, 2), "h1", None),
+        (t(1, 3), "h1", Some(End::Status(0))),
+        (t(2, 3), "h3", Some(End::Status(9))),
+        (t(3, 3), "h3", None),
+    ];
+    assert_eq!(told, expected);
+    let Answer::Users(users) = books.answer(&Question::Users { user: Some(USER) }) else { panic!("no users") };
+    assert_eq!((users.len(), users[0].sums), (1, job.sums));
+    assert_eq!(books.answer(&Question::Users { user: Some(7) }), Answer::Users(Vec::new()));
+}
+
+#[test]
+fn what_serves_the_machine_and_consoles_without_children_are_no_jobs() {
+    let mut log = story();
+    log.started(30, t(1, 77), Tid::NONE, "");
+    log.ended(31, t(1, 77), 0, 1);
+    let Answer::Jobs(jobs) = books(&log).answer(&Question::Jobs { user: None }) else { panic!("no jobs") };
+    assert_eq!(jobs.iter().map(|j| j.job).collect::<Vec<_>>(), [t(1, 2)]);
+}
+
+#[test]
+fn a_task_a_job_and_a_host_are_told_what_concerns_them() {
+    let books = books(&story());
+    let Answer::Why { task: Some(task), decisions } = books.answer(&Question::WhyTask(t(2, 3))) else { panic!() };
+    assert_eq!((task.moves, task.evictions), (1, 1));
+    assert_eq!(
+        decisions.iter().map(|d| d.what.to_string()).collect::<Vec<_>>(),
+        ["t80003 moved from h2 to h3 because the owner of h2 is there (olga is logged in on pts/1): 4096 bytes, it \
+          stood still for 50.0 ms"]
+    );
+    let Answer::Why { decisions, .. } = books.answer(&Question::WhyHost("h2".into())) else { panic!() };
+    assert!(matches!(decisions[..], [_, _]), "it joined, and a task left it: {decisions:?}");
+    assert_eq!(books.answer(&Question::WhyTask(t(1, 99))), Answer::Unknown);
+    assert_eq!(books.answer(&Question::WhyHost("nobody".into())), Answer::Unknown);
+}
+
+#[test]
+fn a_lost_host_ends_its_tasks_and_so_does_a_list_without_them() {
+    let mut log = story();
+    log.say(40, 1, EventKind::HostGone { host: h(3), name: "h3".into(), why: "silent".into() });
+    let mut books = books(&log);
+    assert_eq!(job(&books, t(1, 2)).1[3].ended, Some((second(40), End::Lost)));
+    let info = TaskInfo {
+        tid: t(1, 77),
+        parent: Tid::NONE,
+        host: h(1),
+        flags: 0,
+        name: String::new(),
+        pid: 1,
+        uid: USER,
+        moving: false,
+    };
+    books.reconcile(second(50), &[info]);
+    let (job, _) = job(&books, t(1, 2));
+    assert_eq!((job.ended, job.sums.running), (Some(second(50)), 0));
+}
+
+#[test]
+fn another_virtual_machine_keeps_the_sums_and_begins_its_tids_anew() {
+    let mut books = books(&story());
+    books.begin_anew();
+    assert_eq!(books.place(), Place::default());
+    assert_eq!(books.running().count(), 0);
+    let mut log = Log::default();
+    log.started(100, t(1, 2), Tid::NONE, "");
+    log.started(101, t(1, 3), t(1, 2), "other");
+    log.0.iter().for_each(|event| books.event(event));
+    let (job, tasks) = job(&books, t(1, 3));
+    assert_eq!((tasks.len(), job.sums.tasks), (2, 2), "the former job of that tid is another one");
+    let Answer::Users(users) = books.answer(&Question::Users { user: None }) else { panic!("no users") };
+    assert_eq!(users[0].sums.tasks, 6);
+}
+
+/// Sheets as a file would have them.
+type Sheets = BTreeMap<(Sheet, u64), Vec<u8>>;
+
+fn apply(sheets: &mut Sheets, batch: Batch) {
+    for change in batch {
+        match change.value {
+            Some(value) => drop(sheets.insert((change.sheet, change.key), value)),
+            None => drop(sheets.remove(&(change.sheet, change.key))),
+        }
+    }
+}
+
+fn reread(sheets: &Sheets) -> Books {
+    let entries = sheets.iter().map(|((sheet, key), value)| (*sheet, *key, value.clone()));
+    let (books, bad) = Books::read(USER, rm(), entries);
+    assert_eq!(bad, 0);
+    books
+}
+
+fn questions() -> Vec<Question> {
+    let mut all = vec![Question::Users { user: None }, Question::Jobs { user: None }];
+    for host in 1..=3 {
+        all.push(Question::WhyHost(format!("h{host}")));
+        all.extend((2..12).flat_map(|n| [Question::Job(t(host, n)), Question::WhyTask(t(host, n))]));
+    }
+    all
+}
+
+/// What can happen in a log, without regard for sense: hosts, tasks, parents and ends in any order.
+fn happenings() -> impl Strategy<Value = Vec<(u8, u16, u32, u32, i32)>> {
+    prop::collection::vec((0..6_u8, 1..4_u16, 2..12_u32, 0..12_u32, 0..3_i32), 1..80)
+}
+
+fn written(happenings: &[(u8, u16, u32, u32, i32)]) -> Log {
+    let (mut log, mut seen) = (Log::default(), BTreeSet::new());
+    for (n, (what, host, local, other, status)) in happenings.iter().copied().enumerate() {
+        let (at, tid) = (n as u64, t(host, local));
+        let parent = if other < 2 { Tid::NONE } else { t(1, other) };
+        match what {
+            0 => {
+                log.say(at, 1, EventKind::HostAdded { host: h(host), name: format!("h{host}") });
+            }
+            // A tid comes again only after a quarter of a million others.
+            1 | 2 if seen.contains(&tid) => {}
+            1 | 2 => {
+                seen.extend([tid, parent]);
+                log.started(at, tid, parent, if other == 0 { "" } else { "worker" });
+            }
+            3 => log.ended(at, tid, status, u64::from(local)),
+            4 => log.moved(at, tid, host, 1 + host % 3, owner()),
+            _ => {
+                let name = format!("h{host}");
+                log.say(at, 1, EventKind::HostGone { host: h(host), name, why: "lost".into() });
+            }
+        }
+    }
+    log
+}
+
+proptest! {
+    /// Killed at any time, whatever was written and whatever was not: after reading the log again from the place in the
+    /// file, the books are what they would be without a crash.
+    #[test]
+    fn a_crash_counts_nothing_twice_and_leaves_nothing_out(
+        happenings in happenings(), cut in 0..80_usize, lost in 0..20_usize,
+    ) {
+        let log = written(&happenings);
+        let whole = books(&log);
+        let cut = cut.min(log.0.len());
+        let (mut before, mut sheets) = (Books::new(USER, rm()), Sheets::new());
+        log.0[..cut].iter().for_each(|event| before.event(event));
+        apply(&mut sheets, before.batch());
+        // This much more was read and not written.
+        log.0[cut..].iter().take(lost).for_each(|event| before.event(event));
+        let mut after = reread(&sheets);
+        // Some entries come again.
+        log.0[cut.saturating_sub(3)..].iter().for_each(|event| after.event(event));
+        for question in questions() {
+            prop_assert_eq!(after.answer(&question), whole.answer(&question), "{:?}", question);
+        }
+        prop_assert_eq!(after.place(), whole.place());
+    }
+
+    /// What is written together is what is known, at every moment.
+    #[test]
+    fn batches_add_up_to_the_books(happenings in happenings(), every in 1..10_usize) {
+        let log = written(&happenings);
+        let (mut books, mut sheets) = (Books::new(USER, rm()), Sheets::new());
+        for some in log.0.chunks(every) {
+            some.iter().for_each(|event| books.event(event));
+            apply(&mut sheets, books.batch());
+            prop_assert!(!books.is_dirty() && books.batch().is_empty());
+            let again = reread(&sheets);
+            for question in questions() {
+                prop_assert_eq!(again.answer(&question), books.answer(&question), "{:?}", question);
+            }
+        }
+    }
+
+    /// Whatever happens, sums agree with the tasks behind them.
+    #[test]
+    fn sums_are_sums_of_tasks(happenings in happenings()) {
+        let books = books(&written(&happenings));
+        let Answer::Jobs(jobs) = books.answer(&Question::Jobs { user: None }) else { panic!("no jobs") };
+        for one in jobs {
+            let Answer::Job { job, tasks } = books.answer(&Question::Job(one.job)) else { panic!("it was listed") };
+            if job.began != one.began {
+                continue;
+            }
+            let mut sums = Sums::default();
+            for task in &tasks {
+                sums.tasks += 1;
+                sums.running += u64::from(task.ended.is_none());
+                sums.failed += u64::from(task.ended.is_some_and(|(_, how)| !how.is_good()));
+                sums.used = sums.used.plus(task.used);
+                sums.wall = sums.wall + task.ended.map_or(Micros(0), |(at, _)| at.since(task.began));
+                sums.moves += u64::from(task.moves);
+                sums.evictions += u64::from(task.evictions);
+            }
+            prop_assert_eq!(job.sums, sums);
+            prop_assert_eq!(job.ended.is_none(), job.sums.running > 0);
+        }
+    }
+}
+
+#[test]
+fn the_oldest_go_when_there_are_too_many_and_sums_stay() {
+    let (mut books, mut sheets) = (Books::new(USER, rm()), Sheets::new());
+    let tasks = TASKS_MAX + 1000;
+    for n in 0..tasks as u64 {
+        let (tid, at) = (t(1, 2 + (n % 200_000) as u32), second(n));
+        let started = EventKind::TaskStarted { tid, parent: Tid::NONE, name: "short".into() };
+        let ended = EventKind::TaskEnded { tid, status: 0, used: Usage::default() };
+        books.event(&Event { number: 2 * n + 1, at, host: h(1), kind: started });
+        books.event(&Event { number: 2 * n + 2, at, host: h(1), kind: ended });
+        if n % 10_000 == 0 {
+            apply(&mut sheets, books.batch());
+        }
+    }
+    for n in 0..DECISIONS_MAX + 10 {
+        books.decided(second(n as u64), Decided::Began { again: false });
+    }
+    apply(&mut sheets, books.batch());
+    let count = |sheet| sheets.keys().filter(|(s, _)| *s == sheet).count();
+    assert_eq!(
+        (count(Sheet::Tasks), count(Sheet::Jobs), count(Sheet::Decisions)),
+        (TASKS_MAX, JOBS_MAX, DECISIONS_MAX)
+    );
+    let Answer::Users(users) = reread(&sheets).answer(&Question::Users { user: None }) else { panic!("no users") };
+    assert_eq!(users[0].sums.tasks, tasks as u64);
+}
+
+fn open(dir: &Path) -> pvm_rm::store::file::Opened {
+    Store::open(dir, "rm.redb").expect("it can be opened")
+}
+
+#[test]
+fn the_file_gives_back_what_was_written_and_is_nobody_elses() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let place = dir.path().join("new/state");
+    let opened = open(&place);
+    assert!(opened.entries.is_empty() && opened.moved_aside.is_none());
+    let mode = |path: &Path| path.metadata().expect("it is there").permissions().mode() & 0o777;
+    assert_eq!((mode(&place), mode(&place.join("rm.redb"))), (0o700, 0o600));
+    let mut books = books(&story());
+    opened.store.close(books.batch());
+    let again = open(&place);
+    let (read, bad) = Books::read(USER, rm(), again.entries);
+    assert_eq!((bad, read.place(), read.running().count()), (0, books.place(), 2));
+    let second = Store::open(&place, "rm.redb").expect_err("it is open already");
+    assert!(second.to_string().contains("in use by another resource manager"), "{second}");
+}
+
+#[test]
+fn a_foreign_a_cut_and_a_damaged_file_are_moved_aside_and_said_so() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let path = dir.path().join("rm.redb");
+    let mut books = books(&story());
+    open(dir.path()).store.close(books.batch());
+    let good = std::fs::read(&path).expect("it was written");
+    let mut damaged = good.clone();
+    damaged[4096..].fill(0xa5);
+    let mut cases = vec![b"not a database at all".to_vec(), good[..good.len() / 2].to_vec(), damaged];
+    cases.push(vec![0xff; 1 << 20]);
+    for (n, bytes) in cases.into_iter().enumerate() {
+        std::fs::write(&path, bytes).expect("it can be written");
+        let opened = open(dir.path());
+        let told = opened.moved_aside.unwrap_or_else(|| panic!("case {n}: {} entries", opened.entries.len()));
+        assert!(told.contains("cannot be read") && told.contains("rm.redb.broken-"), "{told}");
+        assert!(opened.entries.is_empty());
+        opened.store.close(Batch::new());
+        std::fs::remove_file(&path).expect("a new one was made");
+    }
+    let aside = std::fs::read_dir(dir.path()).expect("it can be listed").count();
+    assert_eq!(aside, 4, "each was kept");
+}
