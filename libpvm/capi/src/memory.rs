@@ -17,6 +17,18 @@ pub(crate) struct Strided<T> {
     stride: isize,
 }
 
+impl Strided<u8> {
+    /// The bytes where they lie, if there are no gaps between them.
+    pub(crate) fn slice(&self) -> Option<&[u8]> {
+        if self.count == 0 {
+            return Some(&[]);
+        }
+        // SAFETY: by the constructors' contract there are `count` bytes of the program's memory, and a stride of one
+        // leaves no gaps.
+        (self.stride == 1).then(|| unsafe { std::slice::from_raw_parts(self.first, self.count) })
+    }
+}
+
 impl<T: Copy> Strided<T> {
     /// The program's array.
     ///

@@ -2,10 +2,12 @@
 
 use crate::buffers::{Buffer, Enc};
 use crate::data::{pvmmyctx, pvmrescode, pvmrouteopt};
+use crate::memory::Strided;
 use crate::receive;
 use crate::session::{self, Session};
 use bytes::Bytes;
 use libpvm::Runtime;
+use sempa_proto::link::SMALL_BYTES_MAX;
 use sempa_proto::message::{DSIG_X86_64, message_head};
 use sempa_proto::{Message, PvmError, PvmResult, Tid};
 use std::sync::atomic::Ordering::Relaxed;
@@ -31,10 +33,9 @@ pub(crate) fn send(tid: i32, tag: i32) -> PvmResult<()> {
     let mut session = session::lock();
     session.enrolled()?;
     if at_once(&mut session, tid, tag) {
-        let attended = session.is_attended();
-        let rt = session.enrolled()?.clone();
+        let attended = session.is_attended().then(|| session.enrolled().cloned()).transpose()?;
         drop(session);
-        if attended {
+        if let Some(rt) = attended {
             receive::pump(&rt);
         }
         return Ok(());
@@ -137,15 +138,24 @@ pub(crate) fn multicast(tids: &[i32], tag: i32) -> PvmResult<()> {
     Ok(())
 }
 
-/// Sends an array as raw bytes beside the active send buffer (`pvm_psend`).
+/// Sends an array as raw bytes beside the active send buffer (`pvm_psend`). Here the receiver is known before anything is
+/// packed: a small array goes from where it lies into the ring.
 ///
 /// # Errors
 /// As [`send`].
-pub(crate) fn send_bytes(tid: i32, tag: i32, body: Vec<u8>) -> PvmResult<()> {
+pub(crate) fn send_array(tid: i32, tag: i32, items: &Strided<u8>) -> PvmResult<()> {
     let rt = session::runtime()?;
     may_send(tid, tag)?;
-    let ctx = pvmmyctx.load(Relaxed);
-    let dst = Tid::from_raw(tid);
+    let (dst, ctx) = (Tid::from_raw(tid), pvmmyctx.load(Relaxed));
+    if let Some(small) = items.slice().filter(|bytes| bytes.len() <= SMALL_BYTES_MAX) {
+        let head = message_head(ctx, tag, 0, DSIG_X86_64);
+        if rt.send_at_once(dst, head, small, pvmrouteopt.load(Relaxed) == ROUTE_DIRECT) {
+            take_in(&rt);
+            return Ok(());
+        }
+    }
+    let mut body = Vec::new();
+    items.append_raw(&mut body);
     hand_over(&rt, Message { src: rt.tid(), dst, ctx, tag, wid: 0, enc: DSIG_X86_64, body: Bytes::from(body) })
 }
 

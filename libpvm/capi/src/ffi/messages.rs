@@ -74,12 +74,7 @@ unsafe extern "C" fn pvm_psend(tid: c_int, tag: c_int, items: *const c_void, cou
         || {
             // SAFETY: by this function's contract.
             let items = unsafe { array(items, count, kind) };
-            let result = items.and_then(|items| {
-                let mut body = Vec::new();
-                items.append_raw(&mut body);
-                zero(send::send_bytes(tid, tag, body))
-            });
-            answer("pvm_psend", result)
+            answer("pvm_psend", items.and_then(|items| zero(send::send_array(tid, tag, &items))))
         },
         trace::cc,
     )
