@@ -1,15 +1,28 @@
-//! The load watcher of a host: samples its load, senses its owner, and tells the resource manager what matters.
+//! The load watcher of a host: samples its load, senses its owner, decides what guests may do by the owner's policy, and
+//! tells its daemon and the resource manager.
 //!
 //! * [`proc`]: reads numbers out of the text of /proc files; pure.
-//! * [`sampler`]: takes samples from /proc on descriptors that stay open.
-//! * [`utmp`]: reads login records; pure.
-//! * [`owner`]: what logins say about the owner; pure.
-//! * [`watch`]: notices at once when the login records change.
+//! * [`sampler`]: takes samples from /proc on descriptors that stay open; [`ours`]: what our own tasks use, and so what others do.
+//! * [`utmp`], [`sessions`]: read login records and sessions; pure.
+//! * [`owner`]: what all signs say about the owner; pure.
+//! * [`policy`], [`hours`], [`word`]: what owners say about guests; [`guests`]: what follows from all that; pure.
+//! * [`senses`]: reads the sources where they are; [`rules`]: the files of the policy; [`watch`]: notices at once when they change.
 //! * [`report`]: what is worth a message, and how often to look; pure.
+//! * [`status`]: answers those who ask what uses their machine.
 
+pub mod guests;
+pub mod hours;
+pub mod ours;
 pub mod owner;
+pub mod policy;
 pub mod proc;
 pub mod report;
+pub mod rules;
 pub mod sampler;
+pub mod senses;
+pub mod sessions;
+pub mod status;
+pub mod system;
 pub mod utmp;
 pub mod watch;
+pub mod word;

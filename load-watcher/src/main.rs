@@ -1,25 +1,21 @@
-//! `pvm-load-watcher`: tells the resource manager about the load and the owner of the host it runs on.
+//! `pvm-load-watcher`: tells its daemon what guests may do on this host, and the resource manager about its load and owner.
 
-use anyhow::Context;
+mod watcher;
+
 use clap::Parser;
-use libpvm::{Body, Match, Vm};
-use pvm_load_watcher::owner::{Records, Sense};
-use pvm_load_watcher::report::{LOGINS_MAX, PAUSE_BUSY, Reporter};
-use pvm_load_watcher::sampler::Sampler;
-use pvm_load_watcher::watch::{Watch, utmp_path};
-use sempa_proto::load::{GuestLimits, LoadReport, LoadSample, OwnerVerdict};
-use sempa_proto::message::DSIG_X86_64;
-use sempa_proto::owner::{Guests, Leave};
+use libpvm::{Match, Vm};
+use pvm_load_watcher::policy::Policy;
+use sempa_proto::Tid;
 use sempa_proto::task::{NotifyRequest, NotifyWhat};
-use sempa_proto::{Micros, Tid, frame};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use watcher::Watcher;
 
 /// Watches one host for the resource manager of a Sempa virtual machine: samples its load and senses its owner.
 ///
 /// The resource manager starts one on every host; it ends with the resource manager. Somebody who is logged in counts as
-/// the owner of the host: a login is reported within milliseconds, the load when it changes and every ten seconds.
+/// the owner of the host, unless there was no input for a quarter of an hour. What guests may do then, and otherwise, is up
+/// to the owner's policy: `pvm help owner`.
 #[derive(Debug, Parser)]
 #[command(name = "pvm-load-watcher", version)]
 struct Args {
@@ -35,6 +31,28 @@ struct Args {
     /// File of the login records [default: /run/utmp, then /var/run/utmp].
     #[arg(long, env = "SEMPA_UTMP", value_name = "FILE")]
     utmp: Option<PathBuf>,
+    /// Folder of systemd-logind's sessions.
+    #[arg(long, env = "SEMPA_SESSIONS", value_name = "DIR", default_value = pvm_load_watcher::senses::SESSIONS_DIR)]
+    sessions: PathBuf,
+    /// Folder of terminals.
+    #[arg(long, env = "SEMPA_TERMINALS", value_name = "DIR", default_value = pvm_load_watcher::senses::TERMINALS_DIR)]
+    terminals: PathBuf,
+    /// File in which interrupts are counted.
+    #[arg(long, env = "SEMPA_INTERRUPTS", value_name = "FILE", default_value = pvm_load_watcher::senses::INTERRUPTS_FILE)]
+    interrupts: PathBuf,
+    /// The owner's policy [default: ~/.config/sempa/owner.toml of the user of the virtual machine].
+    #[arg(long, env = "SEMPA_OWNER_POLICY", value_name = "FILE")]
+    owner_policy: Option<PathBuf>,
+    /// The administrator's policy.
+    #[arg(long, env = "SEMPA_ADMIN_POLICY", value_name = "FILE", default_value = pvm_load_watcher::rules::ADMIN_FILE)]
+    admin_policy: PathBuf,
+    /// Folder of the words that owners say with `pvm owner`.
+    #[arg(long, env = "SEMPA_OWNER_WORDS", value_name = "DIR", default_value = pvm_load_watcher::word::WORDS_DIR)]
+    owner_words: PathBuf,
+    /// What the user of the virtual machine asks for where owner and administrator say nothing: settings as in a policy file,
+    /// as 'leave_after = 30'.
+    #[arg(long, env = "SEMPA_GUEST_DEFAULTS", value_name = "SETTINGS", value_parser = parse_settings, default_value = "")]
+    guest_defaults: Policy,
 }
 
 /// Tag of the notification that the resource manager has ended.
@@ -46,104 +64,11 @@ fn parse_tid(text: &str) -> Result<Tid, String> {
     tid.ok_or_else(|| format!("{text:?} is not the id of a task; it looks like t40002"))
 }
 
-fn micros(span: Duration) -> Micros {
-    Micros(u64::try_from(span.as_micros()).unwrap_or(u64::MAX))
-}
-
-fn wall() -> Micros {
-    micros(SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default())
-}
-
-struct Watcher {
-    vm: Vm,
-    args: Args,
-    begin: Instant,
-    sampler: Sampler,
-    watch: Watch,
-    sense: Sense,
-    reporter: Reporter,
-    sample: LoadSample,
-    owner: (OwnerVerdict, String),
-    records: Records,
-}
-
-impl Watcher {
-    fn new(vm: Vm, args: Args) -> anyhow::Result<Watcher> {
-        let mut sampler = Sampler::open(Path::new("/proc")).context("sampling the load of this host")?;
-        let sample = sampler.sample(wall()).context("sampling the load of this host")?;
-        let mut watch = Watch::new(utmp_path(args.utmp.clone()));
-        let (records, mut sense) = (watch.read(), Sense::default());
-        let owner = sense.verdict(wall(), watch.path(), &records);
-        let (begin, reporter) = (Instant::now(), Reporter::default());
-        Ok(Watcher { vm, args, begin, sampler, watch, sense, reporter, sample, owner, records })
-    }
-
-    fn now(&self) -> Micros {
-        micros(self.begin.elapsed())
-    }
-
-    /// Tells the resource manager all there is to know.
-    fn report(&mut self) -> anyhow::Result<()> {
-        let mut logins = match &self.records {
-            Records::Logins(logins) => logins.clone(),
-            Records::Missing | Records::Unreadable(_) => Vec::new(),
-        };
-        logins.truncate(LOGINS_MAX);
-        let (owner, why) = self.owner.clone();
-        let host = self.vm.host();
-        let present = matches!(owner, OwnerVerdict::Present { .. });
-        let guests = match owner {
-            OwnerVerdict::Present { seen, .. } => Guests::Stopped { leave_at: Some(seen), then: Leave::Move },
-            _ => Guests::Welcome,
-        };
-        let report = LoadReport {
-            host,
-            at: wall(),
-            sample: self.sample,
-            owner: owner.clone(),
-            confidence: 90,
-            why: why.clone(),
-            logins,
-            guests,
-            guests_why: if present { why.clone() } else { String::new() },
-            limits: GuestLimits::default(),
-        };
-        let body = Body { enc: DSIG_X86_64, bytes: frame::to_bytes(&report)?.into() };
-        self.vm.send_in(self.args.report_to, self.args.ctx, self.args.tag, body)?;
-        self.reporter.sent(self.now(), self.sample, owner, why);
-        Ok(())
-    }
-
-    /// Reads the login records; a change is reported before anything else is done.
-    fn look(&mut self) -> anyhow::Result<()> {
-        self.records = self.watch.read();
-        self.owner = self.sense.verdict(wall(), self.watch.path(), &self.records);
-        if self.reporter.owner_is_news(&self.owner.0, &self.owner.1) {
-            self.report()?;
-        }
-        Ok(())
-    }
-
-    fn run(&mut self) -> anyhow::Result<()> {
-        self.report()?;
-        let mut next = self.now() + PAUSE_BUSY;
-        loop {
-            let left = next.since(self.now());
-            if self.watch.wait(Duration::from_micros(left.0)) {
-                self.look()?;
-                continue;
-            }
-            if self.watch.is_blind() {
-                self.look()?;
-            }
-            self.sample = self.sampler.sample(wall()).context("sampling the load of this host")?;
-            let now = self.now();
-            if self.reporter.load_is_news(now, &self.sample) {
-                self.report()?;
-            }
-            let pause = self.reporter.pause_after(&self.sample);
-            next = now + if self.watch.is_blind() { PAUSE_BUSY } else { pause };
-        }
+fn parse_settings(text: &str) -> Result<Policy, String> {
+    let policy = Policy::parse("settings", text).map_err(|error| error.to_string())?;
+    match policy.owners {
+        Some(_) => Err("owners: only the administrator's file may say whose word counts".into()),
+        None => Ok(policy),
     }
 }
 

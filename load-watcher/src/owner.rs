@@ -1,8 +1,21 @@
-//! What the login records say about the owner: present while anybody is logged in. Pure.
+//! What all signs of life add up to: is the owner of this host absent, perhaps there, or present, how sure is that, and why.
+//! Pure. Each sign is known, or not available with a reason; what is not available neither speaks for an owner nor against.
 
+use crate::sessions::{Session, all_logins};
+use crate::word::{Said, State, Word};
 use sempa_proto::Micros;
 use sempa_proto::load::{Login, OwnerVerdict};
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
+
+/// Somebody who uses keyboard or mouse without a login (at a greeter) is there for so long after the last time.
+pub const KEYS_SPAN: Micros = Micros::from_secs(300);
+/// From so many processors used by programs that are not ours on, somebody may need the machine.
+pub const FOREIGN_HIGH: f32 = 0.5;
+/// Below so many he does not any more.
+pub const FOREIGN_LOW: f32 = 0.25;
+/// A word counts against a visit that ends only when it was said so long before.
+const JUST_SAID: Micros = Micros::from_secs(2);
 
 /// What reading the login records gave.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -15,76 +28,327 @@ pub enum Records {
     Unreadable(String),
 }
 
+/// What one source says.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Evidence<T> {
+    /// This.
+    Known(T),
+    /// Nothing, and why.
+    Missing(String),
+}
+
+/// Keyboard and mouse.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Keys {
+    /// Since when they are looked at.
+    pub watched: Micros,
+    /// When they were last seen to be used.
+    pub used: Option<Micros>,
+}
+
+/// An owner's word and whose it is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Spoken {
+    /// The user's number.
+    pub uid: u32,
+    /// The user's name.
+    pub user: String,
+    /// What was said.
+    pub word: Word,
+}
+
+/// All signs at one moment. Times are times of day.
+#[derive(Clone, Debug)]
+pub struct Signs<'a> {
+    /// Where the login records are.
+    pub path: &'a Path,
+    /// The login records.
+    pub records: &'a Records,
+    /// Sessions of systemd-logind.
+    pub sessions: &'a Evidence<Vec<Session>>,
+    /// When the terminals of logins were last typed at; a line that is missing is one whose terminal cannot be looked at.
+    pub typed: &'a BTreeMap<String, Micros>,
+    /// Keyboard and mouse.
+    pub keys: &'a Evidence<Keys>,
+    /// Processors that programs which are not ours use, as a mean.
+    pub foreign: &'a Evidence<f32>,
+    /// Explicit words.
+    pub words: &'a [Spoken],
+    /// Users whose word counts besides root's; everybody's when nobody is named.
+    pub owners: Option<&'a [String]>,
+    /// A login without input for so long is perhaps nobody.
+    pub idle_after: Micros,
+}
+
+/// The result.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Sensed {
+    /// The verdict.
+    pub owner: OwnerVerdict,
+    /// How sure it is, in percent.
+    pub confidence: u8,
+    /// One plain sentence that says why.
+    pub why: String,
+    /// The logins behind it.
+    pub logins: Vec<Login>,
+    /// Each source by name and what it says.
+    pub sources: Vec<(&'static str, String)>,
+}
+
 /// Remembers since when it is as it is.
 #[derive(Debug, Default)]
 pub struct Sense {
     seen: Option<Micros>,
+    maybe: Option<Micros>,
     left: Option<Micros>,
+    /// Load that is not ours was high, and has not been low since.
+    loaded: bool,
+    visits: Option<BTreeSet<(String, Micros)>>,
+    /// Words that a login or logout has ended.
+    over: BTreeSet<(u32, Micros)>,
 }
 
 /// A time of day (UTC) for a sentence.
-fn clock(at: Micros) -> String {
+pub fn clock(at: Micros) -> String {
     let seconds = at.0 / 1_000_000 % 86_400;
     format!("{:02}:{:02}:{:02} UTC", seconds / 3600, seconds / 60 % 60, seconds % 60)
 }
 
-impl Sense {
-    /// The verdict and its sentence, after the records at `path` were read at `now` (time of day).
-    pub fn verdict(&mut self, now: Micros, path: &Path, records: &Records) -> (OwnerVerdict, String) {
-        if let Records::Logins(logins) = records
-            && let Some(first) = logins.first()
-        {
-            let seen = *self.seen.get_or_insert(now);
-            let from = if first.from.is_empty() { String::new() } else { format!(" from {}", first.from) };
-            let others = logins.len() - 1;
-            let more = if others > 0 { format!(", and {others} more") } else { String::new() };
-            let why = format!("{} is logged in on {}{from} since {}{more}", first.user, first.line, clock(first.at));
-            return (OwnerVerdict::Present { since: first.at, seen }, why);
-        }
-        if self.seen.take().is_some() {
-            self.left = Some(now);
-        }
-        let why = match records {
-            Records::Logins(_) => "nobody is logged in".to_string(),
-            Records::Missing => format!("nobody is logged in: {} does not exist", path.display()),
-            Records::Unreadable(why) => format!("logins are unknown: {} cannot be read: {why}", path.display()),
+/// "alice is logged in on pts/3 from h9".
+fn logged_in(login: &Login) -> String {
+    let from = if login.from.is_empty() { String::new() } else { format!(" from {}", login.from) };
+    format!("{} is logged in on {}{from}", login.user, login.line)
+}
+
+fn and_more(others: usize) -> String {
+    if others > 0 { format!(", and {others} more") } else { String::new() }
+}
+
+impl Signs<'_> {
+    fn logins(&self) -> Vec<Login> {
+        let records = match self.records {
+            Records::Logins(logins) => logins.as_slice(),
+            Records::Missing | Records::Unreadable(_) => &[],
         };
-        (OwnerVerdict::Absent { since: self.left }, why)
+        let sessions = match self.sessions {
+            Evidence::Known(sessions) => sessions.as_slice(),
+            Evidence::Missing(_) => &[],
+        };
+        all_logins(records, sessions)
     }
+
+    /// When somebody who is logged in last gave a sign of life; `None` when nobody can tell.
+    fn last_input(&self, login: &Login) -> Option<Micros> {
+        let keys = match self.keys {
+            Evidence::Known(keys) if login.from.is_empty() => Some(keys.used.unwrap_or(keys.watched)),
+            _ => None,
+        };
+        let last = self.typed.get(&login.line).copied().into_iter().chain(keys).max()?;
+        Some(last.max(login.at))
+    }
+
+    fn may_speak(&self, spoken: &Spoken) -> bool {
+        let named = |owners: &[String]| owners.contains(&spoken.user);
+        spoken.uid == 0 || self.owners.is_none_or(named)
+    }
+
+    /// True when this user's word is about the whole machine and not only about himself.
+    fn speaks_for_all(&self, spoken: &Spoken) -> bool {
+        spoken.uid == 0 || self.owners.is_some()
+    }
+
+    /// True when nobody can tell who is logged in.
+    fn is_blind(&self) -> bool {
+        !matches!(self.records, Records::Logins(_)) && matches!(self.sessions, Evidence::Missing(_))
+    }
+
+    fn sources(&self, now: Micros, logins: &[Login]) -> Vec<(&'static str, String)> {
+        let count = |n: usize| if n == 1 { "1 login".to_string() } else { format!("{n} logins") };
+        let mut all = Vec::new();
+        all.push((
+            "logins",
+            match self.records {
+                Records::Logins(list) => count(list.len()),
+                Records::Missing => format!("not available: {} does not exist", self.path.display()),
+                Records::Unreadable(why) => format!("not available: {} cannot be read: {why}", self.path.display()),
+            },
+        ));
+        all.push((
+            "sessions",
+            match self.sessions {
+                Evidence::Known(list) => format!("{} of people", list.len()),
+                Evidence::Missing(why) => format!("not available: {why}"),
+            },
+        ));
+        let idle = |login: &Login| {
+            let last = self.typed.get(&login.line)?;
+            Some(format!("{} {} s", login.line, now.since(*last).0 / 1_000_000))
+        };
+        let idle: Vec<String> = logins.iter().filter_map(idle).collect();
+        let none =
+            if logins.is_empty() { "nobody is logged in" } else { "not available: no terminal can be looked at" };
+        all.push((
+            "terminals",
+            if idle.is_empty() { none.into() } else { format!("without input: {}", idle.join(", ")) },
+        ));
+        all.push((
+            "keyboard and mouse",
+            match self.keys {
+                Evidence::Known(Keys { used: Some(at), .. }) => format!("last used {}", clock(*at)),
+                Evidence::Known(Keys { watched, .. }) => format!("not used since {}", clock(*watched)),
+                Evidence::Missing(why) => format!("not available: {why}"),
+            },
+        ));
+        all.push((
+            "other programs",
+            match self.foreign {
+                Evidence::Known(cores) => format!("use {cores:.1} processors"),
+                Evidence::Missing(why) => format!("not available: {why}"),
+            },
+        ));
+        let say = |spoken: &Spoken| {
+            let Said { state, until, .. } = spoken.word.said?;
+            let said = if state == State::Here { "here" } else { "away" };
+            Some(format!("{} said {said:?}, until {}", spoken.user, clock(until)))
+        };
+        let words: Vec<String> = self.words.iter().filter_map(say).collect();
+        all.push(("owner's word", if words.is_empty() { "none".into() } else { words.join("; ") }));
+        all
+    }
+}
+
+/// A verdict without what surrounds it.
+enum Found {
+    Present { since: Option<Micros>, confidence: u8, why: String },
+    Maybe { since: Option<Micros>, confidence: u8, why: String },
+    Absent { confidence: u8, why: String },
+}
+
+impl Sense {
+    /// The verdict at `now` (time of day).
+    pub fn verdict(&mut self, now: Micros, signs: &Signs<'_>) -> Sensed {
+        let all = signs.logins();
+        self.end_words(now, signs, &all);
+        let valid = |s: &&Spoken| {
+            let said = s.word.said.as_ref();
+            let over = |said: &Said| self.over.contains(&(s.uid, said.at));
+            signs.may_speak(s) && said.is_some_and(|said| now < said.until && !(said.visit && over(said)))
+        };
+        let words: Vec<&Spoken> = signs.words.iter().filter(valid).collect();
+        let found = self.find(now, signs, &all, &words);
+        let (owner, confidence, why) = self.remember(now, found);
+        let sources = signs.sources(now, &all);
+        Sensed { owner, confidence, why, logins: all, sources }
+    }
+
+    /// Words end with the next login, and with a logout.
+    fn end_words(&mut self, now: Micros, signs: &Signs<'_>, logins: &[Login]) {
+        let visits: BTreeSet<(String, Micros)> = logins.iter().map(|l| (l.line.clone(), l.at)).collect();
+        let left = self.visits.as_ref().is_some_and(|before| before.iter().any(|visit| !visits.contains(visit)));
+        let newest = logins.iter().map(|l| l.at).max();
+        let said = |s: &Spoken| Some((s.uid, s.word.said?));
+        let known: Vec<(u32, Said)> = signs.words.iter().filter_map(said).collect();
+        // What is no word any more need not be remembered.
+        self.over.retain(|(uid, at)| known.iter().any(|(u, said)| (u, said.at) == (uid, *at)));
+        for (uid, said) in known {
+            let came = newest.is_some_and(|at| at > said.at);
+            if came || (left && now.since(said.at) > JUST_SAID) {
+                self.over.insert((uid, said.at));
+            }
+        }
+        self.visits = Some(visits);
+    }
+
+    fn find(&mut self, now: Micros, signs: &Signs<'_>, all: &[Login], words: &[&Spoken]) -> Found {
+        let here = |s: &&Spoken| Some((s.user.clone(), s.word.said.filter(|said| said.state == State::Here)?));
+        if let Some((user, Said { at, until, .. })) = words.iter().find_map(here) {
+            let why = format!("{user} said \"here\" at {}, until {}", clock(at), clock(until));
+            return Found::Present { since: Some(at), confidence: 100, why };
+        }
+        let away: Vec<&Spoken> =
+            words.iter().filter(|s| s.word.said.is_some_and(|said| said.state == State::Away)).copied().collect();
+        let hidden = |login: &Login| away.iter().any(|s| signs.speaks_for_all(s) || s.user == login.user);
+        let logins: Vec<&Login> = all.iter().filter(|login| !hidden(login)).collect();
+        if let Some(found) = at_the_machine(now, signs, &logins) {
+            return found;
+        }
+        if let (Some(spoken), true) = (away.first(), logins.is_empty()) {
+            let until = spoken.word.said.map(|said| clock(said.until)).unwrap_or_default();
+            let why = format!("{} said \"away\", until {until}", spoken.user);
+            return Found::Absent { confidence: 100, why };
+        }
+        if let Evidence::Known(Keys { used: Some(at), .. }) = signs.keys
+            && logins.is_empty()
+            && now.since(*at) < KEYS_SPAN
+        {
+            let why = "somebody uses keyboard or mouse and is not logged in".to_string();
+            return Found::Present { since: None, confidence: 85, why };
+        }
+        if let Some(last) = logins.iter().filter_map(|login| signs.last_input(login)).max() {
+            let why = format!("{}, without input since {}", logged_in(logins[0]), clock(last));
+            let hours = u8::try_from(now.since(last).0 / 3_600_000_000).unwrap_or(u8::MAX);
+            let confidence = 60 - hours.saturating_mul(5).min(40);
+            return Found::Maybe { since: Some(last), confidence, why: why + &and_more(logins.len() - 1) };
+        }
+        if let Evidence::Known(cores) = signs.foreign {
+            self.loaded = *cores >= if self.loaded { FOREIGN_LOW } else { FOREIGN_HIGH };
+            if self.loaded {
+                let halves = (cores * 2.0).round().max(1.0) / 2.0;
+                let why = format!("programs that are not ours use about {halves:.1} processors");
+                return Found::Maybe { since: None, confidence: 50, why };
+            }
+        }
+        nobody(signs)
+    }
+
+    fn remember(&mut self, now: Micros, found: Found) -> (OwnerVerdict, u8, String) {
+        match found {
+            Found::Present { since, confidence, why } => {
+                self.maybe = None;
+                let seen = *self.seen.get_or_insert(now);
+                (OwnerVerdict::Present { since: since.unwrap_or(seen), seen }, confidence, why)
+            }
+            Found::Maybe { since, confidence, why } => {
+                self.left = self.seen.take().map_or(self.left, |_| Some(now));
+                let first = *self.maybe.get_or_insert(now);
+                (OwnerVerdict::Maybe { since: since.unwrap_or(first) }, confidence, why)
+            }
+            Found::Absent { confidence, why } => {
+                let was_there = self.seen.take().is_some() | self.maybe.take().is_some();
+                self.left = if was_there { Some(now) } else { self.left };
+                (OwnerVerdict::Absent { since: self.left }, confidence, why)
+            }
+        }
+    }
+}
+
+/// Somebody who is logged in and not idle.
+fn at_the_machine(now: Micros, signs: &Signs<'_>, logins: &[&Login]) -> Option<Found> {
+    let idle = |login: &Login| signs.last_input(login).map(|at| now.since(at));
+    let active = |login: &&&Login| idle(login).is_none_or(|span| span < signs.idle_after);
+    let first = logins.iter().find(active)?;
+    let confidence = match idle(first) {
+        None => 90,
+        Some(span) if span < Micros::from_secs(60) => 99,
+        Some(_) => 95,
+    };
+    let why = format!("{} since {}{}", logged_in(first), clock(first.at), and_more(logins.len() - 1));
+    Some(Found::Present { since: Some(first.at), confidence, why })
+}
+
+fn nobody(signs: &Signs<'_>) -> Found {
+    if !signs.is_blind() {
+        let confidence = if matches!(signs.keys, Evidence::Known(_)) { 95 } else { 90 };
+        return Found::Absent { confidence, why: "nobody is logged in".into() };
+    }
+    let path = signs.path.display();
+    let why = match signs.records {
+        Records::Unreadable(why) => format!("logins are unknown: {path} cannot be read: {why}"),
+        _ => format!("nobody is logged in: {path} does not exist"),
+    };
+    Found::Absent { confidence: 50, why }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn login(user: &str, at: u64) -> Login {
-        Login { user: user.into(), line: "pts/3".into(), from: "h9".into(), at: Micros::from_secs(at) }
-    }
-
-    #[test]
-    fn the_verdict_keeps_when_the_visit_began_and_ended() {
-        let (mut sense, path) = (Sense::default(), Path::new("/run/utmp"));
-        let mut at = |now: u64, records: Records| sense.verdict(Micros::from_secs(now), path, &records);
-        let nobody = || Records::Logins(Vec::new());
-        assert_eq!(at(1, nobody()), (OwnerVerdict::Absent { since: None }, "nobody is logged in".into()));
-        let (first, why) = at(100_001, Records::Logins(vec![login("alice", 100_000)]));
-        let present = OwnerVerdict::Present { since: Micros::from_secs(100_000), seen: Micros::from_secs(100_001) };
-        assert_eq!(first, present);
-        assert_eq!(why, "alice is logged in on pts/3 from h9 since 03:46:40 UTC");
-        let (second, why) = at(100_050, Records::Logins(vec![login("alice", 100_000), login("bob", 100_049)]));
-        assert_eq!(second, present);
-        assert!(why.ends_with(", and 1 more"));
-        assert_eq!(at(100_060, nobody()).0, OwnerVerdict::Absent { since: Some(Micros::from_secs(100_060)) });
-        assert_eq!(at(100_070, nobody()).0, OwnerVerdict::Absent { since: Some(Micros::from_secs(100_060)) });
-    }
-
-    #[test]
-    fn a_missing_file_is_nobody_and_says_so() {
-        let (verdict, why) = Sense::default().verdict(Micros(1), Path::new("/x/utmp"), &Records::Missing);
-        assert_eq!(verdict, OwnerVerdict::Absent { since: None });
-        assert_eq!(why, "nobody is logged in: /x/utmp does not exist");
-        let denied = Records::Unreadable("permission denied".into());
-        let (_, why) = Sense::default().verdict(Micros(1), Path::new("/x/utmp"), &denied);
-        assert_eq!(why, "logins are unknown: /x/utmp cannot be read: permission denied");
-    }
-}
+#[path = "owner_tests.rs"]
+mod tests;

@@ -94,6 +94,57 @@ pub fn pressure(text: &[u8]) -> Option<f32> {
     percent.is_finite().then_some((percent / 100.0).clamp(0.0, 1.0))
 }
 
+/// What one process has used, from /proc/PID/stat.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Used {
+    /// Clock ticks of all its threads, and of children that it has waited for.
+    pub ticks: u64,
+    /// When it was started, in clock ticks since boot.
+    pub started: u64,
+}
+
+/// The numbers of /proc/PID/stat that are looked at.
+pub fn used(text: &[u8]) -> Option<Used> {
+    // The program's name may hold anything, also brackets.
+    let mut rest = &text[text.iter().rposition(|b| *b == b')')? + 1..];
+    // Behind it comes the state, a letter.
+    rest = rest.trim_ascii_start().get(1..)?;
+    let (mut ticks, mut at) = (0_u64, 4);
+    loop {
+        // Fields may be negative; those that count are not.
+        rest = rest.trim_ascii_start();
+        rest = rest.strip_prefix(b"-").unwrap_or(rest);
+        let (value, behind) = leading(rest)?;
+        match at {
+            14..=17 => ticks = ticks.checked_add(value)?,
+            22 => return Some(Used { ticks, started: value }),
+            _ => {}
+        }
+        (at, rest) = (at + 1, behind);
+    }
+}
+
+/// Words by which interrupt lines of keyboards and pointing devices are known.
+const KEY_WORDS: [&[u8]; 6] = [b"i8042", b"keyboard", b"mouse", b"hid", b"touchpad", b"trackpoint"];
+
+/// How often keyboards and mice have interrupted, from /proc/interrupts; `None` when no line is theirs (those on a USB bus
+/// have none of their own).
+pub fn key_interrupts(text: &[u8]) -> Option<u64> {
+    let is_key = |line: &&[u8]| {
+        let has = |word: &[u8]| line.windows(word.len()).any(|part| part.eq_ignore_ascii_case(word));
+        KEY_WORDS.iter().any(|word| has(word))
+    };
+    let count = |line: &[u8]| {
+        let at = line.iter().position(|b| *b == b':')?;
+        let (mut sum, mut rest) = (0_u64, &line[at + 1..]);
+        while let Some((value, behind)) = leading(rest) {
+            (sum, rest) = (sum.wrapping_add(value), behind);
+        }
+        Some(sum)
+    };
+    lines(text).filter(is_key).filter_map(count).fold(None, |sum, n| Some(sum.unwrap_or(0_u64).wrapping_add(n)))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -123,6 +174,25 @@ mod tests {
     }
 
     #[test]
+    fn a_process_is_known_by_what_it_used_whatever_its_name() {
+        let stat =
+            b"7 (a) b) (c) S 1 7 7 0 -1 4194560 100 200 0 0 11 22 33 44 20 0 1 0 5678 1000 2 18446744073709551615 1 1";
+        assert_eq!(used(stat), Some(Used { ticks: 110, started: 5678 }));
+        assert_eq!(used(b"7 (x) S 1 2 3"), None);
+        assert_eq!(used(b"7 x S 1 2 3"), None);
+    }
+
+    #[test]
+    fn interrupts_of_keyboards_and_mice_are_counted_over_all_processors() {
+        let text = b"           CPU0       CPU1\n  1:          9         11   IO-APIC   1-edge      i8042\n\
+            12:          5          0   IO-APIC  12-edge      i8042\n 16: 1 2 IO-APIC 16-fasteoi ehci_hcd:usb1\n\
+            40: 3 4 PCI-MSI 1-edge i2c_HID_acpi\nNMI: 70 80 Non-maskable interrupts\n";
+        assert_eq!(key_interrupts(text), Some(9 + 11 + 5 + 3 + 4));
+        assert_eq!(key_interrupts(b"   CPU0\n 4: 10 IO-APIC 4-edge ttyS0\n"), None);
+        assert_eq!(key_interrupts(b""), None);
+    }
+
+    #[test]
     fn other_text_is_not_understood() {
         for text in
             [&b""[..], b"\n", b"cpu", b"cpu 1 2 3", b"cpu a b c d e\ncpu0 1\n", b"cpu 1 2 3 4\nintr 1\n", b"x 1 2 3 4"]
@@ -145,6 +215,8 @@ mod tests {
             loadavg(&text);
             available_bytes(&text);
             pressure(&text);
+            used(&text);
+            key_interrupts(&text);
             let mixed = [&STAT[..cut], &text].concat();
             if let Some((times, _)) = stat(&mixed) {
                 prop_assert!(times.idle <= times.total);

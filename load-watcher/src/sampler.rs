@@ -85,6 +85,11 @@ impl Sampler {
         Ok(LoadSample { at, cores, running, load1, busy, available_bytes, pressure: pressure.unwrap_or(0.0) })
     }
 
+    /// Processor times as of the newest sample.
+    pub fn times(&self) -> Option<proc::CpuTimes> {
+        self.before
+    }
+
     fn available_bytes(&mut self, at: Micros) -> io::Result<u64> {
         // The time of day may be set back.
         if let Some((_, bytes)) = self.memory.filter(|(read, _)| at.0.abs_diff(read.0) < MEMORY_SPAN.0) {

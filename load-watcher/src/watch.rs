@@ -1,14 +1,15 @@
-//! Notices at once when the login records change: the file is watched, and its directory, so that a file that comes
-//! later or is replaced is seen as well.
+//! Notices at once when files change: login records, sessions, policies, owners' words. A file is watched, and its folder, so
+//! that a file that comes later or is replaced is seen as well.
 
 use crate::owner::Records;
 use crate::utmp::{FILE_BYTES_MAX, logins};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify, WatchDescriptor};
+use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify, InotifyEvent, WatchDescriptor};
 use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{self, Read};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -21,113 +22,207 @@ pub fn utmp_path(set: Option<PathBuf>) -> PathBuf {
     set.unwrap_or_else(usual)
 }
 
-/// The watched file.
+/// Who is logged in by the records at `path`.
+pub fn records(path: &Path) -> Records {
+    let mut bytes = Vec::new();
+    let read = File::open(path).and_then(|f| f.take(FILE_BYTES_MAX as u64).read_to_end(&mut bytes));
+    match read {
+        Ok(_) => Records::Logins(logins(&bytes)),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Records::Missing,
+        Err(e) => Records::Unreadable(e.to_string()),
+    }
+}
+
+/// What is watched.
 #[derive(Debug)]
-pub struct Watch {
+enum What {
+    File,
+    /// The files in it whose names begin like this.
+    Folder(&'static str),
+}
+
+/// One watched place; it need not be there.
+#[derive(Debug)]
+pub struct Spot {
     path: PathBuf,
-    inotify: Option<Inotify>,
+    what: What,
     file: Option<WatchDescriptor>,
     dir: Option<WatchDescriptor>,
 }
 
+impl Spot {
+    /// A file.
+    pub fn file(path: PathBuf) -> Spot {
+        Spot { path, what: What::File, file: None, dir: None }
+    }
+
+    /// The files of a folder whose names begin with `prefix`.
+    pub fn folder(path: PathBuf, prefix: &'static str) -> Spot {
+        Spot { path, what: What::Folder(prefix), file: None, dir: None }
+    }
+
+    /// The folder that is watched.
+    fn folder_path(&self) -> &Path {
+        match self.what {
+            What::File => self.path.parent().filter(|d| !d.as_os_str().is_empty()).unwrap_or(Path::new(".")),
+            What::Folder(_) => &self.path,
+        }
+    }
+
+    fn concerns(&self, event: &InotifyEvent) -> bool {
+        if Some(event.wd) == self.file {
+            return true;
+        }
+        let name = event.name.as_deref();
+        Some(event.wd) == self.dir
+            && match self.what {
+                // An event without a name is about the folder itself.
+                What::File => name.is_none() || name == self.path.file_name(),
+                What::Folder(prefix) => name.is_none_or(|n: &OsStr| n.as_bytes().starts_with(prefix.as_bytes())),
+            }
+    }
+}
+
+/// What [`Watch::wait`] has seen.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Woken {
+    changed: u32,
+    /// The other descriptor has something to read.
+    pub other: bool,
+}
+
+impl Woken {
+    /// True when this spot may have changed.
+    pub fn has(self, spot: usize) -> bool {
+        self.changed & (1 << spot) != 0
+    }
+
+    /// True when some spot may have changed.
+    pub fn any(self) -> bool {
+        self.changed != 0
+    }
+}
+
+/// Places that are watched together, 32 at most; each is known by its number in the list.
+#[derive(Debug)]
+pub struct Watch {
+    inotify: Option<Inotify>,
+    spots: Vec<Spot>,
+}
+
 impl Watch {
-    /// Watches the login records at `path`, which need not be there. Where the kernel has no watch left, changes are
-    /// seen only by looking ([`Watch::is_blind`]).
-    pub fn new(path: PathBuf) -> Watch {
+    /// Watches these places. Where the kernel has no watch left, changes are seen only by looking ([`Watch::is_blind`]).
+    pub fn new(spots: Vec<Spot>) -> Watch {
+        assert!(spots.len() <= 32, "one bit for each");
         let inotify = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK).ok();
-        let mut watch = Watch { path, inotify, file: None, dir: None };
-        watch.arm();
+        let mut watch = Watch { inotify, spots };
+        (0..watch.spots.len()).for_each(|i| watch.arm(i));
         watch
     }
 
-    /// The file.
-    pub fn path(&self) -> &Path {
-        &self.path
+    /// The watched place.
+    pub fn path(&self, spot: usize) -> &Path {
+        &self.spots[spot].path
     }
 
-    /// True when neither the file nor its directory could be watched: look from time to time.
-    pub fn is_blind(&self) -> bool {
-        self.file.is_none() && self.dir.is_none()
+    /// True when neither the file nor its folder could be watched: look from time to time.
+    pub fn is_blind(&self, spot: usize) -> bool {
+        self.spots[spot].file.is_none() && self.spots[spot].dir.is_none()
     }
 
-    /// Sets the watches that are missing. A file under this name that is another one than before gets its own.
-    fn arm(&mut self) {
+    /// Sets the watches that are missing; call it before reading, so that no change falls between. A file under this name
+    /// that is another one than before gets its own.
+    pub fn arm(&mut self, i: usize) {
         let Some(inotify) = &self.inotify else { return };
-        if self.dir.is_none() {
-            let dir = self.path.parent().filter(|d| !d.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let spot = &mut self.spots[i];
+        if spot.dir.is_none() {
             let flags = AddWatchFlags::IN_CREATE
                 | AddWatchFlags::IN_MOVED_TO
                 | AddWatchFlags::IN_MOVED_FROM
                 | AddWatchFlags::IN_DELETE
                 | AddWatchFlags::IN_DELETE_SELF
                 | AddWatchFlags::IN_MOVE_SELF
+                | AddWatchFlags::IN_CLOSE_WRITE
                 | AddWatchFlags::IN_ONLYDIR;
-            self.dir = inotify.add_watch(dir, flags).ok();
+            spot.dir = inotify.add_watch(spot.folder_path(), flags).ok();
+        }
+        if matches!(spot.what, What::Folder(_)) {
+            return;
         }
         let flags = AddWatchFlags::IN_MODIFY
             | AddWatchFlags::IN_CLOSE_WRITE
             | AddWatchFlags::IN_ATTRIB
             | AddWatchFlags::IN_DELETE_SELF
             | AddWatchFlags::IN_MOVE_SELF;
-        let now = inotify.add_watch(&self.path, flags).ok();
-        if let Some(old) = self.file.filter(|old| Some(*old) != now) {
+        let now = inotify.add_watch(&spot.path, flags).ok();
+        if let Some(old) = spot.file.filter(|old| Some(*old) != now) {
             // The kernel may have taken it away already, with the file.
             let _ = inotify.rm_watch(old);
         }
-        self.file = now;
+        spot.file = now;
     }
 
-    /// Who is logged in now. The watches are set before the file is read, so that no change falls between.
-    pub fn read(&mut self) -> Records {
-        self.arm();
-        let mut bytes = Vec::new();
-        let read = File::open(&self.path).and_then(|f| f.take(FILE_BYTES_MAX as u64).read_to_end(&mut bytes));
-        match read {
-            Ok(_) => Records::Logins(logins(&bytes)),
-            Err(e) if e.kind() == io::ErrorKind::NotFound => Records::Missing,
-            Err(e) => Records::Unreadable(e.to_string()),
-        }
-    }
-
-    /// Waits until the records may have changed, but no longer than `span`. True: read them.
-    pub fn wait(&mut self, span: Duration) -> bool {
+    /// Waits until some place may have changed or the other descriptor can be read, but no longer than `span`.
+    pub fn wait(&mut self, span: Duration, other: Option<BorrowedFd<'_>>) -> Woken {
         let until = Instant::now() + span;
         loop {
             let left = until.saturating_duration_since(Instant::now());
             // Rounded up, so as not to spin through the last millisecond.
             let millis = left.as_micros().div_ceil(1000);
             let timeout = PollTimeout::try_from(millis).unwrap_or(PollTimeout::MAX);
-            let ready = match &self.inotify {
-                Some(inotify) => poll(&mut [PollFd::new(inotify.as_fd(), PollFlags::POLLIN)], timeout),
-                None => poll(&mut [], timeout),
+            let fd = |fd| PollFd::new(fd, PollFlags::POLLIN);
+            let is_ready = |fd: &PollFd<'_>| fd.any().unwrap_or(false);
+            let (ours, others) = match (&self.inotify, other) {
+                (Some(inotify), Some(other)) => {
+                    let mut fds = [fd(inotify.as_fd()), fd(other)];
+                    let _ = poll(&mut fds, timeout);
+                    (is_ready(&fds[0]), is_ready(&fds[1]))
+                }
+                (Some(inotify), None) => {
+                    let mut fds = [fd(inotify.as_fd())];
+                    let _ = poll(&mut fds, timeout);
+                    (is_ready(&fds[0]), false)
+                }
+                (None, Some(other)) => {
+                    let mut fds = [fd(other)];
+                    let _ = poll(&mut fds, timeout);
+                    (false, is_ready(&fds[0]))
+                }
+                (None, None) => {
+                    let _ = poll(&mut [], timeout);
+                    (false, false)
+                }
             };
-            if matches!(ready, Ok(n) if n > 0) && self.relevant() {
-                return true;
-            }
-            if Instant::now() >= until {
-                return false;
+            let changed = if ours { self.news() } else { 0 };
+            if changed != 0 || others || Instant::now() >= until {
+                return Woken { changed, other: others };
             }
         }
     }
 
-    /// Takes the waiting news. True when some concern the records.
-    fn relevant(&mut self) -> bool {
-        let Some(inotify) = &self.inotify else { return false };
-        let name = self.path.file_name().unwrap_or(OsStr::new(""));
-        let mut relevant = false;
+    /// Takes the waiting news: a bit for each place that they concern.
+    fn news(&mut self) -> u32 {
+        let Some(inotify) = &self.inotify else { return 0 };
+        let mut changed = 0;
         while let Ok(events) = inotify.read_events() {
             for event in events {
-                let of_dir = Some(event.wd) == self.dir;
-                let lost = AddWatchFlags::IN_IGNORED | AddWatchFlags::IN_MOVE_SELF;
-                if of_dir && event.mask.intersects(lost) {
-                    let _ = inotify.rm_watch(event.wd);
-                    self.dir = None;
+                let lost = event.mask.intersects(AddWatchFlags::IN_IGNORED | AddWatchFlags::IN_MOVE_SELF);
+                let all = event.mask.contains(AddWatchFlags::IN_Q_OVERFLOW);
+                let mut drop_watch = false;
+                for (i, spot) in self.spots.iter_mut().enumerate() {
+                    if all || spot.concerns(&event) {
+                        changed |= 1 << i;
+                    }
+                    if lost && spot.dir == Some(event.wd) {
+                        (spot.dir, drop_watch) = (None, true);
+                        changed |= 1 << i;
+                    }
                 }
-                let overflow = event.mask.contains(AddWatchFlags::IN_Q_OVERFLOW);
-                let named = event.name.as_deref() == Some(name);
-                relevant |= overflow || !of_dir || named || self.dir.is_none();
+                if drop_watch {
+                    let _ = inotify.rm_watch(event.wd);
+                }
             }
         }
-        relevant
+        changed
     }
 }

@@ -3,12 +3,13 @@
 use pvm_load_watcher::owner::Records;
 use pvm_load_watcher::sampler::{MEMORY_SPAN, Sampler};
 use pvm_load_watcher::utmp::{DEAD_PROCESS, RECORD_BYTES, USER_PROCESS, record};
-use pvm_load_watcher::watch::Watch;
+use pvm_load_watcher::watch::{Spot, Watch, records};
 use sempa_proto::Micros;
 use sempa_proto::load::Login;
 use std::fs::{self, File, OpenOptions};
+use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 /// Long enough for a machine that does something else meanwhile.
@@ -23,8 +24,34 @@ fn write(path: &Path, kind: i16) {
     file.write_all_at(&record(kind, &alice()), 0).expect("the test's own file");
 }
 
+/// Watched login records, and a folder that is watched beside them.
+struct Logins {
+    path: PathBuf,
+    watch: Watch,
+}
+
+impl Logins {
+    fn new(path: PathBuf) -> Logins {
+        Logins { watch: Watch::new(vec![Spot::file(path.clone())]), path }
+    }
+
+    fn read(&mut self) -> Records {
+        self.watch.arm(0);
+        records(&self.path)
+    }
+
+    /// True when they may have changed.
+    fn wait(&mut self, span: Duration) -> bool {
+        self.watch.wait(span, None).has(0)
+    }
+
+    fn is_blind(&self) -> bool {
+        self.watch.is_blind(0)
+    }
+}
+
 /// Waits until the records read like this.
-fn until(watch: &mut Watch, wanted: &Records) {
+fn until(watch: &mut Logins, wanted: &Records) {
     let end = Instant::now() + PATIENCE;
     loop {
         let now = watch.read();
@@ -41,7 +68,7 @@ fn login_and_logout_are_noticed_without_polling() {
     let dir = tempfile::tempdir().expect("a directory");
     let path = dir.path().join("utmp");
     write(&path, DEAD_PROCESS);
-    let mut watch = Watch::new(path.clone());
+    let mut watch = Logins::new(path.clone());
     until(&mut watch, &Records::Logins(Vec::new()));
     for _ in 0..3 {
         write(&path, USER_PROCESS);
@@ -59,7 +86,7 @@ fn a_login_is_known_within_milliseconds() {
     let dir = tempfile::tempdir().expect("a directory");
     let path = dir.path().join("utmp");
     write(&path, DEAD_PROCESS);
-    let mut watch = Watch::new(path.clone());
+    let mut watch = Logins::new(path.clone());
     let mut best = PATIENCE;
     // The best of some attempts: the machine may be busy with other things.
     for _ in 0..50 {
@@ -77,7 +104,7 @@ fn a_login_is_known_within_milliseconds() {
 fn a_file_that_comes_later_is_replaced_or_goes_away_is_noticed() {
     let dir = tempfile::tempdir().expect("a directory");
     let path = dir.path().join("utmp");
-    let mut watch = Watch::new(path.clone());
+    let mut watch = Logins::new(path.clone());
     assert_eq!(watch.read(), Records::Missing);
     write(&path, USER_PROCESS);
     until(&mut watch, &Records::Logins(vec![alice()]));
@@ -98,7 +125,7 @@ fn a_file_that_comes_later_is_replaced_or_goes_away_is_noticed() {
 fn a_directory_that_comes_later_is_watched_from_the_next_look_on() {
     let dir = tempfile::tempdir().expect("a directory");
     let path = dir.path().join("run/utmp");
-    let mut watch = Watch::new(path.clone());
+    let mut watch = Logins::new(path.clone());
     assert!(watch.is_blind());
     fs::create_dir(dir.path().join("run")).expect("the test's own directory");
     assert_eq!(watch.read(), Records::Missing);
@@ -115,15 +142,44 @@ fn a_directory_that_comes_later_is_watched_from_the_next_look_on() {
 #[test]
 fn other_files_of_the_directory_do_not_wake_it() {
     let dir = tempfile::tempdir().expect("a directory");
-    let mut watch = Watch::new(dir.path().join("utmp"));
+    let mut watch = Logins::new(dir.path().join("utmp"));
     File::create(dir.path().join("other")).expect("the test's own file");
     assert!(!watch.wait(Duration::ZERO));
 }
 
 #[test]
+fn files_and_folders_watched_together_are_told_apart() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let at = |name: &str| dir.path().join(name);
+    // Two of them lie in one folder, which the kernel counts once.
+    let mut watch = Watch::new(vec![Spot::file(at("a")), Spot::file(at("b")), Spot::folder(at(""), "word-")]);
+    let mut seen = |name: &str| {
+        fs::write(at(name), "x").expect("the test's own file");
+        let woken = watch.wait(PATIENCE, None);
+        (0..3).for_each(|i| watch.arm(i));
+        // What writing it makes besides.
+        while watch.wait(Duration::ZERO, None).any() {}
+        [woken.has(0), woken.has(1), woken.has(2)]
+    };
+    assert_eq!(seen("a"), [true, false, false]);
+    assert_eq!(seen("b"), [false, true, false]);
+    assert_eq!(seen("word-7"), [false, false, true]);
+    assert_eq!(seen("b"), [false, true, false]);
+}
+
+#[test]
+fn another_descriptor_wakes_it_as_well() {
+    let (read, write) = nix::unistd::pipe().expect("a pipe");
+    let mut watch = Watch::new(Vec::new());
+    assert!(!watch.wait(Duration::ZERO, Some(read.as_fd())).other);
+    nix::unistd::write(&write, b"x").expect("there is room");
+    assert!(watch.wait(PATIENCE, Some(read.as_fd())).other);
+}
+
+#[test]
 fn records_that_cannot_be_read_say_why() {
     let dir = tempfile::tempdir().expect("a directory");
-    let mut watch = Watch::new(dir.path().to_path_buf());
+    let mut watch = Logins::new(dir.path().to_path_buf());
     assert!(matches!(watch.read(), Records::Unreadable(why) if why.contains("directory")));
 }
 
@@ -133,7 +189,7 @@ fn half_a_record_is_nobody_until_it_is_whole() {
     let path = dir.path().join("utmp");
     let whole = record(USER_PROCESS, &alice());
     fs::write(&path, &whole[..RECORD_BYTES / 2]).expect("the test's own file");
-    let mut watch = Watch::new(path.clone());
+    let mut watch = Logins::new(path.clone());
     assert_eq!(watch.read(), Records::Logins(Vec::new()));
     fs::write(&path, whole).expect("the test's own file");
     until(&mut watch, &Records::Logins(vec![alice()]));

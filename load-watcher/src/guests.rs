@@ -1,0 +1,201 @@
+//! What guests may do: the owner's policy, the verdict on the owner and the clock on the wall, put together. Pure.
+
+use crate::hours::WallClock;
+use crate::policy::{LeaveAfter, Policy, Then};
+use sempa_proto::Micros;
+use sempa_proto::load::{GuestLimits, OwnerVerdict};
+use sempa_proto::owner::{Guests, Leave};
+
+/// The decision.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Decision {
+    /// What guests may do.
+    pub guests: Guests,
+    /// One plain sentence that says why they may do no more; empty when they may work.
+    pub why: String,
+    /// What they may have.
+    pub limits: GuestLimits,
+}
+
+/// What a decision is made from.
+#[derive(Clone, Copy, Debug)]
+pub struct Case<'a> {
+    /// What owner, administrator and user say.
+    pub policy: &'a Policy,
+    /// Numbers of the users that the policy blocks.
+    pub blocked: &'a [u32],
+    /// The user whose virtual machine this is.
+    pub user: u32,
+    /// The verdict on the owner, and its sentence.
+    pub owner: &'a OwnerVerdict,
+    /// Its sentence.
+    pub why: &'a str,
+    /// The clock on the wall.
+    pub wall: WallClock,
+    /// The time of day.
+    pub now: Micros,
+}
+
+/// Remembers since when guests are not wanted for a reason other than somebody at the machine.
+#[derive(Debug, Default)]
+pub struct Door {
+    closed: Option<Micros>,
+}
+
+/// Why the machine takes no guests at this time, whoever uses it.
+fn closed(case: &Case<'_>) -> Option<String> {
+    if case.blocked.contains(&case.user) {
+        return Some(format!("user {} is blocked here", case.user));
+    }
+    let never = case.policy.never.iter().flatten().find(|hours| hours.holds(case.wall));
+    if let Some(hours) = never {
+        return Some(format!("the owner wants no guests {hours}"));
+    }
+    let only = case.policy.only.as_ref().filter(|only| only.iter().all(|hours| !hours.holds(case.wall)))?;
+    let all: Vec<String> = only.iter().map(|hours| hours.to_string()).collect();
+    Some(format!("the owner wants guests only {}", if all.is_empty() { "never".into() } else { all.join(" and ") }))
+}
+
+impl Door {
+    /// Decides.
+    pub fn decide(&mut self, case: &Case<'_>) -> Decision {
+        let reason = closed(case);
+        self.closed = reason.as_ref().map(|_| self.closed.unwrap_or(case.now));
+        let seen = match case.owner {
+            OwnerVerdict::Present { seen, .. } => Some((*seen, case.why.to_string())),
+            _ => None,
+        };
+        let since = self.closed.zip(reason);
+        // Whoever is at the machine is the better reason; the earlier one says when to leave.
+        let from = seen.iter().chain(&since).map(|(at, _)| *at).min();
+        let (guests, why) = match (from, seen.or(since)) {
+            (Some(from), Some((_, why))) => (stopped(case.policy, from), why),
+            _ => (Guests::Welcome, String::new()),
+        };
+        let blocked = case.policy.blocked.as_ref();
+        let limits = GuestLimits {
+            cores: case.policy.cores,
+            memory_free: case.policy.memory_free.map_or(0, |size| size.0),
+            programs: blocked.and_then(|b| b.programs.clone()).unwrap_or_default(),
+            users: case.blocked.to_vec(),
+        };
+        Decision { guests, why, limits }
+    }
+}
+
+fn stopped(policy: &Policy, from: Micros) -> Guests {
+    let leave_at = match policy.leave_after.unwrap_or(LeaveAfter::Seconds(0)) {
+        LeaveAfter::Seconds(seconds) => Some(from + Micros::from_secs(seconds)),
+        LeaveAfter::Never => None,
+    };
+    let then = match policy.then.unwrap_or(Then::Move) {
+        Then::Move => Leave::Move,
+        Then::Kill => Leave::Kill,
+    };
+    Guests::Stopped { leave_at, then }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const NOON: WallClock = WallClock { day: 0, minute: 720 };
+    const ABSENT: OwnerVerdict = OwnerVerdict::Absent { since: None };
+    const PRESENT: OwnerVerdict = OwnerVerdict::Present { since: Micros(1), seen: Micros(50_000_000) };
+
+    fn parse(text: &str) -> Policy {
+        Policy::parse("test", text).expect("good")
+    }
+
+    fn decide(door: &mut Door, policy: &Policy, owner: &OwnerVerdict, wall: WallClock, seconds: u64) -> Decision {
+        let now = Micros::from_secs(seconds);
+        door.decide(&Case { policy, blocked: &[9], user: 7, owner, why: "alice is here", wall, now })
+    }
+
+    fn once(text: &str, owner: &OwnerVerdict, seconds: u64) -> Decision {
+        decide(&mut Door::default(), &parse(text), owner, NOON, seconds)
+    }
+
+    fn stopped_until(seconds: Option<u64>, then: Leave) -> Guests {
+        Guests::Stopped { leave_at: seconds.map(Micros::from_secs), then }
+    }
+
+    #[test]
+    fn without_any_rules_guests_stop_and_leave_at_once_when_the_owner_is_there_and_only_then() {
+        let there = once("", &PRESENT, 60);
+        assert_eq!(there.guests, stopped_until(Some(50), Leave::Move));
+        assert_eq!(there.why, "alice is here");
+        let maybe = OwnerVerdict::Maybe { since: Micros(1) };
+        for owner in [ABSENT, maybe] {
+            assert_eq!((once("", &owner, 60).guests, once("", &owner, 60).why.as_str()), (Guests::Welcome, ""));
+        }
+    }
+
+    #[test]
+    fn they_wait_as_long_as_the_owner_lets_them_and_go_as_he_says() {
+        assert_eq!(once("leave_after = 30", &PRESENT, 60).guests, stopped_until(Some(80), Leave::Move));
+        assert_eq!(once("leave_after = \"never\"", &PRESENT, 60).guests, stopped_until(None, Leave::Move));
+        assert_eq!(once("then = \"kill\"", &PRESENT, 60).guests, stopped_until(Some(50), Leave::Kill));
+    }
+
+    #[test]
+    fn at_forbidden_hours_they_stop_whoever_is_there_and_the_time_to_leave_counts_from_their_begin() {
+        let policy = parse("never = [\"mon 12-13\"]\nleave_after = 30");
+        let mut door = Door::default();
+        let early = WallClock { day: 0, minute: 719 };
+        assert_eq!(decide(&mut door, &policy, &ABSENT, early, 100).guests, Guests::Welcome);
+        for seconds in [101, 120, 150] {
+            let closed = decide(&mut door, &policy, &ABSENT, NOON, seconds);
+            assert_eq!(closed.guests, stopped_until(Some(131), Leave::Move));
+            assert_eq!(closed.why, "the owner wants no guests mon 12:00-13:00");
+        }
+        // Somebody at the machine is the better reason.
+        assert_eq!(decide(&mut door, &policy, &PRESENT, NOON, 155).why, "alice is here");
+        let late = WallClock { day: 0, minute: 780 };
+        assert_eq!(decide(&mut door, &policy, &ABSENT, late, 160).guests, Guests::Welcome);
+        assert_eq!(decide(&mut door, &policy, &ABSENT, NOON, 170).guests, stopped_until(Some(200), Leave::Move));
+    }
+
+    #[test]
+    fn outside_of_the_only_hours_there_are_no_guests() {
+        assert_eq!(once("only = [\"mon 9-17\"]", &ABSENT, 1).guests, Guests::Welcome);
+        let closed = once("only = [\"sat,sun\", \"22-6\"]", &ABSENT, 1);
+        assert_eq!(closed.why, "the owner wants guests only sat-sun and 22:00-6:00");
+        assert_ne!(closed.guests, Guests::Welcome);
+        assert_eq!(once("only = []", &ABSENT, 1).why, "the owner wants guests only never");
+    }
+
+    #[test]
+    fn a_blocked_user_is_never_welcome_and_limits_are_passed_on() {
+        let mut door = Door::default();
+        let policy = parse("cores = 2\nmemory_free = \"1G\"\n[blocked]\nprograms = [\"x\"]");
+        let decide = |door: &mut Door, user| {
+            let now = Micros::from_secs(5);
+            door.decide(&Case { policy: &policy, blocked: &[9], user, owner: &ABSENT, why: "", wall: NOON, now })
+        };
+        assert_eq!(decide(&mut door, 9).why, "user 9 is blocked here");
+        let other = decide(&mut door, 7);
+        assert_eq!(other.guests, Guests::Welcome);
+        let limits = GuestLimits { cores: Some(2), memory_free: 1 << 30, programs: vec!["x".into()], users: vec![9] };
+        assert_eq!(other.limits, limits);
+    }
+
+    proptest! {
+        #[test]
+        fn somebody_at_the_machine_always_stops_guests_and_nobody_ever_leaves_before_he_came(
+            leave in prop::option::of(0_u64..100), day in 0_u8..7, minute in 0_u16..1440, there: bool, hours in 1_u16..24,
+        ) {
+            let leave = leave.map_or("\"never\"".to_string(), |s| s.to_string());
+            let policy = parse(&format!("never = [\"0-{hours}\"]\nleave_after = {leave}"));
+            let owner = if there { PRESENT } else { ABSENT };
+            let decision = decide(&mut Door::default(), &policy, &owner, WallClock { day, minute }, 60);
+            let closed = minute < hours * 60;
+            prop_assert_eq!(decision.guests != Guests::Welcome, there || closed);
+            prop_assert_eq!(decision.why.is_empty(), !there && !closed);
+            if let Guests::Stopped { leave_at: Some(at), .. } = decision.guests {
+                prop_assert!(at >= Micros::from_secs(50));
+            }
+        }
+    }
+}

@@ -1,0 +1,191 @@
+//! Times of the week as owners write them: `9-17`, `mon-fri 9:00-17:30`, `sat,sun`, `fri 22-6`, `always`. Pure.
+
+use serde::Deserialize;
+use std::fmt;
+use std::str::FromStr;
+use thiserror::Error;
+
+const DAYS: [&str; 7] = ["mon", "tue", "wed", "thu", "fri", "sat", "sun"];
+const MINUTES: u16 = 24 * 60;
+
+/// A moment of the week, by the clock on the wall.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WallClock {
+    /// 0 is Monday.
+    pub day: u8,
+    /// Minutes since midnight, below 1440.
+    pub minute: u16,
+}
+
+/// A stretch of the same hours on some days. One that ends before it begins goes over midnight and belongs to the day on
+/// which it begins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "String")]
+pub struct Hours {
+    days: [bool; 7],
+    from: u16,
+    to: u16,
+}
+
+/// A text that is no stretch of hours.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[error("{0:?} is no time of the week; it looks like '9-17', 'mon-fri 9:00-17:30', 'sat,sun' or 'always'")]
+pub struct HoursError(String);
+
+impl Hours {
+    /// True when the moment lies in it; the last minute does not.
+    pub fn holds(&self, at: WallClock) -> bool {
+        let (today, yesterday) = (self.days[usize::from(at.day % 7)], self.days[usize::from((at.day + 6) % 7)]);
+        if self.from < self.to {
+            today && (self.from..self.to).contains(&at.minute)
+        } else {
+            (today && at.minute >= self.from) || (yesterday && at.minute < self.to)
+        }
+    }
+}
+
+fn day(text: &str) -> Option<usize> {
+    DAYS.iter().position(|name| text.eq_ignore_ascii_case(name))
+}
+
+fn days(text: &str) -> Option<[bool; 7]> {
+    let mut all = [false; 7];
+    for part in text.split(',') {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        let (first, last) = (day(first)?, day(last)?);
+        let mut i = first;
+        while i != last {
+            all[i] = true;
+            i = (i + 1) % 7;
+        }
+        all[last] = true;
+    }
+    Some(all)
+}
+
+fn minute(text: &str) -> Option<u16> {
+    let (hours, minutes) = text.split_once(':').unwrap_or((text, "0"));
+    let short = |part: &str| !part.is_empty() && part.len() <= 2 && part.bytes().all(|b| b.is_ascii_digit());
+    if !short(hours) || !short(minutes) {
+        return None;
+    }
+    let (hours, minutes): (u16, u16) = (hours.parse().ok()?, minutes.parse().ok()?);
+    Some(hours * 60 + minutes).filter(|all| minutes < 60 && *all <= MINUTES)
+}
+
+fn span(text: &str) -> Option<(u16, u16)> {
+    let (from, to) = text.split_once('-')?;
+    let (from, to) = (minute(from)?, minute(to)?);
+    (from != to && from < MINUTES).then_some((from, to))
+}
+
+impl FromStr for Hours {
+    type Err = HoursError;
+
+    fn from_str(text: &str) -> Result<Hours, HoursError> {
+        let words: Vec<&str> = text.split_whitespace().collect();
+        let whole = (0, MINUTES);
+        let parsed = match words[..] {
+            ["always"] => Some(([true; 7], whole)),
+            [one] => match (days(one), span(one)) {
+                (Some(days), _) => Some((days, whole)),
+                (None, span) => span.map(|span| ([true; 7], span)),
+            },
+            [first, second] => days(first).zip(span(second)),
+            _ => None,
+        };
+        let (days, (from, to)) = parsed.ok_or_else(|| HoursError(text.to_string()))?;
+        Ok(Hours { days, from, to })
+    }
+}
+
+impl TryFrom<String> for Hours {
+    type Error = HoursError;
+
+    fn try_from(text: String) -> Result<Hours, HoursError> {
+        text.parse()
+    }
+}
+
+impl fmt::Display for Hours {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let whole = (self.from, self.to) == (0, MINUTES);
+        let all = self.days == [true; 7];
+        if whole && all {
+            return f.write_str("always");
+        }
+        if !all {
+            let mut parts: Vec<String> = Vec::new();
+            let mut i = 0;
+            while i < 7 {
+                let run = self.days[i..].iter().take_while(|on| **on).count();
+                match run {
+                    0 => {}
+                    1 => parts.push(DAYS[i].to_string()),
+                    _ => parts.push(format!("{}-{}", DAYS[i], DAYS[i + run - 1])),
+                }
+                i += run.max(1);
+            }
+            f.write_str(&parts.join(","))?;
+        }
+        if !whole {
+            let clock = |m: u16| format!("{}:{:02}", m / 60, m % 60);
+            write!(f, "{}{}-{}", if all { "" } else { " " }, clock(self.from), clock(self.to))?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn hours(text: &str) -> Hours {
+        text.parse().expect("good")
+    }
+
+    fn at(day: u8, hour: u16, minute: u16) -> WallClock {
+        WallClock { day, minute: hour * 60 + minute }
+    }
+
+    #[test]
+    fn hours_hold_from_their_first_minute_to_before_their_last() {
+        let office = hours("mon-fri 9-17:30");
+        assert!(!office.holds(at(0, 8, 59)) && office.holds(at(0, 9, 0)) && office.holds(at(4, 17, 29)));
+        assert!(!office.holds(at(4, 17, 30)) && !office.holds(at(5, 12, 0)));
+        assert!(hours("sat,sun").holds(at(6, 23, 59)) && !hours("sat,sun").holds(at(0, 0, 0)));
+        assert!(hours("22-24").holds(at(2, 23, 59)) && hours("always").holds(at(3, 3, 3)));
+    }
+
+    #[test]
+    fn a_night_belongs_to_the_day_on_which_it_begins() {
+        let night = hours("fri 22-6");
+        assert!(night.holds(at(4, 22, 0)) && night.holds(at(5, 5, 59)));
+        assert!(!night.holds(at(4, 5, 0)) && !night.holds(at(5, 22, 0)) && !night.holds(at(5, 6, 0)));
+        assert!(hours("sun 23-1").holds(at(0, 0, 30)), "the week goes round");
+        assert!(hours("sat-mon 1-2").holds(at(6, 1, 0)) && hours("sat-mon 1-2").holds(at(0, 1, 0)));
+    }
+
+    #[test]
+    fn other_text_is_refused_and_named() {
+        for text in ["", "9", "9-9", "25-26", "9-17-18", "mon 9-17 x", "monday", "9:60-10", "24-3", "-", "9:001-10"] {
+            let error = text.parse::<Hours>().expect_err(text).to_string();
+            assert!(error.contains(&format!("{text:?}")), "{error}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_told_reads_the_same_again(days in any::<[bool; 7]>(), from in 0_u16..1440, to in 1_u16..=1440) {
+            prop_assume!(from != to && days.contains(&true));
+            let hours = Hours { days, from, to };
+            prop_assert_eq!(hours.to_string().parse::<Hours>(), Ok(hours));
+        }
+
+        #[test]
+        fn any_text_is_survived(text in "[a-z0-9 :,-]{0,20}|.{0,20}") {
+            let _ = text.parse::<Hours>();
+        }
+    }
+}

@@ -1,0 +1,305 @@
+//! Cases and properties of the verdict.
+
+use super::*;
+use crate::policy::Policy;
+use proptest::prelude::*;
+
+const QUARTER: Micros = Micros::from_secs(15 * 60);
+
+fn login(user: &str, line: &str, at: u64) -> Login {
+    Login { user: user.into(), line: line.into(), from: "h9".into(), at: Micros::from_secs(at) }
+}
+
+/// What a test changes, and what it leaves.
+#[derive(Debug)]
+struct Scene {
+    records: Records,
+    sessions: Evidence<Vec<Session>>,
+    typed: BTreeMap<String, Micros>,
+    keys: Evidence<Keys>,
+    foreign: Evidence<f32>,
+    words: Vec<Spoken>,
+    owners: Option<Vec<String>>,
+}
+
+impl Scene {
+    fn with(logins: Vec<Login>) -> Scene {
+        let missing = || "not looked at".to_string();
+        Scene {
+            records: Records::Logins(logins),
+            sessions: Evidence::Missing(missing()),
+            typed: BTreeMap::new(),
+            keys: Evidence::Missing(missing()),
+            foreign: Evidence::Missing(missing()),
+            words: Vec::new(),
+            owners: None,
+        }
+    }
+
+    fn at(&self, sense: &mut Sense, seconds: u64) -> Sensed {
+        let signs = Signs {
+            path: Path::new("/x/utmp"),
+            records: &self.records,
+            sessions: &self.sessions,
+            typed: &self.typed,
+            keys: &self.keys,
+            foreign: &self.foreign,
+            words: &self.words,
+            owners: self.owners.as_deref(),
+            idle_after: QUARTER,
+        };
+        sense.verdict(Micros::from_secs(seconds), &signs)
+    }
+
+    fn once(&self, seconds: u64) -> Sensed {
+        self.at(&mut Sense::default(), seconds)
+    }
+}
+
+fn spoken(uid: u32, user: &str, state: State, at: u64, until: u64) -> Spoken {
+    let said = Said { state, at: Micros::from_secs(at), until: Micros::from_secs(until), visit: true };
+    Spoken { uid, user: user.into(), word: Word { said: Some(said), policy: Policy::default() } }
+}
+
+#[test]
+fn the_verdict_keeps_when_the_visit_began_and_ended() {
+    let mut sense = Sense::default();
+    let mut at = |now: u64, logins: Vec<Login>| {
+        let sensed = Scene::with(logins).at(&mut sense, now);
+        (sensed.owner, sensed.why)
+    };
+    assert_eq!(at(1, Vec::new()), (OwnerVerdict::Absent { since: None }, "nobody is logged in".into()));
+    let alice = login("alice", "pts/3", 100_000);
+    let (first, why) = at(100_001, vec![alice.clone()]);
+    let present = OwnerVerdict::Present { since: Micros::from_secs(100_000), seen: Micros::from_secs(100_001) };
+    assert_eq!(first, present);
+    assert_eq!(why, "alice is logged in on pts/3 from h9 since 03:46:40 UTC");
+    let (second, why) = at(100_050, vec![alice, login("bob", "pts/4", 100_049)]);
+    assert_eq!(second, present);
+    assert!(why.ends_with(", and 1 more"));
+    assert_eq!(at(100_060, Vec::new()).0, OwnerVerdict::Absent { since: Some(Micros::from_secs(100_060)) });
+    assert_eq!(at(100_070, Vec::new()).0, OwnerVerdict::Absent { since: Some(Micros::from_secs(100_060)) });
+}
+
+#[test]
+fn a_missing_file_is_nobody_and_says_so() {
+    let sensed = Scene { records: Records::Missing, ..Scene::with(Vec::new()) }.once(1);
+    assert_eq!(sensed.owner, OwnerVerdict::Absent { since: None });
+    assert_eq!(sensed.why, "nobody is logged in: /x/utmp does not exist");
+    let denied = Records::Unreadable("permission denied".into());
+    let sensed = Scene { records: denied, ..Scene::with(Vec::new()) }.once(1);
+    assert_eq!(sensed.why, "logins are unknown: /x/utmp cannot be read: permission denied");
+    assert!(sensed.confidence <= 50);
+    // Where systemd keeps sessions, a login record is not needed.
+    let sessions = Evidence::Known(Vec::new());
+    let sensed = Scene { records: Records::Missing, sessions, ..Scene::with(Vec::new()) }.once(1);
+    assert_eq!((sensed.why.as_str(), sensed.confidence), ("nobody is logged in", 90));
+}
+
+#[test]
+fn a_session_alone_is_somebody() {
+    let desk = Session { login: Login { from: String::new(), ..login("olga", "tty2", 50) }, remote: false };
+    let scene = Scene { sessions: Evidence::Known(vec![desk]), ..Scene::with(Vec::new()) };
+    let sensed = scene.once(60);
+    assert!(matches!(sensed.owner, OwnerVerdict::Present { .. }), "{sensed:?}");
+    assert_eq!(sensed.why, "olga is logged in on tty2 since 00:00:50 UTC");
+}
+
+#[test]
+fn a_login_without_input_for_a_quarter_of_an_hour_is_perhaps_nobody_and_the_first_key_is_somebody() {
+    let mut scene = Scene::with(vec![login("alice", "pts/3", 1000)]);
+    scene.typed.insert("pts/3".into(), Micros::from_secs(2000));
+    let mut sense = Sense::default();
+    assert!(matches!(scene.at(&mut sense, 2000 + 899).owner, OwnerVerdict::Present { .. }));
+    let idle = scene.at(&mut sense, 2000 + 900);
+    assert_eq!(idle.owner, OwnerVerdict::Maybe { since: Micros::from_secs(2000) });
+    assert_eq!(idle.why, "alice is logged in on pts/3 from h9, without input since 00:33:20 UTC");
+    assert!(scene.at(&mut sense, 2000 + 20_000).confidence < idle.confidence, "it gets less likely");
+    scene.typed.insert("pts/3".into(), Micros::from_secs(30_000));
+    let back = scene.at(&mut sense, 30_001);
+    let (since, seen) = (Micros::from_secs(1000), Micros::from_secs(30_001));
+    assert_eq!(back.owner, OwnerVerdict::Present { since, seen });
+    assert_eq!(back.confidence, 99);
+}
+
+#[test]
+fn keyboard_and_mouse_speak_for_local_logins_and_for_people_at_a_greeter() {
+    let local = Login { from: String::new(), ..login("olga", "tty2", 1000) };
+    let mut scene = Scene::with(vec![local]);
+    assert_eq!(scene.once(90_000).confidence, 90, "nobody can tell how long she is idle");
+    scene.keys = Evidence::Known(Keys { watched: Micros::from_secs(1000), used: None });
+    assert!(matches!(scene.once(90_000).owner, OwnerVerdict::Maybe { .. }));
+    scene.keys = Evidence::Known(Keys { watched: Micros::from_secs(1000), used: Some(Micros::from_secs(89_990)) });
+    assert!(matches!(scene.once(90_000).owner, OwnerVerdict::Present { .. }));
+    scene.records = Records::Logins(Vec::new());
+    assert!(matches!(scene.once(90_000).owner, OwnerVerdict::Present { .. }));
+    assert!(matches!(scene.once(89_990 + 300).owner, OwnerVerdict::Absent { .. }));
+    // Who is logged in from elsewhere does not touch this keyboard.
+    scene.records = Records::Logins(vec![login("alice", "pts/3", 1000)]);
+    scene.typed.insert("pts/3".into(), Micros::from_secs(1000));
+    assert!(matches!(scene.once(90_000).owner, OwnerVerdict::Maybe { .. }));
+}
+
+#[test]
+fn load_that_is_not_ours_is_perhaps_somebody_until_it_is_low() {
+    let mut scene = Scene::with(Vec::new());
+    let mut sense = Sense::default();
+    for (cores, maybe) in [(0.4, false), (0.6, true), (0.3, true), (0.2, false), (0.4, false)] {
+        scene.foreign = Evidence::Known(cores);
+        let sensed = scene.at(&mut sense, 10);
+        assert_eq!(matches!(sensed.owner, OwnerVerdict::Maybe { .. }), maybe, "{cores}: {sensed:?}");
+    }
+    scene.foreign = Evidence::Known(1.4);
+    assert_eq!(scene.once(1).why, "programs that are not ours use about 1.5 processors");
+}
+
+#[test]
+fn an_owners_word_counts_more_than_any_sign_and_ends() {
+    let mut scene = Scene::with(vec![login("olga", "pts/3", 1000)]);
+    scene.words = vec![spoken(5, "olga", State::Away, 2000, 3000)];
+    let away = scene.once(2500);
+    assert!(matches!(away.owner, OwnerVerdict::Absent { .. }), "{away:?}");
+    assert_eq!((away.confidence, away.why.as_str()), (100, "olga said \"away\", until 00:50:00 UTC"));
+    assert!(matches!(scene.once(3000).owner, OwnerVerdict::Present { .. }), "its time is over");
+    scene = Scene::with(Vec::new());
+    scene.words = vec![spoken(5, "olga", State::Here, 2000, 3000)];
+    let here = scene.once(2500);
+    assert_eq!(here.confidence, 100);
+    assert!(matches!(here.owner, OwnerVerdict::Present { since: Micros(2_000_000_000), .. }), "{here:?}");
+    assert!(matches!(scene.once(3000).owner, OwnerVerdict::Absent { .. }));
+}
+
+#[test]
+fn a_word_ends_with_the_next_login_and_with_a_logout_unless_it_has_a_time_of_its_own() {
+    let mut scene = Scene::with(vec![login("olga", "pts/3", 1000)]);
+    scene.words = vec![spoken(5, "olga", State::Away, 2000, 9000)];
+    let mut sense = Sense::default();
+    assert!(matches!(scene.at(&mut sense, 2100).owner, OwnerVerdict::Absent { .. }));
+    scene.records = Records::Logins(vec![login("olga", "pts/3", 1000), login("olga", "pts/4", 2200)]);
+    assert!(matches!(scene.at(&mut sense, 2201).owner, OwnerVerdict::Present { .. }));
+    let mut sense = Sense::default();
+    scene.records = Records::Logins(vec![login("olga", "pts/3", 1000)]);
+    scene.words = vec![spoken(5, "olga", State::Here, 2000, 9000)];
+    assert!(matches!(scene.at(&mut sense, 2100).owner, OwnerVerdict::Present { .. }));
+    scene.records = Records::Logins(Vec::new());
+    assert!(matches!(scene.at(&mut sense, 2200).owner, OwnerVerdict::Absent { .. }));
+    // With `--for`.
+    if let Some(said) = &mut scene.words[0].word.said {
+        said.visit = false;
+    }
+    assert!(matches!(scene.at(&mut sense, 2300).owner, OwnerVerdict::Present { .. }));
+}
+
+#[test]
+fn who_is_away_speaks_for_himself_unless_the_administrator_has_named_the_owners() {
+    let mut scene = Scene::with(vec![login("olga", "pts/3", 1000), login("bob", "pts/4", 1000)]);
+    scene.words = vec![spoken(5, "olga", State::Away, 2000, 9000)];
+    let sensed = scene.once(2100);
+    assert!(sensed.why.starts_with("bob is logged in"), "{sensed:?}");
+    scene.owners = Some(vec!["olga".into()]);
+    assert!(matches!(scene.once(2100).owner, OwnerVerdict::Absent { .. }));
+    scene.owners = Some(vec!["bob".into()]);
+    assert!(matches!(scene.once(2100).owner, OwnerVerdict::Present { .. }), "olga's word does not count");
+    scene.words = vec![spoken(0, "root", State::Away, 2000, 9000)];
+    assert!(matches!(scene.once(2100).owner, OwnerVerdict::Absent { .. }), "root's always does");
+}
+
+#[test]
+fn every_source_says_something() {
+    let sensed = Scene::with(vec![login("olga", "pts/3", 1000)]).once(2000);
+    let names: Vec<&str> = sensed.sources.iter().map(|(name, _)| *name).collect();
+    assert_eq!(names, ["logins", "sessions", "terminals", "keyboard and mouse", "other programs", "owner's word"]);
+    assert!(sensed.sources.iter().all(|(_, says)| !says.is_empty()));
+}
+
+fn rank(owner: &OwnerVerdict) -> u8 {
+    match owner {
+        OwnerVerdict::Absent { .. } => 0,
+        OwnerVerdict::Maybe { .. } => 1,
+        OwnerVerdict::Present { .. } => 2,
+    }
+}
+
+fn any_scene() -> impl Strategy<Value = Scene> {
+    let visit = (0_u8..4, 0_u64..5000, prop::option::of(0_u64..5000), any::<bool>());
+    let visits = prop::collection::vec(visit, 0..4);
+    let keys = prop::option::of((0_u64..5000, prop::option::of(0_u64..5000)));
+    let word = prop::option::of((any::<bool>(), 0_u64..5000, 0_u64..9000, any::<bool>(), 0_u32..3));
+    (visits, keys, prop::option::of(0.0_f32..4.0), word, 0_u8..3).prop_map(|(visits, keys, foreign, word, kind)| {
+        let mut scene = Scene::with(Vec::new());
+        let mut logins = Vec::new();
+        for (user, at, typed, local) in visits {
+            let mut one = login(&format!("u{user}"), &format!("pts/{}", logins.len()), at);
+            if local {
+                one.from.clear();
+            }
+            scene.typed.extend(typed.map(|t| (one.line.clone(), Micros::from_secs(t))));
+            logins.push(one);
+        }
+        scene.records = match kind {
+            0 => Records::Missing,
+            1 => Records::Unreadable("no".into()),
+            _ => Records::Logins(logins),
+        };
+        if let Some((watched, used)) = keys {
+            let used = used.map(Micros::from_secs);
+            scene.keys = Evidence::Known(Keys { watched: Micros::from_secs(watched), used });
+        }
+        if let Some(cores) = foreign {
+            scene.foreign = Evidence::Known(cores);
+        }
+        if let Some((here, at, span, visit, uid)) = word {
+            let state = if here { State::Here } else { State::Away };
+            let mut one = spoken(uid, &format!("u{uid}"), state, at, at + span);
+            if let Some(said) = &mut one.word.said {
+                said.visit = visit;
+            }
+            scene.words = vec![one];
+        }
+        scene
+    })
+}
+
+proptest! {
+    #[test]
+    fn every_verdict_has_a_reason_a_sane_confidence_and_no_time_in_the_future(scene in any_scene(), now in 5000_u64..20_000) {
+        let sensed = scene.once(now);
+        prop_assert!(sensed.confidence <= 100 && !sensed.why.is_empty() && sensed.why.lines().count() == 1);
+        let now = Micros::from_secs(now);
+        match sensed.owner {
+            OwnerVerdict::Present { since, seen } => prop_assert!(since <= now && seen <= now),
+            OwnerVerdict::Maybe { since } => prop_assert!(since <= now),
+            OwnerVerdict::Absent { since } => prop_assert!(since.is_none()),
+        }
+    }
+
+    #[test]
+    fn somebody_more_never_makes_the_machine_freer(mut scene in any_scene(), now in 5000_u64..20_000) {
+        scene.words.clear();
+        scene.records = match scene.records {
+            Records::Logins(logins) => Records::Logins(logins),
+            _ => Records::Logins(Vec::new()),
+        };
+        // Keys of a person at the greeter are taken for those of whoever is logged in.
+        scene.keys = Evidence::Missing("not looked at".into());
+        let before = rank(&scene.once(now).owner);
+        if let Records::Logins(logins) = &mut scene.records {
+            logins.push(login("zoe", "pts/9", 4000));
+        }
+        prop_assert!(rank(&scene.once(now).owner) >= before);
+    }
+
+    #[test]
+    fn without_anything_new_time_alone_never_makes_somebody_appear(scene in any_scene(), now in 9000_u64..20_000, more in 0_u64..20_000) {
+        let mut scene = scene;
+        scene.words.clear();
+        prop_assert!(rank(&scene.once(now + more).owner) <= rank(&scene.once(now).owner));
+    }
+
+    #[test]
+    fn the_same_signs_again_give_the_same_verdict(scene in any_scene(), now in 5000_u64..20_000) {
+        let mut sense = Sense::default();
+        let first = scene.at(&mut sense, now);
+        prop_assert_eq!(scene.at(&mut sense, now), first);
+    }
+}

@@ -1,0 +1,381 @@
+//! What owner, administrator and user say about guests: TOML files, merged so that the owner's word wins over the
+//! administrator's and his over the user's. Pure; any text is accepted or refused with the line that is wrong.
+
+use crate::hours::Hours;
+use serde::Deserialize;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::str::FromStr;
+use thiserror::Error;
+
+/// Bytes of a policy file at most.
+pub const POLICY_BYTES_MAX: usize = 64 << 10;
+/// Entries of one list in a policy file at most.
+pub const ENTRIES_MAX: usize = 256;
+/// Longest time that guests may be let wait: a day.
+pub const LEAVE_AFTER_S_MAX: u64 = 86_400;
+/// Minutes after which a login without input counts as idle, unless the policy says otherwise.
+pub const IDLE_AFTER_MIN: u32 = 15;
+
+/// An amount of memory: bytes, or a number with K, M, G or T.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "NumberOrText")]
+pub struct Size(pub u64);
+
+/// When guests leave that are not wanted any more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "NumberOrText")]
+pub enum LeaveAfter {
+    /// After so many seconds.
+    Seconds(u64),
+    /// Not at all: they wait.
+    Never,
+}
+
+/// How they leave.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Then {
+    /// To another host.
+    Move,
+    /// They are ended.
+    Kill,
+}
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum NumberOrText {
+    Number(u64),
+    Text(String),
+}
+
+impl FromStr for Size {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Size, String> {
+        let wrong = || format!("{text:?} is no amount of memory; it looks like \"4G\" or \"512M\"");
+        let shift = match text.chars().last().ok_or_else(wrong)?.to_ascii_uppercase() {
+            'K' => 10,
+            'M' => 20,
+            'G' => 30,
+            'T' => 40,
+            _ => 0,
+        };
+        let digits = if shift > 0 { &text[..text.len() - 1] } else { text };
+        let number: u64 = digits.trim().parse().map_err(|_| wrong())?;
+        number.checked_mul(1 << shift).map(Size).ok_or_else(wrong)
+    }
+}
+
+impl TryFrom<NumberOrText> for Size {
+    type Error = String;
+
+    fn try_from(value: NumberOrText) -> Result<Size, String> {
+        match value {
+            NumberOrText::Number(bytes) => Ok(Size(bytes)),
+            NumberOrText::Text(text) => text.parse(),
+        }
+    }
+}
+
+impl fmt::Display for Size {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let units = [(40, "T"), (30, "G"), (20, "M"), (10, "K")];
+        let whole = units.iter().find(|(shift, _)| self.0 > 0 && self.0.trailing_zeros() >= *shift);
+        match whole {
+            Some((shift, unit)) => write!(f, "{}{unit}", self.0 >> shift),
+            None => write!(f, "{}", self.0),
+        }
+    }
+}
+
+impl TryFrom<NumberOrText> for LeaveAfter {
+    type Error = String;
+
+    fn try_from(value: NumberOrText) -> Result<LeaveAfter, String> {
+        match value {
+            NumberOrText::Number(seconds) if seconds <= LEAVE_AFTER_S_MAX => Ok(LeaveAfter::Seconds(seconds)),
+            NumberOrText::Number(seconds) => Err(format!("{seconds} seconds are more than a day")),
+            NumberOrText::Text(text) if text == "never" => Ok(LeaveAfter::Never),
+            NumberOrText::Text(text) => Err(format!("{text:?} is neither a number of seconds nor \"never\"")),
+        }
+    }
+}
+
+impl fmt::Display for LeaveAfter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            LeaveAfter::Seconds(seconds) => write!(f, "{seconds} s"),
+            LeaveAfter::Never => f.write_str("never"),
+        }
+    }
+}
+
+impl fmt::Display for Then {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Then::Move => "move",
+            Then::Kill => "kill",
+        })
+    }
+}
+
+/// Programs and users that are never let in.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Blocked {
+    /// Names or paths of programs; `*` stands for anything.
+    pub programs: Option<Vec<String>>,
+    /// Names of users.
+    pub users: Option<Vec<String>>,
+}
+
+/// What one file says; what it does not mention is left to the next one.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Policy {
+    /// Users whose word counts as the owner's, besides root; everybody's when nobody is named. Only the administrator's
+    /// file may say so.
+    pub owners: Option<Vec<String>>,
+    /// No guests at these times.
+    pub never: Option<Vec<Hours>>,
+    /// Guests only at these times.
+    pub only: Option<Vec<Hours>>,
+    /// So many tasks at most.
+    pub cores: Option<u32>,
+    /// Memory that stays free.
+    pub memory_free: Option<Size>,
+    /// Nice level of guests, 0 to 19.
+    pub nice: Option<u8>,
+    /// When guests leave that are not wanted any more; until then they stand still.
+    pub leave_after: Option<LeaveAfter>,
+    /// How they leave.
+    pub then: Option<Then>,
+    /// Minutes without input after which somebody who is logged in may be away.
+    pub idle_after_min: Option<u32>,
+    /// Who is never let in.
+    pub blocked: Option<Blocked>,
+}
+
+/// A policy that is refused; the one before stays.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[error("{file}:{line}: {reason}")]
+pub struct PolicyError {
+    /// The file.
+    pub file: String,
+    /// The line, counted from 1.
+    pub line: usize,
+    /// What is wrong there.
+    pub reason: String,
+}
+
+impl Policy {
+    /// Reads the text of a file.
+    ///
+    /// # Errors
+    /// Says line and reason.
+    pub fn parse(file: &str, text: &str) -> Result<Policy, PolicyError> {
+        let refused = |line, reason| PolicyError { file: file.to_string(), line, reason };
+        if text.len() > POLICY_BYTES_MAX {
+            return Err(refused(1, format!("the file is longer than {POLICY_BYTES_MAX} bytes")));
+        }
+        let line_of = |at: usize| text.as_bytes()[..at.min(text.len())].iter().filter(|b| **b == b'\n').count() + 1;
+        let policy: Policy = toml::from_str(text).map_err(|error| {
+            let reason = error.message().lines().map(str::trim).collect::<Vec<_>>().join(" ");
+            refused(error.span().map_or(1, |span| line_of(span.start)), reason)
+        })?;
+        let line = |key: &str| {
+            let is = |l: &str| l.trim_start().strip_prefix(key).is_some_and(|rest| rest.trim_start().starts_with('='));
+            text.lines().position(is).map_or(1, |at| at + 1)
+        };
+        policy.check().map_err(|(key, reason)| refused(line(key), reason))?;
+        Ok(policy)
+    }
+
+    /// What the types do not say.
+    fn check(&self) -> Result<(), (&'static str, String)> {
+        if let Some(nice) = self.nice.filter(|nice| *nice > 19) {
+            return Err(("nice", format!("nice = {nice}: the highest level is 19")));
+        }
+        let blocked = self.blocked.clone().unwrap_or_default();
+        let lists = [
+            ("never", self.never.as_ref().map(Vec::len)),
+            ("only", self.only.as_ref().map(Vec::len)),
+            ("owners", self.owners.as_ref().map(Vec::len)),
+            ("programs", blocked.programs.as_ref().map(Vec::len)),
+            ("users", blocked.users.as_ref().map(Vec::len)),
+        ];
+        match lists.iter().find(|(_, len)| len.is_some_and(|len| len > ENTRIES_MAX)) {
+            Some((key, _)) => Err((key, format!("{key} has more than {ENTRIES_MAX} entries"))),
+            None => Ok(()),
+        }
+    }
+
+    /// The settings in it, as they would be written, by their names.
+    fn settings(&self) -> BTreeMap<&'static str, String> {
+        let quoted = |list: Vec<String>| format!("[{}]", list.join(", "));
+        let words = |list: &Vec<String>| quoted(list.iter().map(|word| format!("{word:?}")).collect());
+        let hours = |list: &Vec<Hours>| quoted(list.iter().map(|hours| format!("\"{hours}\"")).collect());
+        let blocked = self.blocked.clone().unwrap_or_default();
+        let all = [
+            ("owners", self.owners.as_ref().map(words)),
+            ("never", self.never.as_ref().map(hours)),
+            ("only", self.only.as_ref().map(hours)),
+            ("cores", self.cores.map(|n| n.to_string())),
+            ("memory_free", self.memory_free.map(|size| format!("\"{size}\""))),
+            ("nice", self.nice.map(|n| n.to_string())),
+            (
+                "leave_after",
+                self.leave_after.map(|after| match after {
+                    LeaveAfter::Seconds(seconds) => seconds.to_string(),
+                    LeaveAfter::Never => "\"never\"".into(),
+                }),
+            ),
+            ("then", self.then.map(|then| format!("\"{then}\""))),
+            ("idle_after_min", self.idle_after_min.map(|n| n.to_string())),
+            ("blocked.programs", blocked.programs.as_ref().map(words)),
+            ("blocked.users", blocked.users.as_ref().map(words)),
+        ];
+        all.into_iter().filter_map(|(name, text)| Some((name, text?))).collect()
+    }
+}
+
+/// The policy that holds, and who said which part of it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Merged {
+    /// All that is said.
+    pub policy: Policy,
+    /// Each setting: its name, its value as it would be written, and where it comes from.
+    pub settings: Vec<(&'static str, String, String)>,
+}
+
+impl Merged {
+    /// Puts policies together; of each setting the first one counts. Each comes with where it is from.
+    pub fn of<'a>(policies: impl IntoIterator<Item = (String, &'a Policy)>) -> Merged {
+        let mut policy = Policy::default();
+        let mut settings: Vec<(&'static str, String, String)> = Vec::new();
+        for (from, next) in policies {
+            for (name, value) in next.settings() {
+                if settings.iter().all(|(known, ..)| *known != name) {
+                    settings.push((name, value, from.clone()));
+                }
+            }
+            let Policy { owners, never, only, cores, memory_free, nice, leave_after, then, idle_after_min, blocked } =
+                next.clone();
+            let mut both = policy.blocked.unwrap_or_default();
+            let blocked = blocked.unwrap_or_default();
+            both.programs = both.programs.or(blocked.programs);
+            both.users = both.users.or(blocked.users);
+            policy = Policy {
+                owners: policy.owners.or(owners),
+                never: policy.never.or(never),
+                only: policy.only.or(only),
+                cores: policy.cores.or(cores),
+                memory_free: policy.memory_free.or(memory_free),
+                nice: policy.nice.or(nice),
+                leave_after: policy.leave_after.or(leave_after),
+                then: policy.then.or(then),
+                idle_after_min: policy.idle_after_min.or(idle_after_min),
+                blocked: Some(both),
+            };
+        }
+        Merged { policy, settings }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// The example in the manual's folder.
+    const EXAMPLE: &str = include_str!("../../docs/owner.toml");
+
+    #[test]
+    fn the_example_says_everything_there_is_to_say() {
+        let policy = Policy::parse("owner.toml", EXAMPLE).expect("the example is good");
+        let said = Merged::of([("the example".to_string(), &policy)]).settings;
+        let names: Vec<&str> = said.iter().map(|(name, ..)| *name).collect();
+        let all = [
+            "blocked.programs",
+            "blocked.users",
+            "cores",
+            "idle_after_min",
+            "leave_after",
+            "memory_free",
+            "never",
+            "nice",
+            "only",
+            "owners",
+            "then",
+        ];
+        let uncommented: String =
+            EXAMPLE.lines().map(|l| l.strip_prefix("#! ").unwrap_or(l)).map(|l| format!("{l}\n")).collect();
+        let whole = Policy::parse("owner.toml", &uncommented).expect("what is commented out is good as well");
+        let mut every: Vec<&str> =
+            Merged::of([(String::new(), &whole)]).settings.iter().map(|(name, ..)| *name).collect();
+        every.sort_unstable();
+        assert_eq!(every, all);
+        assert!(names.iter().all(|name| all.contains(name)) && !names.is_empty());
+    }
+
+    #[test]
+    fn what_is_wrong_is_named_with_file_line_and_reason() {
+        for (text, line, reason) in [
+            ("cores = 2\nnever = [\"9-17\", \"noon\"]\n", 2, "\"noon\" is no time of the week"),
+            ("\n\ncorse = 2\n", 3, "unknown field `corse`"),
+            ("cores = -1", 1, "invalid value"),
+            ("nice = 3\nnice = 4\n", 2, "duplicate key"),
+            ("cores = 1\nnice = 20\n", 2, "the highest level is 19"),
+            ("memory_free = \"lots\"", 1, "\"lots\" is no amount of memory"),
+            ("then = \"wait\"", 1, "unknown variant `wait`"),
+            ("leave_after = \"soon\"", 1, "\"soon\" is neither a number"),
+            ("leave_after = 100000", 1, "more than a day"),
+            ("a = [", 1, ""),
+            ("[blocked]\nprogramms = []\n", 2, "unknown field `programms`"),
+        ] {
+            let error = Policy::parse("o.toml", text).expect_err(text);
+            assert_eq!((error.file.as_str(), error.line), ("o.toml", line), "{error}");
+            let told = error.to_string();
+            assert!(told.contains(reason) && told.lines().count() == 1, "{told}");
+        }
+        let long = format!("never = [{}]", "\"1-2\",".repeat(ENTRIES_MAX + 1));
+        assert!(Policy::parse("o.toml", &long).is_err());
+        assert!(Policy::parse("o.toml", &"#".repeat(POLICY_BYTES_MAX + 1)).is_err());
+    }
+
+    #[test]
+    fn of_each_setting_the_first_one_counts_and_says_where_it_is_from() {
+        let parse = |text: &str| Policy::parse("x", text).expect("good");
+        let owner = parse("never = [\"9-17\"]\n[blocked]\nusers = [\"bob\"]");
+        let admin = parse("never = []\ncores = 2\n[blocked]\nprograms = [\"miner\"]\nusers = []");
+        let merged = Merged::of([("owner".to_string(), &owner), ("admin".to_string(), &admin)]);
+        assert_eq!(merged.policy.never, owner.never);
+        assert_eq!(merged.policy.cores, Some(2));
+        let blocked = merged.policy.blocked.expect("said");
+        assert_eq!(blocked.users, Some(vec!["bob".to_string()]));
+        assert_eq!(blocked.programs, Some(vec!["miner".to_string()]));
+        let from = |name: &str| merged.settings.iter().find(|(n, ..)| *n == name).map(|(.., from)| from.as_str());
+        assert_eq!((from("never"), from("cores"), from("nice")), (Some("owner"), Some("admin"), None));
+    }
+
+    #[test]
+    fn sizes_are_read_and_told() {
+        for (text, bytes) in [("4G", 4 << 30), ("512M", 512 << 20), ("7", 7), ("0", 0)] {
+            assert_eq!(text.parse(), Ok(Size(bytes)));
+            assert_eq!(Size(bytes).to_string(), text);
+        }
+        assert!(
+            "G".parse::<Size>().is_err() && "".parse::<Size>().is_err() && "99999999999999T".parse::<Size>().is_err()
+        );
+    }
+
+    proptest! {
+        #[test]
+        fn any_text_is_read_or_refused_with_a_line_of_it(text in "(?s)[a-z0-9 =\\[\\]\"\n-]{0,80}|.{0,40}") {
+            if let Err(error) = Policy::parse("f", &text) {
+                prop_assert!(error.line >= 1 && error.line <= text.lines().count().max(1) + 1, "{}", error);
+            }
+        }
+    }
+}

@@ -1,0 +1,205 @@
+//! Reads the sources of the owner's signs where they are: sessions, terminals, interrupts. The dear ones are read rarely.
+
+use crate::owner::{Evidence, Keys};
+use crate::proc::key_interrupts;
+use crate::sessions::{SESSION_BYTES_MAX, SESSIONS_MAX, Session, session};
+use sempa_proto::Micros;
+use sempa_proto::load::Login;
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+/// Where systemd-logind keeps its sessions.
+pub const SESSIONS_DIR: &str = "/run/systemd/sessions";
+/// Where terminals are.
+pub const TERMINALS_DIR: &str = "/dev";
+/// Where the kernel counts interrupts.
+pub const INTERRUPTS_FILE: &str = "/proc/interrupts";
+/// A machine without keyboard and mouse is looked at again after this: one may be plugged in.
+pub const KEYS_AGAIN: Micros = Micros::from_secs(600);
+/// Bytes of the file of interrupts that are looked at.
+const INTERRUPTS_BYTES_MAX: usize = 256 << 10;
+
+/// The sessions in this folder.
+pub fn sessions(dir: &Path) -> Evidence<Vec<Session>> {
+    let entries = match fs::read_dir(dir) {
+        Ok(entries) => entries,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => {
+            return Evidence::Missing(format!("{} does not exist (no systemd-logind)", dir.display()));
+        }
+        Err(e) => return Evidence::Missing(format!("{} cannot be read: {e}", dir.display())),
+    };
+    let mut all = Vec::new();
+    for entry in entries.flatten().take(SESSIONS_MAX) {
+        // Beside each session lies a pipe, which must not be opened.
+        let name = entry.file_name().to_string_lossy().into_owned();
+        if name.contains('.') || !entry.file_type().is_ok_and(|kind| kind.is_file()) {
+            continue;
+        }
+        let mut text = Vec::new();
+        let read = File::open(entry.path()).and_then(|f| f.take(SESSION_BYTES_MAX as u64).read_to_end(&mut text));
+        // One that has just ended is gone.
+        all.extend(read.ok().and_then(|_| session(&name, &String::from_utf8_lossy(&text))));
+    }
+    all.sort_by(|a, b| (a.login.at, &a.login.line).cmp(&(b.login.at, &b.login.line)));
+    Evidence::Known(all)
+}
+
+/// When the terminals of these logins were last typed at. The kernel notes it to within eight seconds.
+pub fn typed(dir: &Path, logins: &[Login]) -> BTreeMap<String, Micros> {
+    let last = |login: &Login| {
+        // Lines come from files that others write; only names below the folder are terminals.
+        let inside = !login.line.starts_with('/') && !login.line.split('/').any(|part| part == ".." || part.is_empty());
+        let about = fs::metadata(dir.join(&login.line)).ok().filter(|about| inside && !about.is_dir())?;
+        let seconds = u64::try_from(about.atime()).ok()?;
+        Some((login.line.clone(), Micros::from_secs(seconds) + Micros(about.atime_nsec().unsigned_abs() / 1000)))
+    };
+    logins.iter().filter_map(last).collect()
+}
+
+/// Keyboard and mouse by their interrupts.
+#[derive(Debug)]
+pub struct KeySense {
+    path: PathBuf,
+    file: Option<File>,
+    text: Vec<u8>,
+    count: Option<u64>,
+    evidence: Evidence<Keys>,
+    again: Option<Micros>,
+}
+
+impl KeySense {
+    /// Not looked at yet.
+    pub fn new(path: PathBuf) -> KeySense {
+        let evidence = Evidence::Missing("not looked at yet".into());
+        KeySense { path, file: None, text: Vec::new(), count: None, evidence, again: None }
+    }
+
+    /// What is known.
+    pub fn evidence(&self) -> &Evidence<Keys> {
+        &self.evidence
+    }
+
+    /// Looks at `now` (time of day), unless there was no keyboard a short while ago.
+    pub fn look(&mut self, now: Micros) {
+        if self.again.is_some_and(|again| now < again && now + KEYS_AGAIN >= again) {
+            return;
+        }
+        self.again = None;
+        let missing = |sense: &mut KeySense, why: String| {
+            (sense.evidence, sense.count, sense.again) = (Evidence::Missing(why), None, Some(now + KEYS_AGAIN));
+            sense.text = Vec::new();
+        };
+        if let Err(e) = self.read() {
+            self.file = None;
+            let why = format!("{} cannot be read: {e}", self.path.display());
+            return missing(self, why);
+        }
+        let Some(count) = key_interrupts(&self.text) else {
+            let why = format!("no keyboard or mouse with interrupts of its own in {}", self.path.display());
+            return missing(self, why);
+        };
+        let before = self.count.replace(count);
+        let keys = match &self.evidence {
+            Evidence::Known(keys) => *keys,
+            Evidence::Missing(_) => Keys { watched: now, used: None },
+        };
+        let used = if before.is_some_and(|before| before != count) { Some(now) } else { keys.used };
+        self.evidence = Evidence::Known(Keys { used, ..keys });
+    }
+
+    fn read(&mut self) -> io::Result<()> {
+        if self.file.is_none() {
+            self.file = Some(File::open(&self.path)?);
+        }
+        let file = self.file.as_ref().expect("opened just now");
+        self.text.resize(INTERRUPTS_BYTES_MAX, 0);
+        let mut len = 0;
+        // The kernel gives a page at a time.
+        while len < INTERRUPTS_BYTES_MAX {
+            match file.read_at(&mut self.text[len..], len as u64) {
+                Ok(0) => break,
+                Ok(n) => len += n,
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => return Err(e),
+            }
+        }
+        self.text.truncate(len);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn at(seconds: u64) -> Micros {
+        Micros::from_secs(seconds)
+    }
+
+    #[test]
+    fn session_files_are_read_and_other_things_beside_them_are_not() {
+        let dir = tempfile::tempdir().expect("a folder");
+        assert!(matches!(sessions(&dir.path().join("no")), Evidence::Missing(why) if why.contains("does not exist")));
+        assert_eq!(sessions(dir.path()), Evidence::Known(Vec::new()));
+        let text = "USER=olga\nCLASS=user\nTYPE=tty\nTTY=tty2\nREALTIME=5\n";
+        fs::write(dir.path().join("1"), text).expect("the test's own file");
+        fs::write(dir.path().join("1.ref"), text).expect("the test's own file");
+        nix::unistd::mkfifo(&dir.path().join("2"), nix::sys::stat::Mode::S_IRWXU).expect("a pipe");
+        fs::create_dir(dir.path().join("3")).expect("the test's own folder");
+        let Evidence::Known(found) = sessions(dir.path()) else { panic!("the folder is there") };
+        let users: Vec<&str> = found.iter().map(|s| s.login.user.as_str()).collect();
+        assert_eq!(users, ["olga"]);
+    }
+
+    #[test]
+    fn terminals_tell_when_they_were_typed_at_and_nothing_outside_their_folder_is_looked_at() {
+        let dir = tempfile::tempdir().expect("a folder");
+        fs::create_dir(dir.path().join("pts")).expect("the test's own folder");
+        let file = File::create(dir.path().join("pts/3")).expect("the test's own file");
+        let when = std::time::UNIX_EPOCH + std::time::Duration::from_micros(5_000_007);
+        file.set_times(fs::FileTimes::new().set_accessed(when)).expect("the test's own file");
+        File::create(dir.path().join("outside")).expect("the test's own file");
+        let login = |line: &str| Login { user: "a".into(), line: line.into(), from: String::new(), at: Micros(1) };
+        let lines = ["pts/3", "pts/4", "pts", "../outside", "pts/../../outside", "/dev/null", ":0", ""];
+        let dir = dir.path().join("pts").parent().expect("it has one").to_path_buf();
+        let found = typed(&dir, &lines.map(login));
+        assert_eq!(found, BTreeMap::from([("pts/3".to_string(), Micros(5_000_007))]));
+    }
+
+    #[test]
+    fn keys_are_used_when_their_interrupts_count_up() {
+        let dir = tempfile::tempdir().expect("a folder");
+        let path = dir.path().join("interrupts");
+        let put = |n: u32| fs::write(&path, format!("  CPU0\n 1: {n} IO-APIC i8042\n")).expect("the test's own file");
+        put(7);
+        let mut sense = KeySense::new(path.clone());
+        sense.look(at(100));
+        let watched = at(100);
+        assert_eq!(*sense.evidence(), Evidence::Known(Keys { watched, used: None }));
+        put(8);
+        sense.look(at(105));
+        sense.look(at(110));
+        assert_eq!(*sense.evidence(), Evidence::Known(Keys { watched, used: Some(at(105)) }));
+    }
+
+    #[test]
+    fn a_machine_without_a_keyboard_says_so_and_is_looked_at_again_later() {
+        let dir = tempfile::tempdir().expect("a folder");
+        let path = dir.path().join("interrupts");
+        fs::write(&path, "  CPU0\n 4: 10 IO-APIC ttyS0\n").expect("the test's own file");
+        let mut sense = KeySense::new(path.clone());
+        sense.look(at(100));
+        assert!(matches!(sense.evidence(), Evidence::Missing(why) if why.starts_with("no keyboard")));
+        fs::write(&path, "  CPU0\n 1: 10 IO-APIC i8042\n").expect("the test's own file");
+        sense.look(at(100) + Micros(KEYS_AGAIN.0 - 1));
+        assert!(matches!(sense.evidence(), Evidence::Missing(_)));
+        sense.look(at(100) + KEYS_AGAIN);
+        assert!(matches!(sense.evidence(), Evidence::Known(_)));
+        let mut gone = KeySense::new(dir.path().join("no"));
+        gone.look(at(1));
+        assert!(matches!(gone.evidence(), Evidence::Missing(why) if why.contains("cannot be read")));
+    }
+}

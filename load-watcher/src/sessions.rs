@@ -1,0 +1,116 @@
+//! Sessions as systemd-logind keeps them in files, one for each: `/run/systemd/sessions`. Pure; any text is accepted.
+//!
+//! Only people count: sessions of class `user` that have a terminal or a screen. A greeter, a lock screen, a cron job and a
+//! command over ssh are nobody at the machine.
+
+use sempa_proto::Micros;
+use sempa_proto::load::Login;
+
+/// Bytes of a session file that are looked at.
+pub const SESSION_BYTES_MAX: usize = 16 << 10;
+/// Session files that are looked at.
+pub const SESSIONS_MAX: usize = 1024;
+
+/// Somebody's session.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Session {
+    /// Who, where and since when. Without a terminal the line is the display, or the session's name.
+    pub login: Login,
+    /// It came over the network.
+    pub remote: bool,
+}
+
+/// The session that a file of this name describes; `None` when nobody is there.
+pub fn session(name: &str, text: &str) -> Option<Session> {
+    let value = |key: &str| {
+        let line = text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix('='));
+        line.map(clean).filter(|value| !value.is_empty())
+    };
+    let class = value("CLASS")?;
+    let person = class == "user" || class.starts_with("user-early") || class == "user-light";
+    let lasts = value("STATE").is_none_or(|state| state != "closing");
+    let seen = matches!(value("TYPE").as_deref(), Some("tty" | "x11" | "wayland" | "mir" | "web"));
+    if !person || !lasts || !seen {
+        return None;
+    }
+    let user = value("USER").or_else(|| Some(format!("user {}", value("UID")?)))?;
+    let line = value("TTY").or_else(|| value("DISPLAY")).unwrap_or_else(|| format!("session {name}"));
+    let line = line.strip_prefix("/dev/").map_or(line.clone(), str::to_string);
+    let at = Micros(value("REALTIME").and_then(|text| text.parse().ok()).unwrap_or(0));
+    let remote = value("REMOTE").is_some_and(|flag| flag == "1");
+    let from = value("REMOTE_HOST").filter(|_| remote).unwrap_or_default();
+    Some(Session { login: Login { user, line, from, at }, remote })
+}
+
+/// A value without quotes, and without control characters that could play tricks on whoever prints it.
+fn clean(value: &str) -> String {
+    let value = value.trim().trim_matches('"');
+    value.chars().map(|c| if c.is_control() { '?' } else { c }).collect()
+}
+
+/// Logins of both kinds, earliest first; a session whose terminal has a login record is the same visit.
+pub fn all_logins(records: &[Login], sessions: &[Session]) -> Vec<Login> {
+    let mut all = records.to_vec();
+    let new = sessions.iter().map(|s| &s.login).filter(|l| records.iter().all(|r| r.line != l.line));
+    all.extend(new.cloned());
+    all.sort_by(|a, b| (a.at, &a.line).cmp(&(b.at, &b.line)));
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const DESK: &str = "# This is private data. Do not parse.\nUID=1000\nUSER=alice\nACTIVE=1\nSTATE=active\nREMOTE=0\n\
+        TYPE=wayland\nCLASS=user\nSEAT=seat0\nVTNR=2\nTTY=tty2\nLEADER=1234\nREALTIME=1700000000000000\n";
+
+    fn with(key: &str, value: &str) -> Option<Session> {
+        let lines: Vec<String> =
+            DESK.lines().filter(|l| !l.starts_with(&format!("{key}="))).map(str::to_string).collect();
+        session("3", &format!("{}\n{key}={value}\n", lines.join("\n")))
+    }
+
+    #[test]
+    fn a_session_at_the_desk_says_who_where_and_since_when() {
+        let Session { login, remote } = session("3", DESK).expect("somebody");
+        assert_eq!((login.user.as_str(), login.line.as_str(), login.from.as_str()), ("alice", "tty2", ""));
+        assert_eq!((login.at, remote), (Micros(1_700_000_000_000_000), false));
+        let far =
+            session("4", &format!("{}REMOTE_HOST=10.0.0.9\n", DESK.replace("REMOTE=0", "REMOTE=1"))).expect("one");
+        assert_eq!((far.login.from.as_str(), far.remote), ("10.0.0.9", true));
+        assert_eq!(with("TTY", "").expect("somebody").login.line, "session 3");
+        assert_eq!(with("TTY", "/dev/pts/4").expect("somebody").login.line, "pts/4");
+    }
+
+    #[test]
+    fn greeters_jobs_and_sessions_that_end_are_nobody() {
+        for (key, value) in [
+            ("CLASS", "greeter"),
+            ("CLASS", "lock-screen"),
+            ("CLASS", "background"),
+            ("CLASS", "manager"),
+            ("STATE", "closing"),
+            ("TYPE", "unspecified"),
+        ] {
+            assert_eq!(with(key, value), None, "{key}={value}");
+        }
+    }
+
+    #[test]
+    fn a_session_with_a_login_record_is_one_visit() {
+        let record = Login { user: "alice".into(), line: "tty2".into(), from: String::new(), at: Micros(5) };
+        let desk = session("3", DESK).expect("somebody");
+        assert_eq!(all_logins(std::slice::from_ref(&record), std::slice::from_ref(&desk)), [record.clone()]);
+        let other = Login { line: "pts/0".into(), ..record };
+        assert_eq!(all_logins(std::slice::from_ref(&other), std::slice::from_ref(&desk)), [other, desk.login]);
+    }
+
+    proptest! {
+        #[test]
+        fn any_text_is_survived(text in "(?s).{0,200}") {
+            let _ = session("1", &text);
+            let _ = session("1", &format!("{DESK}{text}"));
+        }
+    }
+}

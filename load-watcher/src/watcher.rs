@@ -1,0 +1,454 @@
+//! The watcher at work: waits for news of its sources and for the next sample, judges, and tells whom it concerns; the daemon
+//! of this host first, because it can stop guests at once.
+
+use crate::Args;
+use anyhow::Context;
+use libpvm::{Body, Vm};
+use pvm_load_watcher::guests::{Case, Decision, Door};
+use pvm_load_watcher::ours::Ours;
+use pvm_load_watcher::owner::{Evidence, Records, Sense, Sensed, Signs};
+use pvm_load_watcher::policy::IDLE_AFTER_MIN;
+use pvm_load_watcher::proc::used;
+use pvm_load_watcher::report::{LOGINS_MAX, PAUSE_BUSY, Reporter};
+use pvm_load_watcher::rules::{Places, Rules, owner_file, user_name};
+use pvm_load_watcher::sampler::Sampler;
+use pvm_load_watcher::senses::{KeySense, sessions, typed};
+use pvm_load_watcher::sessions::{Session, all_logins};
+use pvm_load_watcher::status::{Guest, Listener, Setting, Status, TASKS_MAX};
+use pvm_load_watcher::system::{make_nice, wall_clock};
+use pvm_load_watcher::watch::{Spot, Watch, Woken, records, utmp_path};
+use pvm_load_watcher::word::WORD_PREFIX;
+use sempa_proto::load::{LoadReport, LoadSample, OwnerVerdict};
+use sempa_proto::message::DSIG_X86_64;
+use sempa_proto::owner::{Guests, GuestsWord, Leave, WHY_BYTES_MAX};
+use sempa_proto::table::{TASK_FORKED, TASK_HOSTER, TASK_RM, TASK_TASKER, TaskInfo};
+use sempa_proto::task::{Reply, Request};
+use sempa_proto::{Micros, frame};
+use std::cell::Cell;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+/// The dear sources are read no more often than this, and everything is judged anew.
+const RARE: Micros = Micros::from_secs(5);
+/// What our tasks use, and which there are, is looked at no more often than this.
+const TASKS_SPAN: Micros = Micros::from_secs(10);
+/// Places that cannot be watched are looked at this often.
+const BLIND_SPAN: Micros = Micros::from_secs(10);
+
+// The watched places, by their number.
+const UTMP: usize = 0;
+const SESSIONS: usize = 1;
+const OWNER: usize = 2;
+const ADMIN: usize = 3;
+const WORDS: usize = 4;
+const PLACES: usize = 5;
+
+fn micros(span: Duration) -> Micros {
+    Micros(u64::try_from(span.as_micros()).unwrap_or(u64::MAX))
+}
+
+fn wall() -> Micros {
+    micros(SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default())
+}
+
+fn say(line: &str) {
+    eprintln!("pvm-load-watcher: {line}");
+}
+
+/// Cuts a sentence to what fits.
+fn cut(text: &str, bytes_max: usize) -> String {
+    let end = (0..=bytes_max.min(text.len())).rev().find(|at| text.is_char_boundary(*at)).unwrap_or(0);
+    text[..end].to_string()
+}
+
+/// What the sources said when they were last read.
+struct Seen {
+    records: Records,
+    sessions: Evidence<Vec<Session>>,
+    typed: BTreeMap<String, Micros>,
+    keys: KeySense,
+    foreign: Evidence<f32>,
+}
+
+pub(crate) struct Watcher {
+    vm: Vm,
+    args: Args,
+    user: u32,
+    begin: Instant,
+    sampler: Sampler,
+    watch: Watch,
+    seen: Seen,
+    rules: Rules,
+    sense: Sense,
+    door: Door,
+    ours: Ours,
+    reporter: Reporter,
+    listener: Option<Listener>,
+    sample: LoadSample,
+    sensed: Sensed,
+    decision: Decision,
+    reported: Option<Decision>,
+    told: Option<GuestsWord>,
+    deaf: Cell<bool>,
+    due: Due,
+}
+
+/// When what is due next, on the watcher's own clock.
+#[derive(Debug, Default)]
+struct Due {
+    rare: Micros,
+    tasks: Micros,
+    blind: Micros,
+}
+
+impl Watcher {
+    pub(crate) fn new(vm: Vm, args: Args) -> anyhow::Result<Watcher> {
+        let mut sampler = Sampler::open(Path::new("/proc")).context("sampling the load of this host")?;
+        let sample = sampler.sample(wall()).context("sampling the load of this host")?;
+        let user = nix::unistd::geteuid();
+        let home = || nix::unistd::User::from_uid(user).ok().flatten().map(|user| user.dir);
+        let owner = args.owner_policy.clone().or_else(|| Some(owner_file(&home()?)));
+        let places = Places {
+            owner: owner.unwrap_or_else(|| PathBuf::from("/nonexistent/owner.toml")),
+            admin: args.admin_policy.clone(),
+            words: args.owner_words.clone(),
+        };
+        let watch = Watch::new(vec![
+            Spot::file(utmp_path(args.utmp.clone())),
+            Spot::folder(args.sessions.clone(), ""),
+            Spot::file(places.owner.clone()),
+            Spot::file(places.admin.clone()),
+            Spot::folder(places.words.clone(), WORD_PREFIX),
+        ]);
+        let rules = Rules::read(places, args.guest_defaults.clone());
+        rules.wrong().iter().for_each(|line| say(line));
+        let name = std::env::var("PVM_VMID").ok().filter(|name| !name.is_empty()).unwrap_or_else(|| "pvm".into());
+        // Without it the owner is not told; everything else goes on.
+        let listener = Listener::open(user.as_raw(), &name).inspect_err(|e| say(&format!("nobody can ask: {e}"))).ok();
+        let seen = Seen {
+            records: records(watch.path(UTMP)),
+            sessions: sessions(&args.sessions),
+            typed: BTreeMap::new(),
+            keys: KeySense::new(args.interrupts.clone()),
+            foreign: Evidence::Missing("not measured yet".into()),
+        };
+        let sensed = Sensed {
+            owner: OwnerVerdict::Absent { since: None },
+            confidence: 0,
+            why: String::new(),
+            logins: Vec::new(),
+            sources: Vec::new(),
+        };
+        let mut watcher = Watcher {
+            vm,
+            args,
+            user: user.as_raw(),
+            begin: Instant::now(),
+            sampler,
+            watch,
+            seen,
+            rules,
+            sense: Sense::default(),
+            door: Door::default(),
+            ours: Ours::new(Path::new("/proc")),
+            reporter: Reporter::default(),
+            listener,
+            sample,
+            sensed,
+            decision: Decision::default(),
+            reported: None,
+            told: None,
+            deaf: Cell::new(false),
+            due: Due::default(),
+        };
+        watcher.seen.keys.look(wall());
+        Ok(watcher)
+    }
+
+    fn now(&self) -> Micros {
+        micros(self.begin.elapsed())
+    }
+
+    /// Tells the resource manager all there is to know.
+    fn report(&mut self) -> anyhow::Result<()> {
+        let mut logins = self.sensed.logins.clone();
+        logins.truncate(LOGINS_MAX);
+        let Decision { guests, why: guests_why, limits } = self.decision.clone();
+        let report = LoadReport {
+            host: self.vm.host(),
+            at: wall(),
+            sample: self.sample,
+            owner: self.sensed.owner.clone(),
+            confidence: self.sensed.confidence,
+            why: self.sensed.why.clone(),
+            logins,
+            guests,
+            guests_why,
+            limits,
+        };
+        let body = Body { enc: DSIG_X86_64, bytes: frame::to_bytes(&report)?.into() };
+        self.vm.send_in(self.args.report_to, self.args.ctx, self.args.tag, body)?;
+        let now = self.now();
+        self.reporter.sent(now, self.sample, report.owner, report.why);
+        self.reported = Some(self.decision.clone());
+        Ok(())
+    }
+
+    /// Judges everything anew. The daemon of this host hears first, because it can stop guests at once.
+    fn judge(&mut self) -> anyhow::Result<()> {
+        let now = wall();
+        self.seen.typed = typed(&self.args.terminals, &self.logins());
+        let policy = &self.rules.merged().policy;
+        let idle = policy.idle_after_min.unwrap_or(IDLE_AFTER_MIN);
+        let signs = Signs {
+            path: self.watch.path(UTMP),
+            records: &self.seen.records,
+            sessions: &self.seen.sessions,
+            typed: &self.seen.typed,
+            keys: self.seen.keys.evidence(),
+            foreign: &self.seen.foreign,
+            words: self.rules.words(),
+            owners: self.rules.owners(),
+            idle_after: Micros::from_secs(u64::from(idle) * 60),
+        };
+        self.sensed = self.sense.verdict(now, &signs);
+        self.decision = self.door.decide(&Case {
+            policy,
+            blocked: self.rules.blocked(),
+            user: self.user,
+            owner: &self.sensed.owner,
+            why: &self.sensed.why,
+            wall: wall_clock(now.0 / 1_000_000),
+            now,
+        });
+        self.tell();
+        let changed = self.reported.as_ref() != Some(&self.decision);
+        if changed || self.reporter.owner_is_news(&self.sensed.owner, &self.sensed.why) {
+            self.report()?;
+        }
+        Ok(())
+    }
+
+    /// Tells the daemon what guests may do, if that has changed.
+    fn tell(&mut self) {
+        let word = GuestsWord { guests: self.decision.guests, why: cut(&self.decision.why, WHY_BYTES_MAX) };
+        if self.told.as_ref() == Some(&word) {
+            return;
+        }
+        match self.vm.guests(word.clone()) {
+            Ok(()) => self.deaf.set(false),
+            Err(error) if !self.deaf.replace(true) => {
+                say(&format!("{error}; guests are stopped only when the resource manager moves them"))
+            }
+            Err(_) => {}
+        }
+        self.told = Some(word);
+    }
+
+    fn logins(&self) -> Vec<sempa_proto::load::Login> {
+        let records: &[_] = if let Records::Logins(logins) = &self.seen.records { logins } else { &[] };
+        let sessions: &[_] = if let Evidence::Known(sessions) = &self.seen.sessions { sessions } else { &[] };
+        all_logins(records, sessions)
+    }
+
+    /// Reads the sources that may have changed. The watches come first, so that no change falls between.
+    fn read(&mut self, which: impl Fn(usize) -> bool) {
+        (0..PLACES).filter(|place| which(*place)).for_each(|place| self.watch.arm(place));
+        if which(UTMP) {
+            self.seen.records = records(self.watch.path(UTMP));
+        }
+        if which(SESSIONS) {
+            self.seen.sessions = sessions(&self.args.sessions);
+        }
+        let mut wrong = Vec::new();
+        if which(ADMIN) {
+            wrong.extend(self.rules.read_admin());
+        }
+        if which(OWNER) {
+            wrong.extend(self.rules.read_owner());
+        }
+        if which(WORDS) {
+            wrong.extend(self.rules.read_words());
+        }
+        wrong.iter().for_each(|line| say(line));
+    }
+
+    /// The tasks of the virtual machine on this host, by its daemon.
+    fn tasks(&self) -> Vec<TaskInfo> {
+        match self.vm.runtime().request(Request::Tasks { selector: self.vm.host().tid() }) {
+            Reply::Tasks(tasks) => tasks,
+            // The daemon is gone, and this task is about to end.
+            _ => Vec::new(),
+        }
+    }
+
+    /// Whose load is it, and are guests nice enough?
+    fn look_at_tasks(&mut self) {
+        let Some(times) = self.sampler.times() else { return };
+        let nice = self.rules.merged().policy.nice;
+        if nice.is_some() || self.ours.is_needed(times, self.sample.cores) {
+            let tasks = self.tasks();
+            if let Some(level) = nice {
+                let guests = tasks.iter().filter(|task| is_guest(task));
+                // One that has ended meanwhile needs no level.
+                guests.for_each(|task| drop(make_nice(task.pid, i32::from(level))));
+            }
+            let mut pids: Vec<i32> = tasks.iter().map(|task| task.pid).filter(|pid| *pid > 0).collect();
+            pids.extend(servants());
+            self.ours.set(&pids);
+        }
+        self.seen.foreign = match self.ours.measure(times, self.sample.cores) {
+            Some(cores) => Evidence::Known(cores),
+            None => Evidence::Missing("tasks of the virtual machine came or went".into()),
+        };
+    }
+
+    /// What is not worth doing at every sample. True: judge.
+    fn rarely(&mut self, now: Micros) -> bool {
+        if self.watch.is_blind(UTMP) {
+            self.read(|place| place == UTMP);
+        }
+        if now < self.due.rare {
+            return self.watch.is_blind(UTMP);
+        }
+        self.due.rare = now + RARE;
+        if now >= self.due.blind {
+            self.due.blind = now + BLIND_SPAN;
+            let blind: Vec<bool> = (0..PLACES).map(|place| self.watch.is_blind(place)).collect();
+            self.read(|place| blind[place]);
+        }
+        self.seen.keys.look(wall());
+        if now >= self.due.tasks {
+            self.due.tasks = now + TASKS_SPAN;
+            self.look_at_tasks();
+        }
+        true
+    }
+
+    /// The pause before the next sample; where the clock counts, not over a full minute.
+    fn pause(&mut self) -> Micros {
+        let pause = self.reporter.pause_after(&self.sample);
+        let pause = if self.watch.is_blind(UTMP) { PAUSE_BUSY } else { pause };
+        if !self.rules.has_hours() {
+            return pause;
+        }
+        pause.min(Micros(60_000_000 - wall().0 % 60_000_000))
+    }
+
+    pub(crate) fn run(&mut self) -> anyhow::Result<()> {
+        self.judge()?;
+        let mut next = self.now() + PAUSE_BUSY;
+        let mut minute = wall().0 / 60_000_000;
+        loop {
+            let left = Duration::from_micros(next.since(self.now()).0);
+            let woken: Woken = self.watch.wait(left, self.listener.as_ref().map(Listener::fd));
+            if woken.any() {
+                self.read(|place| woken.has(place));
+                self.judge()?;
+            }
+            if woken.other {
+                self.answer();
+            }
+            if self.now() < next {
+                continue;
+            }
+            self.sample = self.sampler.sample(wall()).context("sampling the load of this host")?;
+            let now = self.now();
+            let before = std::mem::replace(&mut minute, wall().0 / 60_000_000);
+            if self.rarely(now) || (before != minute && self.rules.has_hours()) {
+                self.judge()?;
+            }
+            if self.reporter.load_is_news(now, &self.sample) {
+                self.report()?;
+            }
+            next = now + self.pause();
+        }
+    }
+
+    fn answer(&self) {
+        if let Some(listener) = &self.listener {
+            listener.answer(|| self.status());
+        }
+    }
+
+    /// What the owner wants to know.
+    fn status(&self) -> Status {
+        let (guests, leave_at_us, then) = match self.decision.guests {
+            Guests::Welcome => ("welcome", None, None),
+            Guests::Stopped { leave_at, then } => ("stopped", leave_at.map(|at| at.0), Some(then)),
+        };
+        let owner = match self.sensed.owner {
+            OwnerVerdict::Absent { .. } => "absent",
+            OwnerVerdict::Maybe { .. } => "maybe",
+            OwnerVerdict::Present { .. } => "present",
+        };
+        let then = then.map(|then| if then == Leave::Kill { "kill" } else { "move" }.to_string());
+        let setting = |(name, value, from): &(&str, String, String)| Setting {
+            name: name.to_string(),
+            value: value.clone(),
+            from: from.clone(),
+        };
+        let tasks = self.tasks();
+        let boot = boot_time();
+        let host = match self.vm.runtime().request(Request::Config) {
+            Reply::Hosts(table) => table.get(self.vm.host()).map(|entry| entry.name.clone()),
+            _ => None,
+        };
+        Status {
+            vm: std::env::var("PVM_VMID").ok().filter(|name| !name.is_empty()).unwrap_or_else(|| "pvm".into()),
+            user: user_name(self.user),
+            host: host.unwrap_or_default(),
+            owner: owner.into(),
+            confidence: self.sensed.confidence,
+            why: self.sensed.why.clone(),
+            sources: self.sensed.sources.iter().map(|(name, says)| (name.to_string(), says.clone())).collect(),
+            guests: guests.into(),
+            guests_why: self.decision.why.clone(),
+            leave_at_us,
+            then,
+            policy: self.rules.merged().settings.iter().map(setting).collect(),
+            wrong: self.rules.wrong(),
+            tasks: tasks.iter().filter(|task| is_guest(task)).take(TASKS_MAX).map(|task| guest(task, boot)).collect(),
+        }
+    }
+}
+
+/// A spawned task that does not serve the virtual machine.
+fn is_guest(task: &TaskInfo) -> bool {
+    let serves = task.flags & (TASK_RM | TASK_HOSTER | TASK_TASKER) != 0;
+    let watcher = task.name.rsplit('/').next() == Some("pvm-load-watcher");
+    task.flags & TASK_FORKED != 0 && !serves && !watcher
+}
+
+/// The daemon of this host, and what works for it.
+fn servants() -> Vec<i32> {
+    let Some(socket) = std::env::var_os("PVMSOCK") else { return Vec::new() };
+    let lock = PathBuf::from(socket).with_file_name("pvmd.lock");
+    let text = std::fs::read_to_string(lock).unwrap_or_default();
+    let Ok(daemon) = text.trim().parse::<i32>() else { return Vec::new() };
+    let children = std::fs::read_to_string(format!("/proc/{daemon}/task/{daemon}/children")).unwrap_or_default();
+    let children = children.split_whitespace().filter_map(|pid| pid.parse().ok());
+    std::iter::once(daemon).chain(children).collect()
+}
+
+/// When this machine was started, in seconds since 1970.
+fn boot_time() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/stat").ok()?;
+    text.lines().find_map(|line| line.strip_prefix("btime "))?.trim().parse().ok()
+}
+
+fn guest(task: &TaskInfo, boot: Option<u64>) -> Guest {
+    let used = std::fs::read(format!("/proc/{}/stat", task.pid)).ok().and_then(|text| used(&text)).unwrap_or_default();
+    let ticks = nix::unistd::sysconf(nix::unistd::SysconfVar::CLK_TCK).ok().flatten();
+    let second = ticks.and_then(|ticks| u64::try_from(ticks).ok()).filter(|ticks| *ticks > 0).unwrap_or(100);
+    let started = boot.filter(|_| used.started > 0).map(|boot| boot * 1_000_000 + used.started * 1_000_000 / second);
+    Guest {
+        tid: task.tid.to_string(),
+        program: task.name.clone(),
+        pid: task.pid,
+        user: user_name(task.uid),
+        since_us: started.unwrap_or(0),
+        cpu_s: used.ticks as f64 / second as f64,
+    }
+}
