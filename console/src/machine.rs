@@ -1,10 +1,20 @@
 //! What the console needs of a virtual machine: a narrow face, so that commands can be tested without one.
 
-use libpvm::{Error, MigrateError, MoveAnswer, Vm};
+use bytes::Bytes;
+use libpvm::{Error, Match, MigrateError, MoveAnswer, Vm};
 use sempa_proto::event::Event;
-use sempa_proto::table::{AddedHost, HostTable, TaskInfo};
+use sempa_proto::message::DSIG_X86_64;
+use sempa_proto::rm::{self, Answer, CTX_RM, Question, TAG_ANSWER, TAG_ASK};
+use sempa_proto::table::{AddedHost, HostTable, TASK_RM, TaskInfo};
 use sempa_proto::task::{MailboxRequest, MoveReport, Reply, Request, SpawnRequest};
 use sempa_proto::{HostId, Message, PvmError, Tid};
+use std::time::Duration;
+
+/// How long the resource manager may take for an answer.
+const ANSWER_TIME_MAX: Duration = Duration::from_secs(5);
+/// Said when nobody can be asked.
+const NO_RM: &str =
+    "no resource manager runs, and only it knows: start the virtual machine with PVM_RM=pvm-rm, or 'pvm spawn pvm-rm'";
 
 /// The virtual machine as this console's task sees it.
 pub(crate) trait Machine {
@@ -28,6 +38,8 @@ pub(crate) trait Machine {
     fn events(&self, from: u64, limit: u32) -> Result<Vec<Event>, Error>;
     /// Sends a message; to a task that has ended it vanishes.
     fn send(&self, message: Message) -> Result<(), Error>;
+    /// Asks the resource manager.
+    fn ask_rm(&self, what: &Question) -> Result<Answer, Error>;
     /// Any other request. [`Reply::Failed`] comes as an error.
     fn ask(&self, what: Request) -> Result<Reply, Error>;
 }
@@ -79,6 +91,29 @@ impl Machine for Vm {
         self.send_message(message)
     }
 
+    fn ask_rm(&self, what: &Question) -> Result<Answer, Error> {
+        let rm = Vm::tasks(self, Tid::NONE)?.into_iter().find(|task| task.flags & TASK_RM != 0);
+        let rm = rm.map(|task| task.tid).ok_or_else(|| Error::new(PvmError::NoTask, NO_RM))?;
+        let body = rm::pack(what).map_err(|error| Error::new(PvmError::BadMsg, error.to_string()))?;
+        let wid = std::process::id().cast_signed();
+        let (src, body) = (Vm::tid(self), Bytes::from(body));
+        self.send_message(Message { src, dst: rm, ctx: CTX_RM, tag: TAG_ASK, wid, enc: DSIG_X86_64, body })?;
+        let wanted = Match::any().src(rm).ctx(CTX_RM).tag(TAG_ANSWER);
+        let Some(answer) = self.recv_timeout(wanted, ANSWER_TIME_MAX)? else {
+            let reason = format!(
+                "resource manager {rm} did not answer within {} s: it is not Sempa's pvm-rm, or it hangs",
+                ANSWER_TIME_MAX.as_secs()
+            );
+            return Err(Error::new(PvmError::NotImpl, reason));
+        };
+        match rm::unpack(&answer.body) {
+            Ok(Some(Answer::Version(other))) => Err(other_version(rm, other)),
+            Ok(Some(answer)) => Ok(answer),
+            Ok(None) => Err(other_version(rm, rm::version_of(&answer.body).unwrap_or(0))),
+            Err(error) => Err(Error::new(PvmError::BadMsg, format!("the answer of resource manager {rm}: {error}"))),
+        }
+    }
+
     fn ask(&self, what: Request) -> Result<Reply, Error> {
         match self.runtime().request(what) {
             Reply::Failed { error, reason } if reason.is_empty() => Err(error.into()),
@@ -86,6 +121,15 @@ impl Machine for Vm {
             reply => Ok(reply),
         }
     }
+}
+
+/// The other side speaks another version.
+fn other_version(rm: Tid, other: u16) -> Error {
+    let reason = format!(
+        "resource manager {rm} speaks version {other} of questions and answers, this console {}: use programs of one version",
+        rm::RM_VERSION
+    );
+    Error::new(PvmError::Mismatch, reason)
 }
 
 /// An answer of the wrong kind.
@@ -96,13 +140,14 @@ pub(crate) fn misfit() -> Error {
     )
 }
 
-/// Waits for a message that is for the console. Tags below zero belong to the library, which waits for its own answers.
+/// Waits for a message that is for the console. Tags below zero belong to the library, which waits for its own answers, and
+/// what the resource manager answers to whoever has asked.
 ///
 /// # Errors
 /// The daemon is gone; why.
 pub(crate) fn receive(vm: &Vm) -> Result<Message, Error> {
     let runtime = vm.runtime();
-    match runtime.inbox_wait(None, &mut |inbox| inbox.take_first(|message| message.tag >= 0)) {
+    match runtime.inbox_wait(None, &mut |inbox| inbox.take_first(|message| message.tag >= 0 && message.ctx != CTX_RM)) {
         Ok(Some(message)) => Ok(message),
         Ok(None) | Err(_) => Err(Error::new(PvmError::SysErr, runtime.why_lost())),
     }

@@ -9,6 +9,7 @@ use libpvm::spawn::TC_SIBLINGS;
 use sempa_proto::event::{Event, EventKind};
 use sempa_proto::message::CTX_TASK_CONTROL;
 use sempa_proto::migration::{Failure, Step};
+use sempa_proto::rm::{Answer, End, JobUse, Question, Sums, TaskUse, UserUse};
 use sempa_proto::table::{AddedHost, HostTable, TaskInfo};
 use sempa_proto::task::Sink;
 use sempa_proto::task::{MailboxClass, MoveError, MoveReport, Reply, SpawnRequest};
@@ -91,6 +92,33 @@ impl Machine for Fake {
     fn send(&self, message: Message) -> Result<(), Error> {
         self.sent.borrow_mut().push(message);
         Ok(())
+    }
+
+    fn ask_rm(&self, what: &Question) -> Result<Answer, Error> {
+        Ok(match what {
+            Question::Job(tid) if tid.raw() == 0x40002 => {
+                let rounds = self.asked.borrow().len() as i32;
+                // Each round it has one task more, up to three.
+                let used = |n: i32| TaskUse {
+                    tid: Tid::from_raw(0x40002 + n),
+                    job: *tid,
+                    user: 7,
+                    program: "worker".into(),
+                    host: "ha1".into(),
+                    began: Micros(0),
+                    ended: (n == 3).then_some((Micros(5), End::Status(0x300))),
+                    used: sempa_proto::migration::Usage::default(),
+                    moves: 0,
+                    evictions: 0,
+                    counted: true,
+                };
+                let tasks = (0..=(rounds + 1).min(3)).map(used).collect();
+                let (sums, program) = (Sums::default(), "master".into());
+                Answer::Job { job: JobUse { job: *tid, user: 7, program, began: Micros(0), ended: None, sums }, tasks }
+            }
+            Question::Users { .. } => Answer::Users(vec![UserUse { user: 7, sums: Sums::default(), index: 1.5 }]),
+            _ => Answer::Unknown,
+        })
     }
 
     fn ask(&self, what: Request) -> Result<Reply, Error> {
@@ -492,4 +520,36 @@ fn every_command_that_prints_has_values_for_programs() {
 fn a_move_that_the_end_of_the_virtual_machine_cuts_off_is_not_called_a_failed_one() {
     let outcome = session().line("migrate t40002 gone");
     assert_eq!(outcome.complaints, ["the virtual machine ended before t40002 was on gone: the daemon is gone"]);
+}
+
+#[test]
+fn a_job_that_is_ended_while_it_spawns_is_ended_whole() {
+    let mut session = session();
+    let outcome = session.line("job kill t40002");
+    assert_eq!(outcome.text, "3 tasks of job t40002 were told to end: t40002 t40003 t40004\n");
+    let asked = session.machine.asked.borrow();
+    let signals = asked.iter().filter(|what| matches!(what, Request::Signal { signal: 15, .. })).count();
+    assert_eq!((signals, outcome.failed), (3, false));
+}
+
+#[test]
+fn what_the_resource_manager_does_not_know_or_cannot_do_is_a_failure_that_says_so() {
+    for (line, said) in [
+        ("why nohost", "why: the resource manager knows nothing of nohost"),
+        ("job status t40009", "job status: the resource manager knows no job of t40009"),
+        ("job suspend t40002", "job suspend: t40002 was left as it is"),
+    ] {
+        let outcome = session().line(line);
+        assert!(outcome.failed && outcome.complaints[0].starts_with(said), "{outcome:?}");
+    }
+}
+
+#[test]
+fn usage_and_jobs_have_a_table_and_a_value() {
+    let outcome = session().line("usage");
+    assert!(outcome.text.lines().nth(1).is_some_and(|line| line.trim_start().starts_with("7 ")), "{}", outcome.text);
+    assert_eq!(outcome.json[0]["users"][0]["index"], 1.5);
+    let outcome = session().line("job status t40002");
+    assert_eq!(outcome.json[0]["tasks"][1]["tid"], "t40003");
+    assert!(outcome.text.contains("runs"), "{}", outcome.text);
 }

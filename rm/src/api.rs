@@ -2,9 +2,10 @@
 
 use bytes::Bytes;
 use libpvm::{Error, Match, MigrateError, MoveAnswer, Vm};
-use sempa_proto::event::EventKind;
-use sempa_proto::message::{CTX_BASE, ENC_XDR};
+use sempa_proto::event::{Event, EventKind};
+use sempa_proto::message::{CTX_BASE, DSIG_X86_64, ENC_XDR};
 use sempa_proto::migration::Cause;
+use sempa_proto::rm::CTX_RM;
 use sempa_proto::table::{HostTable, TaskInfo};
 use sempa_proto::task::{NotifyRequest, NotifyWhat, RmServes, SpawnRequest};
 use sempa_proto::{HostId, Message, Micros, Tid};
@@ -30,6 +31,11 @@ pub trait VmApi {
     /// # Errors
     /// As the library says.
     fn send(&self, to: Tid, tag: i32, wid: i32, body: Bytes) -> Result<(), Error>;
+    /// Sends raw bytes in the resource manager's own context.
+    ///
+    /// # Errors
+    /// As the library says.
+    fn answer(&self, to: Tid, tag: i32, wid: i32, body: Bytes) -> Result<(), Error>;
     /// The host table.
     ///
     /// # Errors
@@ -50,8 +56,13 @@ pub trait VmApi {
     /// # Errors
     /// As the daemon says.
     fn subscribe(&self, ctx: i32, tag: i32) -> Result<(), Error>;
+    /// The event log from an entry on, so many entries at most.
+    ///
+    /// # Errors
+    /// As the daemon says.
+    fn events(&self, from: u64, limit: u32) -> Result<Vec<Event>, Error>;
     /// The event in such a message.
-    fn event_of(&self, message: &Message) -> Option<sempa_proto::event::Event> {
+    fn event_of(&self, message: &Message) -> Option<Event> {
         Vm::event_of(message)
     }
     /// Asks for notifications.
@@ -124,6 +135,10 @@ impl VmApi for RealVm {
         self.vm.send_message(Message { src: self.vm.tid(), dst: to, ctx: CTX_BASE, tag, wid, enc: ENC_XDR, body })
     }
 
+    fn answer(&self, to: Tid, tag: i32, wid: i32, body: Bytes) -> Result<(), Error> {
+        self.vm.send_message(Message { src: self.vm.tid(), dst: to, ctx: CTX_RM, tag, wid, enc: DSIG_X86_64, body })
+    }
+
     fn config(&self) -> Result<HostTable, Error> {
         self.vm.config()
     }
@@ -138,6 +153,10 @@ impl VmApi for RealVm {
 
     fn subscribe(&self, ctx: i32, tag: i32) -> Result<(), Error> {
         self.vm.subscribe(ctx, tag)
+    }
+
+    fn events(&self, from: u64, limit: u32) -> Result<Vec<Event>, Error> {
+        self.vm.events(from, limit)
     }
 
     fn notify(&self, what: NotifyWhat, ctx: i32, tag: i32) -> Result<(), Error> {

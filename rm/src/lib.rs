@@ -14,4 +14,5 @@ pub mod model;
 mod recent;
 pub mod service;
 pub mod spawns;
+pub mod store;
 pub mod watchers;

@@ -7,9 +7,12 @@ use pvm_rm::decide;
 use pvm_rm::model::Labels;
 use pvm_rm::service::{Options, Service, ServiceError};
 use pvm_rm::spawns::Rules;
+use pvm_rm::store::Shelf;
 use sempa_proto::Micros;
+use sempa_proto::place::{Place, STATE_FILE};
 use std::collections::BTreeMap;
 use std::io::Write;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 
@@ -42,6 +45,10 @@ struct Args {
     /// Something to say of a host that spawns can ask for, as 'h2:disk=ssd'; may be repeated.
     #[arg(long = "label", value_name = "HOST:NAME=VALUE", value_parser = parse_label)]
     labels: Vec<(String, String, String)>,
+    /// Where to keep usage, decisions and what was learned, in a file that only the own user can read. Without it they are
+    /// kept beside the daemon's socket until the virtual machine is halted.
+    #[arg(long, value_name = "DIR")]
+    state: Option<PathBuf>,
     /// Start no load watchers: load and owners stay unknown, and no task is moved.
     #[arg(long)]
     no_watchers: bool,
@@ -71,6 +78,16 @@ enum PolicyName {
     Load,
 }
 
+/// Where the books are kept.
+fn shelf(state: Option<&Path>) -> anyhow::Result<Shelf> {
+    let place = Place::of(nix::unistd::geteuid().as_raw(), |name| std::env::var(name).ok());
+    let place = place.map_err(anyhow::Error::msg)?;
+    Ok(match state {
+        Some(dir) => Shelf { dir: dir.to_path_buf(), name: format!("rm-{}.redb", place.vm()) },
+        None => Shelf { dir: place.dir().to_path_buf(), name: STATE_FILE.to_string() },
+    })
+}
+
 /// Nobody may be listening (any more), which is no reason to stop.
 fn say(text: std::fmt::Arguments<'_>) {
     drop(writeln!(std::io::stdout(), "{text}"));
@@ -84,7 +101,8 @@ fn run(args: &Args) -> anyhow::Result<()> {
     let (watchers, balance) = (!args.no_watchers, args.balance);
     let limits = decide::Limits { user_tasks: args.user_tasks, job_tasks: args.job_tasks };
     let rules = Rules { wait: Micros::from_secs(args.wait), limits };
-    let options = Options { policy, watchers, balance, rules, labels: labels(&args.labels) };
+    let (user, shelf) = (nix::unistd::geteuid().as_raw(), shelf(args.state.as_deref()));
+    let options = Options { policy, watchers, balance, rules, labels: labels(&args.labels), shelf: Some(shelf?), user };
     let vm = libpvm::Vm::enroll()?;
     let tid = vm.tid();
     let mut service = Service::start(RealVm::new(vm.clone()), options).inspect_err(|_| drop(vm.exit()))?;

@@ -5,8 +5,8 @@
 //! update may be repeated. Entries of the event log are numbered without gaps; a gap asks for a fresh task list.
 
 use crate::decide::{
-    HostView, Hosts, Leaving, MOVES_PER_MINUTE_MAX, MOVES_SPAN, Moves, Owner, Policy, SHIFTS_SPAN, Sampled, Snapshot,
-    StayReason, TaskView, Terms, Until, Wants, foreign_demand,
+    Estimates, HostView, Hosts, Leaving, MOVES_PER_MINUTE_MAX, MOVES_SPAN, Moves, Owner, Policy, SHIFTS_SPAN, Sampled,
+    Snapshot, Stay, StayReason, TaskView, Terms, Until, Wants, foreign_demand,
 };
 use crate::recent::Recent;
 use libpvm::MigrateError;
@@ -129,6 +129,7 @@ pub struct Model {
     last_event: Option<u64>,
     stale: bool,
     accounted: Micros,
+    user: u32,
 }
 
 impl Model {
@@ -145,6 +146,29 @@ impl Model {
             last_event: None,
             stale: false,
             accounted: Micros::default(),
+            user: 0,
+        }
+    }
+
+    /// The user of tasks of whom nothing else is known.
+    pub fn set_user(&mut self, user: u32) {
+        self.user = user;
+    }
+
+    /// What was learned of tasks and moves.
+    pub fn estimates(&self) -> &Estimates {
+        &self.view.estimates
+    }
+
+    /// Goes on with what was learned before.
+    pub fn recall_estimates(&mut self, estimates: Estimates) {
+        self.view.estimates = estimates;
+    }
+
+    /// A task of which more is known than lists say: its job, and since when it runs.
+    pub fn recall_task(&mut self, tid: Tid, job: Tid, since: Micros) {
+        if let Some(task) = self.edit(tid) {
+            (task.job, task.since, task.born) = (job, since, true);
         }
     }
 
@@ -169,7 +193,8 @@ impl Model {
 
     /// The task is on this host; it is taken up when it was not known.
     fn settle(&mut self, now: Micros, tid: Tid, host: HostId) -> &mut Task {
-        let task = self.tasks.entry(tid).or_insert_with(|| Task::new(host, tid, now));
+        let uid = self.user;
+        let task = self.tasks.entry(tid).or_insert_with(|| Task { uid, ..Task::new(host, tid, now) });
         if let Some(tids) = self.on.get_mut(&task.host).filter(|_| task.host != host) {
             tids.remove(&tid);
         }
@@ -339,9 +364,9 @@ impl Model {
         self.tasks.get(&tid).map(|t| t.host).or_else(|| tid.home())
     }
 
-    /// User and job of a task. Of one that is not known, nobody's and its own.
+    /// User and job of a task. Of one that is not known, the own user and its own job.
     pub fn user_and_job(&self, tid: Tid) -> (u32, Tid) {
-        self.tasks.get(&tid).map_or((0, tid), |task| (task.uid, task.job))
+        self.tasks.get(&tid).map_or((self.user, tid), |task| (task.uid, task.job))
     }
 
     /// True when the host is in the table.
@@ -352,6 +377,11 @@ impl Model {
     /// The hosts by rising id.
     pub fn host_ids(&self) -> Vec<HostId> {
         self.hosts.keys().copied().collect()
+    }
+
+    /// Bytes of a task's newest image; 0 when nobody knows.
+    pub fn bytes_of(&self, tid: Tid) -> u64 {
+        self.tasks.get(&tid).map_or(0, |task| task.bytes)
     }
 
     /// Name of a host, or its number when it is not known.
@@ -592,14 +622,14 @@ impl Model {
         clean
     }
 
-    /// Sentences about tasks that stay beside an owner, each once until its kind of reason changes.
-    pub fn news(&mut self, moves: &Moves) -> Vec<String> {
+    /// Tasks that stay beside an owner and of which that was not said, each once until its kind of reason changes.
+    pub fn news<'m>(&mut self, moves: &'m Moves) -> Vec<&'m Stay> {
         let (mut news, snapshot) = (Vec::new(), &self.view);
         for stay in moves.stay.iter().filter(|stay| stay.is_news(snapshot.now)) {
             let kind = Some(std::mem::discriminant(&stay.why));
             let Some(task) = self.tasks.get_mut(&stay.tid).filter(|t| t.told != kind) else { continue };
             task.told = kind;
-            news.push(stay.sentence(snapshot));
+            news.push(stay);
         }
         news
     }

@@ -1,19 +1,24 @@
 //! The loop of the resource manager: messages in, orders out. All thinking is done in [`crate::decide`], all remembering
 //! in [`crate::model`], [`crate::spawns`] and [`crate::watchers`].
 
+mod memory;
+
 use crate::api::VmApi;
 use crate::decide::{Policy, balance, moves};
 use crate::model::{Labels, Model, WATCHER_PROGRAM};
 use crate::spawns::{self, Incoming, Rules, Spawns};
+use crate::store::{Shelf, record};
 use crate::watchers::{self, Watchers};
 use bytes::Bytes;
 use libpvm::Error;
+use memory::Memory;
 use sempa_proto::body::{Encoding, Packer, Unpacker};
 use sempa_proto::event::EventKind;
 use sempa_proto::frame::from_bytes;
 use sempa_proto::load::LoadReport;
 use sempa_proto::message::CTX_BASE;
 use sempa_proto::migration::Cause;
+use sempa_proto::rm::{CTX_RM, TAG_ASK};
 use sempa_proto::sm::{
     SM_ADDHOST, SM_CONFIG, SM_DELHOST, SM_EXECACK, SM_HANDOFF, SM_HOSTX, SM_SCHED, SM_SPAWN, SM_TASK, SM_TASKX,
     unpack_spawn, unpack_tids,
@@ -24,8 +29,6 @@ use sempa_proto::{HostId, Message, Micros, PvmError, Tid};
 use std::time::Duration;
 use thiserror::Error;
 
-/// Context of everything that comes to the resource manager beside the documented messages.
-pub const CTX_RM: i32 = 0x7ffe0;
 /// Tag of entries of the event log.
 pub const TAG_EVENT: i32 = 1;
 /// Tag of notifications that a load watcher has ended.
@@ -59,6 +62,10 @@ pub struct Options {
     pub rules: Rules,
     /// What the administrator says of hosts.
     pub labels: Labels,
+    /// Where is kept what is to outlive the resource manager; `None`: nowhere.
+    pub shelf: Option<Shelf>,
+    /// The user of tasks of whom nothing else is known: the own one.
+    pub user: u32,
 }
 
 /// Why it did not begin, or why it ended.
@@ -97,6 +104,7 @@ pub struct Service<V> {
     /// Before this no fresh lists are asked for.
     refresh_at: Micros,
     hosts_changed: bool,
+    memory: Memory,
 }
 
 fn first_int(message: &Message) -> Option<i32> {
@@ -125,7 +133,8 @@ impl<V: VmApi> Service<V> {
         vm.subscribe(CTX_RM, TAG_EVENT).map_err(ServiceError::Refused)?;
         vm.notify(NotifyWhat::HostAdd { count: -1 }, CTX_RM, TAG_HOST_ADD).map_err(ServiceError::Refused)?;
         let balance_at = options.balance.then(|| vm.now() + BALANCE_PAUSE);
-        let (model, refresh_at) = (Model::new(options.policy, vm.host(), options.labels.clone()), vm.now());
+        let (mut model, refresh_at) = (Model::new(options.policy, vm.host(), options.labels.clone()), vm.now());
+        model.set_user(options.user);
         let mut service = Service {
             vm,
             spawns: Spawns::new(options.rules),
@@ -137,8 +146,11 @@ impl<V: VmApi> Service<V> {
             balance_at,
             refresh_at,
             hosts_changed: false,
+            memory: Memory::default(),
         };
+        service.remember(&known).map_err(ServiceError::Refused)?;
         service.refresh().map_err(ServiceError::Refused)?;
+        service.recall();
         service.settle();
         Ok(service)
     }
@@ -159,11 +171,13 @@ impl<V: VmApi> Service<V> {
     /// [`ServiceError::Stopped`] or [`ServiceError::Replaced`].
     pub fn step(&mut self) -> Result<(), ServiceError> {
         let now = self.vm.now();
-        let due = [self.again, self.balance_at, self.spawns.next_deadline(), self.watchers.next_deadline()];
+        let (spawns, watchers) = (self.spawns.next_deadline(), self.watchers.next_deadline());
+        let due = [self.again, self.balance_at, spawns, watchers, self.memory.ledger.next_deadline()];
         let due = due.into_iter().flatten().min();
         let wait = due.map_or(WAIT_MAX, |due| due.since(now)).min(WAIT_MAX);
-        if let Some(message) = self.vm.recv(Duration::from_micros(wait.0)).map_err(ServiceError::Stopped)? {
-            self.message(&message)?;
+        let received = self.vm.recv(Duration::from_micros(wait.0)).inspect_err(|_| self.memory.ledger.close());
+        if let Some(message) = received.map_err(ServiceError::Stopped)? {
+            self.message(&message).inspect_err(|_| self.memory.ledger.close())?;
         }
         self.settle();
         Ok(())
@@ -179,6 +193,10 @@ impl<V: VmApi> Service<V> {
             return match message.tag {
                 TAG_LOAD => {
                     self.load_report(message);
+                    Ok(())
+                }
+                TAG_ASK => {
+                    self.answer(message);
                     Ok(())
                 }
                 _ if message.src.is_daemon() => self.daemon_message(message),
@@ -246,6 +264,7 @@ impl<V: VmApi> Service<V> {
             _ => {}
         }
         self.model.event(now, &event);
+        self.note_down(&event);
         self.changed = true;
         Ok(())
     }
@@ -333,6 +352,7 @@ impl<V: VmApi> Service<V> {
         self.hosts_changed = false;
         let table = self.vm.config()?;
         let before = self.model.host_ids();
+        self.memory.ledger.books.know_hosts(table.hosts.iter().map(|host| (host.id, host.name.as_str())));
         let new = self.model.set_hosts(&table);
         for gone in before.into_iter().filter(|id| table.get(*id).is_none()) {
             self.host_gone(gone);
@@ -388,6 +408,7 @@ impl<V: VmApi> Service<V> {
         while let Some(output) = self.watchers.poll() {
             self.watcher_output(output);
         }
+        self.write_down(now);
     }
 
     fn decide_moves(&mut self) {
@@ -397,7 +418,9 @@ impl<V: VmApi> Service<V> {
         let decided = moves(snapshot);
         self.again = decided.again();
         for step in &decided.go {
-            match self.vm.migrate(step.tid, step.to, step.cause.clone()) {
+            let begun = self.vm.migrate(step.tid, step.to, step.cause.clone());
+            self.told_to_go(step.tid, (step.from, step.to), step.cause.clone(), None, begun.as_ref().err());
+            match begun {
                 Ok(()) => self.model.move_begun(now, step.tid, step.to),
                 Err(error) => {
                     self.model.move_not_begun(now, step.tid, step.to, &error);
@@ -406,8 +429,11 @@ impl<V: VmApi> Service<V> {
                 }
             }
         }
-        for text in self.model.news(&decided) {
+        for stay in self.model.news(&decided) {
+            let snapshot = self.model.snapshot(now);
+            let (text, what) = (stay.sentence(snapshot), record::stays(stay, snapshot));
             self.note(text);
+            self.memory.ledger.books.decided(self.vm.wall(), what);
         }
         for host in self.model.newly_clean() {
             self.record(EventKind::HostClean { host });
@@ -420,7 +446,10 @@ impl<V: VmApi> Service<V> {
         self.model.account(now);
         for shift in balance(self.model.snapshot(now)) {
             let cause = Cause::Load { why: shift.why.to_string() };
-            match self.vm.migrate(shift.tid, shift.to, cause) {
+            let begun = self.vm.migrate(shift.tid, shift.to, cause.clone());
+            let expected = Some(record::expected(&shift));
+            self.told_to_go(shift.tid, (shift.from, shift.to), cause, expected, begun.as_ref().err());
+            match begun {
                 Ok(()) => self.model.move_begun(now, shift.tid, shift.to),
                 Err(error) => self.model.move_not_begun(now, shift.tid, shift.to, &error),
             }
@@ -441,12 +470,14 @@ impl<V: VmApi> Service<V> {
                 // It may have ended before its start was heard of.
                 if !pinned && self.model.knows(tid) {
                     self.spawns.task_started(now, tid, by);
+                    self.memory.ledger.books.counts(tid);
                 }
                 self.changed = true;
             }
             // It may be gone already; then there is nothing to end.
             spawns::Output::End { tid } => drop(self.vm.signal(tid, SIGKILL)),
             spawns::Output::Record(event) => self.record(event),
+            spawns::Output::Decided(what) => self.memory.ledger.books.decided(self.vm.wall(), what),
         }
     }
 

@@ -10,9 +10,11 @@
 
 use crate::decide::{Ask, Fair, Limits, Snapshot, Waiting, Wants, Why, place};
 use crate::recent::Recent;
+use crate::store::record;
 use bytes::Bytes;
 use sempa_proto::body::{Encoding, Packer};
 use sempa_proto::event::EventKind;
+use sempa_proto::rm::{Attempt, Choice as RmChoice, Decided};
 use sempa_proto::sm::pack_tids;
 use sempa_proto::task::{SPAWN_PINNED, SpawnRequest};
 use sempa_proto::{HostId, Micros, PvmError, PvmResult, Tid};
@@ -95,19 +97,26 @@ pub enum Output {
     },
     /// Something for the event log.
     Record(EventKind),
+    /// Something to be remembered.
+    Decided(Decided),
 }
 
 #[derive(Debug)]
 struct Spawn {
     from: Incoming,
     until: Micros,
+    began: Micros,
+    /// When a place was looked for last.
+    placed: Micros,
     /// Until then it may wait for a place.
     wait_until: Micros,
     results: Vec<Option<PvmResult<Tid>>>,
     hosts: Vec<Option<HostId>>,
     unplaced: Vec<usize>,
     lost: Vec<HostId>,
-    why: Vec<String>,
+    attempts: Vec<Attempt>,
+    /// Names of the hosts that were chosen.
+    names: BTreeMap<HostId, String>,
 }
 
 #[derive(Debug)]
@@ -188,12 +197,15 @@ impl Spawns {
         let spawn = Spawn {
             from,
             until: now + self.rules.wait + SPAWN_TIME_MAX,
+            began: now,
+            placed: now,
             wait_until: now + self.rules.wait,
             results: vec![None; count],
             hosts: vec![None; count],
             unplaced: (0..count).collect(),
             lost: Vec::new(),
-            why: Vec::new(),
+            attempts: Vec::new(),
+            names: BTreeMap::new(),
         };
         self.open.insert(self.last, spawn);
     }
@@ -222,7 +234,9 @@ impl Spawns {
             if now < spawn.wait_until {
                 self.wait(now, number, tasks);
             } else {
-                spawn.why.push(limited.to_string());
+                let (choice, sentence) = (RmChoice::Limit, limited.to_string());
+                spawn.attempts.push(Attempt { choice, sentence, not_used: Vec::new() });
+                spawn.placed = now;
                 tasks.into_iter().for_each(|task| spawn.results[task] = Some(Err(PvmError::OutOfRes)));
                 self.finish(number);
             }
@@ -236,7 +250,8 @@ impl Spawns {
             self.wait(now, number, tasks);
             return snapshot.rotation;
         }
-        spawn.why.push(placement.sentence(snapshot));
+        spawn.attempts.push(record::attempt(&placement, snapshot));
+        spawn.placed = now;
         let mut parts: BTreeMap<HostId, Vec<usize>> = BTreeMap::new();
         for (task, host) in tasks.into_iter().zip(&placement.hosts) {
             match host {
@@ -245,6 +260,7 @@ impl Spawns {
             }
         }
         for (host, tasks) in parts {
+            spawn.names.insert(host, snapshot.name(host));
             let dir = request.place.find(':').map_or(String::new(), |at| request.place[at..].to_string());
             let part = SpawnRequest { count: tasks.len() as u32, place: dir, ..request.clone() };
             self.last += 1;
@@ -273,9 +289,8 @@ impl Spawns {
 
     /// Something has changed: those who wait are tried again, whose turn it is first.
     pub fn try_waiting(&mut self, now: Micros) {
-        while let Some((_, first)) = self.fair.turns(now).first() {
-            let Waiting { user, number, .. } = *first;
-            self.wait_no_longer(now, user, number);
+        for Waiting { number, .. } in self.fair.take_waiting(now) {
+            self.waiting.remove(&number);
             self.to_place.push_back(number);
         }
     }
@@ -296,6 +311,21 @@ impl Spawns {
             self.fair.takes(now, by.0, 1);
             *self.jobs.entry(by.1).or_default() += 1;
         }
+    }
+
+    /// True for a task that counts against limits.
+    pub fn counts(&self, tid: Tid) -> bool {
+        self.tasks.contains_key(&tid)
+    }
+
+    /// Who has taken how much.
+    pub fn fair(&self) -> &Fair {
+        &self.fair
+    }
+
+    /// Goes on with a user's index as it was known `ago`.
+    pub fn recall_index(&mut self, now: Micros, user: u32, index: f64, ago: Micros) {
+        self.fair.recall(now, user, index, ago);
     }
 
     /// Tasks may have ended unheard, with a host or while events were missed: those that are not known are not counted.
@@ -349,7 +379,8 @@ impl Spawns {
         let Some(spawn) = self.open.get_mut(&order.spawn) else { return true };
         let pinned = spawn.from.request.flags & SPAWN_PINNED != 0;
         let names_host =
-            Ask { user: 0, request: &spawn.from.request, count: 0, caller: order.host, peers: &[], without: &[] }.names_host();
+            Ask { user: 0, request: &spawn.from.request, count: 0, caller: order.host, peers: &[], without: &[] }
+                .names_host();
         let short = match &started {
             Ok(_) => PvmError::DSysErr,
             Err(error) => *error,
@@ -374,7 +405,8 @@ impl Spawns {
         self.orders.values().filter(|o| o.host == host).any(|order| {
             self.open.get(&order.spawn).is_some_and(|spawn| {
                 let request = &spawn.from.request;
-                request.file == file && Ask { user: 0, request, count: 0, caller: host, peers: &[], without: &[] }.names_host()
+                request.file == file
+                    && Ask { user: 0, request, count: 0, caller: host, peers: &[], without: &[] }.names_host()
             })
         })
     }
@@ -428,7 +460,8 @@ impl Spawns {
         let Some(spawn) = self.open.get_mut(&order.spawn) else { return };
         spawn.lost.push(order.host);
         let bound =
-            Ask { user: 0, request: &spawn.from.request, count: 0, caller: order.host, peers: &[], without: &[] }.is_bound();
+            Ask { user: 0, request: &spawn.from.request, count: 0, caller: order.host, peers: &[], without: &[] }
+                .is_bound();
         if bound {
             for task in order.tasks {
                 spawn.results[task] = Some(Err(PvmError::HostFail));
@@ -447,12 +480,25 @@ impl Spawns {
             return;
         }
         let Some(spawn) = self.open.remove(&number) else { return };
-        let Incoming { src, wid, request, .. } = spawn.from;
+        let Incoming { src, wid, request, job, user, .. } = spawn.from;
         let results: Vec<PvmResult<Tid>> = spawn.results.into_iter().flatten().collect();
         self.out.push_back(Output::Reply { to: src, wid, body: pack_tids(&results) });
         let hosts: Vec<HostId> = spawn.hosts.into_iter().flatten().collect();
-        let why = spawn.why.join("; then ");
+        let why = spawn.attempts.iter().map(|a| a.sentence.as_str()).collect::<Vec<_>>().join("; then ");
         let failed = results.iter().filter_map(|r| r.as_ref().err()).next();
+        let with_tids = results.iter().filter_map(|r| r.ok()).zip(&hosts);
+        let name = |host: &HostId| spawn.names.get(host).cloned().unwrap_or_else(|| host.to_string());
+        self.out.push_back(Output::Decided(Decided::Spawn {
+            program: request.file.clone(),
+            by: src,
+            job,
+            user,
+            count: request.count,
+            started: with_tids.map(|(tid, host)| (tid, name(host))).collect(),
+            error: failed.copied(),
+            waited: spawn.placed.since(spawn.began),
+            attempts: spawn.attempts,
+        }));
         let event = match (failed, hosts.is_empty()) {
             (Some(error), true) => {
                 EventKind::Note { text: format!("{} was not started for {src}: {error} ({why})", request.file) }

@@ -9,6 +9,9 @@ use std::path::{Path, PathBuf};
 /// Longest name of a virtual machine, so that socket paths stay below the kernel's 107 bytes.
 pub const VM_NAME_BYTES_MAX: usize = 32;
 
+/// Name of the resource manager's file in the directory of its virtual machine.
+pub const STATE_FILE: &str = "rm.redb";
+
 /// The directory of one virtual machine on this host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Place {

@@ -26,7 +26,7 @@ pub const TAG_ANSWER: i32 = 11;
 /// Hosts that one decision lists as not used; of the others it gives the number.
 pub const NOT_USED_MAX: usize = 64;
 /// Entries in one answer at most; the newest are given.
-pub const ANSWER_ENTRIES_MAX: usize = 4096;
+pub const ANSWER_ENTRIES_MAX: usize = 1000;
 
 /// What can be asked.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -205,6 +205,35 @@ impl Fair {
         self.waiting
     }
 
+    /// All requests that wait, in the order of their turns; none waits any longer.
+    pub fn take_waiting(&mut self, now: Micros) -> Vec<Waiting> {
+        let with_index = |(user, queue): (&u32, &BTreeMap<u64, Waiting>)| {
+            let index = self.index(now, *user);
+            queue.values().map(|request| (index, *request)).collect::<Vec<_>>()
+        };
+        let mut all: Vec<(f64, Waiting)> = self.queue.iter().flat_map(with_index).collect();
+        all.sort_by(|(a, x), (b, y)| a.total_cmp(b).then(x.number.cmp(&y.number)));
+        for (_, request) in &all {
+            self.leave(now, request.user, request.number);
+        }
+        all.into_iter().map(|(_, request)| request).collect()
+    }
+
+    /// The indices of all users who have one.
+    pub fn indices(&self, now: Micros) -> impl Iterator<Item = (u32, f64)> {
+        self.users
+            .iter()
+            .map(move |(id, user)| (*id, user.index_at(&self.rules, now)))
+            .filter(|(_, index)| *index != 0.0)
+    }
+
+    /// Gives a user the index that was known `ago`; since then the user held nothing and waited for nothing.
+    pub fn recall(&mut self, now: Micros, user: u32, index: f64, ago: Micros) {
+        let hours = ago.0 as f64 / 3.6e9;
+        let index = index * self.rules.kept.powf(hours);
+        self.user(now, user).index = index;
+    }
+
     /// The users who wait, the one whose turn it is first, each with the oldest request. Of equal indices, the older
     /// request goes first.
     pub fn turns(&self, now: Micros) -> Vec<(f64, Waiting)> {
@@ -284,6 +313,30 @@ mod tests {
         assert_eq!(fair.give_way(hour(11), 1, 1), [], "two has taken less");
         assert_eq!(fair.waiting(), 4);
         assert_eq!(fair.leave(hour(11), 2, 99), None);
+    }
+
+    #[test]
+    fn all_that_wait_are_taken_in_the_order_in_which_they_would_be_one_by_one() {
+        let mut fair = Fair::new(UpDown::default());
+        fair.takes(hour(0), 1, 100);
+        for (number, user) in [(1, 1), (2, 2), (3, 1), (4, 3), (5, 2), (6, 4)] {
+            fair.wait(hour(1), request(number, user, hour(1))).expect("room");
+        }
+        let mut one_by_one = fair.clone();
+        let mut expected = Vec::new();
+        while let Some((_, first)) = one_by_one.turns(hour(2)).first().copied() {
+            one_by_one.leave(hour(2), first.user, first.number);
+            expected.push(first.number);
+        }
+        let taken: Vec<u64> = fair.take_waiting(hour(2)).iter().map(|r| r.number).collect();
+        assert_eq!((taken, fair.waiting()), (expected, 0));
+    }
+
+    #[test]
+    fn an_index_that_is_recalled_has_faded_meanwhile() {
+        let mut fair = Fair::new(UpDown::default());
+        fair.recall(hour(5), 7, 20.0, hour(1));
+        assert_eq!(fair.indices(hour(5)).collect::<Vec<_>>(), [(7, 10.0)]);
     }
 
     #[test]

@@ -26,7 +26,7 @@ pub use moves::{
     StayReason, moves,
 };
 pub use place::{Ask, EXPLAINED_HOSTS_MAX, Placement, SPAWN_TASKS_MAX, Why, place, place_by};
-pub use predict::{Estimates, LEFT_MAX, PROGRAMS_MAX};
+pub use predict::{Estimates, LEFT_MAX, Lessons, PROGRAMS_MAX};
 pub use wants::{Condition, Figure, Has, Name, Op, Rank, Together, WANTS_BYTES_MAX, WANTS_ENV, Wants, WantsError};
 
 use sempa_proto::load::{GuestLimits, LoadSample};

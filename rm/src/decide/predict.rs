@@ -3,6 +3,7 @@
 //! Work is the time that an ordinary processor (speed 1000) would need for it alone.
 
 use sempa_proto::Micros;
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -33,6 +34,15 @@ struct Lives {
     heard: u64,
 }
 
+/// What was learned, to be kept: programs with how many lives were seen and the mean logarithm of their work; the logarithm
+/// of what moves cost over what was expected, and of how many moves.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Lessons {
+    lives: Vec<(String, u32, f64)>,
+    cost_bias: f64,
+    moves: u64,
+}
+
 /// What was learned.
 #[derive(Clone, Debug, Default)]
 pub struct Estimates {
@@ -52,6 +62,33 @@ fn micros(seconds: f64) -> Micros {
 }
 
 impl Estimates {
+    /// As it was kept.
+    pub fn recall(lessons: Lessons) -> Estimates {
+        let mut estimates = Estimates { cost_bias: lessons.cost_bias, moves: lessons.moves, ..Estimates::default() };
+        for (program, count, mean_log) in lessons.lives.into_iter().take(PROGRAMS_MAX).filter(|l| l.2.is_finite()) {
+            estimates.heard += 1;
+            let lives = Lives { count, mean_log, heard: estimates.heard };
+            estimates.lives.insert(Arc::from(program), lives);
+        }
+        if !estimates.cost_bias.is_finite() {
+            estimates.cost_bias = 0.0;
+        }
+        estimates
+    }
+
+    /// To be kept; the program that was heard of longest ago first.
+    pub fn lessons(&self) -> Lessons {
+        let mut programs: Vec<(&Arc<str>, &Lives)> = self.lives.iter().collect();
+        programs.sort_by_key(|(_, lives)| lives.heard);
+        let lives = programs.into_iter().map(|(name, l)| (name.to_string(), l.count, l.mean_log)).collect();
+        Lessons { lives, cost_bias: self.cost_bias, moves: self.moves }
+    }
+
+    /// A number that changes with everything that is learned.
+    pub fn version(&self) -> u64 {
+        self.heard + self.moves
+    }
+
     /// A task of this program has ended after so much work.
     pub fn ended(&mut self, program: &Arc<str>, work: Micros) {
         self.heard += 1;
@@ -131,6 +168,20 @@ mod tests {
             estimates.moved(100 << 20, Micros::from_millis(100));
         }
         assert!(estimates.cost(100 << 20) < before);
+    }
+
+    #[test]
+    fn what_was_learned_outlives_its_keeper() {
+        let (mut estimates, program) = (Estimates::default(), Arc::from("worker"));
+        for _ in 0..LIVES_MIN {
+            estimates.ended(&program, Micros::from_secs(100));
+        }
+        estimates.moved(1 << 20, Micros::from_secs(3));
+        let again = Estimates::recall(estimates.lessons());
+        let (done, bytes) = (Micros::from_secs(30), 1 << 20);
+        assert_eq!(again.left("worker", done), estimates.left("worker", done));
+        assert_eq!(again.cost(bytes), estimates.cost(bytes));
+        assert_eq!(again.lessons(), estimates.lessons());
     }
 
     #[test]

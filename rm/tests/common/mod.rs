@@ -4,12 +4,13 @@ use bytes::Bytes;
 use libpvm::{Error, MigrateError};
 use pvm_rm::api::VmApi;
 use pvm_rm::decide::Policy;
-use pvm_rm::service::{CTX_RM, Options, Service, ServiceError, TAG_EVENT, TAG_LOAD};
+use pvm_rm::service::{Options, Service, ServiceError, TAG_EVENT, TAG_LOAD};
 use sempa_proto::event::{Event, EventKind};
 use sempa_proto::load::{GuestLimits, LoadReport, LoadSample, OwnerVerdict};
 use sempa_proto::message::{CTX_BASE, DSIG_X86_64, ENC_XDR};
 use sempa_proto::migration::{Cause, Failure};
 use sempa_proto::owner::{Guests, Leave};
+use sempa_proto::rm::CTX_RM;
 use sempa_proto::sm::{SM_EXECACK, SM_SPAWN, pack_spawn, pack_tids, unpack_tids};
 use sempa_proto::table::{HostEntry, HostTable, TASK_CONNECTED, TASK_FORKED, TaskInfo};
 use sempa_proto::task::{MoveError, NotifyWhat, SpawnRequest};
@@ -55,6 +56,8 @@ pub(crate) struct World {
     pub(crate) previous: Tid,
     pub(crate) lists: usize,
     pub(crate) sent: Vec<(Tid, i32, i32, Bytes)>,
+    pub(crate) answers: Vec<(Tid, i32, i32, Bytes)>,
+    pub(crate) log: Vec<Event>,
     pub(crate) execs: Vec<Exec>,
     pub(crate) migrations: Vec<(Tid, HostId, Cause)>,
     pub(crate) refuse: HashMap<(Tid, HostId), MoveError>,
@@ -95,6 +98,14 @@ impl VmApi for FakeVm {
     fn send(&self, to: Tid, tag: i32, wid: i32, body: Bytes) -> Result<(), Error> {
         self.0.borrow_mut().sent.push((to, tag, wid, body));
         Ok(())
+    }
+    fn answer(&self, to: Tid, tag: i32, wid: i32, body: Bytes) -> Result<(), Error> {
+        self.0.borrow_mut().answers.push((to, tag, wid, body));
+        Ok(())
+    }
+    fn events(&self, from: u64, limit: u32) -> Result<Vec<Event>, Error> {
+        let world = self.0.borrow();
+        Ok(world.log.iter().filter(|e| e.number >= from).take(limit as usize).cloned().collect())
     }
     fn config(&self) -> Result<HostTable, Error> {
         let entry = |i: &u16| HostEntry {
@@ -154,7 +165,9 @@ impl World {
 
     pub(crate) fn event(&mut self, host: HostId, kind: EventKind) {
         self.events += 1;
-        let event = Event { number: self.events, at: Micros(0), host, kind };
+        let at = Micros::from_secs(1_700_000_000) + self.now;
+        let event = Event { number: self.events, at, host, kind };
+        self.log.push(event.clone());
         let body = frame::to_bytes(&event).expect("an event can be written").into();
         self.post(Tid::MY_DAEMON, CTX_RM, TAG_EVENT, 0, body);
     }
@@ -162,6 +175,11 @@ impl World {
     /// An entry of the log that does not arrive.
     pub(crate) fn miss_event(&mut self) {
         self.events += 1;
+    }
+
+    /// Nobody reads what was posted.
+    pub(crate) fn forget_mail(&mut self) {
+        self.inbox.clear();
     }
 
     pub(crate) fn spawn(&mut self, wid: i32, request: &SpawnRequest) {

@@ -1,0 +1,207 @@
+//! `job`: whole jobs. A job is a top-level task and everything that it spawned, as the resource manager knows it.
+
+use crate::format;
+use crate::machine::Machine;
+use crate::parse::{ParseError, task_tid};
+use crate::session::Outcome;
+use crate::usage::{self, HEAD, option, sums, sums_value};
+use libpvm::Error;
+use sempa_proto::Tid;
+use sempa_proto::rm::{Answer, JobUse, Question, TaskUse};
+use sempa_proto::task::Request;
+use serde_json::{Value, json};
+use std::collections::BTreeSet;
+
+/// The signal that asks a task to end.
+const SIGTERM: i32 = 15;
+/// A job that is being ended may still be spawning: so often is looked for further tasks of it.
+const ROUNDS_MAX: usize = 8;
+
+/// What is to be done with jobs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Job {
+    /// Show them.
+    List {
+        /// Only this user's.
+        user: Option<u32>,
+    },
+    /// Show one with its tasks.
+    Status(Tid),
+    /// End all its tasks.
+    Kill(Tid),
+    /// Stop all its tasks, or let them go on.
+    Standstill {
+        /// The word that was used.
+        word: &'static str,
+        /// The job.
+        job: Tid,
+    },
+}
+
+/// Reads the words.
+pub(crate) fn parse(args: &[String]) -> Result<Job, ParseError> {
+    let wrong = Err(ParseError::WrongArgs("job"));
+    let Some((what, args)) = args.split_first() else { return wrong };
+    let one = || match args {
+        [job] => task_tid("job", job),
+        _ => Err(ParseError::WrongArgs("job")),
+    };
+    match what.as_str() {
+        "list" => {
+            let (mut user, mut rest) = (None, args.iter());
+            while let Some(arg) = rest.next() {
+                match option("job", "--user", arg, &mut rest)? {
+                    Some(word) => user = Some(usage::user("job", word)?),
+                    None => return wrong,
+                }
+            }
+            Ok(Job::List { user })
+        }
+        "status" => one().map(Job::Status),
+        "kill" => one().map(Job::Kill),
+        "suspend" => Ok(Job::Standstill { word: "suspend", job: one()? }),
+        "resume" => Ok(Job::Standstill { word: "resume", job: one()? }),
+        _ => wrong,
+    }
+}
+
+/// Does it.
+pub(crate) fn run(machine: &impl Machine, job: &Job) -> Result<Outcome, Error> {
+    match job {
+        Job::List { user } => list(machine, *user),
+        Job::Status(tid) => status(machine, "job status", *tid),
+        Job::Kill(tid) => kill(machine, *tid),
+        Job::Standstill { word, job } => Ok(Outcome::complaint(format!(
+            "job {word}: {job} was left as it is: this version cannot stop a job in a way that lets its tasks still be moved \
+             off a host; 'sig STOP' and 'sig CONT' stop single tasks, which then cannot be moved"
+        ))),
+    }
+}
+
+fn list(machine: &impl Machine, user: Option<u32>) -> Result<Outcome, Error> {
+    let Answer::Jobs(jobs) = machine.ask_rm(&Question::Jobs { user })? else {
+        return Ok(Outcome::complaint("job list: the resource manager knows no jobs"));
+    };
+    let text = jobs.iter().map(line).collect::<String>();
+    let value = json!({ "jobs": jobs.iter().map(value).collect::<Vec<_>>() });
+    Ok(Outcome::done(head() + &text, value, false))
+}
+
+fn head() -> String {
+    format!("{:>9} {:>8} {HEAD} {:24} PROGRAM\n", "JOB", "USER", "BEGAN")
+}
+
+fn line(job: &JobUse) -> String {
+    let program = if job.program.is_empty() { "-" } else { &job.program };
+    let (tid, began) = (job.job.to_string(), format::time(job.began));
+    format!("{tid:>9} {:>8} {} {began:24} {program}\n", job.user, sums(&job.sums))
+}
+
+fn value(job: &JobUse) -> Value {
+    json!({
+        "job": job.job.to_string(),
+        "user": job.user,
+        "program": job.program,
+        "began_us": job.began.0,
+        "ended_us": job.ended.map(|at| at.0),
+        "sums": sums_value(&job.sums),
+    })
+}
+
+/// A task as a value.
+pub(crate) fn task_value(task: &TaskUse) -> Value {
+    let status = task.ended.map(|(_, how)| how.to_string());
+    json!({
+        "tid": task.tid.to_string(),
+        "job": task.job.to_string(),
+        "user": task.user,
+        "program": task.program,
+        "host": task.host,
+        "began_us": task.began.0,
+        "ended_us": task.ended.map(|(at, _)| at.0),
+        "end": status,
+        "user_us": task.used.user.0,
+        "system_us": task.used.system.0,
+        "resident_max_bytes": task.used.resident_max_bytes,
+        "moves": task.moves,
+        "evictions": task.evictions,
+    })
+}
+
+fn not_known(command: &str, tid: Tid) -> Outcome {
+    Outcome::complaint(format!(
+        "{command}: the resource manager knows no job of {tid}; 'job list' shows those that it has seen"
+    ))
+}
+
+/// A job with all its tasks, how they ended and what they used.
+pub(crate) fn status(machine: &impl Machine, command: &str, tid: Tid) -> Result<Outcome, Error> {
+    let Answer::Job { job, tasks } = machine.ask_rm(&Question::Job(tid))? else { return Ok(not_known(command, tid)) };
+    let mut text = head() + &line(&job);
+    text += &format!(
+        "\n{:>9} {:>12} {:>10} {:>9} {:>5}  {:24} PROGRAM\n",
+        "TID", "HOST", "CPU S", "RSS MIB", "MOVED", "END"
+    );
+    text.extend(tasks.iter().map(task_line));
+    let value = json!({ "job": value(&job), "tasks": tasks.iter().map(task_value).collect::<Vec<_>>() });
+    Ok(Outcome::done(text, value, false))
+}
+
+fn task_line(task: &TaskUse) -> String {
+    let end = task.ended.map_or_else(|| "runs".to_string(), |(_, how)| how.to_string());
+    let known = task.ended.is_some();
+    let cpu = (task.used.user + task.used.system).0 as f64 / 1e6;
+    let cpu = if known { format!("{cpu:.2}") } else { "-".to_string() };
+    let mib = task.used.resident_max_bytes as f64 / f64::from(1 << 20);
+    let mib = if known { format!("{mib:.1}") } else { "-".to_string() };
+    let program = if task.program.is_empty() { "-" } else { &task.program };
+    let (tid, host) = (task.tid.to_string(), &task.host);
+    format!("{tid:>9} {host:>12} {cpu:>10} {mib:>9} {:>5}  {end:24} {program}\n", task.moves)
+}
+
+/// Ends all tasks of a job, and those that it starts meanwhile.
+fn kill(machine: &impl Machine, tid: Tid) -> Result<Outcome, Error> {
+    let (mut done, mut failed) = (BTreeSet::new(), Vec::new());
+    for _ in 0..ROUNDS_MAX {
+        let Answer::Job { tasks, .. } = machine.ask_rm(&Question::Job(tid))? else {
+            return Ok(not_known("job kill", tid));
+        };
+        let fresh = |t: &&TaskUse| t.ended.is_none() && t.tid != machine.tid() && !done.contains(&t.tid);
+        let fresh: Vec<Tid> = tasks.iter().filter(fresh).map(|t| t.tid).collect();
+        if fresh.is_empty() {
+            break;
+        }
+        for task in fresh {
+            done.insert(task);
+            if let Err(error) = machine.ask(Request::Signal { tid: task, signal: SIGTERM }) {
+                failed.push(format!("job kill: {task}: {error}"));
+            }
+        }
+    }
+    let ended: Vec<String> = done.iter().map(Tid::to_string).collect();
+    let value = json!({ "job": tid.to_string(), "signalled": ended });
+    let text = format!("{} tasks of job {tid} were told to end: {}\n", ended.len(), ended.join(" "));
+    Ok(Outcome { complaints: failed.clone(), ..Outcome::done(text, value, !failed.is_empty()) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn words(line: &str) -> Result<Job, ParseError> {
+        parse(&line.split(' ').map(String::from).collect::<Vec<_>>())
+    }
+
+    #[test]
+    fn jobs_are_named_by_any_of_their_tasks() {
+        let tid = Tid::from_raw(0x40001);
+        assert_eq!(words("list"), Ok(Job::List { user: None }));
+        assert_eq!(words("list --user 7"), Ok(Job::List { user: Some(7) }));
+        assert_eq!(words("status t40001"), Ok(Job::Status(tid)));
+        assert_eq!(words("kill 40001"), Ok(Job::Kill(tid)));
+        assert_eq!(words("resume t40001"), Ok(Job::Standstill { word: "resume", job: tid }));
+        for line in ["", "list x", "status", "kill t40001 t40002", "bake t40001"] {
+            assert_eq!(words(line), Err(ParseError::WrongArgs("job")), "{line}");
+        }
+    }
+}

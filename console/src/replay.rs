@@ -1,0 +1,35 @@
+//! `replay`: a log that a resource manager has recorded, run once more under another policy. The decisions are the resource
+//! manager's, so its program does it; no virtual machine is needed.
+
+use crate::session::Outcome;
+use std::path::PathBuf;
+use std::process::Command;
+
+/// The program.
+const PROGRAM: &str = "pvm-rm";
+
+/// Beside this program, where it is installed, else wherever PATH finds it.
+fn program() -> PathBuf {
+    let beside = std::env::current_exe().ok().map(|own| own.with_file_name(PROGRAM));
+    beside.filter(|path| path.is_file()).unwrap_or_else(|| PROGRAM.into())
+}
+
+/// Runs it with these words.
+pub(crate) fn run(words: &[String], json: bool) -> Outcome {
+    let mut command = Command::new(program());
+    command.arg("--replay").args(words);
+    if json {
+        command.arg("--json");
+    }
+    match command.output() {
+        Err(error) => {
+            Outcome::complaint(format!("replay: {PROGRAM} cannot be run: {error}; is it installed beside pvm?"))
+        }
+        Ok(output) => {
+            let complaints = String::from_utf8_lossy(&output.stderr).lines().map(String::from).collect();
+            let text = String::from_utf8_lossy(&output.stdout).into_owned();
+            let json = if json { serde_json::from_str(&text).into_iter().collect() } else { Vec::new() };
+            Outcome { text, json, complaints, failed: !output.status.success(), ..Outcome::default() }
+        }
+    }
+}

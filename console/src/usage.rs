@@ -1,0 +1,133 @@
+//! `usage`: what users and jobs have used, as the resource manager has counted it.
+
+use crate::job;
+use crate::machine::Machine;
+use crate::parse::{ParseError, task_tid};
+use crate::session::Outcome;
+use libpvm::Error;
+use sempa_proto::Tid;
+use sempa_proto::rm::{Answer, Question, Sums, UserUse};
+use serde_json::{Value, json};
+
+/// Whose usage.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Usage {
+    /// Only this user's.
+    user: Option<u32>,
+    /// That of this job.
+    job: Option<Tid>,
+}
+
+/// A user by number or by name.
+pub(crate) fn user(command: &'static str, word: &str) -> Result<u32, ParseError> {
+    let named = || nix::unistd::User::from_name(word).ok().flatten().map(|user| user.uid.as_raw());
+    let wanted = "a user";
+    word.parse().ok().or_else(named).ok_or_else(|| ParseError::NotA { command, word: word.to_string(), wanted })
+}
+
+/// The value of an option written as `--name value` or `--name=value`, if this word is that option.
+pub(crate) fn option<'a>(
+    command: &'static str,
+    name: &str,
+    word: &'a str,
+    rest: &mut impl Iterator<Item = &'a String>,
+) -> Result<Option<&'a str>, ParseError> {
+    match word.strip_prefix(name) {
+        Some("") => rest.next().map(|value| Some(value.as_str())).ok_or(ParseError::WrongArgs(command)),
+        Some(value) => Ok(value.strip_prefix('=')),
+        None => Ok(None),
+    }
+}
+
+/// Reads the words.
+pub(crate) fn parse(args: &[String]) -> Result<Usage, ParseError> {
+    let (mut usage, mut rest) = (Usage::default(), args.iter());
+    while let Some(arg) = rest.next() {
+        if let Some(word) = option("usage", "--user", arg, &mut rest)? {
+            usage.user = Some(user("usage", word)?);
+        } else if let Some(word) = option("usage", "--job", arg, &mut rest)? {
+            usage.job = Some(task_tid("usage", word)?);
+        } else if arg.starts_with('-') {
+            return Err(ParseError::UnknownFlag(arg.trim_start_matches('-').to_string()));
+        } else {
+            return Err(ParseError::WrongArgs("usage"));
+        }
+    }
+    Ok(usage)
+}
+
+/// Asks and tells.
+pub(crate) fn run(machine: &impl Machine, usage: &Usage) -> Result<Outcome, Error> {
+    if let Some(tid) = usage.job {
+        return job::status(machine, "usage", tid);
+    }
+    let Answer::Users(users) = machine.ask_rm(&Question::Users { user: usage.user })? else {
+        return Ok(Outcome::complaint("usage: the resource manager has counted nothing"));
+    };
+    let text = users.iter().map(line).collect::<String>();
+    let head = format!("{:>8} {HEAD} {:>8}\n", "USER", "INDEX");
+    let value = json!({ "users": users.iter().map(value).collect::<Vec<_>>() });
+    Ok(Outcome::done(head + &text, value, false))
+}
+
+/// Heads of the columns that [`sums`] fills.
+pub(crate) const HEAD: &str = " TASKS RUNNING  FAILED      CPU S     WALL S  MOVED EVICTED   RSS MIB";
+
+/// Sums as columns.
+pub(crate) fn sums(sums: &Sums) -> String {
+    let seconds = |micros: u64| micros as f64 / 1e6;
+    let Sums { tasks, running, failed, used, wall, moves, evictions } = sums;
+    let cpu = seconds((used.user + used.system).0);
+    let mib = used.resident_max_bytes as f64 / f64::from(1 << 20);
+    format!(
+        "{tasks:>6} {running:>7} {failed:>7} {cpu:>10.2} {:>10.2} {moves:>6} {evictions:>7} {mib:>9.1}",
+        seconds(wall.0)
+    )
+}
+
+/// Sums as a value.
+pub(crate) fn sums_value(sums: &Sums) -> Value {
+    json!({
+        "tasks": sums.tasks,
+        "running": sums.running,
+        "failed": sums.failed,
+        "user_us": sums.used.user.0,
+        "system_us": sums.used.system.0,
+        "resident_max_bytes": sums.used.resident_max_bytes,
+        "wall_us": sums.wall.0,
+        "moves": sums.moves,
+        "evictions": sums.evictions,
+    })
+}
+
+fn line(user: &UserUse) -> String {
+    format!("{:>8} {} {:>8.2}\n", user.user, sums(&user.sums), user.index)
+}
+
+fn value(user: &UserUse) -> Value {
+    json!({ "user": user.user, "index": user.index, "sums": sums_value(&user.sums) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn words(line: &str) -> Result<Usage, ParseError> {
+        parse(&line.split(' ').filter(|word| !word.is_empty()).map(String::from).collect::<Vec<_>>())
+    }
+
+    #[test]
+    fn options_choose_user_and_job() {
+        assert_eq!(words(""), Ok(Usage::default()));
+        assert_eq!(words("--user 7"), Ok(Usage { user: Some(7), job: None }));
+        assert_eq!(words("--user=root"), Ok(Usage { user: Some(0), job: None }));
+        assert_eq!(words("--job=t40001"), Ok(Usage { user: None, job: Some(Tid::from_raw(0x40001)) }));
+        assert_eq!(words("--user"), Err(ParseError::WrongArgs("usage")));
+        assert_eq!(words("--users"), Err(ParseError::UnknownFlag("users".into())));
+        assert_eq!(
+            words("--job nobody").map_err(|e| e.to_string()),
+            Err("usage: nobody is not a task id: write it as t40001".into())
+        );
+        assert_eq!(words("x"), Err(ParseError::WrongArgs("usage")));
+    }
+}

@@ -1,0 +1,141 @@
+//! `why`: what the resource manager decided about a task, a job or a host, in its own words.
+
+use crate::format;
+use crate::machine::Machine;
+use crate::parse::{ParseError, parse_tid};
+use crate::session::Outcome;
+use libpvm::Error;
+use sempa_proto::rm::{Answer, Decided, Decision, Question, TaskUse};
+use serde_json::{Value, json};
+
+/// Decisions that are shown unless all are asked for.
+const SHOWN: usize = 20;
+
+/// What is asked about.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Why {
+    /// The word as it was typed.
+    subject: String,
+    question: Question,
+    all: bool,
+}
+
+/// Reads the words: a task or job as `t40001`, or a host.
+pub(crate) fn parse(args: &[String]) -> Result<Why, ParseError> {
+    let (all, rest): (Vec<&String>, Vec<&String>) = args.iter().partition(|arg| *arg == "-a");
+    let [subject] = rest[..] else { return Err(ParseError::WrongArgs("why")) };
+    if subject.starts_with('-') {
+        return Err(ParseError::UnknownFlag(subject.trim_start_matches('-').to_string()));
+    }
+    // A host may have a name of hexadecimal digits, but none begins with these.
+    let is_tid = subject.starts_with('t') || subject.starts_with(|c: char| c.is_ascii_digit());
+    let tid = parse_tid(subject).filter(|tid| is_tid && tid.is_task());
+    let question = tid.map_or_else(|| Question::WhyHost(subject.clone()), Question::WhyTask);
+    Ok(Why { subject: subject.clone(), question, all: !all.is_empty() })
+}
+
+/// Asks and tells.
+pub(crate) fn run(machine: &impl Machine, why: &Why) -> Result<Outcome, Error> {
+    let Answer::Why { task, decisions } = machine.ask_rm(&why.question)? else {
+        return Ok(Outcome::complaint(format!(
+            "why: the resource manager knows nothing of {}: it is neither a host nor a task or job that it has seen",
+            why.subject
+        )));
+    };
+    let hidden = if why.all { 0 } else { decisions.len().saturating_sub(SHOWN) };
+    let text = text(&why.subject, task.as_ref(), &decisions, hidden);
+    Ok(Outcome::done(text, value(&why.subject, task.as_ref(), &decisions), false))
+}
+
+fn text(subject: &str, task: Option<&TaskUse>, decisions: &[Decision], hidden: usize) -> String {
+    let mut lines: Vec<String> = task.map(describe).into_iter().collect();
+    if hidden > 0 {
+        lines.push(format!("({hidden} earlier ones: 'why -a {subject}')"));
+    }
+    let told = decisions.iter().skip(hidden);
+    lines.extend(told.map(|decision| format!("{} {}", format::time(decision.at), decision.what)));
+    lines.extend(now(subject, task, decisions));
+    lines.join("\n") + "\n"
+}
+
+/// "t80003: worker of job t40002, user 1000, on h3 since …".
+fn describe(task: &TaskUse) -> String {
+    let program = if task.program.is_empty() { "from a command line" } else { &task.program };
+    let began = format::time(task.began);
+    let head =
+        format!("{}: {program}, job {}, user {}, on {}, began {began}", task.tid, task.job, task.user, task.host);
+    match task.ended {
+        None => head,
+        Some((at, how)) => format!("{head}, ended {}: {how}", format::time(at)),
+    }
+}
+
+/// What holds now and does not stand in the decisions.
+fn now(subject: &str, task: Option<&TaskUse>, decisions: &[Decision]) -> Option<String> {
+    if let Some(task) = task {
+        let placed = |d: &Decision| matches!(&d.what, Decided::Spawn { started, .. } if started.iter().any(|(t, _)| *t == task.tid));
+        let line = "it was not placed by the resource manager: it was started from a command line, by a daemon, or while none ran";
+        return (!decisions.iter().any(placed)).then(|| line.to_string());
+    }
+    let last = decisions.iter().rev().find_map(|d| match &d.what {
+        Decided::OwnerCame { host, why } if host == subject => Some(Some(format!("its owner is there ({why})"))),
+        Decided::HostGone { host, why } if host == subject => Some(Some(format!("it is gone ({why})"))),
+        Decided::OwnerLeft { host, .. } | Decided::HostJoined { host } if host == subject => Some(None),
+        _ => None,
+    });
+    Some(match last.flatten() {
+        Some(why) => format!("now: nothing is placed on {subject} unless it is asked for by name: {why}"),
+        None => format!("now: {subject} is used like any other host"),
+    })
+}
+
+fn value(subject: &str, task: Option<&TaskUse>, decisions: &[Decision]) -> Value {
+    let decision = |d: &Decision| {
+        json!({
+            "number": d.number,
+            "at_us": d.at.0,
+            "time": format::time(d.at),
+            "text": d.what.to_string(),
+            "decided": d.what,
+        })
+    };
+    json!({
+        "subject": subject,
+        "task": task.map(crate::job::task_value),
+        "decisions": decisions.iter().map(decision).collect::<Vec<_>>(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use sempa_proto::{Micros, Tid};
+
+    fn words(line: &str) -> Result<Why, ParseError> {
+        parse(&line.split(' ').map(String::from).collect::<Vec<_>>())
+    }
+
+    #[test]
+    fn tasks_are_told_from_hosts() {
+        let question = |line: &str| words(line).expect(line).question;
+        assert_eq!(question("t40001"), Question::WhyTask(Tid::from_raw(0x40001)));
+        assert_eq!(question("40001"), Question::WhyTask(Tid::from_raw(0x40001)));
+        for host in ["beef", "h2", "t40000", "tea"] {
+            assert_eq!(question(host), Question::WhyHost(host.into()));
+        }
+        assert!(words("-a h2").expect("good").all);
+        assert_eq!(words("a b"), Err(ParseError::WrongArgs("why")));
+        assert_eq!(words("-x"), Err(ParseError::UnknownFlag("x".into())));
+    }
+
+    #[test]
+    fn a_host_is_told_what_holds_now() {
+        let decision = |what| Decision { number: 1, at: Micros(0), what };
+        let came = decision(Decided::OwnerCame { host: "h2".into(), why: "olga on pts/1".into() });
+        let left = decision(Decided::OwnerLeft { host: "h2".into(), why: "nobody".into() });
+        let last = |list: &[Decision]| text("h2", None, list, 0).lines().last().map(String::from).expect("a line");
+        let nothing = "now: nothing is placed on h2 unless it is asked for by name: its owner is there (olga on pts/1)";
+        assert_eq!(last(std::slice::from_ref(&came)), nothing);
+        assert_eq!(last(&[came, left]), "now: h2 is used like any other host");
+    }
+}

@@ -1,0 +1,175 @@
+//! What the service does about remembering: it notes down what the log says and what was decided, goes on with what it knew
+//! before it died, and answers questions about it.
+
+use super::Service;
+use crate::api::VmApi;
+use crate::decide::{Estimates, Lessons};
+use crate::store::{Ledger, Place};
+use bytes::Bytes;
+use libpvm::{Error, MigrateError};
+use sempa_proto::event::Event;
+use sempa_proto::frame::{from_bytes, to_bytes};
+use sempa_proto::migration::Cause;
+use sempa_proto::rm::{Answer, Decided, Expected, Question, RM_VERSION, TAG_ANSWER, pack, unpack};
+use sempa_proto::table::TaskInfo;
+use sempa_proto::{HostId, Message, Micros, Tid};
+use std::collections::BTreeMap;
+
+/// Entries of the log that are asked for at once.
+const EVENTS_AT_ONCE_MAX: u32 = 1000;
+/// What was learned of tasks and moves, among what the books keep.
+const LESSONS: u64 = 1;
+
+/// What the service keeps for remembering.
+#[derive(Debug, Default)]
+pub(super) struct Memory {
+    pub(super) ledger: Ledger,
+    /// The refusal of each task's move that was noted down last: tried again and refused again is no news.
+    refusals: BTreeMap<Tid, (HostId, String)>,
+    /// What was learned up to this version is noted down.
+    learned: u64,
+}
+
+impl<V: VmApi> Service<V> {
+    /// Opens the books and reads the log from where they end.
+    pub(super) fn remember(&mut self, tasks: &[TaskInfo]) -> Result<(), Error> {
+        let (ledger, notes) = Ledger::open(self.options.shelf.as_ref(), self.options.user, self.vm.tid());
+        self.memory.ledger = ledger;
+        notes.into_iter().for_each(|text| self.note(text));
+        let place = self.memory.ledger.books.place();
+        let mut again = false;
+        if place.number > 0 {
+            let there = self.vm.events(place.number, 1)?;
+            // The master forgets the oldest entries; where it has forgotten this one, the log goes on behind it.
+            again = there.first().is_some_and(|e| e.number > place.number || Place::behind(e) == place);
+            if !again {
+                self.memory.ledger.books.begin_anew();
+            }
+        }
+        self.catch_up()?;
+        let wall = self.vm.wall();
+        self.memory.ledger.books.reconcile(wall, tasks);
+        self.memory.ledger.books.decided(wall, Decided::Began { again });
+        Ok(())
+    }
+
+    /// Goes on with what was known: users' indices, who holds what, jobs, ages, what was learned.
+    pub(super) fn recall(&mut self) {
+        let (now, wall) = (self.vm.now(), self.vm.wall());
+        let books = &self.memory.ledger.books;
+        for (user, index, at) in books.indices() {
+            self.spawns.recall_index(now, user, index, wall.since(at));
+        }
+        for task in books.running() {
+            if !self.model.knows(task.tid) {
+                continue;
+            }
+            let age = wall.since(task.began);
+            if age <= now {
+                self.model.recall_task(task.tid, task.job, Micros(now.0 - age.0));
+            }
+            if task.counted {
+                self.spawns.task_started(now, task.tid, (task.user, task.job));
+            }
+        }
+        if let Some(lessons) = books.learned(LESSONS).and_then(|bytes| from_bytes::<Lessons>(bytes).ok()) {
+            self.model.recall_estimates(Estimates::recall(lessons));
+            self.memory.learned = self.model.estimates().version();
+        }
+    }
+
+    /// Reads what the log has and the books have not.
+    fn catch_up(&mut self) -> Result<(), Error> {
+        loop {
+            let from = self.memory.ledger.books.place().number + 1;
+            let events = self.vm.events(from, EVENTS_AT_ONCE_MAX)?;
+            events.iter().for_each(|event| self.memory.ledger.books.event(event));
+            if events.len() < EVENTS_AT_ONCE_MAX as usize {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Takes an entry of the log into the books, and those that were missed before it.
+    pub(super) fn note_down(&mut self, event: &Event) {
+        let next = self.memory.ledger.books.place().number + 1;
+        if event.number > next && self.catch_up().is_err() {
+            // The daemon is gone, and the next receive says so.
+            return;
+        }
+        let books = &mut self.memory.ledger.books;
+        books.event(event);
+        if let sempa_proto::event::EventKind::TaskStarted { tid, .. } = &event.kind
+            && self.spawns.counts(*tid)
+        {
+            books.counts(*tid);
+        }
+    }
+
+    /// A task was told to go, or that was refused.
+    pub(super) fn told_to_go(
+        &mut self,
+        tid: Tid,
+        (from, to): (HostId, HostId),
+        cause: Cause,
+        expected: Option<Expected>,
+        error: Option<&MigrateError>,
+    ) {
+        let refused = error.map(ToString::to_string);
+        match &refused {
+            Some(why) if self.memory.refusals.get(&tid).is_some_and(|(host, told)| *host == to && told == why) => {
+                return;
+            }
+            Some(why) => drop(self.memory.refusals.insert(tid, (to, why.clone()))),
+            None => drop(self.memory.refusals.remove(&tid)),
+        }
+        let expected = expected.unwrap_or_else(|| {
+            let bytes = self.model.bytes_of(tid);
+            Expected { gain: Micros::default(), cost: self.model.estimates().cost(bytes) }
+        });
+        let (from, to) = (self.model.host_name(from), self.model.host_name(to));
+        let what = Decided::Go { tid, from, to, cause, expected, refused };
+        self.memory.ledger.books.decided(self.vm.wall(), what);
+    }
+
+    /// Writes what has changed, when it is time.
+    pub(super) fn write_down(&mut self, now: Micros) {
+        if self.memory.ledger.is_due(now) {
+            self.memory.refusals.retain(|tid, _| self.model.knows(*tid));
+            self.learn(now);
+            if let Some(text) = self.memory.ledger.write(now) {
+                self.note(text);
+            }
+        }
+        self.memory.ledger.plan(now);
+    }
+
+    /// Notes down who has taken how much, and what was learned.
+    fn learn(&mut self, now: Micros) {
+        let indices: Vec<(u32, f64)> = self.spawns.fair().indices(now).collect();
+        let books = &mut self.memory.ledger.books;
+        books.set_indices(self.vm.wall(), indices);
+        let estimates = self.model.estimates();
+        if estimates.version() != self.memory.learned
+            && let Ok(bytes) = to_bytes(&estimates.lessons())
+        {
+            self.memory.learned = estimates.version();
+            books.learn(LESSONS, bytes);
+        }
+    }
+
+    /// Answers a question.
+    pub(super) fn answer(&mut self, message: &Message) {
+        let answer = match unpack::<Question>(&message.body) {
+            Ok(Some(question)) => {
+                self.learn(self.vm.now());
+                self.memory.ledger.books.answer(&question)
+            }
+            Ok(None) | Err(_) => Answer::Version(RM_VERSION),
+        };
+        if let Ok(bytes) = pack(&answer) {
+            // Who asked may be gone.
+            drop(self.vm.answer(message.src, TAG_ANSWER, message.wid, Bytes::from(bytes)));
+        }
+    }
+}
