@@ -5,7 +5,7 @@ use super::spawn::ExecBack;
 use super::tasks::{Task, mark_of};
 use super::{Machine, Output};
 use sempa_proto::body::{Encoding, Packer, Unpacker};
-use sempa_proto::event::EventKind;
+use sempa_proto::event::{EventKind, describe_status};
 use sempa_proto::host::HostMsg;
 use sempa_proto::migration::Usage;
 use sempa_proto::sm::{
@@ -14,11 +14,29 @@ use sempa_proto::sm::{
 };
 use sempa_proto::table::{AddedHost, TASK_RM};
 use sempa_proto::task::{Reply, RmInfo, RmServes, SPAWN_NO_PARENT, SPAWN_PINNED, SpawnRequest, ToTask};
-use sempa_proto::{HostId, Message, RequestId, Tid};
+use sempa_proto::{HostId, Message, Micros, RequestId, Tid};
+use std::collections::VecDeque;
+
+/// A resource manager that dies so often within [`RM_DEATHS_SPAN`] is started again; then no more.
+const RM_DEATHS_MAX: usize = 5;
+/// The span in which [`RM_DEATHS_MAX`] counts.
+const RM_DEATHS_SPAN: Micros = Micros::from_secs(60);
+
+/// True for an end that nobody wanted: by a signal that does not ask but kill, or by a panic.
+fn has_crashed(status: i32) -> bool {
+    const PANICKED: i32 = 101;
+    const ASKING: [i32; 3] = [1, 2, 15];
+    match status & 0x7f {
+        0 => (status >> 8) & 0xff == PANICKED,
+        signal => !ASKING.contains(&signal),
+    }
+}
 
 /// The resource managers that this daemon obeys.
 #[derive(Debug, Default)]
 pub(super) struct RmState {
+    /// When its command was started again because it had died.
+    deaths: VecDeque<Micros>,
     /// Registered with this daemon.
     own: Option<RmInfo>,
     /// Registered with the master, for hosts that have none of their own. One that serves everything serves the hosts that
@@ -228,18 +246,47 @@ impl Machine {
     /// Starts the tasks that the daemon was told to start: those that work for it, then the resource manager.
     pub(super) fn start_commands(&mut self) {
         let servers = std::mem::take(&mut self.config.server_commands);
-        for words in servers.into_iter().chain(self.config.rm_command.take()) {
-            let mut words = words.into_iter();
-            let Some(file) = words.next() else { continue };
-            let request = SpawnRequest {
-                file,
-                args: words.map(String::into_bytes).collect(),
-                flags: SPAWN_NO_PARENT | SPAWN_PINNED,
-                count: 1,
-                ..SpawnRequest::default()
-            };
-            self.queue_exec(Tid::NONE, request, ExecBack::Startup);
+        for words in servers.into_iter().chain(self.config.rm_command.clone()) {
+            self.start_command(words);
         }
+    }
+
+    fn start_command(&mut self, words: Vec<String>) {
+        let mut words = words.into_iter();
+        let Some(file) = words.next() else { return };
+        let request = SpawnRequest {
+            file,
+            args: words.map(String::into_bytes).collect(),
+            flags: SPAWN_NO_PARENT | SPAWN_PINNED,
+            count: 1,
+            ..SpawnRequest::default()
+        };
+        self.queue_exec(Tid::NONE, request, ExecBack::Startup);
+    }
+
+    /// A task has ended. If it is the resource manager that this daemon started, and it has not ended by its own or
+    /// somebody's will, it is started again; not for ever, should it die again and again.
+    pub(super) fn rm_command_ended(&mut self, task: &Task, status: i32) {
+        let Some(words) = self.config.rm_command.clone().filter(|words| words.first() == Some(&task.name)) else {
+            return;
+        };
+        if self.stop.is_some() || task.parent.is_task() || !task.pinned || !has_crashed(status) {
+            return;
+        }
+        let now = self.now;
+        self.rm.deaths.retain(|at| now.since(*at) < RM_DEATHS_SPAN);
+        let (name, how) = (&task.name, describe_status(status));
+        if self.rm.deaths.len() >= RM_DEATHS_MAX {
+            let text = format!(
+                "{name} has died ({how}), {RM_DEATHS_MAX} times within {} s before; it is not started again, and spawns are \
+                 placed round robin: start one with 'pvm spawn {name}'",
+                RM_DEATHS_SPAN.0 / 1_000_000
+            );
+            return self.note(text);
+        }
+        self.note(format!("{name} has died ({how}); it is started again"));
+        self.rm.deaths.push_back(now);
+        self.start_command(words);
     }
 
     /// A line for the daemon's log.

@@ -366,6 +366,7 @@ impl Machine {
         }
         self.record(EventKind::TaskEnded { tid, status, used });
         self.task_ended_somewhere(tid, &marks);
+        self.rm_command_ended(&task, status);
         self.stop_step();
     }
 

@@ -2,7 +2,7 @@
 //! dead daemon left, removal of everything at the end. Where the directory is, [`sempa_proto::place::Place`] says.
 
 use nix::fcntl::{Flock, FlockArg};
-use sempa_proto::place::Place;
+use sempa_proto::place::{Place, STATE_FILE};
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{ErrorKind, Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
@@ -119,7 +119,8 @@ impl Drop for HeldPlace {
         for entry in entries(self.place.dir()) {
             let name = entry.file_name().unwrap_or_default().to_string_lossy().into_owned();
             let wanted = self.keep_log && entry == self.place.log();
-            if !wanted && entry != self.place.lock() && is_ours(&self.place, &entry, &name) {
+            let ours = is_ours(&self.place, &entry, &name) || name.starts_with(STATE_FILE);
+            if !wanted && entry != self.place.lock() && ours {
                 remove_any(&entry);
             }
         }

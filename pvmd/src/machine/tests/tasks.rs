@@ -430,6 +430,33 @@ fn the_command_given_at_the_start_runs_once_and_a_missing_one_is_an_event() {
 }
 
 #[test]
+fn a_resource_manager_that_is_killed_is_started_again_but_not_for_ever_and_not_against_somebodys_will() {
+    const SIGKILL: i32 = 9;
+    const SIGTERM: i32 = 15;
+    let alive = |s: &Sim| s.procs.iter().position(|p| p.welcome.is_some() && !p.exited);
+    let start = || {
+        let mut sim = Sim::with(1, |c| c.rm_command = Some(vec!["child-rm".into()]));
+        sim.until("it runs", |s| alive(s).is_some());
+        sim
+    };
+    let mut sim = start();
+    for _ in 0..5 {
+        let rm = alive(&sim).expect("it runs");
+        sim.exit(rm, SIGKILL);
+        sim.until("another one runs", |s| alive(s).is_some_and(|now| now != rm));
+    }
+    let rm = alive(&sim).expect("it runs");
+    sim.exit(rm, SIGKILL);
+    sim.pass(Micros::from_secs(5));
+    assert_eq!(alive(&sim), None, "it has died too often");
+    let mut sim = start();
+    let rm = alive(&sim).expect("it runs");
+    sim.exit(rm, SIGTERM);
+    sim.pass(Micros::from_secs(5));
+    assert_eq!(alive(&sim), None, "somebody wanted it to end");
+}
+
+#[test]
 fn events_of_all_hosts_are_numbered_and_followed() {
     let (mut sim, console) = Sim::cluster(13, 2);
     let follower = sim.enrol(host(2));
