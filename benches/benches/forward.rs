@@ -1,7 +1,7 @@
 //! What the daemon's machine does with a data frame between two tasks of its host: from the event to the output, no I/O.
 
 use bytes::Bytes;
-use divan::Bencher;
+use divan::{AllocProfiler, Bencher};
 use divan::counter::ItemsCount;
 use pvmd::machine::{ConnId, Event, Machine, MachineConfig, Output, World};
 use sempa_proto::link::{LinkFrame, LinkKind};
@@ -15,6 +15,10 @@ use std::path::PathBuf;
 const TASKS: [usize; 3] = [2, 32, 512];
 /// Bytes of a frame's payload.
 const PAYLOAD: usize = 64;
+
+/// Allocations would show in the report: forwarding makes none.
+#[global_allocator]
+static ALLOCATIONS: AllocProfiler = AllocProfiler::system();
 
 fn main() {
     divan::main();
