@@ -59,13 +59,6 @@ pub(crate) const COMMANDS: &[Entry] = &[
     Entry { name: "id", summary: "Print the console's own tid", detail: "Syntax:  id\n" },
     Entry { name: "idump", summary: "Show how much memory the console uses", detail: "Syntax:  idump [ how ]\n" },
     Entry {
-        name: "job",
-        summary: "Show or end whole jobs: a task from a command line and all that it spawned",
-        detail: "Syntax:  job list [ --user user ]\n         job status tid\n         job kill tid\n\
-                 A job is named by any of its tasks. 'status' shows how each task ended and what it used.\n\
-                 The resource manager knows the jobs.\n",
-    },
-    Entry {
         name: "jobs",
         summary: "List jobs whose output is collected here",
         detail: "Syntax:  jobs [ -l ]\nOptions:  -l   with a line for each task\n",
@@ -84,6 +77,21 @@ pub(crate) const COMMANDS: &[Entry] = &[
     Entry { name: "mstat", summary: "Tell whether hosts are up", detail: "Syntax:  mstat host ...\n" },
     Entry { name: "names", summary: "List the mailbox of the virtual machine", detail: "Syntax:  names [ pattern ]\n" },
     Entry {
+        name: "owner",
+        summary: "Say what guests may do on your machine, and see who uses it",
+        detail: "Syntax:  owner [ status ]\n         owner away | here [ --for time ]\n         owner auto\n         \
+                 owner never hours [ and hours ... ] | none\n         owner limit number [ cores ] | none\n\
+                 Run it on your machine; it needs no virtual machine of yours.\n\
+                 status  who uses this machine, since when, and why they may or may not\n\
+                 away    you do not need it: guests are welcome although you are logged in\n\
+                 here    you need it: guests stop and leave\n        \
+                 both end with --for (as 30m, 2h, 1d), else with the next login or logout, or after 12 hours\n\
+                 auto    judge by logins and other signs again\n\
+                 never   no guests at these times, as 9-17, mon-fri 9-17:30, fri 22-6, sat,sun, always\n\
+                 limit   so many of their tasks at most\n\
+                 More can be said in ~/.config/sempa/owner.toml.\n",
+    },
+    Entry {
         name: "ps",
         summary: "List tasks",
         detail: "Syntax:  ps [ -a ] [ -l ] [ -x ] [ -htid ] [ -nhost ]\n\
@@ -101,11 +109,6 @@ pub(crate) const COMMANDS: &[Entry] = &[
     Entry { name: "pstat", summary: "Tell whether tasks run", detail: "Syntax:  pstat tid ...\n" },
     Entry { name: "put", summary: "Put an empty entry into the mailbox", detail: "Syntax:  put name flags\n" },
     Entry { name: "quit", summary: "Leave the console; the virtual machine goes on", detail: "Syntax:  quit\n" },
-    Entry {
-        name: "replay",
-        summary: "Run what a resource manager has recorded under another policy, and compare",
-        detail: "Syntax:  replay log --policy file\nThe log is one that 'pvm-rm --record log' has written.\n",
-    },
     Entry {
         name: "reset",
         summary: "End all tasks and clean the mailbox",
@@ -172,20 +175,7 @@ pub(crate) const COMMANDS: &[Entry] = &[
         summary: "Take variables out of the environment of tasks spawned from here",
         detail: "Syntax:  unexport variable ...\n",
     },
-    Entry {
-        name: "usage",
-        summary: "Show what users or jobs have used",
-        detail: "Syntax:  usage [ --user user ] [ --job tid ]\nOutput fields:\n  CPU S    processor time of tasks that have ended\n  \
-                 WALL S   time from their begin to their end, all together\n  MOVED    moves, EVICTED: those for an owner\n  \
-                 INDEX    who has taken less has a lower one, and is served first\n",
-    },
     Entry { name: "version", summary: "Show the version of the interface", detail: "Syntax:  version\n" },
-    Entry {
-        name: "why",
-        summary: "Tell why a task is where it is, or why a host is not used",
-        detail: "Syntax:  why [ -a ] tid | host\nThe newest decisions of the resource manager about it, with their reasons; a job is \
-                 named by the task\nat its top.\nOptions:  -a   all of them\n",
-    },
 ];
 
 /// The command with this name.

@@ -4,8 +4,8 @@ use crate::format::{self, Names};
 use crate::halt::{Home, halt};
 use crate::json;
 use crate::machine::{self, Machine};
+use crate::owner;
 use crate::parse::{Command, parse};
-use crate::replay;
 use crate::screen::Screen;
 use crate::session::{self, EVENTS_AT_ONCE_MAX, Next, Session, TAG_EVENTS};
 use crate::spawn::{Output, TraceOutput};
@@ -40,7 +40,7 @@ pub(crate) fn plan(words: &[String], json: bool) -> io::Result<Plan> {
     let outcome = match &command {
         Command::Help(name) => session::about(name.as_deref()),
         Command::Version => session::version(),
-        Command::Replay(words) => replay::run(words, json),
+        Command::Owner(what) => owner::run(what),
         Command::Spawn(spawn)
             if json && (spawn.output == Output::Console || spawn.trace == Some(TraceOutput::Console)) =>
         {

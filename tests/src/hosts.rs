@@ -18,7 +18,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// Folders that every host has for itself, with their mode.
-const PRIVATE: [(&str, u32); 4] = [("/tmp", 0o1777), ("/run", 0o755), ("/dev/shm", 0o1777), ("/var/log", 0o755)];
+const PRIVATE: [(&str, u32); 5] =
+    [("/tmp", 0o1777), ("/run", 0o755), ("/dev/shm", 0o1777), ("/var/log", 0o755), ("/var/tmp", 0o1777)];
 
 /// The plan of one host.
 #[derive(Clone, Debug, Serialize, Deserialize)]

@@ -1,0 +1,283 @@
+//! `owner`: what the owner of this machine says to all virtual machines on it, and who uses it. Needs no virtual machine and
+//! no rights in one: load watchers believe a file that only this user can have written, and answer whoever asks.
+
+use crate::parse::ParseError;
+use crate::session::Outcome;
+use pvm_load_watcher::hours::Hours;
+use pvm_load_watcher::owner::clock;
+use pvm_load_watcher::status::{Guest, Status, ask_all};
+use pvm_load_watcher::word::{self, Said, State, WORD_TIME, WORD_TIME_MAX, WORDS_ENV, Word, words_dir};
+use sempa_proto::Micros;
+use serde_json::json;
+use std::path::Path;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+/// What is said or asked.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Owner {
+    /// I am here, or away; for so long, or until the next login or logout.
+    Say { state: State, span: Option<Duration> },
+    /// Judge by signs again.
+    Auto,
+    /// No guests at these times.
+    Never(Vec<Hours>),
+    /// So many tasks at most; none: as many as come.
+    Limit(Option<u32>),
+    /// Who uses my machine, since when, why?
+    Status,
+}
+
+fn not_a(word: &str, wanted: &'static str) -> ParseError {
+    ParseError::NotA { command: "owner", word: word.to_string(), wanted }
+}
+
+/// A span as `2h`, `90m`, `30s`.
+fn span(text: &str) -> Option<Duration> {
+    let unit = match text.chars().last()? {
+        's' => 1,
+        'm' => 60,
+        'h' => 3600,
+        'd' => 86_400,
+        _ => return None,
+    };
+    let number: u64 = text[..text.len() - 1].parse().ok()?;
+    number.checked_mul(unit).map(Duration::from_secs).filter(|span| !span.is_zero() && *span <= WORD_TIME_MAX)
+}
+
+/// Reads the words behind the command.
+pub(crate) fn parse(args: &[String]) -> Result<Owner, ParseError> {
+    let words: Vec<&str> = args.iter().map(String::as_str).collect();
+    let state = |word: &str| if word == "here" { State::Here } else { State::Away };
+    let long = |text: &str| span(text).map(Some).ok_or_else(|| not_a(text, "a time such as 2h or 30m, up to 7d"));
+    match words[..] {
+        [] | ["status"] => Ok(Owner::Status),
+        ["auto"] => Ok(Owner::Auto),
+        [word @ ("here" | "away")] => Ok(Owner::Say { state: state(word), span: None }),
+        [word @ ("here" | "away"), "--for", text] => Ok(Owner::Say { state: state(word), span: long(text)? }),
+        [word @ ("here" | "away"), option] if option.starts_with("--for=") => {
+            Ok(Owner::Say { state: state(word), span: long(option.trim_start_matches("--for="))? })
+        }
+        ["never", "none"] => Ok(Owner::Never(Vec::new())),
+        ["never", _, ..] => {
+            let parts = words[1..].split(|word| *word == "and").map(|part| part.join(" "));
+            let hours = |part: String| {
+                part.parse().map_err(|_| not_a(&part, "a time of the week such as 9-17, 'mon-fri 9-17:30' or always"))
+            };
+            parts.map(hours).collect::<Result<_, _>>().map(Owner::Never)
+        }
+        ["limit", "none"] => Ok(Owner::Limit(None)),
+        ["limit", number] | ["limit", number, "core" | "cores"] => {
+            number.parse().map(|number| Owner::Limit(Some(number))).map_err(|_| not_a(number, "a number of cores"))
+        }
+        _ => Err(ParseError::WrongArgs("owner")),
+    }
+}
+
+/// The word after something was said at `now`.
+fn after(word: Word, what: &Owner, now: Micros) -> Word {
+    let Word { mut said, mut policy } = word;
+    match what {
+        Owner::Say { state, span } => {
+            let until = now + Micros::from_secs(span.unwrap_or(WORD_TIME).as_secs());
+            said = Some(Said { state: *state, at: now, until, visit: span.is_none() });
+        }
+        Owner::Auto => said = None,
+        Owner::Never(hours) => policy.never = (!hours.is_empty()).then(|| hours.clone()),
+        Owner::Limit(cores) => policy.cores = *cores,
+        Owner::Status => {}
+    }
+    Word { said, policy }
+}
+
+/// One sentence about a word.
+fn sentence(word: &Word) -> String {
+    let mut parts = Vec::new();
+    if let Some(Said { state, until, visit, .. }) = word.said {
+        let state = if state == State::Here { "here" } else { "away" };
+        let visit = if visit { ", or until the next login or logout" } else { "" };
+        parts.push(format!("{state} until {}{visit}", clock(until)));
+    }
+    if let Some(hours) = &word.policy.never {
+        let all: Vec<String> = hours.iter().map(|hours| hours.to_string()).collect();
+        parts.push(format!("no guests {}", all.join(" and ")));
+    }
+    parts.extend(word.policy.cores.map(|cores| format!("at most {cores} of their tasks")));
+    if parts.is_empty() { "nothing; the signs of life count".into() } else { parts.join("; ") }
+}
+
+fn word_json(word: &Word) -> serde_json::Value {
+    let state = word.said.map(|said| if said.state == State::Here { "here" } else { "away" });
+    let never: Vec<String> = word.policy.never.iter().flatten().map(|hours| hours.to_string()).collect();
+    let until = word.said.map(|said| said.until.0);
+    let visit = word.said.is_some_and(|said| said.visit);
+    json!({ "said": state, "until_us": until, "until_visit": visit, "never": never, "cores": word.policy.cores })
+}
+
+/// Says or asks. The user is the one who runs the console.
+pub(crate) fn run(what: &Owner) -> Outcome {
+    let dir = words_dir(std::env::var_os(WORDS_ENV).map(Into::into));
+    let uid = nix::unistd::geteuid().as_raw();
+    if *what == Owner::Status { status(&dir, uid) } else { say(&dir, uid, what) }
+}
+
+fn say(dir: &Path, uid: u32, what: &Owner) -> Outcome {
+    let seconds = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+    // A word that cannot be believed is replaced.
+    let word = after(word::read(dir, uid).unwrap_or_default(), what, Micros::from_secs(seconds));
+    match word::write(dir, uid, &word) {
+        Ok(()) => Outcome::done(format!("you said: {}\n", sentence(&word)), word_json(&word), false),
+        Err(error) => {
+            let path = word::word_file(dir, uid);
+            let advice =
+                format!("nothing has changed; look at the file, or set {WORDS_ENV} for you and the load watchers");
+            Outcome::refused(format!("owner: {} cannot be written: {error}; {advice}", path.display()))
+        }
+    }
+}
+
+fn status(dir: &Path, uid: u32) -> Outcome {
+    let (all, silent) = match ask_all() {
+        Ok(answers) => answers,
+        Err(error) => return Outcome::refused(format!("owner: load watchers cannot be found: {error}")),
+    };
+    let (said, wrong) = match word::read(dir, uid) {
+        Ok(word) => (word, None),
+        Err(sentence) => (Word::default(), Some(sentence)),
+    };
+    let mut text = String::new();
+    if !said.is_empty() {
+        text.push_str(&format!("you said: {}\n", sentence(&said)));
+    }
+    all.iter().for_each(|status| text.push_str(&told(status)));
+    if all.is_empty() && silent.is_empty() {
+        text.push_str("no virtual machine with a load watcher uses this machine\n");
+    }
+    let failed = !silent.is_empty();
+    let complaints = silent.into_iter().chain(wrong).map(|line| format!("owner: {line}")).collect();
+    let json = json!({ "you": word_json(&said), "virtual_machines": all });
+    Outcome { complaints, ..Outcome::done(text, json, failed) }
+}
+
+/// What one load watcher says, for people.
+fn told(status: &Status) -> String {
+    let Status { vm, user, host, owner, confidence, why, .. } = status;
+    let mut out = format!("virtual machine {vm} of {user} ({host})\n");
+    out.push_str(&format!("  owner     {owner}, {confidence} % sure: {why}\n"));
+    let leave = match (status.leave_at_us, status.then.as_deref()) {
+        (Some(at), Some("kill")) => format!("; they are ended at {}", clock(Micros(at))),
+        (Some(at), _) => format!("; they leave at {}", clock(Micros(at))),
+        (None, Some(_)) => "; they wait until they are wanted again".into(),
+        (None, None) => String::new(),
+    };
+    let why = if status.guests_why.is_empty() { String::new() } else { format!(": {}", status.guests_why) };
+    out.push_str(&format!("  guests    {}{why}{leave}\n", status.guests));
+    let line = |Guest { tid, program, pid, user, since_us, cpu_s }: &Guest| {
+        let since = if *since_us == 0 { "?".into() } else { clock(Micros(*since_us)) };
+        format!("  task      {tid} {program} of {user}, process {pid}, since {since}, {cpu_s:.1} s of processor\n")
+    };
+    out.extend(status.tasks.iter().map(line));
+    if status.tasks.is_empty() {
+        out.push_str("  tasks     none\n");
+    }
+    out.extend(status.policy.iter().map(|s| format!("  policy    {} = {}  ({})\n", s.name, s.value, s.from)));
+    if status.policy.is_empty() {
+        out.push_str("  policy    none: guests stop and leave as soon as the owner is there\n");
+    }
+    out.extend(status.wrong.iter().map(|line| format!("  refused   {line}\n")));
+    out.extend(status.sources.iter().map(|(name, says)| format!("  source    {name}: {says}\n")));
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn words(line: &str) -> Result<Owner, ParseError> {
+        parse(&line.split_whitespace().map(str::to_string).collect::<Vec<_>>())
+    }
+
+    #[test]
+    fn words_are_understood() {
+        let say = |state, seconds: Option<u64>| Ok(Owner::Say { state, span: seconds.map(Duration::from_secs) });
+        assert_eq!(words(""), Ok(Owner::Status));
+        assert_eq!(words("status"), Ok(Owner::Status));
+        assert_eq!(words("away"), say(State::Away, None));
+        assert_eq!(words("here --for 2h"), say(State::Here, Some(7200)));
+        assert_eq!(words("away --for=30m"), say(State::Away, Some(1800)));
+        assert_eq!(words("auto"), Ok(Owner::Auto));
+        let hours = |text: &str| text.parse::<Hours>().expect("good");
+        assert_eq!(words("never 9-17"), Ok(Owner::Never(vec![hours("9-17")])));
+        assert_eq!(words("never mon-fri 9-17 and sat"), Ok(Owner::Never(vec![hours("mon-fri 9-17"), hours("sat")])));
+        assert_eq!(words("never none"), Ok(Owner::Never(Vec::new())));
+        assert_eq!(words("limit 2 cores"), Ok(Owner::Limit(Some(2))));
+        assert_eq!(words("limit 1"), Ok(Owner::Limit(Some(1))));
+        assert_eq!(words("limit none"), Ok(Owner::Limit(None)));
+    }
+
+    #[test]
+    fn mistakes_are_named() {
+        for (line, says) in [
+            ("never", "owner: wrong #args"),
+            ("gone", "owner: wrong #args"),
+            ("here now", "owner: wrong #args"),
+            ("never noon", "owner: noon is not a time of the week"),
+            ("limit two cores", "owner: two is not a number of cores"),
+            ("away --for 2", "owner: 2 is not a time such as"),
+            ("away --for 8d", "owner: 8d is not a time such as"),
+            ("away --for 0h", "owner: 0h is not a time such as"),
+        ] {
+            let error = words(line).expect_err(line).to_string();
+            assert!(error.starts_with(says), "{line}: {error}");
+        }
+    }
+
+    #[test]
+    fn what_is_said_adds_up_and_is_taken_back() {
+        let dir = tempfile::tempdir().expect("a folder");
+        let uid = nix::unistd::geteuid().as_raw();
+        let say = |line: &str| say(dir.path(), uid, &words(line).expect(line)).text;
+        assert!(say("never mon-fri 9-17").starts_with("you said: no guests mon-fri 9:00-17:00"));
+        assert!(say("limit 2 cores").contains("no guests mon-fri 9:00-17:00; at most 2 of their tasks"));
+        let here = say("here");
+        assert!(here.contains("or until the next login or logout") && here.contains("at most 2"), "{here}");
+        assert!(!say("here --for 1h").contains("logout"));
+        assert!(!say("auto").contains("here"));
+        say("never none");
+        assert_eq!(say("limit none"), "you said: nothing; the signs of life count\n");
+        assert_eq!(std::fs::read_dir(dir.path()).expect("a folder").count(), 0);
+    }
+
+    #[test]
+    fn a_word_that_cannot_be_written_is_refused_in_one_line() {
+        let outcome = say(Path::new("/nowhere"), 7, &Owner::Limit(Some(1)));
+        let line = outcome.refusal.expect("refused");
+        assert!(outcome.failed && line.contains("/nowhere/sempa-owner-7.toml") && line.lines().count() == 1, "{line}");
+    }
+
+    #[test]
+    fn a_status_says_who_since_when_and_why() {
+        let status = Status {
+            vm: "pvm".into(),
+            user: "alice".into(),
+            host: "h2".into(),
+            owner: "present".into(),
+            confidence: 99,
+            why: "olga is logged in on tty2".into(),
+            guests: "stopped".into(),
+            guests_why: "olga is logged in on tty2".into(),
+            leave_at_us: Some(60_000_000),
+            then: Some("move".into()),
+            ..Status::default()
+        };
+        let text = told(&status);
+        for part in [
+            "virtual machine pvm of alice (h2)",
+            "present, 99 % sure: olga is logged in on tty2",
+            "stopped: olga is logged in on tty2; they leave at 00:01:00 UTC",
+            "tasks     none",
+            "policy    none",
+        ] {
+            assert!(text.contains(part), "{part}: {text}");
+        }
+    }
+}
