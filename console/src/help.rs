@@ -59,6 +59,13 @@ pub(crate) const COMMANDS: &[Entry] = &[
     Entry { name: "id", summary: "Print the console's own tid", detail: "Syntax:  id\n" },
     Entry { name: "idump", summary: "Show how much memory the console uses", detail: "Syntax:  idump [ how ]\n" },
     Entry {
+        name: "job",
+        summary: "Show or end whole jobs: a task from a command line and all that it spawned",
+        detail: "Syntax:  job list [ --user user ]\n         job status tid\n         job kill tid\n\
+                 A job is named by any of its tasks. 'status' shows how each task ended and what it used.\n\
+                 The resource manager knows the jobs.\n",
+    },
+    Entry {
         name: "jobs",
         summary: "List jobs whose output is collected here",
         detail: "Syntax:  jobs [ -l ]\nOptions:  -l   with a line for each task\n",
@@ -109,6 +116,11 @@ pub(crate) const COMMANDS: &[Entry] = &[
     Entry { name: "pstat", summary: "Tell whether tasks run", detail: "Syntax:  pstat tid ...\n" },
     Entry { name: "put", summary: "Put an empty entry into the mailbox", detail: "Syntax:  put name flags\n" },
     Entry { name: "quit", summary: "Leave the console; the virtual machine goes on", detail: "Syntax:  quit\n" },
+    Entry {
+        name: "replay",
+        summary: "Run what a resource manager has recorded under another policy, and compare",
+        detail: "Syntax:  replay log --policy file\nThe log is one that 'pvm-rm --record log' has written.\n",
+    },
     Entry {
         name: "reset",
         summary: "End all tasks and clean the mailbox",
@@ -175,7 +187,20 @@ pub(crate) const COMMANDS: &[Entry] = &[
         summary: "Take variables out of the environment of tasks spawned from here",
         detail: "Syntax:  unexport variable ...\n",
     },
+    Entry {
+        name: "usage",
+        summary: "Show what users or jobs have used",
+        detail: "Syntax:  usage [ --user user ] [ --job tid ]\nOutput fields:\n  CPU S    processor time of tasks that have ended\n  \
+                 WALL S   time from their begin to their end, all together\n  MOVED    moves, EVICTED: those for an owner\n  \
+                 INDEX    who has taken less has a lower one, and is served first\n",
+    },
     Entry { name: "version", summary: "Show the version of the interface", detail: "Syntax:  version\n" },
+    Entry {
+        name: "why",
+        summary: "Tell why a task is where it is, or why a host is not used",
+        detail: "Syntax:  why [ -a ] tid | host\nThe newest decisions of the resource manager about it, with their reasons; a job is \
+                 named by the task\nat its top.\nOptions:  -a   all of them\n",
+    },
 ];
 
 /// The command with this name.

@@ -3,6 +3,7 @@
 //! * [`words`], [`parse`], [`spawn`]: from a line to a command. Pure.
 //! * [`format`], [`json`], [`help`], [`jobs`], [`options`], [`trace`], [`records`]: from results to what is shown. Pure.
 //! * [`session`], [`collect`]: carry commands out on a [`machine`].
+//! * [`why`], [`usage`], [`job`], [`replay`]: what the resource manager can tell.
 //! * [`owner`]: what the owner of this machine says, and who uses it.
 //! * [`shell`], [`once`]: the two ways to use it; [`args`] tells them apart.
 //! * [`editor`], [`complete`], [`above`]: lines at a terminal, and output that comes meanwhile.
@@ -19,6 +20,7 @@ mod format;
 mod halt;
 mod help;
 mod host_file;
+mod job;
 mod jobs;
 mod json;
 mod machine;
@@ -27,11 +29,14 @@ mod options;
 mod owner;
 mod parse;
 mod records;
+mod replay;
 mod screen;
 mod session;
 mod shell;
 mod spawn;
 mod trace;
+mod usage;
+mod why;
 mod words;
 
 use args::{ArgsError, Mode};

@@ -6,6 +6,7 @@ use crate::json;
 use crate::machine::{self, Machine};
 use crate::owner;
 use crate::parse::{Command, parse};
+use crate::replay;
 use crate::screen::Screen;
 use crate::session::{self, EVENTS_AT_ONCE_MAX, Next, Session, TAG_EVENTS};
 use crate::spawn::{Output, TraceOutput};
@@ -41,6 +42,7 @@ pub(crate) fn plan(words: &[String], json: bool) -> io::Result<Plan> {
         Command::Help(name) => session::about(name.as_deref()),
         Command::Version => session::version(),
         Command::Owner(what) => owner::run(what),
+        Command::Replay(words) => replay::run(words, json),
         Command::Spawn(spawn)
             if json && (spawn.output == Output::Console || spawn.trace == Some(TraceOutput::Console)) =>
         {

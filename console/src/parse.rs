@@ -2,9 +2,12 @@
 //! anything is done.
 
 use crate::help;
+use crate::job::{self, Job};
 use crate::owner::{self, Owner};
 use crate::spawn::{self, Spawn};
 use crate::trace::{self, Trace};
+use crate::usage::{self, Usage};
+use crate::why::{self, Why};
 use nix::sys::signal::Signal;
 use sempa_proto::Tid;
 use sempa_proto::task::TICKLE_WORDS_MAX;
@@ -73,6 +76,8 @@ pub(crate) enum Command {
     Id,
     /// Memory of the console.
     Idump,
+    /// Whole jobs.
+    Job(Job),
     /// Jobs, with tasks.
     Jobs { long: bool },
     /// SIGTERM to tasks or to their children.
@@ -93,6 +98,8 @@ pub(crate) enum Command {
     Put { name: String, flags: i32 },
     /// Leave.
     Quit,
+    /// A recorded log, run under another policy; the words.
+    Replay(Vec<String>),
     /// End tasks and clean the mailbox.
     Reset,
     /// Remove ownerless entries of the mailbox: all, those of a class, or one.
@@ -115,8 +122,12 @@ pub(crate) enum Command {
     Unalias(Vec<String>),
     /// Variables.
     Unexport(Vec<String>),
+    /// What users and jobs have used.
+    Usage(Usage),
     /// Version.
     Version,
+    /// Why things are as they are.
+    Why(Why),
 }
 
 /// Why words are not a command; the text is shown as it is.
@@ -211,6 +222,7 @@ fn command(name: &'static str, args: &[String]) -> Result<Command, ParseError> {
         ("help", [name]) => Ok(Command::Help(Some(name.clone()))),
         ("id", _) => none(Command::Id),
         ("idump", [] | [_]) => Ok(Command::Idump),
+        ("job", _) => job::parse(args).map(Command::Job),
         ("jobs", _) => jobs(args),
         ("kill", _) => kill(args),
         ("migrate", [tid, host]) => Ok(Command::Migrate { tid: task_tid(name, tid)?, to: host.clone() }),
@@ -227,6 +239,7 @@ fn command(name: &'static str, args: &[String]) -> Result<Command, ParseError> {
             Ok(Command::Put { name: class.clone(), flags: number(name, flags)? })
         }
         ("quit", _) => none(Command::Quit),
+        ("replay", [_, ..]) => Ok(Command::Replay(args.to_vec())),
         ("reset", _) => reset(args),
         ("setenv", []) => Ok(Command::Setenv { name: None, value: None }),
         ("setenv", [name]) => Ok(Command::Setenv { name: Some(name.clone()), value: None }),
@@ -242,7 +255,9 @@ fn command(name: &'static str, args: &[String]) -> Result<Command, ParseError> {
         ("trace", _) => trace::parse(args).map(Command::Trace),
         ("unalias", _) => some(Command::Unalias),
         ("unexport", _) => Ok(Command::Unexport(args.to_vec())),
+        ("usage", _) => usage::parse(args).map(Command::Usage),
         ("version", _) => none(Command::Version),
+        ("why", _) => why::parse(args).map(Command::Why),
         _ => wrong(),
     }
 }
@@ -259,7 +274,7 @@ fn any_tid(command: &'static str, word: &str) -> Result<Tid, ParseError> {
     parse_tid(word).ok_or_else(|| ParseError::NotATid { command, word: word.to_string() })
 }
 
-fn task_tid(command: &'static str, word: &str) -> Result<Tid, ParseError> {
+pub(crate) fn task_tid(command: &'static str, word: &str) -> Result<Tid, ParseError> {
     any_tid(command, word).and_then(|tid| {
         if tid.is_task() { Ok(tid) } else { Err(ParseError::NotATid { command, word: word.to_string() }) }
     })

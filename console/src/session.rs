@@ -5,13 +5,17 @@ use crate::collect::{Collected, TAG_HOSTS};
 use crate::complete::Known;
 use crate::format::{self, Names};
 use crate::help;
+use crate::job;
 use crate::jobs::Jobs;
 use crate::json;
 use crate::machine::{self, Machine, misfit};
 use crate::options::{Options, TRACE_BUFFER, TRACE_KIND};
 use crate::owner;
 use crate::parse::{Command, ParseError, PsOptions, PsScope, parse, take_json};
+use crate::replay;
 use crate::trace::{self, Trace};
+use crate::usage;
+use crate::why;
 use crate::words;
 use libpvm::trace_events::EventMask;
 use libpvm::{Error, MigrateError};
@@ -78,7 +82,7 @@ impl Outcome {
         Outcome { refusal: Some(line.to_string()), failed: true, ..Outcome::default() }
     }
 
-    fn complaint(line: impl std::fmt::Display) -> Outcome {
+    pub(crate) fn complaint(line: impl std::fmt::Display) -> Outcome {
         Outcome { complaints: vec![line.to_string()], failed: true, ..Outcome::default() }
     }
 }
@@ -217,6 +221,7 @@ impl<M: Machine> Session<M> {
                 Outcome::done(format!("{tid}\n"), json::id(tid), false)
             }
             Command::Idump => Outcome { complaints: vec![self.memory()], ..Outcome::default() },
+            Command::Job(what) => job::run(&self.machine, &what)?,
             Command::Jobs { long } => self.list_jobs(long)?,
             Command::Kill { children, tids } => self.kill(children, &tids)?,
             Command::Migrate { tid, to } => self.migrate(tid, &to),
@@ -241,6 +246,7 @@ impl<M: Machine> Session<M> {
                 Outcome::default()
             }
             Command::Quit => Outcome { next: Next::Quit, ..Outcome::default() },
+            Command::Replay(words) => replay::run(&words, false),
             Command::Reset => {
                 self.machine.ask(Request::Reset { kill: true })?;
                 Outcome::default()
@@ -262,7 +268,9 @@ impl<M: Machine> Session<M> {
                 self.aliases.retain(|name, _| !names.contains(name));
                 Outcome::default()
             }
+            Command::Usage(what) => usage::run(&self.machine, &what)?,
             Command::Version => version(),
+            Command::Why(what) => why::run(&self.machine, &what)?,
         })
     }
 
