@@ -119,7 +119,9 @@ pub(crate) fn ps_row(table: &HostTable, task: &TaskInfo, console: Tid, long: boo
         write!(out, " {parent:>8} {:>6}", task.pid).expect("a string takes everything");
     }
     let name = if task.name.is_empty() { "-" } else { &task.name };
-    put!(out, " {:>9} {name:<12}", flags(task.flags));
+    // Behind what PVM's console prints: it stands still because its host's owner is there.
+    let state = if task.stopped { " (stopped)" } else { "" };
+    put!(out, " {:>9} {name:<12}{state}", flags(task.flags));
     out
 }
 
@@ -278,7 +280,7 @@ pub(crate) mod tests {
         let tid = Tid::from_raw(tid);
         let host = tid.home().expect("a task's tid");
         let parent = Tid::from_raw(parent);
-        TaskInfo { tid, parent, host, flags, name: name.into(), pid, uid: 0, moving: false }
+        TaskInfo { tid, parent, host, flags, name: name.into(), pid, uid: 0, moving: false, stopped: false }
     }
 
     #[test]

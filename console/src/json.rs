@@ -128,6 +128,7 @@ pub(crate) fn ps(table: &HostTable, tasks: &[TaskInfo]) -> Value {
             "pid": task.pid,
             "uid": task.uid,
             "moving": task.moving,
+            "stopped": task.stopped,
         })
     };
     json!({ "tasks": tasks.iter().map(task).collect::<Vec<_>>() })

@@ -7,6 +7,8 @@
 mod attempt;
 mod carry;
 mod control;
+mod ease;
+mod hold;
 mod moves;
 mod namespace;
 mod stop;

@@ -4,8 +4,9 @@
 
 use crate::attempt::{Attempt, rest, roll};
 use crate::carry::Carry;
+use crate::hold::Hold;
 use crate::namespace::Namespace;
-use crate::stop;
+use crate::stop::{self, Crowd};
 use crate::supervisor::Supervisor;
 use crate::sys::{self, Child};
 use crate::task::{Output, Phase, Task, micros};
@@ -14,7 +15,8 @@ use crate::workers::{Outcome, Workers};
 use checkpoint::engine::{Cancel, DumpJob, Engine, Limits, Outside, RestoreJob};
 use checkpoint::facts::{HashCache, Subject, ThisHost};
 use sempa_proto::migration::{Failure, Refusal, TaskFacts, Usage};
-use sempa_proto::tasker::{DumpReport, FromTasker, ToTasker};
+use sempa_proto::task::RedirectAt;
+use sempa_proto::tasker::{DumpReport, FromTasker, Redirection, ToTasker};
 use sempa_proto::{HostId, MigrationId, Tid};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -160,14 +162,18 @@ impl Supervisor {
         match order {
             ToTasker::Inspect { migration, tid } => self.inspect(migration, tid),
             ToTasker::Prepare { migration, tid, facts } => self.prepare(migration, tid, facts),
-            ToTasker::Stop { migration, tid } => self.stop(migration, tid),
+            ToTasker::Stop { migration, tid, redirection } => self.stop(migration, tid, redirection),
             ToTasker::Dump { migration, tid, dir } => self.dump(migration, tid, dir),
             ToTasker::Continue { migration, tid } => self.continue_task(migration, tid),
             ToTasker::KillMoved { migration, tid } => self.kill_moved(migration, tid),
             ToTasker::Restore { migration, tid, dir } => self.restore(migration, tid, &dir),
-            ToTasker::Run { migration, used } => self.run_held(migration, used),
+            ToTasker::Run { migration, used, held } => self.run_held(migration, used, held),
             ToTasker::Discard { migration } => self.discard(migration),
-            ToTasker::Start(_) | ToTasker::Signal { .. } | ToTasker::Kill { .. } => {}
+            ToTasker::Start(_)
+            | ToTasker::Signal { .. }
+            | ToTasker::Kill { .. }
+            | ToTasker::Hold { .. }
+            | ToTasker::GoOn { .. } => {}
         }
     }
 
@@ -226,16 +232,17 @@ impl Supervisor {
         self.moves.workers.start(&cancel, None, work)
     }
 
-    fn stop(&mut self, migration: MigrationId, tid: Tid) {
+    fn stop(&mut self, migration: MigrationId, tid: Tid, redirection: Option<Redirection>) {
         let result = match self.tasks.get_mut(&tid) {
             None => Err(Failure::TaskEnded),
             Some(Task { namespace: None, .. }) => Err(Failure::Engine(NO_NAMESPACES.into())),
             Some(task) if !matches!(task.phase, Phase::Running) => {
                 Err(Failure::CalledOff("another move of the task is under way on this host".into()))
             }
-            Some(Task { namespace: Some(namespace), phase, stopped_before, .. }) => {
-                *stopped_before = stop::stopped_now(namespace);
-                *phase = Phase::Stopping { migration, until: Instant::now() + STOP_ALLOWED, told: BTreeSet::new() };
+            Some(task) => {
+                let told = task.hold_for_move();
+                task.redirection = redirection;
+                task.phase = Phase::Stopping { migration, until: Instant::now() + STOP_ALLOWED, told };
                 Ok(())
             }
         };
@@ -255,9 +262,10 @@ impl Supervisor {
                 continue;
             };
             let migration = *migration;
-            if stop::all_still(namespace, told) {
+            if stop::all_still(&Crowd::Namespace(namespace), told) {
+                let redirected = redirect(namespace, task.redirection.take());
                 task.phase = Phase::Stopped { migration };
-                done.push((*tid, migration, Ok(())));
+                done.push((*tid, migration, redirected));
             } else if now >= *until {
                 // It stays in this phase: the daemon continues it like any move that failed.
                 task.phase = Phase::Stopped { migration };
@@ -334,7 +342,7 @@ impl Supervisor {
             let phase = std::mem::replace(&mut task.phase, Phase::Stopped { migration });
             if let (Err(_), Some(namespace)) = (&result, &task.namespace) {
                 // An engine that died may have left it in any state; it is to be as it was.
-                stop::all_still(namespace, &mut BTreeSet::new());
+                stop::all_still(&Crowd::Namespace(namespace), &mut BTreeSet::new());
             }
             if let Phase::Dumping { attempt, called_off, .. } = phase {
                 go_on = called_off;
@@ -569,7 +577,7 @@ impl Supervisor {
         }
     }
 
-    fn run_held(&mut self, migration: MigrationId, used: Usage) {
+    fn run_held(&mut self, migration: MigrationId, used: Usage, held: bool) {
         let (tid, namespace, process, carry, output) = match self.moves.targets.remove(&migration) {
             Some(Target { tid, namespace, stage: Stage::Held { process, carry, output } }) => {
                 (tid, namespace, process, carry, output)
@@ -580,7 +588,10 @@ impl Supervisor {
                 return self.say(&FromTasker::Ran { migration, result: Err(not_held) });
             }
         };
-        stop::continue_all(&namespace, &carry.stopped_before);
+        let mut stopped_before = carry.stopped_before;
+        if !held {
+            stop::continue_all(&Crowd::Namespace(&namespace), &std::mem::take(&mut stopped_before));
+        }
         let task = Task {
             tid,
             process,
@@ -588,7 +599,9 @@ impl Supervisor {
             output,
             used_before: used,
             phase: Phase::Running,
-            stopped_before: Vec::new(),
+            hold: if held { Hold::Still } else { Hold::Free },
+            stopped_before,
+            redirection: None,
             held_signals: Vec::new(),
         };
         self.tasks.insert(tid, task);
@@ -619,6 +632,16 @@ impl Supervisor {
             self.reap_strangers();
         }
     }
+}
+
+/// Writes into a stopped task what it is to find when it goes on elsewhere.
+fn redirect(namespace: &Namespace, redirection: Option<Redirection>) -> Result<(), Failure> {
+    let Some(Redirection { place: RedirectAt { pid: inner, at }, bytes }) = redirection else { return Ok(()) };
+    let Some(pid) = namespace.pids().into_iter().find(|pid| stop::inner_pid(*pid) == Some(inner)) else {
+        return Err(Failure::Engine(format!("its process {inner}, whose library has let go, is not there")));
+    };
+    let failed = |e| Failure::Engine(format!("its library cannot be told where it goes on: process {pid}: {e}"));
+    sys::write_memory(pid, at, &bytes).map_err(failed)
 }
 
 fn no_room(why: &Failure) -> Refusal {

@@ -11,6 +11,32 @@ const SETTLE_ALLOWED: Duration = Duration::from_millis(200);
 /// How often that is looked at.
 const SETTLE_LOOK: Duration = Duration::from_millis(1);
 
+/// The processes of a task.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Crowd<'a> {
+    /// Everybody in its namespace.
+    Namespace(&'a Namespace),
+    /// Its process group, where the tasker may not make namespaces.
+    Group(i32),
+}
+
+impl Crowd<'_> {
+    /// Their numbers.
+    pub(crate) fn pids(&self) -> Vec<i32> {
+        match self {
+            Crowd::Namespace(namespace) => namespace.pids(),
+            Crowd::Group(group) => group_pids(*group),
+        }
+    }
+}
+
+/// The processes of a process group.
+fn group_pids(group: i32) -> Vec<i32> {
+    let Ok(proc) = std::fs::read_dir("/proc") else { return Vec::new() };
+    let all = proc.flatten().filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
+    all.filter(|pid| stat_number(*pid, 2) == Some(group)).collect()
+}
+
 /// What /proc says about all threads of a process together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
@@ -20,28 +46,28 @@ enum State {
     Moving,
 }
 
-/// Processes of the namespace that are stopped already, by the numbers they have inside it.
-pub(crate) fn stopped_now(namespace: &Namespace) -> Vec<i32> {
-    let stopped = namespace.pids().into_iter().filter(|pid| is_stopped_by_signal(*pid));
+/// Processes of the task that are stopped already, by the numbers they have inside it.
+pub(crate) fn stopped_now(crowd: &Crowd<'_>) -> Vec<i32> {
+    let stopped = crowd.pids().into_iter().filter(|pid| is_stopped_by_signal(*pid));
     stopped.filter_map(inner_pid).collect()
 }
 
-/// Sends SIGCONT to everybody in the namespace but those who had been stopped before.
-pub(crate) fn continue_all(namespace: &Namespace, stopped_before: &[i32]) {
-    for pid in namespace.pids() {
+/// Sends SIGCONT to everybody but those who had been stopped before.
+pub(crate) fn continue_all(crowd: &Crowd<'_>, stopped_before: &[i32]) {
+    for pid in crowd.pids() {
         if stopped_before.is_empty() || !inner_pid(pid).is_some_and(|inner| stopped_before.contains(&inner)) {
             let _ = sys::kill_raw(pid, libc::SIGCONT);
         }
     }
 }
 
-/// True if nobody in the namespace runs. To be called again until it is: each time it sends SIGSTOP to those who run and
+/// True if nobody of the task runs. To be called again until it is: each time it sends SIGSTOP to those who run and
 /// were not `told` before, parents before their children. A child that was stopped between vfork and exec would keep its
 /// parent, which waits for it in the kernel, from ever stopping; and a second SIGSTOP would stay pending and disturb a
 /// dump.
-pub(crate) fn all_still(namespace: &Namespace, told: &mut BTreeSet<i32>) -> bool {
+pub(crate) fn all_still(crowd: &Crowd<'_>, told: &mut BTreeSet<i32>) -> bool {
     let seen: BTreeMap<i32, (State, Option<i32>)> =
-        namespace.pids().into_iter().map(|pid| (pid, (state(pid), parent(pid)))).collect();
+        crowd.pids().into_iter().map(|pid| (pid, (state(pid), parent(pid)))).collect();
     let is_moving = |pid: &i32| seen.get(pid).is_some_and(|(state, _)| *state == State::Moving);
     let mut quiet = true;
     for (pid, (_, parent)) in seen.iter().filter(|(pid, _)| is_moving(pid)) {
@@ -52,7 +78,7 @@ pub(crate) fn all_still(namespace: &Namespace, told: &mut BTreeSet<i32>) -> bool
         }
     }
     // Somebody seen stopped may have made a process after the list was read; a second list shows it.
-    quiet && namespace.pids().iter().all(|pid| seen.contains_key(pid))
+    quiet && crowd.pids().iter().all(|pid| seen.contains_key(pid))
 }
 
 /// Waits until these processes stand still by themselves, as they do soon after an engine let go of them.
@@ -78,8 +104,13 @@ fn is_stopped_by_signal(pid: i32) -> bool {
 
 /// The parent of a process.
 fn parent(pid: i32) -> Option<i32> {
+    stat_number(pid, 1)
+}
+
+/// A number of /proc/PID/stat; 0 is the state letter.
+fn stat_number(pid: i32, position: usize) -> Option<i32> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    stat[stat.rfind(')')? + 1..].split_whitespace().nth(1)?.parse().ok()
+    stat[stat.rfind(')')? + 1..].split_whitespace().nth(position)?.parse().ok()
 }
 
 /// The state letter of a line of /proc/PID/stat. The name before it may hold anything, even parentheses.
@@ -88,7 +119,7 @@ fn letter(stat: &str) -> Option<char> {
 }
 
 /// The number that a process has in its own namespace.
-fn inner_pid(pid: i32) -> Option<i32> {
+pub(crate) fn inner_pid(pid: i32) -> Option<i32> {
     Status::of(pid)?.field("NSpid")?.split_whitespace().last()?.parse().ok()
 }
 

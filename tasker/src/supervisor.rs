@@ -155,6 +155,7 @@ impl Supervisor {
             }
             self.look_at_leftovers();
             self.look_at_stopping();
+            self.look_at_holds();
         }
         Ok(())
     }
@@ -209,8 +210,10 @@ impl Supervisor {
         if self.is_stopping() {
             return PollTimeout::from(LOOK_AGAIN_MS);
         }
+        let soon = Duration::from_millis(LOOK_AGAIN_MS.into());
+        let held = self.tasks.values().filter_map(|task| task.hold.pause(soon)).min().map(|pause| pause + TIMEOUT_UNIT);
         let trial = self.trial_at.map(|at| at.saturating_duration_since(Instant::now()) + TIMEOUT_UNIT);
-        let pause = [self.spare_pause(), trial].into_iter().flatten().min();
+        let pause = [self.spare_pause(), trial, held].into_iter().flatten().min();
         pause.map_or(PollTimeout::NONE, |pause| PollTimeout::try_from(pause).expect("a minute at most"))
     }
 
@@ -219,6 +222,8 @@ impl Supervisor {
             ToTasker::Start(order) => self.start(&order),
             ToTasker::Signal { tid, signal } => self.signal(tid, signal),
             ToTasker::Kill { tid } => self.kill(tid),
+            ToTasker::Hold { tid, after } => self.hold(tid, after),
+            ToTasker::GoOn { tid } => self.free(tid),
             about_a_move => {
                 // It waits for the trial, so the trial need not wait.
                 self.begin_trial_once();
@@ -273,8 +278,14 @@ impl Supervisor {
 
     fn signal(&mut self, tid: Tid, signal: i32) {
         let Some(task) = self.tasks.get_mut(&tid) else { return };
-        if matches!(task.phase, Phase::Running) {
+        let running = matches!(task.phase, Phase::Running);
+        if running && task.hold.is_free() {
             task.send(signal);
+        } else if running && matches!(signal, libc::SIGKILL | libc::SIGTERM) {
+            task.send(signal);
+            if signal == libc::SIGTERM {
+                task.let_end();
+            }
         } else if task.held_signals.len() < HELD_SIGNALS_MAX {
             // A stopped task must stay as it is: a SIGCONT now would make two of it.
             task.held_signals.push(signal);

@@ -499,6 +499,37 @@ pub(crate) fn kill_raw(pid: i32, signal: i32) -> io::Result<()> {
     }
 }
 
+/// How urgent a thread is: −20 (most) to 19; `None` when it has ended.
+pub(crate) fn nice_of(thread: i32) -> Option<i32> {
+    // SAFETY: plain system call; the bare one, because its answer, 20 − nice, is never an error's number.
+    let answer = unsafe { libc::syscall(libc::SYS_getpriority, libc::PRIO_PROCESS, thread) };
+    (answer > 0).then(|| 20 - answer as i32)
+}
+
+/// Makes a thread so urgent. That it has ended, or that there is no right to do so, changes nothing.
+pub(crate) fn set_nice(thread: i32, nice: i32) {
+    // SAFETY: no memory is involved.
+    unsafe { libc::setpriority(libc::PRIO_PROCESS, thread.cast_unsigned(), nice) };
+}
+
+/// True if this process may make others more urgent again.
+pub(crate) fn may_raise() -> bool {
+    /// Bit of `CAP_SYS_NICE`.
+    const SYS_NICE: u64 = 1 << 23;
+    let effective = checkpoint::status::Status::of(std::process::id().cast_signed())
+        .and_then(|status| u64::from_str_radix(status.field("CapEff")?, 16).ok());
+    effective.is_some_and(|bits| bits & SYS_NICE != 0)
+}
+
+/// Writes into the memory of a stopped process.
+///
+/// # Errors
+/// There is no such memory, or no right to do so.
+pub(crate) fn write_memory(pid: i32, at: u64, bytes: &[u8]) -> io::Result<()> {
+    use std::os::unix::fs::FileExt;
+    std::fs::OpenOptions::new().write(true).open(format!("/proc/{pid}/mem"))?.write_all_at(bytes, at)
+}
+
 /// Bytes that lie in a pipe now.
 pub(crate) fn bytes_in_pipe(pipe: BorrowedFd<'_>) -> usize {
     let mut bytes: libc::c_int = 0;

@@ -1,13 +1,14 @@
 //! One task: how it is started, what is known of it, how its output is read.
 
 use crate::attempt::Attempt;
+use crate::hold::Hold;
 use crate::namespace::Namespace;
-use crate::stop;
+use crate::stop::{self, Crowd};
 use crate::sys::{self, Child, ExecPlan, Inherited, NotStarted, Program, Stage, StageError, StartGuard};
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use sempa_proto::migration::Usage;
-use sempa_proto::tasker::{OUTPUT_CHUNK_BYTES_MAX, StartTask};
+use sempa_proto::tasker::{OUTPUT_CHUNK_BYTES_MAX, Redirection, StartTask};
 use sempa_proto::{Micros, MigrationId, Tid};
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -75,9 +76,13 @@ pub(crate) struct Task {
     pub(crate) used_before: Usage,
     /// What is being done with it.
     pub(crate) phase: Phase,
-    /// Processes that were stopped already when the move stopped the others; they are not continued.
+    /// Whether it stands still for the owner, apart from moves.
+    pub(crate) hold: Hold,
+    /// Processes that were stopped already when the others were stopped; they are not continued.
     pub(crate) stopped_before: Vec<i32>,
-    /// Signals that came while it was stopped for a move.
+    /// What the next stop is to write into it.
+    pub(crate) redirection: Option<Redirection>,
+    /// Signals that came while it was stopped.
     pub(crate) held_signals: Vec<i32>,
 }
 
@@ -88,12 +93,19 @@ impl Task {
         let _ = sys::kill_raw(self.process.pid, signal);
     }
 
-    /// Lets a stopped task go on and delivers what came for it meanwhile.
+    /// Its processes.
+    pub(crate) fn crowd(&self) -> Crowd<'_> {
+        self.namespace.as_ref().map_or(Crowd::Group(self.process.pid), Crowd::Namespace)
+    }
+
+    /// Lets a stopped task go on and delivers what came for it meanwhile, unless it is held.
     pub(crate) fn go_on(&mut self) {
         self.phase = Phase::Running;
-        if let Some(namespace) = &self.namespace {
-            stop::continue_all(namespace, &std::mem::take(&mut self.stopped_before));
+        if !self.hold.is_free() {
+            return;
         }
+        let stopped_before = std::mem::take(&mut self.stopped_before);
+        stop::continue_all(&self.crowd(), &stopped_before);
         for signal in std::mem::take(&mut self.held_signals) {
             self.send(signal);
         }
@@ -211,7 +223,9 @@ pub(crate) fn start(
         output,
         used_before: Usage::default(),
         phase: Phase::Running,
+        hold: Hold::Free,
         stopped_before: Vec::new(),
+        redirection: None,
         held_signals: Vec::new(),
     })
 }

@@ -157,7 +157,7 @@ fn a_held_copy_needs_no_engine_and_is_reported_when_it_is_killed() {
     });
     assert!(matches!(result, Err(Failure::Engine(_))), "{result:?}");
     assert!(!is_alive(copy));
-    there.send(ToTasker::Run { migration: migration(1), used: Usage::default() });
+    there.send(ToTasker::Run { migration: migration(1), used: Usage::default(), held: false });
     let ran = there.until(&mut Vec::new(), |m| match m {
         FromTasker::Ran { result, .. } => Some(result.clone()),
         _ => None,
@@ -392,7 +392,7 @@ fn many_tasks_with_one_working_directory_leave_at_once() {
     }
     let count = |seen: &[FromTasker], what: fn(&FromTasker) -> bool| seen.iter().filter(|m| what(m)).count();
     for n in 1..=TASKS {
-        here.send(ToTasker::Stop { migration: migration(n.into()), tid: tid(n) });
+        here.send(ToTasker::Stop { migration: migration(n.into()), tid: tid(n), redirection: None });
     }
     while count(&seen, |m| matches!(m, FromTasker::Stopped { .. })) < TASKS as usize {
         seen.push(here.next());

@@ -50,6 +50,8 @@ pub struct Task {
     pub flags: i32,
     /// In the middle of a move.
     pub moving: bool,
+    /// Standing still for the owner of its host.
+    pub stopped: bool,
 }
 
 /// One line of `pvm events --json`.

@@ -107,6 +107,11 @@ impl Source {
         !matches!(self.state, State::Inspecting | State::Ready | State::Done)
     }
 
+    /// True while the task stays and its library has not come back.
+    pub fn is_waking(&self) -> bool {
+        self.state == State::Waking
+    }
+
     /// The next thing to do.
     pub fn poll(&mut self) -> Option<SourceOutput> {
         self.out.pop_front()

@@ -163,6 +163,35 @@ pub enum EventKind {
         /// Why.
         why: Failure,
     },
+    /// Nothing of the guests of a host runs any more, as its owner wants it.
+    GuestsStopped {
+        /// The host.
+        host: HostId,
+        /// The tasks.
+        guests: Vec<Tid>,
+        /// From the load watcher's word to its daemon until the last of them had stopped.
+        took: Micros,
+        /// The load watcher's sentence.
+        why: String,
+    },
+    /// The guests of a host go on.
+    GuestsContinued {
+        /// The host.
+        host: HostId,
+        /// The tasks that had been stopped.
+        guests: Vec<Tid>,
+        /// Why.
+        why: String,
+    },
+    /// The guests of a host are ended, as its owner wants it.
+    GuestsEnded {
+        /// The host.
+        host: HostId,
+        /// The tasks.
+        guests: Vec<Tid>,
+        /// The load watcher's sentence.
+        why: String,
+    },
     /// Anything else worth knowing.
     Note {
         /// The sentence.
@@ -239,6 +268,15 @@ impl fmt::Display for EventKind {
             EventKind::OwnerPresent { host, why, .. } => write!(f, "owner of {host} present: {why}"),
             EventKind::OwnerAbsent { host, why } => write!(f, "owner of {host} absent: {why}"),
             EventKind::HostClean { host } => write!(f, "{host} is clean: no foreign task is left on it"),
+            EventKind::GuestsStopped { host, guests, took, why } => {
+                write!(f, "guests of {host} stopped: {} within {:.1} ms: {why}", tasks(guests), took.0 as f64 / 1e3)
+            }
+            EventKind::GuestsContinued { host, guests, why } => {
+                write!(f, "guests of {host} go on: {}: {why}", tasks(guests))
+            }
+            EventKind::GuestsEnded { host, guests, why } => {
+                write!(f, "guests of {host} are ended: {}: {why}", tasks(guests))
+            }
             EventKind::Moving { id, tid, from, to, step, bytes } => {
                 write!(f, "{id}: {tid} from {from} to {to}: {step} done")?;
                 if *bytes > 0 { write!(f, ", {bytes} bytes") } else { Ok(()) }
@@ -254,6 +292,12 @@ impl fmt::Display for EventKind {
             EventKind::Note { text } => f.write_str(text),
         }
     }
+}
+
+/// Tasks in a sentence.
+fn tasks(tids: &[Tid]) -> String {
+    let names: Vec<String> = tids.iter().map(Tid::to_string).collect();
+    if names.is_empty() { "none were there".into() } else { names.join(" ") }
 }
 
 /// A wait status in words.

@@ -8,7 +8,7 @@ use crate::ids::{Epoch, HostId, Micros, MigrationId, RequestId, Tid};
 use crate::message::Message;
 use crate::migration::{Move, Order, Report};
 use crate::table::HostTable;
-use crate::task::{LinkMark, Reply, Request, RmInfo, Sink, SpawnRequest, ToTask, TracerInfo};
+use crate::task::{LinkMark, RedirectAt, Reply, Request, RmInfo, Sink, SpawnRequest, ToTask, TracerInfo};
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
@@ -270,6 +270,8 @@ pub struct TaskRecord {
     pub requests: Vec<RequestId>,
     /// Its notifications.
     pub watches: Vec<Watch>,
+    /// Where its library looks for news while it has let go.
+    pub redirect_at: RedirectAt,
     /// Hosts that its host knew, so that those which joined meanwhile are told.
     pub hosts: Vec<HostId>,
     /// Epoch of the host table they are from.

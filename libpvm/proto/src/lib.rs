@@ -43,4 +43,4 @@ pub use ids::{Epoch, HostId, JobId, Micros, MigrationId, RequestId, RouteId, Tid
 pub use message::Message;
 
 /// Version of every wire format in this crate. Peers with another number are refused at the first message.
-pub const WIRE_VERSION: u16 = 3;
+pub const WIRE_VERSION: u16 = 4;

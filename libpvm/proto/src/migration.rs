@@ -209,6 +209,13 @@ pub enum Refusal {
     },
     /// The host did not answer in time or has left.
     HostLost(HostId),
+    /// The owner of the target wants no guests to run there now.
+    OwnerThere {
+        /// The target.
+        host: HostId,
+        /// The sentence of its load watcher.
+        why: String,
+    },
     /// The coordinator has as many moves under way as it allows.
     TooManyMoves {
         /// The limit.
@@ -233,6 +240,7 @@ impl fmt::Display for Refusal {
             Refusal::File { path, why } => write!(f, "{}: {why}", path.display()),
             Refusal::Memory { need, have } => write!(f, "it needs {need} bytes, the target has {have}"),
             Refusal::HostLost(host) => write!(f, "{host} does not answer"),
+            Refusal::OwnerThere { host, why } => write!(f, "{host} takes no guests now: {why}"),
             Refusal::TooManyMoves { limit } => write!(f, "{limit} moves are under way already"),
         }
     }

@@ -86,6 +86,8 @@ pub struct TaskInfo {
     pub uid: u32,
     /// True when it is in the middle of a move.
     pub moving: bool,
+    /// True when it stands still because its host's owner wants that.
+    pub stopped: bool,
 }
 
 /// Outcome of adding one host.

@@ -513,6 +513,8 @@ pub enum ToDaemon {
         migration: MigrationId,
         /// How far each link has sent.
         marks: Vec<LinkMark>,
+        /// Where the library looks for a [`Redirect`].
+        redirect_at: RedirectAt,
     },
     /// A word to another task about a route of their own.
     Route {
@@ -580,6 +582,47 @@ pub enum ToTask {
         /// The word. Its descriptors travel with the frame.
         word: RouteWord,
     },
+}
+
+/// Bytes of a [`Redirect`] in a library's memory at most.
+pub const REDIRECT_BYTES_MAX: usize = 12 << 10;
+
+/// A place of [`REDIRECT_BYTES_MAX`] bytes in the memory of a library.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RedirectAt {
+    /// The process, by the number that it sees itself: it keeps that one on all hosts.
+    pub pid: i32,
+    /// The address.
+    pub at: u64,
+}
+
+/// What a library that has let go is to wait for instead: it was stopped before anybody knew where it would go on, and
+/// nobody may let it run to tell it. It is written into its memory while it stands still: the length as eight bytes in the
+/// machine's order, then this in postcard.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Redirect {
+    /// The move.
+    pub migration: MigrationId,
+    /// Files to watch.
+    pub tokens: Vec<PathBuf>,
+}
+
+impl Redirect {
+    /// As it lies in memory.
+    ///
+    /// # Errors
+    /// It is longer than [`REDIRECT_BYTES_MAX`].
+    pub fn in_memory(&self) -> Result<Vec<u8>, String> {
+        let text = crate::frame::to_bytes(self).map_err(|e| e.to_string())?;
+        let bytes: Vec<u8> = (text.len() as u64).to_ne_bytes().into_iter().chain(text.iter().copied()).collect();
+        if bytes.len() > REDIRECT_BYTES_MAX {
+            return Err(format!(
+                "the paths of the tokens need {} bytes, {REDIRECT_BYTES_MAX} is the most",
+                bytes.len()
+            ));
+        }
+        Ok(bytes)
+    }
 }
 
 /// Content of the file that wakes a quiesced library (postcard, written to a temporary name and renamed).

@@ -3,8 +3,9 @@
 //! The tasker is the parent of all spawned tasks and the only privileged program. It does what it is told and reports;
 //! it decides nothing. When its socket closes it kills every task it has and ends.
 
-use crate::ids::{MigrationId, Tid};
+use crate::ids::{Micros, MigrationId, Tid};
 use crate::migration::{Failure, Refusal, TaskFacts, Usage, Verdict};
+use crate::task::RedirectAt;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
@@ -35,6 +36,15 @@ pub struct Capabilities {
     pub engine: Result<String, String>,
 }
 
+/// Bytes to be written into the memory of a stopped process.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Redirection {
+    /// Where.
+    pub place: RedirectAt,
+    /// What.
+    pub bytes: Vec<u8>,
+}
+
 /// What a dump wrote.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DumpReport {
@@ -50,7 +60,8 @@ pub enum ToTasker {
     /// Start a task. → [`FromTasker::Started`] or [`FromTasker::StartFailed`]
     Start(StartTask),
     /// Send a signal to the task's process. No answer. While the task is stopped for a move the signal waits; it is
-    /// delivered when the task goes on here, and lost if it goes on elsewhere.
+    /// delivered when the task goes on here, and lost if it goes on elsewhere. A task that is held for the owner is ended
+    /// by SIGKILL at once, and gets a moment to end by itself after SIGTERM; other signals wait.
     Signal {
         /// The task.
         tid: Tid,
@@ -78,12 +89,29 @@ pub enum ToTasker {
         /// What it is.
         facts: TaskFacts,
     },
+    /// Hold the task for the owner of the host: until the time is over it may run, behind everybody else, so that its
+    /// library can let go; then all its processes are stopped, and they stay so whatever becomes of a move, until
+    /// [`ToTasker::GoOn`]. Said again to a task that is stopped, it lets it run once more for that time. While a move has
+    /// the task nothing happens at once. → [`FromTasker::Held`], each time when nothing of it runs
+    Hold {
+        /// The task.
+        tid: Tid,
+        /// How long it may run yet.
+        after: Micros,
+    },
+    /// The owner does not mind any more: let the task go on, unless a move has it. No answer.
+    GoOn {
+        /// The task.
+        tid: Tid,
+    },
     /// Stop all processes of the task. → [`FromTasker::Stopped`]
     Stop {
         /// The move.
         migration: MigrationId,
         /// The task.
         tid: Tid,
+        /// What to write into it when it has stopped: a library that has let go already learns where it will go on.
+        redirection: Option<Redirection>,
     },
     /// Write the images of the stopped task into this new directory; it stays stopped. → [`FromTasker::Dumped`]
     Dump {
@@ -123,6 +151,8 @@ pub enum ToTasker {
         migration: MigrationId,
         /// What it had used elsewhere; added to what [`FromTasker::Exited`] reports.
         used: Usage,
+        /// It is ours, but stays stopped until [`ToTasker::GoOn`].
+        held: bool,
     },
     /// Throw away whatever exists of this move on this host, as target. → [`FromTasker::Discarded`]
     Discard {
@@ -182,6 +212,11 @@ pub enum FromTasker {
         migration: MigrationId,
         /// The answer.
         verdict: Verdict,
+    },
+    /// Nothing of the task runs, for the sake of the owner.
+    Held {
+        /// The task.
+        tid: Tid,
     },
     /// Nothing of the task runs.
     Stopped {

@@ -770,7 +770,11 @@ impl Core {
         self.busy.clear();
         self.is_busy.clear();
         self.earliest = None;
-        let last = ToDaemon::Quiesced { migration: quiesce.migration, marks: self.marks() };
+        let last = ToDaemon::Quiesced {
+            migration: quiesce.migration,
+            marks: self.marks(),
+            redirect_at: super::redirect::open(),
+        };
         self.outbox.push(encode_control(&last).map_err(|e| format!("letting go: {e}"))?);
         self.phase = Phase::Quiescing(quiesce);
         self.news += 1;

@@ -7,13 +7,14 @@ use super::core::{Phase, Quiesce};
 use super::ear;
 use super::far::{ATTENDED, ReadySet};
 use super::process::Own;
+use super::redirect;
 use super::shared::{Shared, Sleep, State};
 use crate::error::EnrollError;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::SigSet;
 use sempa_proto::Micros;
 use sempa_proto::frame::{FrameDecoder, from_bytes};
-use sempa_proto::task::{AtEnd, Claim, ResumeToken};
+use sempa_proto::task::{AtEnd, Claim, Redirect, ResumeToken};
 use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
@@ -81,7 +82,7 @@ fn run(shared: &Arc<Shared>, program: &str) {
             Next::Sleep { socket, read, far, span } => {
                 doze(shared, socket.as_ref().map(|s| s.get()), read, far.as_ref().map(|far| far.get()), span);
             }
-            Next::Await(quiesce) => await_token(shared, &quiesce, program),
+            Next::Await(quiesce) => await_token(shared, quiesce, program),
             Next::End => break,
         }
     }
@@ -147,17 +148,20 @@ fn doze(shared: &Shared, writing: Option<&UnixStream>, read: bool, far: Option<&
 }
 
 /// Waits for the file that says where the task goes on, and connects there.
-fn await_token(shared: &Shared, quiesce: &Quiesce, program: &str) {
+fn await_token(shared: &Shared, mut quiesce: Quiesce, program: &str) {
     loop {
         if shared.is_stopped() {
             return;
+        }
+        if let Some(Redirect { migration, tokens }) = redirect::take() {
+            quiesce = Quiesce { migration, tokens };
         }
         {
             // Keeps the clock's last reading close to the moment at which the process is frozen.
             let _ = shared.lock().clock.now_after_a_move();
         }
-        if let Some(token) = quiesce.tokens.iter().find_map(|path| read_token(path, quiesce)) {
-            return resume(shared, quiesce, &token, program);
+        if let Some(token) = quiesce.tokens.iter().find_map(|path| read_token(path, &quiesce)) {
+            return resume(shared, &quiesce, &token, program);
         }
         std::thread::sleep(TOKEN_PAUSE);
     }

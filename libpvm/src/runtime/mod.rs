@@ -17,6 +17,7 @@ mod lend;
 mod near;
 mod outbox;
 mod process;
+mod redirect;
 mod routes;
 mod seat;
 mod shared;

@@ -8,9 +8,9 @@
 
 use super::tasks::{Inbox, Phase, Task};
 use super::{ConnId, Machine, Output};
-use checkpoint::protocol::SourceEvent;
 use sempa_proto::host::{Carried, Held, HostMsg, Location, TaskRecord};
 use sempa_proto::migration::{Move, Usage};
+use sempa_proto::task::RedirectAt;
 use sempa_proto::tasker::ToTasker;
 use sempa_proto::{Epoch, HostId, MigrationId, Tid};
 use std::collections::BTreeSet;
@@ -43,6 +43,10 @@ pub(super) struct Arrival {
     pub(super) exited: Option<(i32, Usage)>,
     /// Its library has come back on this connection.
     pub(super) conn: Option<ConnId>,
+    /// The tasker was told to hold it for the owner of this host.
+    pub(super) held: bool,
+    /// It has never run here: its library waits for the token.
+    pub(super) waits: bool,
     /// Signals that came before it ran.
     pub(super) signals: Vec<i32>,
     pub(super) pid: i32,
@@ -69,7 +73,8 @@ impl Machine {
             return self.arrival_step(tid);
         }
         let moving = self.moves.sources.get(&migration).is_some_and(|s| s.of().tid == tid);
-        let Some(task) = self.tasks.get_mut(tid).filter(|t| moving && t.hold && t.phase != Phase::Left) else {
+        let may = |t: &&mut Task| (moving || t.waits_for(migration)) && t.hold && t.phase != Phase::Left;
+        let Some(task) = self.tasks.get_mut(tid).filter(may) else {
             return self.refuse(conn, format!("{tid} is not waited for here ({migration})"));
         };
         task.quiesced = false;
@@ -77,7 +82,8 @@ impl Machine {
             self.conns.retire(older);
         }
         self.welcome(conn, tid);
-        self.source_event(migration, SourceEvent::Reconnected);
+        self.move_task_came_back(tid);
+        self.guest_came_back(tid);
     }
 
     /// The master says where a task runs from now on.
@@ -137,6 +143,7 @@ impl Machine {
         let (dst, migration, to) = (of.tid, of.id, of.to);
         self.send_record(of, true);
         let Some(mut task) = self.tasks.live.remove(&dst) else { return };
+        self.guest_gone(&task);
         for held in task.inbox.drain() {
             self.out.push_back(Output::Carry { host: to, carried: Carried::Handed { dst, migration, held } });
         }
@@ -207,11 +214,13 @@ impl Machine {
             }
         }
         let here = arrival.located && arrival.complete && arrival.all_handed && arrival.ran;
-        if !here || (arrival.conn.is_none() && arrival.exited.is_none()) {
+        if !here || (arrival.conn.is_none() && arrival.exited.is_none() && !arrival.waits) {
             return;
         }
         let Some(mut arrival) = self.moves.arrivals.remove(&tid) else { return };
-        self.out.push_back(Output::RemoveToken { path: self.config.place.token(arrival.migration) });
+        if !arrival.waits {
+            self.out.push_back(Output::RemoveToken { path: self.config.place.token(arrival.migration) });
+        }
         let Some(record) = arrival.record.take() else { return };
         let (hosts, epoch) = (record.hosts.clone(), record.epoch);
         let mut task = Task::from_record(record);
@@ -228,6 +237,7 @@ impl Machine {
             self.process_exited(tid, status, used);
             return self.settled(tid);
         }
+        self.guest_arrived(tid, Some(arrival.migration).filter(|_| arrival.waits));
         self.recheck_watches(tid, &hosts, epoch);
         self.settled(tid);
     }
@@ -273,9 +283,23 @@ impl Arrival {
             lost: false,
             exited: None,
             conn: None,
+            held: false,
+            waits: false,
             signals: Vec::new(),
             pid: 0,
         }
+    }
+
+    /// Guests have to stand still here.
+    pub(super) fn hold(&mut self) -> Tid {
+        self.held = true;
+        self.tid
+    }
+
+    /// Guests are welcome here; answers what its library waits for, if it does.
+    pub(super) fn free(&mut self) -> Option<MigrationId> {
+        self.held = false;
+        std::mem::take(&mut self.waits).then_some(self.migration)
     }
 
     /// Its copy here is dead.
@@ -299,6 +323,7 @@ impl Arrival {
             marks: Vec::new(),
             requests: Vec::new(),
             watches: Vec::new(),
+            redirect_at: RedirectAt::default(),
             hosts: Vec::new(),
             epoch: Epoch(u64::MAX),
         }

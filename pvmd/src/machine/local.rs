@@ -99,7 +99,12 @@ impl Machine {
                 message.src = tid;
                 self.message_to_daemon(message);
             }
-            ToDaemon::Quiesced { migration, marks } => self.task_quiesced(tid, migration, marks),
+            ToDaemon::Quiesced { migration, marks, redirect_at } => {
+                if let Some(task) = self.tasks.get_mut(tid) {
+                    task.redirect_at = redirect_at;
+                }
+                self.task_quiesced(tid, migration, marks);
+            }
             ToDaemon::Route { to, word } => self.task_route(conn, to, word, Descriptors::default()),
         }
     }
@@ -118,6 +123,7 @@ impl Machine {
                 let Some(task) = self.tasks.get_mut(tid).filter(|t| t.phase == Phase::Connected(conn)) else { return };
                 if std::mem::take(&mut task.quiesced) {
                     task.phase = Phase::Detached;
+                    self.guest_let_go(tid);
                     self.task_let_go(tid);
                 } else {
                     self.detach(tid);
@@ -192,6 +198,7 @@ impl Machine {
         }
         self.welcome(conn, tid);
         self.open_inbox(tid);
+        self.guest_connected(tid);
     }
 
     /// The connection is the task's from now on. The inbox stays as it is.

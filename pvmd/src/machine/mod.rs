@@ -10,11 +10,13 @@
 //! * `asks`: questions between daemons.
 //! * `spawn`, `rm`, `servers`: starting tasks, resource managers, tasks that do a daemon's work.
 //! * `mailbox`, `groups`, `events`: what the master keeps for all.
+//! * `guests`: tasks that stand still because the owner of this host is there.
 //! * `moves`, `handover`: the glue to the migration protocol, and what is kept in order while a task changes hosts.
 
 mod asks;
 mod events;
 mod groups;
+mod guests;
 mod halt;
 mod handover;
 mod hostfile;
@@ -92,6 +94,10 @@ enum Timer {
     Stop,
     /// The socket of a process that has ended.
     Drain(Tid),
+    /// Guests may have to leave.
+    GuestsLeave,
+    /// Guests that were asked to end.
+    GuestsEnd,
     /// The last messages of a dead task.
     LastWords { watcher: Tid, dead: Tid },
 }
@@ -135,6 +141,7 @@ pub struct Machine {
     rm: rm::RmState,
     servers: servers::Servers,
     moves: moves::Moves,
+    hosting: guests::Hosting,
     stop: Option<halt::Stop>,
     /// What somebody set with `pvm_tickle`; shown, and without effect.
     debug_mask: i32,
@@ -168,6 +175,7 @@ impl Machine {
             rm: rm::RmState::default(),
             servers: servers::Servers::default(),
             moves: moves::Moves::default(),
+            hosting: guests::Hosting::default(),
             stop: None,
             debug_mask: 0,
             traces: trace::Traces::default(),
@@ -266,6 +274,7 @@ impl Machine {
             }
             FromTasker::StartFailed { tid, why } => self.start_failed(tid, &why),
             FromTasker::Output { tid, bytes } => self.task_output(tid, bytes),
+            FromTasker::Held { tid } => self.guest_held(tid),
             FromTasker::Exited { tid, status, used } => self.process_exited(tid, status, used),
             message => self.tasker_on_move(message),
         }
@@ -299,6 +308,8 @@ impl Machine {
                 Timer::Dismissed(host) => self.dismissed_deadline(host),
                 Timer::Grace => self.grace_over(),
                 Timer::Stop => self.stop_deadline(),
+                Timer::GuestsLeave => self.guests_leave(),
+                Timer::GuestsEnd => self.guests_end(),
                 Timer::Drain(tid) => self.drain_over(tid),
                 Timer::LastWords { watcher, dead } => self.last_words_over(watcher, dead),
             }

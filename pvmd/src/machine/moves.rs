@@ -9,7 +9,7 @@ use checkpoint::protocol::{
 use sempa_proto::host::{HostMsg, Location};
 use sempa_proto::migration::{Cause, Failure, Move, Order, Refusal, Report, Step, Usage};
 use sempa_proto::table::{TASK_HOSTER, TASK_RM, TASK_TASKER};
-use sempa_proto::task::{LinkMark, MoveError, Reply, ResumeToken, ToTask};
+use sempa_proto::task::{LinkMark, MoveError, Reply, ToTask};
 use sempa_proto::tasker::{FromTasker, ToTasker};
 use sempa_proto::{Epoch, HostId, MigrationId, PvmError, RequestId, Tid};
 use std::collections::{BTreeMap, BTreeSet};
@@ -234,6 +234,7 @@ impl Machine {
             SourceOutput::Report(report) => self.report(id, report),
             SourceOutput::Inspect if self.is_settling(&of) => {
                 self.moves.next.insert(tid, id);
+                self.ease(tid);
             }
             SourceOutput::Inspect => match self.refusal(&of) {
                 Some(refusal) => self.source_event(id, SourceEvent::Inspected(Err(refusal))),
@@ -246,12 +247,14 @@ impl Machine {
             }
             SourceOutput::Quiesce { token } => {
                 let tokens = vec![self.config.place.token(id), token];
-                if let Some(conn) = self.tasks.get(tid).and_then(Task::conn) {
+                if !self.quiesce_guest(id, tid, &tokens)
+                    && let Some(conn) = self.tasks.get(tid).and_then(Task::conn)
+                {
                     let message = ToTask::Quiesce { migration: id, tokens };
                     self.out.push_back(Output::ToTask { conn, message });
                 }
             }
-            SourceOutput::Stop => self.tell_tasker(ToTasker::Stop { migration: id, tid }),
+            SourceOutput::Stop => self.stop_for_move(id, tid),
             SourceOutput::Dump => {
                 let dir = self.config.place.images(id);
                 self.tell_tasker(ToTasker::Dump { migration: id, tid, dir });
@@ -269,13 +272,12 @@ impl Machine {
                 }
                 self.tell_tasker(ToTasker::Continue { migration: id, tid });
             }
-            SourceOutput::WakeHere => self.write_token(id),
-            SourceOutput::Release => {
-                if let Some(task) = self.tasks.get_mut(tid) {
-                    task.hold = false;
-                    self.open_inbox(tid);
+            SourceOutput::WakeHere => {
+                if !self.wake_guest(id, tid) {
+                    self.write_token(id);
                 }
             }
+            SourceOutput::Release => self.release(tid),
             SourceOutput::KillMoved => {
                 if let Some(task) = self.tasks.get_mut(tid) {
                     task.killing = true;
@@ -293,10 +295,12 @@ impl Machine {
     }
 
     /// True while the task's move before is not quite over here: it has come and its library has not, or it stays and is
-    /// being let go on. The coordinator's deadline bounds the wait.
+    /// being let go on; or while a guest that stood still comes back. The coordinator's deadline bounds the wait.
     fn is_settling(&self, of: &Move) -> bool {
         let staying = |s: &Source| s.of().tid == of.tid && s.of().id != of.id && s.holds();
-        self.moves.arrivals.get(&of.tid).is_some_and(|a| a.located) || self.moves.sources.values().any(staying)
+        let comes_back = self.tasks.get(of.tid).is_some_and(|t| t.still.as_ref().is_some_and(|still| still.waking));
+        let comes = self.moves.arrivals.get(&of.tid).is_some_and(|a| a.located);
+        comes || comes_back || self.moves.sources.values().any(staying)
     }
 
     /// The task's move before is over: the next one may begin.
@@ -319,7 +323,7 @@ impl Machine {
             Some(Refusal::NotSpawned)
         } else if task.pinned || task.flags & (TASK_RM | TASK_HOSTER | TASK_TASKER) != 0 {
             Some(Refusal::Pinned)
-        } else if task.conn().is_none() || task.exited.is_some() {
+        } else if (task.conn().is_none() && !task.has_let_go()) || task.exited.is_some() {
             Some(Refusal::NotConnected)
         } else {
             None
@@ -331,6 +335,10 @@ impl Machine {
         let tid = of.tid;
         match output {
             TargetOutput::Report(report) => self.report(id, report),
+            TargetOutput::Prepare(_) if self.hosting.is_stopped() => {
+                let refusal = self.no_guests().into_iter().collect();
+                self.target_event(id, TargetEvent::Prepared(refusal));
+            }
             TargetOutput::Prepare(facts) if !self.tasker_gone => {
                 self.tell_tasker(ToTasker::Prepare { migration: id, tid, facts });
             }
@@ -344,12 +352,18 @@ impl Machine {
                 self.tell_tasker(ToTasker::Restore { migration: id, tid, dir });
             }
             TargetOutput::Run(used) => {
+                let held = self.hosting.is_stopped();
                 if let Some(arrival) = self.arrival_of(id) {
-                    arrival.run_ordered = true;
+                    (arrival.run_ordered, arrival.held, arrival.waits) = (true, held, held);
                 }
-                self.tell_tasker(ToTasker::Run { migration: id, used });
+                self.tell_tasker(ToTasker::Run { migration: id, used, held });
             }
-            TargetOutput::WakeHere => self.write_token(id),
+            TargetOutput::WakeHere => {
+                // One that waits for guests to be welcome may be a task of this host already.
+                if self.arrival_of(id).is_some_and(|arrival| !arrival.waits) {
+                    self.write_token(id);
+                }
+            }
             TargetOutput::Discard => self.tell_tasker(ToTasker::Discard { migration: id }),
             TargetOutput::DropImages => self.out.push_back(Output::DropImages { migration: id }),
             TargetOutput::Done => {
@@ -392,7 +406,10 @@ impl Machine {
                 let result = result.map_err(|refusal| self.named(refusal));
                 self.source_event(migration, SourceEvent::Inspected(result));
             }
-            FromTasker::Stopped { migration, result } => self.source_event(migration, SourceEvent::Stopped(result)),
+            FromTasker::Stopped { migration, result } => {
+                self.stopped_for_move(migration, &result);
+                self.source_event(migration, SourceEvent::Stopped(result));
+            }
             FromTasker::Dumped { migration, result } => self.source_event(migration, SourceEvent::Dumped(result)),
             FromTasker::Continued { migration } => self.source_event(migration, SourceEvent::Continued),
             FromTasker::SourceGone { migration, used } => self.source_event(migration, SourceEvent::Gone(used)),
@@ -445,17 +462,11 @@ impl Machine {
         self.moves.arrivals.values_mut().find(|a| a.migration == migration)
     }
 
-    fn write_token(&mut self, migration: MigrationId) {
-        let place = &self.config.place;
-        let token = ResumeToken { migration, socket: place.socket() };
-        self.out.push_back(Output::WriteToken { path: place.token(migration), token });
-    }
-
     /// The library has said that nothing leads out of its process any more; its socket will close.
     pub(super) fn task_quiesced(&mut self, tid: Tid, migration: MigrationId, marks: Vec<LinkMark>) {
         let moving = self.moves.sources.get(&migration).is_some_and(|s| s.of().tid == tid);
         match self.tasks.get_mut(tid) {
-            Some(task) if moving => {
+            Some(task) if moving || task.waits_for(migration) => {
                 task.mark(marks);
                 task.quiesced = true;
             }
@@ -466,6 +477,11 @@ impl Machine {
     /// Its socket has closed.
     pub(super) fn task_let_go(&mut self, tid: Tid) {
         self.each_source(tid, SourceEvent::Quiesced);
+    }
+
+    /// Its library has connected again.
+    pub(super) fn move_task_came_back(&mut self, tid: Tid) {
+        self.each_source(tid, SourceEvent::Reconnected);
     }
 
     /// A task has ended or left: it does not move any more.

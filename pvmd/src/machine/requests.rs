@@ -79,6 +79,7 @@ impl Machine {
                 self.reply(tid, id, Reply::Done);
             }
             Request::Tickle(words) => self.tickle(tid, id, &words),
+            Request::Guests(word) => self.guests_word(tid, id, word),
             Request::Serve(service) => self.serve(tid, id, service),
             what => self.ask_master(tid, id, what),
         }
@@ -100,7 +101,6 @@ impl Machine {
             Request::DelHosts { names } => self.delete_hosts(tid, id, &names),
             Request::Mailbox(request) => self.mailbox_request(tid, id, request),
             Request::Group(request) => self.group_request(tid, id, request),
-            Request::Guests(_) => self.fail(tid, id, PvmError::NotImpl, "this daemon does not stop tasks by itself"),
             Request::Migrate { tid: task, to, cause, wait } => self.begin_move(tid, id, task, &to, cause, wait),
             Request::Events { from, limit } => {
                 let events = self.master.as_ref().map(|m| m.events.since(from, limit)).unwrap_or_default();

@@ -20,6 +20,9 @@ pub(super) const SPAWN_COUNT_MAX: u32 = 65_536;
 /// What the daemon runs in front of a task that is to be debugged, when `PVM_DEBUGGER` names nothing else.
 const DEBUGGER: &str = "/usr/lib/pvm3/lib/debugger";
 
+/// The answer of a host whose owner wants no guests now; daemons then try other hosts, if the spawn names none.
+const NO_GUESTS: PvmError = PvmError::OutOfRes;
+
 /// One result per task.
 type Started = Vec<Result<Tid, PvmError>>;
 
@@ -66,6 +69,16 @@ pub(super) struct ExecJob {
 }
 
 impl ExecJob {
+    /// True for what the daemon or the resource manager starts for itself: owners of hosts have nothing against that.
+    fn is_servant(&self) -> bool {
+        let own = match self.back {
+            ExecBack::Startup => true,
+            ExecBack::Rm { rm, .. } => self.parent == rm,
+            ExecBack::Answer(_) => false,
+        };
+        own && self.request.flags & SPAWN_PINNED != 0
+    }
+
     /// What is to be started.
     pub(super) fn request(&self) -> &SpawnRequest {
         &self.request
@@ -163,9 +176,14 @@ impl Machine {
     pub(super) fn part_spawned(&mut self, number: u64, part: u64, results: Result<Started, PvmError>) {
         let Some(spawn) = self.spawns.open.get_mut(&number) else { return };
         let Some((host, block)) = spawn.parts.remove(&part) else { return };
+        let anywhere = spawn.request.flags & (SPAWN_HOST | SPAWN_ARCH) == 0;
         let started = match results {
+            Ok(started) if anywhere && started.iter().all(|one| *one == Err(NO_GUESTS)) => {
+                spawn.lost.push(host);
+                return self.assign(number, block, NO_GUESTS);
+            }
             Ok(started) => started,
-            Err(_) if spawn.request.flags & (SPAWN_HOST | SPAWN_ARCH) == 0 => {
+            Err(_) if anywhere => {
                 spawn.lost.push(host);
                 return self.assign(number, block, PvmError::HostFail);
             }
@@ -206,6 +224,8 @@ impl Machine {
         let count = job.request.count.min(SPAWN_COUNT_MAX);
         let program = if self.tasker_gone || self.stop.is_some() {
             Err(PvmError::DSysErr)
+        } else if self.hosting.is_stopped() && !job.is_servant() {
+            Err(NO_GUESTS)
         } else {
             find_program(world, &job.request)
         };
@@ -254,6 +274,7 @@ impl Machine {
         task.name = request.file.clone();
         task.epid = Some(epid);
         task.pinned = request.flags & SPAWN_PINNED != 0;
+        task.servant = job.is_servant();
         (task.output, task.trace) = (request.output, request.trace);
         // What the daemon needs for itself it starts itself.
         let tasker = self.servers.tasker().filter(|_| !matches!(job.back, ExecBack::Startup));

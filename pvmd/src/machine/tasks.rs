@@ -1,5 +1,6 @@
 //! The tasks of this host: what is known of each, how tids are given out, and how a task ends.
 
+use super::guests::Still;
 use super::pairs::sender_of;
 use super::{ConnId, Machine, Output};
 use sempa_proto::event::EventKind;
@@ -7,7 +8,7 @@ use sempa_proto::host::{Carried, Held, HostMsg, TaskRecord, Watch, WatchKind};
 use sempa_proto::link::RETAINED_BYTES_MAX;
 use sempa_proto::migration::Usage;
 use sempa_proto::table::{TASK_CONNECTED, TASK_FORKED, TASK_RM, TaskInfo};
-use sempa_proto::task::{AtEnd, LinkMark, Sink, ToTask};
+use sempa_proto::task::{AtEnd, LinkMark, RedirectAt, Sink, ToTask};
 use sempa_proto::{Epoch, HostId, Micros, MigrationId, RequestId, Tid};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -74,6 +75,8 @@ pub(super) struct Task {
     pub(super) pid: i32,
     pub(super) epid: Option<i32>,
     pub(super) pinned: bool,
+    /// The virtual machine needs it here: what the daemon or the resource manager started for itself.
+    pub(super) servant: bool,
     pub(super) output: Sink,
     pub(super) trace: Sink,
     /// The task that was asked to start it, when it was not our tasker.
@@ -87,6 +90,10 @@ pub(super) struct Task {
     pub(super) hold: bool,
     /// It has said that nothing leads out of it any more.
     pub(super) quiesced: bool,
+    /// Where its library looks for news while it has let go.
+    pub(super) redirect_at: RedirectAt,
+    /// It was told to let go for the owner of this host, and has not come back since.
+    pub(super) still: Option<Still>,
     pub(super) inbox: Inbox,
     /// Per peer, the number after the last fragment that it sent.
     pub(super) marks: BTreeMap<Tid, u64>,
@@ -115,6 +122,7 @@ impl Task {
             pid: 0,
             epid: None,
             pinned: false,
+            servant: false,
             output: Sink::default(),
             trace: Sink::default(),
             by_tasker: None,
@@ -123,6 +131,8 @@ impl Task {
             phase,
             hold: false,
             quiesced: false,
+            redirect_at: RedirectAt::default(),
+            still: None,
             inbox: Inbox::default(),
             marks: BTreeMap::new(),
             requests: BTreeSet::new(),
@@ -147,6 +157,7 @@ impl Task {
             marks: record.marks.iter().map(|m| (m.peer, m.end)).collect(),
             requests: record.requests.into_iter().collect(),
             watches: record.watches,
+            redirect_at: record.redirect_at,
             ..Task::new(record.tid, record.parent, Phase::Detached)
         }
     }
@@ -238,7 +249,7 @@ pub(super) fn mark_of(dead: Tid, marks: &[LinkMark], watcher: Tid) -> Option<Lin
 impl Machine {
     /// The tasks here, for `pvm_tasks`.
     pub(super) fn list_tasks(&self, only: Option<Tid>) -> Vec<TaskInfo> {
-        let info = |task: &Task, moving: bool| TaskInfo {
+        let info = |task: &Task, moving: bool, stopped: bool| TaskInfo {
             tid: task.tid,
             parent: task.parent,
             host: self.config.host,
@@ -247,11 +258,15 @@ impl Machine {
             pid: task.pid,
             uid: self.config.uid,
             moving,
+            stopped: stopped && self.hosting.is_stopped(),
         };
         let wanted = |tid: Tid| only.is_none_or(|only| only == tid);
-        let here = self.tasks.live.values().filter(|t| wanted(t.tid)).map(|t| info(t, t.hold));
+        let here = self.tasks.live.values().filter(|t| wanted(t.tid)).map(|t| {
+            let moving = t.hold && (t.still.is_none() || self.moves.sources.values().any(|s| s.of().tid == t.tid));
+            info(t, moving, t.still.is_some())
+        });
         let coming = self.moves.arrivals.values().filter(|a| a.located && wanted(a.tid));
-        here.chain(coming.filter_map(|a| Some(info(&Task::from_record(a.record.clone()?), true)))).collect()
+        here.chain(coming.filter_map(|a| Some(info(&Task::from_record(a.record.clone()?), true, a.held)))).collect()
     }
 
     /// Everything that the next daemon has to know of a task.
@@ -268,6 +283,7 @@ impl Machine {
             marks: task.link_marks(),
             requests: task.requests.iter().copied().collect(),
             watches: task.watches.clone(),
+            redirect_at: task.redirect_at,
             hosts: self.table.hosts.iter().map(|h| h.id).collect(),
             epoch: self.table.epoch,
         }
@@ -348,6 +364,7 @@ impl Machine {
             self.out.push_back(Output::CloseTask { conn });
         }
         self.move_task_ended(tid);
+        self.guest_gone(&task);
         if task.spawned() || task.by_tasker.is_some() {
             self.output_end(tid, task.output);
         }
@@ -380,6 +397,7 @@ impl Machine {
     /// A task takes no part any more: nothing on the master belongs to it, and it does nothing for any daemon.
     pub(super) fn task_left(&mut self, tid: Tid) {
         self.rm_gone(tid);
+        self.speaker_gone(tid);
         self.server_gone(tid);
         if let Some(master) = &mut self.master {
             master.events.unsubscribe(tid);

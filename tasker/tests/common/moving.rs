@@ -76,7 +76,7 @@ pub fn prepare(tasker: &mut Tasker, tid: Tid, migration: MigrationId, facts: Tas
 
 /// Everything up to the answer goes to `seen`, so that output is not lost.
 pub fn stop(tasker: &mut Tasker, tid: Tid, migration: MigrationId, seen: &mut Vec<FromTasker>) {
-    tasker.send(ToTasker::Stop { migration, tid });
+    tasker.send(ToTasker::Stop { migration, tid, redirection: None });
     let result = tasker.until(seen, |m| match m {
         FromTasker::Stopped { result, .. } => Some(result.clone()),
         _ => None,
@@ -119,7 +119,7 @@ pub fn kill_moved(tasker: &mut Tasker, tid: Tid, migration: MigrationId, seen: &
 }
 
 pub fn run(tasker: &mut Tasker, migration: MigrationId, used: Usage, seen: &mut Vec<FromTasker>) {
-    tasker.send(ToTasker::Run { migration, used });
+    tasker.send(ToTasker::Run { migration, used, held: false });
     let result = tasker.until(seen, |m| match m {
         FromTasker::Ran { result, .. } => Some(result.clone()),
         _ => None,

@@ -271,6 +271,7 @@ impl Seat {
                 pid: 77,
                 uid: 0,
                 moving: false,
+                stopped: false,
             }]),
             Request::Spawn(what) if what.file == "nowhere" => {
                 Reply::Spawned(vec![Err(PvmError::NoFile); what.count as usize])

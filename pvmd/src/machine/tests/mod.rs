@@ -2,6 +2,7 @@
 
 mod faults;
 mod group_members;
+mod guests;
 mod hosts;
 mod moving;
 mod routes;

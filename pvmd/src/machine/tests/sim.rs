@@ -7,9 +7,10 @@
 mod dice;
 mod taskers;
 mod wires;
+mod world;
 
 use crate::machine::io::StartOrder;
-use crate::machine::{ConnId, Event, HostPlan, Machine, MachineConfig, Output, StartId, StartedHost, World};
+use crate::machine::{ConnId, Event, HostPlan, Machine, MachineConfig, Output, StartId, StartedHost};
 use crate::shell::lanes::LaneId;
 use bytes::Bytes;
 use dice::Dice;
@@ -25,6 +26,7 @@ use sempa_proto::tasker::{Capabilities, FromTasker};
 use sempa_proto::{HostId, Message, Micros, MigrationId, PvmError, RequestId, Tid, WIRE_VERSION};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
+use world::FakeWorld;
 
 /// Time after which a run that has not come to its end is taken for stuck.
 const STUCK: Micros = Micros::from_secs(600);
@@ -39,31 +41,6 @@ pub(super) fn host(index: u16) -> HostId {
 pub(super) fn seeds(count: u64) -> std::ops::Range<u64> {
     let times = std::env::var("SEMPA_SEEDS").ok().and_then(|n| n.parse().ok()).unwrap_or(1u64);
     1..count * times
-}
-
-#[derive(Debug)]
-struct FakeWorld {
-    secret: i32,
-    unix: Micros,
-}
-
-impl World for FakeWorld {
-    fn find_program(&self, name: &str, _dir: Option<&str>) -> Result<PathBuf, PvmError> {
-        if name.contains("missing") { Err(PvmError::NoFile) } else { Ok(PathBuf::from(format!("/bin/{name}"))) }
-    }
-    fn work_dir(&self, dir: Option<&str>) -> PathBuf {
-        PathBuf::from(dir.unwrap_or("/home"))
-    }
-    fn base_env(&self) -> Vec<Vec<u8>> {
-        vec![b"HOME=/home".to_vec(), b"PVMEPID=7".to_vec()]
-    }
-    fn unix_time(&self) -> Micros {
-        self.unix
-    }
-    fn secret(&mut self) -> i32 {
-        self.secret += 1;
-        self.secret
-    }
 }
 
 #[derive(Debug)]
@@ -109,6 +86,14 @@ pub(super) struct Proc {
     waiting: Vec<(LinkMark, Message)>,
     quiesced: Option<(MigrationId, Vec<PathBuf>)>,
     stopped: bool,
+    /// It stands still for the owner of its host.
+    held: bool,
+    /// Which order to hold it was the last.
+    holds: u64,
+    /// How often it was let run again while it was held.
+    pub(super) eased: u64,
+    /// What has come while it stood still.
+    mail: Vec<Happening>,
     pub(super) exited: bool,
     used: u64,
 }
@@ -121,6 +106,11 @@ impl Proc {
     /// True when its link to this peer has been told that the peer is dead.
     pub(super) fn is_gone(&self, peer: Tid) -> bool {
         self.links.get(&peer).is_some_and(Link::is_gone)
+    }
+
+    /// True while nothing of it runs.
+    pub(super) fn is_frozen(&self) -> bool {
+        self.stopped || self.held
     }
 
     /// True while its copy at the source of a move stands still.
@@ -153,6 +143,8 @@ enum Happening {
     ToProc(usize, ConnId, ToTask),
     LinkToProc(usize, ConnId, Bytes),
     CloseProc(ConnId),
+    /// The time of a held process is over, if this order was the last one.
+    HoldNow(HostId, usize, u64),
     LostSeen(HostId, HostId),
 }
 
@@ -171,6 +163,8 @@ enum Channel {
 pub(super) struct Faults {
     /// Of a hundred steps of a move, so many fail.
     pub(super) step_fails_percent: u64,
+    /// Of a hundred libraries that are told to let go, so many take their time.
+    pub(super) late_percent: u64,
 }
 
 #[derive(Debug)]
@@ -359,6 +353,10 @@ impl Sim {
             waiting: Vec::new(),
             quiesced: None,
             stopped: false,
+            held: false,
+            holds: 0,
+            eased: 0,
+            mail: Vec::new(),
             exited: false,
             used: 0,
         });
@@ -451,7 +449,7 @@ impl Sim {
     fn pump(&mut self, proc: usize) {
         let now = self.now;
         let p = &mut self.procs[proc];
-        if p.exited || p.stopped {
+        if p.exited || p.is_frozen() {
             return;
         }
         let mut frames = Vec::new();
@@ -532,10 +530,12 @@ impl Sim {
             ToTask::Route { .. } => self.procs[proc].told.push(message),
             ToTask::Quiesce { migration, tokens } => {
                 let p = &mut self.procs[proc];
+                assert!(p.quiesced.is_none(), "told twice to let go");
                 let marks = p.links.values().map(|l| LinkMark { peer: l.peer(), end: l.sent_end() }).collect();
                 let on = p.host;
                 p.quiesced = Some((migration, tokens));
-                self.proc_says(conn, on, Event::TaskControl { conn, message: ToDaemon::Quiesced { migration, marks } });
+                let message = ToDaemon::Quiesced { migration, marks, redirect_at: taskers::redirect_at(proc) };
+                self.proc_says(conn, on, Event::TaskControl { conn, message });
                 self.close(proc);
                 self.each_link(proc, &LinkEvent::RouteDown);
             }
@@ -547,7 +547,7 @@ impl Sim {
         for proc in 0..self.procs.len() {
             let p = &self.procs[proc];
             let Some((migration, paths)) = &p.quiesced else { continue };
-            if p.stopped || p.exited || p.conn.is_some() {
+            if p.is_frozen() || p.exited || p.conn.is_some() {
                 continue;
             }
             let token = paths.iter().find_map(|path| self.tokens.get(&(p.host, path.clone())));
@@ -583,6 +583,11 @@ impl Sim {
         };
         match output {
             Output::ToTask { conn, message } => {
+                let late = self.faults.late_percent;
+                if late > 0 && matches!(message, ToTask::Quiesce { .. }) && self.dice.roll(100) < late {
+                    let at = self.now + Micros(20_000 + self.dice.roll(120_000));
+                    self.channels.insert(Channel::ToProc(conn), at);
+                }
                 to_shell(self, conn, &|proc| Happening::ToProc(proc, conn, message.clone()));
             }
             Output::RouteToTask { conn, message, descriptors } => {
@@ -680,7 +685,7 @@ impl Sim {
     fn next_time(&self) -> Option<Micros> {
         let queued = self.queue.keys().next().map(|(at, _)| *at);
         let machines = self.nodes.values().filter(|n| n.alive).filter_map(|n| n.machine.next_wakeup());
-        let live = self.procs.iter().filter(|p| !p.exited && !p.stopped && p.conn.is_some());
+        let live = self.procs.iter().filter(|p| !p.exited && !p.is_frozen() && p.conn.is_some());
         let links = live.flat_map(|p| p.links.values().filter_map(Link::next_wakeup));
         machines.chain(links).chain(queued).min()
     }
@@ -691,6 +696,19 @@ impl Sim {
         let Some(at) = self.next_time() else { return false };
         self.now = self.now.max(at);
         let due = self.queue.first_entry().filter(|e| e.key().0 <= self.now).map(|e| e.remove());
+        self.happen(due);
+        true
+    }
+
+    fn happen(&mut self, due: Option<Happening>) {
+        let to = match &due {
+            Some(Happening::ToProc(proc, ..) | Happening::LinkToProc(proc, ..)) => Some(*proc),
+            Some(Happening::CloseProc(conn)) => self.conns.get(conn).copied(),
+            _ => None,
+        };
+        if let Some(proc) = to.filter(|proc| self.procs[*proc].is_frozen()) {
+            return self.procs[proc].mail.extend(due);
+        }
         match due {
             Some(Happening::Event(on, event)) => self.handle(on, event),
             Some(Happening::Data(wire, parcel)) => {
@@ -713,9 +731,9 @@ impl Sim {
             Some(Happening::LostSeen(by, lost)) => {
                 self.handle(by, Event::HostLost { host: lost, why: "silence".into() });
             }
+            Some(Happening::HoldNow(on, proc, number)) => self.hold_now(on, proc, number),
             None => self.wake_all(),
         }
-        true
     }
 
     fn wake_all(&mut self) {
@@ -727,7 +745,7 @@ impl Sim {
         }
         for proc in 0..self.procs.len() {
             let p = &mut self.procs[proc];
-            if !p.exited && !p.stopped && p.conn.is_some() {
+            if !p.exited && !p.is_frozen() && p.conn.is_some() {
                 p.links.values_mut().filter(|l| l.next_wakeup().is_some_and(|at| at <= now)).for_each(|l| {
                     l.handle(now, LinkEvent::Wake);
                 });
@@ -758,6 +776,11 @@ impl Sim {
             format!("process {n} {spawned} on {host}: {conn:?} quiesced {quiesced:?} stopped {stopped} exited {exited}")
         });
         events.chain(procs).collect::<Vec<_>>().join("\n")
+    }
+
+    /// Files that would wake libraries.
+    pub(super) fn tokens_left(&self) -> usize {
+        self.tokens.len()
     }
 
     /// Lets this much time pass.

@@ -2,10 +2,16 @@
 
 use super::{Channel, Happening, Proc, Sim};
 use crate::machine::Event;
+use sempa_proto::frame::from_bytes;
 use sempa_proto::migration::{Failure, TaskFacts, Usage};
-use sempa_proto::task::Claim;
-use sempa_proto::tasker::{Capabilities, DumpReport, FromTasker, ToTasker};
+use sempa_proto::task::{Claim, Redirect, RedirectAt};
+use sempa_proto::tasker::{Capabilities, DumpReport, FromTasker, Redirection, ToTasker};
 use sempa_proto::{HostId, Micros, Tid};
+
+/// Where the library of a process looks for a redirect.
+pub(super) fn redirect_at(proc: usize) -> RedirectAt {
+    RedirectAt { pid: 7, at: 0x7700 + proc as u64 }
+}
 
 impl Sim {
     /// The tasker of a host dies with all it has; another one is started at once.
@@ -82,8 +88,62 @@ impl Sim {
                     self.exit(proc, 9);
                 }
             }
+            ToTasker::Hold { tid, after } => {
+                if let Some(proc) = self.find_spawned(on, tid) {
+                    self.hold(on, proc, after);
+                }
+            }
+            ToTasker::GoOn { tid } => {
+                if let Some(proc) = self.find_spawned(on, tid) {
+                    self.procs[proc].holds += 1;
+                    self.procs[proc].held = false;
+                    self.thaw(proc);
+                }
+            }
             message => self.tasker_moves(on, message),
         }
+    }
+
+    fn hold(&mut self, on: HostId, proc: usize, after: Micros) {
+        let p = &mut self.procs[proc];
+        p.holds += 1;
+        let number = p.holds;
+        if after == Micros(0) || p.stopped {
+            return self.hold_now(on, proc, number);
+        }
+        p.eased += u64::from(std::mem::take(&mut p.held));
+        self.push(self.now + after, Happening::HoldNow(on, proc, number));
+        self.thaw(proc);
+    }
+
+    /// The time of a held process is over, unless there was another order.
+    pub(super) fn hold_now(&mut self, on: HostId, proc: usize, number: u64) {
+        let p = &mut self.procs[proc];
+        if p.holds != number || p.exited || p.host != on {
+            return;
+        }
+        p.held = true;
+        if let Some(tid) = p.spawned {
+            self.tasker(on, FromTasker::Held { tid });
+        }
+    }
+
+    /// A process that stood still takes in what has come meanwhile, if it may.
+    fn thaw(&mut self, proc: usize) {
+        while !self.procs[proc].is_frozen() && !self.procs[proc].mail.is_empty() {
+            let first = self.procs[proc].mail.remove(0);
+            self.happen(Some(first));
+        }
+        self.pump(proc);
+    }
+
+    /// A stopped process finds something new in its memory.
+    fn redirect(&mut self, proc: usize, redirection: &Redirection) {
+        assert_eq!(redirection.place, redirect_at(proc));
+        let redirect: Redirect = from_bytes(&redirection.bytes[8..]).expect("it can be read");
+        let p = &mut self.procs[proc];
+        assert!(p.quiesced.is_some() && p.is_frozen(), "only who has let go looks there");
+        p.quiesced = Some((redirect.migration, redirect.tokens));
     }
 
     fn tasker_moves(&mut self, on: HostId, message: ToTasker) {
@@ -92,10 +152,16 @@ impl Sim {
                 FromTasker::Inspected { migration, result: Ok(TaskFacts::default()) }
             }
             ToTasker::Prepare { migration, .. } => FromTasker::Prepared { migration, verdict: vec![] },
-            ToTasker::Stop { migration, tid } => {
+            ToTasker::Stop { migration, tid, redirection } => {
                 let Some(proc) = self.find_spawned(on, tid) else { return };
                 let result = self.step_result(());
                 self.procs[proc].stopped = result.is_ok();
+                // It may have been written although something failed after.
+                if let Some(redirection) = redirection.filter(|_| result.is_ok() || self.dice.roll(2) == 0) {
+                    let stopped = std::mem::replace(&mut self.procs[proc].stopped, true);
+                    self.redirect(proc, &redirection);
+                    self.procs[proc].stopped = stopped;
+                }
                 FromTasker::Stopped { migration, result }
             }
             ToTasker::Dump { migration, .. } => {
@@ -105,7 +171,7 @@ impl Sim {
             ToTasker::Continue { migration, tid } => {
                 if let Some(proc) = self.find_spawned(on, tid) {
                     self.procs[proc].stopped = false;
-                    self.pump(proc);
+                    self.thaw(proc);
                 }
                 FromTasker::Continued { migration }
             }
@@ -114,7 +180,7 @@ impl Sim {
                 let result = self.step_result(4242);
                 FromTasker::Restored { migration, result }
             }
-            ToTasker::Run { migration, .. } => {
+            ToTasker::Run { migration, held, .. } => {
                 let (_, tid, _) = *self.recorded.iter().rev().find(|r| r.0 == migration).expect("recorded first");
                 let proc = self.proc_of(tid);
                 assert!(self.procs[proc].stopped, "only a stopped task can be restored (seed {})", self.seed);
@@ -122,7 +188,9 @@ impl Sim {
                     let result = Err(Failure::Engine("there is nothing to run".into()));
                     return self.tasker(on, FromTasker::Ran { migration, result });
                 }
-                (self.procs[proc].host, self.procs[proc].stopped) = (on, false);
+                let p = &mut self.procs[proc];
+                (p.host, p.stopped, p.held, p.holds) = (on, false, held, p.holds + 1);
+                assert!(p.mail.is_empty(), "who has let go gets nothing");
                 FromTasker::Ran { migration, result: Ok(()) }
             }
             ToTasker::Discard { migration } => FromTasker::Discarded { migration },

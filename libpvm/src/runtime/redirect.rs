@@ -1,0 +1,64 @@
+//! The place in this process's memory where a library that has let go learns that it will go on elsewhere than it was told.
+//!
+//! A task that stands still for the owner of its host has let go before anybody knew where to. It must not run to be told,
+//! so the tasker writes it here while it is stopped.
+
+use sempa_proto::frame::from_bytes;
+use sempa_proto::task::{REDIRECT_BYTES_MAX, Redirect, RedirectAt};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+const WORDS: usize = REDIRECT_BYTES_MAX / 8;
+
+/// The length in bytes, or 0; then the words.
+static PLACE: [AtomicU64; WORDS] = [const { AtomicU64::new(0) }; WORDS];
+
+/// Where it is, empty.
+pub(super) fn open() -> RedirectAt {
+    PLACE[0].store(0, Ordering::Release);
+    RedirectAt { pid: std::process::id().cast_signed(), at: PLACE.as_ptr().addr() as u64 }
+}
+
+/// What has been written there, if anything that can be read.
+pub(super) fn take() -> Option<Redirect> {
+    let length = usize::try_from(PLACE[0].swap(0, Ordering::AcqRel)).ok().filter(|length| *length > 0)?;
+    if length > REDIRECT_BYTES_MAX - 8 {
+        return None;
+    }
+    let mut bytes: Vec<u8> = PLACE[1..].iter().take(length.div_ceil(8)).flat_map(word).collect();
+    bytes.truncate(length);
+    from_bytes(&bytes).ok()
+}
+
+fn word(place: &AtomicU64) -> [u8; 8] {
+    place.load(Ordering::Acquire).to_ne_bytes()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use sempa_proto::MigrationId;
+
+    fn write(bytes: &[u8]) {
+        assert_eq!(open().at, PLACE.as_ptr().addr() as u64);
+        for (place, bytes) in PLACE.iter().zip(bytes.chunks(8)) {
+            let mut word = [0; 8];
+            word[..bytes.len()].copy_from_slice(bytes);
+            place.store(u64::from_ne_bytes(word), Ordering::Release);
+        }
+    }
+
+    #[test]
+    fn what_is_written_there_is_taken_once_and_nonsense_is_nothing() {
+        let tokens = vec!["/tmp/a/resume-7".into(), "/var/tmp/some/where/else/resume-7".into()];
+        let redirect = Redirect { migration: MigrationId(7), tokens };
+        write(&redirect.in_memory().expect("it fits"));
+        assert_eq!(take(), Some(redirect));
+        assert_eq!(take(), None);
+        write(&u64::MAX.to_ne_bytes());
+        assert_eq!(take(), None);
+        write(&[&3u64.to_ne_bytes()[..], &[0xff; 8]].concat());
+        assert_eq!(take(), None);
+        let long = Redirect { migration: MigrationId(7), tokens: vec!["x".repeat(REDIRECT_BYTES_MAX).into()] };
+        assert!(long.in_memory().is_err());
+    }
+}

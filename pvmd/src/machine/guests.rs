@@ -1,0 +1,419 @@
+//! Guests stand still while the owner of this host wants it: decided here, without asking anybody else.
+//!
+//! The load watcher of this host says so. A process that is stopped cannot let go of its rings, routes and socket any more,
+//! which it has to do before it can move. So every guest is told to let go and has [`LET_GO_TIME`] for that, behind
+//! everybody else on the host; then it is stopped, let go or not. It stays stopped whatever becomes of its moves: one that
+//! has let go learns in its memory where it will go on ([`Redirect`]), and one that has not runs for [`EASE_TIME`] so that
+//! it can. When the watcher says that guests are welcome, or ends, they are woken as after a move that came to nothing.
+
+use super::tasks::{Phase, Task};
+use super::{Machine, Output, Timer};
+use checkpoint::protocol::{Source, SourceEvent};
+use sempa_proto::event::EventKind;
+use sempa_proto::migration::{Failure, Refusal};
+use sempa_proto::owner::{Guests, GuestsWord, Leave, WHY_BYTES_MAX};
+use sempa_proto::table::{TASK_HOSTER, TASK_RM, TASK_TASKER};
+use sempa_proto::task::{Redirect, Reply, ResumeToken, ToTask};
+use sempa_proto::tasker::{Redirection, ToTasker};
+use sempa_proto::{Micros, MigrationId, PvmError, RequestId, Tid};
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+
+/// After the watcher's word guests have so long to let go; then they are stopped. With the way of the word it leaves room
+/// in the 50 ms that owners are promised.
+const LET_GO_TIME: Micros = Micros::from_millis(30);
+/// A guest that was stopped before it had let go runs so long for it when it is to move.
+const EASE_TIME: Micros = Micros::from_millis(200);
+/// Guests that were asked to end have so long for it.
+const END_TIME: Micros = Micros::from_millis(300);
+/// Signal of a polite end.
+const SIGTERM: i32 = 15;
+/// Numbers of the occasions on which guests let go without a move: this bit, the host, a count.
+const STOP_BIT: u64 = 1 << 63;
+
+/// Where a guest stands that was told to let go for the owner.
+#[derive(Debug, Default)]
+pub(super) struct Still {
+    /// What its library may be waiting for, or will wait for when it has let go; none if nobody talks to it.
+    ids: Vec<MigrationId>,
+    /// The move that found it so, and where that one's tokens will be.
+    pending: Option<(MigrationId, Vec<PathBuf>)>,
+    /// It has been woken and has not come back.
+    pub(super) waking: bool,
+}
+
+/// What somebody said about guests.
+#[derive(Debug)]
+struct Said {
+    by: Tid,
+    word: GuestsWord,
+    at: Micros,
+    /// Guests that were there.
+    guests: Vec<Tid>,
+    /// Those of them that may run yet.
+    running: BTreeSet<Tid>,
+    /// That all stand still is in the event log.
+    told: bool,
+    /// They were asked to end.
+    ending: bool,
+}
+
+/// What this daemon knows of its owner's wishes.
+#[derive(Debug, Default)]
+pub(super) struct Hosting {
+    /// The word by which guests are stopped; none while they are welcome.
+    stopped: Option<Said>,
+    last: u64,
+}
+
+impl Hosting {
+    /// True while guests have to stand still.
+    pub(super) fn is_stopped(&self) -> bool {
+        self.stopped.is_some()
+    }
+}
+
+impl Task {
+    /// True if the owner of the host may stop it: what was spawned, but for what the virtual machine needs for itself.
+    fn is_guest(&self) -> bool {
+        let serves = self.servant || self.flags & (TASK_RM | TASK_HOSTER | TASK_TASKER) != 0;
+        self.spawned() && !serves && self.exited.is_none()
+    }
+
+    /// True if its library has let go of this daemon and waits to be woken.
+    pub(super) fn has_let_go(&self) -> bool {
+        let waits = |still: &Still| !still.ids.is_empty() && !still.waking;
+        self.phase == Phase::Detached && self.still.as_ref().is_some_and(waits)
+    }
+
+    /// True if its library let go, or is to, by this number.
+    pub(super) fn waits_for(&self, id: MigrationId) -> bool {
+        self.still.as_ref().is_some_and(|still| still.ids.contains(&id))
+    }
+}
+
+impl Machine {
+    // ---- the word
+
+    /// A load watcher, or the user by a program of his, says what guests may do here.
+    pub(super) fn guests_word(&mut self, by: Tid, id: RequestId, mut word: GuestsWord) {
+        if self.tasks.get(by).is_some_and(|task| task.spawned() && !task.servant) {
+            let reason = "only a load watcher that the resource manager has started, or a program from a command line, \
+                          may say what guests may do on this host";
+            return self.fail(by, id, PvmError::Denied, reason);
+        }
+        word.why.truncate(word.why.floor_char_boundary(WHY_BYTES_MAX));
+        match word.guests {
+            Guests::Welcome => self.guests_go_on(&word.why),
+            Guests::Stopped { leave_at, .. } => {
+                if let Some(at) = leave_at {
+                    self.timer(at.since(self.unix), Timer::GuestsLeave);
+                }
+                match &mut self.hosting.stopped {
+                    Some(said) => (said.by, said.word) = (by, word),
+                    None => self.stop_guests(by, word),
+                }
+            }
+        }
+        self.reply(by, id, Reply::Done);
+    }
+
+    fn stop_guests(&mut self, by: Tid, word: GuestsWord) {
+        self.log(format!("guests are stopped: {}", word.why));
+        let guests: Vec<Tid> = self.tasks.live.values().filter(|t| t.is_guest()).map(|t| t.tid).collect();
+        let running: BTreeSet<Tid> = guests.iter().copied().collect();
+        let said = Said { by, word, at: self.now, guests: guests.clone(), running, told: false, ending: false };
+        self.hosting.stopped = Some(said);
+        for tid in guests {
+            self.hold_guest(tid);
+        }
+        for tid in
+            self.moves.arrivals.values_mut().filter(|a| a.run_ordered && !a.held).map(|a| a.hold()).collect::<Vec<_>>()
+        {
+            self.tell_tasker(ToTasker::Hold { tid, after: LET_GO_TIME });
+        }
+        self.guests_step();
+    }
+
+    fn guests_go_on(&mut self, why: &str) {
+        let Some(said) = self.hosting.stopped.take() else { return };
+        self.log(format!("guests go on: {why}"));
+        let still: Vec<Tid> = self.tasks.live.values().filter(|t| t.still.is_some()).map(|t| t.tid).collect();
+        for tid in still {
+            self.free_guest(tid);
+        }
+        let arrivals = self.moves.arrivals.values_mut().filter(|a| a.held);
+        let held: Vec<(Tid, Option<MigrationId>)> = arrivals.map(|a| (a.tid, a.free())).collect();
+        for (tid, waits) in held {
+            if let Some(migration) = waits {
+                self.write_token(migration);
+            }
+            self.tell_tasker(ToTasker::GoOn { tid });
+        }
+        let guests = said.guests.into_iter().filter(|tid| self.tasks.get(*tid).is_some()).collect();
+        self.record(EventKind::GuestsContinued { host: self.config.host, guests, why: why.to_string() });
+    }
+
+    /// Who spoke for the owner may be gone: then nobody would ever say that guests are welcome again.
+    pub(super) fn speaker_gone(&mut self, tid: Tid) {
+        if self.hosting.stopped.as_ref().is_some_and(|said| said.by == tid) {
+            self.guests_go_on(&format!("{tid}, which spoke for the owner, has ended"));
+        }
+    }
+
+    /// The tasker says that nothing of a guest runs any more.
+    pub(super) fn guest_held(&mut self, tid: Tid) {
+        self.guest_is_still(tid);
+        self.guests_step();
+    }
+
+    fn guest_is_still(&mut self, tid: Tid) {
+        if let Some(said) = &mut self.hosting.stopped {
+            said.running.remove(&tid);
+        }
+    }
+
+    fn guests_step(&mut self) {
+        let (host, now) = (self.config.host, self.now);
+        let Some(said) = self.hosting.stopped.as_mut().filter(|said| said.running.is_empty() && !said.told) else {
+            return;
+        };
+        said.told = true;
+        let (guests, took, why) = (said.guests.clone(), now.since(said.at), said.word.why.clone());
+        self.record(EventKind::GuestsStopped { host, guests, took, why });
+    }
+
+    /// A task is not a guest here any more: it has ended, or moved away.
+    pub(super) fn guest_gone(&mut self, task: &Task) {
+        for id in task.still.iter().flat_map(|still| &still.ids) {
+            self.out.push_back(Output::RemoveToken { path: self.config.place.token(*id) });
+        }
+        if task.still.is_some() {
+            self.guest_is_still(task.tid);
+            self.guests_step();
+        }
+    }
+
+    // ---- the end of their time
+
+    /// The time may have come at which guests are to leave. Those that are to move are moved by the resource manager.
+    pub(super) fn guests_leave(&mut self) {
+        let unix = self.unix;
+        let due = |said: &&mut Said| match said.word.guests {
+            Guests::Stopped { leave_at: Some(at), then: Leave::Kill } => at <= unix && !said.ending,
+            _ => false,
+        };
+        let Some(said) = self.hosting.stopped.as_mut().filter(due) else { return };
+        said.ending = true;
+        let why = said.word.why.clone();
+        let guests: Vec<Tid> = self.tasks.live.values().filter(|t| t.is_guest()).map(|t| t.tid).collect();
+        for tid in &guests {
+            self.tell_tasker(ToTasker::Signal { tid: *tid, signal: SIGTERM });
+        }
+        self.timer(END_TIME, Timer::GuestsEnd);
+        self.record(EventKind::GuestsEnded { host: self.config.host, guests, why });
+    }
+
+    /// Guests that were asked to end have had their time.
+    pub(super) fn guests_end(&mut self) {
+        if self.hosting.stopped.as_ref().is_some_and(|said| said.ending) {
+            let left: Vec<Tid> = self.tasks.live.values().filter(|t| t.is_guest()).map(|t| t.tid).collect();
+            for tid in left {
+                self.tell_tasker(ToTasker::Kill { tid });
+            }
+        }
+    }
+
+    // ---- one guest
+
+    /// Has a guest let go and stop.
+    fn hold_guest(&mut self, tid: Tid) {
+        let leaving = self.source_of(tid).map(|source| (source.of().id, source.is_waking()));
+        let Some(task) = self.tasks.get_mut(tid) else { return };
+        match (&task.still, leaving) {
+            // It was told before, and has not come back since.
+            (Some(_), _) => {}
+            (None, Some((id, waking))) => task.still = Some(Still { ids: vec![id], pending: None, waking }),
+            (None, None) => {
+                task.still = Some(Still::default());
+                self.ask_guest(tid, None);
+            }
+        }
+        let Some(task) = self.tasks.get(tid) else { return };
+        let lets_go = task.conn().is_some() || task.still.as_ref().is_some_and(|still| still.waking);
+        let after = if lets_go { LET_GO_TIME } else { Micros::default() };
+        self.tell_tasker(ToTasker::Hold { tid, after });
+    }
+
+    /// Tells the library of a guest to let go, for this move if one waits for it.
+    fn ask_guest(&mut self, tid: Tid, waiting: Option<(MigrationId, Vec<PathBuf>)>) {
+        let (migration, tokens) = waiting.unwrap_or_else(|| {
+            self.hosting.last += 1;
+            let id = MigrationId(STOP_BIT | u64::from(self.config.host.index()) << 40 | self.hosting.last);
+            (id, vec![self.config.place.token(id)])
+        });
+        let Some(task) = self.tasks.get_mut(tid) else { return };
+        let Some(conn) = task.conn() else { return };
+        task.hold = true;
+        task.still = Some(Still { ids: vec![migration], pending: None, waking: false });
+        self.out.push_back(Output::ToTask { conn, message: ToTask::Quiesce { migration, tokens } });
+    }
+
+    /// A guest goes on.
+    fn free_guest(&mut self, tid: Tid) {
+        let moving = self.source_of(tid).is_some();
+        let Some(task) = self.tasks.get_mut(tid) else { return };
+        let Some(still) = &mut task.still else { return };
+        if task.phase == Phase::Left || still.ids.is_empty() {
+            task.still = None;
+        } else if !moving {
+            still.waking = true;
+            let ids = still.ids.clone();
+            ids.into_iter().for_each(|id| self.write_token(id));
+        }
+        // What a move has waits for that move.
+        self.tell_tasker(ToTasker::GoOn { tid });
+    }
+
+    /// The move of this task that has it, if there is one.
+    fn source_of(&self, tid: Tid) -> Option<&Source> {
+        self.moves.sources.values().find(|source| source.of().tid == tid && source.holds())
+    }
+
+    /// A process connects as a task that was spawned here: while guests have to stand still it lets go at once.
+    pub(super) fn guest_connected(&mut self, tid: Tid) {
+        if self.hosting.is_stopped() && self.tasks.get(tid).is_some_and(Task::is_guest) {
+            self.ask_guest(tid, None);
+        }
+    }
+
+    /// A library that had let go for the owner has come back, on a connection that counts already.
+    pub(super) fn guest_came_back(&mut self, tid: Tid) {
+        let stopped = self.hosting.is_stopped();
+        let Some(task) = self.tasks.get_mut(tid) else { return };
+        let Some(still) = task.still.take() else { return };
+        for id in &still.ids {
+            self.out.push_back(Output::RemoveToken { path: self.config.place.token(*id) });
+        }
+        if let Some(waiting) = still.pending {
+            // A move waits for it: it goes on letting go, now for that one.
+            self.ask_guest(tid, Some(waiting));
+            if !stopped && let Some(task) = self.tasks.get_mut(tid) {
+                task.still = None;
+            }
+        } else if stopped {
+            self.ask_guest(tid, None);
+        } else if self.source_of(tid).is_none() {
+            self.release(tid);
+        }
+        self.settled(tid);
+    }
+
+    /// A task that has come from another host is one of this host's now.
+    pub(super) fn guest_arrived(&mut self, tid: Tid, waits_for: Option<MigrationId>) {
+        let Some(task) = self.tasks.get_mut(tid) else { return };
+        match waits_for {
+            Some(id) => {
+                task.hold = true;
+                task.still = Some(Still { ids: vec![id], pending: None, waking: false });
+            }
+            None if self.hosting.is_stopped() => self.hold_guest(tid),
+            None => {}
+        }
+    }
+
+    // ---- moves of guests that stand still
+
+    /// What is kept for a task goes to it again, unless the owner has it stand still.
+    pub(super) fn release(&mut self, tid: Tid) {
+        if let Some(task) = self.tasks.get_mut(tid).filter(|task| task.still.is_none()) {
+            task.hold = false;
+            self.open_inbox(tid);
+        }
+    }
+
+    /// The library of a guest has let go.
+    pub(super) fn guest_let_go(&mut self, tid: Tid) {
+        if self.hosting.is_stopped() && self.tasks.get(tid).is_some_and(|t| t.still.is_some()) {
+            self.tell_tasker(ToTasker::Hold { tid, after: Micros::default() });
+        }
+    }
+
+    /// A move wants the library to let go. True if it was told to before, for the owner's sake: then this does the rest.
+    pub(super) fn quiesce_guest(&mut self, id: MigrationId, tid: Tid, tokens: &[PathBuf]) -> bool {
+        let stopped = self.hosting.is_stopped();
+        let Some(task) = self.tasks.get_mut(tid) else { return false };
+        let Some(still) = &mut task.still else { return false };
+        still.pending = Some((id, tokens.to_vec()));
+        if task.has_let_go() {
+            self.source_event(id, SourceEvent::Quiesced);
+        } else if stopped {
+            self.ease(tid);
+        }
+        true
+    }
+
+    /// Lets a guest run for the moment that its library needs.
+    pub(super) fn ease(&mut self, tid: Tid) {
+        if self.hosting.is_stopped() {
+            self.tell_tasker(ToTasker::Hold { tid, after: EASE_TIME });
+        }
+    }
+
+    /// A move has the task stopped; a library that has let go already has to hear of the move's tokens.
+    pub(super) fn stop_for_move(&mut self, id: MigrationId, tid: Tid) {
+        let redirection = self.tasks.get(tid).and_then(|task| {
+            let (migration, tokens) = task.still.as_ref()?.pending.clone()?;
+            let bytes = Redirect { migration, tokens }.in_memory();
+            Some(bytes.map(|bytes| Redirection { place: task.redirect_at, bytes }))
+        });
+        match redirection.transpose() {
+            Ok(redirection) => self.tell_tasker(ToTasker::Stop { migration: id, tid, redirection }),
+            Err(why) => self.source_event(id, SourceEvent::Stopped(Err(Failure::Engine(why)))),
+        }
+    }
+
+    /// The tasker has stopped a task for a move, or could not.
+    pub(super) fn stopped_for_move(&mut self, id: MigrationId, result: &Result<(), Failure>) {
+        let Some(tid) = self.moves.sources.get(&id).map(|source| source.of().tid) else { return };
+        let Some(still) = self.tasks.get_mut(tid).and_then(|task| task.still.as_mut()) else { return };
+        if still.pending.take_if(|(of, _)| *of == id).is_some() {
+            if result.is_ok() {
+                still.ids.clear();
+            }
+            still.ids.push(id);
+        }
+    }
+
+    /// A move came to nothing and the task's library is to be woken here. True if the owner's side does that, now or when
+    /// guests are welcome again.
+    pub(super) fn wake_guest(&mut self, id: MigrationId, tid: Tid) -> bool {
+        let stopped = self.hosting.is_stopped();
+        let Some(task) = self.tasks.get_mut(tid) else { return false };
+        let Some(still) = &mut task.still else { return false };
+        still.pending = None;
+        if stopped {
+            self.tell_tasker(ToTasker::Hold { tid, after: Micros::default() });
+            // Nothing is left to do for the move.
+            self.source_event(id, SourceEvent::Reconnected);
+        } else {
+            still.waking = true;
+            let ids = still.ids.clone();
+            ids.into_iter().for_each(|id| self.write_token(id));
+        }
+        true
+    }
+
+    /// Why no guest may come to this host now.
+    pub(super) fn no_guests(&self) -> Option<Refusal> {
+        let said = self.hosting.stopped.as_ref()?;
+        Some(Refusal::OwnerThere { host: self.config.host, why: said.word.why.clone() })
+    }
+
+    /// Writes the token that wakes the library that let go by this number.
+    pub(super) fn write_token(&mut self, migration: MigrationId) {
+        let place = &self.config.place;
+        let token = ResumeToken { migration, socket: place.socket() };
+        self.out.push_back(Output::WriteToken { path: place.token(migration), token });
+    }
+}

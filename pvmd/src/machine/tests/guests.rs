@@ -1,0 +1,368 @@
+//! Guests stand still while the owner of their host is there.
+
+use super::sim::{Seen, Sim, host, seeds};
+use crate::machine::HostId;
+use sempa_proto::event::EventKind;
+use sempa_proto::migration::{Failure, Refusal, Step};
+use sempa_proto::owner::{Guests, GuestsWord, Leave};
+use sempa_proto::table::TaskInfo;
+use sempa_proto::task::{NotifyRequest, NotifyWhat, Reply, Request, SPAWN_PINNED, SpawnRequest};
+use sempa_proto::{Micros, PvmError, RequestId, Tid};
+use std::collections::BTreeMap;
+
+/// After so long every guest stands still in the simulation, whose taskers take up to 2 ms to hear.
+const PROMISE: Micros = Micros::from_millis(50);
+
+fn stopped() -> Request {
+    stopped_until(None, Leave::Move)
+}
+
+fn stopped_until(leave_at: Option<Micros>, then: Leave) -> Request {
+    Request::Guests(GuestsWord { guests: Guests::Stopped { leave_at, then }, why: "olga is there".into() })
+}
+
+fn welcome() -> Request {
+    Request::Guests(GuestsWord { guests: Guests::Welcome, why: "olga has left".into() })
+}
+
+fn migrate(tid: Tid, to: &str) -> Request {
+    Request::Migrate { tid, to: to.into(), cause: None, wait: true }
+}
+
+fn on(place: &str, file: &str, count: u32) -> SpawnRequest {
+    SpawnRequest { file: file.into(), count, place: place.into(), flags: 1, ..SpawnRequest::default() }
+}
+
+fn spawn(sim: &mut Sim, console: usize, request: SpawnRequest) -> Vec<usize> {
+    let Reply::Spawned(results) = sim.ask(console, Request::Spawn(request)) else { panic!("no tasks") };
+    let tids: Vec<Tid> = results.into_iter().flatten().collect();
+    sim.until("all are there", |s| tids.iter().all(|t| s.procs[s.proc_of(*t)].welcome.is_some()));
+    tids.iter().map(|t| sim.proc_of(*t)).collect()
+}
+
+fn listed(sim: &mut Sim, console: usize) -> Vec<TaskInfo> {
+    match sim.ask(console, Request::Tasks { selector: Tid::NONE }) {
+        Reply::Tasks(list) => list,
+        other => panic!("no list: {other:?}"),
+    }
+}
+
+fn events(sim: &mut Sim, console: usize) -> Vec<EventKind> {
+    match sim.ask(console, Request::Events { from: 0, limit: 1000 }) {
+        Reply::Events(events) => events.into_iter().map(|event| event.kind).collect(),
+        other => panic!("no events: {other:?}"),
+    }
+}
+
+/// Sends a numbered message from one process to another, if its program runs.
+fn talk(sim: &mut Sim, sent: &mut BTreeMap<(usize, Tid), u32>, from: usize, to: Tid) {
+    if sim.procs[from].is_frozen() || sim.procs[from].exited {
+        return;
+    }
+    let number = sent.entry((from, to)).or_default();
+    sim.tell(from, to, &number.to_be_bytes());
+    *number += 1;
+}
+
+/// Every message that has come came once and in order; how many there are.
+fn came(sim: &Sim, procs: &[usize]) -> u32 {
+    let mut total = 0;
+    for p in procs {
+        let mut next: BTreeMap<Tid, u32> = BTreeMap::new();
+        for (src, body) in sim.procs[*p].seen.iter().filter_map(|s| match s {
+            Seen::Message(src, body) => Some((*src, body)),
+            Seen::Note(_) => None,
+        }) {
+            let expected = next.entry(src).or_default();
+            assert_eq!(body[..], expected.to_be_bytes(), "from {src} (seed {})", sim.seed);
+            *expected += 1;
+            total += 1;
+        }
+    }
+    total
+}
+
+/// Two tasks on each of three hosts, and somebody on each host who speaks for its owner.
+struct Scene {
+    sim: Sim,
+    console: usize,
+    procs: Vec<usize>,
+    tids: Vec<Tid>,
+    speakers: Vec<usize>,
+    sent: BTreeMap<(usize, Tid), u32>,
+    /// Since when the guests of a host have to stand still.
+    stopped_at: BTreeMap<HostId, Micros>,
+    open: Vec<(Tid, RequestId)>,
+}
+
+impl Scene {
+    fn new(seed: u64) -> Scene {
+        let (mut sim, console) = Sim::cluster(seed, 3);
+        let procs: Vec<usize> =
+            (1..=3).flat_map(|n| spawn(&mut sim, console, on(&format!("h{n}"), "child", 2))).collect();
+        let tids = procs.iter().map(|p| sim.procs[*p].tid()).collect();
+        let speakers = (1..=3).map(|n| sim.enrol(host(n))).collect();
+        let (sent, stopped_at, open) = (BTreeMap::new(), BTreeMap::new(), Vec::new());
+        Scene { sim, console, procs, tids, speakers, sent, stopped_at, open }
+    }
+
+    fn say(&mut self, n: usize, word: Request) {
+        let (sim, at) = (&mut self.sim, host(n as u16 + 1));
+        match &word {
+            Request::Guests(GuestsWord { guests: Guests::Welcome, .. }) => drop(self.stopped_at.remove(&at)),
+            _ => drop(self.stopped_at.entry(at).or_insert(sim.now)),
+        }
+        assert_eq!(sim.ask(self.speakers[n], word), Reply::Done);
+    }
+
+    /// Some messages, and some time.
+    fn go_on(&mut self) {
+        for _ in 0..5 {
+            let (from, to) = (self.sim.dice.roll(6) as usize, self.sim.dice.roll(6) as usize);
+            talk(&mut self.sim, &mut self.sent, self.procs[from], self.tids[to]);
+        }
+        let wait = Micros(self.sim.dice.roll(10_000));
+        self.sim.pass(wait);
+    }
+
+    fn move_one(&mut self) {
+        let (tid, to) = (self.tids[self.sim.dice.roll(6) as usize], 1 + self.sim.dice.roll(3));
+        let id = self.sim.request(self.console, migrate(tid, &format!("h{to}")));
+        self.open.push((tid, id));
+    }
+
+    /// Who is in no move stands still as its host's owner wants it.
+    fn assert_still(&mut self) {
+        let replies = &self.sim.procs[self.console].replies;
+        let moving: Vec<Tid> =
+            self.open.iter().filter(|(_, id)| !replies.contains_key(id)).map(|(tid, _)| *tid).collect();
+        for (p, tid) in self.procs.iter().zip(&self.tids).filter(|(_, tid)| !moving.contains(tid)) {
+            let proc = &self.sim.procs[*p];
+            let since = self.stopped_at.get(&proc.host).filter(|since| **since + PROMISE < self.sim.now);
+            assert!(since.is_none() || proc.is_frozen() || proc.exited, "{tid} runs (seed {})", self.sim.seed);
+        }
+    }
+
+    /// All owners leave; everybody goes on, and nothing was lost.
+    fn end(&mut self) -> usize {
+        let (console, open) = (self.console, std::mem::take(&mut self.open));
+        self.sim.until("all moves", |s| open.iter().all(|(_, id)| s.procs[console].replies.contains_key(id)));
+        for n in 0..3 {
+            self.say(n, welcome());
+        }
+        let (procs, total) = (self.procs.clone(), self.sent.values().sum::<u32>());
+        self.sim.until("everybody", |s| procs.iter().all(|p| s.procs[*p].conn.is_some()));
+        self.sim.until("all messages", |s| came(s, &procs) == total);
+        self.sim.pass(Micros::from_secs(3));
+        let list = listed(&mut self.sim, console);
+        for tid in &self.tids {
+            let proc = &self.sim.procs[self.sim.proc_of(*tid)];
+            assert!(!proc.is_frozen() && !proc.exited, "{tid} (seed {})", self.sim.seed);
+            let task = list.iter().find(|t| t.tid == *tid).expect("it is there");
+            assert_eq!((task.host, task.moving, task.stopped), (proc.host, false, false), "seed {}", self.sim.seed);
+        }
+        assert_eq!(self.sim.tokens_left(), 0, "seed {}", self.sim.seed);
+        open.iter().filter(|(_, id)| matches!(self.sim.procs[console].replies[id], Reply::Moved(Ok(_)))).count()
+    }
+}
+
+#[test]
+fn guests_stand_still_in_time_and_nothing_is_lost_doubled_or_out_of_order_however_words_and_moves_cross() {
+    let (mut moved, mut eased) = (0, 0);
+    for seed in seeds(150) {
+        let mut scene = Scene::new(seed);
+        scene.sim.faults.late_percent = 25;
+        scene.sim.faults.step_fails_percent = if seed % 2 == 0 { 8 } else { 0 };
+        for _ in 0..60 {
+            scene.go_on();
+            let n = scene.sim.dice.roll(3) as usize;
+            match scene.sim.dice.roll(10) {
+                0 | 1 => scene.say(n, stopped()),
+                2 | 3 => scene.say(n, welcome()),
+                4 => scene.move_one(),
+                _ => {}
+            }
+            scene.assert_still();
+        }
+        moved += scene.end();
+        eased += scene.procs.iter().map(|p| scene.sim.procs[*p].eased).sum::<u64>();
+    }
+    assert!(moved > 100 && eased > 20, "{moved} moves, {eased} times one ran for the sake of a move");
+}
+
+#[test]
+fn a_guest_that_has_let_go_moves_away_without_running_where_its_owner_is() {
+    for seed in seeds(100) {
+        let mut scene = Scene::new(seed);
+        scene.go_on();
+        scene.say(1, stopped());
+        scene.sim.pass(PROMISE);
+        scene.assert_still();
+        let console = scene.console;
+        let theirs: Vec<usize> = scene.procs[2..4].to_vec();
+        for (p, to) in theirs.iter().zip(["h1", "h3"]) {
+            let tid = scene.sim.procs[*p].tid();
+            // What is sent to it meanwhile comes along.
+            for n in [0, 1, 4, 5] {
+                talk(&mut scene.sim, &mut scene.sent, scene.procs[n], tid);
+            }
+            let done = scene.sim.ask(console, migrate(tid, to));
+            assert!(matches!(done, Reply::Moved(Ok(_))), "{done:?} (seed {seed})");
+            assert_eq!(scene.sim.procs[*p].eased, 0, "it never ran there (seed {seed})");
+        }
+        assert!(theirs.iter().all(|p| scene.sim.procs[*p].host != host(2)));
+        assert!(listed(&mut scene.sim, console).iter().all(|t| !t.stopped && (t.host != host(2) || t.flags & 2 == 0)));
+        scene.end();
+    }
+}
+
+#[test]
+fn the_list_of_tasks_the_event_log_and_a_refusal_tell_that_guests_are_stopped_and_why() {
+    let mut scene = Scene::new(3);
+    let (console, guests) = (scene.console, scene.tids[2..4].to_vec());
+    scene.say(1, stopped());
+    scene.sim.pass(PROMISE);
+    let list = listed(&mut scene.sim, console);
+    let still: Vec<Tid> = list.iter().filter(|t| t.stopped).map(|t| t.tid).collect();
+    assert_eq!(still, guests);
+    assert!(list.iter().all(|t| !t.moving));
+    let reply = scene.sim.ask(console, migrate(scene.tids[0], "h2"));
+    let refusal = Refusal::OwnerThere { host: host(2), why: "olga is there".into() };
+    let Reply::Moved(Err(error)) = reply else { panic!("{reply:?}") };
+    assert_eq!((error.step, error.why), (Step::Prepare, Failure::Refused(vec![refusal])));
+    scene.say(1, welcome());
+    let told: Vec<EventKind> = events(&mut scene.sim, console);
+    let took = told.iter().find_map(|kind| match kind {
+        EventKind::GuestsStopped { host: h, guests: g, took, why } if *h == host(2) && *g == guests => {
+            assert_eq!(why, "olga is there");
+            Some(*took)
+        }
+        _ => None,
+    });
+    assert!(took.expect("in the log") < PROMISE);
+    let on = EventKind::GuestsContinued { host: host(2), guests, why: "olga has left".into() };
+    assert!(told.contains(&on), "{told:?}");
+    scene.end();
+}
+
+#[test]
+fn guests_go_on_when_whoever_spoke_for_the_owner_ends() {
+    let mut scene = Scene::new(4);
+    scene.say(1, stopped());
+    scene.sim.pass(PROMISE);
+    scene.assert_still();
+    let speaker = scene.speakers[1];
+    scene.sim.close(speaker);
+    let theirs = scene.procs[2..4].to_vec();
+    scene.sim.until("they go on", |s| theirs.iter().all(|p| !s.procs[*p].is_frozen() && s.procs[*p].conn.is_some()));
+    scene.speakers[1] = scene.sim.enrol(host(2));
+    scene.end();
+}
+
+#[test]
+fn only_who_speaks_for_the_owner_may_stop_guests() {
+    let mut scene = Scene::new(5);
+    let guest = scene.procs[2];
+    let reply = scene.sim.ask(guest, stopped());
+    assert!(matches!(reply, Reply::Failed { error: PvmError::Denied, .. }), "{reply:?}");
+    let pinned =
+        spawn(&mut scene.sim, scene.console, SpawnRequest { flags: 1 | SPAWN_PINNED, ..on("h2", "child", 1) })[0];
+    let reply = scene.sim.ask(pinned, stopped());
+    assert!(matches!(reply, Reply::Failed { error: PvmError::Denied, .. }), "what a user pins is a guest: {reply:?}");
+    scene.say(1, stopped());
+    scene.sim.pass(PROMISE);
+    assert!(scene.sim.procs[pinned].is_frozen());
+    scene.end();
+}
+
+#[test]
+fn guests_are_ended_when_their_time_is_over_and_the_owner_wants_that() {
+    let mut scene = Scene::new(6);
+    let stubborn = spawn(&mut scene.sim, scene.console, on("h2", "stubborn", 1))[0];
+    let theirs: Vec<usize> = scene.procs[2..4].iter().copied().chain([stubborn]).collect();
+    let at = scene.sim.now + Micros::from_secs(2);
+    scene.say(1, stopped_until(Some(at), Leave::Kill));
+    scene.sim.pass(Micros::from_secs(1));
+    // He thinks it over, and over again.
+    scene.say(1, stopped_until(Some(at + Micros::from_secs(3)), Leave::Kill));
+    scene.sim.pass(Micros::from_secs(2));
+    assert!(theirs.iter().all(|p| scene.sim.procs[*p].is_frozen() && !scene.sim.procs[*p].exited));
+    scene.sim.until("they have ended", |s| theirs.iter().all(|p| s.procs[*p].exited));
+    assert!(scene.sim.now.since(at) < Micros::from_secs(4));
+    scene.sim.pass(Micros::from_secs(1));
+    let console = scene.console;
+    assert!(events(&mut scene.sim, console).iter().any(|kind| match kind {
+        EventKind::GuestsEnded { guests, .. } => guests.len() == 3,
+        _ => false,
+    }));
+    assert_eq!(listed(&mut scene.sim, console).iter().filter(|t| t.host == host(2) && t.flags & 2 != 0).count(), 0);
+}
+
+#[test]
+fn no_task_is_started_where_guests_have_to_stand_still_and_one_that_may_run_anywhere_runs_elsewhere() {
+    let mut scene = Scene::new(7);
+    scene.say(1, stopped());
+    let console = scene.console;
+    let reply = scene.sim.ask(console, Request::Spawn(on("h2", "child", 2)));
+    assert_eq!(reply, Reply::Spawned(vec![Err(PvmError::OutOfRes); 2]));
+    let anywhere = SpawnRequest { file: "child".into(), count: 6, ..SpawnRequest::default() };
+    let started = spawn(&mut scene.sim, console, anywhere.clone());
+    assert_eq!(started.len(), 6);
+    assert!(started.iter().all(|p| scene.sim.procs[*p].host != host(2)));
+    for n in [0, 2] {
+        scene.say(n, stopped());
+    }
+    let reply = scene.sim.ask(console, Request::Spawn(SpawnRequest { count: 2, ..anywhere }));
+    assert_eq!(reply, Reply::Spawned(vec![Err(PvmError::OutOfRes); 2]));
+    scene.end();
+}
+
+#[test]
+fn ends_of_guests_taskers_and_hosts_while_guests_stand_still_are_told_once() {
+    let (mut ends, mut taskers) = (0, 0);
+    for seed in seeds(200) {
+        let mut scene = Scene::new(seed);
+        scene.sim.faults.late_percent = 25;
+        let console = scene.console;
+        let what = NotifyWhat::TaskExit(scene.tids[2..4].to_vec());
+        scene.sim.ask(console, Request::Notify(NotifyRequest { what, ctx: 0, tag: 1, cancel: false }));
+        scene.go_on();
+        scene.say(1, stopped());
+        let wait = Micros(scene.sim.dice.roll(60_000));
+        scene.sim.pass(wait);
+        if seed % 2 == 0 {
+            scene.move_one();
+        }
+        match scene.sim.dice.roll(3) {
+            0 => {
+                // A move may have taken it away, but this is its end wherever it is.
+                let victim = scene.procs[2];
+                scene.sim.exit(victim, 9);
+                ends += 1;
+            }
+            1 => {
+                scene.sim.kill_tasker(host(2));
+                taskers += 1;
+            }
+            _ => scene.sim.kill_host(host(2)),
+        }
+        scene.sim.pass(Micros::from_secs(20));
+        let dead = |s: &Sim, tid: &Tid| {
+            s.procs[console].notes(1).iter().filter(|m| m.body[..4] == tid.raw().to_be_bytes()).count()
+        };
+        let list = listed(&mut scene.sim, console);
+        for tid in &scene.tids[2..4] {
+            let alive = list.iter().filter(|t| t.tid == *tid).count();
+            assert_eq!(alive + dead(&scene.sim, tid), 1, "{tid} (seed {seed})");
+        }
+        if scene.sim.nodes[&host(2)].alive {
+            scene.say(1, welcome());
+            scene.sim.pass(Micros::from_secs(3));
+            for p in &scene.procs {
+                let proc = &scene.sim.procs[*p];
+                assert!(proc.exited || (!proc.is_frozen() && proc.conn.is_some()), "seed {seed}");
+            }
+        }
+    }
+    assert!(ends > 20 && taskers > 20, "{ends} ends, {taskers} taskers");
+}

@@ -1,0 +1,210 @@
+//! Tasks that stand still because the owner of the host is there.
+//!
+//! A held task runs for a moment yet, behind everybody else and its library's own threads before its others, so that the
+//! library can let go of what leads out of the process; then all its processes are stopped. That outlives moves: a move
+//! that fails leaves the task stopped.
+
+use crate::ease::Lowered;
+use crate::stop;
+use crate::supervisor::Supervisor;
+use crate::task::{Phase, Task};
+use sempa_proto::tasker::FromTasker;
+use sempa_proto::{Micros, Tid};
+use std::collections::BTreeSet;
+use std::time::{Duration, Instant};
+
+/// A held task that is asked to end (SIGTERM) gets so long for it.
+const END_ALLOWED: Duration = Duration::from_millis(200);
+/// Processes that do not stop within this are looked at less often: one that waits in the kernel for a disk or a network
+/// file system runs no program either.
+const STOPS_SOON: Duration = Duration::from_secs(2);
+/// So often.
+const LOOK_LATER: Duration = Duration::from_millis(100);
+
+/// Whether a task is held.
+#[derive(Debug, Default)]
+pub(crate) enum Hold {
+    /// It is not.
+    #[default]
+    Free,
+    /// It runs yet, until then.
+    Easing {
+        /// When it is to be stopped.
+        until: Instant,
+        /// How urgent its threads were.
+        lowered: Lowered,
+    },
+    /// It was told to stop.
+    Stopping {
+        /// Processes that have been sent SIGSTOP.
+        told: BTreeSet<i32>,
+        /// When.
+        since: Instant,
+        /// How urgent its threads were.
+        lowered: Lowered,
+    },
+    /// Nothing of it runs, or nothing will when the move that has it lets go of it.
+    Still,
+}
+
+impl Hold {
+    /// How long until it has to be looked at, if at all.
+    pub(crate) fn pause(&self, soon: Duration) -> Option<Duration> {
+        match self {
+            Hold::Free | Hold::Still => None,
+            Hold::Easing { until, .. } => Some(until.saturating_duration_since(Instant::now())),
+            Hold::Stopping { since, .. } if since.elapsed() < STOPS_SOON => Some(soon),
+            Hold::Stopping { .. } => Some(LOOK_LATER),
+        }
+    }
+
+    /// True unless it is held.
+    pub(crate) fn is_free(&self) -> bool {
+        matches!(self, Hold::Free)
+    }
+}
+
+impl Task {
+    /// Holds the task; it may run for so long yet.
+    fn hold(&mut self, after: Duration) {
+        match (&self.phase, std::mem::take(&mut self.hold)) {
+            (Phase::Running, hold) if after.is_zero() => self.stop_held(hold),
+            (Phase::Running, hold) => {
+                let until = Instant::now() + after;
+                let (lowered, stood) = match hold {
+                    Hold::Free => (Lowered::now(&self.crowd().pids()), false),
+                    Hold::Easing { lowered, .. } => (lowered, false),
+                    Hold::Stopping { lowered, .. } => (lowered, true),
+                    Hold::Still => (Lowered::now(&self.crowd().pids()), true),
+                };
+                if stood {
+                    stop::continue_all(&self.crowd(), &self.stopped_before);
+                }
+                self.hold = Hold::Easing { until, lowered };
+            }
+            // It stands still, or will in a moment, and stays so when the move lets go of it.
+            (_, hold) => {
+                if let Hold::Easing { lowered, .. } | Hold::Stopping { lowered, .. } = hold {
+                    lowered.restore(&self.crowd().pids());
+                }
+                self.hold = Hold::Still;
+            }
+        }
+    }
+
+    /// Gives a held task a moment in which it can end by itself.
+    pub(crate) fn let_end(&mut self) {
+        self.hold(END_ALLOWED);
+    }
+
+    /// Stops it, from whatever it is.
+    fn stop_held(&mut self, hold: Hold) {
+        let (lowered, told) = match hold {
+            Hold::Still | Hold::Stopping { .. } => return self.hold = hold,
+            Hold::Free => (Lowered::default(), BTreeSet::new()),
+            Hold::Easing { lowered, .. } => (lowered, BTreeSet::new()),
+        };
+        self.note_stopped();
+        self.hold = Hold::Stopping { told, since: Instant::now(), lowered };
+    }
+
+    /// Notes which processes stand still already, for their own reasons.
+    fn note_stopped(&mut self) {
+        self.stopped_before = stop::stopped_now(&self.crowd());
+    }
+
+    /// A move wants it stopped: the hold is the move's business from now on. Answers who has been told to stop.
+    pub(crate) fn hold_for_move(&mut self) -> BTreeSet<i32> {
+        match std::mem::take(&mut self.hold) {
+            Hold::Free => {
+                self.note_stopped();
+                BTreeSet::new()
+            }
+            Hold::Easing { lowered, .. } => {
+                self.note_stopped();
+                lowered.restore(&self.crowd().pids());
+                self.hold = Hold::Still;
+                BTreeSet::new()
+            }
+            Hold::Stopping { told, lowered, .. } => {
+                lowered.restore(&self.crowd().pids());
+                self.hold = Hold::Still;
+                told
+            }
+            Hold::Still => {
+                self.hold = Hold::Still;
+                BTreeSet::new()
+            }
+        }
+    }
+
+    /// Not held any more.
+    fn free(&mut self) {
+        let hold = std::mem::take(&mut self.hold);
+        let runs = matches!(self.phase, Phase::Running);
+        match hold {
+            Hold::Free => {}
+            Hold::Easing { lowered, .. } => lowered.restore(&self.crowd().pids()),
+            Hold::Stopping { lowered, .. } => {
+                lowered.restore(&self.crowd().pids());
+                self.go_on();
+            }
+            Hold::Still if runs => self.go_on(),
+            Hold::Still => {}
+        }
+    }
+
+    /// One look at a task that is held and does not stand still yet; true when it does now.
+    fn look_at_hold(&mut self) -> bool {
+        if matches!(&self.hold, Hold::Easing { until, .. } if *until <= Instant::now()) {
+            let hold = std::mem::take(&mut self.hold);
+            self.stop_held(hold);
+        }
+        let Hold::Stopping { mut told, since, lowered } = std::mem::take(&mut self.hold) else { unreachable!() };
+        let still = stop::all_still(&self.crowd(), &mut told);
+        if still {
+            // A dump takes the urgency of threads along.
+            lowered.restore(&self.crowd().pids());
+            self.hold = Hold::Still;
+        } else {
+            self.hold = Hold::Stopping { told, since, lowered };
+        }
+        still
+    }
+}
+
+impl Supervisor {
+    /// The owner's side wants this task held.
+    pub(crate) fn hold(&mut self, tid: Tid, after: Micros) {
+        let Some(task) = self.tasks.get_mut(&tid) else { return };
+        task.hold(Duration::from_micros(after.0));
+        if matches!(task.hold, Hold::Still) {
+            self.say(&FromTasker::Held { tid });
+        }
+        self.look_at_holds();
+    }
+
+    /// The owner does not mind any more.
+    pub(crate) fn free(&mut self, tid: Tid) {
+        if let Some(task) = self.tasks.get_mut(&tid) {
+            task.free();
+        }
+    }
+
+    /// Looks at tasks that are held and do not stand still yet.
+    pub(crate) fn look_at_holds(&mut self) {
+        let now = Instant::now();
+        let due = |task: &Task| match &task.hold {
+            Hold::Easing { until, .. } => *until <= now,
+            Hold::Stopping { .. } => true,
+            Hold::Free | Hold::Still => false,
+        };
+        let due: Vec<Tid> = self.tasks.values().filter(|task| due(task)).map(|task| task.tid).collect();
+        for tid in due {
+            if self.tasks.get_mut(&tid).is_some_and(Task::look_at_hold) {
+                self.drain_output(tid);
+                self.say(&FromTasker::Held { tid });
+            }
+        }
+    }
+}

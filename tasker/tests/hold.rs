@@ -1,0 +1,223 @@
+//! Tasks that stand still for the owner of the host.
+
+mod common;
+
+use common::moving::*;
+use common::{Tasker, sh, tid, wait_until};
+use sempa_proto::Micros;
+use sempa_proto::task::RedirectAt;
+use sempa_proto::tasker::{FromTasker, Redirection, ToTasker};
+
+const NOW: Micros = Micros(0);
+
+fn held(tasker: &mut Tasker, after: Micros, seen: &mut Vec<FromTasker>) {
+    tasker.send(ToTasker::Hold { tid: tid(1), after });
+    tasker.until(seen, |m| matches!(m, FromTasker::Held { tid: t } if *t == tid(1)).then_some(()));
+}
+
+/// Processor time of a process, in ticks.
+fn used(pid: i32) -> u64 {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).expect("it is there");
+    let fields: Vec<&str> = stat[stat.rfind(')').expect("a name") + 1..].split_whitespace().collect();
+    fields[11].parse::<u64>().expect("a number") + fields[12].parse::<u64>().expect("a number")
+}
+
+fn niceness(pid: i32) -> Vec<String> {
+    let threads = std::fs::read_dir(format!("/proc/{pid}/task")).expect("it is there");
+    let nice = |stat: String| stat[stat.rfind(')')? + 1..].split_whitespace().nth(16).map(String::from);
+    threads.flatten().filter_map(|t| nice(std::fs::read_to_string(t.path().join("stat")).ok()?)).collect()
+}
+
+#[test]
+fn a_held_task_gets_no_processor_time_and_goes_on_with_nothing_lost() {
+    let dir = tempfile::tempdir().expect("dir");
+    let mut tasker = Tasker::start();
+    let pid = tasker.run(tid(1), &program(dir.path(), "counter"), &[]);
+    let (mut output, mut seen) = (Vec::new(), Vec::new());
+    tasker.output_until(tid(1), &mut output, |text| lines(text) > 100);
+    for after in [NOW, Micros::from_millis(30), NOW] {
+        held(&mut tasker, after, &mut seen);
+        output.extend(output_of(&std::mem::take(&mut seen), tid(1)));
+        let before = used(pid);
+        assert!(tasker.poll().is_none() && tasker.poll().is_none(), "it says nothing");
+        assert_eq!(used(pid), before);
+        assert!(niceness(pid).iter().all(|nice| nice == "0"), "a dump must not find it lowered");
+        // Once more: it runs for a moment, then it stands still again.
+        held(&mut tasker, Micros::from_millis(20), &mut seen);
+        output.extend(output_of(&std::mem::take(&mut seen), tid(1)));
+        let before = used(pid);
+        assert!(tasker.poll().is_none());
+        assert_eq!(used(pid), before);
+        tasker.send(ToTasker::GoOn { tid: tid(1) });
+        let more = lines(&output) + 200;
+        tasker.output_until(tid(1), &mut output, |text| lines(text) > more);
+    }
+    assert_no_line_lost(&output);
+    tasker.stop();
+}
+
+#[test]
+fn a_task_that_is_held_and_freed_in_any_order_with_a_move_is_stopped_or_runs_as_it_was_told_last() {
+    if !can_move() {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("dir");
+    let mut tasker = Tasker::start();
+    let pid = tasker.run(tid(1), &program(dir.path(), "counter"), &[]);
+    let (mut output, mut seen) = (Vec::new(), Vec::new());
+    tasker.output_until(tid(1), &mut output, |text| lines(text) > 100);
+    let stands_still = |tasker: &mut Tasker| {
+        let before = used(pid);
+        assert!(tasker.poll().is_none());
+        assert_eq!(used(pid), before);
+    };
+    // A move that is called off leaves it as the owner wants it.
+    held(&mut tasker, Micros::from_millis(5), &mut seen);
+    stop(&mut tasker, tid(1), common::migration(1), &mut seen);
+    continue_task(&mut tasker, tid(1), common::migration(1), &mut seen);
+    stands_still(&mut tasker);
+    // The owner comes while a move has it.
+    tasker.send(ToTasker::GoOn { tid: tid(1) });
+    stop(&mut tasker, tid(1), common::migration(2), &mut seen);
+    held(&mut tasker, Micros::from_millis(30), &mut seen);
+    continue_task(&mut tasker, tid(1), common::migration(2), &mut seen);
+    stands_still(&mut tasker);
+    // He leaves while a move has it.
+    stop(&mut tasker, tid(1), common::migration(3), &mut seen);
+    tasker.send(ToTasker::GoOn { tid: tid(1) });
+    stands_still(&mut tasker);
+    continue_task(&mut tasker, tid(1), common::migration(3), &mut seen);
+    output.extend(output_of(&seen, tid(1)));
+    let more = lines(&output) + 200;
+    tasker.output_until(tid(1), &mut output, |text| lines(text) > more);
+    assert_no_line_lost(&output);
+    tasker.stop();
+}
+
+#[test]
+fn a_held_task_moves_without_running_and_stays_held_where_guests_are_not_wanted_either() {
+    if !can_move() {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("dir");
+    let (mut here, mut there) = (Tasker::start(), Tasker::start());
+    let pid = here.run(tid(1), &program(dir.path(), "counter"), &[]);
+    let (mut output, mut seen) = (Vec::new(), Vec::new());
+    here.output_until(tid(1), &mut output, |text| lines(text) > 100);
+    held(&mut here, Micros::from_millis(10), &mut seen);
+    let before = used(pid);
+    let (id, images) = (common::migration(1), dir.path().join("images"));
+    let facts = inspect(&mut here, tid(1), id).expect("it can move");
+    assert_eq!(prepare(&mut there, tid(1), id, facts), []);
+    stop(&mut here, tid(1), id, &mut seen);
+    dump(&mut here, tid(1), id, &images, &mut seen).expect("a dump");
+    assert!(used(pid) <= before + 1, "a dump costs it little, and it ran for nothing else");
+    let copy = restore(&mut there, tid(1), id, &images).expect("a restore");
+    let used_here = kill_moved(&mut here, tid(1), id, &mut seen);
+    there.send(ToTasker::Run { migration: id, used: used_here, held: true });
+    there.until(&mut Vec::new(), |m| matches!(m, FromTasker::Ran { result: Ok(()), .. }).then_some(()));
+    output.extend(output_of(&seen, tid(1)));
+    let before = used(copy);
+    assert!(there.poll().is_none() && there.poll().is_none(), "it says nothing");
+    assert_eq!(used(copy), before);
+    there.send(ToTasker::GoOn { tid: tid(1) });
+    let more = lines(&output) + 200;
+    there.output_until(tid(1), &mut output, |text| lines(text) > more);
+    assert_no_line_lost(&output);
+    here.stop();
+    there.stop();
+}
+
+#[test]
+fn a_held_task_can_be_asked_to_end_and_killed() {
+    let mut tasker = Tasker::start();
+    let asked = "trap 'echo asked; exit 7' TERM; echo ready; while :; do :; done";
+    tasker.run(tid(1), &sh(), &["-c", asked]);
+    let mut output = Vec::new();
+    tasker.output_until(tid(1), &mut output, |text| text == b"ready\n");
+    held(&mut tasker, NOW, &mut Vec::new());
+    tasker.send(ToTasker::Signal { tid: tid(1), signal: libc::SIGTERM });
+    let (rest, status, _) = tasker.follow_to_the_end(tid(1));
+    assert_eq!((rest.as_slice(), status), (&b"asked\n"[..], 7 << 8));
+
+    let deaf = "trap '' TERM; echo ready; while :; do :; done";
+    let pid = tasker.run(tid(1), &sh(), &["-c", deaf]);
+    let mut output = Vec::new();
+    tasker.output_until(tid(1), &mut output, |text| text == b"ready\n");
+    held(&mut tasker, NOW, &mut Vec::new());
+    tasker.send(ToTasker::Signal { tid: tid(1), signal: libc::SIGTERM });
+    tasker.until(&mut Vec::new(), |m| matches!(m, FromTasker::Held { .. }).then_some(()));
+    let before = used(pid);
+    // A signal that would let it go on waits.
+    tasker.send(ToTasker::Signal { tid: tid(1), signal: libc::SIGCONT });
+    assert!(tasker.poll().is_none());
+    assert_eq!(used(pid), before);
+    tasker.send(ToTasker::Signal { tid: tid(1), signal: libc::SIGKILL });
+    let (_, status, _) = tasker.follow_to_the_end(tid(1));
+    assert_eq!(status, libc::SIGKILL);
+    tasker.stop();
+}
+
+#[test]
+fn what_its_library_is_to_find_is_written_into_a_stopped_task() {
+    if !can_move() {
+        return;
+    }
+    let mut tasker = Tasker::start();
+    let script = "w=0123456789; echo ready; while :; do echo $w; sleep 0.01; done";
+    let pid = tasker.run(tid(1), &sh(), &["-c", script]);
+    let (mut output, mut seen) = (Vec::new(), Vec::new());
+    tasker.output_until(tid(1), &mut output, |text| lines(text) > 3);
+    held(&mut tasker, NOW, &mut seen);
+    // Somewhere in its writable memory the word stands; anything else there would do as well.
+    let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).expect("it is there");
+    let (from, _) = maps.lines().find(|l| l.ends_with("[heap]")).and_then(|l| l.split_once('-')).expect("a heap");
+    let at = u64::from_str_radix(from, 16).expect("a number") + 4096;
+    let stop = |tasker: &mut Tasker, number: u64, pid: i32, at: u64, seen: &mut Vec<FromTasker>| {
+        let redirection = Some(Redirection { place: RedirectAt { pid, at }, bytes: b"sempa".to_vec() });
+        tasker.send(ToTasker::Stop { migration: common::migration(number), tid: tid(1), redirection });
+        let result = tasker.until(seen, |m| match m {
+            FromTasker::Stopped { result, .. } => Some(result.clone()),
+            _ => None,
+        });
+        tasker.send(ToTasker::Continue { migration: common::migration(number), tid: tid(1) });
+        tasker.until(seen, |m| matches!(m, FromTasker::Continued { .. }).then_some(()));
+        result
+    };
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("it is there");
+    let line = status.lines().find(|l| l.starts_with("NSpid:")).and_then(|l| l.split_whitespace().last());
+    let inner = line.and_then(|number| number.parse().ok()).expect("a number");
+    assert_eq!(stop(&mut tasker, 1, inner, at, &mut seen), Ok(()));
+    let mut bytes = [0u8; 5];
+    let memory = std::fs::File::open(format!("/proc/{pid}/mem")).expect("ours");
+    std::os::unix::fs::FileExt::read_exact_at(&memory, &mut bytes, at).expect("mapped");
+    assert_eq!(&bytes, b"sempa");
+    assert!(stop(&mut tasker, 2, inner, 8, &mut seen).is_err(), "nothing is mapped there");
+    assert!(stop(&mut tasker, 3, 30_000, at, &mut seen).is_err(), "this is none of its processes");
+    tasker.send(ToTasker::Kill { tid: tid(1) });
+    tasker.follow_to_the_end(tid(1));
+    tasker.stop();
+}
+
+#[test]
+fn a_held_task_that_has_stopped_children_of_its_own_leaves_them_stopped() {
+    let mut tasker = Tasker::start();
+    let script = "sh -c 'echo child; kill -STOP $$; echo woken' & wait $!; echo over; wait $!; echo end";
+    tasker.run(tid(1), &sh(), &["-c", script]);
+    let mut output = Vec::new();
+    tasker.output_until(tid(1), &mut output, |text| text.starts_with(b"child"));
+    let asleep = || {
+        common::processes_with("echo woken").iter().any(|pid| {
+            std::fs::read_to_string(format!("/proc/{pid}/stat"))
+                .is_ok_and(|s| s.contains(") T ") && s.starts_with(&pid.to_string()))
+        })
+    };
+    wait_until("the child has stopped itself", asleep);
+    held(&mut tasker, NOW, &mut Vec::new());
+    tasker.send(ToTasker::GoOn { tid: tid(1) });
+    assert!(tasker.poll().is_none(), "nobody says that it was woken");
+    assert!(asleep());
+    tasker.send(ToTasker::Kill { tid: tid(1) });
+    tasker.follow_to_the_end(tid(1));
+    tasker.stop();
+}

@@ -1,0 +1,42 @@
+//! Speaks for the owner of the host it runs on, as a load watcher does: a line `stop WHY`, `kill MS WHY` or `welcome WHY` on
+//! standard input becomes a word to the daemon, and `done MICROS`, the time just before it, comes out.
+
+#![allow(clippy::print_stdout)] // It is a program, and this is what it says.
+
+use libpvm::Vm;
+use sempa_proto::Micros;
+use sempa_proto::owner::{Guests, GuestsWord, Leave};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+fn now() -> Micros {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).expect("after 1970");
+    Micros(u64::try_from(since.as_micros()).expect("before the year 500000"))
+}
+
+fn word(line: &str) -> Option<GuestsWord> {
+    let (what, rest) = line.split_once(' ')?;
+    let stopped = |leave_at, then, why: &str| (Guests::Stopped { leave_at, then }, why.to_string());
+    let (guests, why) = match what {
+        "stop" => stopped(None, Leave::Move, rest),
+        "kill" => {
+            let (ms, why) = rest.split_once(' ')?;
+            stopped(Some(now() + Micros::from_millis(ms.parse().ok()?)), Leave::Kill, why)
+        }
+        "welcome" => (Guests::Welcome, rest.to_string()),
+        _ => return None,
+    };
+    Some(GuestsWord { guests, why })
+}
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let vm = Vm::enroll()?;
+    println!("ready");
+    for line in std::io::stdin().lines() {
+        let line = line?;
+        let word = word(&line).ok_or(format!("this is no word: {line}"))?;
+        let at = now();
+        vm.guests(word)?;
+        println!("done {}", at.0);
+    }
+    Ok(vm.exit()?)
+}

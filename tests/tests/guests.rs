@@ -1,0 +1,226 @@
+//! Guests stand still while the owner of their host wants it: real processes, judged by the guests' own clocks.
+
+use sempa_proto::event::EventKind;
+use sempa_tests::needs::testbed;
+use sempa_tests::run::{Running, must};
+use sempa_tests::testbed::Host;
+use sempa_tests::vm::Settings;
+use sempa_tests::{Vm, eventually};
+use std::io::Write;
+use std::process::{ChildStdin, Stdio};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+const SOON: Duration = Duration::from_secs(60);
+/// The promise, in microseconds.
+const PROMISE: u64 = 50_000;
+/// Rounds of the measurement.
+const ROUNDS: usize = 20;
+/// Other load of the machine may delay anything; of all stops so many in a hundred may come later than promised.
+const LATE_PERCENT: usize = 10;
+/// But none may come later than this.
+const NEVER: u64 = 1_000_000;
+
+/// Somebody who speaks for the owner of a host.
+struct Speaker {
+    session: Running,
+    input: Option<ChildStdin>,
+    said: usize,
+}
+
+impl Speaker {
+    fn new(vm: &Vm, host: &Host) -> Speaker {
+        let program = vm.home().join("owner-speaks");
+        if !program.exists() {
+            std::fs::copy(env!("CARGO_BIN_EXE_owner-speaks"), &program).expect("copied");
+        }
+        let mut session = Running::start(vm.command(host, program), Stdio::piped()).expect("it starts");
+        let input = session.take_stdin();
+        let speaker = Speaker { session, input, said: 0 };
+        speaker.hear(0);
+        speaker
+    }
+
+    /// Waits for the answer with this number; the time that it tells.
+    fn hear(&self, number: usize) -> u64 {
+        let heard = eventually(SOON, || {
+            let out = self.session.out_so_far().map_err(|error| error.to_string())?;
+            match out.lines().nth(number) {
+                Some(line) if out.ends_with('\n') || out.lines().count() > number + 1 => Ok(line.to_string()),
+                _ => Err(format!("no answer {number}: {out} {}", self.session.err_so_far().unwrap_or_default())),
+            }
+        });
+        heard.expect("it answers").strip_prefix("done ").map_or(0, |at| at.parse().expect("a time"))
+    }
+
+    /// Says a word; when that was, in microseconds since 1970.
+    fn say(&mut self, word: &str) -> u64 {
+        self.said += 1;
+        let mut input = self.input.as_ref().expect("it listens");
+        input.write_all(format!("{word}\n").as_bytes()).expect("it listens");
+        self.hear(self.said)
+    }
+
+    /// It ends without a word.
+    fn kill(self) {
+        self.session.end_inside().expect("it ends");
+    }
+}
+
+fn now() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).expect("after 1970");
+    u64::try_from(since.as_micros()).expect("fits")
+}
+
+/// The gaps in a guest's own time.
+fn gaps(vm: &Vm, tid: &str) -> Vec<(u64, u64)> {
+    let mut command = vm.command(vm.bed().host(1), vm.home().join("pvm3/bin/LINUX64/busy"));
+    command.args(["ask", tid]);
+    let done = must(command, SOON).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    assert!(done.out.contains("now "), "{done:?}");
+    let gap = |line: &str| {
+        let mut words = line.strip_prefix("gap ")?.split(' ');
+        Some((words.next()?.parse().ok()?, words.next()?.parse().ok()?))
+    };
+    done.out.lines().filter_map(gap).collect()
+}
+
+/// The processor time that a process has used, in ticks.
+fn used(host: &Host, pid: i32) -> u64 {
+    let mut command = host.command("cat");
+    command.arg(format!("/proc/{pid}/stat"));
+    let stat = must(command, SOON).expect("it is there").out;
+    let fields: Vec<&str> = stat[stat.rfind(')').expect("a name") + 1..].split_whitespace().collect();
+    fields[11].parse::<u64>().expect("a number") + fields[12].parse::<u64>().expect("a number")
+}
+
+fn stopped(vm: &Vm, tids: &[String]) -> Vec<String> {
+    let tasks = vm.tasks().unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    tasks.into_iter().filter(|t| t.stopped && tids.contains(&t.tid)).map(|t| t.tid).collect()
+}
+
+/// How many events tell that all guests of a host stand still.
+fn stops(vm: &Vm) -> usize {
+    let events = vm.events().expect("events");
+    events.iter().filter(|entry| matches!(entry.kind, EventKind::GuestsStopped { .. })).count()
+}
+
+fn with_guests(count: usize, test: impl FnOnce(&Vm, &[String])) {
+    let Some((bed, _)) = testbed(3) else { return };
+    let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
+    vm.add(&["h2", "h3"]).expect("the others join");
+    vm.program("busy").expect("gcc");
+    let guests: Vec<String> = (0..count).map(|_| vm.spawn(&["-h2", "busy"]).expect("spawned")).collect();
+    test(&vm, &guests);
+    vm.halt().expect("halts");
+}
+
+#[test]
+fn guests_that_occupy_all_processors_stop_within_the_promise_by_their_own_clocks_and_go_on_after() {
+    with_guests(4, |vm, guests| {
+        let mut owner = Speaker::new(vm, vm.bed().host(2));
+        let mut words = Vec::new();
+        for round in 0..ROUNDS {
+            let said = owner.say(&format!("stop round {round}"));
+            eventually(SOON, || if stops(vm) > round { Ok(()) } else { Err("guests run".to_string()) })
+                .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+            assert_eq!(stopped(vm, guests).len(), guests.len());
+            words.push((said, owner.say("welcome nobody is there")));
+        }
+        let mut waits = Vec::new();
+        for tid in guests {
+            let gaps = gaps(vm, tid);
+            for (said, welcome) in &words {
+                // Whatever its clock did before, from some moment on it stood until guests were welcome.
+                let last = gaps.iter().find(|(from, to)| from < welcome && to >= welcome);
+                let (from, _) = last.unwrap_or_else(|| panic!("{tid} ran between {said} and {welcome}: {gaps:?}"));
+                waits.push(from.saturating_sub(*said));
+            }
+        }
+        waits.sort_unstable();
+        let (median, worst) = (waits[waits.len() / 2], waits[waits.len() - 1]);
+        let late = waits.iter().filter(|wait| **wait > PROMISE).count();
+        eprintln!("word to standing still, by the guests' clocks: median {median} us, worst {worst} us, late {late}");
+        let events = vm.events().expect("events");
+        let took = events.iter().filter_map(|entry| match &entry.kind {
+            EventKind::GuestsStopped { took, .. } => Some(took.0),
+            _ => None,
+        });
+        let mut took: Vec<u64> = took.collect();
+        took.sort_unstable();
+        eprintln!("word to all seen stopped, by the daemon: median {} us, all {took:?}", took[took.len() / 2]);
+        assert!(worst < NEVER, "{waits:?}");
+        assert!(late * 100 <= LATE_PERCENT * waits.len(), "{late} of {waits:?}");
+    });
+}
+
+#[test]
+fn stopped_guests_get_no_processor_time_move_away_without_running_and_go_on_there() {
+    with_guests(3, |vm, guests| {
+        let mut owner = Speaker::new(vm, vm.bed().host(2));
+        let said = owner.say("stop olga is there");
+        eventually(SOON, || if stops(vm) > 0 { Ok(()) } else { Err("guests run".to_string()) }).expect("they stop");
+        let pids: Vec<i32> =
+            vm.tasks().expect("tasks").iter().filter(|t| guests.contains(&t.tid)).map(|t| t.pid).collect();
+        let before: Vec<u64> = pids.iter().map(|pid| used(vm.bed().host(2), *pid)).collect();
+        let spawn = vm.pvm(&["spawn", "-h2", "busy"]).expect("the console works");
+        assert!(!spawn.good(), "no guest is started there: {spawn:?}");
+        let moved: Vec<u64> = guests[..2]
+            .iter()
+            .map(|tid| {
+                vm.must_migrate(tid, "h3");
+                assert_eq!(vm.host_of(tid).expect("alive"), "h3");
+                now()
+            })
+            .collect();
+        let back = vm.migrate(&guests[0], "h2").expect("the console works");
+        assert!(!back.good() && back.err.contains("olga is there"), "{back:?}");
+        let here = used(vm.bed().host(2), pids[2]);
+        assert_eq!(here, before[2], "it stands still");
+        for (tid, until) in guests[..2].iter().zip(moved) {
+            let gaps = gaps(vm, tid);
+            // One gap leads from the stop there to the start here: it did not run in between.
+            let over = |(from, to): &&(u64, u64)| *from < said + NEVER && *to > said && *to <= until;
+            let longest = gaps.iter().filter(over).map(|(from, to)| to - from).max().unwrap_or_default();
+            let ran: Vec<_> = gaps.iter().filter(|(from, to)| *to > said + PROMISE && *from < until).collect();
+            assert!(longest > 0 && ran.len() < 4, "{tid}: {gaps:?} said {said} moved {until}");
+        }
+        owner.say("welcome olga has left");
+        for tid in guests {
+            gaps(vm, tid);
+        }
+    });
+}
+
+#[test]
+fn guests_go_on_when_whoever_spoke_for_the_owner_is_killed() {
+    with_guests(2, |vm, guests| {
+        let mut owner = Speaker::new(vm, vm.bed().host(2));
+        owner.say("stop olga is there");
+        eventually(SOON, || if stops(vm) > 0 { Ok(()) } else { Err("guests run".to_string()) }).expect("they stop");
+        owner.kill();
+        vm.event(SOON, "guests that go on", |entry| matches!(entry.kind, EventKind::GuestsContinued { .. }))
+            .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+        for tid in guests {
+            gaps(vm, tid);
+        }
+        assert!(stopped(vm, guests).is_empty());
+    });
+}
+
+#[test]
+fn guests_whose_time_is_over_are_ended_if_the_owner_wants_that() {
+    with_guests(2, |vm, guests| {
+        let mut owner = Speaker::new(vm, vm.bed().host(2));
+        owner.say("kill 1500 olga wants her machine");
+        vm.event(SOON, "guests that are ended", |entry| matches!(entry.kind, EventKind::GuestsEnded { .. }))
+            .expect("told");
+        eventually(SOON, || {
+            let left = vm.tasks().map_err(|error| format!("{error:#}"))?;
+            let left: Vec<_> = left.into_iter().filter(|t| guests.contains(&t.tid)).collect();
+            if left.is_empty() { Ok(()) } else { Err(format!("{left:?}")) }
+        })
+        .expect("they end");
+        owner.say("welcome olga has left");
+        vm.spawn(&["-h2", "busy"]).expect("the host is used again");
+    });
+}
