@@ -15,6 +15,7 @@ pub mod real;
 pub mod run;
 pub mod screen;
 pub mod sources;
+pub mod speaker;
 pub mod ssh;
 pub mod testbed;
 pub mod timetable;

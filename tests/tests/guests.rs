@@ -2,15 +2,16 @@
 
 use sempa_proto::event::EventKind;
 use sempa_tests::needs::testbed;
-use sempa_tests::run::{Running, must};
+use sempa_tests::run::must;
+use sempa_tests::speaker::Speaker;
 use sempa_tests::testbed::Host;
 use sempa_tests::vm::Settings;
 use sempa_tests::{Vm, eventually};
-use std::io::Write;
-use std::process::{ChildStdin, Stdio};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 const SOON: Duration = Duration::from_secs(60);
+/// Speaks for owners.
+const SPEAKS: &str = env!("CARGO_BIN_EXE_owner-speaks");
 /// The promise, in microseconds.
 const PROMISE: u64 = 50_000;
 /// Rounds of the measurement.
@@ -19,52 +20,6 @@ const ROUNDS: usize = 20;
 const LATE_PERCENT: usize = 10;
 /// But none may come later than this.
 const NEVER: u64 = 1_000_000;
-
-/// Somebody who speaks for the owner of a host.
-struct Speaker {
-    session: Running,
-    input: Option<ChildStdin>,
-    said: usize,
-}
-
-impl Speaker {
-    fn new(vm: &Vm, host: &Host) -> Speaker {
-        let program = vm.home().join("owner-speaks");
-        if !program.exists() {
-            std::fs::copy(env!("CARGO_BIN_EXE_owner-speaks"), &program).expect("copied");
-        }
-        let mut session = Running::start(vm.command(host, program), Stdio::piped()).expect("it starts");
-        let input = session.take_stdin();
-        let speaker = Speaker { session, input, said: 0 };
-        speaker.hear(0);
-        speaker
-    }
-
-    /// Waits for the answer with this number; the time that it tells.
-    fn hear(&self, number: usize) -> u64 {
-        let heard = eventually(SOON, || {
-            let out = self.session.out_so_far().map_err(|error| error.to_string())?;
-            match out.lines().nth(number) {
-                Some(line) if out.ends_with('\n') || out.lines().count() > number + 1 => Ok(line.to_string()),
-                _ => Err(format!("no answer {number}: {out} {}", self.session.err_so_far().unwrap_or_default())),
-            }
-        });
-        heard.expect("it answers").strip_prefix("done ").map_or(0, |at| at.parse().expect("a time"))
-    }
-
-    /// Says a word; when that was, in microseconds since 1970.
-    fn say(&mut self, word: &str) -> u64 {
-        self.said += 1;
-        let mut input = self.input.as_ref().expect("it listens");
-        input.write_all(format!("{word}\n").as_bytes()).expect("it listens");
-        self.hear(self.said)
-    }
-
-    /// It ends without a word.
-    fn kill(self) {
-        self.session.end_inside().expect("it ends");
-    }
-}
 
 fn now() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).expect("after 1970");
@@ -117,7 +72,7 @@ fn with_guests(count: usize, test: impl FnOnce(&Vm, &[String])) {
 #[test]
 fn guests_that_occupy_all_processors_stop_within_the_promise_by_their_own_clocks_and_go_on_after() {
     with_guests(4, |vm, guests| {
-        let mut owner = Speaker::new(vm, vm.bed().host(2));
+        let mut owner = Speaker::new(vm, vm.bed().host(2), SPEAKS);
         let mut words = Vec::new();
         for round in 0..ROUNDS {
             let said = owner.say(&format!("stop round {round}"));
@@ -156,7 +111,7 @@ fn guests_that_occupy_all_processors_stop_within_the_promise_by_their_own_clocks
 #[test]
 fn stopped_guests_get_no_processor_time_move_away_without_running_and_go_on_there() {
     with_guests(3, |vm, guests| {
-        let mut owner = Speaker::new(vm, vm.bed().host(2));
+        let mut owner = Speaker::new(vm, vm.bed().host(2), SPEAKS);
         let said = owner.say("stop olga is there");
         eventually(SOON, || if stops(vm) > 0 { Ok(()) } else { Err("guests run".to_string()) }).expect("they stop");
         let pids: Vec<i32> =
@@ -194,7 +149,7 @@ fn stopped_guests_get_no_processor_time_move_away_without_running_and_go_on_ther
 #[test]
 fn guests_go_on_when_whoever_spoke_for_the_owner_is_killed() {
     with_guests(2, |vm, guests| {
-        let mut owner = Speaker::new(vm, vm.bed().host(2));
+        let mut owner = Speaker::new(vm, vm.bed().host(2), SPEAKS);
         owner.say("stop olga is there");
         eventually(SOON, || if stops(vm) > 0 { Ok(()) } else { Err("guests run".to_string()) }).expect("they stop");
         owner.kill();
@@ -210,7 +165,7 @@ fn guests_go_on_when_whoever_spoke_for_the_owner_is_killed() {
 #[test]
 fn guests_whose_time_is_over_are_ended_if_the_owner_wants_that() {
     with_guests(2, |vm, guests| {
-        let mut owner = Speaker::new(vm, vm.bed().host(2));
+        let mut owner = Speaker::new(vm, vm.bed().host(2), SPEAKS);
         owner.say("kill 1500 olga wants her machine");
         vm.event(SOON, "guests that are ended", |entry| matches!(entry.kind, EventKind::GuestsEnded { .. }))
             .expect("told");

@@ -5,6 +5,7 @@ use sempa_proto::migration::Step;
 use sempa_tests::dice::Dice;
 use sempa_tests::needs::testbed;
 use sempa_tests::run::Running;
+use sempa_tests::speaker::Speaker;
 use sempa_tests::vm::Settings;
 use sempa_tests::{Vm, eventually};
 use std::collections::HashMap;
@@ -17,6 +18,8 @@ const LONG: Duration = Duration::from_secs(240);
 const MOVES: usize = 50;
 /// Moves of the tests in which routes are waited for after each.
 const MOVES_WITH_ROUTES: usize = 12;
+/// Times that guests of a host are stopped.
+const STOPS: usize = 16;
 const HOSTS: [&str; 3] = ["h1", "h2", "h3"];
 
 /// The director, and its workers as (tid, host).
@@ -154,6 +157,46 @@ fn children_that_tasks_fork_disturb_neither_their_direct_routes_nor_their_moves(
     eprintln!("{summary}");
     let children = summary.lines().find_map(|line| line.strip_prefix("children: ")?.split(',').next()?.parse().ok());
     assert!(children.is_some_and(|count: u32| count >= 100), "{summary}");
+    vm.halt().expect("halts");
+}
+
+#[test]
+fn guests_that_are_stopped_moved_and_go_on_while_they_talk_lose_double_and_reorder_nothing() {
+    let Some((bed, _)) = testbed(3) else { return };
+    let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
+    vm.add(&["h2", "h3"]).expect("the others join");
+    let mut owners: Vec<Speaker> =
+        vm.bed().hosts()[1..].iter().map(|host| Speaker::new(&vm, host, env!("CARGO_BIN_EXE_owner-speaks"))).collect();
+    let mut talk = Talk::start(&vm, &[]);
+    let mut dice = Dice::new(11);
+    for number in 0..STOPS {
+        let (place, other) = [("h2", "h3"), ("h3", "h2")][number % 2];
+        let owner = &mut owners[number % 2];
+        let theirs: Vec<usize> = (0..6).filter(|who| talk.workers[*who].1 == place).collect();
+        owner.say(&format!("stop number {number}"));
+        let told = |entry: &sempa_tests::vm::Entry| match &entry.kind {
+            EventKind::GuestsStopped { guests, why, .. } => {
+                assert!(*why != format!("number {number}") || guests.len() == theirs.len(), "{guests:?}");
+                *why == format!("number {number}")
+            }
+            _ => false,
+        };
+        vm.event(SOON, "guests that stand still", told).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+        if number % 3 != 0 && !theirs.is_empty() {
+            let who = theirs[dice.below(theirs.len())];
+            let to = if dice.below(2) == 0 { "h1" } else { other };
+            eprintln!("stop {number}: {} from {place} to {to}", talk.workers[who].0);
+            vm.must_migrate(&talk.workers[who].0, to);
+            talk.workers[who].1 = to.to_string();
+        }
+        owner.say("welcome nobody is there");
+        // Those that have left do not come back by themselves.
+        if let Some(away) = (0..6).find(|who| talk.workers[*who].1 == "h1").filter(|_| theirs.len() < 2) {
+            vm.must_migrate(&talk.workers[away].0, place);
+            talk.workers[away].1 = place.to_string();
+        }
+    }
+    eprintln!("{}", talk.finish(&vm));
     vm.halt().expect("halts");
 }
 

@@ -3,8 +3,9 @@
 use super::fake::Fake;
 use super::{expect_numbered, message, next, send_numbered, until};
 use crate::inbox::Inbox;
-use sempa_proto::task::{Claim, LinkMark, Reply, Request, ToDaemon, ToTask};
+use sempa_proto::task::{Claim, LinkMark, Redirect, Reply, Request, ToDaemon, ToTask};
 use sempa_proto::{HostId, MigrationId, PvmError};
+use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
@@ -112,6 +113,26 @@ fn the_marks_say_how_far_each_link_has_sent() {
     });
     assert_eq!(marks, [LinkMark { peer: b.tid(), end: 4 }]);
     fake.wake(5);
+}
+
+#[test]
+fn a_library_that_has_let_go_finds_in_its_memory_that_it_is_to_wait_for_another_move() {
+    let fake = Fake::start();
+    let task = fake.join();
+    fake.quiesce(task.tid(), 8);
+    let place = fake.logged("where it looks", |_, said| match said {
+        ToDaemon::Quiesced { redirect_at, .. } => Some(*redirect_at),
+        _ => None,
+    });
+    assert_eq!(place.pid, std::process::id().cast_signed());
+    fake.has_let_go(task.tid(), 8);
+    let redirect = Redirect { migration: MigrationId(9), tokens: vec![fake.token(9)] };
+    let memory = std::fs::OpenOptions::new().write(true).open("/proc/self/mem").expect("ours");
+    memory.write_all_at(&redirect.in_memory().expect("it fits"), place.at).expect("mapped");
+    fake.wake(9);
+    until("the return", || task.socket_fd());
+    let claim = fake.net().hellos.last().map(|hello| hello.claim.clone());
+    assert_eq!(claim, Some(Claim::Resume { tid: task.tid(), migration: MigrationId(9) }));
 }
 
 #[test]

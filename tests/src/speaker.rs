@@ -1,0 +1,63 @@
+//! Somebody who speaks for the owner of a host, as its load watcher does.
+
+use crate::run::{Running, eventually};
+use crate::testbed::Host;
+use crate::vm::{COMMAND_TIME, Vm};
+use std::io::Write;
+use std::process::{ChildStdin, Stdio};
+
+/// The program `owner-speaks` on a host. What it has said last counts until it ends.
+#[derive(Debug)]
+pub struct Speaker {
+    session: Running,
+    input: Option<ChildStdin>,
+    said: usize,
+}
+
+impl Speaker {
+    /// Starts it; `built` is where it was built.
+    ///
+    /// # Panics
+    /// It does not start or cannot join the virtual machine.
+    pub fn new(vm: &Vm, host: &Host, built: &str) -> Speaker {
+        let program = vm.home().join("owner-speaks");
+        if !program.exists() {
+            std::fs::copy(built, &program).expect("copied");
+        }
+        let mut session = Running::start(vm.command(host, program), Stdio::piped()).expect("it starts");
+        let input = session.take_stdin();
+        let speaker = Speaker { session, input, said: 0 };
+        speaker.hear(0);
+        speaker
+    }
+
+    /// Waits for the answer with this number; the time that it tells.
+    fn hear(&self, number: usize) -> u64 {
+        let heard = eventually(COMMAND_TIME, || {
+            let out = self.session.out_so_far().map_err(|error| error.to_string())?;
+            let whole = out.rfind('\n').map_or("", |end| &out[..end]);
+            let none = || format!("no answer {number}: {out} {}", self.session.err_so_far().unwrap_or_default());
+            whole.lines().nth(number).map(String::from).ok_or_else(none)
+        });
+        heard.expect("it answers").strip_prefix("done ").map_or(0, |at| at.parse().expect("a time"))
+    }
+
+    /// Says a word and waits until the daemon has heard it; when it was said, in microseconds since 1970.
+    ///
+    /// # Panics
+    /// It does not answer.
+    pub fn say(&mut self, word: &str) -> u64 {
+        self.said += 1;
+        let mut input = self.input.as_ref().expect("it listens");
+        input.write_all(format!("{word}\n").as_bytes()).expect("it listens");
+        self.hear(self.said)
+    }
+
+    /// It ends without a word.
+    ///
+    /// # Panics
+    /// It does not end.
+    pub fn kill(self) {
+        self.session.end_inside().expect("it ends");
+    }
+}
