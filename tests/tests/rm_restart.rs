@@ -1,0 +1,149 @@
+//! What survives the resource manager: it is killed, and the virtual machine goes on; another one goes on where it stood.
+
+use sempa_proto::event::EventKind;
+use sempa_tests::needs::testbed;
+use sempa_tests::vm::{Entry, Settings};
+use sempa_tests::{Vm, eventually};
+use serde_json::Value;
+use std::time::{Duration, SystemTime};
+
+const SOON: Duration = Duration::from_secs(60);
+/// From the death of a resource manager to another one's registration.
+const AGAIN_MAX: Duration = Duration::from_secs(2);
+
+fn with_rm(hosts: usize, test: impl FnOnce(&Vm)) {
+    let Some((bed, _)) = testbed(hosts) else { return };
+    let vm = Vm::start(&bed, Settings { rm: Some("pvm-rm".into()), ..Settings::default() }).expect("a virtual machine");
+    let others: Vec<&str> = bed.hosts()[1..].iter().map(|host| host.name()).collect();
+    vm.add(&others).expect("the others join");
+    watchers(&vm, hosts);
+    vm.program("hold").expect("gcc");
+    test(&vm);
+    vm.halt().expect("halts");
+    for host in bed.hosts() {
+        let left = host.path("/tmp/sempa-0/pvm");
+        assert!(!left.exists(), "{} is left", left.display());
+    }
+}
+
+/// Waits for a load watcher on every host; their tids.
+fn watchers(vm: &Vm, hosts: usize) -> Vec<String> {
+    eventually(SOON, || {
+        let tasks = vm.tasks().map_err(|error| format!("{error:#}"))?;
+        let watchers = tasks.iter().filter(|task| task.name.ends_with("pvm-load-watcher") && task.pid > 0);
+        let tids: Vec<String> = watchers.map(|task| task.tid.clone()).collect();
+        if tids.len() == hosts { Ok(tids) } else { Err(format!("{tids:?}: {tasks:?}\n{}", vm.logs())) }
+    })
+    .expect("a load watcher on every host")
+}
+
+/// Kills the process on h1 whose command line holds this.
+fn kill(vm: &Vm, what: &str) {
+    let processes = vm.bed().host(1).processes();
+    let (pid, _) = processes.iter().find(|(_, line)| line.contains(what)).unwrap_or_else(|| panic!("{processes:?}"));
+    let pid = nix::unistd::Pid::from_raw(pid.cast_signed());
+    nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL).expect("it is there");
+}
+
+fn registered(events: &[Entry]) -> Vec<u64> {
+    events.iter().filter(|e| matches!(e.kind, EventKind::RmRegistered { .. })).map(|e| e.at_us).collect()
+}
+
+/// Kills the resource manager and waits for the next one; how long that took by the master's clock.
+fn kill_rm(vm: &Vm) -> Duration {
+    let before = registered(&vm.events().expect("events")).len();
+    kill(vm, "pvm-rm");
+    let newest = |events: &[Entry]| {
+        let gone = events.iter().rev().find(|e| matches!(e.kind, EventKind::RmGone { .. })).map(|e| e.at_us)?;
+        let at = registered(events);
+        (at.len() > before).then(|| at.last().copied().unwrap_or(0).saturating_sub(gone))
+    };
+    let span = eventually(SOON, || {
+        let events = vm.events().map_err(|error| format!("{error:#}"))?;
+        newest(&events).ok_or_else(|| "nobody has registered".to_string())
+    });
+    Duration::from_micros(span.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs())))
+}
+
+/// Waits until what the resource manager knows now is in its file.
+fn written(vm: &Vm) {
+    let (file, now) = (vm.bed().host(1).path("/tmp/sempa-0/pvm/rm.redb"), SystemTime::now());
+    eventually(SOON, || {
+        // Each command is a task, and so something to write.
+        vm.events().map_err(|error| format!("{error:#}"))?;
+        let at = file.metadata().and_then(|meta| meta.modified()).map_err(|error| error.to_string())?;
+        if at > now { Ok(()) } else { Err(format!("{} was written before", file.display())) }
+    })
+    .expect("it is written");
+}
+
+fn why(vm: &Vm, subject: &str) -> Value {
+    vm.json(&["why", subject]).expect("an answer").pop().expect("one value")
+}
+
+fn kinds(answer: &Value) -> Vec<String> {
+    let decisions = answer["decisions"].as_array().cloned().unwrap_or_default();
+    let kind = |d: &Value| d["decided"].as_object().and_then(|o| o.keys().next().cloned());
+    decisions.iter().filter_map(kind).collect()
+}
+
+#[test]
+fn a_killed_resource_manager_is_back_within_two_seconds_and_knows_what_it_knew() {
+    with_rm(2, |vm| {
+        let tid = vm.spawn(&["hold", "1"]).expect("spawned");
+        let before = why(vm, &tid);
+        assert_eq!(kinds(&before), ["Spawn"], "{before}");
+        written(vm);
+        let span = kill_rm(vm);
+        assert!(span < AGAIN_MAX, "{span:?}");
+        let after = why(vm, &tid);
+        assert_eq!(after["task"], before["task"]);
+        assert_eq!(kinds(&after), ["Spawn"], "{after}");
+        vm.pvm(&["kill", &tid]).expect("pvm").expect_good("kill").expect("it ends");
+        let job = before["task"]["job"].as_str().expect("a job").to_string();
+        eventually(SOON, || {
+            let status = vm.json(&["job", "status", &job]).map_err(|error| format!("{error:#}"))?;
+            let tasks = status[0]["tasks"].as_array().cloned().unwrap_or_default();
+            let end = tasks.iter().find(|task| task["tid"] == tid.as_str()).map(|task| task["end"].clone());
+            if end == Some("killed by signal 15".into()) { Ok(()) } else { Err(format!("{end:?}: {status:?}")) }
+        })
+        .expect("its end is counted");
+    });
+}
+
+#[test]
+fn no_spawn_hangs_or_fails_while_resource_managers_are_killed() {
+    with_rm(2, |vm| {
+        let mut tids = Vec::new();
+        for round in 0..4 {
+            let spawns: Vec<String> = std::thread::scope(|scope| {
+                let spawner = scope.spawn(|| {
+                    (0..6).map(|_| vm.spawn(&["hold", "1"]).expect("spawned whoever places it")).collect::<Vec<_>>()
+                });
+                let span = kill_rm(vm);
+                assert!(span < AGAIN_MAX, "round {round}: {span:?}");
+                spawner.join().expect("no spawn fails")
+            });
+            tids.extend(spawns);
+        }
+        let tasks = vm.tasks().expect("a list");
+        assert!(tids.iter().all(|tid| tasks.iter().any(|task| task.tid == *tid)), "{tids:?}: {tasks:?}");
+        let usage = vm.json(&["usage"]).expect("usage");
+        let counted = usage[0]["users"][0]["sums"]["tasks"].as_u64().unwrap_or(0);
+        assert!(counted >= tids.len() as u64, "{counted} of {} tasks are counted: {usage:?}", tids.len());
+        watchers(vm, 2);
+    });
+}
+
+#[test]
+fn a_load_watcher_that_is_killed_is_started_again() {
+    with_rm(2, |vm| {
+        let before = watchers(vm, 2);
+        kill(vm, "pvm-load-watcher");
+        eventually(SOON, || {
+            let now = watchers(vm, 2);
+            if now == before { Err(format!("still {now:?}")) } else { Ok(()) }
+        })
+        .expect("another one runs");
+    });
+}
