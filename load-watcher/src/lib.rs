@@ -2,7 +2,8 @@
 //! tells its daemon and the resource manager.
 //!
 //! * [`proc`]: reads numbers out of the text of /proc files; pure.
-//! * [`sampler`]: takes samples from /proc on descriptors that stay open; [`ours`]: what our own tasks use, and so what others do.
+//! * [`sampler`]: takes samples from /proc on descriptors that stay open; [`ours`]: what our own tasks use, and so what others do;
+//!   [`cgroup`]: what a limit of processors leaves.
 //! * [`utmp`], [`sessions`]: read login records and sessions; pure.
 //! * [`owner`]: what all signs say about the owner; pure.
 //! * [`policy`], [`hours`], [`word`]: what owners say about guests; [`guests`]: what follows from all that; pure.
@@ -10,6 +11,7 @@
 //! * [`report`]: what is worth a message, and how often to look; pure.
 //! * [`status`]: answers those who ask what uses their machine.
 
+pub mod cgroup;
 pub mod guests;
 pub mod hours;
 pub mod ours;

@@ -50,6 +50,26 @@ fn lines(text: &[u8]) -> impl Iterator<Item = &[u8]> {
     text.split(|b| *b == b'\n')
 }
 
+/// The numbers at the beginning of a text, as far as they are some.
+pub fn numbers(text: &[u8]) -> impl Iterator<Item = u64> {
+    words(text).map_while(number)
+}
+
+/// The number behind a name at the beginning of a line.
+pub fn field(text: &[u8], name: &[u8]) -> Option<u64> {
+    lines(text).find_map(|line| {
+        let rest = line.strip_prefix(name).filter(|rest| rest.first().is_some_and(u8::is_ascii_whitespace))?;
+        Some(leading(rest)?.0)
+    })
+}
+
+/// Processors that a group of version 2 may use, from its `cpu.max`; `None`: all.
+pub fn quota_v2(text: &[u8]) -> Option<f32> {
+    let mut numbers = numbers(text);
+    let (quota, period) = (numbers.next()?, numbers.next().filter(|period| *period > 0)?);
+    Some(quota as f32 / period as f32)
+}
+
 /// Times of all processors together, and how many are online, from /proc/stat.
 pub fn stat(text: &[u8]) -> Option<(CpuTimes, u32)> {
     let (first, mut rest) = split_line(text);

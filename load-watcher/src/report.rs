@@ -13,6 +13,8 @@ const QUIET_SAMPLES: u32 = 5;
 pub const SIGN_OF_LIFE: Micros = Micros::from_secs(10);
 /// Difference in used processor time that is a change.
 const BUSY_CHANGE: f32 = 0.1;
+/// Difference in processors left by a limit that is a change.
+const SHARE_CHANGE: f32 = 0.02;
 /// Difference in runnable threads that is a change.
 const RUNNING_CHANGE: u32 = 2;
 /// Logins that a report lists at most.
@@ -22,6 +24,7 @@ pub const LOGINS_MAX: usize = 64;
 fn differ(a: &LoadSample, b: &LoadSample) -> bool {
     let memory = a.available_bytes.abs_diff(b.available_bytes);
     a.cores != b.cores
+        || (a.share - b.share).abs() > SHARE_CHANGE
         || (a.busy - b.busy).abs() >= BUSY_CHANGE
         || a.running.abs_diff(b.running) >= RUNNING_CHANGE
         || memory > a.available_bytes.max(b.available_bytes) / 10

@@ -1,6 +1,7 @@
 //! Takes samples of the host's load from /proc, on descriptors that stay open and into one buffer: a sample allocates
 //! nothing.
 
+use crate::cgroup::Group;
 use crate::proc;
 use sempa_proto::Micros;
 use sempa_proto::load::LoadSample;
@@ -23,6 +24,9 @@ pub struct Sampler {
     loadavg: File,
     meminfo: File,
     pressure: Option<File>,
+    group: Option<Group>,
+    /// The times of the group, if it is limited.
+    of_group: Option<proc::CpuTimes>,
     text: Box<[u8]>,
     before: Option<proc::CpuTimes>,
     /// Memory that could be had, and when that was read.
@@ -60,6 +64,8 @@ impl Sampler {
             loadavg: open(root, "loadavg")?,
             meminfo: open(root, "meminfo")?,
             pressure: open(root, "pressure/cpu").ok(),
+            group: Group::of(&root.join("self")),
+            of_group: None,
             text: vec![0; TEXT_BYTES_MAX].into_boxed_slice(),
             before: None,
             memory: None,
@@ -82,12 +88,30 @@ impl Sampler {
         let queue = (running as f32 / cores as f32).min(1.0);
         let busy = self.before.and_then(|before| times.busy_since(before)).unwrap_or(queue);
         self.before = Some(times);
-        Ok(LoadSample { at, cores, running, load1, busy, available_bytes, pressure: pressure.unwrap_or(0.0) })
+        let limited = self.group.as_mut().and_then(|group| group.measure(at));
+        self.of_group = limited.map(|limited| limited.times(at, cores));
+        if let Some(limited) = limited {
+            // Everything else that /proc tells is about the whole machine.
+            let demand = limited.used + limited.held;
+            let (busy, running) = ((limited.used / limited.share).min(1.0), demand.round() as u32);
+            let share = limited.share.min(cores as f32);
+            return Ok(LoadSample { at, cores, share, running, load1: demand, busy, available_bytes, pressure: 0.0 });
+        }
+        Ok(LoadSample {
+            at,
+            cores,
+            share: 0.0,
+            running,
+            load1,
+            busy,
+            available_bytes,
+            pressure: pressure.unwrap_or(0.0),
+        })
     }
 
-    /// Processor times as of the newest sample.
+    /// Processor times as of the newest sample; with a limit, of what it limits.
     pub fn times(&self) -> Option<proc::CpuTimes> {
-        self.before
+        self.of_group.or(self.before)
     }
 
     fn available_bytes(&mut self, at: Micros) -> io::Result<u64> {

@@ -8,6 +8,7 @@ pub mod conformance;
 pub mod dice;
 pub mod hosts;
 pub mod lab;
+pub mod limits;
 pub mod matrix;
 pub mod needs;
 pub mod programs;

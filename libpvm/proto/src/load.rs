@@ -14,7 +14,10 @@ pub struct LoadSample {
     pub at: Micros,
     /// Processors that are online.
     pub cores: u32,
-    /// Runnable threads at this instant.
+    /// Processors that a limit (a control group's) leaves to this host's programs; 0: all that are online. The numbers below are
+    /// about these programs then, not about the whole machine.
+    pub share: f32,
+    /// Runnable threads at this instant; with a limit, that ran or were held back since the sample before.
     pub running: u32,
     /// Load average over one minute.
     pub load1: f32,
@@ -24,6 +27,13 @@ pub struct LoadSample {
     pub available_bytes: u64,
     /// Share of time in which some task waited for a processor, 0.0 to 1.0 over ten seconds; 0 where the kernel does not say.
     pub pressure: f32,
+}
+
+impl LoadSample {
+    /// Processors that the host's programs may use.
+    pub fn processors(&self) -> f32 {
+        if self.share > 0.0 { self.share } else { self.cores as f32 }
+    }
 }
 
 /// Somebody who is logged in.

@@ -93,7 +93,7 @@ struct Place<'a> {
 impl Place<'_> {
     fn rate(&self, own: u32, foreign: f64) -> f64 {
         let threads = f64::from(own) + foreign;
-        self.load.speed as f64 * (self.load.cores as f64 / threads.max(1e-9)).min(1.0)
+        self.load.speed as f64 * (self.load.processors() / threads.max(1e-9)).min(1.0)
     }
 }
 

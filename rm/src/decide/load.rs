@@ -47,7 +47,8 @@ impl Share {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Load {
     pub(super) host: HostId,
-    pub(super) cores: u64,
+    /// Thousandths of processors that may be used.
+    pub(super) capacity: u64,
     pub(super) speed: u64,
     /// Tasks of ours, those on their way to it included.
     pub(super) own: u32,
@@ -71,10 +72,14 @@ impl Load {
             0 => u32::MAX,
             bytes => u32::try_from(bytes.saturating_sub(limits.memory_free) / HEADROOM_BYTES).unwrap_or(u32::MAX),
         };
-        let (cores, speed) = (u64::from(host.cores.max(1)), u64::try_from(host.speed).unwrap_or(0).max(1));
+        let capacity = fresh.filter(|s| s.sample.share > 0.0).map_or(u64::from(host.cores.max(1)) * 1000, |limited| {
+            // Anybody may have written the number.
+            (f64::from(limited.sample.share) * 1000.0).clamp(1.0, f64::from(u32::MAX)) as u64
+        });
+        let speed = u64::try_from(host.speed).unwrap_or(0).max(1);
         let foreign = foreign(host, now).round() as u32;
         let (calm, most) = (!matches!(host.owner, Owner::Maybe { .. }), limits.cores.unwrap_or(u32::MAX));
-        Load { host: host.id, cores, speed, own, foreign, room, calm, most }
+        Load { host: host.id, capacity, speed, own, foreign, room, calm, most }
     }
 
     /// Tasks that the host's owner still allows.
@@ -84,7 +89,7 @@ impl Load {
 
     pub(super) fn share(&self) -> Share {
         let threads = u64::from(self.own) + u64::from(self.foreign) + 1;
-        let reserve = self.cores * self.speed / threads;
+        let reserve = self.capacity * self.speed / 1000 / threads;
         let (own, host) = (Reverse(self.own), Reverse(self.host));
         Share { calm: self.calm, roomy: self.room > 0, usable: reserve.min(self.speed), reserve, own, host }
     }
@@ -92,12 +97,17 @@ impl Load {
     /// What each of our tasks gets now, in thousandths of an ordinary processor.
     pub(super) fn rate(&self) -> f64 {
         let threads = f64::from(self.own) + f64::from(self.foreign);
-        self.speed as f64 * (self.cores as f64 / threads.max(1.0)).min(1.0)
+        self.speed as f64 * (self.processors() / threads.max(1.0)).min(1.0)
+    }
+
+    /// Processors that may be used.
+    pub(super) fn processors(&self) -> f64 {
+        self.capacity as f64 / 1e3
     }
 
     /// Hundredths of processors that nobody uses.
     pub(super) fn free_percent(&self) -> u64 {
-        self.cores.saturating_sub(u64::from(self.own) + u64::from(self.foreign)) * 100
+        (self.capacity / 10).saturating_sub((u64::from(self.own) + u64::from(self.foreign)) * 100)
     }
 }
 
@@ -120,7 +130,7 @@ pub(super) fn foreign(host: &HostView, now: Micros) -> f32 {
 /// Demand for processors that is not ours, in threads, as a sample has it.
 pub fn foreign_demand(sampled: &Sampled) -> f32 {
     let sample = &sampled.sample;
-    let used = sample.busy * sample.cores as f32;
+    let used = sample.busy * sample.processors();
     // Runnable threads are a snapshot of one instant; the mean over a minute calms it.
     let queued = (sample.running as f32 + sample.load1) / 2.0;
     let demand = if sample.busy >= SATURATED {

@@ -1,0 +1,273 @@
+//! What a limit of processors (cgroup v1 `cpu` and `cpuacct`, or v2 `cpu`) leaves to the programs of this host, and how much of
+//! it they use. In a container or a virtual host /proc tells of the whole machine; this tells of the part that is ours.
+
+use crate::proc::{CpuTimes, field, numbers, quota_v2};
+use sempa_proto::Micros;
+use std::ffi::OsString;
+use std::fs::{self, File};
+use std::os::unix::ffi::OsStringExt;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+/// Bytes of a file that are looked at.
+const TEXT_BYTES_MAX: usize = 1024;
+/// Shorter than this is no span to measure use over.
+const SPAN_MIN: Micros = Micros::from_millis(10);
+
+/// What the limit leaves, and what is made of it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Limited {
+    /// Processors that the group may use.
+    pub share: f32,
+    /// Processors that it has used since the measurement before.
+    pub used: f32,
+    /// Threads that were held back meanwhile, on average.
+    pub held: f32,
+    /// Processor time used since the group was made, in nanoseconds.
+    pub total: u64,
+}
+
+/// Clock ticks in /proc are so long, in nanoseconds (proc(5): 1/100 s on Linux).
+const TICK: u64 = 10_000_000;
+
+impl Limited {
+    /// The group's use as /proc/stat would tell it on a machine of so many processors, at a time of day.
+    pub fn times(&self, at: Micros, cores: u32) -> CpuTimes {
+        let total = at.0 / (TICK / 1000) * u64::from(cores);
+        CpuTimes { total, idle: total.saturating_sub(self.total / TICK) }
+    }
+}
+
+/// Where the numbers of this version of control groups are.
+#[derive(Debug)]
+enum Files {
+    V1 { quota: File, period: File, usage: File, stat: File },
+    V2 { quota: File, stat: File },
+}
+
+/// What was read at a time, in nanoseconds of processor time.
+#[derive(Clone, Copy, Debug)]
+struct Reading {
+    at: Micros,
+    used: u64,
+    held: u64,
+}
+
+/// The control group that limits this process.
+#[derive(Debug)]
+pub struct Group {
+    files: Files,
+    text: Box<[u8; TEXT_BYTES_MAX]>,
+    before: Option<Reading>,
+}
+
+/// A hierarchy: its version, where it is mounted, and which of its groups is seen there.
+#[derive(Debug, PartialEq, Eq)]
+struct Mount {
+    root: PathBuf,
+    point: PathBuf,
+}
+
+impl Mount {
+    /// Where a group of the hierarchy is.
+    fn folder(&self, group: &Path) -> Option<PathBuf> {
+        Some(self.point.join(group.strip_prefix(&self.root).ok()?))
+    }
+}
+
+/// The mount of a hierarchy in the text of /proc/PID/mountinfo: of `controller`, or version 2 if none is named.
+fn mount_of(mountinfo: &[u8], controller: Option<&str>) -> Option<Mount> {
+    let path = |word: &[u8]| PathBuf::from(OsString::from_vec(word.to_vec()));
+    mountinfo.split(|b| *b == b'\n').find_map(|line| {
+        let words: Vec<&[u8]> = line.split(|b| *b == b' ').collect();
+        let dash = words.iter().position(|word| *word == b"-")?;
+        let (kind, options) = (*words.get(dash + 1)?, *words.get(dash + 3)?);
+        let fits = match controller {
+            None => kind == b"cgroup2",
+            Some(name) => kind == b"cgroup" && options.split(|b| *b == b',').any(|option| option == name.as_bytes()),
+        };
+        fits.then(|| Some(Mount { root: path(words.get(3)?), point: path(words.get(4)?) }))?
+    })
+}
+
+/// The group of a process in the text of /proc/PID/cgroup: of `controller`, or of version 2 if none is named.
+fn group_of(cgroups: &[u8], controller: Option<&str>) -> Option<PathBuf> {
+    cgroups.split(|b| *b == b'\n').find_map(|line| {
+        let mut parts = line.splitn(3, |b| *b == b':');
+        let (_, controllers, path) = (parts.next()?, parts.next()?, parts.next()?);
+        let fits = match controller {
+            None => controllers.is_empty(),
+            Some(name) => controllers.split(|b| *b == b',').any(|c| c == name.as_bytes()),
+        };
+        fits.then(|| PathBuf::from(OsString::from_vec(path.to_vec())))
+    })
+}
+
+fn read<'a>(file: &File, text: &'a mut [u8]) -> Option<&'a [u8]> {
+    let len = file.read_at(text, 0).ok()?;
+    Some(&text[..len])
+}
+
+impl Files {
+    fn v1(cpu: &Path, accounts: &Path) -> Option<Files> {
+        let open = |folder: &Path, name: &str| File::open(folder.join(name)).ok();
+        Some(Files::V1 {
+            quota: open(cpu, "cpu.cfs_quota_us")?,
+            period: open(cpu, "cpu.cfs_period_us")?,
+            usage: open(accounts, "cpuacct.usage")?,
+            stat: open(cpu, "cpu.stat")?,
+        })
+    }
+
+    fn v2(folder: &Path) -> Option<Files> {
+        let open = |name: &str| File::open(folder.join(name)).ok();
+        Some(Files::V2 { quota: open("cpu.max")?, stat: open("cpu.stat")? })
+    }
+
+    /// Processors that the group may use; `None`: all.
+    fn share(&self, text: &mut [u8]) -> Option<f32> {
+        match self {
+            Files::V1 { quota, period, .. } => {
+                // Minus one, which is no number here, stands for no limit.
+                let quota = numbers(read(quota, text)?).next()?;
+                let period = numbers(read(period, text)?).next().filter(|period| *period > 0)?;
+                Some(quota as f32 / period as f32)
+            }
+            Files::V2 { quota, .. } => quota_v2(read(quota, text)?),
+        }
+    }
+
+    /// Nanoseconds of processor time used, and held back.
+    fn times(&self, text: &mut [u8]) -> Option<(u64, u64)> {
+        match self {
+            Files::V1 { usage, stat, .. } => {
+                let used = numbers(read(usage, text)?).next()?;
+                Some((used, field(read(stat, text)?, b"throttled_time")?))
+            }
+            Files::V2 { stat, .. } => {
+                let text = read(stat, text)?;
+                let held = field(text, b"throttled_usec").unwrap_or(0);
+                Some((field(text, b"usage_usec")?.saturating_mul(1000), held.saturating_mul(1000)))
+            }
+        }
+    }
+}
+
+impl Group {
+    /// The group of the process whose folder in /proc this is that limits its processors most, the groups around it
+    /// included. `None` when none does.
+    pub fn of(process: &Path) -> Option<Group> {
+        let cgroups = fs::read(process.join("cgroup")).ok()?;
+        let mounts = fs::read(process.join("mountinfo")).ok()?;
+        let place = |controller| mount_of(&mounts, controller)?.folder(&group_of(&cgroups, controller)?);
+        let mut text = Box::new([0; TEXT_BYTES_MAX]);
+        let mut tightest: Option<(f32, Files)> = None;
+        let mut weigh = |files: Option<Files>, text: &mut [u8]| {
+            let Some((share, files)) = files.and_then(|files| Some((files.share(text)?, files))) else { return };
+            if tightest.as_ref().is_none_or(|(least, _)| share < *least) {
+                tightest = Some((share, files));
+            }
+        };
+        if let (Some(cpu), Some(accounts)) = (place(Some("cpu")), place(Some("cpuacct"))) {
+            // Both hierarchies have groups of the same names, or the use of a group cannot be known.
+            for (cpu, accounts) in cpu.ancestors().zip(accounts.ancestors()) {
+                if cpu.file_name() == accounts.file_name() {
+                    weigh(Files::v1(cpu, accounts), &mut text[..]);
+                }
+            }
+        }
+        if let Some(folder) = place(None) {
+            folder.ancestors().for_each(|folder| weigh(Files::v2(folder), &mut text[..]));
+        }
+        let (_, files) = tightest?;
+        Some(Group { files, text, before: None })
+    }
+
+    /// What the limit leaves and what was used of it since the measurement before, if there is a limit still. The first
+    /// measurement says that nothing was used. Allocates nothing.
+    pub fn measure(&mut self, at: Micros) -> Option<Limited> {
+        let share = self.files.share(&mut self.text[..])?;
+        let (used, held) = self.files.times(&mut self.text[..])?;
+        let reading = Reading { at, used, held };
+        let before = *self.before.get_or_insert(reading);
+        let span = at.since(before.at);
+        if span < SPAN_MIN {
+            return Some(Limited { share, used: 0.0, held: 0.0, total: used });
+        }
+        self.before = Some(reading);
+        let rate = |now: u64, then: u64| now.saturating_sub(then) as f32 / 1000.0 / span.0 as f32;
+        Some(Limited { share, used: rate(used, before.used), held: rate(held, before.held), total: used })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn groups_and_mounts_are_found_in_both_versions() {
+        let cgroups = b"3:cpuset:/\n2:cpu,cpuacct:/slice/one\n1:name=systemd:/x\n0::/user/two\n";
+        assert_eq!(group_of(cgroups, Some("cpu")), Some("/slice/one".into()));
+        assert_eq!(group_of(cgroups, Some("cpuacct")), Some("/slice/one".into()));
+        assert_eq!(group_of(cgroups, None), Some("/user/two".into()));
+        assert_eq!(group_of(cgroups, Some("memory")), None);
+        let mounts = b"30 29 0:26 / /sys/fs/cgroup/cpu rw shared:9 - cgroup cgroup rw,cpu,cpuacct\n\
+            31 29 0:27 /user /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n";
+        let mount = |root: &str, point: &str| Mount { root: root.into(), point: point.into() };
+        assert_eq!(mount_of(mounts, Some("cpuacct")), Some(mount("/", "/sys/fs/cgroup/cpu")));
+        assert_eq!(mount_of(mounts, None), Some(mount("/user", "/sys/fs/cgroup")));
+        let seen = mount_of(mounts, None).expect("just seen");
+        assert_eq!(seen.folder(Path::new("/user/two")), Some("/sys/fs/cgroup/two".into()));
+        assert_eq!(seen.folder(Path::new("/elsewhere")), None);
+    }
+
+    /// A process in the group `/a/b` of a hierarchy of version 2 that lies in `dir`, and the group's folder.
+    fn process(dir: &Path) -> (PathBuf, PathBuf) {
+        let (process, group) = (dir.join("proc"), dir.join("tree/a/b"));
+        fs::create_dir_all(&process).expect("a folder");
+        fs::create_dir_all(&group).expect("a folder");
+        fs::write(process.join("cgroup"), "0::/a/b\n").expect("written");
+        let tree = dir.join("tree");
+        fs::write(process.join("mountinfo"), format!("1 1 0:1 / {} rw - cgroup2 none rw\n", tree.display()))
+            .expect("written");
+        (process, group)
+    }
+
+    fn write(folder: &Path, max: &str, used: u64, held: u64) {
+        fs::write(folder.join("cpu.max"), max).expect("written");
+        fs::write(folder.join("cpu.stat"), format!("usage_usec {used}\nuser_usec 1\nthrottled_usec {held}\n"))
+            .expect("written");
+    }
+
+    #[test]
+    fn the_tightest_limit_counts_and_what_is_used_of_it() {
+        let dir = tempfile::tempdir().expect("a folder");
+        let (process, group) = process(dir.path());
+        assert!(Group::of(&process).is_none(), "no files");
+        write(&group, "max 100000", 0, 0);
+        assert!(Group::of(&process).is_none(), "no limit");
+        let around = dir.path().join("tree/a");
+        write(&around, "50000 100000", 1_000_000, 0);
+        write(&group, "200000 100000", 0, 0);
+        let mut limited = Group::of(&process).expect("a limit");
+        let at = Micros::from_secs;
+        assert_eq!(limited.measure(at(10)), Some(Limited { share: 0.5, used: 0.0, held: 0.0, total: 1_000_000_000 }));
+        write(&around, "50000 100000", 1_900_000, 3_000_000);
+        let measured = limited.measure(at(12)).expect("a limit");
+        assert_eq!(measured, Limited { share: 0.5, used: 0.45, held: 1.5, total: 1_900_000_000 });
+        // On two processors in two seconds 400 ticks pass, and 90 of them were used since.
+        assert_eq!(measured.times(at(12), 2), CpuTimes { total: 2400, idle: 2400 - 190 });
+        write(&around, "max 100000", 2_000_000, 3_000_000);
+        assert_eq!(limited.measure(at(13)), None, "the limit is gone");
+    }
+
+    #[test]
+    fn garbage_is_no_limit() {
+        let dir = tempfile::tempdir().expect("a folder");
+        let (process, group) = process(dir.path());
+        for text in ["", "50000", "x 100000", "50000 0", "-1 100000"] {
+            write(&group, text, 0, 0);
+            assert!(Group::of(&process).is_none(), "{text:?}");
+        }
+    }
+}
