@@ -1,13 +1,16 @@
 //! `pvm-rm`: the resource manager of a Sempa virtual machine.
 
 use anyhow::Context;
-use clap::{Parser, ValueEnum};
+use clap::Parser;
 use pvm_rm::api::RealVm;
-use pvm_rm::decide;
+use pvm_rm::decide::{Limits, Policy};
 use pvm_rm::model::Labels;
+use pvm_rm::policy::Conduct;
+use pvm_rm::recording::{self, Recorder};
 use pvm_rm::service::{Options, Service, ServiceError};
 use pvm_rm::spawns::Rules;
 use pvm_rm::store::Shelf;
+use pvm_rm::{policy_file, replay};
 use sempa_proto::Micros;
 use sempa_proto::place::{Place, STATE_FILE};
 use std::collections::BTreeMap;
@@ -26,10 +29,12 @@ use std::sync::Arc;
 #[derive(Debug, Parser)]
 #[command(name = "pvm-rm", version)]
 struct Args {
-    /// How new tasks are spread over the hosts. A host that the spawning program names is always used; a host whose
-    /// owner is there is used for nothing else.
-    #[arg(long, value_enum, default_value = "load")]
-    policy: PolicyName,
+    /// How new tasks are spread over the hosts: 'load', where the predicted share of a processor is largest;
+    /// 'round-robin', in turn, in blocks, as PVM does; or the name of a policy file, which is read again whenever it
+    /// changes. A host that the spawning program names is always used; a host whose owner is there is used for nothing
+    /// else.
+    #[arg(long, default_value = "load", value_name = "NAME|FILE")]
+    policy: String,
     /// Move running tasks to hosts where they finish sooner, when that saves more than the move costs.
     #[arg(long)]
     balance: bool,
@@ -49,6 +54,15 @@ struct Args {
     /// kept beside the daemon's socket until the virtual machine is halted.
     #[arg(long, value_name = "DIR")]
     state: Option<PathBuf>,
+    /// Write down what the resource manager is told, for '--replay' and 'pvm replay'.
+    #[arg(long, value_name = "FILE")]
+    record: Option<PathBuf>,
+    /// Join no virtual machine: run such a record under the policy that it names and under that of '--policy', and compare.
+    #[arg(long, value_name = "FILE")]
+    replay: Option<PathBuf>,
+    /// With '--replay': print a value for programs.
+    #[arg(long, requires = "replay")]
+    json: bool,
     /// Start no load watchers: load and owners stay unknown, and no task is moved.
     #[arg(long)]
     no_watchers: bool,
@@ -70,14 +84,6 @@ fn labels(given: &[(String, String, String)]) -> Labels {
     of_hosts.into_iter().map(|(host, labels)| (host, Arc::new(labels))).collect()
 }
 
-#[derive(Clone, Copy, Debug, ValueEnum)]
-enum PolicyName {
-    /// In turn, in blocks, as PVM does.
-    RoundRobin,
-    /// Where the predicted share of a processor is largest.
-    Load,
-}
-
 /// Where the books are kept.
 fn shelf(state: Option<&Path>) -> anyhow::Result<Shelf> {
     let place = Place::of(nix::unistd::geteuid().as_raw(), |name| std::env::var(name).ok());
@@ -93,20 +99,44 @@ fn say(text: std::fmt::Arguments<'_>) {
     drop(writeln!(std::io::stdout(), "{text}"));
 }
 
-fn run(args: &Args) -> anyhow::Result<()> {
-    let policy = match args.policy {
-        PolicyName::RoundRobin => decide::Policy::RoundRobin,
-        PolicyName::Load => decide::Policy::Load,
-    };
-    let (watchers, balance) = (!args.no_watchers, args.balance);
-    let limits = decide::Limits { user_tasks: args.user_tasks, job_tasks: args.job_tasks };
+/// What the command line says about the policy, the same with what the policy file says, and that file.
+fn conduct(args: &Args) -> anyhow::Result<(Conduct, Conduct, Option<PathBuf>)> {
+    let limits = Limits { user_tasks: args.user_tasks, job_tasks: args.job_tasks };
     let rules = Rules { wait: Micros::from_secs(args.wait), limits };
-    let (user, shelf) = (nix::unistd::geteuid().as_raw(), shelf(args.state.as_deref()));
-    let options = Options { policy, watchers, balance, rules, labels: labels(&args.labels), shelf: Some(shelf?), user };
+    let given = Conduct { balance: args.balance, rules, ..Conduct::default() };
+    match args.policy.as_str() {
+        "load" => Ok((given, given, None)),
+        "round-robin" => {
+            let given = Conduct { placing: Policy::RoundRobin, ..given };
+            Ok((given, given, None))
+        }
+        file => {
+            let text = policy_file::content(Path::new(file)).with_context(|| {
+                format!("{file:?} is neither 'load' nor 'round-robin', and as a policy file it cannot be read")
+            })?;
+            Ok((given, given.with_file(file, &text)?, Some(file.into())))
+        }
+    }
+}
+
+fn run(args: &Args) -> anyhow::Result<()> {
+    let (given, conduct, file) = conduct(args)?;
+    if let Some(record) = &args.replay {
+        return replay(record, conduct, args.json);
+    }
+    let (user, shelf) = (nix::unistd::geteuid().as_raw(), Some(shelf(args.state.as_deref())?));
+    let policy_file = file.as_ref().map(|path| path.display().to_string()).unwrap_or_default();
+    let (watchers, labels) = (!args.no_watchers, labels(&args.labels));
+    let options = Options { conduct, given, policy_file, watchers, labels, shelf, user };
+    let recorder = args.record.as_deref().map(Recorder::create).transpose()?;
     let vm = libpvm::Vm::enroll()?;
     let tid = vm.tid();
     let mut service = Service::start(RealVm::new(vm.clone()), options).inspect_err(|_| drop(vm.exit()))?;
-    say(format_args!("pvm-rm {tid}: registered as resource manager, policy {policy}"));
+    recorder.into_iter().for_each(|recorder| service.record_to(recorder));
+    if let Some(file) = &file {
+        policy_file::follow(file, &vm).with_context(|| format!("following changes of {}", file.display()))?;
+    }
+    say(format_args!("pvm-rm {tid}: registered as resource manager, policy {}", conduct.placing));
     match service.run() {
         Err(why @ ServiceError::Stopped(_)) => {
             say(format_args!("pvm-rm {tid}: {why}"));
@@ -118,6 +148,20 @@ fn run(args: &Args) -> anyhow::Result<()> {
         }
         Ok(never) => match never {},
     }
+}
+
+/// Runs a record under its own policy and another one, and compares.
+fn replay(record: &Path, conduct: Conduct, json: bool) -> anyhow::Result<()> {
+    let entries = recording::read(record)?;
+    let recorded = replay::run(&entries, replay::recorded_policy(&entries))?;
+    let other = replay::run(&entries, conduct)?;
+    if json {
+        let both = serde_json::json!({ "recorded": recorded, "other": other });
+        say(format_args!("{both}"));
+    } else {
+        say(format_args!("{}", replay::table([("recorded", &recorded), ("other", &other)]).trim_end()));
+    }
+    Ok(())
 }
 
 /// The error and its causes, each said once: some sentences contain their cause already.

@@ -150,6 +150,17 @@ impl Model {
         }
     }
 
+    /// Another policy from now on.
+    pub fn set_policy(&mut self, policy: Policy, margin: f64) {
+        self.view.policy = policy;
+        self.view.costs.margin_percent = (margin * 100.0).round() as u32;
+    }
+
+    /// Tasks of ours on a host that are not pinned.
+    pub fn guests_on(&self, host: HostId) -> u32 {
+        u32::try_from(self.tasks_on(host).filter(|(_, task)| !task.pinned).count()).unwrap_or(u32::MAX)
+    }
+
     /// The user of tasks of whom nothing else is known.
     pub fn set_user(&mut self, user: u32) {
         self.user = user;

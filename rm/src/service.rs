@@ -2,11 +2,14 @@
 //! in [`crate::model`], [`crate::spawns`] and [`crate::watchers`].
 
 mod memory;
+mod terms;
 
 use crate::api::VmApi;
-use crate::decide::{Policy, balance, moves};
+use crate::decide::{balance, moves};
 use crate::model::{Labels, Model, WATCHER_PROGRAM};
-use crate::spawns::{self, Incoming, Rules, Spawns};
+use crate::policy::Conduct;
+use crate::recording::{Input, Recorder};
+use crate::spawns::{self, Incoming, Spawns};
 use crate::store::{Shelf, record};
 use crate::watchers::{self, Watchers};
 use bytes::Bytes;
@@ -40,6 +43,9 @@ pub const TAG_HOST_DELETE: i32 = 4;
 /// Tag of load reports.
 pub const TAG_LOAD: i32 = 5;
 
+/// Tag of the policy file's content, from the own process when the file has changed.
+pub const TAG_POLICY: i32 = 6;
+
 /// The loop looks at its deadlines at least this often.
 const WAIT_MAX: Micros = Micros::from_secs(5);
 /// Lists of hosts and tasks are not asked for more often than this.
@@ -52,14 +58,14 @@ const SIGKILL: i32 = 9;
 /// How the resource manager works.
 #[derive(Clone, Debug, Default)]
 pub struct Options {
-    /// How new tasks are spread.
-    pub policy: Policy,
+    /// What is decided by policy, as the command line says.
+    pub conduct: Conduct,
+    /// The same without what the policy file says.
+    pub given: Conduct,
+    /// The name of that file, for messages.
+    pub policy_file: String,
     /// Start a load watcher on every host.
     pub watchers: bool,
-    /// Move running tasks for the sake of the load.
-    pub balance: bool,
-    /// How long spawns may wait for a place, and how much one may have.
-    pub rules: Rules,
     /// What the administrator says of hosts.
     pub labels: Labels,
     /// Where is kept what is to outlive the resource manager; `None`: nowhere.
@@ -105,6 +111,7 @@ pub struct Service<V> {
     refresh_at: Micros,
     hosts_changed: bool,
     memory: Memory,
+    recorder: Option<Recorder>,
 }
 
 fn first_int(message: &Message) -> Option<i32> {
@@ -132,22 +139,24 @@ impl<V: VmApi> Service<V> {
         }
         vm.subscribe(CTX_RM, TAG_EVENT).map_err(ServiceError::Refused)?;
         vm.notify(NotifyWhat::HostAdd { count: -1 }, CTX_RM, TAG_HOST_ADD).map_err(ServiceError::Refused)?;
-        let balance_at = options.balance.then(|| vm.now() + BALANCE_PAUSE);
-        let (mut model, refresh_at) = (Model::new(options.policy, vm.host(), options.labels.clone()), vm.now());
+        let conduct = options.conduct;
+        let (mut model, refresh_at) = (Model::new(conduct.placing, vm.host(), options.labels.clone()), vm.now());
         model.set_user(options.user);
         let mut service = Service {
             vm,
-            spawns: Spawns::new(options.rules),
+            spawns: Spawns::new(conduct.rules),
             options,
             model,
             watchers: Watchers::default(),
             changed: true,
             again: None,
-            balance_at,
+            balance_at: None,
             refresh_at,
             hosts_changed: false,
             memory: Memory::default(),
+            recorder: None,
         };
+        service.take_up(conduct);
         service.remember(&known).map_err(ServiceError::Refused)?;
         service.refresh().map_err(ServiceError::Refused)?;
         service.recall();
@@ -193,6 +202,10 @@ impl<V: VmApi> Service<V> {
             return match message.tag {
                 TAG_LOAD => {
                     self.load_report(message);
+                    Ok(())
+                }
+                TAG_POLICY if message.src == self.vm.tid() => {
+                    self.policy_changed(&message.body);
                     Ok(())
                 }
                 TAG_ASK => {
@@ -253,7 +266,8 @@ impl<V: VmApi> Service<V> {
             EventKind::RmRegistered { tid } if *tid != self.vm.tid() => return Err(ServiceError::Replaced(*tid)),
             EventKind::HostAdded { host, .. } if !self.model.has_host(*host) => self.hosts_changed = true,
             EventKind::HostGone { host, .. } => self.host_gone(*host),
-            EventKind::TaskEnded { tid, .. } => {
+            EventKind::TaskEnded { tid, used, .. } => {
+                self.record_input(|| Input::Ended { tid: *tid, used: *used });
                 self.watchers.ended(now, *tid);
                 self.spawns.task_ended(now, *tid);
             }
@@ -274,6 +288,13 @@ impl<V: VmApi> Service<V> {
             Ok(request) => {
                 let caller = self.model.host_of(message.src).unwrap_or(self.vm.host());
                 let (user, job) = self.model.user_and_job(message.src);
+                self.record_input(|| Input::Spawn {
+                    number: (message.src, message.wid),
+                    caller,
+                    user,
+                    job,
+                    request: request.clone(),
+                });
                 let from = Incoming { src: message.src, wid: message.wid, caller, user, job, request };
                 self.spawns.begin(self.vm.now(), from);
             }
@@ -310,6 +331,8 @@ impl<V: VmApi> Service<V> {
         if !self.watchers.heard(now, message.src, report.host) {
             return;
         }
+        let own = self.model.guests_on(report.host);
+        self.record_input(|| Input::Report { report: report.clone(), own });
         self.model.task_started(now, message.src, report.host, true, false);
         if let Some(event) = self.model.report(now, &report) {
             self.record(event);
@@ -351,6 +374,7 @@ impl<V: VmApi> Service<V> {
     fn refresh_hosts(&mut self) -> Result<(), Error> {
         self.hosts_changed = false;
         let table = self.vm.config()?;
+        self.record_input(|| Input::Hosts(table.clone()));
         let before = self.model.host_ids();
         self.memory.ledger.books.know_hosts(table.hosts.iter().map(|host| (host.id, host.name.as_str())));
         let new = self.model.set_hosts(&table);
@@ -462,7 +486,13 @@ impl<V: VmApi> Service<V> {
                 let wid = self.vm.exec(host, parent, &request).ok();
                 self.spawns.sent(order, wid);
             }
-            spawns::Output::Reply { to, wid, body } => self.send(to, SM_SPAWN, wid, body),
+            spawns::Output::Reply { to, wid, body } => {
+                self.record_input(|| {
+                    let tids = unpack_tids(body.clone()).into_iter().flatten().flatten().collect();
+                    Input::Started { number: (to, wid), tids }
+                });
+                self.send(to, SM_SPAWN, wid, body);
+            }
             spawns::Output::Started { tid, host, asked, pinned, wants, by } => {
                 let now = self.vm.now();
                 self.model.task_started(now, tid, host, pinned, asked);

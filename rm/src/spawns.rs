@@ -18,6 +18,7 @@ use sempa_proto::rm::{Attempt, Choice as RmChoice, Decided};
 use sempa_proto::sm::pack_tids;
 use sempa_proto::task::{SPAWN_PINNED, SpawnRequest};
 use sempa_proto::{HostId, Micros, PvmError, PvmResult, Tid};
+use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 pub use crate::decide::SPAWN_TASKS_MAX;
@@ -147,7 +148,7 @@ pub struct Spawns {
 }
 
 /// What may wait, and how much one may have.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Rules {
     /// How long a request may wait for a free host; at once refused when zero.
     pub wait: Micros,
@@ -177,6 +178,11 @@ impl Spawns {
             tasks: BTreeMap::new(),
             jobs: BTreeMap::new(),
         }
+    }
+
+    /// Other rules from now on; who waits already waits as long as was said.
+    pub fn set_rules(&mut self, rules: Rules) {
+        self.rules = rules;
     }
 
     /// A request has come. It is placed by the next [`Spawns::place`], or refused at once.

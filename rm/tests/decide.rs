@@ -1,21 +1,17 @@
 //! Decisions from fixed snapshots, and properties that hold for any.
 
+mod idle;
+
+use idle::{NOW, h, idle};
 use proptest::prelude::*;
 use pvm_rm::decide::{
     Ask, HostView, MOVES_AT_ONCE_MAX, MOVES_PER_MINUTE_MAX, Owner, Policy, Reason, SETTLE, Sampled, Snapshot,
-    StayReason, TaskView, Terms, Until, moves, place,
+    StayReason, TaskView, Until, moves, place,
 };
 use sempa_proto::load::LoadSample;
 use sempa_proto::migration::Cause;
 use sempa_proto::task::{SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_HOST, SpawnRequest};
 use sempa_proto::{HostId, Micros, PvmError, Tid};
-use std::sync::Arc;
-
-const NOW: Micros = Micros::from_secs(1000);
-
-fn h(index: u16) -> HostId {
-    HostId::new(index).expect("an index")
-}
 
 fn t(host: u16, local: u32) -> Tid {
     Tid::task(h(host), local).expect("a task")
@@ -25,24 +21,9 @@ fn task(tid: Tid) -> TaskView {
     TaskView::new(tid, Micros::default())
 }
 
-/// An idle host with two processors and nobody at it.
+/// With two processors.
 fn host(index: u16) -> HostView {
-    let sample = LoadSample { cores: 2, ..LoadSample::default() };
-    HostView {
-        id: h(index),
-        name: format!("h{index}"),
-        arch: "LINUX64".into(),
-        zone: 0,
-        labels: Arc::default(),
-        speed: 1000,
-        cores: 2,
-        sample: Some(Sampled { sample, at: NOW, own: 0 }),
-        foreign_mean: None,
-        owner: Owner::Absent { left: None },
-        no_moves: None,
-        terms: Terms::default(),
-        tasks: Vec::new(),
-    }
+    idle(index, 2, 0)
 }
 
 fn pool(hosts: u16, policy: Policy) -> Snapshot {

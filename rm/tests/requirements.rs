@@ -1,9 +1,12 @@
 //! What a spawn asks of its hosts, who may choose instead of us, and large virtual machines.
 
+mod idle;
+
+use idle::{NOW, h, idle, sampled};
 use proptest::prelude::*;
 use pvm_rm::decide::{
     Ask, Choice, EXPLAINED_HOSTS_MAX, HEADROOM_BYTES, HostView, Hosts, Offer, Owner, Placement, Policy, Reason,
-    Sampled, Snapshot, TaskView, Terms, Why, place, place_by,
+    Sampled, Snapshot, TaskView, Why, place, place_by,
 };
 use sempa_proto::load::LoadSample;
 use sempa_proto::task::{SPAWN_ARCH, SPAWN_HOST, SpawnRequest};
@@ -11,33 +14,9 @@ use sempa_proto::{HostId, Micros, PvmError, Tid};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-const NOW: Micros = Micros::from_secs(1000);
-
-fn h(index: u16) -> HostId {
-    HostId::new(index).expect("an index")
-}
-
-fn sampled(cores: u32, available_bytes: u64) -> Option<Sampled> {
-    Some(Sampled { sample: LoadSample { cores, available_bytes, ..LoadSample::default() }, at: NOW, own: 0 })
-}
-
-/// An idle host with as many processors and gigabytes as its index says.
+/// With as many processors and gigabytes as its index says.
 fn host(index: u16) -> HostView {
-    HostView {
-        id: h(index),
-        name: format!("h{index}"),
-        arch: "LINUX64".into(),
-        zone: 0,
-        labels: Arc::default(),
-        speed: 1000,
-        cores: u32::from(index),
-        sample: sampled(u32::from(index), u64::from(index) << 30),
-        foreign_mean: None,
-        owner: Owner::Absent { left: None },
-        no_moves: None,
-        terms: Terms::default(),
-        tasks: Vec::new(),
-    }
+    idle(index, u32::from(index), u64::from(index) << 30)
 }
 
 fn task(host: u16, local: u32) -> TaskView {

@@ -5,9 +5,10 @@ mod common;
 use bytes::Bytes;
 use common::{Bed, client, failed, h, info, no_file, request, rm as own, spawned, t, world};
 use proptest::prelude::*;
-use pvm_rm::decide::{Limits, Policy};
+use pvm_rm::decide::Limits;
 use pvm_rm::model::WATCHER_PROGRAM;
-use pvm_rm::service::{Options, ServiceError, TAG_HOST_ADD, TAG_HOST_DELETE, TAG_LOAD, TAG_TASK_EXIT};
+use pvm_rm::policy::Conduct;
+use pvm_rm::service::{Options, ServiceError, TAG_HOST_ADD, TAG_HOST_DELETE, TAG_LOAD, TAG_POLICY, TAG_TASK_EXIT};
 use pvm_rm::spawns::{EXEC_TIME_MAX, Rules};
 use pvm_rm::store::Shelf;
 use sempa_proto::body::{Encoding, Packer};
@@ -293,7 +294,7 @@ fn with_balance_tasks_of_a_crowded_host_go_to_free_ones_and_without_it_they_stay
     for balance in [false, true] {
         let vm = world(3);
         vm.0.borrow_mut().tasks.extend((1..=6).map(|n| spawned(t(2, n), 2)));
-        let options = Options { policy: Policy::Load, watchers: true, balance, ..Options::default() };
+        let options = with_conduct(Conduct { balance, ..Conduct::default() });
         let mut bed = Bed::quiet_with(&vm, options);
         for _ in 0..6 {
             bed.pass(Micros::from_secs(10));
@@ -308,7 +309,7 @@ fn with_balance_tasks_of_a_crowded_host_go_to_free_ones_and_without_it_they_stay
 #[test]
 fn a_task_stays_where_its_spawn_named_the_host() {
     let vm = world(3);
-    let options = Options { policy: Policy::Load, watchers: true, balance: true, ..Options::default() };
+    let options = with_conduct(Conduct { balance: true, ..Conduct::default() });
     let mut bed = Bed::quiet_with(&vm, options);
     bed.world().spawn(1, &SpawnRequest { flags: SPAWN_HOST, place: "h2".into(), ..request(6) });
     bed.settle();
@@ -324,7 +325,7 @@ fn a_task_stays_where_its_spawn_named_the_host() {
 /// One host, whose owner is there, and spawns that may wait.
 fn full(rules: Rules) -> Bed {
     let vm = world(1);
-    let options = Options { policy: Policy::Load, watchers: true, rules, ..Options::default() };
+    let options = with_conduct(Conduct { rules, ..Conduct::default() });
     let mut bed = Bed::quiet_with(&vm, options);
     bed.owner_comes(1);
     bed
@@ -377,7 +378,7 @@ fn nobody_gets_more_tasks_than_are_allowed() {
     let limits = Limits { user_tasks: Some(3), job_tasks: None };
     let vm = world(2);
     let rules = Rules { wait: Micros::default(), limits };
-    let options = Options { policy: Policy::Load, watchers: true, rules, ..Options::default() };
+    let options = with_conduct(Conduct { rules, ..Conduct::default() });
     let mut bed = Bed::quiet_with(&vm, options);
     bed.world().spawn(1, &request(2));
     bed.settle();
@@ -405,7 +406,7 @@ fn tasks_of_a_lost_host_count_no_longer() {
     let limits = Limits { user_tasks: Some(2), job_tasks: None };
     let vm = world(2);
     let rules = Rules { wait: Micros::default(), limits };
-    let options = Options { policy: Policy::Load, watchers: true, rules, ..Options::default() };
+    let options = with_conduct(Conduct { rules, ..Conduct::default() });
     let mut bed = Bed::quiet_with(&vm, options);
     bed.world().spawn(1, &SpawnRequest { flags: SPAWN_HOST, place: "h2".into(), ..request(2) });
     bed.settle();
@@ -611,10 +612,15 @@ proptest! {
     }
 }
 
+/// Options with watchers and this policy.
+fn with_conduct(conduct: Conduct) -> Options {
+    Options { conduct, given: conduct, watchers: true, ..Options::default() }
+}
+
 /// Options with books in a directory.
 fn with_books(dir: &std::path::Path) -> Options {
     let shelf = Some(Shelf { dir: dir.to_path_buf(), name: "rm.redb".into() });
-    Options { policy: Policy::Load, shelf, ..Options::default() }
+    Options { shelf, ..Options::default() }
 }
 
 fn ask(bed: &mut Bed, question: &Question) -> Answer {
@@ -680,7 +686,8 @@ fn one_that_begins_again_goes_on_with_usage_limits_jobs_and_what_it_missed() {
     let dir = tempfile::tempdir().expect("a directory");
     let vm = world(2);
     let limits = Limits { user_tasks: Some(3), job_tasks: None };
-    let options = Options { rules: Rules { wait: Micros(0), limits }, ..with_books(dir.path()) };
+    let conduct = Conduct { rules: Rules { wait: Micros(0), limits }, ..Conduct::default() };
+    let options = Options { conduct, ..with_books(dir.path()) };
     let mut bed = Bed::with(&vm, options.clone()).expect("no other");
     let tids = two_workers(&mut bed);
     bed.pass(Micros::from_secs(1));
@@ -703,4 +710,31 @@ fn one_that_begins_again_goes_on_with_usage_limits_jobs_and_what_it_missed() {
     bed.world().spawn(9, &request(2));
     bed.settle();
     assert_eq!(bed.world().took_execs().iter().map(|e| e.request.count).sum::<u32>(), 2);
+}
+
+#[test]
+fn a_policy_file_that_changes_is_in_force_at_once_and_a_wrong_one_is_not() {
+    let vm = world(3);
+    let mut bed = Bed::with(&vm, Options { policy_file: "rm.toml".into(), ..Options::default() }).expect("no other");
+    let change = |bed: &mut Bed, text: &'static str| {
+        bed.world().post(own(), CTX_RM, TAG_POLICY, 0, Bytes::from_static(text.as_bytes()));
+        bed.settle();
+        bed.world().notes().last().cloned().unwrap_or_default()
+    };
+    let hosts = |bed: &mut Bed| {
+        bed.world().spawn(1, &request(3));
+        bed.settle();
+        bed.world().took_execs().iter().map(|e| e.host.index()).collect::<Vec<_>>()
+    };
+    let told = change(&mut bed, "placing = \"round-robin\"\nuser_tasks = 3\n");
+    assert!(told.starts_with("the policy in rm.toml is in force: placing round-robin, balance off"), "{told}");
+    assert_eq!(hosts(&mut bed), [1, 2, 3]);
+    let told = change(&mut bed, "placing = \"round-robin\"\nuser_tasks = 2\nfoo = 1\n");
+    assert!(told.starts_with("rm.toml, line 3: unknown field `foo`"), "{told}");
+    assert_eq!(hosts(&mut bed).len(), 3, "three are still allowed");
+    change(&mut bed, "user_tasks = 2\n");
+    assert_eq!(hosts(&mut bed), [], "and now two");
+    bed.world().post(client(), CTX_RM, TAG_POLICY, 0, Bytes::from_static(b"user_tasks = 9"));
+    bed.settle();
+    assert_eq!(hosts(&mut bed), [], "nobody else may say so");
 }

@@ -3,7 +3,7 @@
 use sempa_proto::event::EventKind;
 use sempa_tests::needs::testbed;
 use sempa_tests::vm::{Entry, Settings};
-use sempa_tests::{Vm, eventually};
+use sempa_tests::{Testbed, Vm, eventually};
 use serde_json::Value;
 use std::time::{Duration, SystemTime};
 
@@ -13,7 +13,12 @@ const AGAIN_MAX: Duration = Duration::from_secs(2);
 
 fn with_rm(hosts: usize, test: impl FnOnce(&Vm)) {
     let Some((bed, _)) = testbed(hosts) else { return };
-    let vm = Vm::start(&bed, Settings { rm: Some("pvm-rm".into()), ..Settings::default() }).expect("a virtual machine");
+    with_command(&bed, "pvm-rm".into(), test);
+}
+
+fn with_command(bed: &Testbed, rm: String, test: impl FnOnce(&Vm)) {
+    let hosts = bed.hosts().len();
+    let vm = Vm::start(bed, Settings { rm: Some(rm), ..Settings::default() }).expect("a virtual machine");
     let others: Vec<&str> = bed.hosts()[1..].iter().map(|host| host.name()).collect();
     vm.add(&others).expect("the others join");
     watchers(&vm, hosts);
@@ -145,5 +150,37 @@ fn a_load_watcher_that_is_killed_is_started_again() {
             if now == before { Err(format!("still {now:?}")) } else { Ok(()) }
         })
         .expect("another one runs");
+    });
+}
+
+#[test]
+fn a_policy_file_is_followed_and_a_record_is_run_under_another_policy() {
+    let Some((bed, _)) = testbed(2) else { return };
+    let file = |name: &str| bed.home().join(name);
+    std::fs::write(file("rm.toml"), "placing = \"round-robin\"\n").expect("it can be written");
+    let (policy, record) = (file("rm.toml").display().to_string(), file("record").display().to_string());
+    with_command(&bed, format!("pvm-rm --policy {policy} --record {record}"), |vm| {
+        let hosts = |vm: &Vm| {
+            let tids: Vec<String> = (0..4).map(|_| vm.spawn(&["hold", "1"]).expect("spawned")).collect();
+            let mut hosts: Vec<String> = tids.iter().map(|tid| vm.host_of(tid).expect("alive")).collect();
+            hosts.sort();
+            hosts
+        };
+        assert_eq!(hosts(vm), ["h1", "h1", "h2", "h2"]);
+        let note = |text: &str| {
+            let says = |entry: &Entry| matches!(&entry.kind, EventKind::Note { text: told } if told.contains(text));
+            vm.event(SOON, text, says).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()))
+        };
+        std::fs::write(file("rm.toml"), "placing = \"round-robin\"\nuser_task = 6\n").expect("it can be written");
+        note("rm.toml, line 2: unknown field `user_task`");
+        std::fs::write(file("rm.toml"), "placing = \"round-robin\"\nuser_tasks = 6\n").expect("it can be written");
+        note("rm.toml is in force: placing round-robin");
+        let refused = vm.pvm(&["spawn", "-3", "hold", "1"]).expect("pvm");
+        assert!(!refused.good(), "seven tasks are too many: {refused:?}");
+        std::fs::write(file("other.toml"), "placing = \"load\"\n").expect("it can be written");
+        let other = file("other.toml").display().to_string();
+        let both = vm.json(&["replay", &record, "--policy", &other]).expect("a comparison").pop().expect("one value");
+        assert_eq!((&both["recorded"]["spawns"], &both["other"]["spawns"]), (&5.into(), &5.into()), "{both}");
+        assert!(both["other"]["policy"].as_str().is_some_and(|text| text.starts_with("placing load")), "{both}");
     });
 }

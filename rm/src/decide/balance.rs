@@ -28,7 +28,7 @@ pub const REST: Micros = Micros::from_secs(20);
 pub const SHIFT_REST: Micros = Micros::from_secs(60);
 /// A host whose owner left less than this ago gets no task for the sake of the load.
 pub const OWNER_AWAY_MIN: Micros = Micros::from_secs(300);
-/// The gain must be so many times the cost.
+/// The gain must be so many times the cost, unless the policy says otherwise.
 pub const MARGIN: f64 = 1.5;
 /// What must be gained at least, beside the margin.
 const GAIN_MIN: Micros = Micros::from_secs(1);
@@ -180,7 +180,7 @@ impl<'a> Plan<'a> {
         let gain = own * (slow(has) - slow(gets)) + (from.left - own).max(0.0) * (slow(has) - slow(freed))
             - to.left * (slow(gets) - slow(joined));
         let cost = self.snapshot.estimates.cost(task.bytes);
-        let worth = gain >= MARGIN * seconds(cost) + seconds(GAIN_MIN);
+        let worth = gain >= self.snapshot.costs.margin() * seconds(cost) + seconds(GAIN_MIN);
         let gain = Micros((gain.max(0.0) * 1e6) as u64);
         worth.then_some(ShiftWhy { has: has as u64, gets: gets as u64, gain, cost, barrier: false })
     }
@@ -194,7 +194,7 @@ impl<'a> Plan<'a> {
             for task in tasks.filter(|t| !self.fixed.contains(&t.job)).take(TASKS_MAX) {
                 for to in self.places.values().filter(|p| p.host.id != from.host.id) {
                     let Some(why) = self.judge(task, from, to) else { continue };
-                    let net = seconds(why.gain) - MARGIN * seconds(why.cost);
+                    let net = seconds(why.gain) - self.snapshot.costs.margin() * seconds(why.cost);
                     if best.as_ref().is_some_and(|(most, _)| *most >= net)
                         || unfit(self.snapshot, to.host, from.host, task, true).is_some()
                     {
@@ -268,7 +268,7 @@ impl<'a> Plan<'a> {
             let (before, after, count, longest) = self.slowest(job);
             let saved = longest * (1e3 / before - 1e3 / after);
             let (gain, cost) = (count as f64 * saved, count as f64 * cost);
-            if gain < MARGIN * cost + seconds(GAIN_MIN) {
+            if gain < self.snapshot.costs.margin() * cost + seconds(GAIN_MIN) {
                 useless.insert(job);
             }
             for i in moves {

@@ -6,6 +6,7 @@
 //! who asks for little now and then is served at once, whatever the others have taken.
 
 use sempa_proto::{Micros, Tid};
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
 
@@ -36,7 +37,7 @@ impl Default for UpDown {
 }
 
 /// How much one may hold.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Limits {
     /// Tasks of a user at once; `None`: no limit.
     pub user_tasks: Option<u32>,

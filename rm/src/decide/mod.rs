@@ -31,6 +31,7 @@ pub use wants::{Condition, Figure, Has, Name, Op, Rank, Together, WANTS_BYTES_MA
 
 use sempa_proto::load::{GuestLimits, LoadSample};
 use sempa_proto::{HostId, Micros, Tid};
+use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::Arc;
@@ -39,7 +40,7 @@ use std::sync::Arc;
 pub const SAMPLE_AGE_MAX: Micros = Micros::from_secs(15);
 
 /// How new tasks are spread over hosts.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Policy {
     /// In turn, in blocks, as PVM does; load does not count.
     RoundRobin,
@@ -66,15 +67,21 @@ pub struct Costs {
     /// What a share of a processor counts, in thousandths, on a host in another zone than the task's peers: messages take
     /// longer from there.
     pub far_permille: u32,
+    /// What a move for the sake of the load must save, in percent of what it costs.
+    pub margin_percent: u32,
 }
 
 impl Default for Costs {
     fn default() -> Costs {
-        Costs { far_permille: 900 }
+        Costs { far_permille: 900, margin_percent: (MARGIN * 100.0) as u32 }
     }
 }
 
 impl Costs {
+    fn margin(self) -> f64 {
+        f64::from(self.margin_percent) / 100.0
+    }
+
     fn permille(self, near: bool) -> u32 {
         if near { 1000 } else { self.far_permille }
     }
@@ -182,6 +189,12 @@ impl Owner {
     /// True when guests are not wanted: somebody uses the machine, or its owner wants none at this time.
     pub fn is_present(&self) -> bool {
         matches!(self, Owner::Present { .. } | Owner::Closed { .. })
+    }
+
+    /// False where somebody is logged in and idle: new tasks go there only when there is no other place. Load that is not ours
+    /// is weighed as load.
+    fn is_calm(&self) -> bool {
+        !matches!(self, Owner::Maybe { idle: true, .. })
     }
 
     /// Why the host is not used, if guests are not wanted there.

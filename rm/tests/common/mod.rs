@@ -3,7 +3,6 @@
 use bytes::Bytes;
 use libpvm::{Error, MigrateError};
 use pvm_rm::api::VmApi;
-use pvm_rm::decide::Policy;
 use pvm_rm::service::{Options, Service, ServiceError, TAG_EVENT, TAG_LOAD};
 use sempa_proto::event::{Event, EventKind};
 use sempa_proto::load::{GuestLimits, LoadReport, LoadSample, OwnerVerdict};
@@ -261,7 +260,7 @@ impl World {
 
 pub(crate) fn info(tid: Tid, host: u16, flags: i32, name: &str) -> TaskInfo {
     let (parent, pid, uid) = (Tid::NONE, 1, 0);
-    TaskInfo { tid, parent, host: h(host), flags, name: name.into(), pid, uid, moving: false }
+    TaskInfo { tid, parent, host: h(host), flags, name: name.into(), pid, uid, moving: false, stopped: false }
 }
 
 pub(crate) fn spawned(tid: Tid, host: u16) -> TaskInfo {
@@ -286,7 +285,7 @@ pub(crate) struct Bed {
 
 impl Bed {
     pub(crate) fn start(vm: &FakeVm, watchers: bool) -> Result<Bed, ServiceError> {
-        Bed::with(vm, Options { policy: Policy::Load, watchers, ..Options::default() })
+        Bed::with(vm, Options { watchers, ..Options::default() })
     }
 
     pub(crate) fn with(vm: &FakeVm, options: Options) -> Result<Bed, ServiceError> {
@@ -295,7 +294,7 @@ impl Bed {
 
     /// A pool whose watchers all run and say that nobody is there; the watcher of host n is t(n, 50).
     pub(crate) fn quiet(vm: &FakeVm) -> Bed {
-        Bed::quiet_with(vm, Options { policy: Policy::Load, watchers: true, ..Options::default() })
+        Bed::quiet_with(vm, Options { watchers: true, ..Options::default() })
     }
 
     /// The same with other options.

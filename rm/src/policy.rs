@@ -1,0 +1,169 @@
+//! The policy of the resource manager as a file: what it says, what is wrong with it, and what changes when it changes.
+//!
+//! ```toml
+//! placing = "load"     # or "round-robin"
+//! balance = true       # move tasks to where they finish sooner
+//! margin = 1.5         # what such a move must save, as a multiple of what it costs
+//! wait_s = 60          # how long a spawn may wait for a free host
+//! user_tasks = 100     # tasks of a user at once
+//! job_tasks = 50       # tasks of a job at once
+//! ```
+//!
+//! What the file does not name is as the command line says.
+
+use crate::decide::{Limits, MARGIN, Policy};
+use crate::spawns::Rules;
+use sempa_proto::Micros;
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use thiserror::Error;
+
+/// Bytes of a policy file at most.
+pub const POLICY_BYTES_MAX: usize = 64 << 10;
+/// Longest time that a spawn may wait, in seconds: a week.
+pub const WAIT_S_MAX: u64 = 604_800;
+/// Margins that make sense.
+const MARGINS: std::ops::RangeInclusive<f64> = 1.0..=100.0;
+
+/// What is decided by policy.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Conduct {
+    /// How new tasks are spread.
+    pub placing: Policy,
+    /// Move running tasks for the sake of the load.
+    pub balance: bool,
+    /// What that must save, as a multiple of what it costs.
+    pub margin: f64,
+    /// How long spawns may wait for a place, and how much one may have.
+    pub rules: Rules,
+}
+
+impl Default for Conduct {
+    fn default() -> Conduct {
+        Conduct { placing: Policy::default(), balance: false, margin: MARGIN, rules: Rules::default() }
+    }
+}
+
+impl fmt::Display for Conduct {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Rules { wait, limits } = self.rules;
+        write!(f, "placing {}, balance {}", self.placing, if self.balance { "on" } else { "off" })?;
+        write!(f, ", margin {}, wait {} s", self.margin, wait.0 / 1_000_000)?;
+        let limit = |n: Option<u32>| n.map_or_else(|| "no limit".to_string(), |n| n.to_string());
+        write!(f, ", tasks of a user {}, of a job {}", limit(limits.user_tasks), limit(limits.job_tasks))
+    }
+}
+
+/// What is wrong with a policy file.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[error("{file}, line {line}: {why}")]
+pub struct PolicyError {
+    /// The file, as it was named.
+    pub file: String,
+    /// The line, from 1.
+    pub line: usize,
+    /// What is wrong there.
+    pub why: String,
+}
+
+#[derive(Clone, Copy, Debug, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+enum Placing {
+    Load,
+    RoundRobin,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct File {
+    placing: Option<Placing>,
+    balance: Option<bool>,
+    margin: Option<toml::Spanned<f64>>,
+    wait_s: Option<toml::Spanned<u64>>,
+    user_tasks: Option<u32>,
+    job_tasks: Option<u32>,
+}
+
+/// The line in which a byte lies.
+fn line_of(text: &str, at: usize) -> usize {
+    text.bytes().take(at).filter(|byte| *byte == b'\n').count() + 1
+}
+
+impl Conduct {
+    /// With what a file says; `file` is its name for errors.
+    ///
+    /// # Errors
+    /// The first thing that is wrong, with its line. Nothing of the file is taken over then.
+    pub fn with_file(self, file: &str, text: &str) -> Result<Conduct, PolicyError> {
+        let wrong = |at: usize, why: String| PolicyError { file: file.to_string(), line: line_of(text, at), why };
+        if text.len() > POLICY_BYTES_MAX {
+            return Err(wrong(0, format!("the file has {} bytes, and {POLICY_BYTES_MAX} are allowed", text.len())));
+        }
+        let read = toml::from_str::<File>(text)
+            .map_err(|error| wrong(error.span().map_or(0, |span| span.start), error.message().trim().to_string()))?;
+        let mut conduct = self;
+        if let Some(margin) = read.margin {
+            if !MARGINS.contains(margin.get_ref()) {
+                let (least, most) = (MARGINS.start(), MARGINS.end());
+                return Err(wrong(margin.span().start, format!("margin must be {least} to {most}")));
+            }
+            conduct.margin = margin.into_inner();
+        }
+        if let Some(wait) = read.wait_s {
+            if *wait.get_ref() > WAIT_S_MAX {
+                return Err(wrong(wait.span().start, format!("wait_s must be at most {WAIT_S_MAX}")));
+            }
+            conduct.rules.wait = Micros::from_secs(wait.into_inner());
+        }
+        if let Some(placing) = read.placing {
+            conduct.placing = match placing {
+                Placing::Load => Policy::Load,
+                Placing::RoundRobin => Policy::RoundRobin,
+            };
+        }
+        conduct.balance = read.balance.unwrap_or(conduct.balance);
+        let Limits { user_tasks, job_tasks } = conduct.rules.limits;
+        conduct.rules.limits =
+            Limits { user_tasks: read.user_tasks.or(user_tasks), job_tasks: read.job_tasks.or(job_tasks) };
+        Ok(conduct)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(text: &str) -> Result<Conduct, String> {
+        Conduct::default().with_file("rm.toml", text).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn a_file_changes_what_it_names_and_nothing_else() {
+        let rules = Rules { wait: Micros::from_secs(5), limits: Limits { user_tasks: Some(3), job_tasks: None } };
+        let given = Conduct { balance: true, rules, ..Conduct::default() };
+        assert_eq!(given.with_file("f", ""), Ok(given));
+        let text = "placing = \"round-robin\"\nmargin = 2 # twice\njob_tasks = 4\n";
+        let limits = Limits { user_tasks: Some(3), job_tasks: Some(4) };
+        let rules = Rules { limits, ..rules };
+        let expected = Conduct { placing: Policy::RoundRobin, margin: 2.0, rules, ..given };
+        assert_eq!(given.with_file("f", &text.replace("= 2 ", "= 2.0 ")), Ok(expected));
+    }
+
+    #[test]
+    fn what_is_wrong_is_told_with_its_line() {
+        for (text, said) in [
+            ("balance = true\n\nplacing = \"best\"\n", "rm.toml, line 3: unknown variant `best`"),
+            ("balance = true\nballance = true\n", "rm.toml, line 2: unknown field `ballance`"),
+            ("\nmargin = 0.5\n", "rm.toml, line 2: margin must be 1 to 100"),
+            ("margin = nan\n", "rm.toml, line 1: margin must be 1 to 100"),
+            ("wait_s = 604801", "rm.toml, line 1: wait_s must be at most 604800"),
+            ("user_tasks = -1", "rm.toml, line 1: invalid value"),
+            ("user_tasks = 1\nuser_tasks = 2\n", "rm.toml, line 2: duplicate key"),
+            ("= 1", "rm.toml, line 1: "),
+        ] {
+            let error = read(text).expect_err(text);
+            assert!(error.starts_with(said), "{error}");
+            assert!(!error.contains('\n'), "{error:?}");
+        }
+    }
+}

@@ -1,0 +1,121 @@
+//! A record, decided once more: the service works on a virtual machine of values in virtual time, in which hosts, owners,
+//! load that is not ours and spawns are as recorded, and tasks run as long as their recorded work takes where the policy
+//! under test puts them.
+//!
+//! What a record does not say is simple here: tasks compute and do not wait for each other, starting one takes no time, a move
+//! stops its task for the time that an image of 64 MiB takes, and who spawned something in the record spawns it at the same
+//! moment here. So figures of two policies can be compared with each other, and not with a clock.
+
+mod world;
+
+use crate::policy::Conduct;
+use crate::recording::{Entry, Input};
+use crate::service::{Options, Service, ServiceError};
+use sempa_proto::Micros;
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::fmt::Write;
+use world::World;
+
+pub use world::TAIL_MAX;
+
+/// What came of a record under a policy.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct Figures {
+    /// The policy.
+    pub policy: String,
+    /// Spawns that were asked for.
+    pub spawns: u64,
+    /// Tasks that were started.
+    pub started: u64,
+    /// Tasks that were not.
+    pub refused: u64,
+    /// Tasks that were started, by host.
+    pub placed: BTreeMap<String, u64>,
+    /// Mean time from a spawn to its answer, in seconds.
+    pub waited_mean_s: f64,
+    /// The longest.
+    pub waited_most_s: f64,
+    /// Moves because of owners.
+    pub moves_owner: u64,
+    /// Moves for the sake of the load.
+    pub moves_load: u64,
+    /// Time that tasks stood still, beside owners and while they moved, all together, in seconds.
+    pub stood_still_s: f64,
+    /// Tasks that did all their work.
+    pub finished: u64,
+    /// Mean time from the start of such a task to its end, in seconds.
+    pub run_mean_s: f64,
+    /// When the last of them ended, from the beginning of the record, in seconds.
+    pub last_end_s: f64,
+    /// Tasks that were lost with their hosts.
+    pub lost: u64,
+}
+
+/// The policy that was in force when the record began.
+pub fn recorded_policy(entries: &[Entry]) -> Conduct {
+    let first = entries.iter().find_map(|entry| match &entry.input {
+        Input::Policy(conduct) => Some(*conduct),
+        _ => None,
+    });
+    first.unwrap_or_default()
+}
+
+/// Runs a record under a policy.
+///
+/// # Errors
+/// When the service does not begin, which a record that begins with its hosts does not bring about.
+pub fn run(entries: &[Entry], conduct: Conduct) -> Result<Figures, ServiceError> {
+    let world = World::new(entries);
+    let options = Options { conduct, given: conduct, watchers: true, ..Options::default() };
+    let mut service = Service::start(world.clone(), options)?;
+    match service.run() {
+        Err(ServiceError::Stopped(_)) => {}
+        Err(other) => return Err(other),
+        Ok(never) => match never {},
+    }
+    Ok(Figures { policy: conduct.to_string(), ..world.figures() })
+}
+
+/// Two runs side by side.
+pub fn table(columns: [(&str, &Figures); 2]) -> String {
+    let [(a_name, a), (b_name, b)] = columns;
+    let mut out = String::new();
+    for (name, figures) in columns {
+        let _ = writeln!(out, "{name}: {}", figures.policy);
+    }
+    let _ = writeln!(out, "\n{:40} {a_name:>14} {b_name:>14}", "");
+    let counts = [
+        ("spawns", a.spawns, b.spawns),
+        ("tasks started", a.started, b.started),
+        ("tasks refused", a.refused, b.refused),
+        ("moves because of owners", a.moves_owner, b.moves_owner),
+        ("moves for the sake of the load", a.moves_load, b.moves_load),
+        ("tasks that did all their work", a.finished, b.finished),
+        ("tasks lost with their hosts", a.lost, b.lost),
+    ];
+    for (what, a, b) in counts {
+        let _ = writeln!(out, "{what:40} {a:>14} {b:>14}");
+    }
+    let times = [
+        ("waited for a place, mean, s", a.waited_mean_s, b.waited_mean_s),
+        ("waited for a place, longest, s", a.waited_most_s, b.waited_most_s),
+        ("from start to end, mean, s", a.run_mean_s, b.run_mean_s),
+        ("last end, s after the beginning", a.last_end_s, b.last_end_s),
+        ("stood still, all tasks together, s", a.stood_still_s, b.stood_still_s),
+    ];
+    for (what, a, b) in times {
+        let _ = writeln!(out, "{what:40} {a:>14.2} {b:>14.2}");
+    }
+    let hosts: std::collections::BTreeSet<&String> = a.placed.keys().chain(b.placed.keys()).collect();
+    for host in hosts {
+        let of = |figures: &Figures| figures.placed.get(host).copied().unwrap_or(0);
+        let _ = writeln!(out, "{:40} {:>14} {:>14}", format!("tasks started on {host}"), of(a), of(b));
+    }
+    out
+}
+
+/// How long a record is.
+pub fn span(entries: &[Entry]) -> Micros {
+    entries.iter().map(|entry| entry.at).max().unwrap_or_default()
+}

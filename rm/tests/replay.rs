@@ -1,0 +1,105 @@
+//! Records that are run again, under their own policy and another one.
+
+use pvm_rm::decide::Policy;
+use pvm_rm::policy::Conduct;
+use pvm_rm::recording::{Entry, Input};
+use pvm_rm::replay::{self, recorded_policy};
+use sempa_proto::load::{GuestLimits, LoadReport, LoadSample, OwnerVerdict};
+use sempa_proto::message::DSIG_X86_64;
+use sempa_proto::migration::Usage;
+use sempa_proto::owner::{Guests, Leave};
+use sempa_proto::table::{HostEntry, HostTable};
+use sempa_proto::task::SpawnRequest;
+use sempa_proto::{Epoch, HostId, Micros, Tid};
+
+fn h(index: u16) -> HostId {
+    HostId::new(index).expect("an index")
+}
+
+fn table(speeds: &[i32]) -> HostTable {
+    let host = |(i, speed): (usize, &i32)| {
+        let (name, arch) = (format!("h{}", i + 1), "LINUX64".to_string());
+        HostEntry { id: h(i as u16 + 1), name, arch, speed: *speed, dsig: DSIG_X86_64, addresses: Vec::new() }
+    };
+    HostTable { epoch: Epoch(1), hosts: speeds.iter().enumerate().map(host).collect() }
+}
+
+fn report(host: u16, there: bool) -> Input {
+    let (at, seen) = (Micros(8), Micros(8));
+    let (owner, guests) = if there {
+        (OwnerVerdict::Present { since: at, seen }, Guests::Stopped { leave_at: Some(at), then: Leave::Move })
+    } else {
+        (OwnerVerdict::Absent { since: None }, Guests::Welcome)
+    };
+    let sample = LoadSample { cores: 1, available_bytes: 8 << 30, ..LoadSample::default() };
+    let (why, guests_why, limits) = ("olga on pts/1".to_string(), String::new(), GuestLimits::default());
+    let (confidence, logins) = (90, Vec::new());
+    let report = LoadReport { host: h(host), at, sample, owner, confidence, why, logins, guests, guests_why, limits };
+    Input::Report { report, own: 0 }
+}
+
+fn entry(second: u64, input: Input) -> Entry {
+    Entry { at: Micros::from_secs(second), input }
+}
+
+/// Three hosts of which the third is twice as fast; a spawn of so many tasks of 60 seconds each.
+fn farm(conduct: Conduct, count: u32) -> Vec<Entry> {
+    let caller = Tid::task(h(1), 2).expect("a task");
+    let tids: Vec<Tid> = (10..10 + count).filter_map(|n| Tid::task(h(1), n)).collect();
+    let request = SpawnRequest { file: "worker".into(), count, ..SpawnRequest::default() };
+    let mut all = vec![entry(1, Input::Policy(conduct)), entry(1, Input::Hosts(table(&[1000, 1000, 2000])))];
+    all.extend((1..=3).map(|host| entry(1, report(host, false))));
+    let number = (caller, 7);
+    all.push(entry(20, Input::Spawn { number, caller: h(1), user: 0, job: caller, request }));
+    all.push(entry(20, Input::Started { number, tids: tids.clone() }));
+    let used = Usage { user: Micros::from_secs(60), ..Usage::default() };
+    all.extend(tids.into_iter().map(|tid| entry(200, Input::Ended { tid, used })));
+    all
+}
+
+#[test]
+fn a_policy_that_looks_at_the_load_is_faster_than_round_robin_on_unequal_hosts() {
+    let round_robin = Conduct { placing: Policy::RoundRobin, ..Conduct::default() };
+    let entries = farm(round_robin, 4);
+    assert_eq!(recorded_policy(&entries), round_robin);
+    let slow = replay::run(&entries, round_robin).expect("it runs");
+    let fast = replay::run(&entries, Conduct::default()).expect("it runs");
+    assert_eq!((slow.started, slow.finished, fast.started, fast.finished), (4, 4, 4, 4));
+    assert_eq!((slow.placed["h3"], fast.placed["h3"]), (1, 2));
+    // Two on a slow host take 120 s, two on the fast one 60.
+    assert_eq!((slow.last_end_s - fast.last_end_s).round(), 60.0, "{slow:?} {fast:?}");
+    let text = replay::table([("recorded", &slow), ("other", &fast)]);
+    assert!(text.contains("tasks that did all their work") && text.contains("tasks started on h3"), "{text}");
+    assert_eq!(fast, replay::run(&entries, Conduct::default()).expect("it runs"), "the same again");
+}
+
+#[test]
+fn balancing_moves_tasks_in_a_replay_and_owners_do_so_in_any() {
+    let balanced = Conduct { placing: Policy::RoundRobin, balance: true, ..Conduct::default() };
+    let mut entries = farm(balanced, 6);
+    let figures = replay::run(&entries, balanced).expect("it runs");
+    assert!(figures.moves_load >= 1 && figures.finished == 6, "{figures:?}");
+    entries.push(entry(40, report(3, true)));
+    entries.sort_by_key(|entry| entry.at);
+    let plain = Conduct { placing: Policy::RoundRobin, ..Conduct::default() };
+    let figures = replay::run(&entries, plain).expect("it runs");
+    assert_eq!((figures.moves_owner, figures.moves_load, figures.finished), (2, 0, 6));
+    assert!(figures.stood_still_s > 0.0 && figures.stood_still_s < 30.0, "{figures:?}");
+}
+
+#[test]
+fn a_spawn_that_may_wait_does_so_in_a_replay_and_another_policy_refuses_it() {
+    let patient = Conduct {
+        rules: pvm_rm::spawns::Rules { wait: Micros::from_secs(300), ..Default::default() },
+        ..Conduct::default()
+    };
+    let mut entries = farm(patient, 6);
+    entries.extend((1..=3).map(|host| entry(10, report(host, true))));
+    entries.push(entry(80, report(2, false)));
+    entries.sort_by_key(|entry| entry.at);
+    let waited = replay::run(&entries, patient).expect("it runs");
+    assert_eq!((waited.started, waited.refused, waited.finished), (6, 0, 6), "{waited:?}");
+    assert!((waited.waited_most_s - 60.0).abs() < 1.0, "{waited:?}");
+    let refused = replay::run(&entries, Conduct::default()).expect("it runs");
+    assert_eq!((refused.started, refused.refused), (0, 6));
+}
