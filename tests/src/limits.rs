@@ -64,6 +64,15 @@ impl Limit {
         Ok(limit)
     }
 
+    /// True when this process, as the real machine numbers it, is in the group.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn holds(&self, pid: u32) -> Result<bool> {
+        let processes = fs::read_to_string(self.folders[0].join("cgroup.procs"))?;
+        Ok(processes.lines().any(|line| line == pid.to_string()))
+    }
+
     /// Changes the share.
     ///
     /// # Errors

@@ -23,6 +23,21 @@ fn watchers(vm: &Vm, hosts: usize) {
     .expect("a load watcher on every host");
 }
 
+/// Spawns a task until one is placed on one of these hosts; others are ended.
+fn spawned_on(vm: &Vm, hosts: &[&str]) -> String {
+    let attempt = || -> anyhow::Result<String> {
+        let tid = vm.spawn(&["busy"])?;
+        let host = vm.host_of(&tid)?;
+        if !hosts.contains(&host.as_str()) {
+            vm.pvm(&["kill", &tid])?;
+            anyhow::bail!("{tid} was placed on {host}");
+        }
+        Ok(tid)
+    };
+    eventually(SOON, || attempt().map_err(|error| format!("{error:#}")))
+        .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()))
+}
+
 fn places(vm: &Vm, tids: &[String]) -> Vec<String> {
     tids.iter().map(|tid| vm.host_of(tid).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()))).collect()
 }
@@ -43,26 +58,23 @@ fn tasks_go_where_limits_leave_more_and_leave_when_another_host_gets_more() {
     vm.add(&["h2", "h3"]).expect("the others join");
     watchers(&vm, 3);
     vm.program("busy").expect("gcc");
-    let tids: Vec<String> = (0..2).map(|_| vm.spawn(&["busy"]).expect("spawned")).collect();
+    // Until its first sample has come, a host counts as a whole one.
+    let tids: Vec<String> = ["h1", "h2"].iter().map(|_| spawned_on(&vm, &["h1", "h2"])).collect();
     let mut first = places(&vm, &tids);
     first.sort();
     assert_eq!(first, ["h1", "h2"], "a third of a processor for each, and not a sixteenth");
-    groups[2].set(0.9).expect("the kernel takes it");
-    eventually(BY_AND_BY, || {
-        let now = places(&vm, &tids);
-        if now.iter().all(|host| host == "h3") { Ok(()) } else { Err(format!("{now:?}\n{}", vm.logs())) }
-    })
-    .expect("both go where each gets half a processor");
-    for tid in &tids {
-        let is_it = |kind: &EventKind| match kind {
-            EventKind::Moved { tid: moved, cause, .. } => {
-                moved.to_string() == *tid && matches!(cause, Cause::Load { .. })
-            }
-            _ => false,
-        };
-        vm.event(SOON, "a move for the sake of the load", |entry| is_it(&entry.kind))
-            .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
-    }
+    groups[2].set(0.6).expect("the kernel takes it");
+    let for_load = |kind: &EventKind| matches!(kind, EventKind::Moved { cause: Cause::Load { .. }, .. });
+    let moved = vm
+        .event(BY_AND_BY, "a move for the sake of the load", |entry| for_load(&entry.kind))
+        .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    let EventKind::Moved { tid, .. } = moved.kind else { unreachable!("just looked") };
+    assert!(tids.contains(&tid.to_string()), "{tid} of {tids:?}");
+    let now = places(&vm, &tids);
+    assert_eq!(now.iter().filter(|host| *host == "h3").count(), 1, "a second one would get no more than it has: {now:?}");
+    let there: Vec<_> = bed.host(3).processes().into_iter().filter(|(_, line)| line.contains("busy")).collect();
+    assert_eq!(there.len(), 1, "{there:?}");
+    assert!(groups[2].holds(there[0].0).expect("the group's file"), "the limit of its new host counts for it");
     vm.halt().expect("halts");
     drop(vm);
     drop(bed);
