@@ -154,6 +154,7 @@ fn a_lost_host_ends_its_tasks_and_so_does_a_list_without_them() {
         pid: 1,
         uid: USER,
         moving: false,
+        stopped: false,
     };
     books.reconcile(second(50), &[info]);
     let (job, _) = job(&books, t(1, 2));
