@@ -106,7 +106,8 @@ impl Machine {
         match word.guests {
             Guests::Welcome => self.guests_go_on(&word.why),
             Guests::Stopped { leave_at, .. } => {
-                if let Some(at) = leave_at {
+                let said = self.hosting.stopped.as_ref().map(|said| said.word.guests);
+                if let Some(at) = leave_at.filter(|_| said != Some(word.guests)) {
                     self.timer(at.since(self.unix), Timer::GuestsLeave);
                 }
                 match &mut self.hosting.stopped {
