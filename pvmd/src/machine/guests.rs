@@ -6,6 +6,7 @@
 //! has let go learns in its memory where it will go on ([`Redirect`]), and one that has not runs for [`EASE_TIME`] so that
 //! it can. When the watcher says that guests are welcome, or ends, they are woken as after a move that came to nothing.
 
+use super::handover::Arrival;
 use super::tasks::{Phase, Task};
 use super::{Machine, Output, Timer};
 use checkpoint::protocol::{Source, SourceEvent};
@@ -121,16 +122,17 @@ impl Machine {
 
     fn stop_guests(&mut self, by: Tid, word: GuestsWord) {
         self.log(format!("guests are stopped: {}", word.why));
-        let guests: Vec<Tid> = self.tasks.live.values().filter(|t| t.is_guest()).map(|t| t.tid).collect();
-        let running: BTreeSet<Tid> = guests.iter().copied().collect();
-        let said = Said { by, word, at: self.now, guests: guests.clone(), running, told: false, ending: false };
-        self.hosting.stopped = Some(said);
-        for tid in guests {
+        let here: Vec<Tid> = self.tasks.live.values().filter(|t| t.is_guest()).map(|t| t.tid).collect();
+        // Those that have just come are not quite here.
+        let coming = self.moves.arrivals.values_mut().filter(|a| a.run_ordered && !a.held);
+        let coming: Vec<Tid> = coming.map(Arrival::hold).collect();
+        let guests = [&here[..], &coming].concat();
+        let running = guests.iter().copied().collect();
+        self.hosting.stopped = Some(Said { by, word, at: self.now, guests, running, told: false, ending: false });
+        for tid in here {
             self.hold_guest(tid);
         }
-        for tid in
-            self.moves.arrivals.values_mut().filter(|a| a.run_ordered && !a.held).map(|a| a.hold()).collect::<Vec<_>>()
-        {
+        for tid in coming {
             self.tell_tasker(ToTasker::Hold { tid, after: LET_GO_TIME });
         }
         self.guests_step();
@@ -176,6 +178,10 @@ impl Machine {
 
     fn guests_step(&mut self) {
         let (host, now) = (self.config.host, self.now);
+        let is_there = |tid: &Tid| self.tasks.get(*tid).is_some() || self.moves.arrivals.contains_key(tid);
+        if let Some(said) = &mut self.hosting.stopped {
+            said.running.retain(is_there);
+        }
         let Some(said) = self.hosting.stopped.as_mut().filter(|said| said.running.is_empty() && !said.told) else {
             return;
         };
@@ -189,10 +195,8 @@ impl Machine {
         for id in task.still.iter().flat_map(|still| &still.ids) {
             self.out.push_back(Output::RemoveToken { path: self.config.place.token(*id) });
         }
-        if task.still.is_some() {
-            self.guest_is_still(task.tid);
-            self.guests_step();
-        }
+        self.guest_is_still(task.tid);
+        self.guests_step();
     }
 
     // ---- the end of their time
