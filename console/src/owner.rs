@@ -121,9 +121,10 @@ pub(crate) fn run(what: &Owner) -> Outcome {
 }
 
 fn say(dir: &Path, uid: u32, what: &Owner) -> Outcome {
-    let seconds = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_micros();
+    let now = Micros(u64::try_from(now).unwrap_or(u64::MAX));
     // A word that cannot be believed is replaced.
-    let word = after(word::read(dir, uid).unwrap_or_default(), what, Micros::from_secs(seconds));
+    let word = after(word::read(dir, uid).unwrap_or_default(), what, now);
     match word::write(dir, uid, &word) {
         Ok(()) => Outcome::done(format!("you said: {}\n", sentence(&word)), word_json(&word), false),
         Err(error) => {

@@ -137,13 +137,22 @@ impl Signs<'_> {
         all_logins(records, sessions)
     }
 
-    /// When somebody who is logged in last gave a sign of life; `None` when nobody can tell.
+    /// When somebody who is logged in last gave a sign of life; `None` when nobody can tell. What is typed at a screen does
+    /// not pass through the terminal of its session.
     fn last_input(&self, login: &Login) -> Option<Micros> {
+        let Login { line, from, .. } = login;
+        // Records of screens name the display, or the terminal, as the place that the login came from.
+        let of_screen = line.starts_with(':') || from.starts_with(':') || from == line;
         let keys = match self.keys {
-            Evidence::Known(keys) if login.from.is_empty() => Some(keys.used.unwrap_or(keys.watched)),
+            Evidence::Known(keys) if from.is_empty() || of_screen => Some(keys.used.unwrap_or(keys.watched)),
             _ => None,
         };
-        let last = self.typed.get(&login.line).copied().into_iter().chain(keys).max()?;
+        let screen = match self.sessions {
+            Evidence::Known(sessions) => of_screen || sessions.iter().any(|s| s.graphical && s.login.line == *line),
+            Evidence::Missing(_) => of_screen,
+        };
+        let typed = self.typed.get(line).copied().filter(|_| !screen);
+        let last = typed.into_iter().chain(keys).max()?;
         Some(last.max(login.at))
     }
 

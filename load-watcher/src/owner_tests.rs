@@ -96,9 +96,31 @@ fn a_missing_file_is_nobody_and_says_so() {
     assert_eq!((sensed.why.as_str(), sensed.confidence), ("nobody is logged in", 90));
 }
 
+fn at_a_screen(user: &str, at: u64) -> Session {
+    let login = Login { from: String::new(), ..login(user, "tty2", at) };
+    Session { login, remote: false, graphical: true }
+}
+
+#[test]
+fn what_is_typed_at_a_screen_does_not_pass_through_its_terminal() {
+    let mut scene = Scene { sessions: Evidence::Known(vec![at_a_screen("olga", 50)]), ..Scene::with(Vec::new()) };
+    scene.typed.insert("tty2".into(), Micros::from_secs(50));
+    assert!(matches!(scene.once(90_000).owner, OwnerVerdict::Present { .. }), "nobody can tell whether she is idle");
+    scene.keys = Evidence::Known(Keys { watched: Micros::from_secs(60), used: None });
+    assert!(matches!(scene.once(90_000).owner, OwnerVerdict::Maybe { .. }));
+    // The same by login records alone, as display managers write them.
+    for (line, from) in [("tty2", "tty2"), (":0", ":0"), ("tty2", ":0")] {
+        let mut scene = Scene::with(vec![Login { from: from.into(), ..login("olga", line, 50) }]);
+        scene.typed.insert(line.into(), Micros::from_secs(50));
+        assert!(matches!(scene.once(90_000).owner, OwnerVerdict::Present { .. }), "{line} {from}");
+        scene.keys = Evidence::Known(Keys { watched: Micros::from_secs(60), used: Some(Micros::from_secs(89_000)) });
+        assert!(matches!(scene.once(91_000).owner, OwnerVerdict::Maybe { .. }), "{line} {from}");
+    }
+}
+
 #[test]
 fn a_session_alone_is_somebody() {
-    let desk = Session { login: Login { from: String::new(), ..login("olga", "tty2", 50) }, remote: false };
+    let desk = at_a_screen("olga", 50);
     let scene = Scene { sessions: Evidence::Known(vec![desk]), ..Scene::with(Vec::new()) };
     let sensed = scene.once(60);
     assert!(matches!(sensed.owner, OwnerVerdict::Present { .. }), "{sensed:?}");

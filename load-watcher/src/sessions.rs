@@ -18,6 +18,8 @@ pub struct Session {
     pub login: Login,
     /// It came over the network.
     pub remote: bool,
+    /// It has a screen of its own: what is typed there does not pass through its terminal.
+    pub graphical: bool,
 }
 
 /// The session that a file of this name describes; `None` when nobody is there.
@@ -29,7 +31,9 @@ pub fn session(name: &str, text: &str) -> Option<Session> {
     let class = value("CLASS")?;
     let person = class == "user" || class.starts_with("user-early") || class == "user-light";
     let lasts = value("STATE").is_none_or(|state| state != "closing");
-    let seen = matches!(value("TYPE").as_deref(), Some("tty" | "x11" | "wayland" | "mir" | "web"));
+    let kind = value("TYPE");
+    let graphical = matches!(kind.as_deref(), Some("x11" | "wayland" | "mir" | "web"));
+    let seen = graphical || kind.as_deref() == Some("tty");
     if !person || !lasts || !seen {
         return None;
     }
@@ -39,7 +43,7 @@ pub fn session(name: &str, text: &str) -> Option<Session> {
     let at = Micros(value("REALTIME").and_then(|text| text.parse().ok()).unwrap_or(0));
     let remote = value("REMOTE").is_some_and(|flag| flag == "1");
     let from = value("REMOTE_HOST").filter(|_| remote).unwrap_or_default();
-    Some(Session { login: Login { user, line, from, at }, remote })
+    Some(Session { login: Login { user, line, from, at }, remote, graphical })
 }
 
 /// A value without quotes, and without control characters that could play tricks on whoever prints it.
@@ -73,7 +77,8 @@ mod tests {
 
     #[test]
     fn a_session_at_the_desk_says_who_where_and_since_when() {
-        let Session { login, remote } = session("3", DESK).expect("somebody");
+        let Session { login, remote, graphical } = session("3", DESK).expect("somebody");
+        assert!(graphical && !with("TYPE", "tty").expect("somebody").graphical);
         assert_eq!((login.user.as_str(), login.line.as_str(), login.from.as_str()), ("alice", "tty2", ""));
         assert_eq!((login.at, remote), (Micros(1_700_000_000_000_000), false));
         let far =

@@ -5,6 +5,7 @@ use crate::owner::Records;
 use crate::utmp::{FILE_BYTES_MAX, logins};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify, InotifyEvent, WatchDescriptor};
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{self, Read};
@@ -83,6 +84,11 @@ impl Spot {
     }
 }
 
+/// Idle terminals that are watched at most; others are looked at from time to time.
+pub const IDLE_MAX: usize = 64;
+/// The bit of idle terminals.
+const IDLE: u32 = 1 << 31;
+
 /// What [`Watch::wait`] has seen.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Woken {
@@ -97,25 +103,31 @@ impl Woken {
         self.changed & (1 << spot) != 0
     }
 
-    /// True when some spot may have changed.
+    /// True when somebody types at a terminal that was idle.
+    pub fn typed(self) -> bool {
+        self.changed & IDLE != 0
+    }
+
+    /// True when some spot may have changed, or somebody types.
     pub fn any(self) -> bool {
         self.changed != 0
     }
 }
 
-/// Places that are watched together, 32 at most; each is known by its number in the list.
+/// Places that are watched together, 31 at most; each is known by its number in the list. And terminals that are idle.
 #[derive(Debug)]
 pub struct Watch {
     inotify: Option<Inotify>,
     spots: Vec<Spot>,
+    idle: BTreeMap<PathBuf, WatchDescriptor>,
 }
 
 impl Watch {
     /// Watches these places. Where the kernel has no watch left, changes are seen only by looking ([`Watch::is_blind`]).
     pub fn new(spots: Vec<Spot>) -> Watch {
-        assert!(spots.len() <= 32, "one bit for each");
+        assert!(spots.len() < 32, "one bit for each, and one for idle terminals");
         let inotify = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK).ok();
-        let mut watch = Watch { inotify, spots };
+        let mut watch = Watch { inotify, spots, idle: BTreeMap::new() };
         (0..watch.spots.len()).for_each(|i| watch.arm(i));
         watch
     }
@@ -160,6 +172,27 @@ impl Watch {
             let _ = inotify.rm_watch(old);
         }
         spot.file = now;
+    }
+
+    /// Watches these terminals, and no others, until somebody types there. It takes the right to read them; without it the
+    /// next look will tell.
+    pub fn watch_idle(&mut self, terminals: &BTreeSet<PathBuf>) {
+        let Some(inotify) = &self.inotify else { return };
+        self.idle.retain(|path, wd| {
+            let stays = terminals.contains(path);
+            if !stays {
+                // The kernel has taken it away already if the terminal is gone.
+                let _ = inotify.rm_watch(*wd);
+            }
+            stays
+        });
+        for path in terminals.iter().take(IDLE_MAX) {
+            if !self.idle.contains_key(path)
+                && let Ok(wd) = inotify.add_watch(path, AddWatchFlags::IN_ACCESS)
+            {
+                self.idle.insert(path.clone(), wd);
+            }
+        }
     }
 
     /// Waits until some place may have changed or the other descriptor can be read, but no longer than `span`.
@@ -217,6 +250,13 @@ impl Watch {
                         (spot.dir, drop_watch) = (None, true);
                         changed |= 1 << i;
                     }
+                }
+                let before = self.idle.len();
+                if event.mask.contains(AddWatchFlags::IN_IGNORED) {
+                    self.idle.retain(|_, wd| *wd != event.wd);
+                }
+                if self.idle.len() != before || self.idle.values().any(|wd| *wd == event.wd) {
+                    changed |= IDLE;
                 }
                 if drop_watch {
                     let _ = inotify.rm_watch(event.wd);

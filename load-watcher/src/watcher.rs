@@ -25,7 +25,7 @@ use sempa_proto::table::{TASK_FORKED, TASK_HOSTER, TASK_RM, TASK_TASKER, TaskInf
 use sempa_proto::task::{Reply, Request};
 use sempa_proto::{Micros, frame};
 use std::cell::Cell;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -213,6 +213,10 @@ impl Watcher {
             idle_after: Micros::from_secs(u64::from(idle) * 60),
         };
         self.sensed = self.sense.verdict(now, &signs);
+        let is_idle = |at: &Micros| now.since(*at) >= signs.idle_after;
+        let idle = self.seen.typed.iter().filter(|(_, at)| is_idle(at));
+        let idle: BTreeSet<PathBuf> = idle.map(|(line, _)| self.args.terminals.join(line)).collect();
+        self.watch.watch_idle(&idle);
         self.decision = self.door.decide(&Case {
             policy,
             blocked: self.rules.blocked(),

@@ -66,8 +66,8 @@ pub struct Said {
 #[serde(deny_unknown_fields)]
 struct Text {
     state: Option<State>,
-    at_s: Option<u64>,
-    until_s: Option<u64>,
+    at_us: Option<u64>,
+    until_us: Option<u64>,
     #[serde(default)]
     visit: bool,
     never: Option<Vec<Hours>>,
@@ -82,9 +82,9 @@ impl Word {
     pub fn parse(file: &str, text: &str) -> Result<Word, PolicyError> {
         let wrong = |reason: String| PolicyError { file: file.to_string(), line: 1, reason };
         let text: Text = toml::from_str(text).map_err(|e| wrong(e.message().replace('\n', " ")))?;
-        let said = match (text.state, text.at_s, text.until_s) {
-            (Some(state), Some(at), Some(until)) if until < u64::MAX / 1_000_000 && at <= until => {
-                Some(Said { state, at: Micros::from_secs(at), until: Micros::from_secs(until), visit: text.visit })
+        let said = match (text.state, text.at_us, text.until_us) {
+            (Some(state), Some(at), Some(until)) if at <= until => {
+                Some(Said { state, at: Micros(at), until: Micros(until), visit: text.visit })
             }
             (None, ..) => None,
             _ => return Err(wrong("here or away without a time".into())),
@@ -97,8 +97,8 @@ impl Word {
         let mut out = "# Written by `pvm owner`; `pvm owner auto` takes it back.\n".to_string();
         if let Some(Said { state, at, until, visit }) = self.said {
             let state = if state == State::Away { "away" } else { "here" };
-            let (at, until) = (at.0 / 1_000_000, until.0 / 1_000_000);
-            out.push_str(&format!("state = \"{state}\"\nat_s = {at}\nuntil_s = {until}\nvisit = {visit}\n"));
+            let (at, until) = (at.0, until.0);
+            out.push_str(&format!("state = \"{state}\"\nat_us = {at}\nuntil_us = {until}\nvisit = {visit}\n"));
         }
         if let Some(never) = &self.policy.never {
             let all: Vec<String> = never.iter().map(|hours| format!("\"{hours}\"")).collect();
@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_somebody_else_could_have_written_is_not_believed() {
+    fn a_file_that_usomebody_else_could_have_written_is_not_believed() {
         let dir = tempfile::tempdir().expect("a folder");
         let path = word_file(dir.path(), own());
         write(dir.path(), own(), &away()).expect("written");

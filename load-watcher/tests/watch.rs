@@ -6,6 +6,7 @@ use pvm_load_watcher::utmp::{DEAD_PROCESS, RECORD_BYTES, USER_PROCESS, record};
 use pvm_load_watcher::watch::{Spot, Watch, records};
 use sempa_proto::Micros;
 use sempa_proto::load::Login;
+use std::collections::BTreeSet;
 use std::fs::{self, File, OpenOptions};
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
@@ -165,6 +166,27 @@ fn files_and_folders_watched_together_are_told_apart() {
     assert_eq!(seen("b"), [false, true, false]);
     assert_eq!(seen("word-7"), [false, false, true]);
     assert_eq!(seen("b"), [false, true, false]);
+}
+
+#[test]
+fn a_key_at_an_idle_terminal_is_noticed_at_once_and_others_are_not_looked_at() {
+    let (idle, used) =
+        (nix::pty::openpty(None, None).expect("a terminal"), nix::pty::openpty(None, None).expect("one"));
+    let name = |pty: &nix::pty::OpenptyResult| nix::unistd::ttyname(&pty.slave).expect("it has a name");
+    let mut watch = Watch::new(Vec::new());
+    watch.watch_idle(&BTreeSet::from([name(&idle)]));
+    let key = |pty: &nix::pty::OpenptyResult| {
+        nix::unistd::write(&pty.master, b"x\n").expect("there is room");
+        nix::unistd::read(&pty.slave, &mut [0; 8]).expect("a line");
+    };
+    key(&used);
+    assert!(!watch.wait(Duration::ZERO, None).any());
+    key(&idle);
+    assert!(watch.wait(PATIENCE, None).typed());
+    watch.watch_idle(&BTreeSet::new());
+    while watch.wait(Duration::ZERO, None).any() {}
+    key(&idle);
+    assert!(!watch.wait(Duration::ZERO, None).any());
 }
 
 #[test]

@@ -1,0 +1,221 @@
+//! What owners say counts on their machines: by a word, which needs no rights in the virtual machine, and by files.
+
+use sempa_proto::event::EventKind;
+use sempa_tests::needs::testbed;
+use sempa_tests::run::run;
+use sempa_tests::ssh::Login;
+use sempa_tests::testbed::OLGA_UID;
+use sempa_tests::vm::Settings;
+use sempa_tests::{Testbed, Vm, eventually};
+use serde_json::Value;
+use std::fs;
+use std::os::unix::fs::chown;
+use std::time::Duration;
+
+const SOON: Duration = Duration::from_secs(60);
+
+/// `pvm owner ...` on a host, as olga, who has no part in any virtual machine.
+fn owner(bed: &Testbed, host: usize, words: &[&str]) -> Value {
+    let home = bed.folder().join("olga");
+    let mut command = bed.host(host).command_as(Some(("olga", OLGA_UID, &home)), "pvm");
+    command.arg("--json").arg("owner").args(words);
+    let done = run(command, SOON).expect("the console runs");
+    assert!(done.good(), "pvm owner {words:?}: {done:?}");
+    serde_json::from_str(done.out.trim()).unwrap_or_else(|error| panic!("{error}: {done:?}"))
+}
+
+/// Waits until the owner's status of a host is so, and answers it.
+fn status(vm: &Vm, host: usize, what: &str, is_so: impl Fn(&Value) -> bool) -> Value {
+    let look = || {
+        let value = owner(vm.bed(), host, &["status"]);
+        let mut all = value["virtual_machines"].as_array().cloned().unwrap_or_default();
+        match all.pop() {
+            Some(one) if all.is_empty() && is_so(&one) => Ok(one),
+            _ => Err(format!("not {what}: {value}")),
+        }
+    };
+    eventually(SOON, look).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()))
+}
+
+/// Nobody is there; on a machine that does something else besides this test somebody may seem to be.
+fn is_free(status: &Value) -> bool {
+    status["owner"] != "present" && status["guests"] == "welcome"
+}
+
+/// A virtual machine with load watchers on all hosts.
+fn watched(as_alice: bool, hosts: usize, test: impl FnOnce(&Vm)) {
+    let Some((bed, _)) = testbed(hosts) else { return };
+    let rm = Some("pvm-rm --policy load".to_string());
+    let vm = Vm::start(&bed, Settings { rm, as_alice, ..Settings::default() }).expect("a virtual machine");
+    let others: Vec<&str> = bed.hosts()[1..].iter().map(|host| host.name()).collect();
+    vm.add(&others).expect("the others join");
+    vm.program("hold").expect("gcc");
+    (1..=hosts).for_each(|host| drop(status(&vm, host, "watched", |_| true)));
+    test(&vm);
+    vm.halt().expect("halts");
+    let after = owner(&bed, 1, &["status"]);
+    assert_eq!(after["virtual_machines"].as_array().map(Vec::len), Some(0), "{after}");
+}
+
+fn clean(vm: &Vm) {
+    vm.event(SOON, "clean host", |entry| matches!(entry.kind, EventKind::HostClean { .. }))
+        .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+}
+
+fn note(vm: &Vm, says: &str) {
+    vm.event(SOON, says, |entry| entry.text.contains(says)).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+}
+
+/// Waits until some spawn that names no host is placed there.
+fn used_again(vm: &Vm, wanted: &str) {
+    let spawn = || {
+        let tid = vm.spawn(&["hold", "1"]).map_err(|error| format!("{error:#}"))?;
+        let host = vm.host_of(&tid).map_err(|error| format!("{error:#}"))?;
+        if host == wanted { Ok(()) } else { Err(format!("placed on {host}")) }
+    };
+    eventually(SOON, spawn).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+}
+
+#[test]
+fn an_owner_says_here_and_guests_leave_and_away_lets_them_in_although_he_is_logged_in() {
+    watched(false, 2, |vm| {
+        let guest = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
+        let before = status(vm, 2, "used by one task", |s| s["tasks"].as_array().is_some_and(|t| t.len() == 1));
+        assert_eq!(
+            (&before["owner"], &before["guests"], &before["user"]),
+            (&"absent".into(), &"welcome".into(), &"root".into())
+        );
+        let task = &before["tasks"][0];
+        assert_eq!((task["tid"].as_str(), task["program"].as_str()), (Some(guest.as_str()), Some("hold")), "{before}");
+        assert!(task["since_us"].as_u64().is_some_and(|at| at > 0), "{before}");
+
+        let said = owner(vm.bed(), 2, &["here"]);
+        assert_eq!((said["said"].as_str(), said["until_visit"].as_bool()), (Some("here"), Some(true)));
+        clean(vm);
+        assert_eq!(vm.host_of(&guest).expect("alive"), "h1");
+        let here = status(vm, 2, "present", |s| s["owner"] == "present");
+        assert_eq!((&here["confidence"], &here["guests"]), (&100.into(), &"stopped".into()));
+        assert!(here["why"].as_str().is_some_and(|why| why.starts_with("olga said \"here\"")), "{here}");
+        let other = vm.spawn(&["hold", "1"]).expect("spawned");
+        assert_eq!(vm.host_of(&other).expect("alive"), "h1");
+
+        owner(vm.bed(), 2, &["auto"]);
+        status(vm, 2, "free", is_free);
+        let login = Login::new(vm.bed(), "olga", vm.bed().host(2)).expect("a login");
+        status(vm, 2, "present", |s| {
+            s["owner"] == "present" && s["why"].as_str().is_some_and(|w| w.contains("logged in"))
+        });
+        owner(vm.bed(), 2, &["away"]);
+        status(vm, 2, "absent", |s| s["owner"] == "absent" && s["confidence"] == 100);
+        used_again(vm, "h2");
+        // The word was about this visit.
+        let second = Login::new(vm.bed(), "olga", vm.bed().host(2)).expect("a login");
+        status(vm, 2, "present", |s| s["owner"] == "present");
+        for login in [login, second] {
+            login.out().expect("logs out");
+        }
+        owner(vm.bed(), 2, &["auto"]);
+        assert!(!vm.bed().host(2).path("/var/tmp/sempa-owner-21002.toml").exists(), "nothing is left of the word");
+    });
+}
+
+#[test]
+fn an_owner_limits_guests_and_forbids_hours_and_takes_it_back() {
+    watched(false, 2, |vm| {
+        owner(vm.bed(), 2, &["limit", "1", "cores"]);
+        status(vm, 2, "limited", |s| s["policy"][0]["name"] == "cores" && s["policy"][0]["from"] == "pvm owner");
+        let guests: Vec<String> = (0..4).map(|_| vm.spawn(&["hold", "1"]).expect("spawned")).collect();
+        let there: Vec<&String> = guests.iter().filter(|tid| vm.host_of(tid).expect("alive") == "h2").collect();
+        assert_eq!(there.len(), 1, "as many as the owner allows");
+        let refused = vm.spawn(&["-h2", "hold", "1"]).expect_err("it is full").to_string();
+        assert!(refused.contains("resources") || refused.contains("-27"), "{refused}");
+        note(vm, "h2: its owner allows one task, and it is there");
+
+        owner(vm.bed(), 2, &["never", "always"]);
+        note(vm, "h2 takes no guests: the owner wants no guests always");
+        clean(vm);
+        assert_eq!(vm.host_of(there[0]).expect("alive"), "h1");
+        assert!(vm.spawn(&["-h2", "hold", "1"]).is_err(), "not even by name");
+        note(vm, "h2: no guests now (the owner wants no guests always)");
+
+        owner(vm.bed(), 2, &["never", "none"]);
+        owner(vm.bed(), 2, &["limit", "none"]);
+        note(vm, "h2 takes guests again");
+        used_again(vm, "h2");
+    });
+}
+
+#[test]
+fn a_policy_file_counts_at_once_and_a_wrong_one_is_refused_while_the_old_one_stays() {
+    watched(false, 2, |vm| {
+        let file = vm.home().join(".config/sempa/owner.toml");
+        fs::create_dir_all(file.parent().expect("a folder")).expect("the testbed's own home");
+        let setting =
+            |s: &Value, value: &str| s["policy"].as_array().is_some_and(|p| p.iter().any(|p| p["value"] == value));
+        fs::write(&file, "leave_after = 3600\n[blocked]\nprograms = [\"no-such-*\"]\n")
+            .expect("the testbed's own home");
+        status(vm, 2, "policy read", |s| setting(s, "3600") && setting(s, "[\"no-such-*\"]"));
+
+        let guest = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
+        let login = Login::new(vm.bed(), "olga", vm.bed().host(2)).expect("a login");
+        let waits = status(vm, 2, "stopped", |s| s["guests"] == "stopped");
+        assert!(waits["leave_at_us"].as_u64().is_some_and(|at| at > 0), "{waits}");
+        vm.event(SOON, "present owner", |entry| matches!(entry.kind, EventKind::OwnerPresent { .. })).expect("seen");
+        assert_eq!(vm.host_of(&guest).expect("alive"), "h2", "its hour has not passed");
+
+        fs::write(&file, "leave_after = 0\nleaves = 1\n").expect("the testbed's own home");
+        let wrong = status(vm, 2, "refused", |s| s["wrong"].as_array().is_some_and(|w| !w.is_empty()));
+        let says = wrong["wrong"][0].as_str().unwrap_or_default();
+        assert!(says.contains("owner.toml:2: unknown field `leaves`"), "{wrong}");
+        assert!(setting(&wrong, "3600"), "{wrong}");
+        assert_eq!(vm.host_of(&guest).expect("alive"), "h2", "the old policy stays");
+
+        fs::write(&file, "leave_after = 0\n").expect("the testbed's own home");
+        clean(vm);
+        assert_eq!(vm.host_of(&guest).expect("alive"), "h1");
+        login.out().expect("logs out");
+    });
+}
+
+#[test]
+fn owners_need_no_rights_in_the_virtual_machine_of_an_ordinary_user_and_nobody_speaks_for_another() {
+    watched(true, 2, |vm| {
+        // Somebody else's file under olga's name.
+        let forged = vm.bed().host(2).path("/var/tmp/sempa-owner-21002.toml");
+        fs::write(&forged, "state = \"here\"\nat_us = 1\nuntil_us = 9999999999999999\n")
+            .expect("the testbed's own folder");
+        chown(&forged, Some(OLGA_UID + 7), None).expect("the testbed's own file");
+        let doubted = status(vm, 2, "doubtful", |s| s["wrong"].as_array().is_some_and(|w| !w.is_empty()));
+        assert!(doubted["wrong"][0].as_str().is_some_and(|says| says.contains("not believed")), "{doubted}");
+        assert!(is_free(&doubted) && doubted["user"] == "alice", "{doubted}");
+        fs::remove_file(&forged).expect("the testbed's own file");
+
+        owner(vm.bed(), 2, &["here", "--for", "1h"]);
+        status(vm, 2, "present", |s| s["owner"] == "present");
+        vm.event(SOON, "present owner", |entry| matches!(entry.kind, EventKind::OwnerPresent { .. })).expect("seen");
+        for _ in 0..3 {
+            let tid = vm.spawn(&["hold", "1"]).expect("spawned");
+            assert_eq!(vm.host_of(&tid).expect("alive"), "h1");
+        }
+        owner(vm.bed(), 2, &["auto"]);
+        used_again(vm, "h2");
+    });
+}
+
+#[test]
+fn a_session_of_systemd_is_an_owner_without_any_login_record() {
+    watched(false, 2, |vm| {
+        let guest = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
+        let folder = vm.bed().host(2).path("/run/systemd/sessions");
+        fs::create_dir_all(&folder).expect("the testbed's own folder");
+        let text = "USER=olga\nCLASS=user\nTYPE=wayland\nSTATE=active\nREMOTE=0\nTTY=tty2\nREALTIME=1700000000000000\n";
+        fs::write(folder.join("c1"), text).expect("the testbed's own file");
+        clean(vm);
+        assert_eq!(vm.host_of(&guest).expect("alive"), "h1");
+        let here = status(vm, 2, "present", |s| s["owner"] == "present");
+        assert!(here["why"].as_str().is_some_and(|why| why.starts_with("olga is logged in on tty2")), "{here}");
+        fs::remove_file(folder.join("c1")).expect("the testbed's own file");
+        status(vm, 2, "free", is_free);
+        used_again(vm, "h2");
+    });
+}
