@@ -54,7 +54,8 @@ struct Args {
     /// kept beside the daemon's socket until the virtual machine is halted.
     #[arg(long, value_name = "DIR")]
     state: Option<PathBuf>,
-    /// Write down what the resource manager is told, for '--replay' and 'pvm replay'.
+    /// Write down what the resource manager is told, for '--replay' and 'pvm replay'. A file that is there gets '.before'
+    /// behind its name.
     #[arg(long, value_name = "FILE")]
     record: Option<PathBuf>,
     /// Join no virtual machine: run such a record under the policy that it names and under that of '--policy', and compare.
@@ -86,11 +87,13 @@ fn labels(given: &[(String, String, String)]) -> Labels {
 
 /// Where the books are kept.
 fn shelf(state: Option<&Path>) -> anyhow::Result<Shelf> {
-    let place = Place::of(nix::unistd::geteuid().as_raw(), |name| std::env::var(name).ok());
-    let place = place.map_err(anyhow::Error::msg)?;
+    let variable = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
+    let place = Place::of(nix::unistd::geteuid().as_raw(), variable).map_err(anyhow::Error::msg)?;
+    // A spawned task is told its daemon's socket, and perhaps not where the daemon found its place.
+    let socket = variable("PVMSOCK").map_or_else(|| place.socket(), PathBuf::from);
     Ok(match state {
         Some(dir) => Shelf { dir: dir.to_path_buf(), name: format!("rm-{}.redb", place.vm()) },
-        None => Shelf { dir: place.dir().to_path_buf(), name: STATE_FILE.to_string() },
+        None => Shelf { dir: socket.parent().unwrap_or(place.dir()).to_path_buf(), name: STATE_FILE.to_string() },
     })
 }
 

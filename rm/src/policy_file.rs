@@ -4,8 +4,8 @@
 use crate::policy::POLICY_BYTES_MAX;
 use crate::service::TAG_POLICY;
 use bytes::Bytes;
-use inotify::{Inotify, WatchMask};
 use libpvm::Vm;
+use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
 use sempa_proto::Message;
 use sempa_proto::message::DSIG_X86_64;
 use sempa_proto::rm::CTX_RM;
@@ -22,31 +22,33 @@ pub fn content(path: &Path) -> std::io::Result<String> {
     Ok(text)
 }
 
-/// Sends the content to the own task whenever the file was written or replaced.
+/// Sends the content to the own task, now and whenever the file was written or replaced.
 ///
 /// # Errors
 /// Its folder cannot be followed.
 pub fn follow(path: &Path, vm: &Vm) -> std::io::Result<()> {
     let (vm, path) = (vm.clone(), std::path::absolute(path)?);
     let folder = path.parent().map_or_else(|| PathBuf::from("/"), Path::to_path_buf);
-    let mut inotify = Inotify::init()?;
+    let inotify = Inotify::init(InitFlags::IN_CLOEXEC)?;
     // The folder and not the file: editors replace it.
-    inotify.watches().add(folder, WatchMask::CLOSE_WRITE | WatchMask::MOVED_TO)?;
+    inotify.add_watch(&folder, AddWatchFlags::IN_CLOSE_WRITE | AddWatchFlags::IN_MOVED_TO)?;
     std::thread::spawn(move || {
-        let mut buffer = [0; 4096];
-        loop {
-            let Ok(events) = inotify.read_events_blocking(&mut buffer) else { return };
-            if !events.into_iter().any(|event| event.name == path.file_name()) {
-                continue;
-            }
-            // One that was removed or cannot be read for the moment changes nothing.
-            let Ok(text) = content(&path) else { continue };
-            let (src, body) = (vm.tid(), Bytes::from(text));
-            let message = Message { src, dst: src, ctx: CTX_RM, tag: TAG_POLICY, wid: 0, enc: DSIG_X86_64, body };
-            if vm.send_message(message).is_err() {
-                return;
+        // It may have changed since it was read at the start; the same content again changes nothing.
+        tell(&path, &vm);
+        while let Ok(events) = inotify.read_events() {
+            if events.iter().any(|event| event.name.as_deref() == path.file_name()) {
+                tell(&path, &vm);
             }
         }
     });
     Ok(())
+}
+
+/// Sends the content to the own task. A file that was removed or cannot be read for the moment changes nothing.
+fn tell(path: &Path, vm: &Vm) {
+    let Ok(text) = content(path) else { return };
+    let (src, body) = (vm.tid(), Bytes::from(text));
+    let message = Message { src, dst: src, ctx: CTX_RM, tag: TAG_POLICY, wid: 0, enc: DSIG_X86_64, body };
+    // Without a daemon the service ends, and this thread with it.
+    drop(vm.send_message(message));
 }

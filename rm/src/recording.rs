@@ -121,11 +121,19 @@ pub struct Recorder {
 }
 
 impl Recorder {
-    /// Begins one; a file that is there is replaced.
+    /// Begins one. A file that is there, perhaps of a resource manager that has died, gets `.before` behind its name.
     ///
     /// # Errors
     /// When it cannot be written.
     pub fn create(path: &Path) -> Result<Recorder, RecordError> {
+        let mut before = path.as_os_str().to_os_string();
+        before.push(".before");
+        match std::fs::rename(path, before) {
+            Err(source) if source.kind() != std::io::ErrorKind::NotFound => {
+                return Err(RecordError::File { path: path.to_path_buf(), source });
+            }
+            _ => {}
+        }
         Recorder::with_limit(path, RECORD_BYTES_MAX)
     }
 
@@ -198,6 +206,9 @@ mod tests {
         let bytes = std::fs::read(&path).expect("it is there");
         std::fs::write(&path, &bytes[..bytes.len() - 1]).expect("it can be written");
         assert_eq!(read(&path).expect("a record")[..], whole[..2]);
+        drop(Recorder::create(&path).expect("it can be written"));
+        assert_eq!(read(&path).expect("a record"), []);
+        assert_eq!(read(&dir.path().join("record.before")).expect("the former one")[..], whole[..2]);
     }
 
     #[test]
