@@ -145,8 +145,22 @@ fn where_somebody_may_be_tasks_come_last_and_stay() {
     host.tasks = vec![TaskView::new(Tid::task(h(2), 1).expect("a task"), Micros::default())];
     assert_eq!(on(&placed(&snapshot, &request(0, "", 5)), 2), 0);
     assert_eq!(moves(&snapshot), Moves::default());
+    for place in ["?rank = cores", "?same-host"] {
+        assert_eq!(on(&placed(&snapshot, &request(0, place, 2)), 2), 0, "{place}");
+    }
+    let in_turn = Snapshot { policy: Policy::RoundRobin, ..snapshot.clone() };
+    assert_eq!(on(&placed(&in_turn, &request(0, "", 5)), 2), 0);
+    assert_eq!(on(&placed(&snapshot, &request(SPAWN_HOST, "h2", 1)), 2), 1, "who names it gets it");
     snapshot.hosts.edit(h(1)).expect("a host").owner = Owner::Present { why: "bob".into() };
     assert_eq!(on(&placed(&snapshot, &request(0, "", 5)), 2), 5, "better than no place");
+}
+
+#[test]
+fn load_that_is_not_ours_counts_as_load_and_no_more() {
+    let mut snapshot = pool(2);
+    let why = "programs that are not ours".to_string();
+    snapshot.hosts.edit(h(2)).expect("a host").owner = Owner::Maybe { why, idle: false };
+    assert_eq!(on(&placed(&snapshot, &request(0, "", 4)), 2), 2);
 }
 
 #[test]

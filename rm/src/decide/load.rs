@@ -1,7 +1,7 @@
 //! Load evaluation: what share of a processor one more task would get on each host.
 
 use super::index::Index;
-use super::{Costs, HostView, Owner, Reason, SAMPLE_AGE_MAX, Sampled, Snapshot};
+use super::{Costs, HostView, Reason, SAMPLE_AGE_MAX, Sampled, Snapshot};
 use sempa_proto::{HostId, Micros};
 use std::borrow::Cow;
 use std::cmp::Reverse;
@@ -78,7 +78,7 @@ impl Load {
         });
         let speed = u64::try_from(host.speed).unwrap_or(0).max(1);
         let foreign = foreign(host, now).round() as u32;
-        let (calm, most) = (!matches!(host.owner, Owner::Maybe { .. }), limits.cores.unwrap_or(u32::MAX));
+        let (calm, most) = (host.owner.is_calm(), limits.cores.unwrap_or(u32::MAX));
         Load { host: host.id, capacity, speed, own, foreign, room, calm, most }
     }
 

@@ -109,6 +109,8 @@ impl<'a> Placing<'a> {
             let why = self.why_load(hosts.first());
             (hosts, why)
         } else {
+            let calm: Vec<&HostView> = fit.iter().filter(|h| h.owner.is_calm()).copied().collect();
+            let fit = if calm.is_empty() { fit.clone() } else { calm };
             let (hosts, last) = self.in_turn(&fit);
             if snapshot.policy == Policy::RoundRobin {
                 rotation = last;
@@ -243,7 +245,7 @@ impl<'a> Placing<'a> {
         let key = |h: &&HostView| {
             let number = rank.by.of(h, || self.loads.load(h.id));
             let order = number.map(|n| if rank.least { u64::MAX - n } else { n });
-            (Reverse(order), h.id)
+            (!h.owner.is_calm(), Reverse(order), h.id)
         };
         let mut order = fit.to_vec();
         order.sort_by_cached_key(key);
