@@ -476,7 +476,10 @@ impl Machine {
 
     /// Its socket has closed.
     pub(super) fn task_let_go(&mut self, tid: Tid) {
-        self.each_source(tid, SourceEvent::Quiesced);
+        // A guest that was told to let go and is welcome again finds its token at once; it lets go for the move after that.
+        if !self.tasks.get(tid).is_some_and(|t| t.still.as_ref().is_some_and(|still| still.waking)) {
+            self.each_source(tid, SourceEvent::Quiesced);
+        }
     }
 
     /// Its library has connected again.
