@@ -1,5 +1,6 @@
 //! Benchmarks. `benches/wire.rs` and its neighbours measure single layers without any I/O (`cargo xtask bench micro`). This
-//! library is `cargo xtask bench peers`: the running system beside PVM 3.4.6, Open MPI and MPICH, in one run on one machine.
+//! library is `cargo xtask bench peers`: the running system beside PVM 3.4.6, Open MPI and MPICH, in one run on one machine;
+//! and `cargo xtask bench rm`: with and without the resource manager.
 //!
 //! It measures and tells; it judges nothing that a test could rest on, because a loaded machine is slow without a defect.
 
@@ -7,6 +8,7 @@ mod curves;
 mod figures;
 mod floor;
 mod machine;
+mod managed;
 mod netpipe;
 mod plot;
 mod report;
@@ -18,6 +20,7 @@ use std::fs;
 use std::path::PathBuf;
 
 pub use figures::System;
+pub use managed::managed;
 
 /// Debian packages that the systems come from.
 pub const PACKAGES: [&str; 7] =

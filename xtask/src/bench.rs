@@ -15,6 +15,8 @@ enum What {
     Peers,
     /// What a load watcher costs its host, beside SEMPA's figures
     Load,
+    /// What the resource manager adds to spawns and added hosts
+    Rm,
     /// Single layers and peers
     All,
 }
@@ -28,16 +30,16 @@ pub(crate) struct Words {
     /// peers: only these rows, such as `rtt8` or `rtt8*`
     #[arg(long, value_name = "ROW")]
     only: Vec<String>,
-    /// peers: fewer repetitions and rounds
+    /// peers, rm: fewer repetitions and rounds
     #[arg(long)]
     quick: bool,
     /// peers: repetitions of each measurement
     #[arg(long, value_name = "NUMBER")]
     repetitions: Option<usize>,
-    /// peers: measure what is installed here instead of building and installing it
+    /// peers, rm: measure what is installed here instead of building and installing it
     #[arg(long, value_name = "DIR")]
     prefix: Option<PathBuf>,
-    /// peers: where the table, JSON and plots go; a run of all rows goes to benches/results, one of some to target/bench
+    /// peers, rm: where the table, JSON and plots go; a run of all rows goes to benches/results, one of some to target/bench
     #[arg(long, value_name = "DIR")]
     results: Option<PathBuf>,
 }
@@ -50,6 +52,9 @@ pub(crate) fn run(words: &Words) -> Result<bool> {
     if words.what == What::Load {
         return bench_load::run();
     }
+    if words.what == What::Rm {
+        return managed(words);
+    }
     let mut good = true;
     if words.what != What::Peers {
         good &= install::cargo(&["bench", "-p", "sempa-benches"])?.status()?.success();
@@ -60,9 +65,9 @@ pub(crate) fn run(words: &Words) -> Result<bool> {
     Ok(good)
 }
 
-fn peers(words: &Words) -> Result<bool> {
-    setup::packages(&PACKAGES)?;
-    let prefix = match &words.prefix {
+/// Where the programs to be measured are installed; they are built unless somebody says where they are.
+fn installed(words: &Words) -> Result<PathBuf> {
+    Ok(match &words.prefix {
         Some(prefix) => {
             // The testbed's hosts have a program of their own. Together with this one: the same features, nothing built twice.
             if !install::cargo(&["build", "--release", "-p", "xtask", "-p", "sempa-tests"])?.status()?.success() {
@@ -76,15 +81,30 @@ fn peers(words: &Words) -> Result<bool> {
             install::lay_out(&prefix)?;
             prefix
         }
-    };
+    }
+    .canonicalize()?)
+}
+
+/// Where results go: a whole run's to the project.
+fn results(words: &Words) -> Result<PathBuf> {
     let whole = words.only.is_empty() && !words.quick;
     let usual = if whole { setup::project().join("benches/results") } else { install::target()?.join("bench") };
+    Ok(words.results.clone().unwrap_or(usual))
+}
+
+fn managed(words: &Words) -> Result<bool> {
+    setup::packages(&PACKAGES)?;
+    sempa_benches::managed(&installed(words)?, words.prefix.is_none(), words.quick, &results(words)?)
+}
+
+fn peers(words: &Words) -> Result<bool> {
+    setup::packages(&PACKAGES)?;
     sempa_benches::peers(&Settings {
-        prefix: prefix.canonicalize()?,
+        prefix: installed(words)?,
         own_build: words.prefix.is_none(),
         quick: words.quick,
         only: words.only.clone(),
         repetitions: words.repetitions,
-        results: words.results.clone().unwrap_or(usual),
+        results: results(words)?,
     })
 }

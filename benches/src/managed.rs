@@ -1,0 +1,189 @@
+//! `cargo xtask bench rm`: what the resource manager costs. Two virtual machines of ours, one with it and one without, are up
+//! at the same time and take turns, so that a busy minute hurts both alike. SEMPA's authors measured the same for theirs.
+
+use crate::figures::{Samples, of_repetitions, read};
+use crate::machine::Machine;
+use crate::systems::compile_one;
+use anyhow::{Context, Result, bail};
+use sempa_tests::run::run;
+use sempa_tests::testbed::gone;
+use sempa_tests::vm::Settings;
+use sempa_tests::{Testbed, Vm, needs};
+use serde::Serialize;
+use std::fs;
+use std::path::Path;
+use std::time::Duration;
+
+/// Time for one run of the program.
+const RUN_TIME: Duration = Duration::from_secs(120);
+/// Time for the daemon of a host that was deleted to be gone.
+const GONE_TIME: Duration = Duration::from_secs(30);
+/// Repetitions of each row.
+const REPETITIONS: usize = 9;
+const REPETITIONS_QUICK: usize = 3;
+/// The resource manager's share that we allow ourselves, in percent.
+const SHARE_MAX: f64 = 10.0;
+
+/// Something that is measured.
+struct Row {
+    what: &'static str,
+    /// Words for the program.
+    words: &'static [&'static str],
+    /// Name of the time.
+    sample: &'static str,
+    /// A second host is there.
+    two_hosts: bool,
+    /// What SEMPA's resource manager added, as its authors say.
+    sempa: &'static str,
+}
+
+const ROWS: [Row; 5] = [
+    Row {
+        what: "spawn here, the call",
+        words: &["spawn", "tasks=1", "rounds=40", "warm=4"],
+        sample: "call",
+        two_hosts: false,
+        sempa: "+75 %",
+    },
+    Row {
+        what: "spawn here, to the first message",
+        words: &["spawn", "tasks=1", "rounds=40", "warm=4"],
+        sample: "first",
+        two_hosts: false,
+        sempa: "-",
+    },
+    Row {
+        what: "spawn there, the call",
+        words: &["spawn", "tasks=1", "host=h2", "rounds=40", "warm=4"],
+        sample: "call",
+        two_hosts: true,
+        sempa: "+166 %",
+    },
+    Row {
+        what: "spawn there, to the first message",
+        words: &["spawn", "tasks=1", "host=h2", "rounds=40", "warm=4"],
+        sample: "first",
+        two_hosts: true,
+        sempa: "-",
+    },
+    Row {
+        what: "addhosts of one host",
+        words: &["add_hosts", "host=h2"],
+        sample: "call",
+        two_hosts: false,
+        sempa: "+10-30 %",
+    },
+];
+
+/// A row as measured, in milliseconds.
+#[derive(Clone, Debug, Serialize)]
+struct Measured {
+    what: &'static str,
+    without_ms: f64,
+    with_ms: f64,
+    /// What the resource manager adds, in percent.
+    share_percent: f64,
+    sempa: &'static str,
+}
+
+#[derive(Debug, Serialize)]
+struct Results {
+    machine: Machine,
+    rows: Vec<Measured>,
+}
+
+/// One virtual machine.
+struct Side<'a> {
+    bed: &'a Testbed,
+    vm: Vm<'a>,
+}
+
+impl<'a> Side<'a> {
+    fn start(bed: &'a Testbed, managed: bool, two_hosts: bool) -> Result<Side<'a>> {
+        let rm = managed.then(|| "pvm-rm".to_string());
+        let side = Side { bed, vm: Vm::start(bed, Settings { rm, ..Settings::default() })? };
+        if two_hosts {
+            side.vm.add(&["h2"])?;
+        }
+        Ok(side)
+    }
+
+    fn once(&self, words: &[&str]) -> Result<Samples> {
+        let mut command = self.vm.command(self.bed.host(1), self.bed.home().join("pvm3/bin/LINUX64/peers"));
+        command.args(words);
+        let samples = read(&run(command, RUN_TIME)?.expect_good("the measuring program")?.out)?;
+        if words[0] == "add_hosts" {
+            gone(self.bed.host(2), "pvmd", GONE_TIME)?;
+        }
+        Ok(samples)
+    }
+}
+
+/// Measures with and without resource manager, prints a table, writes it and JSON to `results`. True if all of it is below
+/// the share that we allow ourselves.
+///
+/// # Errors
+/// A virtual machine cannot be started, a run fails, or the results cannot be written.
+pub fn managed(prefix: &Path, own_build: bool, quick: bool, results: &Path) -> Result<bool> {
+    if let Some(lack) = needs::lacks() {
+        bail!("bench rm: {lack}");
+    }
+    let repetitions = if quick { REPETITIONS_QUICK } else { REPETITIONS };
+    let mut machine = Machine::describe(own_build, repetitions, quick);
+    let beds = [Testbed::new(2, Some(prefix), &[])?, Testbed::new(2, Some(prefix), &[])?];
+    beds.iter().try_for_each(|bed| compile_one(bed, "gcc", "peers", Some("-lpvm3")))?;
+    let mut rows = Vec::new();
+    for two_hosts in [false, true] {
+        let sides = [Side::start(&beds[0], false, two_hosts)?, Side::start(&beds[1], true, two_hosts)?];
+        rows.extend(take_turns(&sides, two_hosts, repetitions)?);
+        let [without, with] = sides;
+        without.vm.halt()?;
+        with.vm.halt()?;
+    }
+    machine.look_again();
+    let order = |row: &Measured| ROWS.iter().position(|known| known.what == row.what);
+    rows.sort_by_key(order);
+    let text = format!("{}{}", machine.text(), table(&rows));
+    fs::create_dir_all(results).with_context(|| results.display().to_string())?;
+    fs::write(results.join("rm.txt"), &text)?;
+    let good = rows.iter().all(|row| row.share_percent < SHARE_MAX);
+    fs::write(results.join("rm.json"), serde_json::to_string_pretty(&Results { machine, rows })? + "\n")?;
+    println!("{text}written: {}", results.display());
+    Ok(good)
+}
+
+/// All rows of one stage, each by both sides in turn.
+fn take_turns(sides: &[Side<'_>; 2], two_hosts: bool, repetitions: usize) -> Result<Vec<Measured>> {
+    let chosen: Vec<&Row> = ROWS.iter().filter(|row| row.two_hosts == two_hosts).collect();
+    let mut words: Vec<&[&str]> = chosen.iter().map(|row| row.words).collect();
+    words.dedup();
+    let mut rows = Vec::new();
+    for words in words {
+        let mut taken: [Vec<Samples>; 2] = Default::default();
+        for repetition in 1..=repetitions {
+            eprintln!("bench rm: {} ({repetition} of {repetitions})", words.join(" "));
+            // The other way round every second time: who comes first may find a colder machine.
+            let order = if repetition % 2 == 0 { [1, 0] } else { [0, 1] };
+            for side in order {
+                taken[side].push(sides[side].once(words)?);
+            }
+        }
+        for row in chosen.iter().filter(|row| row.words == words) {
+            let ms = |side: usize| of_repetitions(&taken[side], row.sample).map(|sample| sample.median_us / 1e3);
+            let (without_ms, with_ms) = ms(0).zip(ms(1)).with_context(|| format!("{} was not measured", row.what))?;
+            let share_percent = (with_ms / without_ms - 1.0) * 100.0;
+            rows.push(Measured { what: row.what, without_ms, with_ms, share_percent, sempa: row.sempa });
+        }
+    }
+    Ok(rows)
+}
+
+fn table(rows: &[Measured]) -> String {
+    let head = ["milliseconds, medians", "without", "with RM", "its share", "SEMPA's"];
+    let mut text = format!("{:36} {:>10} {:>10} {:>10} {:>10}\n", head[0], head[1], head[2], head[3], head[4]);
+    for Measured { what, without_ms, with_ms, share_percent, sempa } in rows {
+        let share = format!("{share_percent:+.1} %");
+        text.push_str(&format!("{what:36} {without_ms:>10.3} {with_ms:>10.3} {share:>10} {sempa:>10}\n"));
+    }
+    text + &format!("allowed: less than {SHARE_MAX} %\n")
+}
