@@ -38,6 +38,8 @@ pub fn records(path: &Path) -> Records {
 #[derive(Debug)]
 enum What {
     File,
+    /// A file that is read only when its writer has closed it: half of it, or nothing, would mean something else.
+    Settings,
     /// The files in it whose names begin like this.
     Folder(&'static str),
 }
@@ -57,6 +59,11 @@ impl Spot {
         Spot { path, what: What::File, file: None, dir: None }
     }
 
+    /// A file of settings.
+    pub fn settings(path: PathBuf) -> Spot {
+        Spot { path, what: What::Settings, file: None, dir: None }
+    }
+
     /// The files of a folder whose names begin with `prefix`.
     pub fn folder(path: PathBuf, prefix: &'static str) -> Spot {
         Spot { path, what: What::Folder(prefix), file: None, dir: None }
@@ -65,7 +72,9 @@ impl Spot {
     /// The folder that is watched.
     fn folder_path(&self) -> &Path {
         match self.what {
-            What::File => self.path.parent().filter(|d| !d.as_os_str().is_empty()).unwrap_or(Path::new(".")),
+            What::File | What::Settings => {
+                self.path.parent().filter(|d| !d.as_os_str().is_empty()).unwrap_or(Path::new("."))
+            }
             What::Folder(_) => &self.path,
         }
     }
@@ -78,7 +87,7 @@ impl Spot {
         Some(event.wd) == self.dir
             && match self.what {
                 // An event without a name is about the folder itself.
-                What::File => name.is_none() || name == self.path.file_name(),
+                What::File | What::Settings => name.is_none() || name == self.path.file_name(),
                 What::Folder(prefix) => name.is_none_or(|n: &OsStr| n.as_bytes().starts_with(prefix.as_bytes())),
             }
     }
@@ -161,7 +170,8 @@ impl Watch {
         if matches!(spot.what, What::Folder(_)) {
             return;
         }
-        let flags = AddWatchFlags::IN_MODIFY
+        let half = matches!(spot.what, What::File).then_some(AddWatchFlags::IN_MODIFY);
+        let flags = half.unwrap_or(AddWatchFlags::empty())
             | AddWatchFlags::IN_CLOSE_WRITE
             | AddWatchFlags::IN_ATTRIB
             | AddWatchFlags::IN_DELETE_SELF

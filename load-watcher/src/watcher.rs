@@ -117,8 +117,8 @@ impl Watcher {
         let watch = Watch::new(vec![
             Spot::file(utmp_path(args.utmp.clone())),
             Spot::folder(args.sessions.clone(), ""),
-            Spot::file(places.owner.clone()),
-            Spot::file(places.admin.clone()),
+            Spot::settings(places.owner.clone()),
+            Spot::settings(places.admin.clone()),
             Spot::folder(places.words.clone(), WORD_PREFIX),
         ]);
         let rules = Rules::read(places, args.guest_defaults.clone());

@@ -190,6 +190,19 @@ fn a_key_at_an_idle_terminal_is_noticed_at_once_and_others_are_not_looked_at() {
 }
 
 #[test]
+fn settings_are_read_only_when_their_writer_has_closed_them() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let path = dir.path().join("owner.toml");
+    fs::write(&path, "cores = 2\n").expect("the test's own file");
+    let mut watch = Watch::new(vec![Spot::settings(path.clone())]);
+    let file = OpenOptions::new().write(true).truncate(true).open(&path).expect("the test's own file");
+    file.write_all_at(b"cores = 3\n", 0).expect("the test's own file");
+    assert!(!watch.wait(Duration::ZERO, None).any());
+    drop(file);
+    assert!(watch.wait(PATIENCE, None).has(0));
+}
+
+#[test]
 fn another_descriptor_wakes_it_as_well() {
     let (read, write) = nix::unistd::pipe().expect("a pipe");
     let mut watch = Watch::new(Vec::new());
