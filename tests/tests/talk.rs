@@ -160,6 +160,16 @@ fn children_that_tasks_fork_disturb_neither_their_direct_routes_nor_their_moves(
     vm.halt().expect("halts");
 }
 
+/// Waits until the daemon of its new host has a task for its own.
+fn belongs(vm: &Vm, tid: &str) {
+    eventually(SOON, || {
+        let tasks = vm.tasks().map_err(|error| format!("{error:#}"))?;
+        let task = tasks.into_iter().find(|task| task.tid == tid).ok_or("it is in no list")?;
+        if task.moving { Err(format!("{task:?}")) } else { Ok(()) }
+    })
+    .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+}
+
 #[test]
 fn guests_that_are_stopped_moved_and_go_on_while_they_talk_lose_double_and_reorder_nothing() {
     let Some((bed, _)) = testbed(3) else { return };
@@ -188,12 +198,14 @@ fn guests_that_are_stopped_moved_and_go_on_while_they_talk_lose_double_and_reord
             eprintln!("stop {number}: {} from {place} to {to}", talk.workers[who].0);
             vm.must_migrate(&talk.workers[who].0, to);
             talk.workers[who].1 = to.to_string();
+            belongs(&vm, &talk.workers[who].0);
         }
         owner.say("welcome nobody is there");
         // Those that have left do not come back by themselves.
         if let Some(away) = (0..6).find(|who| talk.workers[*who].1 == "h1").filter(|_| theirs.len() < 2) {
             vm.must_migrate(&talk.workers[away].0, place);
             talk.workers[away].1 = place.to_string();
+            belongs(&vm, &talk.workers[away].0);
         }
     }
     eprintln!("{}", talk.finish(&vm));
