@@ -89,6 +89,9 @@ impl Timeline {
                         journey.frozen_ms = Some(frozen.0 as f64 / 1000.0);
                     }
                 }
+                EventKind::GuestsStopped { host, .. } if host.index() == index && line.guests_stopped_ms.is_none() => {
+                    line.guests_stopped_ms = at;
+                }
                 EventKind::MoveFailed { from, .. } if from.index() == index => line.failures.push(entry.text.clone()),
                 EventKind::HostClean { host } if host.index() == index && line.host_clean_ms.is_none() => {
                     line.host_clean_ms = at;
@@ -97,7 +100,9 @@ impl Timeline {
             }
         }
         line.moves = journeys.into_iter().map(|(_, journey)| journey).filter(|one| one.running_ms.is_some()).collect();
-        line.guests_stopped_ms = line.moves.iter().filter_map(|one| one.stopped_ms).reduce(f64::max);
+        // Without an owner's word on the host itself, each is stopped by its move.
+        let by_moves = || line.moves.iter().filter_map(|one| one.stopped_ms).reduce(f64::max);
+        line.guests_stopped_ms = line.guests_stopped_ms.or_else(by_moves);
         Some(line)
     }
 
