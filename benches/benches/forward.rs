@@ -1,8 +1,8 @@
 //! What the daemon's machine does with a data frame between two tasks of its host: from the event to the output, no I/O.
 
 use bytes::Bytes;
-use divan::{AllocProfiler, Bencher};
 use divan::counter::ItemsCount;
+use divan::{AllocProfiler, Bencher};
 use pvmd::machine::{ConnId, Event, Machine, MachineConfig, Output, World};
 use sempa_proto::link::{LinkFrame, LinkKind};
 use sempa_proto::message::DSIG_X86_64;

@@ -106,7 +106,10 @@ mod tests {
     fn a_session_with_a_login_record_is_one_visit() {
         let record = Login { user: "alice".into(), line: "tty2".into(), from: String::new(), at: Micros(5) };
         let desk = session("3", DESK).expect("somebody");
-        assert_eq!(all_logins(std::slice::from_ref(&record), std::slice::from_ref(&desk)), [record.clone()]);
+        assert_eq!(
+            all_logins(std::slice::from_ref(&record), std::slice::from_ref(&desk)),
+            *std::slice::from_ref(&record)
+        );
         let other = Login { line: "pts/0".into(), ..record };
         assert_eq!(all_logins(std::slice::from_ref(&other), std::slice::from_ref(&desk)), [other, desk.login]);
     }

@@ -20,7 +20,7 @@ use pvm_load_watcher::watch::{Spot, Watch, Woken, records, utmp_path};
 use pvm_load_watcher::word::WORD_PREFIX;
 use sempa_proto::load::{LoadReport, LoadSample, OwnerVerdict};
 use sempa_proto::message::DSIG_X86_64;
-use sempa_proto::owner::{Guests, GuestsWord, Leave, WHY_BYTES_MAX};
+use sempa_proto::owner::{Guests, GuestsWord, Leave, WHY_BYTES_MAX, cut};
 use sempa_proto::table::{TASK_FORKED, TASK_HOSTER, TASK_RM, TASK_TASKER, TaskInfo};
 use sempa_proto::task::{Reply, Request};
 use sempa_proto::{Micros, frame};
@@ -54,12 +54,6 @@ fn wall() -> Micros {
 
 fn say(line: &str) {
     eprintln!("pvm-load-watcher: {line}");
-}
-
-/// Cuts a sentence to what fits.
-fn cut(text: &str, bytes_max: usize) -> String {
-    let end = (0..=bytes_max.min(text.len())).rev().find(|at| text.is_char_boundary(*at)).unwrap_or(0);
-    text[..end].to_string()
 }
 
 /// What the sources said when they were last read.
@@ -236,7 +230,7 @@ impl Watcher {
 
     /// Tells the daemon what guests may do, if that has changed.
     fn tell(&mut self) {
-        let word = GuestsWord { guests: self.decision.guests, why: cut(&self.decision.why, WHY_BYTES_MAX) };
+        let word = GuestsWord { guests: self.decision.guests, why: cut(&self.decision.why, WHY_BYTES_MAX).to_string() };
         if self.told.as_ref() == Some(&word) {
             return;
         }

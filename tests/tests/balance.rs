@@ -71,7 +71,11 @@ fn tasks_go_where_limits_leave_more_and_leave_when_another_host_gets_more() {
     let EventKind::Moved { tid, .. } = moved.kind else { unreachable!("just looked") };
     assert!(tids.contains(&tid.to_string()), "{tid} of {tids:?}");
     let now = places(&vm, &tids);
-    assert_eq!(now.iter().filter(|host| *host == "h3").count(), 1, "a second one would get no more than it has: {now:?}");
+    assert_eq!(
+        now.iter().filter(|host| *host == "h3").count(),
+        1,
+        "a second one would get no more than it has: {now:?}"
+    );
     let there: Vec<_> = bed.host(3).processes().into_iter().filter(|(_, line)| line.contains("busy")).collect();
     assert_eq!(there.len(), 1, "{there:?}");
     assert!(groups[2].holds(there[0].0).expect("the group's file"), "the limit of its new host counts for it");

@@ -40,3 +40,19 @@ pub struct GuestsWord {
     /// One plain sentence that says why.
     pub why: String,
 }
+
+/// The beginning of a sentence, as much of it as fits.
+pub fn cut(text: &str, bytes_max: usize) -> &str {
+    let end = (0..=bytes_max.min(text.len())).rev().find(|at| text.is_char_boundary(*at)).unwrap_or(0);
+    &text[..end]
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn a_sentence_is_cut_between_characters() {
+        assert_eq!(super::cut("olga läuft", 6), "olga l");
+        assert_eq!(super::cut("olga läuft", 7), "olga l");
+        assert_eq!(super::cut("olga", 7), "olga");
+    }
+}

@@ -12,7 +12,7 @@ use super::{Machine, Output, Timer};
 use checkpoint::protocol::{Source, SourceEvent};
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::{Failure, Refusal};
-use sempa_proto::owner::{Guests, GuestsWord, Leave, WHY_BYTES_MAX};
+use sempa_proto::owner::{Guests, GuestsWord, Leave, WHY_BYTES_MAX, cut};
 use sempa_proto::table::{TASK_HOSTER, TASK_RM, TASK_TASKER};
 use sempa_proto::task::{Redirect, Reply, ResumeToken, ToTask};
 use sempa_proto::tasker::{Redirection, ToTasker};
@@ -103,7 +103,7 @@ impl Machine {
                           may say what guests may do on this host";
             return self.fail(by, id, PvmError::Denied, reason);
         }
-        word.why.truncate(word.why.floor_char_boundary(WHY_BYTES_MAX));
+        word.why.truncate(cut(&word.why, WHY_BYTES_MAX).len());
         match word.guests {
             Guests::Welcome => self.guests_go_on(&word.why),
             Guests::Stopped { leave_at, .. } => {

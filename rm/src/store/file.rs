@@ -253,6 +253,7 @@ fn keep(db: &Database, queue: &Receiver<Batch>, complain: &SyncSender<String>) {
     }
 }
 
+#[expect(clippy::result_large_err, reason = "one for a batch that could not be written, told at once")]
 fn write(db: &Database, batch: &Batch) -> Result<(), redb::Error> {
     let begin = db.begin_write()?;
     for sheet in Sheet::ALL {
