@@ -1,40 +1,20 @@
 //! What the owner of a host says counts: when guests leave, how many there are, which never come.
 
+mod idle;
+
+use idle::{NOW, h, idle};
 use proptest::prelude::*;
 use pvm_rm::decide::{
-    Ask, HostView, Leaving, Moves, Owner, Placement, Policy, Reason, Sampled, Snapshot, StayReason, TaskView, Terms,
-    moves, place,
+    Ask, Leaving, Moves, Owner, Placement, Policy, Reason, Snapshot, StayReason, TaskView, moves, place,
 };
-use sempa_proto::load::{GuestLimits, LoadSample};
+use sempa_proto::load::GuestLimits;
 use sempa_proto::task::{SPAWN_HOST, SpawnRequest};
-use sempa_proto::{HostId, Micros, PvmError, Tid};
+use sempa_proto::{Micros, PvmError, Tid};
 use std::sync::Arc;
-
-const NOW: Micros = Micros::from_secs(1000);
-
-fn h(index: u16) -> HostId {
-    HostId::new(index).expect("an index")
-}
 
 /// Hosts with two processors and 4 GiB of free memory, and nobody at them.
 fn pool(hosts: u16) -> Snapshot {
-    let sample = LoadSample { cores: 2, available_bytes: 4 << 30, ..LoadSample::default() };
-    let host = |index| HostView {
-        id: h(index),
-        name: format!("h{index}"),
-        arch: "LINUX64".into(),
-        zone: 0,
-        labels: Arc::default(),
-        speed: 1000,
-        cores: 2,
-        sample: Some(Sampled { sample, at: NOW, own: 0 }),
-        foreign_mean: None,
-        owner: Owner::Absent { left: None },
-        no_moves: None,
-        terms: Terms::default(),
-        tasks: Vec::new(),
-    };
-    Snapshot::new(NOW, Policy::Load, (1..=hosts).map(host).collect())
+    Snapshot::new(NOW, Policy::Load, (1..=hosts).map(|index| idle(index, 2, 4 << 30)).collect())
 }
 
 fn limited(snapshot: &mut Snapshot, index: u16, limits: GuestLimits) {

@@ -214,12 +214,6 @@ impl Core {
         self.is_busy.contains(&peer)
     }
 
-    /// True when something for this task waits until it answers to an offer of rings. What went by the daemon before the
-    /// offer is out already.
-    pub(crate) fn waits_for_answer(&self, peer: Tid) -> bool {
-        self.near.is_offered(peer) && self.links.get(&peer).is_some_and(|link| !link.is_transmitted())
-    }
-
     /// True when everything that was sent has been put on the route.
     pub(crate) fn all_transmitted(&self) -> bool {
         self.links.values().all(|link| link.is_gone() || link.is_transmitted())

@@ -371,7 +371,7 @@ impl Runtime {
             if !state.core.is_connected() {
                 return Ok(());
             }
-            if peer.is_some_and(|peer| state.core.waits_for_answer(peer)) {
+            if peer.is_some_and(|peer| state.core.near.is_offered(peer)) {
                 state.wait_written(None);
                 continue;
             }

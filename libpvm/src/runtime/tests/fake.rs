@@ -68,8 +68,6 @@ pub(super) struct Net {
     pub(super) lossy: bool,
     /// Tasks may have rings; otherwise their offers are refused as if they ran on different hosts.
     pub(super) near: bool,
-    /// Offers of rings vanish.
-    pub(super) deaf: bool,
     /// Where those who connect to a task are sent instead.
     pub(super) detour: Option<Detour>,
     answer: Option<Answer>,
@@ -336,7 +334,6 @@ fn pass_on(net: &mut Net, from: Tid, to: Tid, mut word: RouteWord, descriptors: 
         addresses.iter_mut().for_each(|address| *address = detour(*address));
     }
     let answer = match word {
-        RouteWord::RingOffer { .. } if net.deaf => return,
         RouteWord::RingOffer { id, .. } if !near => Some(RouteWord::RingRefuse { id }),
         _ => None,
     };

@@ -46,21 +46,6 @@ fn tasks_that_talk_get_a_ring_and_what_was_under_way_keeps_its_order() {
 }
 
 #[test]
-fn who_has_sent_does_not_wait_for_the_answer_to_an_offer() {
-    let fake = near();
-    fake.net().deaf = true;
-    // The offer stands for a while only; on a machine that is busy it may be over before anybody looks.
-    until("a send that returns while its offer stands", || {
-        let (a, b) = (fake.join(), fake.join());
-        send_numbered(&a, b.tid(), 0..2);
-        let stands = a.look(|core| core.near.is_offered(b.tid())).expect("not forked");
-        send_numbered(&a, b.tid(), 2..4);
-        expect_numbered(&b, a.tid(), 0..4);
-        stands.then_some(())
-    });
-}
-
-#[test]
 fn what_goes_through_a_ring_does_not_pass_the_daemon() {
     let fake = near();
     let (a, b) = pair(&fake);
