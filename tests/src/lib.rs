@@ -8,7 +8,6 @@ pub mod conformance;
 pub mod dice;
 pub mod hosts;
 pub mod lab;
-pub mod limits;
 pub mod matrix;
 pub mod needs;
 pub mod programs;
