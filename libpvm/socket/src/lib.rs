@@ -1,4 +1,5 @@
-//! Reading a Unix socket between a task and its daemon, with the descriptors that travel on it, as both ends do it.
+//! What a task and its daemon do alike at the socket between them: reading it, with the descriptors that travel on it, and
+//! deciding how long to wait awake.
 #![allow(unsafe_code)] // recvmsg into room that has not been written yet has no safe form; zeroing it first costs too much
 
 use bytes::{BufMut, BytesMut};
@@ -7,6 +8,10 @@ use sempa_proto::route::WORD_DESCRIPTORS_MAX;
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
+
+mod spin;
+
+pub use spin::{Reach, Spin};
 
 /// Room for the control message of one read, in words of eight bytes: its head of 16 bytes and the descriptors.
 const CONTROL_WORDS: usize = 2 + (WORD_DESCRIPTORS_MAX * size_of::<RawFd>()).div_ceil(8);

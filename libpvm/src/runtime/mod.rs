@@ -21,7 +21,6 @@ mod redirect;
 mod routes;
 mod seat;
 mod shared;
-mod spin;
 #[cfg(test)]
 mod tests;
 

@@ -6,14 +6,13 @@ use super::core::{Core, Phase};
 use super::near::{Near, Wakes};
 use super::process::{self, Own};
 use super::seat::Seats;
-use super::spin::Spin;
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use sempa_proto::frame::FrameDecoder;
 use sempa_proto::{Micros, Tid};
 use sempa_ring::futex;
 use sempa_ring::memory::OwnBell;
-use sempa_socket::receive;
+use sempa_socket::{Reach, Spin, receive};
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
@@ -202,8 +201,8 @@ impl<'a> Held<'a> {
         if self.core.near.shares_processor() {
             return false;
         }
-        let far = !self.core.direct.is_empty();
-        let Some(budget) = self.spin.budget(span, far) else { return false };
+        let reach = if self.core.direct.is_empty() { Reach::Host } else { Reach::Tasks };
+        let Some(budget) = self.spin.budget(span, reach) else { return false };
         let (mut begin, news) = (None, self.core.news());
         loop {
             for _ in 0..LOOKS_PER_TIME {
@@ -507,7 +506,7 @@ impl Shared {
             decoder: FrameDecoder::new(),
             descriptors: VecDeque::new(),
             sleep: Sleep::Awake,
-            spin: Spin::new(),
+            spin: Spin::new(Reach::Host),
             read_at: Micros(0),
             has_ear: false,
             awaiting_news: 0,

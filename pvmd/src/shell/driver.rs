@@ -12,6 +12,7 @@ use super::place::HeldPlace;
 use super::start::Starter;
 use super::sys::signal_process;
 use super::tasker::Tasker;
+use super::vigil::Vigil;
 use super::world::DaemonWorld;
 use crate::machine::{ConnId, Event, Machine, Output};
 use bytes::Bytes;
@@ -65,6 +66,7 @@ pub(crate) struct Driver {
     is_master: bool,
     tasks: HashMap<ConnId, Connected>,
     start: Instant,
+    vigil: Vigil,
     /// Set on a slave until its master's session stands.
     master_until: Option<Instant>,
     stop_at: Option<Instant>,
@@ -75,7 +77,8 @@ impl Driver {
     /// A daemon whose clock begins at `start`.
     pub(crate) fn new(parts: Parts, start: Instant, is_master: bool) -> Driver {
         let master_until = (!is_master).then(|| Instant::now() + MASTER_WITHIN);
-        Driver { parts, is_master, tasks: HashMap::new(), start, master_until, stop_at: None, done: false }
+        let (tasks, vigil) = (HashMap::new(), Vigil::new());
+        Driver { parts, is_master, tasks, start, vigil, master_until, stop_at: None, done: false }
     }
 
     fn now(&self) -> Micros {
@@ -105,6 +108,9 @@ impl Driver {
                 let at = wake.map(|at| self.start + Duration::from_micros(at.0));
                 alarm.as_mut().reset(at.unwrap_or_else(far_away).into());
                 alarm_at = wake;
+            }
+            while self.vigil.lasts(Instant::now()) && self.parts.inputs.is_empty() {
+                tokio::task::yield_now().await;
             }
             tokio::select! {
                 input = self.parts.inputs.recv() => match input {
@@ -167,6 +173,7 @@ impl Driver {
             Input::Net(NetInput::Data { host, number, parcel }) => {
                 self.parts.net.take_data(host, number, parcel);
                 while let Some(carried) = self.parts.net.carried(host, number) {
+                    self.vigil.heard(&carried, Instant::now());
                     self.feed(Event::HostCarried { host, carried });
                 }
             }
@@ -235,7 +242,10 @@ impl Driver {
             }
             Output::CloseTask { conn } => self.dismiss(conn),
             Output::ToHost { host, message } => self.parts.net.send(host, &message),
-            Output::Carry { host, carried } => self.parts.net.carry(host, carried),
+            Output::Carry { host, carried } => {
+                self.vigil.sent(&carried, Instant::now());
+                self.parts.net.carry(host, carried);
+            }
             Output::Connect { host, addresses } => self.parts.net.connect(host, addresses),
             Output::Forget { host } => self.parts.net.forget(host),
             Output::StartHost { start, plan } => self.parts.starter.start(start, plan),

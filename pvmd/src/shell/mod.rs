@@ -7,6 +7,7 @@
 //!   process.
 //! * `world`: programs and environment.
 //! * `pki`, `net`, `session`, `lanes`, `address`: other daemons. `bootstrap`, `start`, `join`, `manual`: starting them. `images`: what moves.
+//!   `vigil`: waiting awake for their answers.
 
 mod address;
 mod bootstrap;
@@ -35,4 +36,5 @@ mod slave;
 mod start;
 mod sys;
 mod tasker;
+mod vigil;
 mod world;

@@ -110,6 +110,12 @@ impl LinkFrame {
         head
     }
 
+    /// What a frame means, without a look at the rest.
+    pub fn kind_of(bytes: &[u8]) -> Option<LinkKind> {
+        let head: &[u8; LINK_HEAD_BYTES] = bytes.first_chunk()?;
+        LinkKind::from_code(head[0], head[1] != 0)
+    }
+
     /// Reads a frame, or `None` when it is too short or of an unknown kind.
     pub fn decode(mut bytes: Bytes) -> Option<LinkFrame> {
         if bytes.len() < LINK_HEAD_BYTES {
