@@ -1,10 +1,10 @@
 //! What guests may do: the owner's policy, the verdict on the owner and the clock on the wall, put together. Pure.
 
 use crate::hours::WallClock;
-use crate::policy::{LeaveAfter, Policy, Then};
+use crate::policy::{LeaveAfter, Policy};
 use sempa_proto::Micros;
 use sempa_proto::load::{GuestLimits, OwnerVerdict};
-use sempa_proto::owner::{Guests, Leave};
+use sempa_proto::owner::Guests;
 
 /// The decision.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -88,17 +88,14 @@ fn stopped(policy: &Policy, from: Micros) -> Guests {
         LeaveAfter::Seconds(seconds) => Some(from + Micros::from_secs(seconds)),
         LeaveAfter::Never => None,
     };
-    let then = match policy.then.unwrap_or(Then::Move) {
-        Then::Move => Leave::Move,
-        Then::Kill => Leave::Kill,
-    };
-    Guests::Stopped { leave_at, then }
+    Guests::Stopped { leave_at, then: policy.then.unwrap_or_default() }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use proptest::prelude::*;
+    use sempa_proto::owner::Leave;
 
     const NOON: WallClock = WallClock { day: 0, minute: 720 };
     const ABSENT: OwnerVerdict = OwnerVerdict::Absent { since: None };

@@ -124,19 +124,20 @@ fn and_more(others: usize) -> String {
     if others > 0 { format!(", and {others} more") } else { String::new() }
 }
 
-impl Signs<'_> {
-    fn logins(&self) -> Vec<Login> {
-        let records = match self.records {
-            Records::Logins(logins) => logins.as_slice(),
-            Records::Missing | Records::Unreadable(_) => &[],
-        };
-        let sessions = match self.sessions {
-            Evidence::Known(sessions) => sessions.as_slice(),
-            Evidence::Missing(_) => &[],
-        };
-        all_logins(records, sessions)
-    }
+/// Who is logged in, as far as the sources tell; earliest first.
+pub fn logins(records: &Records, sessions: &Evidence<Vec<Session>>) -> Vec<Login> {
+    let records = match records {
+        Records::Logins(logins) => logins.as_slice(),
+        Records::Missing | Records::Unreadable(_) => &[],
+    };
+    let sessions = match sessions {
+        Evidence::Known(sessions) => sessions.as_slice(),
+        Evidence::Missing(_) => &[],
+    };
+    all_logins(records, sessions)
+}
 
+impl Signs<'_> {
     /// When somebody who is logged in last gave a sign of life; `None` when nobody can tell. What is typed at a screen does
     /// not pass through the terminal of its session.
     fn last_input(&self, login: &Login) -> Option<Micros> {
@@ -236,7 +237,7 @@ enum Found {
 impl Sense {
     /// The verdict at `now` (time of day).
     pub fn verdict(&mut self, now: Micros, signs: &Signs<'_>) -> Sensed {
-        let all = signs.logins();
+        let all = logins(signs.records, signs.sessions);
         self.end_words(now, signs, &all);
         let valid = |s: &&Spoken| {
             let said = s.word.said.as_ref();

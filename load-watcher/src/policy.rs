@@ -2,6 +2,8 @@
 //! administrator's and his over the user's. Pure; any text is accepted or refused with the line that is wrong.
 
 use crate::hours::Hours;
+use sempa_proto::owner::Leave;
+use sempa_proto::text::memory_parts;
 use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::fmt;
@@ -32,16 +34,6 @@ pub enum LeaveAfter {
     Never,
 }
 
-/// How they leave.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Then {
-    /// To another host.
-    Move,
-    /// They are ended.
-    Kill,
-}
-
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum NumberOrText {
@@ -54,15 +46,8 @@ impl FromStr for Size {
 
     fn from_str(text: &str) -> Result<Size, String> {
         let wrong = || format!("{text:?} is no amount of memory; it looks like \"4G\" or \"512M\"");
-        let shift = match text.chars().last().ok_or_else(wrong)?.to_ascii_uppercase() {
-            'K' => 10,
-            'M' => 20,
-            'G' => 30,
-            'T' => 40,
-            _ => 0,
-        };
-        let digits = if shift > 0 { &text[..text.len() - 1] } else { text };
-        let number: u64 = digits.trim().parse().map_err(|_| wrong())?;
+        let (digits, shift) = memory_parts(text).ok_or_else(wrong)?;
+        let number: u64 = digits.parse().map_err(|_| wrong())?;
         number.checked_mul(1 << shift).map(Size).ok_or_else(wrong)
     }
 }
@@ -111,15 +96,6 @@ impl fmt::Display for LeaveAfter {
     }
 }
 
-impl fmt::Display for Then {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Then::Move => "move",
-            Then::Kill => "kill",
-        })
-    }
-}
-
 /// Programs and users that are never let in.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -150,7 +126,7 @@ pub struct Policy {
     /// When guests leave that are not wanted any more; until then they stand still.
     pub leave_after: Option<LeaveAfter>,
     /// How they leave.
-    pub then: Option<Then>,
+    pub then: Option<Leave>,
     /// Minutes without input after which somebody who is logged in may be away.
     pub idle_after_min: Option<u32>,
     /// Who is never let in.

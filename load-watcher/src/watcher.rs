@@ -6,23 +6,24 @@ use anyhow::Context;
 use libpvm::{Body, Vm};
 use pvm_load_watcher::guests::{Case, Decision, Door};
 use pvm_load_watcher::ours::Ours;
-use pvm_load_watcher::owner::{Evidence, Records, Sense, Sensed, Signs};
+use pvm_load_watcher::owner::{Evidence, Records, Sense, Sensed, Signs, logins};
 use pvm_load_watcher::policy::IDLE_AFTER_MIN;
 use pvm_load_watcher::proc::used;
 use pvm_load_watcher::report::{LOGINS_MAX, PAUSE_BUSY, Reporter};
 use pvm_load_watcher::rules::{Places, Rules, owner_file, user_name};
 use pvm_load_watcher::sampler::Sampler;
 use pvm_load_watcher::senses::{KeySense, sessions, typed};
-use pvm_load_watcher::sessions::{Session, all_logins};
+use pvm_load_watcher::sessions::Session;
 use pvm_load_watcher::status::{Guest, Listener, Setting, Status, TASKS_MAX};
 use pvm_load_watcher::system::{make_nice, wall_clock};
 use pvm_load_watcher::watch::{Spot, Watch, Woken, records, utmp_path};
 use pvm_load_watcher::word::WORD_PREFIX;
-use sempa_proto::load::{LoadReport, LoadSample, OwnerVerdict};
+use sempa_proto::load::{LoadReport, LoadSample, OwnerVerdict, is_watcher};
 use sempa_proto::message::DSIG_X86_64;
-use sempa_proto::owner::{Guests, GuestsWord, Leave, WHY_BYTES_MAX, cut};
-use sempa_proto::table::{TASK_FORKED, TASK_HOSTER, TASK_RM, TASK_TASKER, TaskInfo};
+use sempa_proto::owner::{Guests, GuestsWord, WHY_BYTES_MAX};
+use sempa_proto::table::{TASK_FORKED, TASK_SERVES, TaskInfo};
 use sempa_proto::task::{Reply, Request};
+use sempa_proto::text::cut;
 use sempa_proto::{Micros, frame};
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -67,6 +68,8 @@ struct Seen {
 
 pub(crate) struct Watcher {
     vm: Vm,
+    /// Of the virtual machine.
+    name: String,
     args: Args,
     user: u32,
     begin: Instant,
@@ -136,6 +139,7 @@ impl Watcher {
         };
         let mut watcher = Watcher {
             vm,
+            name,
             args,
             user: user.as_raw(),
             begin: Instant::now(),
@@ -192,7 +196,7 @@ impl Watcher {
     /// Judges everything anew. The daemon of this host hears first, because it can stop guests at once.
     fn judge(&mut self) -> anyhow::Result<()> {
         let now = wall();
-        self.seen.typed = typed(&self.args.terminals, &self.logins());
+        self.seen.typed = typed(&self.args.terminals, &logins(&self.seen.records, &self.seen.sessions));
         let policy = &self.rules.merged().policy;
         let idle = policy.idle_after_min.unwrap_or(IDLE_AFTER_MIN);
         let signs = Signs {
@@ -242,12 +246,6 @@ impl Watcher {
             Err(_) => {}
         }
         self.told = Some(word);
-    }
-
-    fn logins(&self) -> Vec<sempa_proto::load::Login> {
-        let records: &[_] = if let Records::Logins(logins) = &self.seen.records { logins } else { &[] };
-        let sessions: &[_] = if let Evidence::Known(sessions) = &self.seen.sessions { sessions } else { &[] };
-        all_logins(records, sessions)
     }
 
     /// Reads the sources that may have changed. The watches come first, so that no change falls between.
@@ -381,7 +379,6 @@ impl Watcher {
             OwnerVerdict::Maybe { .. } => "maybe",
             OwnerVerdict::Present { .. } => "present",
         };
-        let then = then.map(|then| if then == Leave::Kill { "kill" } else { "move" }.to_string());
         let setting = |(name, value, from): &(&str, String, String)| Setting {
             name: name.to_string(),
             value: value.clone(),
@@ -394,7 +391,7 @@ impl Watcher {
             _ => None,
         };
         Status {
-            vm: std::env::var("PVM_VMID").ok().filter(|name| !name.is_empty()).unwrap_or_else(|| "pvm".into()),
+            vm: self.name.clone(),
             user: user_name(self.user),
             host: host.unwrap_or_default(),
             owner: owner.into(),
@@ -404,7 +401,7 @@ impl Watcher {
             guests: guests.into(),
             guests_why: self.decision.why.clone(),
             leave_at_us,
-            then,
+            then: then.map(|then| then.to_string()),
             policy: self.rules.merged().settings.iter().map(setting).collect(),
             wrong: self.rules.wrong(),
             tasks: tasks.iter().filter(|task| is_guest(task)).take(TASKS_MAX).map(|task| guest(task, boot)).collect(),
@@ -414,9 +411,7 @@ impl Watcher {
 
 /// A spawned task that does not serve the virtual machine.
 fn is_guest(task: &TaskInfo) -> bool {
-    let serves = task.flags & (TASK_RM | TASK_HOSTER | TASK_TASKER) != 0;
-    let watcher = task.name.rsplit('/').next() == Some("pvm-load-watcher");
-    task.flags & TASK_FORKED != 0 && !serves && !watcher
+    task.flags & TASK_FORKED != 0 && task.flags & TASK_SERVES == 0 && !is_watcher(&task.name)
 }
 
 /// The daemon of this host, and what works for it.

@@ -11,10 +11,10 @@ use crate::decide::{
 use crate::recent::Recent;
 use libpvm::MigrateError;
 use sempa_proto::event::{Event, EventKind};
-use sempa_proto::load::{LoadReport, OwnerVerdict};
+use sempa_proto::load::{LoadReport, OwnerVerdict, is_watcher};
 use sempa_proto::migration::{Cause, Failure, Refusal};
 use sempa_proto::owner::{Guests, Leave};
-use sempa_proto::table::{HostTable, TASK_FORKED, TASK_HOSTER, TASK_RM, TASK_TASKER, TaskInfo};
+use sempa_proto::table::{HostTable, TASK_FORKED, TASK_SERVES, TaskInfo};
 use sempa_proto::{HostId, Micros, PvmError, Tid};
 use std::collections::{BTreeMap, BTreeSet, HashSet, VecDeque};
 use std::net::{IpAddr, SocketAddr};
@@ -562,10 +562,8 @@ impl Model {
         let mean = host.foreign_mean.unwrap_or(demand);
         host.foreign_mean = Some(mean + weight * (demand - mean));
         host.sample = Some(sampled);
-        let was = host.owner.clone();
-        let name = host.name.clone();
-        host.terms = terms(now, report);
-        host.owner = owner(report, host.left);
+        host.terms = terms(now, report, &host.terms);
+        let was = std::mem::replace(&mut host.owner, owner(report, host.left));
         match (was.is_present(), host.owner.is_present()) {
             (false, true) => host.clean_told = false,
             (true, false) => {
@@ -579,7 +577,7 @@ impl Model {
             }
             _ => return None,
         }
-        Some(came_or_went(&name, &was, report))
+        Some(came_or_went(&self.host_name(id), &was, report))
     }
 
     /// All that decisions are made from, as of `now`. Costs what has changed since the last time.
@@ -663,15 +661,17 @@ fn owner(report: &LoadReport, left: Option<Micros>) -> Owner {
     }
 }
 
-/// When guests leave, on the model's clock, and what they may have.
-fn terms(now: Micros, report: &LoadReport) -> Terms {
+/// When guests leave, on the model's clock, and what they may have; limits that have not changed stay the same value.
+fn terms(now: Micros, report: &LoadReport, before: &Terms) -> Terms {
     let leaving = match report.guests {
         Guests::Stopped { then: Leave::Kill, leave_at: Some(_) } => Leaving::Ended,
         Guests::Stopped { leave_at: None, .. } => Leaving::Never,
         Guests::Stopped { leave_at: Some(at), .. } if at > report.at => Leaving::At(now + at.since(report.at)),
         Guests::Stopped { .. } | Guests::Welcome => Leaving::Now,
     };
-    Terms { leaving, limits: Arc::new(report.limits.clone()) }
+    let same = *before.limits == report.limits;
+    let limits = if same { before.limits.clone() } else { Arc::new(report.limits.clone()) };
+    Terms { leaving, limits }
 }
 
 /// What is recorded when guests are not wanted any more, or are again.
@@ -745,15 +745,8 @@ fn zone(addresses: &[SocketAddr]) -> u32 {
     }
 }
 
-/// Program of the load watchers.
-pub const WATCHER_PROGRAM: &str = "pvm-load-watcher";
-
-pub(crate) fn is_watcher(name: &str) -> bool {
-    name.rsplit('/').next() == Some(WATCHER_PROGRAM)
-}
-
 /// Tasks that nobody can move, or that serve their host: started from a command line, resource managers, hosters,
 /// taskers, load watchers.
 fn is_pinned(flags: i32, name: &str) -> bool {
-    flags & TASK_FORKED == 0 || flags & (TASK_RM | TASK_HOSTER | TASK_TASKER) != 0 || is_watcher(name)
+    flags & TASK_FORKED == 0 || flags & TASK_SERVES != 0 || is_watcher(name)
 }

@@ -6,7 +6,7 @@ mod terms;
 
 use crate::api::VmApi;
 use crate::decide::{balance, moves};
-use crate::model::{Labels, Model, WATCHER_PROGRAM};
+use crate::model::{Labels, Model};
 use crate::policy::Conduct;
 use crate::recording::{Input, Recorder};
 use crate::spawns::{self, Incoming, Spawns};
@@ -18,7 +18,7 @@ use memory::Memory;
 use sempa_proto::body::{Encoding, Packer, Unpacker};
 use sempa_proto::event::EventKind;
 use sempa_proto::frame::from_bytes;
-use sempa_proto::load::LoadReport;
+use sempa_proto::load::{LoadReport, WATCHER_PROGRAM};
 use sempa_proto::message::CTX_BASE;
 use sempa_proto::migration::Cause;
 use sempa_proto::rm::{CTX_RM, TAG_ASK};
@@ -442,15 +442,9 @@ impl<V: VmApi> Service<V> {
         let decided = moves(snapshot);
         self.again = decided.again();
         for step in &decided.go {
-            let begun = self.vm.migrate(step.tid, step.to, step.cause.clone());
-            self.told_to_go(step.tid, (step.from, step.to), step.cause.clone(), None, begun.as_ref().err());
-            match begun {
-                Ok(()) => self.model.move_begun(now, step.tid, step.to),
-                Err(error) => {
-                    self.model.move_not_begun(now, step.tid, step.to, &error);
-                    // The next best is tried with what is known now; each failure leaves a target or the task out.
-                    self.again = Some(now);
-                }
+            if !self.begin_move(now, step.tid, (step.from, step.to), step.cause.clone(), None) {
+                // The next best is tried with what is known now; each failure leaves a target or the task out.
+                self.again = Some(now);
             }
         }
         for stay in self.model.news(&decided) {
@@ -470,13 +464,7 @@ impl<V: VmApi> Service<V> {
         self.model.account(now);
         for shift in balance(self.model.snapshot(now)) {
             let cause = Cause::Load { why: shift.why.to_string() };
-            let begun = self.vm.migrate(shift.tid, shift.to, cause.clone());
-            let expected = Some(record::expected(&shift));
-            self.told_to_go(shift.tid, (shift.from, shift.to), cause, expected, begun.as_ref().err());
-            match begun {
-                Ok(()) => self.model.move_begun(now, shift.tid, shift.to),
-                Err(error) => self.model.move_not_begun(now, shift.tid, shift.to, &error),
-            }
+            self.begin_move(now, shift.tid, (shift.from, shift.to), cause, Some(record::expected(&shift)));
         }
     }
 

@@ -5,7 +5,7 @@
 //! that fails leaves the task stopped.
 
 use crate::ease::Lowered;
-use crate::stop;
+use crate::stop::{self, Crowd};
 use crate::supervisor::Supervisor;
 use crate::task::{Phase, Task};
 use sempa_proto::tasker::FromTasker;
@@ -58,6 +58,17 @@ impl Hold {
         }
     }
 
+    /// Makes the threads as urgent as they were. Answers who has been told to stop.
+    fn restore(self, task: &Crowd<'_>) -> BTreeSet<i32> {
+        let (lowered, told) = match self {
+            Hold::Free | Hold::Still => return BTreeSet::new(),
+            Hold::Easing { lowered, .. } => (lowered, BTreeSet::new()),
+            Hold::Stopping { lowered, told, .. } => (lowered, told),
+        };
+        lowered.restore(&task.pids());
+        told
+    }
+
     /// True unless it is held.
     pub(crate) fn is_free(&self) -> bool {
         matches!(self, Hold::Free)
@@ -84,9 +95,7 @@ impl Task {
             }
             // It stands still, or will in a moment, and stays so when the move lets go of it.
             (_, hold) => {
-                if let Hold::Easing { lowered, .. } | Hold::Stopping { lowered, .. } = hold {
-                    lowered.restore(&self.crowd().pids());
-                }
+                hold.restore(&self.crowd());
                 self.hold = Hold::Still;
             }
         }
@@ -115,42 +124,27 @@ impl Task {
 
     /// A move wants it stopped: the hold is the move's business from now on. Answers who has been told to stop.
     pub(crate) fn hold_for_move(&mut self) -> BTreeSet<i32> {
-        match std::mem::take(&mut self.hold) {
-            Hold::Free => {
-                self.note_stopped();
-                BTreeSet::new()
-            }
-            Hold::Easing { lowered, .. } => {
-                self.note_stopped();
-                lowered.restore(&self.crowd().pids());
-                self.hold = Hold::Still;
-                BTreeSet::new()
-            }
-            Hold::Stopping { told, lowered, .. } => {
-                lowered.restore(&self.crowd().pids());
-                self.hold = Hold::Still;
-                told
-            }
-            Hold::Still => {
-                self.hold = Hold::Still;
-                BTreeSet::new()
-            }
+        let hold = std::mem::take(&mut self.hold);
+        if matches!(hold, Hold::Free | Hold::Easing { .. }) {
+            self.note_stopped();
         }
+        if !hold.is_free() {
+            self.hold = Hold::Still;
+        }
+        hold.restore(&self.crowd())
     }
 
     /// Not held any more.
     fn free(&mut self) {
         let hold = std::mem::take(&mut self.hold);
-        let runs = matches!(self.phase, Phase::Running);
-        match hold {
-            Hold::Free => {}
-            Hold::Easing { lowered, .. } => lowered.restore(&self.crowd().pids()),
-            Hold::Stopping { lowered, .. } => {
-                lowered.restore(&self.crowd().pids());
-                self.go_on();
-            }
-            Hold::Still if runs => self.go_on(),
-            Hold::Still => {}
+        let stands = match &hold {
+            Hold::Free | Hold::Easing { .. } => false,
+            Hold::Stopping { .. } => true,
+            Hold::Still => matches!(self.phase, Phase::Running),
+        };
+        hold.restore(&self.crowd());
+        if stands {
+            self.go_on();
         }
     }
 

@@ -1,5 +1,6 @@
 //! Finds the one line of CRIU's log that says why it failed.
 
+use sempa_proto::text::cut;
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::path::Path;
 
@@ -49,11 +50,7 @@ pub(super) fn reason(log: &Path, stderr: &Path) -> Option<String> {
 }
 
 fn shorten(line: &str) -> String {
-    let mut end = line.len().min(LINE_BYTES_MAX);
-    while !line.is_char_boundary(end) {
-        end -= 1;
-    }
-    line[..end].to_string()
+    cut(line, LINE_BYTES_MAX).to_string()
 }
 
 #[cfg(test)]

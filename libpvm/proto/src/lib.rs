@@ -14,7 +14,7 @@
 //! * [`rm`]: questions to the resource manager: why, how much, which jobs.
 //! * [`sm`]: the documented messages between tasks, resource managers and daemons. [`trace`]: records for tracers.
 //! * [`table`], [`event`], [`migration`], [`load`]: the records these messages carry.
-//! * [`place`]: where a virtual machine keeps its socket and files.
+//! * [`place`]: where a virtual machine keeps its socket and files. [`text`]: what people read or write.
 
 pub mod body;
 pub mod error;
@@ -36,6 +36,7 @@ pub mod sm;
 pub mod table;
 pub mod task;
 pub mod tasker;
+pub mod text;
 pub mod trace;
 
 pub use error::{PvmError, PvmResult};

@@ -7,6 +7,14 @@ use serde::{Deserialize, Serialize};
 /// Name of the mailbox class under which the resource manager tells watchers where to report.
 pub const LOAD_CLASS: &str = "###_SEMPA_LOAD_###";
 
+/// Program of the load watchers.
+pub const WATCHER_PROGRAM: &str = "pvm-load-watcher";
+
+/// True if a program, named with or without its path, is a load watcher.
+pub fn is_watcher(program: &str) -> bool {
+    program.rsplit('/').next() == Some(WATCHER_PROGRAM)
+}
+
 /// Numbers read from /proc at one time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct LoadSample {
@@ -32,7 +40,7 @@ pub struct LoadSample {
 impl LoadSample {
     /// Processors that the host's programs may use.
     pub fn processors(&self) -> f32 {
-        if self.share > 0.0 { self.share } else { self.cores as f32 }
+        if self.share > 0.0 { self.share } else { self.cores.max(1) as f32 }
     }
 }
 

@@ -3,18 +3,29 @@
 
 use crate::ids::Micros;
 use serde::{Deserialize, Serialize};
+use std::fmt;
 
 /// Bytes of [`GuestsWord::why`] at most; the rest is cut.
 pub const WHY_BYTES_MAX: usize = 512;
 
-/// How foreign tasks leave a host whose owner does not want them any more.
+/// How foreign tasks leave a host whose owner does not want them any more; in files as "move" and "kill".
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Leave {
     /// To another host; without one they stay and stand still.
     #[default]
     Move,
     /// They are ended.
     Kill,
+}
+
+impl fmt::Display for Leave {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Leave::Move => "move",
+            Leave::Kill => "kill",
+        })
+    }
 }
 
 /// What foreign tasks may do on a host now.
@@ -39,20 +50,4 @@ pub struct GuestsWord {
     pub guests: Guests,
     /// One plain sentence that says why.
     pub why: String,
-}
-
-/// The beginning of a sentence, as much of it as fits.
-pub fn cut(text: &str, bytes_max: usize) -> &str {
-    let end = (0..=bytes_max.min(text.len())).rev().find(|at| text.is_char_boundary(*at)).unwrap_or(0);
-    &text[..end]
-}
-
-#[cfg(test)]
-mod tests {
-    #[test]
-    fn a_sentence_is_cut_between_characters() {
-        assert_eq!(super::cut("olga läuft", 6), "olga l");
-        assert_eq!(super::cut("olga läuft", 7), "olga l");
-        assert_eq!(super::cut("olga", 7), "olga");
-    }
 }

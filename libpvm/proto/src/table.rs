@@ -66,6 +66,8 @@ pub const TASK_HOSTER: i32 = 0x200;
 pub const TASK_TASKER: i32 = 0x400;
 /// `ti_flag`: tracer.
 pub const TASK_TRACER: i32 = 0x800;
+/// The flags of tasks that serve the virtual machine, and neither move nor stop for anybody.
+pub const TASK_SERVES: i32 = TASK_RM | TASK_HOSTER | TASK_TASKER;
 
 /// What `pvm_tasks` tells about a task.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

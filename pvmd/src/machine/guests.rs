@@ -12,10 +12,11 @@ use super::{Machine, Output, Timer};
 use checkpoint::protocol::{Source, SourceEvent};
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::{Failure, Refusal};
-use sempa_proto::owner::{Guests, GuestsWord, Leave, WHY_BYTES_MAX, cut};
-use sempa_proto::table::{TASK_HOSTER, TASK_RM, TASK_TASKER};
+use sempa_proto::owner::{Guests, GuestsWord, Leave, WHY_BYTES_MAX};
+use sempa_proto::table::TASK_SERVES;
 use sempa_proto::task::{Redirect, Reply, ResumeToken, ToTask};
 use sempa_proto::tasker::{Redirection, ToTasker};
+use sempa_proto::text::cut;
 use sempa_proto::{Micros, MigrationId, PvmError, RequestId, Tid};
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -77,7 +78,7 @@ impl Hosting {
 impl Task {
     /// True if the owner of the host may stop it: what was spawned, but for what the virtual machine needs for itself.
     fn is_guest(&self) -> bool {
-        let serves = self.servant || self.flags & (TASK_RM | TASK_HOSTER | TASK_TASKER) != 0;
+        let serves = self.servant || self.flags & TASK_SERVES != 0;
         self.spawned() && !serves && self.exited.is_none()
     }
 

@@ -8,7 +8,7 @@ use checkpoint::protocol::{
 };
 use sempa_proto::host::{HostMsg, Location};
 use sempa_proto::migration::{Cause, Failure, Move, Order, Refusal, Report, Step, Usage};
-use sempa_proto::table::{TASK_HOSTER, TASK_RM, TASK_TASKER};
+use sempa_proto::table::TASK_SERVES;
 use sempa_proto::task::{LinkMark, MoveError, Reply, ToTask};
 use sempa_proto::tasker::{FromTasker, ToTasker};
 use sempa_proto::{Epoch, HostId, MigrationId, PvmError, RequestId, Tid};
@@ -321,7 +321,7 @@ impl Machine {
         let Some(task) = self.tasks.get(of.tid) else { return Some(Refusal::NoSuchTask) };
         if !task.spawned() {
             Some(Refusal::NotSpawned)
-        } else if task.pinned || task.flags & (TASK_RM | TASK_HOSTER | TASK_TASKER) != 0 {
+        } else if task.pinned || task.flags & TASK_SERVES != 0 {
             Some(Refusal::Pinned)
         } else if (task.conn().is_none() && !task.has_let_go()) || task.exited.is_some() {
             Some(Refusal::NotConnected)

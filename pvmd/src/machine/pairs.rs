@@ -37,9 +37,9 @@ impl Pairs {
         self.partners.entry(b).or_default().insert(a);
     }
 
-    /// Those that share rings with this task; they do so no longer.
+    /// Those that share rings with this task, and do so no longer, and those that wait for its answer, which will not come.
     pub(super) fn take(&mut self, tid: Tid) -> BTreeSet<Tid> {
-        let partners = self.partners.remove(&tid).unwrap_or_default();
+        let mut partners = self.partners.remove(&tid).unwrap_or_default();
         for partner in &partners {
             if let Some(theirs) = self.partners.get_mut(partner) {
                 theirs.remove(&tid);
@@ -48,6 +48,7 @@ impl Pairs {
                 }
             }
         }
+        partners.extend(self.asked.remove(&tid).unwrap_or_default());
         partners
     }
 
@@ -67,11 +68,6 @@ impl Pairs {
                 self.asked.remove(&by);
             }
         }
-    }
-
-    /// Those that wait for this task's answer; it will not come.
-    pub(super) fn take_askers(&mut self, tid: Tid) -> BTreeSet<Tid> {
-        self.asked.remove(&tid).unwrap_or_default()
     }
 
     /// True when nobody shares rings with anybody.
@@ -124,9 +120,7 @@ impl Machine {
 
     /// A task has ended or left: nobody here shares rings with it any more, and nobody gets an answer from it.
     pub(super) fn rings_end(&mut self, tid: Tid) {
-        let mut waiting = self.pairs.take(tid);
-        waiting.extend(self.pairs.take_askers(tid));
-        for partner in waiting {
+        for partner in self.pairs.take(tid) {
             self.deliver(partner, ToTask::PeerGone { tid });
         }
     }

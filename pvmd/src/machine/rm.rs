@@ -13,7 +13,7 @@ use sempa_proto::sm::{
     pack_tids, unpack_exec,
 };
 use sempa_proto::table::{AddedHost, TASK_RM};
-use sempa_proto::task::{Reply, RmInfo, RmServes, SPAWN_NO_PARENT, SPAWN_PINNED, SpawnRequest, ToTask};
+use sempa_proto::task::{LinkMark, Reply, RmInfo, RmServes, SPAWN_NO_PARENT, SPAWN_PINNED, SpawnRequest, ToTask};
 use sempa_proto::{HostId, Message, Micros, RequestId, Tid};
 use std::collections::VecDeque;
 
@@ -140,11 +140,11 @@ impl Machine {
     }
 
     /// Tells the resource manager that one of its tasks has ended, behind the task's last message to it.
-    pub(super) fn tell_rm_of_end(&mut self, task: &Task, status: i32, used: Usage) {
+    pub(super) fn tell_rm_of_end(&mut self, task: &Task, marks: &[LinkMark], status: i32, used: Usage) {
         let Some(rm) = task.rm.filter(|rm| *rm != task.tid && self.rm.obeys(*rm)) else { return };
         let body = pack_task_end(&TaskEnd { tid: task.tid, status, used });
         let message = self.made(rm, 0, SM_TASKX, 0, body);
-        self.send_behind(message, task.tid, mark_of(task.tid, &task.link_marks(), rm));
+        self.send_behind(message, task.tid, mark_of(task.tid, marks, rm));
     }
 
     /// Tells the resource manager of a task that connected by itself.
@@ -267,9 +267,8 @@ impl Machine {
     /// A task has ended. If it is the resource manager that this daemon started, and it has not ended by its own or
     /// somebody's will, it is started again; not for ever, should it die again and again.
     pub(super) fn rm_command_ended(&mut self, task: &Task, status: i32) {
-        let Some(words) = self.config.rm_command.clone().filter(|words| words.first() == Some(&task.name)) else {
-            return;
-        };
+        let command = self.config.rm_command.as_ref().filter(|words| words.first() == Some(&task.name));
+        let Some(words) = command.cloned() else { return };
         if self.stop.is_some() || task.parent.is_task() || !task.pinned || !has_crashed(status) {
             return;
         }

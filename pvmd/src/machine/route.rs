@@ -171,7 +171,6 @@ impl Machine {
     /// Tells the tasks here that have sent something to this one, or share rings with it, that it runs elsewhere now.
     pub(super) fn tell_peers_of_move(&mut self, tid: Tid) {
         let mut peers = self.pairs.take(tid);
-        peers.extend(self.pairs.take_askers(tid));
         let senders = self.tasks.live.values().filter(|t| t.tid != tid && t.marks.contains_key(&tid));
         peers.extend(senders.map(|t| t.tid));
         for peer in peers {

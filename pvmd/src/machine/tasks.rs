@@ -368,9 +368,9 @@ impl Machine {
         if task.spawned() || task.by_tasker.is_some() {
             self.output_end(tid, task.output);
         }
-        self.tell_rm_of_end(&task, status, used);
-        self.trace_end(&task, status, used);
         let marks = task.link_marks();
+        self.tell_rm_of_end(&task, &marks, status, used);
+        self.trace_end(&task, status, used);
         let held = task.inbox.drain();
         self.return_to_senders(tid, held);
         self.rings_end(tid);

@@ -17,6 +17,7 @@
 use super::HostView;
 use super::load::Load;
 use sempa_proto::task::{SPAWN_ARCH, SPAWN_HOST, SpawnRequest};
+use sempa_proto::text::memory_parts;
 use std::fmt;
 use std::sync::Arc;
 use thiserror::Error;
@@ -175,15 +176,8 @@ impl Figure {
     fn number(self, text: &str) -> Option<u64> {
         match self {
             Figure::Memory => {
-                let shift = match text.chars().last()?.to_ascii_uppercase() {
-                    'K' => 10,
-                    'M' => 20,
-                    'G' => 30,
-                    'T' => 40,
-                    _ => 0,
-                };
-                let digits = if shift > 0 { &text[..text.len() - 1] } else { text };
-                let value: f64 = digits.trim().parse().ok().filter(|v: &f64| v.is_finite() && *v >= 0.0)?;
+                let (digits, shift) = memory_parts(text)?;
+                let value: f64 = digits.parse().ok().filter(|v: &f64| v.is_finite() && *v >= 0.0)?;
                 let bytes = value * (1_u64 << shift) as f64;
                 (bytes < u64::MAX as f64).then_some(bytes as u64)
             }

@@ -85,32 +85,24 @@ pub fn table(columns: [(&str, &Figures); 2]) -> String {
         let _ = writeln!(out, "{name}: {}", figures.policy);
     }
     let _ = writeln!(out, "\n{:40} {a_name:>14} {b_name:>14}", "");
-    let counts = [
-        ("spawns", a.spawns, b.spawns),
-        ("tasks started", a.started, b.started),
-        ("tasks refused", a.refused, b.refused),
-        ("moves because of owners", a.moves_owner, b.moves_owner),
-        ("moves for the sake of the load", a.moves_load, b.moves_load),
-        ("tasks that did all their work", a.finished, b.finished),
-        ("tasks lost with their hosts", a.lost, b.lost),
-    ];
-    for (what, a, b) in counts {
-        let _ = writeln!(out, "{what:40} {a:>14} {b:>14}");
-    }
-    let times = [
-        ("waited for a place, mean, s", a.waited_mean_s, b.waited_mean_s),
-        ("waited for a place, longest, s", a.waited_most_s, b.waited_most_s),
-        ("from start to end, mean, s", a.run_mean_s, b.run_mean_s),
-        ("last end, s after the beginning", a.last_end_s, b.last_end_s),
-        ("stood still, all tasks together, s", a.stood_still_s, b.stood_still_s),
-    ];
-    for (what, a, b) in times {
-        let _ = writeln!(out, "{what:40} {a:>14.2} {b:>14.2}");
-    }
+    let mut row = |what: &str, cell: &dyn Fn(&Figures) -> String| {
+        let _ = writeln!(out, "{what:40} {:>14} {:>14}", cell(a), cell(b));
+    };
+    row("spawns", &|f| f.spawns.to_string());
+    row("tasks started", &|f| f.started.to_string());
+    row("tasks refused", &|f| f.refused.to_string());
+    row("moves because of owners", &|f| f.moves_owner.to_string());
+    row("moves for the sake of the load", &|f| f.moves_load.to_string());
+    row("tasks that did all their work", &|f| f.finished.to_string());
+    row("tasks lost with their hosts", &|f| f.lost.to_string());
+    row("waited for a place, mean, s", &|f| format!("{:.2}", f.waited_mean_s));
+    row("waited for a place, longest, s", &|f| format!("{:.2}", f.waited_most_s));
+    row("from start to end, mean, s", &|f| format!("{:.2}", f.run_mean_s));
+    row("last end, s after the beginning", &|f| format!("{:.2}", f.last_end_s));
+    row("stood still, all tasks together, s", &|f| format!("{:.2}", f.stood_still_s));
     let hosts: std::collections::BTreeSet<&String> = a.placed.keys().chain(b.placed.keys()).collect();
     for host in hosts {
-        let of = |figures: &Figures| figures.placed.get(host).copied().unwrap_or(0);
-        let _ = writeln!(out, "{:40} {:>14} {:>14}", format!("tasks started on {host}"), of(a), of(b));
+        row(&format!("tasks started on {host}"), &|f| f.placed.get(host).copied().unwrap_or(0).to_string());
     }
     out
 }

@@ -3,14 +3,13 @@
 use super::Figures;
 use crate::api::VmApi;
 use crate::decide::{Sampled, foreign_demand};
-use crate::model::WATCHER_PROGRAM;
 use crate::recording::{Entry, Input};
 use crate::service::{TAG_EVENT, TAG_LOAD};
 use bytes::Bytes;
 use libpvm::{Error, MigrateError};
 use sempa_proto::event::{Event, EventKind};
 use sempa_proto::frame::to_bytes;
-use sempa_proto::load::LoadReport;
+use sempa_proto::load::{LoadReport, WATCHER_PROGRAM};
 use sempa_proto::message::{CTX_BASE, DSIG_X86_64, ENC_XDR};
 use sempa_proto::migration::{Cause, Usage};
 use sempa_proto::owner::Guests;
@@ -155,7 +154,7 @@ impl State {
             return 0.0;
         }
         let threads = self.guests(host) as f64 + f64::from(*foreign);
-        speed * (f64::from(report.sample.cores.max(1)) / threads.max(1e-9)).min(1.0)
+        speed * (f64::from(report.sample.processors()) / threads.max(1e-9)).min(1.0)
     }
 
     /// The rates of all hosts that have tasks.
@@ -281,7 +280,7 @@ impl State {
         let own = self.guests(host) as f32;
         let Some((report, foreign)) = self.reports.get(&host) else { return };
         let mut report = report.clone();
-        let (demand, cores) = (foreign + own, report.sample.cores.max(1) as f32);
+        let (demand, cores) = (foreign + own, report.sample.processors());
         (report.sample.busy, report.sample.load1) = ((demand / cores).min(1.0), demand);
         (report.sample.running, report.sample.pressure) = (demand.round() as u32, 0.0);
         if let Ok(body) = to_bytes(&report) {

@@ -106,8 +106,26 @@ impl<V: VmApi> Service<V> {
         }
     }
 
+    /// Tells a task to go; true if it does.
+    pub(super) fn begin_move(
+        &mut self,
+        now: Micros,
+        tid: Tid,
+        (from, to): (HostId, HostId),
+        cause: Cause,
+        expected: Option<Expected>,
+    ) -> bool {
+        let begun = self.vm.migrate(tid, to, cause.clone());
+        self.told_to_go(tid, (from, to), cause, expected, begun.as_ref().err());
+        match &begun {
+            Ok(()) => self.model.move_begun(now, tid, to),
+            Err(error) => self.model.move_not_begun(now, tid, to, error),
+        }
+        begun.is_ok()
+    }
+
     /// A task was told to go, or that was refused.
-    pub(super) fn told_to_go(
+    fn told_to_go(
         &mut self,
         tid: Tid,
         (from, to): (HostId, HostId),

@@ -348,7 +348,7 @@ impl Books {
     }
 
     fn task_started(&mut self, at: Micros, tid: Tid, parent: Tid, name: &str, host: HostId) {
-        let serves = crate::model::is_watcher(name) || tid == self.own_task || !tid.is_task() || tid == parent;
+        let serves = sempa_proto::load::is_watcher(name) || tid == self.own_task || !tid.is_task() || tid == parent;
         if serves || self.known(tid).is_some_and(|t| t.ended.is_none()) {
             return;
         }
@@ -477,18 +477,14 @@ impl Books {
     /// The oldest go when there are too many: ended tasks before running ones, ended jobs before those that run.
     fn trim(&mut self) {
         while self.tasks.len() > TASKS_MAX {
-            let ended = self.tasks.iter().find(|(_, t)| t.ended.is_some()).map(|(n, _)| *n);
-            let number = ended.or_else(|| self.tasks.keys().next().copied()).expect("more than the limit");
-            let task = self.tasks.remove(&number).expect("found a moment ago");
+            let Some((number, task)) = take_oldest(&mut self.tasks, |task| task.ended.is_some()) else { break };
             if self.task_numbers.get(&task.tid) == Some(&number) {
                 self.task_numbers.remove(&task.tid);
             }
             self.dirty.insert((Sheet::Tasks, number));
         }
         while self.jobs.len() > JOBS_MAX {
-            let ended = self.jobs.iter().find(|(_, j)| j.ended.is_some()).map(|(n, _)| *n);
-            let number = ended.or_else(|| self.jobs.keys().next().copied()).expect("more than the limit");
-            let job = self.jobs.remove(&number).expect("found a moment ago");
+            let Some((number, job)) = take_oldest(&mut self.jobs, |job| job.ended.is_some()) else { break };
             if self.job_numbers.get(&job.job) == Some(&number) {
                 self.job_numbers.remove(&job.job);
             }
@@ -554,4 +550,11 @@ fn newest<'a, T: Clone + 'a>(all: impl DoubleEndedIterator<Item = &'a T>) -> Vec
     let mut list: Vec<T> = all.rev().take(ANSWER_ENTRIES_MAX).cloned().collect();
     list.reverse();
     list
+}
+
+/// Takes out the oldest that has ended, or else the oldest.
+fn take_oldest<T>(all: &mut BTreeMap<u64, T>, has_ended: impl Fn(&T) -> bool) -> Option<(u64, T)> {
+    let ended = all.iter().find(|(_, one)| has_ended(one)).map(|(number, _)| *number);
+    let number = ended.or_else(|| all.keys().next().copied())?;
+    all.remove_entry(&number)
 }

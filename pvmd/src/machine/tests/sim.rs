@@ -5,6 +5,7 @@
 
 #[path = "../../../../libpvm/proto/tests/dice/mod.rs"]
 mod dice;
+mod procs;
 mod taskers;
 mod wires;
 mod world;
@@ -14,16 +15,15 @@ use crate::machine::{ConnId, Event, HostPlan, Machine, MachineConfig, Output, St
 use crate::shell::lanes::LaneId;
 use bytes::Bytes;
 use dice::Dice;
+pub(super) use procs::{Proc, Seen};
 use sempa_proto::host::{Carried, HostMsg};
 use sempa_proto::ids::RouteId;
 use sempa_proto::link::{Link, LinkEvent, LinkFrame, LinkOutput};
 use sempa_proto::message::DSIG_X86_64;
 use sempa_proto::place::Place;
-use sempa_proto::task::{
-    AtEnd, Claim, Hello, LinkMark, Reply, Request, ResumeToken, RmInfo, TASK_MAGIC, ToDaemon, ToTask, Welcome,
-};
+use sempa_proto::task::{AtEnd, Claim, Hello, LinkMark, Reply, Request, ResumeToken, TASK_MAGIC, ToDaemon, ToTask};
 use sempa_proto::tasker::{Capabilities, FromTasker};
-use sempa_proto::{HostId, Message, Micros, MigrationId, PvmError, RequestId, Tid, WIRE_VERSION};
+use sempa_proto::{HostId, Micros, MigrationId, PvmError, RequestId, Tid, WIRE_VERSION};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use world::FakeWorld;
@@ -54,86 +54,6 @@ pub(super) struct Node {
     expected: BTreeSet<MigrationId>,
     /// Its tasker is dead, which it does not know yet: what it says to it is lost.
     tasker_dead: bool,
-}
-
-/// What a task has got, in order.
-#[derive(Clone, Debug, PartialEq)]
-pub(super) enum Seen {
-    Message(Tid, Bytes),
-    Note(Message),
-}
-
-/// A process with a task library in it.
-#[derive(Debug)]
-pub(super) struct Proc {
-    pub(super) host: HostId,
-    program: String,
-    /// The tasker's name for it; `None` when it was not spawned.
-    pub(super) spawned: Option<Tid>,
-    pub(super) env: Vec<String>,
-    at_end: AtEnd,
-    pub(super) conn: Option<ConnId>,
-    pub(super) welcome: Option<Welcome>,
-    pub(super) refused: Option<String>,
-    pub(super) rm: Option<RmInfo>,
-    links: BTreeMap<Tid, Link>,
-    route: u64,
-    pub(super) replies: BTreeMap<RequestId, Reply>,
-    next_request: u64,
-    pub(super) seen: Vec<Seen>,
-    /// Words about routes, and what its daemon said of peers, in order.
-    pub(super) told: Vec<ToTask>,
-    waiting: Vec<(LinkMark, Message)>,
-    quiesced: Option<(MigrationId, Vec<PathBuf>)>,
-    stopped: bool,
-    /// It stands still for the owner of its host.
-    held: bool,
-    /// Which order to hold it was the last.
-    holds: u64,
-    /// How often it was let run again while it was held.
-    pub(super) eased: u64,
-    /// What has come while it stood still.
-    mail: Vec<Happening>,
-    pub(super) exited: bool,
-    used: u64,
-}
-
-impl Proc {
-    pub(super) fn tid(&self) -> Tid {
-        self.welcome.as_ref().expect("enrolled").tid
-    }
-
-    /// True when its link to this peer has been told that the peer is dead.
-    pub(super) fn is_gone(&self, peer: Tid) -> bool {
-        self.links.get(&peer).is_some_and(Link::is_gone)
-    }
-
-    /// True while nothing of it runs.
-    pub(super) fn is_frozen(&self) -> bool {
-        self.stopped || self.held
-    }
-
-    /// True while its copy at the source of a move stands still.
-    pub(super) fn stopped_at_source(&self) -> bool {
-        self.stopped
-    }
-
-    pub(super) fn notes(&self, tag: i32) -> Vec<Message> {
-        let notes = self.seen.iter().filter_map(|s| match s {
-            Seen::Note(message) if message.tag == tag => Some(message.clone()),
-            _ => None,
-        });
-        notes.collect()
-    }
-
-    /// Hands over notifications whose turn has come.
-    fn settle(&mut self) {
-        let links = &self.links;
-        let here = |mark: &LinkMark| links.get(&mark.peer).is_none_or(|l| l.is_gone() || l.expected() >= mark.end);
-        for (_, message) in self.waiting.extract_if(.., |(mark, _)| here(mark)) {
-            self.seen.push(Seen::Note(message));
-        }
-    }
 }
 
 #[derive(Debug)]

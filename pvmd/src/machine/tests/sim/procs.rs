@@ -1,0 +1,90 @@
+//! A process of the simulation: the task library's part in it.
+
+use super::Happening;
+use crate::machine::ConnId;
+use bytes::Bytes;
+use sempa_proto::link::Link;
+use sempa_proto::task::{AtEnd, LinkMark, Reply, RmInfo, ToTask, Welcome};
+use sempa_proto::{HostId, Message, MigrationId, RequestId, Tid};
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+/// What a task has got, in order.
+#[derive(Clone, Debug, PartialEq)]
+pub(in crate::machine::tests) enum Seen {
+    Message(Tid, Bytes),
+    Note(Message),
+}
+
+/// A process with a task library in it.
+#[derive(Debug)]
+pub(in crate::machine::tests) struct Proc {
+    pub(in crate::machine::tests) host: HostId,
+    pub(super) program: String,
+    /// The tasker's name for it; `None` when it was not spawned.
+    pub(in crate::machine::tests) spawned: Option<Tid>,
+    pub(in crate::machine::tests) env: Vec<String>,
+    pub(super) at_end: AtEnd,
+    pub(in crate::machine::tests) conn: Option<ConnId>,
+    pub(in crate::machine::tests) welcome: Option<Welcome>,
+    pub(in crate::machine::tests) refused: Option<String>,
+    pub(in crate::machine::tests) rm: Option<RmInfo>,
+    pub(super) links: BTreeMap<Tid, Link>,
+    pub(super) route: u64,
+    pub(in crate::machine::tests) replies: BTreeMap<RequestId, Reply>,
+    pub(super) next_request: u64,
+    pub(in crate::machine::tests) seen: Vec<Seen>,
+    /// Words about routes, and what its daemon said of peers, in order.
+    pub(in crate::machine::tests) told: Vec<ToTask>,
+    pub(super) waiting: Vec<(LinkMark, Message)>,
+    pub(super) quiesced: Option<(MigrationId, Vec<PathBuf>)>,
+    pub(super) stopped: bool,
+    /// It stands still for the owner of its host.
+    pub(super) held: bool,
+    /// Which order to hold it was the last.
+    pub(super) holds: u64,
+    /// How often it was let run again while it was held.
+    pub(in crate::machine::tests) eased: u64,
+    /// What has come while it stood still.
+    pub(super) mail: Vec<Happening>,
+    pub(in crate::machine::tests) exited: bool,
+    pub(super) used: u64,
+}
+
+impl Proc {
+    pub(in crate::machine::tests) fn tid(&self) -> Tid {
+        self.welcome.as_ref().expect("enrolled").tid
+    }
+
+    /// True when its link to this peer has been told that the peer is dead.
+    pub(in crate::machine::tests) fn is_gone(&self, peer: Tid) -> bool {
+        self.links.get(&peer).is_some_and(Link::is_gone)
+    }
+
+    /// True while nothing of it runs.
+    pub(in crate::machine::tests) fn is_frozen(&self) -> bool {
+        self.stopped || self.held
+    }
+
+    /// True while its copy at the source of a move stands still.
+    pub(in crate::machine::tests) fn stopped_at_source(&self) -> bool {
+        self.stopped
+    }
+
+    pub(in crate::machine::tests) fn notes(&self, tag: i32) -> Vec<Message> {
+        let notes = self.seen.iter().filter_map(|s| match s {
+            Seen::Note(message) if message.tag == tag => Some(message.clone()),
+            _ => None,
+        });
+        notes.collect()
+    }
+
+    /// Hands over notifications whose turn has come.
+    pub(super) fn settle(&mut self) {
+        let links = &self.links;
+        let here = |mark: &LinkMark| links.get(&mark.peer).is_none_or(|l| l.is_gone() || l.expected() >= mark.end);
+        for (_, message) in self.waiting.extract_if(.., |(mark, _)| here(mark)) {
+            self.seen.push(Seen::Note(message));
+        }
+    }
+}
