@@ -14,7 +14,7 @@
 #include <time.h>
 
 #define GAP_US 40000
-#define GAPS_MAX 400
+#define GAPS_MAX 20000
 #define LOOK_EVERY 4096
 
 enum { TAG_ASK = 1, TAG_ANSWER };

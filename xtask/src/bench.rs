@@ -1,6 +1,6 @@
 //! `cargo xtask bench`: single layers, or the running system beside its peers.
 
-use crate::{bench_load, install, setup};
+use crate::{bench_load, bench_owners, install, setup};
 use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
 use sempa_benches::{PACKAGES, Settings};
@@ -17,6 +17,8 @@ enum What {
     Load,
     /// What the resource manager adds to spawns and added hosts
     Rm,
+    /// How soon guests stand still, by their own clocks, when people log in at random times
+    Owners,
     /// Single layers and peers
     All,
 }
@@ -36,10 +38,13 @@ pub(crate) struct Words {
     /// peers: repetitions of each measurement
     #[arg(long, value_name = "NUMBER")]
     repetitions: Option<usize>,
-    /// peers, rm: measure what is installed here instead of building and installing it
+    /// owners: for so many minutes
+    #[arg(long, value_name = "NUMBER", default_value_t = 10)]
+    minutes: u64,
+    /// peers, rm, owners: measure what is installed here instead of building and installing it
     #[arg(long, value_name = "DIR")]
     prefix: Option<PathBuf>,
-    /// peers, rm: where the table, JSON and plots go; a run of all rows goes to benches/results, one of some to target/bench
+    /// peers, rm, owners: where the table, JSON and plots go; a run of all rows goes to benches/results, one of some to target/bench
     #[arg(long, value_name = "DIR")]
     results: Option<PathBuf>,
 }
@@ -54,6 +59,10 @@ pub(crate) fn run(words: &Words) -> Result<bool> {
     }
     if words.what == What::Rm {
         return managed(words);
+    }
+    if words.what == What::Owners {
+        setup::everything()?;
+        return bench_owners::run(&installed(words)?, words.minutes, &results(words)?);
     }
     let mut good = true;
     if words.what != What::Peers {

@@ -90,10 +90,10 @@ pub(crate) fn say(line: &str) {
 }
 
 fn story(vm: &Vm) -> Result<Outcome> {
-    let names = hosts_join(vm)?;
+    let names = hosts_join(vm, say)?;
     let (index, owned) = (index_of(&names, OWNED)?, vm.bed().host(OWNED));
     let started = Instant::now();
-    let mut search = start_search(vm)?;
+    let mut search = start_search(vm, say)?;
     wait_for_guests(vm, &mut search)?;
     say(&format!("olga logs into {} over ssh, with a terminal", owned.name()));
     let login = Login::new(vm.bed(), "olga", owned)?;
@@ -147,7 +147,7 @@ fn story(vm: &Vm) -> Result<Outcome> {
 }
 
 /// Adds the hosts over ssh and waits for a load watcher on each. The hosts by index.
-fn hosts_join(vm: &Vm) -> Result<BTreeMap<u16, String>> {
+pub(crate) fn hosts_join(vm: &Vm, say: fn(&str)) -> Result<BTreeMap<u16, String>> {
     let hosts = vm.bed().hosts();
     let others: Vec<&str> = hosts[1..].iter().map(|host| host.name()).collect();
     say(&format!("the virtual machine runs on h1; adding {} over ssh", others.join(" ")));
@@ -183,7 +183,7 @@ fn work_folder(vm: &Vm) -> PathBuf {
     vm.home().join("timetable")
 }
 
-fn start_search(vm: &Vm) -> Result<Running> {
+pub(crate) fn start_search(vm: &Vm, say: fn(&str)) -> Result<Running> {
     let folder = work_folder(vm);
     fs::create_dir_all(&folder)?;
     let problem = folder.join("school.xml");

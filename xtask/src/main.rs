@@ -2,6 +2,7 @@
 
 mod bench;
 mod bench_load;
+mod bench_owners;
 mod conformance;
 mod demo;
 mod demo_alone;
