@@ -22,7 +22,7 @@ fn limited(snapshot: &mut Snapshot, index: u16, limits: GuestLimits) {
 }
 
 fn request(flags: i32, place: &str, count: u32) -> SpawnRequest {
-    SpawnRequest { file: "/opt/farm/worker".into(), flags, place: place.into(), count, ..SpawnRequest::default() }
+    SpawnRequest { file: "farm/worker".into(), flags, place: place.into(), count, ..SpawnRequest::default() }
 }
 
 fn placed(snapshot: &Snapshot, request: &SpawnRequest) -> Placement {

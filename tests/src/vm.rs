@@ -1,9 +1,9 @@
 //! A virtual machine on the hosts of a testbed, used through the console program as a person would use it.
 
-use crate::run::{Done, Running, eventually, run};
+use crate::run::{Done, Running, eventually, must, run};
 use crate::testbed::{ALICE_UID, Host, Testbed};
 use crate::{programs, ssh};
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use sempa_proto::event::EventKind;
 use sempa_proto::table::TASK_CONNECTED;
 use serde::Deserialize;
@@ -277,6 +277,22 @@ impl<'a> Vm<'a> {
     pub fn program(&self, name: &str) -> Result<PathBuf> {
         let prefix = self.bed.prefix().context("the testbed was made without installed programs")?;
         programs::compile(name, prefix, &self.home().join("pvm3/bin/LINUX64"))
+    }
+
+    /// The gaps in its own time that a task of the program `busy` has noted, in microseconds since 1970, oldest first.
+    ///
+    /// # Errors
+    /// It does not answer.
+    pub fn gaps(&self, tid: &str) -> Result<Vec<(u64, u64)>> {
+        let mut command = self.command(self.bed.host(1), self.home().join("pvm3/bin/LINUX64/busy"));
+        command.args(["ask", tid]);
+        let done = must(command, COMMAND_TIME)?;
+        ensure!(done.out.contains("now "), "{tid} says something else: {done:?}");
+        let gap = |line: &str| {
+            let mut words = line.strip_prefix("gap ")?.split(' ');
+            Some((words.next()?.parse().ok()?, words.next()?.parse().ok()?))
+        };
+        Ok(done.out.lines().filter_map(gap).collect())
     }
 
     /// The newest events and the daemons' logs of all hosts, for the report of a failed test.

@@ -24,15 +24,7 @@ fn now() -> u64 {
 
 /// The gaps in a guest's own time.
 fn gaps(vm: &Vm, tid: &str) -> Vec<(u64, u64)> {
-    let mut command = vm.command(vm.bed().host(1), vm.home().join("pvm3/bin/LINUX64/busy"));
-    command.args(["ask", tid]);
-    let done = must(command, SOON).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
-    assert!(done.out.contains("now "), "{done:?}");
-    let gap = |line: &str| {
-        let mut words = line.strip_prefix("gap ")?.split(' ');
-        Some((words.next()?.parse().ok()?, words.next()?.parse().ok()?))
-    };
-    done.out.lines().filter_map(gap).collect()
+    vm.gaps(tid).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()))
 }
 
 /// The processor time that a process has used, in ticks.

@@ -6,7 +6,6 @@ use anyhow::{Context, Result};
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::{Cause, Step};
 use sempa_tests::dice::Dice;
-use sempa_tests::run::must;
 use sempa_tests::ssh::Login;
 use sempa_tests::vm::{Entry, Settings};
 use sempa_tests::{Testbed, Vm, eventually, needs};
@@ -106,7 +105,9 @@ fn watch(vm: &Vm, span: Duration) -> Result<Outcome> {
     let events: Vec<Entry> = events.into_values().collect();
     outcome.judge_moves(&events);
     for worker in &workers {
-        let gaps = gaps(vm, worker).with_context(|| format!("{worker} is not there at the end"))?;
+        // It may be standing still yet.
+        let gaps = eventually(SOON, || vm.gaps(worker).map_err(|error| format!("{error:#}")));
+        let gaps = gaps.with_context(|| format!("{worker} is not there at the end"))?;
         outcome.judge_worker(worker, &gaps, &events);
     }
     outcome.stood_still_us.sort_unstable();
@@ -142,21 +143,6 @@ fn leave(there: &mut There, is_over: impl Fn(Instant) -> bool) -> Result<()> {
 fn note(vm: &Vm, events: &mut BTreeMap<u64, Entry>) -> Result<()> {
     events.extend(vm.events()?.into_iter().map(|entry| (entry.number, entry)));
     Ok(())
-}
-
-/// The gaps in a worker's own time, in microseconds since 1970; it may be standing still yet.
-fn gaps(vm: &Vm, tid: &str) -> Result<Vec<(u64, u64)>> {
-    let program = vm.home().join("pvm3/bin/LINUX64/busy");
-    let done = eventually(SOON, || {
-        let mut command = vm.command(vm.bed().host(1), &program);
-        command.args(["ask", tid]);
-        must(command, SOON).map_err(|error| format!("{error:#}"))
-    })?;
-    let gap = |line: &str| {
-        let mut words = line.strip_prefix("gap ")?.split(' ');
-        Some((words.next()?.parse().ok()?, words.next()?.parse().ok()?))
-    };
-    Ok(done.out.lines().filter_map(gap).collect())
 }
 
 /// When people came, by the records of their logins.
@@ -195,14 +181,11 @@ impl Outcome {
         }
         for visit in visits(events) {
             let clean = |entry: &Entry| match entry.kind {
-                EventKind::HostClean { host } if host.index() == visit.host => Some(entry.at_us - visit.since),
-                EventKind::OwnerAbsent { host, .. } if host.index() == visit.host => Some(u64::MAX),
+                EventKind::HostClean { host } if host.index() == visit.host => Some(Some(entry.at_us - visit.since)),
+                EventKind::OwnerAbsent { host, .. } if host.index() == visit.host => Some(None),
                 _ => None,
             };
-            match after(events, visit.since, clean) {
-                Some(u64::MAX) | None => {}
-                Some(span) => self.clean_us.push(span),
-            }
+            self.clean_us.extend(after(events, visit.since, clean).flatten());
         }
     }
 

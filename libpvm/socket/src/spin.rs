@@ -2,7 +2,8 @@
 //!
 //! Waiting awake saves a sleeper's way through the kernel when the answer comes at once, and takes the processor from whoever
 //! has to give the answer when it does not. Nobody can know beforehand; what has paid off lately is the best guess. A wait in
-//! vain halves the time, and once it is down to nothing only every now and then is it tried again.
+//! vain halves the time, or, where it takes all of it to hear anything, some in a row end it; once it is down to nothing only
+//! every now and then is it tried again.
 
 use std::time::Duration;
 

@@ -18,7 +18,7 @@
 use rustc_hash::FxHashMap;
 use sempa_proto::Tid;
 use sempa_proto::host::Carried;
-use sempa_proto::link::LINK_HEAD_BYTES;
+use sempa_proto::link::{LINK_HEAD_BYTES, LinkFrame};
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -70,8 +70,7 @@ pub(crate) type Ends = (Tid, Tid);
 pub(crate) fn ends_of(body: &[u8]) -> Option<Ends> {
     let head: &[u8; LINK_HEAD_BYTES] = body.first_chunk()?;
     // What cannot be read is for the machine at the other end to complain of.
-    let known = matches!(head[0], 1..=3) && head[2..4] == [0, 0];
-    if !known {
+    if LinkFrame::kind_of(head).is_none() || head[2..4] != [0, 0] {
         return None;
     }
     let tid = |at: usize| head[at..].first_chunk().map(|raw| Tid::from_raw(i32::from_le_bytes(*raw)));
