@@ -54,6 +54,20 @@ fn everybody_who_halts_at_the_same_time_is_told_that_it_is_done() {
 }
 
 #[test]
+fn a_daemon_does_not_keep_the_locks_and_pipes_of_whoever_started_it() {
+    let Some(lab) = lab() else { return };
+    let start_under_a_lock = |how: &str, program: &str| {
+        let mut command = lab.command("flock");
+        command.args([how, "lock", program]).args((program != "true").then_some("start"));
+        run(command, PATIENCE).expect("it ends")
+    };
+    assert!(start_under_a_lock("--exclusive", "pvm").good());
+    assert!(lab.daemon().is_some(), "it runs");
+    let next = start_under_a_lock("--nonblock", "true");
+    assert!(next.good(), "the lock is free again: {next:?}");
+}
+
+#[test]
 fn after_a_daemon_was_killed_nothing_runs_and_the_next_start_puts_things_right() {
     let Some(lab) = started() else { return };
     kill(Pid::from_raw(lab.daemon().expect("a daemon")), Signal::SIGKILL).expect("ours");

@@ -4,8 +4,12 @@
 //! has to give the answer when it does not. Nobody can know beforehand; what has paid off lately is the best guess. A wait in
 //! vain halves the time, or, where it takes all of it to hear anything, some in a row end it; once it is down to nothing only
 //! every now and then is it tried again.
+//!
+//! Who waits awake gives way to whoever else is ready on his processor, because that may be the one who has to answer, or one
+//! of many who take turns. From one who computes he would not get the processor back before the end of a time slice, so when
+//! that has happened he keeps it for some waits.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Shorter than this is nothing.
 const SPIN_MIN: Duration = Duration::from_micros(2);
@@ -15,6 +19,9 @@ const PAUSE_MIN: u32 = 16;
 const PAUSE_MAX: u32 = 1024;
 /// Waits for daemons in vain, one after the other, until there are no more.
 const DAEMONS_TRIES: u32 = 8;
+
+/// Giving way for longer than this means that somebody computes on this processor: turns of those who talk are shorter.
+const TURN_MAX: Duration = Duration::from_micros(200);
 
 /// From where the news come, and so how long it may be worth waiting.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -67,6 +74,9 @@ pub struct Spin {
     /// Waits until the next try, while the span is nothing.
     pause: u32,
     next_pause: u32,
+    /// So many waits awake without giving way, and how many the next time that it costs a time slice.
+    keeps: u32,
+    next_keeps: u32,
     /// No other processor is there for whoever answers.
     alone: bool,
     reach: Reach,
@@ -87,7 +97,8 @@ impl Spin {
     #[must_use]
     pub fn with_company(reach: Reach) -> Spin {
         let (span, pause) = (reach.longest(), PAUSE_MIN);
-        Spin { span, misses: 0, pause, next_pause: pause, alone: false, reach }
+        let keeps = PAUSE_MIN;
+        Spin { span, misses: 0, pause, next_pause: pause, keeps: 0, next_keeps: keeps, alone: false, reach }
     }
 
     /// How long to wait awake now, and no longer than `span`; `None`: not at all.
@@ -103,7 +114,31 @@ impl Spin {
             }
             (self.span, self.misses) = (reach.again(), 0);
         }
+        self.keeps = self.keeps.saturating_sub(1);
         Some(span.map_or(self.span, |span| span.min(self.span)))
+    }
+
+    /// Lets whoever else is ready on this processor have it, unless that has cost too much lately.
+    pub fn give_way(&mut self) {
+        if self.gives_way() {
+            let before = Instant::now();
+            std::thread::yield_now();
+            self.gave_way(before.elapsed());
+        }
+    }
+
+    fn gives_way(&self) -> bool {
+        self.keeps == 0
+    }
+
+    /// Giving way took so long.
+    fn gave_way(&mut self, took: Duration) {
+        if took > TURN_MAX {
+            self.keeps = self.next_keeps;
+            self.next_keeps = (self.next_keeps * 2).min(PAUSE_MAX);
+        } else {
+            self.next_keeps = (self.next_keeps - 1).max(PAUSE_MIN);
+        }
     }
 
     /// News came after so long. Longer than the budget means that this thread was not running meanwhile.
@@ -165,6 +200,26 @@ mod tests {
             assert!((Reach::Host.again()..=Reach::Host.longest()).contains(&budget));
             spin.ended(Duration::from_nanos(300), budget);
         }
+    }
+
+    #[test]
+    fn beside_somebody_who_computes_giving_way_is_rare_and_comes_back_when_he_has_ended() {
+        let mut spin = shared_machine();
+        let mut slices = |took| {
+            let waits = (0..10_000).map(|_| {
+                let budget = spin.budget(None, Reach::Host).expect("it pays off");
+                let gives_way = spin.gives_way();
+                if gives_way {
+                    spin.gave_way(took);
+                }
+                spin.ended(Duration::ZERO, budget);
+                gives_way
+            });
+            waits.filter(|gives_way| *gives_way).count()
+        };
+        let (beside_work, afterwards) = (slices(Duration::from_millis(3)), slices(Duration::from_micros(5)));
+        assert!((1..=20).contains(&beside_work), "{beside_work} times");
+        assert!(afterwards > 10_000 - PAUSE_MAX as usize - 1, "{afterwards} times");
     }
 
     #[test]

@@ -194,6 +194,10 @@ impl<'a> Held<'a> {
     }
 
     /// Waits awake for a little while, if that has paid off lately; true when there is news, or others want the lock.
+    ///
+    /// What has just woken this thread is found here, too, and counts as paid off: after each message that it hears it stays
+    /// awake once more. With many that take turns that rarely helps itself, but it keeps its processor from falling asleep,
+    /// for which whoever is woken there next would have to wait longer than for a turn.
     pub(crate) fn wait_awake(&mut self, span: Option<Duration>) -> bool {
         if self.core.near.is_empty() && self.core.direct.is_empty() {
             return false;
@@ -223,6 +227,7 @@ impl<'a> Held<'a> {
                 std::hint::spin_loop();
             }
             let begin = *begin.get_or_insert_with(Instant::now);
+            self.spin.give_way();
             let now = self.now();
             if self.look_far(now) && self.core.news() != news {
                 self.spin.ended(begin.elapsed(), budget);

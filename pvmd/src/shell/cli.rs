@@ -4,7 +4,7 @@ use super::daemon::{self, Role, Setup, variable};
 use super::net::LEASE;
 use super::place::HeldPlace;
 use super::world::WorldSettings;
-use super::{address, slave};
+use super::{address, slave, sys};
 use crate::machine::own_plan;
 use anyhow::{Context, bail};
 use clap::Parser;
@@ -55,8 +55,9 @@ fn parse_mask(text: &str) -> Result<u32, String> {
     parsed.map_err(|e| format!("{e}: a mask is a number such as 0x1f"))
 }
 
-/// Runs the program; its exit status.
+/// Runs the program; its exit status. Call it before anything has been opened.
 pub fn main() -> i32 {
+    sys::close_inherited();
     let arguments = Arguments::parse();
     if arguments.slave {
         return slave::run(arguments.foreground, arguments.join.as_deref());

@@ -110,8 +110,7 @@ impl Driver {
                 alarm_at = wake;
             }
             while self.vigil.lasts(Instant::now()) && self.parts.inputs.is_empty() {
-                // Whoever else is ready on this processor may be the one who has to answer.
-                std::thread::yield_now();
+                self.vigil.give_way();
                 tokio::task::yield_now().await;
             }
             tokio::select! {

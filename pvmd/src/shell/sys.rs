@@ -23,6 +23,13 @@ pub(crate) fn fork_before_threads() -> nix::Result<ForkResult> {
     unsafe { fork() }
 }
 
+/// Closes what this process has inherited beside its three standard streams: the daemon outlives whoever starts it, whose
+/// pipes and locks must not live as long. Call it before anything else has been opened.
+pub(crate) fn close_inherited() {
+    // SAFETY: the call takes numbers only, and nothing in this process owns a descriptor yet.
+    unsafe { libc::syscall(libc::SYS_close_range, 3, u32::MAX, 0) };
+}
+
 /// Has the command's child inherit `fd` under the same number. The descriptor must stay open until the spawn.
 pub(crate) fn pass_descriptor(command: &mut Command, fd: RawFd) {
     let hand_over = move || {

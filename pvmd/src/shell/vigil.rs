@@ -43,6 +43,11 @@ impl Vigil {
         }
     }
 
+    /// Lets whoever else is ready on this processor have it: he may be the one who has to answer.
+    pub(crate) fn give_way(&mut self) {
+        self.spin.give_way();
+    }
+
     /// True as long as an answer is to be waited for awake.
     pub(crate) fn lasts(&mut self, now: Instant) -> bool {
         let Some((since, Some(budget))) = self.open else { return false };
