@@ -8,7 +8,7 @@ use checkpoint::protocol::{
     Coordinator, CoordinatorOutput, Source, SourceEvent, SourceOutput, Target, TargetEvent, TargetOutput,
 };
 use dice::Dice;
-use sempa_proto::migration::{Cause, Failure, Order, Refusal, Report, Step, TaskFacts, Usage};
+use sempa_proto::migration::{Cause, Failure, Order, Parting, Refusal, Report, Step, TaskFacts};
 use sempa_proto::task::{MoveError, MoveReport};
 use sempa_proto::tasker::DumpReport;
 use sempa_proto::{HostId, Micros, MigrationId, Tid};
@@ -290,7 +290,7 @@ impl World {
             SourceOutput::Continue => self.soon(Item::Source(SourceEvent::Continued)),
             SourceOutput::WakeHere => self.soon(Item::Source(SourceEvent::Reconnected)),
             SourceOutput::Release => self.held = false,
-            SourceOutput::KillMoved => self.soon(Item::Source(SourceEvent::Gone(Usage::default()))),
+            SourceOutput::KillMoved => self.soon(Item::Source(SourceEvent::Gone(Parting::default()))),
             SourceOutput::HandOver => self.handed_over = true,
             SourceOutput::DropImages => {}
             SourceOutput::Done => self.source = None,

@@ -280,7 +280,18 @@ pub(crate) mod tests {
         let tid = Tid::from_raw(tid);
         let host = tid.home().expect("a task's tid");
         let parent = Tid::from_raw(parent);
-        TaskInfo { tid, parent, host, flags, name: name.into(), pid, uid: 0, moving: false, stopped: false }
+        TaskInfo {
+            tid,
+            parent,
+            host,
+            flags,
+            name: name.into(),
+            pid,
+            uid: 0,
+            moving: false,
+            stopped: false,
+            suspended: false,
+        }
     }
 
     #[test]

@@ -292,7 +292,18 @@ fn unpack_tasks(body: Bytes) -> PvmResult<Vec<TaskInfo>> {
         let (flags, name, pid) = (from.int()?, from.string()?, from.int()?);
         // The message does not say whose it is; a virtual machine belongs to one user.
         let uid = nix::unistd::geteuid().as_raw();
-        tasks.push(TaskInfo { tid, parent, host, flags, name, pid, uid, moving: false, stopped: false });
+        tasks.push(TaskInfo {
+            tid,
+            parent,
+            host,
+            flags,
+            name,
+            pid,
+            uid,
+            moving: false,
+            stopped: false,
+            suspended: false,
+        });
     }
     Ok(tasks)
 }

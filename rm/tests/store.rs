@@ -155,6 +155,7 @@ fn a_lost_host_ends_its_tasks_and_so_does_a_list_without_them() {
         uid: USER,
         moving: false,
         stopped: false,
+        suspended: false,
     };
     books.reconcile(second(50), &[info]);
     let (job, _) = job(&books, t(1, 2));

@@ -1,7 +1,7 @@
 //! The one place that decides about moves: which step comes next, when a move is off, when it is committed.
 
 use sempa_proto::event::EventKind;
-use sempa_proto::migration::{Cause, Failure, Move, Order, Refusal, Report, Step, Usage};
+use sempa_proto::migration::{Cause, Failure, Move, Order, Parting, Refusal, Report, Step};
 use sempa_proto::task::{MoveError, MoveReport};
 use sempa_proto::{HostId, Micros, MigrationId, Tid};
 use std::collections::{BTreeMap, VecDeque};
@@ -150,7 +150,7 @@ impl Coordinator {
         if let Report::Failed { step, why } = report {
             if host == m.of.from && m.step == Step::KillSource {
                 // The stopped copy was killed before we got to it. That is what was wanted.
-                self.let_run(id, Usage::default());
+                self.let_run(id, Parting::default());
             } else if (host == m.of.from && m.step < Step::KillSource) || host == m.of.to {
                 self.end_failed(id, step, why);
             }
@@ -194,8 +194,8 @@ impl Coordinator {
                 self.out.push_back(CoordinatorOutput::Record(of.clone()));
                 Step::Commit
             }
-            Report::SourceGone { used } if m.step == Step::KillSource => {
-                return self.let_run(id, used);
+            Report::SourceGone(parting) if m.step == Step::KillSource => {
+                return self.let_run(id, parting);
             }
             Report::Running if m.step == Step::Run => return self.end_moved(now, id),
             _ => return,
@@ -247,13 +247,13 @@ impl Coordinator {
         }
     }
 
-    fn let_run(&mut self, id: MigrationId, used: Usage) {
+    fn let_run(&mut self, id: MigrationId, parting: Parting) {
         let Some(m) = self.moves.get_mut(&id) else { return };
         m.step = Step::Run;
         m.fenced_at = None;
         let of = m.of.clone();
         self.log_step(id, Step::KillSource);
-        self.order(of.to, &of, Order::Run { used });
+        self.order(of.to, &of, Order::Run(parting));
     }
 
     /// A host has left or was lost. Its tasks are dead; what that means for other tasks is the daemon's business.
@@ -292,7 +292,7 @@ impl Coordinator {
                 let step = m.step;
                 self.end_failed(id, step, Failure::Deadline { allowed });
             } else if m.step == Step::KillSource && m.fenced_at.is_some_and(|at| at <= now) {
-                self.let_run(id, Usage::default());
+                self.let_run(id, Parting::default());
             }
         }
     }

@@ -1,6 +1,6 @@
 //! The end that a task leaves.
 
-use sempa_proto::migration::{Failure, Move, Order, Refusal, Report, Step, TaskFacts, Usage};
+use sempa_proto::migration::{Failure, Move, Order, Parting, Refusal, Report, Step, TaskFacts};
 use sempa_proto::tasker::DumpReport;
 use std::collections::VecDeque;
 use std::path::PathBuf;
@@ -25,7 +25,7 @@ pub enum SourceEvent {
     /// The library has connected again.
     Reconnected,
     /// The tasker's answer to [`SourceOutput::KillMoved`].
-    Gone(Usage),
+    Gone(Parting),
     /// The task ended by itself or was killed.
     Ended,
 }
@@ -148,8 +148,8 @@ impl Source {
             (State::Continuing, SourceEvent::Continued) => self.go(State::Waking, [O::DropImages, O::WakeHere]),
             (State::Waking, SourceEvent::Reconnected) => self.go(State::Done, [O::Release, O::Done]),
             (State::Sending, SourceEvent::Order(Order::Yield)) => self.go(State::Killing, [O::KillMoved]),
-            (State::Killing, SourceEvent::Gone(used)) => {
-                self.go(State::Done, [O::Report(Report::SourceGone { used }), O::HandOver, O::DropImages, O::Done]);
+            (State::Killing, SourceEvent::Gone(parting)) => {
+                self.go(State::Done, [O::Report(Report::SourceGone(parting)), O::HandOver, O::DropImages, O::Done]);
             }
             _ => {}
         }

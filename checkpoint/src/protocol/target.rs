@@ -1,6 +1,6 @@
 //! The end that a task moves to.
 
-use sempa_proto::migration::{Failure, Move, Order, Report, Step, TaskFacts, Usage, Verdict};
+use sempa_proto::migration::{Failure, Move, Order, Parting, Report, Step, TaskFacts, Verdict};
 use std::collections::VecDeque;
 use std::path::PathBuf;
 
@@ -33,7 +33,7 @@ pub enum TargetOutput {
     /// Have the tasker rebuild the task.
     Restore,
     /// The task is ours from now on; have the tasker let it run.
-    Run(Usage),
+    Run(Parting),
     /// Write the token that brings the library to this daemon.
     WakeHere,
     /// Have the tasker throw away what there is.
@@ -102,7 +102,7 @@ impl Target {
             (State::Restoring, TargetEvent::Restored(Ok(()))) => {
                 self.go(State::Holding, [O::Report(Report::Restored)]);
             }
-            (State::Holding, TargetEvent::Order(Order::Run { used })) => self.go(State::Starting, [O::Run(used)]),
+            (State::Holding, TargetEvent::Order(Order::Run(parting))) => self.go(State::Starting, [O::Run(parting)]),
             (State::Starting, TargetEvent::Ran(Ok(()))) => {
                 self.go(State::Done, [O::WakeHere, O::Report(Report::Running), O::DropImages, O::Done]);
             }

@@ -2,6 +2,7 @@
 
 use crate::ids::{HostId, Micros, MigrationId, Tid};
 use crate::migration::{Cause, Failure, Step, Usage};
+use crate::suspend;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -192,6 +193,34 @@ pub enum EventKind {
         /// The load watcher's sentence.
         why: String,
     },
+    /// A task is suspended: it stands still until somebody lets it go on.
+    Suspended {
+        /// The task.
+        tid: Tid,
+        /// Why.
+        cause: suspend::Cause,
+    },
+    /// A task that was suspended goes on, unless the owner of its host is there.
+    Resumed {
+        /// The task.
+        tid: Tid,
+        /// Why.
+        cause: suspend::Cause,
+    },
+    /// A whole job is suspended: its tasks, and those that it will have.
+    JobSuspended {
+        /// The task at its top.
+        job: Tid,
+        /// Who asked for it.
+        by: Tid,
+    },
+    /// A job that was suspended goes on.
+    JobResumed {
+        /// The task at its top.
+        job: Tid,
+        /// Who asked for it.
+        by: Tid,
+    },
     /// Anything else worth knowing.
     Note {
         /// The sentence.
@@ -289,6 +318,10 @@ impl fmt::Display for EventKind {
             EventKind::MoveFailed { id, tid, from, to, cause, step, why } => {
                 write!(f, "{id}: {tid} was not moved from {from} to {to} ({cause}): {step} failed: {why}")
             }
+            EventKind::Suspended { tid, cause } => write!(f, "{tid} suspended: {cause}"),
+            EventKind::Resumed { tid, cause } => write!(f, "{tid} resumed: {cause}"),
+            EventKind::JobSuspended { job, by } => write!(f, "job {job} suspended: {by} asked for it"),
+            EventKind::JobResumed { job, by } => write!(f, "job {job} resumed: {by} asked for it"),
             EventKind::Note { text } => f.write_str(text),
         }
     }

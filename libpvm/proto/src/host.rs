@@ -54,6 +54,15 @@ pub enum Question {
         /// Signal number.
         signal: i32,
     },
+    /// Suspend a task, or let it go on. → [`Reply::Done`] or [`Reply::Failed`]
+    Suspend {
+        /// The task.
+        tid: Tid,
+        /// False: let it go on.
+        suspend: bool,
+        /// Why.
+        cause: crate::suspend::Cause,
+    },
     /// Is this task alive, and if not, how far had it sent? → [`Answer::Watched`]
     Watch {
         /// The task.
@@ -272,6 +281,8 @@ pub struct TaskRecord {
     pub watches: Vec<Watch>,
     /// Where its library looks for news while it has let go.
     pub redirect_at: RedirectAt,
+    /// It stands still until somebody lets it go on.
+    pub suspended: bool,
     /// Hosts that its host knew, so that those which joined meanwhile are told.
     pub hosts: Vec<HostId>,
     /// Epoch of the host table they are from.

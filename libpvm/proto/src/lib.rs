@@ -13,7 +13,7 @@
 //! * [`group`]: what a task asks of the group service.
 //! * [`rm`]: questions to the resource manager: why, how much, which jobs.
 //! * [`sm`]: the documented messages between tasks, resource managers and daemons. [`trace`]: records for tracers.
-//! * [`table`], [`event`], [`migration`], [`load`]: the records these messages carry.
+//! * [`table`], [`event`], [`migration`], [`suspend`], [`load`]: the records these messages carry.
 //! * [`place`]: where a virtual machine keeps its socket and files. [`text`]: what people read or write.
 
 pub mod body;
@@ -33,6 +33,7 @@ pub mod pool;
 pub mod rm;
 pub mod route;
 pub mod sm;
+pub mod suspend;
 pub mod table;
 pub mod task;
 pub mod tasker;

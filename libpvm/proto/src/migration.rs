@@ -320,6 +320,15 @@ impl Usage {
     }
 }
 
+/// What a task was when its copy at the source was gone: its target goes on from there.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Parting {
+    /// What it had used.
+    pub used: Usage,
+    /// It was suspended, and is to stay so; `None` when its host was lost and nobody can say.
+    pub suspended: Option<bool>,
+}
+
 /// What the coordinator orders one end to do.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Order {
@@ -339,10 +348,7 @@ pub enum Order {
     /// Source, after the commit: kill and reap the copy, pass on what waits for the task.
     Yield,
     /// Target, after the source's copy is gone: let it run.
-    Run {
-        /// What the task had used before.
-        used: Usage,
-    },
+    Run(Parting),
 }
 
 /// What one end reports to the coordinator.
@@ -374,10 +380,7 @@ pub enum Report {
     /// Target: the copy is complete and nothing of it runs.
     Restored,
     /// Source: the copy is gone.
-    SourceGone {
-        /// What it had used.
-        used: Usage,
-    },
+    SourceGone(Parting),
     /// Target: the task runs.
     Running,
     /// Either end: the step failed. Source: the task still exists there. Target: nothing is left there.
@@ -400,7 +403,7 @@ impl Report {
             Report::Dumped { .. } => Step::Dump,
             Report::Received { .. } => Step::Transfer,
             Report::Restored => Step::Restore,
-            Report::SourceGone { .. } => Step::KillSource,
+            Report::SourceGone(_) => Step::KillSource,
             Report::Running => Step::Run,
             Report::Failed { step, .. } => *step,
         }

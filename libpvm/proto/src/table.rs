@@ -90,6 +90,8 @@ pub struct TaskInfo {
     pub moving: bool,
     /// True when it stands still because its host's owner wants that.
     pub stopped: bool,
+    /// True when it stands still until somebody lets it go on.
+    pub suspended: bool,
 }
 
 /// Outcome of adding one host.

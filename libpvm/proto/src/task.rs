@@ -321,6 +321,17 @@ pub enum Request {
         /// Signal number.
         signal: i32,
     },
+    /// Has a task stand still until somebody lets it go on; it stays so through moves. A task from a command line, or
+    /// one that serves the virtual machine, is not suspended. → [`Reply::Done`], also for one that is so already, or
+    /// [`Reply::Failed`]
+    Suspend {
+        /// The task.
+        tid: Tid,
+        /// False: let it go on.
+        suspend: bool,
+        /// The resource manager's reason when it is one that asks; `None`: asked by the caller.
+        cause: Option<crate::suspend::Cause>,
+    },
     /// → [`Reply::Done`]
     Notify(NotifyRequest),
     /// Stop the whole virtual machine. → [`Reply::Done`], then the socket closes.

@@ -122,6 +122,7 @@ impl Machine {
                 self.signal_task(tid, signal);
                 Reply::Done
             }
+            Question::Suspend { tid, suspend, cause } => self.suspend_task(tid, suspend, cause),
             Question::Clock => Reply::Clock(self.unix),
             Question::FreeContext { owner, ctx } => match self.contexts.get(&ctx) {
                 Some(holder) if *holder == owner => {
@@ -201,7 +202,7 @@ impl Machine {
                 let reply = match question {
                     Question::Tasks { .. } => Reply::Tasks(Vec::new()),
                     Question::Signal { .. } => Reply::Done,
-                    Question::TaskStatus { tid } => no_task(tid),
+                    Question::TaskStatus { tid } | Question::Suspend { tid, .. } => no_task(tid),
                     Question::FreeContext { ctx, .. } => no_context(ctx),
                     _ => Reply::Failed {
                         error: PvmError::HostFail,
@@ -255,12 +256,13 @@ fn task_of(question: &Question) -> Option<Tid> {
         Question::Tasks { only: Some(tid) }
         | Question::TaskStatus { tid }
         | Question::Signal { tid, .. }
+        | Question::Suspend { tid, .. }
         | Question::Watch { tid, .. } => Some(*tid),
         _ => None,
     }
 }
 
-fn no_task(tid: Tid) -> Reply {
+pub(super) fn no_task(tid: Tid) -> Reply {
     Reply::Failed { error: PvmError::NoTask, reason: format!("there is no task {tid}") }
 }
 

@@ -1,12 +1,16 @@
-//! Guests stand still while the owner of this host wants it: decided here, without asking anybody else.
+//! Guests stand still while the owner of this host wants it: decided here, without asking anybody else. A task that is
+//! suspended stands still in the same way (see `suspend`).
 //!
 //! The load watcher of this host says so. A process that is stopped cannot let go of its rings, routes and socket any more,
 //! which it has to do before it can move. So every guest is told to let go and has [`LET_GO_TIME`] for that, behind
 //! everybody else on the host; then it is stopped, let go or not. It stays stopped whatever becomes of its moves: one that
 //! has let go learns in its memory where it will go on ([`Redirect`]), and one that has not runs for [`EASE_TIME`] so that
-//! it can. When the watcher says that guests are welcome, or ends, they are woken as after a move that came to nothing.
+//! it can. When the watcher says that guests are welcome, or ends, they are woken as after a move that came to nothing,
+//! but for those that are suspended.
+//!
+//! From the moment from which a task has to stand still it has one span of time for letting go. What it did not get done by
+//! then, because it was still coming back from something else, it does when a move needs it.
 
-use super::handover::Arrival;
 use super::tasks::{Phase, Task};
 use super::{Machine, Output, Timer};
 use checkpoint::protocol::{Source, SourceEvent};
@@ -24,7 +28,9 @@ use std::path::PathBuf;
 /// After the watcher's word guests have so long to let go; then they are stopped. With the way of the word it leaves room
 /// in the 50 ms that owners are promised.
 const LET_GO_TIME: Micros = Micros::from_millis(30);
-/// A guest that was stopped before it had let go runs so long for it when it is to move.
+/// A task that is suspended has so long for the same: nobody waits for it to stop.
+pub(super) const SUSPEND_TIME: Micros = Micros::from_millis(200);
+/// A task that was stopped before it had let go runs so long for it when it is to move.
 const EASE_TIME: Micros = Micros::from_millis(200);
 /// Guests that were asked to end have so long for it.
 const END_TIME: Micros = Micros::from_millis(300);
@@ -33,7 +39,7 @@ const SIGTERM: i32 = 15;
 /// Numbers of the occasions on which guests let go without a move: this bit, the host, a count.
 const STOP_BIT: u64 = 1 << 63;
 
-/// Where a guest stands that was told to let go for the owner.
+/// Where a task stands that was told to let go because it has to stand still.
 #[derive(Debug, Default)]
 pub(super) struct Still {
     /// What its library may be waiting for, or will wait for when it has let go; none if nobody talks to it.
@@ -76,10 +82,14 @@ impl Hosting {
 }
 
 impl Task {
+    /// True for what the virtual machine needs for itself.
+    pub(super) fn serves(&self) -> bool {
+        self.servant || self.flags & TASK_SERVES != 0
+    }
+
     /// True if the owner of the host may stop it: what was spawned, but for what the virtual machine needs for itself.
     fn is_guest(&self) -> bool {
-        let serves = self.servant || self.flags & TASK_SERVES != 0;
-        self.spawned() && !serves && self.exited.is_none()
+        self.spawned() && !self.serves() && self.exited.is_none()
     }
 
     /// True if its library has let go of this daemon and waits to be woken.
@@ -95,6 +105,23 @@ impl Task {
 }
 
 impl Machine {
+    /// When the time is over that a task of this host has for letting go before it stands still; `None` if it need not.
+    fn still_by(&self, task: &Task) -> Option<Micros> {
+        let owner = self.hosting.stopped.as_ref().filter(|_| task.is_guest()).map(|said| said.at + LET_GO_TIME);
+        owner.into_iter().chain(task.suspended.map(|at| at + SUSPEND_TIME)).min()
+    }
+
+    /// True if a task that is here, or on its way, has to stand still.
+    fn has_to_stand(&self, tid: Tid) -> bool {
+        match self.tasks.get(tid) {
+            Some(task) => self.still_by(task).is_some(),
+            None => {
+                let arrival = self.moves.arrivals.get(&tid);
+                arrival.is_some_and(|arrival| self.hosting.is_stopped() || arrival.is_suspended())
+            }
+        }
+    }
+
     // ---- the word
 
     /// A load watcher, or the user by a program of his, says what guests may do here.
@@ -125,8 +152,8 @@ impl Machine {
         self.log(format!("guests are stopped: {}", word.why));
         let here: Vec<Tid> = self.tasks.live.values().filter(|t| t.is_guest()).map(|t| t.tid).collect();
         // Those that have just come are not quite here.
-        let coming = self.moves.arrivals.values_mut().filter(|a| a.run_ordered && !a.held);
-        let coming: Vec<Tid> = coming.map(Arrival::hold).collect();
+        let coming = self.moves.arrivals.values().filter(|a| a.run_ordered && !a.held);
+        let coming: Vec<Tid> = coming.map(|a| a.tid).collect();
         let guests = [&here[..], &coming].concat();
         let running = guests.iter().copied().collect();
         self.hosting.stopped = Some(Said { by, word, at: self.now, guests, running, told: false, ending: false });
@@ -134,7 +161,7 @@ impl Machine {
             self.hold_guest(tid);
         }
         for tid in coming {
-            self.tell_tasker(ToTasker::Hold { tid, after: LET_GO_TIME });
+            self.hold_arrival(tid, LET_GO_TIME);
         }
         self.guests_step();
     }
@@ -142,19 +169,17 @@ impl Machine {
     fn guests_go_on(&mut self, why: &str) {
         let Some(said) = self.hosting.stopped.take() else { return };
         self.log(format!("guests go on: {why}"));
-        let still: Vec<Tid> = self.tasks.live.values().filter(|t| t.still.is_some()).map(|t| t.tid).collect();
+        let goes_on = |t: &&Task| t.still.is_some() && t.suspended.is_none();
+        let still: Vec<Tid> = self.tasks.live.values().filter(goes_on).map(|t| t.tid).collect();
         for tid in still {
             self.free_guest(tid);
         }
-        let arrivals = self.moves.arrivals.values_mut().filter(|a| a.held);
-        let held: Vec<(Tid, Option<MigrationId>)> = arrivals.map(|a| (a.tid, a.free())).collect();
-        for (tid, waits) in held {
-            if let Some(migration) = waits {
-                self.write_token(migration);
-            }
-            self.tell_tasker(ToTasker::GoOn { tid });
+        let held = self.moves.arrivals.values().filter(|a| a.held && !a.is_suspended());
+        for tid in held.map(|a| a.tid).collect::<Vec<Tid>>() {
+            self.free_arrival(tid);
         }
-        let guests = said.guests.into_iter().filter(|tid| self.tasks.get(*tid).is_some()).collect();
+        let guests = said.guests.into_iter();
+        let guests = guests.filter(|tid| self.tasks.get(*tid).is_some_and(|t| t.suspended.is_none())).collect();
         self.record(EventKind::GuestsContinued { host: self.config.host, guests, why: why.to_string() });
     }
 
@@ -232,8 +257,8 @@ impl Machine {
 
     // ---- one guest
 
-    /// Has a guest let go and stop.
-    fn hold_guest(&mut self, tid: Tid) {
+    /// Has a task let go and stop that has to stand still.
+    pub(super) fn hold_guest(&mut self, tid: Tid) {
         let leaving = self.source_of(tid).map(|source| (source.of().id, source.is_waking()));
         let Some(task) = self.tasks.get_mut(tid) else { return };
         match (&task.still, leaving) {
@@ -247,8 +272,14 @@ impl Machine {
         }
         let Some(task) = self.tasks.get(tid) else { return };
         let lets_go = task.conn().is_some() || task.still.as_ref().is_some_and(|still| still.waking);
-        let after = if lets_go { LET_GO_TIME } else { Micros::default() };
-        self.tell_tasker(ToTasker::Hold { tid, after });
+        self.hold_in_time(tid, lets_go);
+    }
+
+    /// Has a task stopped that has to stand still: at once, or, if it is letting go, when its time for that is over.
+    fn hold_in_time(&mut self, tid: Tid, lets_go: bool) {
+        let by = self.tasks.get(tid).filter(|_| lets_go).and_then(|task| self.still_by(task));
+        let left = by.map(|by| by.since(self.now));
+        self.tell_tasker(ToTasker::Hold { tid, after: left.unwrap_or_default() });
     }
 
     /// Tells the library of a guest to let go, for this move if one waits for it.
@@ -265,8 +296,8 @@ impl Machine {
         self.out.push_back(Output::ToTask { conn, message: ToTask::Quiesce { migration, tokens } });
     }
 
-    /// A guest goes on.
-    fn free_guest(&mut self, tid: Tid) {
+    /// A task that stood still goes on.
+    pub(super) fn free_guest(&mut self, tid: Tid) {
         let moving = self.source_of(tid).is_some();
         let Some(task) = self.tasks.get_mut(tid) else { return };
         let Some(still) = &mut task.still else { return };
@@ -281,6 +312,23 @@ impl Machine {
         self.tell_tasker(ToTasker::GoOn { tid });
     }
 
+    /// A task on its way here that was to stand still goes on.
+    pub(super) fn free_arrival(&mut self, tid: Tid) {
+        let Some(arrival) = self.moves.arrivals.get_mut(&tid) else { return };
+        if let Some(migration) = arrival.free() {
+            self.write_token(migration);
+        }
+        self.tell_tasker(ToTasker::GoOn { tid });
+    }
+
+    /// A task on its way here that may run already has to stand still.
+    pub(super) fn hold_arrival(&mut self, tid: Tid, after: Micros) {
+        if let Some(arrival) = self.moves.arrivals.get_mut(&tid).filter(|a| a.run_ordered && !a.held) {
+            arrival.held = true;
+            self.tell_tasker(ToTasker::Hold { tid, after });
+        }
+    }
+
     /// The move of this task that has it, if there is one.
     fn source_of(&self, tid: Tid) -> Option<&Source> {
         self.moves.sources.values().find(|source| source.of().tid == tid && source.holds())
@@ -288,14 +336,14 @@ impl Machine {
 
     /// A process connects as a task that was spawned here: while guests have to stand still it lets go at once.
     pub(super) fn guest_connected(&mut self, tid: Tid) {
-        if self.hosting.is_stopped() && self.tasks.get(tid).is_some_and(Task::is_guest) {
+        if self.has_to_stand(tid) {
             self.ask_guest(tid, None);
         }
     }
 
-    /// A library that had let go for the owner has come back, on a connection that counts already.
+    /// A library that had let go has come back, on a connection that counts already.
     pub(super) fn guest_came_back(&mut self, tid: Tid) {
-        let stopped = self.hosting.is_stopped();
+        let stopped = self.has_to_stand(tid);
         let Some(task) = self.tasks.get_mut(tid) else { return };
         let Some(still) = task.still.take() else { return };
         for id in &still.ids {
@@ -309,6 +357,8 @@ impl Machine {
             }
         } else if stopped {
             self.ask_guest(tid, None);
+            // It may have been let run for coming back, for the sake of a move that came to nothing meanwhile.
+            self.hold_in_time(tid, true);
         } else if self.source_of(tid).is_none() {
             self.release(tid);
         }
@@ -323,14 +373,14 @@ impl Machine {
                 task.hold = true;
                 task.still = Some(Still { ids: vec![id], pending: None, waking: false });
             }
-            None if self.hosting.is_stopped() => self.hold_guest(tid),
+            None if self.has_to_stand(tid) => self.hold_guest(tid),
             None => {}
         }
     }
 
     // ---- moves of guests that stand still
 
-    /// What is kept for a task goes to it again, unless the owner has it stand still.
+    /// What is kept for a task goes to it again, unless it has to stand still.
     pub(super) fn release(&mut self, tid: Tid) {
         if let Some(task) = self.tasks.get_mut(tid).filter(|task| task.still.is_none()) {
             task.hold = false;
@@ -340,14 +390,14 @@ impl Machine {
 
     /// The library of a guest has let go.
     pub(super) fn guest_let_go(&mut self, tid: Tid) {
-        if self.hosting.is_stopped() && self.tasks.get(tid).is_some_and(|t| t.still.is_some()) {
+        if self.has_to_stand(tid) && self.tasks.get(tid).is_some_and(|t| t.still.is_some()) {
             self.tell_tasker(ToTasker::Hold { tid, after: Micros::default() });
         }
     }
 
-    /// A move wants the library to let go. True if it was told to before, for the owner's sake: then this does the rest.
+    /// A move wants the library to let go. True if it was told to before, to stand still: then this does the rest.
     pub(super) fn quiesce_guest(&mut self, id: MigrationId, tid: Tid, tokens: &[PathBuf]) -> bool {
-        let stopped = self.hosting.is_stopped();
+        let stopped = self.has_to_stand(tid);
         let Some(task) = self.tasks.get_mut(tid) else { return false };
         let Some(still) = &mut task.still else { return false };
         still.pending = Some((id, tokens.to_vec()));
@@ -361,7 +411,7 @@ impl Machine {
 
     /// Lets a guest run for the moment that its library needs.
     pub(super) fn ease(&mut self, tid: Tid) {
-        if self.hosting.is_stopped() {
+        if self.has_to_stand(tid) {
             self.tell_tasker(ToTasker::Hold { tid, after: EASE_TIME });
         }
     }
@@ -391,10 +441,10 @@ impl Machine {
         }
     }
 
-    /// A move came to nothing and the task's library is to be woken here. True if the owner's side does that, now or when
-    /// guests are welcome again.
+    /// A move came to nothing and the task's library is to be woken here. True if that is done with what it let go for
+    /// before: now, or when it need not stand still any more.
     pub(super) fn wake_guest(&mut self, id: MigrationId, tid: Tid) -> bool {
-        let stopped = self.hosting.is_stopped();
+        let stopped = self.has_to_stand(tid);
         let Some(task) = self.tasks.get_mut(tid) else { return false };
         let Some(still) = &mut task.still else { return false };
         still.pending = None;

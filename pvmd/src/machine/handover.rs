@@ -12,7 +12,7 @@ use sempa_proto::host::{Carried, Held, HostMsg, Location, TaskRecord};
 use sempa_proto::migration::{Move, Usage};
 use sempa_proto::task::RedirectAt;
 use sempa_proto::tasker::ToTasker;
-use sempa_proto::{Epoch, HostId, MigrationId, Tid};
+use sempa_proto::{Epoch, HostId, Micros, MigrationId, Tid};
 use std::collections::BTreeSet;
 
 /// Wait status of a task that was killed: signal 9.
@@ -43,8 +43,12 @@ pub(super) struct Arrival {
     pub(super) exited: Option<(i32, Usage)>,
     /// Its library has come back on this connection.
     pub(super) conn: Option<ConnId>,
-    /// The tasker was told to hold it for the owner of this host.
+    /// The tasker was told to hold it.
     pub(super) held: bool,
+    /// Whether it was suspended when its copy at the source was gone; none while nobody has said.
+    left_suspended: Option<bool>,
+    /// What somebody has said here about that since its place is here, and when.
+    suspend: Option<(bool, Micros)>,
     /// It has never run here: its library waits for the token.
     pub(super) waits: bool,
     /// Signals that came before it ran.
@@ -221,10 +225,12 @@ impl Machine {
         if !arrival.waits {
             self.out.push_back(Output::RemoveToken { path: self.config.place.token(arrival.migration) });
         }
+        let since = arrival.suspend.map_or(self.now, |(_, at)| at);
+        let suspended = arrival.is_suspended().then_some(since);
         let Some(record) = arrival.record.take() else { return };
         let (hosts, epoch) = (record.hosts.clone(), record.epoch);
         let mut task = Task::from_record(record);
-        task.pid = arrival.pid;
+        (task.pid, task.suspended) = (arrival.pid, suspended);
         for held in arrival.handed.drain().into_iter().chain(arrival.own.drain()) {
             task.inbox.push(held);
         }
@@ -284,19 +290,31 @@ impl Arrival {
             exited: None,
             conn: None,
             held: false,
+            left_suspended: None,
+            suspend: None,
             waits: false,
             signals: Vec::new(),
             pid: 0,
         }
     }
 
-    /// Guests have to stand still here.
-    pub(super) fn hold(&mut self) -> Tid {
-        self.held = true;
-        self.tid
+    /// The source's last word about it is here: it may run, unless it is suspended.
+    pub(super) fn may_run(&mut self, suspended: Option<bool>) {
+        (self.run_ordered, self.left_suspended) = (true, suspended);
     }
 
-    /// Guests are welcome here; answers what its library waits for, if it does.
+    /// It is suspended, or goes on, from now on.
+    pub(super) fn suspend(&mut self, now: Micros, suspend: bool) {
+        self.suspend = Some((suspend, now));
+    }
+
+    /// True while it is suspended: the newest word counts.
+    pub(super) fn is_suspended(&self) -> bool {
+        let record = self.record.as_ref().map(|record| record.suspended);
+        self.suspend.map(|(suspend, _)| suspend).or(self.left_suspended).or(record).unwrap_or(false)
+    }
+
+    /// It need not stand still; answers what its library waits for, if it does.
     pub(super) fn free(&mut self) -> Option<MigrationId> {
         self.held = false;
         std::mem::take(&mut self.waits).then_some(self.migration)
@@ -324,6 +342,7 @@ impl Arrival {
             requests: Vec::new(),
             watches: Vec::new(),
             redirect_at: RedirectAt::default(),
+            suspended: false,
             hosts: Vec::new(),
             epoch: Epoch(u64::MAX),
         }

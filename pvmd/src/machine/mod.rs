@@ -10,7 +10,7 @@
 //! * `asks`: questions between daemons.
 //! * `spawn`, `rm`, `servers`: starting tasks, resource managers, tasks that do a daemon's work.
 //! * `mailbox`, `groups`, `events`: what the master keeps for all.
-//! * `guests`: tasks that stand still because the owner of this host is there.
+//! * `guests`, `suspend`: tasks that stand still because the owner of this host is there, or because they are suspended.
 //! * `moves`, `handover`: the glue to the migration protocol, and what is kept in order while a task changes hosts.
 
 mod asks;
@@ -33,6 +33,7 @@ mod rm;
 mod route;
 mod servers;
 mod spawn;
+mod suspend;
 mod table;
 mod tasks;
 #[cfg(test)]

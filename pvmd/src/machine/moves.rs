@@ -7,7 +7,7 @@ use checkpoint::protocol::{
     Coordinator, CoordinatorOutput, Source, SourceEvent, SourceOutput, Target, TargetEvent, TargetOutput,
 };
 use sempa_proto::host::{HostMsg, Location};
-use sempa_proto::migration::{Cause, Failure, Move, Order, Refusal, Report, Step, Usage};
+use sempa_proto::migration::{Cause, Failure, Move, Order, Parting, Refusal, Report, Step, Usage};
 use sempa_proto::table::TASK_SERVES;
 use sempa_proto::task::{LinkMark, MoveError, Reply, ToTask};
 use sempa_proto::tasker::{FromTasker, ToTasker};
@@ -351,10 +351,12 @@ impl Machine {
                 let dir = self.config.place.images(id);
                 self.tell_tasker(ToTasker::Restore { migration: id, tid, dir });
             }
-            TargetOutput::Run(used) => {
-                let held = self.hosting.is_stopped();
+            TargetOutput::Run(Parting { used, suspended }) => {
+                let mut held = self.hosting.is_stopped();
                 if let Some(arrival) = self.arrival_of(id) {
-                    (arrival.run_ordered, arrival.held, arrival.waits) = (true, held, held);
+                    arrival.may_run(suspended);
+                    held |= arrival.is_suspended();
+                    (arrival.held, arrival.waits) = (held, held);
                 }
                 self.tell_tasker(ToTasker::Run { migration: id, used, held });
             }
@@ -412,7 +414,7 @@ impl Machine {
             }
             FromTasker::Dumped { migration, result } => self.source_event(migration, SourceEvent::Dumped(result)),
             FromTasker::Continued { migration } => self.source_event(migration, SourceEvent::Continued),
-            FromTasker::SourceGone { migration, used } => self.source_event(migration, SourceEvent::Gone(used)),
+            FromTasker::SourceGone { migration, used } => self.source_gone(migration, used),
             FromTasker::Prepared { migration, verdict } => {
                 let verdict = verdict.into_iter().map(|refusal| self.named(refusal)).collect();
                 self.target_event(migration, TargetEvent::Prepared(verdict));
@@ -427,6 +429,17 @@ impl Machine {
             FromTasker::Discarded { migration } => self.target_event(migration, TargetEvent::Discarded),
             _ => {}
         }
+    }
+
+    /// The copy of a task that has moved is gone.
+    fn source_gone(&mut self, migration: MigrationId, used: Usage) {
+        let Some(tid) = self.moves.sources.get(&migration).map(|source| source.of().tid) else { return };
+        let parting = self.parting(tid, used);
+        self.source_event(migration, SourceEvent::Gone(parting));
+    }
+
+    fn parting(&self, tid: Tid, used: Usage) -> Parting {
+        Parting { used, suspended: self.tasks.get(tid).map(|task| task.suspended.is_some()) }
     }
 
     fn ran(&mut self, migration: MigrationId, result: Result<(), Failure>) {
@@ -499,9 +512,10 @@ impl Machine {
         let Some(task) = self.tasks.get_mut(tid) else { return false };
         let Some(id) = task.leaving.filter(|_| !stopping) else { return false };
         task.exited = Some((status, used));
+        let parting = Parting { used, suspended: Some(task.suspended.is_some()) };
         let Some(source) = self.moves.sources.get_mut(&id) else { return self.moves.open_ends.contains_key(&id) };
         if task.killing {
-            source.handle(SourceEvent::Gone(used));
+            source.handle(SourceEvent::Gone(parting));
         } else {
             let of = source.of().clone();
             source.handle(SourceEvent::Ended);
@@ -517,7 +531,7 @@ impl Machine {
         let (status, used) = task.exited.unwrap_or_default();
         task.leaving = None;
         if order == Order::Yield {
-            self.report(id, Report::SourceGone { used });
+            self.report(id, Report::SourceGone(self.parting(of.tid, used)));
             self.hand_task_over(&of);
         } else {
             self.end_task(of.tid, status, used);

@@ -3,6 +3,7 @@
 use super::asks::Asker;
 use super::{Machine, Output};
 use sempa_proto::host::{HostMsg, Question};
+use sempa_proto::suspend::Cause;
 use sempa_proto::table::TaskInfo;
 use sempa_proto::task::{REQUESTS_OPEN_MAX, Reply, Request, Sink};
 use sempa_proto::tasker::ToTasker;
@@ -59,6 +60,11 @@ impl Machine {
             Request::Signal { tid: other, .. } if !other.is_task() => self.not_a_task(tid, id, other),
             Request::Signal { tid: other, signal } => {
                 self.ask_about(other, Question::Signal { tid: other, signal }, Asker::Task { tid, id });
+            }
+            Request::Suspend { tid: other, .. } if !other.is_task() => self.not_a_task(tid, id, other),
+            Request::Suspend { tid: other, suspend, cause } => {
+                let cause = cause.unwrap_or(Cause::Asked { by: tid }).cut();
+                self.ask_about(other, Question::Suspend { tid: other, suspend, cause }, Asker::Task { tid, id });
             }
             Request::Notify(request) => self.notify_request(tid, id, request),
             Request::RegisterRm(serves) => self.register_rm(tid, id, serves),

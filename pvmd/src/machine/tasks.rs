@@ -92,8 +92,10 @@ pub(super) struct Task {
     pub(super) quiesced: bool,
     /// Where its library looks for news while it has let go.
     pub(super) redirect_at: RedirectAt,
-    /// It was told to let go for the owner of this host, and has not come back since.
+    /// It was told to let go for the owner of this host, or because it is suspended, and has not come back since.
     pub(super) still: Option<Still>,
+    /// Since when it is suspended here, if it is.
+    pub(super) suspended: Option<Micros>,
     pub(super) inbox: Inbox,
     /// Per peer, the number after the last fragment that it sent.
     pub(super) marks: BTreeMap<Tid, u64>,
@@ -133,6 +135,7 @@ impl Task {
             quiesced: false,
             redirect_at: RedirectAt::default(),
             still: None,
+            suspended: None,
             inbox: Inbox::default(),
             marks: BTreeMap::new(),
             requests: BTreeSet::new(),
@@ -249,7 +252,7 @@ pub(super) fn mark_of(dead: Tid, marks: &[LinkMark], watcher: Tid) -> Option<Lin
 impl Machine {
     /// The tasks here, for `pvm_tasks`.
     pub(super) fn list_tasks(&self, only: Option<Tid>) -> Vec<TaskInfo> {
-        let info = |task: &Task, moving: bool, stopped: bool| TaskInfo {
+        let info = |task: &Task, moving: bool, stopped: bool, suspended: bool| TaskInfo {
             tid: task.tid,
             parent: task.parent,
             host: self.config.host,
@@ -259,14 +262,17 @@ impl Machine {
             uid: self.config.uid,
             moving,
             stopped: stopped && self.hosting.is_stopped(),
+            suspended,
         };
         let wanted = |tid: Tid| only.is_none_or(|only| only == tid);
         let here = self.tasks.live.values().filter(|t| wanted(t.tid)).map(|t| {
             let moving = t.hold && (t.still.is_none() || self.moves.sources.values().any(|s| s.of().tid == t.tid));
-            info(t, moving, t.still.is_some())
+            info(t, moving, t.still.is_some(), t.suspended.is_some())
         });
         let coming = self.moves.arrivals.values().filter(|a| a.located && wanted(a.tid));
-        here.chain(coming.filter_map(|a| Some(info(&Task::from_record(a.record.clone()?), true, a.held)))).collect()
+        let coming =
+            coming.filter_map(|a| Some(info(&Task::from_record(a.record.clone()?), true, a.held, a.is_suspended())));
+        here.chain(coming).collect()
     }
 
     /// Everything that the next daemon has to know of a task.
@@ -284,6 +290,7 @@ impl Machine {
             requests: task.requests.iter().copied().collect(),
             watches: task.watches.clone(),
             redirect_at: task.redirect_at,
+            suspended: task.suspended.is_some(),
             hosts: self.table.hosts.iter().map(|h| h.id).collect(),
             epoch: self.table.epoch,
         }

@@ -397,7 +397,7 @@ impl VmApi for World {
         let one = |(tid, task): (&Tid, &Running)| {
             let (tid, host, moving, flags) = (*tid, task.host, task.moving.is_some(), TASK_FORKED);
             let (parent, name, pid, uid) = (Tid::NONE, task.program.clone(), 0, 0);
-            TaskInfo { tid, parent, host, flags, name, pid, uid, moving, stopped: false }
+            TaskInfo { tid, parent, host, flags, name, pid, uid, moving, stopped: false, suspended: false }
         };
         Ok(state.tasks.iter().map(one).collect())
     }

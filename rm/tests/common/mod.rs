@@ -260,7 +260,18 @@ impl World {
 
 pub(crate) fn info(tid: Tid, host: u16, flags: i32, name: &str) -> TaskInfo {
     let (parent, pid, uid) = (Tid::NONE, 1, 0);
-    TaskInfo { tid, parent, host: h(host), flags, name: name.into(), pid, uid, moving: false, stopped: false }
+    TaskInfo {
+        tid,
+        parent,
+        host: h(host),
+        flags,
+        name: name.into(),
+        pid,
+        uid,
+        moving: false,
+        stopped: false,
+        suspended: false,
+    }
 }
 
 pub(crate) fn spawned(tid: Tid, host: u16) -> TaskInfo {

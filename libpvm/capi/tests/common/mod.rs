@@ -272,6 +272,7 @@ impl Seat {
                 uid: 0,
                 moving: false,
                 stopped: false,
+                suspended: false,
             }]),
             Request::Spawn(what) if what.file == "nowhere" => {
                 Reply::Spawned(vec![Err(PvmError::NoFile); what.count as usize])

@@ -6,6 +6,8 @@ mod guests;
 mod hosts;
 mod moving;
 mod routes;
+mod scene;
 mod servers;
 mod sim;
+mod suspend;
 mod tasks;
