@@ -111,7 +111,7 @@ fn wanted<'a>(before: &[&str], word: &'a str) -> (&'a str, Kind) {
         "kill" | "pstat" => Kind::Tid,
         "why" if word.starts_with('t') => Kind::Tid,
         "why" => Kind::Host,
-        "job" if args.len() == 1 => Kind::Tid,
+        "job" if args.len() == 1 || args.last() == Some(&"--task") => Kind::Tid,
         "sig" if first => Kind::Signal,
         "sig" => Kind::Tid,
         "migrate" if first => Kind::Tid,

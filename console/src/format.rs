@@ -119,8 +119,13 @@ pub(crate) fn ps_row(table: &HostTable, task: &TaskInfo, console: Tid, long: boo
         write!(out, " {parent:>8} {:>6}", task.pid).expect("a string takes everything");
     }
     let name = if task.name.is_empty() { "-" } else { &task.name };
-    // Behind what PVM's console prints: it stands still because its host's owner is there.
-    let state = if task.stopped { " (stopped)" } else { "" };
+    // Behind what PVM's console prints: it stands still because its host's owner is there, or until it is resumed.
+    let state = match (task.stopped, task.suspended) {
+        (false, false) => "",
+        (true, false) => " (stopped)",
+        (false, true) => " (suspended)",
+        (true, true) => " (stopped, suspended)",
+    };
     put!(out, " {:>9} {name:<12}{state}", flags(task.flags));
     out
 }

@@ -60,9 +60,12 @@ pub(crate) const COMMANDS: &[Entry] = &[
     Entry { name: "idump", summary: "Show how much memory the console uses", detail: "Syntax:  idump [ how ]\n" },
     Entry {
         name: "job",
-        summary: "Show or end whole jobs: a task from a command line and all that it spawned",
-        detail: "Syntax:  job list [ --user user ]\n         job status tid\n         job kill tid\n\
+        summary: "Show, end, suspend or resume whole jobs: a task from a command line and all that it spawned",
+        detail: "Syntax:  job list [ --user user ]\n         job status tid\n         job kill tid\n         \
+                 job suspend [ --task ] tid\n         job resume [ --task ] tid\n\
                  A job is named by any of its tasks. 'status' shows how each task ended and what it used.\n\
+                 Tasks of a suspended job stand still, those included that it spawns meanwhile, and can still be moved.\n\
+                 Tasks from a command line go on. With '--task' the one task alone is suspended or resumed.\n\
                  The resource manager knows the jobs.\n",
     },
     Entry {

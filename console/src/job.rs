@@ -7,7 +7,7 @@ use crate::session::Outcome;
 use crate::usage::{self, HEAD, option, sums, sums_value};
 use libpvm::Error;
 use sempa_proto::Tid;
-use sempa_proto::rm::{Answer, JobUse, Question, TaskUse};
+use sempa_proto::rm::{Answer, JobUse, Question, Suspended, TaskUse};
 use sempa_proto::task::Request;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
@@ -29,12 +29,19 @@ pub(crate) enum Job {
     Status(Tid),
     /// End all its tasks.
     Kill(Tid),
-    /// Stop all its tasks, or let them go on.
-    Standstill {
-        /// The word that was used.
-        word: &'static str,
+    /// Suspend it with all its tasks, or let it go on.
+    Suspend {
         /// The job.
         job: Tid,
+        /// False: let it go on.
+        suspend: bool,
+    },
+    /// Suspend one task alone, or let it go on.
+    SuspendTask {
+        /// The task.
+        tid: Tid,
+        /// False: let it go on.
+        suspend: bool,
     },
 }
 
@@ -59,8 +66,13 @@ pub(crate) fn parse(args: &[String]) -> Result<Job, ParseError> {
         }
         "status" => one().map(Job::Status),
         "kill" => one().map(Job::Kill),
-        "suspend" => Ok(Job::Standstill { word: "suspend", job: one()? }),
-        "resume" => Ok(Job::Standstill { word: "resume", job: one()? }),
+        word @ ("suspend" | "resume") => {
+            let suspend = word == "suspend";
+            match args {
+                [alone, tid] if alone == "--task" => Ok(Job::SuspendTask { tid: task_tid("job", tid)?, suspend }),
+                _ => Ok(Job::Suspend { job: one()?, suspend }),
+            }
+        }
         _ => wrong,
     }
 }
@@ -71,10 +83,8 @@ pub(crate) fn run(machine: &impl Machine, job: &Job) -> Result<Outcome, Error> {
         Job::List { user } => list(machine, *user),
         Job::Status(tid) => status(machine, "job status", *tid),
         Job::Kill(tid) => kill(machine, *tid),
-        Job::Standstill { word, job } => Ok(Outcome::complaint(format!(
-            "job {word}: {job} was left as it is: this version cannot stop a job in a way that lets its tasks still be moved \
-             off a host; 'sig STOP' and 'sig CONT' stop single tasks, which then cannot be moved"
-        ))),
+        Job::Suspend { job, suspend } => self::suspend(machine, *job, *suspend),
+        Job::SuspendTask { tid, suspend } => suspend_task(machine, *tid, *suspend),
     }
 }
 
@@ -88,13 +98,27 @@ fn list(machine: &impl Machine, user: Option<u32>) -> Result<Outcome, Error> {
 }
 
 fn head() -> String {
-    format!("{:>9} {:>8} {HEAD} {:24} PROGRAM\n", "JOB", "USER", "BEGAN")
+    format!("{:>9} {:>8} {HEAD} {:24} {:9} PROGRAM\n", "JOB", "USER", "BEGAN", "STATE")
 }
 
 fn line(job: &JobUse) -> String {
     let program = if job.program.is_empty() { "-" } else { &job.program };
     let (tid, began) = (job.job.to_string(), format::time(job.began));
-    format!("{tid:>9} {:>8} {} {began:24} {program}\n", job.user, sums(&job.sums))
+    let state = match (job.ended, &job.suspended) {
+        (Some(_), _) => "ended",
+        (None, Some(_)) => "suspended",
+        (None, None) => "runs",
+    };
+    format!("{tid:>9} {:>8} {} {began:24} {state:9} {program}\n", job.user, sums(&job.sums))
+}
+
+fn suspended_value(suspended: Option<&Suspended>) -> Value {
+    suspended.map_or(Value::Null, |s| json!({ "since_us": s.since.0, "why": s.to_string() }))
+}
+
+/// "t40003: suspended by t80001 since 2026-11-21T21:40:12.031Z".
+fn since(what: impl std::fmt::Display, suspended: &Suspended) -> String {
+    format!("{what}: {suspended} since {}\n", format::time(suspended.since))
 }
 
 fn value(job: &JobUse) -> Value {
@@ -105,6 +129,7 @@ fn value(job: &JobUse) -> Value {
         "began_us": job.began.0,
         "ended_us": job.ended.map(|at| at.0),
         "sums": sums_value(&job.sums),
+        "suspended": suspended_value(job.suspended.as_ref()),
     })
 }
 
@@ -125,6 +150,8 @@ pub(crate) fn task_value(task: &TaskUse) -> Value {
         "resident_max_bytes": task.used.resident_max_bytes,
         "moves": task.moves,
         "evictions": task.evictions,
+        "suspended": suspended_value(task.suspended.as_ref()),
+        "suspended_before_us": task.stood.0,
     })
 }
 
@@ -143,12 +170,16 @@ pub(crate) fn status(machine: &impl Machine, command: &str, tid: Tid) -> Result<
         "TID", "HOST", "CPU S", "RSS MIB", "MOVED", "END"
     );
     text.extend(tasks.iter().map(task_line));
+    let running = job.suspended.iter().filter(|_| job.ended.is_none());
+    text.extend(running.map(|suspended| since(format_args!("job {}", job.job), suspended)));
+    text.extend(tasks.iter().filter_map(|task| Some(since(task.tid, task.suspended.as_ref()?))));
     let value = json!({ "job": value(&job), "tasks": tasks.iter().map(task_value).collect::<Vec<_>>() });
     Ok(Outcome::done(text, value, false))
 }
 
 fn task_line(task: &TaskUse) -> String {
-    let end = task.ended.map_or_else(|| "runs".to_string(), |(_, how)| how.to_string());
+    let now = if task.suspended.is_some() { "suspended" } else { "runs" };
+    let end = task.ended.map_or_else(|| now.to_string(), |(_, how)| how.to_string());
     let known = task.ended.is_some();
     let cpu = (task.used.user + task.used.system).0 as f64 / 1e6;
     let cpu = if known { format!("{cpu:.2}") } else { "-".to_string() };
@@ -157,6 +188,31 @@ fn task_line(task: &TaskUse) -> String {
     let program = if task.program.is_empty() { "-" } else { &task.program };
     let (tid, host) = (task.tid.to_string(), &task.host);
     format!("{tid:>9} {host:>12} {cpu:>10} {mib:>9} {:>5}  {end:24} {program}\n", task.moves)
+}
+
+/// Suspends a job, or lets it go on.
+fn suspend(machine: &impl Machine, tid: Tid, suspend: bool) -> Result<Outcome, Error> {
+    let word = if suspend { "suspend" } else { "resume" };
+    let Answer::Suspended { job, tasks, others } = machine.ask_rm(&Question::Suspend { job: tid, suspend })? else {
+        return Ok(not_known(&format!("job {word}"), tid));
+    };
+    let list: Vec<String> = tasks.iter().map(Tid::to_string).collect();
+    let what = if suspend { "are suspended" } else { "go on" };
+    let mut text = format!("{} tasks of job {job} {what}: {}\n", list.len(), list.join(" "));
+    if list.is_empty() {
+        text = format!("no task of job {job} was {word}{}\n", if suspend { "ed" } else { "d" });
+    }
+    text.extend(others.iter().map(|(tid, why)| format!("{tid} is as it was: {why}\n")));
+    let others: Vec<Value> = others.iter().map(|(tid, why)| json!({ "tid": tid.to_string(), "why": why })).collect();
+    let value = json!({ "job": job.to_string(), "suspend": suspend, "tasks": list, "others": others });
+    Ok(Outcome::done(text, value, false))
+}
+
+/// Suspends one task, or lets it go on: its daemon does that, with or without a resource manager.
+fn suspend_task(machine: &impl Machine, tid: Tid, suspend: bool) -> Result<Outcome, Error> {
+    machine.ask(Request::Suspend { tid, suspend, cause: None })?;
+    let text = format!("{tid} {}\n", if suspend { "is suspended" } else { "goes on" });
+    Ok(Outcome::done(text, json!({ "tid": tid.to_string(), "suspend": suspend }), false))
 }
 
 /// Ends all tasks of a job, and those that it starts meanwhile.
@@ -199,7 +255,9 @@ mod tests {
         assert_eq!(words("list --user 7"), Ok(Job::List { user: Some(7) }));
         assert_eq!(words("status t40001"), Ok(Job::Status(tid)));
         assert_eq!(words("kill 40001"), Ok(Job::Kill(tid)));
-        assert_eq!(words("resume t40001"), Ok(Job::Standstill { word: "resume", job: tid }));
+        assert_eq!(words("suspend t40001"), Ok(Job::Suspend { job: tid, suspend: true }));
+        assert_eq!(words("resume t40001"), Ok(Job::Suspend { job: tid, suspend: false }));
+        assert_eq!(words("resume --task t40001"), Ok(Job::SuspendTask { tid, suspend: false }));
         for line in ["", "list x", "status", "kill t40001 t40002", "bake t40001"] {
             assert_eq!(words(line), Err(ParseError::WrongArgs("job")), "{line}");
         }

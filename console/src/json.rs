@@ -129,6 +129,7 @@ pub(crate) fn ps(table: &HostTable, tasks: &[TaskInfo]) -> Value {
             "uid": task.uid,
             "moving": task.moving,
             "stopped": task.stopped,
+            "suspended": task.suspended,
         })
     };
     json!({ "tasks": tasks.iter().map(task).collect::<Vec<_>>() })

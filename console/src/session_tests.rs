@@ -9,7 +9,7 @@ use libpvm::spawn::TC_SIBLINGS;
 use sempa_proto::event::{Event, EventKind};
 use sempa_proto::message::CTX_TASK_CONTROL;
 use sempa_proto::migration::{Failure, Step};
-use sempa_proto::rm::{Answer, End, JobUse, Question, Sums, TaskUse, UserUse};
+use sempa_proto::rm::{Answer, End, JobUse, Question, Sums, Suspended, TaskUse, UserUse};
 use sempa_proto::table::{AddedHost, HostTable, TaskInfo};
 use sempa_proto::task::Sink;
 use sempa_proto::task::{MailboxClass, MoveError, MoveReport, Reply, SpawnRequest};
@@ -24,6 +24,10 @@ struct Fake {
     asked: RefCell<Vec<Request>>,
     spawned: RefCell<Vec<SpawnRequest>>,
     sent: RefCell<Vec<Message>>,
+}
+
+fn suspended() -> Suspended {
+    Suspended { since: Micros(5), cause: sempa_proto::suspend::Cause::Job { by: Tid::from_raw(0x80001) } }
 }
 
 impl Machine for Fake {
@@ -111,10 +115,18 @@ impl Machine for Fake {
                     moves: 0,
                     evictions: 0,
                     counted: true,
+                    suspended: (n == 1).then(suspended),
+                    stood: Micros(0),
                 };
                 let tasks = (0..=(rounds + 1).min(3)).map(used).collect();
                 let (sums, program) = (Sums::default(), "master".into());
-                Answer::Job { job: JobUse { job: *tid, user: 7, program, began: Micros(0), ended: None, sums }, tasks }
+                let (began, suspended) = (Micros(0), Some(suspended()));
+                Answer::Job { job: JobUse { job: *tid, user: 7, program, began, ended: None, sums, suspended }, tasks }
+            }
+            Question::Suspend { job, suspend } if job.raw() == 0x40003 => {
+                let tid = |n: i32| Tid::from_raw(0x40002 + n);
+                let others = if *suspend { vec![(tid(0), "no daemon has started it".to_string())] } else { vec![] };
+                Answer::Suspended { job: tid(0), tasks: vec![tid(1), tid(2)], others }
             }
             Question::Users { .. } => Answer::Users(vec![UserUse { user: 7, sums: Sums::default(), index: 1.5 }]),
             _ => Answer::Unknown,
@@ -537,11 +549,28 @@ fn what_the_resource_manager_does_not_know_or_cannot_do_is_a_failure_that_says_s
     for (line, said) in [
         ("why nohost", "why: the resource manager knows nothing of nohost"),
         ("job status t40009", "job status: the resource manager knows no job of t40009"),
-        ("job suspend t40002", "job suspend: t40002 was left as it is"),
+        ("job suspend t40009", "job suspend: the resource manager knows no job of t40009"),
+        ("job resume t40009", "job resume: the resource manager knows no job of t40009"),
     ] {
         let outcome = session().line(line);
         assert!(outcome.failed && outcome.complaints[0].starts_with(said), "{outcome:?}");
     }
+}
+
+#[test]
+fn a_job_is_suspended_and_resumed_by_the_resource_manager_and_a_task_alone_by_its_daemon() {
+    let mut session = session();
+    let outcome = session.line("job suspend t40003");
+    let text = "2 tasks of job t40002 are suspended: t40003 t40004\nt40002 is as it was: no daemon has started it\n";
+    assert_eq!((outcome.text.as_str(), outcome.failed), (text, false));
+    assert_eq!(outcome.json[0]["others"][0]["tid"], "t40002");
+    let outcome = session.line("job resume t40003");
+    assert_eq!(outcome.text, "2 tasks of job t40002 go on: t40003 t40004\n");
+    let outcome = session.line("job suspend --task t40003");
+    assert_eq!((outcome.text.as_str(), outcome.failed), ("t40003 is suspended\n", false));
+    let tid = Tid::from_raw(0x40003);
+    let asked = session.machine.asked.borrow();
+    assert!(asked.contains(&Request::Suspend { tid, suspend: true, cause: None }), "{asked:?}");
 }
 
 #[test]
@@ -552,4 +581,7 @@ fn usage_and_jobs_have_a_table_and_a_value() {
     let outcome = session().line("job status t40002");
     assert_eq!(outcome.json[0]["tasks"][1]["tid"], "t40003");
     assert!(outcome.text.contains("runs"), "{}", outcome.text);
+    assert!(outcome.text.contains("suspended by t80001 since "), "{}", outcome.text);
+    assert_eq!(outcome.json[0]["job"]["suspended"]["since_us"], 5);
+    assert_eq!(outcome.json[0]["tasks"][1]["suspended"]["why"], "suspended by t80001");
 }

@@ -94,6 +94,22 @@ impl Task {
         self.vm.signal(self.tid, signal)
     }
 
+    /// Has it stand still, also where it is moved, until it is resumed.
+    ///
+    /// # Errors
+    /// As [`Vm::suspend`].
+    pub fn suspend(&self) -> Result<(), Error> {
+        self.vm.suspend(self.tid, true, None)
+    }
+
+    /// Lets it go on after [`Task::suspend`].
+    ///
+    /// # Errors
+    /// As [`Vm::suspend`].
+    pub fn resume(&self) -> Result<(), Error> {
+        self.vm.suspend(self.tid, false, None)
+    }
+
     /// Ends it (`SIGTERM`).
     ///
     /// # Errors

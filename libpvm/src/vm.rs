@@ -13,6 +13,7 @@ use sempa_proto::message::{CTX_BASE, ENC_XDR, Message};
 use sempa_proto::migration::Cause;
 use sempa_proto::owner::GuestsWord;
 use sempa_proto::sm::{SM_EXEC, pack_exec};
+use sempa_proto::suspend;
 use sempa_proto::table::{AddedHost, HostTable, TaskInfo};
 use sempa_proto::task::{
     AtEnd, MailboxClass, MailboxRequest, MoveReport, NotifyRequest, Reply, Request, RmServes, SpawnRequest,
@@ -339,6 +340,15 @@ impl Vm {
     /// `BadParam` when `tid` is no task.
     pub fn signal(&self, tid: Tid, signal: i32) -> Result<(), Error> {
         ask!(self, "sending a signal", Request::Signal { tid, signal }, Reply::Done => ())
+    }
+
+    /// Suspends a task, or lets it go on. A suspended task stands still, also where it is moved meanwhile. `cause`: the
+    /// resource manager's reason.
+    ///
+    /// # Errors
+    /// `NoTask`; `Denied` when no daemon has started it, or it serves the virtual machine; `BadParam` when `tid` is no task.
+    pub fn suspend(&self, tid: Tid, suspend: bool, cause: Option<suspend::Cause>) -> Result<(), Error> {
+        ask!(self, "suspending a task", Request::Suspend { tid, suspend, cause }, Reply::Done => ())
     }
 
     /// Stops the whole virtual machine.

@@ -6,6 +6,7 @@ use sempa_proto::event::{Event, EventKind};
 use sempa_proto::message::{CTX_BASE, DSIG_X86_64, ENC_XDR};
 use sempa_proto::migration::Cause;
 use sempa_proto::rm::CTX_RM;
+use sempa_proto::suspend;
 use sempa_proto::table::{HostTable, TaskInfo};
 use sempa_proto::task::{NotifyRequest, NotifyWhat, RmServes, SpawnRequest};
 use sempa_proto::{HostId, Message, Micros, Tid};
@@ -85,6 +86,11 @@ pub trait VmApi {
     /// # Errors
     /// As the daemon says.
     fn signal(&self, tid: Tid, signal: i32) -> Result<(), Error>;
+    /// Suspends a task, or lets it go on.
+    ///
+    /// # Errors
+    /// As the daemon says.
+    fn suspend(&self, tid: Tid, suspend: bool, cause: suspend::Cause) -> Result<(), Error>;
     /// Adds an entry to the event log.
     ///
     /// # Errors
@@ -175,6 +181,10 @@ impl VmApi for RealVm {
 
     fn signal(&self, tid: Tid, signal: i32) -> Result<(), Error> {
         self.vm.signal(tid, signal)
+    }
+
+    fn suspend(&self, tid: Tid, suspend: bool, cause: suspend::Cause) -> Result<(), Error> {
+        self.vm.suspend(tid, suspend, Some(cause))
     }
 
     fn record(&self, at: Micros, kind: EventKind) -> Result<(), Error> {

@@ -41,6 +41,10 @@ struct Args {
     /// How long a spawn that finds no free host waits for one before it is refused. Who has taken less goes first.
     #[arg(long, value_name = "SECONDS", default_value_t = 0, value_parser = clap::value_parser!(u64).range(0..=604_800))]
     wait: u64,
+    /// Let spawns wait only for hosts that get free by themselves. Otherwise, while one waits, tasks of users who have taken
+    /// far more are suspended to make room, and go on when there is room for them again.
+    #[arg(long)]
+    no_give_way: bool,
     /// Tasks that a user may have at once.
     #[arg(long, value_name = "NUMBER")]
     user_tasks: Option<u32>,
@@ -106,7 +110,7 @@ fn say(text: std::fmt::Arguments<'_>) {
 fn conduct(args: &Args) -> anyhow::Result<(Conduct, Conduct, Option<PathBuf>)> {
     let limits = Limits { user_tasks: args.user_tasks, job_tasks: args.job_tasks };
     let rules = Rules { wait: Micros::from_secs(args.wait), limits };
-    let given = Conduct { balance: args.balance, rules, ..Conduct::default() };
+    let given = Conduct { balance: args.balance, rules, give_way: !args.no_give_way, ..Conduct::default() };
     match args.policy.as_str() {
         "load" => Ok((given, given, None)),
         "round-robin" => {

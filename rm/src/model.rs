@@ -77,6 +77,7 @@ struct Task {
     pinned: bool,
     asked: bool,
     moving: Option<Going>,
+    suspended: bool,
     moves: VecDeque<Micros>,
     held: Option<Until>,
     refused: BTreeMap<HostId, (Until, u32)>,
@@ -106,6 +107,7 @@ impl Task {
             pinned: false,
             asked: false,
             moving: None,
+            suspended: false,
             moves: VecDeque::new(),
             held: None,
             refused: BTreeMap::new(),
@@ -156,9 +158,9 @@ impl Model {
         self.view.costs.margin_percent = (margin * 100.0).round() as u32;
     }
 
-    /// Tasks of ours on a host that are not pinned.
+    /// Tasks of ours on a host that are part of its load.
     pub fn guests_on(&self, host: HostId) -> u32 {
-        u32::try_from(self.tasks_on(host).filter(|(_, task)| !task.pinned).count()).unwrap_or(u32::MAX)
+        u32::try_from(self.tasks_on(host).filter(|(_, task)| task.is_load()).count()).unwrap_or(u32::MAX)
     }
 
     /// The user of tasks of whom nothing else is known.
@@ -286,6 +288,7 @@ impl Model {
             let task = self.settle(now, info.tid, info.host);
             task.pinned |= is_pinned(info.flags, &info.name);
             (task.job, task.uid, task.name) = (job, info.uid, Arc::from(info.name.as_str()));
+            task.suspended = info.suspended;
             match task.moving {
                 _ if info.moving => task.moving = Some(Going { to: task.moving.and_then(|g| g.to), at: now }),
                 Some(going) if now.since(going.at) >= MOVE_YOUNG => task.moving = None,
@@ -365,6 +368,29 @@ impl Model {
         }
     }
 
+    /// A task stands still until somebody lets it go on, or goes on.
+    pub fn task_suspended(&mut self, tid: Tid, suspended: bool) {
+        if let Some(task) = self.edit(tid) {
+            task.suspended = suspended;
+        }
+    }
+
+    /// Whether a task is suspended.
+    pub fn is_suspended(&self, tid: Tid) -> bool {
+        self.tasks.get(&tid).is_some_and(|task| task.suspended)
+    }
+
+    /// The tasks of a job.
+    pub fn tasks_of(&self, job: Tid) -> Vec<Tid> {
+        self.tasks.iter().filter(|(_, t)| t.job == job).map(|(tid, _)| *tid).collect()
+    }
+
+    /// Those of them that are part of the load of their hosts.
+    pub fn running_of(&self, job: Tid) -> Vec<Tid> {
+        let runs = |tid: &Tid| self.tasks.get(tid).is_some_and(Task::is_load);
+        self.tasks_of(job).into_iter().filter(runs).collect()
+    }
+
     /// True for a task that is known and has not ended.
     pub fn knows(&self, tid: Tid) -> bool {
         self.tasks.contains_key(&tid)
@@ -428,6 +454,8 @@ impl Model {
                 self.moved(now, *tid, *to, cause, *bytes);
             }
             EventKind::MoveFailed { tid, to, why, .. } => self.move_failed(now, *tid, *to, why),
+            EventKind::Suspended { tid, .. } => self.task_suspended(*tid, true),
+            EventKind::Resumed { tid, .. } => self.task_suspended(*tid, false),
             _ => {}
         }
     }
@@ -551,10 +579,9 @@ impl Model {
     /// Takes a watcher's report in. Answers what is to be recorded when the owner came or went.
     pub fn report(&mut self, now: Micros, report: &LoadReport) -> Option<EventKind> {
         let id = report.host;
-        let own = self.tasks_on(id).filter(|(_, t)| !t.pinned).count();
+        let own = self.guests_on(id);
         let host = self.edit_host(id)?;
         host.cores = report.sample.cores.max(1);
-        let own = u32::try_from(own).unwrap_or(u32::MAX);
         let sampled = Sampled { sample: report.sample, at: now, own };
         let demand = foreign_demand(&sampled);
         let span = host.sample.as_ref().map_or(now, |before| now.since(before.at));
@@ -603,7 +630,7 @@ impl Model {
         self.accounted = now;
         let snapshot = self.snapshot(now);
         let rates: BTreeMap<HostId, f64> = snapshot.hosts.iter().map(|h| (h.id, snapshot.rate(h.id))).collect();
-        for task in self.tasks.values_mut().filter(|t| !t.pinned) {
+        for task in self.tasks.values_mut().filter(|t| t.is_load()) {
             let share = span.min(now.since(task.since).0 as f64);
             let rate = rates.get(&task.host).copied().unwrap_or(0.0);
             task.done = task.done + Micros((share * rate / 1e3) as u64);
@@ -710,12 +737,18 @@ impl Host {
 }
 
 impl Task {
+    /// True for one that is part of its host's load.
+    fn is_load(&self) -> bool {
+        !self.pinned && !self.suspended
+    }
+
     fn view(&self, tid: Tid) -> TaskView {
         TaskView {
             tid,
             pinned: self.pinned,
             asked: self.asked,
             moving: self.moving.map(|g| g.to),
+            suspended: self.suspended,
             user: self.uid,
             job: self.job,
             name: self.name.clone(),

@@ -7,6 +7,7 @@
 //! wait_s = 60          # how long a spawn may wait for a free host
 //! user_tasks = 100     # tasks of a user at once
 //! job_tasks = 50       # tasks of a job at once
+//! give_way = true      # suspend tasks of users who have taken much while one who has taken little waits
 //! ```
 //!
 //! What the file does not name is as the command line says.
@@ -36,11 +37,13 @@ pub struct Conduct {
     pub margin: f64,
     /// How long spawns may wait for a place, and how much one may have.
     pub rules: Rules,
+    /// Suspend tasks of users who have taken much, while a spawn of one who has taken little waits.
+    pub give_way: bool,
 }
 
 impl Default for Conduct {
     fn default() -> Conduct {
-        Conduct { placing: Policy::default(), balance: false, margin: MARGIN, rules: Rules::default() }
+        Conduct { placing: Policy::default(), balance: false, margin: MARGIN, rules: Rules::default(), give_way: true }
     }
 }
 
@@ -50,7 +53,8 @@ impl fmt::Display for Conduct {
         write!(f, "placing {}, balance {}", self.placing, if self.balance { "on" } else { "off" })?;
         write!(f, ", margin {}, wait {} s", self.margin, wait.0 / 1_000_000)?;
         let limit = |n: Option<u32>| n.map_or_else(|| "no limit".to_string(), |n| n.to_string());
-        write!(f, ", tasks of a user {}, of a job {}", limit(limits.user_tasks), limit(limits.job_tasks))
+        write!(f, ", tasks of a user {}, of a job {}", limit(limits.user_tasks), limit(limits.job_tasks))?;
+        write!(f, ", giving way {}", if self.give_way { "on" } else { "off" })
     }
 }
 
@@ -82,6 +86,7 @@ struct File {
     wait_s: Option<toml::Spanned<u64>>,
     user_tasks: Option<u32>,
     job_tasks: Option<u32>,
+    give_way: Option<bool>,
 }
 
 /// The line in which a byte lies.
@@ -122,6 +127,7 @@ impl Conduct {
             };
         }
         conduct.balance = read.balance.unwrap_or(conduct.balance);
+        conduct.give_way = read.give_way.unwrap_or(conduct.give_way);
         let Limits { user_tasks, job_tasks } = conduct.rules.limits;
         conduct.rules.limits =
             Limits { user_tasks: read.user_tasks.or(user_tasks), job_tasks: read.job_tasks.or(job_tasks) };

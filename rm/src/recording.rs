@@ -21,7 +21,7 @@ use thiserror::Error;
 /// A record grows no further.
 pub const RECORD_BYTES_MAX: u64 = 256 << 20;
 /// Version of the format beside that of the records it carries.
-const VERSION: u16 = 1;
+const VERSION: u16 = 2;
 
 /// Something that the resource manager was told.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

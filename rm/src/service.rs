@@ -2,6 +2,7 @@
 //! in [`crate::model`], [`crate::spawns`] and [`crate::watchers`].
 
 mod memory;
+mod suspend;
 mod terms;
 
 use crate::api::VmApi;
@@ -111,6 +112,7 @@ pub struct Service<V> {
     refresh_at: Micros,
     hosts_changed: bool,
     memory: Memory,
+    standing: suspend::Standing,
     recorder: Option<Recorder>,
 }
 
@@ -154,12 +156,14 @@ impl<V: VmApi> Service<V> {
             refresh_at,
             hosts_changed: false,
             memory: Memory::default(),
+            standing: suspend::Standing::default(),
             recorder: None,
         };
         service.take_up(conduct);
         service.remember(&known).map_err(ServiceError::Refused)?;
         service.refresh().map_err(ServiceError::Refused)?;
         service.recall();
+        service.recall_standing();
         service.settle();
         Ok(service)
     }
@@ -181,7 +185,7 @@ impl<V: VmApi> Service<V> {
     pub fn step(&mut self) -> Result<(), ServiceError> {
         let now = self.vm.now();
         let (spawns, watchers) = (self.spawns.next_deadline(), self.watchers.next_deadline());
-        let due = [self.again, self.balance_at, spawns, watchers, self.memory.ledger.next_deadline()];
+        let due = [self.again, self.balance_at, self.share_due(), spawns, watchers, self.memory.ledger.next_deadline()];
         let due = due.into_iter().flatten().min();
         let wait = due.map_or(WAIT_MAX, |due| due.since(now)).min(WAIT_MAX);
         let received = self.vm.recv(Duration::from_micros(wait.0)).inspect_err(|_| self.memory.ledger.close());
@@ -278,6 +282,12 @@ impl<V: VmApi> Service<V> {
             _ => {}
         }
         self.model.event(now, &event);
+        match &event.kind {
+            EventKind::TaskStarted { .. } => self.standing.task_began(),
+            EventKind::Suspended { tid, .. } => self.suspension_heard(*tid, true),
+            EventKind::Resumed { tid, .. } => self.suspension_heard(*tid, false),
+            _ => {}
+        }
         self.note_down(&event);
         self.changed = true;
         Ok(())
@@ -414,6 +424,21 @@ impl<V: VmApi> Service<V> {
             self.spawns.try_waiting(now);
         }
         self.spawns.tick(now);
+        self.place(now);
+        self.keep_suspended();
+        if self.share(now) {
+            self.spawns.try_waiting(now);
+            self.place(now);
+        }
+        self.watchers.tick(now);
+        while let Some(output) = self.watchers.poll() {
+            self.watcher_output(output);
+        }
+        self.write_down(now);
+    }
+
+    /// Finds places for what wants them, and has it started there.
+    fn place(&mut self, now: Micros) {
         loop {
             if self.spawns.wants_place() {
                 let snapshot = self.model.snapshot(now);
@@ -428,11 +453,6 @@ impl<V: VmApi> Service<V> {
             };
             self.spawn_output(output);
         }
-        self.watchers.tick(now);
-        while let Some(output) = self.watchers.poll() {
-            self.watcher_output(output);
-        }
-        self.write_down(now);
     }
 
     fn decide_moves(&mut self) {
@@ -490,6 +510,7 @@ impl<V: VmApi> Service<V> {
                     self.spawns.task_started(now, tid, by);
                     self.memory.ledger.books.counts(tid);
                 }
+                self.standing.task_began();
                 self.changed = true;
             }
             // It may be gone already; then there is nothing to end.

@@ -145,6 +145,8 @@ pub struct Spawns {
     /// User and job of each task that was started here and has not ended.
     tasks: BTreeMap<Tid, (u32, Tid)>,
     jobs: BTreeMap<Tid, u32>,
+    /// Those of them that are suspended, and their users: they count against limits, and hold no processor.
+    suspended: BTreeMap<Tid, u32>,
 }
 
 /// What may wait, and how much one may have.
@@ -177,6 +179,7 @@ impl Spawns {
             waiting: BTreeSet::new(),
             tasks: BTreeMap::new(),
             jobs: BTreeMap::new(),
+            suspended: BTreeMap::new(),
         }
     }
 
@@ -235,7 +238,7 @@ impl Spawns {
         };
         let tasks = std::mem::take(&mut spawn.unplaced);
         let Incoming { src, caller, request, user, job, .. } = &spawn.from;
-        let has = (self.fair.held(*user), self.jobs.get(job).copied().unwrap_or(0));
+        let has = (self.fair.held(*user) + suspended(&self.suspended, *user), self.jobs.get(job).copied().unwrap_or(0));
         if let Err(limited) = self.rules.limits.allow(has.0, has.1, tasks.len() as u32) {
             if now < spawn.wait_until {
                 self.wait(now, number, tasks);
@@ -319,6 +322,32 @@ impl Spawns {
         }
     }
 
+    /// A task is suspended from now on, or goes on.
+    pub fn task_suspended(&mut self, now: Micros, tid: Tid, suspend: bool) {
+        let Some((user, _)) = self.tasks.get(&tid) else { return };
+        if suspend && self.suspended.insert(tid, *user).is_none() {
+            self.fair.gives(now, *user, 1);
+        } else if !suspend && self.suspended.remove(&tid).is_some() {
+            self.fair.takes(now, *user, 1);
+        }
+    }
+
+    /// The request that waits for a free host and whose turn it is, and how many places it needs; none if what keeps it
+    /// waiting is a limit.
+    pub fn first_waiting(&self, now: Micros) -> Option<(&Incoming, u32)> {
+        let (_, first) = *self.fair.turns(now).first()?;
+        let spawn = self.open.get(&first.number)?;
+        let (count, job) = (spawn.unplaced.len() as u32, self.jobs.get(&first.job).copied().unwrap_or(0));
+        let has = self.fair.held(first.user) + suspended(&self.suspended, first.user);
+        self.rules.limits.allow(has, job, count).ok()?;
+        Some((&spawn.from, count))
+    }
+
+    /// Hosts on which something is being started.
+    pub fn starting_on(&self) -> BTreeSet<HostId> {
+        self.orders.values().map(|order| order.host).collect()
+    }
+
     /// True for a task that counts against limits.
     pub fn counts(&self, tid: Tid) -> bool {
         self.tasks.contains_key(&tid)
@@ -343,7 +372,9 @@ impl Spawns {
     /// A task has ended: what it held is free, and what it asked for is wanted no more.
     pub fn task_ended(&mut self, now: Micros, tid: Tid) {
         if let Some((user, job)) = self.tasks.remove(&tid) {
-            self.fair.gives(now, user, 1);
+            if self.suspended.remove(&tid).is_none() {
+                self.fair.gives(now, user, 1);
+            }
             if let Some(count) = self.jobs.get_mut(&job) {
                 *count -= 1;
                 if *count == 0 {
@@ -518,4 +549,9 @@ impl Spawns {
         };
         self.out.push_back(Output::Record(event));
     }
+}
+
+/// How many of these are of a user.
+fn suspended(tasks: &BTreeMap<Tid, u32>, user: u32) -> u32 {
+    u32::try_from(tasks.values().filter(|of| **of == user).count()).unwrap_or(u32::MAX)
 }

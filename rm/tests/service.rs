@@ -1,6 +1,7 @@
 //! The resource manager at work, over a virtual machine of values in virtual time.
 
 mod common;
+mod suspend;
 
 use bytes::Bytes;
 use common::{Bed, client, failed, h, info, no_file, request, rm as own, spawned, t, world};

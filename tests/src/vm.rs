@@ -52,6 +52,8 @@ pub struct Task {
     pub moving: bool,
     /// Standing still for the owner of its host.
     pub stopped: bool,
+    /// Standing still until somebody lets it go on.
+    pub suspended: bool,
 }
 
 /// One line of `pvm events --json`.

@@ -12,6 +12,7 @@ use crate::event::describe_status;
 use crate::frame::{FrameError, from_bytes, to_bytes};
 use crate::ids::{Micros, Tid};
 use crate::migration::{Cause, Step, Usage};
+use crate::suspend;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use std::fmt;
 
@@ -47,6 +48,14 @@ pub enum Question {
     },
     /// One job and its tasks; any of its tasks may be named. → [`Answer::Job`]
     Job(Tid),
+    /// Suspend a job with all its tasks, and those that it will have, or let it go on; any of its tasks may be named.
+    /// → [`Answer::Suspended`]
+    Suspend {
+        /// The job.
+        job: Tid,
+        /// False: let it go on.
+        suspend: bool,
+    },
 }
 
 /// What is answered. New kinds go to the end: [`Answer::Version`] is the first for ever.
@@ -74,6 +83,15 @@ pub enum Answer {
     },
     /// Nothing is known of it.
     Unknown,
+    /// A job is suspended, or goes on.
+    Suspended {
+        /// The job.
+        job: Tid,
+        /// Its tasks that stand still from now on, or go on.
+        tasks: Vec<Tid>,
+        /// Its tasks that are as they were, and why; [`ANSWER_ENTRIES_MAX`] of them at most.
+        others: Vec<(Tid, String)>,
+    },
 }
 
 /// Writes a question or an answer down.
@@ -130,6 +148,24 @@ impl fmt::Display for End {
     }
 }
 
+/// Since when something is suspended, and why.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Suspended {
+    /// Since when, in microseconds since 1970.
+    pub since: Micros,
+    /// Why.
+    pub cause: suspend::Cause,
+}
+
+impl fmt::Display for Suspended {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.cause {
+            suspend::Cause::Asked { by } | suspend::Cause::Job { by } => write!(f, "suspended by {by}"),
+            suspend::Cause::Share { why } => write!(f, "gives way: {why}"),
+        }
+    }
+}
+
 /// What is kept of a task.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TaskUse {
@@ -155,6 +191,10 @@ pub struct TaskUse {
     pub evictions: u32,
     /// It counts against the limits of its user and job.
     pub counted: bool,
+    /// It is suspended.
+    pub suspended: Option<Suspended>,
+    /// How long it was suspended before that.
+    pub stood: Micros,
 }
 
 /// What is kept of a job.
@@ -172,6 +212,8 @@ pub struct JobUse {
     pub ended: Option<Micros>,
     /// What its tasks came to.
     pub sums: Sums,
+    /// It is suspended, with all its tasks and those that it will have.
+    pub suspended: Option<Suspended>,
 }
 
 /// What is kept of a user.
@@ -196,7 +238,7 @@ pub struct Sums {
     pub failed: u64,
     /// Processor time and largest size of those that have ended.
     pub used: Usage,
-    /// Time between begin and end of those that have ended, all together.
+    /// Time between begin and end of those that have ended, all together, without that for which they were suspended.
     pub wall: Micros,
     /// Moves.
     pub moves: u64,
@@ -424,6 +466,33 @@ pub enum Decided {
         /// Why.
         why: String,
     },
+    /// A task was suspended.
+    Suspended {
+        /// The task.
+        tid: Tid,
+        /// Where.
+        host: String,
+        /// Why.
+        cause: suspend::Cause,
+    },
+    /// A task that was suspended goes on.
+    Resumed {
+        /// The task.
+        tid: Tid,
+        /// Where.
+        host: String,
+        /// Why.
+        cause: suspend::Cause,
+    },
+    /// A whole job was suspended, or goes on.
+    JobSuspended {
+        /// The job.
+        job: Tid,
+        /// False: it goes on.
+        suspend: bool,
+        /// Who asked for it.
+        by: Tid,
+    },
     /// The resource manager began to work.
     Began {
         /// It goes on with what one before it knew.
@@ -439,7 +508,10 @@ impl Decided {
             Decided::Go { tid, .. }
             | Decided::Moved { tid, .. }
             | Decided::NotMoved { tid, .. }
-            | Decided::Stays { tid, .. } => *tid == task,
+            | Decided::Stays { tid, .. }
+            | Decided::Suspended { tid, .. }
+            | Decided::Resumed { tid, .. } => *tid == task,
+            Decided::JobSuspended { job, .. } => *job == task,
             _ => false,
         }
     }
@@ -458,8 +530,10 @@ impl Decided {
             Decided::OwnerCame { host, .. }
             | Decided::OwnerLeft { host, .. }
             | Decided::HostJoined { host }
-            | Decided::HostGone { host, .. } => host == name,
-            Decided::Began { .. } => false,
+            | Decided::HostGone { host, .. }
+            | Decided::Suspended { host, .. }
+            | Decided::Resumed { host, .. } => host == name,
+            Decided::JobSuspended { .. } | Decided::Began { .. } => false,
         }
     }
 }
@@ -519,6 +593,12 @@ impl fmt::Display for Decided {
             Decided::OwnerLeft { host, why } => write!(f, "the owner of {host} left: {why}"),
             Decided::HostJoined { host } => write!(f, "{host} joined"),
             Decided::HostGone { host, why } => write!(f, "{host} is gone: {why}"),
+            Decided::Suspended { tid, host, cause } => write!(f, "{tid} was suspended on {host}: {cause}"),
+            Decided::Resumed { tid, host, cause } => write!(f, "{tid} was resumed on {host}: {cause}"),
+            Decided::JobSuspended { job, suspend, by } => {
+                let what = if *suspend { "suspended" } else { "resumed" };
+                write!(f, "job {job} was {what}: {by} asked for it")
+            }
             Decided::Began { again: false } => f.write_str("the resource manager began"),
             Decided::Began { again: true } => f.write_str(
                 "the resource manager began again with what was known; meanwhile spawns were placed in turn",

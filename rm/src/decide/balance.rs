@@ -123,6 +123,7 @@ fn may_shift(now: Micros, task: &TaskView) -> bool {
     let recent = task.shifts.iter().filter(|at| now.since(**at) < SHIFTS_SPAN).count();
     let rest = Micros(SHIFT_REST.0 << recent.saturating_sub(1).min(SHIFTS_MAX));
     !task.pinned
+        && !task.suspended
         && !task.asked
         && !task.named
         && task.moving.is_none()

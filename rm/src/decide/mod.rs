@@ -1,5 +1,6 @@
 //! What is to be done, as pure functions of a [`Snapshot`]: where new tasks go ([`place()`]), which tasks leave their host
-//! because of its owner ([`moves()`]) or for the sake of the load ([`balance()`]), and whose turn it is ([`Fair`]). Every
+//! because of its owner ([`moves()`]) or for the sake of the load ([`balance()`]), whose turn it is ([`Fair`]), and who stands
+//! still meanwhile ([`give_way()`], [`go_on()`]). Every
 //! decision, and every decision not to act, carries a typed reason.
 //!
 //! Nothing here reads a clock, talks to the virtual machine or remembers anything: what has to be remembered (refusals,
@@ -14,6 +15,7 @@ mod moves;
 mod place;
 mod placing;
 mod predict;
+mod share;
 mod wants;
 
 pub use balance::{MARGIN, OWNER_AWAY_MIN, REST, SHIFT_REST, SHIFTS_MAX, SHIFTS_SPAN, Shift, ShiftWhy, balance};
@@ -27,6 +29,7 @@ pub use moves::{
 };
 pub use place::{Ask, EXPLAINED_HOSTS_MAX, Placement, SPAWN_TASKS_MAX, Why, place, place_by};
 pub use predict::{Estimates, LEFT_MAX, Lessons, PROGRAMS_MAX};
+pub use share::{Again, GIVING_MAX, GivesWay, give_way, go_on};
 pub use wants::{Condition, Figure, Has, Name, Op, Rank, Together, WANTS_BYTES_MAX, WANTS_ENV, Wants, WantsError};
 
 use sempa_proto::load::{GuestLimits, LoadSample};
@@ -261,6 +264,8 @@ pub struct TaskView {
     pub asked: bool,
     /// It is on its way; the target if it is known.
     pub moving: Option<Option<HostId>>,
+    /// It stands still until somebody lets it go on, and is no load.
+    pub suspended: bool,
     /// Its user.
     pub user: u32,
     /// The task at the top of its job: the one that somebody started by hand, or that has no parent.
@@ -389,6 +394,7 @@ impl TaskView {
             pinned: false,
             asked: false,
             moving: None,
+            suspended: false,
             user: 0,
             job: tid,
             name: Arc::from(""),

@@ -15,6 +15,7 @@ use sempa_proto::migration::{Cause, Usage};
 use sempa_proto::owner::Guests;
 use sempa_proto::rm::CTX_RM;
 use sempa_proto::sm::{SM_EXECACK, SM_SPAWN, pack_spawn, pack_tids, unpack_tids};
+use sempa_proto::suspend;
 use sempa_proto::table::{HostEntry, HostTable, TASK_FORKED, TaskInfo};
 use sempa_proto::task::{NotifyWhat, SpawnRequest};
 use sempa_proto::{HostId, Message, Micros, MigrationId, PvmError, Tid};
@@ -42,6 +43,14 @@ struct Running {
     left: f64,
     began: Micros,
     moving: Option<(Micros, HostId, Cause)>,
+    suspended: bool,
+}
+
+impl Running {
+    /// True while it works, as far as its host lets it.
+    fn works(&self) -> bool {
+        self.moving.is_none() && !self.suspended
+    }
 }
 
 /// A spawn that is being carried out: what its tasks have to do.
@@ -143,7 +152,7 @@ impl State {
     }
 
     fn guests(&self, host: HostId) -> usize {
-        self.tasks.values().filter(|t| t.host == host && t.moving.is_none()).count()
+        self.tasks.values().filter(|t| t.host == host && t.works()).count()
     }
 
     /// What each task on a host gets now, as a part of an ordinary processor.
@@ -168,6 +177,7 @@ impl State {
         let rates = self.rates();
         let end = |task: &Running| match &task.moving {
             Some((at, ..)) => Some(*at),
+            None if task.suspended => None,
             None => {
                 let rate = rates.get(&task.host).copied().unwrap_or(0.0);
                 let span = task.left / rate;
@@ -187,7 +197,7 @@ impl State {
     fn advance(&mut self, to: Micros) {
         let (span, rates) = (seconds(to.since(self.now)), self.rates());
         for task in self.tasks.values_mut() {
-            let rate = if task.moving.is_some() { 0.0 } else { rates.get(&task.host).copied().unwrap_or(0.0) };
+            let rate = if task.works() { rates.get(&task.host).copied().unwrap_or(0.0) } else { 0.0 };
             if rate == 0.0 {
                 self.figures.stood_still_s += span;
             }
@@ -311,8 +321,8 @@ impl State {
             let work = self.open.iter_mut().find(of).and_then(|open| open.work.pop_front());
             // A task that was not started in the record has nothing to do that anybody knows of.
             let left = work.unwrap_or(0.0);
-            self.tasks
-                .insert(tid, Running { host, program: request.file.clone(), left, began: self.now, moving: None });
+            let (program, began) = (request.file.clone(), self.now);
+            self.tasks.insert(tid, Running { host, program, left, began, moving: None, suspended: false });
             let name = self.table.get(host).map_or_else(|| host.to_string(), |entry| entry.name.clone());
             *self.figures.placed.entry(name).or_default() += 1;
             self.event(host, EventKind::TaskStarted { tid, parent, name: request.file.clone() });
@@ -397,7 +407,7 @@ impl VmApi for World {
         let one = |(tid, task): (&Tid, &Running)| {
             let (tid, host, moving, flags) = (*tid, task.host, task.moving.is_some(), TASK_FORKED);
             let (parent, name, pid, uid) = (Tid::NONE, task.program.clone(), 0, 0);
-            TaskInfo { tid, parent, host, flags, name, pid, uid, moving, stopped: false, suspended: false }
+            TaskInfo { tid, parent, host, flags, name, pid, uid, moving, stopped: false, suspended: task.suspended }
         };
         Ok(state.tasks.iter().map(one).collect())
     }
@@ -437,6 +447,16 @@ impl VmApi for World {
 
     fn signal(&self, tid: Tid, _signal: i32) -> Result<(), Error> {
         self.0.borrow_mut().tasks.remove(&tid);
+        Ok(())
+    }
+
+    fn suspend(&self, tid: Tid, suspend: bool, cause: suspend::Cause) -> Result<(), Error> {
+        let mut state = self.0.borrow_mut();
+        let Some(task) = state.tasks.get_mut(&tid) else { return Err(Error::new(PvmError::NoTask, "it has ended")) };
+        task.suspended = suspend;
+        let host = task.host;
+        let event = if suspend { EventKind::Suspended { tid, cause } } else { EventKind::Resumed { tid, cause } };
+        state.event(host, event);
         Ok(())
     }
 

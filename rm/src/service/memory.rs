@@ -179,6 +179,7 @@ impl<V: VmApi> Service<V> {
     /// Answers a question.
     pub(super) fn answer(&mut self, message: &Message) {
         let answer = match unpack::<Question>(&message.body) {
+            Ok(Some(Question::Suspend { job, suspend })) => self.suspend_job(message.src, job, suspend),
             Ok(Some(question)) => {
                 self.learn(self.vm.now());
                 self.memory.ledger.books.answer(&question)

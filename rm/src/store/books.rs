@@ -7,7 +7,10 @@
 
 use sempa_proto::event::{Event, EventKind};
 use sempa_proto::migration::{Cause, Usage};
-use sempa_proto::rm::{ANSWER_ENTRIES_MAX, Answer, Decided, Decision, End, JobUse, Question, Sums, TaskUse, UserUse};
+use sempa_proto::rm::{
+    ANSWER_ENTRIES_MAX, Answer, Decided, Decision, End, JobUse, Question, Sums, Suspended, TaskUse, UserUse,
+};
+use sempa_proto::suspend;
 use sempa_proto::table::TaskInfo;
 use sempa_proto::{HostId, Micros, Tid, frame};
 use serde::{Deserialize, Serialize};
@@ -314,6 +317,18 @@ impl Books {
                 self.host_gone(at, name);
             }
             EventKind::TaskStarted { tid, parent, name } => self.task_started(at, *tid, *parent, name, event.host),
+            EventKind::Suspended { tid, cause } => {
+                self.suspended(*tid, at, Some(cause.clone()));
+                let host = self.known(*tid).map(|task| task.host.clone()).unwrap_or_default();
+                self.decided(at, Decided::Suspended { tid: *tid, host, cause: cause.clone() });
+            }
+            EventKind::Resumed { tid, cause } => {
+                self.suspended(*tid, at, None);
+                let host = self.known(*tid).map(|task| task.host.clone()).unwrap_or_default();
+                self.decided(at, Decided::Resumed { tid: *tid, host, cause: cause.clone() });
+            }
+            EventKind::JobSuspended { job, by } => self.job_suspended(at, *job, *by, true),
+            EventKind::JobResumed { job, by } => self.job_suspended(at, *job, *by, false),
             EventKind::TaskEnded { tid, status, used } => {
                 self.no_loner(*tid);
                 if let Some(number) = self.task_numbers.get(tid).copied() {
@@ -371,6 +386,41 @@ impl Books {
         self.take_up(at, tid, job, name, host);
     }
 
+    /// A task is suspended from now on, or goes on.
+    fn suspended(&mut self, tid: Tid, at: Micros, cause: Option<suspend::Cause>) {
+        let Some(number) = self.task_numbers.get(&tid).copied() else { return };
+        let Some(task) = self.tasks.get_mut(&number).filter(|t| t.ended.is_none()) else { return };
+        let before = task.suspended.take();
+        task.stood = task.stood + before.map_or(Micros::default(), |before| at.since(before.since));
+        task.suspended = cause.map(|cause| Suspended { since: at, cause });
+        self.dirty.insert((Sheet::Tasks, number));
+    }
+
+    fn job_suspended(&mut self, at: Micros, tid: Tid, by: Tid, suspend: bool) {
+        if let Some(number) = self.job_numbers.get(&tid).copied()
+            && let Some(job) = self.jobs.get_mut(&number)
+        {
+            job.suspended = suspend.then_some(Suspended { since: at, cause: suspend::Cause::Job { by } });
+            self.dirty.insert((Sheet::Jobs, number));
+        }
+        self.decided(at, Decided::JobSuspended { job: tid, suspend, by });
+    }
+
+    /// The job of a task, or with this task at its top.
+    pub fn job_of(&self, tid: Tid) -> Option<&JobUse> {
+        self.job(self.known(tid).map_or(tid, |task| task.job))
+    }
+
+    /// Jobs that are suspended, and who wanted that.
+    pub fn suspended_jobs(&self) -> impl Iterator<Item = (Tid, Tid)> {
+        let current = |(number, job): &(&u64, &JobUse)| self.job_numbers.get(&job.job) == Some(*number);
+        let who = |job: &JobUse| match job.suspended.as_ref().filter(|_| job.ended.is_none())?.cause {
+            suspend::Cause::Asked { by } | suspend::Cause::Job { by } => Some((job.job, by)),
+            suspend::Cause::Share { .. } => None,
+        };
+        self.jobs.iter().filter(current).filter_map(move |(_, job)| who(job))
+    }
+
     fn known(&self, tid: Tid) -> Option<&TaskUse> {
         self.task_numbers.get(&tid).and_then(|number| self.tasks.get(number))
     }
@@ -381,13 +431,26 @@ impl Books {
         if tid == job || self.job(job).is_none() {
             let number = self.number();
             let (sums, program) = (Sums::default(), if tid == job { program.to_string() } else { String::new() });
-            self.jobs.insert(number, JobUse { job, user, program, began, ended: None, sums });
+            self.jobs.insert(number, JobUse { job, user, program, began, ended: None, sums, suspended: None });
             self.job_numbers.insert(job, number);
         }
         let number = self.number();
         let (used, program) = (Usage::default(), program.to_string());
-        let task =
-            TaskUse { tid, job, user, program, host, began, ended: None, used, moves: 0, evictions: 0, counted: false };
+        let task = TaskUse {
+            tid,
+            job,
+            user,
+            program,
+            host,
+            began,
+            ended: None,
+            used,
+            moves: 0,
+            evictions: 0,
+            counted: false,
+            suspended: None,
+            stood: Micros::default(),
+        };
         self.tasks.insert(number, task);
         self.task_numbers.insert(tid, number);
         self.dirty.insert((Sheet::Tasks, number));
@@ -418,9 +481,13 @@ impl Books {
     }
 
     fn end(&mut self, number: u64, at: Micros, how: End, used: Usage) {
+        if let Some(tid) = self.tasks.get(&number).filter(|t| t.suspended.is_some()).map(|t| t.tid) {
+            self.suspended(tid, at, None);
+        }
         let Some(task) = self.tasks.get_mut(&number).filter(|t| t.ended.is_none()) else { return };
         (task.ended, task.used) = (Some((at, how)), used);
-        let (job, user, wall) = (task.job, task.user, at.since(task.began));
+        let wall = Micros(at.since(task.began).0.saturating_sub(task.stood.0));
+        let (job, user) = (task.job, task.user);
         self.dirty.insert((Sheet::Tasks, number));
         self.sum(job, user, at, |sums| {
             sums.running = sums.running.saturating_sub(1);
@@ -521,11 +588,12 @@ impl Books {
                 Answer::Jobs(newest(wanted))
             }
             Question::Job(tid) => {
-                let job = self.known(*tid).map_or(*tid, |task| task.job);
-                let Some(job) = self.job(job).cloned() else { return Answer::Unknown };
+                let Some(job) = self.job_of(*tid).cloned() else { return Answer::Unknown };
                 let tasks = newest(self.tasks.values().filter(|t| t.job == job.job && t.began >= job.began));
                 Answer::Job { job, tasks }
             }
+            // An order, which the service carries out.
+            Question::Suspend { .. } => Answer::Unknown,
         }
     }
 

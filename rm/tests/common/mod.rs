@@ -11,6 +11,7 @@ use sempa_proto::migration::{Cause, Failure};
 use sempa_proto::owner::{Guests, Leave};
 use sempa_proto::rm::CTX_RM;
 use sempa_proto::sm::{SM_EXECACK, SM_SPAWN, pack_spawn, pack_tids, unpack_tids};
+use sempa_proto::suspend;
 use sempa_proto::table::{HostEntry, HostTable, TASK_CONNECTED, TASK_FORKED, TaskInfo};
 use sempa_proto::task::{MoveError, NotifyWhat, SpawnRequest};
 use sempa_proto::{Epoch, HostId, Message, Micros, MigrationId, PvmError, PvmResult, Tid, frame};
@@ -62,6 +63,8 @@ pub(crate) struct World {
     pub(crate) refuse: HashMap<(Tid, HostId), MoveError>,
     pub(crate) records: Vec<EventKind>,
     pub(crate) killed: Vec<Tid>,
+    pub(crate) suspends: Vec<(Tid, bool, suspend::Cause)>,
+    pub(crate) refuses_suspending: HashMap<Tid, PvmError>,
     pub(crate) watched: Vec<Tid>,
     events: u64,
     locals: HashMap<HostId, u32>,
@@ -151,8 +154,22 @@ impl VmApi for FakeVm {
         self.0.borrow_mut().killed.push(tid);
         Ok(())
     }
+    fn suspend(&self, tid: Tid, suspend: bool, cause: suspend::Cause) -> Result<(), Error> {
+        let mut world = self.0.borrow_mut();
+        if let Some(code) = world.refuses_suspending.get(&tid) {
+            return Err(Error::new(*code, "refused"));
+        }
+        world.suspends.push((tid, suspend, cause.clone()));
+        let event = if suspend { EventKind::Suspended { tid, cause } } else { EventKind::Resumed { tid, cause } };
+        world.event(tid.home().expect("a task"), event);
+        Ok(())
+    }
     fn record(&self, _at: Micros, kind: EventKind) -> Result<(), Error> {
-        self.0.borrow_mut().records.push(kind);
+        let mut world = self.0.borrow_mut();
+        if matches!(kind, EventKind::JobSuspended { .. } | EventKind::JobResumed { .. }) {
+            world.event(HostId::MASTER, kind.clone());
+        }
+        world.records.push(kind);
         Ok(())
     }
 }

@@ -1,0 +1,224 @@
+//! Whole jobs are suspended as somebody asks for it, and tasks of users who have taken much give way.
+
+use crate::common::{Bed, FakeVm, client, h, info, request, spawned, t, world};
+use crate::{ask, ended, two_workers, with_books, with_conduct};
+use pvm_rm::policy::Conduct;
+use pvm_rm::spawns::Rules;
+use sempa_proto::event::EventKind;
+use sempa_proto::message::CTX_BASE;
+use sempa_proto::rm::{Answer, Decided, Question};
+use sempa_proto::sm::{SM_SPAWN, pack_spawn};
+use sempa_proto::suspend::Cause;
+use sempa_proto::table::TASK_CONNECTED;
+use sempa_proto::task::SpawnRequest;
+use sempa_proto::{Micros, PvmError, Tid};
+
+/// The client as somebody who asks.
+fn by() -> Cause {
+    Cause::Job { by: client() }
+}
+
+fn order(bed: &mut Bed, job: Tid, suspend: bool) -> (Vec<Tid>, Vec<(Tid, String)>) {
+    let Answer::Suspended { tasks, others, .. } = ask(bed, &Question::Suspend { job, suspend }) else { panic!("no") };
+    (tasks, others)
+}
+
+/// A task that the client starts without the resource manager.
+fn starts(bed: &mut Bed, tid: Tid) {
+    bed.world().event(h(1), EventKind::TaskStarted { tid, parent: client(), name: "worker".into() });
+    bed.world().tasks.push(spawned(tid, 1));
+    bed.settle();
+}
+
+#[test]
+fn a_job_is_suspended_whole_with_what_it_starts_meanwhile_and_goes_on_whole() {
+    let mut bed = Bed::quiet(&world(2));
+    let mut tids = two_workers(&mut bed);
+    assert_eq!(order(&mut bed, tids[1], true), (tids.clone(), vec![]));
+    tids.push(t(1, 900));
+    starts(&mut bed, tids[2]);
+    let expected: Vec<(Tid, bool, Cause)> = tids.iter().map(|tid| (*tid, true, by())).collect();
+    assert_eq!(bed.world().suspends, expected);
+    let Answer::Job { job, tasks } = ask(&mut bed, &Question::Job(tids[0])) else { panic!("no job") };
+    assert_eq!(job.suspended.map(|s| s.cause), Some(by()));
+    assert!(tasks.iter().all(|t| t.suspended.is_some() == tids.contains(&t.tid)), "{tasks:?}");
+    let (none, others) = order(&mut bed, tids[1], true);
+    assert_eq!((none, others.len()), (vec![], 3), "they are so already");
+    tids.sort_unstable();
+    assert_eq!(order(&mut bed, tids[2], false), (tids.clone(), vec![]));
+    assert!(bed.world().suspends[3..].iter().all(|(_, suspend, _)| !suspend));
+    starts(&mut bed, t(1, 901));
+    assert_eq!(bed.world().suspends.len(), 6, "nothing is suspended any more");
+    let Answer::Why { decisions, .. } = ask(&mut bed, &Question::WhyTask(t(1, 900))) else { panic!("no reason") };
+    let told: Vec<String> = decisions.iter().map(|d| d.what.to_string()).collect();
+    let sentences = ["t40384 was suspended on h1: t40002 asked for its whole job", "t40384 was resumed on h1: "];
+    assert!(sentences.iter().zip(&told).all(|(a, b)| b.starts_with(a)) && told.len() == 2, "{told:?}");
+}
+
+#[test]
+fn the_time_for_which_a_task_was_suspended_is_not_usage() {
+    let mut bed = Bed::quiet(&world(2));
+    let tids = two_workers(&mut bed);
+    bed.pass(Micros::from_secs(3));
+    order(&mut bed, tids[0], true);
+    bed.pass(Micros::from_secs(5));
+    order(&mut bed, tids[0], false);
+    bed.pass(Micros::from_secs(1));
+    bed.world().event(h(1), ended(tids[0]));
+    order(&mut bed, tids[1], true);
+    bed.pass(Micros::from_secs(2));
+    bed.world().event(h(2), ended(tids[1]));
+    bed.settle();
+    let Answer::Job { job, .. } = ask(&mut bed, &Question::Job(tids[0])) else { panic!("no job") };
+    assert_eq!(job.sums.wall, Micros::from_secs(8), "four seconds each");
+}
+
+#[test]
+fn what_a_daemon_does_not_suspend_is_told_with_its_reason_and_a_job_that_is_not_known_is_not() {
+    let mut bed = Bed::quiet(&world(2));
+    let tids = two_workers(&mut bed);
+    bed.world().refuses_suspending.insert(tids[0], PvmError::Denied);
+    let (tasks, others) = order(&mut bed, tids[0], true);
+    assert_eq!((tasks, others.len()), (vec![tids[1]], 1));
+    assert!(others[0].0 == tids[0] && others[0].1.contains("refused"), "{others:?}");
+    let unknown = Question::Suspend { job: t(2, 999), suspend: true };
+    assert_eq!(ask(&mut bed, &unknown), Answer::Unknown);
+}
+
+#[test]
+fn one_that_begins_again_keeps_what_was_suspended_and_ends_what_was_half_resumed() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let vm = world(2);
+    let mut bed = Bed::with(&vm, with_books(dir.path())).expect("no other");
+    let tids = two_workers(&mut bed);
+    order(&mut bed, tids[0], true);
+    bed.pass(Micros::from_secs(1));
+    drop(bed);
+    vm.0.borrow_mut().tasks.iter_mut().filter(|t| tids.contains(&t.tid)).for_each(|t| t.suspended = true);
+    // Meanwhile the job starts another task.
+    let late = t(1, 900);
+    let event = EventKind::TaskStarted { tid: late, parent: client(), name: "worker".into() };
+    vm.0.borrow_mut().event(h(1), event);
+    vm.0.borrow_mut().tasks.push(spawned(late, 1));
+    vm.0.borrow_mut().forget_mail();
+    vm.0.borrow_mut().suspends.clear();
+    let mut bed = Bed::with(&vm, with_books(dir.path())).expect("no other");
+    assert_eq!(vm.0.borrow().suspends, [(late, true, by())]);
+    bed.pass(Micros::from_secs(1));
+    drop(bed);
+    // It died when it had said that the job goes on, and before it had told the tasks.
+    vm.0.borrow_mut().tasks.iter_mut().filter(|t| t.tid == late).for_each(|t| t.suspended = true);
+    vm.0.borrow_mut().event(h(1), EventKind::JobResumed { job: client(), by: client() });
+    vm.0.borrow_mut().forget_mail();
+    vm.0.borrow_mut().suspends.clear();
+    Bed::with(&vm, with_books(dir.path())).expect("no other");
+    let mut resumed: Vec<Tid> = vm.0.borrow().suspends.iter().filter(|s| !s.1).map(|s| s.0).collect();
+    resumed.sort_unstable();
+    let mut all = [&tids[..], &[late]].concat();
+    all.sort_unstable();
+    assert_eq!(resumed, all);
+}
+
+/// Another user's program.
+fn other() -> Tid {
+    t(1, 3)
+}
+
+/// Two hosts with two processors each, all of which user 0 has had for six hours.
+fn taken(give_way: bool) -> (FakeVm, Bed, Vec<Tid>) {
+    let vm = world(2);
+    let mut theirs = info(other(), 1, TASK_CONNECTED, "");
+    theirs.uid = 7;
+    vm.0.borrow_mut().tasks.push(theirs);
+    let rules = Rules { wait: Micros::from_secs(3600), ..Rules::default() };
+    let conduct = Conduct { rules, give_way, ..Conduct::default() };
+    let mut bed = Bed::quiet_with(&vm, with_conduct(conduct));
+    bed.world().event(h(1), EventKind::TaskStarted { tid: client(), parent: Tid::NONE, name: String::new() });
+    let mut tids = Vec::new();
+    for wid in [5, 6] {
+        bed.world().spawn(wid, &SpawnRequest { place: "?free >= 1; spread".into(), ..request(2) });
+        bed.settle();
+        tids.extend(begun(&mut bed, client()));
+    }
+    assert_eq!(tids.len(), 4);
+    live(&mut bed, 6 * 3600);
+    (vm, bed, tids)
+}
+
+/// So many seconds pass, in which load watchers speak.
+fn live(bed: &mut Bed, seconds: u64) {
+    for _ in 0..seconds / 10 {
+        bed.pass(Micros::from_secs(10));
+        bed.signs_of_life(&[1, 2]);
+    }
+}
+
+/// What was ordered begins.
+fn begun(bed: &mut Bed, parent: Tid) -> Vec<Tid> {
+    let execs = bed.world().took_execs();
+    let mut tids = Vec::new();
+    for exec in execs {
+        let started = bed.world().ack(&exec);
+        for tid in &started {
+            bed.world().event(exec.host, EventKind::TaskStarted { tid: *tid, parent, name: "worker".into() });
+            bed.world().tasks.push(spawned(*tid, exec.host.index()));
+        }
+        tids.extend(started);
+    }
+    bed.settle();
+    tids
+}
+
+fn asks_for_one(bed: &mut Bed) {
+    let request = SpawnRequest { place: "?free >= 1".into(), ..request(1) };
+    bed.world().post(other(), CTX_BASE, SM_SPAWN, 9, pack_spawn(&request));
+    bed.settle();
+}
+
+#[test]
+fn a_user_who_has_taken_much_gives_way_to_one_who_waits_and_goes_on_when_there_is_room_again() {
+    let (_, mut bed, tids) = taken(true);
+    asks_for_one(&mut bed);
+    let suspends = std::mem::take(&mut bed.world().suspends);
+    let [(gave_way, true, Cause::Share { why })] = &suspends[..] else { panic!("{suspends:?}") };
+    assert_eq!(why, "user 7 waits for a place and has taken less: an index of 0.0 against 24.0 of user 0");
+    assert!(tids.contains(gave_way));
+    let theirs = begun(&mut bed, other());
+    assert_eq!(theirs.len(), 1, "it got its place");
+    assert_eq!(theirs[0].home(), gave_way.home());
+    live(&mut bed, 60);
+    assert_eq!(bed.world().suspends, [], "its place is taken");
+    let Answer::Why { task: Some(task), decisions } = ask(&mut bed, &Question::WhyTask(*gave_way)) else { panic!() };
+    assert!(task.suspended.is_some_and(|s| s.to_string().starts_with("gives way: user 7 waits")));
+    assert!(decisions.iter().any(|d| matches!(d.what, Decided::Suspended { .. })), "{decisions:?}");
+    bed.world().event(theirs[0].home().expect("a task"), ended(theirs[0]));
+    live(&mut bed, 20);
+    let suspends = bed.world().suspends.clone();
+    assert!(matches!(&suspends[..], [(tid, false, Cause::Share { .. })] if tid == gave_way), "{suspends:?}");
+}
+
+#[test]
+fn nobody_gives_way_when_the_policy_says_so_or_to_one_who_has_taken_as_much() {
+    let (_, mut bed, _) = taken(false);
+    asks_for_one(&mut bed);
+    live(&mut bed, 60);
+    assert_eq!(bed.world().suspends, []);
+    let (_, mut bed, _) = taken(true);
+    let request = SpawnRequest { place: "?free >= 1".into(), ..request(1) };
+    bed.world().spawn(7, &request);
+    live(&mut bed, 60);
+    assert_eq!(bed.world().suspends, [], "it is the same user who waits");
+}
+
+#[test]
+fn a_job_that_is_resumed_does_not_take_back_what_its_tasks_have_given_way() {
+    let (_, mut bed, tids) = taken(true);
+    asks_for_one(&mut bed);
+    let gave_way = bed.world().suspends[0].0;
+    begun(&mut bed, other());
+    let (suspended, others) = order(&mut bed, gave_way, true);
+    assert_eq!((suspended.len(), others.len()), (3, 1));
+    let (resumed, others) = order(&mut bed, gave_way, false);
+    assert!(resumed.len() == 3 && !resumed.contains(&gave_way), "{resumed:?} of {tids:?}");
+    assert!(others[0].0 == gave_way && others[0].1.contains("gives way"), "{others:?}");
+}

@@ -1,0 +1,162 @@
+//! Suspended jobs: real processes, judged by their own clocks and by the processor time that they get.
+
+use sempa_proto::event::EventKind;
+use sempa_tests::needs::testbed;
+use sempa_tests::run::must;
+use sempa_tests::testbed::Host;
+use sempa_tests::vm::{Settings, Task};
+use sempa_tests::{Vm, eventually};
+use serde_json::Value;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+const SOON: Duration = Duration::from_secs(60);
+/// So long tasks are watched while they stand still, in microseconds.
+const STAND: u64 = 1_000_000;
+
+fn now() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).expect("after 1970");
+    u64::try_from(since.as_micros()).expect("fits")
+}
+
+/// The state of a process, and the processor time that it has used, in ticks.
+fn stat(host: &Host, pid: i32) -> (String, u64) {
+    let mut command = host.command("cat");
+    command.arg(format!("/proc/{pid}/stat"));
+    let stat = must(command, SOON).expect("it is there").out;
+    let fields: Vec<&str> = stat[stat.rfind(')').expect("a name") + 1..].split_whitespace().collect();
+    let ticks = |at: usize| fields[at].parse::<u64>().expect("a number");
+    (fields[0].to_string(), ticks(11) + ticks(12))
+}
+
+fn task(vm: &Vm, tid: &str) -> Task {
+    let tasks = vm.tasks().unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    tasks.into_iter().find(|t| t.tid == tid).unwrap_or_else(|| panic!("{tid} is not there\n{}", vm.logs()))
+}
+
+fn host<'a>(vm: &Vm<'a>, task: &Task) -> &'a Host {
+    let name = task.host.as_deref().expect("it is on a host");
+    vm.bed().hosts().iter().find(|host| host.name() == name).expect("one of ours")
+}
+
+/// Waits until a task stands still; the processor time that it has used.
+fn still(vm: &Vm, tid: &str) -> u64 {
+    let task = task(vm, tid);
+    assert!(task.suspended && !task.stopped, "{task:?}");
+    eventually(SOON, || {
+        let (state, used) = stat(host(vm, &task), task.pid);
+        if state == "T" { Ok(used) } else { Err(format!("{tid} is in state {state}")) }
+    })
+    .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()))
+}
+
+/// Waits until this span is over.
+fn pass(until: u64) {
+    eventually(SOON, || if now() > until { Ok(()) } else { Err("it is not time".to_string()) }).expect("time passes");
+}
+
+/// Has a job suspended or resumed; what the resource manager says.
+fn order(vm: &Vm, words: &[&str]) -> Value {
+    let answer = vm.json(&[&["job"], words].concat());
+    answer.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs())).pop().expect("one value")
+}
+
+fn tids(value: &Value) -> Vec<String> {
+    let list = value.as_array().expect("a list").iter().map(|tid| tid.as_str().expect("a tid").to_string());
+    list.collect()
+}
+
+/// A virtual machine with a resource manager, and a job of two tasks on h2.
+fn with_job(test: impl FnOnce(&Vm, &[String])) {
+    let Some((bed, _)) = testbed(3) else { return };
+    let vm = Vm::start(&bed, Settings { rm: Some("pvm-rm".into()), ..Settings::default() }).expect("a virtual machine");
+    vm.add(&["h2", "h3"]).expect("the others join");
+    vm.program("busy").expect("gcc");
+    let spawned = vm.json(&["spawn", "-h2", "-2", "busy"]).expect("spawned").pop().expect("one value");
+    let results = spawned["results"].as_array().expect("results");
+    let job: Vec<String> = results.iter().filter_map(|r| r["tid"].as_str().map(str::to_string)).collect();
+    assert_eq!(job.len(), 2, "{spawned}");
+    for tid in &job {
+        // Whoever answers has connected.
+        vm.gaps(tid).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    }
+    test(&vm, &job);
+    vm.halt().expect("halts");
+}
+
+/// By its own clock a task stood still from one time to another, and goes on.
+fn assert_stood(vm: &Vm, tid: &str, from: u64, to: u64) {
+    let gaps = vm.gaps(tid).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    assert!(gaps.iter().any(|gap| gap.0 <= from && gap.1 >= to), "{tid}: {gaps:?}; it was still from {from} to {to}");
+}
+
+#[test]
+fn tasks_of_a_suspended_job_get_no_processor_time_move_as_they_stand_and_go_on_when_it_is_resumed() {
+    with_job(|vm, job| {
+        let answer = order(vm, &["suspend", &job[0]]);
+        let mut suspended = tids(&answer["tasks"]);
+        suspended.sort();
+        let mut all = job.to_vec();
+        all.sort();
+        assert_eq!(suspended, all, "{answer}");
+        let before: Vec<u64> = job.iter().map(|tid| still(vm, tid)).collect();
+        let stand = now();
+        let status = order(vm, &["status", &job[0]]);
+        assert!(status["job"]["suspended"]["since_us"].as_u64().is_some_and(|since| since <= stand), "{status}");
+        vm.must_migrate(&job[1], "h3");
+        let moved = task(vm, &job[1]);
+        assert_eq!(moved.host.as_deref(), Some("h3"));
+        let there = still(vm, &job[1]);
+        pass(now().max(stand) + STAND);
+        assert_eq!(still(vm, &job[0]), before[0], "it got no processor time");
+        assert_eq!(still(vm, &job[1]), there, "nor did the one that moved");
+        let resume = now();
+        let answer = order(vm, &["resume", &job[1]]);
+        assert_eq!(tids(&answer["tasks"]).len(), 2, "{answer}");
+        for tid in job {
+            assert_stood(vm, tid, stand, resume);
+            assert!(!task(vm, tid).suspended);
+        }
+        let status = order(vm, &["status", &job[0]]);
+        assert!(status["job"]["suspended"].is_null(), "{status}");
+        let stood = status["tasks"].as_array().expect("tasks").iter().find(|t| t["tid"] == job[0].as_str());
+        let stood = stood.and_then(|t| t["suspended_before_us"].as_u64()).expect("it is counted");
+        assert!(stood >= STAND, "{status}");
+    });
+}
+
+#[test]
+fn a_job_stays_suspended_when_the_resource_manager_is_killed_and_the_next_one_resumes_it() {
+    with_job(|vm, job| {
+        order(vm, &["suspend", &job[0]]);
+        let before: Vec<u64> = job.iter().map(|tid| still(vm, tid)).collect();
+        let registered = |entry: &sempa_tests::vm::Entry| matches!(entry.kind, EventKind::RmRegistered { .. });
+        let times = |vm: &Vm| vm.events().expect("events").iter().filter(|e| registered(e)).count();
+        let first = times(vm);
+        let processes = vm.bed().host(1).processes();
+        let (pid, _) = processes.iter().find(|(_, line)| line.contains("pvm-rm")).expect("it runs");
+        nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid.cast_signed()), nix::sys::signal::Signal::SIGKILL)
+            .expect("it is there");
+        eventually(SOON, || if times(vm) > first { Ok(()) } else { Err("nobody has registered".to_string()) })
+            .expect("another one");
+        let status = order(vm, &["status", &job[1]]);
+        assert!(!status["job"]["suspended"].is_null(), "{status}");
+        assert_eq!(job.iter().map(|tid| still(vm, tid)).collect::<Vec<_>>(), before);
+        let resume = now();
+        let answer = order(vm, &["resume", &job[0]]);
+        assert_eq!(tids(&answer["tasks"]).len(), 2, "{answer}");
+        for tid in job {
+            assert_stood(vm, tid, resume, resume);
+            vm.pvm(&["kill", tid]).expect("pvm").expect_good("kill").expect("it ends");
+        }
+        // One alone, which its daemon does without any resource manager, and which ends while it stands still.
+        let alone = vm.spawn(&["-h3", "busy"]).expect("spawned");
+        order(vm, &["suspend", "--task", &alone]);
+        still(vm, &alone);
+        vm.pvm(&["kill", &alone]).expect("pvm").expect_good("kill").expect("it ends");
+        eventually(SOON, || {
+            let tasks = vm.tasks().map_err(|error| format!("{error:#}"))?;
+            if tasks.iter().all(|t| t.tid != alone) { Ok(()) } else { Err(format!("{tasks:?}")) }
+        })
+        .expect("a suspended task can be ended");
+    });
+}
