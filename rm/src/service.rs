@@ -286,6 +286,7 @@ impl<V: VmApi> Service<V> {
             EventKind::TaskStarted { .. } => self.standing.task_began(),
             EventKind::Suspended { tid, .. } => self.suspension_heard(*tid, true),
             EventKind::Resumed { tid, .. } => self.suspension_heard(*tid, false),
+            EventKind::Moved { tid, .. } => self.suspended_has_moved(*tid),
             _ => {}
         }
         self.note_down(&event);

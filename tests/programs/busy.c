@@ -2,6 +2,7 @@
  * Computes without a pause and watches its own clock.
  *
  *   busy            as a task: notes each time its clock jumped by more than GAP_US; answers every message
+ *   busy NUMBER     the same, after it has started so many of the same on its host
  *   busy ask TID    from a command line: asks one such task and prints "gap FROM TO" for each, in microseconds since
  *                   1970, oldest first, then "now TIME"
  */
@@ -59,10 +60,20 @@ static int serve(void)
     }
 }
 
+static int start(int number)
+{
+    int tids[64];
+    if (number < 1 || number > 64)
+        return 0;
+    return pvm_spawn("busy", NULL, PvmTaskHost, ".", number, tids) == number;
+}
+
 int main(int argc, char **argv)
 {
     if (pvm_mytid() < 0)
         return 2;
+    if (argc == 2 && !start(atoi(argv[1])))
+        return 4;
     if (argc < 3)
         return serve();
     static long gaps[2 * GAPS_MAX];

@@ -71,12 +71,13 @@ fn with_job(test: impl FnOnce(&Vm, &[String])) {
     let vm = Vm::start(&bed, Settings { rm: Some("pvm-rm".into()), ..Settings::default() }).expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
     vm.program("busy").expect("gcc");
-    let spawned = vm.json(&["spawn", "-h2", "-2", "busy"]).expect("spawned").pop().expect("one value");
-    let results = spawned["results"].as_array().expect("results");
-    let job: Vec<String> = results.iter().filter_map(|r| r["tid"].as_str().map(str::to_string)).collect();
-    assert_eq!(job.len(), 2, "{spawned}");
+    let top = vm.spawn(&["-h2", "busy", "1"]).expect("spawned");
+    // Whoever answers has connected, and started the other one before.
+    vm.gaps(&top).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    let all = vm.tasks().expect("tasks").into_iter().filter(|task| task.name == "busy");
+    let job: Vec<String> = all.map(|task| task.tid).collect();
+    assert!(job.len() == 2 && job.contains(&top), "{job:?}");
     for tid in &job {
-        // Whoever answers has connected.
         vm.gaps(tid).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
     }
     test(&vm, &job);

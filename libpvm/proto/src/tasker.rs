@@ -89,7 +89,7 @@ pub enum ToTasker {
         /// What it is.
         facts: TaskFacts,
     },
-    /// Hold the task for the owner of the host: until the time is over it may run, behind everybody else, so that its
+    /// Hold the task, for the owner of the host or because it is suspended: until the time is over it may run, behind everybody else, so that its
     /// library can let go; then all its processes are stopped, and they stay so whatever becomes of a move, until
     /// [`ToTasker::GoOn`]. Said again to a task that is stopped, it lets it run once more for that time. While a move has
     /// the task nothing happens at once. → [`FromTasker::Held`], each time when nothing of it runs
@@ -99,7 +99,7 @@ pub enum ToTasker {
         /// How long it may run yet.
         after: Micros,
     },
-    /// The owner does not mind any more: let the task go on, unless a move has it. No answer.
+    /// It need not stand still any more: let the task go on, unless a move has it. No answer.
     GoOn {
         /// The task.
         tid: Tid,
@@ -213,7 +213,7 @@ pub enum FromTasker {
         /// The answer.
         verdict: Verdict,
     },
-    /// Nothing of the task runs, for the sake of the owner.
+    /// Nothing of the task runs, because it is held.
     Held {
         /// The task.
         tid: Tid,

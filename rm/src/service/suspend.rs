@@ -71,6 +71,13 @@ impl<V: VmApi> Service<V> {
         }
     }
 
+    /// A task that has moved may have been forgotten on its way, and with it that it stands still.
+    pub(super) fn suspended_has_moved(&mut self, tid: Tid) {
+        if self.memory.ledger.books.is_suspended(tid) {
+            self.model.task_suspended(tid, true);
+        }
+    }
+
     /// When [`Service::share`] has something to do.
     pub(super) fn share_due(&self) -> Option<Micros> {
         let wanted = !self.standing.gave_way.is_empty() || (self.options.conduct.give_way && self.spawns.waiting() > 0);
@@ -92,7 +99,9 @@ impl<V: VmApi> Service<V> {
             }
         }
         for tid in all.into_iter().filter(|tid| *tid != by) {
-            match self.model.is_suspended(tid) {
+            // Asked twice, a daemon does nothing; but whoever stands still has to go on.
+            let stands = self.model.is_suspended(tid) || (!suspend && self.memory.ledger.books.is_suspended(tid));
+            match stands {
                 true if suspend => others.push((tid, "it is suspended already".to_string())),
                 true if self.standing.gave_way.contains_key(&tid) => {
                     others.push((
@@ -152,8 +161,10 @@ impl<V: VmApi> Service<V> {
             return false;
         }
         self.standing.share_at = now + SHARE_PAUSE;
-        let model = &mut self.model;
-        self.standing.gave_way.retain(|tid, _| model.is_suspended(*tid));
+        let books = &self.memory.ledger.books;
+        // What was decided a moment ago may not be in the log yet.
+        let counts = |tid: Tid, since: Micros| books.is_suspended(tid) || now.since(since) < SHARE_PAUSE;
+        self.standing.gave_way.retain(|tid, since| counts(*tid, *since));
         if !self.options.conduct.give_way {
             let why = "the policy has nobody give way any more".to_string();
             for tid in self.standing.gave_way.keys().copied().collect::<Vec<Tid>>() {

@@ -411,6 +411,11 @@ impl Books {
         self.job(self.known(tid).map_or(tid, |task| task.job))
     }
 
+    /// Whether a task is suspended, as the event log has it.
+    pub fn is_suspended(&self, tid: Tid) -> bool {
+        self.known(tid).is_some_and(|task| task.suspended.is_some())
+    }
+
     /// Jobs that are suspended, and who wanted that.
     pub fn suspended_jobs(&self) -> impl Iterator<Item = (Tid, Tid)> {
         let current = |(number, job): &(&u64, &JobUse)| self.job_numbers.get(&job.job) == Some(*number);
