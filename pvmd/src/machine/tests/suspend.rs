@@ -118,14 +118,15 @@ fn the_list_of_tasks_and_the_event_log_tell_who_is_suspended_and_why() {
     let still: Vec<Tid> = list.iter().filter(|t| t.suspended).map(|t| t.tid).collect();
     assert_eq!(still, [tid]);
     assert!(list.iter().all(|t| !t.stopped && !t.moving));
-    let cause = Some(Cause::Share { why: "user 7 has taken less".into() });
-    assert_eq!(scene.sim.ask(console, Request::Suspend { tid, suspend: false, cause: cause.clone() }), Reply::Done);
+    let cause = Cause::Share { why: "user 7 has taken less".into() };
+    let resume = Request::Suspend { tid, suspend: false, cause: Some(cause.clone()) };
+    assert_eq!(scene.sim.ask(console, resume), Reply::Done);
     scene.suspend(tid, false);
     let told = events(&mut scene.sim, console);
     let told: Vec<&EventKind> =
         told.iter().filter(|e| matches!(e, EventKind::Suspended { .. } | EventKind::Resumed { .. })).collect();
     let first = EventKind::Suspended { tid, cause: Cause::Asked { by } };
-    let second = EventKind::Resumed { tid, cause: cause.expect("given") };
+    let second = EventKind::Resumed { tid, cause };
     assert_eq!(told, [&first, &second], "what changes nothing is no event");
     scene.end();
 }
