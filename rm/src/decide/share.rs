@@ -33,10 +33,13 @@ pub enum Again {
 }
 
 /// Which tasks are to stand still so that a request that waits gets all its places: of the users who have taken most, those
-/// that began last, and only if that is enough. The request has found no place without it.
+/// that began last, and only if that is enough. Empty for a request that needs nobody to give way.
 pub fn give_way(snapshot: &Snapshot, fair: &Fair, ask: &Ask<'_>) -> Vec<GivesWay> {
     let now = snapshot.now;
     let shares = fair.give_way(now, ask.user, ask.count);
+    if shares.is_empty() {
+        return Vec::new();
+    }
     let of_user = |user: u32| shares.iter().position(|(id, _)| *id == user);
     let mut candidates: Vec<(usize, HostId, &TaskView)> = snapshot
         .hosts
@@ -48,18 +51,19 @@ pub fn give_way(snapshot: &Snapshot, fair: &Fair, ask: &Ask<'_>) -> Vec<GivesWay
         .collect();
     candidates.sort_by_key(|(order, _, task)| (*order, std::cmp::Reverse(task.since), task.tid));
     let mut left: Vec<u32> = shares.iter().map(|(_, part)| *part).collect();
-    let (mut trial, mut out, mut best) = (snapshot.clone(), Vec::new(), 0);
+    let places = |snapshot: &Snapshot| place(snapshot, ask).hosts.iter().filter(|place| place.is_ok()).count();
+    let (mut trial, mut out, mut best) = (snapshot.clone(), Vec::new(), places(snapshot));
     for (order, host, task) in candidates.into_iter().take(GIVING_MAX) {
         if left[order] == 0 {
             continue;
         }
         stand(&mut trial, host, task.tid, true);
-        let places = place(&trial, ask).hosts.iter().filter(|place| place.is_ok()).count();
-        if places <= best {
+        let with_it = places(&trial);
+        if with_it <= best {
             stand(&mut trial, host, task.tid, false);
             continue;
         }
-        (best, left[order]) = (places, left[order] - 1);
+        (best, left[order]) = (with_it, left[order] - 1);
         let index = |user: u32| fair.index(now, user);
         let why = format!(
             "user {} waits for a place and has taken less: an index of {:.1} against {:.1} of user {}",
@@ -69,7 +73,7 @@ pub fn give_way(snapshot: &Snapshot, fair: &Fair, ask: &Ask<'_>) -> Vec<GivesWay
             task.user
         );
         out.push(GivesWay { tid: task.tid, why });
-        if places == ask.count as usize {
+        if best == ask.count as usize {
             return out;
         }
     }

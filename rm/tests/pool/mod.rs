@@ -3,7 +3,7 @@
 
 use pvm_rm::decide::{
     Ask, Fair, HostView, Hosts, Limits, Owner, Policy, Sampled, Snapshot, TaskView, Terms, UpDown, Waiting, balance,
-    moves, place,
+    give_way, moves, place,
 };
 use sempa_proto::load::LoadSample;
 use sempa_proto::task::SpawnRequest;
@@ -248,29 +248,19 @@ impl Pool {
         }
     }
 
-    /// Makes room for processes of a user whose turn it is: tasks of users who have taken more stand still. Answers the
-    /// hosts where they do, one for each process, none unless there are enough.
-    fn make_room(&mut self, user: u32, count: u32) -> Vec<u16> {
-        let mut hosts = Vec::new();
-        for (other, part) in self.fair.give_way(micros(self.now), user, count) {
-            let mine = |tid: &Tid| {
-                let task = &self.tasks[tid];
-                self.jobs[task.job].user == other && task.moving.is_none() && !task.suspended
-            };
-            let alone =
-                |host: &u16| !self.is_owned(*host) && matches!(self.on[usize::from(*host)].as_slice(), [t] if mine(t));
-            hosts.extend((1..self.on.len() as u16).filter(alone).take(part as usize));
-        }
-        if hosts.len() < count as usize {
-            return Vec::new();
-        }
-        for host in &hosts {
-            let tid = self.on[usize::from(*host)][0];
-            let task = self.tasks.get_mut(&tid).expect("on a host");
+    /// Makes room for a request of a user whose turn it is: tasks of users who have taken more stand still. False if that
+    /// would not be enough.
+    fn make_room(&mut self, ask: &Ask<'_>) -> bool {
+        let gives = give_way(&self.snapshot, &self.fair, ask);
+        for tid in gives.iter().map(|gives| gives.tid) {
+            let task = self.tasks.get_mut(&tid).expect("it runs");
             task.suspended = true;
             self.fair.gives(micros(self.now), self.jobs[task.job].user, 1);
+            let host = self.snapshot.hosts.edit(id(task.host)).expect("a host of the pool");
+            host.tasks.iter_mut().find(|t| t.tid == tid).expect("it runs there").suspended = true;
         }
-        hosts
+        self.snapshot.hosts.refresh(self.snapshot.now);
+        !gives.is_empty()
     }
 
     fn view(&self, tid: Tid) -> TaskView {
@@ -279,8 +269,8 @@ impl Pool {
         let before = self.snapshot.host(id(task.host)).and_then(|h| h.tasks.iter().find(|t| t.tid == tid)).cloned();
         let fresh = TaskView { job, name: Arc::from("worker"), bytes: BYTES, ..TaskView::new(tid, micros(self.now)) };
         let moving = task.moving.map(|to| Some(id(to)));
-        let done = micros(task.work - task.left);
-        TaskView { moving, done, ..before.unwrap_or(fresh) }
+        let (done, user, suspended) = (micros(task.work - task.left), self.jobs[task.job].user, task.suspended);
+        TaskView { moving, done, user, suspended, ..before.unwrap_or(fresh) }
     }
 
     fn put(&mut self, tid: Tid, host: u16) {
@@ -371,17 +361,12 @@ impl Pool {
             let turn = self.fair.turns(now).first().map(|(_, waiting)| *waiting).expect("somebody waits");
             let number = turn.number as usize;
             let Job { processes, user, .. } = self.jobs[number];
-            if self.empty < processes as usize {
-                let hosts = if may_stop { self.make_room(user, processes) } else { Vec::new() };
-                if hosts.is_empty() {
-                    return;
-                }
-                self.start(number, turn.number, &hosts);
-                continue;
-            }
             let request =
                 SpawnRequest { count: processes, place: "?spread; free >= 1".into(), ..SpawnRequest::default() };
-            let ask = Ask { user: 0, request: &request, count: processes, caller: id(1), peers: &[], without: &[] };
+            let ask = Ask { user, request: &request, count: processes, caller: id(1), peers: &[], without: &[] };
+            if self.empty < processes as usize && !(may_stop && self.make_room(&ask)) {
+                return;
+            }
             let placed = place(&self.snapshot, &ask).hosts;
             if placed.iter().any(Result::is_err) || Limits::default().allow(self.fair.held(user), 0, processes).is_err()
             {
