@@ -148,6 +148,7 @@ fn a_spawn_that_waits_goes_on_waiting_when_the_resource_manager_is_killed() {
     let rm = format!("pvm-rm --user-tasks 1 --wait 600 --record {}", record.display());
     with_command(&bed, rm, |vm| {
         let first = vm.spawn(&["hold", "1"]).expect("one is allowed");
+        written(vm);
         std::thread::scope(|scope| {
             let spawner = scope.spawn(|| vm.spawn(&["hold", "23"]).expect("it waits as long as it has to"));
             eventually(SOON, || {
