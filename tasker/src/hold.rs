@@ -116,11 +116,12 @@ impl Task {
             Hold::Free => (Lowered::default(), BTreeSet::new()),
             Hold::Easing { lowered, .. } => (lowered, BTreeSet::new()),
         };
-        self.note_stopped();
         if let Some(group) = self.group() {
             // A group that somebody has removed holds nobody; then signals do it.
             let _ = group.freeze();
         }
+        // Who had been stopped by signal shows as such in a frozen group, too.
+        self.note_stopped();
         self.hold = Hold::Stopping { told, since: Instant::now(), lowered };
     }
 
