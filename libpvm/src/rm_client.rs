@@ -10,7 +10,8 @@ use sempa_proto::sm::{
 };
 use sempa_proto::table::{AddedHost, HostEntry, HostTable, TaskInfo};
 use sempa_proto::task::{NotifyRequest, NotifyWhat, Reply, Request, RmInfo, RmServes, SpawnRequest};
-use sempa_proto::{Epoch, HostId, PvmError, PvmResult, Tid};
+use sempa_proto::{Epoch, HostId, Micros, PvmError, PvmResult, Tid};
+use std::time::{Duration, Instant};
 
 /// `PvmTaskExit`.
 pub const NOTIFY_TASK_EXIT: i32 = 1;
@@ -27,23 +28,40 @@ enum Asked {
     Answer(Bytes),
     /// None serves this, or it died before it answered: ask the daemon.
     AskDaemon,
+    /// It died while the request waited since then, and nothing of it was begun: ask the next one.
+    AskNext { dead: Tid, since: Micros },
 }
+
+/// How long a request that waits for a place waits for another resource manager when its own has died. The master starts one
+/// at once; when nobody has come by then, nobody will.
+const NEXT_RM_TIME: Duration = Duration::from_secs(10);
 
 impl Runtime {
     /// Starts tasks, placed by the resource manager when there is one, otherwise by the daemon.
     ///
-    /// When the resource manager dies before it answers, the daemon is asked; tasks that it had started by then live on.
+    /// When the resource manager dies before it answers, the daemon is asked; tasks that it had started by then live on. A
+    /// request that it let wait goes on waiting under the next resource manager, if there is one within ten seconds.
     ///
     /// # Errors
     /// When nothing was tried. Single tasks fail in their own result.
     pub fn spawn(&self, request: SpawnRequest) -> Result<Vec<Result<Tid, PvmError>>, Error> {
         let what = "spawning tasks";
-        if let Asked::Answer(body) = self.ask_rm(|serves| serves.spawn, SM_SPAWN, || pack_spawn(&request))? {
-            let results = unpack_tids(body).map_err(|e| rm_error(what, e))?;
-            if results.len() != request.count as usize {
-                return Err(rm_error(what, PvmError::Mismatch));
+        let mut waits = None;
+        loop {
+            match self.ask_rm(|serves| serves.spawn, SM_SPAWN, || pack_spawn(&request, waits))? {
+                Asked::Answer(body) => {
+                    let results = unpack_tids(body).map_err(|e| rm_error(what, e))?;
+                    if results.len() != request.count as usize {
+                        return Err(rm_error(what, PvmError::Mismatch));
+                    }
+                    return Ok(results);
+                }
+                Asked::AskNext { dead, since } => {
+                    waits = Some(since);
+                    self.wait_for_next_rm(dead);
+                }
+                Asked::AskDaemon => break,
             }
-            return Ok(results);
         }
         match self.request(Request::Spawn(request)) {
             Reply::Spawned(results) => Ok(results),
@@ -185,13 +203,23 @@ impl Runtime {
             if let Some(body) = core.take_answer(wid) {
                 return Some(Asked::Answer(body));
             }
-            (Some(core.rm_deaths()) != deaths || core.is_gone(rm.tid)).then_some(Asked::AskDaemon)
+            if Some(core.rm_deaths()) == deaths && !core.is_gone(rm.tid) {
+                return None;
+            }
+            Some(core.waits_since(wid).map_or(Asked::AskDaemon, |since| Asked::AskNext { dead: rm.tid, since }))
         };
         match self.core_wait(None, &mut look) {
             Ok(Some(asked)) => Ok(asked),
             Ok(None) => Ok(Asked::AskDaemon),
             Err(e) => Err(Error::new(e, self.why_lost())),
         }
+    }
+
+    /// Waits until there is a resource manager again, but not for ever.
+    fn wait_for_next_rm(&self, dead: Tid) {
+        let mut look = |core: &mut Core| core.rm().filter(|rm| rm.tid != dead).map(drop);
+        // Without one, and without a daemon, the next question says so.
+        let _ = self.core_wait(Some(Instant::now() + NEXT_RM_TIME), &mut look);
     }
 }
 

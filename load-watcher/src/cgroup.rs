@@ -3,11 +3,10 @@
 
 use crate::proc::{CpuTimes, field, numbers, quota_v2};
 use sempa_proto::Micros;
-use std::ffi::OsString;
+use sempa_proto::cgroup::folder;
 use std::fs::{self, File};
-use std::os::unix::ffi::OsStringExt;
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// Bytes of a file that are looked at.
 const TEXT_BYTES_MAX: usize = 1024;
@@ -59,48 +58,6 @@ pub struct Group {
     files: Files,
     text: Box<[u8; TEXT_BYTES_MAX]>,
     before: Option<Reading>,
-}
-
-/// A hierarchy: its version, where it is mounted, and which of its groups is seen there.
-#[derive(Debug, PartialEq, Eq)]
-struct Mount {
-    root: PathBuf,
-    point: PathBuf,
-}
-
-impl Mount {
-    /// Where a group of the hierarchy is.
-    fn folder(&self, group: &Path) -> Option<PathBuf> {
-        Some(self.point.join(group.strip_prefix(&self.root).ok()?))
-    }
-}
-
-/// The mount of a hierarchy in the text of /proc/PID/mountinfo: of `controller`, or version 2 if none is named.
-fn mount_of(mountinfo: &[u8], controller: Option<&str>) -> Option<Mount> {
-    let path = |word: &[u8]| PathBuf::from(OsString::from_vec(word.to_vec()));
-    mountinfo.split(|b| *b == b'\n').find_map(|line| {
-        let words: Vec<&[u8]> = line.split(|b| *b == b' ').collect();
-        let dash = words.iter().position(|word| *word == b"-")?;
-        let (kind, options) = (*words.get(dash + 1)?, *words.get(dash + 3)?);
-        let fits = match controller {
-            None => kind == b"cgroup2",
-            Some(name) => kind == b"cgroup" && options.split(|b| *b == b',').any(|option| option == name.as_bytes()),
-        };
-        fits.then(|| Some(Mount { root: path(words.get(3)?), point: path(words.get(4)?) }))?
-    })
-}
-
-/// The group of a process in the text of /proc/PID/cgroup: of `controller`, or of version 2 if none is named.
-fn group_of(cgroups: &[u8], controller: Option<&str>) -> Option<PathBuf> {
-    cgroups.split(|b| *b == b'\n').find_map(|line| {
-        let mut parts = line.splitn(3, |b| *b == b':');
-        let (_, controllers, path) = (parts.next()?, parts.next()?, parts.next()?);
-        let fits = match controller {
-            None => controllers.is_empty(),
-            Some(name) => controllers.split(|b| *b == b',').any(|c| c == name.as_bytes()),
-        };
-        fits.then(|| PathBuf::from(OsString::from_vec(path.to_vec())))
-    })
 }
 
 fn read<'a>(file: &File, text: &'a mut [u8]) -> Option<&'a [u8]> {
@@ -159,7 +116,7 @@ impl Group {
     pub fn of(process: &Path) -> Option<Group> {
         let cgroups = fs::read(process.join("cgroup")).ok()?;
         let mounts = fs::read(process.join("mountinfo")).ok()?;
-        let place = |controller| mount_of(&mounts, controller)?.folder(&group_of(&cgroups, controller)?);
+        let place = |controller| folder(&mounts, &cgroups, controller);
         let mut text = Box::new([0; TEXT_BYTES_MAX]);
         let mut tightest: Option<(f32, Files)> = None;
         let mut weigh = |files: Option<Files>, text: &mut [u8]| {
@@ -203,23 +160,7 @@ impl Group {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn groups_and_mounts_are_found_in_both_versions() {
-        let cgroups = b"3:cpuset:/\n2:cpu,cpuacct:/slice/one\n1:name=systemd:/x\n0::/user/two\n";
-        assert_eq!(group_of(cgroups, Some("cpu")), Some("/slice/one".into()));
-        assert_eq!(group_of(cgroups, Some("cpuacct")), Some("/slice/one".into()));
-        assert_eq!(group_of(cgroups, None), Some("/user/two".into()));
-        assert_eq!(group_of(cgroups, Some("memory")), None);
-        let mounts = b"30 29 0:26 / /sys/fs/cgroup/cpu rw shared:9 - cgroup cgroup rw,cpu,cpuacct\n\
-            31 29 0:27 /user /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n";
-        let mount = |root: &str, point: &str| Mount { root: root.into(), point: point.into() };
-        assert_eq!(mount_of(mounts, Some("cpuacct")), Some(mount("/", "/sys/fs/cgroup/cpu")));
-        assert_eq!(mount_of(mounts, None), Some(mount("/user", "/sys/fs/cgroup")));
-        let seen = mount_of(mounts, None).expect("just seen");
-        assert_eq!(seen.folder(Path::new("/user/two")), Some("/sys/fs/cgroup/two".into()));
-        assert_eq!(seen.folder(Path::new("/elsewhere")), None);
-    }
+    use std::path::PathBuf;
 
     /// A process in the group `/a/b` of a hierarchy of version 2 that lies in `dir`, and the group's folder.
     fn process(dir: &Path) -> (PathBuf, PathBuf) {

@@ -1,20 +1,21 @@
 //! `pvm-load-watcher`: tells its daemon what guests may do on this host, and the resource manager about its load and owner.
 
+mod boss;
 mod watcher;
 
+use boss::Boss;
 use clap::Parser;
-use libpvm::{Match, Vm};
+use libpvm::Vm;
 use pvm_load_watcher::policy::Policy;
 use sempa_proto::Tid;
-use sempa_proto::task::{NotifyRequest, NotifyWhat};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use watcher::Watcher;
 
 /// Watches one host for the resource manager of a Sempa virtual machine: samples its load and senses its owner.
 ///
-/// The resource manager starts one on every host; it ends with the resource manager. Somebody who is logged in counts as
-/// the owner of the host, unless there was no input for a quarter of an hour. What guests may do then, and otherwise, is up
+/// The resource manager starts one on every host. It outlives the resource manager, so that the owner is guarded without one too,
+/// and reports to the next one. Somebody who is logged in counts as the owner of the host, unless there was no input for a quarter of an hour. What guests may do then, and otherwise, is up
 /// to the owner's policy: `pvm help owner`.
 #[derive(Debug, Parser)]
 #[command(name = "pvm-load-watcher", version)]
@@ -55,9 +56,6 @@ struct Args {
     guest_defaults: Policy,
 }
 
-/// Tag of the notification that the resource manager has ended.
-const TAG_RM_GONE: i32 = 1;
-
 fn parse_tid(text: &str) -> Result<Tid, String> {
     let raw = u32::from_str_radix(text.strip_prefix('t').unwrap_or(text), 16);
     let tid = raw.ok().map(|raw| Tid::from_raw(raw.cast_signed())).filter(|tid| tid.is_task());
@@ -72,24 +70,10 @@ fn parse_settings(text: &str) -> Result<Policy, String> {
     }
 }
 
-/// Ends this process when the resource manager has ended, or the virtual machine.
-fn end_with(vm: &Vm, rm: Tid) -> anyhow::Result<()> {
-    // A context of one's own: nothing else is received with it.
-    let ctx = vm.tid().raw();
-    vm.notify(NotifyRequest { what: NotifyWhat::TaskExit(vec![rm]), ctx, tag: TAG_RM_GONE, cancel: false })?;
-    let vm = vm.clone();
-    std::thread::Builder::new().name("rm-gone".into()).spawn(move || {
-        drop(vm.recv(Match::any().ctx(ctx).tag(TAG_RM_GONE)));
-        drop(vm.exit());
-        std::process::exit(0);
-    })?;
-    Ok(())
-}
-
 fn run(args: Args) -> anyhow::Result<()> {
     let vm = Vm::enroll()?;
-    end_with(&vm, args.report_to)?;
-    Watcher::new(vm, args)?.run()
+    let boss = Boss::follow(&vm, args.report_to)?;
+    Watcher::new(vm, boss, args)?.run()
 }
 
 /// The error and its causes, each said once: some sentences contain their cause already.

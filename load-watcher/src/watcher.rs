@@ -2,8 +2,10 @@
 //! of this host first, because it can stop guests at once.
 
 use crate::Args;
+use crate::boss::Boss;
 use anyhow::Context;
 use libpvm::{Body, Vm};
+use nix::sys::epoll::Epoll;
 use pvm_load_watcher::guests::{Case, Decision, Door};
 use pvm_load_watcher::ours::Ours;
 use pvm_load_watcher::owner::{Evidence, Records, Sense, Sensed, Signs, logins};
@@ -27,13 +29,17 @@ use sempa_proto::text::cut;
 use sempa_proto::{Micros, frame};
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
+use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// The dear sources are read no more often than this, and everything is judged anew.
 const RARE: Micros = Micros::from_secs(5);
 /// What our tasks use, and which there are, is looked at no more often than this.
 const TASKS_SPAN: Micros = Micros::from_secs(10);
+/// While there is a resource manager that does not ask for reports it goes on for so long.
+const UNASKED_MAX: Micros = Micros::from_secs(30);
 /// Places that cannot be watched are looked at this often.
 const BLIND_SPAN: Micros = Micros::from_secs(10);
 
@@ -68,6 +74,11 @@ struct Seen {
 
 pub(crate) struct Watcher {
     vm: Vm,
+    boss: Arc<Boss>,
+    /// There is a resource manager that does not ask for reports, since then.
+    unasked: Option<Micros>,
+    /// Wakes for owners that ask, and for another boss.
+    wake: Epoll,
     /// Of the virtual machine.
     name: String,
     args: Args,
@@ -100,7 +111,7 @@ struct Due {
 }
 
 impl Watcher {
-    pub(crate) fn new(vm: Vm, args: Args) -> anyhow::Result<Watcher> {
+    pub(crate) fn new(vm: Vm, boss: Arc<Boss>, args: Args) -> anyhow::Result<Watcher> {
         let mut sampler = Sampler::open(Path::new("/proc")).context("sampling the load of this host")?;
         let sample = sampler.sample(wall()).context("sampling the load of this host")?;
         let user = nix::unistd::geteuid();
@@ -137,8 +148,12 @@ impl Watcher {
             logins: Vec::new(),
             sources: Vec::new(),
         };
+        let wake = boss.beside(listener.as_ref().map(Listener::fd)).context("watching for questions")?;
         let mut watcher = Watcher {
             vm,
+            boss,
+            unasked: None,
+            wake,
             name,
             args,
             user: user.as_raw(),
@@ -186,7 +201,10 @@ impl Watcher {
             limits,
         };
         let body = Body { enc: DSIG_X86_64, bytes: frame::to_bytes(&report)?.into() };
-        self.vm.send_in(self.args.report_to, self.args.ctx, self.args.tag, body)?;
+        if let Some(rm) = self.boss.tid() {
+            // One that has just ended hears nothing, and the next one asks for everything anew.
+            let _ = self.vm.send_in(rm, self.args.ctx, self.args.tag, body);
+        }
         let now = self.now();
         self.reporter.sent(now, self.sample, report.owner, report.why);
         self.reported = Some(self.decision.clone());
@@ -309,6 +327,7 @@ impl Watcher {
             return self.watch.is_blind(UTMP);
         }
         self.due.rare = now + RARE;
+        self.end_if_nobody_asks(now);
         if now >= self.due.blind {
             self.due.blind = now + BLIND_SPAN;
             let blind: Vec<bool> = (0..PLACES).map(|place| self.watch.is_blind(place)).collect();
@@ -320,6 +339,18 @@ impl Watcher {
             self.look_at_tasks();
         }
         true
+    }
+
+    /// Without a resource manager it goes on for the owner's sake. One that does not ask for reports has a load watcher of its own
+    /// here, or wants none.
+    fn end_if_nobody_asks(&mut self, now: Micros) {
+        if self.boss.tid().is_some() || self.vm.runtime().rm().is_none() {
+            self.unasked = None;
+        } else if now.since(*self.unasked.get_or_insert(now)) >= UNASKED_MAX {
+            say("the present resource manager does not ask for reports; this load watcher ends");
+            drop(self.vm.exit());
+            std::process::exit(0);
+        }
     }
 
     /// The pause before the next sample; where the clock counts, not over a full minute.
@@ -338,13 +369,16 @@ impl Watcher {
         let mut minute = wall().0 / 60_000_000;
         loop {
             let left = Duration::from_micros(next.since(self.now()).0);
-            let woken: Woken = self.watch.wait(left, self.listener.as_ref().map(Listener::fd));
+            let woken: Woken = self.watch.wait(left, Some(self.wake.0.as_fd()));
             if woken.any() {
                 self.read(|place| woken.has(place));
                 self.judge()?;
             }
             if woken.other {
                 self.answer();
+                if self.boss.is_new() {
+                    self.report()?;
+                }
             }
             if self.now() < next {
                 continue;

@@ -19,15 +19,15 @@ use memory::Memory;
 use sempa_proto::body::{Encoding, Packer, Unpacker};
 use sempa_proto::event::EventKind;
 use sempa_proto::frame::from_bytes;
-use sempa_proto::load::{LoadReport, WATCHER_PROGRAM};
+use sempa_proto::load::{LoadReport, TAG_REPORT_TO, WATCHER_PROGRAM, is_watcher};
 use sempa_proto::message::CTX_BASE;
 use sempa_proto::migration::Cause;
 use sempa_proto::rm::{CTX_RM, TAG_ASK};
 use sempa_proto::sm::{
-    SM_ADDHOST, SM_CONFIG, SM_DELHOST, SM_EXECACK, SM_HANDOFF, SM_HOSTX, SM_SCHED, SM_SPAWN, SM_TASK, SM_TASKX,
-    unpack_spawn, unpack_tids,
+    SM_ADDHOST, SM_CONFIG, SM_DELHOST, SM_EXECACK, SM_HANDOFF, SM_HOSTX, SM_SCHED, SM_SPAWN, SM_SPAWN_WAITS, SM_TASK,
+    SM_TASKX, pack_waits, unpack_spawn, unpack_tids,
 };
-use sempa_proto::table::TASK_RM;
+use sempa_proto::table::{TASK_CONNECTED, TASK_FORKED, TASK_RM, TaskInfo};
 use sempa_proto::task::{NotifyWhat, SPAWN_HOST, SPAWN_NO_PARENT, SPAWN_PINNED, SpawnRequest};
 use sempa_proto::{HostId, Message, Micros, PvmError, Tid};
 use std::time::Duration;
@@ -116,6 +116,12 @@ pub struct Service<V> {
     recorder: Option<Recorder>,
 }
 
+/// True for a load watcher that an earlier resource manager has started, and that can be asked to report here.
+fn is_left_watcher(task: &TaskInfo) -> bool {
+    let serving = TASK_FORKED | TASK_CONNECTED;
+    is_watcher(&task.name) && task.flags & serving == serving && !task.parent.is_task()
+}
+
 fn first_int(message: &Message) -> Option<i32> {
     Unpacker::xdr(message.body.clone()).int().ok()
 }
@@ -127,7 +133,7 @@ impl<V: VmApi> Service<V> {
     /// [`ServiceError::AlreadyRegistered`] when there is a resource manager that lives; it stays registered.
     pub fn start(vm: V, options: Options) -> Result<Service<V>, ServiceError> {
         let known = vm.tasks().map_err(ServiceError::Refused)?;
-        let is_rm = |t: &&sempa_proto::table::TaskInfo| t.flags & TASK_RM != 0 && t.tid != vm.tid();
+        let is_rm = |t: &&TaskInfo| t.flags & TASK_RM != 0 && t.tid != vm.tid();
         if let Some(other) = known.iter().find(is_rm) {
             return Err(ServiceError::AlreadyRegistered(other.tid));
         }
@@ -164,6 +170,9 @@ impl<V: VmApi> Service<V> {
         service.refresh().map_err(ServiceError::Refused)?;
         service.recall();
         service.recall_standing();
+        known.iter().filter(|task| is_left_watcher(task)).for_each(|task| {
+            service.watchers.found(service.vm.now(), task.host, task.tid);
+        });
         service.settle();
         Ok(service)
     }
@@ -296,7 +305,7 @@ impl<V: VmApi> Service<V> {
 
     fn spawn(&mut self, message: &Message) {
         match unpack_spawn(message.body.clone()) {
-            Ok(request) => {
+            Ok((request, since)) => {
                 let caller = self.model.host_of(message.src).unwrap_or(self.vm.host());
                 let (user, job) = self.model.user_and_job(message.src);
                 self.record_input(|| Input::Spawn {
@@ -306,7 +315,8 @@ impl<V: VmApi> Service<V> {
                     job,
                     request: request.clone(),
                 });
-                let from = Incoming { src: message.src, wid: message.wid, caller, user, job, request };
+                let waited = since.map_or(Micros(0), |since| self.vm.wall().since(since));
+                let from = Incoming { src: message.src, wid: message.wid, caller, user, job, request, waited };
                 self.spawns.begin(self.vm.now(), from);
             }
             Err(error) => self.spawns.refuse(message.src, message.wid, error),
@@ -495,6 +505,10 @@ impl<V: VmApi> Service<V> {
                 let wid = self.vm.exec(host, parent, &request).ok();
                 self.spawns.sent(order, wid);
             }
+            spawns::Output::Waits { to, wid, waited } => {
+                let since = waited.map(|waited| Micros(self.vm.wall().0.saturating_sub(waited.0)));
+                self.send(to, SM_SPAWN_WAITS, wid, pack_waits(since));
+            }
             spawns::Output::Reply { to, wid, body } => {
                 self.record_input(|| {
                     let tids = unpack_tids(body.clone()).into_iter().flatten().flatten().collect();
@@ -531,6 +545,7 @@ impl<V: VmApi> Service<V> {
                 // Should this fail, the event log tells of its end as well.
                 drop(self.vm.notify(NotifyWhat::TaskExit(vec![tid]), CTX_RM, TAG_TASK_EXIT));
             }
+            watchers::Output::Adopt(tid) => drop(self.vm.answer(tid, TAG_REPORT_TO, 0, Bytes::new())),
             watchers::Output::End(tid) => drop(self.vm.signal(tid, SIGKILL)),
             watchers::Output::Note(text) => self.note(text),
         }

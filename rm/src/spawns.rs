@@ -51,6 +51,8 @@ pub struct Incoming {
     pub job: Tid,
     /// What it wants.
     pub request: SpawnRequest,
+    /// How long it has waited already, under a resource manager that has died.
+    pub waited: Micros,
 }
 
 /// What the service is to do.
@@ -66,6 +68,16 @@ pub enum Output {
         parent: Tid,
         /// The tasks.
         request: SpawnRequest,
+    },
+    /// Tell a task that its request waits for a place, or waits no more. While it waits nothing of it has begun, so the task may
+    /// ask another resource manager for it.
+    Waits {
+        /// The task that asked.
+        to: Tid,
+        /// Its wait id.
+        wid: i32,
+        /// For how long by now; `None`: it waits no more.
+        waited: Option<Micros>,
     },
     /// Answer a request.
     Reply {
@@ -111,6 +123,8 @@ struct Spawn {
     placed: Micros,
     /// Until then it may wait for a place.
     wait_until: Micros,
+    /// The task that asks was told that it waits.
+    told: bool,
     results: Vec<Option<PvmResult<Tid>>>,
     hosts: Vec<Option<HostId>>,
     unplaced: Vec<usize>,
@@ -203,12 +217,14 @@ impl Spawns {
         let count = count as usize;
         self.last += 1;
         self.to_place.push_back(self.last);
+        let wait = Micros(self.rules.wait.0.saturating_sub(from.waited.0));
         let spawn = Spawn {
             from,
-            until: now + self.rules.wait + SPAWN_TIME_MAX,
+            until: now + wait + SPAWN_TIME_MAX,
             began: now,
             placed: now,
-            wait_until: now + self.rules.wait,
+            wait_until: now + wait,
+            told: false,
             results: vec![None; count],
             hosts: vec![None; count],
             unplaced: (0..count).collect(),
@@ -268,6 +284,9 @@ impl Spawns {
                 Err(error) => spawn.results[task] = Some(Err(*error)),
             }
         }
+        if std::mem::take(&mut spawn.told) && !parts.is_empty() {
+            self.out.push_back(Output::Waits { to: *src, wid: spawn.from.wid, waited: None });
+        }
         for (host, tasks) in parts {
             spawn.names.insert(host, snapshot.name(host));
             let dir = request.place.find(':').map_or(String::new(), |at| request.place[at..].to_string());
@@ -286,9 +305,18 @@ impl Spawns {
     fn wait(&mut self, now: Micros, number: u64, tasks: Vec<usize>) {
         let Some(spawn) = self.open.get_mut(&number) else { return };
         spawn.unplaced = tasks;
-        let Incoming { user, job, .. } = spawn.from;
-        match self.fair.wait(now, Waiting { number, user, job, since: now }) {
-            Ok(()) => drop(self.waiting.insert(number)),
+        let Incoming { user, job, src, wid, waited, .. } = spawn.from;
+        let since = Micros(now.0.saturating_sub(waited.0));
+        match self.fair.wait(now, Waiting { number, user, job, since }) {
+            Ok(()) => {
+                self.waiting.insert(number);
+                // Where a host has been lost, a part of it may have been started.
+                if !spawn.told && spawn.attempts.is_empty() {
+                    spawn.told = true;
+                    let waited = Some(waited + now.since(spawn.began));
+                    self.out.push_back(Output::Waits { to: src, wid, waited });
+                }
+            }
             Err(_) => {
                 spawn.wait_until = now;
                 self.to_place.push_back(number);
@@ -517,7 +545,7 @@ impl Spawns {
             return;
         }
         let Some(spawn) = self.open.remove(&number) else { return };
-        let Incoming { src, wid, request, job, user, .. } = spawn.from;
+        let Incoming { src, wid, request, job, user, waited, .. } = spawn.from;
         let results: Vec<PvmResult<Tid>> = spawn.results.into_iter().flatten().collect();
         self.out.push_back(Output::Reply { to: src, wid, body: pack_tids(&results) });
         let hosts: Vec<HostId> = spawn.hosts.into_iter().flatten().collect();
@@ -533,7 +561,7 @@ impl Spawns {
             count: request.count,
             started: with_tids.map(|(tid, host)| (tid, name(host))).collect(),
             error: failed.copied(),
-            waited: spawn.placed.since(spawn.began),
+            waited: waited + spawn.placed.since(spawn.began),
             attempts: spawn.attempts,
         }));
         let event = match (failed, hosts.is_empty()) {

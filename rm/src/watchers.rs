@@ -15,6 +15,8 @@ pub const PAUSE_MAX: Micros = Micros::from_secs(60);
 const STEADY: Micros = Micros::from_secs(30);
 /// A watcher that was not heard for so long is ended and replaced; it says something every ten seconds.
 pub const SILENT_MAX: Micros = Micros::from_secs(45);
+/// How long a watcher that an earlier resource manager has started may take to report here.
+pub const ADOPT_TIME_MAX: Micros = Micros::from_secs(5);
 /// Orders given up whose acknowledgement is still recognised.
 const LATE_MAX: usize = 4096;
 
@@ -23,6 +25,8 @@ const LATE_MAX: usize = 4096;
 pub enum Output {
     /// Start a watcher on a host, and tell [`Watchers::sent`] about it.
     Start(HostId),
+    /// Ask this watcher, which an earlier resource manager has started, to report here.
+    Adopt(Tid),
     /// Ask to be told when this watcher ends.
     Notify(Tid),
     /// End this watcher.
@@ -35,6 +39,7 @@ pub enum Output {
 enum State {
     Wanted { at: Micros },
     Starting { wid: Option<i32>, until: Micros },
+    Adopted { tid: Tid, until: Micros },
     Running { tid: Tid, since: Micros, heard: Micros },
 }
 
@@ -73,6 +78,15 @@ impl Watchers {
     pub fn add(&mut self, now: Micros, host: HostId) {
         let watcher = Watcher { state: State::Wanted { at: now }, failures: 0, told: None };
         self.hosts.entry(host).or_insert(watcher);
+    }
+
+    /// A watcher of an earlier resource manager is still there. It goes on, if none was started here meanwhile.
+    pub fn found(&mut self, now: Micros, host: HostId, tid: Tid) {
+        let Some(watcher) = self.hosts.get_mut(&host) else { return };
+        if matches!(watcher.state, State::Wanted { .. }) {
+            watcher.state = State::Adopted { tid, until: now + ADOPT_TIME_MAX };
+            self.out.extend([Output::Adopt(tid), Output::Notify(tid)]);
+        }
     }
 
     /// A host has left.
@@ -142,6 +156,10 @@ impl Watchers {
                 *heard = now;
                 true
             }
+            State::Adopted { tid, .. } if *tid == src => {
+                watcher.state = State::Running { tid: src, since: now, heard: now };
+                true
+            }
             // Its first report may overtake the acknowledgement of its host.
             State::Starting { wid, .. } if src.home() == Some(from) => {
                 if let Some(wid) = *wid {
@@ -157,7 +175,8 @@ impl Watchers {
 
     /// The host that this task watches.
     pub fn host_of(&self, task: Tid) -> Option<HostId> {
-        let is = |w: &Watcher| matches!(w.state, State::Running { tid, .. } if tid == task);
+        let is =
+            |w: &Watcher| matches!(w.state, State::Running { tid, .. } | State::Adopted { tid, .. } if tid == task);
         self.hosts.iter().find(|(_, w)| is(w)).map(|(host, _)| *host)
     }
 
@@ -187,6 +206,14 @@ impl Watchers {
                     }
                     watcher.failed(now);
                 }
+                State::Adopted { tid, until } if until <= now => {
+                    self.out.push_back(Output::End(tid));
+                    let text = format!(
+                        "load watcher {tid} of {host}, left by another resource manager, is silent; it is replaced"
+                    );
+                    self.out.push_back(Output::Note(text));
+                    watcher.failed(now);
+                }
                 State::Running { tid, heard, .. } if now.since(heard) >= SILENT_MAX => {
                     self.out.push_back(Output::End(tid));
                     let text = format!(
@@ -205,7 +232,7 @@ impl Watchers {
     pub fn next_deadline(&self) -> Option<Micros> {
         let due = |w: &Watcher| match w.state {
             State::Wanted { at } => at,
-            State::Starting { until, .. } => until,
+            State::Starting { until, .. } | State::Adopted { until, .. } => until,
             State::Running { heard, .. } => heard + SILENT_MAX,
         };
         self.hosts.values().map(due).min()

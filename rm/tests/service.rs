@@ -6,6 +6,7 @@ mod suspend;
 use bytes::Bytes;
 use common::{Bed, client, failed, h, info, no_file, request, rm as own, spawned, t, world};
 use proptest::prelude::*;
+use pvm_rm::api::VmApi;
 use pvm_rm::decide::Limits;
 use pvm_rm::policy::Conduct;
 use pvm_rm::service::{Options, ServiceError, TAG_HOST_ADD, TAG_HOST_DELETE, TAG_LOAD, TAG_POLICY, TAG_TASK_EXIT};
@@ -13,7 +14,7 @@ use pvm_rm::spawns::{EXEC_TIME_MAX, Rules};
 use pvm_rm::store::Shelf;
 use sempa_proto::body::{Encoding, Packer};
 use sempa_proto::event::EventKind;
-use sempa_proto::load::{OwnerVerdict, WATCHER_PROGRAM};
+use sempa_proto::load::{OwnerVerdict, TAG_REPORT_TO, WATCHER_PROGRAM};
 use sempa_proto::message::CTX_BASE;
 use sempa_proto::migration::{Cause, Failure, Refusal, Usage};
 use sempa_proto::rm::{self, Answer, CTX_RM, Decided, End, Excluded, Question, TAG_ANSWER, TAG_ASK};
@@ -228,6 +229,25 @@ fn a_silent_watcher_is_replaced_and_a_missing_program_is_told_once() {
 }
 
 #[test]
+fn a_watcher_left_by_another_resource_manager_goes_on_and_a_silent_one_is_replaced() {
+    let vm = world(3);
+    let left = |host: u16| info(Bed::watcher(host), host, TASK_FORKED | TASK_CONNECTED, WATCHER_PROGRAM);
+    vm.0.borrow_mut().tasks.extend([left(1), left(2)]);
+    let mut bed = Bed::start(&vm, true).expect("no other resource manager");
+    let asked: Vec<(Tid, i32)> = bed.world().answers.iter().map(|sent| (sent.0, sent.1)).collect();
+    assert_eq!(asked, [(Bed::watcher(1), TAG_REPORT_TO), (Bed::watcher(2), TAG_REPORT_TO)]);
+    let hosts = |bed: &mut Bed| bed.world().took_execs().iter().map(|e| e.host).collect::<Vec<_>>();
+    assert_eq!(hosts(&mut bed), [h(3)], "the others have one");
+    bed.world().report(Bed::watcher(1), h(1), OwnerVerdict::Present { since: Micros(1), seen: Micros(2) });
+    bed.settle();
+    assert!(matches!(bed.world().records[..], [EventKind::OwnerPresent { .. }, ..]), "it is heard");
+    bed.pass(Micros::from_secs(6));
+    assert_eq!(bed.world().killed, [Bed::watcher(2)]);
+    bed.pass(Micros::from_secs(2));
+    assert_eq!(hosts(&mut bed), [h(2)]);
+}
+
+#[test]
 fn a_report_counts_only_when_it_comes_from_the_watcher_of_that_host() {
     let vm = world(2);
     let mut bed = Bed::quiet(&vm);
@@ -360,6 +380,37 @@ fn a_spawn_that_has_waited_in_vain_is_refused_as_without_waiting() {
     at_once.world().spawn(1, &request(2));
     at_once.settle();
     assert_eq!(at_once.world().answer(1), Some(Ok(vec![Err(PvmError::OutOfRes); 2])));
+}
+
+#[test]
+fn a_task_is_told_once_that_its_request_waits_and_when_it_does_no_more() {
+    let mut bed = full(Rules { wait: Micros::from_secs(30), ..Rules::default() });
+    let began = bed.vm.wall();
+    bed.world().spawn(1, &request(2));
+    bed.pass(Micros::from_secs(10));
+    bed.owner_comes(1);
+    assert_eq!(bed.world().waits(1), [Some(began)]);
+    bed.owner_leaves(1);
+    assert_eq!(bed.world().waits(1), [Some(began), None], "before anything is started");
+    bed.world().spawn(2, &request(1));
+    bed.settle();
+    assert_eq!(bed.world().waits(2), [], "it never waited");
+}
+
+#[test]
+fn a_request_that_has_waited_under_a_dead_resource_manager_waits_for_the_rest_of_its_time() {
+    let mut bed = full(Rules { wait: Micros::from_secs(30), ..Rules::default() });
+    let since = Micros(bed.vm.wall().0 - 20_000_000);
+    bed.world().spawn_again(1, &request(1), since);
+    bed.pass(Micros::from_secs(9));
+    assert_eq!(bed.world().answer(1), None);
+    assert_eq!(bed.world().waits(1), [Some(since)]);
+    bed.owner_comes(1);
+    bed.pass(Micros::from_secs(2));
+    assert_eq!(bed.world().answer(1), Some(Ok(vec![Err(PvmError::OutOfRes)])));
+    bed.world().spawn_again(2, &request(1), Micros(since.0 - 20_000_000));
+    bed.settle();
+    assert_eq!(bed.world().answer(2), Some(Ok(vec![Err(PvmError::OutOfRes)])), "it has waited long enough");
 }
 
 #[test]

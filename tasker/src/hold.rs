@@ -1,8 +1,11 @@
 //! Tasks that stand still because the owner of the host is there.
 //!
 //! A held task runs for a moment yet, behind everybody else and its library's own threads before its others, so that the
-//! library can let go of what leads out of the process; then all its processes are stopped. That outlives moves: a move
-//! that fails leaves the task stopped.
+//! library can let go of what leads out of the process; then its control group is frozen, or, where it has none, all its
+//! processes are stopped by signal. That outlives moves: a move that fails leaves the task stopped.
+//!
+//! The engine cannot dump what is frozen. So for a move everybody gets SIGSTOP while frozen, and is thawed then: nobody comes
+//! to run in between.
 
 use crate::ease::Lowered;
 use crate::stop::{self, Crowd};
@@ -36,7 +39,7 @@ pub(crate) enum Hold {
     },
     /// It was told to stop.
     Stopping {
-        /// Processes that have been sent SIGSTOP.
+        /// Processes that have been sent SIGSTOP, if its control group does not freeze them.
         told: BTreeSet<i32>,
         /// When.
         since: Instant,
@@ -89,7 +92,7 @@ impl Task {
                     Hold::Still => (Lowered::now(&self.crowd().pids()), true),
                 };
                 if stood {
-                    stop::continue_all(&self.crowd(), &self.stopped_before);
+                    self.let_run();
                 }
                 self.hold = Hold::Easing { until, lowered };
             }
@@ -113,6 +116,11 @@ impl Task {
             Hold::Free => (Lowered::default(), BTreeSet::new()),
             Hold::Easing { lowered, .. } => (lowered, BTreeSet::new()),
         };
+        if let Some(group) = self.group() {
+            // A group that somebody has removed holds nobody; then signals do it.
+            let _ = group.freeze();
+        }
+        // Who had been stopped by signal shows as such in a frozen group, too.
         self.note_stopped();
         self.hold = Hold::Stopping { told, since: Instant::now(), lowered };
     }
@@ -131,7 +139,12 @@ impl Task {
         if !hold.is_free() {
             self.hold = Hold::Still;
         }
-        hold.restore(&self.crowd())
+        let mut told = hold.restore(&self.crowd());
+        if let Some(group) = self.frozen() {
+            told.extend(stop::stop_frozen(&self.crowd()));
+            group.thaw();
+        }
+        told
     }
 
     /// Not held any more.
@@ -155,7 +168,10 @@ impl Task {
             self.stop_held(hold);
         }
         let Hold::Stopping { mut told, since, lowered } = std::mem::take(&mut self.hold) else { unreachable!() };
-        let still = stop::all_still(&self.crowd(), &mut told);
+        let still = match self.frozen() {
+            Some(group) => group.is_still(),
+            None => stop::all_still(&self.crowd(), &mut told),
+        };
         if still {
             // A dump takes the urgency of threads along.
             lowered.restore(&self.crowd().pids());

@@ -5,9 +5,11 @@
 //! them and ends.
 
 mod attempt;
+mod birth;
 mod carry;
 mod control;
 mod ease;
+mod freezer;
 mod hold;
 mod moves;
 mod namespace;

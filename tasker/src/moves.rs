@@ -4,6 +4,7 @@
 
 use crate::attempt::{Attempt, rest, roll};
 use crate::carry::Carry;
+use crate::freezer;
 use crate::hold::Hold;
 use crate::namespace::Namespace;
 use crate::stop::{self, Crowd};
@@ -69,7 +70,15 @@ enum Stage {
     Restoring { worker: u64, carry: Carry, output: Output, discard: bool },
     /// It is built and stands still. The engine has ended, so that its death cannot take the task along once this copy is
     /// the only one.
-    Held { process: Child, carry: Carry, output: Output },
+    Held {
+        process: Child,
+        carry: Carry,
+        output: Output,
+        /// It is on its way into its control group.
+        enters: bool,
+        /// It is to run when it is in: what it had used elsewhere, and whether it stays held.
+        run: Option<(Usage, bool)>,
+    },
 }
 
 /// Moves under way on this host, and the engine that does the work.
@@ -191,6 +200,7 @@ impl Supervisor {
                 Outcome::Dumped { migration, tid, result } => self.dumped(migration, tid, result),
                 Outcome::Rested { migration, tid, failure } => self.rested(migration, tid, failure),
                 Outcome::Restored { migration, result } => self.restored(migration, result),
+                Outcome::BroughtIn { migration, done } => self.brought_in(migration, done),
                 Outcome::Inspected { migration, result } => self.say(&FromTasker::Inspected { migration, result }),
                 Outcome::Compared { migration, tid, verdict } => self.compared(migration, tid, verdict),
                 Outcome::TrialDumped(result) => self.trial_dumped(result),
@@ -490,7 +500,10 @@ impl Supervisor {
         if self.tasks.contains_key(&tid) {
             return Err(Failure::Engine(format!("{tid} runs here already")));
         }
-        let namespace = self.spare.take().map_err(|e| Failure::Io(format!("no process-id namespace: {e}")))?;
+        let namespace = self
+            .spare
+            .take(self.freezer.as_mut().ok())
+            .map_err(|e| Failure::Io(format!("no process-id namespace: {e}")))?;
         self.moves.targets.insert(migration, Target { tid, namespace, stage: Stage::Prepared });
         Ok(())
     }
@@ -552,7 +565,8 @@ impl Supervisor {
         match adopted {
             Ok(process) if !discard => {
                 let pid = process.pid;
-                target.stage = Stage::Held { process, carry, output };
+                let enters = begin_to_bring_in(migration, &target.namespace, &mut self.moves.workers);
+                target.stage = Stage::Held { process, carry, output, enters, run: None };
                 self.say(&FromTasker::Restored { migration, result: Ok(pid) });
             }
             Ok(_) => {
@@ -577,9 +591,28 @@ impl Supervisor {
         }
     }
 
+    fn brought_in(&mut self, migration: MigrationId, done: bool) {
+        let Some(target) = self.moves.targets.get_mut(&migration) else { return };
+        let Stage::Held { enters, run, .. } = &mut target.stage else { return };
+        *enters = false;
+        if done {
+            target.namespace.joined();
+        }
+        if let Some((used, held)) = run.take() {
+            self.run_held(migration, used, held);
+        }
+    }
+
     fn run_held(&mut self, migration: MigrationId, used: Usage, held: bool) {
+        if let Some(Target { stage: Stage::Held { enters: true, run, .. }, .. }) =
+            self.moves.targets.get_mut(&migration)
+        {
+            // While it stands still nobody can be missed.
+            *run = Some((used, held));
+            return;
+        }
         let (tid, namespace, process, carry, output) = match self.moves.targets.remove(&migration) {
-            Some(Target { tid, namespace, stage: Stage::Held { process, carry, output } }) => {
+            Some(Target { tid, namespace, stage: Stage::Held { process, carry, output, .. } }) => {
                 (tid, namespace, process, carry, output)
             }
             other => {
@@ -632,6 +665,17 @@ impl Supervisor {
             self.reap_strangers();
         }
     }
+}
+
+/// Has the processes of a restored task brought into its control group, if it has one: in the background, because that takes
+/// longer than anything else before they go on. True if it has begun.
+fn begin_to_bring_in(migration: MigrationId, namespace: &Namespace, workers: &mut Workers) -> bool {
+    let Some(entrance) = namespace.entrance() else { return false };
+    let Ok(cancel) = Cancel::new() else { return false };
+    let pids = namespace.pids();
+    let work = move || Outcome::BroughtIn { migration, done: freezer::bring_in(&entrance, &pids).is_ok() };
+    // Without a thread it is stopped by signal, as where there is no freezer.
+    workers.start(&cancel, None, work).is_ok()
 }
 
 /// Writes into a stopped task what it is to find when it goes on elsewhere.

@@ -2,7 +2,10 @@
 //!
 //! Inside, a task's process numbers never collide with those of another host, so it can be rebuilt anywhere; and killing
 //! the init kills whatever is inside for sure. The init takes no part in dumps.
+//!
+//! Where there is a freezer, a control group belongs to the namespace: everybody inside is in it but the init.
 
+use crate::freezer::{ControlGroup, Freezer};
 use crate::sys::{self, Child, ExecPlan, NotStarted, StartGuard};
 use nix::fcntl::OFlag;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -13,6 +16,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::linux::fs::MetadataExt;
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 /// Namespaces that should lie ready; each costs a sleeping process.
@@ -33,18 +37,30 @@ pub(crate) struct Namespace {
     inode: u64,
     /// It was told to end.
     doomed: Cell<bool>,
+    /// For those inside.
+    group: Option<ControlGroup>,
+    /// They are in it.
+    joined: Cell<bool>,
 }
 
 impl Namespace {
-    /// Makes a namespace with nobody but its init inside. To be called from the main thread, whose death kills the init.
+    /// Makes a namespace with nobody but its init inside, and a control group for those to come if there is a freezer and it can
+    /// make one. To be called from the main thread, whose death kills the init.
     ///
     /// # Errors
     /// `EPERM` without the right to make namespaces.
-    pub(crate) fn new() -> io::Result<Namespace> {
+    pub(crate) fn new(freezer: Option<&mut Freezer>) -> io::Result<Namespace> {
         let (theirs, ours) = nix::unistd::pipe2(OFlag::O_CLOEXEC)?;
-        let init = sys::start_init(theirs.as_fd())?;
+        let init = sys::start_init(theirs.as_fd(), None)?;
         match std::fs::metadata(path_of(&init)) {
-            Ok(about) => Ok(Namespace { inode: about.st_ino(), init, control: ours, doomed: Cell::new(false) }),
+            Ok(about) => Ok(Namespace {
+                inode: about.st_ino(),
+                init,
+                control: ours,
+                doomed: Cell::new(false),
+                group: freezer.and_then(|freezer| freezer.group().ok()),
+                joined: Cell::new(false),
+            }),
             Err(error) => {
                 sys::kill_by(init.pidfd.as_fd());
                 let _ = sys::reap_wait(init.pid);
@@ -55,7 +71,7 @@ impl Namespace {
 
     /// True if the tasker may make namespaces: it makes one and ends it.
     pub(crate) fn possible() -> bool {
-        let Ok(namespace) = Namespace::new() else { return false };
+        let Ok(namespace) = Namespace::new(None) else { return false };
         namespace.kill();
         sys::reap_wait(namespace.init.pid).is_ok()
     }
@@ -100,7 +116,36 @@ impl Namespace {
     /// # Errors
     /// As [`sys::start_program`].
     pub(crate) fn start(&self, plan: &ExecPlan<'_>, guard: &StartGuard) -> Result<Child, NotStarted> {
-        self.inside(|| sys::start_program(plan, guard)).map_err(NotStarted::NoProcess)?
+        let start = |group: Option<BorrowedFd<'_>>| {
+            self.inside(|| sys::start_program(plan, guard, group)).map_err(NotStarted::NoProcess)?
+        };
+        self.joined.set(false);
+        if let Some(folder) = self.group.as_ref().and_then(|group| group.open().ok()) {
+            match start(Some(folder.as_fd())) {
+                // Not in this group, but perhaps without.
+                Err(NotStarted::NoProcess(_)) => {}
+                other => {
+                    self.joined.set(true);
+                    return other;
+                }
+            }
+        }
+        start(None)
+    }
+
+    /// The control group that everybody inside is in, if there is one.
+    pub(crate) fn group(&self) -> Option<&ControlGroup> {
+        self.group.as_ref().filter(|_| self.joined.get())
+    }
+
+    /// Where those inside, who were not born in the namespace's control group, can be brought into it.
+    pub(crate) fn entrance(&self) -> Option<PathBuf> {
+        self.group.as_ref().filter(|_| !self.joined.get()).map(ControlGroup::entrance)
+    }
+
+    /// They were brought in.
+    pub(crate) fn joined(&self) {
+        self.joined.set(true);
     }
 
     /// Starts a process inside that only waits, in this directory.
@@ -172,7 +217,7 @@ impl Spare {
     ///
     /// # Errors
     /// `EPERM` without the right to make namespaces.
-    pub(crate) fn take(&mut self) -> io::Result<Namespace> {
+    pub(crate) fn take(&mut self, freezer: Option<&mut Freezer>) -> io::Result<Namespace> {
         (self.used, self.failed) = (Instant::now(), false);
         while let Some(namespace) = self.ready.pop() {
             // Anybody with the right to do so may have killed the init.
@@ -180,7 +225,7 @@ impl Spare {
                 return Ok(namespace);
             }
         }
-        Namespace::new()
+        Namespace::new(freezer)
     }
 
     /// Keeps the namespace of a task that has ended for another one; gives it back if it is of no use for that.
@@ -188,6 +233,7 @@ impl Spare {
         if self.ready.len() >= SPARE_MAX || !namespace.is_deserted() {
             return Some(namespace);
         }
+        namespace.joined.set(false);
         self.ready.push(namespace);
         None
     }
@@ -202,9 +248,9 @@ impl Spare {
     }
 
     /// In a quiet moment: makes one that is missing, or ends those that nobody has needed for long.
-    pub(crate) fn tend(&mut self) {
+    pub(crate) fn tend(&mut self, freezer: Option<&mut Freezer>) {
         if self.ready.len() < SPARE_MIN {
-            match Namespace::new() {
+            match Namespace::new(freezer) {
                 // Below those that have been in use just now.
                 Ok(namespace) => self.ready.insert(0, namespace),
                 Err(_) => self.failed = true,

@@ -81,6 +81,15 @@ pub(crate) fn all_still(crowd: &Crowd<'_>, told: &mut BTreeSet<i32>) -> bool {
     quiet && crowd.pids().iter().all(|pid| seen.contains_key(pid))
 }
 
+/// Sends SIGSTOP to the processes of a frozen task that do not have it already, so that nobody runs when it is thawed. Answers
+/// whom. A child between vfork and exec is left out as in [`all_still`]: it runs on until its parent can stop.
+pub(crate) fn stop_frozen(crowd: &Crowd<'_>) -> BTreeSet<i32> {
+    let borrows = |pid: i32| parent(pid).is_some_and(|parent| sys::share_memory(pid, parent));
+    let told = crowd.pids().into_iter().filter(|pid| !is_stopped_by_signal(*pid) && !borrows(*pid));
+    // One that has ended needs no stopping.
+    told.inspect(|pid| drop(sys::kill_raw(*pid, libc::SIGSTOP))).collect()
+}
+
 /// Waits until these processes stand still by themselves, as they do soon after an engine let go of them.
 pub(crate) fn settle(pids: &[i32]) {
     let until = Instant::now() + SETTLE_ALLOWED;

@@ -4,6 +4,7 @@
 //! or read files, and report back through a channel.
 
 use crate::control::Control;
+use crate::freezer::{ControlGroup, Freezer};
 use crate::moves::Moves;
 use crate::namespace::{Namespace, Spare};
 use crate::sys::{self, Inherited, StartGuard};
@@ -58,6 +59,8 @@ pub(crate) struct Supervisor {
     trial_at: Option<Instant>,
     signals: SignalFd,
     ending: bool,
+    /// What freezes tasks that are held, or why they are stopped by signal. Behind all that has groups of it.
+    pub(crate) freezer: Result<Freezer, String>,
 }
 
 /// What a ready descriptor belongs to.
@@ -100,6 +103,10 @@ impl Supervisor {
             trial_at: Some(Instant::now() + TRIAL_PAUSE),
             signals,
             ending: false,
+            freezer: match namespaces {
+                true => Freezer::new(),
+                false => Err("the tasker has no privileges".into()),
+            },
         })
     }
 
@@ -116,7 +123,11 @@ impl Supervisor {
 
     /// What can be done here, as far as it is known now.
     pub(crate) fn capabilities(&self) -> Capabilities {
-        Capabilities { pid_namespaces: self.namespaces, engine: self.moves.engine_state() }
+        Capabilities {
+            pid_namespaces: self.namespaces,
+            engine: self.moves.engine_state(),
+            freezer: self.freezer.as_ref().map(drop).map_err(String::clone),
+        }
     }
 
     /// Tells the daemon.
@@ -148,7 +159,7 @@ impl Supervisor {
                 self.signalled();
             }
             if ready.is_empty() && self.spare_pause().is_some() {
-                self.spare.tend();
+                self.spare.tend(self.freezer.as_mut().ok());
             }
             if self.trial_at.is_some_and(|at| at <= Instant::now()) {
                 self.begin_trial_once();
@@ -252,7 +263,7 @@ impl Supervisor {
 
     fn start_task(&mut self, order: &StartTask) -> Result<Task, String> {
         let namespace = match self.namespaces {
-            true => Some(self.spare.take().map_err(|e| {
+            true => Some(self.spare.take(self.freezer.as_mut().ok()).map_err(|e| {
                 let path = order.path.display();
                 format!("cannot start {path}: no process-id namespace: {e}")
             })?),
@@ -330,6 +341,8 @@ impl Supervisor {
             return;
         }
         self.abandon_move_of(&task);
+        // Whom it has left behind would stand still for ever.
+        task.frozen().into_iter().for_each(ControlGroup::thaw);
         self.say(&FromTasker::Exited { tid, status, used });
         if let Some(namespace) = task.namespace.take().and_then(|namespace| self.spare.keep(namespace)) {
             namespace.end_when_empty();

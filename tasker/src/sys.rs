@@ -8,6 +8,7 @@
 //! the rest of a start. The calling thread stands still meanwhile; [`StartGuard`] sees to it that this has an end.
 #![allow(unsafe_code)] // Raw process creation has no safe interface.
 
+use crate::birth;
 use nix::errno::Errno;
 use nix::fcntl::OFlag;
 use nix::sys::resource::{Resource, getrlimit};
@@ -163,14 +164,16 @@ fn is_ignored(signal: i32) -> bool {
     done == 0 && now[0] == libc::SIG_IGN
 }
 
-/// Makes a process like `fork`, with these further clone flags; `None` in the new process.
+/// Makes a process like `fork`, with these further clone flags, in this control group if there is one; `None` in the new
+/// process.
 ///
 /// # Safety
 /// The new process must not allocate, lock, or return from the caller's scope.
-unsafe fn clone3(flags: i32) -> io::Result<Option<Child>> {
+unsafe fn clone3(flags: i32, group: Option<BorrowedFd<'_>>) -> io::Result<Option<Child>> {
     let mut pidfd: RawFd = -1;
+    let into = group.map_or(0, |_| birth::INTO_CGROUP);
     let args = libc::clone_args {
-        flags: (flags | libc::CLONE_PIDFD) as u64,
+        flags: (flags | libc::CLONE_PIDFD) as u64 | into,
         pidfd: &raw mut pidfd as u64,
         child_tid: 0,
         parent_tid: 0,
@@ -180,7 +183,7 @@ unsafe fn clone3(flags: i32) -> io::Result<Option<Child>> {
         tls: 0,
         set_tid: 0,
         set_tid_size: 0,
-        cgroup: 0,
+        cgroup: group.map_or(0, |folder| folder.as_raw_fd() as u64),
     };
     // SAFETY: without CLONE_VM and without a stack this behaves like fork; `args` lives through the call and `pidfd`
     // is where the kernel may write. What the child may do is the caller's promise.
@@ -194,14 +197,15 @@ unsafe fn clone3(flags: i32) -> io::Result<Option<Child>> {
 }
 
 /// Makes the idle init of a new process-id namespace. It holds `control` and nothing else: a byte on it means "end when
-/// nobody else is left here", its end of file means "end now", which ends everybody in the namespace.
+/// nobody else is left here", its end of file means "end now", which ends everybody in the namespace. It is in the tasker's own
+/// control group, or in this one.
 ///
 /// # Errors
 /// What `clone3` says; `EPERM` when the tasker may not make namespaces.
-pub(crate) fn start_init(control: BorrowedFd<'_>) -> io::Result<Child> {
+pub(crate) fn start_init(control: BorrowedFd<'_>, group: Option<BorrowedFd<'_>>) -> io::Result<Child> {
     let control = control.as_raw_fd();
     // SAFETY: the new process goes straight into `init_child`, which never returns.
-    match unsafe { clone3(libc::CLONE_NEWPID) }? {
+    match unsafe { clone3(libc::CLONE_NEWPID, group) }? {
         Some(child) => Ok(child),
         // SAFETY: this is the new process.
         None => unsafe { init_child(control) },
@@ -219,29 +223,43 @@ pub(crate) enum NotStarted {
     TooLate,
 }
 
-/// Makes a process that becomes the program of `plan`, in the namespace that the calling thread's children go to. Returns
-/// when it has.
+/// Makes a process that becomes the program of `plan`, in the namespace that the calling thread's children go to, and in the
+/// control group of this folder if there is one. Returns when it has.
 ///
 /// # Errors
 /// Why not. The process, if there was one, has ended but was not reaped.
-pub(crate) fn start_program(plan: &ExecPlan<'_>, guard: &StartGuard) -> Result<Child, NotStarted> {
+pub(crate) fn start_program(
+    plan: &ExecPlan<'_>,
+    guard: &StartGuard,
+    group: Option<BorrowedFd<'_>>,
+) -> Result<Child, NotStarted> {
     let mut stack = vec![0u128; CHILD_STACK_BYTES / size_of::<u128>()];
     let watch = guard.watch().map_err(NotStarted::NoProcess)?;
     let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_PIDFD | libc::SIGCHLD;
     // SAFETY: the new process runs `exec_child` on a stack of its own, which like the plan outlives it: this thread goes on
     // only when the process has another program or none. The kernel writes the pidfd where the guard looks for it.
-    let pid = unsafe {
-        let top = stack.as_mut_ptr_range().end;
-        let plan = std::ptr::from_ref(plan).cast_mut();
-        libc::clone(exec_child, top.cast(), flags, plan.cast(), guard.pidfd())
+    let made = unsafe {
+        let plan = std::ptr::from_ref(plan).cast_mut().cast();
+        match group {
+            Some(group) => birth::into_group(exec_child, plan, &mut stack, guard.pidfd(), group),
+            None => {
+                let top = stack.as_mut_ptr_range().end;
+                match libc::clone(exec_child, top.cast(), flags, plan, guard.pidfd()) {
+                    -1 => Err(io::Error::last_os_error()),
+                    pid => Ok(pid),
+                }
+            }
+        }
     };
-    let failure = io::Error::last_os_error();
     let pidfd = watch.end();
-    if pid == -1 {
-        // A number that the kernel has taken back.
-        let _ = pidfd.map(OwnedFd::into_raw_fd);
-        return Err(NotStarted::NoProcess(failure));
-    }
+    let pid = match made {
+        Ok(pid) => pid,
+        Err(failure) => {
+            // A number that the kernel has taken back.
+            let _ = pidfd.map(OwnedFd::into_raw_fd);
+            return Err(NotStarted::NoProcess(failure));
+        }
+    };
     match (pidfd, plan.failed.get()) {
         (None, _) => Err(NotStarted::TooLate),
         (Some(_), Some(error)) => Err(NotStarted::Failed(error)),
@@ -259,7 +277,7 @@ pub(crate) fn start_sleeper(dir: &CStr, stdin: BorrowedFd<'_>, output: BorrowedF
     // Its end of this pipe is closed when it has its own descriptors and no others.
     let (ready, held) = nix::unistd::pipe2(OFlag::O_CLOEXEC)?;
     // SAFETY: the new process only makes async-signal-safe calls and never leaves this block.
-    match unsafe { clone3(0) }? {
+    match unsafe { clone3(0, None) }? {
         Some(child) => {
             drop(held);
             while nix::unistd::read(&ready, &mut [0u8]) == Err(Errno::EINTR) {}
@@ -519,6 +537,15 @@ pub(crate) fn may_raise() -> bool {
     let effective = checkpoint::status::Status::of(std::process::id().cast_signed())
         .and_then(|status| u64::from_str_radix(status.field("CapEff")?, 16).ok());
     effective.is_some_and(|bits| bits & SYS_NICE != 0)
+}
+
+/// True if these two processes have one memory, as a child has its parent's between `vfork` and `execve`.
+pub(crate) fn share_memory(one: i32, other: i32) -> bool {
+    /// Compare memory, in the words of kcmp(2).
+    const KCMP_VM: i32 = 1;
+    // SAFETY: no pointer is passed.
+    let answer = unsafe { libc::syscall(libc::SYS_kcmp, one, other, KCMP_VM, 0, 0) };
+    answer == 0
 }
 
 /// Writes into the memory of a stopped process.

@@ -1,6 +1,7 @@
 //! One task: how it is started, what is known of it, how its output is read.
 
 use crate::attempt::Attempt;
+use crate::freezer::ControlGroup;
 use crate::hold::Hold;
 use crate::namespace::Namespace;
 use crate::stop::{self, Crowd};
@@ -104,10 +105,28 @@ impl Task {
         if !self.hold.is_free() {
             return;
         }
-        let stopped_before = std::mem::take(&mut self.stopped_before);
-        stop::continue_all(&self.crowd(), &stopped_before);
+        self.let_run();
+        self.stopped_before.clear();
         for signal in std::mem::take(&mut self.held_signals) {
             self.send(signal);
+        }
+    }
+
+    /// The control group that all its processes are in, if there is one.
+    pub(crate) fn group(&self) -> Option<&ControlGroup> {
+        self.namespace.as_ref()?.group()
+    }
+
+    /// The control group that keeps it from running, if that is what does.
+    pub(crate) fn frozen(&self) -> Option<&ControlGroup> {
+        self.group().filter(|group| group.is_frozen())
+    }
+
+    /// Lets its processes go on, but those who had been stopped before.
+    pub(crate) fn let_run(&self) {
+        match self.frozen() {
+            Some(group) => group.thaw(),
+            None => stop::continue_all(&self.crowd(), &self.stopped_before),
         }
     }
 
@@ -212,7 +231,7 @@ pub(crate) fn start(
     let plan = ExecPlan::new(&program, stdin.as_fd(), theirs.as_fd(), inherited, namespace.is_none());
     let made = match &namespace {
         Some(namespace) => namespace.start(&plan, guard),
-        None => sys::start_program(&plan, guard),
+        None => sys::start_program(&plan, guard, None),
     };
     // The sweep for unknown children reaps what has failed; nothing here waits for a file system that hangs.
     let process = made.map_err(|why| explain(order, why))?;

@@ -56,7 +56,7 @@ impl Supervisor {
         let dir = nix::unistd::mkdtemp(&template).map_err(|e| Failure::Io(format!("{}: {e}", template.display())))?;
         let cwd = CString::new(dir.as_os_str().as_bytes()).map_err(|e| Failure::Io(e.to_string()))?;
         let (output, theirs) = Output::new().map_err(io)?;
-        let trial = Trial { namespace: Namespace::new().map_err(io)?, output, dir: dir.clone() };
+        let trial = Trial { namespace: Namespace::new(None).map_err(io)?, output, dir: dir.clone() };
         let stdin = File::open("/dev/null").map_err(io)?;
         let process = trial.namespace.start_sleeper(&cwd, &stdin, &theirs).map_err(io)?;
         let job = DumpJob { pid: process.pid, processes: Vec::new(), dir, pid_namespace: trial.namespace.inode() };
@@ -80,7 +80,7 @@ impl Supervisor {
         let (Some(trial), Some(engine)) = (&mut self.moves.trial, &self.moves.engine) else {
             return Err(Failure::CalledOff("the tasker ends".into()));
         };
-        let source = std::mem::replace(&mut trial.namespace, Namespace::new().map_err(io)?);
+        let source = std::mem::replace(&mut trial.namespace, Namespace::new(None).map_err(io)?);
         let outside = Outside { output_pipe: trial.output.inode() };
         let (output, theirs) = Output::new().map_err(io)?;
         trial.output = output;

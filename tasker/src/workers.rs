@@ -43,6 +43,13 @@ pub(crate) enum Outcome {
         /// Its first process, or why there is none.
         result: Result<i32, Failure>,
     },
+    /// The processes of a restored task were brought into its control group, or not.
+    BroughtIn {
+        /// The move.
+        migration: MigrationId,
+        /// Whether they were.
+        done: bool,
+    },
     /// A task was looked at.
     Inspected {
         /// The move.

@@ -3,10 +3,11 @@
 mod common;
 
 use common::moving::*;
-use common::{Tasker, sh, tid, wait_until};
+use common::{Tasker, is_alive, sh, tid, wait_until};
 use sempa_proto::Micros;
 use sempa_proto::task::RedirectAt;
 use sempa_proto::tasker::{FromTasker, Redirection, ToTasker};
+use std::path::{Path, PathBuf};
 
 const NOW: Micros = Micros(0);
 
@@ -217,6 +218,188 @@ fn a_held_task_that_has_stopped_children_of_its_own_leaves_them_stopped() {
     tasker.send(ToTasker::GoOn { tid: tid(1) });
     assert!(tasker.poll().is_none(), "nobody says that it was woken");
     assert!(asleep());
+    tasker.send(ToTasker::Kill { tid: tid(1) });
+    tasker.follow_to_the_end(tid(1));
+    tasker.stop();
+}
+
+/// No control groups, as where the tasker may not make any.
+const BY_SIGNAL: &[(&str, &str)] = &[("SEMPA_FREEZER", "off")];
+
+/// A tasker with a freezer, if there can be one here.
+fn with_freezer() -> Option<Tasker> {
+    let tasker = Tasker::start();
+    match &tasker.ready.freezer {
+        Ok(()) => Some(tasker),
+        Err(why) => {
+            eprintln!("no freezer here: {why}");
+            tasker.stop();
+            None
+        }
+    }
+}
+
+/// What a program that makes processes has counted.
+struct Counts(PathBuf);
+
+impl Counts {
+    fn new(dir: &Path) -> Counts {
+        let path = dir.join("counts");
+        std::fs::write(&path, [0u8; 4096]).expect("written");
+        Counts(path)
+    }
+
+    fn word(&self, index: usize) -> u64 {
+        let bytes = std::fs::read(&self.0).expect("it is there");
+        u64::from_ne_bytes(bytes[index * 8..][..8].try_into().expect("eight"))
+    }
+
+    fn steps(&self) -> u64 {
+        self.word(0)
+    }
+
+    fn made(&self) -> u64 {
+        self.word(1)
+    }
+
+    fn signals(&self) -> (u64, u64) {
+        (self.word(2), self.word(3))
+    }
+
+    /// Runs the program as a task, and holds and frees it.
+    fn rounds(&self, tasker: &mut Tasker, program: &Path, how: &str) {
+        tasker.run(tid(1), program, &[self.0.to_str().expect("text"), how]);
+        for after in [NOW, Micros::from_millis(10), NOW, Micros::from_millis(1), NOW] {
+            let made = self.made();
+            wait_until("more processes are made", || self.made() > made + 20);
+            held(tasker, after, &mut Vec::new());
+            let steps = self.steps();
+            assert!(tasker.poll().is_none() && tasker.poll().is_none(), "it says nothing");
+            assert_eq!(self.steps(), steps, "somebody runs");
+            tasker.send(ToTasker::GoOn { tid: tid(1) });
+            wait_until("it goes on", || self.steps() > steps);
+        }
+    }
+}
+
+#[test]
+fn a_task_that_makes_processes_all_the_time_stands_wholly_still_and_goes_on_by_freezer_and_by_signal() {
+    let dir = tempfile::tempdir().expect("dir");
+    let program = program(dir.path(), "forker");
+    for env in [&[][..], BY_SIGNAL] {
+        let (mut tasker, counts) = (Tasker::start_with(env), Counts::new(dir.path()));
+        counts.rounds(&mut tasker, &program, "crowd");
+        if tasker.ready.freezer.is_ok() {
+            assert_eq!(counts.signals(), (0, 0), "no program is told that it was stopped or goes on");
+        } else {
+            assert!(counts.signals().1 > 0, "this is what a freezer is for");
+        }
+        tasker.send(ToTasker::Kill { tid: tid(1) });
+        tasker.follow_to_the_end(tid(1));
+        tasker.stop();
+    }
+}
+
+#[test]
+fn nobody_runs_away_from_the_freezer_from_child_to_child() {
+    let Some(mut tasker) = with_freezer() else { return };
+    let dir = tempfile::tempdir().expect("dir");
+    let counts = Counts::new(dir.path());
+    counts.rounds(&mut tasker, &program(dir.path(), "forker"), "chain");
+    tasker.send(ToTasker::Kill { tid: tid(1) });
+    tasker.follow_to_the_end(tid(1));
+    tasker.stop();
+}
+
+/// The control group of a process.
+fn group_of(pid: i32) -> PathBuf {
+    let text = |path: String| std::fs::read(path).expect("it is there");
+    let groups = text(format!("/proc/{pid}/cgroup"));
+    sempa_proto::cgroup::folder(&text("/proc/self/mountinfo".into()), &groups, None).expect("version 2")
+}
+
+fn is_frozen(group: &Path) -> bool {
+    std::fs::read_to_string(group.join("cgroup.events")).is_ok_and(|text| text.contains("frozen 1"))
+}
+
+#[test]
+fn a_held_task_that_has_moved_is_frozen_again_and_was_never_thawed_before_it_was_stopped() {
+    if !can_move() {
+        return;
+    }
+    let Some(mut here) = with_freezer() else { return };
+    let (dir, mut there) = (tempfile::tempdir().expect("dir"), Tasker::start());
+    let pid = here.run(tid(1), &program(dir.path(), "counter"), &[]);
+    let (mut output, mut seen) = (Vec::new(), Vec::new());
+    here.output_until(tid(1), &mut output, |text| lines(text) > 100);
+    held(&mut here, NOW, &mut seen);
+    assert!(is_frozen(&group_of(pid)));
+    let (id, images) = (common::migration(1), dir.path().join("images"));
+    assert_eq!(prepare(&mut there, tid(1), id, inspect(&mut here, tid(1), id).expect("it can move")), []);
+    let before = used(pid);
+    stop(&mut here, tid(1), id, &mut seen);
+    assert!(!is_frozen(&group_of(pid)), "the engine cannot dump what is frozen");
+    assert_eq!(used(pid), before);
+    dump(&mut here, tid(1), id, &images, &mut seen).expect("a dump");
+    let copy = restore(&mut there, tid(1), id, &images).expect("a restore");
+    let used_here = kill_moved(&mut here, tid(1), id, &mut seen);
+    there.send(ToTasker::Run { migration: id, used: used_here, held: false });
+    there.until(&mut Vec::new(), |m| matches!(m, FromTasker::Ran { result: Ok(()), .. }).then_some(()));
+    output.extend(output_of(&seen, tid(1)));
+    let more = lines(&output) + 200;
+    there.output_until(tid(1), &mut output, |text| lines(text) > more);
+    let mut seen = Vec::new();
+    held(&mut there, Micros::from_millis(5), &mut seen);
+    output.extend(output_of(&seen, tid(1)));
+    assert!(is_frozen(&group_of(copy)), "{}", group_of(copy).display());
+    there.send(ToTasker::GoOn { tid: tid(1) });
+    let more = lines(&output) + 200;
+    there.output_until(tid(1), &mut output, |text| lines(text) > more);
+    assert_no_line_lost(&output);
+    let folder = group_of(copy).parent().expect("a tasker's").to_path_buf();
+    here.stop();
+    there.stop();
+    assert!(!folder.exists(), "{} is left", folder.display());
+}
+
+#[test]
+fn a_frozen_task_dies_with_its_tasker_and_the_next_tasker_removes_what_is_left() {
+    let Some(mut tasker) = with_freezer() else { return };
+    let dir = tempfile::tempdir().expect("dir");
+    let counts = Counts::new(dir.path());
+    counts.rounds(&mut tasker, &program(dir.path(), "forker"), "chain");
+    held(&mut tasker, NOW, &mut Vec::new());
+    let mark = counts.0.to_str().expect("text").to_string();
+    let pids = common::processes_with(&mark);
+    assert!(pids.len() > 1, "{pids:?}");
+    let group = group_of(pids[0]);
+    assert!(is_frozen(&group));
+    tasker.child.kill().expect("it is there");
+    wait_until("nobody is left", || !pids.iter().any(|pid| is_alive(*pid)));
+    wait_until("a new tasker removes the groups of the dead one", || {
+        Tasker::start().stop();
+        !group.exists() && !group.parent().expect("a folder").exists()
+    });
+}
+
+#[test]
+fn a_frozen_task_whose_child_borrows_its_memory_can_be_stopped_for_a_move() {
+    let Some(mut tasker) = with_freezer() else { return };
+    let dir = tempfile::tempdir().expect("dir");
+    let counts = Counts::new(dir.path());
+    counts.rounds(&mut tasker, &program(dir.path(), "forker"), "vfork");
+    for round in 1..=10 {
+        let steps = counts.steps();
+        wait_until("it runs", || counts.steps() > steps);
+        held(&mut tasker, NOW, &mut Vec::new());
+        stop(&mut tasker, tid(1), common::migration(round), &mut Vec::new());
+        let steps = counts.steps();
+        continue_task(&mut tasker, tid(1), common::migration(round), &mut Vec::new());
+        assert!(tasker.poll().is_none(), "it is held");
+        assert_eq!(counts.steps(), steps);
+        tasker.send(ToTasker::GoOn { tid: tid(1) });
+        wait_until("it goes on", || counts.steps() > steps);
+    }
     tasker.send(ToTasker::Kill { tid: tid(1) });
     tasker.follow_to_the_end(tid(1));
     tasker.stop();

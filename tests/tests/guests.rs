@@ -96,6 +96,28 @@ fn guests_that_occupy_all_processors_stand_still_by_their_own_clocks_until_they_
 }
 
 #[test]
+fn guests_stand_still_by_signals_where_there_is_no_freezer() {
+    let Some((bed, _)) = testbed(1) else { return };
+    let env = vec![("SEMPA_FREEZER".into(), "off".into())];
+    let vm = Vm::start(&bed, Settings { env, ..Settings::default() }).expect("a virtual machine");
+    vm.program("busy").expect("gcc");
+    let guests: Vec<String> = (0..2).map(|_| vm.spawn(&["-h1", "busy"]).expect("spawned")).collect();
+    let mut owner = Speaker::new(&vm, vm.bed().host(1), SPEAKS);
+    let said = owner.say("stop olga is there");
+    eventually(SOON, || if stops(&vm) > 0 { Ok(()) } else { Err("guests run".to_string()) })
+        .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    eventually(SOON, || if now() > said + STAY { Ok(()) } else { Err("she stays".to_string()) }).expect("time passes");
+    let welcome = owner.say("welcome olga has left");
+    for tid in &guests {
+        let gaps = gaps(&vm, tid);
+        assert!(gaps.iter().any(|(from, to)| *from < welcome && *to >= welcome), "{tid} ran meanwhile: {gaps:?}");
+    }
+    let logs = vm.logs();
+    assert!(logs.contains("guests are stopped by signals, not by a freezer: SEMPA_FREEZER=off"), "{logs}");
+    vm.halt().expect("halts");
+}
+
+#[test]
 fn stopped_guests_get_no_processor_time_move_away_without_running_and_go_on_there() {
     with_guests(3, |vm, guests| {
         let mut owner = Speaker::new(vm, vm.bed().host(2), SPEAKS);

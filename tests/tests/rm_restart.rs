@@ -2,6 +2,7 @@
 
 use sempa_proto::event::EventKind;
 use sempa_tests::needs::testbed;
+use sempa_tests::ssh::Login;
 use sempa_tests::vm::{Entry, Settings};
 use sempa_tests::{Testbed, Vm, eventually};
 use serde_json::Value;
@@ -138,6 +139,69 @@ fn no_spawn_hangs_or_fails_while_resource_managers_are_killed() {
         assert!(counted >= tids.len() as u64, "{counted} of {} tasks are counted: {usage:?}", tids.len());
         watchers(vm, 2);
     });
+}
+
+#[test]
+fn a_spawn_that_waits_goes_on_waiting_when_the_resource_manager_is_killed() {
+    let Some((bed, _)) = testbed(2) else { return };
+    let record = bed.home().join("record");
+    let rm = format!("pvm-rm --user-tasks 1 --wait 600 --record {}", record.display());
+    with_command(&bed, rm, |vm| {
+        let first = vm.spawn(&["hold", "1"]).expect("one is allowed");
+        written(vm);
+        std::thread::scope(|scope| {
+            let spawner = scope.spawn(|| vm.spawn(&["hold", "23"]).expect("it waits as long as it has to"));
+            eventually(SOON, || {
+                let bytes = std::fs::read(&record).map_err(|error| error.to_string())?;
+                let asked = bytes.windows(4).filter(|bytes| bytes == b"hold").count();
+                if asked > 1 { Ok(()) } else { Err("it has not asked".to_string()) }
+            })
+            .expect("it asks");
+            // What it asks next is answered behind that.
+            why(vm, &first);
+            for _ in 0..2 {
+                let span = kill_rm(vm);
+                assert!(span < AGAIN_MAX, "{span:?}");
+                why(vm, &first);
+            }
+            let holds = || vm.tasks().expect("a list").iter().filter(|task| task.name.ends_with("hold")).count();
+            assert_eq!(holds(), 1, "nobody has started it in spite of the limit");
+            assert!(!spawner.is_finished());
+            vm.pvm(&["kill", &first]).expect("pvm").expect_good("kill").expect("it ends");
+            let second = spawner.join().expect("it is started");
+            let answer = why(vm, &second);
+            assert_eq!(kinds(&answer), ["Spawn"], "{answer}");
+            let waited = answer["decisions"][0]["decided"]["Spawn"]["waited"].as_u64();
+            assert!(waited.is_some_and(|waited| waited > 0), "{answer}");
+        });
+    });
+}
+
+#[test]
+fn load_watchers_guard_their_owners_without_a_resource_manager_and_report_to_the_next_one() {
+    let Some((bed, _)) = testbed(2) else { return };
+    // One that was not started by the master is not started again by it.
+    let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
+    vm.add(&["h2"]).expect("it joins");
+    vm.program("hold").expect("gcc");
+    vm.spawn(&["-h1", "pvm-rm"]).expect("a resource manager");
+    let before = watchers(&vm, 2);
+    let guest = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
+    kill(&vm, "pvm-rm");
+    vm.event(SOON, "no resource manager", |entry| matches!(entry.kind, EventKind::RmGone { .. })).expect("it is gone");
+    let login = Login::new(vm.bed(), "olga", vm.bed().host(2)).expect("a login");
+    vm.event(SOON, "guests that are stopped", |entry| matches!(entry.kind, EventKind::GuestsStopped { .. }))
+        .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    let is_stopped = |tid: &str| vm.tasks().expect("a list").iter().any(|task| task.tid == tid && task.stopped);
+    assert!(is_stopped(&guest));
+    assert_eq!(watchers(&vm, 2), before);
+    vm.spawn(&["-h1", "pvm-rm"]).expect("another resource manager");
+    vm.event(SOON, "clean host", |entry| matches!(entry.kind, EventKind::HostClean { .. }))
+        .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    assert_eq!(vm.host_of(&guest).expect("alive"), "h1");
+    assert_eq!(watchers(&vm, 2), before, "they report to the next one");
+    login.out().expect("logs out");
+    vm.halt().expect("halts");
 }
 
 #[test]

@@ -14,9 +14,11 @@
 //! * [`rm`]: questions to the resource manager: why, how much, which jobs.
 //! * [`sm`]: the documented messages between tasks, resource managers and daemons. [`trace`]: records for tracers.
 //! * [`table`], [`event`], [`migration`], [`suspend`], [`load`]: the records these messages carry.
-//! * [`place`]: where a virtual machine keeps its socket and files. [`text`]: what people read or write.
+//! * [`place`]: where a virtual machine keeps its socket and files. [`cgroup`]: where a process's control groups are.
+//!   [`text`]: what people read or write.
 
 pub mod body;
+pub mod cgroup;
 pub mod error;
 pub mod event;
 pub mod frame;

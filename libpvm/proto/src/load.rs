@@ -10,6 +10,10 @@ pub const LOAD_CLASS: &str = "###_SEMPA_LOAD_###";
 /// Program of the load watchers.
 pub const WATCHER_PROGRAM: &str = "pvm-load-watcher";
 
+/// Tag, in the resource manager's context, of what a resource manager says to a load watcher that an earlier one has started: report
+/// to me, as you were told when you were started. There is nothing in it.
+pub const TAG_REPORT_TO: i32 = 7;
+
 /// True if a program, named with or without its path, is a load watcher.
 pub fn is_watcher(program: &str) -> bool {
     program.rsplit('/').next() == Some(WATCHER_PROGRAM)

@@ -47,6 +47,10 @@ pub const SM_STHOSTACK: i32 = BASE + 15;
 /// Daemon to tasker: start a task.
 pub const SM_STTASK: i32 = BASE + 16;
 
+/// Resource manager to task, and not PVM's: a request [`SM_SPAWN`] waits for a place and nothing of it has been started, or it
+/// waits no more. A task that knows it may ask the next resource manager when this one dies.
+pub const SM_SPAWN_WAITS: i32 = BASE + 0x100;
+
 /// Well-known mailbox class of resource managers.
 pub const RM_CLASS: &str = "###_PVM_RM_###";
 /// Well-known mailbox class of hosters.
@@ -74,28 +78,58 @@ fn unpack_byte_strings(from: &mut Unpacker) -> PvmResult<Vec<Vec<u8>>> {
     (0..count).map(|_| Ok(from.str()?.to_vec())).collect()
 }
 
-/// Body of a request [`SM_SPAWN`].
-pub fn pack_spawn(request: &SpawnRequest) -> Bytes {
+fn pack_time(out: &mut Packer, at: Micros) {
+    out.int((at.0 >> 32) as i32).int(at.0 as i32);
+}
+
+fn unpack_time(from: &mut Unpacker) -> PvmResult<Micros> {
+    let word = |from: &mut Unpacker| from.int().map(|word| u64::from(word.cast_unsigned()));
+    Ok(Micros(word(from)? << 32 | word(from)?))
+}
+
+/// Body of [`SM_SPAWN_WAITS`]: the time of day since which the request waits; `None`: it waits no more.
+pub fn pack_waits(since: Option<Micros>) -> Bytes {
+    let mut out = Packer::new(Encoding::Xdr);
+    pack_time(&mut out, since.unwrap_or_default());
+    out.finish()
+}
+
+/// Reads [`SM_SPAWN_WAITS`].
+///
+/// # Errors
+/// [`PvmError::NoData`] when the body is not one.
+pub fn unpack_waits(body: Bytes) -> PvmResult<Option<Micros>> {
+    Ok(Some(unpack_time(&mut Unpacker::xdr(body))?).filter(|at| *at != Micros::default()))
+}
+
+/// Body of a request [`SM_SPAWN`]; `since` when a resource manager that has died had let it wait since then.
+pub fn pack_spawn(request: &SpawnRequest, since: Option<Micros>) -> Bytes {
     let mut out = Packer::new(Encoding::Xdr);
     out.str(request.file.as_bytes()).int(request.flags).str(request.place.as_bytes()).int(request.count as i32);
     out.strs(&request.args);
     pack_sink(&mut out, request.output);
     pack_sink(&mut out, request.trace);
     out.strs(&request.env);
+    if let Some(since) = since {
+        // Ours, behind what PVM reads.
+        pack_time(&mut out, since);
+    }
     out.finish()
 }
 
-/// Reads a request [`SM_SPAWN`].
+/// Reads a request [`SM_SPAWN`], and since when it waits if another resource manager had let it wait.
 ///
 /// # Errors
 /// [`PvmError::NoData`] or [`PvmError::BadMsg`] when the body is not one.
-pub fn unpack_spawn(body: Bytes) -> PvmResult<SpawnRequest> {
+pub fn unpack_spawn(body: Bytes) -> PvmResult<(SpawnRequest, Option<Micros>)> {
     let mut from = Unpacker::xdr(body);
     let (file, flags, place) = (from.string()?, from.int()?, from.string()?);
     let count = u32::try_from(from.int()?).map_err(|_| PvmError::BadMsg)?;
     let args = unpack_byte_strings(&mut from)?;
     let (output, trace) = (unpack_sink(&mut from)?, unpack_sink(&mut from)?);
-    Ok(SpawnRequest { file, args, flags, place, count, env: unpack_byte_strings(&mut from)?, output, trace })
+    let env = unpack_byte_strings(&mut from)?;
+    let since = if from.remaining() > 0 { unpack_time(&mut from).ok() } else { None };
+    Ok((SpawnRequest { file, args, flags, place, count, env, output, trace }, since))
 }
 
 /// Body of [`SM_EXEC`]: start these tasks on the daemon's host for `parent`. `first` and `total` are the position of
@@ -274,7 +308,10 @@ mod tests {
 
     #[test]
     fn spawn_and_exec_come_back_as_sent() {
-        assert_eq!(unpack_spawn(pack_spawn(&request())), Ok(request()));
+        assert_eq!(unpack_spawn(pack_spawn(&request(), None)), Ok((request(), None)));
+        let since = Some(Micros(0x6_1234_8765_4321));
+        assert_eq!(unpack_spawn(pack_spawn(&request(), since)), Ok((request(), since)));
+        assert_eq!((unpack_waits(pack_waits(since)), unpack_waits(pack_waits(None))), (Ok(since), Ok(None)));
         let parent = Tid::from_raw(0x40002);
         assert_eq!(unpack_exec(pack_exec(parent, &request(), 0, 3)), Ok((parent, request())));
     }

@@ -34,6 +34,8 @@ pub struct Capabilities {
     pub pid_namespaces: bool,
     /// Version of the dump engine, or why there is none that works and how to get it.
     pub engine: Result<String, String>,
+    /// Held tasks are frozen by control groups, or why they are stopped by signal instead.
+    pub freezer: Result<(), String>,
 }
 
 /// Bytes to be written into the memory of a stopped process.

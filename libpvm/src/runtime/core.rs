@@ -11,6 +11,8 @@ use bytes::Bytes;
 use rustc_hash::FxHashMap;
 use sempa_proto::frame::{Frame, FrameKind, encode_control};
 use sempa_proto::link::{Link, LinkEvent, LinkFrame, LinkKind};
+use sempa_proto::message::CTX_BASE;
+use sempa_proto::sm::{SM_SPAWN_WAITS, unpack_waits};
 use sempa_proto::task::{LinkMark, REQUESTS_OPEN_MAX, Reply, Request, RmInfo, Sink, ToDaemon, ToTask, Welcome};
 use sempa_proto::{HostId, Message, Micros, MigrationId, PvmError, PvmResult, RequestId, RouteId, Tid};
 use std::collections::{HashMap, HashSet, VecDeque};
@@ -64,6 +66,8 @@ struct Question {
     tag: i32,
     wid: i32,
     answer: Option<Bytes>,
+    /// What it asks for waits for a place since then, says the resource manager.
+    waits: Option<Micros>,
 }
 
 /// The runtime without its shell.
@@ -281,9 +285,19 @@ impl Core {
     /// Puts a message of this task, or one made in the library, into the inbox.
     pub(crate) fn deliver(&mut self, message: Message) {
         self.news += 1;
+        if message.tag == SM_SPAWN_WAITS && message.ctx == CTX_BASE {
+            return self.hear_of_waiting(message);
+        }
         match self.question_of(&message) {
             Some(question) => question.answer = Some(message.body),
             None => self.inbox.push(message),
+        }
+    }
+
+    fn hear_of_waiting(&mut self, message: Message) {
+        let asked = |q: &&mut Question| q.rm == message.src && q.wid == message.wid;
+        if let Some(question) = self.questions.iter_mut().find(asked) {
+            question.waits = unpack_waits(message.body).unwrap_or_default();
         }
     }
 
@@ -333,7 +347,7 @@ impl Core {
 
     /// A thread is about to ask a resource manager. The answer never shows in the inbox.
     pub(crate) fn open_question(&mut self, rm: Tid, tag: i32, wid: i32) {
-        self.questions.push(Question { rm, tag, wid, answer: None });
+        self.questions.push(Question { rm, tag, wid, answer: None, waits: None });
     }
 
     /// The thread has its answer, or has given up.
@@ -344,6 +358,11 @@ impl Core {
     /// The body of the answer to a question, once it is here.
     pub(crate) fn take_answer(&mut self, wid: i32) -> Option<Bytes> {
         self.questions.iter_mut().find(|question| question.wid == wid)?.answer.take()
+    }
+
+    /// Since when the request of a question waits for a place, if it does.
+    pub(crate) fn waits_since(&self, wid: i32) -> Option<Micros> {
+        self.questions.iter().find(|question| question.wid == wid)?.waits
     }
 
     /// From now on windows do not hold anything back: the process ends.

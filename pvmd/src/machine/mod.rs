@@ -263,6 +263,10 @@ impl Machine {
                     Ok(version) => self.log(format!("tasks can be moved: engine {version}")),
                     Err(why) => self.log(format!("tasks cannot be moved: {why}")),
                 }
+                match &capabilities.freezer {
+                    Ok(()) => self.log("guests are stopped by the freezer of control groups".into()),
+                    Err(why) => self.log(format!("guests are stopped by signals, not by a freezer: {why}")),
+                }
                 // A slave takes tasks when it has been taken in itself.
                 if !self.table.hosts.is_empty() {
                     self.start_commands();

@@ -262,7 +262,7 @@ impl State {
                 self.asked.insert((src, wid), self.now);
                 let work = self.work.remove(&(src, wid)).unwrap_or_default();
                 self.open.push(Open { number: (src, wid), file: request.file.clone(), work });
-                self.post(src, CTX_BASE, SM_SPAWN, wid, ENC_XDR, pack_spawn(&request));
+                self.post(src, CTX_BASE, SM_SPAWN, wid, ENC_XDR, pack_spawn(&request, None));
             }
         }
     }

@@ -10,7 +10,7 @@ use sempa_proto::message::{CTX_BASE, DSIG_X86_64, ENC_XDR};
 use sempa_proto::migration::{Cause, Failure};
 use sempa_proto::owner::{Guests, Leave};
 use sempa_proto::rm::CTX_RM;
-use sempa_proto::sm::{SM_EXECACK, SM_SPAWN, pack_spawn, pack_tids, unpack_tids};
+use sempa_proto::sm::{SM_EXECACK, SM_SPAWN, SM_SPAWN_WAITS, pack_spawn, pack_tids, unpack_tids, unpack_waits};
 use sempa_proto::suspend;
 use sempa_proto::table::{HostEntry, HostTable, TASK_CONNECTED, TASK_FORKED, TaskInfo};
 use sempa_proto::task::{MoveError, NotifyWhat, SpawnRequest};
@@ -199,7 +199,18 @@ impl World {
     }
 
     pub(crate) fn spawn(&mut self, wid: i32, request: &SpawnRequest) {
-        self.post(client(), CTX_BASE, SM_SPAWN, wid, pack_spawn(request));
+        self.post(client(), CTX_BASE, SM_SPAWN, wid, pack_spawn(request, None));
+    }
+
+    /// As [`World::spawn`], by a task that another resource manager has let wait since then.
+    pub(crate) fn spawn_again(&mut self, wid: i32, request: &SpawnRequest, since: Micros) {
+        self.post(client(), CTX_BASE, SM_SPAWN, wid, pack_spawn(request, Some(since)));
+    }
+
+    /// What the client was told of the waiting of its request.
+    pub(crate) fn waits(&self, wid: i32) -> Vec<Option<Micros>> {
+        let told = self.sent.iter().filter(|s| s.0 == client() && s.1 == SM_SPAWN_WAITS && s.2 == wid);
+        told.map(|s| unpack_waits(s.3.clone()).expect("a word")).collect()
     }
 
     /// Tasks that a host starts on an order, acknowledged.

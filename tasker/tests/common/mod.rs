@@ -45,7 +45,7 @@ impl Tasker {
         drop(theirs);
         let stream = UnixStream::from(ours);
         stream.set_read_timeout(Some(Duration::from_millis(50))).expect("timeout");
-        let ready = Capabilities { pid_namespaces: false, engine: Err(String::new()) };
+        let ready = Capabilities { pid_namespaces: false, engine: Err(String::new()), freezer: Err(String::new()) };
         let mut tasker =
             Tasker { child, stream: Some(stream), decoder: FrameDecoder::new(), waiting: VecDeque::new(), ready };
         match tasker.next() {

@@ -6,10 +6,10 @@ use crate::runtime::Runtime;
 use crate::vm::Vm;
 use sempa_proto::body::{Encoding, Packer, Unpacker};
 use sempa_proto::message::Message;
-use sempa_proto::sm::{SM_CONFIG, SM_NOTIFY, SM_SPAWN, pack_tids, unpack_spawn};
+use sempa_proto::sm::{SM_CONFIG, SM_NOTIFY, SM_SPAWN, SM_SPAWN_WAITS, pack_tids, pack_waits, unpack_spawn};
 use sempa_proto::table::HostTable;
 use sempa_proto::task::{NotifyRequest, NotifyWhat, Reply, Request, RmInfo, RmServes, SpawnRequest, ToDaemon, ToTask};
-use sempa_proto::{PvmError, Tid};
+use sempa_proto::{Micros, PvmError, Tid};
 use std::thread;
 
 const EVERYTHING: RmServes = RmServes { spawn: true, others: true };
@@ -32,6 +32,14 @@ fn answer(rm: &Runtime, asked: &Message, wid: i32, body: bytes::Bytes) {
     rm.send(reply).expect("answered");
 }
 
+/// Tells a task since when its request waits, and waits until it has heard.
+fn waits(rm: &Runtime, task: &Runtime, asked: &Message, since: Option<Micros>) {
+    let mut word = message(asked.src, SM_SPAWN_WAITS, pack_waits(since));
+    word.wid = asked.wid;
+    rm.send(word).expect("sent");
+    until("the word", || (task.look(|core| core.waits_since(asked.wid)).flatten() == since).then_some(()));
+}
+
 #[test]
 fn a_spawn_goes_to_the_resource_manager_and_its_answer_comes_back() {
     let fake = Fake::start();
@@ -40,7 +48,7 @@ fn a_spawn_goes_to_the_resource_manager_and_its_answer_comes_back() {
     thread::scope(|scope| {
         let spawning = scope.spawn(|| task.spawn(request()));
         let asked = next(&rm);
-        assert_eq!((asked.tag, unpack_spawn(asked.body.clone())), (SM_SPAWN, Ok(request())));
+        assert_eq!((asked.tag, unpack_spawn(asked.body.clone())), (SM_SPAWN, Ok((request(), None))));
         answer(&rm, &asked, asked.wid, pack_tids(&results));
         assert_eq!(spawning.join().expect("ended"), Ok(results.clone()));
     });
@@ -79,7 +87,7 @@ fn many_threads_ask_and_each_gets_its_own_answer() {
         let mut asked: Vec<Message> = (0..8).map(|_| next(&rm)).collect();
         asked.reverse();
         for question in &asked {
-            let count = unpack_spawn(question.body.clone()).expect("a spawn").count;
+            let count = unpack_spawn(question.body.clone()).expect("a spawn").0.count;
             answer(&rm, question, question.wid, pack_tids(&vec![Err(PvmError::NoHost); count as usize]));
         }
         let lens: Vec<usize> = threads.into_iter().map(|t| t.join().expect("ended")).collect();
@@ -118,6 +126,43 @@ fn when_the_resource_manager_dies_the_daemon_is_asked() {
     assert_eq!((task.rm(), task.rm_generation()), (None, generation + 1));
     // And from then on at once.
     assert_eq!(task.spawn(request()), Ok(vec![Err(PvmError::NoHost); 2]));
+}
+
+#[test]
+fn a_request_that_waits_goes_on_waiting_under_the_next_resource_manager() {
+    let fake = Fake::start();
+    let (rm, task) = pair(&fake, EVERYTHING);
+    let other = fake.join();
+    fake.answer(|_, what| matches!(what, Request::Spawn(_)).then(|| Reply::Spawned(vec![Err(PvmError::HostFail); 2])));
+    thread::scope(|scope| {
+        let spawning = scope.spawn(|| task.spawn(request()));
+        let asked = next(&rm);
+        waits(&rm, &task, &asked, Some(Micros(5_000_000)));
+        fake.tell(task.tid(), ToTask::RmChanged { rm: None });
+        until("the death", || task.rm().is_none().then_some(()));
+        fake.tell(task.tid(), ToTask::RmChanged { rm: Some(RmInfo { tid: other.tid(), serves: EVERYTHING }) });
+        let again = next(&other);
+        assert_eq!(unpack_spawn(again.body.clone()), Ok((request(), Some(Micros(5_000_000)))));
+        answer(&other, &again, again.wid, pack_tids(&[Err(PvmError::NoHost), Err(PvmError::NoHost)]));
+        assert_eq!(spawning.join().expect("ended"), Ok(vec![Err(PvmError::NoHost); 2]));
+    });
+    assert_eq!(task.inbox_try(&mut |inbox| inbox.get(0).cloned()), None);
+}
+
+#[test]
+fn a_request_that_waits_no_more_when_the_resource_manager_dies_is_the_daemons() {
+    let fake = Fake::start();
+    let (rm, task) = pair(&fake, EVERYTHING);
+    fake.answer(|_, what| matches!(what, Request::Spawn(_)).then(|| Reply::Spawned(vec![Err(PvmError::NoHost); 2])));
+    thread::scope(|scope| {
+        let spawning = scope.spawn(|| task.spawn(request()));
+        let asked = next(&rm);
+        for since in [Some(Micros(7)), None] {
+            waits(&rm, &task, &asked, since);
+        }
+        fake.tell(task.tid(), ToTask::RmChanged { rm: None });
+        assert_eq!(spawning.join().expect("ended"), Ok(vec![Err(PvmError::NoHost); 2]));
+    });
 }
 
 #[test]

@@ -189,7 +189,8 @@ impl Sim {
         let node = Node { machine, world, alive: true, log, output, expected, tasker_dead: false };
         self.nodes.insert(id, node);
         self.flush(id);
-        let ready = FromTasker::Ready(Capabilities { pid_namespaces: true, engine: Ok("fake".into()) });
+        let ready =
+            FromTasker::Ready(Capabilities { pid_namespaces: true, engine: Ok("fake".into()), freezer: Ok(()) });
         self.tasker(id, ready);
     }
 

@@ -25,7 +25,8 @@ impl Sim {
         // What it had said is still heard first.
         self.nodes.get_mut(&on).expect("it is there").tasker_dead = true;
         self.send(Channel::Tasker(on), Happening::Event(on, Event::TaskerGone { why: "signal 9".into() }));
-        let ready = FromTasker::Ready(Capabilities { pid_namespaces: true, engine: Ok("fake".into()) });
+        let ready =
+            FromTasker::Ready(Capabilities { pid_namespaces: true, engine: Ok("fake".into()), freezer: Ok(()) });
         self.tasker(on, ready);
     }
 

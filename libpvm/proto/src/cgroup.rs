@@ -1,0 +1,78 @@
+//! Where the control groups of a process are, by the kernel's own texts about it.
+
+use std::ffi::OsString;
+use std::os::unix::ffi::OsStringExt;
+use std::path::{Path, PathBuf};
+
+/// A hierarchy: its version, where it is mounted, and which of its groups is seen there.
+#[derive(Debug, PartialEq, Eq)]
+struct Mount {
+    root: PathBuf,
+    point: PathBuf,
+}
+
+impl Mount {
+    /// Where a group of the hierarchy is.
+    fn folder(&self, group: &Path) -> Option<PathBuf> {
+        Some(self.point.join(group.strip_prefix(&self.root).ok()?))
+    }
+}
+
+/// The mount of a hierarchy in the text of /proc/PID/mountinfo: of `controller`, or version 2 if none is named.
+fn mount_of(mountinfo: &[u8], controller: Option<&str>) -> Option<Mount> {
+    let path = |word: &[u8]| PathBuf::from(OsString::from_vec(word.to_vec()));
+    mountinfo.split(|b| *b == b'\n').find_map(|line| {
+        let words: Vec<&[u8]> = line.split(|b| *b == b' ').collect();
+        let dash = words.iter().position(|word| *word == b"-")?;
+        let (kind, options) = (*words.get(dash + 1)?, *words.get(dash + 3)?);
+        let fits = match controller {
+            None => kind == b"cgroup2",
+            Some(name) => kind == b"cgroup" && options.split(|b| *b == b',').any(|option| option == name.as_bytes()),
+        };
+        fits.then(|| Some(Mount { root: path(words.get(3)?), point: path(words.get(4)?) }))?
+    })
+}
+
+/// The group of a process in the text of /proc/PID/cgroup: of `controller`, or of version 2 if none is named.
+fn group_of(cgroups: &[u8], controller: Option<&str>) -> Option<PathBuf> {
+    cgroups.split(|b| *b == b'\n').find_map(|line| {
+        let mut parts = line.splitn(3, |b| *b == b':');
+        let (_, controllers, path) = (parts.next()?, parts.next()?, parts.next()?);
+        let fits = match controller {
+            None => controllers.is_empty(),
+            Some(name) => controllers.split(|b| *b == b',').any(|c| c == name.as_bytes()),
+        };
+        fits.then(|| PathBuf::from(OsString::from_vec(path.to_vec())))
+    })
+}
+
+/// The folder of a process's group, by the texts of its /proc/PID/mountinfo and /proc/PID/cgroup: in the hierarchy of
+/// `controller`, or in version 2 if none is named. `None` when that hierarchy is not mounted, or the group lies outside of what
+/// is mounted.
+pub fn folder(mountinfo: &[u8], cgroups: &[u8], controller: Option<&str>) -> Option<PathBuf> {
+    mount_of(mountinfo, controller)?.folder(&group_of(cgroups, controller)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn groups_and_mounts_are_found_in_both_versions() {
+        let cgroups = b"3:cpuset:/\n2:cpu,cpuacct:/slice/one\n1:name=systemd:/x\n0::/user/two\n";
+        assert_eq!(group_of(cgroups, Some("cpu")), Some("/slice/one".into()));
+        assert_eq!(group_of(cgroups, Some("cpuacct")), Some("/slice/one".into()));
+        assert_eq!(group_of(cgroups, None), Some("/user/two".into()));
+        assert_eq!(group_of(cgroups, Some("memory")), None);
+        let mounts = b"30 29 0:26 / /sys/fs/cgroup/cpu rw shared:9 - cgroup cgroup rw,cpu,cpuacct\n\
+            31 29 0:27 /user /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n";
+        let mount = |root: &str, point: &str| Mount { root: root.into(), point: point.into() };
+        assert_eq!(mount_of(mounts, Some("cpuacct")), Some(mount("/", "/sys/fs/cgroup/cpu")));
+        assert_eq!(mount_of(mounts, None), Some(mount("/user", "/sys/fs/cgroup")));
+        let seen = mount_of(mounts, None).expect("just seen");
+        assert_eq!(seen.folder(Path::new("/user/two")), Some("/sys/fs/cgroup/two".into()));
+        assert_eq!(seen.folder(Path::new("/elsewhere")), None);
+        assert_eq!(folder(mounts, cgroups, None), Some("/sys/fs/cgroup/two".into()));
+        assert_eq!(folder(mounts, cgroups, Some("memory")), None);
+    }
+}

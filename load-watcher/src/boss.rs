@@ -1,0 +1,94 @@
+//! Whom a load watcher reports to. It outlives the resource manager that has started it, so that the owner of the host is guarded
+//! while there is none; the next one asks it to report there instead.
+
+use libpvm::{Match, Vm};
+use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags};
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use sempa_proto::body::Unpacker;
+use sempa_proto::load::TAG_REPORT_TO;
+use sempa_proto::rm::CTX_RM;
+use sempa_proto::task::{NotifyRequest, NotifyWhat};
+use sempa_proto::{Message, Tid};
+use std::os::fd::BorrowedFd;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Tag of the notification that a resource manager has ended.
+const TAG_RM_GONE: i32 = 1;
+
+/// The resource manager that gets the reports, if there is one.
+#[derive(Debug)]
+pub(crate) struct Boss {
+    tid: Mutex<Option<Tid>>,
+    /// It is another one than before.
+    news: EventFd,
+}
+
+impl Boss {
+    /// Reports go to this resource manager, until it ends or another one asks for them. When the virtual machine ends, this
+    /// process does.
+    ///
+    /// # Errors
+    /// What the system or the daemon refused.
+    pub(crate) fn follow(vm: &Vm, rm: Tid) -> anyhow::Result<Arc<Boss>> {
+        let news = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
+        let boss = Arc::new(Boss { tid: Mutex::new(Some(rm)), news });
+        watch(vm, rm)?;
+        let (vm, theirs) = (vm.clone(), Arc::clone(&boss));
+        std::thread::Builder::new().name("boss".into()).spawn(move || {
+            // Nothing else is received with this context.
+            while let Ok(message) = vm.recv(Match::any().ctx(CTX_RM)) {
+                theirs.hear(&vm, &message);
+            }
+            drop(vm.exit());
+            std::process::exit(0);
+        })?;
+        Ok(boss)
+    }
+
+    fn hear(&self, vm: &Vm, message: &Message) {
+        let mut tid = self.tid.lock().unwrap_or_else(PoisonError::into_inner);
+        match message.tag {
+            TAG_RM_GONE => {
+                let gone = Unpacker::xdr(message.body.clone()).int().ok().map(Tid::from_raw);
+                if *tid == gone {
+                    *tid = None;
+                }
+            }
+            TAG_REPORT_TO if message.src.is_task() => {
+                *tid = Some(message.src);
+                // If it has ended already, the notification comes at once.
+                drop(watch(vm, message.src));
+                let _ = self.news.write(1);
+            }
+            _ => {}
+        }
+    }
+
+    /// Whom to report to now.
+    pub(crate) fn tid(&self) -> Option<Tid> {
+        *self.tid.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// True once after another one has asked for reports.
+    pub(crate) fn is_new(&self) -> bool {
+        self.news.read().is_ok()
+    }
+
+    /// Becomes readable when another one asks for reports, or this can be read.
+    ///
+    /// # Errors
+    /// There is no descriptor left.
+    pub(crate) fn beside(&self, other: Option<BorrowedFd<'_>>) -> nix::Result<Epoll> {
+        let both = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
+        both.add(&self.news, EpollEvent::new(EpollFlags::EPOLLIN, 0))?;
+        if let Some(other) = other {
+            both.add(other, EpollEvent::new(EpollFlags::EPOLLIN, 1))?;
+        }
+        Ok(both)
+    }
+}
+
+/// Asks to be told when a resource manager ends.
+fn watch(vm: &Vm, rm: Tid) -> Result<(), libpvm::Error> {
+    vm.notify(NotifyRequest { what: NotifyWhat::TaskExit(vec![rm]), ctx: CTX_RM, tag: TAG_RM_GONE, cancel: false })
+}
