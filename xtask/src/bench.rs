@@ -17,6 +17,8 @@ enum What {
     Load,
     /// What the resource manager adds to spawns and added hosts
     Rm,
+    /// A farm of unequal tasks on unequal hosts, balanced, beside the best assignment and one in turn
+    Balance,
     /// How soon guests stand still, by their own clocks, when people log in at random times
     Owners,
     /// Single layers and peers
@@ -32,19 +34,19 @@ pub(crate) struct Words {
     /// peers: only these rows, such as `rtt8` or `rtt8*`
     #[arg(long, value_name = "ROW")]
     only: Vec<String>,
-    /// peers, rm: fewer repetitions and rounds
+    /// peers, rm, balance: fewer repetitions and rounds
     #[arg(long)]
     quick: bool,
-    /// peers: repetitions of each measurement
+    /// peers, balance: repetitions of each measurement
     #[arg(long, value_name = "NUMBER")]
     repetitions: Option<usize>,
     /// owners: for so many minutes
     #[arg(long, value_name = "NUMBER", default_value_t = 10)]
     minutes: u64,
-    /// peers, rm, owners: measure what is installed here instead of building and installing it
+    /// peers, rm, owners, balance: measure what is installed here instead of building and installing it
     #[arg(long, value_name = "DIR")]
     prefix: Option<PathBuf>,
-    /// peers, rm, owners: where the table, JSON and plots go; a run of all rows goes to benches/results, one of some to target/bench
+    /// peers, rm, owners, balance: where the table, JSON and plots go; a run of all rows goes to benches/results, one of some to target/bench
     #[arg(long, value_name = "DIR")]
     results: Option<PathBuf>,
 }
@@ -59,6 +61,10 @@ pub(crate) fn run(words: &Words) -> Result<bool> {
     }
     if words.what == What::Rm {
         return managed(words);
+    }
+    if words.what == What::Balance {
+        let (prefix, results) = (installed(words)?, results(words)?);
+        return sempa_benches::balanced(&prefix, words.prefix.is_none(), words.quick, words.repetitions, &results);
     }
     if words.what == What::Owners {
         setup::everything()?;

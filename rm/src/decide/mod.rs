@@ -8,6 +8,8 @@
 mod balance;
 mod choice;
 mod fair;
+mod farm;
+mod hasten;
 mod index;
 mod load;
 mod moves;
