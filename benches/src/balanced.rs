@@ -12,9 +12,10 @@ use sempa_tests::assignment::{Speed, best, blind};
 use sempa_tests::dice::Dice;
 use sempa_tests::labour::{Harvest, Unequal};
 use sempa_tests::{limits, needs};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// What of one processor each host has; twice that has to fit on the machine.
@@ -22,7 +23,7 @@ const SHARES: [f64; 4] = [0.1, 0.1, 0.2, 0.4];
 /// Tasks of the farm.
 const TASKS: usize = 12;
 /// The work of each, in milliseconds of processor time, is between these.
-const WORK_MS: (usize, usize) = (3_000, 17_000);
+const WORK_MS: (usize, usize) = (2_500, 14_500);
 /// A quick run has less of it.
 const QUICK: usize = 3;
 /// Repetitions, each with other tasks.
@@ -30,13 +31,13 @@ const REPETITIONS: usize = 3;
 /// Time for one farm.
 const FARM_TIME: Duration = Duration::from_secs(1200);
 /// Load watchers have told of their hosts by then.
-const TOLD_TIME: Duration = Duration::from_secs(12);
+const TOLD_TIME: Duration = Duration::from_secs(8);
 /// Goals: seconds over those of the best assignment at most, and those in turn over ours at least.
 const OVER_BEST_MAX: f64 = 1.15;
 const FASTER_MIN: f64 = 1.5;
 
 /// A farm, run once.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 struct Once {
     seconds: f64,
     /// Why tasks were moved, one sentence for each move.
@@ -45,8 +46,10 @@ struct Once {
 }
 
 /// One repetition, with its own tasks.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 struct Round {
+    /// Its number; the same number gives the same tasks.
+    number: usize,
     /// Seconds of processor time.
     work: Vec<f64>,
     /// Seconds of the best assignment that never changes.
@@ -67,37 +70,67 @@ struct Results {
     rounds: Vec<Round>,
 }
 
-/// Measures, prints a table, writes it and JSON to `results`. True if the medians meet the goals.
+/// How to measure.
+#[derive(Clone, Debug)]
+pub struct Balance {
+    /// Where our programs are installed.
+    pub prefix: PathBuf,
+    /// They were built for this run, from these sources.
+    pub own_build: bool,
+    /// One repetition with less work.
+    pub quick: bool,
+    /// Repetitions, if not the usual number.
+    pub repetitions: Option<usize>,
+    /// Only these repetitions; the others are taken from the results that are there.
+    pub only: Vec<usize>,
+    /// Folder for table and JSON.
+    pub results: PathBuf,
+}
+
+/// Measures, prints a table, writes it and JSON after each repetition. True if the medians meet the goals.
 ///
 /// # Errors
 /// Hosts cannot be made, a farm goes wrong, or the results cannot be written.
-pub fn balanced(prefix: &Path, own_build: bool, quick: bool, only: Option<usize>, results: &Path) -> Result<bool> {
+pub fn balanced(how: &Balance) -> Result<bool> {
     if let Some(lack) = needs::lacks().or_else(limits::lacks) {
         bail!("bench balance: {lack}");
     }
-    let repetitions = only.unwrap_or(if quick { 1 } else { REPETITIONS });
-    let mut machine = Machine::describe(own_build, repetitions, quick);
-    let sides = [Unequal::new(prefix, &SHARES)?, Unequal::new(prefix, &SHARES)?];
+    let repetitions = how.repetitions.unwrap_or(if how.quick { 1 } else { REPETITIONS });
+    let numbers: Vec<usize> = if how.only.is_empty() { (1..=repetitions).collect() } else { how.only.clone() };
+    let file = how.results.join("balance.json");
+    let mut rounds = if how.only.is_empty() { Vec::new() } else { rounds_of(&file)? };
+    rounds.retain(|round: &Round| !numbers.contains(&round.number));
+    let mut machine = Machine::describe(how.own_build, rounds.len() + numbers.len(), how.quick);
+    let sides = [Unequal::new(&how.prefix, &SHARES)?, Unequal::new(&how.prefix, &SHARES)?];
     let unit = std::thread::scope(|scope| {
         // Both at once: processors that share a core are slower together.
         let each = sides.each_ref().map(|side| scope.spawn(|| side.unit()));
         let each = each.map(|side| side.join().expect("it does not panic"));
         each.into_iter().sum::<Result<f64>>().map(|sum| sum / sides.len() as f64)
     })?;
-    let mut rounds = Vec::new();
-    for repetition in 1..=repetitions {
-        eprintln!("bench balance: {repetition} of {repetitions}");
-        rounds.push(round(&sides, unit, repetition, quick)?);
+    fs::create_dir_all(&how.results).with_context(|| how.results.display().to_string())?;
+    let mut good = true;
+    for number in numbers {
+        eprintln!("bench balance: repetition {number}");
+        rounds.push(round(&sides, unit, number, how.quick)?);
+        rounds.sort_by_key(|round| round.number);
+        machine.look_again();
+        let (text, met) = table(&rounds);
+        let text = format!("{}{text}", machine.text());
+        fs::write(how.results.join("balance.txt"), &text)?;
+        let all = Results { machine: machine.clone(), shares: SHARES, unit, rounds: rounds.clone() };
+        fs::write(&file, serde_json::to_string_pretty(&all)? + "\n")?;
+        println!("{text}written: {}", how.results.display());
+        good = met;
     }
-    machine.look_again();
-    let (text, good) = table(&rounds);
-    let text = format!("{}{text}", machine.text());
-    fs::create_dir_all(results).with_context(|| results.display().to_string())?;
-    fs::write(results.join("balance.txt"), &text)?;
-    let all = Results { machine, shares: SHARES, unit, rounds };
-    fs::write(results.join("balance.json"), serde_json::to_string_pretty(&all)? + "\n")?;
-    println!("{text}written: {}", results.display());
     Ok(good)
+}
+
+/// The repetitions that a file has.
+fn rounds_of(file: &Path) -> Result<Vec<Round>> {
+    let Ok(text) = fs::read_to_string(file) else { return Ok(Vec::new()) };
+    let mut all: Value = serde_json::from_str(&text).with_context(|| file.display().to_string())?;
+    serde_json::from_value(all["rounds"].take()).with_context(|| file.display().to_string())
 }
 
 fn round(sides: &[Unequal; 2], unit: f64, number: usize, quick: bool) -> Result<Round> {
@@ -115,7 +148,7 @@ fn round(sides: &[Unequal; 2], unit: f64, number: usize, quick: bool) -> Result<
         let [untold, told] = ours;
         anyhow::Ok((in_turn.join().expect("it does not panic")?, [untold?, told?]))
     })?;
-    Ok(Round { work, best, blind, in_turn, untold, told })
+    Ok(Round { number, work, best, blind, in_turn, untold, told })
 }
 
 /// Runs the farm once: in turn, or under a resource manager, perhaps with a word about what a unit of work takes.

@@ -21,7 +21,7 @@ use anyhow::{Context, Result, bail};
 use std::fs;
 use std::path::PathBuf;
 
-pub use balanced::balanced;
+pub use balanced::{Balance, balanced};
 pub use figures::System;
 pub use managed::managed;
 

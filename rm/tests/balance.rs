@@ -13,8 +13,9 @@ use sempa_tests::assignment::{Speed, best, blind};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-/// Pause between looks, as the service has it.
+/// Pause between looks, as the service has it, and when a task has ended.
 const PAUSE: u64 = 10;
+const PAUSE_AFTER_END: u64 = 1;
 /// The last task is expected to end before this, in seconds.
 const DAY: u64 = 86_400;
 
@@ -57,6 +58,8 @@ struct Farm {
     cost: f64,
     barrier: bool,
     shifts: Vec<(u64, Shift)>,
+    /// When the next look is due.
+    look_at: u64,
     snapshot: Snapshot,
 }
 
@@ -99,7 +102,7 @@ impl Farm {
         let work = sizes.iter().zip(&placed).enumerate().map(task).collect();
         let load1 = vec![0.0; machines.len()];
         let machines = machines.to_vec();
-        Farm { machines, work, now: 0, load1, cost: 1.0, barrier: false, shifts: Vec::new(), snapshot }
+        Farm { machines, work, now: 0, load1, cost: 1.0, barrier: false, shifts: Vec::new(), look_at: 0, snapshot }
     }
 
     /// Each task's program has told what it will do.
@@ -137,6 +140,7 @@ impl Farm {
         let estimates = &mut self.snapshot.estimates;
         for work in self.work.iter().filter(|w| w.left <= 0.0) {
             estimates.ended(&Arc::from("worker"), Micros((work.done * 1e6) as u64));
+            self.look_at = self.look_at.min(self.now + PAUSE_AFTER_END);
         }
         self.work.retain(|w| w.left > 0.0);
         for (i, load1) in self.load1.iter_mut().enumerate() {
@@ -203,7 +207,8 @@ impl Farm {
     fn finish(&mut self, balanced: bool) -> u64 {
         let foreign = vec![0.0; self.machines.len()];
         while !self.work.is_empty() && self.now < DAY {
-            if balanced && self.now.is_multiple_of(PAUSE) {
+            if balanced && self.now >= self.look_at {
+                self.look_at = self.now + PAUSE;
                 self.balance(&foreign);
             }
             self.second(&foreign);

@@ -1,7 +1,7 @@
 //! `cargo xtask bench`: single layers, or the running system beside its peers.
 
 use crate::{bench_load, bench_owners, install, setup};
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use clap::{Args, ValueEnum};
 use sempa_benches::{PACKAGES, Settings};
 use std::path::PathBuf;
@@ -31,7 +31,7 @@ pub(crate) struct Words {
     /// What to measure
     #[arg(default_value = "all")]
     what: What,
-    /// peers: only these rows, such as `rtt8` or `rtt8*`
+    /// peers: only these rows, such as `rtt8` or `rtt8*`; balance: only these repetitions, such as `2`, beside those measured before
     #[arg(long, value_name = "ROW")]
     only: Vec<String>,
     /// peers, rm, balance: fewer repetitions and rounds
@@ -63,8 +63,7 @@ pub(crate) fn run(words: &Words) -> Result<bool> {
         return managed(words);
     }
     if words.what == What::Balance {
-        let (prefix, results) = (installed(words)?, results(words)?);
-        return sempa_benches::balanced(&prefix, words.prefix.is_none(), words.quick, words.repetitions, &results);
+        return balance(words);
     }
     if words.what == What::Owners {
         setup::everything()?;
@@ -105,6 +104,20 @@ fn results(words: &Words) -> Result<PathBuf> {
     let whole = words.only.is_empty() && !words.quick;
     let usual = if whole { setup::project().join("benches/results") } else { install::target()?.join("bench") };
     Ok(words.results.clone().unwrap_or(usual))
+}
+
+fn balance(words: &Words) -> Result<bool> {
+    let number = |word: &String| word.parse().with_context(|| format!("{word:?} is not the number of a repetition"));
+    let only = words.only.iter().map(number).collect::<Result<_>>()?;
+    let usual = if words.quick { install::target()?.join("bench") } else { setup::project().join("benches/results") };
+    sempa_benches::balanced(&sempa_benches::Balance {
+        prefix: installed(words)?,
+        own_build: words.prefix.is_none(),
+        quick: words.quick,
+        repetitions: words.repetitions,
+        only,
+        results: words.results.clone().unwrap_or(usual),
+    })
 }
 
 fn managed(words: &Words) -> Result<bool> {

@@ -16,7 +16,7 @@
 use super::farm::{FASTER, Machine};
 use super::load::Load;
 use super::moves::unfit;
-use super::{HostView, MOVES_AT_ONCE_MAX, Owner, Snapshot, TaskView, Together};
+use super::{HostView, MOVES_AT_ONCE_MAX, Owner, Snapshot, TaskView, Together, slowness};
 use sempa_proto::{HostId, Micros, Tid};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -253,7 +253,7 @@ impl<'a> Plan<'a> {
         let gain = from.flow(low, None, None) + to.flow(high, None, None)
             - from.flow(low, Some(own), None)
             - to.flow(high, None, Some(own));
-        let cost = self.snapshot.estimates.cost(task.bytes);
+        let cost = self.snapshot.estimates.cost(task.bytes, slowness(has, gets));
         let worth = gain >= self.snapshot.costs.margin() * seconds(cost) + seconds(GAIN_MIN);
         let gain = Micros((gain.max(0.0) * 1e6) as u64);
         worth.then_some(ShiftWhy { has: has as u64, gets: gets as u64, gain, cost, barrier: false, sooner: None })

@@ -55,7 +55,7 @@ pub(super) struct Piece {
 }
 
 impl Piece {
-    /// It goes to another host at this time, and that costs so much work.
+    /// It goes to another host at this time, and does so much less work meanwhile.
     pub(super) fn go(&mut self, to: usize, work: f64, now: f64) {
         self.moves = self.moves.saturating_sub(1);
         let before = SHIFTS_MAX.saturating_sub(self.moves + 1);

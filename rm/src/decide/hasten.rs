@@ -1,10 +1,10 @@
 //! Moves that make a whole job end sooner: where the work of its tasks is known, those that would end last go where they end
 //! sooner, or others make room for them. Each move is weighed by letting time pass with it and without ([`super::farm`]).
 
-use super::TaskView;
 use super::balance::{GAIN_MIN, Plan, Shift, ShiftWhy, may_shift, rests_until, seconds, shifts_left};
 use super::farm::{Machine, Outcome, Piece, outcome};
 use super::moves::unfit;
+use super::{TaskView, slowness};
 use sempa_proto::{HostId, Micros, Tid};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -35,9 +35,8 @@ impl Farm<'_> {
     fn with(&self, step: &[(usize, usize)]) -> Outcome {
         let mut pieces = self.pieces.clone();
         for (task, to) in step {
-            let piece = &mut pieces[*task];
-            let gets = self.machines[*to].speed;
-            piece.go(*to, self.cost * gets, 0.0);
+            let there = pieces.iter().filter(|piece| piece.at == *to).count();
+            pieces[*task].go(*to, self.cost * self.machines[*to].rate(there + 1), 0.0);
         }
         outcome(&self.machines, &pieces, self.cost)
     }
@@ -48,7 +47,7 @@ impl<'a> Plan<'a> {
     fn farm(&self, job: Tid) -> Option<Farm<'a>> {
         let hosts: Vec<HostId> = self.places.keys().copied().collect();
         let index: BTreeMap<HostId, usize> = hosts.iter().enumerate().map(|(i, id)| (*id, i)).collect();
-        let machines = self.places.values().map(|place| place.machine(place.foreign.1)).collect();
+        let machines: Vec<Machine> = self.places.values().map(|place| place.machine(place.foreign.1)).collect();
         let now = self.snapshot.now;
         let (mut pieces, mut tasks) = (Vec::new(), Vec::new());
         for place in self.places.values() {
@@ -65,7 +64,11 @@ impl<'a> Plan<'a> {
                 tasks.push(task);
             }
         }
-        let cost = tasks.iter().filter(|t| t.job == job).map(|t| seconds(self.snapshot.estimates.cost(t.bytes)));
+        // Of the moves that come later only this much is known.
+        let all: f64 = machines.iter().map(|machine| machine.processors * machine.speed).sum();
+        let share = 1e3 * all / pieces.len().max(1) as f64;
+        let of_job = tasks.iter().filter(|t| t.job == job);
+        let cost = of_job.map(|t| seconds(self.snapshot.estimates.cost(t.bytes, slowness(share, share))));
         let cost = cost.fold(0.0, f64::max);
         (pieces.len() <= TASKS_MAX).then_some(Farm { hosts, machines, pieces, tasks, cost })
     }
@@ -105,7 +108,10 @@ impl<'a> Plan<'a> {
         let farm = self.farm(job)?;
         let (before, margin) = (farm.with(&[]), self.snapshot.costs.margin());
         let count = farm.pieces.iter().filter(|p| p.counts).count() as f64;
-        let cost_of = |&(i, _): &(usize, usize)| seconds(self.snapshot.estimates.cost(farm.tasks[i].bytes));
+        let cost_of = |&(i, to): &(usize, usize)| {
+            let (has, gets) = self.rates(farm.hosts[farm.pieces[i].at], farm.hosts[to]);
+            seconds(self.snapshot.estimates.cost(farm.tasks[i].bytes, slowness(has, gets)))
+        };
         let mut best = None::<(f64, Vec<Shift>)>;
         for step in self.steps(&farm, job) {
             let after = farm.with(&step);
@@ -122,13 +128,19 @@ impl<'a> Plan<'a> {
         best.map(|(_, shifts)| shifts)
     }
 
+    /// What a task has on one host and would get on the other, in thousandths of an ordinary processor.
+    fn rates(&self, from: HostId, to: HostId) -> (f64, f64) {
+        let (source, target) = (&self.places[&from], &self.places[&to]);
+        let has = source.rate(source.load.own, source.foreign.0);
+        (has, target.rate(target.load.own + 1, target.foreign.1))
+    }
+
     fn shifts_of(&self, farm: &Farm<'_>, step: &Step, (gain, cost): (f64, f64), sooner: f64) -> Vec<Shift> {
         let micros = |seconds: f64| Micros((seconds.max(0.0) * 1e6) as u64);
         let shift = |&(i, to): &(usize, usize)| {
             let (from, to) = (farm.hosts[farm.pieces[i].at], farm.hosts[to]);
-            let (source, target) = (&self.places[&from], &self.places[&to]);
-            let has = source.rate(source.load.own, source.foreign.0) as u64;
-            let gets = target.rate(target.load.own + 1, target.foreign.1) as u64;
+            let (has, gets) = self.rates(from, to);
+            let (has, gets) = (has as u64, gets as u64);
             let (gain, cost, sooner) = (micros(gain), micros(cost), Some(micros(sooner)));
             Shift { tid: farm.tasks[i].tid, from, to, why: ShiftWhy { has, gets, gain, cost, barrier: false, sooner } }
         };

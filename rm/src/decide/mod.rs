@@ -28,7 +28,7 @@ pub use moves::{
     StayReason, moves,
 };
 pub use place::{Ask, EXPLAINED_HOSTS_MAX, Placement, SPAWN_TASKS_MAX, Why, place, place_by};
-pub use predict::{Estimates, LEFT_MAX, Lessons, PROGRAMS_MAX};
+pub use predict::{Estimates, LEFT_MAX, Lessons, PROGRAMS_MAX, slowness};
 pub use wants::{Condition, Figure, Has, Name, Op, Rank, Together, WANTS_BYTES_MAX, WANTS_ENV, Wants, WantsError};
 
 use sempa_proto::load::{GuestLimits, LoadSample};
@@ -423,6 +423,13 @@ impl Snapshot {
     /// What each of our tasks on a host gets now, in thousandths of an ordinary processor.
     pub fn rate(&self, id: HostId) -> f64 {
         self.hosts.index(self.now).load(id).map_or(0.0, |load| load.rate())
+    }
+
+    /// How slow the hosts of a move are for its own work, as they are now.
+    pub fn slowness(&self, from: HostId, to: HostId) -> f64 {
+        // A host of which nothing is known counts as an ordinary one.
+        let rate = |id| Some(self.rate(id)).filter(|rate| *rate > 0.0).unwrap_or(1e3);
+        slowness(rate(from), rate(to))
     }
 
     /// Name of a host, or its number when it is not known.
