@@ -41,8 +41,7 @@ pub fn best(hosts: &[Speed], work: &[f64]) -> f64 {
     best
 }
 
-/// Seconds if all tasks that run have always done the same, and moves cost nothing: nobody who knows nothing of the tasks
-/// beforehand can promise to be faster.
+/// Seconds if all tasks go forward at the same pace, and moves cost nothing: the fair bet of who knows nothing of them beforehand.
 pub fn blind(hosts: &[Speed], work: &[f64]) -> f64 {
     let each = |host: &Speed| vec![host.each; host.processors.round() as usize];
     let mut speeds: Vec<f64> = hosts.iter().flat_map(each).collect();

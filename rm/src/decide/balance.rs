@@ -98,6 +98,8 @@ pub(super) struct Place<'a> {
     pub(super) load: Load,
     /// Load that is not ours: the smaller and the larger view of it.
     pub(super) foreign: (f64, f64),
+    /// The mean of it.
+    pub(super) foreign_mean: f64,
     /// Work that each of our tasks on it has left, in seconds of an ordinary processor, in rising order.
     left: Vec<f64>,
 }
@@ -224,7 +226,8 @@ impl<'a> Plan<'a> {
         let place = |(host, load): &(&'a HostView, Load)| {
             let now = f64::from(super::load::foreign(host, snapshot.now));
             let mean = host.foreign_mean.map_or(now, f64::from);
-            (host.id, Place { host, load: *load, foreign: (now.min(mean), now.max(mean)), left: Vec::new() })
+            let foreign = (now.min(mean), now.max(mean));
+            (host.id, Place { host, load: *load, foreign, foreign_mean: mean, left: Vec::new() })
         };
         let mut places: BTreeMap<HostId, Place<'_>> = hosts.values().map(place).collect();
         for (host, _) in hosts.values() {

@@ -9,11 +9,13 @@ use sempa_proto::{HostId, Micros, Tid};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Jobs on hosts with more tasks than this are left to [`super::balance`]: with so many each counts little.
-const TASKS_MAX: usize = 128;
+const TASKS_MAX: usize = 64;
 /// Tasks that would end last that are looked at.
-const LAST_MAX: usize = 4;
-/// Those of them that are exchanged for another task.
+const LAST_MAX: usize = 8;
+/// Of those, as many are exchanged for another task.
 const EXCHANGES_MAX: usize = 2;
+/// Where load that is not ours is so many threads off its mean, nobody knows what it will be, and tasks neither come nor go.
+const UNSTEADY: f64 = 1.0;
 /// A later end than this many times the other one is a later end.
 const DELAY: f64 = 1.001;
 /// The job must end sooner by this part of the time that it has left.
@@ -47,7 +49,7 @@ impl<'a> Plan<'a> {
     fn farm(&self, job: Tid) -> Option<Farm<'a>> {
         let hosts: Vec<HostId> = self.places.keys().copied().collect();
         let index: BTreeMap<HostId, usize> = hosts.iter().enumerate().map(|(i, id)| (*id, i)).collect();
-        let machines: Vec<Machine> = self.places.values().map(|place| place.machine(place.foreign.1)).collect();
+        let machines: Vec<Machine> = self.places.values().map(|place| place.machine(place.foreign_mean)).collect();
         let now = self.snapshot.now;
         let (mut pieces, mut tasks) = (Vec::new(), Vec::new());
         for place in self.places.values() {
@@ -171,9 +173,15 @@ impl<'a> Plan<'a> {
         let mut movers = last.clone();
         let beside = |i: &usize| last.iter().any(|l| farm.pieces[*l].at == farm.pieces[*i].at);
         movers.extend((0..farm.pieces.len()).filter(|i| !last.contains(i)).filter(beside));
+        let steady = |at: usize| {
+            let (least, most) = self.places[&farm.hosts[at]].foreign;
+            most - least <= UNSTEADY
+        };
         let fits = |i: usize, to: usize| {
             let host = |at: usize| self.places[&farm.hosts[at]].host;
-            to != farm.pieces[i].at
+            steady(to)
+                && steady(farm.pieces[i].at)
+                && to != farm.pieces[i].at
                 && unfit(self.snapshot, host(to), host(farm.pieces[i].at), farm.tasks[i], true).is_none()
         };
         let mut steps = Vec::new();
