@@ -1,9 +1,11 @@
 //! Benchmarks. `benches/wire.rs` and its neighbours measure single layers without any I/O (`cargo xtask bench micro`). This
 //! library is `cargo xtask bench peers`: the running system beside PVM 3.4.6, Open MPI and MPICH, in one run on one machine;
-//! and `cargo xtask bench rm`: with and without the resource manager.
+//! `cargo xtask bench rm`: with and without the resource manager; and `cargo xtask bench balance`: a farm that is balanced
+//! beside one that is not.
 //!
 //! It measures and tells; it judges nothing that a test could rest on, because a loaded machine is slow without a defect.
 
+mod balanced;
 mod curves;
 mod figures;
 mod floor;
@@ -19,6 +21,7 @@ use anyhow::{Context, Result, bail};
 use std::fs;
 use std::path::PathBuf;
 
+pub use balanced::{Balance, balanced};
 pub use figures::System;
 pub use managed::managed;
 

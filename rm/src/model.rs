@@ -35,6 +35,9 @@ pub const REFUSED_MAX: Micros = Micros::from_secs(60);
 /// A task that has just started is asked again after this: it has not connected yet.
 pub const NOT_YET: Micros = Micros::from_millis(500);
 
+/// What tasks have done is reckoned up at changes, but not more often than this: it looks at all hosts.
+const ACCOUNT_PAUSE: Micros = Micros::from_millis(500);
+
 /// What the administrator says of hosts, by their names.
 pub type Labels = BTreeMap<String, Arc<BTreeMap<String, String>>>;
 
@@ -396,6 +399,11 @@ impl Model {
         self.tasks.contains_key(&tid)
     }
 
+    /// True for a task of ours that is known and does not belong to its host.
+    pub fn is_guest(&self, tid: Tid) -> bool {
+        self.tasks.get(&tid).is_some_and(|task| !task.pinned)
+    }
+
     /// The host on which a task runs: as known, else where it was born.
     pub fn host_of(&self, tid: Tid) -> Option<HostId> {
         self.tasks.get(&tid).map(|t| t.host).or_else(|| tid.home())
@@ -419,6 +427,11 @@ impl Model {
     /// Bytes of a task's newest image; 0 when nobody knows.
     pub fn bytes_of(&self, tid: Tid) -> u64 {
         self.tasks.get(&tid).map_or(0, |task| task.bytes)
+    }
+
+    /// How slow the hosts of a move are for its own work, as of the newest snapshot.
+    pub fn slowness(&self, from: HostId, to: HostId) -> f64 {
+        self.view.slowness(from, to)
     }
 
     /// Name of a host, or its number when it is not known.
@@ -449,8 +462,9 @@ impl Model {
                     task.moving = Some(Going { to: Some(*to), at: now });
                 }
             }
-            EventKind::Moved { tid, to, cause, bytes, frozen, .. } => {
-                self.view.estimates.moved(*bytes, *frozen);
+            EventKind::Moved { tid, from, to, cause, bytes, frozen, .. } => {
+                let slowness = self.slowness(*from, *to);
+                self.view.estimates.moved(*bytes, *frozen, slowness);
                 self.moved(now, *tid, *to, cause, *bytes);
             }
             EventKind::MoveFailed { tid, to, why, .. } => self.move_failed(now, *tid, *to, why),
@@ -622,6 +636,13 @@ impl Model {
         self.view.hosts.refresh(now);
         self.view.now = now;
         &self.view
+    }
+
+    /// The same when something changes of which the load of hosts depends, but not too often.
+    pub fn account_change(&mut self, now: Micros) {
+        if now.since(self.accounted) >= ACCOUNT_PAUSE {
+            self.account(now);
+        }
     }
 
     /// Adds what the tasks have done since the last time, as far as can be told from the load of their hosts.

@@ -53,6 +53,8 @@ const WAIT_MAX: Micros = Micros::from_secs(5);
 const REFRESH_PAUSE: Micros = Micros::from_secs(1);
 /// Pause between looks for moves for the sake of the load.
 pub const BALANCE_PAUSE: Micros = Micros::from_secs(10);
+/// The pause when a task has ended: its processor may have nothing to do. So many tasks that end are looked at together.
+pub const BALANCE_PAUSE_AFTER_END: Micros = Micros::from_secs(1);
 /// The signal that ends a process for sure.
 const SIGKILL: i32 = 9;
 
@@ -275,6 +277,11 @@ impl<V: VmApi> Service<V> {
     fn event(&mut self, message: &Message) -> Result<(), ServiceError> {
         let Some(event) = self.vm.event_of(message) else { return Ok(()) };
         let now = self.vm.now();
+        let shares_change =
+            matches!(event.kind, EventKind::TaskStarted { .. } | EventKind::TaskEnded { .. } | EventKind::Moved { .. });
+        if self.balance_at.is_some() && shares_change {
+            self.model.account_change(now);
+        }
         match &event.kind {
             EventKind::RmRegistered { tid } if *tid != self.vm.tid() => return Err(ServiceError::Replaced(*tid)),
             EventKind::HostAdded { host, .. } if !self.model.has_host(*host) => self.hosts_changed = true,
@@ -283,6 +290,9 @@ impl<V: VmApi> Service<V> {
                 self.record_input(|| Input::Ended { tid: *tid, used: *used });
                 self.watchers.ended(now, *tid);
                 self.spawns.task_ended(now, *tid);
+                if self.model.is_guest(*tid) {
+                    self.balance_at = self.balance_at.map(|at| at.min(now + BALANCE_PAUSE_AFTER_END));
+                }
             }
             // The event may overtake the acknowledgement.
             EventKind::TaskStarted { tid, name, .. } if self.spawns.is_asked(event.host, name) => {

@@ -4,10 +4,13 @@
 //! `sshd`. Nothing of it touches the network or the files of the real machine, and all of it ends with the process that
 //! made it, however that process ends. Needs root; [`lacks`] says in one line what is missing.
 
+pub mod assignment;
 pub mod conformance;
 pub mod dice;
 pub mod hosts;
 pub mod lab;
+pub mod labour;
+pub mod limits;
 pub mod matrix;
 pub mod needs;
 pub mod programs;

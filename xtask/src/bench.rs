@@ -1,7 +1,7 @@
 //! `cargo xtask bench`: single layers, or the running system beside its peers.
 
 use crate::{bench_load, bench_owners, install, setup};
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use clap::{Args, ValueEnum};
 use sempa_benches::{PACKAGES, Settings};
 use std::path::PathBuf;
@@ -17,6 +17,8 @@ enum What {
     Load,
     /// What the resource manager adds to spawns and added hosts
     Rm,
+    /// A farm of unequal tasks on unequal hosts, balanced, beside the best assignment and one in turn
+    Balance,
     /// How soon guests stand still, by their own clocks, when people log in at random times
     Owners,
     /// Single layers and peers
@@ -29,22 +31,22 @@ pub(crate) struct Words {
     /// What to measure
     #[arg(default_value = "all")]
     what: What,
-    /// peers: only these rows, such as `rtt8` or `rtt8*`
+    /// peers: only these rows, such as `rtt8` or `rtt8*`; balance: only these repetitions, such as `2`, beside those measured before
     #[arg(long, value_name = "ROW")]
     only: Vec<String>,
-    /// peers, rm: fewer repetitions and rounds
+    /// peers, rm, balance: fewer repetitions and rounds
     #[arg(long)]
     quick: bool,
-    /// peers: repetitions of each measurement
+    /// peers, balance: repetitions of each measurement
     #[arg(long, value_name = "NUMBER")]
     repetitions: Option<usize>,
     /// owners: for so many minutes
     #[arg(long, value_name = "NUMBER", default_value_t = 10)]
     minutes: u64,
-    /// peers, rm, owners: measure what is installed here instead of building and installing it
+    /// peers, rm, owners, balance: measure what is installed here instead of building and installing it
     #[arg(long, value_name = "DIR")]
     prefix: Option<PathBuf>,
-    /// peers, rm, owners: where the table, JSON and plots go; a run of all rows goes to benches/results, one of some to target/bench
+    /// peers, rm, owners, balance: where the table, JSON and plots go; a run of all rows goes to benches/results, one of some to target/bench
     #[arg(long, value_name = "DIR")]
     results: Option<PathBuf>,
 }
@@ -59,6 +61,9 @@ pub(crate) fn run(words: &Words) -> Result<bool> {
     }
     if words.what == What::Rm {
         return managed(words);
+    }
+    if words.what == What::Balance {
+        return balance(words);
     }
     if words.what == What::Owners {
         setup::everything()?;
@@ -99,6 +104,20 @@ fn results(words: &Words) -> Result<PathBuf> {
     let whole = words.only.is_empty() && !words.quick;
     let usual = if whole { setup::project().join("benches/results") } else { install::target()?.join("bench") };
     Ok(words.results.clone().unwrap_or(usual))
+}
+
+fn balance(words: &Words) -> Result<bool> {
+    let number = |word: &String| word.parse().with_context(|| format!("{word:?} is not the number of a repetition"));
+    let only = words.only.iter().map(number).collect::<Result<_>>()?;
+    let usual = if words.quick { install::target()?.join("bench") } else { setup::project().join("benches/results") };
+    sempa_benches::balanced(&sempa_benches::Balance {
+        prefix: installed(words)?,
+        own_build: words.prefix.is_none(),
+        quick: words.quick,
+        repetitions: words.repetitions,
+        only,
+        results: words.results.clone().unwrap_or(usual),
+    })
 }
 
 fn managed(words: &Words) -> Result<bool> {

@@ -5,14 +5,18 @@
 //! those that it joins lose. The tasks of a job with barriers wait for the slowest one, so such a job gains what the slowest
 //! gains, once for each task, and every move costs all of them.
 //!
+//! Where a program has told the work of its tasks ([`super::Wants::work`]), the end of the whole job counts before that
+//! ([`super::hasten`]): what is left of each task is no guess then.
+//!
 //! Against moves to and fro: load that is not ours counts at the source as the smaller, at the target as the larger one of
 //! its present value and its mean, so a host must be bad, or good, both now and over a time; the task must run a fifth
 //! faster; and it rests after a move, longer each time, and moves only so often in an hour. A pool whose tasks were placed by load gives no
 //! task a faster place, so it is left alone.
 
+use super::farm::{FASTER, Machine};
 use super::load::Load;
 use super::moves::unfit;
-use super::{HostView, MOVES_AT_ONCE_MAX, Owner, Snapshot, TaskView, Together};
+use super::{HostView, MOVES_AT_ONCE_MAX, Owner, Snapshot, TaskView, Together, slowness};
 use sempa_proto::{HostId, Micros, Tid};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -31,9 +35,7 @@ pub const OWNER_AWAY_MIN: Micros = Micros::from_secs(300);
 /// The gain must be so many times the cost, unless the policy says otherwise.
 pub const MARGIN: f64 = 1.5;
 /// What must be gained at least, beside the margin.
-const GAIN_MIN: Micros = Micros::from_secs(1);
-/// A task must become faster by this factor.
-const FASTER: f64 = 1.2;
+pub(super) const GAIN_MIN: Micros = Micros::from_secs(1);
 /// Hosts with the slowest tasks that are looked at.
 const SOURCES_MAX: usize = 16;
 /// The best hosts that are looked at.
@@ -54,6 +56,8 @@ pub struct ShiftWhy {
     pub cost: Micros,
     /// Its job waits for its slowest task.
     pub barrier: bool,
+    /// Its job ends with its last task, and so much sooner than it would.
+    pub sooner: Option<Micros>,
 }
 
 impl fmt::Display for ShiftWhy {
@@ -61,8 +65,16 @@ impl fmt::Display for ShiftWhy {
         let per = |n: u64| n as f64 / 1e3;
         let seconds = |span: Micros| span.0 as f64 / 1e6;
         write!(f, "{:.2} of a processor instead of {:.2}", per(self.gets), per(self.has))?;
+        let (gain, cost) = (seconds(self.gain), seconds(self.cost));
+        if let Some(sooner) = self.sooner {
+            let sooner = seconds(sooner);
+            return write!(
+                f,
+                " has its job end {sooner:.1} s sooner, saves its tasks {gain:.1} s and costs {cost:.1} s"
+            );
+        }
         let of = if self.barrier { "its job, whose tasks wait for each other," } else { "tasks" };
-        write!(f, " saves {of} {:.1} s and costs {:.1} s", seconds(self.gain), seconds(self.cost))
+        write!(f, " saves {of} {gain:.1} s and costs {cost:.1} s")
     }
 }
 
@@ -81,58 +93,109 @@ pub struct Shift {
 
 /// A host while the plan is made.
 #[derive(Clone, Debug)]
-struct Place<'a> {
-    host: &'a HostView,
-    load: Load,
+pub(super) struct Place<'a> {
+    pub(super) host: &'a HostView,
+    pub(super) load: Load,
     /// Load that is not ours: the smaller and the larger view of it.
-    foreign: (f64, f64),
-    /// Work that our tasks on it have left, all together, in seconds of an ordinary processor.
-    left: f64,
+    pub(super) foreign: (f64, f64),
+    /// The mean of it.
+    pub(super) foreign_mean: f64,
+    /// Work that each of our tasks on it has left, in seconds of an ordinary processor, in rising order.
+    left: Vec<f64>,
 }
 
 impl Place<'_> {
-    fn rate(&self, own: u32, foreign: f64) -> f64 {
+    pub(super) fn rate(&self, own: u32, foreign: f64) -> f64 {
         let threads = f64::from(own) + foreign;
         self.load.speed as f64 * (self.load.processors() / threads.max(1e-9)).min(1.0)
+    }
+
+    /// The host for a look into the future. Of tasks that come from hosts outside the plan nothing is known.
+    pub(super) fn machine(&self, foreign: f64) -> Machine {
+        let unknown = f64::from(self.load.own) - self.left.len() as f64;
+        Machine {
+            processors: self.load.processors(),
+            speed: self.load.speed as f64 / 1e3,
+            foreign: foreign + unknown.max(0.0),
+        }
+    }
+
+    /// Seconds that its tasks take all together, without the one that is there or with one more that comes.
+    fn flow(&self, foreign: f64, without: Option<f64>, with: Option<f64>) -> f64 {
+        let mut left = self.left.clone();
+        if let Some(at) = without.and_then(|gone| left.iter().position(|l| *l == gone)) {
+            left.remove(at);
+        }
+        if let Some(more) = with {
+            left.insert(left.partition_point(|l| *l < more), more);
+        }
+        self.machine(foreign).flow(left.into_iter())
     }
 }
 
 /// The plan while it is made.
-struct Plan<'a> {
-    snapshot: &'a Snapshot,
-    places: BTreeMap<HostId, Place<'a>>,
+pub(super) struct Plan<'a> {
+    pub(super) snapshot: &'a Snapshot,
+    pub(super) places: BTreeMap<HostId, Place<'a>>,
+    /// What is expected of each task of these hosts.
+    pub(super) expected: BTreeMap<Tid, Expected>,
+    /// Jobs of all of whose tasks that is no guess.
+    pub(super) told: BTreeSet<Tid>,
     /// Jobs with barriers that gain nothing: their tasks stay.
-    fixed: BTreeSet<Tid>,
-    moved: BTreeSet<Tid>,
-    shifts: Vec<Shift>,
+    pub(super) fixed: BTreeSet<Tid>,
+    pub(super) moved: BTreeMap<Tid, HostId>,
+    pub(super) shifts: Vec<Shift>,
 }
 
-fn seconds(span: Micros) -> f64 {
+/// What is expected of a task.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Expected {
+    /// Work left, in seconds of an ordinary processor.
+    pub(super) left: f64,
+    /// Its program said so: it is no guess.
+    pub(super) told: bool,
+}
+
+pub(super) fn seconds(span: Micros) -> f64 {
     span.0 as f64 / 1e6
 }
 
-/// Work left, in seconds of an ordinary processor.
-fn left(snapshot: &Snapshot, task: &TaskView) -> f64 {
-    seconds(snapshot.estimates.left(&task.name, task.done))
+/// What is expected of a task.
+fn expected(snapshot: &Snapshot, task: &TaskView) -> Expected {
+    let told = task.wants.as_ref().and_then(|wants| wants.work);
+    // A little beyond what its program said it is still near its end; much beyond, that word is worth nothing.
+    match told.filter(|work| task.done.0 < work.0.saturating_mul(5) / 4) {
+        Some(work) => Expected { left: seconds(Micros(work.0.saturating_sub(task.done.0))), told: true },
+        None => Expected { left: seconds(snapshot.estimates.left(&task.name, task.done)), told: false },
+    }
 }
 
-/// True when the task may move for the sake of the load at all.
-fn may_shift(now: Micros, task: &TaskView) -> bool {
+/// Moves of a task for the sake of the load that still count.
+fn recent_shifts(now: Micros, task: &TaskView) -> usize {
+    task.shifts.iter().filter(|at| now.since(**at) < SHIFTS_SPAN).count()
+}
+
+/// Until when a task rests from its start and its moves.
+pub(super) fn rests_until(now: Micros, task: &TaskView) -> Micros {
+    let rest = Micros(SHIFT_REST.0 << recent_shifts(now, task).saturating_sub(1).min(SHIFTS_MAX));
+    let after_moves = task.moves.iter().map(|at| *at + REST);
+    let after_shifts = task.shifts.iter().map(|at| *at + rest);
+    after_moves.chain(after_shifts).fold(task.since + REST, Micros::max)
+}
+
+/// Moves for the sake of the load that a task may still make; 0 for one that stays where it is.
+pub(super) fn shifts_left(now: Micros, task: &TaskView) -> usize {
     let together = task.wants.as_ref().map_or(Together::Any, |w| w.together);
-    let rested = |at: &Micros| now.since(*at) >= REST;
-    let recent = task.shifts.iter().filter(|at| now.since(**at) < SHIFTS_SPAN).count();
-    let rest = Micros(SHIFT_REST.0 << recent.saturating_sub(1).min(SHIFTS_MAX));
-    !task.pinned
-        && !task.suspended
-        && !task.asked
-        && !task.named
-        && task.moving.is_none()
-        && together == Together::Any
+    let stays = !task.computes() || task.asked || task.named || together != Together::Any;
+    if stays { 0 } else { SHIFTS_MAX.saturating_sub(recent_shifts(now, task)) }
+}
+
+/// True when the task may move for the sake of the load now.
+pub(super) fn may_shift(now: Micros, task: &TaskView) -> bool {
+    task.moving.is_none()
         && task.held.as_ref().is_none_or(|held| held.at <= now)
-        && recent < SHIFTS_MAX
-        && rested(&task.since)
-        && task.moves.iter().all(rested)
-        && task.shifts.iter().all(|at| now.since(*at) >= rest)
+        && shifts_left(now, task) > 0
+        && rests_until(now, task) <= now
 }
 
 /// True for a host whose load is known and whose owner has been away for some time.
@@ -156,34 +219,47 @@ impl<'a> Plan<'a> {
         };
         let sources = index.slowest().filter_map(known).take(SOURCES_MAX);
         let targets = index.best().filter_map(known).take(TARGETS_MAX);
-        let mut places = BTreeMap::new();
-        for (host, load) in sources.chain(targets) {
+        let hosts: BTreeMap<HostId, (&HostView, Load)> =
+            sources.chain(targets).map(|(host, load)| (host.id, (host, load))).collect();
+        let tasks = hosts.values().flat_map(|(host, _)| &host.tasks).filter(|task| task.computes());
+        let expected: BTreeMap<Tid, Expected> = tasks.map(|task| (task.tid, expected(snapshot, task))).collect();
+        let place = |(host, load): &(&'a HostView, Load)| {
             let now = f64::from(super::load::foreign(host, snapshot.now));
             let mean = host.foreign_mean.map_or(now, f64::from);
-            let left = host.tasks.iter().filter(|t| !t.pinned).map(|t| left(snapshot, t)).sum();
-            places.insert(host.id, Place { host, load, foreign: (now.min(mean), now.max(mean)), left });
+            let foreign = (now.min(mean), now.max(mean));
+            (host.id, Place { host, load: *load, foreign, foreign_mean: mean, left: Vec::new() })
+        };
+        let mut places: BTreeMap<HostId, Place<'_>> = hosts.values().map(place).collect();
+        for (host, _) in hosts.values() {
+            for task in host.tasks.iter().filter(|task| task.computes()) {
+                let at = task.moving.flatten().unwrap_or(host.id);
+                places.get_mut(&at).into_iter().for_each(|place| place.left.push(expected[&task.tid].left));
+            }
         }
-        Plan { snapshot, places, fixed, moved: BTreeSet::new(), shifts: Vec::new() }
+        places.values_mut().for_each(|place| place.left.sort_unstable_by(f64::total_cmp));
+        Plan { snapshot, places, expected, told: BTreeSet::new(), fixed, moved: BTreeMap::new(), shifts: Vec::new() }
+    }
+
+    pub(super) fn left(&self, task: Tid) -> f64 {
+        self.expected.get(&task).map_or(0.0, |expected| expected.left)
     }
 
     /// What a move of this task saves, and what it costs; `None` when it is not worth it.
     fn judge(&self, task: &TaskView, from: &Place<'_>, to: &Place<'_>) -> Option<ShiftWhy> {
-        let own = left(self.snapshot, task);
+        let own = self.left(task.tid);
         let (low, high) = (from.foreign.0, to.foreign.1);
         let has = from.rate(from.load.own, low);
         let gets = to.rate(to.load.own + 1, high);
         if gets < has * FASTER {
             return None;
         }
-        // Seconds for a second's work: rates are thousandths.
-        let slow = |rate: f64| 1e3 / rate.max(1e-6);
-        let (freed, joined) = (from.rate(from.load.own - 1, low), to.rate(to.load.own, high));
-        let gain = own * (slow(has) - slow(gets)) + (from.left - own).max(0.0) * (slow(has) - slow(freed))
-            - to.left * (slow(gets) - slow(joined));
-        let cost = self.snapshot.estimates.cost(task.bytes);
+        let gain = from.flow(low, None, None) + to.flow(high, None, None)
+            - from.flow(low, Some(own), None)
+            - to.flow(high, None, Some(own));
+        let cost = self.snapshot.estimates.cost(task.bytes, slowness(has, gets));
         let worth = gain >= self.snapshot.costs.margin() * seconds(cost) + seconds(GAIN_MIN);
         let gain = Micros((gain.max(0.0) * 1e6) as u64);
-        worth.then_some(ShiftWhy { has: has as u64, gets: gets as u64, gain, cost, barrier: false })
+        worth.then_some(ShiftWhy { has: has as u64, gets: gets as u64, gain, cost, barrier: false, sooner: None })
     }
 
     /// The one move that saves most.
@@ -191,13 +267,14 @@ impl<'a> Plan<'a> {
         let now = self.snapshot.now;
         let mut best = None::<(f64, Shift)>;
         for from in self.places.values().filter(|p| p.load.own > 0) {
-            let tasks = from.host.tasks.iter().filter(|t| may_shift(now, t) && !self.moved.contains(&t.tid));
+            let tasks = from.host.tasks.iter().filter(|t| may_shift(now, t) && !self.moved.contains_key(&t.tid));
             for task in tasks.filter(|t| !self.fixed.contains(&t.job)).take(TASKS_MAX) {
                 for to in self.places.values().filter(|p| p.host.id != from.host.id) {
                     let Some(why) = self.judge(task, from, to) else { continue };
                     let net = seconds(why.gain) - self.snapshot.costs.margin() * seconds(why.cost);
                     if best.as_ref().is_some_and(|(most, _)| *most >= net)
                         || unfit(self.snapshot, to.host, from.host, task, true).is_some()
+                        || self.delays(task, to.host.id)
                     {
                         continue;
                     }
@@ -208,13 +285,21 @@ impl<'a> Plan<'a> {
         best.map(|(_, shift)| shift)
     }
 
-    fn take(&mut self, shift: Shift, left: f64) {
+    pub(super) fn take(&mut self, shift: Shift) {
+        let left = self.left(shift.tid);
         for (id, one_more) in [(shift.from, false), (shift.to, true)] {
             let place = self.places.get_mut(&id).expect("moves are between places of the plan");
-            place.load.own = if one_more { place.load.own + 1 } else { place.load.own - 1 };
-            place.left = if one_more { place.left + left } else { (place.left - left).max(0.0) };
+            if one_more {
+                place.load.own += 1;
+                place.left.insert(place.left.partition_point(|l| *l < left), left);
+            } else {
+                place.load.own -= 1;
+                if let Some(at) = place.left.iter().position(|l| *l == left) {
+                    place.left.remove(at);
+                }
+            }
         }
-        self.moved.insert(shift.tid);
+        self.moved.insert(shift.tid, shift.to);
         self.shifts.push(shift);
     }
 
@@ -225,8 +310,7 @@ impl<'a> Plan<'a> {
     fn fill(&mut self, room: usize) {
         while self.shifts.len() < room {
             let Some(shift) = self.best() else { break };
-            let left = self.task(&shift).map_or(0.0, |task| left(self.snapshot, task));
-            self.take(shift, left);
+            self.take(shift);
         }
     }
 
@@ -236,7 +320,7 @@ impl<'a> Plan<'a> {
         let (mut before, mut after, mut count, mut longest) = (f64::MAX, f64::MAX, 0, 0.0_f64);
         let went: BTreeMap<Tid, HostId> = self.shifts.iter().map(|s| (s.tid, s.to)).collect();
         for host in &self.snapshot.hosts {
-            for task in host.tasks.iter().filter(|t| t.job == job && !t.pinned) {
+            for task in host.tasks.iter().filter(|t| t.job == job && t.computes()) {
                 let Some(load) = index.load(host.id) else { continue };
                 let of = |id: HostId, own: Option<u32>| match self.places.get(&id) {
                     Some(place) => {
@@ -247,7 +331,7 @@ impl<'a> Plan<'a> {
                 };
                 before = before.min(of(host.id, Some(load.own)));
                 after = after.min(of(went.get(&task.tid).copied().unwrap_or(host.id), None));
-                (count, longest) = (count + 1, longest.max(left(self.snapshot, task)));
+                (count, longest) = (count + 1, longest.max(self.left(task.tid)));
             }
         }
         (before, after, count, longest)
@@ -289,6 +373,7 @@ pub fn balance(snapshot: &Snapshot) -> Vec<Shift> {
     let mut fixed = BTreeSet::new();
     loop {
         let mut plan = Plan::new(snapshot, fixed.clone());
+        plan.hasten(room);
         plan.fill(room);
         let useless = plan.judge_barriers();
         if useless.is_empty() {

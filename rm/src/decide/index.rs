@@ -130,7 +130,7 @@ impl Index {
     /// Takes a host in. Answers the hosts to which its tasks are on their way.
     fn learn(&mut self, host: &HostView, now: Micros) -> Vec<HostId> {
         let (mut staying, mut leaving) = (0, Vec::new());
-        for task in host.tasks.iter().filter(|t| !t.pinned && !t.suspended) {
+        for task in host.tasks.iter().filter(|t| t.computes()) {
             match task.moving.flatten() {
                 Some(to) => leaving.push(to),
                 None => staying += 1,

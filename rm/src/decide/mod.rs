@@ -9,6 +9,8 @@
 mod balance;
 mod choice;
 mod fair;
+mod farm;
+mod hasten;
 mod index;
 mod load;
 mod moves;
@@ -28,7 +30,7 @@ pub use moves::{
     StayReason, moves,
 };
 pub use place::{Ask, EXPLAINED_HOSTS_MAX, Placement, SPAWN_TASKS_MAX, Why, place, place_by};
-pub use predict::{Estimates, LEFT_MAX, Lessons, PROGRAMS_MAX};
+pub use predict::{Estimates, LEFT_MAX, Lessons, PROGRAMS_MAX, slowness};
 pub use share::{Again, GIVING_MAX, GivesWay, give_way, go_on};
 pub use wants::{Condition, Figure, Has, Name, Op, Rank, Together, WANTS_BYTES_MAX, WANTS_ENV, Wants, WantsError};
 
@@ -387,6 +389,11 @@ impl TaskView {
         !self.pinned && !self.asked && self.moving.is_none()
     }
 
+    /// True for one that computes here: a part of its host's load, with work to do.
+    pub fn computes(&self) -> bool {
+        !self.pinned && !self.suspended
+    }
+
     /// A task of which nothing is known but that it runs since then.
     pub fn new(tid: Tid, since: Micros) -> TaskView {
         TaskView {
@@ -427,6 +434,13 @@ impl Snapshot {
     /// What each of our tasks on a host gets now, in thousandths of an ordinary processor.
     pub fn rate(&self, id: HostId) -> f64 {
         self.hosts.index(self.now).load(id).map_or(0.0, |load| load.rate())
+    }
+
+    /// How slow the hosts of a move are for its own work, as they are now.
+    pub fn slowness(&self, from: HostId, to: HostId) -> f64 {
+        // A host of which nothing is known counts as an ordinary one.
+        let rate = |id| Some(self.rate(id)).filter(|rate| *rate > 0.0).unwrap_or(1e3);
+        slowness(rate(from), rate(to))
     }
 
     /// Name of a host, or its number when it is not known.

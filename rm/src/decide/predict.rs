@@ -15,8 +15,10 @@ const LIVES_MIN: u32 = 3;
 const NEWEST: f64 = 0.2;
 /// More work is expected of no task, whatever was seen.
 pub const LEFT_MAX: Micros = Micros::from_secs(24 * 3600);
-/// What every move costs beside its bytes.
+/// What every move costs beside its bytes, where an ordinary processor has nothing else to do.
 const FREEZE: f64 = 0.06;
+/// No host is taken to be slower than an ordinary one by more.
+const SLOW_MAX: f64 = 100.0;
 /// Bytes per second from the source's memory to the target's, before anything was learned.
 const BYTES_PER_SECOND: f64 = 200e6;
 /// What a task loses after a move until its caches and pages are there again, beside its bytes.
@@ -104,9 +106,10 @@ impl Estimates {
         }
     }
 
-    /// A move has stopped a task with an image of `bytes` for `frozen`.
-    pub fn moved(&mut self, bytes: u64, frozen: Micros) {
-        let ratio = seconds(frozen).max(0.001) / Estimates::frozen_seconds(bytes);
+    /// A move has stopped a task with an image of `bytes` for `frozen`; its hosts were so many times slower than an ordinary
+    /// processor ([`slowness`]).
+    pub fn moved(&mut self, bytes: u64, frozen: Micros, slowness: f64) {
+        let ratio = seconds(frozen).max(0.001) / Estimates::frozen_seconds(bytes, slowness);
         self.moves += 1;
         let weight = NEWEST.max(1.0 / self.moves as f64);
         self.cost_bias += weight * (ratio.clamp(0.05, 100.0).ln() - self.cost_bias);
@@ -125,16 +128,25 @@ impl Estimates {
         left.min(LEFT_MAX)
     }
 
-    fn frozen_seconds(bytes: u64) -> f64 {
-        FREEZE + bytes as f64 / BYTES_PER_SECOND
+    fn frozen_seconds(bytes: u64, slowness: f64) -> f64 {
+        FREEZE * slowness + bytes as f64 / BYTES_PER_SECOND
     }
 
-    /// What a move costs a task whose newest image had `bytes`, 0 if nobody knows: standstill and warming up.
-    pub fn cost(&self, bytes: u64) -> Micros {
+    /// What a move costs a task whose newest image had `bytes`, 0 if nobody knows, between hosts of this [`slowness`]: standstill
+    /// and warming up.
+    pub fn cost(&self, bytes: u64, slowness: f64) -> Micros {
         let bytes = if bytes == 0 { BYTES_UNKNOWN } else { bytes };
         let warm_up = WARM_UP + bytes as f64 / WARM_UP_BYTES_PER_SECOND;
-        micros(Estimates::frozen_seconds(bytes) * self.cost_bias.exp() + warm_up)
+        micros(Estimates::frozen_seconds(bytes, slowness) * self.cost_bias.exp() + warm_up)
     }
+}
+
+/// How many times slower than an ordinary processor that has nothing else to do the hosts of a move are, for the work of the
+/// move itself: one half of it is done where the task gets `has` thousandths of such a processor, the other where it gets
+/// `gets`. A faster one counts as an ordinary one.
+pub fn slowness(has: f64, gets: f64) -> f64 {
+    let slow = |rate: f64| (1e3 / rate.max(1.0)).clamp(1.0, SLOW_MAX);
+    (slow(has) + slow(gets)) / 2.0
 }
 
 #[cfg(test)]
@@ -157,17 +169,30 @@ mod tests {
     #[test]
     fn the_cost_of_moves_follows_what_moves_cost() {
         let mut estimates = Estimates::default();
-        let before = estimates.cost(100 << 20);
-        assert!(before < estimates.cost(1 << 30));
+        let before = estimates.cost(100 << 20, 1.0);
+        assert!(before < estimates.cost(1 << 30, 1.0));
         for _ in 0..20 {
-            estimates.moved(100 << 20, Micros::from_secs(10));
+            estimates.moved(100 << 20, Micros::from_secs(10), 1.0);
         }
-        let after = seconds(estimates.cost(100 << 20));
+        let after = seconds(estimates.cost(100 << 20, 1.0));
         assert!((10.0..11.0).contains(&after), "{after}");
         for _ in 0..40 {
-            estimates.moved(100 << 20, Micros::from_millis(100));
+            estimates.moved(100 << 20, Micros::from_millis(100), 1.0);
         }
-        assert!(estimates.cost(100 << 20) < before);
+        assert!(estimates.cost(100 << 20, 1.0) < before);
+    }
+
+    #[test]
+    fn a_move_between_slow_hosts_costs_more_and_teaches_nothing_false_about_others() {
+        assert_eq!((slowness(1000.0, 4000.0), slowness(100.0, 500.0), slowness(0.0, 0.0)), (1.0, 6.0, SLOW_MAX));
+        let mut estimates = Estimates::default();
+        let (ordinary, slow) = (estimates.cost(1 << 20, 1.0), estimates.cost(1 << 20, 20.0));
+        assert!((seconds(slow) - seconds(ordinary) - 19.0 * FREEZE).abs() < 1e-5, "{slow:?} {ordinary:?}");
+        for _ in 0..20 {
+            let as_expected = micros(Estimates::frozen_seconds(1 << 20, 20.0));
+            estimates.moved(1 << 20, as_expected, 20.0);
+        }
+        assert!(estimates.cost(1 << 20, 1.0).0.abs_diff(ordinary.0) < 10);
     }
 
     #[test]
@@ -176,11 +201,11 @@ mod tests {
         for _ in 0..LIVES_MIN {
             estimates.ended(&program, Micros::from_secs(100));
         }
-        estimates.moved(1 << 20, Micros::from_secs(3));
+        estimates.moved(1 << 20, Micros::from_secs(3), 1.0);
         let again = Estimates::recall(estimates.lessons());
         let (done, bytes) = (Micros::from_secs(30), 1 << 20);
         assert_eq!(again.left("worker", done), estimates.left("worker", done));
-        assert_eq!(again.cost(bytes), estimates.cost(bytes));
+        assert_eq!(again.cost(bytes, 1.0), estimates.cost(bytes, 1.0));
         assert_eq!(again.lessons(), estimates.lessons());
     }
 

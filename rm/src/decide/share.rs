@@ -46,7 +46,7 @@ pub fn give_way(snapshot: &Snapshot, fair: &Fair, ask: &Ask<'_>) -> Vec<GivesWay
         .iter()
         .filter(|host| host.owner.keeps_out().is_none())
         .flat_map(|host| host.tasks.iter().map(move |task| (host.id, task)))
-        .filter(|(_, task)| !task.pinned && !task.suspended && task.moving.is_none())
+        .filter(|(_, task)| task.computes() && task.moving.is_none())
         .filter_map(|(host, task)| Some((of_user(task.user)?, host, task)))
         .collect();
     candidates.sort_by_key(|(order, _, task)| (*order, std::cmp::Reverse(task.since), task.tid));

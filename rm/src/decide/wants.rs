@@ -2,9 +2,10 @@
 //!
 //! ```text
 //! text      = part { (";" | ",") part }
-//! part      = condition | "rank" "=" ["-"] figure | "same-host" | "spread" [ "=" number ] | "barrier"
+//! part      = condition | "rank" "=" ["-"] figure | "same-host" | "spread" [ "=" number ] | "barrier" | "work" "=" seconds
 //! condition = name ("=" | "!=") value { "|" value }  |  name (">=" | "<=" | ">" | "<") value
 //! figure    = "memory" | "cores" | "speed" | "free"
+//! seconds   = number [ "s" | "m" | "h" ]
 //! ```
 //!
 //! Names are `host`, `arch`, `memory` (bytes that can be had, for each task), `cores`, `speed` (1000 is an ordinary host),
@@ -16,6 +17,8 @@
 
 use super::HostView;
 use super::load::Load;
+use super::predict::LEFT_MAX;
+use sempa_proto::Micros;
 use sempa_proto::task::{SPAWN_ARCH, SPAWN_HOST, SpawnRequest};
 use sempa_proto::text::memory_parts;
 use std::fmt;
@@ -115,6 +118,8 @@ pub struct Wants {
     pub rank: Option<Rank>,
     /// The tasks of the job wait for each other: it is as fast as its slowest task.
     pub barrier: bool,
+    /// What each task will do, in time of an ordinary processor, as the program says.
+    pub work: Option<Micros>,
 }
 
 /// A text that is not understood; nothing is placed.
@@ -324,6 +329,15 @@ impl Condition {
     }
 }
 
+/// A span of time as people write it: seconds, or with `m` or `h` behind them.
+fn work(text: &str) -> Option<Micros> {
+    let units = [("h", 3600.0), ("m", 60.0), ("s", 1.0)];
+    let unit = units.iter().find_map(|(name, seconds)| Some((text.strip_suffix(name)?, *seconds)));
+    let (digits, seconds) = unit.unwrap_or((text, 1.0));
+    let span = digits.trim().parse::<f64>().ok()? * seconds;
+    (span.is_finite() && span > 0.0).then(|| Micros((span * 1e6) as u64).min(LEFT_MAX))
+}
+
 impl Wants {
     /// Reads a text.
     ///
@@ -340,6 +354,7 @@ impl Wants {
             match (word, value) {
                 ("barrier", None) => wants.barrier = true,
                 ("same-host", None) => wants.together = Together::SameHost,
+                ("work", Some(span)) => wants.work = Some(work(span).ok_or_else(wrong)?),
                 ("spread", None) => wants.together = Together::Spread(1),
                 ("spread", Some(most)) => {
                     let most = most.parse().ok().filter(|n| *n > 0).ok_or_else(wrong)?;
@@ -371,6 +386,7 @@ impl Wants {
             wants.conditions.extend(more.conditions);
             wants.rank = more.rank.or(wants.rank);
             wants.barrier |= more.barrier;
+            wants.work = more.work.or(wants.work);
             if more.together != Together::Any {
                 wants.together = more.together;
             }
@@ -414,6 +430,12 @@ mod tests {
         assert_eq!(wants.conditions[3].name, Name::Label("disk".into()));
         assert_eq!((wants.together, wants.rank), (Together::Spread(2), Some(Rank { by: Figure::Speed, least: true })));
         assert_eq!(Wants::parse(" ;, ").expect("nothing is asked"), Wants::default());
+        let work = |text: &str| Wants::parse(text).expect("good").work;
+        assert_eq!(
+            (work("work = 90"), work("spread; work=1.5 m")),
+            (Some(Micros::from_secs(90)), Some(Micros::from_secs(90)))
+        );
+        assert_eq!((work("work = 1000h"), work("barrier")), (Some(LEFT_MAX), None));
         assert_eq!(Wants::parse("free>=0.5").expect("good").conditions[0].numbers, [50]);
     }
 
@@ -428,6 +450,8 @@ mod tests {
             ("host = h1|", "is not a requirement"),
             ("rank = luck", "\"rank = luck\" is not"),
             ("spread = 0", "\"spread = 0\" is not"),
+            ("work = much", "\"work = much\" is not"),
+            ("work = -1", "\"work = -1\" is not"),
             (" = 3", "is not a requirement"),
         ] {
             let error = Wants::parse(text).expect_err(text).to_string();

@@ -142,8 +142,8 @@ impl<V: VmApi> Service<V> {
             None => drop(self.memory.refusals.remove(&tid)),
         }
         let expected = expected.unwrap_or_else(|| {
-            let bytes = self.model.bytes_of(tid);
-            Expected { gain: Micros::default(), cost: self.model.estimates().cost(bytes) }
+            let (bytes, slowness) = (self.model.bytes_of(tid), self.model.slowness(from, to));
+            Expected { gain: Micros::default(), cost: self.model.estimates().cost(bytes, slowness) }
         });
         let (from, to) = (self.model.host_name(from), self.model.host_name(to));
         let what = Decided::Go { tid, from, to, cause, expected, refused };

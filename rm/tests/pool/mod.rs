@@ -309,7 +309,7 @@ impl Pool {
     }
 
     fn begin_move(&mut self, tid: Tid, to: HostId) {
-        let cost = self.snapshot.estimates.cost(BYTES).0 as f64 / 1e6;
+        let cost = self.snapshot.estimates.cost(BYTES, 1.0).0 as f64 / 1e6;
         let task = self.tasks.get_mut(&tid).expect("only tasks that run are moved");
         task.moving = Some(to.index());
         let host = task.host;

@@ -171,7 +171,7 @@ fn begun(bed: &mut Bed, parent: Tid) -> Vec<Tid> {
 
 fn asks_for_one(bed: &mut Bed) {
     let request = SpawnRequest { place: "?free >= 1".into(), ..request(1) };
-    bed.world().post(other(), CTX_BASE, SM_SPAWN, 9, pack_spawn(&request));
+    bed.world().post(other(), CTX_BASE, SM_SPAWN, 9, pack_spawn(&request, None));
     bed.settle();
 }
 

@@ -1,0 +1,208 @@
+//! `cargo xtask bench balance`: a farm of unequal tasks on hosts that control groups make unequal. Two sets of such hosts are up
+//! at the same time, so that a busy minute hurts both alike: on one the farm runs without a resource manager, in turn, on the
+//! other one under a resource manager that balances, first without a word about its tasks, then with their work told. They
+//! are measured by the best assignment there is, which is found by trying all.
+
+use crate::figures::median;
+use crate::machine::Machine;
+use anyhow::{Context, Result, bail, ensure};
+use sempa_proto::event::EventKind;
+use sempa_proto::migration::Cause;
+use sempa_tests::assignment::{Speed, best, blind};
+use sempa_tests::dice::Dice;
+use sempa_tests::labour::{Harvest, Unequal};
+use sempa_tests::{limits, needs};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// What of one processor each host has; twice that has to fit on the machine.
+const SHARES: [f64; 4] = [0.1, 0.1, 0.2, 0.4];
+/// Tasks of the farm.
+const TASKS: usize = 12;
+/// The work of each, in milliseconds of processor time, is between these.
+const WORK_MS: (usize, usize) = (2_500, 14_500);
+/// A quick run has less of it.
+const QUICK: usize = 3;
+/// Repetitions, each with other tasks.
+const REPETITIONS: usize = 3;
+/// Time for one farm.
+const FARM_TIME: Duration = Duration::from_secs(1200);
+/// Load watchers have told of their hosts by then.
+const TOLD_TIME: Duration = Duration::from_secs(8);
+/// Goals: seconds over those of the best assignment at most, and those in turn over ours at least.
+const OVER_BEST_MAX: f64 = 1.15;
+const FASTER_MIN: f64 = 1.5;
+
+/// A farm, run once.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct Once {
+    seconds: f64,
+    /// Why tasks were moved, one sentence for each move.
+    moves: Vec<String>,
+    failed_moves: usize,
+}
+
+/// One repetition, with its own tasks.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct Round {
+    /// Its number; the same number gives the same tasks.
+    number: usize,
+    /// Seconds of processor time.
+    work: Vec<f64>,
+    /// Seconds of the best assignment that never changes.
+    best: f64,
+    /// Seconds if nothing is known of the tasks, and moves cost nothing.
+    blind: f64,
+    in_turn: Once,
+    untold: Once,
+    told: Once,
+}
+
+#[derive(Debug, Serialize)]
+struct Results {
+    machine: Machine,
+    shares: [f64; SHARES.len()],
+    /// Seconds of processor time for a unit of work.
+    unit: f64,
+    rounds: Vec<Round>,
+}
+
+/// How to measure.
+#[derive(Clone, Debug)]
+pub struct Balance {
+    /// Where our programs are installed.
+    pub prefix: PathBuf,
+    /// They were built for this run, from these sources.
+    pub own_build: bool,
+    /// One repetition with less work.
+    pub quick: bool,
+    /// Repetitions, if not the usual number.
+    pub repetitions: Option<usize>,
+    /// Only these repetitions; the others are taken from the results that are there.
+    pub only: Vec<usize>,
+    /// Folder for table and JSON.
+    pub results: PathBuf,
+}
+
+/// Measures, prints a table, writes it and JSON after each repetition. True if the medians meet the goals.
+///
+/// # Errors
+/// Hosts cannot be made, a farm goes wrong, or the results cannot be written.
+pub fn balanced(how: &Balance) -> Result<bool> {
+    if let Some(lack) = needs::lacks().or_else(limits::lacks) {
+        bail!("bench balance: {lack}");
+    }
+    let repetitions = how.repetitions.unwrap_or(if how.quick { 1 } else { REPETITIONS });
+    let numbers: Vec<usize> = if how.only.is_empty() { (1..=repetitions).collect() } else { how.only.clone() };
+    let file = how.results.join("balance.json");
+    let mut rounds = if how.only.is_empty() { Vec::new() } else { rounds_of(&file)? };
+    rounds.retain(|round: &Round| !numbers.contains(&round.number));
+    let mut machine = Machine::describe(how.own_build, rounds.len() + numbers.len(), how.quick);
+    let sides = [Unequal::new(&how.prefix, &SHARES)?, Unequal::new(&how.prefix, &SHARES)?];
+    let unit = std::thread::scope(|scope| {
+        // Both at once: processors that share a core are slower together.
+        let each = sides.each_ref().map(|side| scope.spawn(|| side.unit()));
+        let each = each.map(|side| side.join().expect("it does not panic"));
+        each.into_iter().sum::<Result<f64>>().map(|sum| sum / sides.len() as f64)
+    })?;
+    fs::create_dir_all(&how.results).with_context(|| how.results.display().to_string())?;
+    let mut good = true;
+    for number in numbers {
+        eprintln!("bench balance: repetition {number}");
+        rounds.push(round(&sides, unit, number, how.quick)?);
+        rounds.sort_by_key(|round| round.number);
+        machine.look_again();
+        let (text, met) = table(&rounds);
+        let text = format!("{}{text}", machine.text());
+        fs::write(how.results.join("balance.txt"), &text)?;
+        let all = Results { machine: machine.clone(), shares: SHARES, unit, rounds: rounds.clone() };
+        fs::write(&file, serde_json::to_string_pretty(&all)? + "\n")?;
+        println!("{text}written: {}", how.results.display());
+        good = met;
+    }
+    Ok(good)
+}
+
+/// The repetitions that a file has.
+fn rounds_of(file: &Path) -> Result<Vec<Round>> {
+    let Ok(text) = fs::read_to_string(file) else { return Ok(Vec::new()) };
+    let mut all: Value = serde_json::from_str(&text).with_context(|| file.display().to_string())?;
+    serde_json::from_value(all["rounds"].take()).with_context(|| file.display().to_string())
+}
+
+fn round(sides: &[Unequal; 2], unit: f64, number: usize, quick: bool) -> Result<Round> {
+    let (mut dice, (least, most)) = (Dice::new(number as u64), WORK_MS);
+    let less = if quick { QUICK } else { 1 };
+    let ms: Vec<usize> = (0..TASKS).map(|_| (least + dice.below(most - least)) / less).collect();
+    let units: Vec<u32> = ms.iter().map(|ms| ((*ms as f64 / 1e3 / unit).round() as u32).max(1)).collect();
+    let work: Vec<f64> = units.iter().map(|units| f64::from(*units) * unit).collect();
+    let hosts = SHARES.map(|share| Speed { each: share, processors: 1.0 });
+    let (best, blind) = (best(&hosts, &work), blind(&hosts, &work));
+    eprintln!("bench balance: {work:.1?} s of work; the best assignment takes {best:.1} s");
+    let (in_turn, [untold, told]) = std::thread::scope(|scope| {
+        let in_turn = scope.spawn(|| once(&sides[0], None, &units));
+        let ours = [Some(None), Some(Some(unit))].map(|way| once(&sides[1], way, &units));
+        let [untold, told] = ours;
+        anyhow::Ok((in_turn.join().expect("it does not panic")?, [untold?, told?]))
+    })?;
+    Ok(Round { number, work, best, blind, in_turn, untold, told })
+}
+
+/// Runs the farm once: in turn, or under a resource manager, perhaps with a word about what a unit of work takes.
+fn once(hosts: &Unequal, managed: Option<Option<f64>>, units: &[u32]) -> Result<Once> {
+    let vm = hosts.start()?;
+    let manager = managed.map(|_| hosts.manage(&vm)).transpose()?;
+    if manager.is_some() {
+        std::thread::sleep(TOLD_TIME);
+    }
+    let done = hosts.farm(&vm, managed.flatten(), units)?.finish(FARM_TIME);
+    let harvest = Harvest::read(&done.and_then(|done| done.expect_good("the farm")).with_context(|| vm.logs())?.out)?;
+    let right = harvest.tasks.len() == units.len() && harvest.tasks.iter().all(|task| task.right);
+    ensure!(right, "a task was lost or did something else: {harvest:?}\n{}", vm.logs());
+    let events = vm.events()?;
+    let moves = events.iter().filter_map(|entry| match &entry.kind {
+        EventKind::Moved { cause: Cause::Load { .. }, .. } => Some(entry.text.clone()),
+        _ => None,
+    });
+    let moves: Vec<String> = moves.collect();
+    let failed_moves = events.iter().filter(|entry| matches!(entry.kind, EventKind::MoveFailed { .. })).count();
+    vm.halt()?;
+    drop(manager);
+    let seconds = harvest.us as f64 / 1e6;
+    eprintln!("bench balance: {managed:?}: {seconds:.1} s, {} moves, {failed_moves} failed", moves.len());
+    moves.iter().for_each(|text| eprintln!("  {text}"));
+    Ok(Once { seconds, moves, failed_moves })
+}
+
+/// The table, and whether the goals are met.
+fn table(rounds: &[Round]) -> (String, bool) {
+    let head = ["", "seconds", "of the best", "than in turn", "moves", "failed"];
+    let mut text =
+        format!("{:46} {:>8} {:>12} {:>13} {:>6} {:>7}\n", head[0], head[1], head[2], head[3], head[4], head[5]);
+    let middle = |of: &dyn Fn(&Round) -> f64| median(rounds.iter().map(of).collect()).unwrap_or(f64::NAN);
+    let mut line = |name: &str, seconds: &dyn Fn(&Round) -> f64, once: Option<&dyn Fn(&Round) -> &Once>| {
+        let over = middle(&|round| seconds(round) / round.best);
+        let faster = middle(&|round| round.in_turn.seconds / seconds(round));
+        text.push_str(&format!("{name:46} {:>8.1} {over:>11.2}x {faster:>12.2}x", middle(seconds)));
+        if let Some(once) = once {
+            let sum = |of: fn(&Once) -> usize| rounds.iter().map(|round| of(once(round))).sum::<usize>();
+            text.push_str(&format!(" {:>6} {:>7}", sum(|once| once.moves.len()), sum(|once| once.failed_moves)));
+        }
+        text.push('\n');
+        (over, faster)
+    };
+    line("the best assignment, by trying all", &|round| round.best, None);
+    line("as good as without knowing the tasks", &|round| round.blind, None);
+    line("in turn, without resource manager", &|round| round.in_turn.seconds, Some(&|round| &round.in_turn));
+    let untold = line("pvm-rm --balance, work not told", &|round| round.untold.seconds, Some(&|round| &round.untold));
+    let told = line("pvm-rm --balance, work told", &|round| round.told.seconds, Some(&|round| &round.told));
+    let good = [untold, told].iter().all(|(over, faster)| *over <= OVER_BEST_MAX && *faster >= FASTER_MIN);
+    text.push_str(&format!(
+        "medians of {} farms of {TASKS} tasks, moves of all; goal: {OVER_BEST_MAX}x of the best, {FASTER_MIN}x faster than in turn\n",
+        rounds.len()
+    ));
+    (text, good)
+}

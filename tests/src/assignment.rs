@@ -1,0 +1,83 @@
+//! The best assignment of tasks to hosts, when all is known and nothing is moved: what every way to place and to balance is
+//! measured by.
+
+/// A host, as far as its speed goes.
+#[derive(Clone, Copy, Debug)]
+pub struct Speed {
+    /// Work that one of its processors does in a second; the unit is the caller's.
+    pub each: f64,
+    /// Its processors.
+    pub processors: f64,
+}
+
+/// Seconds until the last of tasks with so much work ends where all of them share one host; no order of them is faster.
+fn end(host: &Speed, (sum, largest): (f64, f64)) -> f64 {
+    (sum / (host.each * host.processors)).max(largest / host.each)
+}
+
+/// Seconds of the best assignment, found by trying all.
+pub fn best(hosts: &[Speed], work: &[f64]) -> f64 {
+    fn search(hosts: &[Speed], work: &[f64], sums: &mut [(f64, f64)], best: &mut f64) {
+        let now = hosts.iter().zip(sums.iter()).map(|(host, sums)| end(host, *sums)).fold(0.0, f64::max);
+        if now >= *best {
+            return;
+        }
+        let Some((first, rest)) = work.split_first() else {
+            *best = now;
+            return;
+        };
+        for i in 0..hosts.len() {
+            let before = sums[i];
+            sums[i] = (before.0 + first, before.1.max(*first));
+            search(hosts, rest, sums, best);
+            sums[i] = before;
+        }
+    }
+    let mut work = work.to_vec();
+    // The largest first: what cannot be the best is seen early.
+    work.sort_by(|a, b| b.total_cmp(a));
+    let mut best = f64::MAX;
+    search(hosts, &work, &mut vec![(0.0, 0.0); hosts.len()], &mut best);
+    best
+}
+
+/// Seconds if all tasks go forward at the same pace, and moves cost nothing: the fair bet of who knows nothing of them beforehand.
+pub fn blind(hosts: &[Speed], work: &[f64]) -> f64 {
+    let each = |host: &Speed| vec![host.each; host.processors.round() as usize];
+    let mut speeds: Vec<f64> = hosts.iter().flat_map(each).collect();
+    speeds.sort_by(|a, b| b.total_cmp(a));
+    let mut work = work.to_vec();
+    work.sort_by(f64::total_cmp);
+    let (mut seconds, mut before) = (0.0, 0.0);
+    for (ended, work_of_next) in work.iter().enumerate() {
+        let running = work.len() - ended;
+        let together: f64 = speeds.iter().take(running).sum();
+        seconds += (work_of_next - before) * running as f64 / together;
+        before = *work_of_next;
+    }
+    seconds
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ORDINARY: Speed = Speed { each: 1.0, processors: 1.0 };
+
+    #[test]
+    fn the_best_assignment_gives_the_fast_host_more() {
+        let fast = Speed { each: 2.0, ..ORDINARY };
+        assert_eq!(best(&[ORDINARY, fast], &[10.0, 10.0, 10.0]), 10.0);
+        assert_eq!(best(&[ORDINARY, fast], &[30.0, 10.0, 10.0]), 15.0 + 5.0);
+        assert_eq!(best(&[Speed { processors: 2.0, ..ORDINARY }], &[30.0, 10.0, 10.0]), 30.0);
+    }
+
+    #[test]
+    fn who_knows_nothing_has_all_tasks_do_the_same() {
+        // Ten of each in ten seconds; then one processor has nothing to do for twenty.
+        assert_eq!(blind(&[ORDINARY, ORDINARY], &[10.0, 30.0]), 30.0);
+        assert_eq!(blind(&[ORDINARY], &[10.0, 30.0]), 40.0);
+        let fast = Speed { each: 3.0, ..ORDINARY };
+        assert_eq!(blind(&[ORDINARY, fast], &[8.0, 20.0]), 4.0 + 4.0);
+    }
+}

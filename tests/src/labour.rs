@@ -1,0 +1,177 @@
+//! A farm of tasks with different amounts of work on hosts that control groups make unequal.
+
+use crate::limits::Limit;
+use crate::run::{Running, eventually, must};
+use crate::testbed::{Testbed, place_of};
+use crate::vm::{COMMAND_TIME, Settings, Vm};
+use anyhow::{Context, Result, ensure};
+use sempa_proto::event::EventKind;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+
+/// Hosts of one machine with unequal shares of its processors.
+#[derive(Debug)]
+pub struct Unequal {
+    // Before the groups, which can be removed when they are empty.
+    bed: Testbed,
+    groups: Vec<Limit>,
+    shares: Vec<f64>,
+}
+
+/// What came of one task of a farm.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Reaped {
+    /// Its tid as printed.
+    pub tid: String,
+    /// What it had to do.
+    pub units: u32,
+    /// Microseconds from the first spawn of the farm until it was heard of.
+    pub us: u64,
+    /// Its result was right.
+    pub right: bool,
+}
+
+/// What came of a farm.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Harvest {
+    /// The tasks, in the order in which they ended.
+    pub tasks: Vec<Reaped>,
+    /// Microseconds from the first spawn until the last task was heard of.
+    pub us: u64,
+}
+
+impl Unequal {
+    /// Hosts h1, h2, … that will have these shares of one processor. [`crate::limits::lacks`] says what it takes beside a
+    /// testbed.
+    ///
+    /// # Errors
+    /// There can be no such hosts here.
+    pub fn new(prefix: &Path, shares: &[f64]) -> Result<Unequal> {
+        let bed = Testbed::new(shares.len(), Some(prefix), &[])?;
+        let groups = bed.hosts().iter().map(Limit::new).collect::<Result<_>>()?;
+        Ok(Unequal { bed, groups, shares: shares.to_vec() })
+    }
+
+    /// The hosts.
+    pub fn bed(&self) -> &Testbed {
+        &self.bed
+    }
+
+    /// The group of host number `i`, counted from 1 as in its name.
+    pub fn group(&self, i: usize) -> &Limit {
+        &self.groups[i - 1]
+    }
+
+    /// A virtual machine of all hosts without a resource manager. Its daemons, and all that they start, have their hosts'
+    /// shares from now on.
+    ///
+    /// # Errors
+    /// The console's own words, or the kernel's.
+    pub fn start(&self) -> Result<Vm<'_>> {
+        // Quickly up, then slow.
+        self.groups.iter().try_for_each(Limit::lift)?;
+        let vm = Vm::start(&self.bed, Settings::default())?;
+        vm.program("labour")?;
+        let others: Vec<&str> = self.bed.hosts()[1..].iter().map(|host| host.name()).collect();
+        vm.add(&others)?;
+        for ((group, host), share) in self.groups.iter().zip(self.bed.hosts()).zip(&self.shares) {
+            group.take_in(host)?;
+            group.set(*share)?;
+        }
+        Ok(vm)
+    }
+
+    fn program(&self, name: &str) -> Result<PathBuf> {
+        Ok(place_of(self.bed.prefix().context("programs are installed")?).join("bin").join(name))
+    }
+
+    /// A resource manager that balances, and its load watchers on all hosts. It ends with the virtual machine.
+    ///
+    /// # Errors
+    /// It does not come up.
+    pub fn manage(&self, vm: &Vm<'_>) -> Result<Running> {
+        let mut command = vm.command(self.bed.host(1), self.program("pvm-rm")?);
+        command.arg("--balance");
+        let running = Running::start(command, Stdio::null())?;
+        vm.event(COMMAND_TIME, "a registered resource manager", |entry| {
+            matches!(entry.kind, EventKind::RmRegistered { .. })
+        })?;
+        eventually(COMMAND_TIME, || {
+            let tasks = vm.tasks().map_err(|error| format!("{error:#}"))?;
+            let watchers = tasks.iter().filter(|task| task.name.ends_with("pvm-load-watcher")).count();
+            if watchers == self.shares.len() { Ok(()) } else { Err(format!("{watchers} load watchers: {tasks:?}")) }
+        })?;
+        Ok(running)
+    }
+
+    /// Starts a farm from h1. `unit`: what its tasks say that a unit takes an ordinary processor, in seconds; `None`: they say
+    /// nothing.
+    ///
+    /// # Errors
+    /// It does not start.
+    pub fn farm(&self, vm: &Vm<'_>, unit: Option<f64>, units: &[u32]) -> Result<Running> {
+        let mut command = vm.command(self.bed.host(1), vm.home().join("pvm3/bin/LINUX64/labour"));
+        command.arg("farm").arg(unit.unwrap_or(0.0).to_string()).args(units.iter().map(u32::to_string));
+        Running::start(command, Stdio::null())
+    }
+
+    /// Seconds of processor time that a unit of work takes on this machine.
+    ///
+    /// # Errors
+    /// The program cannot be compiled or run.
+    pub fn unit(&self) -> Result<f64> {
+        let prefix = self.bed.prefix().context("programs are installed")?;
+        let program = crate::programs::compile("labour", prefix, &self.bed.home().join("pvm3/bin/LINUX64"))?;
+        let mut command = self.bed.desk().command(program);
+        command.arg("unit");
+        let us: f64 = must(command, COMMAND_TIME)?.out.trim().parse()?;
+        Ok(us / 1e6)
+    }
+}
+
+impl Harvest {
+    /// Reads what a farm has printed.
+    ///
+    /// # Errors
+    /// It is not the output of a farm that has ended.
+    pub fn read(out: &str) -> Result<Harvest> {
+        let (mut tasks, mut us) = (Vec::new(), None);
+        for line in out.lines() {
+            match *line.split(' ').collect::<Vec<_>>() {
+                ["task", tid, units, us, word] => {
+                    let (units, us) = (units.parse()?, us.parse()?);
+                    tasks.push(Reaped { tid: tid.to_string(), units, us, right: word == "right" });
+                }
+                ["farm", all] => us = Some(all.parse()?),
+                _ => ensure!(line.starts_with("spawned "), "no line of a farm: {line}"),
+            }
+        }
+        Ok(Harvest { tasks, us: us.with_context(|| format!("the farm has not ended: {out}"))? })
+    }
+}
+
+/// The tids of a farm under way, in the order of their spawns; `None` while not all of `count` are there.
+pub fn spawned(out: &str, count: usize) -> Option<Vec<String>> {
+    let tids = out.lines().filter_map(|line| line.strip_prefix("spawned ")?.split(' ').next());
+    let tids: Vec<String> = tids.map(str::to_string).collect();
+    (tids.len() == count).then_some(tids)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_farm_is_read_when_it_has_ended() {
+        let begun = "spawned t40002 3\nspawned t40003 9\n";
+        assert_eq!(spawned(begun, 2), Some(vec!["t40002".to_string(), "t40003".to_string()]));
+        assert_eq!(spawned(begun, 3), None);
+        assert!(Harvest::read(begun).is_err());
+        let harvest = Harvest::read(&format!("{begun}task t40003 9 70 right\ntask t40002 3 80 wrong\nfarm 81\n"));
+        let harvest = harvest.expect("it has ended");
+        assert_eq!((harvest.us, harvest.tasks.len()), (81, 2));
+        let last = Reaped { tid: "t40002".into(), units: 3, us: 80, right: false };
+        assert_eq!(harvest.tasks[1], last);
+        assert!(Harvest::read("something else\n").is_err());
+    }
+}
