@@ -5,20 +5,21 @@
 //! update may be repeated. Entries of the event log are numbered without gaps; a gap asks for a fresh task list.
 
 use crate::decide::{
-    Estimates, HostView, Hosts, Leaving, MOVES_PER_MINUTE_MAX, MOVES_SPAN, Moves, Owner, Policy, SHIFTS_SPAN, Sampled,
-    Snapshot, Stay, StayReason, TaskView, Terms, Until, Wants, foreign_demand,
+    Estimates, HostView, Hosts, MOVES_PER_MINUTE_MAX, MOVES_SPAN, Moves, Owner, Policy, SHIFTS_SPAN, Sampled, Snapshot,
+    Stay, StayReason, TaskView, Terms, Until, Wants, foreign_demand,
 };
 use crate::recent::Recent;
 use libpvm::MigrateError;
 use sempa_proto::event::{Event, EventKind};
-use sempa_proto::load::{LoadReport, OwnerVerdict, is_watcher};
+use sempa_proto::load::{LoadReport, is_watcher};
 use sempa_proto::migration::{Cause, Failure, Refusal};
-use sempa_proto::owner::{Guests, Leave};
 use sempa_proto::table::{HostTable, TASK_FORKED, TASK_SERVES, TaskInfo};
 use sempa_proto::{HostId, Micros, PvmError, Tid};
 use std::collections::{BTreeMap, BTreeSet, HashSet, VecDeque};
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
+
+mod reports;
 
 /// Ended tasks that are remembered, so that late news of them does not bring them back.
 const ENDED_MAX: usize = 65_536;
@@ -603,13 +604,13 @@ impl Model {
         let mean = host.foreign_mean.unwrap_or(demand);
         host.foreign_mean = Some(mean + weight * (demand - mean));
         host.sample = Some(sampled);
-        host.terms = terms(now, report, &host.terms);
-        let was = std::mem::replace(&mut host.owner, owner(report, host.left));
+        host.terms = reports::terms(now, report, &host.terms);
+        let was = std::mem::replace(&mut host.owner, reports::owner(report, host.left));
         match (was.is_present(), host.owner.is_present()) {
             (false, true) => host.clean_told = false,
             (true, false) => {
                 host.left = Some(now);
-                host.owner = owner(report, host.left);
+                host.owner = reports::owner(report, host.left);
                 for tid in self.on.get(&id).into_iter().flatten() {
                     if let Some(task) = self.tasks.get_mut(tid) {
                         (task.asked, task.told) = (false, None);
@@ -618,7 +619,7 @@ impl Model {
             }
             _ => return None,
         }
-        Some(came_or_went(&self.host_name(id), &was, report))
+        Some(reports::came_or_went(&self.host_name(id), &was, report))
     }
 
     /// All that decisions are made from, as of `now`. Costs what has changed since the last time.
@@ -694,46 +695,6 @@ impl Model {
     /// True when a fresh host table and task list are needed: entries of the log were missed, or a move gives no news.
     pub fn is_stale(&self, now: Micros) -> bool {
         self.stale || self.tasks.values().any(|t| t.moving.is_some_and(|g| now.since(g.at) >= MOVE_SILENT_MAX))
-    }
-}
-
-/// What a report makes of the owner; `left`: when the last one left.
-fn owner(report: &LoadReport, left: Option<Micros>) -> Owner {
-    match (&report.guests, &report.owner) {
-        (_, OwnerVerdict::Present { .. }) => Owner::Present { why: report.why.clone() },
-        (Guests::Stopped { .. }, _) => Owner::Closed { why: report.guests_why.clone() },
-        (Guests::Welcome, OwnerVerdict::Maybe { .. }) => {
-            Owner::Maybe { why: report.why.clone(), idle: !report.logins.is_empty() }
-        }
-        (Guests::Welcome, OwnerVerdict::Absent { .. }) => Owner::Absent { left },
-    }
-}
-
-/// When guests leave, on the model's clock, and what they may have; limits that have not changed stay the same value.
-fn terms(now: Micros, report: &LoadReport, before: &Terms) -> Terms {
-    let leaving = match report.guests {
-        Guests::Stopped { then: Leave::Kill, leave_at: Some(_) } => Leaving::Ended,
-        Guests::Stopped { leave_at: None, .. } => Leaving::Never,
-        Guests::Stopped { leave_at: Some(at), .. } if at > report.at => Leaving::At(now + at.since(report.at)),
-        Guests::Stopped { .. } | Guests::Welcome => Leaving::Now,
-    };
-    let same = *before.limits == report.limits;
-    let limits = if same { before.limits.clone() } else { Arc::new(report.limits.clone()) };
-    Terms { leaving, limits }
-}
-
-/// What is recorded when guests are not wanted any more, or are again.
-fn came_or_went(name: &str, was: &Owner, report: &LoadReport) -> EventKind {
-    let (host, why) = (report.host, report.why.clone());
-    match (&report.guests, &report.owner, was) {
-        (_, OwnerVerdict::Present { since, seen }, _) => {
-            EventKind::OwnerPresent { host, since: *since, seen: *seen, why }
-        }
-        (Guests::Stopped { .. }, ..) => {
-            EventKind::Note { text: format!("{name} takes no guests: {}", report.guests_why) }
-        }
-        (Guests::Welcome, _, Owner::Closed { .. }) => EventKind::Note { text: format!("{name} takes guests again") },
-        (Guests::Welcome, ..) => EventKind::OwnerAbsent { host, why },
     }
 }
 

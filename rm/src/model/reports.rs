@@ -1,0 +1,48 @@
+//! What the report of a load watcher says of the owner of its host, and of the terms on which guests are there.
+
+use crate::decide::{Leaving, Owner, Terms};
+use sempa_proto::Micros;
+use sempa_proto::event::EventKind;
+use sempa_proto::load::{LoadReport, OwnerVerdict};
+use sempa_proto::owner::{Guests, Leave};
+use std::sync::Arc;
+
+/// What a report makes of the owner; `left`: when the last one left.
+pub(super) fn owner(report: &LoadReport, left: Option<Micros>) -> Owner {
+    match (&report.guests, &report.owner) {
+        (_, OwnerVerdict::Present { .. }) => Owner::Present { why: report.why.clone() },
+        (Guests::Stopped { .. }, _) => Owner::Closed { why: report.guests_why.clone() },
+        (Guests::Welcome, OwnerVerdict::Maybe { .. }) => {
+            Owner::Maybe { why: report.why.clone(), idle: !report.logins.is_empty() }
+        }
+        (Guests::Welcome, OwnerVerdict::Absent { .. }) => Owner::Absent { left },
+    }
+}
+
+/// When guests leave, on the model's clock, and what they may have; limits that have not changed stay the same value.
+pub(super) fn terms(now: Micros, report: &LoadReport, before: &Terms) -> Terms {
+    let leaving = match report.guests {
+        Guests::Stopped { then: Leave::Kill, leave_at: Some(_) } => Leaving::Ended,
+        Guests::Stopped { leave_at: None, .. } => Leaving::Never,
+        Guests::Stopped { leave_at: Some(at), .. } if at > report.at => Leaving::At(now + at.since(report.at)),
+        Guests::Stopped { .. } | Guests::Welcome => Leaving::Now,
+    };
+    let same = *before.limits == report.limits;
+    let limits = if same { before.limits.clone() } else { Arc::new(report.limits.clone()) };
+    Terms { leaving, limits }
+}
+
+/// What is recorded when guests are not wanted any more, or are again.
+pub(super) fn came_or_went(name: &str, was: &Owner, report: &LoadReport) -> EventKind {
+    let (host, why) = (report.host, report.why.clone());
+    match (&report.guests, &report.owner, was) {
+        (_, OwnerVerdict::Present { since, seen }, _) => {
+            EventKind::OwnerPresent { host, since: *since, seen: *seen, why }
+        }
+        (Guests::Stopped { .. }, ..) => {
+            EventKind::Note { text: format!("{name} takes no guests: {}", report.guests_why) }
+        }
+        (Guests::Welcome, _, Owner::Closed { .. }) => EventKind::Note { text: format!("{name} takes guests again") },
+        (Guests::Welcome, ..) => EventKind::OwnerAbsent { host, why },
+    }
+}
