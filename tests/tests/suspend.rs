@@ -1,5 +1,6 @@
 //! Suspended jobs: real processes, judged by their own clocks and by the processor time that they get.
 
+use sempa_proto::cgroup;
 use sempa_proto::event::EventKind;
 use sempa_tests::needs::testbed;
 use sempa_tests::run::must;
@@ -18,14 +19,28 @@ fn now() -> u64 {
     u64::try_from(since.as_micros()).expect("fits")
 }
 
+/// What a file says to a host.
+fn file(host: &Host, path: &str) -> String {
+    let mut command = host.command("cat");
+    command.arg(path);
+    must(command, SOON).expect("it is there").out
+}
+
 /// The state of a process, and the processor time that it has used, in ticks.
 fn stat(host: &Host, pid: i32) -> (String, u64) {
-    let mut command = host.command("cat");
-    command.arg(format!("/proc/{pid}/stat"));
-    let stat = must(command, SOON).expect("it is there").out;
+    let stat = file(host, &format!("/proc/{pid}/stat"));
     let fields: Vec<&str> = stat[stat.rfind(')').expect("a name") + 1..].split_whitespace().collect();
     let ticks = |at: usize| fields[at].parse::<u64>().expect("a number");
     (fields[0].to_string(), ticks(11) + ticks(12))
+}
+
+/// True for a process whose control group is frozen.
+fn is_frozen(host: &Host, pid: i32) -> bool {
+    let of = |name: &str| file(host, &format!("/proc/{pid}/{name}")).into_bytes();
+    let Some(group) = cgroup::folder(&of("mountinfo"), &of("cgroup"), None) else { return false };
+    let events = group.join("cgroup.events");
+    // The group of all processes has no such file, and cannot be frozen.
+    events.exists() && file(host, &events.to_string_lossy()).lines().any(|line| line == "frozen 1")
 }
 
 fn task(vm: &Vm, tid: &str) -> Task {
@@ -38,13 +53,14 @@ fn host<'a>(vm: &Vm<'a>, task: &Task) -> &'a Host {
     vm.bed().hosts().iter().find(|host| host.name() == name).expect("one of ours")
 }
 
-/// Waits until a task stands still; the processor time that it has used.
+/// Waits until a task stands still, stopped by a signal or frozen; the processor time that it has used.
 fn still(vm: &Vm, tid: &str) -> u64 {
     let task = task(vm, tid);
     assert!(task.suspended && !task.stopped, "{task:?}");
     eventually(SOON, || {
+        let stands = is_frozen(host(vm, &task), task.pid);
         let (state, used) = stat(host(vm, &task), task.pid);
-        if state == "T" { Ok(used) } else { Err(format!("{tid} is in state {state}")) }
+        if stands || state == "T" { Ok(used) } else { Err(format!("{tid} is in state {state} and not frozen")) }
     })
     .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()))
 }

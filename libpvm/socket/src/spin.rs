@@ -127,7 +127,9 @@ impl Spin {
         }
     }
 
-    fn gives_way(&self) -> bool {
+    /// True while waiting awake leaves the processor to others.
+    #[must_use]
+    pub fn gives_way(&self) -> bool {
         self.keeps == 0
     }
 
