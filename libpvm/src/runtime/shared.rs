@@ -202,14 +202,14 @@ impl<'a> Held<'a> {
         if self.core.near.is_empty() && self.core.direct.is_empty() {
             return false;
         }
+        let reach = if self.core.direct.is_empty() { Reach::Host } else { Reach::Tasks };
+        let Some(budget) = self.spin.budget(span, reach) else { return false };
         // Whoever has to answer needs this very processor: he gets it at once, or this thread sleeps.
         let shares = self.core.near.shares_processor();
         if shares && !self.spin.gives_way() {
             return false;
         }
         let looks = if shares { 1 } else { LOOKS_PER_TIME };
-        let reach = if self.core.direct.is_empty() { Reach::Host } else { Reach::Tasks };
-        let Some(budget) = self.spin.budget(span, reach) else { return false };
         let (mut begin, news) = (None, self.core.news());
         loop {
             for _ in 0..looks {
