@@ -55,6 +55,7 @@ fn daemon() -> Machine {
         addresses: Vec::new(),
         speed: 1000,
         uid: 1,
+        lease: Micros::from_secs(10),
         rm_command: None,
         server_commands: Vec::new(),
         place: Place::of(1, |_| None).expect("a place without any variables"),

@@ -8,10 +8,11 @@ use checkpoint::protocol::{
     Coordinator, CoordinatorOutput, Source, SourceEvent, SourceOutput, Target, TargetEvent, TargetOutput,
 };
 use dice::Dice;
-use sempa_proto::migration::{Cause, Failure, Order, Parting, Refusal, Report, Step, TaskFacts};
+use sempa_proto::migration::{Cause, Failure, Order, Refusal, Report, Step, TaskFacts, Usage};
+use sempa_proto::suspend::{self, Holds};
 use sempa_proto::task::{MoveError, MoveReport};
 use sempa_proto::tasker::DumpReport;
-use sempa_proto::{HostId, Micros, MigrationId, Tid};
+use sempa_proto::{HostId, Micros, MigrationId, RequestId, Tid};
 use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
 
@@ -35,7 +36,14 @@ enum Item {
     LostSeen(HostId),
     Lose(HostId),
     EndTask,
+    /// Somebody wants the task suspended, or to go on.
+    Ask(bool),
+    PassedOn(HostId, MigrationId, Asked),
+    Decided(Option<Holds>, Asked),
 }
+
+/// What was asked for, and the how manieth it was.
+type Asked = (bool, usize);
 
 #[derive(Default)]
 struct Faults {
@@ -44,6 +52,8 @@ struct Faults {
     lose: Option<(HostId, u64)>,
     end_task: Option<u64>,
     refuse: bool,
+    /// When somebody asks for the task to be suspended, or to go on.
+    asks: Vec<(u64, bool)>,
 }
 
 struct World {
@@ -63,6 +73,20 @@ struct World {
     handed_over: bool,
     located_at: HostId,
     ended: Option<Result<MoveReport, MoveError>>,
+    /// For whom the copies stand still, as their daemons know it.
+    holds: (Holds, Holds),
+    target_runs: bool,
+    /// What was asked for so far.
+    orders: Vec<bool>,
+    /// What was asked for last, if whoever asked was told that it is done.
+    told: Option<Asked>,
+    /// The host whose answer is waited for.
+    waits_for: Option<HostId>,
+}
+
+fn order(suspend: bool) -> suspend::Order {
+    let tid = Tid::task(host(2), 1).expect("good");
+    suspend::Order { tid, suspend, cause: suspend::Cause::Asked { by: tid } }
 }
 
 fn host(index: u16) -> HostId {
@@ -87,6 +111,11 @@ impl World {
             handed_over: false,
             located_at: host(2),
             ended: None,
+            holds: Default::default(),
+            target_runs: false,
+            orders: Vec::new(),
+            told: None,
+            waits_for: None,
         };
         let tid = Tid::task(host(2), 1).expect("good");
         world
@@ -98,6 +127,9 @@ impl World {
         }
         if let Some(at) = world.faults.end_task {
             world.push(Micros(at), Item::EndTask);
+        }
+        for (at, suspend) in world.faults.asks.clone() {
+            world.push(Micros(at), Item::Ask(suspend));
         }
         world
     }
@@ -172,12 +204,27 @@ impl World {
         match item {
             Item::Order(at, ..) if self.lost.contains(&at) => {}
             Item::Order(_, of, Order::Inspect) => self.source = Some(Source::new(of)),
-            Item::Order(at, of, Order::Prepare(facts)) => {
+            Item::Order(at, of, Order::Prepare { facts, .. }) => {
                 assert_eq!(at, of.to);
                 self.target = Some(Target::new(of, facts, PathBuf::from("/token")));
             }
-            Item::Order(at, of, order) if at == of.from => self.source_event(SourceEvent::Order(order)),
-            Item::Order(_, _, order) => self.target_event(TargetEvent::Order(order)),
+            Item::Order(at, of, order) if at == of.from => {
+                if let Order::Resume { suspended } = order {
+                    self.holds.0 = suspended;
+                }
+                self.source_event(SourceEvent::Order(order));
+            }
+            Item::Order(_, _, order) => {
+                if let Order::Run(parting) = &order {
+                    (self.holds.1, self.target_runs) = (parting.suspended, true);
+                }
+                self.target_event(TargetEvent::Order(order));
+            }
+            Item::Ask(suspend) => self.ask(suspend),
+            Item::PassedOn(from, id, (suspend, number)) => {
+                self.coordinator.suspend(from, id, RequestId(number as u64), &order(suspend));
+            }
+            Item::Decided(holds, asked) => self.decided(holds, asked),
             Item::Report(from, id, report) => self.coordinator.report(self.now, from, id, report),
             Item::Source(event) => self.source_event(event),
             Item::Target(event) => self.target_event(event),
@@ -209,6 +256,44 @@ impl World {
         }
     }
 
+    /// Somebody asks the daemon where the task is, and never before the answer to what was asked before.
+    fn ask(&mut self, suspend: bool) {
+        if self.waits_for.is_some_and(|at| !self.lost.contains(&at)) {
+            return self.push(self.now + Micros(1000), Item::Ask(suspend));
+        }
+        self.orders.push(suspend);
+        let asked = (suspend, self.orders.len());
+        let at = self.located_at;
+        (self.told, self.waits_for) = (None, None);
+        if self.lost.contains(&at) {
+            return;
+        }
+        let source = self.source.as_ref().filter(|source| at == host(2) && source.is_decided_elsewhere());
+        let target = self.target.as_ref().filter(|_| at == host(3) && !self.target_runs);
+        if let Some(id) = source.map(|s| s.of().id).or(target.map(|t| t.of().id)) {
+            self.waits_for = Some(at);
+            return self.send(at, HostId::MASTER, Item::PassedOn(at, id, asked));
+        }
+        let holds = if at == host(2) { &mut self.holds.0 } else { &mut self.holds.1 };
+        *holds = holds.after(&order(suspend));
+        self.told = Some(asked);
+    }
+
+    fn decided(&mut self, holds: Option<Holds>, asked: Asked) {
+        if asked.1 != self.orders.len() {
+            return;
+        }
+        self.waits_for = None;
+        let Some(holds) = holds else { return };
+        if self.located_at == host(2) || !self.target_runs {
+            self.holds.0 = holds;
+        }
+        if self.target_runs {
+            self.holds.1 = holds;
+        }
+        self.told = Some(asked);
+    }
+
     fn source_event(&mut self, event: SourceEvent) {
         // What the world did while the answer was on its way.
         match &event {
@@ -217,6 +302,11 @@ impl World {
             SourceEvent::Gone(_) => self.copies.0 = Copy::Dead,
             _ => {}
         }
+        let now = |(facts, _)| (facts, self.holds.0);
+        let event = match event {
+            SourceEvent::Inspected(result) => SourceEvent::Inspected(result.map(now)),
+            event => event,
+        };
         if let Some(source) = &mut self.source {
             source.handle(event);
         }
@@ -245,6 +335,11 @@ impl World {
                     self.soon(Item::Located(of.id));
                 }
                 CoordinatorOutput::Event(_) => {}
+                CoordinatorOutput::SuspendDecided { host, id, suspended, .. } => {
+                    let number = id.0 as usize;
+                    let suspend = self.orders[number - 1];
+                    self.send(master, host, Item::Decided(suspended, (suspend, number)));
+                }
                 CoordinatorOutput::Ended { result, .. } => {
                     assert!(self.ended.replace(result).is_none(), "a move ends once");
                 }
@@ -268,7 +363,7 @@ impl World {
                     Item::Source(SourceEvent::Inspected(if refuse {
                         Err(Refusal::Pinned)
                     } else {
-                        Ok(TaskFacts::default())
+                        Ok((TaskFacts::default(), Holds::default()))
                     }))
                 });
             }
@@ -290,7 +385,7 @@ impl World {
             SourceOutput::Continue => self.soon(Item::Source(SourceEvent::Continued)),
             SourceOutput::WakeHere => self.soon(Item::Source(SourceEvent::Reconnected)),
             SourceOutput::Release => self.held = false,
-            SourceOutput::KillMoved => self.soon(Item::Source(SourceEvent::Gone(Parting::default()))),
+            SourceOutput::KillMoved => self.soon(Item::Source(SourceEvent::Gone(Usage::default()))),
             SourceOutput::HandOver => self.handed_over = true,
             SourceOutput::DropImages => {}
             SourceOutput::Done => self.source = None,
@@ -393,4 +488,28 @@ fn a_task_that_is_killed_during_its_move_ends_unless_the_move_was_committed_alre
         }
         assert!(!world.held || world.handed_over, "seed {seed}: messages are kept for ever");
     }
+}
+
+#[test]
+fn the_copy_that_goes_on_stands_still_exactly_if_who_asked_last_was_told_so_whichever_host_is_lost() {
+    let (mut at_target, mut back, mut source_lost) = (0, 0, 0);
+    for seed in 1..40_000 {
+        let mut dice = Dice(seed * 13 + 5);
+        let mut asks: Vec<(u64, bool)> =
+            (0..1 + dice.roll(4)).map(|_| (dice.roll(60_000), dice.roll(2) == 0)).collect();
+        asks.sort_unstable();
+        let lose = (seed % 3 > 0).then(|| (host(1 + (seed % 3) as u16), dice.roll(60_000)));
+        let step_fails_percent = 3 * (seed % 2);
+        let world = settle(seed, Faults { asks, lose, step_fails_percent, ..Faults::default() });
+        let Some((suspended, _)) = world.told else { continue };
+        if world.copies.1 == Copy::Running {
+            assert_eq!(world.holds.1.any(), suspended, "seed {seed}: at the target");
+            at_target += u32::from(suspended);
+            source_lost += u32::from(suspended && world.lost.contains(&host(2)));
+        } else if world.copies.0 == Copy::Running {
+            assert_eq!(world.holds.0.any(), suspended, "seed {seed}: at the source");
+            back += u32::from(suspended);
+        }
+    }
+    assert!(at_target > 1000 && back > 1000 && source_lost > 100, "{at_target} {back} {source_lost}");
 }

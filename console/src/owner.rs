@@ -172,6 +172,10 @@ fn told(status: &Status) -> String {
     };
     let why = if status.guests_why.is_empty() { String::new() } else { format!(": {}", status.guests_why) };
     out.push_str(&format!("  guests    {}{why}{leave}\n", status.guests));
+    if !status.stopped_by.is_empty() {
+        let why = if status.stopped_by_why.is_empty() { String::new() } else { format!(": {}", status.stopped_by_why) };
+        out.push_str(&format!("  stopped   by {}{why}\n", status.stopped_by));
+    }
     let line = |Guest { tid, program, pid, user, since_us, cpu_s }: &Guest| {
         let since = if *since_us == 0 { "?".into() } else { clock(Micros(*since_us)) };
         format!("  task      {tid} {program} of {user}, process {pid}, since {since}, {cpu_s:.1} s of processor\n")
@@ -268,6 +272,8 @@ mod tests {
             guests_why: "olga is logged in on tty2".into(),
             leave_at_us: Some(60_000_000),
             then: Some("move".into()),
+            stopped_by: "signals".into(),
+            stopped_by_why: "SEMPA_FREEZER=off".into(),
             ..Status::default()
         };
         let text = told(&status);
@@ -275,6 +281,7 @@ mod tests {
             "virtual machine pvm of alice (h2)",
             "present, 99 % sure: olga is logged in on tty2",
             "stopped: olga is logged in on tty2; they leave at 00:01:00 UTC",
+            "stopped   by signals: SEMPA_FREEZER=off",
             "tasks     none",
             "policy    none",
         ] {

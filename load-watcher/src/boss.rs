@@ -74,17 +74,17 @@ impl Boss {
         self.news.read().is_ok()
     }
 
-    /// Becomes readable when another one asks for reports, or this can be read.
+    /// Becomes readable when another one asks for reports, or one of these can be read.
     ///
     /// # Errors
     /// There is no descriptor left.
-    pub(crate) fn beside(&self, other: Option<BorrowedFd<'_>>) -> nix::Result<Epoll> {
-        let both = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
-        both.add(&self.news, EpollEvent::new(EpollFlags::EPOLLIN, 0))?;
-        if let Some(other) = other {
-            both.add(other, EpollEvent::new(EpollFlags::EPOLLIN, 1))?;
+    pub(crate) fn beside<'a>(&self, others: impl IntoIterator<Item = BorrowedFd<'a>>) -> nix::Result<Epoll> {
+        let all = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
+        all.add(&self.news, EpollEvent::new(EpollFlags::EPOLLIN, 0))?;
+        for other in others {
+            all.add(other, EpollEvent::new(EpollFlags::EPOLLIN, 1))?;
         }
-        Ok(both)
+        Ok(all)
     }
 }
 

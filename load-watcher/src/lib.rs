@@ -4,7 +4,7 @@
 //! * [`proc`]: reads numbers out of the text of /proc files; pure.
 //! * [`sampler`]: takes samples from /proc on descriptors that stay open; [`ours`]: what our own tasks use, and so what others do;
 //!   [`cgroup`]: what a limit of processors leaves.
-//! * [`utmp`], [`sessions`]: read login records and sessions; pure.
+//! * [`utmp`], [`sessions`]: read login records and sessions; pure. [`logind`]: asks for sessions over D-Bus.
 //! * [`owner`]: what all signs say about the owner; pure.
 //! * [`policy`], [`hours`], [`word`]: what owners say about guests; [`guests`]: what follows from all that; pure.
 //! * [`senses`]: reads the sources where they are; [`rules`]: the files of the policy; [`watch`]: notices at once when they change.
@@ -14,6 +14,7 @@
 pub mod cgroup;
 pub mod guests;
 pub mod hours;
+pub mod logind;
 pub mod ours;
 pub mod owner;
 pub mod policy;

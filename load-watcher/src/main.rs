@@ -14,9 +14,9 @@ use watcher::Watcher;
 
 /// Watches one host for the resource manager of a Sempa virtual machine: samples its load and senses its owner.
 ///
-/// The resource manager starts one on every host. It outlives the resource manager, so that the owner is guarded without one too,
-/// and reports to the next one. Somebody who is logged in counts as the owner of the host, unless there was no input for a quarter of an hour. What guests may do then, and otherwise, is up
-/// to the owner's policy: `pvm help owner`.
+/// The resource manager starts one on every host. It outlives the resource manager, so that the owner is guarded without one
+/// too, and reports to the next one. Somebody who is logged in counts as the owner of the host, unless there was no input for
+/// a quarter of an hour. What guests may do then, and otherwise, is up to the owner's policy: `pvm help owner`.
 #[derive(Debug, Parser)]
 #[command(name = "pvm-load-watcher", version)]
 struct Args {
@@ -35,6 +35,9 @@ struct Args {
     /// Folder of systemd-logind's sessions.
     #[arg(long, env = "SEMPA_SESSIONS", value_name = "DIR", default_value = pvm_load_watcher::senses::SESSIONS_DIR)]
     sessions: PathBuf,
+    /// Address of the bus on which systemd-logind is asked.
+    #[arg(long, env = "SEMPA_BUS", value_name = "ADDRESS", default_value = pvm_load_watcher::logind::BUS)]
+    bus: String,
     /// Folder of terminals.
     #[arg(long, env = "SEMPA_TERMINALS", value_name = "DIR", default_value = pvm_load_watcher::senses::TERMINALS_DIR)]
     terminals: PathBuf,
@@ -71,6 +74,7 @@ fn parse_settings(text: &str) -> Result<Policy, String> {
 }
 
 fn run(args: Args) -> anyhow::Result<()> {
+    sempa_socket::take_short_turns();
     let vm = Vm::enroll()?;
     let boss = Boss::follow(&vm, args.report_to)?;
     Watcher::new(vm, boss, args)?.run()

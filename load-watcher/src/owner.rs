@@ -1,7 +1,7 @@
 //! What all signs of life add up to: is the owner of this host absent, perhaps there, or present, how sure is that, and why.
 //! Pure. Each sign is known, or not available with a reason; what is not available neither speaks for an owner nor against.
 
-use crate::sessions::{Session, all_logins};
+use crate::sessions::{Idle, Session, all_logins};
 use crate::word::{Said, State, Word};
 use sempa_proto::Micros;
 use sempa_proto::load::{Login, OwnerVerdict};
@@ -66,6 +66,8 @@ pub struct Signs<'a> {
     pub records: &'a Records,
     /// Sessions of systemd-logind.
     pub sessions: &'a Evidence<Vec<Session>>,
+    /// Why logind cannot be asked; `None`: these are its answers, not its files.
+    pub unasked: Option<&'a str>,
     /// When the terminals of logins were last typed at; a line that is missing is one whose terminal cannot be looked at.
     pub typed: &'a BTreeMap<String, Micros>,
     /// Keyboard and mouse.
@@ -140,7 +142,7 @@ pub fn logins(records: &Records, sessions: &Evidence<Vec<Session>>) -> Vec<Login
 impl Signs<'_> {
     /// When somebody who is logged in last gave a sign of life; `None` when nobody can tell. What is typed at a screen does
     /// not pass through the terminal of its session.
-    fn last_input(&self, login: &Login) -> Option<Micros> {
+    fn last_input(&self, now: Micros, login: &Login) -> Option<Micros> {
         let Login { line, from, .. } = login;
         // Records of screens name the display, or the terminal, as the place that the login came from.
         let of_screen = line.starts_with(':') || from.starts_with(':') || from == line;
@@ -148,13 +150,40 @@ impl Signs<'_> {
             Evidence::Known(keys) if from.is_empty() || of_screen => Some(keys.used.unwrap_or(keys.watched)),
             _ => None,
         };
-        let screen = match self.sessions {
-            Evidence::Known(sessions) => of_screen || sessions.iter().any(|s| s.graphical && s.login.line == *line),
-            Evidence::Missing(_) => of_screen,
+        let is_its = |s: &&Session| s.login.line == *line || (of_screen && s.login.user == login.user);
+        let session = self.screens().find(is_its);
+        let typed = self.typed.get(line).copied().filter(|_| !of_screen && session.is_none());
+        let told = match session.map(|s| s.idle) {
+            // Some desktops never call themselves idle. Keys that have been seen to count know better.
+            Some(Idle::InUse) if !matches!(self.keys, Evidence::Known(Keys { used: Some(_), .. })) => Some(now),
+            Some(Idle::Since(at)) => Some(at),
+            Some(Idle::InUse | Idle::Unknown) | None => None,
         };
-        let typed = self.typed.get(line).copied().filter(|_| !screen);
-        let last = typed.into_iter().chain(keys).max()?;
+        let last = typed.into_iter().chain(keys).chain(told).max()?;
         Some(last.max(login.at))
+    }
+
+    /// Sessions with a screen.
+    fn screens(&self) -> impl Iterator<Item = &Session> {
+        let all = match self.sessions {
+            Evidence::Known(sessions) => sessions.as_slice(),
+            Evidence::Missing(_) => &[],
+        };
+        all.iter().filter(|s| s.graphical)
+    }
+
+    /// What desktops say of their screens.
+    fn screens_say(&self, now: Micros) -> String {
+        if let Some(why) = self.unasked {
+            return format!("not available: {why}");
+        }
+        let says = |s: &Session| match s.idle {
+            Idle::Unknown => format!("{} does not say", s.login.line),
+            Idle::InUse => format!("{} in use", s.login.line),
+            Idle::Since(at) => format!("{} without input {} s", s.login.line, now.since(at).0 / 1_000_000),
+        };
+        let all: Vec<String> = self.screens().map(says).collect();
+        if all.is_empty() { "nobody has one".into() } else { all.join(", ") }
     }
 
     fn may_speak(&self, spoken: &Spoken) -> bool {
@@ -201,6 +230,7 @@ impl Signs<'_> {
             "terminals",
             if idle.is_empty() { none.into() } else { format!("without input: {}", idle.join(", ")) },
         ));
+        all.push(("screens", self.screens_say(now)));
         all.push((
             "keyboard and mouse",
             match self.keys {
@@ -294,7 +324,7 @@ impl Sense {
             let why = "somebody uses keyboard or mouse and is not logged in".to_string();
             return Found::Present { since: None, confidence: 85, why };
         }
-        if let Some(last) = logins.iter().filter_map(|login| signs.last_input(login)).max() {
+        if let Some(last) = logins.iter().filter_map(|login| signs.last_input(now, login)).max() {
             let why = format!("{}, without input since {}", logged_in(logins[0]), clock(last));
             let hours = u8::try_from(now.since(last).0 / 3_600_000_000).unwrap_or(u8::MAX);
             let confidence = 60 - hours.saturating_mul(5).min(40);
@@ -334,7 +364,7 @@ impl Sense {
 
 /// Somebody who is logged in and not idle.
 fn at_the_machine(now: Micros, signs: &Signs<'_>, logins: &[&Login]) -> Option<Found> {
-    let idle = |login: &Login| signs.last_input(login).map(|at| now.since(at));
+    let idle = |login: &Login| signs.last_input(now, login).map(|at| now.since(at));
     let active = |login: &&&Login| idle(login).is_none_or(|span| span < signs.idle_after);
     let first = logins.iter().find(active)?;
     let confidence = match idle(first) {

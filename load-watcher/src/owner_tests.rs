@@ -15,6 +15,7 @@ fn login(user: &str, line: &str, at: u64) -> Login {
 struct Scene {
     records: Records,
     sessions: Evidence<Vec<Session>>,
+    unasked: Option<String>,
     typed: BTreeMap<String, Micros>,
     keys: Evidence<Keys>,
     foreign: Evidence<f32>,
@@ -28,6 +29,7 @@ impl Scene {
         Scene {
             records: Records::Logins(logins),
             sessions: Evidence::Missing(missing()),
+            unasked: Some(missing()),
             typed: BTreeMap::new(),
             keys: Evidence::Missing(missing()),
             foreign: Evidence::Missing(missing()),
@@ -41,6 +43,7 @@ impl Scene {
             path: Path::new("/x/utmp"),
             records: &self.records,
             sessions: &self.sessions,
+            unasked: self.unasked.as_deref(),
             typed: &self.typed,
             keys: &self.keys,
             foreign: &self.foreign,
@@ -98,7 +101,7 @@ fn a_missing_file_is_nobody_and_says_so() {
 
 fn at_a_screen(user: &str, at: u64) -> Session {
     let login = Login { from: String::new(), ..login(user, "tty2", at) };
-    Session { login, remote: false, graphical: true }
+    Session { login, remote: false, graphical: true, idle: Idle::Unknown }
 }
 
 #[test]
@@ -116,6 +119,41 @@ fn what_is_typed_at_a_screen_does_not_pass_through_its_terminal() {
         scene.keys = Evidence::Known(Keys { watched: Micros::from_secs(60), used: Some(Micros::from_secs(89_000)) });
         assert!(matches!(scene.once(91_000).owner, OwnerVerdict::Maybe { .. }), "{line} {from}");
     }
+}
+
+/// Olga at a screen whose desktop says this about it, on a machine whose keyboard has no interrupts of its own.
+fn whose_desktop_says(idle: Idle) -> Scene {
+    let session = Session { idle, ..at_a_screen("olga", 50) };
+    Scene { sessions: Evidence::Known(vec![session]), unasked: None, ..Scene::with(Vec::new()) }
+}
+
+#[test]
+fn a_desktop_that_calls_its_screen_idle_says_since_when() {
+    let mut sense = Sense::default();
+    let scene = whose_desktop_says(Idle::Since(Micros::from_secs(80_000)));
+    assert!(matches!(scene.at(&mut sense, 80_000 + 899).owner, OwnerVerdict::Present { .. }));
+    let idle = scene.at(&mut sense, 80_000 + 900);
+    assert_eq!(idle.owner, OwnerVerdict::Maybe { since: Micros::from_secs(80_000) });
+    assert!(idle.sources.contains(&("screens", "tty2 without input 900 s".into())), "{:?}", idle.sources);
+    let back = whose_desktop_says(Idle::InUse).at(&mut sense, 90_000);
+    assert!(matches!(back.owner, OwnerVerdict::Present { .. }), "{back:?}");
+    // The record of the same login names the display; it is the same screen.
+    let record = Login { from: ":0".into(), ..login("olga", ":0", 50) };
+    let scene = Scene { records: Records::Logins(vec![record]), ..scene };
+    assert!(matches!(scene.once(90_000).owner, OwnerVerdict::Maybe { .. }));
+}
+
+#[test]
+fn a_screen_in_use_counts_unless_keys_that_can_be_seen_say_otherwise() {
+    let mut scene = whose_desktop_says(Idle::InUse);
+    let keys = |used| Evidence::Known(Keys { watched: Micros::from_secs(60), used });
+    scene.keys = keys(None);
+    assert!(matches!(scene.once(90_000).owner, OwnerVerdict::Present { .. }), "her keyboard may be another one");
+    scene.keys = keys(Some(Micros::from_secs(70_000)));
+    assert!(
+        matches!(scene.once(90_000).owner, OwnerVerdict::Maybe { .. }),
+        "it is this one, and her desktop is never idle"
+    );
 }
 
 #[test]
@@ -230,7 +268,10 @@ fn who_is_away_speaks_for_himself_unless_the_administrator_has_named_the_owners(
 fn every_source_says_something() {
     let sensed = Scene::with(vec![login("olga", "pts/3", 1000)]).once(2000);
     let names: Vec<&str> = sensed.sources.iter().map(|(name, _)| *name).collect();
-    assert_eq!(names, ["logins", "sessions", "terminals", "keyboard and mouse", "other programs", "owner's word"]);
+    assert_eq!(
+        names,
+        ["logins", "sessions", "terminals", "screens", "keyboard and mouse", "other programs", "owner's word"]
+    );
     assert!(sensed.sources.iter().all(|(_, says)| !says.is_empty()));
 }
 
@@ -247,7 +288,16 @@ fn any_scene() -> impl Strategy<Value = Scene> {
     let visits = prop::collection::vec(visit, 0..4);
     let keys = prop::option::of((0_u64..5000, prop::option::of(0_u64..5000)));
     let word = prop::option::of((any::<bool>(), 0_u64..5000, 0_u64..9000, any::<bool>(), 0_u32..3));
-    (visits, keys, prop::option::of(0.0_f32..4.0), word, 0_u8..3).prop_map(|(visits, keys, foreign, word, kind)| {
+    let desk = prop::option::of((
+        0_u64..5000,
+        prop_oneof![
+            Just(Idle::Unknown),
+            Just(Idle::InUse),
+            (0_u64..30_000).prop_map(|at| Idle::Since(Micros::from_secs(at)))
+        ],
+    ));
+    let all = (visits, keys, prop::option::of(0.0_f32..4.0), word, 0_u8..3, desk);
+    all.prop_map(|(visits, keys, foreign, word, kind, desk)| {
         let mut scene = Scene::with(Vec::new());
         let mut logins = Vec::new();
         for (user, at, typed, local) in visits {
@@ -263,6 +313,9 @@ fn any_scene() -> impl Strategy<Value = Scene> {
             1 => Records::Unreadable("no".into()),
             _ => Records::Logins(logins),
         };
+        if let Some((at, idle)) = desk {
+            scene.sessions = Evidence::Known(vec![Session { idle, ..at_a_screen("u9", at) }]);
+        }
         if let Some((watched, used)) = keys {
             let used = used.map(Micros::from_secs);
             scene.keys = Evidence::Known(Keys { watched: Micros::from_secs(watched), used });

@@ -2,7 +2,7 @@
 
 use crate::owner::{Evidence, Keys};
 use crate::proc::key_interrupts;
-use crate::sessions::{SESSION_BYTES_MAX, SESSIONS_MAX, Session, session};
+use crate::sessions::{SESSION_BYTES_MAX, SESSIONS_MAX, Session, in_order, of_file};
 use sempa_proto::Micros;
 use sempa_proto::load::Login;
 use std::collections::BTreeMap;
@@ -41,10 +41,9 @@ pub fn sessions(dir: &Path) -> Evidence<Vec<Session>> {
         let mut text = Vec::new();
         let read = File::open(entry.path()).and_then(|f| f.take(SESSION_BYTES_MAX as u64).read_to_end(&mut text));
         // One that has just ended is gone.
-        all.extend(read.ok().and_then(|_| session(&name, &String::from_utf8_lossy(&text))));
+        all.extend(read.ok().and_then(|_| of_file(&name, &String::from_utf8_lossy(&text))));
     }
-    all.sort_by(|a, b| (a.login.at, &a.login.line).cmp(&(b.login.at, &b.login.line)));
-    Evidence::Known(all)
+    Evidence::Known(in_order(all))
 }
 
 /// When the terminals of these logins were last typed at. The kernel notes it to within eight seconds.

@@ -1,4 +1,5 @@
-//! Sessions as systemd-logind keeps them in files, one for each: `/run/systemd/sessions`. Pure; any text is accepted.
+//! Sessions of systemd-logind, as it keeps them in files, one for each (`/run/systemd/sessions`), or tells of them. Pure; any
+//! text is accepted.
 //!
 //! Only people count: sessions of class `user` that have a terminal or a screen. A greeter, a lock screen, a cron job and a
 //! command over ssh are nobody at the machine.
@@ -11,6 +12,18 @@ pub const SESSION_BYTES_MAX: usize = 16 << 10;
 /// Session files that are looked at.
 pub const SESSIONS_MAX: usize = 1024;
 
+/// Whether somebody uses the screen of a session, as its desktop says.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Idle {
+    /// It does not say.
+    #[default]
+    Unknown,
+    /// Somebody does.
+    InUse,
+    /// Nobody has since then (time of day).
+    Since(Micros),
+}
+
 /// Somebody's session.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Session {
@@ -20,14 +33,21 @@ pub struct Session {
     pub remote: bool,
     /// It has a screen of its own: what is typed there does not pass through its terminal.
     pub graphical: bool,
+    /// Whether it is used. Files do not tell.
+    pub idle: Idle,
 }
 
 /// The session that a file of this name describes; `None` when nobody is there.
-pub fn session(name: &str, text: &str) -> Option<Session> {
-    let value = |key: &str| {
+pub fn of_file(name: &str, text: &str) -> Option<Session> {
+    session(name, |key| {
         let line = text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix('='));
-        line.map(clean).filter(|value| !value.is_empty())
-    };
+        line.map(|value| value.trim().trim_matches('"').to_string())
+    })
+}
+
+/// The session with this name and these values, by the names that they have in its file; `None` when nobody is there.
+pub(crate) fn session(name: &str, value: impl Fn(&str) -> Option<String>) -> Option<Session> {
+    let value = |key: &str| value(key).map(|value| clean(&value)).filter(|value| !value.is_empty());
     let class = value("CLASS")?;
     let person = class == "user" || class.starts_with("user-early") || class == "user-light";
     let lasts = value("STATE").is_none_or(|state| state != "closing");
@@ -43,12 +63,17 @@ pub fn session(name: &str, text: &str) -> Option<Session> {
     let at = Micros(value("REALTIME").and_then(|text| text.parse().ok()).unwrap_or(0));
     let remote = value("REMOTE").is_some_and(|flag| flag == "1");
     let from = value("REMOTE_HOST").filter(|_| remote).unwrap_or_default();
-    Some(Session { login: Login { user, line, from, at }, remote, graphical })
+    Some(Session { login: Login { user, line, from, at }, remote, graphical, idle: Idle::Unknown })
 }
 
-/// A value without quotes, and without control characters that could play tricks on whoever prints it.
+/// Sessions in the order of their begin.
+pub(crate) fn in_order(mut all: Vec<Session>) -> Vec<Session> {
+    all.sort_by(|a, b| (a.login.at, &a.login.line).cmp(&(b.login.at, &b.login.line)));
+    all
+}
+
+/// A value without control characters that could play tricks on whoever prints it.
 fn clean(value: &str) -> String {
-    let value = value.trim().trim_matches('"');
     value.chars().map(|c| if c.is_control() { '?' } else { c }).collect()
 }
 
@@ -72,17 +97,17 @@ mod tests {
     fn with(key: &str, value: &str) -> Option<Session> {
         let lines: Vec<String> =
             DESK.lines().filter(|l| !l.starts_with(&format!("{key}="))).map(str::to_string).collect();
-        session("3", &format!("{}\n{key}={value}\n", lines.join("\n")))
+        of_file("3", &format!("{}\n{key}={value}\n", lines.join("\n")))
     }
 
     #[test]
     fn a_session_at_the_desk_says_who_where_and_since_when() {
-        let Session { login, remote, graphical } = session("3", DESK).expect("somebody");
+        let Session { login, remote, graphical, .. } = of_file("3", DESK).expect("somebody");
         assert!(graphical && !with("TYPE", "tty").expect("somebody").graphical);
         assert_eq!((login.user.as_str(), login.line.as_str(), login.from.as_str()), ("alice", "tty2", ""));
         assert_eq!((login.at, remote), (Micros(1_700_000_000_000_000), false));
         let far =
-            session("4", &format!("{}REMOTE_HOST=10.0.0.9\n", DESK.replace("REMOTE=0", "REMOTE=1"))).expect("one");
+            of_file("4", &format!("{}REMOTE_HOST=10.0.0.9\n", DESK.replace("REMOTE=0", "REMOTE=1"))).expect("one");
         assert_eq!((far.login.from.as_str(), far.remote), ("10.0.0.9", true));
         assert_eq!(with("TTY", "").expect("somebody").login.line, "session 3");
         assert_eq!(with("TTY", "/dev/pts/4").expect("somebody").login.line, "pts/4");
@@ -105,7 +130,7 @@ mod tests {
     #[test]
     fn a_session_with_a_login_record_is_one_visit() {
         let record = Login { user: "alice".into(), line: "tty2".into(), from: String::new(), at: Micros(5) };
-        let desk = session("3", DESK).expect("somebody");
+        let desk = of_file("3", DESK).expect("somebody");
         assert_eq!(
             all_logins(std::slice::from_ref(&record), std::slice::from_ref(&desk)),
             *std::slice::from_ref(&record)
@@ -117,8 +142,8 @@ mod tests {
     proptest! {
         #[test]
         fn any_text_is_survived(text in "(?s).{0,200}") {
-            let _ = session("1", &text);
-            let _ = session("1", &format!("{DESK}{text}"));
+            let _ = of_file("1", &text);
+            let _ = of_file("1", &format!("{DESK}{text}"));
         }
     }
 }

@@ -76,6 +76,12 @@ pub struct Status {
     pub leave_at_us: Option<u64>,
     /// How they leave, `move` or `kill`.
     pub then: Option<String>,
+    /// How they are stopped: `control groups`, `signals`, or `unknown`.
+    #[serde(default)]
+    pub stopped_by: String,
+    /// Why not by control groups; empty otherwise.
+    #[serde(default)]
+    pub stopped_by_why: String,
     /// The policy.
     pub policy: Vec<Setting>,
     /// Files that were refused, and why.

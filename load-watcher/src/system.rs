@@ -1,11 +1,24 @@
-//! The two calls of the system that no crate here wraps: the clock on the wall, and the nice level of a thread.
+//! The two calls of the system that no crate here wraps, the clock on the wall and the nice level of a thread; and the time of
+//! day.
 #![allow(unsafe_code)] // foreign functions can only be called so
 
 use crate::hours::WallClock;
 use nix::libc;
+use sempa_proto::Micros;
 use std::fs;
 use std::io;
 use std::mem::MaybeUninit;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+/// A span, as far as it can be expressed.
+pub fn micros(span: Duration) -> Micros {
+    Micros(u64::try_from(span.as_micros()).unwrap_or(u64::MAX))
+}
+
+/// The time of day.
+pub fn wall() -> Micros {
+    micros(SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default())
+}
 
 /// The clock on the wall at this time of day (seconds since 1970), in the time zone of this machine or of `TZ`.
 pub fn wall_clock(seconds: u64) -> WallClock {

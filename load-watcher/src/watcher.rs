@@ -7,6 +7,7 @@ use anyhow::Context;
 use libpvm::{Body, Vm};
 use nix::sys::epoll::Epoll;
 use pvm_load_watcher::guests::{Case, Decision, Door};
+use pvm_load_watcher::logind::Logind;
 use pvm_load_watcher::ours::Ours;
 use pvm_load_watcher::owner::{Evidence, Records, Sense, Sensed, Signs, logins};
 use pvm_load_watcher::policy::IDLE_AFTER_MIN;
@@ -17,7 +18,7 @@ use pvm_load_watcher::sampler::Sampler;
 use pvm_load_watcher::senses::{KeySense, sessions, typed};
 use pvm_load_watcher::sessions::Session;
 use pvm_load_watcher::status::{Guest, Listener, Setting, Status, TASKS_MAX};
-use pvm_load_watcher::system::{make_nice, wall_clock};
+use pvm_load_watcher::system::{make_nice, micros, wall, wall_clock};
 use pvm_load_watcher::watch::{Spot, Watch, Woken, records, utmp_path};
 use pvm_load_watcher::word::WORD_PREFIX;
 use sempa_proto::load::{LoadReport, LoadSample, OwnerVerdict, is_watcher};
@@ -32,7 +33,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 /// The dear sources are read no more often than this, and everything is judged anew.
 const RARE: Micros = Micros::from_secs(5);
@@ -51,14 +52,6 @@ const ADMIN: usize = 3;
 const WORDS: usize = 4;
 const PLACES: usize = 5;
 
-fn micros(span: Duration) -> Micros {
-    Micros(u64::try_from(span.as_micros()).unwrap_or(u64::MAX))
-}
-
-fn wall() -> Micros {
-    micros(SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default())
-}
-
 fn say(line: &str) {
     eprintln!("pvm-load-watcher: {line}");
 }
@@ -67,6 +60,8 @@ fn say(line: &str) {
 struct Seen {
     records: Records,
     sessions: Evidence<Vec<Session>>,
+    /// Why logind cannot be asked; `None`: the sessions are its answers.
+    unasked: Option<String>,
     typed: BTreeMap<String, Micros>,
     keys: KeySense,
     foreign: Evidence<f32>,
@@ -77,7 +72,7 @@ pub(crate) struct Watcher {
     boss: Arc<Boss>,
     /// There is a resource manager that does not ask for reports, since then.
     unasked: Option<Micros>,
-    /// Wakes for owners that ask, and for another boss.
+    /// Wakes for owners that ask, for news of logind, and for another boss.
     wake: Epoll,
     /// Of the virtual machine.
     name: String,
@@ -93,6 +88,8 @@ pub(crate) struct Watcher {
     ours: Ours,
     reporter: Reporter,
     listener: Option<Listener>,
+    /// `None`: its files are all there is.
+    logind: Option<Logind>,
     sample: LoadSample,
     sensed: Sensed,
     decision: Decision,
@@ -136,7 +133,8 @@ impl Watcher {
         let listener = Listener::open(user.as_raw(), &name).inspect_err(|e| say(&format!("nobody can ask: {e}"))).ok();
         let seen = Seen {
             records: records(watch.path(UTMP)),
-            sessions: sessions(&args.sessions),
+            sessions: Evidence::Missing("not looked at yet".into()),
+            unasked: None,
             typed: BTreeMap::new(),
             keys: KeySense::new(args.interrupts.clone()),
             foreign: Evidence::Missing("not measured yet".into()),
@@ -148,7 +146,9 @@ impl Watcher {
             logins: Vec::new(),
             sources: Vec::new(),
         };
-        let wake = boss.beside(listener.as_ref().map(Listener::fd)).context("watching for questions")?;
+        let logind = Logind::ask(args.bus.clone()).inspect_err(|e| say(&format!("logind cannot be asked: {e}"))).ok();
+        let others = listener.iter().map(Listener::fd).chain(logind.iter().map(Logind::fd));
+        let wake = boss.beside(others).context("watching for questions")?;
         let mut watcher = Watcher {
             vm,
             boss,
@@ -167,6 +167,7 @@ impl Watcher {
             ours: Ours::new(Path::new("/proc")),
             reporter: Reporter::default(),
             listener,
+            logind,
             sample,
             sensed,
             decision: Decision::default(),
@@ -175,6 +176,7 @@ impl Watcher {
             deaf: Cell::new(false),
             due: Due::default(),
         };
+        watcher.read_sessions();
         watcher.seen.keys.look(wall());
         Ok(watcher)
     }
@@ -221,6 +223,7 @@ impl Watcher {
             path: self.watch.path(UTMP),
             records: &self.seen.records,
             sessions: &self.seen.sessions,
+            unasked: self.seen.unasked.as_deref(),
             typed: &self.seen.typed,
             keys: self.seen.keys.evidence(),
             foreign: &self.seen.foreign,
@@ -273,7 +276,7 @@ impl Watcher {
             self.seen.records = records(self.watch.path(UTMP));
         }
         if which(SESSIONS) {
-            self.seen.sessions = sessions(&self.args.sessions);
+            self.read_sessions();
         }
         let mut wrong = Vec::new();
         if which(ADMIN) {
@@ -286,6 +289,19 @@ impl Watcher {
             wrong.extend(self.rules.read_words());
         }
         wrong.iter().for_each(|line| say(line));
+    }
+
+    /// By logind's answers, or else by its files, which tell less.
+    fn read_sessions(&mut self) {
+        let why = match self.logind.as_ref().map(Logind::sessions) {
+            Some(Evidence::Known(sessions)) => {
+                (self.seen.sessions, self.seen.unasked) = (Evidence::Known(sessions), None);
+                return;
+            }
+            Some(Evidence::Missing(why)) => why,
+            None => "logind cannot be asked".into(),
+        };
+        (self.seen.sessions, self.seen.unasked) = (sessions(&self.args.sessions), Some(why));
     }
 
     /// The tasks of the virtual machine on this host, by its daemon.
@@ -375,6 +391,10 @@ impl Watcher {
                 self.judge()?;
             }
             if woken.other {
+                if self.logind.as_ref().is_some_and(Logind::is_new) {
+                    self.read_sessions();
+                    self.judge()?;
+                }
                 self.answer();
                 if self.boss.is_new() {
                     self.report()?;
@@ -424,6 +444,7 @@ impl Watcher {
             Reply::Hosts(table) => table.get(self.vm.host()).map(|entry| entry.name.clone()),
             _ => None,
         };
+        let (stopped_by, stopped_by_why) = stopped_by(self.vm.runtime().request(Request::Freezer));
         Status {
             vm: self.name.clone(),
             user: user_name(self.user),
@@ -436,6 +457,8 @@ impl Watcher {
             guests_why: self.decision.why.clone(),
             leave_at_us,
             then: then.map(|then| then.to_string()),
+            stopped_by: stopped_by.into(),
+            stopped_by_why,
             policy: self.rules.merged().settings.iter().map(setting).collect(),
             wrong: self.rules.wrong(),
             tasks: tasks.iter().filter(|task| is_guest(task)).take(TASKS_MAX).map(|task| guest(task, boot)).collect(),
@@ -446,6 +469,16 @@ impl Watcher {
 /// A spawned task that does not serve the virtual machine.
 fn is_guest(task: &TaskInfo) -> bool {
     task.flags & TASK_FORKED != 0 && task.flags & TASK_SERVES == 0 && !is_watcher(&task.name)
+}
+
+/// How the daemon has guests stopped here, and why not by control groups.
+fn stopped_by(reply: Reply) -> (&'static str, String) {
+    match reply {
+        Reply::Freezer(Some(Ok(()))) => ("control groups", String::new()),
+        Reply::Freezer(Some(Err(why))) => ("signals", why),
+        Reply::Freezer(None) => ("unknown", "no tasker has said so far".into()),
+        _ => ("unknown", "the daemon does not tell".into()),
+    }
 }
 
 /// The daemon of this host, and what works for it.

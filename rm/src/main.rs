@@ -144,6 +144,7 @@ fn run(args: &Args) -> anyhow::Result<()> {
         policy_file::follow(file, &vm).with_context(|| format!("following changes of {}", file.display()))?;
     }
     say(format_args!("pvm-rm {tid}: registered as resource manager, policy {}", conduct.placing));
+    sempa_socket::take_short_turns();
     match service.run() {
         Err(why @ ServiceError::Stopped(_)) => {
             say(format_args!("pvm-rm {tid}: {why}"));

@@ -5,8 +5,8 @@
 //! update may be repeated. Entries of the event log are numbered without gaps; a gap asks for a fresh task list.
 
 use crate::decide::{
-    Estimates, HostView, Hosts, MOVES_PER_MINUTE_MAX, MOVES_SPAN, Moves, Owner, Policy, SHIFTS_SPAN, Sampled, Snapshot,
-    Stay, StayReason, TaskView, Terms, Until, Wants, foreign_demand,
+    Estimates, ForeignMean, HostView, Hosts, MOVES_PER_MINUTE_MAX, MOVES_SPAN, Moves, Owner, Policy, SHIFTS_SPAN,
+    Sampled, Snapshot, Stay, StayReason, TaskView, Terms, Until, Wants, foreign_demand,
 };
 use crate::recent::Recent;
 use libpvm::MigrateError;
@@ -42,9 +42,6 @@ const ACCOUNT_PAUSE: Micros = Micros::from_millis(500);
 /// What the administrator says of hosts, by their names.
 pub type Labels = BTreeMap<String, Arc<BTreeMap<String, String>>>;
 
-/// Load that is not ours is averaged over about this time.
-const FOREIGN_SPAN: Micros = Micros::from_secs(120);
-
 #[derive(Debug)]
 struct Host {
     name: String,
@@ -54,7 +51,7 @@ struct Host {
     speed: i32,
     cores: u32,
     sample: Option<Sampled>,
-    foreign_mean: Option<f32>,
+    foreign_mean: Option<ForeignMean>,
     owner: Owner,
     /// When the last one left, on the model's clock.
     left: Option<Micros>,
@@ -284,20 +281,39 @@ impl Model {
             // Not counted as ended: it may have been started after the list was made.
             self.remove(tid);
         }
+        let mut new = Vec::new();
         for info in tasks {
             if self.ended.has(info.tid) {
                 continue;
             }
             let job = self.job_of(info.tid, info.parent);
+            let is_new = !self.tasks.contains_key(&info.tid);
             let task = self.settle(now, info.tid, info.host);
+            if is_new {
+                task.uid = info.uid;
+                new.push((info.tid, job));
+            }
             task.pinned |= is_pinned(info.flags, &info.name);
-            (task.job, task.uid, task.name) = (job, info.uid, Arc::from(info.name.as_str()));
+            (task.job, task.name) = (job, Arc::from(info.name.as_str()));
             task.suspended = info.suspended;
             match task.moving {
                 _ if info.moving => task.moving = Some(Going { to: task.moving.and_then(|g| g.to), at: now }),
                 Some(going) if now.since(going.at) >= MOVE_YOUNG => task.moving = None,
                 _ => {}
             }
+        }
+        for (tid, job) in new {
+            // A daemon lists its own user; whose program it is, the top of its job tells.
+            if let Some(user) = self.tasks.get(&job).map(|top| top.uid) {
+                self.belongs(tid, user);
+            }
+        }
+    }
+
+    /// A task is this user's.
+    pub fn belongs(&mut self, tid: Tid, user: u32) {
+        if let Some(task) = self.edit(tid) {
+            task.uid = user;
         }
     }
 
@@ -355,12 +371,12 @@ impl Model {
         }
     }
 
-    /// Whose child a task is, and what it runs.
-    fn task_described(&mut self, tid: Tid, parent: Tid, name: &str) {
+    /// Whose child a task is, and what it runs. It is its parent's user's, wherever it runs; without one its own daemon's user's.
+    fn task_described(&mut self, tid: Tid, (parent, user): (Tid, u32), name: &str) {
         let job = self.job_of(tid, parent);
         let uid = self.tasks.get(&parent).map(|task| task.uid);
         let Some(task) = self.edit(tid) else { return };
-        task.uid = uid.unwrap_or(task.uid);
+        task.uid = uid.unwrap_or(user);
         let before = std::mem::replace(&mut task.job, job);
         task.name = Arc::from(name);
         if before == tid && job != tid {
@@ -453,9 +469,9 @@ impl Model {
         }
         match &event.kind {
             EventKind::HostGone { host, .. } => self.host_gone(*host),
-            EventKind::TaskStarted { tid, parent, name } => {
+            EventKind::TaskStarted { tid, parent, name, user } => {
                 self.task_started(now, *tid, event.host, name.is_empty() || is_watcher(name), false);
-                self.task_described(*tid, *parent, name);
+                self.task_described(*tid, (*parent, *user), name);
             }
             EventKind::TaskEnded { tid, .. } => self.task_ended(*tid),
             EventKind::Moving { tid, to, .. } => {
@@ -600,9 +616,8 @@ impl Model {
         let sampled = Sampled { sample: report.sample, at: now, own };
         let demand = foreign_demand(&sampled);
         let span = host.sample.as_ref().map_or(now, |before| now.since(before.at));
-        let weight = 1.0 - (-(span.0 as f32) / FOREIGN_SPAN.0 as f32).exp();
-        let mean = host.foreign_mean.unwrap_or(demand);
-        host.foreign_mean = Some(mean + weight * (demand - mean));
+        let mean = host.foreign_mean.map(|mean| mean.after(span, demand));
+        host.foreign_mean = Some(mean.unwrap_or_else(|| ForeignMean::first(demand)));
         host.sample = Some(sampled);
         host.terms = reports::terms(now, report, &host.terms);
         let was = std::mem::replace(&mut host.owner, reports::owner(report, host.left));
@@ -709,7 +724,7 @@ impl Host {
             speed: self.speed,
             cores: self.cores,
             sample: self.sample.clone(),
-            foreign_mean: self.foreign_mean,
+            foreign_mean: self.foreign_mean.map(|mean| mean.threads),
             owner: self.owner.clone(),
             terms: self.terms.clone(),
             no_moves: self.no_moves.clone(),

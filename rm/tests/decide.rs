@@ -115,6 +115,31 @@ fn a_host_with_an_owner_is_used_only_when_it_is_named() {
 }
 
 #[test]
+fn of_many_hosts_the_first_are_told_with_their_reasons_and_the_others_counted() {
+    let mut snapshot = pool(1000, Policy::Load);
+    for host in snapshot.hosts.iter_mut() {
+        host.owner = present();
+    }
+    snapshot.hosts[499].tasks = vec![task(t(500, 1))];
+    snapshot.hosts[0].tasks = vec![task(t(1, 1))];
+    let refused = place(&snapshot, &ask(&request(0, "", 1)));
+    assert_eq!((refused.hosts[0], refused.excluded.len()), (Err(PvmError::OutOfRes), 256));
+    let told = refused.sentence(&snapshot);
+    assert!(told.contains("h16: owner present (alice on pts/0); and 984 more"), "{told}");
+    let out = moves(&snapshot);
+    for (stay, first) in out.stay.iter().zip([h(2), h(1)]) {
+        let StayReason::NoHost { excluded } = &stay.why else { panic!("{stay:?}") };
+        assert_eq!(excluded[0].0, first, "not the host where it is");
+        let told = stay.sentence(&snapshot);
+        assert!(told.ends_with("; and 983 more)"), "{told}");
+    }
+    assert_eq!(out.stay.len(), 2);
+    // A host that is asked for is told, however many others there are.
+    let named = place(&snapshot, &Ask { without: &[h(900)], ..ask(&request(SPAWN_HOST, "h900", 1)) });
+    assert_eq!(named.sentence(&snapshot), "no host is free: h900: no answer");
+}
+
+#[test]
 fn load_places_the_tasks_of_one_request_together() {
     let mut snapshot = pool(3, Policy::Load);
     snapshot.hosts[1].cores = 4;

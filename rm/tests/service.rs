@@ -560,7 +560,8 @@ fn who_names_a_host_beside_its_owner_may_stay_until_the_owner_comes_next() {
     let exec = bed.world().took_execs().pop().expect("placed");
     assert_eq!(exec.host, h(2));
     // The event overtakes the acknowledgement.
-    bed.world().event(h(2), EventKind::TaskStarted { tid: t(2, 100), parent: client(), name: "worker".into() });
+    bed.world()
+        .event(h(2), EventKind::TaskStarted { tid: t(2, 100), parent: client(), name: "worker".into(), user: 0 });
     bed.settle();
     assert_eq!(bed.world().ack(&exec), [t(2, 100)]);
     bed.settle();
@@ -575,8 +576,8 @@ fn a_task_that_starts_beside_an_owner_without_being_asked_to_leaves() {
     let vm = world(2);
     let mut bed = Bed::quiet(&vm);
     bed.owner_comes(2);
-    bed.world().event(h(2), EventKind::TaskStarted { tid: t(2, 7), parent: client(), name: "worker".into() });
-    bed.world().event(h(2), EventKind::TaskStarted { tid: t(2, 8), parent: Tid::NONE, name: String::new() });
+    bed.world().event(h(2), EventKind::TaskStarted { tid: t(2, 7), parent: client(), name: "worker".into(), user: 0 });
+    bed.world().event(h(2), EventKind::TaskStarted { tid: t(2, 8), parent: Tid::NONE, name: String::new(), user: 0 });
     bed.settle();
     assert_eq!(bed.world().took_migrations(), [(t(2, 7), 1)]);
 }
@@ -685,7 +686,7 @@ fn ask(bed: &mut Bed, question: &Question) -> Answer {
 
 /// The client joins and spawns two workers, which are acknowledged and in the log.
 fn two_workers(bed: &mut Bed) -> Vec<Tid> {
-    bed.world().event(h(1), EventKind::TaskStarted { tid: client(), parent: Tid::NONE, name: String::new() });
+    bed.world().event(h(1), EventKind::TaskStarted { tid: client(), parent: Tid::NONE, name: String::new(), user: 0 });
     bed.world().spawn(5, &request(2));
     bed.settle();
     let execs = bed.world().took_execs();
@@ -693,7 +694,7 @@ fn two_workers(bed: &mut Bed) -> Vec<Tid> {
     for exec in execs {
         let started = bed.world().ack(&exec);
         for tid in started {
-            let kind = EventKind::TaskStarted { tid, parent: client(), name: "worker".into() };
+            let kind = EventKind::TaskStarted { tid, parent: client(), name: "worker".into(), user: 0 };
             bed.world().event(exec.host, kind);
             bed.world().tasks.push(spawned(tid, exec.host.index()));
             tids.push(tid);

@@ -3,6 +3,7 @@
 mod idle;
 
 use idle::{NOW, h, idle};
+use proptest::prelude::*;
 use pvm_rm::decide::{Again, Ask, Fair, Owner, Policy, Snapshot, TaskView, UpDown, give_way, go_on, place};
 use sempa_proto::task::SpawnRequest;
 use sempa_proto::{HostId, Micros, Tid};
@@ -95,4 +96,41 @@ fn a_task_goes_on_where_it_is_when_there_is_room_else_where_there_is() {
     snapshot.hosts.refresh(NOW);
     let both = BTreeMap::from([(t(1, 1), long_ago), (t(1, 3), Micros(long_ago.0 - 1))]);
     assert_eq!(go_on(&snapshot, &both, &none), [(t(1, 3), h(1), Again::At(h(2)))], "who has stood longest goes first");
+}
+
+proptest! {
+    /// When those who are told to give way stand still, the request gets all its places; and nobody is told so for nothing.
+    #[test]
+    fn who_gives_way_makes_all_the_room_that_is_needed(
+        hosts in prop::collection::vec((1_u32..4, 0_u32..4, any::<bool>()), 1..80), count in 1_u32..6, which in 0_usize..6,
+        in_turn in any::<bool>(),
+    ) {
+        let view = |(i, (cores, tasks, idle_owner)): (usize, (u32, u32, bool))| {
+            let index = i as u16 + 1;
+            let mut host = idle(index, cores, 0);
+            let task = |n| TaskView { user: 1, ..TaskView::new(t(index, n), Micros(NOW.0 - u64::from(n))) };
+            host.tasks = (1..=tasks).map(task).collect();
+            if idle_owner {
+                host.owner = Owner::Maybe { why: "alice is idle".into(), idle: true };
+            }
+            host
+        };
+        let policy = if in_turn { Policy::RoundRobin } else { Policy::Load };
+        let mut snapshot = Snapshot::new(NOW, policy, hosts.into_iter().enumerate().map(view).collect());
+        let wants = ["", "?free >= 1", "?free >= 1; spread", "?free >= 2", "?free >= 1; same-host", "?free >= 1; rank = free"];
+        let request = SpawnRequest { place: wants[which].into(), ..request(count) };
+        let ask = Ask { user: 2, request: &request, count, caller: h(1), peers: &[], without: &[] };
+        let held = snapshot.hosts.iter().map(|host| host.tasks.len() as u32).sum();
+        let gives = give_way(&snapshot, &shares(held), &ask);
+        let all_placed = |snapshot: &Snapshot| place(snapshot, &ask).hosts.iter().all(Result::is_ok);
+        prop_assert!(gives.is_empty() || !all_placed(&snapshot));
+        for (n, gives) in gives.iter().enumerate() {
+            prop_assert!(!all_placed(&snapshot), "{n} are enough");
+            let host = gives.tid.home().expect("a host");
+            let host = snapshot.hosts.edit(host).expect("a host");
+            host.tasks.iter_mut().find(|task| task.tid == gives.tid).expect("it is there").suspended = true;
+            snapshot.hosts.refresh(NOW);
+        }
+        prop_assert!(gives.is_empty() || all_placed(&snapshot));
+    }
 }

@@ -43,7 +43,7 @@ impl Log {
 
     fn started(&mut self, at: u64, tid: Tid, parent: Tid, name: &str) {
         let host = tid.home().map_or(1, HostId::index);
-        self.say(at, host, EventKind::TaskStarted { tid, parent, name: name.into() });
+        self.say(at, host, EventKind::TaskStarted { tid, parent, name: name.into(), user: USER });
     }
 
     fn ended(&mut self, at: u64, tid: Tid, status: i32, millis: u64) {
@@ -309,7 +309,7 @@ fn the_oldest_go_when_there_are_too_many_and_sums_stay() {
     let tasks = TASKS_MAX + 1000;
     for n in 0..tasks as u64 {
         let (tid, at) = (t(1, 2 + (n % 200_000) as u32), second(n));
-        let started = EventKind::TaskStarted { tid, parent: Tid::NONE, name: "short".into() };
+        let started = EventKind::TaskStarted { tid, parent: Tid::NONE, name: "short".into(), user: USER };
         let ended = EventKind::TaskEnded { tid, status: 0, used: Usage::default() };
         books.event(&Event { number: 2 * n + 1, at, host: h(1), kind: started });
         books.event(&Event { number: 2 * n + 2, at, host: h(1), kind: ended });

@@ -119,6 +119,16 @@ impl ControlGroup {
         Ok(File::open(&self.path)?.into())
     }
 
+    /// Who is inside.
+    ///
+    /// # Errors
+    /// Somebody has removed the group.
+    pub(crate) fn members(&self) -> io::Result<Vec<i32>> {
+        let text = fs::read_to_string(self.entrance())?;
+        // Whom the kernel does not name here it calls 0.
+        Ok(text.lines().filter_map(|line| line.parse().ok()).filter(|pid| *pid > 0).collect())
+    }
+
     /// The file that takes the numbers of processes that are to come in.
     pub(crate) fn entrance(&self) -> PathBuf {
         self.path.join("cgroup.procs")

@@ -8,7 +8,7 @@
 //! to run in between.
 
 use crate::ease::Lowered;
-use crate::stop::{self, Crowd};
+use crate::stop;
 use crate::supervisor::Supervisor;
 use crate::task::{Phase, Task};
 use sempa_proto::tasker::FromTasker;
@@ -62,13 +62,13 @@ impl Hold {
     }
 
     /// Makes the threads as urgent as they were. Answers who has been told to stop.
-    fn restore(self, task: &Crowd<'_>) -> BTreeSet<i32> {
+    fn restore(self, task: &Task) -> BTreeSet<i32> {
         let (lowered, told) = match self {
             Hold::Free | Hold::Still => return BTreeSet::new(),
             Hold::Easing { lowered, .. } => (lowered, BTreeSet::new()),
             Hold::Stopping { lowered, told, .. } => (lowered, told),
         };
-        lowered.restore(&task.pids());
+        lowered.restore(&task.members());
         told
     }
 
@@ -86,10 +86,10 @@ impl Task {
             (Phase::Running, hold) => {
                 let until = Instant::now() + after;
                 let (lowered, stood) = match hold {
-                    Hold::Free => (Lowered::now(&self.crowd().pids()), false),
+                    Hold::Free => (Lowered::now(&self.members()), false),
                     Hold::Easing { lowered, .. } => (lowered, false),
                     Hold::Stopping { lowered, .. } => (lowered, true),
-                    Hold::Still => (Lowered::now(&self.crowd().pids()), true),
+                    Hold::Still => (Lowered::now(&self.members()), true),
                 };
                 if stood {
                     self.let_run();
@@ -98,7 +98,7 @@ impl Task {
             }
             // It stands still, or will in a moment, and stays so when the move lets go of it.
             (_, hold) => {
-                hold.restore(&self.crowd());
+                hold.restore(self);
                 self.hold = Hold::Still;
             }
         }
@@ -127,7 +127,7 @@ impl Task {
 
     /// Notes which processes stand still already, for their own reasons.
     fn note_stopped(&mut self) {
-        self.stopped_before = stop::stopped_now(&self.crowd());
+        self.stopped_before = stop::stopped_now(&self.members());
     }
 
     /// A move wants it stopped: the hold is the move's business from now on. Answers who has been told to stop.
@@ -139,7 +139,7 @@ impl Task {
         if !hold.is_free() {
             self.hold = Hold::Still;
         }
-        let mut told = hold.restore(&self.crowd());
+        let mut told = hold.restore(self);
         if let Some(group) = self.frozen() {
             told.extend(stop::stop_frozen(&self.crowd()));
             group.thaw();
@@ -155,7 +155,7 @@ impl Task {
             Hold::Stopping { .. } => true,
             Hold::Still => matches!(self.phase, Phase::Running),
         };
-        hold.restore(&self.crowd());
+        hold.restore(self);
         if stands {
             self.go_on();
         }
@@ -174,7 +174,7 @@ impl Task {
         };
         if still {
             // A dump takes the urgency of threads along.
-            lowered.restore(&self.crowd().pids());
+            lowered.restore(&self.members());
             self.hold = Hold::Still;
         } else {
             self.hold = Hold::Stopping { told, since, lowered };

@@ -46,9 +46,9 @@ enum State {
     Moving,
 }
 
-/// Processes of the task that are stopped already, by the numbers they have inside it.
-pub(crate) fn stopped_now(crowd: &Crowd<'_>) -> Vec<i32> {
-    let stopped = crowd.pids().into_iter().filter(|pid| is_stopped_by_signal(*pid));
+/// Those of these processes of a task that are stopped already, by the numbers they have inside it.
+pub(crate) fn stopped_now(pids: &[i32]) -> Vec<i32> {
+    let stopped = pids.iter().copied().filter(|pid| is_stopped_by_signal(*pid));
     stopped.filter_map(inner_pid).collect()
 }
 

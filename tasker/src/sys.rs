@@ -24,8 +24,8 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 /// Stack of a new process until it is its program: it makes a few calls of the system there.
@@ -534,9 +534,12 @@ pub(crate) fn set_nice(thread: i32, nice: i32) {
 pub(crate) fn may_raise() -> bool {
     /// Bit of `CAP_SYS_NICE`.
     const SYS_NICE: u64 = 1 << 23;
-    let effective = checkpoint::status::Status::of(std::process::id().cast_signed())
-        .and_then(|status| u64::from_str_radix(status.field("CapEff")?, 16).ok());
-    effective.is_some_and(|bits| bits & SYS_NICE != 0)
+    static MAY: OnceLock<bool> = OnceLock::new();
+    *MAY.get_or_init(|| {
+        let effective = checkpoint::status::Status::of(std::process::id().cast_signed())
+            .and_then(|status| u64::from_str_radix(status.field("CapEff")?, 16).ok());
+        effective.is_some_and(|bits| bits & SYS_NICE != 0)
+    })
 }
 
 /// True if these two processes have one memory, as a child has its parent's between `vfork` and `execve`.

@@ -99,6 +99,12 @@ impl Task {
         self.namespace.as_ref().map_or(Crowd::Group(self.process.pid), Crowd::Namespace)
     }
 
+    /// Its processes; where it has a control group, as that has them. The other way looks at everybody on the host, and while the
+    /// tasker does that for one task, others that have to be stopped at once run on.
+    pub(crate) fn members(&self) -> Vec<i32> {
+        self.group().and_then(|group| group.members().ok()).unwrap_or_else(|| self.crowd().pids())
+    }
+
     /// Lets a stopped task go on and delivers what came for it meanwhile, unless it is held.
     pub(crate) fn go_on(&mut self) {
         self.phase = Phase::Running;

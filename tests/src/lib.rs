@@ -11,6 +11,7 @@ pub mod hosts;
 pub mod lab;
 pub mod labour;
 pub mod limits;
+pub mod logind;
 pub mod matrix;
 pub mod needs;
 pub mod programs;

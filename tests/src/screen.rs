@@ -3,6 +3,7 @@
 use crate::Host;
 use crate::run::{Running, eventually, must};
 use anyhow::{Context, Result, bail, ensure};
+use std::ops::Range;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -41,6 +42,9 @@ impl<'a> Screen<'a> {
     pub fn start(host: &'a Host) -> Result<Screen<'a>> {
         let mut command = host.command(PROGRAMS[0].0);
         command.args(["-displayfd", "1", "-screen", "0", "320x320x24", "-nolisten", "tcp"]);
+        // Otherwise the server begins anew whenever its last client leaves, and turns away whoever connects just then:
+        // a look at the screen that ends before the program has connected.
+        command.arg("-noreset");
         let server = Running::start(command, Stdio::null())?;
         let number = eventually(UP_TIME, || match server.out_so_far() {
             Ok(out) if out.ends_with('\n') => Ok(out.trim().to_string()),
@@ -123,13 +127,10 @@ impl Picture {
         Ok(Picture { width, pixels: rows.map(|pixel| [pixel[2], pixel[1], pixel[0]]).collect() })
     }
 
-    /// Pairs of neighbours on both sides of each pixel of some lines and columns: (left, pixel, right).
-    pub fn triples(&self, lines: std::ops::Range<usize>, columns: std::ops::Range<usize>) -> Vec<[Colour; 3]> {
+    /// The pixels of some lines and columns, line by line.
+    pub fn part(&self, lines: Range<usize>, columns: Range<usize>) -> Vec<Colour> {
         let rows = self.pixels.chunks_exact(self.width).skip(lines.start).take(lines.len());
-        let cut = |row: &'_ [Colour]| -> Vec<[Colour; 3]> {
-            row[columns.clone()].windows(3).map(|three| [three[0], three[1], three[2]]).collect()
-        };
-        rows.flat_map(cut).collect()
+        rows.flat_map(|row| row[columns.clone()].iter().copied()).collect()
     }
 
     /// All of it in words that tests can compare line by line: the colours in the order of their first appearance, then
@@ -174,7 +175,7 @@ mod tests {
     fn a_dump_is_read_and_told_in_words() {
         let picture = Picture::of_dump(&dump(&[BLACK, BLACK, [1, 2, 3], WHITE])).expect("a dump");
         assert_eq!(picture.text(), "0 is [0, 0, 0]\n1 is [1, 2, 3]\n2 is [255, 255, 255]\n2 of 0, 1 of 1, 1 of 2, \n");
-        assert_eq!(picture.triples(0..1, 1..4), [[BLACK, [1, 2, 3], WHITE]]);
+        assert_eq!(picture.part(0..1, 1..3), [BLACK, [1, 2, 3]]);
     }
 
     #[test]

@@ -8,6 +8,7 @@ use sempa_tests::run::{Running, must, run};
 use sempa_tests::screen::{self, BLACK, Picture, Screen, WHITE};
 use sempa_tests::timetable::{self, School};
 use std::fs;
+use std::ops::Range;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -162,23 +163,38 @@ fn examples_with_workers() {
 /// xep's buttons and where one drags over its picture to look at a part of it, for xdotool.
 const QUIT: &str = "mousemove 19 46 click 1";
 const ENLARGE: &str = "mousemove 65 128 mousedown 1 mousemove 100 150 mousemove 145 208 mouseup 1 click 2";
-/// Where its picture is on the screen.
-const PICTURE: (std::ops::Range<usize>, std::ops::Range<usize>) = (70..268, 8..204);
+/// The lines of its picture on the screen, inside its frame.
+const LINES: Range<usize> = 70..268;
+/// A column of its picture in which nothing is white once the whole set is drawn, and one in which nothing is once only
+/// that part of it is. White is what lies around the whole set, and what no worker has drawn yet.
+const IN_THE_WHOLE: usize = 106;
+const IN_THE_PART: usize = 8;
+/// Where its words and its six buttons are, which it draws in black on white or the other way round: lines, columns.
+const LABELS: [(Range<usize>, Range<usize>); 7] = [
+    (8..24, 8..130),
+    (36..58, 11..29),
+    (36..58, 39..57),
+    (36..58, 67..85),
+    (36..58, 95..113),
+    (36..58, 123..149),
+    (36..58, 159..177),
+];
 
-/// Waits until xep has drawn a picture that is not this one. What no worker has drawn yet is hatched.
-fn drawn(screen: &Screen, not_this: Option<&Picture>) -> Result<Picture> {
+/// Waits until xep has drawn all labels, and its picture as far as this column tells.
+fn drawn(screen: &Screen, column: usize) -> Result<Picture> {
     eventually(LONG, || {
         let picture = screen.picture().map_err(|error| format!("{error:#}"))?;
-        let pixels = picture.triples(PICTURE.0, PICTURE.1);
-        let coloured = pixels.iter().any(|[_, pixel, _]| ![BLACK, WHITE].contains(pixel));
-        let hatched = pixels.iter().filter(|three| **three == [BLACK, WHITE, BLACK]).count();
-        if coloured && hatched == 0 && not_this != Some(&picture) {
+        let labelled = LABELS.iter().filter(|(lines, columns)| {
+            let label = picture.part(lines.clone(), columns.clone());
+            [BLACK, WHITE].iter().all(|colour| label.contains(colour))
+        });
+        let (labelled, down) = (labelled.count(), picture.part(LINES, column..column + 1));
+        let coloured = down.iter().any(|pixel| ![BLACK, WHITE].contains(pixel));
+        let white = down.iter().filter(|pixel| **pixel == WHITE).count();
+        if labelled == LABELS.len() && coloured && white == 0 {
             return Ok(picture);
         }
-        Err(format!(
-            "not drawn: coloured {coloured}, hatched {hatched}, another picture {}",
-            not_this != Some(&picture)
-        ))
+        Err(format!("not drawn: {labelled} labels, coloured {coloured}, white {white} of {}", down.len()))
     })
 }
 
@@ -196,9 +212,9 @@ fn xep_and_its_workers_draw_the_same_pictures() {
             let running = machine.start_with(alone("xep"), |command| {
                 command.env("DISPLAY", screen.name());
             })?;
-            let whole = drawn(&screen, None)?;
+            let whole = drawn(&screen, IN_THE_WHOLE)?;
             screen.mouse(ENLARGE)?;
-            let part = drawn(&screen, Some(&whole))?;
+            let part = drawn(&screen, IN_THE_PART)?;
             let workers = machine.console("ps -a\n", "mtile")?.matches("mtile").count();
             screen.mouse(QUIT)?;
             let said = machine.text(&running.finish(LONG)?);

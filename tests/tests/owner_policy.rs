@@ -1,6 +1,7 @@
 //! What owners say counts on their machines: by a word, which needs no rights in the virtual machine, and by files.
 
 use sempa_proto::event::EventKind;
+use sempa_tests::logind::{self, Desk, Logind};
 use sempa_tests::needs::testbed;
 use sempa_tests::run::run;
 use sempa_tests::ssh::Login;
@@ -45,15 +46,20 @@ fn is_free(status: &Value) -> bool {
 /// A virtual machine with load watchers on all hosts.
 fn watched(as_alice: bool, hosts: usize, test: impl FnOnce(&Vm)) {
     let Some((bed, _)) = testbed(hosts) else { return };
+    watched_on(&bed, as_alice, test);
+}
+
+/// The same on these hosts.
+fn watched_on(bed: &Testbed, as_alice: bool, test: impl FnOnce(&Vm)) {
     let rm = Some("pvm-rm --policy load".to_string());
-    let vm = Vm::start(&bed, Settings { rm, as_alice, ..Settings::default() }).expect("a virtual machine");
+    let vm = Vm::start(bed, Settings { rm, as_alice, ..Settings::default() }).expect("a virtual machine");
     let others: Vec<&str> = bed.hosts()[1..].iter().map(|host| host.name()).collect();
     vm.add(&others).expect("the others join");
     vm.program("hold").expect("gcc");
-    (1..=hosts).for_each(|host| drop(status(&vm, host, "watched", |_| true)));
+    (1..=bed.hosts().len()).for_each(|host| drop(status(&vm, host, "watched", |_| true)));
     test(&vm);
     vm.halt().expect("halts");
-    let after = owner(&bed, 1, &["status"]);
+    let after = owner(bed, 1, &["status"]);
     assert_eq!(after["virtual_machines"].as_array().map(Vec::len), Some(0), "{after}");
 }
 
@@ -218,4 +224,70 @@ fn a_session_of_systemd_is_an_owner_without_any_login_record() {
         status(vm, 2, "free", is_free);
         used_again(vm, "h2");
     });
+}
+
+#[test]
+fn logind_is_asked_over_its_bus_and_its_desktops_say_whether_somebody_uses_them() {
+    let Some((bed, _)) = testbed(2) else { return };
+    if let Some(lack) = logind::lacks() {
+        eprintln!("skipped: {lack}");
+        return;
+    }
+    let logind = Logind::start(bed.host(2)).expect("a bus");
+    let desk = |idle, locked| Desk { user: "olga".into(), idle, idle_since: 1_700_000_000_000_000, locked };
+    watched_on(&bed, false, |vm| {
+        let says = |s: &Value, what: &str| {
+            let sources = s["sources"].as_array().expect("a list");
+            sources.iter().any(|one| one[0] == "screens" && one[1].as_str().is_some_and(|says| says.contains(what)))
+        };
+        status(vm, 2, "asked", |s| says(s, "nobody has one"));
+        let guest = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
+        logind.say(Some(desk(false, false))).expect("the bus is there");
+        clean(vm);
+        assert_eq!(vm.host_of(&guest).expect("alive"), "h1");
+        let here = status(vm, 2, "present", |s| s["owner"] == "present" && says(s, "tty2 in use"));
+        assert!(here["why"].as_str().is_some_and(|why| why.starts_with("olga is logged in on tty2")), "{here}");
+
+        logind.say(Some(desk(true, false))).expect("the bus is there");
+        let idle = status(vm, 2, "idle", |s| s["owner"] == "maybe" && says(s, "tty2 without input"));
+        assert!(idle["why"].as_str().is_some_and(|why| why.contains("without input since")), "{idle}");
+        logind.say(Some(desk(false, true))).expect("the bus is there");
+        status(vm, 2, "locked", |s| says(s, "tty2 without input"));
+        logind.say(Some(desk(false, false))).expect("the bus is there");
+        status(vm, 2, "used again", |s| s["owner"] == "present" && says(s, "tty2 in use"));
+
+        logind.say(None).expect("the bus is there");
+        status(vm, 2, "free", is_free);
+        used_again(vm, "h2");
+        logind.end().expect("it ends");
+        status(vm, 2, "without logind", |s| says(s, "logind cannot be asked"));
+    });
+}
+
+#[test]
+fn an_owner_is_told_how_guests_are_stopped_on_his_machine_and_why_not_by_control_groups() {
+    let Some((bed, _)) = testbed(2) else { return };
+    let rm = Some("pvm-rm --policy load".to_string());
+    // On h1 only: the other daemon has what the remote shell gives it.
+    let env = vec![("SEMPA_FREEZER".to_string(), "off".to_string())];
+    let vm = Vm::start(&bed, Settings { rm, env, ..Settings::default() }).expect("a virtual machine");
+    vm.add(&["h2"]).expect("it joins");
+    let first = status(&vm, 1, "known", |s| s["stopped_by"] != "unknown");
+    assert_eq!(
+        (first["stopped_by"].as_str(), first["stopped_by_why"].as_str()),
+        (Some("signals"), Some("SEMPA_FREEZER=off")),
+        "{first}"
+    );
+    let second = status(&vm, 2, "known", |s| s["stopped_by"] != "unknown");
+    let why = second["stopped_by_why"].as_str().expect("a text");
+    match second["stopped_by"].as_str() {
+        Some("control groups") => assert_eq!(why, ""),
+        Some("signals") => assert!(!why.is_empty() && !why.contains("SEMPA_FREEZER"), "{second}"),
+        _ => panic!("{second}"),
+    }
+    let mut shown = bed.host(1).command("pvm");
+    shown.arg("owner");
+    let shown = run(shown, SOON).expect("the console runs");
+    assert!(shown.out.lines().any(|line| line.trim() == "stopped   by signals: SEMPA_FREEZER=off"), "{shown:?}");
+    vm.halt().expect("halts");
 }

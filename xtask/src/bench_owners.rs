@@ -40,6 +40,10 @@ struct Outcome {
     visits: usize,
     /// From the login record until a worker ran no more, by its own clock; sorted.
     stood_still_us: Vec<u64>,
+    /// From the login record until the load watcher knew; sorted.
+    seen_us: Vec<u64>,
+    /// From its word to the daemon until all guests stood still; sorted.
+    held_us: Vec<u64>,
     /// From the login record until no guest was left; sorted.
     clean_us: Vec<u64>,
     moves: usize,
@@ -103,15 +107,15 @@ fn watch(vm: &Vm, span: Duration) -> Result<Outcome> {
     outcome.seconds = begin.elapsed().as_secs();
     note(vm, &mut events)?;
     let events: Vec<Entry> = events.into_values().collect();
-    outcome.judge_moves(&events);
+    outcome.judge_events(&events);
     for worker in &workers {
         // It may be standing still yet.
         let gaps = eventually(SOON, || vm.gaps(worker).map_err(|error| format!("{error:#}")));
         let gaps = gaps.with_context(|| format!("{worker} is not there at the end"))?;
         outcome.judge_worker(worker, &gaps, &events);
     }
-    outcome.stood_still_us.sort_unstable();
-    outcome.clean_us.sort_unstable();
+    let Outcome { stood_still_us, seen_us, held_us, clean_us, .. } = &mut outcome;
+    [stood_still_us, seen_us, held_us, clean_us].into_iter().for_each(|all| all.sort_unstable());
     let late = outcome.stood_still_us.iter().filter(|us| **us > PROMISE_US).count();
     if late > 0 {
         outcome.reasons.push(format!("{late} times a worker ran longer than {} ms beside an owner", PROMISE_US / 1000));
@@ -166,7 +170,7 @@ impl Outcome {
         }
     }
 
-    fn judge_moves(&mut self, events: &[Entry]) {
+    fn judge_events(&mut self, events: &[Entry]) {
         for entry in events {
             match &entry.kind {
                 EventKind::Moved { cause, .. } => {
@@ -176,6 +180,8 @@ impl Outcome {
                     }
                 }
                 EventKind::MoveFailed { .. } => self.failed_moves += 1,
+                EventKind::OwnerPresent { since, seen, .. } => self.seen_us.push(seen.since(*since).0),
+                EventKind::GuestsStopped { took, guests, .. } if !guests.is_empty() => self.held_us.push(took.0),
                 _ => {}
             }
         }
@@ -234,6 +240,8 @@ fn tell(outcome: &Outcome) {
         "{:48} {:>6} {:>8} {:>8} {:>8}",
         "milliseconds after the login record", "times", "median", "99 %", "worst"
     );
+    line("its load watcher knows", &outcome.seen_us);
+    line("all guests stand still, after its word", &outcome.held_us);
     line("a worker runs no more, by its own clock", &outcome.stood_still_us);
     line("no guest is left on the host", &outcome.clean_us);
     println!("load: {}", fs::read_to_string("/proc/loadavg").unwrap_or_default().trim());

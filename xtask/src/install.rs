@@ -2,6 +2,7 @@
 
 use crate::setup::project;
 use anyhow::{Context, Result, bail};
+use std::ffi::OsString;
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
@@ -22,6 +23,13 @@ pub(crate) fn target() -> Result<PathBuf> {
 pub(crate) fn cargo(words: &[&str]) -> Result<Command> {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.args(words).current_dir(project()).env("CARGO_TARGET_DIR", target()?);
+    // What cargo says of this package, whose program this is, would look like a change to the build scripts of others, and
+    // everything above them would be built anew, each time.
+    let ours =
+        |name: &OsString| ["CARGO_PKG_", "CARGO_MANIFEST_"].iter().any(|of| name.to_string_lossy().starts_with(of));
+    for (name, _) in std::env::vars_os().filter(|(name, _)| ours(name)) {
+        command.env_remove(name);
+    }
     Ok(command)
 }
 

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// Debian packages, by name.
-const PACKAGES: [&str; 18] = [
+const PACKAGES: [&str; 19] = [
     "tablix2",
     "openssh-server",
     "openssh-client",
@@ -23,6 +23,8 @@ const PACKAGES: [&str; 18] = [
     "xvfb",
     "x11-apps",
     "xdotool",
+    // A bus to ask for sessions.
+    "dbus-daemon",
     "procps",
     "gcc",
     "gfortran",

@@ -1,9 +1,10 @@
 //! The one place that decides about moves: which step comes next, when a move is off, when it is committed.
 
 use sempa_proto::event::EventKind;
-use sempa_proto::migration::{Cause, Failure, Move, Order, Parting, Refusal, Report, Step};
+use sempa_proto::migration::{Cause, Failure, Move, Order, Parting, Refusal, Report, Step, Usage};
+use sempa_proto::suspend::{self, Holds};
 use sempa_proto::task::{MoveError, MoveReport};
-use sempa_proto::{HostId, Micros, MigrationId, Tid};
+use sempa_proto::{HostId, Micros, MigrationId, RequestId, Tid};
 use std::collections::{BTreeMap, VecDeque};
 use std::path::PathBuf;
 
@@ -36,6 +37,18 @@ pub enum CoordinatorOutput {
     Locate(Move),
     /// Put this into the event log.
     Event(EventKind),
+    /// Answer an end that passed on what somebody wants, in order with the orders to that end.
+    SuspendDecided {
+        /// The end.
+        host: HostId,
+        /// The move that it named.
+        migration: MigrationId,
+        /// Its number for it.
+        id: RequestId,
+        /// For whom the task stands still now; `None`: that is not for this end to pass on any more, because the move is over, or
+        /// the task's place is the other one.
+        suspended: Option<Holds>,
+    },
     /// The move has ended.
     Ended {
         /// The move.
@@ -61,6 +74,10 @@ struct Ongoing {
     fenced_at: Option<Micros>,
     /// The record is on disk and daemons are being told.
     locating: bool,
+    /// For whom the task stands still. It is known here, because whichever end is lost, the other one goes on by it.
+    suspended: Holds,
+    /// The target has passed on what somebody wants: what the source says later may be older than that.
+    target_spoke: bool,
 }
 
 /// All moves of the virtual machine. Lives on the master.
@@ -133,6 +150,8 @@ impl Coordinator {
                 stopped_at: None,
                 fenced_at: None,
                 locating: false,
+                suspended: Holds::default(),
+                target_spoke: false,
             },
         );
         Ok(self.last)
@@ -150,7 +169,7 @@ impl Coordinator {
         if let Report::Failed { step, why } = report {
             if host == m.of.from && m.step == Step::KillSource {
                 // The stopped copy was killed before we got to it. That is what was wanted.
-                self.let_run(id, Parting::default());
+                self.let_run(id, Usage::default());
             } else if (host == m.of.from && m.step < Step::KillSource) || host == m.of.to {
                 self.end_failed(id, step, why);
             }
@@ -165,10 +184,11 @@ impl Coordinator {
         let Some(m) = self.moves.get_mut(&id) else { return };
         let of = m.of.clone();
         let next = match report {
-            Report::Inspected(facts) if m.step == Step::Inspect => {
+            Report::Inspected { facts, suspended } if m.step == Step::Inspect => {
+                m.suspended = suspended;
                 let gib = facts.resident_bytes >> 30;
                 m.sized = STEP_TIME + Micros(TIME_PER_GIB.0 * (gib + 1));
-                self.order(of.to, &of, Order::Prepare(facts));
+                self.order(of.to, &of, Order::Prepare { facts, suspended });
                 Step::Prepare
             }
             Report::Prepared { verdict, token } if m.step == Step::Prepare => {
@@ -194,8 +214,8 @@ impl Coordinator {
                 self.out.push_back(CoordinatorOutput::Record(of.clone()));
                 Step::Commit
             }
-            Report::SourceGone(parting) if m.step == Step::KillSource => {
-                return self.let_run(id, parting);
+            Report::SourceGone(used) if m.step == Step::KillSource => {
+                return self.let_run(id, used);
             }
             Report::Running if m.step == Step::Run => return self.end_moved(now, id),
             _ => return,
@@ -247,13 +267,29 @@ impl Coordinator {
         }
     }
 
-    fn let_run(&mut self, id: MigrationId, parting: Parting) {
+    fn let_run(&mut self, id: MigrationId, used: Usage) {
         let Some(m) = self.moves.get_mut(&id) else { return };
         m.step = Step::Run;
         m.fenced_at = None;
+        let parting = Parting { used, suspended: m.suspended };
         let of = m.of.clone();
         self.log_step(id, Step::KillSource);
         self.order(of.to, &of, Order::Run(parting));
+    }
+
+    /// Somebody has told one end that the task is to be suspended, or to go on. From the source's inspection on, each end
+    /// passes that on before it says that it is done, and carries out what is decided here.
+    pub fn suspend(&mut self, host: HostId, migration: MigrationId, id: RequestId, order: &suspend::Order) {
+        let takes =
+            |m: &&mut Ongoing| m.of.tid == order.tid && (m.of.to == host || m.of.from == host && !m.target_spoke);
+        let suspended = self.moves.get_mut(&migration).filter(takes).map(|m| {
+            m.target_spoke |= m.of.to == host;
+            let before = m.suspended;
+            m.suspended = before.after(order);
+            self.out.extend(before.change(m.suspended, order).map(CoordinatorOutput::Event));
+            m.suspended
+        });
+        self.out.push_back(CoordinatorOutput::SuspendDecided { host, migration, id, suspended });
     }
 
     /// A host has left or was lost. Its tasks are dead; what that means for other tasks is the daemon's business.
@@ -292,7 +328,7 @@ impl Coordinator {
                 let step = m.step;
                 self.end_failed(id, step, Failure::Deadline { allowed });
             } else if m.step == Step::KillSource && m.fenced_at.is_some_and(|at| at <= now) {
-                self.let_run(id, Parting::default());
+                self.let_run(id, Usage::default());
             }
         }
     }
@@ -327,7 +363,7 @@ impl Coordinator {
                 }
             }
             if m.step >= Step::Quiesce {
-                self.order(m.of.from, &m.of, Order::Resume);
+                self.order(m.of.from, &m.of, Order::Resume { suspended: m.suspended });
             }
             if m.step >= Step::Prepare {
                 self.order(m.of.to, &m.of, Order::Discard);

@@ -19,6 +19,10 @@
 //! for any task that ends. The tasker carries out its orders for one task in order; an order to continue or discard
 //! overtakes a dump or restore that is under way and ends it.
 //!
+//! Whether the task is suspended the coordinator knows: the source says so with its facts, and from then on either end passes on
+//! what somebody wants before it says that it is done. `Run` and `Resume` bring what has come of it. So a task that is
+//! suspended runs nowhere, whichever end is lost, and whenever.
+//!
 //! The machines do no I/O. The daemon feeds them and carries out their outputs in order; see `pvmd`.
 
 mod coordinator;

@@ -1,6 +1,7 @@
 //! The end that a task leaves.
 
-use sempa_proto::migration::{Failure, Move, Order, Parting, Refusal, Report, Step, TaskFacts};
+use sempa_proto::migration::{Failure, Move, Order, Refusal, Report, Step, TaskFacts, Usage};
+use sempa_proto::suspend::Holds;
 use sempa_proto::tasker::DumpReport;
 use std::collections::VecDeque;
 use std::path::PathBuf;
@@ -10,8 +11,8 @@ use std::path::PathBuf;
 pub enum SourceEvent {
     /// The coordinator's order.
     Order(Order),
-    /// The tasker's answer to [`SourceOutput::Inspect`], or the daemon's own refusal.
-    Inspected(Result<TaskFacts, Refusal>),
+    /// The tasker's answer to [`SourceOutput::Inspect`] and for whom the task stands still, or the daemon's own refusal.
+    Inspected(Result<(TaskFacts, Holds), Refusal>),
     /// The library has let go and its socket is closed.
     Quiesced,
     /// The tasker's answer to [`SourceOutput::Stop`].
@@ -24,8 +25,8 @@ pub enum SourceEvent {
     Continued,
     /// The library has connected again.
     Reconnected,
-    /// The tasker's answer to [`SourceOutput::KillMoved`].
-    Gone(Parting),
+    /// The tasker's answer to [`SourceOutput::KillMoved`]: what it had used.
+    Gone(Usage),
     /// The task ended by itself or was killed.
     Ended,
 }
@@ -107,6 +108,12 @@ impl Source {
         !matches!(self.state, State::Inspecting | State::Ready | State::Done)
     }
 
+    /// True while the coordinator decides whether the task is suspended: from the report on it until the task is back or gone.
+    pub fn is_decided_elsewhere(&self) -> bool {
+        use State as S;
+        matches!(self.state, S::Ready | S::Quiescing | S::Stopping | S::Dumping | S::Sending | S::Killing)
+    }
+
     /// True while the task stays and its library has not come back.
     pub fn is_waking(&self) -> bool {
         self.state == State::Waking
@@ -122,9 +129,9 @@ impl Source {
         use SourceOutput as O;
         match (self.state, event) {
             (_, SourceEvent::Ended) => self.ended(),
-            (_, SourceEvent::Order(Order::Resume)) => self.resume(),
-            (State::Inspecting, SourceEvent::Inspected(Ok(facts))) => {
-                self.go(State::Ready, [O::Report(Report::Inspected(facts))]);
+            (_, SourceEvent::Order(Order::Resume { .. })) => self.resume(),
+            (State::Inspecting, SourceEvent::Inspected(Ok((facts, suspended)))) => {
+                self.go(State::Ready, [O::Report(Report::Inspected { facts, suspended })]);
             }
             (State::Inspecting, SourceEvent::Inspected(Err(refusal))) => {
                 let why = Failure::Refused(vec![refusal]);
@@ -148,8 +155,8 @@ impl Source {
             (State::Continuing, SourceEvent::Continued) => self.go(State::Waking, [O::DropImages, O::WakeHere]),
             (State::Waking, SourceEvent::Reconnected) => self.go(State::Done, [O::Release, O::Done]),
             (State::Sending, SourceEvent::Order(Order::Yield)) => self.go(State::Killing, [O::KillMoved]),
-            (State::Killing, SourceEvent::Gone(parting)) => {
-                self.go(State::Done, [O::Report(Report::SourceGone(parting)), O::HandOver, O::DropImages, O::Done]);
+            (State::Killing, SourceEvent::Gone(used)) => {
+                self.go(State::Done, [O::Report(Report::SourceGone(used)), O::HandOver, O::DropImages, O::Done]);
             }
             _ => {}
         }

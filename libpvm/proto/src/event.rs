@@ -63,6 +63,8 @@ pub enum EventKind {
         parent: Tid,
         /// Its program; empty for a task from a command line.
         name: String,
+        /// The user of the daemon that serves it.
+        user: u32,
     },
     /// A task ended.
     TaskEnded {
@@ -274,7 +276,7 @@ impl fmt::Display for EventKind {
                 write!(f, "the host file is done: hosts that joined {added}, lines that came to nothing {refused}")
             }
             EventKind::HostGone { host, name, why } => write!(f, "{name} ({host}) is gone: {why}"),
-            EventKind::TaskStarted { tid, parent, name } => {
+            EventKind::TaskStarted { tid, parent, name, .. } => {
                 let name = if name.is_empty() { "from a command line" } else { name };
                 if parent.is_task() {
                     write!(f, "{tid} started: {name}, child of {parent}")

@@ -7,6 +7,7 @@ use crate::event::EventKind;
 use crate::ids::{Epoch, HostId, Micros, MigrationId, RequestId, Tid};
 use crate::message::Message;
 use crate::migration::{Move, Order, Report};
+use crate::suspend::{self, Holds};
 use crate::table::HostTable;
 use crate::task::{LinkMark, RedirectAt, Reply, Request, RmInfo, Sink, SpawnRequest, ToTask, TracerInfo};
 use bytes::Bytes;
@@ -55,14 +56,7 @@ pub enum Question {
         signal: i32,
     },
     /// Suspend a task, or let it go on. → [`Reply::Done`] or [`Reply::Failed`]
-    Suspend {
-        /// The task.
-        tid: Tid,
-        /// False: let it go on.
-        suspend: bool,
-        /// Why.
-        cause: crate::suspend::Cause,
-    },
+    Suspend(suspend::Order),
     /// Is this task alive, and if not, how far had it sent? → [`Answer::Watched`]
     Watch {
         /// The task.
@@ -218,6 +212,24 @@ pub enum HostMsg {
         /// The report.
         report: Report,
     },
+    /// To the master: somebody wants a task suspended, or to go on, that is changing hosts. → [`HostMsg::SuspendDecided`]
+    SuspendMoving {
+        /// The move.
+        migration: MigrationId,
+        /// Chosen by the sender.
+        id: RequestId,
+        /// What is wanted.
+        order: suspend::Order,
+    },
+    /// Master, as coordinator of moves: what holds by now, whatever becomes of the move.
+    SuspendDecided {
+        /// The move.
+        migration: MigrationId,
+        /// To what.
+        id: RequestId,
+        /// `None`: the task's daemon decides again, because the move is over, or its place is another one by now.
+        suspended: Option<Holds>,
+    },
 }
 
 /// Something that waited for a task.
@@ -281,8 +293,6 @@ pub struct TaskRecord {
     pub watches: Vec<Watch>,
     /// Where its library looks for news while it has let go.
     pub redirect_at: RedirectAt,
-    /// It stands still until somebody lets it go on.
-    pub suspended: bool,
     /// Hosts that its host knew, so that those which joined meanwhile are told.
     pub hosts: Vec<HostId>,
     /// Epoch of the host table they are from.

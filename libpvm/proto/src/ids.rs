@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
+use thiserror::Error;
 
 /// Bit 31 of a tid: the address of a daemon (pvm_intro, "task identifiers").
 const DAEMON_BIT: u32 = 0x8000_0000;
@@ -14,8 +15,10 @@ const LOCAL_MASK: u32 = 0x0003_ffff;
 /// Width of the local part.
 const HOST_SHIFT: u32 = 18;
 
-/// Index of a host in the virtual machine, 1..=4095. The master is 1.
+/// Index of a host in the virtual machine, 1..=4095. The master is 1. What is read from a message or a file is no host if it is
+/// another number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(try_from = "u16")]
 pub struct HostId(u16);
 
 impl HostId {
@@ -29,21 +32,42 @@ impl HostId {
         (1..=Self::INDEX_MAX).contains(&index).then_some(HostId(index))
     }
 
-    /// The index, 1..=4095.
+    /// A host of a simulation, 1..=65535, or `None` for 0. Decisions know hosts by their numbers only, so they can be tried on
+    /// more hosts than a tid can express. Nothing outside simulations makes such a number: a host beyond
+    /// [`HostId::INDEX_MAX`] has no tid of its own ([`Tid::NONE`]), no task is born there, and nobody who reads its number
+    /// from a message takes it for a host.
+    pub fn simulated(index: u16) -> Option<HostId> {
+        (index > 0).then_some(HostId(index))
+    }
+
+    /// The index, 1..=4095; in simulations up to 65535.
     pub fn index(self) -> u16 {
         self.0
     }
 
     /// The host's tid as applications see it (`hi_tid`): host part only.
     pub fn tid(self) -> Tid {
-        Tid(u32::from(self.0) << HOST_SHIFT)
+        if self.0 <= Self::INDEX_MAX { Tid(u32::from(self.0) << HOST_SHIFT) } else { Tid::NONE }
     }
 
     /// The address of the host's daemon: host part with bit 31 set.
     pub fn daemon(self) -> Tid {
-        Tid(DAEMON_BIT | (u32::from(self.0) << HOST_SHIFT))
+        Tid(DAEMON_BIT | self.tid().0)
     }
 }
+
+impl TryFrom<u16> for HostId {
+    type Error = NoHostIndex;
+
+    fn try_from(index: u16) -> Result<HostId, NoHostIndex> {
+        HostId::new(index).ok_or(NoHostIndex(index))
+    }
+}
+
+/// A number that is no index of a host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+#[error("{0} is no index of a host; those are 1 to {max}", max = HostId::INDEX_MAX)]
+pub struct NoHostIndex(pub u16);
 
 impl fmt::Display for HostId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -63,9 +87,10 @@ impl Tid {
     /// Largest local part.
     pub const LOCAL_MAX: u32 = LOCAL_MASK;
 
-    /// A task's id from its host and local number (1..=262143).
+    /// A task's id from the host of its birth and its local number (1..=262143).
     pub fn task(host: HostId, local: u32) -> Option<Tid> {
-        (1..=LOCAL_MASK).contains(&local).then(|| Tid(host.tid().0 | local))
+        let home = Some(host.tid()).filter(|home| *home != Tid::NONE)?;
+        (1..=LOCAL_MASK).contains(&local).then_some(Tid(home.0 | local))
     }
 
     /// Any 32 bits, as they come from a program.
@@ -216,5 +241,34 @@ mod tests {
         assert!(!Tid::from_raw(-1).is_task());
         assert!(!Tid::from_raw(-1).is_daemon());
         assert!(!Tid::NONE.is_task());
+    }
+
+    #[test]
+    fn what_is_read_is_a_host_only_within_the_range_of_hosts() {
+        for index in [1, 2, HostId::INDEX_MAX] {
+            let host = HostId::new(index).expect("an index");
+            let bytes = postcard::to_allocvec(&host).expect("a host is written");
+            assert_eq!(bytes, postcard::to_allocvec(&index).expect("a number is written"));
+            assert_eq!(postcard::from_bytes::<HostId>(&bytes), Ok(host));
+        }
+        for index in [0, HostId::INDEX_MAX + 1, 10_000, u16::MAX] {
+            let bytes = postcard::to_allocvec(&index).expect("a number is written");
+            assert!(postcard::from_bytes::<HostId>(&bytes).is_err(), "{index}");
+            let among = postcard::to_allocvec(&[1, index]).expect("numbers are written");
+            assert!(postcard::from_bytes::<[HostId; 2]>(&among).is_err(), "{index}");
+            let told = HostId::try_from(index).expect_err("no host").to_string();
+            assert_eq!(told, format!("{index} is no index of a host; those are 1 to 4095"));
+        }
+    }
+
+    #[test]
+    fn a_host_of_a_simulation_has_no_tid_that_a_program_could_see() {
+        assert_eq!(HostId::simulated(0), None);
+        assert_eq!(HostId::simulated(7), HostId::new(7));
+        let far = HostId::simulated(10_000).expect("a number");
+        assert_eq!((far.index(), far.tid(), Tid::task(far, 1)), (10_000, Tid::NONE, None));
+        assert!(far.daemon().home().is_none());
+        let bytes = postcard::to_allocvec(&far).expect("it is written");
+        assert!(postcard::from_bytes::<HostId>(&bytes).is_err());
     }
 }

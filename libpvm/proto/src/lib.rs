@@ -43,8 +43,8 @@ pub mod text;
 pub mod trace;
 
 pub use error::{PvmError, PvmResult};
-pub use ids::{Epoch, HostId, JobId, Micros, MigrationId, RequestId, RouteId, Tid};
+pub use ids::{Epoch, HostId, JobId, Micros, MigrationId, NoHostIndex, RequestId, RouteId, Tid};
 pub use message::Message;
 
 /// Version of every wire format in this crate. Peers with another number are refused at the first message.
-pub const WIRE_VERSION: u16 = 4;
+pub const WIRE_VERSION: u16 = 5;

@@ -4,6 +4,7 @@
 //! target may run it. The state machines that speak these words are in the `checkpoint` crate.
 
 use crate::ids::{HostId, Micros, MigrationId, Tid};
+use crate::suspend::Holds;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::path::PathBuf;
@@ -320,13 +321,13 @@ impl Usage {
     }
 }
 
-/// What a task was when its copy at the source was gone: its target goes on from there.
+/// What a task is when its copy at the source is gone: its target goes on from there.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Parting {
-    /// What it had used.
+    /// What it had used, as far as is known.
     pub used: Usage,
-    /// It was suspended, and is to stay so; `None` when its host was lost and nobody can say.
-    pub suspended: Option<bool>,
+    /// For whom it stands still, and is to go on doing so.
+    pub suspended: Holds,
 }
 
 /// What the coordinator orders one end to do.
@@ -335,14 +336,22 @@ pub enum Order {
     /// Source: say what the task is. Nothing changes.
     Inspect,
     /// Target: give a verdict and make room.
-    Prepare(TaskFacts),
+    Prepare {
+        /// What the task is.
+        facts: TaskFacts,
+        /// For whom it stands still, for those who ask before it runs there.
+        suspended: Holds,
+    },
     /// Source: quiesce, stop, dump and send the images to the target. `token` is where the target will wake the task.
     Leave {
         /// Path, on the target, of the file that wakes the quiesced library.
         token: PathBuf,
     },
     /// Source, before the commit: the move is off; the task goes on here.
-    Resume,
+    Resume {
+        /// Unless it stands still for somebody, who may have said so at the target.
+        suspended: Holds,
+    },
     /// Target, before the commit: throw everything away.
     Discard,
     /// Source, after the commit: kill and reap the copy, pass on what waits for the task.
@@ -355,7 +364,12 @@ pub enum Order {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Report {
     /// Source: what the task is.
-    Inspected(TaskFacts),
+    Inspected {
+        /// For the target's verdict.
+        facts: TaskFacts,
+        /// For whom it stands still. From now on the coordinator knows that best: the ends pass on what somebody wants.
+        suspended: Holds,
+    },
     /// Target: the verdict, and where it will put the token that wakes the task.
     Prepared {
         /// Empty if it would take the task.
@@ -379,8 +393,8 @@ pub enum Report {
     },
     /// Target: the copy is complete and nothing of it runs.
     Restored,
-    /// Source: the copy is gone.
-    SourceGone(Parting),
+    /// Source: the copy is gone; what it had used.
+    SourceGone(Usage),
     /// Target: the task runs.
     Running,
     /// Either end: the step failed. Source: the task still exists there. Target: nothing is left there.
@@ -396,7 +410,7 @@ impl Report {
     /// The step that this report ends.
     pub fn step(&self) -> Step {
         match self {
-            Report::Inspected(_) => Step::Inspect,
+            Report::Inspected { .. } => Step::Inspect,
             Report::Prepared { .. } => Step::Prepare,
             Report::Quiesced => Step::Quiesce,
             Report::Stopped => Step::Stop,

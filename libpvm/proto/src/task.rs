@@ -404,6 +404,8 @@ pub enum Request {
     SetTrace(Sink),
     /// A question about the inside of the daemon (`pvm_tickle`). → [`Reply::Numbers`]
     Tickle(Vec<i32>),
+    /// How does this host stop guests? → [`Reply::Freezer`]
+    Freezer,
 }
 
 /// Outcome of a move.
@@ -466,6 +468,8 @@ pub enum Reply {
     Serving(bool),
     /// Numbers.
     Numbers(Vec<i32>),
+    /// Guests of this host are frozen by control groups, or why they are stopped by signals. `None`: no tasker has said so far.
+    Freezer(Option<Result<(), String>>),
 }
 
 /// A move that did not happen; the task goes on where it was.

@@ -91,10 +91,10 @@ pub enum ToTasker {
         /// What it is.
         facts: TaskFacts,
     },
-    /// Hold the task, for the owner of the host or because it is suspended: until the time is over it may run, behind everybody else, so that its
-    /// library can let go; then all its processes are stopped, and they stay so whatever becomes of a move, until
-    /// [`ToTasker::GoOn`]. Said again to a task that is stopped, it lets it run once more for that time. While a move has
-    /// the task nothing happens at once. → [`FromTasker::Held`], each time when nothing of it runs
+    /// Hold the task, for the owner of the host or because it is suspended: until the time is over it may run, behind
+    /// everybody else, so that its library can let go; then all its processes are stopped, and they stay so whatever becomes
+    /// of a move, until [`ToTasker::GoOn`]. Said again to a task that is stopped, it lets it run once more for that time.
+    /// While a move has the task nothing happens at once. → [`FromTasker::Held`], each time when nothing of it runs
     Hold {
         /// The task.
         tid: Tid,

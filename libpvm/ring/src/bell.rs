@@ -88,9 +88,11 @@ impl Bell {
         self.ear.store(0, Ordering::SeqCst);
     }
 
-    /// With `true` the ear is called for everything that arrives while nobody sleeps.
+    /// With `true` the ear is called for everything that arrives while nobody sleeps. All rings have to be looked at once more
+    /// after this.
     pub fn call_for_everything(&self, every: bool) {
         self.every.store(u32::from(every), Ordering::SeqCst);
+        fence(Ordering::SeqCst);
     }
 
     /// The first word of slots from `from` on that has bits set: its number (slots are 64 times it and more) and its bits.

@@ -145,18 +145,34 @@ fn nobody_sleeps_through_a_record() {
     });
 }
 
+/// A bell whose bit is up, and a record that somebody writes meanwhile and rings for; answers whom he woke.
+fn rung_once() -> (Arc<Bell>, Reader<Checked>, thread::JoinHandle<Wake>) {
+    let area = area();
+    let bell = Arc::new(Bell::default());
+    bell.ring(3, false);
+    let (mut writer, ringing) = (Writer::new(area.clone()), bell.clone());
+    let writing = thread::spawn(move || {
+        assert!(writer.write([&[1; 8]]).expect("a good ring"));
+        ringing.ring(3, false)
+    });
+    (bell, Reader::new(area), writing)
+}
+
+#[test]
+fn an_ear_that_is_called_for_everything_misses_no_record() {
+    loom::model(|| {
+        let (bell, mut reader, writing) = rung_once();
+        bell.call_for_everything(true);
+        let found = bell.rung(0).is_some() && read(&mut reader).is_some();
+        let called = writing.join().expect("written") == Wake::Ear;
+        assert!(found || called, "it would sleep for ever");
+    });
+}
+
 #[test]
 fn a_bit_that_is_taken_back_is_set_again_by_who_writes_afterwards() {
     loom::model(|| {
-        let area = area();
-        let bell = Arc::new(Bell::default());
-        bell.ring(3, false);
-        let (mut writer, ringing) = (Writer::new(area.clone()), bell.clone());
-        let writing = thread::spawn(move || {
-            assert!(writer.write([&[1; 8]]).expect("a good ring"));
-            ringing.ring(3, false);
-        });
-        let mut reader = Reader::new(area);
+        let (bell, mut reader, writing) = rung_once();
         bell.hush(3);
         let found = read(&mut reader).is_some();
         writing.join().expect("written");

@@ -1,5 +1,5 @@
-//! What a task and its daemon do alike at the socket between them: reading it, with the descriptors that travel on it, and
-//! deciding how long to wait awake.
+//! What a task and its daemon do alike at the socket between them: reading it, with the descriptors that travel on it,
+//! deciding how long to wait awake, and getting the processor soon.
 #![allow(unsafe_code)] // recvmsg into room that has not been written yet has no safe form; zeroing it first costs too much
 
 use bytes::{BufMut, BytesMut};
@@ -10,8 +10,10 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
 
 mod spin;
+mod turns;
 
 pub use spin::{Reach, Spin};
+pub use turns::take_short_turns;
 
 /// Room for the control message of one read, in words of eight bytes: its head of 16 bytes and the descriptors.
 const CONTROL_WORDS: usize = 2 + (WORD_DESCRIPTORS_MAX * size_of::<RawFd>()).div_ceil(8);

@@ -21,6 +21,7 @@ pub(super) fn start(shared: &Arc<Shared>) -> io::Result<JoinHandle<()>> {
 }
 
 fn run(shared: &Shared) {
+    sempa_socket::take_short_turns();
     let bell = shared.listening();
     while !shared.is_stopped() {
         bell.take_call();

@@ -65,6 +65,7 @@ enum Next {
 }
 
 fn run(shared: &Arc<Shared>, program: &str) {
+    sempa_socket::take_short_turns();
     let mut listener = None;
     loop {
         let (next, deaf) = {

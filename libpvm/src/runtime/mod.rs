@@ -262,6 +262,7 @@ impl Runtime {
             state.core.deliver(message);
         } else if dst.is_daemon() {
             state.core.tell(message)?;
+            state.core.near.spoke_elsewhere();
             self.wait_until_out(&mut state, None)?;
         } else if dst.is_task() {
             let now = state.now();
@@ -418,7 +419,7 @@ impl Runtime {
             if let Some(reply) = state.core.take_reply(id) {
                 return reply;
             }
-            state.wait_arrived(None);
+            state.wait_for_reply();
         }
     }
 

@@ -149,6 +149,8 @@ pub(crate) struct Near {
     last_offer: u64,
     /// Where the last thing that was read had been written.
     heard_from: u8,
+    /// The last word of this task went, or the last one to it came, by a ring, and so will the next as far as can be guessed.
+    spoke_last: bool,
     /// Whom to wake when the lock is free again.
     wakes: Vec<(Arc<Own<PeerBell>>, Wake)>,
     idle_look: Option<Micros>,
@@ -168,6 +170,16 @@ impl Near {
     /// True when nothing can come through a ring.
     pub(crate) fn is_empty(&self) -> bool {
         self.by_peer.is_empty()
+    }
+
+    /// True when the next word to this task may be expected in a ring, and not from the daemon.
+    pub(crate) fn is_expected(&self) -> bool {
+        self.spoke_last
+    }
+
+    /// This task has said something to the daemon, or by way of it: that is where the answer comes from.
+    pub(crate) fn spoke_elsewhere(&mut self) {
+        self.spoke_last = false;
     }
 
     /// True when there is a ring to this task.
@@ -298,6 +310,7 @@ impl Core {
 
     /// A message went to this task through the daemon: is it time for a ring?
     pub(super) fn consider_ring(&mut self, now: Micros, peer: Tid) {
+        self.near.spoke_elsewhere();
         if self.near.bell.is_none() || !self.is_connected() || self.is_lifted() || self.direct.leads_to(peer) {
             return;
         }
@@ -515,7 +528,9 @@ impl Core {
                 near.wakes.push((bell, Wake::Ear));
             }
             let answers = links.get(&peer).is_some_and(|link| link.has_frame());
+            let news = self.news();
             self.deliver_from(peer);
+            self.near.spoke_last |= self.news() != news;
             self.release_held(peer);
             if answers {
                 self.pump_ring(now, slot);
@@ -551,7 +566,7 @@ impl Core {
         let (near, links) = self.near_and_links();
         let Some(peer) = near.ring(slot).map(|ring| ring.peer) else { return };
         let Some(link) = links.get_mut(&peer) else { return };
-        let (mut wrote, mut urgent, mut broken) = (0u32, false, false);
+        let (mut wrote, mut urgent, mut broken, mut spoke) = (0u32, false, false, false);
         while !broken && link.has_frame() {
             let Some(ring) = near.ring(slot) else { return };
             match ring.ends.writer.wants_room(RECORD_BYTES_MAX) {
@@ -563,12 +578,13 @@ impl Core {
                 }
             }
             if near.lend(now, slot, link) {
-                wrote += 1;
+                (wrote, spoke) = (wrote + 1, true);
                 continue;
             }
             let Some(ring) = near.ring(slot) else { return };
             let frame = link.next_frame(now).expect("the link has one");
             urgent |= frame.kind == LinkKind::Probe;
+            spoke |= matches!(frame.kind, LinkKind::Data { .. });
             let mut head = frame.encode_short_head();
             head[SHORT_HEAD_SPARE] = ring.our_processor();
             broken = ring.ends.writer.write([&head, frame.head, frame.body]).is_err();
@@ -579,6 +595,7 @@ impl Core {
             }
         }
         urgent |= !link.is_transmitted();
+        near.spoke_last |= spoke;
         let Some(ring) = near.ring(slot) else { return };
         let wants_store = std::mem::take(&mut ring.wants_store);
         if wrote > 0 || urgent {
@@ -613,6 +630,7 @@ impl Core {
         }
         let (near, links) = self.near_and_links();
         let slot = near.slot(peer)?;
+        near.spoke_last = true;
         let ring = near.ring(slot)?;
         let has_room = ring.ends.writer.has_room(SHORT_HEAD_BYTES + head.len() + body.len()) == Ok(true);
         if !has_room || ring.ends.writer.is_closed() {

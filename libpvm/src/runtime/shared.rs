@@ -151,7 +151,7 @@ impl<'a> Held<'a> {
         let changed = phase != self.phase || self.core.lost().is_some();
         let written = self.awaiting_writes > 0 && (out != self.out || changed);
         let arrived = self.awaiting_news > 0 && news != self.news;
-        let seated = self.seated && (news != self.news || changed || !self.may_sit());
+        let seated = self.seated && (news != self.news || changed || !self.can_sit());
         Concerned { arrived, seated, written, helper: self.helper_is_needed() }
     }
 
@@ -281,7 +281,8 @@ impl<'a> Held<'a> {
     /// Sleeps until there is news, or for `span` at most.
     pub(crate) fn wait_arrived(&mut self, span: Option<Duration>) {
         self.show();
-        if !self.seated && self.may_sit() && nap(span) >= SEAT_MIN {
+        let by_daemon = self.core.near.is_empty() || !self.core.near.is_expected();
+        if by_daemon && !self.seated && self.can_sit() && nap(span) >= SEAT_MIN {
             return self.wait_at_socket(nap(span));
         }
         let seen = self.shared.listening.get().about_to_sleep();
@@ -303,16 +304,36 @@ impl<'a> Held<'a> {
         self.awaiting_news -= 1;
     }
 
-    /// Sleeps until the daemon says something, and hears it.
+    /// Sleeps until there is news, which is most likely the daemon's answer to what it was asked.
+    pub(crate) fn wait_for_reply(&mut self) {
+        if self.seated || !self.can_sit() {
+            return self.wait_arrived(None);
+        }
+        self.show();
+        self.wait_at_socket(NAP_MAX);
+    }
+
+    /// Sleeps until the daemon says something, and hears it, or until the ear has heard something in a ring.
     fn wait_at_socket(&mut self, span: Duration) {
+        let shared = self.shared;
+        let bell = shared.listening();
+        bell.call_for_everything(true);
+        let (now, news) = (self.now(), self.core.news());
+        self.core.look_before_sleep(now);
         let (concerned, wakes) = (self.concerned(), self.core.near.take_wakes());
-        self.seated = true;
-        drop(self.state.take());
-        Held::tell(self.shared, concerned, wakes);
-        self.shared.seats.sleep(span);
-        self.regain();
-        self.seated = false;
-        self.pump();
+        let arrived = self.core.news() != news;
+        self.seated = !arrived;
+        if !arrived {
+            drop(self.state.take());
+        }
+        Held::tell(shared, concerned, wakes);
+        if !arrived {
+            shared.seats.sleep(span);
+            self.regain();
+            self.seated = false;
+            self.pump();
+        }
+        bell.call_for_everything(shared.sign.get().is_some());
     }
 
     /// Sleeps until bytes have been written or the connection has changed, or for `span` at most.
@@ -347,9 +368,9 @@ fn nap(span: Option<Duration>) -> Duration {
 }
 
 impl State {
-    /// True when all that a thread may wait for comes by the daemon's socket, or from other threads.
-    fn may_sit(&self) -> bool {
-        self.core.is_connected() && self.core.near.is_empty() && self.core.direct.is_empty()
+    /// True when all that a thread may wait for comes by the daemon's socket, from other threads, or through the ear.
+    fn can_sit(&self) -> bool {
+        self.core.is_connected() && self.core.direct.is_empty() && (self.core.near.is_empty() || self.has_ear)
     }
 
     /// True when the helper sleeps through something that has come up.
@@ -606,8 +627,9 @@ impl Shared {
             // Another thread may have been faster; its sign counts then.
             let _ = self.sign.set(Own::fd(fresh));
         }
+        let held = self.lock();
         self.listening.get().call_for_everything(true);
-        drop(self.lock());
+        drop(held);
         Ok(self.sign.get().expect("just made").get().as_fd().as_raw_fd())
     }
 
@@ -615,6 +637,12 @@ impl Shared {
     #[cfg(test)]
     pub(crate) fn sign(&self) -> Option<&EventFd> {
         self.sign.get().map(Own::get)
+    }
+
+    /// True while a thread sleeps at the socket, or is about to.
+    #[cfg(test)]
+    pub(crate) fn is_seated(&self) -> bool {
+        self.lock().seated
     }
 
     /// Where peers on this host call.

@@ -4,6 +4,7 @@ use super::spawn::ExecBack;
 use super::tasks::Phase;
 use super::{Machine, Output};
 use sempa_proto::host::{Answer, HostMsg, Question};
+use sempa_proto::suspend::Order;
 use sempa_proto::task::{LinkMark, Reply};
 use sempa_proto::tasker::ToTasker;
 use sempa_proto::{HostId, PvmError, RequestId, Tid};
@@ -122,7 +123,7 @@ impl Machine {
                 self.signal_task(tid, signal);
                 Reply::Done
             }
-            Question::Suspend { tid, suspend, cause } => self.suspend_task(tid, suspend, cause),
+            Question::Suspend(order) => return self.suspend(back, order),
             Question::Clock => Reply::Clock(self.unix),
             Question::FreeContext { owner, ctx } => match self.contexts.get(&ctx) {
                 Some(holder) if *holder == owner => {
@@ -202,7 +203,7 @@ impl Machine {
                 let reply = match question {
                     Question::Tasks { .. } => Reply::Tasks(Vec::new()),
                     Question::Signal { .. } => Reply::Done,
-                    Question::TaskStatus { tid } | Question::Suspend { tid, .. } => no_task(tid),
+                    Question::TaskStatus { tid } | Question::Suspend(Order { tid, .. }) => no_task(tid),
                     Question::FreeContext { ctx, .. } => no_context(ctx),
                     _ => Reply::Failed {
                         error: PvmError::HostFail,
@@ -256,7 +257,7 @@ fn task_of(question: &Question) -> Option<Tid> {
         Question::Tasks { only: Some(tid) }
         | Question::TaskStatus { tid }
         | Question::Signal { tid, .. }
-        | Question::Suspend { tid, .. }
+        | Question::Suspend(Order { tid, .. })
         | Question::Watch { tid, .. } => Some(*tid),
         _ => None,
     }

@@ -108,7 +108,7 @@ impl Machine {
     /// When the time is over that a task of this host has for letting go before it stands still; `None` if it need not.
     fn still_by(&self, task: &Task) -> Option<Micros> {
         let owner = self.hosting.stopped.as_ref().filter(|_| task.is_guest()).map(|said| said.at + LET_GO_TIME);
-        owner.into_iter().chain(task.suspended.map(|at| at + SUSPEND_TIME)).min()
+        owner.into_iter().chain(task.suspended.map(|suspended| suspended.since + SUSPEND_TIME)).min()
     }
 
     /// True if a task that is here, or on its way, has to stand still.
@@ -117,7 +117,7 @@ impl Machine {
             Some(task) => self.still_by(task).is_some(),
             None => {
                 let arrival = self.moves.arrivals.get(&tid);
-                arrival.is_some_and(|arrival| self.hosting.is_stopped() || arrival.is_suspended())
+                arrival.is_some_and(|arrival| self.hosting.is_stopped() || arrival.suspended.is_some())
             }
         }
     }
@@ -174,7 +174,7 @@ impl Machine {
         for tid in still {
             self.free_guest(tid);
         }
-        let held = self.moves.arrivals.values().filter(|a| a.held && !a.is_suspended());
+        let held = self.moves.arrivals.values().filter(|a| a.held && a.suspended.is_none());
         for tid in held.map(|a| a.tid).collect::<Vec<Tid>>() {
             self.free_arrival(tid);
         }

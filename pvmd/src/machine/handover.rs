@@ -6,10 +6,12 @@
 //! in order, and a [`Carried::HandedAll`] when the last `Passed` is there. The target keeps what comes to it directly and
 //! gives it to the task after all that was handed over.
 
+use super::suspend::Suspended;
 use super::tasks::{Inbox, Phase, Task};
 use super::{ConnId, Machine, Output};
 use sempa_proto::host::{Carried, Held, HostMsg, Location, TaskRecord};
 use sempa_proto::migration::{Move, Usage};
+use sempa_proto::suspend::Holds;
 use sempa_proto::task::RedirectAt;
 use sempa_proto::tasker::ToTasker;
 use sempa_proto::{Epoch, HostId, Micros, MigrationId, Tid};
@@ -45,10 +47,8 @@ pub(super) struct Arrival {
     pub(super) conn: Option<ConnId>,
     /// The tasker was told to hold it.
     pub(super) held: bool,
-    /// Whether it was suspended when its copy at the source was gone; none while nobody has said.
-    left_suspended: Option<bool>,
-    /// What somebody has said here about that since its place is here, and when.
-    suspend: Option<(bool, Micros)>,
+    /// It is suspended, as far as is known; before it is let run the coordinator knows better.
+    pub(super) suspended: Option<Suspended>,
     /// It has never run here: its library waits for the token.
     pub(super) waits: bool,
     /// Signals that came before it ran.
@@ -225,12 +225,10 @@ impl Machine {
         if !arrival.waits {
             self.out.push_back(Output::RemoveToken { path: self.config.place.token(arrival.migration) });
         }
-        let since = arrival.suspend.map_or(self.now, |(_, at)| at);
-        let suspended = arrival.is_suspended().then_some(since);
         let Some(record) = arrival.record.take() else { return };
         let (hosts, epoch) = (record.hosts.clone(), record.epoch);
         let mut task = Task::from_record(record);
-        (task.pid, task.suspended) = (arrival.pid, suspended);
+        (task.pid, task.suspended) = (arrival.pid, arrival.suspended);
         for held in arrival.handed.drain().into_iter().chain(arrival.own.drain()) {
             task.inbox.push(held);
         }
@@ -244,6 +242,7 @@ impl Machine {
             return self.settled(tid);
         }
         self.guest_arrived(tid, Some(arrival.migration).filter(|_| arrival.waits));
+        self.go_on_without_rm();
         self.recheck_watches(tid, &hosts, epoch);
         self.settled(tid);
     }
@@ -290,28 +289,26 @@ impl Arrival {
             exited: None,
             conn: None,
             held: false,
-            left_suspended: None,
-            suspend: None,
+            suspended: None,
             waits: false,
             signals: Vec::new(),
             pid: 0,
         }
     }
 
-    /// The source's last word about it is here: it may run, unless it is suspended.
-    pub(super) fn may_run(&mut self, suspended: Option<bool>) {
-        (self.run_ordered, self.left_suspended) = (true, suspended);
+    /// Its copy at the source is gone: it may run, unless it is suspended.
+    pub(super) fn may_run(&mut self, now: Micros, suspended: Holds) {
+        (self.run_ordered, self.suspended) = (true, Suspended::from(None, now, suspended));
     }
 
-    /// It is suspended, or goes on, from now on.
-    pub(super) fn suspend(&mut self, now: Micros, suspend: bool) {
-        self.suspend = Some((suspend, now));
+    /// The move whose coordinator decides whether it is suspended; none when that is decided here.
+    pub(super) fn decided_by(&self) -> Option<MigrationId> {
+        (self.located && !self.run_ordered && !self.lost).then_some(self.migration)
     }
 
-    /// True while it is suspended: the newest word counts.
-    pub(super) fn is_suspended(&self) -> bool {
-        let record = self.record.as_ref().map(|record| record.suspended);
-        self.suspend.map(|(suspend, _)| suspend).or(self.left_suspended).or(record).unwrap_or(false)
+    /// True when its copy here is dead, which may not have been told yet.
+    pub(super) fn is_lost(&self) -> bool {
+        self.lost
     }
 
     /// It need not stand still; answers what its library waits for, if it does.
@@ -342,7 +339,6 @@ impl Arrival {
             requests: Vec::new(),
             watches: Vec::new(),
             redirect_at: RedirectAt::default(),
-            suspended: false,
             hosts: Vec::new(),
             epoch: Epoch(u64::MAX),
         }

@@ -181,7 +181,8 @@ impl Machine {
         self.trace_new_task(&task);
         self.tasks.insert(task);
         self.log(format!("{tid} is process {pid} ({})", hello.program));
-        self.record(EventKind::TaskStarted { tid, parent: Tid::NONE, name: String::new() });
+        let user = self.config.uid;
+        self.record(EventKind::TaskStarted { tid, parent: Tid::NONE, name: String::new(), user });
         self.welcome(conn, tid);
         self.tell_rm_of_newcomer(tid);
     }

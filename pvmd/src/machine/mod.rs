@@ -72,6 +72,8 @@ pub struct MachineConfig {
     pub speed: i32,
     /// User id that its tasks run as.
     pub uid: u32,
+    /// A host that is silent for so long is lost; what else has to wait for somebody who is gone is reckoned in it.
+    pub lease: Micros,
     /// Command of the resource manager to start (master only), split into words.
     pub rm_command: Option<Vec<String>>,
     /// Commands of a tasker, a tracer and a hoster to start, split into words.
@@ -99,6 +101,8 @@ enum Timer {
     GuestsLeave,
     /// Guests that were asked to end.
     GuestsEnd,
+    /// There may have been no resource manager for long.
+    NoRm,
     /// The last messages of a dead task.
     LastWords { watcher: Tid, dead: Tid },
 }
@@ -139,10 +143,13 @@ pub struct Machine {
     spawns: spawn::Spawns,
     execs: VecDeque<spawn::ExecJob>,
     tasker_gone: bool,
+    /// How the tasker stops guests, when it has said so.
+    freezer: Option<Result<(), String>>,
     rm: rm::RmState,
     servers: servers::Servers,
     moves: moves::Moves,
     hosting: guests::Hosting,
+    suspending: suspend::Suspending,
     stop: Option<halt::Stop>,
     /// What somebody set with `pvm_tickle`; shown, and without effect.
     debug_mask: i32,
@@ -173,10 +180,12 @@ impl Machine {
             spawns: spawn::Spawns::default(),
             execs: VecDeque::new(),
             tasker_gone: false,
+            freezer: None,
             rm: rm::RmState::default(),
             servers: servers::Servers::default(),
             moves: moves::Moves::default(),
             hosting: guests::Hosting::default(),
+            suspending: suspend::Suspending::default(),
             stop: None,
             debug_mask: 0,
             traces: trace::Traces::default(),
@@ -267,6 +276,7 @@ impl Machine {
                     Ok(()) => self.log("guests are stopped by the freezer of control groups".into()),
                     Err(why) => self.log(format!("guests are stopped by signals, not by a freezer: {why}")),
                 }
+                self.freezer = Some(capabilities.freezer);
                 // A slave takes tasks when it has been taken in itself.
                 if !self.table.hosts.is_empty() {
                     self.start_commands();
@@ -315,6 +325,7 @@ impl Machine {
                 Timer::Stop => self.stop_deadline(),
                 Timer::GuestsLeave => self.guests_leave(),
                 Timer::GuestsEnd => self.guests_end(),
+                Timer::NoRm => self.go_on_without_rm(),
                 Timer::Drain(tid) => self.drain_over(tid),
                 Timer::LastWords { watcher, dead } => self.last_words_over(watcher, dead),
             }

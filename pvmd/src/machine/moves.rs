@@ -1,6 +1,7 @@
 //! Moves of tasks: the glue between the migration protocol and this daemon's tasks, tasker, images and tokens.
 
 use super::handover::{Arrival, Departed};
+use super::suspend::Suspended;
 use super::tasks::Task;
 use super::{Machine, Output};
 use checkpoint::protocol::{
@@ -8,6 +9,7 @@ use checkpoint::protocol::{
 };
 use sempa_proto::host::{HostMsg, Location};
 use sempa_proto::migration::{Cause, Failure, Move, Order, Parting, Refusal, Report, Step, Usage};
+use sempa_proto::suspend;
 use sempa_proto::table::TASK_SERVES;
 use sempa_proto::task::{LinkMark, MoveError, Reply, ToTask};
 use sempa_proto::tasker::{FromTasker, ToTasker};
@@ -86,6 +88,12 @@ impl Machine {
             }
             CoordinatorOutput::Locate(of) => self.locate(&of),
             CoordinatorOutput::Event(kind) => self.record(kind),
+            CoordinatorOutput::SuspendDecided { host, migration, id, suspended } if host == self.config.host => {
+                self.suspend_decided(migration, id, suspended);
+            }
+            CoordinatorOutput::SuspendDecided { host, migration, id, suspended } => {
+                self.tell_host(host, HostMsg::SuspendDecided { migration, id, suspended });
+            }
             CoordinatorOutput::Ended { id, result } => {
                 let waiter = self.master.as_mut().and_then(|m| m.directing.waiters.remove(&id));
                 if let Some((tid, request)) = waiter {
@@ -155,6 +163,19 @@ impl Machine {
         }
     }
 
+    /// One end has been told that a task on its way is to be suspended, or to go on.
+    pub(super) fn coordinate_suspend(
+        &mut self,
+        host: HostId,
+        id: MigrationId,
+        number: RequestId,
+        order: &suspend::Order,
+    ) {
+        if let Some(master) = &mut self.master {
+            master.directing.coordinator.suspend(host, id, number, order);
+        }
+    }
+
     /// The commit record is on disk, or not.
     pub(super) fn move_recorded(&mut self, migration: MigrationId, result: Result<(), Failure>) {
         if let Some(master) = &mut self.master {
@@ -201,16 +222,22 @@ impl Machine {
             Order::Inspect => {
                 self.moves.sources.insert(id, Source::new(of));
             }
-            Order::Prepare(facts) => {
+            Order::Prepare { facts, suspended } => {
                 let token = self.config.place.token(id);
-                let arrival = Arrival::new(of.tid, id, of.from);
+                let mut arrival = Arrival::new(of.tid, id, of.from);
+                arrival.suspended = Suspended::from(None, self.now, suspended);
                 self.moves.arrivals.insert(of.tid, arrival);
                 self.moves.targets.insert(id, Target::new(of, facts, token));
             }
-            Order::Leave { .. } | Order::Resume | Order::Yield => match self.moves.sources.get_mut(&id) {
-                Some(source) => source.handle(SourceEvent::Order(order)),
-                None if self.moves.open_ends.contains_key(&id) => self.close_end(id, order),
-                None if order == Order::Resume => {}
+            Order::Leave { .. } | Order::Resume { .. } | Order::Yield => match self.moves.sources.get_mut(&id) {
+                Some(_) => {
+                    if let Order::Resume { suspended } = order {
+                        self.hold_as(of.tid, suspended);
+                    }
+                    self.source_event(id, SourceEvent::Order(order));
+                }
+                None if self.moves.open_ends.contains_key(&id) => self.close_end(id, &order),
+                None if matches!(order, Order::Resume { .. }) => {}
                 None => {
                     let step = if order == Order::Yield { Step::KillSource } else { Step::Quiesce };
                     self.report(id, Report::Failed { step, why: Failure::TaskEnded });
@@ -352,10 +379,10 @@ impl Machine {
                 self.tell_tasker(ToTasker::Restore { migration: id, tid, dir });
             }
             TargetOutput::Run(Parting { used, suspended }) => {
-                let mut held = self.hosting.is_stopped();
+                let (mut held, now) = (self.hosting.is_stopped(), self.now);
                 if let Some(arrival) = self.arrival_of(id) {
-                    arrival.may_run(suspended);
-                    held |= arrival.is_suspended();
+                    arrival.may_run(now, suspended);
+                    held |= arrival.suspended.is_some();
                     (arrival.held, arrival.waits) = (held, held);
                 }
                 self.tell_tasker(ToTasker::Run { migration: id, used, held });
@@ -405,7 +432,9 @@ impl Machine {
     pub(super) fn tasker_on_move(&mut self, message: FromTasker) {
         match message {
             FromTasker::Inspected { migration, result } => {
-                let result = result.map_err(|refusal| self.named(refusal));
+                let source = self.moves.sources.get(&migration);
+                let suspended = source.map(|source| self.holds_of(source.of().tid)).unwrap_or_default();
+                let result = result.map(|facts| (facts, suspended)).map_err(|refusal| self.named(refusal));
                 self.source_event(migration, SourceEvent::Inspected(result));
             }
             FromTasker::Stopped { migration, result } => {
@@ -414,7 +443,7 @@ impl Machine {
             }
             FromTasker::Dumped { migration, result } => self.source_event(migration, SourceEvent::Dumped(result)),
             FromTasker::Continued { migration } => self.source_event(migration, SourceEvent::Continued),
-            FromTasker::SourceGone { migration, used } => self.source_gone(migration, used),
+            FromTasker::SourceGone { migration, used } => self.source_event(migration, SourceEvent::Gone(used)),
             FromTasker::Prepared { migration, verdict } => {
                 let verdict = verdict.into_iter().map(|refusal| self.named(refusal)).collect();
                 self.target_event(migration, TargetEvent::Prepared(verdict));
@@ -429,17 +458,6 @@ impl Machine {
             FromTasker::Discarded { migration } => self.target_event(migration, TargetEvent::Discarded),
             _ => {}
         }
-    }
-
-    /// The copy of a task that has moved is gone.
-    fn source_gone(&mut self, migration: MigrationId, used: Usage) {
-        let Some(tid) = self.moves.sources.get(&migration).map(|source| source.of().tid) else { return };
-        let parting = self.parting(tid, used);
-        self.source_event(migration, SourceEvent::Gone(parting));
-    }
-
-    fn parting(&self, tid: Tid, used: Usage) -> Parting {
-        Parting { used, suspended: self.tasks.get(tid).map(|task| task.suspended.is_some()) }
     }
 
     fn ran(&mut self, migration: MigrationId, result: Result<(), Failure>) {
@@ -512,10 +530,9 @@ impl Machine {
         let Some(task) = self.tasks.get_mut(tid) else { return false };
         let Some(id) = task.leaving.filter(|_| !stopping) else { return false };
         task.exited = Some((status, used));
-        let parting = Parting { used, suspended: Some(task.suspended.is_some()) };
         let Some(source) = self.moves.sources.get_mut(&id) else { return self.moves.open_ends.contains_key(&id) };
         if task.killing {
-            source.handle(SourceEvent::Gone(parting));
+            source.handle(SourceEvent::Gone(used));
         } else {
             let of = source.of().clone();
             source.handle(SourceEvent::Ended);
@@ -525,13 +542,13 @@ impl Machine {
     }
 
     /// The coordinator has said whether the move of a task that has ended here goes on.
-    fn close_end(&mut self, id: MigrationId, order: Order) {
+    fn close_end(&mut self, id: MigrationId, order: &Order) {
         let Some(of) = self.moves.open_ends.remove(&id) else { return };
         let Some(task) = self.tasks.get_mut(of.tid) else { return };
         let (status, used) = task.exited.unwrap_or_default();
         task.leaving = None;
-        if order == Order::Yield {
-            self.report(id, Report::SourceGone(self.parting(of.tid, used)));
+        if *order == Order::Yield {
+            self.report(id, Report::SourceGone(used));
             self.hand_task_over(&of);
         } else {
             self.end_task(of.tid, status, used);

@@ -3,7 +3,7 @@
 use super::asks::Asker;
 use super::{Machine, Output};
 use sempa_proto::host::{HostMsg, Question};
-use sempa_proto::suspend::Cause;
+use sempa_proto::suspend::{Cause, Order};
 use sempa_proto::table::TaskInfo;
 use sempa_proto::task::{REQUESTS_OPEN_MAX, Reply, Request, Sink};
 use sempa_proto::tasker::ToTasker;
@@ -64,7 +64,8 @@ impl Machine {
             Request::Suspend { tid: other, .. } if !other.is_task() => self.not_a_task(tid, id, other),
             Request::Suspend { tid: other, suspend, cause } => {
                 let cause = cause.unwrap_or(Cause::Asked { by: tid }).cut();
-                self.ask_about(other, Question::Suspend { tid: other, suspend, cause }, Asker::Task { tid, id });
+                let order = Order { tid: other, suspend, cause };
+                self.ask_about(other, Question::Suspend(order), Asker::Task { tid, id });
             }
             Request::Notify(request) => self.notify_request(tid, id, request),
             Request::RegisterRm(serves) => self.register_rm(tid, id, serves),
@@ -87,6 +88,7 @@ impl Machine {
             Request::Tickle(words) => self.tickle(tid, id, &words),
             Request::Guests(word) => self.guests_word(tid, id, word),
             Request::Serve(service) => self.serve(tid, id, service),
+            Request::Freezer => self.reply(tid, id, Reply::Freezer(self.freezer.clone())),
             what => self.ask_master(tid, id, what),
         }
     }

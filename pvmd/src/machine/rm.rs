@@ -44,12 +44,19 @@ pub(super) struct RmState {
     pub(super) wide: Option<RmInfo>,
     /// The master's, whether or not tasks here ask it.
     masters: Option<Tid>,
+    /// Since when there is none, as far as this daemon was told.
+    none_since: Option<Micros>,
 }
 
 impl RmState {
     /// The one that tasks of this host are to ask.
     pub(super) fn current(&self) -> Option<RmInfo> {
         self.own.or(self.wide)
+    }
+
+    /// Since when there is none; `None` while there is one.
+    pub(super) fn none_since(&self) -> Option<Micros> {
+        self.none_since
     }
 
     fn obeys(&self, tid: Tid) -> bool {
@@ -83,6 +90,13 @@ impl Machine {
             }
         }
         self.tell_tasks_of_rm(false);
+        self.rm_came_or_went();
+    }
+
+    fn rm_came_or_went(&mut self) {
+        let (serves, now) = (self.rm.current().is_some() || self.rm.masters.is_some(), self.now);
+        self.rm.none_since = if serves { None } else { self.rm.none_since.or(Some(now)) };
+        self.go_on_without_rm();
     }
 
     /// The master says who the resource manager of the virtual machine is.
@@ -95,6 +109,7 @@ impl Machine {
         if self.rm.current() != before {
             self.tell_tasks_of_rm(false);
         }
+        self.rm_came_or_went();
     }
 
     /// Tasks that are connected hear of a death at once. A new one they are told of only if it does no more than place:
@@ -128,6 +143,7 @@ impl Machine {
             task.rm = task.rm.filter(|rm| *rm != tid);
         }
         self.tell_tasks_of_rm(true);
+        self.rm_came_or_went();
     }
 
     /// A resource manager that ran on a lost host.

@@ -303,7 +303,8 @@ impl Machine {
         }
         self.trace_new_task(&task);
         self.tasks.insert(task);
-        self.record(EventKind::TaskStarted { tid, parent, name: request.file.clone() });
+        let user = self.config.uid;
+        self.record(EventKind::TaskStarted { tid, parent, name: request.file.clone(), user });
         if by_rm.is_some() {
             // The spawner's daemon does not know of it.
             self.output_asked(tid, parent, request.output);

@@ -18,6 +18,7 @@ impl Machine {
             | HostMsg::Rm { .. }
             | HostMsg::Tracer { .. }
             | HostMsg::EndTasks { .. }
+            | HostMsg::SuspendDecided { .. }
             | HostMsg::Order { .. } => {
                 if host == HostId::MASTER {
                     self.master_orders(message);
@@ -41,6 +42,7 @@ impl Machine {
             HostMsg::TaskOutput { .. } => {}
             HostMsg::Left { tid } => self.task_left(tid),
             HostMsg::Report { migration, report } => self.move_reported(host, migration, report),
+            HostMsg::SuspendMoving { migration, id, order } => self.coordinate_suspend(host, migration, id, &order),
         }
     }
 
@@ -55,6 +57,7 @@ impl Machine {
             HostMsg::Tracer { tracer } => self.set_tracer(tracer),
             HostMsg::EndTasks { spare } => self.end_tasks(&spare),
             HostMsg::Order { of, order } => self.move_order(of, order),
+            HostMsg::SuspendDecided { migration, id, suspended } => self.suspend_decided(migration, id, suspended),
             _ => {}
         }
     }

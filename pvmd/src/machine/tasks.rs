@@ -2,6 +2,7 @@
 
 use super::guests::Still;
 use super::pairs::sender_of;
+use super::suspend::Suspended;
 use super::{ConnId, Machine, Output};
 use sempa_proto::event::EventKind;
 use sempa_proto::host::{Carried, Held, HostMsg, TaskRecord, Watch, WatchKind};
@@ -94,8 +95,8 @@ pub(super) struct Task {
     pub(super) redirect_at: RedirectAt,
     /// It was told to let go for the owner of this host, or because it is suspended, and has not come back since.
     pub(super) still: Option<Still>,
-    /// Since when it is suspended here, if it is.
-    pub(super) suspended: Option<Micros>,
+    /// It is suspended.
+    pub(super) suspended: Option<Suspended>,
     pub(super) inbox: Inbox,
     /// Per peer, the number after the last fragment that it sent.
     pub(super) marks: BTreeMap<Tid, u64>,
@@ -270,8 +271,8 @@ impl Machine {
             info(t, moving, t.still.is_some(), t.suspended.is_some())
         });
         let coming = self.moves.arrivals.values().filter(|a| a.located && wanted(a.tid));
-        let coming =
-            coming.filter_map(|a| Some(info(&Task::from_record(a.record.clone()?), true, a.held, a.is_suspended())));
+        let coming = coming
+            .filter_map(|a| Some(info(&Task::from_record(a.record.clone()?), true, a.held, a.suspended.is_some())));
         here.chain(coming).collect()
     }
 
@@ -290,7 +291,6 @@ impl Machine {
             requests: task.requests.iter().copied().collect(),
             watches: task.watches.clone(),
             redirect_at: task.redirect_at,
-            suspended: task.suspended.is_some(),
             hosts: self.table.hosts.iter().map(|h| h.id).collect(),
             epoch: self.table.epoch,
         }

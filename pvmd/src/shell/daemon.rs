@@ -76,6 +76,7 @@ pub(crate) fn run(setup: Setup, announce: impl FnOnce(Standing) -> anyhow::Resul
     let (log, log_thread) = log::open(&log_path, setup.host, bytes_max)
         .with_context(|| format!("cannot write the log {}", log_path.display()))?;
     keep_freed_memory();
+    sempa_socket::take_short_turns();
     // One thread for the loop and all streams: what comes in goes out again without waking another thread, which
     // would cost more than all the rest. Disks have threads of their own.
     let runtime = tokio::runtime::Builder::new_current_thread()
@@ -127,6 +128,7 @@ async fn assemble_and_run(
         addresses: addresses.clone(),
         speed,
         uid,
+        lease: Micros(u64::try_from(lease.as_micros()).unwrap_or(u64::MAX)),
         rm_command: if is_master { command_of("PVM_RM")? } else { None },
         server_commands: server_commands(is_master)?,
         place: place.clone(),

@@ -319,7 +319,7 @@ impl<'a> Plan<'a> {
         let index = self.snapshot.hosts.index(self.snapshot.now);
         let (mut before, mut after, mut count, mut longest) = (f64::MAX, f64::MAX, 0, 0.0_f64);
         let went: BTreeMap<Tid, HostId> = self.shifts.iter().map(|s| (s.tid, s.to)).collect();
-        for host in &self.snapshot.hosts {
+        for host in index.hosts_of(job).filter_map(|id| self.snapshot.host(id)) {
             for task in host.tasks.iter().filter(|t| t.job == job && t.computes()) {
                 let Some(load) = index.load(host.id) else { continue };
                 let of = |id: HostId, own: Option<u32>| match self.places.get(&id) {

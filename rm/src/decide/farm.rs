@@ -64,17 +64,6 @@ impl Piece {
     }
 }
 
-/// Time passes.
-struct Future<'a> {
-    machines: &'a [Machine],
-    pieces: Vec<Piece>,
-    /// Tasks on each machine.
-    on: Vec<usize>,
-    /// Seconds that a move costs its task.
-    cost: f64,
-    now: f64,
-}
-
 /// What comes of it, in seconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct Outcome {
@@ -86,70 +75,152 @@ pub(super) struct Outcome {
 
 /// Lets time pass until all tasks have ended; a move costs its task so many seconds.
 pub(super) fn outcome(machines: &[Machine], pieces: &[Piece], cost: f64) -> Outcome {
-    let mut on = vec![0; machines.len()];
-    pieces.iter().for_each(|piece| on[piece.at] += 1);
-    let mut future = Future { machines, pieces: pieces.to_vec(), on, cost, now: 0.0 };
+    outcome_unless(machines, pieces, cost, |_| false).unwrap_or_default()
+}
+
+/// The same, unless it is seen before that it will not do: what comes of it is in no number less than what is asked about.
+pub(super) fn outcome_unless(
+    machines: &[Machine],
+    pieces: &[Piece],
+    cost: f64,
+    will_not_do: impl Fn(Outcome) -> bool,
+) -> Option<Outcome> {
+    let mut future = Future::of(machines, pieces, cost);
     let mut outcome = Outcome::default();
-    while !future.pieces.is_empty() {
+    let mut counted = pieces.iter().filter(|piece| piece.counts).count();
+    while future.tasks > 0 {
         future.fill_gaps();
         match future.pass() {
-            Some(ended) if ended.counts => outcome.end = future.now,
+            Some(ended) if ended.counts => (outcome.end, counted) = (future.now, counted - 1),
             Some(_) => outcome.others += future.now,
             None => {}
         }
+        let end = if counted > 0 { future.now } else { outcome.end };
+        let others = outcome.others + (future.tasks - counted) as f64 * future.now;
+        if will_not_do(Outcome { end, others }) {
+            return None;
+        }
     }
-    outcome
+    Some(outcome)
 }
 
-impl Future<'_> {
-    fn rate(&self, piece: &Piece) -> f64 {
-        self.machines[piece.at].rate(self.on[piece.at])
+/// A host and its tasks while time passes. All of them do the same work in the same time.
+struct Queue {
+    machine: Machine,
+    /// The one that ends first is the last one. What is left of each counts from the beginning of time: it is what the tasks
+    /// here will have `done` when it ends.
+    pieces: Vec<Piece>,
+    /// Work that a task has done that was here all the time.
+    done: f64,
+    /// Work that each does in a second.
+    rate: f64,
+    /// The same if one more comes.
+    gets: f64,
+    /// One more makes none of them slower, or there are none.
+    gap: bool,
+}
+
+impl Queue {
+    fn count_again(&mut self) {
+        let tasks = self.pieces.len();
+        (self.rate, self.gets) = (self.machine.rate(tasks), self.machine.rate(tasks + 1));
+        self.gap = tasks == 0 || (tasks + 1) as f64 + self.machine.foreign <= self.machine.processors;
     }
 
-    /// Time passes until a task ends, which is answered, or has rested.
+    /// Seconds until a task ends.
+    fn ends(&self) -> Option<f64> {
+        self.pieces.last().map(|piece| (piece.left - self.done).max(0.0) / self.rate)
+    }
+
+    fn take(&mut self, at: usize) -> Piece {
+        let mut piece = self.pieces.remove(at);
+        piece.left = (piece.left - self.done).max(0.0);
+        self.count_again();
+        piece
+    }
+
+    fn put(&mut self, mut piece: Piece) {
+        piece.left += self.done;
+        self.pieces.insert(self.pieces.partition_point(|other| other.left > piece.left), piece);
+        self.count_again();
+    }
+}
+
+/// Time passes. Its steps cost as much as there are hosts, however many tasks they have.
+struct Future {
+    queues: Vec<Queue>,
+    tasks: usize,
+    /// When tasks will have rested, the first time last.
+    rested: Vec<f64>,
+    /// Seconds that a move costs its task.
+    cost: f64,
+    now: f64,
+}
+
+impl Future {
+    fn of(machines: &[Machine], pieces: &[Piece], cost: f64) -> Future {
+        let queue = |machine: &Machine| {
+            let mut queue = Queue { machine: *machine, pieces: Vec::new(), done: 0.0, rate: 0.0, gets: 0.0, gap: true };
+            queue.count_again();
+            queue
+        };
+        let mut queues: Vec<Queue> = machines.iter().map(queue).collect();
+        pieces.iter().for_each(|piece| queues[piece.at].pieces.push(*piece));
+        for queue in &mut queues {
+            queue.pieces.sort_by(|a, b| b.left.total_cmp(&a.left));
+            queue.count_again();
+        }
+        let mut rested: Vec<f64> = pieces.iter().map(|piece| piece.rests).filter(|rests| *rests > 0.0).collect();
+        rested.sort_unstable_by(|a, b| b.total_cmp(a));
+        Future { queues, tasks: pieces.len(), rested, cost, now: 0.0 }
+    }
+
+    /// Time passes until a task ends, which is answered, or has rested and may find a place.
     fn pass(&mut self) -> Option<Piece> {
-        let spans = self.pieces.iter().map(|piece| piece.left / self.rate(piece)).enumerate();
+        let spans = self.queues.iter().enumerate().filter_map(|(i, queue)| Some((i, queue.ends()?)));
         let (first, span) = spans.min_by(|a, b| a.1.total_cmp(&b.1)).expect("there is a task");
-        let waits = self.pieces.iter().map(|piece| piece.rests - self.now).filter(|rests| *rests > 0.0);
-        let rested = waits.min_by(f64::total_cmp).filter(|rests| *rests < span);
-        let rates: Vec<f64> = self.machines.iter().zip(&self.on).map(|(machine, on)| machine.rate(*on)).collect();
+        while self.rested.last().is_some_and(|at| *at <= self.now) {
+            self.rested.pop();
+        }
+        let gap = self.queues.iter().any(|queue| queue.gap);
+        let rested = self.rested.last().map(|at| *at - self.now).filter(|rests| gap && *rests < span);
         let passes = rested.unwrap_or(span);
-        self.pieces.iter_mut().for_each(|piece| piece.left = (piece.left - passes * rates[piece.at]).max(0.0));
+        self.queues.iter_mut().for_each(|queue| queue.done += passes * queue.rate);
         // A little more, so that what is over is over.
         self.now += passes + if rested.is_some() { 1e-6 } else { 0.0 };
         if rested.is_some() {
             return None;
         }
-        let ended = self.pieces.swap_remove(first);
-        self.on[ended.at] -= 1;
-        Some(ended)
+        self.tasks -= 1;
+        let queue = &mut self.queues[first];
+        let ended = queue.pieces.pop();
+        queue.count_again();
+        ended
     }
 
     /// Tasks go to processors that have nothing to do.
     fn fill_gaps(&mut self) {
-        for _ in 0..self.pieces.len() {
-            let free = |i: &usize| (self.on[*i] + 1) as f64 + self.machines[*i].foreign <= self.machines[*i].processors;
-            let gets = |i: usize| self.machines[i].rate(self.on[i] + 1);
-            let idle = |i: &usize| self.on[*i] == 0;
-            let best =
-                (0..self.machines.len()).filter(|i| free(i) || idle(i)).max_by(|a, b| gets(*a).total_cmp(&gets(*b)));
-            let Some(to) = best else { return };
-            let gets = gets(to);
+        for _ in 0..self.tasks {
+            let gaps = self.queues.iter().enumerate().filter(|(_, queue)| queue.gap);
+            let best = gaps.map(|(i, queue)| (i, queue.gets)).max_by(|a, b| a.1.total_cmp(&b.1));
+            let Some((to, gets)) = best else { return };
             let (mut last, mut mover) = (0.0, None);
-            for (i, piece) in
-                self.pieces.iter().enumerate().filter(|(_, piece)| piece.moves > 0 && piece.rests <= self.now)
-            {
-                let has = self.rate(piece);
-                let ends = piece.left / has;
-                if gets >= has * FASTER && ends > piece.left / gets + self.cost && ends > last {
-                    (last, mover) = (ends, Some(i));
+            for (i, queue) in self.queues.iter().enumerate().filter(|(_, queue)| gets >= queue.rate * FASTER) {
+                let may_go = |piece: &Piece| piece.moves > 0 && piece.rests <= self.now;
+                // Where the longest one gains nothing, the others do not either.
+                let Some(longest) = queue.pieces.iter().position(may_go) else { continue };
+                let left = queue.pieces[longest].left - queue.done;
+                let ends = left / queue.rate;
+                if ends > left / gets + self.cost && ends > last {
+                    (last, mover) = (ends, Some((i, longest)));
                 }
             }
-            let Some(mover) = mover else { return };
-            let piece = &mut self.pieces[mover];
-            self.on[piece.at] -= 1;
-            self.on[to] += 1;
+            let Some((from, longest)) = mover else { return };
+            let mut piece = self.queues[from].take(longest);
             piece.go(to, self.cost * gets, self.now);
+            let at = self.rested.partition_point(|other| *other > piece.rests);
+            self.rested.insert(at, piece.rests);
+            self.queues[to].put(piece);
         }
     }
 }

@@ -2,7 +2,7 @@
 //! sooner, or others make room for them. Each move is weighed by letting time pass with it and without ([`super::farm`]).
 
 use super::balance::{GAIN_MIN, Plan, Shift, ShiftWhy, may_shift, rests_until, seconds, shifts_left};
-use super::farm::{Machine, Outcome, Piece, outcome};
+use super::farm::{Machine, Outcome, Piece, outcome, outcome_unless};
 use super::moves::unfit;
 use super::{TaskView, slowness};
 use sempa_proto::{HostId, Micros, Tid};
@@ -35,12 +35,16 @@ type Step = Vec<(usize, usize)>;
 
 impl Farm<'_> {
     fn with(&self, step: &[(usize, usize)]) -> Outcome {
+        outcome(&self.machines, &self.pieces_with(step), self.cost)
+    }
+
+    fn pieces_with(&self, step: &[(usize, usize)]) -> Vec<Piece> {
         let mut pieces = self.pieces.clone();
         for (task, to) in step {
             let there = pieces.iter().filter(|piece| piece.at == *to).count();
             pieces[*task].go(*to, self.cost * self.machines[*to].rate(there + 1), 0.0);
         }
-        outcome(&self.machines, &pieces, self.cost)
+        pieces
     }
 }
 
@@ -116,16 +120,20 @@ impl<'a> Plan<'a> {
         };
         let mut best = None::<(f64, Vec<Shift>)>;
         for step in self.steps(&farm, job) {
-            let after = farm.with(&step);
-            let sooner = before.end - after.end;
-            // Each task of the job has waited for its end; tasks of other jobs that it joins lose.
-            let gain = count * sooner + before.others - after.others;
             let cost = step.iter().map(cost_of).sum::<f64>();
-            let net = gain - margin * cost;
-            let worth = net >= seconds(GAIN_MIN) && sooner >= SOONER * before.end;
-            if worth && best.as_ref().is_none_or(|(most, _)| net > *most) {
-                best = Some((net, self.shifts_of(&farm, &step, (gain, cost), sooner)));
-            }
+            let most = best.as_ref().map(|(most, _)| *most);
+            // Each task of the job has waited for its end; tasks of other jobs that it joins lose.
+            let gain = |after: Outcome| count * (before.end - after.end) + before.others - after.others;
+            let is_best = |after: Outcome| {
+                let net = gain(after) - margin * cost;
+                let worth = net >= seconds(GAIN_MIN) && before.end - after.end >= SOONER * before.end;
+                worth && most.is_none_or(|most| net > most)
+            };
+            let pieces = farm.pieces_with(&step);
+            let after = outcome_unless(&farm.machines, &pieces, farm.cost, |after| !is_best(after));
+            let Some(after) = after else { continue };
+            let (gain, sooner) = (gain(after), before.end - after.end);
+            best = Some((gain - margin * cost, self.shifts_of(&farm, &step, (gain, cost), sooner)));
         }
         best.map(|(_, shifts)| shifts)
     }

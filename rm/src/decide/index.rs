@@ -6,10 +6,23 @@
 
 use super::load::{Load, Share};
 use super::{HostView, SAMPLE_AGE_MAX, TaskView};
-use sempa_proto::{HostId, Micros};
+use sempa_proto::{HostId, Micros, Tid};
 use std::borrow::Cow;
-use std::collections::{BTreeMap, BTreeSet};
+use std::cmp::Reverse;
+use std::collections::binary_heap::PeekMut;
+use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 use std::ops::{Deref, IndexMut};
+
+/// What the index keeps of a task that computes.
+#[derive(Clone, Copy, Debug)]
+struct Known {
+    tid: Tid,
+    user: u32,
+    job: Tid,
+    since: Micros,
+    /// It is where it can make room for others, and not on its way.
+    settled: bool,
+}
 
 /// What the index keeps of a host.
 #[derive(Clone, Debug)]
@@ -25,12 +38,14 @@ struct Entry {
     /// Where its tasks on their way go.
     leaving: Vec<HostId>,
     under_way: usize,
+    tasks: Vec<Known>,
 }
 
 /// Hosts ranked by what one more task would get.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Index {
-    entries: BTreeMap<HostId, Entry>,
+    /// By the hosts' numbers.
+    entries: Vec<Option<Box<Entry>>>,
     zones: BTreeMap<u32, BTreeSet<Share>>,
     /// Hosts in the ranking that have tasks of ours, by what each of these gets.
     slowest: BTreeSet<(u64, HostId)>,
@@ -40,19 +55,61 @@ pub(super) struct Index {
     arriving: BTreeMap<HostId, u32>,
     expiry: BTreeSet<(Micros, HostId)>,
     under_way: usize,
+    /// Hosts with computing tasks of each job.
+    jobs: BTreeSet<(Tid, HostId)>,
+    /// Tasks of each user that can make room for others, those first that began last.
+    settled: BTreeSet<(u32, Reverse<Micros>, Tid, HostId)>,
+    /// Hosts with tasks that stand still and are not on their way.
+    suspended: BTreeSet<HostId>,
+}
+
+/// All items of lists that begin with their greatest, the greatest first.
+pub(super) fn merged<T: Ord, L: Iterator<Item = T>>(lists: impl Iterator<Item = L>) -> impl Iterator<Item = T> {
+    let mut lists: Vec<L> = lists.collect();
+    let mut first: BinaryHeap<(T, usize)> =
+        lists.iter_mut().enumerate().filter_map(|(i, list)| Some((list.next()?, i))).collect();
+    std::iter::from_fn(move || {
+        let mut top = first.peek_mut()?;
+        let i = top.1;
+        Some(match lists[i].next() {
+            Some(next) => std::mem::replace(&mut *top, (next, i)).0,
+            None => PeekMut::pop(top).0,
+        })
+    })
 }
 
 impl Index {
+    fn entry(&self, host: HostId) -> Option<&Entry> {
+        self.entries.get(usize::from(host.index()))?.as_deref()
+    }
+
     pub(super) fn load(&self, host: HostId) -> Option<Load> {
-        self.entries.get(&host).map(|e| e.load)
+        self.entry(host).map(|e| e.load)
     }
 
     pub(super) fn zone(&self, host: HostId) -> Option<u32> {
-        self.entries.get(&host).map(|e| e.zone)
+        self.entry(host).map(|e| e.zone)
     }
 
     pub(super) fn is_ranked(&self, host: HostId) -> bool {
-        self.entries.get(&host).is_some_and(|e| e.ranked)
+        self.entry(host).is_some_and(|e| e.ranked)
+    }
+
+    /// Hosts with computing tasks of this job, by rising id.
+    pub(super) fn hosts_of(&self, job: Tid) -> impl Iterator<Item = HostId> {
+        let all = (job, HostId::MASTER)..;
+        self.jobs.range(all).take_while(move |(of, _)| *of == job).map(|(_, host)| *host)
+    }
+
+    /// Tasks of this user that can make room for others, with their hosts; those first that began last.
+    pub(super) fn settled(&self, user: u32) -> impl Iterator<Item = (Tid, HostId)> {
+        let all = (user, Reverse(Micros(u64::MAX)), Tid::NONE, HostId::MASTER)..;
+        self.settled.range(all).take_while(move |(of, ..)| *of == user).map(|(.., tid, host)| (*tid, *host))
+    }
+
+    /// Hosts with tasks that stand still and are not on their way, by rising id.
+    pub(super) fn suspended(&self) -> &BTreeSet<HostId> {
+        &self.suspended
     }
 
     pub(super) fn zones(&self) -> impl Iterator<Item = (&u32, &BTreeSet<Share>)> {
@@ -81,11 +138,7 @@ impl Index {
 
     /// Hosts without an owner, those first where one more task gets most.
     pub(super) fn best(&self) -> impl Iterator<Item = HostId> {
-        let mut lists: Vec<_> = self.zones.values().map(|shares| shares.iter().rev().peekable()).collect();
-        std::iter::from_fn(move || {
-            let best = lists.iter_mut().enumerate().filter_map(|(i, list)| Some((*list.peek()?, i))).max();
-            best.and_then(|(_, i)| lists[i].next()).map(Share::host)
-        })
+        merged(self.zones.values().map(|shares| shares.iter().rev())).map(Share::host)
     }
 
     fn rank(&mut self, zone: u32, load: &Load) {
@@ -109,7 +162,15 @@ impl Index {
     fn forget(&mut self, id: HostId) -> Vec<HostId> {
         self.with_owner.remove(&id);
         self.with_guests.remove(&id);
-        let Some(entry) = self.entries.remove(&id) else { return Vec::new() };
+        self.suspended.remove(&id);
+        let entry = self.entries.get_mut(usize::from(id.index())).and_then(Option::take);
+        let Some(entry) = entry else { return Vec::new() };
+        for task in &entry.tasks {
+            self.jobs.remove(&(task.job, id));
+            if task.settled {
+                self.settled.remove(&(task.user, Reverse(task.since), task.tid, id));
+            }
+        }
         if entry.ranked {
             self.unrank(entry.zone, &entry.load);
         }
@@ -153,15 +214,35 @@ impl Index {
                 self.with_guests.insert(host.id);
             }
         }
+        let tasks = self.learn_tasks(host);
         let (zone, to) = (host.zone, leaving.clone());
-        self.entries.insert(host.id, Entry { load, staying, zone, ranked, expires, leaving, under_way });
+        let at = usize::from(host.id.index());
+        if self.entries.len() <= at {
+            self.entries.resize_with(at + 1, || None);
+        }
+        self.entries[at] = Some(Box::new(Entry { load, staying, zone, ranked, expires, leaving, under_way, tasks }));
         to
+    }
+
+    fn learn_tasks(&mut self, host: &HostView) -> Vec<Known> {
+        if host.tasks.iter().any(|task| task.suspended && task.moving.is_none()) {
+            self.suspended.insert(host.id);
+        }
+        let known = |task: &TaskView| {
+            let TaskView { tid, user, job, since, .. } = *task;
+            Known { tid, user, job, since, settled: task.moving.is_none() && host.owner.keeps_out().is_none() }
+        };
+        let tasks: Vec<Known> = host.tasks.iter().filter(|task| task.computes()).map(known).collect();
+        self.jobs.extend(tasks.iter().map(|task| (task.job, host.id)));
+        let settled = tasks.iter().filter(|task| task.settled);
+        self.settled.extend(settled.map(|task| (task.user, Reverse(task.since), task.tid, host.id)));
+        tasks
     }
 
     /// Counts the tasks on their way to a host anew.
     fn recount(&mut self, id: HostId) {
         let arriving = self.arriving.get(&id).copied().unwrap_or(0);
-        let Some(entry) = self.entries.get_mut(&id) else { return };
+        let Some(entry) = self.entries.get_mut(usize::from(id.index())).and_then(Option::as_mut) else { return };
         let (before, ranked, zone) = (entry.load, entry.ranked, entry.zone);
         entry.load.own = entry.staying + arriving;
         let after = entry.load;
@@ -173,11 +254,21 @@ impl Index {
 
     fn rank_again(&mut self, list: &[HostView], id: HostId, now: Micros) {
         let mut targets = self.forget(id);
-        if let Ok(i) = list.binary_search_by_key(&id, |h| h.id) {
+        if let Ok(i) = position(list, id) {
             targets.extend(self.learn(&list[i], now));
         }
         targets.into_iter().for_each(|to| self.recount(to));
     }
+}
+
+/// Where a host is in a list by rising id, or where it would be. Numbers are given out one after the other, so a host is
+/// mostly found where its number says.
+fn position(list: &[HostView], id: HostId) -> Result<usize, usize> {
+    let guess = usize::from(id.index()) - 1;
+    if list.get(guess).is_some_and(|host| host.id == id) {
+        return Ok(guess);
+    }
+    list.binary_search_by_key(&id, |host| host.id)
 }
 
 /// The hosts by rising id. Reads as a slice; every way to change a host marks it.
@@ -189,10 +280,15 @@ pub struct Hosts {
 }
 
 impl Hosts {
+    /// Where a host is in the list.
+    pub(super) fn position(&self, id: HostId) -> Option<usize> {
+        position(&self.list, id).ok()
+    }
+
     /// Adds a host, or replaces it.
     pub fn put(&mut self, host: HostView) {
         self.marked.insert(host.id);
-        match self.list.binary_search_by_key(&host.id, |h| h.id) {
+        match position(&self.list, host.id) {
             Ok(i) => self.list[i] = host,
             Err(i) => self.list.insert(i, host),
         }
@@ -200,7 +296,7 @@ impl Hosts {
 
     /// Takes a host out.
     pub fn remove(&mut self, id: HostId) {
-        if let Ok(i) = self.list.binary_search_by_key(&id, |h| h.id) {
+        if let Some(i) = self.position(id) {
             self.list.remove(i);
             self.marked.insert(id);
         }
@@ -208,7 +304,7 @@ impl Hosts {
 
     /// A host, to be changed; not its id.
     pub fn edit(&mut self, id: HostId) -> Option<&mut HostView> {
-        let i = self.list.binary_search_by_key(&id, |h| h.id).ok()?;
+        let i = self.position(id)?;
         self.marked.insert(id);
         Some(&mut self.list[i])
     }
@@ -238,11 +334,6 @@ impl Hosts {
         let mut index = Index::default();
         self.list.iter().for_each(|host| index.rank_again(&self.list, host.id, now));
         Cow::Owned(index)
-    }
-
-    /// What the index keeps for each host, in bytes, without what maps and sets need beside it.
-    pub fn index_bytes_per_host() -> usize {
-        size_of::<(HostId, Entry)>() + size_of::<Share>() + size_of::<(u64, HostId)>() + size_of::<(Micros, HostId)>()
     }
 }
 

@@ -1,6 +1,6 @@
 //! Load evaluation: what share of a processor one more task would get on each host.
 
-use super::index::Index;
+use super::index::{Index, merged};
 use super::{Costs, HostView, Reason, SAMPLE_AGE_MAX, Sampled, Snapshot};
 use sempa_proto::{HostId, Micros};
 use std::borrow::Cow;
@@ -127,6 +127,35 @@ pub(super) fn foreign(host: &HostView, now: Micros) -> f32 {
     host.fresh_sample(now).map_or(0.0, foreign_demand)
 }
 
+/// The mean of load that is not ours is over so long.
+const FOREIGN_SPAN: Micros = Micros::from_secs(120);
+/// What the first sample of a host counts for.
+const FIRST_SPAN: Micros = Micros::from_secs(5);
+
+/// Demand for processors that is not ours, in threads, as a mean over some minutes. As long as a host has been looked at for less,
+/// all that was seen counts alike: a mean that begins with what the first sample happened to find would take it for the rule.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ForeignMean {
+    /// The mean.
+    pub threads: f32,
+    seen: Micros,
+}
+
+impl ForeignMean {
+    /// The first sample has this demand.
+    pub fn first(demand: f32) -> ForeignMean {
+        ForeignMean { threads: demand, seen: FIRST_SPAN }
+    }
+
+    /// Another one has, so long after the one before.
+    pub fn after(self, span: Micros, demand: f32) -> ForeignMean {
+        let (seen, span) = (self.seen + span, span.0 as f32);
+        let fades = 1.0 - (-span / FOREIGN_SPAN.0 as f32).exp();
+        let weight = fades.max(span / seen.0 as f32);
+        ForeignMean { threads: self.threads + weight * (demand - self.threads), seen }
+    }
+}
+
 /// Demand for processors that is not ours, in threads, as a sample has it.
 pub fn foreign_demand(sampled: &Sampled) -> f32 {
     let sample = &sampled.sample;
@@ -192,6 +221,12 @@ impl<'a> Loads<'a> {
         self.change(host, after)
     }
 
+    /// So many tasks fewer compute on a host of the snapshot, or more again.
+    pub(super) fn put(&mut self, host: HostId, own: u32) {
+        let after = Load { own, ..self.load(host) };
+        self.change(host, after);
+    }
+
     fn change(&mut self, host: HostId, after: Load) -> Share {
         if let Some(before) = self.changed.insert(host, after) {
             self.over.remove(&before.share());
@@ -214,24 +249,18 @@ impl<'a> Loads<'a> {
 
     /// All hosts without an owner, the best first. Nothing is looked at that is not asked for.
     pub(super) fn best(&self, peers: &BTreeSet<u32>) -> impl Iterator<Item = Near> {
-        let mut lists: Vec<_> = self
-            .index
-            .zones()
-            .map(|(zone, shares)| {
-                let permille = self.costs.permille(peers.is_empty() || peers.contains(zone));
-                let unchanged = shares.iter().rev().filter(|s| !self.changed.contains_key(&s.host()));
-                unchanged.map(move |s| Near::of(*s, permille)).peekable()
-            })
-            .collect();
+        let lists = self.index.zones().map(|(zone, shares)| {
+            let permille = self.costs.permille(peers.is_empty() || peers.contains(zone));
+            let unchanged = shares.iter().rev().filter(|s| !self.changed.contains_key(&s.host()));
+            unchanged.map(move |s| Near::of(*s, permille))
+        });
+        let mut lists = merged(lists).peekable();
         let mut over: Vec<Near> = self.over.iter().map(|s| self.near(*s, peers)).collect();
         over.sort_unstable();
-        std::iter::from_fn(move || {
-            let first = lists.iter_mut().enumerate().filter_map(|(i, list)| Some((*list.peek()?, i))).max();
-            match (first, over.last()) {
-                (Some((near, _)), Some(changed)) if *changed > near => over.pop(),
-                (Some((_, i)), _) => lists[i].next(),
-                (None, _) => over.pop(),
-            }
+        std::iter::from_fn(move || match (lists.peek(), over.last()) {
+            (Some(near), Some(changed)) if changed > near => over.pop(),
+            (Some(_), _) => lists.next(),
+            (None, _) => over.pop(),
         })
     }
 }

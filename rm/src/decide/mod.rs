@@ -8,6 +8,7 @@
 
 mod balance;
 mod choice;
+mod excluded;
 mod fair;
 mod farm;
 mod hasten;
@@ -22,12 +23,12 @@ mod wants;
 
 pub use balance::{MARGIN, OWNER_AWAY_MIN, REST, SHIFT_REST, SHIFTS_MAX, SHIFTS_SPAN, Shift, ShiftWhy, balance};
 pub use choice::{Choice, Offer};
+pub use excluded::{EXCLUDED_HOSTS_MAX, Excluded};
 pub use fair::{Fair, GIVE_WAY_MARGIN, Limited, Limits, USERS_MAX, UpDown, WAITING_MAX, Waiting};
 pub use index::Hosts;
-pub use load::{HEADROOM_BYTES, Share, foreign_demand};
+pub use load::{ForeignMean, HEADROOM_BYTES, Share, foreign_demand};
 pub use moves::{
-    EXCLUDED_HOSTS_MAX, MOVES_AT_ONCE_MAX, MOVES_PER_MINUTE_MAX, MOVES_SPAN, MoveDecision, Moves, SETTLE, Stay,
-    StayReason, moves,
+    MOVES_AT_ONCE_MAX, MOVES_PER_MINUTE_MAX, MOVES_SPAN, MoveDecision, Moves, SETTLE, Stay, StayReason, moves,
 };
 pub use place::{Ask, EXPLAINED_HOSTS_MAX, Placement, SPAWN_TASKS_MAX, Why, place, place_by};
 pub use predict::{Estimates, LEFT_MAX, Lessons, PROGRAMS_MAX, slowness};
@@ -428,7 +429,7 @@ impl Snapshot {
 
     /// The host with this index.
     pub fn host(&self, id: HostId) -> Option<&HostView> {
-        self.hosts.binary_search_by_key(&id, |h| h.id).ok().map(|i| &self.hosts[i])
+        self.hosts.position(id).map(|i| &self.hosts[i])
     }
 
     /// What each of our tasks on a host gets now, in thousandths of an ordinary processor.
@@ -449,9 +450,10 @@ impl Snapshot {
     }
 
     /// "h1: reason; h2: reason; memory >= 2G excludes h3 (1.0G), h4 (512.0M); and 7 more".
-    pub(crate) fn tell(&self, excluded: &[(HostId, Reason)]) -> String {
+    fn tell(&self, excluded: &Excluded) -> String {
+        let (told, more) = excluded.told();
         let (mut parts, mut unmet) = (Vec::new(), Vec::<(String, Vec<String>)>::new());
-        for (id, why) in excluded.iter().take(TOLD_HOSTS_MAX) {
+        for (id, why) in told.iter().take(TOLD_HOSTS_MAX) {
             let Reason::Unmet { condition, has } = why else {
                 parts.push(format!("{}: {why}", self.name(*id)));
                 continue;
@@ -463,7 +465,7 @@ impl Snapshot {
             }
         }
         parts.extend(unmet.into_iter().map(|(condition, hosts)| format!("{condition} excludes {}", hosts.join(", "))));
-        let more = excluded.len().saturating_sub(TOLD_HOSTS_MAX);
+        let more = told.len().saturating_sub(TOLD_HOSTS_MAX) + more;
         parts.extend((more > 0).then(|| format!("and {more} more")));
         parts.join("; ")
     }

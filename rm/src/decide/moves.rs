@@ -1,11 +1,12 @@
 //! Which tasks leave their host because of its owner: he is there, or wants no guests at this time. They leave when he says. A task that is
 //! elsewhere stays elsewhere when he has left, and a host without an owner is never disturbed.
 
+use super::excluded::Excluding;
 use super::load::{Load, Loads, full};
-use super::{HostView, Leaving, Owner, Reason, Snapshot, TaskView};
+use super::{Excluded, HostView, Leaving, Owner, Reason, Snapshot, TaskView};
 use sempa_proto::migration::Cause;
 use sempa_proto::{HostId, Micros, Tid};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
 /// Moves of one task within [`MOVES_SPAN`] at most: owners who come and go at once must not keep a task from working.
@@ -17,9 +18,6 @@ pub const MOVES_SPAN: Micros = Micros::from_secs(60);
 pub const MOVES_AT_ONCE_MAX: usize = 48;
 /// A host whose owner left less than this ago is the last choice as a target: he may be back in a moment.
 pub const SETTLE: Micros = Micros::from_secs(10);
-
-/// Hosts that one [`StayReason::NoHost`] lists at most.
-pub const EXCLUDED_HOSTS_MAX: usize = 256;
 
 /// What passes within this is not told.
 const MOMENT: Micros = Micros::from_secs(1);
@@ -44,8 +42,8 @@ pub struct MoveDecision {
 pub enum StayReason {
     /// No host would take it.
     NoHost {
-        /// Each other host and why not, the first [`EXCLUDED_HOSTS_MAX`] of them.
-        excluded: Vec<(HostId, Reason)>,
+        /// The other hosts and why not.
+        excluded: Excluded,
     },
     /// It cannot be moved at all for a while.
     Held {
@@ -134,6 +132,7 @@ pub fn moves(snapshot: &Snapshot) -> Moves {
     let mut under_way = index.under_way();
     let mut loads = Loads::of(snapshot);
     let mut out = Moves::default();
+    let mut known = BTreeMap::<Kind<'_>, Option<Nowhere>>::new();
     for host in index.with_guests().iter().filter_map(|id| snapshot.host(*id)) {
         let (Owner::Present { why } | Owner::Closed { why }) = &host.owner else { continue };
         let waits = match host.terms.leaving {
@@ -152,12 +151,25 @@ pub fn moves(snapshot: &Snapshot) -> Moves {
                 out.stay.push(stay(why, Some(again)));
                 continue;
             }
-            match target(snapshot, &loads, host, task) {
-                None => {
-                    let (excluded, again) = no_target(snapshot, host, task);
-                    out.stay.push(stay(StayReason::NoHost { excluded }, again));
+            let kind = Kind::of(snapshot.now, host, task);
+            match kind.and_then(|kind| known.get(&kind)) {
+                Some(Some(nowhere)) => {
+                    out.stay.push(nowhere.stay(host, task));
+                    continue;
                 }
                 // A move that ends makes room, and is an event; no need to look again by time.
+                Some(None) if under_way >= MOVES_AT_ONCE_MAX => {
+                    out.stay.push(stay(StayReason::Turn, None));
+                    continue;
+                }
+                _ => {}
+            }
+            let target = target(snapshot, &loads, host, task);
+            let nowhere = target.is_none().then(|| Nowhere::of(snapshot, host, task));
+            out.stay.extend(nowhere.as_ref().map(|nowhere| nowhere.stay(host, task)));
+            known.extend(kind.map(|kind| (kind, nowhere)));
+            match target {
+                None => {}
                 Some(_) if under_way >= MOVES_AT_ONCE_MAX => out.stay.push(stay(StayReason::Turn, None)),
                 Some(to) => {
                     let share = loads.share(to.id).usable as f64 / 1e3;
@@ -204,17 +216,45 @@ fn target<'a>(snapshot: &'a Snapshot, loads: &Loads<'_>, from: &HostView, task: 
     others.into_iter().flatten().next()
 }
 
-/// Why no host is fit, and when one may be again if nothing happens before.
-fn no_target(snapshot: &Snapshot, from: &HostView, task: &TaskView) -> (Vec<(HostId, Reason)>, Option<Micros>) {
-    let (mut excluded, mut again) = (Vec::new(), None::<Micros>);
-    for host in snapshot.hosts.iter().filter(|h| h.id != from.id) {
-        let Some((why, until)) = unfit(snapshot, host, from, task, false) else { continue };
-        if excluded.len() < EXCLUDED_HOSTS_MAX {
-            excluded.push((host.id, why));
-        }
-        again = again.into_iter().chain(until).min();
+/// Tasks of one kind can go to the same hosts. When many owners come at once, a decision looks for a place for each kind that
+/// has none, and not for each task.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Kind<'a> {
+    arch: &'a str,
+    user: u32,
+    program: &'a str,
+}
+
+impl<'a> Kind<'a> {
+    /// `None` for a task that some host has refused: that is its own affair.
+    fn of(now: Micros, from: &'a HostView, task: &'a TaskView) -> Option<Kind<'a>> {
+        let refused = task.refused.iter().any(|(_, until)| until.at > now);
+        (!refused).then_some(Kind { arch: &from.arch, user: task.user, program: &task.name })
     }
-    (excluded, again)
+}
+
+/// Why no host is fit, and when one may be again if nothing happens before.
+struct Nowhere {
+    excluded: Excluded,
+    again: Option<Micros>,
+}
+
+impl Nowhere {
+    fn of(snapshot: &Snapshot, from: &HostView, task: &TaskView) -> Nowhere {
+        let (mut excluded, mut again) = (Excluding::default(), None::<Micros>);
+        for host in &snapshot.hosts {
+            let Some((why, until)) = unfit(snapshot, host, from, task, false) else { continue };
+            excluded.add(host.id, why);
+            again = again.into_iter().chain(until).min();
+        }
+        Nowhere { excluded: excluded.done(), again }
+    }
+
+    /// So it is for a task of the same kind. The host where it is is in here, too, because of its owner.
+    fn stay(&self, host: &HostView, task: &TaskView) -> Stay {
+        let why = StayReason::NoHost { excluded: self.excluded.without(host.id) };
+        Stay { tid: task.tid, host: host.id, why, again: self.again }
+    }
 }
 
 fn unmet(host: &HostView, load: impl Fn() -> Load, task: &TaskView) -> Option<Reason> {

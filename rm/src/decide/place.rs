@@ -4,7 +4,7 @@
 use super::choice::Choice;
 use super::load::{Load, full};
 use super::placing::{Placing, nowhere};
-use super::{HostView, Owner, Rank, Reason, Snapshot, Wants, WantsError};
+use super::{Excluded, HostView, Owner, Rank, Reason, Snapshot, Wants, WantsError};
 use sempa_proto::task::{SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_HOST, SpawnRequest};
 use sempa_proto::{HostId, Micros, PvmError};
 use std::fmt;
@@ -126,7 +126,7 @@ pub struct Placement {
     /// Why.
     pub why: Why,
     /// Hosts that were not used, and why not.
-    pub excluded: Vec<(HostId, Reason)>,
+    pub excluded: Excluded,
     /// Hosts that were looked at although their load is unknown, with the reason.
     pub unknown: Vec<String>,
     /// Where the rotation stands after this.
@@ -137,17 +137,16 @@ impl Placement {
     /// One sentence for the event log.
     pub fn sentence(&self, snapshot: &Snapshot) -> String {
         let failed = matches!(self.why, Why::NoneFree | Why::NoSuchHost);
-        let not_told = |why: &Reason| matches!(why, Reason::OtherHost | Reason::Complement);
-        let told: Vec<_> = self.excluded.iter().filter(|(_, why)| !not_told(why)).cloned().collect();
+        let told = snapshot.tell(&self.excluded);
         let mut text = self.why.to_string();
         let placed = self.hosts.iter().filter(|r| r.is_ok()).count();
         if placed > 0 && placed < self.hosts.len() {
             text = format!("{text}; room for {placed} of {}", self.hosts.len());
         }
         if failed && !told.is_empty() {
-            text = format!("{text}: {}", snapshot.tell(&told));
+            text = format!("{text}: {told}");
         } else if !told.is_empty() {
-            text = format!("{text}; not used: {}", snapshot.tell(&told));
+            text = format!("{text}; not used: {told}");
         }
         if !self.unknown.is_empty() {
             text = format!("{text}; load unknown: {}", self.unknown.join(", "));
@@ -212,6 +211,6 @@ pub fn place(snapshot: &Snapshot, ask: &Ask<'_>) -> Placement {
 pub fn place_by(snapshot: &Snapshot, ask: &Ask<'_>, choice: Option<&dyn Choice>) -> Placement {
     match Wants::of(ask.request) {
         Ok(wants) => Placing::new(snapshot, ask, wants).decide(choice),
-        Err(error) => nowhere(snapshot, ask, PvmError::BadParam, Why::NotUnderstood(error), Vec::new()),
+        Err(error) => nowhere(snapshot, ask, PvmError::BadParam, Why::NotUnderstood(error), Excluded::default()),
     }
 }

@@ -1,32 +1,22 @@
 //! How the tasks of one spawn are spread over the hosts that are fit: one decision while it is being made.
 
 use super::choice::{Choice, Offer};
+use super::excluded::Excluding;
 use super::load::{Load, Loads, Near, unknown};
 use super::place::{Ask, EXPLAINED_HOSTS_MAX, Placement, Why, named, not_asked, not_fit};
-use super::{Figure, HostView, Name, Policy, Rank, Reason, Snapshot, Together, Wants};
+use super::{Excluded, HostView, Policy, Rank, Reason, Snapshot, Together, Wants, WantsError};
 use sempa_proto::{HostId, PvmError};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 
+/// Hosts that are not fit and that are looked at in the order of what a task would get there; when it is more of them, all
+/// hosts are looked at in the order of their numbers, which is faster.
+const UNFIT_MAX: usize = 256;
+
 /// No task gets a place.
-pub(super) fn nowhere(
-    snapshot: &Snapshot,
-    ask: &Ask<'_>,
-    error: PvmError,
-    why: Why,
-    excluded: Vec<(HostId, Reason)>,
-) -> Placement {
+pub(super) fn nowhere(snapshot: &Snapshot, ask: &Ask<'_>, error: PvmError, why: Why, excluded: Excluded) -> Placement {
     let hosts = vec![Err(error); ask.count as usize];
     Placement { hosts, why, excluded, unknown: Vec::new(), rotation: snapshot.rotation }
-}
-
-/// True for reasons that may pass while the virtual machine stays as it is.
-fn may_pass(why: &Reason) -> bool {
-    match why {
-        Reason::Owner { .. } | Reason::Closed { .. } | Reason::Cores { .. } | Reason::Memory { .. } => true,
-        Reason::Unmet { condition, .. } => matches!(condition.name, Name::Figure(Figure::Memory | Figure::Free)),
-        _ => false,
-    }
 }
 
 /// What is needed throughout one decision.
@@ -37,13 +27,13 @@ pub(super) struct Placing<'a> {
     loads: Loads<'a>,
     /// Zones of the peers.
     zones: BTreeSet<u32>,
-    excluded: Vec<(HostId, Reason)>,
+    excluded: Excluding,
 }
 
 impl<'a> Placing<'a> {
     pub(super) fn new(snapshot: &'a Snapshot, ask: &'a Ask<'a>, wants: Wants) -> Placing<'a> {
         let zones = ask.peers.iter().filter_map(|id| snapshot.host(*id)).map(|h| h.zone).collect();
-        Placing { snapshot, ask, wants, loads: Loads::of(snapshot), zones, excluded: Vec::new() }
+        Placing { snapshot, ask, wants, loads: Loads::of(snapshot), zones, excluded: Excluding::default() }
     }
 
     /// Decides.
@@ -51,14 +41,14 @@ impl<'a> Placing<'a> {
         let plain = choice.is_none() && self.wants.rank.is_none() && self.wants.together != Together::SameHost;
         let by_load = plain && self.snapshot.policy == Policy::Load && !self.ask.names_host();
         if by_load && self.snapshot.hosts.len() > EXPLAINED_HOSTS_MAX {
-            let (hosts, looked_at) = self.by_load();
-            if !hosts.is_empty() {
+            let quick = self.by_load(None);
+            if let Some((hosts, looked_at)) = quick.filter(|(hosts, _)| !hosts.is_empty()) {
                 self.add_owners();
                 let unknown = unknown(self.snapshot, looked_at.into_iter());
                 let (why, rotation) = (self.why_load(hosts.first()), self.snapshot.rotation);
                 return self.done(hosts, unknown, why, rotation);
             }
-            self.excluded.clear();
+            self.excluded = Excluding::default();
         }
         self.among_all(choice, by_load)
     }
@@ -80,7 +70,7 @@ impl<'a> Placing<'a> {
         for host in &snapshot.hosts {
             match self.exclusion(host) {
                 None => fit.push(host),
-                Some(why) => self.excluded.push((host.id, why)),
+                Some(why) => self.excluded.add(host.id, why),
             }
         }
         if fit.is_empty() {
@@ -92,7 +82,7 @@ impl<'a> Placing<'a> {
                 Ok(hosts) => (hosts, Why::Chosen { by: choice.name().to_string() }),
                 Err(why) => {
                     let why = Why::NotChosen { by: choice.name().to_string(), why };
-                    return nowhere(snapshot, self.ask, PvmError::OutOfRes, why, self.excluded);
+                    return nowhere(snapshot, self.ask, PvmError::OutOfRes, why, self.excluded.done());
                 }
             }
         } else if self.wants.together == Together::SameHost {
@@ -104,7 +94,7 @@ impl<'a> Placing<'a> {
             (hosts, Why::Rank { rank, host })
         } else if by_load {
             let already = std::mem::take(&mut self.excluded);
-            let (hosts, _) = self.by_load();
+            let hosts = self.by_load(Some(&fit)).map(|(hosts, _)| hosts).unwrap_or_default();
             self.excluded = already;
             let why = self.why_load(hosts.first());
             (hosts, why)
@@ -128,23 +118,21 @@ impl<'a> Placing<'a> {
 
     /// What a decision without a place looks like.
     fn none(self) -> Placement {
-        let other = |why: &Reason| matches!(why, Reason::OtherHost | Reason::OtherArch { .. } | Reason::Complement);
-        let any = |is: fn(&Reason) -> bool| self.excluded.iter().any(|(_, why)| is(why));
-        let (error, why) = if self.excluded.iter().all(|(_, why)| other(why)) && !self.has_fit() {
+        let (error, why) = if !self.excluded.asked_for && !self.has_fit() {
             (PvmError::NoHost, Why::NoSuchHost)
-        } else if any(|why| *why == Reason::NoAnswer) {
+        } else if self.excluded.no_answer {
             (PvmError::HostFail, Why::NoneFree)
-        } else if any(may_pass) || self.has_fit() {
+        } else if self.excluded.may_pass || self.has_fit() {
             (PvmError::OutOfRes, Why::NoneFree)
         } else {
             (PvmError::NoHost, Why::NoneFree)
         };
-        nowhere(self.snapshot, self.ask, error, why, self.excluded)
+        nowhere(self.snapshot, self.ask, error, why, self.excluded.done())
     }
 
     /// Some host is allowed and free, but has no room.
     fn has_fit(&self) -> bool {
-        self.excluded.len() < self.snapshot.hosts.len()
+        self.excluded.count() < self.snapshot.hosts.len()
     }
 
     fn done(self, mut hosts: Vec<HostId>, unknown: Vec<String>, why: Why, rotation: HostId) -> Placement {
@@ -153,7 +141,7 @@ impl<'a> Placing<'a> {
         let missing = count - hosts.len();
         let placed = hosts.into_iter().map(Ok);
         let hosts = placed.chain(std::iter::repeat_n(Err(PvmError::OutOfRes), missing)).collect();
-        Placement { hosts, why, excluded: self.excluded, unknown, rotation }
+        Placement { hosts, why, excluded: self.excluded.done(), unknown, rotation }
     }
 
     fn why_load(&self, first: Option<&HostId>) -> Why {
@@ -168,7 +156,7 @@ impl<'a> Placing<'a> {
         let index = self.snapshot.hosts.index(self.snapshot.now);
         let owned = index.with_owner().iter().take(EXPLAINED_HOSTS_MAX).filter_map(|id| self.snapshot.host(*id));
         let reasons: Vec<_> = owned.filter_map(|host| Some((host.id, self.exclusion(host)?))).collect();
-        self.excluded.extend(reasons);
+        reasons.into_iter().for_each(|(host, why)| self.excluded.add(host, why));
     }
 
     /// PVM's way: each host gets a consecutive run of tasks, the first host is the one behind the last one used. Answers
@@ -191,21 +179,31 @@ impl<'a> Placing<'a> {
         (hosts, last)
     }
 
-    /// Each task goes where it gets most, given where those before it went. Looks at the best hosts only; answers those
-    /// that it looked at and that are fit.
-    fn by_load(&mut self) -> (Vec<HostId>, Vec<HostId>) {
+    /// Each task goes where it gets most, given where those before it went. Looks at the best hosts only, of all or of those
+    /// that are known to be fit; answers those that it looked at and that are fit. `None` when it would have to look at too
+    /// many of all that are not fit.
+    fn by_load(&mut self, fit: Option<&[&HostView]>) -> Option<(Vec<HostId>, Vec<HostId>)> {
         let count = self.ask.count as usize;
+        let mut unfit = 0;
         let (mut hosts, mut looked_at) = (Vec::with_capacity(count), Vec::new());
         let mut room = BTreeMap::<HostId, u32>::new();
         let mut heap = BinaryHeap::<Near>::new();
         let untouched = Loads::of(self.snapshot);
-        let mut best = untouched.best(&self.zones).peekable();
+        let near = |host: &&HostView| untouched.near(untouched.share(host.id), &self.zones);
+        let mut some: BinaryHeap<Near> = fit.into_iter().flatten().map(near).collect();
+        let all = fit.is_none().then(|| untouched.best(&self.zones)).into_iter().flatten();
+        let mut best = all.chain(std::iter::from_fn(|| some.pop())).peekable();
         while hosts.len() < count {
             // Everything that may be better than the best of those already looked at.
             while let Some(near) = best.next_if(|near| heap.peek().is_none_or(|top| near > top)) {
                 let Some(host) = self.snapshot.host(near.share.host()) else { continue };
-                match self.exclusion(host) {
-                    Some(why) if self.excluded.len() < EXPLAINED_HOSTS_MAX => self.excluded.push((host.id, why)),
+                let exclusion = self.exclusion(host);
+                unfit += usize::from(exclusion.is_some());
+                if unfit > UNFIT_MAX {
+                    return None;
+                }
+                match exclusion {
+                    Some(why) if self.excluded.count() < EXPLAINED_HOSTS_MAX => self.excluded.add(host.id, why),
                     Some(_) => {}
                     None => {
                         looked_at.push(host.id);
@@ -224,7 +222,7 @@ impl<'a> Placing<'a> {
                 heap.push(self.loads.near(next, &self.zones));
             }
         }
-        (hosts, looked_at)
+        Some((hosts, looked_at))
     }
 
     /// The host on which all tasks together get most; `None` when none has room for all.
@@ -247,17 +245,17 @@ impl<'a> Placing<'a> {
             let order = number.map(|n| if rank.least { u64::MAX - n } else { n });
             (!h.owner.is_calm(), Reverse(order), h.id)
         };
-        let mut order = fit.to_vec();
-        order.sort_by_cached_key(key);
-        let mut room: Vec<u32> = order.iter().map(|h| self.capacity(h)).collect();
+        // The best first; those behind the last one that gets a task are never put in order.
+        let mut behind: BinaryHeap<_> = fit.iter().enumerate().map(|(i, host)| Reverse((key(host), i))).collect();
         let count = self.ask.count as usize;
-        let mut hosts = Vec::with_capacity(count);
-        while hosts.len() < count && room.iter().any(|room| *room > 0) {
-            for (room, host) in room.iter_mut().zip(&order) {
-                let share = host.cores.max(1).min(*room);
-                hosts.extend(std::iter::repeat_n(host.id, (share as usize).min(count - hosts.len())));
-                *room -= share;
-            }
+        let (mut hosts, mut before) = (Vec::with_capacity(count), Vec::new());
+        while hosts.len() < count {
+            let Some(Reverse((_, i))) = behind.pop() else { break };
+            let room = self.capacity(fit[i]);
+            before.push((fit[i], room - fill(&mut hosts, fit[i], room, count)));
+        }
+        while hosts.len() < count && before.iter().any(|(_, room)| *room > 0) {
+            before.iter_mut().for_each(|(host, room)| *room -= fill(&mut hosts, host, *room, count));
         }
         hosts
     }
@@ -277,5 +275,102 @@ impl<'a> Placing<'a> {
             *room = room.checked_sub(1).ok_or_else(|| format!("{} has no more room", offers[*i].host.name))?;
         }
         Ok(chosen.into_iter().map(|i| offers[i].host.id).collect())
+    }
+}
+
+/// A host gets a task for each of its processors, as far as it has room and tasks are left. Answers how many that would be.
+fn fill(hosts: &mut Vec<HostId>, host: &HostView, room: u32, count: usize) -> u32 {
+    let share = host.cores.max(1).min(room);
+    hosts.extend(std::iter::repeat_n(host.id, (share as usize).min(count - hosts.len())));
+    share
+}
+
+/// How many tasks of a spawn would get places if some of those that run stood still: what [`super::place()`] would answer, kept
+/// up as one host after the other changes.
+pub(super) struct Places<'a> {
+    placing: Placing<'a>,
+    count: u64,
+    /// Hosts that nobody seems to use, then the others.
+    room: [Room; 2],
+    /// The others count only when there is none of the first.
+    calm_first: bool,
+}
+
+/// What some hosts have.
+#[derive(Clone, Copy, Default)]
+struct Room {
+    /// How many of them are fit.
+    hosts: u64,
+    /// How many tasks of the spawn they take together.
+    tasks: u64,
+    /// How many of them take all tasks.
+    for_all: u64,
+}
+
+impl<'a> Places<'a> {
+    /// As it is.
+    ///
+    /// # Errors
+    /// Those of [`Wants::of`].
+    pub(super) fn of(snapshot: &'a Snapshot, ask: &'a Ask<'a>) -> Result<Places<'a>, WantsError> {
+        let placing = Placing::new(snapshot, ask, Wants::of(ask.request)?);
+        let in_turn = snapshot.policy == Policy::RoundRobin || ask.names_host();
+        let calm_first = in_turn && placing.wants.rank.is_none();
+        let mut places = Places { placing, count: u64::from(ask.count), room: [Room::default(); 2], calm_first };
+        for host in &snapshot.hosts {
+            let room = places.room_on(host);
+            places.add(host, room);
+        }
+        Ok(places)
+    }
+
+    /// Room on a host that is fit.
+    fn room_on(&self, host: &HostView) -> Option<u64> {
+        self.placing.exclusion(host).is_none().then(|| u64::from(self.placing.capacity(host)).min(self.count))
+    }
+
+    fn add(&mut self, host: &HostView, room: Option<u64>) {
+        let (of, tasks) = (&mut self.room[usize::from(!host.owner.is_calm())], room.unwrap_or(0));
+        of.hosts += u64::from(room.is_some());
+        of.tasks += tasks;
+        of.for_all += u64::from(tasks == self.count);
+    }
+
+    fn sub(&mut self, host: &HostView, room: Option<u64>) {
+        let (of, tasks) = (&mut self.room[usize::from(!host.owner.is_calm())], room.unwrap_or(0));
+        of.hosts -= u64::from(room.is_some());
+        of.tasks -= tasks;
+        of.for_all -= u64::from(tasks == self.count);
+    }
+
+    fn tasks(&self) -> u64 {
+        let [calm, other] = self.room;
+        if self.placing.wants.together == Together::SameHost {
+            return if calm.for_all + other.for_all > 0 { self.count } else { 0 };
+        }
+        let others = if self.calm_first && calm.hosts > 0 { 0 } else { other.tasks };
+        (calm.tasks + others).min(self.count)
+    }
+
+    /// True when all tasks get places.
+    pub(super) fn are_enough(&self) -> bool {
+        self.tasks() == self.count
+    }
+
+    /// A task on this host stands still if more tasks of the spawn get places then. Answers whether it does.
+    pub(super) fn gain_without_one(&mut self, id: HostId) -> bool {
+        let Some(host) = self.placing.snapshot.host(id) else { return false };
+        let (tasks, before, own) = (self.tasks(), self.room_on(host), self.placing.loads.load(id).own);
+        self.placing.loads.put(id, own.saturating_sub(1));
+        let after = self.room_on(host);
+        self.sub(host, before);
+        self.add(host, after);
+        let gains = self.tasks() > tasks;
+        if !gains {
+            self.placing.loads.put(id, own);
+            self.sub(host, after);
+            self.add(host, before);
+        }
+        gains
     }
 }

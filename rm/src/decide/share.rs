@@ -3,7 +3,8 @@
 
 use super::load::Load;
 use super::moves::unfit;
-use super::{Ask, Fair, Snapshot, TaskView, place};
+use super::placing::Places;
+use super::{Ask, Fair, Snapshot};
 use sempa_proto::{HostId, Micros, Tid};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -40,51 +41,36 @@ pub fn give_way(snapshot: &Snapshot, fair: &Fair, ask: &Ask<'_>) -> Vec<GivesWay
     if shares.is_empty() {
         return Vec::new();
     }
-    let of_user = |user: u32| shares.iter().position(|(id, _)| *id == user);
-    let mut candidates: Vec<(usize, HostId, &TaskView)> = snapshot
-        .hosts
-        .iter()
-        .filter(|host| host.owner.keeps_out().is_none())
-        .flat_map(|host| host.tasks.iter().map(move |task| (host.id, task)))
-        .filter(|(_, task)| task.computes() && task.moving.is_none())
-        .filter_map(|(host, task)| Some((of_user(task.user)?, host, task)))
-        .collect();
-    candidates.sort_by_key(|(order, _, task)| (*order, std::cmp::Reverse(task.since), task.tid));
-    let mut left: Vec<u32> = shares.iter().map(|(_, part)| *part).collect();
-    let places = |snapshot: &Snapshot| place(snapshot, ask).hosts.iter().filter(|place| place.is_ok()).count();
-    let (mut trial, mut out, mut best) = (snapshot.clone(), Vec::new(), places(snapshot));
-    for (order, host, task) in candidates.into_iter().take(GIVING_MAX) {
-        if left[order] == 0 {
-            continue;
-        }
-        stand(&mut trial, host, task.tid, true);
-        let with_it = places(&trial);
-        if with_it <= best {
-            stand(&mut trial, host, task.tid, false);
-            continue;
-        }
-        (best, left[order]) = (with_it, left[order] - 1);
-        let index = |user: u32| fair.index(now, user);
+    let Ok(mut places) = Places::of(snapshot, ask) else { return Vec::new() };
+    let index = snapshot.hosts.index(now);
+    let (mut out, mut looked_at) = (Vec::new(), 0);
+    for (user, part) in shares {
+        let mut left = part;
         let why = format!(
-            "user {} waits for a place and has taken less: an index of {:.1} against {:.1} of user {}",
+            "user {} waits for a place and has taken less: an index of {:.1} against {:.1} of user {user}",
             ask.user,
-            index(ask.user),
-            index(task.user),
-            task.user
+            fair.index(now, ask.user),
+            fair.index(now, user),
         );
-        out.push(GivesWay { tid: task.tid, why });
-        if best == ask.count as usize {
-            return out;
+        for (tid, host) in index.settled(user) {
+            if left == 0 {
+                break;
+            }
+            if looked_at == GIVING_MAX {
+                return Vec::new();
+            }
+            looked_at += 1;
+            if !places.gain_without_one(host) {
+                continue;
+            }
+            left -= 1;
+            out.push(GivesWay { tid, why: why.clone() });
+            if places.are_enough() {
+                return out;
+            }
         }
     }
     Vec::new()
-}
-
-fn stand(trial: &mut Snapshot, host: HostId, tid: Tid, suspended: bool) {
-    if let Some(task) = trial.hosts.edit(host).and_then(|host| host.tasks.iter_mut().find(|t| t.tid == tid)) {
-        task.suspended = suspended;
-    }
-    trial.hosts.refresh(trial.now);
 }
 
 /// Which of the tasks that gave way, since then, come to their turn again; those first that have stood longest. They go on
@@ -98,7 +84,8 @@ pub fn go_on(
     let now = snapshot.now;
     let index = snapshot.hosts.index(now);
     let mut loads: BTreeMap<HostId, Load> = BTreeMap::new();
-    let all = snapshot.hosts.iter().flat_map(|host| host.tasks.iter().map(move |task| (host, task)));
+    let hosts = index.suspended().iter().filter_map(|id| snapshot.host(*id));
+    let all = hosts.flat_map(|host| host.tasks.iter().map(move |task| (host, task)));
     let rested = |tid: &Tid| gave_way.get(tid).copied().filter(|since| now.since(*since) >= STAND_MIN);
     let ready = all.filter(|(_, task)| task.suspended && task.moving.is_none());
     let mut ready: Vec<_> = ready.filter_map(|(host, task)| Some((rested(&task.tid)?, host, task))).collect();

@@ -43,13 +43,13 @@ struct Running {
     left: f64,
     began: Micros,
     moving: Option<(Micros, HostId, Cause)>,
-    suspended: bool,
+    suspended: suspend::Holds,
 }
 
 impl Running {
     /// True while it works, as far as its host lets it.
     fn works(&self) -> bool {
-        self.moving.is_none() && !self.suspended
+        self.moving.is_none() && !self.suspended.any()
     }
 }
 
@@ -177,7 +177,7 @@ impl State {
         let rates = self.rates();
         let end = |task: &Running| match &task.moving {
             Some((at, ..)) => Some(*at),
-            None if task.suspended => None,
+            None if task.suspended.any() => None,
             None => {
                 let rate = rates.get(&task.host).copied().unwrap_or(0.0);
                 let span = task.left / rate;
@@ -322,10 +322,13 @@ impl State {
             // A task that was not started in the record has nothing to do that anybody knows of.
             let left = work.unwrap_or(0.0);
             let (program, began) = (request.file.clone(), self.now);
-            self.tasks.insert(tid, Running { host, program, left, began, moving: None, suspended: false });
+            self.tasks.insert(
+                tid,
+                Running { host, program, left, began, moving: None, suspended: suspend::Holds::default() },
+            );
             let name = self.table.get(host).map_or_else(|| host.to_string(), |entry| entry.name.clone());
             *self.figures.placed.entry(name).or_default() += 1;
-            self.event(host, EventKind::TaskStarted { tid, parent, name: request.file.clone() });
+            self.event(host, EventKind::TaskStarted { tid, parent, name: request.file.clone(), user: 0 });
         }
         self.post(host.daemon(), CTX_BASE, SM_EXECACK, wid, ENC_XDR, pack_tids(&results));
         if is_watcher {
@@ -407,7 +410,18 @@ impl VmApi for World {
         let one = |(tid, task): (&Tid, &Running)| {
             let (tid, host, moving, flags) = (*tid, task.host, task.moving.is_some(), TASK_FORKED);
             let (parent, name, pid, uid) = (Tid::NONE, task.program.clone(), 0, 0);
-            TaskInfo { tid, parent, host, flags, name, pid, uid, moving, stopped: false, suspended: task.suspended }
+            TaskInfo {
+                tid,
+                parent,
+                host,
+                flags,
+                name,
+                pid,
+                uid,
+                moving,
+                stopped: false,
+                suspended: task.suspended.any(),
+            }
         };
         Ok(state.tasks.iter().map(one).collect())
     }
@@ -453,10 +467,10 @@ impl VmApi for World {
     fn suspend(&self, tid: Tid, suspend: bool, cause: suspend::Cause) -> Result<(), Error> {
         let mut state = self.0.borrow_mut();
         let Some(task) = state.tasks.get_mut(&tid) else { return Err(Error::new(PvmError::NoTask, "it has ended")) };
-        task.suspended = suspend;
-        let host = task.host;
-        let event = if suspend { EventKind::Suspended { tid, cause } } else { EventKind::Resumed { tid, cause } };
-        state.event(host, event);
+        let (order, before, host) = (suspend::Order { tid, suspend, cause }, task.suspended, task.host);
+        task.suspended = before.after(&order);
+        let change = before.change(task.suspended, &order);
+        change.into_iter().for_each(|event| state.event(host, event));
         Ok(())
     }
 

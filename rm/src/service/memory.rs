@@ -64,6 +64,7 @@ impl<V: VmApi> Service<V> {
             if !self.model.knows(task.tid) {
                 continue;
             }
+            self.model.belongs(task.tid, task.user);
             let age = wall.since(task.began);
             if age <= now {
                 self.model.recall_task(task.tid, task.job, Micros(now.0 - age.0));

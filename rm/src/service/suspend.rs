@@ -101,6 +101,13 @@ impl<V: VmApi> Service<V> {
         for tid in all.into_iter().filter(|tid| *tid != by) {
             // Asked twice, a daemon does nothing; but whoever stands still has to go on.
             let stands = self.model.is_suspended(tid) || (!suspend && self.memory.ledger.books.is_suspended(tid));
+            if self.standing.gave_way.contains_key(&tid)
+                && let Err(error) = self.vm.suspend(tid, suspend, Cause::Job { by })
+            {
+                // It would go on, or stand, without its job when it need not give way any more.
+                others.push((tid, error.to_string()));
+                continue;
+            }
             match stands {
                 true if suspend => others.push((tid, "it is suspended already".to_string())),
                 true if self.standing.gave_way.contains_key(&tid) => {

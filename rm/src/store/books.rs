@@ -121,7 +121,7 @@ pub struct Books {
     task_numbers: HashMap<Tid, u64>,
     hosts: BTreeMap<HostId, String>,
     /// Tasks from a command line without children: when they began.
-    loners: BTreeMap<Tid, Micros>,
+    loners: BTreeMap<Tid, (Micros, u32)>,
     dirty: BTreeSet<(Sheet, u64)>,
     /// The user of tasks of whom nothing else is known.
     own_user: u32,
@@ -234,15 +234,15 @@ impl Books {
         }
     }
 
-    fn loner(&mut self, tid: Tid, began: Micros) {
-        self.loners.insert(tid, began);
+    fn loner(&mut self, tid: Tid, began: Micros, user: u32) {
+        self.loners.insert(tid, (began, user));
         self.dirty.insert((Sheet::Loners, key_of(tid)));
     }
 
-    fn no_loner(&mut self, tid: Tid) -> Option<Micros> {
-        let began = self.loners.remove(&tid)?;
+    fn no_loner(&mut self, tid: Tid) -> Option<(Micros, u32)> {
+        let known = self.loners.remove(&tid)?;
         self.dirty.insert((Sheet::Loners, key_of(tid)));
-        Some(began)
+        Some(known)
     }
 
     /// Name of a host, or its number when it is not known.
@@ -316,15 +316,17 @@ impl Books {
                 self.decided(at, Decided::HostGone { host: name.clone(), why: why.clone() });
                 self.host_gone(at, name);
             }
-            EventKind::TaskStarted { tid, parent, name } => self.task_started(at, *tid, *parent, name, event.host),
+            EventKind::TaskStarted { tid, parent, name, user } => {
+                self.task_started(at, *tid, (*parent, *user), name, event.host);
+            }
             EventKind::Suspended { tid, cause } => {
                 self.suspended(*tid, at, Some(cause.clone()));
-                let host = self.known(*tid).map(|task| task.host.clone()).unwrap_or_default();
+                let host = self.host_of(*tid);
                 self.decided(at, Decided::Suspended { tid: *tid, host, cause: cause.clone() });
             }
             EventKind::Resumed { tid, cause } => {
                 self.suspended(*tid, at, None);
-                let host = self.known(*tid).map(|task| task.host.clone()).unwrap_or_default();
+                let host = self.host_of(*tid);
                 self.decided(at, Decided::Resumed { tid: *tid, host, cause: cause.clone() });
             }
             EventKind::JobSuspended { job, by } => self.job_suspended(at, *job, *by, true),
@@ -362,28 +364,33 @@ impl Books {
         lost.into_iter().for_each(|number| self.end(number, at, End::Lost, Usage::default()));
     }
 
-    fn task_started(&mut self, at: Micros, tid: Tid, parent: Tid, name: &str, host: HostId) {
+    fn task_started(&mut self, at: Micros, tid: Tid, (parent, user): (Tid, u32), name: &str, host: HostId) {
         let serves = sempa_proto::load::is_watcher(name) || tid == self.own_task || !tid.is_task() || tid == parent;
         if serves || self.known(tid).is_some_and(|t| t.ended.is_none()) {
             return;
         }
         if name.is_empty() && !parent.is_task() {
-            self.loner(tid, at);
+            self.loner(tid, at, user);
             if self.loners.len() > LONERS_MAX {
-                let oldest = self.loners.iter().min_by_key(|(_, at)| **at).map(|(tid, _)| *tid);
+                let oldest = self.loners.iter().min_by_key(|(_, (at, _))| *at).map(|(tid, _)| *tid);
                 self.no_loner(oldest.expect("more than the limit"));
             }
             return;
         }
         if parent.is_task() && self.known(parent).is_none() {
             // A parent that began before anything was recorded is taken to begin now.
-            let began = self.no_loner(parent).unwrap_or(at);
+            let (began, user) = self.no_loner(parent).unwrap_or((at, self.own_user));
             let home = parent.home().map(|home| self.host(home)).unwrap_or_default();
-            self.take_up(began, parent, parent, "", home);
+            self.take_up(began, parent, (parent, user), "", home);
         }
         let job = self.known(parent).map_or(tid, |p| p.job);
         let host = self.host(host);
-        self.take_up(at, tid, job, name, host);
+        self.take_up(at, tid, (job, user), name, host);
+    }
+
+    /// Where a task was seen last, as the event log has it.
+    fn host_of(&self, tid: Tid) -> String {
+        self.known(tid).map(|task| task.host.clone()).unwrap_or_default()
     }
 
     /// A task is suspended from now on, or goes on.
@@ -430,9 +437,9 @@ impl Books {
         self.task_numbers.get(&tid).and_then(|number| self.tasks.get(number))
     }
 
-    /// A task begins, and with it its job unless it is there.
-    fn take_up(&mut self, began: Micros, tid: Tid, job: Tid, program: &str, host: String) {
-        let user = self.job(job).map_or(self.own_user, |j| j.user);
+    /// A task begins, and with it its job unless it is there; then it is of the job's user.
+    fn take_up(&mut self, began: Micros, tid: Tid, (job, user): (Tid, u32), program: &str, host: String) {
+        let user = self.job(job).map_or(user, |j| j.user);
         if tid == job || self.job(job).is_none() {
             let number = self.number();
             let (sums, program) = (Sums::default(), if tid == job { program.to_string() } else { String::new() });

@@ -1,6 +1,6 @@
 //! Decisions in the words in which they are remembered and told.
 
-use crate::decide::{Placement, Reason, Shift, Snapshot, Stay, StayReason, Why};
+use crate::decide::{self, Placement, Reason, Shift, Snapshot, Stay, StayReason, Why};
 use sempa_proto::HostId;
 use sempa_proto::rm::{Attempt, Choice, Decided, Excluded, Expected, NOT_USED_MAX, NotUsed};
 
@@ -22,7 +22,7 @@ pub fn attempt(placement: &Placement, snapshot: &Snapshot) -> Attempt {
 }
 
 /// Hosts that were left out, the first of them.
-pub fn not_used(excluded: &[(HostId, Reason)], snapshot: &Snapshot) -> Vec<NotUsed> {
+pub fn not_used(excluded: &decide::Excluded, snapshot: &Snapshot) -> Vec<NotUsed> {
     let one = |(host, why): &(HostId, Reason)| NotUsed { host: snapshot.name(*host), why: told(why) };
     excluded.iter().take(NOT_USED_MAX).map(one).collect()
 }

@@ -64,6 +64,8 @@ pub(crate) struct World {
     pub(crate) records: Vec<EventKind>,
     pub(crate) killed: Vec<Tid>,
     pub(crate) suspends: Vec<(Tid, bool, suspend::Cause)>,
+    /// For whom tasks stand still.
+    holds: HashMap<Tid, suspend::Holds>,
     pub(crate) refuses_suspending: HashMap<Tid, PvmError>,
     pub(crate) watched: Vec<Tid>,
     events: u64,
@@ -160,8 +162,12 @@ impl VmApi for FakeVm {
             return Err(Error::new(*code, "refused"));
         }
         world.suspends.push((tid, suspend, cause.clone()));
-        let event = if suspend { EventKind::Suspended { tid, cause } } else { EventKind::Resumed { tid, cause } };
-        world.event(tid.home().expect("a task"), event);
+        let order = suspend::Order { tid, suspend, cause };
+        let before = world.holds.get(&tid).copied().unwrap_or_default();
+        world.holds.insert(tid, before.after(&order));
+        if let Some(event) = before.change(before.after(&order), &order) {
+            world.event(tid.home().expect("a task"), event);
+        }
         Ok(())
     }
     fn record(&self, _at: Micros, kind: EventKind) -> Result<(), Error> {

@@ -128,7 +128,7 @@ fn micros(seconds: f64) -> Micros {
 }
 
 fn id(index: u16) -> HostId {
-    HostId::new(index).expect("an index")
+    HostId::simulated(index).expect("an index")
 }
 
 /// An idle host whose sample never gets old: all load that is not ours here is that of owners, who are looked after as such.

@@ -25,7 +25,7 @@ fn order(bed: &mut Bed, job: Tid, suspend: bool) -> (Vec<Tid>, Vec<(Tid, String)
 
 /// A task that the client starts without the resource manager.
 fn starts(bed: &mut Bed, tid: Tid) {
-    bed.world().event(h(1), EventKind::TaskStarted { tid, parent: client(), name: "worker".into() });
+    bed.world().event(h(1), EventKind::TaskStarted { tid, parent: client(), name: "worker".into(), user: 0 });
     bed.world().tasks.push(spawned(tid, 1));
     bed.settle();
 }
@@ -97,7 +97,7 @@ fn one_that_begins_again_keeps_what_was_suspended_and_ends_what_was_half_resumed
     vm.0.borrow_mut().tasks.iter_mut().filter(|t| tids.contains(&t.tid)).for_each(|t| t.suspended = true);
     // Meanwhile the job starts another task.
     let late = t(1, 900);
-    let event = EventKind::TaskStarted { tid: late, parent: client(), name: "worker".into() };
+    let event = EventKind::TaskStarted { tid: late, parent: client(), name: "worker".into(), user: 0 };
     vm.0.borrow_mut().event(h(1), event);
     vm.0.borrow_mut().tasks.push(spawned(late, 1));
     vm.0.borrow_mut().forget_mail();
@@ -133,7 +133,7 @@ fn taken(give_way: bool) -> (FakeVm, Bed, Vec<Tid>) {
     let rules = Rules { wait: Micros::from_secs(3600), ..Rules::default() };
     let conduct = Conduct { rules, give_way, ..Conduct::default() };
     let mut bed = Bed::quiet_with(&vm, with_conduct(conduct));
-    bed.world().event(h(1), EventKind::TaskStarted { tid: client(), parent: Tid::NONE, name: String::new() });
+    bed.world().event(h(1), EventKind::TaskStarted { tid: client(), parent: Tid::NONE, name: String::new(), user: 0 });
     let mut tids = Vec::new();
     for wid in [5, 6] {
         bed.world().spawn(wid, &SpawnRequest { place: "?free >= 1; spread".into(), ..request(2) });
@@ -160,7 +160,7 @@ fn begun(bed: &mut Bed, parent: Tid) -> Vec<Tid> {
     for exec in execs {
         let started = bed.world().ack(&exec);
         for tid in &started {
-            bed.world().event(exec.host, EventKind::TaskStarted { tid: *tid, parent, name: "worker".into() });
+            bed.world().event(exec.host, EventKind::TaskStarted { tid: *tid, parent, name: "worker".into(), user: 0 });
             bed.world().tasks.push(spawned(*tid, exec.host.index()));
         }
         tids.extend(started);
@@ -198,6 +198,22 @@ fn a_user_who_has_taken_much_gives_way_to_one_who_waits_and_goes_on_when_there_i
 }
 
 #[test]
+fn somebody_who_begins_behind_the_resource_manager_is_taken_for_the_user_that_he_is() {
+    let (_, mut bed, _) = taken(true);
+    let late = t(2, 9);
+    bed.world().event(h(2), EventKind::TaskStarted { tid: late, parent: Tid::NONE, name: String::new(), user: 8 });
+    bed.settle();
+    let request = SpawnRequest { place: "?free >= 1".into(), ..request(1) };
+    bed.world().post(late, CTX_BASE, SM_SPAWN, 9, pack_spawn(&request, None));
+    bed.settle();
+    let suspends = bed.world().suspends.clone();
+    assert!(
+        matches!(&suspends[..], [(_, true, Cause::Share { why })] if why.starts_with("user 8 waits")),
+        "{suspends:?}"
+    );
+}
+
+#[test]
 fn nobody_gives_way_when_the_policy_says_so_or_to_one_who_has_taken_as_much() {
     let (_, mut bed, _) = taken(false);
     asks_for_one(&mut bed);
@@ -221,4 +237,29 @@ fn a_job_that_is_resumed_does_not_take_back_what_its_tasks_have_given_way() {
     let (resumed, others) = order(&mut bed, gave_way, false);
     assert!(resumed.len() == 3 && !resumed.contains(&gave_way), "{resumed:?} of {tids:?}");
     assert!(others[0].0 == gave_way && others[0].1.contains("gives way"), "{others:?}");
+}
+
+#[test]
+fn a_task_is_the_users_who_started_its_job_wherever_it_runs_also_for_the_next_resource_manager() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let vm = world(2);
+    let mut bed = Bed::with(&vm, with_books(dir.path())).expect("no other");
+    // Who sits at h2 is there under a login of his own, and his task comes to h1 where the daemon is another user's.
+    let (top, task) = (t(2, 3), t(1, 77));
+    bed.world().event(h(2), EventKind::TaskStarted { tid: top, parent: Tid::NONE, name: String::new(), user: 7 });
+    bed.world().event(h(1), EventKind::TaskStarted { tid: task, parent: top, name: "worker".into(), user: 0 });
+    bed.settle();
+    let users = |bed: &mut Bed| {
+        let Answer::Job { job, tasks } = ask(bed, &Question::Job(task)) else { panic!("no job") };
+        (job.user, tasks.iter().map(|task| task.user).collect::<Vec<u32>>())
+    };
+    assert_eq!(users(&mut bed), (7, vec![7, 7]));
+    let mut listed = info(top, 2, TASK_CONNECTED, "");
+    listed.uid = 7;
+    bed.world().tasks.extend([listed, spawned(task, 1)]);
+    bed.pass(Micros::from_secs(1));
+    drop(bed);
+    vm.0.borrow_mut().forget_mail();
+    let mut bed = Bed::with(&vm, with_books(dir.path())).expect("no other");
+    assert_eq!(users(&mut bed), (7, vec![7, 7]));
 }

@@ -1,12 +1,13 @@
 //! Rings between tasks of one host: they come about by themselves, carry everything, and end without a trace.
 
 use super::fake::Fake;
-use super::{expect_numbered, message, next, send_numbered, until};
+use super::{PATIENCE, expect_numbered, message, next, send_numbered, until};
 use crate::runtime::Runtime;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use sempa_proto::Tid;
 use sempa_proto::task::ToTask;
 use std::os::fd::AsFd;
+use std::time::Instant;
 
 /// A daemon whose tasks may have rings.
 pub(super) fn near() -> Fake {
@@ -52,6 +53,26 @@ fn what_goes_through_a_ring_does_not_pass_the_daemon() {
     fake.net().lossy = true;
     send_numbered(&a, b.tid(), 0..500);
     expect_numbered(&b, a.tid(), 0..500);
+}
+
+#[test]
+fn who_waits_for_the_daemon_hears_a_ring_all_the_same() {
+    let fake = near();
+    let (a, b) = pair(&fake);
+    fake.net().lossy = true;
+    // Far less than all the sleeps together would take, were each of them slept through.
+    let deadline = Some(Instant::now() + PATIENCE);
+    for n in 0..100 {
+        b.send(message(Tid::MY_DAEMON, n, "")).expect("sent");
+        std::thread::scope(|scope| {
+            let hearing = scope.spawn(|| b.inbox_wait(deadline, &mut |inbox| inbox.take_first(|_| true)));
+            until("a sleeper at the socket", || b.0.shared.is_seated().then_some(()));
+            a.send(message(b.tid(), n, "")).expect("sent");
+            let heard = hearing.join().expect("no panic").expect("connected").expect("a message in time");
+            assert_eq!(heard.tag, n);
+        });
+    }
+    assert!(has_ring(&a, b.tid()) && has_ring(&b, a.tid()));
 }
 
 #[test]

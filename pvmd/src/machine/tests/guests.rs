@@ -1,11 +1,11 @@
 //! Guests stand still while the owner of their host is there.
 
 use super::scene::{PROMISE, Scene, events, listed, migrate, on, spawn, stopped, stopped_until, talk, welcome};
-use super::sim::{Sim, host, seeds};
+use super::sim::{host, seeds};
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::{Failure, Refusal, Step};
 use sempa_proto::owner::Leave;
-use sempa_proto::task::{NotifyRequest, NotifyWhat, Reply, Request, SPAWN_PINNED, SpawnRequest};
+use sempa_proto::task::{Reply, Request, SPAWN_PINNED, SpawnRequest};
 use sempa_proto::{Micros, PvmError, Tid};
 
 #[test]
@@ -13,9 +13,7 @@ fn guests_stand_still_in_time_and_nothing_is_lost_doubled_or_out_of_order_howeve
     let (mut moved, mut eased) = (0, 0);
     // 1884: a guest is let run for coming back, comes back, and the move for whose sake that was is refused meanwhile.
     for seed in seeds(150).chain([1884]) {
-        let mut scene = Scene::new(seed);
-        scene.sim.faults.late_percent = 25;
-        scene.sim.faults.step_fails_percent = if seed % 2 == 0 { 8 } else { 0 };
+        let mut scene = Scene::unlucky(seed);
         for _ in 0..60 {
             scene.go_on();
             let n = scene.sim.dice.roll(3) as usize;
@@ -164,18 +162,9 @@ fn no_task_is_started_where_guests_have_to_stand_still_and_one_that_may_run_anyw
 fn ends_of_guests_taskers_and_hosts_while_guests_stand_still_are_told_once() {
     let (mut ends, mut taskers) = (0, 0);
     for seed in seeds(200) {
-        let mut scene = Scene::new(seed);
-        scene.sim.faults.late_percent = 25;
-        let console = scene.console;
-        let what = NotifyWhat::TaskExit(scene.tids[2..4].to_vec());
-        scene.sim.ask(console, Request::Notify(NotifyRequest { what, ctx: 0, tag: 1, cancel: false }));
-        scene.go_on();
+        let mut scene = Scene::watched(seed);
         scene.say(1, stopped());
-        let wait = Micros(scene.sim.dice.roll(60_000));
-        scene.sim.pass(wait);
-        if seed % 2 == 0 {
-            scene.move_one();
-        }
+        scene.some_time_after(60_000);
         match scene.sim.dice.roll(3) {
             0 => {
                 // A move may have taken it away, but this is its end wherever it is.
@@ -189,22 +178,10 @@ fn ends_of_guests_taskers_and_hosts_while_guests_stand_still_are_told_once() {
             }
             _ => scene.sim.kill_host(host(2)),
         }
-        scene.sim.pass(Micros::from_secs(20));
-        let dead = |s: &Sim, tid: &Tid| {
-            s.procs[console].notes(1).iter().filter(|m| m.body[..4] == tid.raw().to_be_bytes()).count()
-        };
-        let list = listed(&mut scene.sim, console);
-        for tid in &scene.tids[2..4] {
-            let alive = list.iter().filter(|t| t.tid == *tid).count();
-            assert_eq!(alive + dead(&scene.sim, tid), 1, "{tid} (seed {seed})");
-        }
+        scene.told_once();
         if scene.sim.nodes[&host(2)].alive {
             scene.say(1, welcome());
-            scene.sim.pass(Micros::from_secs(3));
-            for p in &scene.procs {
-                let proc = &scene.sim.procs[*p];
-                assert!(proc.exited || (!proc.is_frozen() && proc.conn.is_some()), "seed {seed}");
-            }
+            scene.assert_all_run();
         }
     }
     assert!(ends > 20 && taskers > 20, "{ends} ends, {taskers} taskers");

@@ -5,7 +5,7 @@ use crate::machine::HostId;
 use sempa_proto::event::EventKind;
 use sempa_proto::owner::{Guests, GuestsWord, Leave};
 use sempa_proto::table::TaskInfo;
-use sempa_proto::task::{Reply, Request, SpawnRequest};
+use sempa_proto::task::{NotifyRequest, NotifyWhat, Reply, Request, SpawnRequest};
 use sempa_proto::{Micros, RequestId, Tid};
 use std::collections::BTreeMap;
 
@@ -109,6 +109,14 @@ impl Scene {
         Scene { sim, console, procs, tids, speakers, sent, stopped_at, suspended_at, open }
     }
 
+    /// The same where messages are late, and with every second seed steps of moves fail.
+    pub(super) fn unlucky(seed: u64) -> Scene {
+        let mut scene = Scene::new(seed);
+        scene.sim.faults.late_percent = 25;
+        scene.sim.faults.step_fails_percent = if seed.is_multiple_of(2) { 8 } else { 0 };
+        scene
+    }
+
     pub(super) fn say(&mut self, n: usize, word: Request) {
         let (sim, at) = (&mut self.sim, host(n as u16 + 1));
         match &word {
@@ -137,6 +145,47 @@ impl Scene {
         }
         let wait = Micros(self.sim.dice.roll(10_000));
         self.sim.pass(wait);
+    }
+
+    /// Somebody on the console's host wants to hear of the ends of the tasks on h2; then tasks talk.
+    pub(super) fn watched(seed: u64) -> Scene {
+        let mut scene = Scene::new(seed);
+        scene.sim.faults.late_percent = 25;
+        let what = NotifyWhat::TaskExit(scene.tids[2..4].to_vec());
+        scene.sim.ask(scene.console, Request::Notify(NotifyRequest { what, ctx: 0, tag: 1, cancel: false }));
+        scene.go_on();
+        scene
+    }
+
+    /// Some time later, and perhaps while a task moves.
+    pub(super) fn some_time_after(&mut self, longest: u64) {
+        let wait = Micros(self.sim.dice.roll(longest));
+        self.sim.pass(wait);
+        if self.sim.seed.is_multiple_of(2) {
+            self.move_one();
+        }
+    }
+
+    /// Long afterwards each task of h2 is there, or its end was told, once. Answers all tasks that are there.
+    pub(super) fn told_once(&mut self) -> Vec<TaskInfo> {
+        self.sim.pass(Micros::from_secs(20));
+        let list = listed(&mut self.sim, self.console);
+        for tid in &self.tids[2..4] {
+            let alive = list.iter().filter(|t| t.tid == *tid).count();
+            let dead = self.sim.procs[self.console].notes(1);
+            let dead = dead.iter().filter(|m| m.body[..4] == tid.raw().to_be_bytes()).count();
+            assert_eq!(alive + dead, 1, "{tid} (seed {})", self.sim.seed);
+        }
+        list
+    }
+
+    /// A little later whoever has not ended runs.
+    pub(super) fn assert_all_run(&mut self) {
+        self.sim.pass(Micros::from_secs(3));
+        for p in &self.procs {
+            let proc = &self.sim.procs[*p];
+            assert!(proc.exited || (!proc.is_frozen() && proc.conn.is_some()), "seed {}", self.sim.seed);
+        }
     }
 
     pub(super) fn move_one(&mut self) {

@@ -127,6 +127,7 @@ fn config(id: HostId, name: &str) -> MachineConfig {
         addresses: vec![],
         speed: 1000,
         uid: 1000,
+        lease: LEASE,
         rm_command: None,
         server_commands: Vec::new(),
         place: Place::of(1000, move |v| (v == "PVM_TMP").then(|| tmp.clone())).expect("a good place"),
@@ -239,6 +240,15 @@ impl Sim {
         node.alive = false;
         self.procs.iter_mut().filter(|p| p.host == lost).for_each(|p| p.exited = true);
         self.session_ends(lost);
+    }
+
+    /// What one host has said to another one and has not come is lost; for a host that is lost in the same moment.
+    pub(super) fn lose_words(&mut self, from: HostId, to: HostId) {
+        self.queue.retain(|_, happening| match happening {
+            Happening::Event(on, Event::HostControl { host, .. }) => (*host, *on) != (from, to),
+            Happening::Data((one, other, _), _) => (*one, *other) != (from, to),
+            _ => true,
+        });
     }
 
     fn session_ends(&mut self, lost: HostId) {

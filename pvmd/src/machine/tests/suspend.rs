@@ -1,11 +1,11 @@
 //! Tasks stand still while they are suspended, wherever they are moved.
 
 use super::scene::{PROMISE, Scene, events, listed, migrate, on, spawn, stopped, talk, welcome};
-use super::sim::{host, seeds};
+use super::sim::{Sim, host, seeds};
 use sempa_proto::event::EventKind;
 use sempa_proto::suspend::Cause;
-use sempa_proto::task::{NotifyRequest, NotifyWhat, Reply, Request};
-use sempa_proto::{Micros, PvmError, Tid};
+use sempa_proto::task::{Reply, Request, RmServes};
+use sempa_proto::{HostId, Micros, PvmError, RequestId, Tid};
 
 const LONG: Micros = Micros::from_secs(1);
 
@@ -14,9 +14,7 @@ fn suspended_tasks_stand_still_however_words_moves_and_owners_cross_and_nothing_
     let (mut moved, mut moved_suspended) = (0, 0);
     // 669: a task is let run for coming back, comes back, and the move for whose sake that was is refused meanwhile.
     for seed in seeds(150).chain([669]) {
-        let mut scene = Scene::new(seed);
-        scene.sim.faults.late_percent = 25;
-        scene.sim.faults.step_fails_percent = if seed % 2 == 0 { 8 } else { 0 };
+        let mut scene = Scene::unlucky(seed);
         for _ in 0..60 {
             scene.go_on();
             let n = scene.sim.dice.roll(3) as usize;
@@ -164,18 +162,10 @@ fn only_spawned_tasks_that_do_not_serve_the_virtual_machine_are_suspended_and_th
 fn the_end_of_a_suspended_task_is_told_once_however_it_comes() {
     let (mut ends, mut taskers, mut hosts) = (0, 0, 0);
     for seed in seeds(200) {
-        let mut scene = Scene::new(seed);
-        scene.sim.faults.late_percent = 25;
+        let mut scene = Scene::watched(seed);
         let console = scene.console;
-        let what = NotifyWhat::TaskExit(scene.tids[2..4].to_vec());
-        scene.sim.ask(console, Request::Notify(NotifyRequest { what, ctx: 0, tag: 1, cancel: false }));
-        scene.go_on();
         scene.suspend(scene.tids[2], true);
-        let wait = Micros(scene.sim.dice.roll(300_000));
-        scene.sim.pass(wait);
-        if seed % 2 == 0 {
-            scene.move_one();
-        }
+        scene.some_time_after(300_000);
         match scene.sim.dice.roll(4) {
             0 => {
                 let victim = scene.procs[2];
@@ -195,14 +185,7 @@ fn the_end_of_a_suspended_task_is_told_once_however_it_comes() {
                 hosts += 1;
             }
         }
-        scene.sim.pass(Micros::from_secs(20));
-        let list = listed(&mut scene.sim, console);
-        for tid in &scene.tids[2..4] {
-            let alive = list.iter().filter(|t| t.tid == *tid).count();
-            let dead = scene.sim.procs[console].notes(1);
-            let dead = dead.iter().filter(|m| m.body[..4] == tid.raw().to_be_bytes()).count();
-            assert_eq!(alive + dead, 1, "{tid} (seed {seed})");
-        }
+        let list = scene.told_once();
         let suspended: Vec<Tid> = list.iter().filter(|t| t.suspended).map(|t| t.tid).collect();
         assert!(suspended.iter().all(|tid| *tid == scene.tids[2]), "{suspended:?} (seed {seed})");
         for suspend in [true, false] {
@@ -212,11 +195,193 @@ fn the_end_of_a_suspended_task_is_told_once_however_it_comes() {
             assert_eq!(reply == Reply::Done, there, "{reply:?} (seed {seed})");
             assert_eq!(is_told, !there, "{reply:?} (seed {seed})");
         }
-        scene.sim.pass(Micros::from_secs(3));
-        for p in &scene.procs {
-            let proc = &scene.sim.procs[*p];
-            assert!(proc.exited || (!proc.is_frozen() && proc.conn.is_some()), "seed {seed}");
-        }
+        scene.assert_all_run();
     }
     assert!(ends > 20 && taskers > 20 && hosts > 20, "{ends} ends, {taskers} taskers, {hosts} hosts");
+}
+
+/// One after the other, somebody on h1 or h4 has a task suspended, or go on.
+struct Caller {
+    tid: Tid,
+    callers: [usize; 2],
+    /// Who has asked, and for what.
+    open: Option<(usize, RequestId, bool)>,
+    /// What was asked for last and done; none while nobody knows.
+    told: Option<bool>,
+    /// The host where the task was when that was told.
+    told_at: HostId,
+}
+
+impl Caller {
+    /// Looks for an answer.
+    fn look(&mut self, sim: &mut Sim) {
+        let p = sim.proc_of(self.tid);
+        if let Some((caller, id, suspend)) = self.open
+            && let Some(reply) = sim.procs[caller].replies.remove(&id)
+        {
+            self.open = None;
+            (self.told, self.told_at) = ((reply == Reply::Done).then_some(suspend), sim.procs[p].host);
+        }
+    }
+
+    fn call(&mut self, sim: &mut Sim) {
+        if self.open.is_none() {
+            let caller = self.callers[sim.dice.roll(2) as usize];
+            let suspend = sim.dice.roll(3) > 0;
+            let request = Request::Suspend { tid: self.tid, suspend, cause: None };
+            (self.open, self.told) = (Some((caller, sim.request(caller, request), suspend)), None);
+        }
+    }
+}
+
+#[test]
+fn a_task_of_whom_was_said_that_it_is_suspended_runs_nowhere_whatever_is_lost_at_whatever_step_of_its_move() {
+    let (mut moved, mut source_lost, mut stayed) = (0, 0, 0);
+    for seed in seeds(1500) {
+        let (mut sim, console) = Sim::cluster(seed, 4);
+        let p = spawn(&mut sim, console, on("h2", "child", 1))[0];
+        let tid = sim.procs[p].tid();
+        let callers = [console, sim.enrol(host(4))];
+        let mut caller = Caller { tid, callers, open: None, told: None, told_at: host(2) };
+        let moving = sim.request(console, migrate(tid, "h3"));
+        let end = sim.now + Micros::from_millis(80);
+        let lose_at = sim.now + Micros(sim.dice.roll(60_000));
+        let mut lost = None;
+        while sim.now < end {
+            if sim.now >= lose_at && lost.is_none() {
+                let victim = host(2 + sim.dice.roll(2) as u16);
+                lost = Some(victim);
+                match sim.dice.roll(4) {
+                    0 => {}
+                    1 => sim.kill_tasker(victim),
+                    _ => {
+                        // Some of those to whom it spoke last have not heard it.
+                        for to in [HostId::MASTER, host(3), host(4)] {
+                            if sim.dice.roll(2) == 0 {
+                                sim.lose_words(victim, to);
+                            }
+                        }
+                        let stood = sim.procs[p].stopped_at_source();
+                        sim.kill_host(victim);
+                        if stood {
+                            sim.procs[p].exited = false;
+                        }
+                    }
+                }
+            }
+            if sim.dice.roll(8) == 0 {
+                caller.call(&mut sim);
+            }
+            sim.step();
+            caller.look(&mut sim);
+            let proc = &sim.procs[p];
+            let came_suspended = caller.told == Some(true) && caller.told_at != proc.host;
+            assert!(!came_suspended || proc.is_frozen() || proc.exited, "it runs (seed {seed})");
+        }
+        sim.until("the end of the move", |s| s.procs[console].replies.contains_key(&moving));
+        sim.pass(Micros::from_secs(10));
+        caller.look(&mut sim);
+        assert_eq!(caller.open, None, "an answer (seed {seed})");
+        let list = listed(&mut sim, console);
+        let (Some(task), Some(told)) = (list.iter().find(|t| t.tid == tid), caller.told) else { continue };
+        assert_eq!((task.suspended, sim.procs[p].is_frozen()), (told, told), "on {} (seed {seed})", task.host);
+        let alive = sim.nodes[&host(2)].alive;
+        *if task.host != host(3) {
+            &mut stayed
+        } else if alive {
+            &mut moved
+        } else {
+            &mut source_lost
+        } += u32::from(told);
+        let told: Vec<bool> = events(&mut sim, console)
+            .iter()
+            .filter_map(|event| match event {
+                EventKind::Suspended { .. } => Some(true),
+                EventKind::Resumed { .. } => Some(false),
+                _ => None,
+            })
+            .collect();
+        assert!(told.windows(2).all(|two| two[0] != two[1]), "{told:?} (seed {seed})");
+        assert_eq!(told.last().copied().unwrap_or(false), task.suspended, "{told:?} (seed {seed})");
+    }
+    assert!(
+        moved > 50 && source_lost > 20 && stayed > 50,
+        "{moved} moved, {source_lost} lost sources, {stayed} stayed"
+    );
+}
+
+/// A task that serves as resource manager.
+fn manager(scene: &mut Scene) -> usize {
+    let p = spawn(&mut scene.sim, scene.console, on("h1", "rm", 1))[0];
+    scene.sim.ask(p, Request::RegisterRm(RmServes { spawn: true, others: false }));
+    p
+}
+
+fn share(scene: &mut Scene, rm: usize, tid: Tid) {
+    let cause = Some(Cause::Share { why: "user 7 waits".into() });
+    assert_eq!(scene.sim.ask(rm, Request::Suspend { tid, suspend: true, cause }), Reply::Done);
+}
+
+#[test]
+fn tasks_that_gave_way_go_on_when_no_resource_manager_has_come_for_long_and_those_that_somebody_suspended_do_not() {
+    let mut moved = 0;
+    for seed in seeds(60) {
+        let mut scene = Scene::new(seed);
+        let rm = manager(&mut scene);
+        let (gave_way, both, asked) = (scene.tids[2], scene.tids[3], scene.tids[4]);
+        for tid in [gave_way, both] {
+            share(&mut scene, rm, tid);
+        }
+        scene.suspend(both, true);
+        scene.suspend(asked, true);
+        scene.sim.pass(LONG);
+        scene.sim.exit(rm, 9);
+        let died = scene.sim.now;
+        // A host has heard by now that there is none, and a task may change hosts at any time.
+        let (console, wait) = (scene.console, Micros(scene.sim.dice.roll(3_100_000)));
+        scene.sim.pass(wait);
+        let p = scene.procs[2];
+        let before = scene.sim.procs[p].is_frozen();
+        assert!(before || scene.sim.now.since(died) >= Micros::from_secs(3), "seed {seed}");
+        let reply = scene.sim.ask(console, migrate(gave_way, "h3"));
+        moved += u32::from(before && matches!(reply, Reply::Moved(Ok(_))));
+        scene.sim.until("it goes on", |s| !s.procs[p].is_frozen() && s.procs[p].conn.is_some());
+        assert!(scene.sim.now.since(died) >= Micros::from_secs(3), "not before its time (seed {seed})");
+        scene.sim.pass(Micros::from_secs(20));
+        let suspended: Vec<Tid> =
+            listed(&mut scene.sim, console).iter().filter(|t| t.suspended).map(|t| t.tid).collect();
+        assert_eq!(suspended, [both, asked], "seed {seed}");
+        let told = events(&mut scene.sim, console);
+        let resumed: Vec<&EventKind> = told.iter().filter(|e| matches!(e, EventKind::Resumed { .. })).collect();
+        let [EventKind::Resumed { tid, cause }] = resumed[..] else { panic!("{resumed:?} (seed {seed})") };
+        assert!(*tid == gave_way && cause.to_string().contains("no resource manager has served"), "{cause}");
+        scene.end();
+    }
+    assert!(moved > 20, "{moved} were moved as they stood");
+}
+
+#[test]
+fn tasks_that_gave_way_stay_so_when_another_resource_manager_comes_in_time_which_lets_them_go_on() {
+    for seed in seeds(40) {
+        let mut scene = Scene::new(seed);
+        let rm = manager(&mut scene);
+        let (p, tid) = (scene.procs[2], scene.tids[2]);
+        share(&mut scene, rm, tid);
+        scene.sim.pass(LONG);
+        for _ in 0..3 {
+            let rm =
+                (0..scene.sim.procs.len()).rev().find(|p| scene.sim.procs[*p].spawned.is_some()).expect("the last");
+            scene.sim.exit(rm, 9);
+            let wait = Micros(scene.sim.dice.roll(2_500_000));
+            scene.sim.pass(wait);
+            manager(&mut scene);
+            scene.sim.pass(Micros::from_secs(30));
+            assert!(scene.sim.procs[p].is_frozen(), "seed {seed}");
+        }
+        let last = (0..scene.sim.procs.len()).rev().find(|p| scene.sim.procs[*p].spawned.is_some()).expect("the last");
+        let cause = Some(Cause::Share { why: "there is room".into() });
+        assert_eq!(scene.sim.ask(last, Request::Suspend { tid, suspend: false, cause }), Reply::Done);
+        scene.sim.until("it goes on", |s| !s.procs[p].is_frozen() && s.procs[p].conn.is_some());
+        scene.end();
+    }
 }

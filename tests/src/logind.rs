@@ -1,0 +1,198 @@
+//! A bus in a host, and on it somebody who answers as systemd-logind does. The bus is D-Bus's own daemon; what is asked and
+//! told over it are logind's interfaces, as org.freedesktop.login1(5) describes them.
+
+use crate::Host;
+use crate::run::{Running, eventually};
+use anyhow::{Context, Result};
+use std::collections::HashMap;
+use std::fs;
+use std::path::Path;
+use std::process::Stdio;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+use tokio::runtime::Runtime;
+use zbus::zvariant::{OwnedObjectPath, Value};
+use zbus::{Connection, connection, fdo, interface};
+
+const DAEMON: &str = "/usr/bin/dbus-daemon";
+/// Where the bus of a system is.
+const SOCKET: &str = "/run/dbus/system_bus_socket";
+/// Its rules, in the host: everybody may do everything.
+const CONFIG: &str = "/run/dbus/all.conf";
+const UP_TIME: Duration = Duration::from_secs(20);
+
+const NAME: &str = "org.freedesktop.login1";
+const MANAGER_PATH: &str = "/org/freedesktop/login1";
+const SESSION_PATH: &str = "/org/freedesktop/login1/session/c1";
+
+/// Why no bus can be had here, in one line.
+pub fn lacks() -> Option<String> {
+    (!Path::new(DAEMON).exists()).then(|| format!("{DAEMON} is missing: install dbus-daemon"))
+}
+
+/// What its one session says: that of a desktop on terminal 2.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Desk {
+    /// Whose it is.
+    pub user: String,
+    /// The desktop says that nobody uses it.
+    pub idle: bool,
+    /// When it last said something of that, in microseconds since 1970; zero: never.
+    pub idle_since: u64,
+    /// It is locked.
+    pub locked: bool,
+}
+
+type Seat = Arc<Mutex<Option<Desk>>>;
+/// A session in a list: its name, its user's number and name, its seat, its path.
+type Listed = (String, u32, String, String, OwnedObjectPath);
+
+fn look(seat: &Seat) -> Option<Desk> {
+    seat.lock().unwrap_or_else(PoisonError::into_inner).clone()
+}
+
+/// Logind on the bus of a host. The bus ends with the host at the latest.
+#[derive(Debug)]
+pub struct Logind {
+    bus: Running,
+    runtime: Runtime,
+    connection: Connection,
+    seat: Seat,
+}
+
+impl Logind {
+    /// Starts bus and logind; nobody has a session.
+    ///
+    /// # Errors
+    /// They do not come up.
+    pub fn start(host: &Host) -> Result<Logind> {
+        fs::create_dir_all(host.path("/run/dbus"))?;
+        let rules = "<allow user='*'/><allow own='*'/><allow send_destination='*'/><allow receive_sender='*'/>";
+        let listen = format!("<listen>unix:path={SOCKET}</listen><auth>EXTERNAL</auth>");
+        let config = format!("<busconfig>{listen}<policy context='default'>{rules}</policy></busconfig>");
+        fs::write(host.path(CONFIG), config)?;
+        let mut command = host.command(DAEMON);
+        command.args(["--nofork", "--print-address=1", &format!("--config-file={CONFIG}")]);
+        let bus = Running::start(command, Stdio::null())?;
+        eventually(UP_TIME, || match bus.out_so_far() {
+            Ok(out) if out.ends_with('\n') => Ok(()),
+            other => Err(format!("the bus names no address: {other:?}, {:?}", bus.err_so_far())),
+        })?;
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
+        let seat = Seat::default();
+        let address = format!("unix:path={}", host.path(SOCKET).display());
+        let builder = connection::Builder::address(address.as_str())?.name(NAME)?;
+        let builder = builder.serve_at(MANAGER_PATH, Manager(Arc::clone(&seat)))?;
+        let builder = builder.serve_at(SESSION_PATH, Session(Arc::clone(&seat)))?;
+        let connection = runtime.block_on(builder.build()).context("on the bus")?;
+        Ok(Logind { bus, runtime, connection, seat })
+    }
+
+    /// What its session says from now on; `None`: there is none. Everybody who listens is told.
+    ///
+    /// # Errors
+    /// The bus is gone.
+    pub fn say(&self, desk: Option<Desk>) -> Result<()> {
+        let before = std::mem::replace(&mut *self.seat.lock().unwrap_or_else(PoisonError::into_inner), desk.clone());
+        let session = ("c1", OwnedObjectPath::try_from(SESSION_PATH)?);
+        let manager = format!("{NAME}.Manager");
+        let to = None::<zbus::names::BusName<'_>>;
+        self.runtime.block_on(async {
+            match (before.is_some(), desk.is_some()) {
+                (false, true) => self.connection.emit_signal(to, MANAGER_PATH, manager, "SessionNew", &session).await,
+                (true, false) => {
+                    self.connection.emit_signal(to, MANAGER_PATH, manager, "SessionRemoved", &session).await
+                }
+                _ => {
+                    let properties = "org.freedesktop.DBus.Properties";
+                    let changed = HashMap::<&str, Value<'_>>::new();
+                    let body = (format!("{NAME}.Session"), changed, vec!["IdleHint", "IdleSinceHint", "LockedHint"]);
+                    self.connection.emit_signal(to, SESSION_PATH, properties, "PropertiesChanged", &body).await
+                }
+            }
+        })?;
+        Ok(())
+    }
+
+    /// Ends both.
+    ///
+    /// # Errors
+    /// The bus cannot be ended.
+    pub fn end(self) -> Result<()> {
+        self.runtime.block_on(self.connection.close())?;
+        self.bus.end_inside()
+    }
+}
+
+#[derive(Debug)]
+struct Manager(Seat);
+
+#[interface(name = "org.freedesktop.login1.Manager")]
+impl Manager {
+    fn list_sessions(&self) -> fdo::Result<Vec<Listed>> {
+        let path = OwnedObjectPath::try_from(SESSION_PATH).map_err(|error| fdo::Error::Failed(error.to_string()))?;
+        Ok(look(&self.0).into_iter().map(|desk| ("c1".into(), 1000, desk.user, "seat0".into(), path.clone())).collect())
+    }
+}
+
+#[derive(Debug)]
+struct Session(Seat);
+
+impl Session {
+    fn desk(&self) -> fdo::Result<Desk> {
+        look(&self.0).ok_or_else(|| fdo::Error::UnknownObject("it has ended".into()))
+    }
+}
+
+#[interface(name = "org.freedesktop.login1.Session")]
+impl Session {
+    #[zbus(property)]
+    fn class(&self) -> &str {
+        "user"
+    }
+
+    #[zbus(property, name = "Type")]
+    fn kind(&self) -> &str {
+        "wayland"
+    }
+
+    #[zbus(property)]
+    fn state(&self) -> &str {
+        "active"
+    }
+
+    #[zbus(property)]
+    fn name(&self) -> fdo::Result<String> {
+        Ok(self.desk()?.user)
+    }
+
+    #[zbus(property, name = "TTY")]
+    fn tty(&self) -> &str {
+        "tty2"
+    }
+
+    #[zbus(property)]
+    fn timestamp(&self) -> u64 {
+        1_700_000_000_000_000
+    }
+
+    #[zbus(property)]
+    fn remote(&self) -> bool {
+        false
+    }
+
+    #[zbus(property)]
+    fn idle_hint(&self) -> fdo::Result<bool> {
+        Ok(self.desk()?.idle)
+    }
+
+    #[zbus(property)]
+    fn idle_since_hint(&self) -> fdo::Result<u64> {
+        Ok(self.desk()?.idle_since)
+    }
+
+    #[zbus(property)]
+    fn locked_hint(&self) -> fdo::Result<bool> {
+        Ok(self.desk()?.locked)
+    }
+}
