@@ -615,9 +615,8 @@ impl Model {
         host.cores = report.sample.cores.max(1);
         let sampled = Sampled { sample: report.sample, at: now, own };
         let demand = foreign_demand(&sampled);
-        let span = host.sample.as_ref().map_or(now, |before| now.since(before.at));
-        let mean = host.foreign_mean.map(|mean| mean.after(span, demand));
-        host.foreign_mean = Some(mean.unwrap_or_else(|| ForeignMean::first(demand)));
+        let mean = host.foreign_mean.map(|mean| mean.after(now, demand));
+        host.foreign_mean = Some(mean.unwrap_or_else(|| ForeignMean::first(now, demand)));
         host.sample = Some(sampled);
         host.terms = reports::terms(now, report, &host.terms);
         let was = std::mem::replace(&mut host.owner, reports::owner(report, host.left));
@@ -724,7 +723,7 @@ impl Host {
             speed: self.speed,
             cores: self.cores,
             sample: self.sample.clone(),
-            foreign_mean: self.foreign_mean.map(|mean| mean.threads),
+            foreign_mean: self.foreign_mean,
             owner: self.owner.clone(),
             terms: self.terms.clone(),
             no_moves: self.no_moves.clone(),

@@ -9,9 +9,9 @@
 //! ([`super::hasten`]): what is left of each task is no guess then.
 //!
 //! Against moves to and fro: load that is not ours counts at the source as the smaller, at the target as the larger one of
-//! its present value and its mean, so a host must be bad, or good, both now and over a time; the task must run a fifth
-//! faster; and it rests after a move, longer each time, and moves only so often in an hour. A pool whose tasks were placed by load gives no
-//! task a faster place, so it is left alone.
+//! its present value and what it has been over a time, as far as it went to and fro itself; so a host must be bad, or good,
+//! both now and nearly always. The task must run a fifth faster; it rests after a move, longer each time, and moves only so
+//! often in an hour. A pool whose tasks were placed by load gives no task a faster place, so it is left alone.
 
 use super::farm::{FASTER, Machine};
 use super::load::Load;
@@ -225,8 +225,9 @@ impl<'a> Plan<'a> {
         let expected: BTreeMap<Tid, Expected> = tasks.map(|task| (task.tid, expected(snapshot, task))).collect();
         let place = |(host, load): &(&'a HostView, Load)| {
             let now = f64::from(super::load::foreign(host, snapshot.now));
-            let mean = host.foreign_mean.map_or(now, f64::from);
-            let foreign = (now.min(mean), now.max(mean));
+            let seen = host.foreign_mean.map(|mean| (f64::from(mean.threads), f64::from(mean.spread)));
+            let (mean, spread) = seen.unwrap_or((now, 0.0));
+            let foreign = (now.min(mean - spread).max(0.0), now.max(mean + spread));
             (host.id, Place { host, load: *load, foreign, foreign_mean: mean, left: Vec::new() })
         };
         let mut places: BTreeMap<HostId, Place<'_>> = hosts.values().map(place).collect();

@@ -134,25 +134,35 @@ const FIRST_SPAN: Micros = Micros::from_secs(5);
 
 /// Demand for processors that is not ours, in threads, as a mean over some minutes. As long as a host has been looked at for less,
 /// all that was seen counts alike: a mean that begins with what the first sample happened to find would take it for the rule.
+///
+/// Load watchers report what has changed. So a demand counts for the time until the next report, not for that before it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ForeignMean {
     /// The mean.
     pub threads: f32,
+    /// How far from the mean it was, on average.
+    pub spread: f32,
     seen: Micros,
+    /// What the last sample said, and when it came.
+    last: (Micros, f32),
 }
 
 impl ForeignMean {
     /// The first sample has this demand.
-    pub fn first(demand: f32) -> ForeignMean {
-        ForeignMean { threads: demand, seen: FIRST_SPAN }
+    pub fn first(now: Micros, demand: f32) -> ForeignMean {
+        ForeignMean { threads: demand, spread: 0.0, seen: FIRST_SPAN, last: (now, demand) }
     }
 
-    /// Another one has, so long after the one before.
-    pub fn after(self, span: Micros, demand: f32) -> ForeignMean {
+    /// Another one has come.
+    pub fn after(self, now: Micros, demand: f32) -> ForeignMean {
+        let (since, before) = self.last;
+        let span = now.since(since);
         let (seen, span) = (self.seen + span, span.0 as f32);
         let fades = 1.0 - (-span / FOREIGN_SPAN.0 as f32).exp();
         let weight = fades.max(span / seen.0 as f32);
-        ForeignMean { threads: self.threads + weight * (demand - self.threads), seen }
+        let threads = self.threads + weight * (before - self.threads);
+        let spread = self.spread + weight * ((before - threads).abs() - self.spread);
+        ForeignMean { threads, spread, seen, last: (now, demand) }
     }
 }
 

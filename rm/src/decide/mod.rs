@@ -131,8 +131,8 @@ pub struct HostView {
     pub cores: u32,
     /// The newest sample, however old; `None` when there was never one.
     pub sample: Option<Sampled>,
-    /// Demand for its processors that is not ours, in threads: the mean over some minutes. `None`: as in the sample.
-    pub foreign_mean: Option<f32>,
+    /// Demand for its processors that is not ours, over some minutes. `None`: as in the sample.
+    pub foreign_mean: Option<ForeignMean>,
     /// What is known of its owner.
     pub owner: Owner,
     /// What the owner lets guests do.
