@@ -9,7 +9,9 @@ mod descriptors;
 mod hash;
 mod host;
 mod inspect;
+mod kernel;
 mod maps;
+mod room;
 mod sockets;
 
 pub use compare::{Found, Host, MEMORY_SLACK_BYTES, compare};

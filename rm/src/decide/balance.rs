@@ -202,7 +202,7 @@ pub(super) fn may_shift(now: Micros, task: &TaskView) -> bool {
 fn may_give_or_take(now: Micros, host: &HostView) -> bool {
     host.fresh_sample(now).is_some()
         && match host.owner {
-            Owner::Present { .. } | Owner::Closed { .. } | Owner::Unknown => false,
+            Owner::Present { .. } | Owner::Closed { .. } | Owner::Drained { .. } | Owner::Unknown => false,
             // Load that is not ours is weighed as such; somebody who is idle may be back at any moment.
             Owner::Maybe { idle, .. } => !idle,
             Owner::Absent { left } => left.is_none_or(|left| now.since(left) >= OWNER_AWAY_MIN),

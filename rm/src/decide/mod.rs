@@ -189,12 +189,17 @@ pub enum Owner {
         /// The watcher's sentence.
         why: String,
     },
+    /// Nobody who uses it sends guests away, but somebody has it emptied.
+    Drained {
+        /// Who asked for it.
+        by: Tid,
+    },
 }
 
 impl Owner {
-    /// True when guests are not wanted: somebody uses the machine, or its owner wants none at this time.
+    /// True when guests are not wanted: somebody uses the machine, its owner wants none at this time, or it is emptied.
     pub fn is_present(&self) -> bool {
-        matches!(self, Owner::Present { .. } | Owner::Closed { .. })
+        matches!(self, Owner::Present { .. } | Owner::Closed { .. } | Owner::Drained { .. })
     }
 
     /// False where somebody is logged in and idle: new tasks go there only when there is no other place. Load that is not ours
@@ -208,6 +213,7 @@ impl Owner {
         match self {
             Owner::Present { why } => Some(Reason::Owner { why: why.clone() }),
             Owner::Closed { why } => Some(Reason::Closed { why: why.clone() }),
+            Owner::Drained { by } => Some(Reason::Drained { by: *by }),
             Owner::Unknown | Owner::Absent { .. } | Owner::Maybe { .. } => None,
         }
     }
@@ -317,6 +323,11 @@ pub enum Reason {
         /// The watcher's sentence.
         why: String,
     },
+    /// Somebody has it emptied.
+    Drained {
+        /// Who asked for it.
+        by: Tid,
+    },
     /// As many tasks are there as its owner allows.
     Cores {
         /// How many.
@@ -368,6 +379,7 @@ impl fmt::Display for Reason {
             Reason::Complement => f.write_str("the others were asked for"),
             Reason::Owner { why } => write!(f, "owner present ({why})"),
             Reason::Closed { why } => write!(f, "no guests now ({why})"),
+            Reason::Drained { by } => write!(f, "it is being emptied ({by} asked for it)"),
             Reason::Cores { most: 0 } => f.write_str("its owner allows no tasks"),
             Reason::Cores { most: 1 } => f.write_str("its owner allows one task, and it is there"),
             Reason::Cores { most } => write!(f, "its owner allows {most} tasks, and they are there"),

@@ -1,5 +1,6 @@
 //! Which tasks leave their host because of its owner: he is there, or wants no guests at this time. They leave when he says. A task that is
-//! elsewhere stays elsewhere when he has left, and a host without an owner is never disturbed.
+//! elsewhere stays elsewhere when he has left, and a host without an owner is never disturbed. A host that somebody has emptied is
+//! left in the same way, at once.
 
 use super::excluded::Excluding;
 use super::load::{Load, Loads, full};
@@ -99,14 +100,25 @@ impl Stay {
         }
     }
 
+    /// Why, with the other hosts and what each has against it.
+    pub fn reason(&self, snapshot: &Snapshot) -> String {
+        match &self.why {
+            StayReason::NoHost { excluded } if !excluded.is_empty() => {
+                format!("{} ({})", self.why, snapshot.tell(excluded))
+            }
+            why => why.to_string(),
+        }
+    }
+
     /// One sentence for the event log.
     pub fn sentence(&self, snapshot: &Snapshot) -> String {
-        let detail = match &self.why {
-            StayReason::NoHost { excluded } if !excluded.is_empty() => format!(" ({})", snapshot.tell(excluded)),
-            _ => String::new(),
+        let name = snapshot.name(self.host);
+        let drained = |host: &HostView| matches!(host.owner, Owner::Drained { .. });
+        let although = match snapshot.host(self.host).is_some_and(drained) {
+            true => "it is to be emptied",
+            false => "its owner is there",
         };
-        let host = snapshot.name(self.host);
-        format!("{} stays on {host} although its owner is there: {}{detail}", self.tid, self.why)
+        format!("{} stays on {name} although {although}: {}", self.tid, self.reason(snapshot))
     }
 }
 
@@ -134,8 +146,13 @@ pub fn moves(snapshot: &Snapshot) -> Moves {
     let mut out = Moves::default();
     let mut known = BTreeMap::<Kind<'_>, Option<Nowhere>>::new();
     for host in index.with_guests().iter().filter_map(|id| snapshot.host(*id)) {
-        let (Owner::Present { why } | Owner::Closed { why }) = &host.owner else { continue };
+        let cause = match &host.owner {
+            Owner::Present { why } | Owner::Closed { why } => Cause::Owner { why: why.clone() },
+            Owner::Drained { by } => Cause::Drain { by: *by },
+            Owner::Unknown | Owner::Absent { .. } | Owner::Maybe { .. } => continue,
+        };
         let waits = match host.terms.leaving {
+            _ if matches!(cause, Cause::Drain { .. }) => None,
             Leaving::Now => None,
             Leaving::At(at) => (at > snapshot.now).then_some((StayReason::Grace, Some(at))),
             Leaving::Never => Some((StayReason::Waits, None)),
@@ -174,7 +191,7 @@ pub fn moves(snapshot: &Snapshot) -> Moves {
                 Some(to) => {
                     let share = loads.share(to.id).usable as f64 / 1e3;
                     let goes = format!("{} goes to {}, share of a processor {share:.2}", task.tid, to.name);
-                    let cause = Cause::Owner { why: why.clone() };
+                    let cause = cause.clone();
                     out.go.push(MoveDecision { tid: task.tid, from: host.id, to: to.id, cause, why: goes });
                     under_way += 1;
                     loads.add(to.id);
