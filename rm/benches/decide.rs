@@ -1,6 +1,6 @@
 //! What decisions cost, with few hosts and with more than there can be. Prints a table of microseconds of processor time, so
 //! that a busy machine disturbs little, and ends with 1 if the median of one is above what is allowed; `cargo xtask bench
-//! decide` runs it.
+//! decide` runs it. Words say which ones: those whose names have one of them.
 
 #[path = "../tests/large/mod.rs"]
 mod large;
@@ -49,10 +49,16 @@ fn cost(name: &'static str, decide: &mut dyn FnMut(usize)) -> Cost {
 }
 
 fn main() -> ExitCode {
+    // Cargo adds a word of its own.
+    let only: Vec<String> = std::env::args().skip(1).filter(|word| !word.starts_with("--")).collect();
     let sizes = [64, 1024, HostId::INDEX_MAX, HOSTS_MAX];
     let of_size = |hosts: &u16| {
         let mut costs = Vec::new();
-        let mut visit = |name, decide: &mut dyn FnMut(usize)| costs.push(cost(name, decide));
+        let mut visit = |name: &'static str, decide: &mut dyn FnMut(usize)| {
+            if only.is_empty() || only.iter().any(|word| name.contains(word)) {
+                costs.push(cost(name, decide));
+            }
+        };
         looks_at_some(*hosts, &mut visit);
         plans(*hosts, &mut visit);
         looks_at_all(*hosts, &mut visit);

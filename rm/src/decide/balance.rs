@@ -14,6 +14,7 @@
 //! often in an hour. A pool whose tasks were placed by load gives no task a faster place, so it is left alone.
 
 use super::farm::{FASTER, Machine};
+use super::hasten::Farm;
 use super::load::Load;
 use super::moves::unfit;
 use super::{HostView, MOVES_AT_ONCE_MAX, Owner, Snapshot, TaskView, Together, slowness};
@@ -264,7 +265,7 @@ impl<'a> Plan<'a> {
     }
 
     /// The one move that saves most.
-    fn best(&self) -> Option<Shift> {
+    fn best(&self, mut farm: Option<&mut Farm<'a>>) -> Option<Shift> {
         let now = self.snapshot.now;
         let mut best = None::<(f64, Shift)>;
         for from in self.places.values().filter(|p| p.load.own > 0) {
@@ -275,7 +276,7 @@ impl<'a> Plan<'a> {
                     let net = seconds(why.gain) - self.snapshot.costs.margin() * seconds(why.cost);
                     if best.as_ref().is_some_and(|(most, _)| *most >= net)
                         || unfit(self.snapshot, to.host, from.host, task, true).is_some()
-                        || self.delays(task, to.host.id)
+                        || farm.as_mut().is_some_and(|farm| self.delays(farm, task, to.host.id))
                     {
                         continue;
                     }
@@ -286,7 +287,10 @@ impl<'a> Plan<'a> {
         best.map(|(_, shift)| shift)
     }
 
-    pub(super) fn take(&mut self, shift: Shift) {
+    pub(super) fn take(&mut self, shift: Shift, farm: Option<&mut Farm<'a>>) {
+        if let Some(farm) = farm {
+            farm.take(shift.tid, shift.to);
+        }
         let left = self.left(shift.tid);
         for (id, one_more) in [(shift.from, false), (shift.to, true)] {
             let place = self.places.get_mut(&id).expect("moves are between places of the plan");
@@ -308,10 +312,10 @@ impl<'a> Plan<'a> {
         self.snapshot.host(shift.from)?.tasks.iter().find(|t| t.tid == shift.tid)
     }
 
-    fn fill(&mut self, room: usize) {
+    fn fill(&mut self, mut farm: Option<Farm<'a>>, room: usize) {
         while self.shifts.len() < room {
-            let Some(shift) = self.best() else { break };
-            self.take(shift);
+            let Some(shift) = self.best(farm.as_mut()) else { break };
+            self.take(shift, farm.as_mut());
         }
     }
 
@@ -374,8 +378,11 @@ pub fn balance(snapshot: &Snapshot) -> Vec<Shift> {
     let mut fixed = BTreeSet::new();
     loop {
         let mut plan = Plan::new(snapshot, fixed.clone());
-        plan.hasten(room);
-        plan.fill(room);
+        let mut farm = plan.farm();
+        if let Some(farm) = &mut farm {
+            plan.hasten(farm, room);
+        }
+        plan.fill(farm, room);
         let useless = plan.judge_barriers();
         if useless.is_empty() {
             return plan.shifts;
