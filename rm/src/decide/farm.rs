@@ -27,9 +27,9 @@ impl Machine {
         (self.speed * (self.processors / threads.max(1e-9)).min(1.0)).max(1e-9)
     }
 
-    /// The sum of the seconds until each of these tasks ends, if all stay; `left`: what each has left, in rising order.
-    pub(super) fn flow(&self, left: impl ExactSizeIterator<Item = f64>) -> f64 {
-        let (tasks, mut before, mut sum) = (left.len(), 0.0, 0.0);
+    /// The sum of the seconds until each of so many tasks ends, if all stay; `left`: what each has left, in rising order.
+    pub(super) fn flow(&self, tasks: usize, left: impl Iterator<Item = f64>) -> f64 {
+        let (mut before, mut sum) = (0.0, 0.0);
         for (ended, left) in left.enumerate() {
             let running = tasks - ended;
             sum += running as f64 * (left - before) / self.rate(running);
@@ -110,6 +110,8 @@ pub(super) struct Future {
     /// Tasks that have not ended, and those of them that count.
     tasks: usize,
     counted: usize,
+    /// When each task has ended, if it has.
+    ended: Vec<f64>,
     /// When tasks will have rested, the first time last.
     rested: Vec<f64>,
     /// A processor has nothing to do.
@@ -135,6 +137,7 @@ impl Future {
             offers: none.clone(),
             wants: none,
             next: vec![NONE; pieces.len()],
+            ended: vec![0.0; pieces.len()],
             tasks: pieces.len(),
             machines,
             pieces,
@@ -156,6 +159,7 @@ impl Future {
         self.wants.clone_from(&other.wants);
         self.pieces.clone_from(&other.pieces);
         self.next.clone_from(&other.next);
+        self.ended.clone_from(&other.ended);
         self.rested.clone_from(&other.rested);
         (self.tasks, self.counted, self.gap) = (other.tasks, other.counted, other.gap);
         (self.cost, self.now, self.outcome) = (other.cost, other.now, other.outcome);
@@ -174,6 +178,14 @@ impl Future {
 
     pub(super) fn pieces(&self) -> &[Piece] {
         &self.pieces
+    }
+
+    /// Lets time pass until all tasks have ended, and answers when each did.
+    pub(super) fn ends(&mut self) -> &[f64] {
+        while self.tasks > 0 {
+            self.pass();
+        }
+        &self.ended
     }
 
     pub(super) fn steps(&self) -> usize {
@@ -236,6 +248,7 @@ impl Future {
         let queue = &mut self.queues[host];
         let first = queue.first;
         (queue.first, queue.tasks, self.tasks) = (self.next[first], queue.tasks - 1, self.tasks - 1);
+        self.ended[first] = self.now;
         if self.pieces[first].counts {
             (self.outcome.end, self.counted) = (self.now, self.counted - 1);
         } else {
@@ -381,7 +394,7 @@ mod tests {
     #[test]
     fn tasks_share_a_processor_until_each_has_ended() {
         assert_eq!(end(&[ORDINARY], &[piece(0, 10.0), piece(0, 30.0)], 1.0), 40.0);
-        assert_eq!(ORDINARY.flow([10.0, 30.0].into_iter()), 20.0 + 40.0);
+        assert_eq!(ORDINARY.flow(2, [10.0, 30.0].into_iter()), 20.0 + 40.0);
         let two = Machine { processors: 2.0, ..ORDINARY };
         assert_eq!(end(&[two], &[piece(0, 10.0), piece(0, 30.0)], 1.0), 30.0);
         let beside = Machine { foreign: 1.0, ..ORDINARY };

@@ -29,8 +29,8 @@ pub(super) struct Farm<'a> {
     hosts: Vec<HostId>,
     tasks: Vec<&'a TaskView>,
     start: Future,
-    /// The job whose end is asked for, and what comes of it without a move.
-    asked: Option<(Tid, Outcome)>,
+    /// When each task ends without a move, if moves cost so many seconds.
+    ends: Option<(f64, Vec<f64>)>,
     /// Where a future is tried.
     tried: Future,
 }
@@ -49,11 +49,8 @@ impl Step {
 }
 
 impl Farm<'_> {
-    /// Asks for the end of this job.
+    /// Asks for the end of this job; what comes of it without a move.
     fn ask(&mut self, job: Tid, snapshot: &Snapshot) -> Outcome {
-        if let Some((_, outcome)) = self.asked.filter(|(asked, _)| *asked == job) {
-            return outcome;
-        }
         // Of the moves that come later only this much is known.
         let all: f64 = self.start.machines().iter().map(|machine| machine.processors * machine.speed).sum();
         let share = 1e3 * all / self.tasks.len().max(1) as f64;
@@ -61,9 +58,15 @@ impl Farm<'_> {
         let costs = of_job.map(|task| seconds(snapshot.estimates.cost(task.bytes, slowness(share, share))));
         let cost = costs.fold(0.0, f64::max);
         self.start.ask(|i| self.tasks[i].job == job, cost);
-        let outcome = self.tried([]).outcome_unless(|_| false).expect("whatever comes will do");
-        self.asked = Some((job, outcome));
-        outcome
+        if self.ends.as_ref().is_none_or(|(of, _)| *of != cost) {
+            let ends = self.tried([]).ends().to_vec();
+            self.ends = Some((cost, ends));
+        }
+        let ends = self.ends.iter().flat_map(|(_, ends)| ends).zip(self.start.pieces());
+        ends.fold(Outcome::default(), |sum, (ends, piece)| match piece.counts {
+            true => Outcome { end: sum.end.max(*ends), ..sum },
+            false => Outcome { others: sum.others + ends, ..sum },
+        })
     }
 
     /// The future with these moves.
@@ -78,7 +81,7 @@ impl Farm<'_> {
         let i = self.tasks.iter().position(|t| t.tid == task);
         let to = self.hosts.iter().position(|host| *host == to);
         i.zip(to).into_iter().for_each(|(i, to)| self.start.has_gone(i, to));
-        self.asked = None;
+        self.ends = None;
     }
 }
 
@@ -105,7 +108,7 @@ impl<'a> Plan<'a> {
         }
         let few = pieces.len() <= TASKS_MAX;
         let (start, tried) = (Future::of(machines, pieces), Future::default());
-        few.then_some(Farm { hosts, tasks, start, asked: None, tried })
+        few.then_some(Farm { hosts, tasks, start, ends: None, tried })
     }
 
     /// Jobs that have all their work told.
