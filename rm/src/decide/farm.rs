@@ -84,6 +84,7 @@ const NO_GAP: f64 = -1.0;
 struct Queue {
     /// The one that ends first; the others follow in their order.
     first: usize,
+    last: usize,
     tasks: usize,
     /// Work that a task had done at that time that was here all the time.
     done: f64,
@@ -98,8 +99,9 @@ struct Queue {
 pub(super) struct Future {
     machines: Vec<Machine>,
     queues: Vec<Queue>,
-    /// When the first task of each host ends.
+    /// When the first task of each host ends, and when the last one would if all went on as now.
     ends: Vec<f64>,
+    lasts: Vec<f64>,
     /// What each host offers to one more task, or [`NO_GAP`].
     offers: Vec<f64>,
     /// What a task of each host must be offered to go.
@@ -127,13 +129,14 @@ pub(super) struct Future {
 impl Future {
     /// As it is now.
     pub(super) fn of(machines: Vec<Machine>, pieces: Vec<Piece>) -> Future {
-        let queue = Queue { first: NONE, tasks: 0, done: 0.0, since: 0.0, rate: 0.0 };
+        let queue = Queue { first: NONE, last: NONE, tasks: 0, done: 0.0, since: 0.0, rate: 0.0 };
         let mut rested: Vec<f64> = pieces.iter().map(|piece| piece.rests).filter(|rests| *rests > 0.0).collect();
         rested.sort_unstable_by(|a, b| b.total_cmp(a));
         let none = vec![0.0; machines.len()];
         let mut future = Future {
             queues: vec![queue; machines.len()],
             ends: none.clone(),
+            lasts: none.clone(),
             offers: none.clone(),
             wants: none,
             next: vec![NONE; pieces.len()],
@@ -155,6 +158,7 @@ impl Future {
         self.machines.clone_from(&other.machines);
         self.queues.clone_from(&other.queues);
         self.ends.clone_from(&other.ends);
+        self.lasts.clone_from(&other.lasts);
         self.offers.clone_from(&other.offers);
         self.wants.clone_from(&other.wants);
         self.pieces.clone_from(&other.pieces);
@@ -248,6 +252,9 @@ impl Future {
         let queue = &mut self.queues[host];
         let first = queue.first;
         (queue.first, queue.tasks, self.tasks) = (self.next[first], queue.tasks - 1, self.tasks - 1);
+        if queue.first == NONE {
+            queue.last = NONE;
+        }
         self.ended[first] = self.now;
         if self.pieces[first].counts {
             (self.outcome.end, self.counted) = (self.now, self.counted - 1);
@@ -274,15 +281,18 @@ impl Future {
 
     /// The task that would end last of those that this makes faster.
     fn longest_for(&self, gets: f64) -> Option<usize> {
-        let (mut last, mut mover) = (0.0, None);
-        for host in (0..self.queues.len()).filter(|host| gets >= self.wants[*host]) {
+        let (mut latest, mut mover) = (self.now, None);
+        for (host, (wants, ends)) in self.wants.iter().zip(&self.lasts).enumerate() {
+            if gets < *wants || *ends <= latest {
+                continue;
+            }
             // Where the longest one gains nothing, the others do not either.
             let Some(longest) = self.longest_of(host) else { continue };
             let queue = &self.queues[host];
             let left = self.pieces[longest].left - (queue.done + (self.now - queue.since) * queue.rate);
-            let ends = left / queue.rate;
-            if ends > left / gets + self.cost && ends > last {
-                (last, mover) = (ends, Some(longest));
+            let ends = self.now + left / queue.rate;
+            if ends > self.now + left / gets + self.cost && ends > latest {
+                (latest, mover) = (ends, Some(longest));
             }
         }
         mover
@@ -290,10 +300,14 @@ impl Future {
 
     /// Of those that may go.
     fn longest_of(&self, host: usize) -> Option<usize> {
-        let (mut i, mut longest) = (self.queues[host].first, None);
+        let queue = &self.queues[host];
+        let may_go = |i: usize| self.pieces[i].moves > 0 && self.pieces[i].rests <= self.now;
+        if queue.last != NONE && may_go(queue.last) {
+            return Some(queue.last);
+        }
+        let (mut i, mut longest) = (queue.first, None);
         while i != NONE {
-            let piece = &self.pieces[i];
-            if piece.moves > 0 && piece.rests <= self.now {
+            if may_go(i) {
                 longest = Some(i);
             }
             i = self.next[i];
@@ -316,14 +330,18 @@ impl Future {
         let after = self.next[i];
         let queue = &mut self.queues[host];
         queue.tasks -= 1;
+        let mut before = NONE;
         if queue.first == i {
             queue.first = after;
         } else {
-            let mut before = queue.first;
+            before = queue.first;
             while self.next[before] != i {
                 before = self.next[before];
             }
             self.next[before] = after;
+        }
+        if after == NONE {
+            queue.last = before;
         }
         let piece = &mut self.pieces[i];
         piece.left = (piece.left - queue.done).max(0.0);
@@ -341,6 +359,9 @@ impl Future {
             (before, after) = (after, self.next[after]);
         }
         self.next[i] = after;
+        if after == NONE {
+            queue.last = i;
+        }
         if before == NONE {
             queue.first = i;
         } else {
@@ -364,9 +385,13 @@ impl Future {
         // One more makes none of them slower, or there are none.
         let gap = tasks == 0 || (tasks + 1) as f64 + machine.foreign <= machine.processors;
         self.offers[host] = if gap { machine.rate(tasks + 1) } else { NO_GAP };
-        (self.ends[host], self.wants[host]) = match self.pieces.get(queue.first) {
-            Some(first) => (self.now + (first.left - queue.done).max(0.0) / queue.rate, queue.rate * FASTER),
-            None => (f64::INFINITY, f64::INFINITY),
+        let never = (f64::INFINITY, f64::INFINITY, f64::INFINITY);
+        (self.ends[host], self.lasts[host], self.wants[host]) = match self.pieces.get(queue.first) {
+            Some(first) => {
+                let ends = |piece: &Piece| self.now + (piece.left - queue.done).max(0.0) / queue.rate;
+                (ends(first), ends(&self.pieces[queue.last]), queue.rate * FASTER)
+            }
+            None => never,
         };
     }
 }

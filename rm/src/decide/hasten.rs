@@ -20,9 +20,10 @@ const UNSTEADY: f64 = 1.0;
 const DELAY: f64 = 1.001;
 /// The job must end sooner by this part of the time that it has left.
 const SOONER: f64 = 0.03;
-/// Steps that time makes in one look for moves, in all futures that are tried: no more are tried then. Small virtual machines
-/// need a third of it at most.
-const STEPS_MAX: usize = 4000;
+/// Steps that time makes in one look for moves, in all futures that are tried for the sake of jobs: no more are tried then.
+const STEPS_MAX: usize = 2000;
+/// The same with those that are tried so that other moves delay no job: tasks of whose job nobody has seen that stay.
+const ALL_STEPS_MAX: usize = 2 * STEPS_MAX;
 
 /// What time passes in: all hosts of the plan and all their tasks, as they are with the moves planned so far.
 pub(super) struct Farm<'a> {
@@ -127,6 +128,9 @@ impl<'a> Plan<'a> {
         }
         let i = farm.tasks.iter().position(|t| t.tid == task.tid);
         let (Some(i), Ok(to)) = (i, farm.hosts.binary_search(&to)) else { return false };
+        if farm.tried.steps() >= ALL_STEPS_MAX {
+            return true;
+        }
         let before = farm.ask(task.job, self.snapshot);
         farm.tried([(i, to)]).ends_after(before.end * DELAY)
     }
