@@ -5,8 +5,8 @@
 //! update may be repeated. Entries of the event log are numbered without gaps; a gap asks for a fresh task list.
 
 use crate::decide::{
-    Estimates, ForeignMean, HostView, Hosts, MOVES_PER_MINUTE_MAX, MOVES_SPAN, Owner, Policy, SHIFTS_SPAN, Sampled,
-    Snapshot, StayReason, TaskView, Terms, Until, Wants, foreign_demand,
+    Estimates, ForeignMean, HostView, Hosts, Owner, Policy, REST, SHIFTS_SPAN, Sampled, Snapshot, StayReason, TaskView,
+    Terms, Until, Wants, foreign_demand,
 };
 use crate::recent::Recent;
 use libpvm::MigrateError;
@@ -36,6 +36,8 @@ pub const REFUSED_MAX: Micros = Micros::from_secs(60);
 /// A task that has just started is asked again after this: it has not connected yet.
 pub const NOT_YET: Micros = Micros::from_millis(500);
 
+/// Moves of a task that are remembered.
+const MOVES_MAX: usize = 6;
 /// What tasks have done is reckoned up at changes, but not more often than this: it looks at all hosts.
 const ACCOUNT_PAUSE: Micros = Micros::from_millis(500);
 
@@ -517,9 +519,7 @@ impl Model {
         }
         if !matches!(cause, Cause::Asked { .. }) {
             task.moves.push_back(now);
-            while task.moves.len() > MOVES_PER_MINUTE_MAX
-                || task.moves.front().is_some_and(|at| now.since(*at) > MOVES_SPAN)
-            {
+            while task.moves.len() > MOVES_MAX || task.moves.front().is_some_and(|at| now.since(*at) > REST) {
                 task.moves.pop_front();
             }
         }

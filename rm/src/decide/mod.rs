@@ -27,9 +27,7 @@ pub use excluded::{EXCLUDED_HOSTS_MAX, Excluded};
 pub use fair::{Fair, GIVE_WAY_MARGIN, Limited, Limits, USERS_MAX, UpDown, WAITING_MAX, Waiting};
 pub use index::Hosts;
 pub use load::{ForeignMean, HEADROOM_BYTES, Share, foreign_demand};
-pub use moves::{
-    MOVES_AT_ONCE_MAX, MOVES_PER_MINUTE_MAX, MOVES_SPAN, MoveDecision, Moves, SETTLE, Stay, StayReason, moves,
-};
+pub use moves::{MOVES_AT_ONCE_MAX, MoveDecision, Moves, SETTLE, Stay, StayReason, moves};
 pub use place::{Ask, EXPLAINED_HOSTS_MAX, Placement, SPAWN_TASKS_MAX, Why, place, place_by};
 pub use predict::{Estimates, LEFT_MAX, Lessons, PROGRAMS_MAX, slowness};
 pub use share::{Again, GIVING_MAX, GivesWay, give_way, go_on};
@@ -293,7 +291,7 @@ pub struct TaskView {
     pub wants: Option<Arc<Wants>>,
     /// When it was moved for the sake of the load within the last hour, oldest first.
     pub shifts: Vec<Micros>,
-    /// Its moves of the last minute, oldest first.
+    /// Its newest moves, oldest first: it rests from them before it is moved for the sake of the load.
     pub moves: Vec<Micros>,
     /// Why it cannot move anywhere for a while.
     pub held: Option<Until>,
