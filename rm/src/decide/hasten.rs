@@ -207,21 +207,23 @@ impl<'a> Plan<'a> {
         let pieces = farm.start.pieces();
         let on: Vec<usize> =
             (0..farm.hosts.len()).map(|h| pieces.iter().filter(|piece| piece.at == h).count()).collect();
-        let ends = |i: &usize| {
-            let piece = pieces[*i];
+        let of_job = |i: &usize| farm.tasks[*i].job == job;
+        let ends = |i: usize| {
+            let piece = pieces[i];
             let at = |other: &&Piece| other.at == piece.at;
             // Those that are shorter take their share until they end.
             let before: f64 = pieces.iter().filter(at).map(|other| other.left.min(piece.left)).sum();
             let machine = farm.start.machines()[piece.at];
             (before / (machine.speed * machine.processors).max(1e-9)).max(piece.left / machine.speed.max(1e-9))
         };
+        let ends: Vec<f64> = (0..pieces.len()).map(|i| if of_job(&i) { ends(i) } else { 0.0 }).collect();
         let now = self.snapshot.now;
         let free = |i: &usize| {
             let task = farm.tasks[*i];
-            task.job == job && may_shift(now, task) && !self.moved.contains_key(&task.tid)
+            of_job(i) && may_shift(now, task) && !self.moved.contains_key(&task.tid)
         };
-        let mut last: Vec<usize> = (0..pieces.len()).filter(|i| farm.tasks[*i].job == job).collect();
-        last.sort_by(|a, b| ends(b).total_cmp(&ends(a)));
+        let mut last: Vec<usize> = (0..pieces.len()).filter(of_job).collect();
+        last.sort_by(|a, b| ends[*b].total_cmp(&ends[*a]));
         last.truncate(LAST_MAX);
         let mut movers = last.clone();
         let beside = |i: &usize| last.iter().any(|l| pieces[*l].at == pieces[*i].at);
@@ -237,7 +239,7 @@ impl<'a> Plan<'a> {
         let mut steps = Vec::new();
         for i in movers.into_iter().filter(free) {
             for to in (0..farm.hosts.len()).filter(|to| goes(i, *to)) {
-                steps.push((ends(&i) - there(i, to, on[to] + 1), Step { first: (i, to), other: None }));
+                steps.push((ends[i] - there(i, to, on[to] + 1), Step { first: (i, to), other: None }));
                 let exchanges = last.iter().take(EXCHANGES_MAX).any(|l| *l == i);
                 if !exchanges || on[to] == 0 {
                     continue;
@@ -245,7 +247,7 @@ impl<'a> Plan<'a> {
                 let from = pieces[i].at;
                 for o in (0..pieces.len()).filter(|o| pieces[*o].at == to && free(o) && goes(*o, from)) {
                     let later = there(i, to, on[to]).max(there(o, from, on[from]));
-                    steps.push((ends(&i) - later, Step { first: (i, to), other: Some((o, from)) }));
+                    steps.push((ends[i] - later, Step { first: (i, to), other: Some((o, from)) }));
                 }
             }
         }
