@@ -157,6 +157,9 @@ impl<'a> Plan<'a> {
             if farm.tried.steps() >= most_steps {
                 break;
             }
+            if !self.fits(farm, &step) {
+                continue;
+            }
             let cost: f64 = step.moves().map(|(i, to)| self.cost(farm, i, to)).sum();
             let most = best.map(|(most, ..)| most);
             // Each task of the job has waited for its end; tasks of other jobs that it joins lose.
@@ -204,21 +207,23 @@ impl<'a> Plan<'a> {
         let pieces = farm.start.pieces();
         let on: Vec<usize> =
             (0..farm.hosts.len()).map(|h| pieces.iter().filter(|piece| piece.at == h).count()).collect();
-        let ends = |i: &usize| {
-            let piece = pieces[*i];
+        let of_job = |i: &usize| farm.tasks[*i].job == job;
+        let ends = |i: usize| {
+            let piece = pieces[i];
             let at = |other: &&Piece| other.at == piece.at;
             // Those that are shorter take their share until they end.
             let before: f64 = pieces.iter().filter(at).map(|other| other.left.min(piece.left)).sum();
             let machine = farm.start.machines()[piece.at];
             (before / (machine.speed * machine.processors).max(1e-9)).max(piece.left / machine.speed.max(1e-9))
         };
+        let ends: Vec<f64> = (0..pieces.len()).map(|i| if of_job(&i) { ends(i) } else { 0.0 }).collect();
         let now = self.snapshot.now;
         let free = |i: &usize| {
             let task = farm.tasks[*i];
-            task.job == job && may_shift(now, task) && !self.moved.contains_key(&task.tid)
+            of_job(i) && may_shift(now, task) && !self.moved.contains_key(&task.tid)
         };
-        let mut last: Vec<usize> = (0..pieces.len()).filter(|i| farm.tasks[*i].job == job).collect();
-        last.sort_by(|a, b| ends(b).total_cmp(&ends(a)));
+        let mut last: Vec<usize> = (0..pieces.len()).filter(of_job).collect();
+        last.sort_by(|a, b| ends[*b].total_cmp(&ends[*a]));
         last.truncate(LAST_MAX);
         let mut movers = last.clone();
         let beside = |i: &usize| last.iter().any(|l| pieces[*l].at == pieces[*i].at);
@@ -227,27 +232,34 @@ impl<'a> Plan<'a> {
             let (least, most) = self.places[&farm.hosts[at]].foreign;
             most - least <= UNSTEADY
         };
-        let fits = |i: usize, to: usize| {
-            let host = |at: usize| self.places[&farm.hosts[at]].host;
-            steady(to)
-                && steady(pieces[i].at)
-                && to != pieces[i].at
-                && unfit(self.snapshot, host(to), host(pieces[i].at), farm.tasks[i], true).is_none()
-        };
+        let steady: Vec<bool> = (0..farm.hosts.len()).map(steady).collect();
+        let goes = |i: usize, to: usize| to != pieces[i].at && steady[to] && steady[pieces[i].at];
+        // Until it ends if everybody else stays and shares with it all the time.
+        let there = |i: usize, to: usize, tasks: usize| pieces[i].left / farm.start.machines()[to].rate(tasks);
         let mut steps = Vec::new();
         for i in movers.into_iter().filter(free) {
-            for to in (0..farm.hosts.len()).filter(|to| fits(i, *to)) {
-                steps.push(Step { first: (i, to), other: None });
+            for to in (0..farm.hosts.len()).filter(|to| goes(i, *to)) {
+                steps.push((ends[i] - there(i, to, on[to] + 1), Step { first: (i, to), other: None }));
                 let exchanges = last.iter().take(EXCHANGES_MAX).any(|l| *l == i);
                 if !exchanges || on[to] == 0 {
                     continue;
                 }
-                let other = |o: &usize| pieces[*o].at == to && free(o) && fits(*o, pieces[i].at);
-                steps.extend(
-                    (0..pieces.len()).filter(other).map(|o| Step { first: (i, to), other: Some((o, pieces[i].at)) }),
-                );
+                let from = pieces[i].at;
+                for o in (0..pieces.len()).filter(|o| pieces[*o].at == to && free(o) && goes(*o, from)) {
+                    let later = there(i, to, on[to]).max(there(o, from, on[from]));
+                    steps.push((ends[i] - later, Step { first: (i, to), other: Some((o, from)) }));
+                }
             }
         }
-        steps
+        // The most promising first: not all may be tried.
+        steps.sort_by(|a, b| b.0.total_cmp(&a.0));
+        steps.into_iter().map(|(_, step)| step).collect()
+    }
+
+    /// True when nothing speaks against the hosts that tasks go to.
+    fn fits(&self, farm: &Farm<'_>, step: &Step) -> bool {
+        let host = |at: usize| self.places[&farm.hosts[at]].host;
+        let from = |i: usize| host(farm.start.pieces()[i].at);
+        step.moves().all(|(i, to)| unfit(self.snapshot, host(to), from(i), farm.tasks[i], true).is_none())
     }
 }
