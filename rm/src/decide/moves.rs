@@ -142,13 +142,8 @@ pub fn moves(snapshot: &Snapshot) -> Moves {
     let mut out = Moves::default();
     let mut known = BTreeMap::<Kind<'_>, Option<Nowhere>>::new();
     for host in index.with_guests().iter().filter_map(|id| snapshot.host(*id)) {
-        let cause = match &host.owner {
-            Owner::Present { why } | Owner::Closed { why } => Cause::Owner { why: why.clone() },
-            Owner::Drained { by } => Cause::Drain { by: *by },
-            Owner::Unknown | Owner::Absent { .. } | Owner::Maybe { .. } => continue,
-        };
         let waits = match host.terms.leaving {
-            _ if matches!(cause, Cause::Drain { .. }) => None,
+            _ if matches!(host.owner, Owner::Drained { .. }) => None,
             Leaving::Now => None,
             Leaving::At(at) => (at > snapshot.now).then_some((StayReason::Grace, Some(at))),
             Leaving::Never => Some((StayReason::Waits, None)),
@@ -187,7 +182,7 @@ pub fn moves(snapshot: &Snapshot) -> Moves {
                 Some(to) => {
                     let share = loads.share(to.id).usable as f64 / 1e3;
                     let goes = format!("{} goes to {}, share of a processor {share:.2}", task.tid, to.name);
-                    let cause = cause.clone();
+                    let Some(cause) = cause(&host.owner) else { continue };
                     out.go.push(MoveDecision { tid: task.tid, from: host.id, to: to.id, cause, why: goes });
                     under_way += 1;
                     loads.add(to.id);
@@ -196,6 +191,15 @@ pub fn moves(snapshot: &Snapshot) -> Moves {
         }
     }
     out
+}
+
+/// Why tasks leave the host of this owner, if they do.
+fn cause(owner: &Owner) -> Option<Cause> {
+    match owner {
+        Owner::Present { why } | Owner::Closed { why } => Some(Cause::Owner { why: why.clone() }),
+        Owner::Drained { by } => Some(Cause::Drain { by: *by }),
+        Owner::Unknown | Owner::Absent { .. } | Owner::Maybe { .. } => None,
+    }
 }
 
 /// The best host for a task that must leave. Looks at the best hosts first, and at no more than it must. Requirements of
