@@ -1,5 +1,6 @@
 //! What an open descriptor means for a move. Pure: the caller has read /proc/PID/fd and fdinfo.
 
+use super::maps::{SHARED_MEMORY_FOLDER, posix_memory};
 use sempa_proto::route;
 use std::path::{Path, PathBuf};
 
@@ -67,6 +68,8 @@ pub(super) enum Meaning {
     SameLength(PathBuf, u64),
     /// A file that has to be there.
     Exists(PathBuf),
+    /// A named pipe that has to be there, and that nobody else may have open.
+    NamedPipe(PathBuf),
     /// A directory that has to be there.
     Directory(PathBuf),
     /// The task's end of a pseudo terminal with this number.
@@ -107,9 +110,12 @@ pub(super) fn judge(fd: &Descriptor<'_>) -> Meaning {
             _ => Meaning::Travels,
         };
     }
+    if text.starts_with(SHARED_MEMORY_FOLDER) && matches!(fd.kind, Kind::Regular(_)) {
+        return Meaning::Lost(posix_memory(&text));
+    }
     match fd.kind {
         Kind::Directory => Meaning::Directory(fd.link.into()),
-        Kind::Fifo => Meaning::Exists(fd.link.into()),
+        Kind::Fifo => Meaning::NamedPipe(fd.link.into()),
         Kind::Character { major, minor } => device(fd, major, minor),
         // The engine checks the length of all files but those that are only appended to.
         Kind::Regular(_) if flags(fd.info) & (ACCESS_MODE | APPEND) == WRITE_ONLY | APPEND => {
@@ -171,6 +177,7 @@ mod tests {
         assert_eq!(judge_as("/d/f (deleted)", "", Kind::Regular(5), 0, 0xef53), Meaning::Travels);
         assert!(matches!(judge_as("/d/f (deleted)", "", Kind::Regular(5), 1, 0xef53), Meaning::Lost(_)));
         assert_eq!(judge_as("/d", "", Kind::Directory, 2, 0xef53), Meaning::Directory("/d".into()));
+        assert_eq!(judge_as("/d/p", "", Kind::Fifo, 1, 0xef53), Meaning::NamedPipe("/d/p".into()));
     }
 
     #[test]
@@ -184,6 +191,8 @@ mod tests {
         assert_eq!(lost("anon_inode:[userfaultfd]", Kind::Other, 0), "a userfaultfd");
         assert_eq!(lost("anon_inode:kvm-vm", Kind::Other, 0), "a descriptor of the kind kvm-vm");
         assert_eq!(lost("/queue", Kind::Regular(80), MQUEUE_MAGIC), "the POSIX message queue /queue");
+        let named = "POSIX shared memory (/dev/shm/x), which is in the memory of this host";
+        assert_eq!(lost("/dev/shm/x", Kind::Regular(80), 0x0102_1994), named);
         assert_eq!(lost("/secretmem (deleted)", Kind::Regular(0), SECRETMEM_MAGIC), "secret memory (memfd_secret)");
         let gpu = Kind::Character { major: 226, minor: 0 };
         assert_eq!(lost("/dev/dri/card0", gpu, 0), "the device /dev/dri/card0");

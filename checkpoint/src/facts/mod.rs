@@ -11,6 +11,8 @@ mod host;
 mod inspect;
 mod maps;
 mod sockets;
+mod strangers;
+mod sysv;
 
 pub use compare::{Found, Host, MEMORY_SLACK_BYTES, compare};
 pub use hash::{HASHES_MAX, HashCache};
