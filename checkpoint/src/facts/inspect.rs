@@ -136,6 +136,7 @@ fn look_at(pid: i32, root: i32, findings: &mut Findings) -> Result<(), Refusal> 
     if threads.into_iter().filter_map(Status::of).any(|status| status.field("TracerPid").is_some_and(|by| by != "0")) {
         return Err(holds("a debugger"));
     }
+    rights(status.as_ref())?;
     namespaces(pid, root)?;
     let link = |name: &str| std::fs::read_link(format!("/proc/{pid}/{name}")).map_err(|_| Refusal::NoSuchTask);
     if link("root")? != std::fs::read_link("/proc/self/root").unwrap_or_else(|_| "/".into()) {
@@ -146,6 +147,30 @@ fn look_at(pid: i32, root: i32, findings: &mut Findings) -> Result<(), Refusal> 
     findings.need(&cwd, 0, Need::Directory);
     mappings(pid, findings)?;
     descriptors(pid, findings)
+}
+
+/// What the engine needs the process, or itself, to have the right to. Where we have none ourselves nothing is asked here.
+fn rights(status: Option<&Status>) -> Result<(), Refusal> {
+    const MAY_MOUNT: u64 = 1 << 21;
+    const MAY_LIMIT: u64 = 1 << 24;
+    let (Some(status), Some(own)) = (status, Status::of(std::process::id() as i32)) else { return Ok(()) };
+    let may = |status: &Status, what| status.capabilities("CapEff") & what != 0;
+    let ids = |of: &Status, name| -> Vec<String> {
+        of.field(name).unwrap_or_default().split_whitespace().take(3).map(String::from).collect()
+    };
+    // It makes the process mount something for a moment.
+    if may(&own, MAY_MOUNT) && !may(status, MAY_MOUNT) {
+        let uid = ids(status, "Uid").get(1).cloned().unwrap_or_default();
+        return Err(holds(format!(
+            "a process without root's rights (its user is {uid}), in which the engine cannot work"
+        )));
+    }
+    // It asks for the limits of the process, which the kernel tells only to equals without a further right.
+    let differs = |name| ids(status, name).iter().find(|id| ids(&own, name).first() != Some(id)).cloned();
+    if let (false, Some(id)) = (may(&own, MAY_LIMIT), differs("Uid").or_else(|| differs("Gid"))) {
+        return Err(holds(format!("another user or group ({id}), for which the tasker needs CAP_SYS_RESOURCE")));
+    }
+    Ok(())
 }
 
 /// Numbers of the threads of a process.
