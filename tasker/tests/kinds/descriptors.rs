@@ -1,9 +1,9 @@
 //! Descriptors whose other ends, if any, are inside the task.
 
-use super::scene::survives;
+use super::scene::{becomes, survives, survives_elsewhere};
 
 #[test]
-fn pipes_keep_the_data_on_their_way_their_size_and_the_bounds_of_packets() {
+fn pipes_keep_the_data_on_their_way_and_their_size() {
     survives("descriptors", "pipes");
 }
 
@@ -69,7 +69,7 @@ fn descriptors_keep_their_numbers_flags_owners_and_those_who_share_them() {
 
 #[test]
 fn listening_and_datagram_sockets_go_on_at_their_addresses() {
-    survives("descriptors", "listening");
+    survives_elsewhere("descriptors", "listening", "true");
 }
 
 #[test]
@@ -79,5 +79,20 @@ fn a_connection_by_name_within_the_task_stays() {
 
 #[test]
 fn a_terminal_with_both_ends_inside_keeps_size_and_mode() {
-    survives("descriptors", "terminal");
+    survives_elsewhere("descriptors", "terminal", "true");
+}
+
+#[test]
+fn options_of_sockets_and_their_half_closed_state_are_kept() {
+    survives("descriptors", "options");
+}
+
+#[test]
+fn what_inotify_had_seen_and_nobody_had_read_is_lost() {
+    becomes("descriptors", "unread-watches", "lost");
+}
+
+#[test]
+fn asynchronous_input_and_output_goes_on() {
+    survives("descriptors", "asynchronous");
 }

@@ -1,10 +1,9 @@
 //! Files and directories.
 
-use super::common::{Tasker, tid};
-use super::scene::{Scene, survives};
+use super::common::tid;
+use super::scene::{Scene, other_host, survives, survives_elsewhere};
 use sempa_proto::migration::{FileMatch, Refusal};
 use std::io::Write;
-use std::path::Path;
 
 #[test]
 fn a_file_open_for_reading_keeps_its_position() {
@@ -33,7 +32,7 @@ fn a_file_that_never_had_a_name_travels_with_its_content() {
 
 #[test]
 fn a_named_pipe_with_both_ends_inside_keeps_its_data() {
-    survives("files", "named-pipe");
+    survives_elsewhere("files", "named-pipe", "mkfifo $data/fifo");
 }
 
 #[test]
@@ -63,16 +62,9 @@ fn a_log_that_grew_meanwhile_is_appended_to() {
     assert_eq!(std::fs::read_to_string(&log).expect("text"), "before\nmeanwhile\nafter\n");
 }
 
-/// A target where a file system of its own lies over the folder `data`, with a file of this content in it.
-fn with_other_data(dir: &Path, content: Option<&str>) -> Tasker {
-    let data = dir.join("data").display().to_string();
-    let fill = content.map(|text| format!("printf '{text}' > {data}/held &&")).unwrap_or_default();
-    let script = format!("mount -t tmpfs none {data} && {fill} exec \"$@\"");
-    Tasker::start_by(&["unshare", "--mount", "sh", "-c", &script, "sh"], &[])
-}
-
-fn is_refused_at_the_target(content: Option<&str>, expected: &str) {
-    let Some(mut scene) = Scene::begin_with(|dir| with_other_data(dir, content)) else { return };
+/// What the target says, after this preparation of its own folder.
+fn is_refused_at_the_target(prepare: &str, expected: &str) {
+    let Some(mut scene) = Scene::begin_with(|dir| other_host(dir, prepare)) else { return };
     let program = scene.compile_c("files");
     assert!(scene.start(&program, &[], "held", ""));
     let path = scene.dir.path().join("data/held");
@@ -82,10 +74,20 @@ fn is_refused_at_the_target(content: Option<&str>, expected: &str) {
 
 #[test]
 fn an_open_file_that_the_target_lacks_is_named() {
-    is_refused_at_the_target(None, "it does not exist on the target");
+    is_refused_at_the_target("true", "it does not exist on the target");
 }
 
 #[test]
 fn an_open_file_of_another_length_on_the_target_is_named() {
-    is_refused_at_the_target(Some("other"), "it has 800 bytes at the source, 5 on the target");
+    is_refused_at_the_target("printf other > $data/held", "it has 800 bytes at the source, 5 on the target");
+}
+
+#[test]
+fn a_file_whose_name_another_one_has_taken_travels_with_its_content() {
+    survives("files", "replaced");
+}
+
+#[test]
+fn a_program_whose_file_was_removed_while_it_ran_moves() {
+    survives("files", "program-removed");
 }

@@ -1,6 +1,6 @@
 //! Memory.
 
-use super::scene::{Scene, survives};
+use super::scene::{Scene, becomes, survives};
 
 #[test]
 fn advice_locks_and_protection_of_memory_are_kept() {
@@ -37,4 +37,9 @@ fn hundreds_of_mebibytes_move_and_untouched_pages_are_not_sent() {
     // 300 MiB were written, 512 read and 4096 never looked at.
     assert!((300 * MIB..310 * MIB).contains(&moved.image_bytes), "{moved:?}");
     assert_eq!(scene.ends_right(), "ready\nright\n");
+}
+
+#[test]
+fn a_lock_on_all_memory_to_come_is_forgotten() {
+    becomes("memory", "locked-for-good", "forgotten");
 }

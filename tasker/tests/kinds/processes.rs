@@ -1,6 +1,6 @@
 //! Processes of a task and what each has of its own.
 
-use super::scene::{Scene, survives};
+use super::scene::{Scene, becomes, survives};
 
 #[test]
 fn children_move_with_it_with_data_on_its_way_in_pipes_both_ways() {
@@ -38,8 +38,8 @@ fn working_directory_umask_limits_nice_environment_and_the_like_are_kept() {
 }
 
 #[test]
-fn users_groups_and_dumpability_are_kept() {
-    survives("processes", "identity");
+fn groups_and_dumpability_are_kept() {
+    survives("processes", "groups");
 }
 
 #[test]
@@ -50,16 +50,6 @@ fn a_seccomp_filter_is_kept() {
 #[test]
 fn the_scheduling_policy_is_kept() {
     survives("processes", "batch");
-}
-
-#[test]
-fn a_processor_that_it_was_bound_to_is_let_go() {
-    let Some(mut scene) = Scene::begin() else { return };
-    let program = scene.compile_c("processes");
-    if scene.start(&program, &[], "bound", "") {
-        scene.moves_there_and_back();
-        assert_eq!(scene.ends_right(), "ready\nfree\nright\n");
-    }
 }
 
 #[test]
@@ -75,4 +65,14 @@ fn no_line_of_output_or_errors_is_lost_or_doubled_through_the_new_tasker() {
     for (expected, line) in numbers.iter().enumerate() {
         assert_eq!(*line, expected.to_string());
     }
+}
+
+#[test]
+fn a_processor_that_it_was_bound_to_is_let_go() {
+    becomes("processes", "bound", "free");
+}
+
+#[test]
+fn addresses_that_were_not_to_be_random_are_for_new_programs_again() {
+    becomes("processes", "random-addresses", "as usual");
 }

@@ -154,10 +154,16 @@ fn a_tcp_connection_to_a_stranger_is_refused() {
 
 #[test]
 fn a_unix_socket_connected_to_a_stranger_is_refused() {
-    let dir = tempfile::tempdir().expect("dir");
-    let path = dir.path().join("stranger").display().to_string();
-    let _listener = UnixListener::bind(&path).expect("bind");
-    is_refused("unix-socket", &path, &format!("a Unix socket connected to {path}"));
+    let Some(mut scene) = Scene::begin() else { return };
+    let program = scene.compile_c("refused");
+    let path = scene.dir.path().join("stranger").display().to_string();
+    let listener = UnixListener::bind(&path).expect("bind");
+    assert!(scene.start(&program, &[], "unix-socket", &path));
+    let (_met, _) = listener.accept().expect("it has connected");
+    let result = scene.inspect();
+    let expected = format!("a Unix socket connected to {path}");
+    assert!(matches!(&result, Err(Refusal::Holds { what }) if *what == expected), "{result:?}");
+    scene.ends_right();
 }
 
 #[test]
@@ -241,4 +247,29 @@ fn a_task_under_a_debugger_is_refused() {
 #[test]
 fn a_task_of_which_one_thread_is_traced_is_refused() {
     is_refused_while_traced(false);
+}
+
+#[test]
+fn an_eventfd_that_is_a_semaphore_is_refused() {
+    is_refused("counting-eventfd", "", "an eventfd that is a semaphore");
+}
+
+#[test]
+fn a_pipe_of_packets_is_refused() {
+    is_refused("packets", "", "a pipe of packets");
+}
+
+#[test]
+fn an_open_file_about_a_process_is_refused() {
+    is_refused("of-a-process", "", "/stat, which is about a process");
+}
+
+#[test]
+fn a_process_that_has_given_up_the_rights_of_root_is_refused() {
+    is_refused("another-user", "", "a process without root's rights (its user is 4142)");
+}
+
+#[test]
+fn another_group_is_refused_where_the_tasker_may_not_ask_for_its_limits() {
+    is_refused("another-group", "", "another user or group (4241), for which the tasker needs CAP_SYS_RESOURCE");
 }

@@ -112,12 +112,17 @@ impl Scene {
         self.there.stop();
         said
     }
+}
 
-    /// The same after a move without a return.
-    pub(crate) fn ends_right_there(mut self) -> String {
-        std::mem::swap(&mut self.here, &mut self.there);
-        self.ends_right()
-    }
+/// A tasker in surroundings that are those of another host: addresses, terminals and the folder `data` of its own. `prepare`
+/// is a command of a shell that finds that folder in `$data`.
+pub(crate) fn other_host(dir: &Path, prepare: &str) -> Tasker {
+    let script = format!(
+        "ip link set lo up && mount -t devpts -o newinstance,ptmxmode=0666 devpts /dev/pts && data={}/data && \
+         mount -t tmpfs none $data && {prepare} && exec \"$@\"",
+        dir.display()
+    );
+    Tasker::start_by(&["unshare", "--mount", "--net", "sh", "-c", &script, "sh"], &[])
 }
 
 /// Where the source of a program is.
@@ -127,11 +132,25 @@ pub(crate) fn program(name: &str) -> PathBuf {
 
 /// A program in C keeps all that its row is about.
 pub(crate) fn survives(family: &str, row: &str) {
-    let Some(mut scene) = Scene::begin() else { return };
+    ends_saying(Scene::begin(), family, row, "");
+}
+
+/// The same with a target in other surroundings.
+pub(crate) fn survives_elsewhere(family: &str, row: &str, prepare: &str) {
+    ends_saying(Scene::begin_with(|dir| other_host(dir, prepare)), family, row, "");
+}
+
+/// A program in C says this of what became of something.
+pub(crate) fn becomes(family: &str, row: &str, expected: &str) {
+    ends_saying(Scene::begin(), family, row, &format!("{expected}\n"));
+}
+
+fn ends_saying(scene: Option<Scene>, family: &str, row: &str, expected: &str) {
+    let Some(mut scene) = scene else { return };
     let program = scene.compile_c(family);
     if scene.start(&program, &[], row, "") {
         scene.moves_there_and_back();
-        assert_eq!(scene.ends_right(), "ready\nright\n");
+        assert_eq!(scene.ends_right(), format!("ready\n{expected}right\n"));
     }
 }
 

@@ -1,7 +1,7 @@
 //! Signals, timers and clocks.
 
 use super::common::Tasker;
-use super::scene::{Scene, survives};
+use super::scene::{Scene, becomes, survives};
 
 #[test]
 fn handlers_flags_masks_and_the_signal_stack_are_kept() {
@@ -47,4 +47,14 @@ fn clocks_that_count_from_the_start_of_a_host_do_not_jump() {
     assert!(scene.start(&program, &[], "clocks", ""));
     scene.moves_there_and_back();
     assert_eq!(scene.ends_right(), "ready\nright\n");
+}
+
+#[test]
+fn a_timer_for_one_thread_reaches_that_thread() {
+    survives("signals", "thread-timers");
+}
+
+#[test]
+fn processor_time_used_counts_anew_inside_the_task() {
+    becomes("signals", "used", "anew");
 }

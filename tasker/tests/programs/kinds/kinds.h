@@ -38,6 +38,9 @@ static const char *place, *extra = "";
         } \
     } while (0)
 
+/* Waits for a condition that is sure to come; the test has a deadline. */
+#define UNTIL(what) do { while (!(what)) usleep(1000); } while (0)
+
 static inline const char *in_place(const char *name) {
     static char path[8][4096];
     static int next;
@@ -53,22 +56,24 @@ static inline void moved(void) {
     while (!told_to_go()) usleep(1000);
 }
 
-/* Waits for a condition that is sure to come; the test has a deadline. */
-#define UNTIL(what) do { while (!(what)) usleep(1000); } while (0)
-
 static inline pid_t thread_id(void) { return syscall(SYS_gettid); }
 
-/* The thread sleeps in the kernel. */
-static inline void until_asleep(pid_t thread) {
-    for (;; usleep(1000)) {
-        char path[64], state = 0;
-        snprintf(path, sizeof path, "/proc/self/task/%d/stat", thread);
-        FILE *stat = fopen(path, "r");
-        int read = stat ? fscanf(stat, "%*d (%*[^)]) %c", &state) : 0;
-        if (stat) fclose(stat);
-        if (read == 1 && state == 'S') return;
-    }
+/* The state of the thread that this was opened for, by its own /proc/thread-self/stat. Numbers in /proc are not the task's. */
+static inline char state_in(int stat) {
+    char text[4096], *after;
+    ssize_t read = pread(stat, text, sizeof text - 1, 0);
+    text[read > 0 ? read : 0] = 0;
+    after = strrchr(text, ')');
+    return after && after[1] ? after[2] : 0;
 }
+
+/* Waits until the thread sleeps in the kernel, and closes what it has opened to be seen. */
+static inline void until_asleep(volatile int *stat) {
+    UNTIL(*stat > 0 && state_in(*stat) == 'S');
+    close(*stat);
+}
+
+static inline int to_be_seen(void) { return open("/proc/thread-self/stat", O_RDONLY); }
 
 /* Words that show where they belong. */
 static inline uint64_t word_at(uint64_t i) {

@@ -72,6 +72,15 @@ static void advised(void) {
     for (size_t i = 2 * MIB; i < 4 * MIB; i += 8) CHECK(*(uint64_t *)(at[0] + i) == word_at(i));
 }
 
+static void locked_for_good(void) {
+    char flags[256];
+    NEED(mlockall(MCL_CURRENT | MCL_FUTURE) == 0);
+    moved();
+    char *at = anonymous(MIB);
+    flags_of(at, flags, sizeof flags);
+    puts(strstr(flags, " lo") ? "kept" : "forgotten");
+}
+
 static void mapped(void) {
     enum { PAGES = 64, SIZE = PAGES * 4096 };
     char zeros[4096] = {0};
@@ -162,7 +171,8 @@ static void language(void) {
 
 int main(int argc, char **argv) {
     const struct row rows[] = {
-        {"big", big}, {"advised", advised}, {"mapped", mapped}, {"stack", stack}, {"heap", heap}, {"language", language}, {0, 0},
+        {"big", big}, {"advised", advised}, {"mapped", mapped}, {"stack", stack}, {"heap", heap}, {"language", language},
+        {"locked-for-good", locked_for_good}, {0, 0},
     };
     return run_row(rows, argc, argv);
 }

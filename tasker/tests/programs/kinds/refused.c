@@ -7,6 +7,7 @@
 #include <mqueue.h>
 #include <pthread.h>
 #include <sched.h>
+#include <sys/eventfd.h>
 #include <sys/file.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
@@ -24,6 +25,49 @@ static void uring(void) {
     NEED(fd >= 0);
     moved();
     CHECK(syscall(SYS_io_uring_enter, fd, 0, 0, 0, 0, 0) == 0);
+}
+
+static void counting_eventfd(void) {
+    uint64_t count;
+    int fd = eventfd(2, EFD_SEMAPHORE);
+    moved();
+    CHECK(read(fd, &count, 8) == 8 && count == 1 && read(fd, &count, 8) == 8 && count == 1);
+}
+
+static void packets(void) {
+    int p[2];
+    char got[16];
+    CHECK(pipe2(p, O_DIRECT) == 0 && write(p[1], "one", 3) == 3 && write(p[1], "second", 6) == 6);
+    moved();
+    CHECK(read(p[0], got, sizeof got) == 3 && read(p[0], got, sizeof got) == 6);
+}
+
+static void of_a_process(void) {
+    int fd = open("/proc/self/stat", O_RDONLY);
+    char got[16];
+    CHECK(fd >= 0);
+    moved();
+    CHECK(read(fd, got, sizeof got) > 0);
+}
+
+static void another_user(void) {
+    NEED(chdir(place) == 0 && chmod(place, 0777) == 0 && setresuid(4141, 4142, 4143) == 0);
+    moved();
+    CHECK(geteuid() == 4142);
+}
+
+/* With CAP_SYS_RESOURCE the tasker can do it. */
+static void another_group(void) {
+    char line[256];
+    unsigned long long rights = 0;
+    FILE *status = fopen("/proc/self/status", "r");
+    while (fgets(line, sizeof line, status)) sscanf(line, "CapEff: %llx", &rights);
+    fclose(status);
+    errno = 0;
+    NEED(!(rights >> 24 & 1));
+    NEED(setresgid(4241, 4242, 4243) == 0);
+    moved();
+    CHECK(getegid() == 4242);
 }
 
 static void fault_descriptor(void) {
@@ -281,7 +325,8 @@ int main(int argc, char **argv) {
         {"whole-lock", whole_lock}, {"record-lock", record_lock}, {"open-file-lock", open_file_lock}, {"lease", lease},
         {"orphan", orphan}, {"linked", linked}, {"removed-directory", removed_directory}, {"own-root", own_root},
         {"own-mounts", own_mounts}, {"own-network", own_network}, {"own-ipc", own_ipc}, {"own-name", own_name},
-        {"own-users", own_users}, {"own-processes", own_processes}, {"traced", traced}, {"tracer", tracer}, {0, 0},
+        {"own-users", own_users}, {"own-processes", own_processes}, {"counting-eventfd", counting_eventfd}, {"packets", packets},
+        {"of-a-process", of_a_process}, {"another-user", another_user}, {"another-group", another_group}, {"traced", traced}, {"tracer", tracer}, {0, 0},
     };
     return run_row(rows, argc, argv);
 }

@@ -127,6 +127,43 @@ static void posix_timers(void) {
     CHECK(timer_create(CLOCK_MONOTONIC, &event, &late) == 0);
 }
 
+static volatile pid_t timed_thread, told_thread;
+
+static void tell_thread(int number) {
+    (void)number;
+    told_thread = thread_id();
+}
+
+static void *is_timed(void *unused) {
+    timed_thread = thread_id();
+    UNTIL(told_thread);
+    return unused;
+}
+
+static void thread_timers(void) {
+    struct itimerspec again = {{0, 20000000}, {0, 20000000}};
+    struct sigevent event = {.sigev_notify = SIGEV_THREAD_ID, .sigev_signo = SIGRTMIN + 6};
+    timer_t often;
+    CHECK(pthread_create(&other, 0, is_timed, 0) == 0);
+    UNTIL(timed_thread);
+    event._sigev_un._tid = timed_thread;
+    CHECK(timer_create(CLOCK_MONOTONIC, &event, &often) == 0);
+    signal(SIGRTMIN + 6, SIG_IGN);
+    CHECK(timer_settime(often, 0, &again, 0) == 0);
+    moved();
+    signal(SIGRTMIN + 6, tell_thread);
+    CHECK(pthread_join(other, 0) == 0 && told_thread == timed_thread);
+}
+
+static void used(void) {
+    struct timespec before, now;
+    for (volatile unsigned i = 0; i < 200000000; i++) {}
+    clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &before);
+    moved();
+    clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &now);
+    puts(now.tv_sec > before.tv_sec || (now.tv_sec == before.tv_sec && now.tv_nsec > before.tv_nsec) ? "goes on" : "anew");
+}
+
 static void interval_timers(void) {
     struct itimerval far = {{3, 0}, {100000, 0}}, fast = {{0, 10000}, {0, 10000}}, now;
     handle(SIGALRM, SA_RESTART);
@@ -173,11 +210,11 @@ static void clocks(void) {
 }
 
 static volatile int ended_early;
-static volatile pid_t sleeper_id, poller_id;
+static volatile int sleeper, poller;
 
 static void *sleeps(void *unused) {
     struct timespec span = {100000, 0}, rest = {0, 0};
-    sleeper_id = thread_id();
+    sleeper = to_be_seen();
     ended_early = nanosleep(&span, &rest) == -1 && errno == EINTR && rest.tv_sec > 90000 && rest.tv_sec <= 100000;
     return unused;
 }
@@ -185,27 +222,27 @@ static void *sleeps(void *unused) {
 static volatile int polled;
 
 static void *polls(void *unused) {
-    poller_id = thread_id();
+    poller = to_be_seen();
     polled = poll(0, 0, 100000000);
     if (polled == -1 && errno == EINTR) polled = -2;
     return unused;
 }
 
 static void sleepers(void) {
-    pthread_t sleeper, poller;
-    CHECK(pthread_create(&sleeper, 0, sleeps, 0) == 0 && pthread_create(&poller, 0, polls, 0) == 0);
-    UNTIL(sleeper_id && poller_id);
-    until_asleep(sleeper_id);
-    until_asleep(poller_id);
+    pthread_t first, second;
+    CHECK(pthread_create(&first, 0, sleeps, 0) == 0 && pthread_create(&second, 0, polls, 0) == 0);
+    until_asleep(&sleeper);
+    until_asleep(&poller);
     moved();
-    CHECK(pthread_join(sleeper, 0) == 0 && pthread_join(poller, 0) == 0);
+    CHECK(pthread_join(first, 0) == 0 && pthread_join(second, 0) == 0);
     CHECK(ended_early && polled == -2);
 }
 
 int main(int argc, char **argv) {
     const struct row rows[] = {
         {"handlers", handlers}, {"pending", pending}, {"waited-for", waited_for}, {"posix-timers", posix_timers},
-        {"interval-timers", interval_timers}, {"alarms", alarms}, {"clocks", clocks}, {"sleepers", sleepers}, {0, 0},
+        {"interval-timers", interval_timers}, {"alarms", alarms}, {"clocks", clocks}, {"sleepers", sleepers},
+        {"thread-timers", thread_timers}, {"used", used}, {0, 0},
     };
     return run_row(rows, argc, argv);
 }

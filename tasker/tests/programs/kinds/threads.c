@@ -10,10 +10,10 @@ static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 static volatile int waiting, turn, arrived;
 static __thread uint64_t mine;
 
-static volatile pid_t waiter;
+static volatile int waiter;
 
 static void *takes_lock(void *other) {
-    waiter = thread_id();
+    waiter = to_be_seen();
     CHECK(pthread_mutex_lock(other) == 0);
     CHECK(turn == 1);
     turn = 2;
@@ -32,8 +32,7 @@ static void mutex(void) {
     pthread_mutex_init(&held, &robust);
     CHECK(pthread_mutex_lock(&held) == 0);
     CHECK(pthread_create(&thread, 0, takes_lock, &held) == 0);
-    UNTIL(waiter != 0);
-    until_asleep(waiter);
+    until_asleep(&waiter);
     moved();
     CHECK(turn == 0);
     CHECK(pthread_mutex_lock(&held) == EDEADLK);
