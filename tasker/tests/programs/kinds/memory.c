@@ -12,12 +12,14 @@ static char *anonymous(size_t bytes) {
     return at;
 }
 
-/* Full memory, memory that was never touched, and memory that was only read. */
+/* Full memory, some that zeros were written to, some that was never touched, and some that was only read. */
 static void big(void) {
     uint64_t *full = (void *)anonymous(300 * MIB);
     char *untouched = anonymous(4096 * MIB), *only_read = anonymous(512 * MIB);
+    volatile char *zeros = anonymous(16 * MIB);
     uint64_t sum = 0;
     for (size_t i = 0; i < 300 * MIB / 8; i++) full[i] = word_at(i);
+    for (size_t i = 0; i < 16 * MIB; i += 4096) zeros[i] = 0;
     madvise(only_read, 512 * MIB, MADV_NOHUGEPAGE);
     for (size_t i = 0; i < 512 * MIB; i += 4096) sum += ((volatile char *)only_read)[i];
     moved();
