@@ -1,6 +1,7 @@
 //! What the commands print for people, in PVM's columns. Pure: tables in, text out.
 
 use sempa_proto::event::{Event, EventKind};
+use sempa_proto::migration::Survey;
 use sempa_proto::table::{
     AddedHost, HostTable, TASK_CONNECTED, TASK_FORKED, TASK_HOSTER, TASK_RM, TASK_TASKER, TaskInfo,
 };
@@ -167,6 +168,29 @@ pub(crate) fn names(classes: &[MailboxClass]) -> String {
 pub(crate) fn tickle(numbers: &[i32]) -> String {
     let list: String = numbers.iter().map(|number| format!(" {number}")).collect();
     format!("({list} )\n")
+}
+
+/// `can-migrate`.
+pub(crate) fn survey(table: &HostTable, survey: &Survey) -> String {
+    let name = |host: HostId| table.get(host).map_or_else(|| host.to_string(), |entry| entry.name.clone());
+    let width = survey.verdicts.iter().map(|(host, _)| name(*host).len()).max().unwrap_or(0);
+    let mut out = format!("{} is on {}, {} KiB\n", survey.tid, name(survey.from), survey.resident_bytes.div_ceil(1024));
+    for (host, verdict) in &survey.verdicts {
+        let host = name(*host);
+        match verdict.split_first() {
+            None => put!(out, "{host:width$}  yes"),
+            Some((first, rest)) => {
+                put!(out, "{host:width$}  no: {first}");
+                rest.iter().for_each(|refusal| put!(out, "{:width$}      {refusal}", ""));
+            }
+        }
+    }
+    match survey.nearest() {
+        Some(host) => put!(out, "the nearest host that would take it: {}", name(host)),
+        None if survey.verdicts.is_empty() => put!(out, "no other host was asked about"),
+        None => put!(out, "no host would take it"),
+    }
+    out
 }
 
 /// `migrate`, when it went well.

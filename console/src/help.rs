@@ -27,6 +27,12 @@ pub(crate) const COMMANDS: &[Entry] = &[
         detail: "Syntax:  alias [ name command [ arg ... ] ]\n",
     },
     Entry {
+        name: "can-migrate",
+        summary: "Tell which hosts would take a running task, and what the others have against it",
+        detail: "Syntax:  can-migrate tid [ host ]\nAsks all hosts, or only this one; nothing is moved and nothing stands still.\n\
+                 The hosts come in the order of their distance. The answer holds for now: a move asks again.\n",
+    },
+    Entry {
         name: "conf",
         summary: "List the hosts of the virtual machine",
         detail: "Syntax:  conf\nOutput fields:\n  HOST    name of the host\n  DTID    its tid\n  ARCH    its architecture\n  \
@@ -36,6 +42,13 @@ pub(crate) const COMMANDS: &[Entry] = &[
         name: "delete",
         summary: "Take hosts out of the virtual machine",
         detail: "Syntax:  delete host ...\nTasks that run there are ended.\n",
+    },
+    Entry {
+        name: "drain",
+        summary: "Have all tasks leave a host, and keep others away",
+        detail: "Syntax:  drain host [ --deadline time ]\nReturns when the host is empty, or at the deadline (as 30s, 5m), or when \
+                 nothing has left for 10 s,\nwith what is still there and why; the order stands until 'undrain'.\n\
+                 Tasks that were started by hand, and what belongs to the host, stay.\nThe resource manager moves the tasks.\n",
     },
     Entry { name: "echo", summary: "Print the arguments", detail: "Syntax:  echo [ word ... ]\n" },
     Entry {
@@ -185,6 +198,7 @@ pub(crate) const COMMANDS: &[Entry] = &[
                  trace opt [ full | time | count ]\n",
     },
     Entry { name: "unalias", summary: "Forget aliases", detail: "Syntax:  unalias name ...\n" },
+    Entry { name: "undrain", summary: "Let a host take tasks again", detail: "Syntax:  undrain host\n" },
     Entry {
         name: "unexport",
         summary: "Take variables out of the environment of tasks spawned from here",

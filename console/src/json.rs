@@ -3,9 +3,10 @@
 
 use crate::format::Names;
 use sempa_proto::event::Event;
+use sempa_proto::migration::{Survey, Verdict};
 use sempa_proto::table::{AddedHost, HostEntry, HostTable, TaskInfo};
 use sempa_proto::task::{MailboxClass, MoveReport};
-use sempa_proto::{PvmError, Tid};
+use sempa_proto::{HostId, PvmError, Tid};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 
@@ -160,6 +161,22 @@ pub(crate) fn spawned(job: Option<u32>, results: &[Result<Tid, PvmError>]) -> Va
         Err(code) => json!({ "error": error(*code) }),
     };
     json!({ "job": job, "results": results.iter().map(one).collect::<Vec<_>>() })
+}
+
+/// `can-migrate`: each host with what it has against the task, as the virtual machine keeps it and in words.
+pub(crate) fn survey(table: &HostTable, survey: &Survey) -> Value {
+    let name = |host: HostId| table.get(host).map(|entry| entry.name.clone());
+    let one = |(host, verdict): &(HostId, Verdict)| {
+        let reasons: Vec<String> = verdict.iter().map(ToString::to_string).collect();
+        json!({ "host": name(*host), "takes": verdict.is_empty(), "reasons": reasons, "refusals": verdict })
+    };
+    json!({
+        "tid": survey.tid.to_string(),
+        "host": name(survey.from),
+        "resident_bytes": survey.resident_bytes,
+        "hosts": survey.verdicts.iter().map(one).collect::<Vec<_>>(),
+        "nearest": survey.nearest().and_then(name),
+    })
 }
 
 /// `migrate`, when it went well.

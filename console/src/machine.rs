@@ -4,6 +4,7 @@ use bytes::Bytes;
 use libpvm::{Error, Match, MigrateError, MoveAnswer, Vm};
 use sempa_proto::event::Event;
 use sempa_proto::message::DSIG_X86_64;
+use sempa_proto::migration::Survey;
 use sempa_proto::rm::{self, Answer, CTX_RM, Question, TAG_ANSWER, TAG_ASK};
 use sempa_proto::table::{AddedHost, HostTable, TASK_RM, TaskInfo};
 use sempa_proto::task::{MailboxRequest, MoveReport, Reply, Request, SpawnRequest};
@@ -34,6 +35,8 @@ pub(crate) trait Machine {
     fn delete(&self, names: &[String]) -> Result<Vec<Result<(), PvmError>>, Error>;
     /// Moves a task and waits.
     fn migrate(&self, tid: Tid, to: &str) -> Result<MoveReport, MigrateError>;
+    /// Which hosts would take a task, or whether this one would.
+    fn can_migrate(&self, tid: Tid, to: Option<&str>) -> Result<Survey, Error>;
     /// The log from an entry on.
     fn events(&self, from: u64, limit: u32) -> Result<Vec<Event>, Error>;
     /// Sends a message; to a task that has ended it vanishes.
@@ -81,6 +84,10 @@ impl Machine for Vm {
                 Err(Error::new(PvmError::BadMsg, reason).into())
             }
         }
+    }
+
+    fn can_migrate(&self, tid: Tid, to: Option<&str>) -> Result<Survey, Error> {
+        Vm::can_migrate(self, tid, to)
     }
 
     fn events(&self, from: u64, limit: u32) -> Result<Vec<Event>, Error> {

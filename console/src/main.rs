@@ -15,6 +15,7 @@ mod collect;
 mod complete;
 mod daemon;
 mod detach;
+mod drain;
 mod editor;
 mod format;
 mod halt;

@@ -1,5 +1,6 @@
 //! One command from the command line: it is carried out, and the exit status says whether all of it was done.
 
+use crate::drain::{self, Drain};
 use crate::format::{self, Names};
 use crate::halt::{Home, halt};
 use crate::json;
@@ -77,6 +78,9 @@ pub(crate) fn run(
         Screen.complain(&format!("events: {error}"));
         return Ok(ExitCode::FAILURE);
     }
+    if let Command::Drain(what) = command {
+        return follow_drain(vm, what, json);
+    }
     let mut session = Session::new(vm.clone(), env);
     let outcome = session.words(words);
     Screen.report(&outcome, json)?;
@@ -95,6 +99,27 @@ pub(crate) fn run(
     // The virtual machine forgets this task when its connection closes, whatever the answer would be.
     let _ = vm.exit();
     Ok(code(!outcome.failed))
+}
+
+/// Has a host emptied, and shows how far it is as it goes.
+fn follow_drain(vm: &Vm, what: &Drain, json: bool) -> io::Result<ExitCode> {
+    // A reader that has gone away is no reason to leave the host half empty: the order stands.
+    let mut show = |line: &str| {
+        if !json {
+            drop(Screen.print(line.as_bytes()));
+        }
+    };
+    match drain::drain(vm, what, &mut show) {
+        Ok(outcome) => {
+            Screen.report(&outcome, json)?;
+            let _ = vm.exit();
+            Ok(code(!outcome.failed))
+        }
+        Err(error) => {
+            Screen.complain(&format!("drain: {error}"));
+            Ok(ExitCode::FAILURE)
+        }
+    }
 }
 
 /// Shows events as they come.

@@ -3,6 +3,7 @@
 
 use crate::parse::ParseError;
 use crate::session::Outcome;
+use crate::words::span;
 use pvm_load_watcher::hours::Hours;
 use pvm_load_watcher::owner::clock;
 use pvm_load_watcher::status::{Guest, Status, ask_all};
@@ -31,24 +32,16 @@ fn not_a(word: &str, wanted: &'static str) -> ParseError {
     ParseError::NotA { command: "owner", word: word.to_string(), wanted }
 }
 
-/// A span as `2h`, `90m`, `30s`.
-fn span(text: &str) -> Option<Duration> {
-    let unit = match text.chars().last()? {
-        's' => 1,
-        'm' => 60,
-        'h' => 3600,
-        'd' => 86_400,
-        _ => return None,
-    };
-    let number: u64 = text[..text.len() - 1].parse().ok()?;
-    number.checked_mul(unit).map(Duration::from_secs).filter(|span| !span.is_zero() && *span <= WORD_TIME_MAX)
-}
-
 /// Reads the words behind the command.
 pub(crate) fn parse(args: &[String]) -> Result<Owner, ParseError> {
     let words: Vec<&str> = args.iter().map(String::as_str).collect();
     let state = |word: &str| if word == "here" { State::Here } else { State::Away };
-    let long = |text: &str| span(text).map(Some).ok_or_else(|| not_a(text, "a time such as 2h or 30m, up to 7d"));
+    let long = |text: &str| {
+        span(text)
+            .filter(|span| *span <= WORD_TIME_MAX)
+            .map(Some)
+            .ok_or_else(|| not_a(text, "a time such as 2h or 30m, up to 7d"))
+    };
     match words[..] {
         [] | ["status"] => Ok(Owner::Status),
         ["auto"] => Ok(Owner::Auto),

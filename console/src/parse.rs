@@ -1,6 +1,7 @@
 //! From words to commands. Nothing here looks at the virtual machine, so whatever is wrong with a line is said before
 //! anything is done.
 
+use crate::drain::{self, Drain};
 use crate::help;
 use crate::job::{self, Job};
 use crate::owner::{self, Owner};
@@ -58,6 +59,12 @@ pub(crate) enum Command {
     Aliases,
     /// Host table.
     Conf,
+    /// Task, and one host if only that is asked about.
+    CanMigrate { tid: Tid, to: Option<String> },
+    /// A host to be emptied.
+    Drain(Drain),
+    /// A host that is to take tasks again.
+    Undrain { host: String },
     /// Host names.
     Delete(Vec<String>),
     /// Words.
@@ -212,6 +219,8 @@ fn command(name: &'static str, args: &[String]) -> Result<Command, ParseError> {
         ("alias", _) => Ok(Command::Aliases),
         ("conf", _) => none(Command::Conf),
         ("delete", _) => some(Command::Delete),
+        ("drain", _) => drain::parse(args).map(Command::Drain),
+        ("undrain", [host]) => Ok(Command::Undrain { host: host.clone() }),
         ("echo", _) => Ok(Command::Echo(args.to_vec())),
         ("events", _) => events(args),
         ("export", _) => Ok(Command::Export(args.to_vec())),
@@ -225,6 +234,8 @@ fn command(name: &'static str, args: &[String]) -> Result<Command, ParseError> {
         ("job", _) => job::parse(args).map(Command::Job),
         ("jobs", _) => jobs(args),
         ("kill", _) => kill(args),
+        ("can-migrate", [tid]) => Ok(Command::CanMigrate { tid: task_tid(name, tid)?, to: None }),
+        ("can-migrate", [tid, host]) => Ok(Command::CanMigrate { tid: task_tid(name, tid)?, to: Some(host.clone()) }),
         ("migrate", [tid, host]) => Ok(Command::Migrate { tid: task_tid(name, tid)?, to: host.clone() }),
         ("mstat", _) => some(Command::Mstat),
         ("names", []) => Ok(Command::Names(String::new())),

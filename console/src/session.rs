@@ -3,6 +3,7 @@
 
 use crate::collect::{Collected, TAG_HOSTS};
 use crate::complete::Known;
+use crate::drain;
 use crate::format::{self, Names};
 use crate::help;
 use crate::job;
@@ -199,6 +200,12 @@ impl<M: Machine> Session<M> {
                 Outcome::done(format::conf(&table), json::conf(&table), false)
             }
             Command::Delete(names) => self.delete(&names)?,
+            Command::Drain(what) => {
+                let mut text = String::new();
+                let outcome = drain::drain(&self.machine, &what, &mut |line| text.push_str(line))?;
+                Outcome { text, ..outcome }
+            }
+            Command::Undrain { host } => drain::undrain(&self.machine, &host)?,
             Command::Echo(words) => Outcome::text(words.join(" ") + "\n"),
             Command::Events { from, follow: false } => self.events(from)?,
             Command::Events { follow: true, .. } => Outcome::complaint(
@@ -225,6 +232,7 @@ impl<M: Machine> Session<M> {
             Command::Jobs { long } => self.list_jobs(long)?,
             Command::Kill { children, tids } => self.kill(children, &tids)?,
             Command::Migrate { tid, to } => self.migrate(tid, &to),
+            Command::CanMigrate { tid, to } => return self.can_migrate(tid, to.as_deref()),
             Command::Mstat(names) => self.status(
                 &names,
                 |name| Request::HostStatus { name: name.clone() },
@@ -461,6 +469,13 @@ impl<M: Machine> Session<M> {
                 Outcome { json, ..Outcome::complaint(line) }
             }
         }
+    }
+
+    fn can_migrate(&self, tid: Tid, to: Option<&str>) -> Result<Outcome, Error> {
+        let table = self.machine.hosts()?;
+        let survey = self.machine.can_migrate(tid, to)?;
+        let failed = survey.nearest().is_none();
+        Ok(Outcome::done(format::survey(&table, &survey), json::survey(&table, &survey), failed))
     }
 
     /// A line and a value for each of `items` with what the daemon says about it.

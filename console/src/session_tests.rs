@@ -8,7 +8,7 @@ use libpvm::Vm;
 use libpvm::spawn::TC_SIBLINGS;
 use sempa_proto::event::{Event, EventKind};
 use sempa_proto::message::CTX_TASK_CONTROL;
-use sempa_proto::migration::{Failure, Step};
+use sempa_proto::migration::{Failure, Refusal, Step, Survey};
 use sempa_proto::rm::{Answer, End, JobUse, Question, Sums, Suspended, TaskUse, UserUse};
 use sempa_proto::table::{AddedHost, HostTable, TaskInfo};
 use sempa_proto::task::Sink;
@@ -71,6 +71,19 @@ impl Machine for Fake {
             _ => Ok(()),
         };
         Ok(names.iter().map(one).collect())
+    }
+
+    fn can_migrate(&self, tid: Tid, to: Option<&str>) -> Result<Survey, Error> {
+        if tid.raw() != 0x40002 {
+            let refusal = Refusal::Holds { what: "an io_uring ring".into() };
+            return Err(Error::new(PvmError::Denied, format!("{tid} cannot move: {refusal}")));
+        }
+        let file = Refusal::File { path: "/data".into(), why: "it does not exist on the target".into() };
+        let memory = Refusal::Memory { need: 9, have: 8 };
+        let host = |n| HostId::new(n).expect("an index");
+        let mut verdicts = vec![(host(2), vec![file, memory]), (host(3), Vec::new())];
+        verdicts.truncate(if to.is_some() { 1 } else { 2 });
+        Ok(Survey { tid, from: HostId::MASTER, resident_bytes: (4 << 20) + 1, verdicts })
     }
 
     fn migrate(&self, tid: Tid, to: &str) -> Result<MoveReport, MigrateError> {
@@ -357,6 +370,26 @@ fn hosts_that_others_add_are_announced_once() {
     assert_eq!(session.message(&added(2 << 18)), b"");
     assert!(session.settle().is_ok());
     assert_eq!(session.message(&added(3 << 18)), b"", "it was there when the console came");
+}
+
+#[test]
+fn who_would_take_a_task_is_listed_with_what_others_have_against_it() {
+    let mut session = session();
+    let all = session.line("can-migrate t40002");
+    let expected = "t40002 is on ha1, 4097 KiB\n\
+                    ha2  no: /data: it does not exist on the target\n         \
+                    it needs 9 bytes, the target has 8\n\
+                    ha3  yes\n\
+                    the nearest host that would take it: ha3\n";
+    assert_eq!((String::from_utf8(all.text.into()).as_deref(), all.failed), (Ok(expected), false));
+    assert_eq!(all.json[0]["nearest"], "ha3");
+    assert_eq!(all.json[0]["hosts"][0]["reasons"][1], "it needs 9 bytes, the target has 8");
+    let one = session.line("can-migrate t40002 ha2");
+    assert!(
+        one.failed && String::from_utf8(one.text.into()).is_ok_and(|text| text.ends_with("no host would take it\n"))
+    );
+    let none = session.line("can-migrate tc0001");
+    assert_eq!(none.complaints, ["can-migrate: tc0001 cannot move: it holds an io_uring ring"]);
 }
 
 #[test]

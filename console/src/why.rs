@@ -77,6 +77,16 @@ fn now(subject: &str, task: Option<&TaskUse>, decisions: &[Decision]) -> Option<
         let line = "it was not placed by the resource manager: it was started from a command line, by a daemon, or while none ran";
         return (!decisions.iter().any(placed)).then(|| line.to_string());
     }
+    let drain = decisions.iter().rev().find_map(|d| match &d.what {
+        Decided::Drain { host, begun, .. } if host == subject => Some(*begun),
+        Decided::HostJoined { host } if host == subject => Some(false),
+        _ => None,
+    });
+    if drain == Some(true) {
+        return Some(format!(
+            "now: nothing is placed on {subject}: it is being emptied, or kept empty; 'undrain' ends it"
+        ));
+    }
     let last = decisions.iter().rev().find_map(|d| match &d.what {
         Decided::OwnerCame { host, why } if host == subject => Some(Some(format!("its owner is there ({why})"))),
         Decided::HostGone { host, why } if host == subject => Some(Some(format!("it is gone ({why})"))),
@@ -137,5 +147,8 @@ mod tests {
         let nothing = "now: nothing is placed on h2 unless it is asked for by name: its owner is there (olga on pts/1)";
         assert_eq!(last(std::slice::from_ref(&came)), nothing);
         assert_eq!(last(&[came, left]), "now: h2 is used like any other host");
+        let drain = |begun| decision(Decided::Drain { host: "h2".into(), begun, by: Tid::from_raw(0x40001) });
+        assert!(last(&[drain(true)]).starts_with("now: nothing is placed on h2: it is being emptied"));
+        assert_eq!(last(&[drain(true), drain(false)]), "now: h2 is used like any other host");
     }
 }

@@ -1,6 +1,8 @@
 //! Splits a console line into words, as PVM's console does: blanks separate, `'…'` and `"…"` quote, `\` takes the next
 //! character as it is outside quotes, and `#` at the beginning of a word starts a comment.
 
+use std::time::Duration;
+
 /// Longest line in bytes (PVM's console allows 1023).
 pub(crate) const LINE_BYTES_MAX: usize = 64 << 10;
 
@@ -43,6 +45,19 @@ pub(crate) fn split(line: &str) -> Result<Vec<String>, LineError> {
     }
     words.extend(word);
     Ok(words)
+}
+
+/// A span as `2h`, `90m`, `30s`, `1d`; none is no span.
+pub(crate) fn span(text: &str) -> Option<Duration> {
+    let unit = match text.chars().last()? {
+        's' => 1,
+        'm' => 60,
+        'h' => 3600,
+        'd' => 86_400,
+        _ => return None,
+    };
+    let number: u64 = text[..text.len() - 1].parse().ok()?;
+    number.checked_mul(unit).map(Duration::from_secs).filter(|span| !span.is_zero())
 }
 
 #[cfg(test)]

@@ -10,7 +10,7 @@ use sempa_proto::body::{Encoding, Packer, Unpacker};
 use sempa_proto::event::{Event, EventKind};
 use sempa_proto::frame::from_bytes;
 use sempa_proto::message::{CTX_BASE, ENC_XDR, Message};
-use sempa_proto::migration::Cause;
+use sempa_proto::migration::{Cause, Refusal, Survey};
 use sempa_proto::owner::GuestsWord;
 use sempa_proto::sm::{SM_EXEC, pack_exec};
 use sempa_proto::suspend;
@@ -420,6 +420,22 @@ impl Vm {
             Reply::Moved(Ok(report)) => Ok(MoveAnswer::Done(report)),
             Reply::Moved(Err(error)) => Err(error.into()),
             other => Err(Error::from_reply("moving a task", other).into()),
+        }
+    }
+
+    /// Which hosts would take a task, or whether the host `to` would (its name, or its tid as `t80000`). Nothing is frozen and
+    /// nothing changes; the answer may be another one a moment later.
+    ///
+    /// # Errors
+    /// `Denied`, or `NoTask`, when it cannot move at all, with the reason; `NoHost`.
+    pub fn can_migrate(&self, tid: Tid, to: Option<&str>) -> Result<Survey, Error> {
+        match self.runtime.request(Request::CanMigrate { tid, to: to.map(String::from) }) {
+            Reply::Survey(Ok(survey)) => Ok(survey),
+            Reply::Survey(Err(refusal)) => {
+                let code = if refusal == Refusal::NoSuchTask { PvmError::NoTask } else { PvmError::Denied };
+                Err(Error::new(code, format!("{tid} cannot move: {refusal}")))
+            }
+            other => Err(Error::from_reply("asking who would take a task", other)),
         }
     }
 

@@ -1,15 +1,24 @@
-//! What a load watcher costs its host: a sample of the real /proc, the judgement whether it is news, and the bytes of a report.
+//! What a load watcher costs its host: a sample of the real /proc, the judgement whether it is news, and the bytes of a report;
+//! and how soon it knows of a login.
 //! Prints one line of JSON; `cargo xtask bench load` shows it beside SEMPA's figures.
 
+use pvm_load_watcher::owner::Records;
 use pvm_load_watcher::report::{PAUSE_BUSY, PAUSE_QUIET, Reporter};
 use pvm_load_watcher::sampler::Sampler;
-use sempa_proto::load::{GuestLimits, LoadReport, LoadSample, OwnerVerdict};
+use pvm_load_watcher::utmp::{DEAD_PROCESS, USER_PROCESS, record};
+use pvm_load_watcher::watch::{Spot, Watch, records};
+use sempa_proto::load::{GuestLimits, LoadReport, LoadSample, Login, OwnerVerdict};
 use sempa_proto::owner::Guests;
 use sempa_proto::{HostId, Micros, frame};
+use std::fs;
 use std::hint::black_box;
 use std::path::Path;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
+/// Logins.
+const LOGINS: usize = 51;
+/// Long enough for a machine that does something else meanwhile.
+const PATIENCE: Duration = Duration::from_secs(20);
 /// Samples of each kind.
 const SAMPLES: usize = 4000;
 /// Judgements and reports in one measurement: one alone is too short for the clock.
@@ -39,6 +48,33 @@ fn sampling(pause: Micros) -> (f64, f64) {
     let windows: Vec<f64> = each(SAMPLES, act).chunks(30).map(|w| w.iter().sum::<f64>() / w.len() as f64).collect();
     let best = windows.iter().copied().fold(f64::MAX, f64::min);
     (median(windows), best)
+}
+
+/// From the login record of somebody, in a file like the system's, until it is read.
+fn logging_in() -> Vec<f64> {
+    let dir = tempfile::tempdir().expect("a directory");
+    let path = dir.path().join("utmp");
+    let alice = Login { user: "alice".into(), line: "pts/0".into(), from: "h9".into(), at: Micros::from_secs(1000) };
+    let write = |kind| fs::write(&path, record(kind, &alice)).expect("the bench's own file");
+    let mut watch = Watch::new(vec![Spot::file(path.clone())]);
+    let mut until = |wanted: Records| {
+        loop {
+            watch.arm(0);
+            if records(&path) == wanted {
+                break;
+            }
+            assert!(watch.wait(PATIENCE, None).has(0), "it is not noticed");
+        }
+    };
+    let mut time = |_| {
+        write(DEAD_PROCESS);
+        until(Records::Logins(Vec::new()));
+        let begin = Instant::now();
+        write(USER_PROCESS);
+        until(Records::Logins(vec![alice.clone()]));
+        begin.elapsed().as_secs_f64() * 1e6
+    };
+    (0..LOGINS).map(&mut time).collect()
 }
 
 fn sample(n: usize) -> LoadSample {
@@ -77,10 +113,11 @@ fn main() {
         }
     };
     let writing = median(each(200, write)) / BATCH as f64;
+    let logins = median(logging_in());
     let figures = serde_json::json!({
         "sample_busy_us": busy.0, "sample_busy_best_us": busy.1,
         "sample_quiet_us": quiet.0, "sample_quiet_best_us": quiet.1,
-        "judge_us": judging, "write_us": writing,
+        "judge_us": judging, "write_us": writing, "login_us": logins,
     });
     println!("{figures}");
 }

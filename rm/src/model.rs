@@ -5,8 +5,8 @@
 //! update may be repeated. Entries of the event log are numbered without gaps; a gap asks for a fresh task list.
 
 use crate::decide::{
-    Estimates, ForeignMean, HostView, Hosts, MOVES_PER_MINUTE_MAX, MOVES_SPAN, Moves, Owner, Policy, SHIFTS_SPAN,
-    Sampled, Snapshot, Stay, StayReason, TaskView, Terms, Until, Wants, foreign_demand,
+    Estimates, ForeignMean, HostView, Hosts, Owner, Policy, REST, SHIFTS_SPAN, Sampled, Snapshot, StayReason, TaskView,
+    Terms, Until, Wants, foreign_demand,
 };
 use crate::recent::Recent;
 use libpvm::MigrateError;
@@ -16,9 +16,9 @@ use sempa_proto::migration::{Cause, Failure, Refusal};
 use sempa_proto::table::{HostTable, TASK_FORKED, TASK_SERVES, TaskInfo};
 use sempa_proto::{HostId, Micros, PvmError, Tid};
 use std::collections::{BTreeMap, BTreeSet, HashSet, VecDeque};
-use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
+mod closed;
 mod reports;
 
 /// Ended tasks that are remembered, so that late news of them does not bring them back.
@@ -36,6 +36,8 @@ pub const REFUSED_MAX: Micros = Micros::from_secs(60);
 /// A task that has just started is asked again after this: it has not connected yet.
 pub const NOT_YET: Micros = Micros::from_millis(500);
 
+/// Moves of a task that are remembered.
+const MOVES_MAX: usize = 6;
 /// What tasks have done is reckoned up at changes, but not more often than this: it looks at all hosts.
 const ACCOUNT_PAUSE: Micros = Micros::from_millis(500);
 
@@ -56,6 +58,8 @@ struct Host {
     /// When the last one left, on the model's clock.
     left: Option<Micros>,
     terms: Terms,
+    /// Who has it emptied.
+    drained: Option<Tid>,
     /// That no guest is left has been said.
     clean_told: bool,
     no_moves: Option<Until>,
@@ -261,12 +265,13 @@ impl Model {
                     owner: Owner::Unknown,
                     left: None,
                     terms: Terms::default(),
+                    drained: None,
                     clean_told: false,
                     no_moves: None,
                 }
             });
             (host.name, host.arch, host.speed) = (entry.name.clone(), entry.arch.clone(), entry.speed);
-            host.zone = zone(&entry.addresses);
+            host.zone = entry.zone();
             host.labels = self.labels.get(&entry.name).cloned().unwrap_or_default();
         }
         new
@@ -456,6 +461,11 @@ impl Model {
         self.hosts.get(&id).map_or_else(|| id.to_string(), |h| h.name.clone())
     }
 
+    /// The host of this name.
+    pub fn host_called(&self, name: &str) -> Option<HostId> {
+        self.hosts.iter().find(|(_, host)| host.name == name).map(|(id, _)| *id)
+    }
+
     /// Takes an entry of the event log in.
     pub fn event(&mut self, now: Micros, event: &Event) {
         match self.last_event {
@@ -509,9 +519,7 @@ impl Model {
         }
         if !matches!(cause, Cause::Asked { .. }) {
             task.moves.push_back(now);
-            while task.moves.len() > MOVES_PER_MINUTE_MAX
-                || task.moves.front().is_some_and(|at| now.since(*at) > MOVES_SPAN)
-            {
+            while task.moves.len() > MOVES_MAX || task.moves.front().is_some_and(|at| now.since(*at) > REST) {
                 task.moves.pop_front();
             }
         }
@@ -583,7 +591,11 @@ impl Model {
             },
             Refusal::HostLost(host) if *host == from => self.hold(tid, now + REFUSED_MIN, &text),
             Refusal::HostLost(_) | Refusal::OwnerThere { .. } => self.target_failed(now, tid, to, REFUSED_MIN, &text),
-            Refusal::CpuFeatures { .. } | Refusal::Kernel { .. } | Refusal::File { .. } | Refusal::Memory { .. } => {
+            Refusal::CpuFeatures { .. }
+            | Refusal::KernelFeatures { .. }
+            | Refusal::File { .. }
+            | Refusal::Memory { .. }
+            | Refusal::Threads { .. } => {
                 self.target_failed(now, tid, to, REFUSED_MAX, &text);
             }
         }
@@ -642,7 +654,11 @@ impl Model {
             match self.hosts.get(&id) {
                 None => self.view.hosts.remove(id),
                 Some(host) => {
-                    let tasks = self.tasks_on(id).map(|(tid, task)| task.view(tid)).collect();
+                    let mut tasks: Vec<TaskView> = self.tasks_on(id).map(|(tid, task)| task.view(tid)).collect();
+                    if host.drained.is_some() {
+                        // Who named the host meant to stay beside its owner.
+                        tasks.iter_mut().for_each(|task| task.asked = false);
+                    }
                     let view = host.view(id, tasks);
                     self.view.hosts.put(view);
                 }
@@ -674,38 +690,6 @@ impl Model {
         }
     }
 
-    /// Hosts whose owner is there and that the last guest has left, or that had none; each is answered once, and again
-    /// only when there were guests again.
-    pub fn newly_clean(&mut self) -> Vec<HostId> {
-        if !self.hosts.values().any(|host| host.owner.is_present()) {
-            return Vec::new();
-        }
-        let guests = self.tasks.values().filter(|t| !t.pinned && !t.asked);
-        let with_guests: HashSet<HostId> =
-            guests.flat_map(|t| [Some(t.host), t.moving.and_then(|g| g.to)]).flatten().collect();
-        let mut clean = Vec::new();
-        for (id, host) in self.hosts.iter_mut().filter(|(_, host)| host.owner.is_present()) {
-            let is_clean = !with_guests.contains(id);
-            if is_clean && !host.clean_told {
-                clean.push(*id);
-            }
-            host.clean_told = is_clean;
-        }
-        clean
-    }
-
-    /// Tasks that stay beside an owner and of which that was not said, each once until its kind of reason changes.
-    pub fn news<'m>(&mut self, moves: &'m Moves) -> Vec<&'m Stay> {
-        let (mut news, snapshot) = (Vec::new(), &self.view);
-        for stay in moves.stay.iter().filter(|stay| stay.is_news(snapshot.now)) {
-            let kind = Some(std::mem::discriminant(&stay.why));
-            let Some(task) = self.tasks.get_mut(&stay.tid).filter(|t| t.told != kind) else { continue };
-            task.told = kind;
-            news.push(stay);
-        }
-        news
-    }
-
     /// True when a fresh host table and task list are needed: entries of the log were missed, or a move gives no news.
     pub fn is_stale(&self, now: Micros) -> bool {
         self.stale || self.tasks.values().any(|t| t.moving.is_some_and(|g| now.since(g.at) >= MOVE_SILENT_MAX))
@@ -724,7 +708,7 @@ impl Host {
             cores: self.cores,
             sample: self.sample.clone(),
             foreign_mean: self.foreign_mean,
-            owner: self.owner.clone(),
+            owner: self.keeper(),
             terms: self.terms.clone(),
             no_moves: self.no_moves.clone(),
             tasks,
@@ -757,19 +741,6 @@ impl Task {
             moves: self.moves.iter().copied().collect(),
             held: self.held.clone(),
             refused: self.refused.iter().map(|(id, (until, _))| (*id, until.clone())).collect(),
-        }
-    }
-}
-
-/// The zone of a host: the part of its first address that its neighbours share (24 bits of IPv4, 64 of IPv6).
-fn zone(addresses: &[SocketAddr]) -> u32 {
-    match addresses.first().map(SocketAddr::ip) {
-        None => 0,
-        Some(IpAddr::V4(ip)) => ip.to_bits() >> 8,
-        Some(IpAddr::V6(ip)) => {
-            let net = (ip.to_bits() >> 64) as u64;
-            // Folded; two networks that fall together only look near to each other.
-            ((net >> 32) ^ net) as u32 | 1 << 31
         }
     }
 }

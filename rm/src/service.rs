@@ -1,6 +1,7 @@
 //! The loop of the resource manager: messages in, orders out. All thinking is done in [`crate::decide`], all remembering
 //! in [`crate::model`], [`crate::spawns`] and [`crate::watchers`].
 
+mod drain;
 mod memory;
 mod suspend;
 mod terms;
@@ -115,6 +116,7 @@ pub struct Service<V> {
     hosts_changed: bool,
     memory: Memory,
     standing: suspend::Standing,
+    draining: drain::Draining,
     recorder: Option<Recorder>,
 }
 
@@ -165,6 +167,7 @@ impl<V: VmApi> Service<V> {
             hosts_changed: false,
             memory: Memory::default(),
             standing: suspend::Standing::default(),
+            draining: drain::Draining::default(),
             recorder: None,
         };
         service.take_up(conduct);
@@ -172,6 +175,7 @@ impl<V: VmApi> Service<V> {
         service.refresh().map_err(ServiceError::Refused)?;
         service.recall();
         service.recall_standing();
+        service.recall_drains();
         known.iter().filter(|task| is_left_watcher(task)).for_each(|task| {
             service.watchers.found(service.vm.now(), task.host, task.tid);
         });
@@ -196,7 +200,8 @@ impl<V: VmApi> Service<V> {
     pub fn step(&mut self) -> Result<(), ServiceError> {
         let now = self.vm.now();
         let (spawns, watchers) = (self.spawns.next_deadline(), self.watchers.next_deadline());
-        let due = [self.again, self.balance_at, self.share_due(), spawns, watchers, self.memory.ledger.next_deadline()];
+        let (drains, ledger) = (self.draining.next_deadline(), self.memory.ledger.next_deadline());
+        let due = [self.again, self.balance_at, self.share_due(), spawns, watchers, drains, ledger];
         let due = due.into_iter().flatten().min();
         let wait = due.map_or(WAIT_MAX, |due| due.since(now)).min(WAIT_MAX);
         let received = self.vm.recv(Duration::from_micros(wait.0)).inspect_err(|_| self.memory.ledger.close());
@@ -451,6 +456,7 @@ impl<V: VmApi> Service<V> {
             self.spawns.try_waiting(now);
             self.place(now);
         }
+        self.drains_due(now);
         self.watchers.tick(now);
         while let Some(output) = self.watchers.poll() {
             self.watcher_output(output);

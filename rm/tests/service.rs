@@ -1,6 +1,7 @@
 //! The resource manager at work, over a virtual machine of values in virtual time.
 
 mod common;
+mod drain;
 mod suspend;
 
 use bytes::Bytes;
@@ -482,7 +483,8 @@ fn a_host_without_guests_is_clean_as_soon_as_its_owner_comes() {
 #[test]
 fn after_a_refusal_the_next_best_host_is_tried() {
     let mut bed = two_tasks_on_h2();
-    let kernel = Refusal::Kernel { source: "6.1".into(), target: "5.10".into() };
+    let kernel =
+        Refusal::KernelFeatures { missing: vec!["clone3".into()], source: "6.1".into(), target: "5.10".into() };
     bed.world().refuse.insert((t(1, 5), h(1)), failed(Failure::Refused(vec![kernel])));
     bed.owner_comes(2);
     bed.pass(Micros(1));

@@ -18,6 +18,7 @@ mod supervisor;
 mod sys;
 mod task;
 mod trial;
+mod verdict;
 mod workers;
 
 use anyhow::{Context, bail};

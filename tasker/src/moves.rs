@@ -12,13 +12,14 @@ use crate::supervisor::Supervisor;
 use crate::sys::{self, Child};
 use crate::task::{Output, Phase, Task, micros};
 use crate::trial::Trial;
+use crate::verdict::{self, For};
 use crate::workers::{Outcome, Workers};
 use checkpoint::engine::{Cancel, DumpJob, Engine, Limits, Outside, RestoreJob};
-use checkpoint::facts::{HashCache, Subject, ThisHost};
-use sempa_proto::migration::{Failure, Refusal, TaskFacts, Usage};
+use checkpoint::facts::HashCache;
+use sempa_proto::migration::{Failure, Usage};
 use sempa_proto::task::RedirectAt;
 use sempa_proto::tasker::{DumpReport, FromTasker, Redirection, ToTasker};
-use sempa_proto::{HostId, MigrationId, Tid};
+use sempa_proto::{MigrationId, Tid};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -42,7 +43,7 @@ const TARGETS_MAX: usize = 64;
 const DEFERRED_MAX: usize = 256;
 
 /// Said when the tasker may not make namespaces.
-const NO_NAMESPACES: &str =
+pub(crate) const NO_NAMESPACES: &str =
     "the tasker may not make process-id namespaces here; run the daemon as root or give pvm-tasker CAP_SYS_ADMIN";
 
 /// What is known of the engine.
@@ -89,7 +90,7 @@ pub(crate) struct Moves {
     pub(crate) trial: Option<Trial>,
     targets: BTreeMap<MigrationId, Target>,
     deferred: Vec<ToTasker>,
-    hashes: Arc<HashCache>,
+    pub(crate) hashes: Arc<HashCache>,
 }
 
 impl Moves {
@@ -162,15 +163,17 @@ impl Supervisor {
     /// Carries out an order that is about a move.
     pub(crate) fn obey_move(&mut self, order: ToTasker) {
         if matches!(self.moves.state, EngineState::Trying(_))
-            && matches!(order, ToTasker::Inspect { .. } | ToTasker::Prepare { .. })
+            && verdict::needs_engine(&order)
             && self.moves.deferred.len() < DEFERRED_MAX
         {
             self.moves.deferred.push(order);
             return;
         }
         match order {
-            ToTasker::Inspect { migration, tid } => self.inspect(migration, tid),
-            ToTasker::Prepare { migration, tid, facts } => self.prepare(migration, tid, facts),
+            ToTasker::Inspect { migration, tid } => self.look(For::Move { migration, tid }, tid),
+            ToTasker::Look { question, tid } => self.look(For::Question(question), tid),
+            ToTasker::Prepare { migration, tid, facts } => self.judge(For::Move { migration, tid }, facts),
+            ToTasker::Judge { question, facts } => self.judge(For::Question(question), facts),
             ToTasker::Stop { migration, tid, redirection } => self.stop(migration, tid, redirection),
             ToTasker::Dump { migration, tid, dir } => self.dump(migration, tid, dir),
             ToTasker::Continue { migration, tid } => self.continue_task(migration, tid),
@@ -201,46 +204,15 @@ impl Supervisor {
                 Outcome::Rested { migration, tid, failure } => self.rested(migration, tid, failure),
                 Outcome::Restored { migration, result } => self.restored(migration, result),
                 Outcome::BroughtIn { migration, done } => self.brought_in(migration, done),
-                Outcome::Inspected { migration, result } => self.say(&FromTasker::Inspected { migration, result }),
-                Outcome::Compared { migration, tid, verdict } => self.compared(migration, tid, verdict),
+                Outcome::Seen { by, result } => self.seen(by, result),
+                Outcome::Judged { by, verdict } => self.judged(by, verdict),
                 Outcome::TrialDumped(result) => self.trial_dumped(result),
                 Outcome::TrialHeld(result) => self.trial_held(result),
             }
         }
     }
 
-    fn no_engine(&self) -> Option<Refusal> {
-        // The daemon knows which host this is and puts it in.
-        self.moves.engine_state().err().map(|why| Refusal::NoEngine { host: HostId::MASTER, why })
-    }
-
     // ---- source ----
-
-    fn inspect(&mut self, migration: MigrationId, tid: Tid) {
-        let refused = match (self.tasks.get(&tid), self.no_engine()) {
-            (None, _) => Some(Refusal::NoSuchTask),
-            (Some(_), no_engine) => no_engine,
-        };
-        let namespace = self.tasks.get(&tid).and_then(|task| task.namespace.as_ref().map(|n| (n, task.process.pid)));
-        let (None, Some((namespace, pid))) = (&refused, namespace) else {
-            let result = Err(refused.unwrap_or(Refusal::Holds { what: NO_NAMESPACES.into() }));
-            return self.say(&FromTasker::Inspected { migration, result });
-        };
-        let subject = Subject { root: pid, processes: namespace.pids() };
-        let engine = self.moves.engine_state().unwrap_or_default();
-        let hashes = self.moves.hashes.clone();
-        let work =
-            move || Outcome::Inspected { migration, result: checkpoint::facts::inspect(&subject, engine, &hashes) };
-        if let Err(why) = self.begin_reading(work) {
-            let result = Err(Refusal::Holds { what: format!("something that could not be looked at: {why}") });
-            self.say(&FromTasker::Inspected { migration, result });
-        }
-    }
-
-    fn begin_reading(&mut self, work: impl FnOnce() -> Outcome + Send + 'static) -> Result<u64, Failure> {
-        let cancel = Cancel::new().map_err(|e| Failure::Io(e.to_string()))?;
-        self.moves.workers.start(&cancel, None, work)
-    }
 
     fn stop(&mut self, migration: MigrationId, tid: Tid, redirection: Option<Redirection>) {
         let result = match self.tasks.get_mut(&tid) {
@@ -469,28 +441,7 @@ impl Supervisor {
 
     // ---- target ----
 
-    fn prepare(&mut self, migration: MigrationId, tid: Tid, facts: TaskFacts) {
-        let refuse = |verdict| FromTasker::Prepared { migration, verdict };
-        if let Some(refusal) = self.no_engine() {
-            return self.say(&refuse(vec![refusal]));
-        }
-        let host = ThisHost::new(self.moves.hashes.clone());
-        let compare = move || Outcome::Compared { migration, tid, verdict: checkpoint::facts::compare(&facts, &host) };
-        if let Err(why) = self.begin_reading(compare) {
-            self.say(&refuse(vec![no_room(&why)]));
-        }
-    }
-
-    fn compared(&mut self, migration: MigrationId, tid: Tid, mut verdict: Vec<Refusal>) {
-        if verdict.is_empty()
-            && let Err(why) = self.make_room(migration, tid)
-        {
-            verdict.push(no_room(&why));
-        }
-        self.say(&FromTasker::Prepared { migration, verdict });
-    }
-
-    fn make_room(&mut self, migration: MigrationId, tid: Tid) -> Result<(), Failure> {
+    pub(crate) fn make_room(&mut self, migration: MigrationId, tid: Tid) -> Result<(), Failure> {
         if self.moves.targets.contains_key(&migration) {
             return Err(Failure::Engine(format!("{migration} is prepared here already")));
         }
@@ -686,10 +637,6 @@ fn redirect(namespace: &Namespace, redirection: Option<Redirection>) -> Result<(
     };
     let failed = |e| Failure::Engine(format!("its library cannot be told where it goes on: process {pid}: {e}"));
     sys::write_memory(pid, at, &bytes).map_err(failed)
-}
-
-fn no_room(why: &Failure) -> Refusal {
-    Refusal::NoEngine { host: HostId::MASTER, why: why.to_string() }
 }
 
 /// The time for a dump or restore of this many bytes, and a fresh handle to call it off.

@@ -2,6 +2,7 @@
 //!
 //! They make no process and reap none but the engine's own, so the loop stays the only parent.
 
+use crate::verdict::For;
 use checkpoint::engine::{Cancel, Held};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use sempa_proto::migration::{Failure, Refusal, TaskFacts, Verdict};
@@ -51,18 +52,16 @@ pub(crate) enum Outcome {
         done: bool,
     },
     /// A task was looked at.
-    Inspected {
-        /// The move.
-        migration: MigrationId,
+    Seen {
+        /// Who wants to know.
+        by: For,
         /// The answer.
         result: Result<TaskFacts, Refusal>,
     },
     /// A task's facts were compared with this host.
-    Compared {
-        /// The move.
-        migration: MigrationId,
-        /// The task.
-        tid: Tid,
+    Judged {
+        /// Who wants to know.
+        by: For,
         /// The answer.
         verdict: Verdict,
     },

@@ -100,7 +100,7 @@ fn a_killed_restore_leaves_nothing_and_the_source_goes_on() {
     let mut here = Tasker::start();
     let mut there = Tasker::start_with(&[("SEMPA_CRIU", engine.to_str().expect("text"))]);
     let (images, mut output) = dumped_counter(&mut here, dir.path());
-    assert_eq!(prepare(&mut there, tid(1), migration(1), facts_of_this_host()), []);
+    assert_eq!(prepare(&mut there, tid(1), migration(1), TaskFacts::default()), []);
     armed(dir.path());
     there.send(ToTasker::Restore { migration: migration(1), tid: tid(1), dir: images.clone() });
     let engine = pid_in(&dir.path().join("pid"));
@@ -146,7 +146,7 @@ fn a_held_copy_needs_no_engine_and_is_reported_when_it_is_killed() {
     let mut here = Tasker::start();
     let mut there = Tasker::start_with(&[("SEMPA_CRIU", engine.to_str().expect("text"))]);
     let (images, mut output) = dumped_counter(&mut here, dir.path());
-    assert_eq!(prepare(&mut there, tid(1), migration(1), facts_of_this_host()), []);
+    assert_eq!(prepare(&mut there, tid(1), migration(1), TaskFacts::default()), []);
     let copy = restore(&mut there, tid(1), migration(1), &images).expect("a restore");
     let engine = pid_in(&dir.path().join("pid"));
     assert!(!is_alive(engine), "an engine that is killed from now on could take the only copy along");
@@ -206,7 +206,7 @@ fn an_engine_that_hangs_is_ended_at_its_deadline() {
     let mut here = Tasker::start();
     let mut there = Tasker::start_with(&[("SEMPA_CRIU", engine.to_str().expect("text"))]);
     let (images, mut output) = dumped_counter(&mut here, dir.path());
-    assert_eq!(prepare(&mut there, tid(1), migration(1), facts_of_this_host()), []);
+    assert_eq!(prepare(&mut there, tid(1), migration(1), TaskFacts::default()), []);
     armed(dir.path());
     let result = restore(&mut there, tid(1), migration(1), &images);
     assert!(matches!(result, Err(Failure::Deadline { .. })), "{result:?}");
@@ -312,8 +312,8 @@ fn a_target_that_lacks_something_says_so_before_anything_stops() {
         return;
     }
     let mut there = Tasker::start();
-    let mut facts = facts_of_this_host();
-    facts.kernel = "0.0.0-other".into();
+    let mut facts = TaskFacts::default();
+    facts.kernel_features.push("no_such_call".into());
     facts.cpu_features.push("no_such_feature".into());
     facts.resident_bytes = 1 << 60;
     facts.files.push(sempa_proto::migration::FileFact {
@@ -323,7 +323,7 @@ fn a_target_that_lacks_something_says_so_before_anything_stops() {
     });
     let verdict = prepare(&mut there, tid(1), migration(1), facts);
     assert_eq!(verdict.len(), 4, "{verdict:?}");
-    assert_eq!(prepare(&mut there, tid(1), migration(2), facts_of_this_host()), []);
+    assert_eq!(prepare(&mut there, tid(1), migration(2), TaskFacts::default()), []);
     discard(&mut there, migration(2), &mut Vec::new());
     there.stop();
 }
@@ -357,14 +357,6 @@ fn dumped_counter(tasker: &mut Tasker, dir: &Path) -> (PathBuf, Vec<u8>) {
     let images = dir.join("images");
     dump(tasker, tid(1), migration(1), &images, &mut Vec::new()).expect("a dump");
     (images, output)
-}
-
-/// What any task has in common with this host.
-fn facts_of_this_host() -> TaskFacts {
-    TaskFacts {
-        kernel: std::fs::read_to_string("/proc/sys/kernel/osrelease").expect("proc").trim().to_string(),
-        ..TaskFacts::default()
-    }
 }
 
 /// Living processes of the counter that was compiled in this directory.

@@ -15,6 +15,8 @@ enum What {
     Peers,
     /// What a load watcher costs its host, beside SEMPA's figures
     Load,
+    /// What a decision of the resource manager costs, with up to 10,000 hosts
+    Decide,
     /// What the resource manager adds to spawns and added hosts
     Rm,
     /// A farm of unequal tasks on unequal hosts, balanced, beside the best assignment and one in turn
@@ -51,13 +53,18 @@ pub(crate) struct Words {
     results: Option<PathBuf>,
 }
 
-/// Measures. False if something could not be measured.
+/// Measures. False if something could not be measured, or is above what is allowed.
 ///
 /// # Errors
 /// A build fails, or a system cannot be started.
 pub(crate) fn run(words: &Words) -> Result<bool> {
     if words.what == What::Load {
         return bench_load::run();
+    }
+    if words.what == What::Decide {
+        // It says itself what is above what is allowed.
+        let words = ["bench", "-q", "-p", "pvm-rm", "--bench", "decide"];
+        return Ok(install::cargo(&words)?.status()?.success());
     }
     if words.what == What::Rm {
         return managed(words);

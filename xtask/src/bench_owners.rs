@@ -9,7 +9,7 @@ use sempa_tests::dice::Dice;
 use sempa_tests::ssh::Login;
 use sempa_tests::vm::{Entry, Settings};
 use sempa_tests::{Testbed, Vm, eventually, needs};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
@@ -26,6 +26,9 @@ const STAY_MS: (usize, usize) = (3_000, 15_000);
 const PAUSE_MS: (usize, usize) = (1_000, 6_000);
 /// The promise: nothing of ours runs longer beside an owner.
 const PROMISE_US: u64 = 50_000;
+/// The promise for a host: so long after the login no guest is left there, if there is somewhere to go. What took longer is
+/// told with its story.
+const CLEAN_US: u64 = 1_000_000;
 /// Time for each single thing that is waited for.
 const SOON: Duration = Duration::from_secs(60);
 /// Time for tablix2 to end after the last visit.
@@ -46,10 +49,34 @@ struct Outcome {
     held_us: Vec<u64>,
     /// From the login record until no guest was left; sorted.
     clean_us: Vec<u64>,
+    /// The same where a guest had no host to go to for a time; sorted.
+    nowhere_us: Vec<u64>,
+    /// What happened to guests of hosts that were clean later than promised.
+    late: Vec<Late>,
     moves: usize,
     failed_moves: usize,
     searches: usize,
 }
+
+/// A host that had guests for long after its owner had come.
+#[derive(Debug, Serialize)]
+struct Late {
+    host: String,
+    clean_us: u64,
+    /// Each with its milliseconds after the login record.
+    story: Vec<String>,
+}
+
+/// A decision of the resource manager, as `pvm why` tells it.
+#[derive(Debug, Deserialize)]
+struct Decision {
+    at_us: u64,
+    text: String,
+    decided: serde_json::Value,
+}
+
+/// A host by its name, and what was decided about it.
+type Decisions = BTreeMap<u16, (String, Vec<Decision>)>;
 
 /// Somebody's visit, as the virtual machine saw it.
 struct Visit {
@@ -78,7 +105,7 @@ pub(crate) fn run(prefix: &Path, minutes: u64, results: &Path) -> Result<bool> {
 }
 
 fn watch(vm: &Vm, span: Duration) -> Result<Outcome> {
-    hosts_join(vm, say)?;
+    let names = hosts_join(vm, say)?;
     vm.program("busy")?;
     let workers: Vec<String> = (0..WORKERS).map(|_| vm.spawn(&["busy"])).collect::<Result<_>>()?;
     let (mut outcome, mut events) = (Outcome::default(), BTreeMap::new());
@@ -107,15 +134,16 @@ fn watch(vm: &Vm, span: Duration) -> Result<Outcome> {
     outcome.seconds = begin.elapsed().as_secs();
     note(vm, &mut events)?;
     let events: Vec<Entry> = events.into_values().collect();
-    outcome.judge_events(&events);
+    let decisions = names.into_iter().map(|(index, name)| Ok((index, (name.clone(), decisions(vm, &name)?))));
+    outcome.judge_events(&events, &decisions.collect::<Result<_>>()?);
     for worker in &workers {
         // It may be standing still yet.
         let gaps = eventually(SOON, || vm.gaps(worker).map_err(|error| format!("{error:#}")));
         let gaps = gaps.with_context(|| format!("{worker} is not there at the end"))?;
         outcome.judge_worker(worker, &gaps, &events);
     }
-    let Outcome { stood_still_us, seen_us, held_us, clean_us, .. } = &mut outcome;
-    [stood_still_us, seen_us, held_us, clean_us].into_iter().for_each(|all| all.sort_unstable());
+    let Outcome { stood_still_us, seen_us, held_us, clean_us, nowhere_us, .. } = &mut outcome;
+    [stood_still_us, seen_us, held_us, clean_us, nowhere_us].into_iter().for_each(|all| all.sort_unstable());
     let late = outcome.stood_still_us.iter().filter(|us| **us > PROMISE_US).count();
     if late > 0 {
         outcome.reasons.push(format!("{late} times a worker ran longer than {} ms beside an owner", PROMISE_US / 1000));
@@ -149,6 +177,12 @@ fn note(vm: &Vm, events: &mut BTreeMap<u64, Entry>) -> Result<()> {
     Ok(())
 }
 
+/// All that the resource manager remembers to have decided about a host.
+fn decisions(vm: &Vm, host: &str) -> Result<Vec<Decision>> {
+    let mut answer = vm.json(&["why", host])?.pop().context("why prints one value")?;
+    Ok(serde_json::from_value(answer["decisions"].take())?)
+}
+
 /// When people came, by the records of their logins.
 fn visits(events: &[Entry]) -> impl Iterator<Item = Visit> {
     events.iter().filter_map(|entry| match entry.kind {
@@ -170,7 +204,7 @@ impl Outcome {
         }
     }
 
-    fn judge_events(&mut self, events: &[Entry]) {
+    fn judge_events(&mut self, events: &[Entry], decisions: &Decisions) {
         for entry in events {
             match &entry.kind {
                 EventKind::Moved { cause, .. } => {
@@ -191,8 +225,34 @@ impl Outcome {
                 EventKind::OwnerAbsent { host, .. } if host.index() == visit.host => Some(None),
                 _ => None,
             };
-            self.clean_us.extend(after(events, visit.since, clean).flatten());
+            if let Some(clean_us) = after(events, visit.since, clean).flatten() {
+                self.judge_clean(&visit, clean_us, events, decisions);
+            }
         }
+    }
+
+    /// A host had no guest any more after that time.
+    fn judge_clean(&mut self, visit: &Visit, clean_us: u64, events: &[Entry], decisions: &Decisions) {
+        let until = visit.since + clean_us;
+        let within = |at_us: u64| at_us >= visit.since && at_us <= until;
+        let of_host = decisions.get(&visit.host);
+        let decided: Vec<&Decision> =
+            of_host.into_iter().flat_map(|(_, all)| all).filter(|d| within(d.at_us)).collect();
+        let nowhere = |d: &&Decision| d.decided["Stays"]["why"].as_str().is_some_and(|why| why.starts_with("no host"));
+        if decided.iter().any(nowhere) { &mut self.nowhere_us } else { &mut self.clean_us }.push(clean_us);
+        if clean_us <= CLEAN_US {
+            return;
+        }
+        let step = |entry: &&Entry| match &entry.kind {
+            EventKind::Moving { from, .. } => from.index() == visit.host && within(entry.at_us),
+            _ => false,
+        };
+        let steps = events.iter().filter(step).map(|entry| (entry.at_us, entry.text.clone()));
+        let mut story: Vec<(u64, String)> = decided.iter().map(|d| (d.at_us, d.text.clone())).chain(steps).collect();
+        story.sort();
+        let line = |(at, text): (u64, String)| format!("{:.1} {text}", (at - visit.since) as f64 / 1e3);
+        let host = of_host.map(|(name, _)| name.clone()).unwrap_or_default();
+        self.late.push(Late { host, clean_us, story: story.into_iter().map(line).collect() });
     }
 
     /// For each visit where the worker was: how long it ran yet.
@@ -244,6 +304,11 @@ fn tell(outcome: &Outcome) {
     line("all guests stand still, after its word", &outcome.held_us);
     line("a worker runs no more, by its own clock", &outcome.stood_still_us);
     line("no guest is left on the host", &outcome.clean_us);
+    line("the same where a guest had nowhere to go", &outcome.nowhere_us);
+    for Late { host, clean_us, story } in &outcome.late {
+        println!("{host} was clean after {:.1} ms:", *clean_us as f64 / 1e3);
+        story.iter().for_each(|line| println!("    {line}"));
+    }
     println!("load: {}", fs::read_to_string("/proc/loadavg").unwrap_or_default().trim());
     for reason in &outcome.reasons {
         println!("NOT GOOD: {reason}");

@@ -214,6 +214,9 @@ impl Tracer {
         if !is_ours {
             return Answer::not_meant();
         }
+        if seizes {
+            self.wait_until_it_stands(tid);
+        }
         let mut request = question.foreign();
         let (result, vector) = match request.carry_out(tid) {
             Ok(done) => done,
@@ -234,6 +237,18 @@ impl Tracer {
             _ => Vec::new(),
         };
         Answer { result, data, ..Answer::default() }
+    }
+
+    /// A thread that was traced a moment ago, for notes of its registers, comes back to its stop only when it gets a processor.
+    /// CRIU tells what it has seized to halt, lets go on what it then finds stopped, and waits for it to halt; but the order
+    /// that meets the thread on its way to its stop is used up by that stop. Then it would run, and CRIU wait, for ever.
+    fn wait_until_it_stands(&self, tid: i32) {
+        let until = Instant::now() + SETTLE_ALLOWED;
+        for round in 0u32.. {
+            if stands(tid) || Instant::now() >= until || self.pause(round) {
+                return;
+            }
+        }
     }
 
     /// True for threads of the processes that are dumped.
@@ -311,8 +326,70 @@ fn settled(tid: i32) -> bool {
     }
 }
 
+/// True for a thread whose process is stopped and that has nothing to do before it stands still; also for one that has ended.
+fn stands(tid: i32) -> bool {
+    Status::of(tid).is_none_or(|status| status.field("State").is_some_and(|state| state.starts_with(['T', 'Z', 'X'])))
+}
+
 /// True if SIGTRAP waits for this very thread and is not blocked.
 fn has_trap_pending(tid: i32) -> bool {
     let waits = |status: Status| status.signals("SigPnd") & !status.signals("SigBlk") & (1 << (libc::SIGTRAP - 1)) != 0;
     Status::of(tid).is_some_and(waits)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::rescue::Snapshot;
+    use super::*;
+    use std::process::Command;
+
+    /// Time for anything that is waited for.
+    const SOON: Duration = Duration::from_secs(20);
+
+    fn wait<T>(what: &str, look: impl Fn() -> Option<T>) -> T {
+        let until = Instant::now() + SOON;
+        loop {
+            match look() {
+                Some(seen) => return seen,
+                None if Instant::now() < until => std::thread::yield_now(),
+                None => panic!("{what}"),
+            }
+        }
+    }
+
+    #[test]
+    fn a_thread_of_which_notes_were_taken_a_moment_ago_halts_whenever_criu_waits_for_it() {
+        let mut child = Command::new("sleep").arg("1000").spawn().expect("it starts");
+        let pid = child.id() as i32;
+        nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::SIGSTOP).expect("it is there");
+        wait("it is stopped", || stands(pid).then_some(()));
+        let (ours, _theirs) =
+            socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC).expect("descriptors");
+        let mut tracer = Tracer { socket: Arc::new(ours), processes: vec![pid], traced: BTreeSet::new() };
+        let mut ask = |request: libc::c_uint| {
+            let mut packet = u64::from(request).to_ne_bytes().to_vec();
+            packet.extend(i64::from(pid).to_ne_bytes());
+            packet.resize(QUESTION_BYTES, 0);
+            let answer = tracer.answer(&Question::read(&packet).expect("a question"));
+            assert_eq!(answer.error, 0, "{answer:?}");
+        };
+        let halts = || match ptrace::hear(pid).expect("it is traced") {
+            Some(News::Stopped(status)) => Some(status >> 8 & 0xff),
+            _ => None,
+        };
+        for _ in 0..200 {
+            Snapshot::take(&[pid]).expect("it stands still");
+            // In CRIU's order.
+            ask(libc::PTRACE_SEIZE);
+            ask(libc::PTRACE_INTERRUPT);
+            if wait("it halts", halts) == libc::SIGSTOP {
+                ask(libc::PTRACE_CONT);
+                wait("it halts again", halts);
+            }
+            ask(libc::PTRACE_DETACH);
+            wait("it is stopped again", || stands(pid).then_some(()));
+        }
+        child.kill().expect("it is there");
+        child.wait().expect("it ends");
+    }
 }

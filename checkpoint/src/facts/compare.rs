@@ -20,8 +20,12 @@ pub struct Found {
 pub trait Host {
     /// Processor features, as /proc/cpuinfo names them.
     fn cpu_features(&self) -> Vec<String>;
+    /// What the kernel can do, as a task's facts name it.
+    fn kernel_features(&self) -> Vec<String>;
     /// Release of the kernel.
     fn kernel(&self) -> String;
+    /// Threads that new processes can have; `None` when nothing limits them.
+    fn threads_available(&self) -> Option<u64>;
     /// Memory that new processes can get without swapping, in bytes.
     fn memory_available_bytes(&self) -> u64;
     /// What lies at this path.
@@ -40,19 +44,26 @@ pub trait Host {
 /// here.
 pub fn compare(facts: &TaskFacts, here: &dyn Host) -> Verdict {
     let mut verdict = Verdict::new();
-    let features = here.cpu_features();
+    let lacks = |wanted: &[String], has: &[String]| -> Vec<String> {
+        wanted.iter().filter(|feature| !has.contains(feature)).cloned().collect()
+    };
     // The C library chooses its routines by processor at the start; a missing feature would be a crash later.
-    let missing: Vec<String> = facts.cpu_features.iter().filter(|f| !features.contains(f)).cloned().collect();
+    let missing = lacks(&facts.cpu_features, &here.cpu_features());
     if !missing.is_empty() {
         verdict.push(Refusal::CpuFeatures { missing });
     }
-    let kernel = here.kernel();
-    if kernel != facts.kernel {
-        verdict.push(Refusal::Kernel { source: facts.kernel.clone(), target: kernel });
+    // Likewise what it has found the kernel to do.
+    let missing = lacks(&facts.kernel_features, &here.kernel_features());
+    if !missing.is_empty() {
+        verdict.push(Refusal::KernelFeatures { missing, source: facts.kernel.clone(), target: here.kernel() });
     }
     let (need, have) = (facts.resident_bytes.saturating_add(MEMORY_SLACK_BYTES), here.memory_available_bytes());
     if have < need {
         verdict.push(Refusal::Memory { need, have });
+    }
+    let need = u64::from(facts.threads);
+    if let Some(have) = here.threads_available().filter(|have| *have < need) {
+        verdict.push(Refusal::Threads { need, have });
     }
     let wrong = facts.files.iter().filter_map(|file| {
         let why = difference(file, here)?;
@@ -88,8 +99,9 @@ mod tests {
 
     struct Fake {
         features: &'static str,
-        kernel: &'static str,
+        calls: &'static str,
         memory: u64,
+        threads: Option<u64>,
         files: BTreeMap<&'static str, (Found, &'static str)>,
     }
 
@@ -97,8 +109,14 @@ mod tests {
         fn cpu_features(&self) -> Vec<String> {
             self.features.split(' ').map(String::from).collect()
         }
+        fn kernel_features(&self) -> Vec<String> {
+            self.calls.split(' ').map(String::from).collect()
+        }
         fn kernel(&self) -> String {
-            self.kernel.into()
+            "6.1".into()
+        }
+        fn threads_available(&self) -> Option<u64> {
+            self.threads
         }
         fn memory_available_bytes(&self) -> u64 {
             self.memory
@@ -116,8 +134,9 @@ mod tests {
         let file = |bytes, hash| (Found { bytes, is_directory: false }, hash);
         Fake {
             features: "avx2 fma sse2",
-            kernel: "6.1",
+            calls: "clone3 openat2 rseq",
             memory: 1 << 30,
+            threads: None,
             files: BTreeMap::from([
                 ("/bin/prog", file(100, "aa")),
                 ("/data/in", file(7, "")),
@@ -136,8 +155,10 @@ mod tests {
             resident_bytes: 100 << 20,
             uid: 1000,
             cpu_features: vec!["fma".into(), "sse2".into()],
-            kernel: "6.1".into(),
+            kernel_features: vec!["clone3".into(), "rseq".into()],
+            kernel: "6.8".into(),
             engine: "4.2.1".into(),
+            threads: 3,
             files: vec![
                 fact("/bin/prog", 100, FileMatch::Content("aa".into())),
                 fact("/data/in", 7, FileMatch::Length),
@@ -148,17 +169,19 @@ mod tests {
     }
 
     #[test]
-    fn a_host_with_everything_takes_the_task() {
+    fn a_host_with_everything_takes_the_task_whatever_its_kernels_release() {
         assert_eq!(compare(&facts(), &host()), []);
+        assert_eq!(compare(&facts(), &Fake { threads: Some(3), ..host() }), []);
     }
 
     #[test]
-    fn a_lesser_processor_another_kernel_and_too_little_memory_are_refused_at_once() {
-        let here = Fake { features: "sse2", kernel: "6.2", memory: 50 << 20, ..host() };
+    fn a_lesser_processor_or_kernel_and_too_little_room_are_refused_at_once() {
+        let here = Fake { features: "sse2", calls: "openat2 rseq", memory: 50 << 20, threads: Some(2), ..host() };
         let expected = [
             Refusal::CpuFeatures { missing: vec!["fma".into()] },
-            Refusal::Kernel { source: "6.1".into(), target: "6.2".into() },
+            Refusal::KernelFeatures { missing: vec!["clone3".into()], source: "6.8".into(), target: "6.1".into() },
             Refusal::Memory { need: (100 << 20) + MEMORY_SLACK_BYTES, have: 50 << 20 },
+            Refusal::Threads { need: 3, have: 2 },
         ];
         assert_eq!(compare(&facts(), &here), expected);
     }

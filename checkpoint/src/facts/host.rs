@@ -2,6 +2,7 @@
 
 use super::compare::{Found, Host};
 use super::hash::HashCache;
+use super::{kernel, room};
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
@@ -24,13 +25,22 @@ impl Host for ThisHost {
         cpu_features()
     }
 
+    fn kernel_features(&self) -> Vec<String> {
+        kernel::features()
+    }
+
     fn kernel(&self) -> String {
-        kernel()
+        release()
     }
 
     fn memory_available_bytes(&self) -> u64 {
         let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-        memory_available(&text).unwrap_or(0)
+        let machine = memory_available(&text).unwrap_or(0);
+        room::here().memory.map_or(machine, |left| left.min(machine))
+    }
+
+    fn threads_available(&self) -> Option<u64> {
+        room::here().threads
     }
 
     fn look(&self, path: &Path) -> io::Result<Found> {
@@ -50,7 +60,7 @@ pub(super) fn cpu_features() -> Vec<String> {
 }
 
 /// Release of this machine's kernel.
-pub(super) fn kernel() -> String {
+pub(super) fn release() -> String {
     std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default().trim().to_string()
 }
 
@@ -86,7 +96,7 @@ mod tests {
     fn this_machine_can_be_read() {
         let host = ThisHost::new(Arc::default());
         assert!(host.memory_available_bytes() > 0);
-        assert!(!host.cpu_features().is_empty() && !host.kernel().is_empty());
+        assert!(!host.cpu_features().is_empty() && !host.kernel().is_empty() && !host.kernel_features().is_empty());
         assert!(host.look(Path::new("/proc")).expect("it exists").is_directory);
     }
 }

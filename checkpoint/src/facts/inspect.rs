@@ -2,7 +2,7 @@
 
 use super::descriptors::{Descriptor, Kind, Meaning, judge};
 use super::hash::HashCache;
-use super::{host, maps, sockets, strangers, sysv};
+use super::{host, kernel, maps, sockets, strangers, sysv};
 use crate::status::Status;
 use sempa_proto::migration::{FileFact, FileMatch, Refusal, TaskFacts};
 use std::collections::{BTreeMap, BTreeSet};
@@ -90,8 +90,10 @@ pub fn inspect(subject: &Subject, engine: String, hashes: &HashCache) -> Result<
         resident_bytes: subject.processes.iter().filter_map(|pid| resident_bytes(*pid)).sum(),
         uid: uid.ok_or(Refusal::NoSuchTask)?,
         cpu_features: host::cpu_features(),
-        kernel: host::kernel(),
+        kernel_features: kernel::features(),
+        kernel: host::release(),
         engine,
+        threads: subject.processes.iter().filter_map(|pid| Status::of(*pid)?.number::<u32>("Threads")).sum(),
         files: file_facts(findings.files, hashes)?,
     })
 }

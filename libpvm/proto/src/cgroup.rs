@@ -53,6 +53,11 @@ pub fn folder(mountinfo: &[u8], cgroups: &[u8], controller: Option<&str>) -> Opt
     mount_of(mountinfo, controller)?.folder(&group_of(cgroups, controller)?)
 }
 
+/// Where that hierarchy is mounted: the outermost of its groups that can be seen.
+pub fn mount_point(mountinfo: &[u8], controller: Option<&str>) -> Option<PathBuf> {
+    mount_of(mountinfo, controller).map(|mount| mount.point)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -74,5 +79,6 @@ mod tests {
         assert_eq!(seen.folder(Path::new("/elsewhere")), None);
         assert_eq!(folder(mounts, cgroups, None), Some("/sys/fs/cgroup/two".into()));
         assert_eq!(folder(mounts, cgroups, Some("memory")), None);
+        assert_eq!(mount_point(mounts, None), Some("/sys/fs/cgroup".into()));
     }
 }

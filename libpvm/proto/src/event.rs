@@ -223,6 +223,22 @@ pub enum EventKind {
         /// Who asked for it.
         by: Tid,
     },
+    /// Somebody has a host emptied: its tasks leave, and none comes.
+    DrainBegun {
+        /// The host.
+        host: HostId,
+        /// Who asked for it.
+        by: Tid,
+        /// When it is to be empty, as time of day.
+        until: Option<Micros>,
+    },
+    /// A host that was emptied takes tasks again.
+    DrainEnded {
+        /// The host.
+        host: HostId,
+        /// Who asked for it.
+        by: Tid,
+    },
     /// Anything else worth knowing.
     Note {
         /// The sentence.
@@ -324,6 +340,10 @@ impl fmt::Display for EventKind {
             EventKind::Resumed { tid, cause } => write!(f, "{tid} resumed: {cause}"),
             EventKind::JobSuspended { job, by } => write!(f, "job {job} suspended: {by} asked for it"),
             EventKind::JobResumed { job, by } => write!(f, "job {job} resumed: {by} asked for it"),
+            EventKind::DrainBegun { host, by, .. } => {
+                write!(f, "{host} is being emptied, and takes no tasks: {by} asked for it")
+            }
+            EventKind::DrainEnded { host, by } => write!(f, "{host} takes tasks again: {by} asked for it"),
             EventKind::Note { text } => f.write_str(text),
         }
     }

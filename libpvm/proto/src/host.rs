@@ -6,7 +6,7 @@
 use crate::event::EventKind;
 use crate::ids::{Epoch, HostId, Micros, MigrationId, RequestId, Tid};
 use crate::message::Message;
-use crate::migration::{Move, Order, Report};
+use crate::migration::{Move, Order, Refusal, Report, TaskFacts, Verdict};
 use crate::suspend::{self, Holds};
 use crate::table::HostTable;
 use crate::task::{LinkMark, RedirectAt, Reply, Request, RmInfo, Sink, SpawnRequest, ToTask, TracerInfo};
@@ -64,6 +64,16 @@ pub enum Question {
         /// Who wants to know.
         watcher: Tid,
     },
+    /// What is this task, and could it move at all? → [`Answer::Facts`]
+    Facts {
+        /// The task.
+        tid: Tid,
+    },
+    /// Would this host take such a task? Nothing is made ready. → [`Answer::Verdict`]
+    Verdict {
+        /// What it is.
+        facts: TaskFacts,
+    },
     /// Time of day. → [`Reply::Clock`]
     Clock,
     /// → [`Reply::Done`] or [`Reply::Failed`]
@@ -89,6 +99,10 @@ pub enum Answer {
         /// How far it had sent to the watcher, if anything.
         after: Option<LinkMark>,
     },
+    /// To [`Question::Facts`]: what it is, or why it cannot move at all.
+    Facts(Result<TaskFacts, Refusal>),
+    /// To [`Question::Verdict`].
+    Verdict(Verdict),
 }
 
 /// On the control channel.

@@ -85,6 +85,11 @@ pub enum Cause {
         /// The resource manager's sentence.
         why: String,
     },
+    /// The host is being emptied.
+    Drain {
+        /// The task that asked for it.
+        by: Tid,
+    },
 }
 
 impl fmt::Display for Cause {
@@ -93,6 +98,7 @@ impl fmt::Display for Cause {
             Cause::Asked { by } => write!(f, "asked by {by}"),
             Cause::Owner { why } => write!(f, "owner: {why}"),
             Cause::Load { why } => write!(f, "load: {why}"),
+            Cause::Drain { by } => write!(f, "drain: {by} has the host emptied"),
         }
     }
 }
@@ -145,10 +151,15 @@ pub struct TaskFacts {
     pub uid: u32,
     /// Processor features of the source, as /proc/cpuinfo names them, sorted.
     pub cpu_features: Vec<String>,
-    /// Kernel release of the source.
+    /// What the kernel of the source can do and others may not, sorted: system calls by name, found by calling them. A program
+    /// that has found one may go on using it.
+    pub kernel_features: Vec<String>,
+    /// Kernel release of the source, for people.
     pub kernel: String,
-    /// Version of the dump engine at the source.
+    /// Version of the dump engine at the source, for people.
     pub engine: String,
+    /// Threads of all its processes.
+    pub threads: u32,
     /// Files that must be found on the target.
     pub files: Vec<FileFact>,
 }
@@ -187,8 +198,10 @@ pub enum Refusal {
         /// What is missing there.
         missing: Vec<String>,
     },
-    /// The kernels differ.
-    Kernel {
+    /// The target's kernel lacks system calls that the program may be using.
+    KernelFeatures {
+        /// What is missing there.
+        missing: Vec<String>,
         /// Release at the source.
         source: String,
         /// Release at the target.
@@ -206,6 +219,13 @@ pub enum Refusal {
         /// Bytes needed.
         need: u64,
         /// Bytes available.
+        have: u64,
+    },
+    /// A control group of the target allows no more processes and threads.
+    Threads {
+        /// Threads of the task.
+        need: u64,
+        /// Threads that are allowed.
         have: u64,
     },
     /// The host did not answer in time or has left.
@@ -237,9 +257,14 @@ impl fmt::Display for Refusal {
             Refusal::NoEngine { host, why } => write!(f, "{host} cannot dump or restore: {why}"),
             Refusal::Holds { what } => write!(f, "it holds {what}"),
             Refusal::CpuFeatures { missing } => write!(f, "the target's processor lacks {}", missing.join(" ")),
-            Refusal::Kernel { source, target } => write!(f, "kernel {source} at the source, {target} at the target"),
+            Refusal::KernelFeatures { missing, source, target } => {
+                write!(f, "the target's kernel ({target}, the source's is {source}) lacks {}", missing.join(" "))
+            }
             Refusal::File { path, why } => write!(f, "{}: {why}", path.display()),
             Refusal::Memory { need, have } => write!(f, "it needs {need} bytes, the target has {have}"),
+            Refusal::Threads { need, have } => {
+                write!(f, "it has {need} threads, and a control group of the target allows {have} more")
+            }
             Refusal::HostLost(host) => write!(f, "{host} does not answer"),
             Refusal::OwnerThere { host, why } => write!(f, "{host} takes no guests now: {why}"),
             Refusal::TooManyMoves { limit } => write!(f, "{limit} moves are under way already"),
@@ -249,6 +274,26 @@ impl fmt::Display for Refusal {
 
 /// The target's answer before anything freezes; empty means that it would take the task.
 pub type Verdict = Vec<Refusal>;
+
+/// Which hosts would take a task, asked of all without a change anywhere.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Survey {
+    /// The task.
+    pub tid: Tid,
+    /// Where it runs.
+    pub from: HostId,
+    /// Its resident memory in bytes.
+    pub resident_bytes: u64,
+    /// The other hosts that were asked, the nearest first, and what each has against it; nothing means that it would take it.
+    pub verdicts: Vec<(HostId, Verdict)>,
+}
+
+impl Survey {
+    /// The nearest host that would take it.
+    pub fn nearest(&self) -> Option<HostId> {
+        self.verdicts.iter().find(|(_, verdict)| verdict.is_empty()).map(|(host, _)| *host)
+    }
+}
 
 /// Why a step failed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use std::fmt;
 
 /// Version of questions, answers and decisions.
-pub const RM_VERSION: u16 = 1;
+pub const RM_VERSION: u16 = 2;
 /// Context of everything that comes to the resource manager beside PVM's documented messages.
 pub const CTX_RM: i32 = 0x7ffe0;
 /// Tag of questions.
@@ -56,6 +56,23 @@ pub enum Question {
         /// False: let it go on.
         suspend: bool,
     },
+    /// Have all tasks leave a host, and keep others away. → [`Answer::Drain`]
+    Drain {
+        /// The host's name.
+        host: String,
+        /// It is to be empty within this time; what is left by then is told.
+        within: Option<Micros>,
+    },
+    /// Let a host take tasks again. → [`Answer::Drain`], with whatever is there
+    Undrain {
+        /// The host's name.
+        host: String,
+    },
+    /// How far is it? → [`Answer::Drain`]
+    Draining {
+        /// The host's name.
+        host: String,
+    },
 }
 
 /// What is answered. New kinds go to the end: [`Answer::Version`] is the first for ever.
@@ -91,6 +108,16 @@ pub enum Answer {
         tasks: Vec<Tid>,
         /// Its tasks that are as they were, and why; [`ANSWER_ENTRIES_MAX`] of them at most.
         others: Vec<(Tid, String)>,
+    },
+    /// A host that is emptied, or is not any more.
+    Drain {
+        /// It is being emptied, or kept empty.
+        drained: bool,
+        /// The tasks that are there and that could leave, and why those stay that do not leave at present;
+        /// [`ANSWER_ENTRIES_MAX`] of them at most.
+        tasks: Vec<(Tid, Option<String>)>,
+        /// Tasks that belong to the host or to nobody here, and stay until they end.
+        stay: u32,
     },
 }
 
@@ -493,6 +520,15 @@ pub enum Decided {
         /// Who asked for it.
         by: Tid,
     },
+    /// A host is being emptied, or takes tasks again.
+    Drain {
+        /// The host.
+        host: String,
+        /// False: it takes tasks again.
+        begun: bool,
+        /// Who asked for it.
+        by: Tid,
+    },
     /// The resource manager began to work.
     Began {
         /// It goes on with what one before it knew.
@@ -531,6 +567,7 @@ impl Decided {
             | Decided::OwnerLeft { host, .. }
             | Decided::HostJoined { host }
             | Decided::HostGone { host, .. }
+            | Decided::Drain { host, .. }
             | Decided::Suspended { host, .. }
             | Decided::Resumed { host, .. } => host == name,
             Decided::JobSuspended { .. } | Decided::Began { .. } => false,
@@ -548,6 +585,7 @@ fn because(cause: &Cause, from: &str) -> String {
         Cause::Asked { by } => format!("{by} asked for it"),
         Cause::Owner { why } => format!("the owner of {from} is there ({why})"),
         Cause::Load { why } => format!("the load is uneven: {why}"),
+        Cause::Drain { by } => format!("{by} has {from} emptied"),
     }
 }
 
@@ -585,7 +623,7 @@ impl fmt::Display for Decided {
                 write!(f, "{tid} was not moved from {from} to {to}: {step} failed: {why}")
             }
             Decided::Stays { tid, host, why, not_used } => {
-                write!(f, "{tid} stays on {host} although its owner is there: {why}")?;
+                write!(f, "{tid} stays on {host}, which it should leave: {why}")?;
                 let list: Vec<String> = not_used.iter().map(|n| format!("{}: {}", n.host, n.why)).collect();
                 if list.is_empty() { Ok(()) } else { write!(f, " ({})", list.join("; ")) }
             }
@@ -599,6 +637,8 @@ impl fmt::Display for Decided {
                 let what = if *suspend { "suspended" } else { "resumed" };
                 write!(f, "job {job} was {what}: {by} asked for it")
             }
+            Decided::Drain { host, begun: true, by } => write!(f, "{host} is being emptied: {by} asked for it"),
+            Decided::Drain { host, begun: false, by } => write!(f, "{host} takes tasks again: {by} asked for it"),
             Decided::Began { again: false } => f.write_str("the resource manager began"),
             Decided::Began { again: true } => f.write_str(
                 "the resource manager began again with what was known; meanwhile spawns were placed in turn",

@@ -38,11 +38,11 @@ impl Holds {
     #[must_use]
     pub fn after(self, order: &Order) -> Holds {
         match (&order.cause, order.suspend) {
-            (Cause::Share { .. }, true) => Holds { gives_way: true, ..self },
-            (Cause::Share { .. }, false) if self.gives_way => Holds { gives_way: false, ..self },
+            // Also when it does not give way any more: a user may have let it go on and suspended it since.
+            (Cause::Share { .. }, suspend) => Holds { gives_way: suspend, ..self },
             (Cause::Asked { by } | Cause::Job { by }, true) => Holds { asked: Some(*by), ..self },
             (Cause::Job { .. }, false) => Holds { asked: None, ..self },
-            (Cause::Asked { .. } | Cause::Share { .. }, false) => Holds::default(),
+            (Cause::Asked { .. }, false) => Holds::default(),
         }
     }
 
@@ -124,5 +124,8 @@ mod tests {
         assert!(!after(&[(true, &share), (true, &job), (false, &asked)]).any());
         assert!(!after(&[(true, &share), (true, &job), (false, &job), (false, &share)]).any());
         assert!(!after(&[(true, &job), (false, &job)]).any());
+        let asked_since = [(true, &share), (false, &asked), (true, &asked), (false, &share)];
+        assert_eq!(after(&asked_since), Holds { asked: Some(by), gives_way: false });
+        assert_eq!(after(&[(true, &job), (false, &share)]), Holds { asked: Some(by), gives_way: false });
     }
 }

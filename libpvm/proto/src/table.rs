@@ -3,7 +3,7 @@
 use crate::error::PvmError;
 use crate::ids::{Epoch, HostId, Tid};
 use serde::{Deserialize, Serialize};
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 
 /// Hosts of one virtual machine at most: what 12 bits of a tid can name.
 pub const HOSTS_MAX: usize = HostId::INDEX_MAX as usize;
@@ -23,6 +23,22 @@ pub struct HostEntry {
     pub dsig: i32,
     /// Where its daemon listens (QUIC over UDP); the first reachable one counts.
     pub addresses: Vec<SocketAddr>,
+}
+
+impl HostEntry {
+    /// Hosts of one zone are near to each other: the part of its first address that neighbours share (24 bits of IPv4, 64 of
+    /// IPv6).
+    pub fn zone(&self) -> u32 {
+        match self.addresses.first().map(SocketAddr::ip) {
+            None => 0,
+            Some(IpAddr::V4(ip)) => ip.to_bits() >> 8,
+            Some(IpAddr::V6(ip)) => {
+                let net = (ip.to_bits() >> 64) as u64;
+                // Folded; two networks that fall together only look near to each other.
+                ((net >> 32) ^ net) as u32 | 1 << 31
+            }
+        }
+    }
 }
 
 /// All hosts, ordered by index, as of one epoch.

@@ -10,7 +10,7 @@ use crate::event::{Event, EventKind};
 use crate::group::{GroupReply, GroupRequest};
 use crate::ids::{HostId, Micros, MigrationId, RequestId, Tid};
 use crate::message::Message;
-use crate::migration::{Failure, Step};
+use crate::migration::{Failure, Refusal, Step, Survey};
 use crate::route::RouteWord;
 use crate::table::{AddedHost, HostTable, TaskInfo};
 use serde::{Deserialize, Serialize};
@@ -372,6 +372,13 @@ pub enum Request {
         /// Answer only when the move has ended.
         wait: bool,
     },
+    /// Which hosts would take a task? Nothing changes anywhere. → [`Reply::Survey`]
+    CanMigrate {
+        /// The task.
+        tid: Tid,
+        /// Only this one: host name, or host tid in hex as `t80000`.
+        to: Option<String>,
+    },
     /// What foreign tasks may do on this host, as its owner wants it; from a load watcher. → [`Reply::Done`]
     Guests(crate::owner::GuestsWord),
     /// The log from an entry on. → [`Reply::Events`]
@@ -462,6 +469,8 @@ pub enum Reply {
     MoveStarted(MigrationId),
     /// The move has ended.
     Moved(Result<MoveReport, MoveError>),
+    /// Which hosts would take the task, or why it cannot move at all.
+    Survey(Result<Survey, Refusal>),
     /// Entries of the log, oldest first.
     Events(Vec<Event>),
     /// True: the task serves from now on. False: it does so no longer.

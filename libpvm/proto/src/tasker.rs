@@ -3,7 +3,7 @@
 //! The tasker is the parent of all spawned tasks and the only privileged program. It does what it is told and reports;
 //! it decides nothing. When its socket closes it kills every task it has and ends.
 
-use crate::ids::{Micros, MigrationId, Tid};
+use crate::ids::{Micros, MigrationId, RequestId, Tid};
 use crate::migration::{Failure, Refusal, TaskFacts, Usage, Verdict};
 use crate::task::RedirectAt;
 use serde::{Deserialize, Serialize};
@@ -89,6 +89,20 @@ pub enum ToTasker {
         /// The task.
         tid: Tid,
         /// What it is.
+        facts: TaskFacts,
+    },
+    /// As [`ToTasker::Inspect`], for whoever only asks. → [`FromTasker::Seen`]
+    Look {
+        /// The question.
+        question: RequestId,
+        /// The task.
+        tid: Tid,
+    },
+    /// As [`ToTasker::Prepare`], for whoever only asks: no room is made. → [`FromTasker::Judged`]
+    Judge {
+        /// The question.
+        question: RequestId,
+        /// What the task is.
         facts: TaskFacts,
     },
     /// Hold the task, for the owner of the host or because it is suspended: until the time is over it may run, behind
@@ -212,6 +226,20 @@ pub enum FromTasker {
     Prepared {
         /// The move.
         migration: MigrationId,
+        /// The answer.
+        verdict: Verdict,
+    },
+    /// As [`FromTasker::Inspected`].
+    Seen {
+        /// The question.
+        question: RequestId,
+        /// The answer.
+        result: Result<TaskFacts, Refusal>,
+    },
+    /// As [`FromTasker::Prepared`].
+    Judged {
+        /// The question.
+        question: RequestId,
         /// The answer.
         verdict: Verdict,
     },

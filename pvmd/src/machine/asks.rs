@@ -26,6 +26,10 @@ pub(super) enum Asker {
     Watch { watcher: Tid },
     /// Whether a member of a group is alive.
     Member { tid: Tid },
+    /// What the task of a survey is.
+    Facts(u64),
+    /// What a host of a survey has against the task.
+    Verdict { survey: u64, host: HostId },
 }
 
 impl Asker {
@@ -124,6 +128,8 @@ impl Machine {
                 Reply::Done
             }
             Question::Suspend(order) => return self.suspend(back, order),
+            Question::Facts { tid } => return self.facts_wanted(back, tid),
+            Question::Verdict { facts } => return self.verdict_wanted(back, facts),
             Question::Clock => Reply::Clock(self.unix),
             Question::FreeContext { owner, ctx } => match self.contexts.get(&ctx) {
                 Some(holder) if *holder == owner => {
@@ -189,6 +195,10 @@ impl Machine {
                     self.member_ended(tid);
                 }
             }
+            (Answer::Facts(result), Asker::Facts(survey)) => self.facts_answered(survey, from, Some(result)),
+            (Answer::Verdict(verdict), Asker::Verdict { survey, host }) => {
+                self.verdict_answered(survey, host, Some(verdict));
+            }
             (_, asker) => {
                 self.log(format!("{from} gave an answer that does not fit its question"));
                 self.unanswered(pending.question, asker);
@@ -215,6 +225,8 @@ impl Machine {
             Asker::Gather(gather) => self.gathered(gather, Vec::new()),
             Asker::Spawn { spawn, part } => self.part_spawned(spawn, part, Err(PvmError::HostFail)),
             Asker::Member { tid } => self.member_ended(tid),
+            Asker::Facts(survey) => self.facts_answered(survey, self.config.host, None),
+            Asker::Verdict { survey, host } => self.verdict_answered(survey, host, None),
             Asker::Watch { watcher } => {
                 if let Question::Watch { tid, .. } = question {
                     self.watched_is_gone(watcher, tid, None::<LinkMark>);
@@ -258,6 +270,7 @@ fn task_of(question: &Question) -> Option<Tid> {
         | Question::TaskStatus { tid }
         | Question::Signal { tid, .. }
         | Question::Suspend(Order { tid, .. })
+        | Question::Facts { tid }
         | Question::Watch { tid, .. } => Some(*tid),
         _ => None,
     }

@@ -432,6 +432,10 @@ impl Machine {
     /// The tasker has stopped a task for a move, or could not.
     pub(super) fn stopped_for_move(&mut self, id: MigrationId, result: &Result<(), Failure>) {
         let Some(tid) = self.moves.sources.get(&id).map(|source| source.of().tid) else { return };
+        if result.is_ok() {
+            // Whom a move has stopped before his time was over is not told of otherwise.
+            self.guest_held(tid);
+        }
         let Some(still) = self.tasks.get_mut(tid).and_then(|task| task.still.as_mut()) else { return };
         if still.pending.take_if(|(of, _)| *of == id).is_some() {
             if result.is_ok() {

@@ -33,6 +33,7 @@ mod rm;
 mod route;
 mod servers;
 mod spawn;
+mod survey;
 mod suspend;
 mod table;
 mod tasks;
@@ -103,6 +104,8 @@ enum Timer {
     GuestsEnd,
     /// There may have been no resource manager for long.
     NoRm,
+    /// A survey that has to end.
+    Survey(u64),
     /// The last messages of a dead task.
     LastWords { watcher: Tid, dead: Tid },
 }
@@ -150,6 +153,7 @@ pub struct Machine {
     moves: moves::Moves,
     hosting: guests::Hosting,
     suspending: suspend::Suspending,
+    surveys: survey::Surveys,
     stop: Option<halt::Stop>,
     /// What somebody set with `pvm_tickle`; shown, and without effect.
     debug_mask: i32,
@@ -186,6 +190,7 @@ impl Machine {
             moves: moves::Moves::default(),
             hosting: guests::Hosting::default(),
             suspending: suspend::Suspending::default(),
+            surveys: survey::Surveys::default(),
             stop: None,
             debug_mask: 0,
             traces: trace::Traces::default(),
@@ -290,6 +295,8 @@ impl Machine {
             FromTasker::StartFailed { tid, why } => self.start_failed(tid, &why),
             FromTasker::Output { tid, bytes } => self.task_output(tid, bytes),
             FromTasker::Held { tid } => self.guest_held(tid),
+            FromTasker::Seen { question, result } => self.task_seen(question, result),
+            FromTasker::Judged { question, verdict } => self.task_judged(question, verdict),
             FromTasker::Exited { tid, status, used } => self.process_exited(tid, status, used),
             message => self.tasker_on_move(message),
         }
@@ -306,6 +313,7 @@ impl Machine {
             self.end_task(tid, 9, sempa_proto::migration::Usage::default());
         }
         self.moves_tasker_gone(why);
+        self.surveys_tasker_gone();
         self.stop_step();
     }
 
@@ -326,6 +334,7 @@ impl Machine {
                 Timer::GuestsLeave => self.guests_leave(),
                 Timer::GuestsEnd => self.guests_end(),
                 Timer::NoRm => self.go_on_without_rm(),
+                Timer::Survey(survey) => self.survey_deadline(survey),
                 Timer::Drain(tid) => self.drain_over(tid),
                 Timer::LastWords { watcher, dead } => self.last_words_over(watcher, dead),
             }

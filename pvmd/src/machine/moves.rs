@@ -69,14 +69,19 @@ impl Machine {
     }
 
     fn check_move(&self, tid: Tid, to: &str) -> Result<(HostId, HostId), Refusal> {
+        let to = self.host_named(to).ok_or(Refusal::NoSuchHost)?;
+        let from = self.location(tid).filter(|host| tid.is_task() && self.table.get(*host).is_some());
+        Ok((from.ok_or(Refusal::NoSuchTask)?, to))
+    }
+
+    /// The host of this name, or of this host tid.
+    pub(super) fn host_named(&self, name: &str) -> Option<HostId> {
         let by_tid = || {
-            let digits = to.strip_prefix('t').or_else(|| to.strip_prefix("0x")).unwrap_or(to);
+            let digits = name.strip_prefix('t').or_else(|| name.strip_prefix("0x")).unwrap_or(name);
             let tid = Tid::from_raw(i32::from_str_radix(digits, 16).ok()?);
             self.table.get(super::requests::host_of(tid)?)
         };
-        let to = self.table.by_name(to).or_else(by_tid).ok_or(Refusal::NoSuchHost)?.id;
-        let from = self.location(tid).filter(|host| tid.is_task() && self.table.get(*host).is_some());
-        Ok((from.ok_or(Refusal::NoSuchTask)?, to))
+        self.table.by_name(name).or_else(by_tid).map(|host| host.id)
     }
 
     fn coordinate(&mut self, output: CoordinatorOutput) {
@@ -263,10 +268,14 @@ impl Machine {
                 self.moves.next.insert(tid, id);
                 self.ease(tid);
             }
-            SourceOutput::Inspect => match self.refusal(&of) {
-                Some(refusal) => self.source_event(id, SourceEvent::Inspected(Err(refusal))),
-                None => self.tell_tasker(ToTasker::Inspect { migration: id, tid }),
-            },
+            SourceOutput::Inspect => {
+                // A move that was given up before anything was held leaves its source behind.
+                self.moves.sources.retain(|other, s| *other == id || s.of().tid != tid || s.holds());
+                match self.cannot_move(tid) {
+                    Some(refusal) => self.source_event(id, SourceEvent::Inspected(Err(refusal))),
+                    None => self.tell_tasker(ToTasker::Inspect { migration: id, tid }),
+                }
+            }
             SourceOutput::Hold => {
                 if let Some(task) = self.tasks.get_mut(tid) {
                     task.hold = true;
@@ -338,14 +347,11 @@ impl Machine {
     }
 
     /// Why this task cannot move at all, as far as its daemon knows.
-    fn refusal(&mut self, of: &Move) -> Option<Refusal> {
-        let host = self.config.host;
-        if self.tasker_gone {
-            return Some(Refusal::NoEngine { host, why: "its tasker has ended".into() });
+    pub(super) fn cannot_move(&self, tid: Tid) -> Option<Refusal> {
+        if let Some(refusal) = self.no_tasker() {
+            return Some(refusal);
         }
-        // A move that was given up before anything was held leaves its source behind.
-        self.moves.sources.retain(|id, s| *id == of.id || s.of().tid != of.tid || s.holds());
-        let Some(task) = self.tasks.get(of.tid) else { return Some(Refusal::NoSuchTask) };
+        let Some(task) = self.tasks.get(tid) else { return Some(Refusal::NoSuchTask) };
         if !task.spawned() {
             Some(Refusal::NotSpawned)
         } else if task.pinned || task.flags & TASK_SERVES != 0 {
@@ -370,8 +376,8 @@ impl Machine {
                 self.tell_tasker(ToTasker::Prepare { migration: id, tid, facts });
             }
             TargetOutput::Prepare(_) => {
-                let refusal = Refusal::NoEngine { host: self.config.host, why: "its tasker has ended".into() };
-                self.target_event(id, TargetEvent::Prepared(vec![refusal]));
+                let refusal = self.no_tasker().into_iter().collect();
+                self.target_event(id, TargetEvent::Prepared(refusal));
             }
             TargetOutput::ExpectImages => self.out.push_back(Output::ExpectImages { migration: id, from: of.from }),
             TargetOutput::Restore => {
@@ -420,8 +426,14 @@ impl Machine {
         }
     }
 
+    /// Why nothing can be moved from here or to here, when there is nobody to do it.
+    pub(super) fn no_tasker(&self) -> Option<Refusal> {
+        let why = || "its tasker has ended".into();
+        self.tasker_gone.then(|| Refusal::NoEngine { host: self.config.host, why: why() })
+    }
+
     /// A tasker does not know which host it is on.
-    fn named(&self, refusal: Refusal) -> Refusal {
+    pub(super) fn named(&self, refusal: Refusal) -> Refusal {
         match refusal {
             Refusal::NoEngine { why, .. } => Refusal::NoEngine { host: self.config.host, why },
             other => other,

@@ -67,6 +67,7 @@ impl Machine {
                 let order = Order { tid: other, suspend, cause };
                 self.ask_about(other, Question::Suspend(order), Asker::Task { tid, id });
             }
+            Request::CanMigrate { tid: of, to } => self.can_migrate(tid, id, of, to.as_deref()),
             Request::Notify(request) => self.notify_request(tid, id, request),
             Request::RegisterRm(serves) => self.register_rm(tid, id, serves),
             Request::NewContext => self.new_context(tid, id),

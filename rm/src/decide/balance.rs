@@ -14,6 +14,7 @@
 //! often in an hour. A pool whose tasks were placed by load gives no task a faster place, so it is left alone.
 
 use super::farm::{FASTER, Machine};
+use super::hasten::Farm;
 use super::load::Load;
 use super::moves::unfit;
 use super::{HostView, MOVES_AT_ONCE_MAX, Owner, Snapshot, TaskView, Together, slowness};
@@ -102,6 +103,27 @@ pub(super) struct Place<'a> {
     pub(super) foreign_mean: f64,
     /// Work that each of our tasks on it has left, in seconds of an ordinary processor, in rising order.
     left: Vec<f64>,
+    /// Seconds that its tasks take all together, with the smaller and the larger load that is not ours.
+    flows: (f64, f64),
+}
+
+/// A task that may go.
+struct Mover<'a> {
+    task: &'a TaskView,
+    from: HostId,
+    left: f64,
+}
+
+/// A move that saves more than it costs.
+struct Offer {
+    /// What it saves beyond what it costs.
+    net: f64,
+    /// Who goes, as a place in the list of movers.
+    mover: usize,
+    to: HostId,
+    why: ShiftWhy,
+    /// It delays the end of the task's job, as far as is known.
+    delays: bool,
 }
 
 impl Place<'_> {
@@ -120,16 +142,28 @@ impl Place<'_> {
         }
     }
 
-    /// Seconds that its tasks take all together, without the one that is there or with one more that comes.
-    fn flow(&self, foreign: f64, without: Option<f64>, with: Option<f64>) -> f64 {
-        let mut left = self.left.clone();
-        if let Some(at) = without.and_then(|gone| left.iter().position(|l| *l == gone)) {
-            left.remove(at);
-        }
-        if let Some(more) = with {
-            left.insert(left.partition_point(|l| *l < more), more);
-        }
-        self.machine(foreign).flow(left.into_iter())
+    /// Seconds that its tasks take all together.
+    fn flow(&self, foreign: f64) -> f64 {
+        self.machine(foreign).flow(self.left.len(), self.left.iter().copied())
+    }
+
+    /// The same without one that has so much left.
+    fn flow_without(&self, foreign: f64, gone: f64) -> f64 {
+        let Some(at) = self.left.iter().position(|left| *left == gone) else { return self.flow(foreign) };
+        let left = self.left[..at].iter().chain(&self.left[at + 1..]);
+        self.machine(foreign).flow(self.left.len() - 1, left.copied())
+    }
+
+    /// The same with one more.
+    fn flow_with(&self, foreign: f64, more: f64) -> f64 {
+        let (before, after) = self.left.split_at(self.left.partition_point(|left| *left < more));
+        let left = before.iter().chain([&more]).chain(after);
+        self.machine(foreign).flow(self.left.len() + 1, left.copied())
+    }
+
+    /// Its tasks are others than before.
+    fn count_again(&mut self) {
+        self.flows = (self.flow(self.foreign.0), self.flow(self.foreign.1));
     }
 }
 
@@ -202,7 +236,7 @@ pub(super) fn may_shift(now: Micros, task: &TaskView) -> bool {
 fn may_give_or_take(now: Micros, host: &HostView) -> bool {
     host.fresh_sample(now).is_some()
         && match host.owner {
-            Owner::Present { .. } | Owner::Closed { .. } | Owner::Unknown => false,
+            Owner::Present { .. } | Owner::Closed { .. } | Owner::Drained { .. } | Owner::Unknown => false,
             // Load that is not ours is weighed as such; somebody who is idle may be back at any moment.
             Owner::Maybe { idle, .. } => !idle,
             Owner::Absent { left } => left.is_none_or(|left| now.since(left) >= OWNER_AWAY_MIN),
@@ -228,7 +262,7 @@ impl<'a> Plan<'a> {
             let seen = host.foreign_mean.map(|mean| (f64::from(mean.threads), f64::from(mean.spread)));
             let (mean, spread) = seen.unwrap_or((now, 0.0));
             let foreign = (now.min(mean - spread).max(0.0), now.max(mean + spread));
-            (host.id, Place { host, load: *load, foreign, foreign_mean: mean, left: Vec::new() })
+            (host.id, Place { host, load: *load, foreign, foreign_mean: mean, left: Vec::new(), flows: (0.0, 0.0) })
         };
         let mut places: BTreeMap<HostId, Place<'_>> = hosts.values().map(place).collect();
         for (host, _) in hosts.values() {
@@ -237,7 +271,10 @@ impl<'a> Plan<'a> {
                 places.get_mut(&at).into_iter().for_each(|place| place.left.push(expected[&task.tid].left));
             }
         }
-        places.values_mut().for_each(|place| place.left.sort_unstable_by(f64::total_cmp));
+        for place in places.values_mut() {
+            place.left.sort_unstable_by(f64::total_cmp);
+            place.count_again();
+        }
         Plan { snapshot, places, expected, told: BTreeSet::new(), fixed, moved: BTreeMap::new(), shifts: Vec::new() }
     }
 
@@ -245,48 +282,72 @@ impl<'a> Plan<'a> {
         self.expected.get(&task).map_or(0.0, |expected| expected.left)
     }
 
-    /// What a move of this task saves, and what it costs; `None` when it is not worth it.
-    fn judge(&self, task: &TaskView, from: &Place<'_>, to: &Place<'_>) -> Option<ShiftWhy> {
-        let own = self.left(task.tid);
+    /// What a move of this task saves, and what it costs, if it is worth it; before that, by how much.
+    fn judge(&self, mover: &Mover<'_>, from: &Place<'_>, to: &Place<'_>) -> Option<(f64, ShiftWhy)> {
         let (low, high) = (from.foreign.0, to.foreign.1);
         let has = from.rate(from.load.own, low);
         let gets = to.rate(to.load.own + 1, high);
         if gets < has * FASTER {
             return None;
         }
-        let gain = from.flow(low, None, None) + to.flow(high, None, None)
-            - from.flow(low, Some(own), None)
-            - to.flow(high, None, Some(own));
-        let cost = self.snapshot.estimates.cost(task.bytes, slowness(has, gets));
-        let worth = gain >= self.snapshot.costs.margin() * seconds(cost) + seconds(GAIN_MIN);
+        let now = from.flows.0 + to.flows.1;
+        let gain = now - from.flow_without(low, mover.left) - to.flow_with(high, mover.left);
+        let cost = self.snapshot.estimates.cost(mover.task.bytes, slowness(has, gets));
+        if gain < self.snapshot.costs.margin() * seconds(cost) + seconds(GAIN_MIN) {
+            return None;
+        }
         let gain = Micros((gain.max(0.0) * 1e6) as u64);
-        worth.then_some(ShiftWhy { has: has as u64, gets: gets as u64, gain, cost, barrier: false, sooner: None })
+        let why = ShiftWhy { has: has as u64, gets: gets as u64, gain, cost, barrier: false, sooner: None };
+        Some((seconds(gain) - self.snapshot.costs.margin() * seconds(cost), why))
     }
 
-    /// The one move that saves most.
-    fn best(&self) -> Option<Shift> {
+    /// Tasks that may go, in the order of hosts.
+    fn movers(&self) -> Vec<Mover<'a>> {
         let now = self.snapshot.now;
-        let mut best = None::<(f64, Shift)>;
-        for from in self.places.values().filter(|p| p.load.own > 0) {
-            let tasks = from.host.tasks.iter().filter(|t| may_shift(now, t) && !self.moved.contains_key(&t.tid));
-            for task in tasks.filter(|t| !self.fixed.contains(&t.job)).take(TASKS_MAX) {
-                for to in self.places.values().filter(|p| p.host.id != from.host.id) {
-                    let Some(why) = self.judge(task, from, to) else { continue };
-                    let net = seconds(why.gain) - self.snapshot.costs.margin() * seconds(why.cost);
-                    if best.as_ref().is_some_and(|(most, _)| *most >= net)
-                        || unfit(self.snapshot, to.host, from.host, task, true).is_some()
-                        || self.delays(task, to.host.id)
-                    {
-                        continue;
-                    }
-                    best = Some((net, Shift { tid: task.tid, from: from.host.id, to: to.host.id, why }));
-                }
+        let of_place = |place: &Place<'a>| {
+            let from = place.host.id;
+            let may_go =
+                |t: &&TaskView| may_shift(now, t) && !self.moved.contains_key(&t.tid) && !self.fixed.contains(&t.job);
+            let tasks = place.host.tasks.iter().filter(may_go).take(TASKS_MAX);
+            tasks.map(move |task| Mover { task, from, left: self.left(task.tid) }).collect::<Vec<_>>()
+        };
+        self.places.values().filter(|p| p.load.own > 0).flat_map(of_place).collect()
+    }
+
+    /// Moves that are worth their cost, between these hosts.
+    fn offer(&self, movers: &[Mover<'_>], offers: &mut Vec<Offer>, between: impl Fn(HostId, HostId) -> bool) {
+        for (i, mover) in movers.iter().enumerate().filter(|(_, mover)| !self.moved.contains_key(&mover.task.tid)) {
+            let from = &self.places[&mover.from];
+            for (id, to) in self.places.iter().filter(|(id, _)| **id != mover.from && between(mover.from, **id)) {
+                let judged = self.judge(mover, from, to);
+                offers.extend(judged.map(|(net, why)| Offer { net, mover: i, to: *id, why, delays: false }));
             }
         }
-        best.map(|(_, shift)| shift)
     }
 
-    pub(super) fn take(&mut self, shift: Shift) {
+    /// The one move that saves most, of those against which nothing speaks.
+    fn best(&self, movers: &[Mover<'_>], offers: &mut Vec<Offer>, farm: Option<&mut Farm<'a>>) -> Option<Shift> {
+        let mut farm = farm;
+        offers.iter_mut().for_each(|offer| offer.delays = false);
+        loop {
+            let order = |a: &Offer, b: &Offer| a.net.total_cmp(&b.net).then((b.mover, b.to).cmp(&(a.mover, a.to)));
+            let known = offers.iter().enumerate().filter(|(_, offer)| !offer.delays);
+            let at = known.max_by(|a, b| order(a.1, b.1)).map(|(at, _)| at)?;
+            let (Mover { task, from, .. }, to) = (&movers[offers[at].mover], offers[at].to);
+            if unfit(self.snapshot, self.places[&to].host, self.places[from].host, task, true).is_some() {
+                offers.swap_remove(at);
+            } else if farm.as_mut().is_some_and(|farm| self.delays(farm, task, to)) {
+                offers[at].delays = true;
+            } else {
+                return Some(Shift { tid: task.tid, from: *from, to, why: offers.swap_remove(at).why });
+            }
+        }
+    }
+
+    pub(super) fn take(&mut self, shift: Shift, farm: Option<&mut Farm<'a>>) {
+        if let Some(farm) = farm {
+            farm.take(shift.tid, shift.to);
+        }
         let left = self.left(shift.tid);
         for (id, one_more) in [(shift.from, false), (shift.to, true)] {
             let place = self.places.get_mut(&id).expect("moves are between places of the plan");
@@ -299,6 +360,7 @@ impl<'a> Plan<'a> {
                     place.left.remove(at);
                 }
             }
+            place.count_again();
         }
         self.moved.insert(shift.tid, shift.to);
         self.shifts.push(shift);
@@ -308,10 +370,20 @@ impl<'a> Plan<'a> {
         self.snapshot.host(shift.from)?.tasks.iter().find(|t| t.tid == shift.tid)
     }
 
-    fn fill(&mut self, room: usize) {
+    fn fill(&mut self, mut farm: Option<Farm<'a>>, room: usize) {
+        let (movers, mut offers) = (self.movers(), Vec::new());
+        self.offer(&movers, &mut offers, |_, _| true);
         while self.shifts.len() < room {
-            let Some(shift) = self.best() else { break };
-            self.take(shift);
+            let Some(shift) = self.best(&movers, &mut offers, farm.as_mut()) else { break };
+            let (tid, touched) = (shift.tid, [shift.from, shift.to]);
+            self.take(shift, farm.as_mut());
+            // Only what these two hosts have part in has changed.
+            let between = |from, to| touched.contains(&from) || touched.contains(&to);
+            offers.retain(|offer| {
+                let mover = &movers[offer.mover];
+                mover.task.tid != tid && !between(mover.from, offer.to)
+            });
+            self.offer(&movers, &mut offers, between);
         }
     }
 
@@ -374,8 +446,11 @@ pub fn balance(snapshot: &Snapshot) -> Vec<Shift> {
     let mut fixed = BTreeSet::new();
     loop {
         let mut plan = Plan::new(snapshot, fixed.clone());
-        plan.hasten(room);
-        plan.fill(room);
+        let mut farm = plan.farm();
+        if let Some(farm) = &mut farm {
+            plan.hasten(farm, room);
+        }
+        plan.fill(farm, room);
         let useless = plan.judge_barriers();
         if useless.is_empty() {
             return plan.shifts;

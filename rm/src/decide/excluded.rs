@@ -87,7 +87,11 @@ fn is_untold(why: &Reason) -> bool {
 /// True for reasons that may pass while the virtual machine stays as it is.
 fn may_pass(why: &Reason) -> bool {
     match why {
-        Reason::Owner { .. } | Reason::Closed { .. } | Reason::Cores { .. } | Reason::Memory { .. } => true,
+        Reason::Owner { .. }
+        | Reason::Closed { .. }
+        | Reason::Drained { .. }
+        | Reason::Cores { .. }
+        | Reason::Memory { .. } => true,
         Reason::Unmet { condition, .. } => matches!(condition.name, Name::Figure(Figure::Memory | Figure::Free)),
         _ => false,
     }

@@ -2,11 +2,11 @@
 //! sooner, or others make room for them. Each move is weighed by letting time pass with it and without ([`super::farm`]).
 
 use super::balance::{GAIN_MIN, Plan, Shift, ShiftWhy, may_shift, rests_until, seconds, shifts_left};
-use super::farm::{Machine, Outcome, Piece, outcome, outcome_unless};
+use super::farm::{Future, Machine, Outcome, Piece};
 use super::moves::unfit;
-use super::{TaskView, slowness};
+use super::{Snapshot, TaskView, slowness};
 use sempa_proto::{HostId, Micros, Tid};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
 /// Jobs on hosts with more tasks than this are left to [`super::balance`]: with so many each counts little.
 const TASKS_MAX: usize = 64;
@@ -20,63 +20,96 @@ const UNSTEADY: f64 = 1.0;
 const DELAY: f64 = 1.001;
 /// The job must end sooner by this part of the time that it has left.
 const SOONER: f64 = 0.03;
+/// Steps that time makes in one look for moves, in all futures that are tried for the sake of jobs: no more are tried then.
+const STEPS_MAX: usize = 2000;
+/// The same with those that are tried so that other moves delay no job: tasks of whose job nobody has seen that stay.
+const ALL_STEPS_MAX: usize = 2 * STEPS_MAX;
 
-/// What time passes in: all hosts of the plan and all their tasks; what a move costs a task of the job, in seconds.
-struct Farm<'a> {
+/// What time passes in: all hosts of the plan and all their tasks, as they are with the moves planned so far.
+pub(super) struct Farm<'a> {
     hosts: Vec<HostId>,
-    machines: Vec<Machine>,
-    pieces: Vec<Piece>,
     tasks: Vec<&'a TaskView>,
-    cost: f64,
+    start: Future,
+    /// When each task ends without a move, if moves cost so many seconds.
+    ends: Option<(f64, Vec<f64>)>,
+    /// Where a future is tried.
+    tried: Future,
 }
 
-/// One or two moves, as places in the lists of tasks and of hosts.
-type Step = Vec<(usize, usize)>;
+/// A task that goes to a host, as places in the lists of tasks and of hosts, and one that goes in exchange.
+#[derive(Clone, Copy, Debug)]
+struct Step {
+    first: (usize, usize),
+    other: Option<(usize, usize)>,
+}
+
+impl Step {
+    fn moves(&self) -> impl Iterator<Item = (usize, usize)> + use<> {
+        [Some(self.first), self.other].into_iter().flatten()
+    }
+}
 
 impl Farm<'_> {
-    fn with(&self, step: &[(usize, usize)]) -> Outcome {
-        outcome(&self.machines, &self.pieces_with(step), self.cost)
+    /// Asks for the end of this job; what comes of it without a move.
+    fn ask(&mut self, job: Tid, snapshot: &Snapshot) -> Outcome {
+        // Of the moves that come later only this much is known.
+        let all: f64 = self.start.machines().iter().map(|machine| machine.processors * machine.speed).sum();
+        let share = 1e3 * all / self.tasks.len().max(1) as f64;
+        let of_job = self.tasks.iter().filter(|task| task.job == job);
+        let costs = of_job.map(|task| seconds(snapshot.estimates.cost(task.bytes, slowness(share, share))));
+        let cost = costs.fold(0.0, f64::max);
+        self.start.ask(|i| self.tasks[i].job == job, cost);
+        if self.ends.as_ref().is_none_or(|(of, _)| *of != cost) {
+            let ends = self.tried([]).ends().to_vec();
+            self.ends = Some((cost, ends));
+        }
+        let ends = self.ends.iter().flat_map(|(_, ends)| ends).zip(self.start.pieces());
+        ends.fold(Outcome::default(), |sum, (ends, piece)| match piece.counts {
+            true => Outcome { end: sum.end.max(*ends), ..sum },
+            false => Outcome { others: sum.others + ends, ..sum },
+        })
     }
 
-    fn pieces_with(&self, step: &[(usize, usize)]) -> Vec<Piece> {
-        let mut pieces = self.pieces.clone();
-        for (task, to) in step {
-            let there = pieces.iter().filter(|piece| piece.at == *to).count();
-            pieces[*task].go(*to, self.cost * self.machines[*to].rate(there + 1), 0.0);
-        }
-        pieces
+    /// The future with these moves.
+    fn tried(&mut self, moves: impl IntoIterator<Item = (usize, usize)>) -> &mut Future {
+        self.tried.become_like(&self.start);
+        moves.into_iter().for_each(|(task, to)| self.tried.go(task, to));
+        &mut self.tried
+    }
+
+    /// The plan moves this task.
+    pub(super) fn take(&mut self, task: Tid, to: HostId) {
+        let i = self.tasks.iter().position(|t| t.tid == task);
+        let to = self.hosts.iter().position(|host| *host == to);
+        i.zip(to).into_iter().for_each(|(i, to)| self.start.has_gone(i, to));
+        self.ends = None;
     }
 }
 
 impl<'a> Plan<'a> {
-    /// The hosts and tasks of the plan as they are with the moves planned so far; the end asked for is that of `job`.
-    fn farm(&self, job: Tid) -> Option<Farm<'a>> {
+    /// The hosts and tasks of the plan, if there are jobs that have told their work.
+    pub(super) fn farm(&mut self) -> Option<Farm<'a>> {
+        self.told = self.told_jobs();
+        if self.told.is_empty() {
+            return None;
+        }
         let hosts: Vec<HostId> = self.places.keys().copied().collect();
-        let index: BTreeMap<HostId, usize> = hosts.iter().enumerate().map(|(i, id)| (*id, i)).collect();
         let machines: Vec<Machine> = self.places.values().map(|place| place.machine(place.foreign_mean)).collect();
         let now = self.snapshot.now;
         let (mut pieces, mut tasks) = (Vec::new(), Vec::new());
         for place in self.places.values() {
             for task in place.host.tasks.iter().filter(|task| task.computes()) {
                 let at = task.moving.flatten().unwrap_or(place.host.id);
-                let Some(at) = index.get(&at).copied() else { continue };
+                let Ok(at) = hosts.binary_search(&at) else { continue };
                 let moves = if self.fixed.contains(&task.job) { 0 } else { shifts_left(now, task) };
                 let rests = seconds(rests_until(now, task).since(now));
-                let mut piece = Piece { at, left: self.left(task.tid), moves, rests, counts: task.job == job };
-                if let Some(to) = self.moved.get(&task.tid) {
-                    piece.go(index[to], 0.0, 0.0);
-                }
-                pieces.push(piece);
+                pieces.push(Piece { at, left: self.left(task.tid), moves, rests, counts: false });
                 tasks.push(task);
             }
         }
-        // Of the moves that come later only this much is known.
-        let all: f64 = machines.iter().map(|machine| machine.processors * machine.speed).sum();
-        let share = 1e3 * all / pieces.len().max(1) as f64;
-        let of_job = tasks.iter().filter(|t| t.job == job);
-        let cost = of_job.map(|t| seconds(self.snapshot.estimates.cost(t.bytes, slowness(share, share))));
-        let cost = cost.fold(0.0, f64::max);
-        (pieces.len() <= TASKS_MAX).then_some(Farm { hosts, machines, pieces, tasks, cost })
+        let few = pieces.len() <= TASKS_MAX;
+        let (start, tried) = (Future::of(machines, pieces), Future::default());
+        few.then_some(Farm { hosts, tasks, start, ends: None, tried })
     }
 
     /// Jobs that have all their work told.
@@ -89,39 +122,43 @@ impl<'a> Plan<'a> {
     }
 
     /// True when a move delays the end of the task's job, of which all is known.
-    pub(super) fn delays(&self, task: &TaskView, to: HostId) -> bool {
+    pub(super) fn delays(&self, farm: &mut Farm<'a>, task: &TaskView, to: HostId) -> bool {
         if !self.told.contains(&task.job) {
             return false;
         }
-        let Some(farm) = self.farm(task.job) else { return false };
-        let place = |id: HostId| farm.hosts.iter().position(|h| *h == id);
-        let (Some(i), Some(to)) = (farm.tasks.iter().position(|t| t.tid == task.tid), place(to)) else { return false };
-        farm.with(&[(i, to)]).end > farm.with(&[]).end * DELAY
+        let i = farm.tasks.iter().position(|t| t.tid == task.tid);
+        let (Some(i), Ok(to)) = (i, farm.hosts.binary_search(&to)) else { return false };
+        if farm.tried.steps() >= ALL_STEPS_MAX {
+            return true;
+        }
+        let before = farm.ask(task.job, self.snapshot);
+        farm.tried([(i, to)]).ends_after(before.end * DELAY)
     }
 
     /// Moves for the sake of the ends of jobs.
-    pub(super) fn hasten(&mut self, room: usize) {
-        self.told = self.told_jobs();
-        for job in self.told.clone() {
+    pub(super) fn hasten(&mut self, farm: &mut Farm<'a>, room: usize) {
+        let jobs: Vec<Tid> = self.told.iter().copied().collect();
+        for (i, job) in jobs.iter().enumerate() {
+            // Each job has its share of the futures that may be tried, and what others left.
+            let done = farm.tried.steps();
+            let most = done + STEPS_MAX.saturating_sub(done) / (jobs.len() - i);
             while self.shifts.len() + 2 <= room {
-                let Some(shifts) = self.hasten_once(job) else { break };
-                shifts.into_iter().for_each(|shift| self.take(shift));
+                let Some(shifts) = self.hasten_once(farm, *job, most) else { break };
+                shifts.into_iter().for_each(|shift| self.take(shift, Some(&mut *farm)));
             }
         }
     }
 
-    fn hasten_once(&self, job: Tid) -> Option<Vec<Shift>> {
-        let farm = self.farm(job)?;
-        let (before, margin) = (farm.with(&[]), self.snapshot.costs.margin());
-        let count = farm.pieces.iter().filter(|p| p.counts).count() as f64;
-        let cost_of = |&(i, to): &(usize, usize)| {
-            let (has, gets) = self.rates(farm.hosts[farm.pieces[i].at], farm.hosts[to]);
-            seconds(self.snapshot.estimates.cost(farm.tasks[i].bytes, slowness(has, gets)))
-        };
-        let mut best = None::<(f64, Vec<Shift>)>;
-        for step in self.steps(&farm, job) {
-            let cost = step.iter().map(cost_of).sum::<f64>();
-            let most = best.as_ref().map(|(most, _)| *most);
+    fn hasten_once(&self, farm: &mut Farm<'a>, job: Tid, most_steps: usize) -> Option<Vec<Shift>> {
+        let (before, margin) = (farm.ask(job, self.snapshot), self.snapshot.costs.margin());
+        let count = farm.start.pieces().iter().filter(|p| p.counts).count() as f64;
+        let mut best = None::<(f64, Step, (f64, f64), f64)>;
+        for step in self.steps(farm, job) {
+            if farm.tried.steps() >= most_steps {
+                break;
+            }
+            let cost: f64 = step.moves().map(|(i, to)| self.cost(farm, i, to)).sum();
+            let most = best.map(|(most, ..)| most);
             // Each task of the job has waited for its end; tasks of other jobs that it joins lose.
             let gain = |after: Outcome| count * (before.end - after.end) + before.others - after.others;
             let is_best = |after: Outcome| {
@@ -129,13 +166,17 @@ impl<'a> Plan<'a> {
                 let worth = net >= seconds(GAIN_MIN) && before.end - after.end >= SOONER * before.end;
                 worth && most.is_none_or(|most| net > most)
             };
-            let pieces = farm.pieces_with(&step);
-            let after = outcome_unless(&farm.machines, &pieces, farm.cost, |after| !is_best(after));
+            let after = farm.tried(step.moves()).outcome_unless(|after| !is_best(after));
             let Some(after) = after else { continue };
-            let (gain, sooner) = (gain(after), before.end - after.end);
-            best = Some((gain - margin * cost, self.shifts_of(&farm, &step, (gain, cost), sooner)));
+            best = Some((gain(after) - margin * cost, step, (gain(after), cost), before.end - after.end));
         }
-        best.map(|(_, shifts)| shifts)
+        best.map(|(_, step, weighed, sooner)| self.shifts_of(farm, &step, weighed, sooner))
+    }
+
+    /// What a move costs, in seconds.
+    fn cost(&self, farm: &Farm<'_>, i: usize, to: usize) -> f64 {
+        let (has, gets) = self.rates(farm.hosts[farm.start.pieces()[i].at], farm.hosts[to]);
+        seconds(self.snapshot.estimates.cost(farm.tasks[i].bytes, slowness(has, gets)))
     }
 
     /// What a task has on one host and would get on the other, in thousandths of an ordinary processor.
@@ -147,27 +188,28 @@ impl<'a> Plan<'a> {
 
     fn shifts_of(&self, farm: &Farm<'_>, step: &Step, (gain, cost): (f64, f64), sooner: f64) -> Vec<Shift> {
         let micros = |seconds: f64| Micros((seconds.max(0.0) * 1e6) as u64);
-        let shift = |&(i, to): &(usize, usize)| {
-            let (from, to) = (farm.hosts[farm.pieces[i].at], farm.hosts[to]);
+        let shift = |(i, to): (usize, usize)| {
+            let (from, to) = (farm.hosts[farm.start.pieces()[i].at], farm.hosts[to]);
             let (has, gets) = self.rates(from, to);
             let (has, gets) = (has as u64, gets as u64);
             let (gain, cost, sooner) = (micros(gain), micros(cost), Some(micros(sooner)));
             Shift { tid: farm.tasks[i].tid, from, to, why: ShiftWhy { has, gets, gain, cost, barrier: false, sooner } }
         };
-        step.iter().map(shift).collect()
+        step.moves().map(shift).collect()
     }
 
     /// What is tried: tasks that would end last go elsewhere, alone or in exchange for another one; those that share their
     /// hosts make room for them.
     fn steps(&self, farm: &Farm<'_>, job: Tid) -> Vec<Step> {
+        let pieces = farm.start.pieces();
         let on: Vec<usize> =
-            (0..farm.hosts.len()).map(|h| farm.pieces.iter().filter(|piece| piece.at == h).count()).collect();
+            (0..farm.hosts.len()).map(|h| pieces.iter().filter(|piece| piece.at == h).count()).collect();
         let ends = |i: &usize| {
-            let piece = farm.pieces[*i];
+            let piece = pieces[*i];
             let at = |other: &&Piece| other.at == piece.at;
             // Those that are shorter take their share until they end.
-            let before: f64 = farm.pieces.iter().filter(at).map(|other| other.left.min(piece.left)).sum();
-            let machine = farm.machines[piece.at];
+            let before: f64 = pieces.iter().filter(at).map(|other| other.left.min(piece.left)).sum();
+            let machine = farm.start.machines()[piece.at];
             (before / (machine.speed * machine.processors).max(1e-9)).max(piece.left / machine.speed.max(1e-9))
         };
         let now = self.snapshot.now;
@@ -175,12 +217,12 @@ impl<'a> Plan<'a> {
             let task = farm.tasks[*i];
             task.job == job && may_shift(now, task) && !self.moved.contains_key(&task.tid)
         };
-        let mut last: Vec<usize> = (0..farm.pieces.len()).filter(|i| farm.tasks[*i].job == job).collect();
+        let mut last: Vec<usize> = (0..pieces.len()).filter(|i| farm.tasks[*i].job == job).collect();
         last.sort_by(|a, b| ends(b).total_cmp(&ends(a)));
         last.truncate(LAST_MAX);
         let mut movers = last.clone();
-        let beside = |i: &usize| last.iter().any(|l| farm.pieces[*l].at == farm.pieces[*i].at);
-        movers.extend((0..farm.pieces.len()).filter(|i| !last.contains(i)).filter(beside));
+        let beside = |i: &usize| last.iter().any(|l| pieces[*l].at == pieces[*i].at);
+        movers.extend((0..pieces.len()).filter(|i| !last.contains(i)).filter(beside));
         let steady = |at: usize| {
             let (least, most) = self.places[&farm.hosts[at]].foreign;
             most - least <= UNSTEADY
@@ -188,20 +230,22 @@ impl<'a> Plan<'a> {
         let fits = |i: usize, to: usize| {
             let host = |at: usize| self.places[&farm.hosts[at]].host;
             steady(to)
-                && steady(farm.pieces[i].at)
-                && to != farm.pieces[i].at
-                && unfit(self.snapshot, host(to), host(farm.pieces[i].at), farm.tasks[i], true).is_none()
+                && steady(pieces[i].at)
+                && to != pieces[i].at
+                && unfit(self.snapshot, host(to), host(pieces[i].at), farm.tasks[i], true).is_none()
         };
         let mut steps = Vec::new();
         for i in movers.into_iter().filter(free) {
             for to in (0..farm.hosts.len()).filter(|to| fits(i, *to)) {
-                steps.push(vec![(i, to)]);
+                steps.push(Step { first: (i, to), other: None });
                 let exchanges = last.iter().take(EXCHANGES_MAX).any(|l| *l == i);
                 if !exchanges || on[to] == 0 {
                     continue;
                 }
-                let other = |o: &usize| farm.pieces[*o].at == to && free(o) && fits(*o, farm.pieces[i].at);
-                steps.extend((0..farm.pieces.len()).filter(other).map(|o| vec![(i, to), (o, farm.pieces[i].at)]));
+                let other = |o: &usize| pieces[*o].at == to && free(o) && fits(*o, pieces[i].at);
+                steps.extend(
+                    (0..pieces.len()).filter(other).map(|o| Step { first: (i, to), other: Some((o, pieces[i].at)) }),
+                );
             }
         }
         steps

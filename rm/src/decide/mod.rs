@@ -27,9 +27,7 @@ pub use excluded::{EXCLUDED_HOSTS_MAX, Excluded};
 pub use fair::{Fair, GIVE_WAY_MARGIN, Limited, Limits, USERS_MAX, UpDown, WAITING_MAX, Waiting};
 pub use index::Hosts;
 pub use load::{ForeignMean, HEADROOM_BYTES, Share, foreign_demand};
-pub use moves::{
-    MOVES_AT_ONCE_MAX, MOVES_PER_MINUTE_MAX, MOVES_SPAN, MoveDecision, Moves, SETTLE, Stay, StayReason, moves,
-};
+pub use moves::{MOVES_AT_ONCE_MAX, MoveDecision, Moves, SETTLE, Stay, StayReason, moves};
 pub use place::{Ask, EXPLAINED_HOSTS_MAX, Placement, SPAWN_TASKS_MAX, Why, place, place_by};
 pub use predict::{Estimates, LEFT_MAX, Lessons, PROGRAMS_MAX, slowness};
 pub use share::{Again, GIVING_MAX, GivesWay, give_way, go_on};
@@ -189,12 +187,17 @@ pub enum Owner {
         /// The watcher's sentence.
         why: String,
     },
+    /// Nobody who uses it sends guests away, but somebody has it emptied.
+    Drained {
+        /// Who asked for it.
+        by: Tid,
+    },
 }
 
 impl Owner {
-    /// True when guests are not wanted: somebody uses the machine, or its owner wants none at this time.
+    /// True when guests are not wanted: somebody uses the machine, its owner wants none at this time, or it is emptied.
     pub fn is_present(&self) -> bool {
-        matches!(self, Owner::Present { .. } | Owner::Closed { .. })
+        matches!(self, Owner::Present { .. } | Owner::Closed { .. } | Owner::Drained { .. })
     }
 
     /// False where somebody is logged in and idle: new tasks go there only when there is no other place. Load that is not ours
@@ -208,6 +211,7 @@ impl Owner {
         match self {
             Owner::Present { why } => Some(Reason::Owner { why: why.clone() }),
             Owner::Closed { why } => Some(Reason::Closed { why: why.clone() }),
+            Owner::Drained { by } => Some(Reason::Drained { by: *by }),
             Owner::Unknown | Owner::Absent { .. } | Owner::Maybe { .. } => None,
         }
     }
@@ -287,7 +291,7 @@ pub struct TaskView {
     pub wants: Option<Arc<Wants>>,
     /// When it was moved for the sake of the load within the last hour, oldest first.
     pub shifts: Vec<Micros>,
-    /// Its moves of the last minute, oldest first.
+    /// Its newest moves, oldest first: it rests from them before it is moved for the sake of the load.
     pub moves: Vec<Micros>,
     /// Why it cannot move anywhere for a while.
     pub held: Option<Until>,
@@ -316,6 +320,11 @@ pub enum Reason {
     Closed {
         /// The watcher's sentence.
         why: String,
+    },
+    /// Somebody has it emptied.
+    Drained {
+        /// Who asked for it.
+        by: Tid,
     },
     /// As many tasks are there as its owner allows.
     Cores {
@@ -368,6 +377,7 @@ impl fmt::Display for Reason {
             Reason::Complement => f.write_str("the others were asked for"),
             Reason::Owner { why } => write!(f, "owner present ({why})"),
             Reason::Closed { why } => write!(f, "no guests now ({why})"),
+            Reason::Drained { by } => write!(f, "it is being emptied ({by} asked for it)"),
             Reason::Cores { most: 0 } => f.write_str("its owner allows no tasks"),
             Reason::Cores { most: 1 } => f.write_str("its owner allows one task, and it is there"),
             Reason::Cores { most } => write!(f, "its owner allows {most} tasks, and they are there"),

@@ -1,5 +1,9 @@
 //! Which tasks leave their host because of its owner: he is there, or wants no guests at this time. They leave when he says. A task that is
-//! elsewhere stays elsewhere when he has left, and a host without an owner is never disturbed.
+//! elsewhere stays elsewhere when he has left, and a host without an owner is never disturbed. A host that somebody has emptied is
+//! left in the same way, at once.
+//!
+//! However often a task had to go before, it goes again: each time an owner has come, and while it stays it only stands still.
+//! Against moves to and fro hosts whose owners have just left are the last choice ([`SETTLE`]).
 
 use super::excluded::Excluding;
 use super::load::{Load, Loads, full};
@@ -9,10 +13,6 @@ use sempa_proto::{HostId, Micros, Tid};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
-/// Moves of one task within [`MOVES_SPAN`] at most: owners who come and go at once must not keep a task from working.
-pub const MOVES_PER_MINUTE_MAX: usize = 6;
-/// The span in which [`MOVES_PER_MINUTE_MAX`] counts.
-pub const MOVES_SPAN: Micros = Micros::from_secs(60);
 /// Moves under way at once in the whole virtual machine; the others wait for their turn. Below the number that the
 /// master carries out, so that a person's own request finds room.
 pub const MOVES_AT_ONCE_MAX: usize = 48;
@@ -50,8 +50,6 @@ pub enum StayReason {
         /// Why.
         why: String,
     },
-    /// It was moved [`MOVES_PER_MINUTE_MAX`] times within a minute.
-    MovedTooOften,
     /// [`MOVES_AT_ONCE_MAX`] moves are under way; its turn comes.
     Turn,
     /// The owner lets guests wait for some time before they leave.
@@ -80,7 +78,6 @@ impl fmt::Display for StayReason {
         match self {
             StayReason::NoHost { .. } => f.write_str("no host to go to"),
             StayReason::Held { why } => f.write_str(why),
-            StayReason::MovedTooOften => write!(f, "it was moved {MOVES_PER_MINUTE_MAX} times within a minute"),
             StayReason::Turn => write!(f, "{MOVES_AT_ONCE_MAX} moves are under way"),
             StayReason::Grace => f.write_str("he lets it wait for some time"),
             StayReason::Waits => f.write_str("he lets it stand still until he has left"),
@@ -95,18 +92,29 @@ impl Stay {
         match self.why {
             StayReason::Turn | StayReason::Grace | StayReason::Ended => false,
             StayReason::Held { .. } => self.again.is_none_or(|again| again.since(now) > MOMENT),
-            StayReason::NoHost { .. } | StayReason::MovedTooOften | StayReason::Waits => true,
+            StayReason::NoHost { .. } | StayReason::Waits => true,
+        }
+    }
+
+    /// Why, with the other hosts and what each has against it.
+    pub fn reason(&self, snapshot: &Snapshot) -> String {
+        match &self.why {
+            StayReason::NoHost { excluded } if !excluded.is_empty() => {
+                format!("{} ({})", self.why, snapshot.tell(excluded))
+            }
+            why => why.to_string(),
         }
     }
 
     /// One sentence for the event log.
     pub fn sentence(&self, snapshot: &Snapshot) -> String {
-        let detail = match &self.why {
-            StayReason::NoHost { excluded } if !excluded.is_empty() => format!(" ({})", snapshot.tell(excluded)),
-            _ => String::new(),
+        let name = snapshot.name(self.host);
+        let drained = |host: &HostView| matches!(host.owner, Owner::Drained { .. });
+        let although = match snapshot.host(self.host).is_some_and(drained) {
+            true => "it is to be emptied",
+            false => "its owner is there",
         };
-        let host = snapshot.name(self.host);
-        format!("{} stays on {host} although its owner is there: {}{detail}", self.tid, self.why)
+        format!("{} stays on {name} although {although}: {}", self.tid, self.reason(snapshot))
     }
 }
 
@@ -134,8 +142,13 @@ pub fn moves(snapshot: &Snapshot) -> Moves {
     let mut out = Moves::default();
     let mut known = BTreeMap::<Kind<'_>, Option<Nowhere>>::new();
     for host in index.with_guests().iter().filter_map(|id| snapshot.host(*id)) {
-        let (Owner::Present { why } | Owner::Closed { why }) = &host.owner else { continue };
+        let cause = match &host.owner {
+            Owner::Present { why } | Owner::Closed { why } => Cause::Owner { why: why.clone() },
+            Owner::Drained { by } => Cause::Drain { by: *by },
+            Owner::Unknown | Owner::Absent { .. } | Owner::Maybe { .. } => continue,
+        };
         let waits = match host.terms.leaving {
+            _ if matches!(cause, Cause::Drain { .. }) => None,
             Leaving::Now => None,
             Leaving::At(at) => (at > snapshot.now).then_some((StayReason::Grace, Some(at))),
             Leaving::Never => Some((StayReason::Waits, None)),
@@ -147,8 +160,8 @@ pub fn moves(snapshot: &Snapshot) -> Moves {
                 out.stay.push(stay(why, again));
                 continue;
             }
-            if let Some((why, again)) = held(snapshot.now, task) {
-                out.stay.push(stay(why, Some(again)));
+            if let Some(held) = task.held.as_ref().filter(|held| held.at > snapshot.now) {
+                out.stay.push(stay(StayReason::Held { why: held.why.clone() }, Some(held.at)));
                 continue;
             }
             let kind = Kind::of(snapshot.now, host, task);
@@ -174,7 +187,7 @@ pub fn moves(snapshot: &Snapshot) -> Moves {
                 Some(to) => {
                     let share = loads.share(to.id).usable as f64 / 1e3;
                     let goes = format!("{} goes to {}, share of a processor {share:.2}", task.tid, to.name);
-                    let cause = Cause::Owner { why: why.clone() };
+                    let cause = cause.clone();
                     out.go.push(MoveDecision { tid: task.tid, from: host.id, to: to.id, cause, why: goes });
                     under_way += 1;
                     loads.add(to.id);
@@ -183,16 +196,6 @@ pub fn moves(snapshot: &Snapshot) -> Moves {
         }
     }
     out
-}
-
-/// Why a task may not move now, and until when.
-fn held(now: Micros, task: &TaskView) -> Option<(StayReason, Micros)> {
-    if let Some(held) = task.held.as_ref().filter(|h| h.at > now) {
-        return Some((StayReason::Held { why: held.why.clone() }, held.at));
-    }
-    let recent: Vec<Micros> = task.moves.iter().copied().filter(|at| now.since(*at) < MOVES_SPAN).collect();
-    let oldest_that_counts = recent.len().checked_sub(MOVES_PER_MINUTE_MAX)?;
-    Some((StayReason::MovedTooOften, recent[oldest_that_counts] + MOVES_SPAN))
 }
 
 /// The best host for a task that must leave. Looks at the best hosts first, and at no more than it must. Requirements of

@@ -241,7 +241,7 @@ impl State {
         let from = std::mem::replace(&mut task.host, to);
         match cause {
             Cause::Load { .. } => self.figures.moves_load += 1,
-            Cause::Owner { .. } | Cause::Asked { .. } => self.figures.moves_owner += 1,
+            Cause::Owner { .. } | Cause::Asked { .. } | Cause::Drain { .. } => self.figures.moves_owner += 1,
         }
         let id = MigrationId(self.numbers + 1);
         self.event(to, EventKind::Moved { id, tid, from, to, cause, bytes: IMAGE_BYTES, frozen: MOVE_TIME });

@@ -181,6 +181,9 @@ impl<V: VmApi> Service<V> {
     pub(super) fn answer(&mut self, message: &Message) {
         let answer = match unpack::<Question>(&message.body) {
             Ok(Some(Question::Suspend { job, suspend })) => self.suspend_job(message.src, job, suspend),
+            Ok(Some(Question::Drain { host, within })) => self.drain(message.src, &host, within),
+            Ok(Some(Question::Undrain { host })) => self.undrain(message.src, &host),
+            Ok(Some(Question::Draining { host })) => self.draining(&host),
             Ok(Some(question)) => {
                 self.learn(self.vm.now());
                 self.memory.ledger.books.answer(&question)

@@ -46,11 +46,13 @@ pub enum Sheet {
     Hosts,
     /// Tasks from a command line without children, and when they began.
     Loners,
+    /// Hosts that are emptied.
+    Drains,
 }
 
 impl Sheet {
     /// All of them.
-    pub const ALL: [Sheet; 8] = [
+    pub const ALL: [Sheet; 9] = [
         Sheet::Place,
         Sheet::Users,
         Sheet::Jobs,
@@ -59,6 +61,7 @@ impl Sheet {
         Sheet::Learned,
         Sheet::Hosts,
         Sheet::Loners,
+        Sheet::Drains,
     ];
 }
 
@@ -122,6 +125,8 @@ pub struct Books {
     hosts: BTreeMap<HostId, String>,
     /// Tasks from a command line without children: when they began.
     loners: BTreeMap<Tid, (Micros, u32)>,
+    /// Hosts that are emptied: who asked for it, and until when it is to be done, as time of day.
+    drains: BTreeMap<HostId, (Tid, Option<Micros>)>,
     dirty: BTreeSet<(Sheet, u64)>,
     /// The user of tasks of whom nothing else is known.
     own_user: u32,
@@ -162,10 +167,10 @@ impl Books {
             Sheet::Decisions => drop(self.decisions.insert(key, frame::from_bytes(value).ok()?)),
             Sheet::Learned => drop(self.learned.insert(key, value.to_vec())),
             Sheet::Hosts => {
-                let host = HostId::new(u16::try_from(key).ok()?)?;
-                self.hosts.insert(host, String::from_utf8(value.to_vec()).ok()?);
+                self.hosts.insert(host_of(key)?, String::from_utf8(value.to_vec()).ok()?);
             }
             Sheet::Loners => drop(self.loners.insert(tid_of(key)?, frame::from_bytes(value).ok()?)),
+            Sheet::Drains => drop(self.drains.insert(host_of(key)?, frame::from_bytes(value).ok()?)),
         }
         Some(())
     }
@@ -195,10 +200,10 @@ impl Books {
             Sheet::Decisions => frame::to_bytes(self.decisions.get(&key)?),
             Sheet::Learned => return self.learned.get(&key).cloned(),
             Sheet::Hosts => {
-                let host = HostId::new(u16::try_from(key).ok()?)?;
-                return self.hosts.get(&host).map(|name| name.clone().into_bytes());
+                return self.hosts.get(&host_of(key)?).map(|name| name.clone().into_bytes());
             }
             Sheet::Loners => frame::to_bytes(self.loners.get(&tid_of(key)?)?),
+            Sheet::Drains => frame::to_bytes(self.drains.get(&host_of(key)?)?),
         };
         // Plain records of numbers and short texts.
         bytes.ok()
@@ -278,6 +283,8 @@ impl Books {
         }
         self.dirty.extend(self.hosts.keys().map(|host| (Sheet::Hosts, u64::from(host.index()))));
         self.hosts.clear();
+        let drains: Vec<HostId> = self.drains.keys().copied().collect();
+        drains.into_iter().for_each(|host| self.drain(host, None));
     }
 
     /// All tasks there are: what runs according to the books and is not among them has ended unseen.
@@ -315,6 +322,7 @@ impl Books {
                 self.know_host(*host, name);
                 self.decided(at, Decided::HostGone { host: name.clone(), why: why.clone() });
                 self.host_gone(at, name);
+                self.drain(*host, None);
             }
             EventKind::TaskStarted { tid, parent, name, user } => {
                 self.task_started(at, *tid, (*parent, *user), name, event.host);
@@ -331,6 +339,14 @@ impl Books {
             }
             EventKind::JobSuspended { job, by } => self.job_suspended(at, *job, *by, true),
             EventKind::JobResumed { job, by } => self.job_suspended(at, *job, *by, false),
+            EventKind::DrainBegun { host, by, until } => {
+                self.drain(*host, Some((*by, *until)));
+                self.decided(at, Decided::Drain { host: self.host(*host), begun: true, by: *by });
+            }
+            EventKind::DrainEnded { host, by } => {
+                self.drain(*host, None);
+                self.decided(at, Decided::Drain { host: self.host(*host), begun: false, by: *by });
+            }
             EventKind::TaskEnded { tid, status, used } => {
                 self.no_loner(*tid);
                 if let Some(number) = self.task_numbers.get(tid).copied() {
@@ -411,6 +427,21 @@ impl Books {
             self.dirty.insert((Sheet::Jobs, number));
         }
         self.decided(at, Decided::JobSuspended { job: tid, suspend, by });
+    }
+
+    fn drain(&mut self, host: HostId, drain: Option<(Tid, Option<Micros>)>) {
+        let before = match drain {
+            Some(drain) => self.drains.insert(host, drain),
+            None => self.drains.remove(&host),
+        };
+        if before != drain {
+            self.dirty.insert((Sheet::Drains, u64::from(host.index())));
+        }
+    }
+
+    /// Hosts that are emptied, who asked for it, and until when it is to be done, as time of day.
+    pub fn drained(&self) -> Vec<(HostId, Tid, Option<Micros>)> {
+        self.drains.iter().map(|(host, (by, until))| (*host, *by, *until)).collect()
     }
 
     /// The job of a task, or with this task at its top.
@@ -604,8 +635,11 @@ impl Books {
                 let tasks = newest(self.tasks.values().filter(|t| t.job == job.job && t.began >= job.began));
                 Answer::Job { job, tasks }
             }
-            // An order, which the service carries out.
-            Question::Suspend { .. } => Answer::Unknown,
+            // Orders, which the service carries out, and what only it knows.
+            Question::Suspend { .. }
+            | Question::Drain { .. }
+            | Question::Undrain { .. }
+            | Question::Draining { .. } => Answer::Unknown,
         }
     }
 
@@ -619,6 +653,10 @@ impl Books {
 
 fn key_of(tid: Tid) -> u64 {
     u64::from(tid.raw().cast_unsigned())
+}
+
+fn host_of(key: u64) -> Option<HostId> {
+    HostId::new(u16::try_from(key).ok()?)
 }
 
 fn tid_of(key: u64) -> Option<Tid> {

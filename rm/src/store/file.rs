@@ -15,7 +15,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use thiserror::Error;
 
 /// Version of the sheets and their entries; a file of another version is moved aside.
-pub const SCHEMA_VERSION: u64 = 3;
+pub const SCHEMA_VERSION: u64 = 4;
 /// Memory that the database may take to keep pages at hand.
 const CACHE_BYTES_MAX: usize = 8 << 20;
 /// A file above this size is made smaller when it is opened.
@@ -93,6 +93,7 @@ fn table(sheet: Sheet) -> TableDefinition<'static, u64, &'static [u8]> {
         Sheet::Learned => "learned",
         Sheet::Hosts => "hosts",
         Sheet::Loners => "loners",
+        Sheet::Drains => "drains",
     })
 }
 

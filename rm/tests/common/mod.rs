@@ -172,7 +172,8 @@ impl VmApi for FakeVm {
     }
     fn record(&self, _at: Micros, kind: EventKind) -> Result<(), Error> {
         let mut world = self.0.borrow_mut();
-        if matches!(kind, EventKind::JobSuspended { .. } | EventKind::JobResumed { .. }) {
+        use EventKind::{DrainBegun, DrainEnded, JobResumed, JobSuspended};
+        if matches!(kind, JobSuspended { .. } | JobResumed { .. } | DrainBegun { .. } | DrainEnded { .. }) {
             world.event(HostId::MASTER, kind.clone());
         }
         world.records.push(kind);

@@ -1,11 +1,10 @@
 //! A pool of desktops in virtual time: owners come and go, jobs of equal processes wait for their turn, run, and are moved by
 //! the decisions under test. One seed gives one course of things.
 
+use crate::large::desktop;
 use pvm_rm::decide::{
-    Ask, Fair, HostView, Hosts, Limits, Owner, Policy, Sampled, Snapshot, TaskView, Terms, UpDown, Waiting, balance,
-    give_way, moves, place,
+    Ask, Fair, Hosts, Limits, Owner, Policy, Snapshot, TaskView, UpDown, Waiting, balance, give_way, moves, place,
 };
-use sempa_proto::load::LoadSample;
 use sempa_proto::task::SpawnRequest;
 use sempa_proto::{HostId, Micros, Tid};
 use std::cmp::Reverse;
@@ -129,26 +128,6 @@ fn micros(seconds: f64) -> Micros {
 
 fn id(index: u16) -> HostId {
     HostId::simulated(index).expect("an index")
-}
-
-/// An idle host whose sample never gets old: all load that is not ours here is that of owners, who are looked after as such.
-pub(crate) fn desktop(index: u16, owner: Owner) -> HostView {
-    let sample = LoadSample { cores: 1, available_bytes: 8 << 30, ..LoadSample::default() };
-    HostView {
-        id: id(index),
-        name: format!("d{index}"),
-        arch: "LINUX64".into(),
-        zone: u32::from(index) / 256,
-        labels: Arc::default(),
-        speed: 1000,
-        cores: 1,
-        sample: Some(Sampled { sample, at: Micros(u64::MAX), own: 0 }),
-        foreign_mean: None,
-        owner,
-        no_moves: None,
-        terms: Terms::default(),
-        tasks: Vec::new(),
-    }
 }
 
 /// Minutes that an owner stays on average.

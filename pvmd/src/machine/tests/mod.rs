@@ -9,5 +9,6 @@ mod routes;
 mod scene;
 mod servers;
 mod sim;
+mod survey;
 mod suspend;
 mod tasks;

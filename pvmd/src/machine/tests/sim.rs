@@ -20,11 +20,13 @@ use sempa_proto::host::{Carried, HostMsg};
 use sempa_proto::ids::RouteId;
 use sempa_proto::link::{Link, LinkEvent, LinkFrame, LinkOutput};
 use sempa_proto::message::DSIG_X86_64;
+use sempa_proto::migration::Verdict;
 use sempa_proto::place::Place;
 use sempa_proto::task::{AtEnd, Claim, Hello, LinkMark, Reply, Request, ResumeToken, TASK_MAGIC, ToDaemon, ToTask};
 use sempa_proto::tasker::{Capabilities, FromTasker};
 use sempa_proto::{HostId, Micros, MigrationId, PvmError, RequestId, Tid, WIRE_VERSION};
 use std::collections::{BTreeMap, BTreeSet};
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use world::FakeWorld;
 
@@ -110,10 +112,17 @@ pub(super) struct Sim {
     prepared: Vec<(StartId, HostPlan)>,
     /// Signals to processes that no tasker of ours has started.
     pub(super) signalled: Vec<(usize, i32)>,
+    /// What hosts have against any task.
+    pub(super) refuses: BTreeMap<HostId, Verdict>,
 }
 
 fn pair(a: HostId, b: HostId) -> (HostId, HostId) {
     (a.min(b), a.max(b))
+}
+
+/// Three hosts of one network, the next four of another, and so on.
+fn address(id: HostId) -> SocketAddr {
+    SocketAddr::from(([10, 0, (id.index() / 4) as u8, id.index() as u8], 4))
 }
 
 fn config(id: HostId, name: &str) -> MachineConfig {
@@ -124,7 +133,7 @@ fn config(id: HostId, name: &str) -> MachineConfig {
         vm: "pvm".into(),
         arch: "LINUX64".into(),
         dsig: DSIG_X86_64,
-        addresses: vec![],
+        addresses: vec![address(id)],
         speed: 1000,
         uid: 1000,
         lease: LEASE,
@@ -162,6 +171,7 @@ impl Sim {
             abandoned: Vec::new(),
             prepared: Vec::new(),
             signalled: Vec::new(),
+            refuses: BTreeMap::new(),
         };
         let mut first = config(HostId::MASTER, "h1");
         change(&mut first);
@@ -229,7 +239,7 @@ impl Sim {
             if !plan.name.starts_with("mute") {
                 self.session(HostId::MASTER, plan.id);
             }
-            Ok(StartedHost { arch: "LINUX64".into(), dsig: DSIG_X86_64, addresses: vec![] })
+            Ok(StartedHost { arch: "LINUX64".into(), dsig: DSIG_X86_64, addresses: vec![address(plan.id)] })
         };
         self.push(at, Happening::Event(HostId::MASTER, Event::HostStarted { start, result }));
     }

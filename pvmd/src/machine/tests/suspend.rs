@@ -116,15 +116,18 @@ fn the_list_of_tasks_and_the_event_log_tell_who_is_suspended_and_why() {
     let still: Vec<Tid> = list.iter().filter(|t| t.suspended).map(|t| t.tid).collect();
     assert_eq!(still, [tid]);
     assert!(list.iter().all(|t| !t.stopped && !t.moving));
-    let cause = Cause::Share { why: "user 7 has taken less".into() };
-    let resume = Request::Suspend { tid, suspend: false, cause: Some(cause.clone()) };
-    assert_eq!(scene.sim.ask(console, resume), Reply::Done);
+    let cause = Cause::Share { why: "there is room".into() };
+    let room = Request::Suspend { tid, suspend: false, cause: Some(cause) };
+    assert_eq!(scene.sim.ask(console, room), Reply::Done);
+    let list = listed(&mut scene.sim, console);
+    assert!(list.iter().any(|t| t.tid == tid && t.suspended), "nobody has taken back what was asked for");
+    scene.suspend(tid, false);
     scene.suspend(tid, false);
     let told = events(&mut scene.sim, console);
     let told: Vec<&EventKind> =
         told.iter().filter(|e| matches!(e, EventKind::Suspended { .. } | EventKind::Resumed { .. })).collect();
     let first = EventKind::Suspended { tid, cause: Cause::Asked { by } };
-    let second = EventKind::Resumed { tid, cause };
+    let second = EventKind::Resumed { tid, cause: Cause::Asked { by } };
     assert_eq!(told, [&first, &second], "what changes nothing is no event");
     scene.end();
 }

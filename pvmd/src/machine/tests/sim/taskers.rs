@@ -3,7 +3,7 @@
 use super::{Channel, Happening, Proc, Sim};
 use crate::machine::Event;
 use sempa_proto::frame::from_bytes;
-use sempa_proto::migration::{Failure, TaskFacts, Usage};
+use sempa_proto::migration::{Failure, Refusal, TaskFacts, Usage, Verdict};
 use sempa_proto::task::{Claim, Redirect, RedirectAt};
 use sempa_proto::tasker::{Capabilities, DumpReport, FromTasker, Redirection, ToTasker};
 use sempa_proto::{HostId, Micros, Tid};
@@ -41,6 +41,10 @@ impl Sim {
             let used = Usage { user: Micros(self.procs[proc].used), ..Usage::default() };
             self.tasker(on, FromTasker::Exited { tid, status, used });
         }
+    }
+
+    fn refuses(&self, on: HostId) -> Verdict {
+        self.refuses.get(&on).cloned().unwrap_or_default()
     }
 
     fn find_spawned(&self, on: HostId, tid: Tid) -> Option<usize> {
@@ -152,7 +156,16 @@ impl Sim {
             ToTasker::Inspect { migration, .. } => {
                 FromTasker::Inspected { migration, result: Ok(TaskFacts::default()) }
             }
-            ToTasker::Prepare { migration, .. } => FromTasker::Prepared { migration, verdict: vec![] },
+            ToTasker::Prepare { migration, .. } => FromTasker::Prepared { migration, verdict: self.refuses(on) },
+            ToTasker::Look { question, tid } => {
+                let facts = TaskFacts { resident_bytes: 4096, ..TaskFacts::default() };
+                let result = self.find_spawned(on, tid).map(|_| facts).ok_or(Refusal::NoSuchTask);
+                FromTasker::Seen { question, result }
+            }
+            ToTasker::Judge { question, facts } => {
+                assert_eq!(facts.resident_bytes, 4096);
+                FromTasker::Judged { question, verdict: self.refuses(on) }
+            }
             ToTasker::Stop { migration, tid, redirection } => {
                 let Some(proc) = self.find_spawned(on, tid) else { return };
                 let result = self.step_result(());

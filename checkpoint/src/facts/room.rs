@@ -1,0 +1,90 @@
+//! What the control groups around this process leave of memory and of process numbers.
+
+use sempa_proto::cgroup::{folder, mount_point};
+use std::fs::read_to_string;
+use std::path::{Path, PathBuf};
+
+/// What is left, the tightest group counts; `None`: no group limits it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Room {
+    /// Bytes of memory.
+    pub(super) memory: Option<u64>,
+    /// Processes and threads.
+    pub(super) threads: Option<u64>,
+}
+
+/// Names of the files of a controller in one version of control groups.
+struct Files {
+    limit: &'static str,
+    used: &'static str,
+    /// A field of `memory.stat` that counts as free: what the kernel gives up when somebody needs it.
+    given_up: Option<&'static str>,
+}
+
+const MEMORY_V2: Files = Files { limit: "memory.max", used: "memory.current", given_up: Some("inactive_file") };
+const MEMORY_V1: Files =
+    Files { limit: "memory.limit_in_bytes", used: "memory.usage_in_bytes", given_up: Some("total_inactive_file") };
+const THREADS: Files = Files { limit: "pids.max", used: "pids.current", given_up: None };
+
+/// Of this process's groups.
+pub(super) fn here() -> Room {
+    let (Ok(mounts), Ok(groups)) = (std::fs::read("/proc/self/mountinfo"), std::fs::read("/proc/self/cgroup")) else {
+        return Room::default();
+    };
+    let least = |controller: Option<&str>, files: &Files| {
+        let place = folder(&mounts, &groups, controller)?;
+        let root = mount_point(&mounts, controller)?;
+        least_left(&place, &root, files)
+    };
+    let tighter = |a: Option<u64>, b: Option<u64>| a.into_iter().chain(b).min();
+    Room {
+        memory: tighter(least(None, &MEMORY_V2), least(Some("memory"), &MEMORY_V1)),
+        threads: tighter(least(None, &THREADS), least(Some("pids"), &THREADS)),
+    }
+}
+
+/// What the group in this folder and those around it leave, up to where the hierarchy is mounted.
+fn least_left(place: &Path, root: &Path, files: &Files) -> Option<u64> {
+    let around: Vec<PathBuf> = place.ancestors().take_while(|at| at.starts_with(root)).map(Path::to_path_buf).collect();
+    around.iter().filter_map(|group| left(group, files)).min()
+}
+
+/// What one group leaves.
+fn left(group: &Path, files: &Files) -> Option<u64> {
+    let number = |name: &str| read_to_string(group.join(name)).ok()?.trim().parse::<u64>().ok();
+    // "max" is no number; version 1 says nearly all that fits into one.
+    let limit = number(files.limit).filter(|limit| *limit < 1 << 60)?;
+    let given_up = files.given_up.and_then(|field| {
+        let text = read_to_string(group.join("memory.stat")).ok()?;
+        text.lines().find_map(|line| line.strip_prefix(field)?.trim().parse::<u64>().ok())
+    });
+    Some(limit.saturating_add(given_up.unwrap_or(0)).saturating_sub(number(files.used)?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_tightest_group_counts_and_what_the_kernel_gives_up_is_free() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let (root, inner) = (dir.path().join("root"), dir.path().join("root/inner"));
+        std::fs::create_dir_all(&inner).expect("made");
+        let write = |at: &Path, name: &str, text: &str| std::fs::write(at.join(name), text).expect("written");
+        write(dir.path(), "memory.max", "1\n");
+        write(&root, "memory.max", "1000\n");
+        write(&root, "memory.current", "800\n");
+        write(&root, "memory.stat", "anon 5\ninactive_file 100\n");
+        write(&inner, "memory.max", "max\n");
+        write(&inner, "memory.current", "700\n");
+        assert_eq!(least_left(&inner, &root, &MEMORY_V2), Some(300));
+        write(&inner, "memory.max", "750\n");
+        assert_eq!(least_left(&inner, &root, &MEMORY_V2), Some(50));
+        assert_eq!(least_left(&inner, &root, &THREADS), None);
+        write(&inner, "pids.max", "10\n");
+        write(&inner, "pids.current", "12\n");
+        assert_eq!(least_left(&inner, &root, &THREADS), Some(0));
+        write(&inner, "memory.limit_in_bytes", "9223372036854771712\n");
+        assert_eq!(left(&inner, &MEMORY_V1), None);
+    }
+}

@@ -1,0 +1,197 @@
+//! Which hosts would take a task: asked of all of them at once. Nothing is frozen, and nothing changes anywhere.
+//!
+//! The daemon of whoever asks puts the questions: first to the task's host, what it is; then to the others, whether they would
+//! take it. A host's own daemon knows its owner, its tasker the rest.
+
+use super::asks::{Asker, Back};
+use super::{Machine, Timer};
+use sempa_proto::host::{Answer, Question};
+use sempa_proto::migration::{Refusal, Survey, TaskFacts, Verdict};
+use sempa_proto::task::Reply;
+use sempa_proto::tasker::ToTasker;
+use sempa_proto::{HostId, Micros, PvmError, RequestId, Tid};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Surveys that one daemon has under way; one more is refused.
+const SURVEYS_MAX: usize = 64;
+/// Time for all answers. A tasker that has just begun tries its engine before it answers, and reads programs that it has not
+/// seen yet.
+const ANSWER_TIME: Micros = Micros::from_secs(30);
+
+/// A survey under way.
+#[derive(Debug)]
+struct Open {
+    by: Tid,
+    id: RequestId,
+    of: Tid,
+    from: HostId,
+    resident_bytes: u64,
+    /// Hosts that have not answered.
+    missing: BTreeSet<HostId>,
+    verdicts: BTreeMap<HostId, Verdict>,
+}
+
+/// This daemon's part in surveys.
+#[derive(Debug, Default)]
+pub(super) struct Surveys {
+    open: BTreeMap<u64, Open>,
+    last: u64,
+    /// What the tasker has been asked, and for whom.
+    asked: BTreeMap<RequestId, Asked>,
+    last_asked: RequestId,
+}
+
+/// A question to the tasker.
+#[derive(Debug)]
+enum Asked {
+    Facts(Back),
+    /// With what the daemon itself has against it.
+    Verdict(Back, Verdict),
+}
+
+impl Surveys {
+    fn ask(&mut self, asked: Asked) -> RequestId {
+        self.last_asked = self.last_asked.next();
+        self.asked.insert(self.last_asked, asked);
+        self.last_asked
+    }
+}
+
+impl Machine {
+    /// A task wants to know which hosts would take another one, or whether this one would.
+    pub(super) fn can_migrate(&mut self, by: Tid, id: RequestId, of: Tid, to: Option<&str>) {
+        if self.surveys.open.len() >= SURVEYS_MAX {
+            let reason = format!("{SURVEYS_MAX} such questions wait for their answers already; ask again later");
+            return self.fail(by, id, PvmError::OutOfRes, reason);
+        }
+        let named = match to.map(|name| self.host_named(name)) {
+            Some(None) => {
+                let reason = format!("{of} cannot move to {}: {}", to.unwrap_or_default(), Refusal::NoSuchHost);
+                return self.fail(by, id, PvmError::NoHost, reason);
+            }
+            Some(Some(host)) => BTreeSet::from([host]),
+            None => self.table.hosts.iter().map(|host| host.id).collect(),
+        };
+        let Some(from) = self.location(of).filter(|host| of.is_task() && self.table.get(*host).is_some()) else {
+            return self.reply(by, id, Reply::Survey(Err(Refusal::NoSuchTask)));
+        };
+        self.surveys.last += 1;
+        let number = self.surveys.last;
+        let open = Open { by, id, of, from, resident_bytes: 0, missing: named, verdicts: BTreeMap::new() };
+        self.surveys.open.insert(number, open);
+        self.timer(ANSWER_TIME, Timer::Survey(number));
+        self.ask_about(of, Question::Facts { tid: of }, Asker::Facts(number));
+    }
+
+    /// What the task is, or why it cannot move at all; `None`: nobody is there to say.
+    pub(super) fn facts_answered(&mut self, number: u64, from: HostId, result: Option<Result<TaskFacts, Refusal>>) {
+        let Some(open) = self.surveys.open.get_mut(&number) else { return };
+        let facts = match result.unwrap_or(Err(Refusal::HostLost(open.from))) {
+            Ok(facts) => facts,
+            Err(refusal) => return self.survey_over(number, Err(refusal)),
+        };
+        (open.from, open.resident_bytes) = (from, facts.resident_bytes);
+        open.missing.remove(&from);
+        let hosts: Vec<HostId> = open.missing.iter().copied().collect();
+        if hosts.is_empty() {
+            return self.survey_ended(number);
+        }
+        for host in hosts {
+            let question = Question::Verdict { facts: facts.clone() };
+            self.ask(host, question, Asker::Verdict { survey: number, host });
+        }
+    }
+
+    /// What a host has against it; `None`: it is lost.
+    pub(super) fn verdict_answered(&mut self, number: u64, host: HostId, verdict: Option<Verdict>) {
+        let Some(open) = self.surveys.open.get_mut(&number) else { return };
+        if open.missing.remove(&host) {
+            open.verdicts.insert(host, verdict.unwrap_or_else(|| vec![Refusal::HostLost(host)]));
+        }
+        if open.missing.is_empty() {
+            self.survey_ended(number);
+        }
+    }
+
+    /// Who has not answered by now does not.
+    pub(super) fn survey_deadline(&mut self, number: u64) {
+        let Some(open) = self.surveys.open.get_mut(&number) else { return };
+        if open.verdicts.is_empty() && open.missing.contains(&open.from) {
+            let from = open.from;
+            return self.survey_over(number, Err(Refusal::HostLost(from)));
+        }
+        for host in std::mem::take(&mut open.missing) {
+            open.verdicts.insert(host, vec![Refusal::HostLost(host)]);
+        }
+        self.survey_ended(number);
+    }
+
+    fn survey_ended(&mut self, number: u64) {
+        let Some(open) = self.surveys.open.get_mut(&number) else { return };
+        let (tid, from, resident_bytes) = (open.of, open.from, open.resident_bytes);
+        let mut verdicts: Vec<(HostId, Verdict)> = std::mem::take(&mut open.verdicts).into_iter().collect();
+        let zone = |host: HostId| self.table.get(host).map(sempa_proto::table::HostEntry::zone);
+        let here = zone(from);
+        verdicts.sort_by_key(|(host, _)| (zone(*host) != here, *host));
+        self.survey_over(number, Ok(Survey { tid, from, resident_bytes, verdicts }));
+    }
+
+    fn survey_over(&mut self, number: u64, result: Result<Survey, Refusal>) {
+        if let Some(open) = self.surveys.open.remove(&number) {
+            self.reply(open.by, open.id, Reply::Survey(result));
+        }
+    }
+
+    // ---- who is asked
+
+    /// Somebody wants to know what a task of this host is.
+    pub(super) fn facts_wanted(&mut self, back: Back, tid: Tid) {
+        let moving = self.moves.sources.values().find(|source| source.of().tid == tid && source.holds());
+        let refusal = moving.map(|source| Refusal::AlreadyMoving(source.of().id)).or_else(|| self.cannot_move(tid));
+        if let Some(refusal) = refusal {
+            return self.answer(back, Answer::Facts(Err(refusal)));
+        }
+        let question = self.surveys.ask(Asked::Facts(back));
+        self.tell_tasker(ToTasker::Look { question, tid });
+    }
+
+    /// Somebody wants to know whether this host would take such a task.
+    pub(super) fn verdict_wanted(&mut self, back: Back, facts: TaskFacts) {
+        let known: Verdict = self.no_guests().into_iter().chain(self.no_tasker()).collect();
+        if self.tasker_gone {
+            return self.answer(back, Answer::Verdict(known));
+        }
+        let question = self.surveys.ask(Asked::Verdict(back, known));
+        self.tell_tasker(ToTasker::Judge { question, facts });
+    }
+
+    /// The tasker has looked at a task.
+    pub(super) fn task_seen(&mut self, question: RequestId, result: Result<TaskFacts, Refusal>) {
+        if let Some(Asked::Facts(back)) = self.surveys.asked.remove(&question) {
+            let result = result.map_err(|refusal| self.named(refusal));
+            self.answer(back, Answer::Facts(result));
+        }
+    }
+
+    /// The tasker has compared a task with this host.
+    pub(super) fn task_judged(&mut self, question: RequestId, verdict: Verdict) {
+        if let Some(Asked::Verdict(back, mut known)) = self.surveys.asked.remove(&question) {
+            known.extend(verdict.into_iter().map(|refusal| self.named(refusal)));
+            self.answer(back, Answer::Verdict(known));
+        }
+    }
+
+    /// The tasker has ended and answers no more.
+    pub(super) fn surveys_tasker_gone(&mut self) {
+        let Some(refusal) = self.no_tasker() else { return };
+        for asked in std::mem::take(&mut self.surveys.asked).into_values() {
+            match asked {
+                Asked::Facts(back) => self.answer(back, Answer::Facts(Err(refusal.clone()))),
+                Asked::Verdict(back, mut known) => {
+                    known.push(refusal.clone());
+                    self.answer(back, Answer::Verdict(known));
+                }
+            }
+        }
+    }
+}

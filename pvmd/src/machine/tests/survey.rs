@@ -1,0 +1,116 @@
+//! Which hosts would take a task is found out without a change anywhere.
+
+use super::scene::{Scene, migrate, stopped};
+use super::sim::{Sim, host, seeds};
+use sempa_proto::migration::{Refusal, Survey, Verdict};
+use sempa_proto::task::{Reply, Request, SPAWN_PINNED, SpawnRequest};
+use sempa_proto::{HostId, Micros, PvmError, Tid};
+
+fn can_migrate(tid: Tid, to: Option<&str>) -> Request {
+    Request::CanMigrate { tid, to: to.map(String::from) }
+}
+
+fn asked(sim: &mut Sim, console: usize, tid: Tid, to: Option<&str>) -> Result<Survey, Refusal> {
+    match sim.ask(console, can_migrate(tid, to)) {
+        Reply::Survey(result) => result,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// A task on h2 that has joined.
+fn child(sim: &mut Sim, console: usize, flags: i32) -> Tid {
+    let request =
+        SpawnRequest { file: "child".into(), count: 1, place: "h2".into(), flags: 1 | flags, ..Default::default() };
+    let Reply::Spawned(results) = sim.ask(console, Request::Spawn(request)) else { panic!("no task") };
+    let tid = results[0].expect("it starts");
+    sim.until("it is there", |s| s.procs[s.proc_of(tid)].welcome.is_some());
+    tid
+}
+
+fn file(path: &str) -> Refusal {
+    Refusal::File { path: path.into(), why: "it does not exist on the target".into() }
+}
+
+#[test]
+fn each_host_says_what_it_has_against_a_task_and_the_nearest_that_would_take_it_is_named() {
+    let (mut sim, console) = Sim::cluster(1, 5);
+    let tid = child(&mut sim, console, 0);
+    let against: Verdict = vec![file("/a"), Refusal::Memory { need: 2, have: 1 }];
+    let no_engine = |host| Refusal::NoEngine { host, why: "none".into() };
+    sim.refuses.insert(HostId::MASTER, against.clone());
+    // A tasker does not know where it is.
+    sim.refuses.insert(host(4), vec![no_engine(HostId::MASTER)]);
+    let survey = asked(&mut sim, console, tid, None).expect("it could move");
+    assert_eq!((survey.tid, survey.from, survey.resident_bytes), (tid, host(2), 4096));
+    let expected =
+        [(HostId::MASTER, against.clone()), (host(3), vec![]), (host(4), vec![no_engine(host(4))]), (host(5), vec![])];
+    assert_eq!(survey.verdicts, expected);
+    assert_eq!(survey.nearest(), Some(host(3)));
+    for (to, takes) in [("h1", false), ("h3", true), ("h4", false), ("h5", true)] {
+        let one = asked(&mut sim, console, tid, Some(to)).expect("it could move");
+        assert_eq!((one.verdicts.len(), one.nearest().is_some()), (1, takes), "{to}");
+        let moved = sim.ask(console, migrate(tid, to));
+        assert_eq!(matches!(moved, Reply::Moved(Ok(_))), takes, "{to}: {moved:?}");
+        sim.ask(console, migrate(tid, "h2"));
+    }
+    assert_eq!(asked(&mut sim, console, tid, Some("h2")).expect("it is there").verdicts, []);
+    // Seen from the other network.
+    sim.ask(console, migrate(tid, "h5"));
+    let survey = asked(&mut sim, console, tid, None).expect("it could move");
+    let order: Vec<HostId> = survey.verdicts.iter().map(|(host, _)| *host).collect();
+    assert_eq!(order, [host(4), HostId::MASTER, host(2), host(3)]);
+}
+
+#[test]
+fn an_owner_who_wants_no_guests_is_a_reason_among_the_others() {
+    let mut scene = Scene::new(5);
+    scene.sim.refuses.insert(host(2), vec![file("/a")]);
+    scene.say(1, stopped());
+    let (console, tid) = (scene.console, scene.tids[0]);
+    let survey = asked(&mut scene.sim, console, tid, Some("h2")).expect("it could move");
+    let owner = Refusal::OwnerThere { host: host(2), why: "olga is there".into() };
+    assert_eq!(survey.verdicts, [(host(2), vec![owner, file("/a")])]);
+}
+
+#[test]
+fn a_task_that_cannot_move_at_all_is_refused_by_its_own_host() {
+    let (mut sim, console) = Sim::cluster(2, 3);
+    let pinned = child(&mut sim, console, SPAWN_PINNED);
+    let shell = sim.procs[console].tid();
+    assert_eq!(asked(&mut sim, console, shell, None), Err(Refusal::NotSpawned));
+    assert_eq!(asked(&mut sim, console, pinned, None), Err(Refusal::Pinned));
+    assert_eq!(asked(&mut sim, console, Tid::from_raw(0x40999), None), Err(Refusal::NoSuchTask));
+    assert_eq!(asked(&mut sim, console, host(2).tid(), None), Err(Refusal::NoSuchTask));
+    let nowhere = sim.ask(console, can_migrate(pinned, Some("h7")));
+    assert!(matches!(nowhere, Reply::Failed { error: PvmError::NoHost, .. }), "{nowhere:?}");
+}
+
+#[test]
+fn whoever_dies_or_moves_meanwhile_every_question_is_answered() {
+    let (mut answered, mut refused) = (0, 0);
+    for seed in seeds(300) {
+        let (mut sim, console) = Sim::cluster(seed, 4);
+        let tid = child(&mut sim, console, 0);
+        let from = host(1 + sim.dice.roll(4) as u16);
+        let asker = sim.enrol(from);
+        let asking = sim.request(asker, can_migrate(tid, None));
+        let wait = Micros(sim.dice.roll(3_000));
+        sim.pass(wait);
+        let victim = host(2 + sim.dice.roll(3) as u16);
+        match sim.dice.roll(3) {
+            0 if sim.procs[asker].host != victim => sim.kill_host(victim),
+            1 => sim.kill_tasker(victim),
+            _ => drop(sim.request(console, migrate(tid, "h3"))),
+        }
+        sim.until("an answer", |s| s.procs[asker].replies.contains_key(&asking));
+        match &sim.procs[asker].replies[&asking] {
+            Reply::Survey(Ok(survey)) => {
+                assert!(survey.verdicts.len() >= 2, "seed {seed}: {survey:?}");
+                answered += 1;
+            }
+            Reply::Survey(Err(_)) => refused += 1,
+            other => panic!("{other:?} (seed {seed})"),
+        }
+    }
+    assert!(answered > 100 && refused > 20, "{answered} answered, {refused} refused");
+}

@@ -1,0 +1,72 @@
+//! Hosts where guests are not wanted: when the last one has left, and who is told why somebody stays.
+
+use super::{Host, Model};
+use crate::decide::{Moves, Owner, Stay};
+use sempa_proto::{HostId, Tid};
+use std::collections::HashSet;
+
+impl Host {
+    /// Guests are not wanted there.
+    fn is_closed(&self) -> bool {
+        self.owner.is_present() || self.drained.is_some()
+    }
+
+    /// Who keeps guests out, as decisions see it.
+    pub(super) fn keeper(&self) -> Owner {
+        match self.drained.filter(|_| !self.owner.is_present()) {
+            Some(by) => Owner::Drained { by },
+            None => self.owner.clone(),
+        }
+    }
+}
+
+impl Model {
+    /// Hosts whose owner is there and that the last guest has left, or that had none; each is answered once, and again
+    /// only when there were guests again.
+    pub fn newly_clean(&mut self) -> Vec<HostId> {
+        if !self.hosts.values().any(Host::is_closed) {
+            return Vec::new();
+        }
+        let drained = |id: &HostId| self.hosts.get(id).is_some_and(|host| host.drained.is_some());
+        let guests = self.tasks.values().filter(|t| !t.pinned && (!t.asked || drained(&t.host)));
+        let with_guests: HashSet<HostId> =
+            guests.flat_map(|t| [Some(t.host), t.moving.and_then(|g| g.to)]).flatten().collect();
+        let mut clean = Vec::new();
+        for (id, host) in self.hosts.iter_mut().filter(|(_, host)| host.is_closed()) {
+            let is_clean = !with_guests.contains(id);
+            if is_clean && !host.clean_told {
+                clean.push(*id);
+            }
+            host.clean_told = is_clean;
+        }
+        clean
+    }
+
+    /// A host is emptied from now on because this task asked for it, or is not any more.
+    pub fn drain(&mut self, id: HostId, by: Option<Tid>) {
+        if let Some(host) = self.edit_host(id) {
+            (host.drained, host.clean_told) = (by, false);
+        }
+        for task in self.tasks.values_mut().filter(|task| task.host == id) {
+            // What was said of it was said of something else.
+            task.told = None;
+        }
+    }
+
+    /// Whether a host is emptied.
+    pub fn is_drained(&self, id: HostId) -> bool {
+        self.hosts.get(&id).is_some_and(|host| host.drained.is_some())
+    }
+
+    /// Tasks that stay beside an owner and of which that was not said, each once until its kind of reason changes.
+    pub fn news<'m>(&mut self, moves: &'m Moves) -> Vec<&'m Stay> {
+        let (mut news, snapshot) = (Vec::new(), &self.view);
+        for stay in moves.stay.iter().filter(|stay| stay.is_news(snapshot.now)) {
+            let kind = Some(std::mem::discriminant(&stay.why));
+            let Some(task) = self.tasks.get_mut(&stay.tid).filter(|t| t.told != kind) else { continue };
+            task.told = kind;
+            news.push(stay);
+        }
+        news
+    }
+}

@@ -1,0 +1,98 @@
+//! Hosts that somebody has emptied: their tasks leave, nothing is started there, and who asks is told how far it is. The event
+//! log has it; so a resource manager that begins again goes on with it.
+
+use super::Service;
+use crate::api::VmApi;
+use crate::decide::{Stay, moves};
+use sempa_proto::event::EventKind;
+use sempa_proto::rm::{ANSWER_ENTRIES_MAX, Answer};
+use sempa_proto::{HostId, Micros, Tid};
+use std::collections::BTreeMap;
+
+/// Hosts that are to be empty at a time that has not come, on the service's clock.
+#[derive(Debug, Default)]
+pub(super) struct Draining(BTreeMap<HostId, Micros>);
+
+impl Draining {
+    /// When [`Service::drains_due`] has something to say.
+    pub(super) fn next_deadline(&self) -> Option<Micros> {
+        self.0.values().copied().min()
+    }
+}
+
+impl<V: VmApi> Service<V> {
+    /// Goes on with what the books say.
+    pub(super) fn recall_drains(&mut self) {
+        let (now, wall) = (self.vm.now(), self.vm.wall());
+        for (host, by, until) in self.memory.ledger.books.drained() {
+            self.model.drain(host, Some(by));
+            if let Some(left) = until.filter(|until| *until > wall).map(|until| until.since(wall)) {
+                self.draining.0.insert(host, now + left);
+            }
+        }
+    }
+
+    /// Somebody wants a host emptied, within a time or as soon as it goes.
+    pub(super) fn drain(&mut self, by: Tid, host: &str, within: Option<Micros>) -> Answer {
+        let Some(id) = self.model.host_called(host) else { return Answer::Unknown };
+        let (now, until) = (self.vm.now(), within.map(|within| self.vm.wall() + within));
+        match within {
+            Some(within) => drop(self.draining.0.insert(id, now + within)),
+            None => drop(self.draining.0.remove(&id)),
+        }
+        self.record(EventKind::DrainBegun { host: id, by, until });
+        self.model.drain(id, Some(by));
+        self.decide_moves();
+        self.drain_state(id)
+    }
+
+    /// Somebody lets a host take tasks again.
+    pub(super) fn undrain(&mut self, by: Tid, host: &str) -> Answer {
+        let Some(id) = self.model.host_called(host) else { return Answer::Unknown };
+        if self.model.is_drained(id) {
+            self.record(EventKind::DrainEnded { host: id, by });
+            self.model.drain(id, None);
+            self.draining.0.remove(&id);
+            self.changed = true;
+        }
+        self.drain_state(id)
+    }
+
+    /// How far it is.
+    pub(super) fn draining(&mut self, host: &str) -> Answer {
+        self.model.host_called(host).map_or(Answer::Unknown, |id| self.drain_state(id))
+    }
+
+    /// Those that leave, with what keeps the others.
+    fn drain_state(&mut self, id: HostId) -> Answer {
+        let drained = self.model.is_drained(id);
+        let snapshot = self.model.snapshot(self.vm.now());
+        let stays: BTreeMap<Tid, Stay> = moves(snapshot).stay.into_iter().map(|stay| (stay.tid, stay)).collect();
+        let Some(host) = snapshot.host(id) else { return Answer::Unknown };
+        let why = |tid: &Tid| stays.get(tid).map(|stay| stay.reason(snapshot));
+        let (fixed, others): (Vec<_>, Vec<_>) = host.tasks.iter().partition(|task| task.pinned);
+        let mut tasks: Vec<(Tid, Option<String>)> = others.iter().map(|task| (task.tid, why(&task.tid))).collect();
+        tasks.truncate(ANSWER_ENTRIES_MAX);
+        let stay = fixed.iter().filter(|task| !sempa_proto::load::is_watcher(&task.name)).count() as u32;
+        Answer::Drain { drained, tasks, stay }
+    }
+
+    /// The time of some has come: what is left is told.
+    pub(super) fn drains_due(&mut self, now: Micros) {
+        let due: Vec<HostId> = self.draining.0.iter().filter(|(_, at)| **at <= now).map(|(id, _)| *id).collect();
+        for id in due {
+            self.draining.0.remove(&id);
+            let Answer::Drain { tasks, .. } = self.drain_state(id) else { continue };
+            if tasks.is_empty() {
+                continue;
+            }
+            let one = |(tid, why): &(Tid, Option<String>)| match why {
+                Some(why) => format!("{tid} ({why})"),
+                None => format!("{tid} (on its way)"),
+            };
+            let list: Vec<String> = tasks.iter().map(one).collect();
+            let name = self.model.host_name(id);
+            self.note(format!("{name} was to be empty by now; still there: {}", list.join(", ")));
+        }
+    }
+}

@@ -1,0 +1,127 @@
+//! Hosts are emptied as somebody asks for it, and take tasks again.
+
+use crate::common::{Bed, client, h, request, spawned, t, world};
+use crate::{ask, with_books};
+use sempa_proto::event::EventKind;
+use sempa_proto::migration::{Cause, Failure};
+use sempa_proto::rm::{Answer, Question};
+use sempa_proto::task::{SPAWN_HOST, SpawnRequest};
+use sempa_proto::{Micros, PvmError, Tid};
+
+fn by() -> Cause {
+    Cause::Drain { by: client() }
+}
+
+fn drain(bed: &mut Bed, within: Option<Micros>) -> Vec<(Tid, Option<String>)> {
+    let Answer::Drain { drained: true, tasks, .. } = ask(bed, &Question::Drain { host: "h2".into(), within }) else {
+        panic!("h2 is there")
+    };
+    tasks
+}
+
+fn left(bed: &mut Bed) -> Vec<(Tid, Option<String>)> {
+    let Answer::Drain { tasks, .. } = ask(bed, &Question::Draining { host: "h2".into() }) else {
+        panic!("h2 is there")
+    };
+    tasks
+}
+
+#[test]
+fn all_tasks_leave_a_drained_host_none_comes_and_it_is_used_again_when_that_is_over() {
+    let vm = world(3);
+    vm.0.borrow_mut().tasks.extend([spawned(t(2, 1), 2), spawned(t(2, 2), 2)]);
+    let mut bed = Bed::quiet(&vm);
+    assert_eq!(drain(&mut bed, None), [(t(2, 1), None), (t(2, 2), None)]);
+    let goes = vec![(t(2, 1), h(1), by()), (t(2, 2), h(3), by())];
+    assert_eq!(bed.world().migrations, goes);
+    bed.world().moved(t(2, 1), 2, 1, by());
+    bed.settle();
+    assert_eq!(left(&mut bed), [(t(2, 2), None)]);
+    bed.world().moved(t(2, 2), 2, 3, by());
+    bed.settle();
+    assert_eq!(left(&mut bed), []);
+    assert_eq!(bed.world().records.last(), Some(&EventKind::HostClean { host: h(2) }));
+    bed.world().took_migrations();
+    // Not by choice and not by name.
+    bed.world().spawn(1, &request(4));
+    bed.settle();
+    assert!(bed.world().took_execs().iter().all(|exec| exec.host != h(2)));
+    bed.world().spawn(2, &SpawnRequest { flags: SPAWN_HOST, place: "h2".into(), ..request(1) });
+    bed.settle();
+    assert_eq!(bed.world().answer(2), Some(Ok(vec![Err(PvmError::OutOfRes)])));
+    // Somebody moves one there by hand: it leaves again.
+    bed.world().moved(t(2, 1), 1, 2, Cause::Asked { by: client() });
+    bed.settle();
+    assert_eq!(bed.world().took_migrations().len(), 1);
+    let Answer::Drain { drained, .. } = ask(&mut bed, &Question::Undrain { host: "h2".into() }) else { panic!("no") };
+    assert!(!drained);
+    bed.world().spawn(3, &SpawnRequest { flags: SPAWN_HOST, place: "h2".into(), ..request(1) });
+    bed.settle();
+    assert_eq!(bed.world().took_execs()[0].host, h(2));
+    assert_eq!(ask(&mut bed, &Question::Drain { host: "h9".into(), within: None }), Answer::Unknown);
+}
+
+#[test]
+fn what_stays_on_a_drained_host_is_told_with_its_reason_and_at_the_deadline() {
+    let vm = world(2);
+    vm.0.borrow_mut().tasks.push(spawned(t(2, 1), 2));
+    let mut bed = Bed::quiet(&vm);
+    bed.owner_comes(1);
+    let tasks = drain(&mut bed, Some(Micros::from_secs(3)));
+    let why = tasks[0].1.clone().expect("nobody takes it");
+    assert_eq!(why, "no host to go to (h1: owner present (alice on pts/0))");
+    bed.pass(Micros::from_secs(4));
+    let notes = bed.world().notes();
+    assert!(
+        notes.iter().any(|n| n.contains("stays on h2 although it is to be emptied: no host to go to")),
+        "{notes:?}"
+    );
+    let late = notes.iter().filter(|n| n.starts_with("h2 was to be empty by now; still there: ")).count();
+    assert_eq!(late, 1, "{notes:?}");
+    // A move that fails is tried again somewhere else, or there again.
+    bed.owner_leaves(1);
+    assert_eq!(bed.world().took_migrations(), [(t(2, 1), 1)]);
+    bed.world().move_failed(t(2, 1), 2, 1, Failure::Killed { signal: 9 });
+    bed.settle();
+    assert!(left(&mut bed)[0].1.is_some());
+    bed.pass(Micros::from_secs(3));
+    assert_eq!(bed.world().took_migrations(), [(t(2, 1), 1)]);
+}
+
+#[test]
+fn an_owner_who_comes_to_a_drained_host_is_the_reason_until_he_leaves() {
+    let vm = world(2);
+    let mut bed = Bed::quiet(&vm);
+    drain(&mut bed, None);
+    bed.owner_comes(2);
+    bed.owner_leaves(2);
+    bed.world().spawn(2, &SpawnRequest { flags: SPAWN_HOST, place: "h2".into(), ..request(1) });
+    bed.settle();
+    assert_eq!(bed.world().answer(2), Some(Ok(vec![Err(PvmError::OutOfRes)])));
+    let Answer::Why { decisions, .. } = ask(&mut bed, &Question::WhyHost("h2".into())) else { panic!("no reason") };
+    let told: Vec<String> = decisions.iter().map(|d| d.what.to_string()).collect();
+    assert!(told.contains(&format!("h2 is being emptied: {} asked for it", client())), "{told:?}");
+}
+
+#[test]
+fn one_that_begins_again_keeps_hosts_empty_that_were_emptied() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let vm = world(2);
+    let mut bed = Bed::with(&vm, with_books(dir.path())).expect("no other");
+    drain(&mut bed, Some(Micros::from_secs(60)));
+    bed.pass(Micros::from_secs(1));
+    drop(bed);
+    vm.0.borrow_mut().forget_mail();
+    let mut bed = Bed::with(&vm, with_books(dir.path())).expect("no other");
+    bed.world().spawn(1, &request(2));
+    bed.settle();
+    assert!(bed.world().took_execs().iter().all(|exec| exec.host == h(1)));
+    ask(&mut bed, &Question::Undrain { host: "h2".into() });
+    bed.pass(Micros::from_secs(1));
+    drop(bed);
+    vm.0.borrow_mut().forget_mail();
+    let mut bed = Bed::with(&vm, with_books(dir.path())).expect("no other");
+    bed.world().spawn(2, &request(2));
+    bed.settle();
+    assert!(bed.world().took_execs().iter().any(|exec| exec.host == h(2)));
+}

@@ -1,0 +1,217 @@
+//! Virtual machines of any size, half of their hosts with an owner, and every decision that is made in them.
+
+use pvm_rm::decide::{
+    Ask, Fair, HostView, Hosts, Moves, Owner, Policy, Sampled, Snapshot, TaskView, Terms, UpDown, Wants, balance,
+    give_way, go_on, moves, place,
+};
+use sempa_proto::load::LoadSample;
+use sempa_proto::task::SpawnRequest;
+use sempa_proto::{HostId, Micros, Tid};
+use std::collections::BTreeSet;
+use std::hint::black_box;
+use std::sync::Arc;
+
+/// As many hosts as a virtual machine is simulated with: more than twice as many as there can be.
+pub(crate) const HOSTS_MAX: u16 = 10_000;
+
+/// What is done with a decision: it has a name, and may be made again and again; each time it is told how often it was made
+/// before, and asserts that it is what is expected.
+pub(crate) type Visit<'a> = dyn FnMut(&'static str, &mut dyn FnMut(usize)) + 'a;
+
+fn h(index: u16) -> HostId {
+    HostId::simulated(index).expect("an index")
+}
+
+/// The task with this number on this host.
+fn t(host: u16, number: u32) -> Tid {
+    Tid::task(HostId::MASTER, u32::from(host) * 8 + number).expect("a task")
+}
+
+/// An idle host whose sample never gets old: all load that is not ours here is that of owners, who are looked after as such.
+pub(crate) fn desktop(index: u16, owner: Owner) -> HostView {
+    let sample = LoadSample { cores: 1, available_bytes: 8 << 30, ..LoadSample::default() };
+    HostView {
+        id: h(index),
+        name: format!("d{index}"),
+        arch: "LINUX64".into(),
+        zone: u32::from(index) / 256,
+        labels: Arc::default(),
+        speed: 1000,
+        cores: 1,
+        sample: Some(Sampled { sample, at: Micros(u64::MAX), own: 0 }),
+        foreign_mean: None,
+        owner,
+        no_moves: None,
+        terms: Terms::default(),
+        tasks: Vec::new(),
+    }
+}
+
+/// A task that has run for an hour.
+fn old(host: u16, number: u32) -> TaskView {
+    TaskView {
+        done: Micros::from_secs(3600),
+        user: 1,
+        name: "worker".into(),
+        ..TaskView::new(t(host, number), Micros(0))
+    }
+}
+
+fn present() -> Owner {
+    Owner::Present { why: "at the keyboard".into() }
+}
+
+/// As many hosts, half of them with an owner, nearly all with a task that has run for an hour.
+pub(crate) fn large(hosts: u16) -> Snapshot {
+    let view = |i: u16| {
+        let asked = i.is_multiple_of(2);
+        let owner = if asked { present() } else { Owner::Absent { left: None } };
+        // Some are crowded, some are empty, so that there is something to balance.
+        let tasks = match i % 50 {
+            1 => 0,
+            11 => 3,
+            _ => 1,
+        };
+        let tasks = (1..=tasks).map(|n| TaskView { asked, ..old(i, n) }).collect();
+        HostView { tasks, speed: 1000 + i32::from(i % 97), ..desktop(i, owner) }
+    };
+    let hosts: Hosts = (1..=hosts).map(view).collect();
+    Snapshot::new(Micros::from_secs(7200), Policy::Load, hosts)
+}
+
+/// Changes hosts of a snapshot.
+fn change(snapshot: &mut Snapshot, hosts: impl IntoIterator<Item = u16>, act: impl Fn(u16, &mut HostView)) {
+    for i in hosts {
+        act(i, snapshot.hosts.edit(h(i)).expect("a host"));
+    }
+    snapshot.hosts.refresh(snapshot.now);
+}
+
+fn change_all(snapshot: &mut Snapshot, act: impl Fn(u16, &mut HostView)) {
+    change(snapshot, 1..=snapshot.hosts.len() as u16, act);
+}
+
+fn change_tasks(snapshot: &mut Snapshot, act: impl Fn(u16, &mut TaskView)) {
+    change_all(snapshot, |i, host| host.tasks.iter_mut().for_each(|task| act(i, task)));
+}
+
+fn request(count: u32, wants: &str) -> SpawnRequest {
+    SpawnRequest { count, place: wants.into(), ..SpawnRequest::default() }
+}
+
+fn ask(request: &SpawnRequest) -> Ask<'_> {
+    Ask { user: 2, request, count: request.count, caller: HostId::MASTER, peers: &[HostId::MASTER], without: &[] }
+}
+
+/// So many tasks with these requirements get their places, or none does.
+fn places(snapshot: &Snapshot, count: u32, wants: &str, fits: bool) -> impl FnMut(usize) {
+    let request = request(count, wants);
+    move |_| assert!(place(snapshot, &ask(&request)).hosts.iter().all(|r| r.is_ok() == fits))
+}
+
+fn balances(snapshot: &Snapshot) -> impl FnMut(usize) {
+    |_| assert!(!balance(snapshot).is_empty())
+}
+
+/// The owner of a host with a guest comes, and the guest goes or stays; then he goes.
+fn comes_and_goes(snapshot: &mut Snapshot, goes: bool) -> impl FnMut(usize) {
+    move |_| {
+        change(snapshot, [3], |_, host| host.owner = present());
+        let decided = moves(snapshot);
+        assert_eq!((decided.go.len(), decided.stay.len()), if goes { (1, 0) } else { (0, 1) });
+        change(snapshot, [3], |_, host| host.owner = Owner::Absent { left: None });
+        assert_eq!(moves(snapshot), Moves::default());
+    }
+}
+
+/// Decisions that look at some hosts only, whatever the virtual machine: what changes, and the best ones.
+pub(crate) fn looks_at_some(hosts: u16, visit: &mut Visit<'_>) {
+    let mut free = large(hosts);
+    visit("update", &mut |n| {
+        let (host, speed) = (1 + n % usize::from(hosts / 2) * 2, 1000 + (n % 101) as i32);
+        change(&mut free, [host as u16], |_, host| host.speed = speed);
+    });
+    visit("place 1", &mut places(&free, 1, "", true));
+    visit("place 61", &mut places(&free, 61, "", true));
+    visit("an owner comes and goes", &mut comes_and_goes(&mut free, true));
+    visit("balance", &mut balances(&free));
+    let mut waits = free.clone();
+    waits.barriers = waits.hosts.iter().flat_map(|host| &host.tasks).map(|task| task.job).collect();
+    visit("balance jobs that wait", &mut balances(&waits));
+}
+
+/// Moves for jobs that have told their work: plans that let time pass on the hosts that are looked at, which are as many in
+/// every large virtual machine. First each task is a job, then all are one.
+pub(crate) fn plans(hosts: u16, visit: &mut Visit<'_>) {
+    let mut free = large(hosts);
+    let work = Arc::new(Wants::parse("work = 2h").expect("it says so"));
+    change_tasks(&mut free, |_, task| task.wants = Some(work.clone()));
+    visit("plan for jobs that tell", &mut balances(&free));
+    change_tasks(&mut free, |_, task| task.job = t(1, 1));
+    visit("plan for one that tells", &mut balances(&free));
+}
+
+/// Decisions that look at every host, or at every task of a job.
+pub(crate) fn looks_at_all(hosts: u16, visit: &mut Visit<'_>) {
+    let free = large(hosts);
+    visit("place 61 by speed", &mut places(&free, 61, "?rank = speed", true));
+    visit("place 61 on one host", &mut places(&free, 61, "?same-host", true));
+    let in_turn = Snapshot { policy: Policy::RoundRobin, ..free.clone() };
+    visit("place 61 in turn", &mut places(&in_turn, 61, "", true));
+    visit("refuse by number", &mut places(&free, 1, "?cores > 99", false));
+    visit("refuse by name", &mut places(&free, 1, "?host = nobody", false));
+    all_come(&free, visit);
+    let mut unknown = free.clone();
+    change_all(&mut unknown, |_, host| host.sample = None);
+    visit("balance what nobody knows", &mut |_| assert_eq!(balance(&unknown), []));
+    let mut one_waits = free.clone();
+    change_tasks(&mut one_waits, |_, task| task.job = t(1, 1));
+    one_waits.barriers = [t(1, 1)].into();
+    visit("balance one that waits", &mut |_| {
+        black_box(balance(&one_waits));
+    });
+    users_take_turns(&free, visit);
+}
+
+/// Owners come everywhere.
+fn all_come(free: &Snapshot, visit: &mut Visit<'_>) {
+    let hosts = free.hosts.len() as u16;
+    let mut full = free.clone();
+    change_all(&mut full, |i, host| {
+        if i != 3 {
+            host.owner = present();
+        }
+        host.tasks.iter_mut().for_each(|task| task.asked = i != 3);
+    });
+    let mut stuck = full.clone();
+    change_all(&mut stuck, |_, host| {
+        host.owner = present();
+        host.tasks.iter_mut().for_each(|task| task.asked = false);
+    });
+    visit("refuse by owners", &mut places(&stuck, 1, "", false));
+    visit("he comes, there is no place, he goes", &mut comes_and_goes(&mut full, false));
+    let guests = stuck.hosts.iter().map(|host| host.tasks.len()).sum();
+    visit("all have come", &mut |_| assert_eq!(moves(&stuck).stay.len(), guests));
+    let mut rush = free.clone();
+    change(&mut rush, (1..=hosts).filter(|i| i % 4 == 3), |_, host| host.owner = present());
+    visit("many have come", &mut |_| assert!(!moves(&rush).go.is_empty()));
+}
+
+/// One processor for each task of a user who has held many; another one wants some.
+fn users_take_turns(free: &Snapshot, visit: &mut Visit<'_>) {
+    let hosts = free.hosts.len() as u16;
+    let mut greedy = free.clone();
+    change_all(&mut greedy, |i, host| {
+        host.tasks = vec![old(i, 1)];
+        host.owner = Owner::Absent { left: None };
+    });
+    let mut fair = Fair::new(UpDown::default());
+    fair.takes(Micros(0), 1, u32::from(hosts));
+    fair.recall(greedy.now, 1, 100.0, Micros(0));
+    let wide = request(61, "?free >= 1; spread");
+    visit("give way", &mut |_| assert_eq!(give_way(&greedy, &fair, &ask(&wide)).len(), 61));
+    let mut quiet = greedy.clone();
+    change_all(&mut quiet, |_, host| host.tasks[0].suspended = true);
+    let since = quiet.hosts.iter().take(usize::from(hosts / 32)).map(|host| (host.tasks[0].tid, Micros(0))).collect();
+    visit("go on", &mut |_| assert!(!go_on(&quiet, &since, &BTreeSet::new()).is_empty()));
+}

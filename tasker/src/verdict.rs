@@ -1,0 +1,98 @@
+//! What a task is and whether this host would take it: asked by a move, or by somebody who only wants to know. Nothing is
+//! frozen, and nothing changes.
+
+use crate::moves::NO_NAMESPACES;
+use crate::supervisor::Supervisor;
+use crate::workers::Outcome;
+use checkpoint::engine::Cancel;
+use checkpoint::facts::{self, Subject, ThisHost};
+use sempa_proto::migration::{Failure, Refusal, TaskFacts, Verdict};
+use sempa_proto::tasker::{FromTasker, ToTasker};
+use sempa_proto::{HostId, MigrationId, RequestId, Tid};
+
+/// Who wants to know.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum For {
+    /// A move of this task.
+    Move { migration: MigrationId, tid: Tid },
+    /// Somebody who asks.
+    Question(RequestId),
+}
+
+/// True for orders that are answered only when it is known whether the engine works.
+pub(crate) fn needs_engine(order: &ToTasker) -> bool {
+    use ToTasker as T;
+    matches!(order, T::Inspect { .. } | T::Look { .. } | T::Prepare { .. } | T::Judge { .. })
+}
+
+impl Supervisor {
+    fn no_engine(&self) -> Option<Refusal> {
+        // The daemon knows which host this is and puts it in.
+        self.moves.engine_state().err().map(|why| Refusal::NoEngine { host: HostId::MASTER, why })
+    }
+
+    /// Looks at a task.
+    pub(crate) fn look(&mut self, by: For, tid: Tid) {
+        let refused = match (self.tasks.get(&tid), self.no_engine()) {
+            (None, _) => Some(Refusal::NoSuchTask),
+            (Some(_), no_engine) => no_engine,
+        };
+        let namespace = self.tasks.get(&tid).and_then(|task| task.namespace.as_ref().map(|n| (n, task.process.pid)));
+        let (None, Some((namespace, pid))) = (&refused, namespace) else {
+            let refused = refused.unwrap_or(Refusal::Holds { what: NO_NAMESPACES.into() });
+            return self.seen(by, Err(refused));
+        };
+        let subject = Subject { root: pid, processes: namespace.pids() };
+        let engine = self.moves.engine_state().unwrap_or_default();
+        let hashes = self.moves.hashes.clone();
+        let work = move || Outcome::Seen { by, result: facts::inspect(&subject, engine, &hashes) };
+        if let Err(why) = self.begin_reading(work) {
+            self.seen(by, Err(Refusal::Holds { what: format!("something that could not be looked at: {why}") }));
+        }
+    }
+
+    /// The task has been looked at.
+    pub(crate) fn seen(&mut self, by: For, result: Result<TaskFacts, Refusal>) {
+        self.say(&match by {
+            For::Move { migration, .. } => FromTasker::Inspected { migration, result },
+            For::Question(question) => FromTasker::Seen { question, result },
+        });
+    }
+
+    /// Compares a task with this host.
+    pub(crate) fn judge(&mut self, by: For, facts: TaskFacts) {
+        if let Some(refusal) = self.no_engine() {
+            return self.judged(by, vec![refusal]);
+        }
+        let host = ThisHost::new(self.moves.hashes.clone());
+        let work = move || Outcome::Judged { by, verdict: facts::compare(&facts, &host) };
+        if let Err(why) = self.begin_reading(work) {
+            self.judged(by, vec![no_room(&why)]);
+        }
+    }
+
+    /// The verdict is there. A move for which it is a good one gets its room.
+    pub(crate) fn judged(&mut self, by: For, mut verdict: Verdict) {
+        let word = match by {
+            For::Question(question) => FromTasker::Judged { question, verdict },
+            For::Move { migration, tid } => {
+                if verdict.is_empty()
+                    && let Err(why) = self.make_room(migration, tid)
+                {
+                    verdict.push(no_room(&why));
+                }
+                FromTasker::Prepared { migration, verdict }
+            }
+        };
+        self.say(&word);
+    }
+
+    fn begin_reading(&mut self, work: impl FnOnce() -> Outcome + Send + 'static) -> Result<u64, Failure> {
+        let cancel = Cancel::new().map_err(|e| Failure::Io(e.to_string()))?;
+        self.moves.workers.start(&cancel, None, work)
+    }
+}
+
+fn no_room(why: &Failure) -> Refusal {
+    Refusal::NoEngine { host: HostId::MASTER, why: why.to_string() }
+}

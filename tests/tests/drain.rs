@@ -1,0 +1,115 @@
+//! Who would take a task is known before anything is moved; and a host is emptied, kept empty and used again, as somebody wants.
+
+use sempa_proto::event::EventKind;
+use sempa_tests::needs::testbed;
+use sempa_tests::run::{Done, must};
+use sempa_tests::vm::Settings;
+use sempa_tests::{Vm, eventually};
+use std::time::Duration;
+
+const SOON: Duration = Duration::from_secs(60);
+
+fn with_three_hosts(rm: Option<&str>, test: impl FnOnce(&Vm)) {
+    let Some((bed, _)) = testbed(3) else { return };
+    let vm = Vm::start(&bed, Settings { rm: rm.map(String::from), ..Settings::default() }).expect("a virtual machine");
+    vm.add(&["h2", "h3"]).expect("the others join");
+    vm.program("hold").expect("gcc");
+    test(&vm);
+    vm.halt().expect("halts");
+}
+
+fn pvm(vm: &Vm, words: &[&str]) -> Done {
+    vm.pvm(words).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()))
+}
+
+/// The task answers, and its memory is what it was.
+fn lives(vm: &Vm, tid: &str) {
+    let mut command = vm.command(vm.bed().host(1), vm.home().join("pvm3/bin/LINUX64/hold"));
+    command.args(["ask", tid]);
+    let done = must(command, SOON).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    assert!(done.out.contains("sum GOOD"), "{done:?}");
+}
+
+fn registered(vm: &Vm) -> usize {
+    let is = |kind: &EventKind| matches!(kind, EventKind::RmRegistered { .. });
+    vm.events().expect("events").iter().filter(|entry| is(&entry.kind)).count()
+}
+
+#[test]
+fn hosts_say_beforehand_whether_they_would_take_a_task_and_they_keep_their_word() {
+    with_three_hosts(None, |vm| {
+        let place = |n: usize| vm.bed().host(n).path("/tmp/only-there");
+        std::fs::create_dir(place(2)).expect("made");
+        let tid = vm.spawn(&["-h2:/tmp/only-there", "hold", "1"]).expect("spawned");
+        lives(vm, &tid);
+        let nobody = pvm(vm, &["can-migrate", &tid]);
+        let missing = "no: /tmp/only-there: it does not exist on the target";
+        assert!(!nobody.good() && nobody.out.ends_with("no host would take it\n"), "{nobody:?}");
+        assert_eq!(nobody.out.matches(missing).count(), 2, "{nobody:?}");
+        std::fs::create_dir(place(3)).expect("made");
+        let one = pvm(vm, &["can-migrate", &tid]);
+        assert!(one.good() && one.out.ends_with("the nearest host that would take it: h3\n"), "{one:?}");
+        let values = vm.json(&["can-migrate", &tid, "h1"]);
+        assert!(values.is_err(), "it exits with 1: {values:?}");
+        let there = vm.json(&["can-migrate", &tid, "h3"]).expect("h3 would do");
+        assert_eq!((&there[0]["hosts"][0]["takes"], &there[0]["host"]), (&true.into(), &"h2".into()));
+        assert_eq!(vm.host_of(&tid).expect("alive"), "h2", "asking moves nothing");
+        let moves = vm.events().expect("events");
+        assert!(!moves.iter().any(|entry| matches!(entry.kind, EventKind::MoveFailed { .. })), "nor is it a move");
+        vm.must_migrate(&tid, "h3");
+        lives(vm, &tid);
+        let refused = pvm(vm, &["can-migrate", "t40001"]);
+        assert!(!refused.good() && refused.err.contains("t40001 cannot move: "), "{refused:?}");
+        let nowhere = pvm(vm, &["can-migrate", &tid, "h9"]);
+        assert!(!nowhere.good() && nowhere.err.contains("there is no such host"), "{nowhere:?}");
+    });
+}
+
+#[test]
+fn a_drained_host_is_left_by_all_kept_empty_by_the_next_resource_manager_and_used_again() {
+    with_three_hosts(Some("pvm-rm"), |vm| {
+        let tids: Vec<String> = (0..2).map(|_| vm.spawn(&["-h2", "hold", "4"]).expect("spawned")).collect();
+        tids.iter().for_each(|tid| lives(vm, tid));
+        let done = pvm(vm, &["drain", "h2", "--deadline", "50s"]);
+        assert!(done.good(), "{done:?}\n{}", vm.logs());
+        assert!(
+            done.out.starts_with("h2 takes no tasks; 2 are to leave\n") && done.out.contains("\nh2 is empty after ")
+        );
+        for tid in &tids {
+            assert!(done.out.contains(&format!("{tid} has left (")), "{done:?}");
+            assert_ne!(vm.host_of(tid).expect("alive"), "h2");
+            lives(vm, tid);
+        }
+        let refused = |vm: &Vm| {
+            let spawn = pvm(vm, &["spawn", "-h2", "hold", "1"]);
+            assert!(!spawn.good(), "{spawn:?}\n{}", vm.logs());
+        };
+        refused(vm);
+        let why = pvm(vm, &["why", "h2"]);
+        assert!(why.out.contains("now: nothing is placed on h2: it is being emptied, or kept empty"), "{why:?}");
+        let before = registered(vm);
+        let rm = vm.bed().host(1).processes().into_iter().find(|(_, line)| line.contains("pvm-rm")).expect("it runs");
+        let pid = nix::unistd::Pid::from_raw(rm.0.cast_signed());
+        // What it has heard is on the disk a moment later.
+        vm.event(SOON, "drain", |entry| matches!(entry.kind, EventKind::DrainBegun { .. })).expect("in the log");
+        nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL).expect("it is there");
+        eventually(SOON, || if registered(vm) > before { Ok(()) } else { Err("no other resource manager".into()) })
+            .unwrap_or_else(|error| panic!("{error}\n{}", vm.logs()));
+        refused(vm);
+        let again = pvm(vm, &["undrain", "h2"]);
+        assert_eq!((again.good(), again.out.as_str()), (true, "h2 takes tasks\n"), "{again:?}");
+        let tid = vm.spawn(&["-h2", "hold", "1"]).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+        assert_eq!(vm.host_of(&tid).expect("alive"), "h2");
+        let unknown = pvm(vm, &["drain", "h9"]);
+        assert!(!unknown.good() && unknown.err.contains("knows no host h9"), "{unknown:?}");
+    });
+}
+
+#[test]
+fn without_a_resource_manager_drain_says_what_is_missing_and_changes_nothing() {
+    with_three_hosts(None, |vm| {
+        let done = pvm(vm, &["drain", "h2"]);
+        assert!(!done.good() && done.err.contains("no resource manager runs"), "{done:?}");
+        assert!(vm.spawn(&["-h2", "hold", "1"]).is_ok());
+    });
+}
