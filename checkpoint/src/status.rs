@@ -20,6 +20,11 @@ impl Status {
         self.field(name)?.split_whitespace().next()?.parse().ok()
     }
 
+    /// A set of capabilities (`CapEff`, …): bit 0 is the one with number 0.
+    pub fn capabilities(&self, name: &str) -> u64 {
+        self.signals(name)
+    }
+
     /// A set of signals (`SigPnd`, `SigBlk`, …): bit 0 is signal 1.
     pub fn signals(&self, name: &str) -> u64 {
         self.field(name).and_then(|hex| u64::from_str_radix(hex, 16).ok()).unwrap_or(0)

@@ -1,5 +1,6 @@
 //! What an open descriptor means for a move. Pure: the caller has read /proc/PID/fd and fdinfo.
 
+use super::maps::{SHARED_MEMORY_FOLDER, posix_memory};
 use sempa_proto::route;
 use std::path::{Path, PathBuf};
 
@@ -9,6 +10,8 @@ const ROUTE_SOCKET_FLAG: u32 = route::ROUTE_SOCKET_FLAG.cast_unsigned();
 const ACCESS_MODE: u32 = 0o3;
 const WRITE_ONLY: u32 = 0o1;
 const APPEND: u32 = 0o2000;
+/// `O_DIRECT`, which on a pipe means that it keeps the bounds of what was written.
+const PACKETS: u32 = libc::O_DIRECT.cast_unsigned();
 
 /// File systems (statfs(2)) whose files are not files of a disk.
 const PROC_MAGIC: i64 = 0x9fa0;
@@ -67,6 +70,8 @@ pub(super) enum Meaning {
     SameLength(PathBuf, u64),
     /// A file that has to be there.
     Exists(PathBuf),
+    /// A named pipe that has to be there, and that nobody else may have open.
+    NamedPipe(PathBuf),
     /// A directory that has to be there.
     Directory(PathBuf),
     /// The task's end of a pseudo terminal with this number.
@@ -86,7 +91,15 @@ pub(super) fn judge(fd: &Descriptor<'_>) -> Meaning {
         return if is_route { Meaning::Travels } else { Meaning::Socket(inode) };
     }
     if text.starts_with("pipe:[") {
-        return Meaning::Travels;
+        return if flags(fd.info) & PACKETS == 0 {
+            Meaning::Travels
+        } else {
+            Meaning::Lost("a pipe of packets".into())
+        };
+    }
+    if number(fd.info, "eventfd-semaphore:") == Some(1) {
+        // The engine would make an ordinary one of it without a word.
+        return Meaning::Lost("an eventfd that is a semaphore".into());
     }
     if let Some(name) = text.strip_prefix("anon_inode:") {
         let carried = CARRIED_ANON.contains(&name) || name.starts_with("bpf-map");
@@ -95,6 +108,10 @@ pub(super) fn judge(fd: &Descriptor<'_>) -> Meaning {
     match fd.magic {
         MQUEUE_MAGIC => return Meaning::Lost(format!("the POSIX message queue {text}")),
         SECRETMEM_MAGIC => return Meaning::Lost("secret memory (memfd_secret)".into()),
+        // Its number is another one after the move, and this one may be somebody else's there.
+        PROC_MAGIC if names_process(fd.link) => {
+            return Meaning::Lost(format!("the file {text}, which is about a process"));
+        }
         PROC_MAGIC | SYSFS_MAGIC | CGROUP2_MAGIC => return Meaning::Travels,
         _ => {}
     }
@@ -107,9 +124,12 @@ pub(super) fn judge(fd: &Descriptor<'_>) -> Meaning {
             _ => Meaning::Travels,
         };
     }
+    if text.starts_with(SHARED_MEMORY_FOLDER) && matches!(fd.kind, Kind::Regular(_)) {
+        return Meaning::Lost(posix_memory(&text));
+    }
     match fd.kind {
         Kind::Directory => Meaning::Directory(fd.link.into()),
-        Kind::Fifo => Meaning::Exists(fd.link.into()),
+        Kind::Fifo => Meaning::NamedPipe(fd.link.into()),
         Kind::Character { major, minor } => device(fd, major, minor),
         // The engine checks the length of all files but those that are only appended to.
         Kind::Regular(_) if flags(fd.info) & (ACCESS_MODE | APPEND) == WRITE_ONLY | APPEND => {
@@ -118,6 +138,12 @@ pub(super) fn judge(fd: &Descriptor<'_>) -> Meaning {
         Kind::Regular(bytes) => Meaning::SameLength(fd.link.into(), bytes),
         Kind::Other => Meaning::Lost(format!("{text}, which is neither file, directory, pipe nor socket")),
     }
+}
+
+/// True for what lies in the folder of a process under /proc.
+fn names_process(path: &Path) -> bool {
+    let folder = path.strip_prefix("/proc").ok().and_then(|rest| rest.iter().next()?.to_str());
+    folder.is_some_and(|name| name.bytes().all(|byte| byte.is_ascii_digit()))
 }
 
 fn anonymous(name: &str) -> String {
@@ -171,6 +197,7 @@ mod tests {
         assert_eq!(judge_as("/d/f (deleted)", "", Kind::Regular(5), 0, 0xef53), Meaning::Travels);
         assert!(matches!(judge_as("/d/f (deleted)", "", Kind::Regular(5), 1, 0xef53), Meaning::Lost(_)));
         assert_eq!(judge_as("/d", "", Kind::Directory, 2, 0xef53), Meaning::Directory("/d".into()));
+        assert_eq!(judge_as("/d/p", "", Kind::Fifo, 1, 0xef53), Meaning::NamedPipe("/d/p".into()));
     }
 
     #[test]
@@ -184,7 +211,16 @@ mod tests {
         assert_eq!(lost("anon_inode:[userfaultfd]", Kind::Other, 0), "a userfaultfd");
         assert_eq!(lost("anon_inode:kvm-vm", Kind::Other, 0), "a descriptor of the kind kvm-vm");
         assert_eq!(lost("/queue", Kind::Regular(80), MQUEUE_MAGIC), "the POSIX message queue /queue");
+        let named = "POSIX shared memory (/dev/shm/x), which is in the memory of this host";
+        assert_eq!(lost("/dev/shm/x", Kind::Regular(80), 0x0102_1994), named);
         assert_eq!(lost("/secretmem (deleted)", Kind::Regular(0), SECRETMEM_MAGIC), "secret memory (memfd_secret)");
+        let stat = "the file /proc/5/stat, which is about a process";
+        assert_eq!(lost("/proc/5/stat", Kind::Regular(0), PROC_MAGIC), stat);
+        let with = |link: &str, info: &str| judge_as(link, info, Kind::Other, 1, 0);
+        let packets = format!("pos:\t0\nflags:\t0{:o}\n", PACKETS | WRITE_ONLY);
+        assert_eq!(with("pipe:[5]", &packets), Meaning::Lost("a pipe of packets".into()));
+        let counting = with("anon_inode:[eventfd]", "flags:\t02\neventfd-semaphore: 1\n");
+        assert_eq!(counting, Meaning::Lost("an eventfd that is a semaphore".into()));
         let gpu = Kind::Character { major: 226, minor: 0 };
         assert_eq!(lost("/dev/dri/card0", gpu, 0), "the device /dev/dri/card0");
         assert_eq!(lost("/dev/tty1", Kind::Character { major: 4, minor: 1 }, 0), "the terminal /dev/tty1");
@@ -197,7 +233,10 @@ mod tests {
         }
         let null = Kind::Character { major: 1, minor: 3 };
         assert_eq!(judge_as("/dev/null", "", null, 1, 0), Meaning::Travels);
-        assert_eq!(judge_as("/proc/5/stat", "", Kind::Regular(0), 1, PROC_MAGIC), Meaning::Travels);
+        assert_eq!(judge_as("/proc/stat", "", Kind::Regular(0), 1, PROC_MAGIC), Meaning::Travels);
+        assert_eq!(judge_as("/proc/sys", "", Kind::Directory, 1, PROC_MAGIC), Meaning::Travels);
+        let count = |kind: u64| format!("flags:\t02\neventfd-count: 2\neventfd-id: 29\neventfd-semaphore: {kind}\n");
+        assert_eq!(judge_as("anon_inode:[eventfd]", &count(0), Kind::Other, 1, 0), Meaning::Travels);
         let socket = |flags: &str| judge_as("socket:[77]", &format!("pos:\t0\nflags:\t{flags}\n"), Kind::Other, 1, 0);
         assert_eq!(socket("02004002"), Meaning::Socket(77));
         assert_eq!(socket("02006002"), Meaning::Travels, "one of the library's own");

@@ -2,7 +2,7 @@
 
 use super::descriptors::{Descriptor, Kind, Meaning, judge};
 use super::hash::HashCache;
-use super::{host, kernel, maps, sockets};
+use super::{host, kernel, maps, sockets, strangers, sysv};
 use crate::status::Status;
 use sempa_proto::migration::{FileFact, FileMatch, Refusal, TaskFacts};
 use std::collections::{BTreeMap, BTreeSet};
@@ -35,6 +35,8 @@ struct Findings {
     sockets: BTreeSet<u64>,
     terminals: BTreeSet<u64>,
     masters: BTreeSet<u64>,
+    /// Named pipes by device and inode number.
+    pipes: BTreeMap<(u64, u64), PathBuf>,
 }
 
 /// How much of a file the task needs; a later one includes the earlier ones.
@@ -66,7 +68,7 @@ pub fn inspect(subject: &Subject, engine: String, hashes: &HashCache) -> Result<
     let mut findings = Findings::default();
     family(subject)?;
     for &pid in &subject.processes {
-        match look_at(pid, &mut findings) {
+        match look_at(pid, subject.root, &mut findings) {
             Ok(()) => {}
             // A process other than the root may have ended meanwhile.
             Err(_) if pid != subject.root && !exists(pid) => {}
@@ -76,6 +78,12 @@ pub fn inspect(subject: &Subject, engine: String, hashes: &HashCache) -> Result<
     connections(subject.root, &findings)?;
     if let Some(number) = findings.terminals.difference(&findings.masters).next() {
         return Err(holds(format!("the terminal /dev/pts/{number}, whose other end is elsewhere")));
+    }
+    if let Some(path) = strangers::pipe_elsewhere(&findings.pipes, &subject.processes) {
+        return Err(holds(format!("the named pipe {}, which another process has open", path.display())));
+    }
+    if let Some(what) = sysv::used_by(&subject.processes) {
+        return Err(holds(what));
     }
     let uid = Status::of(subject.root).and_then(|status| status.field("Uid")?.split_whitespace().nth(1)?.parse().ok());
     Ok(TaskFacts {
@@ -120,21 +128,18 @@ fn family(subject: &Subject) -> Result<(), Refusal> {
     Ok(())
 }
 
-fn look_at(pid: i32, findings: &mut Findings) -> Result<(), Refusal> {
+fn look_at(pid: i32, root: i32, findings: &mut Findings) -> Result<(), Refusal> {
+    let threads = threads(pid);
     let status = Status::of(pid);
-    let field = |name| status.as_ref().and_then(|status| status.field(name));
-    if field("State").is_some_and(|state| state.starts_with(['Z', 'X'])) {
-        return Ok(());
+    if status.as_ref().and_then(|status| status.field("State")).is_some_and(|state| state.starts_with(['Z', 'X'])) {
+        // It waits to be reaped, if no thread of it goes on.
+        return if threads.len() > 1 { Err(holds("a main thread that has ended before the others")) } else { Ok(()) };
     }
-    if field("TracerPid").is_some_and(|tracer| tracer != "0") {
+    if threads.into_iter().filter_map(Status::of).any(|status| status.field("TracerPid").is_some_and(|by| by != "0")) {
         return Err(holds("a debugger"));
     }
-    for (name, what) in SHARED_NAMESPACES {
-        let link = |of: &str| std::fs::read_link(format!("/proc/{of}/ns/{name}")).ok();
-        if link(&pid.to_string()) != link("self") {
-            return Err(holds(what));
-        }
-    }
+    rights(status.as_ref())?;
+    namespaces(pid, root)?;
     let link = |name: &str| std::fs::read_link(format!("/proc/{pid}/{name}")).map_err(|_| Refusal::NoSuchTask);
     if link("root")? != std::fs::read_link("/proc/self/root").unwrap_or_else(|_| "/".into()) {
         return Err(holds("a root directory of its own"));
@@ -144,6 +149,50 @@ fn look_at(pid: i32, findings: &mut Findings) -> Result<(), Refusal> {
     findings.need(&cwd, 0, Need::Directory);
     mappings(pid, findings)?;
     descriptors(pid, findings)
+}
+
+/// What the engine needs the process, or itself, to have the right to. Where we have none ourselves nothing is asked here.
+fn rights(status: Option<&Status>) -> Result<(), Refusal> {
+    const MAY_MOUNT: u64 = 1 << 21;
+    const MAY_LIMIT: u64 = 1 << 24;
+    let (Some(status), Some(own)) = (status, Status::of(std::process::id() as i32)) else { return Ok(()) };
+    let may = |status: &Status, what| status.capabilities("CapEff") & what != 0;
+    let ids = |of: &Status, name| -> Vec<String> {
+        of.field(name).unwrap_or_default().split_whitespace().take(3).map(String::from).collect()
+    };
+    // It makes the process mount something for a moment.
+    if may(&own, MAY_MOUNT) && !may(status, MAY_MOUNT) {
+        let uid = ids(status, "Uid").get(1).cloned().unwrap_or_default();
+        return Err(holds(format!(
+            "a process without root's rights (its user is {uid}), in which the engine cannot work"
+        )));
+    }
+    // It asks for the limits of the process, which the kernel tells only to equals without a further right.
+    let differs = |name| ids(status, name).iter().find(|id| ids(&own, name).first() != Some(id)).cloned();
+    if let (false, Some(id)) = (may(&own, MAY_LIMIT), differs("Uid").or_else(|| differs("Gid"))) {
+        return Err(holds(format!("another user or group ({id}), for which the tasker needs CAP_SYS_RESOURCE")));
+    }
+    Ok(())
+}
+
+/// Numbers of the threads of a process.
+fn threads(pid: i32) -> Vec<i32> {
+    let dir = std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
+    dir.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
+}
+
+fn namespaces(pid: i32, root: i32) -> Result<(), Refusal> {
+    let link = |of: &str, name: &str| std::fs::read_link(format!("/proc/{of}/ns/{name}")).ok();
+    let (own, root) = (pid.to_string(), root.to_string());
+    if let Some((_, what)) = SHARED_NAMESPACES.iter().find(|(name, _)| link(&own, name) != link("self", name)) {
+        return Err(holds(*what));
+    }
+    // That of the task is not the tasker's; its processes have to be in it, and so have their children.
+    let task = link(&root, "pid");
+    if ["pid", "pid_for_children"].iter().any(|name| link(&own, name) != task) {
+        return Err(holds("a process-id namespace of its own"));
+    }
+    Ok(())
 }
 
 /// The engine needs to make a directory there for a moment.
@@ -187,6 +236,11 @@ fn descriptors(pid: i32, findings: &mut Findings) -> Result<(), Refusal> {
             Meaning::Socket(inode) => drop(findings.sockets.insert(inode)),
             Meaning::SameLength(path, bytes) => findings.need(&path, bytes, Need::Length),
             Meaning::Exists(path) => findings.need(&path, 0, Need::Exists),
+            Meaning::NamedPipe(path) => {
+                findings.need(&path, 0, Need::Exists);
+                // One that was closed meanwhile does not matter.
+                findings.pipes.extend(strangers::identity(&entry.path()).map(|id| (id, path)));
+            }
             Meaning::Directory(path) => findings.need(&path, 0, Need::Directory),
             Meaning::Terminal(number) => drop(findings.terminals.insert(number)),
             Meaning::TerminalMaster(number) => drop(findings.masters.insert(number)),

@@ -22,6 +22,14 @@ const LOST: [(&str, &str); 5] = [
     ("anon_inode:", "a mapping that no engine can carry"),
 ];
 
+/// Where named POSIX shared memory and semaphores are: in the memory of one host.
+pub(super) const SHARED_MEMORY_FOLDER: &str = "/dev/shm/";
+
+/// What to call one that still has its name. A file of the same name and length on another host would be another memory.
+pub(super) fn posix_memory(path: &str) -> String {
+    format!("POSIX shared memory ({path}), which is in the memory of this host")
+}
+
 /// Reads the lines of /proc/PID/maps.
 pub(super) fn read(maps: &str) -> Vec<Mapped> {
     maps.lines().filter_map(line).collect()
@@ -44,7 +52,10 @@ fn line(line: &str) -> Option<Mapped> {
     if !path.starts_with('/') || path.ends_with(" (deleted)") {
         return None;
     }
-    if path.starts_with("/dev/") && !path.starts_with("/dev/shm/") {
+    if path.starts_with(SHARED_MEMORY_FOLDER) {
+        return Some(Mapped::Lost(posix_memory(path)));
+    }
+    if path.starts_with("/dev/") {
         let harmless = path == "/dev/zero";
         return (!harmless).then(|| Mapped::Lost(format!("a mapping of the device {path}")));
     }
@@ -65,6 +76,8 @@ mod tests {
 7f200000-7f300000 rw-p 00000000 00:00 0                          [heap]
 7f300000-7f400000 rw-p 00000000 00:00 0 \n\
 7f400000-7f500000 rw-s 00000000 00:01 5                          /memfd:x (deleted)
+7f400000-7f500000 rw-s 00000000 00:18 6                          /dev/shm/sem.mine (deleted)
+7f400000-7f500000 rw-s 00000000 00:18 6                          /dev/shm/table
 7f500000-7f600000 rw-s 00000000 00:01 9                          /SYSV00000000 (deleted)
 7f600000-7f700000 rw-s 00000000 00:01 9                          anon_inode:[io_uring]
 7f700000-7f800000 rw-s 00000000 00:05 9                          /dev/dri/card0
@@ -74,6 +87,7 @@ ffff0000-ffff1000 r-xp 00000000 00:00 0                          [vdso]
             Mapped::Private("/usr/bin/a program".into()),
             Mapped::Private("/usr/bin/a program".into()),
             Mapped::Shared("/data/shared table".into()),
+            Mapped::Lost("POSIX shared memory (/dev/shm/table), which is in the memory of this host".into()),
             Mapped::Lost("System V shared memory".into()),
             Mapped::Lost("an io_uring ring".into()),
             Mapped::Lost("a mapping of the device /dev/dri/card0".into()),

@@ -13,6 +13,8 @@ mod kernel;
 mod maps;
 mod room;
 mod sockets;
+mod strangers;
+mod sysv;
 
 pub use compare::{Found, Host, MEMORY_SLACK_BYTES, compare};
 pub use hash::{HASHES_MAX, HashCache};

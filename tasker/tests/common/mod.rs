@@ -34,9 +34,16 @@ impl Tasker {
 
     /// Starts one with further environment variables.
     pub fn start_with(env: &[(&str, &str)]) -> Tasker {
+        Tasker::start_by(&[], env)
+    }
+
+    /// Starts one through a program that makes a surrounding for it and takes the command as its last arguments.
+    pub fn start_by(by: &[&str], env: &[(&str, &str)]) -> Tasker {
         let (ours, theirs) = socketpair(AddressFamily::Unix, SockType::Stream, None, SockFlag::empty()).expect("pair");
         nix::fcntl::fcntl(&ours, nix::fcntl::FcntlArg::F_SETFD(nix::fcntl::FdFlag::FD_CLOEXEC)).expect("cloexec");
-        let child = Command::new(env!("CARGO_BIN_EXE_pvm-tasker"))
+        let words: Vec<&str> = by.iter().copied().chain([env!("CARGO_BIN_EXE_pvm-tasker")]).collect();
+        let child = Command::new(words[0])
+            .args(&words[1..])
             .arg(theirs.as_raw_fd().to_string())
             .envs(env.iter().copied())
             .stdin(Stdio::null())

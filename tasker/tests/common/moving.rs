@@ -161,6 +161,27 @@ pub fn assert_no_line_lost(output: &[u8]) {
 
 /// A whole move; returns how long the task stood still.
 pub fn move_task(from: &mut Tasker, to: &mut Tasker, tid: Tid, number: u64, output: &mut Vec<u8>) -> Duration {
+    move_task_while(from, to, tid, number, output, &mut || {}).still
+}
+
+/// What a move was like.
+#[derive(Clone, Copy, Debug)]
+pub struct Moved {
+    /// How long the task stood still.
+    pub still: Duration,
+    /// Length of its images.
+    pub image_bytes: u64,
+}
+
+/// A whole move, with something that happens while the task exists only as images.
+pub fn move_task_while(
+    from: &mut Tasker,
+    to: &mut Tasker,
+    tid: Tid,
+    number: u64,
+    output: &mut Vec<u8>,
+    meanwhile: &mut dyn FnMut(),
+) -> Moved {
     let id = migration(number);
     let images = tempfile::tempdir().expect("dir");
     let dir = images.path().join("images");
@@ -178,6 +199,7 @@ pub fn move_task(from: &mut Tasker, to: &mut Tasker, tid: Tid, number: u64, outp
     let dumped = begin.elapsed();
     assert!(report.files > 5 && report.bytes > 4096, "{report:?}");
     assert_eq!(std::fs::metadata(&dir).expect("dir").permissions().mode() & 0o777, 0o700);
+    meanwhile();
     restore(to, tid, id, &dir).expect("a restore");
     let used = kill_moved(from, tid, id, &mut seen);
     assert!(used.user + used.system > Micros(0));
@@ -189,7 +211,7 @@ pub fn move_task(from: &mut Tasker, to: &mut Tasker, tid: Tid, number: u64, outp
     assert!(!seen.iter().any(exits), "a moved task is not reported as ended");
     output.extend(output_of(&seen, tid));
     output.extend(output_of(&seen_there, tid));
-    still
+    Moved { still, image_bytes: report.bytes }
 }
 
 /// Starts a counter and stops it for a move; the rest of the story is the caller's.

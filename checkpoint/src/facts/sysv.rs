@@ -1,0 +1,76 @@
+//! System V semaphores, message queues and shared memory (sysvipc(7)). They belong to a host and not to a process, and a
+//! process holds nothing open: a task that uses them would find none after a move, or those of somebody else. The kernel
+//! remembers who made or used one last, and that is what is looked at.
+#![allow(unsafe_code)] // One call, which has no wrapper.
+
+use std::collections::BTreeSet;
+
+/// Semaphores that are looked at, at most; a set may have thousands.
+const SEMAPHORES_MAX: usize = 16_384;
+
+/// What one of these processes was the last to make or use, in words.
+pub(super) fn used_by(processes: &[i32]) -> Option<String> {
+    let own: BTreeSet<i32> = processes.iter().copied().collect();
+    let read = |name: &str| std::fs::read_to_string(format!("/proc/sysvipc/{name}")).unwrap_or_default();
+    let named = |table: &str, columns: &[&str]| {
+        rows(table, columns).into_iter().any(|row| row.iter().flatten().any(|pid| own.contains(pid)))
+    };
+    if named(&read("shm"), &["cpid", "lpid"]) {
+        return Some("System V shared memory".into());
+    }
+    if named(&read("msg"), &["lspid", "lrpid"]) {
+        return Some("a System V message queue".into());
+    }
+    let sets = rows(&read("sem"), &["semid", "nsems"]).into_iter().filter_map(|row| Some((row[0]?, row[1]?)));
+    let mut all = sets.flat_map(|(set, count)| (0..count).map(move |number| (set, number))).take(SEMAPHORES_MAX);
+    let is_used = all.any(|(set, number)| last_user(set, number).is_some_and(|pid| own.contains(&pid)));
+    is_used.then(|| "System V semaphores".into())
+}
+
+/// These columns of a table with a line of headings.
+fn rows(table: &str, columns: &[&str]) -> Vec<Vec<Option<i32>>> {
+    let mut lines = table.lines().map(|line| line.split_whitespace().collect::<Vec<&str>>());
+    let heading = lines.next().unwrap_or_default();
+    let at: Vec<Option<usize>> = columns.iter().map(|name| heading.iter().position(|word| word == name)).collect();
+    lines.map(|line| at.iter().map(|at| line.get((*at)?)?.parse().ok()).collect()).collect()
+}
+
+/// The process that was the last to change a semaphore; `None` if nobody was, or we may not know.
+fn last_user(set: i32, number: i32) -> Option<i32> {
+    // SAFETY: GETPID takes no further argument and touches no memory of ours.
+    let pid = unsafe { libc::semctl(set, number, libc::GETPID) };
+    (pid > 0).then_some(pid)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn columns_are_found_by_their_headings() {
+        let table = "       key      msqid perms lspid lrpid\n         0          7   600    41     0\n  5 8\n";
+        assert_eq!(rows(table, &["msqid", "lspid"]), [[Some(7), Some(41)], [Some(8), None]]);
+        assert_eq!(rows(table, &["nobody"]), [[None], [None]]);
+        assert!(rows("", &["msqid"]).is_empty());
+    }
+
+    #[test]
+    fn the_last_user_of_a_semaphore_is_found() {
+        // SAFETY: a new set of one semaphore, changed and removed; no memory but `change` is touched.
+        let set = unsafe { libc::semget(libc::IPC_PRIVATE, 1, 0o600) };
+        if set < 0 {
+            return;
+        }
+        let own = std::process::id() as i32;
+        let before = last_user(set, 0);
+        let mut change = libc::sembuf { sem_num: 0, sem_op: 1, sem_flg: 0 };
+        // SAFETY: as above.
+        let changed = unsafe { libc::semop(set, &raw mut change, 1) };
+        let (after, found) = (last_user(set, 0), used_by(&[own]));
+        // SAFETY: as above.
+        unsafe { libc::semctl(set, 0, libc::IPC_RMID) };
+        assert_eq!((before, changed, after), (None, 0, Some(own)));
+        assert_eq!(found.as_deref(), Some("System V semaphores"));
+        assert_eq!(used_by(&[-5]), None);
+    }
+}

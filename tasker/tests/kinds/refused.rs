@@ -1,0 +1,275 @@
+//! What does not survive a move is refused with the reason before anything stops, and the task goes on.
+
+use super::common::tid;
+use super::scene::{Scene, is_refused};
+use nix::pty::openpty;
+use sempa_proto::migration::Refusal;
+use std::io::Read;
+use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::net::UnixListener;
+use std::process::{Command, Stdio};
+
+#[test]
+fn an_io_uring_ring_is_refused() {
+    is_refused("uring", "", "an io_uring ring");
+}
+
+#[test]
+fn a_userfaultfd_is_refused() {
+    is_refused("userfaultfd", "", "a userfaultfd");
+}
+
+#[test]
+fn a_perf_event_is_refused() {
+    is_refused("perf", "", "a perf event");
+}
+
+#[test]
+fn secret_memory_is_refused() {
+    is_refused("secret", "", "secret memory (memfd_secret)");
+}
+
+#[test]
+fn system_v_shared_memory_is_refused() {
+    is_refused("sysv-memory", "", "System V shared memory");
+}
+
+#[test]
+fn system_v_shared_memory_that_is_not_mapped_is_refused() {
+    is_refused("sysv-memory-unmapped", "", "System V shared memory");
+}
+
+#[test]
+fn system_v_semaphores_are_refused() {
+    is_refused("sysv-semaphore", "", "System V semaphores");
+}
+
+#[test]
+fn a_system_v_message_queue_is_refused() {
+    is_refused("sysv-queue", "", "a System V message queue");
+}
+
+#[test]
+fn a_posix_message_queue_is_refused() {
+    is_refused("posix-queue", "", "the POSIX message queue /sempa-");
+}
+
+#[test]
+fn named_posix_shared_memory_is_refused() {
+    is_refused("posix-memory", "", "POSIX shared memory (/dev/shm/sempa-");
+}
+
+#[test]
+fn a_device_is_refused() {
+    is_refused("device", "", "the device /dev/");
+}
+
+#[test]
+fn a_lock_on_a_file_is_refused() {
+    is_refused("whole-lock", "", "a lock on the file");
+}
+
+#[test]
+fn a_record_lock_is_refused() {
+    is_refused("record-lock", "", "a lock on the file");
+}
+
+#[test]
+fn an_open_file_lock_is_refused() {
+    is_refused("open-file-lock", "", "a lock on the file");
+}
+
+#[test]
+fn a_lease_is_refused() {
+    is_refused("lease", "", "a lock on the file");
+}
+
+#[test]
+fn a_process_that_left_the_tree_is_refused() {
+    is_refused("orphan", "", "a background process (refused, process");
+}
+
+#[test]
+fn a_deleted_file_with_another_name_is_refused() {
+    is_refused("linked", "", "which has another name left");
+}
+
+#[test]
+fn a_removed_working_directory_is_refused() {
+    is_refused("removed-directory", "", "a working directory that was removed");
+}
+
+#[test]
+fn a_root_directory_of_its_own_is_refused() {
+    is_refused("own-root", "", "a root directory of its own");
+}
+
+#[test]
+fn a_mount_namespace_of_its_own_is_refused() {
+    is_refused("own-mounts", "", "a mount namespace of its own");
+}
+
+#[test]
+fn a_network_namespace_of_its_own_is_refused() {
+    is_refused("own-network", "", "a network namespace of its own");
+}
+
+#[test]
+fn an_ipc_namespace_of_its_own_is_refused() {
+    is_refused("own-ipc", "", "an IPC namespace of its own");
+}
+
+#[test]
+fn a_host_name_namespace_of_its_own_is_refused() {
+    is_refused("own-name", "", "a host-name namespace of its own");
+}
+
+#[test]
+fn a_user_namespace_of_its_own_is_refused() {
+    is_refused("own-users", "", "a user namespace of its own");
+}
+
+#[test]
+fn a_process_id_namespace_of_its_own_is_refused() {
+    is_refused("own-processes", "", "a process-id namespace of its own");
+}
+
+#[test]
+fn a_main_thread_that_ended_before_the_others_is_refused() {
+    let Some(mut scene) = Scene::begin() else { return };
+    let program = scene.compile_c("threads");
+    assert!(scene.start(&program, &[], "leaderless", ""));
+    let result = scene.inspect();
+    let expected = "a main thread that has ended before the others";
+    assert!(matches!(&result, Err(Refusal::Holds { what }) if what == expected), "{result:?}");
+    scene.ends_right();
+}
+
+#[test]
+fn a_tcp_connection_to_a_stranger_is_refused() {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("bind");
+    let port = listener.local_addr().expect("bound").port().to_string();
+    is_refused("tcp", &port, &format!("a TCP connection to 127.0.0.1:{port}"));
+}
+
+#[test]
+fn a_unix_socket_connected_to_a_stranger_is_refused() {
+    let Some(mut scene) = Scene::begin() else { return };
+    let program = scene.compile_c("refused");
+    let path = scene.dir.path().join("stranger").display().to_string();
+    let listener = UnixListener::bind(&path).expect("bind");
+    assert!(scene.start(&program, &[], "unix-socket", &path));
+    let (_met, _) = listener.accept().expect("it has connected");
+    let result = scene.inspect();
+    let expected = format!("a Unix socket connected to {path}");
+    assert!(matches!(&result, Err(Refusal::Holds { what }) if *what == expected), "{result:?}");
+    scene.ends_right();
+}
+
+#[test]
+fn a_named_pipe_that_a_stranger_has_open_is_refused() {
+    let dir = tempfile::tempdir().expect("dir");
+    let path = dir.path().join("fifo");
+    nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).expect("fifo");
+    let _end = std::fs::File::options().read(true).custom_flags(libc::O_NONBLOCK).open(&path).expect("open");
+    let path = path.display().to_string();
+    is_refused("foreign-pipe", &path, &format!("the named pipe {path}, which another process has open"));
+}
+
+#[test]
+fn a_terminal_of_somebody_else_is_refused() {
+    let terminal = openpty(None, None).expect("a terminal");
+    let name = nix::unistd::ttyname(&terminal.slave).expect("a name").display().to_string();
+    is_refused("terminal", &name, &format!("the terminal {name}, whose other end is elsewhere"));
+}
+
+/// Somebody traces a thread of the task: its first one, or the other one.
+fn is_refused_while_traced(first: bool) {
+    let Some(mut scene) = Scene::begin() else { return };
+    let program = scene.compile_c("refused");
+    assert!(scene.start(&program, &[], "traced", ""));
+    let inner = thread_it_told(&mut scene);
+    let root = processes_of(&program)[0];
+    let thread = if first { root } else { outer_thread(root, inner) };
+    let mut tracer = Command::new(&program)
+        .args(["tracer", "/", &thread.to_string()])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("it starts");
+    let mut said = [0u8; 7];
+    tracer.stdout.as_mut().expect("piped").read_exact(&mut said).expect("it says something");
+    let unable = &said != b"traces\n";
+    let result = scene.inspect();
+    drop(tracer.stdin.take());
+    tracer.wait().expect("it ends");
+    if unable {
+        eprintln!("nothing may be traced here");
+    } else {
+        assert!(matches!(&result, Err(Refusal::Holds { what }) if what == "a debugger"), "{result:?}");
+    }
+    assert!(scene.inspect().is_ok(), "without it nothing is in the way");
+    scene.moves_there_and_back();
+    scene.ends_right();
+}
+
+/// The number of its second thread, as the task sees it.
+fn thread_it_told(scene: &mut Scene) -> i32 {
+    let number = |text: &[u8]| -> Option<i32> {
+        let text = String::from_utf8_lossy(text).into_owned();
+        text.lines().find_map(|line| line.strip_prefix("thread ")?.parse().ok())
+    };
+    scene.here.output_until(tid(1), &mut scene.output, |text| number(text).is_some());
+    number(&scene.output).expect("just seen")
+}
+
+fn processes_of(program: &std::path::Path) -> Vec<i32> {
+    super::common::processes_with(program.to_str().expect("text"))
+}
+
+/// The thread with this number inside the namespace, as others see it.
+fn outer_thread(pid: i32, inner: i32) -> i32 {
+    let threads = std::fs::read_dir(format!("/proc/{pid}/task")).expect("proc");
+    let all = threads.flatten().filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
+    let is_it = |thread: &i32| {
+        let status = std::fs::read_to_string(format!("/proc/{pid}/task/{thread}/status")).unwrap_or_default();
+        let line = status.lines().find(|line| line.starts_with("NSpid:")).unwrap_or_default().to_string();
+        line.split_whitespace().last() == Some(&inner.to_string())
+    };
+    all.into_iter().find(is_it).expect("the thread")
+}
+
+#[test]
+fn a_task_under_a_debugger_is_refused() {
+    is_refused_while_traced(true);
+}
+
+#[test]
+fn a_task_of_which_one_thread_is_traced_is_refused() {
+    is_refused_while_traced(false);
+}
+
+#[test]
+fn an_eventfd_that_is_a_semaphore_is_refused() {
+    is_refused("counting-eventfd", "", "an eventfd that is a semaphore");
+}
+
+#[test]
+fn a_pipe_of_packets_is_refused() {
+    is_refused("packets", "", "a pipe of packets");
+}
+
+#[test]
+fn an_open_file_about_a_process_is_refused() {
+    is_refused("of-a-process", "", "/stat, which is about a process");
+}
+
+#[test]
+fn a_process_that_has_given_up_the_rights_of_root_is_refused() {
+    is_refused("another-user", "", "a process without root's rights (its user is 4142)");
+}
+
+#[test]
+fn another_group_is_refused_where_the_tasker_may_not_ask_for_its_limits() {
+    is_refused("another-group", "", "another user or group (4241), for which the tasker needs CAP_SYS_RESOURCE");
+}

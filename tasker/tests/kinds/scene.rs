@@ -1,0 +1,166 @@
+//! A task between two taskers, from its start to its end.
+
+use super::common::moving::{Moved, can_move, inspect, move_task_while, prepare};
+use super::common::{Tasker, migration, order, tid};
+use sempa_proto::migration::{FileFact, Refusal, TaskFacts};
+use sempa_proto::tasker::ToTasker;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// What a program says when it has set up what it is to keep, and when all was as it should be.
+const READY: &[u8] = b"ready\n";
+const RIGHT: &[u8] = b"right\n";
+/// Status of a program whose checks were all good.
+const GOOD: i32 = 7 << 8;
+
+pub(crate) struct Scene {
+    pub(crate) dir: tempfile::TempDir,
+    pub(crate) here: Tasker,
+    pub(crate) there: Tasker,
+    pub(crate) output: Vec<u8>,
+    moves: u64,
+}
+
+impl Scene {
+    /// `None` where nothing can be moved; the reason was printed.
+    pub(crate) fn begin() -> Option<Scene> {
+        Scene::begin_with(|_| Tasker::start())
+    }
+
+    /// With another target, which may know the scene's folder.
+    pub(crate) fn begin_with(target: impl FnOnce(&Path) -> Tasker) -> Option<Scene> {
+        if !can_move() {
+            return None;
+        }
+        let dir = tempfile::tempdir().expect("dir");
+        std::fs::create_dir(dir.path().join("data")).expect("dir");
+        let there = target(dir.path());
+        Some(Scene { here: Tasker::start(), there, dir, output: Vec::new(), moves: 0 })
+    }
+
+    /// Compiles one of the programs.
+    pub(crate) fn compile(&self, compiler: &str, words: &[&str], source: &str) -> PathBuf {
+        let name = source.split('.').next().expect("a name");
+        let out = self.dir.path().join(name);
+        let words = ["-O1", "-o", out.to_str().expect("text")].into_iter().chain(words.iter().copied());
+        let done = Command::new(compiler).args(words).arg(program(source)).status().expect("a compiler");
+        assert!(done.success());
+        out
+    }
+
+    /// Compiles one of the programs in C.
+    pub(crate) fn compile_c(&self, family: &str) -> PathBuf {
+        self.compile("gcc", &["-pthread"], &format!("{family}.c"))
+    }
+
+    /// Starts a program with a row's name, the folder, and a further word; `false` if this machine lacks what it needs.
+    pub(crate) fn start(&mut self, program: &Path, before: &[&str], row: &str, extra: &str) -> bool {
+        let place = self.dir.path().to_str().expect("text").to_string();
+        let words: Vec<&str> = before.iter().copied().chain([row, &place, extra]).collect();
+        self.here.send(ToTasker::Start(order(tid(1), program, &words)));
+        let unable = |text: &[u8]| text.starts_with(b"unable");
+        let is_ready = |text: &[u8]| text.windows(READY.len()).any(|w| w == READY);
+        self.here.output_until(tid(1), &mut self.output, |text| is_ready(text) || unable(text));
+        if unable(&self.output) {
+            eprintln!("{row}: {}", String::from_utf8_lossy(&self.output));
+        }
+        !unable(&self.output)
+    }
+
+    /// Moves it to the other tasker, with something that happens on the way.
+    pub(crate) fn moves_while(&mut self, meanwhile: &mut dyn FnMut()) -> Moved {
+        self.moves += 1;
+        move_task_while(&mut self.here, &mut self.there, tid(1), self.moves, &mut self.output, meanwhile)
+    }
+
+    /// Moves it to the other tasker and back again.
+    pub(crate) fn moves_there_and_back(&mut self) -> Moved {
+        self.moves_while(&mut || {});
+        std::mem::swap(&mut self.here, &mut self.there);
+        let moved = self.moves_while(&mut || {});
+        std::mem::swap(&mut self.here, &mut self.there);
+        moved
+    }
+
+    /// Why it may not move at all.
+    pub(crate) fn inspect(&mut self) -> Result<TaskFacts, Refusal> {
+        self.moves += 1;
+        inspect(&mut self.here, tid(1), migration(self.moves))
+    }
+
+    /// What the other tasker has against it.
+    pub(crate) fn verdict(&mut self) -> Vec<Refusal> {
+        let facts = self.inspect().expect("it may leave");
+        prepare(&mut self.there, tid(1), migration(self.moves), facts)
+    }
+
+    /// What is known of a file that it needs.
+    pub(crate) fn fact(&mut self, name: &str) -> Option<FileFact> {
+        let path = self.dir.path().join(name);
+        self.inspect().expect("it may leave").files.into_iter().find(|fact| fact.path == path)
+    }
+
+    /// Has it look whether all is as it was, and follows it to its end where it is now. All that it has said.
+    pub(crate) fn ends_right(mut self) -> String {
+        std::fs::write(self.dir.path().join("go"), "").expect("write");
+        let (rest, status, _) = self.here.follow_to_the_end(tid(1));
+        self.output.extend(rest);
+        let said = String::from_utf8_lossy(&self.output).into_owned();
+        assert!(self.output.ends_with(RIGHT), "{said}");
+        assert_eq!(status, GOOD, "{said}");
+        self.here.stop();
+        self.there.stop();
+        said
+    }
+}
+
+/// A tasker in surroundings that are those of another host: addresses, terminals and the folder `data` of its own. `prepare`
+/// is a command of a shell that finds that folder in `$data`.
+pub(crate) fn other_host(dir: &Path, prepare: &str) -> Tasker {
+    let script = format!(
+        "ip link set lo up && mount -t devpts -o newinstance,ptmxmode=0666 devpts /dev/pts && data={}/data && \
+         mount -t tmpfs none $data && {prepare} && exec \"$@\"",
+        dir.display()
+    );
+    Tasker::start_by(&["unshare", "--mount", "--net", "sh", "-c", &script, "sh"], &[])
+}
+
+/// Where the source of a program is.
+pub(crate) fn program(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/programs/kinds").join(name)
+}
+
+/// A program in C keeps all that its row is about.
+pub(crate) fn survives(family: &str, row: &str) {
+    ends_saying(Scene::begin(), family, row, "");
+}
+
+/// The same with a target in other surroundings.
+pub(crate) fn survives_elsewhere(family: &str, row: &str, prepare: &str) {
+    ends_saying(Scene::begin_with(|dir| other_host(dir, prepare)), family, row, "");
+}
+
+/// A program in C says this of what became of something.
+pub(crate) fn becomes(family: &str, row: &str, expected: &str) {
+    ends_saying(Scene::begin(), family, row, &format!("{expected}\n"));
+}
+
+fn ends_saying(scene: Option<Scene>, family: &str, row: &str, expected: &str) {
+    let Some(mut scene) = scene else { return };
+    let program = scene.compile_c(family);
+    if scene.start(&program, &[], row, "") {
+        scene.moves_there_and_back();
+        assert_eq!(scene.ends_right(), format!("ready\n{expected}right\n"));
+    }
+}
+
+/// A program in C is refused with this reason and goes on.
+pub(crate) fn is_refused(row: &str, extra: &str, reason: &str) {
+    let Some(mut scene) = Scene::begin() else { return };
+    let program = scene.compile_c("refused");
+    if scene.start(&program, &[], row, extra) {
+        let result = scene.inspect();
+        assert!(matches!(&result, Err(Refusal::Holds { what }) if what.contains(reason)), "{row}: {result:?}");
+        scene.ends_right();
+    }
+}
