@@ -377,7 +377,8 @@ proptest! {
             *owner = if owner.is_present() { Owner::Absent { left: Some(now) } } else { present() };
             let out = moves(&snapshot);
             let somewhere = snapshot.hosts.iter().any(|h| !h.owner.is_present());
-            prop_assert!(out.stay.iter().all(|stay| !somewhere && matches!(stay.why, StayReason::NoHost { .. })));
+            let has_nowhere = |why: &StayReason| !somewhere && matches!(why, StayReason::NoHost { .. });
+            prop_assert!(out.stay.iter().all(|stay| has_nowhere(&stay.why)));
             for step in out.go {
                 let from = snapshot.hosts.iter_mut().find(|h| h.id == step.from).expect("known");
                 prop_assert!(from.owner.is_present());
