@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// Debian packages, by name.
-const PACKAGES: [&str; 19] = [
+const PACKAGES: [&str; 20] = [
     "tablix2",
     "openssh-server",
     "openssh-client",
@@ -29,6 +29,8 @@ const PACKAGES: [&str; 19] = [
     "gcc",
     "gfortran",
     "libc6-dev",
+    // Tasks in other languages that are moved; Perl is always there.
+    "python3",
 ];
 
 /// Where a CRIU of our own goes.
