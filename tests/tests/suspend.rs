@@ -1,13 +1,18 @@
-//! Suspended jobs: real processes, judged by their own clocks and by the processor time that they get.
+//! Suspended jobs, and tasks that give way to another user's: real processes, judged by their own clocks and by the processor
+//! time that they get.
 
-use sempa_proto::cgroup;
+use pvm_rm::store::{Ledger, Shelf};
 use sempa_proto::event::EventKind;
-use sempa_tests::needs::testbed;
-use sempa_tests::run::must;
-use sempa_tests::testbed::Host;
+use sempa_proto::{Micros, Tid, cgroup};
+use sempa_tests::labour::Unequal;
+use sempa_tests::needs::{self, testbed};
+use sempa_tests::run::{Running, must};
+use sempa_tests::testbed::{ALICE_UID, Host};
 use sempa_tests::vm::{Settings, Task};
-use sempa_tests::{Vm, eventually};
+use sempa_tests::{Vm, eventually, limits, programs};
 use serde_json::Value;
+use std::path::Path;
+use std::process::Stdio;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 const SOON: Duration = Duration::from_secs(60);
@@ -175,5 +180,87 @@ fn a_job_stays_suspended_when_the_resource_manager_is_killed_and_the_next_one_re
             if tasks.iter().all(|t| t.tid != alone) { Ok(()) } else { Err(format!("{tasks:?}")) }
         })
         .expect("a suspended task can be ended");
+    });
+}
+
+/// What a spawn of the next test wants: a processor that nobody uses.
+const WANTS: [(&str, &str); 2] = [("SEMPA_WANTS", "free >= 1"), ("PVM_EXPORT", "SEMPA_WANTS")];
+
+/// Has a resource manager that keeps its books in this folder find that a user has taken so much lately.
+fn has_taken(folder: &Path, user: u32, index: f64) {
+    let shelf = Shelf { dir: folder.to_path_buf(), name: "rm-pvm.redb".into() };
+    let (mut ledger, notes) = Ledger::open(Some(&shelf), user, Tid::NONE);
+    assert_eq!(notes, Vec::<String>::new());
+    ledger.books.set_indices(Micros(now()), [(user, index)]);
+    ledger.close();
+}
+
+/// Two hosts with one processor each; h2 serves under the login of alice, and root has taken much.
+fn with_two_users(test: impl FnOnce(&Vm)) {
+    if let Some(lack) = needs::lacks().or_else(limits::lacks) {
+        eprintln!("skipped: {lack}");
+        return;
+    }
+    let made = needs::prefix().and_then(|prefix| Ok((Unequal::new(&prefix, &[1.0, 1.0])?, prefix)));
+    let (hosts, prefix) = made.unwrap_or_else(|error| panic!("no hosts: {error:#}"));
+    let (bed, state) = (hosts.bed(), hosts.bed().folder().join("state"));
+    let env = WANTS.map(|(name, value)| (name.to_string(), value.to_string())).to_vec();
+    let vm = Vm::start(bed, Settings { env, ..Settings::default() }).expect("a virtual machine");
+    vm.add(&["h2 lo=alice"]).expect("it joins");
+    for (i, host) in (1..).zip(bed.hosts()) {
+        hosts.group(i).take_in(host).and_then(|()| hosts.group(i).set(1.0)).expect("a group of its own");
+    }
+    vm.program("hold").expect("gcc");
+    programs::compile("hold", &prefix, &bed.folder().join("alice/pvm3/bin/LINUX64")).expect("gcc");
+    // Only now, so that its load watchers are born where the limits hold.
+    has_taken(&state, 0, 100.0);
+    let mut manager = vm.command(bed.host(1), "pvm-rm");
+    manager.args(["--wait", "600", "--state"]).arg(&state);
+    let _manager = Running::start(manager, Stdio::null()).expect("it starts");
+    vm.event(SOON, "a registered resource manager", |entry| matches!(entry.kind, EventKind::RmRegistered { .. }))
+        .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    test(&vm);
+    vm.halt().expect("halts");
+}
+
+fn why(vm: &Vm, tid: &str) -> String {
+    vm.pvm(&["why", tid]).and_then(|done| done.expect_good("why")).expect("an answer").out
+}
+
+#[test]
+fn who_has_taken_much_stands_still_while_another_user_has_his_place_and_goes_on_when_that_one_has_ended() {
+    with_two_users(|vm| {
+        let farm: Vec<String> = (0..2).map(|_| vm.spawn(&["hold", "1"]).expect("spawned")).collect();
+        let mut places: Vec<String> = farm.iter().map(|tid| vm.host_of(tid).expect("alive")).collect();
+        places.sort();
+        assert_eq!(places, ["h1", "h2"], "each has a processor of its own");
+
+        let (host, home) = (vm.bed().host(2), vm.bed().folder().join("alice"));
+        let mut spawn = host.command_as(Some(("alice", ALICE_UID, &home)), "pvm");
+        spawn.args(["--json", "spawn", "hold", "1"]).envs(WANTS);
+        let spawn = Running::start(spawn, Stdio::null()).expect("the console runs");
+        let done = spawn.finish(SOON).and_then(|done| done.expect_good("spawn"));
+        let done = done.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+        let answer: Value = serde_json::from_str(done.out.trim()).expect("a value");
+        let theirs = answer["results"][0]["tid"].as_str().unwrap_or_else(|| panic!("{answer}")).to_string();
+
+        let gave_way: Vec<&String> = farm.iter().filter(|tid| task(vm, tid).suspended).collect();
+        let [gave_way] = gave_way[..] else { panic!("{gave_way:?} of {farm:?}\n{}", vm.logs()) };
+        assert_eq!(vm.host_of(&theirs).expect("alive"), vm.host_of(gave_way).expect("alive"));
+        let used = still(vm, gave_way);
+        let told = why(vm, gave_way);
+        assert!(told.contains(&format!("user {ALICE_UID} waits for a place and has taken less")), "{told}");
+        pass(now() + STAND);
+        assert_eq!(still(vm, gave_way), used, "it gets no processor time");
+
+        vm.pvm(&["kill", &theirs]).expect("pvm").expect_good("kill").expect("it ends");
+        let goes_on = || if task(vm, gave_way).suspended { Err("it is suspended".to_string()) } else { Ok(()) };
+        eventually(SOON, goes_on).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+        let told = why(vm, gave_way);
+        assert!(told.contains("for user 0 again"), "{told}");
+        let mut ask = vm.command(vm.bed().host(1), vm.home().join("pvm3/bin/LINUX64/hold"));
+        ask.args(["ask", gave_way]);
+        let answer = must(ask, SOON).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+        assert!(answer.out.contains("sum GOOD"), "{answer:?}");
     });
 }
