@@ -4,12 +4,11 @@
 use pvm_rm::store::{Ledger, Shelf};
 use sempa_proto::event::EventKind;
 use sempa_proto::{Micros, Tid, cgroup};
-use sempa_tests::labour::Unequal;
-use sempa_tests::needs::{self, testbed};
+use sempa_tests::needs::testbed;
 use sempa_tests::run::{Running, must};
-use sempa_tests::testbed::{ALICE_UID, Host};
+use sempa_tests::testbed::{ALICE_UID, Host, OLGA_UID};
 use sempa_tests::vm::{Settings, Task};
-use sempa_tests::{Vm, eventually, limits, programs};
+use sempa_tests::{Vm, eventually, programs};
 use serde_json::Value;
 use std::path::Path;
 use std::process::Stdio;
@@ -183,9 +182,6 @@ fn a_job_stays_suspended_when_the_resource_manager_is_killed_and_the_next_one_re
     });
 }
 
-/// What a spawn of the next test wants: a processor that nobody uses.
-const WANTS: [(&str, &str); 2] = [("SEMPA_WANTS", "free >= 1"), ("PVM_EXPORT", "SEMPA_WANTS")];
-
 /// Has a resource manager that keeps its books in this folder find that a user has taken so much lately.
 fn has_taken(folder: &Path, user: u32, index: f64) {
     let shelf = Shelf { dir: folder.to_path_buf(), name: "rm-pvm.redb".into() };
@@ -195,30 +191,30 @@ fn has_taken(folder: &Path, user: u32, index: f64) {
     ledger.close();
 }
 
-/// Two hosts with one processor each; h2 serves under the login of alice, and root has taken much.
+/// Two hosts whose owners allow one task each; h2 serves under the login of alice, and root has taken much.
 fn with_two_users(test: impl FnOnce(&Vm)) {
-    if let Some(lack) = needs::lacks().or_else(limits::lacks) {
-        eprintln!("skipped: {lack}");
-        return;
-    }
-    let made = needs::prefix().and_then(|prefix| Ok((Unequal::new(&prefix, &[1.0, 1.0])?, prefix)));
-    let (hosts, prefix) = made.unwrap_or_else(|error| panic!("no hosts: {error:#}"));
-    let (bed, state) = (hosts.bed(), hosts.bed().folder().join("state"));
-    let env = WANTS.map(|(name, value)| (name.to_string(), value.to_string())).to_vec();
-    let vm = Vm::start(bed, Settings { env, ..Settings::default() }).expect("a virtual machine");
+    let Some((bed, prefix)) = testbed(2) else { return };
+    let state = bed.folder().join("state");
+    let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.add(&["h2 lo=alice"]).expect("it joins");
-    for (i, host) in (1..).zip(bed.hosts()) {
-        hosts.group(i).take_in(host).and_then(|()| hosts.group(i).set(1.0)).expect("a group of its own");
-    }
     vm.program("hold").expect("gcc");
     programs::compile("hold", &prefix, &bed.folder().join("alice/pvm3/bin/LINUX64")).expect("gcc");
-    // Only now, so that its load watchers are born where the limits hold.
+    for host in bed.hosts() {
+        let home = bed.folder().join("olga");
+        let mut owner = host.command_as(Some(("olga", OLGA_UID, &home)), "pvm");
+        owner.args(["owner", "limit", "1", "cores"]);
+        must(owner, SOON).expect("her word is believed");
+    }
     has_taken(&state, 0, 100.0);
     let mut manager = vm.command(bed.host(1), "pvm-rm");
     manager.args(["--wait", "600", "--state"]).arg(&state);
     let _manager = Running::start(manager, Stdio::null()).expect("it starts");
-    vm.event(SOON, "a registered resource manager", |entry| matches!(entry.kind, EventKind::RmRegistered { .. }))
-        .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    eventually(SOON, || {
+        let tasks = vm.tasks().map_err(|error| format!("{error:#}"))?;
+        let watchers = tasks.iter().filter(|task| task.name.ends_with("pvm-load-watcher") && task.pid > 0).count();
+        if watchers == 2 { Ok(()) } else { Err(format!("{watchers} watchers: {tasks:?}")) }
+    })
+    .unwrap_or_else(|error| panic!("{error}\n{}", vm.logs()));
     test(&vm);
     vm.halt().expect("halts");
 }
@@ -233,11 +229,11 @@ fn who_has_taken_much_stands_still_while_another_user_has_his_place_and_goes_on_
         let farm: Vec<String> = (0..2).map(|_| vm.spawn(&["hold", "1"]).expect("spawned")).collect();
         let mut places: Vec<String> = farm.iter().map(|tid| vm.host_of(tid).expect("alive")).collect();
         places.sort();
-        assert_eq!(places, ["h1", "h2"], "each has a processor of its own");
+        assert_eq!(places, ["h1", "h2"], "each host takes one");
 
         let (host, home) = (vm.bed().host(2), vm.bed().folder().join("alice"));
         let mut spawn = host.command_as(Some(("alice", ALICE_UID, &home)), "pvm");
-        spawn.args(["--json", "spawn", "hold", "1"]).envs(WANTS);
+        spawn.args(["--json", "spawn", "hold", "1"]);
         let spawn = Running::start(spawn, Stdio::null()).expect("the console runs");
         let done = spawn.finish(SOON).and_then(|done| done.expect_good("spawn"));
         let done = done.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
