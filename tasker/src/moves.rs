@@ -34,8 +34,9 @@ const STOP_ALLOWED: Duration = Duration::from_secs(2);
 const ENGINE_ALLOWED_BASE: Duration = Duration::from_secs(10);
 /// Image bytes for which a dump or restore gets one second more; fresh memory is slow on virtual machines.
 const ENGINE_BYTES_PER_SECOND: u64 = 100 << 20;
-/// Time for the first attempt to dump a task without memory. CRIU sometimes waits for ever for a thread that it has told to
-/// halt; a dump that works is done long before this, and the second attempt has the whole time.
+/// Time for the first attempt to dump a task without memory. CRIU waits for ever for a thread that does not halt when it is told
+/// to (the one known cause is dealt with by its tracer, `checkpoint/src/criu/relay.rs`); a dump that works is done long before
+/// this, and the second attempt has the whole time.
 const FIRST_DUMP_BASE: Duration = Duration::from_secs(5);
 /// Moves to this host that are prepared or further; one more is refused.
 const TARGETS_MAX: usize = 64;

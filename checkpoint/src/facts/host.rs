@@ -36,11 +36,11 @@ impl Host for ThisHost {
     fn memory_available_bytes(&self) -> u64 {
         let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
         let machine = memory_available(&text).unwrap_or(0);
-        room::here().memory.map_or(machine, |left| left.min(machine))
+        room::memory().map_or(machine, |left| left.min(machine))
     }
 
     fn threads_available(&self) -> Option<u64> {
-        room::here().threads
+        room::threads()
     }
 
     fn look(&self, path: &Path) -> io::Result<Found> {

@@ -4,15 +4,6 @@ use sempa_proto::cgroup::{folder, mount_point};
 use std::fs::read_to_string;
 use std::path::{Path, PathBuf};
 
-/// What is left, the tightest group counts; `None`: no group limits it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Room {
-    /// Bytes of memory.
-    pub(super) memory: Option<u64>,
-    /// Processes and threads.
-    pub(super) threads: Option<u64>,
-}
-
 /// Names of the files of a controller in one version of control groups.
 struct Files {
     limit: &'static str,
@@ -26,21 +17,23 @@ const MEMORY_V1: Files =
     Files { limit: "memory.limit_in_bytes", used: "memory.usage_in_bytes", given_up: Some("total_inactive_file") };
 const THREADS: Files = Files { limit: "pids.max", used: "pids.current", given_up: None };
 
-/// Of this process's groups.
-pub(super) fn here() -> Room {
-    let (Ok(mounts), Ok(groups)) = (std::fs::read("/proc/self/mountinfo"), std::fs::read("/proc/self/cgroup")) else {
-        return Room::default();
-    };
-    let least = |controller: Option<&str>, files: &Files| {
+/// Bytes of memory that the groups of this process leave, the tightest one; `None`: none limits it.
+pub(super) fn memory() -> Option<u64> {
+    tightest([(None, &MEMORY_V2), (Some("memory"), &MEMORY_V1)])
+}
+
+/// Processes and threads, likewise.
+pub(super) fn threads() -> Option<u64> {
+    tightest([(None, &THREADS), (Some("pids"), &THREADS)])
+}
+
+fn tightest(hierarchies: [(Option<&str>, &Files); 2]) -> Option<u64> {
+    let (mounts, groups) = (std::fs::read("/proc/self/mountinfo").ok()?, std::fs::read("/proc/self/cgroup").ok()?);
+    let least = |(controller, files): (Option<&str>, &Files)| {
         let place = folder(&mounts, &groups, controller)?;
-        let root = mount_point(&mounts, controller)?;
-        least_left(&place, &root, files)
+        least_left(&place, &mount_point(&mounts, controller)?, files)
     };
-    let tighter = |a: Option<u64>, b: Option<u64>| a.into_iter().chain(b).min();
-    Room {
-        memory: tighter(least(None, &MEMORY_V2), least(Some("memory"), &MEMORY_V1)),
-        threads: tighter(least(None, &THREADS), least(Some("pids"), &THREADS)),
-    }
+    hierarchies.into_iter().filter_map(least).min()
 }
 
 /// What the group in this folder and those around it leave, up to where the hierarchy is mounted.
