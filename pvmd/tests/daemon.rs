@@ -236,7 +236,7 @@ impl Task {
     /// Sends a fragment of a message.
     fn send_fragment(&mut self, dst: Tid, seq: u64, payload: Bytes) {
         let kind = LinkKind::Data { last: true };
-        let frame = LinkFrame { src: self.tid(), dst, kind, seq, ack: 0, payload };
+        let frame = LinkFrame { src: self.tid(), dst, kind, seq, ack: 0, line: 0, payload };
         self.stream.write_all(&encode_link(&frame)).expect("the daemon reads");
     }
 

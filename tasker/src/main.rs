@@ -20,6 +20,7 @@ mod task;
 mod trial;
 mod verdict;
 mod workers;
+mod written;
 
 use anyhow::{Context, bail};
 use nix::sys::signal::{SigHandler, Signal};

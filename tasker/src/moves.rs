@@ -14,6 +14,7 @@ use crate::task::{Output, Phase, Task, micros};
 use crate::trial::Trial;
 use crate::verdict::{self, For};
 use crate::workers::{Outcome, Workers};
+use crate::written;
 use checkpoint::engine::{Cancel, DumpJob, Engine, Limits, Outside, RestoreJob};
 use checkpoint::facts::HashCache;
 use sempa_proto::migration::{Failure, Usage};
@@ -69,7 +70,7 @@ enum Stage {
     /// There is room for it.
     Prepared,
     /// The engine builds it.
-    Restoring { worker: u64, carry: Carry, output: Output, discard: bool },
+    Restoring { worker: u64, carry: Carry, output: Output, redirection: Option<Redirection>, discard: bool },
     /// It is built and stands still. The engine has ended, so that its death cannot take the task along once this copy is
     /// the only one.
     Held {
@@ -179,7 +180,9 @@ impl Supervisor {
             ToTasker::Dump { migration, tid, dir } => self.dump(migration, tid, dir),
             ToTasker::Continue { migration, tid } => self.continue_task(migration, tid),
             ToTasker::KillMoved { migration, tid } => self.kill_moved(migration, tid),
-            ToTasker::Restore { migration, tid, dir } => self.restore(migration, tid, &dir),
+            ToTasker::Restore { migration, tid, dir, redirection, cut } => {
+                self.restore(migration, tid, &dir, redirection, &cut);
+            }
             ToTasker::Run { migration, used, held } => self.run_held(migration, used, held),
             ToTasker::Discard { migration } => self.discard(migration),
             ToTasker::Start(_)
@@ -460,7 +463,14 @@ impl Supervisor {
         Ok(())
     }
 
-    fn restore(&mut self, migration: MigrationId, tid: Tid, dir: &Path) {
+    fn restore(
+        &mut self,
+        migration: MigrationId,
+        tid: Tid,
+        dir: &Path,
+        redirection: Option<Redirection>,
+        cut: &[(PathBuf, u64)],
+    ) {
         let room = match self.moves.targets.get(&migration) {
             Some(Target { stage: Stage::Prepared, tid: of, .. }) if *of == tid => Ok(()),
             Some(_) => Err(Failure::Engine(format!("{migration} is not waiting for the images of {tid}"))),
@@ -469,7 +479,7 @@ impl Supervisor {
         if let Err(why) = room {
             return self.say(&FromTasker::Restored { migration, result: Err(why) });
         }
-        let started = self.start_restore(migration, dir);
+        let started = written::cut_back(cut).and_then(|()| self.start_restore(migration, dir, redirection));
         match (started, self.moves.targets.get_mut(&migration)) {
             (Ok(stage), Some(target)) => target.stage = stage,
             (Ok(_), None) => {}
@@ -477,7 +487,12 @@ impl Supervisor {
         }
     }
 
-    fn start_restore(&mut self, migration: MigrationId, dir: &Path) -> Result<Stage, Failure> {
+    fn start_restore(
+        &mut self,
+        migration: MigrationId,
+        dir: &Path,
+        redirection: Option<Redirection>,
+    ) -> Result<Stage, Failure> {
         let target = self.moves.targets.get(&migration).ok_or(Failure::TaskEnded)?;
         let engine = self.moves.engine.as_ref().ok_or_else(|| self.broken())?;
         let carry = Carry::read(dir)?;
@@ -501,17 +516,16 @@ impl Supervisor {
             Outcome::Restored { migration, result: built }
         };
         let worker = self.moves.workers.start(&cancel, Some(pid), build)?;
-        Ok(Stage::Restoring { worker, carry, output, discard: false })
+        Ok(Stage::Restoring { worker, carry, output, redirection, discard: false })
     }
 
     fn restored(&mut self, migration: MigrationId, result: Result<i32, Failure>) {
         let Some(target) = self.moves.targets.get_mut(&migration) else { return };
-        let Stage::Restoring { carry, output, discard, .. } = std::mem::replace(&mut target.stage, Stage::Prepared)
-        else {
-            return;
-        };
+        let stage = std::mem::replace(&mut target.stage, Stage::Prepared);
+        let Stage::Restoring { carry, output, redirection, discard, .. } = stage else { return };
         let adopted = result.and_then(|pid| {
             let pidfd = sys::pidfd_of(pid).map_err(|e| Failure::Io(format!("no descriptor for process {pid}: {e}")))?;
+            redirect(&target.namespace, redirection)?;
             Ok(Child { pid, pidfd })
         });
         match adopted {

@@ -114,6 +114,12 @@ impl Coordinator {
         self.out.pop_front()
     }
 
+    /// A number that nobody has had.
+    pub fn next_id(&mut self) -> MigrationId {
+        self.last = self.last.next();
+        self.last
+    }
+
     /// Begins a move. The caller has looked the hosts up.
     ///
     /// # Errors
@@ -135,8 +141,7 @@ impl Coordinator {
         if self.moves.len() >= MOVES_OPEN_MAX {
             return Err(Refusal::TooManyMoves { limit: MOVES_OPEN_MAX });
         }
-        self.last = self.last.next();
-        let of = Move { id: self.last, tid, from, to, cause };
+        let of = Move { id: self.next_id(), tid, from, to, cause };
         self.order(from, &of, Order::Inspect);
         self.moves.insert(
             of.id,
@@ -188,7 +193,7 @@ impl Coordinator {
                 m.suspended = suspended;
                 let gib = facts.resident_bytes >> 30;
                 m.sized = STEP_TIME + Micros(TIME_PER_GIB.0 * (gib + 1));
-                self.order(of.to, &of, Order::Prepare { facts, suspended });
+                self.order(of.to, &of, Order::Prepare { facts, suspended, timeline: None });
                 Step::Prepare
             }
             Report::Prepared { verdict, token } if m.step == Step::Prepare => {

@@ -23,12 +23,19 @@
 //! what somebody wants before it says that it is done. `Run` and `Resume` bring what has come of it. So a task that is
 //! suspended runs nowhere, whichever end is lost, and whenever.
 //!
+//! Checkpoints of jobs ([`Cuts`]) and their restarts ([`Restarts`]) use the same two ends: a source that lets its task go on
+//! when the images are written, and a target.
+//!
 //! The machines do no I/O. The daemon feeds them and carries out their outputs in order; see `pvmd`.
 
 mod coordinator;
+mod cut;
+mod restart;
 mod source;
 mod target;
 
 pub use coordinator::{Coordinator, CoordinatorOutput, MOVES_OPEN_MAX};
+pub use cut::{CutId, CutOutput, Cuts};
+pub use restart::{Candidate, RestartId, RestartOutput, Restarts};
 pub use source::{Source, SourceEvent, SourceOutput};
 pub use target::{Target, TargetEvent, TargetOutput};

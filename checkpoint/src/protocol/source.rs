@@ -1,6 +1,6 @@
 //! The end that a task leaves.
 
-use sempa_proto::migration::{Failure, Move, Order, Refusal, Report, Step, TaskFacts, Usage};
+use sempa_proto::migration::{Cause, Failure, Move, Order, Refusal, Report, Step, TaskFacts, Usage};
 use sempa_proto::suspend::Holds;
 use sempa_proto::tasker::DumpReport;
 use std::collections::VecDeque;
@@ -23,6 +23,8 @@ pub enum SourceEvent {
     Sent(Result<(), Failure>),
     /// The tasker's answer to [`SourceOutput::Continue`].
     Continued,
+    /// Nothing that the task has asked for is open any more ([`SourceOutput::Settle`]).
+    Settled,
     /// The library has connected again.
     Reconnected,
     /// The tasker's answer to [`SourceOutput::KillMoved`]: what it had used.
@@ -42,9 +44,15 @@ pub enum SourceOutput {
     Hold,
     /// Tell the library to let go; it is to look for a token here (the daemon adds its own path) or at this path.
     Quiesce {
-        /// The target's token.
-        token: PathBuf,
+        /// The target's token; none when the task goes on here in any case.
+        token: Option<PathBuf>,
     },
+    /// For a checkpoint: say [`SourceEvent::Settled`] when everything that the task has asked for is answered, but for what
+    /// it can ask again.
+    Settle,
+    /// For a checkpoint: put what is known of the task beside the images and bring them to the master; the directory is
+    /// the daemon's from now on.
+    Deposit,
     /// Have the tasker stop the task.
     Stop,
     /// Have the tasker dump the task.
@@ -74,6 +82,10 @@ enum State {
     Ready,
     Quiescing,
     Stopping,
+    /// For a checkpoint: it stands still, and what it has asked for is being answered.
+    Settling,
+    /// For a checkpoint: it stands still.
+    Standing,
     Dumping,
     Sending,
     /// The move is off; the tasker is letting the task go on.
@@ -89,13 +101,19 @@ enum State {
 pub struct Source {
     of: Move,
     state: State,
+    /// The task does not leave: its images are for a checkpoint.
+    keeps: bool,
+    /// The images are deposited.
+    deposited: bool,
     out: VecDeque<SourceOutput>,
 }
 
 impl Source {
     /// The coordinator's first order, [`Order::Inspect`], has come.
     pub fn new(of: Move) -> Source {
-        Source { of, state: State::Inspecting, out: VecDeque::from([SourceOutput::Inspect]) }
+        let out = VecDeque::from([SourceOutput::Inspect]);
+        let keeps = of.cause == Cause::Checkpoint;
+        Source { of, state: State::Inspecting, keeps, deposited: false, out }
     }
 
     /// The move.
@@ -111,7 +129,7 @@ impl Source {
     /// True while the coordinator decides whether the task is suspended: from the report on it until the task is back or gone.
     pub fn is_decided_elsewhere(&self) -> bool {
         use State as S;
-        matches!(self.state, S::Ready | S::Quiescing | S::Stopping | S::Dumping | S::Sending | S::Killing)
+        !self.keeps && matches!(self.state, S::Ready | S::Quiescing | S::Stopping | S::Dumping | S::Sending | S::Killing)
     }
 
     /// True while the task stays and its library has not come back.
@@ -129,7 +147,7 @@ impl Source {
         use SourceOutput as O;
         match (self.state, event) {
             (_, SourceEvent::Ended) => self.ended(),
-            (_, SourceEvent::Order(Order::Resume { .. })) => self.resume(),
+            (_, SourceEvent::Order(Order::Resume { .. } | Order::GoOn)) => self.resume(),
             (State::Inspecting, SourceEvent::Inspected(Ok((facts, suspended)))) => {
                 self.go(State::Ready, [O::Report(Report::Inspected { facts, suspended })]);
             }
@@ -138,10 +156,21 @@ impl Source {
                 self.go(State::Done, [O::Report(Report::Failed { step: Step::Inspect, why }), O::Done]);
             }
             (State::Ready, SourceEvent::Order(Order::Leave { token })) => {
-                self.go(State::Quiescing, [O::Hold, O::Quiesce { token }]);
+                self.go(State::Quiescing, [O::Hold, O::Quiesce { token: Some(token) }]);
+            }
+            (State::Ready, SourceEvent::Order(Order::Stand)) => {
+                self.go(State::Quiescing, [O::Hold, O::Quiesce { token: None }]);
             }
             (State::Quiescing, SourceEvent::Quiesced) => {
                 self.go(State::Stopping, [O::Report(Report::Quiesced), O::Stop]);
+            }
+            (State::Stopping, SourceEvent::Stopped(Ok(()))) if self.keeps => self.go(State::Settling, [O::Settle]),
+            (State::Settling, SourceEvent::Settled) => self.go(State::Standing, [O::Report(Report::Stopped)]),
+            (State::Standing, SourceEvent::Order(Order::Write)) => self.go(State::Dumping, [O::Dump]),
+            (State::Dumping, SourceEvent::Dumped(Ok(dump))) if self.keeps => {
+                self.deposited = true;
+                let report = O::Report(Report::Dumped { bytes: dump.bytes });
+                self.go(State::Continuing, [report, O::Deposit, O::Continue]);
             }
             (State::Stopping, SourceEvent::Stopped(Ok(()))) => {
                 self.go(State::Dumping, [O::Report(Report::Stopped), O::Dump]);
@@ -152,6 +181,7 @@ impl Source {
             (State::Stopping, SourceEvent::Stopped(Err(why))) => self.failed(Step::Stop, why),
             (State::Dumping, SourceEvent::Dumped(Err(why))) => self.failed(Step::Dump, why),
             (State::Sending, SourceEvent::Sent(Err(why))) => self.failed(Step::Transfer, why),
+            (State::Continuing, SourceEvent::Continued) if self.deposited => self.go(State::Waking, [O::WakeHere]),
             (State::Continuing, SourceEvent::Continued) => self.go(State::Waking, [O::DropImages, O::WakeHere]),
             (State::Waking, SourceEvent::Reconnected) => self.go(State::Done, [O::Release, O::Done]),
             (State::Sending, SourceEvent::Order(Order::Yield)) => self.go(State::Killing, [O::KillMoved]),
@@ -178,7 +208,9 @@ impl Source {
             State::Inspecting | State::Ready => self.go(State::Done, [O::Done]),
             // The library may still be letting go: it finds the token as soon as it looks for it.
             State::Quiescing => self.go(State::Waking, [O::WakeHere]),
-            State::Stopping | State::Dumping | State::Sending => self.go(State::Continuing, [O::Continue]),
+            State::Stopping | State::Settling | State::Standing | State::Dumping | State::Sending => {
+                self.go(State::Continuing, [O::Continue]);
+            }
             // Killing: the coordinator never gives both orders.
             State::Continuing | State::Waking | State::Killing | State::Done => {}
         }
@@ -189,8 +221,18 @@ impl Source {
         match self.state {
             // Its end is what was wanted; Gone tells it.
             State::Killing | State::Done => {}
-            State::Continuing | State::Waking => self.go(State::Done, [O::DropImages, O::Release, O::Done]),
-            State::Inspecting | State::Ready | State::Quiescing | State::Stopping | State::Dumping | State::Sending => {
+            State::Continuing | State::Waking => {
+                self.out.extend((!self.deposited).then_some(O::DropImages));
+                self.go(State::Done, [O::Release, O::Done]);
+            }
+            State::Inspecting
+            | State::Ready
+            | State::Quiescing
+            | State::Stopping
+            | State::Settling
+            | State::Standing
+            | State::Dumping
+            | State::Sending => {
                 let report = Report::Failed { step: self.step(), why: Failure::TaskEnded };
                 let release = self.holds();
                 self.go(State::Done, [O::Report(report), O::DropImages]);
@@ -206,8 +248,8 @@ impl Source {
             State::Inspecting => Step::Inspect,
             State::Ready => Step::Prepare,
             State::Quiescing => Step::Quiesce,
-            State::Stopping => Step::Stop,
-            State::Dumping => Step::Dump,
+            State::Stopping | State::Settling => Step::Stop,
+            State::Standing | State::Dumping => Step::Dump,
             State::Sending | State::Continuing | State::Waking => Step::Transfer,
             State::Killing | State::Done => Step::KillSource,
         }

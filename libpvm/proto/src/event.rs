@@ -239,6 +239,46 @@ pub enum EventKind {
         /// Who asked for it.
         by: Tid,
     },
+    /// A checkpoint of a job is complete.
+    Checkpointed {
+        /// Its name.
+        set: String,
+        /// The task at the job's top.
+        job: Tid,
+        /// Tasks in it.
+        tasks: u32,
+        /// Bytes in the store.
+        bytes: u64,
+        /// How long its tasks stood still.
+        frozen: Micros,
+    },
+    /// A job was not checkpointed; it goes on.
+    CheckpointFailed {
+        /// The task at the job's top.
+        job: Tid,
+        /// Why.
+        why: String,
+    },
+    /// The tasks of a checkpoint run again.
+    Restarted {
+        /// Its name.
+        set: String,
+        /// The task at the job's top.
+        job: Tid,
+        /// The tasks and where they run.
+        tasks: Vec<(Tid, HostId)>,
+        /// Why it was started again.
+        why: String,
+    },
+    /// A checkpoint was not started again.
+    RestartFailed {
+        /// Its name.
+        set: String,
+        /// Why it was to be started again.
+        cause: String,
+        /// Why it was not.
+        why: String,
+    },
     /// Anything else worth knowing.
     Note {
         /// The sentence.
@@ -344,6 +384,18 @@ impl fmt::Display for EventKind {
                 write!(f, "{host} is being emptied, and takes no tasks: {by} asked for it")
             }
             EventKind::DrainEnded { host, by } => write!(f, "{host} takes tasks again: {by} asked for it"),
+            EventKind::Checkpointed { set, job, tasks, bytes, frozen } => {
+                let frozen = frozen.0 as f64 / 1e3;
+                write!(f, "checkpoint {set} of job {job}: {tasks} tasks, {bytes} bytes, frozen {frozen:.1} ms")
+            }
+            EventKind::CheckpointFailed { job, why } => write!(f, "no checkpoint of job {job}: {why}"),
+            EventKind::Restarted { set, job, tasks, why } => {
+                write!(f, "job {job} goes on from checkpoint {set} ({why}):")?;
+                tasks.iter().try_for_each(|(tid, host)| write!(f, " {tid} on {host}"))
+            }
+            EventKind::RestartFailed { set, cause, why } => {
+                write!(f, "checkpoint {set} was not started again ({cause}): {why}")
+            }
             EventKind::Note { text } => f.write_str(text),
         }
     }

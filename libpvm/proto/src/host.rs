@@ -9,7 +9,7 @@ use crate::message::Message;
 use crate::migration::{Move, Order, Refusal, Report, TaskFacts, Verdict};
 use crate::suspend::{self, Holds};
 use crate::table::HostTable;
-use crate::task::{LinkMark, RedirectAt, Reply, Request, RmInfo, Sink, SpawnRequest, ToTask, TracerInfo};
+use crate::task::{LinkMark, RedirectAt, Reply, Request, Restart, RmInfo, Sink, SpawnRequest, ToTask, TracerInfo};
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
@@ -116,6 +116,8 @@ pub enum HostMsg {
         locations: Vec<Location>,
         /// The resource manager of the virtual machine.
         rm: Option<RmInfo>,
+        /// Tasks in checkpoints have numbers up to this on the receiving host; it gives out higher ones.
+        spared: u32,
     },
     /// The table of this epoch has been understood.
     Prepared {
@@ -303,6 +305,10 @@ pub struct TaskRecord {
     pub marks: Vec<LinkMark>,
     /// Requests without a reply so far.
     pub requests: Vec<RequestId>,
+    /// Those of them by which it waits for others, for as long as that takes.
+    pub meetings: Vec<RequestId>,
+    /// What its library does not know yet, if it was started again from a checkpoint.
+    pub restart: Option<Restart>,
     /// Its notifications.
     pub watches: Vec<Watch>,
     /// Where its library looks for news while it has let go.

@@ -5,6 +5,10 @@
 //! nothing is heard for a while, the sender asks with a small [`LinkKind::Probe`] what the receiver expects, and goes on
 //! from there. No route has to be reliable for this; reliable ones just make re-sending rare.
 //!
+//! A task that was started again from a checkpoint lives on a new *timeline*: what it and its peers said after the
+//! checkpoint was made did not happen. Frames carry the number of their timeline, so that none of the old one is taken for
+//! one of the new one, however long it was on its way.
+//!
 //! The shell calls [`Link::send`] and [`Link::handle`], then [`Link::poll`] until it is empty, then sleeps no longer than
 //! [`Link::next_wakeup`].
 
@@ -209,8 +213,14 @@ pub struct Link {
     peer: Tid,
     route: Option<RouteId>,
     gone: bool,
+    line: u16,
     tx: Sender,
     rx: Receiver,
+}
+
+/// True if the first of two timelines is the later one. They are few, so a difference of half of what there can be is none.
+fn is_later(line: u16, than: u16) -> bool {
+    line != than && line.wrapping_sub(than) < 1 << 15
 }
 
 impl Sender {
@@ -238,6 +248,7 @@ impl Link {
             peer,
             route: None,
             gone: false,
+            line: 0,
             tx: Sender {
                 retained: VecDeque::new(),
                 retained_bytes: 0,
@@ -371,6 +382,59 @@ impl Link {
         self.tx.unlimited = true;
     }
 
+    /// This end was started again from a checkpoint, and everything of this timeline begins there. With `together` the peer
+    /// was, too, from the same one: what the two ends know of each other stays true, and only frames of the time before do
+    /// not count. Else the peer has gone on meanwhile: the conversation begins anew, with what was never on its way. The rest
+    /// the peer has most probably had in the time before, and it is not to have it twice.
+    pub fn begin_timeline(&mut self, line: u16, together: bool) {
+        if !together {
+            let fresh = self.tx.fresh;
+            self.tx.retained.retain(|message| message.first_seq >= fresh);
+            self.tx.retained_bytes = self.tx.retained.iter().map(Retained::len).sum();
+            self.restart(line);
+        }
+        self.line = line;
+    }
+
+    /// The timeline of this end.
+    pub fn line(&self) -> u16 {
+        self.line
+    }
+
+    /// The conversation begins anew on this timeline: what is kept gets new numbers, and half a message from the peer is none.
+    fn restart(&mut self, line: u16) {
+        let tx = &mut self.tx;
+        let mut seq = 1;
+        for message in &mut tx.retained {
+            message.first_seq = seq;
+            seq = message.end_seq();
+        }
+        tx.flight.clear();
+        (tx.flight_bytes, tx.acked, tx.next, tx.fresh, tx.end) = (0, 1, 1, 1, seq);
+        (tx.probe_due, tx.probe_wanted, tx.probe_delay, tx.last_resync) = (None, false, PROBE_DELAY, None);
+        let rx = &mut self.rx;
+        rx.partial.clear();
+        (rx.expected, rx.unacked_bytes, rx.unacked_fragments) = (1, 0, 0);
+        (rx.ack_due, rx.answer, rx.reported_gap) = (None, None, None);
+        (self.line, self.gone) = (line, false);
+    }
+
+    /// Looks at the timeline of a frame of the peer; true if the frame counts.
+    ///
+    /// A later one: the peer was started again, and this end follows it. An earlier one: the peer does not know yet, unless
+    /// the frame is an old one that was long on its way; either way an acknowledgement tells it.
+    pub fn follow(&mut self, line: u16) -> bool {
+        if line == self.line {
+            return true;
+        }
+        if is_later(line, self.line) {
+            self.restart(line);
+            return true;
+        }
+        self.rx.answer.get_or_insert(false);
+        false
+    }
+
     /// Gives memory back that a busier time has left; for a link that is quiet.
     pub fn trim(&mut self) {
         if self.tx.retained.is_empty() {
@@ -425,7 +489,7 @@ impl Link {
     }
 
     fn handle_frame(&mut self, now: Micros, frame: LinkFrame) {
-        if frame.src == self.peer && frame.dst == self.local {
+        if frame.src == self.peer && frame.dst == self.local && self.follow(frame.line) {
             self.take(now, frame.kind, frame.seq, frame.ack, frame.payload);
         }
     }
@@ -601,8 +665,8 @@ impl Link {
         let ack = self.acknowledge(false);
         let message = &self.tx.retained[index];
         let (head, body) = message.fragment(seq);
-        let (src, dst, kind) = (self.local, self.peer, LinkKind::Data { last });
-        Some(FrameRef { src, dst, kind, seq, ack, head, body, shared: message.body.shared() })
+        let (src, dst, line, kind) = (self.local, self.peer, self.line, LinkKind::Data { last });
+        Some(FrameRef { src, dst, kind, seq, ack, line, head, body, shared: message.body.shared() })
     }
 
     /// The next message, header and body, for a route that can carry it whole: when it comes next, nothing of it has been
@@ -632,7 +696,8 @@ impl Link {
     /// A frame without payload.
     fn frame(&mut self, kind: LinkKind, seq: u64) -> FrameRef<'_> {
         let ack = self.acknowledge(matches!(kind, LinkKind::Ack { .. }));
-        FrameRef { src: self.local, dst: self.peer, kind, seq, ack, head: &[], body: &[], shared: None }
+        let (src, dst, line) = (self.local, self.peer, self.line);
+        FrameRef { src, dst, kind, seq, ack, line, head: &[], body: &[], shared: None }
     }
 
     /// What the next frame acknowledges: all that has arrived. A request to re-send only goes with `answers`.

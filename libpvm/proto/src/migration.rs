@@ -90,6 +90,10 @@ pub enum Cause {
         /// The task that asked for it.
         by: Tid,
     },
+    /// It does not move: it stands still for a checkpoint of its job.
+    Checkpoint,
+    /// It does not move: it is started again from a checkpoint of its job.
+    Restart,
 }
 
 impl fmt::Display for Cause {
@@ -99,6 +103,8 @@ impl fmt::Display for Cause {
             Cause::Owner { why } => write!(f, "owner: {why}"),
             Cause::Load { why } => write!(f, "load: {why}"),
             Cause::Drain { by } => write!(f, "drain: {by} has the host emptied"),
+            Cause::Checkpoint => f.write_str("checkpoint of its job"),
+            Cause::Restart => f.write_str("restart of its job from a checkpoint"),
         }
     }
 }
@@ -375,6 +381,17 @@ pub struct Parting {
     pub suspended: Holds,
 }
 
+/// What tasks that are started again from a checkpoint together have in common.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Timeline {
+    /// Its number; frames of links with an earlier one are of a time that did not happen.
+    pub line: u16,
+    /// All tasks that begin on it.
+    pub members: Vec<Tid>,
+    /// It is the virtual machine in which the checkpoint was made: tasks outside it may be those that they were.
+    pub same: bool,
+}
+
 /// What the coordinator orders one end to do.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Order {
@@ -386,6 +403,8 @@ pub enum Order {
         facts: TaskFacts,
         /// For whom it stands still, for those who ask before it runs there.
         suspended: Holds,
+        /// It is started again from a checkpoint; `None`: it moves.
+        timeline: Option<Timeline>,
     },
     /// Source: quiesce, stop, dump and send the images to the target. `token` is where the target will wake the task.
     Leave {
@@ -403,6 +422,13 @@ pub enum Order {
     Yield,
     /// Target, after the source's copy is gone: let it run.
     Run(Parting),
+    /// Source, for a checkpoint: quiesce and stop, and stay so.
+    Stand,
+    /// Source, for a checkpoint, when all tasks of the job stand still: write the images, let the task go on, and send them
+    /// to the master.
+    Write,
+    /// Source, for a checkpoint: it is off; the task goes on.
+    GoOn,
 }
 
 /// What one end reports to the coordinator.

@@ -586,6 +586,7 @@ fn because(cause: &Cause, from: &str) -> String {
         Cause::Owner { why } => format!("the owner of {from} is there ({why})"),
         Cause::Load { why } => format!("the load is uneven: {why}"),
         Cause::Drain { by } => format!("{by} has {from} emptied"),
+        Cause::Checkpoint | Cause::Restart => cause.to_string(),
     }
 }
 

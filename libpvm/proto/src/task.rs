@@ -5,12 +5,13 @@
 //! control messages are not numbered; requests carry an id because their replies come when they are ready, possibly
 //! from another daemon after the task has moved.
 
+use crate::checkpoint::{CutFailure, RestartFailure, RestartReport, SetEntry, SetReport};
 use crate::error::PvmError;
 use crate::event::{Event, EventKind};
 use crate::group::{GroupReply, GroupRequest};
 use crate::ids::{HostId, Micros, MigrationId, RequestId, Tid};
 use crate::message::Message;
-use crate::migration::{Failure, Refusal, Step, Survey};
+use crate::migration::{Failure, Refusal, Step, Survey, Timeline};
 use crate::route::RouteWord;
 use crate::table::{AddedHost, HostTable, TaskInfo};
 use serde::{Deserialize, Serialize};
@@ -413,6 +414,23 @@ pub enum Request {
     Tickle(Vec<i32>),
     /// How does this host stop guests? → [`Reply::Freezer`]
     Freezer,
+    /// Writes all tasks of a job to the store, as they are at one moment. → [`Reply::Checkpointed`]
+    Checkpoint {
+        /// Its first task: it and everything that it and its descendants have spawned.
+        job: Tid,
+        /// From now on again and again, with this between the end of one and the beginning of the next; zero: no more. When a
+        /// host is lost the job then goes back to its newest checkpoint.
+        every: Option<Micros>,
+    },
+    /// What lies in the store. → [`Reply::Sets`]
+    Sets,
+    /// Starts the tasks of a set again. → [`Reply::Restarted`]
+    Restart {
+        /// The set.
+        set: String,
+        /// Names of hosts to start them on; none: where they were, and elsewhere where that cannot be.
+        on: Vec<String>,
+    },
 }
 
 /// Outcome of a move.
@@ -477,6 +495,12 @@ pub enum Reply {
     Serving(bool),
     /// Numbers.
     Numbers(Vec<i32>),
+    /// The checkpoint is complete, or why there is none.
+    Checkpointed(Result<SetReport, CutFailure>),
+    /// What lies in the store, oldest first.
+    Sets(Result<Vec<SetEntry>, String>),
+    /// The tasks run, or why they do not.
+    Restarted(Result<RestartReport, RestartFailure>),
     /// Guests of this host are frozen by control groups, or why they are stopped by signals. `None`: no tasker has said so far.
     Freezer(Option<Result<(), String>>),
 }
@@ -514,6 +538,17 @@ pub struct Welcome {
     pub spawned: bool,
     /// What the tracer wants, when `trace` leads to it because nothing else was asked for.
     pub tracer: Option<TracerSettings>,
+    /// The process was started again from a checkpoint, and this is the first that it hears.
+    pub restart: Option<Restart>,
+}
+
+/// What a library has to know whose process was started again from a checkpoint.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Restart {
+    /// Who began again with it, and on which timeline.
+    pub timeline: Timeline,
+    /// Requests that nobody will answer unless they are made again.
+    pub again: Vec<RequestId>,
 }
 
 /// From a task to its daemon.

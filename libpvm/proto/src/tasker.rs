@@ -160,6 +160,10 @@ pub enum ToTasker {
         tid: Tid,
         /// Where the images are.
         dir: PathBuf,
+        /// What to write into it when it is there: a task from a checkpoint learns where it goes on.
+        redirection: Option<Redirection>,
+        /// Files that its user's tasks have written since the checkpoint: they are cut to these lengths in bytes.
+        cut: Vec<(PathBuf, u64)>,
     },
     /// Let the rebuilt task run. → [`FromTasker::Ran`]
     Run {

@@ -70,6 +70,14 @@ struct Question {
     waits: Option<Micros>,
 }
 
+/// A request that was made.
+#[derive(Debug)]
+struct Open {
+    /// As it was sent, for the case that it has to be made again.
+    frame: Bytes,
+    reply: Option<Reply>,
+}
+
 /// The runtime without its shell.
 #[derive(Debug)]
 pub(crate) struct Core {
@@ -99,10 +107,12 @@ pub(crate) struct Core {
     busy: VecDeque<Tid>,
     is_busy: HashSet<Tid>,
     held: VecDeque<(LinkMark, Message)>,
-    requests: HashMap<RequestId, Option<Reply>>,
+    requests: HashMap<RequestId, Open>,
     last_request: RequestId,
     questions: Vec<Question>,
     route: RouteId,
+    /// The timeline that new links begin on; see [`Link::begin_timeline`].
+    line: u16,
     lifted: bool,
     earliest: Option<Micros>,
     news: u64,
@@ -138,6 +148,7 @@ impl Core {
             last_request: RequestId(0),
             questions: Vec::new(),
             route: RouteId(1),
+            line: 0,
             lifted: false,
             earliest: None,
             news: 0,
@@ -328,16 +339,17 @@ impl Core {
         let id = self.last_request.next();
         let frame = encode_control(&ToDaemon::Request { id, what })
             .map_err(|e| failed(PvmError::OutOfRes, &format!("the request was not sent: {e}")))?;
-        self.push_control(frame).map_err(|e| failed(e, "the request was not sent: too much waits for the daemon"))?;
+        let kept = frame.clone();
+        self.push_control(kept).map_err(|e| failed(e, "the request was not sent: too much waits for the daemon"))?;
         self.last_request = id;
-        self.requests.insert(id, None);
+        self.requests.insert(id, Open { frame, reply: None });
         Ok(id)
     }
 
     /// The reply to a request, once it is here, or when it will never come.
     pub(crate) fn take_reply(&mut self, id: RequestId) -> Option<Reply> {
-        if self.requests.get(&id).is_some_and(Option::is_some) {
-            return self.requests.remove(&id).flatten();
+        if self.requests.get(&id).is_some_and(|open| open.reply.is_some()) {
+            return self.requests.remove(&id)?.reply;
         }
         let Phase::Lost(why) = &self.phase else { return None };
         let reply = Reply::Failed { error: PvmError::SysErr, reason: why.clone() };
@@ -477,8 +489,11 @@ impl Core {
         self.phase = Phase::Connected;
         (self.host, self.dsig) = (welcome.host, welcome.dsig);
         self.direct.set_addresses(welcome.addresses.clone());
-        self.set_rm(welcome.rm);
         self.outbox.clear();
+        if let Some(restart) = &welcome.restart {
+            self.begin_again(restart);
+        }
+        self.set_rm(welcome.rm);
         for frame in std::mem::take(&mut self.later) {
             self.outbox.push(frame);
         }
@@ -545,6 +560,7 @@ impl Core {
 
     fn fresh_link(&self, peer: Tid) -> Link {
         let mut link = Link::new(self.me, peer);
+        link.begin_timeline(self.line, true);
         if self.is_connected() {
             link.handle(Micros(0), LinkEvent::RouteUp(self.route));
         }
@@ -584,7 +600,10 @@ impl Core {
         }
         self.drain_peer(now, peer);
         let Some(link) = self.link_to_send(peer) else { return };
-        let LinkFrame { kind, seq, ack, payload, .. } = frame;
+        let LinkFrame { kind, seq, ack, line, payload, .. } = frame;
+        if !link.follow(line) {
+            return self.pump_link(now, peer);
+        }
         if payload.len() <= COPY_BYTES_MAX {
             link.take(now, kind, seq, ack, &payload[..]);
         } else {
@@ -671,7 +690,7 @@ impl Core {
             }
             ToTask::Reply { id, reply } => {
                 if let Some(open) = self.requests.get_mut(&id) {
-                    *open = Some(reply);
+                    open.reply = Some(reply);
                     self.news += 1;
                 }
             }
@@ -795,5 +814,6 @@ impl Core {
     }
 }
 
+mod again;
 #[cfg(test)]
 mod tests;

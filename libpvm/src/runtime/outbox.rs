@@ -133,6 +133,7 @@ mod tests {
             kind: LinkKind::Data { last: true },
             seq: len as u64,
             ack: 1,
+            line: 0,
             payload: vec![len as u8; len].into(),
         };
         let sizes = [0, 1, COPY_BYTES_MAX, COPY_BYTES_MAX + 1, 60_000];

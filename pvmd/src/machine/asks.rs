@@ -26,6 +26,10 @@ pub(super) enum Asker {
     Watch { watcher: Tid },
     /// Whether a member of a group is alive.
     Member { tid: Tid },
+    /// One part of a count of the tasks that a checkpoint or a restart is about.
+    Count(u64),
+    /// Nobody: what was asked for shows by itself.
+    Nobody,
     /// What the task of a survey is.
     Facts(u64),
     /// What a host of a survey has against the task.
@@ -182,6 +186,8 @@ impl Machine {
             (Answer::Elsewhere(host), asker) => self.ask_on(host, pending.question, asker, pending.hops + 1),
             (Answer::Reply(reply), Asker::Task { tid, id }) => self.reply(tid, id, reply),
             (Answer::Reply(Reply::Tasks(tasks)), Asker::Gather(gather)) => self.gathered(gather, tasks),
+            (Answer::Reply(Reply::Tasks(tasks)), Asker::Count(count)) => self.counted(count, tasks),
+            (_, Asker::Nobody) => {}
             (Answer::Reply(Reply::Spawned(results)), Asker::Spawn { spawn, part }) => {
                 self.part_spawned(spawn, part, Ok(results));
             }
@@ -223,6 +229,8 @@ impl Machine {
                 self.reply(tid, id, reply);
             }
             Asker::Gather(gather) => self.gathered(gather, Vec::new()),
+            Asker::Count(count) => self.counted(count, Vec::new()),
+            Asker::Nobody => {}
             Asker::Spawn { spawn, part } => self.part_spawned(spawn, part, Err(PvmError::HostFail)),
             Asker::Member { tid } => self.member_ended(tid),
             Asker::Facts(survey) => self.facts_answered(survey, self.config.host, None),

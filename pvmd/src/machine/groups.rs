@@ -6,6 +6,7 @@
 
 use super::Machine;
 use super::asks::Asker;
+use sempa_proto::checkpoint::SavedGroup;
 use sempa_proto::group::{ALL_MEMBERS, GroupInfo, GroupReply, GroupRequest, GroupState, Meeting};
 use sempa_proto::host::Question;
 use sempa_proto::task::{NAME_BYTES_MAX, Reply};
@@ -129,6 +130,51 @@ impl Groups {
     /// All tasks that are in a group.
     pub(super) fn members(&self) -> impl Iterator<Item = Tid> {
         self.of.keys().copied()
+    }
+
+    /// The groups of these tasks, for a checkpoint of them. Who waits in a meeting asks again.
+    pub(super) fn saved(&self, tasks: &[Tid]) -> Vec<SavedGroup> {
+        let tasks: BTreeSet<Tid> = tasks.iter().copied().collect();
+        let member = |tid: &Tid| if tasks.contains(tid) { *tid } else { Tid::NONE };
+        let save = |(name, group): (&Name, &Group)| SavedGroup {
+            name: name.to_vec(),
+            state: group.state,
+            frozen: u32::try_from(group.frozen).unwrap_or(u32::MAX),
+            members: group.members.iter().map(member).collect(),
+        };
+        let has_some = |group: &SavedGroup| group.members.iter().any(|tid| *tid != Tid::NONE);
+        self.groups.iter().map(save).filter(has_some).collect()
+    }
+
+    /// Those of the groups that exist already: nobody can be in them at his old place.
+    pub(super) fn taken(&self, saved: &[SavedGroup]) -> Vec<String> {
+        let taken = saved.iter().filter(|group| self.groups.contains_key(&group.name[..]));
+        taken.map(|group| shown(&group.name)).collect()
+    }
+
+    /// Makes groups as they were saved. One that exists meanwhile is left alone.
+    pub(super) fn restore(&mut self, saved: &[SavedGroup]) {
+        for SavedGroup { name, state, frozen, members } in saved {
+            let count = members.iter().filter(|tid| **tid != Tid::NONE).count();
+            let fits = self.memberships + count <= MEMBERSHIPS_MAX && !self.groups.contains_key(&name[..]);
+            let Some(name) = fits.then(|| self.found(name).ok()).flatten() else { continue };
+            let mut group = Group { state: *state, frozen: *frozen as usize, ..Group::default() };
+            for (instance, tid) in members.iter().enumerate() {
+                group.members.push(*tid);
+                if *tid == Tid::NONE {
+                    group.free.insert(instance);
+                } else {
+                    group.instances.insert(*tid, instance);
+                    self.of.entry(*tid).or_default().insert(name.clone());
+                }
+            }
+            while group.state == GroupState::Dynamic && group.members.last() == Some(&Tid::NONE) {
+                group.members.pop();
+                group.free.remove(&group.members.len());
+            }
+            self.memberships += count;
+            self.groups.insert(name, group);
+        }
     }
 
     /// A request of a task. Its answer comes out of [`Groups::poll`], now or later.

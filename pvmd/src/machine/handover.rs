@@ -10,12 +10,13 @@ use super::suspend::Suspended;
 use super::tasks::{Inbox, Phase, Task};
 use super::{ConnId, Machine, Output};
 use sempa_proto::host::{Carried, Held, HostMsg, Location, TaskRecord};
-use sempa_proto::migration::{Move, Usage};
+use sempa_proto::migration::{Move, Timeline, Usage};
 use sempa_proto::suspend::Holds;
-use sempa_proto::task::RedirectAt;
+use sempa_proto::task::{RedirectAt, ToTask};
 use sempa_proto::tasker::ToTasker;
 use sempa_proto::{Epoch, HostId, Micros, MigrationId, Tid};
 use std::collections::BTreeSet;
+use std::path::PathBuf;
 
 /// Wait status of a task that was killed: signal 9.
 const KILLED: i32 = 9;
@@ -54,6 +55,16 @@ pub(super) struct Arrival {
     /// Signals that came before it ran.
     pub(super) signals: Vec<i32>,
     pub(super) pid: i32,
+    /// It does not move: it is started again from a checkpoint.
+    pub(super) begins: Option<Begins>,
+}
+
+/// What is known of a task that is started again before its images are here.
+#[derive(Debug)]
+pub(super) struct Begins {
+    pub(super) timeline: Timeline,
+    /// Files that it may have written, and their length at the time of the checkpoint.
+    pub(super) files: Vec<(PathBuf, u64)>,
 }
 
 /// A task that has left; what still comes for it is handed over until all daemons know.
@@ -107,6 +118,10 @@ impl Machine {
             return;
         }
         let me = self.config.host;
+        if tid.home() == Some(me) {
+            // A task from a checkpoint may have a number that this daemon has not given out.
+            self.tasks.spare(tid.local());
+        }
         if host == me {
             if self.tasks.get(tid).is_none() {
                 let arrival = self.moves.arrivals.entry(tid);
@@ -293,7 +308,14 @@ impl Arrival {
             waits: false,
             signals: Vec::new(),
             pid: 0,
+            begins: None,
         }
+    }
+
+    /// All that there is to know of it lay beside its images.
+    pub(super) fn take_whole(&mut self, record: TaskRecord, waiting: Vec<ToTask>) {
+        (self.record, self.complete, self.all_handed) = (Some(record), true, true);
+        waiting.into_iter().for_each(|item| self.handed.push(Held::Item(item)));
     }
 
     /// Its copy at the source is gone: it may run, unless it is suspended.
@@ -337,6 +359,8 @@ impl Arrival {
             rm: None,
             marks: Vec::new(),
             requests: Vec::new(),
+            meetings: Vec::new(),
+            restart: None,
             watches: Vec::new(),
             redirect_at: RedirectAt::default(),
             hosts: Vec::new(),

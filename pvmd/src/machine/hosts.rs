@@ -425,7 +425,8 @@ impl Machine {
         for host in &waiting {
             let new = add.iter().any(|j| j.entry.id == *host);
             let locations = if new { self.locations.all() } else { Vec::new() };
-            self.tell_host(*host, HostMsg::Prepare { table: table.clone(), locations, rm: self.rm.wide });
+            let spared = self.spared_on(*host);
+            self.tell_host(*host, HostMsg::Prepare { table: table.clone(), locations, rm: self.rm.wide, spared });
         }
         self.hosts().change = Some(Change { table, add, remove, committed: false, waiting });
         self.change_step();

@@ -5,8 +5,10 @@
 //! the data channel link frames of different pairs of tasks may change places with each other.
 
 use bytes::Bytes;
+use checkpoint::protocol::CutId;
+use sempa_proto::checkpoint::{PartRecord, SetEntry, SetMeta};
 use sempa_proto::host::{Carried, HostMsg};
-use sempa_proto::ids::{HostId, Micros, MigrationId};
+use sempa_proto::ids::{HostId, Micros, MigrationId, RequestId};
 use sempa_proto::migration::Failure;
 use sempa_proto::route::RouteWord;
 use sempa_proto::task::{ResumeToken, ToDaemon, ToTask};
@@ -229,6 +231,50 @@ pub enum Event {
         /// Whether it is there.
         result: Result<(), Failure>,
     },
+    /// [`Output::BeginSet`]: there is room for a set, or why not.
+    SetBegun {
+        /// The attempt.
+        cut: CutId,
+        /// Whether there is.
+        result: Result<(), String>,
+    },
+    /// [`Output::KeepPart`]: it is in the store, or why not.
+    PartKept {
+        /// The part.
+        migration: MigrationId,
+        /// Whether it is.
+        result: Result<(), String>,
+    },
+    /// [`Output::SealSet`]: its name and its bytes in the store, or why there is none.
+    SetSealed {
+        /// The attempt.
+        cut: CutId,
+        /// What there is.
+        result: Result<(String, u64), String>,
+    },
+    /// [`Output::OpenSet`]: what it is, or why it cannot be used.
+    SetOpened {
+        /// The attempt.
+        restart: u64,
+        /// What it is.
+        result: Result<SetMeta, String>,
+    },
+    /// [`Output::ReadPart`]: what lay beside the images.
+    PartRead {
+        /// The part.
+        migration: MigrationId,
+        /// What lay there.
+        result: Result<PartRecord, Failure>,
+    },
+    /// [`Output::ListSets`].
+    SetsListed {
+        /// Who asked.
+        tid: Tid,
+        /// His request.
+        id: RequestId,
+        /// What there is.
+        result: Result<Vec<SetEntry>, String>,
+    },
     /// Somebody without a certificate of this virtual machine was turned away.
     Stranger {
         /// Who and why, in one sentence.
@@ -367,6 +413,80 @@ pub enum Output {
     RemoveToken {
         /// The file.
         path: PathBuf,
+    },
+    /// Source: put this beside the images of a part of a checkpoint and send them to the master, or, there, say that they are
+    /// here. → [`Event::ImagesSent`], [`Event::ImagesReceived`]
+    Deposit {
+        /// The part.
+        migration: MigrationId,
+        /// What this daemon knows of the task.
+        record: Box<PartRecord>,
+        /// The master; none on the master itself.
+        to: Option<HostId>,
+    },
+    /// Target of a restart: read what lies beside the images. → [`Event::PartRead`]
+    ReadPart {
+        /// The part.
+        migration: MigrationId,
+    },
+    /// Master: make room for a set in the store. → [`Event::SetBegun`]
+    BeginSet {
+        /// The attempt.
+        cut: CutId,
+        /// Whose it is.
+        job: Tid,
+    },
+    /// Master: put the images of a part into the store. → [`Event::PartKept`]
+    KeepPart {
+        /// The attempt.
+        cut: CutId,
+        /// The part.
+        migration: MigrationId,
+        /// Its task.
+        tid: Tid,
+    },
+    /// Master: complete a set. → [`Event::SetSealed`]
+    SealSet {
+        /// The attempt.
+        cut: CutId,
+        /// What it is.
+        meta: Box<SetMeta>,
+    },
+    /// Master: remove what there is of a set that is not complete. Repeatable.
+    AbandonSet {
+        /// The attempt.
+        cut: CutId,
+    },
+    /// Master: look into a set. → [`Event::SetOpened`]
+    OpenSet {
+        /// The attempt.
+        restart: u64,
+        /// Its name.
+        set: String,
+    },
+    /// Master: unpack a part of a set that is open, and send it to this host, or say that it is here.
+    /// → [`Event::ImagesSent`], [`Event::ImagesReceived`] there
+    SendPart {
+        /// The attempt by which it was opened.
+        restart: u64,
+        /// The part.
+        migration: MigrationId,
+        /// Its task.
+        tid: Tid,
+        /// Its host; none for the master itself.
+        to: Option<HostId>,
+    },
+    /// Master: a set is needed no more. Repeatable.
+    CloseSet {
+        /// The attempt by which it was opened.
+        restart: u64,
+    },
+    /// Master: what lies in the store? → [`Event::SetsListed`]
+    ListSets {
+        /// Who asks.
+        tid: Tid,
+        /// His request.
+        id: RequestId,
     },
     /// Append to the durable record of committed moves and sync it. → [`Event::MoveRecorded`]
     RecordMove {

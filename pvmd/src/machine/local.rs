@@ -211,6 +211,7 @@ impl Machine {
         let Some(task) = self.tasks.get_mut(tid) else { return };
         task.phase = Phase::Connected(conn);
         task.rm = task.rm.or(rm.map(|rm| rm.tid));
+        let restart = task.restart.take();
         let welcome = Welcome {
             tid,
             parent: task.parent,
@@ -222,6 +223,7 @@ impl Machine {
             dsig: self.config.dsig,
             spawned: task.spawned(),
             tracer: self.servers.tracer.as_ref().filter(|t| t.trace() == task.trace).map(|t| t.settings.clone()),
+            restart,
         };
         self.out.push_back(Output::ToTask { conn, message: ToTask::Welcome(welcome) });
     }
@@ -233,7 +235,7 @@ impl Machine {
         let waited = task.inbox.drain();
         for held in &waited {
             if let sempa_proto::host::Held::Item(ToTask::Reply { id, .. }) = held {
-                task.requests.remove(id);
+                task.answered(*id);
             }
         }
         waited.into_iter().for_each(|held| self.hand(conn, held));

@@ -11,9 +11,11 @@
 //! * `spawn`, `rm`, `servers`: starting tasks, resource managers, tasks that do a daemon's work.
 //! * `mailbox`, `groups`, `events`: what the master keeps for all.
 //! * `guests`, `suspend`: tasks that stand still because the owner of this host is there, or because they are suspended.
+//! * `checkpoints`: jobs that are written to the store and started again.
 //! * `moves`, `handover`: the glue to the migration protocol, and what is kept in order while a task changes hosts.
 
 mod asks;
+mod checkpoints;
 mod events;
 mod groups;
 mod guests;
@@ -49,6 +51,7 @@ use checkpoint::protocol::{SourceEvent, TargetEvent};
 use sempa_proto::event::EventKind;
 use sempa_proto::place::Place;
 use sempa_proto::table::{HostEntry, HostTable};
+use sempa_proto::task::Reply;
 use sempa_proto::tasker::FromTasker;
 use sempa_proto::{Epoch, HostId, Micros, Tid};
 use std::collections::{BTreeMap, VecDeque};
@@ -83,6 +86,8 @@ pub struct MachineConfig {
     pub place: Place,
     /// Lines of the host file (master only).
     pub hostfile: Vec<String>,
+    /// Tasks in checkpoints have numbers up to these on their hosts (master only).
+    pub spared: BTreeMap<HostId, u32>,
 }
 
 /// Something to look at when its time has come. It may not matter any more by then.
@@ -106,6 +111,8 @@ enum Timer {
     NoRm,
     /// A survey that has to end.
     Survey(u64),
+    /// A job that is to be checkpointed, or whose last tasks are to be gone.
+    Job(Tid),
     /// The last messages of a dead task.
     LastWords { watcher: Tid, dead: Tid },
 }
@@ -118,6 +125,7 @@ struct Master {
     groups: groups::Groups,
     events: events::EventLog,
     directing: moves::Directing,
+    keeping: checkpoints::Keeping,
 }
 
 /// The daemon's state.
@@ -210,6 +218,8 @@ impl Machine {
         let speed = file.options(&self.config.name).speed.unwrap_or(self.config.speed);
         let begin = (!lines.is_empty()).then_some(hosts::HostFileBegin { start, ignored });
         self.master = Some(Box::new(Master { hosts: hosts::Hosts::new(file, begin), ..Master::default() }));
+        let own = self.spared_on(self.config.host);
+        self.tasks.spare(own);
         let config = &self.config;
         let entry = HostEntry {
             id: config.host,
@@ -226,6 +236,9 @@ impl Machine {
     pub fn handle(&mut self, now: Micros, world: &mut dyn World, event: Event) {
         self.now = now;
         self.unix = world.unix_time();
+        if let Some(master) = &mut self.master {
+            master.keeping.found(self.unix);
+        }
         self.begin_host_file();
         self.dispatch(event);
         self.run_timers();
@@ -253,6 +266,21 @@ impl Machine {
             Event::HostsPrepared { orders } => self.hosts_prepared(orders),
             Event::Tasker(message) => self.tasker_says(message),
             Event::TaskerGone { why } => self.tasker_ended(&why),
+            Event::ImagesSent { migration, result } if self.moves.deposits.contains(&migration) => {
+                self.deposited(migration, result.map(|_| ()));
+            }
+            Event::ImagesSent { migration, result } if self.is_unpacked_here(migration) => {
+                self.part_sent(migration, result.map(|_| ()));
+            }
+            Event::ImagesReceived { migration, result } if self.is_part_of_cut(migration) => {
+                self.part_received(migration, result.map(|_| ()));
+            }
+            Event::SetBegun { cut, result } => self.set_begun(cut, result),
+            Event::PartKept { migration, result } => self.part_kept(migration, result),
+            Event::SetSealed { cut, result } => self.set_sealed(cut, result),
+            Event::SetOpened { restart, result } => self.set_opened(restart, result),
+            Event::PartRead { migration, result } => self.part_read(migration, result),
+            Event::SetsListed { tid, id, result } => self.reply(tid, id, Reply::Sets(result)),
             Event::ImagesSent { migration, result } => {
                 self.source_event(migration, SourceEvent::Sent(result.map(|_| ())));
             }
@@ -335,16 +363,18 @@ impl Machine {
                 Timer::GuestsEnd => self.guests_end(),
                 Timer::NoRm => self.go_on_without_rm(),
                 Timer::Survey(survey) => self.survey_deadline(survey),
+                Timer::Job(job) => self.job_due(job),
                 Timer::Drain(tid) => self.drain_over(tid),
                 Timer::LastWords { watcher, dead } => self.last_words_over(watcher, dead),
             }
         }
         let now = self.now;
-        if let Some(master) = &mut self.master
-            && master.directing.coordinator.next_wakeup().is_some_and(|at| at <= now)
-        {
+        let Some(master) = &mut self.master else { return };
+        if master.directing.coordinator.next_wakeup().is_some_and(|at| at <= now) {
             master.directing.coordinator.wake(now);
         }
+        master.keeping.cuts.wake(now);
+        master.keeping.restarts.wake(now);
     }
 
     /// The next thing to do, or `None`.
@@ -356,7 +386,8 @@ impl Machine {
     pub fn next_wakeup(&self) -> Option<Micros> {
         let moves = self.master.as_ref().and_then(|m| m.directing.coordinator.next_wakeup());
         let timer = self.timers.keys().next().map(|(at, _)| *at);
-        timer.into_iter().chain(moves).min()
+        let keeping = self.master.as_ref().and_then(|m| m.keeping.next_wakeup());
+        timer.into_iter().chain(moves).chain(keeping).min()
     }
 
     /// The host table in force; empty before a slave has been taken in.

@@ -1,6 +1,6 @@
 //! Moves of tasks: the glue between the migration protocol and this daemon's tasks, tasker, images and tokens.
 
-use super::handover::{Arrival, Departed};
+use super::handover::{Arrival, Begins, Departed};
 use super::suspend::Suspended;
 use super::tasks::Task;
 use super::{Machine, Output};
@@ -8,7 +8,7 @@ use checkpoint::protocol::{
     Coordinator, CoordinatorOutput, Source, SourceEvent, SourceOutput, Target, TargetEvent, TargetOutput,
 };
 use sempa_proto::host::{HostMsg, Location};
-use sempa_proto::migration::{Cause, Failure, Move, Order, Parting, Refusal, Report, Step, Usage};
+use sempa_proto::migration::{Cause, Failure, FileMatch, Move, Order, Parting, Refusal, Report, Step, TaskFacts, Usage};
 use sempa_proto::suspend;
 use sempa_proto::table::TASK_SERVES;
 use sempa_proto::task::{LinkMark, MoveError, Reply, ToTask};
@@ -20,6 +20,10 @@ use std::collections::{BTreeMap, BTreeSet};
 #[derive(Debug, Default)]
 pub(super) struct Moves {
     pub(super) sources: BTreeMap<MigrationId, Source>,
+    /// Images for checkpoints on their way to the master; their tasks go on already.
+    pub(super) deposits: BTreeSet<MigrationId>,
+    /// Parts of checkpoints whose tasks have got all answers.
+    pub(super) settled: Vec<MigrationId>,
     targets: BTreeMap<MigrationId, Target>,
     /// Moves whose task has ended here while its images were on the way; the coordinator has not said what that means.
     open_ends: BTreeMap<MigrationId, Move>,
@@ -48,6 +52,9 @@ impl Machine {
             let cause = cause.unwrap_or(Cause::Asked { by });
             let now = self.now;
             let master = self.master.as_mut().expect("requests to move come to the master");
+            if let Some(part) = master.keeping.cuts.of_task(tid) {
+                return Err(Refusal::AlreadyMoving(part.id));
+            }
             master.directing.coordinator.begin(now, tid, from, to, cause)
         });
         match begun {
@@ -86,8 +93,7 @@ impl Machine {
 
     fn coordinate(&mut self, output: CoordinatorOutput) {
         match output {
-            CoordinatorOutput::Order { host, of, order } if host == self.config.host => self.move_order(of, order),
-            CoordinatorOutput::Order { host, of, order } => self.tell_host(host, HostMsg::Order { of, order }),
+            CoordinatorOutput::Order { host, of, order } => self.order_move(host, of, order),
             CoordinatorOutput::Record(Move { id, tid, to, .. }) => {
                 self.out.push_back(Output::RecordMove { migration: id, tid, to });
             }
@@ -108,10 +114,21 @@ impl Machine {
         }
     }
 
+    /// Gives an order to one end of a move.
+    pub(super) fn order_move(&mut self, host: HostId, of: Move, order: Order) {
+        if host == self.config.host {
+            self.move_order(of, order);
+        } else {
+            self.tell_host(host, HostMsg::Order { of, order });
+        }
+    }
+
     /// Makes the new place known to all.
-    fn locate(&mut self, of: &Move) {
+    pub(super) fn locate(&mut self, of: &Move) {
         let epoch = self.next_epoch();
         let from = if of.to == of.from { self.location(of.tid).unwrap_or(of.from) } else { of.from };
+        // Nobody has anything on the way to where a task from a checkpoint was before.
+        let from = if of.cause == Cause::Restart { of.to } else { from };
         let location = Location { tid: of.tid, host: of.to, from, epoch };
         let mut waiting: BTreeSet<HostId> = self.other_hosts().into_iter().collect();
         if let Some(master) = &mut self.master {
@@ -138,12 +155,12 @@ impl Machine {
 
     fn locating_step(&mut self) {
         let now = self.now;
-        let Some(Directing { coordinator, locating, .. }) = self.master.as_mut().map(|m| &mut m.directing) else {
-            return;
-        };
+        let Some(master) = self.master.as_deref_mut() else { return };
+        let (Directing { coordinator, locating, .. }, keeping) = (&mut master.directing, &mut master.keeping);
         locating.retain(|id, (_, _, waiting)| {
             if waiting.is_empty() {
                 coordinator.located(now, *id);
+                keeping.restarts.located(now, *id);
             }
             !waiting.is_empty()
         });
@@ -154,6 +171,8 @@ impl Machine {
         let now = self.now;
         let Some(master) = &mut self.master else { return };
         master.directing.coordinator.host_lost(now, host);
+        master.keeping.cuts.host_lost(host);
+        master.keeping.restarts.host_lost(host);
         master.directing.locating.values_mut().for_each(|(_, _, waiting)| {
             waiting.remove(&host);
         });
@@ -163,8 +182,14 @@ impl Machine {
     /// A report of one end.
     pub(super) fn move_reported(&mut self, host: HostId, migration: MigrationId, report: Report) {
         let now = self.now;
-        if let Some(master) = &mut self.master {
-            master.directing.coordinator.report(now, host, migration, report);
+        let Some(master) = self.master.as_deref_mut() else { return };
+        let coordinator = &mut master.directing.coordinator;
+        if master.keeping.cuts.of_part(migration).is_some() {
+            master.keeping.cuts.report(now, host, migration, report);
+        } else if master.keeping.restarts.of_part(migration).is_some() {
+            master.keeping.restarts.report(now, host, migration, report, || coordinator.next_id());
+        } else {
+            coordinator.report(now, host, migration, report);
         }
     }
 
@@ -197,6 +222,11 @@ impl Machine {
             busy = true;
             self.coordinate(output);
         }
+        busy |= self.pump_keeping();
+        for part in std::mem::take(&mut self.moves.settled) {
+            busy = true;
+            self.source_event(part, SourceEvent::Settled);
+        }
         for id in self.moves.sources.keys().copied().collect::<Vec<_>>() {
             while let Some(output) = self.moves.sources.get_mut(&id).and_then(Source::poll) {
                 busy = true;
@@ -212,7 +242,7 @@ impl Machine {
         busy
     }
 
-    fn report(&mut self, migration: MigrationId, report: Report) {
+    pub(super) fn report(&mut self, migration: MigrationId, report: Report) {
         if self.master.is_some() {
             self.move_reported(self.config.host, migration, report);
         } else {
@@ -227,13 +257,20 @@ impl Machine {
             Order::Inspect => {
                 self.moves.sources.insert(id, Source::new(of));
             }
-            Order::Prepare { facts, suspended } => {
+            Order::Prepare { facts, suspended, timeline } => {
                 let token = self.config.place.token(id);
                 let mut arrival = Arrival::new(of.tid, id, of.from);
+                arrival.begins = timeline.map(|timeline| Begins { timeline, files: written_files(&facts) });
                 arrival.suspended = Suspended::from(None, self.now, suspended);
                 self.moves.arrivals.insert(of.tid, arrival);
                 self.moves.targets.insert(id, Target::new(of, facts, token));
             }
+            Order::GoOn if self.moves.deposits.remove(&id) => self.out.push_back(Output::DropImages { migration: id }),
+            Order::Stand | Order::Write | Order::GoOn => match self.moves.sources.get_mut(&id) {
+                Some(_) => self.source_event(id, SourceEvent::Order(order)),
+                None if order == Order::GoOn => {}
+                None => self.report(id, Report::Failed { step: Step::Quiesce, why: Failure::TaskEnded }),
+            },
             Order::Leave { .. } | Order::Resume { .. } | Order::Yield => match self.moves.sources.get_mut(&id) {
                 Some(_) => {
                     if let Order::Resume { suspended } = order {
@@ -282,7 +319,7 @@ impl Machine {
                 }
             }
             SourceOutput::Quiesce { token } => {
-                let tokens = vec![self.config.place.token(id), token];
+                let tokens: Vec<_> = std::iter::once(self.config.place.token(id)).chain(token).collect();
                 if !self.quiesce_guest(id, tid, &tokens)
                     && let Some(conn) = self.tasks.get(tid).and_then(Task::conn)
                 {
@@ -291,6 +328,11 @@ impl Machine {
                 }
             }
             SourceOutput::Stop => self.stop_for_move(id, tid),
+            SourceOutput::Settle => match self.tasks.get_mut(tid) {
+                Some(task) if !task.is_settled() => task.settling = Some(id),
+                _ => self.moves.settled.push(id),
+            },
+            SourceOutput::Deposit => self.deposit(id, tid),
             SourceOutput::Dump => {
                 let dir = self.config.place.images(id);
                 self.tell_tasker(ToTasker::Dump { migration: id, tid, dir });
@@ -324,6 +366,9 @@ impl Machine {
             SourceOutput::DropImages => self.out.push_back(Output::DropImages { migration: id }),
             SourceOutput::Done => {
                 self.moves.sources.remove(&id);
+                if let Some(task) = self.tasks.get_mut(tid) {
+                    task.settling = None;
+                }
                 self.out.push_back(Output::RemoveToken { path: self.config.place.token(id) });
                 self.settled(tid);
             }
@@ -379,10 +424,16 @@ impl Machine {
                 let refusal = self.no_tasker().into_iter().collect();
                 self.target_event(id, TargetEvent::Prepared(refusal));
             }
+            // What the store of this host has needs no way.
+            TargetOutput::ExpectImages if of.from == self.config.host => {}
             TargetOutput::ExpectImages => self.out.push_back(Output::ExpectImages { migration: id, from: of.from }),
+            TargetOutput::Restore if of.cause == Cause::Restart => {
+                self.out.push_back(Output::ReadPart { migration: id });
+            }
             TargetOutput::Restore => {
                 let dir = self.config.place.images(id);
-                self.tell_tasker(ToTasker::Restore { migration: id, tid, dir });
+                let restore = ToTasker::Restore { migration: id, tid, dir, redirection: None, cut: Vec::new() };
+                self.tell_tasker(restore);
             }
             TargetOutput::Run(Parting { used, suspended }) => {
                 let (mut held, now) = (self.hosting.is_stopped(), self.now);
@@ -501,7 +552,7 @@ impl Machine {
         }
     }
 
-    fn arrival_of(&mut self, migration: MigrationId) -> Option<&mut Arrival> {
+    pub(super) fn arrival_of(&mut self, migration: MigrationId) -> Option<&mut Arrival> {
         self.moves.arrivals.values_mut().find(|a| a.migration == migration)
     }
 
@@ -570,6 +621,12 @@ impl Machine {
     fn each_source(&mut self, tid: Tid, event: SourceEvent) {
         self.moves.sources.values_mut().filter(|s| s.of().tid == tid).for_each(|s| s.handle(event.clone()));
     }
+}
+
+/// Files that a task may have written, with their lengths.
+fn written_files(facts: &TaskFacts) -> Vec<(std::path::PathBuf, u64)> {
+    let written = facts.files.iter().filter(|file| file.must == FileMatch::Exists);
+    written.map(|file| (file.path.clone(), file.bytes)).collect()
 }
 
 fn code_of(refusal: &Refusal) -> PvmError {

@@ -2,6 +2,7 @@
 
 use super::asks::Asker;
 use super::{Machine, Output};
+use sempa_proto::group::GroupRequest;
 use sempa_proto::host::{HostMsg, Question};
 use sempa_proto::suspend::{Cause, Order};
 use sempa_proto::table::TaskInfo;
@@ -40,6 +41,9 @@ impl Machine {
             return self.fail(tid, id, PvmError::OutOfRes, reason);
         }
         task.requests.insert(id);
+        if let Request::Group(GroupRequest::Barrier { .. } | GroupRequest::Freeze { .. }) = what {
+            task.meetings.insert(id);
+        }
         let me = self.config.host;
         match what {
             Request::Exit { marks } => self.leave(tid, id, marks),
@@ -110,6 +114,9 @@ impl Machine {
             Request::DelHosts { names } => self.delete_hosts(tid, id, &names),
             Request::Mailbox(request) => self.mailbox_request(tid, id, request),
             Request::Group(request) => self.group_request(tid, id, request),
+            Request::Checkpoint { job, every } => self.checkpoint_wanted(tid, id, job, every),
+            Request::Sets => self.out.push_back(Output::ListSets { tid, id }),
+            Request::Restart { set, on } => self.restart_wanted(tid, id, set, on),
             Request::Migrate { tid: task, to, cause, wait } => self.begin_move(tid, id, task, &to, cause, wait),
             Request::Events { from, limit } => {
                 let events = self.master.as_ref().map(|m| m.events.since(from, limit)).unwrap_or_default();

@@ -69,7 +69,11 @@ impl Machine {
                 return false;
             }
             if let Held::Item(ToTask::Reply { id, .. }) = &held {
-                task.requests.remove(id);
+                task.answered(*id);
+                if let Some(part) = task.settling.filter(|_| task.is_settled()) {
+                    task.settling = None;
+                    self.moves.settled.push(part);
+                }
             }
             match task.conn().filter(|_| !task.hold) {
                 Some(conn) => self.hand(conn, held),

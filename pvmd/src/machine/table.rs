@@ -48,7 +48,7 @@ impl Machine {
 
     fn master_orders(&mut self, message: HostMsg) {
         match message {
-            HostMsg::Prepare { table, locations, rm } => self.prepare(table, locations, rm),
+            HostMsg::Prepare { table, locations, rm, spared } => self.prepare(table, locations, rm, spared),
             HostMsg::Commit { epoch } => self.commit(epoch),
             HostMsg::Located(location) => self.located_order(location),
             HostMsg::Halt { why } => self.end_by_order(&why),
@@ -72,12 +72,16 @@ impl Machine {
         false
     }
 
-    fn prepare(&mut self, table: HostTable, locations: Vec<Location>, rm: Option<RmInfo>) {
+    fn prepare(&mut self, table: HostTable, locations: Vec<Location>, rm: Option<RmInfo>, spared: u32) {
         let epoch = table.epoch;
         if !self.is_news(epoch, "a host table") {
             return;
         }
+        self.tasks.spare(spared);
         for location in locations {
+            if location.tid.home() == Some(self.config.host) {
+                self.tasks.spare(location.tid.local());
+            }
             self.locations.set(location);
         }
         self.set_wide_rm(rm);
@@ -150,6 +154,8 @@ impl Machine {
             self.log(format!("{host} is lost: {why}"));
             self.lost_while_stopping(host);
             self.coordinator_lost(host);
+            // Who is left of its jobs is ended before anybody is told of the loss.
+            self.jobs_lost_host(host);
             if self.stop.is_none() {
                 self.host_out(host, why);
             }

@@ -9,7 +9,7 @@ use sempa_proto::host::{Carried, Held, HostMsg, TaskRecord, Watch, WatchKind};
 use sempa_proto::link::RETAINED_BYTES_MAX;
 use sempa_proto::migration::Usage;
 use sempa_proto::table::{TASK_CONNECTED, TASK_FORKED, TASK_RM, TaskInfo};
-use sempa_proto::task::{AtEnd, LinkMark, RedirectAt, Sink, ToTask};
+use sempa_proto::task::{AtEnd, LinkMark, RedirectAt, Restart, Sink, ToTask};
 use sempa_proto::{Epoch, HostId, Micros, MigrationId, RequestId, Tid};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -101,6 +101,12 @@ pub(super) struct Task {
     /// Per peer, the number after the last fragment that it sent.
     pub(super) marks: BTreeMap<Tid, u64>,
     pub(super) requests: BTreeSet<RequestId>,
+    /// Requests by which it waits for others: a meeting may be long, and can be asked for again.
+    pub(super) meetings: BTreeSet<RequestId>,
+    /// The part of a checkpoint that waits until all other requests are answered.
+    pub(super) settling: Option<MigrationId>,
+    /// What its library has to be told when it comes back: it was started again from a checkpoint.
+    pub(super) restart: Option<Restart>,
     pub(super) watches: Vec<Watch>,
     /// Its process has ended; only what it wrote last is waited for.
     pub(super) exited: Option<(i32, Usage)>,
@@ -140,6 +146,9 @@ impl Task {
             inbox: Inbox::default(),
             marks: BTreeMap::new(),
             requests: BTreeSet::new(),
+            meetings: BTreeSet::new(),
+            settling: None,
+            restart: None,
             watches: Vec::new(),
             exited: None,
             leaving: None,
@@ -160,6 +169,8 @@ impl Task {
             rm: record.rm,
             marks: record.marks.iter().map(|m| (m.peer, m.end)).collect(),
             requests: record.requests.into_iter().collect(),
+            meetings: record.meetings.into_iter().collect(),
+            restart: record.restart,
             watches: record.watches,
             redirect_at: record.redirect_at,
             ..Task::new(record.tid, record.parent, Phase::Detached)
@@ -177,6 +188,17 @@ impl Task {
             Phase::Connected(conn) => Some(conn),
             _ => None,
         }
+    }
+
+    /// True when everything that it has asked for is answered, but for meetings.
+    pub(super) fn is_settled(&self) -> bool {
+        self.requests.is_subset(&self.meetings)
+    }
+
+    /// A request has its answer.
+    pub(super) fn answered(&mut self, id: RequestId) {
+        self.requests.remove(&id);
+        self.meetings.remove(&id);
     }
 
     /// Its links have sent at least this far.
@@ -205,6 +227,11 @@ pub(super) struct Tasks {
 }
 
 impl Tasks {
+    /// Numbers up to this one belong to tasks in checkpoints, or to tasks that came from one.
+    pub(super) fn spare(&mut self, local: u32) {
+        self.last_local = self.last_local.max(local);
+    }
+
     /// A tid that was never used, or `None` when there are none left.
     pub(super) fn allocate(&mut self, host: HostId) -> Option<Tid> {
         if self.live.len() >= TASKS_MAX {
@@ -289,6 +316,8 @@ impl Machine {
             rm: task.rm,
             marks: task.link_marks(),
             requests: task.requests.iter().copied().collect(),
+            meetings: task.meetings.iter().copied().collect(),
+            restart: task.restart.clone(),
             watches: task.watches.clone(),
             redirect_at: task.redirect_at,
             hosts: self.table.hosts.iter().map(|h| h.id).collect(),

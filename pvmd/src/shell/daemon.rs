@@ -9,6 +9,7 @@ use super::moves::Moves;
 use super::net::{Net, bind_udp};
 use super::pki::{Authority, Identity};
 use super::place::HeldPlace;
+use super::sets::{Sets, Whereabouts};
 use super::start::{Starter, StarterSettings};
 use super::sys::{FilesLimit, keep_freed_memory, raise_files_limit};
 use super::tasker::Tasker;
@@ -19,6 +20,7 @@ use anyhow::Context;
 use checkpoint::status::Status;
 use sempa_proto::place::Place;
 use sempa_proto::{HostId, Micros};
+use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -119,6 +121,11 @@ async fn assemble_and_run(
     let programs = programs_folder().context("cannot find the folder of this program")?;
     let starter =
         authority.map(|authority| starter_settings(authority, &place, &addresses, lease, &programs, files_limit));
+    let whereabouts = Whereabouts::of(variable);
+    let spared = match &whereabouts {
+        Ok(at) if is_master => at.spared(place.vm()),
+        _ => BTreeMap::new(),
+    };
     let config = MachineConfig {
         host,
         name: name.clone(),
@@ -133,6 +140,7 @@ async fn assemble_and_run(
         server_commands: server_commands(is_master)?,
         place: place.clone(),
         hostfile,
+        spared,
     };
     let listed: Vec<String> = addresses.iter().map(SocketAddr::to_string).collect();
     log.line(format!(
@@ -156,6 +164,7 @@ async fn assemble_and_run(
         tasker: Tasker::new(programs.join("pvm-tasker"), files_limit, inputs.clone(), log.clone()),
         images: Images::new(place.clone(), inputs.clone(), log.clone()),
         starter: Starter::new(starter, inputs.clone(), log.clone()),
+        sets: Sets::new(place.clone(), whereabouts, inputs.clone(), log.clone()),
         moves: Moves::new(&place, inputs),
         log: log.clone(),
         place: held,

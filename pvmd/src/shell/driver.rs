@@ -9,12 +9,13 @@ use super::moves::Moves;
 use super::net::{Net, NetInput, NetNews};
 use super::outbox::Parcel;
 use super::place::HeldPlace;
+use super::sets::{Sets, write_part};
 use super::start::Starter;
 use super::sys::signal_process;
 use super::tasker::Tasker;
 use super::vigil::Vigil;
 use super::world::DaemonWorld;
-use crate::machine::{ConnId, Event, Machine, Output};
+use crate::machine::{ConnId, Event, Machine, Output, World};
 use bytes::Bytes;
 use sempa_proto::frame::encode_control;
 use sempa_proto::task::ToTask;
@@ -56,6 +57,7 @@ pub(crate) struct Parts {
     pub(crate) images: Images,
     pub(crate) starter: Starter,
     pub(crate) moves: Moves,
+    pub(crate) sets: Sets,
     pub(crate) log: Log,
     pub(crate) place: HeldPlace,
 }
@@ -268,6 +270,28 @@ impl Driver {
             Output::SendImages { migration, to } => self.parts.images.send(migration, to, &self.parts.net),
             Output::ExpectImages { migration, from } => self.parts.images.expect(migration, from),
             Output::DropImages { migration } => self.parts.images.drop_images(migration),
+            Output::Deposit { migration, record, to } => {
+                let complete = write_part(record);
+                match to {
+                    Some(to) => self.parts.images.complete_and_send(migration, to, &self.parts.net, complete),
+                    None => self.parts.images.complete_here(migration, complete),
+                }
+            }
+            Output::SendPart { restart, migration, tid, to } => {
+                let complete = self.parts.sets.unpack(restart, tid);
+                match to {
+                    Some(to) => self.parts.images.complete_and_send(migration, to, &self.parts.net, complete),
+                    None => self.parts.images.complete_here(migration, complete),
+                }
+            }
+            Output::ReadPart { migration } => self.parts.sets.read_part(migration),
+            Output::BeginSet { cut, job } => self.parts.sets.begin(cut, job, self.parts.world.unix_time()),
+            Output::KeepPart { cut, migration, tid } => self.parts.sets.keep(cut, migration, tid),
+            Output::SealSet { cut, meta } => self.parts.sets.seal(cut, &meta),
+            Output::AbandonSet { cut } => self.parts.sets.abandon(cut),
+            Output::OpenSet { restart, set } => self.parts.sets.open(restart, set),
+            Output::CloseSet { restart } => self.parts.sets.close(restart),
+            Output::ListSets { tid, id } => self.parts.sets.list(tid, id),
             Output::WriteToken { path, token } => self.parts.moves.write_token(&path, &token, &self.parts.log),
             Output::RemoveToken { path } => self.parts.moves.remove_token(&path),
             Output::RecordMove { migration, tid, to } => self.parts.moves.record(migration, tid, to),

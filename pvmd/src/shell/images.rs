@@ -76,11 +76,22 @@ impl Images {
 
     /// Sends the images of a move; [`Event::ImagesSent`] tells the end.
     pub(crate) fn send(&mut self, migration: MigrationId, to: HostId, net: &Net) {
+        self.complete_and_send(migration, to, net, |_| Ok(()));
+    }
+
+    /// As [`Images::send`], when `complete` has put the last of them into the directory.
+    pub(crate) fn complete_and_send(
+        &mut self,
+        migration: MigrationId,
+        to: HostId,
+        net: &Net,
+        complete: impl FnOnce(&Path) -> Result<(), Failure> + Send + 'static,
+    ) {
         let dir = self.place.images(migration);
         let (frames, queue) = mpsc::channel(FRAMES_WAITING_MAX);
         let (tell, told) = oneshot::channel();
         let disk = tokio::task::spawn_blocking(move || {
-            let _ = tell.send(read_files(&dir, &frames));
+            let _ = tell.send(complete(&dir).and_then(|()| read_files(&dir, &frames)));
         });
         let bulk = net.bulk(to);
         let (inputs, log) = (self.inputs.clone(), self.log.clone());
@@ -108,6 +119,19 @@ impl Images {
             let _ = inputs.send(Input::Event(Event::ImagesSent { migration, result })).await;
         });
         self.transfers.insert(migration, Transfer { stream: stream.abort_handle(), disk });
+    }
+
+    /// What is done by `complete` needs no way to another host: [`Event::ImagesReceived`] tells the end.
+    pub(crate) fn complete_here(
+        &mut self,
+        migration: MigrationId,
+        complete: impl FnOnce(&Path) -> Result<(), Failure> + Send + 'static,
+    ) {
+        let (dir, inputs) = (self.place.images(migration), self.inputs.clone());
+        tokio::task::spawn_blocking(move || {
+            let result = complete(&dir).map(|()| 0);
+            let _ = inputs.blocking_send(Input::Event(Event::ImagesReceived { migration, result }));
+        });
     }
 
     /// From now on the images of this move are taken from this host.

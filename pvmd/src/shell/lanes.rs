@@ -551,7 +551,7 @@ mod tests {
     fn the_ends_of_a_frame_are_read_where_its_header_has_them() {
         use sempa_proto::link::{LinkFrame, LinkKind};
         let (src, dst) = (task(1), task(2));
-        let frame = LinkFrame { src, dst, kind: LinkKind::Probe, seq: 7, ack: 9, payload: Bytes::new() };
+        let frame = LinkFrame { src, dst, kind: LinkKind::Probe, seq: 7, ack: 9, line: 0, payload: Bytes::new() };
         assert_eq!(ends_of(&frame.encode_head()), Some((src, dst)));
         assert_eq!(ends_of(&frame.encode_head()[1..]), None);
         assert_eq!(ends_of(&[1; LINK_HEAD_BYTES]), None);

@@ -32,6 +32,7 @@ mod pki;
 mod place;
 mod port;
 mod session;
+mod sets;
 mod slave;
 mod start;
 mod sys;

@@ -179,7 +179,7 @@ async fn two_hosts_that_dial_each_other_have_one_session_and_talk_in_order() {
 fn frame(src: u32, dst: u32, seq: u64, bytes: usize) -> Bytes {
     let (src, dst) = (Tid::task(host(1), src).expect("a task"), Tid::task(host(2), dst).expect("a task"));
     let kind = LinkKind::Data { last: true };
-    let frame = LinkFrame { src, dst, kind, seq, ack: 1, payload: Bytes::new() };
+    let frame = LinkFrame { src, dst, kind, seq, ack: 1, line: 0, payload: Bytes::new() };
     [&frame.encode_head()[..], &vec![7; bytes]].concat().into()
 }
 

@@ -77,7 +77,7 @@ mod tests {
 
     fn frame(kind: LinkKind, bytes: usize) -> Carried {
         let (src, dst) = (Tid::from_raw(0x40001), Tid::from_raw(0x80001));
-        let head = LinkFrame { src, dst, kind, seq: 1, ack: 1, payload: Bytes::new() }.encode_head();
+        let head = LinkFrame { src, dst, kind, seq: 1, ack: 1, line: 0, payload: Bytes::new() }.encode_head();
         Carried::Link([&head[..], &vec![0; bytes]].concat().into())
     }
 

@@ -90,19 +90,21 @@ pub struct LinkFrame {
     pub seq: u64,
     /// The number `src` expects next from `dst`: all below has arrived.
     pub ack: u64,
+    /// The timeline that it belongs to; see [`super::Link::begin_timeline`].
+    pub line: u16,
     /// The fragment; empty unless data.
     pub payload: Bytes,
 }
 
 impl LinkFrame {
-    /// The header: kind, flag, two zero bytes, src, dst, seq, ack; little-endian.
+    /// The header: kind, flag, timeline, src, dst, seq, ack; little-endian.
     pub fn encode_head(&self) -> [u8; LINK_HEAD_BYTES] {
         let (kind, flag) = self.kind.code();
         let mut head = [0; LINK_HEAD_BYTES];
         let mut out = &mut head[..];
         out.put_u8(kind);
         out.put_u8(u8::from(flag));
-        out.put_u16(0);
+        out.put_u16_le(self.line);
         out.put_i32_le(self.src.raw());
         out.put_i32_le(self.dst.raw());
         out.put_u64_le(self.seq);
@@ -122,11 +124,11 @@ impl LinkFrame {
             return None;
         }
         let (kind, flag) = (bytes.get_u8(), bytes.get_u8() != 0);
-        bytes.advance(2);
+        let line = bytes.get_u16_le();
         let (src, dst) = (Tid::from_raw(bytes.get_i32_le()), Tid::from_raw(bytes.get_i32_le()));
         let (seq, ack) = (bytes.get_u64_le(), bytes.get_u64_le());
         let kind = LinkKind::from_code(kind, flag)?;
-        Some(LinkFrame { src, dst, kind, seq, ack, payload: bytes })
+        Some(LinkFrame { src, dst, kind, seq, ack, line, payload: bytes })
     }
 }
 
@@ -181,6 +183,8 @@ pub struct FrameRef<'a> {
     pub seq: u64,
     /// As in [`LinkFrame`].
     pub ack: u64,
+    /// As in [`LinkFrame`].
+    pub line: u16,
     /// First part of the payload: the message's header, in its first fragment.
     pub head: &'a [u8],
     /// The rest of the payload: a part of the message's body.
@@ -202,6 +206,7 @@ impl FrameRef<'_> {
             Some(whole) if self.head.is_empty() => whole.slice_ref(self.body),
             _ => [self.head, self.body].concat().into(),
         };
-        LinkFrame { src: self.src, dst: self.dst, kind: self.kind, seq: self.seq, ack: self.ack, payload }
+        let FrameRef { src, dst, kind, seq, ack, line, .. } = *self;
+        LinkFrame { src, dst, kind, seq, ack, line, payload }
     }
 }

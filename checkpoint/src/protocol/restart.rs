@@ -1,0 +1,293 @@
+//! The tasks of a checkpoint started again, all or none.
+//!
+//! ```text
+//! restarter         host of each task
+//!  Prepare  ------>  verdict, room made; another host is asked where one refuses
+//!  (images unpacked from the store and sent)
+//!                    verify, restore, hold before the first instruction
+//!  (all are held: their places are made known)
+//!  Run      ------>  let them run, wake their libraries
+//! ```
+//!
+//! Each host does what it does as the target of a move ([`super::Target`]). Nothing runs before all can: whatever fails until
+//! then, all that was built is thrown away.
+
+use sempa_proto::checkpoint::RestartFailure;
+use sempa_proto::migration::{Cause, Failure, Move, Order, Parting, Report, Step, TaskFacts, Timeline};
+use sempa_proto::suspend::Holds;
+use sempa_proto::{HostId, Micros, MigrationId, Tid};
+use std::collections::{BTreeMap, VecDeque};
+
+/// Time for the steps that do not depend on the size of the tasks.
+const STEP_TIME: Micros = Micros::from_secs(15);
+/// Time for each gigabyte of all tasks together on top, for unpacking, sending and restoring.
+const TIME_PER_GIB: Micros = Micros::from_secs(90);
+
+/// Number of one attempt.
+pub type RestartId = u64;
+
+/// One task to start.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Candidate {
+    /// The task.
+    pub tid: Tid,
+    /// What it is.
+    pub facts: TaskFacts,
+    /// Hosts to ask, the best first.
+    pub hosts: Vec<HostId>,
+}
+
+/// What the restarter asks its daemon to do.
+#[derive(Clone, Debug, PartialEq)]
+pub enum RestartOutput {
+    /// Send this order to a task's host.
+    Order {
+        /// The host.
+        host: HostId,
+        /// The task's part.
+        of: Move,
+        /// The order.
+        order: Order,
+    },
+    /// Unpack this part and send it to its host.
+    Send {
+        /// The attempt.
+        restart: RestartId,
+        /// The part.
+        of: Move,
+    },
+    /// Make the place of this task known to every daemon, then call [`Restarts::located`].
+    Locate(Move),
+    /// It has ended.
+    Ended {
+        /// The attempt.
+        restart: RestartId,
+        /// Where each task runs, or why none does.
+        result: Result<Vec<(Tid, HostId)>, RestartFailure>,
+    },
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Progress {
+    Asked,
+    Prepared,
+    Held,
+    Located,
+    Running,
+}
+
+#[derive(Debug)]
+struct Part {
+    of: Move,
+    progress: Progress,
+    facts: TaskFacts,
+    /// Hosts to ask when this one refuses.
+    others: VecDeque<HostId>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Stage {
+    Preparing,
+    Building,
+    Locating,
+    Running,
+}
+
+#[derive(Debug)]
+struct Restarting {
+    job: Tid,
+    timeline: Timeline,
+    stage: Stage,
+    parts: BTreeMap<MigrationId, Part>,
+    deadline: Micros,
+    allowed: Micros,
+}
+
+/// All restarts under way. Lives on the master.
+#[derive(Debug, Default)]
+pub struct Restarts {
+    open: BTreeMap<RestartId, Restarting>,
+    last: RestartId,
+    out: VecDeque<RestartOutput>,
+}
+
+impl Restarts {
+    /// The next thing to do.
+    pub fn poll(&mut self) -> Option<RestartOutput> {
+        self.out.pop_front()
+    }
+
+    /// When [`Restarts::wake`] is wanted, if at all.
+    pub fn next_wakeup(&self) -> Option<Micros> {
+        self.open.values().map(|open| open.deadline).min()
+    }
+
+    /// The attempt that this part belongs to.
+    pub fn of_part(&self, id: MigrationId) -> Option<RestartId> {
+        self.open.iter().find(|(_, open)| open.parts.contains_key(&id)).map(|(number, _)| *number)
+    }
+
+    /// True while this job is being started again.
+    pub fn is_under_way(&self, job: Tid) -> bool {
+        self.open.values().any(|open| open.job == job)
+    }
+
+    /// Begins to start these tasks on the timeline that they have in common. `id` gives out numbers.
+    pub fn begin(
+        &mut self,
+        now: Micros,
+        job: Tid,
+        timeline: Timeline,
+        tasks: Vec<Candidate>,
+        mut id: impl FnMut() -> MigrationId,
+    ) -> RestartId {
+        self.last += 1;
+        let mut parts = BTreeMap::new();
+        for Candidate { tid, facts, hosts } in tasks {
+            let mut others: VecDeque<HostId> = hosts.into();
+            let to = others.pop_front().unwrap_or(HostId::MASTER);
+            let of = Move { id: id(), tid, from: HostId::MASTER, to, cause: Cause::Restart };
+            parts.insert(of.id, Part { of, progress: Progress::Asked, facts, others });
+        }
+        let (deadline, allowed) = (now + STEP_TIME, STEP_TIME);
+        for part in parts.values() {
+            self.out.push_back(prepare(part, &timeline));
+        }
+        let open = Restarting { job, timeline, stage: Stage::Preparing, parts, deadline, allowed };
+        self.open.insert(self.last, open);
+        self.last
+    }
+
+    /// Takes a report of a task's host. `id` gives out numbers, for another host that is asked.
+    pub fn report(
+        &mut self,
+        now: Micros,
+        host: HostId,
+        of_part: MigrationId,
+        report: Report,
+        id: impl FnOnce() -> MigrationId,
+    ) {
+        let Some(number) = self.of_part(of_part) else { return };
+        let Some(open) = self.open.get_mut(&number) else { return };
+        let Some(part) = open.parts.get_mut(&of_part).filter(|part| part.of.to == host) else { return };
+        match report {
+            Report::Prepared { verdict, .. } if part.progress == Progress::Asked => {
+                if verdict.is_empty() {
+                    part.progress = Progress::Prepared;
+                } else {
+                    return self.refused(number, of_part, Failure::Refused(verdict), id());
+                }
+            }
+            Report::Restored if part.progress == Progress::Prepared => part.progress = Progress::Held,
+            Report::Running if part.progress == Progress::Located => part.progress = Progress::Running,
+            Report::Failed { step, why } => {
+                let tid = part.of.tid;
+                return self.fail(number, RestartFailure::Task { tid, host, step, why });
+            }
+            _ => return,
+        }
+        self.step(now, number);
+    }
+
+    /// A host does not take a task: the next one is asked, under a number of its own.
+    fn refused(&mut self, number: RestartId, of_part: MigrationId, why: Failure, id: MigrationId) {
+        let Some(open) = self.open.get_mut(&number) else { return };
+        let Some(mut part) = open.parts.remove(&of_part) else { return };
+        let (tid, host) = (part.of.tid, part.of.to);
+        match part.others.pop_front() {
+            Some(next) => {
+                part.of = Move { id, to: next, ..part.of };
+                self.out.push_back(prepare(&part, &open.timeline));
+                open.parts.insert(id, part);
+            }
+            None => {
+                open.parts.insert(of_part, part);
+                self.fail(number, RestartFailure::Task { tid, host, step: Step::Prepare, why });
+            }
+        }
+    }
+
+    /// A part could not be unpacked or sent.
+    pub fn not_sent(&mut self, of_part: MigrationId, why: Failure) {
+        let Some(number) = self.of_part(of_part) else { return };
+        if let Some(part) = self.open.get(&number).and_then(|open| open.parts.get(&of_part)) {
+            let Move { tid, to: host, .. } = part.of;
+            self.fail(number, RestartFailure::Task { tid, host, step: Step::Transfer, why });
+        }
+    }
+
+    /// Every living daemon knows the place of this task.
+    pub fn located(&mut self, now: Micros, of_part: MigrationId) {
+        let Some(number) = self.of_part(of_part) else { return };
+        let part = self.open.get_mut(&number).and_then(|open| open.parts.get_mut(&of_part));
+        if let Some(part) = part.filter(|part| part.progress == Progress::Held) {
+            part.progress = Progress::Located;
+            self.step(now, number);
+        }
+    }
+
+    /// A host has left or was lost.
+    pub fn host_lost(&mut self, host: HostId) {
+        let concerned = |open: &Restarting| open.parts.values().any(|part| part.of.to == host);
+        let lost: Vec<RestartId> = self.open.iter().filter(|(_, o)| concerned(o)).map(|(number, _)| *number).collect();
+        for number in lost {
+            self.fail(number, RestartFailure::HostLost(host));
+        }
+    }
+
+    /// The time of [`Restarts::next_wakeup`] has come.
+    pub fn wake(&mut self, now: Micros) {
+        let late = self.open.iter().filter(|(_, open)| open.deadline <= now);
+        let late: Vec<(RestartId, Micros)> = late.map(|(number, open)| (*number, open.allowed)).collect();
+        for (number, allowed) in late {
+            self.fail(number, RestartFailure::Deadline { allowed });
+        }
+    }
+
+    fn step(&mut self, now: Micros, number: RestartId) {
+        let Some(open) = self.open.get_mut(&number) else { return };
+        let least = open.parts.values().map(|part| part.progress).min().unwrap_or(Progress::Running);
+        let all: Vec<Move> = open.parts.values().map(|part| part.of.clone()).collect();
+        match open.stage {
+            Stage::Preparing if least >= Progress::Prepared => {
+                let bytes: u64 = open.parts.values().map(|part| part.facts.resident_bytes).sum();
+                open.allowed = STEP_TIME + Micros(TIME_PER_GIB.0 * ((bytes >> 30) + 1));
+                (open.stage, open.deadline) = (Stage::Building, now + open.allowed);
+                self.out.extend(all.into_iter().map(|of| RestartOutput::Send { restart: number, of }));
+            }
+            Stage::Building if least >= Progress::Held => {
+                (open.stage, open.deadline) = (Stage::Locating, now + STEP_TIME);
+                self.out.extend(all.into_iter().map(RestartOutput::Locate));
+            }
+            Stage::Locating if least >= Progress::Located => {
+                (open.stage, open.deadline) = (Stage::Running, now + STEP_TIME);
+                let run = |of: Move| RestartOutput::Order { host: of.to, of, order: Order::Run(Parting::default()) };
+                self.out.extend(all.into_iter().map(run));
+            }
+            Stage::Running if least >= Progress::Running => {
+                let places = all.into_iter().map(|of| (of.tid, of.to)).collect();
+                self.open.remove(&number);
+                self.out.push_back(RestartOutput::Ended { restart: number, result: Ok(places) });
+            }
+            _ => {}
+        }
+    }
+
+    /// All that was built is thrown away; what runs already ends as a task that is killed does.
+    fn fail(&mut self, number: RestartId, why: RestartFailure) {
+        let Some(open) = self.open.remove(&number) else { return };
+        for Part { of, progress, .. } in open.parts.into_values() {
+            // Once all were told to run, none of them can be taken back.
+            if open.stage < Stage::Running && progress >= Progress::Asked {
+                self.out.push_back(RestartOutput::Order { host: of.to, of, order: Order::Discard });
+            }
+        }
+        self.out.push_back(RestartOutput::Ended { restart: number, result: Err(why) });
+    }
+}
+
+fn prepare(part: &Part, timeline: &Timeline) -> RestartOutput {
+    let (facts, suspended) = (part.facts.clone(), Holds::default());
+    let order = Order::Prepare { facts, suspended, timeline: Some(timeline.clone()) };
+    RestartOutput::Order { host: part.of.to, of: part.of.clone(), order }
+}

@@ -1,0 +1,235 @@
+//! Checkpoints of jobs: all tasks of a job as they are at one moment, and the same tasks started again.
+
+use crate::group::GroupState;
+use crate::host::TaskRecord;
+use crate::ids::{HostId, Micros, Tid};
+use crate::migration::{Failure, Refusal, Step, TaskFacts};
+use crate::task::ToTask;
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// Tasks in one checkpoint at most.
+pub const SET_TASKS_MAX: usize = 1024;
+/// Version of [`SetMeta`] and [`PartRecord`].
+pub const SET_VERSION: u16 = 1;
+
+/// A complete set.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SetReport {
+    /// By this name it can be started again.
+    pub set: String,
+    /// The first task of the job.
+    pub job: Tid,
+    /// Its tasks.
+    pub tasks: Vec<Tid>,
+    /// Bytes in the store.
+    pub bytes: u64,
+    /// From the moment at which the first task stood still until the last one was written.
+    pub frozen: Micros,
+}
+
+/// One line of a list of sets.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SetEntry {
+    /// Its name.
+    pub set: String,
+    /// The first task of the job.
+    pub job: Tid,
+    /// When it was made, in microseconds since 1970.
+    pub made: Micros,
+    /// Tasks in it.
+    pub tasks: u32,
+    /// Bytes in the store.
+    pub bytes: u64,
+    /// Why it cannot be used, if so.
+    pub broken: Option<String>,
+}
+
+/// A job that runs again.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RestartReport {
+    /// The set.
+    pub set: String,
+    /// Its tasks and where they run.
+    pub tasks: Vec<(Tid, HostId)>,
+}
+
+/// Why there is no checkpoint. Every task goes on, and the sets that were there before are untouched.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum CutFailure {
+    /// There is no such task, and none of its descendants.
+    NoSuchJob(Tid),
+    /// More tasks than a set may have.
+    TooMany {
+        /// How many there are.
+        tasks: usize,
+    },
+    /// Another checkpoint of the job, or a restart, is under way.
+    UnderWay,
+    /// One of the tasks cannot be written.
+    Task {
+        /// Which.
+        tid: Tid,
+        /// In which step.
+        step: Step,
+        /// Why.
+        why: Failure,
+    },
+    /// The job has spawned these tasks meanwhile.
+    Grew(Vec<Tid>),
+    /// A host was lost.
+    HostLost(HostId),
+    /// Not all of it was done in time.
+    Deadline {
+        /// The time it had.
+        allowed: Micros,
+    },
+    /// The store did not take it.
+    Store(String),
+}
+
+impl CutFailure {
+    /// True if the same may well succeed in a moment: the job was changing.
+    pub fn may_try_again(&self) -> bool {
+        use Failure::TaskEnded;
+        let is_moving = |why: &Failure| {
+            matches!(why, Failure::Refused(all) if all.iter().all(|r| matches!(r, Refusal::AlreadyMoving(_) | Refusal::NotConnected)))
+        };
+        match self {
+            CutFailure::Grew(_) => true,
+            CutFailure::Task { why, .. } => *why == TaskEnded || is_moving(why),
+            _ => false,
+        }
+    }
+}
+
+impl fmt::Display for CutFailure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            CutFailure::NoSuchJob(tid) => write!(f, "there is no task {tid}, and none that it has spawned"),
+            CutFailure::TooMany { tasks } => {
+                write!(f, "the job has {tasks} tasks, and a checkpoint takes {SET_TASKS_MAX} at most")
+            }
+            CutFailure::UnderWay => f.write_str("another checkpoint or a restart of this job is under way"),
+            CutFailure::Task { tid, step, why } => write!(f, "{tid}: {step}: {why}"),
+            CutFailure::Grew(tids) => {
+                let tids: Vec<String> = tids.iter().map(Tid::to_string).collect();
+                write!(f, "the job has spawned {} meanwhile", tids.join(" "))
+            }
+            CutFailure::HostLost(host) => write!(f, "{host} was lost"),
+            CutFailure::Deadline { allowed } => write!(f, "not done within {} s", allowed.0 / 1_000_000),
+            CutFailure::Store(why) => f.write_str(why),
+        }
+    }
+}
+
+/// Why a set was not started again. Nothing of it runs.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum RestartFailure {
+    /// The store has no such set, or cannot give it out.
+    Store(String),
+    /// These tasks of the set, or others with their numbers, are alive.
+    Alive(Vec<Tid>),
+    /// Groups of the set have members that are not of it.
+    Groups(Vec<String>),
+    /// There is no such host.
+    NoHost(String),
+    /// Another restart of this job, or a checkpoint of it, is under way.
+    UnderWay,
+    /// One of the tasks could not be started again.
+    Task {
+        /// Which.
+        tid: Tid,
+        /// Where.
+        host: HostId,
+        /// In which step.
+        step: Step,
+        /// Why.
+        why: Failure,
+    },
+    /// A host was lost meanwhile.
+    HostLost(HostId),
+    /// Not all of it was done in time.
+    Deadline {
+        /// The time it had.
+        allowed: Micros,
+    },
+}
+
+impl fmt::Display for RestartFailure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            RestartFailure::Store(why) => f.write_str(why),
+            RestartFailure::Alive(tids) => {
+                let tids: Vec<String> = tids.iter().map(Tid::to_string).collect();
+                write!(
+                    f,
+                    "{} are alive: end the job first, or start a new virtual machine, which gives none of these numbers away",
+                    tids.join(" ")
+                )
+            }
+            RestartFailure::Groups(names) => {
+                write!(f, "the groups {} have other members: a task cannot be in them at its old place", names.join(" "))
+            }
+            RestartFailure::NoHost(name) => write!(f, "there is no host {name} in the virtual machine"),
+            RestartFailure::UnderWay => f.write_str("another restart or a checkpoint of this job is under way"),
+            RestartFailure::Task { tid, host, step, why } => write!(f, "{tid} on {host}: {step}: {why}"),
+            RestartFailure::HostLost(host) => write!(f, "{host} was lost"),
+            RestartFailure::Deadline { allowed } => write!(f, "not done within {} s", allowed.0 / 1_000_000),
+        }
+    }
+}
+
+/// What a set is, beside the images.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SetMeta {
+    /// [`SET_VERSION`].
+    pub version: u16,
+    /// Wire version of the libraries in it.
+    pub wire: u16,
+    /// The virtual machine, by the time of day at which it was founded, in microseconds.
+    pub vm: Micros,
+    /// The first task of the job.
+    pub job: Tid,
+    /// The latest timeline of the virtual machine.
+    pub line: u16,
+    /// Its tasks.
+    pub parts: Vec<PartMeta>,
+    /// Groups that they are in.
+    pub groups: Vec<SavedGroup>,
+}
+
+/// One task of a set.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PartMeta {
+    /// The task.
+    pub tid: Tid,
+    /// Name of the host where it ran.
+    pub host: String,
+    /// For the verdict of whoever is to take it.
+    pub facts: TaskFacts,
+}
+
+/// A group as it was.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SavedGroup {
+    /// Its name.
+    pub name: Vec<u8>,
+    /// Dynamic, static or broken.
+    pub state: GroupState,
+    /// Number of members when it was frozen.
+    pub frozen: u32,
+    /// By instance; NONE where there is none, or one that is not of the set.
+    pub members: Vec<Tid>,
+}
+
+/// What the daemon of a task knew of it; lies beside its images.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct PartRecord {
+    /// [`SET_VERSION`].
+    pub version: u16,
+    /// The task's record.
+    pub record: TaskRecord,
+    /// What waited for it.
+    pub waiting: Vec<ToTask>,
+}

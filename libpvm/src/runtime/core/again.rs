@@ -1,0 +1,24 @@
+//! What a library does whose process was started again from a checkpoint.
+
+use super::{Core, Open};
+use sempa_proto::migration::Timeline;
+use sempa_proto::task::Restart;
+
+impl Core {
+    /// This process was started again from a checkpoint. Who was with it in there knows what it knows; whoever else it
+    /// talked to has gone on, or does not exist.
+    pub(super) fn begin_again(&mut self, restart: &Restart) {
+        let Timeline { line, members } = &restart.timeline;
+        self.line = *line;
+        for (peer, link) in self.links.iter_mut().filter(|(_, link)| !link.is_gone()) {
+            link.begin_timeline(*line, members.contains(peer));
+        }
+        // A resource manager that was asked before does not know of it.
+        self.set_rm(None);
+        for id in &restart.again {
+            if let Some(Open { frame, reply: None }) = self.requests.get(id) {
+                self.outbox.push(frame.clone());
+            }
+        }
+    }
+}

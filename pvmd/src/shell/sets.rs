@@ -1,0 +1,284 @@
+//! The master's store of checkpoints, and the small file that lies beside the images of each task in it. Everything that may
+//! wait for a disk happens on threads of its own.
+
+use super::input::{Input, Inputs};
+use super::log::Log;
+use crate::machine::io::Event;
+use checkpoint::protocol::CutId;
+use checkpoint::store::{Draft, Limits, Set, SetId, Store, StoreError};
+use sempa_proto::checkpoint::{PartRecord, SetEntry, SetMeta};
+use sempa_proto::frame::{from_bytes, to_bytes};
+use sempa_proto::migration::Failure;
+use sempa_proto::place::Place;
+use sempa_proto::{HostId, Micros, MigrationId, RequestId, Tid};
+use std::collections::{BTreeMap, HashMap};
+use std::io::{ErrorKind, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+/// Name of the file beside the images that says what the task's daemon knew.
+const PART_FILE: &str = "sempa-part";
+/// Bytes of that file at most.
+const PART_BYTES_MAX: u64 = 256 << 20;
+
+/// Where a store is: its directory and the file of its key.
+#[derive(Clone, Debug)]
+pub(crate) struct Whereabouts {
+    dir: PathBuf,
+    key: PathBuf,
+}
+
+impl Whereabouts {
+    /// As the environment says: `SEMPA_STORE` and `SEMPA_STORE_KEY`, else among the user's own files.
+    ///
+    /// # Errors
+    /// One sentence, when nothing says where.
+    pub(crate) fn of(env: impl Fn(&str) -> Option<String>) -> Result<Whereabouts, String> {
+        let under = |name: &str, below: &str| {
+            let set = env(name).filter(|dir| dir.starts_with('/')).map(PathBuf::from);
+            set.or_else(|| Some(PathBuf::from(env("HOME").filter(|home| home.starts_with('/'))?).join(below)))
+        };
+        let own = |variable: &str, dir: Option<PathBuf>, name: &str| {
+            let path = env(variable).map(PathBuf::from).or_else(|| Some(dir?.join("sempa").join(name)));
+            path.filter(|path| path.is_absolute()).ok_or_else(|| {
+                format!("there is no place for checkpoints: set {variable} to an absolute path, or HOME")
+            })
+        };
+        Ok(Whereabouts {
+            dir: own("SEMPA_STORE", under("XDG_STATE_HOME", ".local/state"), "checkpoints")?,
+            key: own("SEMPA_STORE_KEY", under("XDG_CONFIG_HOME", ".config"), "store.key")?,
+        })
+    }
+
+    fn open(&self, vm: &str) -> Result<Store, StoreError> {
+        Ok(Store::open(&self.dir, &self.key, Limits::default())?.of_vm(vm))
+    }
+
+    /// The highest number of a task in the store on each host, so that nobody else gets it. A store that does not exist, or
+    /// cannot be read, has none.
+    pub(crate) fn spared(&self, vm: &str) -> BTreeMap<HostId, u32> {
+        let mut spared = BTreeMap::new();
+        // Looking must not make one.
+        let listed = self.dir.is_dir().then(|| self.open(vm)?.list());
+        let sets = listed.and_then(Result::ok).map(|(sets, _)| sets).unwrap_or_default();
+        for tid in sets.iter().flat_map(|set| &set.parts).map(|part| part.tid) {
+            if let Some(home) = tid.home() {
+                let highest = spared.entry(home).or_insert(0);
+                *highest = tid.local().max(*highest);
+            }
+        }
+        spared
+    }
+}
+
+/// The store and what is under way in it.
+pub(crate) struct Sets {
+    place: Place,
+    whereabouts: Result<Whereabouts, String>,
+    inputs: Inputs,
+    log: Log,
+    store: Arc<Mutex<Option<Store>>>,
+    drafts: Arc<Mutex<HashMap<CutId, Arc<Draft>>>>,
+    open: Arc<Mutex<HashMap<u64, Arc<Set>>>>,
+}
+
+fn lock<T>(shared: &Mutex<T>) -> MutexGuard<'_, T> {
+    shared.lock().unwrap_or_else(|e| e.into_inner())
+}
+
+impl Sets {
+    /// Nothing is opened before it is needed.
+    pub(crate) fn new(place: Place, whereabouts: Result<Whereabouts, String>, inputs: Inputs, log: Log) -> Sets {
+        let (store, drafts, open) = (Arc::default(), Arc::default(), Arc::default());
+        Sets { place, whereabouts, inputs, log, store, drafts, open }
+    }
+
+    /// Does something with the store, on a thread of its own, and tells the machine.
+    fn work(&self, work: impl FnOnce(Result<Store, String>) -> Event + Send + 'static) {
+        let (store, whereabouts, inputs) = (self.store.clone(), self.whereabouts.clone(), self.inputs.clone());
+        let vm = self.place.vm().to_string();
+        tokio::task::spawn_blocking(move || {
+            let opened = whereabouts.and_then(|at| {
+                let mut store = lock(&store);
+                match &*store {
+                    Some(store) => Ok(store.clone()),
+                    None => Ok(store.insert(at.open(&vm).map_err(|e| e.to_string())?).clone()),
+                }
+            });
+            let _ = inputs.blocking_send(Input::Event(work(opened)));
+        });
+    }
+
+    /// Makes room for a set; [`Event::SetBegun`].
+    pub(crate) fn begin(&self, cut: CutId, job: Tid, now: Micros) {
+        let drafts = self.drafts.clone();
+        self.work(move |store| {
+            let result = store.and_then(|store| {
+                let draft = store.begin(job, now).map_err(|e| e.to_string())?;
+                lock(&drafts).insert(cut, Arc::new(draft));
+                Ok(())
+            });
+            Event::SetBegun { cut, result }
+        });
+    }
+
+    /// Puts the images of a part into a set; [`Event::PartKept`].
+    pub(crate) fn keep(&self, cut: CutId, migration: MigrationId, tid: Tid) {
+        let (drafts, dir) = (self.drafts.clone(), self.place.images(migration));
+        self.work(move |_| {
+            let draft = lock(&drafts).get(&cut).cloned();
+            let added = draft.ok_or("the set was given up".to_string());
+            let result = added.and_then(|draft| draft.add(tid, &dir).map(drop).map_err(|e| e.to_string()));
+            Event::PartKept { migration, result }
+        });
+    }
+
+    /// Completes a set; [`Event::SetSealed`].
+    pub(crate) fn seal(&self, cut: CutId, meta: &SetMeta) {
+        let (drafts, log, meta) = (self.drafts.clone(), self.log.clone(), to_bytes(meta).map_err(|e| e.to_string()));
+        self.work(move |store| {
+            let draft = lock(&drafts).remove(&cut).and_then(Arc::into_inner);
+            let result = draft.ok_or("the set was given up".to_string()).and_then(|draft| {
+                let info = draft.finish(&meta?).map_err(|e| e.to_string())?;
+                match store.and_then(|store| store.sweep(|_| false).map_err(|e| e.to_string())) {
+                    Ok(swept) if swept.removed.is_empty() => {}
+                    Ok(swept) => {
+                        let names: Vec<String> = swept.removed.iter().map(|set| set.id.to_string()).collect();
+                        log.line(format!("checkpoints removed, because the store has its limits: {}", names.join(" ")));
+                    }
+                    // The set is there; the limits are kept when the next one is begun.
+                    Err(why) => log.line(why),
+                }
+                Ok((info.id.to_string(), info.bytes))
+            });
+            Event::SetSealed { cut, result }
+        });
+    }
+
+    /// Removes what there is of a set.
+    pub(crate) fn abandon(&self, cut: CutId) {
+        let draft = lock(&self.drafts).remove(&cut);
+        tokio::task::spawn_blocking(move || drop(draft));
+    }
+
+    /// Looks into a set; [`Event::SetOpened`].
+    pub(crate) fn open(&self, restart: u64, name: String) {
+        let open = self.open.clone();
+        self.work(move |store| {
+            let result = store.and_then(|store| {
+                let id: SetId = name.parse().map_err(|e: <SetId as std::str::FromStr>::Err| e.to_string())?;
+                let set = store.open_set(&id).map_err(|e| e.to_string())?;
+                let meta: SetMeta = from_bytes(set.meta()).map_err(|e| format!("{name} cannot be read: {e}"))?;
+                lock(&open).insert(restart, Arc::new(set));
+                Ok(meta)
+            });
+            Event::SetOpened { restart, result }
+        });
+    }
+
+    /// What unpacks a part of an open set into the directory that it is given.
+    pub(crate) fn unpack(
+        &self,
+        restart: u64,
+        tid: Tid,
+    ) -> impl FnOnce(&Path) -> Result<(), Failure> + Send + 'static {
+        let set = lock(&self.open).get(&restart).cloned();
+        move |dir| {
+            let set = set.ok_or_else(|| Failure::Images("the set is not open any more".into()))?;
+            set.unpack(tid, dir).map(drop).map_err(|e| Failure::Images(e.to_string()))
+        }
+    }
+
+    /// A set is needed no more.
+    pub(crate) fn close(&self, restart: u64) {
+        lock(&self.open).remove(&restart);
+    }
+
+    /// What there is; [`Event::SetsListed`].
+    pub(crate) fn list(&self, tid: Tid, id: RequestId) {
+        // Looking must not make a store.
+        if self.whereabouts.as_ref().is_ok_and(|at| !at.dir.exists()) {
+            let event = Event::SetsListed { tid, id, result: Ok(Vec::new()) };
+            let inputs = self.inputs.clone();
+            tokio::spawn(async move { inputs.send(Input::Event(event)).await });
+            return;
+        }
+        self.work(move |store| {
+            let listed = store.and_then(|store| store.list().map_err(|e| e.to_string()));
+            let result = listed.map(|(sets, broken)| {
+                let whole = sets.into_iter().map(|set| SetEntry {
+                    set: set.id.to_string(),
+                    job: set.job,
+                    made: set.made,
+                    tasks: u32::try_from(set.parts.len()).unwrap_or(u32::MAX),
+                    bytes: set.bytes,
+                    broken: None,
+                });
+                let broken = broken.into_iter().map(|(set, why)| SetEntry {
+                    set,
+                    job: Tid::NONE,
+                    made: Micros(0),
+                    tasks: 0,
+                    bytes: 0,
+                    broken: Some(why.to_string()),
+                });
+                whole.chain(broken).collect()
+            });
+            Event::SetsListed { tid, id, result }
+        });
+    }
+
+    /// Reads what lies beside the images of a part; [`Event::PartRead`].
+    pub(crate) fn read_part(&self, migration: MigrationId) {
+        let (path, inputs) = (self.place.images(migration).join(PART_FILE), self.inputs.clone());
+        tokio::task::spawn_blocking(move || {
+            let result = read_part(&path);
+            let _ = inputs.blocking_send(Input::Event(Event::PartRead { migration, result }));
+        });
+    }
+}
+
+fn read_part(path: &Path) -> Result<PartRecord, Failure> {
+    let bad = |why: String| Failure::Images(format!("{}: {why}", path.display()));
+    let meta = std::fs::symlink_metadata(path).map_err(|e| bad(e.to_string()))?;
+    if !meta.is_file() || meta.len() > PART_BYTES_MAX {
+        return Err(bad(format!("a file of at most {PART_BYTES_MAX} bytes was expected")));
+    }
+    from_bytes(&std::fs::read(path).map_err(|e| bad(e.to_string()))?).map_err(|e| bad(e.to_string()))
+}
+
+/// What puts this beside the images.
+pub(crate) fn write_part(record: Box<PartRecord>) -> impl FnOnce(&Path) -> Result<(), Failure> + Send + 'static {
+    move |dir| {
+        let path = dir.join(PART_FILE);
+        let failed = |e: std::io::Error| Failure::Io(format!("cannot write {}: {e}", path.display()));
+        let bytes = to_bytes(&*record).map_err(|e| failed(std::io::Error::new(ErrorKind::InvalidData, e.to_string())))?;
+        let mut file = std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path).map_err(failed)?;
+        file.write_all(&bytes).map_err(failed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(vars: &[(&str, &str)]) -> Result<(String, String), String> {
+        let env = |name: &str| vars.iter().find(|(key, _)| *key == name).map(|(_, value)| value.to_string());
+        let at = Whereabouts::of(env)?;
+        Ok((at.dir.display().to_string(), at.key.display().to_string()))
+    }
+
+    #[test]
+    fn the_store_is_where_the_environment_says_or_among_the_users_own_files() {
+        let home = ("HOME", "/home/x");
+        let own = ("/home/x/.local/state/sempa/checkpoints".into(), "/home/x/.config/sempa/store.key".into());
+        assert_eq!(of(&[home]), Ok(own));
+        let xdg = of(&[home, ("XDG_STATE_HOME", "/s"), ("XDG_CONFIG_HOME", "/c")]);
+        assert_eq!(xdg, Ok(("/s/sempa/checkpoints".into(), "/c/sempa/store.key".into())));
+        let said = of(&[("SEMPA_STORE", "/shared/sets"), ("SEMPA_STORE_KEY", "/k")]);
+        assert_eq!(said, Ok(("/shared/sets".into(), "/k".into())));
+        assert!(of(&[]).is_err_and(|why| why.contains("SEMPA_STORE")));
+        assert!(of(&[home, ("SEMPA_STORE", "relative")]).is_err());
+    }
+}

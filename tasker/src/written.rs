@@ -1,0 +1,63 @@
+//! Files that a task has gone on writing after the checkpoint from which it is started again.
+//!
+//! What it wrote since then it will write again. So a file that has grown is cut to the length that it had; then its content
+//! is not there twice, and the engine finds it as it was.
+
+use nix::sys::stat::SFlag;
+use sempa_proto::migration::Failure;
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+/// Cuts each of these files to its length in bytes, if it is longer now. Only regular files of the tasker's user are touched,
+/// and no link is followed.
+///
+/// # Errors
+/// [`Failure::Io`] with the file that could not be cut.
+pub(crate) fn cut_back(files: &[(PathBuf, u64)]) -> Result<(), Failure> {
+    files.iter().try_for_each(|(path, bytes)| {
+        cut(path, *bytes).map_err(|e| {
+            let path = path.display();
+            Failure::Io(format!("{path} has grown since the checkpoint and cannot be cut to {bytes} bytes: {e}"))
+        })
+    })
+}
+
+fn cut(path: &Path, bytes: u64) -> io::Result<()> {
+    let meta = std::fs::symlink_metadata(path)?;
+    let is_ours = meta.uid() == nix::unistd::getuid().as_raw();
+    if !meta.is_file() || meta.len() <= bytes || !is_ours {
+        return Ok(());
+    }
+    let file = OpenOptions::new().write(true).custom_flags(nix::libc::O_NOFOLLOW | nix::libc::O_NONBLOCK).open(path)?;
+    if is_the_same(&file, &meta)? { file.set_len(bytes) } else { Ok(()) }
+}
+
+/// Nobody has put another one in its place meanwhile.
+fn is_the_same(file: &File, seen: &std::fs::Metadata) -> io::Result<bool> {
+    let meta = file.metadata()?;
+    let is_regular = SFlag::from_bits_truncate(meta.mode()).contains(SFlag::S_IFREG);
+    Ok(is_regular && (meta.dev(), meta.ino(), meta.uid()) == (seen.dev(), seen.ino(), seen.uid()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_that_has_grown_is_cut_and_nothing_else_is_touched() {
+        let dir = tempfile::tempdir().expect("dir");
+        let path = |name: &str| dir.path().join(name);
+        for (name, bytes) in [("grown", 100), ("same", 40), ("shorter", 10), ("target", 100)] {
+            std::fs::write(path(name), vec![b'x'; bytes]).expect("write");
+        }
+        std::os::unix::fs::symlink(path("target"), path("link")).expect("link");
+        let all = ["grown", "same", "shorter", "link"].map(|name| (path(name), 40));
+        cut_back(&all).expect("all are ours");
+        cut_back(&[(dir.path().to_path_buf(), 0), ("/dev/null".into(), 0)]).expect("no regular files");
+        let lengths = ["grown", "same", "shorter", "target"].map(|name| std::fs::read(path(name)).expect("there").len());
+        assert_eq!(lengths, [40, 40, 10, 100]);
+        assert!(matches!(cut_back(&[(path("missing"), 0)]), Err(Failure::Io(_))));
+    }
+}
