@@ -6,6 +6,7 @@
 //! * [`criu`]: the engine that works for any process.
 //! * [`facts`]: what a task is and holds, and whether a host can take it.
 //! * [`status`]: what the kernel tells of a process.
+//! * [`store`]: where the checkpoints of jobs are kept.
 
 pub mod again;
 pub mod criu;
@@ -13,3 +14,4 @@ pub mod engine;
 pub mod facts;
 pub mod protocol;
 pub mod status;
+pub mod store;

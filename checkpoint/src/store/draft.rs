@@ -1,0 +1,223 @@
+//! A set while it is made. Nobody sees it before it is complete: it lies in a directory of another name, locked by its maker
+//! for as long as that lives, and gets its name when everything in it is on the disk.
+
+use super::error::{Act, StoreError, failed, io};
+use super::id::SetId;
+use super::manifest::{META_BYTES_MAX, Manifest, PARTS_MAX, Part, part_name};
+use super::part::Images;
+use super::seal::{Sealer, What};
+use super::shared::Shared;
+use super::{LOCK, MANIFEST, PartInfo, SetInfo};
+use nix::fcntl::{Flock, FlockArg};
+use sempa_proto::{Micros, Tid};
+use std::cell::Cell;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::fs::File;
+use std::io as std_io;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// A set that is being made. It is removed when this is dropped before it is finished.
+pub struct Draft {
+    shared: Arc<Shared>,
+    vm: String,
+    id: SetId,
+    made: Micros,
+    dir: PathBuf,
+    lock: Flock<File>,
+    /// Bytes that the set may have.
+    room: u64,
+    /// Bytes that it has.
+    used: AtomicU64,
+    /// `None`: it is being added.
+    parts: Mutex<BTreeMap<Tid, Option<Part>>>,
+    finished: bool,
+}
+
+impl Draft {
+    /// Makes an empty one.
+    pub(super) fn begin(shared: Arc<Shared>, vm: String, job: Tid, now: Micros) -> Result<Draft, StoreError> {
+        let act = Act::Begin;
+        let _locked = shared.lock(act)?;
+        let room = shared.room(act, &vm, job, 1)?;
+        let entries = shared.entries(act)?;
+        let there = [entries.sets, entries.drafts, entries.gone].into_iter().flatten();
+        let id = SetId::after(there, job, now);
+        let dir = shared.draft_dir(id);
+        shared.disk.make_dir(&dir).map_err(io(act, &dir))?;
+        let lock = match make_lock(&shared, &dir) {
+            Ok(lock) => lock,
+            Err(e) => {
+                // The first error counts; what is left goes when the store is opened next.
+                let _ = shared.disk.remove_tree(&dir);
+                return Err(io(act, &dir)(e));
+            }
+        };
+        let (used, parts) = (AtomicU64::new(0), Mutex::new(BTreeMap::new()));
+        Ok(Draft { shared, vm, id, made: now, dir, lock, room, used, parts, finished: false })
+    }
+
+    /// The name that the set will have.
+    pub fn id(&self) -> SetId {
+        self.id
+    }
+
+    /// Seals the images of a task, which are all files of a directory, into the set. The directory must hold plain files only
+    /// and not change meanwhile. Tasks may be added from several threads at the same time. When this returns the part is
+    /// on the disk.
+    ///
+    /// # Errors
+    /// Nothing of this task is kept. The others stay, and it can be tried again.
+    pub fn add(&self, tid: Tid, images: &Path) -> Result<PartInfo, StoreError> {
+        self.reserve(tid)?;
+        let path = self.dir.join(part_name(tid));
+        let charged = Cell::new(0);
+        let part = self.seal_part(tid, images, &path, &charged);
+        if part.is_err() {
+            self.used.fetch_sub(charged.get(), Ordering::Relaxed);
+            // The first error counts; a file that stays nevertheless makes that nothing can be added in its place.
+            let _ = self.shared.disk.remove_file(&path);
+        }
+        let mut parts = self.parts();
+        match part {
+            Ok(part) => {
+                let info = part.info();
+                parts.insert(tid, Some(part));
+                Ok(info)
+            }
+            Err(why) => {
+                parts.remove(&tid);
+                Err(why)
+            }
+        }
+    }
+
+    /// Completes the set: with all that was added, and with what the caller wants to find in it. Then it is on the disk and
+    /// visible. It may be above the limits of the store together with those that it makes superfluous; see
+    /// [`Store::sweep`](super::Store::sweep).
+    ///
+    /// # Errors
+    /// The set is removed.
+    pub fn finish(mut self, meta: &[u8]) -> Result<SetInfo, StoreError> {
+        let act = Act::Finish;
+        if meta.len() > META_BYTES_MAX {
+            let (count, max) = (meta.len() as u64, META_BYTES_MAX as u64);
+            return Err(StoreError::TooMany { act, what: "the bytes that describe it", count, max });
+        }
+        let parts = std::mem::take(&mut *self.parts()).into_values().flatten().collect();
+        let manifest = Manifest { vm: self.vm.clone(), made: self.made, parts, meta: meta.to_vec() };
+        let bytes = self.write_manifest(&manifest)?;
+        let info = manifest.info(self.id, bytes);
+        self.publish(&info)?;
+        Ok(info)
+    }
+
+    fn parts(&self) -> MutexGuard<'_, BTreeMap<Tid, Option<Part>>> {
+        self.parts.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Nobody else adds this task.
+    fn reserve(&self, tid: Tid) -> Result<(), StoreError> {
+        let mut parts = self.parts();
+        if parts.contains_key(&tid) {
+            return Err(StoreError::Twice(tid));
+        }
+        if parts.len() >= PARTS_MAX {
+            let (count, max) = (parts.len() as u64 + 1, PARTS_MAX as u64);
+            return Err(StoreError::TooMany { act: Act::Add, what: "the tasks of the set", count, max });
+        }
+        parts.insert(tid, None);
+        Ok(())
+    }
+
+    /// Counts bytes, unless that would be too many.
+    fn charge(&self, bytes: u64) -> bool {
+        let enough = |used: u64| used.checked_add(bytes).filter(|used| *used <= self.room);
+        self.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, enough).is_ok()
+    }
+
+    fn seal_part(&self, tid: Tid, images: &Path, path: &Path, charged: &Cell<u64>) -> Result<Part, StoreError> {
+        let (disk, images) = (&self.shared.disk, Images::of(images)?);
+        let wrong = |left: u64| move |e: std_io::Error| failed(Act::Add, path, e, Some(left));
+        let file = disk.make_file(path).map_err(wrong(images.bytes))?;
+        let too_large = Cell::new(false);
+        let write = |bytes: &[u8]| {
+            let count = bytes.len() as u64;
+            if !self.charge(count) {
+                too_large.set(true);
+                return Err(std_io::ErrorKind::FileTooLarge.into());
+            }
+            charged.set(charged.get() + count);
+            disk.write(path, &file, bytes)
+        };
+        let seal = || {
+            let sealer = Sealer::new(&self.shared.secret, What::Part(self.id, tid), write);
+            let mut sealer = sealer.map_err(wrong(images.bytes))?;
+            images.pour(path, |bytes| sealer.put(bytes))?;
+            sealer.end().map_err(wrong(0))
+        };
+        let sealed = seal().map_err(|why| match too_large.get() {
+            true => StoreError::TooLarge { tid, bytes_max: self.room },
+            false => why,
+        })?;
+        disk.sync(path, &file).map_err(wrong(0))?;
+        Ok(Part { tid, bytes: sealed.bytes, images_bytes: images.bytes, blake3: sealed.blake3 })
+    }
+
+    /// Writes the manifest and brings all names to the disk; its bytes.
+    fn write_manifest(&self, manifest: &Manifest) -> Result<u64, StoreError> {
+        let (disk, path) = (&self.shared.disk, self.dir.join(MANIFEST));
+        let wrong = |e: std_io::Error| failed(Act::Finish, &path, e, None);
+        let file = disk.make_file(&path).map_err(wrong)?;
+        let write = |bytes: &[u8]| disk.write(&path, &file, bytes);
+        let sealed = manifest.seal(&self.shared.secret, self.id, write).map_err(wrong)?;
+        disk.sync(&path, &file).map_err(wrong)?;
+        disk.sync_dir(&self.dir).map_err(wrong)?;
+        Ok(sealed.bytes)
+    }
+
+    /// Gives the directory its name, if the limits can still be kept.
+    fn publish(&mut self, info: &SetInfo) -> Result<(), StoreError> {
+        let (act, shared) = (Act::Finish, &self.shared);
+        let _locked = shared.lock(act)?;
+        // Others may have finished sets since this one was begun.
+        shared.room(act, &self.vm, self.id.job(), info.bytes)?;
+        let place = shared.set_dir(self.id);
+        // From now on it may be read, and for that nobody may have it alone.
+        self.lock.relock(FlockArg::LockSharedNonblock).map_err(|e| io(act, &place)(e.into()))?;
+        shared.disk.rename(&self.dir, &place).map_err(io(act, &place))?;
+        if let Err(e) = shared.disk.sync_dir(&shared.dir) {
+            // It is complete; if it cannot be made invisible first it is not taken to pieces where it can be seen.
+            match shared.retire(act, &place, self.id) {
+                Ok(gone) => self.dir = gone,
+                Err(_) => self.finished = true,
+            }
+            return Err(io(act, &shared.dir)(e));
+        }
+        self.finished = true;
+        Ok(())
+    }
+}
+
+impl Drop for Draft {
+    fn drop(&mut self) {
+        if !self.finished {
+            // What stays nevertheless is no set, and goes when the store is opened or swept next.
+            let _ = self.shared.disk.remove_tree(&self.dir);
+        }
+    }
+}
+
+impl fmt::Debug for Draft {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Draft").field("id", &self.id).field("dir", &self.dir).finish_non_exhaustive()
+    }
+}
+
+/// Makes and takes the lock of a new draft.
+fn make_lock(shared: &Shared, dir: &Path) -> std_io::Result<Flock<File>> {
+    let file = shared.disk.make_file(&dir.join(LOCK))?;
+    Flock::lock(file, FlockArg::LockExclusiveNonblock).map_err(|(_, errno)| errno.into())
+}

@@ -1,0 +1,169 @@
+//! Names of sets. A name is also the name of a directory, so it is made of few safe characters and is read back only in
+//! exactly the form in which it is written.
+
+use sempa_proto::{Micros, Tid};
+use std::fmt;
+use std::str::FromStr;
+use thiserror::Error;
+
+/// The last second that has four digits for its year.
+const SECOND_MAX: u64 = 253_402_300_799;
+const DAY_SECONDS: u64 = 86_400;
+
+/// The name of a set: the job, when it was begun (UTC), and a number that tells those of one second apart, for example
+/// `t40001-20261122T141503-1`. The order is the order of age. Sets of one job have rising names even when the clock is
+/// set back; then the time in the name is not the time of the clock.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct SetId {
+    second: u64,
+    count: u32,
+    job: Tid,
+}
+
+/// A text that is not the name of a set.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[error("{0:?} is not the name of a set of checkpoints; those look like t40001-20261122T141503-1")]
+pub struct NotASetId(pub String);
+
+impl SetId {
+    /// The job.
+    pub fn job(&self) -> Tid {
+        self.job
+    }
+
+    /// A name for a new set of this job that is younger than those that are there.
+    pub(super) fn after(there: impl Iterator<Item = SetId>, job: Tid, now: Micros) -> SetId {
+        let second = (now.0 / 1_000_000).min(SECOND_MAX);
+        let newest = there.filter(|id| id.job == job).max();
+        match newest {
+            Some(newest) if newest.second >= second => {
+                SetId { second: newest.second, count: newest.count.saturating_add(1), job }
+            }
+            _ => SetId { second, count: 1, job },
+        }
+    }
+}
+
+impl fmt::Display for SetId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (year, month, day) = date(self.second / DAY_SECONDS);
+        let second = self.second % DAY_SECONDS;
+        let (hour, minute, second) = (second / 3600, second / 60 % 60, second % 60);
+        write!(f, "{}-{year:04}{month:02}{day:02}T{hour:02}{minute:02}{second:02}-{}", self.job, self.count)
+    }
+}
+
+impl FromStr for SetId {
+    type Err = NotASetId;
+
+    fn from_str(text: &str) -> Result<SetId, NotASetId> {
+        // Only what would be written in the same way: no signs, no leading zeros, no 31st of February.
+        parse(text).filter(|id| id.to_string() == text).ok_or_else(|| NotASetId(text.chars().take(64).collect()))
+    }
+}
+
+fn parse(text: &str) -> Option<SetId> {
+    let mut pieces = text.split('-');
+    let job = u32::from_str_radix(pieces.next()?.strip_prefix('t')?, 16).ok()?;
+    let (day, time) = pieces.next()?.split_once('T')?;
+    let count = pieces.next()?.parse().ok()?;
+    let number = |text: &str, from: usize, to: usize| text.get(from..to)?.parse::<u64>().ok();
+    let days = days(number(day, 0, 4)?, number(day, 4, 6)?, number(day, 6, 8)?)?;
+    let second = number(time, 0, 2)? * 3600 + number(time, 2, 4)? * 60 + number(time, 4, 6)?;
+    Some(SetId { second: days * DAY_SECONDS + second, count, job: Tid::from_raw(job as i32) })
+}
+
+/// Year, month and day of a number of days since 1970, in the calendar that counts years from March on, so that the day
+/// that some years have more is their last one.
+fn date(days: u64) -> (u64, u64, u64) {
+    let days = days + 719_468;
+    let (era, day_of_era) = (days / 146_097, days % 146_097);
+    let year = (day_of_era - day_of_era / 1_460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year + year / 4 - year / 100);
+    let month = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * month + 2) / 5 + 1;
+    let month = if month < 10 { month + 3 } else { month - 9 };
+    (era * 400 + year + u64::from(month <= 2), month, day)
+}
+
+/// The other way round; what is no date gives a wrong number or none.
+fn days(year: u64, month: u64, day: u64) -> Option<u64> {
+    let year = if month <= 2 { year.checked_sub(1)? } else { year };
+    let month = if month > 2 { month - 3 } else { month + 9 };
+    let (era, year) = (year / 400, year % 400);
+    let day_of_year = (153 * month + 2) / 5 + day;
+    (era * 146_097 + year * 365 + year / 4 - year / 100 + day_of_year).checked_sub(719_469)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const JOB: Tid = Tid::from_raw(0x40001);
+
+    fn first(second: u64) -> SetId {
+        SetId::after(std::iter::empty(), JOB, Micros::from_secs(second))
+    }
+
+    #[test]
+    fn a_name_says_job_and_time() {
+        assert_eq!(first(1_795_356_903).to_string(), "t40001-20261122T141503-1");
+        assert_eq!(first(0).to_string(), "t40001-19700101T000000-1");
+        assert_eq!(first(951_782_400).to_string(), "t40001-20000229T000000-1");
+        assert_eq!(first(u64::MAX / 1_000_000).to_string(), "t40001-99991231T235959-1");
+    }
+
+    #[test]
+    fn every_name_is_read_as_it_was_written() {
+        for second in (0..SECOND_MAX).step_by(86_399 * 7 + 1) {
+            let id = first(second);
+            assert_eq!(id.to_string().parse(), Ok(id));
+        }
+    }
+
+    #[test]
+    fn whatever_is_not_exactly_a_name_is_refused() {
+        for text in [
+            "",
+            ".",
+            "..",
+            "lock",
+            "../t40001-20261122T141503-1",
+            "t40001-20261122T141503-1/..",
+            "t40001-20261122T141503-1\0",
+            " t40001-20261122T141503-1",
+            "t40001-20261122T141503-01",
+            "t40001-20261122T141503-+1",
+            "t40001-20261122T141503--1",
+            "t40001-20261122T141503-1-1",
+            "t+40001-20261122T141503-1",
+            "t040001-20261122T141503-1",
+            "T40001-20261122T141503-1",
+            "t4000G-20261122T141503-1",
+            "t40001-20260230T141503-1",
+            "t40001-20261322T141503-1",
+            "t40001-20260022T141503-1",
+            "t40001-20261100T141503-1",
+            "t40001-20261122T241503-1",
+            "t40001-20261122T146003-1",
+            "t40001-00000101T000000-1",
+            "t40001-20261122T141503-4294967296",
+            "t40001-2026112é14150-1",
+        ] {
+            assert!(text.parse::<SetId>().is_err(), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn later_names_of_a_job_are_younger_even_when_the_clock_is_set_back() {
+        let mut there = Vec::new();
+        for second in [1000, 1000, 1000, 2000, 500, 2000, 2001] {
+            let id = SetId::after(there.iter().copied(), JOB, Micros::from_secs(second));
+            assert!(there.iter().all(|older| *older < id), "{id}");
+            there.push(id);
+        }
+        let other = Tid::from_raw(0x40002);
+        let id = SetId::after(there.iter().copied(), other, Micros::from_secs(500));
+        assert_eq!(id.to_string(), "t40002-19700101T000820-1", "another job's clock is its own");
+    }
+}

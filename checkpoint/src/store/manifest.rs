@@ -1,0 +1,146 @@
+//! The manifest of a set: what the set is, its parts with their hashes, and what its maker wanted to say. It is written last
+//! and sealed like the parts, and a directory without it is no set.
+
+use super::error::{Act, StoreError, io};
+use super::id::SetId;
+use super::seal::{Broken, Opener, Sealed, Sealer, Secret, What};
+use super::{MANIFEST, PartInfo, SetInfo};
+use sempa_proto::{Micros, Tid};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
+use std::fs::{File, OpenOptions};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+/// Tasks of one set at most.
+pub const PARTS_MAX: usize = 65_536;
+/// Bytes that the maker of a set may say about it at most.
+pub const META_BYTES_MAX: usize = 64 << 20;
+/// Bytes of the name of a virtual machine at most.
+pub const VM_BYTES_MAX: usize = 256;
+/// A longer one is not read: what the maker said, 64 bytes for each part, and room for the rest.
+const MANIFEST_BYTES_MAX: u64 = (META_BYTES_MAX + PARTS_MAX * 64 + (1 << 20)) as u64;
+
+/// One part: a sealed file.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Part {
+    pub(super) tid: Tid,
+    pub(super) bytes: u64,
+    pub(super) images_bytes: u64,
+    pub(super) blake3: [u8; 32],
+}
+
+impl Part {
+    pub(super) fn info(&self) -> PartInfo {
+        PartInfo { tid: self.tid, bytes: self.bytes, images_bytes: self.images_bytes }
+    }
+}
+
+/// What a manifest says.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Manifest {
+    pub(super) vm: String,
+    pub(super) made: Micros,
+    /// Sorted by task.
+    pub(super) parts: Vec<Part>,
+    pub(super) meta: Vec<u8>,
+}
+
+impl Manifest {
+    /// What is told of the set, when its sealed manifest has so many bytes.
+    pub(super) fn info(&self, id: SetId, manifest_bytes: u64) -> SetInfo {
+        let parts: Vec<PartInfo> = self.parts.iter().map(Part::info).collect();
+        let bytes = parts.iter().fold(manifest_bytes, |sum, part| sum.saturating_add(part.bytes));
+        SetInfo { id, vm: self.vm.clone(), job: id.job(), made: self.made, bytes, parts }
+    }
+
+    /// Seals it.
+    pub(super) fn seal(
+        &self,
+        secret: &Secret,
+        id: SetId,
+        write: impl FnMut(&[u8]) -> std::io::Result<()>,
+    ) -> std::io::Result<Sealed> {
+        let content = postcard::to_allocvec(self).map_err(std::io::Error::other)?;
+        let mut sealer = Sealer::new(secret, What::Manifest(id), write)?;
+        sealer.put(&content)?;
+        sealer.end()
+    }
+}
+
+/// The name of the file of a part.
+pub(super) fn part_name(tid: Tid) -> String {
+    tid.to_string()
+}
+
+/// Says of which file something is broken.
+pub(super) fn broken(act: Act, path: &Path, secret: &Secret, why: Broken) -> StoreError {
+    let path = path.to_path_buf();
+    match why {
+        Broken::Io(source) => StoreError::Io { act, path, source },
+        Broken::OtherKey => StoreError::OtherKey { path, key: secret.path.clone() },
+        Broken::Changed(why) => StoreError::Changed { path, why },
+    }
+}
+
+/// Opens a file of a set and tells its length.
+pub(super) fn open_file(act: Act, path: &Path) -> Result<(File, u64), StoreError> {
+    let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
+    let changed = |why: &str| StoreError::Changed { path: PathBuf::from(path), why: why.into() };
+    let file = OpenOptions::new().read(true).custom_flags(flags).open(path).map_err(|e| match e.raw_os_error() {
+        Some(libc::ENOENT) => changed("it is not there"),
+        Some(libc::ELOOP) => changed("it is a symbolic link"),
+        _ => io(act, path)(e),
+    })?;
+    let meta = file.metadata().map_err(io(act, path))?;
+    if !meta.is_file() {
+        return Err(changed("it is no plain file"));
+    }
+    Ok((file, meta.len()))
+}
+
+/// Reads and verifies the manifest of the set in this directory, and looks whether all of its parts are there: it, and its
+/// sealed bytes.
+pub(super) fn read(act: Act, dir: &Path, id: SetId, secret: &Secret) -> Result<(Manifest, u64), StoreError> {
+    let path = dir.join(MANIFEST);
+    let (file, bytes) = open_file(act, &path)?;
+    let changed = |why: String| StoreError::Changed { path: path.clone(), why };
+    if bytes > MANIFEST_BYTES_MAX {
+        return Err(changed(format!("it has {bytes} bytes, and no manifest has more than {MANIFEST_BYTES_MAX}")));
+    }
+    let content = content(secret, id, &file, bytes).map_err(|why| broken(act, &path, secret, why))?;
+    let manifest: Manifest = match postcard::take_from_bytes(&content) {
+        Ok((manifest, [])) => manifest,
+        Ok(_) => return Err(changed("there is more in it than belongs there".into())),
+        Err(e) => return Err(changed(format!("its content makes no sense: {e}"))),
+    };
+    let different: BTreeSet<Tid> = manifest.parts.iter().map(|part| part.tid).collect();
+    let possible = manifest.parts.len() <= PARTS_MAX
+        && different.len() == manifest.parts.len()
+        && manifest.meta.len() <= META_BYTES_MAX
+        && manifest.vm.len() <= VM_BYTES_MAX;
+    if !possible {
+        return Err(changed("it says what no manifest says".into()));
+    }
+    for part in &manifest.parts {
+        let path = dir.join(part_name(part.tid));
+        let (_, bytes) = open_file(act, &path)?;
+        if bytes != part.bytes {
+            return Err(StoreError::Changed { path, why: format!("it has {bytes} bytes, not {}", part.bytes) });
+        }
+    }
+    Ok((manifest, bytes))
+}
+
+fn content(secret: &Secret, id: SetId, file: &File, bytes: u64) -> Result<Vec<u8>, Broken> {
+    let mut opener = Opener::new(secret, What::Manifest(id), file, bytes)?;
+    let mut content = Vec::with_capacity(bytes as usize);
+    loop {
+        match opener.next(usize::MAX)? {
+            [] => break,
+            piece => content.extend_from_slice(piece),
+        }
+    }
+    opener.end()?;
+    Ok(content)
+}

@@ -1,0 +1,102 @@
+//! A complete set, open for reading.
+
+use super::SetInfo;
+use super::error::{Act, StoreError, failed, io};
+use super::id::SetId;
+use super::manifest::{self, Manifest, Part, part_name};
+use super::part::{self, Stopped};
+use super::seal::{Broken, Opener, What};
+use super::shared::{Shared, is_there, lock_set};
+use nix::errno::Errno;
+use nix::fcntl::{Flock, FlockArg};
+use sempa_proto::Tid;
+use std::fmt;
+use std::fs::{DirBuilder, File};
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// A complete set whose manifest is verified. As long as this lives nobody removes the set.
+pub struct Set {
+    shared: Arc<Shared>,
+    dir: PathBuf,
+    info: SetInfo,
+    manifest: Manifest,
+    _lock: Flock<File>,
+}
+
+impl Set {
+    pub(super) fn open(shared: Arc<Shared>, id: SetId) -> Result<Set, StoreError> {
+        let act = Act::Read;
+        let dir = shared.set_dir(id);
+        let lock = lock_set(&dir, FlockArg::LockSharedNonblock).map_err(|errno| match errno {
+            // Being removed.
+            Errno::EWOULDBLOCK | Errno::ENOENT => StoreError::NoSet(id),
+            _ => io(act, &dir)(errno.into()),
+        })?;
+        // Whoever removes sets has them alone; but it may have done so before this lock.
+        if !is_there(&dir) {
+            return Err(StoreError::NoSet(id));
+        }
+        let (manifest, bytes) = manifest::read(act, &dir, id, &shared.secret)?;
+        let info = manifest.info(id, bytes);
+        Ok(Set { shared, dir, info, manifest, _lock: lock })
+    }
+
+    /// What the set is.
+    pub fn info(&self) -> &SetInfo {
+        &self.info
+    }
+
+    /// What its maker wanted to find in it.
+    pub fn meta(&self) -> &[u8] {
+        &self.manifest.meta
+    }
+
+    /// Unpacks the images of a task into a new directory (mode 0700, files 0600); the bytes of the images. They are what was
+    /// added, every byte, when this returns.
+    ///
+    /// # Errors
+    /// The directory is not there, or it was there before and is as it was.
+    pub fn unpack(&self, tid: Tid, to: &Path) -> Result<u64, StoreError> {
+        let id = self.info.id;
+        let part = self.manifest.parts.iter().find(|part| part.tid == tid).ok_or(StoreError::NoPart { id, tid })?;
+        DirBuilder::new().mode(0o700).create(to).map_err(io(Act::Unpack, to))?;
+        let unpacked = self.unpack_part(part, to);
+        if unpacked.is_err() {
+            // The first error counts, and says what is wrong with the disk if anything is.
+            let _ = std::fs::remove_dir_all(to);
+        }
+        unpacked
+    }
+
+    fn unpack_part(&self, part: &Part, to: &Path) -> Result<u64, StoreError> {
+        let (act, secret) = (Act::Unpack, &self.shared.secret);
+        let path = self.dir.join(part_name(part.tid));
+        let broken = |why| manifest::broken(act, &path, secret, why);
+        let changed = |why: &str| broken(Broken::Changed(why.into()));
+        let (file, bytes) = manifest::open_file(act, &path)?;
+        if bytes != part.bytes {
+            return Err(changed("its length is not that which the manifest says"));
+        }
+        let what = What::Part(self.info.id, part.tid);
+        let mut opener = Opener::new(secret, what, file, bytes).map_err(broken)?;
+        let images_bytes = part::unpack(&mut opener, to).map_err(|stopped| match stopped {
+            Stopped::Broken(why) => broken(why),
+            Stopped::Write(file, e, done) => failed(act, &file, e, Some(part.images_bytes.saturating_sub(done))),
+        })?;
+        if opener.end().map_err(broken)? != part.blake3 {
+            return Err(changed("its hash is not that which the manifest says"));
+        }
+        if images_bytes != part.images_bytes {
+            return Err(changed("its images are not as long as the manifest says"));
+        }
+        Ok(images_bytes)
+    }
+}
+
+impl fmt::Debug for Set {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Set").field("info", &self.info).finish_non_exhaustive()
+    }
+}

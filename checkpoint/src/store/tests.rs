@@ -1,0 +1,243 @@
+//! What the disk can do to a store: the world ends before any step, or the disk is full there.
+
+use super::disk::{Disk, Step, Watch};
+use super::*;
+use std::collections::BTreeSet;
+use std::io::{self, Write};
+use std::path::PathBuf;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+const JOB: Tid = Tid::from_raw(0x40001);
+const TASK: Tid = Tid::from_raw(0x80001);
+
+/// What happens at a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Fate {
+    /// The process dies: nothing is done any more.
+    Death,
+    /// The process dies in the middle of a write.
+    TornWrite,
+    /// The disk is full at this step, and only there: what is removed makes room.
+    Full,
+}
+
+/// Counts the steps and lets fate strike.
+struct Fates {
+    strike: Option<(usize, Fate)>,
+    steps: Mutex<Vec<String>>,
+    dead: AtomicBool,
+}
+
+impl Fates {
+    fn new(strike: Option<(usize, Fate)>) -> Arc<Fates> {
+        Arc::new(Fates { strike, steps: Mutex::new(Vec::new()), dead: AtomicBool::new(false) })
+    }
+
+    fn steps(&self) -> Vec<String> {
+        self.steps.lock().expect("unpoisoned").clone()
+    }
+}
+
+impl Watch for Fates {
+    fn before(&self, step: &Step<'_>) -> io::Result<()> {
+        let mut steps = self.steps.lock().expect("unpoisoned");
+        let name = |path: &Path| path.file_name().expect("a name").to_string_lossy().into_owned();
+        let strike = self.strike.filter(|(at, _)| *at == steps.len());
+        steps.push(match step {
+            Step::MakeDir(path) => format!("make directory {}", name(path)),
+            Step::MakeFile(path) => format!("make {}", name(path)),
+            Step::Write(path, ..) => format!("write {}", name(path)),
+            Step::Sync(path) => format!("sync {}", name(path)),
+            Step::SyncDir(path) => format!("sync directory {}", name(path)),
+            Step::Rename(from, to) => format!("rename {} {}", name(from), name(to)),
+            Step::Link(to) => format!("link {}", name(to)),
+            Step::RemoveFile(path) => format!("remove {}", name(path)),
+            Step::RemoveDir(path) => format!("remove directory {}", name(path)),
+        });
+        if self.dead.load(Ordering::Relaxed) {
+            return Err(io::Error::other("dead"));
+        }
+        let Some((_, fate)) = strike else { return Ok(()) };
+        let takes_room = !matches!(step, Step::RemoveFile(_) | Step::RemoveDir(_));
+        match (fate, step) {
+            (Fate::Full, _) if takes_room => return Err(io::Error::from_raw_os_error(libc::ENOSPC)),
+            (Fate::Full, _) => return Ok(()),
+            (Fate::TornWrite, Step::Write(_, file, bytes)) => {
+                let mut file: &std::fs::File = file;
+                file.write_all(&bytes[..bytes.len() / 2]).expect("written");
+            }
+            _ => {}
+        }
+        self.dead.store(true, Ordering::Relaxed);
+        Err(io::Error::other("dead"))
+    }
+}
+
+/// A directory with images to be stored, and room for a store.
+struct Scratch(tempfile::TempDir);
+
+impl Scratch {
+    fn new() -> Scratch {
+        let scratch = Scratch(tempfile::tempdir().expect("a directory"));
+        std::fs::create_dir(scratch.at("images")).expect("made");
+        std::fs::write(scratch.at("images/core.img"), b"core").expect("written");
+        std::fs::write(scratch.at("images/pages.img"), content()).expect("written");
+        std::fs::write(scratch.at("images/empty.img"), b"").expect("written");
+        scratch
+    }
+
+    fn at(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    fn open(&self, disk: Disk, limits: Limits) -> Result<Store, StoreError> {
+        Store::open_on(disk, &self.at("store"), &self.at("keys/key"), limits)
+    }
+
+    fn make(&self, store: &Store, second: u64) -> Result<SetInfo, StoreError> {
+        let draft = store.begin(JOB, Micros::from_secs(second))?;
+        draft.add(JOB, &self.at("images"))?;
+        draft.add(TASK, &self.at("images"))?;
+        draft.finish(b"meta")
+    }
+
+    /// Names in the store.
+    fn names(&self) -> BTreeSet<String> {
+        let entries = self.at("store").read_dir().expect("readable");
+        entries.map(|entry| entry.expect("readable").file_name().into_string().expect("text")).collect()
+    }
+
+    /// All that can be seen is complete; the seconds in which it was made.
+    fn verify(&self, store: &Store) -> Vec<u64> {
+        let (sets, unreadable) = store.list().expect("listed");
+        assert!(unreadable.is_empty(), "{unreadable:?}");
+        for info in &sets {
+            let set = store.open_set(&info.id).expect("opened");
+            assert_eq!((set.info(), set.meta()), (info, &b"meta"[..]));
+            for tid in [JOB, TASK] {
+                let to = self.at("unpacked");
+                set.unpack(tid, &to).expect("unpacked");
+                assert_eq!(std::fs::read(to.join("pages.img")).expect("there"), content());
+                assert_eq!(std::fs::read(to.join("core.img")).expect("there"), b"core");
+                assert_eq!(std::fs::read(to.join("empty.img")).expect("there"), b"");
+                std::fs::remove_dir_all(to).expect("removed");
+            }
+        }
+        sets.iter().map(|set| set.made.0 / 1_000_000).collect()
+    }
+}
+
+/// More than one chunk, with zeros in it.
+fn content() -> Vec<u8> {
+    let mut content: Vec<u8> = (0..(1 << 20) + 9000).map(|i| (i % 251) as u8).collect();
+    content[8192..40_000].fill(0);
+    content
+}
+
+/// Two sets are made and the older one is swept away, with something happening at each step. The steps of all that, when
+/// nothing happens.
+fn story(scratch: &Scratch, fates: &Arc<Fates>) -> Result<(), StoreError> {
+    let limits = Limits { sets_max: 1, ..Limits::default() };
+    let store = scratch.open(Disk::watched(Arc::clone(fates) as Arc<dyn Watch>), limits)?;
+    scratch.make(&store, 1)?;
+    scratch.make(&store, 2)?;
+    let swept = store.sweep(|_| false)?;
+    assert_eq!((swept.removed.len(), swept.sets_over, swept.bytes_over), (1, 0, 0));
+    Ok(())
+}
+
+fn whole_story() -> Vec<String> {
+    let (scratch, fates) = (Scratch::new(), Fates::new(None));
+    story(&scratch, &fates).expect("nothing happens");
+    assert_eq!(scratch.verify(&scratch.open(Disk::new(), Limits::default()).expect("opened")), [2]);
+    fates.steps()
+}
+
+#[test]
+fn a_process_that_dies_at_any_step_leaves_complete_sets_and_nothing_else() {
+    let steps = whole_story();
+    for fate in [Fate::Death, Fate::TornWrite] {
+        let mut seen = BTreeSet::new();
+        for at in 0..steps.len() {
+            let (scratch, fates) = (Scratch::new(), Fates::new(Some((at, fate))));
+            story(&scratch, &fates).expect_err("it died");
+            let store = scratch.open(Disk::new(), Limits::default()).expect("opened");
+            let sets = scratch.verify(&store);
+            let step = &steps[at];
+            assert!([&[][..], &[1], &[1, 2], &[2]].contains(&&*sets), "{step}: {sets:?}");
+            assert!(scratch.names().iter().all(|name| !name.starts_with('.')), "{step}: {:?}", scratch.names());
+            seen.insert(sets);
+            // And the store goes on.
+            scratch.make(&store, 3).expect("made");
+            assert_eq!(scratch.verify(&store).last(), Some(&3), "{step}");
+        }
+        assert_eq!(seen.len(), 4, "all stages were met: {seen:?}");
+    }
+}
+
+#[test]
+fn a_full_disk_at_any_step_leaves_what_was_complete_and_nothing_else() {
+    let steps = whole_story();
+    let mut full = 0;
+    for at in 0..steps.len() {
+        let (scratch, fates) = (Scratch::new(), Fates::new(Some((at, Fate::Full))));
+        let Err(why) = story(&scratch, &fates) else { continue };
+        full += 1;
+        let StoreError::Full { missing, free, act, .. } = &why else { panic!("{}: {why}", steps[at]) };
+        assert!(free.is_some(), "{}", steps[at]);
+        assert_eq!(missing.is_some(), *act == Act::Add, "{}", steps[at]);
+        // Without opening it again, which would clear it.
+        let names = if scratch.at("store").is_dir() { scratch.names() } else { BTreeSet::new() };
+        let left = names.iter().filter(|name| name.starts_with('.')).count();
+        assert_eq!(left, usize::from(*act == Act::Sweep && steps[at].starts_with("sync")), "{}: {names:?}", steps[at]);
+        let keys: Vec<_> = scratch.at("keys").read_dir().map(|entries| entries.collect()).unwrap_or_default();
+        assert!(keys.len() <= 1, "{}: {keys:?}", steps[at]);
+        let store = scratch.open(Disk::new(), Limits::default()).expect("opened");
+        let sets = scratch.verify(&store);
+        assert!([&[][..], &[1], &[1, 2], &[2]].contains(&&*sets), "{}: {sets:?}", steps[at]);
+    }
+    assert!(full > 20, "{full}");
+}
+
+#[test]
+fn a_set_gets_its_name_when_all_of_it_is_on_the_disk() {
+    let steps = whole_story();
+    let at = |step: &str| steps.iter().position(|s| s == step).unwrap_or_else(|| panic!("{step} in {steps:?}"));
+    let (name, draft) = ("t40001-19700101T000001-1", ".draft-t40001-19700101T000001-1");
+    let rename = at(&format!("rename {draft} {name}"));
+    for file in ["t40001", "t80001", "manifest"] {
+        let last = steps[..rename].iter().rposition(|s| *s == format!("write {file}")).expect("written");
+        assert!(last < at(&format!("sync {file}")), "{file}");
+        assert!(at(&format!("sync {file}")) < at(&format!("sync directory {draft}")), "{file}");
+    }
+    assert!(at("sync t80001") < at("make manifest"), "the manifest comes last");
+    assert!(at(&format!("sync directory {draft}")) < rename);
+    assert_eq!(steps[rename + 1], "sync directory store");
+    let gone = format!("rename {name} .gone-{name}");
+    assert_eq!(steps[at(&gone) + 1], "sync directory store", "it cannot come back without its files");
+}
+
+#[test]
+fn a_draft_that_is_dropped_leaves_nothing() {
+    let scratch = Scratch::new();
+    let store = scratch.open(Disk::new(), Limits::default()).expect("opened");
+    let draft = store.begin(JOB, Micros(0)).expect("begun");
+    draft.add(JOB, &scratch.at("images")).expect("added");
+    assert_eq!(scratch.names().len(), 2, "the draft and the lock");
+    drop(draft);
+    assert_eq!(scratch.names(), BTreeSet::from([LOCK.into()]));
+}
+
+#[test]
+fn a_draft_of_a_living_process_is_not_cleared_away() {
+    let scratch = Scratch::new();
+    let store = scratch.open(Disk::new(), Limits::default()).expect("opened");
+    let draft = store.begin(JOB, Micros(0)).expect("begun");
+    let other = scratch.open(Disk::new(), Limits::default()).expect("opened by another process");
+    other.sweep(|_| false).expect("swept");
+    draft.add(JOB, &scratch.at("images")).expect("added");
+    draft.add(TASK, &scratch.at("images")).expect("added");
+    draft.finish(b"meta").expect("finished");
+    assert_eq!(scratch.verify(&other), [0]);
+}
