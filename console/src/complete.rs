@@ -114,6 +114,8 @@ fn wanted<'a>(before: &[&str], word: &'a str) -> (&'a str, Kind) {
         "job" if args.len() == 1 || args.last() == Some(&"--task") => Kind::Tid,
         "sig" if first => Kind::Signal,
         "sig" => Kind::Tid,
+        "checkpoint" => Kind::Tid,
+        "restart" if args.last() == Some(&"--on") => Kind::Host,
         "drain" | "undrain" if first => Kind::Host,
         "can-migrate" | "migrate" if first => Kind::Tid,
         "can-migrate" | "migrate" if args.len() == 1 => Kind::Host,

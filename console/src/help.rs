@@ -33,6 +33,20 @@ pub(crate) const COMMANDS: &[Entry] = &[
                  The hosts come in the order of their distance. The answer holds for now: a move asks again.\n",
     },
     Entry {
+        name: "checkpoint",
+        summary: "Write all tasks of a job to the store, as they are at one moment",
+        detail: "Syntax:  checkpoint [ --every time | --stop ] tid\nThe job is this task and everything that it and its \
+                 descendants have spawned. Its tasks stand still\nwhile they are written; all others go on. With --every (as \
+                 30s, 5m) it is done again and again, and the\njob goes back to its newest checkpoint when a host is lost that \
+                 had tasks of it.\nThe store is on the master's host: $SEMPA_STORE, or ~/.local/state/sempa/checkpoints.\n",
+    },
+    Entry {
+        name: "checkpoints",
+        summary: "List the checkpoints in the store",
+        detail: "Syntax:  checkpoints\nOldest first. When the store is full the oldest ones go, but never the newest of a \
+                 job.\n",
+    },
+    Entry {
         name: "conf",
         summary: "List the hosts of the virtual machine",
         detail: "Syntax:  conf\nOutput fields:\n  HOST    name of the host\n  DTID    its tid\n  ARCH    its architecture\n  \
@@ -142,6 +156,12 @@ pub(crate) const COMMANDS: &[Entry] = &[
         summary: "End all tasks and clean the mailbox",
         detail: "Syntax:  reset\n\nreset info    only remove mailbox entries that nobody owns\n\
                  Syntax:  reset info [ class [ index ] ]\n",
+    },
+    Entry {
+        name: "restart",
+        summary: "Start the tasks of a checkpoint again",
+        detail: "Syntax:  restart set [ --on host[,host ...] ]\nThey keep their tids and go on where they were when the checkpoint \
+                 was made, also in a new virtual machine.\nAll of them are started, or none.\n",
     },
     Entry {
         name: "setenv",

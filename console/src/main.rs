@@ -11,6 +11,7 @@
 
 mod above;
 mod args;
+mod checkpoint;
 mod collect;
 mod complete;
 mod daemon;

@@ -1,6 +1,7 @@
 //! From words to commands. Nothing here looks at the virtual machine, so whatever is wrong with a line is said before
 //! anything is done.
 
+use crate::checkpoint::{self, Checkpoint, Restart};
 use crate::drain::{self, Drain};
 use crate::help;
 use crate::job::{self, Job};
@@ -61,6 +62,12 @@ pub(crate) enum Command {
     Conf,
     /// Task, and one host if only that is asked about.
     CanMigrate { tid: Tid, to: Option<String> },
+    /// A job to be written to the store.
+    Checkpoint(Checkpoint),
+    /// What lies in the store.
+    Checkpoints,
+    /// A set to be started again.
+    Restart(Restart),
     /// A host to be emptied.
     Drain(Drain),
     /// A host that is to take tasks again.
@@ -217,6 +224,9 @@ fn command(name: &'static str, args: &[String]) -> Result<Command, ParseError> {
             Ok(Command::Alias { name: name.clone(), words: words.to_vec() })
         }
         ("alias", _) => Ok(Command::Aliases),
+        ("checkpoint", _) => checkpoint::parse(args).map(Command::Checkpoint),
+        ("checkpoints", _) => none(Command::Checkpoints),
+        ("restart", _) => checkpoint::parse_restart(args).map(Command::Restart),
         ("conf", _) => none(Command::Conf),
         ("delete", _) => some(Command::Delete),
         ("drain", _) => drain::parse(args).map(Command::Drain),

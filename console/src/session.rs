@@ -3,6 +3,7 @@
 
 use crate::collect::{Collected, TAG_HOSTS};
 use crate::complete::Known;
+use crate::checkpoint;
 use crate::drain;
 use crate::format::{self, Names};
 use crate::help;
@@ -200,6 +201,9 @@ impl<M: Machine> Session<M> {
                 Outcome::done(format::conf(&table), json::conf(&table), false)
             }
             Command::Delete(names) => self.delete(&names)?,
+            Command::Checkpoint(what) => checkpoint::checkpoint(&self.machine, &what)?,
+            Command::Checkpoints => checkpoint::list(&self.machine)?,
+            Command::Restart(what) => checkpoint::restart(&self.machine, &what)?,
             Command::Drain(what) => {
                 let mut text = String::new();
                 let outcome = drain::drain(&self.machine, &what, &mut |line| text.push_str(line))?;

@@ -77,6 +77,11 @@ impl Target {
         &self.of
     }
 
+    /// True while the task is to be rebuilt, or is being rebuilt.
+    pub fn is_restoring(&self) -> bool {
+        self.state == State::Restoring
+    }
+
     /// The next thing to do.
     pub fn poll(&mut self) -> Option<TargetOutput> {
         self.out.pop_front()

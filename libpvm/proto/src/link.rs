@@ -88,7 +88,7 @@ pub enum LinkError {
 }
 
 /// The body of a message that is kept.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 enum Body {
     Small { len: u8, bytes: [u8; SMALL_BYTES_MAX] },
     Large(Bytes),
@@ -125,7 +125,7 @@ fn fragments_of(bytes: usize) -> u64 {
 }
 
 /// A message kept until it is acknowledged.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct Retained {
     first_seq: u64,
     fragments: u64,
@@ -168,7 +168,7 @@ impl Retained {
 }
 
 /// Sending half.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct Sender {
     /// Not fully acknowledged messages, oldest first.
     retained: VecDeque<Retained>,
@@ -192,7 +192,7 @@ struct Sender {
 }
 
 /// Receiving half.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct Receiver {
     expected: u64,
     partial: Vec<u8>,
@@ -206,8 +206,8 @@ struct Receiver {
     reported_gap: Option<u64>,
 }
 
-/// One end of the conversation of two tasks.
-#[derive(Debug)]
+/// One end of the conversation of two tasks. A copy is what a checkpoint keeps of it.
+#[derive(Clone, Debug)]
 pub struct Link {
     local: Tid,
     peer: Tid,

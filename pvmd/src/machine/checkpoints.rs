@@ -621,6 +621,10 @@ impl Machine {
 
     /// What lay beside the images of a task that is started again here.
     pub(super) fn part_read(&mut self, id: MigrationId, result: Result<PartRecord, Failure>) {
+        // It may have been thrown away meanwhile: then nothing must be built.
+        if !self.moves.is_restoring(id) {
+            return;
+        }
         let rebuilt = result.and_then(|part| self.rebuild(id, part));
         match rebuilt {
             Ok(order) => self.tell_tasker(order),

@@ -33,6 +33,13 @@ pub(super) struct Moves {
     next: BTreeMap<Tid, MigrationId>,
 }
 
+impl Moves {
+    /// True while a task is to be rebuilt here.
+    pub(super) fn is_restoring(&self, id: MigrationId) -> bool {
+        self.targets.get(&id).is_some_and(Target::is_restoring)
+    }
+}
+
 /// The master's part in moves.
 #[derive(Debug, Default)]
 pub(super) struct Directing {

@@ -225,6 +225,7 @@ fn orders_of_an_older_epoch_or_of_another_slave_are_refused() {
         table: sempa_proto::table::HostTable { epoch: Epoch(epoch), ..stale.clone() },
         locations: vec![],
         rm: None,
+        spared: 0,
     };
     let prepare = |sim: &mut Sim, from: HostId, epoch: u64| {
         sim.handle(host(2), Event::HostControl { host: from, message: order(epoch) });

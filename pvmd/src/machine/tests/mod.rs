@@ -1,5 +1,6 @@
 //! Whole virtual machines in one process, with one seed each.
 
+mod checkpoints;
 mod faults;
 mod group_members;
 mod guests;

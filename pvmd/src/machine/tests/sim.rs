@@ -6,6 +6,7 @@
 #[path = "../../../../libpvm/proto/tests/dice/mod.rs"]
 mod dice;
 mod procs;
+mod sets;
 mod taskers;
 mod wires;
 mod world;
@@ -58,7 +59,7 @@ pub(super) struct Node {
     tasker_dead: bool,
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 enum Happening {
     Event(HostId, Event),
     Data(wires::WireId, wires::Parcel),
@@ -114,6 +115,7 @@ pub(super) struct Sim {
     pub(super) signalled: Vec<(usize, i32)>,
     /// What hosts have against any task.
     pub(super) refuses: BTreeMap<HostId, Verdict>,
+    pub(super) sets: sets::Sets,
 }
 
 fn pair(a: HostId, b: HostId) -> (HostId, HostId) {
@@ -141,6 +143,7 @@ fn config(id: HostId, name: &str) -> MachineConfig {
         server_commands: Vec::new(),
         place: Place::of(1000, move |v| (v == "PVM_TMP").then(|| tmp.clone())).expect("a good place"),
         hostfile: Vec::new(),
+        spared: BTreeMap::new(),
     }
 }
 
@@ -172,6 +175,7 @@ impl Sim {
             prepared: Vec::new(),
             signalled: Vec::new(),
             refuses: BTreeMap::new(),
+            sets: sets::Sets::default(),
         };
         let mut first = config(HostId::MASTER, "h1");
         change(&mut first);
@@ -287,6 +291,9 @@ impl Sim {
             rm: None,
             links: BTreeMap::new(),
             route: 0,
+            line: 0,
+            said: BTreeMap::new(),
+            open: BTreeMap::new(),
             replies: BTreeMap::new(),
             next_request: 0,
             seen: Vec::new(),
@@ -358,6 +365,7 @@ impl Sim {
         p.next_request += 1;
         let id = RequestId(p.next_request);
         let (conn, on) = (p.conn.expect("connected"), p.host);
+        p.open.insert(id, what.clone());
         self.proc_says(conn, on, Event::TaskControl { conn, message: ToDaemon::Request { id, what } });
         id
     }
@@ -374,9 +382,10 @@ impl Sim {
     pub(super) fn tell(&mut self, proc: usize, dst: Tid, body: &[u8]) {
         let p = &mut self.procs[proc];
         let (tid, route, open) = (p.tid(), RouteId(p.route), p.conn.is_some() && p.quiesced.is_none());
-        let now = self.now;
+        let (now, line) = (self.now, p.line);
         let link = p.links.entry(dst).or_insert_with(|| {
             let mut link = Link::new(tid, dst);
+            link.begin_timeline(line, true);
             if open {
                 link.handle(now, LinkEvent::RouteUp(route));
             }
@@ -420,9 +429,10 @@ impl Sim {
 
     fn link_of(&mut self, proc: usize, peer: Tid) -> &mut Link {
         let p = &mut self.procs[proc];
-        let (tid, route, now) = (p.tid(), RouteId(p.route), self.now);
+        let (tid, route, now, line) = (p.tid(), RouteId(p.route), self.now, p.line);
         p.links.entry(peer).or_insert_with(|| {
             let mut link = Link::new(tid, peer);
+            link.begin_timeline(line, true);
             link.handle(now, LinkEvent::RouteUp(route));
             link
         })
@@ -437,14 +447,19 @@ impl Sim {
             ToTask::Welcome(welcome) => {
                 let p = &mut self.procs[proc];
                 p.rm = welcome.rm;
+                let restart = welcome.restart.clone();
                 p.welcome = Some(welcome);
                 p.quiesced = None;
                 p.route += 1;
                 let route = RouteId(p.route);
+                if let Some(restart) = restart {
+                    self.begin_again(proc, &restart);
+                }
                 self.each_link(proc, &LinkEvent::RouteUp(route));
             }
             ToTask::Refused { reason } => self.procs[proc].refused = Some(reason),
             ToTask::Reply { id, reply } => {
+                self.procs[proc].open.remove(&id);
                 assert!(self.procs[proc].replies.insert(id, reply).is_none(), "{id} was answered twice");
             }
             ToTask::Deliver { message, after } => {
@@ -589,6 +604,7 @@ impl Sim {
             }
             Output::DropImages { migration } => {
                 self.nodes.get_mut(&on).expect("it speaks").expected.remove(&migration);
+                self.sets.drop_images(on, migration);
             }
             Output::WriteToken { path, token } => {
                 self.tokens.insert((on, path), token);
@@ -608,6 +624,7 @@ impl Sim {
                 self.procs.iter_mut().filter(|p| p.host == on && p.spawned.is_some()).for_each(|p| p.exited = true);
                 self.session_ends(on);
             }
+            output => self.store_gets(on, output),
         }
     }
 

@@ -4,7 +4,7 @@ use super::Happening;
 use crate::machine::ConnId;
 use bytes::Bytes;
 use sempa_proto::link::Link;
-use sempa_proto::task::{AtEnd, LinkMark, Reply, RmInfo, ToTask, Welcome};
+use sempa_proto::task::{AtEnd, LinkMark, Reply, Request, RmInfo, ToTask, Welcome};
 use sempa_proto::{HostId, Message, MigrationId, RequestId, Tid};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -16,8 +16,8 @@ pub(in crate::machine::tests) enum Seen {
     Note(Message),
 }
 
-/// A process with a task library in it.
-#[derive(Debug)]
+/// A process with a task library in it. A copy is what its images hold.
+#[derive(Clone, Debug)]
 pub(in crate::machine::tests) struct Proc {
     pub(in crate::machine::tests) host: HostId,
     pub(super) program: String,
@@ -31,6 +31,12 @@ pub(in crate::machine::tests) struct Proc {
     pub(in crate::machine::tests) rm: Option<RmInfo>,
     pub(super) links: BTreeMap<Tid, Link>,
     pub(super) route: u64,
+    /// The timeline that its links begin on.
+    pub(super) line: u16,
+    /// How often it has said something to whom.
+    pub(in crate::machine::tests) said: BTreeMap<Tid, u32>,
+    /// Requests without a reply.
+    pub(super) open: BTreeMap<RequestId, Request>,
     pub(in crate::machine::tests) replies: BTreeMap<RequestId, Reply>,
     pub(super) next_request: u64,
     pub(in crate::machine::tests) seen: Vec<Seen>,

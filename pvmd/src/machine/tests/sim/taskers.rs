@@ -53,7 +53,7 @@ impl Sim {
 
     pub(in crate::machine::tests) fn proc_of(&self, tid: Tid) -> usize {
         let of = |p: &Proc| p.spawned == Some(tid) || p.welcome.as_ref().is_some_and(|w| w.tid == tid);
-        self.procs.iter().position(of).expect("there is such a task")
+        self.procs.iter().rposition(of).expect("there is such a task")
     }
 
     pub(super) fn step_result<T>(&mut self, good: T) -> Result<T, Failure> {
@@ -178,7 +178,8 @@ impl Sim {
                 }
                 FromTasker::Stopped { migration, result }
             }
-            ToTasker::Dump { migration, .. } => {
+            ToTasker::Dump { migration, tid, .. } => {
+                self.dump_image(on, migration, tid);
                 let result = self.step_result(DumpReport { bytes: 100, files: 1 });
                 FromTasker::Dumped { migration, result }
             }
@@ -190,9 +191,15 @@ impl Sim {
                 FromTasker::Continued { migration }
             }
             ToTasker::KillMoved { migration, .. } => FromTasker::SourceGone { migration, used: Usage::default() },
-            ToTasker::Restore { migration, .. } => {
+            ToTasker::Restore { migration, redirection, .. } => {
                 let result = self.step_result(4242);
+                if let (Some(redirection), true) = (redirection, result.is_ok()) {
+                    self.build(on, migration, &redirection);
+                }
                 FromTasker::Restored { migration, result }
+            }
+            ToTasker::Run { migration, held, .. } if self.run_built(on, migration, held) => {
+                FromTasker::Ran { migration, result: Ok(()) }
             }
             ToTasker::Run { migration, held, .. } => {
                 let (_, tid, _) = *self.recorded.iter().rev().find(|r| r.0 == migration).expect("recorded first");
@@ -209,7 +216,10 @@ impl Sim {
                 p.mail.clear();
                 FromTasker::Ran { migration, result: Ok(()) }
             }
-            ToTasker::Discard { migration } => FromTasker::Discarded { migration },
+            ToTasker::Discard { migration } => {
+                self.sets.built.remove(&(on, migration));
+                FromTasker::Discarded { migration }
+            }
             other => panic!("{other:?}"),
         };
         self.tasker(on, answer);

@@ -16,7 +16,7 @@ pub(super) type WireId = (HostId, HostId, u64);
 pub(super) type Unsent = VecDeque<(Channel, Event)>;
 
 /// A parcel of one of its streams.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) enum Parcel {
     Main(Main<Carried>),
     Lane(LaneId, Lane<Carried>),

@@ -1,0 +1,231 @@
+//! `checkpoint`, `checkpoints` and `restart`: a job is written to the store of the master's host, and started again from there.
+
+use crate::format::time;
+use crate::machine::{Machine, misfit};
+use crate::parse::{ParseError, parse_tid};
+use crate::session::Outcome;
+use crate::words::span;
+use libpvm::Error;
+use sempa_proto::checkpoint::SetEntry;
+use sempa_proto::task::{Reply, Request};
+use sempa_proto::{HostId, Micros, Tid};
+use serde_json::{Value, json};
+use std::time::Duration;
+
+/// A pause between checkpoints that is longer is a slip of the pen.
+const EVERY_MAX: Duration = Duration::from_secs(30 * 24 * 3600);
+
+/// What `checkpoint` says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Checkpoint {
+    /// The first task of the job.
+    pub(crate) job: Tid,
+    /// Again and again, with this pause; zero: not any more.
+    pub(crate) every: Option<Duration>,
+}
+
+/// What `restart` says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Restart {
+    /// The set.
+    pub(crate) set: String,
+    /// Names of the hosts to use; none: any.
+    pub(crate) on: Vec<String>,
+}
+
+/// Reads the words behind `checkpoint`.
+pub(crate) fn parse(args: &[String]) -> Result<Checkpoint, ParseError> {
+    const COMMAND: &str = "checkpoint";
+    let wrong = || ParseError::WrongArgs(COMMAND);
+    let (mut job, mut every) = (None, None);
+    let mut rest = args.iter();
+    while let Some(arg) = rest.next() {
+        let value = match arg.as_str() {
+            "--every" => Some(rest.next().ok_or_else(wrong)?.as_str()),
+            other => other.strip_prefix("--every="),
+        };
+        match value {
+            Some(value) => {
+                let wanted = "a time such as 30s, 5m or 2h";
+                let not = || ParseError::NotA { command: COMMAND, word: value.into(), wanted };
+                every = Some(span(value).filter(|span| *span <= EVERY_MAX).ok_or_else(not)?);
+            }
+            None if arg == "--stop" => every = Some(Duration::ZERO),
+            None if arg.starts_with('-') => {
+                return Err(ParseError::UnknownFlag(arg.trim_start_matches('-').to_string()));
+            }
+            None if job.is_none() => {
+                let not = || ParseError::NotA { command: COMMAND, word: arg.clone(), wanted: "a task's tid" };
+                job = Some(parse_tid(arg).filter(|tid| tid.is_task()).ok_or_else(not)?);
+            }
+            None => return Err(wrong()),
+        }
+    }
+    Ok(Checkpoint { job: job.ok_or_else(wrong)?, every })
+}
+
+/// Reads the words behind `restart`.
+pub(crate) fn parse_restart(args: &[String]) -> Result<Restart, ParseError> {
+    let wrong = || ParseError::WrongArgs("restart");
+    let (mut set, mut on) = (None, Vec::new());
+    let mut rest = args.iter();
+    while let Some(arg) = rest.next() {
+        let value = match arg.as_str() {
+            "--on" => Some(rest.next().ok_or_else(wrong)?.as_str()),
+            other => other.strip_prefix("--on="),
+        };
+        match value {
+            Some(hosts) => on.extend(hosts.split(',').filter(|name| !name.is_empty()).map(String::from)),
+            None if arg.starts_with('-') => {
+                return Err(ParseError::UnknownFlag(arg.trim_start_matches('-').to_string()));
+            }
+            None if set.is_none() => set = Some(arg.clone()),
+            None => return Err(wrong()),
+        }
+    }
+    Ok(Restart { set: set.ok_or_else(wrong)?, on })
+}
+
+/// Has a job written to the store.
+pub(crate) fn checkpoint(machine: &impl Machine, what: &Checkpoint) -> Result<Outcome, Error> {
+    let Checkpoint { job, every } = what;
+    let pause = every.map(|every| Micros(every.as_micros() as u64));
+    match machine.ask(Request::Checkpoint { job: *job, every: pause })? {
+        Reply::Done => {
+            let text = format!("no more checkpoints of {job} by themselves; those that were made stay\n");
+            Ok(Outcome::done(text, json!({ "job": job.to_string(), "every": null }), false))
+        }
+        Reply::Checkpointed(Ok(report)) => {
+            let tasks: Vec<String> = report.tasks.iter().map(Tid::to_string).collect();
+            let many = if tasks.len() == 1 { "1 task".into() } else { format!("{} tasks", tasks.len()) };
+            let frozen = report.frozen.0 as f64 / 1e3;
+            let mut text =
+                format!("{}: {many} of job {job}, {} bytes, frozen {frozen:.1} ms\n", report.set, report.bytes);
+            if let Some(every) = every {
+                text.push_str(&format!("and again every {} s, until 'checkpoint --stop {job}'\n", every.as_secs()));
+            }
+            let value = json!({
+                "set": report.set, "job": job.to_string(), "tasks": tasks, "bytes": report.bytes,
+                "frozen_us": report.frozen.0, "every_s": every.map(|every| every.as_secs()),
+            });
+            Ok(Outcome::done(text, value, false))
+        }
+        Reply::Checkpointed(Err(why)) => {
+            let job = job.to_string();
+            let value = json!({ "job": job, "failed": why.to_string() });
+            Ok(Outcome { json: value, ..Outcome::complaint(format!("no checkpoint of {job}: {why}; the job goes on")) })
+        }
+        _ => Err(misfit()),
+    }
+}
+
+/// Lists what lies in the store.
+pub(crate) fn list(machine: &impl Machine) -> Result<Outcome, Error> {
+    match machine.ask(Request::Sets)? {
+        Reply::Sets(Ok(sets)) => {
+            let value: Vec<Value> = sets.iter().map(entry).collect();
+            Ok(Outcome::done(table(&sets), json!({ "sets": value }), false))
+        }
+        Reply::Sets(Err(why)) => Ok(Outcome::complaint(format!("checkpoints: {why}"))),
+        _ => Err(misfit()),
+    }
+}
+
+fn entry(set: &SetEntry) -> Value {
+    match &set.broken {
+        Some(why) => json!({ "set": set.set, "broken": why }),
+        None => json!({
+            "set": set.set, "job": set.job.to_string(), "made_us": set.made.0, "tasks": set.tasks, "bytes": set.bytes,
+        }),
+    }
+}
+
+fn table(sets: &[SetEntry]) -> String {
+    if sets.is_empty() {
+        return "no checkpoints\n".into();
+    }
+    let width = sets.iter().map(|set| set.set.len()).max().unwrap_or_default();
+    let mut text = format!("{:width$}  {:>8}  {:24}  {:>5}  {:>12}\n", "SET", "JOB", "MADE", "TASKS", "BYTES");
+    for SetEntry { set, job, made, tasks, bytes, broken } in sets {
+        text.push_str(&match broken {
+            Some(why) => format!("{set:width$}  cannot be used: {why}\n"),
+            None => format!("{set:width$}  {:>8}  {:24}  {tasks:>5}  {bytes:>12}\n", job.to_string(), time(*made)),
+        });
+    }
+    text
+}
+
+/// Starts the tasks of a set again.
+pub(crate) fn restart(machine: &impl Machine, what: &Restart) -> Result<Outcome, Error> {
+    let Restart { set, on } = what;
+    match machine.ask(Request::Restart { set: set.clone(), on: on.clone() })? {
+        Reply::Restarted(Ok(report)) => {
+            let hosts = machine.hosts()?;
+            let name = |host: HostId| hosts.get(host).map_or_else(|| host.to_string(), |entry| entry.name.clone());
+            let lines: Vec<String> =
+                report.tasks.iter().map(|(tid, host)| format!("{tid} runs on {}\n", name(*host))).collect();
+            let tasks: Vec<Value> = report
+                .tasks
+                .iter()
+                .map(|(tid, host)| json!({ "tid": tid.to_string(), "host": name(*host) }))
+                .collect();
+            Ok(Outcome::done(lines.concat(), json!({ "set": set, "tasks": tasks }), false))
+        }
+        Reply::Restarted(Err(why)) => {
+            let value = json!({ "set": set, "failed": why.to_string() });
+            Ok(Outcome { json: value, ..Outcome::complaint(format!("{set} was not started: {why}; nothing of it runs")) })
+        }
+        _ => Err(misfit()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn words(line: &str) -> Vec<String> {
+        line.split(' ').filter(|word| !word.is_empty()).map(String::from).collect()
+    }
+
+    #[test]
+    fn a_job_and_a_pause_are_read_in_any_order() {
+        let job = Tid::from_raw(0x40002);
+        let read = |line: &str| parse(&words(line));
+        let every = |seconds| Some(Duration::from_secs(seconds));
+        assert_eq!(read("t40002"), Ok(Checkpoint { job, every: None }));
+        assert_eq!(read("--every 5m t40002"), Ok(Checkpoint { job, every: every(300) }));
+        assert_eq!(read("t40002 --every=2h"), Ok(Checkpoint { job, every: every(7200) }));
+        assert_eq!(read("t40002 --stop"), Ok(Checkpoint { job, every: every(0) }));
+        for line in ["", "t40002 t40003", "t40002 --every"] {
+            assert_eq!(read(line), Err(ParseError::WrongArgs("checkpoint")), "{line}");
+        }
+        for line in ["t40002 --every 0s", "t40002 --every soon", "t80000", "x"] {
+            assert!(matches!(read(line), Err(ParseError::NotA { command: "checkpoint", .. })), "{line}");
+        }
+        assert_eq!(read("-f t40002"), Err(ParseError::UnknownFlag("f".into())));
+    }
+
+    #[test]
+    fn a_set_is_restarted_on_the_hosts_that_are_named() {
+        let read = |line: &str| parse_restart(&words(line));
+        let restart = |on: &[&str]| Ok(Restart { set: "s".into(), on: on.iter().map(|h| h.to_string()).collect() });
+        assert_eq!(read("s"), restart(&[]));
+        assert_eq!(read("--on h1,h2 s"), restart(&["h1", "h2"]));
+        assert_eq!(read("s --on=h1 --on h2"), restart(&["h1", "h2"]));
+        for line in ["", "s t", "s --on"] {
+            assert_eq!(read(line), Err(ParseError::WrongArgs("restart")), "{line}");
+        }
+    }
+
+    #[test]
+    fn the_list_shows_what_can_be_used_and_why_the_rest_cannot() {
+        let job = Tid::from_raw(0x40002);
+        let whole = SetEntry { set: "a-1".into(), job, made: Micros(0), tasks: 3, bytes: 4096, broken: None };
+        let broken = SetEntry { set: "b".into(), broken: Some("another key".into()), ..whole.clone() };
+        let text = table(&[whole, broken]);
+        let lines: Vec<&str> = text.lines().collect();
+        assert_eq!(lines.len(), 3);
+        assert!(lines[1].starts_with("a-1    t40002  1970-01-01T00:00:00.000Z") && lines[1].ends_with("4096"), "{text}");
+        assert_eq!(lines[2], "b    cannot be used: another key");
+    }
+}

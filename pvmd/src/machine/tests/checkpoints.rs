@@ -1,0 +1,338 @@
+//! Jobs are checkpointed while they talk, lose everything, and begin again.
+
+use super::sim::{Seen, Sim, host, seeds};
+use crate::machine::HostId;
+use sempa_proto::checkpoint::{CutFailure, RestartFailure, SetReport};
+use sempa_proto::group::{GroupReply, GroupRequest};
+use sempa_proto::task::{Reply, Request, SpawnRequest};
+use sempa_proto::{Micros, RequestId, Tid};
+use std::collections::BTreeMap;
+
+/// A job of so many tasks, all of which its first one has spawned, and the console.
+struct Scene {
+    sim: Sim,
+    console: usize,
+    tids: Vec<Tid>,
+}
+
+impl Scene {
+    fn new(seed: u64, hosts: usize, tasks: u32) -> Scene {
+        let (mut sim, console) = Sim::cluster(seed, hosts);
+        let root = spawn(&mut sim, console, 1)[0];
+        let proc = sim.proc_of(root);
+        let mut tids = vec![root];
+        tids.extend(spawn(&mut sim, proc, tasks - 1));
+        Scene { sim, console, tids }
+    }
+
+    /// Somebody says the next number to somebody else, if he can.
+    fn talk(&mut self, from: Tid, to: Tid) {
+        let proc = self.sim.proc_of(from);
+        if from == to || self.sim.procs[proc].exited || self.sim.procs[proc].is_frozen() {
+            return;
+        }
+        let number = self.sim.procs[proc].said.entry(to).or_default();
+        let body = number.to_be_bytes();
+        *number += 1;
+        self.sim.tell(proc, to, &body);
+    }
+
+    fn any(&mut self) -> Tid {
+        self.tids[self.sim.dice.roll(self.tids.len() as u64) as usize]
+    }
+
+    fn chatter(&mut self, rounds: u64) {
+        for _ in 0..rounds {
+            let (from, to) = (self.any(), self.any());
+            self.talk(from, to);
+            let wait = Micros(self.sim.dice.roll(4_000));
+            self.sim.pass(wait);
+        }
+    }
+
+    /// True when everybody has heard all that the others have said, each number once and in order.
+    fn all_heard(&self) -> bool {
+        let mut heard = true;
+        for to in &self.tids {
+            let mut next: BTreeMap<Tid, u32> = BTreeMap::new();
+            for seen in &self.sim.procs[self.sim.proc_of(*to)].seen {
+                if let Seen::Message(src, body) = seen {
+                    let number = u32::from_be_bytes(body[..4].try_into().expect("four bytes"));
+                    let expected = next.entry(*src).or_default();
+                    assert_eq!(number, *expected, "from {src} to {to} (seed {})", self.sim.seed);
+                    *expected += 1;
+                }
+            }
+            for from in &self.tids {
+                let said = self.sim.procs[self.sim.proc_of(*from)].said.get(to).copied().unwrap_or_default();
+                heard &= next.get(from).copied().unwrap_or_default() == said;
+            }
+        }
+        heard
+    }
+
+    fn job(&self) -> Tid {
+        self.tids[0]
+    }
+
+    fn begin_checkpoint(&mut self, every: Option<Micros>) -> RequestId {
+        let job = self.job();
+        self.sim.request(self.console, Request::Checkpoint { job, every })
+    }
+
+    fn checkpoint(&mut self, every: Option<Micros>) -> Result<SetReport, CutFailure> {
+        let job = self.job();
+        let reply = self.sim.ask(self.console, Request::Checkpoint { job, every });
+        let Reply::Checkpointed(result) = reply else { panic!("{reply:?}") };
+        result
+    }
+
+    fn end_all(&mut self) {
+        for tid in self.tids.clone() {
+            let proc = self.sim.proc_of(tid);
+            self.sim.exit(proc, 9);
+        }
+        let tids = self.tids.clone();
+        self.sim.until("all have ended", |sim| tids.iter().all(|tid| !is_listed(sim, *tid)));
+        self.sim.pass(Micros::from_millis(50));
+    }
+
+    fn restart(&mut self, set: &str, on: &[&str]) -> Result<Vec<(Tid, HostId)>, RestartFailure> {
+        let on = on.iter().map(|name| name.to_string()).collect();
+        let reply = self.sim.ask(self.console, Request::Restart { set: set.into(), on });
+        let Reply::Restarted(result) = reply else { panic!("{reply:?}") };
+        result.map(|report| report.tasks)
+    }
+
+    fn until_all_are_back(&mut self) {
+        let tids = self.tids.clone();
+        self.sim.until("all are back", |sim| {
+            tids.iter().all(|tid| {
+                let proc = &sim.procs[sim.proc_of(*tid)];
+                !proc.exited && !proc.is_frozen() && proc.conn.is_some() && proc.welcome.is_some()
+            })
+        });
+    }
+}
+
+fn is_listed(sim: &Sim, tid: Tid) -> bool {
+    sim.nodes.values().filter(|node| node.alive).any(|node| node.machine.tasks.get(tid).is_some())
+}
+
+fn spawn(sim: &mut Sim, by: usize, count: u32) -> Vec<Tid> {
+    let request = SpawnRequest { file: "child".into(), count, ..SpawnRequest::default() };
+    let Reply::Spawned(results) = sim.ask(by, Request::Spawn(request)) else { panic!("no tasks") };
+    let tids: Vec<Tid> = results.into_iter().flatten().collect();
+    sim.until("all are there", |s| tids.iter().all(|t| s.procs[s.proc_of(*t)].welcome.is_some()));
+    tids
+}
+
+#[test]
+fn a_job_that_talks_goes_on_from_its_checkpoint_as_if_nothing_had_been_between() {
+    for seed in seeds(60) {
+        let mut scene = Scene::new(seed, 4, 6);
+        scene.chatter(60);
+        let asked = scene.begin_checkpoint(None);
+        scene.chatter(120);
+        let console = scene.console;
+        scene.sim.until("the checkpoint", |sim| sim.procs[console].replies.contains_key(&asked));
+        let Reply::Checkpointed(Ok(report)) = scene.sim.procs[console].replies[&asked].clone() else {
+            panic!("{:?} (seed {seed})", scene.sim.procs[console].replies[&asked])
+        };
+        let mut all = scene.tids.clone();
+        all.sort_unstable();
+        assert_eq!(report.tasks, all, "seed {seed}");
+        // It goes on, and what it says now did not happen.
+        scene.chatter(40);
+        scene.end_all();
+        scene.restart(&report.set, &[]).unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+        scene.until_all_are_back();
+        scene.chatter(80);
+        scene.until_all_are_back();
+        let tids = scene.tids.clone();
+        for (from, to) in tids.iter().flat_map(|from| tids.iter().map(move |to| (*from, *to))) {
+            scene.talk(from, to);
+        }
+        let mut looks = 0;
+        while !scene.all_heard() {
+            looks += 1;
+            assert!(looks < 10_000 && scene.sim.step(), "something was lost (seed {seed})");
+        }
+        scene.sim.pass(Micros::from_secs(2));
+        assert_eq!(scene.sim.sets.left(), (0, 0), "seed {seed}");
+    }
+}
+
+#[test]
+fn a_checkpoint_that_fails_anywhere_leaves_every_task_running_and_nothing_behind() {
+    let (mut good, mut bad) = (0, 0);
+    for seed in seeds(80) {
+        let mut scene = Scene::new(seed, 3, 5);
+        scene.chatter(30);
+        scene.sim.faults.step_fails_percent = 8;
+        match scene.checkpoint(None) {
+            Ok(_) => good += 1,
+            Err(_) => bad += 1,
+        }
+        scene.sim.faults.step_fails_percent = 0;
+        scene.until_all_are_back();
+        scene.chatter(60);
+        scene.until_all_are_back();
+        let mut looks = 0;
+        while !scene.all_heard() {
+            looks += 1;
+            assert!(looks < 10_000 && scene.sim.step(), "something was lost (seed {seed})");
+        }
+        scene.sim.pass(Micros::from_secs(2));
+        assert_eq!((scene.sim.sets.left(), scene.sim.tokens_left()), ((0, 0), 0), "seed {seed}");
+    }
+    assert!(good > 5 && bad > 5, "{good} went well, {bad} failed");
+}
+
+#[test]
+fn a_restart_that_fails_anywhere_leaves_nothing_running_and_may_be_tried_again() {
+    let mut bad = 0;
+    for seed in seeds(60) {
+        let mut scene = Scene::new(seed, 3, 4);
+        scene.chatter(30);
+        let report = scene.checkpoint(None).unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+        scene.end_all();
+        scene.sim.faults.step_fails_percent = 12;
+        while scene.restart(&report.set, &[]).is_err() {
+            bad += 1;
+            scene.sim.pass(Micros::from_millis(100));
+            for tid in &scene.tids {
+                assert!(!is_listed(&scene.sim, *tid), "{tid} was left (seed {seed})");
+            }
+        }
+        scene.sim.faults.step_fails_percent = 0;
+        scene.until_all_are_back();
+        scene.chatter(60);
+        let mut looks = 0;
+        while !scene.all_heard() {
+            looks += 1;
+            assert!(looks < 10_000 && scene.sim.step(), "something was lost (seed {seed})");
+        }
+    }
+    assert!(bad > 10, "{bad} restarts failed");
+}
+
+#[test]
+fn a_job_goes_back_to_its_newest_set_when_a_host_is_lost() {
+    for seed in seeds(60) {
+        let mut scene = Scene::new(seed, 4, 6);
+        scene.chatter(20);
+        let first = scene.checkpoint(Some(Micros::from_millis(600))).unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+        let rounds = 100 + scene.sim.dice.roll(700);
+        scene.chatter(rounds);
+        let before = scene.sim.procs.len();
+        let lost = host(2 + scene.sim.dice.roll(3) as u16);
+        scene.sim.kill_host(lost);
+        scene.sim.until("the job runs again", |sim| sim.procs.len() >= before + 6);
+        scene.until_all_are_back();
+        let again: Vec<Tid> = scene.sim.procs[before..before + 6].iter().filter_map(|p| p.spawned).collect();
+        assert!(first.tasks.iter().all(|tid| again.contains(tid)), "{again:?} (seed {seed})");
+        scene.chatter(100);
+        scene.until_all_are_back();
+        let mut looks = 0;
+        while !scene.all_heard() {
+            looks += 1;
+            assert!(looks < 50_000 && scene.sim.step(), "something was lost (seed {seed})");
+        }
+    }
+}
+
+#[test]
+fn members_of_a_group_meet_again_in_a_new_virtual_machine() {
+    for seed in seeds(30) {
+        let mut scene = Scene::new(seed, 3, 4);
+        for tid in scene.tids.clone() {
+            let proc = scene.sim.proc_of(tid);
+            let reply = scene.sim.ask(proc, Request::Group(GroupRequest::Join { group: b"us".into() }));
+            assert!(matches!(reply, Reply::Group(GroupReply::Number(_))), "{reply:?}");
+        }
+        let barrier = |sim: &mut Sim, tid: Tid| {
+            let proc = sim.proc_of(tid);
+            (tid, sim.request(proc, Request::Group(GroupRequest::Barrier { group: b"us".into(), count: 4 })))
+        };
+        let waiting: Vec<(Tid, RequestId)> =
+            scene.tids[..3].to_vec().into_iter().map(|tid| barrier(&mut scene.sim, tid)).collect();
+        scene.sim.pass(Micros::from_millis(20));
+        let report = scene.checkpoint(None).unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+        let (tids, old) = (scene.tids.clone(), scene.sim.sets);
+        let spared = old.spared();
+        let mut sim = Sim::with(seed + 1000, |config| config.spared = spared.clone());
+        sim.sets.take_sets(old);
+        let console = sim.enrol(HostId::MASTER);
+        assert!(!tids.contains(&sim.procs[console].tid()), "a number was given away (seed {seed})");
+        let mut scene = Scene { sim, console, tids };
+        let places = scene.restart(&report.set, &[]).unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+        assert!(places.iter().all(|(_, at)| *at == HostId::MASTER), "{places:?}");
+        scene.until_all_are_back();
+        let last = barrier(&mut scene.sim, scene.tids[3]);
+        let all: Vec<(Tid, RequestId)> = waiting.into_iter().chain([last]).collect();
+        scene.sim.until("all have met", |sim| {
+            all.iter().all(|(tid, id)| {
+                let replies = &sim.procs[sim.proc_of(*tid)].replies;
+                matches!(replies.get(id), Some(Reply::Group(GroupReply::Number(0))))
+            })
+        });
+    }
+}
+
+#[test]
+fn a_set_whose_tasks_are_alive_is_not_started_a_second_time() {
+    let mut scene = Scene::new(1, 2, 3);
+    let report = scene.checkpoint(None).expect("nothing stands in the way");
+    let Err(RestartFailure::Alive(alive)) = scene.restart(&report.set, &[]) else { panic!("it began") };
+    assert_eq!(alive.len(), 3);
+    scene.end_all();
+    let no_host = scene.restart(&report.set, &["nowhere"]);
+    assert_eq!(no_host, Err(RestartFailure::NoHost("nowhere".into())));
+    let places = scene.restart(&report.set, &["h2"]).expect("all are gone");
+    assert!(places.iter().all(|(_, at)| *at == host(2)), "{places:?}");
+}
+
+#[test]
+fn whoever_stays_outside_talks_to_tasks_that_began_again() {
+    for seed in seeds(40) {
+        let mut scene = Scene::new(seed, 3, 3);
+        let (outside, inside) = (scene.sim.procs[scene.console].tid(), scene.tids[1]);
+        for _ in 0..5 {
+            scene.talk(outside, inside);
+            scene.talk(inside, outside);
+            scene.sim.pass(Micros::from_millis(2));
+        }
+        let report = scene.checkpoint(None).unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+        for _ in 0..7 {
+            scene.talk(inside, outside);
+            scene.talk(outside, inside);
+        }
+        scene.end_all();
+        scene.restart(&report.set, &[]).unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+        scene.until_all_are_back();
+        let heard = |sim: &Sim, at: Tid, from: Tid| {
+            let numbers = sim.procs[sim.proc_of(at)].seen.iter().filter_map(move |seen| match seen {
+                Seen::Message(src, body) if *src == from => {
+                    Some(u32::from_be_bytes(body[..4].try_into().expect("four bytes")))
+                }
+                _ => None,
+            });
+            numbers.filter(|number| *number >= 1000).collect::<Vec<u32>>()
+        };
+        // To whoever has seen it end it is dead until it speaks.
+        let proc = scene.sim.proc_of(inside);
+        scene.sim.tell(proc, outside, &1000u32.to_be_bytes());
+        scene.sim.until("it has spoken", |sim| heard(sim, outside, inside) == [1000]);
+        for number in 1001..1010u32 {
+            let proc = scene.sim.proc_of(inside);
+            scene.sim.tell(proc, outside, &number.to_be_bytes());
+            scene.sim.pass(Micros::from_millis(1));
+            scene.sim.tell(scene.console, inside, &number.to_be_bytes());
+        }
+        let all: Vec<u32> = (1000..1010).collect();
+        scene.sim.until("both have heard all", |sim| {
+            heard(sim, outside, inside) == all && heard(sim, inside, outside) == all[1..]
+        });
+    }
+}

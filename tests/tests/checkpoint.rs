@@ -1,0 +1,195 @@
+//! Jobs are written to the store while they compute, lose everything, and come to the right end all the same.
+
+use sempa_proto::event::EventKind;
+use sempa_tests::needs::testbed;
+use sempa_tests::run::Done;
+use sempa_tests::vm::Settings;
+use sempa_tests::{Vm, eventually};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+const LONG: Duration = Duration::from_secs(120);
+const WORKERS: usize = 4;
+const MODULUS: i64 = 1_000_003;
+
+/// The sums that the job has to write, one for each round.
+fn sums(rounds: i64) -> Vec<i64> {
+    let next = |sum: i64, state: i64| (sum * 31 + state) % MODULUS;
+    let mut states = [0; WORKERS + 1];
+    let (mut sum, mut notes, mut all) = (1, Vec::new(), Vec::new());
+    for round in 0..rounds {
+        for (index, state) in (0..).zip(&mut states) {
+            *state = (*state * 17 + round + index) % MODULUS;
+            sum = next(sum, *state);
+        }
+        notes.push(states[1..].to_vec());
+        if round >= 2 {
+            sum = notes[round as usize - 2].iter().fold(sum, |sum, note| next(sum, *note));
+        }
+        all.push(sum);
+    }
+    all
+}
+
+/// A job that computes, and the folder that it writes to.
+struct Job {
+    folder: PathBuf,
+    rounds: i64,
+    tid: String,
+}
+
+impl Job {
+    fn start(vm: &Vm, place: &str, rounds: i64) -> Job {
+        vm.program("ring_job").expect("gcc");
+        let folder = vm.home().join("ring");
+        std::fs::create_dir_all(&folder).expect("a folder");
+        let count = rounds.to_string();
+        let words = [place, "ring_job", &WORKERS.to_string(), &count, "2000", folder.to_str().expect("text")];
+        let tid = vm.spawn(&words).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+        Job { folder, rounds, tid }
+    }
+
+    fn lines(&self) -> usize {
+        std::fs::read_to_string(self.folder.join("log")).map(|log| log.lines().count()).unwrap_or_default()
+    }
+
+    /// Waits until the job has got this many rounds further than it is now.
+    fn go_on(&self, vm: &Vm, rounds: usize) {
+        let until = self.lines() + rounds;
+        let gone = eventually(LONG, || {
+            let lines = self.lines();
+            if lines >= until { Ok(()) } else { Err(format!("{lines} of {until} rounds")) }
+        });
+        gone.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    }
+
+    /// Waits for the end: the result is right, and each line of the log is there once.
+    fn finish(&self, vm: &Vm) {
+        let result = eventually(LONG, || {
+            let text = std::fs::read_to_string(self.folder.join("result")).unwrap_or_default();
+            text.trim().parse::<i64>().map_err(|_| format!("no result after {} rounds", self.lines()))
+        });
+        let result = result.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+        let sums = sums(self.rounds);
+        assert_eq!(Some(&result), sums.last());
+        let log = std::fs::read_to_string(self.folder.join("log")).expect("there");
+        let wanted: Vec<String> = (0..).zip(&sums).map(|(round, sum): (i64, _)| format!("{round} {sum}")).collect();
+        assert!(log.lines().eq(wanted.iter().map(String::as_str)), "{log}");
+    }
+}
+
+fn pvm(vm: &Vm, words: &[&str]) -> Done {
+    vm.pvm(words).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()))
+}
+
+/// Has the job checkpointed; the name of the set.
+fn checkpoint(vm: &Vm, words: &[&str]) -> String {
+    let all = [&["checkpoint"], words].concat();
+    let values = vm.json(&all).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    assert_eq!(values[0]["tasks"].as_array().map(Vec::len), Some(WORKERS + 1), "{values:?}");
+    values[0]["set"].as_str().expect("a name").to_string()
+}
+
+/// All files below a folder.
+fn files(folder: &Path) -> Vec<PathBuf> {
+    let Ok(entries) = std::fs::read_dir(folder) else { return Vec::new() };
+    let paths = entries.flatten().map(|entry| entry.path());
+    paths.flat_map(|path| if path.is_dir() { files(&path) } else { vec![path] }).collect()
+}
+
+#[test]
+fn a_job_goes_on_in_a_new_virtual_machine_when_the_whole_old_one_is_gone() {
+    let Some((bed, _)) = testbed(3) else { return };
+    let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
+    vm.add(&["h2", "h3"]).expect("the others join");
+    let job = Job::start(&vm, "-h2", 400);
+    job.go_on(&vm, 20);
+    let first = checkpoint(&vm, &[&job.tid]);
+    job.go_on(&vm, 15);
+    let set = checkpoint(&vm, &[&job.tid]);
+    assert_ne!(first, set);
+    let listed = pvm(&vm, &["checkpoints"]);
+    assert!(listed.out.contains(&first) && listed.out.contains(&set), "{listed:?}");
+    let alive = pvm(&vm, &["restart", &set]);
+    assert!(!alive.good() && alive.err.contains("are alive"), "{alive:?}");
+    job.go_on(&vm, 15);
+    vm.halt().expect("halts");
+
+    let vm = Vm::start(&bed, Settings::default()).expect("another virtual machine");
+    vm.add(&["h2", "h3"]).expect("the others join");
+    let unknown = pvm(&vm, &["restart", "t40001-20000101T000000-1"]);
+    assert!(!unknown.good() && unknown.err.contains("was not started"), "{unknown:?}");
+    let again = pvm(&vm, &["restart", &set, "--on", "h1,h3"]);
+    assert!(again.good(), "{again:?}\n{}", vm.logs());
+    assert!(again.out.contains(&format!("{} runs on h", job.tid)) && !again.out.contains("h2"), "{again:?}");
+    vm.must_migrate(&job.tid, "h2");
+    job.finish(&vm);
+    vm.halt().expect("halts");
+}
+
+#[test]
+fn a_job_goes_back_to_its_newest_checkpoint_when_a_host_of_it_is_killed() {
+    let Some((bed, _)) = testbed(4) else { return };
+    let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
+    vm.add(&["h2", "h3", "h4"]).expect("the others join");
+    let job = Job::start(&vm, "-h2", 700);
+    job.go_on(&vm, 10);
+    checkpoint(&vm, &["--every", "1s", &job.tid]);
+    for lost in [3, 2] {
+        let made = |vm: &Vm| {
+            let events = vm.events().expect("events");
+            events.iter().filter(|entry| matches!(entry.kind, EventKind::Checkpointed { .. })).count()
+        };
+        let before = made(&vm);
+        let newer = eventually(LONG, || if made(&vm) > before { Ok(()) } else { Err("no newer checkpoint".to_string()) });
+        newer.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+        job.go_on(&vm, 5);
+        bed.host(lost).kill_all();
+        let name = format!("h{lost}");
+        let back = vm.event(LONG, "a job that went back", |entry| match &entry.kind {
+            EventKind::Restarted { why, .. } => *why == format!("{name} was lost"),
+            _ => false,
+        });
+        back.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    }
+    job.finish(&vm);
+    vm.halt().expect("halts");
+}
+
+#[test]
+fn a_set_that_was_changed_or_is_sealed_with_another_key_is_not_started() {
+    let Some((bed, _)) = testbed(1) else { return };
+    let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
+    let job = Job::start(&vm, "-h1", 100_000);
+    job.go_on(&vm, 5);
+    let set = checkpoint(&vm, &[&job.tid]);
+    assert!(pvm(&vm, &["kill", &job.tid]).good());
+    pvm(&vm, &["reset"]);
+    let ended = eventually(LONG, || {
+        let left = vm.tasks().map_err(|error| error.to_string())?;
+        if left.iter().any(|task| task.name == "ring_job") { Err(format!("{left:?}")) } else { Ok(()) }
+    });
+    ended.expect("all end");
+    let store = vm.home().join(".local/state/sempa/checkpoints").join(&set);
+    let secret = format!("{}/log", job.folder.display());
+    let all = files(&store);
+    assert!(all.len() > WORKERS, "{all:?}");
+    for path in &all {
+        let bytes = std::fs::read(path).expect("readable");
+        let readable = bytes.windows(secret.len()).any(|window| window == secret.as_bytes());
+        assert!(!readable, "{} shows what a task holds", path.display());
+    }
+    let largest = all.iter().max_by_key(|path| std::fs::metadata(path).map(|meta| meta.len()).unwrap_or(0));
+    let path = largest.expect("there are some");
+    let good = std::fs::read(path).expect("readable");
+    let mut bad = good.clone();
+    bad[good.len() / 2] ^= 1;
+    std::fs::write(path, &bad).expect("written");
+    let refused = pvm(&vm, &["restart", &set]);
+    assert!(!refused.good() && refused.err.contains("nothing of it runs"), "{refused:?}");
+    std::fs::write(path, &good).expect("written");
+    let again = pvm(&vm, &["restart", &set]);
+    assert!(again.good(), "{again:?}\n{}", vm.logs());
+    job.go_on(&vm, 5);
+    vm.halt().expect("halts");
+}
