@@ -144,3 +144,62 @@ fn content(secret: &Secret, id: SetId, file: &File, bytes: u64) -> Result<Vec<u8
     opener.end()?;
     Ok(content)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store::seal::KEY_BYTES;
+
+    const JOB: Tid = Tid::from_raw(0x40001);
+
+    fn part(tid: i32) -> Part {
+        Part { tid: Tid::from_raw(tid), bytes: 3, images_bytes: 5, blake3: [7; 32] }
+    }
+
+    fn manifest(parts: Vec<Part>) -> Manifest {
+        Manifest { vm: "vm".into(), made: Micros(5), parts, meta: b"meta".to_vec() }
+    }
+
+    /// Seals this content rightly and reads it as a manifest, in a directory with the part of task 1.
+    fn as_read(content: &[u8]) -> Result<Manifest, StoreError> {
+        let secret = Secret::new([1; KEY_BYTES], Path::new("key")).expect("a key");
+        let id = SetId::after(std::iter::empty(), JOB, Micros(0));
+        let dir = tempfile::tempdir().expect("a directory");
+        let mut sealed = Vec::new();
+        let write = |bytes: &[u8]| {
+            sealed.extend_from_slice(bytes);
+            Ok(())
+        };
+        let mut sealer = Sealer::new(&secret, What::Manifest(id), write).expect("sealed");
+        sealer.put(content).expect("sealed");
+        sealer.end().expect("sealed");
+        std::fs::write(dir.path().join(MANIFEST), &sealed).expect("written");
+        std::fs::write(dir.path().join(part_name(Tid::from_raw(1))), "abc").expect("written");
+        let (manifest, bytes) = read(Act::Read, dir.path(), id, &secret)?;
+        assert_eq!(bytes, sealed.len() as u64);
+        Ok(manifest)
+    }
+
+    #[test]
+    fn a_manifest_that_is_sealed_rightly_and_makes_no_sense_is_refused_as_well() {
+        let bytes = |manifest: &Manifest| postcard::to_allocvec(manifest).expect("written");
+        let good = manifest(vec![part(1)]);
+        assert_eq!(as_read(&bytes(&good)).expect("read"), good);
+        let long = Manifest { vm: "v".repeat(VM_BYTES_MAX + 1), ..manifest(vec![]) };
+        let cases = [
+            vec![],
+            vec![0xff; 40],
+            bytes(&good)[..10].to_vec(),
+            [bytes(&good), vec![0]].concat(),
+            bytes(&manifest(vec![part(1), part(1)])),
+            bytes(&manifest(vec![part(2)])),
+            bytes(&manifest(vec![Part { bytes: 4, ..part(1) }])),
+            bytes(&manifest((1..=PARTS_MAX as i32 + 1).map(part).collect())),
+            bytes(&long),
+        ];
+        for case in cases {
+            let why = as_read(&case).expect_err("refused");
+            assert!(matches!(why, StoreError::Changed { .. }), "{why}");
+        }
+    }
+}

@@ -30,6 +30,7 @@ pub use id::{NotASetId, SetId};
 pub use manifest::{META_BYTES_MAX, PARTS_MAX, VM_BYTES_MAX};
 pub use part::{FILES_MAX, IMAGES_BYTES_MAX};
 pub use set::Set;
+pub use shared::Unreadable;
 pub use sweep::Swept;
 
 use disk::Disk;
@@ -149,7 +150,7 @@ impl Store {
     ///
     /// # Errors
     /// When the directory cannot be read.
-    pub fn list(&self) -> Result<(Vec<SetInfo>, Vec<(String, StoreError)>), StoreError> {
+    pub fn list(&self) -> Result<(Vec<SetInfo>, Unreadable), StoreError> {
         self.shared.read_all(Act::List)
     }
 

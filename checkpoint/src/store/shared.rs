@@ -24,8 +24,8 @@ const LOCK_WAIT_MAX: Duration = Duration::from_secs(30);
 /// Pause between attempts.
 const LOCK_PAUSE: Duration = Duration::from_millis(5);
 
-/// Sets that are there but cannot be read, with why.
-pub(super) type Unreadable = Vec<(String, StoreError)>;
+/// Sets that are there but cannot be read, by their names, with why.
+pub type Unreadable = Vec<(String, StoreError)>;
 
 pub(super) struct Shared {
     /// Its real path.

@@ -159,12 +159,11 @@ fn a_process_that_dies_at_any_step_leaves_complete_sets_and_nothing_else() {
     let steps = whole_story();
     for fate in [Fate::Death, Fate::TornWrite] {
         let mut seen = BTreeSet::new();
-        for at in 0..steps.len() {
+        for (at, step) in steps.iter().enumerate() {
             let (scratch, fates) = (Scratch::new(), Fates::new(Some((at, fate))));
             story(&scratch, &fates).expect_err("it died");
             let store = scratch.open(Disk::new(), Limits::default()).expect("opened");
             let sets = scratch.verify(&store);
-            let step = &steps[at];
             assert!([&[][..], &[1], &[1, 2], &[2]].contains(&&*sets), "{step}: {sets:?}");
             assert!(scratch.names().iter().all(|name| !name.starts_with('.')), "{step}: {:?}", scratch.names());
             seen.insert(sets);
@@ -180,22 +179,22 @@ fn a_process_that_dies_at_any_step_leaves_complete_sets_and_nothing_else() {
 fn a_full_disk_at_any_step_leaves_what_was_complete_and_nothing_else() {
     let steps = whole_story();
     let mut full = 0;
-    for at in 0..steps.len() {
+    for (at, step) in steps.iter().enumerate() {
         let (scratch, fates) = (Scratch::new(), Fates::new(Some((at, Fate::Full))));
         let Err(why) = story(&scratch, &fates) else { continue };
         full += 1;
-        let StoreError::Full { missing, free, act, .. } = &why else { panic!("{}: {why}", steps[at]) };
-        assert!(free.is_some(), "{}", steps[at]);
-        assert_eq!(missing.is_some(), *act == Act::Add, "{}", steps[at]);
+        let StoreError::Full { missing, free, act, .. } = &why else { panic!("{step}: {why}") };
+        assert!(free.is_some(), "{step}");
+        assert_eq!(missing.is_some(), *act == Act::Add, "{step}");
         // Without opening it again, which would clear it.
         let names = if scratch.at("store").is_dir() { scratch.names() } else { BTreeSet::new() };
         let left = names.iter().filter(|name| name.starts_with('.')).count();
-        assert_eq!(left, usize::from(*act == Act::Sweep && steps[at].starts_with("sync")), "{}: {names:?}", steps[at]);
+        assert_eq!(left, usize::from(*act == Act::Sweep && step.starts_with("sync")), "{step}: {names:?}");
         let keys: Vec<_> = scratch.at("keys").read_dir().map(|entries| entries.collect()).unwrap_or_default();
-        assert!(keys.len() <= 1, "{}: {keys:?}", steps[at]);
+        assert!(keys.len() <= 1, "{step}: {keys:?}");
         let store = scratch.open(Disk::new(), Limits::default()).expect("opened");
         let sets = scratch.verify(&store);
-        assert!([&[][..], &[1], &[1, 2], &[2]].contains(&&*sets), "{}: {sets:?}", steps[at]);
+        assert!([&[][..], &[1], &[1, 2], &[2]].contains(&&*sets), "{step}: {sets:?}");
     }
     assert!(full > 20, "{full}");
 }

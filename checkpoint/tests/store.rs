@@ -1,0 +1,531 @@
+//! The store of checkpoints as its users see it.
+
+use checkpoint::store::{Limits, SetId, SetInfo, Store, StoreError};
+use proptest::prelude::*;
+use sempa_proto::{Micros, Tid};
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{Receiver, channel};
+use std::time::Duration;
+
+const JOB: Tid = Tid::from_raw(0x40001);
+const TASK: Tid = Tid::from_raw(0x80001);
+const OTHER_JOB: Tid = Tid::from_raw(0x40002);
+/// Where a process of these tests finds its scratch directory; it is not set in the tests themselves.
+const CHILD: &str = "STORE_TEST_CHILD";
+/// How long a process may take for a step.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+type Files = BTreeMap<String, Vec<u8>>;
+
+struct Scratch(tempfile::TempDir);
+
+impl Scratch {
+    fn new() -> Scratch {
+        Scratch(tempfile::tempdir().expect("a directory"))
+    }
+
+    fn at(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    fn store(&self, limits: Limits) -> Store {
+        open(self.0.path(), limits)
+    }
+
+    /// A directory with these files.
+    fn images(&self, name: &str, files: &Files) -> PathBuf {
+        let dir = self.at(name);
+        write(&dir, files);
+        dir
+    }
+
+    /// A complete set of one task.
+    fn set(&self, store: &Store, job: Tid, second: u64, files: &Files) -> SetInfo {
+        let dir = self.images("images-of-a-set", files);
+        let draft = store.begin(job, Micros::from_secs(second)).expect("begun");
+        draft.add(job, &dir).expect("added");
+        let info = draft.finish(b"meta").expect("finished");
+        fs::remove_dir_all(dir).expect("removed");
+        info
+    }
+
+    fn unpack(&self, store: &Store, id: &SetId, tid: Tid) -> Result<Files, StoreError> {
+        let to = self.at("unpacked");
+        let bytes = store.open_set(id)?.unpack(tid, &to);
+        if bytes.is_err() {
+            assert!(!to.exists(), "nothing is left");
+        }
+        let bytes = bytes?;
+        let mode = |path: &Path| path.metadata().expect("there").mode() & 0o7777;
+        assert_eq!(mode(&to), 0o700);
+        let files = read(&to, |path| assert_eq!(mode(path), 0o600));
+        assert_eq!(bytes, files.values().map(|content| content.len() as u64).sum::<u64>());
+        fs::remove_dir_all(to).expect("removed");
+        Ok(files)
+    }
+}
+
+fn open(scratch: &Path, limits: Limits) -> Store {
+    Store::open(&scratch.join("store"), &scratch.join("keys/key"), limits).expect("opened")
+}
+
+fn write(dir: &Path, files: &Files) {
+    fs::create_dir(dir).expect("made");
+    for (name, content) in files {
+        fs::write(dir.join(name), content).expect("written");
+    }
+}
+
+fn read(dir: &Path, look: impl Fn(&Path)) -> Files {
+    let entries = fs::read_dir(dir).expect("readable").map(|entry| entry.expect("readable"));
+    entries
+        .map(|entry| {
+            look(&entry.path());
+            (entry.file_name().into_string().expect("text"), fs::read(entry.path()).expect("readable"))
+        })
+        .collect()
+}
+
+fn files(content: &[(&str, &[u8])]) -> Files {
+    content.iter().map(|(name, content)| (name.to_string(), content.to_vec())).collect()
+}
+
+fn small() -> Files {
+    files(&[("core.img", b"registers"), ("pages-1.img", b"memory")])
+}
+
+fn noise(bytes: usize) -> Vec<u8> {
+    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+    std::iter::repeat_with(|| {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state as u8
+    })
+    .take(bytes)
+    .collect()
+}
+
+/// Pieces of a file: zeros or not, around the lengths of blocks and chunks.
+fn any_content() -> impl Strategy<Value = Vec<u8>> {
+    let length = prop_oneof![
+        0usize..20_000,
+        Just(4095),
+        Just(4096),
+        Just(4097),
+        Just(1 << 20),
+        (1usize << 20) - 200..(1 << 20) + 200,
+    ];
+    let piece = (any::<bool>(), length).prop_map(|(zeros, bytes)| if zeros { vec![0; bytes] } else { noise(bytes) });
+    prop::collection::vec(piece, 0..4).prop_map(|pieces| pieces.concat())
+}
+
+fn any_files() -> impl Strategy<Value = Files> {
+    prop::collection::btree_map("[a-zA-Z0-9._ -]{3,40}", any_content(), 0..5)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 32, ..ProptestConfig::default() })]
+
+    #[test]
+    fn the_files_that_go_in_come_out(parts in prop::collection::btree_map(1i32..9, any_files(), 0..4), meta: Vec<u8>) {
+        let scratch = Scratch::new();
+        let store = scratch.store(Limits::default());
+        let draft = store.begin(JOB, Micros(1_700_000_000_123_456)).expect("begun");
+        for (tid, files) in &parts {
+            let info = draft.add(Tid::from_raw(*tid), &scratch.images(&format!("images-{tid}"), files)).expect("added");
+            prop_assert_eq!(info.images_bytes, files.values().map(|content| content.len() as u64).sum::<u64>());
+        }
+        let info = draft.finish(&meta).expect("finished");
+        prop_assert_eq!((info.job, info.made), (JOB, Micros(1_700_000_000_123_456)));
+        prop_assert_eq!(info.parts.len(), parts.len());
+        let set = store.open_set(&info.id).expect("opened");
+        prop_assert_eq!((set.info(), set.meta()), (&info, &meta[..]));
+        let on_disk: u64 = fs::read_dir(scratch.at("store").join(info.id.to_string())).expect("readable")
+            .map(|entry| entry.expect("readable").metadata().expect("there").len()).sum();
+        prop_assert_eq!(info.bytes, on_disk);
+        prop_assert_eq!(store.list().expect("listed").0, vec![info.clone()]);
+        for (tid, files) in &parts {
+            prop_assert_eq!(&scratch.unpack(&store, &info.id, Tid::from_raw(*tid)).expect("unpacked"), files);
+        }
+    }
+
+    #[test]
+    fn a_byte_that_changed_anywhere_is_noticed(files in any_files(), part: bool, at: prop::sample::Index, flip in 1u8..) {
+        let scratch = Scratch::new();
+        let store = scratch.store(Limits::default());
+        let info = scratch.set(&store, JOB, 1, &files);
+        let path = scratch.at("store").join(info.id.to_string()).join(if part { "t40001" } else { "manifest" });
+        let mut content = fs::read(&path).expect("there");
+        let at = at.index(content.len());
+        content[at] ^= flip;
+        fs::write(&path, &content).expect("written");
+        prop_assert!(scratch.unpack(&store, &info.id, JOB).is_err(), "byte {} of {}", at, path.display());
+    }
+}
+
+/// True for the refusal of what is not as it was made.
+fn distrusted(why: &StoreError) -> bool {
+    matches!(why, StoreError::Changed { .. } | StoreError::OtherKey { .. })
+}
+
+#[test]
+fn every_single_byte_of_a_small_set_counts() {
+    let scratch = Scratch::new();
+    let store = scratch.store(Limits::default());
+    let info = scratch.set(&store, JOB, 1, &small());
+    for name in ["manifest", "t40001"] {
+        let path = scratch.at("store").join(info.id.to_string()).join(name);
+        let whole = fs::read(&path).expect("there");
+        for at in 0..whole.len() {
+            let mut content = whole.clone();
+            content[at] ^= 1;
+            fs::write(&path, &content).expect("written");
+            let why = scratch.unpack(&store, &info.id, JOB).expect_err("refused");
+            assert!(distrusted(&why), "byte {at} of {name}: {why}");
+        }
+        for content in [&whole[..whole.len() - 1], b"", &[&whole[..], b"x"].concat()] {
+            fs::write(&path, content).expect("written");
+            assert!(distrusted(&scratch.unpack(&store, &info.id, JOB).expect_err("refused")), "{name}");
+        }
+        fs::remove_file(&path).expect("removed");
+        assert!(distrusted(&scratch.unpack(&store, &info.id, JOB).expect_err("refused")), "{name}");
+        symlink("/dev/zero", &path).expect("made");
+        assert!(distrusted(&scratch.unpack(&store, &info.id, JOB).expect_err("refused")), "{name}");
+        fs::remove_file(&path).expect("removed");
+        fs::write(&path, &whole).expect("written");
+        assert_eq!(scratch.unpack(&store, &info.id, JOB).expect("as it was"), small());
+    }
+}
+
+#[test]
+fn files_of_one_set_are_refused_in_another_one_and_so_is_a_set_of_another_name() {
+    let scratch = Scratch::new();
+    let store = scratch.store(Limits::default());
+    let images = scratch.images("images", &small());
+    let make = |second| {
+        let draft = store.begin(JOB, Micros::from_secs(second)).expect("begun");
+        draft.add(JOB, &images).expect("added");
+        draft.add(TASK, &images).expect("added");
+        draft.finish(b"meta").expect("finished").id
+    };
+    let (one, other) = (make(1), make(2));
+    let file = |id: SetId, name: &str| scratch.at("store").join(id.to_string()).join(name);
+    for (from, to) in [
+        (file(one, "t40001"), file(other, "t40001")),
+        (file(other, "t80001"), file(other, "t40001")),
+        (file(one, "manifest"), file(other, "manifest")),
+        (file(other, "t40001"), file(other, "manifest")),
+    ] {
+        let whole = fs::read(&to).expect("there");
+        fs::copy(&from, &to).expect("copied");
+        assert!(distrusted(&scratch.unpack(&store, &other, JOB).expect_err("refused")), "{}", from.display());
+        fs::write(&to, whole).expect("written");
+        assert_eq!(scratch.unpack(&store, &other, JOB).expect("as it was"), small());
+    }
+    // An older state as the newest one.
+    let newest: SetId = "t40001-20991231T235959-1".parse().expect("a name");
+    fs::rename(scratch.at("store").join(one.to_string()), scratch.at("store").join(newest.to_string()))
+        .expect("renamed");
+    assert!(distrusted(&store.open_set(&newest).expect_err("refused")));
+    let (sets, unreadable) = store.list().expect("listed");
+    assert_eq!((sets.len(), unreadable.len()), (1, 1));
+    assert_eq!(unreadable[0].0, newest.to_string());
+    // It takes no part in what is swept, and can be removed.
+    assert!(store.sweep(|_| false).expect("swept").removed.is_empty());
+    store.remove(&newest).expect("removed");
+    assert!(store.list().expect("listed").1.is_empty());
+}
+
+#[test]
+fn without_its_key_a_store_is_of_no_use_and_with_it_it_can_be_moved() {
+    let scratch = Scratch::new();
+    let store = scratch.store(Limits::default());
+    let secret = noise(50_000);
+    let info = scratch.set(&store, JOB, 1, &files(&[("pages-1.img", &secret)]));
+    let copy = Scratch::new();
+    let (from, to) = (scratch.at("store").join(info.id.to_string()), copy.at("store").join(info.id.to_string()));
+    let without = copy.store(Limits::default());
+    write(&to, &read(&from, |_| ()));
+    fs::remove_file(to.join("lock")).expect("it need not come along");
+    for content in read(&from, |_| ()).values() {
+        assert!(!content.windows(64).any(|window| window == &secret[..64]), "nothing can be read");
+    }
+    let (sets, unreadable) = without.list().expect("listed");
+    assert!(sets.is_empty() && matches!(unreadable[0].1, StoreError::OtherKey { .. }), "{unreadable:?}");
+    assert!(unreadable[0].1.to_string().contains(&copy.at("keys/key").display().to_string()));
+    fs::copy(scratch.at("keys/key"), copy.at("keys/key")).expect("copied");
+    let with = copy.store(Limits::default());
+    assert_eq!(with.list().expect("listed").0, std::slice::from_ref(&info));
+    assert_eq!(copy.unpack(&with, &info.id, JOB).expect("unpacked")["pages-1.img"], secret);
+}
+
+#[test]
+fn directory_and_key_are_made_for_the_user_alone_and_refused_if_they_are_not() {
+    let scratch = Scratch::new();
+    let (dir, key) = (scratch.at("a/store"), scratch.at("b/key"));
+    let open = || Store::open(&dir, &key, Limits::default());
+    open().expect("made");
+    let mode = |path: &Path| path.metadata().expect("there").mode() & 0o7777;
+    assert_eq!((mode(&dir), mode(&key), fs::read(&key).expect("there").len()), (0o700, 0o600, 32));
+    let first = fs::read(&key).expect("there");
+    open().expect("opened again");
+    assert_eq!(fs::read(&key).expect("there"), first);
+    assert_eq!(fs::read_dir(scratch.at("b")).expect("readable").count(), 1, "nothing beside the key");
+    let chmod = |path: &Path, mode| fs::set_permissions(path, fs::Permissions::from_mode(mode)).expect("changed");
+    for bad in [0o750, 0o705, 0o701, 0o777] {
+        chmod(&dir, bad);
+        assert!(matches!(open(), Err(StoreError::Place { .. })), "{bad:o}");
+    }
+    chmod(&dir, 0o700);
+    for bad in [0o640, 0o604, 0o620] {
+        chmod(&key, bad);
+        assert!(matches!(open(), Err(StoreError::Key { .. })), "{bad:o}");
+    }
+    chmod(&key, 0o600);
+    fs::write(&key, &first[..31]).expect("written");
+    assert!(matches!(open(), Err(StoreError::Key { .. })));
+    fs::write(&key, &first).expect("written");
+    let inside = Store::open(&dir, &dir.join("key"), Limits::default());
+    assert!(matches!(inside, Err(StoreError::Key { .. })) && !dir.join("key").exists());
+    fs::write(scratch.at("file"), "").expect("written");
+    assert!(matches!(Store::open(&scratch.at("file"), &key, Limits::default()), Err(StoreError::Place { .. })));
+    // Only root can give something away, and then it is refused.
+    if std::os::unix::fs::chown(&key, Some(12345), None).is_ok() {
+        assert!(matches!(open(), Err(StoreError::Key { why, .. }) if why.contains("belongs to user 12345")));
+        std::os::unix::fs::chown(&key, Some(0), None).expect("back");
+        std::os::unix::fs::chown(&dir, Some(12345), None).expect("away");
+        assert!(matches!(open(), Err(StoreError::Place { why, .. }) if why.contains("belongs to user 12345")));
+    }
+}
+
+#[test]
+fn only_plain_files_are_images_and_a_refused_task_leaves_the_draft_as_it_was() {
+    let scratch = Scratch::new();
+    let store = scratch.store(Limits::default());
+    let good = scratch.images("good", &small());
+    let draft = store.begin(JOB, Micros(0)).expect("begun");
+    draft.add(JOB, &good).expect("added");
+    let bad = scratch.images("bad", &small());
+    let odd = bad.join("odd");
+    let refused = || matches!(draft.add(TASK, &bad), Err(StoreError::Images { .. }));
+    symlink("core.img", &odd).expect("made");
+    assert!(refused());
+    fs::remove_file(&odd).expect("removed");
+    fs::create_dir(&odd).expect("made");
+    assert!(refused());
+    fs::remove_dir(&odd).expect("removed");
+    nix::unistd::mkfifo(&odd, nix::sys::stat::Mode::S_IRUSR).expect("made");
+    assert!(refused());
+    fs::remove_file(&odd).expect("removed");
+    symlink(&bad, scratch.at("link")).expect("made");
+    assert!(matches!(draft.add(TASK, &scratch.at("link")), Err(StoreError::Images { .. })));
+    assert!(matches!(draft.add(TASK, &scratch.at("nowhere")), Err(StoreError::Images { .. })));
+    assert!(matches!(draft.add(JOB, &good), Err(StoreError::Twice(JOB))));
+    draft.add(TASK, &bad).expect("it can be tried again");
+    let info = draft.finish(b"").expect("finished");
+    assert_eq!(info.parts.iter().map(|part| part.tid).collect::<Vec<_>>(), [JOB, TASK]);
+    assert_eq!(scratch.unpack(&store, &info.id, TASK).expect("unpacked"), small());
+}
+
+#[test]
+fn what_is_there_is_never_unpacked_over() {
+    let scratch = Scratch::new();
+    let store = scratch.store(Limits::default());
+    let info = scratch.set(&store, JOB, 1, &small());
+    let set = store.open_set(&info.id).expect("opened");
+    let there = scratch.images("there", &files(&[("core.img", b"mine")]));
+    assert!(matches!(set.unpack(JOB, &there), Err(StoreError::Io { .. })));
+    assert_eq!(read(&there, |_| ()), files(&[("core.img", b"mine")]));
+    assert!(matches!(set.unpack(TASK, &scratch.at("new")), Err(StoreError::NoPart { .. })));
+    assert!(!scratch.at("new").exists());
+}
+
+#[test]
+fn zeros_cost_nothing_in_the_store_nor_where_they_are_unpacked() {
+    let scratch = Scratch::new();
+    let store = scratch.store(Limits::default());
+    let mut memory = vec![0; 48 << 20];
+    memory[20 << 20..][..5].copy_from_slice(b"state");
+    let info = scratch.set(&store, JOB, 1, &files(&[("pages-1.img", &memory)]));
+    assert_eq!(info.parts[0].images_bytes, 48 << 20);
+    assert!(info.bytes < 64 << 10, "{}", info.bytes);
+    let to = scratch.at("sparse");
+    store.open_set(&info.id).expect("opened").unpack(JOB, &to).expect("unpacked");
+    assert_eq!(fs::read(to.join("pages-1.img")).expect("there"), memory);
+}
+
+#[test]
+fn several_threads_add_tasks_at_once() {
+    let scratch = Scratch::new();
+    let store = scratch.store(Limits::default());
+    let tasks: Vec<Tid> = (1..=8).map(|local| Tid::from_raw(0x40000 + local)).collect();
+    let content = |tid: Tid| files(&[("pages-1.img", &noise(300_000 + tid.raw() as usize % 100)[..])]);
+    let draft = store.begin(JOB, Micros(0)).expect("begun");
+    std::thread::scope(|scope| {
+        for tid in &tasks {
+            let (draft, images) = (&draft, scratch.images(&tid.to_string(), &content(*tid)));
+            scope.spawn(move || draft.add(*tid, &images).expect("added"));
+        }
+    });
+    let info = draft.finish(b"").expect("finished");
+    assert_eq!(info.parts.iter().map(|part| part.tid).collect::<Vec<_>>(), tasks);
+    for tid in tasks {
+        assert_eq!(scratch.unpack(&store, &info.id, tid).expect("unpacked"), content(tid));
+    }
+}
+
+#[test]
+fn limits_are_kept_by_removing_the_oldest_but_never_the_newest_of_a_job() {
+    let scratch = Scratch::new();
+    let store = scratch.store(Limits { sets_max: 3, ..Limits::default() });
+    let sets: Vec<SetId> = (1..=3).map(|second| scratch.set(&store, JOB, second, &small()).id).collect();
+    let other = scratch.set(&store, OTHER_JOB, 4, &small()).id;
+    let newest = scratch.set(&store, JOB, 5, &small()).id;
+    let kept = sets[0];
+    let swept = store.sweep(|set| set.id == kept).expect("swept");
+    assert_eq!(swept.removed.iter().map(|set| set.id).collect::<Vec<_>>(), sets[1..]);
+    assert_eq!((swept.sets_over, swept.bytes_over), (0, 0));
+    let left = |store: &Store| store.list().expect("listed").0.iter().map(|set| set.id).collect::<Vec<_>>();
+    assert_eq!(left(&store), [kept, other, newest]);
+    let tight = scratch.store(Limits { sets_max: 1, ..Limits::default() });
+    let swept = tight.sweep(|_| false).expect("swept");
+    assert_eq!((swept.removed.len(), swept.sets_over), (1, 1), "the newest of two jobs");
+    assert_eq!(left(&tight), [other, newest]);
+    assert!(matches!(tight.begin(JOB, Micros(0)), Err(StoreError::NoPlace { sets: 1, .. })));
+    // Another virtual machine's job of the same number is another job.
+    let pair = scratch.store(Limits { sets_max: 2, ..Limits::default() });
+    pair.begin(JOB, Micros(0)).expect("begun");
+    assert!(matches!(pair.of_vm("other").begin(JOB, Micros(0)), Err(StoreError::NoPlace { sets: 2, .. })));
+}
+
+#[test]
+fn a_set_that_is_larger_than_what_the_others_leave_is_refused() {
+    let scratch = Scratch::new();
+    let store = scratch.store(Limits { bytes_max: 100_000, ..Limits::default() });
+    let large = files(&[("pages-1.img", &noise(60_000))]);
+    scratch.set(&store, JOB, 1, &large);
+    scratch.set(&store, JOB, 2, &large);
+    let swept = store.sweep(|_| false).expect("swept");
+    assert_eq!((swept.removed.len(), swept.bytes_over), (1, 0));
+    let (small, large) = (scratch.images("small", &small()), scratch.images("large", &large));
+    let draft = store.begin(OTHER_JOB, Micros(0)).expect("begun");
+    assert!(matches!(draft.add(TASK, &large), Err(StoreError::TooLarge { tid: TASK, .. })));
+    draft.add(TASK, &small).expect("there is room for it");
+    draft.add(JOB, &scratch.images("ten", &files(&[("pages-1.img", &noise(10_000))]))).expect("added");
+    // Both would be too much together.
+    let rival = store.begin(TASK, Micros(0)).expect("begun");
+    rival.add(TASK, &scratch.images("middle", &files(&[("pages-1.img", &noise(35_000))]))).expect("added");
+    rival.finish(b"").expect("finished");
+    assert!(matches!(draft.finish(b""), Err(StoreError::NoPlace { sets: 2, .. })));
+    assert_eq!(store.list().expect("listed").0.len(), 2);
+}
+
+#[test]
+fn a_set_that_is_read_is_not_removed() {
+    let scratch = Scratch::new();
+    let store = scratch.store(Limits { sets_max: 1, ..Limits::default() });
+    let (old, new) = (scratch.set(&store, JOB, 1, &small()).id, scratch.set(&store, JOB, 2, &small()).id);
+    let set = store.open_set(&old).expect("opened");
+    let second = store.open_set(&old).expect("two may read");
+    assert!(matches!(store.remove(&old), Err(StoreError::InUse(_))));
+    let swept = store.sweep(|_| false).expect("swept");
+    assert_eq!((swept.removed.len(), swept.sets_over), (0, 1));
+    drop((set, second));
+    assert_eq!(store.sweep(|_| false).expect("swept").removed.len(), 1);
+    assert!(matches!(store.open_set(&old), Err(StoreError::NoSet(_))));
+    assert!(matches!(store.remove(&old), Err(StoreError::NoSet(_))));
+    store.remove(&new).expect("also the newest one, if somebody says so");
+    assert_eq!(store.list().expect("listed").0, []);
+}
+
+#[test]
+fn what_is_no_set_is_left_alone_and_named() {
+    let scratch = Scratch::new();
+    let store = scratch.store(Limits::default());
+    fs::write(scratch.at("store/notes"), "mine").expect("written");
+    fs::create_dir(scratch.at("store").join("t40001-20261122T141503-1")).expect("made");
+    let (sets, unreadable) = store.list().expect("listed");
+    assert!(sets.is_empty());
+    assert!(matches!(&unreadable[0], (name, StoreError::Stranger(_)) if name == "notes"), "{unreadable:?}");
+    assert!(matches!(&unreadable[1], (_, StoreError::Changed { .. })), "{unreadable:?}");
+    store.sweep(|_| false).expect("swept");
+    assert!(scratch.at("store/notes").exists());
+}
+
+/// A process that makes sets until it is killed, and says each step; it is no test by itself.
+#[test]
+fn child_that_makes_sets() {
+    let Some(scratch) = std::env::var_os(CHILD).map(PathBuf::from) else { return };
+    let store = open(&scratch, Limits { sets_max: 2, ..Limits::default() });
+    let images = scratch.join("images");
+    for second in 0.. {
+        let draft = store.begin(JOB, Micros::from_secs(second)).expect("begun");
+        println!("step begun");
+        draft.add(JOB, &images).expect("added");
+        println!("step added");
+        draft.add(TASK, &images).expect("added");
+        println!("step added");
+        draft.finish(b"meta").expect("finished");
+        println!("step finished");
+        store.sweep(|_| false).expect("swept");
+        println!("step swept");
+    }
+}
+
+/// Starts such a process; its steps as it says them.
+fn start_child(scratch: &Scratch) -> (Child, Receiver<String>) {
+    let mut command = Command::new(std::env::current_exe().expect("this program"));
+    command.args(["--exact", "child_that_makes_sets", "--nocapture"]).env(CHILD, scratch.0.path());
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().expect("started");
+    let output = BufReader::new(child.stdout.take().expect("piped"));
+    let (say, said) = channel();
+    std::thread::spawn(move || {
+        let steps = output.lines().map_while(Result::ok).filter(|line| line.contains("step "));
+        steps.map_while(|step| say.send(step).ok()).count()
+    });
+    (child, said)
+}
+
+/// Kills a process when it has said so many steps.
+fn kill_after(steps: usize, (mut child, said): (Child, Receiver<String>)) {
+    let all = (0..steps).try_for_each(|_| said.recv_timeout(PATIENCE).map(drop));
+    child.kill().expect("killed");
+    child.wait().expect("reaped");
+    all.expect("it went on");
+}
+
+#[test]
+fn processes_that_use_one_store_at_once_and_are_killed_leave_complete_sets_only() {
+    let scratch = Scratch::new();
+    let content = files(&[("pages-1.img", &noise(2 << 20)), ("core.img", b"registers")]);
+    scratch.images("images", &content);
+    // From the first step on to somewhere in the third round.
+    for steps in 1..=12 {
+        let (one, other) = (start_child(&scratch), start_child(&scratch));
+        kill_after(steps, one);
+        kill_after(steps, other);
+        let store = scratch.store(Limits { sets_max: 2, ..Limits::default() });
+        let names = read_names(&scratch.at("store"));
+        assert!(names.iter().all(|name| !name.starts_with('.')), "{names:?}");
+        let (sets, unreadable) = store.list().expect("listed");
+        assert!(unreadable.is_empty(), "{unreadable:?}");
+        for set in sets {
+            for tid in [JOB, TASK] {
+                assert_eq!(scratch.unpack(&store, &set.id, tid).expect("unpacked"), content);
+            }
+        }
+        assert!(store.sweep(|_| false).expect("swept").sets_over == 0);
+    }
+    assert!(!read_names(&scratch.at("store")).is_empty());
+}
+
+fn read_names(dir: &Path) -> Vec<String> {
+    let entries = fs::read_dir(dir).expect("readable").map(|entry| entry.expect("readable"));
+    entries.map(|entry| entry.file_name().into_string().expect("text")).collect()
+}
