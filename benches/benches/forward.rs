@@ -60,6 +60,7 @@ fn daemon() -> Machine {
         server_commands: Vec::new(),
         place: Place::of(1, |_| None).expect("a place without any variables"),
         hostfile: Vec::new(),
+        spared: std::collections::BTreeMap::new(),
     };
     Machine::new(config, Micros(1))
 }

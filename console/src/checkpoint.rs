@@ -113,7 +113,7 @@ pub(crate) fn checkpoint(machine: &impl Machine, what: &Checkpoint) -> Result<Ou
         Reply::Checkpointed(Err(why)) => {
             let job = job.to_string();
             let value = json!({ "job": job, "failed": why.to_string() });
-            Ok(Outcome { json: value, ..Outcome::complaint(format!("no checkpoint of {job}: {why}; the job goes on")) })
+            Ok(Outcome { json: vec![value], ..Outcome::complaint(format!("no checkpoint of {job}: {why}; the job goes on")) })
         }
         _ => Err(misfit()),
     }
@@ -173,7 +173,7 @@ pub(crate) fn restart(machine: &impl Machine, what: &Restart) -> Result<Outcome,
         }
         Reply::Restarted(Err(why)) => {
             let value = json!({ "set": set, "failed": why.to_string() });
-            Ok(Outcome { json: value, ..Outcome::complaint(format!("{set} was not started: {why}; nothing of it runs")) })
+            Ok(Outcome { json: vec![value], ..Outcome::complaint(format!("{set} was not started: {why}; nothing of it runs")) })
         }
         _ => Err(misfit()),
     }

@@ -4,12 +4,12 @@
 use sempa_proto::frame::{from_bytes, to_bytes};
 use sempa_proto::migration::Failure;
 use serde::{Deserialize, Serialize};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// Name of the file.
 const NAME: &str = "sempa-carry";
 /// Version of its content.
-const VERSION: u16 = 1;
+const VERSION: u16 = 2;
 /// Longest such file that is read, in bytes.
 const CARRY_BYTES_MAX: u64 = 1 << 20;
 /// Image files of one task at most.
@@ -23,6 +23,8 @@ pub(crate) struct Carry {
     pub(crate) output_pipe: u64,
     /// Numbers, inside the task's namespace, of processes that were stopped before the move stopped the others.
     pub(crate) stopped_before: Vec<i32>,
+    /// Files that it has open for writing, and their lengths in bytes at that time.
+    pub(crate) written: Vec<(PathBuf, u64)>,
     /// Name and length of each image file.
     images: Vec<(String, u64)>,
 }
@@ -32,8 +34,13 @@ impl Carry {
     ///
     /// # Errors
     /// When it cannot be read.
-    pub(crate) fn of(dir: &Path, output_pipe: u64, stopped_before: Vec<i32>) -> Result<Carry, Failure> {
-        Ok(Carry { version: VERSION, output_pipe, stopped_before, images: list(dir)? })
+    pub(crate) fn of(
+        dir: &Path,
+        output_pipe: u64,
+        stopped_before: Vec<i32>,
+        written: Vec<(PathBuf, u64)>,
+    ) -> Result<Carry, Failure> {
+        Ok(Carry { version: VERSION, output_pipe, stopped_before, written, images: list(dir)? })
     }
 
     /// Writes it next to the images; its length.
@@ -105,7 +112,7 @@ mod tests {
     fn a_cut_or_missing_image_is_found_before_the_engine_starts() {
         let dir = tempfile::tempdir().expect("dir");
         std::fs::write(dir.path().join("pages-1.img"), [7u8; 8192]).expect("write");
-        Carry::of(dir.path(), 5, vec![3]).expect("carry").write(dir.path()).expect("write");
+        Carry::of(dir.path(), 5, vec![3], Vec::new()).expect("carry").write(dir.path()).expect("write");
         let carry = Carry::read(dir.path()).expect("whole");
         assert_eq!((carry.output_pipe, carry.stopped_before.clone(), carry.image_bytes()), (5, vec![3], 8192));
         std::fs::write(dir.path().join("pages-1.img"), [7u8; 4096]).expect("write");

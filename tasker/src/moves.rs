@@ -16,7 +16,7 @@ use crate::verdict::{self, For};
 use crate::workers::{Outcome, Workers};
 use crate::written;
 use checkpoint::engine::{Cancel, DumpJob, Engine, Limits, Outside, RestoreJob};
-use checkpoint::facts::HashCache;
+use checkpoint::facts::{self, HashCache};
 use sempa_proto::migration::{Failure, Usage};
 use sempa_proto::task::RedirectAt;
 use sempa_proto::tasker::{DumpReport, FromTasker, Redirection, ToTasker};
@@ -70,7 +70,7 @@ enum Stage {
     /// There is room for it.
     Prepared,
     /// The engine builds it.
-    Restoring { worker: u64, carry: Carry, output: Output, redirection: Option<Redirection>, discard: bool },
+    Restoring { worker: u64, carry: Carry, output: Output, again: Option<Redirection>, discard: bool },
     /// It is built and stands still. The engine has ended, so that its death cannot take the task along once this copy is
     /// the only one.
     Held {
@@ -180,9 +180,7 @@ impl Supervisor {
             ToTasker::Dump { migration, tid, dir } => self.dump(migration, tid, dir),
             ToTasker::Continue { migration, tid } => self.continue_task(migration, tid),
             ToTasker::KillMoved { migration, tid } => self.kill_moved(migration, tid),
-            ToTasker::Restore { migration, tid, dir, redirection, cut } => {
-                self.restore(migration, tid, &dir, redirection, &cut);
-            }
+            ToTasker::Restore { migration, tid, dir, again } => self.restore(migration, tid, &dir, again),
             ToTasker::Run { migration, used, held } => self.run_held(migration, used, held),
             ToTasker::Discard { migration } => self.discard(migration),
             ToTasker::Start(_)
@@ -305,7 +303,7 @@ impl Supervisor {
         let (cancel, pid) = (limits.cancel.clone(), dumping.engine_pid());
         self.moves.workers.start(&cancel, Some(pid), move || {
             let result = dumping.finish(&limits).and_then(|report| {
-                let written = Carry::of(&dir, carried.0, carried.1)?.write(&dir)?;
+                let written = Carry::of(&dir, carried.0, carried.1, facts::written_files(&processes))?.write(&dir)?;
                 Ok(DumpReport { bytes: report.bytes + written, files: report.files + 1 })
             });
             if result.is_err() {
@@ -463,14 +461,7 @@ impl Supervisor {
         Ok(())
     }
 
-    fn restore(
-        &mut self,
-        migration: MigrationId,
-        tid: Tid,
-        dir: &Path,
-        redirection: Option<Redirection>,
-        cut: &[(PathBuf, u64)],
-    ) {
+    fn restore(&mut self, migration: MigrationId, tid: Tid, dir: &Path, again: Option<Redirection>) {
         let room = match self.moves.targets.get(&migration) {
             Some(Target { stage: Stage::Prepared, tid: of, .. }) if *of == tid => Ok(()),
             Some(_) => Err(Failure::Engine(format!("{migration} is not waiting for the images of {tid}"))),
@@ -479,7 +470,7 @@ impl Supervisor {
         if let Err(why) = room {
             return self.say(&FromTasker::Restored { migration, result: Err(why) });
         }
-        let started = written::cut_back(cut).and_then(|()| self.start_restore(migration, dir, redirection));
+        let started = self.start_restore(migration, dir, again);
         match (started, self.moves.targets.get_mut(&migration)) {
             (Ok(stage), Some(target)) => target.stage = stage,
             (Ok(_), None) => {}
@@ -491,11 +482,14 @@ impl Supervisor {
         &mut self,
         migration: MigrationId,
         dir: &Path,
-        redirection: Option<Redirection>,
+        again: Option<Redirection>,
     ) -> Result<Stage, Failure> {
         let target = self.moves.targets.get(&migration).ok_or(Failure::TaskEnded)?;
         let engine = self.moves.engine.as_ref().ok_or_else(|| self.broken())?;
         let carry = Carry::read(dir)?;
+        if again.is_some() {
+            written::cut_back(&carry.written)?;
+        }
         let io = |e: io::Error| Failure::Io(format!("cannot restore: {e}"));
         let (output, theirs) = Output::new().map_err(io)?;
         let limits = limits_for(carry.image_bytes())?;
@@ -516,16 +510,16 @@ impl Supervisor {
             Outcome::Restored { migration, result: built }
         };
         let worker = self.moves.workers.start(&cancel, Some(pid), build)?;
-        Ok(Stage::Restoring { worker, carry, output, redirection, discard: false })
+        Ok(Stage::Restoring { worker, carry, output, again, discard: false })
     }
 
     fn restored(&mut self, migration: MigrationId, result: Result<i32, Failure>) {
         let Some(target) = self.moves.targets.get_mut(&migration) else { return };
         let stage = std::mem::replace(&mut target.stage, Stage::Prepared);
-        let Stage::Restoring { carry, output, redirection, discard, .. } = stage else { return };
+        let Stage::Restoring { carry, output, again, discard, .. } = stage else { return };
         let adopted = result.and_then(|pid| {
             let pidfd = sys::pidfd_of(pid).map_err(|e| Failure::Io(format!("no descriptor for process {pid}: {e}")))?;
-            redirect(&target.namespace, redirection)?;
+            redirect(&target.namespace, again)?;
             Ok(Child { pid, pidfd })
         });
         match adopted {

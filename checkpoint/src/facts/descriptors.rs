@@ -140,6 +140,11 @@ pub(super) fn judge(fd: &Descriptor<'_>) -> Meaning {
     }
 }
 
+/// True if fdinfo says that the descriptor is open for writing.
+pub(super) fn is_written(info: &str) -> bool {
+    flags(info) & ACCESS_MODE != 0
+}
+
 /// True for what lies in the folder of a process under /proc.
 fn names_process(path: &Path) -> bool {
     let folder = path.strip_prefix("/proc").ok().and_then(|rest| rest.iter().next()?.to_str());

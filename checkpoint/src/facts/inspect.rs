@@ -1,6 +1,6 @@
 //! Looks at a living task through /proc: its facts, or the first thing about it that does not survive a move.
 
-use super::descriptors::{Descriptor, Kind, Meaning, judge};
+use super::descriptors::{Descriptor, Kind, Meaning, is_written, judge};
 use super::hash::HashCache;
 use super::{host, kernel, maps, sockets, strangers, sysv};
 use crate::status::Status;
@@ -248,6 +248,30 @@ fn descriptors(pid: i32, findings: &mut Findings) -> Result<(), Refusal> {
         }
     }
     Ok(())
+}
+
+/// The regular files with a name that these processes, which stand still, have open for writing, and their lengths in bytes.
+pub fn written_files(processes: &[i32]) -> Vec<(PathBuf, u64)> {
+    let mut files = BTreeMap::new();
+    for pid in processes {
+        let Ok(dir) = std::fs::read_dir(format!("/proc/{pid}/fd")) else { continue };
+        for entry in dir.flatten() {
+            let (path, number) = (entry.path(), entry.file_name());
+            let Ok(link) = std::fs::read_link(&path) else { continue };
+            let info = std::fs::read_to_string(format!("/proc/{pid}/fdinfo/{}", number.to_string_lossy()));
+            // Of what is no file a look at its length might block, and a file without a name travels.
+            if !link.is_absolute() || !info.is_ok_and(|info| is_written(&info)) {
+                continue;
+            }
+            if let Ok(meta) = std::fs::metadata(&path)
+                && meta.is_file()
+                && meta.nlink() > 0
+            {
+                files.insert(link, meta.len());
+            }
+        }
+    }
+    files.into_iter().collect()
 }
 
 fn descriptor(pid: i32, path: &Path, number: &str) -> io::Result<Meaning> {

@@ -19,4 +19,4 @@ mod sysv;
 pub use compare::{Found, Host, MEMORY_SLACK_BYTES, compare};
 pub use hash::{HASHES_MAX, HashCache};
 pub use host::ThisHost;
-pub use inspect::{Subject, inspect, resident_bytes};
+pub use inspect::{Subject, inspect, resident_bytes, written_files};

@@ -160,10 +160,9 @@ pub enum ToTasker {
         tid: Tid,
         /// Where the images are.
         dir: PathBuf,
-        /// What to write into it when it is there: a task from a checkpoint learns where it goes on.
-        redirection: Option<Redirection>,
-        /// Files that its user's tasks have written since the checkpoint: they are cut to these lengths in bytes.
-        cut: Vec<(PathBuf, u64)>,
+        /// It is started again from a checkpoint: files that have grown by what it wrote since then are cut back, and this
+        /// is written into it when it is there, so that it learns where it goes on.
+        again: Option<Redirection>,
     },
     /// Let the rebuilt task run. → [`FromTasker::Ran`]
     Run {

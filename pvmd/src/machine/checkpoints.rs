@@ -15,7 +15,7 @@ use sempa_proto::checkpoint::{
 };
 use sempa_proto::event::EventKind;
 use sempa_proto::host::{Held, Question};
-use sempa_proto::migration::{Failure, Report, Step, TaskFacts, Timeline};
+use sempa_proto::migration::{Failure, FileMatch, Report, Step, TaskFacts, Timeline};
 use sempa_proto::table::TaskInfo;
 use sempa_proto::task::{Redirect, Reply, Restart, ToTask};
 use sempa_proto::tasker::{Redirection, ToTasker};
@@ -24,10 +24,12 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// Jobs that are remembered for their checkpoints; one more is refused.
 const JOBS_MAX: usize = 1024;
-/// How often a checkpoint is begun again because the job was changing.
+/// How often a checkpoint is begun again because the job was changing, and how often a job that goes back is started.
 const TRIES_MAX: u32 = 10;
 /// Pause before that.
 const TRY_PAUSE: Micros = Micros::from_millis(200);
+/// Pause before a job that goes back is started once more.
+const RESTART_PAUSE: Micros = Micros::from_secs(2);
 /// How often it is looked whether the last tasks of a job that goes back are gone.
 const GONE_PAUSE: Micros = Micros::from_millis(20);
 /// Looks at most.
@@ -47,7 +49,7 @@ enum Doing {
     /// This checkpoint.
     Cutting(CutId),
     /// What is left of it is being ended, to go back to its newest set; so many looks so far.
-    Ending { lost: HostId, why: String, looks: u32 },
+    Ending { lost: Option<HostId>, why: String, looks: u32 },
     /// It is started again.
     Restarting,
 }
@@ -527,7 +529,7 @@ impl Machine {
             hosts.rotate_left(turn % many);
             let home = self.table.by_name(&part.host).map(|entry| entry.id).filter(|_| on.is_empty());
             hosts.sort_by_key(|host| Some(*host) != home);
-            candidates.push(Candidate { tid: part.tid, facts: part.facts.clone(), hosts });
+            candidates.push(Candidate { tid: part.tid, facts: without_lengths(&part.facts), hosts });
         }
         let line = keeping.line.max(meta.line).wrapping_add(1).max(1);
         Ok((meta.job, Timeline { line, members, same: meta.vm == keeping.founded }, candidates))
@@ -594,16 +596,25 @@ impl Machine {
         let Some(Wanted { set, waiter, why, meta, .. }) = keeping.wanted.remove(&number) else { return };
         let job = meta.as_ref().map(|meta| meta.job).unwrap_or_default();
         let members: BTreeSet<Tid> = meta.iter().flat_map(|meta| &meta.parts).map(|part| part.tid).collect();
-        let mut every = None;
+        let mut next = None;
+        // Else a host was lost meanwhile, and it goes back once more.
         if let Some(entry) = keeping.jobs.get_mut(&job).filter(|entry| entry.doing == Doing::Restarting) {
             entry.doing = Doing::Nothing;
+            entry.tries += 1;
             if result.is_ok() {
-                (entry.newest, every) = (Some((set.clone(), members.clone())), entry.every);
+                (entry.newest, next) = (Some((set.clone(), members.clone())), entry.every);
                 entry.members.clone_from(&members);
+                entry.tries = 0;
+            } else if waiter.is_none() && entry.tries < TRIES_MAX {
+                // What stands in the way may go away.
+                entry.doing = Doing::Ending { lost: None, why: why.clone(), looks: 0 };
+                next = Some(RESTART_PAUSE);
+            } else {
+                keeping.jobs.remove(&job);
             }
         }
-        if let Some(every) = every {
-            self.timer(every, Timer::Job(job));
+        if let Some(next) = next {
+            self.timer(next, Timer::Job(job));
         }
         if result.is_err() {
             members.iter().for_each(|tid| self.member_ended(*tid));
@@ -614,8 +625,6 @@ impl Machine {
         });
         if let Some((tid, id)) = waiter {
             self.reply(tid, id, Reply::Restarted(result));
-        } else if result.is_err() {
-            self.forget_job(job);
         }
     }
 
@@ -642,7 +651,7 @@ impl Machine {
         let redirect = Redirect { migration: id, tokens: vec![place.token(id)] };
         let bytes = redirect.in_memory().map_err(Failure::Engine)?;
         let PartRecord { mut record, waiting, .. } = part;
-        let redirection = Some(Redirection { place: record.redirect_at, bytes });
+        let again = Some(Redirection { place: record.redirect_at, bytes });
         let (mut output, mut trace) = Default::default();
         self.default_sinks(&mut output, &mut trace);
         let (hosts, epoch) = (self.table.hosts.iter().map(|host| host.id).collect(), self.table.epoch);
@@ -651,8 +660,7 @@ impl Machine {
         if record.tid != tid {
             return Err(bad(&format!("it is about {}, not about {tid}", record.tid)));
         }
-        let begins = arrival.begins.take().ok_or(Failure::TaskEnded)?;
-        let timeline = begins.timeline;
+        let timeline = arrival.begins.take().ok_or(Failure::TaskEnded)?;
         let known = |tid: Tid| timeline.same || timeline.members.contains(&tid);
         if !known(record.output.tid) {
             record.output = output;
@@ -662,12 +670,12 @@ impl Machine {
         }
         record.marks.retain(|mark| timeline.members.contains(&mark.peer));
         (record.hosts, record.epoch, record.rm) = (hosts, epoch, None);
-        let again = std::mem::take(&mut record.requests);
+        let open = std::mem::take(&mut record.requests);
         record.meetings.clear();
-        record.restart = Some(Restart { timeline, again });
+        record.restart = Some(Restart { timeline, again: open });
         arrival.take_whole(record, waiting);
         let dir = place.images(id);
-        Ok(ToTasker::Restore { migration: id, tid, dir, redirection, cut: begins.files })
+        Ok(ToTasker::Restore { migration: id, tid, dir, again })
     }
 
     // ---- going back
@@ -687,8 +695,13 @@ impl Machine {
         let name = self.table.get(host).map_or_else(|| host.to_string(), |entry| entry.name.clone());
         for (job, members) in concerned {
             let why = format!("{name} was lost");
+            let mut waiters = Vec::new();
             if let Some(entry) = self.keeping().and_then(|k| k.jobs.get_mut(&job)) {
-                entry.doing = Doing::Ending { lost: host, why, looks: 0 };
+                entry.doing = Doing::Ending { lost: Some(host), why, looks: 0 };
+                (waiters, entry.tries) = (std::mem::take(&mut entry.waiters), 0);
+            }
+            for (tid, id) in waiters {
+                self.reply(tid, id, Reply::Checkpointed(Err(CutFailure::HostLost(host))));
             }
             for tid in members {
                 if self.location(tid).is_some_and(|at| at != host) {
@@ -708,7 +721,7 @@ impl Machine {
         let left: Vec<Tid> = members(job, &mut entry.members, tasks).iter().map(|task| task.tid).collect();
         let Some((set, _)) = entry.newest.clone() else { return self.forget_job(job) };
         // The lost host is in the table until all daemons know; nothing is started before that.
-        if left.is_empty() && self.table.get(lost).is_none() {
+        if left.is_empty() && lost.is_none_or(|lost| self.table.get(lost).is_none()) {
             if let Some(entry) = self.keeping().and_then(|k| k.jobs.get_mut(&job)) {
                 entry.doing = Doing::Restarting;
             }
@@ -725,6 +738,16 @@ impl Machine {
         }
         self.timer(GONE_PAUSE, Timer::Job(job));
     }
+}
+
+/// What has to be there for a task that is started again. Files may have grown since, by what it wrote: they are cut back
+/// before it is built, and whether others have the length that they had the engine looks then.
+fn without_lengths(facts: &TaskFacts) -> TaskFacts {
+    let mut facts = facts.clone();
+    for file in facts.files.iter_mut().filter(|file| file.must == FileMatch::Length) {
+        file.must = FileMatch::Exists;
+    }
+    facts
 }
 
 /// The tasks of a job among all tasks: the first one, those that were members before, and everything that any of them has

@@ -9,6 +9,7 @@
 use super::suspend::Suspended;
 use super::tasks::{Inbox, Phase, Task};
 use super::{ConnId, Machine, Output};
+use sempa_proto::event::EventKind;
 use sempa_proto::host::{Carried, Held, HostMsg, Location, TaskRecord};
 use sempa_proto::migration::{Move, Timeline, Usage};
 use sempa_proto::suspend::Holds;
@@ -16,7 +17,6 @@ use sempa_proto::task::{RedirectAt, ToTask};
 use sempa_proto::tasker::ToTasker;
 use sempa_proto::{Epoch, HostId, Micros, MigrationId, Tid};
 use std::collections::BTreeSet;
-use std::path::PathBuf;
 
 /// Wait status of a task that was killed: signal 9.
 const KILLED: i32 = 9;
@@ -56,15 +56,7 @@ pub(super) struct Arrival {
     pub(super) signals: Vec<i32>,
     pub(super) pid: i32,
     /// It does not move: it is started again from a checkpoint.
-    pub(super) begins: Option<Begins>,
-}
-
-/// What is known of a task that is started again before its images are here.
-#[derive(Debug)]
-pub(super) struct Begins {
-    pub(super) timeline: Timeline,
-    /// Files that it may have written, and their length at the time of the checkpoint.
-    pub(super) files: Vec<(PathBuf, u64)>,
+    pub(super) begins: Option<Timeline>,
 }
 
 /// A task that has left; what still comes for it is handed over until all daemons know.
@@ -246,6 +238,11 @@ impl Machine {
         (task.pid, task.suspended) = (arrival.pid, arrival.suspended);
         for held in arrival.handed.drain().into_iter().chain(arrival.own.drain()) {
             task.inbox.push(held);
+        }
+        if task.restart.is_some() {
+            // To everybody else it begins.
+            let (parent, name, user) = (task.parent, task.name.clone(), self.config.uid);
+            self.record(EventKind::TaskStarted { tid, parent, name, user });
         }
         self.tasks.insert(task);
         if let Some(conn) = arrival.conn {

@@ -1,6 +1,6 @@
 //! Moves of tasks: the glue between the migration protocol and this daemon's tasks, tasker, images and tokens.
 
-use super::handover::{Arrival, Begins, Departed};
+use super::handover::{Arrival, Departed};
 use super::suspend::Suspended;
 use super::tasks::Task;
 use super::{Machine, Output};
@@ -8,7 +8,7 @@ use checkpoint::protocol::{
     Coordinator, CoordinatorOutput, Source, SourceEvent, SourceOutput, Target, TargetEvent, TargetOutput,
 };
 use sempa_proto::host::{HostMsg, Location};
-use sempa_proto::migration::{Cause, Failure, FileMatch, Move, Order, Parting, Refusal, Report, Step, TaskFacts, Usage};
+use sempa_proto::migration::{Cause, Failure, Move, Order, Parting, Refusal, Report, Step, Usage};
 use sempa_proto::suspend;
 use sempa_proto::table::TASK_SERVES;
 use sempa_proto::task::{LinkMark, MoveError, Reply, ToTask};
@@ -267,7 +267,7 @@ impl Machine {
             Order::Prepare { facts, suspended, timeline } => {
                 let token = self.config.place.token(id);
                 let mut arrival = Arrival::new(of.tid, id, of.from);
-                arrival.begins = timeline.map(|timeline| Begins { timeline, files: written_files(&facts) });
+                arrival.begins = timeline;
                 arrival.suspended = Suspended::from(None, self.now, suspended);
                 self.moves.arrivals.insert(of.tid, arrival);
                 self.moves.targets.insert(id, Target::new(of, facts, token));
@@ -439,7 +439,7 @@ impl Machine {
             }
             TargetOutput::Restore => {
                 let dir = self.config.place.images(id);
-                let restore = ToTasker::Restore { migration: id, tid, dir, redirection: None, cut: Vec::new() };
+                let restore = ToTasker::Restore { migration: id, tid, dir, again: None };
                 self.tell_tasker(restore);
             }
             TargetOutput::Run(Parting { used, suspended }) => {
@@ -628,12 +628,6 @@ impl Machine {
     fn each_source(&mut self, tid: Tid, event: SourceEvent) {
         self.moves.sources.values_mut().filter(|s| s.of().tid == tid).for_each(|s| s.handle(event.clone()));
     }
-}
-
-/// Files that a task may have written, with their lengths.
-fn written_files(facts: &TaskFacts) -> Vec<(std::path::PathBuf, u64)> {
-    let written = facts.files.iter().filter(|file| file.must == FileMatch::Exists);
-    written.map(|file| (file.path.clone(), file.bytes)).collect()
 }
 
 fn code_of(refusal: &Refusal) -> PvmError {

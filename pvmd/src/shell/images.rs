@@ -54,7 +54,8 @@ enum Mark {
 /// A transfer under way.
 #[derive(Debug)]
 struct Transfer {
-    stream: AbortHandle,
+    /// None for what is done on this host alone.
+    stream: Option<AbortHandle>,
     /// Reads or writes the files; ends soon after the stream.
     disk: JoinHandle<()>,
 }
@@ -118,7 +119,7 @@ impl Images {
             };
             let _ = inputs.send(Input::Event(Event::ImagesSent { migration, result })).await;
         });
-        self.transfers.insert(migration, Transfer { stream: stream.abort_handle(), disk });
+        self.transfers.insert(migration, Transfer { stream: Some(stream.abort_handle()), disk });
     }
 
     /// What is done by `complete` needs no way to another host: [`Event::ImagesReceived`] tells the end.
@@ -128,10 +129,11 @@ impl Images {
         complete: impl FnOnce(&Path) -> Result<(), Failure> + Send + 'static,
     ) {
         let (dir, inputs) = (self.place.images(migration), self.inputs.clone());
-        tokio::task::spawn_blocking(move || {
+        let disk = tokio::task::spawn_blocking(move || {
             let result = complete(&dir).map(|()| 0);
             let _ = inputs.blocking_send(Input::Event(Event::ImagesReceived { migration, result }));
         });
+        self.transfers.insert(migration, Transfer { stream: None, disk });
     }
 
     /// From now on the images of this move are taken from this host.
@@ -178,7 +180,7 @@ impl Images {
                 let _ = stream.stop(STREAM_REFUSED);
             }
         });
-        self.transfers.insert(migration, Transfer { stream: task.abort_handle(), disk });
+        self.transfers.insert(migration, Transfer { stream: Some(task.abort_handle()), disk });
     }
 
     /// Breaks off what is under way and removes the images.
@@ -188,7 +190,9 @@ impl Images {
         let dir = self.place.images(migration);
         tokio::spawn(async move {
             if let Some(Transfer { stream, disk }) = transfer {
-                stream.abort();
+                if let Some(stream) = stream {
+                    stream.abort();
+                }
                 // It notices at its next chunk that the stream has gone.
                 let _ = disk.await;
             }

@@ -242,6 +242,8 @@ impl State {
         match cause {
             Cause::Load { .. } => self.figures.moves_load += 1,
             Cause::Owner { .. } | Cause::Asked { .. } | Cause::Drain { .. } => self.figures.moves_owner += 1,
+            // By these nothing moves.
+            Cause::Checkpoint | Cause::Restart => {}
         }
         let id = MigrationId(self.numbers + 1);
         self.event(to, EventKind::Moved { id, tid, from, to, cause, bytes: IMAGE_BYTES, frozen: MOVE_TIME });

@@ -103,7 +103,7 @@ pub fn dumped(tasker: &mut Tasker, seen: &mut Vec<FromTasker>) -> Result<DumpRep
 }
 
 pub fn restore(tasker: &mut Tasker, tid: Tid, migration: MigrationId, dir: &Path) -> Result<i32, Failure> {
-    tasker.send(ToTasker::Restore { migration, tid, dir: dir.into(), redirection: None, cut: Vec::new() });
+    tasker.send(ToTasker::Restore { migration, tid, dir: dir.into(), again: None });
     tasker.until(&mut Vec::new(), |m| match m {
         FromTasker::Restored { result, .. } => Some(result.clone()),
         _ => None,

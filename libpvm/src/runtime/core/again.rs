@@ -8,7 +8,7 @@ impl Core {
     /// This process was started again from a checkpoint. Who was with it in there knows what it knows; whoever else it
     /// talked to has gone on, or does not exist.
     pub(super) fn begin_again(&mut self, restart: &Restart) {
-        let Timeline { line, members } = &restart.timeline;
+        let Timeline { line, members, .. } = &restart.timeline;
         self.line = *line;
         for (peer, link) in self.links.iter_mut().filter(|(_, link)| !link.is_gone()) {
             link.begin_timeline(*line, members.contains(peer));

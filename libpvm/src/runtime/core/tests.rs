@@ -19,6 +19,7 @@ fn core() -> Core {
         dsig: DSIG_X86_64,
         spawned: false,
         tracer: None,
+        restart: None,
     })
 }
 

@@ -269,6 +269,7 @@ fn seat(shared: &Shared, hello: &Hello, stream: &UnixStream) -> Option<Tid> {
         dsig: DSIG_X86_64,
         spawned: matches!(hello.claim, Claim::Spawned { .. }),
         tracer: None,
+        restart: None,
     });
     let (out, queue) = channel::<Parcel>();
     let seat = net.seats.entry(tid).or_default();

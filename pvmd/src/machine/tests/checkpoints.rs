@@ -243,6 +243,43 @@ fn a_job_goes_back_to_its_newest_set_when_a_host_is_lost() {
 }
 
 #[test]
+fn hosts_that_are_lost_at_any_moment_of_a_checkpoint_or_a_restart_leave_a_job_that_goes_on() {
+    for seed in seeds(80) {
+        let mut scene = Scene::new(seed, 5, 6);
+        scene.checkpoint(Some(Micros::from_millis(500))).unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+        let mut hosts: Vec<u16> = (2..=5).collect();
+        for _ in 0..3 {
+            let rounds = scene.sim.dice.roll(300);
+            scene.chatter(rounds);
+            let which = scene.sim.dice.roll(hosts.len() as u64) as usize;
+            scene.sim.kill_host(host(hosts.remove(which)));
+        }
+        let all = |sim: &Sim, tids: &[Tid]| {
+            tids.iter().all(|tid| {
+                let proc = &sim.procs[sim.proc_of(*tid)];
+                !proc.exited && proc.conn.is_some() && sim.nodes[&proc.host].alive
+            })
+        };
+        let tids = scene.tids.clone();
+        scene.sim.until("all run again", |sim| all(sim, &tids));
+        let mut quiet = 0;
+        // Checkpoints go on all the time, and a host may not be known to be lost yet.
+        while quiet < 2000 {
+            let runs = all(&scene.sim, &tids);
+            quiet = if runs && scene.all_heard() { quiet + 1 } else { 0 };
+            assert!(scene.sim.step(), "it has come to a stop (seed {seed})");
+        }
+        scene.chatter(60);
+        scene.until_all_are_back();
+        let mut looks = 0;
+        while !scene.all_heard() {
+            looks += 1;
+            assert!(looks < 50_000 && scene.sim.step(), "something was lost (seed {seed})");
+        }
+    }
+}
+
+#[test]
 fn members_of_a_group_meet_again_in_a_new_virtual_machine() {
     for seed in seeds(30) {
         let mut scene = Scene::new(seed, 3, 4);

@@ -191,9 +191,9 @@ impl Sim {
                 FromTasker::Continued { migration }
             }
             ToTasker::KillMoved { migration, .. } => FromTasker::SourceGone { migration, used: Usage::default() },
-            ToTasker::Restore { migration, redirection, .. } => {
+            ToTasker::Restore { migration, again, .. } => {
                 let result = self.step_result(4242);
-                if let (Some(redirection), true) = (redirection, result.is_ok()) {
+                if let (Some(redirection), true) = (again, result.is_ok()) {
                     self.build(on, migration, &redirection);
                 }
                 FromTasker::Restored { migration, result }
