@@ -593,7 +593,7 @@ impl Machine {
     fn restart_over(&mut self, number: u64, result: Result<RestartReport, RestartFailure>) {
         self.out.push_back(Output::CloseSet { restart: number });
         let Some(keeping) = self.keeping() else { return };
-        let Some(Wanted { set, waiter, why, meta, .. }) = keeping.wanted.remove(&number) else { return };
+        let Some(Wanted { set, waiter, why, meta, begun, .. }) = keeping.wanted.remove(&number) else { return };
         let job = meta.as_ref().map(|meta| meta.job).unwrap_or_default();
         let members: BTreeSet<Tid> = meta.iter().flat_map(|meta| &meta.parts).map(|part| part.tid).collect();
         let mut next = None;
@@ -616,7 +616,8 @@ impl Machine {
         if let Some(next) = next {
             self.timer(next, Timer::Job(job));
         }
-        if result.is_err() {
+        if result.is_err() && begun.is_some() {
+            // They may have been in their groups again already.
             members.iter().for_each(|tid| self.member_ended(*tid));
         }
         self.record(match &result {

@@ -199,6 +199,7 @@ impl Seat {
             dsig: DSIG_X86_64,
             spawned: matches!(claim, Claim::Spawned { .. }),
             tracer: None,
+            restart: None,
         }));
         if self.parent.is_task() {
             self.tell_siblings();

@@ -725,7 +725,7 @@ impl Sim {
     }
 
     /// The event log and the processes, for a run that went wrong.
-    fn story(&self) -> String {
+    pub(super) fn story(&self) -> String {
         let master = self.nodes[&HostId::MASTER].machine.master.as_ref().expect("it is the master");
         let events = master.events.since(0, 10_000).into_iter().map(|e| format!("{} {}", e.at.0, e.kind));
         let procs = self.procs.iter().enumerate().map(|(n, p)| {
