@@ -357,7 +357,8 @@ fn frames_of_somebody_else_and_acknowledgements_of_the_future_are_ignored() {
     link.handle(Micros(0), LinkEvent::RouteUp(RouteId(1)));
     link.send(Bytes::from_static(b"x"), Bytes::new()).expect("below the limit");
     assert!(matches!(link.poll(Micros(0)), Some(LinkOutput::Transmit(_))));
-    let frame = |src, kind, seq, ack| LinkFrame { src, dst: a, kind, seq, ack, line: 0, payload: Bytes::from_static(b"?") };
+    let frame =
+        |src, kind, seq, ack| LinkFrame { src, dst: a, kind, seq, ack, line: 0, payload: Bytes::from_static(b"?") };
     link.handle(Micros(1), LinkEvent::Frame(frame(c, LinkKind::Data { last: true }, 1, 1)));
     link.handle(Micros(1), LinkEvent::Frame(frame(b, LinkKind::Ack { resync: true }, 0, 99)));
     assert_eq!(link.poll(Micros(1)), None);
