@@ -1,7 +1,7 @@
 //! Benchmarks. `benches/wire.rs` and its neighbours measure single layers without any I/O (`cargo xtask bench micro`). This
 //! library is `cargo xtask bench peers`: the running system beside PVM 3.4.6, Open MPI and MPICH, in one run on one machine;
-//! `cargo xtask bench rm`: with and without the resource manager; and `cargo xtask bench balance`: a farm that is balanced
-//! beside one that is not.
+//! `cargo xtask bench rm`: with and without the resource manager; `cargo xtask bench balance`: a farm that is balanced
+//! beside one that is not; and `cargo xtask bench migrate`: tasks that are moved, beside bare CRIU.
 //!
 //! It measures and tells; it judges nothing that a test could rest on, because a loaded machine is slow without a defect.
 
@@ -11,6 +11,7 @@ mod figures;
 mod floor;
 mod machine;
 mod managed;
+mod moved;
 mod netpipe;
 mod plot;
 mod report;
@@ -24,6 +25,7 @@ use std::path::PathBuf;
 pub use balanced::{Balance, balanced};
 pub use figures::System;
 pub use managed::managed;
+pub use moved::{Migrate, migrated};
 
 /// Debian packages that the systems come from.
 pub const PACKAGES: [&str; 7] =

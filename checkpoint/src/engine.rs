@@ -101,7 +101,8 @@ pub trait Engine: Send + Sync {
     /// same dump may well succeed if it is started again. Clears away what an engine that was killed left in the way.
     fn may_try_again(&self, root: i32, failure: &Failure) -> bool;
 
-    /// Starts a restore. The restored task's root becomes a child of the calling process.
+    /// Starts a restore. The restored task's root becomes a child of the calling process. The images are good for this one
+    /// restore only: it may use them up.
     ///
     /// # Errors
     /// The engine's process could not be made; nothing of the task exists.

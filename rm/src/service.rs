@@ -446,13 +446,16 @@ impl<V: VmApi> Service<V> {
         if self.balance_at.is_some_and(|at| at <= now) {
             self.balance(now);
         }
-        if changed {
+        let share_due = self.share_due().is_some_and(|at| at <= now);
+        // Load that is not ours comes and goes unheard.
+        if changed || share_due {
             self.spawns.try_waiting(now);
         }
         self.spawns.tick(now);
         self.place(now);
         self.keep_suspended();
-        if self.share(now) {
+        // Whoever begins to wait only now finds out at once, too.
+        if self.share_due().is_some_and(|at| at <= now) && self.share(now) {
             self.spawns.try_waiting(now);
             self.place(now);
         }

@@ -4,10 +4,11 @@ mod idle;
 
 use idle::{NOW, h, idle};
 use proptest::prelude::*;
-use pvm_rm::decide::{Again, Ask, Fair, Owner, Policy, Snapshot, TaskView, UpDown, give_way, go_on, place};
+use pvm_rm::decide::{Again, Ask, Fair, HostView, Owner, Policy, Snapshot, TaskView, UpDown, give_way, go_on, place};
 use sempa_proto::task::SpawnRequest;
 use sempa_proto::{HostId, Micros, Tid};
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 fn t(host: u16, local: u32) -> Tid {
     Tid::task(h(host), local).expect("a task")
@@ -98,7 +99,167 @@ fn a_task_goes_on_where_it_is_when_there_is_room_else_where_there_is() {
     assert_eq!(go_on(&snapshot, &both, &none), [(t(1, 3), h(1), Again::At(h(2)))], "who has stood longest goes first");
 }
 
+/// Others keep so many processors of a host busy.
+fn foreign(snapshot: &mut Snapshot, host: u16, busy: f32) {
+    let host = snapshot.hosts.edit(h(host)).expect("a host");
+    let sampled = host.sample.as_mut().expect("it is watched");
+    let sample = &mut sampled.sample;
+    sampled.own = host.tasks.iter().filter(|task| task.computes()).count() as u32;
+    let demand = sampled.own as f32 + busy;
+    sample.busy = (demand / sample.cores as f32).min(1.0);
+    (sample.running, sample.load1) = (demand.round() as u32, demand);
+    snapshot.hosts.refresh(snapshot.now);
+}
+
+fn suspend(snapshot: &mut Snapshot, tid: Tid) -> HostId {
+    let on = |host: &&HostView| host.tasks.iter().any(|task| task.tid == tid);
+    let id = snapshot.hosts.iter().find(on).expect("it is somewhere").id;
+    let host = snapshot.hosts.edit(id).expect("a host");
+    host.tasks.iter_mut().find(|task| task.tid == tid).expect("it is there").suspended = true;
+    snapshot.hosts.refresh(snapshot.now);
+    id
+}
+
+#[test]
+fn load_that_is_not_ours_lets_nobody_stand_still() {
+    let mut snapshot = busy(2);
+    suspend(&mut snapshot, t(1, 1));
+    let gave_way = BTreeMap::from([(t(1, 1), Micros(NOW.0 - 60_000_000))]);
+    let none = BTreeSet::new();
+    foreign(&mut snapshot, 1, 3.0);
+    assert_eq!(go_on(&snapshot, &gave_way, &none), [(t(1, 1), h(1), Again::Here)], "it rather runs slowly");
+    snapshot.hosts.edit(h(2)).expect("a host").tasks.clear();
+    foreign(&mut snapshot, 2, 0.0);
+    assert_eq!(go_on(&snapshot, &gave_way, &none), [(t(1, 1), h(1), Again::At(h(2)))], "best of all where nobody is");
+    let newcomer = TaskView { user: 2, ..TaskView::new(t(1, 2), NOW) };
+    snapshot.hosts.edit(h(1)).expect("a host").tasks.push(newcomer);
+    foreign(&mut snapshot, 2, 3.0);
+    assert_eq!(go_on(&snapshot, &gave_way, &none), [(t(1, 1), h(1), Again::At(h(2)))], "slowly elsewhere, too");
+    snapshot.hosts.edit(h(2)).expect("a host").tasks.push(TaskView::new(t(2, 2), Micros(0)));
+    snapshot.hosts.refresh(NOW);
+    assert_eq!(go_on(&snapshot, &gave_way, &none), [], "but not beside whom it made room for, or in the way of others");
+}
+
+#[test]
+fn who_gave_way_goes_on_beside_those_beside_whom_it_was() {
+    let mut snapshot = busy(1);
+    let (before, since) = (Micros(NOW.0 - 90_000_000), Micros(NOW.0 - 60_000_000));
+    let host = snapshot.hosts.edit(h(1)).expect("a host");
+    host.tasks.push(TaskView { user: 1, ..TaskView::new(t(1, 2), NOW) });
+    host.tasks.push(TaskView { user: 3, ..TaskView::new(t(1, 3), before) });
+    suspend(&mut snapshot, t(1, 1));
+    let gave_way = BTreeMap::from([(t(1, 1), since)]);
+    let none = BTreeSet::new();
+    assert_eq!(go_on(&snapshot, &gave_way, &none), [(t(1, 1), h(1), Again::Here)]);
+    let host = snapshot.hosts.edit(h(1)).expect("a host");
+    host.tasks.push(TaskView { user: 2, ..TaskView::new(t(1, 4), since) });
+    snapshot.hosts.refresh(NOW);
+    assert_eq!(go_on(&snapshot, &gave_way, &none), [], "this one has come instead");
+    let host = snapshot.hosts.edit(h(1)).expect("a host");
+    host.tasks.pop();
+    Arc::make_mut(&mut host.terms.limits).cores = Some(2);
+    snapshot.hosts.refresh(NOW);
+    assert_eq!(go_on(&snapshot, &gave_way, &none), [], "two are there, and the owner allows no more");
+}
+
+#[test]
+fn a_part_of_a_processor_is_enough_to_go_on_with() {
+    let mut snapshot = busy(1);
+    suspend(&mut snapshot, t(1, 1));
+    let host = snapshot.hosts.edit(h(1)).expect("a host");
+    host.sample.as_mut().expect("it is watched").sample.share = 0.5;
+    snapshot.hosts.refresh(NOW);
+    let gave_way = BTreeMap::from([(t(1, 1), Micros(NOW.0 - 60_000_000))]);
+    assert_eq!(go_on(&snapshot, &gave_way, &BTreeSet::new()), [(t(1, 1), h(1), Again::Here)]);
+}
+
+/// All go on that may, until nobody does any more; hosts where they do are as they are to be.
+fn goes_on(
+    snapshot: &mut Snapshot,
+    gave_way: &mut BTreeMap<Tid, Micros>,
+    good: impl Fn(&HostView) -> bool,
+) -> Result<(), TestCaseError> {
+    loop {
+        let next = go_on(snapshot, gave_way, &BTreeSet::new());
+        if next.is_empty() {
+            return Ok(());
+        }
+        for (tid, from, again) in next {
+            let host = snapshot.hosts.edit(from).expect("a host");
+            let at = host.tasks.iter().position(|task| task.tid == tid).expect("it is there");
+            let task = TaskView { suspended: false, ..host.tasks.remove(at) };
+            let to = if let Again::At(to) = again { to } else { from };
+            snapshot.hosts.edit(to).expect("a host").tasks.push(task);
+            gave_way.remove(&tid);
+            prop_assert!(good(snapshot.host(to).expect("a host")), "{tid} goes on at {to}");
+        }
+        snapshot.hosts.refresh(snapshot.now);
+    }
+}
+
 proptest! {
+    /// Whatever others do on the hosts: who gave way does not disturb those who came instead, does not go on only to give way
+    /// again while somebody waits, and stands still no longer than those are there.
+    #[test]
+    fn who_gave_way_goes_on_when_those_are_gone_for_whom_it_did_and_not_before(
+        hosts in prop::collection::vec((1_u32..4, 0_u32..3, any::<bool>(), 0_u32..8, 0_u32..40), 1..20),
+        count in 1_u32..4, second in 1_u32..6, free in any::<bool>(),
+    ) {
+        let view = |(i, (cores, more, limited, ..)): (usize, &(u32, u32, bool, u32, u32))| {
+            let (index, tasks) = (i as u16 + 1, cores + more);
+            let mut host = idle(index, *cores, 0);
+            let task = |n| TaskView { user: 1, ..TaskView::new(t(index, n), Micros(NOW.0 - u64::from(n))) };
+            host.tasks = (1..=tasks).map(task).collect();
+            Arc::make_mut(&mut host.terms.limits).cores = (*limited || !free).then_some(tasks);
+            host
+        };
+        let mut snapshot = Snapshot::new(NOW, Policy::Load, hosts.iter().enumerate().map(view).collect());
+        for (i, (.., before, _)) in (1..).zip(&hosts) {
+            foreign(&mut snapshot, i, *before as f32 / 10.0);
+        }
+        let place_of = if free { "?free >= 1" } else { "" };
+        let ask_for = |count| SpawnRequest { place: place_of.into(), ..request(count) };
+        let (first, second) = (ask_for(count), ask_for(second));
+        let ask = |request| Ask { user: 2, request, count: request.count, caller: h(1), peers: &[], without: &[] };
+        let held = |snapshot: &Snapshot| {
+            let computing = |host: &HostView| host.tasks.iter().filter(|t| t.user == 1 && t.computes()).count();
+            snapshot.hosts.iter().map(computing).sum::<usize>() as u32
+        };
+        let gives = give_way(&snapshot, &shares(held(&snapshot)), &ask(&first));
+        if gives.is_empty() {
+            return Ok(());
+        }
+        let mut gave_way = BTreeMap::new();
+        for gives in gives {
+            suspend(&mut snapshot, gives.tid);
+            gave_way.insert(gives.tid, NOW);
+        }
+        // They get their places, and then others come and go on these hosts.
+        snapshot.now = NOW + Micros::from_secs(30);
+        for (n, host) in (1..).zip(place(&snapshot, &ask(&first)).hosts) {
+            let host = snapshot.hosts.edit(host.expect("there is room")).expect("a host");
+            host.tasks.push(TaskView { user: 2, ..TaskView::new(t(host.id.index(), 1000 + n), snapshot.now) });
+        }
+        for (i, (.., after)) in (1..).zip(&hosts) {
+            snapshot.hosts.edit(h(i)).expect("a host").sample.as_mut().expect("it is watched").at = snapshot.now;
+            foreign(&mut snapshot, i, *after as f32 / 10.0);
+        }
+        let waits = place(&snapshot, &ask(&second)).hosts.first().is_none_or(Result::is_err)
+            && give_way(&snapshot, &shares(held(&snapshot)), &ask(&second)).is_empty();
+        goes_on(&mut snapshot, &mut gave_way, |host| {
+            let own = host.tasks.iter().filter(|task| task.computes()).count();
+            own <= host.cores.max(1) as usize || host.tasks.iter().all(|task| task.user == 1 || !task.computes())
+        })?;
+        if waits {
+            let again = give_way(&snapshot, &shares(held(&snapshot)), &ask(&second));
+            prop_assert!(again.is_empty(), "{:?} went on for nothing", again);
+        }
+        snapshot.hosts.iter_mut().for_each(|host| host.tasks.retain(|task| task.user == 1));
+        snapshot.hosts.refresh(snapshot.now);
+        goes_on(&mut snapshot, &mut gave_way, |_| true)?;
+        prop_assert!(gave_way.is_empty(), "{:?} stand still, and nobody is in their way", gave_way);
+    }
+
     /// When those who are told to give way stand still, the request gets all its places; and nobody is told so for nothing.
     #[test]
     fn who_gives_way_makes_all_the_room_that_is_needed(

@@ -1,13 +1,17 @@
-//! Suspended jobs: real processes, judged by their own clocks and by the processor time that they get.
+//! Suspended jobs, and tasks that give way to another user's: real processes, judged by their own clocks and by the processor
+//! time that they get.
 
-use sempa_proto::cgroup;
+use pvm_rm::store::{Ledger, Shelf};
 use sempa_proto::event::EventKind;
+use sempa_proto::{Micros, Tid, cgroup};
 use sempa_tests::needs::testbed;
-use sempa_tests::run::must;
-use sempa_tests::testbed::Host;
+use sempa_tests::run::{Running, must};
+use sempa_tests::testbed::{ALICE_UID, Host, OLGA_UID};
 use sempa_tests::vm::{Settings, Task};
-use sempa_tests::{Vm, eventually};
+use sempa_tests::{Vm, eventually, programs};
 use serde_json::Value;
+use std::path::Path;
+use std::process::Stdio;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 const SOON: Duration = Duration::from_secs(60);
@@ -175,5 +179,84 @@ fn a_job_stays_suspended_when_the_resource_manager_is_killed_and_the_next_one_re
             if tasks.iter().all(|t| t.tid != alone) { Ok(()) } else { Err(format!("{tasks:?}")) }
         })
         .expect("a suspended task can be ended");
+    });
+}
+
+/// Has a resource manager that keeps its books in this folder find that a user has taken so much lately.
+fn has_taken(folder: &Path, user: u32, index: f64) {
+    let shelf = Shelf { dir: folder.to_path_buf(), name: "rm-pvm.redb".into() };
+    let (mut ledger, notes) = Ledger::open(Some(&shelf), user, Tid::NONE);
+    assert_eq!(notes, Vec::<String>::new());
+    ledger.books.set_indices(Micros(now()), [(user, index)]);
+    ledger.close();
+}
+
+/// Two hosts whose owners allow one task each; h2 serves under the login of alice, and root has taken much.
+fn with_two_users(test: impl FnOnce(&Vm)) {
+    let Some((bed, prefix)) = testbed(2) else { return };
+    let state = bed.folder().join("state");
+    let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
+    vm.add(&["h2 lo=alice"]).expect("it joins");
+    vm.program("hold").expect("gcc");
+    programs::compile("hold", &prefix, &bed.folder().join("alice/pvm3/bin/LINUX64")).expect("gcc");
+    for host in bed.hosts() {
+        let home = bed.folder().join("olga");
+        let mut owner = host.command_as(Some(("olga", OLGA_UID, &home)), "pvm");
+        owner.args(["owner", "limit", "1", "cores"]);
+        must(owner, SOON).expect("her word is believed");
+    }
+    has_taken(&state, 0, 100.0);
+    let mut manager = vm.command(bed.host(1), "pvm-rm");
+    manager.args(["--wait", "600", "--state"]).arg(&state);
+    let _manager = Running::start(manager, Stdio::null()).expect("it starts");
+    eventually(SOON, || {
+        let tasks = vm.tasks().map_err(|error| format!("{error:#}"))?;
+        let watchers = tasks.iter().filter(|task| task.name.ends_with("pvm-load-watcher") && task.pid > 0).count();
+        if watchers == 2 { Ok(()) } else { Err(format!("{watchers} watchers: {tasks:?}")) }
+    })
+    .unwrap_or_else(|error| panic!("{error}\n{}", vm.logs()));
+    test(&vm);
+    vm.halt().expect("halts");
+}
+
+fn why(vm: &Vm, tid: &str) -> String {
+    vm.pvm(&["why", tid]).and_then(|done| done.expect_good("why")).expect("an answer").out
+}
+
+#[test]
+fn who_has_taken_much_stands_still_while_another_user_has_his_place_and_goes_on_when_that_one_has_ended() {
+    with_two_users(|vm| {
+        let farm: Vec<String> = (0..2).map(|_| vm.spawn(&["hold", "1"]).expect("spawned")).collect();
+        let mut places: Vec<String> = farm.iter().map(|tid| vm.host_of(tid).expect("alive")).collect();
+        places.sort();
+        assert_eq!(places, ["h1", "h2"], "each host takes one");
+
+        let (host, home) = (vm.bed().host(2), vm.bed().folder().join("alice"));
+        let mut spawn = host.command_as(Some(("alice", ALICE_UID, &home)), "pvm");
+        spawn.args(["--json", "spawn", "hold", "1"]);
+        let spawn = Running::start(spawn, Stdio::null()).expect("the console runs");
+        let done = spawn.finish(SOON).and_then(|done| done.expect_good("spawn"));
+        let done = done.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+        let answer: Value = serde_json::from_str(done.out.trim()).expect("a value");
+        let theirs = answer["results"][0]["tid"].as_str().unwrap_or_else(|| panic!("{answer}")).to_string();
+
+        let gave_way: Vec<&String> = farm.iter().filter(|tid| task(vm, tid).suspended).collect();
+        let [gave_way] = gave_way[..] else { panic!("{gave_way:?} of {farm:?}\n{}", vm.logs()) };
+        assert_eq!(vm.host_of(&theirs).expect("alive"), vm.host_of(gave_way).expect("alive"));
+        let used = still(vm, gave_way);
+        let told = why(vm, gave_way);
+        assert!(told.contains(&format!("user {ALICE_UID} waits for a place and has taken less")), "{told}");
+        pass(now() + STAND);
+        assert_eq!(still(vm, gave_way), used, "it gets no processor time");
+
+        vm.pvm(&["kill", &theirs]).expect("pvm").expect_good("kill").expect("it ends");
+        let goes_on = || if task(vm, gave_way).suspended { Err("it is suspended".to_string()) } else { Ok(()) };
+        eventually(SOON, goes_on).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+        let told = why(vm, gave_way);
+        assert!(told.contains("for user 0 again"), "{told}");
+        let mut ask = vm.command(vm.bed().host(1), vm.home().join("pvm3/bin/LINUX64/hold"));
+        ask.args(["ask", gave_way]);
+        let answer = must(ask, SOON).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+        assert!(answer.out.contains("sum GOOD"), "{answer:?}");
     });
 }

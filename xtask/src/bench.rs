@@ -23,6 +23,8 @@ enum What {
     Balance,
     /// How soon guests stand still, by their own clocks, when people log in at random times
     Owners,
+    /// How long tasks stand still while they are moved, by their own clocks, beside bare CRIU
+    Migrate,
     /// Single layers and peers
     All,
 }
@@ -36,19 +38,22 @@ pub(crate) struct Words {
     /// peers: only these rows, such as `rtt8` or `rtt8*`; balance: only these repetitions, such as `2`, beside those measured before
     #[arg(long, value_name = "ROW")]
     only: Vec<String>,
-    /// peers, rm, balance: fewer repetitions and rounds
+    /// peers, rm, balance, migrate: fewer repetitions and rounds
     #[arg(long)]
     quick: bool,
-    /// peers, balance: repetitions of each measurement
+    /// peers, balance, migrate: repetitions of each measurement
     #[arg(long, value_name = "NUMBER")]
     repetitions: Option<usize>,
     /// owners: for so many minutes
     #[arg(long, value_name = "NUMBER", default_value_t = 10)]
     minutes: u64,
-    /// peers, rm, owners, balance: measure what is installed here instead of building and installing it
+    /// migrate: MiB that the tasks hold, such as `16,512`
+    #[arg(long, value_name = "MIB", value_delimiter = ',')]
+    sizes: Vec<u32>,
+    /// peers, rm, owners, balance, migrate: measure what is installed here instead of building and installing it
     #[arg(long, value_name = "DIR")]
     prefix: Option<PathBuf>,
-    /// peers, rm, owners, balance: where the table, JSON and plots go; a run of all rows goes to benches/results, one of some to target/bench
+    /// peers, rm, owners, balance, migrate: where the table, JSON and plots go; a run of all rows goes to benches/results, one of some to target/bench
     #[arg(long, value_name = "DIR")]
     results: Option<PathBuf>,
 }
@@ -71,6 +76,9 @@ pub(crate) fn run(words: &Words) -> Result<bool> {
     }
     if words.what == What::Balance {
         return balance(words);
+    }
+    if words.what == What::Migrate {
+        return migrate(words);
     }
     if words.what == What::Owners {
         setup::everything()?;
@@ -108,7 +116,7 @@ fn installed(words: &Words) -> Result<PathBuf> {
 
 /// Where results go: a whole run's to the project.
 fn results(words: &Words) -> Result<PathBuf> {
-    let whole = words.only.is_empty() && !words.quick;
+    let whole = words.only.is_empty() && words.sizes.is_empty() && !words.quick;
     let usual = if whole { setup::project().join("benches/results") } else { install::target()?.join("bench") };
     Ok(words.results.clone().unwrap_or(usual))
 }
@@ -124,6 +132,18 @@ fn balance(words: &Words) -> Result<bool> {
         repetitions: words.repetitions,
         only,
         results: words.results.clone().unwrap_or(usual),
+    })
+}
+
+fn migrate(words: &Words) -> Result<bool> {
+    setup::everything()?;
+    sempa_benches::migrated(&sempa_benches::Migrate {
+        prefix: installed(words)?,
+        own_build: words.prefix.is_none(),
+        quick: words.quick,
+        sizes: words.sizes.clone(),
+        repetitions: words.repetitions,
+        results: results(words)?,
     })
 }
 

@@ -17,6 +17,7 @@ mod rescue;
 pub use notes::KernelNotes;
 
 use crate::engine::{DumpJob, Dumping, Engine, Held, Limits, RestoreJob, Restoring};
+use nix::fcntl::{FallocateFlags, fallocate};
 use process::{Swrk, Word};
 use sempa_proto::migration::Failure;
 use sempa_proto::tasker::DumpReport;
@@ -38,6 +39,8 @@ const DUMP_LOG: &str = "dump.log";
 const RESTORE_LOG: &str = "restore.log";
 /// What the engine wrote on its standard error before its log was open.
 const STDERR: &str = "criu.stderr";
+/// A file that is there for a moment, to see what the file system can do.
+const HOLE: &str = "hole";
 
 /// CRIU at a certain path.
 #[derive(Clone, Debug)]
@@ -115,7 +118,9 @@ impl Engine for Criu {
 
     fn start_restore(&self, job: RestoreJob) -> Result<Box<dyn Restoring>, Failure> {
         let inherit = [&job.pid_namespace, &job.output];
-        let request = |images| options::restore(&job, images, RESTORE_LOG);
+        // The task then never needs its memory twice: images in memory turn into the task, page by page.
+        let uses_up = can_shrink(&job.dir);
+        let request = |images| options::restore(&job, images, RESTORE_LOG, uses_up);
         let swrk = self.start(&job.dir, RESTORE_LOG, &inherit, &[], request)?;
         Ok(Box::new(Restore { swrk }))
     }
@@ -159,6 +164,15 @@ impl Dumping for Dump {
         }
         measure(&self.dir).map_err(|e| Failure::Io(format!("cannot read {}: {e}", self.dir.display())))
     }
+}
+
+/// Whether parts of files in a directory can be given back to the file system. The engine takes a failure there for its own.
+fn can_shrink(dir: &Path) -> bool {
+    let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
+    let path = dir.join(HOLE);
+    let shrinks = File::create(&path).is_ok_and(|file| fallocate(&file, flags, 0, 1).is_ok());
+    let _ = std::fs::remove_file(path);
+    shrinks
 }
 
 /// Counts the files of a directory.
@@ -235,6 +249,15 @@ mod tests {
         assert_eq!(found.program(), Path::new("/bin/true"));
         let why = Criu::locate(|name| (name == "SEMPA_CRIU").then(|| "/no/criu".into())).expect_err("it is missing");
         assert!(why.contains("SEMPA_CRIU=/no/criu") && why.contains("cargo xtask criu"), "{why}");
+    }
+
+    #[test]
+    fn whether_files_can_shrink_is_found_out_and_leaves_nothing() {
+        let dir = tempfile::tempdir().expect("a directory");
+        // The kernel's own answer is as good as the other; a directory that is not there has none.
+        can_shrink(dir.path());
+        assert_eq!(std::fs::read_dir(dir.path()).expect("readable").count(), 0);
+        assert!(!can_shrink(&dir.path().join("none")));
     }
 
     #[test]

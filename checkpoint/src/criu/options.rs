@@ -46,10 +46,12 @@ pub(super) fn dump(job: &DumpJob, images: RawFd, log: &str) -> Vec<u8> {
     encode(Criu_req_type::DUMP, opts)
 }
 
-/// A restore of a child of the caller into the given namespace.
-pub(super) fn restore(job: &RestoreJob, images: RawFd, log: &str) -> Vec<u8> {
+/// A restore of a child of the caller into the given namespace. `uses_up`: what has been read of the images' memory is given
+/// back to the file system at once.
+pub(super) fn restore(job: &RestoreJob, images: RawFd, log: &str, uses_up: bool) -> Vec<u8> {
     let mut opts = common(images, log);
     opts.rst_sibling = Some(true);
+    opts.auto_dedup = Some(uses_up);
     let mut inherit = |key: String, fd: RawFd| {
         let mut entry = Inherit_fd::new();
         entry.key = Some(key);

@@ -78,9 +78,9 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// When [`Service::share`] has something to do.
+    /// When [`Service::share`] has something to do, or who waits is to be tried again although nothing was heard.
     pub(super) fn share_due(&self) -> Option<Micros> {
-        let wanted = !self.standing.gave_way.is_empty() || (self.options.conduct.give_way && self.spawns.waiting() > 0);
+        let wanted = !self.standing.gave_way.is_empty() || self.spawns.waiting() > 0;
         wanted.then_some(self.standing.share_at)
     }
 
@@ -161,12 +161,9 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// Has tasks give way to the request whose turn it is, and tasks go on for which there is room again. True when there
-    /// may be room for requests that wait.
+    /// Has tasks give way to the request whose turn it is, and tasks go on for which there is room again. Requests that find
+    /// a place as it is have it before that. True when there may be room for requests that wait.
     pub(super) fn share(&mut self, now: Micros) -> bool {
-        if self.share_due().is_none_or(|at| at > now) {
-            return false;
-        }
         self.standing.share_at = now + SHARE_PAUSE;
         let books = &self.memory.ledger.books;
         // What was decided a moment ago may not be in the log yet.
@@ -207,7 +204,7 @@ impl<V: VmApi> Service<V> {
                 Again::Here => self.end_of_giving_way(tid, format!("there is room on {here} for user {user} again")),
                 Again::At(to) => {
                     let there = self.model.host_name(to);
-                    let why = format!("it gave way on {here}, where others work now, and {there} is free");
+                    let why = format!("it gave way on {here}, where others work now, and there is room on {there}");
                     self.begin_move(now, tid, (from, to), migration::Cause::Load { why }, None);
                 }
             }

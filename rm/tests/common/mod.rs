@@ -68,6 +68,8 @@ pub(crate) struct World {
     holds: HashMap<Tid, suspend::Holds>,
     pub(crate) refuses_suspending: HashMap<Tid, PvmError>,
     pub(crate) watched: Vec<Tid>,
+    /// Part of the hosts' processors that somebody uses, and threads that want one, as watchers report it.
+    pub(crate) load: (f32, u32),
     events: u64,
     locals: HashMap<HostId, u32>,
     moves: u64,
@@ -235,7 +237,8 @@ impl World {
     }
 
     pub(crate) fn report(&mut self, watcher: Tid, host: HostId, owner: OwnerVerdict) {
-        let sample = LoadSample { cores: 2, ..LoadSample::default() };
+        let (busy, running) = self.load;
+        let sample = LoadSample { cores: 2, busy, running, load1: running as f32, ..LoadSample::default() };
         let why = match &owner {
             OwnerVerdict::Present { .. } => "alice on pts/0",
             OwnerVerdict::Maybe { .. } => "alice is idle on pts/0",

@@ -198,6 +198,48 @@ fn a_user_who_has_taken_much_gives_way_to_one_who_waits_and_goes_on_when_there_i
 }
 
 #[test]
+fn who_gave_way_goes_on_beside_load_that_is_not_ours_when_the_other_user_has_ended() {
+    let (_, mut bed, tids) = taken(true);
+    asks_for_one(&mut bed);
+    let gave_way = std::mem::take(&mut bed.world().suspends)[0].0;
+    let theirs = begun(&mut bed, other());
+    // Four processors' worth of threads on two.
+    bed.world().load = (1.0, 6);
+    live(&mut bed, 60);
+    assert_eq!(bed.world().suspends, [], "its place is taken");
+    bed.world().event(theirs[0].home().expect("a task"), ended(theirs[0]));
+    live(&mut bed, 20);
+    let suspends = std::mem::take(&mut bed.world().suspends);
+    assert!(matches!(&suspends[..], [(tid, false, Cause::Share { .. })] if *tid == gave_way), "{suspends:?}");
+    // A user waits whom it would not help.
+    asks_for_one(&mut bed);
+    live(&mut bed, 120);
+    assert_eq!(bed.world().suspends, [], "of {tids:?}");
+    bed.world().load = (1.0, 2);
+    live(&mut bed, 20);
+    let suspends = bed.world().suspends.clone();
+    assert!(matches!(&suspends[..], [(_, true, Cause::Share { .. })]), "{suspends:?}");
+}
+
+#[test]
+fn a_spawn_that_waits_finds_its_place_when_load_that_is_not_ours_has_gone() {
+    for give_way in [true, false] {
+        let (_, mut bed, tids) = taken(give_way);
+        bed.world().load = (1.0, 6);
+        live(&mut bed, 10);
+        for tid in &tids {
+            bed.world().event(tid.home().expect("a task"), ended(*tid));
+        }
+        asks_for_one(&mut bed);
+        live(&mut bed, 60);
+        assert_eq!(begun(&mut bed, other()), [], "the hosts are busy");
+        bed.world().load = (0.0, 0);
+        live(&mut bed, 20);
+        assert_eq!(begun(&mut bed, other()).len(), 1);
+    }
+}
+
+#[test]
 fn somebody_who_begins_behind_the_resource_manager_is_taken_for_the_user_that_he_is() {
     let (_, mut bed, _) = taken(true);
     let late = t(2, 9);

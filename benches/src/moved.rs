@@ -1,0 +1,392 @@
+//! `cargo xtask bench migrate`: how long a task stands still while it is moved, by its own clock, beside the same process
+//! moved by bare CRIU: dumped to memory, its images copied, restored. Both are there at the same time and take turns, so that
+//! a busy minute of the machine hurts both alike.
+
+use crate::figures::median;
+use crate::machine::Machine;
+use crate::plot::{Chart, Series};
+use anyhow::{Context, Result, bail};
+use sempa_proto::event::EventKind;
+use sempa_tests::run::{Running, eventually, must};
+use sempa_tests::vm::{Entry, Settings};
+use sempa_tests::{Testbed, Vm, needs, programs};
+use serde::Serialize;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+/// MiB that the tasks hold.
+const SIZES: [u32; 4] = [16, 128, 512, 2048];
+/// Those of a quick run.
+const SIZES_QUICK: [u32; 2] = [16, 128];
+/// Repetitions, and those of large tasks and of a quick run.
+const REPETITIONS: usize = 7;
+const REPETITIONS_FEW: usize = 3;
+/// From here on a task is large.
+const LARGE_MIB: u32 = 1024;
+/// The goal: so much longer than bare CRIU at most.
+const GOAL_MS: f64 = 30.0;
+/// Time for one step of either side.
+const STEP_TIME: Duration = Duration::from_secs(120);
+/// Where bare CRIU has its images: memory.
+const MEMORY: &str = "/dev/shm";
+
+/// How to measure.
+#[derive(Clone, Debug)]
+pub struct Migrate {
+    /// Where our programs are installed.
+    pub prefix: PathBuf,
+    /// They were built for this run, from these sources.
+    pub own_build: bool,
+    /// Small tasks, few times.
+    pub quick: bool,
+    /// MiB that the tasks hold; none: the usual ones.
+    pub sizes: Vec<u32>,
+    /// Repetitions, if not the usual number.
+    pub repetitions: Option<usize>,
+    /// Folder for table, JSON and plot.
+    pub results: PathBuf,
+}
+
+/// One move.
+#[derive(Clone, Debug, Serialize)]
+struct Once {
+    /// For so long the task did not run, by its own clock.
+    freeze_ms: f64,
+    /// From the command until it ran again.
+    total_ms: f64,
+    /// Of the images.
+    bytes: u64,
+    /// What the steps took, in their order; the last one ends when the task runs.
+    steps: Vec<(String, f64)>,
+}
+
+/// All moves of tasks of one size.
+#[derive(Clone, Debug, Serialize)]
+struct Size {
+    mib: u32,
+    bare: Vec<Once>,
+    ours: Vec<Once>,
+}
+
+#[derive(Debug, Serialize)]
+struct Results {
+    machine: Machine,
+    goal_ms: f64,
+    sizes: Vec<Size>,
+}
+
+/// Measures, prints a table, writes it, JSON and a plot after each size. True if the medians meet the goal.
+///
+/// # Errors
+/// Hosts cannot be made, a move fails, memory is not what it was, or the results cannot be written.
+pub fn migrated(how: &Migrate) -> Result<bool> {
+    if let Some(lack) = needs::lacks() {
+        bail!("bench migrate: {lack}");
+    }
+    let engine = needs::engine().context("bench migrate: no CRIU; cargo xtask criu gets one")?;
+    let usual = if how.quick { &SIZES_QUICK[..] } else { &SIZES[..] };
+    let sizes = if how.sizes.is_empty() { usual.to_vec() } else { how.sizes.clone() };
+    let few = |mib: u32| if mib >= LARGE_MIB || how.quick { REPETITIONS_FEW } else { REPETITIONS };
+    fs::create_dir_all(&how.results).with_context(|| how.results.display().to_string())?;
+    let bed = Testbed::new(2, Some(&how.prefix), &[])?;
+    let vm = Vm::start(&bed, Settings::default())?;
+    vm.add(&["h2"])?;
+    vm.program("memory")?;
+    let mut machine = Machine::describe(how.own_build, how.repetitions.unwrap_or(few(0)), how.quick);
+    let (mut all, mut good) = (Vec::new(), false);
+    for mib in sizes {
+        let times = how.repetitions.unwrap_or(few(mib));
+        all.push(one_size(&vm, &engine, mib, times).inspect_err(|_| eprintln!("{}", vm.logs()))?);
+        machine.look_again();
+        let (text, met) = table(&all);
+        let results = Results { machine: machine.clone(), goal_ms: GOAL_MS, sizes: all.clone() };
+        write(&how.results, &results, &text)?;
+        good = met;
+        println!("{text}");
+    }
+    vm.halt()?;
+    println!("written: {}", how.results.display());
+    Ok(good)
+}
+
+fn one_size(vm: &Vm<'_>, engine: &Path, mib: u32, times: usize) -> Result<Size> {
+    let mut bare = Bare::start(vm, engine, mib)?;
+    let mut ours = Ours::start(vm, mib)?;
+    let mut size = Size { mib, bare: Vec::new(), ours: Vec::new() };
+    for number in 0..=times {
+        for side in [number % 2, 1 - number % 2] {
+            let once = if side == 0 { bare.once() } else { ours.once() };
+            let once = once.with_context(|| format!("{mib} MiB, {}", ["bare CRIU", "ours"][side]))?;
+            eprintln!("bench migrate: {mib} MiB, {}: {:.0} ms", ["bare", "ours"][side], once.freeze_ms);
+            // The first one on each side finds everything cold.
+            if number > 0 {
+                if side == 0 { &mut size.bare } else { &mut size.ours }.push(once);
+            }
+        }
+    }
+    bare.end()?;
+    vm.pvm(&["kill", &ours.tid])?.expect_good("kill")?;
+    Ok(size)
+}
+
+fn now_us() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_micros() as u64)
+}
+
+fn ms(from: u64, to: u64) -> f64 {
+    to.saturating_sub(from) as f64 / 1e3
+}
+
+/// What a process of the program `memory` notes.
+#[derive(Debug)]
+struct Notes(PathBuf);
+
+impl Notes {
+    /// Waits until its memory is filled.
+    fn ready(&self) -> Result<()> {
+        eventually(STEP_TIME, || match self.lines()?.iter().any(|line| line == "ready") {
+            true => Ok(()),
+            false => Err(format!("{} does not say that it is ready", self.0.display())),
+        })
+    }
+
+    fn lines(&self) -> Result<Vec<String>, String> {
+        let text = fs::read_to_string(&self.0).unwrap_or_default();
+        let lines: Vec<String> = text.lines().map(str::to_string).collect();
+        if lines.iter().any(|line| line == "bad") {
+            Err("its memory is not what it was".to_string())
+        } else {
+            Ok(lines)
+        }
+    }
+
+    /// Waits until it runs again: the gap in its time that has this moment in it.
+    fn gap(&self, at: u64) -> Result<(u64, u64)> {
+        let gap = |line: &String| {
+            let mut words = line.strip_prefix("gap ")?.split(' ');
+            Some((words.next()?.parse::<u64>().ok()?, words.next()?.parse::<u64>().ok()?))
+        };
+        eventually(STEP_TIME, || {
+            let found = self.lines()?.iter().filter_map(gap).find(|(from, to)| *from <= at && at <= *to);
+            found.ok_or_else(|| format!("it did not stand still at {at}"))
+        })
+    }
+}
+
+/// A task of the virtual machine.
+struct Ours<'a> {
+    vm: &'a Vm<'a>,
+    tid: String,
+    notes: Notes,
+    /// Number of the last entry of the event log that was looked at.
+    seen: u64,
+}
+
+impl<'a> Ours<'a> {
+    fn start(vm: &'a Vm<'a>, mib: u32) -> Result<Ours<'a>> {
+        let notes = Notes(vm.bed().folder().join(format!("notes-{mib}-ours")));
+        let tid = vm.spawn(&["-h1", "memory", &mib.to_string(), &notes.0.display().to_string()])?;
+        notes.ready()?;
+        Ok(Ours { vm, tid, notes, seen: 0 })
+    }
+
+    fn once(&mut self) -> Result<Once> {
+        let to = if self.vm.host_of(&self.tid)? == "h1" { "h2" } else { "h1" };
+        let begin = now_us();
+        self.vm.migrate_when_ready(&self.tid, to)?.expect_good("migrate")?;
+        let events = self.vm.events()?;
+        let new = |entry: &&Entry| entry.number > self.seen && entry.at_us >= begin;
+        let mut steps: Vec<(String, u64)> = Vec::new();
+        let mut bytes = 0;
+        for entry in events.iter().filter(new) {
+            match &entry.kind {
+                EventKind::Moving { tid, step, .. } if tid.to_string() == self.tid => {
+                    steps.push((step.to_string(), entry.at_us));
+                }
+                EventKind::Moved { tid, bytes: all, .. } if tid.to_string() == self.tid => bytes = *all,
+                _ => {}
+            }
+        }
+        self.seen = events.last().map_or(self.seen, |entry| entry.number);
+        steps.sort_by_key(|(_, at)| *at);
+        let dumped = steps.iter().find(|(step, _)| step == "dump").context("the event log has no dump")?.1;
+        let (from, until) = self.notes.gap(dumped)?;
+        Ok(Once { freeze_ms: ms(from, until), total_ms: ms(begin, until), bytes, steps: spans(begin, &steps, until) })
+    }
+}
+
+/// What the steps took that ended then. What comes after the last but one ends when the task runs.
+fn spans(begin: u64, steps: &[(String, u64)], until: u64) -> Vec<(String, f64)> {
+    let mut before = begin;
+    let last = steps.len().saturating_sub(1);
+    let span = |(i, (step, at)): (usize, &(String, u64))| {
+        let at = if i == last { until } else { *at };
+        let took = ms(before, at);
+        before = at;
+        (step.clone(), took)
+    };
+    steps.iter().enumerate().map(span).collect()
+}
+
+/// The same process without a virtual machine.
+struct Bare {
+    engine: PathBuf,
+    folder: PathBuf,
+    notes: Notes,
+    /// The process, or the engine that has restored it and waits for it.
+    running: Running,
+    restored: bool,
+    pid: u32,
+}
+
+impl Bare {
+    fn start(vm: &Vm<'_>, engine: &Path, mib: u32) -> Result<Bare> {
+        let (bed, own) = (vm.bed(), std::process::id());
+        let prefix = bed.prefix().context("programs are installed")?;
+        let program = programs::compile("memory", prefix, &bed.home().join("pvm3/bin/LINUX64"))?;
+        let notes = Notes(bed.folder().join(format!("notes-{mib}-bare")));
+        let folder = Path::new(MEMORY).join(format!("sempa-bench-{own}"));
+        // Nothing that leads out of the process: a session of its own, and no output.
+        let mut command = Command::new("/bin/sh");
+        command.args(["-c", "exec setsid \"$@\" > /dev/null 2>&1", "sh"]).arg(program);
+        command.arg(mib.to_string()).arg(&notes.0).arg("alone");
+        command.current_dir("/").env("LD_LIBRARY_PATH", prefix.join("lib"));
+        let running = Running::start(command, Stdio::null())?;
+        let pid = running.id();
+        let bare = Bare { engine: engine.to_path_buf(), folder, notes, running, restored: false, pid };
+        bare.notes.ready()?;
+        Ok(bare)
+    }
+
+    fn criu(&self, word: &str, images: &Path) -> Command {
+        let mut command = Command::new(&self.engine);
+        command.arg(word).arg("-D").arg(images).args(["-o", "log", "--network-lock", "skip"]);
+        command
+    }
+
+    fn once(&mut self) -> Result<Once> {
+        let (from, to) = (self.folder.join("from"), self.folder.join("to"));
+        fs::create_dir_all(&from)?;
+        let mut dump = self.criu("dump", &from);
+        dump.args(["-t", &self.pid.to_string()]);
+        let begin = now_us();
+        must(dump, STEP_TIME)?;
+        // Its number must be free.
+        std::mem::replace(&mut self.running, Running::start(Command::new("true"), Stdio::null())?).finish(STEP_TIME)?;
+        let dumped = now_us();
+        let mut copy = Command::new("cp");
+        copy.arg("-r").arg(&from).arg(&to);
+        must(copy, STEP_TIME)?;
+        let copied = now_us();
+        self.running = Running::start(self.criu("restore", &to), Stdio::null())?;
+        self.restored = true;
+        let (stood, until) = self.notes.gap(dumped)?;
+        let bytes = fs::read_dir(&from)?.map(|entry| Ok(entry?.metadata()?.len())).sum::<Result<u64>>()?;
+        fs::remove_dir_all(&self.folder)?;
+        let steps = [("dump", begin, dumped), ("copy", dumped, copied), ("restore", copied, until)];
+        let steps = steps.map(|(step, from, to)| (step.to_string(), ms(from, to))).to_vec();
+        Ok(Once { freeze_ms: ms(stood, until), total_ms: ms(begin, until), bytes, steps })
+    }
+
+    fn end(self) -> Result<()> {
+        if self.restored { self.running.end_inside() } else { Ok(()) }
+    }
+}
+
+/// The table, and whether the goal is met.
+fn table(sizes: &[Size]) -> (String, bool) {
+    let middle = |all: &[Once], of: &dyn Fn(&Once) -> f64| median(all.iter().map(of).collect()).unwrap_or(f64::NAN);
+    let mut text = format!(
+        "{:>6} {:>6} {:>10} {:>10} {:>8} {:>8} {:>12} {:>12} {:>10}\n",
+        "MiB", "moves", "bare CRIU", "ours", "more", "goal", "whole, bare", "whole, ours", "MB, ours"
+    );
+    let mut good = true;
+    for Size { mib, bare, ours } in sizes {
+        let freeze = |all: &[Once]| middle(all, &|once| once.freeze_ms);
+        let whole = |all: &[Once]| middle(all, &|once| once.total_ms);
+        let more = freeze(ours) - freeze(bare);
+        let met = more <= GOAL_MS;
+        good &= met;
+        text.push_str(&format!(
+            "{mib:>6} {:>6} {:>10.0} {:>10.0} {more:>8.0} {:>8} {:>12.0} {:>12.0} {:>10.1}\n",
+            ours.len(),
+            freeze(bare),
+            freeze(ours),
+            if met { "met" } else { "missed" },
+            whole(bare),
+            whole(ours),
+            middle(ours, &|once| once.bytes as f64 / 1e6),
+        ));
+    }
+    text.push_str(&format!(
+        "milliseconds, medians: how long the task did not run by its own clock (goal: bare + {GOAL_MS} ms), and from the \
+         command until it ran again\n\nsteps:\n"
+    ));
+    for Size { mib, bare, ours } in sizes {
+        for (name, all) in [("bare", bare), ("ours", ours)] {
+            let Some(first) = all.first() else { continue };
+            let took = |(i, (step, _)): (usize, &(String, f64))| {
+                let of = |once: &Once| once.steps.get(i).map_or(f64::NAN, |(_, took)| *took);
+                format!("{step} {:.0}", middle(all, &of))
+            };
+            let steps: Vec<String> = first.steps.iter().enumerate().map(took).collect();
+            text.push_str(&format!("{mib:>6} {name}: {}\n", steps.join(", ")));
+        }
+    }
+    (text, good)
+}
+
+fn write(folder: &Path, results: &Results, text: &str) -> Result<()> {
+    let line = |name: &str, side: fn(&Size) -> &[Once], of: fn(&Once) -> f64| {
+        let point = |size: &Size| {
+            let middle = median(side(size).iter().map(of).collect())?;
+            Some((f64::from(size.mib), middle))
+        };
+        Series { name: name.to_string(), points: results.sizes.iter().filter_map(point).collect() }
+    };
+    let series = vec![
+        line("bare CRIU, standing still", |size| &size.bare, |once| once.freeze_ms),
+        line("ours, standing still", |size| &size.ours, |once| once.freeze_ms),
+        line("ours, the whole move", |size| &size.ours, |once| once.total_ms),
+    ];
+    let chart = Chart {
+        name: "migrate".to_string(),
+        title: "a move by the task's own clock, beside bare CRIU".to_string(),
+        x: "MiB that the task holds".to_string(),
+        y: "milliseconds".to_string(),
+        more_is_better: false,
+        series,
+    };
+    let mut files = vec![
+        ("migrate.txt", format!("{}{text}", results.machine.text())),
+        ("migrate.json", serde_json::to_string_pretty(results)? + "\n"),
+    ];
+    files.extend(chart.svg().map(|svg| ("migrate.svg", svg)));
+    for (name, text) in files {
+        let file = folder.join(name);
+        fs::write(&file, text).with_context(|| file.display().to_string())?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn steps_are_told_by_what_each_took_and_the_last_ends_when_the_task_runs() {
+        let steps = [("dump", 3_000), ("restore", 7_000), ("run", 8_000)].map(|(name, at)| (name.to_string(), at));
+        let spans: Vec<f64> = spans(1_000, &steps, 9_000).into_iter().map(|(_, took)| took).collect();
+        assert_eq!(spans, [2.0, 4.0, 2.0]);
+    }
+
+    #[test]
+    fn the_goal_is_met_by_the_medians() {
+        let once = |freeze_ms| Once { freeze_ms, total_ms: freeze_ms, bytes: 0, steps: Vec::new() };
+        let size = |ours: [f64; 3]| Size { mib: 16, bare: vec![once(100.0)], ours: ours.map(once).to_vec() };
+        assert!(table(&[size([90.0, 130.0, 900.0])]).1);
+        assert!(!table(&[size([90.0, 131.0, 900.0])]).1);
+    }
+}
