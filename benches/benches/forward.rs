@@ -92,8 +92,9 @@ fn a_frame_between_two_tasks(bencher: Bencher, tasks: usize) {
     let mut machine = daemon();
     let tids: Vec<Tid> = (1..=tasks).map(|number| enrol(&mut machine, number)).collect();
     let (src, dst) = (tids[0], tids[tasks - 1]);
-    let frame = LinkFrame { src, dst, kind: LinkKind::Data { last: true }, seq: 1, ack: 1, line: 0, payload: Bytes::new() }
-        .encode_head();
+    let frame =
+        LinkFrame { src, dst, kind: LinkKind::Data { last: true }, seq: 1, ack: 1, line: 0, payload: Bytes::new() }
+            .encode_head();
     let frame = Bytes::from([&frame[..], &[7; PAYLOAD]].concat());
     bencher.counter(ItemsCount::new(1usize)).bench_local(|| {
         machine.handle(Micros(3), &mut Nowhere, Event::TaskLink { conn: ConnId(1), frame: frame.clone() });

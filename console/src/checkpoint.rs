@@ -113,7 +113,10 @@ pub(crate) fn checkpoint(machine: &impl Machine, what: &Checkpoint) -> Result<Ou
         Reply::Checkpointed(Err(why)) => {
             let job = job.to_string();
             let value = json!({ "job": job, "failed": why.to_string() });
-            Ok(Outcome { json: vec![value], ..Outcome::complaint(format!("no checkpoint of {job}: {why}; the job goes on")) })
+            Ok(Outcome {
+                json: vec![value],
+                ..Outcome::complaint(format!("no checkpoint of {job}: {why}; the job goes on"))
+            })
         }
         _ => Err(misfit()),
     }
@@ -164,16 +167,16 @@ pub(crate) fn restart(machine: &impl Machine, what: &Restart) -> Result<Outcome,
             let name = |host: HostId| hosts.get(host).map_or_else(|| host.to_string(), |entry| entry.name.clone());
             let lines: Vec<String> =
                 report.tasks.iter().map(|(tid, host)| format!("{tid} runs on {}\n", name(*host))).collect();
-            let tasks: Vec<Value> = report
-                .tasks
-                .iter()
-                .map(|(tid, host)| json!({ "tid": tid.to_string(), "host": name(*host) }))
-                .collect();
+            let tasks: Vec<Value> =
+                report.tasks.iter().map(|(tid, host)| json!({ "tid": tid.to_string(), "host": name(*host) })).collect();
             Ok(Outcome::done(lines.concat(), json!({ "set": set, "tasks": tasks }), false))
         }
         Reply::Restarted(Err(why)) => {
             let value = json!({ "set": set, "failed": why.to_string() });
-            Ok(Outcome { json: vec![value], ..Outcome::complaint(format!("{set} was not started: {why}; nothing of it runs")) })
+            Ok(Outcome {
+                json: vec![value],
+                ..Outcome::complaint(format!("{set} was not started: {why}; nothing of it runs"))
+            })
         }
         _ => Err(misfit()),
     }
@@ -225,7 +228,10 @@ mod tests {
         let text = table(&[whole, broken]);
         let lines: Vec<&str> = text.lines().collect();
         assert_eq!(lines.len(), 3);
-        assert!(lines[1].starts_with("a-1    t40002  1970-01-01T00:00:00.000Z") && lines[1].ends_with("4096"), "{text}");
+        assert!(
+            lines[1].starts_with("a-1    t40002  1970-01-01T00:00:00.000Z") && lines[1].ends_with("4096"),
+            "{text}"
+        );
         assert_eq!(lines[2], "b    cannot be used: another key");
     }
 }

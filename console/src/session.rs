@@ -1,9 +1,9 @@
 //! Carries commands out: one call per command, from words to what is shown. It keeps what lasts between commands:
 //! aliases, options, the environment for tasks, and jobs.
 
+use crate::checkpoint;
 use crate::collect::{Collected, TAG_HOSTS};
 use crate::complete::Known;
-use crate::checkpoint;
 use crate::drain;
 use crate::format::{self, Names};
 use crate::help;

@@ -56,7 +56,8 @@ mod tests {
         let all = ["grown", "same", "shorter", "link"].map(|name| (path(name), 40));
         cut_back(&all).expect("all are ours");
         cut_back(&[(dir.path().to_path_buf(), 0), ("/dev/null".into(), 0)]).expect("no regular files");
-        let lengths = ["grown", "same", "shorter", "target"].map(|name| std::fs::read(path(name)).expect("there").len());
+        let lengths =
+            ["grown", "same", "shorter", "target"].map(|name| std::fs::read(path(name)).expect("there").len());
         assert_eq!(lengths, [40, 40, 10, 100]);
         assert!(matches!(cut_back(&[(path("missing"), 0)]), Err(Failure::Io(_))));
     }

@@ -403,7 +403,12 @@ fn many_tasks_with_one_working_directory_leave_at_once() {
     }
     for n in 1..=TASKS {
         let id = migration(n.into());
-        there.send(ToTasker::Restore { migration: id, tid: tid(n), dir: dir.path().join(format!("images-{n}")), again: None });
+        there.send(ToTasker::Restore {
+            migration: id,
+            tid: tid(n),
+            dir: dir.path().join(format!("images-{n}")),
+            again: None,
+        });
     }
     let mut restored = Vec::new();
     while restored.len() < TASKS as usize {

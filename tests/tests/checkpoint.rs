@@ -141,7 +141,8 @@ fn a_job_goes_back_to_its_newest_checkpoint_when_a_host_of_it_is_killed() {
             events.iter().filter(|entry| matches!(entry.kind, EventKind::Checkpointed { .. })).count()
         };
         let before = made(&vm);
-        let newer = eventually(LONG, || if made(&vm) > before { Ok(()) } else { Err("no newer checkpoint".to_string()) });
+        let newer =
+            eventually(LONG, || if made(&vm) > before { Ok(()) } else { Err("no newer checkpoint".to_string()) });
         newer.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
         job.go_on(&vm, 5);
         bed.host(lost).kill_all();
@@ -152,6 +153,31 @@ fn a_job_goes_back_to_its_newest_checkpoint_when_a_host_of_it_is_killed() {
         });
         back.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
     }
+    job.finish(&vm);
+    vm.halt().expect("halts");
+}
+
+#[test]
+fn a_resource_manager_goes_on_with_a_job_that_went_back() {
+    let Some((bed, _)) = testbed(3) else { return };
+    let settings = Settings { rm: Some("pvm-rm".into()), ..Settings::default() };
+    let vm = Vm::start(&bed, settings).expect("a virtual machine");
+    vm.add(&["h2", "h3"]).expect("the others join");
+    let job = Job::start(&vm, "-h2", 500);
+    job.go_on(&vm, 5);
+    checkpoint(&vm, &["--every", "1s", &job.tid]);
+    job.go_on(&vm, 5);
+    bed.host(2).kill_all();
+    let back = vm.event(LONG, "a job that went back", |entry| matches!(entry.kind, EventKind::Restarted { .. }));
+    back.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    let known = eventually(LONG, || {
+        let status = vm.pvm(&["job", "status", &job.tid]).map_err(|error| error.to_string())?;
+        let tasks = vm.tasks().map_err(|error| error.to_string())?;
+        let mut ours = tasks.iter().filter(|task| task.name == "ring_job");
+        if ours.all(|task| status.out.contains(&task.tid)) { Ok(()) } else { Err(format!("{status:?}")) }
+    });
+    known.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    vm.must_migrate(&job.tid, if vm.host_of(&job.tid).expect("alive") == "h1" { "h3" } else { "h1" });
     job.finish(&vm);
     vm.halt().expect("halts");
 }

@@ -11,7 +11,7 @@ use std::time::Duration;
 const SOON: Duration = Duration::from_secs(60);
 
 #[test]
-fn an_ordinary_user_runs_tasks_and_is_told_why_they_cannot_move() {
+fn an_ordinary_user_runs_tasks_and_is_told_why_they_can_neither_move_nor_be_checkpointed() {
     let Some((bed, _)) = testbed(2) else { return };
     let vm = Vm::start(&bed, Settings { as_alice: true, ..Settings::default() }).expect("a virtual machine");
     vm.add(&["h2"]).expect("h2 joins");
@@ -29,5 +29,13 @@ fn an_ordinary_user_runs_tasks_and_is_told_why_they_cannot_move() {
         .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
     let EventKind::MoveFailed { why: Failure::Refused(reasons), .. } = &entry.kind else { panic!("{entry:?}") };
     assert!(reasons.iter().any(|reason| matches!(reason, Refusal::NoEngine { .. })), "{reasons:?}");
+    let none = vm.pvm(&["checkpoint", &tid]).expect("ends");
+    assert!(
+        !none.good() && none.err.contains("cannot dump or restore") && none.err.contains("the job goes on"),
+        "{none:?}"
+    );
+    let mut ask = vm.command(bed.host(1), vm.home().join("pvm3/bin/LINUX64/hold"));
+    ask.args(["ask", &tid]);
+    assert!(must(ask, SOON).expect("it answers").out.contains("sum GOOD"));
     vm.halt().expect("halts");
 }

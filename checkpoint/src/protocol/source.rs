@@ -129,7 +129,8 @@ impl Source {
     /// True while the coordinator decides whether the task is suspended: from the report on it until the task is back or gone.
     pub fn is_decided_elsewhere(&self) -> bool {
         use State as S;
-        !self.keeps && matches!(self.state, S::Ready | S::Quiescing | S::Stopping | S::Dumping | S::Sending | S::Killing)
+        !self.keeps
+            && matches!(self.state, S::Ready | S::Quiescing | S::Stopping | S::Dumping | S::Sending | S::Killing)
     }
 
     /// True while the task stays and its library has not come back.

@@ -92,9 +92,7 @@ impl CutFailure {
     /// True if the same may well succeed in a moment: the job was changing.
     pub fn may_try_again(&self) -> bool {
         use Failure::TaskEnded;
-        let is_moving = |why: &Failure| {
-            matches!(why, Failure::Refused(all) if all.iter().all(|r| matches!(r, Refusal::AlreadyMoving(_) | Refusal::NotConnected)))
-        };
+        let is_moving = |why: &Failure| matches!(why, Failure::Refused(all) if all.iter().all(|r| matches!(r, Refusal::AlreadyMoving(_) | Refusal::NotConnected)));
         match self {
             CutFailure::Grew(_) => true,
             CutFailure::Task { why, .. } => *why == TaskEnded || is_moving(why),
@@ -169,7 +167,11 @@ impl fmt::Display for RestartFailure {
                 )
             }
             RestartFailure::Groups(names) => {
-                write!(f, "the groups {} have other members: a task cannot be in them at its old place", names.join(" "))
+                write!(
+                    f,
+                    "the groups {} have other members: a task cannot be in them at its old place",
+                    names.join(" ")
+                )
             }
             RestartFailure::NoHost(name) => write!(f, "there is no host {name} in the virtual machine"),
             RestartFailure::UnderWay => f.write_str("another restart or a checkpoint of this job is under way"),

@@ -494,11 +494,7 @@ impl Machine {
     }
 
     /// Where each task may be started, if nothing stands in the way.
-    fn plan_restart(
-        &self,
-        number: u64,
-        tasks: &[TaskInfo],
-    ) -> Result<(Tid, Timeline, Vec<Candidate>), RestartFailure> {
+    fn plan_restart(&self, number: u64, tasks: &[TaskInfo]) -> Result<(Tid, Timeline, Vec<Candidate>), RestartFailure> {
         let gone = || RestartFailure::Store("the set is not open any more".into());
         let keeping = self.master.as_ref().map(|master| &master.keeping).ok_or_else(gone)?;
         let wanted = keeping.wanted.get(&number).ok_or_else(gone)?;
@@ -691,8 +687,7 @@ impl Machine {
         let concerned = keeping.jobs.iter().filter(|(_, job)| {
             job.every.is_some() && job.newest.is_some() && !matches!(job.doing, Doing::Ending { .. }) && had(job)
         });
-        let concerned: Vec<(Tid, BTreeSet<Tid>)> =
-            concerned.map(|(tid, job)| (*tid, job.members.clone())).collect();
+        let concerned: Vec<(Tid, BTreeSet<Tid>)> = concerned.map(|(tid, job)| (*tid, job.members.clone())).collect();
         let name = self.table.get(host).map_or_else(|| host.to_string(), |entry| entry.name.clone());
         for (job, members) in concerned {
             let why = format!("{name} was lost");

@@ -178,11 +178,7 @@ impl Sets {
     }
 
     /// What unpacks a part of an open set into the directory that it is given.
-    pub(crate) fn unpack(
-        &self,
-        restart: u64,
-        tid: Tid,
-    ) -> impl FnOnce(&Path) -> Result<(), Failure> + Send + 'static {
+    pub(crate) fn unpack(&self, restart: u64, tid: Tid) -> impl FnOnce(&Path) -> Result<(), Failure> + Send + 'static {
         let set = lock(&self.open).get(&restart).cloned();
         move |dir| {
             let set = set.ok_or_else(|| Failure::Images("the set is not open any more".into()))?;
@@ -253,8 +249,10 @@ pub(crate) fn write_part(record: Box<PartRecord>) -> impl FnOnce(&Path) -> Resul
     move |dir| {
         let path = dir.join(PART_FILE);
         let failed = |e: std::io::Error| Failure::Io(format!("cannot write {}: {e}", path.display()));
-        let bytes = to_bytes(&*record).map_err(|e| failed(std::io::Error::new(ErrorKind::InvalidData, e.to_string())))?;
-        let mut file = std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path).map_err(failed)?;
+        let bytes =
+            to_bytes(&*record).map_err(|e| failed(std::io::Error::new(ErrorKind::InvalidData, e.to_string())))?;
+        let mut file =
+            std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path).map_err(failed)?;
         file.write_all(&bytes).map_err(failed)
     }
 }

@@ -125,8 +125,15 @@ fn a_late_acknowledgement_does_not_bring_a_dead_task_back() {
     let mut core = core();
     core.send(Micros(0), message(PEER, 1, Bytes::new())).expect("sent");
     tell(&mut core, ToTask::PeerGone { tid: PEER }).expect("noted");
-    let late =
-        LinkFrame { src: PEER, dst: ME, kind: LinkKind::Ack { resync: false }, seq: 0, ack: 2, line: 0, payload: Bytes::new() };
+    let late = LinkFrame {
+        src: PEER,
+        dst: ME,
+        kind: LinkKind::Ack { resync: false },
+        seq: 0,
+        ack: 2,
+        line: 0,
+        payload: Bytes::new(),
+    };
     let mut decoder = FrameDecoder::new();
     decoder.push(&encode_link(&late));
     let frame = decoder.next_frame().expect("good").expect("whole");

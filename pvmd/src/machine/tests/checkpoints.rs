@@ -222,7 +222,8 @@ fn a_job_goes_back_to_its_newest_set_when_a_host_is_lost() {
     for seed in seeds(60) {
         let mut scene = Scene::new(seed, 4, 6);
         scene.chatter(20);
-        let first = scene.checkpoint(Some(Micros::from_millis(600))).unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+        let first =
+            scene.checkpoint(Some(Micros::from_millis(600))).unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         let rounds = 100 + scene.sim.dice.roll(700);
         scene.chatter(rounds);
         let before = scene.sim.procs.len();

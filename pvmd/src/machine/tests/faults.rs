@@ -34,7 +34,8 @@ fn a_task_cannot_speak_for_another() {
     let (mut sim, console) = Sim::cluster(2, 2);
     let (liar, victim) = (sim.enrol(HostId::MASTER), sim.enrol(host(2)));
     let (src, dst) = (sim.procs[console].tid(), sim.procs[victim].tid());
-    let frame = LinkFrame { src, dst, kind: LinkKind::Data { last: true }, seq: 1, ack: 1, line: 0, payload: Bytes::new() };
+    let frame =
+        LinkFrame { src, dst, kind: LinkKind::Data { last: true }, seq: 1, ack: 1, line: 0, payload: Bytes::new() };
     let conn = sim.procs[liar].conn.expect("connected");
     let bytes: Bytes = frame.encode_head().to_vec().into();
     sim.proc_says(conn, HostId::MASTER, Event::TaskLink { conn, frame: bytes });

@@ -58,7 +58,11 @@ impl Sets {
 impl Sim {
     pub(super) fn dump_image(&mut self, on: HostId, migration: MigrationId, tid: Tid) {
         if let Some(proc) = self.procs.iter().find(|p| p.spawned == Some(tid) && p.host == on && !p.exited) {
-            assert!(proc.conn.is_none() && proc.quiesced.is_some(), "only who has let go is dumped (seed {})", self.seed);
+            assert!(
+                proc.conn.is_none() && proc.quiesced.is_some(),
+                "only who has let go is dumped (seed {})",
+                self.seed
+            );
             let part = Part { proc: Proc { mail: Vec::new(), ..proc.clone() }, record: None };
             self.sets.images.insert((on, migration), part);
         }
