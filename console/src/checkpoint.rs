@@ -22,6 +22,8 @@ pub(crate) struct Checkpoint {
     pub(crate) job: Tid,
     /// Again and again, with this pause; zero: not any more.
     pub(crate) every: Option<Duration>,
+    /// The job ends when its checkpoint is complete.
+    pub(crate) end: bool,
 }
 
 /// What `restart` says.
@@ -37,7 +39,7 @@ pub(crate) struct Restart {
 pub(crate) fn parse(args: &[String]) -> Result<Checkpoint, ParseError> {
     const COMMAND: &str = "checkpoint";
     let wrong = || ParseError::WrongArgs(COMMAND);
-    let (mut job, mut every) = (None, None);
+    let (mut job, mut every, mut end) = (None, None, false);
     let mut rest = args.iter();
     while let Some(arg) = rest.next() {
         let value = match arg.as_str() {
@@ -51,6 +53,7 @@ pub(crate) fn parse(args: &[String]) -> Result<Checkpoint, ParseError> {
                 every = Some(span(value).filter(|span| *span <= EVERY_MAX).ok_or_else(not)?);
             }
             None if arg == "--stop" => every = Some(Duration::ZERO),
+            None if arg == "--end" => end = true,
             None if arg.starts_with('-') => {
                 return Err(ParseError::UnknownFlag(arg.trim_start_matches('-').to_string()));
             }
@@ -61,7 +64,10 @@ pub(crate) fn parse(args: &[String]) -> Result<Checkpoint, ParseError> {
             None => return Err(wrong()),
         }
     }
-    Ok(Checkpoint { job: job.ok_or_else(wrong)?, every })
+    if end && every.is_some() {
+        return Err(wrong());
+    }
+    Ok(Checkpoint { job: job.ok_or_else(wrong)?, every, end })
 }
 
 /// Reads the words behind `restart`.
@@ -88,9 +94,9 @@ pub(crate) fn parse_restart(args: &[String]) -> Result<Restart, ParseError> {
 
 /// Has a job written to the store.
 pub(crate) fn checkpoint(machine: &impl Machine, what: &Checkpoint) -> Result<Outcome, Error> {
-    let Checkpoint { job, every } = what;
+    let Checkpoint { job, every, end } = what;
     let pause = every.map(|every| Micros(every.as_micros() as u64));
-    match machine.ask(Request::Checkpoint { job: *job, every: pause })? {
+    match machine.ask(Request::Checkpoint { job: *job, every: pause, end: *end })? {
         Reply::Done => {
             let text = format!("no more checkpoints of {job} by themselves; those that were made stay\n");
             Ok(Outcome::done(text, json!({ "job": job.to_string(), "every": null }), false))
@@ -104,8 +110,11 @@ pub(crate) fn checkpoint(machine: &impl Machine, what: &Checkpoint) -> Result<Ou
             if let Some(every) = every {
                 text.push_str(&format!("and again every {} s, until 'checkpoint --stop {job}'\n", every.as_secs()));
             }
+            if *end {
+                text.push_str(&format!("and ended; 'restart {}' starts it again\n", report.set));
+            }
             let value = json!({
-                "set": report.set, "job": job.to_string(), "tasks": tasks, "bytes": report.bytes,
+                "set": report.set, "ended": end, "job": job.to_string(), "tasks": tasks, "bytes": report.bytes,
                 "frozen_us": report.frozen.0, "every_s": every.map(|every| every.as_secs()),
             });
             Ok(Outcome::done(text, value, false))
@@ -195,11 +204,12 @@ mod tests {
         let job = Tid::from_raw(0x40002);
         let read = |line: &str| parse(&words(line));
         let every = |seconds| Some(Duration::from_secs(seconds));
-        assert_eq!(read("t40002"), Ok(Checkpoint { job, every: None }));
-        assert_eq!(read("--every 5m t40002"), Ok(Checkpoint { job, every: every(300) }));
-        assert_eq!(read("t40002 --every=2h"), Ok(Checkpoint { job, every: every(7200) }));
-        assert_eq!(read("t40002 --stop"), Ok(Checkpoint { job, every: every(0) }));
-        for line in ["", "t40002 t40003", "t40002 --every"] {
+        assert_eq!(read("t40002"), Ok(Checkpoint { job, every: None, end: false }));
+        assert_eq!(read("--every 5m t40002"), Ok(Checkpoint { job, every: every(300), end: false }));
+        assert_eq!(read("t40002 --every=2h"), Ok(Checkpoint { job, every: every(7200), end: false }));
+        assert_eq!(read("t40002 --stop"), Ok(Checkpoint { job, every: every(0), end: false }));
+        assert_eq!(read("--end t40002"), Ok(Checkpoint { job, every: None, end: true }));
+        for line in ["", "t40002 t40003", "t40002 --every", "t40002 --end --stop", "--end --every 5m t40002"] {
             assert_eq!(read(line), Err(ParseError::WrongArgs("checkpoint")), "{line}");
         }
         for line in ["t40002 --every 0s", "t40002 --every soon", "t80000", "x"] {

@@ -35,10 +35,10 @@ pub(crate) const COMMANDS: &[Entry] = &[
     Entry {
         name: "checkpoint",
         summary: "Write all tasks of a job to the store, as they are at one moment",
-        detail: "Syntax:  checkpoint [ --every time | --stop ] tid\nThe job is this task and everything that it and its \
+        detail: "Syntax:  checkpoint [ --every time | --stop | --end ] tid\nThe job is this task and everything that it and its \
                  descendants have spawned. Its tasks stand still\nwhile they are written; all others go on. With --every (as \
                  30s, 5m) it is done again and again, and the\njob goes back to its newest checkpoint when a host is lost that \
-                 had tasks of it.\nThe store is on the master's host: $SEMPA_STORE, or ~/.local/state/sempa/checkpoints.\n",
+                 had tasks of it.\nWith --end the job ends when its checkpoint is complete; 'restart' starts it again.\nThe store is on the master's host: $SEMPA_STORE, or ~/.local/state/sempa/checkpoints.\n",
     },
     Entry {
         name: "checkpoints",
@@ -60,8 +60,10 @@ pub(crate) const COMMANDS: &[Entry] = &[
     Entry {
         name: "drain",
         summary: "Have all tasks leave a host, and keep others away",
-        detail: "Syntax:  drain host [ --deadline time ]\nReturns when the host is empty, or at the deadline (as 30s, 5m), or when \
+        detail: "Syntax:  drain host [ --deadline time ] [ --checkpoint ]\nReturns when the host is empty, or at the deadline (as 30s, 5m), or when \
                  nothing has left for 10 s,\nwith what is still there and why; the order stands until 'undrain'.\n\
+                 With --checkpoint the jobs of tasks that are there then are checkpointed and ended, but for those whose\nfirst task was \
+                 started by hand and is alive.\n\
                  Tasks that were started by hand, and what belongs to the host, stay.\nThe resource manager moves the tasks.\n",
     },
     Entry { name: "echo", summary: "Print the arguments", detail: "Syntax:  echo [ word ... ]\n" },

@@ -113,6 +113,13 @@ fn a_job_goes_on_in_a_new_virtual_machine_when_the_whole_old_one_is_gone() {
     let alive = pvm(&vm, &["restart", &set]);
     assert!(!alive.good() && alive.err.contains("are alive"), "{alive:?}");
     job.go_on(&vm, 15);
+    let ended = vm.json(&["checkpoint", "--end", &job.tid]).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    assert_ne!(ended[0]["set"].as_str(), Some(&*set), "{ended:?}");
+    let gone = eventually(LONG, || {
+        let left = vm.tasks().map_err(|error| error.to_string())?;
+        if left.iter().any(|task| task.name == "ring_job") { Err(format!("{left:?}")) } else { Ok(()) }
+    });
+    gone.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
     vm.halt().expect("halts");
 
     let vm = Vm::start(&bed, Settings::default()).expect("another virtual machine");

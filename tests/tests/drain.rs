@@ -106,6 +106,31 @@ fn a_drained_host_is_left_by_all_kept_empty_by_the_next_resource_manager_and_use
 }
 
 #[test]
+fn what_nobody_takes_leaves_a_drained_host_as_a_checkpoint() {
+    with_three_hosts(Some("pvm-rm"), |vm| {
+        let place = |n: usize| vm.bed().host(n).path("/tmp/only-there");
+        std::fs::create_dir(place(2)).expect("made");
+        let tid = vm.spawn(&["-h2:/tmp/only-there", "hold", "2"]).expect("spawned");
+        lives(vm, &tid);
+        let done = pvm(vm, &["drain", "h2", "--deadline", "2s", "--checkpoint"]);
+        assert!(done.good() && done.out.contains("h2 is empty after "), "{done:?}\n{}", vm.logs());
+        let says = done.out.lines().find_map(|line| line.strip_prefix(&format!("job {tid} has ended; 'restart ")));
+        let set = says.and_then(|rest| rest.split('\'').next()).unwrap_or_else(|| panic!("{done:?}"));
+        let gone = eventually(SOON, || {
+            let left = vm.tasks().map_err(|error| error.to_string())?;
+            if left.iter().any(|task| task.tid == tid) { Err(format!("{left:?}")) } else { Ok(()) }
+        });
+        gone.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+        let not_there = pvm(vm, &["restart", set, "--on", "h3"]);
+        assert!(!not_there.good() && not_there.err.contains("/tmp/only-there"), "{not_there:?}");
+        std::fs::create_dir(place(3)).expect("made");
+        let again = pvm(vm, &["restart", set, "--on", "h3"]);
+        assert!(again.good() && again.out == format!("{tid} runs on h3\n"), "{again:?}\n{}", vm.logs());
+        lives(vm, &tid);
+    });
+}
+
+#[test]
 fn without_a_resource_manager_drain_says_what_is_missing_and_changes_nothing() {
     with_three_hosts(None, |vm| {
         let done = pvm(vm, &["drain", "h2"]);

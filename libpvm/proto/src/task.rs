@@ -421,6 +421,9 @@ pub enum Request {
         /// From now on again and again, with this between the end of one and the beginning of the next; zero: no more. When a
         /// host is lost the job then goes back to its newest checkpoint.
         every: Option<Micros>,
+        /// When the checkpoint is complete its tasks are ended, wherever they have got meanwhile: the job can be started again
+        /// from it. If there is none, they go on.
+        end: bool,
     },
     /// What lies in the store. → [`Reply::Sets`]
     Sets,

@@ -61,6 +61,8 @@ struct Job {
     /// Pause between checkpoints; none when they are made on demand only.
     every: Option<Micros>,
     waiters: Vec<(Tid, RequestId)>,
+    /// It is to end when its checkpoint is complete.
+    ends: bool,
     tries: u32,
     /// All that were ever seen to belong to it.
     members: BTreeSet<Tid>,
@@ -155,7 +157,13 @@ impl Machine {
     // ---- what is wanted
 
     /// Master: somebody wants a checkpoint.
-    pub(super) fn checkpoint_wanted(&mut self, tid: Tid, id: RequestId, job: Tid, every: Option<Micros>) {
+    pub(super) fn checkpoint_wanted(
+        &mut self,
+        (tid, id): (Tid, RequestId),
+        job: Tid,
+        every: Option<Micros>,
+        end: bool,
+    ) {
         let Some(keeping) = self.keeping() else { return };
         if keeping.jobs.len() >= JOBS_MAX && !keeping.jobs.contains_key(&job) {
             let reason = format!("{JOBS_MAX} jobs have checkpoints already; no more are remembered");
@@ -171,6 +179,7 @@ impl Machine {
             None => {}
         }
         entry.waiters.push((tid, id));
+        entry.ends |= end && matches!(entry.doing, Doing::Nothing | Doing::Counting);
         match entry.doing {
             Doing::Nothing => self.begin_count(job),
             // Who comes while one is being counted has that one; one that stands still already may be too old for him.
@@ -343,6 +352,10 @@ impl Machine {
         }
         entry.tries = 0;
         let waiters = std::mem::take(&mut entry.waiters);
+        let ends = std::mem::take(&mut entry.ends) && result.is_ok();
+        if ends {
+            entry.every = None;
+        }
         let every = entry.every;
         if let Ok(report) = &result {
             entry.newest = Some((report.set.clone(), report.tasks.iter().copied().collect()));
@@ -354,6 +367,9 @@ impl Machine {
             _ if gone => self.forget_job(job),
             (_, Some(every)) => self.timer(every, Timer::Job(job)),
             _ => {}
+        }
+        for tid in result.iter().filter(|_| ends).flat_map(|report| report.tasks.clone()) {
+            self.ask_about(tid, Question::Signal { tid, signal: SIGKILL }, Asker::Nobody);
         }
         self.record(match &result {
             Ok(SetReport { set, tasks, bytes, frozen, .. }) => EventKind::Checkpointed {

@@ -114,7 +114,7 @@ impl Machine {
             Request::DelHosts { names } => self.delete_hosts(tid, id, &names),
             Request::Mailbox(request) => self.mailbox_request(tid, id, request),
             Request::Group(request) => self.group_request(tid, id, request),
-            Request::Checkpoint { job, every } => self.checkpoint_wanted(tid, id, job, every),
+            Request::Checkpoint { job, every, end } => self.checkpoint_wanted((tid, id), job, every, end),
             Request::Sets => self.out.push_back(Output::ListSets { tid, id }),
             Request::Restart { set, on } => self.restart_wanted(tid, id, set, on),
             Request::Migrate { tid: task, to, cause, wait } => self.begin_move(tid, id, task, &to, cause, wait),

@@ -77,12 +77,12 @@ impl Scene {
 
     fn begin_checkpoint(&mut self, every: Option<Micros>) -> RequestId {
         let job = self.job();
-        self.sim.request(self.console, Request::Checkpoint { job, every })
+        self.sim.request(self.console, Request::Checkpoint { job, every, end: false })
     }
 
     fn checkpoint(&mut self, every: Option<Micros>) -> Result<SetReport, CutFailure> {
         let job = self.job();
-        let reply = self.sim.ask(self.console, Request::Checkpoint { job, every });
+        let reply = self.sim.ask(self.console, Request::Checkpoint { job, every, end: false });
         let Reply::Checkpointed(result) = reply else { panic!("{reply:?}") };
         result
     }
@@ -332,6 +332,38 @@ fn a_set_whose_tasks_are_alive_is_not_started_a_second_time() {
     assert_eq!(no_host, Err(RestartFailure::NoHost("nowhere".into())));
     let places = scene.restart(&report.set, &["h2"]).expect("all are gone");
     assert!(places.iter().all(|(_, at)| *at == host(2)), "{places:?}");
+}
+
+#[test]
+fn a_job_that_is_to_end_with_its_checkpoint_ends_when_that_is_complete_and_not_before() {
+    let mut ended = 0;
+    for seed in seeds(60) {
+        let mut scene = Scene::new(seed, 3, 4);
+        scene.chatter(30);
+        scene.sim.faults.step_fails_percent = 6;
+        let job = scene.job();
+        let reply = scene.sim.ask(scene.console, Request::Checkpoint { job, every: None, end: true });
+        scene.sim.faults.step_fails_percent = 0;
+        let tids = scene.tids.clone();
+        match reply {
+            Reply::Checkpointed(Ok(report)) => {
+                ended += 1;
+                scene.sim.until("all have ended", |sim| tids.iter().all(|tid| !is_listed(sim, *tid)));
+                scene.sim.pass(Micros::from_millis(50));
+                scene.restart(&report.set, &[]).unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+                scene.until_all_are_back();
+            }
+            Reply::Checkpointed(Err(_)) => scene.until_all_are_back(),
+            other => panic!("{other:?}"),
+        }
+        scene.chatter(40);
+        let mut looks = 0;
+        while !scene.all_heard() {
+            looks += 1;
+            assert!(looks < 10_000 && scene.sim.step(), "something was lost (seed {seed})");
+        }
+    }
+    assert!(ended > 5, "{ended} have ended");
 }
 
 #[test]
