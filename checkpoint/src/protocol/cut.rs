@@ -235,6 +235,13 @@ impl Cuts {
         self.order_all(number, &Order::Write);
     }
 
+    /// A host does not say which tasks it has.
+    pub fn not_counted(&mut self, number: CutId, host: HostId) {
+        if self.open.get(&number).is_some_and(|cut| cut.stage == Stage::Counting) {
+            self.fail(number, CutFailure::HostLost(host));
+        }
+    }
+
     /// The set is sealed, or could not be.
     pub fn sealed(&mut self, number: CutId, result: Result<(), String>) {
         let Some(cut) = self.open.get(&number).filter(|cut| cut.stage == Stage::Sealing) else { return };

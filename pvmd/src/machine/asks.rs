@@ -27,7 +27,7 @@ pub(super) enum Asker {
     /// Whether a member of a group is alive.
     Member { tid: Tid },
     /// One part of a count of the tasks that a checkpoint or a restart is about.
-    Count(u64),
+    Count { count: u64, host: HostId },
     /// Nobody: what was asked for shows by itself.
     Nobody,
     /// What the task of a survey is.
@@ -186,7 +186,7 @@ impl Machine {
             (Answer::Elsewhere(host), asker) => self.ask_on(host, pending.question, asker, pending.hops + 1),
             (Answer::Reply(reply), Asker::Task { tid, id }) => self.reply(tid, id, reply),
             (Answer::Reply(Reply::Tasks(tasks)), Asker::Gather(gather)) => self.gathered(gather, tasks),
-            (Answer::Reply(Reply::Tasks(tasks)), Asker::Count(count)) => self.counted(count, tasks),
+            (Answer::Reply(Reply::Tasks(tasks)), Asker::Count { count, .. }) => self.counted(count, Ok(tasks)),
             (_, Asker::Nobody) => {}
             (Answer::Reply(Reply::Spawned(results)), Asker::Spawn { spawn, part }) => {
                 self.part_spawned(spawn, part, Ok(results));
@@ -229,7 +229,7 @@ impl Machine {
                 self.reply(tid, id, reply);
             }
             Asker::Gather(gather) => self.gathered(gather, Vec::new()),
-            Asker::Count(count) => self.counted(count, Vec::new()),
+            Asker::Count { count, host } => self.counted(count, Err(host)),
             Asker::Nobody => {}
             Asker::Spawn { spawn, part } => self.part_spawned(spawn, part, Err(PvmError::HostFail)),
             Asker::Member { tid } => self.member_ended(tid),

@@ -22,7 +22,7 @@ use sempa_proto::tasker::{Redirection, ToTasker};
 use sempa_proto::{HostId, Micros, MigrationId, PvmError, RequestId, Tid, WIRE_VERSION};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Jobs that are remembered for their checkpoints; one more is refused.
+/// Jobs that are remembered for their checkpoints. Those with which nothing is to be done go first; then one more is refused.
 const JOBS_MAX: usize = 1024;
 /// How often a checkpoint is begun again because the job was changing, and how often a job that goes back is started.
 const TRIES_MAX: u32 = 10;
@@ -63,6 +63,8 @@ struct Job {
     waiters: Vec<(Tid, RequestId)>,
     /// It is to end when its checkpoint is complete.
     ends: bool,
+    /// It is not looked after before this.
+    due: Micros,
     tries: u32,
     /// All that were ever seen to belong to it.
     members: BTreeSet<Tid>,
@@ -88,6 +90,8 @@ struct Count {
     purpose: Purpose,
     missing: usize,
     tasks: Vec<TaskInfo>,
+    /// A host that has not answered: what it has nobody knows.
+    mute: Option<HostId>,
 }
 
 /// A set that is to be started again.
@@ -135,6 +139,16 @@ impl Keeping {
         }
     }
 
+    /// Forgets a job with which nothing is to be done, if there are too many.
+    fn has_room_for(&mut self, job: Tid) -> bool {
+        if self.jobs.len() < JOBS_MAX || self.jobs.contains_key(&job) {
+            return true;
+        }
+        let idle = |entry: &Job| entry.every.is_none() && entry.doing == Doing::Nothing && entry.waiters.is_empty();
+        let idle = self.jobs.iter().find(|(_, entry)| idle(entry)).map(|(tid, _)| *tid);
+        idle.is_some_and(|idle| self.jobs.remove(&idle).is_some())
+    }
+
     fn job_of_cut(&self, cut: CutId) -> Option<Tid> {
         self.jobs.iter().find(|(_, job)| job.doing == Doing::Cutting(cut)).map(|(tid, _)| *tid)
     }
@@ -165,8 +179,8 @@ impl Machine {
         end: bool,
     ) {
         let Some(keeping) = self.keeping() else { return };
-        if keeping.jobs.len() >= JOBS_MAX && !keeping.jobs.contains_key(&job) {
-            let reason = format!("{JOBS_MAX} jobs have checkpoints already; no more are remembered");
+        if !keeping.has_room_for(job) {
+            let reason = format!("{JOBS_MAX} jobs are checkpointed again and again already, the limit");
             return self.fail(tid, id, PvmError::OutOfRes, reason);
         }
         let entry = keeping.jobs.entry(job).or_default();
@@ -204,27 +218,57 @@ impl Machine {
         let Some(keeping) = self.keeping() else { return };
         keeping.last_count += 1;
         let number = keeping.last_count;
-        keeping.counts.insert(number, Count { purpose, missing: hosts.len(), tasks: Vec::new() });
+        keeping.counts.insert(number, Count { purpose, missing: hosts.len(), tasks: Vec::new(), mute: None });
         for host in hosts {
-            self.ask(host, Question::Tasks { only: None }, Asker::Count(number));
+            self.ask(host, Question::Tasks { only: None }, Asker::Count { count: number, host });
         }
     }
 
     /// One host has named its tasks, or is lost.
-    pub(super) fn counted(&mut self, number: u64, tasks: Vec<TaskInfo>) {
+    pub(super) fn counted(&mut self, number: u64, tasks: Result<Vec<TaskInfo>, HostId>) {
         let Some(keeping) = self.keeping() else { return };
         let Some(count) = keeping.counts.get_mut(&number) else { return };
-        count.tasks.extend(tasks);
+        match tasks {
+            Ok(tasks) => count.tasks.extend(tasks),
+            Err(host) => count.mute = Some(host),
+        }
         count.missing -= 1;
         if count.missing > 0 {
             return;
         }
-        let Some(Count { purpose, tasks, .. }) = keeping.counts.remove(&number) else { return };
-        match purpose {
-            Purpose::Begin(job) => self.begin_cut(job, &tasks),
-            Purpose::Verify(cut) => self.verify_cut(cut, &tasks),
-            Purpose::Gone(job) => self.look_whether_gone(job, &tasks),
-            Purpose::Restart(wanted) => self.begin_restart(wanted, &tasks),
+        let Some(Count { purpose, tasks, mute, .. }) = keeping.counts.remove(&number) else { return };
+        match (purpose, mute) {
+            (Purpose::Begin(job), None) => self.begin_cut(job, &tasks),
+            // A set without the tasks of that host would be none of the job.
+            (Purpose::Begin(job), Some(host)) => self.not_counted(job, host),
+            (Purpose::Verify(cut), None) => self.verify_cut(cut, &tasks),
+            (Purpose::Verify(cut), Some(host)) => {
+                if let Some(keeping) = self.keeping() {
+                    keeping.cuts.not_counted(cut, host);
+                }
+            }
+            (Purpose::Gone(job), None) => self.look_whether_gone(job, &tasks),
+            (Purpose::Gone(job), Some(_)) => self.schedule(job, GONE_PAUSE),
+            (Purpose::Restart(wanted), None) => self.begin_restart(wanted, &tasks),
+            (Purpose::Restart(wanted), Some(host)) => {
+                self.restart_over(wanted, Err(RestartFailure::HostLost(host)));
+            }
+        }
+    }
+
+    fn not_counted(&mut self, job: Tid, host: HostId) {
+        let counting = self.keeping().and_then(|k| k.jobs.get(&job)).is_some_and(|job| job.doing == Doing::Counting);
+        if counting {
+            self.cut_over(job, Err(CutFailure::HostLost(host)));
+        }
+    }
+
+    /// Looks after a job then, and not before.
+    fn schedule(&mut self, job: Tid, after: Micros) {
+        let due = self.now + after;
+        if let Some(entry) = self.keeping().and_then(|k| k.jobs.get_mut(&job)) {
+            entry.due = due;
+            self.timer(after, Timer::Job(job));
         }
     }
 
@@ -348,7 +392,7 @@ impl Machine {
         entry.doing = Doing::Nothing;
         entry.tries += 1;
         if result.as_ref().err().is_some_and(CutFailure::may_try_again) && entry.tries < TRIES_MAX {
-            return self.timer(TRY_PAUSE, Timer::Job(job));
+            return self.schedule(job, TRY_PAUSE);
         }
         entry.tries = 0;
         let waiters = std::mem::take(&mut entry.waiters);
@@ -365,7 +409,7 @@ impl Machine {
         match (&result, every) {
             // It has ended; its sets stay until the store needs the room.
             _ if gone => self.forget_job(job),
-            (_, Some(every)) => self.timer(every, Timer::Job(job)),
+            (_, Some(every)) => self.schedule(job, every),
             _ => {}
         }
         for tid in result.iter().filter(|_| ends).flat_map(|report| report.tasks.clone()) {
@@ -394,7 +438,8 @@ impl Machine {
 
     /// The time has come for the next checkpoint of a job, or for another try, or for a look at what is left of it.
     pub(super) fn job_due(&mut self, job: Tid) {
-        let Some(entry) = self.keeping().and_then(|k| k.jobs.get(&job)) else { return };
+        let now = self.now;
+        let Some(entry) = self.keeping().and_then(|k| k.jobs.get(&job)).filter(|job| job.due <= now) else { return };
         match entry.doing {
             Doing::Nothing if entry.every.is_some() || !entry.waiters.is_empty() => self.begin_count(job),
             Doing::Ending { .. } => self.count(Purpose::Gone(job)),
@@ -626,7 +671,7 @@ impl Machine {
             }
         }
         if let Some(next) = next {
-            self.timer(next, Timer::Job(job));
+            self.schedule(job, next);
         }
         if result.is_err() && begun.is_some() {
             // They may have been in their groups again already.
@@ -720,7 +765,7 @@ impl Machine {
                     self.ask_about(tid, Question::Signal { tid, signal: SIGKILL }, Asker::Nobody);
                 }
             }
-            self.timer(GONE_PAUSE, Timer::Job(job));
+            self.schedule(job, GONE_PAUSE);
         }
     }
 
@@ -748,7 +793,7 @@ impl Machine {
             // Also those that the job has spawned since it was last counted.
             self.ask_about(tid, Question::Signal { tid, signal: SIGKILL }, Asker::Nobody);
         }
-        self.timer(GONE_PAUSE, Timer::Job(job));
+        self.schedule(job, GONE_PAUSE);
     }
 }
 
