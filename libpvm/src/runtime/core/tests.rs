@@ -4,6 +4,7 @@ use super::*;
 use sempa_proto::frame::{FrameDecoder, encode_link};
 use sempa_proto::message::{CTX_BASE, DSIG_X86_64, ENC_XDR};
 use sempa_proto::migration::Timeline;
+use sempa_proto::route::{OfferId, RouteWord};
 use sempa_proto::task::{Restart, RmServes};
 
 const ME: Tid = Tid::from_raw(0x40001);
@@ -242,4 +243,37 @@ fn links_of_those_who_begin_again_together_keep_their_numbers_and_others_begin_a
         let said: Vec<_> = links.iter().map(|f| (f.dst, f.kind, f.seq, f.ack, f.line)).collect();
         assert_eq!(said, [(peer, LinkKind::Data { last: true }, seq, ack, 3)]);
     }
+}
+
+#[test]
+fn before_a_direct_route_stands_both_ends_have_agreed_on_the_later_timeline() {
+    let offer = |line| {
+        let word = RouteWord::DirectOffer { id: OfferId(1), addresses: vec![], fingerprint: [7; 32], line };
+        encode_control(&ToTask::Route { from: PEER, near: false, word }).expect("short")
+    };
+    let hear = |core: &mut Core, word: Bytes| {
+        let mut decoder = FrameDecoder::new();
+        decoder.push(&word);
+        let frame = decoder.next_frame().expect("good").expect("whole");
+        core.take_frame(Micros(0), frame, &mut VecDeque::new()).expect("taken");
+    };
+    // Whoever has stayed outside: what it keeps for the other one goes on the new timeline.
+    let mut core = core();
+    core.send(Micros(0), message(PEER, 1, Bytes::new())).expect("sent");
+    assert_eq!(core.line_with(PEER), 0);
+    hear(&mut core, offer(3));
+    assert_eq!(core.line_with(PEER), 3);
+    let last = links_of(written(&mut core)).pop().expect("transmitted");
+    assert_eq!((last.kind, last.seq, last.line), (LinkKind::Data { last: true }, 1, 3));
+    // Who has begun again stays on its own, and says so.
+    begin_again(&mut core, None, vec![]);
+    hear(&mut core, offer(2));
+    assert_eq!(core.line_with(PEER), 3);
+    core.want_route(Micros(0), Tid::from_raw(0x40003));
+    let lines = written(&mut core).into_iter().filter(|frame| frame.kind == FrameKind::Control);
+    let lines = lines.filter_map(|frame| match frame.control::<ToDaemon>().expect("a word") {
+        ToDaemon::Route { word: RouteWord::DirectOffer { line, .. }, .. } => Some(line),
+        _ => None,
+    });
+    assert_eq!(lines.collect::<Vec<u16>>(), [3]);
 }
