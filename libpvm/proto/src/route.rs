@@ -55,6 +55,8 @@ pub enum RouteWord {
         addresses: Vec<SocketAddr>,
         /// Its certificate.
         fingerprint: Fingerprint,
+        /// The timeline of its link, because what goes directly says nothing of it: both ends go on with the later one.
+        line: u16,
     },
     /// The program there does not mind; its library connects next, unless both are on one host.
     DirectAccept {
@@ -62,6 +64,8 @@ pub enum RouteWord {
         id: OfferId,
         /// Its certificate.
         fingerprint: Fingerprint,
+        /// The timeline of its link.
+        line: u16,
     },
     /// The program there wants no direct routes (`PvmDontRoute`), or cannot have one.
     DirectRefuse {

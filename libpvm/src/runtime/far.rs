@@ -222,12 +222,14 @@ impl Core {
     /// A word of another task about a direct route.
     pub(super) fn take_direct_word(&mut self, now: Micros, from: Tid, near: bool, word: RouteWord) {
         let event = match word {
-            RouteWord::DirectOffer { id, mut addresses, fingerprint } => {
+            RouteWord::DirectOffer { id, mut addresses, fingerprint, line } => {
+                self.agree_on_line(now, from, line);
                 addresses.truncate(OFFER_ADDRESSES_MAX);
                 self.direct.asking = Some(Asking { addresses, fingerprint });
                 RouteEvent::Asked { peer: from, id, near }
             }
-            RouteWord::DirectAccept { id, fingerprint } => {
+            RouteWord::DirectAccept { id, fingerprint, line } => {
+                self.agree_on_line(now, from, line);
                 self.direct.accepting = fingerprint;
                 RouteEvent::Accepted { peer: from, id, near: fingerprint == NOBODY }
             }
@@ -236,6 +238,17 @@ impl Core {
         };
         if self.is_connected() && !self.is_lifted() {
             self.route_event(now, event);
+        }
+    }
+
+    /// What goes directly says nothing of timelines, and it may be the first that these two say to each other since one of
+    /// them began again.
+    fn agree_on_line(&mut self, now: Micros, peer: Tid, line: u16) {
+        if line != self.line_with(peer)
+            && let Some(link) = self.link_to_send(peer)
+        {
+            link.follow(line);
+            self.pump_link(now, peer);
         }
     }
 
@@ -261,7 +274,8 @@ impl Core {
                     self.direct.acceptor.withdraw(id);
                 }
                 RouteOutput::Accept { to, id } => {
-                    self.say(to, RouteWord::DirectAccept { id, fingerprint: NOBODY }, Vec::new());
+                    let line = self.line_with(to);
+                    self.say(to, RouteWord::DirectAccept { id, fingerprint: NOBODY, line }, Vec::new());
                 }
                 RouteOutput::Dial { to, id } => {
                     if !self.dial(now, to, id) {
@@ -295,7 +309,8 @@ impl Core {
         self.direct.offered.insert(id, to);
         let addresses = self.direct.addresses.iter().map(|ip| SocketAddr::new(*ip, port));
         let addresses = addresses.take(OFFER_ADDRESSES_MAX).collect();
-        self.say(to, RouteWord::DirectOffer { id, addresses, fingerprint }, Vec::new())
+        let line = self.line_with(to);
+        self.say(to, RouteWord::DirectOffer { id, addresses, fingerprint, line }, Vec::new())
     }
 
     fn dial(&mut self, now: Micros, to: Tid, id: OfferId) -> bool {
@@ -306,7 +321,8 @@ impl Core {
         let Ok(dialer) = Dialer::new(now, id, &addresses, fingerprint) else { return false };
         let fingerprint = dialer.fingerprint();
         self.direct.dialers.insert(to, dialer);
-        self.say(to, RouteWord::DirectAccept { id, fingerprint }, Vec::new())
+        let line = self.line_with(to);
+        self.say(to, RouteWord::DirectAccept { id, fingerprint, line }, Vec::new())
     }
 
     /// Goes on with routes that do not stand yet.

@@ -3,12 +3,19 @@
 use super::*;
 use sempa_proto::frame::{FrameDecoder, encode_link};
 use sempa_proto::message::{CTX_BASE, DSIG_X86_64, ENC_XDR};
+use sempa_proto::migration::Timeline;
+use sempa_proto::route::{OfferId, RouteWord};
+use sempa_proto::task::{Restart, RmServes};
 
 const ME: Tid = Tid::from_raw(0x40001);
 const PEER: Tid = Tid::from_raw(0x40002);
 
 fn core() -> Core {
-    Core::new(&Welcome {
+    Core::new(&welcome())
+}
+
+fn welcome() -> Welcome {
+    Welcome {
         tid: ME,
         parent: Tid::NONE,
         host: HostId::MASTER,
@@ -20,7 +27,7 @@ fn core() -> Core {
         spawned: false,
         tracer: None,
         restart: None,
-    })
+    }
 }
 
 fn message(dst: Tid, tag: i32, body: Bytes) -> Message {
@@ -139,4 +146,134 @@ fn a_late_acknowledgement_does_not_bring_a_dead_task_back() {
     let frame = decoder.next_frame().expect("good").expect("whole");
     core.take_frame(Micros(0), frame, &mut VecDeque::new()).expect("ignored");
     assert!(core.is_gone(PEER));
+}
+
+/// The frames that wait to be written.
+fn written(core: &mut Core) -> Vec<Frame> {
+    let mut decoder = FrameDecoder::new();
+    while !core.outbox.is_empty() {
+        let bytes = core.outbox.slices().0.iter().flat_map(|s| s.to_vec()).collect::<Vec<u8>>();
+        decoder.push(&bytes);
+        core.outbox.advance(bytes.len());
+    }
+    std::iter::from_fn(|| decoder.next_frame().expect("good")).collect()
+}
+
+fn links_of(frames: Vec<Frame>) -> Vec<LinkFrame> {
+    let links = frames.into_iter().filter(|frame| frame.kind == FrameKind::Link);
+    links.map(|frame| frame.link().expect("a link frame")).collect()
+}
+
+fn requests_of(frames: Vec<Frame>) -> Vec<RequestId> {
+    let controls = frames.into_iter().filter(|frame| frame.kind == FrameKind::Control);
+    let ids = controls.map(|frame| match frame.control::<ToDaemon>().expect("a word") {
+        ToDaemon::Request { id, .. } => id,
+        other => panic!("{other:?}"),
+    });
+    ids.collect()
+}
+
+fn take(core: &mut Core, frame: &LinkFrame) {
+    let mut decoder = FrameDecoder::new();
+    decoder.push(&encode_link(frame));
+    let frame = decoder.next_frame().expect("good").expect("whole");
+    core.take_frame(Micros(0), frame, &mut VecDeque::new()).expect("taken");
+}
+
+/// A process that was quiesced is started again, on timeline 3 and together with PEER.
+fn begin_again(core: &mut Core, rm: Option<RmInfo>, again: Vec<RequestId>) -> Vec<Frame> {
+    tell(core, ToTask::Quiesce { migration: MigrationId(1), tokens: vec![] }).expect("lets go");
+    core.outbox.clear();
+    core.let_go();
+    let timeline = Timeline { line: 3, members: vec![ME, PEER], same: true };
+    core.resume(Micros(0), &Welcome { rm, restart: Some(Restart { timeline, again }), ..welcome() });
+    written(core)
+}
+
+#[test]
+fn who_begins_again_makes_open_requests_again_that_nobody_answers_under_the_same_numbers() {
+    let mut core = core();
+    let ids: Vec<RequestId> = (0..4).map(|_| core.ask(Request::Config).expect("asked")).collect();
+    tell(&mut core, ToTask::Reply { id: ids[1], reply: Reply::Done }).expect("noted");
+    let frames = begin_again(&mut core, None, vec![ids[0], ids[1], ids[3], RequestId(77)]);
+    // The second one has its answer, the third one's waits at the daemon.
+    assert_eq!(requests_of(frames), [ids[0], ids[3]]);
+    assert_eq!(core.take_reply(ids[1]), Some(Reply::Done));
+    for id in [ids[0], ids[2], ids[3]] {
+        assert_eq!(core.take_reply(id), None);
+        tell(&mut core, ToTask::Reply { id, reply: Reply::Done }).expect("noted");
+        assert_eq!(core.take_reply(id), Some(Reply::Done));
+    }
+}
+
+#[test]
+fn to_who_begins_again_the_resource_manager_has_died_once() {
+    let rm = |tid| Some(RmInfo { tid: Tid::from_raw(tid), serves: RmServes::default() });
+    for (before, after, deaths) in
+        [(rm(7), rm(7), 1), (rm(7), rm(8), 1), (rm(7), None, 1), (None, rm(8), 0), (None, None, 0)]
+    {
+        let mut core = Core::new(&Welcome { rm: before, ..welcome() });
+        begin_again(&mut core, after, vec![]);
+        assert_eq!((core.rm_deaths(), core.rm()), (deaths, after));
+    }
+}
+
+#[test]
+fn links_of_those_who_begin_again_together_keep_their_numbers_and_others_begin_anew() {
+    const OTHER: Tid = Tid::from_raw(0x40003);
+    let (mut core, now) = (core(), Micros(0));
+    for peer in [PEER, OTHER] {
+        core.send(now, message(peer, 1, Bytes::new())).expect("sent");
+        let mut word = message(ME, 2, Bytes::new());
+        word.src = peer;
+        let payload = Bytes::from(word.head().as_ref().to_vec());
+        take(
+            &mut core,
+            &LinkFrame { src: peer, dst: ME, kind: LinkKind::Data { last: true }, seq: 1, ack: 1, line: 0, payload },
+        );
+    }
+    assert_eq!(core.inbox.len(), 2);
+    let links = links_of(begin_again(&mut core, None, vec![]));
+    let said: Vec<_> = links.iter().map(|f| (f.dst, f.kind, f.seq, f.ack, f.line)).collect();
+    // The member is asked what it has; the other one has most probably had it.
+    assert!(said.contains(&(PEER, LinkKind::Probe, 2, 2, 3)) && said.iter().all(|said| said.0 == PEER), "{said:?}");
+    for (peer, seq, ack) in [(PEER, 2, 2), (OTHER, 1, 1), (Tid::from_raw(0x40004), 1, 1)] {
+        core.send(now, message(peer, 1, Bytes::new())).expect("sent");
+        let links = links_of(written(&mut core));
+        let said: Vec<_> = links.iter().map(|f| (f.dst, f.kind, f.seq, f.ack, f.line)).collect();
+        assert_eq!(said, [(peer, LinkKind::Data { last: true }, seq, ack, 3)]);
+    }
+}
+
+#[test]
+fn before_a_direct_route_stands_both_ends_have_agreed_on_the_later_timeline() {
+    let offer = |line| {
+        let word = RouteWord::DirectOffer { id: OfferId(1), addresses: vec![], fingerprint: [7; 32], line };
+        encode_control(&ToTask::Route { from: PEER, near: false, word }).expect("short")
+    };
+    let hear = |core: &mut Core, word: Bytes| {
+        let mut decoder = FrameDecoder::new();
+        decoder.push(&word);
+        let frame = decoder.next_frame().expect("good").expect("whole");
+        core.take_frame(Micros(0), frame, &mut VecDeque::new()).expect("taken");
+    };
+    // Whoever has stayed outside: what it keeps for the other one goes on the new timeline.
+    let mut core = core();
+    core.send(Micros(0), message(PEER, 1, Bytes::new())).expect("sent");
+    assert_eq!(core.line_with(PEER), 0);
+    hear(&mut core, offer(3));
+    assert_eq!(core.line_with(PEER), 3);
+    let last = links_of(written(&mut core)).pop().expect("transmitted");
+    assert_eq!((last.kind, last.seq, last.line), (LinkKind::Data { last: true }, 1, 3));
+    // Who has begun again stays on its own, and says so.
+    begin_again(&mut core, None, vec![]);
+    hear(&mut core, offer(2));
+    assert_eq!(core.line_with(PEER), 3);
+    core.want_route(Micros(0), Tid::from_raw(0x40003));
+    let lines = written(&mut core).into_iter().filter(|frame| frame.kind == FrameKind::Control);
+    let lines = lines.filter_map(|frame| match frame.control::<ToDaemon>().expect("a word") {
+        ToDaemon::Route { word: RouteWord::DirectOffer { line, .. }, .. } => Some(line),
+        _ => None,
+    });
+    assert_eq!(lines.collect::<Vec<u16>>(), [3]);
 }
