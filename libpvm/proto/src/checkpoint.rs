@@ -210,6 +210,8 @@ pub struct PartMeta {
     pub host: String,
     /// For the verdict of whoever is to take it.
     pub facts: TaskFacts,
+    /// The timeline that it lived on.
+    pub line: u16,
 }
 
 /// A group as it was.

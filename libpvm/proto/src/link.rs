@@ -397,6 +397,11 @@ impl Link {
         self.line = line;
     }
 
+    /// True if this timeline is a later one: the peer was started again.
+    pub fn is_before(&self, line: u16) -> bool {
+        is_later(line, self.line)
+    }
+
     /// The timeline of this end.
     pub fn line(&self) -> u16 {
         self.line

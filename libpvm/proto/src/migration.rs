@@ -386,10 +386,18 @@ pub struct Parting {
 pub struct Timeline {
     /// Its number; frames of links with an earlier one are of a time that did not happen.
     pub line: u16,
-    /// All tasks that begin on it.
-    pub members: Vec<Tid>,
+    /// All tasks that begin on it, and the timeline of each at the time of the checkpoint: one of them may have begun again
+    /// then without the others, who had not heard of it.
+    pub members: Vec<(Tid, u16)>,
     /// It is the virtual machine in which the checkpoint was made: tasks outside it may be those that they were.
     pub same: bool,
+}
+
+impl Timeline {
+    /// The timeline of this task at the time of the checkpoint, if it is one of those that begin.
+    pub fn before(&self, tid: Tid) -> Option<u16> {
+        self.members.iter().find(|(member, _)| *member == tid).map(|(_, line)| *line)
+    }
 }
 
 /// What the coordinator orders one end to do.

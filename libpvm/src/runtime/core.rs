@@ -595,7 +595,8 @@ impl Core {
         // A task that ended without a word may have left acknowledgements on the way; only a first fragment shows that
         // there is a task of this number after all.
         let first = frame.seq == 1 && matches!(frame.kind, LinkKind::Data { .. });
-        if !first && self.links.get(&peer).is_some_and(|link| link.is_gone() && link.expected() == 1) {
+        let ended = |link: &Link| link.is_gone() && link.expected() == 1 && !link.is_before(frame.line);
+        if !first && self.links.get(&peer).is_some_and(ended) {
             return;
         }
         self.drain_peer(now, peer);

@@ -30,6 +30,8 @@ const TRIES_MAX: u32 = 10;
 const TRY_PAUSE: Micros = Micros::from_millis(200);
 /// Pause before a job that goes back is started once more.
 const RESTART_PAUSE: Micros = Micros::from_secs(2);
+/// Tasks of which it is remembered on which timeline they began again.
+const LINES_MAX: usize = 1 << 20;
 /// How often it is looked whether the last tasks of a job that goes back are gone.
 const GONE_PAUSE: Micros = Micros::from_millis(20);
 /// Looks at most.
@@ -120,8 +122,9 @@ pub(super) struct Keeping {
     /// Size and tasks of the set that is being sealed.
     sealing: BTreeMap<CutId, Vec<Tid>>,
     sealed: BTreeMap<CutId, (String, u64)>,
-    /// The latest timeline.
+    /// The latest timeline, and that of each task that began again.
     line: u16,
+    lines: BTreeMap<Tid, u16>,
     /// When this virtual machine was founded, as time of day.
     founded: Micros,
 }
@@ -354,7 +357,9 @@ impl Machine {
 
     fn seal(&mut self, cut: CutId, parts: Vec<(Tid, HostId, TaskFacts)>) {
         let name = |host: HostId| self.table.get(host).map(|entry| entry.name.clone()).unwrap_or_default();
-        let part = |(tid, host, facts)| PartMeta { tid, host: name(host), facts };
+        let Some(lines) = self.master.as_ref().map(|master| &master.keeping.lines) else { return };
+        let line = |tid: Tid| lines.get(&tid).copied().unwrap_or_default();
+        let part = |(tid, host, facts)| PartMeta { tid, host: name(host), facts, line: line(tid) };
         let parts: Vec<PartMeta> = parts.into_iter().map(part).collect();
         let Some(master) = self.master.as_deref_mut() else { return };
         let Some(job) = master.keeping.job_of_cut(cut) else { return };
@@ -546,6 +551,10 @@ impl Machine {
         let Some(master) = self.master.as_deref_mut() else { return };
         let (keeping, coordinator) = (&mut master.keeping, &mut master.directing.coordinator);
         keeping.line = timeline.line;
+        keeping.lines.extend(timeline.members.iter().map(|(tid, _)| (*tid, timeline.line)));
+        while keeping.lines.len() > LINES_MAX {
+            keeping.lines.pop_first();
+        }
         let id = keeping.restarts.begin(now, job, timeline, candidates, || coordinator.next_id());
         if let Some(wanted) = keeping.wanted.get_mut(&number) {
             wanted.begun = Some(id);
@@ -589,6 +598,7 @@ impl Machine {
             candidates.push(Candidate { tid: part.tid, facts: without_lengths(&part.facts), hosts });
         }
         let line = keeping.line.max(meta.line).wrapping_add(1).max(1);
+        let members = meta.parts.iter().map(|part| (part.tid, part.line)).collect();
         Ok((meta.job, Timeline { line, members, same: meta.vm == keeping.founded }, candidates))
     }
 
@@ -719,14 +729,14 @@ impl Machine {
             return Err(bad(&format!("it is about {}, not about {tid}", record.tid)));
         }
         let timeline = arrival.begins.take().ok_or(Failure::TaskEnded)?;
-        let known = |tid: Tid| timeline.same || timeline.members.contains(&tid);
+        let known = |tid: Tid| timeline.same || timeline.before(tid).is_some();
         if !known(record.output.tid) {
             record.output = output;
         }
         if !known(record.trace.tid) {
             record.trace = trace;
         }
-        record.marks.retain(|mark| timeline.members.contains(&mark.peer));
+        record.marks.retain(|mark| timeline.before(mark.peer).is_some());
         (record.hosts, record.epoch, record.rm) = (hosts, epoch, None);
         let open = std::mem::take(&mut record.requests);
         record.meetings.clear();

@@ -15,10 +15,13 @@ impl Core {
     /// This process was started again from a checkpoint. Who was with it in there knows what it knows; whoever else it
     /// talked to has gone on, or does not exist.
     pub(super) fn begin_again(&mut self, restart: &Restart) {
-        let Timeline { line, members, .. } = &restart.timeline;
+        let Timeline { line, .. } = &restart.timeline;
         self.line = *line;
         for (peer, link) in self.links.iter_mut().filter(|(_, link)| !link.is_gone()) {
-            link.begin_timeline(*line, members.contains(peer));
+            let before = restart.timeline.before(*peer);
+            // What it would have heard from the peer next.
+            before.map(|before| link.follow(before));
+            link.begin_timeline(*line, before.is_some());
         }
         // A resource manager that was asked before does not know of it.
         self.set_rm(None);

@@ -185,7 +185,7 @@ fn begin_again(core: &mut Core, rm: Option<RmInfo>, again: Vec<RequestId>) -> Ve
     tell(core, ToTask::Quiesce { migration: MigrationId(1), tokens: vec![] }).expect("lets go");
     core.outbox.clear();
     core.let_go();
-    let timeline = Timeline { line: 3, members: vec![ME, PEER], same: true };
+    let timeline = Timeline { line: 3, members: vec![(ME, 0), (PEER, 0)], same: true };
     core.resume(Micros(0), &Welcome { rm, restart: Some(Restart { timeline, again }), ..welcome() });
     written(core)
 }

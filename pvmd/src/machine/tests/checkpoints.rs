@@ -367,6 +367,41 @@ fn a_job_that_is_to_end_with_its_checkpoint_ends_when_that_is_complete_and_not_b
 }
 
 #[test]
+fn a_job_within_a_job_that_began_again_alone_talks_to_the_others_when_all_begin_again() {
+    for seed in seeds(40) {
+        let mut scene = Scene::new(seed, 3, 3);
+        scene.chatter(30);
+        let (root, alone) = (scene.tids[0], scene.tids[1]);
+        let reply = scene.sim.ask(scene.console, Request::Checkpoint { job: alone, every: None, end: true });
+        let Reply::Checkpointed(Ok(small)) = reply else { panic!("{reply:?} (seed {seed})") };
+        assert_eq!(small.tasks, [alone]);
+        scene.sim.until("it has ended", |sim| !is_listed(sim, alone));
+        scene.sim.pass(Micros::from_millis(50));
+        scene.restart(&small.set, &[]).unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+        scene.until_all_are_back();
+        // They may have said nothing to each other since.
+        if seed % 2 == 0 {
+            scene.talk(alone, root);
+            scene.sim.pass(Micros::from_millis(30));
+        }
+        let report = scene.checkpoint(None).unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+        assert_eq!(report.tasks.len(), 3);
+        scene.end_all();
+        scene.restart(&report.set, &[]).unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+        scene.until_all_are_back();
+        let last = |sim: &Sim, at: Tid, from: Tid| {
+            let mut seen = sim.procs[sim.proc_of(at)].seen.iter().rev();
+            seen.any(|seen| *seen == Seen::Message(from, bytes::Bytes::from_static(b"after")))
+        };
+        let (one, other) = (scene.sim.proc_of(alone), scene.sim.proc_of(root));
+        scene.sim.tell(one, root, b"after");
+        scene.sim.until("the root has heard it", |sim| last(sim, root, alone));
+        scene.sim.tell(other, alone, b"after");
+        scene.sim.until("it has heard the root", |sim| last(sim, alone, root));
+    }
+}
+
+#[test]
 fn whoever_stays_outside_talks_to_tasks_that_began_again() {
     for seed in seeds(40) {
         let mut scene = Scene::new(seed, 3, 3);

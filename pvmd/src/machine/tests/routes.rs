@@ -175,8 +175,8 @@ fn who_offers_to_a_task_that_leaves_without_an_answer_is_told() {
 fn an_offer_of_too_many_addresses_goes_nowhere() {
     let (mut sim, _, procs, tids) = tasks(5, 1, &["h1", "h1"]);
     let addresses = vec!["127.0.0.1:1".parse().expect("an address"); OFFER_ADDRESSES_MAX + 1];
-    let word = RouteWord::DirectOffer { id: OfferId(1), addresses, fingerprint: [0; 32], line: 0 };
-    say(&mut sim, procs[0], tids[1], word);
+    let offer = RouteWord::DirectOffer { id: OfferId(1), addresses, fingerprint: [0; 32], line: 0 };
+    say(&mut sim, procs[0], tids[1], offer);
     say(&mut sim, procs[0], tids[1], direct_offer(2));
     assert_eq!(told(&mut sim, procs[1], 1), [word(tids[0], true, direct_offer(2))]);
     assert!(sim.nodes[&host(1)].log.iter().any(|line| line.contains("17 addresses")), "{:?}", sim.nodes[&host(1)].log);

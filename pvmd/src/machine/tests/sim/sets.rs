@@ -94,7 +94,9 @@ impl Sim {
         let p = &mut self.procs[proc];
         p.line = restart.timeline.line;
         for (peer, link) in p.links.iter_mut().filter(|(_, link)| !link.is_gone()) {
-            link.begin_timeline(restart.timeline.line, restart.timeline.members.contains(peer));
+            let before = restart.timeline.before(*peer);
+            before.map(|before| link.follow(before));
+            link.begin_timeline(restart.timeline.line, before.is_some());
         }
         let again: Vec<_> = restart.again.iter().filter_map(|id| Some((*id, p.open.get(id)?.clone()))).collect();
         let (conn, on) = (p.conn.expect("just connected"), p.host);
