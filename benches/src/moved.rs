@@ -8,8 +8,9 @@ use crate::plot::{Chart, Series};
 use anyhow::{Context, Result, bail};
 use sempa_proto::event::EventKind;
 use sempa_tests::run::{Running, eventually, must};
+use sempa_tests::testbed::Host;
 use sempa_tests::vm::{Entry, Settings};
-use sempa_tests::{Testbed, Vm, needs, programs};
+use sempa_tests::{Testbed, Vm, needs};
 use serde::Serialize;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -29,8 +30,10 @@ const LARGE_MIB: u32 = 1024;
 const GOAL_MS: f64 = 30.0;
 /// Time for one step of either side.
 const STEP_TIME: Duration = Duration::from_secs(120);
-/// Where bare CRIU has its images: memory.
-const MEMORY: &str = "/dev/shm";
+/// The host that is no part of the virtual machine: bare CRIU's.
+const APART: usize = 3;
+/// Where bare CRIU has its images there: memory, as that of the daemons.
+const IMAGES: &str = "/tmp/bare";
 
 /// How to measure.
 #[derive(Clone, Debug)]
@@ -90,7 +93,7 @@ pub fn migrated(how: &Migrate) -> Result<bool> {
     let sizes = if how.sizes.is_empty() { usual.to_vec() } else { how.sizes.clone() };
     let few = |mib: u32| if mib >= LARGE_MIB || how.quick { REPETITIONS_FEW } else { REPETITIONS };
     fs::create_dir_all(&how.results).with_context(|| how.results.display().to_string())?;
-    let bed = Testbed::new(2, Some(&how.prefix), &[])?;
+    let bed = Testbed::new(APART, Some(&how.prefix), &[])?;
     let vm = Vm::start(&bed, Settings::default())?;
     vm.add(&["h2"])?;
     vm.program("memory")?;
@@ -131,12 +134,13 @@ fn one_size(vm: &Vm<'_>, engine: &Path, mib: u32, times: usize) -> Result<Size> 
     Ok(size)
 }
 
-fn now_us() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_micros() as u64)
+/// Microseconds since 1970, as the program tells them.
+fn now_us() -> i64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_micros() as i64)
 }
 
-fn ms(from: u64, to: u64) -> f64 {
-    to.saturating_sub(from) as f64 / 1e3
+fn ms(from: i64, to: i64) -> f64 {
+    (to - from) as f64 / 1e3
 }
 
 /// What a process of the program `memory` notes.
@@ -144,32 +148,31 @@ fn ms(from: u64, to: u64) -> f64 {
 struct Notes(PathBuf);
 
 impl Notes {
-    /// Waits until its memory is filled.
-    fn ready(&self) -> Result<()> {
-        eventually(STEP_TIME, || match self.lines()?.iter().any(|line| line == "ready") {
-            true => Ok(()),
-            false => Err(format!("{} does not say that it is ready", self.0.display())),
+    /// Waits until its memory is filled; its number as it sees it itself.
+    fn ready(&self) -> Result<i64> {
+        eventually(STEP_TIME, || {
+            let ready = self.pairs("ready")?.first().copied();
+            ready.map(|(pid, _)| pid).ok_or_else(|| format!("{} does not say that it is ready", self.0.display()))
         })
     }
 
-    fn lines(&self) -> Result<Vec<String>, String> {
+    /// The numbers of lines that begin with this word.
+    fn pairs(&self, word: &str) -> Result<Vec<(i64, i64)>, String> {
         let text = fs::read_to_string(&self.0).unwrap_or_default();
-        let lines: Vec<String> = text.lines().map(str::to_string).collect();
-        if lines.iter().any(|line| line == "bad") {
-            Err("its memory is not what it was".to_string())
-        } else {
-            Ok(lines)
+        if text.lines().any(|line| line.starts_with("bad")) {
+            return Err("its memory is not what it was".to_string());
         }
+        let pair = |line: &str| {
+            let mut words = line.strip_prefix(word)?.split_whitespace();
+            Some((words.next()?.parse().ok()?, words.next()?.parse().ok()?))
+        };
+        Ok(text.lines().filter_map(pair).collect())
     }
 
     /// Waits until it runs again: the gap in its time that has this moment in it.
-    fn gap(&self, at: u64) -> Result<(u64, u64)> {
-        let gap = |line: &String| {
-            let mut words = line.strip_prefix("gap ")?.split(' ');
-            Some((words.next()?.parse::<u64>().ok()?, words.next()?.parse::<u64>().ok()?))
-        };
+    fn gap(&self, at: i64) -> Result<(i64, i64)> {
         eventually(STEP_TIME, || {
-            let found = self.lines()?.iter().filter_map(gap).find(|(from, to)| *from <= at && at <= *to);
+            let found = self.pairs("gap")?.into_iter().find(|(from, to)| *from <= at && at <= *to);
             found.ok_or_else(|| format!("it did not stand still at {at}"))
         })
     }
@@ -197,13 +200,13 @@ impl<'a> Ours<'a> {
         let begin = now_us();
         self.vm.migrate_when_ready(&self.tid, to)?.expect_good("migrate")?;
         let events = self.vm.events()?;
-        let new = |entry: &&Entry| entry.number > self.seen && entry.at_us >= begin;
-        let mut steps: Vec<(String, u64)> = Vec::new();
+        let new = |entry: &&Entry| entry.number > self.seen && entry.at_us as i64 >= begin;
+        let mut steps: Vec<(String, i64)> = Vec::new();
         let mut bytes = 0;
         for entry in events.iter().filter(new) {
             match &entry.kind {
                 EventKind::Moving { tid, step, .. } if tid.to_string() == self.tid => {
-                    steps.push((step.to_string(), entry.at_us));
+                    steps.push((step.to_string(), entry.at_us as i64));
                 }
                 EventKind::Moved { tid, bytes: all, .. } if tid.to_string() == self.tid => bytes = *all,
                 _ => {}
@@ -218,10 +221,10 @@ impl<'a> Ours<'a> {
 }
 
 /// What the steps took that ended then. What comes after the last but one ends when the task runs.
-fn spans(begin: u64, steps: &[(String, u64)], until: u64) -> Vec<(String, f64)> {
+fn spans(begin: i64, steps: &[(String, i64)], until: i64) -> Vec<(String, f64)> {
     let mut before = begin;
     let last = steps.len().saturating_sub(1);
-    let span = |(i, (step, at)): (usize, &(String, u64))| {
+    let span = |(i, (step, at)): (usize, &(String, i64))| {
         let at = if i == last { until } else { *at };
         let took = ms(before, at);
         before = at;
@@ -230,68 +233,65 @@ fn spans(begin: u64, steps: &[(String, u64)], until: u64) -> Vec<(String, f64)> 
     steps.iter().enumerate().map(span).collect()
 }
 
-/// The same process without a virtual machine.
-struct Bare {
+/// The same process without a virtual machine, on a host of its own.
+struct Bare<'a> {
+    host: &'a Host,
     engine: PathBuf,
-    folder: PathBuf,
     notes: Notes,
     /// The process, or the engine that has restored it and waits for it.
     running: Running,
-    restored: bool,
-    pid: u32,
+    /// Its number on its host.
+    pid: i64,
 }
 
-impl Bare {
-    fn start(vm: &Vm<'_>, engine: &Path, mib: u32) -> Result<Bare> {
-        let (bed, own) = (vm.bed(), std::process::id());
-        let prefix = bed.prefix().context("programs are installed")?;
-        let program = programs::compile("memory", prefix, &bed.home().join("pvm3/bin/LINUX64"))?;
+impl<'a> Bare<'a> {
+    fn start(vm: &Vm<'a>, engine: &Path, mib: u32) -> Result<Bare<'a>> {
+        let (bed, host) = (vm.bed(), vm.bed().host(APART));
         let notes = Notes(bed.folder().join(format!("notes-{mib}-bare")));
-        let folder = Path::new(MEMORY).join(format!("sempa-bench-{own}"));
-        // Nothing that leads out of the process: a session of its own, and no output.
-        let mut command = Command::new("/bin/sh");
-        command.args(["-c", "exec setsid \"$@\" > /dev/null 2>&1", "sh"]).arg(program);
+        let mut command = host.command(vm.home().join("pvm3/bin/LINUX64/memory"));
         command.arg(mib.to_string()).arg(&notes.0).arg("alone");
-        command.current_dir("/").env("LD_LIBRARY_PATH", prefix.join("lib"));
         let running = Running::start(command, Stdio::null())?;
-        let pid = running.id();
-        let bare = Bare { engine: engine.to_path_buf(), folder, notes, running, restored: false, pid };
-        bare.notes.ready()?;
-        Ok(bare)
+        let pid = notes.ready()?;
+        Ok(Bare { host, engine: engine.to_path_buf(), notes, running, pid })
     }
 
     fn criu(&self, word: &str, images: &Path) -> Command {
-        let mut command = Command::new(&self.engine);
+        let mut command = self.host.command(&self.engine);
         command.arg(word).arg("-D").arg(images).args(["-o", "log", "--network-lock", "skip"]);
         command
     }
 
     fn once(&mut self) -> Result<Once> {
-        let (from, to) = (self.folder.join("from"), self.folder.join("to"));
-        fs::create_dir_all(&from)?;
+        let (from, to) = (Path::new(IMAGES).join("from"), Path::new(IMAGES).join("to"));
+        let inside = self.host.path(IMAGES);
+        fs::create_dir_all(inside.join("from"))?;
         let mut dump = self.criu("dump", &from);
         dump.args(["-t", &self.pid.to_string()]);
         let begin = now_us();
-        must(dump, STEP_TIME)?;
-        // Its number must be free.
-        std::mem::replace(&mut self.running, Running::start(Command::new("true"), Stdio::null())?).finish(STEP_TIME)?;
+        must(dump, STEP_TIME).with_context(|| fs::read_to_string(inside.join("from/log")).unwrap_or_default())?;
         let dumped = now_us();
-        let mut copy = Command::new("cp");
+        let mut copy = self.host.command("cp");
         copy.arg("-r").arg(&from).arg(&to);
         must(copy, STEP_TIME)?;
         let copied = now_us();
-        self.running = Running::start(self.criu("restore", &to), Stdio::null())?;
-        self.restored = true;
+        // Its number has to be free: whoever waited for the process has ended with it.
+        let restore = Running::start(self.criu("restore", &to), Stdio::null())?;
+        std::mem::replace(&mut self.running, restore).finish(STEP_TIME)?;
         let (stood, until) = self.notes.gap(dumped)?;
-        let bytes = fs::read_dir(&from)?.map(|entry| Ok(entry?.metadata()?.len())).sum::<Result<u64>>()?;
-        fs::remove_dir_all(&self.folder)?;
+        let bytes =
+            fs::read_dir(inside.join("from"))?.map(|entry| Ok(entry?.metadata()?.len())).sum::<Result<u64>>()?;
+        fs::remove_dir_all(inside)?;
         let steps = [("dump", begin, dumped), ("copy", dumped, copied), ("restore", copied, until)];
         let steps = steps.map(|(step, from, to)| (step.to_string(), ms(from, to))).to_vec();
         Ok(Once { freeze_ms: ms(stood, until), total_ms: ms(begin, until), bytes, steps })
     }
 
+    /// Ends it. If that is not reached, it ends with its host.
     fn end(self) -> Result<()> {
-        if self.restored { self.running.end_inside() } else { Ok(()) }
+        let mut kill = self.host.command("kill");
+        kill.args(["-9", &self.pid.to_string()]);
+        must(kill, STEP_TIME)?;
+        self.running.finish(STEP_TIME).map(drop)
     }
 }
 
