@@ -388,7 +388,9 @@ impl World {
             SourceOutput::KillMoved => self.soon(Item::Source(SourceEvent::Gone(Usage::default()))),
             SourceOutput::HandOver => self.handed_over = true,
             SourceOutput::DropImages => {}
-            SourceOutput::Settle | SourceOutput::Deposit => panic!("a move keeps no images"),
+            SourceOutput::Settle | SourceOutput::Close { .. } | SourceOutput::Deposit => {
+                panic!("a move keeps no images")
+            }
             SourceOutput::Done => self.source = None,
         }
     }

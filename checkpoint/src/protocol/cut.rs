@@ -16,11 +16,13 @@
 
 use sempa_proto::checkpoint::CutFailure;
 use sempa_proto::migration::{Cause, Failure, Move, Order, Report, Step, TaskFacts};
-use sempa_proto::{HostId, Micros, MigrationId, Tid};
+use sempa_proto::{HostId, Micros, MigrationId, RequestId, Tid};
 use std::collections::{BTreeMap, VecDeque};
 
 /// Time for the steps that do not depend on the size of the tasks.
 const STEP_TIME: Micros = Micros::from_secs(15);
+/// Time for all to stand still, and to get the answers to what they have asked for: the first one stands all that time.
+const STAND_TIME: Micros = Micros::from_secs(5);
 /// Time for each gigabyte of all tasks together on top, for writing, sending and keeping.
 const TIME_PER_GIB: Micros = Micros::from_secs(90);
 
@@ -101,7 +103,6 @@ struct Part {
 
 #[derive(Debug)]
 struct Cut {
-    job: Tid,
     stage: Stage,
     /// The store has room for it.
     has_room: bool,
@@ -129,7 +130,7 @@ impl Cuts {
 
     /// When [`Cuts::wake`] is wanted, if at all.
     pub fn next_wakeup(&self) -> Option<Micros> {
-        self.open.values().map(|cut| cut.deadline).min()
+        self.open.values().filter(|cut| cut.stage != Stage::Sealing).map(|cut| cut.deadline).min()
     }
 
     /// The attempt that this part belongs to.
@@ -143,18 +144,13 @@ impl Cuts {
         parts.map(|part| &part.of).find(|of| of.tid == tid)
     }
 
-    /// True while a checkpoint of this job is under way.
-    pub fn is_under_way(&self, job: Tid) -> bool {
-        self.open.values().any(|cut| cut.job == job)
-    }
-
-    /// The tasks of an attempt.
-    pub fn members(&self, cut: CutId) -> Vec<Tid> {
-        self.open.get(&cut).map(|cut| cut.parts.values().map(|part| part.of.tid).collect()).unwrap_or_default()
+    /// True while this attempt is under way.
+    pub fn is_open(&self, cut: CutId) -> bool {
+        self.open.contains_key(&cut)
     }
 
     /// Begins a checkpoint of these tasks, each with its host and a number of its own.
-    pub fn begin(&mut self, now: Micros, job: Tid, tasks: &[(MigrationId, Tid, HostId)]) -> CutId {
+    pub fn begin(&mut self, now: Micros, tasks: &[(MigrationId, Tid, HostId)]) -> CutId {
         self.last += 1;
         let part = |&(id, tid, host): &(MigrationId, Tid, HostId)| {
             let of = Move { id, tid, from: host, to: HostId::MASTER, cause: Cause::Checkpoint };
@@ -163,7 +159,7 @@ impl Cuts {
         let parts: BTreeMap<MigrationId, Part> = tasks.iter().map(part).collect();
         let (deadline, allowed) = (now + STEP_TIME, STEP_TIME);
         let stage = Stage::Inspecting;
-        let cut = Cut { job, stage, has_room: false, parts, deadline, allowed, still: None, written: None };
+        let cut = Cut { stage, has_room: false, parts, deadline, allowed, still: None, written: None };
         self.open.insert(self.last, cut);
         self.order_all(self.last, &Order::Inspect);
         self.last
@@ -218,21 +214,25 @@ impl Cuts {
         }
     }
 
-    /// While all tasks stood still, the job had these.
-    pub fn counted(&mut self, now: Micros, number: CutId, tasks: &[Tid]) {
+    /// While all tasks stood still, the job had these; and these requests were open by which they wait for others.
+    pub fn counted(&mut self, now: Micros, number: CutId, tasks: &[Tid], open: &BTreeMap<Tid, Vec<RequestId>>) {
         let Some(cut) = self.open.get_mut(&number).filter(|cut| cut.stage == Stage::Counting) else { return };
         let known = |tid: &Tid| cut.parts.values().any(|part| part.of.tid == *tid);
         let new: Vec<Tid> = tasks.iter().copied().filter(|tid| !known(tid)).collect();
         if !new.is_empty() {
             return self.fail(number, CutFailure::Grew(new));
         }
-        let bytes: u64 = cut.parts.values().map(|part| part.facts.resident_bytes).sum();
+        let bytes = cut.parts.values().fold(0, |sum: u64, part| sum.saturating_add(part.facts.resident_bytes));
         cut.allowed = STEP_TIME + Micros(TIME_PER_GIB.0 * ((bytes >> 30) + 1));
         (cut.stage, cut.deadline) = (Stage::Writing, now + cut.allowed);
         // Expected first: a host may be faster than we are.
         let parts: Vec<Move> = cut.parts.values().map(|part| part.of.clone()).collect();
         self.out.extend(parts.into_iter().map(CutOutput::Expect));
-        self.order_all(number, &Order::Write);
+        let writes = cut.parts.values().map(|part| {
+            let order = Order::Write { open: open.get(&part.of.tid).cloned().unwrap_or_default() };
+            CutOutput::Order { host: part.of.from, of: part.of.clone(), order }
+        });
+        self.out.extend(writes);
     }
 
     /// A host does not say which tasks it has.
@@ -280,7 +280,8 @@ impl Cuts {
 
     /// The time of [`Cuts::next_wakeup`] has come.
     pub fn wake(&mut self, now: Micros) {
-        let late = self.open.iter().filter(|(_, cut)| cut.deadline <= now);
+        // What is being sealed becomes a set or does not: nothing is waited for but the disk.
+        let late = self.open.iter().filter(|(_, cut)| cut.deadline <= now && cut.stage != Stage::Sealing);
         let late: Vec<(CutId, Micros)> = late.map(|(number, cut)| (*number, cut.allowed)).collect();
         for (number, allowed) in late {
             self.fail(number, CutFailure::Deadline { allowed });
@@ -293,7 +294,7 @@ impl Cuts {
         let least = cut.parts.values().map(|part| part.progress).min().unwrap_or(Progress::Kept);
         match cut.stage {
             Stage::Inspecting if least >= Progress::Inspected && cut.has_room => {
-                (cut.stage, cut.deadline) = (Stage::Standing, now + STEP_TIME);
+                (cut.stage, cut.deadline, cut.allowed) = (Stage::Standing, now + STAND_TIME, STAND_TIME);
                 self.order_all(number, &Order::Stand);
             }
             Stage::Standing if least >= Progress::Stands => {

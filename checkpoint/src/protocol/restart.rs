@@ -95,7 +95,6 @@ enum Stage {
 
 #[derive(Debug)]
 struct Restarting {
-    job: Tid,
     timeline: Timeline,
     stage: Stage,
     parts: BTreeMap<MigrationId, Part>,
@@ -127,16 +126,15 @@ impl Restarts {
         self.open.iter().find(|(_, open)| open.parts.contains_key(&id)).map(|(number, _)| *number)
     }
 
-    /// True while this job is being started again.
-    pub fn is_under_way(&self, job: Tid) -> bool {
-        self.open.values().any(|open| open.job == job)
+    /// True while this task is being started again.
+    pub fn has(&self, tid: Tid) -> bool {
+        self.open.values().flat_map(|open| open.parts.values()).any(|part| part.of.tid == tid)
     }
 
     /// Begins to start these tasks on the timeline that they have in common. `id` gives out numbers.
     pub fn begin(
         &mut self,
         now: Micros,
-        job: Tid,
         timeline: Timeline,
         tasks: Vec<Candidate>,
         mut id: impl FnMut() -> MigrationId,
@@ -153,7 +151,7 @@ impl Restarts {
         for part in parts.values() {
             self.out.push_back(prepare(part, &timeline));
         }
-        let open = Restarting { job, timeline, stage: Stage::Preparing, parts, deadline, allowed };
+        let open = Restarting { timeline, stage: Stage::Preparing, parts, deadline, allowed };
         self.open.insert(self.last, open);
         self.last
     }
@@ -250,7 +248,7 @@ impl Restarts {
         let all: Vec<Move> = open.parts.values().map(|part| part.of.clone()).collect();
         match open.stage {
             Stage::Preparing if least >= Progress::Prepared => {
-                let bytes: u64 = open.parts.values().map(|part| part.facts.resident_bytes).sum();
+                let bytes = open.parts.values().fold(0, |sum: u64, part| sum.saturating_add(part.facts.resident_bytes));
                 open.allowed = STEP_TIME + Micros(TIME_PER_GIB.0 * ((bytes >> 30) + 1));
                 (open.stage, open.deadline) = (Stage::Building, now + open.allowed);
                 self.out.extend(all.into_iter().map(|of| RestartOutput::Send { restart: number, of }));
@@ -273,7 +271,7 @@ impl Restarts {
         }
     }
 
-    /// All that was built is thrown away; what runs already ends as a task that is killed does.
+    /// All that was built is thrown away. What was told to run already has to be ended by whoever asked for it.
     fn fail(&mut self, number: RestartId, why: RestartFailure) {
         let Some(open) = self.open.remove(&number) else { return };
         for Part { of, progress, .. } in open.parts.into_values() {

@@ -1,5 +1,6 @@
 //! The end that a task leaves.
 
+use sempa_proto::RequestId;
 use sempa_proto::migration::{Cause, Failure, Move, Order, Refusal, Report, Step, TaskFacts, Usage};
 use sempa_proto::suspend::Holds;
 use sempa_proto::tasker::DumpReport;
@@ -50,6 +51,12 @@ pub enum SourceOutput {
     /// For a checkpoint: say [`SourceEvent::Settled`] when everything that the task has asked for is answered, but for what
     /// it can ask again.
     Settle,
+    /// For a checkpoint: say [`SourceEvent::Settled`] when of what the task has asked for nothing is open but these, and keep
+    /// what is known of the task at that moment.
+    Close {
+        /// Requests by which it waits for others.
+        open: Vec<RequestId>,
+    },
     /// For a checkpoint: put what is known of the task beside the images and bring them to the master; the directory is
     /// the daemon's from now on.
     Deposit,
@@ -86,6 +93,8 @@ enum State {
     Settling,
     /// For a checkpoint: it stands still.
     Standing,
+    /// For a checkpoint: all tasks of the job stand still, and the last answers come in.
+    Closing,
     Dumping,
     Sending,
     /// The move is off; the tasker is letting the task go on.
@@ -167,7 +176,10 @@ impl Source {
             }
             (State::Stopping, SourceEvent::Stopped(Ok(()))) if self.keeps => self.go(State::Settling, [O::Settle]),
             (State::Settling, SourceEvent::Settled) => self.go(State::Standing, [O::Report(Report::Stopped)]),
-            (State::Standing, SourceEvent::Order(Order::Write)) => self.go(State::Dumping, [O::Dump]),
+            (State::Standing, SourceEvent::Order(Order::Write { open })) => {
+                self.go(State::Closing, [O::Close { open }]);
+            }
+            (State::Closing, SourceEvent::Settled) => self.go(State::Dumping, [O::Dump]),
             (State::Dumping, SourceEvent::Dumped(Ok(dump))) if self.keeps => {
                 self.deposited = true;
                 let report = O::Report(Report::Dumped { bytes: dump.bytes });
@@ -209,7 +221,7 @@ impl Source {
             State::Inspecting | State::Ready => self.go(State::Done, [O::Done]),
             // The library may still be letting go: it finds the token as soon as it looks for it.
             State::Quiescing => self.go(State::Waking, [O::WakeHere]),
-            State::Stopping | State::Settling | State::Standing | State::Dumping | State::Sending => {
+            State::Stopping | State::Settling | State::Standing | State::Closing | State::Dumping | State::Sending => {
                 self.go(State::Continuing, [O::Continue]);
             }
             // Killing: the coordinator never gives both orders.
@@ -232,6 +244,7 @@ impl Source {
             | State::Stopping
             | State::Settling
             | State::Standing
+            | State::Closing
             | State::Dumping
             | State::Sending => {
                 let report = Report::Failed { step: self.step(), why: Failure::TaskEnded };
@@ -250,7 +263,7 @@ impl Source {
             State::Ready => Step::Prepare,
             State::Quiescing => Step::Quiesce,
             State::Stopping | State::Settling => Step::Stop,
-            State::Standing | State::Dumping => Step::Dump,
+            State::Standing | State::Closing | State::Dumping => Step::Dump,
             State::Sending | State::Continuing | State::Waking => Step::Transfer,
             State::Killing | State::Done => Step::KillSource,
         }

@@ -92,7 +92,7 @@ impl CutFailure {
     /// True if the same may well succeed in a moment: the job was changing.
     pub fn may_try_again(&self) -> bool {
         use Failure::TaskEnded;
-        let is_moving = |why: &Failure| matches!(why, Failure::Refused(all) if all.iter().all(|r| matches!(r, Refusal::AlreadyMoving(_) | Refusal::NotConnected)));
+        let is_moving = |why: &Failure| matches!(why, Failure::Refused(all) if all.iter().all(|r| matches!(r, Refusal::AlreadyMoving(_) | Refusal::NotConnected | Refusal::NoSuchTask)));
         match self {
             CutFailure::Grew(_) => true,
             CutFailure::Task { why, .. } => *why == TaskEnded || is_moving(why),

@@ -3,7 +3,7 @@
 //! The order of steps is that of [`Step`]. Up to [`Step::Commit`] the task can go on at the source; after it only the
 //! target may run it. The state machines that speak these words are in the `checkpoint` crate.
 
-use crate::ids::{HostId, Micros, MigrationId, Tid};
+use crate::ids::{HostId, Micros, MigrationId, RequestId, Tid};
 use crate::suspend::Holds;
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -434,7 +434,10 @@ pub enum Order {
     Stand,
     /// Source, for a checkpoint, when all tasks of the job stand still: write the images, let the task go on, and send them
     /// to the master.
-    Write,
+    Write {
+        /// Requests by which the task waits for others, as the master knows them. What else is open is answered already.
+        open: Vec<RequestId>,
+    },
     /// Source, for a checkpoint: it is off; the task goes on.
     GoOn,
 }

@@ -7,18 +7,20 @@
 //! A job that is checkpointed again and again goes back to its newest set when a host is lost that had tasks of it: those
 //! that are left are killed before anybody is told of the loss, and when all are gone the set is started again.
 
+mod restart;
+
 use super::asks::Asker;
+use super::tasks::Task;
 use super::{Machine, Output, Timer};
-use checkpoint::protocol::{Candidate, CutId, CutOutput, Cuts, RestartId, RestartOutput, Restarts, TargetEvent};
+use checkpoint::protocol::{CutId, CutOutput, Cuts, RestartId, Restarts, SourceEvent};
 use sempa_proto::checkpoint::{
-    CutFailure, PartMeta, PartRecord, RestartFailure, RestartReport, SET_TASKS_MAX, SET_VERSION, SetMeta, SetReport,
+    CutFailure, PartMeta, PartRecord, RestartFailure, SET_TASKS_MAX, SET_VERSION, SavedGroup, SetMeta, SetReport,
 };
 use sempa_proto::event::EventKind;
 use sempa_proto::host::{Held, Question};
-use sempa_proto::migration::{Failure, FileMatch, Report, Step, TaskFacts, Timeline};
-use sempa_proto::table::TaskInfo;
-use sempa_proto::task::{Redirect, Reply, Restart, ToTask};
-use sempa_proto::tasker::{Redirection, ToTasker};
+use sempa_proto::migration::{Failure, Report, Step, TaskFacts};
+use sempa_proto::table::{TASK_SERVES, TaskInfo};
+use sempa_proto::task::{Reply, ToTask};
 use sempa_proto::{HostId, Micros, MigrationId, PvmError, RequestId, Tid, WIRE_VERSION};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -32,6 +34,9 @@ const TRY_PAUSE: Micros = Micros::from_millis(200);
 const RESTART_PAUSE: Micros = Micros::from_secs(2);
 /// Tasks of which it is remembered on which timeline they began again.
 const LINES_MAX: usize = 1 << 20;
+/// After a host is lost its tasks are dead: its daemon ended by its own, shorter lease, and its tasker with it. This is the
+/// margin for killing.
+const FENCE_TIME: Micros = Micros::from_secs(2);
 /// How often it is looked whether the last tasks of a job that goes back are gone.
 const GONE_PAUSE: Micros = Micros::from_millis(20);
 /// Looks at most.
@@ -50,8 +55,11 @@ enum Doing {
     Counting,
     /// This checkpoint.
     Cutting(CutId),
-    /// What is left of it is being ended, to go back to its newest set; so many looks so far.
-    Ending { lost: Option<HostId>, why: String, looks: u32 },
+    /// What is left of it is being ended, to go back to its newest set, when this host is gone and not before this time; so
+    /// many looks so far.
+    Ending { lost: Option<HostId>, not_before: Micros, why: String, looks: u32 },
+    /// Its checkpoint is complete, and it is being ended; so many looks so far.
+    Leaving { report: SetReport, looks: u32 },
     /// It is started again.
     Restarting,
 }
@@ -68,8 +76,9 @@ struct Job {
     /// It is not looked after before this.
     due: Micros,
     tries: u32,
-    /// All that were ever seen to belong to it.
+    /// All that were ever seen to belong to it, and those of them that have ended.
     members: BTreeSet<Tid>,
+    ended: BTreeSet<Tid>,
     /// The newest set, and who is in it.
     newest: Option<(String, BTreeSet<Tid>)>,
 }
@@ -100,6 +109,8 @@ struct Count {
 #[derive(Debug)]
 struct Wanted {
     set: String,
+    /// The job that goes back; none when somebody asked for it, until the set says whose it is.
+    job: Option<Tid>,
     on: Vec<String>,
     waiter: Option<(Tid, RequestId)>,
     why: String,
@@ -119,7 +130,9 @@ pub(super) struct Keeping {
     last_wanted: u64,
     /// Parts that are being unpacked and sent.
     unpacked: BTreeSet<MigrationId>,
-    /// Size and tasks of the set that is being sealed.
+    /// Groups of the tasks of a checkpoint, as they were while all stood still.
+    groups: BTreeMap<CutId, Vec<SavedGroup>>,
+    /// Tasks of the set that is being sealed; its name and size.
     sealing: BTreeMap<CutId, Vec<Tid>>,
     sealed: BTreeMap<CutId, (String, u64)>,
     /// The latest timeline, and that of each task that began again.
@@ -139,6 +152,24 @@ impl Keeping {
     pub(super) fn found(&mut self, now: Micros) {
         if self.founded == Micros(0) {
             self.founded = now;
+        }
+    }
+
+    /// Something happened that may concern a job.
+    pub(super) fn happened(&mut self, kind: &EventKind) {
+        match kind {
+            EventKind::TaskStarted { tid, parent, .. } => {
+                for job in self.jobs.values_mut().filter(|job| job.members.contains(parent)) {
+                    job.members.insert(*tid);
+                    job.ended.remove(tid);
+                }
+            }
+            EventKind::TaskEnded { tid, .. } => {
+                for job in self.jobs.values_mut().filter(|job| job.members.contains(tid)) {
+                    job.ended.insert(*tid);
+                }
+            }
+            _ => {}
         }
     }
 
@@ -201,7 +232,7 @@ impl Machine {
             Doing::Nothing => self.begin_count(job),
             // Who comes while one is being counted has that one; one that stands still already may be too old for him.
             Doing::Counting => {}
-            Doing::Cutting(_) | Doing::Ending { .. } | Doing::Restarting => {
+            Doing::Cutting(_) | Doing::Ending { .. } | Doing::Leaving { .. } | Doing::Restarting => {
                 entry.waiters.pop();
                 self.reply(tid, id, Reply::Checkpointed(Err(CutFailure::UnderWay)));
             }
@@ -290,13 +321,15 @@ impl Machine {
             return self.cut_over(job, Err(CutFailure::TooMany { tasks: all.len() }));
         }
         let coordinator = &mut master.directing.coordinator;
-        let moving = all.iter().find_map(|task| Some((task.tid, coordinator.of_task(task.tid)?.id)));
+        let cuts = &keeping.cuts;
+        let other = |tid: Tid| coordinator.of_task(tid).or_else(|| cuts.of_task(tid)).map(|of| of.id);
+        let moving = all.iter().find_map(|task| Some((task.tid, other(task.tid)?)));
         if let Some((tid, id)) = moving {
             let why = Failure::Refused(vec![sempa_proto::migration::Refusal::AlreadyMoving(id)]);
             return self.cut_over(job, Err(CutFailure::Task { tid, step: Step::Inspect, why }));
         }
         let parts: Vec<_> = all.iter().map(|task| (coordinator.next_id(), task.tid, task.host)).collect();
-        let cut = keeping.cuts.begin(now, job, &parts);
+        let cut = keeping.cuts.begin(now, &parts);
         if let Some(entry) = keeping.jobs.get_mut(&job) {
             entry.doing = Doing::Cutting(cut);
         }
@@ -306,18 +339,28 @@ impl Machine {
     /// The store has room for it, or not.
     pub(super) fn set_begun(&mut self, cut: CutId, result: Result<(), String>) {
         let now = self.now;
-        if let Some(keeping) = self.keeping() {
+        let Some(keeping) = self.keeping() else { return };
+        if keeping.cuts.is_open(cut) {
             keeping.cuts.room(now, cut, result);
+        } else {
+            self.out.push_back(Output::AbandonSet { cut });
         }
     }
 
     fn verify_cut(&mut self, cut: CutId, tasks: &[TaskInfo]) {
         let now = self.now;
-        let Some(keeping) = self.keeping() else { return };
+        let Some(master) = self.master.as_deref_mut() else { return };
+        let keeping = &mut master.keeping;
         let Some(job) = keeping.job_of_cut(cut) else { return };
         let Some(entry) = keeping.jobs.get_mut(&job) else { return };
         let tids: Vec<Tid> = members(job, &mut entry.members, tasks).iter().map(|task| task.tid).collect();
-        keeping.cuts.counted(now, cut, &tids);
+        // While all stand still nobody enters a group, or leaves one, and nobody comes to a meeting.
+        keeping.groups.insert(cut, master.groups.saved(&tids));
+        let mut open = BTreeMap::<Tid, Vec<RequestId>>::new();
+        for (tid, id) in master.groups.open().chain(master.mailbox.open()) {
+            open.entry(tid).or_default().push(id);
+        }
+        keeping.cuts.counted(now, cut, &tids, &open);
     }
 
     /// Carries out what the protocols ask for; true if they asked for anything.
@@ -364,11 +407,13 @@ impl Machine {
         let Some(master) = self.master.as_deref_mut() else { return };
         let Some(job) = master.keeping.job_of_cut(cut) else { return };
         let members: Vec<Tid> = parts.iter().map(|part| part.tid).collect();
-        let groups = master.groups.saved(&members);
+        let groups = master.keeping.groups.remove(&cut).unwrap_or_default();
         let Keeping { line, founded: vm, .. } = master.keeping;
         master.keeping.sealing.insert(cut, members);
         let meta = SetMeta { version: SET_VERSION, wire: WIRE_VERSION, vm, job, line, parts, groups };
-        self.out.push_back(Output::SealSet { cut, meta: Box::new(meta) });
+        let keep = master.keeping.jobs.values().filter(|job| job.every.is_some());
+        let keep = keep.filter_map(|job| Some(job.newest.as_ref()?.0.clone())).collect();
+        self.out.push_back(Output::SealSet { cut, meta: Box::new(meta), keep });
     }
 
     /// The set is complete, or is not.
@@ -383,6 +428,7 @@ impl Machine {
     fn cut_ended(&mut self, cut: CutId, result: Result<Micros, CutFailure>) {
         let Some(keeping) = self.keeping() else { return };
         let (tasks, sealed) = (keeping.sealing.remove(&cut), keeping.sealed.remove(&cut));
+        keeping.groups.remove(&cut);
         let Some(job) = keeping.job_of_cut(cut) else { return };
         let result = result.and_then(|frozen| {
             let (set, bytes) = sealed.ok_or_else(|| CutFailure::Store("the set was lost".into()))?;
@@ -400,11 +446,12 @@ impl Machine {
             return self.schedule(job, TRY_PAUSE);
         }
         entry.tries = 0;
-        let waiters = std::mem::take(&mut entry.waiters);
         let ends = std::mem::take(&mut entry.ends) && result.is_ok();
-        if ends {
-            entry.every = None;
+        if let (Ok(report), true) = (&result, ends) {
+            // Who waits is told when it has ended.
+            (entry.doing, entry.every) = (Doing::Leaving { report: report.clone(), looks: 0 }, None);
         }
+        let waiters = if ends { Vec::new() } else { std::mem::take(&mut entry.waiters) };
         let every = entry.every;
         if let Ok(report) = &result {
             entry.newest = Some((report.set.clone(), report.tasks.iter().copied().collect()));
@@ -417,8 +464,8 @@ impl Machine {
             (_, Some(every)) => self.schedule(job, every),
             _ => {}
         }
-        for tid in result.iter().filter(|_| ends).flat_map(|report| report.tasks.clone()) {
-            self.ask_about(tid, Question::Signal { tid, signal: SIGKILL }, Asker::Nobody);
+        if ends {
+            self.count(Purpose::Gone(job));
         }
         self.record(match &result {
             Ok(SetReport { set, tasks, bytes, frozen, .. }) => EventKind::Checkpointed {
@@ -447,23 +494,56 @@ impl Machine {
         let Some(entry) = self.keeping().and_then(|k| k.jobs.get(&job)).filter(|job| job.due <= now) else { return };
         match entry.doing {
             Doing::Nothing if entry.every.is_some() || !entry.waiters.is_empty() => self.begin_count(job),
-            Doing::Ending { .. } => self.count(Purpose::Gone(job)),
+            Doing::Ending { .. } | Doing::Leaving { .. } => self.count(Purpose::Gone(job)),
             _ => {}
         }
     }
 
     // ---- the end that a task's host has in it
 
-    /// A task has been written and goes on: its images go to the store.
-    pub(super) fn deposit(&mut self, id: MigrationId, tid: Tid) {
-        let Some(task) = self.tasks.get(tid) else { return };
+    /// A task stands still for a checkpoint: waits until what it has asked for is answered. With `open` all others of its job
+    /// stand still as well, and nothing but these may be open.
+    pub(super) fn settle(&mut self, id: MigrationId, tid: Tid, open: Option<Vec<RequestId>>) {
+        let Some(task) = self.tasks.get_mut(tid) else { return };
+        task.closing = open.map(|open| open.into_iter().collect());
+        if task.is_settled() {
+            self.moves.settled.push(id);
+        } else {
+            task.settling = Some(id);
+        }
+    }
+
+    /// It has all answers. What is known of it now is of the same moment as the memory of all; a moment later others go on.
+    pub(super) fn part_settled(&mut self, id: MigrationId) {
+        let tid = self.moves.sources.get(&id).map(|source| source.of().tid);
+        if let Some(task) = tid.and_then(|tid| self.tasks.get(tid)).filter(|task| task.closing.is_some()) {
+            let record = Box::new(self.part_of(task));
+            self.moves.parts.insert(id, record);
+        }
+        self.source_event(id, SourceEvent::Settled);
+    }
+
+    /// Nothing is left of a checkpoint here.
+    pub(super) fn part_over(&mut self, id: MigrationId, tid: Tid) {
+        self.moves.parts.remove(&id);
+        if let Some(task) = self.tasks.get_mut(tid) {
+            (task.settling, task.closing) = (None, None);
+        }
+    }
+
+    fn part_of(&self, task: &Task) -> PartRecord {
         // What links carry is in the memory of the tasks; words about routes were about those of that time.
         let item = |held: &Held| match held {
             Held::Item(ToTask::Route { .. }) | Held::Link(_) => None,
             Held::Item(item) => Some(item.clone()),
         };
         let waiting = task.inbox.queue.iter().filter_map(item).collect();
-        let record = Box::new(PartRecord { version: SET_VERSION, record: self.record_of(task), waiting });
+        PartRecord { version: SET_VERSION, record: self.record_of(task), waiting }
+    }
+
+    /// A task has been written and goes on: its images go to the store.
+    pub(super) fn deposit(&mut self, id: MigrationId) {
+        let Some(record) = self.moves.parts.remove(&id) else { return };
         let to = self.master.is_none().then_some(HostId::MASTER);
         if to.is_some() {
             self.moves.deposits.insert(id);
@@ -504,248 +584,6 @@ impl Machine {
         }
     }
 
-    // ---- a restart
-
-    /// Master: somebody wants a set started again.
-    pub(super) fn restart_wanted(&mut self, tid: Tid, id: RequestId, set: String, on: Vec<String>) {
-        let why = format!("{tid} asked for it");
-        self.restart_set(set, on, Some((tid, id)), why);
-    }
-
-    fn restart_set(&mut self, set: String, on: Vec<String>, waiter: Option<(Tid, RequestId)>, why: String) {
-        let Some(keeping) = self.keeping() else { return };
-        keeping.last_wanted += 1;
-        let restart = keeping.last_wanted;
-        let wanted = Wanted { set: set.clone(), on, waiter, why, meta: None, begun: None };
-        keeping.wanted.insert(restart, wanted);
-        self.out.push_back(Output::OpenSet { restart, set });
-    }
-
-    /// The store has looked into a set.
-    pub(super) fn set_opened(&mut self, number: u64, result: Result<SetMeta, String>) {
-        let Some(wanted) = self.keeping().and_then(|k| k.wanted.get_mut(&number)) else { return };
-        match result {
-            Ok(meta) if meta.wire != WIRE_VERSION => {
-                let why = format!(
-                    "the libraries in this set speak version {}, and this virtual machine speaks {WIRE_VERSION}: start it \
-                     with the version by which it was made",
-                    meta.wire
-                );
-                self.restart_over(number, Err(RestartFailure::Store(why)));
-            }
-            Ok(meta) => {
-                wanted.meta = Some(meta);
-                self.count(Purpose::Restart(number));
-            }
-            Err(why) => self.restart_over(number, Err(RestartFailure::Store(why))),
-        }
-    }
-
-    fn begin_restart(&mut self, number: u64, tasks: &[TaskInfo]) {
-        let now = self.now;
-        let begun = self.plan_restart(number, tasks);
-        let (job, timeline, candidates) = match begun {
-            Ok(plan) => plan,
-            Err(why) => return self.restart_over(number, Err(why)),
-        };
-        let Some(master) = self.master.as_deref_mut() else { return };
-        let (keeping, coordinator) = (&mut master.keeping, &mut master.directing.coordinator);
-        keeping.line = timeline.line;
-        keeping.lines.extend(timeline.members.iter().map(|(tid, _)| (*tid, timeline.line)));
-        while keeping.lines.len() > LINES_MAX {
-            keeping.lines.pop_first();
-        }
-        let id = keeping.restarts.begin(now, job, timeline, candidates, || coordinator.next_id());
-        if let Some(wanted) = keeping.wanted.get_mut(&number) {
-            wanted.begun = Some(id);
-        }
-        let entry = keeping.jobs.entry(job).or_default();
-        entry.doing = Doing::Restarting;
-    }
-
-    /// Where each task may be started, if nothing stands in the way.
-    fn plan_restart(&self, number: u64, tasks: &[TaskInfo]) -> Result<(Tid, Timeline, Vec<Candidate>), RestartFailure> {
-        let gone = || RestartFailure::Store("the set is not open any more".into());
-        let keeping = self.master.as_ref().map(|master| &master.keeping).ok_or_else(gone)?;
-        let wanted = keeping.wanted.get(&number).ok_or_else(gone)?;
-        let meta = wanted.meta.as_ref().ok_or_else(gone)?;
-        let job = keeping.jobs.get(&meta.job);
-        let waits = wanted.waiter.is_none();
-        if job.is_some_and(|job| !matches!(job.doing, Doing::Nothing) && !(waits && job.doing == Doing::Restarting)) {
-            return Err(RestartFailure::UnderWay);
-        }
-        let members: Vec<Tid> = meta.parts.iter().map(|part| part.tid).collect();
-        let alive: Vec<Tid> = tasks.iter().map(|task| task.tid).filter(|tid| members.contains(tid)).collect();
-        if !alive.is_empty() {
-            return Err(RestartFailure::Alive(alive));
-        }
-        let taken = self.master.as_ref().map(|master| master.groups.taken(&meta.groups)).unwrap_or_default();
-        if !taken.is_empty() {
-            return Err(RestartFailure::Groups(taken));
-        }
-        let mut on = Vec::new();
-        for name in &wanted.on {
-            on.push(self.host_named(name).ok_or_else(|| RestartFailure::NoHost(name.clone()))?);
-        }
-        let all: Vec<HostId> = self.table.hosts.iter().map(|host| host.id).collect();
-        let mut candidates = Vec::new();
-        for (turn, part) in meta.parts.iter().enumerate() {
-            let mut hosts = if on.is_empty() { all.clone() } else { on.clone() };
-            let many = hosts.len().max(1);
-            hosts.rotate_left(turn % many);
-            let home = self.table.by_name(&part.host).map(|entry| entry.id).filter(|_| on.is_empty());
-            hosts.sort_by_key(|host| Some(*host) != home);
-            candidates.push(Candidate { tid: part.tid, facts: without_lengths(&part.facts), hosts });
-        }
-        let line = keeping.line.max(meta.line).wrapping_add(1).max(1);
-        let members = meta.parts.iter().map(|part| (part.tid, part.line)).collect();
-        Ok((meta.job, Timeline { line, members, same: meta.vm == keeping.founded }, candidates))
-    }
-
-    fn restarter_does(&mut self, output: RestartOutput) {
-        let me = self.config.host;
-        match output {
-            RestartOutput::Order { host, of, order } => self.order_move(host, of, order),
-            RestartOutput::Send { restart, of } => {
-                let Some(keeping) = self.keeping() else { return };
-                let Some(number) = keeping.wanted_of(restart) else { return };
-                let to = (of.to != me).then_some(of.to);
-                if to.is_some() {
-                    keeping.unpacked.insert(of.id);
-                }
-                self.out.push_back(Output::SendPart { restart: number, migration: of.id, tid: of.tid, to });
-            }
-            RestartOutput::Locate(of) => {
-                self.join_again(of.id);
-                self.locate(&of);
-            }
-            RestartOutput::Ended { restart, result } => {
-                let Some(number) = self.keeping().and_then(|k| k.wanted_of(restart)) else { return };
-                let result = result.map(|tasks| {
-                    let set = self.keeping().and_then(|k| k.wanted.get(&number)).map(|w| w.set.clone());
-                    RestartReport { set: set.unwrap_or_default(), tasks }
-                });
-                self.restart_over(number, result);
-            }
-        }
-    }
-
-    /// The tasks of a set are members again of the groups that they were in.
-    fn join_again(&mut self, part: MigrationId) {
-        let Some(master) = self.master.as_deref_mut() else { return };
-        let restart = master.keeping.restarts.of_part(part);
-        let number = restart.and_then(|restart| master.keeping.wanted_of(restart));
-        let meta = number.and_then(|number| master.keeping.wanted.get_mut(&number)?.meta.as_mut());
-        if let Some(meta) = meta {
-            master.groups.restore(&std::mem::take(&mut meta.groups));
-        }
-    }
-
-    /// True for images that the store has given out for this part.
-    pub(super) fn is_unpacked_here(&self, id: MigrationId) -> bool {
-        self.master.as_ref().is_some_and(|master| master.keeping.unpacked.contains(&id))
-    }
-
-    /// The images of a part have left the store for their host, or could not.
-    pub(super) fn part_sent(&mut self, id: MigrationId, result: Result<(), Failure>) {
-        let Some(keeping) = self.keeping() else { return };
-        keeping.unpacked.remove(&id);
-        if let Err(why) = result {
-            keeping.restarts.not_sent(id, why);
-        }
-        self.out.push_back(Output::DropImages { migration: id });
-    }
-
-    /// The restart of a set has ended, or did not begin.
-    fn restart_over(&mut self, number: u64, result: Result<RestartReport, RestartFailure>) {
-        self.out.push_back(Output::CloseSet { restart: number });
-        let Some(keeping) = self.keeping() else { return };
-        let Some(Wanted { set, waiter, why, meta, begun, .. }) = keeping.wanted.remove(&number) else { return };
-        let job = meta.as_ref().map(|meta| meta.job).unwrap_or_default();
-        let members: BTreeSet<Tid> = meta.iter().flat_map(|meta| &meta.parts).map(|part| part.tid).collect();
-        let mut next = None;
-        // Else a host was lost meanwhile, and it goes back once more.
-        if let Some(entry) = keeping.jobs.get_mut(&job).filter(|entry| entry.doing == Doing::Restarting) {
-            entry.doing = Doing::Nothing;
-            entry.tries += 1;
-            if result.is_ok() {
-                (entry.newest, next) = (Some((set.clone(), members.clone())), entry.every);
-                entry.members.clone_from(&members);
-                entry.tries = 0;
-            } else if waiter.is_none() && entry.tries < TRIES_MAX {
-                // What stands in the way may go away.
-                entry.doing = Doing::Ending { lost: None, why: why.clone(), looks: 0 };
-                next = Some(RESTART_PAUSE);
-            } else {
-                keeping.jobs.remove(&job);
-            }
-        }
-        if let Some(next) = next {
-            self.schedule(job, next);
-        }
-        if result.is_err() && begun.is_some() {
-            // They may have been in their groups again already.
-            members.iter().for_each(|tid| self.member_ended(*tid));
-        }
-        self.record(match &result {
-            Ok(report) => EventKind::Restarted { set: set.clone(), job, tasks: report.tasks.clone(), why },
-            Err(failure) => EventKind::RestartFailed { set: set.clone(), cause: why, why: failure.to_string() },
-        });
-        if let Some((tid, id)) = waiter {
-            self.reply(tid, id, Reply::Restarted(result));
-        }
-    }
-
-    /// What lay beside the images of a task that is started again here.
-    pub(super) fn part_read(&mut self, id: MigrationId, result: Result<PartRecord, Failure>) {
-        // It may have been thrown away meanwhile: then nothing must be built.
-        if !self.moves.is_restoring(id) {
-            return;
-        }
-        let rebuilt = result.and_then(|part| self.rebuild(id, part));
-        match rebuilt {
-            Ok(order) => self.tell_tasker(order),
-            Err(why) => self.target_event(id, TargetEvent::Restored(Err(why))),
-        }
-    }
-
-    /// Makes a task's record that of a task that begins again, and the order that builds it.
-    fn rebuild(&mut self, id: MigrationId, part: PartRecord) -> Result<ToTasker, Failure> {
-        let bad = |why: &str| Failure::Images(format!("what lies beside the images: {why}"));
-        if part.version != SET_VERSION {
-            return Err(bad(&format!("version {} was written, {SET_VERSION} is understood", part.version)));
-        }
-        let place = self.config.place.clone();
-        let redirect = Redirect { migration: id, tokens: vec![place.token(id)] };
-        let bytes = redirect.in_memory().map_err(Failure::Engine)?;
-        let PartRecord { mut record, waiting, .. } = part;
-        let again = Some(Redirection { place: record.redirect_at, bytes });
-        let (mut output, mut trace) = Default::default();
-        self.default_sinks(&mut output, &mut trace);
-        let (hosts, epoch) = (self.table.hosts.iter().map(|host| host.id).collect(), self.table.epoch);
-        let arrival = self.arrival_of(id).ok_or(Failure::TaskEnded)?;
-        let tid = arrival.tid;
-        if record.tid != tid {
-            return Err(bad(&format!("it is about {}, not about {tid}", record.tid)));
-        }
-        let timeline = arrival.begins.take().ok_or(Failure::TaskEnded)?;
-        let known = |tid: Tid| timeline.same || timeline.before(tid).is_some();
-        if !known(record.output.tid) {
-            record.output = output;
-        }
-        if !known(record.trace.tid) {
-            record.trace = trace;
-        }
-        record.marks.retain(|mark| timeline.before(mark.peer).is_some());
-        (record.hosts, record.epoch, record.rm) = (hosts, epoch, None);
-        let open = std::mem::take(&mut record.requests);
-        record.meetings.clear();
-        record.restart = Some(Restart { timeline, again: open });
-        arrival.take_whole(record, waiting);
-        let dir = place.images(id);
-        Ok(ToTasker::Restore { migration: id, tid, dir, again })
-    }
-
     // ---- going back
 
     /// Master: a host is lost. Jobs that are checkpointed again and again and had tasks there go back to their newest set.
@@ -754,18 +592,20 @@ impl Machine {
             return;
         }
         let Some(keeping) = self.master.as_ref().map(|master| &master.keeping) else { return };
-        let had = |job: &Job| job.members.iter().any(|tid| self.location(*tid) == Some(host));
-        let concerned = keeping.jobs.iter().filter(|(_, job)| {
-            job.every.is_some() && job.newest.is_some() && !matches!(job.doing, Doing::Ending { .. }) && had(job)
-        });
+        let had = |job: &Job| job.members.difference(&job.ended).any(|tid| self.location(*tid) == Some(host));
+        // One that is being started again has what was lost told by that.
+        let may = |job: &Job| matches!(job.doing, Doing::Nothing | Doing::Counting | Doing::Cutting(_));
+        let concerned =
+            keeping.jobs.iter().filter(|(_, job)| job.every.is_some() && job.newest.is_some() && may(job) && had(job));
         let concerned: Vec<(Tid, BTreeSet<Tid>)> = concerned.map(|(tid, job)| (*tid, job.members.clone())).collect();
         let name = self.table.get(host).map_or_else(|| host.to_string(), |entry| entry.name.clone());
+        let not_before = self.now + FENCE_TIME;
         for (job, members) in concerned {
             let why = format!("{name} was lost");
             let mut waiters = Vec::new();
             if let Some(entry) = self.keeping().and_then(|k| k.jobs.get_mut(&job)) {
-                entry.doing = Doing::Ending { lost: Some(host), why, looks: 0 };
-                (waiters, entry.tries) = (std::mem::take(&mut entry.waiters), 0);
+                entry.doing = Doing::Ending { lost: Some(host), not_before, why, looks: 0 };
+                (waiters, entry.tries, entry.ends) = (std::mem::take(&mut entry.waiters), 0, false);
             }
             for (tid, id) in waiters {
                 self.reply(tid, id, Reply::Checkpointed(Err(CutFailure::HostLost(host))));
@@ -779,25 +619,27 @@ impl Machine {
         }
     }
 
-    /// What is left of a job that goes back.
+    /// What is left of a job that is being ended.
     fn look_whether_gone(&mut self, job: Tid, tasks: &[TaskInfo]) {
         let Some(entry) = self.keeping().and_then(|k| k.jobs.get_mut(&job)) else { return };
-        let Doing::Ending { lost, why, looks } = &mut entry.doing else { return };
-        *looks += 1;
-        let (lost, why, looks) = (*lost, why.clone(), *looks);
         let left: Vec<Tid> = members(job, &mut entry.members, tasks).iter().map(|task| task.tid).collect();
-        let Some((set, _)) = entry.newest.clone() else { return self.forget_job(job) };
-        // The lost host is in the table until all daemons know; nothing is started before that.
-        if left.is_empty() && lost.is_none_or(|lost| self.table.get(lost).is_none()) {
-            if let Some(entry) = self.keeping().and_then(|k| k.jobs.get_mut(&job)) {
-                entry.doing = Doing::Restarting;
+        let (Doing::Ending { looks, .. } | Doing::Leaving { looks, .. }) = &mut entry.doing else { return };
+        *looks += 1;
+        let gives_up = *looks >= GONE_LOOKS_MAX;
+        match &entry.doing {
+            Doing::Leaving { report, .. } if left.is_empty() || gives_up => {
+                let (report, waiters) = (report.clone(), std::mem::take(&mut entry.waiters));
+                self.forget_job(job);
+                for (tid, id) in waiters {
+                    self.reply(tid, id, Reply::Checkpointed(Ok(report.clone())));
+                }
+                return;
             }
-            return self.restart_set(set, Vec::new(), None, why);
-        }
-        if looks >= GONE_LOOKS_MAX {
-            let cause = format!("{why}, and {} of its tasks do not end", left.len());
-            self.record(EventKind::RestartFailed { set, cause, why: "it would run twice".into() });
-            return self.forget_job(job);
+            Doing::Ending { lost, not_before, why, .. } if left.is_empty() || gives_up => {
+                let (lost, not_before, why) = (*lost, *not_before, why.clone());
+                return self.go_back(job, lost, not_before, why, left.len());
+            }
+            _ => {}
         }
         for tid in left {
             // Also those that the job has spawned since it was last counted.
@@ -805,16 +647,26 @@ impl Machine {
         }
         self.schedule(job, GONE_PAUSE);
     }
-}
 
-/// What has to be there for a task that is started again. Files may have grown since, by what it wrote: they are cut back
-/// before it is built, and whether others have the length that they had the engine looks then.
-fn without_lengths(facts: &TaskFacts) -> TaskFacts {
-    let mut facts = facts.clone();
-    for file in facts.files.iter_mut().filter(|file| file.must == FileMatch::Length) {
-        file.must = FileMatch::Exists;
+    /// Nothing is left of a job but this many tasks that do not end: it is started again when no other copy can run.
+    fn go_back(&mut self, job: Tid, lost: Option<HostId>, not_before: Micros, why: String, left: usize) {
+        let newest = self.keeping().and_then(|k| k.jobs.get(&job)?.newest.clone());
+        let Some((set, _)) = newest else { return self.forget_job(job) };
+        if left > 0 {
+            let cause = format!("{why}, and {left} of its tasks do not end");
+            self.record(EventKind::RestartFailed { set, cause, why: "it would run twice".into() });
+            return self.forget_job(job);
+        }
+        // A host that is lost is in the table for a moment, and one that is deleted ends its tasks after it is out.
+        let there = lost.is_some_and(|lost| self.table.get(lost).is_some() || self.is_leaving(lost));
+        if there || self.now < not_before {
+            return self.schedule(job, GONE_PAUSE);
+        }
+        if let Some(entry) = self.keeping().and_then(|k| k.jobs.get_mut(&job)) {
+            entry.doing = Doing::Restarting;
+        }
+        self.restart_set(set, Some(job), Vec::new(), None, why);
     }
-    facts
 }
 
 /// The tasks of a job among all tasks: the first one, those that were members before, and everything that any of them has
@@ -830,7 +682,8 @@ fn members(job: Tid, known: &mut BTreeSet<Tid>, tasks: &[TaskInfo]) -> Vec<TaskI
             break;
         }
     }
-    let mut all: Vec<TaskInfo> = tasks.iter().filter(|task| known.contains(&task.tid)).cloned().collect();
+    let mut all: Vec<TaskInfo> =
+        tasks.iter().filter(|task| known.contains(&task.tid) && task.flags & TASK_SERVES == 0).cloned().collect();
     // In the moment of a move both ends may know the task.
     all.sort_by_key(|task| (task.tid, task.moving));
     all.dedup_by_key(|task| task.tid);

@@ -64,6 +64,7 @@ impl Machine {
     /// Master: adds an entry and tells those who follow.
     pub(super) fn append_event(&mut self, host: HostId, at: Micros, kind: EventKind) {
         let Some(master) = &mut self.master else { return };
+        master.keeping.happened(&kind);
         let event = master.events.append(host, at, kind);
         let followers: Vec<(Tid, (i32, i32))> = master.events.subscribers.iter().map(|(t, s)| (*t, *s)).collect();
         if followers.is_empty() {

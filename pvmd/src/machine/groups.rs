@@ -146,6 +146,12 @@ impl Groups {
         self.groups.iter().map(save).filter(has_some).collect()
     }
 
+    /// Requests that wait for other members.
+    pub(super) fn open(&self) -> impl Iterator<Item = (Tid, RequestId)> {
+        let meetings = self.groups.values().flat_map(|group| [&group.barrier, &group.freeze]).flatten();
+        meetings.flat_map(|meeting| meeting.waiting.iter().map(|(tid, id)| (*tid, *id)))
+    }
+
     /// Those of the groups that exist already: nobody can be in them at his old place.
     pub(super) fn taken(&self, saved: &[SavedGroup]) -> Vec<String> {
         let taken = saved.iter().filter(|group| self.groups.contains_key(&group.name[..]));

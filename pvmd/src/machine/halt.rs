@@ -124,6 +124,7 @@ impl Machine {
         self.tell_host(host, HostMsg::Shutdown);
         self.coordinator_lost(host);
         if !self.is_leaving(host) {
+            self.jobs_lost_host(host);
             self.host_out(host, why);
         }
     }

@@ -385,6 +385,7 @@ impl Machine {
             });
         }
         for host in &open {
+            self.jobs_lost_host(*host);
             self.want_out(*host, format!("deleted by {tid}"), true);
         }
         self.hosts().dels.push(DelJob { tid, id, results, open });

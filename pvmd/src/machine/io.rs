@@ -451,6 +451,8 @@ pub enum Output {
         cut: CutId,
         /// What it is.
         meta: Box<SetMeta>,
+        /// Names of sets that must not go to make room.
+        keep: Vec<String>,
     },
     /// Master: remove what there is of a set that is not complete. Repeatable.
     AbandonSet {

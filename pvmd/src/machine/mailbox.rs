@@ -149,6 +149,11 @@ impl Mailbox {
         owners.chain(self.waiting.iter().map(|w| w.tid)).collect()
     }
 
+    /// Requests that wait until somebody stores something.
+    pub(super) fn open(&self) -> impl Iterator<Item = (Tid, RequestId)> {
+        self.waiting.iter().map(|waiting| (waiting.tid, waiting.id))
+    }
+
     /// A task has left: its entries go, persistent ones lose their owner.
     pub(super) fn owner_gone(&mut self, tid: Tid) {
         self.waiting.retain(|w| w.tid != tid);
@@ -187,6 +192,11 @@ impl Mailbox {
         self.classes.retain(|_, class| !class.is_empty());
         (self.entries, self.stored_bytes) = (entries, bytes);
     }
+}
+
+/// True for a request that may wait until somebody stores something.
+pub(super) fn waits(flags: i32) -> bool {
+    flags & WAIT != 0
 }
 
 impl Machine {

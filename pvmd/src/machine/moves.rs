@@ -7,6 +7,7 @@ use super::{Machine, Output};
 use checkpoint::protocol::{
     Coordinator, CoordinatorOutput, Source, SourceEvent, SourceOutput, Target, TargetEvent, TargetOutput,
 };
+use sempa_proto::checkpoint::PartRecord;
 use sempa_proto::host::{HostMsg, Location};
 use sempa_proto::migration::{Cause, Failure, Move, Order, Parting, Refusal, Report, Step, Usage};
 use sempa_proto::suspend;
@@ -24,6 +25,8 @@ pub(super) struct Moves {
     pub(super) deposits: BTreeSet<MigrationId>,
     /// Parts of checkpoints whose tasks have got all answers.
     pub(super) settled: Vec<MigrationId>,
+    /// What was known of tasks when they and all others of their jobs stood still.
+    pub(super) parts: BTreeMap<MigrationId, Box<PartRecord>>,
     targets: BTreeMap<MigrationId, Target>,
     /// Moves whose task has ended here while its images were on the way; the coordinator has not said what that means.
     open_ends: BTreeMap<MigrationId, Move>,
@@ -232,7 +235,7 @@ impl Machine {
         busy |= self.pump_keeping();
         for part in std::mem::take(&mut self.moves.settled) {
             busy = true;
-            self.source_event(part, SourceEvent::Settled);
+            self.part_settled(part);
         }
         for id in self.moves.sources.keys().copied().collect::<Vec<_>>() {
             while let Some(output) = self.moves.sources.get_mut(&id).and_then(Source::poll) {
@@ -273,7 +276,7 @@ impl Machine {
                 self.moves.targets.insert(id, Target::new(of, facts, token));
             }
             Order::GoOn if self.moves.deposits.remove(&id) => self.out.push_back(Output::DropImages { migration: id }),
-            Order::Stand | Order::Write | Order::GoOn => match self.moves.sources.get_mut(&id) {
+            Order::Stand | Order::Write { .. } | Order::GoOn => match self.moves.sources.get_mut(&id) {
                 Some(_) => self.source_event(id, SourceEvent::Order(order)),
                 None if order == Order::GoOn => {}
                 None => self.report(id, Report::Failed { step: Step::Quiesce, why: Failure::TaskEnded }),
@@ -335,11 +338,9 @@ impl Machine {
                 }
             }
             SourceOutput::Stop => self.stop_for_move(id, tid),
-            SourceOutput::Settle => match self.tasks.get_mut(tid) {
-                Some(task) if !task.is_settled() => task.settling = Some(id),
-                _ => self.moves.settled.push(id),
-            },
-            SourceOutput::Deposit => self.deposit(id, tid),
+            SourceOutput::Settle => self.settle(id, tid, None),
+            SourceOutput::Close { open } => self.settle(id, tid, Some(open)),
+            SourceOutput::Deposit => self.deposit(id),
             SourceOutput::Dump => {
                 let dir = self.config.place.images(id);
                 self.tell_tasker(ToTasker::Dump { migration: id, tid, dir });
@@ -373,9 +374,7 @@ impl Machine {
             SourceOutput::DropImages => self.out.push_back(Output::DropImages { migration: id }),
             SourceOutput::Done => {
                 self.moves.sources.remove(&id);
-                if let Some(task) = self.tasks.get_mut(tid) {
-                    task.settling = None;
-                }
+                self.part_over(id, tid);
                 self.out.push_back(Output::RemoveToken { path: self.config.place.token(id) });
                 self.settled(tid);
             }

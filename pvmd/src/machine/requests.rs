@@ -6,7 +6,7 @@ use sempa_proto::group::GroupRequest;
 use sempa_proto::host::{HostMsg, Question};
 use sempa_proto::suspend::{Cause, Order};
 use sempa_proto::table::TaskInfo;
-use sempa_proto::task::{REQUESTS_OPEN_MAX, Reply, Request, Sink};
+use sempa_proto::task::{MailboxRequest, REQUESTS_OPEN_MAX, Reply, Request, Sink};
 use sempa_proto::tasker::ToTasker;
 use sempa_proto::{HostId, PvmError, RequestId, Tid};
 use std::collections::BTreeMap;
@@ -41,7 +41,7 @@ impl Machine {
             return self.fail(tid, id, PvmError::OutOfRes, reason);
         }
         task.requests.insert(id);
-        if let Request::Group(GroupRequest::Barrier { .. } | GroupRequest::Freeze { .. }) = what {
+        if waits_for_others(&what) {
             task.meetings.insert(id);
         }
         let me = self.config.host;
@@ -237,6 +237,15 @@ impl Machine {
     /// Tells the tasker.
     pub(super) fn tell_tasker(&mut self, message: ToTasker) {
         self.out.push_back(Output::ToTasker(message));
+    }
+}
+
+/// True for what is answered only when others have done something, and can be asked for again.
+fn waits_for_others(what: &Request) -> bool {
+    match what {
+        Request::Group(GroupRequest::Barrier { .. } | GroupRequest::Freeze { .. }) => true,
+        Request::Mailbox(MailboxRequest::Take { flags, .. }) => super::mailbox::waits(*flags),
+        _ => false,
     }
 }
 

@@ -105,6 +105,8 @@ pub(super) struct Task {
     pub(super) meetings: BTreeSet<RequestId>,
     /// The part of a checkpoint that waits until all other requests are answered.
     pub(super) settling: Option<MigrationId>,
+    /// For that nothing but these may be open any more.
+    pub(super) closing: Option<BTreeSet<RequestId>>,
     /// What its library has to be told when it comes back: it was started again from a checkpoint.
     pub(super) restart: Option<Restart>,
     pub(super) watches: Vec<Watch>,
@@ -148,6 +150,7 @@ impl Task {
             requests: BTreeSet::new(),
             meetings: BTreeSet::new(),
             settling: None,
+            closing: None,
             restart: None,
             watches: Vec::new(),
             exited: None,
@@ -190,9 +193,9 @@ impl Task {
         }
     }
 
-    /// True when everything that it has asked for is answered, but for meetings.
+    /// True when everything that it has asked for is answered, but for meetings that may stay open.
     pub(super) fn is_settled(&self) -> bool {
-        self.requests.is_subset(&self.meetings)
+        self.requests.is_subset(self.closing.as_ref().unwrap_or(&self.meetings))
     }
 
     /// A request has its answer.

@@ -287,7 +287,7 @@ impl Driver {
             Output::ReadPart { migration } => self.parts.sets.read_part(migration),
             Output::BeginSet { cut, job } => self.parts.sets.begin(cut, job, self.parts.world.unix_time()),
             Output::KeepPart { cut, migration, tid } => self.parts.sets.keep(cut, migration, tid),
-            Output::SealSet { cut, meta } => self.parts.sets.seal(cut, &meta),
+            Output::SealSet { cut, meta, keep } => self.parts.sets.seal(cut, &meta, keep),
             Output::AbandonSet { cut } => self.parts.sets.abandon(cut),
             Output::OpenSet { restart, set } => self.parts.sets.open(restart, set),
             Output::CloseSet { restart } => self.parts.sets.close(restart),

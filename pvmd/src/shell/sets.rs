@@ -135,13 +135,15 @@ impl Sets {
     }
 
     /// Completes a set; [`Event::SetSealed`].
-    pub(crate) fn seal(&self, cut: CutId, meta: &SetMeta) {
+    pub(crate) fn seal(&self, cut: CutId, meta: &SetMeta, keep: Vec<String>) {
         let (drafts, log, meta) = (self.drafts.clone(), self.log.clone(), to_bytes(meta).map_err(|e| e.to_string()));
         self.work(move |store| {
             let draft = lock(&drafts).remove(&cut).and_then(Arc::into_inner);
             let result = draft.ok_or("the set was given up".to_string()).and_then(|draft| {
                 let info = draft.finish(&meta?).map_err(|e| e.to_string())?;
-                match store.and_then(|store| store.sweep(|_| false).map_err(|e| e.to_string())) {
+                match store
+                    .and_then(|store| store.sweep(|set| keep.contains(&set.id.to_string())).map_err(|e| e.to_string()))
+                {
                     Ok(swept) if swept.removed.is_empty() => {}
                     Ok(swept) => {
                         let names: Vec<String> = swept.removed.iter().map(|set| set.id.to_string()).collect();

@@ -313,6 +313,70 @@ fn members_of_a_group_meet_again_in_a_new_virtual_machine() {
 }
 
 #[test]
+fn a_barrier_that_closes_around_a_checkpoint_is_passed_by_all_or_by_none() {
+    for seed in seeds(120) {
+        let mut scene = Scene::new(seed, 4, 4);
+        for tid in scene.tids.clone() {
+            let proc = scene.sim.proc_of(tid);
+            scene.sim.ask(proc, Request::Group(GroupRequest::Join { group: b"us".into() }));
+        }
+        // Everybody comes to the barrier again and again, as soon as it has let him through; a process remembers how often.
+        let step = |scene: &mut Scene| {
+            for tid in scene.tids.clone() {
+                let proc = scene.sim.proc_of(tid);
+                let p = &scene.sim.procs[proc];
+                if p.exited || p.is_frozen() || p.conn.is_none() {
+                    continue;
+                }
+                let open = p.open_requests();
+                if open == 0 {
+                    scene.sim.request(proc, Request::Group(GroupRequest::Barrier { group: b"us".into(), count: 4 }));
+                }
+            }
+            let wait = Micros(scene.sim.dice.roll(1_500));
+            scene.sim.pass(wait);
+        };
+        for _ in 0..scene.sim.dice.roll(40) {
+            step(&mut scene);
+        }
+        let asked = scene.begin_checkpoint(None);
+        let console = scene.console;
+        while !scene.sim.procs[console].replies.contains_key(&asked) {
+            step(&mut scene);
+        }
+        let Reply::Checkpointed(Ok(report)) = scene.sim.procs[console].replies[&asked].clone() else {
+            panic!("{:?} (seed {seed})", scene.sim.procs[console].replies[&asked])
+        };
+        scene.end_all();
+        scene.restart(&report.set, &[]).unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+        scene.until_all_are_back();
+        let passed = |scene: &Scene| -> Vec<usize> {
+            scene.tids.iter().map(|tid| scene.sim.procs[scene.sim.proc_of(*tid)].replies.len()).collect()
+        };
+        let before = passed(&scene);
+        let most = before.iter().max().copied().unwrap_or_default();
+        for _ in 0..400 {
+            step(&mut scene);
+        }
+        let after = passed(&scene);
+        assert!(after.iter().all(|count| *count > most + 3), "{before:?}, then {after:?} (seed {seed})");
+        let (least, most) = (after.iter().min(), after.iter().max());
+        assert!(most.copied() <= least.map(|least| least + 1), "{after:?} (seed {seed})");
+    }
+}
+
+#[test]
+fn a_job_that_has_ended_does_not_begin_again_when_a_host_is_lost() {
+    let mut scene = Scene::new(3, 4, 4);
+    scene.checkpoint(Some(Micros::from_secs(100))).expect("nothing stands in the way");
+    scene.end_all();
+    let before = scene.sim.procs.len();
+    scene.sim.kill_host(host(3));
+    scene.sim.pass(Micros::from_secs(20));
+    assert_eq!(scene.sim.procs.len(), before);
+}
+
+#[test]
 fn a_set_whose_tasks_are_alive_is_not_started_a_second_time() {
     let mut scene = Scene::new(1, 2, 3);
     let size = |scene: &mut Scene, what: GroupRequest| {

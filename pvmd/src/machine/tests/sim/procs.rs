@@ -67,6 +67,11 @@ impl Proc {
         self.links.get(&peer).is_some_and(Link::is_gone)
     }
 
+    /// Requests without a reply.
+    pub(in crate::machine::tests) fn open_requests(&self) -> usize {
+        self.open.len()
+    }
+
     /// True while nothing of it runs.
     pub(in crate::machine::tests) fn is_frozen(&self) -> bool {
         self.stopped || self.held

@@ -147,7 +147,7 @@ impl Sim {
                 }
                 self.later(on, Event::PartKept { migration, result });
             }
-            Output::SealSet { cut, meta } => {
+            Output::SealSet { cut, meta, .. } => {
                 let draft = self.sets.drafts.remove(&cut).expect("begun");
                 assert_eq!(draft.len(), meta.parts.len(), "all of it is there (seed {})", self.seed);
                 let result = self.thrown().map_err(|e| e.to_string()).map(|()| {

@@ -1,0 +1,285 @@
+//! Sets that are started again: the glue between the protocol, the store, and the hosts that build the tasks.
+
+use super::{Doing, LINES_MAX, Purpose, RESTART_PAUSE, SIGKILL, TRIES_MAX, Wanted};
+use crate::machine::asks::Asker;
+use crate::machine::{Machine, Output};
+use checkpoint::protocol::{Candidate, RestartOutput, TargetEvent};
+use sempa_proto::checkpoint::{PartRecord, RestartFailure, RestartReport, SET_VERSION, SetMeta};
+use sempa_proto::event::EventKind;
+use sempa_proto::host::Question;
+use sempa_proto::migration::{Failure, FileMatch, TaskFacts, Timeline};
+use sempa_proto::table::TaskInfo;
+use sempa_proto::task::{Redirect, Reply, Restart};
+use sempa_proto::tasker::{Redirection, ToTasker};
+use sempa_proto::{HostId, Micros, MigrationId, RequestId, Tid, WIRE_VERSION};
+use std::collections::BTreeSet;
+
+impl Machine {
+    /// Master: somebody wants a set started again.
+    pub(in crate::machine) fn restart_wanted(&mut self, tid: Tid, id: RequestId, set: String, on: Vec<String>) {
+        let why = format!("{tid} asked for it");
+        self.restart_set(set, None, on, Some((tid, id)), why);
+    }
+
+    pub(super) fn restart_set(
+        &mut self,
+        set: String,
+        job: Option<Tid>,
+        on: Vec<String>,
+        waiter: Option<(Tid, RequestId)>,
+        why: String,
+    ) {
+        let Some(keeping) = self.keeping() else { return };
+        keeping.last_wanted += 1;
+        let restart = keeping.last_wanted;
+        let wanted = Wanted { set: set.clone(), job, on, waiter, why, meta: None, begun: None };
+        keeping.wanted.insert(restart, wanted);
+        self.out.push_back(Output::OpenSet { restart, set });
+    }
+
+    /// The store has looked into a set.
+    pub(in crate::machine) fn set_opened(&mut self, number: u64, result: Result<SetMeta, String>) {
+        let Some(wanted) = self.keeping().and_then(|k| k.wanted.get_mut(&number)) else { return };
+        match result {
+            Ok(meta) if meta.wire != WIRE_VERSION => {
+                let why = format!(
+                    "the libraries in this set speak version {}, and this virtual machine speaks {WIRE_VERSION}: start it \
+                     with the version by which it was made",
+                    meta.wire
+                );
+                self.restart_over(number, Err(RestartFailure::Store(why)));
+            }
+            Ok(meta) => {
+                wanted.meta = Some(meta);
+                self.count(Purpose::Restart(number));
+            }
+            Err(why) => self.restart_over(number, Err(RestartFailure::Store(why))),
+        }
+    }
+
+    pub(super) fn begin_restart(&mut self, number: u64, tasks: &[TaskInfo]) {
+        let now = self.now;
+        let begun = self.plan_restart(number, tasks);
+        let (job, timeline, candidates) = match begun {
+            Ok(plan) => plan,
+            Err(why) => return self.restart_over(number, Err(why)),
+        };
+        let Some(master) = self.master.as_deref_mut() else { return };
+        let (keeping, coordinator) = (&mut master.keeping, &mut master.directing.coordinator);
+        keeping.line = timeline.line;
+        keeping.lines.extend(timeline.members.iter().map(|(tid, _)| (*tid, timeline.line)));
+        while keeping.lines.len() > LINES_MAX {
+            keeping.lines.pop_first();
+        }
+        let id = keeping.restarts.begin(now, timeline, candidates, || coordinator.next_id());
+        if let Some(wanted) = keeping.wanted.get_mut(&number) {
+            wanted.begun = Some(id);
+        }
+        let entry = keeping.jobs.entry(job).or_default();
+        entry.doing = Doing::Restarting;
+    }
+
+    /// Where each task may be started, if nothing stands in the way.
+    fn plan_restart(&self, number: u64, tasks: &[TaskInfo]) -> Result<(Tid, Timeline, Vec<Candidate>), RestartFailure> {
+        let gone = || RestartFailure::Store("the set is not open any more".into());
+        let keeping = self.master.as_ref().map(|master| &master.keeping).ok_or_else(gone)?;
+        let wanted = keeping.wanted.get(&number).ok_or_else(gone)?;
+        let meta = wanted.meta.as_ref().ok_or_else(gone)?;
+        let job = keeping.jobs.get(&meta.job);
+        let waits = wanted.waiter.is_none();
+        if job.is_some_and(|job| !matches!(job.doing, Doing::Nothing) && !(waits && job.doing == Doing::Restarting)) {
+            return Err(RestartFailure::UnderWay);
+        }
+        // Sets of a job and of one within it have tasks in common.
+        let busy = |tid: Tid| keeping.restarts.has(tid) || keeping.cuts.of_task(tid).is_some();
+        if meta.parts.iter().any(|part| busy(part.tid)) {
+            return Err(RestartFailure::UnderWay);
+        }
+        let members: Vec<Tid> = meta.parts.iter().map(|part| part.tid).collect();
+        let alive: Vec<Tid> = tasks.iter().map(|task| task.tid).filter(|tid| members.contains(tid)).collect();
+        if !alive.is_empty() {
+            return Err(RestartFailure::Alive(alive));
+        }
+        let taken = self.master.as_ref().map(|master| master.groups.taken(&meta.groups)).unwrap_or_default();
+        if !taken.is_empty() {
+            return Err(RestartFailure::Groups(taken));
+        }
+        let mut on = Vec::new();
+        for name in &wanted.on {
+            on.push(self.host_named(name).ok_or_else(|| RestartFailure::NoHost(name.clone()))?);
+        }
+        let all: Vec<HostId> = self.table.hosts.iter().map(|host| host.id).collect();
+        let mut candidates = Vec::new();
+        for (turn, part) in meta.parts.iter().enumerate() {
+            let mut hosts = if on.is_empty() { all.clone() } else { on.clone() };
+            let many = hosts.len().max(1);
+            hosts.rotate_left(turn % many);
+            let home = self.table.by_name(&part.host).map(|entry| entry.id).filter(|_| on.is_empty());
+            hosts.sort_by_key(|host| Some(*host) != home);
+            candidates.push(Candidate { tid: part.tid, facts: without_lengths(&part.facts), hosts });
+        }
+        let line = keeping.line.max(meta.line).wrapping_add(1).max(1);
+        let members = meta.parts.iter().map(|part| (part.tid, part.line)).collect();
+        Ok((meta.job, Timeline { line, members, same: meta.vm == keeping.founded }, candidates))
+    }
+
+    pub(super) fn restarter_does(&mut self, output: RestartOutput) {
+        let me = self.config.host;
+        match output {
+            RestartOutput::Order { host, of, order } => self.order_move(host, of, order),
+            RestartOutput::Send { restart, of } => {
+                let Some(keeping) = self.keeping() else { return };
+                let Some(number) = keeping.wanted_of(restart) else { return };
+                let to = (of.to != me).then_some(of.to);
+                if to.is_some() {
+                    keeping.unpacked.insert(of.id);
+                }
+                self.out.push_back(Output::SendPart { restart: number, migration: of.id, tid: of.tid, to });
+            }
+            RestartOutput::Locate(of) => {
+                self.join_again(of.id);
+                self.locate(&of);
+            }
+            RestartOutput::Ended { restart, result } => {
+                let Some(number) = self.keeping().and_then(|k| k.wanted_of(restart)) else { return };
+                let result = result.map(|tasks| {
+                    let set = self.keeping().and_then(|k| k.wanted.get(&number)).map(|w| w.set.clone());
+                    RestartReport { set: set.unwrap_or_default(), tasks }
+                });
+                self.restart_over(number, result);
+            }
+        }
+    }
+
+    /// The tasks of a set are members again of the groups that they were in.
+    fn join_again(&mut self, part: MigrationId) {
+        let Some(master) = self.master.as_deref_mut() else { return };
+        let restart = master.keeping.restarts.of_part(part);
+        let number = restart.and_then(|restart| master.keeping.wanted_of(restart));
+        let meta = number.and_then(|number| master.keeping.wanted.get_mut(&number)?.meta.as_mut());
+        if let Some(meta) = meta {
+            master.groups.restore(&std::mem::take(&mut meta.groups));
+        }
+    }
+
+    /// True for images that the store has given out for this part.
+    pub(in crate::machine) fn is_unpacked_here(&self, id: MigrationId) -> bool {
+        self.master.as_ref().is_some_and(|master| master.keeping.unpacked.contains(&id))
+    }
+
+    /// The images of a part have left the store for their host, or could not.
+    pub(in crate::machine) fn part_sent(&mut self, id: MigrationId, result: Result<(), Failure>) {
+        let Some(keeping) = self.keeping() else { return };
+        keeping.unpacked.remove(&id);
+        if let Err(why) = result {
+            keeping.restarts.not_sent(id, why);
+        }
+        self.out.push_back(Output::DropImages { migration: id });
+    }
+
+    /// The restart of a set has ended, or did not begin.
+    pub(super) fn restart_over(&mut self, number: u64, result: Result<RestartReport, RestartFailure>) {
+        self.out.push_back(Output::CloseSet { restart: number });
+        let Some(keeping) = self.keeping() else { return };
+        let Some(wanted) = keeping.wanted.remove(&number) else { return };
+        let Wanted { set, waiter, why, meta, begun, .. } = wanted;
+        let job = wanted.job.or(meta.as_ref().map(|meta| meta.job)).unwrap_or_default();
+        let members: BTreeSet<Tid> = meta.iter().flat_map(|meta| &meta.parts).map(|part| part.tid).collect();
+        let mut next = None;
+        // Else a host was lost meanwhile, and it goes back once more.
+        if let Some(entry) = keeping.jobs.get_mut(&job).filter(|entry| entry.doing == Doing::Restarting) {
+            entry.doing = Doing::Nothing;
+            entry.tries += 1;
+            if result.is_ok() {
+                (entry.newest, next) = (Some((set.clone(), members.clone())), entry.every);
+                (entry.members, entry.ended) = (members.clone(), BTreeSet::new());
+                entry.tries = 0;
+            } else if waiter.is_none() && entry.tries < TRIES_MAX {
+                // What stands in the way may go away.
+                entry.doing = Doing::Ending { lost: None, not_before: Micros(0), why: why.clone(), looks: 0 };
+                next = Some(RESTART_PAUSE);
+            } else {
+                keeping.jobs.remove(&job);
+            }
+        }
+        if let Some(next) = next {
+            self.schedule(job, next);
+        }
+        if result.is_err() && begun.is_some() {
+            // They may have been in their groups again already, and if all were told to run some may do so.
+            for tid in &members {
+                self.ask_about(*tid, Question::Signal { tid: *tid, signal: SIGKILL }, Asker::Nobody);
+                self.member_ended(*tid);
+            }
+        }
+        self.record(match &result {
+            Ok(report) => EventKind::Restarted { set: set.clone(), job, tasks: report.tasks.clone(), why },
+            Err(failure) => EventKind::RestartFailed { set: set.clone(), cause: why, why: failure.to_string() },
+        });
+        if let Some((tid, id)) = waiter {
+            self.reply(tid, id, Reply::Restarted(result));
+        }
+    }
+
+    /// What lay beside the images of a task that is started again here.
+    pub(in crate::machine) fn part_read(&mut self, id: MigrationId, result: Result<PartRecord, Failure>) {
+        // It may have been thrown away meanwhile: then nothing must be built.
+        if !self.moves.is_restoring(id) {
+            return;
+        }
+        let rebuilt = result.and_then(|part| self.rebuild(id, part));
+        match rebuilt {
+            Ok(order) => self.tell_tasker(order),
+            Err(why) => self.target_event(id, TargetEvent::Restored(Err(why))),
+        }
+    }
+
+    /// Makes a task's record that of a task that begins again, and the order that builds it.
+    fn rebuild(&mut self, id: MigrationId, part: PartRecord) -> Result<ToTasker, Failure> {
+        let bad = |why: &str| Failure::Images(format!("what lies beside the images: {why}"));
+        if part.version != SET_VERSION {
+            return Err(bad(&format!("version {} was written, {SET_VERSION} is understood", part.version)));
+        }
+        let place = self.config.place.clone();
+        let redirect = Redirect { migration: id, tokens: vec![place.token(id)] };
+        let bytes = redirect.in_memory().map_err(Failure::Engine)?;
+        let PartRecord { mut record, waiting, .. } = part;
+        let again = Some(Redirection { place: record.redirect_at, bytes });
+        let (mut output, mut trace) = Default::default();
+        self.default_sinks(&mut output, &mut trace);
+        let (hosts, epoch) = (self.table.hosts.iter().map(|host| host.id).collect(), self.table.epoch);
+        let arrival = self.arrival_of(id).ok_or(Failure::TaskEnded)?;
+        let tid = arrival.tid;
+        if record.tid != tid {
+            return Err(bad(&format!("it is about {}, not about {tid}", record.tid)));
+        }
+        let timeline = arrival.begins.take().ok_or(Failure::TaskEnded)?;
+        let known = |tid: Tid| timeline.same || timeline.before(tid).is_some();
+        if !known(record.output.tid) {
+            record.output = output;
+        }
+        if !known(record.trace.tid) {
+            record.trace = trace;
+        }
+        record.marks.retain(|mark| timeline.before(mark.peer).is_some());
+        (record.hosts, record.epoch, record.rm) = (hosts, epoch, None);
+        let mut open = std::mem::take(&mut record.requests);
+        // It was started again before, and has not heard of it.
+        open.extend(record.restart.take().into_iter().flat_map(|restart| restart.again));
+        record.meetings.clear();
+        record.restart = Some(Restart { timeline, again: open });
+        arrival.take_whole(record, waiting);
+        let dir = place.images(id);
+        Ok(ToTasker::Restore { migration: id, tid, dir, again })
+    }
+}
+
+/// What has to be there for a task that is started again. Files may have grown since, by what it wrote: they are cut back
+/// before it is built, and whether others have the length that they had the engine looks then.
+fn without_lengths(facts: &TaskFacts) -> TaskFacts {
+    let mut facts = facts.clone();
+    for file in facts.files.iter_mut().filter(|file| file.must == FileMatch::Length) {
+        file.must = FileMatch::Exists;
+    }
+    facts
+}
