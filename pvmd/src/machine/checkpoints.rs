@@ -405,7 +405,9 @@ impl Machine {
         let part = |(tid, host, facts)| PartMeta { tid, host: name(host), facts, line: line(tid) };
         let parts: Vec<PartMeta> = parts.into_iter().map(part).collect();
         let Some(master) = self.master.as_deref_mut() else { return };
-        let Some(job) = master.keeping.job_of_cut(cut) else { return };
+        let Some(job) = master.keeping.job_of_cut(cut) else {
+            return master.keeping.cuts.sealed(cut, Err("the job goes back to an earlier one".into()));
+        };
         let members: Vec<Tid> = parts.iter().map(|part| part.tid).collect();
         let groups = master.keeping.groups.remove(&cut).unwrap_or_default();
         let Keeping { line, founded: vm, .. } = master.keeping;
@@ -455,7 +457,8 @@ impl Machine {
         let every = entry.every;
         if let Ok(report) = &result {
             entry.newest = Some((report.set.clone(), report.tasks.iter().copied().collect()));
-            entry.members.retain(|tid| report.tasks.contains(tid));
+            let ended = std::mem::take(&mut entry.ended);
+            entry.members.retain(|tid| !ended.contains(tid));
         }
         let gone = matches!(result, Err(CutFailure::NoSuchJob(_)));
         match (&result, every) {
