@@ -130,8 +130,11 @@ pub(crate) fn drain(machine: &impl Machine, what: &Drain, show: &mut dyn FnMut(&
     Ok(Outcome::done(String::new(), value, !tasks.is_empty()))
 }
 
+/// A job, and its checkpoint or why there is none.
+type Written = (Tid, Result<SetReport, CutFailure>);
+
 /// Has the jobs of these tasks checkpointed and ended, one after the other.
-fn write_down(machine: &impl Machine, tasks: &Left) -> Result<Vec<(Tid, Result<SetReport, CutFailure>)>, Error> {
+fn write_down(machine: &impl Machine, tasks: &Left) -> Result<Vec<Written>, Error> {
     let all: BTreeMap<Tid, Tid> = machine.tasks(Tid::NONE)?.into_iter().map(|task| (task.tid, task.parent)).collect();
     let spawned = |tid: &Tid| tasks.contains_key(tid) || all.get(tid).is_some_and(|parent| parent.is_task());
     let mut jobs: Vec<Tid> = tasks.keys().map(|tid| top(*tid, &all, spawned)).collect();

@@ -86,8 +86,9 @@ impl Machine {
         let wanted = keeping.wanted.get(&number).ok_or_else(gone)?;
         let meta = wanted.meta.as_ref().ok_or_else(gone)?;
         let job = keeping.jobs.get(&meta.job);
-        let waits = wanted.waiter.is_none();
-        if job.is_some_and(|job| !matches!(job.doing, Doing::Nothing) && !(waits && job.doing == Doing::Restarting)) {
+        let goes_back = wanted.waiter.is_none();
+        let free = |doing: &Doing| *doing == Doing::Nothing || goes_back && *doing == Doing::Restarting;
+        if job.is_some_and(|job| !free(&job.doing)) {
             return Err(RestartFailure::UnderWay);
         }
         // Sets of a job and of one within it have tasks in common.

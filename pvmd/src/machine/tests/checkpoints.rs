@@ -71,6 +71,13 @@ impl Scene {
         heard
     }
 
+    fn until_all_is_heard(&mut self) {
+        let end = self.sim.now + Micros::from_secs(60);
+        while !self.all_heard() {
+            assert!(self.sim.now < end && self.sim.step(), "something was lost (seed {})", self.sim.seed);
+        }
+    }
+
     fn job(&self) -> Tid {
         self.tids[0]
     }
@@ -153,11 +160,7 @@ fn a_job_that_talks_goes_on_from_its_checkpoint_as_if_nothing_had_been_between()
         for (from, to) in tids.iter().flat_map(|from| tids.iter().map(move |to| (*from, *to))) {
             scene.talk(from, to);
         }
-        let mut looks = 0;
-        while !scene.all_heard() {
-            looks += 1;
-            assert!(looks < 10_000 && scene.sim.step(), "something was lost (seed {seed})");
-        }
+        scene.until_all_is_heard();
         scene.sim.pass(Micros::from_secs(2));
         assert_eq!(scene.sim.sets.left(), (0, 0), "seed {seed}");
     }
@@ -178,11 +181,7 @@ fn a_checkpoint_that_fails_anywhere_leaves_every_task_running_and_nothing_behind
         scene.until_all_are_back();
         scene.chatter(60);
         scene.until_all_are_back();
-        let mut looks = 0;
-        while !scene.all_heard() {
-            looks += 1;
-            assert!(looks < 10_000 && scene.sim.step(), "something was lost (seed {seed})");
-        }
+        scene.until_all_is_heard();
         scene.sim.pass(Micros::from_secs(2));
         assert_eq!((scene.sim.sets.left(), scene.sim.tokens_left()), ((0, 0), 0), "seed {seed}");
     }
@@ -208,11 +207,7 @@ fn a_restart_that_fails_anywhere_leaves_nothing_running_and_may_be_tried_again()
         scene.sim.faults.step_fails_percent = 0;
         scene.until_all_are_back();
         scene.chatter(60);
-        let mut looks = 0;
-        while !scene.all_heard() {
-            looks += 1;
-            assert!(looks < 10_000 && scene.sim.step(), "something was lost (seed {seed})");
-        }
+        scene.until_all_is_heard();
     }
     assert!(bad > 10, "{bad} restarts failed");
 }
@@ -235,11 +230,7 @@ fn a_job_goes_back_to_its_newest_set_when_a_host_is_lost() {
         assert!(first.tasks.iter().all(|tid| again.contains(tid)), "{again:?} (seed {seed})");
         scene.chatter(100);
         scene.until_all_are_back();
-        let mut looks = 0;
-        while !scene.all_heard() {
-            looks += 1;
-            assert!(looks < 50_000 && scene.sim.step(), "something was lost (seed {seed})");
-        }
+        scene.until_all_is_heard();
     }
 }
 
@@ -288,7 +279,7 @@ fn members_of_a_group_meet_again_in_a_new_virtual_machine() {
             (tid, sim.request(proc, Request::Group(GroupRequest::Barrier { group: b"us".into(), count: 4 })))
         };
         let waiting: Vec<(Tid, RequestId)> =
-            scene.tids[..3].to_vec().into_iter().map(|tid| barrier(&mut scene.sim, tid)).collect();
+            scene.tids[..3].iter().copied().map(|tid| barrier(&mut scene.sim, tid)).collect();
         scene.sim.pass(Micros::from_millis(20));
         let report = scene.checkpoint(None).unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         let (tids, old) = (scene.tids.clone(), scene.sim.sets);
@@ -421,11 +412,7 @@ fn a_job_that_is_to_end_with_its_checkpoint_ends_when_that_is_complete_and_not_b
             other => panic!("{other:?}"),
         }
         scene.chatter(40);
-        let mut looks = 0;
-        while !scene.all_heard() {
-            looks += 1;
-            assert!(looks < 10_000 && scene.sim.step(), "something was lost (seed {seed})");
-        }
+        scene.until_all_is_heard();
     }
     assert!(ended > 5, "{ended} have ended");
 }
