@@ -484,6 +484,11 @@ impl Model {
                 self.task_described(*tid, (*parent, *user), name);
             }
             EventKind::TaskEnded { tid, .. } => self.task_ended(*tid),
+            EventKind::Restarted { tasks, .. } => {
+                // They had ended, and live again; what they are a fresh list says.
+                tasks.iter().for_each(|(tid, _)| self.ended.forget(*tid));
+                self.stale = true;
+            }
             EventKind::Moving { tid, to, .. } => {
                 if let Some(task) = self.edit(*tid) {
                     task.moving = Some(Going { to: Some(*to), at: now });

@@ -26,6 +26,13 @@ impl<T: Copy + Eq + Hash> Recent<T> {
         }
     }
 
+    /// As if it had never been put in.
+    pub(crate) fn forget(&mut self, value: T) {
+        if self.set.remove(&value) {
+            self.order.retain(|other| *other != value);
+        }
+    }
+
     pub(crate) fn has(&self, value: T) -> bool {
         self.set.contains(&value)
     }
@@ -40,5 +47,8 @@ mod tests {
         let mut recent = Recent::new(2);
         [1, 2, 2, 3].into_iter().for_each(|n| recent.put(n));
         assert!(!recent.has(1) && recent.has(2) && recent.has(3));
+        recent.forget(3);
+        recent.put(4);
+        assert!(recent.has(2) && !recent.has(3) && recent.has(4));
     }
 }

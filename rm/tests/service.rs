@@ -600,6 +600,26 @@ fn late_news_does_not_bring_an_ended_task_back() {
 }
 
 #[test]
+fn tasks_that_begin_again_from_a_checkpoint_are_known_again() {
+    let mut bed = two_tasks_on_h2();
+    let tids = [t(2, 7), t(3, 9)];
+    bed.world().tasks.extend(tids.map(|tid| spawned(tid, 3)));
+    for tid in tids {
+        let started = EventKind::TaskStarted { tid, parent: client(), name: "worker".into(), user: 0 };
+        bed.world().event(h(2), started);
+        bed.world().event(h(2), ended(tid));
+    }
+    bed.settle();
+    assert!(tids.iter().all(|tid| !bed.service.model().knows(*tid)));
+    let tasks = tids.map(|tid| (tid, h(3))).to_vec();
+    let restarted = EventKind::Restarted { set: "s".into(), job: tids[0], tasks, why: "h2 was lost".into() };
+    bed.world().event(h(1), restarted);
+    bed.pass(Micros::from_secs(2));
+    assert!(tids.iter().all(|tid| bed.service.model().knows(*tid)));
+    assert_eq!(bed.service.model().host_of(tids[1]), Some(h(3)));
+}
+
+#[test]
 fn missed_entries_of_the_log_are_made_good_by_a_fresh_list() {
     let mut bed = two_tasks_on_h2();
     bed.world().event(h(1), EventKind::Note { text: String::new() });

@@ -170,7 +170,7 @@ fn a_resource_manager_goes_on_with_a_job_that_went_back() {
     let settings = Settings { rm: Some("pvm-rm".into()), ..Settings::default() };
     let vm = Vm::start(&bed, settings).expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
-    let job = Job::start(&vm, "-h2", 500);
+    let job = Job::start(&vm, "-h2", 1500);
     job.go_on(&vm, 5);
     checkpoint(&vm, &["--every", "1s", &job.tid]);
     job.go_on(&vm, 5);
@@ -180,8 +180,9 @@ fn a_resource_manager_goes_on_with_a_job_that_went_back() {
     let known = eventually(LONG, || {
         let status = vm.pvm(&["job", "status", &job.tid]).map_err(|error| error.to_string())?;
         let tasks = vm.tasks().map_err(|error| error.to_string())?;
-        let mut ours = tasks.iter().filter(|task| task.name == "ring_job");
-        if ours.all(|task| status.out.contains(&task.tid)) { Ok(()) } else { Err(format!("{status:?}")) }
+        let ours: Vec<&String> = tasks.iter().filter(|t| t.name == "ring_job").map(|t| &t.tid).collect();
+        let all = ours.len() == WORKERS + 1 && ours.iter().all(|tid| status.out.contains(*tid));
+        if all { Ok(()) } else { Err(format!("{ours:?}: {status:?}")) }
     });
     known.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
     vm.must_migrate(&job.tid, if vm.host_of(&job.tid).expect("alive") == "h1" { "h3" } else { "h1" });
