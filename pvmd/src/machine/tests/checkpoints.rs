@@ -368,6 +368,25 @@ fn a_job_that_has_ended_does_not_begin_again_when_a_host_is_lost() {
 }
 
 #[test]
+fn a_job_goes_back_when_a_host_of_it_is_deleted_and_never_runs_twice() {
+    for seed in seeds(40) {
+        let mut scene = Scene::new(seed, 4, 6);
+        scene.checkpoint(Some(Micros::from_millis(600))).unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+        let rounds = scene.sim.dice.roll(300);
+        scene.chatter(rounds);
+        let before = scene.sim.procs.len();
+        let name = format!("h{}", 2 + scene.sim.dice.roll(3));
+        let reply = scene.sim.ask(scene.console, Request::DelHosts { names: vec![name] });
+        assert!(matches!(reply, Reply::HostsDeleted(ref all) if all[0].is_ok()), "{reply:?}");
+        scene.sim.until("the job runs again", |sim| sim.procs.len() >= before + 6);
+        scene.until_all_are_back();
+        scene.chatter(100);
+        scene.until_all_are_back();
+        scene.until_all_is_heard();
+    }
+}
+
+#[test]
 fn a_set_whose_tasks_are_alive_is_not_started_a_second_time() {
     let mut scene = Scene::new(1, 2, 3);
     let size = |scene: &mut Scene, what: GroupRequest| {
