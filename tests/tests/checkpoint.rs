@@ -183,7 +183,13 @@ fn a_job_goes_back_beside_a_resource_manager_and_comes_to_its_end() {
         if ours == WORKERS + 1 { Ok(()) } else { Err(format!("{tasks:?}")) }
     });
     all.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
-    vm.must_migrate(&job.tid, if vm.host_of(&job.tid).expect("alive") == "h1" { "h3" } else { "h1" });
+    // A checkpoint may have it just now.
+    let moved = eventually(LONG, || {
+        let to = if vm.host_of(&job.tid).map_err(|error| error.to_string())? == "h1" { "h3" } else { "h1" };
+        let done = vm.migrate_when_ready(&job.tid, to).map_err(|error| error.to_string())?;
+        if done.good() { Ok(()) } else { Err(done.err) }
+    });
+    moved.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
     job.finish(&vm);
     vm.halt().expect("halts");
 }
