@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use std::fmt;
 
 /// Version of questions, answers and decisions.
-pub const RM_VERSION: u16 = 2;
+pub const RM_VERSION: u16 = 3;
 /// Context of everything that comes to the resource manager beside PVM's documented messages.
 pub const CTX_RM: i32 = 0x7ffe0;
 /// Tag of questions.
@@ -529,6 +529,17 @@ pub enum Decided {
         /// Who asked for it.
         by: Tid,
     },
+    /// A job goes on from a checkpoint.
+    Restarted {
+        /// The job.
+        job: Tid,
+        /// Name of the set.
+        set: String,
+        /// Its tasks, and where they are now.
+        tasks: Vec<(Tid, String)>,
+        /// Why.
+        why: String,
+    },
     /// The resource manager began to work.
     Began {
         /// It goes on with what one before it knew.
@@ -548,6 +559,7 @@ impl Decided {
             | Decided::Suspended { tid, .. }
             | Decided::Resumed { tid, .. } => *tid == task,
             Decided::JobSuspended { job, .. } => *job == task,
+            Decided::Restarted { job, tasks, .. } => *job == task || tasks.iter().any(|(tid, _)| *tid == task),
             _ => false,
         }
     }
@@ -556,6 +568,7 @@ impl Decided {
     pub fn is_about_host(&self, name: &str) -> bool {
         let not_used = |list: &[NotUsed]| list.iter().any(|n| n.host == name && n.why != Excluded::NotAsked);
         match self {
+            Decided::Restarted { tasks, .. } => tasks.iter().any(|(_, host)| host == name),
             Decided::Spawn { started, attempts, .. } => {
                 started.iter().any(|(_, host)| host == name) || attempts.iter().any(|a| not_used(&a.not_used))
             }
@@ -640,6 +653,10 @@ impl fmt::Display for Decided {
             }
             Decided::Drain { host, begun: true, by } => write!(f, "{host} is being emptied: {by} asked for it"),
             Decided::Drain { host, begun: false, by } => write!(f, "{host} takes tasks again: {by} asked for it"),
+            Decided::Restarted { job, set, tasks, why } => {
+                write!(f, "job {job} goes on from checkpoint {set} ({why}):")?;
+                tasks.iter().try_for_each(|(tid, host)| write!(f, " {tid} on {host}"))
+            }
             Decided::Began { again: false } => f.write_str("the resource manager began"),
             Decided::Began { again: true } => f.write_str(
                 "the resource manager began again with what was known; meanwhile spawns were placed in turn",

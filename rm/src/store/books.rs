@@ -327,6 +327,11 @@ impl Books {
             EventKind::TaskStarted { tid, parent, name, user } => {
                 self.task_started(at, *tid, (*parent, *user), name, event.host);
             }
+            EventKind::Restarted { set, job, tasks, why } => {
+                self.restarted(at, *job, tasks);
+                let tasks = tasks.iter().map(|(tid, host)| (*tid, self.host(*host))).collect();
+                self.decided(at, Decided::Restarted { job: *job, set: set.clone(), tasks, why: why.clone() });
+            }
             EventKind::Suspended { tid, cause } => {
                 self.suspended(*tid, at, Some(cause.clone()));
                 let host = self.host_of(*tid);
@@ -382,8 +387,11 @@ impl Books {
 
     fn task_started(&mut self, at: Micros, tid: Tid, (parent, user): (Tid, u32), name: &str, host: HostId) {
         let serves = sempa_proto::load::is_watcher(name) || tid == self.own_task || !tid.is_task() || tid == parent;
-        if serves || self.known(tid).is_some_and(|t| t.ended.is_none()) {
+        if serves {
             return;
+        }
+        if self.known(tid).is_some_and(|t| t.ended.is_none()) {
+            return self.described(tid, name, host);
         }
         if name.is_empty() && !parent.is_task() {
             self.loner(tid, at, user);
@@ -402,6 +410,71 @@ impl Books {
         let job = self.known(parent).map_or(tid, |p| p.job);
         let host = self.host(host);
         self.take_up(at, tid, (job, user), name, host);
+    }
+
+    /// A task of which others spoke first says what it is.
+    fn described(&mut self, tid: Tid, name: &str, host: HostId) {
+        let host = self.host(host);
+        let Some(number) = self.task_numbers.get(&tid).copied() else { return };
+        let Some(task) = self.tasks.get_mut(&number).filter(|t| t.program.is_empty() && !name.is_empty()) else { return };
+        (task.program, task.host) = (name.to_string(), host);
+        self.dirty.insert((Sheet::Tasks, number));
+        if let Some(number) = self.job_numbers.get(&tid).copied()
+            && let Some(job) = self.jobs.get_mut(&number)
+        {
+            job.program = name.to_string();
+            self.dirty.insert((Sheet::Jobs, number));
+        }
+    }
+
+    /// These tasks began again as one job. Each host told of its own when they did, some of children before their parents:
+    /// those were counted to the job as it was before, or were taken for jobs of their own.
+    fn restarted(&mut self, at: Micros, job: Tid, tasks: &[(Tid, HostId)]) {
+        let numbers: Vec<u64> = tasks.iter().filter_map(|(tid, _)| self.task_numbers.get(tid).copied()).collect();
+        let Some(began) = numbers.iter().filter_map(|number| self.tasks.get(number)).map(|task| task.began).min() else {
+            return;
+        };
+        // Its first task may have been spawned by another that is not in the set.
+        let job = self.known(job).map_or(job, |first| first.job);
+        let Some(to) = self.job_numbers.get(&job).copied() else { return };
+        for number in numbers {
+            let Some(task) = self.tasks.get_mut(&number) else { continue };
+            // A job was numbered before the tasks that were counted to it.
+            let mut before = self.jobs.range(..number).rev();
+            let Some(from) = before.find(|(_, j)| j.job == task.job).map(|(from, _)| *from).filter(|from| *from != to)
+            else {
+                continue;
+            };
+            task.job = job;
+            let running = u64::from(task.ended.is_none());
+            self.dirty.insert((Sheet::Tasks, number));
+            self.recount(from, at, |sums| {
+                sums.tasks = sums.tasks.saturating_sub(1);
+                sums.running = sums.running.saturating_sub(running);
+            });
+            self.recount(to, at, |sums| {
+                sums.tasks += 1;
+                sums.running += running;
+            });
+        }
+        if let Some(job) = self.jobs.get_mut(&to) {
+            job.began = job.began.min(began);
+        }
+    }
+
+    /// Changes what was counted to a job. One to which nothing is counted any more was none.
+    fn recount(&mut self, number: u64, at: Micros, change: impl Fn(&mut Sums)) {
+        let Some(job) = self.jobs.get_mut(&number) else { return };
+        change(&mut job.sums);
+        job.ended = (job.sums.running == 0).then_some(job.ended.unwrap_or(at));
+        if job.sums.tasks == 0 {
+            let tid = job.job;
+            self.jobs.remove(&number);
+            if self.job_numbers.get(&tid) == Some(&number) {
+                self.job_numbers.remove(&tid);
+            }
+        }
+        self.dirty.insert((Sheet::Jobs, number));
     }
 
     /// Where a task was seen last, as the event log has it.
