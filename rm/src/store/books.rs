@@ -416,7 +416,9 @@ impl Books {
     fn described(&mut self, tid: Tid, name: &str, host: HostId) {
         let host = self.host(host);
         let Some(number) = self.task_numbers.get(&tid).copied() else { return };
-        let Some(task) = self.tasks.get_mut(&number).filter(|t| t.program.is_empty() && !name.is_empty()) else { return };
+        let Some(task) = self.tasks.get_mut(&number).filter(|t| t.program.is_empty() && !name.is_empty()) else {
+            return;
+        };
         (task.program, task.host) = (name.to_string(), host);
         self.dirty.insert((Sheet::Tasks, number));
         if let Some(number) = self.job_numbers.get(&tid).copied()
@@ -431,7 +433,8 @@ impl Books {
     /// those were counted to the job as it was before, or were taken for jobs of their own.
     fn restarted(&mut self, at: Micros, job: Tid, tasks: &[(Tid, HostId)]) {
         let numbers: Vec<u64> = tasks.iter().filter_map(|(tid, _)| self.task_numbers.get(tid).copied()).collect();
-        let Some(began) = numbers.iter().filter_map(|number| self.tasks.get(number)).map(|task| task.began).min() else {
+        let Some(began) = numbers.iter().filter_map(|number| self.tasks.get(number)).map(|task| task.began).min()
+        else {
             return;
         };
         // Its first task may have been spawned by another that is not in the set.
