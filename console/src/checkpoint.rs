@@ -104,7 +104,7 @@ pub(crate) fn checkpoint(machine: &impl Machine, what: &Checkpoint) -> Result<Ou
         Some(Pace::Loss(bound)) => (None, Some(bound.0 / 1_000_000)),
         Some(Pace::Never) | None => (None, None),
     };
-    match machine.ask(Request::Checkpoint { job: *job, pace: *pace, end: *end })? {
+    match machine.ask(Request::Checkpoint { job: *job, pace: *pace, end: *end, wait: true })? {
         Reply::Done => {
             let text = format!("no more checkpoints of {job} by themselves; those that were made stay\n");
             Ok(Outcome::done(text, json!({ "job": job.to_string(), "every_s": null, "loss_s": null }), false))
@@ -183,7 +183,7 @@ fn table(sets: &[SetEntry]) -> String {
 /// Starts the tasks of a set again.
 pub(crate) fn restart(machine: &impl Machine, what: &Restart) -> Result<Outcome, Error> {
     let Restart { set, on } = what;
-    match machine.ask(Request::Restart { set: set.clone(), on: on.clone() })? {
+    match machine.ask(Request::Restart { set: set.clone(), on: on.clone(), wait: true })? {
         Reply::Restarted(Ok(report)) => {
             let hosts = machine.hosts()?;
             let name = |host: HostId| hosts.get(host).map_or_else(|| host.to_string(), |entry| entry.name.clone());

@@ -144,7 +144,7 @@ fn write_down(machine: &impl Machine, tasks: &Left) -> Result<Vec<Written>, Erro
     jobs.retain(|job| all.get(job).is_none_or(|by| *by == machine.tid() || !all.contains_key(by)));
     let mut results = Vec::new();
     for job in jobs {
-        match machine.ask(Request::Checkpoint { job, pace: None, end: true })? {
+        match machine.ask(Request::Checkpoint { job, pace: None, end: true, wait: true })? {
             Reply::Checkpointed(result) => results.push((job, result)),
             _ => return Err(misfit()),
         }

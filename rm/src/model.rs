@@ -69,6 +69,7 @@ struct Host {
 struct Task {
     host: HostId,
     job: Tid,
+    parent: Tid,
     uid: u32,
     name: Arc<str>,
     since: Micros,
@@ -100,6 +101,7 @@ impl Task {
         Task {
             host,
             job,
+            parent: Tid::NONE,
             uid: 0,
             name: Arc::from(""),
             since,
@@ -299,7 +301,7 @@ impl Model {
                 new.push((info.tid, job));
             }
             task.pinned |= is_pinned(info.flags, &info.name);
-            (task.job, task.name) = (job, Arc::from(info.name.as_str()));
+            (task.job, task.parent, task.name) = (job, info.parent, Arc::from(info.name.as_str()));
             task.suspended = info.suspended;
             match task.moving {
                 _ if info.moving => task.moving = Some(Going { to: task.moving.and_then(|g| g.to), at: now }),
@@ -383,7 +385,7 @@ impl Model {
         let Some(task) = self.edit(tid) else { return };
         task.uid = uid.unwrap_or(user);
         let before = std::mem::replace(&mut task.job, job);
-        task.name = Arc::from(name);
+        (task.parent, task.name) = (parent, Arc::from(name));
         if before == tid && job != tid {
             self.view.barriers.remove(&before);
         }
@@ -408,6 +410,22 @@ impl Model {
     /// The tasks of a job.
     pub fn tasks_of(&self, job: Tid) -> Vec<Tid> {
         self.tasks.iter().filter(|(_, t)| t.job == job).map(|(tid, _)| *tid).collect()
+    }
+
+    /// The first task of a job that can be checkpointed: the highest above this one that daemons have started. `None` when one
+    /// between them has ended: the others are not found from there.
+    pub fn head_of(&self, tid: Tid) -> Option<Tid> {
+        let mut at = (tid, self.tasks.get(&tid)?);
+        // A family is no deeper than there are tasks.
+        for _ in 0..self.tasks.len() {
+            let above = at.1.parent;
+            match self.tasks.get(&above) {
+                Some(parent) if !parent.pinned => at = (above, parent),
+                None if above.is_task() => return None,
+                _ => return Some(at.0),
+            }
+        }
+        None
     }
 
     /// Those of them that are part of the load of their hosts.

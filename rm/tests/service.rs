@@ -2,6 +2,7 @@
 
 mod common;
 mod drain;
+mod park;
 mod suspend;
 
 use bytes::Bytes;

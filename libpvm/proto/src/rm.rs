@@ -529,6 +529,17 @@ pub enum Decided {
         /// Who asked for it.
         by: Tid,
     },
+    /// A job is checkpointed and ended, because a task of it has to leave and no host takes it; it goes on when there is room.
+    Parked {
+        /// The first task of it.
+        job: Tid,
+        /// The task.
+        tid: Tid,
+        /// The host that it has to leave.
+        host: String,
+        /// Why it cannot move.
+        why: String,
+    },
     /// A job goes on from a checkpoint.
     Restarted {
         /// The job.
@@ -559,6 +570,7 @@ impl Decided {
             | Decided::Suspended { tid, .. }
             | Decided::Resumed { tid, .. } => *tid == task,
             Decided::JobSuspended { job, .. } => *job == task,
+            Decided::Parked { job, tid, .. } => *job == task || *tid == task,
             Decided::Restarted { job, tasks, .. } => *job == task || tasks.iter().any(|(tid, _)| *tid == task),
             _ => false,
         }
@@ -581,6 +593,7 @@ impl Decided {
             | Decided::HostJoined { host }
             | Decided::HostGone { host, .. }
             | Decided::Drain { host, .. }
+            | Decided::Parked { host, .. }
             | Decided::Suspended { host, .. }
             | Decided::Resumed { host, .. } => host == name,
             Decided::JobSuspended { .. } | Decided::Began { .. } => false,
@@ -653,6 +666,10 @@ impl fmt::Display for Decided {
             }
             Decided::Drain { host, begun: true, by } => write!(f, "{host} is being emptied: {by} asked for it"),
             Decided::Drain { host, begun: false, by } => write!(f, "{host} takes tasks again: {by} asked for it"),
+            Decided::Parked { job, tid, host, why } => write!(
+                f,
+                "job {job} is checkpointed and ended, and goes on when there is room: {tid} has to leave {host}, and {why}"
+            ),
             Decided::Restarted { job, set, tasks, why } => {
                 write!(f, "job {job} goes on from checkpoint {set} ({why}):")?;
                 tasks.iter().try_for_each(|(tid, host)| write!(f, " {tid} on {host}"))

@@ -423,6 +423,8 @@ pub enum Request {
         /// When the checkpoint is complete its tasks are ended, wherever they have got meanwhile: the job can be started again
         /// from it. If there is none, they go on.
         end: bool,
+        /// False: the answer is [`Reply::Done`] and comes at once; the event log tells the rest.
+        wait: bool,
     },
     /// What lies in the store. → [`Reply::Sets`]
     Sets,
@@ -432,6 +434,8 @@ pub enum Request {
         set: String,
         /// Names of hosts to start them on; none: where they were, and elsewhere where that cannot be.
         on: Vec<String>,
+        /// False: the answer is [`Reply::Done`] and comes at once; the event log tells the rest.
+        wait: bool,
     },
 }
 

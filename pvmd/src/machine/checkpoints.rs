@@ -86,6 +86,13 @@ struct Job {
     newest: Option<String>,
 }
 
+impl Job {
+    /// Somebody wants a checkpoint of it now, and has not got it yet.
+    fn is_wanted(&self) -> bool {
+        self.ends || !self.waiters.is_empty()
+    }
+}
+
 /// What a checkpoint that is under way holds beside its tasks, as it was while all stood still, and what became of it.
 #[derive(Debug, Default)]
 struct Contents {
@@ -205,7 +212,7 @@ impl Keeping {
         if self.jobs.len() < JOBS_MAX || self.jobs.contains_key(&job) {
             return true;
         }
-        let idle = |entry: &Job| entry.pace.is_none() && entry.doing == Doing::Nothing && entry.waiters.is_empty();
+        let idle = |entry: &Job| entry.pace.is_none() && entry.doing == Doing::Nothing && !entry.is_wanted();
         let idle = self.jobs.iter().find(|(_, entry)| idle(entry)).map(|(tid, _)| *tid);
         idle.is_some_and(|idle| self.jobs.remove(&idle).is_some())
     }
@@ -232,7 +239,14 @@ impl Machine {
     // ---- what is wanted
 
     /// Master: somebody wants a checkpoint.
-    pub(super) fn checkpoint_wanted(&mut self, (tid, id): (Tid, RequestId), job: Tid, pace: Option<Pace>, end: bool) {
+    pub(super) fn checkpoint_wanted(
+        &mut self,
+        (tid, id): (Tid, RequestId),
+        job: Tid,
+        pace: Option<Pace>,
+        end: bool,
+        wait: bool,
+    ) {
         let Some(keeping) = self.keeping() else { return };
         if !keeping.has_room_for(job) {
             let reason = format!("{JOBS_MAX} jobs are checkpointed again and again already, the limit");
@@ -247,16 +261,25 @@ impl Machine {
             Some(pace) => entry.pace = Some(pace),
             None => {}
         }
-        entry.waiters.push((tid, id));
-        entry.ends |= end && matches!(entry.doing, Doing::Nothing | Doing::Counting);
-        match entry.doing {
-            Doing::Nothing => self.begin_count(job),
-            // Who comes while one is being counted has that one; one that stands still already may be too old for him.
-            Doing::Counting => {}
+        // Who comes while one is being counted has that one; one that stands still already may be too old for him.
+        let begins = match entry.doing {
+            Doing::Nothing => true,
+            Doing::Counting => false,
             Doing::Cutting(_) | Doing::Ending { .. } | Doing::Leaving { .. } | Doing::Restarting => {
-                entry.waiters.pop();
-                self.reply(tid, id, Reply::Checkpointed(Err(CutFailure::UnderWay)));
+                return match wait {
+                    true => self.reply(tid, id, Reply::Checkpointed(Err(CutFailure::UnderWay))),
+                    false => self.fail(tid, id, PvmError::Already, CutFailure::UnderWay.to_string()),
+                };
             }
+        };
+        entry.ends |= end;
+        if wait {
+            entry.waiters.push((tid, id));
+        } else {
+            self.reply(tid, id, Reply::Done);
+        }
+        if begins {
+            self.begin_count(job);
         }
     }
 
@@ -546,7 +569,7 @@ impl Machine {
         let now = self.now;
         let Some(entry) = self.keeping().and_then(|k| k.jobs.get(&job)).filter(|job| job.due <= now) else { return };
         match entry.doing {
-            Doing::Nothing if entry.pace.is_some() || !entry.waiters.is_empty() => self.begin_count(job),
+            Doing::Nothing if entry.pace.is_some() || entry.is_wanted() => self.begin_count(job),
             Doing::Ending { .. } | Doing::Leaving { .. } => self.count(Purpose::Gone(job)),
             _ => {}
         }

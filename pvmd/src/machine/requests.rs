@@ -114,9 +114,9 @@ impl Machine {
             Request::DelHosts { names } => self.delete_hosts(tid, id, &names),
             Request::Mailbox(request) => self.mailbox_request(tid, id, request),
             Request::Group(request) => self.group_request(tid, id, request),
-            Request::Checkpoint { job, pace, end } => self.checkpoint_wanted((tid, id), job, pace, end),
+            Request::Checkpoint { job, pace, end, wait } => self.checkpoint_wanted((tid, id), job, pace, end, wait),
             Request::Sets => self.out.push_back(Output::ListSets { tid, id }),
-            Request::Restart { set, on } => self.restart_wanted(tid, id, set, on),
+            Request::Restart { set, on, wait } => self.restart_wanted((tid, id), set, on, wait),
             Request::Migrate { tid: task, to, cause, wait } => self.begin_move(tid, id, task, &to, cause, wait),
             Request::Events { from, limit } => {
                 let events = self.master.as_ref().map(|m| m.events.since(from, limit)).unwrap_or_default();

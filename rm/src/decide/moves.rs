@@ -96,6 +96,14 @@ impl Stay {
         }
     }
 
+    /// True when the owner wants the task's job checkpointed and ended instead.
+    pub fn parks(&self, snapshot: &Snapshot) -> bool {
+        let wants = |host: &HostView| host.terms.parks && !matches!(host.owner, Owner::Drained { .. });
+        let for_long =
+            matches!(self.why, StayReason::NoHost { .. } | StayReason::Held { .. }) && self.is_news(snapshot.now);
+        for_long && snapshot.host(self.host).is_some_and(wants)
+    }
+
     /// Why, with the other hosts and what each has against it.
     pub fn reason(&self, snapshot: &Snapshot) -> String {
         match &self.why {
@@ -191,6 +199,17 @@ pub fn moves(snapshot: &Snapshot) -> Moves {
         }
     }
     out
+}
+
+/// Hosts that take tasks that begin again, and how many their owners allow.
+pub fn open(snapshot: &Snapshot) -> Vec<(HostId, u32)> {
+    let index = snapshot.hosts.index(snapshot.now);
+    let load = |host: &HostView| index.load(host.id).expect("the index has the snapshot's hosts");
+    let moves = |host: &HostView| host.no_moves.as_ref().is_none_or(|no| no.at <= snapshot.now);
+    let open = snapshot.hosts.into_iter().filter(|host| {
+        host.owner.keeps_out().is_none() && full(host, snapshot.now, || load(host)).is_none() && moves(host)
+    });
+    open.map(|host| (host.id, load(host).left())).collect()
 }
 
 /// Why tasks leave the host of this owner, if they do.

@@ -5,6 +5,9 @@
 //!
 //! Every sheet has a limit. The oldest entries go first; sums of users stay.
 
+pub mod parked;
+
+use parked::Parked;
 use sempa_proto::event::{Event, EventKind};
 use sempa_proto::migration::{Cause, Usage};
 use sempa_proto::rm::{
@@ -48,11 +51,13 @@ pub enum Sheet {
     Loners,
     /// Hosts that are emptied.
     Drains,
+    /// Jobs that were checkpointed and ended, and go on when there is room.
+    Parked,
 }
 
 impl Sheet {
     /// All of them.
-    pub const ALL: [Sheet; 9] = [
+    pub const ALL: [Sheet; 10] = [
         Sheet::Place,
         Sheet::Users,
         Sheet::Jobs,
@@ -62,6 +67,7 @@ impl Sheet {
         Sheet::Hosts,
         Sheet::Loners,
         Sheet::Drains,
+        Sheet::Parked,
     ];
 }
 
@@ -127,6 +133,7 @@ pub struct Books {
     loners: BTreeMap<Tid, (Micros, u32)>,
     /// Hosts that are emptied: who asked for it, and until when it is to be done, as time of day.
     drains: BTreeMap<HostId, (Tid, Option<Micros>)>,
+    parked: BTreeMap<u64, Parked>,
     dirty: BTreeSet<(Sheet, u64)>,
     /// The user of tasks of whom nothing else is known.
     own_user: u32,
@@ -153,8 +160,9 @@ impl Books {
         }
         books.job_numbers = books.jobs.iter().map(|(number, job)| (job.job, *number)).collect();
         books.task_numbers = books.tasks.iter().map(|(number, task)| (task.tid, *number)).collect();
-        let keys = [books.jobs.keys().last(), books.tasks.keys().last(), books.decisions.keys().last()];
-        books.last = keys.into_iter().flatten().copied().max().unwrap_or(0);
+        let last = [books.jobs.keys().last(), books.tasks.keys().last(), books.decisions.keys().last()];
+        let keys = last.into_iter().chain([books.parked.keys().last()]);
+        books.last = keys.flatten().copied().max().unwrap_or(0);
         (books, bad)
     }
 
@@ -171,6 +179,7 @@ impl Books {
             }
             Sheet::Loners => drop(self.loners.insert(tid_of(key)?, frame::from_bytes(value).ok()?)),
             Sheet::Drains => drop(self.drains.insert(host_of(key)?, frame::from_bytes(value).ok()?)),
+            Sheet::Parked => drop(self.parked.insert(key, frame::from_bytes(value).ok()?)),
         }
         Some(())
     }
@@ -204,6 +213,7 @@ impl Books {
             }
             Sheet::Loners => frame::to_bytes(self.loners.get(&tid_of(key)?)?),
             Sheet::Drains => frame::to_bytes(self.drains.get(&host_of(key)?)?),
+            Sheet::Parked => frame::to_bytes(self.parked.get(&key)?),
         };
         // Plain records of numbers and short texts.
         bytes.ok()
@@ -285,6 +295,8 @@ impl Books {
         self.hosts.clear();
         let drains: Vec<HostId> = self.drains.keys().copied().collect();
         drains.into_iter().for_each(|host| self.drain(host, None));
+        // They lie in the store; whether they are to run here somebody else has to say.
+        self.unpark(|_| true);
     }
 
     /// All tasks there are: what runs according to the books and is not among them has ended unseen.
@@ -313,6 +325,7 @@ impl Books {
         self.place = Place::behind(event);
         self.dirty.insert((Sheet::Place, 0));
         let at = event.at;
+        self.parked_event(&event.kind);
         match &event.kind {
             EventKind::HostAdded { host, name } => {
                 self.know_host(*host, name);

@@ -15,9 +15,18 @@ use std::collections::{BTreeMap, BTreeSet};
 
 impl Machine {
     /// Master: somebody wants a set started again.
-    pub(in crate::machine) fn restart_wanted(&mut self, tid: Tid, id: RequestId, set: String, on: Vec<String>) {
+    pub(in crate::machine) fn restart_wanted(
+        &mut self,
+        (tid, id): (Tid, RequestId),
+        set: String,
+        on: Vec<String>,
+        wait: bool,
+    ) {
         let why = format!("{tid} asked for it");
-        self.restart_set(set, None, on, Some((tid, id)), why);
+        self.restart_set(set, None, on, wait.then_some((tid, id)), why);
+        if !wait {
+            self.reply(tid, id, Reply::Done);
+        }
     }
 
     pub(super) fn restart_set(
@@ -85,7 +94,7 @@ impl Machine {
         let wanted = keeping.wanted.get(&number).ok_or_else(gone)?;
         let meta = wanted.meta.as_ref().ok_or_else(gone)?;
         let job = keeping.jobs.get(&meta.job);
-        let goes_back = wanted.waiter.is_none();
+        let goes_back = wanted.job.is_some();
         let free = |doing: &Doing| *doing == Doing::Nothing || goes_back && *doing == Doing::Restarting;
         if job.is_some_and(|job| !free(&job.doing)) {
             return Err(RestartFailure::UnderWay);
@@ -205,8 +214,8 @@ impl Machine {
         self.out.push_back(Output::CloseSet { restart: number });
         let Some(keeping) = self.keeping() else { return };
         let Some(wanted) = keeping.wanted.remove(&number) else { return };
-        let Wanted { set, waiter, why, meta, begun, held, .. } = wanted;
-        let job = wanted.job.or(meta.as_ref().map(|meta| meta.job)).unwrap_or_default();
+        let Wanted { set, waiter, why, meta, begun, held, job: goes_back, .. } = wanted;
+        let job = goes_back.or(meta.as_ref().map(|meta| meta.job)).unwrap_or_default();
         let members: BTreeSet<Tid> = meta.iter().flat_map(|meta| &meta.parts).map(|part| part.tid).collect();
         let mut next = None;
         // Else a host was lost meanwhile, and it goes back once more.
@@ -217,7 +226,7 @@ impl Machine {
                 (entry.newest, next) = (Some(set.clone()), entry.pace.map(|pace| pause(pace, Some(Micros(0)))));
                 (entry.members, entry.ended) = (members.clone(), BTreeSet::new());
                 entry.tries = 0;
-            } else if waiter.is_none() && entry.tries < TRIES_MAX {
+            } else if goes_back.is_some() && entry.tries < TRIES_MAX {
                 // What stands in the way may go away.
                 entry.doing = Doing::Ending { lost: None, not_before: Micros(0), why: why.clone(), looks: 0 };
                 next = Some(RESTART_PAUSE);

@@ -84,12 +84,15 @@ impl Scene {
 
     fn begin_checkpoint(&mut self, every: Option<Micros>) -> RequestId {
         let job = self.job();
-        self.sim.request(self.console, Request::Checkpoint { job, pace: every.map(Pace::Pause), end: false })
+        self.sim
+            .request(self.console, Request::Checkpoint { job, pace: every.map(Pace::Pause), end: false, wait: true })
     }
 
     fn checkpoint(&mut self, every: Option<Micros>) -> Result<SetReport, CutFailure> {
         let job = self.job();
-        let reply = self.sim.ask(self.console, Request::Checkpoint { job, pace: every.map(Pace::Pause), end: false });
+        let reply = self
+            .sim
+            .ask(self.console, Request::Checkpoint { job, pace: every.map(Pace::Pause), end: false, wait: true });
         let Reply::Checkpointed(result) = reply else { panic!("{reply:?}") };
         result
     }
@@ -106,7 +109,7 @@ impl Scene {
 
     fn restart(&mut self, set: &str, on: &[&str]) -> Result<Vec<(Tid, HostId)>, RestartFailure> {
         let on = on.iter().map(|name| name.to_string()).collect();
-        let reply = self.sim.ask(self.console, Request::Restart { set: set.into(), on });
+        let reply = self.sim.ask(self.console, Request::Restart { set: set.into(), on, wait: true });
         let Reply::Restarted(result) = reply else { panic!("{reply:?}") };
         result.map(|report| report.tasks)
     }
@@ -396,8 +399,9 @@ fn a_job_with_a_bound_on_its_loss_never_has_a_set_that_is_older() {
     for seed in seeds(10) {
         let mut scene = Scene::new(seed, 3, 4);
         let job = scene.job();
-        let reply =
-            scene.sim.ask(scene.console, Request::Checkpoint { job, pace: Some(Pace::Loss(bound)), end: false });
+        let reply = scene
+            .sim
+            .ask(scene.console, Request::Checkpoint { job, pace: Some(Pace::Loss(bound)), end: false, wait: true });
         assert!(matches!(reply, Reply::Checkpointed(Ok(_))), "{reply:?}");
         let (mut sets, end) = (1, scene.sim.now + Micros::from_secs(60));
         let mut last = scene.sim.now;
@@ -525,7 +529,7 @@ fn a_job_that_is_to_end_with_its_checkpoint_ends_when_that_is_complete_and_not_b
         scene.chatter(30);
         scene.sim.faults.step_fails_percent = 6;
         let job = scene.job();
-        let reply = scene.sim.ask(scene.console, Request::Checkpoint { job, pace: None, end: true });
+        let reply = scene.sim.ask(scene.console, Request::Checkpoint { job, pace: None, end: true, wait: true });
         scene.sim.faults.step_fails_percent = 0;
         let tids = scene.tids.clone();
         match reply {
@@ -551,7 +555,7 @@ fn a_job_within_a_job_that_began_again_alone_talks_to_the_others_when_all_begin_
         let mut scene = Scene::new(seed, 3, 3);
         scene.chatter(30);
         let (root, alone) = (scene.tids[0], scene.tids[1]);
-        let reply = scene.sim.ask(scene.console, Request::Checkpoint { job: alone, pace: None, end: true });
+        let reply = scene.sim.ask(scene.console, Request::Checkpoint { job: alone, pace: None, end: true, wait: true });
         let Reply::Checkpointed(Ok(small)) = reply else { panic!("{reply:?} (seed {seed})") };
         assert_eq!(small.tasks, [alone]);
         scene.sim.until("it has ended", |sim| !is_listed(sim, alone));
