@@ -142,6 +142,7 @@ fn a_job_that_began_again_is_whole_in_whatever_order_its_tasks_were_told_of() {
         }
         if same_machine {
             line(Tid::NONE).iter().for_each(|(tid, parent, _)| log.started(2, *tid, *parent, "worker"));
+            log.moved(8, t(2, 4), 2, 3, owner());
             line(Tid::NONE).iter().for_each(|(tid, ..)| log.ended(12, *tid, 9, 1_000));
         }
         again(&mut log, 20, &order.map(|at| line(Tid::NONE)[at]));
@@ -156,6 +157,8 @@ fn a_job_that_began_again_is_whole_in_whatever_order_its_tasks_were_told_of() {
         assert_eq!((alive, jobs.len()), (vec![t(1, 3)], 1 + usize::from(same_machine)), "{order:?}");
         let Answer::Why { decisions, .. } = books.answer(&Question::WhyTask(t(2, 4))) else { panic!("nothing") };
         assert!(decisions.iter().any(|d| matches!(d.what, Decided::Restarted { .. })), "{decisions:?}");
+        let early = decisions.iter().any(|d| matches!(d.what, Decided::Moved { .. }));
+        assert_eq!(early, same_machine, "what was decided before it went back is about the same task: {decisions:?}");
         let mut sheets = Sheets::new();
         apply(&mut sheets, books.batch());
         assert_eq!(reread(&sheets), books);

@@ -3,8 +3,10 @@
 use sempa_proto::event::EventKind;
 use sempa_tests::logind::{self, Desk, Logind};
 use sempa_tests::needs::testbed;
+use sempa_tests::run::run;
 use sempa_tests::speaker::owner;
 use sempa_tests::ssh::Login;
+use sempa_tests::testbed::OLGA_UID;
 use sempa_tests::vm::Settings;
 use sempa_tests::{Testbed, Vm, eventually};
 use serde_json::Value;

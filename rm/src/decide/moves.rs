@@ -19,6 +19,8 @@ pub const MOVES_AT_ONCE_MAX: usize = 48;
 /// A host whose owner left less than this ago is the last choice as a target: he may be back in a moment.
 pub const SETTLE: Micros = Micros::from_secs(10);
 
+/// What passes within this is waited for before a job is parked.
+const PATIENCE: Micros = Micros::from_secs(5);
 /// What passes within this is not told.
 const MOMENT: Micros = Micros::from_secs(1);
 
@@ -99,9 +101,10 @@ impl Stay {
     /// True when the owner wants the task's job checkpointed and ended instead.
     pub fn parks(&self, snapshot: &Snapshot) -> bool {
         let wants = |host: &HostView| host.terms.parks && !matches!(host.owner, Owner::Drained { .. });
-        let for_long =
-            matches!(self.why, StayReason::NoHost { .. } | StayReason::Held { .. }) && self.is_news(snapshot.now);
-        for_long && snapshot.host(self.host).is_some_and(wants)
+        // A host that has refused a task is asked again, first after a moment.
+        let passes = self.again.is_some_and(|again| again.since(snapshot.now) <= PATIENCE);
+        let nowhere = matches!(self.why, StayReason::NoHost { .. } | StayReason::Held { .. });
+        nowhere && !passes && snapshot.host(self.host).is_some_and(wants)
     }
 
     /// Why, with the other hosts and what each has against it.

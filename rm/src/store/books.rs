@@ -27,6 +27,8 @@ pub const JOBS_MAX: usize = 8_192;
 pub const TASKS_MAX: usize = 65_536;
 /// Decisions that are kept.
 pub const DECISIONS_MAX: usize = 20_000;
+/// For clocks that differ.
+const SLACK: Micros = Micros::from_secs(1);
 /// Tasks from a command line that have no children and so are no jobs yet; the oldest are forgotten.
 const LONERS_MAX: usize = 4_096;
 
@@ -702,7 +704,7 @@ impl Books {
         match question {
             Question::WhyTask(tid) => {
                 let task = self.known(*tid).cloned();
-                let decisions = self.decisions_about(|what| what.is_about(*tid), task.as_ref().map(|t| t.began));
+                let decisions = self.decisions_about(|what| what.is_about(*tid), self.began(*tid));
                 if task.is_none() && decisions.is_empty() { Answer::Unknown } else { Answer::Why { task, decisions } }
             }
             Question::WhyHost(name) => {
@@ -732,9 +734,25 @@ impl Books {
         }
     }
 
-    /// Of a task: not what was decided about one before it with the same tid. A second for clocks that differ.
+    /// When the newest task with this tid began; if it began again from a checkpoint, when it first did.
+    fn began(&self, tid: Tid) -> Option<Micros> {
+        let mut lives = self.tasks.values().rev().filter(|task| task.tid == tid).map(|task| task.began);
+        let mut began = lives.next()?;
+        let again =
+            |what: &Decided| matches!(what, Decided::Restarted { tasks, .. } if tasks.iter().any(|(t, _)| *t == tid));
+        let again: Vec<Micros> = self.decisions.values().filter(|d| again(&d.what)).map(|d| d.at).collect();
+        let mut until = Micros(u64::MAX);
+        for before in lives {
+            if !again.iter().any(|at| *at + SLACK >= began && *at < until) {
+                break;
+            }
+            (until, began) = (began, before);
+        }
+        Some(began)
+    }
+
+    /// Of a task: not what was decided about one before it with the same tid.
     fn decisions_about(&self, wanted: impl Fn(&Decided) -> bool, since: Option<Micros>) -> Vec<Decision> {
-        const SLACK: Micros = Micros::from_secs(1);
         let new = |d: &&Decision| since.is_none_or(|since| d.at + SLACK >= since);
         newest(self.decisions.values().filter(|d| wanted(&d.what)).filter(new))
     }

@@ -1,9 +1,10 @@
 //! Jobs that no host takes are checkpointed and ended where an owner wants it so, and go on when there is room.
 
-use crate::common::{Bed, client, h, info, spawned, t, world};
+use crate::common::{Bed, client, failed, h, info, spawned, t, world};
 use crate::{ask, with_books};
 use pvm_rm::service::Options;
 use sempa_proto::event::EventKind;
+use sempa_proto::migration::Failure;
 use sempa_proto::owner::Leave;
 use sempa_proto::rm::{Answer, Decided, Question};
 use sempa_proto::table::{TASK_CONNECTED, TASK_FORKED, TaskInfo};
@@ -66,6 +67,26 @@ fn a_job_is_parked_once_when_nobody_takes_its_task_and_goes_on_where_there_is_ro
     assert_eq!(bed.world().restarts, [("s1".to_string(), vec!["h3".to_string()])]);
     let Answer::Why { decisions, .. } = ask(&mut bed, &Question::WhyTask(t(1, 7))) else { panic!("nothing is known") };
     assert!(decisions.iter().any(|d| matches!(d.what, Decided::Parked { job, .. } if job == t(1, 7))), "{decisions:?}");
+}
+
+#[test]
+fn a_host_that_refused_a_task_is_asked_again_before_its_job_is_parked() {
+    let mut bed = pool();
+    bed.owner_comes(3);
+    bed.world().took_migrations();
+    for tid in [t(2, 7), t(3, 7)] {
+        bed.world().refuse.insert((tid, h(1)), failed(Failure::Engine("a hiccup".into())));
+        bed.world().refuse.insert((tid, h(3)), failed(Failure::Engine("a hiccup".into())));
+    }
+    bed.owner_comes(2);
+    assert!(bed.world().checkpoints.is_empty());
+    for _ in 0..3 {
+        bed.pass(Micros::from_secs(10));
+        bed.signs_of_life(&[1]);
+        bed.owner_comes(3);
+        bed.owner_comes(2);
+    }
+    assert_eq!(bed.world().checkpoints, [t(1, 7)]);
 }
 
 #[test]

@@ -1,9 +1,11 @@
 //! Jobs are checkpointed while they talk, lose everything, and begin again.
 
-use super::sim::{Seen, Sim, host, seeds};
+use super::scene::{stopped_until, welcome};
+use super::sim::{Proc, Seen, Sim, host, seeds};
 use crate::machine::HostId;
 use sempa_proto::checkpoint::{CutFailure, Pace, RestartFailure, SetReport};
 use sempa_proto::group::{GroupReply, GroupRequest};
+use sempa_proto::owner::Leave;
 use sempa_proto::task::{MailboxRequest, Reply, Request, SpawnRequest};
 use sempa_proto::{Message, Micros, RequestId, Tid};
 use std::collections::BTreeMap;
@@ -547,6 +549,33 @@ fn a_job_that_is_to_end_with_its_checkpoint_ends_when_that_is_complete_and_not_b
         scene.until_all_is_heard();
     }
     assert!(ended > 5, "{ended} have ended");
+}
+
+#[test]
+fn guests_that_stand_still_for_an_owner_are_checkpointed_as_they_stand() {
+    for seed in seeds(40) {
+        let mut scene = Scene::new(seed, 3, 6);
+        scene.chatter(40);
+        let speaker = scene.sim.enrol(host(2));
+        assert_eq!(scene.sim.ask(speaker, stopped_until(None, Leave::Checkpoint)), Reply::Done);
+        let rounds = scene.sim.dice.roll(40);
+        scene.chatter(rounds);
+        let (job, end) = (scene.job(), seed % 2 == 0);
+        let reply = scene.sim.ask(scene.console, Request::Checkpoint { job, pace: None, end, wait: true });
+        let Reply::Checkpointed(Ok(report)) = reply else { panic!("{reply:?} (seed {seed})") };
+        if end {
+            let on = ["h1", "h3"];
+            scene.restart(&report.set, &on).unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+        } else {
+            scene.sim.pass(Micros::from_millis(300));
+            let there = |proc: &&Proc| proc.spawned.is_some() && proc.host == host(2) && !proc.exited;
+            assert!(scene.sim.procs.iter().filter(there).all(Proc::is_frozen), "seed {seed}");
+            assert_eq!(scene.sim.ask(speaker, welcome()), Reply::Done);
+        }
+        scene.until_all_are_back();
+        scene.chatter(60);
+        scene.until_all_is_heard();
+    }
 }
 
 #[test]
