@@ -123,11 +123,30 @@ fn look_until_settled(pid: i32, root: i32, findings: &mut Findings) -> Result<()
     result
 }
 
-/// The engine takes a process tree. Whoever is in the namespace but not in the tree would stay behind.
+/// The engine takes a process tree. Whoever is in the namespace but not in the tree would stay behind. While processes end, a
+/// parent may be gone that was named a moment before: what counts is what is seen twice.
 fn family(subject: &Subject) -> Result<(), Refusal> {
     // Of one that is being reaped the kernel names none.
     let parent = |pid: i32| Status::of(pid)?.number::<i32>("PPid").filter(|parent| *parent != 0);
-    let parents: BTreeMap<i32, i32> = subject.processes.iter().filter_map(|&p| Some((p, parent(p)?))).collect();
+    let look = || subject.processes.iter().filter_map(|&p| Some((p, parent(p)?))).collect::<BTreeMap<i32, i32>>();
+    let mut parents = look();
+    let mut result = tree(subject, &parents);
+    for _ in 0..LOOKS {
+        if result.is_ok() || result == Err(Refusal::NoSuchTask) {
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(1));
+        let again = look();
+        if again == parents {
+            break;
+        }
+        result = tree(subject, &again);
+        parents = again;
+    }
+    result
+}
+
+fn tree(subject: &Subject, parents: &BTreeMap<i32, i32>) -> Result<(), Refusal> {
     if !parents.contains_key(&subject.root) {
         return Err(Refusal::NoSuchTask);
     }

@@ -183,18 +183,25 @@ pub enum RestartFailure {
     },
 }
 
+/// The first of a list, and how many more there are.
+fn some<T>(list: &[T], name: impl Fn(&T) -> String) -> String {
+    const SHOWN: usize = 10;
+    let mut text = list.iter().take(SHOWN).map(name).collect::<Vec<_>>().join(", ");
+    if list.len() > SHOWN {
+        text.push_str(&format!(" and {} more", list.len() - SHOWN));
+    }
+    text
+}
+
 impl fmt::Display for RestartFailure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             RestartFailure::Store(why) => f.write_str(why),
-            RestartFailure::Alive(tids) => {
-                let tids: Vec<String> = tids.iter().map(Tid::to_string).collect();
-                write!(
-                    f,
-                    "{} are alive: end the job first, or start a new virtual machine, which gives none of these numbers away",
-                    tids.join(" ")
-                )
-            }
+            RestartFailure::Alive(tids) => write!(
+                f,
+                "{} are alive: end the job first, or start a new virtual machine, which gives none of these numbers away",
+                some(tids, Tid::to_string)
+            ),
             RestartFailure::Groups(names) => {
                 write!(
                     f,
@@ -203,17 +210,15 @@ impl fmt::Display for RestartFailure {
                 )
             }
             RestartFailure::Mailbox(entries) => {
-                write!(f, "the mailbox has entries of others where the tasks had theirs: {}", entries.join(", "))
+                let entries = some(entries, String::clone);
+                write!(f, "the mailbox has entries of others where the tasks had theirs: {entries}")
             }
-            RestartFailure::Contexts(contexts) => {
-                let contexts: Vec<String> = contexts.iter().map(|ctx| format!("{ctx:#x}")).collect();
-                write!(
-                    f,
-                    "others have been given the contexts {}: their messages would be taken for the job's; end them, or \
-                     start a new virtual machine",
-                    contexts.join(" ")
-                )
-            }
+            RestartFailure::Contexts(contexts) => write!(
+                f,
+                "others have been given the contexts {}: their messages would be taken for the job's; end them, or start \
+                 a new virtual machine",
+                some(contexts, |ctx| format!("{ctx:#x}"))
+            ),
             RestartFailure::NoHost(name) => write!(f, "there is no host {name} in the virtual machine"),
             RestartFailure::UnderWay => f.write_str("another restart or a checkpoint of this job is under way"),
             RestartFailure::Task { tid, host, step, why } => write!(f, "{tid} on {host}: {step}: {why}"),
@@ -244,6 +249,8 @@ pub struct SetMeta {
     pub mailbox: Vec<SavedEntry>,
     /// Contexts that belong to them.
     pub contexts: Vec<(i32, Tid)>,
+    /// Whether it was checkpointed by itself.
+    pub pace: Option<Pace>,
 }
 
 /// An entry of the mailbox as it was.

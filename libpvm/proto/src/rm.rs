@@ -529,6 +529,11 @@ pub enum Decided {
         /// Who asked for it.
         by: Tid,
     },
+    /// The resource manager began to work.
+    Began {
+        /// It goes on with what one before it knew.
+        again: bool,
+    },
     /// A job is checkpointed and ended, because a task of it has to leave and no host takes it; it goes on when there is room.
     Parked {
         /// The first task of it.
@@ -550,11 +555,6 @@ pub enum Decided {
         tasks: Vec<(Tid, String)>,
         /// Why.
         why: String,
-    },
-    /// The resource manager began to work.
-    Began {
-        /// It goes on with what one before it knew.
-        again: bool,
     },
 }
 

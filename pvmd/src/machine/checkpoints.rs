@@ -7,6 +7,7 @@
 //! A job that is checkpointed again and again goes back to its newest set when a host is lost that had tasks of it: those
 //! that are left are killed before anybody is told of the loss, and when all are gone the set is started again.
 
+mod back;
 mod restart;
 
 use super::asks::Asker;
@@ -76,6 +77,12 @@ struct Job {
     waiters: Vec<(Tid, RequestId)>,
     /// It is to end when its checkpoint is complete.
     ends: bool,
+    /// The resource manager wants that, and has it go on when there is room.
+    parks: bool,
+    /// That its checkpoints take too long for the wanted bound was said.
+    said_late: bool,
+    /// How long the last one took.
+    took: Micros,
     /// It is not looked after before this.
     due: Micros,
     tries: u32,
@@ -229,7 +236,9 @@ impl Keeping {
 impl Machine {
     /// Tasks in checkpoints have numbers up to this on a host.
     pub(super) fn spared_on(&self, host: HostId) -> u32 {
-        self.config.spared.get(&host).copied().unwrap_or_default()
+        // Where there are checkpoints each host knows of it: contexts may come from hosts that have no tasks in them.
+        let least = u32::from(!self.config.spared.is_empty());
+        self.config.spared.get(&host).copied().unwrap_or_default().max(least)
     }
 
     fn keeping(&mut self) -> Option<&mut Keeping> {
@@ -258,7 +267,7 @@ impl Machine {
                 entry.pace = None;
                 return self.reply(tid, id, Reply::Done);
             }
-            Some(pace) => entry.pace = Some(pace),
+            Some(pace) => (entry.pace, entry.said_late) = (Some(pace), false),
             None => {}
         }
         // Who comes while one is being counted has that one; one that stands still already may be too old for him.
@@ -273,6 +282,7 @@ impl Machine {
             }
         };
         entry.ends |= end;
+        entry.parks |= end && !wait;
         if wait {
             entry.waiters.push((tid, id));
         } else {
@@ -411,7 +421,8 @@ impl Machine {
         };
         // While all stand still nobody enters a group, or leaves one, and nobody comes to a meeting.
         let groups = master.groups.saved(&tids);
-        let contexts = found.contexts.into_iter().filter(|(_, owner)| tids.contains(owner)).collect();
+        let members: BTreeSet<Tid> = tids.iter().copied().collect();
+        let contexts = found.contexts.into_iter().filter(|(_, owner)| members.contains(owner)).collect();
         keeping.contents.insert(cut, Contents { groups, mailbox, contexts, ..Contents::default() });
         let mut open = BTreeMap::<Tid, Vec<RequestId>>::new();
         for (tid, id) in master.groups.open().chain(master.mailbox.open()) {
@@ -470,8 +481,9 @@ impl Machine {
         contents.members = parts.iter().map(|part| part.tid).collect();
         let (groups, mailbox) = (std::mem::take(&mut contents.groups), std::mem::take(&mut contents.mailbox));
         let contexts = std::mem::take(&mut contents.contexts);
-        let meta =
-            SetMeta { version: SET_VERSION, wire: WIRE_VERSION, vm, job, line, parts, groups, mailbox, contexts };
+        let pace = master.keeping.jobs.get(&job).and_then(|entry| entry.pace);
+        let (version, wire) = (SET_VERSION, WIRE_VERSION);
+        let meta = SetMeta { version, wire, vm, job, line, parts, groups, mailbox, contexts, pace };
         let keep = master.keeping.jobs.values().filter(|job| job.pace.is_some());
         let keep = keep.filter_map(|job| job.newest.clone()).collect();
         self.out.push_back(Output::SealSet { cut, meta: Box::new(meta), keep });
@@ -480,7 +492,8 @@ impl Machine {
     /// The set is complete, or is not.
     pub(super) fn set_sealed(&mut self, cut: CutId, result: Result<(String, u64), String>) {
         let Some(keeping) = self.keeping() else { return };
-        let result = result.map(|sealed| keeping.contents.entry(cut).or_default().sealed = Some(sealed));
+        let contents = keeping.contents.get_mut(&cut);
+        let result = result.map(|sealed| contents.map_or((), |contents| contents.sealed = Some(sealed)));
         keeping.cuts.sealed(cut, result);
     }
 
@@ -505,7 +518,11 @@ impl Machine {
             return self.schedule(job, TRY_PAUSE);
         }
         entry.tries = 0;
-        let took = now.since(entry.began);
+        if result.is_ok() {
+            entry.took = now.since(entry.began);
+        }
+        let took = entry.took;
+        let parked = std::mem::take(&mut entry.parks) && entry.ends;
         let ends = std::mem::take(&mut entry.ends) && result.is_ok();
         if let (Ok(report), true) = (&result, ends) {
             // Who waits is told when it has ended.
@@ -525,10 +542,10 @@ impl Machine {
             Some(pace) => {
                 let pause = pause(pace, result.is_ok().then_some(took));
                 self.schedule(job, pause);
-                if let Pace::Loss(bound) = pace
-                    && result.is_ok()
-                    && took + pause > bound
-                {
+                let late = matches!(pace, Pace::Loss(bound) if took + took + pause > bound) && result.is_ok();
+                let entry = self.keeping().and_then(|k| k.jobs.get_mut(&job)).filter(|entry| late && !entry.said_late);
+                if let (Some(entry), Pace::Loss(bound)) = (entry, pace) {
+                    entry.said_late = true;
                     let text = format!(
                         "a checkpoint of job {job} took {:.1} s: as often as it is made, more than the wanted {} s may be \
                          lost",
@@ -550,6 +567,7 @@ impl Machine {
                 tasks: u32::try_from(tasks.len()).unwrap_or(u32::MAX),
                 bytes: *bytes,
                 frozen: *frozen,
+                parked,
             },
             Err(why) => EventKind::CheckpointFailed { job, why: why.to_string() },
         });
@@ -659,102 +677,15 @@ impl Machine {
             keeping.cuts.kept(now, id, result);
         }
     }
-
-    // ---- going back
-
-    /// Master: a host is lost. Jobs that are checkpointed again and again and had tasks there go back to their newest set.
-    pub(super) fn jobs_lost_host(&mut self, host: HostId) {
-        if self.stop.is_some() {
-            return;
-        }
-        let Some(keeping) = self.master.as_ref().map(|master| &master.keeping) else { return };
-        let had = |job: &Job| job.members.difference(&job.ended).any(|tid| self.location(*tid) == Some(host));
-        // One that is being started again has what was lost told by that.
-        let may = |job: &Job| matches!(job.doing, Doing::Nothing | Doing::Counting | Doing::Cutting(_));
-        let concerned =
-            keeping.jobs.iter().filter(|(_, job)| job.pace.is_some() && job.newest.is_some() && may(job) && had(job));
-        let concerned: Vec<(Tid, BTreeSet<Tid>)> = concerned.map(|(tid, job)| (*tid, job.members.clone())).collect();
-        let name = self.table.get(host).map_or_else(|| host.to_string(), |entry| entry.name.clone());
-        let not_before = self.now + FENCE_TIME;
-        for (job, members) in concerned {
-            let why = format!("{name} was lost");
-            let mut waiters = Vec::new();
-            if let Some(entry) = self.keeping().and_then(|k| k.jobs.get_mut(&job)) {
-                entry.doing = Doing::Ending { lost: Some(host), not_before, why, looks: 0 };
-                (waiters, entry.tries, entry.ends) = (std::mem::take(&mut entry.waiters), 0, false);
-            }
-            for (tid, id) in waiters {
-                self.reply(tid, id, Reply::Checkpointed(Err(CutFailure::HostLost(host))));
-            }
-            for tid in members {
-                if self.location(tid).is_some_and(|at| at != host) {
-                    self.kill(tid);
-                }
-            }
-            self.schedule(job, GONE_PAUSE);
-        }
-    }
-
-    /// What is left of a job that is being ended.
-    fn look_whether_gone(&mut self, job: Tid, tasks: &[TaskInfo]) {
-        let Some(entry) = self.keeping().and_then(|k| k.jobs.get_mut(&job)) else { return };
-        let left: Vec<Tid> = members(job, &mut entry.members, tasks).iter().map(|task| task.tid).collect();
-        let (Doing::Ending { looks, .. } | Doing::Leaving { looks, .. }) = &mut entry.doing else { return };
-        *looks += 1;
-        let gives_up = *looks >= GONE_LOOKS_MAX;
-        match &entry.doing {
-            Doing::Leaving { report, .. } if left.is_empty() || gives_up => {
-                let (report, waiters) = (report.clone(), std::mem::take(&mut entry.waiters));
-                self.forget_job(job);
-                for (tid, id) in waiters {
-                    self.reply(tid, id, Reply::Checkpointed(Ok(report.clone())));
-                }
-                return;
-            }
-            Doing::Ending { lost, not_before, why, .. } if left.is_empty() || gives_up => {
-                let (lost, not_before, why) = (*lost, *not_before, why.clone());
-                return self.go_back(job, lost, not_before, why, left.len());
-            }
-            _ => {}
-        }
-        for tid in left {
-            // Also those that the job has spawned since it was last counted.
-            self.kill(tid);
-        }
-        self.schedule(job, GONE_PAUSE);
-    }
-
-    fn kill(&mut self, tid: Tid) {
-        self.ask_about(tid, Question::Signal { tid, signal: SIGKILL }, Asker::Nobody);
-    }
-
-    /// Nothing is left of a job but this many tasks that do not end: it is started again when no other copy can run.
-    fn go_back(&mut self, job: Tid, lost: Option<HostId>, not_before: Micros, why: String, left: usize) {
-        let newest = self.keeping().and_then(|k| k.jobs.get(&job)?.newest.clone());
-        let Some(set) = newest else { return self.forget_job(job) };
-        if left > 0 {
-            let cause = format!("{why}, and {left} of its tasks do not end");
-            self.record(EventKind::RestartFailed { set, cause, why: "it would run twice".into() });
-            return self.forget_job(job);
-        }
-        // A host that is lost is in the table for a moment, and one that is deleted ends its tasks after it is out.
-        let there = lost.is_some_and(|lost| self.table.get(lost).is_some() || self.is_leaving(lost));
-        if there || self.now < not_before {
-            return self.schedule(job, GONE_PAUSE);
-        }
-        if let Some(entry) = self.keeping().and_then(|k| k.jobs.get_mut(&job)) {
-            entry.doing = Doing::Restarting;
-        }
-        self.restart_set(set, Some(job), Vec::new(), None, why);
-    }
 }
 
 /// Until the next checkpoint, when the last one took so long or has failed.
 fn pause(pace: Pace, took: Option<Micros>) -> Micros {
     let pause = match (pace, took) {
         (Pace::Pause(pause), _) => pause,
-        // What is lost at worst is the pause and the next one, which may take half as long again.
-        (Pace::Loss(bound), Some(took)) => bound.since(Micros(took.0.saturating_mul(3) / 2)),
+        // What is lost at worst was done since the last one was begun, until the next one is in the store, which may take half as
+        // long again.
+        (Pace::Loss(bound), Some(took)) => bound.since(Micros(took.0.saturating_mul(5) / 2)),
         // Each moment without one may be lost.
         (Pace::Loss(_) | Pace::Never, _) => TRY_PAUSE,
     };

@@ -184,6 +184,12 @@ impl Mailbox {
         saved.iter().filter(other).map(|entry| format!("{} {}", entry.name, entry.index)).collect()
     }
 
+    /// False if these would be too many or too much.
+    pub(super) fn has_room_for(&self, saved: &[SavedEntry]) -> bool {
+        let bytes: usize = saved.iter().map(|entry| entry.message.body.len()).sum();
+        self.entries + saved.len() <= ENTRIES_MAX && self.stored_bytes + bytes <= STORED_BYTES_MAX
+    }
+
     /// Puts back what was saved. What others have stored meanwhile is left alone.
     fn restore(&mut self, saved: Vec<SavedEntry>) {
         let taken = self.taken(&saved);

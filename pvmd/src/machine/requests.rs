@@ -11,8 +11,9 @@ use sempa_proto::tasker::ToTasker;
 use sempa_proto::{HostId, PvmError, RequestId, Tid};
 use std::collections::BTreeMap;
 
-/// Contexts that the tasks of one host may have: what a tid's local part can number.
-pub(super) const CONTEXTS_MAX: u32 = Tid::LOCAL_MAX;
+/// Contexts that the tasks of one host may have: what a tid's local part can number, but for the last ones, which are PVM's
+/// own on the first host.
+pub(super) const CONTEXTS_MAX: u32 = Tid::LOCAL_MAX - 16;
 /// Signal of a polite end.
 const SIGTERM: i32 = 15;
 
@@ -177,7 +178,7 @@ impl Machine {
             return self.fail(tid, id, PvmError::OutOfRes, "all contexts of this host are in use");
         }
         let base = self.config.host.tid().raw();
-        if self.last_context == 0 {
+        if self.last_context == 0 && self.tasks.are_spared() {
             // Not where another virtual machine began: a job may come from there with contexts in use.
             self.last_context = (self.unix.0.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40) as u32 % CONTEXTS_MAX;
         }
@@ -200,7 +201,7 @@ impl Machine {
     /// These contexts belong to tasks again that are started from a checkpoint.
     pub(super) fn hold_contexts(&mut self, contexts: Vec<(i32, Tid)>) {
         for (ctx, owner) in contexts {
-            if self.contexts.len() as u32 <= CONTEXTS_MAX {
+            if (self.contexts.len() as u32) < CONTEXTS_MAX {
                 self.contexts.entry(ctx).or_insert(owner);
             }
         }

@@ -204,15 +204,33 @@ pub fn moves(snapshot: &Snapshot) -> Moves {
     out
 }
 
-/// Hosts that take tasks that begin again, and how many their owners allow.
-pub fn open(snapshot: &Snapshot) -> Vec<(HostId, u32)> {
+/// Places for so many tasks of these users and programs that begin again together, as many on a host as its owner allows, in
+/// turn; `None` if there is not room for all.
+pub fn room_for(snapshot: &Snapshot, tasks: u32, kinds: &[(u32, String)]) -> Option<Vec<HostId>> {
     let index = snapshot.hosts.index(snapshot.now);
     let load = |host: &HostView| index.load(host.id).expect("the index has the snapshot's hosts");
     let moves = |host: &HostView| host.no_moves.as_ref().is_none_or(|no| no.at <= snapshot.now);
+    let lets_in = |host: &HostView| kinds.iter().all(|(user, program)| host.terms.blocks(*user, program).is_none());
     let open = snapshot.hosts.into_iter().filter(|host| {
-        host.owner.keeps_out().is_none() && full(host, snapshot.now, || load(host)).is_none() && moves(host)
+        host.owner.keeps_out().is_none()
+            && full(host, snapshot.now, || load(host)).is_none()
+            && moves(host)
+            && lets_in(host)
     });
-    open.map(|host| (host.id, load(host).left())).collect()
+    let mut left: Vec<(HostId, u32)> = open.map(|host| (host.id, load(host).left())).collect();
+    let mut places = Vec::new();
+    while (places.len() as u64) < u64::from(tasks) {
+        left.retain(|(_, left)| *left > 0);
+        if left.is_empty() {
+            return None;
+        }
+        let missing = tasks as usize - places.len();
+        for (host, left) in left.iter_mut().take(missing) {
+            places.push(*host);
+            *left -= 1;
+        }
+    }
+    Some(places)
 }
 
 /// Why tasks leave the host of this owner, if they do.

@@ -4,29 +4,42 @@
 
 use super::Service;
 use crate::api::VmApi;
-use crate::decide::{Moves, open};
-use crate::store::books::parked::PARKED_MAX;
+use crate::decide::{Moves, room_for};
+use crate::store::books::parked::{PARKED_MAX, Parked};
 use sempa_proto::event::EventKind;
-use sempa_proto::{Micros, Tid};
+use sempa_proto::{Micros, PvmError, Tid};
 use std::collections::BTreeMap;
 
 /// After a checkpoint that failed the job is left in peace for this long.
 const PARK_AGAIN: Micros = Micros::from_secs(60);
-/// A checkpoint of which nothing was heard for this long is not waited for any more.
-const PARK_WAIT_MAX: Micros = Micros::from_secs(3600);
+/// The same when another one was just being made.
+const PARK_SOON: Micros = Micros::from_secs(5);
+/// An answer that does not come for so long is not waited for any more.
+const WAIT_MAX: Micros = Micros::from_secs(4 * 3600);
 /// Pause between looks whether there is room for a parked job.
 const LOOK_PAUSE: Micros = Micros::from_secs(5);
 /// Pause before a job that could not be started is tried again; it doubles each time, up to the other one.
 const TRY_PAUSE: Micros = Micros::from_secs(10);
 const TRY_PAUSE_MAX: Micros = Micros::from_secs(600);
+/// So often it is tried where there is room.
+const TRIES_MAX: u32 = 20;
+
+/// A set that waits.
+#[derive(Debug, Default)]
+struct Try {
+    next: Micros,
+    pause: Micros,
+    failed: u32,
+}
 
 /// What is remembered of parked jobs beside the books.
 #[derive(Debug, Default)]
 pub(super) struct Parking {
-    /// Jobs that could not be checkpointed, and until when they are left in peace.
-    refused: BTreeMap<Tid, Micros>,
-    /// Sets that wait: when they are tried next, and the pause after that if they cannot be started.
-    tried: BTreeMap<String, (Micros, Micros)>,
+    /// Jobs that are left in peace until then: they are being checkpointed, or could not be.
+    asked: BTreeMap<Tid, Micros>,
+    tried: BTreeMap<String, Try>,
+    /// The set that is being started, and until when nothing else is.
+    starting: Option<(String, Micros)>,
     look_at: Micros,
 }
 
@@ -36,48 +49,60 @@ impl<V: VmApi> Service<V> {
         let snapshot = self.model.snapshot(now);
         let stays = decided.stay.iter().filter(|stay| stay.parks(snapshot));
         let stays: Vec<_> = stays.map(|stay| (stay.tid, snapshot.name(stay.host), stay.reason(snapshot))).collect();
-        self.parking.refused.retain(|_, until| *until > now);
+        self.parking.asked.retain(|_, until| *until > now);
         for (tid, host, why) in stays {
-            // A family without its head is part of a job only; it stands still where it is.
+            // Part of a job stands still where it is: what is spoken of it to the others would be lost.
             let Some(job) = self.model.head_of(tid) else { continue };
-            let books = &self.memory.ledger.books;
             // Also while its last tasks end.
-            let is_parked = books.parked().any(|parked| parked.job == job);
-            if is_parked || self.parking.refused.contains_key(&job) || books.parked().count() >= PARKED_MAX {
+            let is_parked = self.memory.ledger.books.parked().any(|parked| parked.job == job);
+            let full = self.memory.ledger.books.parked().count() >= PARKED_MAX;
+            // The end of a move is an event; then it is looked at again. What its user has stopped he has to let go on.
+            if is_parked || full || self.parking.asked.contains_key(&job) || self.model.is_busy(job) {
                 continue;
             }
-            match self.vm.checkpoint_and_end(job) {
+            let until = match self.vm.checkpoint_and_end(job) {
                 Ok(()) => {
                     self.note(format!("job {job} is checkpointed and ended: {tid} has to leave {host}, and {why}"));
-                    self.memory.ledger.books.park(self.vm.wall(), job, (tid, host), why);
+                    self.memory.ledger.books.parks(self.vm.wall(), job, (tid, host), why);
+                    WAIT_MAX
                 }
+                Err(error) if error.code == PvmError::Already => PARK_SOON,
                 Err(error) => {
                     self.note(format!("job {job} was not checkpointed ({error}): {tid} stays on {host}"));
-                    self.parking.refused.insert(job, now + PARK_AGAIN);
+                    PARK_AGAIN
                 }
-            }
+            };
+            self.parking.asked.insert(job, now + until);
         }
-        let again = self.parking.refused.values().copied();
+        let again = self.parking.asked.values().copied();
         self.again = self.again.into_iter().chain(again).min();
     }
 
-    /// The event log tells of a checkpoint or a restart; before the books hear of it.
+    /// The event log tells of a checkpoint or a restart.
     pub(super) fn parking_heard(&mut self, kind: &EventKind) {
-        let now = self.vm.now();
+        let (now, parking) = (self.vm.now(), &mut self.parking);
         match kind {
-            EventKind::CheckpointFailed { job, .. } if self.memory.ledger.books.is_parking(*job) => {
-                self.parking.refused.insert(*job, now + PARK_AGAIN);
+            EventKind::CheckpointFailed { job, .. } => {
+                if let Some(until) = parking.asked.get_mut(job) {
+                    *until = now + PARK_AGAIN;
+                }
             }
-            EventKind::Checkpointed { set, job, .. } if self.memory.ledger.books.is_parking(*job) => {
+            EventKind::Checkpointed { set, job, parked: true, .. } => {
+                parking.asked.remove(job);
                 // Its tasks have to end first.
-                self.parking.tried.insert(set.clone(), (now + LOOK_PAUSE, TRY_PAUSE));
+                parking.tried.insert(set.clone(), Try { next: now + LOOK_PAUSE, pause: TRY_PAUSE, failed: 0 });
             }
             EventKind::RestartFailed { set, .. } => {
-                if let Some((next, pause)) = self.parking.tried.get_mut(set) {
+                parking.starting.take_if(|(starting, _)| starting == set);
+                if let Some(Try { next, pause, failed }) = parking.tried.get_mut(set) {
+                    *failed += 1;
                     (*next, *pause) = (now + *pause, Micros(pause.0 * 2).min(TRY_PAUSE_MAX));
                 }
             }
-            EventKind::Restarted { set, .. } => drop(self.parking.tried.remove(set)),
+            EventKind::Restarted { set, .. } => {
+                parking.starting.take_if(|(starting, _)| starting == set);
+                parking.tried.remove(set);
+            }
             _ => {}
         }
     }
@@ -87,34 +112,43 @@ impl<V: VmApi> Service<V> {
         self.memory.ledger.books.parked().next().map(|_| self.parking.look_at)
     }
 
-    /// Starts the parked job that waits longest and has room.
+    /// Starts the parked job that waits longest and has room, one at a time.
     pub(super) fn start_parked(&mut self, now: Micros) {
         if self.parking.look_at > now {
             return;
         }
         self.parking.look_at = now + LOOK_PAUSE;
-        let late = Micros(self.vm.wall().0.saturating_sub(PARK_WAIT_MAX.0));
-        let books = &mut self.memory.ledger.books;
-        books.unpark(|parked| parked.set.is_none() && parked.since < late);
-        let sets: Vec<(String, u32)> = books.parked().filter_map(|parked| parked.set.clone()).collect();
-        if sets.is_empty() {
+        self.give_up_parked();
+        if self.parking.starting.as_ref().is_some_and(|(_, until)| *until > now) {
             return;
         }
         let snapshot = self.model.snapshot(now);
-        let open = open(snapshot);
-        let room = open.iter().fold(0_u32, |room, (_, left)| room.saturating_add(*left));
-        let on: Vec<String> = open.iter().map(|(host, _)| snapshot.name(*host)).collect();
-        for (set, tasks) in sets {
-            let (next, pause) = self.parking.tried.get(&set).copied().unwrap_or((now, TRY_PAUSE));
-            if room < tasks || next > now {
-                continue;
-            }
-            // An event tells what became of it; what is placed now is seen at the next look.
-            self.parking.tried.insert(set.clone(), (now + TRY_PAUSE_MAX, pause));
-            if let Err(error) = self.vm.restart(&set, &on) {
-                self.note(format!("checkpoint {set} was not started again: {error}"));
-            }
-            return;
+        let due = |parked: &&Parked| self.parking.tried.get(&parked.set).is_none_or(|tried| tried.next <= now);
+        let waiting = self.memory.ledger.books.parked().filter(due);
+        let found =
+            waiting.filter_map(|parked| Some((parked.set.clone(), room_for(snapshot, parked.tasks, &parked.kinds)?)));
+        let Some((set, places)) = { found }.next() else { return };
+        let on: Vec<String> = places.iter().map(|host| snapshot.name(*host)).collect();
+        let tried = self.parking.tried.entry(set.clone());
+        tried.or_insert(Try { next: now, pause: TRY_PAUSE, failed: 0 }).next = now + TRY_PAUSE;
+        match self.vm.restart(&set, &on) {
+            // An event tells what became of it.
+            Ok(()) => self.parking.starting = Some((set, now + WAIT_MAX)),
+            Err(error) => self.note(format!("checkpoint {set} was not started again: {error}")),
+        }
+    }
+
+    /// What could not be started so often is left to people.
+    fn give_up_parked(&mut self) {
+        let hopeless = |tried: &Try| tried.failed >= TRIES_MAX;
+        let sets: Vec<String> =
+            self.parking.tried.iter().filter(|(_, tried)| hopeless(tried)).map(|(set, _)| set.clone()).collect();
+        for set in sets {
+            self.parking.tried.remove(&set);
+            self.memory.ledger.books.unpark(|parked| parked.set == set);
+            self.note(format!(
+                "checkpoint {set} could not be started {TRIES_MAX} times and is not tried any more; 'pvm restart {set}' does"
+            ));
         }
     }
 }

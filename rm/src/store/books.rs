@@ -456,16 +456,15 @@ impl Books {
         let job = self.known(job).map_or(job, |first| first.job);
         let Some(to) = self.job_numbers.get(&job).copied() else { return };
         for number in numbers {
-            let Some(task) = self.tasks.get_mut(&number) else { continue };
-            // A job was numbered before the tasks that were counted to it.
-            let mut before = self.jobs.range(..number).rev();
-            let Some(from) = before.find(|(_, j)| j.job == task.job).map(|(from, _)| *from).filter(|from| *from != to)
-            else {
-                continue;
-            };
+            let Some(from) = self.counted_to(number).filter(|from| *from != to) else { continue };
+            let Some(mut task) = self.tasks.remove(&number) else { continue };
             task.job = job;
-            let running = u64::from(task.ended.is_none());
-            self.dirty.insert((Sheet::Tasks, number));
+            let (tid, running) = (task.tid, u64::from(task.ended.is_none()));
+            // Behind its job.
+            let behind = self.number();
+            self.tasks.insert(behind, task);
+            self.task_numbers.insert(tid, behind);
+            self.dirty.extend([(Sheet::Tasks, number), (Sheet::Tasks, behind)]);
             self.recount(from, at, |sums| {
                 sums.tasks = sums.tasks.saturating_sub(1);
                 sums.running = sums.running.saturating_sub(running);
@@ -588,7 +587,7 @@ impl Books {
         self.tasks.insert(number, task);
         self.task_numbers.insert(tid, number);
         self.dirty.insert((Sheet::Tasks, number));
-        self.sum(job, user, began, |sums| {
+        self.sum(self.job_numbers.get(&job).copied(), user, began, |sums| {
             sums.tasks += 1;
             sums.running += 1;
         });
@@ -599,13 +598,20 @@ impl Books {
         self.job_numbers.get(&job).and_then(|number| self.jobs.get(number))
     }
 
+    /// The job that a task was counted to: of those that are called so, it was numbered last before the task. One that has begun
+    /// again is another one.
+    fn counted_to(&self, number: u64) -> Option<u64> {
+        let job = self.tasks.get(&number)?.job;
+        self.jobs.range(..number).rev().find(|(_, entry)| entry.job == job).map(|(number, _)| *number)
+    }
+
     /// Changes the sums of a job and its user.
-    fn sum(&mut self, job: Tid, user: u32, at: Micros, change: impl Fn(&mut Sums)) {
+    fn sum(&mut self, job: Option<u64>, user: u32, at: Micros, change: impl Fn(&mut Sums)) {
         let entry = self.users.entry(user).or_default();
         entry.changed = entry.changed.max(at);
         change(&mut entry.sums);
         self.dirty.insert((Sheet::Users, u64::from(user)));
-        if let Some(number) = self.job_numbers.get(&job).copied()
+        if let Some(number) = job
             && let Some(job) = self.jobs.get_mut(&number)
         {
             change(&mut job.sums);
@@ -621,9 +627,9 @@ impl Books {
         let Some(task) = self.tasks.get_mut(&number).filter(|t| t.ended.is_none()) else { return };
         (task.ended, task.used) = (Some((at, how)), used);
         let wall = Micros(at.since(task.began).0.saturating_sub(task.stood.0));
-        let (job, user) = (task.job, task.user);
+        let user = task.user;
         self.dirty.insert((Sheet::Tasks, number));
-        self.sum(job, user, at, |sums| {
+        self.sum(self.counted_to(number), user, at, |sums| {
             sums.running = sums.running.saturating_sub(1);
             sums.failed += u64::from(!how.is_good());
             sums.used = sums.used.plus(used);
@@ -637,9 +643,9 @@ impl Books {
         task.moves += 1;
         task.evictions += u32::from(eviction);
         task.host = to;
-        let (job, user, began) = (task.job, task.user, task.began);
+        let (user, began) = (task.user, task.began);
         self.dirty.insert((Sheet::Tasks, number));
-        self.sum(job, user, began, |sums| {
+        self.sum(self.counted_to(number), user, began, |sums| {
             sums.moves += 1;
             sums.evictions += u64::from(eviction);
         });

@@ -70,6 +70,8 @@ pub(crate) struct World {
     pub(crate) watched: Vec<Tid>,
     pub(crate) checkpoints: Vec<Tid>,
     pub(crate) restarts: Vec<(String, Vec<String>)>,
+    /// What owners allow.
+    pub(crate) limits: GuestLimits,
     /// How guests leave when an owner comes.
     pub(crate) then: Leave,
     /// Part of the hosts' processors that somebody uses, and threads that want one, as watchers report it.
@@ -270,7 +272,7 @@ impl World {
             logins: Vec::new(),
             guests,
             guests_why: why.into(),
-            limits: GuestLimits::default(),
+            limits: self.limits.clone(),
         };
         let body = frame::to_bytes(&report).expect("a report can be written").into();
         self.post(watcher, CTX_RM, TAG_LOAD, 0, body);

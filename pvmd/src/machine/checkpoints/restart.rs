@@ -1,6 +1,6 @@
 //! Sets that are started again: the glue between the protocol, the store, and the hosts that build the tasks.
 
-use super::{Counted, Doing, LINES_MAX, Purpose, RESTART_PAUSE, TRIES_MAX, Wanted, pause};
+use super::{Counted, Doing, Job, LINES_MAX, Purpose, RESTART_PAUSE, TRIES_MAX, Wanted, pause};
 use crate::machine::asks::Asker;
 use crate::machine::{Machine, Output};
 use checkpoint::protocol::{Candidate, RestartOutput, TargetEvent};
@@ -95,8 +95,12 @@ impl Machine {
         let meta = wanted.meta.as_ref().ok_or_else(gone)?;
         let job = keeping.jobs.get(&meta.job);
         let goes_back = wanted.job.is_some();
-        let free = |doing: &Doing| *doing == Doing::Nothing || goes_back && *doing == Doing::Restarting;
-        if job.is_some_and(|job| !free(&job.doing)) {
+        let free = |job: &Job| match job.doing {
+            Doing::Nothing => !job.is_wanted(),
+            Doing::Restarting => goes_back,
+            _ => false,
+        };
+        if job.is_some_and(|job| !free(job)) {
             return Err(RestartFailure::UnderWay);
         }
         // Sets of a job and of one within it have tasks in common.
@@ -118,6 +122,9 @@ impl Machine {
             hosts.rotate_left(turn % many);
             let home = self.table.by_name(&part.host).map(|entry| entry.id).filter(|_| on.is_empty());
             hosts.sort_by_key(|host| Some(*host) != home);
+            // A host may be named more than once, to be the first choice of more tasks.
+            let mut known = BTreeSet::new();
+            hosts.retain(|host| known.insert(*host));
             candidates.push(Candidate { tid: part.tid, facts: without_lengths(&part.facts), hosts });
         }
         let line = keeping.line.max(meta.line).wrapping_add(1).max(1);
@@ -135,6 +142,9 @@ impl Machine {
         let groups = master.groups.taken(&meta.groups);
         if !groups.is_empty() {
             return Err(RestartFailure::Groups(groups));
+        }
+        if !master.mailbox.has_room_for(&meta.mailbox) {
+            return Err(RestartFailure::Store("the mailbox has no room for the job's entries".into()));
         }
         let mailbox = master.mailbox.taken(&meta.mailbox);
         if !mailbox.is_empty() {
@@ -223,7 +233,8 @@ impl Machine {
             entry.doing = Doing::Nothing;
             entry.tries += 1;
             if result.is_ok() {
-                (entry.newest, next) = (Some(set.clone()), entry.pace.map(|pace| pause(pace, Some(Micros(0)))));
+                entry.pace = entry.pace.or(meta.as_ref().and_then(|meta| meta.pace));
+                (entry.newest, next) = (Some(set.clone()), entry.pace.map(|pace| pause(pace, Some(entry.took))));
                 (entry.members, entry.ended) = (members.clone(), BTreeSet::new());
                 entry.tries = 0;
             } else if goes_back.is_some() && entry.tries < TRIES_MAX {
