@@ -6,7 +6,9 @@
 
 pub mod assignment;
 pub mod conformance;
+pub mod crowd;
 pub mod dice;
+pub mod footprint;
 pub mod hosts;
 pub mod lab;
 pub mod labour;
