@@ -617,6 +617,7 @@ impl Sim {
                 let result = Ok(());
                 self.push(self.now + Micros(500), Happening::Event(on, Event::MoveRecorded { migration, result }));
             }
+            Output::StepEnded { .. } => {}
             Output::Log { text } => self.nodes.get_mut(&on).expect("it speaks").log.push(text),
             Output::LogTaskOutput { bytes, .. } => self.nodes.get_mut(&on).expect("it speaks").output.extend(&bytes),
             Output::Shutdown => {
