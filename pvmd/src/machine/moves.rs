@@ -1,6 +1,6 @@
 //! Moves of tasks: the glue between the migration protocol and this daemon's tasks, tasker, images and tokens.
 
-use super::handover::{Arrival, Departed};
+use super::handover::{Arrival, Departed, HandedOver};
 use super::suspend::Suspended;
 use super::tasks::Task;
 use super::{Machine, Output};
@@ -33,6 +33,9 @@ pub(super) struct Moves {
     open_ends: BTreeMap<MigrationId, Move>,
     pub(super) arrivals: BTreeMap<Tid, Arrival>,
     pub(super) departed: BTreeMap<Tid, Departed>,
+    pub(super) handed_over: BTreeMap<Tid, HandedOver>,
+    /// Daemons that have been heard.
+    pub(super) heard: BTreeSet<HostId>,
     /// Moves of tasks whose move before is not quite over here.
     next: BTreeMap<Tid, MigrationId>,
 }
