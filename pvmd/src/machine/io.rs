@@ -9,7 +9,7 @@ use checkpoint::protocol::CutId;
 use sempa_proto::checkpoint::{PartRecord, SetEntry, SetMeta};
 use sempa_proto::host::{Carried, HostMsg};
 use sempa_proto::ids::{HostId, Micros, MigrationId, RequestId};
-use sempa_proto::migration::Failure;
+use sempa_proto::migration::{Failure, Step};
 use sempa_proto::route::RouteWord;
 use sempa_proto::task::{ResumeToken, ToDaemon, ToTask};
 use sempa_proto::tasker::{FromTasker, ToTasker};
@@ -498,6 +498,13 @@ pub enum Output {
         tid: Tid,
         /// Where it runs from now on.
         to: HostId,
+    },
+    /// A step of a move has ended, which nobody has been told yet. Tests have the daemon stand still here.
+    StepEnded {
+        /// The task.
+        tid: Tid,
+        /// The step.
+        step: Step,
     },
     /// A line for the daemon's log.
     Log {

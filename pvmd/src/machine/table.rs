@@ -163,6 +163,7 @@ impl Machine {
             self.shut_down(&format!("the master is lost: {why}"));
         } else {
             self.log(format!("the session with {host} broke: {why}"));
+            self.handing_broke(host);
         }
     }
 }

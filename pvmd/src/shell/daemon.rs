@@ -2,6 +2,7 @@
 //! in where their settings come from ([`super::cli`], [`super::slave`]) and in who tells that they stand.
 
 use super::driver::{Driver, Parts};
+use super::halts::Halts;
 use super::images::Images;
 use super::input::INPUTS_WAITING_MAX;
 use super::log::{self, Log};
@@ -166,6 +167,7 @@ async fn assemble_and_run(
         starter: Starter::new(starter, inputs.clone(), log.clone()),
         sets: Sets::new(place.clone(), whereabouts, inputs.clone(), log.clone()),
         moves: Moves::new(&place, inputs),
+        halts: Halts::from_environment(),
         log: log.clone(),
         place: held,
     };

@@ -8,6 +8,7 @@
 //! * `world`: programs and environment.
 //! * `pki`, `net`, `session`, `lanes`, `address`: other daemons. `bootstrap`, `start`, `join`, `manual`: starting them. `images`: what moves.
 //!   `vigil`: waiting awake for their answers.
+//! * `halts`: where tests have it stand still.
 
 mod address;
 mod bootstrap;
@@ -15,6 +16,7 @@ pub mod cli;
 mod daemon;
 mod descriptors;
 mod driver;
+mod halts;
 mod images;
 mod input;
 mod join;

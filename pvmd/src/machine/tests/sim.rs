@@ -69,6 +69,7 @@ enum Happening {
     /// The time of a held process is over, if this order was the last one.
     HoldNow(HostId, usize, u64),
     LostSeen(HostId, HostId),
+    Joined(HostId, HostId),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -263,6 +264,19 @@ impl Sim {
             Happening::Data((one, other, _), _) => (*one, *other) != (from, to),
             _ => true,
         });
+    }
+
+    /// Two hosts do not hear each other for so long, and what is on its way between them is lost; all others hear both.
+    pub(super) fn part(&mut self, a: HostId, b: HostId, long: Micros) {
+        if !self.sessions.remove(&pair(a, b)) {
+            return;
+        }
+        for (by, other) in [(a, b), (b, a)] {
+            self.lose_words(by, other);
+            let seen = self.now + Micros(self.dice.roll(long.0));
+            self.push(seen, Happening::LostSeen(by, other));
+        }
+        self.push(self.now + long, Happening::Joined(a, b));
     }
 
     fn session_ends(&mut self, lost: HostId) {
@@ -617,6 +631,7 @@ impl Sim {
                 let result = Ok(());
                 self.push(self.now + Micros(500), Happening::Event(on, Event::MoveRecorded { migration, result }));
             }
+            Output::StepEnded { .. } => {}
             Output::Log { text } => self.nodes.get_mut(&on).expect("it speaks").log.push(text),
             Output::LogTaskOutput { bytes, .. } => self.nodes.get_mut(&on).expect("it speaks").output.extend(&bytes),
             Output::Shutdown => {
@@ -689,6 +704,7 @@ impl Sim {
             Some(Happening::LostSeen(by, lost)) => {
                 self.handle(by, Event::HostLost { host: lost, why: "silence".into() });
             }
+            Some(Happening::Joined(a, b)) => self.session(a, b),
             Some(Happening::HoldNow(on, proc, number)) => self.hold_now(on, proc, number),
             None => self.wake_all(),
         }
