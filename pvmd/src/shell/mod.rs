@@ -11,6 +11,7 @@
 
 mod address;
 mod bootstrap;
+mod bulk;
 pub mod cli;
 mod daemon;
 mod descriptors;
@@ -37,5 +38,6 @@ mod slave;
 mod start;
 mod sys;
 mod tasker;
+mod travel;
 mod vigil;
 mod world;

@@ -81,8 +81,8 @@ impl Daemon {
                     self.net.take_data(host, number, parcel);
                     self.carried = (host, number);
                 }
-                Input::Net(NetInput::Images { host, migration, stream, decoder }) => {
-                    self.images.arrived(host, migration, stream, decoder);
+                Input::Net(NetInput::Images { host, migration, session, stream, decoder }) => {
+                    self.images.arrived((host, migration), session, stream, decoder);
                 }
                 Input::Net(input) => {
                     if let Some(news) = self.net.take(input).pop() {
