@@ -48,7 +48,7 @@ pub(super) struct Offer {
 /// The keys of one connection.
 pub(super) struct Keys {
     /// What the end that listens seals with.
-    out: Key,
+    pub(super) out: Key,
     /// What the end that connects seals with.
     back: Key,
 }
@@ -70,11 +70,10 @@ impl Keys {
         Ok(Keys { out: Key::new(out)?, back: Key::new(back)? })
     }
 
-    /// The key of the end that listens, and of the one that connects.
+    /// Keys without a session.
     #[cfg(test)]
-    pub(super) fn for_test(byte: u8) -> (Key, Key) {
-        let Keys { out, back } = Keys::from_bytes(&[byte; 2 * KEY_BYTES]).expect("bytes of the right number");
-        (out, back)
+    pub(super) fn for_test(byte: u8) -> Keys {
+        Keys::from_bytes(&[byte; 2 * KEY_BYTES]).expect("bytes of the right number")
     }
 }
 
@@ -304,4 +303,60 @@ pub(super) async fn connect(
     let mut out = Outgoing::new(line.clone(), keys.back);
     out.prove()?;
     Ok((out, Incoming::new(line.clone(), keys.out), line))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tokio::io::AsyncWriteExt;
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn strangers_at_the_port_neither_get_in_nor_keep_the_right_one_out() {
+        let listener = Listener::open().await.expect("a port");
+        let offer = listener.offer().clone();
+        let to = IpAddr::from(Ipv4Addr::LOCALHOST);
+        let accepting = tokio::spawn(listener.accept(Keys::for_test(1)));
+        let mut strangers = Vec::new();
+        for said in [&b""[..], b"what is here?", &[0; HEAD_BYTES + TAG_BYTES], &[255; 1000]] {
+            let mut stranger = TcpStream::connect((to, offer.port)).await.expect("somebody listens");
+            stranger.write_all(said).await.expect("there is room");
+            strangers.push(stranger);
+        }
+        // The keys of another transfer, and those of this one.
+        let other = connect(to, &offer, Keys::for_test(2)).await.expect("somebody listens");
+        let (_, mut incoming, line) = connect(to, &offer, Keys::for_test(1)).await.expect("somebody listens");
+        let (mut out, _, _) = accepting.await.expect("no panic").expect("it has the keys");
+        let sent = out.send(5, |room| {
+            room.copy_from_slice(b"words");
+            Ok::<(), Infallible>(())
+        });
+        let Ok(sent) = sent;
+        sent.expect("it listens");
+        let heard = tokio::task::spawn_blocking(move || incoming.next().expect("a record").to_vec());
+        assert_eq!(heard.await.expect("no panic"), b"words");
+        drop((other, line));
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn whoever_waits_for_an_end_that_says_nothing_stops_waiting_when_the_line_is_cut() {
+        let listener = Listener::open().await.expect("a port");
+        let offer = listener.offer().clone();
+        let accepting = tokio::spawn(listener.accept(Keys::for_test(1)));
+        let to = IpAddr::from(Ipv4Addr::LOCALHOST);
+        let (mut full, mut incoming, line) = connect(to, &offer, Keys::for_test(1)).await.expect("somebody listens");
+        let (_silent, _deaf, _) = accepting.await.expect("no panic").expect("it has the keys");
+        let reads = tokio::task::spawn_blocking(move || incoming.next().map(<[u8]>::len).map_err(|e| e.kind()));
+        let writes = tokio::task::spawn_blocking(move || {
+            loop {
+                let Ok(sent) = full.send(CONTENT_BYTES_MAX, |_| Ok::<(), Infallible>(()));
+                if sent.is_err() {
+                    return;
+                }
+            }
+        });
+        line.cut();
+        let ended = async { (reads.await.expect("no panic"), writes.await.expect("no panic")) };
+        let (read, ()) = timeout(Duration::from_secs(30), ended).await.expect("both have ended");
+        assert!(read.is_err());
+    }
 }

@@ -7,9 +7,10 @@ use super::input::{Input, Inputs};
 use super::log::Log;
 use super::net::Net;
 use super::place::remove_any;
+use super::rate::Rate;
 use super::session::{Pair, image_stream, read_frame};
 use super::sys::Hurry;
-use super::travel::{Progress, Sender, State, receive};
+use super::travel::{Progress, Sender, Sent, State, receive};
 use crate::machine::io::Event;
 use quinn::{Connection, RecvStream, SendStream, VarInt};
 use sempa_proto::frame::{FrameDecoder, encode_control};
@@ -36,14 +37,14 @@ struct Transfer {
     stream: Option<AbortHandle>,
     /// Reads or writes the files; ends soon after the stream.
     disk: JoinHandle<()>,
-    /// Of the directory, where it is sent.
-    progress: Option<Arc<Progress>>,
+    /// Of the directory that is sent while it is being written, until it is complete.
+    ahead: Option<Arc<Progress>>,
 }
 
 /// The connection of a transfer, for the thread that does the work.
 type Way = (Outgoing<Line>, Incoming<Line>);
 /// What became of a transfer, from that thread.
-type Told = oneshot::Receiver<Result<u64, Failure>>;
+type Told<T> = oneshot::Receiver<Result<T, Failure>>;
 
 /// Ends the work of a transfer when nobody waits for it any more.
 #[derive(Default)]
@@ -68,14 +69,15 @@ pub(crate) struct Images {
     place: Place,
     inputs: Inputs,
     log: Log,
+    rate: Arc<Rate>,
     expected: HashMap<MigrationId, HostId>,
     transfers: HashMap<MigrationId, Transfer>,
 }
 
 impl Images {
-    /// No transfers, in this place.
-    pub(crate) fn new(place: Place, inputs: Inputs, log: Log) -> Images {
-        Images { place, inputs, log, expected: HashMap::new(), transfers: HashMap::new() }
+    /// No transfers, in this place. No more than `rate` leaves this host.
+    pub(crate) fn new(place: Place, inputs: Inputs, log: Log, rate: Rate) -> Images {
+        Images { place, inputs, log, rate: Arc::new(rate), expected: HashMap::new(), transfers: HashMap::new() }
     }
 
     /// Begins to send the images of a move while they are being written; [`Images::send`] says that they are complete.
@@ -85,7 +87,7 @@ impl Images {
 
     /// Sends the images of a move, or what of them was not sent ahead; [`Event::ImagesSent`] tells the end.
     pub(crate) fn send(&mut self, migration: MigrationId, to: HostId, net: &Net) {
-        match self.transfers.get(&migration).and_then(|transfer| transfer.progress.as_ref()) {
+        match self.transfers.get_mut(&migration).and_then(|transfer| transfer.ahead.take()) {
             Some(progress) => progress.turn(State::Complete),
             None => self.start(migration, to, net, State::Complete, |_| Ok(())),
         }
@@ -114,34 +116,37 @@ impl Images {
         progress.turn(state);
         let (way, came) = oneshot::channel::<Way>();
         let (tell, told) = oneshot::channel();
-        let of_thread = progress.clone();
+        let (of_thread, rate) = (progress.clone(), self.rate.clone());
         let disk = tokio::task::spawn_blocking(move || {
             let _hurry = Hurry::begin();
             let _ = tell.send(complete(&dir).and_then(|()| {
                 let off = |_| Failure::CalledOff("the transfer was broken off".into());
                 let (out, mut back) = came.blocking_recv().map_err(off)?;
-                let bytes = Sender::new(&dir, out).send(&of_thread)?;
+                let sent = Sender::new(&dir, out, &rate).send(&of_thread)?;
                 let taken = back.next().map_err(|e| Failure::Images(format!("the target did not take them: {e}")));
-                taken.map(|_| bytes)
+                taken.map(|_| sent)
             }));
         });
         let bulk = net.bulk(to);
         let (inputs, log) = (self.inputs.clone(), self.log.clone());
-        let hold = Hold { progress: Some(progress.clone()), line: None };
+        let ahead = (state == State::Growing).then(|| progress.clone());
+        let hold = Hold { progress: Some(progress), line: None };
         let stream = tokio::spawn(async move {
             let begin = Instant::now();
             let result = match bulk {
                 None => Err(Failure::HostLost(to)),
                 Some(session) => send_over(session, migration, way, told, hold).await,
             };
-            if let Ok(bytes) = &result {
+            if let Ok(Sent { bytes, ahead }) = &result {
                 let took = begin.elapsed().as_millis();
-                log.line(format!("{migration}: {bytes} bytes of images sent to {to} in {took} ms"));
+                log.line(format!(
+                    "{migration}: {bytes} bytes of images sent to {to} in {took} ms, {ahead} of them while they were written"
+                ));
             }
+            let result = result.map(|sent| sent.bytes);
             let _ = inputs.send(Input::Event(Event::ImagesSent { migration, result })).await;
         });
-        self.transfers
-            .insert(migration, Transfer { stream: Some(stream.abort_handle()), disk, progress: Some(progress) });
+        self.transfers.insert(migration, Transfer { stream: Some(stream.abort_handle()), disk, ahead });
     }
 
     /// What is done by `complete` needs no way to another host: [`Event::ImagesReceived`] tells the end.
@@ -155,7 +160,7 @@ impl Images {
             let result = complete(&dir).map(|()| 0);
             let _ = inputs.blocking_send(Input::Event(Event::ImagesReceived { migration, result }));
         });
-        self.transfers.insert(migration, Transfer { stream: None, disk, progress: None });
+        self.transfers.insert(migration, Transfer { stream: None, disk, ahead: None });
     }
 
     /// From now on the images of this move are taken from this host.
@@ -209,7 +214,7 @@ impl Images {
                 let _ = stream.stop(STREAM_REFUSED);
             }
         });
-        self.transfers.insert(migration, Transfer { stream: Some(task.abort_handle()), disk, progress: None });
+        self.transfers.insert(migration, Transfer { stream: Some(task.abort_handle()), disk, ahead: None });
     }
 
     /// Breaks off what is under way and removes the images.
@@ -235,9 +240,9 @@ async fn send_over(
     (pair, session): (Pair, Connection),
     migration: MigrationId,
     way: oneshot::Sender<Way>,
-    mut told: Told,
+    mut told: Told<Sent>,
     mut hold: Hold,
-) -> Result<u64, Failure> {
+) -> Result<Sent, Failure> {
     let to = pair.host;
     let failed = |why: &dyn std::fmt::Display| Failure::Images(format!("{to}: {why}"));
     let listener = Listener::open().await.map_err(|e| failed(&e))?;
@@ -267,7 +272,7 @@ async fn send_over(
     result
 }
 
-fn outcome(told: Result<Result<u64, Failure>, oneshot::error::RecvError>) -> Result<u64, Failure> {
+fn outcome<T>(told: Result<Result<T, Failure>, oneshot::error::RecvError>) -> Result<T, Failure> {
     told.unwrap_or_else(|_| Err(Failure::Images("the thread that works on them ended".into())))
 }
 
@@ -285,7 +290,7 @@ async fn receive_over(
     migration: MigrationId,
     (stream, mut decoder): (&mut RecvStream, FrameDecoder),
     way: oneshot::Sender<Way>,
-    mut told: Told,
+    mut told: Told<u64>,
     hold: &mut Hold,
 ) -> Result<u64, Failure> {
     let failed = |why: &dyn std::fmt::Display| Failure::Images(why.to_string());

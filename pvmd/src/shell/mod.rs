@@ -32,6 +32,7 @@ mod outbox;
 mod pki;
 mod place;
 mod port;
+mod rate;
 mod session;
 mod sets;
 mod slave;

@@ -1,10 +1,13 @@
 //! Files of a directory on their way to another host: what is sent for them, and what is made of that there.
 //!
 //! A directory may be sent while it is still being written. Files that only grow are followed then; when the directory is
-//! complete, the rest of them travels, and all other files. Nothing counts before the end mark, which has the counts of
+//! complete, the rest of them travels, and all other files. What has left of such a file is given back to the file system at
+//! once: where that is memory, nothing is there twice, and what was just given back takes up what comes next. Nothing counts before the end mark, which has the counts of
 //! everything; whoever began to write anew has the other end begin anew as well.
 
 use super::bulk::{CONTENT_BYTES_MAX, Incoming, Outgoing};
+use super::rate::Rate;
+use nix::fcntl::{FallocateFlags, fallocate};
 use sempa_proto::frame::{from_bytes, to_bytes};
 use sempa_proto::migration::Failure;
 use serde::{Deserialize, Serialize};
@@ -102,9 +105,19 @@ struct Begun {
     number: u32,
     file: File,
     sent: u64,
+    /// What was sent is not kept.
+    used_up: bool,
 }
 
 impl Begun {
+    /// Gives back what was sent last. A file system that cannot do that keeps it.
+    fn give_back(&self, bytes: usize) {
+        if self.used_up {
+            let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
+            let _ = fallocate(&self.file, flags, (self.sent - bytes as u64) as i64, bytes as i64);
+        }
+    }
+
     /// True if this is the file, and nothing that was sent of it is void.
     fn is(&self, meta: &Metadata) -> bool {
         let same = self.file.metadata().is_ok_and(|own| (own.dev(), own.ino()) == (meta.dev(), meta.ino()));
@@ -116,19 +129,31 @@ impl Begun {
 pub(super) struct Sender<'a, W> {
     dir: &'a Path,
     out: Outgoing<W>,
+    rate: &'a Rate,
     begun: BTreeMap<PathBuf, Begun>,
     files: u32,
     bytes: u64,
+    /// Of these, what left before the directory was complete.
+    ahead: u64,
+}
+
+/// What was sent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Sent {
+    /// Of files.
+    pub(super) bytes: u64,
+    /// Of these, what left before the directory was complete.
+    pub(super) ahead: u64,
 }
 
 impl<'a, W: Write> Sender<'a, W> {
-    /// Nothing is sent yet.
-    pub(super) fn new(dir: &'a Path, out: Outgoing<W>) -> Sender<'a, W> {
-        Sender { dir, out, begun: BTreeMap::new(), files: 0, bytes: 0 }
+    /// Nothing is sent yet. Pieces leave at this rate at most.
+    pub(super) fn new(dir: &'a Path, out: Outgoing<W>, rate: &'a Rate) -> Sender<'a, W> {
+        Sender { dir, out, rate, begun: BTreeMap::new(), files: 0, bytes: 0, ahead: 0 }
     }
 
-    /// Sends what there is and what comes, to the end mark; the number of bytes.
-    pub(super) fn send(mut self, progress: &Progress) -> Result<u64, Failure> {
+    /// Sends what there is and what comes, to the end mark.
+    pub(super) fn send(mut self, progress: &Progress) -> Result<Sent, Failure> {
         loop {
             match progress.wait(LOOK_EVERY) {
                 State::Growing => self.follow()?,
@@ -146,8 +171,8 @@ impl<'a, W: Write> Sender<'a, W> {
             let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
             let grows = name.starts_with(GROWS.0) && name.ends_with(GROWS.1);
             if grows && !self.begun.contains_key(&path) && self.begun.len() < OPEN_FILES_MAX - 1 {
-                let Ok(file) = File::open(&path) else { continue };
-                self.begin(path, file)?;
+                let Ok(file) = OpenOptions::new().read(true).write(true).open(&path) else { continue };
+                self.begin(path, file, true)?;
             }
         }
         let paths: Vec<PathBuf> = self.begun.keys().cloned().collect();
@@ -161,7 +186,7 @@ impl<'a, W: Write> Sender<'a, W> {
     }
 
     /// Sends the rest of all files.
-    fn finish(mut self) -> Result<u64, Failure> {
+    fn finish(mut self) -> Result<Sent, Failure> {
         let mut paths = Vec::new();
         for entry in std::fs::read_dir(self.dir).map_err(io("read", self.dir))? {
             let path = entry.map_err(io("read", self.dir))?.path();
@@ -173,16 +198,17 @@ impl<'a, W: Write> Sender<'a, W> {
         }
         paths.sort_by(|one, other| one.0.cmp(&other.0));
         let there = |path: &PathBuf, begun: &Begun| paths.iter().any(|(other, meta)| other == path && begun.is(meta));
+        self.ahead = self.bytes;
         if !self.begun.iter().all(|(path, begun)| there(path, begun)) {
             // The directory was begun anew.
             self.mark(&Mark::Anew)?;
             self.begun.clear();
-            (self.files, self.bytes) = (0, 0);
+            (self.files, self.bytes, self.ahead) = (0, 0, 0);
         }
         for (path, meta) in &paths {
             if !self.begun.contains_key(path) {
                 let file = File::open(path).map_err(io("open", path))?;
-                self.begin(path.clone(), file)?;
+                self.begin(path.clone(), file, false)?;
             }
             self.send_to(path, meta.len())?;
             if let Some(done) = self.begun.remove(path) {
@@ -190,14 +216,14 @@ impl<'a, W: Write> Sender<'a, W> {
             }
         }
         self.mark(&Mark::End { files: self.files, bytes: self.bytes })?;
-        Ok(self.bytes)
+        Ok(Sent { bytes: self.bytes, ahead: self.ahead })
     }
 
-    fn begin(&mut self, path: PathBuf, file: File) -> Result<(), Failure> {
+    fn begin(&mut self, path: PathBuf, file: File, used_up: bool) -> Result<(), Failure> {
         let number = self.files;
         self.files += 1;
         let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default().to_string();
-        self.begun.insert(path, Begun { number, file, sent: 0 });
+        self.begun.insert(path, Begun { number, file, sent: 0, used_up });
         self.mark(&Mark::File { number, name })
     }
 
@@ -206,6 +232,7 @@ impl<'a, W: Write> Sender<'a, W> {
         let Some(begun) = self.begun.get_mut(path) else { return Ok(()) };
         while begun.sent < length {
             let bytes = usize::try_from(length - begun.sent).unwrap_or(PIECE_BYTES).min(PIECE_BYTES);
+            self.rate.wait(bytes);
             let sent = self.out.send(PIECE_HEAD_BYTES + bytes, |room| {
                 room[0] = PIECE;
                 room[1..PIECE_HEAD_BYTES].copy_from_slice(&begun.number.to_le_bytes());
@@ -213,6 +240,7 @@ impl<'a, W: Write> Sender<'a, W> {
             })?;
             sent.map_err(not_taken)?;
             begun.sent += bytes as u64;
+            begun.give_back(bytes);
             self.bytes += bytes as u64;
         }
         Ok(())
@@ -374,13 +402,14 @@ mod tests {
     fn sent(from: &Path) -> (Vec<u8>, u64) {
         let progress = Progress::default();
         progress.turn(State::Complete);
-        let mut wire = Vec::new();
-        let bytes = Sender::new(from, Outgoing::new(&mut wire, Keys::for_test(1).0)).send(&progress).expect("sent");
-        (wire, bytes)
+        let (mut wire, rate) = (Vec::new(), Rate::default());
+        let bytes =
+            Sender::new(from, Outgoing::new(&mut wire, Keys::for_test(1).out), &rate).send(&progress).expect("sent");
+        (wire, bytes.bytes)
     }
 
     fn received(to: &Path, wire: impl Read) -> Result<u64, Failure> {
-        receive(to, &mut Incoming::new(wire, Keys::for_test(1).0))
+        receive(to, &mut Incoming::new(wire, Keys::for_test(1).out))
     }
 
     /// The records of what was sent.
@@ -396,8 +425,8 @@ mod tests {
 
     /// Sends these marks and pieces, in good records.
     fn said(what: &[Result<Mark, (u32, usize)>]) -> Vec<u8> {
-        let mut wire = Vec::new();
-        let mut sender = Sender::new(Path::new("/"), Outgoing::new(&mut wire, Keys::for_test(1).0));
+        let (mut wire, rate) = (Vec::new(), Rate::default());
+        let mut sender = Sender::new(Path::new("/"), Outgoing::new(&mut wire, Keys::for_test(1).out), &rate);
         for one in what {
             match one {
                 Ok(mark) => sender.mark(mark).expect("sent"),
@@ -534,12 +563,12 @@ mod tests {
     fn what_grows_is_sent_before_it_is_complete_and_a_directory_begun_anew_arrives_as_it_is_in_the_end() {
         for anew in [false, true] {
             let (root, from, to) = scratch(if anew { "anew" } else { "grows" });
-            let (progress, wire) = (Progress::default(), Wire::default());
+            let (progress, wire, rate) = (Progress::default(), Wire::default(), Rate::default());
             let content: Vec<u8> = (0..2 * PIECE_BYTES + 100).map(|i| (i % 241) as u8).collect();
             let result = std::thread::scope(|scope| {
-                let (out, from, of_thread) = (wire.clone(), &from, &progress);
-                let sending =
-                    scope.spawn(move || Sender::new(from, Outgoing::new(out, Keys::for_test(1).0)).send(of_thread));
+                let (out, from, of_thread, rate) = (wire.clone(), &from, &progress, &rate);
+                let sending = scope
+                    .spawn(move || Sender::new(from, Outgoing::new(out, Keys::for_test(1).out), rate).send(of_thread));
                 let path = from.join("pages-1.img");
                 let mut growing = File::create(&path).expect("writable");
                 growing.write_all(&content[..PIECE_BYTES + 5]).expect("writable");
@@ -557,7 +586,10 @@ mod tests {
             let expected = if anew { b"other".to_vec() } else { content };
             let bytes = expected.len() as u64 + 4;
             let wire = wire.0.lock().expect("no panic").clone();
-            assert_eq!((result, received(&to, Cursor::new(wire))), (Ok(bytes), Ok(bytes)));
+            let ahead = if anew { 0 } else { PIECE_BYTES as u64 };
+            let sent = result.expect("sent");
+            assert_eq!((sent.bytes, received(&to, Cursor::new(wire))), (bytes, Ok(bytes)));
+            assert!(sent.ahead >= ahead, "{sent:?}");
             assert_eq!(std::fs::read(to.join("pages-1.img")).expect("there"), expected);
             assert_eq!(std::fs::read(to.join("core-1.img")).expect("there"), b"core");
             assert_eq!(std::fs::read_dir(&to).expect("there").count(), 2);
@@ -571,7 +603,8 @@ mod tests {
         let progress = Progress::default();
         progress.turn(State::Void);
         progress.turn(State::Complete);
-        let result = Sender::new(&from, Outgoing::new(io::sink(), Keys::for_test(1).0)).send(&progress);
+        let result =
+            Sender::new(&from, Outgoing::new(io::sink(), Keys::for_test(1).out), &Rate::default()).send(&progress);
         assert!(matches!(result, Err(Failure::CalledOff(_))), "{result:?}");
         std::fs::remove_dir_all(root).expect("ours");
     }
