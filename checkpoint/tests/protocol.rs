@@ -371,6 +371,13 @@ impl World {
             SourceOutput::Quiesce { .. } => self.worker((), |_| Item::Source(SourceEvent::Quiesced)),
             SourceOutput::Stop => self.worker((), |r| Item::Source(SourceEvent::Stopped(r))),
             SourceOutput::Dump => self.worker(DumpReport::default(), |r| Item::Source(SourceEvent::Dumped(r))),
+            SourceOutput::SendAhead => {
+                if self.dice.roll(100) < self.faults.step_fails_percent {
+                    let cut = || Failure::Images("cut".into());
+                    self.worker((), move |_| Item::Source(SourceEvent::Sent(Err(cut()))));
+                    self.worker((), move |_| Item::Target(TargetEvent::Received(Err(cut()))));
+                }
+            }
             SourceOutput::SendImages => {
                 let bad = self.dice.roll(100) < self.faults.step_fails_percent;
                 self.soon(Item::Source(SourceEvent::Sent(if bad {

@@ -364,6 +364,7 @@ impl Machine {
                 let dir = self.config.place.images(id);
                 self.tell_tasker(ToTasker::Dump { migration: id, tid, dir });
             }
+            SourceOutput::SendAhead => self.out.push_back(Output::SendAhead { migration: id, to: of.to }),
             SourceOutput::SendImages => {
                 self.send_record(&of, false);
                 if let Some(task) = self.tasks.get_mut(tid) {

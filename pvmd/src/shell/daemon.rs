@@ -10,6 +10,7 @@ use super::moves::Moves;
 use super::net::{Net, bind_udp};
 use super::pki::{Authority, Identity};
 use super::place::HeldPlace;
+use super::rate::Rate;
 use super::sets::{Sets, Whereabouts};
 use super::start::{Starter, StarterSettings};
 use super::sys::{FilesLimit, keep_freed_memory, raise_files_limit};
@@ -116,6 +117,7 @@ async fn assemble_and_run(
     let socket = bind_udp(port).context("cannot open a UDP port for the other daemons")?;
     let mut net = Net::start(socket, &identity, (place.vm(), host), lease, inputs.clone(), log.clone())?;
     let announced = variable("SEMPA_ADDRESS");
+    let rate = Rate::of(variable("SEMPA_MOVE_RATE").as_deref()).map_err(anyhow::Error::msg)?;
     let addresses = address::listening(announced.as_deref(), &preferred, net.port()?).map_err(anyhow::Error::msg)?;
     let listener = local::bind(&place.socket())
         .with_context(|| format!("cannot listen for tasks at {}", place.socket().display()))?;
@@ -163,7 +165,7 @@ async fn assemble_and_run(
         inputs: queue,
         net,
         tasker: Tasker::new(programs.join("pvm-tasker"), files_limit, inputs.clone(), log.clone()),
-        images: Images::new(place.clone(), inputs.clone(), log.clone()),
+        images: Images::new(place.clone(), inputs.clone(), log.clone(), rate),
         starter: Starter::new(starter, inputs.clone(), log.clone()),
         sets: Sets::new(place.clone(), whereabouts, inputs.clone(), log.clone()),
         moves: Moves::new(&place, inputs),

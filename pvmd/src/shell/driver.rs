@@ -182,8 +182,8 @@ impl Driver {
                     self.feed(Event::HostCarried { host, carried });
                 }
             }
-            Input::Net(NetInput::Images { host, migration, stream, decoder }) => {
-                self.parts.images.arrived(host, migration, stream, decoder);
+            Input::Net(NetInput::Images { host, migration, session, stream, decoder }) => {
+                self.parts.images.arrived((host, migration), session, stream, decoder);
             }
             Input::Net(input) => {
                 for news in self.parts.net.take(input) {
@@ -269,6 +269,7 @@ impl Driver {
                     self.parts.machine.handle(now, &mut self.parts.world, Event::Tasker(answer));
                 }
             }
+            Output::SendAhead { migration, to } => self.parts.images.send_ahead(migration, to, &self.parts.net),
             Output::SendImages { migration, to } => self.parts.images.send(migration, to, &self.parts.net),
             Output::ExpectImages { migration, from } => self.parts.images.expect(migration, from),
             Output::DropImages { migration } => self.parts.images.drop_images(migration),

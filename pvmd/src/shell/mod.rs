@@ -12,6 +12,7 @@
 
 mod address;
 mod bootstrap;
+mod bulk;
 pub mod cli;
 mod daemon;
 mod descriptors;
@@ -33,11 +34,13 @@ mod outbox;
 mod pki;
 mod place;
 mod port;
+mod rate;
 mod session;
 mod sets;
 mod slave;
 mod start;
 mod sys;
 mod tasker;
+mod travel;
 mod vigil;
 mod world;

@@ -612,6 +612,7 @@ impl Sim {
             Output::StartTasker => {}
             Output::ToTasker(_) if self.nodes[&on].tasker_dead => {}
             Output::ToTasker(message) => self.tasker_gets(on, message),
+            Output::SendAhead { migration, to } => self.send_ahead(on, migration, to),
             Output::SendImages { migration, to } => self.send_images(on, migration, to),
             Output::ExpectImages { migration, .. } => {
                 self.nodes.get_mut(&on).expect("it speaks").expected.insert(migration);
@@ -640,6 +641,17 @@ impl Sim {
                 self.session_ends(on);
             }
             output => self.store_gets(on, output),
+        }
+    }
+
+    /// What is sent ahead is lost at once, or at the end like all other images.
+    fn send_ahead(&mut self, on: HostId, migration: MigrationId, to: HostId) {
+        let Err(why) = self.step_result(()) else { return };
+        for (host, event) in [
+            (on, Event::ImagesSent { migration, result: Err(why.clone()) }),
+            (to, Event::ImagesReceived { migration, result: Err(why) }),
+        ] {
+            self.push(self.now + Micros(900), Happening::Event(host, event));
         }
     }
 
