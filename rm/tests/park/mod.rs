@@ -5,7 +5,7 @@ use crate::{ask, with_books};
 use pvm_rm::service::Options;
 use sempa_proto::event::EventKind;
 use sempa_proto::load::GuestLimits;
-use sempa_proto::migration::Failure;
+use sempa_proto::migration::{Cause, Failure};
 use sempa_proto::owner::Leave;
 use sempa_proto::rm::{Answer, Decided, Question};
 use sempa_proto::table::{TASK_CONNECTED, TASK_FORKED, TaskInfo};
@@ -35,9 +35,28 @@ fn checkpointed(bed: &mut Bed, job: Tid) {
     bed.settle();
 }
 
-/// All owners are there, one after the other.
+/// All owners are there, one after the other, and tasks that can go do so.
 fn crowd(bed: &mut Bed) {
-    (1..=3).for_each(|host| bed.owner_comes(host));
+    for host in 1..=3 {
+        bed.owner_comes(host);
+        arrive(bed);
+    }
+}
+
+/// Whoever is on its way arrives.
+fn arrive(bed: &mut Bed) {
+    loop {
+        let going = bed.world().took_migrations();
+        if going.is_empty() {
+            return;
+        }
+        for (tid, to) in going {
+            let from = bed.service.model().host_of(tid).expect("known");
+            bed.world().tasks.iter_mut().filter(|task| task.tid == tid).for_each(|task| task.host = h(to));
+            bed.world().moved(tid, from.index(), to, Cause::Owner { why: "alice on pts/0".into() });
+            bed.settle();
+        }
+    }
 }
 
 #[test]
@@ -74,7 +93,7 @@ fn a_job_is_parked_once_when_nobody_takes_its_task_and_goes_on_where_there_is_ro
 fn a_host_that_refused_a_task_is_asked_again_before_its_job_is_parked() {
     let mut bed = pool();
     bed.owner_comes(3);
-    bed.world().took_migrations();
+    arrive(&mut bed);
     for tid in [t(2, 7), t(3, 7)] {
         bed.world().refuse.insert((tid, h(1)), failed(Failure::Engine("a hiccup".into())));
         bed.world().refuse.insert((tid, h(3)), failed(Failure::Engine("a hiccup".into())));
@@ -109,7 +128,7 @@ fn what_is_parked_follows_from_the_checkpoint_that_ended_the_job_and_from_no_oth
     }
     bed.pass(Micros::from_secs(30));
     assert!(bed.world().restarts.is_empty(), "it lives");
-    (1..=3).for_each(|host| bed.owner_comes(host));
+    crowd(&mut bed);
     checkpointed(&mut bed, t(1, 7));
     // Somebody has it started from another set: what was parked is not started as well when it has ended.
     let tasks = family().map(|task| (task.tid, h(1))).to_vec();
