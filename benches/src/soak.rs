@@ -296,7 +296,9 @@ struct Line {
 impl Line {
     fn through(points: &[(f64, f64)]) -> Line {
         let count = points.len() as f64;
-        let (x, y) = points.iter().fold((0.0, 0.0), |(x, y), point| (x + point.0 / count, y + point.1 / count));
+        // Divided at the end: the mean of equal numbers is that number.
+        let (x, y) = points.iter().fold((0.0, 0.0), |(x, y), point| (x + point.0, y + point.1));
+        let (x, y) = (x / count, y / count);
         let across: f64 = points.iter().map(|point| (point.0 - x) * (point.0 - x)).sum();
         let both: f64 = points.iter().map(|point| (point.0 - x) * (point.1 - y)).sum();
         let slope = if across > 0.0 { both / across } else { 0.0 };
