@@ -20,6 +20,7 @@ use sempa_proto::{HostId, MigrationId};
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
 use tokio::task::{AbortHandle, JoinHandle};
@@ -39,6 +40,8 @@ struct Transfer {
     disk: JoinHandle<()>,
     /// Of the directory that is sent while it is being written, until it is complete.
     ahead: Option<Arc<Progress>>,
+    /// All that was to come is here: the stream ends when the source has heard that.
+    here: Arc<AtomicBool>,
 }
 
 /// The connection of a transfer, for the thread that does the work.
@@ -146,7 +149,8 @@ impl Images {
             let result = result.map(|sent| sent.bytes);
             let _ = inputs.send(Input::Event(Event::ImagesSent { migration, result })).await;
         });
-        self.transfers.insert(migration, Transfer { stream: Some(stream.abort_handle()), disk, ahead });
+        let here = Arc::default();
+        self.transfers.insert(migration, Transfer { stream: Some(stream.abort_handle()), disk, ahead, here });
     }
 
     /// What is done by `complete` needs no way to another host: [`Event::ImagesReceived`] tells the end.
@@ -160,7 +164,7 @@ impl Images {
             let result = complete(&dir).map(|()| 0);
             let _ = inputs.blocking_send(Input::Event(Event::ImagesReceived { migration, result }));
         });
-        self.transfers.insert(migration, Transfer { stream: None, disk, ahead: None });
+        self.transfers.insert(migration, Transfer { stream: None, disk, ahead: None, here: Arc::default() });
     }
 
     /// From now on the images of this move are taken from this host.
@@ -195,6 +199,8 @@ impl Images {
             let _ = tell.send(received);
         });
         let inputs = self.inputs.clone();
+        let here = Arc::new(AtomicBool::new(false));
+        let is_here = here.clone();
         let task = tokio::spawn(async move {
             let mut hold = Hold::default();
             let result = receive_over(&session, migration, (&mut stream, decoder), way, told, &mut hold).await;
@@ -203,6 +209,7 @@ impl Images {
                 other => other,
             });
             let failed = result.is_err();
+            is_here.store(!failed, Ordering::Release);
             let _ = inputs.send(Input::Event(Event::ImagesReceived { migration, result })).await;
             if !failed {
                 // It ends when the source has heard that all is here; to give it up before would be a refusal.
@@ -214,7 +221,7 @@ impl Images {
                 let _ = stream.stop(STREAM_REFUSED);
             }
         });
-        self.transfers.insert(migration, Transfer { stream: Some(task.abort_handle()), disk, ahead: None });
+        self.transfers.insert(migration, Transfer { stream: Some(task.abort_handle()), disk, ahead: None, here });
     }
 
     /// Breaks off what is under way and removes the images.
@@ -223,8 +230,9 @@ impl Images {
         let transfer = self.transfers.remove(&migration);
         let dir = self.place.images(migration);
         tokio::spawn(async move {
-            if let Some(Transfer { stream, disk, .. }) = transfer {
-                if let Some(stream) = stream {
+            if let Some(Transfer { stream, disk, here, .. }) = transfer {
+                // What is here may be of no use any more before the source has heard that it is.
+                if let Some(stream) = stream.filter(|_| !here.load(Ordering::Acquire)) {
                     stream.abort();
                 }
                 // It notices that its connection has gone.
@@ -263,6 +271,7 @@ async fn send_over(
         // A thread that does not take it says why.
         let _ = way.send((out, back));
         tokio::select! {
+            biased;
             result = &mut told => outcome(result),
             why = refused(&stream) => Err(why),
         }

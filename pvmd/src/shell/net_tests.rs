@@ -455,6 +455,26 @@ async fn images_travel_and_only_where_they_are_expected() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn images_that_are_of_no_use_any_more_the_moment_they_are_here_were_sent_all_the_same() {
+    let (mut one, mut two) = two("at-once", Duration::from_secs(10)).await;
+    for number in 0..100 {
+        let migration = MigrationId(100 + number);
+        let from = one.images_dir(migration);
+        std::fs::create_dir(&from).expect("writable");
+        std::fs::write(from.join("core-1.img"), b"core").expect("writable");
+        two.images.expect(migration, host(1));
+        let Daemon { images, net, .. } = &mut one;
+        images.send(migration, host(2), net);
+        let received = timeout(DEADLINE, two.next()).await.expect("in time");
+        assert!(matches!(&received, Seen::Event(Event::ImagesReceived { result: Ok(4), .. })), "{received:?}");
+        two.images.drop_images(migration);
+        let sent = timeout(DEADLINE, one.next()).await.expect("in time");
+        assert!(matches!(&sent, Seen::Event(Event::ImagesSent { result: Ok(4), .. })), "{number}: {sent:?}");
+        one.images.drop_images(migration);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn images_that_are_still_being_written_are_on_their_way_and_either_end_may_give_up() {
     for target_gives_up in [true, false] {
         let (mut one, mut two) = two("ahead", Duration::from_secs(10)).await;
