@@ -4,7 +4,7 @@ use crate::format::time;
 use crate::machine::{Machine, misfit};
 use crate::parse::{ParseError, parse_tid};
 use crate::session::Outcome;
-use crate::words::span;
+use crate::words::{option, span};
 use libpvm::Error;
 use sempa_proto::checkpoint::{Pace, SetEntry};
 use sempa_proto::task::{Reply, Request};
@@ -42,15 +42,12 @@ pub(crate) fn parse(args: &[String]) -> Result<Checkpoint, ParseError> {
     let (mut job, mut pace, mut end) = (None, None, false);
     let mut rest = args.iter();
     while let Some(arg) = rest.next() {
-        let timed = [("--every", Pace::Pause as fn(Micros) -> Pace), ("--loss", Pace::Loss)].into_iter().find_map(
-            |(name, kind)| {
-                let behind = arg.strip_prefix(name)?;
-                Some((kind, if behind.is_empty() { rest.next().map(String::as_str) } else { behind.strip_prefix('=') }))
-            },
-        );
+        let mut timed = None;
+        for (name, kind) in [("--every", Pace::Pause as fn(Micros) -> Pace), ("--loss", Pace::Loss)] {
+            timed = timed.or(option(COMMAND, name, arg, &mut rest)?.map(|value| (kind, value)));
+        }
         match timed {
             Some((kind, value)) => {
-                let value = value.ok_or_else(wrong)?;
                 let wanted = "a time such as 30s, 5m or 2h";
                 let not = || ParseError::NotA { command: COMMAND, word: value.into(), wanted };
                 let span = span(value).filter(|span| *span <= EVERY_MAX).ok_or_else(not)?;
@@ -80,11 +77,7 @@ pub(crate) fn parse_restart(args: &[String]) -> Result<Restart, ParseError> {
     let (mut set, mut on) = (None, Vec::new());
     let mut rest = args.iter();
     while let Some(arg) = rest.next() {
-        let value = match arg.as_str() {
-            "--on" => Some(rest.next().ok_or_else(wrong)?.as_str()),
-            other => other.strip_prefix("--on="),
-        };
-        match value {
+        match option("restart", "--on", arg, &mut rest)? {
             Some(hosts) => on.extend(hosts.split(',').filter(|name| !name.is_empty()).map(String::from)),
             None if arg.starts_with('-') => {
                 return Err(ParseError::UnknownFlag(arg.trim_start_matches('-').to_string()));

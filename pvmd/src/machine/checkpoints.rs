@@ -477,10 +477,11 @@ impl Machine {
             return master.keeping.cuts.sealed(cut, Err("the job goes back to an earlier one".into()));
         };
         let Keeping { line, founded: vm, .. } = master.keeping;
-        let contents = master.keeping.contents.entry(cut).or_default();
-        contents.members = parts.iter().map(|part| part.tid).collect();
-        let (groups, mailbox) = (std::mem::take(&mut contents.groups), std::mem::take(&mut contents.mailbox));
-        let contexts = std::mem::take(&mut contents.contexts);
+        let members = parts.iter().map(|part| part.tid).collect();
+        // The rest goes into the set.
+        let kept = Contents { members, ..Contents::default() };
+        let known = master.keeping.contents.insert(cut, kept).unwrap_or_default();
+        let Contents { groups, mailbox, contexts, .. } = known;
         let pace = master.keeping.jobs.get(&job).and_then(|entry| entry.pace);
         let (version, wire) = (SET_VERSION, WIRE_VERSION);
         let meta = SetMeta { version, wire, vm, job, line, parts, groups, mailbox, contexts, pace };
@@ -521,7 +522,6 @@ impl Machine {
         if result.is_ok() {
             entry.took = now.since(entry.began);
         }
-        let took = entry.took;
         let parked = std::mem::take(&mut entry.parks) && entry.ends;
         let ends = std::mem::take(&mut entry.ends) && result.is_ok();
         if let (Ok(report), true) = (&result, ends) {
@@ -529,33 +529,16 @@ impl Machine {
             (entry.doing, entry.pace) = (Doing::Leaving { report: report.clone(), looks: 0 }, None);
         }
         let waiters = if ends { Vec::new() } else { std::mem::take(&mut entry.waiters) };
-        let pace = entry.pace;
         if let Ok(report) = &result {
             entry.newest = Some(report.set.clone());
             let ended = std::mem::take(&mut entry.ended);
             entry.members.retain(|tid| !ended.contains(tid));
         }
-        let gone = matches!(result, Err(CutFailure::NoSuchJob(_)));
-        match pace {
+        if matches!(result, Err(CutFailure::NoSuchJob(_))) {
             // It has ended; its sets stay until the store needs the room.
-            _ if gone => self.forget_job(job),
-            Some(pace) => {
-                let pause = pause(pace, result.is_ok().then_some(took));
-                self.schedule(job, pause);
-                let late = matches!(pace, Pace::Loss(bound) if took + took + pause > bound) && result.is_ok();
-                let entry = self.keeping().and_then(|k| k.jobs.get_mut(&job)).filter(|entry| late && !entry.said_late);
-                if let (Some(entry), Pace::Loss(bound)) = (entry, pace) {
-                    entry.said_late = true;
-                    let text = format!(
-                        "a checkpoint of job {job} took {:.1} s: as often as it is made, more than the wanted {} s may be \
-                         lost",
-                        took.0 as f64 / 1e6,
-                        bound.0 / 1_000_000
-                    );
-                    self.record(EventKind::Note { text });
-                }
-            }
-            None => {}
+            self.forget_job(job);
+        } else {
+            self.schedule_next(job, result.is_ok());
         }
         if ends {
             self.count(Purpose::Gone(job));
@@ -573,6 +556,30 @@ impl Machine {
         });
         for (tid, id) in waiters {
             self.reply(tid, id, Reply::Checkpointed(result.clone()));
+        }
+    }
+
+    /// When the next checkpoint of a job is made, if it is made by itself, now that one has ended well or not.
+    fn schedule_next(&mut self, job: Tid, good: bool) {
+        let Some(entry) = self.keeping().and_then(|k| k.jobs.get_mut(&job)) else { return };
+        let (took, Some(pace)) = (entry.took, entry.pace) else { return };
+        let pause = pause(pace, good.then_some(took));
+        let mut late = None;
+        if let Pace::Loss(bound) = pace
+            && good
+            && took + took + pause > bound
+            && !std::mem::replace(&mut entry.said_late, true)
+        {
+            late = Some(bound);
+        }
+        self.schedule(job, pause);
+        if let Some(bound) = late {
+            let text = format!(
+                "a checkpoint of job {job} took {:.1} s: as often as it is made, more than the wanted {} s may be lost",
+                took.0 as f64 / 1e6,
+                bound.0 / 1_000_000
+            );
+            self.record(EventKind::Note { text });
         }
     }
 

@@ -177,11 +177,13 @@ impl Mailbox {
 
     /// Those of the entries in whose place somebody else has one. What is left of the tasks themselves belongs to nobody.
     pub(super) fn taken(&self, saved: &[SavedEntry]) -> Vec<String> {
-        let other = |entry: &&SavedEntry| {
-            let there = self.classes.get(&entry.name).and_then(|class| class.get(&entry.index));
-            there.is_some_and(|there| there.owner != Tid::NONE && there.owner != entry.owner)
-        };
-        saved.iter().filter(other).map(|entry| format!("{} {}", entry.name, entry.index)).collect()
+        let taken = saved.iter().filter(|entry| self.is_taken(entry));
+        taken.map(|entry| format!("{} {}", entry.name, entry.index)).collect()
+    }
+
+    fn is_taken(&self, entry: &SavedEntry) -> bool {
+        let there = self.classes.get(&entry.name).and_then(|class| class.get(&entry.index));
+        there.is_some_and(|there| there.owner != Tid::NONE && there.owner != entry.owner)
     }
 
     /// False if these would be too many or too much.
@@ -192,11 +194,11 @@ impl Mailbox {
 
     /// Puts back what was saved. What others have stored meanwhile is left alone.
     fn restore(&mut self, saved: Vec<SavedEntry>) {
-        let taken = self.taken(&saved);
-        for SavedEntry { name, index, owner, flags, message } in saved {
-            if taken.contains(&format!("{name} {index}")) {
+        for entry in saved {
+            if self.is_taken(&entry) {
                 continue;
             }
+            let SavedEntry { name, index, owner, flags, message } = entry;
             self.entries += 1;
             self.stored_bytes += message.body.len();
             if let Some(old) = self.classes.entry(name).or_default().insert(index, Entry { owner, flags, message }) {

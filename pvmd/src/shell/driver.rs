@@ -274,18 +274,11 @@ impl Driver {
             Output::ExpectImages { migration, from } => self.parts.images.expect(migration, from),
             Output::DropImages { migration } => self.parts.images.drop_images(migration),
             Output::Deposit { migration, record, to } => {
-                let complete = write_part(record);
-                match to {
-                    Some(to) => self.parts.images.complete_and_send(migration, to, &self.parts.net, complete),
-                    None => self.parts.images.complete_here(migration, complete),
-                }
+                self.parts.images.complete(migration, to, &self.parts.net, write_part(record));
             }
             Output::SendPart { restart, migration, tid, to } => {
                 let complete = self.parts.sets.unpack(restart, tid);
-                match to {
-                    Some(to) => self.parts.images.complete_and_send(migration, to, &self.parts.net, complete),
-                    None => self.parts.images.complete_here(migration, complete),
-                }
+                self.parts.images.complete(migration, to, &self.parts.net, complete);
             }
             Output::ReadPart { migration } => self.parts.sets.read_part(migration),
             Output::BeginSet { cut, job } => self.parts.sets.begin(cut, job, self.parts.world.unix_time()),

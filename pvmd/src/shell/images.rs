@@ -96,15 +96,19 @@ impl Images {
         }
     }
 
-    /// As [`Images::send`], when `complete` has put the last of them into the directory.
-    pub(crate) fn complete_and_send(
+    /// As [`Images::send`], when `complete` has put the last of them into the directory. Without another host to send them to
+    /// [`Event::ImagesReceived`] tells the end.
+    pub(crate) fn complete(
         &mut self,
         migration: MigrationId,
-        to: HostId,
+        to: Option<HostId>,
         net: &Net,
         complete: impl FnOnce(&Path) -> Result<(), Failure> + Send + 'static,
     ) {
-        self.start(migration, to, net, State::Complete, complete);
+        match to {
+            Some(to) => self.start(migration, to, net, State::Complete, complete),
+            None => self.complete_here(migration, complete),
+        }
     }
 
     fn start(
@@ -153,8 +157,7 @@ impl Images {
         self.transfers.insert(migration, Transfer { stream: Some(stream.abort_handle()), disk, ahead, here });
     }
 
-    /// What is done by `complete` needs no way to another host: [`Event::ImagesReceived`] tells the end.
-    pub(crate) fn complete_here(
+    fn complete_here(
         &mut self,
         migration: MigrationId,
         complete: impl FnOnce(&Path) -> Result<(), Failure> + Send + 'static,

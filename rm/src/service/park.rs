@@ -122,13 +122,7 @@ impl<V: VmApi> Service<V> {
         if self.parking.starting.as_ref().is_some_and(|(_, until)| *until > now) {
             return;
         }
-        let snapshot = self.model.snapshot(now);
-        let due = |parked: &&Parked| self.parking.tried.get(&parked.set).is_none_or(|tried| tried.next <= now);
-        let waiting = self.memory.ledger.books.parked().filter(due);
-        let found =
-            waiting.filter_map(|parked| Some((parked.set.clone(), room_for(snapshot, parked.tasks, &parked.kinds)?)));
-        let Some((set, places)) = { found }.next() else { return };
-        let on: Vec<String> = places.iter().map(|host| snapshot.name(*host)).collect();
+        let Some((set, on)) = self.next_parked(now) else { return };
         let tried = self.parking.tried.entry(set.clone());
         tried.or_insert(Try { next: now, pause: TRY_PAUSE, failed: 0 }).next = now + TRY_PAUSE;
         match self.vm.restart(&set, &on) {
@@ -136,6 +130,16 @@ impl<V: VmApi> Service<V> {
             Ok(()) => self.parking.starting = Some((set, now + WAIT_MAX)),
             Err(error) => self.note(format!("checkpoint {set} was not started again: {error}")),
         }
+    }
+
+    /// The parked job that waits longest of those that have room, and the hosts where each of its tasks is to go.
+    fn next_parked(&mut self, now: Micros) -> Option<(String, Vec<String>)> {
+        let snapshot = self.model.snapshot(now);
+        let due = |parked: &&Parked| self.parking.tried.get(&parked.set).is_none_or(|tried| tried.next <= now);
+        self.memory.ledger.books.parked().filter(due).find_map(|parked| {
+            let places = room_for(snapshot, parked.tasks, &parked.kinds)?;
+            Some((parked.set.clone(), places.iter().map(|host| snapshot.name(*host)).collect()))
+        })
     }
 
     /// What could not be started so often is left to people.

@@ -162,9 +162,9 @@ impl Books {
         }
         books.job_numbers = books.jobs.iter().map(|(number, job)| (job.job, *number)).collect();
         books.task_numbers = books.tasks.iter().map(|(number, task)| (task.tid, *number)).collect();
-        let last = [books.jobs.keys().last(), books.tasks.keys().last(), books.decisions.keys().last()];
-        let keys = last.into_iter().chain([books.parked.keys().last()]);
-        books.last = keys.flatten().copied().max().unwrap_or(0);
+        let Books { jobs, tasks, decisions, parked, .. } = &books;
+        let keys = [jobs.keys().last(), tasks.keys().last(), decisions.keys().last(), parked.keys().last()];
+        books.last = keys.into_iter().flatten().copied().max().unwrap_or(0);
         (books, bad)
     }
 
