@@ -5,12 +5,16 @@
  * puts right what a killed CRIU leaves behind. Whatever belongs to threads that are not meant is done here as always.
  *
  * One question, one answer, over the packet socket whose number is in SEMPA_RELAY; both are the structures below, with
- * the memory that the request reads or writes after them. */
+ * the memory that the request reads or writes after them.
+ *
+ * Beside that it sees to it that CRIU gets its largest pipe where it may not have it as large as it asks for. */
 #define _GNU_SOURCE
 #ifdef __x86_64__
 #include <asm/prctl.h>
 #endif
+#include <dlfcn.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -25,6 +29,9 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+/* Room of a new pipe, and what CRIU asks for at once only for the pipe through which it serves memory. */
+#define PIPE_BYTES (64 << 10)
+#define SERVING_PIPE_BYTES (2 << 20)
 /* Bytes that one request moves at most; the largest are filters, at 32 KiB, and vector registers. */
 #define MEMORY_MAX (64 << 10)
 /* The kernel's limit of a filter, whose length a request does not say: 4096 instructions. */
@@ -261,4 +268,28 @@ __attribute__((visibility("default"))) pid_t wait4(pid_t pid, int *status, int o
 __attribute__((visibility("default"))) pid_t waitpid(pid_t pid, int *status, int options)
 {
     return wait4(pid, status, options, NULL);
+}
+
+/* CRIU reads what it serves through one pipe, which it wants to have larger than any that it keeps memory in. Where that takes
+ * a right that it lacks it goes on with a pipe that holds too little. As large as those others is enough. */
+__attribute__((visibility("default"))) int fcntl64(int descriptor, int command, ...)
+{
+    static int (*original)(int, int, ...);
+    va_list list;
+    va_start(list, command);
+    void *argument = va_arg(list, void *);
+    va_end(list);
+
+    if (!original)
+        original = (int (*)(int, int, ...))dlsym(RTLD_NEXT, "fcntl64");
+    int result = original(descriptor, command, argument);
+    if (result >= 0 || command != F_SETPIPE_SZ || errno != EPERM)
+        return result;
+    if ((uintptr_t)argument <= SERVING_PIPE_BYTES || original(descriptor, F_GETPIPE_SZ) != PIPE_BYTES) {
+        errno = EPERM;
+        return -1;
+    }
+    for (uintptr_t bytes = SERVING_PIPE_BYTES; result < 0 && bytes > PIPE_BYTES; bytes /= 2)
+        result = original(descriptor, command, (void *)bytes);
+    return result;
 }

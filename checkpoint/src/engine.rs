@@ -4,13 +4,17 @@
 //! same contract. Starting is apart from driving: `start_*` makes the engine's process and returns at once, so that one
 //! thread can be the parent of everything; the rest may block, in any thread, but never past its deadline or beyond the
 //! firing of its [`Cancel`].
+//!
+//! Most of a task's memory may follow when the task goes on elsewhere already (post-copy): then a dump ends with a
+//! [`Serving`], which has it, and beside the restore there is an [`Arriving`], which asks for it.
 
 use nix::sys::eventfd::{EfdFlags, EventFd};
+use nix::sys::socket::{Shutdown, shutdown};
 use sempa_proto::migration::Failure;
 use sempa_proto::tasker::DumpReport;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::path::PathBuf;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -61,6 +65,8 @@ pub struct DumpJob {
     pub dir: PathBuf,
     /// Inode number of the process-id namespace that the task lives in and that is not part of the image.
     pub pid_namespace: u64,
+    /// A connected stream on which the other host will ask for memory; `None`: all of it goes into the directory.
+    pub asked_on: Option<OwnedFd>,
 }
 
 /// What a task's images refer to outside themselves, as it was where they were written.
@@ -81,6 +87,8 @@ pub struct RestoreJob {
     pub pid_namespace: OwnedFd,
     /// The writing end of the pipe that is to take its output.
     pub output: OwnedFd,
+    /// Its memory comes later; an [`Arriving`] for this directory was started before.
+    pub memory_follows: bool,
 }
 
 /// A dump engine. See the module for who may block.
@@ -90,6 +98,12 @@ pub trait Engine: Send + Sync {
     /// # Errors
     /// One sentence: what is missing and how to get it.
     fn probe(&self) -> Result<String, String>;
+
+    /// Starts the engine to see whether the memory of a task can follow the task on this host. `dir`: for what it says.
+    ///
+    /// # Errors
+    /// The engine's process could not be made.
+    fn start_check(&self, dir: &Path) -> Result<Box<dyn Checking>, Failure>;
 
     /// Starts a dump.
     ///
@@ -107,6 +121,25 @@ pub trait Engine: Send + Sync {
     /// # Errors
     /// The engine's process could not be made; nothing of the task exists.
     fn start_restore(&self, job: RestoreJob) -> Result<Box<dyn Restoring>, Failure>;
+
+    /// Starts what asks for the memory of the task whose images are in this directory, on a connected stream. To be called before
+    /// the restore is started.
+    ///
+    /// # Errors
+    /// The engine's process could not be made.
+    fn start_arrival(&self, dir: &Path, ask_on: OwnedFd) -> Result<Box<dyn Arriving>, Failure>;
+}
+
+/// A look at what the kernel can do.
+pub trait Checking: Send {
+    /// The engine's process: a child of the caller that only [`finish`](Self::finish) may wait for.
+    fn engine_pid(&self) -> i32;
+
+    /// Waits for the answer. The engine's process is reaped when this returns.
+    ///
+    /// # Errors
+    /// It cannot, or nobody knows.
+    fn finish(self: Box<Self>, limits: &Limits) -> Result<(), Failure>;
 }
 
 /// A dump under way.
@@ -114,13 +147,66 @@ pub trait Dumping: Send {
     /// The engine's process: a child of the caller that only [`finish`](Self::finish) may wait for.
     fn engine_pid(&self) -> i32;
 
-    /// Waits for the end. The engine's process is reaped when this returns. A dump that is called off may be given a
-    /// moment to end by itself, because that is safer for the task.
+    /// Waits until the images are complete. The engine's process is reaped when this returns, unless it has memory that is
+    /// asked for later. A dump that is called off may be given a moment to end by itself, because that is safer for the task.
     ///
     /// # Errors
     /// The task still exists and is still stopped, if it has not ended by itself.
-    fn finish(self: Box<Self>, limits: &Limits) -> Result<DumpReport, Failure>;
+    fn finish(self: Box<Self>, limits: &Limits) -> Result<(DumpReport, Option<Box<dyn Serving>>), Failure>;
 }
+
+/// The memory of a dumped task, on the host that it leaves. The task is still there, and stopped.
+pub trait Serving: Send {
+    /// The engine's process: a child of the caller that only [`finish`](Self::finish) may wait for.
+    fn engine_pid(&self) -> i32;
+
+    /// For other threads.
+    fn memory(&self) -> Memory;
+
+    /// Hands out what is asked for until the other end closes its stream. The engine's process is reaped when this returns; the
+    /// task is stopped, if it was not killed.
+    ///
+    /// # Errors
+    /// The engine failed. Only the other end knows whether it has got everything.
+    fn finish(self: Box<Self>, limits: &Limits) -> Result<(), Failure>;
+}
+
+/// What other threads can do with the memory of a dumped task.
+#[derive(Clone, Debug)]
+pub struct Memory {
+    pub(crate) asked_on: Arc<OwnedFd>,
+    pub(crate) tracing: Arc<OwnedFd>,
+}
+
+impl Memory {
+    /// Nobody gets any more of it: the engine ends, and leaves the task stopped as it was.
+    pub fn withhold(&self) {
+        // It may have ended already; likewise below.
+        let _ = shutdown(self.asked_on.as_raw_fd(), Shutdown::Both);
+    }
+
+    /// The task was killed: the engine holds on to its memory, and nobody to its processes.
+    pub fn outlive(&self) {
+        let _ = shutdown(self.tracing.as_raw_fd(), Shutdown::Both);
+    }
+}
+
+/// The memory of a restored task, on its way.
+pub trait Arriving: Send {
+    /// The engine's process: a child of the caller that only [`finish`](Self::finish) may wait for.
+    fn engine_pid(&self) -> i32;
+
+    /// Waits until all memory is here. The engine's process is reaped when this returns.
+    ///
+    /// # Errors
+    /// Some of it is missing and will not come. The task must not run any more: kill its processes, then drop what comes with
+    /// the reason. Until then they stand still where they need what is missing; after it they would find zeros there.
+    fn finish(self: Box<Self>, limits: &Limits) -> Result<(), (Failure, Missing)>;
+}
+
+/// What keeps processes from finding zeros where their memory has not arrived.
+#[derive(Debug)]
+pub struct Missing(#[expect(dead_code, reason = "held for its being open")] pub(crate) Vec<OwnedFd>);
 
 /// A restore under way.
 pub trait Restoring: Send {

@@ -5,10 +5,10 @@
 mod dice;
 
 use checkpoint::protocol::{
-    Coordinator, CoordinatorOutput, Source, SourceEvent, SourceOutput, Target, TargetEvent, TargetOutput,
+    Coordinator, CoordinatorOutput, Inspected, Source, SourceEvent, SourceOutput, Target, TargetEvent, TargetOutput,
 };
 use dice::Dice;
-use sempa_proto::migration::{Cause, Failure, Order, Refusal, Report, Step, TaskFacts, Usage};
+use sempa_proto::migration::{Cause, Failure, Order, Refusal, Report, Step, Usage};
 use sempa_proto::suspend::{self, Holds};
 use sempa_proto::task::{MoveError, MoveReport};
 use sempa_proto::tasker::DumpReport;
@@ -52,6 +52,8 @@ struct Faults {
     lose: Option<(HostId, u64)>,
     end_task: Option<u64>,
     refuse: bool,
+    /// The memory follows the task, as far as the steps of that do not fail.
+    memory_follows: bool,
     /// When somebody asks for the task to be suspended, or to go on.
     asks: Vec<(u64, bool)>,
 }
@@ -204,9 +206,9 @@ impl World {
         match item {
             Item::Order(at, ..) if self.lost.contains(&at) => {}
             Item::Order(_, of, Order::Inspect) => self.source = Some(Source::new(of)),
-            Item::Order(at, of, Order::Prepare { facts, .. }) => {
+            Item::Order(at, of, Order::Prepare { facts, memory_can_follow, .. }) => {
                 assert_eq!(at, of.to);
-                self.target = Some(Target::new(of, facts, PathBuf::from("/token")));
+                self.target = Some(Target::new(of, facts, PathBuf::from("/token"), memory_can_follow));
             }
             Item::Order(at, of, order) if at == of.from => {
                 if let Order::Resume { suspended } = order {
@@ -302,7 +304,7 @@ impl World {
             SourceEvent::Gone(_) => self.copies.0 = Copy::Dead,
             _ => {}
         }
-        let now = |(facts, _)| (facts, self.holds.0);
+        let now = |inspected| Inspected { suspended: self.holds.0, ..inspected };
         let event = match event {
             SourceEvent::Inspected(result) => SourceEvent::Inspected(result.map(now)),
             event => event,
@@ -316,7 +318,7 @@ impl World {
         match &event {
             TargetEvent::Restored(Ok(())) if self.copies.1 == Copy::None => self.copies.1 = Copy::Stopped,
             TargetEvent::Ran(Ok(())) if self.copies.1 == Copy::Stopped => self.copies.1 = Copy::Running,
-            TargetEvent::Discarded => self.copies.1 = Copy::Dead,
+            TargetEvent::Discarded | TargetEvent::Arrived(Err(_)) => self.copies.1 = Copy::Dead,
             _ => {}
         }
         if let Some(target) = &mut self.target {
@@ -358,19 +360,19 @@ impl World {
         match output {
             SourceOutput::Report(report) => self.send(host(2), HostId::MASTER, Item::Report(host(2), id, report)),
             SourceOutput::Inspect => {
-                let refuse = self.faults.refuse;
+                let (refuse, memory_can_follow) = (self.faults.refuse, self.faults.memory_follows);
                 self.worker((), move |_| {
                     Item::Source(SourceEvent::Inspected(if refuse {
                         Err(Refusal::Pinned)
                     } else {
-                        Ok((TaskFacts::default(), Holds::default()))
+                        Ok(Inspected { memory_can_follow, ..Inspected::default() })
                     }))
                 });
             }
             SourceOutput::Hold => self.held = true,
             SourceOutput::Quiesce { .. } => self.worker((), |_| Item::Source(SourceEvent::Quiesced)),
             SourceOutput::Stop => self.worker((), |r| Item::Source(SourceEvent::Stopped(r))),
-            SourceOutput::Dump => self.worker(DumpReport::default(), |r| Item::Source(SourceEvent::Dumped(r))),
+            SourceOutput::Dump { .. } => self.worker(DumpReport::default(), |r| Item::Source(SourceEvent::Dumped(r))),
             SourceOutput::SendAhead => {
                 if self.dice.roll(100) < self.faults.step_fails_percent {
                     let cut = || Failure::Images("cut".into());
@@ -407,10 +409,16 @@ impl World {
         match output {
             TargetOutput::Report(report) => self.send(host(3), HostId::MASTER, Item::Report(host(3), id, report)),
             TargetOutput::Prepare(_) => self.worker((), |r| {
-                Item::Target(TargetEvent::Prepared(if r.is_ok() { vec![] } else { vec![Refusal::Pinned] }))
+                let verdict = if r.is_ok() { vec![] } else { vec![Refusal::Pinned] };
+                Item::Target(TargetEvent::Prepared { verdict, memory_can_follow: true })
             }),
             TargetOutput::Restore => self.worker((), |r| Item::Target(TargetEvent::Restored(r))),
-            TargetOutput::Run(_) => self.soon(Item::Target(TargetEvent::Ran(Ok(())))),
+            TargetOutput::Run(_) => {
+                self.soon(Item::Target(TargetEvent::Ran(Ok(()))));
+                if self.faults.memory_follows {
+                    self.worker((), |r| Item::Target(TargetEvent::Arrived(r)));
+                }
+            }
             TargetOutput::Discard => self.soon(Item::Target(TargetEvent::Discarded)),
             TargetOutput::ExpectImages | TargetOutput::WakeHere | TargetOutput::DropImages => {}
             TargetOutput::Done => self.target = None,
@@ -467,6 +475,36 @@ fn whatever_step_fails_or_stalls_the_task_goes_on_exactly_once() {
         }
     }
     assert!(failures > 1000, "the faults must bite: {failures}");
+}
+
+#[test]
+fn a_task_whose_memory_follows_goes_on_once_if_all_of_it_comes_and_else_ends_and_the_move_says_why() {
+    let (mut moved, mut died, mut stayed) = (0, 0, 0);
+    for seed in 1..20_000 {
+        let lose = (seed % 4 == 0).then(|| (host(2), Dice(seed * 33 + 1).roll(60_000)));
+        let faults = Faults { memory_follows: true, step_fails_percent: 8, lose, ..Faults::default() };
+        let world = settle(seed, faults);
+        let lost = !world.lost.is_empty();
+        match &world.ended {
+            Some(Ok(_)) => {
+                moved += 1;
+                assert_eq!(world.copies, (Copy::Dead, Copy::Running), "seed {seed}");
+            }
+            Some(Err(error)) if error.step == Step::Arrive => {
+                died += 1;
+                assert_eq!(world.copies, (Copy::Dead, Copy::Dead), "seed {seed}");
+                assert!(world.handed_over || lost, "seed {seed}");
+            }
+            Some(Err(_)) if lost => assert_ne!(world.copies.0, Copy::Running, "seed {seed}"),
+            Some(Err(_)) => {
+                stayed += 1;
+                assert_eq!(world.copies.0, Copy::Running, "seed {seed}: {:?}", world.ended);
+                assert_ne!(world.copies.1, Copy::Running, "seed {seed}");
+            }
+            None => panic!("seed {seed}: the move never ended"),
+        }
+    }
+    assert!(moved > 1000 && died > 500 && stayed > 1000, "{moved} {died} {stayed}");
 }
 
 #[test]

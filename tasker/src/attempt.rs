@@ -4,7 +4,9 @@ use checkpoint::again::Again;
 use checkpoint::engine::Cancel;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use std::hash::{BuildHasher, Hasher, RandomState};
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// An attempt to dump a task.
@@ -12,6 +14,8 @@ use std::time::{Duration, Instant};
 pub(crate) struct Attempt {
     /// Where the images go.
     pub(crate) dir: PathBuf,
+    /// Where the memory will be asked for, if it does not go there too.
+    pub(crate) asked_on: Option<Arc<OwnedFd>>,
     /// When the first attempt began.
     pub(crate) begun: Instant,
     /// It is the first.
@@ -22,8 +26,8 @@ pub(crate) struct Attempt {
 
 impl Attempt {
     /// The first one, which begins now.
-    pub(crate) fn first(dir: PathBuf) -> Attempt {
-        Attempt { dir, begun: Instant::now(), is_first: true, again: Again::default() }
+    pub(crate) fn first(dir: PathBuf, asked_on: Option<Arc<OwnedFd>>) -> Attempt {
+        Attempt { dir, asked_on, begun: Instant::now(), is_first: true, again: Again::default() }
     }
 }
 

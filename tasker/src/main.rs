@@ -11,6 +11,7 @@ mod control;
 mod ease;
 mod freezer;
 mod hold;
+mod memory;
 mod moves;
 mod namespace;
 mod stop;

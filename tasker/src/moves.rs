@@ -6,6 +6,7 @@ use crate::attempt::{Attempt, rest, roll};
 use crate::carry::Carry;
 use crate::freezer;
 use crate::hold::Hold;
+use crate::memory::{self, Following};
 use crate::namespace::Namespace;
 use crate::stop::{self, Crowd};
 use crate::supervisor::Supervisor;
@@ -15,7 +16,7 @@ use crate::trial::Trial;
 use crate::verdict::{self, For};
 use crate::workers::{Outcome, Workers};
 use crate::written;
-use checkpoint::engine::{Cancel, DumpJob, Engine, Limits, Outside, RestoreJob};
+use checkpoint::engine::{Cancel, DumpJob, Engine, Limits, Outside, RestoreJob, Serving};
 use checkpoint::facts::{self, HashCache};
 use sempa_proto::migration::{Failure, Usage};
 use sempa_proto::task::RedirectAt;
@@ -66,11 +67,19 @@ struct Target {
     stage: Stage,
 }
 
-enum Stage {
+pub(crate) enum Stage {
     /// There is room for it.
     Prepared,
     /// The engine builds it.
-    Restoring { worker: u64, carry: Carry, output: Output, again: Option<Redirection>, discard: bool },
+    Restoring {
+        worker: u64,
+        carry: Carry,
+        output: Output,
+        again: Option<Redirection>,
+        discard: bool,
+        /// Why the memory that was to follow will not come.
+        lost: Option<Failure>,
+    },
     /// It is built and stands still. The engine has ended, so that its death cannot take the task along once this copy is
     /// the only one.
     Held {
@@ -92,6 +101,7 @@ pub(crate) struct Moves {
     pub(crate) trial: Option<Trial>,
     targets: BTreeMap<MigrationId, Target>,
     deferred: Vec<ToTasker>,
+    pub(crate) following: Following,
     pub(crate) hashes: Arc<HashCache>,
 }
 
@@ -114,6 +124,7 @@ impl Moves {
             trial: None,
             targets: BTreeMap::new(),
             deferred: Vec::new(),
+            following: Following::new(),
             hashes: Arc::new(HashCache::default()),
         })
     }
@@ -148,6 +159,11 @@ impl Moves {
         self.workers.waits_for(pid) || self.targets.values().any(held)
     }
 
+    /// How far a move to this host is, until its task runs.
+    pub(crate) fn stage_of(&mut self, migration: MigrationId) -> Option<&mut Stage> {
+        self.targets.get_mut(&migration).map(|target| &mut target.stage)
+    }
+
     /// True when no thread runs.
     pub(crate) fn is_idle(&self) -> bool {
         self.workers.is_idle()
@@ -155,6 +171,7 @@ impl Moves {
 
     /// Calls everything off and forgets all copies; for the end of the tasker.
     pub(crate) fn cancel_all(&mut self) {
+        self.following.withhold_all();
         self.workers.cancel_all();
         self.targets.clear();
         self.trial = None;
@@ -177,10 +194,13 @@ impl Supervisor {
             ToTasker::Prepare { migration, tid, facts } => self.judge(For::Move { migration, tid }, facts),
             ToTasker::Judge { question, facts } => self.judge(For::Question(question), facts),
             ToTasker::Stop { migration, tid, redirection } => self.stop(migration, tid, redirection),
-            ToTasker::Dump { migration, tid, dir } => self.dump(migration, tid, dir),
+            ToTasker::Dump { migration, tid, dir, memory_way } => self.dump(migration, tid, dir, memory_way.as_deref()),
             ToTasker::Continue { migration, tid } => self.continue_task(migration, tid),
             ToTasker::KillMoved { migration, tid } => self.kill_moved(migration, tid),
-            ToTasker::Restore { migration, tid, dir, again } => self.restore(migration, tid, &dir, again),
+            ToTasker::Restore { migration, tid, dir, again, memory_way } => {
+                self.restore(migration, tid, &dir, again, memory_way.as_deref());
+            }
+            ToTasker::MemoryLost { migration, why } => self.memory_lost(migration, why),
             ToTasker::Run { migration, used, held } => self.run_held(migration, used, held),
             ToTasker::Discard { migration } => self.discard(migration),
             ToTasker::Start(_)
@@ -208,6 +228,9 @@ impl Supervisor {
                 Outcome::BroughtIn { migration, done } => self.brought_in(migration, done),
                 Outcome::Seen { by, result } => self.seen(by, result),
                 Outcome::Judged { by, verdict } => self.judged(by, verdict),
+                Outcome::Served { migration, tid, result } => self.served(migration, tid, &result),
+                Outcome::Arrived { migration, result } => self.arrived(migration, result),
+                Outcome::TrialChecked(result) => self.trial_checked(result),
                 Outcome::TrialDumped(result) => self.trial_dumped(result),
                 Outcome::TrialHeld(result) => self.trial_held(result),
             }
@@ -263,9 +286,13 @@ impl Supervisor {
         }
     }
 
-    fn dump(&mut self, migration: MigrationId, tid: Tid, dir: PathBuf) {
-        match private_directory(&dir).and_then(|()| self.start_dump(migration, tid, &dir, true)) {
-            Ok(worker) => self.is_dumping(migration, tid, worker, Attempt::first(dir)),
+    fn dump(&mut self, migration: MigrationId, tid: Tid, dir: PathBuf, memory_way: Option<&Path>) {
+        let started = private_directory(&dir).and_then(|()| {
+            let attempt = Attempt::first(dir, memory_way.map(memory::connect).transpose()?.map(Arc::new));
+            Ok((self.start_dump(migration, tid, &attempt)?, attempt))
+        });
+        match started {
+            Ok((worker, attempt)) => self.is_dumping(migration, tid, worker, attempt),
             Err(why) => self.say(&FromTasker::Dumped { migration, result: Err(why) }),
         }
     }
@@ -276,7 +303,7 @@ impl Supervisor {
         }
     }
 
-    fn start_dump(&mut self, migration: MigrationId, tid: Tid, dir: &Path, first: bool) -> Result<u64, Failure> {
+    fn start_dump(&mut self, migration: MigrationId, tid: Tid, attempt: &Attempt) -> Result<u64, Failure> {
         let task = self.tasks.get(&tid).ok_or(Failure::TaskEnded)?;
         let (Phase::Stopped { migration: stopped_for }, Some(namespace)) = (&task.phase, &task.namespace) else {
             return Err(Failure::Engine(format!("{tid} is not stopped for a move")));
@@ -289,22 +316,24 @@ impl Supervisor {
         let memory = resident_bytes(&processes);
         let carried = (task.output.inode(), task.stopped_before.clone());
         let mut limits = limits_for(memory)?;
-        if first {
+        if attempt.is_first {
             limits.allowed -= ENGINE_ALLOWED_BASE - FIRST_DUMP_BASE;
         }
-        let dir = dir.to_path_buf();
+        let dir = attempt.dir.clone();
+        let asked_on = attempt.asked_on.as_ref().map(|stream| stream.try_clone()).transpose();
         let job = DumpJob {
             pid: task.process.pid,
             processes: processes.clone(),
             dir: dir.clone(),
             pid_namespace: namespace.inode(),
+            asked_on: asked_on.map_err(|e| Failure::Io(format!("no descriptor: {e}")))?,
         };
         let dumping = engine.start_dump(job)?;
         let (cancel, pid) = (limits.cancel.clone(), dumping.engine_pid());
         self.moves.workers.start(&cancel, Some(pid), move || {
-            let result = dumping.finish(&limits).and_then(|report| {
+            let result = dumping.finish(&limits).and_then(|(report, serving)| {
                 let written = Carry::of(&dir, carried.0, carried.1, facts::written_files(&processes))?.write(&dir)?;
-                Ok(DumpReport { bytes: report.bytes + written, files: report.files + 1 })
+                Ok((DumpReport { bytes: report.bytes + written, files: report.files + 1 }, serving))
             });
             if result.is_err() {
                 stop::settle(&processes);
@@ -313,11 +342,16 @@ impl Supervisor {
         })
     }
 
-    fn broken(&self) -> Failure {
+    pub(crate) fn broken(&self) -> Failure {
         Failure::Engine(self.moves.engine_state().err().unwrap_or_else(|| "there is no dump engine".into()))
     }
 
-    fn dumped(&mut self, migration: MigrationId, tid: Tid, result: Result<DumpReport, Failure>) {
+    fn dumped(
+        &mut self,
+        migration: MigrationId,
+        tid: Tid,
+        result: Result<(DumpReport, Option<Box<dyn Serving>>), Failure>,
+    ) {
         let Some(task) = self.tasks.get_mut(&tid) else {
             return self.say(&FromTasker::Dumped { migration, result: Err(Failure::TaskEnded) });
         };
@@ -331,11 +365,15 @@ impl Supervisor {
             if let Phase::Dumping { attempt, called_off, .. } = phase {
                 go_on = called_off;
                 let root = task.process.pid;
-                if !called_off && self.dumps_again(migration, tid, root, &result, attempt) {
+                let failure = result.as_ref().err().filter(|_| !called_off);
+                if failure.is_some_and(|why| self.dumps_again(migration, tid, root, why, attempt)) {
                     return;
                 }
             }
         }
+        let result = result.and_then(|(report, serving)| {
+            serving.map_or(Ok(()), |serving| self.hand_out(migration, tid, serving)).map(|()| report)
+        });
         self.say(&FromTasker::Dumped { migration, result });
         if go_on {
             self.continue_task(migration, tid);
@@ -348,10 +386,10 @@ impl Supervisor {
         migration: MigrationId,
         tid: Tid,
         root: i32,
-        result: &Result<DumpReport, Failure>,
+        failure: &Failure,
         mut attempt: Attempt,
     ) -> bool {
-        let (Err(failure), Some(engine)) = (result, &self.moves.engine) else { return false };
+        let Some(engine) = &self.moves.engine else { return false };
         if attempt.is_first && matches!(failure, Failure::Deadline { .. }) {
             return self.dump_anew(migration, tid, attempt);
         }
@@ -390,15 +428,16 @@ impl Supervisor {
     /// Begins a dump once more, in an empty directory.
     fn dump_anew(&mut self, migration: MigrationId, tid: Tid, attempt: Attempt) -> bool {
         let emptied = std::fs::remove_dir_all(&attempt.dir).map_err(|e| Failure::Io(e.to_string()));
+        let attempt = Attempt { is_first: false, ..attempt };
         let begun = emptied
             .and_then(|()| private_directory(&attempt.dir))
-            .and_then(|()| self.start_dump(migration, tid, &attempt.dir, false));
+            .and_then(|()| self.start_dump(migration, tid, &attempt));
         let Ok(worker) = begun else { return false };
-        self.is_dumping(migration, tid, worker, Attempt { is_first: false, ..attempt });
+        self.is_dumping(migration, tid, worker, attempt);
         true
     }
 
-    fn continue_task(&mut self, migration: MigrationId, tid: Tid) {
+    pub(crate) fn continue_task(&mut self, migration: MigrationId, tid: Tid) {
         if let Some(task) = self.tasks.get_mut(&tid) {
             match &mut task.phase {
                 Phase::Dumping { worker, called_off, .. } => {
@@ -406,6 +445,11 @@ impl Supervisor {
                     *called_off = true;
                     let worker = *worker;
                     return self.moves.workers.cancel(worker);
+                }
+                Phase::Serving { worker, called_off, .. } => {
+                    *called_off = true;
+                    let worker = *worker;
+                    return self.withhold(migration, worker);
                 }
                 Phase::Stopping { migration: of, .. } | Phase::Stopped { migration: of } if *of == migration => {
                     task.go_on();
@@ -423,7 +467,8 @@ impl Supervisor {
                     self.moves.workers.cancel(worker);
                 }
                 task.phase = Phase::Leaving { migration };
-                task.kill();
+                task.kill_all();
+                self.outlive(migration);
             }
             // It has ended by itself, and was reported then.
             None => self.say(&FromTasker::SourceGone { migration, used: Usage::default() }),
@@ -437,6 +482,7 @@ impl Supervisor {
                 self.say(&FromTasker::Stopped { migration, result: Err(Failure::TaskEnded) });
             }
             Phase::Dumping { worker, .. } => self.moves.workers.cancel(worker),
+            Phase::Serving { migration, worker, .. } => self.withhold(migration, worker),
             Phase::Running | Phase::Stopped { .. } | Phase::Leaving { .. } => {}
         }
     }
@@ -461,7 +507,14 @@ impl Supervisor {
         Ok(())
     }
 
-    fn restore(&mut self, migration: MigrationId, tid: Tid, dir: &Path, again: Option<Redirection>) {
+    fn restore(
+        &mut self,
+        migration: MigrationId,
+        tid: Tid,
+        dir: &Path,
+        again: Option<Redirection>,
+        memory_way: Option<&Path>,
+    ) {
         let room = match self.moves.targets.get(&migration) {
             Some(Target { stage: Stage::Prepared, tid: of, .. }) if *of == tid => Ok(()),
             Some(_) => Err(Failure::Engine(format!("{migration} is not waiting for the images of {tid}"))),
@@ -470,7 +523,9 @@ impl Supervisor {
         if let Err(why) = room {
             return self.say(&FromTasker::Restored { migration, result: Err(why) });
         }
-        let started = self.start_restore(migration, dir, again);
+        let started = memory_way
+            .map_or(Ok(()), |way| self.fetch(migration, dir, way))
+            .and_then(|()| self.start_restore(migration, dir, again, memory_way.is_some()));
         match (started, self.moves.targets.get_mut(&migration)) {
             (Ok(stage), Some(target)) => target.stage = stage,
             (Ok(_), None) => {}
@@ -483,6 +538,7 @@ impl Supervisor {
         migration: MigrationId,
         dir: &Path,
         again: Option<Redirection>,
+        memory_follows: bool,
     ) -> Result<Stage, Failure> {
         let target = self.moves.targets.get(&migration).ok_or(Failure::TaskEnded)?;
         let engine = self.moves.engine.as_ref().ok_or_else(|| self.broken())?;
@@ -498,6 +554,7 @@ impl Supervisor {
             outside: Outside { output_pipe: carry.output_pipe },
             pid_namespace: target.namespace.open().map_err(io)?,
             output: theirs,
+            memory_follows,
         };
         let restoring = engine.start_restore(job)?;
         let (cancel, pid) = (limits.cancel.clone(), restoring.engine_pid());
@@ -510,14 +567,14 @@ impl Supervisor {
             Outcome::Restored { migration, result: built }
         };
         let worker = self.moves.workers.start(&cancel, Some(pid), build)?;
-        Ok(Stage::Restoring { worker, carry, output, again, discard: false })
+        Ok(Stage::Restoring { worker, carry, output, again, discard: false, lost: None })
     }
 
     fn restored(&mut self, migration: MigrationId, result: Result<i32, Failure>) {
         let Some(target) = self.moves.targets.get_mut(&migration) else { return };
         let stage = std::mem::replace(&mut target.stage, Stage::Prepared);
-        let Stage::Restoring { carry, output, again, discard, .. } = stage else { return };
-        let adopted = result.and_then(|pid| {
+        let Stage::Restoring { carry, output, again, discard, lost, .. } = stage else { return };
+        let adopted = lost.map_or(result, Err).and_then(|pid| {
             let pidfd = sys::pidfd_of(pid).map_err(|e| Failure::Io(format!("no descriptor for process {pid}: {e}")))?;
             redirect(&target.namespace, again)?;
             Ok(Child { pid, pidfd })
@@ -599,6 +656,7 @@ impl Supervisor {
         };
         self.tasks.insert(tid, task);
         self.say(&FromTasker::Ran { migration, result: Ok(()) });
+        self.memory_follows_to(migration, tid);
     }
 
     fn discard(&mut self, migration: MigrationId) {
@@ -618,7 +676,8 @@ impl Supervisor {
     }
 
     /// Kills whatever there is of a copy and says this when it is gone.
-    fn clear_target(&mut self, migration: MigrationId, then: Vec<FromTasker>) {
+    pub(crate) fn clear_target(&mut self, migration: MigrationId, then: Vec<FromTasker>) {
+        self.fetch_no_more(migration);
         if let Some(target) = self.moves.targets.remove(&migration) {
             self.when_ended(target.namespace, then);
             // A copy that had ended while it was held was left for us; its namespace does not end before it is reaped.

@@ -341,6 +341,7 @@ impl Supervisor {
             return;
         }
         self.abandon_move_of(&task);
+        self.memory_unneeded(tid);
         // Whom it has left behind would stand still for ever.
         task.frozen().into_iter().for_each(ControlGroup::thaw);
         self.say(&FromTasker::Exited { tid, status, used });

@@ -55,6 +55,15 @@ pub(crate) enum Phase {
         /// The move was called off; continue the task when the worker is through.
         called_off: bool,
     },
+    /// Its images are written, and its memory is handed out.
+    Serving {
+        /// The move.
+        migration: MigrationId,
+        /// Number of the worker that waits for the engine.
+        worker: u64,
+        /// The move was called off; continue the task when the worker is through.
+        called_off: bool,
+    },
     /// It was killed because it goes on elsewhere.
     Leaving {
         /// The move.
@@ -145,6 +154,20 @@ impl Task {
             }
         }
         sys::kill_by(self.process.pidfd.as_fd());
+    }
+
+    /// As [`Task::kill`]; when it returns nothing of the task gets another instruction done, however long its end takes.
+    pub(crate) fn kill_all(&self) {
+        for pid in self.crowd().pids() {
+            // It may have ended.
+            let _ = sys::kill_raw(pid, libc::SIGKILL);
+        }
+        self.kill();
+    }
+
+    /// Stops whatever of it an engine that died has left running.
+    pub(crate) fn be_still(&self) {
+        stop::all_still(&self.crowd(), &mut BTreeSet::new());
     }
 }
 

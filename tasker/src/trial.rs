@@ -25,6 +25,8 @@ const LEFT_BEHIND_AGE: Duration = Duration::from_secs(120);
 /// What the trial has made. Dropping it ends the process and removes the images.
 pub(crate) struct Trial {
     namespace: Namespace,
+    /// Its process.
+    pid: i32,
     output: Output,
     dir: PathBuf,
 }
@@ -56,15 +58,36 @@ impl Supervisor {
         let dir = nix::unistd::mkdtemp(&template).map_err(|e| Failure::Io(format!("{}: {e}", template.display())))?;
         let cwd = CString::new(dir.as_os_str().as_bytes()).map_err(|e| Failure::Io(e.to_string()))?;
         let (output, theirs) = Output::new().map_err(io)?;
-        let trial = Trial { namespace: Namespace::new(None).map_err(io)?, output, dir: dir.clone() };
+        let mut trial = Trial { namespace: Namespace::new(None).map_err(io)?, pid: 0, output, dir: dir.clone() };
         let stdin = File::open("/dev/null").map_err(io)?;
-        let process = trial.namespace.start_sleeper(&cwd, &stdin, &theirs).map_err(io)?;
-        let job = DumpJob { pid: process.pid, processes: Vec::new(), dir, pid_namespace: trial.namespace.inode() };
+        trial.pid = trial.namespace.start_sleeper(&cwd, &stdin, &theirs).map_err(io)?.pid;
+        let engine = self.moves.engine.clone().ok_or_else(|| self.broken())?;
+        let (checking, limits) = (engine.start_check(&dir)?, limits_for(0)?);
         self.moves.trial = Some(trial);
-        let Some(engine) = &self.moves.engine else { return Err(Failure::Engine("it is gone".into())) };
-        let (dumping, limits) = (engine.start_dump(job)?, limits_for(0)?);
+        let (cancel, pid) = (limits.cancel.clone(), checking.engine_pid());
+        self.moves.workers.start(&cancel, Some(pid), move || Outcome::TrialChecked(checking.finish(&limits)))?;
+        Ok(())
+    }
+
+    /// It is known whether memory can follow tasks; the dump comes next.
+    pub(crate) fn trial_checked(&mut self, result: Result<(), Failure>) {
+        self.moves.following.possible =
+            result.map_err(|why| format!("nobody can deal with missing memory here: {why}"));
+        if let Err(why) = self.dump_trial() {
+            self.end_trial(Err(why));
+        }
+    }
+
+    fn dump_trial(&mut self) -> Result<(), Failure> {
+        let (Some(trial), Some(engine)) = (&self.moves.trial, &self.moves.engine) else {
+            return Err(Failure::CalledOff("the tasker ends".into()));
+        };
+        let (pid, dir, pid_namespace) = (trial.pid, trial.dir.clone(), trial.namespace.inode());
+        let dumping = engine.start_dump(DumpJob { pid, processes: Vec::new(), dir, pid_namespace, asked_on: None })?;
+        let limits = limits_for(0)?;
         let (cancel, pid) = (limits.cancel.clone(), dumping.engine_pid());
-        self.moves.workers.start(&cancel, Some(pid), move || Outcome::TrialDumped(dumping.finish(&limits)))?;
+        let work = move || Outcome::TrialDumped(dumping.finish(&limits).map(|(report, _)| report));
+        self.moves.workers.start(&cancel, Some(pid), work)?;
         Ok(())
     }
 
@@ -85,8 +108,8 @@ impl Supervisor {
         let (output, theirs) = Output::new().map_err(io)?;
         trial.output = output;
         let pid_namespace = trial.namespace.open().map_err(io)?;
-        let restoring =
-            engine.start_restore(RestoreJob { dir: trial.dir.clone(), outside, pid_namespace, output: theirs })?;
+        let job = RestoreJob { dir: trial.dir.clone(), outside, pid_namespace, output: theirs, memory_follows: false };
+        let restoring = engine.start_restore(job)?;
         let limits = limits_for(0)?;
         let (cancel, pid) = (limits.cancel.clone(), restoring.engine_pid());
         self.moves.workers.start(&cancel, Some(pid), move || Outcome::TrialHeld(restoring.hold(&limits)))?;

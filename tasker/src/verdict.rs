@@ -54,7 +54,10 @@ impl Supervisor {
     /// The task has been looked at.
     pub(crate) fn seen(&mut self, by: For, result: Result<TaskFacts, Refusal>) {
         self.say(&match by {
-            For::Move { migration, .. } => FromTasker::Inspected { migration, result },
+            For::Move { migration, .. } => {
+                let memory_can_follow = result.as_ref().is_ok_and(|facts| self.moves.following.should(facts));
+                FromTasker::Inspected { migration, result, memory_can_follow }
+            }
             For::Question(question) => FromTasker::Seen { question, result },
         });
     }
@@ -81,7 +84,7 @@ impl Supervisor {
                 {
                     verdict.push(no_room(&why));
                 }
-                FromTasker::Prepared { migration, verdict }
+                FromTasker::Prepared { migration, verdict, memory_can_follow: self.moves.following.can() }
             }
         };
         self.say(&word);

@@ -3,7 +3,7 @@
 //! They make no process and reap none but the engine's own, so the loop stays the only parent.
 
 use crate::verdict::For;
-use checkpoint::engine::{Cancel, Held};
+use checkpoint::engine::{Cancel, Held, Missing, Serving};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use sempa_proto::migration::{Failure, Refusal, TaskFacts, Verdict};
 use sempa_proto::tasker::DumpReport;
@@ -25,8 +25,24 @@ pub(crate) enum Outcome {
         migration: MigrationId,
         /// The task.
         tid: Tid,
-        /// How it went.
-        result: Result<DumpReport, Failure>,
+        /// How it went, and what has the memory that is not in the images.
+        result: Result<(DumpReport, Option<Box<dyn Serving>>), Failure>,
+    },
+    /// The memory of a dumped task was handed out, or is not handed out any more.
+    Served {
+        /// The move.
+        migration: MigrationId,
+        /// The task.
+        tid: Tid,
+        /// What the engine says of it.
+        result: Result<(), Failure>,
+    },
+    /// The memory of a restored task is here, or will not come.
+    Arrived {
+        /// The move.
+        migration: MigrationId,
+        /// The answer.
+        result: Result<(), (Failure, Missing)>,
     },
     /// The pause behind a dump that is to be begun again.
     Rested {
@@ -65,6 +81,8 @@ pub(crate) enum Outcome {
         /// The answer.
         verdict: Verdict,
     },
+    /// Whether memory can follow tasks, the first part of the trial.
+    TrialChecked(Result<(), Failure>),
     /// The dump of the trial.
     TrialDumped(Result<DumpReport, Failure>),
     /// The restore of the trial.

@@ -22,7 +22,7 @@ fn with_waiting_dump(dir: &Path, output: &mut Vec<u8>) -> Tasker {
     let mut here = with_engine(&waiting_wrapper(dir));
     stopped_counter(&mut here, dir, output);
     armed(dir);
-    here.send(ToTasker::Dump { migration: migration(1), tid: tid(1), dir: dir.join("images") });
+    here.send(ToTasker::Dump { migration: migration(1), tid: tid(1), dir: dir.join("images"), memory_way: None });
     here
 }
 
@@ -88,7 +88,7 @@ fn the_engine_killed_while_it_writes_memory_does_no_harm() {
         let mut seen = Vec::new();
         stop(&mut here, tid(1), id, &mut seen);
         std::fs::remove_file(dir.path().join("pid")).expect("an engine ran before");
-        here.send(ToTasker::Dump { migration: id, tid: tid(1), dir: images.clone() });
+        here.send(ToTasker::Dump { migration: id, tid: tid(1), dir: images.clone(), memory_way: None });
         let engine = pid_in(&dir.path().join("pid"));
         wait_until("it writes", || pages_written(&images) >= bytes || !is_alive(engine));
         // If it was quicker than we, the dump is good and there is nothing to kill.

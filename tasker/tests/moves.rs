@@ -102,7 +102,13 @@ fn a_killed_restore_leaves_nothing_and_the_source_goes_on() {
     let (images, mut output) = dumped_counter(&mut here, dir.path());
     assert_eq!(prepare(&mut there, tid(1), migration(1), TaskFacts::default()), []);
     armed(dir.path());
-    there.send(ToTasker::Restore { migration: migration(1), tid: tid(1), dir: images.clone(), again: None });
+    there.send(ToTasker::Restore {
+        migration: migration(1),
+        tid: tid(1),
+        dir: images.clone(),
+        again: None,
+        memory_way: None,
+    });
     let engine = pid_in(&dir.path().join("pid"));
     nix::sys::signal::kill(nix::unistd::Pid::from_raw(engine), nix::sys::signal::SIGKILL).expect("kill");
     let result = there.until(&mut Vec::new(), |m| match m {
@@ -391,7 +397,7 @@ fn many_tasks_with_one_working_directory_leave_at_once() {
     }
     for n in 1..=TASKS {
         let dir = dir.path().join(format!("images-{n}"));
-        here.send(ToTasker::Dump { migration: migration(n.into()), tid: tid(n), dir });
+        here.send(ToTasker::Dump { migration: migration(n.into()), tid: tid(n), dir, memory_way: None });
     }
     while count(&seen, |m| matches!(m, FromTasker::Dumped { .. })) < TASKS as usize {
         seen.push(here.next());
@@ -408,6 +414,7 @@ fn many_tasks_with_one_working_directory_leave_at_once() {
             tid: tid(n),
             dir: dir.path().join(format!("images-{n}")),
             again: None,
+            memory_way: None,
         });
     }
     let mut restored = Vec::new();

@@ -5,6 +5,7 @@
 //! those of a tested recipe: the source stays stopped, nothing is locked in the network, the process-id namespace
 //! is outside the image, the restored root is a child of the caller.
 
+mod arrival;
 mod crossing;
 mod log;
 mod notes;
@@ -13,18 +14,20 @@ mod process;
 mod ptrace;
 mod relay;
 mod rescue;
+mod serving;
 
 pub use notes::KernelNotes;
 
-use crate::engine::{DumpJob, Dumping, Engine, Held, Limits, RestoreJob, Restoring};
+use crate::engine::{Arriving, Checking, DumpJob, Dumping, Engine, Held, Limits, RestoreJob, Restoring, Serving};
 use nix::fcntl::{FallocateFlags, fallocate};
-use process::{Swrk, Word};
+use process::{Program, Swrk, Word};
 use sempa_proto::migration::Failure;
 use sempa_proto::tasker::DumpReport;
 use std::ffi::OsString;
 use std::fs::File;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Where CRIU is looked for after the variable and before PATH.
@@ -37,6 +40,7 @@ const CALLED_OFF_GRACE: Duration = Duration::from_secs(2);
 
 const DUMP_LOG: &str = "dump.log";
 const RESTORE_LOG: &str = "restore.log";
+const CHECK_LOG: &str = "check.log";
 /// What the engine wrote on its standard error before its log was open.
 const STDERR: &str = "criu.stderr";
 /// A file that is there for a moment, to see what the file system can do.
@@ -103,13 +107,26 @@ impl Engine for Criu {
         // Without these two a dump is as good, only an engine that is killed may harm the task.
         let before = rescue::Snapshot::take(&job.processes).ok();
         let (relay, ends) = relay::Relay::start(&job.processes).ok().unzip();
-        let inherit = ends.as_ref().map_or(Vec::new(), |ends| ends.descriptors().to_vec());
+        let mut inherit = ends.as_ref().map_or(Vec::new(), |ends| ends.descriptors().to_vec());
         let variables = ends.as_ref().map_or(Vec::new(), relay::Ends::variables);
-        let request = |images| options::dump(&job, images, DUMP_LOG);
+        let settings = job.asked_on.as_ref().map(serving::settings).transpose();
+        let settings = settings.map_err(|e| Failure::Io(format!("no file for the engine's settings: {e}")))?;
+        inherit.extend(settings.iter().chain(&job.asked_on));
+        let request = |images| {
+            let path = settings.as_ref().map(|file| format!("/proc/self/fd/{}", file.as_raw_fd()));
+            options::dump(&job, images, DUMP_LOG, path)
+        };
         let mut swrk = self.start(&job.dir, DUMP_LOG, &inherit, &variables, request)?;
         swrk.hurry();
         swrk.end_by_itself_within(CALLED_OFF_GRACE);
-        Ok(Box::new(Dump { swrk, relay, dir: job.dir, before }))
+        let asked_on = job.asked_on.map(Arc::new);
+        Ok(Box::new(Dump { swrk, relay, dir: job.dir, before, asked_on }))
+    }
+
+    fn start_check(&self, dir: &Path) -> Result<Box<dyn Checking>, Failure> {
+        let arguments = ["check", "--feature", "uffd-noncoop"].into_iter().map(AsRef::as_ref);
+        let program = Program::start(&self.program, arguments, dir, &[])?;
+        Ok(Box::new(Check { program, log: dir.join(CHECK_LOG) }))
     }
 
     fn may_try_again(&self, root: i32, failure: &Failure) -> bool {
@@ -124,6 +141,25 @@ impl Engine for Criu {
         let swrk = self.start(&job.dir, RESTORE_LOG, &inherit, &[], request)?;
         Ok(Box::new(Restore { swrk }))
     }
+
+    fn start_arrival(&self, dir: &Path, ask_on: OwnedFd) -> Result<Box<dyn Arriving>, Failure> {
+        Ok(Box::new(arrival::Arrival::start(&self.program, dir, &ask_on)?))
+    }
+}
+
+struct Check {
+    program: Program,
+    log: PathBuf,
+}
+
+impl Checking for Check {
+    fn engine_pid(&self) -> i32 {
+        self.program.pid()
+    }
+
+    fn finish(mut self: Box<Self>, limits: &Limits) -> Result<(), Failure> {
+        self.program.finish(limits, &self.log)
+    }
 }
 
 struct Dump {
@@ -133,14 +169,30 @@ struct Dump {
     dir: PathBuf,
     /// What the task was like before.
     before: Option<rescue::Snapshot>,
+    /// Where its memory will be asked for.
+    asked_on: Option<Arc<OwnedFd>>,
 }
 
 impl Dump {
+    /// Waits for the end, or (if memory follows) until there is nothing to do but to hand it out.
     fn wait_for_images(&mut self, limits: &Limits) -> Result<(), Failure> {
-        while let Word::Notify { .. } = self.swrk.hear(limits)? {
+        while let Word::Notify { script, .. } = self.swrk.hear(limits)? {
+            if self.asked_on.is_some() && script == serving::READY {
+                if !self.relay.as_ref().is_some_and(relay::Relay::is_used) {
+                    return Err(Failure::Engine("it traces by itself, and so cannot hand memory out later".into()));
+                }
+                return Ok(());
+            }
             self.swrk.answer(true);
         }
         self.swrk.end(limits)
+    }
+
+    /// What it has yet to do when the images are complete.
+    fn into_serving(mut self) -> Option<Box<dyn Serving>> {
+        let (asked_on, relay) = (self.asked_on?, self.relay?);
+        self.swrk.answer(true);
+        Some(Box::new(serving::Serve::new(self.swrk, relay, self.before, asked_on)))
     }
 }
 
@@ -149,20 +201,26 @@ impl Dumping for Dump {
         self.swrk.pid()
     }
 
-    fn finish(mut self: Box<Self>, limits: &Limits) -> Result<DumpReport, Failure> {
+    fn finish(mut self: Box<Self>, limits: &Limits) -> Result<(DumpReport, Option<Box<dyn Serving>>), Failure> {
         let done = self.wait_for_images(limits);
-        let was_killed = matches!(done, Err(Failure::Killed { .. } | Failure::Deadline { .. } | Failure::CalledOff(_)));
-        // Whatever it left in the task's way is gone, and the task stands still, when this returns.
-        drop(self.relay.take());
-        if let (true, Some(before)) = (was_killed, &self.before) {
-            before.put_back();
+        if done.is_err() || self.asked_on.is_none() {
+            if done.is_err() {
+                self.swrk.kill();
+            }
+            // Whatever it left in the task's way is gone, and the task stands still, when this returns.
+            drop(self.relay.take());
+            if let (Err(why), Some(before)) = (&done, &self.before) {
+                before.put_back_if(why);
+            }
         }
         done?;
         // The logs are of use only when something failed; the images travel without them.
         for log in [DUMP_LOG, STDERR] {
             let _ = std::fs::remove_file(self.dir.join(log));
         }
-        measure(&self.dir).map_err(|e| Failure::Io(format!("cannot read {}: {e}", self.dir.display())))
+        let report = measure(&self.dir);
+        let report = report.map_err(|e| Failure::Io(format!("cannot read {}: {e}", self.dir.display())))?;
+        Ok((report, self.into_serving()))
     }
 }
 

@@ -11,6 +11,7 @@ use protobuf::Message;
 use rust_criu::rust_criu_protobuf::rpc::{Criu_req_type, Criu_resp};
 use sempa_proto::Micros;
 use sempa_proto::migration::Failure;
+use std::ffi::OsStr;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
@@ -189,10 +190,8 @@ impl Swrk {
 
     /// Ends whoever is left of the group, then the process itself. If it had ended already its status stays what it was.
     fn reap(&mut self) -> io::Result<ExitStatus> {
-        // The group cannot be somebody else's: its leader is not reaped yet.
-        let _ = nix::sys::signal::killpg(nix::unistd::Pid::from_raw(self.pid()), nix::sys::signal::SIGKILL);
         self.reaped = true;
-        self.child.wait()
+        reap_group(&mut self.child)
     }
 
     /// Waits until it has ended or (if asked) said something.
@@ -268,7 +267,7 @@ fn called_off() -> Failure {
 /// What the child does before it becomes CRIU: nobody else may read the images, it dies with its parent, no signal is
 /// blocked, and it has these descriptors and no others.
 fn prepare_child(keep: &[RawFd]) -> io::Result<()> {
-    // SAFETY: bare system calls; the signal set is a local value.
+    // SAFETY: bare system calls; the signal set and the limit are local values.
     unsafe {
         libc::umask(0o077);
         libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
@@ -276,6 +275,12 @@ fn prepare_child(keep: &[RawFd]) -> io::Result<()> {
         libc::sigemptyset(&raw mut none);
         libc::sigprocmask(libc::SIG_SETMASK, &raw const none, std::ptr::null_mut());
         libc::signal(libc::SIGPIPE, libc::SIG_DFL);
+        // It needs two for each megabyte of memory that it hands out later.
+        let mut files = std::mem::zeroed::<libc::rlimit>();
+        if libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut files) == 0 {
+            files.rlim_cur = files.rlim_max;
+            libc::setrlimit(libc::RLIMIT_NOFILE, &raw const files);
+        }
         libc::syscall(libc::SYS_close_range, 3, u32::MAX, libc::CLOSE_RANGE_CLOEXEC);
         for &fd in keep {
             if libc::fcntl(fd, libc::F_SETFD, 0) != 0 {
@@ -296,6 +301,112 @@ fn pidfd_of(child: &Child) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd as RawFd) })
 }
 
+/// Takes over a descriptor that came in a message.
+pub(super) fn own(descriptor: RawFd) -> OwnedFd {
+    // SAFETY: the kernel has just made this descriptor for us, and nobody else has its number.
+    unsafe { OwnedFd::from_raw_fd(descriptor) }
+}
+
+/// A CRIU that does one thing, as its arguments say, and ends. If it is dropped before its end it is killed and reaped.
+pub(super) struct Program {
+    child: Child,
+    pidfd: OwnedFd,
+    reaped: bool,
+}
+
+impl Program {
+    /// Starts it. What it says on its standard error goes into `dir`. It inherits these descriptors, and no others.
+    pub(super) fn start<'a>(
+        criu: &Path,
+        arguments: impl Iterator<Item = &'a OsStr>,
+        dir: &Path,
+        inherit: &[BorrowedFd<'_>],
+    ) -> Result<Program, Failure> {
+        let failed = |e: io::Error| Failure::Engine(format!("cannot start the engine: {}: {e}", criu.display()));
+        let keep: Vec<RawFd> = inherit.iter().map(|fd| fd.as_raw_fd()).collect();
+        let errors = File::create(dir.join(STDERR)).map_err(failed)?;
+        let mut command = Command::new(criu);
+        command.args(arguments).stdin(Stdio::null()).stdout(Stdio::null()).stderr(errors).process_group(0);
+        // SAFETY: as for `Swrk::start`.
+        unsafe { command.pre_exec(move || prepare_child(&keep)) };
+        let mut child = command.spawn().map_err(failed)?;
+        match pidfd_of(&child) {
+            Ok(pidfd) => Ok(Program { child, pidfd, reaped: false }),
+            Err(e) => {
+                let _ = child.kill();
+                let _ = child.wait();
+                Err(failed(e))
+            }
+        }
+    }
+
+    /// Its process number, which is also that of its group.
+    pub(super) fn pid(&self) -> i32 {
+        self.child.id() as i32
+    }
+
+    /// Readable when it has ended.
+    ///
+    /// # Errors
+    /// When there is no descriptor left.
+    pub(super) fn end_seen(&self) -> io::Result<OwnedFd> {
+        self.pidfd.try_clone()
+    }
+
+    /// Waits for its end, and kills it where that has to be. `log` is its own.
+    pub(super) fn finish(&mut self, limits: &Limits, log: &Path) -> Result<(), Failure> {
+        let until = Instant::now() + limits.allowed;
+        let mut why = None;
+        while why.is_none() {
+            let left = until.saturating_duration_since(Instant::now());
+            let mut fds = [self.pidfd.as_fd(), limits.cancel.fd()].map(|fd| PollFd::new(fd, PollFlags::POLLIN));
+            let left_ms = left.as_millis().saturating_add(1).min(i32::MAX as u128) as i32;
+            match poll(&mut fds, PollTimeout::try_from(left_ms).unwrap_or(PollTimeout::MAX)) {
+                Ok(0) if left.is_zero() => {
+                    let allowed = Micros(u64::try_from(limits.allowed.as_micros()).unwrap_or(u64::MAX));
+                    why = Some(Failure::Deadline { allowed });
+                }
+                Ok(0) | Err(Errno::EINTR) => {}
+                Err(e) => why = Some(Failure::Engine(format!("cannot wait for the engine: {e}"))),
+                Ok(_) if fds[0].any().unwrap_or(true) => break,
+                Ok(_) => why = Some(called_off()),
+            }
+        }
+        let status = self.reap().map_err(|e| Failure::Engine(format!("cannot wait for the engine: {e}")))?;
+        match (why, status.signal()) {
+            (Some(why), _) => Err(why),
+            (None, Some(signal)) => Err(Failure::Killed { signal }),
+            (None, None) if status.success() => Ok(()),
+            (None, None) => {
+                let stderr = log.with_file_name(STDERR);
+                Err(Failure::Engine(log::reason(log, &stderr).unwrap_or_else(|| format!("it failed, {status}"))))
+            }
+        }
+    }
+
+    /// Ends whoever is left of the group, then the process itself. If it had ended already its status stays what it was.
+    fn reap(&mut self) -> io::Result<ExitStatus> {
+        self.reaped = true;
+        reap_group(&mut self.child)
+    }
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        if !self.reaped {
+            // Nobody is left to be told of anything.
+            let _ = self.reap();
+        }
+    }
+}
+
+/// Kills the process group of a child that leads it, and reaps the child.
+fn reap_group(child: &mut Child) -> io::Result<ExitStatus> {
+    // The group cannot be somebody else's: its leader is not reaped yet.
+    let _ = nix::sys::signal::killpg(nix::unistd::Pid::from_raw(child.id() as i32), nix::sys::signal::SIGKILL);
+    child.wait()
+}
+
 /// Runs `criu --version`.
 pub(super) fn version(program: &Path) -> Result<String, String> {
     let mut command = Command::new(program);
@@ -310,8 +421,7 @@ pub(super) fn version(program: &Path) -> Result<String, String> {
         Ok(poll(&mut fds, allowed)? > 0)
     });
     if !matches!(ended, Ok(true)) {
-        let _ = nix::sys::signal::killpg(nix::unistd::Pid::from_raw(child.id() as i32), nix::sys::signal::SIGKILL);
-        let _ = child.wait();
+        let _ = reap_group(&mut child);
         return Err(format!("no answer within {} s", VERSION_ALLOWED.as_secs()));
     }
     let output = child.wait_with_output().map_err(|e| e.to_string())?;

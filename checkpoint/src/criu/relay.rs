@@ -17,6 +17,7 @@ use std::fs::File;
 use std::io::{self, Write};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -67,10 +68,22 @@ impl Ends {
 #[derive(Debug)]
 pub(super) struct Relay {
     socket: Arc<OwnedFd>,
+    /// CRIU has loaded the library and asked something.
+    used: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Relay {
+    /// True when CRIU leaves the tracing to it.
+    pub(super) fn is_used(&self) -> bool {
+        self.used.load(Ordering::Acquire)
+    }
+
+    /// What ends the tracing when it is shut down.
+    pub(super) fn socket(&self) -> Arc<OwnedFd> {
+        self.socket.clone()
+    }
+
     /// Starts a thread that will trace these processes.
     ///
     /// # Errors
@@ -80,9 +93,10 @@ impl Relay {
         File::from(library.try_clone()?).write_all(LIBRARY)?;
         let (ours, theirs) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)?;
         let socket = Arc::new(ours);
-        let tracer = Tracer { socket: socket.clone(), processes: processes.to_vec(), traced: BTreeSet::new() };
+        let (used, processes) = (Arc::new(AtomicBool::new(false)), processes.to_vec());
+        let tracer = Tracer { socket: socket.clone(), used: used.clone(), processes, traced: BTreeSet::new() };
         let thread = std::thread::Builder::new().name("tracer".into()).spawn(move || tracer.run())?;
-        Ok((Relay { socket, thread: Some(thread) }, Ends { socket: theirs, library }))
+        Ok((Relay { socket, used, thread: Some(thread) }, Ends { socket: theirs, library }))
     }
 }
 
@@ -178,6 +192,7 @@ impl Answer {
 
 struct Tracer {
     socket: Arc<OwnedFd>,
+    used: Arc<AtomicBool>,
     processes: Vec<i32>,
     traced: BTreeSet<i32>,
 }
@@ -193,6 +208,7 @@ impl Tracer {
                 Err(Errno::EINTR) => continue,
                 Err(_) => break,
             };
+            self.used.store(true, Ordering::Release);
             let answer = match Question::read(&packet[..length]) {
                 Some(question) => self.answer(&question),
                 None => Answer::failed(&Errno::EINVAL.into()),
@@ -365,7 +381,8 @@ mod tests {
         wait("it is stopped", || stands(pid).then_some(()));
         let (ours, _theirs) =
             socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC).expect("descriptors");
-        let mut tracer = Tracer { socket: Arc::new(ours), processes: vec![pid], traced: BTreeSet::new() };
+        let (socket, processes) = (Arc::new(ours), vec![pid]);
+        let mut tracer = Tracer { socket, used: Arc::default(), processes, traced: BTreeSet::new() };
         let mut ask = |request: libc::c_uint| {
             let mut packet = u64::from(request).to_ne_bytes().to_vec();
             packet.extend(i64::from(pid).to_ne_bytes());

@@ -7,6 +7,7 @@
 //! still stands still by then, and no trap is on its way to it, is the business of [`relay`](super::relay).
 
 use super::ptrace::{Attached, Registers};
+use sempa_proto::migration::Failure;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
@@ -58,6 +59,13 @@ impl Snapshot {
         let mut threads_left = THREADS_MAX;
         let processes = pids.iter().map(|&pid| Process::note(pid, &mut threads_left)).collect::<io::Result<_>>()?;
         Ok(Snapshot { processes })
+    }
+
+    /// Puts back what differs if the engine did not end by itself, and so has not done that.
+    pub(super) fn put_back_if(&self, why: &Failure) {
+        if matches!(why, Failure::Killed { .. } | Failure::Deadline { .. } | Failure::CalledOff(_)) {
+            self.put_back();
+        }
     }
 
     /// Puts back what differs. Processes that have ended are passed over.

@@ -70,6 +70,8 @@ struct Ongoing {
     token: PathBuf,
     bytes: u64,
     stopped_at: Option<Micros>,
+    /// How long it stood still.
+    frozen: Micros,
     /// When a lost source may be taken for dead.
     fenced_at: Option<Micros>,
     /// The record is on disk and daemons are being told.
@@ -153,6 +155,7 @@ impl Coordinator {
                 token: PathBuf::new(),
                 bytes: 0,
                 stopped_at: None,
+                frozen: Micros::default(),
                 fenced_at: None,
                 locating: false,
                 suspended: Holds::default(),
@@ -168,7 +171,7 @@ impl Coordinator {
         let step = report.step();
         let sender = match step {
             Step::Inspect | Step::Quiesce | Step::Stop | Step::Dump | Step::KillSource => m.of.from,
-            Step::Prepare | Step::Restore | Step::Run => m.of.to,
+            Step::Prepare | Step::Restore | Step::Run | Step::Arrive => m.of.to,
             Step::Transfer | Step::Commit => host,
         };
         if let Report::Failed { step, why } = report {
@@ -189,19 +192,19 @@ impl Coordinator {
         let Some(m) = self.moves.get_mut(&id) else { return };
         let of = m.of.clone();
         let next = match report {
-            Report::Inspected { facts, suspended } if m.step == Step::Inspect => {
+            Report::Inspected { facts, suspended, memory_can_follow } if m.step == Step::Inspect => {
                 m.suspended = suspended;
                 let gib = facts.resident_bytes >> 30;
                 m.sized = STEP_TIME + Micros(TIME_PER_GIB.0 * (gib + 1));
-                self.order(of.to, &of, Order::Prepare { facts, suspended, timeline: None });
+                self.order(of.to, &of, Order::Prepare { facts, suspended, timeline: None, memory_can_follow });
                 Step::Prepare
             }
-            Report::Prepared { verdict, token } if m.step == Step::Prepare => {
+            Report::Prepared { verdict, token, memory_follows } if m.step == Step::Prepare => {
                 if !verdict.is_empty() {
                     return self.end_failed(id, Step::Prepare, Failure::Refused(verdict));
                 }
                 m.token = token.clone();
-                self.order(of.from, &of, Order::Leave { token });
+                self.order(of.from, &of, Order::Leave { token, memory_follows });
                 Step::Quiesce
             }
             // The two ends report on different ways: what one says may overtake what the other said before, and
@@ -222,7 +225,11 @@ impl Coordinator {
             Report::SourceGone(used) if m.step == Step::KillSource => {
                 return self.let_run(id, used);
             }
-            Report::Running if m.step == Step::Run => return self.end_moved(now, id),
+            Report::Running if m.step == Step::Run => {
+                m.frozen = now.since(m.stopped_at.unwrap_or(now));
+                Step::Arrive
+            }
+            Report::Arrived if m.step == Step::Arrive => return self.end_moved(id),
             _ => return,
         };
         self.advance(now, id, step, next);
@@ -235,7 +242,7 @@ impl Coordinator {
             m.step = next;
             m.deadline = match next {
                 Step::Dump | Step::Transfer | Step::Restore => Some(now + m.sized),
-                Step::Commit | Step::KillSource | Step::Run => None,
+                Step::Commit | Step::KillSource | Step::Run | Step::Arrive => None,
                 Step::Inspect | Step::Prepare | Step::Quiesce | Step::Stop => Some(now + STEP_TIME),
             };
         }
@@ -305,8 +312,8 @@ impl Coordinator {
             let m = self.moves.get_mut(&id).expect("just listed");
             if m.of.from == host && matches!(m.step, Step::Commit | Step::KillSource) {
                 m.fenced_at = Some(now + FENCE_TIME);
-            } else if m.of.from == host && m.step == Step::Run {
-                // The source has done its part.
+            } else if m.of.from == host && m.step >= Step::Run {
+                // The source has done its part, or the target misses what it has not done.
             } else {
                 let step = m.step;
                 self.end_failed(id, step, Failure::HostLost(host));
@@ -338,17 +345,15 @@ impl Coordinator {
         }
     }
 
-    fn end_moved(&mut self, now: Micros, id: MigrationId) {
-        let Some(m) = self.moves.remove(&id) else { return };
-        let frozen = now.since(m.stopped_at.unwrap_or(now));
-        let Move { id, tid, from, to, cause } = m.of;
-        let bytes = m.bytes;
+    fn end_moved(&mut self, id: MigrationId) {
+        let Some(Ongoing { of, bytes, frozen, .. }) = self.moves.remove(&id) else { return };
+        let Move { id, tid, from, to, cause } = of;
         self.out.push_back(CoordinatorOutput::Event(EventKind::Moving {
             id,
             tid,
             from,
             to,
-            step: Step::Run,
+            step: Step::Arrive,
             bytes: 0,
         }));
         self.out.push_back(CoordinatorOutput::Event(EventKind::Moved { id, tid, from, to, cause, bytes, frozen }));

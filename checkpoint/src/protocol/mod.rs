@@ -8,6 +8,7 @@
 //!  (record, make the new location known: the commit)
 //!  Yield    ------>  kill and reap, hand over
 //!  Run      ------------------------------------>  let it run, wake the library
+//!                                                  (all memory is there)
 //! ```
 //!
 //! Up to the commit any failure ends in `Resume` at the source and `Discard` at the target: the task goes on where it
@@ -18,6 +19,10 @@
 //! After `Yield` there is no way back: when the target fails then, the task has ended, and the target's daemon says so as
 //! for any task that ends. The tasker carries out its orders for one task in order; an order to continue or discard
 //! overtakes a dump or restore that is under way and ends it.
+//!
+//! Memory may follow the task (post-copy): if both ends can, the images lack most of it, the source's engine keeps it when the
+//! copy there is killed, and the target asks for it from the restore on. Until all of it is there a lost source, or a lost way to
+//! it, is the end of the task; the target kills it before it could go on without.
 //!
 //! Whether the task is suspended the coordinator knows: the source says so with its facts, and from then on either end passes on
 //! what somebody wants before it says that it is done. `Run` and `Resume` bring what has come of it. So a task that is
@@ -37,5 +42,5 @@ mod target;
 pub use coordinator::{Coordinator, CoordinatorOutput, MOVES_OPEN_MAX};
 pub use cut::{CutId, CutOutput, Cuts};
 pub use restart::{Candidate, RestartId, RestartOutput, Restarts};
-pub use source::{Source, SourceEvent, SourceOutput};
+pub use source::{Inspected, Source, SourceEvent, SourceOutput};
 pub use target::{Target, TargetEvent, TargetOutput};

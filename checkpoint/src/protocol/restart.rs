@@ -286,6 +286,7 @@ impl Restarts {
 
 fn prepare(part: &Part, timeline: &Timeline) -> RestartOutput {
     let (facts, suspended) = (part.facts.clone(), Holds::default());
-    let order = Order::Prepare { facts, suspended, timeline: Some(timeline.clone()) };
+    let timeline = Some(timeline.clone());
+    let order = Order::Prepare { facts, suspended, timeline, memory_can_follow: false };
     RestartOutput::Order { host: part.of.to, of: part.of.clone(), order }
 }

@@ -7,13 +7,24 @@ use sempa_proto::tasker::DumpReport;
 use std::collections::VecDeque;
 use std::path::PathBuf;
 
+/// What the source knows of a task that is to move.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Inspected {
+    /// What it is and holds.
+    pub facts: TaskFacts,
+    /// For whom it stands still.
+    pub suspended: Holds,
+    /// Its memory could follow it, and that would be worth while.
+    pub memory_can_follow: bool,
+}
+
 /// What happens at the source.
 #[derive(Clone, Debug, PartialEq)]
 pub enum SourceEvent {
     /// The coordinator's order.
     Order(Order),
-    /// The tasker's answer to [`SourceOutput::Inspect`] and for whom the task stands still, or the daemon's own refusal.
-    Inspected(Result<(TaskFacts, Holds), Refusal>),
+    /// The answer to [`SourceOutput::Inspect`]: the tasker's, or the daemon's own refusal.
+    Inspected(Result<Inspected, Refusal>),
     /// The library has let go and its socket is closed.
     Quiesced,
     /// The tasker's answer to [`SourceOutput::Stop`].
@@ -63,7 +74,10 @@ pub enum SourceOutput {
     /// Have the tasker stop the task.
     Stop,
     /// Have the tasker dump the task.
-    Dump,
+    Dump {
+        /// Most of its memory stays, and is handed out when the target asks for it.
+        memory_follows: bool,
+    },
     /// Begin to send the images to the target while they are being written. What of them is there when the dump fails is of no
     /// use.
     SendAhead,
@@ -117,6 +131,8 @@ pub struct Source {
     keeps: bool,
     /// The images are deposited.
     deposited: bool,
+    /// Most of the memory does not go with the images.
+    memory_follows: bool,
     out: VecDeque<SourceOutput>,
 }
 
@@ -125,7 +141,7 @@ impl Source {
     pub fn new(of: Move) -> Source {
         let out = VecDeque::from([SourceOutput::Inspect]);
         let keeps = of.cause == Cause::Checkpoint;
-        Source { of, state: State::Inspecting, keeps, deposited: false, out }
+        Source { of, state: State::Inspecting, keeps, deposited: false, memory_follows: false, out }
     }
 
     /// The move.
@@ -161,14 +177,15 @@ impl Source {
         match (self.state, event) {
             (_, SourceEvent::Ended) => self.ended(),
             (_, SourceEvent::Order(Order::Resume { .. } | Order::GoOn)) => self.resume(),
-            (State::Inspecting, SourceEvent::Inspected(Ok((facts, suspended)))) => {
-                self.go(State::Ready, [O::Report(Report::Inspected { facts, suspended })]);
+            (State::Inspecting, SourceEvent::Inspected(Ok(Inspected { facts, suspended, memory_can_follow }))) => {
+                self.go(State::Ready, [O::Report(Report::Inspected { facts, suspended, memory_can_follow })]);
             }
             (State::Inspecting, SourceEvent::Inspected(Err(refusal))) => {
                 let why = Failure::Refused(vec![refusal]);
                 self.go(State::Done, [O::Report(Report::Failed { step: Step::Inspect, why }), O::Done]);
             }
-            (State::Ready, SourceEvent::Order(Order::Leave { token })) => {
+            (State::Ready, SourceEvent::Order(Order::Leave { token, memory_follows })) => {
+                self.memory_follows = memory_follows;
                 self.go(State::Quiescing, [O::Hold, O::Quiesce { token: Some(token) }]);
             }
             (State::Ready, SourceEvent::Order(Order::Stand)) => {
@@ -182,14 +199,15 @@ impl Source {
             (State::Standing, SourceEvent::Order(Order::Write { open })) => {
                 self.go(State::Closing, [O::Close { open }]);
             }
-            (State::Closing, SourceEvent::Settled) => self.go(State::Dumping, [O::Dump]),
+            (State::Closing, SourceEvent::Settled) => self.go(State::Dumping, [O::Dump { memory_follows: false }]),
             (State::Dumping, SourceEvent::Dumped(Ok(dump))) if self.keeps => {
                 self.deposited = true;
                 let report = O::Report(Report::Dumped { bytes: dump.bytes });
                 self.go(State::Continuing, [report, O::Deposit, O::Continue]);
             }
             (State::Stopping, SourceEvent::Stopped(Ok(()))) => {
-                self.go(State::Dumping, [O::Report(Report::Stopped), O::Dump, O::SendAhead]);
+                let memory_follows = self.memory_follows;
+                self.go(State::Dumping, [O::Report(Report::Stopped), O::Dump { memory_follows }, O::SendAhead]);
             }
             (State::Dumping, SourceEvent::Dumped(Ok(dump))) => {
                 self.go(State::Sending, [O::Report(Report::Dumped { bytes: dump.bytes }), O::SendImages]);

@@ -10,13 +10,20 @@ pub enum TargetEvent {
     /// The coordinator's order.
     Order(Order),
     /// The tasker's answer to [`TargetOutput::Prepare`].
-    Prepared(Verdict),
+    Prepared {
+        /// Empty: it would take the task.
+        verdict: Verdict,
+        /// Memory can follow a task to here.
+        memory_can_follow: bool,
+    },
     /// The images are here and their hashes are right, or not.
     Received(Result<u64, Failure>),
     /// The tasker's answer to [`TargetOutput::Restore`].
     Restored(Result<(), Failure>),
     /// The tasker's answer to [`TargetOutput::Run`].
     Ran(Result<(), Failure>),
+    /// All memory of the task is here, or some of it will not come and the task was killed.
+    Arrived(Result<(), Failure>),
     /// The tasker's answer to [`TargetOutput::Discard`].
     Discarded,
 }
@@ -52,6 +59,8 @@ enum State {
     Restoring,
     Holding,
     Starting,
+    /// It runs, and its memory follows.
+    Arriving,
     Discarding,
     Done,
 }
@@ -62,14 +71,17 @@ pub struct Target {
     of: Move,
     /// Where the token will be written.
     token: PathBuf,
+    /// The source could let the memory follow; from the verdict on: it will.
+    memory_follows: bool,
     state: State,
     out: VecDeque<TargetOutput>,
 }
 
 impl Target {
     /// The coordinator's order [`Order::Prepare`] has come.
-    pub fn new(of: Move, facts: TaskFacts, token: PathBuf) -> Target {
-        Target { of, token, state: State::Judging, out: VecDeque::from([TargetOutput::Prepare(facts)]) }
+    pub fn new(of: Move, facts: TaskFacts, token: PathBuf, memory_can_follow: bool) -> Target {
+        let memory_follows = memory_can_follow;
+        Target { of, token, memory_follows, state: State::Judging, out: VecDeque::from([TargetOutput::Prepare(facts)]) }
     }
 
     /// The move.
@@ -82,6 +94,11 @@ impl Target {
         self.state == State::Restoring
     }
 
+    /// True if most of the memory does not come with the images. Known from [`TargetOutput::ExpectImages`] on.
+    pub fn memory_follows(&self) -> bool {
+        self.memory_follows
+    }
+
     /// The next thing to do.
     pub fn poll(&mut self) -> Option<TargetOutput> {
         self.out.pop_front()
@@ -92,13 +109,15 @@ impl Target {
         use TargetOutput as O;
         match (self.state, event) {
             (_, TargetEvent::Order(Order::Discard)) => self.discard(),
-            (State::Judging, TargetEvent::Prepared(verdict)) => {
-                let token = self.token.clone();
-                if verdict.is_empty() {
-                    // Expect first: the source may be faster than our answer is.
-                    self.go(State::Receiving, [O::ExpectImages, O::Report(Report::Prepared { verdict, token })]);
+            (State::Judging, TargetEvent::Prepared { verdict, memory_can_follow }) => {
+                self.memory_follows &= memory_can_follow;
+                let (refuses, memory_follows) = (!verdict.is_empty(), self.memory_follows);
+                let report = O::Report(Report::Prepared { verdict, token: self.token.clone(), memory_follows });
+                if refuses {
+                    self.go(State::Done, [report, O::Discard, O::Done]);
                 } else {
-                    self.go(State::Done, [O::Report(Report::Prepared { verdict, token }), O::Discard, O::Done]);
+                    // Expect first: the source may be faster than our answer is.
+                    self.go(State::Receiving, [O::ExpectImages, report]);
                 }
             }
             (State::Receiving, TargetEvent::Received(Ok(bytes))) => {
@@ -109,7 +128,15 @@ impl Target {
             }
             (State::Holding, TargetEvent::Order(Order::Run(parting))) => self.go(State::Starting, [O::Run(parting)]),
             (State::Starting, TargetEvent::Ran(Ok(()))) => {
-                self.go(State::Done, [O::WakeHere, O::Report(Report::Running), O::DropImages, O::Done]);
+                self.go(State::Arriving, [O::WakeHere, O::Report(Report::Running)]);
+                if !self.memory_follows {
+                    self.handle(TargetEvent::Arrived(Ok(())));
+                }
+            }
+            (State::Arriving, TargetEvent::Arrived(result)) => {
+                let failed = |why| Report::Failed { step: Step::Arrive, why };
+                let report = result.map_or_else(failed, |()| Report::Arrived);
+                self.go(State::Done, [O::Report(report), O::DropImages, O::Done]);
             }
             (State::Receiving, TargetEvent::Received(Err(why))) => self.failed(Step::Transfer, why),
             (State::Restoring | State::Holding, TargetEvent::Restored(Err(why))) => self.failed(Step::Restore, why),

@@ -32,11 +32,14 @@ pub enum Step {
     KillSource,
     /// The target's copy runs.
     Run,
+    /// All of its memory is at the target. Nothing is left to do there if it went with the images; else (post-copy) it follows a
+    /// task that runs already.
+    Arrive,
 }
 
 impl Step {
     /// All steps in order.
-    pub const ALL: [Step; 10] = [
+    pub const ALL: [Step; 11] = [
         Step::Inspect,
         Step::Prepare,
         Step::Quiesce,
@@ -47,6 +50,7 @@ impl Step {
         Step::Commit,
         Step::KillSource,
         Step::Run,
+        Step::Arrive,
     ];
 }
 
@@ -63,6 +67,7 @@ impl fmt::Display for Step {
             Step::Commit => "commit",
             Step::KillSource => "kill-source",
             Step::Run => "run",
+            Step::Arrive => "arrive",
         })
     }
 }
@@ -413,11 +418,15 @@ pub enum Order {
         suspended: Holds,
         /// It is started again from a checkpoint; `None`: it moves.
         timeline: Option<Timeline>,
+        /// Its memory may follow it.
+        memory_can_follow: bool,
     },
     /// Source: quiesce, stop, dump and send the images to the target. `token` is where the target will wake the task.
     Leave {
         /// Path, on the target, of the file that wakes the quiesced library.
         token: PathBuf,
+        /// Most of its memory stays, and is handed out when the target asks for it.
+        memory_follows: bool,
     },
     /// Source, before the commit: the move is off; the task goes on here.
     Resume {
@@ -451,6 +460,8 @@ pub enum Report {
         facts: TaskFacts,
         /// For whom it stands still. From now on the coordinator knows that best: the ends pass on what somebody wants.
         suspended: Holds,
+        /// It is worth while, and possible as far as the source is concerned, that its memory follows it.
+        memory_can_follow: bool,
     },
     /// Target: the verdict, and where it will put the token that wakes the task.
     Prepared {
@@ -458,6 +469,8 @@ pub enum Report {
         verdict: Verdict,
         /// Path of the token file on the target.
         token: PathBuf,
+        /// Its memory is to follow it: both ends can do that.
+        memory_follows: bool,
     },
     /// Source: the library has let go.
     Quiesced,
@@ -479,7 +492,10 @@ pub enum Report {
     SourceGone(Usage),
     /// Target: the task runs.
     Running,
-    /// Either end: the step failed. Source: the task still exists there. Target: nothing is left there.
+    /// Target: nothing of it is missing.
+    Arrived,
+    /// Either end: the step failed. Source: the task still exists there. Target: nothing is left there. If it is
+    /// [`Step::Arrive`] the task is dead.
     Failed {
         /// The step that failed.
         step: Step,
@@ -501,6 +517,7 @@ impl Report {
             Report::Restored => Step::Restore,
             Report::SourceGone(_) => Step::KillSource,
             Report::Running => Step::Run,
+            Report::Arrived => Step::Arrive,
             Report::Failed { step, .. } => *step,
         }
     }

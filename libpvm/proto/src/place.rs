@@ -72,6 +72,11 @@ impl Place {
         self.dir.join(format!("images-{}", migration.0))
     }
 
+    /// Socket on which a daemon and its tasker pass on memory that follows the task of one move.
+    pub fn memory_way(&self, migration: crate::ids::MigrationId) -> PathBuf {
+        self.dir.join(format!("memory-{}", migration.0))
+    }
+
     /// File that wakes the quiesced library of one move.
     pub fn token(&self, migration: crate::ids::MigrationId) -> PathBuf {
         self.dir.join(format!("resume-{}", migration.0))

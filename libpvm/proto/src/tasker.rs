@@ -137,6 +137,9 @@ pub enum ToTasker {
         tid: Tid,
         /// Where to.
         dir: PathBuf,
+        /// Socket on which the daemon listens: most of the memory stays, and is handed out to whoever asks there, also when the
+        /// task has been killed. `None`: all of it goes into the directory.
+        memory_way: Option<PathBuf>,
     },
     /// The move is off: end a running dump if there is one and let the task go on. → [`FromTasker::Continued`]
     Continue {
@@ -163,6 +166,9 @@ pub enum ToTasker {
         /// It is started again from a checkpoint: files that have grown by what it wrote since then are cut back, and this
         /// is written into it when it is there, so that it learns where it goes on.
         again: Option<Redirection>,
+        /// Socket on which the daemon listens: most of the memory is to be asked for there. → [`FromTasker::Arrived`], after
+        /// [`FromTasker::Ran`], unless it is discarded
+        memory_way: Option<PathBuf>,
     },
     /// Let the rebuilt task run. → [`FromTasker::Ran`]
     Run {
@@ -172,6 +178,14 @@ pub enum ToTasker {
         used: Usage,
         /// It is ours, but stays stopped until [`ToTasker::GoOn`].
         held: bool,
+    },
+    /// What is missing of the memory of a task that came here will not come: the task must not go on. →
+    /// [`FromTasker::Arrived`] or [`FromTasker::Restored`]
+    MemoryLost {
+        /// The move.
+        migration: MigrationId,
+        /// Why.
+        why: String,
     },
     /// Throw away whatever exists of this move on this host, as target. → [`FromTasker::Discarded`]
     Discard {
@@ -224,6 +238,8 @@ pub enum FromTasker {
         migration: MigrationId,
         /// The answer.
         result: Result<TaskFacts, Refusal>,
+        /// Most of its memory could follow it, and that would be worth while.
+        memory_can_follow: bool,
     },
     /// The verdict; empty means yes.
     Prepared {
@@ -231,6 +247,8 @@ pub enum FromTasker {
         migration: MigrationId,
         /// The answer.
         verdict: Verdict,
+        /// Memory can follow a task to here.
+        memory_can_follow: bool,
     },
     /// As [`FromTasker::Inspected`].
     Seen {
@@ -287,6 +305,13 @@ pub enum FromTasker {
     },
     /// The restored task runs, or could not be let go.
     Ran {
+        /// The move.
+        migration: MigrationId,
+        /// The answer.
+        result: Result<(), Failure>,
+    },
+    /// All memory of a task that runs is here; on failure the task has been killed.
+    Arrived {
         /// The move.
         migration: MigrationId,
         /// The answer.

@@ -91,7 +91,7 @@ pub fn dump(
     dir: &Path,
     seen: &mut Vec<FromTasker>,
 ) -> Result<DumpReport, Failure> {
-    tasker.send(ToTasker::Dump { migration, tid, dir: dir.into() });
+    tasker.send(ToTasker::Dump { migration, tid, dir: dir.into(), memory_way: None });
     dumped(tasker, seen)
 }
 
@@ -103,7 +103,7 @@ pub fn dumped(tasker: &mut Tasker, seen: &mut Vec<FromTasker>) -> Result<DumpRep
 }
 
 pub fn restore(tasker: &mut Tasker, tid: Tid, migration: MigrationId, dir: &Path) -> Result<i32, Failure> {
-    tasker.send(ToTasker::Restore { migration, tid, dir: dir.into(), again: None });
+    tasker.send(ToTasker::Restore { migration, tid, dir: dir.into(), again: None, memory_way: None });
     tasker.until(&mut Vec::new(), |m| match m {
         FromTasker::Restored { result, .. } => Some(result.clone()),
         _ => None,

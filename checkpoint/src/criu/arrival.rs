@@ -1,0 +1,158 @@
+//! A CRIU that fetches the memory of a restored task while the task runs already.
+//!
+//! The restored processes hand it the descriptors by which the kernel tells of missing memory (userfaultfd). When the last
+//! descriptor is closed the kernel takes all that is missing for zeros; so they pass through here, and copies of them stay
+//! until all memory has come or the processes are dead.
+
+use super::process::{Program, own};
+use crate::engine::{Arriving, Limits, Missing};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, sendmsg};
+use sempa_proto::migration::Failure;
+use std::fs::File;
+use std::io::{self, IoSlice, IoSliceMut};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+/// Where CRIU connects with the descriptors of what it restores, in its working directory.
+const SOCKET: &str = "lazy-pages.socket";
+/// Working directory of the CRIU that fetches, in that of the images.
+const OWN_DIR: &str = "arriving";
+const LOG: &str = "arriving.log";
+/// Descriptors in one message; CRIU sends one.
+const DESCRIPTORS_MAX: usize = 4;
+/// Bytes that are passed on at once: no more than CRIU's numbers have. A descriptor has to come with the byte that it was sent with,
+/// and more room would take that in together with the number in front of it.
+const BYTES_MAX: usize = 4;
+/// Until the one that fetches listens it is looked for this often.
+const LOOK_PAUSE: Duration = Duration::from_millis(1);
+
+/// Memory on its way to here.
+pub(super) struct Arrival {
+    program: Program,
+    /// Passes descriptors on until the restore is over; what it has kept of them.
+    passing: JoinHandle<Vec<OwnedFd>>,
+    log: PathBuf,
+}
+
+impl Arrival {
+    pub(super) fn start(criu: &Path, dir: &Path, ask_on: &OwnedFd) -> Result<Arrival, Failure> {
+        let io =
+            |what: &str, e: io::Error| Failure::Io(format!("cannot fetch memory into {}: {what}: {e}", dir.display()));
+        let theirs = dir.join(OWN_DIR);
+        std::fs::create_dir(&theirs).map_err(|e| io(OWN_DIR, e))?;
+        let folder = File::open(dir).map_err(|e| io("its directory", e))?;
+        // The path itself may be longer than that of a socket can be.
+        let listener = UnixListener::bind(in_folder(&folder, Path::new(SOCKET))).map_err(|e| io(SOCKET, e))?;
+        let number = ask_on.as_raw_fd().to_string();
+        let (images, work) = (dir.as_os_str(), theirs.as_os_str());
+        let arguments =
+            ["lazy-pages".as_ref(), "-D".as_ref(), images, "-W".as_ref(), work, "-o".as_ref(), LOG.as_ref()];
+        let more = ["--page-server", "--ps-socket", &number, "-v2"].map(AsRef::as_ref);
+        let program = Program::start(criu, arguments.into_iter().chain(more), &theirs, &[ask_on.as_fd()])?;
+        let ended = program.end_seen().map_err(|e| io("no descriptor", e))?;
+        let passing = std::thread::Builder::new()
+            .name("passing".into())
+            .spawn(move || pass_on(&folder, &listener, &ended))
+            .map_err(|e| io("no thread", e))?;
+        Ok(Arrival { program, passing, log: theirs.join(LOG) })
+    }
+}
+
+impl Arriving for Arrival {
+    fn engine_pid(&self) -> i32 {
+        self.program.pid()
+    }
+
+    fn finish(mut self: Box<Self>, limits: &Limits) -> Result<(), (Failure, Missing)> {
+        let ended = self.program.finish(limits, &self.log);
+        let kept = self.passing.join().expect("whoever passes descriptors on does not panic");
+        ended.map_err(|why| (why, Missing(kept)))
+    }
+}
+
+/// A path that is short enough for a socket, as long as the directory is open.
+fn in_folder(folder: &File, name: &Path) -> PathBuf {
+    PathBuf::from(format!("/proc/self/fd/{}", folder.as_raw_fd())).join(name)
+}
+
+/// Lets the restore talk with the one that fetches, until either has ended; the descriptors that passed.
+fn pass_on(folder: &File, listener: &UnixListener, ended: &OwnedFd) -> Vec<OwnedFd> {
+    let mut kept = Vec::new();
+    let Some(fetches) = connect(folder, ended) else { return kept };
+    if !ready(&[listener.as_fd()], ended) {
+        return kept;
+    }
+    let Ok((restore, _)) = listener.accept() else { return kept };
+    while ready(&[restore.as_fd(), fetches.as_fd()], ended) {
+        let passed = [(&restore, &fetches), (&fetches, &restore)].map(|(from, to)| pass(from, to, &mut kept));
+        if passed.iter().any(|passed| !matches!(passed, Ok(true))) {
+            break;
+        }
+    }
+    kept
+}
+
+/// Connects to the one that fetches as soon as it listens.
+fn connect(folder: &File, ended: &OwnedFd) -> Option<UnixStream> {
+    let path = in_folder(folder, &Path::new(OWN_DIR).join(SOCKET));
+    loop {
+        if let Ok(stream) = UnixStream::connect(&path) {
+            return Some(stream);
+        }
+        if has_ended(ended) {
+            return None;
+        }
+        std::thread::sleep(LOOK_PAUSE);
+    }
+}
+
+/// Passes on what there is, with its descriptors; false at the end of the stream.
+fn pass(from: &UnixStream, to: &UnixStream, kept: &mut Vec<OwnedFd>) -> io::Result<bool> {
+    let mut bytes = [0; BYTES_MAX];
+    let mut room = nix::cmsg_space!([RawFd; DESCRIPTORS_MAX]);
+    let mut parts = [IoSliceMut::new(&mut bytes)];
+    let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_CMSG_CLOEXEC;
+    let got = match recvmsg::<()>(from.as_raw_fd(), &mut parts, Some(&mut room), flags) {
+        Ok(got) => got,
+        Err(nix::errno::Errno::EAGAIN | nix::errno::Errno::EINTR) => return Ok(true),
+        Err(e) => return Err(e.into()),
+    };
+    let mut came = Vec::new();
+    for message in got.cmsgs()? {
+        if let ControlMessageOwned::ScmRights(numbers) = message {
+            came.extend(numbers.into_iter().map(own));
+        }
+    }
+    let length = got.bytes;
+    if length == 0 {
+        return Ok(false);
+    }
+    let numbers: Vec<RawFd> = came.iter().map(AsRawFd::as_raw_fd).collect();
+    let rights = [ControlMessage::ScmRights(&numbers)];
+    let with = if numbers.is_empty() { &[][..] } else { &rights[..] };
+    sendmsg::<()>(to.as_raw_fd(), &[IoSlice::new(&bytes[..length])], with, MsgFlags::MSG_NOSIGNAL, None)?;
+    kept.extend(came);
+    Ok(true)
+}
+
+/// Waits until one of them has something; false when the one that fetches has ended.
+fn ready(streams: &[BorrowedFd<'_>], ended: &OwnedFd) -> bool {
+    loop {
+        let all = streams.iter().copied().chain([ended.as_fd()]);
+        let mut fds: Vec<PollFd<'_>> = all.map(|fd| PollFd::new(fd, PollFlags::POLLIN)).collect();
+        match poll(&mut fds, PollTimeout::NONE) {
+            Ok(_) => return !has_ended(ended),
+            Err(nix::errno::Errno::EINTR) => {}
+            Err(_) => return false,
+        }
+    }
+}
+
+fn has_ended(ended: &OwnedFd) -> bool {
+    let mut fds = [PollFd::new(ended.as_fd(), PollFlags::POLLIN)];
+    poll(&mut fds, PollTimeout::ZERO).is_ok_and(|ready| ready > 0)
+}

@@ -1,0 +1,248 @@
+//! Memory that follows a task (post-copy): at the source it is handed out after the images are written, also when the task has
+//! been killed; at the target it comes while the task runs already. It passes through the daemons, each of which has a
+//! socket for it.
+
+use crate::moves::Stage;
+use crate::supervisor::Supervisor;
+use crate::task::Phase;
+use crate::workers::Outcome;
+use checkpoint::engine::{Cancel, Limits, Memory, Missing, Serving};
+use sempa_proto::migration::{Failure, TaskFacts};
+use sempa_proto::tasker::FromTasker;
+use sempa_proto::{MigrationId, Tid};
+use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::Duration;
+
+/// Resident memory from which on it follows a task: below it a task stands still hardly longer when it takes its memory along.
+const FOLLOWS_FROM_BYTES: u64 = 64 << 20;
+/// Says when memory follows: `never`, `always`; anything else: from [`FOLLOWS_FROM_BYTES`] on.
+const SETTING: &str = "SEMPA_POST_COPY";
+/// No transfer takes so long. One that has stopped is noticed by the daemons.
+const TRANSFER_ALLOWED: Duration = Duration::from_secs(7 * 24 * 3600);
+
+/// When memory follows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Setting {
+    Never,
+    Large,
+    Always,
+}
+
+/// Memory that comes.
+#[derive(Debug)]
+struct Coming {
+    worker: u64,
+    /// The task, as soon as it runs.
+    runs: Option<Tid>,
+    /// All of it is here.
+    complete: bool,
+    /// Why the rest of it will not come.
+    lost: Option<Failure>,
+    /// The task has ended and needs no more.
+    over: bool,
+}
+
+/// Memory under way, from here and to here.
+#[derive(Debug)]
+pub(crate) struct Following {
+    setting: Setting,
+    /// Whether it is possible here; known after the engine's trial.
+    pub(crate) possible: Result<(), String>,
+    going: BTreeMap<MigrationId, Memory>,
+    coming: BTreeMap<MigrationId, Coming>,
+}
+
+impl Following {
+    /// Nothing is under way.
+    pub(crate) fn new() -> Following {
+        let setting = match std::env::var(SETTING).as_deref() {
+            Ok("never") => Setting::Never,
+            Ok("always") => Setting::Always,
+            _ => Setting::Large,
+        };
+        let (going, coming) = (BTreeMap::new(), BTreeMap::new());
+        Following { setting, possible: Err("the engine has not been tried".into()), going, coming }
+    }
+
+    /// Whether memory can follow tasks from here and to here.
+    pub(crate) fn can(&self) -> bool {
+        self.setting != Setting::Never && self.possible.is_ok()
+    }
+
+    /// Whether the memory of this task should.
+    pub(crate) fn should(&self, facts: &TaskFacts) -> bool {
+        self.can() && (self.setting == Setting::Always || facts.resident_bytes >= FOLLOWS_FROM_BYTES)
+    }
+
+    /// Nobody gets any more; for the end of the tasker.
+    pub(crate) fn withhold_all(&self) {
+        self.going.values().for_each(Memory::withhold);
+    }
+}
+
+/// Connects to the socket on which the daemon passes memory on.
+pub(crate) fn connect(way: &Path) -> Result<OwnedFd, Failure> {
+    let failed = |e| Failure::Io(format!("no way for its memory: {}: {e}", way.display()));
+    UnixStream::connect(way).map(OwnedFd::from).map_err(failed)
+}
+
+fn limits() -> Result<Limits, Failure> {
+    let cancel = Cancel::new().map_err(|e| Failure::Io(format!("no descriptor: {e}")))?;
+    Ok(Limits { allowed: TRANSFER_ALLOWED, cancel })
+}
+
+impl Supervisor {
+    // ---- source
+
+    /// The images are written; what is not in them is handed out from now on.
+    pub(crate) fn hand_out(
+        &mut self,
+        migration: MigrationId,
+        tid: Tid,
+        serving: Box<dyn Serving>,
+    ) -> Result<(), Failure> {
+        let (limits, memory, pid) = (limits()?, serving.memory(), serving.engine_pid());
+        let cancel = limits.cancel.clone();
+        let work = move || Outcome::Served { migration, tid, result: serving.finish(&limits) };
+        let worker = self.moves.workers.start(&cancel, Some(pid), work)?;
+        self.moves.following.going.insert(migration, memory);
+        if let Some(task) = self.tasks.get_mut(&tid) {
+            task.phase = Phase::Serving { migration, worker, called_off: false };
+        }
+        Ok(())
+    }
+
+    /// The move is off, or its task has ended: nobody gets any more of the memory.
+    pub(crate) fn withhold(&self, migration: MigrationId, worker: u64) {
+        if let Some(memory) = self.moves.following.going.get(&migration) {
+            memory.withhold();
+        }
+        self.moves.workers.cancel(worker);
+    }
+
+    /// The task has been killed because it runs elsewhere: its memory outlives it.
+    pub(crate) fn outlive(&self, migration: MigrationId) {
+        if let Some(memory) = self.moves.following.going.get(&migration) {
+            memory.outlive();
+        }
+    }
+
+    /// Nothing is handed out any more.
+    pub(crate) fn served(&mut self, migration: MigrationId, tid: Tid, result: &Result<(), Failure>) {
+        self.moves.following.going.remove(&migration);
+        let Some(task) = self.tasks.get_mut(&tid) else { return };
+        let Phase::Serving { migration: of, called_off, .. } = task.phase else { return };
+        if of != migration {
+            return;
+        }
+        task.phase = Phase::Stopped { migration };
+        if result.is_err() {
+            task.be_still();
+        }
+        if called_off {
+            self.continue_task(migration, tid);
+        }
+    }
+
+    // ---- target
+
+    /// Begins to fetch the memory of a task that is about to be restored.
+    pub(crate) fn fetch(&mut self, migration: MigrationId, dir: &Path, way: &Path) -> Result<(), Failure> {
+        let engine = self.moves.engine.as_ref().ok_or_else(|| self.broken())?;
+        let arriving = engine.start_arrival(dir, connect(way)?)?;
+        let (limits, pid) = (limits()?, arriving.engine_pid());
+        let cancel = limits.cancel.clone();
+        let work = move || Outcome::Arrived { migration, result: arriving.finish(&limits) };
+        let worker = self.moves.workers.start(&cancel, Some(pid), work)?;
+        let coming = Coming { worker, runs: None, complete: false, lost: None, over: false };
+        self.moves.following.coming.insert(migration, coming);
+        Ok(())
+    }
+
+    /// The task of this move runs.
+    pub(crate) fn memory_follows_to(&mut self, migration: MigrationId, tid: Tid) {
+        let Some(coming) = self.moves.following.coming.get_mut(&migration) else { return };
+        coming.runs = Some(tid);
+        if coming.complete {
+            self.moves.following.coming.remove(&migration);
+            self.say(&FromTasker::Arrived { migration, result: Ok(()) });
+        }
+    }
+
+    /// The copy is thrown away.
+    pub(crate) fn fetch_no_more(&mut self, migration: MigrationId) {
+        if let Some(coming) = self.moves.following.coming.remove(&migration) {
+            self.moves.workers.cancel(coming.worker);
+        }
+    }
+
+    /// The task has ended: what has not come yet is of no use.
+    pub(crate) fn memory_unneeded(&mut self, tid: Tid) {
+        for coming in self.moves.following.coming.values_mut().filter(|coming| coming.runs == Some(tid)) {
+            // One that was killed for want of it has not ended by itself.
+            coming.over = coming.lost.is_none();
+            self.moves.workers.cancel(coming.worker);
+        }
+    }
+
+    /// The daemon says that the rest will not come. First of all nothing may run that needs it.
+    pub(crate) fn memory_lost(&mut self, migration: MigrationId, why: String) {
+        let Some(coming) = self.moves.following.coming.get_mut(&migration) else { return };
+        coming.lost = Some(Failure::Images(why));
+        let (runs, worker) = (coming.runs, coming.worker);
+        if let Some(task) = runs.and_then(|tid| self.tasks.get(&tid)) {
+            task.kill_all();
+        }
+        self.moves.workers.cancel(worker);
+    }
+
+    /// All memory is here, or no more of it will come.
+    pub(crate) fn arrived(&mut self, migration: MigrationId, result: Result<(), (Failure, Missing)>) {
+        let Some(mut coming) = self.moves.following.coming.remove(&migration) else { return };
+        let (result, missing) = match result {
+            _ if coming.over => (Ok(()), None),
+            Ok(()) => (Ok(()), None),
+            Err((why, missing)) => {
+                if coming.lost.is_none() {
+                    // It may be this host or this engine that cannot: the next task takes its memory along.
+                    self.moves.following.possible = Err(why.to_string());
+                }
+                (Err(coming.lost.take().unwrap_or(why)), Some(missing))
+            }
+        };
+        match (result, coming.runs) {
+            (Ok(()), None) => {
+                coming.complete = true;
+                self.moves.following.coming.insert(migration, coming);
+            }
+            (Ok(()), Some(_)) => self.say(&FromTasker::Arrived { migration, result: Ok(()) }),
+            (Err(why), None) => self.copy_lost(migration, why),
+            (Err(why), Some(tid)) => {
+                if let Some(task) = self.tasks.get(&tid) {
+                    task.kill_all();
+                }
+                self.say(&FromTasker::Arrived { migration, result: Err(why) });
+            }
+        }
+        // Only now: see there.
+        drop(missing);
+    }
+
+    /// A copy that does not run yet will never be whole.
+    fn copy_lost(&mut self, migration: MigrationId, why: Failure) {
+        match self.moves.stage_of(migration) {
+            Some(Stage::Restoring { worker, lost, .. }) => {
+                *lost = Some(why);
+                let worker = *worker;
+                self.moves.workers.cancel(worker);
+            }
+            Some(Stage::Prepared | Stage::Held { .. }) => {
+                self.clear_target(migration, vec![FromTasker::Restored { migration, result: Err(why) }]);
+            }
+            None => {}
+        }
+    }
+}

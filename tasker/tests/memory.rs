@@ -1,0 +1,217 @@
+//! Memory that follows a task: two taskers, and between them what the daemons do, a way that can be shut and cut.
+
+mod common;
+
+use common::moving::{self, can_move, discard, program, stop};
+use common::{Tasker, is_alive, migration, processes_with, tid, wait_until};
+use sempa_proto::migration::{Failure, TaskFacts, Usage};
+use sempa_proto::tasker::{FromTasker, ToTasker};
+use std::io::{Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Condvar, Mutex};
+
+/// Memory of the task in megabytes.
+const MEGABYTES: &str = "48";
+/// Makes memory follow tasks of any size.
+const ALWAYS: [(&str, &str); 1] = [("SEMPA_POST_COPY", "always")];
+
+/// Bytes that may pass before the way is opened. A restore needs some: the kernel itself writes into a task's memory.
+const FIRST_BYTES: usize = 8 << 20;
+
+/// What passes memory on: the first of it, and the rest when it is opened.
+struct Way {
+    source: PathBuf,
+    target: PathBuf,
+    /// Bytes that may pass yet.
+    gate: Arc<(Mutex<usize>, Condvar)>,
+}
+
+impl Way {
+    fn new(dir: &Path) -> Way {
+        let (source, target) = (dir.join("memory-source"), dir.join("memory-target"));
+        let listeners = [&source, &target].map(|path| UnixListener::bind(path).expect("a socket"));
+        let gate = Arc::new((Mutex::new(FIRST_BYTES), Condvar::new()));
+        let of_thread = gate.clone();
+        std::thread::spawn(move || {
+            let [here, there] = listeners.map(|listener| listener.accept().expect("a tasker").0);
+            let (asks, answers) = (there.try_clone().expect("a copy"), here.try_clone().expect("a copy"));
+            std::thread::spawn(move || pass(asks, here, &(Mutex::new(usize::MAX), Condvar::new())));
+            pass(answers, there, &of_thread);
+        });
+        Way { source, target, gate }
+    }
+
+    fn open(&self) {
+        *self.gate.0.lock().expect("no panic") = usize::MAX;
+        self.gate.1.notify_all();
+    }
+}
+
+fn pass(mut from: UnixStream, mut to: UnixStream, (left, opened): &(Mutex<usize>, Condvar)) {
+    let mut bytes = vec![0; 1 << 16];
+    loop {
+        let may = *opened.wait_while(left.lock().expect("no panic"), |left| *left == 0).expect("no panic");
+        let room = bytes.len().min(may);
+        let Ok(length @ 1..) = from.read(&mut bytes[..room]) else { break };
+        if to.write_all(&bytes[..length]).is_err() {
+            break;
+        }
+        *left.lock().expect("no panic") -= length;
+    }
+    let _ = to.shutdown(std::net::Shutdown::Both);
+}
+
+/// A task that was dumped here and restored there without its memory; both copies stand still.
+struct Scene {
+    dir: tempfile::TempDir,
+    here: Tasker,
+    there: Tasker,
+    way: Way,
+    copy: i32,
+}
+
+impl Scene {
+    fn new() -> Scene {
+        let dir = tempfile::tempdir().expect("dir");
+        let (mut here, mut there) = (Tasker::start_with(&ALWAYS), Tasker::start_with(&ALWAYS));
+        let way = Way::new(dir.path());
+        let children = dir.path().join("children");
+        here.run(tid(1), &program(dir.path(), "pages"), &[MEGABYTES, children.to_str().expect("text")]);
+        here.output_until(tid(1), &mut Vec::new(), |text| text.ends_with(b"\n"));
+        here.send(ToTasker::Inspect { migration: migration(1), tid: tid(1) });
+        let inspected = here.until(&mut Vec::new(), |m| match m {
+            FromTasker::Inspected { result, memory_can_follow, .. } => Some((result.clone(), *memory_can_follow)),
+            _ => None,
+        });
+        assert!(inspected.1, "it can follow: {:?}", inspected.0);
+        there.send(ToTasker::Prepare { migration: migration(1), tid: tid(1), facts: TaskFacts::default() });
+        let prepared = there.until(&mut Vec::new(), |m| match m {
+            FromTasker::Prepared { verdict, memory_can_follow, .. } => Some((verdict.clone(), *memory_can_follow)),
+            _ => None,
+        });
+        assert_eq!(prepared, (vec![], true));
+        stop(&mut here, tid(1), migration(1), &mut Vec::new());
+        let images = dir.path().join("images");
+        let memory_way = Some(way.source.clone());
+        here.send(ToTasker::Dump { migration: migration(1), tid: tid(1), dir: images.clone(), memory_way });
+        let report = moving::dumped(&mut here, &mut Vec::new()).expect("a dump");
+        assert!(report.bytes < 8 << 20, "the images lack the memory: {} bytes", report.bytes);
+        let memory_way = Some(way.target.clone());
+        there.send(ToTasker::Restore { migration: migration(1), tid: tid(1), dir: images, again: None, memory_way });
+        let restored = there.until(&mut Vec::new(), |m| match m {
+            FromTasker::Restored { result, .. } => Some(result.clone()),
+            _ => None,
+        });
+        let copy = restored.expect("a restore");
+        std::fs::write(&children, "").expect("a file");
+        Scene { dir, here, there, way, copy }
+    }
+
+    /// Kills the source and lets the copy run; most of the memory has not come.
+    fn commit(&mut self) {
+        let used = moving::kill_moved(&mut self.here, tid(1), migration(1), &mut Vec::new());
+        assert_ne!(used, Usage::default());
+        assert!(is_alive(self.copy));
+        moving::run(&mut self.there, migration(1), used, &mut Vec::new());
+    }
+
+    fn arrival(&mut self) -> (Result<(), Failure>, Vec<FromTasker>) {
+        let mut seen = Vec::new();
+        let result = self.there.until(&mut seen, |m| match m {
+            FromTasker::Arrived { result, .. } => Some(result.clone()),
+            _ => None,
+        });
+        (result, seen)
+    }
+
+    /// The copy has been killed, and has never seen a wrong word.
+    fn dies(mut self, seen: Vec<FromTasker>) {
+        let mut output = moving::output_of(&seen, tid(1));
+        let exited = |m: &FromTasker| match m {
+            FromTasker::Exited { status, .. } => Some(*status),
+            _ => None,
+        };
+        let mut rest = Vec::new();
+        let status = seen.iter().find_map(exited).unwrap_or_else(|| self.there.until(&mut rest, exited));
+        output.extend(moving::output_of(&rest, tid(1)));
+        assert_eq!(status, 9, "{}", String::from_utf8_lossy(&output));
+        assert!(!String::from_utf8_lossy(&output).contains("bad"));
+        self.end();
+    }
+
+    fn end(self) {
+        self.here.stop();
+        self.there.stop();
+        let left = self.dir.path().display().to_string();
+        wait_until("nothing is left", || processes_with(&left).is_empty());
+    }
+}
+
+#[test]
+fn a_task_runs_before_its_memory_has_come_from_a_host_where_it_is_dead_already() {
+    if !can_move() {
+        return;
+    }
+    let mut scene = Scene::new();
+    scene.commit();
+    scene.way.open();
+    let (result, seen) = scene.arrival();
+    assert_eq!(result, Ok(()));
+    let mut output = moving::output_of(&seen, tid(1));
+    let more = moving::lines(&output) + 100;
+    scene.there.output_until(tid(1), &mut output, |text| moving::lines(text) > more);
+    assert!(!String::from_utf8_lossy(&output).contains("bad"));
+    scene.there.send(ToTasker::Kill { tid: tid(1) });
+    let (_, status, _) = scene.there.follow_to_the_end(tid(1));
+    assert_eq!(status, 9);
+    scene.end();
+}
+
+#[test]
+fn a_task_whose_memory_does_not_come_ends_and_has_never_seen_zeros_in_its_place() {
+    if !can_move() {
+        return;
+    }
+    let mut scene = Scene::new();
+    scene.commit();
+    scene.there.send(ToTasker::MemoryLost { migration: migration(1), why: "the line is cut".into() });
+    let (result, seen) = scene.arrival();
+    assert_eq!(result, Err(Failure::Images("the line is cut".into())));
+    scene.way.open();
+    scene.dies(seen);
+}
+
+#[test]
+fn a_task_ends_when_what_fetches_its_memory_is_killed_and_has_never_seen_zeros_in_its_place() {
+    if !can_move() {
+        return;
+    }
+    let mut scene = Scene::new();
+    scene.commit();
+    let fetching = processes_with(&format!("lazy-pages -D {}", scene.dir.path().display()));
+    let [fetching] = fetching[..] else { panic!("one process fetches it: {fetching:?}") };
+    nix::sys::signal::kill(nix::unistd::Pid::from_raw(fetching), nix::sys::signal::SIGKILL).expect("kill");
+    let (result, seen) = scene.arrival();
+    assert_eq!(result, Err(Failure::Killed { signal: 9 }));
+    scene.way.open();
+    scene.dies(seen);
+}
+
+#[test]
+fn a_move_that_is_called_off_leaves_the_task_where_its_memory_is() {
+    if !can_move() {
+        return;
+    }
+    let mut scene = Scene::new();
+    discard(&mut scene.there, migration(1), &mut Vec::new());
+    assert!(!is_alive(scene.copy));
+    let mut seen = Vec::new();
+    moving::continue_task(&mut scene.here, tid(1), migration(1), &mut seen);
+    let mut output = moving::output_of(&seen, tid(1));
+    let more = moving::lines(&output) + 100;
+    scene.here.output_until(tid(1), &mut output, |text| moving::lines(text) > more);
+    assert!(!String::from_utf8_lossy(&output).contains("bad"));
+    scene.way.open();
+    scene.end();
+}
