@@ -285,7 +285,7 @@ impl<'a> Rounds<'a> {
                 let place = host.path("/tmp/sempa-0/pvm");
                 for entry in fs::read_dir(place).into_iter().flatten().flatten() {
                     let name = entry.file_name().to_string_lossy().into_owned();
-                    if ["images-", "resume-", ".tmp-"].iter().any(|begin| name.starts_with(begin)) {
+                    if ["images-", "memory-", "resume-", ".tmp-"].iter().any(|begin| name.starts_with(begin)) {
                         left.push(format!("{} on {}", name, host.name()));
                     }
                 }

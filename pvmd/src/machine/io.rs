@@ -224,6 +224,13 @@ pub enum Event {
         /// Bytes received.
         result: Result<u64, Failure>,
     },
+    /// Target: what is missing of the memory of a task that came here will not come.
+    MemoryLost {
+        /// The move.
+        migration: MigrationId,
+        /// Why.
+        why: String,
+    },
     /// The record of [`Output::RecordMove`] is on disk, or could not be written.
     MoveRecorded {
         /// The move.
@@ -406,7 +413,24 @@ pub enum Output {
         /// The source.
         from: HostId,
     },
-    /// Stop sending or receiving and delete the images of this move on this host. Repeatable.
+    /// Source: from now on the tasker hands out memory at [`Place::memory_way`](sempa_proto::place::Place::memory_way); the target
+    /// gets what it asks for, until the tasker's end or the target's closes.
+    LendMemory {
+        /// The move.
+        migration: MigrationId,
+        /// The target.
+        to: HostId,
+    },
+    /// Target: from now on the tasker asks for memory at that place; it comes from this host. If the way breaks before the
+    /// tasker's end closes: → [`Event::MemoryLost`]
+    ExpectMemory {
+        /// The move.
+        migration: MigrationId,
+        /// The source.
+        from: HostId,
+    },
+    /// Stop sending or receiving and delete the images of this move on this host. Memory that is on its way
+    /// comes nevertheless. Repeatable.
     DropImages {
         /// The move.
         migration: MigrationId,

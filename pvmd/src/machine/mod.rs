@@ -52,7 +52,7 @@ use sempa_proto::event::EventKind;
 use sempa_proto::place::Place;
 use sempa_proto::table::{HostEntry, HostTable};
 use sempa_proto::task::Reply;
-use sempa_proto::tasker::FromTasker;
+use sempa_proto::tasker::{FromTasker, ToTasker};
 use sempa_proto::{Epoch, HostId, Micros, Tid};
 use std::collections::{BTreeMap, VecDeque};
 use std::net::SocketAddr;
@@ -287,6 +287,7 @@ impl Machine {
             Event::ImagesReceived { migration, result } => {
                 self.target_event(migration, TargetEvent::Received(result));
             }
+            Event::MemoryLost { migration, why } => self.tell_tasker(ToTasker::MemoryLost { migration, why }),
             Event::MoveRecorded { migration, result } => self.move_recorded(migration, result),
             Event::Stranger { text } => {
                 self.log(text.clone());

@@ -5,7 +5,7 @@ use super::suspend::Suspended;
 use super::tasks::Task;
 use super::{Machine, Output};
 use checkpoint::protocol::{
-    Coordinator, CoordinatorOutput, Source, SourceEvent, SourceOutput, Target, TargetEvent, TargetOutput,
+    Coordinator, CoordinatorOutput, Inspected, Source, SourceEvent, SourceOutput, Target, TargetEvent, TargetOutput,
 };
 use sempa_proto::checkpoint::PartRecord;
 use sempa_proto::event::EventKind;
@@ -283,13 +283,13 @@ impl Machine {
             Order::Inspect => {
                 self.moves.sources.insert(id, Source::new(of));
             }
-            Order::Prepare { facts, suspended, timeline } => {
+            Order::Prepare { facts, suspended, timeline, memory_can_follow } => {
                 let token = self.config.place.token(id);
                 let mut arrival = Arrival::new(of.tid, id, of.from);
                 arrival.begins = timeline;
                 arrival.suspended = Suspended::from(None, self.now, suspended);
                 self.moves.arrivals.insert(of.tid, arrival);
-                self.moves.targets.insert(id, Target::new(of, facts, token));
+                self.moves.targets.insert(id, Target::new(of, facts, token, memory_can_follow));
             }
             Order::GoOn if self.moves.deposits.remove(&id) => self.out.push_back(Output::DropImages { migration: id }),
             Order::Stand | Order::Write { .. } | Order::GoOn => match self.moves.sources.get_mut(&id) {
@@ -360,9 +360,13 @@ impl Machine {
             SourceOutput::Settle => self.settle(id, tid, None),
             SourceOutput::Close { open } => self.settle(id, tid, Some(open)),
             SourceOutput::Deposit => self.deposit(id),
-            SourceOutput::Dump => {
+            SourceOutput::Dump { memory_follows } => {
                 let dir = self.config.place.images(id);
-                self.tell_tasker(ToTasker::Dump { migration: id, tid, dir });
+                let memory_way = memory_follows.then(|| self.config.place.memory_way(id));
+                if memory_follows {
+                    self.out.push_back(Output::LendMemory { migration: id, to: of.to });
+                }
+                self.tell_tasker(ToTasker::Dump { migration: id, tid, dir, memory_way });
             }
             SourceOutput::SendAhead => self.out.push_back(Output::SendAhead { migration: id, to: of.to }),
             SourceOutput::SendImages => {
@@ -443,26 +447,31 @@ impl Machine {
                 self.report(id, report);
             }
             TargetOutput::Prepare(_) if self.hosting.is_stopped() => {
-                let refusal = self.no_guests().into_iter().collect();
-                self.target_event(id, TargetEvent::Prepared(refusal));
+                let verdict = self.no_guests().into_iter().collect();
+                self.target_event(id, TargetEvent::Prepared { verdict, memory_can_follow: false });
             }
             TargetOutput::Prepare(facts) if !self.tasker_gone => {
                 self.tell_tasker(ToTasker::Prepare { migration: id, tid, facts });
             }
             TargetOutput::Prepare(_) => {
-                let refusal = self.no_tasker().into_iter().collect();
-                self.target_event(id, TargetEvent::Prepared(refusal));
+                let verdict = self.no_tasker().into_iter().collect();
+                self.target_event(id, TargetEvent::Prepared { verdict, memory_can_follow: false });
             }
             // What the store of this host has needs no way.
             TargetOutput::ExpectImages if of.from == self.config.host => {}
-            TargetOutput::ExpectImages => self.out.push_back(Output::ExpectImages { migration: id, from: of.from }),
+            TargetOutput::ExpectImages => {
+                self.out.push_back(Output::ExpectImages { migration: id, from: of.from });
+                if self.memory_follows(id) {
+                    self.out.push_back(Output::ExpectMemory { migration: id, from: of.from });
+                }
+            }
             TargetOutput::Restore if of.cause == Cause::Restart => {
                 self.out.push_back(Output::ReadPart { migration: id });
             }
             TargetOutput::Restore => {
                 let dir = self.config.place.images(id);
-                let restore = ToTasker::Restore { migration: id, tid, dir, again: None };
-                self.tell_tasker(restore);
+                let memory_way = self.memory_follows(id).then(|| self.config.place.memory_way(id));
+                self.tell_tasker(ToTasker::Restore { migration: id, tid, dir, again: None, memory_way });
             }
             TargetOutput::Run(Parting { used, suspended }) => {
                 let (mut held, now) = (self.hosting.is_stopped(), self.now);
@@ -490,6 +499,10 @@ impl Machine {
                 self.arrival_step(tid);
             }
         }
+    }
+
+    fn memory_follows(&self, id: MigrationId) -> bool {
+        self.moves.targets.get(&id).is_some_and(Target::memory_follows)
     }
 
     /// Something happened to a move whose source is here.
@@ -523,10 +536,11 @@ impl Machine {
     /// The tasker speaks of a move.
     pub(super) fn tasker_on_move(&mut self, message: FromTasker) {
         match message {
-            FromTasker::Inspected { migration, result } => {
+            FromTasker::Inspected { migration, result, memory_can_follow } => {
                 let source = self.moves.sources.get(&migration);
                 let suspended = source.map(|source| self.holds_of(source.of().tid)).unwrap_or_default();
-                let result = result.map(|facts| (facts, suspended)).map_err(|refusal| self.named(refusal));
+                let result = result.map(|facts| Inspected { facts, suspended, memory_can_follow });
+                let result = result.map_err(|refusal| self.named(refusal));
                 self.source_event(migration, SourceEvent::Inspected(result));
             }
             FromTasker::Stopped { migration, result } => {
@@ -536,9 +550,9 @@ impl Machine {
             FromTasker::Dumped { migration, result } => self.source_event(migration, SourceEvent::Dumped(result)),
             FromTasker::Continued { migration } => self.source_event(migration, SourceEvent::Continued),
             FromTasker::SourceGone { migration, used } => self.source_event(migration, SourceEvent::Gone(used)),
-            FromTasker::Prepared { migration, verdict } => {
+            FromTasker::Prepared { migration, verdict, memory_can_follow } => {
                 let verdict = verdict.into_iter().map(|refusal| self.named(refusal)).collect();
-                self.target_event(migration, TargetEvent::Prepared(verdict));
+                self.target_event(migration, TargetEvent::Prepared { verdict, memory_can_follow });
             }
             FromTasker::Restored { migration, result } => {
                 if let (Ok(pid), Some(arrival)) = (&result, self.arrival_of(migration)) {
@@ -547,6 +561,7 @@ impl Machine {
                 self.target_event(migration, TargetEvent::Restored(result.map(|_| ())));
             }
             FromTasker::Ran { migration, result } => self.ran(migration, result),
+            FromTasker::Arrived { migration, result } => self.target_event(migration, TargetEvent::Arrived(result)),
             FromTasker::Discarded { migration } => self.target_event(migration, TargetEvent::Discarded),
             _ => {}
         }
@@ -571,6 +586,7 @@ impl Machine {
         for target in self.moves.targets.values_mut() {
             target.handle(TargetEvent::Restored(Err(failed())));
             target.handle(TargetEvent::Ran(Err(failed())));
+            target.handle(TargetEvent::Arrived(Err(failed())));
         }
         let running: Vec<Tid> = self.moves.arrivals.values().filter(|a| a.run_ordered).map(|a| a.tid).collect();
         for tid in running {

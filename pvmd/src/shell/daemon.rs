@@ -6,6 +6,7 @@ use super::halts::Halts;
 use super::images::Images;
 use super::input::INPUTS_WAITING_MAX;
 use super::log::{self, Log};
+use super::memory::Memory;
 use super::moves::Moves;
 use super::net::{Net, bind_udp};
 use super::pki::{Authority, Identity};
@@ -159,13 +160,15 @@ async fn assemble_and_run(
     if !masters.is_empty() {
         net.connect(HostId::MASTER, masters);
     }
+    let rate = Arc::new(rate);
     let parts = Parts {
         machine: Machine::new(config, Micros(0)),
         world: DaemonWorld::new(world, &place, uid),
         inputs: queue,
         net,
         tasker: Tasker::new(programs.join("pvm-tasker"), files_limit, inputs.clone(), log.clone()),
-        images: Images::new(place.clone(), inputs.clone(), log.clone(), rate),
+        images: Images::new(place.clone(), inputs.clone(), log.clone(), rate.clone()),
+        memory: Memory::new(place.clone(), inputs.clone(), log.clone(), rate),
         starter: Starter::new(starter, inputs.clone(), log.clone()),
         sets: Sets::new(place.clone(), whereabouts, inputs.clone(), log.clone()),
         moves: Moves::new(&place, inputs),

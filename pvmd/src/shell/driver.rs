@@ -6,6 +6,7 @@ use super::images::Images;
 use super::input::Input;
 use super::local::{DISMISS_WITHIN, TASK_CONTROL_BYTES_MAX, TASK_SILENCE_MAX, TaskLine};
 use super::log::Log;
+use super::memory::Memory;
 use super::moves::Moves;
 use super::net::{Net, NetInput, NetNews};
 use super::outbox::Parcel;
@@ -56,6 +57,7 @@ pub(crate) struct Parts {
     pub(crate) net: Net,
     pub(crate) tasker: Tasker,
     pub(crate) images: Images,
+    pub(crate) memory: Memory,
     pub(crate) starter: Starter,
     pub(crate) moves: Moves,
     pub(crate) sets: Sets,
@@ -182,9 +184,8 @@ impl Driver {
                     self.feed(Event::HostCarried { host, carried });
                 }
             }
-            Input::Net(NetInput::Images { host, migration, session, stream, decoder }) => {
-                self.parts.images.arrived((host, migration), session, stream, decoder);
-            }
+            Input::Net(NetInput::Images(announced)) => self.parts.images.arrived(announced),
+            Input::Net(NetInput::Memory(announced)) => self.parts.memory.arrived(announced),
             Input::Net(input) => {
                 for news in self.parts.net.take(input) {
                     match news {
@@ -252,7 +253,10 @@ impl Driver {
                 self.parts.net.carry(host, carried);
             }
             Output::Connect { host, addresses } => self.parts.net.connect(host, addresses),
-            Output::Forget { host } => self.parts.net.forget(host),
+            Output::Forget { host } => {
+                self.parts.net.forget(host);
+                self.parts.memory.host_lost(host);
+            }
             Output::StartHost { start, plan } => self.parts.starter.start(start, plan),
             Output::PrepareHosts { plans } => self.parts.starter.prepare(plans),
             Output::HosterHeard { start, line } => {
@@ -272,7 +276,12 @@ impl Driver {
             Output::SendAhead { migration, to } => self.parts.images.send_ahead(migration, to, &self.parts.net),
             Output::SendImages { migration, to } => self.parts.images.send(migration, to, &self.parts.net),
             Output::ExpectImages { migration, from } => self.parts.images.expect(migration, from),
-            Output::DropImages { migration } => self.parts.images.drop_images(migration),
+            Output::LendMemory { migration, to } => self.parts.memory.lend(migration, to, &self.parts.net),
+            Output::ExpectMemory { migration, from } => self.parts.memory.expect(migration, from),
+            Output::DropImages { migration } => {
+                self.parts.images.drop_images(migration);
+                self.parts.memory.give_up_unused(migration);
+            }
             Output::Deposit { migration, record, to } => {
                 self.parts.images.complete(migration, to, &self.parts.net, write_part(record));
             }

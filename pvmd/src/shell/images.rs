@@ -5,7 +5,7 @@
 use super::bulk::{Incoming, Keys, Line, Listener, Offer, Outgoing, connect};
 use super::input::{Input, Inputs};
 use super::log::Log;
-use super::net::Net;
+use super::net::{Announced, Net};
 use super::place::remove_any;
 use super::rate::Rate;
 use super::session::{Pair, image_stream, read_frame};
@@ -79,8 +79,8 @@ pub(crate) struct Images {
 
 impl Images {
     /// No transfers, in this place. No more than `rate` leaves this host.
-    pub(crate) fn new(place: Place, inputs: Inputs, log: Log, rate: Rate) -> Images {
-        Images { place, inputs, log, rate: Arc::new(rate), expected: HashMap::new(), transfers: HashMap::new() }
+    pub(crate) fn new(place: Place, inputs: Inputs, log: Log, rate: Arc<Rate>) -> Images {
+        Images { place, inputs, log, rate, expected: HashMap::new(), transfers: HashMap::new() }
     }
 
     /// Begins to send the images of a move while they are being written; [`Images::send`] says that they are complete.
@@ -176,13 +176,7 @@ impl Images {
     }
 
     /// Takes the announcement of images if they are expected; [`Event::ImagesReceived`] tells the end.
-    pub(crate) fn arrived(
-        &mut self,
-        (from, migration): (HostId, MigrationId),
-        session: Connection,
-        mut stream: RecvStream,
-        decoder: FrameDecoder,
-    ) {
+    pub(crate) fn arrived(&mut self, Announced { host: from, migration, session, mut stream, decoder }: Announced) {
         if self.expected.get(&migration) != Some(&from) {
             self.log.line(format!("refused images of {migration} from {from}: nobody expects them"));
             let _ = stream.stop(STREAM_REFUSED);

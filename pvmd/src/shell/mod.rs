@@ -26,6 +26,7 @@ mod local;
 mod local_socket;
 mod log;
 mod manual;
+mod memory;
 mod moves;
 mod net;
 #[cfg(test)]

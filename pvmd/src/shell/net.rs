@@ -82,17 +82,23 @@ pub(crate) enum NetInput {
     /// A parcel of the data channel, in the order of its stream.
     Data { host: HostId, number: u64, parcel: DataParcel },
     /// The beginning of an image transfer.
-    Images {
-        host: HostId,
-        migration: MigrationId,
-        session: Connection,
-        stream: quinn::RecvStream,
-        decoder: FrameDecoder,
-    },
+    Images(Announced),
+    /// Memory that is to follow a task can be had.
+    Memory(Announced),
     /// A session has ended, or never came to stand.
     Down { host: HostId, number: u64, why: String },
     /// A round of dialling has ended with a connection (which has arrived) or will not.
     DialEnded { host: HostId },
+}
+
+/// What another host announces on a stream of its own, which has more to say.
+#[derive(Debug)]
+pub(crate) struct Announced {
+    pub(crate) host: HostId,
+    pub(crate) migration: MigrationId,
+    pub(crate) session: Connection,
+    pub(crate) stream: quinn::RecvStream,
+    pub(crate) decoder: FrameDecoder,
 }
 
 /// What the loop learns from [`Net::take`].
@@ -405,7 +411,7 @@ impl Net {
                     peer.dialler = None;
                 }
             }
-            NetInput::Control { .. } | NetInput::Data { .. } | NetInput::Images { .. } => {}
+            NetInput::Control { .. } | NetInput::Data { .. } | NetInput::Images(_) | NetInput::Memory(_) => {}
         }
         Vec::new()
     }

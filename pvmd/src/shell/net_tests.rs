@@ -5,7 +5,6 @@ use super::input::{INPUTS_WAITING_MAX, Input};
 use super::log::{self, Log};
 use super::net::{Net, NetInput, NetNews, bind_udp};
 use super::pki::{Authority, Identity};
-use super::rate::Rate;
 use crate::machine::Event;
 use bytes::Bytes;
 use quinn::crypto::rustls::QuicClientConfig;
@@ -62,7 +61,7 @@ impl Daemon {
             Net::start(socket, identity, ("pvm", host(me)), lease, sender.clone(), Log::clone(&log)).expect("TLS");
         Daemon {
             net,
-            images: Images::new(place, sender, log, Rate::default()),
+            images: Images::new(place, sender, log, Arc::default()),
             inputs,
             me: host(me),
             dir,
@@ -89,8 +88,8 @@ impl Daemon {
                     self.net.take_data(host, number, parcel);
                     self.carried = (host, number);
                 }
-                Input::Net(NetInput::Images { host, migration, session, stream, decoder }) => {
-                    self.images.arrived((host, migration), session, stream, decoder);
+                Input::Net(NetInput::Images(announced)) => {
+                    self.images.arrived(announced);
                 }
                 Input::Net(input) => {
                     if let Some(news) = self.net.take(input).pop() {

@@ -4,7 +4,7 @@
 
 use super::input::{Input, Inputs};
 use super::lanes::{Lane, LaneId, Main};
-use super::net::NetInput;
+use super::net::{Announced, NetInput};
 use super::outbox::{LINK_BYTES_MAX, Outbox, OutboxReader, Parcel, outbox};
 use bytes::{BufMut, Bytes, BytesMut};
 use quinn::{Connection, RecvStream, SendStream, VarInt};
@@ -55,6 +55,8 @@ pub(crate) enum Purpose {
     Lane(LaneId),
     /// Where the images of one move are to be had; it stands as long as they are on their way.
     Images(MigrationId),
+    /// Where memory that follows the task of one move is to be had.
+    Memory(MigrationId),
 }
 
 /// The first frame of every stream.
@@ -254,9 +256,13 @@ impl Pair {
                 Ok(Ok(Purpose::Lane(lane))) => {
                     readers.spawn(read_data(self.clone(), Some(lane), stream, decoder, inputs.clone()));
                 }
-                Ok(Ok(Purpose::Images(migration))) => {
-                    let session = connection.clone();
-                    let input = NetInput::Images { host: self.host, migration, session, stream, decoder };
+                Ok(Ok(purpose @ (Purpose::Images(migration) | Purpose::Memory(migration)))) => {
+                    let announced =
+                        Announced { host: self.host, migration, session: connection.clone(), stream, decoder };
+                    let input = match purpose {
+                        Purpose::Memory(_) => NetInput::Memory(announced),
+                        _ => NetInput::Images(announced),
+                    };
                     if inputs.send(Input::Net(input)).await.is_err() {
                         return "this daemon ends".into();
                     }
@@ -394,6 +400,15 @@ pub(crate) async fn image_stream(
     migration: MigrationId,
 ) -> Result<SendStream, String> {
     pair.stream(connection, Purpose::Images(migration), 0).await
+}
+
+/// Opens a stream that announces memory.
+pub(crate) async fn memory_stream(
+    pair: &Pair,
+    connection: &Connection,
+    migration: MigrationId,
+) -> Result<SendStream, String> {
+    pair.stream(connection, Purpose::Memory(migration), 0).await
 }
 
 /// The next frame, `None` at the end of the stream, or why there is none.

@@ -316,7 +316,7 @@ impl Machine {
         record.restart = Some(Restart { timeline, again: open });
         arrival.take_whole(record, waiting);
         let dir = place.images(id);
-        Ok(ToTasker::Restore { migration: id, tid, dir, again })
+        Ok(ToTasker::Restore { migration: id, tid, dir, again, memory_way: None })
     }
 }
 

@@ -109,6 +109,8 @@ pub(super) struct Sim {
     tokens: BTreeMap<(HostId, PathBuf), ResumeToken>,
     pub(super) faults: Faults,
     pub(super) recorded: Vec<(MigrationId, Tid, HostId)>,
+    /// Moves whose task runs before its memory is there.
+    following: BTreeSet<MigrationId>,
     pub(super) abandoned: Vec<StartId>,
     /// Starts that were made ready for a hoster.
     prepared: Vec<(StartId, HostPlan)>,
@@ -172,6 +174,7 @@ impl Sim {
             tokens: BTreeMap::new(),
             faults: Faults::default(),
             recorded: Vec::new(),
+            following: BTreeSet::new(),
             abandoned: Vec::new(),
             prepared: Vec::new(),
             signalled: Vec::new(),
@@ -617,6 +620,8 @@ impl Sim {
             Output::ExpectImages { migration, .. } => {
                 self.nodes.get_mut(&on).expect("it speaks").expected.insert(migration);
             }
+            // Which engine asks which for memory is theirs to know.
+            Output::LendMemory { .. } | Output::ExpectMemory { .. } => {}
             Output::DropImages { migration } => {
                 self.nodes.get_mut(&on).expect("it speaks").expected.remove(&migration);
                 self.sets.drop_images(on, migration);

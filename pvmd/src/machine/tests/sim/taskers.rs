@@ -154,9 +154,12 @@ impl Sim {
     fn tasker_moves(&mut self, on: HostId, message: ToTasker) {
         let answer = match message {
             ToTasker::Inspect { migration, .. } => {
-                FromTasker::Inspected { migration, result: Ok(TaskFacts::default()) }
+                let memory_can_follow = self.dice.roll(2) == 0;
+                FromTasker::Inspected { migration, result: Ok(TaskFacts::default()), memory_can_follow }
             }
-            ToTasker::Prepare { migration, .. } => FromTasker::Prepared { migration, verdict: self.refuses(on) },
+            ToTasker::Prepare { migration, .. } => {
+                FromTasker::Prepared { migration, verdict: self.refuses(on), memory_can_follow: true }
+            }
             ToTasker::Look { question, tid } => {
                 let facts = TaskFacts { resident_bytes: 4096, ..TaskFacts::default() };
                 let result = self.find_spawned(on, tid).map(|_| facts).ok_or(Refusal::NoSuchTask);
@@ -191,7 +194,8 @@ impl Sim {
                 FromTasker::Continued { migration }
             }
             ToTasker::KillMoved { migration, .. } => FromTasker::SourceGone { migration, used: Usage::default() },
-            ToTasker::Restore { migration, again, .. } => {
+            ToTasker::Restore { migration, again, memory_way, .. } => {
+                self.following.extend(memory_way.map(|_| migration));
                 let result = self.step_result(4242);
                 if let (Some(redirection), true) = (again, result.is_ok()) {
                     self.build(on, migration, &redirection);
@@ -214,9 +218,15 @@ impl Sim {
                 assert!(p.conn.is_none(), "only who has let go moves");
                 // What comes late on a connection that it had closed.
                 p.mail.clear();
-                FromTasker::Ran { migration, result: Ok(()) }
+                let ran = FromTasker::Ran { migration, result: Ok(()) };
+                if !self.following.remove(&migration) {
+                    return self.tasker(on, ran);
+                }
+                self.tasker(on, ran);
+                FromTasker::Arrived { migration, result: Ok(()) }
             }
             ToTasker::Discard { migration } => {
+                self.following.remove(&migration);
                 self.sets.built.remove(&(on, migration));
                 FromTasker::Discarded { migration }
             }

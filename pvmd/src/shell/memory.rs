@@ -1,0 +1,245 @@
+//! Memory that follows a task from daemon to daemon (post-copy): a connection of its own ([`super::bulk`]), at each end of
+//! which the tasker's engine reads and writes through a socket of this daemon. What passes is the engines' own affair.
+//!
+//! The end that fetches closes its socket when it has everything. If the way ends before that, its daemon tells the machine,
+//! and holds the socket open: whoever needs the memory has to be dead before the engine learns of it.
+
+use super::bulk::{Incoming, Keys, Line, Listener, Offer, Outgoing, connect};
+use super::input::{Input, Inputs};
+use super::log::Log;
+use super::net::{Announced, Net};
+use super::place::remove_any;
+use super::rate::Rate;
+use super::session::{memory_stream, read_frame};
+use super::sys::Hurry;
+use crate::machine::io::Event;
+use sempa_proto::frame::encode_control;
+use sempa_proto::place::Place;
+use sempa_proto::{HostId, MigrationId};
+use std::collections::HashMap;
+use std::io::{Read, Write};
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use tokio::net::UnixListener;
+use tokio::task::{JoinHandle, spawn_blocking};
+
+/// Bytes that are read from an engine at once.
+const READ_BYTES: usize = 256 << 10;
+
+/// One way, from this host or to it.
+#[derive(Debug)]
+struct Way {
+    other: HostId,
+    task: JoinHandle<()>,
+    /// Once both ends are there it ends by itself, or when this is cut.
+    line: Arc<Mutex<Option<Line>>>,
+}
+
+/// All ways of this host. Owned by the daemon's loop.
+pub(crate) struct Memory {
+    place: Place,
+    inputs: Inputs,
+    log: Log,
+    rate: Arc<Rate>,
+    expected: HashMap<MigrationId, (HostId, UnixListener)>,
+    ways: HashMap<MigrationId, Way>,
+}
+
+impl Memory {
+    /// No ways yet. No more than `rate` leaves this host.
+    pub(crate) fn new(place: Place, inputs: Inputs, log: Log, rate: Arc<Rate>) -> Memory {
+        Memory { place, inputs, log, rate, expected: HashMap::new(), ways: HashMap::new() }
+    }
+
+    /// Source: brings what the tasker hands out to the target.
+    pub(crate) fn lend(&mut self, migration: MigrationId, to: HostId, net: &Net) {
+        let (Some(session), Some(tasker)) = (net.bulk(to), self.listen(migration)) else { return };
+        let (line, of_task) = (Arc::<Mutex<Option<Line>>>::default(), self.rate.clone());
+        let (known, log) = (line.clone(), self.log.clone());
+        let task = tokio::spawn(async move {
+            let (pair, session) = session;
+            let failed = |why: &dyn std::fmt::Display| format!("{migration}: no way for its memory to {to}: {why}");
+            let opened = async {
+                let listener = Listener::open().await.map_err(|e| failed(&e))?;
+                let keys = Keys::of(&session, migration, listener.offer()).map_err(|e| failed(&e))?;
+                let offer = encode_control(listener.offer()).map_err(|e| failed(&e))?;
+                let mut stream = memory_stream(&pair, &session, migration).await.map_err(|e| failed(&e))?;
+                stream.write_chunk(offer).await.map_err(|e| failed(&e))?;
+                // The target reads one frame and no more.
+                let _ = stream.finish();
+                listener.accept(keys).await.map_err(|e| failed(&e))
+            };
+            let (engine, opened) = tokio::join!(tasker.accept(), opened);
+            let ends = engine.map_err(|e| failed(&e)).and_then(|(engine, _)| Ok((blocking(engine)?, opened?)));
+            match ends {
+                Ok((engine, (out, incoming, line))) => {
+                    *lock(&known) = Some(line.clone());
+                    lend_over(engine, out, incoming, line, of_task).await;
+                }
+                Err(why) => log.line(why),
+            }
+        });
+        self.keep(migration, Way { other: to, task, line });
+    }
+
+    /// Target: from now on the tasker may ask; the answers come from this host.
+    pub(crate) fn expect(&mut self, migration: MigrationId, from: HostId) {
+        if let Some(tasker) = self.listen(migration) {
+            self.expected.insert(migration, (from, tasker));
+        }
+    }
+
+    /// Target: takes the announcement of memory if it is expected.
+    pub(crate) fn arrived(&mut self, mut announced: Announced) {
+        let (from, migration) = (announced.host, announced.migration);
+        let Some((_, tasker)) = self.expected.remove(&migration).filter(|(host, _)| *host == from) else {
+            return self.log.line(format!("refused memory of {migration} from {from}: nobody expects it"));
+        };
+        let line = Arc::<Mutex<Option<Line>>>::default();
+        let (known, log, inputs) = (line.clone(), self.log.clone(), self.inputs.clone());
+        let task = tokio::spawn(async move {
+            let failed = |why: &dyn std::fmt::Display| format!("{migration}: no way to its memory on {from}: {why}");
+            let opened = async {
+                let frame = read_frame(&mut announced.stream, &mut announced.decoder).await.map_err(|e| failed(&e))?;
+                let frame = frame.ok_or_else(|| failed(&"nothing was announced"))?;
+                let offer: Offer = frame.control().map_err(|e| failed(&e))?;
+                let keys = Keys::of(&announced.session, migration, &offer).map_err(|e| failed(&e))?;
+                let address = announced.session.remote_address().ip();
+                connect(address, &offer, keys).await.map_err(|e| failed(&e))
+            };
+            let ends = match opened.await {
+                Ok(opened) => {
+                    *lock(&known) = Some(opened.2.clone());
+                    let engine = tasker.accept().await.map_err(|e| failed(&e));
+                    engine.and_then(|(engine, _)| Ok((blocking(engine)?, opened)))
+                }
+                Err(why) => Err(why),
+            };
+            match ends {
+                Ok((engine, (out, incoming, line))) => {
+                    let lost = move |why| {
+                        // The loop may have ended: then nobody has to be told.
+                        let _ = inputs.blocking_send(Input::Event(Event::MemoryLost { migration, why }));
+                    };
+                    fetch_over(engine, out, incoming, line, lost).await;
+                }
+                Err(why) => log.line(why),
+            }
+        });
+        self.keep(migration, Way { other: from, task, line });
+    }
+
+    /// The move is over here, or off: what nobody has begun to use is not needed any more.
+    pub(crate) fn give_up_unused(&mut self, migration: MigrationId) {
+        self.expected.remove(&migration);
+        if let Some(way) = self.ways.get(&migration).filter(|way| lock(&way.line).is_none()) {
+            way.task.abort();
+        }
+        remove_any(&self.place.memory_way(migration));
+    }
+
+    /// A host is lost: nothing comes from there any more.
+    pub(crate) fn host_lost(&mut self, host: HostId) {
+        for way in self.ways.values().filter(|way| way.other == host) {
+            match &*lock(&way.line) {
+                Some(line) => line.cut(),
+                None => way.task.abort(),
+            }
+        }
+    }
+
+    fn listen(&self, migration: MigrationId) -> Option<UnixListener> {
+        let path = self.place.memory_way(migration);
+        remove_any(&path);
+        let listener = UnixListener::bind(&path);
+        listener.map_err(|e| self.log.line(format!("{migration}: no way for its memory: {}: {e}", path.display()))).ok()
+    }
+
+    fn keep(&mut self, migration: MigrationId, way: Way) {
+        self.ways.retain(|_, way| !way.task.is_finished());
+        self.ways.insert(migration, way);
+    }
+}
+
+fn lock(line: &Mutex<Option<Line>>) -> std::sync::MutexGuard<'_, Option<Line>> {
+    line.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn blocking(engine: tokio::net::UnixStream) -> Result<UnixStream, String> {
+    let engine = engine.into_std().and_then(|engine| engine.set_nonblocking(false).map(|()| engine));
+    engine.map_err(|e| format!("a socket that cannot be used: {e}"))
+}
+
+/// Source: until either end has closed.
+async fn lend_over(engine: UnixStream, out: Outgoing<Line>, incoming: Incoming<Line>, line: Line, rate: Arc<Rate>) {
+    let Ok(asked) = engine.try_clone() else { return line.cut() };
+    let answers = spawn_blocking(move || {
+        let _hurry = Hurry::begin();
+        from_engine(engine, out, |bytes| rate.wait(bytes));
+        line.cut();
+    });
+    let questions = spawn_blocking(move || {
+        let _why = to_engine(incoming, &asked);
+        // Nobody will ask any more.
+        let _ = asked.shutdown(Shutdown::Both);
+    });
+    let _ = tokio::join!(answers, questions);
+}
+
+/// Target: until the engine has closed its end. If there is nothing more to be had before that, `lost` is told why.
+async fn fetch_over(
+    engine: UnixStream,
+    out: Outgoing<Line>,
+    incoming: Incoming<Line>,
+    line: Line,
+    lost: impl FnOnce(String) + Send + 'static,
+) {
+    let Ok(answered) = engine.try_clone() else { return line.cut() };
+    let closed = Arc::new(AtomicBool::new(false));
+    let has_closed = closed.clone();
+    let questions = spawn_blocking(move || {
+        from_engine(engine, out, |_| ());
+        has_closed.store(true, Ordering::Release);
+        line.cut();
+    });
+    let answers = spawn_blocking(move || {
+        let _hurry = Hurry::begin();
+        let why = to_engine(incoming, &answered);
+        if !closed.load(Ordering::Acquire) {
+            lost(format!("its memory does not come any more: {why}"));
+        }
+        // The engine's end is open until the other thread has seen it closed.
+        answered
+    });
+    let _ = tokio::join!(questions, answers);
+}
+
+/// Brings what an engine says to the other host, until it closes its end or the way is gone. `wait` for each piece before it leaves.
+fn from_engine(mut engine: UnixStream, mut out: Outgoing<Line>, wait: impl Fn(usize)) {
+    let mut bytes = vec![0; READ_BYTES];
+    while let Ok(length @ 1..) = engine.read(&mut bytes) {
+        wait(length);
+        let sent = out.send(length, |room| {
+            room.copy_from_slice(&bytes[..length]);
+            Ok::<(), std::convert::Infallible>(())
+        });
+        let Ok(sent) = sent;
+        if sent.is_err() {
+            // What the engine says has to be taken all the same: it must not stand still until it has seen the end.
+            while matches!(engine.read(&mut bytes), Ok(1..)) {}
+            return;
+        }
+    }
+}
+
+/// Brings what comes from the other host to an engine; why it ended.
+fn to_engine(mut incoming: Incoming<Line>, mut engine: &UnixStream) -> std::io::Error {
+    loop {
+        let passed = incoming.next().and_then(|bytes| engine.write_all(bytes));
+        if let Err(why) = passed {
+            return why;
+        }
+    }
+}
