@@ -181,6 +181,7 @@ async fn lend_over(engine: UnixStream, out: Outgoing<Line>, incoming: Incoming<L
         line.cut();
     });
     let questions = spawn_blocking(move || {
+        let _hurry = Hurry::begin();
         let _why = to_engine(incoming, &asked);
         // Nobody will ask any more.
         let _ = asked.shutdown(Shutdown::Both);
@@ -200,6 +201,7 @@ async fn fetch_over(
     let closed = Arc::new(AtomicBool::new(false));
     let has_closed = closed.clone();
     let questions = spawn_blocking(move || {
+        let _hurry = Hurry::begin();
         from_engine(engine, out, |_| ());
         has_closed.store(true, Ordering::Release);
         line.cut();

@@ -1,0 +1,161 @@
+//! Memory that follows a task (post-copy), between whole hosts: the task is there before its memory, is whole in the end, and
+//! ends, known to all, if what it needs is lost on the way.
+
+use sempa_proto::event::EventKind;
+use sempa_proto::migration::{Failure, Step};
+use sempa_tests::needs::{testbed, testbed_with_own_engine};
+use sempa_tests::run::must;
+use sempa_tests::steps::{Cell, Fault, HOSTS, Rounds, Whom, rounds};
+use sempa_tests::testbed::gone;
+use sempa_tests::vm::Settings;
+use sempa_tests::{Testbed, Vm, eventually};
+use std::time::Duration;
+
+const SOON: Duration = Duration::from_secs(60);
+/// Memory of a task, and what the images of it may have in bytes when that is not in them.
+const MIB: &str = "80";
+const IMAGES_MAX: u64 = 8 << 20;
+const LEASE_MS: &str = "5000";
+/// So slowly, in bytes per second, that memory is on its way for longer than any of these tests takes.
+const SLOWLY: &str = "1000000";
+
+fn with_hosts(count: usize, env: &[(&str, &str)], test: impl FnOnce(&Vm)) {
+    let Some((bed, _)) = testbed(count) else { return };
+    let env = env.iter().map(|(name, value)| (name.to_string(), value.to_string())).collect();
+    let vm = Vm::start(&bed, Settings { env, ..Settings::default() }).expect("a virtual machine");
+    let names: Vec<&str> = bed.hosts()[1..count].iter().map(|host| host.name()).collect();
+    vm.add(&names).expect("the others join");
+    vm.program("hold").expect("gcc");
+    test(&vm);
+    vm.halt().expect("halts");
+}
+
+/// The task answers, and its memory is what it was.
+fn is_whole(vm: &Vm, tid: &str) {
+    let mut command = vm.command(vm.bed().host(1), vm.home().join("pvm3/bin/LINUX64/hold"));
+    command.args(["ask", tid]);
+    let done = must(command, SOON).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    assert!(done.out.contains("sum GOOD"), "{done:?}");
+}
+
+fn reached(vm: &Vm, tid: &str, wanted: Step) {
+    let is = |kind: &EventKind| matches!(kind, EventKind::Moving { tid: of, step, .. } if *step == wanted && of.to_string() == tid);
+    vm.event(SOON, "the step", |entry| is(&entry.kind)).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+}
+
+#[test]
+fn a_large_task_leaves_its_memory_behind_is_whole_in_the_end_and_can_go_on_at_once() {
+    with_hosts(3, &[], |vm| {
+        let tid = vm.spawn(&["-h2", "hold", MIB]).expect("spawned");
+        is_whole(vm, &tid);
+        for host in ["h3", "h1", "h2"] {
+            vm.must_migrate(&tid, host);
+            is_whole(vm, &tid);
+        }
+        let events = vm.events().expect("events");
+        let bytes = |kind: &EventKind| if let EventKind::Moved { bytes, .. } = kind { Some(*bytes) } else { None };
+        let moved: Vec<u64> = events.iter().filter_map(|entry| bytes(&entry.kind)).collect();
+        assert_eq!(moved.len(), 3);
+        assert!(moved.iter().all(|bytes| *bytes < IMAGES_MAX), "the memory is not in the images: {moved:?}");
+        gone(vm.bed().host(1), "lazy-pages", SOON).expect("nothing fetches any more");
+    });
+}
+
+#[test]
+fn an_administrator_can_say_that_memory_never_follows() {
+    with_hosts(2, &[("SEMPA_POST_COPY", "never")], |vm| {
+        let tid = vm.spawn(&["-h1", "hold", MIB]).expect("spawned");
+        is_whole(vm, &tid);
+        vm.must_migrate(&tid, "h2");
+        is_whole(vm, &tid);
+        let took_all = |kind: &EventKind| matches!(kind, EventKind::Moved { bytes, .. } if *bytes > IMAGES_MAX);
+        assert!(vm.events().expect("events").iter().any(|entry| took_all(&entry.kind)), "its images have everything");
+    });
+}
+
+#[test]
+fn a_task_whose_memory_was_on_a_host_that_dies_ends_and_everybody_is_told_why() {
+    let env = [("SEMPA_LEASE_MS", LEASE_MS), ("SEMPA_MOVE_RATE", SLOWLY)];
+    with_hosts(3, &env, |vm| {
+        let tid = vm.spawn(&["-h2", "hold", MIB]).expect("spawned");
+        is_whole(vm, &tid);
+        let moving = vm.start_migrate(&tid, "h3").expect("it begins");
+        reached(vm, &tid, Step::Run);
+        assert_eq!(vm.host_of(&tid).expect("it lives"), "h3");
+        let again = vm.migrate(&tid, "h1").expect("the console runs");
+        assert!(!again.good() && again.err.contains("being moved already"), "{again:?}");
+        vm.bed().host(2).kill_all();
+        let lost = |kind: &EventKind| match kind {
+            EventKind::MoveFailed { step: Step::Arrive, why: Failure::Images(why), .. } => {
+                why.contains("its memory does not come any more")
+            }
+            _ => false,
+        };
+        vm.event(SOON, "the reason", |entry| lost(&entry.kind))
+            .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+        let done = moving.finish(SOON).expect("the console ends");
+        assert!(!done.good(), "{done:?}");
+        eventually(SOON, || match vm.tasks() {
+            Ok(tasks) if tasks.iter().all(|task| task.tid != tid) => Ok(()),
+            other => Err(format!("{other:?}")),
+        })
+        .expect("it has ended");
+        gone(vm.bed().host(3), "lazy-pages", SOON).expect("nothing fetches any more");
+    });
+}
+
+#[test]
+fn a_task_that_ends_while_its_memory_follows_has_moved_and_ended() {
+    with_hosts(3, &[("SEMPA_MOVE_RATE", SLOWLY)], |vm| {
+        let tid = vm.spawn(&["-h2", "hold", MIB]).expect("spawned");
+        is_whole(vm, &tid);
+        let moving = vm.start_migrate(&tid, "h3").expect("it begins");
+        reached(vm, &tid, Step::Run);
+        vm.pvm(&["kill", &tid]).expect("the console runs").expect_good("kill").expect("killed");
+        moving.finish(SOON).expect("the console ends").expect_good("migrate").expect("it had moved");
+        reached(vm, &tid, Step::Arrive);
+        for host in [2, 3] {
+            gone(vm.bed().host(host), "criu", SOON).expect("nothing is left of the engines");
+        }
+    });
+}
+
+/// Up to the last of the memory both hosts have a part of the task, and their taskers with them.
+fn not_arrived(cell: &Cell) -> bool {
+    cell.step < Step::Arrive
+}
+
+fn committed(cell: &Cell) -> bool {
+    cell.step >= Step::Commit
+}
+
+#[test]
+fn whoever_is_killed_at_whatever_step_a_task_whose_memory_follows_runs_once_or_is_known_to_have_ended() {
+    let Some((bed, _)) = testbed_with_own_engine(HOSTS) else { return };
+    with_rounds(&bed, |vm, all| {
+        let cases: [(Whom, fn(&Cell) -> bool); 4] = [
+            (Whom::SourceTasker, not_arrived),
+            (Whom::TargetTasker, committed),
+            (Whom::Source, not_arrived),
+            (Whom::Target, committed),
+        ];
+        for (whom, may_be_lost) in cases {
+            for steps in rounds() {
+                let done = all.hold(&steps).and_then(|cells| {
+                    all.strike(&cells, whom, Fault::Kill)?;
+                    all.judge(cells, may_be_lost)
+                });
+                done.unwrap_or_else(|error| panic!("{whom:?}, {steps:?}: {error:#}\n{}", vm.logs()));
+            }
+        }
+        vm.halt().expect("halts");
+    });
+}
+
+fn with_rounds(bed: &Testbed, test: impl FnOnce(&Vm<'_>, &mut Rounds<'_>)) {
+    let env = [("SEMPA_LEASE_MS", LEASE_MS), ("SEMPA_POST_COPY", "always")];
+    let env = env.iter().map(|(name, value)| (name.to_string(), value.to_string())).collect();
+    let vm = Vm::start(bed, Settings { env, ..Settings::default() }).expect("a virtual machine");
+    let mut rounds = Rounds::new(&vm).expect("a director");
+    test(&vm, &mut rounds);
+}
