@@ -72,6 +72,8 @@ struct Ongoing {
     stopped_at: Option<Micros>,
     /// How long it stood still.
     frozen: Micros,
+    /// Most of its memory does not go with the images.
+    memory_follows: bool,
     /// When a lost source may be taken for dead.
     fenced_at: Option<Micros>,
     /// The record is on disk and daemons are being told.
@@ -104,6 +106,12 @@ impl Coordinator {
     /// The move of this task that is under way.
     pub fn of_task(&self, tid: Tid) -> Option<&Move> {
         self.moves.values().map(|m| &m.of).find(|m| m.tid == tid)
+    }
+
+    /// True if this task has left this host and its memory has not.
+    pub fn has_memory_on(&self, tid: Tid, host: HostId) -> bool {
+        let lacks = |m: &Ongoing| m.of.tid == tid && m.of.from == host && m.memory_follows && m.step >= Step::Commit;
+        self.moves.values().any(lacks)
     }
 
     /// When [`Coordinator::wake`] is wanted, if at all.
@@ -156,6 +164,7 @@ impl Coordinator {
                 bytes: 0,
                 stopped_at: None,
                 frozen: Micros::default(),
+                memory_follows: false,
                 fenced_at: None,
                 locating: false,
                 suspended: Holds::default(),
@@ -203,7 +212,7 @@ impl Coordinator {
                 if !verdict.is_empty() {
                     return self.end_failed(id, Step::Prepare, Failure::Refused(verdict));
                 }
-                m.token = token.clone();
+                (m.token, m.memory_follows) = (token.clone(), memory_follows);
                 self.order(of.from, &of, Order::Leave { token, memory_follows });
                 Step::Quiesce
             }

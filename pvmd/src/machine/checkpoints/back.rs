@@ -18,8 +18,10 @@ impl Machine {
         if self.stop.is_some() {
             return;
         }
-        let Some(keeping) = self.master.as_ref().map(|master| &master.keeping) else { return };
-        let had = |job: &Job| job.members.difference(&job.ended).any(|tid| self.location(*tid) == Some(host));
+        let Some(master) = &self.master else { return };
+        let (keeping, coordinator) = (&master.keeping, &master.directing.coordinator);
+        let had_task = |tid: &Tid| self.location(*tid) == Some(host) || coordinator.has_memory_on(*tid, host);
+        let had = |job: &Job| job.members.difference(&job.ended).any(had_task);
         // One that is being started again has what was lost told by that.
         let may = |job: &Job| matches!(job.doing, Doing::Nothing | Doing::Counting | Doing::Cutting(_));
         let concerned =
