@@ -42,9 +42,11 @@ pub(crate) const COMMANDS: &[Entry] = &[
     },
     Entry {
         name: "checkpoints",
-        summary: "List the checkpoints in the store",
-        detail: "Syntax:  checkpoints\nOldest first. When the store is full the oldest ones go, but never the newest of a \
-                 job.\n",
+        summary: "List the checkpoints in the store, or remove some",
+        detail: "Syntax:  checkpoints [ --remove set ... | --remove-job tid ] [ --any ]\nOldest first. When the store is full those of \
+                 jobs that came to a good end or were killed go first, then the\noldest ones, but never the newest of \
+                 a job that may still be wanted.\n--remove removes these, and --remove-job all of a job, but for one that is being started, and \
+                 one that a job\nwould go back to. With --any also those that other virtual machines of yours have made.\n",
     },
     Entry {
         name: "conf",
