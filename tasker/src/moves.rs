@@ -4,6 +4,7 @@
 
 use crate::attempt::{Attempt, rest, roll};
 use crate::carry::Carry;
+use crate::files::{self, Made};
 use crate::freezer;
 use crate::hold::Hold;
 use crate::namespace::Namespace;
@@ -60,15 +61,19 @@ pub(crate) enum EngineState {
 }
 
 /// A move to this host.
-struct Target {
+pub(crate) struct Target {
     tid: Tid,
     namespace: Namespace,
-    stage: Stage,
+    pub(crate) stage: Stage,
+    /// Files that have come with it.
+    pub(crate) made: Made,
 }
 
-enum Stage {
+pub(crate) enum Stage {
     /// There is room for it.
     Prepared,
+    /// Files that come with it are put where they belong.
+    Placing { dir: PathBuf, again: Option<Redirection>, discard: bool },
     /// The engine builds it.
     Restoring { worker: u64, carry: Carry, output: Output, again: Option<Redirection>, discard: bool },
     /// It is built and stands still. The engine has ended, so that its death cannot take the task along once this copy is
@@ -90,7 +95,7 @@ pub(crate) struct Moves {
     pub(crate) state: EngineState,
     pub(crate) workers: Workers,
     pub(crate) trial: Option<Trial>,
-    targets: BTreeMap<MigrationId, Target>,
+    pub(crate) targets: BTreeMap<MigrationId, Target>,
     deferred: Vec<ToTasker>,
     pub(crate) hashes: Arc<HashCache>,
 }
@@ -204,6 +209,7 @@ impl Supervisor {
             match outcome {
                 Outcome::Dumped { migration, tid, result } => self.dumped(migration, tid, result),
                 Outcome::Rested { migration, tid, failure } => self.rested(migration, tid, failure),
+                Outcome::Placed { migration, result } => self.placed(migration, result),
                 Outcome::Restored { migration, result } => self.restored(migration, result),
                 Outcome::BroughtIn { migration, done } => self.brought_in(migration, done),
                 Outcome::Seen { by, result } => self.seen(by, result),
@@ -287,7 +293,7 @@ impl Supervisor {
         let engine = self.moves.engine.as_ref().ok_or_else(|| self.broken())?;
         let processes = namespace.pids();
         let memory = resident_bytes(&processes);
-        let carried = (task.output.inode(), task.stopped_before.clone());
+        let (carried, root) = ((task.output.inode(), task.stopped_before.clone()), task.process.pid);
         let mut limits = limits_for(memory)?;
         if first {
             limits.allowed -= ENGINE_ALLOWED_BASE - FIRST_DUMP_BASE;
@@ -303,8 +309,14 @@ impl Supervisor {
         let (cancel, pid) = (limits.cancel.clone(), dumping.engine_pid());
         self.moves.workers.start(&cancel, Some(pid), move || {
             let result = dumping.finish(&limits).and_then(|report| {
-                let written = Carry::of(&dir, carried.0, carried.1, facts::written_files(&processes))?.write(&dir)?;
-                Ok(DumpReport { bytes: report.bytes + written, files: report.files + 1 })
+                let files = files::gather(&dir, root, &processes)?;
+                let (many, written) = (files.len() as u32, facts::written_files(&processes));
+                let carry = Carry::of(&dir, carried.0, carried.1, written, files)?;
+                let described = carry.write(&dir)?;
+                Ok(DumpReport {
+                    bytes: carry.image_bytes().max(report.bytes) + described,
+                    files: report.files + 1 + many,
+                })
             });
             if result.is_err() {
                 stop::settle(&processes);
@@ -457,7 +469,7 @@ impl Supervisor {
             .spare
             .take(self.freezer.as_mut().ok())
             .map_err(|e| Failure::Io(format!("no process-id namespace: {e}")))?;
-        self.moves.targets.insert(migration, Target { tid, namespace, stage: Stage::Prepared });
+        self.moves.targets.insert(migration, Target { tid, namespace, stage: Stage::Prepared, made: Made::default() });
         Ok(())
     }
 
@@ -470,6 +482,15 @@ impl Supervisor {
         if let Err(why) = room {
             return self.say(&FromTasker::Restored { migration, result: Err(why) });
         }
+        match Carry::read(dir) {
+            Ok(carry) if !carry.files.is_empty() => self.place_files(migration, dir, carry, again),
+            // What is wrong with it is told when it is needed.
+            _ => self.build(migration, dir, again),
+        }
+    }
+
+    /// Has the engine build a task for which everything else is there.
+    pub(crate) fn build(&mut self, migration: MigrationId, dir: &Path, again: Option<Redirection>) {
         let started = self.start_restore(migration, dir, again);
         match (started, self.moves.targets.get_mut(&migration)) {
             (Ok(stage), Some(target)) => target.stage = stage,
@@ -572,7 +593,8 @@ impl Supervisor {
             return;
         }
         let (tid, namespace, process, carry, output) = match self.moves.targets.remove(&migration) {
-            Some(Target { tid, namespace, stage: Stage::Held { process, carry, output, .. } }) => {
+            Some(Target { tid, namespace, stage: Stage::Held { process, carry, output, .. }, made }) => {
+                made.keep();
                 (tid, namespace, process, carry, output)
             }
             other => {
@@ -611,6 +633,8 @@ impl Supervisor {
                 let worker = *worker;
                 self.moves.workers.cancel(worker);
             }
+            // It is told when they are there, and go again.
+            Stage::Placing { discard, .. } => *discard = true,
             Stage::Prepared | Stage::Held { .. } => {
                 self.clear_target(migration, vec![FromTasker::Discarded { migration }]);
             }
@@ -618,7 +642,7 @@ impl Supervisor {
     }
 
     /// Kills whatever there is of a copy and says this when it is gone.
-    fn clear_target(&mut self, migration: MigrationId, then: Vec<FromTasker>) {
+    pub(crate) fn clear_target(&mut self, migration: MigrationId, then: Vec<FromTasker>) {
         if let Some(target) = self.moves.targets.remove(&migration) {
             self.when_ended(target.namespace, then);
             // A copy that had ended while it was held was left for us; its namespace does not end before it is reaped.

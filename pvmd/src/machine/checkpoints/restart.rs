@@ -330,8 +330,12 @@ impl Machine {
 /// before it is built, and whether others have the length that they had the engine looks then.
 fn without_lengths(facts: &TaskFacts) -> TaskFacts {
     let mut facts = facts.clone();
-    for file in facts.files.iter_mut().filter(|file| file.must == FileMatch::Length) {
-        file.must = FileMatch::Exists;
+    for file in &mut facts.files {
+        match file.must {
+            FileMatch::Length => file.must = FileMatch::Exists,
+            FileMatch::LengthOrCarried => file.must = FileMatch::ExistsOrCarried,
+            _ => {}
+        }
     }
     facts
 }
