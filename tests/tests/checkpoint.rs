@@ -202,6 +202,32 @@ fn a_job_goes_back_to_its_newest_checkpoint_when_a_host_of_it_is_killed() {
 }
 
 #[test]
+fn a_log_that_the_target_lacks_goes_along_and_has_each_line_once_at_the_end() {
+    let Some((bed, _)) = testbed(3) else { return };
+    let env = [("SEMPA_FILES", "copy"), ("PVM_EXPORT", "SEMPA_FILES")].map(|(name, value)| (name.into(), value.into()));
+    let vm = Vm::start(&bed, Settings { env: env.into(), ..Settings::default() }).expect("a virtual machine");
+    vm.add(&["h2", "h3"]).expect("the others join");
+    vm.program("ring_job").expect("gcc");
+    // Each host has its own of this folder.
+    let place = |host: usize| bed.host(host).path("/tmp/ring");
+    std::fs::create_dir(place(2)).expect("made");
+    let (rounds, workers) = (400, WORKERS.to_string());
+    let words = ["-h2", "ring_job", &workers, "400", "2000", "/tmp/ring"];
+    let tid = vm.spawn(&words).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    let job = Job { folder: place(2), rounds, tid };
+    job.go_on(&vm, 20);
+    let nowhere = pvm(&vm, &["can-migrate", &job.tid, "h3"]);
+    let reason = "/tmp/ring/log: it does not exist on the target, and cannot be carried there: its folder: ";
+    assert!(!nowhere.good() && nowhere.out.contains(reason), "{nowhere:?}");
+    std::fs::create_dir(place(3)).expect("made");
+    vm.must_migrate(&job.tid, "h3");
+    let job = Job { folder: place(3), ..job };
+    job.finish(&vm);
+    assert!(!place(2).join("result").exists() && place(2).join("log").exists());
+    vm.halt().expect("halts");
+}
+
+#[test]
 fn a_job_goes_back_beside_a_resource_manager_and_comes_to_its_end() {
     let Some((bed, _)) = testbed(3) else { return };
     let settings = Settings { rm: Some("pvm-rm".into()), ..Settings::default() };
