@@ -1,6 +1,6 @@
 //! The store of checkpoints as its users see it.
 
-use checkpoint::store::{Limits, SetId, SetInfo, Store, StoreError};
+use checkpoint::store::{ENDED_KEPT, Limits, SetId, SetInfo, Store, StoreError};
 use proptest::prelude::*;
 use sempa_proto::{Micros, Tid};
 use std::collections::BTreeMap;
@@ -442,6 +442,66 @@ fn a_set_that_is_read_is_not_removed() {
     assert!(matches!(store.remove(&old), Err(StoreError::NoSet(_))));
     store.remove(&new).expect("also the newest one, if somebody says so");
     assert_eq!(store.list().expect("listed").0, []);
+}
+
+#[test]
+fn a_store_that_is_full_of_jobs_that_have_ended_takes_another_one() {
+    let scratch = Scratch::new();
+    let limits = Limits { sets_max: 3, ..Limits::default() };
+    let store = scratch.store(limits).of_vm("vm");
+    let sets: Vec<SetInfo> =
+        (0..3).map(|n| scratch.set(&store, Tid::from_raw(OTHER_JOB.raw() + n), 100 + n as u64, &small())).collect();
+    assert!(matches!(store.begin(JOB, Micros::from_secs(200)), Err(StoreError::NoPlace { sets: 3, .. })));
+    store.mark(&[sets[1].id], Some(Micros::from_secs(160))).expect("marked");
+    store.mark(&[sets[0].id], Some(Micros::from_secs(180))).expect("marked");
+    let made = scratch.set(&store, JOB, 200, &small());
+    let swept = store.sweep(|_| false).expect("swept");
+    let gone: Vec<SetId> = swept.removed.iter().map(|set| set.id).collect();
+    assert_eq!((gone, swept.sets_over), (vec![sets[1].id], 0), "the job that ended first");
+    let left: Vec<SetId> = store.list().expect("listed").0.iter().map(|set| set.id).collect();
+    assert_eq!(left, [sets[0].id, sets[2].id, made.id]);
+}
+
+#[test]
+fn sets_of_a_job_that_has_ended_go_after_their_time_unless_it_was_started_again() {
+    let scratch = Scratch::new();
+    let store = scratch.store(Limits::default()).of_vm("vm");
+    let ended = Micros::from_secs(1000);
+    let (first, second) = (scratch.set(&store, JOB, 100, &small()), scratch.set(&store, JOB, 200, &small()));
+    let other = scratch.set(&store.of_vm("other"), JOB, 300, &small());
+    let names = || store.list().expect("listed").0.iter().map(|set| (set.id, set.ended)).collect::<Vec<_>>();
+    store.mark(&[second.id], Some(ended)).expect("marked");
+    let all = [(first.id, Some(ended)), (second.id, Some(ended)), (other.id, None)];
+    assert_eq!(names(), all, "all of the job, and of no other job of that number");
+    let tidy = |store: &Store, at: Micros| store.tidy(at, |_| false).expect("tidied").removed.len();
+    assert_eq!(tidy(&store, ended + Micros(ENDED_KEPT.0 - 1)), 0);
+    assert_eq!(tidy(&store, Micros(0)), 0, "a clock that was set back");
+    store.mark(&[first.id], None).expect("started again");
+    assert_eq!(tidy(&store, ended + ENDED_KEPT), 0);
+    store.mark(&[first.id], Some(ended)).expect("marked");
+    let open = store.open_set(&first.id).expect("opened");
+    assert_eq!(open.info().ended, Some(ended));
+    assert_eq!(tidy(&store, ended + ENDED_KEPT), 1, "one is being read");
+    drop(open);
+    assert_eq!(tidy(&store, ended + ENDED_KEPT), 1);
+    assert_eq!(names(), [(other.id, None)]);
+}
+
+#[test]
+fn what_is_not_wholly_said_about_the_end_of_a_job_is_not_said() {
+    let scratch = Scratch::new();
+    let store = scratch.store(Limits::default());
+    let set = scratch.set(&store, JOB, 100, &small());
+    let file = scratch.at("store").join(set.id.to_string()).join("ended");
+    for text in ["", "1", "12", "1x\n", "-1\n", "99999999999999999999999\n", "1\n\n", "\u{e9}\n"] {
+        fs::write(&file, text).expect("written");
+        assert_eq!(store.list().expect("listed").0[0].ended, None, "{text:?}");
+    }
+    store.mark(&[set.id], Some(Micros(7))).expect("marked");
+    assert_eq!(fs::read_to_string(&file).expect("there"), "7\n");
+    fs::remove_file(&file).expect("removed");
+    symlink("/dev/zero", &file).expect("linked");
+    assert_eq!(store.list().expect("listed").0[0].ended, None);
 }
 
 #[test]

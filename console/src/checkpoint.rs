@@ -6,7 +6,7 @@ use crate::parse::{ParseError, parse_tid};
 use crate::session::Outcome;
 use crate::words::{option, span};
 use libpvm::Error;
-use sempa_proto::checkpoint::{Pace, SetEntry};
+use sempa_proto::checkpoint::{Pace, Removed, SetEntry, Unwanted};
 use sempa_proto::task::{Reply, Request};
 use sempa_proto::{HostId, Micros, Tid};
 use serde_json::{Value, json};
@@ -33,6 +33,50 @@ pub(crate) struct Restart {
     pub(crate) set: String,
     /// Names of the hosts to use; none: any.
     pub(crate) on: Vec<String>,
+}
+
+/// What `checkpoints` says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Checkpoints {
+    /// Show what there is.
+    List,
+    /// Remove some.
+    Remove {
+        /// Which.
+        which: Unwanted,
+        /// Also those that other virtual machines have made.
+        any: bool,
+    },
+}
+
+/// Reads the words behind `checkpoints`.
+pub(crate) fn parse_list(args: &[String]) -> Result<Checkpoints, ParseError> {
+    const COMMAND: &str = "checkpoints";
+    let wrong = || ParseError::WrongArgs(COMMAND);
+    let (mut names, mut job, mut any) = (None::<Vec<String>>, None, false);
+    let mut rest = args.iter();
+    while let Some(arg) = rest.next() {
+        if let Some(word) = option(COMMAND, "--remove-job", arg, &mut rest)? {
+            let not = || ParseError::NotA { command: COMMAND, word: word.into(), wanted: "a task's tid" };
+            let tid = parse_tid(word).filter(|tid| tid.is_task()).ok_or_else(not)?;
+            job.replace(tid).map_or(Ok(()), |_| Err(wrong()))?;
+        } else if let Some(name) = option(COMMAND, "--remove", arg, &mut rest)? {
+            names.get_or_insert_default().push(name.to_string());
+        } else if arg == "--any" {
+            any = true;
+        } else if arg.starts_with('-') {
+            return Err(ParseError::UnknownFlag(arg.trim_start_matches('-').to_string()));
+        } else {
+            // More of them behind the first.
+            names.as_mut().ok_or_else(wrong)?.push(arg.clone());
+        }
+    }
+    match (names, job) {
+        (None, None) if !any => Ok(Checkpoints::List),
+        (Some(names), None) => Ok(Checkpoints::Remove { which: Unwanted::Sets(names), any }),
+        (None, Some(job)) => Ok(Checkpoints::Remove { which: Unwanted::Job(job), any }),
+        _ => Err(wrong()),
+    }
 }
 
 /// Reads the words behind `checkpoint`.
@@ -137,8 +181,42 @@ pub(crate) fn checkpoint(machine: &impl Machine, what: &Checkpoint) -> Result<Ou
     }
 }
 
+/// Lists what lies in the store, or removes some of it.
+pub(crate) fn checkpoints(machine: &impl Machine, what: &Checkpoints) -> Result<Outcome, Error> {
+    let Checkpoints::Remove { which, any } = what else { return list(machine) };
+    match machine.ask(Request::RemoveSets { which: which.clone(), any: *any })? {
+        Reply::SetsRemoved(Ok(all)) => Ok(removed(which, &all)),
+        Reply::SetsRemoved(Err(why)) => Ok(Outcome::complaint(format!("checkpoints: {why}"))),
+        _ => Err(misfit()),
+    }
+}
+
+fn removed(which: &Unwanted, all: &Removed) -> Outcome {
+    if let (Unwanted::Job(job), []) = (which, &all[..]) {
+        return Outcome {
+            json: vec![json!({ "removed": [], "kept": [] })],
+            ..Outcome::complaint(format!("there is no checkpoint of job {job} that this virtual machine has made"))
+        };
+    }
+    let (mut text, mut gone, mut kept) = (String::new(), Vec::new(), Vec::new());
+    for (set, became) in all {
+        match became {
+            Ok(bytes) => {
+                text.push_str(&format!("{set} removed, {bytes} bytes\n"));
+                gone.push(json!({ "set": set, "bytes": bytes }));
+            }
+            Err(why) => {
+                text.push_str(&format!("{set} stays: {why}\n"));
+                kept.push(json!({ "set": set, "why": why.to_string() }));
+            }
+        }
+    }
+    let failed = !kept.is_empty();
+    Outcome::done(text, json!({ "removed": gone, "kept": kept }), failed)
+}
+
 /// Lists what lies in the store.
-pub(crate) fn list(machine: &impl Machine) -> Result<Outcome, Error> {
+fn list(machine: &impl Machine) -> Result<Outcome, Error> {
     match machine.ask(Request::Sets)? {
         Reply::Sets(Ok(sets)) => {
             let value: Vec<Value> = sets.iter().map(entry).collect();
@@ -154,6 +232,7 @@ fn entry(set: &SetEntry) -> Value {
         Some(why) => json!({ "set": set.set, "broken": why }),
         None => json!({
             "set": set.set, "job": set.job.to_string(), "made_us": set.made.0, "tasks": set.tasks, "bytes": set.bytes,
+            "ended_us": set.ended.map(|ended| ended.0),
         }),
     }
 }
@@ -164,10 +243,14 @@ fn table(sets: &[SetEntry]) -> String {
     }
     let width = sets.iter().map(|set| set.set.len()).max().unwrap_or_default();
     let mut text = format!("{:width$}  {:>8}  {:24}  {:>5}  {:>12}\n", "SET", "JOB", "MADE", "TASKS", "BYTES");
-    for SetEntry { set, job, made, tasks, bytes, broken } in sets {
+    for SetEntry { set, job, made, tasks, bytes, broken, ended } in sets {
         text.push_str(&match broken {
             Some(why) => format!("{set:width$}  cannot be used: {why}\n"),
-            None => format!("{set:width$}  {:>8}  {:24}  {tasks:>5}  {bytes:>12}\n", job.to_string(), time(*made)),
+            None => {
+                let ended = ended.map(|at| format!("  the job ended {}", time(at))).unwrap_or_default();
+                let job = job.to_string();
+                format!("{set:width$}  {job:>8}  {:24}  {tasks:>5}  {bytes:>12}{ended}\n", time(*made))
+            }
         });
     }
     text
@@ -200,6 +283,7 @@ pub(crate) fn restart(machine: &impl Machine, what: &Restart) -> Result<Outcome,
 #[cfg(test)]
 mod tests {
     use super::*;
+    use sempa_proto::checkpoint::Stays;
 
     fn words(line: &str) -> Vec<String> {
         line.split(' ').filter(|word| !word.is_empty()).map(String::from).collect()
@@ -249,15 +333,58 @@ mod tests {
     #[test]
     fn the_list_shows_what_can_be_used_and_why_the_rest_cannot() {
         let job = Tid::from_raw(0x40002);
-        let whole = SetEntry { set: "a-1".into(), job, made: Micros(0), tasks: 3, bytes: 4096, broken: None };
+        let whole =
+            SetEntry { set: "a-1".into(), job, made: Micros(0), tasks: 3, bytes: 4096, broken: None, ended: None };
         let broken = SetEntry { set: "b".into(), broken: Some("another key".into()), ..whole.clone() };
-        let text = table(&[whole, broken]);
+        let over = SetEntry { ended: Some(Micros(0)), ..whole.clone() };
+        let text = table(&[whole, broken, over]);
         let lines: Vec<&str> = text.lines().collect();
-        assert_eq!(lines.len(), 3);
+        assert_eq!(lines.len(), 4);
+        assert!(lines[3].ends_with("4096  the job ended 1970-01-01T00:00:00.000Z"), "{text}");
         assert!(
             lines[1].starts_with("a-1    t40002  1970-01-01T00:00:00.000Z") && lines[1].ends_with("4096"),
             "{text}"
         );
         assert_eq!(lines[2], "b    cannot be used: another key");
+    }
+
+    #[test]
+    fn sets_to_be_removed_are_named_one_by_one_or_by_their_job() {
+        let read = |line: &str| parse_list(&words(line));
+        let sets = |names: &[&str], any| {
+            let which = Unwanted::Sets(names.iter().map(|name| name.to_string()).collect());
+            Ok(Checkpoints::Remove { which, any })
+        };
+        assert_eq!(read(""), Ok(Checkpoints::List));
+        assert_eq!(read("--remove a"), sets(&["a"], false));
+        assert_eq!(read("--remove a b --any c"), sets(&["a", "b", "c"], true));
+        assert_eq!(read("--remove=a --remove b"), sets(&["a", "b"], false));
+        let job = Unwanted::Job(Tid::from_raw(0x40002));
+        assert_eq!(read("--remove-job t40002"), Ok(Checkpoints::Remove { which: job, any: false }));
+        for line in [
+            "a",
+            "--any",
+            "--remove",
+            "--remove-job",
+            "--remove-job t40002 a",
+            "--remove a --remove-job t40002",
+            "--remove-job t40002 --remove-job t40003",
+        ] {
+            assert_eq!(read(line), Err(ParseError::WrongArgs("checkpoints")), "{line}");
+        }
+        assert!(matches!(read("--remove-job x"), Err(ParseError::NotA { command: "checkpoints", .. })));
+        assert_eq!(read("--all"), Err(ParseError::UnknownFlag("all".into())));
+    }
+
+    #[test]
+    fn what_was_removed_and_what_stays_is_told_set_by_set() {
+        let job = Tid::from_raw(0x40002);
+        let all: Removed = vec![("a".into(), Ok(7)), ("b".into(), Err(Stays::Wanted(job)))];
+        let outcome = removed(&Unwanted::Job(job), &all);
+        assert!(outcome.failed && outcome.text.starts_with("a removed, 7 bytes\nb stays: job t40002 goes back to it"));
+        assert_eq!(outcome.json[0]["removed"], json!([{ "set": "a", "bytes": 7 }]));
+        assert_eq!(outcome.json[0]["kept"][0]["set"], "b");
+        assert!(!removed(&Unwanted::Job(job), &all[..1].to_vec()).failed);
+        assert!(removed(&Unwanted::Job(job), &Vec::new()).failed, "none of it");
     }
 }

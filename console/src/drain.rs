@@ -7,17 +7,22 @@ use crate::session::Outcome;
 use crate::words::{option, span};
 use libpvm::Error;
 use sempa_proto::checkpoint::{CutFailure, SetReport};
+use sempa_proto::event::EventKind;
+use sempa_proto::migration::Step;
 use sempa_proto::rm::{Answer, Question};
 use sempa_proto::task::{Reply, Request};
 use sempa_proto::{Micros, Tid};
 use serde_json::json;
-use std::collections::BTreeMap;
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 /// Pause between two questions how far it is.
 const PAUSE: Duration = Duration::from_millis(100);
 /// Who names no deadline waits as long as tasks leave, and so long for the first and for each further one.
 const PATIENCE: Duration = Duration::from_secs(10);
+/// Events in one question.
+const EVENTS_AT_ONCE_MAX: u32 = 4096;
 /// A deadline further away is a slip of the pen.
 const WITHIN_MAX: Duration = Duration::from_secs(24 * 3600);
 
@@ -28,7 +33,8 @@ pub(crate) struct Drain {
     pub(crate) host: String,
     /// It is to be empty within this time.
     pub(crate) within: Option<Duration>,
-    /// Jobs with tasks that are there then are checkpointed and ended.
+    /// Jobs with tasks that nobody takes are checkpointed and ended when half of that time is over, so that it is enough for
+    /// them, and in the end all that are still there.
     pub(crate) checkpoint: bool,
 }
 
@@ -69,83 +75,193 @@ fn left(answer: Answer) -> Result<Option<(bool, Left, u32)>, Error> {
     }
 }
 
-/// Has a host emptied and waits, until it is or its time is over; `show` gets each line as it comes.
-pub(crate) fn drain(machine: &impl Machine, what: &Drain, show: &mut dyn FnMut(&str)) -> Result<Outcome, Error> {
-    let Drain { host, within, checkpoint } = what;
-    let micros = within.map(|within| Micros(within.as_micros() as u64));
-    let Some((_, mut tasks, stay)) = left(machine.ask_rm(&Question::Drain { host: host.clone(), within: micros })?)?
-    else {
-        return Ok(not_known("drain", host));
-    };
-    let begun = Instant::now();
-    let mut until = begun + within.unwrap_or(PATIENCE);
-    let (mut gone, all) = (Vec::new(), tasks.len());
-    show(&format!("{host} takes no tasks; {all} {} to leave\n", if all == 1 { "is" } else { "are" }));
-    while !tasks.is_empty() && Instant::now() < until {
-        std::thread::sleep(PAUSE);
-        let Some((drained, now, _)) = left(machine.ask_rm(&Question::Draining { host: host.clone() })?)? else { break };
-        for tid in tasks.keys().filter(|tid| !now.contains_key(tid)) {
-            gone.push(*tid);
-            show(&format!("{tid} has left ({} of {all})\n", gone.len()));
-            until = if within.is_none() { Instant::now() + PATIENCE } else { until };
-        }
-        tasks = now;
-        if !drained {
-            show(&format!("{host} takes tasks again: somebody has called it off\n"));
-            break;
-        }
-    }
-    let mut sets = Vec::new();
-    if *checkpoint && !tasks.is_empty() {
-        for (job, result) in write_down(machine, &tasks)? {
-            match result {
-                Ok(report) => {
-                    show(&format!("job {job} has ended; 'restart {}' starts it again\n", report.set));
-                    tasks.retain(|tid, _| !report.tasks.contains(tid));
-                    gone.extend(report.tasks);
-                    sets.push(report.set);
-                }
-                Err(why) => show(&format!("no checkpoint of job {job}: {why}; it goes on\n")),
-            }
-        }
-    }
-    let mut text = String::new();
-    for (tid, why) in &tasks {
-        text.push_str(&format!("{tid} is still there: {}\n", why.as_deref().unwrap_or("it is on its way")));
-    }
-    if tasks.is_empty() {
-        text.push_str(&format!("{host} is empty after {:.1} s\n", begun.elapsed().as_secs_f64()));
-    }
-    if stay > 0 {
-        text.push_str(&format!("{stay} that belong to the host, or were started there by hand, stay until they end\n"));
-    }
-    let names = |list: &mut dyn Iterator<Item = &Tid>| list.map(Tid::to_string).collect::<Vec<_>>();
-    let still: Vec<_> = tasks.iter().map(|(tid, why)| json!({ "tid": tid.to_string(), "why": why })).collect();
-    let value = json!({ "host": host, "left": names(&mut gone.iter()), "still": still, "stay": stay, "sets": sets });
-    show(&text);
-    Ok(Outcome::done(String::new(), value, !tasks.is_empty()))
+/// What the event log tells of the moves of tasks.
+#[derive(Debug, Default)]
+struct Heard {
+    /// The first event that has not been read.
+    from: u64,
+    /// The step of its move that has ended last.
+    steps: BTreeMap<Tid, Step>,
+    /// Bytes of its newest image.
+    bytes: BTreeMap<Tid, u64>,
 }
 
-/// A job, and its checkpoint or why there is none.
-type Written = (Tid, Result<SetReport, CutFailure>);
-
-/// Has the jobs of these tasks checkpointed and ended, one after the other.
-fn write_down(machine: &impl Machine, tasks: &Left) -> Result<Vec<Written>, Error> {
-    let all: BTreeMap<Tid, Tid> = machine.tasks(Tid::NONE)?.into_iter().map(|task| (task.tid, task.parent)).collect();
-    let spawned = |tid: &Tid| tasks.contains_key(tid) || all.get(tid).is_some_and(|parent| parent.is_task());
-    let mut jobs: Vec<Tid> = tasks.keys().map(|tid| top(*tid, &all, spawned)).collect();
-    jobs.sort_unstable();
-    jobs.dedup();
-    // Whoever was started by hand and is alive would see its children end. It cannot be written itself.
-    jobs.retain(|job| all.get(job).is_none_or(|by| *by == machine.tid() || !all.contains_key(by)));
-    let mut results = Vec::new();
-    for job in jobs {
-        match machine.ask(Request::Checkpoint { job, pace: None, end: true, wait: true })? {
-            Reply::Checkpointed(result) => results.push((job, result)),
-            _ => return Err(misfit()),
+impl Heard {
+    fn listen(&mut self, machine: &impl Machine) -> Result<(), Error> {
+        loop {
+            let events = machine.events(self.from, EVENTS_AT_ONCE_MAX)?;
+            let Some(last) = events.last() else { return Ok(()) };
+            self.from = last.number + 1;
+            events.iter().for_each(|event| self.hear(&event.kind));
         }
     }
-    Ok(results)
+
+    fn hear(&mut self, kind: &EventKind) {
+        match kind {
+            EventKind::Moving { tid, step, .. } => drop(self.steps.insert(*tid, *step)),
+            EventKind::Moved { tid, bytes, .. } => {
+                self.steps.remove(tid);
+                self.bytes.insert(*tid, *bytes);
+            }
+            EventKind::MoveFailed { tid, .. } => drop(self.steps.remove(tid)),
+            _ => {}
+        }
+    }
+
+    /// Where a task is that nothing keeps.
+    fn way(&self, tid: Tid) -> String {
+        match self.steps.get(&tid) {
+            None => "it is on its way".into(),
+            // The coordinator lets few go at a time.
+            Some(Step::Inspect) => "it waits for its turn; the smallest go first".into(),
+            Some(step) => format!("it is on its way, {step} done"),
+        }
+    }
+
+    /// What the way of a task that has left cost.
+    fn cost(&self, tid: Tid) -> String {
+        self.bytes.get(&tid).map(|bytes| format!(", {:.1} MB", *bytes as f64 / 1e6)).unwrap_or_default()
+    }
+}
+
+/// A host that is being emptied.
+struct Emptying<'a, M> {
+    machine: &'a M,
+    what: &'a Drain,
+    show: &'a mut dyn FnMut(&str),
+    begun: Instant,
+    tasks: Left,
+    gone: Vec<Tid>,
+    sets: Vec<String>,
+    /// Jobs of which there was no checkpoint.
+    failed: BTreeSet<Tid>,
+    heard: Heard,
+}
+
+impl<M: Machine> Emptying<'_, M> {
+    /// Waits until the host is empty, or for as long as it may take.
+    fn wait(&mut self) -> Result<(), Error> {
+        let Drain { host, within, checkpoint } = self.what;
+        let all = self.tasks.len();
+        let mut until = self.begun + within.unwrap_or(PATIENCE);
+        let write_at = within.filter(|_| *checkpoint).map(|within| self.begun + within / 2);
+        while !self.tasks.is_empty() && Instant::now() < until {
+            std::thread::sleep(PAUSE);
+            let question = Question::Draining { host: host.clone() };
+            let Some((drained, mut now, _)) = left(self.machine.ask_rm(&question)?)? else { break };
+            // The end of one that was written may not have come to its ears.
+            now.retain(|tid, _| !self.gone.contains(tid));
+            self.heard.listen(self.machine)?;
+            for tid in self.tasks.keys().filter(|tid| !now.contains_key(tid)) {
+                self.gone.push(*tid);
+                (self.show)(&format!("{tid} has left ({} of {all}{})\n", self.gone.len(), self.heard.cost(*tid)));
+                until = if within.is_none() { Instant::now() + PATIENCE } else { until };
+            }
+            self.tasks = now;
+            if !drained {
+                (self.show)(&format!("{host} takes tasks again: somebody has called it off\n"));
+                break;
+            }
+            if write_at.is_some_and(|at| at <= Instant::now()) {
+                // Who is on his way, or waits for his turn, may still get there.
+                self.write(|why| why.is_some())?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Has jobs checkpointed and ended that have such tasks there.
+    fn write(&mut self, which: impl Fn(&Option<String>) -> bool) -> Result<(), Error> {
+        let those: Left = self.tasks.iter().filter(|(_, why)| which(why)).map(|(t, why)| (*t, why.clone())).collect();
+        if those.is_empty() {
+            return Ok(());
+        }
+        for job in jobs(self.machine, &those)? {
+            if self.failed.contains(&job) {
+                continue;
+            }
+            match write_down(self.machine, job)? {
+                Ok(report) => {
+                    (self.show)(&format!("job {job} has ended; 'restart {}' starts it again\n", report.set));
+                    self.tasks.retain(|tid, _| !report.tasks.contains(tid));
+                    self.gone.extend(report.tasks);
+                    self.sets.push(report.set);
+                }
+                Err(why) => {
+                    self.failed.insert(job);
+                    (self.show)(&format!("no checkpoint of job {job}: {why}; it goes on\n"));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// What is left in the end.
+    fn told(self, stay: u32) -> Outcome {
+        let (host, tasks) = (&self.what.host, &self.tasks);
+        let mut text = String::new();
+        for (tid, why) in tasks {
+            let why = why.clone().unwrap_or_else(|| self.heard.way(*tid));
+            text.push_str(&format!("{tid} is still there: {why}\n"));
+        }
+        if tasks.is_empty() {
+            text.push_str(&format!("{host} is empty after {:.1} s\n", self.begun.elapsed().as_secs_f64()));
+        }
+        if stay > 0 {
+            text.push_str(&format!(
+                "{stay} that belong to the host, or were started there by hand, stay until they end\n"
+            ));
+        }
+        let names = |list: &mut dyn Iterator<Item = &Tid>| list.map(Tid::to_string).collect::<Vec<_>>();
+        let still: Vec<_> = tasks.iter().map(|(tid, why)| json!({ "tid": tid.to_string(), "why": why })).collect();
+        let gone = names(&mut self.gone.iter());
+        let value = json!({ "host": host, "left": gone, "still": still, "stay": stay, "sets": self.sets });
+        (self.show)(&text);
+        Outcome::done(String::new(), value, !tasks.is_empty())
+    }
+}
+
+/// Has a host emptied and waits, until it is or its time is over; `show` gets each line as it comes.
+pub(crate) fn drain<M: Machine>(machine: &M, what: &Drain, show: &mut dyn FnMut(&str)) -> Result<Outcome, Error> {
+    let Drain { host, within, checkpoint } = what;
+    let micros = within.map(|within| Micros(within.as_micros() as u64));
+    let Some((_, tasks, stay)) = left(machine.ask_rm(&Question::Drain { host: host.clone(), within: micros })?)? else {
+        return Ok(not_known("drain", host));
+    };
+    let all = tasks.len();
+    show(&format!("{host} takes no tasks; {all} {} to leave\n", if all == 1 { "is" } else { "are" }));
+    let (gone, sets, failed, heard) = Default::default();
+    let mut emptying = Emptying { machine, what, show, begun: Instant::now(), tasks, gone, sets, failed, heard };
+    emptying.wait()?;
+    if *checkpoint {
+        // Once more: what was in the way may have passed.
+        emptying.failed.clear();
+        emptying.write(|_| true)?;
+    }
+    Ok(emptying.told(stay))
+}
+
+/// The jobs of these tasks, that with the most of them first: one checkpoint brings them all away.
+fn jobs(machine: &impl Machine, tasks: &Left) -> Result<Vec<Tid>, Error> {
+    let all: BTreeMap<Tid, Tid> = machine.tasks(Tid::NONE)?.into_iter().map(|task| (task.tid, task.parent)).collect();
+    let spawned = |tid: &Tid| tasks.contains_key(tid) || all.get(tid).is_some_and(|parent| parent.is_task());
+    let mut jobs = BTreeMap::<Tid, usize>::new();
+    for tid in tasks.keys() {
+        *jobs.entry(top(*tid, &all, spawned)).or_default() += 1;
+    }
+    // Whoever was started by hand and is alive would see its children end. It cannot be written itself.
+    jobs.retain(|job, _| all.get(job).is_none_or(|by| *by == machine.tid() || !all.contains_key(by)));
+    let mut jobs: Vec<(Tid, usize)> = jobs.into_iter().collect();
+    jobs.sort_by_key(|(job, many)| (Reverse(*many), *job));
+    Ok(jobs.into_iter().map(|(job, _)| job).collect())
+}
+
+/// Has a job checkpointed and ended.
+fn write_down(machine: &impl Machine, job: Tid) -> Result<Result<SetReport, CutFailure>, Error> {
+    match machine.ask(Request::Checkpoint { job, pace: None, end: true, wait: true })? {
+        Reply::Checkpointed(result) => Ok(result),
+        _ => Err(misfit()),
+    }
 }
 
 /// The first task of the job that a task belongs to: the topmost of its ancestors that somebody has spawned.
@@ -172,6 +288,8 @@ pub(crate) fn undrain(machine: &impl Machine, host: &str) -> Result<Outcome, Err
 #[cfg(test)]
 mod tests {
     use super::*;
+    use sempa_proto::migration::Cause;
+    use sempa_proto::{HostId, MigrationId};
 
     fn words(line: &str) -> Result<Drain, ParseError> {
         parse(&line.split(' ').filter(|word| !word.is_empty()).map(String::from).collect::<Vec<_>>())
@@ -192,6 +310,29 @@ mod tests {
             let error = words(&format!("h2 --deadline {time}")).expect_err(time).to_string();
             assert_eq!(error, format!("drain: {time} is not a time such as 30s or 5m"));
         }
+    }
+
+    #[test]
+    fn what_is_told_of_a_task_on_its_way_follows_from_the_log() {
+        let (tid, host) = (Tid::from_raw(0x40001), HostId::MASTER);
+        let moving = |step| EventKind::Moving { id: MigrationId(1), tid, from: host, to: host, step, bytes: 0 };
+        let mut heard = Heard::default();
+        assert_eq!((heard.way(tid).as_str(), heard.cost(tid).as_str()), ("it is on its way", ""));
+        heard.hear(&moving(Step::Inspect));
+        assert_eq!(heard.way(tid), "it waits for its turn; the smallest go first");
+        heard.hear(&moving(Step::Dump));
+        assert_eq!(heard.way(tid), format!("it is on its way, {} done", Step::Dump));
+        let (cause, frozen) = (Cause::Drain { by: tid }, Micros(1));
+        heard.hear(&EventKind::Moved {
+            id: MigrationId(1),
+            tid,
+            from: host,
+            to: host,
+            cause,
+            bytes: 12_340_000,
+            frozen,
+        });
+        assert_eq!((heard.way(tid).as_str(), heard.cost(tid).as_str()), ("it is on its way", ", 12.3 MB"));
     }
 
     #[test]

@@ -42,9 +42,11 @@ pub(crate) const COMMANDS: &[Entry] = &[
     },
     Entry {
         name: "checkpoints",
-        summary: "List the checkpoints in the store",
-        detail: "Syntax:  checkpoints\nOldest first. When the store is full the oldest ones go, but never the newest of a \
-                 job.\n",
+        summary: "List the checkpoints in the store, or remove some",
+        detail: "Syntax:  checkpoints [ --remove set ... | --remove-job tid ] [ --any ]\nOldest first. When the store is full those of \
+                 jobs that came to a good end or were killed go first, then the\noldest ones, but never the newest of \
+                 a job that may still be wanted.\n--remove removes these, and --remove-job all of a job, but for one that is being started, and \
+                 one that a job\nwould go back to. With --any also those that other virtual machines of yours have made.\n",
     },
     Entry {
         name: "conf",
@@ -62,8 +64,9 @@ pub(crate) const COMMANDS: &[Entry] = &[
         summary: "Have all tasks leave a host, and keep others away",
         detail: "Syntax:  drain host [ --deadline time ] [ --checkpoint ]\nReturns when the host is empty, or at the deadline (as 30s, 5m), or when \
                  nothing has left for 10 s,\nwith what is still there and why; the order stands until 'undrain'.\n\
-                 With --checkpoint the jobs of tasks that are there then are checkpointed and ended, but for those whose\nfirst task was \
-                 started by hand and is alive.\n\
+                 With --checkpoint the jobs of tasks that no host takes are checkpointed and ended when half of that time is over, \
+                 and in the end\nthose of all that are still there, but for those whose\nfirst task was started by hand and is alive.\n\
+                 Of tasks that leave together the smallest go first.\n\
                  Tasks that were started by hand, and what belongs to the host, stay.\nThe resource manager moves the tasks.\n",
     },
     Entry { name: "echo", summary: "Print the arguments", detail: "Syntax:  echo [ word ... ]\n" },

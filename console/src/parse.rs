@@ -1,7 +1,7 @@
 //! From words to commands. Nothing here looks at the virtual machine, so whatever is wrong with a line is said before
 //! anything is done.
 
-use crate::checkpoint::{self, Checkpoint, Restart};
+use crate::checkpoint::{self, Checkpoint, Checkpoints, Restart};
 use crate::drain::{self, Drain};
 use crate::help;
 use crate::job::{self, Job};
@@ -66,7 +66,7 @@ pub(crate) enum Command {
     /// A job to be written to the store.
     Checkpoint(Checkpoint),
     /// What lies in the store.
-    Checkpoints,
+    Checkpoints(Checkpoints),
     /// A set to be started again.
     Restart(Restart),
     /// A host to be emptied.
@@ -226,7 +226,7 @@ fn command(name: &'static str, args: &[String]) -> Result<Command, ParseError> {
         }
         ("alias", _) => Ok(Command::Aliases),
         ("checkpoint", _) => checkpoint::parse(args).map(Command::Checkpoint),
-        ("checkpoints", _) => none(Command::Checkpoints),
+        ("checkpoints", _) => checkpoint::parse_list(args).map(Command::Checkpoints),
         ("restart", _) => checkpoint::parse_restart(args).map(Command::Restart),
         ("conf", _) => none(Command::Conf),
         ("delete", _) => some(Command::Delete),

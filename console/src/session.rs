@@ -202,7 +202,7 @@ impl<M: Machine> Session<M> {
             }
             Command::Delete(names) => self.delete(&names)?,
             Command::Checkpoint(what) => checkpoint::checkpoint(&self.machine, &what)?,
-            Command::Checkpoints => checkpoint::list(&self.machine)?,
+            Command::Checkpoints(what) => checkpoint::checkpoints(&self.machine, &what)?,
             Command::Restart(what) => checkpoint::restart(&self.machine, &what)?,
             Command::Drain(what) => {
                 let mut text = String::new();

@@ -1,6 +1,7 @@
 //! What travels with the images besides what the engine wrote: the few things that the target's tasker has to know of the
 //! source's surroundings. A small file in the image directory.
 
+use crate::files::Carried;
 use sempa_proto::frame::{from_bytes, to_bytes};
 use sempa_proto::migration::Failure;
 use serde::{Deserialize, Serialize};
@@ -9,7 +10,7 @@ use std::path::{Path, PathBuf};
 /// Name of the file.
 const NAME: &str = "sempa-carry";
 /// Version of its content.
-const VERSION: u16 = 2;
+const VERSION: u16 = 3;
 /// Longest such file that is read, in bytes.
 const CARRY_BYTES_MAX: u64 = 1 << 20;
 /// Image files of one task at most.
@@ -25,6 +26,8 @@ pub(crate) struct Carry {
     pub(crate) stopped_before: Vec<i32>,
     /// Files that it has open for writing, and their lengths in bytes at that time.
     pub(crate) written: Vec<(PathBuf, u64)>,
+    /// Files that are carried along.
+    pub(crate) files: Vec<Carried>,
     /// Name and length of each image file.
     images: Vec<(String, u64)>,
 }
@@ -39,8 +42,9 @@ impl Carry {
         output_pipe: u64,
         stopped_before: Vec<i32>,
         written: Vec<(PathBuf, u64)>,
+        files: Vec<Carried>,
     ) -> Result<Carry, Failure> {
-        Ok(Carry { version: VERSION, output_pipe, stopped_before, written, images: list(dir)? })
+        Ok(Carry { version: VERSION, output_pipe, stopped_before, written, files, images: list(dir)? })
     }
 
     /// Writes it next to the images; its length.
@@ -112,7 +116,7 @@ mod tests {
     fn a_cut_or_missing_image_is_found_before_the_engine_starts() {
         let dir = tempfile::tempdir().expect("dir");
         std::fs::write(dir.path().join("pages-1.img"), [7u8; 8192]).expect("write");
-        Carry::of(dir.path(), 5, vec![3], Vec::new()).expect("carry").write(dir.path()).expect("write");
+        Carry::of(dir.path(), 5, vec![3], Vec::new(), Vec::new()).expect("carry").write(dir.path()).expect("write");
         let carry = Carry::read(dir.path()).expect("whole");
         assert_eq!((carry.output_pipe, carry.stopped_before.clone(), carry.image_bytes()), (5, vec![3], 8192));
         std::fs::write(dir.path().join("pages-1.img"), [7u8; 4096]).expect("write");

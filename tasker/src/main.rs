@@ -9,6 +9,7 @@ mod birth;
 mod carry;
 mod control;
 mod ease;
+mod files;
 mod freezer;
 mod hold;
 mod memory;

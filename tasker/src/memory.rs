@@ -77,6 +77,11 @@ impl Following {
         self.can() && (self.setting == Setting::Always || facts.resident_bytes >= FOLLOWS_FROM_BYTES)
     }
 
+    /// True while memory for this move is on its way, or all of it is here and the task does not run yet.
+    pub(crate) fn comes(&self, migration: MigrationId) -> bool {
+        self.coming.contains_key(&migration)
+    }
+
     /// Nobody gets any more; for the end of the tasker.
     pub(crate) fn withhold_all(&self) {
         self.going.values().for_each(Memory::withhold);
@@ -242,7 +247,8 @@ impl Supervisor {
             Some(Stage::Prepared | Stage::Held { .. }) => {
                 self.clear_target(migration, vec![FromTasker::Restored { migration, result: Err(why) }]);
             }
-            None => {}
+            // What is built when its files are there finds that out.
+            Some(Stage::Placing { .. }) | None => {}
         }
     }
 }

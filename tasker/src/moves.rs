@@ -4,6 +4,7 @@
 
 use crate::attempt::{Attempt, rest, roll};
 use crate::carry::Carry;
+use crate::files::{self, Made};
 use crate::freezer;
 use crate::hold::Hold;
 use crate::memory::{self, Following};
@@ -61,15 +62,21 @@ pub(crate) enum EngineState {
 }
 
 /// A move to this host.
-struct Target {
+pub(crate) struct Target {
     tid: Tid,
     namespace: Namespace,
-    stage: Stage,
+    pub(crate) stage: Stage,
+    /// Files that have come with it.
+    pub(crate) made: Made,
+    /// Most of its memory comes later.
+    memory_follows: bool,
 }
 
 pub(crate) enum Stage {
     /// There is room for it.
     Prepared,
+    /// Files that come with it are put where they belong.
+    Placing { dir: PathBuf, again: Option<Redirection>, discard: bool },
     /// The engine builds it.
     Restoring {
         worker: u64,
@@ -99,7 +106,7 @@ pub(crate) struct Moves {
     pub(crate) state: EngineState,
     pub(crate) workers: Workers,
     pub(crate) trial: Option<Trial>,
-    targets: BTreeMap<MigrationId, Target>,
+    pub(crate) targets: BTreeMap<MigrationId, Target>,
     deferred: Vec<ToTasker>,
     pub(crate) following: Following,
     pub(crate) hashes: Arc<HashCache>,
@@ -224,6 +231,7 @@ impl Supervisor {
             match outcome {
                 Outcome::Dumped { migration, tid, result } => self.dumped(migration, tid, result),
                 Outcome::Rested { migration, tid, failure } => self.rested(migration, tid, failure),
+                Outcome::Placed { migration, result } => self.placed(migration, result),
                 Outcome::Restored { migration, result } => self.restored(migration, result),
                 Outcome::BroughtIn { migration, done } => self.brought_in(migration, done),
                 Outcome::Seen { by, result } => self.seen(by, result),
@@ -314,7 +322,7 @@ impl Supervisor {
         let engine = self.moves.engine.as_ref().ok_or_else(|| self.broken())?;
         let processes = namespace.pids();
         let memory = resident_bytes(&processes);
-        let carried = (task.output.inode(), task.stopped_before.clone());
+        let (carried, root) = ((task.output.inode(), task.stopped_before.clone()), task.process.pid);
         let mut limits = limits_for(memory)?;
         if attempt.is_first {
             limits.allowed -= ENGINE_ALLOWED_BASE - FIRST_DUMP_BASE;
@@ -332,8 +340,15 @@ impl Supervisor {
         let (cancel, pid) = (limits.cancel.clone(), dumping.engine_pid());
         self.moves.workers.start(&cancel, Some(pid), move || {
             let result = dumping.finish(&limits).and_then(|(report, serving)| {
-                let written = Carry::of(&dir, carried.0, carried.1, facts::written_files(&processes))?.write(&dir)?;
-                Ok((DumpReport { bytes: report.bytes + written, files: report.files + 1 }, serving))
+                let files = files::gather(&dir, root, &processes)?;
+                let (many, written) = (files.len() as u32, facts::written_files(&processes));
+                let carry = Carry::of(&dir, carried.0, carried.1, written, files)?;
+                let described = carry.write(&dir)?;
+                let report = DumpReport {
+                    bytes: carry.image_bytes().max(report.bytes) + described,
+                    files: report.files + 1 + many,
+                };
+                Ok((report, serving))
             });
             if result.is_err() {
                 stop::settle(&processes);
@@ -503,7 +518,8 @@ impl Supervisor {
             .spare
             .take(self.freezer.as_mut().ok())
             .map_err(|e| Failure::Io(format!("no process-id namespace: {e}")))?;
-        self.moves.targets.insert(migration, Target { tid, namespace, stage: Stage::Prepared });
+        let target = Target { tid, namespace, stage: Stage::Prepared, made: Made::default(), memory_follows: false };
+        self.moves.targets.insert(migration, target);
         Ok(())
     }
 
@@ -523,9 +539,23 @@ impl Supervisor {
         if let Err(why) = room {
             return self.say(&FromTasker::Restored { migration, result: Err(why) });
         }
-        let started = memory_way
-            .map_or(Ok(()), |way| self.fetch(migration, dir, way))
-            .and_then(|()| self.start_restore(migration, dir, again, memory_way.is_some()));
+        let fetches = memory_way.map_or(Ok(()), |way| self.fetch(migration, dir, way));
+        if let Some(target) = self.moves.targets.get_mut(&migration) {
+            target.memory_follows = memory_way.is_some();
+        }
+        match (fetches, Carry::read(dir)) {
+            (Err(why), _) => {
+                self.clear_target(migration, vec![FromTasker::Restored { migration, result: Err(why) }]);
+            }
+            (Ok(()), Ok(carry)) if !carry.files.is_empty() => self.place_files(migration, dir, carry, again),
+            // What is wrong with it is told when it is needed.
+            _ => self.build(migration, dir, again),
+        }
+    }
+
+    /// Has the engine build a task for which everything else is there.
+    pub(crate) fn build(&mut self, migration: MigrationId, dir: &Path, again: Option<Redirection>) {
+        let started = self.start_restore(migration, dir, again);
         match (started, self.moves.targets.get_mut(&migration)) {
             (Ok(stage), Some(target)) => target.stage = stage,
             (Ok(_), None) => {}
@@ -538,9 +568,12 @@ impl Supervisor {
         migration: MigrationId,
         dir: &Path,
         again: Option<Redirection>,
-        memory_follows: bool,
     ) -> Result<Stage, Failure> {
         let target = self.moves.targets.get(&migration).ok_or(Failure::TaskEnded)?;
+        let memory_follows = target.memory_follows;
+        if memory_follows && !self.moves.following.comes(migration) {
+            return Err(Failure::Images("its memory does not come any more".into()));
+        }
         let engine = self.moves.engine.as_ref().ok_or_else(|| self.broken())?;
         let carry = Carry::read(dir)?;
         if again.is_some() {
@@ -629,7 +662,8 @@ impl Supervisor {
             return;
         }
         let (tid, namespace, process, carry, output) = match self.moves.targets.remove(&migration) {
-            Some(Target { tid, namespace, stage: Stage::Held { process, carry, output, .. } }) => {
+            Some(Target { tid, namespace, stage: Stage::Held { process, carry, output, .. }, made, .. }) => {
+                made.keep();
                 (tid, namespace, process, carry, output)
             }
             other => {
@@ -669,6 +703,8 @@ impl Supervisor {
                 let worker = *worker;
                 self.moves.workers.cancel(worker);
             }
+            // It is told when they are there, and go again.
+            Stage::Placing { discard, .. } => *discard = true,
             Stage::Prepared | Stage::Held { .. } => {
                 self.clear_target(migration, vec![FromTasker::Discarded { migration }]);
             }

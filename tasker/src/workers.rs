@@ -2,6 +2,7 @@
 //!
 //! They make no process and reap none but the engine's own, so the loop stays the only parent.
 
+use crate::files::Made;
 use crate::verdict::For;
 use checkpoint::engine::{Cancel, Held, Missing, Serving};
 use nix::sys::eventfd::{EfdFlags, EventFd};
@@ -52,6 +53,13 @@ pub(crate) enum Outcome {
         tid: Tid,
         /// How the dump went.
         failure: Failure,
+    },
+    /// Files that are carried along were put where they belong.
+    Placed {
+        /// The move.
+        migration: MigrationId,
+        /// What was made, or why nothing was.
+        result: Result<Made, Failure>,
     },
     /// A restore. The task stands still.
     Restored {

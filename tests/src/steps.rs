@@ -17,7 +17,9 @@ use std::time::{Duration, Instant};
 /// Time for a step to be reached, for a move to end, and for a lost host to be noticed.
 const LONG: Duration = Duration::from_secs(120);
 /// Hosts that a round needs: the master's, and two for each move that is held.
-pub const HOSTS: usize = 1 + 2 * Step::Commit as usize;
+pub const HOSTS: usize = 1 + 2 * PAIRS;
+/// Pairs of source and target.
+const PAIRS: usize = Step::Commit as usize;
 
 /// The steps of the protocol, in the rounds in which they are tried: those before the commit at once, the others one by one,
 /// because each of these needs all daemons to know the new place, those too that are held.
@@ -102,8 +104,10 @@ impl<'a> Rounds<'a> {
     /// A step is not reached.
     pub fn hold(&mut self, steps: &[Step]) -> Result<Vec<Cell>> {
         self.number += 1;
-        self.take_in(1 + 2 * steps.len())?;
-        let pair = |i: usize| (2 + 2 * i, 3 + 2 * i);
+        // A daemon does not start its tasker again and again without a pause: the next round meets the next pair.
+        let first = if steps.len() == 1 { self.number % PAIRS } else { 0 };
+        self.take_in(1 + 2 * (first + steps.len()))?;
+        let pair = |i: usize| (2 + 2 * (first + i), 3 + 2 * (first + i));
         let named = |(i, step): (usize, &Step)| (format!("h{}", pair(i).0), format!("r{}-{step}", self.number));
         let names: Vec<(String, String)> = steps.iter().enumerate().map(named).collect();
         let tids = self.witnesses.spawn(&names)?;

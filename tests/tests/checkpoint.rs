@@ -136,6 +136,42 @@ fn a_job_goes_on_in_a_new_virtual_machine_when_the_whole_old_one_is_gone() {
 }
 
 #[test]
+fn checkpoints_are_removed_as_somebody_wants_and_what_a_job_that_has_ended_has_left_is_told() {
+    let Some((bed, _)) = testbed(2) else { return };
+    let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
+    vm.add(&["h2"]).expect("it joins");
+    let job = Job::start(&vm, "-h2", 150);
+    job.go_on(&vm, 5);
+    let [first, second] = [(); 2].map(|()| checkpoint(&vm, &[&job.tid]));
+    let newest = checkpoint(&vm, &["--every", "10m", &job.tid]);
+    let one = pvm(&vm, &["checkpoints", "--remove", &first, "t40001-20000101T000000-1"]);
+    assert!(!one.good() && one.out.contains(&format!("{first} removed, ")), "{one:?}");
+    assert!(one.out.contains("t40001-20000101T000000-1 stays: there is no such checkpoint"), "{one:?}");
+    let all = pvm(&vm, &["checkpoints", "--remove-job", &job.tid]);
+    assert!(!all.good() && all.out.contains(&format!("{second} removed, ")), "{all:?}");
+    let stays = format!("{newest} stays: job {} goes back to it", job.tid);
+    assert!(all.out.contains(&stays), "{all:?}");
+    let logged = vm.event(LONG, "removal", |entry| match &entry.kind {
+        EventKind::SetsRemoved { sets, .. } => *sets == [second.as_str()],
+        _ => false,
+    });
+    logged.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    job.finish(&vm);
+    let over = eventually(LONG, || {
+        let listed = pvm(&vm, &["checkpoints"]).out;
+        let told = listed.lines().any(|line| line.starts_with(&newest) && line.contains("  the job ended 2"));
+        if told && !listed.contains(&second) { Ok(()) } else { Err(listed) }
+    });
+    over.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    pvm(&vm, &["checkpoint", "--stop", &job.tid]);
+    let last =
+        vm.json(&["checkpoints", "--remove", &newest]).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    assert_eq!(last[0]["removed"][0]["set"].as_str(), Some(&*newest), "{last:?}");
+    assert_eq!(pvm(&vm, &["checkpoints"]).out, "no checkpoints\n");
+    vm.halt().expect("halts");
+}
+
+#[test]
 fn a_job_goes_back_to_its_newest_checkpoint_when_a_host_of_it_is_killed() {
     let Some((bed, _)) = testbed(4) else { return };
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
@@ -162,6 +198,32 @@ fn a_job_goes_back_to_its_newest_checkpoint_when_a_host_of_it_is_killed() {
         back.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
     }
     job.finish(&vm);
+    vm.halt().expect("halts");
+}
+
+#[test]
+fn a_log_that_the_target_lacks_goes_along_and_has_each_line_once_at_the_end() {
+    let Some((bed, _)) = testbed(3) else { return };
+    let env = [("SEMPA_FILES", "copy"), ("PVM_EXPORT", "SEMPA_FILES")].map(|(name, value)| (name.into(), value.into()));
+    let vm = Vm::start(&bed, Settings { env: env.into(), ..Settings::default() }).expect("a virtual machine");
+    vm.add(&["h2", "h3"]).expect("the others join");
+    vm.program("ring_job").expect("gcc");
+    // Each host has its own of this folder.
+    let place = |host: usize| bed.host(host).path("/tmp/ring");
+    std::fs::create_dir(place(2)).expect("made");
+    let (rounds, workers) = (400, WORKERS.to_string());
+    let words = ["-h2", "ring_job", &workers, "400", "2000", "/tmp/ring"];
+    let tid = vm.spawn(&words).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    let job = Job { folder: place(2), rounds, tid };
+    job.go_on(&vm, 20);
+    let nowhere = pvm(&vm, &["can-migrate", &job.tid, "h3"]);
+    let reason = "/tmp/ring/log: it does not exist on the target, and cannot be carried there: its folder: ";
+    assert!(!nowhere.good() && nowhere.out.contains(reason), "{nowhere:?}");
+    std::fs::create_dir(place(3)).expect("made");
+    vm.must_migrate(&job.tid, "h3");
+    let job = Job { folder: place(3), ..job };
+    job.finish(&vm);
+    assert!(!place(2).join("result").exists() && place(2).join("log").exists());
     vm.halt().expect("halts");
 }
 

@@ -131,6 +131,35 @@ fn what_nobody_takes_leaves_a_drained_host_as_a_checkpoint() {
 }
 
 #[test]
+fn jobs_that_nobody_takes_are_checkpointed_before_the_deadline_and_the_others_move() {
+    with_three_hosts(Some("pvm-rm"), |vm| {
+        std::fs::create_dir(vm.bed().host(2).path("/tmp/only-there")).expect("made");
+        let stays = vm.spawn(&["-h2:/tmp/only-there", "hold", "2"]).expect("spawned");
+        let goes: Vec<String> =
+            ["6", "1", "3"].iter().map(|mib| vm.spawn(&["-h2", "hold", mib]).expect("spawned")).collect();
+        goes.iter().chain([&stays]).for_each(|tid| lives(vm, tid));
+        let done = pvm(vm, &["drain", "h2", "--deadline", "30s", "--checkpoint"]);
+        assert!(done.good() && done.out.contains("h2 is empty after "), "{done:?}\n{}", vm.logs());
+        assert!(done.out.contains(&format!("job {stays} has ended; 'restart ")), "{done:?}");
+        for tid in &goes {
+            let left = done.out.lines().find(|line| line.starts_with(&format!("{tid} has left (")));
+            assert!(left.is_some_and(|line| line.ends_with(" MB)")), "{done:?}");
+            assert_ne!(vm.host_of(tid).expect("alive"), "h2");
+            lives(vm, tid);
+        }
+        let events = vm.events().expect("events");
+        let until = events.iter().find_map(|entry| match &entry.kind {
+            EventKind::DrainBegun { until, .. } => *until,
+            _ => None,
+        });
+        let written = events.iter().filter(|entry| matches!(entry.kind, EventKind::Checkpointed { .. }));
+        let written: Vec<_> = written.map(|entry| entry.at_us).collect();
+        assert_eq!(written.len(), 1, "the others were not written");
+        assert!(written[0] < until.expect("a deadline").0, "not only when its time is over");
+    });
+}
+
+#[test]
 fn without_a_resource_manager_drain_says_what_is_missing_and_changes_nothing() {
     with_three_hosts(None, |vm| {
         let done = pvm(vm, &["drain", "h2"]);

@@ -133,17 +133,13 @@ fn committed(cell: &Cell) -> bool {
 fn whoever_is_killed_at_whatever_step_a_task_whose_memory_follows_runs_once_or_is_known_to_have_ended() {
     let Some((bed, _)) = testbed_with_own_engine(HOSTS) else { return };
     with_rounds(&bed, |vm, all| {
-        let cases: [(Whom, fn(&Cell) -> bool); 4] = [
-            (Whom::SourceTasker, not_arrived),
-            (Whom::TargetTasker, committed),
-            (Whom::Source, not_arrived),
-            (Whom::Target, committed),
-        ];
-        for (whom, may_be_lost) in cases {
+        let whom = [Whom::SourceTasker, Whom::TargetTasker, Whom::Source, Whom::Target];
+        let source_has_a_part = [true, false, true, false];
+        for (whom, of_source) in whom.into_iter().zip(source_has_a_part) {
             for steps in rounds() {
                 let done = all.hold(&steps).and_then(|cells| {
                     all.strike(&cells, whom, Fault::Kill)?;
-                    all.judge(cells, may_be_lost)
+                    all.judge(cells, |cell| if of_source { not_arrived(cell) } else { committed(cell) })
                 });
                 done.unwrap_or_else(|error| panic!("{whom:?}, {steps:?}: {error:#}\n{}", vm.logs()));
             }

@@ -38,6 +38,8 @@ pub trait Host {
     /// # Errors
     /// When it cannot be read.
     fn hash(&self, path: &Path) -> io::Result<String>;
+    /// Why no file could be made under this path for a task of this user, if so.
+    fn may_not_make(&self, path: &Path, uid: u32) -> Option<String>;
 }
 
 /// Would this host take such a task? All reasons against it; empty means yes. Whether the host has an engine is not asked
@@ -66,16 +68,20 @@ pub fn compare(facts: &TaskFacts, here: &dyn Host) -> Verdict {
         verdict.push(Refusal::Threads { need, have });
     }
     let wrong = facts.files.iter().filter_map(|file| {
-        let why = difference(file, here)?;
+        let why = difference(file, facts.uid, here)?;
         Some(Refusal::File { path: file.path.clone(), why })
     });
     verdict.extend(wrong);
     verdict
 }
 
-fn difference(file: &FileFact, here: &dyn Host) -> Option<String> {
+fn difference(file: &FileFact, uid: u32, here: &dyn Host) -> Option<String> {
     let found = match here.look(&file.path) {
         Ok(found) => found,
+        Err(e) if e.kind() == io::ErrorKind::NotFound && file.must.is_carried() => {
+            let why = here.may_not_make(&file.path, uid)?;
+            return Some(format!("it does not exist on the target, and cannot be carried there: {why}"));
+        }
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Some("it does not exist on the target".into()),
         Err(e) => return Some(format!("it cannot be looked at on the target: {e}")),
     };
@@ -83,8 +89,11 @@ fn difference(file: &FileFact, here: &dyn Host) -> Option<String> {
         .then(|| format!("it has {} bytes at the source, {} on the target", file.bytes, found.bytes));
     match &file.must {
         FileMatch::Directory => (!found.is_directory).then(|| "it is no directory on the target".into()),
-        FileMatch::Exists => None,
-        FileMatch::Length => length,
+        FileMatch::ExistsOrCarried | FileMatch::LengthOrCarried if found.is_directory => {
+            Some("it is a directory on the target".into())
+        }
+        FileMatch::Exists | FileMatch::ExistsOrCarried => None,
+        FileMatch::Length | FileMatch::LengthOrCarried => length,
         FileMatch::Content(expected) => length.or_else(|| match here.hash(&file.path) {
             Ok(hash) => (hash != *expected).then(|| "its content is another one on the target".into()),
             Err(e) => Some(format!("it cannot be read on the target: {e}")),
@@ -127,6 +136,9 @@ mod tests {
         }
         fn hash(&self, path: &Path) -> io::Result<String> {
             Ok(self.files[path.to_str().expect("text")].1.to_string())
+        }
+        fn may_not_make(&self, path: &Path, uid: u32) -> Option<String> {
+            (!path.starts_with("/data") || uid != 1000).then(|| "its folder: EACCES".into())
         }
     }
 
@@ -184,6 +196,27 @@ mod tests {
             Refusal::Threads { need: 3, have: 2 },
         ];
         assert_eq!(compare(&facts(), &here), expected);
+    }
+
+    #[test]
+    fn a_file_that_is_carried_along_may_be_missing_but_is_never_another_one() {
+        let with = |path: &str, bytes, must| TaskFacts { files: vec![fact(path, bytes, must)], ..facts() };
+        let say = |facts: &TaskFacts| match &compare(facts, &host())[..] {
+            [] => String::new(),
+            [Refusal::File { why, .. }] => why.clone(),
+            other => panic!("{other:?}"),
+        };
+        use FileMatch::{ExistsOrCarried, LengthOrCarried};
+        assert_eq!(say(&with("/data/new", 5, LengthOrCarried)), "");
+        assert_eq!(say(&with("/data/new", 5, ExistsOrCarried)), "");
+        let there = "it does not exist on the target, and cannot be carried there: its folder: EACCES";
+        assert_eq!(say(&with("/else/new", 5, LengthOrCarried)), there);
+        assert_eq!(say(&TaskFacts { uid: 5, ..with("/data/new", 5, LengthOrCarried) }), there);
+        assert_eq!(say(&with("/data/in", 7, LengthOrCarried)), "");
+        let length = "it has 6 bytes at the source, 7 on the target";
+        assert_eq!(say(&with("/data/in", 6, LengthOrCarried)), length);
+        assert_eq!(say(&with("/data/log", 6, ExistsOrCarried)), "", "it is only appended to");
+        assert_eq!(say(&with("/data", 4096, LengthOrCarried)), "it is a directory on the target");
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use super::compare::{Found, Host};
 use super::hash::HashCache;
-use super::{kernel, room};
+use super::{files, kernel, room};
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
@@ -50,6 +50,10 @@ impl Host for ThisHost {
 
     fn hash(&self, path: &Path) -> io::Result<String> {
         self.hashes.hash(path)
+    }
+
+    fn may_not_make(&self, path: &Path, uid: u32) -> Option<String> {
+        files::may_not_make(path, uid)
     }
 }
 

@@ -1,6 +1,7 @@
 //! Looks at a living task through /proc: its facts, or the first thing about it that does not survive a move.
 
 use super::descriptors::{Descriptor, Kind, Meaning, is_written, judge};
+use super::files::{CARRIED_BYTES_MAX, CARRIED_FILES_MAX, Policy, is_own};
 use super::hash::HashCache;
 use super::{host, kernel, maps, sockets, strangers, sysv};
 use crate::status::Status;
@@ -32,6 +33,8 @@ pub struct Subject {
 /// What was found in all processes together.
 #[derive(Clone, Default)]
 struct Findings {
+    /// What is to become of open files.
+    policy: Policy,
     files: BTreeMap<PathBuf, (u64, Need)>,
     sockets: BTreeSet<u64>,
     terminals: BTreeSet<u64>,
@@ -45,7 +48,9 @@ struct Findings {
 enum Need {
     Directory,
     Exists,
+    ExistsOrCarried,
     Length,
+    LengthOrCarried,
     Content,
 }
 
@@ -53,6 +58,35 @@ impl Findings {
     fn need(&mut self, path: &Path, bytes: u64, need: Need) {
         let entry = self.files.entry(path.into()).or_insert((bytes, need));
         entry.1 = entry.1.max(need);
+    }
+
+    /// It has a file open that is reached through this.
+    fn open_file(&mut self, path: &Path, through: &Path, need: Need) -> Result<(), Refusal> {
+        let Ok(meta) = std::fs::metadata(through) else {
+            // Closed meanwhile.
+            return Ok(());
+        };
+        let is_program = self.files.get(path).is_some_and(|(_, need)| *need == Need::Content);
+        let need = match (self.policy, need) {
+            _ if is_program => Need::Content,
+            (Policy::Refuse, _) => return Err(Refusal::FilesStay { path: path.into() }),
+            (Policy::Copy, Need::Exists) if is_own(&meta) => Need::ExistsOrCarried,
+            (Policy::Copy, Need::Length) if is_own(&meta) => Need::LengthOrCarried,
+            _ => need,
+        };
+        self.need(path, meta.len(), need);
+        Ok(())
+    }
+
+    /// What would have to be carried along must not be too much.
+    fn measure(&self) -> Result<(), Refusal> {
+        let carried = |need: &Need| matches!(need, Need::ExistsOrCarried | Need::LengthOrCarried);
+        let all = self.files.values().filter(|(_, need)| carried(need)).map(|(bytes, _)| *bytes);
+        let (files, bytes) = all.fold((0, 0_u64), |(files, sum), bytes| (files + 1, sum.saturating_add(bytes)));
+        match files > CARRIED_FILES_MAX || bytes > CARRIED_BYTES_MAX {
+            true => Err(Refusal::FilesTooLarge { files, bytes, limit: CARRIED_BYTES_MAX }),
+            false => Ok(()),
+        }
     }
 }
 
@@ -66,12 +100,13 @@ fn holds(what: impl Into<String>) -> Refusal {
 /// # Errors
 /// Why it cannot move at all: what it holds, or that it has ended.
 pub fn inspect(subject: &Subject, engine: String, hashes: &HashCache) -> Result<TaskFacts, Refusal> {
-    let mut findings = Findings::default();
     family(subject)?;
+    let mut findings = Findings { policy: Policy::of(subject.root)?, ..Findings::default() };
     for &pid in &subject.processes {
         look_until_settled(pid, subject.root, &mut findings)?;
     }
     connections(subject.root, &findings)?;
+    findings.measure()?;
     if let Some(number) = findings.terminals.difference(&findings.masters).next() {
         return Err(holds(format!("the terminal /dev/pts/{number}, whose other end is elsewhere")));
     }
@@ -249,6 +284,9 @@ fn mappings(pid: i32, findings: &mut Findings) -> Result<(), Refusal> {
     for mapped in maps::read(&String::from_utf8_lossy(&text)) {
         let (path, need) = match mapped {
             maps::Mapped::Private(path) => (path, Need::Content),
+            maps::Mapped::Shared(path) if findings.policy == Policy::Refuse => {
+                return Err(Refusal::FilesStay { path });
+            }
             maps::Mapped::Shared(path) => (path, Need::Length),
             maps::Mapped::Lost(what) => return Err(holds(what)),
         };
@@ -270,8 +308,8 @@ fn descriptors(pid: i32, findings: &mut Findings) -> Result<(), Refusal> {
         match meaning {
             Meaning::Travels => {}
             Meaning::Socket(inode) => drop(findings.sockets.insert(inode)),
-            Meaning::SameLength(path, bytes) => findings.need(&path, bytes, Need::Length),
-            Meaning::Exists(path) => findings.need(&path, 0, Need::Exists),
+            Meaning::SameLength(path, _) => findings.open_file(&path, &entry.path(), Need::Length)?,
+            Meaning::Exists(path) => findings.open_file(&path, &entry.path(), Need::Exists)?,
             Meaning::NamedPipe(path) => {
                 findings.need(&path, 0, Need::Exists);
                 // One that was closed meanwhile does not matter.
@@ -310,7 +348,7 @@ pub fn written_files(processes: &[i32]) -> Vec<(PathBuf, u64)> {
     files.into_iter().collect()
 }
 
-fn descriptor(pid: i32, path: &Path, number: &str) -> io::Result<Meaning> {
+pub(super) fn descriptor(pid: i32, path: &Path, number: &str) -> io::Result<Meaning> {
     let link = std::fs::read_link(path)?;
     let info = std::fs::read_to_string(format!("/proc/{pid}/fdinfo/{number}"))?;
     if !link.is_absolute() {
@@ -360,7 +398,9 @@ fn file_facts(files: BTreeMap<PathBuf, (u64, Need)>, hashes: &HashCache) -> Resu
             let must = match need {
                 Need::Directory => FileMatch::Directory,
                 Need::Exists => FileMatch::Exists,
+                Need::ExistsOrCarried => FileMatch::ExistsOrCarried,
                 Need::Length => FileMatch::Length,
+                Need::LengthOrCarried => FileMatch::LengthOrCarried,
                 Need::Content => FileMatch::Content(hashes.hash(&path).map_err(|e| unreadable(&path, &e))?),
             };
             Ok(FileFact { path, bytes, must })

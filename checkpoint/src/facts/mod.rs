@@ -6,6 +6,7 @@
 
 mod compare;
 mod descriptors;
+mod files;
 mod hash;
 mod host;
 mod inspect;
@@ -17,6 +18,7 @@ mod strangers;
 mod sysv;
 
 pub use compare::{Found, Host, MEMORY_SLACK_BYTES, compare};
+pub use files::{CARRIED_BYTES_MAX, CARRIED_FILES_MAX, OpenFile, files_to_carry, folder_of};
 pub use hash::{HASHES_MAX, HashCache};
 pub use host::ThisHost;
 pub use inspect::{Subject, inspect, resident_bytes, written_files};

@@ -1,11 +1,12 @@
 //! The one place that decides about moves: which step comes next, when a move is off, when it is committed.
 
+use super::turns::{Standing, turns};
 use sempa_proto::event::EventKind;
-use sempa_proto::migration::{Cause, Failure, Move, Order, Parting, Refusal, Report, Step, Usage};
+use sempa_proto::migration::{Cause, Failure, Move, Order, Parting, Refusal, Report, Step, TaskFacts, Usage};
 use sempa_proto::suspend::{self, Holds};
 use sempa_proto::task::{MoveError, MoveReport};
 use sempa_proto::{HostId, Micros, MigrationId, RequestId, Tid};
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::path::PathBuf;
 
 /// Moves under way at one time; more are refused.
@@ -72,7 +73,7 @@ struct Ongoing {
     stopped_at: Option<Micros>,
     /// How long it stood still.
     frozen: Micros,
-    /// Most of its memory does not go with the images.
+    /// Most of its memory does not go with the images; before the target has said so: it could be so.
     memory_follows: bool,
     /// When a lost source may be taken for dead.
     fenced_at: Option<Micros>,
@@ -82,6 +83,22 @@ struct Ongoing {
     suspended: Holds,
     /// The target has passed on what somebody wants: what the source says later may be older than that.
     target_spoke: bool,
+    /// The task's resident memory, once it is known.
+    resident: Option<u64>,
+    /// It has been looked at, and waits for its turn to leave since then.
+    waits: Option<(Micros, TaskFacts)>,
+}
+
+impl Ongoing {
+    /// Where it stands among those that leave its host; `None` when it has left.
+    fn standing(&self) -> Option<Standing> {
+        match (self.resident, &self.waits) {
+            (None, _) => Some(Standing::Unknown),
+            (Some(bytes), Some((since, _))) => Some(Standing::Waits { id: self.of.id, bytes, since: *since }),
+            // The rest happens elsewhere.
+            (Some(bytes), None) => (self.step <= Step::Transfer).then_some(Standing::Leaves { bytes }),
+        }
+    }
 }
 
 /// All moves of the virtual machine. Lives on the master.
@@ -90,6 +107,8 @@ pub struct Coordinator {
     moves: BTreeMap<MigrationId, Ongoing>,
     last: MigrationId,
     out: VecDeque<CoordinatorOutput>,
+    /// When somebody's turn may come although nothing happens.
+    turns_at: Option<Micros>,
 }
 
 impl Coordinator {
@@ -116,7 +135,8 @@ impl Coordinator {
 
     /// When [`Coordinator::wake`] is wanted, if at all.
     pub fn next_wakeup(&self) -> Option<Micros> {
-        self.moves.values().filter_map(|m| m.deadline.into_iter().chain(m.fenced_at).min()).min()
+        let moves = self.moves.values().filter_map(|m| m.deadline.into_iter().chain(m.fenced_at).min());
+        moves.chain(self.turns_at).min()
     }
 
     /// The next thing to do.
@@ -169,6 +189,8 @@ impl Coordinator {
                 locating: false,
                 suspended: Holds::default(),
                 target_spoke: false,
+                resident: None,
+                waits: None,
             },
         );
         Ok(self.last)
@@ -190,23 +212,25 @@ impl Coordinator {
             } else if (host == m.of.from && m.step < Step::KillSource) || host == m.of.to {
                 self.end_failed(id, step, why);
             }
-            return;
-        }
-        if host == sender {
+        } else if host == sender {
             self.step_done(now, id, step, report);
         }
+        self.take_turns(now);
     }
 
     fn step_done(&mut self, now: Micros, id: MigrationId, step: Step, report: Report) {
         let Some(m) = self.moves.get_mut(&id) else { return };
         let of = m.of.clone();
         let next = match report {
-            Report::Inspected { facts, suspended, memory_can_follow } if m.step == Step::Inspect => {
+            Report::Inspected { facts, suspended, memory_can_follow }
+                if m.step == Step::Inspect && m.waits.is_none() =>
+            {
                 m.suspended = suspended;
                 let gib = facts.resident_bytes >> 30;
                 m.sized = STEP_TIME + Micros(TIME_PER_GIB.0 * (gib + 1));
-                self.order(of.to, &of, Order::Prepare { facts, suspended, timeline: None, memory_can_follow });
-                Step::Prepare
+                m.memory_follows = memory_can_follow;
+                (m.resident, m.waits, m.deadline) = (Some(facts.resident_bytes), Some((now, facts)), None);
+                return self.log_step(id, step);
             }
             Report::Prepared { verdict, token, memory_follows } if m.step == Step::Prepare => {
                 if !verdict.is_empty() {
@@ -256,6 +280,24 @@ impl Coordinator {
             };
         }
         self.log_step(id, done);
+    }
+
+    /// Tasks whose turn it is leave their hosts.
+    fn take_turns(&mut self, now: Micros) {
+        let hosts: BTreeSet<HostId> = self.moves.values().filter(|m| m.waits.is_some()).map(|m| m.of.from).collect();
+        self.turns_at = None;
+        for host in hosts {
+            let its = self.moves.values().filter(|m| m.of.from == host);
+            let (go, again) = turns(now, &its.filter_map(Ongoing::standing).collect::<Vec<_>>());
+            self.turns_at = self.turns_at.into_iter().chain(again).min();
+            for id in go {
+                let Some(m) = self.moves.get_mut(&id) else { continue };
+                let Some((_, facts)) = m.waits.take() else { continue };
+                (m.step, m.deadline) = (Step::Prepare, Some(now + STEP_TIME));
+                let (of, suspended, memory_can_follow) = (m.of.clone(), m.suspended, m.memory_follows);
+                self.order(of.to, &of, Order::Prepare { facts, suspended, timeline: None, memory_can_follow });
+            }
+        }
     }
 
     fn log_step(&mut self, id: MigrationId, step: Step) {
@@ -328,6 +370,7 @@ impl Coordinator {
                 self.end_failed(id, step, Failure::HostLost(host));
             }
         }
+        self.take_turns(now);
     }
 
     /// Calls a move off, if it is not committed yet.
@@ -352,6 +395,7 @@ impl Coordinator {
                 self.let_run(id, Usage::default());
             }
         }
+        self.take_turns(now);
     }
 
     fn end_moved(&mut self, id: MigrationId) {
@@ -373,6 +417,10 @@ impl Coordinator {
     /// is taken back; after that there is no way back.
     fn end_failed(&mut self, id: MigrationId, step: Step, why: Failure) {
         let Some(m) = self.moves.remove(&id) else { return };
+        if self.moves.values().any(|other| other.waits.is_some()) {
+            // It may be somebody's turn now.
+            self.turns_at = Some(Micros(0));
+        }
         if m.step <= Step::Commit {
             if m.step == Step::Commit {
                 let back = Move { to: m.of.from, ..m.of.clone() };

@@ -11,6 +11,8 @@
 //!                                                  (all memory is there)
 //! ```
 //!
+//! Between Inspect and Prepare a task waits for its turn, if others are leaving the same host: the smallest go first.
+//!
 //! Up to the commit any failure ends in `Resume` at the source and `Discard` at the target: the task goes on where it
 //! was. The target never lets the copy run without `Run`, and `Run` is only given when the source's copy is gone (or its
 //! host is, whose tasker kills its tasks when it loses its daemon, and whose daemon ends when it loses the master). So at
@@ -38,9 +40,11 @@ mod cut;
 mod restart;
 mod source;
 mod target;
+mod turns;
 
 pub use coordinator::{Coordinator, CoordinatorOutput, MOVES_OPEN_MAX};
 pub use cut::{CutId, CutOutput, Cuts};
 pub use restart::{Candidate, RestartId, RestartOutput, Restarts};
 pub use source::{Inspected, Source, SourceEvent, SourceOutput};
 pub use target::{Target, TargetEvent, TargetOutput};
+pub use turns::{GATHER_TIME, LEAVE_AT_ONCE_MAX, LEAVE_AT_ONCE_WITH_SMALLER_MAX};

@@ -28,6 +28,8 @@ pub enum Act {
     Remove,
     /// Superfluous sets were removed.
     Sweep,
+    /// It was noted that a job has ended, or has not.
+    Mark,
 }
 
 impl Act {
@@ -42,6 +44,7 @@ impl Act {
             Act::Unpack => "cannot unpack a checkpoint",
             Act::Remove => "cannot remove a set of checkpoints",
             Act::Sweep => "cannot remove superfluous sets of checkpoints",
+            Act::Mark => "cannot note in a set of checkpoints whether its job has ended",
         }
     }
 
@@ -53,6 +56,7 @@ impl Act {
             Act::Add => "nothing of this task was kept; the sets that are complete are as they were",
             Act::Finish => "this set was removed; those that were complete before are as they were",
             Act::List | Act::Read => "nothing was changed",
+            Act::Mark => "it may be kept longer than it is needed",
             Act::Unpack => "nothing was left where it was to go; the set is as it was",
             Act::Remove | Act::Sweep => {
                 "a set that was to go is either whole or no longer shown; what is left of it goes with the next sweep"

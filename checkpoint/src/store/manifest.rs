@@ -51,7 +51,7 @@ impl Manifest {
     pub(super) fn info(&self, id: SetId, manifest_bytes: u64) -> SetInfo {
         let parts: Vec<PartInfo> = self.parts.iter().map(Part::info).collect();
         let bytes = parts.iter().fold(manifest_bytes, |sum, part| sum.saturating_add(part.bytes));
-        SetInfo { id, vm: self.vm.clone(), job: id.job(), made: self.made, bytes, parts }
+        SetInfo { id, vm: self.vm.clone(), job: id.job(), made: self.made, bytes, parts, ended: None }
     }
 
     /// Seals it.

@@ -7,11 +7,13 @@
 //!
 //! * `id`: names of sets.
 //! * `seal`: sealed files. `part`: the images of a task as what is sealed. `manifest`: what a set is.
-//! * `draft`: a set while it is made. `set`: a set while it is read. `sweep`: which sets are superfluous.
+//! * `draft`: a set while it is made. `set`: a set while it is read. `sweep`: which sets are superfluous. `ended`: whose job is
+//!   over.
 //! * `place`: directory and key file. `shared`: what lies in the directory, and its lock. `disk`: every change of it.
 
 mod disk;
 mod draft;
+mod ended;
 mod error;
 mod id;
 mod manifest;
@@ -45,6 +47,9 @@ use sweep::{Total, superfluous};
 pub const SETS_MAX: usize = 64;
 /// Bytes of a store unless somebody wants otherwise.
 pub const BYTES_MAX: u64 = 64 << 30;
+
+/// The sets of a job that has ended for good go this long after its end, if their room is not needed before.
+pub const ENDED_KEPT: Micros = Micros::from_secs(24 * 3600);
 
 /// The file whose lock is that of the store, and in a set that of the set.
 const LOCK: &str = "lock";
@@ -86,6 +91,8 @@ pub struct SetInfo {
     pub bytes: u64,
     /// Its tasks, sorted.
     pub parts: Vec<PartInfo>,
+    /// When its job ended for good, if it did; see [`Store::mark`].
+    pub ended: Option<Micros>,
 }
 
 /// A task in a set.
@@ -140,7 +147,7 @@ impl Store {
     ///
     /// # Errors
     /// [`StoreError::NoPlace`] when the limits could not be kept with this set, even if all that may be removed were: the
-    /// newest set of each other job stays.
+    /// newest set of each other job that has not ended for good stays.
     pub fn begin(&self, job: Tid, now: Micros) -> Result<Draft, StoreError> {
         Draft::begin(Arc::clone(&self.shared), self.vm.clone(), job, now)
     }
@@ -175,12 +182,47 @@ impl Store {
         self.shared.delete(act, &[gone])
     }
 
-    /// Removes the oldest sets until the limits are kept, but not the newest one of a job, none that is open, and none that
-    /// the caller keeps; and what a process that died left unfinished. Sets that cannot be read neither count nor go.
+    /// True for a set that was made by the virtual machine of this name.
+    pub fn is_own(&self, set: &SetInfo) -> bool {
+        set.vm == self.vm
+    }
+
+    /// The jobs of these sets have ended for good, so that nobody is likely to want their sets: all those that the same virtual
+    /// machine has made of the same job. Or they have not, because one of them was started again: then this is taken back.
+    /// Sets that are no more are passed over.
+    ///
+    /// # Errors
+    /// Those that could not be written stay for longer.
+    pub fn mark(&self, of: &[SetId], ended: Option<Micros>) -> Result<(), StoreError> {
+        let (act, shared) = (Act::Mark, &self.shared);
+        let _locked = shared.lock(act)?;
+        let (sets, _) = shared.read_all(act)?;
+        let jobs: Vec<(&str, Tid)> =
+            sets.iter().filter(|set| of.contains(&set.id)).map(|set| (&*set.vm, set.job)).collect();
+        let theirs =
+            sets.iter().filter(|set| jobs.contains(&(&*set.vm, set.job)) && set.ended.is_some() != ended.is_some());
+        theirs.map(|set| ended::write(&shared.disk, &shared.set_dir(set.id), ended)).fold(Ok(()), Result::and)
+    }
+
+    /// Removes the sets of jobs that ended for good [`ENDED_KEPT`] ago, and then as [`Store::sweep`] does.
+    ///
+    /// # Errors
+    /// What was not removed stays as it was.
+    pub fn tidy(&self, now: Micros, keep: impl Fn(&SetInfo) -> bool) -> Result<Swept, StoreError> {
+        self.remove_superfluous(Some(now), keep)
+    }
+
+    /// Removes sets until the limits are kept: first those of jobs that have ended for good, the one that ended first first,
+    /// and then the oldest, but not the newest one of a job, none that is open, and none that the caller keeps; and what a
+    /// process that died left unfinished. Sets that cannot be read neither count nor go.
     ///
     /// # Errors
     /// What was not removed stays as it was.
     pub fn sweep(&self, keep: impl Fn(&SetInfo) -> bool) -> Result<Swept, StoreError> {
+        self.remove_superfluous(None, keep)
+    }
+
+    fn remove_superfluous(&self, now: Option<Micros>, keep: impl Fn(&SetInfo) -> bool) -> Result<Swept, StoreError> {
         let (act, shared) = (Act::Sweep, &self.shared);
         let locked = shared.lock(act)?;
         let mut gone = shared.abandoned(act)?;
@@ -188,7 +230,9 @@ impl Store {
         let mut total = Total::of(&sets);
         let mut swept = Swept::default();
         for set in superfluous(&sets, keep) {
-            if total.over(&shared.limits) == (0, 0) {
+            let is_old = |ended| now.is_some_and(|now: Micros| now.since(ended) >= ENDED_KEPT);
+            if total.over(&shared.limits) == (0, 0) && !set.ended.is_some_and(is_old) {
+                // Those that ended long ago come first.
                 break;
             }
             match shared.retire_set(act, set.id) {

@@ -1,6 +1,7 @@
 //! A complete set, open for reading.
 
 use super::SetInfo;
+use super::ended;
 use super::error::{Act, StoreError, failed, io};
 use super::id::SetId;
 use super::manifest::{self, Manifest, Part, part_name};
@@ -39,7 +40,7 @@ impl Set {
             return Err(StoreError::NoSet(id));
         }
         let (manifest, bytes) = manifest::read(act, &dir, id, &shared.secret)?;
-        let info = manifest.info(id, bytes);
+        let info = SetInfo { ended: ended::read(&dir), ..manifest.info(id, bytes) };
         Ok(Set { shared, dir, info, manifest, _lock: lock })
     }
 

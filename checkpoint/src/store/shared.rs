@@ -8,7 +8,7 @@ use super::error::{Act, StoreError, io};
 use super::id::SetId;
 use super::seal::Secret;
 use super::sweep::{Total, others};
-use super::{DRAFT, GONE, LOCK, Limits, SetInfo, manifest};
+use super::{DRAFT, GONE, LOCK, Limits, SetInfo, ended, manifest};
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 use sempa_proto::Tid;
@@ -108,7 +108,9 @@ impl Shared {
         for id in entries.sets {
             let dir = self.set_dir(id);
             match manifest::read(act, &dir, id, &self.secret) {
-                Ok((manifest, bytes)) => sets.push(manifest.info(id, bytes)),
+                Ok((manifest, bytes)) => {
+                    sets.push(SetInfo { ended: ended::read(&dir), ..manifest.info(id, bytes) });
+                }
                 // Removed at this moment.
                 Err(_) if !is_there(&dir) => {}
                 Err(why) => unreadable.push((id.to_string(), why)),

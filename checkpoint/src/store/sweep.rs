@@ -45,19 +45,22 @@ fn newest(sets: &[SetInfo]) -> HashMap<(&str, Tid), SetId> {
     newest
 }
 
-/// The sets that may be removed, oldest first: not the newest one of a job, and none that the caller keeps.
+/// The sets that may be removed: those of jobs that have ended for good, the one that ended first first; then the others, oldest
+/// first, but not the newest one of a job; and none that the caller keeps.
 pub(super) fn superfluous(sets: &[SetInfo], keep: impl Fn(&SetInfo) -> bool) -> Vec<&SetInfo> {
     let newest = newest(sets);
     let is_newest = |set: &SetInfo| newest.get(&(set.vm.as_str(), set.job)) == Some(&set.id);
-    let mut superfluous: Vec<&SetInfo> = sets.iter().filter(|set| !is_newest(set) && !keep(set)).collect();
-    superfluous.sort_by_key(|set| set.id);
+    let goes = |set: &&SetInfo| (set.ended.is_some() || !is_newest(set)) && !keep(set);
+    let mut superfluous: Vec<&SetInfo> = sets.iter().filter(goes).collect();
+    superfluous.sort_by_key(|set| (set.ended.is_none(), set.ended, set.id));
     superfluous
 }
 
-/// What stays when there is a newer set of this job and all that may be removed is: the newest sets of the other jobs.
+/// What stays when there is a newer set of this job and all that may be removed is: the newest sets of the other jobs that have
+/// not ended for good.
 pub(super) fn others(sets: &[SetInfo], vm: &str, job: Tid) -> Total {
     let newest = newest(sets);
-    let is_newest = |set: &&SetInfo| newest.get(&(set.vm.as_str(), set.job)) == Some(&set.id);
+    let is_newest = |set: &&SetInfo| set.ended.is_none() && newest.get(&(set.vm.as_str(), set.job)) == Some(&set.id);
     Total::of(sets.iter().filter(is_newest).filter(|set| set.vm != vm || set.job != job))
 }
 
@@ -69,7 +72,7 @@ mod tests {
     fn set(vm: &str, job: i32, second: u64, bytes: u64) -> SetInfo {
         let (job, made) = (Tid::from_raw(job), Micros::from_secs(second));
         let id = SetId::after(std::iter::empty(), job, made);
-        SetInfo { id, vm: vm.into(), job, made, bytes, parts: vec![] }
+        SetInfo { id, vm: vm.into(), job, made, bytes, parts: vec![], ended: None }
     }
 
     #[test]
@@ -78,6 +81,22 @@ mod tests {
         let seconds = |sets: Vec<&SetInfo>| sets.iter().map(|set| set.made.0 / 1_000_000).collect::<Vec<_>>();
         assert_eq!(seconds(superfluous(&sets, |_| false)), [1, 3, 4]);
         assert_eq!(seconds(superfluous(&sets, |set| set.made == Micros::from_secs(3))), [1, 4]);
+    }
+
+    #[test]
+    fn sets_of_jobs_that_have_ended_go_first_and_those_of_the_job_that_ended_first_before_all() {
+        let ended = |set: SetInfo, second| SetInfo { ended: Some(Micros::from_secs(second)), ..set };
+        let sets = [
+            set("a", 1, 1, 1),
+            set("a", 1, 2, 1),
+            ended(set("a", 2, 8, 1), 20),
+            ended(set("a", 3, 9, 1), 10),
+            ended(set("a", 3, 7, 1), 10),
+        ];
+        let seconds = |sets: Vec<&SetInfo>| sets.iter().map(|set| set.made.0 / 1_000_000).collect::<Vec<_>>();
+        assert_eq!(seconds(superfluous(&sets, |_| false)), [7, 9, 8, 1]);
+        assert_eq!(seconds(superfluous(&sets, |set| set.job == Tid::from_raw(3))), [8, 1]);
+        assert_eq!(others(&sets, "a", Tid::from_raw(9)), Total { sets: 1, bytes: 1 });
     }
 
     #[test]

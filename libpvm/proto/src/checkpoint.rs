@@ -57,7 +57,41 @@ pub struct SetEntry {
     pub bytes: u64,
     /// Why it cannot be used, if so.
     pub broken: Option<String>,
+    /// When its job ended for good, in microseconds since 1970, if it did: then nobody is likely to want it.
+    pub ended: Option<Micros>,
 }
+
+/// Sets that somebody wants removed.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Unwanted {
+    /// These, by their names.
+    Sets(Vec<String>),
+    /// All that this virtual machine has made of this job.
+    Job(Tid),
+}
+
+/// Why a set stays that was to be removed.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+pub enum Stays {
+    /// There is none of this name.
+    #[error("there is no such checkpoint; 'pvm checkpoints' lists them")]
+    Unknown,
+    /// It is being read: a job is started from it.
+    #[error("it is in use: a job is being started from it")]
+    InUse,
+    /// A job would have nothing to go back to.
+    #[error("job {0} goes back to it when a host is lost; 'pvm checkpoint --stop {0}' before, or remove older ones")]
+    Wanted(Tid),
+    /// Another virtual machine has made it, which may still need it.
+    #[error("the virtual machine {0:?} has made it; remove it there, or say --any if that is gone")]
+    Foreign(String),
+    /// The store could not remove it.
+    #[error("{0}")]
+    Store(String),
+}
+
+/// What became of sets that were to be removed: their bytes, or why one stays.
+pub type Removed = Vec<(String, Result<u64, Stays>)>;
 
 /// A job that runs again.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -286,6 +286,13 @@ pub enum EventKind {
         /// The sentence.
         text: String,
     },
+    /// Checkpoints are no more.
+    SetsRemoved {
+        /// Their names.
+        sets: Vec<String>,
+        /// Why they went.
+        why: String,
+    },
 }
 
 impl EventKind {
@@ -400,6 +407,7 @@ impl fmt::Display for EventKind {
                 write!(f, "checkpoint {set} was not started again ({cause}): {why}")
             }
             EventKind::Note { text } => f.write_str(text),
+            EventKind::SetsRemoved { sets, why } => write!(f, "checkpoints removed: {} ({why})", sets.join(" ")),
         }
     }
 }

@@ -258,6 +258,13 @@ pub enum HostMsg {
         /// `None`: the task's daemon decides again, because the move is over, or its place is another one by now.
         suspended: Option<Holds>,
     },
+    /// To the master: somebody sends this task, which is here, a signal of which tasks end. Comes before the end.
+    ToldToEnd {
+        /// The task.
+        tid: Tid,
+        /// The signal.
+        signal: i32,
+    },
 }
 
 /// Something that waited for a task.

@@ -151,6 +151,17 @@ pub enum FileMatch {
     Exists,
     /// It has to be a directory.
     Directory,
+    /// Same length; where there is none it is carried along.
+    LengthOrCarried,
+    /// It only has to exist; where there is none it is carried along.
+    ExistsOrCarried,
+}
+
+impl FileMatch {
+    /// True for a file that is carried along where there is none.
+    pub fn is_carried(&self) -> bool {
+        matches!(self, FileMatch::LengthOrCarried | FileMatch::ExistsOrCarried)
+    }
 }
 
 /// What a task is and holds: the ground for the target's verdict.
@@ -253,6 +264,20 @@ pub enum Refusal {
         /// The limit.
         limit: usize,
     },
+    /// Its own policy keeps it where its files are.
+    FilesStay {
+        /// One that it has open.
+        path: PathBuf,
+    },
+    /// Its open files are more than what is carried along.
+    FilesTooLarge {
+        /// Files.
+        files: usize,
+        /// Bytes of them.
+        bytes: u64,
+        /// Bytes that are carried at most.
+        limit: u64,
+    },
 }
 
 impl fmt::Display for Refusal {
@@ -279,6 +304,12 @@ impl fmt::Display for Refusal {
             Refusal::HostLost(host) => write!(f, "{host} does not answer"),
             Refusal::OwnerThere { host, why } => write!(f, "{host} takes no guests now: {why}"),
             Refusal::TooManyMoves { limit } => write!(f, "{limit} moves are under way already"),
+            Refusal::FilesStay { path } => {
+                write!(f, "it has {} open, and is not to be moved then (SEMPA_FILES=refuse)", path.display())
+            }
+            Refusal::FilesTooLarge { files, bytes, limit } => {
+                write!(f, "its {files} open files have {bytes} bytes, and {limit} are carried along at most")
+            }
         }
     }
 }

@@ -5,7 +5,7 @@
 //! control messages are not numbered; requests carry an id because their replies come when they are ready, possibly
 //! from another daemon after the task has moved.
 
-use crate::checkpoint::{CutFailure, Pace, RestartFailure, RestartReport, SetEntry, SetReport};
+use crate::checkpoint::{CutFailure, Pace, Removed, RestartFailure, RestartReport, SetEntry, SetReport, Unwanted};
 use crate::error::PvmError;
 use crate::event::{Event, EventKind};
 use crate::group::{GroupReply, GroupRequest};
@@ -437,6 +437,13 @@ pub enum Request {
         /// False: the answer is [`Reply::Done`] and comes at once; the event log tells the rest.
         wait: bool,
     },
+    /// Removes sets from the store. → [`Reply::SetsRemoved`]
+    RemoveSets {
+        /// Which.
+        which: Unwanted,
+        /// Also those that other virtual machines have made.
+        any: bool,
+    },
 }
 
 /// Outcome of a move.
@@ -509,6 +516,8 @@ pub enum Reply {
     Restarted(Result<RestartReport, RestartFailure>),
     /// Guests of this host are frozen by control groups, or why they are stopped by signals. `None`: no tasker has said so far.
     Freezer(Option<Result<(), String>>),
+    /// What became of each set, or why the store cannot be looked at.
+    SetsRemoved(Result<Removed, String>),
 }
 
 /// A move that did not happen; the task goes on where it was.

@@ -129,6 +129,7 @@ impl Machine {
             Question::TaskStatus { tid } if self.is_alive(tid) => Reply::Done,
             Question::TaskStatus { tid } => no_task(tid),
             Question::Signal { tid, signal } => {
+                self.told_to_end(tid, signal);
                 self.signal_task(tid, signal);
                 Reply::Done
             }

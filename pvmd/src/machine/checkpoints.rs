@@ -8,7 +8,9 @@
 //! that are left are killed before anybody is told of the loss, and when all are gone the set is started again.
 
 mod back;
+mod ends;
 mod restart;
+mod unwanted;
 
 use super::asks::Asker;
 use super::tasks::Task;
@@ -91,6 +93,10 @@ struct Job {
     ended: BTreeSet<Tid>,
     /// The newest set.
     newest: Option<String>,
+    /// The set that it was started from.
+    origin: Option<String>,
+    /// How its first task has come to its end.
+    end: ends::End,
 }
 
 impl Job {
@@ -137,6 +143,8 @@ enum Purpose {
     Gone(Tid),
     /// None of the tasks that are to be started may be alive.
     Restart(u64),
+    /// This job seems to be over.
+    Over(Tid),
 }
 
 #[derive(Debug)]
@@ -181,6 +189,8 @@ pub(super) struct Keeping {
     lines: BTreeMap<Tid, u16>,
     /// When this virtual machine was founded, as time of day.
     founded: Micros,
+    /// Jobs all known tasks of which have ended.
+    quiet: Vec<Tid>,
 }
 
 impl Keeping {
@@ -193,24 +203,6 @@ impl Keeping {
     pub(super) fn found(&mut self, now: Micros) {
         if self.founded == Micros(0) {
             self.founded = now;
-        }
-    }
-
-    /// Something happened that may concern a job.
-    pub(super) fn happened(&mut self, kind: &EventKind) {
-        match kind {
-            EventKind::TaskStarted { tid, parent, .. } => {
-                for job in self.jobs.values_mut().filter(|job| job.members.contains(parent)) {
-                    job.members.insert(*tid);
-                    job.ended.remove(tid);
-                }
-            }
-            EventKind::TaskEnded { tid, .. } => {
-                for job in self.jobs.values_mut().filter(|job| job.members.contains(tid)) {
-                    job.ended.insert(*tid);
-                }
-            }
-            _ => {}
         }
     }
 
@@ -348,6 +340,9 @@ impl Machine {
             (Purpose::Restart(wanted), Some(host)) => {
                 self.restart_over(wanted, Err(RestartFailure::HostLost(host)));
             }
+            (Purpose::Over(job), None) => self.look_whether_over(job, &found.tasks),
+            // What was there may be wanted.
+            (Purpose::Over(_), Some(_)) => {}
         }
     }
 
@@ -433,7 +428,7 @@ impl Machine {
 
     /// Carries out what the protocols ask for; true if they asked for anything.
     pub(super) fn pump_keeping(&mut self) -> bool {
-        let mut busy = false;
+        let mut busy = self.look_at_quiet();
         while let Some(output) = self.keeping().and_then(|k| k.cuts.poll()) {
             busy = true;
             self.cutter_does(output);
@@ -485,8 +480,7 @@ impl Machine {
         let pace = master.keeping.jobs.get(&job).and_then(|entry| entry.pace);
         let (version, wire) = (SET_VERSION, WIRE_VERSION);
         let meta = SetMeta { version, wire, vm, job, line, parts, groups, mailbox, contexts, pace };
-        let keep = master.keeping.jobs.values().filter(|job| job.pace.is_some());
-        let keep = keep.filter_map(|job| job.newest.clone()).collect();
+        let keep = master.keeping.needed();
         self.out.push_back(Output::SealSet { cut, meta: Box::new(meta), keep });
     }
 
@@ -533,9 +527,12 @@ impl Machine {
             entry.newest = Some(report.set.clone());
             let ended = std::mem::take(&mut entry.ended);
             entry.members.retain(|tid| !ended.contains(tid));
+        } else if entry.doing == Doing::Nothing && entry.is_quiet() {
+            let quiet = job;
+            self.keeping().into_iter().for_each(|keeping| keeping.quiet.push(quiet));
         }
         if matches!(result, Err(CutFailure::NoSuchJob(_))) {
-            // It has ended; its sets stay until the store needs the room.
+            self.job_over(job);
             self.forget_job(job);
         } else {
             self.schedule_next(job, result.is_ok());

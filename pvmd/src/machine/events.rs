@@ -63,8 +63,10 @@ impl Machine {
 
     /// Master: adds an entry and tells those who follow.
     pub(super) fn append_event(&mut self, host: HostId, at: Micros, kind: EventKind) {
+        // Tasks of a host that leaves end with it, as all do in the end.
+        let by_itself = self.stop.is_none() && !self.is_leaving(host);
         let Some(master) = &mut self.master else { return };
-        master.keeping.happened(&kind);
+        master.keeping.happened(&kind, by_itself);
         let event = master.events.append(host, at, kind);
         let followers: Vec<(Tid, (i32, i32))> = master.events.subscribers.iter().map(|(t, s)| (*t, *s)).collect();
         if followers.is_empty() {

@@ -6,7 +6,7 @@
 
 use bytes::Bytes;
 use checkpoint::protocol::CutId;
-use sempa_proto::checkpoint::{PartRecord, SetEntry, SetMeta};
+use sempa_proto::checkpoint::{PartRecord, Removed, SetEntry, SetMeta, Stays, Unwanted};
 use sempa_proto::host::{Carried, HostMsg};
 use sempa_proto::ids::{HostId, Micros, MigrationId, RequestId};
 use sempa_proto::migration::{Failure, Step};
@@ -14,6 +14,7 @@ use sempa_proto::route::RouteWord;
 use sempa_proto::task::{ResumeToken, ToDaemon, ToTask};
 use sempa_proto::tasker::{FromTasker, ToTasker};
 use sempa_proto::{PvmError, Tid};
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
@@ -273,6 +274,20 @@ pub enum Event {
         /// What lay there.
         result: Result<PartRecord, Failure>,
     },
+    /// [`Output::RemoveSets`].
+    SetsRemoved {
+        /// Who asked.
+        tid: Tid,
+        /// His request.
+        id: RequestId,
+        /// What became of each set.
+        result: Result<Removed, String>,
+    },
+    /// These sets were removed to keep the limits of the store, or because their jobs have ended long ago.
+    SetsSwept {
+        /// Their names.
+        sets: Vec<String>,
+    },
     /// [`Output::ListSets`].
     SetsListed {
         /// Who asked.
@@ -515,6 +530,28 @@ pub enum Output {
     CloseSet {
         /// The attempt by which it was opened.
         restart: u64,
+    },
+    /// Master: the jobs of these sets have ended for good, or run again. Earlier orders of this kind are carried out before.
+    MarkSets {
+        /// Their names.
+        sets: Vec<String>,
+        /// True if they have ended.
+        ended: bool,
+        /// Names of sets that must not go to make room.
+        keep: Vec<String>,
+    },
+    /// Master: remove sets. → [`Event::SetsRemoved`]
+    RemoveSets {
+        /// Who asks.
+        tid: Tid,
+        /// His request.
+        id: RequestId,
+        /// Which ones.
+        which: Unwanted,
+        /// Also those of other virtual machines.
+        any: bool,
+        /// Not these.
+        stay: BTreeMap<String, Stays>,
     },
     /// Master: what lies in the store? → [`Event::SetsListed`]
     ListSets {

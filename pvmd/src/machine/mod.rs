@@ -281,6 +281,8 @@ impl Machine {
             Event::SetOpened { restart, result } => self.set_opened(restart, result),
             Event::PartRead { migration, result } => self.part_read(migration, result),
             Event::SetsListed { tid, id, result } => self.reply(tid, id, Reply::Sets(result)),
+            Event::SetsRemoved { tid, id, result } => self.sets_removed(tid, id, result),
+            Event::SetsSwept { sets } => self.sets_swept(sets),
             Event::ImagesSent { migration, result } => {
                 self.source_event(migration, SourceEvent::Sent(result.map(|_| ())));
             }

@@ -118,6 +118,7 @@ impl Machine {
             Request::Checkpoint { job, pace, end, wait } => self.checkpoint_wanted((tid, id), job, pace, end, wait),
             Request::Sets => self.out.push_back(Output::ListSets { tid, id }),
             Request::Restart { set, on, wait } => self.restart_wanted((tid, id), set, on, wait),
+            Request::RemoveSets { which, any } => self.sets_unwanted(tid, id, which, any),
             Request::Migrate { tid: task, to, cause, wait } => self.begin_move(tid, id, task, &to, cause, wait),
             Request::Events { from, limit } => {
                 let events = self.master.as_ref().map(|m| m.events.since(from, limit)).unwrap_or_default();
@@ -232,6 +233,7 @@ impl Machine {
         spare.extend(self.rm.current().map(|rm| rm.tid));
         master.mailbox.reset(if kill { Some(&spare) } else { None });
         if kill {
+            master.keeping.reset(&spare);
             for host in self.other_hosts() {
                 self.tell_host(host, HostMsg::EndTasks { spare: spare.clone() });
             }

@@ -43,6 +43,7 @@ impl Machine {
             HostMsg::Left { tid } => self.task_left(tid),
             HostMsg::Report { migration, report } => self.move_reported(host, migration, report),
             HostMsg::SuspendMoving { migration, id, order } => self.coordinate_suspend(host, migration, id, &order),
+            HostMsg::ToldToEnd { tid, signal } => self.told_to_end(tid, signal),
         }
     }
 

@@ -16,7 +16,7 @@ use super::sets::{Sets, Whereabouts};
 use super::start::{Starter, StarterSettings};
 use super::sys::{FilesLimit, keep_freed_memory, raise_files_limit};
 use super::tasker::Tasker;
-use super::world::{ARCH, DSIG, DaemonWorld, WorldSettings, library_folder, programs_folder};
+use super::world::{ARCH, DSIG, DaemonWorld, WorldSettings, library_folder, programs_folder, unix_time};
 use super::{address, local};
 use crate::machine::{Machine, MachineConfig};
 use anyhow::Context;
@@ -127,7 +127,7 @@ async fn assemble_and_run(
         authority.map(|authority| starter_settings(authority, &place, &addresses, lease, &programs, files_limit));
     let whereabouts = Whereabouts::of(variable);
     let spared = match &whereabouts {
-        Ok(at) if is_master => at.spared(place.vm()),
+        Ok(at) if is_master => at.spared(place.vm(), unix_time()),
         _ => BTreeMap::new(),
     };
     let config = MachineConfig {

@@ -292,10 +292,16 @@ impl Driver {
             Output::ReadPart { migration } => self.parts.sets.read_part(migration),
             Output::BeginSet { cut, job } => self.parts.sets.begin(cut, job, self.parts.world.unix_time()),
             Output::KeepPart { cut, migration, tid } => self.parts.sets.keep(cut, migration, tid),
-            Output::SealSet { cut, meta, keep } => self.parts.sets.seal(cut, &meta, keep),
+            Output::SealSet { cut, meta, keep } => self.parts.sets.seal(cut, &meta, keep, self.parts.world.unix_time()),
             Output::AbandonSet { cut } => self.parts.sets.abandon(cut),
             Output::OpenSet { restart, set } => self.parts.sets.open(restart, set),
             Output::CloseSet { restart } => self.parts.sets.close(restart),
+            Output::MarkSets { sets, ended, keep } => {
+                self.parts.sets.mark(sets, ended.then(|| self.parts.world.unix_time()), keep);
+            }
+            Output::RemoveSets { tid, id, which, any, stay } => {
+                self.parts.sets.remove((tid, id), which, any, stay);
+            }
             Output::ListSets { tid, id } => self.parts.sets.list(tid, id),
             Output::WriteToken { path, token } => self.parts.moves.write_token(&path, &token, &self.parts.log),
             Output::RemoveToken { path } => self.parts.moves.remove_token(&path),

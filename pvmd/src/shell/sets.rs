@@ -1,6 +1,8 @@
 //! The master's store of checkpoints, and the small file that lies beside the images of each task in it. Everything that may
 //! wait for a disk happens on threads of its own.
 
+mod unwanted;
+
 use super::input::{Input, Inputs};
 use super::log::Log;
 use crate::machine::io::Event;
@@ -56,11 +58,16 @@ impl Whereabouts {
     }
 
     /// The highest number of a task in the store on each host, so that nobody else gets it. A store that does not exist, or
-    /// cannot be read, has none.
-    pub(crate) fn spared(&self, vm: &str) -> BTreeMap<HostId, u32> {
+    /// cannot be read, has none. What is superfluous goes before.
+    pub(crate) fn spared(&self, vm: &str, now: Micros) -> BTreeMap<HostId, u32> {
         let mut spared = BTreeMap::new();
         // Looking must not make one.
-        let listed = self.dir.is_dir().then(|| self.open(vm)?.list());
+        let listed = self.dir.is_dir().then(|| {
+            let store = self.open(vm)?;
+            // What cannot be removed is shown as before.
+            let _ = store.tidy(now, |_| false);
+            store.list()
+        });
         let sets = listed.and_then(Result::ok).map(|(sets, _)| sets).unwrap_or_default();
         for tid in sets.iter().flat_map(|set| &set.parts).map(|part| part.tid) {
             if let Some(home) = tid.home() {
@@ -81,6 +88,8 @@ pub(crate) struct Sets {
     store: Arc<Mutex<Option<Store>>>,
     drafts: Arc<Mutex<HashMap<CutId, Arc<Draft>>>>,
     open: Arc<Mutex<HashMap<u64, Arc<Set>>>>,
+    /// Jobs that have ended or run again, in the order in which that is to be written.
+    marks: unwanted::Marks,
 }
 
 fn lock<T>(shared: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -90,13 +99,26 @@ fn lock<T>(shared: &Mutex<T>) -> MutexGuard<'_, T> {
 impl Sets {
     /// Nothing is opened before it is needed.
     pub(crate) fn new(place: Place, whereabouts: Result<Whereabouts, String>, inputs: Inputs, log: Log) -> Sets {
-        let (store, drafts, open) = (Arc::default(), Arc::default(), Arc::default());
-        Sets { place, whereabouts, inputs, log, store, drafts, open }
+        let (store, drafts, open, marks) = Default::default();
+        Sets { place, whereabouts, inputs, log, store, drafts, open, marks }
+    }
+
+    /// False when no store has been made so far: looking must not make one.
+    fn is_there(&self) -> bool {
+        self.whereabouts.as_ref().map_or(true, |at| at.dir.exists())
     }
 
     /// Does something with the store, on a thread of its own, and tells the machine.
     fn work(&self, work: impl FnOnce(Result<Store, String>) -> Event + Send + 'static) {
-        let (store, whereabouts, inputs) = (self.store.clone(), self.whereabouts.clone(), self.inputs.clone());
+        let inputs = self.inputs.clone();
+        self.aside(move |store| {
+            let _ = inputs.blocking_send(Input::Event(work(store)));
+        });
+    }
+
+    /// Does something with the store, on a thread of its own.
+    fn aside(&self, work: impl FnOnce(Result<Store, String>) + Send + 'static) {
+        let (store, whereabouts) = (self.store.clone(), self.whereabouts.clone());
         let vm = self.place.vm().to_string();
         tokio::task::spawn_blocking(move || {
             let opened = whereabouts.and_then(|at| {
@@ -106,7 +128,7 @@ impl Sets {
                     None => Ok(store.insert(at.open(&vm).map_err(|e| e.to_string())?).clone()),
                 }
             });
-            let _ = inputs.blocking_send(Input::Event(work(opened)));
+            work(opened);
         });
     }
 
@@ -135,23 +157,15 @@ impl Sets {
     }
 
     /// Completes a set; [`Event::SetSealed`].
-    pub(crate) fn seal(&self, cut: CutId, meta: &SetMeta, keep: Vec<String>) {
+    pub(crate) fn seal(&self, cut: CutId, meta: &SetMeta, keep: Vec<String>, now: Micros) {
         let (drafts, log, meta) = (self.drafts.clone(), self.log.clone(), to_bytes(meta).map_err(|e| e.to_string()));
+        let inputs = self.inputs.clone();
         self.work(move |store| {
             let draft = lock(&drafts).remove(&cut).and_then(Arc::into_inner);
             let result = draft.ok_or("the set was given up".to_string()).and_then(|draft| {
                 let info = draft.finish(&meta?).map_err(|e| e.to_string())?;
-                match store
-                    .and_then(|store| store.sweep(|set| keep.contains(&set.id.to_string())).map_err(|e| e.to_string()))
-                {
-                    Ok(swept) if swept.removed.is_empty() => {}
-                    Ok(swept) => {
-                        let names: Vec<String> = swept.removed.iter().map(|set| set.id.to_string()).collect();
-                        log.line(format!("checkpoints removed, because the store has its limits: {}", names.join(" ")));
-                    }
-                    // The set is there; the limits are kept when the next one is begun.
-                    Err(why) => log.line(why),
-                }
+                // The set is there, whatever becomes of this; the limits are kept when the next one is begun.
+                unwanted::tidy(store, now, &keep, &inputs, &log);
                 Ok((info.id.to_string(), info.bytes))
             });
             Event::SetSealed { cut, result }
@@ -195,8 +209,7 @@ impl Sets {
 
     /// What there is; [`Event::SetsListed`].
     pub(crate) fn list(&self, tid: Tid, id: RequestId) {
-        // Looking must not make a store.
-        if self.whereabouts.as_ref().is_ok_and(|at| !at.dir.exists()) {
+        if !self.is_there() {
             let event = Event::SetsListed { tid, id, result: Ok(Vec::new()) };
             let inputs = self.inputs.clone();
             tokio::spawn(async move { inputs.send(Input::Event(event)).await });
@@ -212,6 +225,7 @@ impl Sets {
                     tasks: u32::try_from(set.parts.len()).unwrap_or(u32::MAX),
                     bytes: set.bytes,
                     broken: None,
+                    ended: set.ended,
                 });
                 let broken = broken.into_iter().map(|(set, why)| SetEntry {
                     set,
@@ -220,6 +234,7 @@ impl Sets {
                     tasks: 0,
                     bytes: 0,
                     broken: Some(why.to_string()),
+                    ended: None,
                 });
                 whole.chain(broken).collect()
             });

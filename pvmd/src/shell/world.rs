@@ -49,6 +49,12 @@ const SESSION_VARIABLES: [&str; 21] = [
     "PVM_VMID",
 ];
 
+/// The time of day.
+pub(crate) fn unix_time() -> Micros {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    Micros(u64::try_from(now.as_micros()).unwrap_or(u64::MAX))
+}
+
 /// What makes this daemon's world different from another one's on the same host.
 #[derive(Debug, Default)]
 pub(crate) struct WorldSettings {
@@ -205,8 +211,7 @@ impl World for DaemonWorld {
     }
 
     fn unix_time(&self) -> Micros {
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        Micros(u64::try_from(now.as_micros()).unwrap_or(u64::MAX))
+        unix_time()
     }
 
     fn secret(&mut self) -> i32 {

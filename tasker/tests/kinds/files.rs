@@ -1,9 +1,12 @@
 //! Files and directories.
 
-use super::common::tid;
+use super::common::moving::{discard, dump, restore, stop};
+use super::common::{migration, tid};
 use super::scene::{Scene, other_host, survives, survives_elsewhere};
 use sempa_proto::migration::{FileMatch, Refusal};
 use std::io::Write;
+use std::os::unix::fs::PermissionsExt;
+use std::path::PathBuf;
 
 #[test]
 fn a_file_open_for_reading_keeps_its_position() {
@@ -90,4 +93,100 @@ fn a_file_whose_name_another_one_has_taken_travels_with_its_content() {
 #[test]
 fn a_program_whose_file_was_removed_while_it_ran_moves() {
     survives("files", "program-removed");
+}
+
+/// The folder `data` of the other host.
+fn data_there(scene: &Scene) -> PathBuf {
+    let place = scene.dir.path().join("data");
+    PathBuf::from(format!("/proc/{}/root", scene.there.child.id())).join(place.strip_prefix("/").expect("absolute"))
+}
+
+/// A task with a file that the other host lacks, and this policy.
+fn held_with(policy: &'static str, prepare: &str) -> Option<Scene> {
+    let mut scene = Scene::begin_with(|dir| other_host(dir, prepare))?;
+    scene.variable = Some(policy);
+    let program = scene.compile_c("files");
+    assert!(scene.start(&program, &[], "held", ""));
+    Some(scene)
+}
+
+#[test]
+fn an_open_file_that_the_target_lacks_is_carried_along_if_that_is_the_tasks_policy() {
+    let Some(mut scene) = held_with("SEMPA_FILES=copy", "true") else { return };
+    let file = scene.dir.path().join("data/held");
+    std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o604)).expect("it is ours");
+    assert_eq!(scene.fact("data/held").expect("it is open").must, FileMatch::LengthOrCarried);
+    let content = std::fs::read(&file).expect("there");
+    scene.moves_while(&mut || {});
+    let there = data_there(&scene).join("held");
+    assert_eq!(std::fs::read(&there).expect("carried along"), content);
+    assert_eq!(std::fs::metadata(&there).expect("there").permissions().mode() & 0o7777, 0o604);
+    assert!(file.exists(), "and it is still here");
+    std::fs::write(scene.dir.path().join("go"), "").expect("write");
+    let (rest, status, _) = scene.there.follow_to_the_end(tid(1));
+    assert!(rest.ends_with(b"right\n") && status == 7 << 8, "{}", String::from_utf8_lossy(&rest));
+    assert!(there.exists(), "it is the task's own");
+}
+
+#[test]
+fn a_file_that_was_carried_along_goes_again_if_nothing_comes_of_the_move() {
+    let Some(mut scene) = held_with("SEMPA_FILES=copy", "true") else { return };
+    assert_eq!(scene.verdict(), []);
+    let id = migration(1);
+    let (images, mut seen) = (tempfile::tempdir().expect("dir"), Vec::new());
+    let dir = images.path().join("images");
+    stop(&mut scene.here, tid(1), id, &mut seen);
+    dump(&mut scene.here, tid(1), id, &dir, &mut seen).expect("a dump");
+    restore(&mut scene.there, tid(1), id, &dir).expect("a restore");
+    let there = data_there(&scene).join("held");
+    assert!(there.exists());
+    discard(&mut scene.there, id, &mut Vec::new());
+    assert!(!there.exists());
+    // And if the engine does not build the task, it goes as well.
+    assert_eq!(scene.verdict(), []);
+    std::fs::write(
+        dir.join("inventory.img"),
+        std::fs::read(dir.join("inventory.img")).expect("there").iter().map(|b| !b).collect::<Vec<u8>>(),
+    )
+    .expect("written");
+    restore(&mut scene.there, tid(1), migration(2), &dir).expect_err("a broken image");
+    assert!(!there.exists());
+    super::common::moving::continue_task(&mut scene.here, tid(1), id, &mut seen);
+    scene.ends_right();
+}
+
+#[test]
+fn a_file_that_would_be_carried_along_is_never_written_over_another_one() {
+    let Some(mut scene) = held_with("SEMPA_FILES=copy", "printf other > $data/held") else { return };
+    let path = scene.dir.path().join("data/held");
+    let why = "it has 800 bytes at the source, 5 on the target".into();
+    assert_eq!(scene.verdict(), [Refusal::File { path, why }]);
+    scene.ends_right();
+}
+
+#[test]
+fn a_file_is_not_carried_where_its_folder_is_missing() {
+    let Some(mut scene) = held_with("SEMPA_FILES=copy", "umount $data && mount -t tmpfs none ${data%/data}") else {
+        return;
+    };
+    let verdict = scene.verdict();
+    let held = |refusal: &Refusal| matches!(refusal, Refusal::File { path, why } if path.ends_with("data/held") && why.contains("cannot be carried there: its folder: "));
+    assert!(verdict.iter().any(held), "{verdict:?}");
+    scene.ends_right();
+}
+
+#[test]
+fn a_task_whose_policy_is_to_stay_with_its_files_is_refused() {
+    let Some(mut scene) = held_with("SEMPA_FILES=refuse", "true") else { return };
+    let path = scene.dir.path().join("data/held");
+    assert_eq!(scene.inspect(), Err(Refusal::FilesStay { path }));
+    scene.ends_right();
+}
+
+#[test]
+fn a_policy_for_files_that_means_nothing_is_refused() {
+    let Some(mut scene) = held_with("SEMPA_FILES=all", "true") else { return };
+    let what = "SEMPA_FILES=all, which is none of shared, copy and refuse".into();
+    assert_eq!(scene.inspect(), Err(Refusal::Holds { what }));
+    scene.ends_right();
 }

@@ -18,6 +18,8 @@ pub(crate) struct Scene {
     pub(crate) here: Tasker,
     pub(crate) there: Tasker,
     pub(crate) output: Vec<u8>,
+    /// A further variable of the task.
+    pub(crate) variable: Option<&'static str>,
     moves: u64,
 }
 
@@ -35,7 +37,7 @@ impl Scene {
         let dir = tempfile::tempdir().expect("dir");
         std::fs::create_dir(dir.path().join("data")).expect("dir");
         let there = target(dir.path());
-        Some(Scene { here: Tasker::start(), there, dir, output: Vec::new(), moves: 0 })
+        Some(Scene { here: Tasker::start(), there, dir, output: Vec::new(), variable: None, moves: 0 })
     }
 
     /// Compiles one of the programs.
@@ -57,7 +59,9 @@ impl Scene {
     pub(crate) fn start(&mut self, program: &Path, before: &[&str], row: &str, extra: &str) -> bool {
         let place = self.dir.path().to_str().expect("text").to_string();
         let words: Vec<&str> = before.iter().copied().chain([row, &place, extra]).collect();
-        self.here.send(ToTasker::Start(order(tid(1), program, &words)));
+        let mut order = order(tid(1), program, &words);
+        order.env.extend(self.variable.map(|variable| variable.as_bytes().to_vec()));
+        self.here.send(ToTasker::Start(order));
         let unable = |text: &[u8]| text.starts_with(b"unable");
         let is_ready = |text: &[u8]| text.windows(READY.len()).any(|w| w == READY);
         self.here.output_until(tid(1), &mut self.output, |text| is_ready(text) || unable(text));

@@ -1,5 +1,6 @@
 //! Sets that are started again: the glue between the protocol, the store, and the hosts that build the tasks.
 
+use super::ends::End;
 use super::{Counted, Doing, Job, LINES_MAX, Purpose, RESTART_PAUSE, TRIES_MAX, Wanted, pause};
 use crate::machine::asks::Asker;
 use crate::machine::{Machine, Output};
@@ -234,6 +235,7 @@ impl Machine {
             entry.tries += 1;
             if result.is_ok() {
                 entry.pace = entry.pace.or(meta.as_ref().and_then(|meta| meta.pace));
+                (entry.origin, entry.end) = (Some(set.clone()), End::default());
                 (entry.newest, next) = (Some(set.clone()), entry.pace.map(|pace| pause(pace, Some(entry.took))));
                 (entry.members, entry.ended) = (members.clone(), BTreeSet::new());
                 entry.tries = 0;
@@ -247,6 +249,10 @@ impl Machine {
         }
         if let Some(next) = next {
             self.schedule(job, next);
+        }
+        if result.is_ok() {
+            // Whatever was thought of its end.
+            self.out.push_back(Output::MarkSets { sets: vec![set.clone()], ended: false, keep: Vec::new() });
         }
         if result.is_err() && begun.is_some() {
             // They may have been in their groups again already, and if all were told to run some may do so.
@@ -324,8 +330,12 @@ impl Machine {
 /// before it is built, and whether others have the length that they had the engine looks then.
 fn without_lengths(facts: &TaskFacts) -> TaskFacts {
     let mut facts = facts.clone();
-    for file in facts.files.iter_mut().filter(|file| file.must == FileMatch::Length) {
-        file.must = FileMatch::Exists;
+    for file in &mut facts.files {
+        match file.must {
+            FileMatch::Length => file.must = FileMatch::Exists,
+            FileMatch::LengthOrCarried => file.must = FileMatch::ExistsOrCarried,
+            _ => {}
+        }
     }
     facts
 }

@@ -1,5 +1,7 @@
 //! Jobs are checkpointed while they talk, lose everything, and begin again.
 
+mod unwanted;
+
 use super::scene::{stopped_until, welcome};
 use super::sim::{Proc, Seen, Sim, host, seeds};
 use crate::machine::HostId;

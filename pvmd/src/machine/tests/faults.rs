@@ -94,6 +94,7 @@ fn nonsense_between_daemons_changes_nothing() {
         HostMsg::Halt { why: "mischief".into() },
         HostMsg::Shutdown,
         HostMsg::EndTasks { spare: vec![] },
+        HostMsg::ToldToEnd { tid, signal: 15 },
         HostMsg::Report { migration, report: sempa_proto::migration::Report::Running },
     ] {
         for on in [HostId::MASTER, host(2)] {

@@ -3,13 +3,13 @@
 use super::{Happening, Proc, Sim};
 use crate::machine::{Event, Output};
 use checkpoint::protocol::CutId;
-use sempa_proto::checkpoint::{PartRecord, SetMeta};
+use sempa_proto::checkpoint::{PartRecord, Removed, SetEntry, SetMeta, Stays, Unwanted};
 use sempa_proto::frame::from_bytes;
 use sempa_proto::migration::Failure;
 use sempa_proto::task::{Redirect, Restart, ToDaemon};
 use sempa_proto::tasker::Redirection;
 use sempa_proto::{HostId, Micros, MigrationId, Tid};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// A dumped process and what lies beside it.
 #[derive(Clone, Debug)]
@@ -25,6 +25,8 @@ pub(in crate::machine::tests) struct Sets {
     drafts: BTreeMap<CutId, BTreeMap<Tid, Part>>,
     sets: BTreeMap<String, (SetMeta, BTreeMap<Tid, Part>)>,
     open: BTreeMap<u64, String>,
+    /// Sets of jobs that have ended.
+    ended: BTreeSet<String>,
     pub(super) built: BTreeMap<(HostId, MigrationId), Proc>,
 }
 
@@ -41,6 +43,37 @@ impl Sets {
     /// Complete sets.
     pub(in crate::machine::tests) fn count(&self) -> usize {
         self.sets.len()
+    }
+
+    /// Those whose jobs have ended for good.
+    pub(in crate::machine::tests) fn ended(&self) -> Vec<String> {
+        self.ended.iter().cloned().collect()
+    }
+
+    fn entries(&self) -> Vec<SetEntry> {
+        let entry = |(set, (meta, parts)): (&String, &(SetMeta, BTreeMap<Tid, Part>))| SetEntry {
+            set: set.clone(),
+            job: meta.job,
+            made: Micros(0),
+            tasks: parts.len() as u32,
+            bytes: 1,
+            broken: None,
+            ended: self.ended.contains(set).then_some(Micros(1)),
+        };
+        self.sets.iter().map(entry).collect()
+    }
+
+    fn remove(&mut self, which: Unwanted, stay: &BTreeMap<String, Stays>) -> Removed {
+        let names = match which {
+            Unwanted::Sets(names) => names,
+            Unwanted::Job(job) => self.entries().into_iter().filter(|set| set.job == job).map(|set| set.set).collect(),
+        };
+        let mut one = |name: &String| match stay.get(name) {
+            Some(why) => Err(why.clone()),
+            None if self.open.values().any(|open| open == name) => Err(Stays::InUse),
+            None => self.sets.remove(name).map(|_| 1).ok_or(Stays::Unknown),
+        };
+        names.into_iter().map(|name| (name.clone(), one(&name))).collect()
     }
 
     /// Takes the sets over into another virtual machine.
@@ -173,7 +206,23 @@ impl Sim {
             Output::CloseSet { restart } => {
                 self.sets.open.remove(&restart);
             }
-            Output::ListSets { tid, id } => self.later(on, Event::SetsListed { tid, id, result: Ok(Vec::new()) }),
+            Output::MarkSets { sets, ended, .. } => {
+                let jobs: Vec<Tid> = sets.iter().filter_map(|set| Some(self.sets.sets.get(set)?.0.job)).collect();
+                for SetEntry { set, .. } in self.sets.entries().into_iter().filter(|set| jobs.contains(&set.job)) {
+                    if ended {
+                        self.sets.ended.insert(set)
+                    } else {
+                        self.sets.ended.remove(&set)
+                    };
+                }
+            }
+            Output::RemoveSets { tid, id, which, stay, .. } => {
+                let removed = self.sets.remove(which, &stay);
+                self.later(on, Event::SetsRemoved { tid, id, result: Ok(removed) });
+            }
+            Output::ListSets { tid, id } => {
+                self.later(on, Event::SetsListed { tid, id, result: Ok(self.sets.entries()) });
+            }
             other => panic!("{other:?}"),
         }
     }

@@ -1,0 +1,182 @@
+//! Sets that somebody removes, and sets whose jobs have come to their end.
+
+use super::*;
+use sempa_proto::checkpoint::{Removed, SetEntry, Stays, Unwanted};
+use sempa_proto::event::EventKind;
+
+impl Scene {
+    fn remove(&mut self, which: Unwanted) -> Removed {
+        let reply = self.sim.ask(self.console, Request::RemoveSets { which, any: false });
+        let Reply::SetsRemoved(Ok(removed)) = reply else { panic!("{reply:?}") };
+        removed
+    }
+
+    fn remove_set(&mut self, set: &str) -> Result<u64, Stays> {
+        self.remove(Unwanted::Sets(vec![set.into()])).remove(0).1
+    }
+
+    fn sets(&mut self) -> Vec<SetEntry> {
+        let reply = self.sim.ask(self.console, Request::Sets);
+        let Reply::Sets(Ok(sets)) = reply else { panic!("{reply:?}") };
+        sets
+    }
+
+    fn made(&mut self, pace: Option<Pace>) -> String {
+        let reply = self.sim.ask(self.console, Request::Checkpoint { job: self.job(), pace, end: false, wait: true });
+        let Reply::Checkpointed(Ok(report)) = reply else { panic!("{reply:?} (seed {})", self.sim.seed) };
+        report.set
+    }
+
+    /// All tasks end with these wait statuses, the first one last; true if the store was told that the job is over.
+    fn ends(&mut self, first: i32, others: i32) -> bool {
+        for tid in self.tids.clone().into_iter().rev() {
+            let (proc, status) = (self.sim.proc_of(tid), if tid == self.job() { first } else { others });
+            self.sim.exit(proc, status);
+        }
+        self.over()
+    }
+
+    fn over(&mut self) -> bool {
+        let tids = self.tids.clone();
+        self.sim.until("all have ended", |sim| tids.iter().all(|tid| !is_listed(sim, *tid)));
+        self.sim.pass(Micros::from_secs(2));
+        let ended = self.sim.sets.ended();
+        assert!(ended.is_empty() || ended.len() == self.sim.sets.count(), "all sets of it (seed {})", self.sim.seed);
+        !ended.is_empty()
+    }
+
+    fn signal(&mut self, tid: Tid, signal: i32) {
+        assert_eq!(self.sim.ask(self.console, Request::Signal { tid, signal }), Reply::Done);
+    }
+}
+
+#[test]
+fn sets_are_removed_by_name_and_by_job_unless_they_are_needed() {
+    for seed in seeds(20) {
+        let mut scene = Scene::new(seed, 3, 4);
+        let (a, b, c) = (scene.made(None), scene.made(None), scene.made(None));
+        assert_eq!(scene.remove_set(&a), Ok(1));
+        assert_eq!(scene.remove_set(&a), Err(Stays::Unknown));
+        let listed: Vec<String> = scene.sets().into_iter().map(|set| set.set).collect();
+        assert!(listed.len() == 2 && listed.contains(&b) && listed.contains(&c), "{listed:?}");
+        let job = scene.job();
+        let every = Some(Pace::Pause(Micros::from_secs(3600)));
+        let newest = scene.made(every);
+        let mut gone = scene.remove(Unwanted::Job(job));
+        gone.sort_by_key(|(set, _)| *set == newest);
+        assert_eq!(gone.len(), 3);
+        assert_eq!(gone[2], (newest.clone(), Err(Stays::Wanted(job))), "it goes back to it");
+        assert!(gone[..2].iter().all(|(_, became)| *became == Ok(1)), "{gone:?}");
+        let stop = Request::Checkpoint { job, pace: Some(Pace::Never), end: false, wait: true };
+        assert_eq!(scene.sim.ask(scene.console, stop), Reply::Done);
+        assert_eq!(scene.remove_set(&newest), Ok(1));
+        assert_eq!(scene.remove(Unwanted::Job(job)), []);
+        let events = scene.sim.ask(scene.console, Request::Events { from: 0, limit: 1000 });
+        let Reply::Events(events) = events else { panic!("{events:?}") };
+        let removed = events.iter().filter_map(|event| match &event.kind {
+            EventKind::SetsRemoved { sets, .. } => Some(sets.len()),
+            _ => None,
+        });
+        assert_eq!(removed.collect::<Vec<_>>(), [1, 2, 1], "and the log tells");
+    }
+}
+
+#[test]
+fn a_set_from_which_a_job_is_being_started_stays() {
+    for seed in seeds(20) {
+        let mut scene = Scene::new(seed, 3, 4);
+        let set = scene.made(None);
+        scene.end_all();
+        let asked = scene.sim.request(scene.console, Request::Restart { set: set.clone(), on: Vec::new(), wait: true });
+        assert_eq!(scene.remove_set(&set), Err(Stays::InUse), "seed {seed}");
+        let console = scene.console;
+        scene.sim.until("it runs", |sim| sim.procs[console].replies.contains_key(&asked));
+        assert!(matches!(scene.sim.procs[console].replies[&asked], Reply::Restarted(Ok(_))), "seed {seed}");
+        assert_eq!(scene.remove_set(&set), Ok(1), "seed {seed}");
+    }
+}
+
+#[test]
+fn the_sets_of_a_job_that_came_to_a_good_end_or_was_killed_are_not_wanted_any_more() {
+    for seed in seeds(30) {
+        for every in [None, Some(Pace::Pause(Micros::from_secs(1)))] {
+            let mut scene = Scene::new(seed, 3, 4);
+            scene.made(every);
+            assert!(scene.ends(0, 0x100), "its first task has succeeded (seed {seed})");
+            let mut scene = Scene::new(seed, 3, 4);
+            scene.made(every);
+            scene.chatter(30);
+            for tid in scene.tids.clone() {
+                scene.signal(tid, 15);
+            }
+            assert!(scene.over(), "it was killed (seed {seed})");
+        }
+    }
+}
+
+#[test]
+fn the_sets_of_a_job_that_crashed_or_lost_its_host_or_ended_for_its_checkpoint_are_kept() {
+    for seed in seeds(30) {
+        let mut scene = Scene::new(seed, 3, 4);
+        scene.made(None);
+        assert!(!scene.ends(11, 0), "it crashed (seed {seed})");
+        let mut scene = Scene::new(seed, 3, 4);
+        scene.made(None);
+        assert!(!scene.ends(15, 0), "somebody outside has killed it (seed {seed})");
+        let mut scene = Scene::new(seed, 3, 4);
+        scene.made(None);
+        scene.signal(scene.job(), 10);
+        assert!(!scene.ends(10, 0), "no signal to end (seed {seed})");
+        let mut scene = Scene::new(seed, 3, 4);
+        let ends = Request::Checkpoint { job: scene.job(), pace: None, end: true, wait: true };
+        let reply = scene.sim.ask(scene.console, ends);
+        assert!(matches!(reply, Reply::Checkpointed(Ok(_))), "{reply:?} (seed {seed})");
+        assert!(!scene.over(), "it is to be started again (seed {seed})");
+        let mut scene = Scene::new(seed, 3, 6);
+        scene.made(None);
+        let away = scene.tids.iter().map(|tid| scene.sim.procs[scene.sim.proc_of(*tid)].host);
+        let lost = away.into_iter().find(|at| *at != HostId::MASTER).expect("they are spread");
+        scene.sim.kill_host(lost);
+        for tid in scene.tids.clone() {
+            let proc = scene.sim.proc_of(tid);
+            if scene.sim.nodes[&scene.sim.procs[proc].host].alive {
+                scene.sim.exit(proc, 0);
+            }
+        }
+        scene.sim.pass(Micros::from_secs(60));
+        assert_eq!(scene.sim.sets.ended(), [""; 0], "some of it were lost with their host (seed {seed})");
+    }
+}
+
+#[test]
+fn nothing_is_over_because_a_host_leaves_or_the_virtual_machine_ends() {
+    for seed in seeds(20) {
+        let mut scene = Scene::new(seed, 3, 2);
+        scene.made(None);
+        assert_eq!(scene.sim.ask(scene.console, Request::Halt), Reply::Done);
+        // They tidy up when they are asked to end.
+        for tid in scene.tids.clone() {
+            let proc = scene.sim.proc_of(tid);
+            scene.sim.exit(proc, 0);
+        }
+        scene.sim.pass(Micros::from_secs(10));
+        assert_eq!(scene.sim.sets.ended(), [""; 0], "seed {seed}");
+    }
+}
+
+#[test]
+fn a_job_that_is_started_again_wants_its_sets_and_when_it_has_ended_they_are_over() {
+    for seed in seeds(20) {
+        let mut scene = Scene::new(seed, 3, 4);
+        scene.made(None);
+        let second = scene.made(None);
+        assert!(scene.ends(0, 0), "seed {seed}");
+        assert!(scene.sets().iter().all(|set| set.ended.is_some()), "and the list tells");
+        scene.restart(&second, &[]).unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+        scene.until_all_are_back();
+        assert_eq!(scene.sim.sets.ended(), [""; 0], "seed {seed}");
+        scene.made(None);
+        assert!(scene.ends(0, 0), "seed {seed}");
+        assert_eq!(scene.sim.sets.ended().len(), 3, "seed {seed}");
+    }
+}
