@@ -82,6 +82,13 @@ impl Following {
         self.coming.contains_key(&migration)
     }
 
+    /// It may be this host or this engine that cannot: from now on tasks take their memory along.
+    pub(crate) fn has_failed(&mut self, why: Option<&Failure>) {
+        if let Some(why @ (Failure::Engine(_) | Failure::Io(_) | Failure::Deadline { .. })) = why {
+            self.possible = Err(why.to_string());
+        }
+    }
+
     /// Nobody gets any more; for the end of the tasker.
     pub(crate) fn withhold_all(&self) {
         self.going.values().for_each(Memory::withhold);
@@ -211,10 +218,7 @@ impl Supervisor {
             _ if coming.over => (Ok(()), None),
             Ok(()) => (Ok(()), None),
             Err((why, missing)) => {
-                if coming.lost.is_none() {
-                    // It may be this host or this engine that cannot: the next task takes its memory along.
-                    self.moves.following.possible = Err(why.to_string());
-                }
+                self.moves.following.has_failed(Some(&why).filter(|_| coming.lost.is_none()));
                 (Err(coming.lost.take().unwrap_or(why)), Some(missing))
             }
         };

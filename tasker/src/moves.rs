@@ -379,10 +379,14 @@ impl Supervisor {
             }
             if let Phase::Dumping { attempt, called_off, .. } = phase {
                 go_on = called_off;
+                let memory_follows = attempt.asked_on.is_some() && !called_off;
                 let root = task.process.pid;
                 let failure = result.as_ref().err().filter(|_| !called_off);
                 if failure.is_some_and(|why| self.dumps_again(migration, tid, root, why, attempt)) {
                     return;
+                }
+                if memory_follows {
+                    self.moves.following.has_failed(result.as_ref().err());
                 }
             }
         }

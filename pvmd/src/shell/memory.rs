@@ -111,7 +111,6 @@ impl Memory {
             };
             let ends = match opened.await {
                 Ok(opened) => {
-                    *lock(&known) = Some(opened.2.clone());
                     let engine = tasker.accept().await.map_err(|e| failed(&e));
                     engine.and_then(|(engine, _)| Ok((blocking(engine)?, opened)))
                 }
@@ -119,6 +118,7 @@ impl Memory {
             };
             match ends {
                 Ok((engine, (out, incoming, line))) => {
+                    *lock(&known) = Some(line.clone());
                     let lost = move |why| {
                         // The loop may have ended: then nobody has to be told.
                         let _ = inputs.blocking_send(Input::Event(Event::MemoryLost { migration, why }));
