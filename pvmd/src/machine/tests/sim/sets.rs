@@ -206,6 +206,13 @@ impl Sim {
             Output::CloseSet { restart } => {
                 self.sets.open.remove(&restart);
             }
+            other => self.store_keeps(on, other),
+        }
+    }
+
+    /// What becomes of whole sets.
+    fn store_keeps(&mut self, on: HostId, output: Output) {
+        match output {
             Output::MarkSets { sets, ended, .. } => {
                 let jobs: Vec<Tid> = sets.iter().filter_map(|set| Some(self.sets.sets.get(set)?.0.job)).collect();
                 for SetEntry { set, .. } in self.sets.entries().into_iter().filter(|set| jobs.contains(&set.job)) {
