@@ -16,6 +16,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 /// Ends a running engine call from another thread. All clones are one handle; firing is for good.
@@ -176,6 +177,8 @@ pub trait Serving: Send {
 pub struct Memory {
     pub(crate) asked_on: Arc<OwnedFd>,
     pub(crate) tracing: Arc<OwnedFd>,
+    /// The task is dead: its processes' numbers may be somebody else's.
+    pub(crate) outlives: Arc<AtomicBool>,
 }
 
 impl Memory {
@@ -187,6 +190,7 @@ impl Memory {
 
     /// The task was killed: the engine holds on to its memory, and nobody to its processes.
     pub fn outlive(&self) {
+        self.outlives.store(true, Ordering::Release);
         let _ = shutdown(self.tracing.as_raw_fd(), Shutdown::Both);
     }
 }

@@ -82,6 +82,7 @@ impl World {
         self.coordinator.located(self.now, id);
         self.report(id, 2, Report::SourceGone(Usage::default()));
         self.report(id, 3, Report::Running);
+        self.report(id, 3, Report::Arrived);
     }
 
     fn wake(&mut self) -> bool {

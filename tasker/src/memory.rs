@@ -4,7 +4,8 @@
 
 use crate::moves::Stage;
 use crate::supervisor::Supervisor;
-use crate::task::Phase;
+use crate::sys;
+use crate::task::{Phase, Task};
 use crate::workers::Outcome;
 use checkpoint::engine::{Cancel, Limits, Memory, Missing, Serving};
 use sempa_proto::migration::{Failure, TaskFacts};
@@ -14,12 +15,17 @@ use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Resident memory from which on it follows a task: below it a task stands still hardly longer when it takes its memory along.
 const FOLLOWS_FROM_BYTES: u64 = 64 << 20;
 /// Says when memory follows: `never`, `always`; anything else: from [`FOLLOWS_FROM_BYTES`] on.
 const SETTING: &str = "SEMPA_POST_COPY";
+/// After a failure tasks take their memory along for so long.
+const FAILED_PAUSE: Duration = Duration::from_secs(600);
+/// Processes that are killed end long before this.
+const END_ALLOWED: Duration = Duration::from_secs(60);
+const LOOK_PAUSE: Duration = Duration::from_millis(2);
 /// No transfer takes so long. One that has stopped is noticed by the daemons.
 const TRANSFER_ALLOWED: Duration = Duration::from_secs(7 * 24 * 3600);
 
@@ -43,6 +49,8 @@ struct Coming {
     lost: Option<Failure>,
     /// The task has ended and needs no more.
     over: bool,
+    /// Processes that were killed for want of it.
+    needs: Vec<i32>,
 }
 
 /// Memory under way, from here and to here.
@@ -51,6 +59,8 @@ pub(crate) struct Following {
     setting: Setting,
     /// Whether it is possible here; known after the engine's trial.
     pub(crate) possible: Result<(), String>,
+    /// When it failed last.
+    failed: Option<Instant>,
     going: BTreeMap<MigrationId, Memory>,
     coming: BTreeMap<MigrationId, Coming>,
 }
@@ -64,12 +74,13 @@ impl Following {
             _ => Setting::Large,
         };
         let (going, coming) = (BTreeMap::new(), BTreeMap::new());
-        Following { setting, possible: Err("the engine has not been tried".into()), going, coming }
+        Following { setting, possible: Err("the engine has not been tried".into()), failed: None, going, coming }
     }
 
     /// Whether memory can follow tasks from here and to here.
     pub(crate) fn can(&self) -> bool {
-        self.setting != Setting::Never && self.possible.is_ok()
+        let is_out = self.failed.is_some_and(|at| at.elapsed() < FAILED_PAUSE);
+        self.setting != Setting::Never && self.possible.is_ok() && !is_out
     }
 
     /// Whether the memory of this task should.
@@ -82,10 +93,11 @@ impl Following {
         self.coming.contains_key(&migration)
     }
 
-    /// It may be this host or this engine that cannot: from now on tasks take their memory along.
+    /// It may be this host or this engine that cannot: for a while tasks take their memory along.
     pub(crate) fn has_failed(&mut self, why: Option<&Failure>) {
         if let Some(why @ (Failure::Engine(_) | Failure::Io(_) | Failure::Deadline { .. })) = why {
-            self.possible = Err(why.to_string());
+            eprintln!("tasks take their memory along for {} minutes: {why}", FAILED_PAUSE.as_secs() / 60);
+            self.failed = Some(Instant::now());
         }
     }
 
@@ -169,7 +181,7 @@ impl Supervisor {
         let cancel = limits.cancel.clone();
         let work = move || Outcome::Arrived { migration, result: arriving.finish(&limits) };
         let worker = self.moves.workers.start(&cancel, Some(pid), work)?;
-        let coming = Coming { worker, runs: None, complete: false, lost: None, over: false };
+        let coming = Coming { worker, runs: None, complete: false, lost: None, over: false, needs: Vec::new() };
         self.moves.following.coming.insert(migration, coming);
         Ok(())
     }
@@ -191,11 +203,14 @@ impl Supervisor {
         }
     }
 
-    /// The task has ended: what has not come yet is of no use.
-    pub(crate) fn memory_unneeded(&mut self, tid: Tid) {
+    /// The task has ended: what has not come yet is of no use to it. Whom it has left behind would need it, and ends with it.
+    pub(crate) fn memory_unneeded(&mut self, task: &Task) {
+        let tid = task.tid;
         for coming in self.moves.following.coming.values_mut().filter(|coming| coming.runs == Some(tid)) {
             // One that was killed for want of it has not ended by itself.
             coming.over = coming.lost.is_none();
+            task.kill_all();
+            coming.needs = task.crowd().pids();
             self.moves.workers.cancel(coming.worker);
         }
     }
@@ -206,6 +221,7 @@ impl Supervisor {
         coming.lost = Some(Failure::Images(why));
         let (runs, worker) = (coming.runs, coming.worker);
         if let Some(task) = runs.and_then(|tid| self.tasks.get(&tid)) {
+            coming.needs = task.crowd().pids();
             task.kill_all();
         }
         self.moves.workers.cancel(worker);
@@ -215,29 +231,52 @@ impl Supervisor {
     pub(crate) fn arrived(&mut self, migration: MigrationId, result: Result<(), (Failure, Missing)>) {
         let Some(mut coming) = self.moves.following.coming.remove(&migration) else { return };
         let (result, missing) = match result {
-            _ if coming.over => (Ok(()), None),
             Ok(()) => (Ok(()), None),
-            Err((why, missing)) => {
-                self.moves.following.has_failed(Some(&why).filter(|_| coming.lost.is_none()));
-                (Err(coming.lost.take().unwrap_or(why)), Some(missing))
-            }
+            Err((why, missing)) => (Err(why), Some(missing)),
         };
+        let task = coming.runs.and_then(|tid| self.tasks.get(&tid));
+        // The engine may have noticed its end before we have.
+        coming.over |= coming.lost.is_none() && task.is_some_and(Task::has_ended);
+        let result = match (coming.lost.take(), result) {
+            (None, _) if coming.over => Ok(()),
+            (None, result) => {
+                self.moves.following.has_failed(result.as_ref().err());
+                result
+            }
+            // Its processes were killed already.
+            (Some(lost), _) => Err(lost),
+        };
+        if let (Some(task), true) = (task, missing.is_some()) {
+            coming.needs.extend(task.crowd().pids());
+            task.kill_all();
+        }
         match (result, coming.runs) {
             (Ok(()), None) => {
                 coming.complete = true;
                 self.moves.following.coming.insert(migration, coming);
+                return;
             }
-            (Ok(()), Some(_)) => self.say(&FromTasker::Arrived { migration, result: Ok(()) }),
+            (result, Some(_)) => self.say(&FromTasker::Arrived { migration, result }),
             (Err(why), None) => self.copy_lost(migration, why),
-            (Err(why), Some(tid)) => {
-                if let Some(task) = self.tasks.get(&tid) {
-                    task.kill_all();
-                }
-                self.say(&FromTasker::Arrived { migration, result: Err(why) });
-            }
         }
-        // Only now: see there.
-        drop(missing);
+        if let Some(missing) = missing {
+            self.keep_until_dead(missing, coming.needs);
+        }
+    }
+
+    /// A killed process may be in the middle of a long system call: what keeps it from zeros stays until it is dead.
+    fn keep_until_dead(&mut self, missing: Missing, needs: Vec<i32>) {
+        let Ok(cancel) = Cancel::new() else { return };
+        let work = move || {
+            let until = Instant::now() + END_ALLOWED;
+            while needs.iter().any(|pid| sys::runs(*pid)) && Instant::now() < until {
+                std::thread::sleep(LOOK_PAUSE);
+            }
+            drop(missing);
+            Outcome::Outlived
+        };
+        // Without a thread it is dropped now, behind the kill.
+        let _ = self.moves.workers.start(&cancel, None, work);
     }
 
     /// A copy that does not run yet will never be whole.
@@ -248,8 +287,9 @@ impl Supervisor {
                 let worker = *worker;
                 self.moves.workers.cancel(worker);
             }
-            Some(Stage::Prepared | Stage::Held { .. }) => {
-                self.clear_target(migration, vec![FromTasker::Restored { migration, result: Err(why) }]);
+            Some(stage @ (Stage::Prepared | Stage::Held { .. })) => {
+                let word = stage.lost_word(migration, why);
+                self.clear_target(migration, vec![word]);
             }
             // What is built when its files are there finds that out.
             Some(Stage::Placing { .. }) | None => {}

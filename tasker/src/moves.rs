@@ -100,6 +100,16 @@ pub(crate) enum Stage {
     },
 }
 
+impl Stage {
+    /// What is said of a copy that is lost: of one that was told to run, that it does not.
+    pub(crate) fn lost_word(&self, migration: MigrationId, why: Failure) -> FromTasker {
+        match self {
+            Stage::Held { run: Some(_), .. } => FromTasker::Ran { migration, result: Err(why) },
+            _ => FromTasker::Restored { migration, result: Err(why) },
+        }
+    }
+}
+
 /// Moves under way on this host, and the engine that does the work.
 pub(crate) struct Moves {
     pub(crate) engine: Option<Arc<dyn Engine>>,
@@ -238,6 +248,7 @@ impl Supervisor {
                 Outcome::Judged { by, verdict } => self.judged(by, verdict),
                 Outcome::Served { migration, tid, result } => self.served(migration, tid, &result),
                 Outcome::Arrived { migration, result } => self.arrived(migration, result),
+                Outcome::Outlived => {}
                 Outcome::TrialChecked(result) => self.trial_checked(result),
                 Outcome::TrialDumped(result) => self.trial_dumped(result),
                 Outcome::TrialHeld(result) => self.trial_held(result),
@@ -301,7 +312,10 @@ impl Supervisor {
         });
         match started {
             Ok((worker, attempt)) => self.is_dumping(migration, tid, worker, attempt),
-            Err(why) => self.say(&FromTasker::Dumped { migration, result: Err(why) }),
+            Err(why) => {
+                self.moves.following.has_failed(Some(&why).filter(|_| memory_way.is_some()));
+                self.say(&FromTasker::Dumped { migration, result: Err(why) });
+            }
         }
     }
 
@@ -549,6 +563,7 @@ impl Supervisor {
         }
         match (fetches, Carry::read(dir)) {
             (Err(why), _) => {
+                self.moves.following.has_failed(Some(&why));
                 self.clear_target(migration, vec![FromTasker::Restored { migration, result: Err(why) }]);
             }
             (Ok(()), Ok(carry)) if !carry.files.is_empty() => self.place_files(migration, dir, carry, again),
@@ -611,6 +626,9 @@ impl Supervisor {
         let Some(target) = self.moves.targets.get_mut(&migration) else { return };
         let stage = std::mem::replace(&mut target.stage, Stage::Prepared);
         let Stage::Restoring { carry, output, again, discard, lost, .. } = stage else { return };
+        if target.memory_follows && !discard && lost.is_none() {
+            self.moves.following.has_failed(result.as_ref().err());
+        }
         let adopted = lost.map_or(result, Err).and_then(|pid| {
             let pidfd = sys::pidfd_of(pid).map_err(|e| Failure::Io(format!("no descriptor for process {pid}: {e}")))?;
             redirect(&target.namespace, again)?;
@@ -641,7 +659,8 @@ impl Supervisor {
         let is_held = |target: &Target| matches!(target.stage, Stage::Held { .. });
         if self.moves.targets.get(&migration).is_some_and(is_held) {
             let why = Failure::Engine("the restored task was killed before it could go on".into());
-            self.clear_target(migration, vec![FromTasker::Restored { migration, result: Err(why) }]);
+            let word = self.moves.targets[&migration].stage.lost_word(migration, why);
+            self.clear_target(migration, vec![word]);
         }
     }
 

@@ -341,7 +341,7 @@ impl Supervisor {
             return;
         }
         self.abandon_move_of(&task);
-        self.memory_unneeded(tid);
+        self.memory_unneeded(&task);
         // Whom it has left behind would stand still for ever.
         task.frozen().into_iter().for_each(ControlGroup::thaw);
         self.say(&FromTasker::Exited { tid, status, used });
@@ -397,10 +397,10 @@ impl Supervisor {
 
     /// Ends everything that the tasker ever started and waits until it has ended.
     fn shut_down(&mut self) {
-        self.moves.cancel_all();
         for task in self.tasks.values() {
-            task.kill();
+            task.kill_all();
         }
+        self.moves.cancel_all();
         for left in &self.leftovers {
             left.namespace.kill();
         }

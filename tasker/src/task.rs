@@ -165,6 +165,11 @@ impl Task {
         self.kill();
     }
 
+    /// True when its process has ended and was not reaped.
+    pub(crate) fn has_ended(&self) -> bool {
+        !sys::runs(self.process.pid)
+    }
+
     /// Stops whatever of it an engine that died has left running.
     pub(crate) fn be_still(&self) {
         stop::all_still(&self.crowd(), &mut BTreeSet::new());

@@ -45,6 +45,8 @@ pub(crate) enum Outcome {
         /// The answer.
         result: Result<(), (Failure, Missing)>,
     },
+    /// Processes that were killed because their memory does not come are dead.
+    Outlived,
     /// The pause behind a dump that is to be begun again.
     Rested {
         /// The move.

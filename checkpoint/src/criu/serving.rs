@@ -11,6 +11,7 @@ use std::fs::File;
 use std::io::{self, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 /// What CRIU says when the images are written and it waits to be asked for memory.
 pub(super) const READY: &str = "status-ready";
@@ -33,7 +34,7 @@ pub(super) struct Serve {
 
 impl Serve {
     pub(super) fn new(swrk: Swrk, relay: Relay, before: Option<Snapshot>, asked_on: Arc<OwnedFd>) -> Serve {
-        let memory = Memory { asked_on, tracing: relay.socket() };
+        let memory = Memory { asked_on, tracing: relay.socket(), outlives: Arc::default() };
         Serve { swrk, relay: Some(relay), before, memory }
     }
 }
@@ -67,7 +68,9 @@ impl Serve {
         self.memory.withhold();
         self.swrk.kill();
         drop(self.relay.take());
-        if let (Some(before), Some(why)) = (self.before.take(), why) {
+        if let (Some(before), Some(why), false) =
+            (self.before.take(), why, self.memory.outlives.load(Ordering::Acquire))
+        {
             before.put_back_if(why);
         }
     }

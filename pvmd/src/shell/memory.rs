@@ -17,14 +17,20 @@ use sempa_proto::frame::encode_control;
 use sempa_proto::place::Place;
 use sempa_proto::{HostId, MigrationId};
 use std::collections::HashMap;
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 use tokio::net::UnixListener;
 use tokio::task::{JoinHandle, spawn_blocking};
 
+/// How long an engine may say nothing before the other host is told that this end is still there.
+const SILENCE: Duration = Duration::from_secs(30);
+/// The source's engine ends before the target's has read its last word; so long the way stays, for that one to close it.
+const LAST_WORDS: Duration = Duration::from_secs(2);
+const LOOK_PAUSE: Duration = Duration::from_millis(2);
 /// Bytes that are read from an engine at once.
 const READ_BYTES: usize = 256 << 10;
 
@@ -168,21 +174,33 @@ fn lock(line: &Mutex<Option<Line>>) -> std::sync::MutexGuard<'_, Option<Line>> {
 }
 
 fn blocking(engine: tokio::net::UnixStream) -> Result<UnixStream, String> {
-    let engine = engine.into_std().and_then(|engine| engine.set_nonblocking(false).map(|()| engine));
+    let engine = engine.into_std().and_then(|engine| {
+        engine.set_nonblocking(false)?;
+        engine.set_read_timeout(Some(SILENCE))?;
+        Ok(engine)
+    });
     engine.map_err(|e| format!("a socket that cannot be used: {e}"))
 }
 
 /// Source: until either end has closed.
 async fn lend_over(engine: UnixStream, out: Outgoing<Line>, incoming: Incoming<Line>, line: Line, rate: Arc<Rate>) {
     let Ok(asked) = engine.try_clone() else { return line.cut() };
+    let closed = Arc::new(AtomicBool::new(false));
+    let has_closed = closed.clone();
     let answers = spawn_blocking(move || {
-        let _hurry = Hurry::begin();
+        let hurry = Hurry::begin();
         from_engine(engine, out, |bytes| rate.wait(bytes));
+        drop(hurry);
+        let until = Instant::now() + LAST_WORDS;
+        while !closed.load(Ordering::Acquire) && Instant::now() < until {
+            std::thread::sleep(LOOK_PAUSE);
+        }
         line.cut();
     });
     let questions = spawn_blocking(move || {
         let _hurry = Hurry::begin();
         let _why = to_engine(incoming, &asked);
+        has_closed.store(true, Ordering::Release);
         // Nobody will ask any more.
         let _ = asked.shutdown(Shutdown::Both);
     });
@@ -221,7 +239,7 @@ async fn fetch_over(
 /// Brings what an engine says to the other host, until it closes its end or the way is gone. `wait` for each piece before it leaves.
 fn from_engine(mut engine: UnixStream, mut out: Outgoing<Line>, wait: impl Fn(usize)) {
     let mut bytes = vec![0; READ_BYTES];
-    while let Ok(length @ 1..) = engine.read(&mut bytes) {
+    while let Some(length) = heard(&mut engine, &mut bytes) {
         wait(length);
         let sent = out.send(length, |room| {
             room.copy_from_slice(&bytes[..length]);
@@ -230,8 +248,21 @@ fn from_engine(mut engine: UnixStream, mut out: Outgoing<Line>, wait: impl Fn(us
         let Ok(sent) = sent;
         if sent.is_err() {
             // What the engine says has to be taken all the same: it must not stand still until it has seen the end.
-            while matches!(engine.read(&mut bytes), Ok(1..)) {}
+            while heard(&mut engine, &mut bytes).is_some() {}
             return;
+        }
+    }
+}
+
+/// What an engine says next, in bytes, 0 if it says nothing for long; `None` when it has closed its end.
+fn heard(engine: &mut UnixStream, bytes: &mut [u8]) -> Option<usize> {
+    loop {
+        match engine.read(bytes) {
+            Ok(0) => return None,
+            Ok(length) => return Some(length),
+            Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => return Some(0),
+            Err(e) if e.kind() == ErrorKind::Interrupted => {}
+            Err(_) => return None,
         }
     }
 }
