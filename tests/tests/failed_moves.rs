@@ -69,7 +69,9 @@ fn kill_9(host: &Host, pid: &str) {
 fn with_three_hosts(test: impl FnOnce(&Vm)) {
     let Some((bed, _)) = testbed_with_own_engine(3) else { return };
     put_gated_engine(&bed);
-    let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
+    // These are about images that have all of the memory.
+    let env = vec![("SEMPA_POST_COPY".to_string(), "never".to_string())];
+    let vm = Vm::start(&bed, Settings { env, ..Settings::default() }).expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
     vm.program("hold").expect("gcc");
     // A tasker tries its engine out when it starts, and a first move waits for that; the gate is for what comes after.
