@@ -98,6 +98,14 @@ pub fn testbed_with_own_engine(count: usize) -> Option<(crate::Testbed, PathBuf)
     make(|prefix| crate::Testbed::with_own_engine(count, Some(prefix)))
 }
 
+/// The same, with more environment for all daemons but the first ([`crate::Testbed::with_env`]).
+///
+/// # Panics
+/// As [`testbed`].
+pub fn testbed_with_env(count: usize, env: &[(&str, &str)]) -> Option<(crate::Testbed, PathBuf)> {
+    make(|prefix| crate::Testbed::with_env(count, Some(prefix), env))
+}
+
 fn make(new: impl FnOnce(&Path) -> Result<crate::Testbed>) -> Option<(crate::Testbed, PathBuf)> {
     if let Some(lack) = lacks() {
         eprintln!("skipped: {lack}");

@@ -60,7 +60,7 @@ impl Testbed {
     /// # Errors
     /// The machine lacks something ([`needs::lacks`]) or the kernel refuses; nothing is left behind.
     pub fn new(count: usize, prefix: Option<&Path>, keep: &[&Path]) -> Result<Testbed> {
-        Testbed::make(count, prefix, keep, false)
+        Testbed::make(count, prefix, keep, false, &[])
     }
 
     /// The same, with `SEMPA_CRIU` on all hosts set to [`Testbed::engine`]: a link to the real engine that a test may
@@ -69,10 +69,24 @@ impl Testbed {
     /// # Errors
     /// As [`Testbed::new`].
     pub fn with_own_engine(count: usize, prefix: Option<&Path>) -> Result<Testbed> {
-        Testbed::make(count, prefix, &[], true)
+        Testbed::make(count, prefix, &[], true, &[])
     }
 
-    fn make(count: usize, prefix: Option<&Path>, keep: &[&Path], own_engine: bool) -> Result<Testbed> {
+    /// As [`Testbed::with_own_engine`], with more environment for daemons that are started from another host.
+    ///
+    /// # Errors
+    /// As [`Testbed::new`].
+    pub fn with_env(count: usize, prefix: Option<&Path>, env: &[(&str, &str)]) -> Result<Testbed> {
+        Testbed::make(count, prefix, &[], true, env)
+    }
+
+    fn make(
+        count: usize,
+        prefix: Option<&Path>,
+        keep: &[&Path],
+        own_engine: bool,
+        env: &[(&str, &str)],
+    ) -> Result<Testbed> {
         if let Some(lack) = needs::lacks() {
             bail!("no testbed: {lack}");
         }
@@ -81,14 +95,21 @@ impl Testbed {
         }
         remove_what_dead_ones_left();
         let folder = make_folder()?;
-        let made = Testbed::fill(&folder, count, prefix, keep, own_engine);
+        let made = Testbed::fill(&folder, count, prefix, keep, own_engine, env);
         if made.is_err() {
             let _ = fs::remove_dir_all(&folder);
         }
         made
     }
 
-    fn fill(folder: &Path, count: usize, prefix: Option<&Path>, keep: &[&Path], own_engine: bool) -> Result<Testbed> {
+    fn fill(
+        folder: &Path,
+        count: usize,
+        prefix: Option<&Path>,
+        keep: &[&Path],
+        own_engine: bool,
+        env: &[(&str, &str)],
+    ) -> Result<Testbed> {
         let names: Vec<String> = (1..=count).map(|i| format!("h{i}")).collect();
         let home = folder.join("home");
         fs::create_dir_all(home.join("pvm3/bin/LINUX64"))?;
@@ -115,6 +136,7 @@ impl Testbed {
             fs::create_dir(steps)?;
             remote.push_str(&format!(" SEMPA_TEST_STEPS={}", steps.display()));
         }
+        remote.extend(env.iter().map(|(name, value)| format!(" {name}={value}")));
         ssh::keys(folder, &names, &remote)?;
         let mut kept: Vec<PathBuf> = vec![folder.to_path_buf()];
         kept.extend(keep.iter().map(|path| path.to_path_buf()));

@@ -2,7 +2,7 @@
 
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::{Failure, Step};
-use sempa_tests::needs::testbed_with_own_engine;
+use sempa_tests::needs::testbed_with_env;
 use sempa_tests::run::must;
 use sempa_tests::vm::{Entry, Settings};
 use sempa_tests::{Host, Testbed, Vm, eventually};
@@ -67,10 +67,11 @@ fn kill_9(host: &Host, pid: &str) {
 }
 
 fn with_three_hosts(test: impl FnOnce(&Vm)) {
-    let Some((bed, _)) = testbed_with_own_engine(3) else { return };
-    put_gated_engine(&bed);
     // These are about images that have all of the memory.
-    let env = vec![("SEMPA_POST_COPY".to_string(), "never".to_string())];
+    let all_at_once = ("SEMPA_POST_COPY", "never");
+    let Some((bed, _)) = testbed_with_env(3, &[all_at_once]) else { return };
+    put_gated_engine(&bed);
+    let env = vec![(all_at_once.0.to_string(), all_at_once.1.to_string())];
     let vm = Vm::start(&bed, Settings { env, ..Settings::default() }).expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
     vm.program("hold").expect("gcc");

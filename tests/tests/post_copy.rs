@@ -3,7 +3,7 @@
 
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::{Failure, Step};
-use sempa_tests::needs::{testbed, testbed_with_own_engine};
+use sempa_tests::needs::testbed_with_env;
 use sempa_tests::run::must;
 use sempa_tests::steps::{Cell, Fault, HOSTS, Rounds, Whom, rounds};
 use sempa_tests::testbed::gone;
@@ -16,11 +16,13 @@ const SOON: Duration = Duration::from_secs(60);
 const MIB: &str = "80";
 const IMAGES_MAX: u64 = 8 << 20;
 const LEASE_MS: &str = "5000";
+/// Memory follows tasks of any size.
+const ALWAYS: [(&str, &str); 1] = [("SEMPA_POST_COPY", "always")];
 /// So slowly, in bytes per second, that memory is on its way for longer than any of these tests takes.
 const SLOWLY: &str = "1000000";
 
 fn with_hosts(count: usize, env: &[(&str, &str)], test: impl FnOnce(&Vm)) {
-    let Some((bed, _)) = testbed(count) else { return };
+    let Some((bed, _)) = testbed_with_env(count, env) else { return };
     let env = env.iter().map(|(name, value)| (name.to_string(), value.to_string())).collect();
     let vm = Vm::start(&bed, Settings { env, ..Settings::default() }).expect("a virtual machine");
     let names: Vec<&str> = bed.hosts()[1..count].iter().map(|host| host.name()).collect();
@@ -131,7 +133,7 @@ fn committed(cell: &Cell) -> bool {
 
 #[test]
 fn whoever_is_killed_at_whatever_step_a_task_whose_memory_follows_runs_once_or_is_known_to_have_ended() {
-    let Some((bed, _)) = testbed_with_own_engine(HOSTS) else { return };
+    let Some((bed, _)) = testbed_with_env(HOSTS, &ALWAYS) else { return };
     with_rounds(&bed, |vm, all| {
         let whom = [Whom::SourceTasker, Whom::TargetTasker, Whom::Source, Whom::Target];
         let source_has_a_part = [true, false, true, false];
@@ -149,8 +151,8 @@ fn whoever_is_killed_at_whatever_step_a_task_whose_memory_follows_runs_once_or_i
 }
 
 fn with_rounds(bed: &Testbed, test: impl FnOnce(&Vm<'_>, &mut Rounds<'_>)) {
-    let env = [("SEMPA_LEASE_MS", LEASE_MS), ("SEMPA_POST_COPY", "always")];
-    let env = env.iter().map(|(name, value)| (name.to_string(), value.to_string())).collect();
+    let env = [("SEMPA_LEASE_MS", LEASE_MS)];
+    let env = env.iter().chain(&ALWAYS).map(|(name, value)| (name.to_string(), value.to_string())).collect();
     let vm = Vm::start(bed, Settings { env, ..Settings::default() }).expect("a virtual machine");
     let mut rounds = Rounds::new(&vm).expect("a director");
     test(&vm, &mut rounds);
