@@ -3,8 +3,8 @@
 //! socket for it.
 
 use crate::moves::Stage;
+use crate::stop;
 use crate::supervisor::Supervisor;
-use crate::sys;
 use crate::task::{Phase, Task};
 use crate::workers::Outcome;
 use checkpoint::engine::{Cancel, Limits, Memory, Missing, Serving};
@@ -269,7 +269,7 @@ impl Supervisor {
         let Ok(cancel) = Cancel::new() else { return };
         let work = move || {
             let until = Instant::now() + END_ALLOWED;
-            while needs.iter().any(|pid| sys::runs(*pid)) && Instant::now() < until {
+            while !needs.iter().all(|pid| stop::has_ended(*pid)) && Instant::now() < until {
                 std::thread::sleep(LOOK_PAUSE);
             }
             drop(missing);

@@ -99,12 +99,20 @@ pub(crate) fn settle(pids: &[i32]) {
 }
 
 fn state(pid: i32) -> State {
-    let Ok(threads) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return State::Still };
-    let moving = threads.flatten().any(|thread| {
-        let stat = std::fs::read_to_string(thread.path().join("stat")).unwrap_or_default();
-        !matches!(letter(&stat), None | Some('T' | 'Z' | 'X'))
-    });
-    if moving { State::Moving } else { State::Still }
+    let is_moving = |letter| !matches!(letter, 'T' | 'Z' | 'X');
+    if letters(pid).into_iter().any(is_moving) { State::Moving } else { State::Still }
+}
+
+/// True when no thread of a process will do anything any more, whether it was reaped or not.
+pub(crate) fn has_ended(pid: i32) -> bool {
+    letters(pid).iter().all(|letter| matches!(letter, 'Z' | 'X'))
+}
+
+/// The state letters of the threads of a process.
+fn letters(pid: i32) -> Vec<char> {
+    let Ok(threads) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return Vec::new() };
+    let stats = threads.flatten().filter_map(|thread| std::fs::read_to_string(thread.path().join("stat")).ok());
+    stats.filter_map(|stat| letter(&stat)).collect()
 }
 
 fn is_stopped_by_signal(pid: i32) -> bool {

@@ -606,14 +606,6 @@ pub(crate) fn set_handler(name: Signal, handler: SigHandler) -> nix::Result<()> 
     unsafe { nix::sys::signal::signal(name, handler) }.map(drop)
 }
 
-/// True for a process that can still do something: it is there, and is no zombie.
-pub(crate) fn runs(pid: i32) -> bool {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    // Behind the name, which may have anything in it.
-    let state = stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next());
-    state.is_some_and(|state| !matches!(state, 'Z' | 'X'))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -165,9 +165,9 @@ impl Task {
         self.kill();
     }
 
-    /// True when its process has ended and was not reaped.
+    /// True when its first process has ended; it was not reaped.
     pub(crate) fn has_ended(&self) -> bool {
-        !sys::runs(self.process.pid)
+        stop::has_ended(self.process.pid)
     }
 
     /// Stops whatever of it an engine that died has left running.

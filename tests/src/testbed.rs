@@ -53,6 +53,16 @@ pub struct Testbed {
     hosts: Vec<Host>,
 }
 
+/// What a testbed is made of.
+#[derive(Clone, Copy, Debug)]
+struct Wanted<'a> {
+    count: usize,
+    prefix: Option<&'a Path>,
+    keep: &'a [&'a Path],
+    own_engine: bool,
+    env: &'a [(&'a str, &'a str)],
+}
+
 impl Testbed {
     /// Makes `count` hosts named h1, h2, … The folders in `keep` are the same on all hosts; `prefix` is where the
     /// programs are installed, if they are.
@@ -60,7 +70,7 @@ impl Testbed {
     /// # Errors
     /// The machine lacks something ([`needs::lacks`]) or the kernel refuses; nothing is left behind.
     pub fn new(count: usize, prefix: Option<&Path>, keep: &[&Path]) -> Result<Testbed> {
-        Testbed::make(count, prefix, keep, false, &[])
+        Testbed::make(&Wanted { count, prefix, keep, own_engine: false, env: &[] })
     }
 
     /// The same, with `SEMPA_CRIU` on all hosts set to [`Testbed::engine`]: a link to the real engine that a test may
@@ -69,7 +79,7 @@ impl Testbed {
     /// # Errors
     /// As [`Testbed::new`].
     pub fn with_own_engine(count: usize, prefix: Option<&Path>) -> Result<Testbed> {
-        Testbed::make(count, prefix, &[], true, &[])
+        Testbed::make(&Wanted { count, prefix, keep: &[], own_engine: true, env: &[] })
     }
 
     /// As [`Testbed::with_own_engine`], with more environment for daemons that are started from another host.
@@ -77,16 +87,11 @@ impl Testbed {
     /// # Errors
     /// As [`Testbed::new`].
     pub fn with_env(count: usize, prefix: Option<&Path>, env: &[(&str, &str)]) -> Result<Testbed> {
-        Testbed::make(count, prefix, &[], true, env)
+        Testbed::make(&Wanted { count, prefix, keep: &[], own_engine: true, env })
     }
 
-    fn make(
-        count: usize,
-        prefix: Option<&Path>,
-        keep: &[&Path],
-        own_engine: bool,
-        env: &[(&str, &str)],
-    ) -> Result<Testbed> {
+    fn make(wanted: &Wanted<'_>) -> Result<Testbed> {
+        let count = wanted.count;
         if let Some(lack) = needs::lacks() {
             bail!("no testbed: {lack}");
         }
@@ -95,21 +100,15 @@ impl Testbed {
         }
         remove_what_dead_ones_left();
         let folder = make_folder()?;
-        let made = Testbed::fill(&folder, count, prefix, keep, own_engine, env);
+        let made = Testbed::fill(&folder, wanted);
         if made.is_err() {
             let _ = fs::remove_dir_all(&folder);
         }
         made
     }
 
-    fn fill(
-        folder: &Path,
-        count: usize,
-        prefix: Option<&Path>,
-        keep: &[&Path],
-        own_engine: bool,
-        env: &[(&str, &str)],
-    ) -> Result<Testbed> {
+    fn fill(folder: &Path, wanted: &Wanted<'_>) -> Result<Testbed> {
+        let &Wanted { count, prefix, keep, own_engine, env } = wanted;
         let names: Vec<String> = (1..=count).map(|i| format!("h{i}")).collect();
         let home = folder.join("home");
         fs::create_dir_all(home.join("pvm3/bin/LINUX64"))?;

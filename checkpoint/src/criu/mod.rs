@@ -285,10 +285,7 @@ impl Held for HeldTask {
     fn release(mut self: Box<Self>, limits: &Limits) -> Result<(), Failure> {
         self.swrk.begin();
         self.swrk.answer(true);
-        while let Word::Notify { .. } = self.swrk.hear(limits)? {
-            self.swrk.answer(true);
-        }
-        self.swrk.end(limits)
+        self.swrk.finish(limits)
     }
 
     fn refuse(mut self: Box<Self>) {

@@ -85,9 +85,8 @@ impl Swrk {
         command.envs(variables.iter().map(|(name, value)| (name, value)));
         // SAFETY: the closure makes bare system calls on numbers that it owns; it neither allocates nor locks.
         unsafe { command.pre_exec(move || prepare_child(&keep)) };
-        let child = command.spawn().map_err(|e| failed(&program.display().to_string(), &e))?;
-        let pidfd = pidfd_of(&child);
-        let swrk = |child, pidfd| Swrk {
+        let (child, pidfd) = spawn(&mut command).map_err(|e| failed(&program.display().to_string(), &e))?;
+        let swrk = Swrk {
             child,
             pidfd,
             socket: ours,
@@ -98,15 +97,6 @@ impl Swrk {
             grace: Duration::ZERO,
             called_off: None,
             reaped: false,
-        };
-        let swrk = match pidfd {
-            Ok(pidfd) => swrk(child, pidfd),
-            Err(e) => {
-                let mut child = child;
-                let _ = child.kill();
-                let _ = child.wait();
-                return Err(failed("pidfd", &e));
-            }
         };
         send(swrk.socket.as_raw_fd(), request, MsgFlags::MSG_NOSIGNAL).map_err(|e| failed("request", &e))?;
         Ok(swrk)
@@ -167,6 +157,14 @@ impl Swrk {
     /// Answers a notification. If it cannot be sent the process is ending, which the next [`hear`](Self::hear) tells.
     pub(super) fn answer(&mut self, success: bool) {
         let _ = send(self.socket.as_raw_fd(), &options::acknowledgement(success), MsgFlags::MSG_NOSIGNAL);
+    }
+
+    /// Agrees to everything that it says from now on, until its end.
+    pub(super) fn finish(&mut self, limits: &Limits) -> Result<(), Failure> {
+        while let Word::Notify { .. } = self.hear(limits)? {
+            self.answer(true);
+        }
+        self.end(limits)
     }
 
     /// Waits for its end after [`Word::Done`].
@@ -291,6 +289,19 @@ fn prepare_child(keep: &[RawFd]) -> io::Result<()> {
     Ok(())
 }
 
+/// A child, and the descriptor by which its end is seen. Without that there is no child either.
+fn spawn(command: &mut Command) -> io::Result<(Child, OwnedFd)> {
+    let mut child = command.spawn()?;
+    match pidfd_of(&child) {
+        Ok(pidfd) => Ok((child, pidfd)),
+        Err(e) => {
+            let _ = child.kill();
+            let _ = child.wait();
+            Err(e)
+        }
+    }
+}
+
 fn pidfd_of(child: &Child) -> io::Result<OwnedFd> {
     // SAFETY: no memory is involved; the result is checked before it is owned.
     let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, child.id(), 0) };
@@ -329,15 +340,8 @@ impl Program {
         command.args(arguments).stdin(Stdio::null()).stdout(Stdio::null()).stderr(errors).process_group(0);
         // SAFETY: as for `Swrk::start`.
         unsafe { command.pre_exec(move || prepare_child(&keep)) };
-        let mut child = command.spawn().map_err(failed)?;
-        match pidfd_of(&child) {
-            Ok(pidfd) => Ok(Program { child, pidfd, reaped: false }),
-            Err(e) => {
-                let _ = child.kill();
-                let _ = child.wait();
-                Err(failed(e))
-            }
-        }
+        let (child, pidfd) = spawn(&mut command).map_err(failed)?;
+        Ok(Program { child, pidfd, reaped: false })
     }
 
     /// Its process number, which is also that of its group.

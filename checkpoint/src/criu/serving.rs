@@ -1,7 +1,7 @@
 //! A CRIU that has dumped a task without its memory and hands that out: it keeps it in pipes, so that the task may be killed
 //! before the last of it was asked for.
 
-use super::process::{Swrk, Word};
+use super::process::Swrk;
 use super::relay::Relay;
 use super::rescue::Snapshot;
 use crate::engine::{Limits, Memory, Serving};
@@ -50,13 +50,7 @@ impl Serving for Serve {
 
     fn finish(mut self: Box<Self>, limits: &Limits) -> Result<(), Failure> {
         self.swrk.begin();
-        let served = loop {
-            match self.swrk.hear(limits) {
-                Ok(Word::Notify { .. }) => self.swrk.answer(true),
-                Ok(Word::Done) => break self.swrk.end(limits),
-                Err(why) => break Err(why),
-            }
-        };
+        let served = self.swrk.finish(limits);
         self.end(served.as_ref().err());
         served
     }

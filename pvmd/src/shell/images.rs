@@ -8,7 +8,7 @@ use super::log::Log;
 use super::net::{Announced, Net};
 use super::place::remove_any;
 use super::rate::Rate;
-use super::session::{Pair, image_stream, read_frame};
+use super::session::{Pair, Purpose, announcing_stream, read_frame};
 use super::sys::Hurry;
 use super::travel::{Progress, Sender, Sent, State, receive};
 use crate::machine::io::Event;
@@ -253,7 +253,8 @@ async fn send_over(
     let listener = Listener::open().await.map_err(|e| failed(&e))?;
     let offer = encode_control(listener.offer()).map_err(|e| failed(&e))?;
     let keys = Keys::of(&session, migration, listener.offer()).map_err(|e| failed(&e))?;
-    let mut stream = image_stream(&pair, &session, migration).await.map_err(|why| failed(&why))?;
+    let opened = announcing_stream(&pair, &session, Purpose::Images(migration)).await;
+    let mut stream = opened.map_err(|why| failed(&why))?;
     stream.write_chunk(offer).await.map_err(|e| failed(&e))?;
     let result = async {
         let (out, back) = tokio::select! {

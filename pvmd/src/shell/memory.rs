@@ -10,7 +10,7 @@ use super::log::Log;
 use super::net::{Announced, Net};
 use super::place::remove_any;
 use super::rate::Rate;
-use super::session::{memory_stream, read_frame};
+use super::session::{Purpose, announcing_stream, read_frame};
 use super::sys::Hurry;
 use crate::machine::io::Event;
 use sempa_proto::frame::encode_control;
@@ -71,7 +71,8 @@ impl Memory {
                 let listener = Listener::open().await.map_err(|e| failed(&e))?;
                 let keys = Keys::of(&session, migration, listener.offer()).map_err(|e| failed(&e))?;
                 let offer = encode_control(listener.offer()).map_err(|e| failed(&e))?;
-                let mut stream = memory_stream(&pair, &session, migration).await.map_err(|e| failed(&e))?;
+                let opened = announcing_stream(&pair, &session, Purpose::Memory(migration)).await;
+                let mut stream = opened.map_err(|e| failed(&e))?;
                 stream.write_chunk(offer).await.map_err(|e| failed(&e))?;
                 // The target reads one frame and no more.
                 let _ = stream.finish();

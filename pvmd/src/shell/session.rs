@@ -390,25 +390,16 @@ async fn write_stream(mut stream: SendStream, mut queue: OutboxReader) {
     }
 }
 
-/// Opens the stream that announces images.
+/// Opens a stream that announces images or memory.
 ///
 /// # Errors
 /// What happened to the session.
-pub(crate) async fn image_stream(
+pub(crate) async fn announcing_stream(
     pair: &Pair,
     connection: &Connection,
-    migration: MigrationId,
+    what: Purpose,
 ) -> Result<SendStream, String> {
-    pair.stream(connection, Purpose::Images(migration), 0).await
-}
-
-/// Opens a stream that announces memory.
-pub(crate) async fn memory_stream(
-    pair: &Pair,
-    connection: &Connection,
-    migration: MigrationId,
-) -> Result<SendStream, String> {
-    pair.stream(connection, Purpose::Memory(migration), 0).await
+    pair.stream(connection, what, 0).await
 }
 
 /// The next frame, `None` at the end of the stream, or why there is none.
