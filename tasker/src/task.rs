@@ -8,6 +8,7 @@ use crate::stop::{self, Crowd};
 use crate::sys::{self, Child, ExecPlan, Inherited, NotStarted, Program, Stage, StageError, StartGuard};
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use sempa_proto::engine::Engine;
 use sempa_proto::migration::Usage;
 use sempa_proto::tasker::{OUTPUT_CHUNK_BYTES_MAX, Redirection, StartTask};
 use sempa_proto::{Micros, MigrationId, Tid};
@@ -81,6 +82,8 @@ pub(crate) struct Task {
     pub(crate) hold: Hold,
     /// Processes that were stopped already when the others were stopped; they are not continued.
     pub(crate) stopped_before: Vec<i32>,
+    /// It was asked to end, so that its program can be started again.
+    pub(crate) ending: Option<Engine>,
     /// What the next stop is to write into it.
     pub(crate) redirection: Option<Redirection>,
     /// Signals that came while it was stopped.
@@ -250,9 +253,34 @@ pub(crate) fn start(
         phase: Phase::Running,
         hold: Hold::Free,
         stopped_before: Vec::new(),
+        ending: None,
         redirection: None,
         held_signals: Vec::new(),
     })
+}
+
+/// Starts a process that waits, standing still, before it becomes this program, in this namespace if there is one; and where its
+/// output will come out.
+///
+/// # Errors
+/// As [`start`].
+pub(crate) fn build(
+    order: &StartTask,
+    namespace: Option<&Namespace>,
+    inherited: &Inherited,
+) -> Result<(Child, Output), String> {
+    let path = order.path.display();
+    let failed = |what: &str, error: &dyn std::fmt::Display| format!("cannot start {path}: {what}: {error}");
+    let program = Program::new(&order.path, &order.dir, &order.argv, &order.env)
+        .map_err(|why| format!("cannot start {path}: {why}"))?;
+    let stdin = File::open("/dev/null").map_err(|e| failed("/dev/null", &e))?;
+    let (output, theirs) = Output::new().map_err(|e| failed("no pipe for its output", &e))?;
+    let plan = ExecPlan::new(&program, stdin.as_fd(), theirs.as_fd(), inherited, namespace.is_none()).waiting();
+    let made = match namespace {
+        Some(namespace) => namespace.start_waiting(&plan, EXEC_ALLOWED),
+        None => sys::start_waiting(&plan, EXEC_ALLOWED, None),
+    };
+    Ok((made.map_err(|why| explain(order, why))?, output))
 }
 
 fn explain(order: &StartTask, why: NotStarted) -> String {

@@ -1,5 +1,6 @@
 //! The one place that decides about moves: which step comes next, when a move is off, when it is committed.
 
+use sempa_proto::engine::Engine;
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::{Cause, Failure, Move, Order, Parting, Refusal, Report, Step, Usage};
 use sempa_proto::suspend::{self, Holds};
@@ -68,6 +69,8 @@ struct Ongoing {
     /// Time for a step that depends on the size of the task.
     sized: Micros,
     token: PathBuf,
+    /// By which way it goes, when the target has chosen.
+    engine: Engine,
     bytes: u64,
     stopped_at: Option<Micros>,
     /// When a lost source may be taken for dead.
@@ -78,6 +81,18 @@ struct Ongoing {
     suspended: Holds,
     /// The target has passed on what somebody wants: what the source says later may be older than that.
     target_spoke: bool,
+}
+
+impl Ongoing {
+    /// How long a step may take.
+    fn allowed(&self, step: Step) -> Micros {
+        match (step, self.engine.asks()) {
+            (Step::Dump | Step::Transfer | Step::Restore, _) => self.sized,
+            // The program is asked, and its host says when it has not done so in its time.
+            (Step::Quiesce | Step::Stop, Some((_, wait))) => STEP_TIME + Micros::from_secs(wait.into()),
+            _ => STEP_TIME,
+        }
+    }
 }
 
 /// All moves of the virtual machine. Lives on the master.
@@ -151,6 +166,7 @@ impl Coordinator {
                 deadline: Some(now + STEP_TIME),
                 sized: STEP_TIME,
                 token: PathBuf::new(),
+                engine: Engine::Criu,
                 bytes: 0,
                 stopped_at: None,
                 fenced_at: None,
@@ -196,12 +212,16 @@ impl Coordinator {
                 self.order(of.to, &of, Order::Prepare { facts, suspended, timeline: None });
                 Step::Prepare
             }
-            Report::Prepared { verdict, token } if m.step == Step::Prepare => {
+            Report::Prepared { verdict, token, engine } if m.step == Step::Prepare => {
                 if !verdict.is_empty() {
                     return self.end_failed(id, Step::Prepare, Failure::Refused(verdict));
                 }
-                m.token = token.clone();
-                self.order(of.from, &of, Order::Leave { token });
+                (m.token, m.engine) = (token.clone(), engine);
+                if engine != Engine::Criu {
+                    let Move { id, tid, .. } = of;
+                    self.out.push_back(CoordinatorOutput::Event(EventKind::MovesBy { id, tid, engine }));
+                }
+                self.order(of.from, &of, Order::Leave { token, engine, line: 0 });
                 Step::Quiesce
             }
             // The two ends report on different ways: what one says may overtake what the other said before, and
@@ -234,9 +254,9 @@ impl Coordinator {
         if next > m.step {
             m.step = next;
             m.deadline = match next {
-                Step::Dump | Step::Transfer | Step::Restore => Some(now + m.sized),
+                Step::Dump | Step::Transfer | Step::Restore => Some(now + m.allowed(next)),
                 Step::Commit | Step::KillSource | Step::Run => None,
-                Step::Inspect | Step::Prepare | Step::Quiesce | Step::Stop => Some(now + STEP_TIME),
+                Step::Inspect | Step::Prepare | Step::Quiesce | Step::Stop => Some(now + m.allowed(next)),
             };
         }
         self.log_step(id, done);
@@ -328,9 +348,7 @@ impl Coordinator {
         for id in ids {
             let m = &self.moves[&id];
             if m.deadline.is_some_and(|at| at <= now) {
-                let allowed =
-                    if matches!(m.step, Step::Dump | Step::Transfer | Step::Restore) { m.sized } else { STEP_TIME };
-                let step = m.step;
+                let (step, allowed) = (m.step, m.allowed(m.step));
                 self.end_failed(id, step, Failure::Deadline { allowed });
             } else if m.step == Step::KillSource && m.fenced_at.is_some_and(|at| at <= now) {
                 self.let_run(id, Usage::default());
@@ -342,7 +360,7 @@ impl Coordinator {
         let Some(m) = self.moves.remove(&id) else { return };
         let frozen = now.since(m.stopped_at.unwrap_or(now));
         let Move { id, tid, from, to, cause } = m.of;
-        let bytes = m.bytes;
+        let (bytes, engine) = (m.bytes, m.engine);
         self.out.push_back(CoordinatorOutput::Event(EventKind::Moving {
             id,
             tid,
@@ -352,7 +370,7 @@ impl Coordinator {
             bytes: 0,
         }));
         self.out.push_back(CoordinatorOutput::Event(EventKind::Moved { id, tid, from, to, cause, bytes, frozen }));
-        self.out.push_back(CoordinatorOutput::Ended { id, result: Ok(MoveReport { id, bytes, frozen }) });
+        self.out.push_back(CoordinatorOutput::Ended { id, result: Ok(MoveReport { id, bytes, frozen, engine }) });
     }
 
     /// As long as the source has not been told to yield, both ends learn that the move is off, and a commit that was begun

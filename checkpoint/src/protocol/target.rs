@@ -1,5 +1,6 @@
 //! The end that a task moves to.
 
+use sempa_proto::engine::Engine;
 use sempa_proto::migration::{Failure, Move, Order, Parting, Report, Step, TaskFacts, Verdict};
 use std::collections::VecDeque;
 use std::path::PathBuf;
@@ -9,9 +10,9 @@ use std::path::PathBuf;
 pub enum TargetEvent {
     /// The coordinator's order.
     Order(Order),
-    /// The tasker's answer to [`TargetOutput::Prepare`].
-    Prepared(Verdict),
-    /// The images are here and their hashes are right, or not.
+    /// The answer to [`TargetOutput::Prepare`], and the way by which the task is to come.
+    Prepared(Verdict, Engine),
+    /// The images, or the record that takes their place, are here and their hashes are right, or not.
     Received(Result<u64, Failure>),
     /// The tasker's answer to [`TargetOutput::Restore`].
     Restored(Result<(), Failure>),
@@ -30,7 +31,7 @@ pub enum TargetOutput {
     Prepare(TaskFacts),
     /// Accept the images of this move from the source.
     ExpectImages,
-    /// Have the tasker rebuild the task.
+    /// Have the tasker rebuild the task, or start its program anew, up to the point where nothing of it runs yet.
     Restore,
     /// The task is ours from now on; have the tasker let it run.
     Run(Parting),
@@ -92,13 +93,14 @@ impl Target {
         use TargetOutput as O;
         match (self.state, event) {
             (_, TargetEvent::Order(Order::Discard)) => self.discard(),
-            (State::Judging, TargetEvent::Prepared(verdict)) => {
-                let token = self.token.clone();
-                if verdict.is_empty() {
+            (State::Judging, TargetEvent::Prepared(verdict, engine)) => {
+                let (token, takes) = (self.token.clone(), verdict.is_empty());
+                let report = O::Report(Report::Prepared { verdict, token, engine });
+                match (takes, engine) {
                     // Expect first: the source may be faster than our answer is.
-                    self.go(State::Receiving, [O::ExpectImages, O::Report(Report::Prepared { verdict, token })]);
-                } else {
-                    self.go(State::Done, [O::Report(Report::Prepared { verdict, token }), O::Discard, O::Done]);
+                    (true, Engine::Criu) => self.go(State::Receiving, [O::ExpectImages, report]),
+                    (true, _) => self.go(State::Receiving, [report]),
+                    (false, _) => self.go(State::Done, [report, O::Discard, O::Done]),
                 }
             }
             (State::Receiving, TargetEvent::Received(Ok(bytes))) => {

@@ -3,6 +3,7 @@
 //! Each channel keeps its order, but for link frames of different pairs of tasks; between the two nothing is promised. What
 //! must not overtake a task's own messages (its end, replies, notifications) therefore travels as [`Carried`].
 
+use crate::engine::{Begin, Engine};
 use crate::event::EventKind;
 use crate::ids::{Epoch, HostId, Micros, MigrationId, RequestId, Tid};
 use crate::message::Message;
@@ -101,8 +102,8 @@ pub enum Answer {
     },
     /// To [`Question::Facts`]: what it is, or why it cannot move at all.
     Facts(Result<TaskFacts, Refusal>),
-    /// To [`Question::Verdict`].
-    Verdict(Verdict),
+    /// To [`Question::Verdict`], and by which way the task would come.
+    Verdict(Verdict, Engine),
 }
 
 /// On the control channel.
@@ -228,6 +229,11 @@ pub enum HostMsg {
         /// The report.
         report: Report,
     },
+    /// What the sender's host had said in the name of this task has been passed on by the receiver of [`Carried::Away`].
+    AwayHeard {
+        /// The task.
+        tid: Tid,
+    },
     /// To the master: somebody wants a task suspended, or to go on, that is changing hosts. → [`HostMsg::SuspendDecided`]
     SuspendMoving {
         /// The move.
@@ -309,6 +315,8 @@ pub struct TaskRecord {
     pub meetings: Vec<RequestId>,
     /// What its library does not know yet, if it was started again from a checkpoint.
     pub restart: Option<Restart>,
+    /// How it was started, if it wants to be taken elsewhere by other ways than CRIU.
+    pub begin: Option<Box<Begin>>,
     /// Its notifications.
     pub watches: Vec<Watch>,
     /// Where its library looks for news while it has let go.
@@ -337,6 +345,12 @@ pub enum Carried {
         dst: Tid,
         /// How far each of its links had sent.
         marks: Vec<LinkMark>,
+    },
+    /// The process of a task has ended, and the task begins again. Sent by its host to all hosts, behind everything that the
+    /// task sent. → [`HostMsg::AwayHeard`]
+    Away {
+        /// The task.
+        dst: Tid,
     },
     /// To the source of a move: what the sender had for the task under its old place is on its way in front of this.
     Passed {

@@ -20,6 +20,7 @@
 pub mod body;
 pub mod cgroup;
 pub mod checkpoint;
+pub mod engine;
 pub mod error;
 pub mod event;
 pub mod frame;
@@ -48,4 +49,4 @@ pub use ids::{Epoch, HostId, JobId, Micros, MigrationId, NoHostIndex, RequestId,
 pub use message::Message;
 
 /// Version of every wire format in this crate. Peers with another number are refused at the first message.
-pub const WIRE_VERSION: u16 = 7;
+pub const WIRE_VERSION: u16 = 8;

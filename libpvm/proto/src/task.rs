@@ -6,6 +6,7 @@
 //! from another daemon after the task has moved.
 
 use crate::checkpoint::{CutFailure, RestartFailure, RestartReport, SetEntry, SetReport};
+use crate::engine::Engine;
 use crate::error::PvmError;
 use crate::event::{Event, EventKind};
 use crate::group::{GroupReply, GroupRequest};
@@ -445,6 +446,8 @@ pub struct MoveReport {
     pub bytes: u64,
     /// How long the task stood still.
     pub frozen: Micros,
+    /// By which way it went.
+    pub engine: Engine,
 }
 
 /// What a daemon answers.
@@ -545,7 +548,8 @@ pub struct Welcome {
     pub restart: Option<Restart>,
 }
 
-/// What a library has to know whose process was started again from a checkpoint.
+/// What a library has to know whose process was started again: from a checkpoint of its job, or as a new process in the place
+/// of one that has ended.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Restart {
     /// Who began again with it, and on which timeline.

@@ -122,6 +122,7 @@ pub(crate) struct Core {
 impl Core {
     /// A task that has just been accepted.
     pub(crate) fn new(welcome: &Welcome) -> Core {
+        let (line, last_request) = again::beginning(welcome);
         Core {
             me: welcome.tid,
             phase: Phase::Connected,
@@ -145,10 +146,10 @@ impl Core {
             is_busy: HashSet::new(),
             held: VecDeque::new(),
             requests: HashMap::new(),
-            last_request: RequestId(0),
+            last_request,
             questions: Vec::new(),
             route: RouteId(1),
-            line: 0,
+            line,
             lifted: false,
             earliest: None,
             news: 0,
@@ -600,6 +601,9 @@ impl Core {
             return;
         }
         self.drain_peer(now, peer);
+        if self.hears_out(now, peer, frame.line) {
+            return;
+        }
         let Some(link) = self.link_to_send(peer) else { return };
         let LinkFrame { kind, seq, ack, line, payload, .. } = frame;
         if !link.follow(line) {

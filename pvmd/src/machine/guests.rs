@@ -343,7 +343,9 @@ impl Machine {
 
     /// A library that had let go has come back, on a connection that counts already.
     pub(super) fn guest_came_back(&mut self, tid: Tid) {
-        let stopped = self.has_to_stand(tid);
+        // One that was asked to end is left alone until it has.
+        let ending = self.tasks.get(tid).is_some_and(Task::is_ending);
+        let stopped = self.has_to_stand(tid) && !ending;
         let Some(task) = self.tasks.get_mut(tid) else { return };
         let Some(still) = task.still.take() else { return };
         for id in &still.ids {
@@ -359,7 +361,7 @@ impl Machine {
             self.ask_guest(tid, None);
             // It may have been let run for coming back, for the sake of a move that came to nothing meanwhile.
             self.hold_in_time(tid, true);
-        } else if self.source_of(tid).is_none() {
+        } else if self.source_of(tid).is_none() || ending {
             self.release(tid);
         }
         self.settled(tid);
@@ -375,6 +377,31 @@ impl Machine {
             }
             None if self.has_to_stand(tid) => self.hold_guest(tid),
             None => {}
+        }
+    }
+
+    /// A program is asked to end: a library that has let go comes back, so that it can say its last words.
+    pub(super) fn wake_to_end(&mut self, tid: Tid) {
+        let Some(still) = self.tasks.get_mut(tid).and_then(|task| task.still.as_mut()) else { return };
+        still.waking |= !still.ids.is_empty();
+        let ids = still.ids.clone();
+        ids.into_iter().for_each(|id| self.write_token(id));
+    }
+
+    /// The process of a task has ended, and the task has not: nobody waits for a token any more.
+    pub(super) fn still_no_more(&mut self, tid: Tid) {
+        self.guest_is_still(tid);
+        let still = self.tasks.get_mut(tid).and_then(|task| task.still.take());
+        for id in still.into_iter().flat_map(|still| still.ids) {
+            self.out.push_back(Output::RemoveToken { path: self.config.place.token(id) });
+        }
+        self.guests_step();
+    }
+
+    /// A new process of a task begins: it stands still if it has to.
+    pub(super) fn stand_if_it_has_to(&mut self, tid: Tid) {
+        if self.has_to_stand(tid) {
+            self.hold_guest(tid);
         }
     }
 

@@ -6,9 +6,11 @@
 //! in order, and a [`Carried::HandedAll`] when the last `Passed` is there. The target keeps what comes to it directly and
 //! gives it to the task after all that was handed over.
 
+use super::engines::Other;
 use super::suspend::Suspended;
 use super::tasks::{Inbox, Phase, Task};
 use super::{ConnId, Machine, Output};
+use checkpoint::protocol::TargetEvent;
 use sempa_proto::event::EventKind;
 use sempa_proto::host::{Carried, Held, HostMsg, Location, TaskRecord};
 use sempa_proto::migration::{Move, Timeline, Usage};
@@ -57,6 +59,12 @@ pub(super) struct Arrival {
     pub(super) pid: i32,
     /// It does not move: it is started again from a checkpoint.
     pub(super) begins: Option<Timeline>,
+    /// Whether its program could be started again here, if CRIU cannot take it.
+    pub(super) other: Other,
+    /// Its program is started again here.
+    pub(super) anew: bool,
+    /// The number by which that claims its tid.
+    pub(super) epid: Option<i32>,
 }
 
 /// A task that has left; what still comes for it is handed over until all daemons know.
@@ -69,6 +77,22 @@ pub(super) struct Departed {
 }
 
 impl Machine {
+    /// True for the number of a program that is started again here.
+    pub(super) fn is_beginning(&self, epid: i32) -> bool {
+        self.moves.arrivals.values().any(|arrival| arrival.epid == Some(epid))
+    }
+
+    /// The program of a task on its way here, that was started again, has connected.
+    pub(super) fn comes_anew(&mut self, conn: ConnId, epid: i32) {
+        let Some(arrival) = self.moves.arrivals.values_mut().find(|arrival| arrival.epid == Some(epid)) else { return };
+        // Whoever else knows the number is too late.
+        arrival.epid = None;
+        arrival.conn = Some(conn);
+        let tid = arrival.tid;
+        self.conns.park(conn, tid);
+        self.arrival_step(tid);
+    }
+
     /// A library comes back after it let go.
     pub(super) fn resume(&mut self, conn: ConnId, tid: Tid, migration: MigrationId) {
         if let Some(arrival) = self.moves.arrivals.get_mut(&tid).filter(|a| a.migration == migration && a.located) {
@@ -192,9 +216,14 @@ impl Machine {
     /// The record of a task on its way here.
     pub(super) fn record_came(&mut self, tid: Tid, migration: MigrationId, record: TaskRecord, complete: bool) {
         let Some(arrival) = self.moves.arrivals.get_mut(&tid).filter(|a| a.migration == migration) else { return };
+        let begins = arrival.anew && arrival.record.is_none();
         if !arrival.complete {
             arrival.record = Some(record);
             arrival.complete = complete;
+        }
+        if begins {
+            // It takes the place of images.
+            self.target_event(migration, TargetEvent::Received(Ok(0)));
         }
         self.arrival_step(tid);
     }
@@ -236,10 +265,13 @@ impl Machine {
         let (hosts, epoch) = (record.hosts.clone(), record.epoch);
         let mut task = Task::from_record(record);
         (task.pid, task.suspended) = (arrival.pid, arrival.suspended);
+        if arrival.anew {
+            (task.phase, task.epid) = (Phase::Expected, arrival.epid);
+        }
         for held in arrival.handed.drain().into_iter().chain(arrival.own.drain()) {
             task.inbox.push(held);
         }
-        if task.restart.is_some() {
+        if task.restart.is_some() && !arrival.anew {
             // To everybody else it begins.
             let (parent, name, user) = (task.parent, task.name.clone(), self.config.uid);
             self.record(EventKind::TaskStarted { tid, parent, name, user });
@@ -253,7 +285,11 @@ impl Machine {
             self.process_exited(tid, status, used);
             return self.settled(tid);
         }
-        self.guest_arrived(tid, Some(arrival.migration).filter(|_| arrival.waits));
+        if arrival.anew {
+            self.stand_if_it_has_to(tid);
+        } else {
+            self.guest_arrived(tid, Some(arrival.migration).filter(|_| arrival.waits));
+        }
         self.go_on_without_rm();
         self.recheck_watches(tid, &hosts, epoch);
         self.settled(tid);
@@ -262,6 +298,7 @@ impl Machine {
     /// A host is out of the table.
     pub(super) fn moves_host_gone(&mut self, host: HostId) {
         self.coordinator_lost(host);
+        self.away_host_gone(host);
         let departed: Vec<Tid> = self.moves.departed.keys().copied().collect();
         self.moves.departed.retain(|_, d| d.to != host);
         for tid in departed {
@@ -306,6 +343,9 @@ impl Arrival {
             signals: Vec::new(),
             pid: 0,
             begins: None,
+            other: None,
+            anew: false,
+            epid: None,
         }
     }
 
@@ -333,7 +373,7 @@ impl Arrival {
     /// It need not stand still; answers what its library waits for, if it does.
     pub(super) fn free(&mut self) -> Option<MigrationId> {
         self.held = false;
-        std::mem::take(&mut self.waits).then_some(self.migration)
+        (std::mem::take(&mut self.waits) && !self.anew).then_some(self.migration)
     }
 
     /// Its copy here is dead.
@@ -358,6 +398,7 @@ impl Arrival {
             requests: Vec::new(),
             meetings: Vec::new(),
             restart: None,
+            begin: None,
             watches: Vec::new(),
             redirect_at: RedirectAt::default(),
             hosts: Vec::new(),

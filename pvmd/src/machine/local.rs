@@ -125,6 +125,11 @@ impl Machine {
                     task.phase = Phase::Detached;
                     self.guest_let_go(tid);
                     self.task_let_go(tid);
+                } else if task.is_ending() {
+                    task.phase = Phase::Detached;
+                    if let Some((status, used)) = task.exited {
+                        self.end_task(tid, status, used);
+                    }
                 } else {
                     self.detach(tid);
                 }
@@ -162,6 +167,7 @@ impl Machine {
         }
         match hello.claim {
             Claim::Spawned { epid } if self.tasks.expected.contains_key(&epid) => self.bind_spawned(conn, pid, epid),
+            Claim::Spawned { epid } if self.is_beginning(epid) => self.comes_anew(conn, epid),
             // The number of a task that is connected or has left, or of another virtual machine, claims nothing.
             Claim::New | Claim::Spawned { .. } => self.enrol(conn, pid, &hello),
             Claim::Resume { tid, migration } => self.resume(conn, tid, migration),
@@ -200,6 +206,7 @@ impl Machine {
         self.welcome(conn, tid);
         self.open_inbox(tid);
         self.guest_connected(tid);
+        self.came_again(tid);
     }
 
     /// The connection is the task's from now on. The inbox stays as it is.

@@ -12,10 +12,12 @@
 //! * `mailbox`, `groups`, `events`: what the master keeps for all.
 //! * `guests`, `suspend`: tasks that stand still because the owner of this host is there, or because they are suspended.
 //! * `checkpoints`: jobs that are written to the store and started again.
+//! * `engines`: tasks that are taken elsewhere by starting their program again.
 //! * `moves`, `handover`: the glue to the migration protocol, and what is kept in order while a task changes hosts.
 
 mod asks;
 mod checkpoints;
+mod engines;
 mod events;
 mod groups;
 mod guests;
@@ -53,7 +55,7 @@ use sempa_proto::place::Place;
 use sempa_proto::table::{HostEntry, HostTable};
 use sempa_proto::task::Reply;
 use sempa_proto::tasker::FromTasker;
-use sempa_proto::{Epoch, HostId, Micros, Tid};
+use sempa_proto::{Epoch, HostId, Micros, MigrationId, Tid};
 use std::collections::{BTreeMap, VecDeque};
 use std::net::SocketAddr;
 
@@ -103,6 +105,8 @@ enum Timer {
     Stop,
     /// The socket of a process that has ended.
     Drain(Tid),
+    /// A task that was asked to end, for this move, to begin again.
+    Ending(Tid, MigrationId),
     /// Guests may have to leave.
     GuestsLeave,
     /// Guests that were asked to end.
@@ -153,6 +157,7 @@ pub struct Machine {
     gathers: requests::Gathers,
     spawns: spawn::Spawns,
     execs: VecDeque<spawn::ExecJob>,
+    beginnings: engines::Jobs,
     tasker_gone: bool,
     /// How the tasker stops guests, when it has said so.
     freezer: Option<Result<(), String>>,
@@ -191,6 +196,7 @@ impl Machine {
             gathers: requests::Gathers::default(),
             spawns: spawn::Spawns::default(),
             execs: VecDeque::new(),
+            beginnings: engines::Jobs::new(),
             tasker_gone: false,
             freezer: None,
             rm: rm::RmState::default(),
@@ -243,7 +249,7 @@ impl Machine {
         self.dispatch(event);
         self.run_timers();
         loop {
-            if self.pump_moves() {
+            if self.pump_moves() || self.begin_again(world) {
                 continue;
             }
             let Some(job) = self.execs.pop_front() else { break };
@@ -359,6 +365,7 @@ impl Machine {
                 Timer::Dismissed(host) => self.dismissed_deadline(host),
                 Timer::Grace => self.grace_over(),
                 Timer::Stop => self.stop_deadline(),
+                Timer::Ending(tid, migration) => self.ending_over(tid, migration),
                 Timer::GuestsLeave => self.guests_leave(),
                 Timer::GuestsEnd => self.guests_end(),
                 Timer::NoRm => self.go_on_without_rm(),

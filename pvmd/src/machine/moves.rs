@@ -1,5 +1,6 @@
 //! Moves of tasks: the glue between the migration protocol and this daemon's tasks, tasker, images and tokens.
 
+use super::engines::Job;
 use super::handover::{Arrival, Departed};
 use super::suspend::Suspended;
 use super::tasks::Task;
@@ -8,8 +9,9 @@ use checkpoint::protocol::{
     Coordinator, CoordinatorOutput, Source, SourceEvent, SourceOutput, Target, TargetEvent, TargetOutput,
 };
 use sempa_proto::checkpoint::PartRecord;
+use sempa_proto::engine::Engine;
 use sempa_proto::host::{HostMsg, Location};
-use sempa_proto::migration::{Cause, Failure, Move, Order, Parting, Refusal, Report, Step, Usage};
+use sempa_proto::migration::{Cause, Failure, Move, Order, Parting, Refusal, Report, Step, TaskFacts, Usage};
 use sempa_proto::suspend;
 use sempa_proto::table::TASK_SERVES;
 use sempa_proto::task::{LinkMark, MoveError, Reply, ToTask};
@@ -49,6 +51,8 @@ pub(super) struct Directing {
     pub(super) coordinator: Coordinator,
     /// Who waits for the end of a move.
     waiters: BTreeMap<MigrationId, (Tid, RequestId)>,
+    /// Tasks that may begin again, and on which timeline.
+    lines: BTreeMap<MigrationId, (Tid, u16)>,
     /// Hosts that have not acknowledged a new place.
     locating: BTreeMap<MigrationId, (Tid, Epoch, BTreeSet<HostId>)>,
 }
@@ -103,7 +107,10 @@ impl Machine {
 
     fn coordinate(&mut self, output: CoordinatorOutput) {
         match output {
-            CoordinatorOutput::Order { host, of, order } => self.order_move(host, of, order),
+            CoordinatorOutput::Order { host, of, order } => {
+                let order = self.with_timeline(&of, order);
+                self.order_move(host, of, order);
+            }
             CoordinatorOutput::Record(Move { id, tid, to, .. }) => {
                 self.out.push_back(Output::RecordMove { migration: id, tid, to });
             }
@@ -116,11 +123,26 @@ impl Machine {
                 self.tell_host(host, HostMsg::SuspendDecided { migration, id, suspended });
             }
             CoordinatorOutput::Ended { id, result } => {
-                let waiter = self.master.as_mut().and_then(|m| m.directing.waiters.remove(&id));
+                let waiter = self.master.as_mut().and_then(|master| {
+                    master.directing.lines.remove(&id);
+                    master.directing.waiters.remove(&id)
+                });
                 if let Some((tid, request)) = waiter {
                     self.reply(tid, request, Reply::Moved(result));
                 }
             }
+        }
+    }
+
+    /// A program that is to be started again gets a timeline of its own.
+    fn with_timeline(&mut self, of: &Move, order: Order) -> Order {
+        match (order, self.master.as_deref_mut()) {
+            (Order::Leave { token, engine, .. }, Some(master)) if engine != Engine::Criu => {
+                let line = master.keeping.next_line();
+                master.directing.lines.insert(of.id, (of.tid, line));
+                Order::Leave { token, engine, line }
+            }
+            (order, _) => order,
         }
     }
 
@@ -199,6 +221,11 @@ impl Machine {
         } else if master.keeping.restarts.of_part(migration).is_some() {
             master.keeping.restarts.report(now, host, migration, report, || coordinator.next_id());
         } else {
+            // Its process has ended: whatever becomes of the move, it begins on its new timeline.
+            let ended = report == Report::Stopped;
+            if let Some((tid, line)) = master.directing.lines.get(&migration).copied().filter(|_| ended) {
+                master.keeping.begins_on(tid, line);
+            }
             coordinator.report(now, host, migration, report);
         }
     }
@@ -318,8 +345,9 @@ impl Machine {
             SourceOutput::Inspect => {
                 // A move that was given up before anything was held leaves its source behind.
                 self.moves.sources.retain(|other, s| *other == id || s.of().tid != tid || s.holds());
-                match self.cannot_move(tid) {
-                    Some(refusal) => self.source_event(id, SourceEvent::Inspected(Err(refusal))),
+                let known = self.cannot_move(tid).map(Err);
+                match known.or_else(|| self.facts_without_criu(tid, Some(&of.cause))) {
+                    Some(result) => self.inspected(id, tid, result),
                     None => self.tell_tasker(ToTasker::Inspect { migration: id, tid }),
                 }
             }
@@ -337,6 +365,8 @@ impl Machine {
                     self.out.push_back(Output::ToTask { conn, message });
                 }
             }
+            SourceOutput::End { engine, line } => self.end_for_move(id, tid, engine, line),
+            SourceOutput::SendRecord => self.send_away(&of),
             SourceOutput::Stop => self.stop_for_move(id, tid),
             SourceOutput::Settle => self.settle(id, tid, None),
             SourceOutput::Close { open } => self.settle(id, tid, Some(open)),
@@ -356,10 +386,12 @@ impl Machine {
                 if let Some(task) = self.tasks.get_mut(tid) {
                     task.leaving = None;
                 }
-                self.tell_tasker(ToTasker::Continue { migration: id, tid });
+                if !self.end_called_off(id, tid) {
+                    self.tell_tasker(ToTasker::Continue { migration: id, tid });
+                }
             }
             SourceOutput::WakeHere => {
-                if !self.wake_guest(id, tid) {
+                if !self.never_let_go(id, tid) && !self.wake_guest(id, tid) {
                     self.write_token(id);
                 }
             }
@@ -368,7 +400,9 @@ impl Machine {
                 if let Some(task) = self.tasks.get_mut(tid) {
                     task.killing = true;
                 }
-                self.tell_tasker(ToTasker::KillMoved { migration: id, tid });
+                if !self.has_no_copy(id, tid) {
+                    self.tell_tasker(ToTasker::KillMoved { migration: id, tid });
+                }
             }
             SourceOutput::HandOver => self.hand_task_over(&of),
             SourceOutput::DropImages => self.out.push_back(Output::DropImages { migration: id }),
@@ -421,20 +455,23 @@ impl Machine {
             TargetOutput::Report(report) => self.report(id, report),
             TargetOutput::Prepare(_) if self.hosting.is_stopped() => {
                 let refusal = self.no_guests().into_iter().collect();
-                self.target_event(id, TargetEvent::Prepared(refusal));
+                self.target_event(id, TargetEvent::Prepared(refusal, Engine::Criu));
             }
             TargetOutput::Prepare(facts) if !self.tasker_gone => {
-                self.tell_tasker(ToTasker::Prepare { migration: id, tid, facts });
+                self.beginnings.push_back(Job::JudgeMove(id, facts));
             }
             TargetOutput::Prepare(_) => {
                 let refusal = self.no_tasker().into_iter().collect();
-                self.target_event(id, TargetEvent::Prepared(refusal));
+                self.target_event(id, TargetEvent::Prepared(refusal, Engine::Criu));
             }
             // What the store of this host has needs no way.
             TargetOutput::ExpectImages if of.from == self.config.host => {}
             TargetOutput::ExpectImages => self.out.push_back(Output::ExpectImages { migration: id, from: of.from }),
             TargetOutput::Restore if of.cause == Cause::Restart => {
                 self.out.push_back(Output::ReadPart { migration: id });
+            }
+            TargetOutput::Restore if self.arrival_of(id).is_some_and(|arrival| arrival.anew) => {
+                self.beginnings.push_back(Job::Build(id));
             }
             TargetOutput::Restore => {
                 let dir = self.config.place.images(id);
@@ -452,7 +489,7 @@ impl Machine {
             }
             TargetOutput::WakeHere => {
                 // One that waits for guests to be welcome may be a task of this host already.
-                if self.arrival_of(id).is_some_and(|arrival| !arrival.waits) {
+                if self.arrival_of(id).is_some_and(|arrival| !arrival.waits && !arrival.anew) {
                     self.write_token(id);
                 }
             }
@@ -467,6 +504,12 @@ impl Machine {
                 self.arrival_step(tid);
             }
         }
+    }
+
+    /// What a task is that is to move.
+    fn inspected(&mut self, id: MigrationId, tid: Tid, result: Result<TaskFacts, Refusal>) {
+        let suspended = self.holds_of(tid);
+        self.source_event(id, SourceEvent::Inspected(result.map(|facts| (facts, suspended))));
     }
 
     /// Something happened to a move whose source is here.
@@ -501,10 +544,12 @@ impl Machine {
     pub(super) fn tasker_on_move(&mut self, message: FromTasker) {
         match message {
             FromTasker::Inspected { migration, result } => {
-                let source = self.moves.sources.get(&migration);
-                let suspended = source.map(|source| self.holds_of(source.of().tid)).unwrap_or_default();
-                let result = result.map(|facts| (facts, suspended)).map_err(|refusal| self.named(refusal));
-                self.source_event(migration, SourceEvent::Inspected(result));
+                let Some(Move { tid, cause, .. }) = self.moves.sources.get(&migration).map(|s| s.of().clone()) else {
+                    return;
+                };
+                let result = result.map_err(|refusal| self.named(refusal));
+                let result = self.facts_with_criu(tid, Some(&cause), result);
+                self.inspected(migration, tid, result);
             }
             FromTasker::Stopped { migration, result } => {
                 self.stopped_for_move(migration, &result);
@@ -515,7 +560,7 @@ impl Machine {
             FromTasker::SourceGone { migration, used } => self.source_event(migration, SourceEvent::Gone(used)),
             FromTasker::Prepared { migration, verdict } => {
                 let verdict = verdict.into_iter().map(|refusal| self.named(refusal)).collect();
-                self.target_event(migration, TargetEvent::Prepared(verdict));
+                self.prepared(migration, verdict);
             }
             FromTasker::Restored { migration, result } => {
                 if let (Ok(pid), Some(arrival)) = (&result, self.arrival_of(migration)) {
@@ -585,6 +630,11 @@ impl Machine {
     /// Its library has connected again.
     pub(super) fn move_task_came_back(&mut self, tid: Tid) {
         self.each_source(tid, SourceEvent::Reconnected);
+    }
+
+    /// A move of it is off, and it goes on.
+    pub(super) fn move_task_continued(&mut self, tid: Tid) {
+        self.each_source(tid, SourceEvent::Continued);
     }
 
     /// A task has ended or left: it does not move any more.

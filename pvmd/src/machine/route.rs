@@ -155,6 +155,7 @@ impl Machine {
             },
             Carried::Item { dst, item } => self.deliver(dst, item),
             Carried::Ended { dst, marks } => self.task_ended_somewhere(dst, &marks),
+            Carried::Away { dst } => self.tell_host(host, HostMsg::AwayHeard { tid: dst }),
             Carried::Passed { dst, epoch } => self.passed(host, dst, epoch),
             Carried::Record { dst, migration, record, complete } => self.record_came(dst, migration, *record, complete),
             Carried::Handed { dst, migration, held } => self.handed(dst, migration, held),

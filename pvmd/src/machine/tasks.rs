@@ -1,9 +1,11 @@
 //! The tasks of this host: what is known of each, how tids are given out, and how a task ends.
 
+use super::engines::{Away, Ending};
 use super::guests::Still;
 use super::pairs::sender_of;
 use super::suspend::Suspended;
 use super::{ConnId, Machine, Output};
+use sempa_proto::engine::Begin;
 use sempa_proto::event::EventKind;
 use sempa_proto::host::{Carried, Held, HostMsg, TaskRecord, Watch, WatchKind};
 use sempa_proto::link::RETAINED_BYTES_MAX;
@@ -107,8 +109,18 @@ pub(super) struct Task {
     pub(super) settling: Option<MigrationId>,
     /// For that nothing but these may be open any more.
     pub(super) closing: Option<BTreeSet<RequestId>>,
-    /// What its library has to be told when it comes back: it was started again from a checkpoint.
+    /// What its library has to be told when it comes back: it was started again.
     pub(super) restart: Option<Restart>,
+    /// How it was started, if it may be taken elsewhere by being started again.
+    pub(super) begin: Option<Box<Begin>>,
+    /// It was asked to end for that.
+    pub(super) ending: Option<Ending>,
+    /// Its process has ended for that.
+    pub(super) away: Option<Away>,
+    /// It was started again, and has not connected.
+    pub(super) returning: bool,
+    /// What processes of it had used that ended for that.
+    pub(super) used_before: Usage,
     pub(super) watches: Vec<Watch>,
     /// Its process has ended; only what it wrote last is waited for.
     pub(super) exited: Option<(i32, Usage)>,
@@ -152,6 +164,11 @@ impl Task {
             settling: None,
             closing: None,
             restart: None,
+            begin: None,
+            ending: None,
+            away: None,
+            returning: false,
+            used_before: Usage::default(),
             watches: Vec::new(),
             exited: None,
             leaving: None,
@@ -174,6 +191,7 @@ impl Task {
             requests: record.requests.into_iter().collect(),
             meetings: record.meetings.into_iter().collect(),
             restart: record.restart,
+            begin: record.begin,
             watches: record.watches,
             redirect_at: record.redirect_at,
             ..Task::new(record.tid, record.parent, Phase::Detached)
@@ -321,6 +339,7 @@ impl Machine {
             requests: task.requests.iter().copied().collect(),
             meetings: task.meetings.iter().copied().collect(),
             restart: task.restart.clone(),
+            begin: task.begin.clone(),
             watches: task.watches.clone(),
             redirect_at: task.redirect_at,
             hosts: self.table.hosts.iter().map(|h| h.id).collect(),
@@ -332,6 +351,12 @@ impl Machine {
     pub(super) fn leave(&mut self, tid: Tid, id: RequestId, marks: Vec<LinkMark>) {
         let Some(task) = self.tasks.get_mut(tid) else { return };
         task.mark(marks);
+        match task.ending {
+            // It was asked to end, to begin again, and takes leave before it does.
+            Some(ending) if ending.is_agreed() => return self.reply(tid, id, sempa_proto::task::Reply::Done),
+            // Its work is done: it does not begin again.
+            _ => task.ending = None,
+        }
         let own: Vec<Watch> = task.watches.extract_if(.., |w| w.kind == WatchKind::TaskExit(tid)).collect();
         for watch in own {
             self.send_exit_note(tid, tid, &watch, None);
@@ -376,6 +401,7 @@ impl Machine {
             return self.arrival_step(tid);
         }
         let Some(task) = self.tasks.get_mut(tid) else { return };
+        let used = used.plus(task.used_before);
         task.exited = Some((status, used));
         if task.conn().is_some() && self.stop.is_none() {
             self.timer(DRAIN_TIME, super::Timer::Drain(tid));
@@ -393,7 +419,7 @@ impl Machine {
 
     /// The end of a task: everybody who has to know is told, behind all that it sent.
     pub(super) fn end_task(&mut self, tid: Tid, status: i32, used: Usage) {
-        if self.defer_end(tid, status, used) {
+        if self.comes_again(tid, status, used) || self.defer_end(tid, status, used) {
             return;
         }
         let Some(mut task) = self.tasks.live.remove(&tid) else { return };

@@ -1,15 +1,34 @@
-//! What a library does whose process was started again from a checkpoint.
+//! What a library does whose process was started again: from a checkpoint of its job, or in the place of one that has ended.
 
 use super::{Core, Open};
-use sempa_proto::Tid;
 use sempa_proto::link::Link;
 use sempa_proto::migration::Timeline;
-use sempa_proto::task::Restart;
+use sempa_proto::task::{Restart, Welcome};
+use sempa_proto::{Micros, RequestId, Tid};
+
+/// Numbers of requests begin at that of the timeline, so many bits higher.
+const REQUEST_BITS: u32 = 40;
+
+/// The timeline of a new process, and the number before that of its first request. One in the place of another that has ended
+/// begins anew with everybody, and answers to what the other one had asked are not for it.
+pub(super) fn beginning(welcome: &Welcome) -> (u16, RequestId) {
+    let line = welcome.restart.as_ref().map_or(0, |restart| restart.timeline.line);
+    (line, RequestId(u64::from(line) << REQUEST_BITS))
+}
 
 impl Core {
     /// The timeline of the conversation with a peer.
     pub(in crate::runtime) fn line_with(&self, peer: Tid) -> u16 {
         self.links.get(&peer).map_or(self.line, Link::line)
+    }
+
+    /// True if this is the beginning of a later timeline of a peer, while a connection of their own may still bring what the
+    /// process said that was there before. It has to wait; the peer says it again.
+    pub(super) fn hears_out(&mut self, now: Micros, peer: Tid, line: u16) -> bool {
+        if self.direct.leads_to(peer) && self.links.get(&peer).is_some_and(|link| link.is_before(line)) {
+            self.hear_out(now, peer, false);
+        }
+        self.direct.leads_to(peer) && self.links.get(&peer).is_some_and(|link| link.is_before(line))
     }
 
     /// This process was started again from a checkpoint. Who was with it in there knows what it knows; whoever else it

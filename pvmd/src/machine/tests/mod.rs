@@ -1,6 +1,7 @@
 //! Whole virtual machines in one process, with one seed each.
 
 mod checkpoints;
+mod engines;
 mod faults;
 mod group_members;
 mod guests;

@@ -3,6 +3,7 @@
 //! Streams between hosts keep their order and nothing else; every delay is thrown. A task is a process with real
 //! [`Link`]s that can be quiesced, stopped, carried to another host and woken by a token.
 
+mod anew;
 #[path = "../../../../libpvm/proto/tests/dice/mod.rs"]
 mod dice;
 mod procs;
@@ -116,6 +117,10 @@ pub(super) struct Sim {
     /// What hosts have against any task.
     pub(super) refuses: BTreeMap<HostId, Verdict>,
     pub(super) sets: sets::Sets,
+    /// Programs that were started for moves and wait, and for which task.
+    anew: BTreeMap<(HostId, MigrationId), (usize, Tid)>,
+    /// Programs that were asked to end and did not.
+    pub(super) deaf: Vec<usize>,
 }
 
 fn pair(a: HostId, b: HostId) -> (HostId, HostId) {
@@ -176,6 +181,8 @@ impl Sim {
             signalled: Vec::new(),
             refuses: BTreeMap::new(),
             sets: sets::Sets::default(),
+            anew: BTreeMap::new(),
+            deaf: Vec::new(),
         };
         let mut first = config(HostId::MASTER, "h1");
         change(&mut first);
@@ -305,6 +312,7 @@ impl Sim {
             holds: 0,
             eased: 0,
             mail: Vec::new(),
+            claim: None,
             exited: false,
             used: 0,
         });

@@ -4,7 +4,7 @@ use super::Happening;
 use crate::machine::ConnId;
 use bytes::Bytes;
 use sempa_proto::link::Link;
-use sempa_proto::task::{AtEnd, LinkMark, Reply, Request, RmInfo, ToTask, Welcome};
+use sempa_proto::task::{AtEnd, Claim, LinkMark, Reply, Request, RmInfo, ToTask, Welcome};
 use sempa_proto::{HostId, Message, MigrationId, RequestId, Tid};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -53,6 +53,8 @@ pub(in crate::machine::tests) struct Proc {
     pub(in crate::machine::tests) eased: u64,
     /// What has come while it stood still.
     pub(super) mail: Vec<Happening>,
+    /// It has not connected yet, and will by this.
+    pub(super) claim: Option<Claim>,
     pub(in crate::machine::tests) exited: bool,
     pub(super) used: u64,
 }
