@@ -8,6 +8,7 @@ use checkpoint::protocol::{
     Coordinator, CoordinatorOutput, Source, SourceEvent, SourceOutput, Target, TargetEvent, TargetOutput,
 };
 use dice::Dice;
+use sempa_proto::engine::Engine;
 use sempa_proto::migration::{Cause, Failure, Order, Refusal, Report, Step, TaskFacts, Usage};
 use sempa_proto::suspend::{self, Holds};
 use sempa_proto::task::{MoveError, MoveReport};
@@ -58,6 +59,8 @@ struct Faults {
 
 struct World {
     dice: Dice,
+    /// The way that the target chooses: every third time the task is asked to end, and is started again.
+    engine: Engine,
     faults: Faults,
     now: Micros,
     queue: BTreeMap<(Micros, u64), Item>,
@@ -97,6 +100,7 @@ impl World {
     fn new(seed: u64, faults: Faults) -> World {
         let mut world = World {
             dice: Dice(seed | 1),
+            engine: if seed % 3 == 0 { Engine::Restart { wait: 5 } } else { Engine::Criu },
             faults,
             now: Micros(0),
             queue: BTreeMap::new(),
@@ -369,6 +373,11 @@ impl World {
             }
             SourceOutput::Hold => self.held = true,
             SourceOutput::Quiesce { .. } => self.worker((), |_| Item::Source(SourceEvent::Quiesced)),
+            SourceOutput::End { engine, .. } => {
+                assert_eq!(engine, self.engine);
+                self.worker((), |r| Item::Source(SourceEvent::Stopped(r)));
+            }
+            SourceOutput::SendRecord => self.worker(0, |r| Item::Target(TargetEvent::Received(r))),
             SourceOutput::Stop => self.worker((), |r| Item::Source(SourceEvent::Stopped(r))),
             SourceOutput::Dump => self.worker(DumpReport::default(), |r| Item::Source(SourceEvent::Dumped(r))),
             SourceOutput::SendImages => {
@@ -399,9 +408,13 @@ impl World {
         let id = self.target.as_ref().expect("it spoke").of().id;
         match output {
             TargetOutput::Report(report) => self.send(host(3), HostId::MASTER, Item::Report(host(3), id, report)),
-            TargetOutput::Prepare(_) => self.worker((), |r| {
-                Item::Target(TargetEvent::Prepared(if r.is_ok() { vec![] } else { vec![Refusal::Pinned] }))
-            }),
+            TargetOutput::Prepare(_) => {
+                let engine = self.engine;
+                self.worker((), move |r| {
+                    let verdict = if r.is_ok() { vec![] } else { vec![Refusal::Pinned] };
+                    Item::Target(TargetEvent::Prepared(verdict, engine))
+                });
+            }
             TargetOutput::Restore => self.worker((), |r| Item::Target(TargetEvent::Restored(r))),
             TargetOutput::Run(_) => self.soon(Item::Target(TargetEvent::Ran(Ok(())))),
             TargetOutput::Discard => self.soon(Item::Target(TargetEvent::Discarded)),

@@ -588,7 +588,8 @@ impl Model {
             }
             Refusal::NotConnected => self.hold(tid, now + NOT_YET, &text),
             Refusal::TooManyMoves { .. } => self.hold(tid, now + REFUSED_MIN, &text),
-            Refusal::Holds { .. } => self.hold(tid, now + REFUSED_MAX, &text),
+            Refusal::Suspended => self.hold(tid, now + REFUSED_MIN, &text),
+            Refusal::Holds { .. } | Refusal::NotByCriu { .. } => self.hold(tid, now + REFUSED_MAX, &text),
             Refusal::NoEngine { host, .. } if *host == from => self.hold(tid, now + REFUSED_MAX, &text),
             Refusal::NoEngine { host, .. } => match self.edit_host(*host) {
                 Some(host) => host.no_moves = Some(Until { at: now + REFUSED_MAX, why: text }),

@@ -213,6 +213,8 @@ pub struct Link {
     peer: Tid,
     route: Option<RouteId>,
     gone: bool,
+    /// What comes is neither taken nor acknowledged.
+    refuses: bool,
     line: u16,
     tx: Sender,
     rx: Receiver,
@@ -249,6 +251,7 @@ impl Link {
             peer,
             route: None,
             gone: false,
+            refuses: false,
             line: 0,
             tx: Sender {
                 retained: VecDeque::new(),
@@ -381,6 +384,21 @@ impl Link {
     /// From now on transmits without regard to the window. For a task that ends: its daemon takes over what is left.
     pub fn lift_window(&mut self) {
         self.tx.unlimited = true;
+    }
+
+    /// Acknowledges at once what was received and is not acknowledged. For a task that ends: its peer may talk to another
+    /// process in its place, which is not to have this twice.
+    pub fn acknowledge_all(&mut self) {
+        if self.rx.unacked_fragments > 0 {
+            self.rx.answer.get_or_insert(false);
+        }
+    }
+
+    /// From now on takes nothing that comes: the peer keeps it, for whoever talks to it in this one's place. Or takes it again.
+    pub fn refuse(&mut self, refuses: bool) {
+        if std::mem::replace(&mut self.refuses, refuses) && !refuses {
+            self.rx.answer = Some(true);
+        }
     }
 
     /// This end was started again from a checkpoint, and everything of this timeline begins there. With `together` the peer
@@ -521,6 +539,9 @@ impl Link {
     /// Takes a whole message, header and body, whose first fragment has this number, as if it had come in fragments.
     pub fn take_whole(&mut self, now: Micros, seq: u64, ack: u64, message: Bytes) {
         self.handle_ack(now, ack, false);
+        if self.refuses {
+            return;
+        }
         let rest = fragments_of(message.len()) - 1;
         if seq == self.rx.expected {
             // Only a peer that breaks the protocol begins a message within another.
@@ -535,6 +556,9 @@ impl Link {
 
     #[inline]
     fn handle_data(&mut self, now: Micros, seq: u64, last: bool, payload: impl Payload) {
+        if self.refuses {
+            return;
+        }
         let rx = &mut self.rx;
         if seq < rx.expected {
             rx.answer.get_or_insert(false);

@@ -582,6 +582,8 @@ pub enum ToDaemon {
         /// Where the library looks for a [`Redirect`].
         redirect_at: RedirectAt,
     },
+    /// To [`ToTask::TakeNothing`]: what other tasks send stays with them from now on.
+    TakesNothing,
     /// A word to another task about a route of their own.
     Route {
         /// The other task.
@@ -630,6 +632,12 @@ pub enum ToTask {
     RmChanged {
         /// The new one.
         rm: Option<RmInfo>,
+    },
+    /// The program is about to be asked to end, to be started again: what other tasks send from now on is for the next process,
+    /// and is not taken in. Or it is not asked any more. → [`ToDaemon::TakesNothing`] if it is
+    TakeNothing {
+        /// Whether it is.
+        nothing: bool,
     },
     /// Let go of everything that leads out of the process: answer [`ToDaemon::Quiesced`], close the socket, then wait
     /// until one of these files holds a [`ResumeToken`], and connect again with [`Claim::Resume`].

@@ -114,6 +114,8 @@ pub(crate) struct Core {
     /// The timeline that new links begin on; see [`Link::begin_timeline`].
     line: u16,
     lifted: bool,
+    /// What peers send is for the next process of this task.
+    takes_nothing: bool,
     earliest: Option<Micros>,
     news: u64,
     route_news: u64,
@@ -151,6 +153,7 @@ impl Core {
             route: RouteId(1),
             line,
             lifted: false,
+            takes_nothing: false,
             earliest: None,
             news: 0,
             route_news: 0,
@@ -392,6 +395,7 @@ impl Core {
         for peer in peers {
             if let Some(link) = self.links.get_mut(&peer) {
                 link.lift_window();
+                link.acknowledge_all();
                 self.mark_busy(peer);
             }
         }
@@ -562,6 +566,7 @@ impl Core {
     fn fresh_link(&self, peer: Tid) -> Link {
         let mut link = Link::new(self.me, peer);
         link.begin_timeline(self.line, true);
+        link.refuse(self.takes_nothing);
         if self.is_connected() {
             link.handle(Micros(0), LinkEvent::RouteUp(self.route));
         }
@@ -710,6 +715,7 @@ impl Core {
                 }
             }
             ToTask::RmChanged { rm } => self.set_rm(rm),
+            ToTask::TakeNothing { nothing } => self.take_nothing(now, nothing),
             ToTask::Route { .. } => return Err("a word about a route came on a way without descriptors".into()),
             ToTask::Quiesce { migration, tokens } => self.quiesce(now, Quiesce { migration, tokens })?,
         }

@@ -24,6 +24,8 @@ use std::collections::{BTreeSet, VecDeque};
 
 /// Wait status of a program that could not be started.
 const NOT_STARTED: i32 = 0x100;
+/// A library has so long to say that it takes nothing in any more.
+const HEAR_TIME: Micros = Micros::from_secs(1);
 /// Signals that end a task that has no process just now.
 const DEADLY: [i32; 2] = [9, 15];
 
@@ -33,6 +35,8 @@ pub(super) struct Ending {
     migration: MigrationId,
     engine: Engine,
     line: u16,
+    /// The signal is on its way.
+    asked: bool,
 }
 
 /// A task whose process has ended, and that begins again.
@@ -204,15 +208,40 @@ impl Machine {
 
     /// A move asks a program to end, to be started again.
     pub(super) fn end_for_move(&mut self, id: MigrationId, tid: Tid, engine: Engine, line: u16) {
-        let Some((_, wait)) = engine.asks() else { return };
         let Some(task) = self.tasks.get_mut(tid).filter(|task| !task.returning && task.away.is_none()) else {
             let why = Failure::Engine("it is just being started again".into());
             return self.source_event(id, SourceEvent::Stopped(Err(why)));
         };
-        task.ending = Some(Ending { migration: id, engine, line });
+        task.ending = Some(Ending { migration: id, engine, line, asked: false });
+        // What is sent from now on is for the next process; a program that sees the signal has all that is for it.
+        let conn = task.conn().filter(|_| !task.hold);
         self.wake_to_end(tid);
+        match conn {
+            Some(conn) => {
+                self.out.push_back(Output::ToTask { conn, message: ToTask::TakeNothing { nothing: true } });
+                self.timer(HEAR_TIME, Timer::AskToEnd(tid, id));
+            }
+            None => self.ask_to_end(tid),
+        }
+    }
+
+    /// Its library takes nothing in any more, or has had its time for that.
+    pub(super) fn ask_to_end(&mut self, tid: Tid) {
+        let ending = self.tasks.get_mut(tid).and_then(|task| task.ending.as_mut());
+        let Some(ending) = ending.filter(|ending| !ending.asked) else { return };
+        ending.asked = true;
+        let Ending { migration, engine, .. } = *ending;
         self.tell_tasker(ToTasker::End { tid, engine });
-        self.timer(Micros::from_secs(wait.into()), Timer::Ending(tid, id));
+        let wait = engine.asks().map_or(0, |(_, wait)| wait);
+        self.timer(Micros::from_secs(wait.into()), Timer::Ending(tid, migration));
+    }
+
+    /// The time is over that its library had to say so.
+    pub(super) fn not_heard(&mut self, tid: Tid, id: MigrationId) {
+        let ending = self.tasks.get(tid).and_then(|task| task.ending.as_ref());
+        if ending.is_some_and(|ending| ending.migration == id) {
+            self.ask_to_end(tid);
+        }
     }
 
     /// The time is over that a program had to end.
@@ -311,6 +340,9 @@ impl Machine {
         let asked = task.ending.is_some_and(|ending| ending.migration == id);
         if asked {
             // It goes on here, or ends yet as it was asked to: then it is started again.
+            let conn = task.conn();
+            let message = ToTask::TakeNothing { nothing: false };
+            self.out.extend(conn.map(|conn| Output::ToTask { conn, message }));
             self.source_event(id, SourceEvent::Continued);
         }
         asked

@@ -105,6 +105,7 @@ impl Machine {
                 }
                 self.task_quiesced(tid, migration, marks);
             }
+            ToDaemon::TakesNothing => self.ask_to_end(tid),
             ToDaemon::Route { to, word } => self.task_route(conn, to, word, Descriptors::default()),
         }
     }

@@ -107,6 +107,8 @@ enum Timer {
     Drain(Tid),
     /// A task that was asked to end, for this move, to begin again.
     Ending(Tid, MigrationId),
+    /// The same, whose library has not said that it takes nothing in any more.
+    AskToEnd(Tid, MigrationId),
     /// Guests may have to leave.
     GuestsLeave,
     /// Guests that were asked to end.
@@ -365,6 +367,7 @@ impl Machine {
                 Timer::Dismissed(host) => self.dismissed_deadline(host),
                 Timer::Grace => self.grace_over(),
                 Timer::Stop => self.stop_deadline(),
+                Timer::AskToEnd(tid, migration) => self.not_heard(tid, migration),
                 Timer::Ending(tid, migration) => self.ending_over(tid, migration),
                 Timer::GuestsLeave => self.guests_leave(),
                 Timer::GuestsEnd => self.guests_end(),

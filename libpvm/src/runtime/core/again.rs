@@ -1,9 +1,10 @@
 //! What a library does whose process was started again: from a checkpoint of its job, or in the place of one that has ended.
 
 use super::{Core, Open};
+use sempa_proto::frame::encode_control;
 use sempa_proto::link::Link;
 use sempa_proto::migration::Timeline;
-use sempa_proto::task::{Restart, Welcome};
+use sempa_proto::task::{Restart, ToDaemon, Welcome};
 use sempa_proto::{Micros, RequestId, Tid};
 
 /// Numbers of requests begin at that of the timeline, so many bits higher.
@@ -29,6 +30,22 @@ impl Core {
             self.hear_out(now, peer, false);
         }
         self.direct.leads_to(peer) && self.links.get(&peer).is_some_and(|link| link.is_before(line))
+    }
+
+    /// The program is about to be asked to end, or is not any more. What it has been sent so far it can receive.
+    pub(super) fn take_nothing(&mut self, now: Micros, nothing: bool) {
+        self.takes_nothing = nothing;
+        let peers: Vec<Tid> = self.links.keys().copied().collect();
+        for peer in peers {
+            self.drain_peer(now, peer);
+            self.links.get_mut(&peer).into_iter().for_each(|link| link.refuse(nothing));
+            self.pump_link(now, peer);
+        }
+        if nothing {
+            let word = encode_control(&ToDaemon::TakesNothing).expect("one word");
+            self.outbox.push(word);
+        }
+        self.news += 1;
     }
 
     /// This process was started again from a checkpoint. Who was with it in there knows what it knows; whoever else it

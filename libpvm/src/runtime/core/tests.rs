@@ -277,3 +277,36 @@ fn before_a_direct_route_stands_both_ends_have_agreed_on_the_later_timeline() {
     });
     assert_eq!(lines.collect::<Vec<u16>>(), [3]);
 }
+
+#[test]
+fn a_process_in_the_place_of_another_one_begins_a_timeline_and_numbers_its_requests_apart() {
+    let timeline = Timeline { line: 3, members: vec![], same: true };
+    let mut core = Core::new(&Welcome { restart: Some(Restart { timeline, again: vec![] }), ..welcome() });
+    assert!(core.ask(Request::Config).expect("asked").0 > 3 << 40);
+    core.send(Micros(0), message(PEER, 1, Bytes::new())).expect("sent");
+    let last = links_of(written(&mut core)).pop().expect("transmitted");
+    assert_eq!((last.kind, last.seq, last.line), (LinkKind::Data { last: true }, 1, 3));
+}
+
+#[test]
+fn who_is_about_to_be_asked_to_end_leaves_what_comes_with_its_peers_until_it_is_not_asked_any_more() {
+    let mut core = core();
+    let word = |seq| {
+        let mut word = message(ME, 2, Bytes::new());
+        word.src = PEER;
+        let payload = Bytes::from(word.head().as_ref().to_vec());
+        LinkFrame { src: PEER, dst: ME, kind: LinkKind::Data { last: true }, seq, ack: 1, line: 0, payload }
+    };
+    take(&mut core, &word(1));
+    tell(&mut core, ToTask::TakeNothing { nothing: true }).expect("noted");
+    let said = written(&mut core).into_iter().filter(|frame| frame.kind == FrameKind::Control);
+    let said: Vec<ToDaemon> = said.map(|frame| frame.control().expect("a word")).collect();
+    assert_eq!(said, [ToDaemon::TakesNothing]);
+    take(&mut core, &word(2));
+    assert_eq!(core.inbox.len(), 1);
+    tell(&mut core, ToTask::TakeNothing { nothing: false }).expect("noted");
+    let asked = links_of(written(&mut core));
+    assert!(asked.iter().any(|frame| frame.kind == LinkKind::Ack { resync: true } && frame.ack == 2), "{asked:?}");
+    take(&mut core, &word(2));
+    assert_eq!(core.inbox.len(), 2);
+}

@@ -492,6 +492,7 @@ impl Sim {
             }
             ToTask::RmChanged { rm } => self.procs[proc].rm = rm,
             ToTask::Route { .. } => self.procs[proc].told.push(message),
+            ToTask::TakeNothing { nothing } => self.takes_nothing(proc, nothing),
             ToTask::Quiesce { migration, tokens } => {
                 let p = &mut self.procs[proc];
                 assert!(p.quiesced.is_none(), "told twice to let go");

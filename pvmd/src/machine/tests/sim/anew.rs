@@ -1,13 +1,26 @@
 //! Programs that are asked to end, and are started again.
 
 use super::{Channel, Sim};
+use crate::machine::Event;
 use sempa_proto::engine::Engine;
+use sempa_proto::link::Link;
 use sempa_proto::migration::Failure;
-use sempa_proto::task::Claim;
+use sempa_proto::task::{Claim, ToDaemon};
 use sempa_proto::tasker::{FromTasker, StartTask};
 use sempa_proto::{HostId, Micros, MigrationId, Tid};
 
 impl Sim {
+    /// A library takes nothing in any more.
+    pub(super) fn takes_nothing(&mut self, proc: usize, nothing: bool) {
+        let p = &mut self.procs[proc];
+        p.links.values_mut().for_each(|link| link.refuse(nothing));
+        if let (Some(conn), true) = (p.conn, nothing) {
+            let on = p.host;
+            self.proc_says(conn, on, Event::TaskControl { conn, message: ToDaemon::TakesNothing });
+        }
+        self.pump(proc);
+    }
+
     /// What one host carries for tasks to another one from now on is so long on its way at least.
     pub(in crate::machine::tests) fn slow_down(&mut self, from: HostId, to: HostId, time: Micros) {
         self.channels.insert(Channel::Data(from, to), self.now + time);
@@ -26,6 +39,13 @@ impl Sim {
             Engine::Own { exit, .. } => i32::from(exit) << 8,
             Engine::Criu | Engine::Restart { .. } => 15,
         };
+        self.end_in_order(proc, status);
+    }
+
+    /// A process ends as one whose library has time for its last words.
+    pub(in crate::machine::tests) fn end_in_order(&mut self, proc: usize, status: i32) {
+        self.procs[proc].links.values_mut().for_each(Link::acknowledge_all);
+        self.pump(proc);
         self.exit(proc, status);
     }
 

@@ -1,0 +1,134 @@
+//! Programs that are asked to end, and started again in the place of such ones.
+
+mod common;
+
+use common::{PATIENCE, Tasker, order, tid};
+use sempa_proto::MigrationId;
+use sempa_proto::engine::Engine;
+use sempa_proto::migration::{Failure, Usage};
+use sempa_proto::tasker::{FromTasker, StartTask, ToTasker};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+const MOVE: MigrationId = MigrationId(7);
+const OWN: Engine = Engine::Own { signal: 10, exit: 85, wait: 30 };
+/// Takes the right to make namespaces away, as an ordinary user has none.
+const WITHOUT_RIGHTS: [&str; 2] = ["setpriv", "--bounding-set=-all"];
+
+fn shell(script: &str) -> StartTask {
+    order(tid(1), Path::new("/bin/sh"), &["-c", script])
+}
+
+fn restored(tasker: &mut Tasker) -> Result<i32, Failure> {
+    tasker.until(&mut Vec::new(), |m| match m {
+        FromTasker::Restored { result, .. } => Some(result.clone()),
+        _ => None,
+    })
+}
+
+/// What the task wrote, and how it ended.
+fn end(tasker: &mut Tasker) -> (String, i32) {
+    let (out, status, _) = tasker.follow_to_the_end(tid(1));
+    (String::from_utf8_lossy(&out).into_owned(), status)
+}
+
+fn with_and_without_rights(test: impl Fn(&mut Tasker)) {
+    test(&mut Tasker::start());
+    if nix::unistd::geteuid().is_root() {
+        let mut tasker = Tasker::start_by(&WITHOUT_RIGHTS, &[]);
+        assert!(!tasker.ready.pid_namespaces);
+        test(&mut tasker);
+    }
+}
+
+#[test]
+fn a_program_that_is_built_runs_only_when_it_is_told_to() {
+    with_and_without_rights(|tasker| {
+        let dir = tempfile::tempdir().expect("dir");
+        let file = dir.path().join("ran");
+        tasker
+            .send(ToTasker::Build { migration: MOVE, start: shell(&format!("echo hello; touch {}", file.display())) });
+        let pid = restored(tasker).expect("built");
+        let state = checkpoint::status::Status::of(pid).expect("it is there");
+        assert!(state.field("State").is_some_and(|state| state.starts_with('T')), "{state:?}");
+        assert_eq!(std::fs::read_dir(format!("/proc/{pid}/fd")).expect("its descriptors").count(), 3);
+        assert!(!file.exists());
+        tasker.send(ToTasker::Run { migration: MOVE, used: Usage::default(), held: false });
+        assert_eq!(end(tasker), ("hello\n".to_string(), 0));
+        assert!(file.exists());
+    });
+}
+
+#[test]
+fn a_program_that_is_built_and_discarded_never_runs_and_one_that_cannot_begin_is_said_so() {
+    with_and_without_rights(|tasker| {
+        tasker.send(ToTasker::Build { migration: MOVE, start: shell("exit 0") });
+        let pid = restored(tasker).expect("built");
+        tasker.send(ToTasker::Discard { migration: MOVE });
+        tasker.until(&mut Vec::new(), |m| matches!(m, FromTasker::Discarded { .. }).then_some(()));
+        let until = Instant::now() + PATIENCE;
+        while checkpoint::status::Status::of(pid).is_some() {
+            assert!(Instant::now() < until, "{pid} is still there");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let start = StartTask { dir: "/nowhere/at/all".into(), ..shell("exit 0") };
+        tasker.send(ToTasker::Build { migration: MigrationId(8), start });
+        let Err(Failure::Io(why)) = restored(tasker) else { panic!("it began") };
+        assert!(why.contains("/nowhere/at/all") && why.contains("No such file"), "{why}");
+    });
+}
+
+#[test]
+fn a_program_that_is_held_when_it_is_told_to_run_begins_when_it_is_free() {
+    with_and_without_rights(|tasker| {
+        tasker.send(ToTasker::Build { migration: MOVE, start: shell("echo hello") });
+        let pid = restored(tasker).expect("built");
+        tasker.send(ToTasker::Run { migration: MOVE, used: Usage::default(), held: true });
+        tasker.until(&mut Vec::new(), |m| matches!(m, FromTasker::Ran { .. }).then_some(()));
+        let state = checkpoint::status::Status::of(pid).expect("it is there");
+        assert!(state.field("State").is_some_and(|state| state.starts_with('T')), "{state:?}");
+        tasker.send(ToTasker::GoOn { tid: tid(1) });
+        assert_eq!(end(tasker), ("hello\n".to_string(), 0));
+    });
+}
+
+#[test]
+fn whoever_a_program_leaves_behind_is_ended_if_it_ends_as_agreed_and_only_then() {
+    with_and_without_rights(|tasker| {
+        for (code, stays) in [(85, false), (3, true)] {
+            let script =
+                format!("sleep 1000 & echo $!; trap 'exit {code}' USR1; echo ready; while :; do sleep 0.01; done");
+            tasker.send(ToTasker::Start(shell(&script)));
+            let mut out = Vec::new();
+            let mut task = None;
+            while !String::from_utf8_lossy(&out).contains("ready") {
+                match tasker.next() {
+                    FromTasker::Output { bytes, .. } => out.extend(bytes),
+                    FromTasker::Started { pid, .. } => task = Some(pid),
+                    _ => {}
+                }
+            }
+            let task = task.expect("started");
+            let children = std::fs::read_to_string(format!("/proc/{task}/task/{task}/children")).expect("children");
+            let is_sleeper = |pid: &&str| {
+                std::fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|line| line.starts_with(b"sleep\x001000\x00"))
+            };
+            let sleeper: i32 =
+                children.split(' ').find(is_sleeper).and_then(|pid| pid.parse().ok()).expect("a sleeper");
+            tasker.send(ToTasker::End { tid: tid(1), engine: OWN });
+            assert_eq!(end(tasker).1, code << 8);
+            let until = Instant::now() + PATIENCE;
+            let is_there = || {
+                let state = checkpoint::status::Status::of(sleeper);
+                state.is_some_and(|s| s.field("State").is_some_and(|state| !state.starts_with('Z')))
+            };
+            while !stays && is_there() {
+                assert!(Instant::now() < until, "{sleeper} is still there");
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            assert_eq!(is_there(), stays, "{code}");
+            // Without a namespace nobody else ends it.
+            let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(sleeper), nix::sys::signal::Signal::SIGKILL);
+        }
+    });
+}
