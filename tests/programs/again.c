@@ -7,6 +7,7 @@
  *   again ask TID COUNT      from a command line: asks so many questions, one after the other, and prints the numbers that
  *                            were answered, how often the task had been started again, and where it works
  *   again flood TID COUNT    the same, but all questions are sent before the first answer is awaited
+ *   again until TID TIMES    asks one question after the other until a process answers that was started again so often
  */
 #include <limits.h>
 #include <pvm3.h>
@@ -88,21 +89,22 @@ static int serve(const char *file, const char *how)
     }
 }
 
-static int hear(int tid, int *last)
+/* How often the task had been started again that answers next; -1 if nobody does. */
+static int hear(int tid)
 {
     struct timeval patience = { 60, 0 };
     char again[16], here[PATH_MAX];
     int count;
     if (pvm_trecv(tid, TAG_ANSWER, &patience) <= 0) {
         printf("no answer\n");
-        return 1;
+        return -1;
     }
     pvm_upkint(&count, 1, 1);
     pvm_upkstr(again);
     pvm_upkstr(here);
     printf("%d again %s in %s\n", count, again, here);
-    *last = count;
-    return 0;
+    fflush(stdout);
+    return atoi(again);
 }
 
 int main(int argc, char **argv)
@@ -115,16 +117,18 @@ int main(int argc, char **argv)
         return 2;
     if (argc < 4)
         return serve(argc > 1 ? argv[1] : "again.count", argc > 2 ? argv[2] : "");
-    int tid = (int)strtoul(argv[2] + (argv[2][0] == 't'), NULL, 16), flood = strcmp(argv[1], "flood") == 0, last = 0;
-    for (int i = 0; i < atoi(argv[3]); i++) {
+    int tid = (int)strtoul(argv[2] + (argv[2][0] == 't'), NULL, 16), number = atoi(argv[3]), again = 0;
+    int flood = strcmp(argv[1], "flood") == 0, until = strcmp(argv[1], "until") == 0;
+    for (int i = 0; until ? again >= 0 && again < number : i < number && again >= 0; i++) {
         pvm_initsend(PvmDataDefault);
         pvm_send(tid, TAG_ASK);
-        if (!flood && hear(tid, &last) != 0)
-            return 1;
+        if (!flood)
+            again = hear(tid);
     }
-    for (int i = 0; flood && i < atoi(argv[3]); i++)
-        if (hear(tid, &last) != 0)
-            return 1;
+    for (int i = 0; flood && i < number && again >= 0; i++)
+        again = hear(tid);
+    if (again < 0)
+        return 1;
     pvm_exit();
     return 0;
 }
