@@ -2,13 +2,12 @@
 
 mod common;
 
-use common::{PATIENCE, Tasker, order, tid};
+use common::{Tasker, is_alive, order, tid, wait_until};
 use sempa_proto::MigrationId;
 use sempa_proto::engine::Engine;
 use sempa_proto::migration::{Failure, Usage};
 use sempa_proto::tasker::{FromTasker, StartTask, ToTasker};
 use std::path::Path;
-use std::time::{Duration, Instant};
 
 const MOVE: MigrationId = MigrationId(7);
 const OWN: Engine = Engine::Own { signal: 10, exit: 85, wait: 30 };
@@ -66,11 +65,7 @@ fn a_program_that_is_built_and_discarded_never_runs_and_one_that_cannot_begin_is
         let pid = restored(tasker).expect("built");
         tasker.send(ToTasker::Discard { migration: MOVE });
         tasker.until(&mut Vec::new(), |m| matches!(m, FromTasker::Discarded { .. }).then_some(()));
-        let until = Instant::now() + PATIENCE;
-        while checkpoint::status::Status::of(pid).is_some() {
-            assert!(Instant::now() < until, "{pid} is still there");
-            std::thread::sleep(Duration::from_millis(5));
-        }
+        wait_until("it is gone", || !is_alive(pid));
         let start = StartTask { dir: "/nowhere/at/all".into(), ..shell("exit 0") };
         tasker.send(ToTasker::Build { migration: MigrationId(8), start });
         let Err(Failure::Io(why)) = restored(tasker) else { panic!("it began") };
@@ -109,24 +104,19 @@ fn whoever_a_program_leaves_behind_is_ended_if_it_ends_as_agreed_and_only_then()
                 }
             }
             let task = task.expect("started");
-            let children = std::fs::read_to_string(format!("/proc/{task}/task/{task}/children")).expect("children");
-            let is_sleeper = |pid: &&str| {
+            let children = || std::fs::read_to_string(format!("/proc/{task}/task/{task}/children")).expect("children");
+            let is_sleeper = |pid: &i32| {
                 std::fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|line| line.starts_with(b"sleep\x001000\x00"))
             };
-            let sleeper: i32 =
-                children.split(' ').find(is_sleeper).and_then(|pid| pid.parse().ok()).expect("a sleeper");
+            let find = || children().split(' ').filter_map(|pid| pid.parse().ok()).find(is_sleeper);
+            wait_until("there is a sleeper", || find().is_some());
+            let sleeper = find().expect("just seen");
             tasker.send(ToTasker::End { tid: tid(1), engine: OWN });
             assert_eq!(end(tasker).1, code << 8);
-            let until = Instant::now() + PATIENCE;
-            let is_there = || {
-                let state = checkpoint::status::Status::of(sleeper);
-                state.is_some_and(|s| s.field("State").is_some_and(|state| !state.starts_with('Z')))
-            };
-            while !stays && is_there() {
-                assert!(Instant::now() < until, "{sleeper} is still there");
-                std::thread::sleep(Duration::from_millis(5));
+            if !stays {
+                wait_until("it is gone", || !is_alive(sleeper));
             }
-            assert_eq!(is_there(), stays, "{code}");
+            assert_eq!(is_alive(sleeper), stays, "{code}");
             // Without a namespace nobody else ends it.
             let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(sleeper), nix::sys::signal::Signal::SIGKILL);
         }

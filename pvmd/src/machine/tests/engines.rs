@@ -1,5 +1,6 @@
 //! Tasks that are taken elsewhere by starting their programs again.
 
+use super::scene::stopped;
 use super::sim::{Seen, Sim, host, seeds};
 use crate::machine::HostId;
 use sempa_proto::engine::Engine;
@@ -217,6 +218,49 @@ fn the_first_way_that_both_hosts_can_go_is_taken_and_said_beforehand() {
     let Reply::Events(events) = sim.ask(console, Request::Events { from: 0, limit: 1000 }) else { panic!("no events") };
     let said = events.iter().filter(|e| matches!(e.kind, EventKind::MovesBy { .. })).count();
     assert_eq!(said, 4, "by CRIU nothing is said");
+}
+
+#[test]
+fn a_guest_that_stands_still_for_the_owner_leaves_by_its_own_checkpoint() {
+    for seed in seeds(60) {
+        let (mut sim, console) = Sim::cluster(seed, 3);
+        let tid = spawn(&mut sim, console, request("child", "own:wait=3", "h2"));
+        let speaker = sim.enrol(host(2));
+        sim.ask(speaker, stopped());
+        let wait = Micros(sim.dice.roll(60_000));
+        sim.pass(wait);
+        let old = sim.proc_of(tid);
+        (0..5i32).for_each(|n| sim.tell(console, tid, &n.to_be_bytes()));
+        assert_eq!(migrate(&mut sim, console, tid, "h3"), Ok(OWN), "seed {seed}");
+        let new = sim.proc_of(tid);
+        sim.until("all of it", |s| heard(s, old).len() + heard(s, new).len() >= 5);
+        let both: Vec<i32> = heard(&sim, old).into_iter().chain(heard(&sim, new)).collect();
+        assert_eq!(both, (0..5).collect::<Vec<i32>>(), "seed {seed}");
+        answers(&mut sim, console, tid);
+        assert_eq!(sim.procs[new].host, host(3));
+    }
+}
+
+#[test]
+fn a_suspended_task_does_not_write_its_own_checkpoint_and_one_that_is_started_again_stands_still_there() {
+    for seed in seeds(30) {
+        let (mut sim, console) = Sim::cluster(seed, 3);
+        let own = spawn(&mut sim, console, request("child", "own:wait=3", "h2"));
+        let other = spawn(&mut sim, console, request("child", "own,restart", "h2"));
+        for tid in [own, other] {
+            assert_eq!(sim.ask(console, Request::Suspend { tid, suspend: true, cause: None }), Reply::Done);
+        }
+        sim.pass(Micros::from_secs(1));
+        let refused = Err((Step::Inspect, Failure::Refused(vec![Refusal::Suspended])));
+        assert_eq!(migrate(&mut sim, console, own, "h3"), refused);
+        assert_eq!(migrate(&mut sim, console, other, "h3"), Ok(Engine::Restart { wait: 5 }));
+        sim.pass(Micros::from_secs(5));
+        let list = listed(&mut sim, console, other);
+        assert!(list[0].suspended && list[0].host == host(3), "{list:?}");
+        assert!(sim.procs[sim.proc_of(other)].conn.is_none(), "it has not run (seed {seed})");
+        sim.ask(console, Request::Suspend { tid: other, suspend: false, cause: None });
+        answers(&mut sim, console, other);
+    }
 }
 
 #[test]

@@ -39,6 +39,11 @@ impl Sim {
             Engine::Own { exit, .. } => i32::from(exit) << 8,
             Engine::Criu | Engine::Restart { .. } => 15,
         };
+        if std::mem::take(&mut self.procs[proc].held) {
+            // It may run for that.
+            self.procs[proc].holds += 1;
+            self.thaw(proc);
+        }
         self.end_in_order(proc, status);
     }
 

@@ -131,7 +131,7 @@ impl Sim {
     }
 
     /// A process that stood still takes in what has come meanwhile, if it may.
-    fn thaw(&mut self, proc: usize) {
+    pub(super) fn thaw(&mut self, proc: usize) {
         while !self.procs[proc].is_frozen() && !self.procs[proc].mail.is_empty() {
             let first = self.procs[proc].mail.remove(0);
             self.happen(Some(first));
