@@ -18,6 +18,7 @@ use sempa_proto::task::{LinkMark, MoveError, Reply, ToTask};
 use sempa_proto::tasker::{FromTasker, ToTasker};
 use sempa_proto::{Epoch, HostId, MigrationId, PvmError, RequestId, Tid};
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
 
 /// This daemon's part in moves.
 #[derive(Debug, Default)]
@@ -342,29 +343,13 @@ impl Machine {
                 self.moves.next.insert(tid, id);
                 self.ease(tid);
             }
-            SourceOutput::Inspect => {
-                // A move that was given up before anything was held leaves its source behind.
-                self.moves.sources.retain(|other, s| *other == id || s.of().tid != tid || s.holds());
-                let known = self.cannot_move(tid).map(Err);
-                match known.or_else(|| self.facts_without_criu(tid, Some(&of.cause))) {
-                    Some(result) => self.inspected(id, tid, result),
-                    None => self.tell_tasker(ToTasker::Inspect { migration: id, tid }),
-                }
-            }
+            SourceOutput::Inspect => self.inspect(id, &of),
             SourceOutput::Hold => {
                 if let Some(task) = self.tasks.get_mut(tid) {
                     task.hold = true;
                 }
             }
-            SourceOutput::Quiesce { token } => {
-                let tokens: Vec<_> = std::iter::once(self.config.place.token(id)).chain(token).collect();
-                if !self.quiesce_guest(id, tid, &tokens)
-                    && let Some(conn) = self.tasks.get(tid).and_then(Task::conn)
-                {
-                    let message = ToTask::Quiesce { migration: id, tokens };
-                    self.out.push_back(Output::ToTask { conn, message });
-                }
-            }
+            SourceOutput::Quiesce { token } => self.quiesce_for_move(id, tid, token),
             SourceOutput::End { engine, line } => self.end_for_move(id, tid, engine, line),
             SourceOutput::SendRecord => self.send_away(&of),
             SourceOutput::Stop => self.stop_for_move(id, tid),
@@ -412,6 +397,29 @@ impl Machine {
                 self.out.push_back(Output::RemoveToken { path: self.config.place.token(id) });
                 self.settled(tid);
             }
+        }
+    }
+
+    /// Says what a task is that is to move, or asks the tasker.
+    fn inspect(&mut self, id: MigrationId, of: &Move) {
+        let tid = of.tid;
+        // A move that was given up before anything was held leaves its source behind.
+        self.moves.sources.retain(|other, s| *other == id || s.of().tid != tid || s.holds());
+        let known = self.cannot_move(tid).map(Err);
+        match known.or_else(|| self.facts_without_criu(tid, Some(&of.cause))) {
+            Some(result) => self.inspected(id, tid, result),
+            None => self.tell_tasker(ToTasker::Inspect { migration: id, tid }),
+        }
+    }
+
+    /// Has the library of a task let go for a move.
+    fn quiesce_for_move(&mut self, id: MigrationId, tid: Tid, token: Option<PathBuf>) {
+        let tokens: Vec<_> = std::iter::once(self.config.place.token(id)).chain(token).collect();
+        if !self.quiesce_guest(id, tid, &tokens)
+            && let Some(conn) = self.tasks.get(tid).and_then(Task::conn)
+        {
+            let message = ToTask::Quiesce { migration: id, tokens };
+            self.out.push_back(Output::ToTask { conn, message });
         }
     }
 
