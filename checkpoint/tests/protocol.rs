@@ -100,7 +100,7 @@ impl World {
     fn new(seed: u64, faults: Faults) -> World {
         let mut world = World {
             dice: Dice(seed | 1),
-            engine: if seed % 3 == 0 { Engine::Restart { wait: 5 } } else { Engine::Criu },
+            engine: if seed.is_multiple_of(3) { Engine::Restart { wait: 5 } } else { Engine::Criu },
             faults,
             now: Micros(0),
             queue: BTreeMap::new(),

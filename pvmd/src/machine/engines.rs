@@ -354,7 +354,7 @@ impl Machine {
         if task.returning {
             return true;
         }
-        if !task.ending.is_some_and(|ending| ending.migration == id) {
+        if task.ending.is_none_or(|ending| ending.migration != id) {
             return false;
         }
         if task.phase == Phase::Detached && task.still.is_none() && task.exited.is_none() {
