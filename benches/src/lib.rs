@@ -1,7 +1,8 @@
 //! Benchmarks. `benches/wire.rs` and its neighbours measure single layers without any I/O (`cargo xtask bench micro`). This
 //! library is `cargo xtask bench peers`: the running system beside PVM 3.4.6, Open MPI and MPICH, in one run on one machine;
 //! `cargo xtask bench rm`: with and without the resource manager; `cargo xtask bench balance`: a farm that is balanced
-//! beside one that is not; and `cargo xtask bench migrate`: tasks that are moved, beside bare CRIU.
+//! beside one that is not; `cargo xtask bench migrate`: tasks that are moved, beside bare CRIU; and `cargo xtask bench soak`:
+//! tasks that talk and are moved hundreds of times, and what that leaves behind.
 //!
 //! It measures and tells; it judges nothing that a test could rest on, because a loaded machine is slow without a defect.
 
@@ -16,6 +17,7 @@ mod netpipe;
 mod plot;
 mod report;
 mod rows;
+mod soak;
 mod systems;
 
 use anyhow::{Context, Result, bail};
@@ -26,6 +28,7 @@ pub use balanced::{Balance, balanced};
 pub use figures::System;
 pub use managed::managed;
 pub use moved::{Migrate, migrated};
+pub use soak::{Soak, soaked};
 
 /// Debian packages that the systems come from.
 pub const PACKAGES: [&str; 7] =

@@ -380,6 +380,13 @@ impl World {
             SourceOutput::SendRecord => self.worker(0, |r| Item::Target(TargetEvent::Received(r))),
             SourceOutput::Stop => self.worker((), |r| Item::Source(SourceEvent::Stopped(r))),
             SourceOutput::Dump => self.worker(DumpReport::default(), |r| Item::Source(SourceEvent::Dumped(r))),
+            SourceOutput::SendAhead => {
+                if self.dice.roll(100) < self.faults.step_fails_percent {
+                    let cut = || Failure::Images("cut".into());
+                    self.worker((), move |_| Item::Source(SourceEvent::Sent(Err(cut()))));
+                    self.worker((), move |_| Item::Target(TargetEvent::Received(Err(cut()))));
+                }
+            }
             SourceOutput::SendImages => {
                 let bad = self.dice.roll(100) < self.faults.step_fails_percent;
                 self.soon(Item::Source(SourceEvent::Sent(if bad {

@@ -4,9 +4,9 @@ use crate::format::time;
 use crate::machine::{Machine, misfit};
 use crate::parse::{ParseError, parse_tid};
 use crate::session::Outcome;
-use crate::words::span;
+use crate::words::{option, span};
 use libpvm::Error;
-use sempa_proto::checkpoint::SetEntry;
+use sempa_proto::checkpoint::{Pace, SetEntry};
 use sempa_proto::task::{Reply, Request};
 use sempa_proto::{HostId, Micros, Tid};
 use serde_json::{Value, json};
@@ -20,8 +20,8 @@ const EVERY_MAX: Duration = Duration::from_secs(30 * 24 * 3600);
 pub(crate) struct Checkpoint {
     /// The first task of the job.
     pub(crate) job: Tid,
-    /// Again and again, with this pause; zero: not any more.
-    pub(crate) every: Option<Duration>,
+    /// Whether it goes on by itself.
+    pub(crate) pace: Option<Pace>,
     /// The job ends when its checkpoint is complete.
     pub(crate) end: bool,
 }
@@ -39,20 +39,21 @@ pub(crate) struct Restart {
 pub(crate) fn parse(args: &[String]) -> Result<Checkpoint, ParseError> {
     const COMMAND: &str = "checkpoint";
     let wrong = || ParseError::WrongArgs(COMMAND);
-    let (mut job, mut every, mut end) = (None, None, false);
+    let (mut job, mut pace, mut end) = (None, None, false);
     let mut rest = args.iter();
     while let Some(arg) = rest.next() {
-        let value = match arg.as_str() {
-            "--every" => Some(rest.next().ok_or_else(wrong)?.as_str()),
-            other => other.strip_prefix("--every="),
-        };
-        match value {
-            Some(value) => {
+        let mut timed = None;
+        for (name, kind) in [("--every", Pace::Pause as fn(Micros) -> Pace), ("--loss", Pace::Loss)] {
+            timed = timed.or(option(COMMAND, name, arg, &mut rest)?.map(|value| (kind, value)));
+        }
+        match timed {
+            Some((kind, value)) => {
                 let wanted = "a time such as 30s, 5m or 2h";
                 let not = || ParseError::NotA { command: COMMAND, word: value.into(), wanted };
-                every = Some(span(value).filter(|span| *span <= EVERY_MAX).ok_or_else(not)?);
+                let span = span(value).filter(|span| *span <= EVERY_MAX).ok_or_else(not)?;
+                pace = Some(kind(Micros(span.as_micros() as u64)));
             }
-            None if arg == "--stop" => every = Some(Duration::ZERO),
+            None if arg == "--stop" => pace = Some(Pace::Never),
             None if arg == "--end" => end = true,
             None if arg.starts_with('-') => {
                 return Err(ParseError::UnknownFlag(arg.trim_start_matches('-').to_string()));
@@ -64,10 +65,10 @@ pub(crate) fn parse(args: &[String]) -> Result<Checkpoint, ParseError> {
             None => return Err(wrong()),
         }
     }
-    if end && every.is_some() {
+    if end && pace.is_some() {
         return Err(wrong());
     }
-    Ok(Checkpoint { job: job.ok_or_else(wrong)?, every, end })
+    Ok(Checkpoint { job: job.ok_or_else(wrong)?, pace, end })
 }
 
 /// Reads the words behind `restart`.
@@ -76,11 +77,7 @@ pub(crate) fn parse_restart(args: &[String]) -> Result<Restart, ParseError> {
     let (mut set, mut on) = (None, Vec::new());
     let mut rest = args.iter();
     while let Some(arg) = rest.next() {
-        let value = match arg.as_str() {
-            "--on" => Some(rest.next().ok_or_else(wrong)?.as_str()),
-            other => other.strip_prefix("--on="),
-        };
-        match value {
+        match option("restart", "--on", arg, &mut rest)? {
             Some(hosts) => on.extend(hosts.split(',').filter(|name| !name.is_empty()).map(String::from)),
             None if arg.starts_with('-') => {
                 return Err(ParseError::UnknownFlag(arg.trim_start_matches('-').to_string()));
@@ -94,12 +91,16 @@ pub(crate) fn parse_restart(args: &[String]) -> Result<Restart, ParseError> {
 
 /// Has a job written to the store.
 pub(crate) fn checkpoint(machine: &impl Machine, what: &Checkpoint) -> Result<Outcome, Error> {
-    let Checkpoint { job, every, end } = what;
-    let pause = every.map(|every| Micros(every.as_micros() as u64));
-    match machine.ask(Request::Checkpoint { job: *job, every: pause, end: *end })? {
+    let Checkpoint { job, pace, end } = what;
+    let (every, loss) = match pace {
+        Some(Pace::Pause(every)) => (Some(every.0 / 1_000_000), None),
+        Some(Pace::Loss(bound)) => (None, Some(bound.0 / 1_000_000)),
+        Some(Pace::Never) | None => (None, None),
+    };
+    match machine.ask(Request::Checkpoint { job: *job, pace: *pace, end: *end, wait: true })? {
         Reply::Done => {
             let text = format!("no more checkpoints of {job} by themselves; those that were made stay\n");
-            Ok(Outcome::done(text, json!({ "job": job.to_string(), "every": null }), false))
+            Ok(Outcome::done(text, json!({ "job": job.to_string(), "every_s": null, "loss_s": null }), false))
         }
         Reply::Checkpointed(Ok(report)) => {
             let tasks: Vec<String> = report.tasks.iter().map(Tid::to_string).collect();
@@ -108,14 +109,19 @@ pub(crate) fn checkpoint(machine: &impl Machine, what: &Checkpoint) -> Result<Ou
             let mut text =
                 format!("{}: {many} of job {job}, {} bytes, frozen {frozen:.1} ms\n", report.set, report.bytes);
             if let Some(every) = every {
-                text.push_str(&format!("and again every {} s, until 'checkpoint --stop {job}'\n", every.as_secs()));
+                text.push_str(&format!("and again every {every} s, until 'checkpoint --stop {job}'\n"));
+            }
+            if let Some(bound) = loss {
+                text.push_str(&format!(
+                    "and again so often that {bound} s of work are lost at most, until 'checkpoint --stop {job}'\n"
+                ));
             }
             if *end {
                 text.push_str(&format!("and ended; 'restart {}' starts it again\n", report.set));
             }
             let value = json!({
                 "set": report.set, "ended": end, "job": job.to_string(), "tasks": tasks, "bytes": report.bytes,
-                "frozen_us": report.frozen.0, "every_s": every.map(|every| every.as_secs()),
+                "frozen_us": report.frozen.0, "every_s": every, "loss_s": loss,
             });
             Ok(Outcome::done(text, value, false))
         }
@@ -170,7 +176,7 @@ fn table(sets: &[SetEntry]) -> String {
 /// Starts the tasks of a set again.
 pub(crate) fn restart(machine: &impl Machine, what: &Restart) -> Result<Outcome, Error> {
     let Restart { set, on } = what;
-    match machine.ask(Request::Restart { set: set.clone(), on: on.clone() })? {
+    match machine.ask(Request::Restart { set: set.clone(), on: on.clone(), wait: true })? {
         Reply::Restarted(Ok(report)) => {
             let hosts = machine.hosts()?;
             let name = |host: HostId| hosts.get(host).map_or_else(|| host.to_string(), |entry| entry.name.clone());
@@ -203,13 +209,23 @@ mod tests {
     fn a_job_and_a_pause_are_read_in_any_order() {
         let job = Tid::from_raw(0x40002);
         let read = |line: &str| parse(&words(line));
-        let every = |seconds| Some(Duration::from_secs(seconds));
-        assert_eq!(read("t40002"), Ok(Checkpoint { job, every: None, end: false }));
-        assert_eq!(read("--every 5m t40002"), Ok(Checkpoint { job, every: every(300), end: false }));
-        assert_eq!(read("t40002 --every=2h"), Ok(Checkpoint { job, every: every(7200), end: false }));
-        assert_eq!(read("t40002 --stop"), Ok(Checkpoint { job, every: every(0), end: false }));
-        assert_eq!(read("--end t40002"), Ok(Checkpoint { job, every: None, end: true }));
-        for line in ["", "t40002 t40003", "t40002 --every", "t40002 --end --stop", "--end --every 5m t40002"] {
+        let every = |seconds| Some(Pace::Pause(Micros::from_secs(seconds)));
+        assert_eq!(read("t40002"), Ok(Checkpoint { job, pace: None, end: false }));
+        assert_eq!(read("--every 5m t40002"), Ok(Checkpoint { job, pace: every(300), end: false }));
+        assert_eq!(read("t40002 --every=2h"), Ok(Checkpoint { job, pace: every(7200), end: false }));
+        assert_eq!(read("t40002 --stop"), Ok(Checkpoint { job, pace: Some(Pace::Never), end: false }));
+        let loss = Some(Pace::Loss(Micros::from_secs(60)));
+        assert_eq!(read("t40002 --loss 1m"), Ok(Checkpoint { job, pace: loss, end: false }));
+        assert_eq!(read("--end t40002"), Ok(Checkpoint { job, pace: None, end: true }));
+        for line in [
+            "",
+            "t40002 t40003",
+            "t40002 --every",
+            "t40002 --loss",
+            "--loss 1m --end t40002",
+            "t40002 --end --stop",
+            "--end --every 5m t40002",
+        ] {
             assert_eq!(read(line), Err(ParseError::WrongArgs("checkpoint")), "{line}");
         }
         for line in ["t40002 --every 0s", "t40002 --every soon", "t80000", "x"] {

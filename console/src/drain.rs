@@ -4,7 +4,7 @@
 use crate::machine::{Machine, misfit};
 use crate::parse::ParseError;
 use crate::session::Outcome;
-use crate::words::span;
+use crate::words::{option, span};
 use libpvm::Error;
 use sempa_proto::checkpoint::{CutFailure, SetReport};
 use sempa_proto::rm::{Answer, Question};
@@ -37,11 +37,7 @@ pub(crate) fn parse(args: &[String]) -> Result<Drain, ParseError> {
     let (mut host, mut within, mut checkpoint) = (None, None, false);
     let mut rest = args.iter();
     while let Some(arg) = rest.next() {
-        let value = match arg.as_str() {
-            "--deadline" => Some(rest.next().ok_or(ParseError::WrongArgs("drain"))?.as_str()),
-            other => other.strip_prefix("--deadline="),
-        };
-        match value {
+        match option("drain", "--deadline", arg, &mut rest)? {
             Some(value) => {
                 let wanted = "a time such as 30s or 5m";
                 let not = || ParseError::NotA { command: "drain", word: value.into(), wanted };
@@ -144,7 +140,7 @@ fn write_down(machine: &impl Machine, tasks: &Left) -> Result<Vec<Written>, Erro
     jobs.retain(|job| all.get(job).is_none_or(|by| *by == machine.tid() || !all.contains_key(by)));
     let mut results = Vec::new();
     for job in jobs {
-        match machine.ask(Request::Checkpoint { job, every: None, end: true })? {
+        match machine.ask(Request::Checkpoint { job, pace: None, end: true, wait: true })? {
             Reply::Checkpointed(result) => results.push((job, result)),
             _ => return Err(misfit()),
         }

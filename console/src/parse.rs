@@ -10,6 +10,7 @@ use crate::spawn::{self, Spawn};
 use crate::trace::{self, Trace};
 use crate::usage::{self, Usage};
 use crate::why::{self, Why};
+use crate::words::option;
 use nix::sys::signal::Signal;
 use sempa_proto::Tid;
 use sempa_proto::task::TICKLE_WORDS_MAX;
@@ -309,16 +310,13 @@ fn events(args: &[String]) -> Result<Command, ParseError> {
     let (mut from, mut follow) = (0, false);
     let mut rest = args.iter();
     while let Some(arg) = rest.next() {
-        match arg.as_str() {
-            "--follow" | "-f" => follow = true,
-            "--from" => from = number("events", rest.next().ok_or(ParseError::WrongArgs("events"))?)?,
-            other => match other.strip_prefix("--from=") {
-                Some(value) => from = number("events", value)?,
-                None if other.starts_with('-') => {
-                    return Err(ParseError::UnknownFlag(other.trim_start_matches('-').to_string()));
-                }
-                None => return Err(ParseError::WrongArgs("events")),
-            },
+        match option("events", "--from", arg, &mut rest)? {
+            Some(value) => from = number("events", value)?,
+            None if arg == "--follow" || arg == "-f" => follow = true,
+            None if arg.starts_with('-') => {
+                return Err(ParseError::UnknownFlag(arg.trim_start_matches('-').to_string()));
+            }
+            None => return Err(ParseError::WrongArgs("events")),
         }
     }
     Ok(Command::Events { from, follow })

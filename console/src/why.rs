@@ -73,7 +73,11 @@ fn describe(task: &TaskUse) -> String {
 /// What holds now and does not stand in the decisions.
 fn now(subject: &str, task: Option<&TaskUse>, decisions: &[Decision]) -> Option<String> {
     if let Some(task) = task {
-        let placed = |d: &Decision| matches!(&d.what, Decided::Spawn { started, .. } if started.iter().any(|(t, _)| *t == task.tid));
+        let has = |tasks: &[(sempa_proto::Tid, String)]| tasks.iter().any(|(tid, _)| *tid == task.tid);
+        let placed = |d: &Decision| match &d.what {
+            Decided::Spawn { started: tasks, .. } | Decided::Restarted { tasks, .. } => has(tasks),
+            _ => false,
+        };
         let line = "it was not placed by the resource manager: it was started from a command line, by a daemon, or while none ran";
         return (!decisions.iter().any(placed)).then(|| line.to_string());
     }

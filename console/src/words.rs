@@ -1,6 +1,7 @@
 //! Splits a console line into words, as PVM's console does: blanks separate, `'…'` and `"…"` quote, `\` takes the next
 //! character as it is outside quotes, and `#` at the beginning of a word starts a comment.
 
+use crate::parse::ParseError;
 use std::time::Duration;
 
 /// Longest line in bytes (PVM's console allows 1023).
@@ -45,6 +46,24 @@ pub(crate) fn split(line: &str) -> Result<Vec<String>, LineError> {
     }
     words.extend(word);
     Ok(words)
+}
+
+/// The value of an option that is written `--name value` or `--name=value`, where `arg` is that option: from `arg` itself, or the
+/// next of the words behind it.
+///
+/// # Errors
+/// There is no word behind it; `command` is what was called wrongly.
+pub(crate) fn option<'a>(
+    command: &'static str,
+    name: &str,
+    arg: &'a str,
+    rest: &mut std::slice::Iter<'a, String>,
+) -> Result<Option<&'a str>, ParseError> {
+    match arg.strip_prefix(name) {
+        Some("") => rest.next().map(|value| Some(value.as_str())).ok_or(ParseError::WrongArgs(command)),
+        Some(behind) => Ok(behind.strip_prefix('=')),
+        None => Ok(None),
+    }
 }
 
 /// A span as `2h`, `90m`, `30s`, `1d`; none is no span.

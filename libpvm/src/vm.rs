@@ -351,6 +351,24 @@ impl Vm {
         ask!(self, "suspending a task", Request::Suspend { tid, suspend, cause }, Reply::Done => ())
     }
 
+    /// Has a job checkpointed, and ended when that is complete. The event log tells what became of it.
+    ///
+    /// # Errors
+    /// `OutOfRes` when too many jobs are checkpointed already.
+    pub fn checkpoint_and_end(&self, job: Tid) -> Result<(), Error> {
+        let request = Request::Checkpoint { job, pace: None, end: true, wait: false };
+        ask!(self, "checkpointing a job", request, Reply::Done => ())
+    }
+
+    /// Has a checkpoint started again on these hosts. The event log tells what became of it.
+    ///
+    /// # Errors
+    /// As the daemon says.
+    pub fn restart(&self, set: &str, on: &[String]) -> Result<(), Error> {
+        let request = Request::Restart { set: set.into(), on: on.to_vec(), wait: false };
+        ask!(self, "starting a checkpoint again", request, Reply::Done => ())
+    }
+
     /// Stops the whole virtual machine.
     ///
     /// # Errors

@@ -74,7 +74,7 @@ pub struct Status {
     pub guests_why: String,
     /// When they leave, in microseconds since 1970.
     pub leave_at_us: Option<u64>,
-    /// How they leave, `move` or `kill`.
+    /// How they leave, `move`, `kill` or `checkpoint`.
     pub then: Option<String>,
     /// How they are stopped: `control groups`, `signals`, or `unknown`.
     #[serde(default)]

@@ -91,6 +91,16 @@ pub trait VmApi {
     /// # Errors
     /// As the daemon says.
     fn suspend(&self, tid: Tid, suspend: bool, cause: suspend::Cause) -> Result<(), Error>;
+    /// Has a job checkpointed and ended; the event log tells what became of it.
+    ///
+    /// # Errors
+    /// As the daemon says.
+    fn checkpoint_and_end(&self, job: Tid) -> Result<(), Error>;
+    /// Has a checkpoint started again on these hosts; the event log tells what became of it.
+    ///
+    /// # Errors
+    /// As the daemon says.
+    fn restart(&self, set: &str, on: &[String]) -> Result<(), Error>;
     /// Adds an entry to the event log.
     ///
     /// # Errors
@@ -185,6 +195,14 @@ impl VmApi for RealVm {
 
     fn suspend(&self, tid: Tid, suspend: bool, cause: suspend::Cause) -> Result<(), Error> {
         self.vm.suspend(tid, suspend, Some(cause))
+    }
+
+    fn checkpoint_and_end(&self, job: Tid) -> Result<(), Error> {
+        self.vm.checkpoint_and_end(job)
+    }
+
+    fn restart(&self, set: &str, on: &[String]) -> Result<(), Error> {
+        self.vm.restart(set, on)
     }
 
     fn record(&self, at: Micros, kind: EventKind) -> Result<(), Error> {

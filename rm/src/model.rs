@@ -69,6 +69,8 @@ struct Host {
 struct Task {
     host: HostId,
     job: Tid,
+    /// Known when somebody has described it.
+    parent: Option<Tid>,
     uid: u32,
     name: Arc<str>,
     since: Micros,
@@ -100,6 +102,7 @@ impl Task {
         Task {
             host,
             job,
+            parent: None,
             uid: 0,
             name: Arc::from(""),
             since,
@@ -299,7 +302,7 @@ impl Model {
                 new.push((info.tid, job));
             }
             task.pinned |= is_pinned(info.flags, &info.name);
-            (task.job, task.name) = (job, Arc::from(info.name.as_str()));
+            (task.job, task.parent, task.name) = (job, Some(info.parent), Arc::from(info.name.as_str()));
             task.suspended = info.suspended;
             match task.moving {
                 _ if info.moving => task.moving = Some(Going { to: task.moving.and_then(|g| g.to), at: now }),
@@ -383,7 +386,7 @@ impl Model {
         let Some(task) = self.edit(tid) else { return };
         task.uid = uid.unwrap_or(user);
         let before = std::mem::replace(&mut task.job, job);
-        task.name = Arc::from(name);
+        (task.parent, task.name) = (Some(parent), Arc::from(name));
         if before == tid && job != tid {
             self.view.barriers.remove(&before);
         }
@@ -408,6 +411,28 @@ impl Model {
     /// The tasks of a job.
     pub fn tasks_of(&self, job: Tid) -> Vec<Tid> {
         self.tasks.iter().filter(|(_, t)| t.job == job).map(|(tid, _)| *tid).collect()
+    }
+
+    /// True while a task of the family of this one moves, or stands still because its user wants that.
+    pub fn is_busy(&self, head: Tid) -> bool {
+        let Some(job) = self.tasks.get(&head).map(|task| task.job) else { return false };
+        self.tasks.values().any(|task| task.job == job && (task.moving.is_some() || task.suspended))
+    }
+
+    /// The first task of a job that can be checkpointed: the one without a parent above this one. `None` when one between them has
+    /// ended, because the others are not found from there; when one is not known yet; and when somebody has started the first
+    /// one by hand, who would see its children end.
+    pub fn head_of(&self, tid: Tid) -> Option<Tid> {
+        let mut at = (tid, self.tasks.get(&tid)?);
+        // A family is no deeper than there are tasks.
+        for _ in 0..self.tasks.len() {
+            let above = at.1.parent?;
+            if !above.is_task() {
+                return Some(at.0);
+            }
+            at = (above, self.tasks.get(&above).filter(|parent| !parent.pinned)?);
+        }
+        None
     }
 
     /// Those of them that are part of the load of their hosts.

@@ -3,6 +3,7 @@
 
 mod drain;
 mod memory;
+mod park;
 mod suspend;
 mod terms;
 
@@ -117,6 +118,7 @@ pub struct Service<V> {
     memory: Memory,
     standing: suspend::Standing,
     draining: drain::Draining,
+    parking: park::Parking,
     recorder: Option<Recorder>,
 }
 
@@ -168,6 +170,7 @@ impl<V: VmApi> Service<V> {
             memory: Memory::default(),
             standing: suspend::Standing::default(),
             draining: drain::Draining::default(),
+            parking: park::Parking::default(),
             recorder: None,
         };
         service.take_up(conduct);
@@ -201,7 +204,7 @@ impl<V: VmApi> Service<V> {
         let now = self.vm.now();
         let (spawns, watchers) = (self.spawns.next_deadline(), self.watchers.next_deadline());
         let (drains, ledger) = (self.draining.next_deadline(), self.memory.ledger.next_deadline());
-        let due = [self.again, self.balance_at, self.share_due(), spawns, watchers, drains, ledger];
+        let due = [self.again, self.balance_at, self.share_due(), self.parking_due(), spawns, watchers, drains, ledger];
         let due = due.into_iter().flatten().min();
         let wait = due.map_or(WAIT_MAX, |due| due.since(now)).min(WAIT_MAX);
         let received = self.vm.recv(Duration::from_micros(wait.0)).inspect_err(|_| self.memory.ledger.close());
@@ -313,6 +316,7 @@ impl<V: VmApi> Service<V> {
             EventKind::Moved { tid, .. } => self.suspended_has_moved(*tid),
             _ => {}
         }
+        self.parking_heard(&event.kind);
         self.note_down(&event);
         self.changed = true;
         Ok(())
@@ -460,6 +464,7 @@ impl<V: VmApi> Service<V> {
             self.place(now);
         }
         self.drains_due(now);
+        self.start_parked(now);
         self.watchers.tick(now);
         while let Some(output) = self.watchers.poll() {
             self.watcher_output(output);
@@ -503,6 +508,7 @@ impl<V: VmApi> Service<V> {
             self.note(text);
             self.memory.ledger.books.decided(self.vm.wall(), what);
         }
+        self.park(now, &decided);
         for host in self.model.newly_clean() {
             self.record(EventKind::HostClean { host });
         }

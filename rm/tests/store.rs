@@ -114,6 +114,68 @@ fn a_job_is_a_top_level_task_with_all_that_it_spawned_and_sums_what_they_used() 
     assert_eq!(books.answer(&Question::Users { user: Some(7) }), Answer::Users(Vec::new()));
 }
 
+/// The tasks of a job begin again, each told of by its own host, and then the master says what it was.
+fn again(log: &mut Log, at: u64, all: &[(Tid, Tid, u16)]) {
+    for (tid, parent, host) in all {
+        log.say(at, *host, EventKind::TaskStarted { tid: *tid, parent: *parent, name: "worker".into(), user: USER });
+    }
+    let tasks = all.iter().map(|(tid, _, host)| (*tid, h(*host))).collect();
+    let why = "h1 was lost".to_string();
+    log.say(at + 1, 1, EventKind::Restarted { set: "s".into(), job: t(1, 3), tasks, why });
+}
+
+/// A job with a child and a child of the child.
+const LINE: [(u32, u16); 3] = [(3, 1), (4, 2), (5, 2)];
+
+fn line(above: Tid) -> [(Tid, Tid, u16); 3] {
+    let [top, child, last] = LINE.map(|(local, host)| t(host, local));
+    [(top, above, 3), (child, top, 3), (last, child, 2)]
+}
+
+#[test]
+fn a_job_that_began_again_is_whole_in_whatever_order_its_tasks_were_told_of() {
+    let orders = [[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]];
+    for (order, same_machine) in orders.into_iter().flat_map(|order| [(order, true), (order, false)]) {
+        let mut log = Log::default();
+        for host in 1..=3 {
+            log.say(0, 1, EventKind::HostAdded { host: h(host), name: format!("h{host}") });
+        }
+        if same_machine {
+            line(Tid::NONE).iter().for_each(|(tid, parent, _)| log.started(2, *tid, *parent, "worker"));
+            log.moved(8, t(2, 4), 2, 3, owner());
+            line(Tid::NONE).iter().for_each(|(tid, ..)| log.ended(12, *tid, 9, 1_000));
+        }
+        again(&mut log, 20, &order.map(|at| line(Tid::NONE)[at]));
+        let mut books = books(&log);
+        let (job, tasks) = job(&books, t(2, 5));
+        assert_eq!((job.job, job.program.as_str(), job.ended), (t(1, 3), "worker", None), "{order:?}");
+        assert_eq!((job.sums.tasks, job.sums.running, job.sums.failed), (3, 3, 0), "{order:?}");
+        let told: BTreeSet<_> = tasks.iter().map(|t| (t.tid, t.host.clone(), t.ended.is_none())).collect();
+        assert_eq!(told, line(Tid::NONE).map(|(tid, _, host)| (tid, format!("h{host}"), true)).into(), "{order:?}");
+        let Answer::Jobs(jobs) = books.answer(&Question::Jobs { user: None }) else { panic!("no jobs") };
+        let alive: Vec<_> = jobs.iter().filter(|job| job.ended.is_none()).map(|job| job.job).collect();
+        assert_eq!((alive, jobs.len()), (vec![t(1, 3)], 1 + usize::from(same_machine)), "{order:?}");
+        let Answer::Why { decisions, .. } = books.answer(&Question::WhyTask(t(2, 4))) else { panic!("nothing") };
+        assert!(decisions.iter().any(|d| matches!(d.what, Decided::Restarted { .. })), "{decisions:?}");
+        let early = decisions.iter().any(|d| matches!(d.what, Decided::Moved { .. }));
+        assert_eq!(early, same_machine, "what was decided before it went back is about the same task: {decisions:?}");
+        let mut sheets = Sheets::new();
+        apply(&mut sheets, books.batch());
+        assert_eq!(reread(&sheets), books);
+    }
+}
+
+#[test]
+fn a_job_that_began_again_belongs_to_whoever_had_spawned_it() {
+    let mut log = story();
+    line(t(1, 2)).iter().for_each(|(tid, parent, _)| log.started(30, *tid, *parent, "worker"));
+    line(t(1, 2)).iter().for_each(|(tid, ..)| log.ended(31, *tid, 9, 1_000));
+    let [top, child, last] = line(t(1, 2));
+    again(&mut log, 40, &[last, child, top]);
+    let (job, _) = job(&books(&log), t(2, 5));
+    assert_eq!((job.job, job.sums.tasks, job.sums.running), (t(1, 2), 10, 5));
+}
+
 #[test]
 fn what_serves_the_machine_and_consoles_without_children_are_no_jobs() {
     let mut log = story();

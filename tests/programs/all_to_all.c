@@ -1,10 +1,13 @@
 /*
- * Everybody sends numbered messages of 1 byte to 1 MiB to everybody, and every pair checks its numbers.
+ * Everybody sends numbered messages of 1 byte to 1 MiB to everybody, or to some, and every pair checks its numbers.
  *
- *   all_to_all HOST...            the director: spawns WORKERS workers on the hosts in turn
- *   all_to_all -b MIB HOST...     the same; worker 2 holds so much memory more
- *   all_to_all -d HOST...         the same; the workers want direct routes (PvmRouteDirect)
- *   all_to_all -f HOST...         as -d, and all but worker 2 fork as they go on
+ *   all_to_all [OPTION]... HOST...   the director: spawns workers on the hosts in turn
+ *     -n COUNT    so many workers; 6 if not given
+ *     -k REACH    each talks to so many on either side of it only, in a ring of all
+ *     -b MIB      worker 2 holds so much memory more
+ *     -d          the workers want direct routes (PvmRouteDirect)
+ *     -f          as -d, and all but worker 2 fork as they go on
+ *     -r MS       the workers tell of their progress so often; every 20 ms if not given
  *
  * The director prints a line for each worker ("worker INDEX tTID HOST ROLE"), the workers' progress
  * ("progress INDEX TIME COUNT", time in microseconds since 1970), with -d each new direct route ("route INDEX PEER COUNT"),
@@ -24,10 +27,9 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#define WORKERS 6
+#define WORKERS_MAX 64
 #define BYTES_MAX (1 << 20)
 #define MISSING_MAX 4096
-#define REPORT_EVERY_US 20000
 #define QUIET_END_S 60
 #define FORK_EVERY 40
 #define CHILDREN_MAX 4
@@ -51,10 +53,15 @@ struct pair {
     int routes;            /* direct routes to this peer there have been */
 };
 
-static int me, role, director, peers[WORKERS];
-static struct pair pairs[WORKERS];
+/* What the director tells each worker beside its number and the tids of all. */
+static struct {
+    int workers, reach, ballast, wants, report_ms;
+} job = { .workers = 6, .report_ms = 20 };
+#define JOB_WORDS 5
+static int me, role, director, peers[WORKERS_MAX];
+static struct pair pairs[WORKERS_MAX];
 static int checked, doubled, disordered, damaged, stopping;
-static int wants, children, children_now, children_failed;
+static int children, children_now, children_failed;
 static unsigned int progress;
 static int64_t last_report;
 static unsigned char *block;
@@ -83,9 +90,18 @@ static unsigned int checksum(const unsigned char *data, int len)
     return sum;
 }
 
+/* True for a worker with whom this one talks. */
+static int talks(int other)
+{
+    int apart = abs(other - me);
+    if (job.workers - apart < apart)
+        apart = job.workers - apart;
+    return other != me && (job.reach == 0 || apart <= job.reach);
+}
+
 static int who(int tid)
 {
-    for (int i = 0; i < WORKERS; i++)
+    for (int i = 0; i < job.workers; i++)
         if (peers[i] == tid)
             return i;
     fprintf(stderr, "a message from a stranger: t%x\n", tid);
@@ -126,7 +142,7 @@ static void fork_now_and_then(void)
         children_now--;
         children_failed += status != 0;
     }
-    if (wants < FORKS || me == LARGE || stopping || progress < next || children_now >= CHILDREN_MAX)
+    if (job.wants < FORKS || me == LARGE || stopping || progress < next || children_now >= CHILDREN_MAX)
         return;
     next = progress + FORK_EVERY;
     pid_t pid = fork();
@@ -173,7 +189,7 @@ static int choose_size(void)
 static void report(void)
 {
     int64_t now = now_us();
-    if (now - last_report < REPORT_EVERY_US)
+    if (now - last_report < job.report_ms * 1000ll)
         return;
     last_report = now;
     int high = (int)(now / 1000000), low = (int)(now % 1000000);
@@ -206,8 +222,8 @@ static void fill_windows(void)
     int window = role == LARGE ? 2 : 4;
     if (stopping)
         return;
-    for (int i = 0; i < WORKERS; i++)
-        while (i != me && pairs[i].sent - pairs[i].acknowledged < window)
+    for (int i = 0; i < job.workers; i++)
+        while (talks(i) && pairs[i].sent - pairs[i].acknowledged < window)
             send_data(i);
 }
 
@@ -257,8 +273,8 @@ static void take_data(int from)
 static void stop_sending(void)
 {
     stopping = 1;
-    for (int i = 0; i < WORKERS; i++) {
-        if (i == me)
+    for (int i = 0; i < job.workers; i++) {
+        if (!talks(i))
             continue;
         must(pvm_initsend(PvmDataDefault), "initsend");
         pvm_pkint(&pairs[i].sent, 1, 1);
@@ -294,8 +310,8 @@ static void take(int buf)
 
 static int all_finished(void)
 {
-    for (int i = 0; i < WORKERS; i++)
-        if (i != me && (pairs[i].fin < 0 || pairs[i].expected <= pairs[i].fin || pairs[i].missing_count > 0))
+    for (int i = 0; i < job.workers; i++)
+        if (talks(i) && (pairs[i].fin < 0 || pairs[i].expected <= pairs[i].fin || pairs[i].missing_count > 0))
             return 0;
     return stopping;
 }
@@ -342,7 +358,6 @@ static void work(void)
 
 static int worker(void)
 {
-    int ballast = 0;
     director = pvm_parent();
     /* Nobody sends before all are ready, so that no route is missed. */
     must(pvm_notify(PvmRouteAdd, TAG_ROUTE, -1, NULL), "notify");
@@ -350,27 +365,26 @@ static int worker(void)
     must(pvm_send(director, TAG_READY), "send ready");
     must(pvm_recv(director, TAG_PEERS), "recv peers");
     pvm_upkint(&me, 1, 1);
-    pvm_upkint(&ballast, 1, 1);
-    pvm_upkint(&wants, 1, 1);
-    pvm_upkint(peers, WORKERS, 1);
-    if (wants >= DIRECT)
+    pvm_upkint((int *)&job, JOB_WORDS, 1);
+    pvm_upkint(peers, job.workers, 1);
+    if (job.wants >= DIRECT)
         must(pvm_setopt(PvmRoute, PvmRouteDirect), "setopt");
     role = me < MIXED ? me : MIXED;
     dice += (uint64_t)me * 7919;
     block = malloc(BYTES_MAX);
-    size_t held = me == LARGE ? (size_t)ballast << 20 : 0;
+    size_t held = me == LARGE ? (size_t)job.ballast << 20 : 0;
     unsigned char *weight = malloc(held + 1);
     for (size_t i = 0; i < held; i += 64)
         weight[i] = (unsigned char)roll();
-    for (int i = 0; i < WORKERS; i++) {
+    for (int i = 0; i < job.workers; i++) {
         pairs[i].expected = 1;
         pairs[i].fin = -1;
     }
     work();
     wait_for_children();
     int lost = 0;
-    for (int i = 0; i < WORKERS; i++)
-        if (i != me)
+    for (int i = 0; i < job.workers; i++)
+        if (talks(i))
             lost += pairs[i].missing_count + (pairs[i].fin < 0 ? 1 : pairs[i].fin + 1 - pairs[i].expected);
     int summary[SUMMARY] = { me, checked, lost, doubled, disordered, damaged, children_failed, children };
     must(pvm_initsend(PvmDataDefault), "initsend");
@@ -398,9 +412,9 @@ static void print_route(void)
     printf("route %d %d %d\n", words[0], words[1], words[2]);
 }
 
-static void spawn_workers(int count, char **hosts, int ballast, char *program)
+static void spawn_workers(int count, char **hosts, char *program)
 {
-    for (int i = 0; i < WORKERS; i++) {
+    for (int i = 0; i < job.workers; i++) {
         char *host = hosts[i % count];
         int got = pvm_spawn(program, NULL, PvmTaskHost, host, 1, &peers[i]);
         if (got != 1) {
@@ -409,25 +423,24 @@ static void spawn_workers(int count, char **hosts, int ballast, char *program)
         }
         printf("worker %d t%x %s %s\n", i, peers[i], host, role_names[i < MIXED ? i : MIXED]);
     }
-    for (int i = 0; i < WORKERS; i++)
+    for (int i = 0; i < job.workers; i++)
         must(pvm_recv(peers[i], TAG_READY), "recv ready");
-    for (int i = 0; i < WORKERS; i++) {
+    for (int i = 0; i < job.workers; i++) {
         must(pvm_initsend(PvmDataDefault), "initsend");
         pvm_pkint(&i, 1, 1);
-        pvm_pkint(&ballast, 1, 1);
-        pvm_pkint(&wants, 1, 1);
-        pvm_pkint(peers, WORKERS, 1);
+        pvm_pkint((int *)&job, JOB_WORDS, 1);
+        pvm_pkint(peers, job.workers, 1);
         must(pvm_send(peers[i], TAG_PEERS), "send peers");
     }
 }
 
-static int direct(int count, char **hosts, int ballast, char *program)
+static int direct(int count, char **hosts, char *program)
 {
     int told = 0, ended = 0, total[SUMMARY] = { 0 };
     int64_t give_up = 0;
     setvbuf(stdout, NULL, _IOLBF, 0);
-    spawn_workers(count, hosts, ballast, program);
-    while (ended < WORKERS) {
+    spawn_workers(count, hosts, program);
+    while (ended < job.workers) {
         struct timeval step = { 0, 50000 };
         struct pollfd input = { 0, POLLIN, 0 };
         int bytes, tag, tid, summary[SUMMARY];
@@ -435,10 +448,10 @@ static int direct(int count, char **hosts, int ballast, char *program)
             told = 1;
             give_up = now_us() + 2 * QUIET_END_S * 1000000ll;
             pvm_initsend(PvmDataDefault);
-            must(pvm_mcast(peers, WORKERS, TAG_STOP), "send stop");
+            must(pvm_mcast(peers, job.workers, TAG_STOP), "send stop");
         }
         if (told && now_us() > give_up) {
-            printf("summary: %d workers gave no account\n", WORKERS - ended);
+            printf("summary: %d workers gave no account\n", job.workers - ended);
             return 2;
         }
         int buf = pvm_trecv(-1, -1, &step);
@@ -461,7 +474,7 @@ static int direct(int count, char **hosts, int ballast, char *program)
     }
     printf("summary: checked=%d lost=%d doubled=%d disordered=%d damaged=%d\n", total[1], total[2], total[3], total[4],
            total[5]);
-    if (wants >= FORKS)
+    if (job.wants >= FORKS)
         printf("children: %d, of which %d failed\n", total[CHILDREN], total[CHILDREN - 1]);
     pvm_exit();
     for (int i = FAULTS_FROM; i < CHILDREN; i++)
@@ -472,20 +485,24 @@ static int direct(int count, char **hosts, int ballast, char *program)
 
 int main(int argc, char **argv)
 {
-    int ballast = 0, first = 1;
+    int option;
     must(pvm_mytid(), "mytid");
     if (pvm_parent() > 0)
         return worker();
-    if (argc > 2 && strcmp(argv[1], "-b") == 0) {
-        ballast = atoi(argv[2]);
-        first = 3;
-    } else if (argc > 1 && (strcmp(argv[1], "-d") == 0 || strcmp(argv[1], "-f") == 0)) {
-        wants = argv[1][1] == 'd' ? DIRECT : FORKS;
-        first = 2;
+    while ((option = getopt(argc, argv, "n:k:b:dfr:")) != -1) {
+        switch (option) {
+        case 'n': job.workers = atoi(optarg); break;
+        case 'k': job.reach = atoi(optarg); break;
+        case 'b': job.ballast = atoi(optarg); break;
+        case 'd': job.wants = DIRECT; break;
+        case 'f': job.wants = FORKS; break;
+        case 'r': job.report_ms = atoi(optarg); break;
+        default: optind = argc;
+        }
     }
-    if (first >= argc) {
-        fprintf(stderr, "usage: all_to_all [-b MIB | -d | -f] HOST...\n");
+    if (optind >= argc || job.workers < 2 || job.workers > WORKERS_MAX) {
+        fprintf(stderr, "usage: all_to_all [-n COUNT] [-k REACH] [-b MIB] [-d | -f] [-r MS] HOST...\n");
         return 2;
     }
-    return direct(argc - first, argv + first, ballast, argv[0]);
+    return direct(argc - optind, argv + optind, argv[0]);
 }

@@ -6,7 +6,9 @@
 
 pub mod assignment;
 pub mod conformance;
+pub mod crowd;
 pub mod dice;
+pub mod footprint;
 pub mod hosts;
 pub mod lab;
 pub mod labour;
@@ -21,10 +23,12 @@ pub mod screen;
 pub mod sources;
 pub mod speaker;
 pub mod ssh;
+pub mod steps;
 pub mod testbed;
 pub mod timetable;
 pub mod utmp;
 pub mod vm;
+pub mod witnesses;
 
 pub use needs::{lacks, prefix};
 pub use run::{Done, eventually};

@@ -1,8 +1,9 @@
 //! Somebody who speaks for the owner of a host, as its load watcher does.
 
-use crate::run::{Running, eventually};
-use crate::testbed::Host;
+use crate::run::{Running, eventually, run};
+use crate::testbed::{Host, OLGA_UID, Testbed};
 use crate::vm::{COMMAND_TIME, Vm};
+use serde_json::Value;
 use std::io::Write;
 use std::process::{ChildStdin, Stdio};
 
@@ -60,4 +61,17 @@ impl Speaker {
     pub fn kill(self) {
         self.session.end_inside().expect("it ends");
     }
+}
+
+/// `pvm owner ...` on a host, as olga, who has no part in any virtual machine.
+///
+/// # Panics
+/// It fails.
+pub fn owner(bed: &Testbed, host: usize, words: &[&str]) -> Value {
+    let home = bed.folder().join("olga");
+    let mut command = bed.host(host).command_as(Some(("olga", OLGA_UID, &home)), "pvm");
+    command.arg("--json").arg("owner").args(words);
+    let done = run(command, COMMAND_TIME).expect("the console runs");
+    assert!(done.good(), "pvm owner {words:?}: {done:?}");
+    serde_json::from_str(done.out.trim()).unwrap_or_else(|error| panic!("{error}: {done:?}"))
 }

@@ -47,6 +47,7 @@ pub struct Host {
 pub struct Testbed {
     folder: PathBuf,
     engine: Option<PathBuf>,
+    steps: Option<PathBuf>,
     prefix: Option<PathBuf>,
     desk: Host,
     hosts: Vec<Host>,
@@ -63,7 +64,7 @@ impl Testbed {
     }
 
     /// The same, with `SEMPA_CRIU` on all hosts set to [`Testbed::engine`]: a link to the real engine that a test may
-    /// replace by something else.
+    /// replace by something else; and with daemons that stand still where [`Testbed::steps`] says.
     ///
     /// # Errors
     /// As [`Testbed::new`].
@@ -109,6 +110,11 @@ impl Testbed {
         if let Some(engine) = &engine {
             remote.push_str(&format!(" SEMPA_CRIU={}", engine.display()));
         }
+        let steps = own_engine.then(|| folder.join("steps"));
+        if let Some(steps) = &steps {
+            fs::create_dir(steps)?;
+            remote.push_str(&format!(" SEMPA_TEST_STEPS={}", steps.display()));
+        }
         ssh::keys(folder, &names, &remote)?;
         let mut kept: Vec<PathBuf> = vec![folder.to_path_buf()];
         kept.extend(keep.iter().map(|path| path.to_path_buf()));
@@ -131,7 +137,7 @@ impl Testbed {
             hosts.push(Host::start(folder, plan(name, None), &home, inside.clone())?);
         }
         let prefix = prefix.map(Path::to_path_buf);
-        let testbed = Testbed { folder: folder.to_path_buf(), engine, prefix, desk, hosts };
+        let testbed = Testbed { folder: folder.to_path_buf(), engine, steps, prefix, desk, hosts };
         testbed.wire()?;
         for host in &testbed.hosts {
             ssh::daemon(host, folder)?;
@@ -139,12 +145,33 @@ impl Testbed {
         Ok(testbed)
     }
 
+    /// Takes host number `i` off the network, or brings it back.
+    ///
+    /// # Errors
+    /// The kernel refuses.
+    pub fn plug(&self, i: usize, on: bool) -> Result<()> {
+        self.desk.ip(&format!("link set p{i} {}", if on { "up" } else { "down" })).map(drop)
+    }
+
+    /// Has two hosts hear nothing of each other, or hear each other again. All others hear both.
+    ///
+    /// # Errors
+    /// The kernel refuses.
+    pub fn part(&self, i: usize, j: usize, apart: bool) -> Result<()> {
+        for (here, there) in [(i, j), (j, i)] {
+            // Frames for the other one go to an address that nobody has.
+            let line = if apart {
+                format!("neigh replace {NETWORK}.{there} lladdr 02:00:00:00:00:01 nud permanent dev eth0")
+            } else {
+                format!("neigh del {NETWORK}.{there} dev eth0")
+            };
+            self.host(here).ip(&line)?;
+        }
+        Ok(())
+    }
+
     fn wire(&self) -> Result<()> {
-        let desk = |line: &str| -> Result<Done> {
-            let mut command = Command::new("nsenter");
-            command.args(["-t", &self.desk.init.to_string(), "-n", "--", "ip"]).args(line.split(' '));
-            must(command, UP_TIME)
-        };
+        let desk = |line: &str| self.desk.ip(line);
         desk("link add br0 type bridge")?;
         desk(&format!("addr add {NETWORK}.254/24 dev br0"))?;
         desk("link set br0 up")?;
@@ -152,9 +179,7 @@ impl Testbed {
             desk(&format!("link add p{i} type veth peer name eth0 netns {}", host.init))?;
             desk(&format!("link set p{i} master br0 up"))?;
             for line in [format!("addr add {NETWORK}.{i}/24 dev eth0"), "link set eth0 up".to_string()] {
-                let mut command = Command::new("nsenter");
-                command.args(["-t", &host.init.to_string(), "-n", "--", "ip"]).args(line.split(' '));
-                must(command, UP_TIME)?;
+                host.ip(&line)?;
             }
         }
         Ok(())
@@ -183,6 +208,11 @@ impl Testbed {
     /// What `SEMPA_CRIU` names on all hosts: the testbed's own engine, or the one that it names here.
     pub fn engine(&self) -> Option<&Path> {
         self.engine.as_deref()
+    }
+
+    /// The folder of `SEMPA_TEST_STEPS` on all hosts, in which a file `TID-STEP` has a daemon stand still at the end of that step.
+    pub fn steps(&self) -> Option<&Path> {
+        self.steps.as_deref()
     }
 
     /// Where the programs are installed, as the real machine sees it.
@@ -236,6 +266,13 @@ impl Host {
         }
         let _ = child.wait();
         bail!("host {} did not come up: {}", plan.name, fs::read_to_string(own.join("host.log"))?.trim())
+    }
+
+    /// A command of the program `ip` in the host's network.
+    fn ip(&self, line: &str) -> Result<Done> {
+        let mut command = Command::new("nsenter");
+        command.args(["-t", &self.init.to_string(), "-n", "--", "ip"]).args(line.split(' '));
+        must(command, UP_TIME)
     }
 
     /// Its host name.

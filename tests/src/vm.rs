@@ -125,6 +125,9 @@ impl<'a> Vm<'a> {
         if let Some(engine) = self.bed.engine() {
             command.env("SEMPA_CRIU", engine);
         }
+        if let Some(steps) = self.bed.steps() {
+            command.env("SEMPA_TEST_STEPS", steps);
+        }
         command.envs(self.settings.env.iter().map(|(name, value)| (name, value)));
         command
     }

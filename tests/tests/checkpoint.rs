@@ -3,6 +3,7 @@
 use sempa_proto::event::EventKind;
 use sempa_tests::needs::testbed;
 use sempa_tests::run::Done;
+use sempa_tests::speaker::owner;
 use sempa_tests::vm::Settings;
 use sempa_tests::{Vm, eventually};
 use std::path::{Path, PathBuf};
@@ -190,6 +191,43 @@ fn a_job_goes_back_beside_a_resource_manager_and_comes_to_its_end() {
         if done.good() { Ok(()) } else { Err(done.err) }
     });
     moved.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    job.finish(&vm);
+    vm.halt().expect("halts");
+}
+
+#[test]
+fn a_job_that_nobody_takes_is_parked_where_an_owner_wants_it_and_goes_on_when_he_has_left() {
+    let Some((bed, _)) = testbed(2) else { return };
+    let settings = Settings { rm: Some("pvm-rm --policy load".into()), ..Settings::default() };
+    let vm = Vm::start(&bed, settings).expect("a virtual machine");
+    let rules = vm.home().join(".config/sempa");
+    std::fs::create_dir_all(&rules).expect("the testbed's own home");
+    std::fs::write(rules.join("owner.toml"), "then = \"checkpoint\"\n").expect("the testbed's own home");
+    vm.add(&["h2"]).expect("it joins");
+    let job = Job::start(&vm, "-h2", 500);
+    job.go_on(&vm, 10);
+    for host in [2, 1] {
+        let heard = eventually(LONG, || {
+            let said = owner(&bed, host, &["here"]);
+            let watched = said["virtual_machines"].as_array().is_none_or(|all| !all.is_empty());
+            if watched { Ok(()) } else { Err(format!("nobody heard it: {said}")) }
+        });
+        heard.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    }
+    let told = |what: &str, is_so: fn(&EventKind) -> bool| {
+        let found = vm.event(LONG, what, |entry| is_so(&entry.kind));
+        found.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    };
+    told("a parked job", |kind| matches!(kind, EventKind::Checkpointed { tasks: 5, .. }));
+    let gone = eventually(LONG, || {
+        let left = vm.tasks().map_err(|error| error.to_string())?;
+        if left.iter().any(|task| task.name == "ring_job") { Err(format!("{left:?}")) } else { Ok(()) }
+    });
+    gone.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    owner(&bed, 1, &["away"]);
+    told("a job that goes on", |kind| matches!(kind, EventKind::Restarted { .. }));
+    let why = pvm(&vm, &["why", &job.tid]);
+    assert!(why.out.contains("is checkpointed and ended, and goes on when there is room"), "{why:?}");
     job.finish(&vm);
     vm.halt().expect("halts");
 }

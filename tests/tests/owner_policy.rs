@@ -4,6 +4,7 @@ use sempa_proto::event::EventKind;
 use sempa_tests::logind::{self, Desk, Logind};
 use sempa_tests::needs::testbed;
 use sempa_tests::run::run;
+use sempa_tests::speaker::owner;
 use sempa_tests::ssh::Login;
 use sempa_tests::testbed::OLGA_UID;
 use sempa_tests::vm::Settings;
@@ -14,16 +15,6 @@ use std::os::unix::fs::chown;
 use std::time::Duration;
 
 const SOON: Duration = Duration::from_secs(60);
-
-/// `pvm owner ...` on a host, as olga, who has no part in any virtual machine.
-fn owner(bed: &Testbed, host: usize, words: &[&str]) -> Value {
-    let home = bed.folder().join("olga");
-    let mut command = bed.host(host).command_as(Some(("olga", OLGA_UID, &home)), "pvm");
-    command.arg("--json").arg("owner").args(words);
-    let done = run(command, SOON).expect("the console runs");
-    assert!(done.good(), "pvm owner {words:?}: {done:?}");
-    serde_json::from_str(done.out.trim()).unwrap_or_else(|error| panic!("{error}: {done:?}"))
-}
 
 /// Waits until the owner's status of a host is so, and answers it.
 fn status(vm: &Vm, host: usize, what: &str, is_so: impl Fn(&Value) -> bool) -> Value {

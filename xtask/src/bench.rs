@@ -25,6 +25,8 @@ enum What {
     Owners,
     /// How long tasks stand still while they are moved, by their own clocks, beside bare CRIU
     Migrate,
+    /// Whether hundreds of moves of tasks that talk lose a message or leave anything behind
+    Soak,
     /// Single layers and peers
     All,
 }
@@ -35,10 +37,10 @@ pub(crate) struct Words {
     /// What to measure
     #[arg(default_value = "all")]
     what: What,
-    /// peers: only these rows, such as `rtt8` or `rtt8*`; balance: only these repetitions, such as `2`, beside those measured before
+    /// peers: only these rows, such as `rtt8` or `rtt8*`; balance: only these repetitions, such as `2`, soak: only `tasks` or `moves`, beside those measured before
     #[arg(long, value_name = "ROW")]
     only: Vec<String>,
-    /// peers, rm, balance, migrate: fewer repetitions and rounds
+    /// peers, rm, balance, migrate, soak: fewer repetitions and rounds
     #[arg(long)]
     quick: bool,
     /// peers, balance, migrate: repetitions of each measurement
@@ -50,10 +52,10 @@ pub(crate) struct Words {
     /// migrate: MiB that the tasks hold, such as `16,512`
     #[arg(long, value_name = "MIB", value_delimiter = ',')]
     sizes: Vec<u32>,
-    /// peers, rm, owners, balance, migrate: measure what is installed here instead of building and installing it
+    /// peers, rm, owners, balance, migrate, soak: measure what is installed here instead of building and installing it
     #[arg(long, value_name = "DIR")]
     prefix: Option<PathBuf>,
-    /// peers, rm, owners, balance, migrate: where the table, JSON and plots go; a run of all rows goes to benches/results, one of some to target/bench
+    /// peers, rm, owners, balance, migrate, soak: where the table, JSON and plots go; a run of all rows goes to benches/results, one of some to target/bench
     #[arg(long, value_name = "DIR")]
     results: Option<PathBuf>,
 }
@@ -79,6 +81,9 @@ pub(crate) fn run(words: &Words) -> Result<bool> {
     }
     if words.what == What::Migrate {
         return migrate(words);
+    }
+    if words.what == What::Soak {
+        return soak(words);
     }
     if words.what == What::Owners {
         setup::everything()?;
@@ -144,6 +149,18 @@ fn migrate(words: &Words) -> Result<bool> {
         sizes: words.sizes.clone(),
         repetitions: words.repetitions,
         results: results(words)?,
+    })
+}
+
+fn soak(words: &Words) -> Result<bool> {
+    setup::everything()?;
+    let usual = if words.quick { install::target()?.join("bench") } else { setup::project().join("benches/results") };
+    sempa_benches::soaked(&sempa_benches::Soak {
+        prefix: installed(words)?,
+        own_build: words.prefix.is_none(),
+        quick: words.quick,
+        only: words.only.clone(),
+        results: words.results.clone().unwrap_or(usual),
     })
 }
 

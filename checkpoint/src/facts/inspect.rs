@@ -9,6 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 /// Namespaces that a task has to share with its tasker, with what to call one of its own.
 const SHARED_NAMESPACES: [(&str, &str); 5] = [
@@ -29,7 +30,7 @@ pub struct Subject {
 }
 
 /// What was found in all processes together.
-#[derive(Default)]
+#[derive(Clone, Default)]
 struct Findings {
     files: BTreeMap<PathBuf, (u64, Need)>,
     sockets: BTreeSet<u64>,
@@ -68,12 +69,7 @@ pub fn inspect(subject: &Subject, engine: String, hashes: &HashCache) -> Result<
     let mut findings = Findings::default();
     family(subject)?;
     for &pid in &subject.processes {
-        match look_at(pid, subject.root, &mut findings) {
-            Ok(()) => {}
-            // A process other than the root may have ended meanwhile.
-            Err(_) if pid != subject.root && !exists(pid) => {}
-            Err(refusal) => return Err(refusal),
-        }
+        look_until_settled(pid, subject.root, &mut findings)?;
     }
     connections(subject.root, &findings)?;
     if let Some(number) = findings.terminals.difference(&findings.masters).next() {
@@ -104,14 +100,54 @@ pub fn resident_bytes(pid: i32) -> Option<u64> {
     Some(Status::of(pid)?.number::<u64>("VmRSS")? * 1024)
 }
 
-fn exists(pid: i32) -> bool {
-    Path::new(&format!("/proc/{pid}")).exists()
+/// How often a process that is just ending is looked at, a millisecond apart, before what was seen of it counts.
+const LOOKS: u32 = 100;
+
+/// Looks at one process. Any but the root may end meanwhile: from its first step out, when it gives up its memory, until it
+/// waits to be reaped it has no directory and no namespaces any more, which says nothing about the task.
+fn look_until_settled(pid: i32, root: i32, findings: &mut Findings) -> Result<(), Refusal> {
+    let gives_up = || std::fs::read_link(format!("/proc/{pid}/exe")).is_err();
+    let mut result = Ok(());
+    for _ in 0..LOOKS {
+        let mut found = findings.clone();
+        result = look_at(pid, root, &mut found);
+        if result.is_ok() {
+            *findings = found;
+            break;
+        } else if pid == root || !gives_up() {
+            break;
+        } else if !Path::new(&format!("/proc/{pid}")).exists() {
+            return Ok(());
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    result
 }
 
-/// The engine takes a process tree. Whoever is in the namespace but not in the tree would stay behind.
+/// The engine takes a process tree. Whoever is in the namespace but not in the tree would stay behind. While processes end, a
+/// parent may be gone that was named a moment before: what counts is what is seen twice.
 fn family(subject: &Subject) -> Result<(), Refusal> {
-    let parent = |pid: i32| Status::of(pid)?.number::<i32>("PPid");
-    let parents: BTreeMap<i32, i32> = subject.processes.iter().filter_map(|&p| Some((p, parent(p)?))).collect();
+    // Of one that is being reaped the kernel names none.
+    let parent = |pid: i32| Status::of(pid)?.number::<i32>("PPid").filter(|parent| *parent != 0);
+    let look = || subject.processes.iter().filter_map(|&p| Some((p, parent(p)?))).collect::<BTreeMap<i32, i32>>();
+    let mut parents = look();
+    let mut result = tree(subject, &parents);
+    for _ in 0..LOOKS {
+        if result.is_ok() || result == Err(Refusal::NoSuchTask) {
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(1));
+        let again = look();
+        if again == parents {
+            break;
+        }
+        result = tree(subject, &again);
+        parents = again;
+    }
+    result
+}
+
+fn tree(subject: &Subject, parents: &BTreeMap<i32, i32>) -> Result<(), Refusal> {
     if !parents.contains_key(&subject.root) {
         return Err(Refusal::NoSuchTask);
     }
@@ -385,6 +421,23 @@ mod tests {
         let refused = inspect(&subject, "1".into(), &HashCache::default());
         assert_eq!(refused, Err(holds("a Unix socket connected to another process")));
         drop(ours);
+    }
+
+    #[test]
+    fn children_that_end_while_they_are_looked_at_are_in_nobodys_way() {
+        let forks = "while :; do (:); done";
+        let place = std::env::temp_dir().canonicalize().expect("there");
+        let mut shell = Command::new("sh");
+        let (_child, subject) = sleeping(shell.args(["-c", forks]).current_dir(place).stdin(Stdio::null()));
+        let (root, hashes) = (subject.root, HashCache::default());
+        let mut seen = 0;
+        while seen < 3000 {
+            let children = std::fs::read_to_string(format!("/proc/{root}/task/{root}/children")).expect("it forks");
+            let children: Vec<i32> = children.split_whitespace().map(|pid| pid.parse().expect("a number")).collect();
+            seen += children.len();
+            let subject = Subject { root, processes: [vec![root], children].concat() };
+            inspect(&subject, "1".into(), &hashes).expect("only the shell counts");
+        }
     }
 
     #[test]

@@ -235,10 +235,10 @@ impl Cuts {
         self.out.extend(writes);
     }
 
-    /// A host does not say which tasks it has.
-    pub fn not_counted(&mut self, number: CutId, host: HostId) {
+    /// What the job has could not be found out, or is more than a set takes.
+    pub fn not_counted(&mut self, number: CutId, why: CutFailure) {
         if self.open.get(&number).is_some_and(|cut| cut.stage == Stage::Counting) {
-            self.fail(number, CutFailure::HostLost(host));
+            self.fail(number, why);
         }
     }
 

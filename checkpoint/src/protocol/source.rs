@@ -21,7 +21,7 @@ pub enum SourceEvent {
     Stopped(Result<(), Failure>),
     /// The tasker's answer to [`SourceOutput::Dump`].
     Dumped(Result<DumpReport, Failure>),
-    /// The images are on their way, or could not be sent.
+    /// The images are at the target, or could not be sent.
     Sent(Result<(), Failure>),
     /// The tasker's answer to [`SourceOutput::Continue`].
     Continued,
@@ -73,7 +73,10 @@ pub enum SourceOutput {
     Stop,
     /// Have the tasker dump the task.
     Dump,
-    /// Send the images to the target.
+    /// Begin to send the images to the target while they are being written. What of them is there when the dump fails is of no
+    /// use.
+    SendAhead,
+    /// Send the images to the target, or what of them was not sent ahead: they are complete.
     SendImages,
     /// Send the task's record to the target: all that is left of a task whose process has ended.
     SendRecord,
@@ -215,14 +218,14 @@ impl Source {
                 self.go(State::Continuing, [report, O::Deposit, O::Continue]);
             }
             (State::Stopping, SourceEvent::Stopped(Ok(()))) => {
-                self.go(State::Dumping, [O::Report(Report::Stopped), O::Dump]);
+                self.go(State::Dumping, [O::Report(Report::Stopped), O::Dump, O::SendAhead]);
             }
             (State::Dumping, SourceEvent::Dumped(Ok(dump))) => {
                 self.go(State::Sending, [O::Report(Report::Dumped { bytes: dump.bytes }), O::SendImages]);
             }
             (State::Stopping, SourceEvent::Stopped(Err(why))) => self.failed(Step::Stop, why),
             (State::Dumping, SourceEvent::Dumped(Err(why))) => self.failed(Step::Dump, why),
-            (State::Sending, SourceEvent::Sent(Err(why))) => self.failed(Step::Transfer, why),
+            (State::Dumping | State::Sending, SourceEvent::Sent(Err(why))) => self.failed(Step::Transfer, why),
             (State::Continuing, SourceEvent::Continued) if self.deposited => self.go(State::Waking, [O::WakeHere]),
             (State::Continuing, SourceEvent::Continued) => self.go(State::Waking, [O::DropImages, O::WakeHere]),
             (State::Waking, SourceEvent::Reconnected) => self.go(State::Done, [O::Release, O::Done]),

@@ -3,6 +3,7 @@
 use crate::group::GroupState;
 use crate::host::TaskRecord;
 use crate::ids::{HostId, Micros, Tid};
+use crate::message::Message;
 use crate::migration::{Failure, Refusal, Step, TaskFacts};
 use crate::task::ToTask;
 use serde::{Deserialize, Serialize};
@@ -10,8 +11,21 @@ use std::fmt;
 
 /// Tasks in one checkpoint at most.
 pub const SET_TASKS_MAX: usize = 1024;
+/// Bytes in the mailbox that belong to the tasks of one checkpoint at most.
+pub const SAVED_MAILBOX_BYTES_MAX: usize = 16 << 20;
 /// Version of [`SetMeta`] and [`PartRecord`].
-pub const SET_VERSION: u16 = 1;
+pub const SET_VERSION: u16 = 2;
+
+/// When a job is checkpointed by itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Pace {
+    /// Not any more.
+    Never,
+    /// Again and again, with this pause between the end of one and the beginning of the next.
+    Pause(Micros),
+    /// So often that no more work than this is lost, if checkpoints take about as long as the last one did.
+    Loss(Micros),
+}
 
 /// A complete set.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -86,6 +100,11 @@ pub enum CutFailure {
     },
     /// The store did not take it.
     Store(String),
+    /// What its tasks have put into the mailbox is more than a set takes.
+    Mailbox {
+        /// Bytes of it.
+        bytes: usize,
+    },
 }
 
 impl CutFailure {
@@ -117,6 +136,12 @@ impl fmt::Display for CutFailure {
             CutFailure::HostLost(host) => write!(f, "{host} was lost"),
             CutFailure::Deadline { allowed } => write!(f, "not done within {} s", allowed.0 / 1_000_000),
             CutFailure::Store(why) => f.write_str(why),
+            CutFailure::Mailbox { bytes } => {
+                write!(
+                    f,
+                    "its tasks have {bytes} bytes in the mailbox, and a checkpoint takes {SAVED_MAILBOX_BYTES_MAX}"
+                )
+            }
         }
     }
 }
@@ -130,6 +155,10 @@ pub enum RestartFailure {
     Alive(Vec<Tid>),
     /// Groups of the set have members that are not of it.
     Groups(Vec<String>),
+    /// Entries of the mailbox that are in the set are there already, and belong to others.
+    Mailbox(Vec<String>),
+    /// Contexts of the set belong to others.
+    Contexts(Vec<i32>),
     /// There is no such host.
     NoHost(String),
     /// Another restart of this job, or a checkpoint of it, is under way.
@@ -154,18 +183,25 @@ pub enum RestartFailure {
     },
 }
 
+/// The first of a list, and how many more there are.
+fn some<T>(list: &[T], name: impl Fn(&T) -> String) -> String {
+    const SHOWN: usize = 10;
+    let mut text = list.iter().take(SHOWN).map(name).collect::<Vec<_>>().join(", ");
+    if list.len() > SHOWN {
+        text.push_str(&format!(" and {} more", list.len() - SHOWN));
+    }
+    text
+}
+
 impl fmt::Display for RestartFailure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             RestartFailure::Store(why) => f.write_str(why),
-            RestartFailure::Alive(tids) => {
-                let tids: Vec<String> = tids.iter().map(Tid::to_string).collect();
-                write!(
-                    f,
-                    "{} are alive: end the job first, or start a new virtual machine, which gives none of these numbers away",
-                    tids.join(" ")
-                )
-            }
+            RestartFailure::Alive(tids) => write!(
+                f,
+                "{} are alive: end the job first, or start a new virtual machine, which gives none of these numbers away",
+                some(tids, Tid::to_string)
+            ),
             RestartFailure::Groups(names) => {
                 write!(
                     f,
@@ -173,6 +209,16 @@ impl fmt::Display for RestartFailure {
                     names.join(" ")
                 )
             }
+            RestartFailure::Mailbox(entries) => {
+                let entries = some(entries, String::clone);
+                write!(f, "the mailbox has entries of others where the tasks had theirs: {entries}")
+            }
+            RestartFailure::Contexts(contexts) => write!(
+                f,
+                "others have been given the contexts {}: their messages would be taken for the job's; end them, or start \
+                 a new virtual machine",
+                some(contexts, |ctx| format!("{ctx:#x}"))
+            ),
             RestartFailure::NoHost(name) => write!(f, "there is no host {name} in the virtual machine"),
             RestartFailure::UnderWay => f.write_str("another restart or a checkpoint of this job is under way"),
             RestartFailure::Task { tid, host, step, why } => write!(f, "{tid} on {host}: {step}: {why}"),
@@ -199,6 +245,27 @@ pub struct SetMeta {
     pub parts: Vec<PartMeta>,
     /// Groups that they are in.
     pub groups: Vec<SavedGroup>,
+    /// Their entries in the mailbox.
+    pub mailbox: Vec<SavedEntry>,
+    /// Contexts that belong to them.
+    pub contexts: Vec<(i32, Tid)>,
+    /// Whether it was checkpointed by itself.
+    pub pace: Option<Pace>,
+}
+
+/// An entry of the mailbox as it was.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SavedEntry {
+    /// Its class.
+    pub name: String,
+    /// Its index there.
+    pub index: i32,
+    /// Who owns it.
+    pub owner: Tid,
+    /// As `pvm_putinfo` has them.
+    pub flags: i32,
+    /// What was stored.
+    pub message: Message,
 }
 
 /// One task of a set.

@@ -261,6 +261,8 @@ pub enum EventKind {
         bytes: u64,
         /// How long its tasks stood still.
         frozen: Micros,
+        /// It was ended with that, and goes on when there is room: the resource manager wanted it so.
+        parked: bool,
     },
     /// A job was not checkpointed; it goes on.
     CheckpointFailed {
@@ -405,9 +407,10 @@ impl fmt::Display for EventKind {
                 write!(f, "{host} is being emptied, and takes no tasks: {by} asked for it")
             }
             EventKind::DrainEnded { host, by } => write!(f, "{host} takes tasks again: {by} asked for it"),
-            EventKind::Checkpointed { set, job, tasks, bytes, frozen } => {
+            EventKind::Checkpointed { set, job, tasks, bytes, frozen, parked } => {
                 let frozen = frozen.0 as f64 / 1e3;
-                write!(f, "checkpoint {set} of job {job}: {tasks} tasks, {bytes} bytes, frozen {frozen:.1} ms")
+                write!(f, "checkpoint {set} of job {job}: {tasks} tasks, {bytes} bytes, frozen {frozen:.1} ms")?;
+                f.write_str(if *parked { "; it ends, and goes on when there is room" } else { "" })
             }
             EventKind::CheckpointFailed { job, why } => write!(f, "no checkpoint of job {job}: {why}"),
             EventKind::Restarted { set, job, tasks, why } => {

@@ -9,7 +9,7 @@ use crate::ids::{Epoch, HostId, Micros, MigrationId, RequestId, Tid};
 use crate::message::Message;
 use crate::migration::{Move, Order, Refusal, Report, TaskFacts, Verdict};
 use crate::suspend::{self, Holds};
-use crate::table::HostTable;
+use crate::table::{HostTable, TaskInfo};
 use crate::task::{LinkMark, RedirectAt, Reply, Request, Restart, RmInfo, Sink, SpawnRequest, ToTask, TracerInfo};
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
@@ -75,6 +75,11 @@ pub enum Question {
         /// What it is.
         facts: TaskFacts,
     },
+    /// What tasks are there, and what belongs to them? For a checkpoint or a restart. → [`Answer::Count`]
+    Count,
+    /// These contexts belong to tasks again that are started from a checkpoint.
+    /// → [`Reply::Done`]
+    HoldContexts(Vec<(i32, Tid)>),
     /// Time of day. → [`Reply::Clock`]
     Clock,
     /// → [`Reply::Done`] or [`Reply::Failed`]
@@ -104,6 +109,13 @@ pub enum Answer {
     Facts(Result<TaskFacts, Refusal>),
     /// To [`Question::Verdict`], and by which way the task would come.
     Verdict(Verdict, Engine),
+    /// To [`Question::Count`].
+    Count {
+        /// The tasks of the host.
+        tasks: Vec<TaskInfo>,
+        /// Contexts that it has given out, with their owners, wherever these are.
+        contexts: Vec<(i32, Tid)>,
+    },
 }
 
 /// On the control channel.

@@ -8,7 +8,8 @@ use std::fmt;
 /// Bytes of [`GuestsWord::why`] at most; the rest is cut.
 pub const WHY_BYTES_MAX: usize = 512;
 
-/// How foreign tasks leave a host whose owner does not want them any more; in files as "move" and "kill".
+/// How foreign tasks leave a host whose owner does not want them any more; in files as "move", "kill" and
+/// "checkpoint".
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Leave {
@@ -17,6 +18,8 @@ pub enum Leave {
     Move,
     /// They are ended.
     Kill,
+    /// To another host; without one their jobs are checkpointed and ended, and go on when there is room.
+    Checkpoint,
 }
 
 impl fmt::Display for Leave {
@@ -24,6 +27,7 @@ impl fmt::Display for Leave {
         f.write_str(match self {
             Leave::Move => "move",
             Leave::Kill => "kill",
+            Leave::Checkpoint => "checkpoint",
         })
     }
 }

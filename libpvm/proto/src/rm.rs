@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use std::fmt;
 
 /// Version of questions, answers and decisions.
-pub const RM_VERSION: u16 = 2;
+pub const RM_VERSION: u16 = 3;
 /// Context of everything that comes to the resource manager beside PVM's documented messages.
 pub const CTX_RM: i32 = 0x7ffe0;
 /// Tag of questions.
@@ -534,6 +534,28 @@ pub enum Decided {
         /// It goes on with what one before it knew.
         again: bool,
     },
+    /// A job is checkpointed and ended, because a task of it has to leave and no host takes it; it goes on when there is room.
+    Parked {
+        /// The first task of it.
+        job: Tid,
+        /// The task.
+        tid: Tid,
+        /// The host that it has to leave.
+        host: String,
+        /// Why it cannot move.
+        why: String,
+    },
+    /// A job goes on from a checkpoint.
+    Restarted {
+        /// The job.
+        job: Tid,
+        /// Name of the set.
+        set: String,
+        /// Its tasks, and where they are now.
+        tasks: Vec<(Tid, String)>,
+        /// Why.
+        why: String,
+    },
 }
 
 impl Decided {
@@ -548,6 +570,8 @@ impl Decided {
             | Decided::Suspended { tid, .. }
             | Decided::Resumed { tid, .. } => *tid == task,
             Decided::JobSuspended { job, .. } => *job == task,
+            Decided::Parked { job, tid, .. } => *job == task || *tid == task,
+            Decided::Restarted { job, tasks, .. } => *job == task || tasks.iter().any(|(tid, _)| *tid == task),
             _ => false,
         }
     }
@@ -556,6 +580,7 @@ impl Decided {
     pub fn is_about_host(&self, name: &str) -> bool {
         let not_used = |list: &[NotUsed]| list.iter().any(|n| n.host == name && n.why != Excluded::NotAsked);
         match self {
+            Decided::Restarted { tasks, .. } => tasks.iter().any(|(_, host)| host == name),
             Decided::Spawn { started, attempts, .. } => {
                 started.iter().any(|(_, host)| host == name) || attempts.iter().any(|a| not_used(&a.not_used))
             }
@@ -568,6 +593,7 @@ impl Decided {
             | Decided::HostJoined { host }
             | Decided::HostGone { host, .. }
             | Decided::Drain { host, .. }
+            | Decided::Parked { host, .. }
             | Decided::Suspended { host, .. }
             | Decided::Resumed { host, .. } => host == name,
             Decided::JobSuspended { .. } | Decided::Began { .. } => false,
@@ -640,6 +666,14 @@ impl fmt::Display for Decided {
             }
             Decided::Drain { host, begun: true, by } => write!(f, "{host} is being emptied: {by} asked for it"),
             Decided::Drain { host, begun: false, by } => write!(f, "{host} takes tasks again: {by} asked for it"),
+            Decided::Parked { job, tid, host, why } => write!(
+                f,
+                "job {job} is checkpointed and ended, and goes on when there is room: {tid} has to leave {host}, and {why}"
+            ),
+            Decided::Restarted { job, set, tasks, why } => {
+                write!(f, "job {job} goes on from checkpoint {set} ({why}):")?;
+                tasks.iter().try_for_each(|(tid, host)| write!(f, " {tid} on {host}"))
+            }
             Decided::Began { again: false } => f.write_str("the resource manager began"),
             Decided::Began { again: true } => f.write_str(
                 "the resource manager began again with what was known; meanwhile spawns were placed in turn",

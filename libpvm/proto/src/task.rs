@@ -5,7 +5,7 @@
 //! control messages are not numbered; requests carry an id because their replies come when they are ready, possibly
 //! from another daemon after the task has moved.
 
-use crate::checkpoint::{CutFailure, RestartFailure, RestartReport, SetEntry, SetReport};
+use crate::checkpoint::{CutFailure, Pace, RestartFailure, RestartReport, SetEntry, SetReport};
 use crate::engine::Engine;
 use crate::error::PvmError;
 use crate::event::{Event, EventKind};
@@ -419,12 +419,13 @@ pub enum Request {
     Checkpoint {
         /// Its first task: it and everything that it and its descendants have spawned.
         job: Tid,
-        /// From now on again and again, with this between the end of one and the beginning of the next; zero: no more. When a
-        /// host is lost the job then goes back to its newest checkpoint.
-        every: Option<Micros>,
+        /// Whether it goes on by itself from now on. When a host is lost the job then goes back to its newest checkpoint.
+        pace: Option<Pace>,
         /// When the checkpoint is complete its tasks are ended, wherever they have got meanwhile: the job can be started again
         /// from it. If there is none, they go on.
         end: bool,
+        /// False: the answer is [`Reply::Done`] and comes at once; the event log tells the rest.
+        wait: bool,
     },
     /// What lies in the store. → [`Reply::Sets`]
     Sets,
@@ -434,6 +435,8 @@ pub enum Request {
         set: String,
         /// Names of hosts to start them on; none: where they were, and elsewhere where that cannot be.
         on: Vec<String>,
+        /// False: the answer is [`Reply::Done`] and comes at once; the event log tells the rest.
+        wait: bool,
     },
 }
 

@@ -1,5 +1,6 @@
 //! Questions between daemons: who asked, who has to answer, and what a lost host means for an open question.
 
+use super::checkpoints::Counted;
 use super::spawn::ExecBack;
 use super::tasks::Phase;
 use super::{Machine, Output};
@@ -134,6 +135,14 @@ impl Machine {
             Question::Suspend(order) => return self.suspend(back, order),
             Question::Facts { tid } => return self.facts_wanted(back, tid),
             Question::Verdict { facts } => return self.verdict_wanted(back, facts),
+            Question::Count => {
+                let contexts = self.contexts.iter().map(|(ctx, owner)| (*ctx, *owner)).collect();
+                return self.answer(back, Answer::Count { tasks: self.list_tasks(None), contexts });
+            }
+            Question::HoldContexts(contexts) => {
+                self.hold_contexts(contexts);
+                Reply::Done
+            }
             Question::Clock => Reply::Clock(self.unix),
             Question::FreeContext { owner, ctx } => match self.contexts.get(&ctx) {
                 Some(holder) if *holder == owner => {
@@ -189,7 +198,9 @@ impl Machine {
             (Answer::Elsewhere(host), asker) => self.ask_on(host, pending.question, asker, pending.hops + 1),
             (Answer::Reply(reply), Asker::Task { tid, id }) => self.reply(tid, id, reply),
             (Answer::Reply(Reply::Tasks(tasks)), Asker::Gather(gather)) => self.gathered(gather, tasks),
-            (Answer::Reply(Reply::Tasks(tasks)), Asker::Count { count, .. }) => self.counted(count, Ok(tasks)),
+            (Answer::Count { tasks, contexts }, Asker::Count { count, .. }) => {
+                self.counted(count, Ok(Counted::new(tasks, contexts)));
+            }
             (_, Asker::Nobody) => {}
             (Answer::Reply(Reply::Spawned(results)), Asker::Spawn { spawn, part }) => {
                 self.part_spawned(spawn, part, Ok(results));

@@ -7,6 +7,7 @@
 //! A job that is checkpointed again and again goes back to its newest set when a host is lost that had tasks of it: those
 //! that are left are killed before anybody is told of the loss, and when all are gone the set is started again.
 
+mod back;
 mod restart;
 
 use super::asks::Asker;
@@ -14,7 +15,8 @@ use super::tasks::Task;
 use super::{Machine, Output, Timer};
 use checkpoint::protocol::{CutId, CutOutput, Cuts, RestartId, Restarts, SourceEvent};
 use sempa_proto::checkpoint::{
-    CutFailure, PartMeta, PartRecord, RestartFailure, SET_TASKS_MAX, SET_VERSION, SavedGroup, SetMeta, SetReport,
+    CutFailure, Pace, PartMeta, PartRecord, RestartFailure, SET_TASKS_MAX, SET_VERSION, SavedEntry, SavedGroup,
+    SetMeta, SetReport,
 };
 use sempa_proto::event::EventKind;
 use sempa_proto::host::{Held, Question};
@@ -42,7 +44,7 @@ const GONE_PAUSE: Micros = Micros::from_millis(20);
 /// Looks at most.
 const GONE_LOOKS_MAX: u32 = 1000;
 /// Shortest pause between the end of one checkpoint of a job and the beginning of the next.
-const EVERY_MIN: Micros = Micros::from_millis(500);
+const PAUSE_MIN: Micros = Micros::from_millis(500);
 /// Signal that nobody survives.
 const SIGKILL: i32 = 9;
 
@@ -68,19 +70,60 @@ enum Doing {
 #[derive(Debug, Default)]
 struct Job {
     doing: Doing,
-    /// Pause between checkpoints; none when they are made on demand only.
-    every: Option<Micros>,
+    /// When the next one is made by itself; none when they are made on demand only.
+    pace: Option<Pace>,
+    /// When the one that is under way was begun, with its first try.
+    began: Micros,
     waiters: Vec<(Tid, RequestId)>,
     /// It is to end when its checkpoint is complete.
     ends: bool,
+    /// The resource manager wants that, and has it go on when there is room.
+    parks: bool,
+    /// That its checkpoints take too long for the wanted bound was said.
+    said_late: bool,
+    /// How long the last one took.
+    took: Micros,
     /// It is not looked after before this.
     due: Micros,
     tries: u32,
     /// All that were ever seen to belong to it, and those of them that have ended.
     members: BTreeSet<Tid>,
     ended: BTreeSet<Tid>,
-    /// The newest set, and who is in it.
-    newest: Option<(String, BTreeSet<Tid>)>,
+    /// The newest set.
+    newest: Option<String>,
+}
+
+impl Job {
+    /// Somebody wants a checkpoint of it now, and has not got it yet.
+    fn is_wanted(&self) -> bool {
+        self.ends || !self.waiters.is_empty()
+    }
+}
+
+/// What a checkpoint that is under way holds beside its tasks, as it was while all stood still, and what became of it.
+#[derive(Debug, Default)]
+struct Contents {
+    groups: Vec<SavedGroup>,
+    mailbox: Vec<SavedEntry>,
+    contexts: Vec<(i32, Tid)>,
+    /// Tasks of the set that is being sealed.
+    members: Vec<Tid>,
+    /// Its name and size.
+    sealed: Option<(String, u64)>,
+}
+
+/// What hosts have named: tasks, and contexts with their owners.
+#[derive(Debug, Default)]
+pub(super) struct Counted {
+    tasks: Vec<TaskInfo>,
+    contexts: Vec<(i32, Tid)>,
+}
+
+impl Counted {
+    /// What one host has named.
+    pub(super) fn new(tasks: Vec<TaskInfo>, contexts: Vec<(i32, Tid)>) -> Counted {
+        Counted { tasks, contexts }
+    }
 }
 
 /// Why tasks are counted.
@@ -100,7 +143,7 @@ enum Purpose {
 struct Count {
     purpose: Purpose,
     missing: usize,
-    tasks: Vec<TaskInfo>,
+    found: Counted,
     /// A host that has not answered: what it has nobody knows.
     mute: Option<HostId>,
 }
@@ -116,6 +159,8 @@ struct Wanted {
     why: String,
     meta: Option<SetMeta>,
     begun: Option<RestartId>,
+    /// Contexts that belong to its tasks again.
+    held: Vec<(i32, Tid)>,
 }
 
 /// The master's part.
@@ -130,11 +175,7 @@ pub(super) struct Keeping {
     last_wanted: u64,
     /// Parts that are being unpacked and sent.
     unpacked: BTreeSet<MigrationId>,
-    /// Groups of the tasks of a checkpoint, as they were while all stood still.
-    groups: BTreeMap<CutId, Vec<SavedGroup>>,
-    /// Tasks of the set that is being sealed; its name and size.
-    sealing: BTreeMap<CutId, Vec<Tid>>,
-    sealed: BTreeMap<CutId, (String, u64)>,
+    contents: BTreeMap<CutId, Contents>,
     /// The latest timeline, and that of each task that began again.
     line: u16,
     lines: BTreeMap<Tid, u16>,
@@ -192,7 +233,7 @@ impl Keeping {
         if self.jobs.len() < JOBS_MAX || self.jobs.contains_key(&job) {
             return true;
         }
-        let idle = |entry: &Job| entry.every.is_none() && entry.doing == Doing::Nothing && entry.waiters.is_empty();
+        let idle = |entry: &Job| entry.pace.is_none() && entry.doing == Doing::Nothing && !entry.is_wanted();
         let idle = self.jobs.iter().find(|(_, entry)| idle(entry)).map(|(tid, _)| *tid);
         idle.is_some_and(|idle| self.jobs.remove(&idle).is_some())
     }
@@ -209,7 +250,9 @@ impl Keeping {
 impl Machine {
     /// Tasks in checkpoints have numbers up to this on a host.
     pub(super) fn spared_on(&self, host: HostId) -> u32 {
-        self.config.spared.get(&host).copied().unwrap_or_default()
+        // Where there are checkpoints each host knows of it: contexts may come from hosts that have no tasks in them.
+        let least = u32::from(!self.config.spared.is_empty());
+        self.config.spared.get(&host).copied().unwrap_or_default().max(least)
     }
 
     fn keeping(&mut self) -> Option<&mut Keeping> {
@@ -223,8 +266,9 @@ impl Machine {
         &mut self,
         (tid, id): (Tid, RequestId),
         job: Tid,
-        every: Option<Micros>,
+        pace: Option<Pace>,
         end: bool,
+        wait: bool,
     ) {
         let Some(keeping) = self.keeping() else { return };
         if !keeping.has_room_for(job) {
@@ -232,30 +276,44 @@ impl Machine {
             return self.fail(tid, id, PvmError::OutOfRes, reason);
         }
         let entry = keeping.jobs.entry(job).or_default();
-        match every {
-            Some(Micros(0)) => {
-                entry.every = None;
+        match pace {
+            Some(Pace::Never) => {
+                entry.pace = None;
                 return self.reply(tid, id, Reply::Done);
             }
-            Some(every) => entry.every = Some(every.max(EVERY_MIN)),
+            Some(pace) => (entry.pace, entry.said_late) = (Some(pace), false),
             None => {}
         }
-        entry.waiters.push((tid, id));
-        entry.ends |= end && matches!(entry.doing, Doing::Nothing | Doing::Counting);
-        match entry.doing {
-            Doing::Nothing => self.begin_count(job),
-            // Who comes while one is being counted has that one; one that stands still already may be too old for him.
-            Doing::Counting => {}
+        // Who comes while one is being counted has that one; one that stands still already may be too old for him.
+        let begins = match entry.doing {
+            Doing::Nothing => true,
+            Doing::Counting => false,
             Doing::Cutting(_) | Doing::Ending { .. } | Doing::Leaving { .. } | Doing::Restarting => {
-                entry.waiters.pop();
-                self.reply(tid, id, Reply::Checkpointed(Err(CutFailure::UnderWay)));
+                return match wait {
+                    true => self.reply(tid, id, Reply::Checkpointed(Err(CutFailure::UnderWay))),
+                    false => self.fail(tid, id, PvmError::Already, CutFailure::UnderWay.to_string()),
+                };
             }
+        };
+        entry.ends |= end;
+        entry.parks |= end && !wait;
+        if wait {
+            entry.waiters.push((tid, id));
+        } else {
+            self.reply(tid, id, Reply::Done);
+        }
+        if begins {
+            self.begin_count(job);
         }
     }
 
     fn begin_count(&mut self, job: Tid) {
+        let now = self.now;
         if let Some(entry) = self.keeping().and_then(|k| k.jobs.get_mut(&job)) {
             entry.doing = Doing::Counting;
+            if entry.tries == 0 {
+                entry.began = now;
+            }
             self.count(Purpose::Begin(job));
         }
     }
@@ -266,38 +324,41 @@ impl Machine {
         let Some(keeping) = self.keeping() else { return };
         keeping.last_count += 1;
         let number = keeping.last_count;
-        keeping.counts.insert(number, Count { purpose, missing: hosts.len(), tasks: Vec::new(), mute: None });
+        keeping.counts.insert(number, Count { purpose, missing: hosts.len(), found: Counted::default(), mute: None });
         for host in hosts {
-            self.ask(host, Question::Tasks { only: None }, Asker::Count { count: number, host });
+            self.ask(host, Question::Count, Asker::Count { count: number, host });
         }
     }
 
-    /// One host has named its tasks, or is lost.
-    pub(super) fn counted(&mut self, number: u64, tasks: Result<Vec<TaskInfo>, HostId>) {
+    /// One host has named what it has, or is lost.
+    pub(super) fn counted(&mut self, number: u64, found: Result<Counted, HostId>) {
         let Some(keeping) = self.keeping() else { return };
         let Some(count) = keeping.counts.get_mut(&number) else { return };
-        match tasks {
-            Ok(tasks) => count.tasks.extend(tasks),
+        match found {
+            Ok(found) => {
+                count.found.tasks.extend(found.tasks);
+                count.found.contexts.extend(found.contexts);
+            }
             Err(host) => count.mute = Some(host),
         }
         count.missing -= 1;
         if count.missing > 0 {
             return;
         }
-        let Some(Count { purpose, tasks, mute, .. }) = keeping.counts.remove(&number) else { return };
+        let Some(Count { purpose, found, mute, .. }) = keeping.counts.remove(&number) else { return };
         match (purpose, mute) {
-            (Purpose::Begin(job), None) => self.begin_cut(job, &tasks),
+            (Purpose::Begin(job), None) => self.begin_cut(job, &found.tasks),
             // A set without the tasks of that host would be none of the job.
             (Purpose::Begin(job), Some(host)) => self.not_counted(job, host),
-            (Purpose::Verify(cut), None) => self.verify_cut(cut, &tasks),
+            (Purpose::Verify(cut), None) => self.verify_cut(cut, found),
             (Purpose::Verify(cut), Some(host)) => {
                 if let Some(keeping) = self.keeping() {
-                    keeping.cuts.not_counted(cut, host);
+                    keeping.cuts.not_counted(cut, CutFailure::HostLost(host));
                 }
             }
-            (Purpose::Gone(job), None) => self.look_whether_gone(job, &tasks),
+            (Purpose::Gone(job), None) => self.look_whether_gone(job, &found.tasks),
             (Purpose::Gone(job), Some(_)) => self.schedule(job, GONE_PAUSE),
-            (Purpose::Restart(wanted), None) => self.begin_restart(wanted, &tasks),
+            (Purpose::Restart(wanted), None) => self.begin_restart(wanted, &found),
             (Purpose::Restart(wanted), Some(host)) => {
                 self.restart_over(wanted, Err(RestartFailure::HostLost(host)));
             }
@@ -361,15 +422,22 @@ impl Machine {
         }
     }
 
-    fn verify_cut(&mut self, cut: CutId, tasks: &[TaskInfo]) {
+    fn verify_cut(&mut self, cut: CutId, found: Counted) {
         let now = self.now;
         let Some(master) = self.master.as_deref_mut() else { return };
         let keeping = &mut master.keeping;
         let Some(job) = keeping.job_of_cut(cut) else { return };
         let Some(entry) = keeping.jobs.get_mut(&job) else { return };
-        let tids: Vec<Tid> = members(job, &mut entry.members, tasks).iter().map(|task| task.tid).collect();
+        let tids: Vec<Tid> = members(job, &mut entry.members, &found.tasks).iter().map(|task| task.tid).collect();
+        let mailbox = match master.mailbox.saved(&tids) {
+            Ok(mailbox) => mailbox,
+            Err(bytes) => return keeping.cuts.not_counted(cut, CutFailure::Mailbox { bytes }),
+        };
         // While all stand still nobody enters a group, or leaves one, and nobody comes to a meeting.
-        keeping.groups.insert(cut, master.groups.saved(&tids));
+        let groups = master.groups.saved(&tids);
+        let members: BTreeSet<Tid> = tids.iter().copied().collect();
+        let contexts = found.contexts.into_iter().filter(|(_, owner)| members.contains(owner)).collect();
+        keeping.contents.insert(cut, Contents { groups, mailbox, contexts, ..Contents::default() });
         let mut open = BTreeMap::<Tid, Vec<RequestId>>::new();
         for (tid, id) in master.groups.open().chain(master.mailbox.open()) {
             open.entry(tid).or_default().push(id);
@@ -422,39 +490,42 @@ impl Machine {
         let Some(job) = master.keeping.job_of_cut(cut) else {
             return master.keeping.cuts.sealed(cut, Err("the job goes back to an earlier one".into()));
         };
-        let members: Vec<Tid> = parts.iter().map(|part| part.tid).collect();
-        let groups = master.keeping.groups.remove(&cut).unwrap_or_default();
         let Keeping { line, founded: vm, .. } = master.keeping;
-        master.keeping.sealing.insert(cut, members);
-        let meta = SetMeta { version: SET_VERSION, wire: WIRE_VERSION, vm, job, line, parts, groups };
-        let keep = master.keeping.jobs.values().filter(|job| job.every.is_some());
-        let keep = keep.filter_map(|job| Some(job.newest.as_ref()?.0.clone())).collect();
+        let members = parts.iter().map(|part| part.tid).collect();
+        // The rest goes into the set.
+        let kept = Contents { members, ..Contents::default() };
+        let known = master.keeping.contents.insert(cut, kept).unwrap_or_default();
+        let Contents { groups, mailbox, contexts, .. } = known;
+        let pace = master.keeping.jobs.get(&job).and_then(|entry| entry.pace);
+        let (version, wire) = (SET_VERSION, WIRE_VERSION);
+        let meta = SetMeta { version, wire, vm, job, line, parts, groups, mailbox, contexts, pace };
+        let keep = master.keeping.jobs.values().filter(|job| job.pace.is_some());
+        let keep = keep.filter_map(|job| job.newest.clone()).collect();
         self.out.push_back(Output::SealSet { cut, meta: Box::new(meta), keep });
     }
 
     /// The set is complete, or is not.
     pub(super) fn set_sealed(&mut self, cut: CutId, result: Result<(String, u64), String>) {
         let Some(keeping) = self.keeping() else { return };
-        let result = result.map(|sealed| {
-            keeping.sealed.insert(cut, sealed);
-        });
+        let contents = keeping.contents.get_mut(&cut);
+        let result = result.map(|sealed| contents.map_or((), |contents| contents.sealed = Some(sealed)));
         keeping.cuts.sealed(cut, result);
     }
 
     fn cut_ended(&mut self, cut: CutId, result: Result<Micros, CutFailure>) {
         let Some(keeping) = self.keeping() else { return };
-        let (tasks, sealed) = (keeping.sealing.remove(&cut), keeping.sealed.remove(&cut));
-        keeping.groups.remove(&cut);
+        let Contents { members: tasks, sealed, .. } = keeping.contents.remove(&cut).unwrap_or_default();
         let Some(job) = keeping.job_of_cut(cut) else { return };
         let result = result.and_then(|frozen| {
             let (set, bytes) = sealed.ok_or_else(|| CutFailure::Store("the set was lost".into()))?;
-            Ok(SetReport { set, job, tasks: tasks.unwrap_or_default(), bytes, frozen })
+            Ok(SetReport { set, job, tasks, bytes, frozen })
         });
         self.cut_over(job, result);
     }
 
     /// A checkpoint of a job has ended, or did not begin.
     fn cut_over(&mut self, job: Tid, result: Result<SetReport, CutFailure>) {
+        let now = self.now;
         let Some(entry) = self.keeping().and_then(|k| k.jobs.get_mut(&job)) else { return };
         entry.doing = Doing::Nothing;
         entry.tries += 1;
@@ -462,24 +533,26 @@ impl Machine {
             return self.schedule(job, TRY_PAUSE);
         }
         entry.tries = 0;
+        if result.is_ok() {
+            entry.took = now.since(entry.began);
+        }
+        let parked = std::mem::take(&mut entry.parks) && entry.ends;
         let ends = std::mem::take(&mut entry.ends) && result.is_ok();
         if let (Ok(report), true) = (&result, ends) {
             // Who waits is told when it has ended.
-            (entry.doing, entry.every) = (Doing::Leaving { report: report.clone(), looks: 0 }, None);
+            (entry.doing, entry.pace) = (Doing::Leaving { report: report.clone(), looks: 0 }, None);
         }
         let waiters = if ends { Vec::new() } else { std::mem::take(&mut entry.waiters) };
-        let every = entry.every;
         if let Ok(report) = &result {
-            entry.newest = Some((report.set.clone(), report.tasks.iter().copied().collect()));
+            entry.newest = Some(report.set.clone());
             let ended = std::mem::take(&mut entry.ended);
             entry.members.retain(|tid| !ended.contains(tid));
         }
-        let gone = matches!(result, Err(CutFailure::NoSuchJob(_)));
-        match (&result, every) {
+        if matches!(result, Err(CutFailure::NoSuchJob(_))) {
             // It has ended; its sets stay until the store needs the room.
-            _ if gone => self.forget_job(job),
-            (_, Some(every)) => self.schedule(job, every),
-            _ => {}
+            self.forget_job(job);
+        } else {
+            self.schedule_next(job, result.is_ok());
         }
         if ends {
             self.count(Purpose::Gone(job));
@@ -491,11 +564,36 @@ impl Machine {
                 tasks: u32::try_from(tasks.len()).unwrap_or(u32::MAX),
                 bytes: *bytes,
                 frozen: *frozen,
+                parked,
             },
             Err(why) => EventKind::CheckpointFailed { job, why: why.to_string() },
         });
         for (tid, id) in waiters {
             self.reply(tid, id, Reply::Checkpointed(result.clone()));
+        }
+    }
+
+    /// When the next checkpoint of a job is made, if it is made by itself, now that one has ended well or not.
+    fn schedule_next(&mut self, job: Tid, good: bool) {
+        let Some(entry) = self.keeping().and_then(|k| k.jobs.get_mut(&job)) else { return };
+        let (took, Some(pace)) = (entry.took, entry.pace) else { return };
+        let pause = pause(pace, good.then_some(took));
+        let mut late = None;
+        if let Pace::Loss(bound) = pace
+            && good
+            && took + took + pause > bound
+            && !std::mem::replace(&mut entry.said_late, true)
+        {
+            late = Some(bound);
+        }
+        self.schedule(job, pause);
+        if let Some(bound) = late {
+            let text = format!(
+                "a checkpoint of job {job} took {:.1} s: as often as it is made, more than the wanted {} s may be lost",
+                took.0 as f64 / 1e6,
+                bound.0 / 1_000_000
+            );
+            self.record(EventKind::Note { text });
         }
     }
 
@@ -510,7 +608,7 @@ impl Machine {
         let now = self.now;
         let Some(entry) = self.keeping().and_then(|k| k.jobs.get(&job)).filter(|job| job.due <= now) else { return };
         match entry.doing {
-            Doing::Nothing if entry.every.is_some() || !entry.waiters.is_empty() => self.begin_count(job),
+            Doing::Nothing if entry.pace.is_some() || entry.is_wanted() => self.begin_count(job),
             Doing::Ending { .. } | Doing::Leaving { .. } => self.count(Purpose::Gone(job)),
             _ => {}
         }
@@ -600,90 +698,19 @@ impl Machine {
             keeping.cuts.kept(now, id, result);
         }
     }
+}
 
-    // ---- going back
-
-    /// Master: a host is lost. Jobs that are checkpointed again and again and had tasks there go back to their newest set.
-    pub(super) fn jobs_lost_host(&mut self, host: HostId) {
-        if self.stop.is_some() {
-            return;
-        }
-        let Some(keeping) = self.master.as_ref().map(|master| &master.keeping) else { return };
-        let had = |job: &Job| job.members.difference(&job.ended).any(|tid| self.location(*tid) == Some(host));
-        // One that is being started again has what was lost told by that.
-        let may = |job: &Job| matches!(job.doing, Doing::Nothing | Doing::Counting | Doing::Cutting(_));
-        let concerned =
-            keeping.jobs.iter().filter(|(_, job)| job.every.is_some() && job.newest.is_some() && may(job) && had(job));
-        let concerned: Vec<(Tid, BTreeSet<Tid>)> = concerned.map(|(tid, job)| (*tid, job.members.clone())).collect();
-        let name = self.table.get(host).map_or_else(|| host.to_string(), |entry| entry.name.clone());
-        let not_before = self.now + FENCE_TIME;
-        for (job, members) in concerned {
-            let why = format!("{name} was lost");
-            let mut waiters = Vec::new();
-            if let Some(entry) = self.keeping().and_then(|k| k.jobs.get_mut(&job)) {
-                entry.doing = Doing::Ending { lost: Some(host), not_before, why, looks: 0 };
-                (waiters, entry.tries, entry.ends) = (std::mem::take(&mut entry.waiters), 0, false);
-            }
-            for (tid, id) in waiters {
-                self.reply(tid, id, Reply::Checkpointed(Err(CutFailure::HostLost(host))));
-            }
-            for tid in members {
-                if self.location(tid).is_some_and(|at| at != host) {
-                    self.ask_about(tid, Question::Signal { tid, signal: SIGKILL }, Asker::Nobody);
-                }
-            }
-            self.schedule(job, GONE_PAUSE);
-        }
-    }
-
-    /// What is left of a job that is being ended.
-    fn look_whether_gone(&mut self, job: Tid, tasks: &[TaskInfo]) {
-        let Some(entry) = self.keeping().and_then(|k| k.jobs.get_mut(&job)) else { return };
-        let left: Vec<Tid> = members(job, &mut entry.members, tasks).iter().map(|task| task.tid).collect();
-        let (Doing::Ending { looks, .. } | Doing::Leaving { looks, .. }) = &mut entry.doing else { return };
-        *looks += 1;
-        let gives_up = *looks >= GONE_LOOKS_MAX;
-        match &entry.doing {
-            Doing::Leaving { report, .. } if left.is_empty() || gives_up => {
-                let (report, waiters) = (report.clone(), std::mem::take(&mut entry.waiters));
-                self.forget_job(job);
-                for (tid, id) in waiters {
-                    self.reply(tid, id, Reply::Checkpointed(Ok(report.clone())));
-                }
-                return;
-            }
-            Doing::Ending { lost, not_before, why, .. } if left.is_empty() || gives_up => {
-                let (lost, not_before, why) = (*lost, *not_before, why.clone());
-                return self.go_back(job, lost, not_before, why, left.len());
-            }
-            _ => {}
-        }
-        for tid in left {
-            // Also those that the job has spawned since it was last counted.
-            self.ask_about(tid, Question::Signal { tid, signal: SIGKILL }, Asker::Nobody);
-        }
-        self.schedule(job, GONE_PAUSE);
-    }
-
-    /// Nothing is left of a job but this many tasks that do not end: it is started again when no other copy can run.
-    fn go_back(&mut self, job: Tid, lost: Option<HostId>, not_before: Micros, why: String, left: usize) {
-        let newest = self.keeping().and_then(|k| k.jobs.get(&job)?.newest.clone());
-        let Some((set, _)) = newest else { return self.forget_job(job) };
-        if left > 0 {
-            let cause = format!("{why}, and {left} of its tasks do not end");
-            self.record(EventKind::RestartFailed { set, cause, why: "it would run twice".into() });
-            return self.forget_job(job);
-        }
-        // A host that is lost is in the table for a moment, and one that is deleted ends its tasks after it is out.
-        let there = lost.is_some_and(|lost| self.table.get(lost).is_some() || self.is_leaving(lost));
-        if there || self.now < not_before {
-            return self.schedule(job, GONE_PAUSE);
-        }
-        if let Some(entry) = self.keeping().and_then(|k| k.jobs.get_mut(&job)) {
-            entry.doing = Doing::Restarting;
-        }
-        self.restart_set(set, Some(job), Vec::new(), None, why);
-    }
+/// Until the next checkpoint, when the last one took so long or has failed.
+fn pause(pace: Pace, took: Option<Micros>) -> Micros {
+    let pause = match (pace, took) {
+        (Pace::Pause(pause), _) => pause,
+        // What is lost at worst was done since the last one was begun, until the next one is in the store, which may take half as
+        // long again.
+        (Pace::Loss(bound), Some(took)) => bound.since(Micros(took.0.saturating_mul(5) / 2)),
+        // Each moment without one may be lost.
+        (Pace::Loss(_) | Pace::Never, _) => TRY_PAUSE,
+    };
+    pause.max(PAUSE_MIN)
 }
 
 /// The tasks of a job among all tasks: the first one, those that were members before, and everything that any of them has

@@ -5,6 +5,9 @@
 //! [`Carried::Passed`] behind the last that it sent to the source. After the commit the source hands over what it kept,
 //! in order, and a [`Carried::HandedAll`] when the last `Passed` is there. The target keeps what comes to it directly and
 //! gives it to the task after all that was handed over.
+//!
+//! A session between two daemons may break while both live, and take with it what was on its way. So the source remembers for
+//! a while what it has handed over, and both say all of this again when they hear each other again.
 
 use super::engines::Other;
 use super::suspend::Suspended;
@@ -74,6 +77,25 @@ pub(super) struct Departed {
     pub(super) to: HostId,
     epoch: Epoch,
     awaiting: BTreeSet<HostId>,
+}
+
+/// What was handed over, for as long as the session may still turn out to have broken.
+#[derive(Debug)]
+pub(super) struct HandedOver {
+    to: HostId,
+    migration: MigrationId,
+    record: Box<TaskRecord>,
+    /// Without the frames of links, which send again.
+    items: Vec<Held>,
+    all: bool,
+    /// `None`: until the target is heard again.
+    until: Option<Micros>,
+}
+
+impl HandedOver {
+    fn counts(&self, now: Micros) -> bool {
+        self.until.is_none_or(|until| until > now)
+    }
 }
 
 impl Machine {
@@ -178,9 +200,10 @@ impl Machine {
         let (dst, migration, to) = (of.tid, of.id, of.to);
         self.send_record(of, true);
         let Some(mut task) = self.tasks.live.remove(&dst) else { return };
+        self.remember_handing(of, Box::new(self.record_of(&task)));
         self.guest_gone(&task);
         for held in task.inbox.drain() {
-            self.out.push_back(Output::Carry { host: to, carried: Carried::Handed { dst, migration, held } });
+            self.hand_on(dst, to, migration, held);
         }
         let epoch = self.locations.epoch(dst);
         // A host that joined later never had another place in mind.
@@ -190,6 +213,65 @@ impl Machine {
         self.departed_step(dst);
         // A daemon that is ending may have waited for this task only.
         self.stop_step();
+    }
+
+    fn remember_handing(&mut self, of: &Move, record: Box<TaskRecord>) {
+        let (now, until) = (self.now, Some(self.handing_doubtful_until()));
+        self.moves.handed_over.retain(|_, handed| handed.counts(now));
+        let handed = HandedOver { to: of.to, migration: of.id, record, items: Vec::new(), all: false, until };
+        self.moves.handed_over.insert(of.tid, handed);
+    }
+
+    /// What is sent now has come by then, or the session is known to have broken.
+    fn handing_doubtful_until(&self) -> Micros {
+        self.now + self.config.lease + self.config.lease
+    }
+
+    /// Hands over what waits for a task that has left.
+    pub(super) fn hand_on(&mut self, dst: Tid, to: HostId, migration: MigrationId, held: Held) {
+        let until = self.handing_doubtful_until();
+        let remembered = self.moves.handed_over.get_mut(&dst).filter(|handed| handed.migration == migration);
+        if let (Held::Item(_), Some(handed)) = (&held, remembered) {
+            handed.items.push(held.clone());
+            handed.until = handed.until.map(|_| until);
+        }
+        self.out.push_back(Output::Carry { host: to, carried: Carried::Handed { dst, migration, held } });
+    }
+
+    /// The session with another daemon has broken, which lives: what was on its way there may be lost.
+    pub(super) fn handing_broke(&mut self, host: HostId) {
+        let now = self.now;
+        for handed in self.moves.handed_over.values_mut().filter(|handed| handed.to == host && handed.counts(now)) {
+            handed.until = None;
+        }
+    }
+
+    /// Another daemon is heard. If it was heard before, what went there through the session before may be lost.
+    pub(super) fn hand_over_again(&mut self, host: HostId) {
+        if self.moves.heard.insert(host) {
+            return;
+        }
+        let (now, until) = (self.now, Some(self.handing_doubtful_until()));
+        for (dst, handed) in &mut self.moves.handed_over {
+            if handed.to != host || !handed.counts(now) {
+                continue;
+            }
+            handed.until = until;
+            let (dst, migration, record) = (*dst, handed.migration, handed.record.clone());
+            let mut say = |carried| self.out.push_back(Output::Carry { host, carried });
+            say(Carried::Record { dst, migration, record, complete: true });
+            for held in handed.items.iter().cloned() {
+                say(Carried::Handed { dst, migration, held });
+            }
+            if handed.all {
+                say(Carried::HandedAll { dst, migration });
+            }
+        }
+        for Location { tid, host: to, from, epoch } in self.locations.all() {
+            if from == host && to != host {
+                self.out.push_back(Output::Carry { host, carried: Carried::Passed { dst: tid, epoch } });
+            }
+        }
     }
 
     /// A host has nothing more on the way to the old place.
@@ -210,6 +292,11 @@ impl Machine {
             && let Some(Departed { migration, to, .. }) = self.moves.departed.remove(&dst)
         {
             self.out.push_back(Output::Carry { host: to, carried: Carried::HandedAll { dst, migration } });
+            let until = self.handing_doubtful_until();
+            let handed = self.moves.handed_over.get_mut(&dst).filter(|handed| handed.migration == migration);
+            if let Some(handed) = handed {
+                (handed.all, handed.until) = (true, handed.until.map(|_| until));
+            }
         }
     }
 
@@ -217,9 +304,13 @@ impl Machine {
     pub(super) fn record_came(&mut self, tid: Tid, migration: MigrationId, record: TaskRecord, complete: bool) {
         let Some(arrival) = self.moves.arrivals.get_mut(&tid).filter(|a| a.migration == migration) else { return };
         let begins = arrival.anew && arrival.record.is_none();
-        if !arrival.complete {
+        if complete {
+            // Said again, everything behind it will be, too.
+            (arrival.handed, arrival.all_handed) = (Inbox::default(), false);
+        }
+        if complete || !arrival.complete {
             arrival.record = Some(record);
-            arrival.complete = complete;
+            arrival.complete |= complete;
         }
         if begins {
             // It takes the place of images.
@@ -299,6 +390,8 @@ impl Machine {
     pub(super) fn moves_host_gone(&mut self, host: HostId) {
         self.coordinator_lost(host);
         self.away_host_gone(host);
+        self.moves.handed_over.retain(|_, handed| handed.to != host);
+        self.moves.heard.remove(&host);
         let departed: Vec<Tid> = self.moves.departed.keys().copied().collect();
         self.moves.departed.retain(|_, d| d.to != host);
         for tid in departed {

@@ -261,6 +261,7 @@ impl Machine {
     /// Its session stands.
     pub(super) fn host_connected(&mut self, host: HostId) {
         self.ask_again(host);
+        self.hand_over_again(host);
         if self.master.is_some() && self.stop.is_some() && self.table.get(host).is_none() {
             return self.tell_host(host, HostMsg::Shutdown);
         }

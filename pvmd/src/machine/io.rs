@@ -9,7 +9,7 @@ use checkpoint::protocol::CutId;
 use sempa_proto::checkpoint::{PartRecord, SetEntry, SetMeta};
 use sempa_proto::host::{Carried, HostMsg};
 use sempa_proto::ids::{HostId, Micros, MigrationId, RequestId};
-use sempa_proto::migration::Failure;
+use sempa_proto::migration::{Failure, Step};
 use sempa_proto::route::RouteWord;
 use sempa_proto::task::{ResumeToken, ToDaemon, ToTask};
 use sempa_proto::tasker::{FromTasker, ToTasker};
@@ -210,14 +210,14 @@ pub enum Event {
         /// What happened.
         why: String,
     },
-    /// Source: the images have been handed to the session, or could not be.
+    /// Source: the target has the images, or they could not be sent.
     ImagesSent {
         /// The move.
         migration: MigrationId,
         /// Bytes sent.
         result: Result<u64, Failure>,
     },
-    /// Target: the images are here and their hashes are right, or not.
+    /// Target: the images are here as they were sent, or not.
     ImagesReceived {
         /// The move.
         migration: MigrationId,
@@ -383,7 +383,16 @@ pub enum Output {
         /// Signal number.
         signal: i32,
     },
-    /// Send the image directory of a move to the target, hashed. → [`Event::ImagesSent`], there [`Event::ImagesReceived`]
+    /// Begin to send the image directory of a move to the target while the tasker is still writing it; [`Output::SendImages`]
+    /// says that it is complete. If that fails before: → [`Event::ImagesSent`], there [`Event::ImagesReceived`]
+    SendAhead {
+        /// The move.
+        migration: MigrationId,
+        /// The target.
+        to: HostId,
+    },
+    /// Send the image directory of a move to the target, or the rest of it. → [`Event::ImagesSent`], there
+    /// [`Event::ImagesReceived`]
     SendImages {
         /// The move.
         migration: MigrationId,
@@ -498,6 +507,13 @@ pub enum Output {
         tid: Tid,
         /// Where it runs from now on.
         to: HostId,
+    },
+    /// A step of a move has ended, which nobody has been told yet. Tests have the daemon stand still here.
+    StepEnded {
+        /// The task.
+        tid: Tid,
+        /// The step.
+        step: Step,
     },
     /// A line for the daemon's log.
     Log {

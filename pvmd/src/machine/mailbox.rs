@@ -1,9 +1,10 @@
 //! The mailbox of the virtual machine (`pvm_putinfo` and friends), kept by the master.
 
 use super::Machine;
+use sempa_proto::checkpoint::{SAVED_MAILBOX_BYTES_MAX, SavedEntry};
 use sempa_proto::task::{MailboxClass, MailboxRequest, NAME_BYTES_MAX, Reply};
 use sempa_proto::{Message, PvmError, RequestId, Tid};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Entries at most.
 pub(super) const ENTRIES_MAX: usize = 262_144;
@@ -154,6 +155,59 @@ impl Mailbox {
         self.waiting.iter().map(|waiting| (waiting.tid, waiting.id))
     }
 
+    /// What these tasks have stored, for a checkpoint of them; bytes of it if that is too much.
+    pub(super) fn saved(&self, tasks: &[Tid]) -> Result<Vec<SavedEntry>, usize> {
+        let tasks: BTreeSet<Tid> = tasks.iter().copied().collect();
+        let all =
+            self.classes.iter().flat_map(|(name, class)| class.iter().map(move |(index, entry)| (name, index, entry)));
+        let owned: Vec<_> = all.filter(|(.., entry)| tasks.contains(&entry.owner)).collect();
+        let bytes = owned.iter().map(|(name, _, entry)| name.len() + entry.message.body.len()).sum();
+        if bytes > SAVED_MAILBOX_BYTES_MAX {
+            return Err(bytes);
+        }
+        let save = |(name, index, entry): (&String, &i32, &Entry)| SavedEntry {
+            name: name.clone(),
+            index: *index,
+            owner: entry.owner,
+            flags: entry.flags,
+            message: entry.message.clone(),
+        };
+        Ok(owned.into_iter().map(save).collect())
+    }
+
+    /// Those of the entries in whose place somebody else has one. What is left of the tasks themselves belongs to nobody.
+    pub(super) fn taken(&self, saved: &[SavedEntry]) -> Vec<String> {
+        let taken = saved.iter().filter(|entry| self.is_taken(entry));
+        taken.map(|entry| format!("{} {}", entry.name, entry.index)).collect()
+    }
+
+    fn is_taken(&self, entry: &SavedEntry) -> bool {
+        let there = self.classes.get(&entry.name).and_then(|class| class.get(&entry.index));
+        there.is_some_and(|there| there.owner != Tid::NONE && there.owner != entry.owner)
+    }
+
+    /// False if these would be too many or too much.
+    pub(super) fn has_room_for(&self, saved: &[SavedEntry]) -> bool {
+        let bytes: usize = saved.iter().map(|entry| entry.message.body.len()).sum();
+        self.entries + saved.len() <= ENTRIES_MAX && self.stored_bytes + bytes <= STORED_BYTES_MAX
+    }
+
+    /// Puts back what was saved. What others have stored meanwhile is left alone.
+    fn restore(&mut self, saved: Vec<SavedEntry>) {
+        for entry in saved {
+            if self.is_taken(&entry) {
+                continue;
+            }
+            let SavedEntry { name, index, owner, flags, message } = entry;
+            self.entries += 1;
+            self.stored_bytes += message.body.len();
+            if let Some(old) = self.classes.entry(name).or_default().insert(index, Entry { owner, flags, message }) {
+                self.entries -= 1;
+                self.stored_bytes -= old.message.body.len();
+            }
+        }
+    }
+
     /// A task has left: its entries go, persistent ones lose their owner.
     pub(super) fn owner_gone(&mut self, tid: Tid) {
         self.waiting.retain(|w| w.tid != tid);
@@ -234,6 +288,13 @@ impl Machine {
         }
     }
 
+    /// Master: entries of tasks that are started again.
+    pub(super) fn restore_mailbox(&mut self, saved: Vec<SavedEntry>) {
+        let Some(master) = &mut self.master else { return };
+        master.mailbox.restore(saved);
+        self.serve_waiting();
+    }
+
     /// Something was stored: whoever waited for it gets it, in the order of asking.
     fn serve_waiting(&mut self) {
         let mut at = 0;
@@ -309,6 +370,30 @@ mod tests {
         assert_eq!(m.remove(a, "y", 0).map(|_| ()).map_err(|e| e.0), Err(PvmError::Denied));
         m.reset(None);
         assert_eq!((m.list("").len(), m.entries, m.stored_bytes), (0, 0, 0));
+    }
+
+    #[test]
+    fn what_a_checkpoint_has_saved_comes_back_unless_others_are_in_its_place() {
+        let (a, b) = (Tid::from_raw(0x40001), Tid::from_raw(0x40002));
+        let mut m = Mailbox::default();
+        m.put(a, "x", PERSISTENT, message("1")).expect("free");
+        m.put(a, "y", MULTI_INSTANCE | (7 << DIRECT_SHIFT), message("2")).expect("free");
+        m.put(b, "y", MULTI_INSTANCE, message("3")).expect("free");
+        let saved = m.saved(&[a]).expect("little");
+        assert_eq!(saved.iter().map(|e| (e.name.as_str(), e.index)).collect::<Vec<_>>(), [("x", 0), ("y", 7)]);
+        m.put(a, "x", 0, message("later")).expect("its own");
+        m.owner_gone(a);
+        assert_eq!(m.taken(&saved), [""; 0]);
+        m.restore(saved.clone());
+        assert_eq!((m.take(b, "x", 0, 0), m.take(b, "y", 7, 0)), (Ok(message("1")), Ok(message("2"))));
+        assert_eq!((m.entries, m.stored_bytes), (3, 3));
+        m.owner_gone(a);
+        m.put(b, "y", 7 << DIRECT_SHIFT, message("4")).expect("free");
+        assert_eq!(m.taken(&saved), ["y 7"]);
+        m.restore(saved);
+        assert_eq!(m.take(a, "y", 7, 0), Ok(message("4")));
+        m.put(a, "z", 0, Message { body: Bytes::from(vec![0; SAVED_MAILBOX_BYTES_MAX]), ..message("") }).expect("free");
+        assert_eq!(m.saved(&[a]), Err(SAVED_MAILBOX_BYTES_MAX + 3));
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Moves of tasks: the glue between the migration protocol and this daemon's tasks, tasker, images and tokens.
 
 use super::engines::Job;
-use super::handover::{Arrival, Departed};
+use super::handover::{Arrival, Departed, HandedOver};
 use super::suspend::Suspended;
 use super::tasks::Task;
 use super::{Machine, Output};
@@ -10,6 +10,7 @@ use checkpoint::protocol::{
 };
 use sempa_proto::checkpoint::PartRecord;
 use sempa_proto::engine::Engine;
+use sempa_proto::event::EventKind;
 use sempa_proto::host::{HostMsg, Location};
 use sempa_proto::migration::{Cause, Failure, Move, Order, Parting, Refusal, Report, Step, TaskFacts, Usage};
 use sempa_proto::suspend;
@@ -35,6 +36,9 @@ pub(super) struct Moves {
     open_ends: BTreeMap<MigrationId, Move>,
     pub(super) arrivals: BTreeMap<Tid, Arrival>,
     pub(super) departed: BTreeMap<Tid, Departed>,
+    pub(super) handed_over: BTreeMap<Tid, HandedOver>,
+    /// Daemons that have been heard.
+    pub(super) heard: BTreeSet<HostId>,
     /// Moves of tasks whose move before is not quite over here.
     next: BTreeMap<Tid, MigrationId>,
 }
@@ -116,7 +120,13 @@ impl Machine {
                 self.out.push_back(Output::RecordMove { migration: id, tid, to });
             }
             CoordinatorOutput::Locate(of) => self.locate(&of),
-            CoordinatorOutput::Event(kind) => self.record(kind),
+            CoordinatorOutput::Event(kind) => {
+                // Of this step alone no end reports.
+                if let EventKind::Moving { tid, step: Step::Commit, .. } = kind {
+                    self.out.push_back(Output::StepEnded { tid, step: Step::Commit });
+                }
+                self.record(kind);
+            }
             CoordinatorOutput::SuspendDecided { host, migration, id, suspended } if host == self.config.host => {
                 self.suspend_decided(migration, id, suspended);
             }
@@ -288,6 +298,12 @@ impl Machine {
         }
     }
 
+    fn step_ended(&mut self, tid: Tid, report: &Report) {
+        if !matches!(report, Report::Failed { .. }) {
+            self.out.push_back(Output::StepEnded { tid, step: report.step() });
+        }
+    }
+
     /// An order of the coordinator.
     pub(super) fn move_order(&mut self, of: Move, order: Order) {
         let id = of.id;
@@ -338,7 +354,10 @@ impl Machine {
         let Some(of) = self.moves.sources.get(&id).map(|s| s.of().clone()) else { return };
         let tid = of.tid;
         match output {
-            SourceOutput::Report(report) => self.report(id, report),
+            SourceOutput::Report(report) => {
+                self.step_ended(tid, &report);
+                self.report(id, report);
+            }
             SourceOutput::Inspect if self.is_settling(&of) => {
                 self.moves.next.insert(tid, id);
                 self.ease(tid);
@@ -360,6 +379,7 @@ impl Machine {
                 let dir = self.config.place.images(id);
                 self.tell_tasker(ToTasker::Dump { migration: id, tid, dir });
             }
+            SourceOutput::SendAhead => self.out.push_back(Output::SendAhead { migration: id, to: of.to }),
             SourceOutput::SendImages => {
                 self.send_record(&of, false);
                 if let Some(task) = self.tasks.get_mut(tid) {
@@ -460,7 +480,10 @@ impl Machine {
         let Some(of) = self.moves.targets.get(&id).map(|t| t.of().clone()) else { return };
         let tid = of.tid;
         match output {
-            TargetOutput::Report(report) => self.report(id, report),
+            TargetOutput::Report(report) => {
+                self.step_ended(tid, &report);
+                self.report(id, report);
+            }
             TargetOutput::Prepare(_) if self.hosting.is_stopped() => {
                 let refusal = self.no_guests().into_iter().collect();
                 self.target_event(id, TargetEvent::Prepared(refusal, Engine::Criu));

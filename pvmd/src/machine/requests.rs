@@ -11,8 +11,9 @@ use sempa_proto::tasker::ToTasker;
 use sempa_proto::{HostId, PvmError, RequestId, Tid};
 use std::collections::BTreeMap;
 
-/// Contexts that the tasks of one host may have: what a tid's local part can number.
-pub(super) const CONTEXTS_MAX: u32 = Tid::LOCAL_MAX;
+/// Contexts that the tasks of one host may have: what a tid's local part can number, but for the last ones, which are PVM's
+/// own on the first host.
+pub(super) const CONTEXTS_MAX: u32 = Tid::LOCAL_MAX - 16;
 /// Signal of a polite end.
 const SIGTERM: i32 = 15;
 
@@ -75,10 +76,10 @@ impl Machine {
             Request::Notify(request) => self.notify_request(tid, id, request),
             Request::RegisterRm(serves) => self.register_rm(tid, id, serves),
             Request::NewContext => self.new_context(tid, id),
-            Request::FreeContext { ctx } => match Tid::from_raw(ctx).home() {
-                Some(host) => self.ask(host, Question::FreeContext { owner: tid, ctx }, Asker::Task { tid, id }),
-                None => self.fail(tid, id, PvmError::NotFound, format!("context {ctx:#x} was never given out")),
-            },
+            Request::FreeContext { ctx } => {
+                let host = self.holder_of(ctx);
+                self.ask(host, Question::FreeContext { owner: tid, ctx }, Asker::Task { tid, id });
+            }
             Request::HostSync { host } => match host.home().filter(|host| self.table.get(*host).is_some()) {
                 Some(host) => self.ask(host, Question::Clock, Asker::Task { tid, id }),
                 None => self.fail(tid, id, PvmError::NoHost, no_host(&host.to_string())),
@@ -114,9 +115,9 @@ impl Machine {
             Request::DelHosts { names } => self.delete_hosts(tid, id, &names),
             Request::Mailbox(request) => self.mailbox_request(tid, id, request),
             Request::Group(request) => self.group_request(tid, id, request),
-            Request::Checkpoint { job, every, end } => self.checkpoint_wanted((tid, id), job, every, end),
+            Request::Checkpoint { job, pace, end, wait } => self.checkpoint_wanted((tid, id), job, pace, end, wait),
             Request::Sets => self.out.push_back(Output::ListSets { tid, id }),
-            Request::Restart { set, on } => self.restart_wanted(tid, id, set, on),
+            Request::Restart { set, on, wait } => self.restart_wanted((tid, id), set, on, wait),
             Request::Migrate { tid: task, to, cause, wait } => self.begin_move(tid, id, task, &to, cause, wait),
             Request::Events { from, limit } => {
                 let events = self.master.as_ref().map(|m| m.events.since(from, limit)).unwrap_or_default();
@@ -177,12 +178,31 @@ impl Machine {
             return self.fail(tid, id, PvmError::OutOfRes, "all contexts of this host are in use");
         }
         let base = self.config.host.tid().raw();
+        if self.last_context == 0 && self.tasks.are_spared() {
+            // Not where another virtual machine began: a job may come from there with contexts in use.
+            self.last_context = (self.unix.0.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40) as u32 % CONTEXTS_MAX;
+        }
         loop {
             self.last_context = if self.last_context >= CONTEXTS_MAX { 1 } else { self.last_context + 1 };
             let ctx = base | self.last_context as i32;
             if let std::collections::btree_map::Entry::Vacant(free) = self.contexts.entry(ctx) {
                 free.insert(tid);
                 return self.reply(tid, id, Reply::Context(ctx));
+            }
+        }
+    }
+
+    /// The host that knows to whom a context belongs: the one that gave it out, or the master, if a job has brought it here
+    /// from where there was such a host.
+    pub(super) fn holder_of(&self, ctx: i32) -> HostId {
+        Tid::from_raw(ctx).home().filter(|host| self.table.get(*host).is_some()).unwrap_or(HostId::MASTER)
+    }
+
+    /// These contexts belong to tasks again that are started from a checkpoint.
+    pub(super) fn hold_contexts(&mut self, contexts: Vec<(i32, Tid)>) {
+        for (ctx, owner) in contexts {
+            if (self.contexts.len() as u32) < CONTEXTS_MAX {
+                self.contexts.entry(ctx).or_insert(owner);
             }
         }
     }

@@ -82,8 +82,8 @@ impl Machine {
             return true;
         }
         if let Some(departed) = self.moves.departed.get(&dst) {
-            let carried = Carried::Handed { dst, migration: departed.migration, held };
-            self.out.push_back(Output::Carry { host: departed.to, carried });
+            let (to, migration) = (departed.to, departed.migration);
+            self.hand_on(dst, to, migration, held);
             return true;
         }
         if let Some(arrival) = self.moves.arrivals.get_mut(&dst).filter(|a| a.located) {

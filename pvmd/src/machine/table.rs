@@ -164,6 +164,7 @@ impl Machine {
             self.shut_down(&format!("the master is lost: {why}"));
         } else {
             self.log(format!("the session with {host} broke: {why}"));
+            self.handing_broke(host);
         }
     }
 }

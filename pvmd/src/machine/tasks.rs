@@ -243,6 +243,7 @@ pub(super) struct Tasks {
     /// Numbers by which processes that were ordered may claim their tids.
     pub(super) expected: BTreeMap<i32, Tid>,
     last_local: u32,
+    spared: bool,
     /// The dead, oldest first, with what they had sent.
     dead: VecDeque<(Tid, Vec<LinkMark>)>,
 }
@@ -251,6 +252,12 @@ impl Tasks {
     /// Numbers up to this one belong to tasks in checkpoints, or to tasks that came from one.
     pub(super) fn spare(&mut self, local: u32) {
         self.last_local = self.last_local.max(local);
+        self.spared |= local > 0;
+    }
+
+    /// True when there are checkpoints of which numbers are spared.
+    pub(super) fn are_spared(&self) -> bool {
+        self.spared
     }
 
     /// A tid that was never used, or `None` when there are none left.

@@ -2,6 +2,7 @@
 //! in where their settings come from ([`super::cli`], [`super::slave`]) and in who tells that they stand.
 
 use super::driver::{Driver, Parts};
+use super::halts::Halts;
 use super::images::Images;
 use super::input::INPUTS_WAITING_MAX;
 use super::log::{self, Log};
@@ -9,6 +10,7 @@ use super::moves::Moves;
 use super::net::{Net, bind_udp};
 use super::pki::{Authority, Identity};
 use super::place::HeldPlace;
+use super::rate::Rate;
 use super::sets::{Sets, Whereabouts};
 use super::start::{Starter, StarterSettings};
 use super::sys::{FilesLimit, keep_freed_memory, raise_files_limit};
@@ -115,6 +117,7 @@ async fn assemble_and_run(
     let socket = bind_udp(port).context("cannot open a UDP port for the other daemons")?;
     let mut net = Net::start(socket, &identity, (place.vm(), host), lease, inputs.clone(), log.clone())?;
     let announced = variable("SEMPA_ADDRESS");
+    let rate = Rate::of(variable("SEMPA_MOVE_RATE").as_deref()).map_err(anyhow::Error::msg)?;
     let addresses = address::listening(announced.as_deref(), &preferred, net.port()?).map_err(anyhow::Error::msg)?;
     let listener = local::bind(&place.socket())
         .with_context(|| format!("cannot listen for tasks at {}", place.socket().display()))?;
@@ -162,10 +165,11 @@ async fn assemble_and_run(
         inputs: queue,
         net,
         tasker: Tasker::new(programs.join("pvm-tasker"), files_limit, inputs.clone(), log.clone()),
-        images: Images::new(place.clone(), inputs.clone(), log.clone()),
+        images: Images::new(place.clone(), inputs.clone(), log.clone(), rate),
         starter: Starter::new(starter, inputs.clone(), log.clone()),
         sets: Sets::new(place.clone(), whereabouts, inputs.clone(), log.clone()),
         moves: Moves::new(&place, inputs),
+        halts: Halts::from_environment(),
         log: log.clone(),
         place: held,
     };

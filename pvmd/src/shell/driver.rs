@@ -1,6 +1,7 @@
 //! The daemon's loop: the only place where the machine is touched. Inputs come from one queue, outputs are carried out
 //! in their order, and nothing here waits for a peer or a disk.
 
+use super::halts::Halts;
 use super::images::Images;
 use super::input::Input;
 use super::local::{DISMISS_WITHIN, TASK_CONTROL_BYTES_MAX, TASK_SILENCE_MAX, TaskLine};
@@ -58,6 +59,7 @@ pub(crate) struct Parts {
     pub(crate) starter: Starter,
     pub(crate) moves: Moves,
     pub(crate) sets: Sets,
+    pub(crate) halts: Halts,
     pub(crate) log: Log,
     pub(crate) place: HeldPlace,
 }
@@ -180,8 +182,8 @@ impl Driver {
                     self.feed(Event::HostCarried { host, carried });
                 }
             }
-            Input::Net(NetInput::Images { host, migration, stream, decoder }) => {
-                self.parts.images.arrived(host, migration, stream, decoder);
+            Input::Net(NetInput::Images { host, migration, session, stream, decoder }) => {
+                self.parts.images.arrived((host, migration), session, stream, decoder);
             }
             Input::Net(input) => {
                 for news in self.parts.net.take(input) {
@@ -267,22 +269,16 @@ impl Driver {
                     self.parts.machine.handle(now, &mut self.parts.world, Event::Tasker(answer));
                 }
             }
+            Output::SendAhead { migration, to } => self.parts.images.send_ahead(migration, to, &self.parts.net),
             Output::SendImages { migration, to } => self.parts.images.send(migration, to, &self.parts.net),
             Output::ExpectImages { migration, from } => self.parts.images.expect(migration, from),
             Output::DropImages { migration } => self.parts.images.drop_images(migration),
             Output::Deposit { migration, record, to } => {
-                let complete = write_part(record);
-                match to {
-                    Some(to) => self.parts.images.complete_and_send(migration, to, &self.parts.net, complete),
-                    None => self.parts.images.complete_here(migration, complete),
-                }
+                self.parts.images.complete(migration, to, &self.parts.net, write_part(record));
             }
             Output::SendPart { restart, migration, tid, to } => {
                 let complete = self.parts.sets.unpack(restart, tid);
-                match to {
-                    Some(to) => self.parts.images.complete_and_send(migration, to, &self.parts.net, complete),
-                    None => self.parts.images.complete_here(migration, complete),
-                }
+                self.parts.images.complete(migration, to, &self.parts.net, complete);
             }
             Output::ReadPart { migration } => self.parts.sets.read_part(migration),
             Output::BeginSet { cut, job } => self.parts.sets.begin(cut, job, self.parts.world.unix_time()),
@@ -295,6 +291,7 @@ impl Driver {
             Output::WriteToken { path, token } => self.parts.moves.write_token(&path, &token, &self.parts.log),
             Output::RemoveToken { path } => self.parts.moves.remove_token(&path),
             Output::RecordMove { migration, tid, to } => self.parts.moves.record(migration, tid, to),
+            Output::StepEnded { tid, step } => self.parts.halts.at(tid, step),
             Output::Log { text } => self.parts.log.line(text),
             Output::LogTaskOutput { tid, bytes } => self.parts.log.task_output(tid, &bytes),
             Output::Shutdown => self.done = true,

@@ -8,13 +8,16 @@
 //! * `world`: programs and environment.
 //! * `pki`, `net`, `session`, `lanes`, `address`: other daemons. `bootstrap`, `start`, `join`, `manual`: starting them. `images`: what moves.
 //!   `vigil`: waiting awake for their answers.
+//! * `halts`: where tests have it stand still.
 
 mod address;
 mod bootstrap;
+mod bulk;
 pub mod cli;
 mod daemon;
 mod descriptors;
 mod driver;
+mod halts;
 mod images;
 mod input;
 mod join;
@@ -31,11 +34,13 @@ mod outbox;
 mod pki;
 mod place;
 mod port;
+mod rate;
 mod session;
 mod sets;
 mod slave;
 mod start;
 mod sys;
 mod tasker;
+mod travel;
 mod vigil;
 mod world;

@@ -82,7 +82,13 @@ pub(crate) enum NetInput {
     /// A parcel of the data channel, in the order of its stream.
     Data { host: HostId, number: u64, parcel: DataParcel },
     /// The beginning of an image transfer.
-    Images { host: HostId, migration: MigrationId, stream: quinn::RecvStream, decoder: FrameDecoder },
+    Images {
+        host: HostId,
+        migration: MigrationId,
+        session: Connection,
+        stream: quinn::RecvStream,
+        decoder: FrameDecoder,
+    },
     /// A session has ended, or never came to stand.
     Down { host: HostId, number: u64, why: String },
     /// A round of dialling has ended with a connection (which has arrived) or will not.

@@ -5,6 +5,7 @@ use super::input::{INPUTS_WAITING_MAX, Input};
 use super::log::{self, Log};
 use super::net::{Net, NetInput, NetNews, bind_udp};
 use super::pki::{Authority, Identity};
+use super::rate::Rate;
 use crate::machine::Event;
 use bytes::Bytes;
 use quinn::crypto::rustls::QuicClientConfig;
@@ -59,7 +60,14 @@ impl Daemon {
         let socket = bind_udp(0).expect("a port");
         let net =
             Net::start(socket, identity, ("pvm", host(me)), lease, sender.clone(), Log::clone(&log)).expect("TLS");
-        Daemon { net, images: Images::new(place, sender, log), inputs, me: host(me), dir, carried: (host(me), 0) }
+        Daemon {
+            net,
+            images: Images::new(place, sender, log, Rate::default()),
+            inputs,
+            me: host(me),
+            dir,
+            carried: (host(me), 0),
+        }
     }
 
     fn address(&self) -> SocketAddr {
@@ -81,8 +89,8 @@ impl Daemon {
                     self.net.take_data(host, number, parcel);
                     self.carried = (host, number);
                 }
-                Input::Net(NetInput::Images { host, migration, stream, decoder }) => {
-                    self.images.arrived(host, migration, stream, decoder);
+                Input::Net(NetInput::Images { host, migration, session, stream, decoder }) => {
+                    self.images.arrived((host, migration), session, stream, decoder);
                 }
                 Input::Net(input) => {
                     if let Some(news) = self.net.take(input).pop() {
@@ -443,15 +451,73 @@ async fn images_travel_and_only_where_they_are_expected() {
     assert_eq!(std::fs::read(two.images_dir(migration).join("pages-1.img")).expect("there"), content);
 
     two.images.drop_images(migration);
-    let gone = async {
-        while two.images_dir(migration).exists() {
-            tokio::time::sleep(Duration::from_millis(10)).await;
-        }
-    };
-    timeout(DEADLINE, gone).await.expect("the images are removed");
+    two.gone(migration).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn images_that_are_of_no_use_any_more_the_moment_they_are_here_were_sent_all_the_same() {
+    let (mut one, mut two) = two("at-once", Duration::from_secs(10)).await;
+    for number in 0..100 {
+        let migration = MigrationId(100 + number);
+        let from = one.images_dir(migration);
+        std::fs::create_dir(&from).expect("writable");
+        std::fs::write(from.join("core-1.img"), b"core").expect("writable");
+        two.images.expect(migration, host(1));
+        let Daemon { images, net, .. } = &mut one;
+        images.send(migration, host(2), net);
+        let received = timeout(DEADLINE, two.next()).await.expect("in time");
+        assert!(matches!(&received, Seen::Event(Event::ImagesReceived { result: Ok(4), .. })), "{received:?}");
+        two.images.drop_images(migration);
+        let sent = timeout(DEADLINE, one.next()).await.expect("in time");
+        assert!(matches!(&sent, Seen::Event(Event::ImagesSent { result: Ok(4), .. })), "{number}: {sent:?}");
+        one.images.drop_images(migration);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn images_that_are_still_being_written_are_on_their_way_and_either_end_may_give_up() {
+    for target_gives_up in [true, false] {
+        let (mut one, mut two) = two("ahead", Duration::from_secs(10)).await;
+        let migration = MigrationId(5);
+        let from = one.images_dir(migration);
+        std::fs::create_dir(&from).expect("writable");
+        std::fs::write(from.join("pages-1.img"), vec![9; 1 << 20]).expect("writable");
+        two.images.expect(migration, host(1));
+        let Daemon { images, net, .. } = &mut one;
+        images.send_ahead(migration, host(2), net);
+        let there = two.images_dir(migration).join("pages-1.img");
+        let arrives = async {
+            while std::fs::metadata(&there).map_or(0, |meta| meta.len()) < 1 << 20 {
+                // Its inputs have to be read for anything to happen.
+                let _ = timeout(Duration::from_millis(10), two.next()).await;
+            }
+        };
+        timeout(DEADLINE, arrives).await.expect("what is there is sent");
+        let (gives_up, other) = if target_gives_up { (&mut two, &mut one) } else { (&mut one, &mut two) };
+        gives_up.images.drop_images(migration);
+        gives_up.gone(migration).await;
+        let told = timeout(DEADLINE, other.next()).await;
+        let failed = matches!(
+            &told,
+            Ok(Seen::Event(Event::ImagesSent { result: Err(_), .. } | Event::ImagesReceived { result: Err(_), .. }))
+        );
+        assert!(failed, "{told:?}");
+        other.images.drop_images(migration);
+        other.gone(migration).await;
+    }
 }
 
 impl Daemon {
+    /// Waits until images are removed, which is when nothing works on them any more.
+    async fn gone(&self, migration: MigrationId) {
+        let gone = async {
+            while self.images_dir(migration).exists() {
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+        };
+        timeout(DEADLINE, gone).await.expect("the images are removed");
+    }
+
     fn images_dir(&self, migration: MigrationId) -> PathBuf {
         self.dir.join("sempa-0/pvm").join(format!("images-{}", migration.0))
     }

@@ -53,7 +53,7 @@ pub(crate) enum Purpose {
     Data,
     /// Link frames of one pair of tasks: parcels of [`Lane`].
     Lane(LaneId),
-    /// The images of one move.
+    /// Where the images of one move are to be had; it stands as long as they are on their way.
     Images(MigrationId),
 }
 
@@ -255,7 +255,8 @@ impl Pair {
                     readers.spawn(read_data(self.clone(), Some(lane), stream, decoder, inputs.clone()));
                 }
                 Ok(Ok(Purpose::Images(migration))) => {
-                    let input = NetInput::Images { host: self.host, migration, stream, decoder };
+                    let session = connection.clone();
+                    let input = NetInput::Images { host: self.host, migration, session, stream, decoder };
                     if inputs.send(Input::Net(input)).await.is_err() {
                         return "this daemon ends".into();
                     }
@@ -383,7 +384,7 @@ async fn write_stream(mut stream: SendStream, mut queue: OutboxReader) {
     }
 }
 
-/// Opens the stream of an image transfer.
+/// Opens the stream that announces images.
 ///
 /// # Errors
 /// What happened to the session.

@@ -27,7 +27,7 @@ pub use excluded::{EXCLUDED_HOSTS_MAX, Excluded};
 pub use fair::{Fair, GIVE_WAY_MARGIN, Limited, Limits, USERS_MAX, UpDown, WAITING_MAX, Waiting};
 pub use index::Hosts;
 pub use load::{ForeignMean, HEADROOM_BYTES, Share, foreign_demand};
-pub use moves::{MOVES_AT_ONCE_MAX, MoveDecision, Moves, SETTLE, Stay, StayReason, moves};
+pub use moves::{MOVES_AT_ONCE_MAX, MoveDecision, Moves, SETTLE, Stay, StayReason, moves, room_for};
 pub use place::{Ask, EXPLAINED_HOSTS_MAX, Placement, SPAWN_TASKS_MAX, Why, place, place_by};
 pub use predict::{Estimates, LEFT_MAX, Lessons, PROGRAMS_MAX, slowness};
 pub use share::{Again, GIVING_MAX, GivesWay, give_way, go_on};
@@ -236,6 +236,8 @@ pub enum Leaving {
 pub struct Terms {
     /// When they leave if they are not wanted.
     pub leaving: Leaving,
+    /// The job of one that no other host takes is parked; else it stands still here.
+    pub parks: bool,
     /// What they may have while they are welcome.
     pub limits: Arc<GuestLimits>,
 }

@@ -19,6 +19,8 @@ pub const MOVES_AT_ONCE_MAX: usize = 48;
 /// A host whose owner left less than this ago is the last choice as a target: he may be back in a moment.
 pub const SETTLE: Micros = Micros::from_secs(10);
 
+/// What passes within this is waited for before a job is parked.
+const PATIENCE: Micros = Micros::from_secs(5);
 /// What passes within this is not told.
 const MOMENT: Micros = Micros::from_secs(1);
 
@@ -94,6 +96,15 @@ impl Stay {
             StayReason::Held { .. } => self.again.is_none_or(|again| again.since(now) > MOMENT),
             StayReason::NoHost { .. } | StayReason::Waits => true,
         }
+    }
+
+    /// True when the owner wants the task's job checkpointed and ended instead.
+    pub fn parks(&self, snapshot: &Snapshot) -> bool {
+        let wants = |host: &HostView| host.terms.parks && !matches!(host.owner, Owner::Drained { .. });
+        // A host that has refused a task is asked again, first after a moment.
+        let passes = self.again.is_some_and(|again| again.since(snapshot.now) <= PATIENCE);
+        let nowhere = matches!(self.why, StayReason::NoHost { .. } | StayReason::Held { .. });
+        nowhere && !passes && snapshot.host(self.host).is_some_and(wants)
     }
 
     /// Why, with the other hosts and what each has against it.
@@ -191,6 +202,35 @@ pub fn moves(snapshot: &Snapshot) -> Moves {
         }
     }
     out
+}
+
+/// Places for so many tasks of these users and programs that begin again together, as many on a host as its owner allows, in
+/// turn; `None` if there is not room for all.
+pub fn room_for(snapshot: &Snapshot, tasks: u32, kinds: &[(u32, String)]) -> Option<Vec<HostId>> {
+    let index = snapshot.hosts.index(snapshot.now);
+    let load = |host: &HostView| index.load(host.id).expect("the index has the snapshot's hosts");
+    let moves = |host: &HostView| host.no_moves.as_ref().is_none_or(|no| no.at <= snapshot.now);
+    let lets_in = |host: &HostView| kinds.iter().all(|(user, program)| host.terms.blocks(*user, program).is_none());
+    let open = snapshot.hosts.into_iter().filter(|host| {
+        host.owner.keeps_out().is_none()
+            && full(host, snapshot.now, || load(host)).is_none()
+            && moves(host)
+            && lets_in(host)
+    });
+    let mut left: Vec<(HostId, u32)> = open.map(|host| (host.id, load(host).left())).collect();
+    let mut places = Vec::new();
+    while (places.len() as u64) < u64::from(tasks) {
+        left.retain(|(_, left)| *left > 0);
+        if left.is_empty() {
+            return None;
+        }
+        let missing = tasks as usize - places.len();
+        for (host, left) in left.iter_mut().take(missing) {
+            places.push(*host);
+            *left -= 1;
+        }
+    }
+    Some(places)
 }
 
 /// Why tasks leave the host of this owner, if they do.

@@ -27,9 +27,10 @@ pub(super) fn terms(now: Micros, report: &LoadReport, before: &Terms) -> Terms {
         Guests::Stopped { leave_at: Some(at), .. } if at > report.at => Leaving::At(now + at.since(report.at)),
         Guests::Stopped { .. } | Guests::Welcome => Leaving::Now,
     };
+    let parks = matches!(report.guests, Guests::Stopped { then: Leave::Checkpoint, .. });
     let same = *before.limits == report.limits;
     let limits = if same { before.limits.clone() } else { Arc::new(report.limits.clone()) };
-    Terms { leaving, limits }
+    Terms { leaving, parks, limits }
 }
 
 /// What is recorded when guests are not wanted any more, or are again.

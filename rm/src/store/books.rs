@@ -5,6 +5,9 @@
 //!
 //! Every sheet has a limit. The oldest entries go first; sums of users stay.
 
+pub mod parked;
+
+use parked::Parked;
 use sempa_proto::event::{Event, EventKind};
 use sempa_proto::migration::{Cause, Usage};
 use sempa_proto::rm::{
@@ -24,6 +27,8 @@ pub const JOBS_MAX: usize = 8_192;
 pub const TASKS_MAX: usize = 65_536;
 /// Decisions that are kept.
 pub const DECISIONS_MAX: usize = 20_000;
+/// For clocks that differ.
+const SLACK: Micros = Micros::from_secs(1);
 /// Tasks from a command line that have no children and so are no jobs yet; the oldest are forgotten.
 const LONERS_MAX: usize = 4_096;
 
@@ -48,11 +53,13 @@ pub enum Sheet {
     Loners,
     /// Hosts that are emptied.
     Drains,
+    /// Jobs that were checkpointed and ended, and go on when there is room.
+    Parked,
 }
 
 impl Sheet {
     /// All of them.
-    pub const ALL: [Sheet; 9] = [
+    pub const ALL: [Sheet; 10] = [
         Sheet::Place,
         Sheet::Users,
         Sheet::Jobs,
@@ -62,6 +69,7 @@ impl Sheet {
         Sheet::Hosts,
         Sheet::Loners,
         Sheet::Drains,
+        Sheet::Parked,
     ];
 }
 
@@ -127,6 +135,7 @@ pub struct Books {
     loners: BTreeMap<Tid, (Micros, u32)>,
     /// Hosts that are emptied: who asked for it, and until when it is to be done, as time of day.
     drains: BTreeMap<HostId, (Tid, Option<Micros>)>,
+    parked: BTreeMap<u64, Parked>,
     dirty: BTreeSet<(Sheet, u64)>,
     /// The user of tasks of whom nothing else is known.
     own_user: u32,
@@ -153,7 +162,8 @@ impl Books {
         }
         books.job_numbers = books.jobs.iter().map(|(number, job)| (job.job, *number)).collect();
         books.task_numbers = books.tasks.iter().map(|(number, task)| (task.tid, *number)).collect();
-        let keys = [books.jobs.keys().last(), books.tasks.keys().last(), books.decisions.keys().last()];
+        let Books { jobs, tasks, decisions, parked, .. } = &books;
+        let keys = [jobs.keys().last(), tasks.keys().last(), decisions.keys().last(), parked.keys().last()];
         books.last = keys.into_iter().flatten().copied().max().unwrap_or(0);
         (books, bad)
     }
@@ -171,6 +181,7 @@ impl Books {
             }
             Sheet::Loners => drop(self.loners.insert(tid_of(key)?, frame::from_bytes(value).ok()?)),
             Sheet::Drains => drop(self.drains.insert(host_of(key)?, frame::from_bytes(value).ok()?)),
+            Sheet::Parked => drop(self.parked.insert(key, frame::from_bytes(value).ok()?)),
         }
         Some(())
     }
@@ -204,6 +215,7 @@ impl Books {
             }
             Sheet::Loners => frame::to_bytes(self.loners.get(&tid_of(key)?)?),
             Sheet::Drains => frame::to_bytes(self.drains.get(&host_of(key)?)?),
+            Sheet::Parked => frame::to_bytes(self.parked.get(&key)?),
         };
         // Plain records of numbers and short texts.
         bytes.ok()
@@ -285,6 +297,8 @@ impl Books {
         self.hosts.clear();
         let drains: Vec<HostId> = self.drains.keys().copied().collect();
         drains.into_iter().for_each(|host| self.drain(host, None));
+        // They lie in the store; whether they are to run here somebody else has to say.
+        self.unpark(|_| true);
     }
 
     /// All tasks there are: what runs according to the books and is not among them has ended unseen.
@@ -313,6 +327,7 @@ impl Books {
         self.place = Place::behind(event);
         self.dirty.insert((Sheet::Place, 0));
         let at = event.at;
+        self.parked_event(&event.kind);
         match &event.kind {
             EventKind::HostAdded { host, name } => {
                 self.know_host(*host, name);
@@ -326,6 +341,11 @@ impl Books {
             }
             EventKind::TaskStarted { tid, parent, name, user } => {
                 self.task_started(at, *tid, (*parent, *user), name, event.host);
+            }
+            EventKind::Restarted { set, job, tasks, why } => {
+                self.restarted(at, *job, tasks);
+                let tasks = tasks.iter().map(|(tid, host)| (*tid, self.host(*host))).collect();
+                self.decided(at, Decided::Restarted { job: *job, set: set.clone(), tasks, why: why.clone() });
             }
             EventKind::Suspended { tid, cause } => {
                 self.suspended(*tid, at, Some(cause.clone()));
@@ -382,8 +402,11 @@ impl Books {
 
     fn task_started(&mut self, at: Micros, tid: Tid, (parent, user): (Tid, u32), name: &str, host: HostId) {
         let serves = sempa_proto::load::is_watcher(name) || tid == self.own_task || !tid.is_task() || tid == parent;
-        if serves || self.known(tid).is_some_and(|t| t.ended.is_none()) {
+        if serves {
             return;
+        }
+        if self.known(tid).is_some_and(|t| t.ended.is_none()) {
+            return self.described(tid, name, host);
         }
         if name.is_empty() && !parent.is_task() {
             self.loner(tid, at, user);
@@ -402,6 +425,73 @@ impl Books {
         let job = self.known(parent).map_or(tid, |p| p.job);
         let host = self.host(host);
         self.take_up(at, tid, (job, user), name, host);
+    }
+
+    /// A task of which others spoke first says what it is.
+    fn described(&mut self, tid: Tid, name: &str, host: HostId) {
+        let host = self.host(host);
+        let Some(number) = self.task_numbers.get(&tid).copied() else { return };
+        let Some(task) = self.tasks.get_mut(&number).filter(|t| t.program.is_empty() && !name.is_empty()) else {
+            return;
+        };
+        (task.program, task.host) = (name.to_string(), host);
+        self.dirty.insert((Sheet::Tasks, number));
+        if let Some(number) = self.job_numbers.get(&tid).copied()
+            && let Some(job) = self.jobs.get_mut(&number)
+        {
+            job.program = name.to_string();
+            self.dirty.insert((Sheet::Jobs, number));
+        }
+    }
+
+    /// These tasks began again as one job. Each host told of its own when they did, some of children before their parents:
+    /// those were counted to the job as it was before, or were taken for jobs of their own.
+    fn restarted(&mut self, at: Micros, job: Tid, tasks: &[(Tid, HostId)]) {
+        let numbers: Vec<u64> = tasks.iter().filter_map(|(tid, _)| self.task_numbers.get(tid).copied()).collect();
+        let Some(began) = numbers.iter().filter_map(|number| self.tasks.get(number)).map(|task| task.began).min()
+        else {
+            return;
+        };
+        // Its first task may have been spawned by another that is not in the set.
+        let job = self.known(job).map_or(job, |first| first.job);
+        let Some(to) = self.job_numbers.get(&job).copied() else { return };
+        for number in numbers {
+            let Some(from) = self.counted_to(number).filter(|from| *from != to) else { continue };
+            let Some(mut task) = self.tasks.remove(&number) else { continue };
+            task.job = job;
+            let (tid, running) = (task.tid, u64::from(task.ended.is_none()));
+            // Behind its job.
+            let behind = self.number();
+            self.tasks.insert(behind, task);
+            self.task_numbers.insert(tid, behind);
+            self.dirty.extend([(Sheet::Tasks, number), (Sheet::Tasks, behind)]);
+            self.recount(from, at, |sums| {
+                sums.tasks = sums.tasks.saturating_sub(1);
+                sums.running = sums.running.saturating_sub(running);
+            });
+            self.recount(to, at, |sums| {
+                sums.tasks += 1;
+                sums.running += running;
+            });
+        }
+        if let Some(job) = self.jobs.get_mut(&to) {
+            job.began = job.began.min(began);
+        }
+    }
+
+    /// Changes what was counted to a job. One to which nothing is counted any more was none.
+    fn recount(&mut self, number: u64, at: Micros, change: impl Fn(&mut Sums)) {
+        let Some(job) = self.jobs.get_mut(&number) else { return };
+        change(&mut job.sums);
+        job.ended = (job.sums.running == 0).then_some(job.ended.unwrap_or(at));
+        if job.sums.tasks == 0 {
+            let tid = job.job;
+            self.jobs.remove(&number);
+            if self.job_numbers.get(&tid) == Some(&number) {
+                self.job_numbers.remove(&tid);
+            }
+        }
+        self.dirty.insert((Sheet::Jobs, number));
     }
 
     /// Where a task was seen last, as the event log has it.
@@ -497,7 +587,7 @@ impl Books {
         self.tasks.insert(number, task);
         self.task_numbers.insert(tid, number);
         self.dirty.insert((Sheet::Tasks, number));
-        self.sum(job, user, began, |sums| {
+        self.sum(self.job_numbers.get(&job).copied(), user, began, |sums| {
             sums.tasks += 1;
             sums.running += 1;
         });
@@ -508,13 +598,20 @@ impl Books {
         self.job_numbers.get(&job).and_then(|number| self.jobs.get(number))
     }
 
+    /// The job that a task was counted to: of those that are called so, it was numbered last before the task. One that has begun
+    /// again is another one.
+    fn counted_to(&self, number: u64) -> Option<u64> {
+        let job = self.tasks.get(&number)?.job;
+        self.jobs.range(..number).rev().find(|(_, entry)| entry.job == job).map(|(number, _)| *number)
+    }
+
     /// Changes the sums of a job and its user.
-    fn sum(&mut self, job: Tid, user: u32, at: Micros, change: impl Fn(&mut Sums)) {
+    fn sum(&mut self, job: Option<u64>, user: u32, at: Micros, change: impl Fn(&mut Sums)) {
         let entry = self.users.entry(user).or_default();
         entry.changed = entry.changed.max(at);
         change(&mut entry.sums);
         self.dirty.insert((Sheet::Users, u64::from(user)));
-        if let Some(number) = self.job_numbers.get(&job).copied()
+        if let Some(number) = job
             && let Some(job) = self.jobs.get_mut(&number)
         {
             change(&mut job.sums);
@@ -530,9 +627,9 @@ impl Books {
         let Some(task) = self.tasks.get_mut(&number).filter(|t| t.ended.is_none()) else { return };
         (task.ended, task.used) = (Some((at, how)), used);
         let wall = Micros(at.since(task.began).0.saturating_sub(task.stood.0));
-        let (job, user) = (task.job, task.user);
+        let user = task.user;
         self.dirty.insert((Sheet::Tasks, number));
-        self.sum(job, user, at, |sums| {
+        self.sum(self.counted_to(number), user, at, |sums| {
             sums.running = sums.running.saturating_sub(1);
             sums.failed += u64::from(!how.is_good());
             sums.used = sums.used.plus(used);
@@ -546,9 +643,9 @@ impl Books {
         task.moves += 1;
         task.evictions += u32::from(eviction);
         task.host = to;
-        let (job, user, began) = (task.job, task.user, task.began);
+        let (user, began) = (task.user, task.began);
         self.dirty.insert((Sheet::Tasks, number));
-        self.sum(job, user, began, |sums| {
+        self.sum(self.counted_to(number), user, began, |sums| {
             sums.moves += 1;
             sums.evictions += u64::from(eviction);
         });
@@ -613,7 +710,7 @@ impl Books {
         match question {
             Question::WhyTask(tid) => {
                 let task = self.known(*tid).cloned();
-                let decisions = self.decisions_about(|what| what.is_about(*tid), task.as_ref().map(|t| t.began));
+                let decisions = self.decisions_about(|what| what.is_about(*tid), self.began(*tid));
                 if task.is_none() && decisions.is_empty() { Answer::Unknown } else { Answer::Why { task, decisions } }
             }
             Question::WhyHost(name) => {
@@ -643,9 +740,25 @@ impl Books {
         }
     }
 
-    /// Of a task: not what was decided about one before it with the same tid. A second for clocks that differ.
+    /// When the newest task with this tid began; if it began again from a checkpoint, when it first did.
+    fn began(&self, tid: Tid) -> Option<Micros> {
+        let mut lives = self.tasks.values().rev().filter(|task| task.tid == tid).map(|task| task.began);
+        let mut began = lives.next()?;
+        let again =
+            |what: &Decided| matches!(what, Decided::Restarted { tasks, .. } if tasks.iter().any(|(t, _)| *t == tid));
+        let again: Vec<Micros> = self.decisions.values().filter(|d| again(&d.what)).map(|d| d.at).collect();
+        let mut until = Micros(u64::MAX);
+        for before in lives {
+            if !again.iter().any(|at| *at + SLACK >= began && *at < until) {
+                break;
+            }
+            (until, began) = (began, before);
+        }
+        Some(began)
+    }
+
+    /// Of a task: not what was decided about one before it with the same tid.
     fn decisions_about(&self, wanted: impl Fn(&Decided) -> bool, since: Option<Micros>) -> Vec<Decision> {
-        const SLACK: Micros = Micros::from_secs(1);
         let new = |d: &&Decision| since.is_none_or(|since| d.at + SLACK >= since);
         newest(self.decisions.values().filter(|d| wanted(&d.what)).filter(new))
     }

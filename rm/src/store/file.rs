@@ -94,6 +94,7 @@ fn table(sheet: Sheet) -> TableDefinition<'static, u64, &'static [u8]> {
         Sheet::Hosts => "hosts",
         Sheet::Loners => "loners",
         Sheet::Drains => "drains",
+        Sheet::Parked => "parked",
     })
 }
 

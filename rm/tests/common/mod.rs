@@ -68,6 +68,12 @@ pub(crate) struct World {
     holds: HashMap<Tid, suspend::Holds>,
     pub(crate) refuses_suspending: HashMap<Tid, PvmError>,
     pub(crate) watched: Vec<Tid>,
+    pub(crate) checkpoints: Vec<Tid>,
+    pub(crate) restarts: Vec<(String, Vec<String>)>,
+    /// What owners allow.
+    pub(crate) limits: GuestLimits,
+    /// How guests leave when an owner comes.
+    pub(crate) then: Leave,
     /// Part of the hosts' processors that somebody uses, and threads that want one, as watchers report it.
     pub(crate) load: (f32, u32),
     events: u64,
@@ -172,6 +178,14 @@ impl VmApi for FakeVm {
         }
         Ok(())
     }
+    fn checkpoint_and_end(&self, job: Tid) -> Result<(), Error> {
+        self.0.borrow_mut().checkpoints.push(job);
+        Ok(())
+    }
+    fn restart(&self, set: &str, on: &[String]) -> Result<(), Error> {
+        self.0.borrow_mut().restarts.push((set.into(), on.to_vec()));
+        Ok(())
+    }
     fn record(&self, _at: Micros, kind: EventKind) -> Result<(), Error> {
         let mut world = self.0.borrow_mut();
         use EventKind::{DrainBegun, DrainEnded, JobResumed, JobSuspended};
@@ -245,7 +259,7 @@ impl World {
             OwnerVerdict::Absent { .. } => "nobody is logged in",
         };
         let guests = match &owner {
-            OwnerVerdict::Present { seen, .. } => Guests::Stopped { leave_at: Some(*seen), then: Leave::Move },
+            OwnerVerdict::Present { seen, .. } => Guests::Stopped { leave_at: Some(*seen), then: self.then },
             _ => Guests::Welcome,
         };
         let report = LoadReport {
@@ -258,7 +272,7 @@ impl World {
             logins: Vec::new(),
             guests,
             guests_why: why.into(),
-            limits: GuestLimits::default(),
+            limits: self.limits.clone(),
         };
         let body = frame::to_bytes(&report).expect("a report can be written").into();
         self.post(watcher, CTX_RM, TAG_LOAD, 0, body);

@@ -1,7 +1,8 @@
 //! Whole jobs are suspended as somebody asks for it, and tasks of users who have taken much give way.
 
+use crate::answers::two_workers;
 use crate::common::{Bed, FakeVm, client, h, info, request, spawned, t, world};
-use crate::{ask, ended, two_workers, with_books, with_conduct};
+use crate::{ask, ended, with_books, with_conduct};
 use pvm_rm::policy::Conduct;
 use pvm_rm::spawns::Rules;
 use sempa_proto::event::EventKind;

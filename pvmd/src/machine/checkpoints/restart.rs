@@ -1,6 +1,6 @@
 //! Sets that are started again: the glue between the protocol, the store, and the hosts that build the tasks.
 
-use super::{Doing, LINES_MAX, Purpose, RESTART_PAUSE, SIGKILL, TRIES_MAX, Wanted};
+use super::{Counted, Doing, Job, LINES_MAX, Purpose, RESTART_PAUSE, TRIES_MAX, Wanted, pause};
 use crate::machine::asks::Asker;
 use crate::machine::{Machine, Output};
 use checkpoint::protocol::{Candidate, RestartOutput, TargetEvent};
@@ -8,17 +8,25 @@ use sempa_proto::checkpoint::{PartRecord, RestartFailure, RestartReport, SET_VER
 use sempa_proto::event::EventKind;
 use sempa_proto::host::Question;
 use sempa_proto::migration::{Failure, FileMatch, TaskFacts, Timeline};
-use sempa_proto::table::TaskInfo;
 use sempa_proto::task::{Redirect, Reply, Restart};
 use sempa_proto::tasker::{Redirection, ToTasker};
 use sempa_proto::{HostId, Micros, MigrationId, RequestId, Tid, WIRE_VERSION};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 impl Machine {
     /// Master: somebody wants a set started again.
-    pub(in crate::machine) fn restart_wanted(&mut self, tid: Tid, id: RequestId, set: String, on: Vec<String>) {
+    pub(in crate::machine) fn restart_wanted(
+        &mut self,
+        (tid, id): (Tid, RequestId),
+        set: String,
+        on: Vec<String>,
+        wait: bool,
+    ) {
         let why = format!("{tid} asked for it");
-        self.restart_set(set, None, on, Some((tid, id)), why);
+        self.restart_set(set, None, on, wait.then_some((tid, id)), why);
+        if !wait {
+            self.reply(tid, id, Reply::Done);
+        }
     }
 
     pub(super) fn restart_set(
@@ -32,7 +40,7 @@ impl Machine {
         let Some(keeping) = self.keeping() else { return };
         keeping.last_wanted += 1;
         let restart = keeping.last_wanted;
-        let wanted = Wanted { set: set.clone(), job, on, waiter, why, meta: None, begun: None };
+        let wanted = Wanted { set: set.clone(), job, on, waiter, why, meta: None, begun: None, held: Vec::new() };
         keeping.wanted.insert(restart, wanted);
         self.out.push_back(Output::OpenSet { restart, set });
     }
@@ -57,9 +65,9 @@ impl Machine {
         }
     }
 
-    pub(super) fn begin_restart(&mut self, number: u64, tasks: &[TaskInfo]) {
+    pub(super) fn begin_restart(&mut self, number: u64, found: &Counted) {
         let now = self.now;
-        let begun = self.plan_restart(number, tasks);
+        let begun = self.plan_restart(number, found);
         let (job, timeline, candidates) = match begun {
             Ok(plan) => plan,
             Err(why) => return self.restart_over(number, Err(why)),
@@ -80,15 +88,19 @@ impl Machine {
     }
 
     /// Where each task may be started, if nothing stands in the way.
-    fn plan_restart(&self, number: u64, tasks: &[TaskInfo]) -> Result<(Tid, Timeline, Vec<Candidate>), RestartFailure> {
+    fn plan_restart(&self, number: u64, found: &Counted) -> Result<(Tid, Timeline, Vec<Candidate>), RestartFailure> {
         let gone = || RestartFailure::Store("the set is not open any more".into());
         let keeping = self.master.as_ref().map(|master| &master.keeping).ok_or_else(gone)?;
         let wanted = keeping.wanted.get(&number).ok_or_else(gone)?;
         let meta = wanted.meta.as_ref().ok_or_else(gone)?;
         let job = keeping.jobs.get(&meta.job);
-        let goes_back = wanted.waiter.is_none();
-        let free = |doing: &Doing| *doing == Doing::Nothing || goes_back && *doing == Doing::Restarting;
-        if job.is_some_and(|job| !free(&job.doing)) {
+        let goes_back = wanted.job.is_some();
+        let free = |job: &Job| match job.doing {
+            Doing::Nothing => !job.is_wanted(),
+            Doing::Restarting => goes_back,
+            _ => false,
+        };
+        if job.is_some_and(|job| !free(job)) {
             return Err(RestartFailure::UnderWay);
         }
         // Sets of a job and of one within it have tasks in common.
@@ -96,15 +108,8 @@ impl Machine {
         if meta.parts.iter().any(|part| busy(part.tid)) {
             return Err(RestartFailure::UnderWay);
         }
-        let members: Vec<Tid> = meta.parts.iter().map(|part| part.tid).collect();
-        let alive: Vec<Tid> = tasks.iter().map(|task| task.tid).filter(|tid| members.contains(tid)).collect();
-        if !alive.is_empty() {
-            return Err(RestartFailure::Alive(alive));
-        }
-        let taken = self.master.as_ref().map(|master| master.groups.taken(&meta.groups)).unwrap_or_default();
-        if !taken.is_empty() {
-            return Err(RestartFailure::Groups(taken));
-        }
+        let members: Vec<(Tid, u16)> = meta.parts.iter().map(|part| (part.tid, part.line)).collect();
+        self.in_nobodys_way(meta, found)?;
         let mut on = Vec::new();
         for name in &wanted.on {
             on.push(self.host_named(name).ok_or_else(|| RestartFailure::NoHost(name.clone()))?);
@@ -117,11 +122,38 @@ impl Machine {
             hosts.rotate_left(turn % many);
             let home = self.table.by_name(&part.host).map(|entry| entry.id).filter(|_| on.is_empty());
             hosts.sort_by_key(|host| Some(*host) != home);
+            // A host may be named more than once, to be the first choice of more tasks.
+            let mut known = BTreeSet::new();
+            hosts.retain(|host| known.insert(*host));
             candidates.push(Candidate { tid: part.tid, facts: without_lengths(&part.facts), hosts });
         }
         let line = keeping.line.max(meta.line).wrapping_add(1).max(1);
-        let members = meta.parts.iter().map(|part| (part.tid, part.line)).collect();
         Ok((meta.job, Timeline { line, members, same: meta.vm == keeping.founded }, candidates))
+    }
+
+    /// What belongs to the tasks of a set belongs to nobody else.
+    fn in_nobodys_way(&self, meta: &SetMeta, found: &Counted) -> Result<(), RestartFailure> {
+        let member = |tid: Tid| meta.parts.iter().any(|part| part.tid == tid);
+        let alive: Vec<Tid> = found.tasks.iter().map(|task| task.tid).filter(|tid| member(*tid)).collect();
+        if !alive.is_empty() {
+            return Err(RestartFailure::Alive(alive));
+        }
+        let Some(master) = &self.master else { return Ok(()) };
+        let groups = master.groups.taken(&meta.groups);
+        if !groups.is_empty() {
+            return Err(RestartFailure::Groups(groups));
+        }
+        if !master.mailbox.has_room_for(&meta.mailbox) {
+            return Err(RestartFailure::Store("the mailbox has no room for the job's entries".into()));
+        }
+        let mailbox = master.mailbox.taken(&meta.mailbox);
+        if !mailbox.is_empty() {
+            return Err(RestartFailure::Mailbox(mailbox));
+        }
+        let given: BTreeMap<i32, Tid> = found.contexts.iter().copied().collect();
+        let other = |(ctx, owner): &&(i32, Tid)| given.get(ctx).is_some_and(|holder| holder != owner);
+        let contexts: Vec<i32> = meta.contexts.iter().filter(other).map(|(ctx, _)| *ctx).collect();
+        if contexts.is_empty() { Ok(()) } else { Err(RestartFailure::Contexts(contexts)) }
     }
 
     pub(super) fn restarter_does(&mut self, output: RestartOutput) {
@@ -138,7 +170,7 @@ impl Machine {
                 self.out.push_back(Output::SendPart { restart: number, migration: of.id, tid: of.tid, to });
             }
             RestartOutput::Locate(of) => {
-                self.join_again(of.id);
+                self.belongs_again(of.id);
                 self.locate(&of);
             }
             RestartOutput::Ended { restart, result } => {
@@ -152,14 +184,23 @@ impl Machine {
         }
     }
 
-    /// The tasks of a set are members again of the groups that they were in.
-    fn join_again(&mut self, part: MigrationId) {
+    /// The tasks of a set have again what was theirs: places in groups, entries of the mailbox, contexts.
+    fn belongs_again(&mut self, part: MigrationId) {
         let Some(master) = self.master.as_deref_mut() else { return };
         let restart = master.keeping.restarts.of_part(part);
         let number = restart.and_then(|restart| master.keeping.wanted_of(restart));
-        let meta = number.and_then(|number| master.keeping.wanted.get_mut(&number)?.meta.as_mut());
-        if let Some(meta) = meta {
-            master.groups.restore(&std::mem::take(&mut meta.groups));
+        let wanted = number.and_then(|number| master.keeping.wanted.get_mut(&number));
+        let Some(Wanted { meta: Some(meta), held, .. }) = wanted else { return };
+        held.extend(&meta.contexts);
+        master.groups.restore(&std::mem::take(&mut meta.groups));
+        let (mailbox, contexts) = (std::mem::take(&mut meta.mailbox), std::mem::take(&mut meta.contexts));
+        self.restore_mailbox(mailbox);
+        let mut by_host = BTreeMap::<HostId, Vec<(i32, Tid)>>::new();
+        for (ctx, owner) in contexts {
+            by_host.entry(self.holder_of(ctx)).or_default().push((ctx, owner));
+        }
+        for (host, contexts) in by_host {
+            self.ask(host, Question::HoldContexts(contexts), Asker::Nobody);
         }
     }
 
@@ -183,8 +224,8 @@ impl Machine {
         self.out.push_back(Output::CloseSet { restart: number });
         let Some(keeping) = self.keeping() else { return };
         let Some(wanted) = keeping.wanted.remove(&number) else { return };
-        let Wanted { set, waiter, why, meta, begun, .. } = wanted;
-        let job = wanted.job.or(meta.as_ref().map(|meta| meta.job)).unwrap_or_default();
+        let Wanted { set, waiter, why, meta, begun, held, job: goes_back, .. } = wanted;
+        let job = goes_back.or(meta.as_ref().map(|meta| meta.job)).unwrap_or_default();
         let members: BTreeSet<Tid> = meta.iter().flat_map(|meta| &meta.parts).map(|part| part.tid).collect();
         let mut next = None;
         // Else a host was lost meanwhile, and it goes back once more.
@@ -192,10 +233,11 @@ impl Machine {
             entry.doing = Doing::Nothing;
             entry.tries += 1;
             if result.is_ok() {
-                (entry.newest, next) = (Some((set.clone(), members.clone())), entry.every);
+                entry.pace = entry.pace.or(meta.as_ref().and_then(|meta| meta.pace));
+                (entry.newest, next) = (Some(set.clone()), entry.pace.map(|pace| pause(pace, Some(entry.took))));
                 (entry.members, entry.ended) = (members.clone(), BTreeSet::new());
                 entry.tries = 0;
-            } else if waiter.is_none() && entry.tries < TRIES_MAX {
+            } else if goes_back.is_some() && entry.tries < TRIES_MAX {
                 // What stands in the way may go away.
                 entry.doing = Doing::Ending { lost: None, not_before: Micros(0), why: why.clone(), looks: 0 };
                 next = Some(RESTART_PAUSE);
@@ -209,8 +251,11 @@ impl Machine {
         if result.is_err() && begun.is_some() {
             // They may have been in their groups again already, and if all were told to run some may do so.
             for tid in &members {
-                self.ask_about(*tid, Question::Signal { tid: *tid, signal: SIGKILL }, Asker::Nobody);
-                self.member_ended(*tid);
+                self.kill(*tid);
+                self.task_left(*tid);
+            }
+            for (ctx, owner) in held {
+                self.ask(self.holder_of(ctx), Question::FreeContext { owner, ctx }, Asker::Nobody);
             }
         }
         self.record(match &result {

@@ -1,11 +1,13 @@
 //! Jobs are checkpointed while they talk, lose everything, and begin again.
 
-use super::sim::{Seen, Sim, host, seeds};
+use super::scene::{stopped_until, welcome};
+use super::sim::{Proc, Seen, Sim, host, seeds};
 use crate::machine::HostId;
-use sempa_proto::checkpoint::{CutFailure, RestartFailure, SetReport};
+use sempa_proto::checkpoint::{CutFailure, Pace, RestartFailure, SetReport};
 use sempa_proto::group::{GroupReply, GroupRequest};
-use sempa_proto::task::{Reply, Request, SpawnRequest};
-use sempa_proto::{Micros, RequestId, Tid};
+use sempa_proto::owner::Leave;
+use sempa_proto::task::{MailboxRequest, Reply, Request, SpawnRequest};
+use sempa_proto::{Message, Micros, RequestId, Tid};
 use std::collections::BTreeMap;
 
 /// A job of so many tasks, all of which its first one has spawned, and the console.
@@ -84,12 +86,15 @@ impl Scene {
 
     fn begin_checkpoint(&mut self, every: Option<Micros>) -> RequestId {
         let job = self.job();
-        self.sim.request(self.console, Request::Checkpoint { job, every, end: false })
+        self.sim
+            .request(self.console, Request::Checkpoint { job, pace: every.map(Pace::Pause), end: false, wait: true })
     }
 
     fn checkpoint(&mut self, every: Option<Micros>) -> Result<SetReport, CutFailure> {
         let job = self.job();
-        let reply = self.sim.ask(self.console, Request::Checkpoint { job, every, end: false });
+        let reply = self
+            .sim
+            .ask(self.console, Request::Checkpoint { job, pace: every.map(Pace::Pause), end: false, wait: true });
         let Reply::Checkpointed(result) = reply else { panic!("{reply:?}") };
         result
     }
@@ -106,7 +111,7 @@ impl Scene {
 
     fn restart(&mut self, set: &str, on: &[&str]) -> Result<Vec<(Tid, HostId)>, RestartFailure> {
         let on = on.iter().map(|name| name.to_string()).collect();
-        let reply = self.sim.ask(self.console, Request::Restart { set: set.into(), on });
+        let reply = self.sim.ask(self.console, Request::Restart { set: set.into(), on, wait: true });
         let Reply::Restarted(result) = reply else { panic!("{reply:?}") };
         result.map(|report| report.tasks)
     }
@@ -282,13 +287,7 @@ fn members_of_a_group_meet_again_in_a_new_virtual_machine() {
             scene.tids[..3].iter().copied().map(|tid| barrier(&mut scene.sim, tid)).collect();
         scene.sim.pass(Micros::from_millis(20));
         let report = scene.checkpoint(None).unwrap_or_else(|why| panic!("{why} (seed {seed})"));
-        let (tids, old) = (scene.tids.clone(), scene.sim.sets);
-        let spared = old.spared();
-        let mut sim = Sim::with(seed + 1000, |config| config.spared = spared.clone());
-        sim.sets.take_sets(old);
-        let console = sim.enrol(HostId::MASTER);
-        assert!(!tids.contains(&sim.procs[console].tid()), "a number was given away (seed {seed})");
-        let mut scene = Scene { sim, console, tids };
+        let mut scene = lost(scene);
         let places = scene.restart(&report.set, &[]).unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         assert!(places.iter().all(|(_, at)| *at == HostId::MASTER), "{places:?}");
         scene.until_all_are_back();
@@ -300,6 +299,122 @@ fn members_of_a_group_meet_again_in_a_new_virtual_machine() {
                 matches!(replies.get(id), Some(Reply::Group(GroupReply::Number(0))))
             })
         });
+    }
+}
+
+/// All of it is lost, and a new virtual machine is founded beside its store.
+fn lost(scene: Scene) -> Scene {
+    let Scene { sim: Sim { sets: old, seed, .. }, tids, .. } = scene;
+    let spared = old.spared();
+    let mut sim = Sim::with(seed + 1000, |config| config.spared = spared.clone());
+    sim.sets.take_sets(old);
+    let console = sim.enrol(HostId::MASTER);
+    assert!(!tids.contains(&sim.procs[console].tid()), "a number was given away (seed {seed})");
+    Scene { sim, console, tids }
+}
+
+fn context(sim: &mut Sim, proc: usize) -> i32 {
+    let Reply::Context(ctx) = sim.ask(proc, Request::NewContext) else { panic!("no context") };
+    ctx
+}
+
+fn put(scene: &mut Scene, by: usize, name: &str, body: &'static [u8]) {
+    let (src, dst, body) = (Tid::NONE, Tid::NONE, bytes::Bytes::from_static(body));
+    let message = Message { src, dst, ctx: 0, tag: 0, wid: 0, enc: 0, body };
+    let put = MailboxRequest::Put { name: name.into(), flags: 0, message };
+    let reply = scene.sim.ask(by, Request::Mailbox(put));
+    assert_eq!(reply, Reply::MailboxIndex(0));
+}
+
+fn stored(scene: &mut Scene, name: &str) -> Option<bytes::Bytes> {
+    let take = MailboxRequest::Take { name: name.into(), index: 0, flags: 0 };
+    match scene.sim.ask(scene.console, Request::Mailbox(take)) {
+        Reply::Mailbox(message) => Some(message.body),
+        _ => None,
+    }
+}
+
+#[test]
+fn what_tasks_have_in_the_mailbox_and_their_contexts_are_theirs_again_in_a_new_virtual_machine() {
+    for seed in seeds(20) {
+        let mut scene = Scene::new(seed, 3, 4);
+        let (mut owned, console) = (Vec::new(), scene.console);
+        for tid in scene.tids.clone() {
+            let proc = scene.sim.proc_of(tid);
+            owned.push((tid, context(&mut scene.sim, proc)));
+        }
+        let (first, last) = (scene.sim.proc_of(scene.tids[0]), scene.sim.proc_of(scene.tids[3]));
+        put(&mut scene, first, "ours", b"as it was");
+        put(&mut scene, console, "theirs", b"of the console");
+        let report = scene.checkpoint(None).unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+        put(&mut scene, first, "ours", b"what did not happen");
+        let free = |ctx| Request::FreeContext { ctx };
+        assert_eq!(scene.sim.ask(last, free(owned[3].1)), Reply::Done);
+        let mut scene = lost(scene);
+        let theirs = context(&mut scene.sim, scene.console);
+        assert!(owned.iter().all(|(_, ctx)| *ctx != theirs), "seed {seed}");
+        scene.restart(&report.set, &[]).unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+        scene.until_all_are_back();
+        assert_eq!(stored(&mut scene, "ours").as_deref(), Some(&b"as it was"[..]), "seed {seed}");
+        assert_eq!(stored(&mut scene, "theirs"), None, "seed {seed}");
+        for (tid, ctx) in owned {
+            let (console, proc) = (scene.console, scene.sim.proc_of(tid));
+            assert!(matches!(scene.sim.ask(console, free(ctx)), Reply::Failed { .. }), "seed {seed}");
+            assert_eq!(scene.sim.ask(proc, free(ctx)), Reply::Done, "{tid} (seed {seed})");
+        }
+        scene.end_all();
+        assert_eq!(stored(&mut scene, "ours"), None, "an entry goes with its owner (seed {seed})");
+    }
+}
+
+#[test]
+fn a_set_is_not_started_where_others_have_its_entries_or_its_contexts() {
+    let mut scene = Scene::new(7, 2, 2);
+    let (first, console) = (scene.sim.proc_of(scene.tids[0]), scene.console);
+    put(&mut scene, first, "ours", b"1");
+    let report = scene.checkpoint(None).expect("nothing stands in the way");
+    scene.end_all();
+    put(&mut scene, console, "ours", b"2");
+    assert_eq!(scene.restart(&report.set, &[]), Err(RestartFailure::Mailbox(vec!["ours 0".into()])));
+    assert_eq!(stored(&mut scene, "ours").as_deref(), Some(&b"2"[..]));
+    let gone = MailboxRequest::Delete { name: "ours".into(), index: 0 };
+    assert_eq!(scene.sim.ask(console, Request::Mailbox(gone)), Reply::Done);
+    scene.restart(&report.set, &[]).expect("nothing stands in the way any more");
+    scene.until_all_are_back();
+    let first = scene.sim.proc_of(scene.tids[0]);
+    let ctx = context(&mut scene.sim, first);
+    let report = scene.checkpoint(None).expect("nothing stands in the way");
+    scene.end_all();
+    let machine = &mut scene.sim.nodes.get_mut(&host_of(ctx)).expect("there").machine;
+    let other = Tid::from_raw(0x40999);
+    machine.hold_contexts(vec![(ctx, other)]);
+    assert_eq!(scene.restart(&report.set, &[]), Err(RestartFailure::Contexts(vec![ctx])));
+}
+
+fn host_of(ctx: i32) -> HostId {
+    Tid::from_raw(ctx).home().expect("a host gave it out")
+}
+
+#[test]
+fn a_job_with_a_bound_on_its_loss_never_has_a_set_that_is_older() {
+    let bound = Micros::from_secs(4);
+    for seed in seeds(10) {
+        let mut scene = Scene::new(seed, 3, 4);
+        let job = scene.job();
+        let reply = scene
+            .sim
+            .ask(scene.console, Request::Checkpoint { job, pace: Some(Pace::Loss(bound)), end: false, wait: true });
+        assert!(matches!(reply, Reply::Checkpointed(Ok(_))), "{reply:?}");
+        let (mut sets, end) = (1, scene.sim.now + Micros::from_secs(60));
+        let mut last = scene.sim.now;
+        while scene.sim.now < end {
+            scene.sim.pass(Micros::from_millis(20));
+            if scene.sim.sets.count() > sets {
+                (sets, last) = (scene.sim.sets.count(), scene.sim.now);
+            }
+            assert!(scene.sim.now.since(last) <= bound, "{sets} sets (seed {seed})");
+        }
+        assert!(sets < 40, "not more often than needed: {sets} (seed {seed})");
     }
 }
 
@@ -416,7 +531,7 @@ fn a_job_that_is_to_end_with_its_checkpoint_ends_when_that_is_complete_and_not_b
         scene.chatter(30);
         scene.sim.faults.step_fails_percent = 6;
         let job = scene.job();
-        let reply = scene.sim.ask(scene.console, Request::Checkpoint { job, every: None, end: true });
+        let reply = scene.sim.ask(scene.console, Request::Checkpoint { job, pace: None, end: true, wait: true });
         scene.sim.faults.step_fails_percent = 0;
         let tids = scene.tids.clone();
         match reply {
@@ -437,12 +552,39 @@ fn a_job_that_is_to_end_with_its_checkpoint_ends_when_that_is_complete_and_not_b
 }
 
 #[test]
+fn guests_that_stand_still_for_an_owner_are_checkpointed_as_they_stand() {
+    for seed in seeds(40) {
+        let mut scene = Scene::new(seed, 3, 6);
+        scene.chatter(40);
+        let speaker = scene.sim.enrol(host(2));
+        assert_eq!(scene.sim.ask(speaker, stopped_until(None, Leave::Checkpoint)), Reply::Done);
+        let rounds = scene.sim.dice.roll(40);
+        scene.chatter(rounds);
+        let (job, end) = (scene.job(), seed % 2 == 0);
+        let reply = scene.sim.ask(scene.console, Request::Checkpoint { job, pace: None, end, wait: true });
+        let Reply::Checkpointed(Ok(report)) = reply else { panic!("{reply:?} (seed {seed})") };
+        if end {
+            let on = ["h1", "h3"];
+            scene.restart(&report.set, &on).unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+        } else {
+            scene.sim.pass(Micros::from_millis(300));
+            let there = |proc: &&Proc| proc.spawned.is_some() && proc.host == host(2) && !proc.exited;
+            assert!(scene.sim.procs.iter().filter(there).all(Proc::is_frozen), "seed {seed}");
+            assert_eq!(scene.sim.ask(speaker, welcome()), Reply::Done);
+        }
+        scene.until_all_are_back();
+        scene.chatter(60);
+        scene.until_all_is_heard();
+    }
+}
+
+#[test]
 fn a_job_within_a_job_that_began_again_alone_talks_to_the_others_when_all_begin_again() {
     for seed in seeds(40) {
         let mut scene = Scene::new(seed, 3, 3);
         scene.chatter(30);
         let (root, alone) = (scene.tids[0], scene.tids[1]);
-        let reply = scene.sim.ask(scene.console, Request::Checkpoint { job: alone, every: None, end: true });
+        let reply = scene.sim.ask(scene.console, Request::Checkpoint { job: alone, pace: None, end: true, wait: true });
         let Reply::Checkpointed(Ok(small)) = reply else { panic!("{reply:?} (seed {seed})") };
         assert_eq!(small.tasks, [alone]);
         scene.sim.until("it has ended", |sim| !is_listed(sim, alone));

@@ -283,3 +283,26 @@ fn marks_of_an_orderly_exit_count_as_well() {
     sim.until("the note", |s| s.procs[watcher].notes(1).len() == 1);
     let _ = console;
 }
+
+#[test]
+fn a_session_of_source_and_target_that_breaks_in_the_middle_of_a_move_keeps_no_task_from_arriving() {
+    let mut moves = 0;
+    for seed in seeds(200) {
+        let (mut sim, console, mover, moving) = on_its_way(seed, 4, 12_000);
+        let tid = sim.procs[mover].tid();
+        sim.tell(console, tid, &0u32.to_be_bytes());
+        let long = Micros(1_000 + sim.dice.roll(400_000));
+        // Every third time another host has something on its way to the old place.
+        let other = if seed % 3 == 0 { 4 } else { 3 };
+        sim.part(host(2), host(other), long);
+        sim.tell(console, tid, &1u32.to_be_bytes());
+        let (list, told, moved) = end_of_move(&mut sim, console, tid, moving);
+        assert_eq!((list.len(), told), (1, 0), "seed {seed}");
+        assert!(!list[0].moving, "it has not arrived (seed {seed}): {list:?}");
+        assert_eq!(check(&sim, &[mover]), 2, "seed {seed}");
+        moves += usize::from(moved);
+        let again = sim.ask(console, migrate(tid, "h4"));
+        assert!(matches!(again, Reply::Moved(Ok(_))), "seed {seed}: {again:?}");
+    }
+    assert!(moves > 100, "{moves} moves");
+}

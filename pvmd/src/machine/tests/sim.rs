@@ -70,6 +70,7 @@ enum Happening {
     /// The time of a held process is over, if this order was the last one.
     HoldNow(HostId, usize, u64),
     LostSeen(HostId, HostId),
+    Joined(HostId, HostId),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -270,6 +271,19 @@ impl Sim {
             Happening::Data((one, other, _), _) => (*one, *other) != (from, to),
             _ => true,
         });
+    }
+
+    /// Two hosts do not hear each other for so long, and what is on its way between them is lost; all others hear both.
+    pub(super) fn part(&mut self, a: HostId, b: HostId, long: Micros) {
+        if !self.sessions.remove(&pair(a, b)) {
+            return;
+        }
+        for (by, other) in [(a, b), (b, a)] {
+            self.lose_words(by, other);
+            let seen = self.now + Micros(self.dice.roll(long.0));
+            self.push(seen, Happening::LostSeen(by, other));
+        }
+        self.push(self.now + long, Happening::Joined(a, b));
     }
 
     fn session_ends(&mut self, lost: HostId) {
@@ -607,6 +621,7 @@ impl Sim {
             Output::StartTasker => {}
             Output::ToTasker(_) if self.nodes[&on].tasker_dead => {}
             Output::ToTasker(message) => self.tasker_gets(on, message),
+            Output::SendAhead { migration, to } => self.send_ahead(on, migration, to),
             Output::SendImages { migration, to } => self.send_images(on, migration, to),
             Output::ExpectImages { migration, .. } => {
                 self.nodes.get_mut(&on).expect("it speaks").expected.insert(migration);
@@ -626,6 +641,7 @@ impl Sim {
                 let result = Ok(());
                 self.push(self.now + Micros(500), Happening::Event(on, Event::MoveRecorded { migration, result }));
             }
+            Output::StepEnded { .. } => {}
             Output::Log { text } => self.nodes.get_mut(&on).expect("it speaks").log.push(text),
             Output::LogTaskOutput { bytes, .. } => self.nodes.get_mut(&on).expect("it speaks").output.extend(&bytes),
             Output::Shutdown => {
@@ -634,6 +650,17 @@ impl Sim {
                 self.session_ends(on);
             }
             output => self.store_gets(on, output),
+        }
+    }
+
+    /// What is sent ahead is lost at once, or at the end like all other images.
+    fn send_ahead(&mut self, on: HostId, migration: MigrationId, to: HostId) {
+        let Err(why) = self.step_result(()) else { return };
+        for (host, event) in [
+            (on, Event::ImagesSent { migration, result: Err(why.clone()) }),
+            (to, Event::ImagesReceived { migration, result: Err(why) }),
+        ] {
+            self.push(self.now + Micros(900), Happening::Event(host, event));
         }
     }
 
@@ -698,6 +725,7 @@ impl Sim {
             Some(Happening::LostSeen(by, lost)) => {
                 self.handle(by, Event::HostLost { host: lost, why: "silence".into() });
             }
+            Some(Happening::Joined(a, b)) => self.session(a, b),
             Some(Happening::HoldNow(on, proc, number)) => self.hold_now(on, proc, number),
             None => self.wake_all(),
         }

@@ -38,6 +38,11 @@ impl Sets {
         (self.drafts.len(), self.images.len())
     }
 
+    /// Complete sets.
+    pub(in crate::machine::tests) fn count(&self) -> usize {
+        self.sets.len()
+    }
+
     /// Takes the sets over into another virtual machine.
     pub(in crate::machine::tests) fn take_sets(&mut self, from: Sets) {
         self.sets = from.sets;

@@ -1,0 +1,382 @@
+//! `cargo xtask bench soak`: tasks that talk without a pause are moved hundreds of times. Every message is accounted for, and
+//! what the virtual machine occupies is looked at again and again: a line through what was seen says what moves leave behind.
+
+use crate::machine::Machine;
+use anyhow::{Context, Result, bail, ensure};
+use sempa_proto::event::{EVENTS_MAX, EventKind};
+use sempa_tests::crowd::{Account, Crowd};
+use sempa_tests::dice::Dice;
+use sempa_tests::footprint::Footprint;
+use sempa_tests::vm::Settings;
+use sempa_tests::{Testbed, Vm, needs};
+use serde::{Deserialize, Serialize};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+/// One part of a run.
+#[derive(Clone, Copy, Debug)]
+struct Plan {
+    name: &'static str,
+    tasks: usize,
+    /// Each task talks to so many on either side; 0: to all.
+    reach: usize,
+    hosts: usize,
+    /// (moves at the same time, how often), in this order, as often as `times` says.
+    rounds: &'static [(usize, usize)],
+    times: usize,
+    /// So often there is a look at what is occupied.
+    look_every: usize,
+    /// A job beside it is written to the store so often.
+    checkpoints: Option<&'static str>,
+}
+
+const CROWD: Plan = Plan {
+    name: "tasks",
+    tasks: 61,
+    reach: 2,
+    hosts: 8,
+    rounds: &[(1, 61), (6, 10), (1, 1)],
+    times: 1,
+    look_every: 6,
+    checkpoints: None,
+};
+
+const LONG: Plan = Plan {
+    name: "moves",
+    tasks: 6,
+    reach: 0,
+    hosts: 4,
+    rounds: &[(1, 10), (3, 5)],
+    times: 40,
+    look_every: 25,
+    checkpoints: Some("1s"),
+};
+
+/// Before so much of the moves has passed nothing counts: what is made once and kept is there then.
+const WARM_UP: f64 = 0.3;
+/// A figure is flat if the line through it rises, over all moves that count, by no more than it deviates from the line
+/// (three times), or by this part of its mean.
+const FLAT_PART: f64 = 0.02;
+const DEVIATIONS: f64 = 3.0;
+
+/// How to measure.
+#[derive(Clone, Debug)]
+pub struct Soak {
+    /// Where our programs are installed.
+    pub prefix: PathBuf,
+    /// They were built for this run, from these sources.
+    pub own_build: bool,
+    /// A tenth of the moves.
+    pub quick: bool,
+    /// Only these parts, by name; the others are taken from the results that are there.
+    pub only: Vec<String>,
+    /// Folder for table and JSON.
+    pub results: PathBuf,
+}
+
+/// What was occupied after so many moves.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct Look {
+    moves: usize,
+    seconds: f64,
+    figures: Vec<(String, u64)>,
+}
+
+/// A line through one figure.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct Trend {
+    figure: String,
+    /// When nothing counted yet, and in the end.
+    first: u64,
+    last: u64,
+    mean: f64,
+    /// What the line rises by for 100 moves.
+    per_100_moves: f64,
+    /// Mean distance from the line.
+    deviation: f64,
+    flat: bool,
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct Part {
+    name: String,
+    tasks: usize,
+    hosts: usize,
+    moves: usize,
+    failed_moves: usize,
+    seconds: f64,
+    checked: u64,
+    lost: u64,
+    doubled: u64,
+    disordered: u64,
+    damaged: u64,
+    /// Entries of the event log for 100 moves; it keeps 65,536.
+    events_per_100_moves: f64,
+    checkpoints: usize,
+    trends: Vec<Trend>,
+    looks: Vec<Look>,
+}
+
+#[derive(Debug, Serialize)]
+struct Results {
+    machine: Machine,
+    parts: Vec<Part>,
+}
+
+/// Measures, prints a table, writes it and JSON after each part. True if every message came once, every move succeeded and
+/// nothing grew.
+///
+/// # Errors
+/// Hosts cannot be made, the tasks do not talk, or the results cannot be written.
+pub fn soaked(how: &Soak) -> Result<bool> {
+    if let Some(lack) = needs::lacks() {
+        bail!("bench soak: {lack}");
+    }
+    needs::engine().context("bench soak: no CRIU; cargo xtask criu gets one")?;
+    fs::create_dir_all(&how.results).with_context(|| how.results.display().to_string())?;
+    let plans: Vec<Plan> = [CROWD, LONG].into_iter().filter(|plan| is_meant(plan, &how.only)).collect();
+    ensure!(!plans.is_empty(), "bench soak: there are the parts {} and {}", CROWD.name, LONG.name);
+    let file = how.results.join("soak.json");
+    let mut results = Results { machine: Machine::describe(how.own_build, 1, how.quick), parts: parts_of(&file, how)? };
+    let mut good = true;
+    for plan in plans {
+        let part = one_part(how, &if how.quick { quick(plan) } else { plan })?;
+        results.parts.retain(|other| other.name != part.name);
+        results.parts.push(part);
+        results.parts.sort_by_key(|part| part.moves);
+        results.machine.look_again();
+        let (text, met) = table(&results.parts);
+        fs::write(how.results.join("soak.txt"), format!("{}{text}", results.machine.text()))?;
+        fs::write(&file, serde_json::to_string_pretty(&results)? + "\n")?;
+        println!("{text}");
+        good = met;
+    }
+    println!("written: {}", how.results.display());
+    Ok(good)
+}
+
+fn is_meant(plan: &Plan, only: &[String]) -> bool {
+    only.is_empty() || only.iter().any(|name| name == plan.name)
+}
+
+/// The parts that were measured before and stay, if only some are measured.
+fn parts_of(file: &Path, how: &Soak) -> Result<Vec<Part>> {
+    #[derive(Deserialize)]
+    struct Before {
+        parts: Vec<Part>,
+    }
+    if how.only.is_empty() || !file.exists() {
+        return Ok(Vec::new());
+    }
+    let before: Before = serde_json::from_slice(&fs::read(file)?).with_context(|| file.display().to_string())?;
+    Ok(before.parts)
+}
+
+fn quick(plan: Plan) -> Plan {
+    const FEW: [(usize, usize); 2] = [(1, 6), (3, 2)];
+    Plan { rounds: &FEW, times: if plan.times > 1 { 8 } else { 2 }, look_every: 3, ..plan }
+}
+
+fn one_part(how: &Soak, plan: &Plan) -> Result<Part> {
+    let bed = Testbed::new(plan.hosts, Some(&how.prefix), &[])?;
+    let vm = Vm::start(&bed, Settings { rm: Some("pvm-rm".into()), ..Settings::default() })?;
+    let names: Vec<&str> = bed.hosts().iter().map(|host| host.name()).collect();
+    vm.add(&names[1..])?;
+    let job = plan.checkpoints.map(|every| checkpointed_job(&vm, every)).transpose()?;
+    let measured = measure(&vm, plan, &names).inspect_err(|_| eprintln!("{}", vm.logs()))?;
+    if let Some(job) = job {
+        ensure!(vm.host_of(&job).is_ok(), "the job with checkpoints has ended");
+    }
+    vm.halt()?;
+    Ok(measured)
+}
+
+/// A job beside the tasks that are moved, with checkpoints again and again. It ends with the virtual machine.
+fn checkpointed_job(vm: &Vm<'_>, every: &str) -> Result<String> {
+    vm.program("ring_job")?;
+    let folder = vm.home().join("ring");
+    fs::create_dir_all(&folder)?;
+    let tid = vm.spawn(&["-h1", "ring_job", "2", "100000000", "20000", &folder.display().to_string()])?;
+    vm.pvm(&["checkpoint", "--every", every, &tid])?.expect_good("checkpoint")?;
+    Ok(tid)
+}
+
+fn measure(vm: &Vm<'_>, plan: &Plan, hosts: &[&str]) -> Result<Part> {
+    let mut crowd = Crowd::start(vm, plan.tasks, plan.reach, hosts)?;
+    let (begin, mut dice) = (Instant::now(), Dice::new(61));
+    let (mut moves, mut looked, mut looks) = (0, 0, Vec::new());
+    let mut events = 0;
+    for (at_once, often) in std::iter::repeat_n(plan.rounds, plan.times).flatten() {
+        for _ in 0..*often {
+            crowd.move_some(vm, &mut dice, *at_once)?;
+            moves += at_once;
+            if moves >= looked + plan.look_every {
+                looked = moves;
+                looks.push(look(vm, moves, begin));
+                tell(plan, looks.last());
+                ensure!(crowd.goes_on()?, "the director has ended");
+                events = events.max(last_event(vm)?);
+            }
+        }
+    }
+    crowd.all_in_place(vm)?;
+    let seconds = begin.elapsed().as_secs_f64();
+    let log = vm.events()?;
+    let of = |is_it: fn(&EventKind) -> bool| log.iter().filter(|entry| is_it(&entry.kind)).count();
+    let Account { checked, lost, doubled, disordered, damaged } = crowd.finish()?;
+    Ok(Part {
+        name: plan.name.to_string(),
+        tasks: plan.tasks,
+        hosts: plan.hosts,
+        moves,
+        failed_moves: of(|kind| matches!(kind, EventKind::MoveFailed { .. })),
+        seconds,
+        checked,
+        lost,
+        doubled,
+        disordered,
+        damaged,
+        events_per_100_moves: 100.0 * events as f64 / moves as f64,
+        checkpoints: of(|kind| matches!(kind, EventKind::Checkpointed { .. })),
+        trends: trends(&looks, moves),
+        looks,
+    })
+}
+
+fn tell(plan: &Plan, look: Option<&Look>) {
+    let Some(look) = look else { return };
+    let resident = look.figures.iter().filter(|(name, _)| name.ends_with("resident KiB"));
+    let resident: Vec<String> = resident.map(|(name, kib)| format!("{name} {kib}")).collect();
+    eprintln!("bench soak: {}: {} moves, {:.0} s; {}", plan.name, look.moves, look.seconds, resident.join(", "));
+}
+
+/// The number of the newest entry of the event log.
+fn last_event(vm: &Vm<'_>) -> Result<u64> {
+    let newest = vm.events()?.last().map_or(0, |entry| entry.number);
+    ensure!(newest <= EVENTS_MAX as u64, "the event log has thrown entries away: they cannot be counted any more");
+    Ok(newest)
+}
+
+fn look(vm: &Vm<'_>, moves: usize, begin: Instant) -> Look {
+    Look { moves, seconds: begin.elapsed().as_secs_f64(), figures: Footprint::of(vm).figures() }
+}
+
+/// A line through each figure, after the warm-up.
+fn trends(looks: &[Look], moves: usize) -> Vec<Trend> {
+    let warm = moves as f64 * WARM_UP;
+    let counted: Vec<&Look> = looks.iter().filter(|look| look.moves as f64 >= warm).collect();
+    let Some(first) = counted.first() else { return Vec::new() };
+    let names = first.figures.iter().map(|(name, _)| name);
+    let trend = |(i, name): (usize, &String)| {
+        let points: Vec<(f64, f64)> = counted.iter().map(|l| (l.moves as f64, l.figures[i].1 as f64)).collect();
+        let Line { mean, slope, deviation } = Line::through(&points);
+        let span = points.last().map_or(0.0, |last| last.0) - points[0].0;
+        let rise = slope * span;
+        Trend {
+            figure: name.clone(),
+            first: first.figures[i].1,
+            last: counted.last().map_or(0, |l| l.figures[i].1),
+            mean,
+            per_100_moves: slope * 100.0,
+            deviation,
+            flat: rise <= (DEVIATIONS * deviation).max(FLAT_PART * mean),
+        }
+    };
+    names.enumerate().map(trend).collect()
+}
+
+/// The line with the least squares of distances.
+struct Line {
+    mean: f64,
+    slope: f64,
+    deviation: f64,
+}
+
+impl Line {
+    fn through(points: &[(f64, f64)]) -> Line {
+        let count = points.len() as f64;
+        // Divided at the end: the mean of equal numbers is that number.
+        let (x, y) = points.iter().fold((0.0, 0.0), |(x, y), point| (x + point.0, y + point.1));
+        let (x, y) = (x / count, y / count);
+        let across: f64 = points.iter().map(|point| (point.0 - x) * (point.0 - x)).sum();
+        let both: f64 = points.iter().map(|point| (point.0 - x) * (point.1 - y)).sum();
+        let slope = if across > 0.0 { both / across } else { 0.0 };
+        let square: f64 = points.iter().map(|point| (point.1 - y - slope * (point.0 - x)).powi(2)).sum();
+        Line { mean: y, slope, deviation: (square / count).sqrt() }
+    }
+}
+
+/// The table, and whether nothing was lost and nothing grew.
+fn table(parts: &[Part]) -> (String, bool) {
+    let (mut text, mut good) = (String::new(), true);
+    for part in parts {
+        let faults = part.lost + part.doubled + part.disordered + part.damaged;
+        good &= faults == 0 && part.checked > 0 && part.failed_moves == 0;
+        text.push_str(&format!(
+            "\n{}: {} tasks on {} hosts, {} moves in {:.0} s, {} of them failed\n\
+             messages: {} checked, {} lost, {} doubled, {} out of order, {} damaged\n\
+             event log: {:.0} entries for 100 moves; checkpoints of a job beside it: {}\n\
+             {:<32} {:>12} {:>12} {:>12} {:>14} {:>12}\n",
+            part.name,
+            part.tasks,
+            part.hosts,
+            part.moves,
+            part.seconds,
+            part.failed_moves,
+            part.checked,
+            part.lost,
+            part.doubled,
+            part.disordered,
+            part.damaged,
+            part.events_per_100_moves,
+            part.checkpoints,
+            "after the warm-up",
+            "first",
+            "last",
+            "mean",
+            "per 100 moves",
+            "deviation"
+        ));
+        for trend in &part.trends {
+            good &= trend.flat;
+            text.push_str(&format!(
+                "{:<32} {:>12} {:>12} {:>12.1} {:>14.2} {:>12.2}{}\n",
+                trend.figure,
+                trend.first,
+                trend.last,
+                trend.mean,
+                trend.per_100_moves,
+                trend.deviation,
+                if trend.flat { "" } else { "  grows" }
+            ));
+        }
+    }
+    (text, good)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn looks(value: impl Fn(usize) -> u64) -> Vec<Look> {
+        let look = |i: usize| Look { moves: i * 10, seconds: 0.0, figures: vec![("x".to_string(), value(i))] };
+        (1..=20).map(look).collect()
+    }
+
+    #[test]
+    fn what_rises_with_the_moves_grows_and_what_goes_up_and_down_is_flat() {
+        let grows = &trends(&looks(|i| 1000 + 5 * i as u64), 200)[0];
+        assert!(!grows.flat && (grows.per_100_moves - 50.0).abs() < 1e-6, "{grows:?}");
+        let flat = &trends(&looks(|i| 1000 + i as u64 % 2 * 300), 200)[0];
+        assert!(flat.flat, "{flat:?}");
+        let still = &trends(&looks(|_| 7), 200)[0];
+        assert!(still.flat && still.deviation == 0.0, "{still:?}");
+    }
+
+    #[test]
+    fn what_rises_before_the_warm_up_is_over_does_not_count() {
+        let warm = &trends(&looks(|i| 100 * (i as u64).min(6)), 200)[0];
+        assert!(warm.flat && warm.mean == 600.0, "{warm:?}");
+    }
+}

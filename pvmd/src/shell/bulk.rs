@@ -1,0 +1,362 @@
+//! A way for very many bytes from one daemon to another: one TCP connection, for one transfer, from the listener of the
+//! one that sends. A QUIC session does for datagrams of a few kilobytes what the kernel does here for whole megabytes.
+//!
+//! Nobody shakes hands: both ends derive keys for this connection alone from their session (RFC 5705, RFC 8446 7.5), in which
+//! each has proved which host of this virtual machine it is. What passes is records: length, content, tag of AES-256-GCM.
+//! Records are counted in the nonce, so that none can be changed, left out, repeated or exchanged; that the last one is
+//! there, whoever reads them has to know. The first record of the end that connects is empty: it proves that this end has the keys.
+
+use ring::aead::{AES_256_GCM, Aad, LessSafeKey, NONCE_LEN, Nonce, UnboundKey};
+use ring::rand::{SecureRandom, SystemRandom};
+use sempa_proto::MigrationId;
+use serde::{Deserialize, Serialize};
+use std::convert::Infallible;
+use std::io::{self, ErrorKind, Read, Write};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::io::AsyncReadExt;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::task::JoinSet;
+use tokio::time::timeout;
+
+/// Content of a record at most: a read, a cipher and a write of it stay in a processor's own cache.
+pub(super) const CONTENT_BYTES_MAX: usize = (256 << 10) + 64;
+/// The length in front of a record.
+const HEAD_BYTES: usize = 4;
+/// The tag behind it.
+const TAG_BYTES: usize = 16;
+const SALT_BYTES: usize = 32;
+const KEY_BYTES: usize = 32;
+/// What the keys are for, as TLS wants to be told.
+const LABEL: &[u8] = b"EXPORTER-sempa-images";
+/// Time for the other end to connect, and for its proof.
+const CONNECT_WITHIN: Duration = Duration::from_secs(5);
+/// Connections that have not proved anything yet; more wait.
+const STRANGERS_MAX: usize = 8;
+/// Silence on a connection, or time in which nothing more is taken, after which it is given up. A dead host is noticed much sooner,
+/// by its session.
+pub(super) const SILENCE_MAX: Duration = Duration::from_secs(120);
+
+/// Where the sender of a transfer listens, and what makes the keys of this connection its own.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Offer {
+    port: u16,
+    salt: [u8; SALT_BYTES],
+}
+
+/// The keys of one connection.
+pub(super) struct Keys {
+    /// What the end that listens seals with.
+    pub(super) out: Key,
+    /// What the end that connects seals with.
+    back: Key,
+}
+
+impl Keys {
+    /// The keys that only the ends of this session can know, and that no other connection has.
+    pub(super) fn of(session: &quinn::Connection, migration: MigrationId, offer: &Offer) -> io::Result<Keys> {
+        let mut context = migration.0.to_le_bytes().to_vec();
+        context.extend(offer.salt);
+        let mut bytes = [0; 2 * KEY_BYTES];
+        session
+            .export_keying_material(&mut bytes, LABEL, &context)
+            .map_err(|_| io::Error::other("the session gave no keys"))?;
+        Keys::from_bytes(&bytes)
+    }
+
+    fn from_bytes(bytes: &[u8; 2 * KEY_BYTES]) -> io::Result<Keys> {
+        let (out, back) = bytes.split_at(KEY_BYTES);
+        Ok(Keys { out: Key::new(out)?, back: Key::new(back)? })
+    }
+
+    /// Keys without a session.
+    #[cfg(test)]
+    pub(super) fn for_test(byte: u8) -> Keys {
+        Keys::from_bytes(&[byte; 2 * KEY_BYTES]).expect("bytes of the right number")
+    }
+}
+
+/// The key of one direction, and how many records have used it.
+pub(super) struct Key {
+    key: LessSafeKey,
+    records: u64,
+}
+
+impl Key {
+    fn new(bytes: &[u8]) -> io::Result<Key> {
+        let key = UnboundKey::new(&AES_256_GCM, bytes).map_err(|_| io::Error::other("a key of the wrong length"))?;
+        Ok(Key { key: LessSafeKey::new(key), records: 0 })
+    }
+
+    /// Never the same twice: it is the number of the record.
+    fn nonce(&mut self) -> Nonce {
+        let mut nonce = [0; NONCE_LEN];
+        nonce[NONCE_LEN - 8..].copy_from_slice(&self.records.to_be_bytes());
+        self.records += 1;
+        Nonce::assume_unique_for_key(nonce)
+    }
+
+    /// Makes a record of what stands between the room for head and tag.
+    fn seal(&mut self, record: &mut [u8]) -> io::Result<()> {
+        let content = record.len() - HEAD_BYTES - TAG_BYTES;
+        let head = u32::try_from(content).map_err(io::Error::other)?.to_le_bytes();
+        let (front, back) = record.split_at_mut(HEAD_BYTES);
+        front.copy_from_slice(&head);
+        let (content, tag) = back.split_at_mut(content);
+        let nonce = self.nonce();
+        let made = self.key.seal_in_place_separate_tag(nonce, Aad::from(head), content);
+        tag.copy_from_slice(made.map_err(|_| io::Error::other("the cipher failed"))?.as_ref());
+        Ok(())
+    }
+
+    /// The content of a record, where it lies.
+    fn open<'a>(&mut self, head: [u8; HEAD_BYTES], body: &'a mut [u8]) -> io::Result<&'a mut [u8]> {
+        let nonce = self.nonce();
+        self.key
+            .open_in_place(nonce, Aad::from(head), body)
+            .map_err(|_| invalid("a record was not made by the other end of this transfer"))
+    }
+}
+
+fn invalid(what: &str) -> io::Error {
+    io::Error::new(ErrorKind::InvalidData, what)
+}
+
+/// Where records are written.
+pub(super) struct Outgoing<W> {
+    to: W,
+    key: Key,
+    room: Vec<u8>,
+}
+
+impl<W: Write> Outgoing<W> {
+    pub(super) fn new(to: W, key: Key) -> Outgoing<W> {
+        Outgoing { to, key, room: vec![0; HEAD_BYTES + CONTENT_BYTES_MAX + TAG_BYTES] }
+    }
+
+    /// Sends a record of `length` bytes that `fill` puts there.
+    ///
+    /// # Errors
+    /// What `fill` said, or in the second place why nothing could be sent.
+    pub(super) fn send<E>(
+        &mut self,
+        length: usize,
+        fill: impl FnOnce(&mut [u8]) -> Result<(), E>,
+    ) -> Result<io::Result<()>, E> {
+        assert!(length <= CONTENT_BYTES_MAX, "whoever sends cuts what it sends");
+        let record = &mut self.room[..HEAD_BYTES + length + TAG_BYTES];
+        fill(&mut record[HEAD_BYTES..HEAD_BYTES + length])?;
+        Ok(self.key.seal(record).and_then(|()| self.to.write_all(record)))
+    }
+
+    /// Sends an empty record: whoever can do that has the keys.
+    pub(super) fn prove(&mut self) -> io::Result<()> {
+        let Ok(sent) = self.send(0, |_| Ok::<(), Infallible>(()));
+        sent
+    }
+}
+
+/// Where records come from.
+pub(super) struct Incoming<R> {
+    from: R,
+    key: Key,
+    room: Vec<u8>,
+}
+
+impl<R: Read> Incoming<R> {
+    pub(super) fn new(from: R, key: Key) -> Incoming<R> {
+        Incoming { from, key, room: vec![0; CONTENT_BYTES_MAX + TAG_BYTES] }
+    }
+
+    /// The content of the next record.
+    ///
+    /// # Errors
+    /// There is none, or it is none of the other end's.
+    pub(super) fn next(&mut self) -> io::Result<&[u8]> {
+        let mut head = [0; HEAD_BYTES];
+        self.from.read_exact(&mut head)?;
+        let length = usize::try_from(u32::from_le_bytes(head)).unwrap_or(usize::MAX);
+        if length > CONTENT_BYTES_MAX {
+            return Err(invalid("a record of an impossible length was announced"));
+        }
+        let body = &mut self.room[..length + TAG_BYTES];
+        self.from.read_exact(body)?;
+        self.key.open(head, body).map(|content| &*content)
+    }
+}
+
+/// A blocking connection that threads read and write.
+#[derive(Clone, Debug)]
+pub(super) struct Line(Arc<std::net::TcpStream>);
+
+impl Line {
+    fn new(stream: TcpStream) -> io::Result<Line> {
+        let stream = stream.into_std()?;
+        stream.set_nonblocking(false)?;
+        stream.set_nodelay(true)?;
+        stream.set_read_timeout(Some(SILENCE_MAX))?;
+        stream.set_write_timeout(Some(SILENCE_MAX))?;
+        Ok(Line(Arc::new(stream)))
+    }
+
+    /// Ends it now: whoever reads or writes gets an error.
+    pub(super) fn cut(&self) {
+        // It may have ended already.
+        let _ = self.0.shutdown(std::net::Shutdown::Both);
+    }
+}
+
+impl Read for Line {
+    fn read(&mut self, room: &mut [u8]) -> io::Result<usize> {
+        (&*self.0).read(room).map_err(waited)
+    }
+}
+
+impl Write for Line {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        (&*self.0).write(bytes).map_err(waited)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// The kernel's word for a deadline is "try again".
+fn waited(e: io::Error) -> io::Error {
+    match e.kind() {
+        ErrorKind::WouldBlock | ErrorKind::TimedOut => {
+            io::Error::new(ErrorKind::TimedOut, format!("nothing went on for {} s", SILENCE_MAX.as_secs()))
+        }
+        _ => e,
+    }
+}
+
+/// Listens for the other end of one transfer.
+pub(super) struct Listener {
+    socket: TcpListener,
+    offer: Offer,
+}
+
+impl Listener {
+    /// At any port, for both protocols if this host has both.
+    pub(super) async fn open() -> io::Result<Listener> {
+        let socket = match TcpListener::bind((Ipv6Addr::UNSPECIFIED, 0)).await {
+            Ok(socket) => socket,
+            Err(_) => TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0)).await?,
+        };
+        let mut salt = [0; SALT_BYTES];
+        SystemRandom::new().fill(&mut salt).map_err(|_| io::Error::other("the kernel gave no random bytes"))?;
+        let offer = Offer { port: socket.local_addr()?.port(), salt };
+        Ok(Listener { socket, offer })
+    }
+
+    /// What the other end has to be told.
+    pub(super) fn offer(&self) -> &Offer {
+        &self.offer
+    }
+
+    /// The connection of the one who has the keys. Others are sent away, or wait for their turn to be.
+    pub(super) async fn accept(self, mut keys: Keys) -> io::Result<(Outgoing<Line>, Incoming<Line>, Line)> {
+        let accepted = async {
+            let mut knocking = JoinSet::new();
+            loop {
+                tokio::select! {
+                    connected = self.socket.accept(), if knocking.len() < STRANGERS_MAX => {
+                        knocking.spawn(timeout(CONNECT_WITHIN, first_record(connected?.0)));
+                    }
+                    Some(ended) = knocking.join_next() => {
+                        let Ok(Ok(Ok((stream, mut record)))) = ended else { continue };
+                        // A wrong proof uses the nonce of the right one, to open and for nothing else.
+                        keys.back.records = 0;
+                        let (head, tag) = record.split_first_chunk_mut::<HEAD_BYTES>().expect("it is longer");
+                        if keys.back.open(*head, tag).is_ok() {
+                            return Ok::<_, io::Error>(stream);
+                        }
+                    }
+                }
+            }
+        };
+        let late = |_| io::Error::new(ErrorKind::TimedOut, "it did not connect to the TCP port that it was told");
+        let line = Line::new(timeout(CONNECT_WITHIN, accepted).await.map_err(late)??)?;
+        Ok((Outgoing::new(line.clone(), keys.out), Incoming::new(line.clone(), keys.back), line))
+    }
+}
+
+/// What somebody says first.
+async fn first_record(mut stream: TcpStream) -> io::Result<(TcpStream, [u8; HEAD_BYTES + TAG_BYTES])> {
+    let mut record = [0; HEAD_BYTES + TAG_BYTES];
+    stream.read_exact(&mut record).await?;
+    Ok((stream, record))
+}
+
+/// Connects to the one who sends.
+pub(super) async fn connect(
+    to: IpAddr,
+    offer: &Offer,
+    keys: Keys,
+) -> io::Result<(Outgoing<Line>, Incoming<Line>, Line)> {
+    let connecting = TcpStream::connect(SocketAddr::new(to.to_canonical(), offer.port));
+    let late = |_| io::Error::new(ErrorKind::TimedOut, "no answer from its TCP port");
+    let line = Line::new(timeout(CONNECT_WITHIN, connecting).await.map_err(late)??)?;
+    let mut out = Outgoing::new(line.clone(), keys.back);
+    out.prove()?;
+    Ok((out, Incoming::new(line.clone(), keys.out), line))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tokio::io::AsyncWriteExt;
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn strangers_at_the_port_neither_get_in_nor_keep_the_right_one_out() {
+        let listener = Listener::open().await.expect("a port");
+        let offer = listener.offer().clone();
+        let to = IpAddr::from(Ipv4Addr::LOCALHOST);
+        let accepting = tokio::spawn(listener.accept(Keys::for_test(1)));
+        let mut strangers = Vec::new();
+        for said in [&b""[..], b"what is here?", &[0; HEAD_BYTES + TAG_BYTES], &[255; 1000]] {
+            let mut stranger = TcpStream::connect((to, offer.port)).await.expect("somebody listens");
+            stranger.write_all(said).await.expect("there is room");
+            strangers.push(stranger);
+        }
+        // The keys of another transfer, and those of this one.
+        let other = connect(to, &offer, Keys::for_test(2)).await.expect("somebody listens");
+        let (_, mut incoming, line) = connect(to, &offer, Keys::for_test(1)).await.expect("somebody listens");
+        let (mut out, _, _) = accepting.await.expect("no panic").expect("it has the keys");
+        let sent = out.send(5, |room| {
+            room.copy_from_slice(b"words");
+            Ok::<(), Infallible>(())
+        });
+        let Ok(sent) = sent;
+        sent.expect("it listens");
+        let heard = tokio::task::spawn_blocking(move || incoming.next().expect("a record").to_vec());
+        assert_eq!(heard.await.expect("no panic"), b"words");
+        drop((other, line));
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn whoever_waits_for_an_end_that_says_nothing_stops_waiting_when_the_line_is_cut() {
+        let listener = Listener::open().await.expect("a port");
+        let offer = listener.offer().clone();
+        let accepting = tokio::spawn(listener.accept(Keys::for_test(1)));
+        let to = IpAddr::from(Ipv4Addr::LOCALHOST);
+        let (mut full, mut incoming, line) = connect(to, &offer, Keys::for_test(1)).await.expect("somebody listens");
+        let (_silent, _deaf, _) = accepting.await.expect("no panic").expect("it has the keys");
+        let reads = tokio::task::spawn_blocking(move || incoming.next().map(<[u8]>::len).map_err(|e| e.kind()));
+        let writes = tokio::task::spawn_blocking(move || {
+            loop {
+                let Ok(sent) = full.send(CONTENT_BYTES_MAX, |_| Ok::<(), Infallible>(()));
+                if sent.is_err() {
+                    return;
+                }
+            }
+        });
+        line.cut();
+        let ended = async { (reads.await.expect("no panic"), writes.await.expect("no panic")) };
+        let (read, ()) = timeout(Duration::from_secs(30), ended).await.expect("both have ended");
+        assert!(read.is_err());
+    }
+}

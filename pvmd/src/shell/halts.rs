@@ -1,0 +1,35 @@
+//! Where tests have this daemon stand still: at the end of a step of a move, before anybody is told of it. So a fault meets
+//! the move at exactly this point, whatever the machine is busy with.
+
+use super::daemon::variable;
+use nix::sys::signal::{Signal, raise};
+use sempa_proto::Tid;
+use sempa_proto::migration::Step;
+use std::path::PathBuf;
+
+/// The folder that has a file `TID-STEP` for each step at whose end some daemon is to stand still. Set by tests only.
+const FOLDER: &str = "SEMPA_TEST_STEPS";
+
+/// The halts that somebody has asked for.
+#[derive(Debug)]
+pub(crate) struct Halts {
+    folder: Option<PathBuf>,
+}
+
+impl Halts {
+    /// None, unless the environment names a folder.
+    pub(crate) fn from_environment() -> Halts {
+        Halts { folder: variable(FOLDER).map(PathBuf::from) }
+    }
+
+    /// Has this process stop, if somebody wants that here, until it is told to go on. It tells by the name of the file, which
+    /// becomes `TID-STEP.reached`: whoever comes first stops.
+    pub(crate) fn at(&self, tid: Tid, step: Step) {
+        let Some(folder) = &self.folder else { return };
+        let wanted = folder.join(format!("{tid}-{step}"));
+        if std::fs::rename(&wanted, wanted.with_extension("reached")).is_ok() {
+            // Nothing is lost if it fails: the test that waits for this says so.
+            let _ = raise(Signal::SIGSTOP);
+        }
+    }
+}

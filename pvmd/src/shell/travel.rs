@@ -1,0 +1,611 @@
+//! Files of a directory on their way to another host: what is sent for them, and what is made of that there.
+//!
+//! A directory may be sent while it is still being written. Files that only grow are followed then; when the directory is
+//! complete, the rest of them travels, and all other files. What has left of such a file is given back to the file system at
+//! once: where that is memory, nothing is there twice, and what was just given back takes up what comes next. Nothing counts before the end mark, which has the counts of
+//! everything; whoever began to write anew has the other end begin anew as well.
+
+use super::bulk::{CONTENT_BYTES_MAX, Incoming, Outgoing};
+use super::rate::Rate;
+use nix::fcntl::{FallocateFlags, fallocate};
+use sempa_proto::frame::{from_bytes, to_bytes};
+use sempa_proto::migration::Failure;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::fs::{DirBuilder, File, Metadata, OpenOptions};
+use std::io::{ErrorKind, Read, Write};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::{Condvar, Mutex, PoisonError};
+use std::time::Duration;
+
+/// Bytes of a file in one record at most.
+const PIECE_BYTES: usize = 256 << 10;
+/// What a record is, and the number of the file that a piece belongs to.
+const PIECE_HEAD_BYTES: usize = 5;
+const MARK: u8 = 0;
+const PIECE: u8 = 1;
+/// Files of one move at most.
+const IMAGE_FILES_MAX: u32 = 65_536;
+/// Bytes of one move at most.
+const IMAGE_BYTES_MAX: u64 = 1 << 42;
+/// Bytes of a file name at most (NAME_MAX).
+const NAME_BYTES_MAX: usize = 255;
+/// Files that are open at the same time at most.
+const OPEN_FILES_MAX: usize = 64;
+/// How often a directory may be begun anew.
+const ANEW_MAX: u32 = 16;
+/// How often a directory is looked at while it is being written.
+const LOOK_EVERY: Duration = Duration::from_millis(1);
+/// Names of the engine's files that only grow while they are being written: the contents of memory.
+const GROWS: (&str, &str) = ("pages-", ".img");
+
+/// What stands between the pieces of files.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+enum Mark {
+    /// A file begins; they are counted from 0.
+    File { number: u32, name: String },
+    /// It has ended and is so long.
+    FileEnd { number: u32, bytes: u64 },
+    /// All that came is void.
+    Anew,
+    /// All files have been sent.
+    End { files: u32, bytes: u64 },
+}
+
+/// Whether a directory is complete.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum State {
+    /// It is being written.
+    #[default]
+    Growing,
+    /// Nothing is written to it any more.
+    Complete,
+    /// Nobody wants it any more.
+    Void,
+}
+
+/// The state of the directory that is being sent, for whoever sends it.
+#[derive(Debug, Default)]
+pub(super) struct Progress {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+impl Progress {
+    /// It changes once; what comes later counts nothing.
+    pub(super) fn turn(&self, state: State) {
+        let mut now = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if *now == State::Growing {
+            *now = state;
+        }
+        drop(now);
+        self.changed.notify_all();
+    }
+
+    /// The state, after waiting a little for it to change.
+    fn wait(&self, at_most: Duration) -> State {
+        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let waited = self.changed.wait_timeout_while(state, at_most, |state| *state == State::Growing);
+        *waited.unwrap_or_else(PoisonError::into_inner).0
+    }
+}
+
+fn io(act: &str, path: &Path) -> impl FnOnce(std::io::Error) -> Failure {
+    let what = format!("{act} {}", path.display());
+    move |e| Failure::Io(format!("{what}: {e}"))
+}
+
+fn not_taken(e: std::io::Error) -> Failure {
+    Failure::Images(format!("the target took no more: {e}"))
+}
+
+/// A file that was sent in part.
+struct Begun {
+    number: u32,
+    file: File,
+    sent: u64,
+    /// What was sent is not kept.
+    used_up: bool,
+}
+
+impl Begun {
+    /// Gives back what was sent last. A file system that cannot do that keeps it.
+    fn give_back(&self, bytes: usize) {
+        if self.used_up {
+            let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
+            let _ = fallocate(&self.file, flags, (self.sent - bytes as u64) as i64, bytes as i64);
+        }
+    }
+
+    /// True if this is the file, and nothing that was sent of it is void.
+    fn is(&self, meta: &Metadata) -> bool {
+        let same = self.file.metadata().is_ok_and(|own| (own.dev(), own.ino()) == (meta.dev(), meta.ino()));
+        same && self.sent <= meta.len()
+    }
+}
+
+/// Sends the files of a directory.
+pub(super) struct Sender<'a, W> {
+    dir: &'a Path,
+    out: Outgoing<W>,
+    rate: &'a Rate,
+    begun: BTreeMap<PathBuf, Begun>,
+    files: u32,
+    bytes: u64,
+    /// Of these, what left before the directory was complete.
+    ahead: u64,
+}
+
+/// What was sent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Sent {
+    /// Of files.
+    pub(super) bytes: u64,
+    /// Of these, what left before the directory was complete.
+    pub(super) ahead: u64,
+}
+
+impl<'a, W: Write> Sender<'a, W> {
+    /// Nothing is sent yet. Pieces leave at this rate at most.
+    pub(super) fn new(dir: &'a Path, out: Outgoing<W>, rate: &'a Rate) -> Sender<'a, W> {
+        Sender { dir, out, rate, begun: BTreeMap::new(), files: 0, bytes: 0, ahead: 0 }
+    }
+
+    /// Sends what there is and what comes, to the end mark.
+    pub(super) fn send(mut self, progress: &Progress) -> Result<Sent, Failure> {
+        loop {
+            match progress.wait(LOOK_EVERY) {
+                State::Growing => self.follow()?,
+                State::Complete => return self.finish(),
+                State::Void => return Err(Failure::CalledOff("the transfer was broken off".into())),
+            }
+        }
+    }
+
+    /// Sends what files have grown by.
+    fn follow(&mut self) -> Result<(), Failure> {
+        // It may not be there yet, or not be there any more: it is looked at once more when it is complete.
+        let Ok(entries) = std::fs::read_dir(self.dir) else { return Ok(()) };
+        for path in entries.flatten().map(|entry| entry.path()) {
+            let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+            let grows = name.starts_with(GROWS.0) && name.ends_with(GROWS.1);
+            if grows && !self.begun.contains_key(&path) && self.begun.len() < OPEN_FILES_MAX - 1 {
+                let Ok(file) = OpenOptions::new().read(true).write(true).open(&path) else { continue };
+                self.begin(path, file, true)?;
+            }
+        }
+        let paths: Vec<PathBuf> = self.begun.keys().cloned().collect();
+        for path in paths {
+            let length = self.begun[&path].file.metadata().map_err(io("read", &path))?.len();
+            // Whole pieces only: what is left will be more soon, or goes with the rest.
+            let whole = length - length % PIECE_BYTES as u64;
+            self.send_to(&path, whole)?;
+        }
+        Ok(())
+    }
+
+    /// Sends the rest of all files.
+    fn finish(mut self) -> Result<Sent, Failure> {
+        let mut paths = Vec::new();
+        for entry in std::fs::read_dir(self.dir).map_err(io("read", self.dir))? {
+            let path = entry.map_err(io("read", self.dir))?.path();
+            let meta = std::fs::symlink_metadata(&path).map_err(io("read", &path))?;
+            if !meta.is_file() || path.file_name().and_then(|name| name.to_str()).is_none() {
+                return Err(Failure::Images(format!("{} is not a plain file", path.display())));
+            }
+            paths.push((path, meta));
+        }
+        paths.sort_by(|one, other| one.0.cmp(&other.0));
+        let there = |path: &PathBuf, begun: &Begun| paths.iter().any(|(other, meta)| other == path && begun.is(meta));
+        self.ahead = self.bytes;
+        if !self.begun.iter().all(|(path, begun)| there(path, begun)) {
+            // The directory was begun anew.
+            self.mark(&Mark::Anew)?;
+            self.begun.clear();
+            (self.files, self.bytes, self.ahead) = (0, 0, 0);
+        }
+        for (path, meta) in &paths {
+            if !self.begun.contains_key(path) {
+                let file = File::open(path).map_err(io("open", path))?;
+                self.begin(path.clone(), file, false)?;
+            }
+            self.send_to(path, meta.len())?;
+            if let Some(done) = self.begun.remove(path) {
+                self.mark(&Mark::FileEnd { number: done.number, bytes: done.sent })?;
+            }
+        }
+        self.mark(&Mark::End { files: self.files, bytes: self.bytes })?;
+        Ok(Sent { bytes: self.bytes, ahead: self.ahead })
+    }
+
+    fn begin(&mut self, path: PathBuf, file: File, used_up: bool) -> Result<(), Failure> {
+        let number = self.files;
+        self.files += 1;
+        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default().to_string();
+        self.begun.insert(path, Begun { number, file, sent: 0, used_up });
+        self.mark(&Mark::File { number, name })
+    }
+
+    /// Sends a file up to this length.
+    fn send_to(&mut self, path: &Path, length: u64) -> Result<(), Failure> {
+        let Some(begun) = self.begun.get_mut(path) else { return Ok(()) };
+        while begun.sent < length {
+            let bytes = usize::try_from(length - begun.sent).unwrap_or(PIECE_BYTES).min(PIECE_BYTES);
+            self.rate.wait(bytes);
+            let sent = self.out.send(PIECE_HEAD_BYTES + bytes, |room| {
+                room[0] = PIECE;
+                room[1..PIECE_HEAD_BYTES].copy_from_slice(&begun.number.to_le_bytes());
+                begun.file.read_exact(&mut room[PIECE_HEAD_BYTES..]).map_err(io("read", path))
+            })?;
+            sent.map_err(not_taken)?;
+            begun.sent += bytes as u64;
+            begun.give_back(bytes);
+            self.bytes += bytes as u64;
+        }
+        Ok(())
+    }
+
+    fn mark(&mut self, mark: &Mark) -> Result<(), Failure> {
+        let bytes = to_bytes(mark).map_err(|e| Failure::Images(e.to_string()))?;
+        let sent = self.out.send(1 + bytes.len(), |room| {
+            room[0] = MARK;
+            room[1..].copy_from_slice(&bytes);
+            Ok::<(), Failure>(())
+        })?;
+        sent.map_err(not_taken)
+    }
+}
+
+/// A file being written.
+struct Open {
+    file: File,
+    path: PathBuf,
+    bytes: u64,
+}
+
+/// Writes what comes into a new directory.
+struct Receiver<'a> {
+    dir: &'a Path,
+    open: BTreeMap<u32, Open>,
+    written: Vec<PathBuf>,
+    files: u32,
+    bytes: u64,
+    anew: u32,
+}
+
+/// Writes what comes into the new directory `dir` and checks it; the number of bytes.
+pub(super) fn receive<R: Read>(dir: &Path, incoming: &mut Incoming<R>) -> Result<u64, Failure> {
+    match DirBuilder::new().mode(0o700).create(dir) {
+        Err(e) if e.kind() == ErrorKind::AlreadyExists && is_empty_dir(dir) => {}
+        made => made.map_err(io("make", dir))?,
+    }
+    let mut receiver = Receiver { dir, open: BTreeMap::new(), written: Vec::new(), files: 0, bytes: 0, anew: 0 };
+    loop {
+        let record = incoming.next().map_err(|e| match e.kind() {
+            ErrorKind::UnexpectedEof => wrong("the transfer ended in the middle"),
+            _ => Failure::Images(format!("the transfer broke off: {e}")),
+        })?;
+        match record.split_first() {
+            Some((&PIECE, rest)) => receiver.piece(rest)?,
+            Some((&MARK, rest)) => {
+                let mark = from_bytes(rest).map_err(|e| Failure::Images(e.to_string()))?;
+                if let Some(bytes) = receiver.mark(mark)? {
+                    return Ok(bytes);
+                }
+            }
+            _ => return Err(wrong("something came that is no piece of a file")),
+        }
+    }
+}
+
+fn wrong(what: &str) -> Failure {
+    Failure::Images(what.to_string())
+}
+
+impl Receiver<'_> {
+    fn piece(&mut self, piece: &[u8]) -> Result<(), Failure> {
+        let (number, content) = piece.split_first_chunk().ok_or_else(|| wrong("a piece without a file"))?;
+        let number = u32::from_le_bytes(*number);
+        let to = self.open.get_mut(&number).ok_or_else(|| wrong("bytes came outside of a file"))?;
+        self.bytes += content.len() as u64;
+        if self.bytes > IMAGE_BYTES_MAX {
+            return Err(Failure::Images(format!("more than {IMAGE_BYTES_MAX} bytes came, the limit")));
+        }
+        to.bytes += content.len() as u64;
+        to.file.write_all(content).map_err(io("write", &to.path))
+    }
+
+    /// Takes a mark; the number of bytes, if it was the last one.
+    fn mark(&mut self, mark: Mark) -> Result<Option<u64>, Failure> {
+        match mark {
+            Mark::File { number, name } => {
+                if number != self.files || number >= IMAGE_FILES_MAX || self.open.len() >= OPEN_FILES_MAX {
+                    let open = self.open.len();
+                    return Err(Failure::Images(format!(
+                        "file {number} is not the next, or over the limit ({open} open)"
+                    )));
+                }
+                let open = create(self.dir, &name)?;
+                self.files += 1;
+                self.written.push(open.path.clone());
+                self.open.insert(number, open);
+            }
+            Mark::FileEnd { number, bytes } => {
+                let done = self.open.remove(&number).ok_or_else(|| wrong("a file ended that did not begin"))?;
+                if done.bytes != bytes {
+                    let (path, came) = (done.path.display(), done.bytes);
+                    return Err(Failure::Images(format!("{came} bytes of {path} came, {bytes} were sent")));
+                }
+            }
+            Mark::Anew => {
+                self.anew += 1;
+                if self.anew > ANEW_MAX {
+                    return Err(Failure::Images(format!("begun anew more than {ANEW_MAX} times, the limit")));
+                }
+                self.open.clear();
+                for path in self.written.drain(..) {
+                    std::fs::remove_file(&path).map_err(io("remove", &path))?;
+                }
+                (self.files, self.bytes) = (0, 0);
+            }
+            Mark::End { files, bytes } => {
+                let (own_files, own_bytes) = (self.files, self.bytes);
+                if !self.open.is_empty() || (own_files, own_bytes) != (files, bytes) {
+                    let text = format!("{own_files} files of {own_bytes} bytes came, {files} of {bytes} were sent");
+                    return Err(Failure::Images(text));
+                }
+                return Ok(Some(bytes));
+            }
+        }
+        Ok(None)
+    }
+}
+
+fn is_empty_dir(dir: &Path) -> bool {
+    let real = std::fs::symlink_metadata(dir).is_ok_and(|m| m.is_dir());
+    real && std::fs::read_dir(dir).is_ok_and(|mut entries| entries.next().is_none())
+}
+
+/// A new file of a plain name.
+fn create(dir: &Path, name: &str) -> Result<Open, Failure> {
+    let plain =
+        !name.is_empty() && name.len() <= NAME_BYTES_MAX && !name.contains(['/', '\0']) && name != "." && name != "..";
+    if !plain {
+        return Err(Failure::Images(format!("{name:?} is not a plain file name")));
+    }
+    let path = dir.join(name);
+    let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path).map_err(io("make", &path))?;
+    Ok(Open { file, path, bytes: 0 })
+}
+
+const _: () = assert!(PIECE_HEAD_BYTES + PIECE_BYTES <= CONTENT_BYTES_MAX);
+
+#[cfg(test)]
+mod tests {
+    use super::super::bulk::Keys;
+    use super::*;
+    use std::io::{self, Cursor};
+
+    /// Bytes of the head of a record and of its tag.
+    const AROUND: usize = 20;
+
+    /// Two directories of this test alone, of which the second is still to be made.
+    fn scratch(name: &str) -> (PathBuf, PathBuf, PathBuf) {
+        let root = std::env::temp_dir().join(format!("pvmd-travel-{name}-{}", std::process::id()));
+        let _ = std::fs::remove_dir_all(&root);
+        std::fs::create_dir_all(root.join("from")).expect("a scratch directory");
+        (root.clone(), root.join("from"), root.join("to"))
+    }
+
+    /// What is sent for a directory, and how many bytes of files that says it is.
+    fn sent(from: &Path) -> (Vec<u8>, u64) {
+        let progress = Progress::default();
+        progress.turn(State::Complete);
+        let (mut wire, rate) = (Vec::new(), Rate::default());
+        let bytes =
+            Sender::new(from, Outgoing::new(&mut wire, Keys::for_test(1).out), &rate).send(&progress).expect("sent");
+        (wire, bytes.bytes)
+    }
+
+    fn received(to: &Path, wire: impl Read) -> Result<u64, Failure> {
+        receive(to, &mut Incoming::new(wire, Keys::for_test(1).out))
+    }
+
+    /// The records of what was sent.
+    fn records(mut wire: &[u8]) -> Vec<&[u8]> {
+        let mut all = Vec::new();
+        while let Some(head) = wire.first_chunk::<4>() {
+            let (record, rest) = wire.split_at(u32::from_le_bytes(*head) as usize + AROUND);
+            all.push(record);
+            wire = rest;
+        }
+        all
+    }
+
+    /// Sends these marks and pieces, in good records.
+    fn said(what: &[Result<Mark, (u32, usize)>]) -> Vec<u8> {
+        let (mut wire, rate) = (Vec::new(), Rate::default());
+        let mut sender = Sender::new(Path::new("/"), Outgoing::new(&mut wire, Keys::for_test(1).out), &rate);
+        for one in what {
+            match one {
+                Ok(mark) => sender.mark(mark).expect("sent"),
+                Err((number, bytes)) => {
+                    let fill = |room: &mut [u8]| {
+                        room.fill(7);
+                        room[0] = PIECE;
+                        room[1..PIECE_HEAD_BYTES].copy_from_slice(&number.to_le_bytes());
+                        Ok::<(), Failure>(())
+                    };
+                    sender.out.send(PIECE_HEAD_BYTES + bytes, fill).expect("filled").expect("sent");
+                }
+            }
+        }
+        drop(sender);
+        wire
+    }
+
+    fn file(number: u32, name: &str) -> Result<Mark, (u32, usize)> {
+        Ok(Mark::File { number, name: name.to_string() })
+    }
+
+    #[test]
+    fn files_arrive_as_they_were_sent() {
+        let (root, from, to) = scratch("whole");
+        let big: Vec<u8> = (0..3 * PIECE_BYTES + 17).map(|i| (i % 251) as u8).collect();
+        std::fs::write(from.join("pages-1.img"), &big).expect("writable");
+        std::fs::write(from.join("empty.img"), "").expect("writable");
+        let (wire, bytes) = sent(&from);
+        assert_eq!((bytes, received(&to, &wire[..])), (big.len() as u64, Ok(bytes)));
+        assert_eq!(std::fs::read(to.join("pages-1.img")).expect("there"), big);
+        assert_eq!(std::fs::read(to.join("empty.img")).expect("there"), b"");
+        std::fs::remove_dir_all(root).expect("ours");
+    }
+
+    #[test]
+    fn records_cannot_be_changed_left_out_exchanged_or_repeated_and_the_end_cannot_be_cut_off() {
+        let (root, from, to) = scratch("tampered");
+        std::fs::write(from.join("core.img"), [5; 1000]).expect("writable");
+        let (wire, _) = sent(&from);
+        let all = records(&wire);
+        assert_eq!(all.len(), 4, "a file begins, a piece, the file ends, the end");
+        let mut ways: Vec<Vec<usize>> = (0..all.len()).map(|cut| (0..cut).collect()).collect();
+        ways.extend([vec![0, 2, 3], vec![0, 1, 1, 2, 3], vec![1, 0, 2, 3], vec![0, 1, 3, 2], vec![3]]);
+        for order in ways {
+            let changed = order.iter().map(|at| all[*at]).collect::<Vec<_>>().concat();
+            let result = received(&to, &changed[..]);
+            assert!(matches!(result, Err(Failure::Images(_))), "{order:?}: {result:?}");
+            std::fs::remove_dir_all(&to).expect("ours");
+        }
+        for at in 0..wire.len() {
+            let mut changed = wire.clone();
+            changed[at] ^= 4;
+            let result = received(&to, &changed[..]);
+            assert!(matches!(result, Err(Failure::Images(_))), "byte {at}: {result:?}");
+            std::fs::remove_dir_all(&to).expect("ours");
+        }
+        for bytes in 0..wire.len() {
+            assert!(received(&to, &wire[..bytes]).is_err(), "cut after {bytes} bytes");
+            std::fs::remove_dir_all(&to).expect("ours");
+        }
+        std::fs::remove_dir_all(root).expect("ours");
+    }
+
+    #[test]
+    fn a_source_that_has_the_keys_and_does_not_keep_to_the_rules_gets_an_error() {
+        let (root, _, to) = scratch("rules");
+        let end = |files, bytes| Ok(Mark::End { files, bytes });
+        let ends = |number, bytes| Ok(Mark::FileEnd { number, bytes });
+        let mut rules: Vec<Vec<Result<Mark, (u32, usize)>>> = vec![
+            vec![Err((0, 5))],
+            vec![file(1, "a.img")],
+            vec![file(0, "a.img"), file(0, "b.img")],
+            vec![file(0, "a.img"), file(1, "a.img")],
+            vec![file(0, "a.img"), Err((1, 5))],
+            vec![file(0, "a.img"), Err((0, 5)), ends(0, 4)],
+            vec![file(0, "a.img"), Err((0, 5)), ends(0, 6)],
+            vec![file(0, "a.img"), ends(0, 0), Err((0, 5))],
+            vec![ends(0, 0)],
+            vec![end(1, 0)],
+            vec![file(0, "a.img"), end(1, 0)],
+            vec![file(0, "a.img"), Err((0, 5)), ends(0, 5), end(1, 4)],
+            vec![file(0, "a.img"), Ok(Mark::Anew), Err((0, 5))],
+            (0..=ANEW_MAX).map(|_| Ok(Mark::Anew)).collect(),
+            (0..=OPEN_FILES_MAX as u32).map(|number| file(number, &format!("{number}.img"))).collect(),
+        ];
+        let names = ["", ".", "..", "../x", "a/b", "/etc/x", &"n".repeat(256)];
+        rules.extend(names.map(|name| vec![file(0, name)]));
+        for what in rules {
+            let mut wire = said(&what);
+            // What follows is cut off: nothing of that may have been waited for.
+            wire.push(0);
+            let result = received(&to, &wire[..]);
+            let middle = result == Err(wrong("the transfer ended in the middle"));
+            assert!(matches!(result, Err(Failure::Images(_) | Failure::Io(_))) && !middle, "{what:?}: {result:?}");
+            let _ = std::fs::remove_dir_all(&to);
+        }
+        std::fs::remove_dir_all(root).expect("ours");
+    }
+
+    #[test]
+    fn a_record_that_announces_too_much_is_refused_before_it_comes() {
+        let (root, _, to) = scratch("announced");
+        let result = received(&to, &u32::MAX.to_le_bytes()[..]);
+        assert!(matches!(&result, Err(Failure::Images(why)) if why.contains("impossible length")), "{result:?}");
+        std::fs::remove_dir_all(root).expect("ours");
+    }
+
+    /// Holds what was written, for whoever looks meanwhile.
+    #[derive(Clone, Default)]
+    struct Wire(std::sync::Arc<Mutex<Vec<u8>>>);
+
+    impl Write for Wire {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.0.lock().expect("no panic").extend_from_slice(bytes);
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    /// Waits until so much was sent.
+    fn until(wire: &Wire, bytes: usize) {
+        let begin = std::time::Instant::now();
+        while wire.0.lock().expect("no panic").len() < bytes {
+            assert!(begin.elapsed() < Duration::from_secs(30), "what grows is not sent");
+            std::thread::sleep(LOOK_EVERY);
+        }
+    }
+
+    #[test]
+    fn what_grows_is_sent_before_it_is_complete_and_a_directory_begun_anew_arrives_as_it_is_in_the_end() {
+        for anew in [false, true] {
+            let (root, from, to) = scratch(if anew { "anew" } else { "grows" });
+            let (progress, wire, rate) = (Progress::default(), Wire::default(), Rate::default());
+            let content: Vec<u8> = (0..2 * PIECE_BYTES + 100).map(|i| (i % 241) as u8).collect();
+            let result = std::thread::scope(|scope| {
+                let (out, from, of_thread, rate) = (wire.clone(), &from, &progress, &rate);
+                let sending = scope
+                    .spawn(move || Sender::new(from, Outgoing::new(out, Keys::for_test(1).out), rate).send(of_thread));
+                let path = from.join("pages-1.img");
+                let mut growing = File::create(&path).expect("writable");
+                growing.write_all(&content[..PIECE_BYTES + 5]).expect("writable");
+                until(&wire, PIECE_BYTES);
+                if anew {
+                    std::fs::remove_file(&path).expect("ours");
+                    std::fs::write(&path, b"other").expect("writable");
+                } else {
+                    growing.write_all(&content[PIECE_BYTES + 5..]).expect("writable");
+                }
+                std::fs::write(from.join("core-1.img"), b"core").expect("writable");
+                progress.turn(State::Complete);
+                sending.join().expect("no panic")
+            });
+            let expected = if anew { b"other".to_vec() } else { content };
+            let bytes = expected.len() as u64 + 4;
+            let wire = wire.0.lock().expect("no panic").clone();
+            let ahead = if anew { 0 } else { PIECE_BYTES as u64 };
+            let sent = result.expect("sent");
+            assert_eq!((sent.bytes, received(&to, Cursor::new(wire))), (bytes, Ok(bytes)));
+            assert!(sent.ahead >= ahead, "{sent:?}");
+            assert_eq!(std::fs::read(to.join("pages-1.img")).expect("there"), expected);
+            assert_eq!(std::fs::read(to.join("core-1.img")).expect("there"), b"core");
+            assert_eq!(std::fs::read_dir(&to).expect("there").count(), 2);
+            std::fs::remove_dir_all(root).expect("ours");
+        }
+    }
+
+    #[test]
+    fn a_directory_that_nobody_wants_any_more_is_sent_no_further() {
+        let (root, from, _) = scratch("void");
+        let progress = Progress::default();
+        progress.turn(State::Void);
+        progress.turn(State::Complete);
+        let result =
+            Sender::new(&from, Outgoing::new(io::sink(), Keys::for_test(1).out), &Rate::default()).send(&progress);
+        assert!(matches!(result, Err(Failure::CalledOff(_))), "{result:?}");
+        std::fs::remove_dir_all(root).expect("ours");
+    }
+}

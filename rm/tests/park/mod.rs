@@ -1,0 +1,258 @@
+//! Jobs that no host takes are checkpointed and ended where an owner wants it so, and go on when there is room.
+
+use crate::common::{Bed, failed, h, info, spawned, t, world};
+use crate::{ask, with_books};
+use pvm_rm::service::Options;
+use sempa_proto::event::EventKind;
+use sempa_proto::load::GuestLimits;
+use sempa_proto::migration::{Cause, Failure};
+use sempa_proto::owner::Leave;
+use sempa_proto::rm::{Answer, Decided, Question};
+use sempa_proto::table::{TASK_CONNECTED, TASK_FORKED, TaskInfo};
+use sempa_proto::{Micros, Tid};
+
+/// A first task on h1 with a child on h2 and one on h3.
+fn family() -> [TaskInfo; 3] {
+    let child = |parent: Tid, tid: Tid, host: u16| TaskInfo { parent, ..spawned(tid, host) };
+    [child(Tid::NONE, t(1, 7), 1), child(t(1, 7), t(2, 7), 2), child(t(1, 7), t(3, 7), 3)]
+}
+
+fn pool() -> Bed {
+    let vm = world(3);
+    vm.0.borrow_mut().tasks.extend(family());
+    vm.0.borrow_mut().then = Leave::Checkpoint;
+    Bed::quiet(&vm)
+}
+
+fn checkpointed(bed: &mut Bed, job: Tid) {
+    let kind = EventKind::Checkpointed { set: "s1".into(), job, tasks: 3, bytes: 9, frozen: Micros(5), parked: true };
+    bed.world().event(h(1), kind);
+    for info in family() {
+        let used = Default::default();
+        bed.world().event(info.host, EventKind::TaskEnded { tid: info.tid, status: 9, used });
+    }
+    bed.world().tasks.retain(|task| family().iter().all(|member| member.tid != task.tid));
+    bed.settle();
+}
+
+/// All owners are there, one after the other, and tasks that can go do so.
+fn crowd(bed: &mut Bed) {
+    for host in 1..=3 {
+        bed.owner_comes(host);
+        arrive(bed);
+    }
+}
+
+/// Whoever is on its way arrives.
+fn arrive(bed: &mut Bed) {
+    loop {
+        let going = bed.world().took_migrations();
+        if going.is_empty() {
+            return;
+        }
+        for (tid, to) in going {
+            let from = bed.service.model().host_of(tid).expect("known");
+            bed.world().tasks.iter_mut().filter(|task| task.tid == tid).for_each(|task| task.host = h(to));
+            bed.world().moved(tid, from.index(), to, Cause::Owner { why: "alice on pts/0".into() });
+            bed.settle();
+        }
+    }
+}
+
+#[test]
+fn a_task_that_another_host_takes_only_moves() {
+    let mut bed = pool();
+    bed.owner_comes(2);
+    assert_eq!(bed.world().took_migrations().len(), 1);
+    assert!(bed.world().checkpoints.is_empty());
+}
+
+#[test]
+fn a_job_is_parked_once_when_nobody_takes_its_task_and_goes_on_where_there_is_room() {
+    let mut bed = pool();
+    crowd(&mut bed);
+    assert_eq!(bed.world().checkpoints, [t(1, 7)], "the first of it that daemons have started, once");
+    checkpointed(&mut bed, t(1, 7));
+    bed.pass(Micros::from_secs(30));
+    assert!(bed.world().restarts.is_empty(), "there is no room");
+    bed.owner_leaves(3);
+    bed.pass(Micros::from_secs(12));
+    assert_eq!(bed.world().restarts, [("s1".to_string(), vec!["h3".to_string(); 3])]);
+    let tasks = family().map(|task| (task.tid, h(3))).to_vec();
+    bed.world().tasks.extend(family().map(|task| TaskInfo { host: h(3), ..task }));
+    bed.world().event(h(1), EventKind::Restarted { set: "s1".into(), job: t(1, 7), tasks, why: "asked".into() });
+    bed.signs_of_life(&[3]);
+    bed.pass(Micros::from_secs(60));
+    assert_eq!(bed.world().checkpoints.len(), 1);
+    assert_eq!(bed.world().restarts.len(), 1);
+    let Answer::Why { decisions, .. } = ask(&mut bed, &Question::WhyTask(t(1, 7))) else { panic!("nothing is known") };
+    assert!(decisions.iter().any(|d| matches!(d.what, Decided::Parked { job, .. } if job == t(1, 7))), "{decisions:?}");
+}
+
+#[test]
+fn a_host_that_refused_a_task_is_asked_again_before_its_job_is_parked() {
+    let mut bed = pool();
+    bed.owner_comes(3);
+    arrive(&mut bed);
+    for tid in [t(2, 7), t(3, 7)] {
+        bed.world().refuse.insert((tid, h(1)), failed(Failure::Engine("a hiccup".into())));
+        bed.world().refuse.insert((tid, h(3)), failed(Failure::Engine("a hiccup".into())));
+    }
+    bed.owner_comes(2);
+    assert!(bed.world().checkpoints.is_empty());
+    for _ in 0..3 {
+        bed.pass(Micros::from_secs(10));
+        bed.signs_of_life(&[1]);
+        bed.owner_comes(3);
+        bed.owner_comes(2);
+    }
+    assert_eq!(bed.world().checkpoints, [t(1, 7)]);
+}
+
+#[test]
+fn what_is_parked_follows_from_the_checkpoint_that_ended_the_job_and_from_no_other() {
+    let mut bed = pool();
+    let periodic = EventKind::Checkpointed {
+        set: "s0".into(),
+        job: t(1, 7),
+        tasks: 3,
+        bytes: 9,
+        frozen: Micros(5),
+        parked: false,
+    };
+    crowd(&mut bed);
+    bed.world().event(h(1), periodic);
+    bed.settle();
+    for host in 1..=3 {
+        bed.owner_leaves(host);
+    }
+    bed.pass(Micros::from_secs(30));
+    assert!(bed.world().restarts.is_empty(), "it lives");
+    crowd(&mut bed);
+    checkpointed(&mut bed, t(1, 7));
+    // Somebody has it started from another set: what was parked is not started as well when it has ended.
+    let tasks = family().map(|task| (task.tid, h(1))).to_vec();
+    bed.world().event(h(1), EventKind::Restarted { set: "s0".into(), job: t(1, 7), tasks, why: "asked".into() });
+    bed.signs_of_life(&[1, 2, 3]);
+    bed.pass(Micros::from_secs(30));
+    assert!(bed.world().restarts.is_empty(), "it has begun again already");
+}
+
+#[test]
+fn a_job_goes_on_only_where_owners_let_all_of_it_in_and_with_as_many_as_they_allow() {
+    let mut bed = pool();
+    for task in family() {
+        let started = EventKind::TaskStarted { tid: task.tid, parent: task.parent, name: "worker".into(), user: 0 };
+        bed.world().event(task.host, started);
+    }
+    crowd(&mut bed);
+    checkpointed(&mut bed, t(1, 7));
+    bed.world().limits = GuestLimits { programs: vec!["work*".into()], ..GuestLimits::default() };
+    bed.owner_leaves(1);
+    bed.pass(Micros::from_secs(20));
+    assert!(bed.world().restarts.is_empty(), "workers are not let in there");
+    bed.world().limits = GuestLimits { cores: Some(1), ..GuestLimits::default() };
+    bed.owner_leaves(2);
+    bed.pass(Micros::from_secs(8));
+    assert!(bed.world().restarts.is_empty(), "there is one place");
+    bed.world().limits = GuestLimits { cores: Some(2), ..GuestLimits::default() };
+    bed.owner_leaves(3);
+    bed.pass(Micros::from_secs(6));
+    let on = ["h2", "h3", "h3"].map(String::from).to_vec();
+    assert_eq!(bed.world().restarts, [("s1".to_string(), on)]);
+}
+
+#[test]
+fn a_job_is_not_parked_while_one_of_it_moves_or_is_suspended() {
+    let mut bed = pool();
+    bed.owner_comes(3);
+    assert_eq!(bed.world().took_migrations().len(), 1);
+    bed.owner_comes(1);
+    bed.owner_comes(2);
+    assert!(bed.world().checkpoints.is_empty(), "one is on its way");
+}
+
+#[test]
+fn owners_who_want_guests_moved_or_gone_have_no_job_parked() {
+    for then in [Leave::Move, Leave::Kill] {
+        let mut bed = pool();
+        bed.world().then = then;
+        crowd(&mut bed);
+        assert!(bed.world().checkpoints.is_empty(), "{then}");
+    }
+}
+
+#[test]
+fn a_job_whose_checkpoint_failed_is_left_in_peace_and_tried_again() {
+    let mut bed = pool();
+    crowd(&mut bed);
+    bed.world().event(h(1), EventKind::CheckpointFailed { job: t(1, 7), why: "the disk is full".into() });
+    bed.settle();
+    for _ in 0..5 {
+        crowd(&mut bed);
+        bed.pass(Micros::from_secs(10));
+    }
+    assert_eq!(bed.world().checkpoints.len(), 1);
+    for _ in 0..3 {
+        crowd(&mut bed);
+        bed.pass(Micros::from_secs(10));
+    }
+    assert_eq!(bed.world().checkpoints.len(), 2);
+}
+
+#[test]
+fn a_set_that_cannot_be_started_is_tried_less_and_less_often() {
+    let mut bed = pool();
+    crowd(&mut bed);
+    checkpointed(&mut bed, t(1, 7));
+    let mut failed = 0;
+    for _ in 0..60 {
+        bed.signs_of_life(&[1, 2, 3]);
+        bed.pass(Micros::from_secs(5));
+        if bed.world().restarts.len() > failed {
+            failed += 1;
+            let (set, cause, why) = ("s1".into(), "asked".into(), "no host takes it".into());
+            bed.world().event(h(1), EventKind::RestartFailed { set, cause, why });
+        }
+    }
+    assert!((3..=6).contains(&failed), "{failed} tries in five minutes");
+    assert_eq!(bed.world().restarts.len(), failed, "not again while one is under way");
+}
+
+#[test]
+fn what_has_lost_its_head_stands_still_and_so_do_the_children_of_who_was_started_by_hand() {
+    let vm = world(2);
+    let orphan = TaskInfo { parent: t(1, 99), ..spawned(t(2, 7), 2) };
+    let by_hand = info(t(2, 8), 2, TASK_CONNECTED, "");
+    let alone = TaskInfo { parent: t(2, 8), ..info(t(2, 9), 2, TASK_FORKED | TASK_CONNECTED, "worker") };
+    vm.0.borrow_mut().tasks.extend([orphan, by_hand, alone]);
+    vm.0.borrow_mut().then = Leave::Checkpoint;
+    let mut bed = Bed::quiet(&vm);
+    (1..=2).for_each(|host| bed.owner_comes(host));
+    assert_eq!(bed.world().checkpoints, []);
+}
+
+#[test]
+fn a_resource_manager_that_begins_again_starts_what_the_one_before_has_parked() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let vm = world(3);
+    vm.0.borrow_mut().tasks.extend(family());
+    vm.0.borrow_mut().then = Leave::Checkpoint;
+    let options = || Options { watchers: true, ..with_books(dir.path()) };
+    let mut bed = Bed::quiet_with(&vm, options());
+    crowd(&mut bed);
+    assert_eq!(bed.world().checkpoints, [t(1, 7)]);
+    // It is killed before the checkpoint is complete.
+    bed.pass(Micros::from_secs(2));
+    drop(bed);
+    let mut world = vm.0.borrow_mut();
+    let (set, job, frozen) = ("s1".into(), t(1, 7), Micros(5));
+    let kind = EventKind::Checkpointed { set, job, tasks: 3, bytes: 9, frozen, parked: true };
+    world.event(h(1), kind);
+    world.forget_mail();
+    world.tasks.retain(|task| family().iter().all(|member| member.tid != task.tid));
+    drop(world);
+    let mut bed = Bed::quiet_with(&vm, options());
+    bed.pass(Micros::from_secs(12));
+    assert_eq!(bed.world().restarts.len(), 1);
+}

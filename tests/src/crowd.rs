@@ -1,0 +1,164 @@
+//! Tasks that talk all the time (`tests/programs/all_to_all.c`), and moves of them.
+
+use crate::dice::Dice;
+use crate::run::{Running, eventually};
+use crate::vm::Vm;
+use anyhow::{Context, Result, bail, ensure};
+use std::io::Write;
+use std::process::Stdio;
+use std::time::Duration;
+
+/// Time for all to begin, and for all to finish.
+const LONG: Duration = Duration::from_secs(240);
+/// Time for moves under way.
+const MOVE_TIME: Duration = Duration::from_secs(120);
+
+/// The director and its workers.
+#[derive(Debug)]
+pub struct Crowd {
+    director: Running,
+    /// Each worker's tid and the host where it runs.
+    pub workers: Vec<(String, String)>,
+    hosts: Vec<String>,
+}
+
+/// What all workers have to say in the end.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Account {
+    /// Messages whose number and sum were checked.
+    pub checked: u64,
+    /// Messages that did not come.
+    pub lost: u64,
+    /// That came twice.
+    pub doubled: u64,
+    /// That came out of order.
+    pub disordered: u64,
+    /// Whose sum was wrong.
+    pub damaged: u64,
+}
+
+impl Account {
+    /// True if every message has come once, whole and in its order.
+    pub fn is_good(&self) -> bool {
+        self.checked > 0 && self.lost + self.doubled + self.disordered + self.damaged == 0
+    }
+
+    fn read(line: &str) -> Option<Account> {
+        let mut account = Account::default();
+        for word in line.strip_prefix("summary: ")?.split(' ') {
+            let (name, value) = word.split_once('=')?;
+            let value = value.parse().ok()?;
+            match name {
+                "checked" => account.checked = value,
+                "lost" => account.lost = value,
+                "doubled" => account.doubled = value,
+                "disordered" => account.disordered = value,
+                "damaged" => account.damaged = value,
+                _ => return None,
+            }
+        }
+        Some(account)
+    }
+}
+
+impl Crowd {
+    /// Starts `count` workers on the hosts in turn, each of which talks to `2 * reach` others (all, if `reach` is 0), and
+    /// waits until all talk. The program is compiled first.
+    ///
+    /// # Errors
+    /// They do not begin.
+    pub fn start(vm: &Vm<'_>, count: usize, reach: usize, hosts: &[&str]) -> Result<Crowd> {
+        let program = vm.program("all_to_all")?;
+        let mut command = vm.command(vm.bed().host(1), program);
+        command.args(["-n", &count.to_string(), "-k", &reach.to_string(), "-r", "2000"]).args(hosts);
+        let director = Running::start(command, Stdio::piped())?;
+        let workers = eventually(LONG, || {
+            let out = director.out_so_far().map_err(|error| error.to_string())?;
+            let workers: Vec<(String, String)> = out.lines().filter_map(worker).collect();
+            let silent = (0..count).find(|i| !out.contains(&format!("progress {i} ")));
+            match silent {
+                None if workers.len() == count => Ok(workers),
+                _ => Err(format!("{} workers, {silent:?} is silent: {:?}", workers.len(), director.err_so_far())),
+            }
+        })?;
+        Ok(Crowd { director, workers, hosts: hosts.iter().map(|host| host.to_string()).collect() })
+    }
+
+    /// Another host for this worker, by chance.
+    fn elsewhere(&self, who: usize, dice: &mut Dice) -> String {
+        let others: Vec<&String> = self.hosts.iter().filter(|host| **host != self.workers[who].1).collect();
+        others[dice.below(others.len())].clone()
+    }
+
+    /// Moves `at_once` different workers by chance, all at the same time, and waits until all have got there.
+    ///
+    /// # Errors
+    /// One of them did not; the console's words.
+    pub fn move_some(&mut self, vm: &Vm<'_>, dice: &mut Dice, at_once: usize) -> Result<()> {
+        let who = dice.choose(self.workers.len(), at_once);
+        let mut moves: Vec<(usize, String)> = who.into_iter().map(|who| (who, self.elsewhere(who, dice))).collect();
+        let start = |(who, to): &(usize, String)| vm.start_migrate(&self.workers[*who].0, to);
+        let mut running = moves.iter().map(start).collect::<Result<Vec<_>>>()?;
+        for ((who, to), moving) in moves.drain(..).zip(running.drain(..)) {
+            let done = moving.finish(MOVE_TIME)?;
+            // Its library has not come back yet from the move before: asked again as soon as it has.
+            let done = if done.good() { done } else { vm.migrate_when_ready(&self.workers[who].0, &to)? };
+            done.expect_good(&format!("{} to {to}", self.workers[who].0))?;
+            self.workers[who].1 = to;
+        }
+        Ok(())
+    }
+
+    /// All tasks are where they were moved to.
+    ///
+    /// # Errors
+    /// One is somewhere else, or nowhere.
+    pub fn all_in_place(&self, vm: &Vm<'_>) -> Result<()> {
+        let tasks = vm.tasks()?;
+        for (tid, host) in &self.workers {
+            let task = tasks.iter().find(|task| task.tid == *tid).with_context(|| format!("{tid} is gone"))?;
+            ensure!(task.host.as_ref() == Some(host), "{tid} is not on {host}: {task:?}");
+        }
+        Ok(())
+    }
+
+    /// True while the director runs; it ends only when it was told to, or when something went wrong.
+    ///
+    /// # Errors
+    /// It cannot be waited for.
+    pub fn goes_on(&mut self) -> Result<bool> {
+        Ok(self.director.poll()?.is_none())
+    }
+
+    /// Has everybody finish, and gives the account of all.
+    ///
+    /// # Errors
+    /// Somebody gives none.
+    pub fn finish(mut self) -> Result<Account> {
+        self.director.take_stdin().context("its input is piped")?.write_all(b"end\n")?;
+        let done = self.director.finish(LONG)?;
+        match done.out.lines().find_map(Account::read) {
+            Some(account) => Ok(account),
+            None => bail!("no account: {}\n{}", done.status, done.err),
+        }
+    }
+}
+
+fn worker(line: &str) -> Option<(String, String)> {
+    let words: Vec<&str> = line.strip_prefix("worker ")?.split(' ').collect();
+    Some((words.get(1)?.to_string(), words.get(2)?.to_string()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_account_is_read_and_judged() {
+        let good = Account::read("summary: checked=7 lost=0 doubled=0 disordered=0 damaged=0").expect("one");
+        assert!(good.is_good() && good.checked == 7);
+        let bad = Account::read("summary: checked=7 lost=0 doubled=1 disordered=0 damaged=0").expect("one");
+        assert!(!bad.is_good());
+        assert_eq!(Account::read("summary: 3 workers gave no account"), None);
+    }
+}

@@ -1,0 +1,137 @@
+//! What a virtual machine occupies on the hosts of a testbed: memory, descriptors, threads, processes, files.
+
+use crate::testbed::Host;
+use crate::vm::Vm;
+use std::collections::HashMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// The kinds of processes that are told apart; what is none of the others is a task.
+pub const KINDS: [&str; 6] = ["master", "daemons", "taskers", "resource manager", "load watchers", "tasks"];
+/// The kind of processes that the virtual machine does not bring itself.
+pub const TASKS: usize = KINDS.len() - 1;
+
+/// Processes of one kind together.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Sum {
+    /// How many.
+    pub processes: u64,
+    /// Their threads.
+    pub threads: u64,
+    /// Their open descriptors.
+    pub descriptors: u64,
+    /// Resident memory in KiB; pages that several have are counted for each.
+    pub resident_kib: u64,
+}
+
+/// What there is at one moment.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Footprint {
+    /// In the order of [`KINDS`].
+    pub kinds: [Sum; KINDS.len()],
+    /// Files in the daemons' folders of all hosts, and in their shared memory.
+    pub files: u64,
+    /// Their bytes on the disk, in KiB.
+    pub files_kib: u64,
+    /// The same of the store of checkpoints.
+    pub store_kib: u64,
+}
+
+impl Footprint {
+    /// Looks at all hosts. Processes that end meanwhile are left out.
+    pub fn of(vm: &Vm<'_>) -> Footprint {
+        let mut seen = Footprint::default();
+        let mut kinds = HashMap::new();
+        for host in vm.bed().hosts() {
+            for (pid, line) in host.processes() {
+                kinds.insert(pid, kind_of(host, &line));
+            }
+            for (_, file) in host_files(host) {
+                seen.files += 1;
+                seen.files_kib += file;
+            }
+        }
+        for (pid, kind) in kinds {
+            let Some(kind) = kind else { continue };
+            if let Some(sum) = sum_of(pid) {
+                let all = &mut seen.kinds[kind];
+                all.processes += 1;
+                all.threads += sum.threads;
+                all.descriptors += sum.descriptors;
+                all.resident_kib += sum.resident_kib;
+            }
+        }
+        let mut kept = Vec::new();
+        collect(&vm.home().join(".local/state/sempa/checkpoints"), &mut kept);
+        seen.store_kib = kept.iter().map(|(_, kib)| kib).sum();
+        seen
+    }
+
+    /// All of it by name, for tables.
+    pub fn figures(&self) -> Vec<(String, u64)> {
+        let mut all = Vec::new();
+        for (name, sum) in KINDS.iter().zip(&self.kinds) {
+            for (what, value) in [
+                ("resident KiB", sum.resident_kib),
+                ("descriptors", sum.descriptors),
+                ("threads", sum.threads),
+                ("processes", sum.processes),
+            ] {
+                all.push((format!("{name}: {what}"), value));
+            }
+        }
+        all.push(("files of daemons".to_string(), self.files));
+        all.push(("files of daemons: KiB".to_string(), self.files_kib));
+        all.push(("store: KiB".to_string(), self.store_kib));
+        all
+    }
+}
+
+/// Files in a host's folders of daemons and in its shared memory, with KiB on the disk.
+pub fn host_files(host: &Host) -> Vec<(PathBuf, u64)> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(host.path("/tmp")).into_iter().flatten().flatten() {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        if name.starts_with("sempa-") && !name.starts_with("sempa-testbed-") {
+            collect(&entry.path(), &mut found);
+        }
+    }
+    collect(&host.path("/dev/shm"), &mut found);
+    found
+}
+
+/// Which kind a process is; `None` for what makes a host a host, and for commands of whoever looks.
+fn kind_of(host: &Host, line: &str) -> Option<usize> {
+    let program = line.split(' ').next().unwrap_or_default().rsplit('/').next().unwrap_or_default();
+    match program {
+        "pvmd" if host.name() == "h1" => Some(0),
+        "pvmd" => Some(1),
+        "pvm-tasker" => Some(2),
+        "pvm-rm" => Some(3),
+        "pvm-load-watcher" => Some(4),
+        "sshd" | "sshd:" | "sempa-host" | "pvm" | "sh" | "env" | "sshd-session" | "criu" => None,
+        _ => Some(TASKS),
+    }
+}
+
+fn sum_of(pid: u32) -> Option<Sum> {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    let field = |name: &str| {
+        let line = status.lines().find_map(|line| line.strip_prefix(name))?;
+        line.split_whitespace().next()?.parse().ok()
+    };
+    let descriptors = fs::read_dir(format!("/proc/{pid}/fd")).ok()?.count() as u64;
+    Some(Sum { processes: 1, threads: field("Threads:")?, descriptors, resident_kib: field("VmRSS:")? })
+}
+
+fn collect(folder: &Path, found: &mut Vec<(PathBuf, u64)>) {
+    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+        let Ok(meta) = entry.metadata() else { continue };
+        if meta.is_dir() {
+            collect(&entry.path(), found);
+        } else {
+            use std::os::unix::fs::MetadataExt;
+            found.push((entry.path(), meta.blocks().div_ceil(2)));
+        }
+    }
+}

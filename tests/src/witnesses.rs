@@ -1,0 +1,166 @@
+//! Tasks that would notice if they ran twice or lost a message (`tests/programs/witness.c`), and their director.
+
+use crate::run::{Running, eventually};
+use crate::vm::Vm;
+use anyhow::{Context, Result, bail, ensure};
+use std::collections::HashMap;
+use std::fs;
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::{ChildStdin, Stdio};
+use std::time::Duration;
+
+/// Time for one word of the director on a loaded machine.
+const SOON: Duration = Duration::from_secs(60);
+
+/// The director. It runs on h1, and ends with the virtual machine.
+#[derive(Debug)]
+pub struct Witnesses {
+    director: Running,
+    words: ChildStdin,
+    folder: PathBuf,
+    program: String,
+}
+
+/// What the director and a task have seen of each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Account {
+    /// Messages of the task that have come.
+    pub got: u64,
+    /// Faults that the director has seen, and those that the task has.
+    pub faults: u64,
+}
+
+impl Witnesses {
+    /// Starts the director. The program is compiled first.
+    ///
+    /// # Errors
+    /// It does not start.
+    pub fn start(vm: &Vm<'_>) -> Result<Witnesses> {
+        let program = vm.program("witness")?;
+        // Each virtual machine of a testbed has a folder of its own.
+        let mut folders = (1..).map(|number| vm.bed().folder().join(format!("witnesses-{number}")));
+        let folder = folders.find(|folder| !folder.exists()).context("a free name")?;
+        fs::create_dir_all(&folder)?;
+        let name = program.display().to_string();
+        let mut director = Running::start(vm.command(vm.bed().host(1), program), Stdio::piped())?;
+        let words = director.take_stdin().context("its input is piped")?;
+        Ok(Witnesses { director, words, folder, program: name })
+    }
+
+    fn say(&mut self, line: &str) -> Result<()> {
+        Ok(self.words.write_all(format!("{line}\n").as_bytes())?)
+    }
+
+    /// What the director has said that begins so, the newest first.
+    fn said(&self, begin: &str) -> Result<Vec<String>, String> {
+        let out = self.director.out_so_far().map_err(|error| error.to_string())?;
+        // The last line may be on its way.
+        let whole = out.rsplit_once('\n').map_or("", |(whole, _)| whole);
+        Ok(whole.lines().rev().filter_map(|line| line.strip_prefix(begin)).map(str::to_string).collect())
+    }
+
+    /// Spawns one for each (host, name), and waits until all talk. Their tids, in this order.
+    ///
+    /// # Errors
+    /// One of them does not come.
+    pub fn spawn(&mut self, which: &[(String, String)]) -> Result<Vec<String>> {
+        for (host, name) in which {
+            self.say(&format!("spawn {host} {name} {}", self.folder.display()))?;
+        }
+        let mut tids = Vec::new();
+        for (host, name) in which {
+            let tid = eventually(SOON, || {
+                if let Some(code) = self.said(&format!("refused {name} "))?.pop() {
+                    return Ok(Err(code));
+                }
+                self.said(&format!("witness {name} "))?.pop().map(Ok).ok_or(format!("no {name} on {host}"))
+            })?;
+            tids.push(tid.map_err(|code| anyhow::anyhow!("{name} on {host}: {code}"))?);
+        }
+        for tid in &tids {
+            self.talks(tid)?;
+        }
+        Ok(tids)
+    }
+
+    /// What was seen of a task so far.
+    ///
+    /// # Errors
+    /// The director does not answer.
+    pub fn account(&mut self, tid: &str) -> Result<Account> {
+        let begin = format!("account {tid} ");
+        let before = self.said(&begin).map_err(anyhow::Error::msg)?.len();
+        self.say(&format!("ask {tid}"))?;
+        let line = eventually(SOON, || {
+            let said = self.said(&begin)?;
+            if said.len() > before { Ok(said[0].clone()) } else { Err("the director does not answer".to_string()) }
+        })?;
+        let words: Vec<&str> = line.split(' ').collect();
+        let ["got", got, "bad", bad, "theirs", theirs] = words[..] else { bail!("{line}") };
+        Ok(Account { got: got.parse()?, faults: bad.parse::<u64>()? + theirs.parse::<u64>()? })
+    }
+
+    /// Waits until a task has sent some more messages, each of which had an answer to the one before it.
+    ///
+    /// # Errors
+    /// It does not, or a message was lost, doubled, damaged or out of order.
+    pub fn talks(&mut self, tid: &str) -> Result<()> {
+        // More than it may send without an answer.
+        const SOME: u64 = 12;
+        let begin = self.account(tid)?;
+        eventually(SOON, || {
+            let now = self.account(tid).map_err(|error| error.to_string())?;
+            if now.got >= begin.got + SOME { Ok(()) } else { Err(format!("{tid} is silent: {begin:?}, {now:?}")) }
+        })?;
+        let account = self.account(tid)?;
+        ensure!(account.faults == 0, "{tid}: {account:?}");
+        Ok(())
+    }
+
+    /// True if the director was told that a task has ended.
+    ///
+    /// # Errors
+    /// What it has said cannot be read.
+    pub fn has_gone(&self, tid: &str) -> Result<bool, String> {
+        Ok(!self.said(&format!("gone {tid}"))?.is_empty())
+    }
+
+    /// Has a task end, and waits until the director was told so.
+    ///
+    /// # Errors
+    /// It does not.
+    pub fn stop(&mut self, tid: &str) -> Result<()> {
+        self.say(&format!("stop {tid}"))?;
+        eventually(SOON, || if self.has_gone(tid)? { Ok(()) } else { Err(format!("{tid} does not end")) })
+    }
+
+    /// The lines that a task has written are 0, 1, 2, …: at no time two of it were running. The next number.
+    ///
+    /// # Errors
+    /// A number is missing or there twice; the lines around it.
+    pub fn ran_once(&self, name: &str) -> Result<usize> {
+        let text = fs::read_to_string(self.folder.join(name))?;
+        let lines: Vec<&str> = text.lines().collect();
+        for (number, line) in lines.iter().enumerate() {
+            let around = || &lines[number.saturating_sub(3)..lines.len().min(number + 4)];
+            ensure!(*line == number.to_string(), "{name}, line {number}: {:?}", around());
+        }
+        Ok(lines.len())
+    }
+
+    /// How many processes there are of each name, on all hosts.
+    pub fn processes(&self) -> HashMap<String, usize> {
+        let mut found = HashMap::new();
+        for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
+            let line = fs::read(entry.path().join("cmdline")).unwrap_or_default();
+            let mut words = line.split(|byte| *byte == 0).map(String::from_utf8_lossy);
+            if words.next().is_some_and(|program| *program == *self.program)
+                && let Some(name) = words.next().filter(|name| !name.is_empty())
+            {
+                *found.entry(name.into_owned()).or_default() += 1;
+            }
+        }
+        found
+    }
+}

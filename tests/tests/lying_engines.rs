@@ -1,0 +1,290 @@
+//! Engines and stores that fail or lie while jobs are written and started again: one plain sentence each, all tasks go on, nothing
+//! is left behind, and the set that was there before can be started.
+
+use sempa_tests::needs::testbed_with_own_engine;
+use sempa_tests::run::Done;
+use sempa_tests::vm::Settings;
+use sempa_tests::{Testbed, Vm, eventually};
+use std::fs;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+const LONG: Duration = Duration::from_secs(120);
+const WORKERS: usize = 2;
+
+/// An engine that is what the file `lie` on its host says; without that it is the real one.
+fn put_lying_engine(bed: &Testbed) {
+    let link = bed.engine().expect("an engine of its own");
+    let real = fs::read_link(link).expect("a link").display().to_string();
+    let script = format!(
+        "#!/bin/bash\nlie=$(cat {folder}/lie-$(hostname) 2>/dev/null)\n[[ $1 == swrk ]] || lie=\n\
+         case $lie in\n\
+         hang) exec sleep 14142 ;;\n\
+         silent) exit 0 ;;\n\
+         garbage) printf 'neither yes nor no' >&$2; exec sleep 14142 ;;\n\
+         killed) kill -9 $$ ;;\n\
+         esac\nexec {real} \"$@\"\n",
+        folder = bed.folder().display(),
+    );
+    let fresh = link.with_extension("fresh");
+    fs::write(&fresh, script).expect("written");
+    fs::set_permissions(&fresh, fs::Permissions::from_mode(0o755)).expect("executable");
+    fs::rename(&fresh, link).expect("in place");
+}
+
+fn lie(bed: &Testbed, host: &str, lie: &str) {
+    fs::write(bed.folder().join(format!("lie-{host}")), lie).expect("written");
+}
+
+/// A job of three tasks on h1 and h2 that writes a line for each round.
+struct Job<'a> {
+    vm: &'a Vm<'a>,
+    folder: PathBuf,
+    tid: String,
+}
+
+impl<'a> Job<'a> {
+    fn start(vm: &'a Vm<'a>) -> Job<'a> {
+        vm.program("ring_job").expect("gcc");
+        let folder = vm.home().join("ring");
+        fs::create_dir_all(&folder).expect("a folder");
+        let words = ["-h1", "ring_job", &WORKERS.to_string(), "100000000", "2000", folder.to_str().expect("text")];
+        let tid = vm.spawn(&words).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+        let job = Job { vm, folder, tid };
+        job.goes_on();
+        job
+    }
+
+    /// All its tasks are needed for a round.
+    fn goes_on(&self) {
+        let lines = || fs::read_to_string(self.folder.join("log")).map_or(0, |log| log.lines().count());
+        let until = lines() + 5;
+        let gone = eventually(LONG, || if lines() >= until { Ok(()) } else { Err(format!("{} rounds", lines())) });
+        gone.unwrap_or_else(|error| panic!("{error:#}\n{}", self.vm.logs()));
+    }
+
+    fn checkpoint(&self) -> Done {
+        self.vm.pvm(&["checkpoint", &self.tid]).unwrap_or_else(|error| panic!("{error:#}\n{}", self.vm.logs()))
+    }
+
+    fn good_checkpoint(&self) -> String {
+        let values = self.vm.json(&["checkpoint", &self.tid]);
+        let values = values.unwrap_or_else(|error| panic!("{error:#}\n{}", self.vm.logs()));
+        values[0]["set"].as_str().expect("a name").to_string()
+    }
+
+    /// A checkpoint that has to fail with these words in one sentence; the job goes on, and nothing is left of it.
+    fn fails(&self, what: &str, words: &[&str]) {
+        let sets = sets(self.vm);
+        let done = self.checkpoint();
+        assert!(!done.good() && done.err.lines().count() == 1, "{what}: {done:?}\n{}", self.vm.logs());
+        assert!(words.iter().all(|word| done.err.contains(word)), "{what}: {done:?}");
+        eprintln!("{what}: {}", done.err.trim());
+        self.goes_on();
+        nothing_new(self.vm, &sets, what);
+    }
+
+    fn end(&self) {
+        assert!(self.vm.pvm(&["kill", &self.tid]).expect("the console").good());
+        assert!(self.vm.pvm(&["reset"]).expect("the console").good());
+        let ended = eventually(LONG, || {
+            let left = self.vm.tasks().map_err(|error| error.to_string())?;
+            if left.iter().any(|task| task.name == "ring_job") { Err(format!("{left:?}")) } else { Ok(()) }
+        });
+        ended.unwrap_or_else(|error| panic!("{error:#}\n{}", self.vm.logs()));
+    }
+
+    /// A restart that has to fail with these words; nothing of it runs, and nothing is left.
+    fn is_not_started(&self, set: &str, what: &str, words: &[&str]) {
+        let sets = sets(self.vm);
+        let done = self.vm.pvm(&["restart", set]).expect("the console");
+        assert!(!done.good() && done.err.lines().count() == 1, "{what}: {done:?}\n{}", self.vm.logs());
+        assert!(words.iter().all(|word| done.err.contains(word)), "{what}: {done:?}");
+        eprintln!("{what}: {}", done.err.trim());
+        for host in self.vm.bed().hosts() {
+            sempa_tests::testbed::gone(host, "ring_job", LONG).unwrap_or_else(|error| panic!("{what}: {error:#}"));
+        }
+        nothing_new(self.vm, &sets, what);
+    }
+
+    fn starts_again(&self, set: &str) {
+        let done = self.vm.pvm(&["restart", set]).expect("the console");
+        assert!(done.good(), "{done:?}\n{}", self.vm.logs());
+        self.goes_on();
+    }
+}
+
+fn store(vm: &Vm<'_>) -> PathBuf {
+    vm.home().join(".local/state/sempa/checkpoints")
+}
+
+/// Everything in the store that is a set, or was to be one.
+fn sets(vm: &Vm<'_>) -> Vec<String> {
+    let entries = fs::read_dir(store(vm)).into_iter().flatten().flatten();
+    let mut names: Vec<String> = entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+    names.retain(|name| name != "lock");
+    names.sort();
+    names
+}
+
+/// The store is what it was, and no host has images, tokens or an engine.
+fn nothing_new(vm: &Vm<'_>, before: &[String], what: &str) {
+    let clean = eventually(LONG, || {
+        let mut left: Vec<String> = sets(vm).into_iter().filter(|name| !before.contains(name)).collect();
+        for host in vm.bed().hosts() {
+            for entry in fs::read_dir(host.path("/tmp/sempa-0/pvm")).into_iter().flatten().flatten() {
+                let name = entry.file_name().to_string_lossy().into_owned();
+                left.extend(["images-", "resume-"].iter().any(|begin| name.starts_with(begin)).then_some(name));
+            }
+            let engine = |line: &String| line.contains(" swrk ") || line.contains("sleep 14142");
+            left.extend(host.processes().into_iter().map(|(_, line)| line).filter(engine));
+        }
+        if left.is_empty() { Ok(()) } else { Err(left.join(", ")) }
+    });
+    clean.unwrap_or_else(|error| panic!("{what}: {error:#}\n{}", vm.logs()));
+}
+
+fn with_job(settings: impl Fn(&Testbed) -> Settings, test: impl FnOnce(&Testbed, &Vm<'_>, &Job<'_>)) {
+    let Some((bed, _)) = testbed_with_own_engine(2) else { return };
+    put_lying_engine(&bed);
+    let vm = Vm::start(&bed, settings(&bed)).expect("a virtual machine");
+    vm.add(&["h2"]).expect("the other one joins");
+    let job = Job::start(&vm);
+    test(&bed, &vm, &job);
+    vm.halt().expect("halts");
+}
+
+#[test]
+fn engines_that_lie_make_no_checkpoint_and_no_restart_and_harm_nothing() {
+    with_job(
+        |_| Settings::default(),
+        |bed, _, job| {
+            let good = job.good_checkpoint();
+            let lies = [
+                ("silent", "engine"),
+                ("garbage", "engine's answer cannot be read"),
+                ("killed", "killed by signal 9"),
+                ("hang", "not done within"),
+            ];
+            for (what, words) in lies {
+                lie(bed, "h2", what);
+                job.fails(what, &["the job goes on", words]);
+                lie(bed, "h2", "");
+            }
+            job.end();
+            for (what, words) in lies {
+                lie(bed, "h1", what);
+                lie(bed, "h2", what);
+                job.is_not_started(&good, what, &["nothing of it runs", words]);
+                lie(bed, "h1", "");
+                lie(bed, "h2", "");
+            }
+            job.starts_again(&good);
+        },
+    );
+}
+
+/// A file system of its own for the store, on h1.
+const STORE: &str = "/tmp/small";
+
+fn with_small_store(bed: &Testbed) -> Settings {
+    let done =
+        bed.host(1).shell(&format!("mkdir -m 700 {STORE} && mount -t tmpfs -o size=64m,mode=700 none {STORE}"), LONG);
+    assert!(done.as_ref().is_ok_and(Done::good), "{done:?}");
+    let env = vec![
+        ("SEMPA_STORE".to_string(), format!("{STORE}/store")),
+        ("SEMPA_STORE_KEY".to_string(), format!("{STORE}/key")),
+    ];
+    Settings { env, ..Settings::default() }
+}
+
+/// All files of a folder of h1, with their names.
+fn files(bed: &Testbed, inside: &str) -> Vec<PathBuf> {
+    fn below(folder: &Path, found: &mut Vec<PathBuf>) {
+        for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+            if entry.path().is_dir() { below(&entry.path(), found) } else { found.push(entry.path()) }
+        }
+    }
+    let mut found = Vec::new();
+    below(&bed.host(1).path(inside), &mut found);
+    found
+}
+
+#[test]
+fn a_store_that_is_full_or_damaged_says_so_and_what_was_complete_before_can_be_started() {
+    with_job(with_small_store, |bed, vm, job| {
+        let good = job.good_checkpoint();
+        let room = |size: &str| {
+            let done = bed.host(1).shell(&format!("mount -n -o remount,size={size} {STORE}"), LONG).expect("runs");
+            assert!(done.good(), "{done:?}");
+        };
+        let in_store = || {
+            let mut names = files(bed, STORE);
+            names.sort();
+            names
+        };
+        let before = in_store();
+        let one_set: u64 =
+            before.iter().filter_map(|path| fs::metadata(path).ok()).map(|meta| meta.blocks() * 512).sum();
+        // Full at once, in the middle of the first task, of the others, and just before the end.
+        for part in [0.0, 0.05, 0.3, 0.6, 0.9, 0.99] {
+            room(&format!("{}k", (one_set as f64 * (1.0 + part)) as u64 / 1024));
+            job.fails(&format!("room for {part} of a set"), &["the disk is full", "the job goes on"]);
+            let left = eventually(LONG, || {
+                let now = in_store();
+                if now == before { Ok(()) } else { Err(format!("{now:?}")) }
+            });
+            left.expect("nothing is left of it");
+        }
+        room("64m");
+        let newer = job.good_checkpoint();
+        job.end();
+        let set = format!("{STORE}/store/{newer}");
+        for path in files(bed, &set) {
+            let bytes = fs::read(&path).expect("readable");
+            if bytes.is_empty() {
+                continue;
+            }
+            let name = path.file_name().expect("a name").to_string_lossy().into_owned();
+            let mut changed = bytes.clone();
+            changed[bytes.len() / 3] ^= 1;
+            for (how, bad) in
+                [("changed", Some(&changed[..])), ("cut", Some(&bytes[..bytes.len() / 2])), ("missing", None)]
+            {
+                match bad {
+                    Some(bad) => fs::write(&path, bad).expect("written"),
+                    None => fs::remove_file(&path).expect("removed"),
+                }
+                job.is_not_started(&newer, &format!("{name} {how}"), &[]);
+                fs::write(&path, &bytes).expect("written");
+                fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).expect("as it was");
+            }
+        }
+        let listed = vm.pvm(&["checkpoints"]).expect("the console");
+        assert!(listed.out.contains(&good) && listed.out.contains(&newer), "{listed:?}");
+        job.starts_again(&good);
+        job.end();
+        job.starts_again(&newer);
+    });
+}
+
+#[test]
+fn a_key_that_cannot_be_used_is_named_and_the_job_goes_on() {
+    with_job(with_small_store, |bed, _, job| {
+        let key = bed.host(1).path(&format!("{STORE}/key"));
+        fs::write(&key, "short").expect("written");
+        fs::set_permissions(&key, fs::Permissions::from_mode(0o600)).expect("its mode");
+        job.fails("a short key", &["cannot use the key file", "the job goes on"]);
+        fs::write(&key, [7; 32]).expect("written");
+        fs::set_permissions(&key, fs::Permissions::from_mode(0o644)).expect("its mode");
+        job.fails("a key that others can read", &["cannot use the key file", "the job goes on"]);
+        fs::remove_file(&key).expect("removed");
+        fs::create_dir(&key).expect("made");
+        job.fails("a folder for a key", &["cannot use the key file", "the job goes on"]);
+        fs::remove_dir(&key).expect("removed");
+        let set = job.good_checkpoint();
+        job.end();
+        job.starts_again(&set);
+    });
+}

@@ -1,0 +1,74 @@
+//! Tasks that talk are moved again and again: every message comes once, and nothing is left behind by a move.
+
+use sempa_tests::crowd::Crowd;
+use sempa_tests::dice::Dice;
+use sempa_tests::footprint::{Footprint, KINDS, TASKS};
+use sempa_tests::needs::testbed;
+use sempa_tests::vm::Settings;
+use sempa_tests::{Vm, eventually};
+use std::time::Duration;
+
+const LONG: Duration = Duration::from_secs(120);
+const HOSTS: [&str; 4] = ["h1", "h2", "h3", "h4"];
+const WORKERS: usize = 12;
+/// Each talks to so many on either side.
+const REACH: usize = 2;
+/// Moves at the same time, and how often.
+const ROUNDS: [(usize, usize); 2] = [(1, 12), (3, 4)];
+
+/// Moves before anything is counted: what is made for the first move of a host and kept is there then.
+const WARM_UP: [(usize, usize); 1] = [(4, 3)];
+/// Descriptors of a process-id namespace without a task, with the process that holds it: taskers keep some for the next tasks.
+const OF_A_NAMESPACE: u64 = 3;
+
+/// Descriptors and threads of each kind of the virtual machine's own processes, without those of namespaces that are kept.
+fn counts(footprint: &Footprint) -> Vec<(&'static str, [u64; 2])> {
+    let count = |kind: usize| {
+        let sum = &footprint.kinds[kind];
+        let namespaces = if KINDS[kind] == "taskers" { sum.processes - HOSTS.len() as u64 } else { 0 };
+        (KINDS[kind], [sum.descriptors - OF_A_NAMESPACE * namespaces, sum.threads - namespaces])
+    };
+    (0..TASKS).map(count).collect()
+}
+
+/// Has tasks talk and moves them, some at the same time and so often.
+fn moved(vm: &Vm, rounds: &[(usize, usize)], dice: &mut Dice) {
+    let mut crowd = Crowd::start(vm, WORKERS, REACH, &HOSTS).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    for (at_once, times) in rounds {
+        for _ in 0..*times {
+            crowd.move_some(vm, dice, *at_once).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+        }
+    }
+    crowd.all_in_place(vm).expect("where they were moved to");
+    let account = crowd.finish().unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    assert!(account.is_good(), "{account:?}\n{}", vm.logs());
+    eprintln!("{account:?}");
+    sempa_tests::eventually(LONG, || match Footprint::of(vm).kinds[TASKS].processes {
+        0 => Ok(()),
+        left => Err(format!("{left} tasks are left")),
+    })
+    .expect("all end");
+}
+
+#[test]
+fn twenty_four_moves_of_twelve_talking_tasks_lose_nothing_and_leave_nothing_behind() {
+    let Some((bed, _)) = testbed(HOSTS.len()) else { return };
+    let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
+    vm.add(&HOSTS[1..]).expect("the others join");
+    let mut dice = Dice::new(5);
+    moved(&vm, &WARM_UP, &mut dice);
+    let quiet = Footprint::of(&vm);
+    moved(&vm, &ROUNDS, &mut dice);
+    // Threads that have nothing to do stay for a while.
+    let same = eventually(LONG, || {
+        let now = Footprint::of(&vm);
+        let (before, after) = (counts(&quiet), counts(&now));
+        let grown =
+            before.iter().zip(&after).filter(|((_, before), (_, after))| before.iter().zip(after).any(|(b, a)| a > b));
+        let mut left: Vec<String> = grown.map(|(before, after)| format!("{before:?}, now {after:?}")).collect();
+        left.extend((now.files > quiet.files).then(|| format!("{} files, now {}", quiet.files, now.files)));
+        if left.is_empty() { Ok(()) } else { Err(left.join("; ")) }
+    });
+    same.unwrap_or_else(|error| panic!("{error:#}"));
+    vm.halt().expect("halts");
+}
