@@ -308,6 +308,10 @@ impl Supervisor {
     /// Asks a task to end, so that its program can be started again.
     fn end(&mut self, tid: Tid, engine: Engine) {
         let (Some(task), Some((signal, wait))) = (self.tasks.get_mut(&tid), engine.asks()) else { return };
+        if matches!(engine, Engine::Own { .. }) && !task.minds(signal) {
+            let why = format!("it does not handle signal {signal}, or not yet, and would just be ended by it");
+            return self.say(&FromTasker::NotAsked { tid, why });
+        }
         task.ending = Some(engine);
         task.send(signal);
         if !task.hold.is_free() {

@@ -409,6 +409,10 @@ extern "C" fn exec_child(plan: *mut libc::c_void) -> i32 {
         let mut none = std::mem::zeroed::<libc::sigset_t>();
         libc::sigemptyset(&raw mut none);
         libc::sigprocmask(libc::SIG_SETMASK, &raw const none, std::ptr::null_mut());
+        // Whether it can be started has to be known before anybody relies on it.
+        if plan.waits && libc::access(plan.program.path.as_ptr(), libc::X_OK) != 0 {
+            give_up(plan, Stage::Exec);
+        }
         if plan.waits {
             // By the bare calls: the C library remembers the numbers of the process that this one is a copy of.
             libc::syscall(libc::SYS_kill, libc::syscall(libc::SYS_getpid), libc::SIGSTOP);
@@ -423,7 +427,7 @@ extern "C" fn exec_child(plan: *mut libc::c_void) -> i32 {
 fn give_up(plan: &ExecPlan<'_>, stage: Stage) -> ! {
     let errno = Errno::last();
     plan.failed.set(Some(StageError { stage, errno }));
-    let status = if plan.waits && stage != Stage::Exec { errno as i32 } else { 1 };
+    let status = if plan.waits { stage.status(errno) } else { 1 };
     // SAFETY: ends this process and nothing else.
     unsafe { libc::_exit(status) }
 }

@@ -90,6 +90,13 @@ pub(crate) struct Task {
     pub(crate) held_signals: Vec<i32>,
 }
 
+    /// True unless this signal would end its first process by the signal's default action.
+    pub(crate) fn minds(&self, signal: i32) -> bool {
+        let bit = 1u64 << (signal - 1);
+        let sets = ["SigCgt", "SigIgn", "SigBlk"];
+        Status::of(self.process.pid).is_none_or(|status| sets.iter().any(|set| status.signals(set) & bit != 0))
+    }
+
 impl Task {
     /// Sends a signal to the task's process.
     pub(crate) fn send(&self, signal: i32) {

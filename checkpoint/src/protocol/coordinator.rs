@@ -221,7 +221,7 @@ impl Coordinator {
                     let Move { id, tid, .. } = of;
                     self.out.push_back(CoordinatorOutput::Event(EventKind::MovesBy { id, tid, engine }));
                 }
-                self.order(of.from, &of, Order::Leave { token, engine, line: 0 });
+                self.order(of.from, &of, Order::Leave { token, engine });
                 Step::Quiesce
             }
             // The two ends report on different ways: what one says may overtake what the other said before, and

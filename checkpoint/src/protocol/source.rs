@@ -66,8 +66,6 @@ pub enum SourceOutput {
     End {
         /// By which way.
         engine: Engine,
-        /// The timeline on which it begins then.
-        line: u16,
     },
     /// Have the tasker stop the task.
     Stop,
@@ -189,11 +187,11 @@ impl Source {
                 let why = Failure::Refused(vec![refusal]);
                 self.go(State::Done, [O::Report(Report::Failed { step: Step::Inspect, why }), O::Done]);
             }
-            (State::Ready, SourceEvent::Order(Order::Leave { token, engine: Engine::Criu, .. })) => {
+            (State::Ready, SourceEvent::Order(Order::Leave { token, engine: Engine::Criu })) => {
                 self.go(State::Quiescing, [O::Hold, O::Quiesce { token: Some(token) }]);
             }
-            (State::Ready, SourceEvent::Order(Order::Leave { engine, line, .. })) => {
-                self.go(State::Ending, [O::End { engine, line }]);
+            (State::Ready, SourceEvent::Order(Order::Leave { engine, .. })) => {
+                self.go(State::Ending, [O::End { engine }]);
             }
             (State::Ending, SourceEvent::Stopped(Ok(()))) => {
                 let done = [Report::Quiesced, Report::Stopped, Report::Dumped { bytes: 0 }].map(O::Report);

@@ -10,7 +10,9 @@ use crate::message::Message;
 use crate::migration::{Move, Order, Refusal, Report, TaskFacts, Verdict};
 use crate::suspend::{self, Holds};
 use crate::table::{HostTable, TaskInfo};
-use crate::task::{LinkMark, RedirectAt, Reply, Request, Restart, RmInfo, Sink, SpawnRequest, ToTask, TracerInfo};
+use crate::task::{
+    LinkMark, RedirectAt, Reply, Request, Restart, RmInfo, Sink, SpawnRequest, Successor, ToTask, TracerInfo,
+};
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
@@ -241,11 +243,6 @@ pub enum HostMsg {
         /// The report.
         report: Report,
     },
-    /// What the sender's host had said in the name of this task has been passed on by the receiver of [`Carried::Away`].
-    AwayHeard {
-        /// The task.
-        tid: Tid,
-    },
     /// To the master: somebody wants a task suspended, or to go on, that is changing hosts. → [`HostMsg::SuspendDecided`]
     SuspendMoving {
         /// The move.
@@ -329,6 +326,8 @@ pub struct TaskRecord {
     pub restart: Option<Restart>,
     /// How it was started, if it wants to be taken elsewhere by other ways than CRIU.
     pub begin: Option<Box<Begin>>,
+    /// What its next process has to know of the one before.
+    pub successor: Option<Box<Successor>>,
     /// Its notifications.
     pub watches: Vec<Watch>,
     /// Where its library looks for news while it has let go.
@@ -357,12 +356,6 @@ pub enum Carried {
         dst: Tid,
         /// How far each of its links had sent.
         marks: Vec<LinkMark>,
-    },
-    /// The process of a task has ended, and the task begins again. Sent by its host to all hosts, behind everything that the
-    /// task sent. → [`HostMsg::AwayHeard`]
-    Away {
-        /// The task.
-        dst: Tid,
     },
     /// To the source of a move: what the sender had for the task under its old place is on its way in front of this.
     Passed {

@@ -13,11 +13,13 @@
 //! [`Link::next_wakeup`].
 
 mod frame;
+mod talk;
 
 pub use self::frame::{
     FrameRef, LINK_HEAD_BYTES, LinkFrame, LinkKind, Payload, SHORT_HEAD_APART, SHORT_HEAD_BYTES, SHORT_HEAD_SPARE,
     decode_short_head, encode_short_head,
 };
+pub use self::talk::Talk;
 
 use crate::ids::{Micros, RouteId, Tid};
 use crate::pool;
@@ -189,6 +191,8 @@ struct Sender {
     probe_wanted: bool,
     last_resync: Option<(u64, Micros)>,
     unlimited: bool,
+    /// What the process before this one had sent has yet to come back.
+    back: Option<Box<talk::Back>>,
 }
 
 /// Receiving half.
@@ -213,8 +217,6 @@ pub struct Link {
     peer: Tid,
     route: Option<RouteId>,
     gone: bool,
-    /// What comes is neither taken nor acknowledged.
-    refuses: bool,
     line: u16,
     tx: Sender,
     rx: Receiver,
@@ -251,7 +253,6 @@ impl Link {
             peer,
             route: None,
             gone: false,
-            refuses: false,
             line: 0,
             tx: Sender {
                 retained: VecDeque::new(),
@@ -267,6 +268,7 @@ impl Link {
                 probe_wanted: false,
                 last_resync: None,
                 unlimited: false,
+                back: None,
             },
             rx: Receiver {
                 expected: 1,
@@ -386,21 +388,6 @@ impl Link {
         self.tx.unlimited = true;
     }
 
-    /// Acknowledges at once what was received and is not acknowledged. For a task that ends: its peer may talk to another
-    /// process in its place, which is not to have this twice.
-    pub fn acknowledge_all(&mut self) {
-        if self.rx.unacked_fragments > 0 {
-            self.rx.answer.get_or_insert(false);
-        }
-    }
-
-    /// From now on takes nothing that comes: the peer keeps it, for whoever talks to it in this one's place. Or takes it again.
-    pub fn refuse(&mut self, refuses: bool) {
-        if std::mem::replace(&mut self.refuses, refuses) && !refuses {
-            self.rx.answer = Some(true);
-        }
-    }
-
     /// This end was started again from a checkpoint, and everything of this timeline begins there. With `together` the peer
     /// was, too, from the same one: what the two ends know of each other stays true, and only frames of the time before do
     /// not count. Else the peer has gone on meanwhile: the conversation begins anew, with what was never on its way. The rest
@@ -434,6 +421,7 @@ impl Link {
             seq = message.end_seq();
         }
         tx.flight.clear();
+        tx.back = None;
         (tx.flight_bytes, tx.acked, tx.next, tx.fresh, tx.end) = (0, 1, 1, 1, seq);
         (tx.probe_due, tx.probe_wanted, tx.probe_delay, tx.last_resync) = (None, false, PROBE_DELAY, None);
         let rx = &mut self.rx;
@@ -485,6 +473,7 @@ impl Link {
                 let tx = &mut self.tx;
                 tx.retained.clear();
                 tx.flight.clear();
+                tx.back = None;
                 (tx.retained_bytes, tx.flight_bytes, tx.probe_due, tx.probe_wanted) = (0, 0, None, false);
                 (tx.acked, tx.next, tx.fresh) = (tx.end, tx.end, tx.end);
             }
@@ -539,9 +528,6 @@ impl Link {
     /// Takes a whole message, header and body, whose first fragment has this number, as if it had come in fragments.
     pub fn take_whole(&mut self, now: Micros, seq: u64, ack: u64, message: Bytes) {
         self.handle_ack(now, ack, false);
-        if self.refuses {
-            return;
-        }
         let rest = fragments_of(message.len()) - 1;
         if seq == self.rx.expected {
             // Only a peer that breaks the protocol begins a message within another.
@@ -556,9 +542,6 @@ impl Link {
 
     #[inline]
     fn handle_data(&mut self, now: Micros, seq: u64, last: bool, payload: impl Payload) {
-        if self.refuses {
-            return;
-        }
         let rx = &mut self.rx;
         if seq < rx.expected {
             rx.answer.get_or_insert(false);
@@ -673,7 +656,8 @@ impl Link {
     #[inline]
     fn is_open(&self) -> bool {
         let tx = &self.tx;
-        tx.unlimited || (tx.flight_bytes < WINDOW_BYTES_MAX && (tx.flight.len() as u64) < WINDOW_FRAGMENTS_MAX)
+        tx.back.is_none()
+            && (tx.unlimited || (tx.flight_bytes < WINDOW_BYTES_MAX && (tx.flight.len() as u64) < WINDOW_FRAGMENTS_MAX))
     }
 
     #[inline]

@@ -448,8 +448,6 @@ pub enum Order {
         token: PathBuf,
         /// By which way. Where that starts the program again, it is asked to end instead.
         engine: Engine,
-        /// The timeline on which the program begins then.
-        line: u16,
     },
     /// Source, before the commit: the move is off; the task goes on here.
     Resume {

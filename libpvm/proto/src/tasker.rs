@@ -73,7 +73,7 @@ pub enum ToTasker {
     },
     /// Ask the task's process by a signal to end, so that the program can be started again. If it ends in the way that was
     /// agreed, everybody else whom the task has is ended as well before that is reported. A task that is held may run so long
-    /// for it. → [`FromTasker::Exited`], when it has ended
+    /// for it. → [`FromTasker::Exited`], when it has ended, or [`FromTasker::NotAsked`]
     End {
         /// The task.
         tid: Tid,
@@ -216,6 +216,13 @@ pub enum FromTasker {
         /// The task.
         tid: Tid,
         /// What was tried and what happened.
+        why: String,
+    },
+    /// A program was not asked to end: it would not know why.
+    NotAsked {
+        /// The task.
+        tid: Tid,
+        /// One sentence.
         why: String,
     },
     /// Bytes of standard output or error.

@@ -114,8 +114,12 @@ pub(crate) struct Core {
     /// The timeline that new links begin on; see [`Link::begin_timeline`].
     line: u16,
     lifted: bool,
-    /// What peers send is for the next process of this task.
-    takes_nothing: bool,
+    /// The move for which all was told to the daemon; nothing has come since.
+    parted: Option<MigrationId>,
+    /// The program was asked to end some time.
+    was_asked: bool,
+    /// The process ends.
+    ends: bool,
     earliest: Option<Micros>,
     news: u64,
     route_news: u64,
@@ -124,8 +128,8 @@ pub(crate) struct Core {
 impl Core {
     /// A task that has just been accepted.
     pub(crate) fn new(welcome: &Welcome) -> Core {
-        let (line, last_request) = again::beginning(welcome);
-        Core {
+        let (line, last_request) = successor::beginning(welcome);
+        let mut core = Core {
             me: welcome.tid,
             phase: Phase::Connected,
             alive: Arc::new(AtomicBool::new(true)),
@@ -153,11 +157,17 @@ impl Core {
             route: RouteId(1),
             line,
             lifted: false,
-            takes_nothing: false,
+            parted: None,
+            was_asked: false,
+            ends: false,
             earliest: None,
             news: 0,
             route_news: 0,
+        };
+        if let Some(successor) = &welcome.successor {
+            core.succeed(successor);
         }
+        core
     }
 
     // ---- getters
@@ -395,7 +405,6 @@ impl Core {
         for peer in peers {
             if let Some(link) = self.links.get_mut(&peer) {
                 link.lift_window();
-                link.acknowledge_all();
                 self.mark_busy(peer);
             }
         }
@@ -566,7 +575,6 @@ impl Core {
     fn fresh_link(&self, peer: Tid) -> Link {
         let mut link = Link::new(self.me, peer);
         link.begin_timeline(self.line, true);
-        link.refuse(self.takes_nothing);
         if self.is_connected() {
             link.handle(Micros(0), LinkEvent::RouteUp(self.route));
         }
@@ -592,6 +600,9 @@ impl Core {
 
     fn take_link_frame(&mut self, now: Micros, frame: LinkFrame) {
         let peer = frame.src;
+        if peer == self.me && frame.dst != self.me {
+            return self.take_back(now, &frame);
+        }
         if frame.dst != self.me || peer == self.me || !peer.is_task() {
             return;
         }
@@ -606,9 +617,6 @@ impl Core {
             return;
         }
         self.drain_peer(now, peer);
-        if self.hears_out(now, peer, frame.line) {
-            return;
-        }
         let Some(link) = self.link_to_send(peer) else { return };
         let LinkFrame { kind, seq, ack, line, payload, .. } = frame;
         if !link.follow(line) {
@@ -715,7 +723,7 @@ impl Core {
                 }
             }
             ToTask::RmChanged { rm } => self.set_rm(rm),
-            ToTask::TakeNothing { nothing } => self.take_nothing(now, nothing),
+            ToTask::TakeNothing { by } => self.take_nothing(now, by),
             ToTask::Route { .. } => return Err("a word about a route came on a way without descriptors".into()),
             ToTask::Quiesce { migration, tokens } => self.quiesce(now, Quiesce { migration, tokens })?,
         }
@@ -786,5 +794,6 @@ impl Core {
 
 mod again;
 mod held;
+mod successor;
 #[cfg(test)]
 mod tests;

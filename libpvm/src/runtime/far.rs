@@ -459,7 +459,7 @@ impl Core {
 
     /// Nothing more can be said to a peer: reads what it had said before, until the connection ends or has been silent for
     /// a while.
-    pub(super) fn hear_out(&mut self, now: Micros, peer: Tid, gone: bool) {
+    fn hear_out(&mut self, now: Micros, peer: Tid, gone: bool) {
         let direct = &mut self.direct;
         let Some(far) = direct.ends.get_mut(&peer) else { return };
         let silent_until = now + LAST_WORDS_SILENCE;

@@ -184,20 +184,6 @@ pub(super) struct Keeping {
 }
 
 impl Keeping {
-    /// A timeline that nobody has had.
-    pub(super) fn next_line(&mut self) -> u16 {
-        self.line = self.line.wrapping_add(1).max(1);
-        self.line
-    }
-
-    /// A task has begun again by itself, on this timeline.
-    pub(super) fn begins_on(&mut self, tid: Tid, line: u16) {
-        self.lines.insert(tid, line);
-        while self.lines.len() > LINES_MAX {
-            self.lines.pop_first();
-        }
-    }
-
     /// When [`super::Event::Wake`] is wanted, if at all.
     pub(super) fn next_wakeup(&self) -> Option<Micros> {
         self.cuts.next_wakeup().into_iter().chain(self.restarts.next_wakeup()).min()

@@ -5,46 +5,60 @@
 //! is left of it is its record. The target starts the program and holds it before its first instruction, until the move is
 //! committed; if the move fails, the source starts it again.
 //!
-//! The new process knows nothing of the conversations of the old one. So it begins on a new timeline, as a task does that is
-//! started again from a checkpoint of its job: its peers begin anew with it, with what the old process has not had. What the
-//! old process had said must not come behind that. So before anything goes on, every host says that it has passed on
-//! what had come from there.
+//! Before it is asked, its library says where its conversations stand (see `parting`). The new process goes on with them: its
+//! peers notice nothing. So the task stays on its timeline, and nobody else has a part in it.
 
 use super::asks::Back;
 use super::tasks::{Phase, Task};
 use super::{Machine, Output, Timer, World};
 use checkpoint::protocol::{SourceEvent, TargetEvent};
 use sempa_proto::engine::{AGAIN_ENV, Begin, Engine};
-use sempa_proto::host::{Carried, Held};
-use sempa_proto::migration::{Cause, Failure, Move, Refusal, TaskFacts, Timeline, Usage, Verdict};
-use sempa_proto::task::{Restart, SpawnRequest, ToTask};
+use sempa_proto::migration::{Cause, Failure, Move, Refusal, TaskFacts, Usage, Verdict};
+use sempa_proto::task::{Reply, SpawnRequest, ToTask};
 use sempa_proto::tasker::{StartTask, ToTasker};
-use sempa_proto::{HostId, Micros, MigrationId, PvmError, Tid};
-use std::collections::{BTreeSet, VecDeque};
+use sempa_proto::{Micros, MigrationId, PvmError, RequestId, Tid};
+use std::collections::VecDeque;
 
 /// Wait status of a program that could not be started.
 const NOT_STARTED: i32 = 0x100;
-/// A library has so long to say that it takes nothing in any more.
-const HEAR_TIME: Micros = Micros::from_secs(1);
+/// A library has so long to say where its conversations stand.
+const HEAR_TIME: Micros = Micros::from_secs(5);
+/// A program that has not ended in its time, and ends after all as agreed, is started again so long.
+const LATE_TIME: Micros = Micros::from_secs(60);
 /// Signals that end a task that has no process just now.
 const DEADLY: [i32; 2] = [9, 15];
+
+/// How far a task is that is asked to end, to begin again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Stage {
+    /// Its library has let go, to stand still, and is to come back for this.
+    Waking,
+    /// Its library is to say where its conversations stand.
+    Hearing,
+    /// All is known, and the signal is on its way.
+    Asked,
+    /// The move is off; its library is to go on.
+    Returning,
+    /// It goes on, but may end yet as it was asked to.
+    Off,
+}
 
 /// A task that was asked to end, to begin again.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Ending {
-    migration: MigrationId,
+    pub(super) migration: MigrationId,
     engine: Engine,
-    line: u16,
-    /// The signal is on its way.
+    pub(super) stage: Stage,
+    /// The program was asked.
     asked: bool,
+    /// The move is off.
+    off: bool,
 }
 
 /// A task whose process has ended, and that begins again.
 #[derive(Debug)]
 pub(super) struct Away {
     migration: MigrationId,
-    /// Hosts that have not said that they have passed on what the process had said.
-    hosts: BTreeSet<HostId>,
     /// It begins here.
     here: bool,
 }
@@ -93,9 +107,9 @@ impl Ending {
 }
 
 impl Task {
-    /// True if it was asked to end, to begin again.
+    /// True while it is about to end, to begin again.
     pub(super) fn is_ending(&self) -> bool {
-        self.ending.is_some()
+        self.ending.is_some_and(|ending| ending.stage != Stage::Off)
     }
 
     /// True if it has no process, and will have one again.
@@ -122,7 +136,9 @@ impl Machine {
     /// What a task of this host is, if that is to be said without asking the tasker: it does not want CRIU, or must not be
     /// taken otherwise. `None`: the tasker knows.
     pub(super) fn facts_without_criu(&self, tid: Tid, cause: Option<&Cause>) -> Option<Result<TaskFacts, Refusal>> {
-        let begin = self.tasks.get(tid)?.begin.as_ref().filter(|begin| !begin.by_criu())?;
+        let task = self.tasks.get(tid)?;
+        // One that was asked before, and may end by that yet, is the same on no other host.
+        let begin = task.begin.as_ref().filter(|begin| !begin.by_criu() || task.ending.is_some())?;
         Some(match (cause, begin.anew()) {
             (Some(Cause::Checkpoint), Some(engine)) => Err(Refusal::NotByCriu { engine }),
             _ => self.facts_anew(tid).unwrap_or(Err(Refusal::NoSuchTask)),
@@ -207,29 +223,36 @@ impl Machine {
     // ---- the end of a process
 
     /// A move asks a program to end, to be started again.
-    pub(super) fn end_for_move(&mut self, id: MigrationId, tid: Tid, engine: Engine, line: u16) {
-        let Some(task) = self.tasks.get_mut(tid).filter(|task| !task.returning && task.away.is_none()) else {
-            let why = Failure::Engine("it is just being started again".into());
+    pub(super) fn end_for_move(&mut self, id: MigrationId, tid: Tid, engine: Engine) {
+        let stands = self.has_to_stand(tid);
+        let may = |task: &&mut Task| !task.returning && task.away.is_none() && task.exited.is_none();
+        let Some(task) = self.tasks.get_mut(tid).filter(may) else {
+            let why = Failure::Engine("its program is just being started, or has ended".into());
             return self.source_event(id, SourceEvent::Stopped(Err(why)));
         };
-        task.ending = Some(Ending { migration: id, engine, line, asked: false });
-        // What is sent from now on is for the next process; a program that sees the signal has all that is for it.
-        let conn = task.conn().filter(|_| !task.hold);
-        self.wake_to_end(tid);
-        match conn {
-            Some(conn) => {
-                self.out.push_back(Output::ToTask { conn, message: ToTask::TakeNothing { nothing: true } });
-                self.timer(HEAR_TIME, Timer::AskToEnd(tid, id));
-            }
-            None => self.ask_to_end(tid),
+        task.ending = Some(Ending { migration: id, engine, stage: Stage::Waking, asked: false, off: false });
+        let wakes = task.still.is_some();
+        self.timer(HEAR_TIME, Timer::AskToEnd(tid, id));
+        if stands {
+            // It may run for that.
+            self.tell_tasker(ToTasker::Hold { tid, after: HEAR_TIME });
+        }
+        if wakes {
+            self.wake_to_end(tid);
+        } else {
+            self.ask_to_part(tid);
         }
     }
 
-    /// Its library takes nothing in any more, or has had its time for that.
-    pub(super) fn ask_to_end(&mut self, tid: Tid) {
-        let ending = self.tasks.get_mut(tid).and_then(|task| task.ending.as_mut());
-        let Some(ending) = ending.filter(|ending| !ending.asked) else { return };
-        ending.asked = true;
+    /// Its library has said where its conversations stand.
+    pub(super) fn ask_to_end(&mut self, tid: Tid, by: MigrationId) {
+        let Some(task) = self.tasks.get_mut(tid) else { return };
+        let hears = |ending: &&mut Ending| ending.migration == by && ending.stage == Stage::Hearing;
+        let Some(ending) = task.ending.as_mut().filter(hears) else { return };
+        ending.stage = Stage::Asked;
+        if std::mem::replace(&mut ending.asked, true) {
+            return;
+        }
         let Ending { migration, engine, .. } = *ending;
         self.tell_tasker(ToTasker::End { tid, engine });
         let wait = engine.asks().map_or(0, |(_, wait)| wait);
@@ -239,9 +262,28 @@ impl Machine {
     /// The time is over that its library had to say so.
     pub(super) fn not_heard(&mut self, tid: Tid, id: MigrationId) {
         let ending = self.tasks.get(tid).and_then(|task| task.ending.as_ref());
-        if ending.is_some_and(|ending| ending.migration == id) {
-            self.ask_to_end(tid);
+        let silent = |ending: &&Ending| ending.migration == id && matches!(ending.stage, Stage::Waking | Stage::Hearing);
+        if ending.filter(silent).is_some_and(|ending| !ending.off) {
+            let why = "its library has not said in its time where its conversations stand".into();
+            self.source_event(id, SourceEvent::Stopped(Err(Failure::Engine(why))));
         }
+    }
+
+    /// The tasker has not asked a program: why.
+    pub(super) fn not_asked(&mut self, tid: Tid, why: String) {
+        let Some(ending) = self.tasks.get_mut(tid).and_then(|task| task.ending.as_mut()) else { return };
+        ending.asked = false;
+        let id = ending.migration;
+        self.source_event(id, SourceEvent::Stopped(Err(Failure::Engine(why))));
+    }
+
+    /// A program ends. If it was asked to, and late, its library says now where its conversations stand.
+    pub(super) fn last_words(&mut self, tid: Tid, id: RequestId) {
+        let off = self.tasks.get(tid).and_then(|task| task.ending.as_ref());
+        if off.is_some_and(|ending| ending.stage == Stage::Off) {
+            self.ask_to_part(tid);
+        }
+        self.reply(tid, id, Reply::Done);
     }
 
     /// The time is over that a program had to end.
@@ -265,28 +307,25 @@ impl Machine {
         if self.stop.is_some() || self.tasker_gone {
             return false;
         }
-        let hosts: BTreeSet<HostId> = self.other_hosts().into_iter().collect();
         let Some(task) = self.tasks.get_mut(tid) else { return false };
-        let Some(Ending { migration, line, .. }) = task.ending.take_if(|ending| ending.engine.goes_on_after(status))
-        else {
-            return false;
-        };
+        let goes_on = |ending: &Ending| ending.asked && ending.engine.goes_on_after(status);
+        let Some(Ending { migration, .. }) = task.ending.filter(goes_on) else { return false };
+        let Some(parting) = task.parting.take() else { return false };
         let conn = task.conn();
-        let timeline = Timeline { line, members: Vec::new(), same: true };
-        task.restart = Some(Restart { timeline, again: Vec::new() });
-        task.away = Some(Away { migration, hosts: hosts.clone(), here: false });
+        task.ending = None;
+        task.away = Some(Away { migration, here: false });
         (task.exited, task.used_before) = (None, used);
         (task.phase, task.hold, task.quiesced) = (Phase::Detached, true, false);
         (task.pid, task.settling, task.closing) = (0, None, None);
         task.requests.clear();
         task.meetings.clear();
-        task.marks.clear();
-        // What the old process had asked for is not for the new one.
-        let waited = task.inbox.drain().into_iter();
-        waited.filter(|held| !matches!(held, Held::Item(ToTask::Reply { .. }))).for_each(|held| task.inbox.push(held));
-        if let Some(begin) = &mut task.begin {
+        let count = task.begin.as_mut().map_or(0, |begin| {
             begin.count += 1;
-        }
+            begin.count
+        });
+        let (successor, all) = parting.inherit(count, task.inbox.drain());
+        task.successor = Some(Box::new(successor));
+        all.into_iter().for_each(|held| task.inbox.push(held));
         if let Some(conn) = conn {
             self.conns.retire(conn);
             self.out.push_back(Output::CloseTask { conn });
@@ -296,34 +335,16 @@ impl Machine {
         for partner in self.pairs.take(tid) {
             self.deliver(partner, ToTask::PeerMoved { tid });
         }
-        for host in hosts {
-            self.out.push_back(Output::Carry { host, carried: Carried::Away { dst: tid } });
-        }
         self.away_step(tid);
         true
     }
 
-    /// A host has passed on all that had come from the process of a task that begins again.
-    pub(super) fn away_heard(&mut self, host: HostId, tid: Tid) {
-        if let Some(away) = self.tasks.get_mut(tid).and_then(|task| task.away.as_mut()) {
-            away.hosts.remove(&host);
-            self.away_step(tid);
-        }
-    }
-
-    /// A host is out of the table.
-    pub(super) fn away_host_gone(&mut self, host: HostId) {
-        let waiting: Vec<Tid> = self.tasks.live.values().filter(|task| task.is_away()).map(|task| task.tid).collect();
-        waiting.into_iter().for_each(|tid| self.away_heard(host, tid));
-    }
-
     fn away_step(&mut self, tid: Tid) {
-        let Some(task) = self.tasks.get(tid) else { return };
-        let Some(away) = task.away.as_ref().filter(|away| away.hosts.is_empty()) else { return };
+        let Some(away) = self.tasks.get(tid).and_then(|task| task.away.as_ref()) else { return };
         let waits = self.moves.sources.get(&away.migration).is_some_and(|source| source.is_ending());
         if waits {
             self.source_event(away.migration, SourceEvent::Stopped(Ok(())));
-        } else if away.here || !self.moves.sources.contains_key(&away.migration) {
+        } else {
             // The move was called off, perhaps long ago.
             self.beginnings.push_back(Job::Start(tid));
         }
@@ -333,19 +354,22 @@ impl Machine {
     pub(super) fn end_called_off(&mut self, id: MigrationId, tid: Tid) -> bool {
         let Some(task) = self.tasks.get_mut(tid) else { return false };
         if let Some(away) = task.away.as_mut().filter(|away| away.migration == id) {
-            away.here = true;
-            self.away_step(tid);
+            if !std::mem::replace(&mut away.here, true) {
+                self.beginnings.push_back(Job::Start(tid));
+            }
             return true;
         }
-        let asked = task.ending.is_some_and(|ending| ending.migration == id);
-        if asked {
+        let conn = task.conn();
+        let Some(ending) = task.ending.as_mut().filter(|ending| ending.migration == id) else { return false };
+        ending.off = true;
+        if ending.stage != Stage::Waking && conn.is_some() {
             // It goes on here, or ends yet as it was asked to: then it is started again.
-            let conn = task.conn();
-            let message = ToTask::TakeNothing { nothing: false };
+            ending.stage = Stage::Returning;
+            let message = ToTask::TakeNothing { by: None };
             self.out.extend(conn.map(|conn| Output::ToTask { conn, message }));
-            self.source_event(id, SourceEvent::Continued);
         }
-        asked
+        self.source_event(id, SourceEvent::Continued);
+        true
     }
 
     /// The library of a task whose program was asked to end is to come back. True if there is nothing to wake.
@@ -354,17 +378,65 @@ impl Machine {
         if task.returning {
             return true;
         }
-        if task.ending.is_none_or(|ending| ending.migration != id) {
-            return false;
-        }
-        if task.phase == Phase::Detached && task.still.is_none() && task.exited.is_none() {
-            // It has left the virtual machine instead of ending.
-            task.ending = None;
-            self.detach(tid);
-        } else {
-            self.source_event(id, SourceEvent::Reconnected);
+        let Some(ending) = task.ending.filter(|ending| ending.migration == id) else { return false };
+        if ending.stage != Stage::Returning {
+            self.goes_on(tid);
         }
         true
+    }
+
+    /// Its library goes on.
+    pub(super) fn takes_again(&mut self, tid: Tid, by: MigrationId) {
+        let ending = self.tasks.get(tid).and_then(|task| task.ending.as_ref());
+        if ending.is_some_and(|ending| ending.migration == by && ending.stage == Stage::Returning) {
+            self.part_no_more(tid);
+            self.goes_on(tid);
+        }
+    }
+
+    /// The move is off, and the process goes on; or it has taken leave, and only its end is waited for.
+    pub(super) fn goes_on(&mut self, tid: Tid) {
+        let Some(task) = self.tasks.get_mut(tid) else { return };
+        let left = task.conn().is_none() && task.still.is_none();
+        let Some(ending) = task.ending.as_mut() else { return };
+        let id = ending.migration;
+        match (ending.asked, left) {
+            (false, _) => task.ending = None,
+            (true, true) => {}
+            (true, false) => ending.stage = Stage::Off,
+        }
+        if task.ending.is_some() {
+            self.timer(LATE_TIME, Timer::EndsLate(tid, id));
+        }
+        self.source_event(id, SourceEvent::Reconnected);
+        if self.has_to_stand(tid) {
+            self.hold_guest(tid);
+        } else {
+            self.tell_tasker(ToTasker::GoOn { tid });
+        }
+    }
+
+    /// A program that is about to end has taken leave. If the move is off, nobody waits for its library.
+    pub(super) fn ending_left(&mut self, tid: Tid) {
+        let ending = self.tasks.get(tid).and_then(|task| task.ending.as_ref());
+        if ending.is_some_and(|ending| ending.stage == Stage::Returning) {
+            self.goes_on(tid);
+        }
+    }
+
+    /// A program that was asked, and had not ended in its time, has not ended since.
+    pub(super) fn ends_no_more(&mut self, tid: Tid, id: MigrationId) {
+        let Some(task) = self.tasks.get_mut(tid).filter(|task| task.exited.is_none()) else { return };
+        let Some(ending) = task.ending.filter(|ending| ending.migration == id && ending.off) else { return };
+        if ending.stage == Stage::Off {
+            task.ending = None;
+        } else if task.conn().is_none() {
+            // It has left the virtual machine instead.
+            (task.ending, task.parting) = (None, None);
+            self.detach(tid);
+        } else {
+            self.timer(LATE_TIME, Timer::EndsLate(tid, id));
+        }
     }
 
     /// The copy at the source is to be killed. True if there is none.
@@ -429,6 +501,11 @@ impl Machine {
     pub(super) fn came_again(&mut self, tid: Tid) {
         let Some(task) = self.tasks.get_mut(tid).filter(|task| task.returning) else { return };
         task.returning = false;
+        if !self.has_to_stand(tid)
+            && let Some(task) = self.tasks.get_mut(tid)
+        {
+            task.still = None;
+        }
         self.move_task_came_back(tid);
         self.release(tid);
         self.settled(tid);

@@ -85,7 +85,7 @@ pub(super) struct HandedOver {
     to: HostId,
     migration: MigrationId,
     record: Box<TaskRecord>,
-    /// Without the frames of links, which send again.
+    /// Without the frames of links that send again.
     items: Vec<Held>,
     all: bool,
     /// `None`: until the target is heard again.
@@ -231,7 +231,9 @@ impl Machine {
     pub(super) fn hand_on(&mut self, dst: Tid, to: HostId, migration: MigrationId, held: Held) {
         let until = self.handing_doubtful_until();
         let remembered = self.moves.handed_over.get_mut(&dst).filter(|handed| handed.migration == migration);
-        if let (Held::Item(_), Some(handed)) = (&held, remembered) {
+        // Frames of links are sent again, but for those of a process that has ended.
+        let remembered = remembered.filter(|handed| matches!(held, Held::Item(_)) || handed.record.successor.is_some());
+        if let Some(handed) = remembered {
             handed.items.push(held.clone());
             handed.until = handed.until.map(|_| until);
         }
@@ -389,7 +391,6 @@ impl Machine {
     /// A host is out of the table.
     pub(super) fn moves_host_gone(&mut self, host: HostId) {
         self.coordinator_lost(host);
-        self.away_host_gone(host);
         self.moves.handed_over.retain(|_, handed| handed.to != host);
         self.moves.heard.remove(&host);
         let departed: Vec<Tid> = self.moves.departed.keys().copied().collect();
@@ -492,6 +493,7 @@ impl Arrival {
             meetings: Vec::new(),
             restart: None,
             begin: None,
+            successor: None,
             watches: Vec::new(),
             redirect_at: RedirectAt::default(),
             hosts: Vec::new(),

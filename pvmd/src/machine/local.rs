@@ -105,7 +105,9 @@ impl Machine {
                 }
                 self.task_quiesced(tid, migration, marks);
             }
-            ToDaemon::TakesNothing => self.ask_to_end(tid),
+            ToDaemon::Parting { by, line, talks, later } => self.parts(tid, by, (line, talks, later)),
+            ToDaemon::TakesNothing { by } => self.ask_to_end(tid, by),
+            ToDaemon::TakesAgain { by } => self.takes_again(tid, by),
             ToDaemon::Route { to, word } => self.task_route(conn, to, word, Descriptors::default()),
         }
     }
@@ -128,8 +130,9 @@ impl Machine {
                     self.task_let_go(tid);
                 } else if task.is_ending() {
                     task.phase = Phase::Detached;
-                    if let Some((status, used)) = task.exited {
-                        self.end_task(tid, status, used);
+                    match task.exited {
+                        Some((status, used)) => self.end_task(tid, status, used),
+                        None => self.ending_left(tid),
                     }
                 } else {
                     self.detach(tid);
@@ -219,7 +222,7 @@ impl Machine {
         let Some(task) = self.tasks.get_mut(tid) else { return };
         task.phase = Phase::Connected(conn);
         task.rm = task.rm.or(rm.map(|rm| rm.tid));
-        let restart = task.restart.take();
+        let (restart, successor) = (task.restart.take(), task.successor.take());
         let welcome = Welcome {
             tid,
             parent: task.parent,
@@ -232,6 +235,7 @@ impl Machine {
             spawned: task.spawned(),
             tracer: self.servers.tracer.as_ref().filter(|t| t.trace() == task.trace).map(|t| t.settings.clone()),
             restart,
+            successor,
         };
         self.out.push_back(Output::ToTask { conn, message: ToTask::Welcome(welcome) });
     }

@@ -32,6 +32,7 @@ mod moves;
 mod notify;
 mod output;
 mod pairs;
+mod parting;
 mod requests;
 mod rm;
 mod route;
@@ -104,11 +105,13 @@ enum Timer {
     /// This daemon, which is ending.
     Stop,
     /// The socket of a process that has ended.
-    Drain(Tid),
+    Drain(Tid, Option<i32>),
     /// A task that was asked to end, for this move, to begin again.
     Ending(Tid, MigrationId),
     /// The same, whose library has not said that it takes nothing in any more.
     AskToEnd(Tid, MigrationId),
+    /// The same, which has not ended in its time and may yet.
+    EndsLate(Tid, MigrationId),
     /// Guests may have to leave.
     GuestsLeave,
     /// Guests that were asked to end.
@@ -328,6 +331,7 @@ impl Machine {
                     task.pid = pid;
                 }
             }
+            FromTasker::NotAsked { tid, why } => self.not_asked(tid, why),
             FromTasker::StartFailed { tid, why } => self.start_failed(tid, &why),
             FromTasker::Output { tid, bytes } => self.task_output(tid, bytes),
             FromTasker::Held { tid } => self.guest_held(tid),
@@ -368,13 +372,14 @@ impl Machine {
                 Timer::Grace => self.grace_over(),
                 Timer::Stop => self.stop_deadline(),
                 Timer::AskToEnd(tid, migration) => self.not_heard(tid, migration),
+                Timer::EndsLate(tid, migration) => self.ends_no_more(tid, migration),
                 Timer::Ending(tid, migration) => self.ending_over(tid, migration),
                 Timer::GuestsLeave => self.guests_leave(),
                 Timer::GuestsEnd => self.guests_end(),
                 Timer::NoRm => self.go_on_without_rm(),
                 Timer::Survey(survey) => self.survey_deadline(survey),
                 Timer::Job(job) => self.job_due(job),
-                Timer::Drain(tid) => self.drain_over(tid),
+                Timer::Drain(tid, epid) => self.drain_over(tid, epid),
                 Timer::LastWords { watcher, dead } => self.last_words_over(watcher, dead),
             }
         }

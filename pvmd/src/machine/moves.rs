@@ -56,8 +56,6 @@ pub(super) struct Directing {
     pub(super) coordinator: Coordinator,
     /// Who waits for the end of a move.
     waiters: BTreeMap<MigrationId, (Tid, RequestId)>,
-    /// Tasks that may begin again, and on which timeline.
-    lines: BTreeMap<MigrationId, (Tid, u16)>,
     /// Hosts that have not acknowledged a new place.
     locating: BTreeMap<MigrationId, (Tid, Epoch, BTreeSet<HostId>)>,
 }
@@ -112,10 +110,7 @@ impl Machine {
 
     fn coordinate(&mut self, output: CoordinatorOutput) {
         match output {
-            CoordinatorOutput::Order { host, of, order } => {
-                let order = self.with_timeline(&of, order);
-                self.order_move(host, of, order);
-            }
+            CoordinatorOutput::Order { host, of, order } => self.order_move(host, of, order),
             CoordinatorOutput::Record(Move { id, tid, to, .. }) => {
                 self.out.push_back(Output::RecordMove { migration: id, tid, to });
             }
@@ -134,26 +129,11 @@ impl Machine {
                 self.tell_host(host, HostMsg::SuspendDecided { migration, id, suspended });
             }
             CoordinatorOutput::Ended { id, result } => {
-                let waiter = self.master.as_mut().and_then(|master| {
-                    master.directing.lines.remove(&id);
-                    master.directing.waiters.remove(&id)
-                });
+                let waiter = self.master.as_mut().and_then(|master| master.directing.waiters.remove(&id));
                 if let Some((tid, request)) = waiter {
                     self.reply(tid, request, Reply::Moved(result));
                 }
             }
-        }
-    }
-
-    /// A program that is to be started again gets a timeline of its own.
-    fn with_timeline(&mut self, of: &Move, order: Order) -> Order {
-        match (order, self.master.as_deref_mut()) {
-            (Order::Leave { token, engine, .. }, Some(master)) if engine != Engine::Criu => {
-                let line = master.keeping.next_line();
-                master.directing.lines.insert(of.id, (of.tid, line));
-                Order::Leave { token, engine, line }
-            }
-            (order, _) => order,
         }
     }
 
@@ -232,11 +212,6 @@ impl Machine {
         } else if master.keeping.restarts.of_part(migration).is_some() {
             master.keeping.restarts.report(now, host, migration, report, || coordinator.next_id());
         } else {
-            // Its process has ended: whatever becomes of the move, it begins on its new timeline.
-            let ended = report == Report::Stopped;
-            if let Some((tid, line)) = master.directing.lines.get(&migration).copied().filter(|_| ended) {
-                master.keeping.begins_on(tid, line);
-            }
             coordinator.report(now, host, migration, report);
         }
     }
@@ -369,7 +344,7 @@ impl Machine {
                 }
             }
             SourceOutput::Quiesce { token } => self.quiesce_for_move(id, tid, token),
-            SourceOutput::End { engine, line } => self.end_for_move(id, tid, engine, line),
+            SourceOutput::End { engine } => self.end_for_move(id, tid, engine),
             SourceOutput::SendRecord => self.send_away(&of),
             SourceOutput::Stop => self.stop_for_move(id, tid),
             SourceOutput::Settle => self.settle(id, tid, None),

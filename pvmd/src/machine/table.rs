@@ -29,7 +29,6 @@ impl Machine {
             HostMsg::Prepared { epoch } => self.change_heard(host, epoch, false),
             HostMsg::Committed { epoch } => self.change_heard(host, epoch, true),
             HostMsg::LocatedAck { tid, epoch } => self.located_heard(host, tid, epoch),
-            HostMsg::AwayHeard { tid } => self.away_heard(host, tid),
             HostMsg::Leaving { why } => self.host_leaving(host, &why),
             HostMsg::Request { tid, id, what } if self.master.is_some() => self.master_request(tid, id, what),
             HostMsg::Request { tid, .. } => {

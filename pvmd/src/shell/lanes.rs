@@ -161,7 +161,7 @@ impl Fork {
     pub(crate) fn fence(&mut self, word: &Carried) -> Option<Vec<Mark>> {
         let (task, sends_too) = match word {
             Carried::Link(_) => return None,
-            Carried::Ended { dst, .. } | Carried::Away { dst } => (*dst, true),
+            Carried::Ended { dst, .. } => (*dst, true),
             Carried::Item { dst, .. }
             | Carried::Passed { dst, .. }
             | Carried::Record { dst, .. }

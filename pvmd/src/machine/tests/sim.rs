@@ -327,6 +327,9 @@ impl Sim {
             eased: 0,
             mail: Vec::new(),
             claim: None,
+            parted: None,
+            asked: false,
+            ends: None,
             exited: false,
             used: 0,
         });
@@ -469,13 +472,16 @@ impl Sim {
             ToTask::Welcome(welcome) => {
                 let p = &mut self.procs[proc];
                 p.rm = welcome.rm;
-                let restart = welcome.restart.clone();
+                let (restart, successor) = (welcome.restart.clone(), welcome.successor.clone());
                 p.welcome = Some(welcome);
                 p.quiesced = None;
                 p.route += 1;
                 let route = RouteId(p.route);
                 if let Some(restart) = restart {
                     self.begin_again(proc, &restart);
+                }
+                if let Some(successor) = successor {
+                    self.succeed(proc, &successor);
                 }
                 self.each_link(proc, &LinkEvent::RouteUp(route));
             }
@@ -506,7 +512,7 @@ impl Sim {
             }
             ToTask::RmChanged { rm } => self.procs[proc].rm = rm,
             ToTask::Route { .. } => self.procs[proc].told.push(message),
-            ToTask::TakeNothing { nothing } => self.takes_nothing(proc, nothing),
+            ToTask::TakeNothing { by } => self.takes_nothing(proc, by),
             ToTask::Quiesce { migration, tokens } => {
                 let p = &mut self.procs[proc];
                 assert!(p.quiesced.is_none(), "told twice to let go");
@@ -713,6 +719,9 @@ impl Sim {
                 if self.procs[proc].conn == Some(conn) && !self.procs[proc].exited {
                     let frame = LinkFrame::decode(bytes).expect("daemons pass on what they got");
                     let now = self.now;
+                    if self.takes_back(proc, &frame) {
+                        return;
+                    }
                     self.link_of(proc, frame.src).handle(now, LinkEvent::Frame(frame));
                     self.pump(proc);
                 }

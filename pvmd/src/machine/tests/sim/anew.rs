@@ -3,22 +3,57 @@
 use super::{Channel, Sim};
 use crate::machine::Event;
 use sempa_proto::engine::Engine;
-use sempa_proto::link::Link;
+use sempa_proto::link::{Link, LinkFrame, Talk};
 use sempa_proto::migration::Failure;
-use sempa_proto::task::{Claim, ToDaemon};
+use sempa_proto::task::{Claim, Request, Successor, ToDaemon};
 use sempa_proto::tasker::{FromTasker, StartTask};
 use sempa_proto::{HostId, Micros, MigrationId, Tid};
 
 impl Sim {
-    /// A library takes nothing in any more.
-    pub(super) fn takes_nothing(&mut self, proc: usize, nothing: bool) {
+    /// A library is to say all, for this move, or goes on.
+    pub(super) fn takes_nothing(&mut self, proc: usize, by: Option<MigrationId>) {
+        let now = self.now;
         let p = &mut self.procs[proc];
-        p.links.values_mut().for_each(|link| link.refuse(nothing));
-        if let (Some(conn), true) = (p.conn, nothing) {
-            let on = p.host;
-            self.proc_says(conn, on, Event::TaskControl { conn, message: ToDaemon::TakesNothing });
+        let (Some(conn), on, line) = (p.conn, p.host, p.line) else { return };
+        let Some(by) = by else {
+            if p.ends.is_none() {
+                p.links.values_mut().for_each(Link::restore_window);
+                if let Some(by) = p.parted.take() {
+                    self.proc_says(conn, on, Event::TaskControl { conn, message: ToDaemon::TakesAgain { by } });
+                }
+            }
+            return;
+        };
+        (p.parted, p.asked) = (Some(by), true);
+        let parts: Vec<(Talk, Vec<LinkFrame>)> = p.links.values_mut().map(|link| link.part(now)).collect();
+        let later = std::mem::take(&mut p.waiting);
+        let talks = parts.iter().map(|(talk, _)| *talk).collect();
+        let first = ToDaemon::Parting { by, line, talks, later };
+        self.proc_says(conn, on, Event::TaskControl { conn, message: first });
+        for frame in parts.into_iter().flat_map(|(_, frames)| frames) {
+            let bytes = [&frame.encode_head()[..], &frame.payload].concat().into();
+            self.proc_says(conn, on, Event::TaskLink { conn, frame: bytes });
         }
-        self.pump(proc);
+        self.proc_says(conn, on, Event::TaskControl { conn, message: ToDaemon::TakesNothing { by } });
+    }
+
+    /// A new process goes on with the conversations of another one.
+    pub(super) fn succeed(&mut self, proc: usize, successor: &Successor) {
+        let p = &mut self.procs[proc];
+        let tid = p.tid();
+        (p.line, p.next_request) = (successor.line, u64::from(successor.count) << 40);
+        p.links.extend(successor.talks.iter().map(|talk| (talk.peer, Link::go_on(tid, talk))));
+    }
+
+    /// What the process before this one had sent comes back. False if it is nothing of the kind.
+    pub(super) fn takes_back(&mut self, proc: usize, frame: &LinkFrame) -> bool {
+        let p = &mut self.procs[proc];
+        let own = p.welcome.as_ref().is_some_and(|welcome| welcome.tid == frame.src);
+        if own {
+            p.links.get_mut(&frame.dst).expect("it was told of this one").take_back(frame);
+            self.pump(proc);
+        }
+        own
     }
 
     /// What one host carries for tasks to another one from now on is so long on its way at least.
@@ -49,7 +84,12 @@ impl Sim {
 
     /// A process ends as one whose library has time for its last words.
     pub(in crate::machine::tests) fn end_in_order(&mut self, proc: usize, status: i32) {
-        self.procs[proc].links.values_mut().for_each(Link::acknowledge_all);
+        self.procs[proc].ends = Some(status);
+        let p = &self.procs[proc];
+        if p.asked && p.parted.is_none() && p.conn.is_some() {
+            let words = self.request(proc, Request::LastWords);
+            self.until("it may end", |s| s.procs[proc].replies.contains_key(&words) || s.procs[proc].exited);
+        }
         self.pump(proc);
         self.exit(proc, status);
     }

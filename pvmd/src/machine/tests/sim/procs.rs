@@ -55,6 +55,12 @@ pub(in crate::machine::tests) struct Proc {
     pub(super) mail: Vec<Happening>,
     /// It has not connected yet, and will by this.
     pub(super) claim: Option<Claim>,
+    /// The move for which it has said all.
+    pub(super) parted: Option<MigrationId>,
+    /// It was asked to end some time.
+    pub(super) asked: bool,
+    /// It is ending, with this status.
+    pub(super) ends: Option<i32>,
     pub(in crate::machine::tests) exited: bool,
     pub(super) used: u64,
 }

@@ -98,10 +98,6 @@ impl Sim {
     pub(super) fn begin_again(&mut self, proc: usize, restart: &Restart) {
         let p = &mut self.procs[proc];
         p.line = restart.timeline.line;
-        if p.links.is_empty() && p.next_request == 0 {
-            // A new process: what the one before it had asked for is not answered to this one.
-            p.next_request = u64::from(p.line) << 40;
-        }
         for (peer, link) in p.links.iter_mut().filter(|(_, link)| !link.is_gone()) {
             let before = restart.timeline.before(*peer);
             before.map(|before| link.follow(before));
