@@ -58,6 +58,37 @@ pub(crate) enum Stage {
     Dir,
     /// The program.
     Exec,
+    /// The same, looked at beforehand.
+    Access,
+}
+
+/// Exit status of a process that waits, or was to, and could not.
+const NOT_BEGUN: i32 = 1;
+/// Exit statuses from here on are errors of looking at the program.
+const NO_PROGRAM: i32 = 0x80;
+/// Exit status for what is wrong with the standard descriptors.
+const NO_STDIO: i32 = 0x7f;
+
+impl StageError {
+    /// The exit status that says so. Errors that files and folders cause are small numbers.
+    fn status(self) -> i32 {
+        match self.stage {
+            Stage::Stdio => NO_STDIO,
+            Stage::Dir => (self.errno as i32).min(NO_STDIO - 1),
+            Stage::Access => NO_PROGRAM | (self.errno as i32).min(NO_STDIO),
+            Stage::Exec => NOT_BEGUN,
+        }
+    }
+
+    /// What an exit status says.
+    fn of_status(status: i32) -> StageError {
+        let (stage, errno) = match status {
+            NO_STDIO => (Stage::Stdio, Errno::UnknownErrno),
+            NO_PROGRAM.. => (Stage::Access, Errno::from_raw(status & !NO_PROGRAM)),
+            _ => (Stage::Dir, Errno::from_raw(status)),
+        };
+        StageError { stage, errno }
+    }
 }
 
 /// A new process that could not become its program.
@@ -302,9 +333,7 @@ pub(crate) fn start_waiting(
         let news = WaitPidFlag::WEXITED | WaitPidFlag::WSTOPPED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT;
         match waitid(Id::Pid(Pid::from_raw(child.pid)), news) {
             Ok(WaitStatus::Stopped(..)) => return Ok(child),
-            Ok(WaitStatus::Exited(_, errno)) => {
-                return Err(NotStarted::Failed(StageError { stage: Stage::Dir, errno: Errno::from_raw(errno) }));
-            }
+            Ok(WaitStatus::Exited(_, status)) => return Err(NotStarted::Failed(StageError::of_status(status))),
             Ok(WaitStatus::Signaled(..)) | Err(_) => return Err(NotStarted::TooLate),
             Ok(_) if Instant::now() >= until => {
                 kill_by(child.pidfd.as_fd());
@@ -411,7 +440,7 @@ extern "C" fn exec_child(plan: *mut libc::c_void) -> i32 {
         libc::sigprocmask(libc::SIG_SETMASK, &raw const none, std::ptr::null_mut());
         // Whether it can be started has to be known before anybody relies on it.
         if plan.waits && libc::access(plan.program.path.as_ptr(), libc::X_OK) != 0 {
-            give_up(plan, Stage::Exec);
+            give_up(plan, Stage::Access);
         }
         if plan.waits {
             // By the bare calls: the C library remembers the numbers of the process that this one is a copy of.
@@ -426,8 +455,9 @@ extern "C" fn exec_child(plan: *mut libc::c_void) -> i32 {
 /// sees.
 fn give_up(plan: &ExecPlan<'_>, stage: Stage) -> ! {
     let errno = Errno::last();
-    plan.failed.set(Some(StageError { stage, errno }));
-    let status = if plan.waits { stage.status(errno) } else { 1 };
+    let error = StageError { stage, errno };
+    plan.failed.set(Some(error));
+    let status = if plan.waits { error.status() } else { NOT_BEGUN };
     // SAFETY: ends this process and nothing else.
     unsafe { libc::_exit(status) }
 }

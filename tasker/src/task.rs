@@ -6,6 +6,7 @@ use crate::hold::Hold;
 use crate::namespace::Namespace;
 use crate::stop::{self, Crowd};
 use crate::sys::{self, Child, ExecPlan, Inherited, NotStarted, Program, Stage, StageError, StartGuard};
+use checkpoint::status::Status;
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use sempa_proto::engine::Engine;
@@ -90,6 +91,7 @@ pub(crate) struct Task {
     pub(crate) held_signals: Vec<i32>,
 }
 
+impl Task {
     /// True unless this signal would end its first process by the signal's default action.
     pub(crate) fn minds(&self, signal: i32) -> bool {
         let bit = 1u64 << (signal - 1);
@@ -97,7 +99,6 @@ pub(crate) struct Task {
         Status::of(self.process.pid).is_none_or(|status| sets.iter().any(|set| status.signals(set) & bit != 0))
     }
 
-impl Task {
     /// Sends a signal to the task's process.
     pub(crate) fn send(&self, signal: i32) {
         // The pid is ours until we reap it; an unknown signal number or an ended process is nobody's fault here.
@@ -302,7 +303,7 @@ fn explain(order: &StartTask, why: NotStarted) -> String {
     match stage {
         Stage::Stdio => format!("cannot start {path}: its standard descriptors: {errno}"),
         Stage::Dir => format!("cannot start {path}: working directory {}: {errno}", order.dir.display()),
-        Stage::Exec => format!("cannot start {path}: {errno}"),
+        Stage::Exec | Stage::Access => format!("cannot start {path}: {errno}"),
     }
 }
 

@@ -69,7 +69,14 @@ fn a_program_that_is_built_and_discarded_never_runs_and_one_that_cannot_begin_is
         let start = StartTask { dir: "/nowhere/at/all".into(), ..shell("exit 0") };
         tasker.send(ToTasker::Build { migration: MigrationId(8), start });
         let Err(Failure::Io(why)) = restored(tasker) else { panic!("it began") };
-        assert!(why.contains("/nowhere/at/all") && why.contains("No such file"), "{why}");
+        assert!(why.contains("working directory /nowhere/at/all") && why.contains("No such file"), "{why}");
+        // Before anything relies on it.
+        let dir = tempfile::tempdir().expect("dir");
+        let path = dir.path().join("no-program");
+        std::fs::write(&path, "not to be run").expect("written");
+        tasker.send(ToTasker::Build { migration: MigrationId(9), start: StartTask { path, ..shell("exit 0") } });
+        let Err(Failure::Io(why)) = restored(tasker) else { panic!("it began") };
+        assert!(why.contains("no-program: Permission denied"), "{why}");
     });
 }
 
@@ -120,5 +127,34 @@ fn whoever_a_program_leaves_behind_is_ended_if_it_ends_as_agreed_and_only_then()
             // Without a namespace nobody else ends it.
             let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(sleeper), nix::sys::signal::Signal::SIGKILL);
         }
+    });
+}
+
+#[test]
+fn a_program_that_would_just_be_ended_by_the_signal_is_not_asked() {
+    with_and_without_rights(|tasker| {
+        let dir = tempfile::tempdir().expect("dir");
+        let file = dir.path().join("go");
+        let script = format!(
+            "until [ -e {} ]; do sleep 0.01; done; trap 'exit 85' USR1; echo ready; while :; do sleep 0.01; done",
+            file.display()
+        );
+        tasker.send(ToTasker::Start(shell(&script)));
+        tasker.until(&mut Vec::new(), |m| matches!(m, FromTasker::Started { .. }).then_some(()));
+        tasker.send(ToTasker::End { tid: tid(1), engine: OWN });
+        let why = tasker.until(&mut Vec::new(), |m| match m {
+            FromTasker::NotAsked { why, .. } => Some(why.clone()),
+            _ => None,
+        });
+        assert!(why.contains("does not handle signal 10"), "{why}");
+        std::fs::write(&file, "").expect("written");
+        let mut out = Vec::new();
+        while !String::from_utf8_lossy(&out).contains("ready") {
+            if let FromTasker::Output { bytes, .. } = tasker.next() {
+                out.extend(bytes);
+            }
+        }
+        tasker.send(ToTasker::End { tid: tid(1), engine: OWN });
+        assert_eq!(end(tasker).1, 85 << 8);
     });
 }

@@ -262,7 +262,8 @@ impl Machine {
     /// The time is over that its library had to say so.
     pub(super) fn not_heard(&mut self, tid: Tid, id: MigrationId) {
         let ending = self.tasks.get(tid).and_then(|task| task.ending.as_ref());
-        let silent = |ending: &&Ending| ending.migration == id && matches!(ending.stage, Stage::Waking | Stage::Hearing);
+        let silent =
+            |ending: &&Ending| ending.migration == id && matches!(ending.stage, Stage::Waking | Stage::Hearing);
         if ending.filter(silent).is_some_and(|ending| !ending.off) {
             let why = "its library has not said in its time where its conversations stand".into();
             self.source_event(id, SourceEvent::Stopped(Err(Failure::Engine(why))));

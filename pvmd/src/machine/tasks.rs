@@ -369,7 +369,9 @@ impl Machine {
         task.mark(marks);
         match task.ending {
             // It was asked to end, to begin again, and takes leave before it does.
-            Some(ending) if ending.is_agreed() && task.is_ending() => return self.reply(tid, id, sempa_proto::task::Reply::Done),
+            Some(ending) if ending.is_agreed() && task.is_ending() => {
+                return self.reply(tid, id, sempa_proto::task::Reply::Done);
+            }
             // Its work is done: it does not begin again.
             _ => task.ending = None,
         }

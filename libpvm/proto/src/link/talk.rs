@@ -60,7 +60,8 @@ impl Link {
         for message in &self.tx.retained {
             for seq in (message.first_seq..message.end_seq()).take_while(|seq| *seq < self.tx.next) {
                 let (head, body) = message.fragment(seq);
-                let (kind, payload) = (LinkKind::Data { last: seq + 1 == message.end_seq() }, [head, body].concat().into());
+                let (kind, payload) =
+                    (LinkKind::Data { last: seq + 1 == message.end_seq() }, [head, body].concat().into());
                 frames.push(LinkFrame { src: self.local, dst: self.peer, kind, seq, ack, line, payload });
             }
         }

@@ -88,7 +88,9 @@ impl Core {
         let later = std::mem::take(&mut self.held).into_iter().collect();
         let parting = ToDaemon::Parting { by, line: self.line, talks, later };
         // Too much for a frame: nothing is said, and the program is not asked.
-        let (Ok(first), Ok(last)) = (encode_control(&parting), encode_control(&ToDaemon::TakesNothing { by })) else { return };
+        let (Ok(first), Ok(last)) = (encode_control(&parting), encode_control(&ToDaemon::TakesNothing { by })) else {
+            return;
+        };
         self.outbox.push(first);
         for frame in &frames {
             self.outbox.push_link(frame);

@@ -10,9 +10,9 @@ use sempa_proto::table::TaskInfo;
 use sempa_proto::task::{NotifyRequest, NotifyWhat, Reply, Request, SpawnRequest};
 use sempa_proto::{Micros, PvmError, RequestId, Tid};
 
-const OWN: Engine = Engine::Own { signal: 10, exit: 85, wait: 3 };
+pub(super) const OWN: Engine = Engine::Own { signal: 10, exit: 85, wait: 3 };
 
-fn request(program: &str, engine: &str, place: &str) -> SpawnRequest {
+pub(super) fn request(program: &str, engine: &str, place: &str) -> SpawnRequest {
     let env = vec![format!("SEMPA_ENGINE={engine}").into_bytes(), b"COLOUR=blue".to_vec()];
     SpawnRequest {
         file: program.into(),
@@ -26,23 +26,23 @@ fn request(program: &str, engine: &str, place: &str) -> SpawnRequest {
 }
 
 /// Spawns one task; its process is the newest of its tid.
-fn spawn(sim: &mut Sim, console: usize, request: SpawnRequest) -> Tid {
+pub(super) fn spawn(sim: &mut Sim, console: usize, request: SpawnRequest) -> Tid {
     let Reply::Spawned(results) = sim.ask(console, Request::Spawn(request)) else { panic!("no task") };
     let tid = results[0].expect("started");
     sim.until("it is there", |s| s.procs[s.proc_of(tid)].welcome.is_some());
     tid
 }
 
-fn watch(sim: &mut Sim, console: usize, tid: Tid) {
+pub(super) fn watch(sim: &mut Sim, console: usize, tid: Tid) {
     let what = NotifyWhat::TaskExit(vec![tid]);
     sim.ask(console, Request::Notify(NotifyRequest { what, ctx: 0, tag: 1, cancel: false }));
 }
 
-fn start_move(sim: &mut Sim, console: usize, tid: Tid, to: &str) -> RequestId {
+pub(super) fn start_move(sim: &mut Sim, console: usize, tid: Tid, to: &str) -> RequestId {
     sim.request(console, Request::Migrate { tid, to: to.into(), cause: None, wait: true })
 }
 
-fn end_of_move(sim: &mut Sim, console: usize, moving: RequestId) -> Result<Engine, (Step, Failure)> {
+pub(super) fn end_of_move(sim: &mut Sim, console: usize, moving: RequestId) -> Result<Engine, (Step, Failure)> {
     sim.until("the end of the move", |s| s.procs[console].replies.contains_key(&moving));
     match sim.procs[console].replies[&moving].clone() {
         Reply::Moved(Ok(report)) => Ok(report.engine),
@@ -51,12 +51,12 @@ fn end_of_move(sim: &mut Sim, console: usize, moving: RequestId) -> Result<Engin
     }
 }
 
-fn migrate(sim: &mut Sim, console: usize, tid: Tid, to: &str) -> Result<Engine, (Step, Failure)> {
+pub(super) fn migrate(sim: &mut Sim, console: usize, tid: Tid, to: &str) -> Result<Engine, (Step, Failure)> {
     let moving = start_move(sim, console, tid, to);
     end_of_move(sim, console, moving)
 }
 
-fn listed(sim: &mut Sim, console: usize, tid: Tid) -> Vec<TaskInfo> {
+pub(super) fn listed(sim: &mut Sim, console: usize, tid: Tid) -> Vec<TaskInfo> {
     match sim.ask(console, Request::Tasks { selector: tid }) {
         Reply::Tasks(list) => list,
         // Its host is lost, and the task with it.
@@ -66,7 +66,7 @@ fn listed(sim: &mut Sim, console: usize, tid: Tid) -> Vec<TaskInfo> {
 }
 
 /// What a process has got from others, as numbers.
-fn heard(sim: &Sim, proc: usize) -> Vec<i32> {
+pub(super) fn heard(sim: &Sim, proc: usize) -> Vec<i32> {
     let of = |seen: &Seen| match seen {
         Seen::Message(_, body) => Some(i32::from_be_bytes(body[..4].try_into().expect("four bytes"))),
         Seen::Note(_) => None,
@@ -75,7 +75,7 @@ fn heard(sim: &Sim, proc: usize) -> Vec<i32> {
 }
 
 /// The newest process of the task answers.
-fn answers(sim: &mut Sim, console: usize, tid: Tid) {
+pub(super) fn answers(sim: &mut Sim, console: usize, tid: Tid) {
     sim.until("it is connected", |s| s.procs[s.proc_of(tid)].welcome.is_some());
     let proc = sim.proc_of(tid);
     let before = heard(sim, proc).len();

@@ -7,6 +7,7 @@ mod group_members;
 mod guests;
 mod hosts;
 mod moving;
+mod parting;
 mod routes;
 mod scene;
 mod servers;

@@ -469,22 +469,7 @@ impl Sim {
         }
         let now = self.now;
         match message {
-            ToTask::Welcome(welcome) => {
-                let p = &mut self.procs[proc];
-                p.rm = welcome.rm;
-                let (restart, successor) = (welcome.restart.clone(), welcome.successor.clone());
-                p.welcome = Some(welcome);
-                p.quiesced = None;
-                p.route += 1;
-                let route = RouteId(p.route);
-                if let Some(restart) = restart {
-                    self.begin_again(proc, &restart);
-                }
-                if let Some(successor) = successor {
-                    self.succeed(proc, &successor);
-                }
-                self.each_link(proc, &LinkEvent::RouteUp(route));
-            }
+            ToTask::Welcome(welcome) => self.welcomed(proc, welcome),
             ToTask::Refused { reason } => self.procs[proc].refused = Some(reason),
             ToTask::Reply { id, reply } => {
                 self.procs[proc].open.remove(&id);

@@ -82,6 +82,11 @@ impl Sim {
         self.end_in_order(proc, status);
     }
 
+    /// True if the library has said where all stands, so that the program can be asked.
+    pub(in crate::machine::tests) fn was_asked(&self, proc: usize) -> bool {
+        self.procs[proc].asked
+    }
+
     /// A process ends as one whose library has time for its last words.
     pub(in crate::machine::tests) fn end_in_order(&mut self, proc: usize, status: i32) {
         self.procs[proc].ends = Some(status);
