@@ -104,6 +104,11 @@ impl Ending {
     pub(super) fn is_agreed(&self) -> bool {
         matches!(self.engine, Engine::Own { .. })
     }
+
+    /// True if its process ends whatever it does.
+    fn has_to_end(&self) -> bool {
+        self.asked && !self.is_agreed()
+    }
 }
 
 impl Task {
@@ -363,7 +368,8 @@ impl Machine {
         let conn = task.conn();
         let Some(ending) = task.ending.as_mut().filter(|ending| ending.migration == id) else { return false };
         ending.off = true;
-        if ending.stage != Stage::Waking && conn.is_some() {
+        // One that has to end is started again here.
+        if !ending.has_to_end() && ending.stage != Stage::Waking && conn.is_some() {
             // It goes on here, or ends yet as it was asked to: then it is started again.
             ending.stage = Stage::Returning;
             let message = ToTask::TakeNothing { by: None };
@@ -380,7 +386,7 @@ impl Machine {
             return true;
         }
         let Some(ending) = task.ending.filter(|ending| ending.migration == id) else { return false };
-        if ending.stage != Stage::Returning {
+        if ending.stage != Stage::Returning && !ending.has_to_end() {
             self.goes_on(tid);
         }
         true

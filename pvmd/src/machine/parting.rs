@@ -66,7 +66,9 @@ impl Parting {
 impl Task {
     /// True for what its old process may still have.
     pub(super) fn passes(&self, held: &Held) -> bool {
-        self.is_ending() && matches!(held, Held::Item(ToTask::Reply { .. }))
+        // One that is to come back has let go, or is about to.
+        let listens = self.ending.is_some_and(|ending| ending.stage != Stage::Waking) && self.is_ending();
+        listens && matches!(held, Held::Item(ToTask::Reply { .. }))
     }
 }
 
@@ -92,7 +94,10 @@ impl Machine {
         let (line, talks, later) = parting;
         let Some(task) = self.tasks.get_mut(tid) else { return };
         if task.ending.is_none_or(|ending| ending.migration != by || !task.is_ending()) {
-            return item(later).for_each(|held| task.inbox.push(held));
+            // It had been asked for a move that is off.
+            return later.into_iter().for_each(|(mark, message)| {
+                self.deliver(tid, ToTask::Deliver { message, after: Some(mark) });
+            });
         }
         let talks: BTreeMap<Tid, Talk> = talks.into_iter().map(|talk| (talk.peer, talk)).collect();
         task.parting = Some(Box::new(Parting { line, talks, later, ..Parting::default() }));
@@ -100,10 +105,12 @@ impl Machine {
 
     /// A link frame in the name of another task: half a message that the next process is to have. False if it is not.
     pub(super) fn is_half(&mut self, tid: Tid, frame: &LinkFrame, bytes: &Bytes) -> bool {
+        let is_half = frame.dst == tid && frame.src != tid;
         let parting = self.tasks.get_mut(tid).and_then(|task| task.parting.as_mut());
-        let Some(parting) = parting.filter(|_| frame.dst == tid && frame.src != tid) else { return false };
-        parting.halves.push(bytes.clone());
-        true
+        if let Some(parting) = parting.filter(|_| is_half) {
+            parting.halves.push(bytes.clone());
+        }
+        is_half
     }
 
     /// A link frame of a task here: what of it, and of what came before, is to be passed on.

@@ -292,6 +292,30 @@ fn nobody_is_asked_any_more_when_the_move_is_off() {
 }
 
 #[test]
+fn a_task_that_was_told_to_end_is_started_again_where_it_was_when_its_target_is_lost() {
+    for seed in seeds(60) {
+        let (mut sim, console) = Sim::cluster(seed, 4);
+        let tid = spawn(&mut sim, console, request("deaf", "restart:wait=3", "h2"));
+        watch(&mut sim, console, tid);
+        let old = sim.proc_of(tid);
+        let moving = start_move(&mut sim, console, tid, "h3");
+        sim.until("it is asked", |s| s.deaf.contains(&old));
+        sim.tell(console, tid, &1i32.to_be_bytes());
+        sim.kill_host(host(3));
+        assert!(end_of_move(&mut sim, console, moving).is_err());
+        if seed % 2 == 0 {
+            sim.exit(old, 15);
+        }
+        sim.until("it is back", |s| s.proc_of(tid) != old && s.procs[s.proc_of(tid)].conn.is_some());
+        answers(&mut sim, console, tid);
+        assert_eq!(all_heard(&sim, tid), [1, 4711], "seed {seed}");
+        assert_eq!((sim.procs[sim.proc_of(tid)].host, sim.procs[console].notes(1).len()), (host(2), 0));
+        assert_eq!(migrate(&mut sim, console, tid, "h4").map(|_| ()), Ok(()), "seed {seed}");
+        answers(&mut sim, console, tid);
+    }
+}
+
+#[test]
 fn a_task_that_ends_before_it_is_asked_has_ended_whatever_its_status() {
     let mut ended = 0;
     for seed in seeds(150) {
