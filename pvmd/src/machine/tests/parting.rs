@@ -65,7 +65,7 @@ fn two_that_talk_and_begin_again_at_the_same_time_lose_nothing_and_say_nothing_t
             both += usize::from(moved == 2);
         }
         for tid in [a, b] {
-            sim.until("it is back", |s| s.procs[s.proc_of(tid)].conn.is_some());
+            sim.until("it is back", |s| s.procs[s.proc_of(tid)].welcome.is_some());
         }
         from_a += i32::from(says(&mut sim, a, b, from_a));
         from_b += i32::from(says(&mut sim, b, a, from_b));
@@ -162,7 +162,7 @@ fn a_process_that_is_killed_in_the_middle_of_its_words_has_said_what_the_new_one
             sim.pass(wait);
         }
         end_of_move(&mut sim, console, moving).expect("moved");
-        sim.until("it is back", |s| s.procs[s.proc_of(tid)].conn.is_some());
+        sim.until("it is back", |s| s.procs[s.proc_of(tid)].welcome.is_some());
         let new = sim.proc_of(tid);
         (1000..1003).for_each(|n: i32| sim.tell(new, to, &n.to_be_bytes()));
         sim.until("the last word", |s| heard(s, console).last() == Some(&1002));
@@ -234,8 +234,8 @@ fn long_after_a_program_was_asked_in_vain_it_leaves_and_ends_as_any_other() {
     assert!(end_of_move(&mut sim, console, moving).is_err());
     sim.pass(Micros::from_secs(120));
     sim.ask(old, Request::Exit { marks: vec![] });
-    sim.until("its leave is told", |s| s.procs[console].notes(1).len() == 1 || s.procs[old].exited);
     sim.exit(old, AGREED);
+    sim.until("its end", |s| s.procs[console].notes(1).len() == 1);
     sim.pass(Micros::from_secs(2));
     assert_eq!((sim.proc_of(tid), listed(&mut sim, console, tid).len()), (old, 0));
 }
@@ -253,7 +253,8 @@ fn a_program_that_takes_leave_when_it_is_asked_and_ends_late_is_started_again() 
         sim.pass(Micros::from_secs(1));
         if again {
             sim.exit(old, AGREED);
-            sim.until("it is back", |s| s.proc_of(tid) != old && s.procs[s.proc_of(tid)].conn.is_some());
+            sim.until("it is back", |s| s.proc_of(tid) != old && s.procs[s.proc_of(tid)].welcome.is_some());
+            sim.until("what came meanwhile", |s| all_heard(s, tid) == [5]);
             answers(&mut sim, console, tid);
             assert_eq!(all_heard(&sim, tid), [5, 4711]);
         } else {
@@ -306,7 +307,8 @@ fn a_task_that_was_told_to_end_is_started_again_where_it_was_when_its_target_is_
         if seed % 2 == 0 {
             sim.exit(old, 15);
         }
-        sim.until("it is back", |s| s.proc_of(tid) != old && s.procs[s.proc_of(tid)].conn.is_some());
+        sim.until("it is back", |s| s.proc_of(tid) != old && s.procs[s.proc_of(tid)].welcome.is_some());
+        sim.until("what came meanwhile", |s| all_heard(s, tid) == [1]);
         answers(&mut sim, console, tid);
         assert_eq!(all_heard(&sim, tid), [1, 4711], "seed {seed}");
         assert_eq!((sim.procs[sim.proc_of(tid)].host, sim.procs[console].notes(1).len()), (host(2), 0));
@@ -389,7 +391,7 @@ fn a_session_that_breaks_while_a_task_begins_again_takes_nothing_along() {
         let long = Micros(1_000 + sim.dice.roll(400_000));
         sim.part(host(2), host(3 + (seed % 3 == 0) as u16), long);
         let _ = end_of_move(&mut sim, console, moving);
-        sim.until("it is back", |s| s.procs[s.proc_of(tid)].conn.is_some());
+        sim.until("it is back", |s| s.procs[s.proc_of(tid)].welcome.is_some());
         let new = sim.proc_of(tid);
         while said < 25 {
             sim.tell(new, to, &i32::to_be_bytes(said));
