@@ -48,7 +48,7 @@ impl Sim {
     /// What the process before this one had sent comes back. False if it is nothing of the kind.
     pub(super) fn takes_back(&mut self, proc: usize, frame: &LinkFrame) -> bool {
         let p = &mut self.procs[proc];
-        let own = p.welcome.as_ref().is_some_and(|welcome| welcome.tid == frame.src);
+        let own = frame.dst != frame.src && p.welcome.as_ref().is_some_and(|welcome| welcome.tid == frame.src);
         if own {
             p.links.get_mut(&frame.dst).expect("it was told of this one").take_back(frame);
             self.pump(proc);
