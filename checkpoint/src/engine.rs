@@ -1,7 +1,7 @@
 //! The contract of a dump engine: what writes a stopped process tree into a directory and builds it again elsewhere.
 //!
-//! CRIU is the engine that dumps any process; a program's own checkpoint and plain restart are further engines of the
-//! same contract. Starting is apart from driving: `start_*` makes the engine's process and returns at once, so that one
+//! CRIU is the engine that dumps any process. A program that is started again instead, by its own checkpoint or as it began,
+//! leaves no images, so it needs nothing of this. Starting is apart from driving: `start_*` makes the engine's process and returns at once, so that one
 //! thread can be the parent of everything; the rest may block, in any thread, but never past its deadline or beyond the
 //! firing of its [`Cancel`].
 //!

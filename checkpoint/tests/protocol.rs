@@ -8,6 +8,7 @@ use checkpoint::protocol::{
     Coordinator, CoordinatorOutput, Inspected, Source, SourceEvent, SourceOutput, Target, TargetEvent, TargetOutput,
 };
 use dice::Dice;
+use sempa_proto::engine::Engine;
 use sempa_proto::migration::{Cause, Failure, Order, Refusal, Report, Step, Usage};
 use sempa_proto::suspend::{self, Holds};
 use sempa_proto::task::{MoveError, MoveReport};
@@ -60,6 +61,8 @@ struct Faults {
 
 struct World {
     dice: Dice,
+    /// The way that the target chooses: every third time the task is asked to end, and is started again.
+    engine: Engine,
     faults: Faults,
     now: Micros,
     queue: BTreeMap<(Micros, u64), Item>,
@@ -99,6 +102,7 @@ impl World {
     fn new(seed: u64, faults: Faults) -> World {
         let mut world = World {
             dice: Dice(seed | 1),
+            engine: if seed.is_multiple_of(3) { Engine::Restart { wait: 5 } } else { Engine::Criu },
             faults,
             now: Micros(0),
             queue: BTreeMap::new(),
@@ -371,6 +375,11 @@ impl World {
             }
             SourceOutput::Hold => self.held = true,
             SourceOutput::Quiesce { .. } => self.worker((), |_| Item::Source(SourceEvent::Quiesced)),
+            SourceOutput::End { engine, .. } => {
+                assert_eq!(engine, self.engine);
+                self.worker((), |r| Item::Source(SourceEvent::Stopped(r)));
+            }
+            SourceOutput::SendRecord => self.worker(0, |r| Item::Target(TargetEvent::Received(r))),
             SourceOutput::Stop => self.worker((), |r| Item::Source(SourceEvent::Stopped(r))),
             SourceOutput::Dump { .. } => self.worker(DumpReport::default(), |r| Item::Source(SourceEvent::Dumped(r))),
             SourceOutput::SendAhead => {
@@ -408,10 +417,13 @@ impl World {
         let id = self.target.as_ref().expect("it spoke").of().id;
         match output {
             TargetOutput::Report(report) => self.send(host(3), HostId::MASTER, Item::Report(host(3), id, report)),
-            TargetOutput::Prepare(_) => self.worker((), |r| {
-                let verdict = if r.is_ok() { vec![] } else { vec![Refusal::Pinned] };
-                Item::Target(TargetEvent::Prepared { verdict, memory_can_follow: true })
-            }),
+            TargetOutput::Prepare(_) => {
+                let engine = self.engine;
+                self.worker((), move |r| {
+                    let verdict = if r.is_ok() { vec![] } else { vec![Refusal::Pinned] };
+                    Item::Target(TargetEvent::Prepared { verdict, memory_can_follow: true, engine })
+                });
+            }
             TargetOutput::Restore => self.worker((), |r| Item::Target(TargetEvent::Restored(r))),
             TargetOutput::Run(_) => {
                 self.soon(Item::Target(TargetEvent::Ran(Ok(()))));

@@ -1,5 +1,6 @@
 //! What the commands print for people, in PVM's columns. Pure: tables in, text out.
 
+use sempa_proto::engine::Engine;
 use sempa_proto::event::{Event, EventKind};
 use sempa_proto::migration::Survey;
 use sempa_proto::table::{
@@ -176,9 +177,11 @@ pub(crate) fn survey(table: &HostTable, survey: &Survey) -> String {
     let width = survey.verdicts.iter().map(|(host, _)| name(*host).len()).max().unwrap_or(0);
     let mut out = format!("{} is on {}, {} KiB\n", survey.tid, name(survey.from), survey.resident_bytes.div_ceil(1024));
     for (host, verdict) in &survey.verdicts {
+        let engine = survey.engine(*host);
         let host = name(*host);
         match verdict.split_first() {
-            None => put!(out, "{host:width$}  yes"),
+            None if engine == Engine::Criu => put!(out, "{host:width$}  yes"),
+            None => put!(out, "{host:width$}  yes, by {engine}"),
             Some((first, rest)) => {
                 put!(out, "{host:width$}  no: {first}");
                 rest.iter().for_each(|refusal| put!(out, "{:width$}      {refusal}", ""));
@@ -195,7 +198,11 @@ pub(crate) fn survey(table: &HostTable, survey: &Survey) -> String {
 
 /// `migrate`, when it went well.
 pub(crate) fn moved(tid: Tid, to: &str, report: &MoveReport) -> String {
-    format!("{tid} moved to {to}: {} bytes, frozen {} ms\n", report.bytes, (report.frozen.0 + 500) / 1000)
+    let ms = (report.frozen.0 + 500) / 1000;
+    match report.engine {
+        Engine::Criu => format!("{tid} moved to {to}: {} bytes, frozen {ms} ms\n", report.bytes),
+        engine => format!("{tid} moved to {to} by {engine}: away {ms} ms\n"),
+    }
 }
 
 /// Names of hosts, those that have left included.
@@ -407,8 +414,11 @@ Console: 2 new hosts added
 
     #[test]
     fn moves_and_events_are_one_line_each() {
-        let report = MoveReport { id: sempa_proto::MigrationId(1), bytes: 1234, frozen: Micros(98_400) };
+        let id = sempa_proto::MigrationId(1);
+        let report = MoveReport { id, bytes: 1234, frozen: Micros(98_400), engine: Engine::Criu };
         assert_eq!(moved(Tid::from_raw(0x40002), "h3", &report), "t40002 moved to h3: 1234 bytes, frozen 98 ms\n");
+        let report = MoveReport { bytes: 0, engine: Engine::Restart { wait: 5 }, ..report };
+        assert_eq!(moved(Tid::from_raw(0x40002), "h3", &report), "t40002 moved to h3 by restart: away 98 ms\n");
         let (from, to) = (HostId::MASTER, HostId::new(3).expect("3"));
         let kind = EventKind::MoveFailed {
             id: sempa_proto::MigrationId(4),

@@ -30,7 +30,8 @@ pub(crate) const COMMANDS: &[Entry] = &[
         name: "can-migrate",
         summary: "Tell which hosts would take a running task, and what the others have against it",
         detail: "Syntax:  can-migrate tid [ host ]\nAsks all hosts, or only this one; nothing is moved and nothing stands still.\n\
-                 The hosts come in the order of their distance. The answer holds for now: a move asks again.\n",
+                 The hosts come in the order of their distance. The answer holds for now: a move asks again.\n\
+                 Where it would not go by CRIU, the way is said: its own checkpoint, or restart (SEMPA_ENGINE).\n",
     },
     Entry {
         name: "checkpoint",

@@ -168,7 +168,14 @@ pub(crate) fn survey(table: &HostTable, survey: &Survey) -> Value {
     let name = |host: HostId| table.get(host).map(|entry| entry.name.clone());
     let one = |(host, verdict): &(HostId, Verdict)| {
         let reasons: Vec<String> = verdict.iter().map(ToString::to_string).collect();
-        json!({ "host": name(*host), "takes": verdict.is_empty(), "reasons": reasons, "refusals": verdict })
+        let engine = verdict.is_empty().then(|| survey.engine(*host).to_string());
+        json!({
+            "host": name(*host),
+            "takes": verdict.is_empty(),
+            "by": engine,
+            "reasons": reasons,
+            "refusals": verdict,
+        })
     };
     json!({
         "tid": survey.tid.to_string(),
@@ -188,6 +195,7 @@ pub(crate) fn moved(tid: Tid, to: &str, report: &MoveReport) -> Value {
         "migration": report.id.0,
         "bytes": report.bytes,
         "frozen_us": report.frozen.0,
+        "by": report.engine.to_string(),
     })
 }
 

@@ -6,6 +6,7 @@ use crate::format::tests::{host, table, task};
 use bytes::Bytes;
 use libpvm::Vm;
 use libpvm::spawn::TC_SIBLINGS;
+use sempa_proto::engine::Engine;
 use sempa_proto::event::{Event, EventKind};
 use sempa_proto::message::CTX_TASK_CONTROL;
 use sempa_proto::migration::{Failure, Refusal, Step, Survey};
@@ -83,12 +84,12 @@ impl Machine for Fake {
         let host = |n| HostId::new(n).expect("an index");
         let mut verdicts = vec![(host(2), vec![file, memory]), (host(3), Vec::new())];
         verdicts.truncate(if to.is_some() { 1 } else { 2 });
-        Ok(Survey { tid, from: HostId::MASTER, resident_bytes: (4 << 20) + 1, verdicts })
+        Ok(Survey { tid, from: HostId::MASTER, resident_bytes: (4 << 20) + 1, verdicts, engines: Vec::new() })
     }
 
     fn migrate(&self, tid: Tid, to: &str) -> Result<MoveReport, MigrateError> {
         match to {
-            "ha2" => Ok(MoveReport { id: MigrationId(1), bytes: 4096, frozen: Micros(98_000) }),
+            "ha2" => Ok(MoveReport { id: MigrationId(1), bytes: 4096, frozen: Micros(98_000), engine: Engine::Criu }),
             "ha3" => Err(MoveError { step: Step::Dump, why: Failure::Killed { signal: 9 } }.into()),
             "gone" => Err(Error::new(PvmError::SysErr, "the daemon is gone").into()),
             _ => Err(Error::new(PvmError::NoHost, format!("moving {tid}: no host {to}")).into()),

@@ -613,7 +613,11 @@ impl Model {
             }
             Refusal::NotConnected => self.hold(tid, now + NOT_YET, &text),
             Refusal::TooManyMoves { .. } => self.hold(tid, now + REFUSED_MIN, &text),
-            Refusal::Holds { .. } | Refusal::FilesStay { .. } | Refusal::FilesTooLarge { .. } => {
+            Refusal::Suspended => self.hold(tid, now + REFUSED_MIN, &text),
+            Refusal::Holds { .. }
+            | Refusal::FilesStay { .. }
+            | Refusal::FilesTooLarge { .. }
+            | Refusal::NotByCriu { .. } => {
                 self.hold(tid, now + REFUSED_MAX, &text);
             }
             Refusal::NoEngine { host, .. } if *host == from => self.hold(tid, now + REFUSED_MAX, &text),

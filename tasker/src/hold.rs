@@ -109,6 +109,11 @@ impl Task {
         self.hold(END_ALLOWED);
     }
 
+    /// Gives a held task so long to end as it was asked to.
+    pub(crate) fn let_run_for(&mut self, time: Duration) {
+        self.hold(time);
+    }
+
     /// Stops it, from whatever it is.
     fn stop_held(&mut self, hold: Hold) {
         let (lowered, told) = match hold {

@@ -12,7 +12,7 @@ use crate::namespace::Namespace;
 use crate::stop::{self, Crowd};
 use crate::supervisor::Supervisor;
 use crate::sys::{self, Child};
-use crate::task::{Output, Phase, Task, micros};
+use crate::task::{self, Output, Phase, Task, micros};
 use crate::trial::Trial;
 use crate::verdict::{self, For};
 use crate::workers::{Outcome, Workers};
@@ -21,7 +21,7 @@ use checkpoint::engine::{Cancel, DumpJob, Engine, Limits, Outside, RestoreJob, S
 use checkpoint::facts::{self, HashCache};
 use sempa_proto::migration::{Failure, Usage};
 use sempa_proto::task::RedirectAt;
-use sempa_proto::tasker::{DumpReport, FromTasker, Redirection, ToTasker};
+use sempa_proto::tasker::{DumpReport, FromTasker, Redirection, StartTask, ToTasker};
 use sempa_proto::{MigrationId, Tid};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -64,7 +64,8 @@ pub(crate) enum EngineState {
 /// A move to this host.
 pub(crate) struct Target {
     tid: Tid,
-    namespace: Namespace,
+    /// None where the tasker may not make any: then only a program that is started anew can come.
+    namespace: Option<Namespace>,
     pub(crate) stage: Stage,
     /// Files that have come with it.
     pub(crate) made: Made,
@@ -91,7 +92,8 @@ pub(crate) enum Stage {
     /// the only one.
     Held {
         process: Child,
-        carry: Carry,
+        /// Those of its processes that were stopped before the move stopped the others.
+        stopped_before: Vec<i32>,
         output: Output,
         /// It is on its way into its control group.
         enters: bool,
@@ -218,10 +220,12 @@ impl Supervisor {
                 self.restore(migration, tid, &dir, again, memory_way.as_deref());
             }
             ToTasker::MemoryLost { migration, why } => self.memory_lost(migration, why),
+            ToTasker::Build { migration, start } => self.build_anew(migration, &start),
             ToTasker::Run { migration, used, held } => self.run_held(migration, used, held),
             ToTasker::Discard { migration } => self.discard(migration),
             ToTasker::Start(_)
             | ToTasker::Signal { .. }
+            | ToTasker::End { .. }
             | ToTasker::Kill { .. }
             | ToTasker::Hold { .. }
             | ToTasker::GoOn { .. } => {}
@@ -532,10 +536,13 @@ impl Supervisor {
         if self.tasks.contains_key(&tid) {
             return Err(Failure::Engine(format!("{tid} runs here already")));
         }
-        let namespace = self
-            .spare
-            .take(self.freezer.as_mut().ok())
-            .map_err(|e| Failure::Io(format!("no process-id namespace: {e}")))?;
+        let namespace = match self.namespaces {
+            true => {
+                let taken = self.spare.take(self.freezer.as_mut().ok());
+                Some(taken.map_err(|e| Failure::Io(format!("no process-id namespace: {e}")))?)
+            }
+            false => None,
+        };
         let target = Target { tid, namespace, stage: Stage::Prepared, made: Made::default(), memory_follows: false };
         self.moves.targets.insert(migration, target);
         Ok(())
@@ -582,6 +589,31 @@ impl Supervisor {
         }
     }
 
+    /// Starts a program anew, up to the point where nothing of it runs yet.
+    fn build_anew(&mut self, migration: MigrationId, start: &StartTask) {
+        let room = match self.moves.targets.get(&migration) {
+            Some(Target { stage: Stage::Prepared, .. }) => Ok(()),
+            Some(_) => Err(Failure::Engine(format!("{migration} is held here already"))),
+            None => self.make_room(migration, start.tid),
+        };
+        let built = room.and_then(|()| {
+            let namespace = self.moves.targets.get(&migration).and_then(|target| target.namespace.as_ref());
+            task::build(start, namespace, &self.inherited).map_err(Failure::Io)
+        });
+        match (built, self.moves.targets.get_mut(&migration)) {
+            (Ok((process, output)), Some(target)) => {
+                let pid = process.pid;
+                target.stage = Stage::Held { process, stopped_before: Vec::new(), output, enters: false, run: None };
+                self.say(&FromTasker::Restored { migration, result: Ok(pid) });
+            }
+            (Ok(_), None) => {}
+            (Err(why), None) => self.say(&FromTasker::Restored { migration, result: Err(why) }),
+            (Err(why), Some(_)) => {
+                self.clear_target(migration, vec![FromTasker::Restored { migration, result: Err(why) }]);
+            }
+        }
+    }
+
     fn start_restore(
         &mut self,
         migration: MigrationId,
@@ -589,6 +621,7 @@ impl Supervisor {
         again: Option<Redirection>,
     ) -> Result<Stage, Failure> {
         let target = self.moves.targets.get(&migration).ok_or(Failure::TaskEnded)?;
+        let namespace = target.namespace.as_ref().ok_or_else(|| Failure::Engine(NO_NAMESPACES.into()))?;
         let memory_follows = target.memory_follows;
         if memory_follows && !self.moves.following.comes(migration) {
             return Err(Failure::Images("its memory does not come any more".into()));
@@ -604,7 +637,7 @@ impl Supervisor {
         let job = RestoreJob {
             dir: dir.into(),
             outside: Outside { output_pipe: carry.output_pipe },
-            pid_namespace: target.namespace.open().map_err(io)?,
+            pid_namespace: namespace.open().map_err(io)?,
             output: theirs,
             memory_follows,
         };
@@ -631,14 +664,16 @@ impl Supervisor {
         }
         let adopted = lost.map_or(result, Err).and_then(|pid| {
             let pidfd = sys::pidfd_of(pid).map_err(|e| Failure::Io(format!("no descriptor for process {pid}: {e}")))?;
-            redirect(&target.namespace, again)?;
+            target.namespace.as_ref().map_or(Ok(()), |namespace| redirect(namespace, again))?;
             Ok(Child { pid, pidfd })
         });
         match adopted {
             Ok(process) if !discard => {
                 let pid = process.pid;
-                let enters = begin_to_bring_in(migration, &target.namespace, &mut self.moves.workers);
-                target.stage = Stage::Held { process, carry, output, enters, run: None };
+                let namespace = target.namespace.as_ref();
+                let enters = namespace.is_some_and(|n| begin_to_bring_in(migration, n, &mut self.moves.workers));
+                let stopped_before = carry.stopped_before;
+                target.stage = Stage::Held { process, stopped_before, output, enters, run: None };
                 self.say(&FromTasker::Restored { migration, result: Ok(pid) });
             }
             Ok(_) => {
@@ -668,8 +703,8 @@ impl Supervisor {
         let Some(target) = self.moves.targets.get_mut(&migration) else { return };
         let Stage::Held { enters, run, .. } = &mut target.stage else { return };
         *enters = false;
-        if done {
-            target.namespace.joined();
+        if let Some(namespace) = target.namespace.as_ref().filter(|_| done) {
+            namespace.joined();
         }
         if let Some((used, held)) = run.take() {
             self.run_held(migration, used, held);
@@ -684,10 +719,10 @@ impl Supervisor {
             *run = Some((used, held));
             return;
         }
-        let (tid, namespace, process, carry, output) = match self.moves.targets.remove(&migration) {
-            Some(Target { tid, namespace, stage: Stage::Held { process, carry, output, .. }, made, .. }) => {
+        let (tid, namespace, process, stopped_before, output) = match self.moves.targets.remove(&migration) {
+            Some(Target { tid, namespace, stage: Stage::Held { process, stopped_before, output, .. }, made, .. }) => {
                 made.keep();
-                (tid, namespace, process, carry, output)
+                (tid, namespace, process, stopped_before, output)
             }
             other => {
                 self.moves.targets.extend(other.map(|target| (migration, target)));
@@ -695,22 +730,22 @@ impl Supervisor {
                 return self.say(&FromTasker::Ran { migration, result: Err(not_held) });
             }
         };
-        let mut stopped_before = carry.stopped_before;
-        if !held {
-            stop::continue_all(&Crowd::Namespace(&namespace), &std::mem::take(&mut stopped_before));
-        }
-        let task = Task {
+        let mut task = Task {
             tid,
             process,
-            namespace: Some(namespace),
+            namespace,
             output,
             used_before: used,
             phase: Phase::Running,
             hold: if held { Hold::Still } else { Hold::Free },
             stopped_before,
+            ending: None,
             redirection: None,
             held_signals: Vec::new(),
         };
+        if !held {
+            task.go_on();
+        }
         self.tasks.insert(tid, task);
         self.say(&FromTasker::Ran { migration, result: Ok(()) });
         self.memory_follows_to(migration, tid);
@@ -738,7 +773,16 @@ impl Supervisor {
     pub(crate) fn clear_target(&mut self, migration: MigrationId, then: Vec<FromTasker>) {
         self.fetch_no_more(migration);
         if let Some(target) = self.moves.targets.remove(&migration) {
-            self.when_ended(target.namespace, then);
+            match (target.namespace, target.stage) {
+                (Some(namespace), _) => self.when_ended(namespace, then),
+                (None, stage) => {
+                    if let Stage::Held { process, .. } = stage {
+                        // It has never run, so it is alone.
+                        sys::kill_by(process.pidfd.as_fd());
+                    }
+                    then.iter().for_each(|word| self.say(word));
+                }
+            }
             // A copy that had ended while it was held was left for us; its namespace does not end before it is reaped.
             self.reap_strangers();
         }

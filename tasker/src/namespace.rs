@@ -116,9 +116,23 @@ impl Namespace {
     /// # Errors
     /// As [`sys::start_program`].
     pub(crate) fn start(&self, plan: &ExecPlan<'_>, guard: &StartGuard) -> Result<Child, NotStarted> {
-        let start = |group: Option<BorrowedFd<'_>>| {
-            self.inside(|| sys::start_program(plan, guard, group)).map_err(NotStarted::NoProcess)?
-        };
+        self.start_by(|group| sys::start_program(plan, guard, group))
+    }
+
+    /// Starts a process inside that waits before it becomes a program; a direct child of the tasker.
+    ///
+    /// # Errors
+    /// As [`sys::start_waiting`].
+    pub(crate) fn start_waiting(&self, plan: &ExecPlan<'_>, allowed: Duration) -> Result<Child, NotStarted> {
+        self.start_by(|group| sys::start_waiting(plan, allowed, group))
+    }
+
+    /// Makes a process inside, in the control group if there is one.
+    fn start_by(
+        &self,
+        make: impl Fn(Option<BorrowedFd<'_>>) -> Result<Child, NotStarted>,
+    ) -> Result<Child, NotStarted> {
+        let start = |group: Option<BorrowedFd<'_>>| self.inside(|| make(group)).map_err(NotStarted::NoProcess)?;
         self.joined.set(false);
         if let Some(folder) = self.group.as_ref().and_then(|group| group.open().ok()) {
             match start(Some(folder.as_fd())) {

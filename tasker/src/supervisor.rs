@@ -14,6 +14,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, Signal, kill};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::unistd::Pid;
+use sempa_proto::engine::Engine;
 use sempa_proto::tasker::{Capabilities, FromTasker, StartTask, ToTasker};
 use sempa_proto::{MigrationId, Tid};
 use std::collections::BTreeMap;
@@ -52,7 +53,7 @@ pub(crate) struct Supervisor {
     pub(crate) namespaces: bool,
     /// Namespaces for tasks to come.
     pub(crate) spare: Spare,
-    inherited: Inherited,
+    pub(crate) inherited: Inherited,
     guard: StartGuard,
     leftovers: Vec<Leftover>,
     /// When the engine is to be tried, if that has not begun.
@@ -232,6 +233,7 @@ impl Supervisor {
         match order {
             ToTasker::Start(order) => self.start(&order),
             ToTasker::Signal { tid, signal } => self.signal(tid, signal),
+            ToTasker::End { tid, engine } => self.end(tid, engine),
             ToTasker::Kill { tid } => self.kill(tid),
             ToTasker::Hold { tid, after } => self.hold(tid, after),
             ToTasker::GoOn { tid } => self.free(tid),
@@ -303,6 +305,20 @@ impl Supervisor {
         }
     }
 
+    /// Asks a task to end, so that its program can be started again.
+    fn end(&mut self, tid: Tid, engine: Engine) {
+        let (Some(task), Some((signal, wait))) = (self.tasks.get_mut(&tid), engine.asks()) else { return };
+        if matches!(engine, Engine::Own { .. }) && !task.minds(signal) {
+            let why = format!("it does not handle signal {signal}, or not yet, and would just be ended by it");
+            return self.say(&FromTasker::NotAsked { tid, why });
+        }
+        task.ending = Some(engine);
+        task.send(signal);
+        if !task.hold.is_free() {
+            task.let_run_for(Duration::from_secs(wait.into()));
+        }
+    }
+
     fn kill(&mut self, tid: Tid) {
         if let Some(task) = self.tasks.get(&tid) {
             task.kill();
@@ -342,12 +358,28 @@ impl Supervisor {
         }
         self.abandon_move_of(&task);
         self.memory_unneeded(&task);
+        if task.ending.is_some_and(|engine| engine.goes_on_after(status)) {
+            let exited = FromTasker::Exited { tid, status, used };
+            return self.end_all_of(task, exited);
+        }
         // Whom it has left behind would stand still for ever.
         task.frozen().into_iter().for_each(ControlGroup::thaw);
         self.say(&FromTasker::Exited { tid, status, used });
         if let Some(namespace) = task.namespace.take().and_then(|namespace| self.spare.keep(namespace)) {
             namespace.end_when_empty();
             self.leftovers.push(Leftover { namespace, output: Some(task.output), then: Vec::new() });
+        }
+    }
+
+    /// Ends whom a task has left behind, and says this when they are gone.
+    fn end_all_of(&mut self, mut task: Task, then: FromTasker) {
+        match task.namespace.take() {
+            Some(namespace) => self.when_ended(namespace, vec![then]),
+            None => {
+                // Its group: nobody can be sure that this is all.
+                let _ = sys::kill_raw(-task.process.pid, libc::SIGKILL);
+                self.say(&then);
+            }
         }
     }
 

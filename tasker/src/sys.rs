@@ -16,6 +16,7 @@ use nix::sys::signal::{SigHandler, Signal};
 use nix::sys::time::TimeSpec;
 use nix::sys::timerfd::{ClockId, Expiration, TimerFd, TimerFlags, TimerSetTimeFlags};
 use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
+use nix::unistd::Pid;
 use sempa_proto::Micros;
 use sempa_proto::migration::Usage;
 use std::cell::Cell;
@@ -26,7 +27,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Stack of a new process until it is its program: it makes a few calls of the system there.
 const CHILD_STACK_BYTES: usize = 32 << 10;
@@ -34,6 +35,8 @@ const CHILD_STACK_BYTES: usize = 32 << 10;
 const SIGNAL_MAX: i32 = 64;
 /// Words of the kernel's form of a signal's action.
 const SIGACTION_WORDS: usize = 4;
+/// How often a process is looked at that is about to stand still.
+const WAITING_LOOK: Duration = Duration::from_micros(100);
 /// No descriptor.
 const NO_FD: RawFd = -1;
 
@@ -55,6 +58,37 @@ pub(crate) enum Stage {
     Dir,
     /// The program.
     Exec,
+    /// The same, looked at beforehand.
+    Access,
+}
+
+/// Exit status of a process that waits, or was to, and could not.
+const NOT_BEGUN: i32 = 1;
+/// Exit statuses from here on are errors of looking at the program.
+const NO_PROGRAM: i32 = 0x80;
+/// Exit status for what is wrong with the standard descriptors.
+const NO_STDIO: i32 = 0x7f;
+
+impl StageError {
+    /// The exit status that says so. Errors that files and folders cause are small numbers.
+    fn status(self) -> i32 {
+        match self.stage {
+            Stage::Stdio => NO_STDIO,
+            Stage::Dir => (self.errno as i32).min(NO_STDIO - 1),
+            Stage::Access => NO_PROGRAM | (self.errno as i32).min(NO_STDIO),
+            Stage::Exec => NOT_BEGUN,
+        }
+    }
+
+    /// What an exit status says.
+    fn of_status(status: i32) -> StageError {
+        let (stage, errno) = match status {
+            NO_STDIO => (Stage::Stdio, Errno::UnknownErrno),
+            NO_PROGRAM.. => (Stage::Access, Errno::from_raw(status & !NO_PROGRAM)),
+            _ => (Stage::Dir, Errno::from_raw(status)),
+        };
+        StageError { stage, errno }
+    }
 }
 
 /// A new process that could not become its program.
@@ -104,6 +138,8 @@ pub(crate) struct ExecPlan<'a> {
     inherited: &'a Inherited,
     /// Kill it when the tasker dies (for processes that have no namespace that would be killed).
     die_with_parent: bool,
+    /// It stops before it becomes its program, with nothing open but what the program gets.
+    waits: bool,
     /// Where it failed and with which errno, written by the new process.
     failed: Cell<Option<StageError>>,
 }
@@ -128,8 +164,15 @@ impl<'a> ExecPlan<'a> {
             output: output.as_raw_fd(),
             inherited,
             die_with_parent,
+            waits: false,
             failed: Cell::new(None),
         }
+    }
+
+    /// The same for a process that is to wait; see [`start_waiting`].
+    pub(crate) fn waiting(mut self) -> ExecPlan<'a> {
+        self.waits = true;
+        self
     }
 }
 
@@ -267,6 +310,40 @@ pub(crate) fn start_program(
     }
 }
 
+/// Makes a process that stops before it becomes the program of `plan`, which is one for waiting, and becomes it at the next
+/// SIGCONT. It is otherwise as that of [`start_program`], but has a copy of the tasker's memory as long as it waits. Returns
+/// when it stands still.
+///
+/// # Errors
+/// Why not. The process, if there was one, has ended or was killed, but was not reaped.
+pub(crate) fn start_waiting(
+    plan: &ExecPlan<'_>,
+    allowed: Duration,
+    group: Option<BorrowedFd<'_>>,
+) -> Result<Child, NotStarted> {
+    // SAFETY: the new process goes straight into `exec_child`, which makes async-signal-safe calls only and never comes back;
+    // the copy of the plan lives as long as it does.
+    let child = match unsafe { clone3(0, group) }.map_err(NotStarted::NoProcess)? {
+        Some(child) => child,
+        // SAFETY: this is the new process.
+        None => unsafe { libc::_exit(exec_child(std::ptr::from_ref(plan).cast_mut().cast())) },
+    };
+    let until = Instant::now() + allowed;
+    loop {
+        let news = WaitPidFlag::WEXITED | WaitPidFlag::WSTOPPED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT;
+        match waitid(Id::Pid(Pid::from_raw(child.pid)), news) {
+            Ok(WaitStatus::Stopped(..)) => return Ok(child),
+            Ok(WaitStatus::Exited(_, status)) => return Err(NotStarted::Failed(StageError::of_status(status))),
+            Ok(WaitStatus::Signaled(..)) | Err(_) => return Err(NotStarted::TooLate),
+            Ok(_) if Instant::now() >= until => {
+                kill_by(child.pidfd.as_fd());
+                return Err(NotStarted::TooLate);
+            }
+            Ok(_) => std::thread::sleep(WAITING_LOOK),
+        }
+    }
+}
+
 /// Makes a process that only waits in this directory to be dumped and killed; for trying the engine out. When this returns
 /// it has nothing of ours any more.
 ///
@@ -346,7 +423,9 @@ extern "C" fn exec_child(plan: *mut libc::c_void) -> i32 {
         if libc::chdir(plan.program.dir.as_ptr()) != 0 {
             give_up(plan, Stage::Dir);
         }
-        libc::syscall(libc::SYS_close_range, 3, u32::MAX, libc::CLOSE_RANGE_CLOEXEC);
+        // What waits must not keep anything open that others wait for to be closed.
+        let close = if plan.waits { 0 } else { libc::CLOSE_RANGE_CLOEXEC };
+        libc::syscall(libc::SYS_close_range, 3, u32::MAX, close);
         libc::setrlimit(libc::RLIMIT_NOFILE, &raw const plan.inherited.files_limit);
         // By the bare call: the C library refuses to touch the signals that it uses itself. All zero is the default action.
         let default = [0usize; SIGACTION_WORDS];
@@ -359,16 +438,28 @@ extern "C" fn exec_child(plan: *mut libc::c_void) -> i32 {
         let mut none = std::mem::zeroed::<libc::sigset_t>();
         libc::sigemptyset(&raw mut none);
         libc::sigprocmask(libc::SIG_SETMASK, &raw const none, std::ptr::null_mut());
+        // Whether it can be started has to be known before anybody relies on it.
+        if plan.waits && libc::access(plan.program.path.as_ptr(), libc::X_OK) != 0 {
+            give_up(plan, Stage::Access);
+        }
+        if plan.waits {
+            // By the bare calls: the C library remembers the numbers of the process that this one is a copy of.
+            libc::syscall(libc::SYS_kill, libc::syscall(libc::SYS_getpid), libc::SIGSTOP);
+        }
         libc::execve(plan.program.path.as_ptr(), plan.argv.as_ptr(), plan.env.as_ptr());
         give_up(plan, Stage::Exec)
     }
 }
 
-/// Notes the current errno and ends. Only for a process made by [`start_program`].
+/// Notes the current errno and ends. Only for a process made by [`start_program`], or by [`start_waiting`], whose notes nobody
+/// sees.
 fn give_up(plan: &ExecPlan<'_>, stage: Stage) -> ! {
-    plan.failed.set(Some(StageError { stage, errno: Errno::last() }));
+    let errno = Errno::last();
+    let error = StageError { stage, errno };
+    plan.failed.set(Some(error));
+    let status = if plan.waits { error.status() } else { NOT_BEGUN };
     // SAFETY: ends this process and nothing else.
-    unsafe { libc::_exit(1) }
+    unsafe { libc::_exit(status) }
 }
 
 /// Ends a new process that the system does not make its program in time (its file may lie on a file system that hangs): the

@@ -6,8 +6,10 @@ use crate::hold::Hold;
 use crate::namespace::Namespace;
 use crate::stop::{self, Crowd};
 use crate::sys::{self, Child, ExecPlan, Inherited, NotStarted, Program, Stage, StageError, StartGuard};
+use checkpoint::status::Status;
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use sempa_proto::engine::Engine;
 use sempa_proto::migration::Usage;
 use sempa_proto::tasker::{OUTPUT_CHUNK_BYTES_MAX, Redirection, StartTask};
 use sempa_proto::{Micros, MigrationId, Tid};
@@ -90,6 +92,8 @@ pub(crate) struct Task {
     pub(crate) hold: Hold,
     /// Processes that were stopped already when the others were stopped; they are not continued.
     pub(crate) stopped_before: Vec<i32>,
+    /// It was asked to end, so that its program can be started again.
+    pub(crate) ending: Option<Engine>,
     /// What the next stop is to write into it.
     pub(crate) redirection: Option<Redirection>,
     /// Signals that came while it was stopped.
@@ -97,6 +101,13 @@ pub(crate) struct Task {
 }
 
 impl Task {
+    /// True unless this signal would end its first process by the signal's default action.
+    pub(crate) fn minds(&self, signal: i32) -> bool {
+        let bit = 1u64 << (signal - 1);
+        let sets = ["SigCgt", "SigIgn", "SigBlk"];
+        Status::of(self.process.pid).is_none_or(|status| sets.iter().any(|set| status.signals(set) & bit != 0))
+    }
+
     /// Sends a signal to the task's process.
     pub(crate) fn send(&self, signal: i32) {
         // The pid is ours until we reap it; an unknown signal number or an ended process is nobody's fault here.
@@ -278,9 +289,34 @@ pub(crate) fn start(
         phase: Phase::Running,
         hold: Hold::Free,
         stopped_before: Vec::new(),
+        ending: None,
         redirection: None,
         held_signals: Vec::new(),
     })
+}
+
+/// Starts a process that waits, standing still, before it becomes this program, in this namespace if there is one; and where its
+/// output will come out.
+///
+/// # Errors
+/// As [`start`].
+pub(crate) fn build(
+    order: &StartTask,
+    namespace: Option<&Namespace>,
+    inherited: &Inherited,
+) -> Result<(Child, Output), String> {
+    let path = order.path.display();
+    let failed = |what: &str, error: &dyn std::fmt::Display| format!("cannot start {path}: {what}: {error}");
+    let program = Program::new(&order.path, &order.dir, &order.argv, &order.env)
+        .map_err(|why| format!("cannot start {path}: {why}"))?;
+    let stdin = File::open("/dev/null").map_err(|e| failed("/dev/null", &e))?;
+    let (output, theirs) = Output::new().map_err(|e| failed("no pipe for its output", &e))?;
+    let plan = ExecPlan::new(&program, stdin.as_fd(), theirs.as_fd(), inherited, namespace.is_none()).waiting();
+    let made = match namespace {
+        Some(namespace) => namespace.start_waiting(&plan, EXEC_ALLOWED),
+        None => sys::start_waiting(&plan, EXEC_ALLOWED, None),
+    };
+    Ok((made.map_err(|why| explain(order, why))?, output))
 }
 
 fn explain(order: &StartTask, why: NotStarted) -> String {
@@ -295,7 +331,7 @@ fn explain(order: &StartTask, why: NotStarted) -> String {
     match stage {
         Stage::Stdio => format!("cannot start {path}: its standard descriptors: {errno}"),
         Stage::Dir => format!("cannot start {path}: working directory {}: {errno}", order.dir.display()),
-        Stage::Exec => format!("cannot start {path}: {errno}"),
+        Stage::Exec | Stage::Access => format!("cannot start {path}: {errno}"),
     }
 }
 

@@ -177,6 +177,7 @@ mod tests {
                 fact("/data/log", 5, FileMatch::Exists),
                 fact("/data", 0, FileMatch::Directory),
             ],
+            begin: None,
         }
     }
 

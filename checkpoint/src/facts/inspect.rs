@@ -126,6 +126,7 @@ pub fn inspect(subject: &Subject, engine: String, hashes: &HashCache) -> Result<
         engine,
         threads: subject.processes.iter().filter_map(|pid| Status::of(*pid)?.number::<u32>("Threads")).sum(),
         files: file_facts(findings.files, hashes)?,
+        begin: None,
     })
 }
 

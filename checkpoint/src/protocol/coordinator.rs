@@ -1,6 +1,7 @@
 //! The one place that decides about moves: which step comes next, when a move is off, when it is committed.
 
 use super::turns::{Standing, turns};
+use sempa_proto::engine::Engine;
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::{Cause, Failure, Move, Order, Parting, Refusal, Report, Step, TaskFacts, Usage};
 use sempa_proto::suspend::{self, Holds};
@@ -69,6 +70,8 @@ struct Ongoing {
     /// Time for a step that depends on the size of the task.
     sized: Micros,
     token: PathBuf,
+    /// By which way it goes, when the target has chosen.
+    engine: Engine,
     bytes: u64,
     stopped_at: Option<Micros>,
     /// How long it stood still.
@@ -97,6 +100,16 @@ impl Ongoing {
             (Some(bytes), Some((since, _))) => Some(Standing::Waits { id: self.of.id, bytes, since: *since }),
             // The rest happens elsewhere.
             (Some(bytes), None) => (self.step <= Step::Transfer).then_some(Standing::Leaves { bytes }),
+        }
+    }
+
+    /// How long a step may take.
+    fn allowed(&self, step: Step) -> Micros {
+        match (step, self.engine.asks()) {
+            (Step::Dump | Step::Transfer | Step::Restore, _) => self.sized,
+            // The program is asked, and its host says when it has not done so in its time.
+            (Step::Quiesce | Step::Stop, Some((_, wait))) => STEP_TIME + Micros::from_secs(wait.into()),
+            _ => STEP_TIME,
         }
     }
 }
@@ -181,6 +194,7 @@ impl Coordinator {
                 deadline: Some(now + STEP_TIME),
                 sized: STEP_TIME,
                 token: PathBuf::new(),
+                engine: Engine::Criu,
                 bytes: 0,
                 stopped_at: None,
                 frozen: Micros::default(),
@@ -232,12 +246,16 @@ impl Coordinator {
                 (m.resident, m.waits, m.deadline) = (Some(facts.resident_bytes), Some((now, facts)), None);
                 return self.log_step(id, step);
             }
-            Report::Prepared { verdict, token, memory_follows } if m.step == Step::Prepare => {
+            Report::Prepared { verdict, token, memory_follows, engine } if m.step == Step::Prepare => {
                 if !verdict.is_empty() {
                     return self.end_failed(id, Step::Prepare, Failure::Refused(verdict));
                 }
-                (m.token, m.memory_follows) = (token.clone(), memory_follows);
-                self.order(of.from, &of, Order::Leave { token, memory_follows });
+                (m.token, m.memory_follows, m.engine) = (token.clone(), memory_follows, engine);
+                if engine != Engine::Criu {
+                    let Move { id, tid, .. } = of;
+                    self.out.push_back(CoordinatorOutput::Event(EventKind::MovesBy { id, tid, engine }));
+                }
+                self.order(of.from, &of, Order::Leave { token, memory_follows, engine });
                 Step::Quiesce
             }
             // The two ends report on different ways: what one says may overtake what the other said before, and
@@ -274,9 +292,8 @@ impl Coordinator {
         if next > m.step {
             m.step = next;
             m.deadline = match next {
-                Step::Dump | Step::Transfer | Step::Restore => Some(now + m.sized),
                 Step::Commit | Step::KillSource | Step::Run | Step::Arrive => None,
-                Step::Inspect | Step::Prepare | Step::Quiesce | Step::Stop => Some(now + STEP_TIME),
+                _ => Some(now + m.allowed(next)),
             };
         }
         self.log_step(id, done);
@@ -387,9 +404,7 @@ impl Coordinator {
         for id in ids {
             let m = &self.moves[&id];
             if m.deadline.is_some_and(|at| at <= now) {
-                let allowed =
-                    if matches!(m.step, Step::Dump | Step::Transfer | Step::Restore) { m.sized } else { STEP_TIME };
-                let step = m.step;
+                let (step, allowed) = (m.step, m.allowed(m.step));
                 self.end_failed(id, step, Failure::Deadline { allowed });
             } else if m.step == Step::KillSource && m.fenced_at.is_some_and(|at| at <= now) {
                 self.let_run(id, Usage::default());
@@ -399,7 +414,7 @@ impl Coordinator {
     }
 
     fn end_moved(&mut self, id: MigrationId) {
-        let Some(Ongoing { of, bytes, frozen, .. }) = self.moves.remove(&id) else { return };
+        let Some(Ongoing { of, bytes, frozen, engine, .. }) = self.moves.remove(&id) else { return };
         let Move { id, tid, from, to, cause } = of;
         self.out.push_back(CoordinatorOutput::Event(EventKind::Moving {
             id,
@@ -410,7 +425,7 @@ impl Coordinator {
             bytes: 0,
         }));
         self.out.push_back(CoordinatorOutput::Event(EventKind::Moved { id, tid, from, to, cause, bytes, frozen }));
-        self.out.push_back(CoordinatorOutput::Ended { id, result: Ok(MoveReport { id, bytes, frozen }) });
+        self.out.push_back(CoordinatorOutput::Ended { id, result: Ok(MoveReport { id, bytes, frozen, engine }) });
     }
 
     /// As long as the source has not been told to yield, both ends learn that the move is off, and a commit that was begun

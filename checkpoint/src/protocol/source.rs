@@ -1,6 +1,7 @@
 //! The end that a task leaves.
 
 use sempa_proto::RequestId;
+use sempa_proto::engine::Engine;
 use sempa_proto::migration::{Cause, Failure, Move, Order, Refusal, Report, Step, TaskFacts, Usage};
 use sempa_proto::suspend::Holds;
 use sempa_proto::tasker::DumpReport;
@@ -71,6 +72,12 @@ pub enum SourceOutput {
     /// For a checkpoint: put what is known of the task beside the images and bring them to the master; the directory is
     /// the daemon's from now on.
     Deposit,
+    /// Have the program asked to end, so that it can be started again; [`SourceEvent::Stopped`] tells that it has ended, and
+    /// that all that it has said is with its peers' daemons.
+    End {
+        /// By which way.
+        engine: Engine,
+    },
     /// Have the tasker stop the task.
     Stop,
     /// Have the tasker dump the task.
@@ -83,6 +90,8 @@ pub enum SourceOutput {
     SendAhead,
     /// Send the images to the target, or what of them was not sent ahead: they are complete.
     SendImages,
+    /// Send the task's record to the target: all that is left of a task whose process has ended.
+    SendRecord,
     /// Have the tasker let the task go on.
     Continue,
     /// Write the token that brings the library back to this daemon.
@@ -106,6 +115,8 @@ enum State {
     Ready,
     Quiescing,
     Stopping,
+    /// It was asked to end, and is to be started again.
+    Ending,
     /// For a checkpoint: it stands still, and what it has asked for is being answered.
     Settling,
     /// For a checkpoint: it stands still.
@@ -158,7 +169,15 @@ impl Source {
     pub fn is_decided_elsewhere(&self) -> bool {
         use State as S;
         !self.keeps
-            && matches!(self.state, S::Ready | S::Quiescing | S::Stopping | S::Dumping | S::Sending | S::Killing)
+            && matches!(
+                self.state,
+                S::Ready | S::Quiescing | S::Stopping | S::Ending | S::Dumping | S::Sending | S::Killing
+            )
+    }
+
+    /// True while the task was asked to end, to begin again.
+    pub fn is_ending(&self) -> bool {
+        self.state == State::Ending
     }
 
     /// True while the task stays and its library has not come back.
@@ -184,10 +203,18 @@ impl Source {
                 let why = Failure::Refused(vec![refusal]);
                 self.go(State::Done, [O::Report(Report::Failed { step: Step::Inspect, why }), O::Done]);
             }
-            (State::Ready, SourceEvent::Order(Order::Leave { token, memory_follows })) => {
+            (State::Ready, SourceEvent::Order(Order::Leave { token, memory_follows, engine: Engine::Criu })) => {
                 self.memory_follows = memory_follows;
                 self.go(State::Quiescing, [O::Hold, O::Quiesce { token: Some(token) }]);
             }
+            (State::Ready, SourceEvent::Order(Order::Leave { engine, .. })) => {
+                self.go(State::Ending, [O::End { engine }]);
+            }
+            (State::Ending, SourceEvent::Stopped(Ok(()))) => {
+                let done = [Report::Quiesced, Report::Stopped, Report::Dumped { bytes: 0 }].map(O::Report);
+                self.go(State::Sending, done.into_iter().chain([O::SendRecord]));
+            }
+            (State::Ending, SourceEvent::Stopped(Err(why))) => self.failed(Step::Quiesce, why),
             (State::Ready, SourceEvent::Order(Order::Stand)) => {
                 self.go(State::Quiescing, [O::Hold, O::Quiesce { token: None }]);
             }
@@ -242,7 +269,13 @@ impl Source {
             State::Inspecting | State::Ready => self.go(State::Done, [O::Done]),
             // The library may still be letting go: it finds the token as soon as it looks for it.
             State::Quiescing => self.go(State::Waking, [O::WakeHere]),
-            State::Stopping | State::Settling | State::Standing | State::Closing | State::Dumping | State::Sending => {
+            State::Ending
+            | State::Stopping
+            | State::Settling
+            | State::Standing
+            | State::Closing
+            | State::Dumping
+            | State::Sending => {
                 self.go(State::Continuing, [O::Continue]);
             }
             // Killing: the coordinator never gives both orders.
@@ -262,6 +295,7 @@ impl Source {
             State::Inspecting
             | State::Ready
             | State::Quiescing
+            | State::Ending
             | State::Stopping
             | State::Settling
             | State::Standing
@@ -282,7 +316,7 @@ impl Source {
         match self.state {
             State::Inspecting => Step::Inspect,
             State::Ready => Step::Prepare,
-            State::Quiescing => Step::Quiesce,
+            State::Quiescing | State::Ending => Step::Quiesce,
             State::Stopping | State::Settling => Step::Stop,
             State::Standing | State::Closing | State::Dumping => Step::Dump,
             State::Sending | State::Continuing | State::Waking => Step::Transfer,

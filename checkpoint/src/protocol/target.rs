@@ -1,5 +1,6 @@
 //! The end that a task moves to.
 
+use sempa_proto::engine::Engine;
 use sempa_proto::migration::{Failure, Move, Order, Parting, Report, Step, TaskFacts, Verdict};
 use std::collections::VecDeque;
 use std::path::PathBuf;
@@ -9,14 +10,16 @@ use std::path::PathBuf;
 pub enum TargetEvent {
     /// The coordinator's order.
     Order(Order),
-    /// The tasker's answer to [`TargetOutput::Prepare`].
+    /// The answer to [`TargetOutput::Prepare`].
     Prepared {
         /// Empty: it would take the task.
         verdict: Verdict,
         /// Memory can follow a task to here.
         memory_can_follow: bool,
+        /// The way by which the task is to come.
+        engine: Engine,
     },
-    /// The images are here and their hashes are right, or not.
+    /// The images, or the record that takes their place, are here and their hashes are right, or not.
     Received(Result<u64, Failure>),
     /// The tasker's answer to [`TargetOutput::Restore`].
     Restored(Result<(), Failure>),
@@ -37,7 +40,7 @@ pub enum TargetOutput {
     Prepare(TaskFacts),
     /// Accept the images of this move from the source.
     ExpectImages,
-    /// Have the tasker rebuild the task.
+    /// Have the tasker rebuild the task, or start its program anew, up to the point where nothing of it runs yet.
     Restore,
     /// The task is ours from now on; have the tasker let it run.
     Run(Parting),
@@ -109,15 +112,15 @@ impl Target {
         use TargetOutput as O;
         match (self.state, event) {
             (_, TargetEvent::Order(Order::Discard)) => self.discard(),
-            (State::Judging, TargetEvent::Prepared { verdict, memory_can_follow }) => {
-                self.memory_follows &= memory_can_follow;
+            (State::Judging, TargetEvent::Prepared { verdict, memory_can_follow, engine }) => {
+                self.memory_follows &= memory_can_follow && engine == Engine::Criu;
                 let (refuses, memory_follows) = (!verdict.is_empty(), self.memory_follows);
-                let report = O::Report(Report::Prepared { verdict, token: self.token.clone(), memory_follows });
-                if refuses {
-                    self.go(State::Done, [report, O::Discard, O::Done]);
-                } else {
+                let report = O::Report(Report::Prepared { verdict, token: self.token.clone(), memory_follows, engine });
+                match (refuses, engine) {
+                    (true, _) => self.go(State::Done, [report, O::Discard, O::Done]),
                     // Expect first: the source may be faster than our answer is.
-                    self.go(State::Receiving, [O::ExpectImages, report]);
+                    (false, Engine::Criu) => self.go(State::Receiving, [O::ExpectImages, report]),
+                    (false, _) => self.go(State::Receiving, [report]),
                 }
             }
             (State::Receiving, TargetEvent::Received(Ok(bytes))) => {

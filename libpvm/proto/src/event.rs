@@ -1,5 +1,6 @@
 //! The event log: what happened in the virtual machine and why, for people and for programs.
 
+use crate::engine::Engine;
 use crate::ids::{HostId, Micros, MigrationId, Tid};
 use crate::migration::{Cause, Failure, Step, Usage};
 use crate::suspend;
@@ -116,6 +117,15 @@ pub enum EventKind {
     HostClean {
         /// The host.
         host: HostId,
+    },
+    /// A task is taken elsewhere by another way than CRIU.
+    MovesBy {
+        /// The attempt.
+        id: MigrationId,
+        /// The task.
+        tid: Tid,
+        /// The way.
+        engine: Engine,
     },
     /// A move reached the end of a step.
     Moving {
@@ -373,6 +383,17 @@ impl fmt::Display for EventKind {
             EventKind::GuestsEnded { host, guests, why } => {
                 write!(f, "guests of {host} are ended: {}: {why}", tasks(guests))
             }
+            EventKind::MovesBy { id, tid, engine } => match engine {
+                Engine::Criu => write!(f, "{id}: {tid} goes by {engine}"),
+                Engine::Own { signal, exit, wait } => write!(
+                    f,
+                    "{id}: {tid} goes by {engine}: it is asked by signal {signal}, and has {wait} s to end with exit \
+                     status {exit}"
+                ),
+                Engine::Restart { wait } => {
+                    write!(f, "{id}: {tid} goes by {engine}: it is ended, within {wait} s, and started again")
+                }
+            },
             EventKind::Moving { id, tid, from, to, step, bytes } => {
                 write!(f, "{id}: {tid} from {from} to {to}: {step} done")?;
                 if *bytes > 0 { write!(f, ", {bytes} bytes") } else { Ok(()) }

@@ -3,13 +3,16 @@
 //! Each channel keeps its order, but for link frames of different pairs of tasks; between the two nothing is promised. What
 //! must not overtake a task's own messages (its end, replies, notifications) therefore travels as [`Carried`].
 
+use crate::engine::{Begin, Engine};
 use crate::event::EventKind;
 use crate::ids::{Epoch, HostId, Micros, MigrationId, RequestId, Tid};
 use crate::message::Message;
 use crate::migration::{Move, Order, Refusal, Report, TaskFacts, Verdict};
 use crate::suspend::{self, Holds};
 use crate::table::{HostTable, TaskInfo};
-use crate::task::{LinkMark, RedirectAt, Reply, Request, Restart, RmInfo, Sink, SpawnRequest, ToTask, TracerInfo};
+use crate::task::{
+    LinkMark, RedirectAt, Reply, Request, Restart, RmInfo, Sink, SpawnRequest, Successor, ToTask, TracerInfo,
+};
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
@@ -106,8 +109,8 @@ pub enum Answer {
     },
     /// To [`Question::Facts`]: what it is, or why it cannot move at all.
     Facts(Result<TaskFacts, Refusal>),
-    /// To [`Question::Verdict`].
-    Verdict(Verdict),
+    /// To [`Question::Verdict`], and by which way the task would come.
+    Verdict(Verdict, Engine),
     /// To [`Question::Count`].
     Count {
         /// The tasks of the host.
@@ -328,6 +331,10 @@ pub struct TaskRecord {
     pub meetings: Vec<RequestId>,
     /// What its library does not know yet, if it was started again from a checkpoint.
     pub restart: Option<Restart>,
+    /// How it was started, if it wants to be taken elsewhere by other ways than CRIU.
+    pub begin: Option<Box<Begin>>,
+    /// What its next process has to know of the one before.
+    pub successor: Option<Box<Successor>>,
     /// Its notifications.
     pub watches: Vec<Watch>,
     /// Where its library looks for news while it has let go.

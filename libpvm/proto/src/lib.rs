@@ -20,6 +20,7 @@
 pub mod body;
 pub mod cgroup;
 pub mod checkpoint;
+pub mod engine;
 pub mod error;
 pub mod event;
 pub mod frame;

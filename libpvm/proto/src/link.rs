@@ -13,11 +13,13 @@
 //! [`Link::next_wakeup`].
 
 mod frame;
+mod talk;
 
 pub use self::frame::{
     FrameRef, LINK_HEAD_BYTES, LinkFrame, LinkKind, Payload, SHORT_HEAD_APART, SHORT_HEAD_BYTES, SHORT_HEAD_SPARE,
     decode_short_head, encode_short_head,
 };
+pub use self::talk::Talk;
 
 use crate::ids::{Micros, RouteId, Tid};
 use crate::pool;
@@ -189,6 +191,8 @@ struct Sender {
     probe_wanted: bool,
     last_resync: Option<(u64, Micros)>,
     unlimited: bool,
+    /// What the process before this one had sent has yet to come back.
+    back: Option<Box<talk::Back>>,
 }
 
 /// Receiving half.
@@ -264,6 +268,7 @@ impl Link {
                 probe_wanted: false,
                 last_resync: None,
                 unlimited: false,
+                back: None,
             },
             rx: Receiver {
                 expected: 1,
@@ -416,6 +421,7 @@ impl Link {
             seq = message.end_seq();
         }
         tx.flight.clear();
+        tx.back = None;
         (tx.flight_bytes, tx.acked, tx.next, tx.fresh, tx.end) = (0, 1, 1, 1, seq);
         (tx.probe_due, tx.probe_wanted, tx.probe_delay, tx.last_resync) = (None, false, PROBE_DELAY, None);
         let rx = &mut self.rx;
@@ -467,6 +473,7 @@ impl Link {
                 let tx = &mut self.tx;
                 tx.retained.clear();
                 tx.flight.clear();
+                tx.back = None;
                 (tx.retained_bytes, tx.flight_bytes, tx.probe_due, tx.probe_wanted) = (0, 0, None, false);
                 (tx.acked, tx.next, tx.fresh) = (tx.end, tx.end, tx.end);
             }
@@ -649,7 +656,8 @@ impl Link {
     #[inline]
     fn is_open(&self) -> bool {
         let tx = &self.tx;
-        tx.unlimited || (tx.flight_bytes < WINDOW_BYTES_MAX && (tx.flight.len() as u64) < WINDOW_FRAGMENTS_MAX)
+        tx.back.is_none()
+            && (tx.unlimited || (tx.flight_bytes < WINDOW_BYTES_MAX && (tx.flight.len() as u64) < WINDOW_FRAGMENTS_MAX))
     }
 
     #[inline]

@@ -3,6 +3,7 @@
 //! The order of steps is that of [`Step`]. Up to [`Step::Commit`] the task can go on at the source; after it only the
 //! target may run it. The state machines that speak these words are in the `checkpoint` crate.
 
+use crate::engine::{Begin, Engine};
 use crate::ids::{HostId, Micros, MigrationId, RequestId, Tid};
 use crate::suspend::Holds;
 use serde::{Deserialize, Serialize};
@@ -184,6 +185,15 @@ pub struct TaskFacts {
     pub threads: u32,
     /// Files that must be found on the target.
     pub files: Vec<FileFact>,
+    /// How it was started, and by which ways it can be taken elsewhere; nothing means by CRIU only. What is above is for CRIU.
+    pub begin: Option<Box<Begin>>,
+}
+
+impl TaskFacts {
+    /// True if it may be taken by CRIU.
+    pub fn by_criu(&self) -> bool {
+        self.begin.as_ref().is_none_or(|begin| begin.by_criu())
+    }
 }
 
 /// Why a task cannot move, or cannot move there. Nothing was frozen.
@@ -278,6 +288,13 @@ pub enum Refusal {
         /// Bytes that are carried at most.
         limit: u64,
     },
+    /// It writes its own checkpoint, and is suspended.
+    Suspended,
+    /// A checkpoint of a job is written by CRIU, by which the task does not want to be taken.
+    NotByCriu {
+        /// How it wants to be taken.
+        engine: Engine,
+    },
 }
 
 impl fmt::Display for Refusal {
@@ -310,6 +327,10 @@ impl fmt::Display for Refusal {
             Refusal::FilesTooLarge { files, bytes, limit } => {
                 write!(f, "its {files} open files have {bytes} bytes, and {limit} are carried along at most")
             }
+            Refusal::Suspended => f.write_str("it is suspended, and has to run to write its own checkpoint"),
+            Refusal::NotByCriu { engine } => {
+                write!(f, "checkpoints of jobs are written by CRIU, and it wants to be taken by {engine}")
+            }
         }
     }
 }
@@ -328,12 +349,19 @@ pub struct Survey {
     pub resident_bytes: u64,
     /// The other hosts that were asked, the nearest first, and what each has against it; nothing means that it would take it.
     pub verdicts: Vec<(HostId, Verdict)>,
+    /// By which way it would go to those that would take it.
+    pub engines: Vec<(HostId, Engine)>,
 }
 
 impl Survey {
     /// The nearest host that would take it.
     pub fn nearest(&self) -> Option<HostId> {
         self.verdicts.iter().find(|(_, verdict)| verdict.is_empty()).map(|(host, _)| *host)
+    }
+
+    /// By which way it would go to this host.
+    pub fn engine(&self, host: HostId) -> Engine {
+        self.engines.iter().find(|(other, _)| *other == host).map(|(_, engine)| *engine).unwrap_or_default()
     }
 }
 
@@ -458,6 +486,8 @@ pub enum Order {
         token: PathBuf,
         /// Most of its memory stays, and is handed out when the target asks for it.
         memory_follows: bool,
+        /// By which way. Where that starts the program again, it is asked to end instead.
+        engine: Engine,
     },
     /// Source, before the commit: the move is off; the task goes on here.
     Resume {
@@ -502,6 +532,8 @@ pub enum Report {
         token: PathBuf,
         /// Its memory is to follow it: both ends can do that.
         memory_follows: bool,
+        /// By which way.
+        engine: Engine,
     },
     /// Source: the library has let go.
     Quiesced,

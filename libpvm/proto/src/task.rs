@@ -6,10 +6,12 @@
 //! from another daemon after the task has moved.
 
 use crate::checkpoint::{CutFailure, Pace, Removed, RestartFailure, RestartReport, SetEntry, SetReport, Unwanted};
+use crate::engine::Engine;
 use crate::error::PvmError;
 use crate::event::{Event, EventKind};
 use crate::group::{GroupReply, GroupRequest};
 use crate::ids::{HostId, Micros, MigrationId, RequestId, Tid};
+use crate::link::Talk;
 use crate::message::Message;
 use crate::migration::{Failure, Refusal, Step, Survey, Timeline};
 use crate::route::RouteWord;
@@ -286,6 +288,9 @@ pub enum Request {
         /// How far each link has sent.
         marks: Vec<LinkMark>,
     },
+    /// The program ends, and its library was told once that it would be asked to: if it is still waited for,
+    /// [`ToTask::TakeNothing`] comes before the answer. → [`Reply::Done`]
+    LastWords,
     /// → [`Reply::Hosts`]
     Config,
     /// All hosts (0), one host (host tid) or one task. → [`Reply::Tasks`]
@@ -455,6 +460,8 @@ pub struct MoveReport {
     pub bytes: u64,
     /// How long the task stood still.
     pub frozen: Micros,
+    /// By which way it went.
+    pub engine: Engine,
 }
 
 /// What a daemon answers.
@@ -555,6 +562,20 @@ pub struct Welcome {
     pub tracer: Option<TracerSettings>,
     /// The process was started again from a checkpoint, and this is the first that it hears.
     pub restart: Option<Restart>,
+    /// The process takes the place of another one, and this is the first that it hears.
+    pub successor: Option<Box<Successor>>,
+}
+
+/// What a library has to know whose process takes the place of one that has ended. What that one had sent comes right behind
+/// the welcome, in the name of the task itself.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Successor {
+    /// The timeline on which links begin.
+    pub line: u16,
+    /// How many there were before.
+    pub count: u32,
+    /// Conversations that go on.
+    pub talks: Vec<Talk>,
 }
 
 /// What a library has to know whose process was started again from a checkpoint.
@@ -589,6 +610,29 @@ pub enum ToDaemon {
         marks: Vec<LinkMark>,
         /// Where the library looks for a [`Redirect`].
         redirect_at: RedirectAt,
+    },
+    /// To [`ToTask::TakeNothing`], first: where the task stands with others. Behind it come link frames that whoever takes its
+    /// place has to get: halves of messages from others, in their names, and what others have not acknowledged. Then comes
+    /// [`ToDaemon::TakesNothing`].
+    Parting {
+        /// The move.
+        by: MigrationId,
+        /// The timeline on which links begin.
+        line: u16,
+        /// Each of its links.
+        talks: Vec<Talk>,
+        /// Notifications that wait for the last messages of others.
+        later: Vec<(LinkMark, Message)>,
+    },
+    /// It is ready for its end: whatever becomes of it, its daemon knows what the next process has to know.
+    TakesNothing {
+        /// The move.
+        by: MigrationId,
+    },
+    /// To [`ToTask::TakeNothing`] of no move: it is no more ready for its end.
+    TakesAgain {
+        /// The move.
+        by: MigrationId,
     },
     /// A word to another task about a route of their own.
     Route {
@@ -638,6 +682,12 @@ pub enum ToTask {
     RmChanged {
         /// The new one.
         rm: Option<RmInfo>,
+    },
+    /// The program is about to be asked to end, to be started again. What other tasks send from now on is for the next process:
+    /// nothing but replies comes any more, until the program is not asked any more. → [`ToDaemon::Parting`] if it is
+    TakeNothing {
+        /// For this move. `None`: it is not asked any more. → [`ToDaemon::TakesAgain`]
+        by: Option<MigrationId>,
     },
     /// Let go of everything that leads out of the process: answer [`ToDaemon::Quiesced`], close the socket, then wait
     /// until one of these files holds a [`ResumeToken`], and connect again with [`Claim::Resume`].

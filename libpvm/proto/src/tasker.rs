@@ -3,6 +3,7 @@
 //! The tasker is the parent of all spawned tasks and the only privileged program. It does what it is told and reports;
 //! it decides nothing. When its socket closes it kills every task it has and ends.
 
+use crate::engine::Engine;
 use crate::ids::{Micros, MigrationId, RequestId, Tid};
 use crate::migration::{Failure, Refusal, TaskFacts, Usage, Verdict};
 use crate::task::RedirectAt;
@@ -69,6 +70,15 @@ pub enum ToTasker {
         tid: Tid,
         /// Signal number.
         signal: i32,
+    },
+    /// Ask the task's process by a signal to end, so that the program can be started again. If it ends in the way that was
+    /// agreed, everybody else whom the task has is ended as well before that is reported. A task that is held may run so long
+    /// for it. → [`FromTasker::Exited`], when it has ended, or [`FromTasker::NotAsked`]
+    End {
+        /// The task.
+        tid: Tid,
+        /// By which signal, and what is agreed.
+        engine: Engine,
     },
     /// End every process of the task for sure. → [`FromTasker::Exited`]
     Kill {
@@ -170,6 +180,14 @@ pub enum ToTasker {
         /// [`FromTasker::Ran`], unless it is discarded
         memory_way: Option<PathBuf>,
     },
+    /// Start a program anew, in the place of one that has ended on another host, up to the point where nothing of it runs yet.
+    /// → [`FromTasker::Restored`]
+    Build {
+        /// The move.
+        migration: MigrationId,
+        /// What.
+        start: StartTask,
+    },
     /// Let the rebuilt task run. → [`FromTasker::Ran`]
     Run {
         /// The move.
@@ -212,6 +230,13 @@ pub enum FromTasker {
         /// The task.
         tid: Tid,
         /// What was tried and what happened.
+        why: String,
+    },
+    /// A program was not asked to end: it would not know why.
+    NotAsked {
+        /// The task.
+        tid: Tid,
+        /// One sentence.
         why: String,
     },
     /// Bytes of standard output or error.

@@ -114,6 +114,12 @@ pub(crate) struct Core {
     /// The timeline that new links begin on; see [`Link::begin_timeline`].
     line: u16,
     lifted: bool,
+    /// The move for which all was told to the daemon; nothing has come since.
+    parted: Option<MigrationId>,
+    /// The program was asked to end some time.
+    was_asked: bool,
+    /// The process ends.
+    ends: bool,
     earliest: Option<Micros>,
     news: u64,
     route_news: u64,
@@ -122,7 +128,8 @@ pub(crate) struct Core {
 impl Core {
     /// A task that has just been accepted.
     pub(crate) fn new(welcome: &Welcome) -> Core {
-        Core {
+        let (line, last_request) = successor::beginning(welcome);
+        let mut core = Core {
             me: welcome.tid,
             phase: Phase::Connected,
             alive: Arc::new(AtomicBool::new(true)),
@@ -145,15 +152,22 @@ impl Core {
             is_busy: HashSet::new(),
             held: VecDeque::new(),
             requests: HashMap::new(),
-            last_request: RequestId(0),
+            last_request,
             questions: Vec::new(),
             route: RouteId(1),
-            line: 0,
+            line,
             lifted: false,
+            parted: None,
+            was_asked: false,
+            ends: false,
             earliest: None,
             news: 0,
             route_news: 0,
+        };
+        if let Some(successor) = &welcome.successor {
+            core.succeed(successor);
         }
+        core
     }
 
     // ---- getters
@@ -586,6 +600,9 @@ impl Core {
 
     fn take_link_frame(&mut self, now: Micros, frame: LinkFrame) {
         let peer = frame.src;
+        if peer == self.me && frame.dst != self.me {
+            return self.take_back(now, &frame);
+        }
         if frame.dst != self.me || peer == self.me || !peer.is_task() {
             return;
         }
@@ -706,6 +723,7 @@ impl Core {
                 }
             }
             ToTask::RmChanged { rm } => self.set_rm(rm),
+            ToTask::TakeNothing { by } => self.take_nothing(now, by),
             ToTask::Route { .. } => return Err("a word about a route came on a way without descriptors".into()),
             ToTask::Quiesce { migration, tokens } => self.quiesce(now, Quiesce { migration, tokens })?,
         }
@@ -722,47 +740,6 @@ impl Core {
         self.rm = rm;
         self.rm_generation += 1;
         self.news += 1;
-    }
-
-    fn has_come(&self, mark: LinkMark) -> bool {
-        // A connection of their own brings everything before it ends, and the daemon cannot know how much that is.
-        if self.direct.leads_to(mark.peer) {
-            return false;
-        }
-        match self.links.get(&mark.peer) {
-            Some(link) => link.is_gone() || link.expected() >= mark.end,
-            None => mark.end <= 1,
-        }
-    }
-
-    fn take_delivery(&mut self, now: Micros, message: Message, after: Option<LinkMark>) {
-        // The daemon knows how far it carried, not how far the rings did.
-        if let Some(mark) = after {
-            self.drain_peer(now, mark.peer);
-        }
-        match after {
-            Some(mark) if mark.peer != self.me && !self.has_come(mark) => {
-                self.held.push_back((mark, message));
-                if self.held.len() > HELD_MAX {
-                    let (_, oldest) = self.held.pop_front().expect("just seen");
-                    self.deliver(oldest);
-                }
-            }
-            _ => self.deliver(message),
-        }
-    }
-
-    pub(super) fn release_held(&mut self, peer: Tid) {
-        if !self.held.iter().any(|(mark, _)| mark.peer == peer) {
-            return;
-        }
-        for (mark, message) in std::mem::take(&mut self.held) {
-            if mark.peer == peer && self.has_come(mark) {
-                self.deliver(message);
-            } else {
-                self.held.push_back((mark, message));
-            }
-        }
     }
 
     pub(super) fn peer_gone(&mut self, now: Micros, peer: Tid) {
@@ -816,5 +793,7 @@ impl Core {
 }
 
 mod again;
+mod held;
+mod successor;
 #[cfg(test)]
 mod tests;

@@ -500,6 +500,9 @@ impl Runtime {
     /// `SysErr` when the daemon was gone already.
     pub fn exit(&self) -> PvmResult<()> {
         self.leave_groups();
+        if self.lock().is_some_and(|mut state| state.core.begin_to_end()) {
+            self.request(Request::LastWords);
+        }
         let marks = self.hand_over();
         let reply = marks.map(|marks| self.request(Request::Exit { marks }));
         if let Some(mut state) = self.lock() {

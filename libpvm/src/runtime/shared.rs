@@ -9,6 +9,7 @@ use super::seat::Seats;
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use sempa_proto::frame::FrameDecoder;
+use sempa_proto::task::Request;
 use sempa_proto::{Micros, Tid};
 use sempa_ring::futex;
 use sempa_ring::memory::OwnBell;
@@ -21,6 +22,8 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, TryLockError};
 use std::time::{Duration, Instant};
 
+/// How often a process that ends looks whether its daemon knows that.
+const LAST_WORDS_LOOK: Duration = Duration::from_millis(10);
 /// Room made for one read.
 const READ_BYTES: usize = 128 << 10;
 /// Bytes read under the lock in one go, so that others get their turn.
@@ -682,8 +685,19 @@ impl Shared {
     /// Hands everything that was sent to the daemon as far as that is possible until the deadline: the process ends.
     pub(crate) fn flush_until(&self, deadline: Instant) {
         let Some(mut state) = self.lock_until(deadline) else { return };
+        let asks = state.core.begin_to_end();
+        let mut words = asks.then(|| state.core.ask(Request::LastWords).ok()).flatten();
         loop {
             let now = state.now();
+            words = words.filter(|id| state.core.take_reply(*id).is_none());
+            if words.is_some() {
+                state.flush();
+                let left = deadline.saturating_duration_since(Instant::now());
+                if !left.is_zero() {
+                    state.wait_written(Some(left.min(LAST_WORDS_LOOK)));
+                    continue;
+                }
+            }
             state.core.lift_windows(now);
             state.flush();
             let core = &state.core;

@@ -170,6 +170,9 @@ impl Machine {
     }
 
     fn signal_task(&mut self, tid: Tid, signal: i32) {
+        if self.signal_away(tid, signal) {
+            return;
+        }
         if let Some(task) = self.tasks.get(tid) {
             if task.spawned() {
                 self.tell_tasker(ToTasker::Signal { tid, signal });
@@ -214,8 +217,8 @@ impl Machine {
                 }
             }
             (Answer::Facts(result), Asker::Facts(survey)) => self.facts_answered(survey, from, Some(result)),
-            (Answer::Verdict(verdict), Asker::Verdict { survey, host }) => {
-                self.verdict_answered(survey, host, Some(verdict));
+            (Answer::Verdict(verdict, engine), Asker::Verdict { survey, host }) => {
+                self.verdict_answered(survey, host, Some((verdict, engine)));
             }
             (_, asker) => {
                 self.log(format!("{from} gave an answer that does not fit its question"));

@@ -36,6 +36,8 @@ const EASE_TIME: Micros = Micros::from_millis(200);
 const END_TIME: Micros = Micros::from_millis(300);
 /// Signal of a polite end.
 const SIGTERM: i32 = 15;
+/// Signal of an end.
+const SIGKILL: i32 = 9;
 /// Numbers of the occasions on which guests let go without a move: this bit, the host, a count.
 const STOP_BIT: u64 = 1 << 63;
 
@@ -112,7 +114,7 @@ impl Machine {
     }
 
     /// True if a task that is here, or on its way, has to stand still.
-    fn has_to_stand(&self, tid: Tid) -> bool {
+    pub(super) fn has_to_stand(&self, tid: Tid) -> bool {
         match self.tasks.get(tid) {
             Some(task) => self.still_by(task).is_some(),
             None => {
@@ -238,8 +240,10 @@ impl Machine {
         said.ending = true;
         let why = said.word.why.clone();
         let guests: Vec<Tid> = self.tasks.live.values().filter(|t| t.is_guest()).map(|t| t.tid).collect();
-        for tid in &guests {
-            self.tell_tasker(ToTasker::Signal { tid: *tid, signal: SIGTERM });
+        for tid in guests.iter().copied() {
+            if !self.signal_away(tid, SIGTERM) {
+                self.tell_tasker(ToTasker::Signal { tid, signal: SIGTERM });
+            }
         }
         self.timer(END_TIME, Timer::GuestsEnd);
         self.record(EventKind::GuestsEnded { host: self.config.host, guests, why });
@@ -250,7 +254,9 @@ impl Machine {
         if self.hosting.stopped.as_ref().is_some_and(|said| said.ending) {
             let left: Vec<Tid> = self.tasks.live.values().filter(|t| t.is_guest()).map(|t| t.tid).collect();
             for tid in left {
-                self.tell_tasker(ToTasker::Kill { tid });
+                if !self.signal_away(tid, SIGKILL) {
+                    self.tell_tasker(ToTasker::Kill { tid });
+                }
             }
         }
     }
@@ -259,6 +265,10 @@ impl Machine {
 
     /// Has a task let go and stop that has to stand still.
     pub(super) fn hold_guest(&mut self, tid: Tid) {
+        // One that is asked to end needs its time for that. What becomes of it then stands still.
+        if self.tasks.get(tid).is_some_and(Task::is_ending) {
+            return;
+        }
         let leaving = self.source_of(tid).map(|source| (source.of().id, source.is_waking()));
         let Some(task) = self.tasks.get_mut(tid) else { return };
         match (&task.still, leaving) {
@@ -344,10 +354,14 @@ impl Machine {
     /// A library that had let go has come back, on a connection that counts already.
     pub(super) fn guest_came_back(&mut self, tid: Tid) {
         let stopped = self.has_to_stand(tid);
+        let ending = self.tasks.get(tid).is_some_and(Task::is_ending);
         let Some(task) = self.tasks.get_mut(tid) else { return };
         let Some(still) = task.still.take() else { return };
         for id in &still.ids {
             self.out.push_back(Output::RemoveToken { path: self.config.place.token(*id) });
+        }
+        if ending {
+            return self.ask_to_part(tid);
         }
         if let Some(waiting) = still.pending {
             // A move waits for it: it goes on letting go, now for that one.
@@ -378,6 +392,31 @@ impl Machine {
         }
     }
 
+    /// A program is asked to end: a library that has let go comes back, so that it can say its last words.
+    pub(super) fn wake_to_end(&mut self, tid: Tid) {
+        let Some(still) = self.tasks.get_mut(tid).and_then(|task| task.still.as_mut()) else { return };
+        still.waking |= !still.ids.is_empty();
+        let ids = still.ids.clone();
+        ids.into_iter().for_each(|id| self.write_token(id));
+    }
+
+    /// The process of a task has ended, and the task has not: nobody waits for a token any more.
+    pub(super) fn still_no_more(&mut self, tid: Tid) {
+        self.guest_is_still(tid);
+        let still = self.tasks.get_mut(tid).and_then(|task| task.still.take());
+        for id in still.into_iter().flat_map(|still| still.ids) {
+            self.out.push_back(Output::RemoveToken { path: self.config.place.token(id) });
+        }
+        self.guests_step();
+    }
+
+    /// A new process of a task begins: it stands still if it has to.
+    pub(super) fn stand_if_it_has_to(&mut self, tid: Tid) {
+        if self.has_to_stand(tid) {
+            self.hold_guest(tid);
+        }
+    }
+
     // ---- moves of guests that stand still
 
     /// What is kept for a task goes to it again, unless it has to stand still.
@@ -390,7 +429,7 @@ impl Machine {
 
     /// The library of a guest has let go.
     pub(super) fn guest_let_go(&mut self, tid: Tid) {
-        if self.has_to_stand(tid) && self.tasks.get(tid).is_some_and(|t| t.still.is_some()) {
+        if self.has_to_stand(tid) && self.tasks.get(tid).is_some_and(|t| t.still.is_some() && !t.is_ending()) {
             self.tell_tasker(ToTasker::Hold { tid, after: Micros::default() });
         }
     }

@@ -83,7 +83,7 @@ impl Machine {
 
     /// Tasks here that have a process of ours.
     fn processes(&self) -> Vec<Tid> {
-        self.tasks.live.values().filter(|t| t.spawned() && t.exited.is_none()).map(|t| t.tid).collect()
+        self.tasks.live.values().filter(|t| t.spawned() && t.exited.is_none() && !t.is_away()).map(|t| t.tid).collect()
     }
 
     /// The time of grace is over.

@@ -9,9 +9,11 @@
 //! A session between two daemons may break while both live, and take with it what was on its way. So the source remembers for
 //! a while what it has handed over, and both say all of this again when they hear each other again.
 
+use super::engines::Other;
 use super::suspend::Suspended;
 use super::tasks::{Inbox, Phase, Task};
 use super::{ConnId, Machine, Output};
+use checkpoint::protocol::TargetEvent;
 use sempa_proto::event::EventKind;
 use sempa_proto::host::{Carried, Held, HostMsg, Location, TaskRecord};
 use sempa_proto::migration::{Move, Timeline, Usage};
@@ -60,6 +62,12 @@ pub(super) struct Arrival {
     pub(super) pid: i32,
     /// It does not move: it is started again from a checkpoint.
     pub(super) begins: Option<Timeline>,
+    /// Whether its program could be started again here, if CRIU cannot take it.
+    pub(super) other: Other,
+    /// Its program is started again here.
+    pub(super) anew: bool,
+    /// The number by which that claims its tid.
+    pub(super) epid: Option<i32>,
 }
 
 /// A task that has left; what still comes for it is handed over until all daemons know.
@@ -77,7 +85,7 @@ pub(super) struct HandedOver {
     to: HostId,
     migration: MigrationId,
     record: Box<TaskRecord>,
-    /// Without the frames of links, which send again.
+    /// Without the frames of links that send again.
     items: Vec<Held>,
     all: bool,
     /// `None`: until the target is heard again.
@@ -91,6 +99,22 @@ impl HandedOver {
 }
 
 impl Machine {
+    /// True for the number of a program that is started again here.
+    pub(super) fn is_beginning(&self, epid: i32) -> bool {
+        self.moves.arrivals.values().any(|arrival| arrival.epid == Some(epid))
+    }
+
+    /// The program of a task on its way here, that was started again, has connected.
+    pub(super) fn comes_anew(&mut self, conn: ConnId, epid: i32) {
+        let Some(arrival) = self.moves.arrivals.values_mut().find(|arrival| arrival.epid == Some(epid)) else { return };
+        // Whoever else knows the number is too late.
+        arrival.epid = None;
+        arrival.conn = Some(conn);
+        let tid = arrival.tid;
+        self.conns.park(conn, tid);
+        self.arrival_step(tid);
+    }
+
     /// A library comes back after it let go.
     pub(super) fn resume(&mut self, conn: ConnId, tid: Tid, migration: MigrationId) {
         if let Some(arrival) = self.moves.arrivals.get_mut(&tid).filter(|a| a.migration == migration && a.located) {
@@ -207,7 +231,9 @@ impl Machine {
     pub(super) fn hand_on(&mut self, dst: Tid, to: HostId, migration: MigrationId, held: Held) {
         let until = self.handing_doubtful_until();
         let remembered = self.moves.handed_over.get_mut(&dst).filter(|handed| handed.migration == migration);
-        if let (Held::Item(_), Some(handed)) = (&held, remembered) {
+        // Frames of links are sent again, but for those of a process that has ended.
+        let remembered = remembered.filter(|handed| matches!(held, Held::Item(_)) || handed.record.successor.is_some());
+        if let Some(handed) = remembered {
             handed.items.push(held.clone());
             handed.until = handed.until.map(|_| until);
         }
@@ -279,6 +305,7 @@ impl Machine {
     /// The record of a task on its way here.
     pub(super) fn record_came(&mut self, tid: Tid, migration: MigrationId, record: TaskRecord, complete: bool) {
         let Some(arrival) = self.moves.arrivals.get_mut(&tid).filter(|a| a.migration == migration) else { return };
+        let begins = arrival.anew && arrival.record.is_none();
         if complete {
             // Said again, everything behind it will be, too.
             (arrival.handed, arrival.all_handed) = (Inbox::default(), false);
@@ -286,6 +313,10 @@ impl Machine {
         if complete || !arrival.complete {
             arrival.record = Some(record);
             arrival.complete |= complete;
+        }
+        if begins {
+            // It takes the place of images.
+            self.target_event(migration, TargetEvent::Received(Ok(0)));
         }
         self.arrival_step(tid);
     }
@@ -327,10 +358,13 @@ impl Machine {
         let (hosts, epoch) = (record.hosts.clone(), record.epoch);
         let mut task = Task::from_record(record);
         (task.pid, task.suspended) = (arrival.pid, arrival.suspended);
+        if arrival.anew {
+            (task.phase, task.epid) = (Phase::Expected, arrival.epid);
+        }
         for held in arrival.handed.drain().into_iter().chain(arrival.own.drain()) {
             task.inbox.push(held);
         }
-        if task.restart.is_some() {
+        if task.restart.is_some() && !arrival.anew {
             // To everybody else it begins.
             let (parent, name, user) = (task.parent, task.name.clone(), self.config.uid);
             self.record(EventKind::TaskStarted { tid, parent, name, user });
@@ -344,7 +378,11 @@ impl Machine {
             self.process_exited(tid, status, used);
             return self.settled(tid);
         }
-        self.guest_arrived(tid, Some(arrival.migration).filter(|_| arrival.waits));
+        if arrival.anew {
+            self.stand_if_it_has_to(tid);
+        } else {
+            self.guest_arrived(tid, Some(arrival.migration).filter(|_| arrival.waits));
+        }
         self.go_on_without_rm();
         self.recheck_watches(tid, &hosts, epoch);
         self.settled(tid);
@@ -399,6 +437,9 @@ impl Arrival {
             signals: Vec::new(),
             pid: 0,
             begins: None,
+            other: None,
+            anew: false,
+            epid: None,
         }
     }
 
@@ -426,7 +467,7 @@ impl Arrival {
     /// It need not stand still; answers what its library waits for, if it does.
     pub(super) fn free(&mut self) -> Option<MigrationId> {
         self.held = false;
-        std::mem::take(&mut self.waits).then_some(self.migration)
+        (std::mem::take(&mut self.waits) && !self.anew).then_some(self.migration)
     }
 
     /// Its copy here is dead.
@@ -451,6 +492,8 @@ impl Arrival {
             requests: Vec::new(),
             meetings: Vec::new(),
             restart: None,
+            begin: None,
+            successor: None,
             watches: Vec::new(),
             redirect_at: RedirectAt::default(),
             hosts: Vec::new(),

@@ -105,6 +105,9 @@ impl Machine {
                 }
                 self.task_quiesced(tid, migration, marks);
             }
+            ToDaemon::Parting { by, line, talks, later } => self.parts(tid, by, (line, talks, later)),
+            ToDaemon::TakesNothing { by } => self.ask_to_end(tid, by),
+            ToDaemon::TakesAgain { by } => self.takes_again(tid, by),
             ToDaemon::Route { to, word } => self.task_route(conn, to, word, Descriptors::default()),
         }
     }
@@ -125,6 +128,12 @@ impl Machine {
                     task.phase = Phase::Detached;
                     self.guest_let_go(tid);
                     self.task_let_go(tid);
+                } else if task.is_ending() {
+                    task.phase = Phase::Detached;
+                    match task.exited {
+                        Some((status, used)) => self.end_task(tid, status, used),
+                        None => self.ending_left(tid),
+                    }
                 } else {
                     self.detach(tid);
                 }
@@ -162,6 +171,7 @@ impl Machine {
         }
         match hello.claim {
             Claim::Spawned { epid } if self.tasks.expected.contains_key(&epid) => self.bind_spawned(conn, pid, epid),
+            Claim::Spawned { epid } if self.is_beginning(epid) => self.comes_anew(conn, epid),
             // The number of a task that is connected or has left, or of another virtual machine, claims nothing.
             Claim::New | Claim::Spawned { .. } => self.enrol(conn, pid, &hello),
             Claim::Resume { tid, migration } => self.resume(conn, tid, migration),
@@ -200,6 +210,7 @@ impl Machine {
         self.welcome(conn, tid);
         self.open_inbox(tid);
         self.guest_connected(tid);
+        self.came_again(tid);
     }
 
     /// The connection is the task's from now on. The inbox stays as it is.
@@ -211,7 +222,7 @@ impl Machine {
         let Some(task) = self.tasks.get_mut(tid) else { return };
         task.phase = Phase::Connected(conn);
         task.rm = task.rm.or(rm.map(|rm| rm.tid));
-        let restart = task.restart.take();
+        let (restart, successor) = (task.restart.take(), task.successor.take());
         let welcome = Welcome {
             tid,
             parent: task.parent,
@@ -224,6 +235,7 @@ impl Machine {
             spawned: task.spawned(),
             tracer: self.servers.tracer.as_ref().filter(|t| t.trace() == task.trace).map(|t| t.settings.clone()),
             restart,
+            successor,
         };
         self.out.push_back(Output::ToTask { conn, message: ToTask::Welcome(welcome) });
     }

@@ -12,10 +12,12 @@
 //! * `mailbox`, `groups`, `events`: what the master keeps for all.
 //! * `guests`, `suspend`: tasks that stand still because the owner of this host is there, or because they are suspended.
 //! * `checkpoints`: jobs that are written to the store and started again.
+//! * `engines`: tasks that are taken elsewhere by starting their program again.
 //! * `moves`, `handover`: the glue to the migration protocol, and what is kept in order while a task changes hosts.
 
 mod asks;
 mod checkpoints;
+mod engines;
 mod events;
 mod groups;
 mod guests;
@@ -30,6 +32,7 @@ mod moves;
 mod notify;
 mod output;
 mod pairs;
+mod parting;
 mod requests;
 mod rm;
 mod route;
@@ -53,7 +56,7 @@ use sempa_proto::place::Place;
 use sempa_proto::table::{HostEntry, HostTable};
 use sempa_proto::task::Reply;
 use sempa_proto::tasker::{FromTasker, ToTasker};
-use sempa_proto::{Epoch, HostId, Micros, Tid};
+use sempa_proto::{Epoch, HostId, Micros, MigrationId, Tid};
 use std::collections::{BTreeMap, VecDeque};
 use std::net::SocketAddr;
 
@@ -102,7 +105,13 @@ enum Timer {
     /// This daemon, which is ending.
     Stop,
     /// The socket of a process that has ended.
-    Drain(Tid),
+    Drain(Tid, Option<i32>),
+    /// A task that was asked to end, for this move, to begin again.
+    Ending(Tid, MigrationId),
+    /// The same, whose library has not said that it takes nothing in any more.
+    AskToEnd(Tid, MigrationId),
+    /// The same, which has not ended in its time and may yet.
+    EndsLate(Tid, MigrationId),
     /// Guests may have to leave.
     GuestsLeave,
     /// Guests that were asked to end.
@@ -153,6 +162,7 @@ pub struct Machine {
     gathers: requests::Gathers,
     spawns: spawn::Spawns,
     execs: VecDeque<spawn::ExecJob>,
+    beginnings: engines::Jobs,
     tasker_gone: bool,
     /// How the tasker stops guests, when it has said so.
     freezer: Option<Result<(), String>>,
@@ -191,6 +201,7 @@ impl Machine {
             gathers: requests::Gathers::default(),
             spawns: spawn::Spawns::default(),
             execs: VecDeque::new(),
+            beginnings: engines::Jobs::new(),
             tasker_gone: false,
             freezer: None,
             rm: rm::RmState::default(),
@@ -243,7 +254,7 @@ impl Machine {
         self.dispatch(event);
         self.run_timers();
         loop {
-            if self.pump_moves() {
+            if self.pump_moves() || self.begin_again(world) {
                 continue;
             }
             let Some(job) = self.execs.pop_front() else { break };
@@ -323,6 +334,7 @@ impl Machine {
                     task.pid = pid;
                 }
             }
+            FromTasker::NotAsked { tid, why } => self.not_asked(tid, why),
             FromTasker::StartFailed { tid, why } => self.start_failed(tid, &why),
             FromTasker::Output { tid, bytes } => self.task_output(tid, bytes),
             FromTasker::Held { tid } => self.guest_held(tid),
@@ -362,12 +374,15 @@ impl Machine {
                 Timer::Dismissed(host) => self.dismissed_deadline(host),
                 Timer::Grace => self.grace_over(),
                 Timer::Stop => self.stop_deadline(),
+                Timer::AskToEnd(tid, migration) => self.not_heard(tid, migration),
+                Timer::EndsLate(tid, migration) => self.ends_no_more(tid, migration),
+                Timer::Ending(tid, migration) => self.ending_over(tid, migration),
                 Timer::GuestsLeave => self.guests_leave(),
                 Timer::GuestsEnd => self.guests_end(),
                 Timer::NoRm => self.go_on_without_rm(),
                 Timer::Survey(survey) => self.survey_deadline(survey),
                 Timer::Job(job) => self.job_due(job),
-                Timer::Drain(tid) => self.drain_over(tid),
+                Timer::Drain(tid, epid) => self.drain_over(tid, epid),
                 Timer::LastWords { watcher, dead } => self.last_words_over(watcher, dead),
             }
         }

@@ -1,5 +1,6 @@
 //! Moves of tasks: the glue between the migration protocol and this daemon's tasks, tasker, images and tokens.
 
+use super::engines::Job;
 use super::handover::{Arrival, Departed, HandedOver};
 use super::suspend::Suspended;
 use super::tasks::Task;
@@ -8,15 +9,17 @@ use checkpoint::protocol::{
     Coordinator, CoordinatorOutput, Inspected, Source, SourceEvent, SourceOutput, Target, TargetEvent, TargetOutput,
 };
 use sempa_proto::checkpoint::PartRecord;
+use sempa_proto::engine::Engine;
 use sempa_proto::event::EventKind;
 use sempa_proto::host::{HostMsg, Location};
-use sempa_proto::migration::{Cause, Failure, Move, Order, Parting, Refusal, Report, Step, Usage};
+use sempa_proto::migration::{Cause, Failure, Move, Order, Parting, Refusal, Report, Step, TaskFacts, Usage};
 use sempa_proto::suspend;
 use sempa_proto::table::TASK_SERVES;
 use sempa_proto::task::{LinkMark, MoveError, Reply, ToTask};
 use sempa_proto::tasker::{FromTasker, ToTasker};
 use sempa_proto::{Epoch, HostId, MigrationId, PvmError, RequestId, Tid};
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
 
 /// This daemon's part in moves.
 #[derive(Debug, Default)]
@@ -126,7 +129,7 @@ impl Machine {
                 self.tell_host(host, HostMsg::SuspendDecided { migration, id, suspended });
             }
             CoordinatorOutput::Ended { id, result } => {
-                let waiter = self.master.as_mut().and_then(|m| m.directing.waiters.remove(&id));
+                let waiter = self.master.as_mut().and_then(|master| master.directing.waiters.remove(&id));
                 if let Some((tid, request)) = waiter {
                     self.reply(tid, request, Reply::Moved(result));
                 }
@@ -334,28 +337,15 @@ impl Machine {
                 self.moves.next.insert(tid, id);
                 self.ease(tid);
             }
-            SourceOutput::Inspect => {
-                // A move that was given up before anything was held leaves its source behind.
-                self.moves.sources.retain(|other, s| *other == id || s.of().tid != tid || s.holds());
-                match self.cannot_move(tid) {
-                    Some(refusal) => self.source_event(id, SourceEvent::Inspected(Err(refusal))),
-                    None => self.tell_tasker(ToTasker::Inspect { migration: id, tid }),
-                }
-            }
+            SourceOutput::Inspect => self.inspect(id, &of),
             SourceOutput::Hold => {
                 if let Some(task) = self.tasks.get_mut(tid) {
                     task.hold = true;
                 }
             }
-            SourceOutput::Quiesce { token } => {
-                let tokens: Vec<_> = std::iter::once(self.config.place.token(id)).chain(token).collect();
-                if !self.quiesce_guest(id, tid, &tokens)
-                    && let Some(conn) = self.tasks.get(tid).and_then(Task::conn)
-                {
-                    let message = ToTask::Quiesce { migration: id, tokens };
-                    self.out.push_back(Output::ToTask { conn, message });
-                }
-            }
+            SourceOutput::Quiesce { token } => self.quiesce_for_move(id, tid, token),
+            SourceOutput::End { engine } => self.end_for_move(id, tid, engine),
+            SourceOutput::SendRecord => self.send_away(&of),
             SourceOutput::Stop => self.stop_for_move(id, tid),
             SourceOutput::Settle => self.settle(id, tid, None),
             SourceOutput::Close { open } => self.settle(id, tid, Some(open)),
@@ -380,10 +370,12 @@ impl Machine {
                 if let Some(task) = self.tasks.get_mut(tid) {
                     task.leaving = None;
                 }
-                self.tell_tasker(ToTasker::Continue { migration: id, tid });
+                if !self.end_called_off(id, tid) {
+                    self.tell_tasker(ToTasker::Continue { migration: id, tid });
+                }
             }
             SourceOutput::WakeHere => {
-                if !self.wake_guest(id, tid) {
+                if !self.never_let_go(id, tid) && !self.wake_guest(id, tid) {
                     self.write_token(id);
                 }
             }
@@ -392,7 +384,9 @@ impl Machine {
                 if let Some(task) = self.tasks.get_mut(tid) {
                     task.killing = true;
                 }
-                self.tell_tasker(ToTasker::KillMoved { migration: id, tid });
+                if !self.has_no_copy(id, tid) {
+                    self.tell_tasker(ToTasker::KillMoved { migration: id, tid });
+                }
             }
             SourceOutput::HandOver => self.hand_task_over(&of),
             SourceOutput::DropImages => self.out.push_back(Output::DropImages { migration: id }),
@@ -402,6 +396,29 @@ impl Machine {
                 self.out.push_back(Output::RemoveToken { path: self.config.place.token(id) });
                 self.settled(tid);
             }
+        }
+    }
+
+    /// Says what a task is that is to move, or asks the tasker.
+    fn inspect(&mut self, id: MigrationId, of: &Move) {
+        let tid = of.tid;
+        // A move that was given up before anything was held leaves its source behind.
+        self.moves.sources.retain(|other, s| *other == id || s.of().tid != tid || s.holds());
+        let known = self.cannot_move(tid).map(Err);
+        match known.or_else(|| self.facts_without_criu(tid, Some(&of.cause))) {
+            Some(result) => self.inspected(id, tid, result, false),
+            None => self.tell_tasker(ToTasker::Inspect { migration: id, tid }),
+        }
+    }
+
+    /// Has the library of a task let go for a move.
+    fn quiesce_for_move(&mut self, id: MigrationId, tid: Tid, token: Option<PathBuf>) {
+        let tokens: Vec<_> = std::iter::once(self.config.place.token(id)).chain(token).collect();
+        if !self.quiesce_guest(id, tid, &tokens)
+            && let Some(conn) = self.tasks.get(tid).and_then(Task::conn)
+        {
+            let message = ToTask::Quiesce { migration: id, tokens };
+            self.out.push_back(Output::ToTask { conn, message });
         }
     }
 
@@ -448,14 +465,14 @@ impl Machine {
             }
             TargetOutput::Prepare(_) if self.hosting.is_stopped() => {
                 let verdict = self.no_guests().into_iter().collect();
-                self.target_event(id, TargetEvent::Prepared { verdict, memory_can_follow: false });
+                self.target_event(id, TargetEvent::Prepared { verdict, memory_can_follow: false, engine: Engine::Criu });
             }
             TargetOutput::Prepare(facts) if !self.tasker_gone => {
-                self.tell_tasker(ToTasker::Prepare { migration: id, tid, facts });
+                self.beginnings.push_back(Job::JudgeMove(id, facts));
             }
             TargetOutput::Prepare(_) => {
                 let verdict = self.no_tasker().into_iter().collect();
-                self.target_event(id, TargetEvent::Prepared { verdict, memory_can_follow: false });
+                self.target_event(id, TargetEvent::Prepared { verdict, memory_can_follow: false, engine: Engine::Criu });
             }
             // What the store of this host has needs no way.
             TargetOutput::ExpectImages if of.from == self.config.host => {}
@@ -467,6 +484,9 @@ impl Machine {
             }
             TargetOutput::Restore if of.cause == Cause::Restart => {
                 self.out.push_back(Output::ReadPart { migration: id });
+            }
+            TargetOutput::Restore if self.arrival_of(id).is_some_and(|arrival| arrival.anew) => {
+                self.beginnings.push_back(Job::Build(id));
             }
             TargetOutput::Restore => {
                 let dir = self.config.place.images(id);
@@ -484,7 +504,7 @@ impl Machine {
             }
             TargetOutput::WakeHere => {
                 // One that waits for guests to be welcome may be a task of this host already.
-                if self.arrival_of(id).is_some_and(|arrival| !arrival.waits) {
+                if self.arrival_of(id).is_some_and(|arrival| !arrival.waits && !arrival.anew) {
                     self.write_token(id);
                 }
             }
@@ -503,6 +523,19 @@ impl Machine {
 
     fn memory_follows(&self, id: MigrationId) -> bool {
         self.moves.targets.get(&id).is_some_and(Target::memory_follows)
+    }
+
+    /// What a task is that is to move.
+    fn inspected(
+        &mut self,
+        id: MigrationId,
+        tid: Tid,
+        result: Result<TaskFacts, Refusal>,
+        memory_can_follow: bool,
+    ) {
+        let suspended = self.holds_of(tid);
+        let result = result.map(|facts| Inspected { facts, suspended, memory_can_follow });
+        self.source_event(id, SourceEvent::Inspected(result));
     }
 
     /// Something happened to a move whose source is here.
@@ -537,11 +570,12 @@ impl Machine {
     pub(super) fn tasker_on_move(&mut self, message: FromTasker) {
         match message {
             FromTasker::Inspected { migration, result, memory_can_follow } => {
-                let source = self.moves.sources.get(&migration);
-                let suspended = source.map(|source| self.holds_of(source.of().tid)).unwrap_or_default();
-                let result = result.map(|facts| Inspected { facts, suspended, memory_can_follow });
+                let Some(Move { tid, cause, .. }) = self.moves.sources.get(&migration).map(|s| s.of().clone()) else {
+                    return;
+                };
                 let result = result.map_err(|refusal| self.named(refusal));
-                self.source_event(migration, SourceEvent::Inspected(result));
+                let result = self.facts_with_criu(tid, Some(&cause), result);
+                self.inspected(migration, tid, result, memory_can_follow);
             }
             FromTasker::Stopped { migration, result } => {
                 self.stopped_for_move(migration, &result);
@@ -552,7 +586,7 @@ impl Machine {
             FromTasker::SourceGone { migration, used } => self.source_event(migration, SourceEvent::Gone(used)),
             FromTasker::Prepared { migration, verdict, memory_can_follow } => {
                 let verdict = verdict.into_iter().map(|refusal| self.named(refusal)).collect();
-                self.target_event(migration, TargetEvent::Prepared { verdict, memory_can_follow });
+                self.prepared(migration, verdict, memory_can_follow);
             }
             FromTasker::Restored { migration, result } => {
                 if let (Ok(pid), Some(arrival)) = (&result, self.arrival_of(migration)) {
@@ -624,6 +658,11 @@ impl Machine {
     /// Its library has connected again.
     pub(super) fn move_task_came_back(&mut self, tid: Tid) {
         self.each_source(tid, SourceEvent::Reconnected);
+    }
+
+    /// A move of it is off, and it goes on.
+    pub(super) fn move_task_continued(&mut self, tid: Tid) {
+        self.each_source(tid, SourceEvent::Continued);
     }
 
     /// A task has ended or left: it does not move any more.

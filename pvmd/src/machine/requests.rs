@@ -48,6 +48,7 @@ impl Machine {
         let me = self.config.host;
         match what {
             Request::Exit { marks } => self.leave(tid, id, marks),
+            Request::LastWords => self.last_words(tid, id),
             Request::Config => self.reply(tid, id, Reply::Hosts(self.table.clone())),
             Request::Tasks { selector } => self.list(tid, id, selector),
             Request::Spawn(request) => self.spawn(tid, id, request),
@@ -252,7 +253,9 @@ impl Machine {
             .map(|t| t.tid)
             .collect();
         for tid in ending {
-            self.tell_tasker(ToTasker::Signal { tid, signal: SIGTERM });
+            if !self.signal_away(tid, SIGTERM) {
+                self.tell_tasker(ToTasker::Signal { tid, signal: SIGTERM });
+            }
         }
     }
 

@@ -7,8 +7,8 @@
 use super::{Machine, Output};
 use bytes::Bytes;
 use sempa_proto::host::{Carried, Held, HostMsg, Location};
-use sempa_proto::link::{LinkFrame, LinkKind};
-use sempa_proto::task::{LinkMark, Reply, ToTask};
+use sempa_proto::link::LinkFrame;
+use sempa_proto::task::{Reply, ToTask};
 use sempa_proto::{Epoch, HostId, PvmError, RequestId, Tid};
 use std::collections::BTreeMap;
 
@@ -75,7 +75,7 @@ impl Machine {
                     self.moves.settled.push(part);
                 }
             }
-            match task.conn().filter(|_| !task.hold) {
+            match task.conn().filter(|_| !task.hold || task.passes(&held)) {
                 Some(conn) => self.hand(conn, held),
                 None => task.inbox.push(held),
             }
@@ -137,13 +137,15 @@ impl Machine {
         let Some(frame) = LinkFrame::decode(bytes.clone()) else {
             return self.log(format!("{tid} sent a link frame that cannot be read; it was dropped"));
         };
+        if self.is_half(tid, &frame, &bytes) {
+            return;
+        }
         if frame.src != tid {
             return self.log(format!("{tid} sent a link frame in the name of {}; it was dropped", frame.src));
         }
-        if let (LinkKind::Data { .. }, Some(task)) = (frame.kind, self.tasks.get_mut(tid)) {
-            task.mark([LinkMark { peer: frame.dst, end: frame.seq.saturating_add(1) }]);
+        for bytes in self.said(tid, &frame, bytes) {
+            self.mark_and_forward(tid, frame.dst, bytes);
         }
-        self.forward_link(tid, frame.dst, bytes);
     }
 
     /// Something from the data channel of another host.

@@ -2,7 +2,8 @@
 
 use super::asks::{Asker, Back};
 use super::tasks::{Phase, Task};
-use super::{Machine, World};
+use super::{Machine, World, engines};
+use sempa_proto::engine::Begin;
 use sempa_proto::event::EventKind;
 use sempa_proto::host::{Answer, Question};
 use sempa_proto::sm::{SM_EXECACK, TaskOrder, pack_tids};
@@ -102,6 +103,9 @@ impl Machine {
         if request.count > SPAWN_COUNT_MAX {
             let reason = format!("{} tasks were asked for in one spawn; {SPAWN_COUNT_MAX} is the most", request.count);
             return self.fail(tid, id, PvmError::OutOfRes, reason);
+        }
+        if let Err(why) = engines::begin_of(&request) {
+            return self.fail(tid, id, PvmError::BadParam, why);
         }
         let count = request.count as usize;
         self.spawns.last += 1;
@@ -222,7 +226,12 @@ impl Machine {
     pub(super) fn exec(&mut self, world: &mut dyn World, mut job: ExecJob) {
         self.default_sinks(&mut job.request.output, &mut job.request.trace);
         let count = job.request.count.min(SPAWN_COUNT_MAX);
-        let program = if self.tasker_gone || self.stop.is_some() {
+        let begin = engines::begin_of(&job.request);
+        let program = if let Err(why) = &begin {
+            // The resource manager that sends it has not looked.
+            self.note(format!("{} was not started: {why}", job.request.file));
+            Err(PvmError::BadParam)
+        } else if self.tasker_gone || self.stop.is_some() {
             Err(PvmError::DSysErr)
         } else if self.hosting.is_stopped() && !job.is_servant() {
             Err(NO_GUESTS)
@@ -238,7 +247,8 @@ impl Machine {
                     env: self.environment(world, &job.request),
                     dir: world.work_dir(split_place(&job.request.place).1),
                 };
-                (0..count).map(|n| self.start_one(world, &job, n, base.clone())).collect()
+                let begin = begin.unwrap_or_default();
+                (0..count).map(|n| self.start_one(world, &job, n, (base.clone(), begin.clone()))).collect()
             }
             Err(error) => vec![Err(error); count as usize],
         };
@@ -260,7 +270,7 @@ impl Machine {
         world: &mut dyn World,
         job: &ExecJob,
         instance: u32,
-        mut start: StartTask,
+        (mut start, begin): (StartTask, Option<Box<Begin>>),
     ) -> Result<Tid, PvmError> {
         let tid = self.tasks.allocate(self.config.host).ok_or(PvmError::OutOfRes)?;
         let mut epid = world.secret();
@@ -275,6 +285,7 @@ impl Machine {
         task.epid = Some(epid);
         task.pinned = request.flags & SPAWN_PINNED != 0;
         task.servant = job.is_servant();
+        task.begin = begin;
         (task.output, task.trace) = (request.output, request.trace);
         // What the daemon needs for itself it starts itself.
         let tasker = self.servers.tasker().filter(|_| !matches!(job.back, ExecBack::Startup));
@@ -326,7 +337,7 @@ impl Machine {
     }
 
     /// The whole environment of a new task but for its number: the host's, the spawner's, ours. Later ones count.
-    fn environment(&self, world: &dyn World, request: &SpawnRequest) -> Vec<Vec<u8>> {
+    pub(super) fn environment(&self, world: &dyn World, request: &SpawnRequest) -> Vec<Vec<u8>> {
         let own = self.own_environment(request);
         let name = |entry: &[u8]| entry.split(|b| *b == b'=').next().unwrap_or_default().to_vec();
         let mut last: BTreeMap<Vec<u8>, usize> = BTreeMap::new();
@@ -352,7 +363,10 @@ fn parent_of(parent: Tid, flags: i32) -> Tid {
 }
 
 /// The program and its arguments; with a debugger in front when one is asked for.
-fn find_program(world: &dyn World, request: &SpawnRequest) -> Result<(std::path::PathBuf, Vec<Vec<u8>>), PvmError> {
+pub(super) fn find_program(
+    world: &dyn World,
+    request: &SpawnRequest,
+) -> Result<(std::path::PathBuf, Vec<Vec<u8>>), PvmError> {
     use std::os::unix::ffi::OsStrExt;
     let bytes = |path: &Path| path.as_os_str().as_bytes().to_vec();
     let path = world.find_program(&request.file, split_place(&request.place).1)?;

@@ -4,7 +4,9 @@
 //! take it. A host's own daemon knows its owner, its tasker the rest.
 
 use super::asks::{Asker, Back};
+use super::engines::{Job, Other, choose};
 use super::{Machine, Timer};
+use sempa_proto::engine::Engine;
 use sempa_proto::host::{Answer, Question};
 use sempa_proto::migration::{Refusal, Survey, TaskFacts, Verdict};
 use sempa_proto::task::Reply;
@@ -29,6 +31,7 @@ struct Open {
     /// Hosts that have not answered.
     missing: BTreeSet<HostId>,
     verdicts: BTreeMap<HostId, Verdict>,
+    engines: Vec<(HostId, Engine)>,
 }
 
 /// This daemon's part in surveys.
@@ -44,9 +47,9 @@ pub(super) struct Surveys {
 /// A question to the tasker.
 #[derive(Debug)]
 enum Asked {
-    Facts(Back),
-    /// With what the daemon itself has against it.
-    Verdict(Back, Verdict),
+    Facts(Back, Tid),
+    /// With what the daemon itself has against it, and what starting the program again comes to.
+    Verdict(Back, Verdict, Other),
 }
 
 impl Surveys {
@@ -77,7 +80,16 @@ impl Machine {
         };
         self.surveys.last += 1;
         let number = self.surveys.last;
-        let open = Open { by, id, of, from, resident_bytes: 0, missing: named, verdicts: BTreeMap::new() };
+        let open = Open {
+            by,
+            id,
+            of,
+            from,
+            resident_bytes: 0,
+            missing: named,
+            verdicts: BTreeMap::new(),
+            engines: Vec::new(),
+        };
         self.surveys.open.insert(number, open);
         self.timer(ANSWER_TIME, Timer::Survey(number));
         self.ask_about(of, Question::Facts { tid: of }, Asker::Facts(number));
@@ -103,10 +115,12 @@ impl Machine {
     }
 
     /// What a host has against it; `None`: it is lost.
-    pub(super) fn verdict_answered(&mut self, number: u64, host: HostId, verdict: Option<Verdict>) {
+    pub(super) fn verdict_answered(&mut self, number: u64, host: HostId, answer: Option<(Verdict, Engine)>) {
         let Some(open) = self.surveys.open.get_mut(&number) else { return };
         if open.missing.remove(&host) {
-            open.verdicts.insert(host, verdict.unwrap_or_else(|| vec![Refusal::HostLost(host)]));
+            let (verdict, engine) = answer.unwrap_or_else(|| (vec![Refusal::HostLost(host)], Engine::Criu));
+            open.engines.extend(verdict.is_empty().then_some((host, engine)));
+            open.verdicts.insert(host, verdict);
         }
         if open.missing.is_empty() {
             self.survey_ended(number);
@@ -130,10 +144,11 @@ impl Machine {
         let Some(open) = self.surveys.open.get_mut(&number) else { return };
         let (tid, from, resident_bytes) = (open.of, open.from, open.resident_bytes);
         let mut verdicts: Vec<(HostId, Verdict)> = std::mem::take(&mut open.verdicts).into_iter().collect();
+        let engines = std::mem::take(&mut open.engines);
         let zone = |host: HostId| self.table.get(host).map(sempa_proto::table::HostEntry::zone);
         let here = zone(from);
         verdicts.sort_by_key(|(host, _)| (zone(*host) != here, *host));
-        self.survey_over(number, Ok(Survey { tid, from, resident_bytes, verdicts }));
+        self.survey_over(number, Ok(Survey { tid, from, resident_bytes, verdicts, engines }));
     }
 
     fn survey_over(&mut self, number: u64, result: Result<Survey, Refusal>) {
@@ -151,7 +166,10 @@ impl Machine {
         if let Some(refusal) = refusal {
             return self.answer(back, Answer::Facts(Err(refusal)));
         }
-        let question = self.surveys.ask(Asked::Facts(back));
+        if let Some(result) = self.facts_without_criu(tid, None) {
+            return self.answer(back, Answer::Facts(result));
+        }
+        let question = self.surveys.ask(Asked::Facts(back, tid));
         self.tell_tasker(ToTasker::Look { question, tid });
     }
 
@@ -159,25 +177,38 @@ impl Machine {
     pub(super) fn verdict_wanted(&mut self, back: Back, facts: TaskFacts) {
         let known: Verdict = self.no_guests().into_iter().chain(self.no_tasker()).collect();
         if self.tasker_gone {
-            return self.answer(back, Answer::Verdict(known));
+            return self.verdict_known(back, known, Engine::Criu);
         }
-        let question = self.surveys.ask(Asked::Verdict(back, known));
+        self.beginnings.push_back(Job::JudgeQuestion(back, known, facts));
+    }
+
+    /// The tasker has to say what it has against CRIU.
+    pub(super) fn ask_verdict(&mut self, back: Back, known: Verdict, other: Other, facts: TaskFacts) {
+        let question = self.surveys.ask(Asked::Verdict(back, known, other));
         self.tell_tasker(ToTasker::Judge { question, facts });
+    }
+
+    /// All is known that this host has against it.
+    pub(super) fn verdict_known(&mut self, back: Back, verdict: Verdict, engine: Engine) {
+        self.answer(back, Answer::Verdict(verdict, engine));
     }
 
     /// The tasker has looked at a task.
     pub(super) fn task_seen(&mut self, question: RequestId, result: Result<TaskFacts, Refusal>) {
-        if let Some(Asked::Facts(back)) = self.surveys.asked.remove(&question) {
+        if let Some(Asked::Facts(back, tid)) = self.surveys.asked.remove(&question) {
             let result = result.map_err(|refusal| self.named(refusal));
+            let result = self.facts_with_criu(tid, None, result);
             self.answer(back, Answer::Facts(result));
         }
     }
 
     /// The tasker has compared a task with this host.
     pub(super) fn task_judged(&mut self, question: RequestId, verdict: Verdict) {
-        if let Some(Asked::Verdict(back, mut known)) = self.surveys.asked.remove(&question) {
-            known.extend(verdict.into_iter().map(|refusal| self.named(refusal)));
-            self.answer(back, Answer::Verdict(known));
+        if let Some(Asked::Verdict(back, mut known, other)) = self.surveys.asked.remove(&question) {
+            let verdict = verdict.into_iter().map(|refusal| self.named(refusal)).collect();
+            let (verdict, engine) = choose(verdict, other);
+            known.extend(verdict);
+            self.verdict_known(back, known, engine);
         }
     }
 
@@ -186,10 +217,10 @@ impl Machine {
         let Some(refusal) = self.no_tasker() else { return };
         for asked in std::mem::take(&mut self.surveys.asked).into_values() {
             match asked {
-                Asked::Facts(back) => self.answer(back, Answer::Facts(Err(refusal.clone()))),
-                Asked::Verdict(back, mut known) => {
+                Asked::Facts(back, _) => self.answer(back, Answer::Facts(Err(refusal.clone()))),
+                Asked::Verdict(back, mut known, _) => {
                     known.push(refusal.clone());
-                    self.answer(back, Answer::Verdict(known));
+                    self.verdict_known(back, known, Engine::Criu);
                 }
             }
         }

@@ -1,15 +1,18 @@
 //! The tasks of this host: what is known of each, how tids are given out, and how a task ends.
 
+use super::engines::{Away, Ending};
 use super::guests::Still;
 use super::pairs::sender_of;
+use super::parting::Parting;
 use super::suspend::Suspended;
 use super::{ConnId, Machine, Output};
+use sempa_proto::engine::Begin;
 use sempa_proto::event::EventKind;
 use sempa_proto::host::{Carried, Held, HostMsg, TaskRecord, Watch, WatchKind};
 use sempa_proto::link::RETAINED_BYTES_MAX;
 use sempa_proto::migration::Usage;
 use sempa_proto::table::{TASK_CONNECTED, TASK_FORKED, TASK_RM, TaskInfo};
-use sempa_proto::task::{AtEnd, LinkMark, RedirectAt, Restart, Sink, ToTask};
+use sempa_proto::task::{AtEnd, LinkMark, RedirectAt, Restart, Sink, Successor, ToTask};
 use sempa_proto::{Epoch, HostId, Micros, MigrationId, RequestId, Tid};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -107,8 +110,22 @@ pub(super) struct Task {
     pub(super) settling: Option<MigrationId>,
     /// For that nothing but these may be open any more.
     pub(super) closing: Option<BTreeSet<RequestId>>,
-    /// What its library has to be told when it comes back: it was started again from a checkpoint.
+    /// What its library has to be told when it comes back: it was started again.
     pub(super) restart: Option<Restart>,
+    /// The same of a new process: what the one before it has left.
+    pub(super) successor: Option<Box<Successor>>,
+    /// What its process leaves.
+    pub(super) parting: Option<Box<Parting>>,
+    /// How it was started, if it may be taken elsewhere by being started again.
+    pub(super) begin: Option<Box<Begin>>,
+    /// It was asked to end for that.
+    pub(super) ending: Option<Ending>,
+    /// Its process has ended for that.
+    pub(super) away: Option<Away>,
+    /// It was started again, and has not connected.
+    pub(super) returning: bool,
+    /// What processes of it had used that ended for that.
+    pub(super) used_before: Usage,
     pub(super) watches: Vec<Watch>,
     /// Its process has ended; only what it wrote last is waited for.
     pub(super) exited: Option<(i32, Usage)>,
@@ -152,6 +169,13 @@ impl Task {
             settling: None,
             closing: None,
             restart: None,
+            successor: None,
+            parting: None,
+            begin: None,
+            ending: None,
+            away: None,
+            returning: false,
+            used_before: Usage::default(),
             watches: Vec::new(),
             exited: None,
             leaving: None,
@@ -174,6 +198,8 @@ impl Task {
             requests: record.requests.into_iter().collect(),
             meetings: record.meetings.into_iter().collect(),
             restart: record.restart,
+            begin: record.begin,
+            successor: record.successor,
             watches: record.watches,
             redirect_at: record.redirect_at,
             ..Task::new(record.tid, record.parent, Phase::Detached)
@@ -328,6 +354,8 @@ impl Machine {
             requests: task.requests.iter().copied().collect(),
             meetings: task.meetings.iter().copied().collect(),
             restart: task.restart.clone(),
+            begin: task.begin.clone(),
+            successor: task.successor.clone(),
             watches: task.watches.clone(),
             redirect_at: task.redirect_at,
             hosts: self.table.hosts.iter().map(|h| h.id).collect(),
@@ -339,6 +367,15 @@ impl Machine {
     pub(super) fn leave(&mut self, tid: Tid, id: RequestId, marks: Vec<LinkMark>) {
         let Some(task) = self.tasks.get_mut(tid) else { return };
         task.mark(marks);
+        match task.ending {
+            // It was asked to end, to begin again, and takes leave before it does.
+            Some(ending) if ending.is_agreed() && task.is_ending() => {
+                return self.reply(tid, id, sempa_proto::task::Reply::Done);
+            }
+            // Its work is done: it does not begin again.
+            _ => task.ending = None,
+        }
+        task.parting = None;
         let own: Vec<Watch> = task.watches.extract_if(.., |w| w.kind == WatchKind::TaskExit(tid)).collect();
         for watch in own {
             self.send_exit_note(tid, tid, &watch, None);
@@ -383,24 +420,28 @@ impl Machine {
             return self.arrival_step(tid);
         }
         let Some(task) = self.tasks.get_mut(tid) else { return };
+        let used = used.plus(task.used_before);
         task.exited = Some((status, used));
+        let epid = task.epid;
         if task.conn().is_some() && self.stop.is_none() {
-            self.timer(DRAIN_TIME, super::Timer::Drain(tid));
+            self.timer(DRAIN_TIME, super::Timer::Drain(tid, epid));
         } else {
             self.end_task(tid, status, used);
         }
     }
 
     /// Time is up for the socket of a process that has ended.
-    pub(super) fn drain_over(&mut self, tid: Tid) {
-        if let Some((status, used)) = self.tasks.get(tid).and_then(|t| t.exited) {
+    pub(super) fn drain_over(&mut self, tid: Tid, epid: Option<i32>) {
+        // Its next process is another matter.
+        let task = self.tasks.get(tid).filter(|task| task.epid == epid);
+        if let Some((status, used)) = task.and_then(|t| t.exited) {
             self.end_task(tid, status, used);
         }
     }
 
     /// The end of a task: everybody who has to know is told, behind all that it sent.
     pub(super) fn end_task(&mut self, tid: Tid, status: i32, used: Usage) {
-        if self.defer_end(tid, status, used) {
+        if self.comes_again(tid, status, used) || self.defer_end(tid, status, used) {
             return;
         }
         let Some(mut task) = self.tasks.live.remove(&tid) else { return };

@@ -200,6 +200,7 @@ impl Seat {
             spawned: matches!(claim, Claim::Spawned { .. }),
             tracer: None,
             restart: None,
+            successor: None,
         }));
         if self.parent.is_task() {
             self.tell_siblings();

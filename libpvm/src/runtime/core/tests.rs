@@ -2,10 +2,11 @@
 
 use super::*;
 use sempa_proto::frame::{FrameDecoder, encode_link};
+use sempa_proto::link::Talk;
 use sempa_proto::message::{CTX_BASE, DSIG_X86_64, ENC_XDR};
 use sempa_proto::migration::Timeline;
 use sempa_proto::route::{OfferId, RouteWord};
-use sempa_proto::task::{Restart, RmServes};
+use sempa_proto::task::{Restart, RmServes, Successor};
 
 const ME: Tid = Tid::from_raw(0x40001);
 const PEER: Tid = Tid::from_raw(0x40002);
@@ -27,6 +28,7 @@ fn welcome() -> Welcome {
         spawned: false,
         tracer: None,
         restart: None,
+        successor: None,
     }
 }
 
@@ -276,4 +278,78 @@ fn before_a_direct_route_stands_both_ends_have_agreed_on_the_later_timeline() {
         _ => None,
     });
     assert_eq!(lines.collect::<Vec<u16>>(), [3]);
+}
+
+fn data(src: Tid, dst: Tid, seq: u64, tag: i32) -> LinkFrame {
+    let word = Message { src, ..message(dst, tag, Bytes::new()) };
+    let payload = Bytes::from(word.head().as_ref().to_vec());
+    LinkFrame { src, dst, kind: LinkKind::Data { last: true }, seq, ack: 1, line: 0, payload }
+}
+
+fn words_of(frames: &[Frame]) -> Vec<ToDaemon> {
+    let words = frames.iter().filter(|frame| frame.kind == FrameKind::Control);
+    words.map(|frame| frame.control().expect("a word")).collect()
+}
+
+const MOVE: MigrationId = MigrationId(7);
+
+#[test]
+fn a_process_in_the_place_of_another_one_goes_on_with_its_conversations_and_numbers_its_requests_apart() {
+    let talk = Talk { peer: PEER, line: 2, expected: 5, first: 3, end: 4, gone: false };
+    let successor = Successor { line: 2, count: 3, talks: vec![talk] };
+    let mut core = Core::new(&Welcome { successor: Some(Box::new(successor)), ..welcome() });
+    assert!(core.ask(Request::Config).expect("asked").0 > 3 << 40);
+    // What it says at once comes behind what the process before it had said.
+    core.send(Micros(0), message(PEER, 9, Bytes::new())).expect("sent");
+    assert!(links_of(written(&mut core)).iter().all(|frame| !matches!(frame.kind, LinkKind::Data { .. })));
+    take(&mut core, &LinkFrame { line: 2, ..data(ME, PEER, 3, 8) });
+    let sent = links_of(written(&mut core));
+    let sent = sent.iter().filter(|frame| matches!(frame.kind, LinkKind::Data { .. }));
+    assert_eq!(sent.map(|frame| (frame.seq, frame.line, frame.ack)).collect::<Vec<_>>(), [(3, 2, 5), (4, 2, 5)]);
+    take(&mut core, &LinkFrame { line: 2, ..data(PEER, ME, 5, 1) });
+    assert_eq!(core.inbox.len(), 1);
+}
+
+#[test]
+fn who_is_about_to_be_asked_to_end_says_where_all_stands_and_what_nobody_has_acknowledged() {
+    let mut core = core();
+    take(&mut core, &data(PEER, ME, 1, 2));
+    core.send(Micros(0), message(PEER, 3, Bytes::new())).expect("sent");
+    let note = message(ME, 4, Bytes::new());
+    tell(&mut core, ToTask::Deliver { message: note, after: Some(LinkMark { peer: PEER, end: 9 }) }).expect("kept");
+    written(&mut core);
+    tell(&mut core, ToTask::TakeNothing { by: Some(MOVE) }).expect("noted");
+    let said = written(&mut core);
+    let [ToDaemon::Parting { by: MOVE, line: 0, talks, later }, ToDaemon::TakesNothing { by: MOVE }] =
+        &words_of(&said)[..]
+    else {
+        panic!("{said:?}")
+    };
+    assert_eq!(talks[..], [Talk { peer: PEER, line: 0, expected: 2, first: 1, end: 1, gone: false }]);
+    assert_eq!((later.len(), later[0].0.end), (1, 9));
+    let again = links_of(said);
+    assert!(again.iter().any(|frame| frame.seq == 1 && matches!(frame.kind, LinkKind::Data { .. })), "{again:?}");
+    // What it says from now on goes out whatever the window.
+    core.send(Micros(0), message(PEER, 3, vec![1; 2 * sempa_proto::link::WINDOW_BYTES_MAX].into())).expect("sent");
+    let mut count = 0;
+    while core.outbox.backlog() > 0 {
+        count += links_of(written(&mut core)).len();
+        core.pump(Micros(0));
+    }
+    assert_eq!(count, 2 * sempa_proto::link::WINDOW_BYTES_MAX / sempa_proto::link::FRAGMENT_BYTES_MAX + 1);
+    tell(&mut core, ToTask::TakeNothing { by: None }).expect("noted");
+    assert_eq!(words_of(&written(&mut core)), [ToDaemon::TakesAgain { by: MOVE }]);
+    take(&mut core, &data(PEER, ME, 2, 2));
+    assert_eq!(core.inbox.len(), 2);
+    assert!(core.begin_to_end(), "its daemon may wait for this still");
+}
+
+#[test]
+fn an_end_that_has_begun_is_not_called_off() {
+    let mut core = core();
+    tell(&mut core, ToTask::TakeNothing { by: Some(MOVE) }).expect("noted");
+    written(&mut core);
+    assert!(!core.begin_to_end(), "all is said");
+    tell(&mut core, ToTask::TakeNothing { by: None }).expect("noted");
+    assert_eq!(words_of(&written(&mut core)), []);
 }

@@ -270,6 +270,7 @@ fn seat(shared: &Shared, hello: &Hello, stream: &UnixStream) -> Option<Tid> {
         spawned: matches!(hello.claim, Claim::Spawned { .. }),
         tracer: None,
         restart: None,
+        successor: None,
     });
     let (out, queue) = channel::<Parcel>();
     let seat = net.seats.entry(tid).or_default();
@@ -313,7 +314,7 @@ fn take(shared: &Shared, tid: Tid, frame: Frame, descriptors: &mut VecDeque<Owne
     let said: ToDaemon = frame.control().expect("a control frame");
     if let ToDaemon::Request { id, what } = &said {
         let reply = match (&net.answer, what) {
-            (_, Request::Exit { .. }) => Some(Reply::Done),
+            (_, Request::Exit { .. } | Request::LastWords) => Some(Reply::Done),
             (Some(answer), what) => answer(tid, what),
             (None, _) => None,
         };

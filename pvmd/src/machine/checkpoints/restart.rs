@@ -329,7 +329,8 @@ impl Machine {
 /// What has to be there for a task that is started again. Files may have grown since, by what it wrote: they are cut back
 /// before it is built, and whether others have the length that they had the engine looks then.
 fn without_lengths(facts: &TaskFacts) -> TaskFacts {
-    let mut facts = facts.clone();
+    // Whatever else it can do: what is in the set was written by CRIU.
+    let mut facts = TaskFacts { begin: None, ..facts.clone() };
     for file in &mut facts.files {
         match file.must {
             FileMatch::Length => file.must = FileMatch::Exists,

@@ -1,11 +1,13 @@
 //! Whole virtual machines in one process, with one seed each.
 
 mod checkpoints;
+mod engines;
 mod faults;
 mod group_members;
 mod guests;
 mod hosts;
 mod moving;
+mod parting;
 mod routes;
 mod scene;
 mod servers;

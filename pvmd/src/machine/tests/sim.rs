@@ -3,6 +3,7 @@
 //! Streams between hosts keep their order and nothing else; every delay is thrown. A task is a process with real
 //! [`Link`]s that can be quiesced, stopped, carried to another host and woken by a token.
 
+mod anew;
 #[path = "../../../../libpvm/proto/tests/dice/mod.rs"]
 mod dice;
 mod procs;
@@ -119,6 +120,10 @@ pub(super) struct Sim {
     /// What hosts have against any task.
     pub(super) refuses: BTreeMap<HostId, Verdict>,
     pub(super) sets: sets::Sets,
+    /// Programs that were started for moves and wait, and for which task.
+    anew: BTreeMap<(HostId, MigrationId), (usize, Tid)>,
+    /// Programs that were asked to end and did not.
+    pub(super) deaf: Vec<usize>,
 }
 
 fn pair(a: HostId, b: HostId) -> (HostId, HostId) {
@@ -180,6 +185,8 @@ impl Sim {
             signalled: Vec::new(),
             refuses: BTreeMap::new(),
             sets: sets::Sets::default(),
+            anew: BTreeMap::new(),
+            deaf: Vec::new(),
         };
         let mut first = config(HostId::MASTER, "h1");
         change(&mut first);
@@ -322,6 +329,10 @@ impl Sim {
             holds: 0,
             eased: 0,
             mail: Vec::new(),
+            claim: None,
+            parted: None,
+            asked: false,
+            ends: None,
             exited: false,
             used: 0,
         });
@@ -461,19 +472,7 @@ impl Sim {
         }
         let now = self.now;
         match message {
-            ToTask::Welcome(welcome) => {
-                let p = &mut self.procs[proc];
-                p.rm = welcome.rm;
-                let restart = welcome.restart.clone();
-                p.welcome = Some(welcome);
-                p.quiesced = None;
-                p.route += 1;
-                let route = RouteId(p.route);
-                if let Some(restart) = restart {
-                    self.begin_again(proc, &restart);
-                }
-                self.each_link(proc, &LinkEvent::RouteUp(route));
-            }
+            ToTask::Welcome(welcome) => self.welcomed(proc, welcome),
             ToTask::Refused { reason } => self.procs[proc].refused = Some(reason),
             ToTask::Reply { id, reply } => {
                 self.procs[proc].open.remove(&id);
@@ -501,6 +500,7 @@ impl Sim {
             }
             ToTask::RmChanged { rm } => self.procs[proc].rm = rm,
             ToTask::Route { .. } => self.procs[proc].told.push(message),
+            ToTask::TakeNothing { by } => self.takes_nothing(proc, by),
             ToTask::Quiesce { migration, tokens } => {
                 let p = &mut self.procs[proc];
                 assert!(p.quiesced.is_none(), "told twice to let go");
@@ -709,6 +709,9 @@ impl Sim {
                 if self.procs[proc].conn == Some(conn) && !self.procs[proc].exited {
                     let frame = LinkFrame::decode(bytes).expect("daemons pass on what they got");
                     let now = self.now;
+                    if self.takes_back(proc, &frame) {
+                        return;
+                    }
                     self.link_of(proc, frame.src).handle(now, LinkEvent::Frame(frame));
                     self.pump(proc);
                 }

@@ -1,11 +1,11 @@
 //! A process of the simulation: the task library's part in it.
 
-use super::Happening;
+use super::{Happening, Sim};
 use crate::machine::ConnId;
 use bytes::Bytes;
-use sempa_proto::link::Link;
-use sempa_proto::task::{AtEnd, LinkMark, Reply, Request, RmInfo, ToTask, Welcome};
-use sempa_proto::{HostId, Message, MigrationId, RequestId, Tid};
+use sempa_proto::link::{Link, LinkEvent};
+use sempa_proto::task::{AtEnd, Claim, LinkMark, Reply, Request, RmInfo, ToTask, Welcome};
+use sempa_proto::{HostId, Message, MigrationId, RequestId, RouteId, Tid};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
@@ -53,6 +53,14 @@ pub(in crate::machine::tests) struct Proc {
     pub(in crate::machine::tests) eased: u64,
     /// What has come while it stood still.
     pub(super) mail: Vec<Happening>,
+    /// It has not connected yet, and will by this.
+    pub(super) claim: Option<Claim>,
+    /// The move for which it has said all.
+    pub(super) parted: Option<MigrationId>,
+    /// It was asked to end some time.
+    pub(super) asked: bool,
+    /// It is ending, with this status.
+    pub(super) ends: Option<i32>,
     pub(in crate::machine::tests) exited: bool,
     pub(super) used: u64,
 }
@@ -97,5 +105,25 @@ impl Proc {
         for (_, message) in self.waiting.extract_if(.., |(mark, _)| here(mark)) {
             self.seen.push(Seen::Note(message));
         }
+    }
+}
+
+impl Sim {
+    /// A library hears that its process is a task.
+    pub(super) fn welcomed(&mut self, proc: usize, welcome: Welcome) {
+        let p = &mut self.procs[proc];
+        p.rm = welcome.rm;
+        let (restart, successor) = (welcome.restart.clone(), welcome.successor.clone());
+        p.welcome = Some(welcome);
+        p.quiesced = None;
+        p.route += 1;
+        let route = RouteId(p.route);
+        if let Some(restart) = restart {
+            self.begin_again(proc, &restart);
+        }
+        if let Some(successor) = successor {
+            self.succeed(proc, &successor);
+        }
+        self.each_link(proc, &LinkEvent::RouteUp(route));
     }
 }

@@ -4,7 +4,7 @@ use super::{Channel, Happening, Proc, Sim};
 use crate::machine::Event;
 use sempa_proto::frame::from_bytes;
 use sempa_proto::migration::{Failure, Refusal, TaskFacts, Usage, Verdict};
-use sempa_proto::task::{Claim, Redirect, RedirectAt};
+use sempa_proto::task::{Redirect, RedirectAt};
 use sempa_proto::tasker::{Capabilities, DumpReport, FromTasker, Redirection, ToTasker};
 use sempa_proto::{HostId, Micros, Tid};
 
@@ -47,7 +47,7 @@ impl Sim {
         self.refuses.get(&on).cloned().unwrap_or_default()
     }
 
-    fn find_spawned(&self, on: HostId, tid: Tid) -> Option<usize> {
+    pub(super) fn find_spawned(&self, on: HostId, tid: Tid) -> Option<usize> {
         self.procs.iter().position(|p| p.spawned == Some(tid) && p.host == on && !p.exited)
     }
 
@@ -68,19 +68,16 @@ impl Sim {
         match message {
             ToTasker::Start(start) => {
                 let tid = start.tid;
-                let env: Vec<String> = start.env.iter().map(|e| String::from_utf8_lossy(e).into_owned()).collect();
-                let epid = env.iter().find_map(|e| e.strip_prefix("PVMEPID=")?.parse().ok()).expect("a number");
-                let program = start.path.to_string_lossy().into_owned();
-                if program.contains("broken") {
+                if start.path.to_string_lossy().contains("broken") {
                     return self.tasker(on, FromTasker::StartFailed { tid, why: "thrown".into() });
                 }
-                let claim = Claim::Spawned { epid };
-                let proc = self.process(on, &program, Some(tid), env);
+                let twice = self.procs.iter().any(|p| p.spawned == Some(tid) && !p.exited);
+                assert!(!twice, "two live copies of {tid} (seed {})", self.seed);
+                let proc = self.process_of(on, &start);
                 self.tasker(on, FromTasker::Started { tid, pid: 1000 + proc as i32 });
-                if !program.contains("sleep") {
-                    self.connect(proc, claim);
-                }
+                self.begin_if_it_may(proc);
             }
+            ToTasker::End { tid, engine } => self.asked_to_end(on, tid, engine),
             ToTasker::Signal { tid, .. } => {
                 if let Some(proc) = self.find_spawned(on, tid)
                     && !self.procs[proc].program.contains("stubborn")
@@ -134,11 +131,12 @@ impl Sim {
     }
 
     /// A process that stood still takes in what has come meanwhile, if it may.
-    fn thaw(&mut self, proc: usize) {
+    pub(super) fn thaw(&mut self, proc: usize) {
         while !self.procs[proc].is_frozen() && !self.procs[proc].mail.is_empty() {
             let first = self.procs[proc].mail.remove(0);
             self.happen(Some(first));
         }
+        self.begin_if_it_may(proc);
         self.pump(proc);
     }
 
@@ -205,6 +203,11 @@ impl Sim {
             ToTasker::Run { migration, held, .. } if self.run_built(on, migration, held) => {
                 FromTasker::Ran { migration, result: Ok(()) }
             }
+            ToTasker::Build { migration, start } => self.build_anew(on, migration, &start),
+            ToTasker::Run { migration, held, .. } if self.anew.contains_key(&(on, migration)) => {
+                let Some(answer) = self.run_anew(on, migration, held) else { return };
+                answer
+            }
             ToTasker::Run { migration, held, .. } => {
                 let (_, tid, _) = *self.recorded.iter().rev().find(|r| r.0 == migration).expect("recorded first");
                 let proc = self.proc_of(tid);
@@ -228,6 +231,7 @@ impl Sim {
             ToTasker::Discard { migration } => {
                 self.following.remove(&migration);
                 self.sets.built.remove(&(on, migration));
+                self.discard_anew(on, migration);
                 FromTasker::Discarded { migration }
             }
             other => panic!("{other:?}"),

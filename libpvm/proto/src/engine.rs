@@ -1,0 +1,252 @@
+//! The ways by which a task can be taken from one host to another one, and how a task says which it wants.
+//!
+//! CRIU takes any process as it is, between hosts that are alike, and needs privileges. A program can do it itself: it is
+//! asked by a signal, writes what it needs, and ends with an agreed code; then it is started again. And what loses nothing
+//! worth keeping is just ended and started again. The last two work between any two hosts, and without privileges.
+
+use crate::task::SpawnRequest;
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use thiserror::Error;
+
+/// Environment of a spawn: how its tasks want to be taken elsewhere.
+pub const ENGINE_ENV: &str = "SEMPA_ENGINE";
+/// Environment of a program that was started again: how often it has been.
+pub const AGAIN_ENV: &str = "SEMPA_AGAIN";
+/// A program that was asked to write its state ends with this, if it has not said otherwise: it is to be started again.
+pub const EXIT_AGAIN: u8 = 85;
+/// It gets so many seconds for that, if it has not said otherwise.
+pub const OWN_WAIT: u32 = 60;
+/// A task that is just started again gets so many seconds to end by itself.
+pub const RESTART_WAIT: u32 = 5;
+/// Nobody gets more seconds.
+pub const WAIT_MAX: u32 = 3600;
+/// SIGUSR1: what a program is asked by, if it has not said otherwise.
+const SIGUSR1: i32 = 10;
+/// SIGTERM.
+const SIGTERM: i32 = 15;
+/// Signals that a program can be asked by, by name. Those that it cannot catch, or that stop it, are not among them.
+const SIGNALS: [(&str, i32); 9] = [
+    ("HUP", 1),
+    ("INT", 2),
+    ("QUIT", 3),
+    ("USR1", SIGUSR1),
+    ("USR2", 12),
+    ("ALRM", 14),
+    ("TERM", SIGTERM),
+    ("URG", 23),
+    ("WINCH", 28),
+];
+
+/// A way to take a task elsewhere.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Engine {
+    /// CRIU writes the process and builds it again.
+    #[default]
+    Criu,
+    /// The program writes its own state and is started again.
+    Own {
+        /// The signal that asks it.
+        signal: i32,
+        /// The exit status by which it says that it has done so.
+        exit: u8,
+        /// How many seconds it gets.
+        wait: u32,
+    },
+    /// The task is ended and started again.
+    Restart {
+        /// How many seconds it gets to end by itself.
+        wait: u32,
+    },
+}
+
+/// A word that is no way to take a task elsewhere.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[error(
+    "{ENGINE_ENV}: \"{0}\" is not understood; it is a list of criu, own[:signal=NAME][:exit=CODE][:wait=SECONDS] and \
+     restart[:wait=SECONDS]"
+)]
+pub struct EngineError(pub String);
+
+impl Engine {
+    /// Reads a list: the first that both hosts can do is taken.
+    ///
+    /// # Errors
+    /// The word that is not understood.
+    pub fn list(text: &str) -> Result<Vec<Engine>, EngineError> {
+        let words = text.split(',').map(str::trim);
+        let list = words.map(Engine::parse).collect::<Result<Vec<Engine>, EngineError>>()?;
+        let twice = |engine: &Engine| list.iter().filter(|other| other.name() == engine.name()).count() > 1;
+        match list.iter().find(|engine| twice(engine)) {
+            Some(engine) => Err(EngineError(format!("{} twice", engine.name()))),
+            None => Ok(list),
+        }
+    }
+
+    fn parse(word: &str) -> Result<Engine, EngineError> {
+        let wrong = || EngineError(word.to_string());
+        let mut parts = word.split(':').map(str::trim);
+        let mut engine = match parts.next() {
+            Some("criu") => Engine::Criu,
+            Some("own") => Engine::Own { signal: SIGUSR1, exit: EXIT_AGAIN, wait: OWN_WAIT },
+            Some("restart") => Engine::Restart { wait: RESTART_WAIT },
+            _ => return Err(wrong()),
+        };
+        for part in parts {
+            let (name, value) = part.split_once('=').map(|(n, v)| (n.trim(), v.trim())).ok_or_else(wrong)?;
+            match (&mut engine, name) {
+                (Engine::Own { signal, .. }, "signal") => *signal = signal_named(value).ok_or_else(wrong)?,
+                (Engine::Own { exit, .. }, "exit") => *exit = value.parse().map_err(|_| wrong())?,
+                (Engine::Own { wait, .. } | Engine::Restart { wait }, "wait") => {
+                    *wait = value.parse().ok().filter(|wait| (1..=WAIT_MAX).contains(wait)).ok_or_else(wrong)?;
+                }
+                _ => return Err(wrong()),
+            }
+        }
+        Ok(engine)
+    }
+
+    /// What the environment of a spawn says; by CRIU alone if it says nothing.
+    ///
+    /// # Errors
+    /// The word that is not understood.
+    pub fn wanted(env: &[Vec<u8>]) -> Result<Vec<Engine>, EngineError> {
+        let of = |entry: &Vec<u8>| {
+            let text = entry.strip_prefix(ENGINE_ENV.as_bytes())?.strip_prefix(b"=")?.to_vec();
+            Some(String::from_utf8_lossy(&text).into_owned())
+        };
+        // Of two entries the later one counts, as for the program.
+        let text = env.iter().rev().find_map(of).filter(|text| !text.trim().is_empty());
+        text.map_or_else(|| Ok(vec![Engine::Criu]), |text| Engine::list(&text))
+    }
+
+    fn name(&self) -> &'static str {
+        match self {
+            Engine::Criu => "criu",
+            Engine::Own { .. } => "own",
+            Engine::Restart { .. } => "restart",
+        }
+    }
+
+    /// The signal that asks the program, and the seconds that it gets; none for CRIU.
+    pub fn asks(&self) -> Option<(i32, u32)> {
+        match *self {
+            Engine::Criu => None,
+            Engine::Own { signal, wait, .. } => Some((signal, wait)),
+            Engine::Restart { wait } => Some((SIGTERM, wait)),
+        }
+    }
+
+    /// True if a process that was asked, and has ended with this wait status, is to be started again.
+    pub fn goes_on_after(&self, status: i32) -> bool {
+        match *self {
+            Engine::Criu => false,
+            Engine::Own { exit, .. } => status == i32::from(exit) << 8,
+            Engine::Restart { .. } => true,
+        }
+    }
+}
+
+fn signal_named(text: &str) -> Option<i32> {
+    let name = text.strip_prefix("SIG").unwrap_or(text);
+    let by_name = SIGNALS.iter().find(|(known, _)| *known == name).map(|(_, number)| *number);
+    by_name.or_else(|| {
+        let number = text.parse().ok()?;
+        // The realtime ones are anybody's, but for the few that the C library keeps for itself.
+        ((35..=64).contains(&number) || SIGNALS.iter().any(|(_, known)| *known == number)).then_some(number)
+    })
+}
+
+impl fmt::Display for Engine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Engine::Criu => f.write_str("CRIU"),
+            Engine::Own { .. } => f.write_str("its own checkpoint"),
+            Engine::Restart { .. } => f.write_str("restart"),
+        }
+    }
+}
+
+/// How a program was started, so that it can be started again, and how it wants to be taken elsewhere.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Begin {
+    /// In this order.
+    pub engines: Vec<Engine>,
+    /// What was asked for.
+    pub request: SpawnRequest,
+    /// How often it was started again.
+    pub count: u32,
+}
+
+impl Begin {
+    /// True if CRIU is one of the ways.
+    pub fn by_criu(&self) -> bool {
+        self.engines.contains(&Engine::Criu)
+    }
+
+    /// The first way that starts the program again.
+    pub fn anew(&self) -> Option<Engine> {
+        self.engines.iter().copied().find(|engine| *engine != Engine::Criu)
+    }
+
+    /// The working directory that was asked for.
+    pub fn dir(&self) -> Option<&str> {
+        self.request.place.split_once(':').map(|(_, dir)| dir).filter(|dir| !dir.is_empty())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const OWN: Engine = Engine::Own { signal: SIGUSR1, exit: EXIT_AGAIN, wait: OWN_WAIT };
+
+    #[test]
+    fn a_list_names_ways_in_order_with_what_is_different() {
+        let list = |text| Engine::list(text).expect("good");
+        assert_eq!(list("criu"), [Engine::Criu]);
+        assert_eq!(list(" own , restart:wait=9 "), [OWN, Engine::Restart { wait: 9 }]);
+        let other = Engine::Own { signal: 12, exit: 3, wait: 7 };
+        assert_eq!(list("criu,own:signal=USR2:exit=3:wait=7"), [Engine::Criu, other]);
+        assert_eq!(list("own:wait=7:signal=SIGUSR2:exit=3"), [other]);
+        assert_eq!(list("own:signal=40"), [Engine::Own { signal: 40, exit: EXIT_AGAIN, wait: OWN_WAIT }]);
+    }
+
+    #[test]
+    fn what_is_not_understood_is_named() {
+        for word in [
+            "",
+            "own,",
+            "crio",
+            "own:",
+            "own:signal",
+            "own:signal=KILL",
+            "own:signal=9",
+            "own:signal=33",
+            "own:exit=256",
+            "own:wait=0",
+            "own:wait=3601",
+            "restart:exit=3",
+            "criu:wait=3",
+            "own,own:wait=3",
+        ] {
+            let error = Engine::list(word).expect_err(word).to_string();
+            assert!(error.starts_with("SEMPA_ENGINE: \""), "{word}: {error}");
+        }
+    }
+
+    #[test]
+    fn the_environment_of_a_spawn_says_it_and_without_a_word_it_is_criu() {
+        let env = |words: &[&str]| words.iter().map(|word| word.as_bytes().to_vec()).collect::<Vec<_>>();
+        assert_eq!(Engine::wanted(&env(&["SEMPA_ENGINES=x", "A=b"])), Ok(vec![Engine::Criu]));
+        assert_eq!(Engine::wanted(&env(&["SEMPA_ENGINE="])), Ok(vec![Engine::Criu]));
+        assert_eq!(Engine::wanted(&env(&["SEMPA_ENGINE=x", "SEMPA_ENGINE=own"])), Ok(vec![OWN]));
+        assert!(Engine::wanted(&env(&["SEMPA_ENGINE=x"])).is_err());
+    }
+
+    #[test]
+    fn only_the_agreed_end_of_a_program_that_was_asked_begins_it_again() {
+        assert!(OWN.goes_on_after(85 << 8) && !OWN.goes_on_after(0) && !OWN.goes_on_after(85));
+        assert!(Engine::Restart { wait: 1 }.goes_on_after(9) && !Engine::Criu.goes_on_after(85 << 8));
+    }
+}

@@ -1,0 +1,218 @@
+//! A conversation that a new process takes over from one that has ended, in the place of the same task.
+//!
+//! The old process says of each link where it stands, as a [`Talk`], and says again what the peer has not acknowledged: its
+//! daemon keeps that, with all that the process says afterwards. The new process gets both, and goes on as if it were the old
+//! one: the peer notices nothing.
+
+use super::{Body, FRAGMENT_BYTES_MAX, Link, LinkFrame, LinkKind, Retained, SMALL_BYTES_MAX};
+use crate::ids::{Micros, Tid};
+use bytes::Bytes;
+use serde::{Deserialize, Serialize};
+
+/// Where one end of a link stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Talk {
+    /// The other end.
+    pub peer: Tid,
+    /// The timeline of the link.
+    pub line: u16,
+    /// The number of the fragment that is to come next.
+    pub expected: u64,
+    /// The number of the first fragment that is said again.
+    pub first: u64,
+    /// The number after the last one.
+    pub end: u64,
+    /// The peer has ended.
+    pub gone: bool,
+}
+
+impl Talk {
+    /// Nothing has been said.
+    pub fn new(peer: Tid, line: u16) -> Talk {
+        Talk { peer, line, expected: 1, first: 1, end: 1, gone: false }
+    }
+}
+
+/// What a process still has to get of what the one before it had sent.
+#[derive(Clone, Debug)]
+pub(super) struct Back {
+    next: u64,
+    end: u64,
+    first: u64,
+    part: Vec<u8>,
+}
+
+impl Link {
+    /// Where this end stands, and all that whoever takes its place has to get, in order: half a message that came from the peer,
+    /// as it came, and what the peer has not acknowledged. From now on this end transmits without regard to the window; what is
+    /// said here counts as transmitted.
+    pub fn part(&mut self, now: Micros) -> (Talk, Vec<LinkFrame>) {
+        let half = self.rx.partial.len().div_ceil(FRAGMENT_BYTES_MAX) as u64;
+        let first = self.tx.retained.front().map_or(self.tx.end, |message| message.first_seq);
+        let expected = self.rx.expected - half;
+        let talk = Talk { peer: self.peer, line: self.line, expected, first, end: first, gone: self.gone };
+        let (line, ack) = (self.line, self.rx.expected);
+        let mut frames = Vec::new();
+        for (piece, seq) in self.rx.partial.chunks(FRAGMENT_BYTES_MAX).zip(expected..) {
+            let (kind, payload) = (LinkKind::Data { last: false }, Bytes::copy_from_slice(piece));
+            frames.push(LinkFrame { src: self.peer, dst: self.local, kind, seq, ack: 1, line, payload });
+        }
+        for message in &self.tx.retained {
+            for seq in (message.first_seq..message.end_seq()).take_while(|seq| *seq < self.tx.next) {
+                let (head, body) = message.fragment(seq);
+                let (kind, payload) =
+                    (LinkKind::Data { last: seq + 1 == message.end_seq() }, [head, body].concat().into());
+                frames.push(LinkFrame { src: self.local, dst: self.peer, kind, seq, ack, line, payload });
+            }
+        }
+        self.lift_window();
+        while let Some(frame) = self.next_frame(now) {
+            frames.push(frame.to_frame());
+        }
+        (talk, frames)
+    }
+
+    /// Transmits with regard to the window again.
+    pub fn restore_window(&mut self) {
+        self.tx.unlimited = false;
+    }
+
+    /// Takes the place of the end that stood there. It transmits nothing of its own before it has got back what that one had
+    /// sent ([`Link::take_back`]).
+    pub fn go_on(local: Tid, talk: &Talk) -> Link {
+        let mut link = Link::new(local, talk.peer);
+        (link.line, link.gone, link.rx.expected) = (talk.line, talk.gone, talk.expected);
+        let tx = &mut link.tx;
+        (tx.acked, tx.next, tx.fresh, tx.end) = (talk.first, talk.first, talk.end, talk.end);
+        if talk.gone {
+            (tx.acked, tx.next) = (talk.end, talk.end);
+        } else if talk.first < talk.end {
+            tx.back = Some(Box::new(Back { next: talk.first, end: talk.end, first: talk.first, part: Vec::new() }));
+        }
+        link
+    }
+
+    /// Takes a frame that the process before this one had sent.
+    pub fn take_back(&mut self, frame: &LinkFrame) {
+        let LinkKind::Data { last } = frame.kind else { return };
+        let Some(back) = self.tx.back.as_mut().filter(|back| back.next == frame.seq) else { return };
+        back.next += 1;
+        back.part.extend_from_slice(&frame.payload);
+        let mut whole = None;
+        if last {
+            whole = Some((back.first, std::mem::take(&mut back.part)));
+            back.first = back.next;
+        }
+        let is_all = back.next >= back.end;
+        if let Some((seq, bytes)) = whole {
+            let body = if bytes.len() <= SMALL_BYTES_MAX { Body::copy(&bytes) } else { Body::Large(bytes.into()) };
+            let message = Retained::new(seq, &[], body);
+            self.tx.retained_bytes += message.len();
+            // What was sent since waits behind it.
+            let place = self.tx.retained.partition_point(|other| other.first_seq < seq);
+            self.tx.retained.insert(place, message);
+        }
+        if is_all {
+            self.tx.back = None;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{LinkEvent, WINDOW_BYTES_MAX};
+    use super::*;
+    use crate::ids::RouteId;
+
+    const NOW: Micros = Micros(0);
+
+    fn tid(n: u32) -> Tid {
+        Tid::task(crate::HostId::MASTER, n).expect("good")
+    }
+
+    fn pair() -> [Link; 2] {
+        let mut links = [Link::new(tid(1), tid(2)), Link::new(tid(2), tid(1))];
+        links.iter_mut().for_each(|link| link.handle(NOW, LinkEvent::RouteUp(RouteId(1))));
+        links
+    }
+
+    fn frames(link: &mut Link) -> Vec<LinkFrame> {
+        std::iter::from_fn(|| link.next_frame(NOW).map(|frame| frame.to_frame())).collect()
+    }
+
+    fn give(to: &mut Link, frames: &[LinkFrame]) {
+        frames.iter().for_each(|frame| to.handle(NOW, LinkEvent::Frame(frame.clone())));
+    }
+
+    fn messages(link: &mut Link) -> Vec<Vec<u8>> {
+        std::iter::from_fn(|| link.take_message()).map(|message| message.to_vec()).collect()
+    }
+
+    /// A new process takes over; the daemon has seen these frames.
+    fn take_over(link: &mut Link, later: &[LinkFrame]) -> Link {
+        let (mut talk, said) = link.part(NOW);
+        let own: Vec<LinkFrame> = said.iter().chain(later).filter(|f| f.src == tid(1)).cloned().collect();
+        for frame in own.iter().filter(|frame| matches!(frame.kind, LinkKind::Data { .. })) {
+            assert_eq!(frame.seq, talk.end, "in order, and without a gap");
+            talk.end += 1;
+        }
+        let mut new = Link::go_on(tid(1), &talk);
+        new.handle(NOW, LinkEvent::RouteUp(RouteId(1)));
+        // It says something at once.
+        new.send([], Bytes::from_static(b"new")).expect("queued");
+        own.iter().for_each(|frame| new.take_back(frame));
+        give(&mut new, &said.into_iter().filter(|frame| frame.src == tid(2)).collect::<Vec<_>>());
+        new
+    }
+
+    #[test]
+    fn what_the_old_process_had_sent_and_nobody_has_acknowledged_the_new_one_sends_again_once_and_in_order() {
+        for heard in 0..6 {
+            let [mut old, mut peer] = pair();
+            let big = vec![7; FRAGMENT_BYTES_MAX * 2 + 5];
+            old.send([1], Bytes::from_static(b"a")).expect("queued");
+            old.send([2, 3], big.clone().into()).expect("queued");
+            old.send([], Bytes::from_static(b"z")).expect("queued");
+            let sent = frames(&mut old);
+            give(&mut peer, &sent[..heard.min(sent.len())]);
+            if heard % 2 == 0 {
+                give(&mut old, &frames(&mut peer));
+            }
+            let mut new = take_over(&mut old, &[]);
+            for _ in 0..4 {
+                give(&mut peer, &frames(&mut new));
+                give(&mut new, &frames(&mut peer));
+                new.handle(NOW, LinkEvent::PeerMoved);
+            }
+            let all = [b"\x01a".to_vec(), [vec![2, 3], big].concat(), b"z".to_vec(), b"new".to_vec()];
+            assert_eq!(messages(&mut peer), all, "{heard} were heard");
+            peer.send([], Bytes::from_static(b"answer")).expect("queued");
+            give(&mut new, &frames(&mut peer));
+            assert_eq!(messages(&mut new), [b"answer"]);
+        }
+    }
+
+    #[test]
+    fn half_a_message_and_what_the_window_kept_back_are_not_lost() {
+        let [mut old, mut peer] = pair();
+        let big = vec![3; FRAGMENT_BYTES_MAX * 3];
+        peer.send([9], big.clone().into()).expect("queued");
+        let coming = frames(&mut peer);
+        give(&mut old, &coming[..2]);
+        // The peer hears that these two are there, and does not send them again.
+        give(&mut peer, &old.part(NOW).1.into_iter().filter(|frame| frame.src == tid(1)).collect::<Vec<_>>());
+        let wide = vec![5; WINDOW_BYTES_MAX * 2];
+        old.restore_window();
+        old.send([], wide.clone().into()).expect("queued");
+        assert!(frames(&mut old).len() < wide.len() / FRAGMENT_BYTES_MAX);
+        let mut new = take_over(&mut old, &[]);
+        give(&mut new, &coming[2..]);
+        assert_eq!(messages(&mut new), [[vec![9], big].concat()]);
+        for _ in 0..8 {
+            give(&mut peer, &frames(&mut new));
+            give(&mut new, &frames(&mut peer));
+            new.handle(NOW, LinkEvent::PeerMoved);
+        }
+        assert_eq!(messages(&mut peer), [wide, b"new".to_vec()]);
+    }
+}

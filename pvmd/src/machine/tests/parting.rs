@@ -1,0 +1,404 @@
+//! Processes that end to begin again elsewhere: what becomes of their conversations, and of what happens meanwhile.
+
+use super::engines::{OWN, answers, end_of_move, heard, listed, migrate, request, spawn, start_move, watch};
+use super::scene::{stopped, welcome};
+use super::sim::{Seen, Sim, host, seeds};
+use sempa_proto::migration::{Failure, Step};
+use sempa_proto::task::{NotifyRequest, NotifyWhat, Reply, Request};
+use sempa_proto::{Micros, Tid};
+
+/// Wait status of an end as agreed.
+const AGREED: i32 = 85 << 8;
+
+fn procs_of(sim: &Sim, tid: Tid) -> Vec<usize> {
+    (0..sim.procs.len()).filter(|p| sim.procs[*p].welcome.as_ref().is_some_and(|w| w.tid == tid)).collect()
+}
+
+/// What all processes of a task have got, in order.
+fn all_heard(sim: &Sim, tid: Tid) -> Vec<i32> {
+    procs_of(sim, tid).into_iter().flat_map(|proc| heard(sim, proc)).collect()
+}
+
+/// The newest process of a task says this to another task, if it can; whether it did.
+fn says(sim: &mut Sim, tid: Tid, to: Tid, n: i32) -> bool {
+    let proc = sim.proc_of(tid);
+    let p = &sim.procs[proc];
+    let can = p.welcome.is_some() && p.conn.is_some() && !p.exited && !p.is_frozen();
+    if can {
+        sim.tell(proc, to, &n.to_be_bytes());
+    }
+    can
+}
+
+fn notify(sim: &mut Sim, proc: usize, tid: Tid) {
+    let what = NotifyWhat::TaskExit(vec![tid]);
+    sim.ask(proc, Request::Notify(NotifyRequest { what, ctx: 0, tag: 9, cancel: false }));
+}
+
+#[test]
+fn two_that_talk_and_begin_again_at_the_same_time_lose_nothing_and_say_nothing_twice() {
+    let mut both = 0;
+    for seed in seeds(150) {
+        let (mut sim, console) = Sim::cluster(seed, 4);
+        let engine = if seed % 2 == 0 { "own:wait=3" } else { "restart:wait=3" };
+        let a = spawn(&mut sim, console, request("child", engine, "h2"));
+        let near = if seed % 3 == 0 { "h2" } else { "h3" };
+        let b = spawn(&mut sim, console, request("child", engine, near));
+        let (mut from_a, mut from_b) = (0, 0);
+        for round in 0..3 {
+            let targets = if round % 2 == 0 { ["h4", "h1"] } else { ["h2", "h3"] };
+            let moving = [a, b].map(|tid| (tid, sim.dice.roll(30_000)));
+            let mut open = Vec::new();
+            let begun = sim.now;
+            while open.len() < 2 || open.iter().any(|id| !sim.procs[console].replies.contains_key(id)) {
+                for (n, (tid, at)) in moving.into_iter().enumerate() {
+                    if open.len() == n && sim.now.since(begun) >= Micros(at) {
+                        open.push(start_move(&mut sim, console, tid, targets[n]));
+                    }
+                }
+                from_a += i32::from(says(&mut sim, a, b, from_a));
+                from_b += i32::from(says(&mut sim, b, a, from_b));
+                let wait = Micros(sim.dice.roll(1_500));
+                sim.pass(wait);
+            }
+            let moved = open.into_iter().filter(|id| end_of_move(&mut sim, console, *id).is_ok()).count();
+            both += usize::from(moved == 2);
+        }
+        for tid in [a, b] {
+            sim.until("it is back", |s| s.procs[s.proc_of(tid)].welcome.is_some());
+        }
+        from_a += i32::from(says(&mut sim, a, b, from_a));
+        from_b += i32::from(says(&mut sim, b, a, from_b));
+        sim.until("all that a said", |s| all_heard(s, b).last() == Some(&(from_a - 1)));
+        sim.until("all that b said", |s| all_heard(s, a).last() == Some(&(from_b - 1)));
+        assert_eq!(all_heard(&sim, b), (0..from_a).collect::<Vec<i32>>(), "seed {seed}");
+        assert_eq!(all_heard(&sim, a), (0..from_b).collect::<Vec<i32>>(), "seed {seed}");
+    }
+    assert!(both > 100, "{both}");
+}
+
+/// A task on h2 that is asked and takes its time, and the move; the process that was asked.
+fn asked(sim: &mut Sim, console: usize, to: &str) -> (Tid, usize, sempa_proto::RequestId) {
+    let tid = spawn(sim, console, request("deaf", "own:wait=3", "h2"));
+    let old = sim.proc_of(tid);
+    let moving = start_move(sim, console, tid, to);
+    sim.until("it is asked", |s| s.deaf.contains(&old));
+    (tid, old, moving)
+}
+
+#[test]
+fn what_a_task_says_that_ends_while_its_peer_begins_again_is_heard_by_the_new_process() {
+    for seed in seeds(60) {
+        let (mut sim, console) = Sim::cluster(seed, 3);
+        let from = if seed % 2 == 0 { "h2" } else { "h3" };
+        let talker = spawn(&mut sim, console, request("child", "own:wait=3", from));
+        let (tid, old, moving) = asked(&mut sim, console, "h3");
+        let said = sim.proc_of(talker);
+        (0..5i32).for_each(|n| sim.tell(said, tid, &n.to_be_bytes()));
+        let again = seed % 3 == 0;
+        if again {
+            // It begins again itself.
+            let to = if from == "h2" { "h1" } else { "h2" };
+            assert_eq!(migrate(&mut sim, console, talker, to), Ok(OWN));
+        } else {
+            sim.end_in_order(said, 0);
+            sim.pass(Micros::from_millis(200));
+        }
+        assert_eq!(heard(&sim, old), [] as [i32; 0], "it is for the next one");
+        sim.end_in_order(old, AGREED);
+        assert_eq!(end_of_move(&mut sim, console, moving), Ok(OWN));
+        sim.until("all of it", |s| all_heard(s, tid).len() == 5);
+        answers(&mut sim, console, tid);
+        assert_eq!(all_heard(&sim, tid), [0, 1, 2, 3, 4, 4711], "seed {seed}");
+    }
+}
+
+#[test]
+fn what_happens_while_a_program_is_asked_the_new_process_hears_behind_the_last_messages_of_who_ended() {
+    for seed in seeds(60) {
+        let (mut sim, console) = Sim::cluster(seed, 3);
+        let dying = spawn(&mut sim, console, request("child", "own", if seed % 2 == 0 { "h3" } else { "h1" }));
+        let last = sim.proc_of(dying);
+        let tid = spawn(&mut sim, console, request("deaf", "own:wait=3", "h2"));
+        let old = sim.proc_of(tid);
+        notify(&mut sim, old, dying);
+        sim.tell(last, tid, &7i32.to_be_bytes());
+        if seed % 3 == 0 {
+            sim.until("it hears", |s| heard(s, old) == [7]);
+        }
+        let moving = start_move(&mut sim, console, tid, "h3");
+        let wait = Micros(sim.dice.roll(40_000));
+        sim.pass(wait);
+        (0..3i32).for_each(|n| sim.tell(last, tid, &n.to_be_bytes()));
+        sim.end_in_order(last, 0);
+        sim.until("it is asked", |s| s.deaf.contains(&old));
+        sim.pass(Micros::from_millis(200));
+        let noted = sim.procs[old].notes(9).len();
+        sim.end_in_order(old, AGREED);
+        assert_eq!(end_of_move(&mut sim, console, moving), Ok(OWN));
+        sim.until("it has gone on", |s| s.procs[s.proc_of(tid)].welcome.is_some());
+        let new = sim.proc_of(tid);
+        sim.until("it is told", |s| noted + s.procs[new].notes(9).len() == 1);
+        assert_eq!(all_heard(&sim, tid), [7, 0, 1, 2], "seed {seed}");
+        let seen = &sim.procs[if noted == 1 { old } else { new }].seen;
+        assert!(matches!(seen.last(), Some(Seen::Note(_))), "{seen:?} (seed {seed})");
+    }
+}
+
+#[test]
+fn a_process_that_is_killed_in_the_middle_of_its_words_has_said_what_the_new_one_believes() {
+    for seed in seeds(80) {
+        let (mut sim, console) = Sim::cluster(seed, 3);
+        let tid = spawn(&mut sim, console, request("deaf", "restart:wait=3", "h2"));
+        let (old, to) = (sim.proc_of(tid), sim.procs[console].tid());
+        let moving = start_move(&mut sim, console, tid, "h3");
+        let mut n = 0;
+        while !sim.procs[old].exited {
+            let mut body = vec![0; 4 + sim.dice.roll(200_000) as usize];
+            body[..4].copy_from_slice(&i32::to_be_bytes(n));
+            sim.tell(old, to, &body);
+            n += 1;
+            let wait = Micros(sim.dice.roll(300_000));
+            sim.pass(wait);
+        }
+        end_of_move(&mut sim, console, moving).expect("moved");
+        sim.until("it is back", |s| s.procs[s.proc_of(tid)].welcome.is_some());
+        let new = sim.proc_of(tid);
+        (1000..1003).for_each(|n: i32| sim.tell(new, to, &n.to_be_bytes()));
+        sim.until("the last word", |s| heard(s, console).last() == Some(&1002));
+        let got = heard(&sim, console);
+        let before = got.len() as i32 - 3;
+        assert!(before >= n - 1, "{before} of {n} (seed {seed})");
+        assert_eq!(got, (0..before).chain(1000..1003).collect::<Vec<i32>>(), "seed {seed}");
+    }
+}
+
+#[test]
+fn the_owner_may_come_and_go_at_any_moment_and_the_task_moves_or_goes_on_when_he_has_left() {
+    let mut moved = 0;
+    for seed in seeds(200) {
+        let (mut sim, console) = Sim::cluster(seed, 3);
+        let deaf = seed % 2 == 0;
+        let tid = spawn(&mut sim, console, request(if deaf { "deaf" } else { "child" }, "own:wait=1", "h2"));
+        let speaker = sim.enrol(host(2));
+        if seed % 3 > 0 {
+            sim.ask(speaker, stopped());
+            let wait = Micros(sim.dice.roll(60_000));
+            sim.pass(wait);
+        }
+        let moving = start_move(&mut sim, console, tid, "h3");
+        let wait = Micros(sim.dice.roll(if deaf { 1_500_000 } else { 30_000 }));
+        sim.pass(wait);
+        sim.request(speaker, if seed % 3 == 1 { welcome() } else { stopped() });
+        let result = end_of_move(&mut sim, console, moving);
+        assert_eq!(result.is_ok(), !deaf, "{result:?} (seed {seed})");
+        moved += u32::from(!deaf);
+        sim.pass(Micros::from_secs(2));
+        if deaf && seed % 3 != 1 {
+            let proc = sim.proc_of(tid);
+            assert!(sim.procs[proc].is_frozen(), "the owner is there (seed {seed})");
+        }
+        sim.ask(speaker, welcome());
+        answers(&mut sim, console, tid);
+        assert_eq!(listed(&mut sim, console, tid)[0].host, if deaf { host(2) } else { host(3) });
+    }
+    assert!(moved > 50);
+}
+
+#[test]
+fn a_task_that_is_suspended_while_it_is_asked_moves_or_stays_and_stands_still() {
+    for seed in seeds(100) {
+        let (mut sim, console) = Sim::cluster(seed, 3);
+        let deaf = seed % 2 == 0;
+        let tid = spawn(&mut sim, console, request(if deaf { "deaf" } else { "child" }, "own:wait=1", "h2"));
+        let moving = start_move(&mut sim, console, tid, "h3");
+        let wait = Micros(sim.dice.roll(if deaf { 1_500_000 } else { 20_000 }));
+        sim.pass(wait);
+        let suspended = sim.request(console, Request::Suspend { tid, suspend: true, cause: None });
+        let _ = end_of_move(&mut sim, console, moving);
+        sim.until("it is suspended", |s| s.procs[console].replies.contains_key(&suspended));
+        sim.pass(Micros::from_secs(3));
+        assert!(listed(&mut sim, console, tid)[0].suspended, "seed {seed}");
+        let proc = sim.proc_of(tid);
+        assert!(sim.procs[proc].is_frozen(), "seed {seed}");
+        assert_eq!(sim.ask(console, Request::Suspend { tid, suspend: false, cause: None }), Reply::Done);
+        answers(&mut sim, console, tid);
+    }
+}
+
+#[test]
+fn long_after_a_program_was_asked_in_vain_it_leaves_and_ends_as_any_other() {
+    let (mut sim, console) = Sim::cluster(3, 3);
+    let (tid, old, moving) = asked(&mut sim, console, "h3");
+    watch(&mut sim, console, tid);
+    assert!(end_of_move(&mut sim, console, moving).is_err());
+    sim.pass(Micros::from_secs(120));
+    sim.ask(old, Request::Exit { marks: vec![] });
+    sim.exit(old, AGREED);
+    sim.until("its end", |s| s.procs[console].notes(1).len() == 1);
+    sim.pass(Micros::from_secs(2));
+    assert_eq!((sim.proc_of(tid), listed(&mut sim, console, tid).len()), (old, 0));
+}
+
+#[test]
+fn a_program_that_takes_leave_when_it_is_asked_and_ends_late_is_started_again() {
+    for (seed, again) in (0..20).map(|seed| (seed, seed % 2 == 0)) {
+        let (mut sim, console) = Sim::cluster(seed, 3);
+        let (tid, old, moving) = asked(&mut sim, console, "h3");
+        watch(&mut sim, console, tid);
+        sim.tell(console, tid, &5i32.to_be_bytes());
+        sim.ask(old, Request::Exit { marks: vec![] });
+        sim.close(old);
+        assert!(end_of_move(&mut sim, console, moving).is_err(), "it has not ended in its time");
+        sim.pass(Micros::from_secs(1));
+        if again {
+            sim.exit(old, AGREED);
+            sim.until("it is back", |s| s.proc_of(tid) != old && s.procs[s.proc_of(tid)].welcome.is_some());
+            sim.until("what came meanwhile", |s| all_heard(s, tid) == [5]);
+            answers(&mut sim, console, tid);
+            assert_eq!(all_heard(&sim, tid), [5, 4711]);
+        } else {
+            sim.pass(Micros::from_secs(120));
+            assert_eq!(sim.procs[console].notes(1).len(), 0, "its end is told when its process has ended");
+            sim.exit(old, 0);
+            sim.until("its end", |s| s.procs[console].notes(1).len() == 1);
+        }
+    }
+}
+
+#[test]
+fn nobody_is_asked_any_more_when_the_move_is_off() {
+    let (mut before, mut after) = (0, 0);
+    for seed in seeds(150) {
+        let (mut sim, console) = Sim::cluster(seed, 4);
+        let tid = spawn(&mut sim, console, request("deaf", "own:wait=3", "h2"));
+        let moving = start_move(&mut sim, console, tid, "h3");
+        let wait = Micros(sim.dice.roll(12_000));
+        sim.pass(wait);
+        sim.kill_host(host(3));
+        assert!(end_of_move(&mut sim, console, moving).is_err());
+        sim.pass(Micros::from_millis(20));
+        let asked = sim.deaf.len();
+        sim.pass(Micros::from_secs(20));
+        assert_eq!(sim.deaf.len(), asked, "seed {seed}");
+        *if asked == 0 { &mut before } else { &mut after } += 1;
+        answers(&mut sim, console, tid);
+        // And it goes elsewhere, by CRIU's side too, when that is asked.
+        let Err((Step::Quiesce, Failure::Engine(_))) = migrate(&mut sim, console, tid, "h4") else {
+            panic!("it is deaf (seed {seed})")
+        };
+        answers(&mut sim, console, tid);
+    }
+    assert!(before > 5 && after > 5, "{before} were not asked, {after} were");
+}
+
+#[test]
+fn a_task_that_was_told_to_end_is_started_again_where_it_was_when_its_target_is_lost() {
+    for seed in seeds(60) {
+        let (mut sim, console) = Sim::cluster(seed, 4);
+        let tid = spawn(&mut sim, console, request("deaf", "restart:wait=3", "h2"));
+        watch(&mut sim, console, tid);
+        let old = sim.proc_of(tid);
+        let moving = start_move(&mut sim, console, tid, "h3");
+        sim.until("it is asked", |s| s.deaf.contains(&old));
+        sim.tell(console, tid, &1i32.to_be_bytes());
+        sim.kill_host(host(3));
+        assert!(end_of_move(&mut sim, console, moving).is_err());
+        if seed % 2 == 0 {
+            sim.exit(old, 15);
+        }
+        sim.until("it is back", |s| s.proc_of(tid) != old && s.procs[s.proc_of(tid)].welcome.is_some());
+        sim.until("what came meanwhile", |s| all_heard(s, tid) == [1]);
+        answers(&mut sim, console, tid);
+        assert_eq!(all_heard(&sim, tid), [1, 4711], "seed {seed}");
+        assert_eq!((sim.procs[sim.proc_of(tid)].host, sim.procs[console].notes(1).len()), (host(2), 0));
+        assert_eq!(migrate(&mut sim, console, tid, "h4").map(|_| ()), Ok(()), "seed {seed}");
+        answers(&mut sim, console, tid);
+    }
+}
+
+#[test]
+fn a_task_that_ends_before_it_is_asked_has_ended_whatever_its_status() {
+    let mut ended = 0;
+    for seed in seeds(150) {
+        let (mut sim, console) = Sim::cluster(seed, 3);
+        let engine = if seed % 2 == 0 { "own:wait=3" } else { "restart" };
+        let tid = spawn(&mut sim, console, request("deaf", engine, "h2"));
+        watch(&mut sim, console, tid);
+        let old = sim.proc_of(tid);
+        let moving = start_move(&mut sim, console, tid, "h3");
+        let wait = Micros(sim.dice.roll(12_000));
+        sim.pass(wait);
+        let asked = sim.was_asked(old);
+        sim.exit(old, AGREED);
+        let moved = end_of_move(&mut sim, console, moving);
+        if !asked {
+            ended += 1;
+            assert!(moved.is_err());
+            sim.until("its end", |s| s.procs[console].notes(1).len() == 1);
+            assert_eq!(sim.proc_of(tid), old, "seed {seed}");
+        }
+    }
+    assert!(ended > 20, "{ended}");
+}
+
+#[test]
+fn a_reset_ends_also_a_task_that_begins_again() {
+    let mut away = 0;
+    for seed in seeds(200) {
+        let (mut sim, console) = Sim::cluster(seed, 3);
+        let engine = if seed % 2 == 0 { "own:wait=3" } else { "restart" };
+        let tid = spawn(&mut sim, console, request("child", engine, "h2"));
+        watch(&mut sim, console, tid);
+        let old = sim.proc_of(tid);
+        let moving = start_move(&mut sim, console, tid, "h3");
+        let wait = Micros(sim.dice.roll(20_000));
+        sim.pass(wait);
+        let gone = sim.procs[old].exited;
+        sim.ask(console, Request::Reset { kill: true });
+        let moved = end_of_move(&mut sim, console, moving);
+        sim.pass(Micros::from_secs(3));
+        if !listed(&mut sim, console, tid).is_empty() {
+            // It had just left, as a task that moves by CRIU may have.
+            assert!(moved.is_ok(), "{moved:?} (seed {seed})");
+            sim.ask(console, Request::Reset { kill: true });
+        } else {
+            away += u32::from(gone && moved.is_err());
+        }
+        sim.until("its end", |s| s.procs[console].notes(1).len() == 1);
+        assert_eq!(listed(&mut sim, console, tid), []);
+    }
+    assert!(away > 5, "{away} were away");
+}
+
+#[test]
+fn a_session_that_breaks_while_a_task_begins_again_takes_nothing_along() {
+    for seed in seeds(200) {
+        let (mut sim, console) = Sim::cluster(seed, 4);
+        let tid = spawn(&mut sim, console, request("child", "own:wait=3", "h2"));
+        let peer = sim.enrol(host(3 + (seed % 2) as u16));
+        let (old, to) = (sim.proc_of(tid), sim.procs[peer].tid());
+        let mut said = 0;
+        let moving = start_move(&mut sim, console, tid, "h3");
+        (0..20i32).for_each(|n| sim.tell(peer, tid, &n.to_be_bytes()));
+        let until = Micros(sim.dice.roll(12_000));
+        let begun = sim.now;
+        while sim.now.since(begun) < until && !sim.procs[old].exited {
+            sim.tell(old, to, &i32::to_be_bytes(said));
+            said += 1;
+            sim.pass(Micros(500));
+        }
+        let long = Micros(1_000 + sim.dice.roll(400_000));
+        sim.part(host(2), host(3 + (seed % 3 == 0) as u16), long);
+        let _ = end_of_move(&mut sim, console, moving);
+        sim.until("it is back", |s| s.procs[s.proc_of(tid)].welcome.is_some());
+        let new = sim.proc_of(tid);
+        while said < 25 {
+            sim.tell(new, to, &i32::to_be_bytes(said));
+            said += 1;
+        }
+        sim.until("all of it", |s| all_heard(s, tid).len() >= 20 && heard(s, peer).len() >= said as usize);
+        assert_eq!(all_heard(&sim, tid), (0..20).collect::<Vec<i32>>(), "seed {seed}");
+        assert_eq!(heard(&sim, peer), (0..said).collect::<Vec<i32>>(), "seed {seed}");
+    }
+}

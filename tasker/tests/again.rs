@@ -1,0 +1,160 @@
+//! Programs that are asked to end, and started again in the place of such ones.
+
+mod common;
+
+use common::{Tasker, is_alive, order, tid, wait_until};
+use sempa_proto::MigrationId;
+use sempa_proto::engine::Engine;
+use sempa_proto::migration::{Failure, Usage};
+use sempa_proto::tasker::{FromTasker, StartTask, ToTasker};
+use std::path::Path;
+
+const MOVE: MigrationId = MigrationId(7);
+const OWN: Engine = Engine::Own { signal: 10, exit: 85, wait: 30 };
+/// Takes the right to make namespaces away, as an ordinary user has none.
+const WITHOUT_RIGHTS: [&str; 2] = ["setpriv", "--bounding-set=-all"];
+
+fn shell(script: &str) -> StartTask {
+    order(tid(1), Path::new("/bin/sh"), &["-c", script])
+}
+
+fn restored(tasker: &mut Tasker) -> Result<i32, Failure> {
+    tasker.until(&mut Vec::new(), |m| match m {
+        FromTasker::Restored { result, .. } => Some(result.clone()),
+        _ => None,
+    })
+}
+
+/// What the task wrote, and how it ended.
+fn end(tasker: &mut Tasker) -> (String, i32) {
+    let (out, status, _) = tasker.follow_to_the_end(tid(1));
+    (String::from_utf8_lossy(&out).into_owned(), status)
+}
+
+fn with_and_without_rights(test: impl Fn(&mut Tasker)) {
+    test(&mut Tasker::start());
+    if nix::unistd::geteuid().is_root() {
+        let mut tasker = Tasker::start_by(&WITHOUT_RIGHTS, &[]);
+        assert!(!tasker.ready.pid_namespaces);
+        test(&mut tasker);
+    }
+}
+
+#[test]
+fn a_program_that_is_built_runs_only_when_it_is_told_to() {
+    with_and_without_rights(|tasker| {
+        let dir = tempfile::tempdir().expect("dir");
+        let file = dir.path().join("ran");
+        tasker
+            .send(ToTasker::Build { migration: MOVE, start: shell(&format!("echo hello; touch {}", file.display())) });
+        let pid = restored(tasker).expect("built");
+        let state = checkpoint::status::Status::of(pid).expect("it is there");
+        assert!(state.field("State").is_some_and(|state| state.starts_with('T')), "{state:?}");
+        assert_eq!(std::fs::read_dir(format!("/proc/{pid}/fd")).expect("its descriptors").count(), 3);
+        assert!(!file.exists());
+        tasker.send(ToTasker::Run { migration: MOVE, used: Usage::default(), held: false });
+        assert_eq!(end(tasker), ("hello\n".to_string(), 0));
+        assert!(file.exists());
+    });
+}
+
+#[test]
+fn a_program_that_is_built_and_discarded_never_runs_and_one_that_cannot_begin_is_said_so() {
+    with_and_without_rights(|tasker| {
+        tasker.send(ToTasker::Build { migration: MOVE, start: shell("exit 0") });
+        let pid = restored(tasker).expect("built");
+        tasker.send(ToTasker::Discard { migration: MOVE });
+        tasker.until(&mut Vec::new(), |m| matches!(m, FromTasker::Discarded { .. }).then_some(()));
+        wait_until("it is gone", || !is_alive(pid));
+        let start = StartTask { dir: "/nowhere/at/all".into(), ..shell("exit 0") };
+        tasker.send(ToTasker::Build { migration: MigrationId(8), start });
+        let Err(Failure::Io(why)) = restored(tasker) else { panic!("it began") };
+        assert!(why.contains("working directory /nowhere/at/all") && why.contains("No such file"), "{why}");
+        // Before anything relies on it.
+        let dir = tempfile::tempdir().expect("dir");
+        let path = dir.path().join("no-program");
+        std::fs::write(&path, "not to be run").expect("written");
+        tasker.send(ToTasker::Build { migration: MigrationId(9), start: StartTask { path, ..shell("exit 0") } });
+        let Err(Failure::Io(why)) = restored(tasker) else { panic!("it began") };
+        assert!(why.contains("no-program: Permission denied"), "{why}");
+    });
+}
+
+#[test]
+fn a_program_that_is_held_when_it_is_told_to_run_begins_when_it_is_free() {
+    with_and_without_rights(|tasker| {
+        tasker.send(ToTasker::Build { migration: MOVE, start: shell("echo hello") });
+        let pid = restored(tasker).expect("built");
+        tasker.send(ToTasker::Run { migration: MOVE, used: Usage::default(), held: true });
+        tasker.until(&mut Vec::new(), |m| matches!(m, FromTasker::Ran { .. }).then_some(()));
+        let state = checkpoint::status::Status::of(pid).expect("it is there");
+        assert!(state.field("State").is_some_and(|state| state.starts_with('T')), "{state:?}");
+        tasker.send(ToTasker::GoOn { tid: tid(1) });
+        assert_eq!(end(tasker), ("hello\n".to_string(), 0));
+    });
+}
+
+#[test]
+fn whoever_a_program_leaves_behind_is_ended_if_it_ends_as_agreed_and_only_then() {
+    with_and_without_rights(|tasker| {
+        for (code, stays) in [(85, false), (3, true)] {
+            let script =
+                format!("sleep 1000 & echo $!; trap 'exit {code}' USR1; echo ready; while :; do sleep 0.01; done");
+            tasker.send(ToTasker::Start(shell(&script)));
+            let mut out = Vec::new();
+            let mut task = None;
+            while !String::from_utf8_lossy(&out).contains("ready") {
+                match tasker.next() {
+                    FromTasker::Output { bytes, .. } => out.extend(bytes),
+                    FromTasker::Started { pid, .. } => task = Some(pid),
+                    _ => {}
+                }
+            }
+            let task = task.expect("started");
+            let children = || std::fs::read_to_string(format!("/proc/{task}/task/{task}/children")).expect("children");
+            let is_sleeper = |pid: &i32| {
+                std::fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|line| line.starts_with(b"sleep\x001000\x00"))
+            };
+            let find = || children().split(' ').filter_map(|pid| pid.parse().ok()).find(is_sleeper);
+            wait_until("there is a sleeper", || find().is_some());
+            let sleeper = find().expect("just seen");
+            tasker.send(ToTasker::End { tid: tid(1), engine: OWN });
+            assert_eq!(end(tasker).1, code << 8);
+            if !stays {
+                wait_until("it is gone", || !is_alive(sleeper));
+            }
+            assert_eq!(is_alive(sleeper), stays, "{code}");
+            // Without a namespace nobody else ends it.
+            let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(sleeper), nix::sys::signal::Signal::SIGKILL);
+        }
+    });
+}
+
+#[test]
+fn a_program_that_would_just_be_ended_by_the_signal_is_not_asked() {
+    with_and_without_rights(|tasker| {
+        let dir = tempfile::tempdir().expect("dir");
+        let file = dir.path().join("go");
+        let script = format!(
+            "until [ -e {} ]; do sleep 0.01; done; trap 'exit 85' USR1; echo ready; while :; do sleep 0.01; done",
+            file.display()
+        );
+        tasker.send(ToTasker::Start(shell(&script)));
+        tasker.until(&mut Vec::new(), |m| matches!(m, FromTasker::Started { .. }).then_some(()));
+        tasker.send(ToTasker::End { tid: tid(1), engine: OWN });
+        let why = tasker.until(&mut Vec::new(), |m| match m {
+            FromTasker::NotAsked { why, .. } => Some(why.clone()),
+            _ => None,
+        });
+        assert!(why.contains("does not handle signal 10"), "{why}");
+        std::fs::write(&file, "").expect("written");
+        let mut out = Vec::new();
+        while !String::from_utf8_lossy(&out).contains("ready") {
+            if let FromTasker::Output { bytes, .. } = tasker.next() {
+                out.extend(bytes);
+            }
+        }
+        tasker.send(ToTasker::End { tid: tid(1), engine: OWN });
+        assert_eq!(end(tasker).1, 85 << 8);
+    });
+}

@@ -1,0 +1,219 @@
+//! Tasks are taken elsewhere without CRIU: by their own checkpoint, or by being started again.
+
+use sempa_proto::event::EventKind;
+use sempa_proto::migration::Failure;
+use sempa_tests::needs::{testbed, testbed_with_own_engine};
+use sempa_tests::run::must;
+use sempa_tests::vm::Settings;
+use sempa_tests::{Vm, eventually};
+use std::fs;
+use std::time::Duration;
+
+const SOON: Duration = Duration::from_secs(60);
+
+/// Where tasks keep their count; the hosts of a testbed have their users' home folders in common.
+fn count_file(vm: &Vm) -> String {
+    vm.home().join("again.count").display().to_string()
+}
+
+fn exported(engine: &str) -> Vec<(String, String)> {
+    let pair = |name: &str, value: &str| (name.to_string(), value.to_string());
+    vec![pair("SEMPA_ENGINE", engine), pair("PVM_EXPORT", "SEMPA_ENGINE")]
+}
+
+/// A virtual machine on two hosts without CRIU, whose spawned tasks want to be taken so.
+fn without_criu(engine: &str, test: impl FnOnce(&Vm)) {
+    let Some((bed, _)) = testbed_with_own_engine(2) else { return };
+    fs::remove_file(bed.engine().expect("an engine of its own")).expect("removed");
+    let vm = Vm::start(&bed, Settings { env: exported(engine), ..Settings::default() }).expect("a virtual machine");
+    with_two_hosts(&vm, test);
+}
+
+fn with_two_hosts(vm: &Vm, test: impl FnOnce(&Vm)) {
+    vm.add(&["h2"]).expect("h2 joins");
+    vm.program("again").expect("gcc");
+    test(vm);
+    vm.halt().expect("halts");
+}
+
+/// Asks a task, and says what it answered: its numbers, how often it had been started again, and where it works.
+fn ask(vm: &Vm, how: &str, tid: &str, count: usize) -> Vec<(u32, u32, String)> {
+    let mut command = vm.command(vm.bed().host(1), vm.home().join("pvm3/bin/LINUX64/again"));
+    command.args([how, tid, &count.to_string()]);
+    let done = must(command, SOON).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    answers(&done.out)
+}
+
+fn answers(out: &str) -> Vec<(u32, u32, String)> {
+    let one = |line: &str| {
+        let words: Vec<&str> = line.split(' ').collect();
+        let [number, "again", again, "in", place] = words[..] else { panic!("{line}") };
+        (number.parse().expect("a number"), again.parse().expect("a number"), place.to_string())
+    };
+    out.lines().map(one).collect()
+}
+
+fn numbers(answers: &[(u32, u32, String)]) -> Vec<u32> {
+    answers.iter().map(|(number, ..)| *number).collect()
+}
+
+fn moves(vm: &Vm, tid: &str, host: &str, by: &str) {
+    let asked = vm.pvm(&["can-migrate", tid, host]).expect("ends");
+    assert!(asked.good() && asked.out.contains(&format!("yes, by {by}")), "{asked:?}\n{}", vm.logs());
+    let moved = vm.migrate_when_ready(tid, host).expect("ends");
+    assert!(moved.good() && moved.out.contains(&format!("moved to {host} by {by}")), "{moved:?}\n{}", vm.logs());
+    assert_eq!(vm.host_of(tid).expect("alive"), host);
+}
+
+fn failure(vm: &Vm) -> Failure {
+    let is_it = |kind: &EventKind| matches!(kind, EventKind::MoveFailed { .. });
+    let entry = vm.event(SOON, "failed move", |entry| is_it(&entry.kind));
+    match entry.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs())).kind {
+        EventKind::MoveFailed { why, .. } => why,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// A task that writes its own checkpoint goes to and fro, and goes on counting where it was.
+fn counts_on(vm: &Vm) {
+    let file = count_file(vm);
+    let place = vm.home().join("place");
+    fs::create_dir_all(&place).expect("a folder");
+    let tid = vm.spawn(&[&format!("-h2:{}", place.display()), "again", &file]).expect("spawned");
+    assert_eq!(numbers(&ask(vm, "ask", &tid, 3)), [1, 2, 3]);
+    moves(vm, &tid, "h1", "its own checkpoint");
+    let after = ask(vm, "ask", &tid, 2);
+    assert_eq!(numbers(&after), [4, 5]);
+    assert!(after.iter().all(|(_, again, dir)| *again == 1 && *dir == place.display().to_string()), "{after:?}");
+    moves(vm, &tid, "h2", "its own checkpoint");
+    let after = ask(vm, "ask", &tid, 1);
+    assert_eq!((after[0].0, after[0].1), (6, 2));
+    let said = vm.events().expect("events").into_iter().filter(|entry| matches!(entry.kind, EventKind::MovesBy { .. }));
+    assert_eq!(said.count(), 2, "\n{}", vm.logs());
+    let ended = vm.events().expect("events").into_iter();
+    let ended =
+        ended.filter(|entry| matches!(&entry.kind, EventKind::TaskEnded { tid: of, .. } if of.to_string() == tid));
+    assert_eq!(ended.count(), 0, "it has never ended");
+}
+
+#[test]
+fn a_task_that_writes_its_own_checkpoint_moves_between_hosts_without_criu() {
+    without_criu("own", counts_on);
+}
+
+#[test]
+fn a_task_of_an_ordinary_user_moves_by_its_own_checkpoint() {
+    let Some((bed, _)) = testbed(2) else { return };
+    let settings =
+        Settings { as_alice: true, env: exported("criu,own:signal=USR1:exit=85:wait=30"), ..Settings::default() };
+    let vm = Vm::start(&bed, settings).expect("a virtual machine");
+    with_two_hosts(&vm, |vm| {
+        let tid = vm.spawn(&["-h2", "again", &count_file(vm)]).expect("spawned");
+        assert_eq!(numbers(&ask(vm, "ask", &tid, 3)), [1, 2, 3]);
+        moves(vm, &tid, "h1", "its own checkpoint");
+        assert_eq!(numbers(&ask(vm, "ask", &tid, 2)), [4, 5]);
+    });
+}
+
+#[test]
+fn questions_that_are_under_way_while_it_moves_are_all_answered_once_and_in_order() {
+    without_criu("own", |vm| {
+        let tid = vm.spawn(&["-h2", "again", &count_file(vm)]).expect("spawned");
+        let mut next = 1;
+        for (host, again) in ["h1", "h2", "h1", "h2", "h1", "h2"].into_iter().zip(1..) {
+            let mut command = vm.command(vm.bed().host(1), vm.home().join("pvm3/bin/LINUX64/again"));
+            command.args(["until", &tid, &again.to_string()]);
+            let asking = sempa_tests::run::Running::start(command, std::process::Stdio::null()).expect("starts");
+            eventually(SOON, || match asking.out_so_far() {
+                Ok(out) if out.contains('\n') => Ok(()),
+                other => Err(format!("nothing has been answered yet: {other:?}")),
+            })
+            .expect("answers");
+            moves(vm, &tid, host, "its own checkpoint");
+            let done = asking.finish(SOON).expect("ends");
+            assert!(done.good(), "{}\n{}", done.out, vm.logs());
+            let answers = answers(&done.out);
+            let count = u32::try_from(answers.len()).expect("few");
+            assert!(count > 1, "it answered before and after: {}", done.out);
+            assert_eq!(numbers(&answers), (next..next + count).collect::<Vec<u32>>());
+            next += count;
+        }
+        assert_eq!(numbers(&ask(vm, "flood", &tid, 100)), (next..next + 100).collect::<Vec<u32>>());
+    });
+}
+
+#[test]
+fn a_task_that_is_started_again_moves_between_hosts_without_criu_and_begins_anew() {
+    without_criu("restart:wait=20", |vm| {
+        let tid = vm.spawn(&["-h2", "again", &count_file(vm), "plain"]).expect("spawned");
+        assert_eq!(numbers(&ask(vm, "ask", &tid, 3)), [1, 2, 3]);
+        moves(vm, &tid, "h1", "restart");
+        let after = ask(vm, "ask", &tid, 2);
+        assert_eq!((numbers(&after), after[0].1), (vec![1, 2], 1));
+    });
+}
+
+#[test]
+fn a_program_that_is_deaf_to_the_signal_goes_on_where_it_is() {
+    without_criu("own:wait=1", |vm| {
+        let tid = vm.spawn(&["-h2", "again", &count_file(vm), "deaf"]).expect("spawned");
+        assert_eq!(numbers(&ask(vm, "ask", &tid, 3)), [1, 2, 3]);
+        let refused = vm.migrate(&tid, "h1").expect("ends");
+        assert!(!refused.good() && refused.err.contains("asked by signal 10"), "{refused:?}");
+        assert!(matches!(failure(vm), Failure::Engine(why) if why.contains("within 1 s")));
+        let after = ask(vm, "ask", &tid, 2);
+        assert_eq!((numbers(&after), after[0].1, vm.host_of(&tid).expect("alive")), (vec![4, 5], 0, "h2".to_string()));
+    });
+}
+
+#[test]
+fn a_program_that_does_it_too_late_is_started_again_where_it_was() {
+    without_criu("own:wait=1", |vm| {
+        let tid = vm.spawn(&["-h2", "again", &count_file(vm), "late"]).expect("spawned");
+        assert!(!vm.migrate(&tid, "h1").expect("ends").good());
+        // The first question has it end, and is answered before; the second one waits for the new process.
+        let after = ask(vm, "ask", &tid, 2);
+        assert_eq!((numbers(&after), after[0].1, after[1].1), (vec![1, 2], 0, 1));
+        assert_eq!(vm.host_of(&tid).expect("alive"), "h2");
+    });
+}
+
+#[test]
+fn a_program_that_ends_otherwise_or_dies_when_it_is_asked_has_ended() {
+    without_criu("own", |vm| {
+        for (how, status) in [("other", 3 << 8), ("dies", 9)] {
+            let tid = vm.spawn(&["-h2", "again", &count_file(vm), how]).expect("spawned");
+            let refused = vm.migrate(&tid, "h1").expect("ends");
+            assert!(!refused.good() && refused.err.contains("the task ended"), "{refused:?}");
+            let is_end = |kind: &EventKind| matches!(kind, EventKind::TaskEnded { tid: of, status: with, .. } if of.to_string() == tid && *with == status);
+            vm.event(SOON, "end of the task", |entry| is_end(&entry.kind))
+                .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+            eventually(SOON, || match vm.tasks() {
+                Ok(tasks) if tasks.iter().all(|task| task.tid != tid) => Ok(()),
+                other => Err(format!("{tid} is still there: {other:?}")),
+            })
+            .expect("it is gone");
+        }
+    });
+}
+
+#[test]
+fn a_host_without_the_program_or_the_directory_says_so_and_words_that_are_not_understood_start_nothing() {
+    without_criu("own", |vm| {
+        let local = vm.bed().host(2).path("/tmp").join("only-here");
+        fs::create_dir_all(&local).expect("a folder");
+        let tid = vm.spawn(&["-h2:/tmp/only-here", "again", &count_file(vm)]).expect("spawned");
+        let asked = vm.pvm(&["can-migrate", &tid]).expect("ends");
+        assert!(asked.out.contains("/tmp/only-here: this host has no such directory"), "{asked:?}");
+        let refused = vm.migrate(&tid, "h1").expect("ends");
+        assert!(!refused.good() && refused.err.contains("no such directory"), "{refused:?}");
+        assert_eq!(numbers(&ask(vm, "ask", &tid, 1)), [1], "it was not even asked");
+        let none = vm.pvm(&["checkpoint", &tid]).expect("ends");
+        assert!(!none.good() && none.err.contains("are written by CRIU"), "{none:?}");
+        let mut bad = vm.command(vm.bed().host(1), vm.bed().prefix().expect("programs").join("bin/pvm"));
+        bad.env("SEMPA_ENGINE", "own:signal=KILL").args(["spawn", "-h2", "again"]);
+        let bad = sempa_tests::run::run(bad, SOON).expect("ends");
+        let said = format!("{}{}", bad.out, bad.err);
+        assert!(said.contains("\"own:signal=KILL\" is not understood") || said.contains("Bad parameter"), "{bad:?}");
+    });
+}
