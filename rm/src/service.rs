@@ -7,6 +7,8 @@ mod park;
 mod suspend;
 mod terms;
 
+pub use park::KEEP_AFTER;
+
 use crate::api::VmApi;
 use crate::decide::{balance, moves};
 use crate::model::{Labels, Model};

@@ -103,3 +103,22 @@ fn a_spawn_that_may_wait_does_so_in_a_replay_and_another_policy_refuses_it() {
     let refused = replay::run(&entries, Conduct::default()).expect("it runs");
     assert_eq!((refused.started, refused.refused), (0, 6));
 }
+
+#[test]
+fn a_host_that_was_drained_takes_nothing_in_a_replay_until_that_is_over() {
+    let plain = Conduct::default();
+    let by = Tid::task(h(1), 3).expect("a task");
+    let drain = |begun| Input::Drain { host: "h3".into(), by, begun, within: None };
+    let with = |inputs: &[(u64, bool)]| {
+        let mut entries = farm(plain, 4);
+        entries.extend(inputs.iter().map(|(second, begun)| entry(*second, drain(*begun))));
+        entries.sort_by_key(|entry| entry.at);
+        replay::run(&entries, plain).expect("it runs")
+    };
+    let before = with(&[(10, true)]);
+    assert_eq!((before.placed.get("h3"), before.started, before.finished), (None, 4, 4), "{before:?}");
+    let over = with(&[(10, true), (15, false)]);
+    assert_eq!(over.placed["h3"], 2, "{over:?}");
+    let during = with(&[(40, true)]);
+    assert_eq!((during.placed["h3"], during.moves_owner, during.finished), (2, 2, 4), "{during:?}");
+}

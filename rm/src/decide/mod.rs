@@ -27,7 +27,7 @@ pub use excluded::{EXCLUDED_HOSTS_MAX, Excluded};
 pub use fair::{Fair, GIVE_WAY_MARGIN, Limited, Limits, USERS_MAX, UpDown, WAITING_MAX, Waiting};
 pub use index::Hosts;
 pub use load::{ForeignMean, HEADROOM_BYTES, Share, foreign_demand};
-pub use moves::{MOVES_AT_ONCE_MAX, MoveDecision, Moves, SETTLE, Stay, StayReason, moves, room_for};
+pub use moves::{MOVES_AT_ONCE_MAX, MoveDecision, Moves, SETTLE, Stay, StayReason, moves, room_ever, room_for};
 pub use place::{Ask, EXPLAINED_HOSTS_MAX, Placement, SPAWN_TASKS_MAX, Why, place, place_by};
 pub use predict::{Estimates, LEFT_MAX, Lessons, PROGRAMS_MAX, slowness};
 pub use share::{Again, GIVING_MAX, GivesWay, give_way, go_on};

@@ -205,17 +205,23 @@ pub fn moves(snapshot: &Snapshot) -> Moves {
 }
 
 /// Places for so many tasks of these users and programs that begin again together, as many on a host as its owner allows, in
-/// turn; `None` if there is not room for all.
-pub fn room_for(snapshot: &Snapshot, tasks: u32, kinds: &[(u32, String)]) -> Option<Vec<HostId>> {
+/// turn; `None` if there is not room for all. Hosts that would take all of the kinds for which room is kept are not used.
+pub fn room_for(
+    snapshot: &Snapshot,
+    tasks: u32,
+    kinds: &[(u32, String)],
+    kept_for: Option<&[(u32, String)]>,
+) -> Option<Vec<HostId>> {
     let index = snapshot.hosts.index(snapshot.now);
     let load = |host: &HostView| index.load(host.id).expect("the index has the snapshot's hosts");
     let moves = |host: &HostView| host.no_moves.as_ref().is_none_or(|no| no.at <= snapshot.now);
-    let lets_in = |host: &HostView| kinds.iter().all(|(user, program)| host.terms.blocks(*user, program).is_none());
+    let is_kept = |host: &HostView| kept_for.is_some_and(|kinds| lets_in(host, kinds));
     let open = snapshot.hosts.into_iter().filter(|host| {
         host.owner.keeps_out().is_none()
             && full(host, snapshot.now, || load(host)).is_none()
             && moves(host)
-            && lets_in(host)
+            && lets_in(host, kinds)
+            && !is_kept(host)
     });
     let mut left: Vec<(HostId, u32)> = open.map(|host| (host.id, load(host).left())).collect();
     let mut places = Vec::new();
@@ -231,6 +237,16 @@ pub fn room_for(snapshot: &Snapshot, tasks: u32, kinds: &[(u32, String)]) -> Opt
         }
     }
     Some(places)
+}
+
+/// True when so many tasks of these users and programs would find room if no owner and no other task were there.
+pub fn room_ever(snapshot: &Snapshot, tasks: u32, kinds: &[(u32, String)]) -> bool {
+    let hosts = snapshot.hosts.into_iter().filter(|host| lets_in(host, kinds));
+    hosts.map(|host| u64::from(host.terms.limits.cores.unwrap_or(u32::MAX))).sum::<u64>() >= u64::from(tasks)
+}
+
+fn lets_in(host: &HostView, kinds: &[(u32, String)]) -> bool {
+    kinds.iter().all(|(user, program)| host.terms.blocks(*user, program).is_none())
 }
 
 /// Why tasks leave the host of this owner, if they do.

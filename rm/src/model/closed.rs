@@ -53,6 +53,11 @@ impl Model {
         }
     }
 
+    /// Hosts that are emptied, and who asked for it.
+    pub fn drained(&self) -> impl Iterator<Item = (HostId, Tid)> {
+        self.hosts.iter().filter_map(|(id, host)| Some((*id, host.drained?)))
+    }
+
     /// Whether a host is emptied.
     pub fn is_drained(&self, id: HostId) -> bool {
         self.hosts.get(&id).is_some_and(|host| host.drained.is_some())

@@ -13,7 +13,7 @@ use sempa_proto::load::{LoadReport, WATCHER_PROGRAM};
 use sempa_proto::message::{CTX_BASE, DSIG_X86_64, ENC_XDR};
 use sempa_proto::migration::{Cause, Usage};
 use sempa_proto::owner::Guests;
-use sempa_proto::rm::CTX_RM;
+use sempa_proto::rm::{CTX_RM, Question, TAG_ASK, pack};
 use sempa_proto::sm::{SM_EXECACK, SM_SPAWN, pack_spawn, pack_tids, unpack_tids};
 use sempa_proto::suspend;
 use sempa_proto::table::{HostEntry, HostTable, TASK_FORKED, TaskInfo};
@@ -258,6 +258,13 @@ impl State {
                 let foreign = foreign_demand(&Sampled { sample: report.sample, at, own });
                 self.reports.insert(host, (report, foreign));
                 self.report(host);
+            }
+            // Who asked for it asks the service again, and does not look at the answer.
+            Input::Drain { host, by, begun, within } => {
+                let order = if begun { Question::Drain { host, within } } else { Question::Undrain { host } };
+                if let Ok(body) = pack(&order) {
+                    self.post(by, CTX_RM, TAG_ASK, 0, DSIG_X86_64, body.into());
+                }
             }
             Input::Spawn { number: (src, wid), request, .. } => {
                 self.figures.spawns += 1;

@@ -4,6 +4,7 @@
 use super::Service;
 use crate::api::VmApi;
 use crate::decide::{Stay, moves};
+use crate::recording::Input;
 use sempa_proto::event::EventKind;
 use sempa_proto::rm::{ANSWER_ENTRIES_MAX, Answer};
 use sempa_proto::{HostId, Micros, Tid};
@@ -32,9 +33,21 @@ impl<V: VmApi> Service<V> {
         }
     }
 
+    /// A record that begins now begins with the hosts that are being emptied.
+    pub(super) fn record_drains(&mut self) {
+        let now = self.vm.now();
+        let drained: Vec<(String, Tid, Option<Micros>)> = (self.model.drained())
+            .map(|(id, by)| (self.model.host_name(id), by, self.draining.0.get(&id).map(|at| at.since(now))))
+            .collect();
+        for (host, by, within) in drained {
+            self.record_input(|| Input::Drain { host, by, begun: true, within });
+        }
+    }
+
     /// Somebody wants a host emptied, within a time or as soon as it goes.
     pub(super) fn drain(&mut self, by: Tid, host: &str, within: Option<Micros>) -> Answer {
         let Some(id) = self.model.host_called(host) else { return Answer::Unknown };
+        self.record_input(|| Input::Drain { host: host.to_string(), by, begun: true, within });
         let (now, until) = (self.vm.now(), within.map(|within| self.vm.wall() + within));
         match within {
             Some(within) => drop(self.draining.0.insert(id, now + within)),
@@ -50,6 +63,7 @@ impl<V: VmApi> Service<V> {
     pub(super) fn undrain(&mut self, by: Tid, host: &str) -> Answer {
         let Some(id) = self.model.host_called(host) else { return Answer::Unknown };
         if self.model.is_drained(id) {
+            self.record_input(|| Input::Drain { host: host.to_string(), by, begun: false, within: None });
             self.record(EventKind::DrainEnded { host: id, by });
             self.model.drain(id, None);
             self.draining.0.remove(&id);

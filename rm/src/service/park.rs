@@ -4,7 +4,7 @@
 
 use super::Service;
 use crate::api::VmApi;
-use crate::decide::{Moves, room_for};
+use crate::decide::{Moves, room_ever, room_for};
 use crate::store::books::parked::{PARKED_MAX, Parked};
 use sempa_proto::event::EventKind;
 use sempa_proto::{Micros, PvmError, Tid};
@@ -24,6 +24,9 @@ const TRY_PAUSE_MAX: Micros = Micros::from_secs(600);
 /// So often it is tried where there is room.
 const TRIES_MAX: u32 = 20;
 
+/// A parked job that has waited for room so long keeps what becomes free: none that is smaller goes first.
+pub const KEEP_AFTER: Micros = Micros::from_secs(600);
+
 /// A set that waits.
 #[derive(Debug, Default)]
 struct Try {
@@ -40,6 +43,10 @@ pub(super) struct Parking {
     tried: BTreeMap<String, Try>,
     /// The set that is being started, and until when nothing else is.
     starting: Option<(String, Micros)>,
+    /// Since when sets wait, as far as this resource manager has seen.
+    waiting: BTreeMap<String, Micros>,
+    /// The set for which room is kept.
+    kept: Option<String>,
     look_at: Micros,
 }
 
@@ -132,14 +139,46 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// The parked job that waits longest of those that have room, and the hosts where each of its tasks is to go.
+    /// The parked job that waits longest of those that have room, and the hosts where each of its tasks is to go. For the
+    /// first that has waited very long room is kept, unless there could never be enough.
     fn next_parked(&mut self, now: Micros) -> Option<(String, Vec<String>)> {
+        let (books, parking) = (&self.memory.ledger.books, &mut self.parking);
+        parking.waiting.retain(|set, _| books.parked().any(|parked| parked.set == *set));
         let snapshot = self.model.snapshot(now);
-        let due = |parked: &&Parked| self.parking.tried.get(&parked.set).is_none_or(|tried| tried.next <= now);
-        self.memory.ledger.books.parked().filter(due).find_map(|parked| {
-            let places = room_for(snapshot, parked.tasks, &parked.kinds)?;
-            Some((parked.set.clone(), places.iter().map(|host| snapshot.name(*host)).collect()))
-        })
+        let (mut kept, mut found): (Option<&Parked>, _) = (None, None);
+        for parked in books.parked() {
+            let since = *parking.waiting.entry(parked.set.clone()).or_insert(now);
+            if found.is_some() || parking.tried.get(&parked.set).is_some_and(|tried| tried.next > now) {
+                continue;
+            }
+            let Parked { tasks, kinds, .. } = parked;
+            match room_for(snapshot, *tasks, kinds, kept.map(|first| &first.kinds[..])) {
+                Some(places) => {
+                    let hosts = places.iter().map(|host| snapshot.name(*host)).collect();
+                    found = Some((parked.set.clone(), hosts));
+                }
+                None if kept.is_none() && now.since(since) >= KEEP_AFTER && room_ever(snapshot, *tasks, kinds) => {
+                    kept = Some(parked);
+                }
+                None => {}
+            }
+        }
+        let kept = kept.map(|first| (first.set.clone(), first.job));
+        self.tell_kept(kept);
+        found
+    }
+
+    /// Room is kept for this set: that is said once.
+    fn tell_kept(&mut self, kept: Option<(String, Tid)>) {
+        let Some((set, job)) = kept else { return };
+        if self.parking.kept.as_ref() == Some(&set) {
+            return;
+        }
+        let minutes = KEEP_AFTER.0 / 60_000_000;
+        self.note(format!(
+            "checkpoint {set} of job {job} has waited {minutes} minutes for room: none that is parked goes first where it could go"
+        ));
+        self.parking.kept = Some(set);
     }
 
     /// What could not be started so often is left to people.

@@ -38,6 +38,7 @@ impl<V: VmApi> Service<V> {
         if let Ok(table) = self.vm.config() {
             self.record_input(|| Input::Hosts(table));
         }
+        self.record_drains();
     }
 
     pub(super) fn record_input(&mut self, input: impl FnOnce() -> Input) {

@@ -5,11 +5,12 @@
 //!
 //! Every sheet has a limit. The oldest entries go first; sums of users stay.
 
+mod events;
 pub mod parked;
 
 use parked::Parked;
-use sempa_proto::event::{Event, EventKind};
-use sempa_proto::migration::{Cause, Usage};
+use sempa_proto::event::Event;
+use sempa_proto::migration::Usage;
 use sempa_proto::rm::{
     ANSWER_ENTRIES_MAX, Answer, Decided, Decision, End, JobUse, Question, Sums, Suspended, TaskUse, UserUse,
 };
@@ -316,81 +317,6 @@ impl Books {
                     self.dirty.insert((Sheet::Tasks, number));
                 }
             }
-        }
-    }
-
-    /// Takes the next entry of the log in. One that was taken in before does nothing.
-    pub fn event(&mut self, event: &Event) {
-        if event.number <= self.place.number {
-            return;
-        }
-        self.place = Place::behind(event);
-        self.dirty.insert((Sheet::Place, 0));
-        let at = event.at;
-        self.parked_event(&event.kind);
-        match &event.kind {
-            EventKind::HostAdded { host, name } => {
-                self.know_host(*host, name);
-                self.decided(at, Decided::HostJoined { host: name.clone() });
-            }
-            EventKind::HostGone { host, name, why } => {
-                self.know_host(*host, name);
-                self.decided(at, Decided::HostGone { host: name.clone(), why: why.clone() });
-                self.host_gone(at, name);
-                self.drain(*host, None);
-            }
-            EventKind::TaskStarted { tid, parent, name, user } => {
-                self.task_started(at, *tid, (*parent, *user), name, event.host);
-            }
-            EventKind::Restarted { set, job, tasks, why } => {
-                self.restarted(at, *job, tasks);
-                let tasks = tasks.iter().map(|(tid, host)| (*tid, self.host(*host))).collect();
-                self.decided(at, Decided::Restarted { job: *job, set: set.clone(), tasks, why: why.clone() });
-            }
-            EventKind::Suspended { tid, cause } => {
-                self.suspended(*tid, at, Some(cause.clone()));
-                let host = self.host_of(*tid);
-                self.decided(at, Decided::Suspended { tid: *tid, host, cause: cause.clone() });
-            }
-            EventKind::Resumed { tid, cause } => {
-                self.suspended(*tid, at, None);
-                let host = self.host_of(*tid);
-                self.decided(at, Decided::Resumed { tid: *tid, host, cause: cause.clone() });
-            }
-            EventKind::JobSuspended { job, by } => self.job_suspended(at, *job, *by, true),
-            EventKind::JobResumed { job, by } => self.job_suspended(at, *job, *by, false),
-            EventKind::DrainBegun { host, by, until } => {
-                self.drain(*host, Some((*by, *until)));
-                self.decided(at, Decided::Drain { host: self.host(*host), begun: true, by: *by });
-            }
-            EventKind::DrainEnded { host, by } => {
-                self.drain(*host, None);
-                self.decided(at, Decided::Drain { host: self.host(*host), begun: false, by: *by });
-            }
-            EventKind::TaskEnded { tid, status, used } => {
-                self.no_loner(*tid);
-                if let Some(number) = self.task_numbers.get(tid).copied() {
-                    self.end(number, at, End::Status(*status), *used);
-                }
-            }
-            EventKind::OwnerPresent { host, why, .. } => {
-                let host = self.host(*host);
-                self.decided(at, Decided::OwnerCame { host, why: why.clone() });
-            }
-            EventKind::OwnerAbsent { host, why } => {
-                let host = self.host(*host);
-                self.decided(at, Decided::OwnerLeft { host, why: why.clone() });
-            }
-            EventKind::Moved { tid, from, to, cause, bytes, frozen, .. } => {
-                self.moved(*tid, self.host(*to), matches!(cause, Cause::Owner { .. }));
-                let (from, to, cause) = (self.host(*from), self.host(*to), cause.clone());
-                self.decided(at, Decided::Moved { tid: *tid, from, to, cause, bytes: *bytes, frozen: *frozen });
-            }
-            EventKind::MoveFailed { tid, from, to, cause, step, why, .. } => {
-                let (from, to, cause, why) = (self.host(*from), self.host(*to), cause.clone(), why.to_string());
-                self.decided(at, Decided::NotMoved { tid: *tid, from, to, cause, step: *step, why });
-            }
-            _ => {}
         }
     }
 

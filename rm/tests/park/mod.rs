@@ -2,7 +2,7 @@
 
 use crate::common::{Bed, failed, h, info, spawned, t, world};
 use crate::{ask, with_books};
-use pvm_rm::service::Options;
+use pvm_rm::service::{KEEP_AFTER, Options};
 use sempa_proto::event::EventKind;
 use sempa_proto::load::GuestLimits;
 use sempa_proto::migration::{Cause, Failure};
@@ -159,6 +159,38 @@ fn a_job_goes_on_only_where_owners_let_all_of_it_in_and_with_as_many_as_they_all
     bed.owner_leaves(3);
     bed.pass(Micros::from_secs(6));
     let on = ["h2", "h3", "h3"].map(String::from).to_vec();
+    assert_eq!(bed.world().restarts, [("s1".to_string(), on)]);
+}
+
+/// A job of three tasks is parked, then one of a single task; every owner allows one task, and all are there for so long.
+fn large_and_small(wait: Micros) -> Bed {
+    let mut bed = pool();
+    bed.world().limits = GuestLimits { cores: Some(1), ..GuestLimits::default() };
+    crowd(&mut bed);
+    checkpointed(&mut bed, t(1, 7));
+    let (set, job, frozen) = ("s2".into(), t(2, 50), Micros(5));
+    bed.world().event(h(2), EventKind::Checkpointed { set, job, tasks: 1, bytes: 9, frozen, parked: true });
+    bed.settle();
+    bed.pass(wait);
+    bed.owner_leaves(3);
+    bed.pass(Micros::from_secs(12));
+    bed
+}
+
+#[test]
+fn a_small_parked_job_passes_a_large_one_that_waits_for_more_room_for_a_time() {
+    let bed = large_and_small(Micros::from_secs(60));
+    assert_eq!(bed.world().restarts, [("s2".to_string(), vec!["h3".to_string()])]);
+}
+
+#[test]
+fn after_that_time_what_becomes_free_is_kept_for_the_one_that_waits_longest() {
+    let mut bed = large_and_small(KEEP_AFTER + Micros::from_secs(30));
+    assert_eq!(bed.world().restarts, [], "the place on h3 is kept");
+    bed.owner_leaves(1);
+    bed.owner_leaves(2);
+    bed.pass(Micros::from_secs(12));
+    let on = ["h1", "h2", "h3"].map(String::from).to_vec();
     assert_eq!(bed.world().restarts, [("s1".to_string(), on)]);
 }
 
