@@ -4,6 +4,7 @@ use checkpoint::protocol::{
     Coordinator, CoordinatorOutput, GATHER_TIME, LEAVE_AT_ONCE_MAX, LEAVE_AT_ONCE_WITH_SMALLER_MAX, MOVES_OPEN_MAX,
 };
 use proptest::prelude::*;
+use sempa_proto::engine::Engine;
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::{Cause, Failure, Order, Report, Step, TaskFacts, Usage};
 use sempa_proto::suspend::Holds;
@@ -67,9 +68,15 @@ impl World {
         self.report(id, 2, Report::Inspected { facts, suspended: Holds::default(), memory_can_follow: false });
     }
 
+    /// The target would take it, in this way.
+    fn prepared(&mut self, id: MigrationId, engine: Engine) {
+        let (verdict, token) = (Vec::new(), PathBuf::new());
+        self.report(id, 3, Report::Prepared { verdict, token, memory_follows: false, engine });
+    }
+
     /// Its images have arrived.
     fn received(&mut self, id: MigrationId) {
-        self.report(id, 3, Report::Prepared { verdict: Vec::new(), token: PathBuf::new(), memory_follows: false });
+        self.prepared(id, Engine::Criu);
         self.report(id, 2, Report::Stopped);
         self.leaving.remove(&id);
         self.report(id, 3, Report::Received { bytes: self.sizes[&id] });
@@ -127,6 +134,19 @@ fn nobody_waits_long_for_a_task_about_which_nothing_is_known() {
     let id = world.begin(1, 5);
     world.inspected(id);
     assert_eq!((world.gone.as_slice(), world.now), (&[5][..], Micros(0)), "who is alone waits for nobody");
+}
+
+#[test]
+fn nobody_waits_for_programs_that_write_their_own_checkpoints() {
+    let mut world = World::default();
+    for number in 1..=2 * LEAVE_AT_ONCE_MAX as i32 {
+        let id = world.begin(number, 1);
+        world.inspected(id);
+        world.prepared(id, Engine::Restart { wait: 3600 });
+    }
+    let id = world.begin(100, 4096);
+    world.inspected(id);
+    assert_eq!(world.gone.last(), Some(&4096));
 }
 
 #[test]

@@ -720,7 +720,9 @@ impl Supervisor {
             return;
         }
         let (tid, namespace, process, stopped_before, output) = match self.moves.targets.remove(&migration) {
-            Some(Target { tid, namespace, stage: Stage::Held { process, stopped_before, output, .. }, made, .. }) => {
+            Some(Target {
+                tid, namespace, stage: Stage::Held { process, stopped_before, output, .. }, made, ..
+            }) => {
                 made.keep();
                 (tid, namespace, process, stopped_before, output)
             }

@@ -6,6 +6,7 @@
 //! is outside the image, the restored root is a child of the caller.
 
 mod arrival;
+mod complete;
 mod crossing;
 mod log;
 mod notes;
@@ -202,15 +203,18 @@ impl Dumping for Dump {
     }
 
     fn finish(mut self: Box<Self>, limits: &Limits) -> Result<(DumpReport, Option<Box<dyn Serving>>), Failure> {
-        let done = self.wait_for_images(limits);
+        let done = self.wait_for_images(limits).and_then(|()| complete::check(&self.dir));
         if done.is_err() || self.asked_on.is_none() {
             if done.is_err() {
                 self.swrk.kill();
             }
             // Whatever it left in the task's way is gone, and the task stands still, when this returns.
             drop(self.relay.take());
-            if let (Err(why), Some(before)) = (&done, &self.before) {
-                before.put_back_if(why);
+            match (&done, &self.before) {
+                // It was in the middle of something.
+                (Err(_), Some(before)) if self.asked_on.is_some() => before.put_back(),
+                (Err(why), Some(before)) => before.put_back_if(why),
+                _ => {}
             }
         }
         done?;

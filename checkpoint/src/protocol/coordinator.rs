@@ -98,6 +98,8 @@ impl Ongoing {
         match (self.resident, &self.waits) {
             (None, _) => Some(Standing::Unknown),
             (Some(bytes), Some((since, _))) => Some(Standing::Waits { id: self.of.id, bytes, since: *since }),
+            // No images leave the host.
+            (Some(_), None) if self.engine != Engine::Criu => None,
             // The rest happens elsewhere.
             (Some(bytes), None) => (self.step <= Step::Transfer).then_some(Standing::Leaves { bytes }),
         }

@@ -145,9 +145,10 @@ impl Target {
             (State::Restoring | State::Holding, TargetEvent::Restored(Err(why))) => self.failed(Step::Restore, why),
             (State::Starting, TargetEvent::Ran(Err(why))) => {
                 let report = Report::Failed { step: Step::Run, why };
-                self.go(State::Discarding, [O::Report(report), O::Discard, O::DropImages]);
+                self.go(State::Discarding, [O::Report(report), O::Discard]);
             }
-            (State::Discarding, TargetEvent::Discarded) => self.go(State::Done, [O::Done]),
+            // An engine that is being ended may still write there before.
+            (State::Discarding, TargetEvent::Discarded) => self.go(State::Done, [O::DropImages, O::Done]),
             _ => {}
         }
     }
@@ -159,13 +160,13 @@ impl Target {
 
     fn failed(&mut self, step: Step, why: Failure) {
         let report = Report::Failed { step, why };
-        self.go(State::Discarding, [TargetOutput::Report(report), TargetOutput::Discard, TargetOutput::DropImages]);
+        self.go(State::Discarding, [TargetOutput::Report(report), TargetOutput::Discard]);
     }
 
     fn discard(&mut self) {
         // Starting: the coordinator never gives both orders.
         if matches!(self.state, State::Judging | State::Receiving | State::Restoring | State::Holding) {
-            self.go(State::Discarding, [TargetOutput::Discard, TargetOutput::DropImages]);
+            self.go(State::Discarding, [TargetOutput::Discard]);
         }
     }
 }

@@ -465,14 +465,20 @@ impl Machine {
             }
             TargetOutput::Prepare(_) if self.hosting.is_stopped() => {
                 let verdict = self.no_guests().into_iter().collect();
-                self.target_event(id, TargetEvent::Prepared { verdict, memory_can_follow: false, engine: Engine::Criu });
+                self.target_event(
+                    id,
+                    TargetEvent::Prepared { verdict, memory_can_follow: false, engine: Engine::Criu },
+                );
             }
             TargetOutput::Prepare(facts) if !self.tasker_gone => {
                 self.beginnings.push_back(Job::JudgeMove(id, facts));
             }
             TargetOutput::Prepare(_) => {
                 let verdict = self.no_tasker().into_iter().collect();
-                self.target_event(id, TargetEvent::Prepared { verdict, memory_can_follow: false, engine: Engine::Criu });
+                self.target_event(
+                    id,
+                    TargetEvent::Prepared { verdict, memory_can_follow: false, engine: Engine::Criu },
+                );
             }
             // What the store of this host has needs no way.
             TargetOutput::ExpectImages if of.from == self.config.host => {}
@@ -526,13 +532,7 @@ impl Machine {
     }
 
     /// What a task is that is to move.
-    fn inspected(
-        &mut self,
-        id: MigrationId,
-        tid: Tid,
-        result: Result<TaskFacts, Refusal>,
-        memory_can_follow: bool,
-    ) {
+    fn inspected(&mut self, id: MigrationId, tid: Tid, result: Result<TaskFacts, Refusal>, memory_can_follow: bool) {
         let suspended = self.holds_of(tid);
         let result = result.map(|facts| Inspected { facts, suspended, memory_can_follow });
         self.source_event(id, SourceEvent::Inspected(result));
@@ -618,6 +618,8 @@ impl Machine {
     pub(super) fn moves_tasker_gone(&mut self, why: &str) {
         let failed = || Failure::Engine(format!("the tasker has ended: {why}"));
         for target in self.moves.targets.values_mut() {
+            // What it was told to throw away it threw away by its end.
+            target.handle(TargetEvent::Discarded);
             target.handle(TargetEvent::Restored(Err(failed())));
             target.handle(TargetEvent::Ran(Err(failed())));
             target.handle(TargetEvent::Arrived(Err(failed())));

@@ -6,7 +6,7 @@ use super::bulk::{Incoming, Keys, Line, Listener, Offer, Outgoing, connect};
 use super::input::{Input, Inputs};
 use super::log::Log;
 use super::net::{Announced, Net};
-use super::place::remove_any;
+use super::place::remove_images;
 use super::rate::Rate;
 use super::session::{Pair, Purpose, announcing_stream, read_frame};
 use super::sys::Hurry;
@@ -235,7 +235,7 @@ impl Images {
                 // It notices that its connection has gone.
                 let _ = disk.await;
             }
-            let _ = tokio::task::spawn_blocking(move || remove_any(&dir)).await;
+            let _ = tokio::task::spawn_blocking(move || remove_images(&dir)).await;
         });
     }
 }

@@ -7,10 +7,14 @@ use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{ErrorKind, Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 use thiserror::Error;
 
 /// Attempts to take the lock while another daemon of the same place is just removing its own.
 const LOCK_ATTEMPTS_MAX: usize = 20;
+/// Attempts to remove images while somebody who is being killed may still make files among them.
+const REMOVALS_MAX: usize = 50;
+const REMOVAL_PAUSE: Duration = Duration::from_millis(20);
 
 /// Why the place cannot be used. Nothing was changed in it.
 #[derive(Debug, Error)]
@@ -149,6 +153,16 @@ fn entries(dir: &Path) -> Vec<PathBuf> {
 pub(crate) fn remove_any(path: &Path) {
     let Ok(meta) = fs::symlink_metadata(path) else { return };
     let _ = if meta.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) };
+}
+
+/// Removes the images of a move. An engine that is just being killed may still make files there: then they are removed again.
+pub(crate) fn remove_images(dir: &Path) {
+    for _ in 0..REMOVALS_MAX {
+        match fs::remove_dir_all(dir) {
+            Err(e) if e.kind() == ErrorKind::DirectoryNotEmpty => std::thread::sleep(REMOVAL_PAUSE),
+            _ => return,
+        }
+    }
 }
 
 /// Makes the directory and the one above it, private both, or checks them.

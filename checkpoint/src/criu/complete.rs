@@ -1,0 +1,256 @@
+//! Whether images are whole, as far as that can be seen without the engine: it may say so and be wrong, because a disk was full or
+//! somebody has touched them, and of a checkpoint nobody would know before it is needed.
+//!
+//! Looked at are files that every task has. Such a file is its kind, four or eight bytes, and entries: a length of four bytes
+//! and a protobuf message of as many. What the fields mean is in `images/*.proto` of CRIU's sources. Pages have no form; their
+//! number is in the maps.
+
+use nix::unistd::{SysconfVar, sysconf};
+use protobuf::well_known_types::empty::Empty;
+use protobuf::{Message, UnknownValueRef};
+use sempa_proto::migration::Failure;
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::Path;
+
+/// Images that consist of entries to their end.
+const OF_ENTRIES: [&str; 12] = [
+    "core-",
+    "fdinfo-",
+    "files.img",
+    "fs-",
+    "ids-",
+    "inventory.img",
+    "memfd.img",
+    "mm-",
+    "pagemap-",
+    "pstree.img",
+    "remap-fpath.img",
+    "seccomp.img",
+];
+const INVENTORY: &str = "inventory.img";
+const TREE: &str = "pstree.img";
+const MAP: &str = "pagemap-";
+/// There is no task without these.
+const ALWAYS: [&str; 3] = [INVENTORY, "files.img", TREE];
+/// A process that has not been waited for, but has ended, has none of these; every other one has all, by its number.
+const OF_LIVING: [&str; 4] = ["ids-", "mm-", "pagemap-", "fs-"];
+/// The kind of the inventory has four bytes, that of others eight.
+const KIND: usize = 8;
+const KIND_OF_INVENTORY: usize = 4;
+/// Of `pstree_entry`.
+const TREE_PID: u32 = 1;
+const TREE_THREADS: u32 = 5;
+/// Of `pagemap_head`.
+const MAP_PAGES_ID: u32 = 1;
+/// Of `pagemap_entry`: pages, as they were counted before version 4 and since; in an earlier image; what they are.
+const MAP_PAGES_BEFORE: u32 = 2;
+const MAP_IN_PARENT: u32 = 3;
+const MAP_FLAGS: u32 = 4;
+const MAP_PAGES: u32 = 5;
+/// A flag: these pages are in the file.
+const PRESENT: u64 = 1 << 2;
+
+/// The images of a directory.
+struct Images<'a> {
+    dir: &'a Path,
+    names: BTreeSet<String>,
+}
+
+/// Looks at all images of a directory.
+///
+/// # Errors
+/// The first one that is not whole, and what is wrong with it.
+pub(super) fn check(dir: &Path) -> Result<(), Failure> {
+    let unreadable = |e| Failure::Io(format!("cannot read {}: {e}", dir.display()));
+    let mut names = BTreeSet::new();
+    for entry in fs::read_dir(dir).map_err(unreadable)? {
+        names.extend(entry.map_err(unreadable)?.file_name().into_string());
+    }
+    let images = Images { dir, names };
+    ALWAYS.iter().try_for_each(|name| images.has(name))?;
+    let of_entries = |name: &&String| name.ends_with(".img") && OF_ENTRIES.iter().any(|begin| name.starts_with(begin));
+    for name in images.names.iter().filter(of_entries) {
+        let entries = images.entries(name)?;
+        if name == TREE {
+            images.check_tree(&entries)?;
+        } else if name.starts_with(MAP) {
+            images.check_pages(name, &entries)?;
+        }
+    }
+    Ok(())
+}
+
+impl Images<'_> {
+    fn has(&self, name: &str) -> Result<(), Failure> {
+        match self.names.contains(name) {
+            true => Ok(()),
+            false => Err(wrong(name, "is missing although the engine said that all was written")),
+        }
+    }
+
+    /// The fields that are numbers, of each entry.
+    fn entries(&self, name: &str) -> Result<Vec<Fields>, Failure> {
+        let file = fs::read(self.dir.join(name)).map_err(|e| Failure::Io(format!("cannot read {name}: {e}")))?;
+        let short = || wrong(name, &format!("ends within an entry, at {} bytes", file.len()));
+        let kind = if name == INVENTORY { KIND_OF_INVENTORY } else { KIND };
+        let mut rest = file.get(kind..).ok_or_else(short)?;
+        let mut all = Vec::new();
+        while !rest.is_empty() {
+            let (length, behind) = rest.split_first_chunk().ok_or_else(short)?;
+            let length = u32::from_le_bytes(*length) as usize;
+            let (entry, behind) = behind.split_at_checked(length).ok_or_else(short)?;
+            all.push(numbers(entry).map_err(|e| wrong(name, &format!("is damaged: {e}")))?);
+            rest = behind;
+        }
+        Ok(all)
+    }
+
+    /// Each process has its images, or has ended.
+    fn check_tree(&self, tree: &[Fields]) -> Result<(), Failure> {
+        for process in tree {
+            let Some(pid) = first(process, TREE_PID) else { return Err(wrong(TREE, "has a process without a number")) };
+            self.has(&format!("core-{pid}.img"))?;
+            let own = OF_LIVING.map(|kind| format!("{kind}{pid}.img"));
+            if own.iter().any(|name| self.names.contains(name)) {
+                own.iter().try_for_each(|name| self.has(name))?;
+                let threads = process.iter().filter(|(field, _)| *field == TREE_THREADS);
+                threads.map(|(_, thread)| format!("core-{thread}.img")).try_for_each(|name| self.has(&name))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// There are as many pages as this map says.
+    fn check_pages(&self, name: &str, map: &[Fields]) -> Result<(), Failure> {
+        let Some((head, maps)) = map.split_first() else { return Err(wrong(name, "is empty")) };
+        let Some(id) = first(head, MAP_PAGES_ID) else { return Err(wrong(name, "does not say where its pages are")) };
+        let there = |entry: &&Fields| match first(entry, MAP_FLAGS) {
+            Some(flags) => flags & PRESENT != 0,
+            None => first(entry, MAP_IN_PARENT).unwrap_or_default() == 0,
+        };
+        let pages = |entry: &Fields| {
+            let before = first(entry, MAP_PAGES_BEFORE).unwrap_or_default();
+            first(entry, MAP_PAGES).unwrap_or(before)
+        };
+        let pages = maps.iter().filter(there).map(pages).fold(0_u64, u64::saturating_add);
+        let file = format!("pages-{id}.img");
+        let wanted = pages.saturating_mul(page_size());
+        // Where there are none, there need be no file.
+        let found = fs::metadata(self.dir.join(&file)).map_or(0, |meta| meta.len());
+        match found == wanted {
+            true => Ok(()),
+            false => {
+                Err(wrong(&file, &format!("has {found} bytes, and {name} has {pages} pages in it, {wanted} bytes")))
+            }
+        }
+    }
+}
+
+/// Fields of an entry that are numbers.
+type Fields = Vec<(u32, u64)>;
+
+fn first(fields: &Fields, wanted: u32) -> Option<u64> {
+    fields.iter().find(|(field, _)| *field == wanted).map(|(_, number)| *number)
+}
+
+fn numbers(entry: &[u8]) -> protobuf::Result<Fields> {
+    // What a message without fields does not know is all that there is.
+    let message = Empty::parse_from_bytes(entry)?;
+    let number = |(field, value)| match value {
+        UnknownValueRef::Varint(number) => Some((field, number)),
+        _ => None,
+    };
+    Ok(message.special_fields.unknown_fields().iter().filter_map(number).collect())
+}
+
+fn page_size() -> u64 {
+    let known = sysconf(SysconfVar::PAGE_SIZE).ok().flatten();
+    known.and_then(|bytes| u64::try_from(bytes).ok()).expect("the system has pages of some size")
+}
+
+fn wrong(name: &str, what: &str) -> Failure {
+    Failure::Images(format!("{name} {what}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// An entry of fields that are numbers, each smaller than 128.
+    fn entry(fields: &[(u8, u8)]) -> Vec<u8> {
+        let message: Vec<u8> = fields.iter().flat_map(|(field, number)| [field << 3, *number]).collect();
+        [&(message.len() as u32).to_le_bytes()[..], &message].concat()
+    }
+
+    fn image(entries: &[Vec<u8>]) -> Vec<u8> {
+        [&[7; KIND][..], &entries.concat()].concat()
+    }
+
+    /// Two processes, one of them with two threads, and one that has ended.
+    fn whole() -> (tempfile::TempDir, Vec<&'static str>) {
+        let dir = tempfile::tempdir().expect("a directory");
+        let page = page_size() as usize;
+        let process = |pid, threads: &[u8]| {
+            let threads = threads.iter().map(|thread| (5, *thread));
+            entry(&[(1, pid)].into_iter().chain(threads).collect::<Vec<_>>())
+        };
+        let plain = || image(&[entry(&[(1, 2)]), entry(&[(3, 4), (5, 6)])]);
+        let map = |id, pages: &[(u8, u8)]| {
+            let maps = pages.iter().map(|(flags, pages)| entry(&[(1, 9), (2, 0), (4, *flags), (5, *pages)]));
+            image(&std::iter::once(entry(&[(1, id)])).chain(maps).collect::<Vec<_>>())
+        };
+        let mut images = vec![
+            ("inventory.img", [&[7; KIND_OF_INVENTORY][..], &entry(&[(1, 2)])].concat()),
+            ("files.img", plain()),
+            ("pstree.img", image(&[process(11, &[11, 12]), process(13, &[13]), process(14, &[99])])),
+            ("pagemap-11.img", map(1, &[(4, 2), (2, 90), (6, 1)])),
+            ("pagemap-13.img", image(&[entry(&[(1, 2)]), entry(&[(1, 9), (2, 1)]), entry(&[(2, 7), (3, 1)])])),
+            ("pagemap-shmem-5.img", map(3, &[])),
+            ("pages-1.img", vec![1; 3 * page]),
+            ("pages-2.img", vec![1; page]),
+            ("pipes-data.img", b"in a form that is not looked at".to_vec()),
+        ];
+        for name in ["core-11", "core-12", "core-13", "core-14", "mm-11", "mm-13", "ids-11", "ids-13", "fs-11", "fs-13"]
+        {
+            images.push((Box::leak(format!("{name}.img").into_boxed_str()), plain()));
+        }
+        for (name, bytes) in &images {
+            fs::write(dir.path().join(name), bytes).expect("written");
+        }
+        (dir, images.into_iter().map(|(name, _)| name).collect())
+    }
+
+    #[test]
+    fn images_that_are_whole_are_good() {
+        let (dir, _) = whole();
+        assert_eq!(check(dir.path()), Ok(()));
+    }
+
+    #[test]
+    fn whichever_image_is_cut_or_missing_it_is_named() {
+        let (dir, names) = whole();
+        for name in names.iter().filter(|name| **name != "pipes-data.img") {
+            let path = dir.path().join(name);
+            let bytes = fs::read(&path).expect("readable");
+            let fails = |what: &str| {
+                let why = check(dir.path()).expect_err(what).to_string();
+                assert!(why.contains(name), "{name}, {what}: {why}");
+            };
+            for length in [bytes.len() - 1, bytes.len() / 2 + 1, 3, 0] {
+                fs::write(&path, &bytes[..length]).expect("written");
+                fails(&format!("{length} bytes"));
+            }
+            fs::write(&path, [&bytes[..], &[0]].concat()).expect("written");
+            fails("longer");
+            fs::remove_file(&path).expect("removed");
+            match *name {
+                // Nobody speaks of it but its map.
+                "pagemap-shmem-5.img" => assert_eq!(check(dir.path()), Ok(())),
+                _ => fails("missing"),
+            }
+            fs::write(&path, bytes).expect("written");
+        }
+        assert_eq!(check(dir.path()), Ok(()));
+    }
+}
