@@ -31,6 +31,7 @@ const OF_ENTRIES: [&str; 12] = [
 const INVENTORY: &str = "inventory.img";
 const TREE: &str = "pstree.img";
 const MAP: &str = "pagemap-";
+const CORE: &str = "core-";
 /// There is no task without these.
 const ALWAYS: [&str; 3] = [INVENTORY, "files.img", TREE];
 /// A process that has not been waited for, but has ended, has none of these; every other one has all, by its number.
@@ -106,19 +107,24 @@ impl Images<'_> {
         Ok(all)
     }
 
-    /// Each process has its images, or has ended.
+    /// Each process has its images, or has ended; and there are none of others.
     fn check_tree(&self, tree: &[Fields]) -> Result<(), Failure> {
+        let mut cores = BTreeSet::new();
         for process in tree {
             let Some(pid) = first(process, TREE_PID) else { return Err(wrong(TREE, "has a process without a number")) };
-            self.has(&format!("core-{pid}.img"))?;
+            cores.insert(format!("{CORE}{pid}.img"));
             let own = OF_LIVING.map(|kind| format!("{kind}{pid}.img"));
             if own.iter().any(|name| self.names.contains(name)) {
                 own.iter().try_for_each(|name| self.has(name))?;
                 let threads = process.iter().filter(|(field, _)| *field == TREE_THREADS);
-                threads.map(|(_, thread)| format!("core-{thread}.img")).try_for_each(|name| self.has(&name))?;
+                cores.extend(threads.map(|(_, thread)| format!("{CORE}{thread}.img")));
             }
         }
-        Ok(())
+        cores.iter().try_for_each(|name| self.has(name))?;
+        match self.names.iter().find(|name| name.starts_with(CORE) && !cores.contains(*name)) {
+            Some(name) => Err(wrong(TREE, &format!("has nobody whose image is {name}"))),
+            None => Ok(()),
+        }
     }
 
     /// There are as many pages as this map says.
