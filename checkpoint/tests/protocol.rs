@@ -427,7 +427,7 @@ impl World {
             TargetOutput::Restore => self.worker((), |r| Item::Target(TargetEvent::Restored(r))),
             TargetOutput::Run(_) => {
                 self.soon(Item::Target(TargetEvent::Ran(Ok(()))));
-                if self.faults.memory_follows {
+                if self.target.as_ref().is_some_and(Target::memory_follows) {
                     self.worker((), |r| Item::Target(TargetEvent::Arrived(r)));
                 }
             }

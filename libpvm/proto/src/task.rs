@@ -288,9 +288,6 @@ pub enum Request {
         /// How far each link has sent.
         marks: Vec<LinkMark>,
     },
-    /// The program ends, and its library was told once that it would be asked to: if it is still waited for,
-    /// [`ToTask::TakeNothing`] comes before the answer. → [`Reply::Done`]
-    LastWords,
     /// → [`Reply::Hosts`]
     Config,
     /// All hosts (0), one host (host tid) or one task. → [`Reply::Tasks`]
@@ -449,6 +446,9 @@ pub enum Request {
         /// Also those that other virtual machines have made.
         any: bool,
     },
+    /// The program ends, and its library was told once that it would be asked to: if it is still waited for,
+    /// [`ToTask::TakeNothing`] comes before the answer. → [`Reply::Done`]
+    LastWords,
 }
 
 /// Outcome of a move.
