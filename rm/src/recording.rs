@@ -22,10 +22,8 @@ use thiserror::Error;
 pub const RECORD_BYTES_MAX: u64 = 256 << 20;
 /// Version of the format beside that of the records it carries.
 const VERSION: u16 = 3;
-/// The oldest that is still read: later ones only added kinds of [`Input`] at the end.
-const VERSION_MIN: u16 = 2;
 
-/// Something that the resource manager was told. New kinds go to the end, so that older records can be read.
+/// Something that the resource manager was told.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Input {
     /// The policy in force from now on.
@@ -66,7 +64,7 @@ pub enum Input {
         /// What it used.
         used: Usage,
     },
-    /// A host is to be emptied, or may take tasks again. Since version 3.
+    /// A host is to be emptied, or may take tasks again.
     Drain {
         /// The host's name.
         host: String,
@@ -121,8 +119,8 @@ pub enum RecordError {
     },
 }
 
-fn first_line(version: u16) -> String {
-    format!("sempa resource manager record {version}.{WIRE_VERSION}\n")
+fn first_line() -> String {
+    format!("sempa resource manager record {VERSION}.{WIRE_VERSION}\n")
 }
 
 /// A record that is being written.
@@ -158,7 +156,7 @@ impl Recorder {
         let failed = |source| RecordError::File { path: path.to_path_buf(), source };
         let mut options = OpenOptions::new();
         let mut file = options.write(true).create(true).truncate(true).mode(0o600).open(path).map_err(failed)?;
-        let first = first_line(VERSION);
+        let first = first_line();
         file.write_all(first.as_bytes()).map_err(failed)?;
         Ok(Recorder { file, bytes: first.len() as u64, bytes_max })
     }
@@ -182,9 +180,8 @@ impl Recorder {
 /// It is none, or damaged elsewhere than at its end.
 pub fn read(path: &Path) -> Result<Vec<Entry>, RecordError> {
     let bytes = std::fs::read(path).map_err(|source| RecordError::File { path: path.to_path_buf(), source })?;
-    let mut known = (VERSION_MIN..=VERSION).map(first_line);
-    let Some(mut rest) = known.find_map(|line| bytes.strip_prefix(line.as_bytes())) else {
-        let wanted = first_line(VERSION);
+    let wanted = first_line();
+    let Some(mut rest) = bytes.strip_prefix(wanted.as_bytes()) else {
         let found = String::from_utf8_lossy(&bytes[..bytes.len().min(wanted.len())]).into_owned();
         return Err(RecordError::Foreign { path: path.to_path_buf(), found, wanted });
     };
@@ -227,31 +224,12 @@ mod tests {
     }
 
     #[test]
-    fn a_record_of_the_version_before_is_still_read_and_one_of_a_later_version_is_not() {
-        let dir = tempfile::tempdir().expect("a directory");
-        let path = dir.path().join("record");
-        let entry = to_bytes(&Entry { at: Micros(4), input: ended(1) }).expect("it can be encoded");
-        let length = u32::try_from(entry.len()).expect("it is short").to_le_bytes();
-        let write = |version: u16| {
-            let bytes = [first_line(version).as_bytes(), &length, &entry].concat();
-            std::fs::write(&path, bytes).expect("it can be written");
-        };
-        write(VERSION_MIN);
-        assert_eq!(read(&path).expect("a record"), [Entry { at: Micros(4), input: ended(1) }]);
-        for version in [VERSION_MIN - 1, VERSION + 1] {
-            write(version);
-            assert!(matches!(read(&path), Err(RecordError::Foreign { .. })), "{version}");
-        }
-    }
-
-    #[test]
     fn a_foreign_file_and_a_damaged_record_are_named_and_the_limit_is_kept() {
         let dir = tempfile::tempdir().expect("a directory");
         let path = dir.path().join("record");
         std::fs::write(&path, "#!/bin/sh\n").expect("it can be written");
         assert!(matches!(read(&path), Err(RecordError::Foreign { .. })));
-        std::fs::write(&path, [first_line(VERSION).as_bytes(), &[1, 0, 0, 0, 0xff, 9]].concat())
-            .expect("it can be written");
+        std::fs::write(&path, [first_line().as_bytes(), &[1, 0, 0, 0, 0xff, 9]].concat()).expect("it can be written");
         assert!(matches!(read(&path), Err(RecordError::Damaged { .. })));
         let mut recorder = Recorder::with_limit(&path, 100).expect("it can be written");
         let told = (0..100).find_map(|n| recorder.put(Micros(0), ended(n)));
