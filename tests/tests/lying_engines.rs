@@ -13,6 +13,29 @@ use std::time::Duration;
 const LONG: Duration = Duration::from_secs(120);
 const WORKERS: usize = 2;
 
+/// Passes on what the real engine and whoever has started it say to each other. When all is written, and before that is said,
+/// images of this kind lose their second half.
+const CUTTER: &str = r#"
+import glob, os, select, socket, subprocess, sys
+real, number, kind = sys.argv[1:]
+ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+os.set_inheritable(theirs.fileno(), True)
+engine = subprocess.Popen([real, "swrk", str(theirs.fileno())], close_fds=False)
+theirs.close()
+starter = socket.socket(fileno=int(number))
+while True:
+    for ready in select.select([starter, ours], [], [])[0]:
+        words = ready.recv(1 << 20)
+        if not words:
+            if ready is starter:
+                engine.kill()
+            sys.exit(engine.wait())
+        if ready is ours and b"post-dump" in words:
+            for path in glob.glob("/tmp/sempa-0/pvm/images-*/" + kind):
+                os.truncate(path, os.path.getsize(path) // 2)
+        (ours if ready is starter else starter).send(words)
+"#;
+
 /// An engine that is what the file `lie` on its host says; without that it is the real one.
 fn put_lying_engine(bed: &Testbed) {
     let link = bed.engine().expect("an engine of its own");
@@ -24,9 +47,11 @@ fn put_lying_engine(bed: &Testbed) {
          silent) exit 0 ;;\n\
          garbage) printf 'neither yes nor no' >&$2; exec sleep 14142 ;;\n\
          killed) kill -9 $$ ;;\n\
+         cut*) exec python3 {folder}/cutter.py {real} \"$2\" \"${{lie#cut }}\" ;;\n\
          esac\nexec {real} \"$@\"\n",
         folder = bed.folder().display(),
     );
+    fs::write(bed.folder().join("cutter.py"), CUTTER).expect("written");
     let fresh = link.with_extension("fresh");
     fs::write(&fresh, script).expect("written");
     fs::set_permissions(&fresh, fs::Permissions::from_mode(0o755)).expect("executable");
@@ -170,6 +195,11 @@ fn engines_that_lie_make_no_checkpoint_and_no_restart_and_harm_nothing() {
             for (what, words) in lies {
                 lie(bed, "h2", what);
                 job.fails(what, &["the job goes on", words]);
+                lie(bed, "h2", "");
+            }
+            for kind in ["inventory", "files", "pstree", "core-", "mm-", "fdinfo-", "pagemap-", "pages-"] {
+                lie(bed, "h2", &format!("cut {kind}*.img"));
+                job.fails(&format!("{kind} cut"), &["the job goes on", "images: ", kind]);
                 lie(bed, "h2", "");
             }
             job.end();
