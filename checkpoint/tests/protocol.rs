@@ -492,7 +492,7 @@ fn whatever_step_fails_or_stalls_the_task_goes_on_exactly_once() {
 #[test]
 fn a_task_whose_memory_follows_goes_on_once_if_all_of_it_comes_and_else_ends_and_the_move_says_why() {
     let (mut moved, mut died, mut stayed) = (0, 0, 0);
-    for seed in 1..20_000 {
+    for seed in 1..30_000 {
         let lose = (seed % 4 == 0).then(|| (host(2), Dice(seed * 33 + 1).roll(60_000)));
         let faults = Faults { memory_follows: true, step_fails_percent: 8, lose, ..Faults::default() };
         let world = settle(seed, faults);

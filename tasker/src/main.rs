@@ -4,6 +4,7 @@
 //! stops, dumps, restores and reaps task processes as it is told, and reports. When its socket closes it kills all of
 //! them and ends.
 
+mod asking;
 mod attempt;
 mod birth;
 mod carry;

@@ -226,6 +226,7 @@ impl Supervisor {
             ToTasker::Start(_)
             | ToTasker::Signal { .. }
             | ToTasker::End { .. }
+            | ToTasker::EndsForGood { .. }
             | ToTasker::Kill { .. }
             | ToTasker::Hold { .. }
             | ToTasker::GoOn { .. } => {}

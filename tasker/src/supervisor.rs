@@ -3,6 +3,7 @@
 //! One thread does everything that makes, kills or reaps processes; workers (see [`crate::moves`]) only drive an engine
 //! or read files, and report back through a channel.
 
+use crate::asking;
 use crate::control::Control;
 use crate::freezer::{ControlGroup, Freezer};
 use crate::moves::Moves;
@@ -234,6 +235,11 @@ impl Supervisor {
             ToTasker::Start(order) => self.start(&order),
             ToTasker::Signal { tid, signal } => self.signal(tid, signal),
             ToTasker::End { tid, engine } => self.end(tid, engine),
+            ToTasker::EndsForGood { tid } => {
+                if let Some(task) = self.tasks.get_mut(&tid) {
+                    task.ending = None;
+                }
+            }
             ToTasker::Kill { tid } => self.kill(tid),
             ToTasker::Hold { tid, after } => self.hold(tid, after),
             ToTasker::GoOn { tid } => self.free(tid),
@@ -308,7 +314,7 @@ impl Supervisor {
     /// Asks a task to end, so that its program can be started again.
     fn end(&mut self, tid: Tid, engine: Engine) {
         let (Some(task), Some((signal, wait))) = (self.tasks.get_mut(&tid), engine.asks()) else { return };
-        if matches!(engine, Engine::Own { .. }) && !task.minds(signal) {
+        if matches!(engine, Engine::Own { .. }) && !asking::minds(task.process.pid, signal) {
             let why = format!("it does not handle signal {signal}, or not yet, and would just be ended by it");
             return self.say(&FromTasker::NotAsked { tid, why });
         }
@@ -340,7 +346,14 @@ impl Supervisor {
 
     /// A task's process has ended. What it left running in its namespace goes on until it ends or the daemon does.
     fn ended(&mut self, tid: Tid) {
-        let Some(pid) = self.tasks.get(&tid).map(|task| task.process.pid) else { return };
+        let Some(task) = self.tasks.get(&tid) else { return };
+        let pid = task.process.pid;
+        if task.namespace.is_none()
+            && task.ending.is_some_and(|engine| sys::ended_as(pid).is_some_and(|s| engine.goes_on_after(s)))
+        {
+            // Its group, as long as its number is nobody else's: nobody can be sure that this is all.
+            let _ = sys::kill_raw(-pid, libc::SIGKILL);
+        }
         // ECHILD cannot be: nobody else waits for it. Then nothing is known of how it ended.
         let Some((status, used)) = sys::reap(pid).unwrap_or(Some((0, sempa_proto::migration::Usage::default()))) else {
             return;
@@ -375,11 +388,7 @@ impl Supervisor {
     fn end_all_of(&mut self, mut task: Task, then: FromTasker) {
         match task.namespace.take() {
             Some(namespace) => self.when_ended(namespace, vec![then]),
-            None => {
-                // Its group: nobody can be sure that this is all.
-                let _ = sys::kill_raw(-task.process.pid, libc::SIGKILL);
-                self.say(&then);
-            }
+            None => self.say(&then),
         }
     }
 

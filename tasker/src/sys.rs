@@ -538,6 +538,16 @@ pub(crate) fn reap(pid: i32) -> io::Result<Option<(i32, Usage)>> {
     wait4(pid, libc::WNOHANG)
 }
 
+/// The wait status of a child that has ended, which stays to be waited for; `None` if it has not, or is no child.
+pub(crate) fn ended_as(pid: i32) -> Option<i32> {
+    let look = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT;
+    match waitid(Id::Pid(Pid::from_raw(pid)), look) {
+        Ok(WaitStatus::Exited(_, code)) => Some(code << 8),
+        Ok(WaitStatus::Signaled(_, signal, _)) => Some(signal as i32),
+        _ => None,
+    }
+}
+
 /// Waits for one child that is known to end at once (it was killed or has ended).
 ///
 /// # Errors

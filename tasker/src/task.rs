@@ -6,7 +6,6 @@ use crate::hold::Hold;
 use crate::namespace::Namespace;
 use crate::stop::{self, Crowd};
 use crate::sys::{self, Child, ExecPlan, Inherited, NotStarted, Program, Stage, StageError, StartGuard};
-use checkpoint::status::Status;
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use sempa_proto::engine::Engine;
@@ -101,13 +100,6 @@ pub(crate) struct Task {
 }
 
 impl Task {
-    /// True unless this signal would end its first process by the signal's default action.
-    pub(crate) fn minds(&self, signal: i32) -> bool {
-        let bit = 1u64 << (signal - 1);
-        let sets = ["SigCgt", "SigIgn", "SigBlk"];
-        Status::of(self.process.pid).is_none_or(|status| sets.iter().any(|set| status.signals(set) & bit != 0))
-    }
-
     /// Sends a signal to the task's process.
     pub(crate) fn send(&self, signal: i32) {
         // The pid is ours until we reap it; an unknown signal number or an ended process is nobody's fault here.

@@ -290,6 +290,8 @@ pub enum Refusal {
     },
     /// It writes its own checkpoint, and is suspended.
     Suspended,
+    /// It was asked in vain to write its own checkpoint, and may end by that yet.
+    MayEndYet,
     /// A checkpoint of a job is written by CRIU, by which the task does not want to be taken.
     NotByCriu {
         /// How it wants to be taken.
@@ -328,6 +330,7 @@ impl fmt::Display for Refusal {
                 write!(f, "its {files} open files have {bytes} bytes, and {limit} are carried along at most")
             }
             Refusal::Suspended => f.write_str("it is suspended, and has to run to write its own checkpoint"),
+            Refusal::MayEndYet => f.write_str("it was asked to write its own checkpoint, and may do so yet"),
             Refusal::NotByCriu { engine } => {
                 write!(f, "checkpoints of jobs are written by CRIU, and it wants to be taken by {engine}")
             }

@@ -72,13 +72,19 @@ pub enum ToTasker {
         signal: i32,
     },
     /// Ask the task's process by a signal to end, so that the program can be started again. If it ends in the way that was
-    /// agreed, everybody else whom the task has is ended as well before that is reported. A task that is held may run so long
+    /// agreed, everybody else whom the task has is ended as well before that is reported (without a process-id namespace: is
+    /// being ended). A task that is held may run so long
     /// for it. → [`FromTasker::Exited`], when it has ended, or [`FromTasker::NotAsked`]
     End {
         /// The task.
         tid: Tid,
         /// By which signal, and what is agreed.
         engine: Engine,
+    },
+    /// What it was asked by [`ToTasker::End`] does not count any more: if it ends, it has ended.
+    EndsForGood {
+        /// The task.
+        tid: Tid,
     },
     /// End every process of the task for sure. → [`FromTasker::Exited`]
     Kill {

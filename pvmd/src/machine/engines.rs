@@ -13,6 +13,7 @@ use super::tasks::{Phase, Task};
 use super::{Machine, Output, Timer, World};
 use checkpoint::protocol::{SourceEvent, TargetEvent};
 use sempa_proto::engine::{AGAIN_ENV, Begin, Engine};
+use sempa_proto::host::{Carried, Held};
 use sempa_proto::migration::{Cause, Failure, Move, Refusal, TaskFacts, Usage, Verdict};
 use sempa_proto::task::{Reply, SpawnRequest, ToTask};
 use sempa_proto::tasker::{StartTask, ToTasker};
@@ -26,7 +27,7 @@ const HEAR_TIME: Micros = Micros::from_secs(5);
 /// A program that has not ended in its time, and ends after all as agreed, is started again so long.
 const LATE_TIME: Micros = Micros::from_secs(60);
 /// Signals that end a task that has no process just now.
-const DEADLY: [i32; 2] = [9, 15];
+pub(super) const DEADLY: [i32; 2] = [9, 15];
 
 /// How far a task is that is asked to end, to begin again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,8 +52,14 @@ pub(super) struct Ending {
     pub(super) stage: Stage,
     /// The program was asked.
     asked: bool,
+    /// It was asked for an earlier move, and may end by that yet.
+    asked_before: bool,
     /// The move is off.
     off: bool,
+    /// Somebody has told the task to end for good.
+    for_good: bool,
+    /// It has stood still since the time was last looked at that it has for ending late.
+    stood: bool,
 }
 
 /// A task whose process has ended, and that begins again.
@@ -105,6 +112,11 @@ impl Ending {
         matches!(self.engine, Engine::Own { .. })
     }
 
+    /// True if it may end as agreed, to be started again.
+    fn may_end(&self) -> bool {
+        self.asked || self.asked_before
+    }
+
     /// True if its process ends whatever it does.
     fn has_to_end(&self) -> bool {
         self.asked && !self.is_agreed()
@@ -145,7 +157,8 @@ impl Machine {
         // One that was asked before, and may end by that yet, is the same on no other host.
         let begin = task.begin.as_ref().filter(|begin| !begin.by_criu() || task.ending.is_some())?;
         Some(match (cause, begin.anew()) {
-            (Some(Cause::Checkpoint), Some(engine)) => Err(Refusal::NotByCriu { engine }),
+            (Some(Cause::Checkpoint), Some(engine)) if !begin.by_criu() => Err(Refusal::NotByCriu { engine }),
+            (Some(Cause::Checkpoint), _) => Err(Refusal::MayEndYet),
             _ => self.facts_anew(tid).unwrap_or(Err(Refusal::NoSuchTask)),
         })
     }
@@ -235,8 +248,17 @@ impl Machine {
             let why = Failure::Engine("its program is just being started, or has ended".into());
             return self.source_event(id, SourceEvent::Stopped(Err(why)));
         };
-        task.ending = Some(Ending { migration: id, engine, stage: Stage::Waking, asked: false, off: false });
-        let wakes = task.still.is_some();
+        let (wakes, asked_before) = (task.still.is_some(), task.ending.is_some_and(|before| before.may_end()));
+        task.ending = Some(Ending {
+            migration: id,
+            engine,
+            stage: Stage::Waking,
+            asked: false,
+            asked_before,
+            off: false,
+            for_good: false,
+            stood: false,
+        });
         self.timer(HEAR_TIME, Timer::AskToEnd(tid, id));
         if stands {
             // It may run for that.
@@ -314,7 +336,7 @@ impl Machine {
             return false;
         }
         let Some(task) = self.tasks.get_mut(tid) else { return false };
-        let goes_on = |ending: &Ending| ending.asked && ending.engine.goes_on_after(status);
+        let goes_on = |ending: &Ending| ending.may_end() && !ending.for_good && ending.engine.goes_on_after(status);
         let Some(Ending { migration, .. }) = task.ending.filter(goes_on) else { return false };
         let Some(parting) = task.parting.take() else { return false };
         let conn = task.conn();
@@ -374,6 +396,10 @@ impl Machine {
             ending.stage = Stage::Returning;
             let message = ToTask::TakeNothing { by: None };
             self.out.extend(conn.map(|conn| Output::ToTask { conn, message }));
+            if self.has_to_stand(tid) {
+                // It may run for that.
+                self.tell_tasker(ToTasker::Hold { tid, after: HEAR_TIME });
+            }
         }
         self.source_event(id, SourceEvent::Continued);
         true
@@ -407,7 +433,7 @@ impl Machine {
         let left = task.conn().is_none() && task.still.is_none();
         let Some(ending) = task.ending.as_mut() else { return };
         let id = ending.migration;
-        match (ending.asked, left) {
+        match (ending.may_end(), left) {
             (false, _) => task.ending = None,
             (true, true) => {}
             (true, false) => ending.stage = Stage::Off,
@@ -433,16 +459,29 @@ impl Machine {
 
     /// A program that was asked, and had not ended in its time, has not ended since.
     pub(super) fn ends_no_more(&mut self, tid: Tid, id: MigrationId) {
+        let stands = self.has_to_stand(tid);
         let Some(task) = self.tasks.get_mut(tid).filter(|task| task.exited.is_none()) else { return };
-        let Some(ending) = task.ending.filter(|ending| ending.migration == id && ending.off) else { return };
-        if ending.stage == Stage::Off {
-            task.ending = None;
-        } else if task.conn().is_none() {
+        let left = task.conn().is_none();
+        let Some(ending) = task.ending.as_mut().filter(|ending| ending.migration == id && ending.off) else { return };
+        if std::mem::replace(&mut ending.stood, stands) || stands {
+            // It gets its time when it runs.
+            self.timer(LATE_TIME, Timer::EndsLate(tid, id));
+        } else if ending.stage == Stage::Off {
+            self.asked_no_more(tid);
+        } else if left {
             // It has left the virtual machine instead.
-            (task.ending, task.parting) = (None, None);
+            task.parting = None;
+            self.asked_no_more(tid);
             self.detach(tid);
         } else {
             self.timer(LATE_TIME, Timer::EndsLate(tid, id));
+        }
+    }
+
+    /// If a task ends now, it has ended, however it does.
+    pub(super) fn asked_no_more(&mut self, tid: Tid) {
+        if self.tasks.get_mut(tid).and_then(|task| task.ending.take()).is_some_and(|ending| ending.may_end()) {
+            self.tell_tasker(ToTasker::EndsForGood { tid });
         }
     }
 
@@ -454,21 +493,28 @@ impl Machine {
         true
     }
 
-    /// All that is left of a task goes to its new host.
+    /// All that is left of a task goes to its new host. First what its process has left: nobody else would say it again if this
+    /// host were lost.
     pub(super) fn send_away(&mut self, of: &Move) {
+        let left: Vec<Held> =
+            self.tasks.get(of.tid).map(|task| task.inbox.iter().cloned().collect()).unwrap_or_default();
+        for held in left {
+            let carried = Carried::Handed { dst: of.tid, migration: of.id, held };
+            self.out.push_back(Output::Carry { host: of.to, carried });
+        }
         self.send_record(of, false);
         if let Some(task) = self.tasks.get_mut(of.tid) {
             task.leaving = Some(of.id);
         }
     }
 
-    /// Somebody sends a signal. True if that is done: a task without a process ends by it, or not at all. A task that was to
-    /// be ended and started again ends by one that is meant to end it.
+    /// Somebody sends a signal. True if that is done: a task that has no process, or one that is just beginning, ends by it or
+    /// not at all. One that was to be ended and started again is not started again after a signal that is meant to end it.
     pub(super) fn signal_away(&mut self, tid: Tid, signal: i32) -> bool {
         let Some(task) = self.tasks.get_mut(tid) else { return false };
         let deadly = DEADLY.contains(&signal);
-        if deadly && matches!(task.ending, Some(Ending { engine: Engine::Restart { .. }, .. })) {
-            task.ending = None;
+        if let Some(ending) = task.ending.as_mut().filter(|ending| matches!(ending.engine, Engine::Restart { .. })) {
+            ending.for_good |= deadly;
         }
         let used = task.used_before;
         if task.away.is_some() && deadly {
@@ -476,7 +522,7 @@ impl Machine {
             self.end_task(tid, signal, used);
             return true;
         }
-        task.away.is_some()
+        task.away.is_some() || task.returning && !deadly
     }
 
     // ---- the beginning of a process
@@ -498,7 +544,8 @@ impl Machine {
             }
             Err(why) => {
                 self.note(format!("{tid} could not be started again: {why}"));
-                self.end_task(tid, NOT_STARTED, Usage::default());
+                let used = self.tasks.get(tid).map(|task| task.used_before).unwrap_or_default();
+                self.end_task(tid, NOT_STARTED, used);
             }
         }
         self.move_task_continued(tid);

@@ -171,7 +171,7 @@ impl Machine {
     fn guests_go_on(&mut self, why: &str) {
         let Some(said) = self.hosting.stopped.take() else { return };
         self.log(format!("guests go on: {why}"));
-        let goes_on = |t: &&Task| t.still.is_some() && t.suspended.is_none();
+        let goes_on = |t: &&Task| (t.still.is_some() || t.ending.is_some()) && t.suspended.is_none();
         let still: Vec<Tid> = self.tasks.live.values().filter(goes_on).map(|t| t.tid).collect();
         for tid in still {
             self.free_guest(tid);
@@ -310,7 +310,13 @@ impl Machine {
     pub(super) fn free_guest(&mut self, tid: Tid) {
         let moving = self.source_of(tid).is_some();
         let Some(task) = self.tasks.get_mut(tid) else { return };
-        let Some(still) = &mut task.still else { return };
+        let Some(still) = &mut task.still else {
+            if task.ending.is_some() {
+                // It ran for some time only, to end.
+                self.tell_tasker(ToTasker::GoOn { tid });
+            }
+            return;
+        };
         if task.phase == Phase::Left || still.ids.is_empty() {
             task.still = None;
         } else if !moving {

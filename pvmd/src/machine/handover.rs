@@ -9,7 +9,7 @@
 //! A session between two daemons may break while both live, and take with it what was on its way. So the source remembers for
 //! a while what it has handed over, and both say all of this again when they hear each other again.
 
-use super::engines::Other;
+use super::engines::{DEADLY, Other};
 use super::suspend::Suspended;
 use super::tasks::{Inbox, Phase, Task};
 use super::{ConnId, Machine, Output};
@@ -342,7 +342,10 @@ impl Machine {
     pub(super) fn arrival_step(&mut self, tid: Tid) {
         let Some(arrival) = self.moves.arrivals.get_mut(&tid) else { return };
         if arrival.ran && arrival.exited.is_none() {
-            for signal in std::mem::take(&mut arrival.signals) {
+            // A program that is just beginning would be ended by any signal that it has prepared for no more than that.
+            let anew = arrival.anew;
+            let counts = |signal: &i32| !anew || DEADLY.contains(signal);
+            for signal in std::mem::take(&mut arrival.signals).into_iter().filter(counts) {
                 self.out.push_back(Output::ToTasker(ToTasker::Signal { tid, signal }));
             }
         }
@@ -405,7 +408,8 @@ impl Machine {
             self.moves.arrivals.values().filter(|a| a.from == host && a.located).map(|a| a.tid).collect();
         for tid in orphans {
             if let Some(arrival) = self.moves.arrivals.get_mut(&tid) {
-                // What was kept at the source is lost with it; links send again, the rest is the loss of that host.
+                // What was kept at the source is lost with it: links send again (what a process has left that is no more has come
+                // with its record), the rest is the loss of that host.
                 (arrival.complete, arrival.all_handed) = (true, true);
                 arrival.record.get_or_insert_with(|| Arrival::bare_record(tid));
             }

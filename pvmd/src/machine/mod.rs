@@ -351,9 +351,9 @@ impl Machine {
         if self.stop.is_none() {
             self.note(format!("the tasker has ended ({why}); its tasks on this host are dead"));
         }
-        let dead: Vec<Tid> = self.tasks.live.values().filter(|t| t.spawned()).map(|t| t.tid).collect();
-        for tid in dead {
-            self.end_task(tid, 9, sempa_proto::migration::Usage::default());
+        let dead = self.tasks.live.values().filter(|t| t.spawned()).map(|t| (t.tid, t.used_before));
+        for (tid, used) in dead.collect::<Vec<_>>() {
+            self.end_task(tid, 9, used);
         }
         self.moves_tasker_gone(why);
         self.surveys_tasker_gone();

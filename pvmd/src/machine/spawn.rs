@@ -353,7 +353,8 @@ impl Machine {
     /// The tasker could not make the process: to everybody else it is a task that ended at once.
     pub(super) fn start_failed(&mut self, tid: Tid, why: &str) {
         self.note(format!("{tid} could not be started: {why}"));
-        self.end_task(tid, 0x100, Default::default());
+        let used = self.tasks.get(tid).map(|task| task.used_before).unwrap_or_default();
+        self.end_task(tid, 0x100, used);
     }
 }
 

@@ -49,6 +49,11 @@ impl Inbox {
         self.queue.push_back(held);
     }
 
+    /// What lies in it.
+    pub(super) fn iter(&self) -> impl Iterator<Item = &Held> {
+        self.queue.iter()
+    }
+
     /// Takes all.
     pub(super) fn drain(&mut self) -> VecDeque<Held> {
         (self.link_bytes, self.words) = (0, 0);
@@ -373,8 +378,10 @@ impl Machine {
                 return self.reply(tid, id, sempa_proto::task::Reply::Done);
             }
             // Its work is done: it does not begin again.
-            _ => task.ending = None,
+            _ => {}
         }
+        self.asked_no_more(tid);
+        let Some(task) = self.tasks.get_mut(tid) else { return };
         task.parting = None;
         let own: Vec<Watch> = task.watches.extract_if(.., |w| w.kind == WatchKind::TaskExit(tid)).collect();
         for watch in own {

@@ -171,7 +171,11 @@ fn large_and_small(wait: Micros) -> Bed {
     let (set, job, frozen) = ("s2".into(), t(2, 50), Micros(5));
     bed.world().event(h(2), EventKind::Checkpointed { set, job, tasks: 1, bytes: 9, frozen, parked: true });
     bed.settle();
-    bed.pass(wait);
+    for _ in 0..wait.0 / 10_000_000 {
+        bed.pass(Micros::from_secs(10));
+        // The watchers live.
+        (1..=3).for_each(|host| bed.owner_comes(host));
+    }
     bed.owner_leaves(3);
     bed.pass(Micros::from_secs(12));
     bed

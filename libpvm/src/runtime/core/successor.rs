@@ -87,8 +87,11 @@ impl Core {
         (self.busy.clear(), self.is_busy.clear());
         let later = std::mem::take(&mut self.held).into_iter().collect();
         let parting = ToDaemon::Parting { by, line: self.line, talks, later };
-        // Too much for a frame: nothing is said, and the program is not asked.
         let (Ok(first), Ok(last)) = (encode_control(&parting), encode_control(&ToDaemon::TakesNothing { by })) else {
+            // Too much for a frame: nothing is said, and the program is not asked.
+            if let ToDaemon::Parting { later, .. } = parting {
+                self.held.extend(later);
+            }
             return;
         };
         self.outbox.push(first);

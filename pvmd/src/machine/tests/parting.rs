@@ -402,3 +402,96 @@ fn a_session_that_breaks_while_a_task_begins_again_takes_nothing_along() {
         assert_eq!(heard(&sim, peer), (0..said).collect::<Vec<i32>>(), "seed {seed}");
     }
 }
+
+#[test]
+fn whichever_host_is_lost_what_the_old_process_has_said_is_heard_without_a_gap_and_so_is_the_new_one() {
+    let (mut went_on, mut of_source) = (0, 0);
+    for seed in seeds(300) {
+        let (mut sim, console) = Sim::cluster(seed, 4);
+        let to = sim.procs[console].tid();
+        let tid = spawn(&mut sim, console, request("child", "own:wait=3", "h2"));
+        let mut said = 0;
+        let mut speak = |sim: &mut Sim, count: i32| {
+            for _ in 0..count {
+                said += i32::from(says(sim, tid, to, said));
+            }
+            said
+        };
+        speak(&mut sim, 5);
+        let moving = start_move(&mut sim, console, tid, "h3");
+        for _ in 0..8 {
+            let (wait, count) = (Micros(sim.dice.roll(4_000)), sim.dice.roll(3) as i32);
+            sim.pass(wait);
+            speak(&mut sim, count);
+        }
+        let lost = host(2 + sim.dice.roll(2) as u16);
+        sim.kill_host(lost);
+        let moved = end_of_move(&mut sim, console, moving).is_ok();
+        sim.pass(Micros::from_secs(10));
+        if listed(&mut sim, console, tid).is_empty() {
+            continue;
+        }
+        went_on += 1;
+        of_source += u32::from(moved && lost == host(2));
+        answers(&mut sim, console, tid);
+        let before = speak(&mut sim, 1) - 1;
+        sim.until("it is heard", |s| heard(s, console).last() == Some(&before));
+        let heard = heard(&sim, console);
+        assert_eq!(heard, (0..=before).collect::<Vec<i32>>(), "moved {moved}, lost {lost} (seed {seed})");
+    }
+    assert!(went_on > 100 && of_source > 20, "{went_on} went on, {of_source} without their source");
+}
+
+#[test]
+fn a_task_that_is_to_end_for_good_is_not_started_again_and_does_not_stay_between_two_hosts() {
+    for seed in seeds(60) {
+        let (mut sim, console) = Sim::cluster(seed, 3);
+        let tid = spawn(&mut sim, console, request("deaf and stubborn", "restart:wait=1", "h2"));
+        watch(&mut sim, console, tid);
+        let old = sim.proc_of(tid);
+        let moving = start_move(&mut sim, console, tid, "h3");
+        sim.until("it is asked", |s| s.deaf.contains(&old));
+        let wait = Micros(sim.dice.roll(900_000));
+        sim.pass(wait);
+        sim.ask(console, Request::Signal { tid, signal: 15 });
+        assert!(end_of_move(&mut sim, console, moving).is_err());
+        sim.until("its end", |s| s.procs[console].notes(1).len() == 1);
+        assert_eq!((sim.proc_of(tid), listed(&mut sim, console, tid).len()), (old, 0), "seed {seed}");
+    }
+}
+
+#[test]
+fn a_program_that_was_asked_once_is_started_again_also_if_it_was_not_asked_a_second_time() {
+    for seed in seeds(60) {
+        let (mut sim, console) = Sim::cluster(seed, 4);
+        let (tid, old, moving) = asked(&mut sim, console, "h3");
+        watch(&mut sim, console, tid);
+        assert!(end_of_move(&mut sim, console, moving).is_err(), "it has not ended in its time");
+        let again = start_move(&mut sim, console, tid, "h4");
+        let wait = Micros(sim.dice.roll(12_000));
+        sim.pass(wait);
+        sim.kill_host(host(4));
+        assert!(end_of_move(&mut sim, console, again).is_err());
+        sim.pass(Micros::from_secs(1));
+        sim.end_in_order(old, AGREED);
+        sim.until("it is back", |s| s.proc_of(tid) != old && s.procs[s.proc_of(tid)].welcome.is_some());
+        answers(&mut sim, console, tid);
+        assert_eq!(sim.procs[console].notes(1).len(), 0, "seed {seed}");
+    }
+}
+
+#[test]
+fn the_minute_in_which_a_program_may_end_late_is_one_in_which_it_runs() {
+    let (mut sim, console) = Sim::cluster(5, 3);
+    let (tid, old, moving) = asked(&mut sim, console, "h3");
+    assert!(end_of_move(&mut sim, console, moving).is_err());
+    let speaker = sim.enrol(host(2));
+    sim.ask(speaker, stopped());
+    sim.pass(Micros::from_secs(600));
+    sim.ask(speaker, welcome());
+    answers(&mut sim, console, tid);
+    sim.pass(Micros::from_secs(50));
+    sim.end_in_order(old, AGREED);
+    sim.until("it is back", |s| s.proc_of(tid) != old && s.procs[s.proc_of(tid)].welcome.is_some());
+    answers(&mut sim, console, tid);
+}

@@ -64,6 +64,10 @@ impl Sim {
     /// A program is asked to end. One that is called `deaf` does not, one that is called `done` ends of itself.
     pub(super) fn asked_to_end(&mut self, on: HostId, tid: Tid, engine: Engine) {
         let Some(proc) = self.find_spawned(on, tid) else { return };
+        if let (true, Some((_, wait))) = (self.procs[proc].held, engine.asks()) {
+            // It may run so long for that.
+            self.hold(on, proc, Micros::from_secs(wait.into()));
+        }
         let program = self.procs[proc].program.clone();
         if program.contains("deaf") {
             self.deaf.push(proc);
@@ -74,11 +78,6 @@ impl Sim {
             Engine::Own { exit, .. } => i32::from(exit) << 8,
             Engine::Criu | Engine::Restart { .. } => 15,
         };
-        if std::mem::take(&mut self.procs[proc].held) {
-            // It may run for that.
-            self.procs[proc].holds += 1;
-            self.thaw(proc);
-        }
         self.end_in_order(proc, status);
     }
 

@@ -78,6 +78,8 @@ impl Sim {
                 self.begin_if_it_may(proc);
             }
             ToTasker::End { tid, engine } => self.asked_to_end(on, tid, engine),
+            // Whom it has left behind is nobody's matter here.
+            ToTasker::EndsForGood { .. } => {}
             ToTasker::Signal { tid, .. } => {
                 if let Some(proc) = self.find_spawned(on, tid)
                     && !self.procs[proc].program.contains("stubborn")
@@ -106,7 +108,7 @@ impl Sim {
         }
     }
 
-    fn hold(&mut self, on: HostId, proc: usize, after: Micros) {
+    pub(super) fn hold(&mut self, on: HostId, proc: usize, after: Micros) {
         let p = &mut self.procs[proc];
         p.holds += 1;
         let number = p.holds;

@@ -1,0 +1,110 @@
+//! Whether a program that is to be asked by a signal has prepared for it.
+
+use checkpoint::status::Status;
+use std::fs;
+use std::path::PathBuf;
+
+/// True unless this signal would end the process by its default action, as far as can be told from outside.
+pub(crate) fn minds(pid: i32, signal: i32) -> bool {
+    let bit = 1u64 << (signal - 1);
+    // Whoever has ended cannot be harmed.
+    let Some(status) = Status::of(pid) else { return true };
+    let has = |set| status.signals(set) & bit != 0;
+    // Who is just making a process has all signals blocked for a moment: of them that says nothing.
+    has("SigCgt") || has("SigIgn") || has("SigBlk") && (has_descriptor_for(pid, bit) || waits_in_a_call(pid))
+}
+
+fn entries(pid: i32, folder: &str) -> impl Iterator<Item = PathBuf> {
+    let folder = fs::read_dir(format!("/proc/{pid}/{folder}"));
+    folder.into_iter().flatten().flatten().map(|entry| entry.path())
+}
+
+/// It reads its blocked signals from a signalfd, and this one is among them.
+fn has_descriptor_for(pid: i32, bit: u64) -> bool {
+    entries(pid, "fdinfo").any(|path| {
+        let text = fs::read_to_string(path).unwrap_or_default();
+        let mask = text.lines().find_map(|line| line.strip_prefix("sigmask:"));
+        mask.and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok()).is_some_and(|mask| mask & bit != 0)
+    })
+}
+
+/// A thread of it waits for blocked signals (`sigwait`). For which, the kernel tells nobody.
+fn waits_in_a_call(pid: i32) -> bool {
+    let call = libc::SYS_rt_sigtimedwait.to_string();
+    entries(pid, "task").any(|thread| {
+        let text = fs::read_to_string(thread.join("syscall")).unwrap_or_default();
+        text.split_whitespace().next() == Some(&call)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nix::sys::signal::{SigSet, Signal};
+    use nix::sys::signalfd::SignalFd;
+    use std::process::{Child, Command, Stdio};
+    use std::thread::sleep;
+    use std::time::{Duration, Instant};
+
+    struct Program(Child);
+
+    impl Drop for Program {
+        fn drop(&mut self) {
+            let _ = self.0.kill();
+            let _ = self.0.wait();
+        }
+    }
+
+    fn program(code: &str) -> Program {
+        Program(Command::new("python3").args(["-c", code]).stdin(Stdio::null()).spawn().expect("python3"))
+    }
+
+    fn comes_to_mind(program: &Program, signal: Signal) {
+        let until = Instant::now() + Duration::from_secs(60);
+        while !minds(program.0.id() as i32, signal as i32) {
+            assert!(Instant::now() < until, "{signal}");
+            sleep(Duration::from_millis(5));
+        }
+    }
+
+    #[test]
+    fn a_program_that_catches_ignores_or_waits_for_a_signal_minds_it_and_another_one_does_not() {
+        let catches = program("import signal; signal.signal(signal.SIGUSR1, print)\nwhile 1: signal.pause()");
+        comes_to_mind(&catches, Signal::SIGUSR1);
+        assert!(!minds(catches.0.id() as i32, Signal::SIGUSR2 as i32));
+        let ignores = program("import signal; signal.signal(signal.SIGUSR1, signal.SIG_IGN)\nwhile 1: signal.pause()");
+        comes_to_mind(&ignores, Signal::SIGUSR1);
+        let waits = program(
+            "import signal; s = {signal.SIGUSR1}; signal.pthread_sigmask(signal.SIG_BLOCK, s); signal.sigwait(s)",
+        );
+        comes_to_mind(&waits, Signal::SIGUSR1);
+    }
+
+    #[test]
+    fn a_signal_that_is_blocked_and_that_nobody_takes_from_there_is_not_minded() {
+        // The mask of a process is that of its first thread, which is not this one: so another process.
+        let blocks = program(
+            "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})\nwhile 1: signal.pause()",
+        );
+        let (pid, bit) = (blocks.0.id() as i32, 1u64 << (Signal::SIGUSR1 as i32 - 1));
+        let until = Instant::now() + Duration::from_secs(60);
+        while Status::of(pid).is_none_or(|status| status.signals("SigBlk") & bit == 0) {
+            assert!(Instant::now() < until, "it never blocks it");
+            sleep(Duration::from_millis(5));
+        }
+        assert!(!minds(pid, Signal::SIGUSR1 as i32));
+    }
+
+    #[test]
+    fn descriptors_that_take_signals_are_told_by_what_they_take() {
+        let mut set = SigSet::empty();
+        set.add(Signal::SIGUSR1);
+        let bit = 1u64 << (Signal::SIGUSR1 as i32 - 1);
+        let own = std::process::id() as i32;
+        assert!(!has_descriptor_for(own, bit));
+        let held = SignalFd::new(&set).expect("a descriptor");
+        assert!(has_descriptor_for(own, bit) && !has_descriptor_for(own, bit << 1));
+        drop(held);
+        assert!(!has_descriptor_for(own, bit));
+    }
+}
