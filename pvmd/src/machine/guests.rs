@@ -437,6 +437,8 @@ impl Machine {
     pub(super) fn guest_let_go(&mut self, tid: Tid) {
         if self.has_to_stand(tid) && self.tasks.get(tid).is_some_and(|t| t.still.is_some() && !t.is_ending()) {
             self.tell_tasker(ToTasker::Hold { tid, after: Micros::default() });
+            // A move may have waited for that.
+            self.settled(tid);
         }
     }
 

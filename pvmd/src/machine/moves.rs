@@ -3,7 +3,7 @@
 use super::engines::Job;
 use super::handover::{Arrival, Departed, HandedOver};
 use super::suspend::Suspended;
-use super::tasks::Task;
+use super::tasks::{Phase, Task};
 use super::{Machine, Output};
 use checkpoint::protocol::{
     Coordinator, CoordinatorOutput, Inspected, Source, SourceEvent, SourceOutput, Target, TargetEvent, TargetOutput,
@@ -423,12 +423,14 @@ impl Machine {
     }
 
     /// True while the task's move before is not quite over here: it has come and its library has not, or it stays and is
-    /// being let go on; or while a guest that stood still comes back. The coordinator's deadline bounds the wait.
+    /// being let go on; or while a guest that stood still comes back, or one that has to stand still is just beginning. The
+    /// coordinator's deadline bounds the wait.
     fn is_settling(&self, of: &Move) -> bool {
         let staying = |s: &Source| s.of().tid == of.tid && s.of().id != of.id && s.holds();
         let comes_back = self.tasks.get(of.tid).is_some_and(|t| t.still.as_ref().is_some_and(|still| still.waking));
         let comes = self.moves.arrivals.get(&of.tid).is_some_and(|a| a.located);
-        comes || comes_back || self.moves.sources.values().any(staying)
+        let begins = self.tasks.get(of.tid).is_some_and(|t| t.phase == Phase::Expected) && self.has_to_stand(of.tid);
+        comes || comes_back || begins || self.moves.sources.values().any(staying)
     }
 
     /// The task's move before is over: the next one may begin.

@@ -495,3 +495,25 @@ fn the_minute_in_which_a_program_may_end_late_is_one_in_which_it_runs() {
     sim.until("it is back", |s| s.proc_of(tid) != old && s.procs[s.proc_of(tid)].welcome.is_some());
     answers(&mut sim, console, tid);
 }
+
+#[test]
+fn a_program_that_begins_again_where_the_owner_has_just_come_can_be_taken_elsewhere_at_once() {
+    let mut arrived = 0;
+    for seed in seeds(100) {
+        let (mut sim, console) = Sim::cluster(seed, 4);
+        let tid = spawn(&mut sim, console, request("child", "restart:wait=3", "h2"));
+        let speaker = sim.enrol(host(3));
+        let moving = start_move(&mut sim, console, tid, "h3");
+        let wait = Micros(sim.dice.roll(15_000));
+        sim.pass(wait);
+        sim.request(speaker, stopped());
+        if end_of_move(&mut sim, console, moving).is_err() {
+            continue;
+        }
+        arrived += 1;
+        assert_eq!(migrate(&mut sim, console, tid, "h4").map(|_| ()), Ok(()), "seed {seed}");
+        answers(&mut sim, console, tid);
+        assert_eq!(listed(&mut sim, console, tid)[0].host, host(4), "seed {seed}");
+    }
+    assert!(arrived > 20, "{arrived}");
+}
