@@ -357,6 +357,7 @@ fn has_trap_pending(tid: i32) -> bool {
 mod tests {
     use super::super::rescue::Snapshot;
     use super::*;
+    use nix::fcntl::{FcntlArg, FdFlag, fcntl};
     use std::process::Command;
 
     /// Time for anything that is waited for.
@@ -408,5 +409,31 @@ mod tests {
         }
         child.kill().expect("it is there");
         child.wait().expect("it ends");
+    }
+
+    #[test]
+    fn a_criu_whose_task_is_dead_stops_nobody_who_has_got_its_numbers() {
+        // Processes that have numbers of the task's, and somebody in CRIU's place.
+        let strangers = [(); 2].map(|()| Command::new("sleep").arg("1000").spawn().expect("it starts"));
+        let [spared, stopped] = [0, 1].map(|n| strangers[n].id() as i32);
+        let stop = |ends: &Ends, pid: i32| {
+            for fd in ends.descriptors() {
+                fcntl(fd, FcntlArg::F_SETFD(FdFlag::empty())).expect("it is ours");
+            }
+            let code = format!("import os; os.setpgid(0, 0); os.kill({pid}, 19)");
+            let done = Command::new("python3").args(["-c", &code]).envs(ends.variables()).status();
+            assert!(done.expect("python3").success());
+        };
+        let (relay, ends) = Relay::start(&[]).expect("a relay");
+        shutdown(relay.socket().as_raw_fd(), Shutdown::Both).expect("it is connected");
+        stop(&ends, spared);
+        let (_relay, ends) = Relay::start(&[]).expect("a relay");
+        stop(&ends, stopped);
+        wait("whoever is in CRIU's place can stop anybody", || stands(stopped).then_some(()));
+        assert!(!stands(spared));
+        for mut stranger in strangers {
+            stranger.kill().expect("it is there");
+            stranger.wait().expect("it ends");
+        }
     }
 }
