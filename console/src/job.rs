@@ -220,7 +220,7 @@ fn kill(machine: &impl Machine, tid: Tid) -> Result<Outcome, Error> {
     let (mut done, mut failed) = (BTreeSet::new(), Vec::new());
     for _ in 0..ROUNDS_MAX {
         let Answer::Job { tasks, .. } = machine.ask_rm(&Question::Job(tid))? else {
-            return Ok(not_known("job kill", tid));
+            return Ok(unpark(machine, tid)?.unwrap_or_else(|| not_known("job kill", tid)));
         };
         let fresh = |t: &&TaskUse| t.ended.is_none() && t.tid != machine.tid() && !done.contains(&t.tid);
         let fresh: Vec<Tid> = tasks.iter().filter(fresh).map(|t| t.tid).collect();
@@ -234,10 +234,31 @@ fn kill(machine: &impl Machine, tid: Tid) -> Result<Outcome, Error> {
             }
         }
     }
+    if done.is_empty()
+        && let Some(outcome) = unpark(machine, tid)?
+    {
+        return Ok(outcome);
+    }
     let ended: Vec<String> = done.iter().map(Tid::to_string).collect();
     let value = json!({ "job": tid.to_string(), "signalled": ended });
     let text = format!("{} tasks of job {tid} were told to end: {}\n", ended.len(), ended.join(" "));
     Ok(Outcome { complaints: failed.clone(), ..Outcome::done(text, value, !failed.is_empty()) })
+}
+
+/// Ends a job that waits in the store for room; `None` if it does not.
+fn unpark(machine: &impl Machine, tid: Tid) -> Result<Option<Outcome>, Error> {
+    let Answer::Unparked { job, set, starting } = machine.ask_rm(&Question::Unpark(tid))? else { return Ok(None) };
+    let mut value = json!({ "job": job.to_string(), "set": set, "parked": false });
+    let text = if starting {
+        value["parked"] = json!(true);
+        format!("job {job} is just being started again from checkpoint {set}: kill it when it runs\n")
+    } else {
+        format!(
+            "job {job} had been ended and waited in checkpoint {set} for room: it is not started again\n\
+             pvm restart {set} starts it all the same; pvm checkpoints --remove {set} removes it\n"
+        )
+    };
+    Ok(Some(Outcome::done(text, value, starting)))
 }
 
 #[cfg(test)]

@@ -142,6 +142,9 @@ impl Machine for Fake {
                 let others = if *suspend { vec![(tid(0), "no daemon has started it".to_string())] } else { vec![] };
                 Answer::Suspended { job: tid(0), tasks: vec![tid(1), tid(2)], others }
             }
+            Question::Unpark(tid) if tid.raw() == 0x40009 => {
+                Answer::Unparked { job: *tid, set: "c7".into(), starting: false }
+            }
             Question::Users { .. } => Answer::Users(vec![UserUse { user: 7, sums: Sums::default(), index: 1.5 }]),
             _ => Answer::Unknown,
         })
@@ -576,6 +579,17 @@ fn a_job_that_is_ended_while_it_spawns_is_ended_whole() {
     let asked = session.machine.asked.borrow();
     let signals = asked.iter().filter(|what| matches!(what, Request::Signal { signal: 15, .. })).count();
     assert_eq!((signals, outcome.failed), (3, false));
+}
+
+#[test]
+fn a_job_that_waits_in_the_store_is_ended_by_not_starting_it_again() {
+    let outcome = session().line("job kill t40009");
+    assert!(
+        !outcome.failed && outcome.text.contains("waited in checkpoint c7 for room: it is not started again"),
+        "{outcome:?}"
+    );
+    let nobody = session().line("job kill t4000a");
+    assert!(nobody.failed, "{nobody:?}");
 }
 
 #[test]

@@ -73,6 +73,9 @@ pub enum Question {
         /// The host's name.
         host: String,
     },
+    /// Do not start a job again that was checkpointed and ended to wait for room; any of its tasks may be named.
+    /// → [`Answer::Unparked`]
+    Unpark(Tid),
 }
 
 /// What is answered. New kinds go to the end: [`Answer::Version`] is the first for ever.
@@ -118,6 +121,15 @@ pub enum Answer {
         tasks: Vec<(Tid, Option<String>)>,
         /// Tasks that belong to the host or to nobody here, and stay until they end.
         stay: u32,
+    },
+    /// A job that waited for room does not wait any more.
+    Unparked {
+        /// The first task of it.
+        job: Tid,
+        /// Its checkpoint, which stays.
+        set: String,
+        /// It is just being started: nothing can be called off.
+        starting: bool,
     },
 }
 

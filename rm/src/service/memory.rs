@@ -184,6 +184,7 @@ impl<V: VmApi> Service<V> {
             Ok(Some(Question::Drain { host, within })) => self.drain(message.src, &host, within),
             Ok(Some(Question::Undrain { host })) => self.undrain(message.src, &host),
             Ok(Some(Question::Draining { host })) => self.draining(&host),
+            Ok(Some(Question::Unpark(job))) => self.unpark(message.src, job),
             Ok(Some(question)) => {
                 self.learn(self.vm.now());
                 self.memory.ledger.books.answer(&question)

@@ -7,6 +7,7 @@ use crate::api::VmApi;
 use crate::decide::{Moves, room_ever, room_for};
 use crate::store::books::parked::{PARKED_MAX, Parked};
 use sempa_proto::event::EventKind;
+use sempa_proto::rm::Answer;
 use sempa_proto::{Micros, PvmError, Tid};
 use std::collections::BTreeMap;
 
@@ -179,6 +180,21 @@ impl<V: VmApi> Service<V> {
             "checkpoint {set} of job {job} has waited {minutes} minutes for room: none that is parked goes first where it could go"
         ));
         self.parking.kept = Some(set);
+    }
+
+    /// Somebody does not want a parked job to be started again.
+    pub(super) fn unpark(&mut self, by: Tid, tid: Tid) -> Answer {
+        let Some(Parked { job, set, .. }) = self.memory.ledger.books.parked_with(tid).cloned() else {
+            return Answer::Unknown;
+        };
+        let (now, starting) = (self.vm.now(), self.parking.starting.as_ref());
+        let starting = starting.is_some_and(|(other, until)| *other == set && *until > now);
+        if !starting {
+            self.memory.ledger.books.unpark(|parked| parked.set == set);
+            self.parking.tried.remove(&set);
+            self.note(format!("job {job} is not started again ({by} wants it so); its checkpoint {set} stays"));
+        }
+        Answer::Unparked { job, set, starting }
     }
 
     /// What could not be started so often is left to people.

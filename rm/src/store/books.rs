@@ -662,7 +662,8 @@ impl Books {
             Question::Suspend { .. }
             | Question::Drain { .. }
             | Question::Undrain { .. }
-            | Question::Draining { .. } => Answer::Unknown,
+            | Question::Draining { .. }
+            | Question::Unpark(_) => Answer::Unknown,
         }
     }
 

@@ -90,6 +90,27 @@ fn a_job_is_parked_once_when_nobody_takes_its_task_and_goes_on_where_there_is_ro
 }
 
 #[test]
+fn a_parked_job_that_somebody_ends_is_not_started_again_and_others_are() {
+    let mut bed = pool();
+    crowd(&mut bed);
+    checkpointed(&mut bed, t(1, 7));
+    assert_eq!(ask(&mut bed, &Question::Unpark(t(2, 9))), Answer::Unknown);
+    // Any of its tasks may be named.
+    let gone = Answer::Unparked { job: t(1, 7), set: "s1".into(), starting: false };
+    assert_eq!(ask(&mut bed, &Question::Unpark(t(3, 7))), gone);
+    assert_eq!(ask(&mut bed, &Question::Unpark(t(3, 7))), Answer::Unknown);
+    bed.owner_leaves(3);
+    bed.pass(Micros::from_secs(12));
+    assert_eq!(bed.world().restarts, []);
+    checkpointed(&mut bed, t(1, 7));
+    bed.signs_of_life(&[3]);
+    bed.pass(Micros::from_secs(12));
+    assert_eq!(bed.world().restarts.len(), 1);
+    let starting = Answer::Unparked { job: t(1, 7), set: "s1".into(), starting: true };
+    assert_eq!(ask(&mut bed, &Question::Unpark(t(1, 7))), starting);
+}
+
+#[test]
 fn a_host_that_refused_a_task_is_asked_again_before_its_job_is_parked() {
     let mut bed = pool();
     bed.owner_comes(3);

@@ -37,6 +37,12 @@ impl Books {
         self.parked.values()
     }
 
+    /// The parked job that this is a task of.
+    pub fn parked_with(&self, tid: Tid) -> Option<&Parked> {
+        let family = |tid: Tid| self.known(tid).map_or(tid, |task| task.job);
+        self.parked().find(|parked| parked.job == tid || family(parked.job) == family(tid))
+    }
+
     /// Jobs are not parked any more.
     pub fn unpark(&mut self, which: impl Fn(&Parked) -> bool) {
         let gone: Vec<u64> =
