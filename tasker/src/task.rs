@@ -259,19 +259,10 @@ pub(crate) fn start(
     inherited: &Inherited,
     guard: &StartGuard,
 ) -> Result<Task, String> {
-    let path = order.path.display();
-    let failed = |what: &str, error: &dyn std::fmt::Display| format!("cannot start {path}: {what}: {error}");
-    let program = Program::new(&order.path, &order.dir, &order.argv, &order.env)
-        .map_err(|why| format!("cannot start {path}: {why}"))?;
-    let stdin = File::open("/dev/null").map_err(|e| failed("/dev/null", &e))?;
-    let (output, theirs) = Output::new().map_err(|e| failed("no pipe for its output", &e))?;
-    let plan = ExecPlan::new(&program, stdin.as_fd(), theirs.as_fd(), inherited, namespace.is_none());
-    let made = match &namespace {
+    let (process, output) = make(order, inherited, namespace.is_none(), |plan| match &namespace {
         Some(namespace) => namespace.start(&plan, guard),
         None => sys::start_program(&plan, guard, None),
-    };
-    // The sweep for unknown children reaps what has failed; nothing here waits for a file system that hangs.
-    let process = made.map_err(|why| explain(order, why))?;
+    })?;
     Ok(Task {
         tid: order.tid,
         process,
@@ -297,17 +288,30 @@ pub(crate) fn build(
     namespace: Option<&Namespace>,
     inherited: &Inherited,
 ) -> Result<(Child, Output), String> {
+    make(order, inherited, namespace.is_none(), |plan| {
+        let plan = plan.waiting();
+        match namespace {
+            Some(namespace) => namespace.start_waiting(&plan, EXEC_ALLOWED),
+            None => sys::start_waiting(&plan, EXEC_ALLOWED, None),
+        }
+    })
+}
+
+/// Makes the process of a program, alone in a process group or not, and where its output will come out.
+fn make(
+    order: &StartTask,
+    inherited: &Inherited,
+    own_group: bool,
+    start: impl FnOnce(ExecPlan<'_>) -> Result<Child, NotStarted>,
+) -> Result<(Child, Output), String> {
     let path = order.path.display();
     let failed = |what: &str, error: &dyn std::fmt::Display| format!("cannot start {path}: {what}: {error}");
     let program = Program::new(&order.path, &order.dir, &order.argv, &order.env)
         .map_err(|why| format!("cannot start {path}: {why}"))?;
     let stdin = File::open("/dev/null").map_err(|e| failed("/dev/null", &e))?;
     let (output, theirs) = Output::new().map_err(|e| failed("no pipe for its output", &e))?;
-    let plan = ExecPlan::new(&program, stdin.as_fd(), theirs.as_fd(), inherited, namespace.is_none()).waiting();
-    let made = match namespace {
-        Some(namespace) => namespace.start_waiting(&plan, EXEC_ALLOWED),
-        None => sys::start_waiting(&plan, EXEC_ALLOWED, None),
-    };
+    let made = start(ExecPlan::new(&program, stdin.as_fd(), theirs.as_fd(), inherited, own_group));
+    // The sweep for unknown children reaps what has failed; nothing here waits for a file system that hangs.
     Ok((made.map_err(|why| explain(order, why))?, output))
 }
 

@@ -273,9 +273,23 @@ fn words_that_are_not_understood_start_nothing() {
     assert!(reason.contains("\"own:exit=300\" is not understood"), "{reason}");
 }
 
+/// What may become of a task whose move was hit.
+const DEAD: usize = 2;
+
+/// What has become of it: it has moved, has stayed, or is [`DEAD`]; and it is known once. One that lives answers.
+fn fate(sim: &mut Sim, console: usize, tid: Tid, moved: bool) -> usize {
+    let (list, dead) = (listed(sim, console, tid), sim.procs[console].notes(1).len());
+    assert_eq!(list.len() + dead, 1, "listed {list:?}, {dead} notes, moved {moved} (seed {})", sim.seed);
+    if dead > 0 {
+        return DEAD;
+    }
+    answers(sim, console, tid);
+    usize::from(!moved)
+}
+
 #[test]
 fn whichever_host_is_lost_while_a_task_begins_again_it_runs_once_or_is_known_to_be_dead() {
-    let (mut moves, mut deaths, mut stays) = (0, 0, 0);
+    let mut counts = [0; 3];
     for seed in seeds(300) {
         let (mut sim, console) = Sim::cluster(seed, 4);
         let tid = spawn(&mut sim, console, request("child", "own:wait=3", "h2"));
@@ -287,26 +301,18 @@ fn whichever_host_is_lost_while_a_task_begins_again_it_runs_once_or_is_known_to_
         sim.kill_host(lost);
         let moved = end_of_move(&mut sim, console, moving).is_ok();
         sim.pass(Micros::from_secs(10));
-        let (list, dead) = (listed(&mut sim, console, tid), sim.procs[console].notes(1).len());
-        assert_eq!(list.len() + dead, 1, "listed {list:?}, {dead} notes, moved {moved}, lost {lost} (seed {seed})");
-        *if dead > 0 {
-            &mut deaths
-        } else if moved {
-            &mut moves
-        } else {
-            &mut stays
-        } += 1;
-        if dead == 0 {
-            assert_ne!(list[0].host, lost);
-            answers(&mut sim, console, tid);
+        let fate = fate(&mut sim, console, tid, moved);
+        counts[fate] += 1;
+        if fate != DEAD {
+            assert_ne!(listed(&mut sim, console, tid)[0].host, lost);
         }
     }
-    assert!(moves > 20 && deaths > 20 && stays > 20, "{moves} moved, {deaths} died, {stays} stayed");
+    assert!(counts.iter().all(|count| *count > 20), "{counts:?} moved, stayed, died");
 }
 
 #[test]
 fn whichever_tasker_dies_or_step_fails_while_a_task_begins_again_it_runs_once_or_is_known_to_be_dead() {
-    let (mut moves, mut deaths, mut stays) = (0, 0, 0);
+    let mut counts = [0; 3];
     for seed in seeds(300) {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let engine = if seed % 3 == 0 { "restart:wait=3" } else { "own:wait=3" };
@@ -322,20 +328,9 @@ fn whichever_tasker_dies_or_step_fails_while_a_task_begins_again_it_runs_once_or
         }
         let moved = end_of_move(&mut sim, console, moving).is_ok();
         sim.pass(Micros::from_secs(10));
-        let (list, dead) = (listed(&mut sim, console, tid), sim.procs[console].notes(1).len());
-        assert_eq!(list.len() + dead, 1, "listed {list:?}, {dead} notes, moved {moved} (seed {seed})");
-        *if dead > 0 {
-            &mut deaths
-        } else if moved {
-            &mut moves
-        } else {
-            &mut stays
-        } += 1;
-        if dead == 0 {
-            answers(&mut sim, console, tid);
-        }
+        counts[fate(&mut sim, console, tid, moved)] += 1;
     }
-    assert!(moves > 20 && deaths > 20 && stays > 20, "{moves} moved, {deaths} died, {stays} stayed");
+    assert!(counts.iter().all(|count| *count > 20), "{counts:?} moved, stayed, died");
 }
 
 #[test]
