@@ -5,9 +5,10 @@
 //! up all further rights before, and no link is followed on the way to a file.
 
 use crate::carry::Carry;
-use crate::moves::{Stage, Target};
+
 use crate::supervisor::Supervisor;
 use crate::sys;
+use crate::target::{Stage, Target};
 use crate::workers::Outcome;
 use checkpoint::engine::Cancel;
 use checkpoint::facts::{self, CARRIED_BYTES_MAX, CARRIED_FILES_MAX, OpenFile};

@@ -19,6 +19,7 @@ mod namespace;
 mod stop;
 mod supervisor;
 mod sys;
+mod target;
 mod task;
 mod trial;
 mod verdict;

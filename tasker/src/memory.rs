@@ -2,9 +2,9 @@
 //! been killed; at the target it comes while the task runs already. It passes through the daemons, each of which has a
 //! socket for it.
 
-use crate::moves::Stage;
 use crate::stop;
 use crate::supervisor::Supervisor;
+use crate::target::Stage;
 use crate::task::{Phase, Task};
 use crate::workers::Outcome;
 use checkpoint::engine::{Cancel, Limits, Memory, Missing, Serving};
