@@ -96,7 +96,8 @@ pub(crate) const COMMANDS: &[Entry] = &[
         summary: "Show, end, suspend or resume whole jobs: a task from a command line and all that it spawned",
         detail: "Syntax:  job list [ --user user ]\n         job status tid\n         job kill tid\n         \
                  job suspend [ --task ] tid\n         job resume [ --task ] tid\n\
-                 A job is named by any of its tasks. 'status' shows how each task ended and what it used.\n\
+                 A job is named by any of its tasks. 'status' shows how each task ended and what it used; 'kill' ends\n\
+                 all of them, or takes a job out of the queue that waits in the store for room.\n\
                  Tasks of a suspended job stand still, those included that it spawns meanwhile, and can still be moved.\n\
                  Tasks from a command line go on. With '--task' the one task alone is suspended or resumed.\n\
                  The resource manager knows the jobs.\n",
