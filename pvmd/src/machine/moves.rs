@@ -423,13 +423,15 @@ impl Machine {
     }
 
     /// True while the task's move before is not quite over here: it has come and its library has not, or it stays and is
-    /// being let go on; or while a guest that stood still comes back, or one that has to stand still is just beginning. The
-    /// coordinator's deadline bounds the wait.
+    /// being let go on; or while a guest that stood still comes back, or one that has to stand still is just beginning again.
+    /// The coordinator's deadline bounds the wait.
     fn is_settling(&self, of: &Move) -> bool {
         let staying = |s: &Source| s.of().tid == of.tid && s.of().id != of.id && s.holds();
         let comes_back = self.tasks.get(of.tid).is_some_and(|t| t.still.as_ref().is_some_and(|still| still.waking));
         let comes = self.moves.arrivals.get(&of.tid).is_some_and(|a| a.located);
-        let begins = self.tasks.get(of.tid).is_some_and(|t| t.phase == Phase::Expected) && self.has_to_stand(of.tid);
+        // Of others nobody knows whether they will ever connect.
+        let again = |t: &Task| t.phase == Phase::Expected && t.begin.as_ref().is_some_and(|begin| begin.count > 0);
+        let begins = self.tasks.get(of.tid).is_some_and(again) && self.has_to_stand(of.tid);
         comes || comes_back || begins || self.moves.sources.values().any(staying)
     }
 
