@@ -1,7 +1,8 @@
 //! Whether a program that is to be asked by a signal has prepared for it.
 
 use checkpoint::status::Status;
-use std::fs;
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 
 /// True unless this signal would end the process by its default action, as far as can be told from outside.
@@ -10,8 +11,8 @@ pub(crate) fn minds(pid: i32, signal: i32) -> bool {
     // Whoever has ended cannot be harmed.
     let Some(status) = Status::of(pid) else { return true };
     let has = |set| status.signals(set) & bit != 0;
-    // Who is just making a process has all signals blocked for a moment: of them that says nothing.
-    has("SigCgt") || has("SigIgn") || has("SigBlk") && (has_descriptor_for(pid, bit) || waits_in_a_call(pid))
+    // That it is blocked alone says nothing: so is every signal for a moment where a process is just being made.
+    has("SigCgt") || has("SigIgn") || waits_for(pid, bit) || has("SigBlk") && has_descriptor_for(pid, bit)
 }
 
 fn entries(pid: i32, folder: &str) -> impl Iterator<Item = PathBuf> {
@@ -28,13 +29,19 @@ fn has_descriptor_for(pid: i32, bit: u64) -> bool {
     })
 }
 
-/// A thread of it waits for blocked signals (`sigwait`). For which, the kernel tells nobody.
-fn waits_in_a_call(pid: i32) -> bool {
+/// A thread of it waits for this signal (`sigwait`): its call has them in memory. For so long they do not count as blocked.
+fn waits_for(pid: i32, bit: u64) -> bool {
     let call = libc::SYS_rt_sigtimedwait.to_string();
-    entries(pid, "task").any(|thread| {
-        let text = fs::read_to_string(thread.join("syscall")).unwrap_or_default();
-        text.split_whitespace().next() == Some(&call)
-    })
+    let waited_for = |thread: PathBuf| {
+        let text = fs::read_to_string(thread.join("syscall")).ok()?;
+        let mut words = text.split_whitespace();
+        let at = words.next().filter(|word| *word == call).and(words.next())?;
+        let at = u64::from_str_radix(at.strip_prefix("0x")?, 16).ok()?;
+        let mut set = [0; size_of::<u64>()];
+        File::open(thread.join("mem")).ok()?.read_exact_at(&mut set, at).ok()?;
+        Some(u64::from_ne_bytes(set))
+    };
+    entries(pid, "task").filter_map(waited_for).any(|set| set & bit != 0)
 }
 
 #[cfg(test)]
@@ -78,6 +85,7 @@ mod tests {
             "import signal; s = {signal.SIGUSR1}; signal.pthread_sigmask(signal.SIG_BLOCK, s); signal.sigwait(s)",
         );
         comes_to_mind(&waits, Signal::SIGUSR1);
+        assert!(!minds(waits.0.id() as i32, Signal::SIGUSR2 as i32));
     }
 
     #[test]
