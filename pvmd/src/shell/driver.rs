@@ -273,21 +273,21 @@ impl Driver {
                     self.parts.machine.handle(now, &mut self.parts.world, Event::Tasker(answer));
                 }
             }
-            Output::SendAhead { migration, to } => self.parts.images.send_ahead(migration, to, &self.parts.net),
-            Output::SendImages { migration, to } => self.parts.images.send(migration, to, &self.parts.net),
+            Output::SendAhead { migration, to } => self.parts.images.send_ahead(migration, to, &mut self.parts.net),
+            Output::SendImages { migration, to } => self.parts.images.send(migration, to, &mut self.parts.net),
             Output::ExpectImages { migration, from } => self.parts.images.expect(migration, from),
-            Output::LendMemory { migration, to } => self.parts.memory.lend(migration, to, &self.parts.net),
+            Output::LendMemory { migration, to } => self.parts.memory.lend(migration, to, &mut self.parts.net),
             Output::ExpectMemory { migration, from } => self.parts.memory.expect(migration, from),
             Output::DropImages { migration } => {
                 self.parts.images.drop_images(migration);
                 self.parts.memory.give_up_unused(migration);
             }
             Output::Deposit { migration, record, to } => {
-                self.parts.images.complete(migration, to, &self.parts.net, write_part(record));
+                self.parts.images.complete(migration, to, &mut self.parts.net, write_part(record));
             }
             Output::SendPart { restart, migration, tid, to } => {
                 let complete = self.parts.sets.unpack(restart, tid);
-                self.parts.images.complete(migration, to, &self.parts.net, complete);
+                self.parts.images.complete(migration, to, &mut self.parts.net, complete);
             }
             Output::ReadPart { migration } => self.parts.sets.read_part(migration),
             Output::BeginSet { cut, job } => self.parts.sets.begin(cut, job, self.parts.world.unix_time()),

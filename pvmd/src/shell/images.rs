@@ -84,12 +84,12 @@ impl Images {
     }
 
     /// Begins to send the images of a move while they are being written; [`Images::send`] says that they are complete.
-    pub(crate) fn send_ahead(&mut self, migration: MigrationId, to: HostId, net: &Net) {
+    pub(crate) fn send_ahead(&mut self, migration: MigrationId, to: HostId, net: &mut Net) {
         self.start(migration, to, net, State::Growing, |_| Ok(()));
     }
 
     /// Sends the images of a move, or what of them was not sent ahead; [`Event::ImagesSent`] tells the end.
-    pub(crate) fn send(&mut self, migration: MigrationId, to: HostId, net: &Net) {
+    pub(crate) fn send(&mut self, migration: MigrationId, to: HostId, net: &mut Net) {
         match self.transfers.get_mut(&migration).and_then(|transfer| transfer.ahead.take()) {
             Some(progress) => progress.turn(State::Complete),
             None => self.start(migration, to, net, State::Complete, |_| Ok(())),
@@ -102,7 +102,7 @@ impl Images {
         &mut self,
         migration: MigrationId,
         to: Option<HostId>,
-        net: &Net,
+        net: &mut Net,
         complete: impl FnOnce(&Path) -> Result<(), Failure> + Send + 'static,
     ) {
         match to {
@@ -115,7 +115,7 @@ impl Images {
         &mut self,
         migration: MigrationId,
         to: HostId,
-        net: &Net,
+        net: &mut Net,
         state: State,
         complete: impl FnOnce(&Path) -> Result<(), Failure> + Send + 'static,
     ) {
@@ -134,15 +134,15 @@ impl Images {
                 taken.map(|_| sent)
             }));
         });
-        let bulk = net.bulk(to);
+        let bulk = net.bulk_soon(to);
         let (inputs, log) = (self.inputs.clone(), self.log.clone());
         let ahead = (state == State::Growing).then(|| progress.clone());
         let hold = Hold { progress: Some(progress), line: None };
         let stream = tokio::spawn(async move {
             let begin = Instant::now();
-            let result = match bulk {
-                None => Err(Failure::HostLost(to)),
-                Some(session) => send_over(session, migration, way, told, hold).await,
+            let result = match bulk.session().await {
+                Err(why) => Err(why),
+                Ok(session) => send_over(session, migration, way, told, hold).await,
             };
             if let Ok(Sent { bytes, ahead }) = &result {
                 let took = begin.elapsed().as_millis();

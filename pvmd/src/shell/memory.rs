@@ -60,14 +60,15 @@ impl Memory {
     }
 
     /// Source: brings what the tasker hands out to the target.
-    pub(crate) fn lend(&mut self, migration: MigrationId, to: HostId, net: &Net) {
-        let (Some(session), Some(tasker)) = (net.bulk(to), self.listen(migration)) else { return };
+    pub(crate) fn lend(&mut self, migration: MigrationId, to: HostId, net: &mut Net) {
+        let Some(tasker) = self.listen(migration) else { return };
+        let session = net.bulk_soon(to);
         let (line, of_task) = (Arc::<Mutex<Option<Line>>>::default(), self.rate.clone());
         let (known, log) = (line.clone(), self.log.clone());
         let task = tokio::spawn(async move {
-            let (pair, session) = session;
             let failed = |why: &dyn std::fmt::Display| format!("{migration}: no way for its memory to {to}: {why}");
             let opened = async {
+                let (pair, session) = session.session().await.map_err(|e| failed(&e))?;
                 let listener = Listener::open().await.map_err(|e| failed(&e))?;
                 let keys = Keys::of(&session, migration, listener.offer()).map_err(|e| failed(&e))?;
                 let offer = encode_control(listener.offer()).map_err(|e| failed(&e))?;

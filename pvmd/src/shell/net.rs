@@ -22,11 +22,13 @@ use rustc_hash::FxHashMap;
 use rustls::pki_types::CertificateDer;
 use sempa_proto::frame::{FrameDecoder, encode_control};
 use sempa_proto::host::{Carried, HostMsg};
+use sempa_proto::migration::Failure;
 use sempa_proto::{HostId, MigrationId, Tid};
 use std::collections::{HashMap, VecDeque};
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use tokio::sync::oneshot;
 use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{sleep, timeout};
 
@@ -47,6 +49,8 @@ const DIAL_STAGGER: Duration = Duration::from_millis(200);
 /// Pause between two rounds of dialling; doubles up to [`DIAL_PAUSE_MAX`].
 const DIAL_PAUSE: Duration = Duration::from_millis(100);
 const DIAL_PAUSE_MAX: Duration = Duration::from_secs(5);
+/// How long a transfer waits for a session with a host that is not heard just now.
+const SESSION_WAIT: Duration = Duration::from_secs(3);
 /// Time for a handshake that somebody else began.
 const HANDSHAKE_WITHIN: Duration = Duration::from_secs(10);
 /// Handshakes of others at once; more are refused.
@@ -122,6 +126,8 @@ struct Peer {
     waiting: VecDeque<(bool, Parcel)>,
     waiting_bytes: usize,
     waiting_link_bytes: usize,
+    /// Transfers that wait for a session, one for each move at most.
+    transfers: Vec<oneshot::Sender<(Pair, Connection)>>,
 }
 
 #[derive(Debug)]
@@ -206,6 +212,25 @@ pub(crate) struct Net {
     log: Log,
     peers: HashMap<HostId, Peer>,
     next_session: u64,
+}
+
+/// A session that is there, or is to come.
+#[derive(Debug)]
+pub(crate) struct Soon {
+    host: HostId,
+    told: oneshot::Receiver<(Pair, Connection)>,
+}
+
+impl Soon {
+    /// Waits for it: a task stands still meanwhile.
+    ///
+    /// # Errors
+    /// It did not come.
+    pub(crate) async fn session(self) -> Result<(Pair, Connection), Failure> {
+        let silent = || Failure::Images(format!("this host and {} do not hear each other", self.host));
+        let told = tokio::time::timeout(SESSION_WAIT, self.told).await;
+        told.ok().and_then(Result::ok).ok_or_else(silent)
+    }
 }
 
 /// Opens the UDP port (any free one), for both protocols if this host has both.
@@ -384,11 +409,28 @@ impl Net {
         peer.waiting.push_back((control, parcel));
     }
 
-    /// The connection of a session that stands, for image transfers.
-    pub(crate) fn bulk(&self, host: HostId) -> Option<(Pair, Connection)> {
+    /// The connection of a session that stands, for transfers.
+    fn bulk(&self, host: HostId) -> Option<(Pair, Connection)> {
         let session = self.peers.get(&host)?.session.as_ref()?;
         let channels = session.channels.as_ref()?;
         Some((self.pair(host, session.number), channels.connection.clone()))
+    }
+
+    /// The same, also if the two hosts do not hear each other just now and begin a new session soon.
+    pub(crate) fn bulk_soon(&mut self, host: HostId) -> Soon {
+        let (tell, told) = oneshot::channel();
+        match self.bulk(host) {
+            Some(bulk) => {
+                let _ = tell.send(bulk);
+            }
+            None => {
+                if let Some(peer) = self.peers.get_mut(&host) {
+                    peer.transfers.retain(|other| !other.is_closed());
+                    peer.transfers.push(tell);
+                }
+            }
+        }
+        Soon { host, told }
     }
 
     fn pair(&self, host: HostId, number: u64) -> Pair {
@@ -465,6 +507,11 @@ impl Net {
         }
         (peer.waiting_bytes, peer.waiting_link_bytes) = (0, 0);
         peer.session = Some(session);
+        let transfers = std::mem::take(&mut peer.transfers);
+        for (transfer, bulk) in transfers.into_iter().zip(std::iter::from_fn(|| self.bulk(host))) {
+            // Who waited may have given up.
+            let _ = transfer.send(bulk);
+        }
         self.log.line(format!("session with {host} stands"));
         news.push(NetNews::Connected(host));
         news

@@ -454,6 +454,32 @@ async fn images_travel_and_only_where_they_are_expected() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn images_wait_for_a_session_that_is_about_to_stand_and_for_none_with_a_host_that_nobody_knows() {
+    let authority = Authority::new("pvm").expect("a key");
+    let mut one = Daemon::start("soon", 1, &authority.admit(host(1)).expect("a key"), Duration::from_secs(10));
+    let mut two = Daemon::start("soon", 2, &authority.admit(host(2)).expect("a key"), Duration::from_secs(10));
+    let migration = MigrationId(6);
+    let from = one.images_dir(migration);
+    std::fs::create_dir(&from).expect("writable");
+    std::fs::write(from.join("core-1.img"), b"core").expect("writable");
+    let Daemon { images, net, .. } = &mut one;
+    images.send(migration, host(2), net);
+    let refused = timeout(DEADLINE, one.next()).await.expect("in time");
+    assert!(matches!(&refused, Seen::Event(Event::ImagesSent { result: Err(_), .. })), "{refused:?}");
+
+    two.images.expect(migration, host(1));
+    let address = two.address();
+    let Daemon { images, net, .. } = &mut one;
+    net.connect(host(2), vec![address]);
+    images.send(migration, host(2), net);
+    two.net.connect(one.me, vec![one.address()]);
+    tokio::join!(one.connected(host(2)), two.connected(host(1)));
+    let (sent, received) = tokio::join!(timeout(DEADLINE, one.next()), timeout(DEADLINE, two.next()));
+    assert!(matches!(&sent, Ok(Seen::Event(Event::ImagesSent { result: Ok(4), .. }))), "{sent:?}");
+    assert!(matches!(&received, Ok(Seen::Event(Event::ImagesReceived { result: Ok(4), .. }))), "{received:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn images_that_are_of_no_use_any_more_the_moment_they_are_here_were_sent_all_the_same() {
     let (mut one, mut two) = two("at-once", Duration::from_secs(10)).await;
     for number in 0..100 {
