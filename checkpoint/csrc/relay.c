@@ -278,8 +278,9 @@ __attribute__((visibility("default"))) pid_t waitpid(pid_t pid, int *status, int
 __attribute__((visibility("default"))) int kill(pid_t pid, int signal)
 {
     struct pollfd other = { .fd = relay(), .events = POLLRDHUP };
+    int stops = signal == SIGSTOP || signal == SIGTSTP || signal == SIGTTIN || signal == SIGTTOU;
 
-    if (signal == SIGSTOP && other.fd >= 0 && poll(&other, 1, 0) > 0 && other.revents & (POLLRDHUP | POLLHUP))
+    if (stops && other.fd >= 0 && poll(&other, 1, 0) > 0 && other.revents & (POLLRDHUP | POLLHUP))
         return 0;
     return syscall(SYS_kill, pid, signal);
 }

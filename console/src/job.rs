@@ -234,9 +234,9 @@ fn kill(machine: &impl Machine, tid: Tid) -> Result<Outcome, Error> {
             }
         }
     }
-    if done.is_empty()
-        && let Some(outcome) = unpark(machine, tid)?
-    {
+    // Also one that is just being ended to wait for room.
+    let waits = unpark(machine, tid)?;
+    if let Some(outcome) = waits.filter(|_| done.is_empty()) {
         return Ok(outcome);
     }
     let ended: Vec<String> = done.iter().map(Tid::to_string).collect();

@@ -5,7 +5,6 @@
 //! up all further rights before, and no link is followed on the way to a file.
 
 use crate::carry::Carry;
-
 use crate::supervisor::Supervisor;
 use crate::sys;
 use crate::target::{Stage, Target};

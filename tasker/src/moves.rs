@@ -463,7 +463,11 @@ impl Supervisor {
                 self.say(&FromTasker::Stopped { migration, result: Err(Failure::TaskEnded) });
             }
             Phase::Dumping { worker, .. } => self.moves.workers.cancel(worker),
-            Phase::Serving { migration, worker, .. } => self.withhold(migration, worker),
+            Phase::Serving { migration, worker, .. } => {
+                // Its processes' numbers may be somebody else's by now.
+                self.outlive(migration);
+                self.withhold(migration, worker);
+            }
             Phase::Running | Phase::Stopped { .. } | Phase::Leaving { .. } => {}
         }
     }

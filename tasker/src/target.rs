@@ -338,6 +338,7 @@ impl Supervisor {
         }
     }
 }
+
 /// Has the processes of a restored task brought into its control group, if it has one: in the background, because that takes
 /// longer than anything else before they go on. True if it has begun.
 fn begin_to_bring_in(migration: MigrationId, namespace: &Namespace, workers: &mut Workers) -> bool {

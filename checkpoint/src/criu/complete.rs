@@ -1,7 +1,7 @@
 //! Whether images are whole, as far as that can be seen without the engine: it may say so and be wrong, because a disk was full or
 //! somebody has touched them, and of a checkpoint nobody would know before it is needed.
 //!
-//! Looked at are files that every task has. Such a file is its kind, four or eight bytes, and entries: a length of four bytes
+//! Looked at are the files that nearly every task has. Such a file is its kind, four or eight bytes, and entries: a length of four bytes
 //! and a protobuf message of as many. What the fields mean is in `images/*.proto` of CRIU's sources. Pages have no form; their
 //! number is in the maps.
 

@@ -52,14 +52,14 @@ pub(super) struct Ending {
     pub(super) stage: Stage,
     /// The program was asked.
     asked: bool,
-    /// It was asked for an earlier move, and may end by that yet.
-    asked_before: bool,
+    /// How it was asked for an earlier move, by which it may end yet.
+    asked_before: Option<Engine>,
     /// The move is off.
     off: bool,
     /// Somebody has told the task to end for good.
     for_good: bool,
     /// It has stood still since the time was last looked at that it has for ending late.
-    stood: bool,
+    pub(super) stood: bool,
 }
 
 /// A task whose process has ended, and that begins again.
@@ -114,7 +114,7 @@ impl Ending {
 
     /// True if it may end as agreed, to be started again.
     fn may_end(&self) -> bool {
-        self.asked || self.asked_before
+        self.asked || self.asked_before.is_some()
     }
 
     /// True if its process ends whatever it does.
@@ -248,7 +248,8 @@ impl Machine {
             let why = Failure::Engine("its program is just being started, or has ended".into());
             return self.source_event(id, SourceEvent::Stopped(Err(why)));
         };
-        let (wakes, asked_before) = (task.still.is_some(), task.ending.is_some_and(|before| before.may_end()));
+        let before = |ending: Ending| if ending.asked { Some(ending.engine) } else { ending.asked_before };
+        let (wakes, asked_before) = (task.still.is_some(), task.ending.and_then(before));
         task.ending = Some(Ending {
             migration: id,
             engine,
@@ -277,7 +278,8 @@ impl Machine {
         let hears = |ending: &&mut Ending| ending.migration == by && ending.stage == Stage::Hearing;
         let Some(ending) = task.ending.as_mut().filter(hears) else { return };
         ending.stage = Stage::Asked;
-        if std::mem::replace(&mut ending.asked, true) {
+        // One that ends late has been asked, if not for this.
+        if ending.off || std::mem::replace(&mut ending.asked, true) {
             return;
         }
         let Ending { migration, engine, .. } = *ending;
@@ -336,7 +338,11 @@ impl Machine {
             return false;
         }
         let Some(task) = self.tasks.get_mut(tid) else { return false };
-        let goes_on = |ending: &Ending| ending.may_end() && !ending.for_good && ending.engine.goes_on_after(status);
+        let goes_on = |ending: &Ending| {
+            let asked = ending.asked.then_some(ending.engine);
+            let mut by = asked.into_iter().chain(ending.asked_before);
+            !ending.for_good && by.any(|engine| engine.goes_on_after(status))
+        };
         let Some(Ending { migration, .. }) = task.ending.filter(goes_on) else { return false };
         let Some(parting) = task.parting.take() else { return false };
         let conn = task.conn();

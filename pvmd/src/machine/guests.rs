@@ -265,6 +265,9 @@ impl Machine {
 
     /// Has a task let go and stop that has to stand still.
     pub(super) fn hold_guest(&mut self, tid: Tid) {
+        if let Some(ending) = self.tasks.get_mut(tid).and_then(|task| task.ending.as_mut()) {
+            ending.stood = true;
+        }
         // One that is asked to end needs its time for that. What becomes of it then stands still.
         if self.tasks.get(tid).is_some_and(Task::is_ending) {
             return;

@@ -362,7 +362,7 @@ impl Machine {
         let mut task = Task::from_record(record);
         (task.pid, task.suspended) = (arrival.pid, arrival.suspended);
         if arrival.anew {
-            (task.phase, task.epid) = (Phase::Expected, arrival.epid);
+            (task.phase, task.epid, task.returning) = (Phase::Expected, arrival.epid, arrival.conn.is_none());
         }
         for held in arrival.handed.drain().into_iter().chain(arrival.own.drain()) {
             task.inbox.push(held);

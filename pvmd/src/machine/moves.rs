@@ -588,6 +588,10 @@ impl Machine {
             FromTasker::Dumped { migration, result } => self.source_event(migration, SourceEvent::Dumped(result)),
             FromTasker::Continued { migration } => self.source_event(migration, SourceEvent::Continued),
             FromTasker::SourceGone { migration, used } => self.source_event(migration, SourceEvent::Gone(used)),
+            // It was given up before the tasker had begun, and room is made for it now.
+            FromTasker::Prepared { migration, .. } if !self.moves.targets.contains_key(&migration) => {
+                self.tell_tasker(ToTasker::Discard { migration });
+            }
             FromTasker::Prepared { migration, verdict, memory_can_follow } => {
                 let verdict = verdict.into_iter().map(|refusal| self.named(refusal)).collect();
                 self.prepared(migration, verdict, memory_can_follow);

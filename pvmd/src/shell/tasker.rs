@@ -102,6 +102,8 @@ impl Tasker {
     pub(crate) fn send(&mut self, message: &ToTasker) -> Option<FromTasker> {
         let failed = |why: String| match message {
             ToTasker::Start(task) => Some(FromTasker::StartFailed { tid: task.tid, why }),
+            // With the tasker all is gone that it had built.
+            ToTasker::Discard { migration } => Some(FromTasker::Discarded { migration: *migration }),
             _ => None,
         };
         if self.running.is_none()

@@ -48,6 +48,8 @@ pub(super) struct Parking {
     waiting: BTreeMap<String, Micros>,
     /// The set for which room is kept.
     kept: Option<String>,
+    /// Jobs that somebody has ended while they were being checkpointed, and who.
+    unwanted: BTreeMap<Tid, Tid>,
     look_at: Micros,
 }
 
@@ -58,6 +60,9 @@ impl<V: VmApi> Service<V> {
         let stays = decided.stay.iter().filter(|stay| stay.parks(snapshot));
         let stays: Vec<_> = stays.map(|stay| (stay.tid, snapshot.name(stay.host), stay.reason(snapshot))).collect();
         self.parking.asked.retain(|_, until| *until > now);
+        let books = &self.memory.ledger.books;
+        let (parking, parked) = (&mut self.parking, |job| books.parked().any(|parked| parked.job == job));
+        parking.unwanted.retain(|job, _| parking.asked.contains_key(job) || parked(*job));
         for (tid, host, why) in stays {
             // Part of a job stands still where it is: what is spoken of it to the others would be lost.
             let Some(job) = self.model.head_of(tid) else { continue };
@@ -126,6 +131,11 @@ impl<V: VmApi> Service<V> {
             return;
         }
         self.parking.look_at = now + LOOK_PAUSE;
+        for (job, by) in self.parking.unwanted.clone() {
+            if let Answer::Unparked { starting: false, .. } = self.unpark(by, job) {
+                self.parking.unwanted.remove(&job);
+            }
+        }
         self.give_up_parked();
         if self.parking.starting.as_ref().is_some_and(|(_, until)| *until > now) {
             return;
@@ -185,6 +195,10 @@ impl<V: VmApi> Service<V> {
     /// Somebody does not want a parked job to be started again.
     pub(super) fn unpark(&mut self, by: Tid, tid: Tid) -> Answer {
         let Some(Parked { job, set, .. }) = self.memory.ledger.books.parked_with(tid).cloned() else {
+            let job = self.memory.ledger.books.job_of(tid).map_or(tid, |job| job.job);
+            let family = |head: &Tid| self.memory.ledger.books.job_of(*head).map_or(*head, |job| job.job) == job;
+            let being: Vec<Tid> = self.parking.asked.keys().copied().filter(family).collect();
+            self.parking.unwanted.extend(being.into_iter().map(|job| (job, by)));
             return Answer::Unknown;
         };
         let (now, starting) = (self.vm.now(), self.parking.starting.as_ref());

@@ -111,6 +111,18 @@ fn a_parked_job_that_somebody_ends_is_not_started_again_and_others_are() {
 }
 
 #[test]
+fn a_job_that_somebody_ends_while_it_is_being_parked_is_not_started_again() {
+    let mut bed = pool();
+    crowd(&mut bed);
+    assert_eq!(bed.world().checkpoints, [t(1, 7)]);
+    assert_eq!(ask(&mut bed, &Question::Unpark(t(2, 7))), Answer::Unknown, "not yet");
+    checkpointed(&mut bed, t(1, 7));
+    bed.owner_leaves(3);
+    bed.pass(Micros::from_secs(12));
+    assert_eq!(bed.world().restarts, []);
+}
+
+#[test]
 fn a_host_that_refused_a_task_is_asked_again_before_its_job_is_parked() {
     let mut bed = pool();
     bed.owner_comes(3);
