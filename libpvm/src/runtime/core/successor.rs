@@ -84,7 +84,8 @@ impl Core {
             talks.push(talk);
             frames.extend(said);
         }
-        (self.busy.clear(), self.is_busy.clear());
+        self.busy.clear();
+        self.is_busy.clear();
         let later = std::mem::take(&mut self.held).into_iter().collect();
         let parting = ToDaemon::Parting { by, line: self.line, talks, later };
         let (Ok(first), Ok(last)) = (encode_control(&parting), encode_control(&ToDaemon::TakesNothing { by })) else {
