@@ -48,6 +48,8 @@ pub(super) struct Parking {
     waiting: BTreeMap<String, Micros>,
     /// The set for which room is kept.
     kept: Option<String>,
+    /// The tasks of jobs that are being parked or are parked, as far as this resource manager has parked them.
+    families: BTreeMap<Tid, Vec<Tid>>,
     /// Jobs that somebody has ended while they were being checkpointed, and who.
     unwanted: BTreeMap<Tid, Tid>,
     look_at: Micros,
@@ -63,6 +65,7 @@ impl<V: VmApi> Service<V> {
         let books = &self.memory.ledger.books;
         let (parking, parked) = (&mut self.parking, |job| books.parked().any(|parked| parked.job == job));
         parking.unwanted.retain(|job, _| parking.asked.contains_key(job) || parked(*job));
+        parking.families.retain(|job, _| parking.asked.contains_key(job) || parked(*job));
         for (tid, host, why) in stays {
             // Part of a job stands still where it is: what is spoken of it to the others would be lost.
             let Some(job) = self.model.head_of(tid) else { continue };
@@ -86,6 +89,7 @@ impl<V: VmApi> Service<V> {
                 }
             };
             self.parking.asked.insert(job, now + until);
+            self.parking.families.insert(job, self.model.tasks_of(self.model.user_and_job(job).1));
         }
         let again = self.parking.asked.values().copied();
         self.again = self.again.into_iter().chain(again).min();
@@ -194,11 +198,12 @@ impl<V: VmApi> Service<V> {
 
     /// Somebody does not want a parked job to be started again.
     pub(super) fn unpark(&mut self, by: Tid, tid: Tid) -> Answer {
-        let Some(Parked { job, set, .. }) = self.memory.ledger.books.parked_with(tid).cloned() else {
-            let job = self.memory.ledger.books.job_of(tid).map_or(tid, |job| job.job);
-            let family = |head: &Tid| self.memory.ledger.books.job_of(*head).map_or(*head, |job| job.job) == job;
-            let being: Vec<Tid> = self.parking.asked.keys().copied().filter(family).collect();
-            self.parking.unwanted.extend(being.into_iter().map(|job| (job, by)));
+        let of = self.parking.families.iter().find(|(_, tasks)| tasks.contains(&tid)).map(|(job, _)| *job);
+        let books = &self.memory.ledger.books;
+        let parked = books.parked_with(tid).or_else(|| books.parked_with(of?));
+        let Some(Parked { job, set, .. }) = parked.cloned() else {
+            let being = of.filter(|job| self.parking.asked.contains_key(job));
+            self.parking.unwanted.extend(being.map(|job| (job, by)));
             return Answer::Unknown;
         };
         let (now, starting) = (self.vm.now(), self.parking.starting.as_ref());
