@@ -32,12 +32,22 @@ enum Asked {
     AskNext { dead: Tid, since: Micros },
 }
 
+/// A resource manager that is to be asked something.
+struct Whom {
+    rm: Tid,
+    /// The question's wait id.
+    wid: i32,
+    /// Resource managers that had died by then; `None` in a forked child.
+    deaths: Option<u64>,
+}
+
 /// How long a request that waits for a place waits for another resource manager when its own has died. The master starts one
 /// at once; when nobody has come by then, nobody will.
 const NEXT_RM_TIME: Duration = Duration::from_secs(10);
 
 impl Runtime {
-    /// Starts tasks, placed by the resource manager when there is one, otherwise by the daemon.
+    /// Starts tasks, placed by the resource manager when there is one, otherwise by the daemon. One that has said beforehand
+    /// where the next tasks of such requests go is not asked ([`sempa_proto::sm::Grant`]).
     ///
     /// When the resource manager dies before it answers, the daemon is asked; tasks that it had started by then live on. A
     /// request that it let wait goes on waiting under the next resource manager, if there is one within ten seconds.
@@ -47,8 +57,13 @@ impl Runtime {
     pub fn spawn(&self, request: SpawnRequest) -> Result<Vec<Result<Tid, PvmError>>, Error> {
         let what = "spawning tasks";
         let mut waits = None;
+        if let Some(tid) = self.spawn_granted(&request) {
+            return Ok(vec![Ok(tid)]);
+        }
         loop {
-            match self.ask_rm(|serves| serves.spawn, SM_SPAWN, || pack_spawn(&request, waits))? {
+            let Some(whom) = self.whom_to_ask(|serves| serves.spawn) else { break };
+            self.timed(|core, now| core.grants.asks(now, whom.rm, whom.wid, &request));
+            match self.ask_whom(&whom, SM_SPAWN, pack_spawn(&request, waits))? {
                 Asked::Answer(body) => {
                     let results = unpack_tids(body).map_err(|e| rm_error(what, e))?;
                     if results.len() != request.count as usize {
@@ -190,23 +205,47 @@ impl Runtime {
         self.rm().filter(|rm| serves(rm.serves) && rm.tid != self.tid())
     }
 
-    /// Sends one request to the resource manager and waits for the answer with the same tag.
-    fn ask_rm(&self, serves: impl Fn(RmServes) -> bool, tag: i32, pack: impl Fn() -> Bytes) -> Result<Asked, Error> {
+    /// Starts one task where the resource manager has said beforehand, if it has and the task can be started there. Otherwise it
+    /// is to be asked, and says what is wrong.
+    fn spawn_granted(&self, request: &SpawnRequest) -> Option<Tid> {
+        let grant = self.timed(|core, now| core.grants.take(now, request))??;
+        match self.request(Request::SpawnGranted { request: request.clone(), grant }) {
+            Reply::Spawned(results) => results.first().copied()?.ok(),
+            _ => None,
+        }
+    }
+
+    /// The resource manager for a question, when there is one for it.
+    fn whom_to_ask(&self, serves: impl Fn(RmServes) -> bool) -> Option<Whom> {
         // Taken first: a death between the two looks is then seen as one.
         let deaths = self.look(|core| core.rm_deaths());
-        let Some(rm) = self.rm_for(serves) else { return Ok(Asked::AskDaemon) };
-        let wid = self.next_wid();
-        let message = Message { src: self.tid(), dst: rm.tid, ctx: CTX_BASE, tag, wid, enc: ENC_XDR, body: pack() };
-        let _open = self.open_question(rm.tid, tag, wid);
+        let rm = self.rm_for(serves)?.tid;
+        Some(Whom { rm, wid: self.next_wid(), deaths })
+    }
+
+    fn ask_rm(
+        &self,
+        serves: impl Fn(RmServes) -> bool,
+        tag: i32,
+        pack: impl FnOnce() -> Bytes,
+    ) -> Result<Asked, Error> {
+        self.whom_to_ask(serves).map_or(Ok(Asked::AskDaemon), |whom| self.ask_whom(&whom, tag, pack()))
+    }
+
+    /// Sends one request to the resource manager and waits for the answer with the same tag.
+    fn ask_whom(&self, whom: &Whom, tag: i32, body: Bytes) -> Result<Asked, Error> {
+        let Whom { rm, wid, deaths } = *whom;
+        let message = Message { src: self.tid(), dst: rm, ctx: CTX_BASE, tag, wid, enc: ENC_XDR, body };
+        let _open = self.open_question(rm, tag, wid);
         self.send(message)?;
         let mut look = |core: &mut Core| {
-            if let Some(body) = core.take_answer(wid) {
+            if let Some(body) = core.questions.take_answer(wid) {
                 return Some(Asked::Answer(body));
             }
-            if Some(core.rm_deaths()) == deaths && !core.is_gone(rm.tid) {
+            if Some(core.rm_deaths()) == deaths && !core.is_gone(rm) {
                 return None;
             }
-            Some(core.waits_since(wid).map_or(Asked::AskDaemon, |since| Asked::AskNext { dead: rm.tid, since }))
+            Some(core.questions.waits_since(wid).map_or(Asked::AskDaemon, |since| Asked::AskNext { dead: rm, since }))
         };
         match self.core_wait(None, &mut look) {
             Ok(Some(asked)) => Ok(asked),

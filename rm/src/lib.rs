@@ -13,6 +13,7 @@
 
 pub mod api;
 pub mod decide;
+pub mod grants;
 pub mod model;
 pub mod policy;
 pub mod policy_file;

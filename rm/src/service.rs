@@ -2,6 +2,7 @@
 //! in [`crate::model`], [`crate::spawns`] and [`crate::watchers`].
 
 mod drain;
+mod grants;
 mod memory;
 mod park;
 mod suspend;
@@ -11,6 +12,7 @@ pub use park::KEEP_AFTER;
 
 use crate::api::VmApi;
 use crate::decide::{balance, moves};
+use crate::grants::Grants;
 use crate::model::{Labels, Model};
 use crate::policy::Conduct;
 use crate::recording::{Input, Recorder};
@@ -28,8 +30,8 @@ use sempa_proto::message::CTX_BASE;
 use sempa_proto::migration::Cause;
 use sempa_proto::rm::{CTX_RM, TAG_ASK};
 use sempa_proto::sm::{
-    SM_ADDHOST, SM_CONFIG, SM_DELHOST, SM_EXECACK, SM_HANDOFF, SM_HOSTX, SM_SCHED, SM_SPAWN, SM_SPAWN_WAITS, SM_TASK,
-    SM_TASKX, pack_waits, unpack_spawn, unpack_tids,
+    SM_ADDHOST, SM_CONFIG, SM_DELHOST, SM_EXECACK, SM_GRANT_TAKEN, SM_HANDOFF, SM_HOSTX, SM_SCHED, SM_SPAWN,
+    SM_SPAWN_WAITS, SM_TASK, SM_TASKX, pack_waits, unpack_spawn, unpack_tids,
 };
 use sempa_proto::table::{TASK_CONNECTED, TASK_FORKED, TASK_RM, TaskInfo};
 use sempa_proto::task::{NotifyWhat, SPAWN_HOST, SPAWN_NO_PARENT, SPAWN_PINNED, SpawnRequest};
@@ -107,6 +109,7 @@ pub struct Service<V> {
     options: Options,
     model: Model,
     spawns: Spawns,
+    grants: Grants,
     watchers: Watchers,
     /// Something changed on which moves may depend.
     changed: bool,
@@ -161,6 +164,7 @@ impl<V: VmApi> Service<V> {
         let mut service = Service {
             vm,
             spawns: Spawns::new(conduct.rules),
+            grants: Grants::default(),
             options,
             model,
             watchers: Watchers::default(),
@@ -250,6 +254,7 @@ impl<V: VmApi> Service<V> {
             // The daemons serve these; who asks us all the same must not wait for ever.
             SM_CONFIG | SM_TASK | SM_ADDHOST | SM_DELHOST => self.refuse(message, PvmError::NotImpl),
             SM_EXECACK if message.src.is_daemon() => self.acknowledged(message),
+            SM_GRANT_TAKEN if message.src.is_daemon() => self.taken(message),
             SM_TASKX if message.src.is_daemon() => {
                 if let Some(raw) = first_int(message) {
                     self.task_ended(Tid::from_raw(raw));
@@ -305,7 +310,9 @@ impl<V: VmApi> Service<V> {
                 }
             }
             // The event may overtake the acknowledgement.
-            EventKind::TaskStarted { tid, name, .. } if self.spawns.is_asked(event.host, name) => {
+            EventKind::TaskStarted { tid, name, parent, .. }
+                if self.spawns.is_asked(event.host, name) || self.grants.is_asked(*parent, event.host, name) =>
+            {
                 self.model.task_started(now, *tid, event.host, false, true);
             }
             _ => {}
@@ -543,6 +550,7 @@ impl<V: VmApi> Service<V> {
                 });
                 self.send(to, SM_SPAWN, wid, body);
             }
+            spawns::Output::Answered(from) => self.answered(&from),
             spawns::Output::Started { tid, host, asked, pinned, wants, by } => {
                 let now = self.vm.now();
                 self.model.task_started(now, tid, host, pinned, asked);

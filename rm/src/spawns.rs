@@ -37,7 +37,7 @@ const LATE_MAX: usize = 4096;
 pub struct OrderId(u64);
 
 /// A request as it came.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Incoming {
     /// The task that asks.
     pub src: Tid,
@@ -88,6 +88,8 @@ pub enum Output {
         /// The body.
         body: Bytes,
     },
+    /// A request for one task was answered with that task, at once and for good.
+    Answered(Incoming),
     /// A task runs on a host.
     Started {
         /// The task.
@@ -442,24 +444,16 @@ impl Spawns {
         };
         let order = self.orders.remove(&id).expect("found a moment ago");
         let Some(spawn) = self.open.get_mut(&order.spawn) else { return true };
-        let pinned = spawn.from.request.flags & SPAWN_PINNED != 0;
-        let names_host =
-            Ask { user: 0, request: &spawn.from.request, count: 0, caller: order.host, peers: &[], without: &[] }
-                .names_host();
         let short = match &started {
             Ok(_) => PvmError::DSysErr,
             Err(error) => *error,
         };
         let mut started = started.unwrap_or_default().into_iter();
-        let wants = Wants::of(&spawn.from.request).unwrap_or_default();
         for task in order.tasks {
             let result = started.next().unwrap_or(Err(short));
             spawn.results[task] = Some(result);
             spawn.hosts[task] = result.is_ok().then_some(order.host);
-            if let Ok(tid) = result {
-                let (host, wants, by) = (order.host, wants.clone(), (spawn.from.user, spawn.from.job));
-                self.out.push_back(Output::Started { tid, host, asked: names_host, pinned, wants, by });
-            }
+            self.out.extend(result.ok().map(|tid| started_by(&spawn.from, tid, order.host)));
         }
         self.finish(order.spawn);
         true
@@ -468,11 +462,9 @@ impl Spawns {
     /// True when a program is being started on a host because somebody named the host.
     pub fn is_asked(&self, host: HostId, file: &str) -> bool {
         self.orders.values().filter(|o| o.host == host).any(|order| {
-            self.open.get(&order.spawn).is_some_and(|spawn| {
-                let request = &spawn.from.request;
-                request.file == file
-                    && Ask { user: 0, request, count: 0, caller: host, peers: &[], without: &[] }.names_host()
-            })
+            self.open
+                .get(&order.spawn)
+                .is_some_and(|spawn| spawn.from.request.file == file && spawn.from.request.names_host())
         })
     }
 
@@ -524,10 +516,7 @@ impl Spawns {
         }
         let Some(spawn) = self.open.get_mut(&order.spawn) else { return };
         spawn.lost.push(order.host);
-        let bound =
-            Ask { user: 0, request: &spawn.from.request, count: 0, caller: order.host, peers: &[], without: &[] }
-                .is_bound();
-        if bound {
+        if spawn.from.request.is_bound() {
             for task in order.tasks {
                 spawn.results[task] = Some(Err(PvmError::HostFail));
             }
@@ -545,8 +534,11 @@ impl Spawns {
             return;
         }
         let Some(spawn) = self.open.remove(&number) else { return };
-        let Incoming { src, wid, request, job, user, waited, .. } = spawn.from;
         let results: Vec<PvmResult<Tid>> = spawn.results.into_iter().flatten().collect();
+        let at_once = !spawn.told && spawn.from.waited == Micros(0) && spawn.attempts.len() == 1;
+        let one = at_once && results.len() == 1 && results[0].is_ok();
+        let one = one.then(|| Output::Answered(spawn.from.clone()));
+        let Incoming { src, wid, request, job, user, waited, .. } = spawn.from;
         self.out.push_back(Output::Reply { to: src, wid, body: pack_tids(&results) });
         let hosts: Vec<HostId> = spawn.hosts.into_iter().flatten().collect();
         let why = spawn.attempts.iter().map(|a| a.sentence.as_str()).collect::<Vec<_>>().join("; then ");
@@ -576,7 +568,32 @@ impl Spawns {
             (None, _) => EventKind::Placed { name: request.file, hosts, why },
         };
         self.out.push_back(Output::Record(event));
+        self.out.extend(one);
     }
+
+    /// A task was started by a grant, on a host of this name: by a request that did not come here. Its daemon has told the log.
+    pub fn granted(&mut self, from: Incoming, (host, name): (HostId, String), tid: Tid, attempt: Attempt) {
+        self.out.push_back(started_by(&from, tid, host));
+        let Incoming { src, request, job, user, .. } = from;
+        self.out.push_back(Output::Decided(Decided::Spawn {
+            program: request.file,
+            by: src,
+            job,
+            user,
+            count: 1,
+            started: vec![(tid, name)],
+            error: None,
+            waited: Micros(0),
+            attempts: vec![attempt],
+        }));
+    }
+}
+
+/// A task of this request runs.
+fn started_by(from: &Incoming, tid: Tid, host: HostId) -> Output {
+    let wants = Wants::of(&from.request).unwrap_or_default();
+    let (asked, pinned) = (from.request.names_host(), from.request.flags & SPAWN_PINNED != 0);
+    Output::Started { tid, host, asked, pinned, wants, by: (from.user, from.job) }
 }
 
 /// How many of these are of a user.

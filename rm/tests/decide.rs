@@ -321,7 +321,7 @@ proptest! {
         prop_assert_eq!(placed.hosts.len(), count as usize);
         for id in placed.hosts.iter().flatten() {
             let there = snapshot.host(*id).expect("only hosts of the snapshot are used");
-            prop_assert!(!there.owner.is_present() || (ask.names_host() && there.name == request.place));
+            prop_assert!(!there.owner.is_present() || (ask.request.names_host() && there.name == request.place));
         }
         for step in moves(&snapshot).go {
             let there = snapshot.host(step.to).expect("only hosts of the snapshot are used");

@@ -3,6 +3,7 @@
 mod answers;
 mod common;
 mod drain;
+mod grants;
 mod park;
 mod suspend;
 

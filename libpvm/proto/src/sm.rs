@@ -5,7 +5,7 @@
 
 use crate::body::{Encoding, Packer, Unpacker};
 use crate::error::{PvmError, PvmResult};
-use crate::ids::{Micros, Tid};
+use crate::ids::{HostId, Micros, Tid};
 use crate::migration::Usage;
 use crate::task::{Sink, SpawnRequest};
 use bytes::Bytes;
@@ -50,6 +50,11 @@ pub const SM_STTASK: i32 = BASE + 16;
 /// Resource manager to task, and not PVM's: a request [`SM_SPAWN`] waits for a place and nothing of it has been started, or it
 /// waits no more. A task that knows it may ask the next resource manager when this one dies.
 pub const SM_SPAWN_WAITS: i32 = BASE + 0x100;
+/// Resource manager to task, and not PVM's: where the next tasks go that the task spawns by requests like the one that was
+/// answered under this wait id. It need not ask for these, see [`Grant`].
+pub const SM_GRANT: i32 = BASE + 0x101;
+/// Daemon to resource manager, and not PVM's: a task was started by a grant. The wait id is that of the grant.
+pub const SM_GRANT_TAKEN: i32 = BASE + 0x102;
 
 /// Well-known mailbox class of resource managers.
 pub const RM_CLASS: &str = "###_PVM_RM_###";
@@ -100,6 +105,74 @@ pub fn pack_waits(since: Option<Micros>) -> Bytes {
 /// [`PvmError::NoData`] when the body is not one.
 pub fn unpack_waits(body: Bytes) -> PvmResult<Option<Micros>> {
     Ok(Some(unpack_time(&mut Unpacker::xdr(body))?).filter(|at| *at != Micros::default()))
+}
+
+/// Places that a grant names at most.
+pub const GRANT_HOSTS_MAX: usize = 8;
+
+/// A resource manager's answer to requests that were not made yet: a task that spawns one task after the other, each by a
+/// request for one task with the same program, place, flags and environment, need not ask for each. After Condor's claims,
+/// by which a queue starts job after job on a machine without a word to the matchmaker.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Grant {
+    /// The hosts of the next tasks, in their order; [`GRANT_HOSTS_MAX`] at most.
+    pub hosts: Vec<HostId>,
+    /// How long after the last such request it holds.
+    pub span: Micros,
+}
+
+/// Body of [`SM_GRANT`].
+pub fn pack_grant(grant: &Grant) -> Bytes {
+    let mut out = Packer::new(Encoding::Xdr);
+    pack_time(&mut out, grant.span);
+    out.int(grant.hosts.len() as i32).items(grant.hosts.iter().map(|host| host.tid().raw()));
+    out.finish()
+}
+
+/// Reads [`SM_GRANT`].
+///
+/// # Errors
+/// [`PvmError::NoData`] or [`PvmError::BadMsg`] when the body is not one.
+pub fn unpack_grant(body: Bytes) -> PvmResult<Grant> {
+    let mut from = Unpacker::xdr(body);
+    let (span, count) = (unpack_time(&mut from)?, from.int()?);
+    if usize::try_from(count).is_ok_and(|count| count > GRANT_HOSTS_MAX) {
+        return Err(PvmError::BadMsg);
+    }
+    let hosts = from.ints(count)?.into_iter().map(|raw| Tid::from_raw(raw).home().ok_or(PvmError::BadMsg));
+    Ok(Grant { hosts: hosts.collect::<PvmResult<_>>()?, span })
+}
+
+/// A task that was started by a grant.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Taken {
+    /// Who spawned it.
+    pub by: Tid,
+    /// Where it was started.
+    pub host: HostId,
+    /// The task.
+    pub tid: Tid,
+}
+
+/// Body of [`SM_GRANT_TAKEN`].
+pub fn pack_taken(taken: &Taken) -> Bytes {
+    let mut out = Packer::new(Encoding::Xdr);
+    out.int(taken.by.raw()).int(taken.host.tid().raw()).int(taken.tid.raw());
+    out.finish()
+}
+
+/// Reads [`SM_GRANT_TAKEN`].
+///
+/// # Errors
+/// [`PvmError::NoData`] or [`PvmError::BadMsg`] when the body is not one.
+pub fn unpack_taken(body: Bytes) -> PvmResult<Taken> {
+    let mut from = Unpacker::xdr(body);
+    let mut tid = || from.int().map(Tid::from_raw);
+    let (by, host, tid) = (tid()?, tid()?.home().ok_or(PvmError::BadMsg)?, tid()?);
+    if !by.is_task() || !tid.is_task() {
+        return Err(PvmError::BadMsg);
+    }
+    Ok(Taken { by, host, tid })
 }
 
 /// Body of a request [`SM_SPAWN`]; `since` when a resource manager that has died had let it wait since then.

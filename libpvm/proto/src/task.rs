@@ -119,6 +119,35 @@ pub struct SpawnRequest {
     pub trace: Sink,
 }
 
+impl SpawnRequest {
+    /// True when the request names one host or one architecture: if that fails, there is no other place.
+    pub fn is_bound(&self) -> bool {
+        self.flags & (SPAWN_HOST | SPAWN_ARCH) != 0
+    }
+
+    /// True when the request names exactly one host, which counts as a person's word.
+    pub fn names_host(&self) -> bool {
+        self.flags & SPAWN_HOST != 0 && self.flags & SPAWN_COMPLEMENT == 0
+    }
+
+    /// True for a request that gets the same places: all that decides on them is the same.
+    pub fn is_like(&self, other: &SpawnRequest) -> bool {
+        let same = self.count == other.count && self.flags == other.flags;
+        same && self.file == other.file && self.place == other.place && self.env == other.env
+    }
+}
+
+/// A place of a grant that a task takes, see [`crate::sm::Grant`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GrantOf {
+    /// The resource manager that gave it.
+    pub rm: Tid,
+    /// The grant's wait id.
+    pub wid: i32,
+    /// The place.
+    pub host: HostId,
+}
+
 /// `PvmTaskHost`: `place` names a host.
 pub const SPAWN_HOST: i32 = 1;
 /// `PvmTaskArch`: `place` names an architecture.
@@ -449,6 +478,14 @@ pub enum Request {
     /// The program ends, and its library was told once that it would be asked to: if it is still waited for,
     /// [`ToTask::TakeNothing`] comes before the answer. → [`Reply::Done`]
     LastWords,
+    /// Start one task where the resource manager has said beforehand. → [`Reply::Spawned`], or [`Reply::Failed`] when it
+    /// is the resource manager no more
+    SpawnGranted {
+        /// The task.
+        request: SpawnRequest,
+        /// What was said.
+        grant: GrantOf,
+    },
 }
 
 /// Outcome of a move.

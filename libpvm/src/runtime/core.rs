@@ -8,11 +8,13 @@ use super::near::{Near, Wakes};
 use super::outbox::Outbox;
 use crate::inbox::Inbox;
 use bytes::Bytes;
+use grants::Grants;
+use questions::Questions;
 use rustc_hash::FxHashMap;
 use sempa_proto::frame::{Frame, FrameKind, encode_control};
 use sempa_proto::link::{Link, LinkEvent, LinkFrame, LinkKind};
 use sempa_proto::message::CTX_BASE;
-use sempa_proto::sm::{SM_SPAWN_WAITS, unpack_waits};
+use sempa_proto::sm::{SM_GRANT, SM_SPAWN_WAITS};
 use sempa_proto::task::{LinkMark, REQUESTS_OPEN_MAX, Reply, Request, RmInfo, Sink, ToDaemon, ToTask, Welcome};
 use sempa_proto::{HostId, Message, Micros, MigrationId, PvmError, PvmResult, RequestId, RouteId, Tid};
 use std::collections::{HashMap, HashSet, VecDeque};
@@ -59,17 +61,6 @@ pub(crate) enum Phase {
     Lost(String),
 }
 
-/// A question to a resource manager that a thread waits for.
-#[derive(Debug)]
-struct Question {
-    rm: Tid,
-    tag: i32,
-    wid: i32,
-    answer: Option<Bytes>,
-    /// What it asks for waits for a place since then, says the resource manager.
-    waits: Option<Micros>,
-}
-
 /// A request that was made.
 #[derive(Debug)]
 struct Open {
@@ -109,7 +100,10 @@ pub(crate) struct Core {
     held: VecDeque<(LinkMark, Message)>,
     requests: HashMap<RequestId, Open>,
     last_request: RequestId,
-    questions: Vec<Question>,
+    /// What threads ask resource managers.
+    pub(crate) questions: Questions,
+    /// What a resource manager has answered ahead.
+    pub(crate) grants: Grants,
     route: RouteId,
     /// The timeline that new links begin on; see [`Link::begin_timeline`].
     line: u16,
@@ -153,7 +147,8 @@ impl Core {
             held: VecDeque::new(),
             requests: HashMap::new(),
             last_request,
-            questions: Vec::new(),
+            questions: Questions::default(),
+            grants: Grants::default(),
             route: RouteId(1),
             line,
             lifted: false,
@@ -310,29 +305,15 @@ impl Core {
     /// Puts a message of this task, or one made in the library, into the inbox.
     pub(crate) fn deliver(&mut self, message: Message) {
         self.news += 1;
-        if message.tag == SM_SPAWN_WAITS && message.ctx == CTX_BASE {
-            return self.hear_of_waiting(message);
+        match message.tag {
+            SM_SPAWN_WAITS if message.ctx == CTX_BASE => self.questions.hear_of_waiting(message),
+            SM_GRANT if message.ctx == CTX_BASE => self.grants.hear(message),
+            _ => {
+                if let Some(message) = self.questions.hear(message) {
+                    self.inbox.push(message);
+                }
+            }
         }
-        match self.question_of(&message) {
-            Some(question) => question.answer = Some(message.body),
-            None => self.inbox.push(message),
-        }
-    }
-
-    fn hear_of_waiting(&mut self, message: Message) {
-        let asked = |q: &&mut Question| q.rm == message.src && q.wid == message.wid;
-        if let Some(question) = self.questions.iter_mut().find(asked) {
-            question.waits = unpack_waits(message.body).unwrap_or_default();
-        }
-    }
-
-    /// The question that a message answers. An answer with a wrong wait id is used all the same, as in PVM, unless another
-    /// question has it.
-    fn question_of(&mut self, message: &Message) -> Option<&mut Question> {
-        let fits = |q: &Question| q.rm == message.src && q.tag == message.tag && q.answer.is_none();
-        let exact = self.questions.iter().position(|q| fits(q) && q.wid == message.wid);
-        let i = exact.or_else(|| self.questions.iter().position(fits))?;
-        self.questions.get_mut(i)
     }
 
     /// Queues a message to a daemon.
@@ -369,26 +350,6 @@ impl Core {
         let reply = Reply::Failed { error: PvmError::SysErr, reason: why.clone() };
         self.requests.remove(&id);
         Some(reply)
-    }
-
-    /// A thread is about to ask a resource manager. The answer never shows in the inbox.
-    pub(crate) fn open_question(&mut self, rm: Tid, tag: i32, wid: i32) {
-        self.questions.push(Question { rm, tag, wid, answer: None, waits: None });
-    }
-
-    /// The thread has its answer, or has given up.
-    pub(crate) fn close_question(&mut self, wid: i32) {
-        self.questions.retain(|question| question.wid != wid);
-    }
-
-    /// The body of the answer to a question, once it is here.
-    pub(crate) fn take_answer(&mut self, wid: i32) -> Option<Bytes> {
-        self.questions.iter_mut().find(|question| question.wid == wid)?.answer.take()
-    }
-
-    /// Since when the request of a question waits for a place, if it does.
-    pub(crate) fn waits_since(&self, wid: i32) -> Option<Micros> {
-        self.questions.iter().find(|question| question.wid == wid)?.waits
     }
 
     /// From now on windows do not hold anything back: the process ends.
@@ -508,6 +469,7 @@ impl Core {
             self.begin_again(restart);
         }
         self.set_rm(welcome.rm);
+        self.grants.forget();
         for frame in std::mem::take(&mut self.later) {
             self.outbox.push(frame);
         }
@@ -738,6 +700,7 @@ impl Core {
             self.rm_deaths += 1;
         }
         self.rm = rm;
+        self.grants.forget();
         self.rm_generation += 1;
         self.news += 1;
     }
@@ -793,7 +756,9 @@ impl Core {
 }
 
 mod again;
+mod grants;
 mod held;
+mod questions;
 mod successor;
 #[cfg(test)]
 mod tests;

@@ -538,13 +538,20 @@ impl Runtime {
     /// Notes that a thread is about to ask a resource manager, until the guard goes.
     pub(crate) fn open_question(&self, rm: Tid, tag: i32, wid: i32) -> OpenQuestion<'_> {
         if let Some(mut state) = self.lock() {
-            state.core.open_question(rm, tag, wid);
+            state.core.questions.open(rm, tag, wid);
         }
         OpenQuestion { runtime: self, wid }
     }
 
     pub(crate) fn look<R>(&self, f: impl FnOnce(&Core) -> R) -> Option<R> {
         Some(f(&self.lock()?.core))
+    }
+
+    /// As [`Runtime::look`], for what changes, and with the time.
+    pub(crate) fn timed<R>(&self, f: impl FnOnce(&mut Core, Micros) -> R) -> Option<R> {
+        let mut state = self.lock()?;
+        let now = state.now();
+        Some(f(&mut state.core, now))
     }
 
     /// The lock; `None` in a forked child.
@@ -562,7 +569,7 @@ pub(crate) struct OpenQuestion<'a> {
 impl Drop for OpenQuestion<'_> {
     fn drop(&mut self) {
         if let Some(mut state) = self.runtime.lock() {
-            state.core.close_question(self.wid);
+            state.core.questions.close(self.wid);
         }
     }
 }

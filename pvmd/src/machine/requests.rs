@@ -51,7 +51,8 @@ impl Machine {
             Request::LastWords => self.last_words(tid, id),
             Request::Config => self.reply(tid, id, Reply::Hosts(self.table.clone())),
             Request::Tasks { selector } => self.list(tid, id, selector),
-            Request::Spawn(request) => self.spawn(tid, id, request),
+            Request::Spawn(request) => self.spawn(tid, id, request, None),
+            Request::SpawnGranted { request, grant } => self.spawn_granted(tid, id, request, grant),
             Request::HostStatus { name } => {
                 let host = if name == "." { Some(me) } else { self.table.by_name(&name).map(|h| h.id) };
                 match host {

@@ -6,10 +6,10 @@ use super::{Machine, World, engines};
 use sempa_proto::engine::Begin;
 use sempa_proto::event::EventKind;
 use sempa_proto::host::{Answer, Question};
-use sempa_proto::sm::{SM_EXECACK, TaskOrder, pack_tids};
+use sempa_proto::sm::{SM_EXECACK, SM_GRANT_TAKEN, Taken, TaskOrder, pack_taken, pack_tids};
 use sempa_proto::table::TASK_FORKED;
 use sempa_proto::task::{
-    Reply, SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_DEBUG, SPAWN_HOST, SPAWN_NO_PARENT, SPAWN_PINNED, SpawnRequest,
+    GrantOf, Reply, SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_DEBUG, SPAWN_HOST, SPAWN_NO_PARENT, SPAWN_PINNED, SpawnRequest,
 };
 use sempa_proto::tasker::{StartTask, ToTasker};
 use sempa_proto::{HostId, PvmError, RequestId, Tid};
@@ -39,6 +39,8 @@ struct Spawn {
     last_part: u64,
     /// Hosts that failed meanwhile.
     lost: Vec<HostId>,
+    /// The resource manager has said beforehand where it goes.
+    grant: Option<GrantOf>,
 }
 
 /// Spawns under way, and where the next one begins.
@@ -95,8 +97,20 @@ fn split_place(place: &str) -> (&str, Option<&str>) {
 }
 
 impl Machine {
-    /// A task's spawn, placed round robin.
-    pub(super) fn spawn(&mut self, tid: Tid, id: RequestId, request: SpawnRequest) {
+    /// A task's spawn that goes where the resource manager has said beforehand.
+    pub(super) fn spawn_granted(&mut self, tid: Tid, id: RequestId, request: SpawnRequest, grant: GrantOf) {
+        let reason = if self.rm.current().is_none_or(|rm| rm.tid != grant.rm) {
+            format!("{} is not the resource manager any more; what it has said does not hold", grant.rm)
+        } else if request.count != 1 {
+            format!("a place was given for one task, not for {}", request.count)
+        } else {
+            return self.spawn(tid, id, request, Some(grant));
+        };
+        self.fail(tid, id, PvmError::Denied, reason);
+    }
+
+    /// A task's spawn, placed round robin if no place is given.
+    pub(super) fn spawn(&mut self, tid: Tid, id: RequestId, request: SpawnRequest, grant: Option<GrantOf>) {
         if request.count == 0 {
             return self.fail(tid, id, PvmError::BadParam, "a spawn has to ask for one task at least");
         }
@@ -118,6 +132,7 @@ impl Machine {
             parts: BTreeMap::new(),
             last_part: 0,
             lost: Vec::new(),
+            grant,
         };
         self.spawns.open.insert(number, spawn);
         self.assign(number, (0..count).collect(), PvmError::NoHost);
@@ -144,7 +159,10 @@ impl Machine {
     /// Gives these tasks of a spawn to hosts, in blocks. With no host to give them to, they failed with `none`.
     fn assign(&mut self, number: u64, indices: Vec<usize>, none: PvmError) {
         let Some(spawn) = self.spawns.open.get(&number) else { return };
-        let mut hosts = self.candidates(&spawn.request);
+        let mut hosts = match spawn.grant {
+            Some(grant) => self.table.get(grant.host).map(|host| host.id).into_iter().collect(),
+            None => self.candidates(&spawn.request),
+        };
         hosts.retain(|host| !spawn.lost.contains(host));
         let from = self.spawns.last_host.unwrap_or(self.config.host);
         let start = hosts.iter().position(|host| *host > from).unwrap_or(0);
@@ -158,7 +176,7 @@ impl Machine {
             return self.spawn_step(number);
         }
         // Who names a host takes nobody's turn, as in PVM.
-        if spawn.request.flags & (SPAWN_HOST | SPAWN_COMPLEMENT) != SPAWN_HOST {
+        if spawn.grant.is_none() && !spawn.request.names_host() {
             self.spawns.last_host = hosts.last().copied();
         }
         let (each, more) = (indices.len() / hosts.len(), indices.len() % hosts.len());
@@ -180,7 +198,8 @@ impl Machine {
     pub(super) fn part_spawned(&mut self, number: u64, part: u64, results: Result<Started, PvmError>) {
         let Some(spawn) = self.spawns.open.get_mut(&number) else { return };
         let Some((host, block)) = spawn.parts.remove(&part) else { return };
-        let anywhere = spawn.request.flags & (SPAWN_HOST | SPAWN_ARCH) == 0;
+        // For another place the resource manager is asked.
+        let anywhere = spawn.grant.is_none() && !spawn.request.is_bound();
         let started = match results {
             Ok(started) if anywhere && started.iter().all(|one| *one == Err(NO_GUESTS)) => {
                 spawn.lost.push(host);
@@ -205,7 +224,7 @@ impl Machine {
         if self.spawns.open.get(&number).is_none_or(|s| !s.parts.is_empty() || s.results.contains(&None)) {
             return;
         }
-        let Some(Spawn { tid, id, request, results, .. }) = self.spawns.open.remove(&number) else { return };
+        let Some(Spawn { tid, id, request, results, grant, .. }) = self.spawns.open.remove(&number) else { return };
         let results: Started = results.into_iter().flatten().collect();
         let (mut output, mut trace) = (request.output, request.trace);
         self.default_sinks(&mut output, &mut trace);
@@ -214,7 +233,15 @@ impl Machine {
             self.output_asked(*child, parent, output);
             self.trace_spawn(trace, *child, parent);
         }
+        let started = results.first().copied().and_then(Result::ok);
         self.reply(tid, id, Reply::Spawned(results));
+        if let Some((GrantOf { rm, wid, host }, started)) = grant.zip(started) {
+            let body = pack_taken(&Taken { by: tid, host, tid: started });
+            self.send_made(rm, 0, SM_GRANT_TAKEN, wid, body);
+            // Why just there, the resource manager knows.
+            let why = "the resource manager has said so beforehand".to_string();
+            self.record(EventKind::Placed { name: request.file, hosts: vec![host], why });
+        }
     }
 
     /// Starts tasks here, at the end of this event.
@@ -253,7 +280,7 @@ impl Machine {
             Err(error) => vec![Err(error); count as usize],
         };
         match job.back {
-            ExecBack::Answer(back) => self.answer(back, Answer::Reply(Reply::Spawned(started))),
+            ExecBack::Answer(back) => self.answer(back, Answer::Reply(Reply::Spawned(started.clone()))),
             ExecBack::Rm { rm, wid } => self.send_made(rm, 0, SM_EXECACK, wid, pack_tids(&started)),
             ExecBack::Startup => {
                 if let Some(Err(error)) = started.first() {
@@ -262,6 +289,11 @@ impl Machine {
                     self.note(text);
                 }
             }
+        }
+        // Who follows the log is not in the way of who waits for the answer.
+        let (parent, user) = (parent_of(job.parent, job.request.flags), self.config.uid);
+        for tid in started.into_iter().flatten() {
+            self.record(EventKind::TaskStarted { tid, parent, name: job.request.file.clone(), user });
         }
     }
 
@@ -314,8 +346,6 @@ impl Machine {
         }
         self.trace_new_task(&task);
         self.tasks.insert(task);
-        let user = self.config.uid;
-        self.record(EventKind::TaskStarted { tid, parent, name: request.file.clone(), user });
         if by_rm.is_some() {
             // The spawner's daemon does not know of it.
             self.output_asked(tid, parent, request.output);

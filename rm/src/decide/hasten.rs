@@ -21,7 +21,7 @@ const DELAY: f64 = 1.001;
 /// The job must end sooner by this part of the time that it has left.
 const SOONER: f64 = 0.03;
 /// Steps that time makes in one look for moves, in all futures that are tried for the sake of jobs: no more are tried then.
-const STEPS_MAX: usize = 2000;
+const STEPS_MAX: usize = 700;
 /// The same with those that are tried so that other moves delay no job: tasks of whose job nobody has seen that stay.
 const ALL_STEPS_MAX: usize = 2 * STEPS_MAX;
 

@@ -32,18 +32,6 @@ pub struct Ask<'a> {
     pub without: &'a [HostId],
 }
 
-impl Ask<'_> {
-    /// True when the request names one host or one architecture: if that fails, there is no other place.
-    pub fn is_bound(&self) -> bool {
-        self.request.flags & (SPAWN_HOST | SPAWN_ARCH) != 0
-    }
-
-    /// True when the request names exactly one host, which counts as a person's word.
-    pub fn names_host(&self) -> bool {
-        self.request.flags & SPAWN_HOST != 0 && self.request.flags & SPAWN_COMPLEMENT == 0
-    }
-}
-
 /// Why the tasks go where they go, or nowhere.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Why {
@@ -195,7 +183,7 @@ pub(super) fn not_fit(
     }
     match &host.owner {
         // Who names a host means it, whoever sits there; the owner's own rules still hold.
-        Owner::Present { .. } if ask.names_host() => None,
+        Owner::Present { .. } if ask.request.names_host() => None,
         owner => owner.keeps_out(),
     }
     .or_else(|| host.terms.blocks(ask.user, &ask.request.file))

@@ -39,7 +39,7 @@ impl<'a> Placing<'a> {
     /// Decides.
     pub(super) fn decide(mut self, choice: Option<&dyn Choice>) -> Placement {
         let plain = choice.is_none() && self.wants.rank.is_none() && self.wants.together != Together::SameHost;
-        let by_load = plain && self.snapshot.policy == Policy::Load && !self.ask.names_host();
+        let by_load = plain && self.snapshot.policy == Policy::Load && !self.ask.request.names_host();
         if by_load && self.snapshot.hosts.len() > EXPLAINED_HOSTS_MAX {
             let quick = self.by_load(None);
             if let Some((hosts, looked_at)) = quick.filter(|(hosts, _)| !hosts.is_empty()) {
@@ -106,12 +106,12 @@ impl<'a> Placing<'a> {
                 rotation = last;
             }
             let asked = Why::Asked { host: named(&self.ask.request.place).to_string() };
-            (hosts, if self.ask.names_host() { asked } else { Why::InTurn { hosts: fit.len() } })
+            (hosts, if self.ask.request.names_host() { asked } else { Why::InTurn { hosts: fit.len() } })
         };
         if hosts.is_empty() {
             return self.none();
         }
-        let of_load = snapshot.policy == Policy::Load && !self.ask.names_host();
+        let of_load = snapshot.policy == Policy::Load && !self.ask.request.names_host();
         let unknown = if of_load { unknown(snapshot, fit.iter().map(|h| h.id)) } else { Vec::new() };
         self.done(hosts, unknown, why, rotation)
     }
@@ -314,7 +314,7 @@ impl<'a> Places<'a> {
     /// Those of [`Wants::of`].
     pub(super) fn of(snapshot: &'a Snapshot, ask: &'a Ask<'a>) -> Result<Places<'a>, WantsError> {
         let placing = Placing::new(snapshot, ask, Wants::of(ask.request)?);
-        let in_turn = snapshot.policy == Policy::RoundRobin || ask.names_host();
+        let in_turn = snapshot.policy == Policy::RoundRobin || ask.request.names_host();
         let calm_first = in_turn && placing.wants.rank.is_none();
         let mut places = Places { placing, count: u64::from(ask.count), room: [Room::default(); 2], calm_first };
         for host in &snapshot.hosts {

@@ -222,7 +222,11 @@ impl World {
     }
 
     pub(crate) fn spawn(&mut self, wid: i32, request: &SpawnRequest) {
-        self.post(client(), CTX_BASE, SM_SPAWN, wid, pack_spawn(request, None));
+        self.spawn_by(client(), wid, request);
+    }
+
+    pub(crate) fn spawn_by(&mut self, task: Tid, wid: i32, request: &SpawnRequest) {
+        self.post(task, CTX_BASE, SM_SPAWN, wid, pack_spawn(request, None));
     }
 
     /// As [`World::spawn`], by a task that another resource manager has let wait since then.

@@ -6,10 +6,14 @@ use crate::runtime::Runtime;
 use crate::vm::Vm;
 use sempa_proto::body::{Encoding, Packer, Unpacker};
 use sempa_proto::message::Message;
-use sempa_proto::sm::{SM_CONFIG, SM_NOTIFY, SM_SPAWN, SM_SPAWN_WAITS, pack_tids, pack_waits, unpack_spawn};
+use sempa_proto::sm::{
+    Grant, SM_CONFIG, SM_GRANT, SM_NOTIFY, SM_SPAWN, SM_SPAWN_WAITS, pack_grant, pack_tids, pack_waits, unpack_spawn,
+};
 use sempa_proto::table::HostTable;
-use sempa_proto::task::{NotifyRequest, NotifyWhat, Reply, Request, RmInfo, RmServes, SpawnRequest, ToDaemon, ToTask};
-use sempa_proto::{Micros, PvmError, Tid};
+use sempa_proto::task::{
+    GrantOf, NotifyRequest, NotifyWhat, Reply, Request, RmInfo, RmServes, SpawnRequest, ToDaemon, ToTask,
+};
+use sempa_proto::{HostId, Micros, PvmError, Tid};
 use std::thread;
 
 const EVERYTHING: RmServes = RmServes { spawn: true, others: true };
@@ -37,7 +41,7 @@ fn waits(rm: &Runtime, task: &Runtime, asked: &Message, since: Option<Micros>) {
     let mut word = message(asked.src, SM_SPAWN_WAITS, pack_waits(since));
     word.wid = asked.wid;
     rm.send(word).expect("sent");
-    until("the word", || (task.look(|core| core.waits_since(asked.wid)).flatten() == since).then_some(()));
+    until("the word", || (task.look(|core| core.questions.waits_since(asked.wid)).flatten() == since).then_some(()));
 }
 
 #[test]
@@ -180,6 +184,100 @@ fn a_handover_to_another_resource_manager_does_not_repeat_the_question() {
         assert_eq!(spawning.join().expect("ended"), Ok(vec![Err(PvmError::NoHost); 2]));
     });
     assert_eq!(other.inbox_try(&mut |inbox| inbox.get(0).cloned()), None);
+}
+
+fn one() -> SpawnRequest {
+    SpawnRequest { count: 1, ..request() }
+}
+
+/// The task spawns, the resource manager answers with this task and says where the next ones go.
+fn spawn_with_grant(rm: &Runtime, task: &Runtime, child: Tid, hosts: &[u16], span: Micros) -> i32 {
+    let hosts: Vec<HostId> = hosts.iter().map(|host| HostId::new(*host).expect("a host")).collect();
+    thread::scope(|scope| {
+        let spawning = scope.spawn(|| task.spawn(one()));
+        let asked = next(rm);
+        answer(rm, &asked, asked.wid, pack_tids(&[Ok(child)]));
+        assert_eq!(spawning.join().expect("ended"), Ok(vec![Ok(child)]));
+        let mut grant = message(asked.src, SM_GRANT, pack_grant(&Grant { hosts, span }));
+        grant.wid = asked.wid;
+        rm.send(grant).expect("sent");
+        let mut word = message(asked.src, 5, "behind the grant");
+        word.ctx = 5;
+        rm.send(word).expect("sent");
+        assert_eq!(next(task).tag, 5, "a grant is no message to the program");
+        asked.wid
+    })
+}
+
+/// The task spawns, and the resource manager is asked.
+fn spawn_is_asked(rm: &Runtime, task: &Runtime, what: SpawnRequest) {
+    thread::scope(|scope| {
+        let spawning = scope.spawn(|| task.spawn(what.clone()));
+        let asked = next(rm);
+        assert_eq!(unpack_spawn(asked.body.clone()), Ok((what.clone(), None)));
+        answer(rm, &asked, asked.wid, pack_tids(&[Err(PvmError::NoFile)]));
+        assert_eq!(spawning.join().expect("ended"), Ok(vec![Err(PvmError::NoFile)]));
+    });
+}
+
+const CHILD: Tid = Tid::from_raw(0x40009);
+const LONG: Micros = Micros::from_secs(3600);
+
+/// A daemon that starts what was granted, except on the third host.
+fn obliging(fake: &Fake) {
+    fake.answer(|_, what| match what {
+        Request::SpawnGranted { grant, .. } if grant.host.index() == 3 => {
+            Some(Reply::Spawned(vec![Err(PvmError::OutOfRes)]))
+        }
+        Request::SpawnGranted { grant, .. } => {
+            Some(Reply::Spawned(vec![Ok(Tid::task(grant.host, 7).expect("a task"))]))
+        }
+        _ => None,
+    });
+}
+
+#[test]
+fn what_was_granted_beforehand_is_asked_of_nobody_and_only_for_requests_like_the_one_before() {
+    let fake = Fake::start();
+    let (rm, task) = pair(&fake, RmServes { spawn: true, others: false });
+    obliging(&fake);
+    let wid = spawn_with_grant(&rm, &task, CHILD, &[2, 1], LONG);
+    let child = |host: u16| Ok(vec![Ok(Tid::task(HostId::new(host).expect("a host"), 7).expect("a task"))]);
+    assert_eq!(task.spawn(SpawnRequest { args: vec![b"other words".to_vec()], ..one() }), child(2));
+    let of = GrantOf { rm: rm.tid(), wid, host: HostId::new(2).expect("a host") };
+    fake.asked(
+        "the request",
+        |what| matches!(what, Request::SpawnGranted { grant, request } if *grant == of && request.args.len() == 1),
+    );
+    assert_eq!(task.spawn(one()), child(1));
+    spawn_is_asked(&rm, &task, one());
+    let others = [
+        SpawnRequest { file: "other".into(), ..one() },
+        SpawnRequest { flags: 1, ..one() },
+        SpawnRequest { place: "there".into(), ..one() },
+        SpawnRequest { env: vec![b"A=1".to_vec()], ..one() },
+    ];
+    for other in others {
+        spawn_with_grant(&rm, &task, CHILD, &[1], LONG);
+        spawn_is_asked(&rm, &task, other);
+    }
+}
+
+#[test]
+fn the_resource_manager_is_asked_when_a_grant_is_over_leads_nowhere_or_its_giver_has_gone() {
+    let fake = Fake::start();
+    let (rm, task) = pair(&fake, RmServes { spawn: true, others: false });
+    obliging(&fake);
+    spawn_with_grant(&rm, &task, CHILD, &[1], Micros(0));
+    spawn_is_asked(&rm, &task, one());
+    spawn_with_grant(&rm, &task, CHILD, &[3], LONG);
+    spawn_is_asked(&rm, &task, one());
+    spawn_with_grant(&rm, &task, CHILD, &[1], LONG);
+    let other = fake.join();
+    let changed = RmInfo { tid: other.tid(), serves: RmServes { spawn: true, others: false } };
+    fake.tell(task.tid(), ToTask::RmChanged { rm: Some(changed) });
+    until("the news", || (task.rm() == Some(changed)).then_some(()));
+    spawn_is_asked(&other, &task, one());
 }
 
 #[test]

@@ -8,10 +8,13 @@ use sempa_proto::body::{Encoding, Packer, Unpacker};
 use sempa_proto::event::{Event as Entry, EventKind};
 use sempa_proto::host::Held;
 use sempa_proto::message::{DSIG_X86_64, ENC_XDR};
-use sempa_proto::sm::{SM_ADD, SM_ADDACK, SM_EXEC, SM_EXECACK, SM_HOSTX, SM_TASKX, pack_exec, unpack_tids};
+use sempa_proto::sm::{
+    SM_ADD, SM_ADDACK, SM_EXEC, SM_EXECACK, SM_GRANT_TAKEN, SM_HOSTX, SM_TASKX, Taken, pack_exec, unpack_taken,
+    unpack_tids,
+};
 use sempa_proto::table::{TASK_CONNECTED, TASK_FORKED, TASK_RM};
 use sempa_proto::task::{
-    Claim, MailboxRequest, NotifyRequest, NotifyWhat, Reply, Request, RmServes, SPAWN_ARCH, SPAWN_COMPLEMENT,
+    Claim, GrantOf, MailboxRequest, NotifyRequest, NotifyWhat, Reply, Request, RmServes, SPAWN_ARCH, SPAWN_COMPLEMENT,
     SPAWN_HOST, SPAWN_NO_PARENT, Sink, SpawnRequest, ToDaemon,
 };
 use sempa_proto::{Message, Micros, PvmError, Tid};
@@ -29,6 +32,13 @@ pub(super) fn tids(reply: Reply) -> Vec<Result<Tid, PvmError>> {
 
 fn homes(reply: Reply) -> Vec<u16> {
     tids(reply).into_iter().map(|r| r.expect("started").home().expect("a task").index()).collect()
+}
+
+fn failed(reply: Reply) -> PvmError {
+    match reply {
+        Reply::Failed { error, .. } => error,
+        other => panic!("{other:?}"),
+    }
 }
 
 fn exit_note(tids: Vec<Tid>, tag: i32) -> Request {
@@ -343,10 +353,6 @@ fn lists_clocks_states_and_signals_reach_every_host() {
     assert_eq!(list(&mut sim, host(2).tid()), [Tid::from_raw(0x80001)]);
     assert_eq!(list(&mut sim, children[1]), [children[1]]);
     assert!(list(&mut sim, Tid::from_raw(0x80099)).is_empty());
-    let failed = |reply: Reply| match reply {
-        Reply::Failed { error, .. } => error,
-        other => panic!("{other:?}"),
-    };
     assert_eq!(failed(sim.ask(console, Request::Tasks { selector: host(9).tid() })), PvmError::NoHost);
     assert_eq!(sim.ask(console, Request::HostStatus { name: "h3".into() }), Reply::Done);
     assert_eq!(failed(sim.ask(console, Request::HostStatus { name: "h8".into() })), PvmError::NoHost);
@@ -360,6 +366,47 @@ fn lists_clocks_states_and_signals_reach_every_host() {
     assert_eq!(ctx, 0x40001);
     assert_eq!(sim.ask(console, Request::FreeContext { ctx }), Reply::Done);
     assert_eq!(failed(sim.ask(console, Request::FreeContext { ctx })), PvmError::NotFound);
+}
+
+#[test]
+fn a_granted_place_is_used_told_to_its_giver_and_takes_nobodys_turn() {
+    for seed in seeds(10) {
+        let (mut sim, console) = Sim::cluster(seed, 3);
+        let rm = sim.enrol(HostId::MASTER);
+        sim.ask(rm, Request::RegisterRm(RmServes { spawn: true, others: false }));
+        let giver = sim.procs[rm].tid();
+        let granted = |n: u16, rm: Tid, request: SpawnRequest| {
+            let host = HostId::new(n).expect("a number");
+            Request::SpawnGranted { request, grant: GrantOf { rm, wid: 40 + i32::from(n), host } }
+        };
+        let mut started = Vec::new();
+        for n in [3, 3, 1] {
+            let reply = sim.ask(console, granted(n, giver, spawn("child", 1)));
+            started.push((n, tids(reply)[0].expect("started")));
+        }
+        assert_eq!(homes(sim.ask(console, Request::Spawn(spawn("child", 2)))), [2, 3], "seed {seed}");
+        sim.until("the giver knows", |s| s.procs[rm].notes(SM_GRANT_TAKEN).len() == 3);
+        let told = sim.procs[rm].notes(SM_GRANT_TAKEN);
+        let by = sim.procs[console].tid();
+        for ((n, tid), note) in started.iter().zip(told) {
+            let taken = Taken { by, host: host(*n), tid: *tid };
+            assert_eq!((note.wid, unpack_taken(note.body.clone())), (40 + i32::from(*n), Ok(taken)));
+            assert_eq!(tid.home(), Some(host(*n)));
+        }
+        let Reply::Events(log) = sim.ask(console, Request::Events { from: 0, limit: 1000 }) else { panic!("no log") };
+        let placed = log.iter().filter(|entry| matches!(&entry.kind, EventKind::Placed { .. })).count();
+        assert_eq!(placed, 3, "seed {seed}");
+        // What cannot be is told only to who asks; he asks the resource manager then.
+        assert_eq!(tids(sim.ask(console, granted(9, giver, spawn("child", 1)))), [Err(PvmError::NoHost)]);
+        assert_eq!(tids(sim.ask(console, granted(2, giver, spawn("missing", 1)))), [Err(PvmError::NoFile)]);
+        for wrong in [granted(2, by, spawn("child", 1)), granted(2, giver, spawn("child", 2))] {
+            assert_eq!(failed(sim.ask(console, wrong)), PvmError::Denied);
+        }
+        sim.close(rm);
+        sim.until("its end", |s| s.procs[console].rm.is_none());
+        assert_eq!(failed(sim.ask(console, granted(2, giver, spawn("child", 1)))), PvmError::Denied);
+        assert_eq!(sim.procs[rm].notes(SM_GRANT_TAKEN).len(), 3, "seed {seed}");
+    }
 }
 
 fn is_word_of(seen: &Seen, tid: Tid) -> bool {

@@ -1,0 +1,113 @@
+//! Answers to requests that were not made yet: a task that has just spawned twice in the same way will likely do so again, and
+//! need not ask each time. Pure; the service decides the places and sends what is given ([`sempa_proto::sm::Grant`]).
+//!
+//! What is given holds for a second, so it is never older than a load report may be, and daemons keep tasks off hosts whose
+//! owners want none whoever chose the place. All of it together is bounded, so that many tasks cannot be sent to the same
+//! good host before anybody has heard of the first.
+
+use crate::spawns::Incoming;
+use sempa_proto::rm::Attempt;
+use sempa_proto::sm::GRANT_HOSTS_MAX;
+use sempa_proto::{HostId, Micros, Tid};
+use std::collections::{BTreeMap, VecDeque};
+
+/// How long after the last spawn of its kind a grant holds, and how soon a request has to follow another one like it to get one.
+pub const GRANT_SPAN: Micros = Micros::from_secs(1);
+/// Places given to all tasks together that were not taken yet.
+pub const GRANTED_MAX: usize = 16;
+/// How long a request is remembered: daemons tell of the last places taken behind the end of the task that took them.
+const REMEMBERED: Micros = Micros::from_secs(30);
+/// Tasks whose requests are remembered.
+const TASKS_MAX: usize = 1024;
+/// Kinds of requests remembered of a task: the last one, and the one before, of which something may be on its way.
+const KINDS: usize = 2;
+
+/// The requests of tasks that ask for one task each, and what was given to them.
+#[derive(Debug, Default)]
+pub struct Grants {
+    tasks: BTreeMap<Tid, VecDeque<Kind>>,
+}
+
+/// Requests of a task that are alike.
+#[derive(Debug)]
+struct Kind {
+    /// The last one that was asked.
+    from: Incoming,
+    /// When it was asked, or a place was taken.
+    last: Micros,
+    /// Places that were given and not taken.
+    hosts: VecDeque<HostId>,
+    /// What was said of the places.
+    attempt: Option<Attempt>,
+}
+
+/// A place was taken.
+#[derive(Clone, Debug)]
+pub struct Granted {
+    /// The request, as the one before it came.
+    pub from: Incoming,
+    /// Why it goes there.
+    pub attempt: Attempt,
+    /// Half of the places are taken: it is time for others.
+    pub renew: bool,
+}
+
+impl Grants {
+    /// A request for one task was answered with a task. True when it follows another one like it: it is worth a grant.
+    pub fn answered(&mut self, now: Micros, from: &Incoming) -> bool {
+        self.forget(now);
+        if self.tasks.len() >= TASKS_MAX && !self.tasks.contains_key(&from.src) {
+            return false;
+        }
+        let kinds = self.tasks.entry(from.src).or_default();
+        let like = |kind: &Kind| kind.from.request.is_like(&from.request) && now.since(kind.last) < GRANT_SPAN;
+        let again = kinds.front().is_some_and(like);
+        kinds.push_front(Kind { from: from.clone(), last: now, hosts: VecDeque::new(), attempt: None });
+        kinds.truncate(KINDS);
+        again
+    }
+
+    /// How many places may be given to a task now, instead of those it has.
+    pub fn room(&self, now: Micros, task: Tid) -> usize {
+        let others = self.tasks.iter().filter(|(tid, _)| **tid != task).flat_map(|(_, kinds)| kinds);
+        let holds = |kind: &&Kind| now.since(kind.last) < GRANT_SPAN;
+        let given: usize = others.filter(holds).map(|kind| kind.hosts.len()).sum();
+        GRANTED_MAX.saturating_sub(given).min(GRANT_HOSTS_MAX)
+    }
+
+    /// The request that the next places of a task are for.
+    pub fn next_of(&self, task: Tid) -> Option<&Incoming> {
+        self.tasks.get(&task)?.front().map(|kind| &kind.from)
+    }
+
+    /// The next tasks of this task's last request go to these hosts, instead of those given before.
+    pub fn give(&mut self, task: Tid, hosts: &[HostId], attempt: Attempt) {
+        if let Some(kind) = self.tasks.get_mut(&task).and_then(|kinds| kinds.front_mut()) {
+            (kind.hosts, kind.attempt) = (hosts.iter().copied().collect(), Some(attempt));
+        }
+    }
+
+    /// A daemon says that a place of the grant under this wait id was taken. `None`: nothing is known of such a grant.
+    pub fn taken(&mut self, now: Micros, task: Tid, wid: i32, host: HostId) -> Option<Granted> {
+        let kinds = self.tasks.get_mut(&task)?;
+        let last = kinds.front().is_some_and(|kind| kind.from.wid == wid);
+        let kind = kinds.iter_mut().find(|kind| kind.from.wid == wid)?;
+        let attempt = kind.attempt.clone()?;
+        // It may be one of the grant before: those that were given since are all there still.
+        if kind.hosts.front() == Some(&host) {
+            kind.hosts.pop_front();
+        }
+        kind.last = now;
+        Some(Granted { from: kind.from.clone(), attempt, renew: last && kind.hosts.len() <= GRANT_HOSTS_MAX / 2 })
+    }
+
+    /// True when such a task is being started on a host because somebody named the host.
+    pub fn is_asked(&self, parent: Tid, host: HostId, file: &str) -> bool {
+        let mut kinds = self.tasks.get(&parent).into_iter().flatten();
+        kinds.any(|kind| kind.from.request.file == file && kind.hosts.contains(&host) && kind.from.request.names_host())
+    }
+
+    fn forget(&mut self, now: Micros) {
+        self.tasks.retain(|_, kinds| kinds.front().is_some_and(|kind| now.since(kind.last) < REMEMBERED));
+    }
+}

@@ -1,0 +1,211 @@
+//! Tasks that spawn one task after the other are told beforehand where the next ones go.
+
+use crate::common::{Bed, client, h, info, request, spawned, t, world};
+use crate::{ask, with_conduct};
+use pvm_rm::decide::{Limits, Policy};
+use pvm_rm::grants::{GRANT_SPAN, GRANTED_MAX};
+use pvm_rm::policy::Conduct;
+use pvm_rm::spawns::Rules;
+use sempa_proto::event::EventKind;
+use sempa_proto::message::CTX_BASE;
+use sempa_proto::rm::{Answer, Choice, Decided, Question};
+use sempa_proto::sm::{GRANT_HOSTS_MAX, Grant, SM_GRANT, SM_GRANT_TAKEN, Taken, pack_taken, unpack_grant};
+use sempa_proto::table::TASK_CONNECTED;
+use sempa_proto::task::{SPAWN_HOST, SpawnRequest};
+use sempa_proto::{Micros, PvmError, Tid};
+
+/// Every host answers what it is asked; all tasks that were started.
+fn serve(bed: &mut Bed) -> Vec<Tid> {
+    bed.settle();
+    let mut all = Vec::new();
+    loop {
+        let execs = bed.world().took_execs();
+        if execs.is_empty() {
+            return all;
+        }
+        for exec in execs {
+            let tids = bed.world().ack(&exec);
+            bed.world().tasks.extend(tids.iter().map(|tid| spawned(*tid, exec.host.index())));
+            all.extend(tids);
+        }
+        bed.settle();
+    }
+}
+
+/// The client spawns so often in the same way.
+fn spawns(bed: &mut Bed, wids: std::ops::RangeInclusive<i32>, request: &SpawnRequest) -> Vec<Tid> {
+    wids.flat_map(|wid| {
+        bed.world().spawn(wid, request);
+        serve(bed)
+    })
+    .collect()
+}
+
+/// What a task was given, with the wait ids.
+fn given(bed: &Bed, task: Tid) -> Vec<(i32, Grant)> {
+    let world = bed.world();
+    let to_it = world.sent.iter().filter(|(to, tag, ..)| (*to, *tag) == (task, SM_GRANT));
+    to_it.map(|(_, _, wid, body)| (*wid, unpack_grant(body.clone()).expect("a grant"))).collect()
+}
+
+/// A daemon says that the client has started this task by a grant.
+fn taken(bed: &mut Bed, wid: i32, host: u16, tid: Tid) {
+    let body = pack_taken(&Taken { by: client(), host: h(host), tid });
+    bed.world().tasks.push(spawned(tid, host));
+    bed.world().post(h(1).daemon(), CTX_BASE, SM_GRANT_TAKEN, wid, body);
+    bed.settle();
+}
+
+#[test]
+fn who_spawns_twice_in_the_same_way_is_told_where_the_next_tasks_go() {
+    let vm = world(3);
+    let mut bed = Bed::quiet(&vm);
+    spawns(&mut bed, 1..=1, &request(1));
+    assert_eq!(given(&bed, client()), [], "once is not a habit");
+    spawns(&mut bed, 2..=2, &request(1));
+    let [(wid, Grant { hosts, span })] = &given(&bed, client())[..] else { panic!("{:?}", given(&bed, client())) };
+    assert_eq!((*wid, *span, hosts.len()), (2, GRANT_SPAN, GRANT_HOSTS_MAX));
+    // One each is there already on two of the three: as one by one, the third comes first, and none gets more than its share.
+    assert_eq!(hosts.iter().take(4).filter(|host| **host == hosts[0]).count(), 2);
+    for host in 1..=3 {
+        assert!(hosts.contains(&h(host)), "{hosts:?}");
+    }
+}
+
+#[test]
+fn a_task_that_was_started_by_a_grant_is_known_and_explained_like_any_other() {
+    let vm = world(2);
+    let mut bed = Bed::quiet(&vm);
+    let named = SpawnRequest { flags: SPAWN_HOST, place: "h2".into(), ..request(1) };
+    spawns(&mut bed, 1..=2, &named);
+    assert_eq!(given(&bed, client())[0].1.hosts, [h(2); GRANT_HOSTS_MAX]);
+    taken(&mut bed, 2, 2, t(2, 900));
+    assert!(bed.service.model().is_guest(t(2, 900)));
+    let Answer::Why { decisions, .. } = ask(&mut bed, &Question::WhyTask(t(2, 900))) else {
+        panic!("nothing is known")
+    };
+    let spawn = |d: &Decided| match d {
+        Decided::Spawn { by, count: 1, started, attempts, .. } => {
+            let why = (&attempts[0].choice, attempts[0].sentence.as_str());
+            *by == client()
+                && started[..] == [(t(2, 900), "h2".to_string())]
+                && why == (&Choice::Asked, "said beforehand: h2 was asked for")
+        }
+        _ => false,
+    };
+    assert!(decisions.iter().any(|d| spawn(&d.what)), "{decisions:?}");
+    // An owner who comes sends it away, and one who was there when it was named does not.
+    bed.owner_comes(2);
+    assert_eq!(bed.world().took_migrations().len(), 3);
+}
+
+#[test]
+fn a_task_that_is_heard_of_before_its_grant_is_taken_may_stay_beside_the_owner_of_the_host_that_was_named() {
+    let vm = world(2);
+    let mut bed = Bed::quiet(&vm);
+    bed.owner_comes(2);
+    let named = SpawnRequest { flags: SPAWN_HOST, place: "h2".into(), ..request(1) };
+    spawns(&mut bed, 1..=2, &named);
+    let started = |parent| EventKind::TaskStarted { tid: t(2, 900), parent, name: "worker".into(), user: 0 };
+    bed.world().tasks.push(spawned(t(2, 900), 2));
+    bed.world().event(h(2), started(client()));
+    bed.settle();
+    assert_eq!(bed.world().took_migrations(), []);
+    // Without the grant it would have had to go.
+    bed.world().event(h(2), EventKind::TaskStarted { tid: t(2, 901), parent: t(1, 3), name: "worker".into(), user: 0 });
+    bed.settle();
+    assert_eq!(bed.world().took_migrations(), [(t(2, 901), 1)]);
+}
+
+#[test]
+fn when_half_of_the_places_are_taken_others_are_given_for_what_is_known_by_then() {
+    let vm = world(2);
+    let mut bed = Bed::quiet(&vm);
+    spawns(&mut bed, 1..=2, &request(1));
+    let hosts = given(&bed, client())[0].1.hosts.clone();
+    for (n, host) in hosts.iter().take(3).enumerate() {
+        taken(&mut bed, 2, host.index(), t(host.index(), 900 + n as u32));
+    }
+    assert_eq!(given(&bed, client()).len(), 1);
+    bed.owner_comes(1);
+    taken(&mut bed, 2, hosts[3].index(), t(hosts[3].index(), 950));
+    let (wid, grant) = given(&bed, client()).pop().expect("more");
+    assert_eq!((given(&bed, client()).len(), wid), (2, 2));
+    assert!(grant.hosts.iter().all(|host| *host == h(2)), "{grant:?}");
+}
+
+#[test]
+fn where_tasks_go_in_turn_are_counted_or_may_wait_each_request_is_decided_by_itself() {
+    let limits = Limits { user_tasks: Some(100), job_tasks: None };
+    let conducts = [
+        Conduct { placing: Policy::RoundRobin, ..Conduct::default() },
+        Conduct { rules: Rules { limits, ..Rules::default() }, ..Conduct::default() },
+        Conduct { rules: Rules { wait: Micros::from_secs(60), ..Rules::default() }, ..Conduct::default() },
+    ];
+    for conduct in conducts {
+        let vm = world(2);
+        let mut bed = Bed::quiet_with(&vm, with_conduct(conduct));
+        assert_eq!(spawns(&mut bed, 1..=5, &request(1)).len(), 5);
+        assert_eq!(given(&bed, client()), [], "{conduct}");
+    }
+}
+
+#[test]
+fn requests_that_differ_fail_come_late_or_are_for_many_tasks_lead_to_no_grant() {
+    let vm = world(2);
+    let mut bed = Bed::quiet(&vm);
+    let other = SpawnRequest { file: "other".into(), ..request(1) };
+    for n in 0..3 {
+        spawns(&mut bed, 10 * n..=10 * n, &request(1));
+        spawns(&mut bed, 10 * n + 1..=10 * n + 1, &other);
+    }
+    spawns(&mut bed, 40..=44, &request(2));
+    let nowhere = SpawnRequest { flags: SPAWN_HOST, place: "nowhere".into(), ..request(1) };
+    spawns(&mut bed, 50..=54, &nowhere);
+    assert_eq!(bed.world().answer(54), Some(Ok(vec![Err(PvmError::NoHost)])));
+    for wants in ["?same-host", "?rank = speed", "?spread"] {
+        let ranked = SpawnRequest { place: wants.into(), ..request(1) };
+        assert_eq!(spawns(&mut bed, 60..=63, &ranked).len(), 4, "{wants}");
+    }
+    for n in 70..75 {
+        spawns(&mut bed, n..=n, &request(1));
+        bed.pass(GRANT_SPAN);
+    }
+    assert_eq!(given(&bed, client()), []);
+}
+
+#[test]
+fn all_that_is_given_is_bounded_until_it_holds_no_more() {
+    let vm = world(3);
+    let others: Vec<Tid> = (20..24).map(|n| t(1, n)).collect();
+    vm.0.borrow_mut().tasks.extend(others.iter().map(|tid| info(*tid, 1, TASK_CONNECTED, "")));
+    let mut bed = Bed::quiet(&vm);
+    for wid in 1..=2 {
+        for task in &others {
+            bed.world().spawn_by(*task, wid, &request(1));
+            serve(&mut bed);
+        }
+    }
+    let places =
+        |bed: &Bed| others.iter().flat_map(|task| given(bed, *task)).map(|(_, g)| g.hosts.len()).sum::<usize>();
+    assert_eq!(places(&bed), GRANTED_MAX);
+    bed.pass(GRANT_SPAN);
+    spawns(&mut bed, 1..=2, &request(1));
+    assert_eq!(given(&bed, client()).len(), 1, "what nobody took holds no more");
+}
+
+#[test]
+fn what_cannot_be_read_or_belongs_to_no_grant_changes_nothing() {
+    let vm = world(2);
+    let mut bed = Bed::quiet(&vm);
+    spawns(&mut bed, 1..=2, &request(1));
+    let before = bed.world().records.len();
+    taken(&mut bed, 77, 2, t(2, 900));
+    assert!(!bed.service.model().knows(t(2, 900)));
+    bed.world().post(h(1).daemon(), CTX_BASE, SM_GRANT_TAKEN, 2, bytes::Bytes::from_static(b"rubbish"));
+    let body = pack_taken(&Taken { by: client(), host: h(2), tid: t(2, 901) });
+    bed.world().post(t(2, 50), CTX_BASE, SM_GRANT_TAKEN, 2, body);
+    bed.settle();
+    assert_eq!(bed.world().records.len(), before);
+    assert!(!bed.service.model().knows(t(2, 901)), "only daemons say so");
+}
