@@ -9,7 +9,7 @@ use sempa_proto::message::DSIG_X86_64;
 use sempa_proto::migration::Usage;
 use sempa_proto::owner::{Guests, Leave};
 use sempa_proto::table::{HostEntry, HostTable};
-use sempa_proto::task::SpawnRequest;
+use sempa_proto::task::{SPAWN_NO_PARENT, SpawnRequest};
 use sempa_proto::{Epoch, HostId, Micros, Tid};
 
 fn h(index: u16) -> HostId {
@@ -121,4 +121,62 @@ fn a_host_that_was_drained_takes_nothing_in_a_replay_until_that_is_over() {
     assert_eq!(over.placed["h3"], 2, "{over:?}");
     let during = with(&[(40, true)]);
     assert_eq!((during.placed["h3"], during.moves_owner, during.finished), (2, 2, 4), "{during:?}");
+}
+
+/// The owner of a host is there and wants jobs that cannot move checkpointed, or has gone.
+fn parking(host: u16, there: bool) -> Input {
+    let Input::Report { mut report, own } = report(host, there) else { unreachable!("a report") };
+    if let Guests::Stopped { then, .. } = &mut report.guests {
+        *then = Leave::Checkpoint;
+    }
+    Input::Report { report, own }
+}
+
+#[test]
+fn jobs_that_owners_want_checkpointed_are_parked_in_a_replay_and_go_on_when_there_is_room() {
+    let plain = Conduct::default();
+    // A first task that computes little and spawns one, and goes when that has ended.
+    let (console, master) = (Tid::task(h(1), 2).expect("a task"), Tid::task(h(1), 9).expect("a task"));
+    let first = SpawnRequest { file: "master".into(), count: 1, flags: SPAWN_NO_PARENT, ..SpawnRequest::default() };
+    let mut entries = farm(plain, 1);
+    for entry in &mut entries {
+        match &mut entry.input {
+            Input::Spawn { number, job, .. } => (number.0, *job) = (master, master),
+            Input::Started { number, .. } => number.0 = master,
+            _ => {}
+        }
+    }
+    entries.push(entry(15, Input::Spawn { number: (console, 1), caller: h(1), user: 0, job: console, request: first }));
+    entries.push(entry(15, Input::Started { number: (console, 1), tids: vec![master] }));
+    entries
+        .push(entry(201, Input::Ended { tid: master, used: Usage { user: Micros::from_secs(1), ..Usage::default() } }));
+    let with = |more: Vec<Entry>| {
+        let mut all = entries.clone();
+        all.extend(more);
+        all.sort_by_key(|entry| entry.at);
+        replay::run(&all, plain).expect("it runs")
+    };
+    let undisturbed = with(Vec::new());
+    assert_eq!((undisturbed.finished, undisturbed.parked, undisturbed.refused), (2, 0, 0), "{undisturbed:?}");
+    let owners = |second: u64, there: bool| (1..=3).map(move |host| entry(second, parking(host, there)));
+    let parked = with(owners(40, true).chain(owners(640, false)).collect());
+    assert_eq!((parked.finished, parked.parked), (2, 1), "{parked:?}");
+    // In the 20 seconds before the owners came a third of the work was done; two thirds take 40 seconds.
+    let back = Micros::from_secs(640).since(Micros::from_secs(1)).0 as f64 / 1e6;
+    let left = parked.last_end_s - back;
+    assert_eq!(undisturbed.last_end_s.round(), 79.0, "{undisturbed:?}");
+    assert!((40.0..50.0).contains(&left), "{left} {parked:?}");
+    let text = replay::table([("recorded", &undisturbed), ("other", &parked)]);
+    assert!(text.contains("jobs parked because of owners"), "{text}");
+}
+
+#[test]
+fn a_task_that_ended_twice_has_all_its_work_in_a_replay() {
+    let plain = Conduct::default();
+    let mut entries = farm(plain, 1);
+    let tid = Tid::task(h(1), 10).expect("a task");
+    entries.push(entry(400, Input::Ended { tid, used: Usage { user: Micros::from_secs(40), ..Usage::default() } }));
+    let figures = replay::run(&entries, plain).expect("it runs");
+    // On the host that is twice as fast.
+    assert_eq!((figures.finished, figures.run_mean_s.round()), (1, 50.0), "{figures:?}");
 }

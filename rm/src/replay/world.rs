@@ -1,5 +1,7 @@
 //! The virtual machine of values in which a record is run.
 
+mod parked;
+
 use super::Figures;
 use crate::api::VmApi;
 use crate::decide::{Sampled, foreign_demand};
@@ -17,7 +19,7 @@ use sempa_proto::rm::{CTX_RM, Question, TAG_ASK, pack};
 use sempa_proto::sm::{SM_EXECACK, SM_SPAWN, pack_spawn, pack_tids, unpack_tids};
 use sempa_proto::suspend;
 use sempa_proto::table::{HostEntry, HostTable, TASK_FORKED, TaskInfo};
-use sempa_proto::task::{NotifyWhat, SpawnRequest};
+use sempa_proto::task::{NotifyWhat, SPAWN_NO_PARENT, SpawnRequest};
 use sempa_proto::{HostId, Message, Micros, MigrationId, PvmError, Tid};
 use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap, VecDeque};
@@ -39,8 +41,11 @@ const LOCAL_FIRST: u32 = 0x1_0000;
 struct Running {
     host: HostId,
     program: String,
+    parent: Tid,
     /// Seconds of an ordinary processor; infinite for tasks whose end was not recorded.
     left: f64,
+    /// It ends behind that: its last spawn in the record.
+    spawns_until: Micros,
     began: Micros,
     moving: Option<(Micros, HostId, Cause)>,
     suspended: suspend::Holds,
@@ -49,7 +54,12 @@ struct Running {
 impl Running {
     /// True while it works, as far as its host lets it.
     fn works(&self) -> bool {
-        self.moving.is_none() && !self.suspended.any()
+        self.moving.is_none() && !self.suspended.any() && self.has_work()
+    }
+
+    /// What is left is less than a microsecond of work.
+    fn has_work(&self) -> bool {
+        self.left >= 1e-6
     }
 }
 
@@ -58,7 +68,16 @@ impl Running {
 struct Open {
     number: (Tid, i32),
     file: String,
-    work: VecDeque<f64>,
+    work: VecDeque<Work>,
+}
+
+/// What a recorded task did.
+#[derive(Clone, Copy, Debug, Default)]
+struct Work {
+    /// Seconds of an ordinary processor.
+    seconds: f64,
+    /// Its last spawn.
+    spawns_until: Micros,
 }
 
 #[derive(Debug, Default)]
@@ -74,7 +93,13 @@ struct State {
     watchers: BTreeMap<HostId, Tid>,
     report_at: Micros,
     tasks: BTreeMap<Tid, Running>,
-    work: HashMap<(Tid, i32), VecDeque<f64>>,
+    work: HashMap<(Tid, i32), VecDeque<Work>>,
+    /// The tasks that each spawn of the record has started, and which tasks they are here.
+    started: HashMap<(Tid, i32), Vec<Tid>>,
+    here: HashMap<Tid, Tid>,
+    /// Jobs that are being checkpointed to be ended, until when, and those that lie in the store.
+    parking: BTreeMap<Tid, Micros>,
+    sets: BTreeMap<String, Vec<(Tid, Running)>>,
     open: Vec<Open>,
     asked: HashMap<(Tid, i32), Micros>,
     locals: HashMap<HostId, u32>,
@@ -93,22 +118,47 @@ fn seconds(span: Micros) -> f64 {
     span.0 as f64 / 1e6
 }
 
-/// The work of each spawn's tasks, in the order of the tasks.
-fn recorded_work(entries: &[Entry]) -> HashMap<(Tid, i32), VecDeque<f64>> {
-    let ended: HashMap<Tid, f64> = entries
-        .iter()
-        .filter_map(|entry| match &entry.input {
-            Input::Ended { tid, used } => Some((*tid, seconds(used.user + used.system))),
-            _ => None,
-        })
-        .collect();
-    let work = |entry: &Entry| match &entry.input {
-        Input::Started { number, tids } => {
-            Some((*number, tids.iter().map(|tid| ended.get(tid).copied().unwrap_or(f64::INFINITY)).collect()))
-        }
+/// The tasks of each spawn of the record, in their order.
+fn recorded_tasks(entries: &[Entry]) -> HashMap<(Tid, i32), Vec<Tid>> {
+    let started = |entry: &Entry| match &entry.input {
+        Input::Started { number, tids } => Some((*number, tids.clone())),
         _ => None,
     };
-    entries.iter().filter_map(work).collect()
+    entries.iter().filter_map(started).collect()
+}
+
+/// What these tasks did. One that is not known to have ended goes on for ever.
+fn recorded_work(entries: &[Entry]) -> HashMap<(Tid, i32), VecDeque<Work>> {
+    let mut all = HashMap::<(Tid, i32), VecDeque<Work>>::new();
+    // Numbers of tasks come again; a short task may have ended before its spawn was answered.
+    let (mut current, mut early) = (HashMap::<Tid, ((Tid, i32), usize)>::new(), HashMap::<Tid, f64>::new());
+    for entry in entries {
+        match &entry.input {
+            Input::Started { number, tids } => {
+                for (i, tid) in tids.iter().enumerate() {
+                    let seconds = early.remove(tid).unwrap_or(f64::INFINITY);
+                    all.entry(*number).or_default().push_back(Work { seconds, ..Work::default() });
+                    current.insert(*tid, (*number, i));
+                }
+            }
+            Input::Ended { tid, used } => {
+                let used = seconds(used.user + used.system);
+                match current.get(tid).and_then(|(number, i)| all.get_mut(number)?.get_mut(*i)) {
+                    // A job that began again from a checkpoint has ended more than once.
+                    Some(work) if work.seconds.is_finite() => work.seconds += used,
+                    Some(work) => work.seconds = used,
+                    None => drop(early.insert(*tid, used)),
+                }
+            }
+            Input::Spawn { number: (src, _), .. } => {
+                if let Some(work) = current.get(src).and_then(|(number, i)| all.get_mut(number)?.get_mut(*i)) {
+                    work.spawns_until = entry.at;
+                }
+            }
+            _ => {}
+        }
+    }
+    all
 }
 
 impl World {
@@ -118,6 +168,7 @@ impl World {
             inputs: entries.iter().cloned().collect(),
             last_input: super::span(entries),
             work: recorded_work(entries),
+            started: recorded_tasks(entries),
             now: begin,
             begin,
             ..State::default()
@@ -178,6 +229,7 @@ impl State {
         let end = |task: &Running| match &task.moving {
             Some((at, ..)) => Some(*at),
             None if task.suspended.any() => None,
+            None if !task.has_work() => Some(task.spawns_until + Micros(1)).filter(|behind| *behind > self.now),
             None => {
                 let rate = rates.get(&task.host).copied().unwrap_or(0.0);
                 let span = task.left / rate;
@@ -185,11 +237,14 @@ impl State {
             }
         };
         let ends = self.tasks.values().filter_map(end);
-        ends.chain(self.inputs.front().map(|entry| entry.at)).chain([self.report_at]).min().unwrap_or(self.report_at)
+        let parked = self.parking.values().copied();
+        let inputs = self.inputs.front().map(|entry| entry.at);
+        ends.chain(inputs).chain(parked).chain([self.report_at]).min().unwrap_or(self.report_at)
     }
 
     fn is_over(&self) -> bool {
-        let busy = self.tasks.values().any(|task| task.left.is_finite()) || !self.asked.is_empty();
+        let parked = !self.sets.is_empty() || !self.parking.is_empty();
+        let busy = self.tasks.values().any(|task| task.left.is_finite()) || !self.asked.is_empty() || parked;
         self.inputs.is_empty() && (!busy || self.now.since(self.last_input) >= TAIL_MAX)
     }
 
@@ -208,10 +263,8 @@ impl State {
 
     /// Does what is due.
     fn happen(&mut self) {
-        // What is left is less than a microsecond of work.
-        let done: Vec<Tid> =
-            self.tasks.iter().filter(|(_, t)| t.moving.is_none() && t.left < 1e-6).map(|(tid, _)| *tid).collect();
-        for tid in done {
+        // One's end may be what another has waited for.
+        while let Some(tid) = self.done() {
             let task = self.tasks.remove(&tid).expect("found a moment ago");
             self.runs.push(seconds(self.now.since(task.began)));
             self.figures.last_end_s = seconds(self.now.since(self.begin));
@@ -221,6 +274,7 @@ impl State {
         let arrived = |t: &Running| t.moving.as_ref().is_some_and(|(at, ..)| *at <= now);
         let arrived: Vec<Tid> = self.tasks.iter().filter(|(_, t)| arrived(t)).map(|(tid, _)| *tid).collect();
         arrived.into_iter().for_each(|tid| self.arrive(tid));
+        self.park();
         while self.inputs.front().is_some_and(|entry| entry.at <= now) {
             let entry = self.inputs.pop_front().expect("looked at a moment ago");
             self.input(entry.input);
@@ -230,6 +284,15 @@ impl State {
             let hosts: Vec<HostId> = self.reports.keys().copied().collect();
             hosts.into_iter().for_each(|host| self.report(host));
         }
+    }
+
+    /// A task that has done all its work, spawned all it has to spawn, and whose children have ended.
+    fn done(&self) -> Option<Tid> {
+        let waits = |tid: &Tid| self.tasks.values().any(|task| task.parent == *tid && task.left.is_finite());
+        let done = |(tid, task): &(&Tid, &Running)| {
+            task.moving.is_none() && !task.has_work() && task.spawns_until < self.now && !waits(tid)
+        };
+        self.tasks.iter().find(done).map(|(tid, _)| *tid)
     }
 
     fn arrive(&mut self, tid: Tid) {
@@ -266,11 +329,15 @@ impl State {
                     self.post(by, CTX_RM, TAG_ASK, 0, DSIG_X86_64, body.into());
                 }
             }
-            Input::Spawn { number: (src, wid), request, .. } => {
+            Input::Spawn { number: (recorded, wid), request, .. } => {
                 self.figures.spawns += 1;
+                let src = self.here.get(&recorded).copied().unwrap_or(recorded);
                 self.asked.insert((src, wid), self.now);
-                let work = self.work.remove(&(src, wid)).unwrap_or_default();
+                let work = self.work.remove(&(recorded, wid)).unwrap_or_default();
                 self.open.push(Open { number: (src, wid), file: request.file.clone(), work });
+                if let Some(tasks) = self.started.remove(&(recorded, wid)) {
+                    self.started.insert((src, wid), tasks);
+                }
                 self.post(src, CTX_BASE, SM_SPAWN, wid, ENC_XDR, pack_spawn(&request, None));
             }
         }
@@ -327,14 +394,13 @@ impl State {
                 continue;
             }
             let of = |open: &&mut Open| open.number.0 == parent && open.file == request.file && !open.work.is_empty();
-            let work = self.open.iter_mut().find(of).and_then(|open| open.work.pop_front());
             // A task that was not started in the record has nothing to do that anybody knows of.
-            let left = work.unwrap_or(0.0);
-            let (program, began) = (request.file.clone(), self.now);
-            self.tasks.insert(
-                tid,
-                Running { host, program, left, began, moving: None, suspended: suspend::Holds::default() },
-            );
+            let work = self.open.iter_mut().find(of).and_then(|open| open.work.pop_front()).unwrap_or_default();
+            let Work { seconds: left, spawns_until } = work;
+            let (program, began, suspended) = (request.file.clone(), self.now, suspend::Holds::default());
+            let parent = if request.flags & SPAWN_NO_PARENT != 0 { Tid::NONE } else { parent };
+            let task = Running { host, program, parent, left, spawns_until, began, moving: None, suspended };
+            self.tasks.insert(tid, task);
             let name = self.table.get(host).map_or_else(|| host.to_string(), |entry| entry.name.clone());
             *self.figures.placed.entry(name).or_default() += 1;
             self.event(host, EventKind::TaskStarted { tid, parent, name: request.file.clone(), user: 0 });
@@ -351,9 +417,11 @@ impl State {
         self.waits.push(seconds(self.now.since(asked)));
         self.open.retain(|open| open.number != number);
         let results = unpack_tids(body).unwrap_or_default();
-        let started = results.iter().filter(|r| r.is_ok()).count() as u64;
-        self.figures.started += started;
-        self.figures.refused += results.len() as u64 - started;
+        let recorded = self.started.remove(&number).unwrap_or_default();
+        let here: Vec<Tid> = results.iter().flatten().copied().collect();
+        self.figures.started += here.len() as u64;
+        self.figures.refused += (results.len() - here.len()) as u64;
+        self.here.extend(recorded.into_iter().zip(here));
     }
 }
 
@@ -418,7 +486,7 @@ impl VmApi for World {
         let state = self.0.borrow();
         let one = |(tid, task): (&Tid, &Running)| {
             let (tid, host, moving, flags) = (*tid, task.host, task.moving.is_some(), TASK_FORKED);
-            let (parent, name, pid, uid) = (Tid::NONE, task.program.clone(), 0, 0);
+            let (parent, name, pid, uid) = (task.parent, task.program.clone(), 0, 0);
             TaskInfo {
                 tid,
                 parent,
@@ -483,12 +551,15 @@ impl VmApi for World {
         Ok(())
     }
 
-    fn checkpoint_and_end(&self, _job: Tid) -> Result<(), Error> {
-        Err(Error::new(PvmError::NotImpl, "what checkpoints would have done is not in a record"))
+    fn checkpoint_and_end(&self, job: Tid) -> Result<(), Error> {
+        let mut state = self.0.borrow_mut();
+        let at = state.now + MOVE_TIME;
+        state.parking.insert(job, at);
+        Ok(())
     }
 
-    fn restart(&self, _set: &str, _on: &[String]) -> Result<(), Error> {
-        Err(Error::new(PvmError::NotImpl, "what checkpoints would have done is not in a record"))
+    fn restart(&self, set: &str, on: &[String]) -> Result<(), Error> {
+        self.0.borrow_mut().restart(set, on)
     }
 
     fn record(&self, _at: Micros, _kind: EventKind) -> Result<(), Error> {
