@@ -9,19 +9,45 @@ const LOG_BYTES_MAX: u64 = 64 << 20;
 /// Longest line that is passed on, in bytes.
 const LINE_BYTES_MAX: usize = 400;
 
-/// The first line of a log that tells of an error, without its time stamp, and whether the log goes on behind it or at
-/// least ends that line; not the noise about resource limits, which also appears when all goes well.
-fn first_error(log: impl BufRead) -> Option<(String, bool)> {
+/// How a line of a log ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum End {
+    /// As it was written.
+    Whole,
+    /// With the log.
+    OfLog,
+    /// In the middle, and another line follows at once: there was no room for the rest, and then there was some again.
+    Gap,
+}
+
+/// The first line of a log that tells of an error, without its time stamp, and how it ends; not the noise about resource
+/// limits, which also appears when all goes well.
+fn first_error(log: impl BufRead) -> Option<(String, End)> {
     let mut log = log.take(LOG_BYTES_MAX);
     let mut line = Vec::new();
     while log.read_until(b'\n', &mut line).is_ok_and(|bytes| bytes > 0) {
         let text = String::from_utf8_lossy(&line);
         if let Some(at) = text.find("Error").filter(|_| !text.contains("rlimit")) {
-            return Some((shorten(text[at..].trim()), text.ends_with('\n')));
+            let text = &text[at..];
+            return Some(match time_stamp(text) {
+                Some(next) => (shorten(text[..next].trim()), End::Gap),
+                None => (shorten(text.trim()), if text.ends_with('\n') { End::Whole } else { End::OfLog }),
+            });
         }
         line.clear();
     }
     None
+}
+
+/// Where a time stamp like `(00.060959)` begins, with which each line of a log does.
+fn time_stamp(text: &str) -> Option<usize> {
+    let is_stamp = |rest: &str| {
+        let inner = rest.strip_prefix('(').and_then(|rest| rest.split_once(')')).map(|(inner, _)| inner);
+        let parts = inner.and_then(|inner| inner.split_once('.'));
+        let digits = |part: &str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
+        parts.is_some_and(|(seconds, micros)| digits(seconds) && digits(micros) && micros.len() == 6)
+    };
+    text.match_indices('(').map(|(at, _)| at).find(|at| is_stamp(&text[*at..]))
 }
 
 /// What keeps a log from being written to the end of its line, if it still does: one page is more than is left in its last
@@ -33,11 +59,14 @@ fn what_cuts(log: &Path) -> Option<io::Error> {
 
 /// The first error in a log. A log that ends in the middle of the line was cut by its disk, whose own word comes then.
 fn error_in(log: &Path) -> Option<String> {
-    let (line, is_whole) = first_error(BufReader::new(std::fs::File::open(log).ok()?))?;
-    match if is_whole { None } else { what_cuts(log) } {
-        Some(why) => Some(format!("{line}… (the engine's log ends here: {why})")),
-        None => Some(line),
-    }
+    let (line, end) = first_error(BufReader::new(std::fs::File::open(log).ok()?))?;
+    let why = match end {
+        End::Whole => None,
+        End::OfLog => what_cuts(log),
+        // Nothing else cuts what is written to a file, and goes by.
+        End::Gap => Some(io::Error::from_raw_os_error(libc::ENOSPC)),
+    };
+    Some(why.map_or_else(|| line.clone(), |why| format!("{line}… (the engine's log is cut here: {why})")))
 }
 
 /// Why an engine failed, from its log, or else from the first line of its standard error.
@@ -71,8 +100,22 @@ mod tests {
     #[test]
     fn a_line_that_ends_with_its_log_is_told_from_a_whole_one() {
         let log = "(00.000100) Error (criu/page-xfer.c:263): No space left on de";
-        assert_eq!(first_error(log.as_bytes()).map(|(_, whole)| whole), Some(false));
-        assert_eq!(first_error(format!("{log}vice\n").as_bytes()).map(|(_, whole)| whole), Some(true));
+        assert_eq!(first_error(log.as_bytes()).map(|(_, end)| end), Some(End::OfLog));
+        assert_eq!(first_error(format!("{log}vice\n").as_bytes()).map(|(_, end)| end), Some(End::Whole));
+    }
+
+    #[test]
+    fn a_line_that_was_cut_and_has_another_one_behind_it_is_told_as_cut_by_a_full_disk() {
+        let log = tempfile::NamedTempFile::new().expect("a file");
+        let text = "(00.060958) Error (criu/page-xfer.c:26(00.060959) ----------------------------------------\n";
+        std::fs::write(log.path(), text).expect("written");
+        let why = error_in(log.path()).expect("an error");
+        assert!(why.starts_with("Error (criu/page-xfer.c:26… (") && why.contains("No space left on device"), "{why}");
+        for whole in
+            ["Error (criu/x.c:1): size (12.5) of (3)\n", "Error (criu/x.c:1): (.123456) (1.)\n", "Error (1.12345)\n"]
+        {
+            assert_eq!(first_error(whole.as_bytes()).map(|(_, end)| end), Some(End::Whole), "{whole}");
+        }
     }
 
     #[test]
