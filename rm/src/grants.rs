@@ -8,6 +8,7 @@
 use crate::spawns::Incoming;
 use sempa_proto::rm::Attempt;
 use sempa_proto::sm::GRANT_HOSTS_MAX;
+use sempa_proto::task::SpawnRequest;
 use sempa_proto::{HostId, Micros, Tid};
 use std::collections::{BTreeMap, VecDeque};
 
@@ -19,6 +20,8 @@ pub const GRANTED_MAX: usize = 16;
 const REMEMBERED: Micros = Micros::from_secs(30);
 /// Tasks whose requests are remembered.
 const TASKS_MAX: usize = 1024;
+/// Bytes of a request's environment at most; with more it is not remembered.
+const ENV_BYTES_MAX: usize = 16 << 10;
 /// Kinds of requests remembered of a task: the last one, and the one before, of which something may be on its way.
 const KINDS: usize = 2;
 
@@ -56,13 +59,16 @@ impl Grants {
     /// A request for one task was answered with a task. True when it follows another one like it: it is worth a grant.
     pub fn answered(&mut self, now: Micros, from: &Incoming) -> bool {
         self.forget(now);
-        if self.tasks.len() >= TASKS_MAX && !self.tasks.contains_key(&from.src) {
+        let env: usize = from.request.env.iter().map(Vec::len).sum();
+        if env > ENV_BYTES_MAX || (self.tasks.len() >= TASKS_MAX && !self.tasks.contains_key(&from.src)) {
             return false;
         }
+        let request = SpawnRequest { args: Vec::new(), ..from.request.clone() };
+        let from = Incoming { request, ..from.clone() };
         let kinds = self.tasks.entry(from.src).or_default();
         let like = |kind: &Kind| kind.from.request.is_like(&from.request) && now.since(kind.last) < GRANT_SPAN;
         let again = kinds.front().is_some_and(like);
-        kinds.push_front(Kind { from: from.clone(), last: now, hosts: VecDeque::new(), attempt: None });
+        kinds.push_front(Kind { from, last: now, hosts: VecDeque::new(), attempt: None });
         kinds.truncate(KINDS);
         again
     }
@@ -99,6 +105,20 @@ impl Grants {
         }
         kind.last = now;
         Some(Granted { from: kind.from.clone(), attempt, renew: last && kind.hosts.len() <= GRANT_HOSTS_MAX / 2 })
+    }
+
+    /// What was given does not hold any more: all, or what was given to tasks that have this host among their places. Who is to
+    /// be told, with the wait id of the grant.
+    pub fn take_back(&mut self, host: Option<HostId>) -> Vec<(Tid, i32)> {
+        let mut told = Vec::new();
+        for (task, kinds) in &mut self.tasks {
+            let Some(kind) = kinds.front_mut().filter(|kind| !kind.hosts.is_empty()) else { continue };
+            if host.is_none_or(|host| kind.hosts.contains(&host)) {
+                kind.hosts.clear();
+                told.push((*task, kind.from.wid));
+            }
+        }
+        told
     }
 
     /// True when such a task is being started on a host because somebody named the host.

@@ -45,6 +45,13 @@ impl<V: VmApi> Service<V> {
         self.send(task, SM_GRANT, wid, pack_grant(&Grant { hosts, span: GRANT_SPAN }));
     }
 
+    /// What was given does not hold any more, on this host or at all: tasks ask again.
+    pub(super) fn take_grants_back(&mut self, host: Option<HostId>) {
+        for (task, wid) in self.grants.take_back(host) {
+            self.send(task, SM_GRANT, wid, pack_grant(&Grant { hosts: Vec::new(), span: GRANT_SPAN }));
+        }
+    }
+
     /// A daemon says that a task was started by a grant.
     pub(super) fn taken(&mut self, message: &Message) {
         let Ok(Taken { by, host, tid }) = unpack_taken(message.body.clone()) else { return };

@@ -1,14 +1,15 @@
 //! Tasks that spawn one task after the other are told beforehand where the next ones go.
 
-use crate::common::{Bed, client, h, info, request, spawned, t, world};
+use crate::common::{Bed, client, h, info, request, rm as own, spawned, t, world};
 use crate::{ask, with_conduct};
 use pvm_rm::decide::{Limits, Policy};
 use pvm_rm::grants::{GRANT_SPAN, GRANTED_MAX};
 use pvm_rm::policy::Conduct;
+use pvm_rm::service::TAG_POLICY;
 use pvm_rm::spawns::Rules;
 use sempa_proto::event::EventKind;
 use sempa_proto::message::CTX_BASE;
-use sempa_proto::rm::{Answer, Choice, Decided, Question};
+use sempa_proto::rm::{Answer, CTX_RM, Choice, Decided, Question};
 use sempa_proto::sm::{GRANT_HOSTS_MAX, Grant, SM_GRANT, SM_GRANT_TAKEN, Taken, pack_taken, unpack_grant};
 use sempa_proto::table::TASK_CONNECTED;
 use sempa_proto::task::{SPAWN_HOST, SpawnRequest};
@@ -171,6 +172,35 @@ fn requests_that_differ_fail_come_late_or_are_for_many_tasks_lead_to_no_grant() 
         spawns(&mut bed, n..=n, &request(1));
         bed.pass(GRANT_SPAN);
     }
+    assert_eq!(given(&bed, client()), []);
+}
+
+#[test]
+fn what_was_given_is_taken_back_when_a_place_of_it_is_emptied_or_the_policy_changes() {
+    let vm = world(2);
+    let mut bed = Bed::quiet(&vm);
+    spawns(&mut bed, 1..=2, &request(1));
+    assert!(given(&bed, client())[0].1.hosts.contains(&h(2)));
+    assert!(matches!(ask(&mut bed, &Question::Drain { host: "h2".into(), within: None }), Answer::Drain { .. }));
+    let (wid, grant) = given(&bed, client()).pop().expect("another word");
+    assert_eq!((given(&bed, client()).len(), wid, grant.hosts), (2, 2, vec![]));
+    // Asked again, it is told of the other host alone.
+    spawns(&mut bed, 3..=3, &request(1));
+    assert_eq!(given(&bed, client())[2].1.hosts, [h(1); GRANT_HOSTS_MAX]);
+    let content = bytes::Bytes::from_static(b"user_tasks = 50");
+    bed.world().post(own(), CTX_RM, TAG_POLICY, 0, content);
+    bed.settle();
+    assert_eq!((given(&bed, client()).len(), given(&bed, client()).pop().map(|(_, g)| g.hosts)), (4, Some(vec![])));
+    spawns(&mut bed, 4..=9, &request(1));
+    assert_eq!(given(&bed, client()).len(), 4);
+}
+
+#[test]
+fn a_request_with_a_large_environment_is_not_kept() {
+    let vm = world(2);
+    let mut bed = Bed::quiet(&vm);
+    let large = SpawnRequest { env: vec![vec![b'x'; 1 << 20]], ..request(1) };
+    assert_eq!(spawns(&mut bed, 1..=4, &large).len(), 4);
     assert_eq!(given(&bed, client()), []);
 }
 
