@@ -2,10 +2,13 @@
 
 use sempa_proto::event::EventKind;
 use sempa_tests::needs::testbed;
+use sempa_tests::run::run;
 use sempa_tests::ssh::Login;
 use sempa_tests::vm::{Entry, Settings};
 use sempa_tests::{Testbed, Vm, eventually};
 use serde_json::Value;
+use std::collections::BTreeSet;
+use std::path::Path;
 use std::time::{Duration, SystemTime};
 
 const SOON: Duration = Duration::from_secs(60);
@@ -137,6 +140,49 @@ fn no_spawn_hangs_or_fails_while_resource_managers_are_killed() {
         let usage = vm.json(&["usage"]).expect("usage");
         let counted = usage[0]["users"][0]["sums"]["tasks"].as_u64().unwrap_or(0);
         assert!(counted >= tids.len() as u64, "{counted} of {} tasks are counted: {usage:?}", tids.len());
+        watchers(vm, 2);
+    });
+}
+
+/// Lets a program spawn so many tasks, one after the other; their tids.
+fn one_by_one(vm: &Vm, program: &Path, count: usize) -> Vec<String> {
+    let mut command = vm.command(vm.bed().host(1), program);
+    command.arg(count.to_string());
+    let done = run(command, SOON * 2).expect("it ends").expect_good("the spawns").expect("all are started");
+    assert!(done.out.ends_with(&format!("all {count} ended\n")), "{done:?}");
+    done.out.lines().filter(|line| line.starts_with('t')).map(str::to_string).collect()
+}
+
+#[test]
+fn who_spawns_one_task_after_the_other_asks_seldom_and_all_of_them_are_explained() {
+    with_rm(3, |vm| {
+        let program = vm.program("one_by_one").expect("gcc");
+        let tids = one_by_one(vm, &program, 30);
+        assert_eq!(tids.iter().collect::<BTreeSet<_>>().len(), 30, "{tids:?}");
+        let beforehand = |tid: &String| why(vm, tid).to_string().contains("said beforehand");
+        let granted = tids.iter().filter(|tid| beforehand(tid)).count();
+        // The first two are asked for; in a slow moment others are, too.
+        assert!((8..=28).contains(&granted), "{granted} of {tids:?}\n{}", vm.logs());
+        let placed = vm.events().expect("events").iter().filter(|e| matches!(e.kind, EventKind::Placed { .. })).count();
+        assert!(placed >= 30, "{placed}");
+        let hosts: BTreeSet<_> =
+            tids.iter().map(|tid| u32::from_str_radix(&tid[1..], 16).expect("a tid") >> 18).collect();
+        assert!(hosts.len() > 1, "they are spread: {tids:?}");
+    });
+}
+
+#[test]
+fn spawns_one_after_the_other_all_succeed_while_resource_managers_are_killed() {
+    with_rm(2, |vm| {
+        let program = vm.program("one_by_one").expect("gcc");
+        std::thread::scope(|scope| {
+            let spawner = scope.spawn(|| one_by_one(vm, &program, 200));
+            for round in 0..2 {
+                let span = kill_rm(vm);
+                assert!(span < AGAIN_MAX, "round {round}: {span:?}");
+            }
+            assert_eq!(spawner.join().expect("no spawn fails").len(), 200);
+        });
         watchers(vm, 2);
     });
 }
