@@ -4,9 +4,12 @@ use super::Core;
 use bytes::Bytes;
 use sempa_proto::frame::{FrameError, encode_control};
 use sempa_proto::link::{Link, LinkEvent, LinkFrame};
-use sempa_proto::task::{Successor, ToDaemon, Welcome};
-use sempa_proto::{Micros, MigrationId, RequestId};
+use sempa_proto::task::{LinkMark, Successor, ToDaemon, Welcome};
+use sempa_proto::{Message, Micros, MigrationId, RequestId};
+use std::collections::VecDeque;
 
+/// The end of a mark that comes behind nothing.
+const COME: u64 = 0;
 /// Numbers of requests begin so many bits higher for each process that there was before.
 const REQUEST_BITS: u32 = 40;
 
@@ -70,6 +73,17 @@ impl Core {
         words.into_iter().flatten().for_each(|word| self.outbox.push(word));
     }
 
+    /// What the next process is to get of what has come here, in its order. A program that is asked to end takes what has come
+    /// before it does; one whose end has begun takes nothing any more.
+    fn unread(&mut self) -> Vec<(LinkMark, Message)> {
+        let mut unread = VecDeque::new();
+        if self.ends {
+            self.inbox.take_all_into(&mut unread);
+        }
+        let come = |message: Message| (LinkMark { peer: message.src, end: COME }, message);
+        unread.into_iter().map(come).chain(std::mem::take(&mut self.held)).collect()
+    }
+
     fn tell_all(&mut self, now: Micros, by: MigrationId) {
         (self.parted, self.was_asked) = (Some(by), true);
         self.end_rings(now);
@@ -86,12 +100,14 @@ impl Core {
         }
         self.busy.clear();
         self.is_busy.clear();
-        let later = std::mem::take(&mut self.held).into_iter().collect();
-        let parting = ToDaemon::Parting { by, line: self.line, talks, later };
+        let parting = ToDaemon::Parting { by, line: self.line, talks, later: self.unread() };
         let (Ok(first), Ok(last)) = (encode_control(&parting), encode_control(&ToDaemon::TakesNothing { by })) else {
             // Too much for a frame: nothing is said, and the program is not asked.
             if let ToDaemon::Parting { later, .. } = parting {
-                self.held.extend(later);
+                later.into_iter().for_each(|(mark, message)| match mark.end {
+                    COME => self.inbox.push(message),
+                    _ => self.held.push_back((mark, message)),
+                });
             }
             return;
         };

@@ -345,6 +345,33 @@ fn who_is_about_to_be_asked_to_end_says_where_all_stands_and_what_nobody_has_ack
 }
 
 #[test]
+fn what_came_for_a_program_whose_end_has_begun_is_for_its_next_process_and_comes_first() {
+    let mut core = core();
+    tell(&mut core, ToTask::TakeNothing { by: Some(MOVE) }).expect("noted");
+    tell(&mut core, ToTask::TakeNothing { by: None }).expect("noted");
+    written(&mut core);
+    take(&mut core, &data(PEER, ME, 1, 2));
+    let note = message(ME, 4, Bytes::new());
+    tell(&mut core, ToTask::Deliver { message: note, after: Some(LinkMark { peer: PEER, end: 9 }) }).expect("kept");
+    assert!(core.begin_to_end(), "it was late");
+    take(&mut core, &data(PEER, ME, 2, 2));
+    tell(&mut core, ToTask::TakeNothing { by: Some(MOVE) }).expect("noted");
+    let said = words_of(&written(&mut core));
+    let Some(ToDaemon::Parting { talks, later, .. }) = said.first() else { panic!("{said:?}") };
+    assert_eq!((talks[0].expected, core.inbox.len()), (3, 0));
+    assert_eq!(later.iter().map(|(mark, _)| mark.end).collect::<Vec<_>>(), [0, 0, 9]);
+    // The next process has them before anything else.
+    let successor = Successor { line: 0, count: 1, talks: talks.clone() };
+    let mut next = Core::new(&Welcome { successor: Some(Box::new(successor)), ..welcome() });
+    for (mark, message) in later {
+        tell(&mut next, ToTask::Deliver { message: message.clone(), after: Some(*mark) }).expect("taken");
+    }
+    take(&mut next, &data(PEER, ME, 3, 2));
+    let bodies: Vec<_> = next.inbox.iter().map(|message| message.src).collect();
+    assert_eq!(bodies, [PEER; 3], "the notification waits for the last message before it");
+}
+
+#[test]
 fn an_end_that_has_begun_is_not_called_off() {
     let mut core = core();
     tell(&mut core, ToTask::TakeNothing { by: Some(MOVE) }).expect("noted");
