@@ -447,12 +447,28 @@ impl Supervisor {
                 if let Phase::Dumping { worker, .. } = task.phase {
                     self.moves.workers.cancel(worker);
                 }
+                let memory_follows = matches!(task.phase, Phase::Serving { .. }) && task.namespace.is_some();
+                let used = task.used_before.plus(stop::used(task.process.pid));
                 task.phase = Phase::Leaving { migration };
                 task.kill_all();
                 self.outlive(migration);
+                if memory_follows {
+                    self.leave_to_die(migration, tid, used);
+                }
             }
             // It has ended by itself, and was reported then.
             None => self.say(&FromTasker::SourceGone { migration, used: Usage::default() }),
+        }
+    }
+
+    /// A task that stood still and was killed gets no further instruction done; nobody needs to wait until the kernel has taken
+    /// its memory back, which takes the longer the more there is.
+    fn leave_to_die(&mut self, migration: MigrationId, tid: Tid, used: Usage) {
+        self.drain_output(tid);
+        let Some(task) = self.tasks.remove(&tid) else { return };
+        self.say(&FromTasker::SourceGone { migration, used });
+        if let Some(namespace) = task.namespace {
+            self.when_ended(namespace, Vec::new());
         }
     }
 

@@ -3,7 +3,11 @@
 use crate::namespace::Namespace;
 use crate::sys;
 use checkpoint::status::Status;
+use nix::unistd::{SysconfVar, sysconf};
+use sempa_proto::Micros;
+use sempa_proto::migration::Usage;
 use std::collections::{BTreeMap, BTreeSet};
+use std::str::FromStr;
 use std::time::{Duration, Instant};
 
 /// How long processes may take to stand still after an engine has failed.
@@ -125,7 +129,7 @@ fn parent(pid: i32) -> Option<i32> {
 }
 
 /// A number of /proc/PID/stat; 0 is the state letter.
-fn stat_number(pid: i32, position: usize) -> Option<i32> {
+fn stat_number<T: FromStr>(pid: i32, position: usize) -> Option<T> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     stat[stat.rfind(')')? + 1..].split_whitespace().nth(position)?.parse().ok()
 }
@@ -133,6 +137,15 @@ fn stat_number(pid: i32, position: usize) -> Option<i32> {
 /// The state letter of a line of /proc/PID/stat. The name before it may hold anything, even parentheses.
 fn letter(stat: &str) -> Option<char> {
     stat[stat.rfind(')')? + 1..].trim_start().chars().next()
+}
+
+/// What a process and the children that it has waited for have used, in the kernel's ticks; nothing if it was reaped.
+pub(crate) fn used(pid: i32) -> Usage {
+    let ticks = |position| stat_number::<u64>(pid, position).unwrap_or(0);
+    let rate = sysconf(SysconfVar::CLK_TCK).ok().flatten().and_then(|rate| u64::try_from(rate).ok()).unwrap_or(100);
+    let time = |own, children| Micros((ticks(own) + ticks(children)) * 1_000_000 / rate);
+    let resident_max = Status::of(pid).and_then(|status| status.number::<u64>("VmHWM"));
+    Usage { user: time(11, 13), system: time(12, 14), resident_max_bytes: resident_max.unwrap_or(0) * 1024 }
 }
 
 /// The number that a process has in its own namespace.

@@ -4,6 +4,7 @@
 //! descriptor is closed the kernel takes all that is missing for zeros; so they pass through here, and copies of them stay
 //! until all memory has come or the processes are dead.
 
+use super::ahead::{self, Carrying};
 use super::process::{Program, own};
 use crate::engine::{Arriving, Limits, Missing};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -35,11 +36,13 @@ pub(super) struct Arrival {
     program: Program,
     /// Passes descriptors on until the restore is over; what it has kept of them.
     passing: JoinHandle<Vec<OwnedFd>>,
+    /// Asks before it is asked.
+    carrying: Carrying,
     log: PathBuf,
 }
 
 impl Arrival {
-    pub(super) fn start(criu: &Path, dir: &Path, ask_on: &OwnedFd) -> Result<Arrival, Failure> {
+    pub(super) fn start(criu: &Path, dir: &Path, ask_on: OwnedFd) -> Result<Arrival, Failure> {
         let io =
             |what: &str, e: io::Error| Failure::Io(format!("cannot fetch memory into {}: {what}: {e}", dir.display()));
         let theirs = dir.join(OWN_DIR);
@@ -47,18 +50,22 @@ impl Arrival {
         let folder = File::open(dir).map_err(|e| io("its directory", e))?;
         // The path itself may be longer than that of a socket can be.
         let listener = UnixListener::bind(in_folder(&folder, Path::new(SOCKET))).map_err(|e| io(SOCKET, e))?;
-        let number = ask_on.as_raw_fd().to_string();
+        let (carrying, asks) = ahead::start(dir, ask_on)?;
+        let number = asks.stream.as_raw_fd().to_string();
         let (images, work) = (dir.as_os_str(), theirs.as_os_str());
         let arguments =
             ["lazy-pages".as_ref(), "-D".as_ref(), images, "-W".as_ref(), work, "-o".as_ref(), LOG.as_ref()];
         let more = ["--page-server", "--ps-socket", &number, "-v2"].map(AsRef::as_ref);
-        let program = Program::start(criu, arguments.into_iter().chain(more), &theirs, &[ask_on.as_fd()])?;
+        let [library, open] = asks.patience.descriptors();
+        let inherit = [asks.stream.as_fd(), library.as_fd(), open.as_fd()];
+        let arguments = arguments.into_iter().chain(more);
+        let program = Program::start(criu, arguments, &theirs, &inherit, &asks.patience.variables())?;
         let ended = program.end_seen().map_err(|e| io("no descriptor", e))?;
         let passing = std::thread::Builder::new()
             .name("passing".into())
             .spawn(move || pass_on(&folder, &listener, &ended))
             .map_err(|e| io("no thread", e))?;
-        Ok(Arrival { program, passing, log: theirs.join(LOG) })
+        Ok(Arrival { program, passing, carrying, log: theirs.join(LOG) })
     }
 }
 
@@ -70,7 +77,8 @@ impl Arriving for Arrival {
     fn finish(mut self: Box<Self>, limits: &Limits) -> Result<(), (Failure, Missing)> {
         let ended = self.program.finish(limits, &self.log);
         let kept = self.passing.join().expect("whoever passes descriptors on does not panic");
-        ended.map_err(|why| (why, Missing(kept)))
+        let carried = self.carrying.join().expect("whoever fetches ahead does not panic");
+        ended.map_err(|why| (carried.err().map_or(why, Failure::Engine), Missing(kept)))
     }
 }
 

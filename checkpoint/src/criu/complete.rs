@@ -1,13 +1,9 @@
 //! Whether images are whole, as far as that can be seen without the engine: it may say so and be wrong, because a disk was full or
 //! somebody has touched them, and of a checkpoint nobody would know before it is needed.
 //!
-//! Looked at are the files that nearly every task has. Such a file is its kind, four or eight bytes, and entries: a length of four bytes
-//! and a protobuf message of as many. What the fields mean is in `images/*.proto` of CRIU's sources. Pages have no form; their
-//! number is in the maps.
+//! Looked at are the files that nearly every task has. Pages have no form; their number is in the maps.
 
-use nix::unistd::{SysconfVar, sysconf};
-use protobuf::well_known_types::empty::Empty;
-use protobuf::{Message, UnknownValueRef};
+use super::images::{Fields, INVENTORY, MAP, Pages, entries, first, page_size, wrong};
 use sempa_proto::migration::Failure;
 use std::collections::BTreeSet;
 use std::fs;
@@ -28,29 +24,17 @@ const OF_ENTRIES: [&str; 12] = [
     "remap-fpath.img",
     "seccomp.img",
 ];
-const INVENTORY: &str = "inventory.img";
 const TREE: &str = "pstree.img";
-const MAP: &str = "pagemap-";
 const CORE: &str = "core-";
 /// There is no task without these.
 const ALWAYS: [&str; 3] = [INVENTORY, "files.img", TREE];
 /// A process that has not been waited for, but has ended, has none of these; every other one has all, by its number.
 const OF_LIVING: [&str; 4] = ["ids-", "mm-", "pagemap-", "fs-"];
-/// The kind of the inventory has four bytes, that of others eight.
-const KIND: usize = 8;
-const KIND_OF_INVENTORY: usize = 4;
 /// Of `pstree_entry`.
 const TREE_PID: u32 = 1;
 const TREE_THREADS: u32 = 5;
 /// Of `pagemap_head`.
 const MAP_PAGES_ID: u32 = 1;
-/// Of `pagemap_entry`: pages, as they were counted before version 4 and since; in an earlier image; what they are.
-const MAP_PAGES_BEFORE: u32 = 2;
-const MAP_IN_PARENT: u32 = 3;
-const MAP_FLAGS: u32 = 4;
-const MAP_PAGES: u32 = 5;
-/// A flag: these pages are in the file.
-const PRESENT: u64 = 1 << 2;
 
 /// The images of a directory.
 struct Images<'a> {
@@ -72,7 +56,7 @@ pub(super) fn check(dir: &Path) -> Result<(), Failure> {
     ALWAYS.iter().try_for_each(|name| images.has(name))?;
     let of_entries = |name: &&String| name.ends_with(".img") && OF_ENTRIES.iter().any(|begin| name.starts_with(begin));
     for name in images.names.iter().filter(of_entries) {
-        let entries = images.entries(name)?;
+        let entries = entries(images.dir, name)?;
         if name == TREE {
             images.check_tree(&entries)?;
         } else if name.starts_with(MAP) {
@@ -88,23 +72,6 @@ impl Images<'_> {
             true => Ok(()),
             false => Err(wrong(name, "is missing although the engine said that all was written")),
         }
-    }
-
-    /// The fields that are numbers, of each entry.
-    fn entries(&self, name: &str) -> Result<Vec<Fields>, Failure> {
-        let file = fs::read(self.dir.join(name)).map_err(|e| Failure::Io(format!("cannot read {name}: {e}")))?;
-        let short = || wrong(name, &format!("ends within an entry, at {} bytes", file.len()));
-        let kind = if name == INVENTORY { KIND_OF_INVENTORY } else { KIND };
-        let mut rest = file.get(kind..).ok_or_else(short)?;
-        let mut all = Vec::new();
-        while !rest.is_empty() {
-            let (length, behind) = rest.split_first_chunk().ok_or_else(short)?;
-            let length = u32::from_le_bytes(*length) as usize;
-            let (entry, behind) = behind.split_at_checked(length).ok_or_else(short)?;
-            all.push(numbers(entry).map_err(|e| wrong(name, &format!("is damaged: {e}")))?);
-            rest = behind;
-        }
-        Ok(all)
     }
 
     /// Each process has its images, or has ended; and there are none of others.
@@ -131,15 +98,8 @@ impl Images<'_> {
     fn check_pages(&self, name: &str, map: &[Fields]) -> Result<(), Failure> {
         let Some((head, maps)) = map.split_first() else { return Err(wrong(name, "is empty")) };
         let Some(id) = first(head, MAP_PAGES_ID) else { return Err(wrong(name, "does not say where its pages are")) };
-        let there = |entry: &&Fields| match first(entry, MAP_FLAGS) {
-            Some(flags) => flags & PRESENT != 0,
-            None => first(entry, MAP_IN_PARENT).unwrap_or_default() == 0,
-        };
-        let pages = |entry: &Fields| {
-            let before = first(entry, MAP_PAGES_BEFORE).unwrap_or_default();
-            first(entry, MAP_PAGES).unwrap_or(before)
-        };
-        let pages = maps.iter().filter(there).map(pages).fold(0_u64, u64::saturating_add);
+        let present = maps.iter().map(Pages::of).filter(|pages| pages.present);
+        let pages = present.map(|pages| pages.number).fold(0_u64, u64::saturating_add);
         let file = format!("pages-{id}.img");
         let wanted = pages.saturating_mul(page_size());
         // Where there are none, there need be no file.
@@ -153,34 +113,9 @@ impl Images<'_> {
     }
 }
 
-/// Fields of an entry that are numbers.
-type Fields = Vec<(u32, u64)>;
-
-fn first(fields: &Fields, wanted: u32) -> Option<u64> {
-    fields.iter().find(|(field, _)| *field == wanted).map(|(_, number)| *number)
-}
-
-fn numbers(entry: &[u8]) -> protobuf::Result<Fields> {
-    // What a message without fields does not know is all that there is.
-    let message = Empty::parse_from_bytes(entry)?;
-    let number = |(field, value)| match value {
-        UnknownValueRef::Varint(number) => Some((field, number)),
-        _ => None,
-    };
-    Ok(message.special_fields.unknown_fields().iter().filter_map(number).collect())
-}
-
-fn page_size() -> u64 {
-    let known = sysconf(SysconfVar::PAGE_SIZE).ok().flatten();
-    known.and_then(|bytes| u64::try_from(bytes).ok()).expect("the system has pages of some size")
-}
-
-fn wrong(name: &str, what: &str) -> Failure {
-    Failure::Images(format!("{name} {what}"))
-}
-
 #[cfg(test)]
 mod tests {
+    use super::super::images::{KIND, KIND_OF_INVENTORY};
     use super::*;
 
     /// An entry of fields that are numbers, each smaller than 128.

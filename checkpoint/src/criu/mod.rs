@@ -5,9 +5,11 @@
 //! those of a tested recipe: the source stays stopped, nothing is locked in the network, the process-id namespace
 //! is outside the image, the restored root is a child of the caller.
 
+mod ahead;
 mod arrival;
 mod complete;
 mod crossing;
+mod images;
 mod log;
 mod notes;
 mod options;
@@ -126,7 +128,7 @@ impl Engine for Criu {
 
     fn start_check(&self, dir: &Path) -> Result<Box<dyn Checking>, Failure> {
         let arguments = ["check", "--feature", "uffd-noncoop"].into_iter().map(AsRef::as_ref);
-        let program = Program::start(&self.program, arguments, dir, &[])?;
+        let program = Program::start(&self.program, arguments, dir, &[], &[])?;
         Ok(Box::new(Check { program, log: dir.join(CHECK_LOG) }))
     }
 
@@ -144,7 +146,7 @@ impl Engine for Criu {
     }
 
     fn start_arrival(&self, dir: &Path, ask_on: OwnedFd) -> Result<Box<dyn Arriving>, Failure> {
-        Ok(Box::new(arrival::Arrival::start(&self.program, dir, &ask_on)?))
+        Ok(Box::new(arrival::Arrival::start(&self.program, dir, ask_on)?))
     }
 }
 

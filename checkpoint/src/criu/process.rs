@@ -332,12 +332,14 @@ impl Program {
         arguments: impl Iterator<Item = &'a OsStr>,
         dir: &Path,
         inherit: &[BorrowedFd<'_>],
+        variables: &[(&'static str, String)],
     ) -> Result<Program, Failure> {
         let failed = |e: io::Error| Failure::Engine(format!("cannot start the engine: {}: {e}", criu.display()));
         let keep: Vec<RawFd> = inherit.iter().map(|fd| fd.as_raw_fd()).collect();
         let errors = File::create(dir.join(STDERR)).map_err(failed)?;
         let mut command = Command::new(criu);
         command.args(arguments).stdin(Stdio::null()).stdout(Stdio::null()).stderr(errors).process_group(0);
+        command.envs(variables.iter().map(|(name, value)| (name, value)));
         // SAFETY: as for `Swrk::start`.
         unsafe { command.pre_exec(move || prepare_child(&keep)) };
         let (child, pidfd) = spawn(&mut command).map_err(failed)?;

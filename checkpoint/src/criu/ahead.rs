@@ -1,0 +1,499 @@
+//! Memory that is fetched before CRIU asks for it.
+//!
+//! CRIU asks for one stretch of memory at a time, and for short ones again whenever the task has needed a page that was not there; each
+//! question is a way to the other host and back. This stands between the two: it answers from pieces that it has fetched
+//! already, and keeps some on their way. It asks for nothing but what the images say is missing: the other end, which hands
+//! out what it has in pipes, gives up at any other question.
+//!
+//! The words are those of CRIU's page server: a head, and behind that of an answer the pages. Questions are answered in their order, on
+//! either side. What is not understood passes as it is, and from then on everything does.
+
+mod carry;
+mod missing;
+mod patience;
+
+pub(super) use carry::{Carrying, start};
+
+use missing::{Missing, Process};
+use std::collections::{BTreeMap, VecDeque};
+use std::io::{self, IoSlice, Write};
+use std::time::{Duration, Instant};
+
+/// Commands, in the lower half of a head's first number. In its upper half are the flags of the pages.
+const GET: u32 = 7;
+const ADD: u32 = 6;
+const FLAGS_SHIFT: u32 = 16;
+const PRESENT: u32 = 1 << 2;
+/// Pages that are asked for at once, beforehand: from few, if that takes long, to many.
+const PIECE_PAGES_MIN: u64 = 16;
+const PIECE_PAGES_MAX: u64 = 128;
+/// Pieces that are under way beforehand. A page that the task needs now comes behind them.
+const UNDER_WAY_MAX: usize = 2;
+/// So long a piece may take, and so soon it has to be here for larger ones.
+const SLOW: Duration = Duration::from_millis(8);
+const QUICK: Duration = Duration::from_millis(4);
+/// Pieces of one process that are under way or kept beforehand.
+const AHEAD_MAX: usize = 4;
+/// Pieces of all processes together.
+const PIECES_MAX: usize = 32;
+/// Questions of CRIU that wait for an answer; more stay where they are.
+const WANTED_MAX: usize = 1024;
+/// Room that is kept for more pieces.
+const SPARE_MAX: usize = 8;
+/// Bytes that pass as they are, at once.
+const PLAIN_BYTES: usize = 64 << 10;
+
+/// How a head is laid out: four bytes of command; pages; the address, and the process by its number, of eight bytes each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Form {
+    /// Pages are counted in four bytes.
+    Short,
+    /// In eight, behind four without a meaning; since CRIU 4.2.
+    Long,
+}
+
+impl Form {
+    const BYTES_MAX: usize = Form::Long.bytes();
+
+    const fn bytes(self) -> usize {
+        match self {
+            Form::Short => 24,
+            Form::Long => 32,
+        }
+    }
+
+    fn read(self, head: &[u8]) -> Head {
+        let short = |at: usize| u32::from_ne_bytes(head[at..at + 4].try_into().expect("four bytes"));
+        let long = |at: usize| u64::from_ne_bytes(head[at..at + 8].try_into().expect("eight bytes"));
+        let (pages, rest) = match self {
+            Form::Short => (short(4).into(), 8),
+            Form::Long => (long(8), 16),
+        };
+        Head { command: short(0), pages, address: long(rest), process: long(rest + 8) }
+    }
+
+    fn write(self, head: &Head) -> Vec<u8> {
+        let mut bytes = head.command.to_ne_bytes().to_vec();
+        match self {
+            Form::Short => bytes.extend((head.pages as u32).to_ne_bytes()),
+            Form::Long => bytes.extend([&[0; 4][..], &head.pages.to_ne_bytes()].concat()),
+        }
+        bytes.extend(head.address.to_ne_bytes());
+        bytes.extend(head.process.to_ne_bytes());
+        bytes
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Head {
+    command: u32,
+    pages: u64,
+    address: u64,
+    process: u64,
+}
+
+/// Where the answer to a question of CRIU comes from.
+#[derive(Debug)]
+enum From {
+    Pieces,
+    /// The same question was put to the other host.
+    ItsOwn(Option<Vec<u8>>),
+}
+
+/// A question of CRIU.
+#[derive(Debug)]
+struct Wanted {
+    head: Head,
+    /// It goes through memory from one end to the other, and does not come from a need of the task.
+    in_turn: bool,
+    from: From,
+}
+
+/// A question to the other host.
+#[derive(Clone, Copy, Debug)]
+struct Asked {
+    process: u64,
+    address: u64,
+    pages: u64,
+    is_piece: bool,
+    at: Instant,
+}
+
+#[derive(Debug)]
+struct Piece {
+    end: u64,
+    /// None: it is on its way.
+    bytes: Option<Vec<u8>>,
+}
+
+/// An answer of the other host, as far as it is here.
+#[derive(Debug)]
+struct Coming {
+    head: [u8; Form::BYTES_MAX],
+    body: Option<Vec<u8>>,
+    /// Bytes of the head, or of the body if there is one.
+    have: usize,
+}
+
+/// What stands between CRIU and the other host.
+#[derive(Debug)]
+struct Ahead {
+    page: u64,
+    now: Instant,
+    processes: BTreeMap<u64, Process>,
+    /// Known from the first question.
+    form: Option<Form>,
+    /// What CRIU says passes as it is.
+    is_plain: bool,
+    heard: Vec<u8>,
+    wanted: VecDeque<Wanted>,
+    asked: VecDeque<Asked>,
+    /// By process and address.
+    pieces: BTreeMap<(u64, u64), Piece>,
+    /// Pages of the next one.
+    piece_pages: u64,
+    coming: Coming,
+    spare: Vec<Vec<u8>>,
+    to_other: Vec<u8>,
+    plain: Vec<u8>,
+    plain_room: Vec<u8>,
+}
+
+impl Ahead {
+    fn new(missing: Missing, page: u64, now: Instant) -> Ahead {
+        Ahead {
+            page,
+            now,
+            processes: missing.into_processes(),
+            form: None,
+            is_plain: false,
+            heard: Vec::new(),
+            wanted: VecDeque::new(),
+            asked: VecDeque::new(),
+            pieces: BTreeMap::new(),
+            piece_pages: PIECE_PAGES_MIN,
+            coming: Coming { head: [0; Form::BYTES_MAX], body: None, have: 0 },
+            spare: Vec::new(),
+            to_other: Vec::new(),
+            plain: Vec::new(),
+            plain_room: Vec::new(),
+        }
+    }
+
+    /// Before anything else is done.
+    fn tell_time(&mut self, now: Instant) {
+        self.now = now;
+    }
+
+    /// Whether it takes more from CRIU now.
+    fn takes_questions(&self) -> bool {
+        self.wanted.len() < WANTED_MAX
+    }
+
+    /// Questions of CRIU that have no answer yet.
+    fn open(&self) -> usize {
+        self.wanted.len()
+    }
+
+    /// What the other host is to be told.
+    fn questions(&mut self) -> Vec<u8> {
+        std::mem::take(&mut self.to_other)
+    }
+
+    // ---- CRIU's side
+
+    fn engine_says(&mut self, bytes: &[u8]) {
+        self.heard.extend(bytes);
+        if !self.is_plain && self.form.is_none() {
+            self.form = self.recognise();
+            self.is_plain = self.form.is_none();
+        }
+        while let (false, Some(form)) = (self.is_plain, self.form) {
+            if self.heard.len() < form.bytes() {
+                break;
+            }
+            let head = form.read(&self.heard);
+            self.is_plain = head.command != GET || head.pages == 0;
+            if !self.is_plain {
+                self.heard.drain(..form.bytes());
+                self.question(head);
+            }
+        }
+        if self.is_plain {
+            self.to_other.append(&mut self.heard);
+        }
+        self.fetch_ahead();
+    }
+
+    /// The form in which something is asked for that is missing.
+    fn recognise(&self) -> Option<Form> {
+        [Form::Long, Form::Short].into_iter().find(|form| {
+            let head = (self.heard.len() >= form.bytes()).then(|| form.read(&self.heard));
+            head.is_some_and(|head| {
+                let process = self.processes.get(&head.process);
+                head.command == GET && process.is_some_and(|process| process.misses(head.address).is_some())
+            })
+        })
+    }
+
+    fn question(&mut self, head: Head) {
+        let end = head.address.saturating_add(head.pages.saturating_mul(self.page));
+        let mut in_turn = false;
+        if let Some(process) = self.processes.get_mut(&head.process) {
+            in_turn = process.turn(head.address, end, self.page);
+        }
+        if in_turn {
+            self.ask_pieces(head.process, head.address, end);
+        }
+        let from = match self.covered(head.process, head.address, end) {
+            true => From::Pieces,
+            false => self.ask_for_itself(&head),
+        };
+        self.wanted.push_back(Wanted { head, in_turn, from });
+    }
+
+    /// True if all of this is in pieces that are here or on their way.
+    fn covered(&self, process: u64, mut address: u64, end: u64) -> bool {
+        while address < end {
+            match self.piece_at(process, address) {
+                Some((_, piece)) => address = piece.end,
+                None => return false,
+            }
+        }
+        true
+    }
+
+    fn piece_at(&self, process: u64, address: u64) -> Option<(u64, &Piece)> {
+        let (&(of, start), piece) = self.pieces.range(..=(process, address)).next_back()?;
+        (of == process && address < piece.end).then_some((start, piece))
+    }
+
+    /// Writes what CRIU can be answered now.
+    fn answer(&mut self, out: &mut impl Write) -> io::Result<()> {
+        while self.answer_first(out)? {}
+        self.fetch_ahead();
+        out.write_all(&std::mem::take(&mut self.plain))
+    }
+
+    /// True if there may be more to answer.
+    fn answer_first(&mut self, out: &mut impl Write) -> io::Result<bool> {
+        let (Some(form), Some(first)) = (self.form, self.wanted.front()) else { return Ok(false) };
+        let head = first.head;
+        let mut found: Vec<&[u8]> = Vec::new();
+        match &first.from {
+            From::ItsOwn(None) => return Ok(false),
+            From::ItsOwn(Some(bytes)) => found.push(bytes),
+            From::Pieces => {
+                let end = head.address + head.pages * self.page;
+                let mut at = head.address;
+                while let (true, Some((start, piece))) = (at < end, self.piece_at(head.process, at)) {
+                    let Some(bytes) = &piece.bytes else { return Ok(false) };
+                    let until = end.min(piece.end);
+                    found.push(&bytes[(at - start) as usize..(until - start) as usize]);
+                    at = until;
+                }
+            }
+        }
+        let bytes: usize = found.iter().map(|part| part.len()).sum();
+        if bytes == 0 {
+            // The piece that it was in was shorter than it should be, or has gone to somebody else.
+            let from = self.ask_for_itself(&head);
+            self.wanted.front_mut().expect("it was looked at").from = from;
+            return Ok(false);
+        }
+        let answer = Head { command: PRESENT << FLAGS_SHIFT | ADD, pages: bytes as u64 / self.page, ..head };
+        let answer = form.write(&answer);
+        found.insert(0, &answer);
+        write_all(out, &found)?;
+        let Some(done) = self.wanted.pop_front() else { return Ok(false) };
+        if let From::ItsOwn(Some(bytes)) = done.from {
+            self.put_by(bytes);
+        }
+        if done.in_turn {
+            self.forget_before(head.process, head.address + bytes as u64);
+        }
+        Ok(true)
+    }
+
+    /// What lies before this address was asked for, or is not needed any more.
+    fn forget_before(&mut self, process: u64, address: u64) {
+        let behind = self.pieces.range((process, 0)..(process, address));
+        let behind = behind.filter(|(_, piece)| piece.bytes.is_some() && piece.end <= address);
+        let behind: Vec<(u64, u64)> = behind.map(|(key, _)| *key).collect();
+        for key in behind {
+            if let Some(bytes) = self.pieces.remove(&key).and_then(|piece| piece.bytes) {
+                self.put_by(bytes);
+            }
+        }
+    }
+
+    fn put_by(&mut self, bytes: Vec<u8>) {
+        if self.spare.len() < SPARE_MAX {
+            self.spare.push(bytes);
+        }
+    }
+
+    // ---- the other host's side
+
+    fn ask(&mut self, asked: Asked) {
+        let Some(form) = self.form else { return };
+        let Asked { process, address, pages, .. } = asked;
+        self.to_other.extend(form.write(&Head { command: GET, pages, address, process }));
+        self.asked.push_back(asked);
+    }
+
+    fn ask_for_itself(&mut self, head: &Head) -> From {
+        let &Head { process, address, pages, .. } = head;
+        self.ask(Asked { process, address, pages, is_piece: false, at: self.now });
+        From::ItsOwn(None)
+    }
+
+    /// Asks for these addresses in pieces, as far as they are missing and there is room.
+    fn ask_pieces(&mut self, process: u64, mut address: u64, end: u64) {
+        while address < end {
+            match self
+                .piece_at(process, address)
+                .map(|(_, piece)| piece.end)
+                .or_else(|| self.ask_piece(process, address))
+            {
+                Some(until) => address = until,
+                None => return,
+            }
+        }
+    }
+
+    /// Asks for a piece that begins here, where none is; its end.
+    fn ask_piece(&mut self, process: u64, address: u64) -> Option<u64> {
+        let (_, end) = self.processes.get(&process)?.misses(address)?;
+        let end = end.min(address + self.piece_pages * self.page);
+        let next = self.pieces.range((process, address)..).next().filter(|((of, _), _)| *of == process);
+        let end = next.map_or(end, |((_, start), _)| end.min(*start));
+        if self.pieces.len() >= PIECES_MAX {
+            return None;
+        }
+        self.pieces.insert((process, address), Piece { end, bytes: None });
+        let pages = (end - address) / self.page;
+        self.ask(Asked { process, address, pages, is_piece: true, at: self.now });
+        Some(end)
+    }
+
+    /// Keeps pieces on their way.
+    fn fetch_ahead(&mut self) {
+        if self.is_plain {
+            return;
+        }
+        let begun: Vec<(u64, u64)> =
+            self.processes.iter().filter_map(|(number, process)| Some((*number, process.next()?))).collect();
+        for (process, mut address) in begun {
+            for _ in 0..AHEAD_MAX {
+                let known = self.piece_at(process, address).map(|(_, piece)| piece.end);
+                if known.is_none() && self.asked.len() >= UNDER_WAY_MAX {
+                    return;
+                }
+                let Some(end) = known.or_else(|| self.ask_piece(process, address)) else { break };
+                match self.processes.get(&process).and_then(|p| p.missing_from(end)) {
+                    Some(next) => address = next,
+                    None => break,
+                }
+            }
+        }
+    }
+
+    /// True if what comes from the other host passes as it is.
+    fn comes_plain(&self) -> bool {
+        self.asked.is_empty() && (self.is_plain || self.form.is_none())
+    }
+
+    /// Where the next bytes of the other host go.
+    fn room(&mut self) -> &mut [u8] {
+        if self.comes_plain() {
+            self.plain_room.resize(PLAIN_BYTES, 0);
+            return &mut self.plain_room;
+        }
+        let length = self.form.map_or(0, Form::bytes);
+        match &mut self.coming.body {
+            Some(body) => &mut body[self.coming.have..],
+            None => &mut self.coming.head[self.coming.have..length],
+        }
+    }
+
+    /// So many bytes were put there.
+    ///
+    /// # Errors
+    /// The other host says something else than it was asked.
+    fn came(&mut self, bytes: usize) -> Result<(), String> {
+        if self.comes_plain() {
+            self.plain.extend(&self.plain_room[..bytes]);
+            return Ok(());
+        }
+        let Some(form) = self.form else { return Ok(()) };
+        self.coming.have += bytes;
+        match &self.coming.body {
+            None if self.coming.have == form.bytes() => self.head_came(form)?,
+            Some(body) if self.coming.have == body.len() => self.body_came(),
+            _ => {}
+        }
+        self.fetch_ahead();
+        Ok(())
+    }
+
+    fn head_came(&mut self, form: Form) -> Result<(), String> {
+        let head = form.read(&self.coming.head);
+        let asked = self.asked.front().copied();
+        let fits = asked.filter(|asked| {
+            head.command == PRESENT << FLAGS_SHIFT | ADD
+                && (head.process, head.address) == (asked.process, asked.address)
+                && (1..=asked.pages).contains(&head.pages)
+        });
+        if fits.is_none() {
+            return Err(format!("asked for {asked:?} the engine at the source says {head:?}"));
+        }
+        let mut body = self.spare.pop().unwrap_or_default();
+        body.resize((head.pages * self.page) as usize, 0);
+        (self.coming.body, self.coming.have) = (Some(body), 0);
+        Ok(())
+    }
+
+    fn body_came(&mut self) {
+        self.coming.have = 0;
+        let (Some(asked), Some(body)) = (self.asked.pop_front(), self.coming.body.take()) else { return };
+        if asked.is_piece {
+            self.piece_pages = match self.now.saturating_duration_since(asked.at) {
+                took if took > SLOW => (self.piece_pages / 2).max(PIECE_PAGES_MIN),
+                took if took < QUICK => (self.piece_pages * 2).min(PIECE_PAGES_MAX),
+                _ => self.piece_pages,
+            };
+            if let Some(piece) = self.pieces.get_mut(&(asked.process, asked.address)) {
+                piece.end = asked.address + body.len() as u64;
+                piece.bytes = Some(body);
+            }
+        } else {
+            let is_its = |wanted: &&mut Wanted| {
+                let Head { process, address, pages, .. } = wanted.head;
+                let is_same = (process, address, pages) == (asked.process, asked.address, asked.pages);
+                is_same && matches!(wanted.from, From::ItsOwn(None))
+            };
+            if let Some(waits) = self.wanted.iter_mut().find(is_its) {
+                waits.from = From::ItsOwn(Some(body));
+            }
+        }
+    }
+}
+
+/// Writes all of these, one behind the other.
+fn write_all(out: &mut impl Write, parts: &[&[u8]]) -> io::Result<()> {
+    let mut slices: Vec<IoSlice<'_>> = parts.iter().map(|part| IoSlice::new(part)).collect();
+    let mut left = &mut slices[..];
+    while !left.is_empty() {
+        match out.write_vectored(left) {
+            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+            Ok(written) => IoSlice::advance_slices(&mut left, written),
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,313 @@
+//! CRIU and the other host as they are known to behave, with what stands between them.
+
+use super::*;
+use proptest::prelude::*;
+use std::collections::BTreeSet;
+
+const PAGE: u64 = 16;
+/// What CRIU says when it has everything, and what it is told then.
+const CLOSE: u32 = 0x1023;
+const CLOSED: [u8; 4] = [0; 4];
+
+/// Each page is its own: its process and address.
+fn content(process: u64, address: u64) -> [u8; PAGE as usize] {
+    [process.to_ne_bytes(), address.to_ne_bytes()].concat().try_into().expect("two numbers")
+}
+
+/// The other end: it gives up at whatever is not missing, and never answers over the end of a stretch.
+struct Source {
+    missing: BTreeMap<u64, BTreeMap<u64, u64>>,
+    form: Form,
+    /// It answers with so many pages at most.
+    pages_max: u64,
+    asked: Vec<Head>,
+    says: VecDeque<u8>,
+}
+
+impl Source {
+    fn hear(&mut self, questions: &[u8]) {
+        for head in questions.chunks(self.form.bytes()).map(|bytes| self.form.read(bytes)) {
+            if head.command == CLOSE {
+                self.says.extend(CLOSED);
+                continue;
+            }
+            assert_eq!(head.command, GET);
+            let stretch = self.missing[&head.process].range(..=head.address).next_back();
+            let (_, &end) = stretch.expect("it is missing");
+            assert!(head.address < end, "it is missing");
+            let pages = head.pages.min((end - head.address) / PAGE).min(self.pages_max);
+            self.asked.push(head);
+            self.says.extend(self.form.write(&Head { command: PRESENT << FLAGS_SHIFT | ADD, pages, ..head }));
+            for page in 0..pages {
+                self.says.extend(content(head.process, head.address + page * PAGE));
+            }
+        }
+    }
+}
+
+/// CRIU: it goes through what is missing from low addresses to high ones, one question of a process at a time, and asks for single
+/// pages meanwhile.
+struct Engine {
+    form: Form,
+    /// By process: pages that nobody has asked for.
+    left: BTreeMap<u64, BTreeSet<u64>>,
+    /// Questions without an answer, in their order.
+    open: VecDeque<Head>,
+    heard: Vec<u8>,
+    pages_at_once: u64,
+    got: BTreeSet<(u64, u64)>,
+}
+
+impl Engine {
+    fn new(missing: &BTreeMap<u64, BTreeMap<u64, u64>>, form: Form) -> Engine {
+        let pages = |stretches: &BTreeMap<u64, u64>| {
+            stretches.iter().flat_map(|(start, end)| (*start..*end).step_by(PAGE as usize)).collect()
+        };
+        let left = missing.iter().map(|(process, stretches)| (*process, pages(stretches))).collect();
+        Engine { form, left, open: VecDeque::new(), heard: Vec::new(), pages_at_once: 4, got: BTreeSet::new() }
+    }
+
+    fn ask(&mut self, process: u64, address: u64, pages: u64) -> Vec<u8> {
+        let head = Head { command: GET, pages, address, process };
+        let left = self.left.get_mut(&process).expect("it misses something");
+        for page in 0..pages {
+            left.remove(&(address + page * PAGE));
+        }
+        self.open.push_back(head);
+        self.form.write(&head)
+    }
+
+    /// The next question of its own accord.
+    fn in_turn(&mut self, process: u64) -> Option<Vec<u8>> {
+        let is_open = self.open.iter().any(|head| head.process == process && head.pages > 1);
+        let left = &self.left[&process];
+        let first = *left.first().filter(|_| !is_open)?;
+        let follow = (0..self.pages_at_once).take_while(|page| left.contains(&(first + page * PAGE)));
+        let pages = follow.count() as u64;
+        self.pages_at_once = (self.pages_at_once + 4).min(200);
+        Some(self.ask(process, first, pages))
+    }
+
+    /// The task needs one of the pages that are left.
+    fn need(&mut self, process: u64, which: usize) -> Option<Vec<u8>> {
+        let left = &self.left[&process];
+        let address = *left.iter().nth(which % left.len().max(1))?;
+        self.pages_at_once = 4;
+        Some(self.ask(process, address, 1))
+    }
+
+    fn hear(&mut self, bytes: &[u8]) {
+        self.heard.extend(bytes);
+        while self.heard.len() >= self.form.bytes() && !self.open.is_empty() {
+            let head = self.form.read(&self.heard);
+            let length = self.form.bytes() + (head.pages * PAGE) as usize;
+            if self.heard.len() < length {
+                return;
+            }
+            let open = self.open.pop_front().expect("it has asked");
+            assert_eq!(head.command, PRESENT << FLAGS_SHIFT | ADD);
+            assert_eq!((head.process, head.address), (open.process, open.address));
+            assert!((1..=open.pages).contains(&head.pages), "{head:?} for {open:?}");
+            let body: Vec<u8> = self.heard.drain(..length).skip(self.form.bytes()).collect();
+            for (page, bytes) in body.chunks(PAGE as usize).enumerate() {
+                let address = head.address + page as u64 * PAGE;
+                assert_eq!(bytes, content(head.process, address));
+                assert!(self.got.insert((head.process, address)), "twice");
+            }
+            for page in head.pages..open.pages {
+                self.left.get_mut(&head.process).expect("known").insert(open.address + page * PAGE);
+            }
+        }
+    }
+}
+
+struct Pair {
+    ahead: Ahead,
+    engine: Engine,
+    source: Source,
+}
+
+impl Pair {
+    fn new(missing: &BTreeMap<u64, BTreeMap<u64, u64>>, form: Form, pages_max: u64) -> Pair {
+        let ahead = Ahead::new(Missing(missing.clone()), PAGE, Instant::now());
+        let (asked, says) = (Vec::new(), VecDeque::new());
+        let source = Source { missing: missing.clone(), form, pages_max, asked, says };
+        Pair { ahead, engine: Engine::new(missing, form), source }
+    }
+
+    fn engine_says(&mut self, words: Option<Vec<u8>>) {
+        if let Some(words) = words {
+            self.ahead.engine_says(&words);
+            self.pass();
+        }
+    }
+
+    /// So many bytes of what the source says arrive, each time a little later.
+    fn arrives(&mut self, bytes: usize) {
+        self.ahead.tell_time(self.ahead.now + Duration::from_micros(bytes as u64 % 5_000));
+        let mut left = bytes.min(self.source.says.len());
+        while left > 0 {
+            let room = self.ahead.room();
+            let now = room.len().min(left);
+            room[..now].fill_with(|| self.source.says.pop_front().expect("it was counted"));
+            self.ahead.came(now).expect("it says what it was asked");
+            left -= now;
+            self.pass();
+        }
+    }
+
+    fn pass(&mut self) {
+        let mut said = Vec::new();
+        self.ahead.answer(&mut said).expect("it is memory");
+        self.engine.hear(&said);
+        self.source.hear(&self.ahead.questions());
+        assert!(self.ahead.pieces.len() <= PIECES_MAX);
+    }
+
+    /// Until CRIU has everything, and says so.
+    fn finish(&mut self) {
+        let processes: Vec<u64> = self.engine.left.keys().copied().collect();
+        while self.engine.left.values().any(|left| !left.is_empty()) || !self.engine.open.is_empty() {
+            for process in &processes {
+                let words = self.engine.in_turn(*process);
+                self.engine_says(words);
+            }
+            self.arrives(usize::MAX);
+        }
+        let close = Head { command: CLOSE, pages: 0, address: 0, process: 0 };
+        self.engine_says(Some(self.source.form.write(&close)));
+        self.arrives(usize::MAX);
+        assert_eq!(self.engine.heard, CLOSED);
+    }
+}
+
+fn stretches(lengths: &[(u64, u64)], begin: u64) -> BTreeMap<u64, u64> {
+    let mut at = begin;
+    let stretch = |(gap, pages): &(u64, u64)| {
+        let start = at + gap * PAGE;
+        at = start + pages * PAGE;
+        (start, at)
+    };
+    lengths.iter().map(stretch).collect()
+}
+
+#[derive(Clone, Debug)]
+enum Happens {
+    InTurn(u64),
+    Needed(u64, usize),
+    Arrives(usize),
+}
+
+fn happens() -> impl Strategy<Value = Happens> {
+    prop_oneof![
+        3 => (1..=3u64).prop_map(Happens::InTurn),
+        2 => (1..=3u64, any::<usize>()).prop_map(|(process, which)| Happens::Needed(process, which)),
+        4 => (1..5000usize).prop_map(Happens::Arrives),
+    ]
+}
+
+proptest! {
+    #[test]
+    fn whatever_criu_asks_it_gets_each_page_once_in_the_order_of_its_questions(
+        lengths in prop::collection::vec(prop::collection::vec((0..3u64, 1..300u64), 1..6), 3),
+        long in any::<bool>(),
+        pages_max in prop_oneof![3 => Just(u64::MAX), 1 => 1..80u64],
+        steps in prop::collection::vec(happens(), 0..200),
+    ) {
+        let missing = (1..).zip(lengths.iter().map(|lengths| stretches(lengths, 7 * PAGE))).collect();
+        let form = if long { Form::Long } else { Form::Short };
+        let mut pair = Pair::new(&missing, form, pages_max);
+        for step in steps {
+            match step {
+                Happens::InTurn(process) => {
+                    let words = pair.engine.in_turn(process);
+                    pair.engine_says(words);
+                }
+                Happens::Needed(process, which) => {
+                    let words = pair.engine.need(process, which);
+                    pair.engine_says(words);
+                }
+                Happens::Arrives(bytes) => pair.arrives(bytes),
+            }
+        }
+        pair.finish();
+        let pages = |stretches: &BTreeMap<u64, u64>| stretches.iter().map(|(start, end)| (end - start) / PAGE).sum::<u64>();
+        prop_assert_eq!(pair.engine.got.len() as u64, missing.values().map(pages).sum::<u64>());
+    }
+}
+
+#[test]
+fn what_is_asked_in_turn_is_there_before_it_is_asked_also_while_the_task_needs_pages() {
+    let missing = BTreeMap::from([(1, stretches(&[(0, 4000)], 64))]);
+    let mut pair = Pair::new(&missing, Form::Long, u64::MAX);
+    let words = pair.engine.in_turn(1);
+    pair.engine_says(words);
+    pair.arrives(usize::MAX);
+    let mut waits = 0;
+    for round in 0.. {
+        if round % 3 == 0 {
+            // Behind what is on its way.
+            let words = pair.engine.need(1, 1000);
+            pair.engine_says(words);
+            pair.arrives(usize::MAX);
+        }
+        let Some(words) = pair.engine.in_turn(1) else { break };
+        pair.engine_says(Some(words));
+        waits += usize::from(!pair.engine.open.is_empty());
+        pair.arrives(usize::MAX);
+        if pair.engine.left[&1].len() < 1500 {
+            break;
+        }
+    }
+    assert_eq!(waits, 0);
+}
+
+#[test]
+fn nothing_is_fetched_before_criu_goes_through_memory_but_what_a_task_needs() {
+    let missing = BTreeMap::from([(1, stretches(&[(0, 4000)], 64))]);
+    let mut pair = Pair::new(&missing, Form::Long, u64::MAX);
+    for _ in 0..5 {
+        let words = pair.engine.need(1, 1000);
+        pair.engine_says(words);
+        pair.arrives(usize::MAX);
+    }
+    assert!(pair.source.asked.iter().all(|head| head.pages == 1), "{:?}", pair.source.asked);
+}
+
+#[test]
+fn what_is_not_understood_passes_as_it_is() {
+    for words in
+        [&b"anything"[..], &[7; 100], &Form::Long.write(&Head { command: GET, pages: 1, address: 0, process: 9 })]
+    {
+        let missing = BTreeMap::from([(1, stretches(&[(0, 40)], 64))]);
+        let mut ahead = Ahead::new(Missing(missing), PAGE, Instant::now());
+        for _ in 0..2 {
+            ahead.engine_says(words);
+            assert_eq!(ahead.questions(), words);
+            ahead.room()[..3].copy_from_slice(b"yes");
+            ahead.came(3).expect("it passes");
+            let mut said = Vec::new();
+            ahead.answer(&mut said).expect("it is memory");
+            assert_eq!(said, b"yes");
+        }
+    }
+}
+
+#[test]
+fn an_answer_to_something_that_was_not_asked_is_an_error() {
+    let missing = BTreeMap::from([(1, stretches(&[(0, 40)], 64))]);
+    let asked = Head { command: GET, pages: 4, address: 64, process: 1 };
+    let right = Head { command: PRESENT << FLAGS_SHIFT | ADD, pages: 40, ..asked };
+    for wrong in [
+        Head { command: ADD, ..right },
+        Head { address: 80, ..right },
+        Head { process: 2, ..right },
+        Head { pages: 41, ..right },
+        Head { pages: 0, ..right },
+    ] {
+        let mut ahead = Ahead::new(Missing(missing.clone()), PAGE, Instant::now());
+        ahead.engine_says(&Form::Long.write(&asked));
+        ahead.room().copy_from_slice(&Form::Long.write(&wrong));
+        ahead.came(Form::Long.bytes()).expect_err("it was not asked that");
+    }
+}
