@@ -158,6 +158,23 @@ mod tests {
     use super::*;
 
     #[test]
+    fn what_a_process_uses_is_counted_with_the_children_that_it_has_waited_for() {
+        let code = "import os, sys, time\nif os.fork() == 0:\n  while time.process_time() < 0.2: pass\n  os._exit(0)\n\
+                    os.wait(); held = bytearray(b'x') * (50 << 20); print(); sys.stdout.flush(); time.sleep(1000)";
+        let python =
+            std::process::Command::new("python3").args(["-c", code]).stdout(std::process::Stdio::piped()).spawn();
+        let mut child = python.expect("python3");
+        let mut line = [0];
+        std::io::Read::read_exact(&mut child.stdout.take().expect("a pipe"), &mut line).expect("it says when");
+        let used = used(child.id() as i32);
+        child.kill().expect("it is there");
+        child.wait().expect("it ends");
+        assert!(used.user.0 + used.system.0 >= 190_000, "{used:?}");
+        assert!(used.resident_max_bytes >= 50 << 20, "{used:?}");
+        assert_eq!(super::used(-1), Usage::default());
+    }
+
+    #[test]
     fn the_state_is_found_behind_any_name() {
         assert_eq!(letter("12 (a) T (x)) R 1 2"), Some('R'));
         assert_eq!(letter("12 (sh) T 1 2"), Some('T'));

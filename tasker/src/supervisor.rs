@@ -15,7 +15,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, Signal, kill};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::unistd::Pid;
-use sempa_proto::engine::Engine;
+use sempa_proto::engine::{Asked, Engine};
 use sempa_proto::tasker::{Capabilities, FromTasker, StartTask, ToTasker};
 use sempa_proto::{MigrationId, Tid};
 use std::collections::BTreeMap;
@@ -313,13 +313,19 @@ impl Supervisor {
 
     /// Asks a task to end, so that its program can be started again.
     fn end(&mut self, tid: Tid, engine: Engine) {
-        let (Some(task), Some((signal, wait))) = (self.tasks.get_mut(&tid), engine.asks()) else { return };
-        if matches!(engine, Engine::Own { .. }) && !asking::minds(task.process.pid, signal) {
-            let why = format!("it does not handle signal {signal}, or not yet, and would just be ended by it");
-            return self.say(&FromTasker::NotAsked { tid, why });
+        let (Some(task), Some((asked, wait))) = (self.tasks.get_mut(&tid), engine.asks()) else { return };
+        match asked {
+            Asked::Signal(signal)
+                if matches!(engine, Engine::Own { .. }) && !asking::minds(task.process.pid, signal) =>
+            {
+                let why = format!("it does not handle signal {signal}, or not yet, and would just be ended by it");
+                return self.say(&FromTasker::NotAsked { tid, why });
+            }
+            Asked::Signal(signal) => task.send(signal),
+            // From the daemon, behind this order.
+            Asked::Message(_) => {}
         }
         task.ending = Some(engine);
-        task.send(signal);
         if !task.hold.is_free() {
             task.let_run_for(Duration::from_secs(wait.into()));
         }

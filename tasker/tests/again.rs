@@ -4,13 +4,13 @@ mod common;
 
 use common::{Tasker, is_alive, order, tid, wait_until};
 use sempa_proto::MigrationId;
-use sempa_proto::engine::Engine;
+use sempa_proto::engine::{Asked, Engine};
 use sempa_proto::migration::{Failure, Usage};
 use sempa_proto::tasker::{FromTasker, StartTask, ToTasker};
 use std::path::Path;
 
 const MOVE: MigrationId = MigrationId(7);
-const OWN: Engine = Engine::Own { signal: 10, exit: 85, wait: 30 };
+const OWN: Engine = Engine::Own { asked: Asked::Signal(10), exit: 85, wait: 30 };
 /// Takes the right to make namespaces away, as an ordinary user has none.
 const WITHOUT_RIGHTS: [&str; 2] = ["setpriv", "--bounding-set=-all"];
 

@@ -1,9 +1,10 @@
 /*
  * Counts, keeps its count in a file, and answers every question with the next number. It can be taken elsewhere by being
- * started again: when it is asked by SIGUSR1 it writes its count and ends with exit status 85.
+ * started again: when it is asked by SIGUSR1, or by a message with tag 77, it writes its count and ends with exit status 85.
  *
  *   again FILE [HOW]         as a task. HOW: deaf (ignores the signal), other (ends with status 3 instead), dies (is killed
- *                            instead), late (does it when the first question comes after it was asked), plain (keeps nothing)
+ *                            instead), late (does it when the first question comes after it was asked), plain (keeps nothing), waits (for
+ *                            messages, without a look at signals)
  *   again ask TID COUNT      from a command line: asks so many questions, one after the other, and prints the numbers that
  *                            were answered, how often the task had been started again, and where it works
  *   again flood TID COUNT    the same, but all questions are sent before the first answer is awaited
@@ -18,7 +19,7 @@
 #include <sys/time.h>
 #include <unistd.h>
 
-enum { TAG_ASK = 1, TAG_ANSWER };
+enum { TAG_ASK = 1, TAG_ANSWER, TAG_WRITE = 77 };
 
 static volatile sig_atomic_t asked;
 
@@ -63,14 +64,33 @@ static void answer(int buf, int count)
     pvm_send(tid, TAG_ANSWER);
 }
 
+/* Waits for a question; 0 if there is none yet, or it is time to write. */
+static int question(int waits)
+{
+    struct timeval step = { 0, 1000 };
+    int buf, len, tag, tid, seconds;
+    if (!waits)
+        return pvm_trecv(-1, TAG_ASK, &step);
+    buf = pvm_recv(-1, -1);
+    if (buf < 0 || pvm_bufinfo(buf, &len, &tag, &tid) < 0)
+        return -1;
+    if (tag != TAG_WRITE)
+        return buf;
+    if (pvm_upkint(&seconds, 1, 1) == 0) {
+        printf("is to write within %d s\n", seconds);
+        fflush(stdout);
+        asked = 1;
+    }
+    return 0;
+}
+
 static int serve(const char *file, const char *how)
 {
     int count = strcmp(how, "plain") == 0 ? 0 : kept(file);
     printf("begins with %d, started again %s\n", count, getenv("SEMPA_AGAIN") ? getenv("SEMPA_AGAIN") : "0");
     fflush(stdout);
     for (;;) {
-        struct timeval step = { 0, 1000 };
-        int buf = pvm_trecv(-1, TAG_ASK, &step);
+        int buf = question(strcmp(how, "waits") == 0);
         if (buf < 0)
             return 2;
         if (buf > 0)

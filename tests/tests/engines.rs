@@ -102,6 +102,21 @@ fn a_task_that_writes_its_own_checkpoint_moves_between_hosts_without_criu() {
 }
 
 #[test]
+fn a_program_that_waits_for_messages_is_asked_by_one() {
+    without_criu("own:message=77:wait=30", |vm| {
+        let tid = vm.spawn(&["-h2", "again", &count_file(vm), "waits"]).expect("spawned");
+        assert_eq!(numbers(&ask(vm, "ask", &tid, 3)), [1, 2, 3]);
+        moves(vm, &tid, "h1", "its own checkpoint");
+        assert_eq!(numbers(&ask(vm, "flood", &tid, 20)), (4..24).collect::<Vec<u32>>());
+        moves(vm, &tid, "h2", "its own checkpoint");
+        let after = ask(vm, "ask", &tid, 1);
+        assert_eq!((after[0].0, after[0].1), (24, 2));
+        let said = vm.logs();
+        assert_eq!(said.matches("is to write within 30 s").count(), 2, "{said}");
+    });
+}
+
+#[test]
 fn a_task_of_an_ordinary_user_moves_by_its_own_checkpoint() {
     let Some((bed, _)) = testbed(2) else { return };
     let settings =

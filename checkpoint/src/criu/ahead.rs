@@ -30,8 +30,8 @@ const PIECE_PAGES_MAX: u64 = 128;
 /// Pieces that are under way beforehand. A page that the task needs now comes behind them.
 const UNDER_WAY_MAX: usize = 2;
 /// So long a piece may take, and so soon it has to be here for larger ones.
-const SLOW: Duration = Duration::from_millis(8);
-const QUICK: Duration = Duration::from_millis(4);
+const SLOW: Duration = Duration::from_millis(25);
+const QUICK: Duration = Duration::from_millis(10);
 /// Pieces of one process that are under way or kept beforehand.
 const AHEAD_MAX: usize = 4;
 /// Pieces of all processes together.
@@ -237,7 +237,7 @@ impl Ahead {
     }
 
     fn question(&mut self, head: Head) {
-        let end = head.address.saturating_add(head.pages.saturating_mul(self.page));
+        let end = self.end_of(&head);
         let mut in_turn = false;
         if let Some(process) = self.processes.get_mut(&head.process) {
             in_turn = process.turn(head.address, end, self.page);
@@ -250,6 +250,10 @@ impl Ahead {
             false => self.ask_for_itself(&head),
         };
         self.wanted.push_back(Wanted { head, in_turn, from });
+    }
+
+    fn end_of(&self, head: &Head) -> u64 {
+        head.address.saturating_add(head.pages.saturating_mul(self.page))
     }
 
     /// True if all of this is in pieces that are here or on their way.
@@ -284,7 +288,7 @@ impl Ahead {
             From::ItsOwn(None) => return Ok(false),
             From::ItsOwn(Some(bytes)) => found.push(bytes),
             From::Pieces => {
-                let end = head.address + head.pages * self.page;
+                let end = self.end_of(&head);
                 let mut at = head.address;
                 while let (true, Some((start, piece))) = (at < end, self.piece_at(head.process, at)) {
                     let Some(bytes) = &piece.bytes else { return Ok(false) };
@@ -328,7 +332,7 @@ impl Ahead {
     }
 
     fn put_by(&mut self, bytes: Vec<u8>) {
-        if self.spare.len() < SPARE_MAX {
+        if self.spare.len() < SPARE_MAX && bytes.capacity() as u64 <= PIECE_PAGES_MAX * self.page {
             self.spare.push(bytes);
         }
     }

@@ -1,7 +1,7 @@
 //! The ways by which a task can be taken from one host to another one, and how a task says which it wants.
 //!
 //! CRIU takes any process as it is, between hosts that are alike, and needs privileges. A program can do it itself: it is
-//! asked by a signal, writes what it needs, and ends with an agreed code; then it is started again. And what loses nothing
+//! asked by a signal or a message, writes what it needs, and ends with an agreed code; then it is started again. And what loses nothing
 //! worth keeping is just ended and started again. The last two work between any two hosts, and without privileges.
 
 use crate::task::SpawnRequest;
@@ -38,6 +38,24 @@ const SIGNALS: [(&str, i32); 9] = [
     ("WINCH", 28),
 ];
 
+/// How a program is asked to write its state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Asked {
+    /// By this signal.
+    Signal(i32),
+    /// By a message with this tag, from its daemon: how many seconds it gets, an integer.
+    Message(i32),
+}
+
+impl fmt::Display for Asked {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Asked::Signal(signal) => write!(f, "by signal {signal}"),
+            Asked::Message(tag) => write!(f, "by a message with tag {tag}"),
+        }
+    }
+}
+
 /// A way to take a task elsewhere.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Engine {
@@ -46,8 +64,8 @@ pub enum Engine {
     Criu,
     /// The program writes its own state and is started again.
     Own {
-        /// The signal that asks it.
-        signal: i32,
+        /// How it is asked.
+        asked: Asked,
         /// The exit status by which it says that it has done so.
         exit: u8,
         /// How many seconds it gets.
@@ -63,8 +81,8 @@ pub enum Engine {
 /// A word that is no way to take a task elsewhere.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error(
-    "{ENGINE_ENV}: \"{0}\" is not understood; it is a list of criu, own[:signal=NAME][:exit=CODE][:wait=SECONDS] and \
-     restart[:wait=SECONDS]"
+    "{ENGINE_ENV}: \"{0}\" is not understood; it is a list of criu, \
+     own[:signal=NAME|:message=TAG][:exit=CODE][:wait=SECONDS] and restart[:wait=SECONDS]"
 )]
 pub struct EngineError(pub String);
 
@@ -88,14 +106,18 @@ impl Engine {
         let mut parts = word.split(':').map(str::trim);
         let mut engine = match parts.next() {
             Some("criu") => Engine::Criu,
-            Some("own") => Engine::Own { signal: SIGUSR1, exit: EXIT_AGAIN, wait: OWN_WAIT },
+            Some("own") => Engine::Own { asked: Asked::Signal(SIGUSR1), exit: EXIT_AGAIN, wait: OWN_WAIT },
             Some("restart") => Engine::Restart { wait: RESTART_WAIT },
             _ => return Err(wrong()),
         };
         for part in parts {
             let (name, value) = part.split_once('=').map(|(n, v)| (n.trim(), v.trim())).ok_or_else(wrong)?;
             match (&mut engine, name) {
-                (Engine::Own { signal, .. }, "signal") => *signal = signal_named(value).ok_or_else(wrong)?,
+                (Engine::Own { asked, .. }, "signal") => *asked = Asked::Signal(signal_named(value).ok_or_else(wrong)?),
+                (Engine::Own { asked, .. }, "message") => {
+                    let tag = value.parse().ok().filter(|tag| *tag >= 0).ok_or_else(wrong)?;
+                    *asked = Asked::Message(tag);
+                }
                 (Engine::Own { exit, .. }, "exit") => *exit = value.parse().map_err(|_| wrong())?,
                 (Engine::Own { wait, .. } | Engine::Restart { wait }, "wait") => {
                     *wait = value.parse().ok().filter(|wait| (1..=WAIT_MAX).contains(wait)).ok_or_else(wrong)?;
@@ -128,12 +150,12 @@ impl Engine {
         }
     }
 
-    /// The signal that asks the program, and the seconds that it gets; none for CRIU.
-    pub fn asks(&self) -> Option<(i32, u32)> {
+    /// How the program is asked, and the seconds that it gets; none for CRIU.
+    pub fn asks(&self) -> Option<(Asked, u32)> {
         match *self {
             Engine::Criu => None,
-            Engine::Own { signal, wait, .. } => Some((signal, wait)),
-            Engine::Restart { wait } => Some((SIGTERM, wait)),
+            Engine::Own { asked, wait, .. } => Some((asked, wait)),
+            Engine::Restart { wait } => Some((Asked::Signal(SIGTERM), wait)),
         }
     }
 
@@ -199,17 +221,22 @@ impl Begin {
 mod tests {
     use super::*;
 
-    const OWN: Engine = Engine::Own { signal: SIGUSR1, exit: EXIT_AGAIN, wait: OWN_WAIT };
+    const fn own(asked: Asked) -> Engine {
+        Engine::Own { asked, exit: EXIT_AGAIN, wait: OWN_WAIT }
+    }
+
+    const OWN: Engine = own(Asked::Signal(SIGUSR1));
 
     #[test]
     fn a_list_names_ways_in_order_with_what_is_different() {
         let list = |text| Engine::list(text).expect("good");
         assert_eq!(list("criu"), [Engine::Criu]);
         assert_eq!(list(" own , restart:wait=9 "), [OWN, Engine::Restart { wait: 9 }]);
-        let other = Engine::Own { signal: 12, exit: 3, wait: 7 };
+        let other = Engine::Own { asked: Asked::Signal(12), exit: 3, wait: 7 };
         assert_eq!(list("criu,own:signal=USR2:exit=3:wait=7"), [Engine::Criu, other]);
         assert_eq!(list("own:wait=7:signal=SIGUSR2:exit=3"), [other]);
-        assert_eq!(list("own:signal=40"), [Engine::Own { signal: 40, exit: EXIT_AGAIN, wait: OWN_WAIT }]);
+        assert_eq!(list("own:signal=40"), [own(Asked::Signal(40))]);
+        assert_eq!(list("own:message=0"), [own(Asked::Message(0))]);
     }
 
     #[test]
@@ -223,6 +250,8 @@ mod tests {
             "own:signal=KILL",
             "own:signal=9",
             "own:signal=33",
+            "own:message=-1",
+            "own:message=USR1",
             "own:exit=256",
             "own:wait=0",
             "own:wait=3601",

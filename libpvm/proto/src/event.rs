@@ -385,9 +385,9 @@ impl fmt::Display for EventKind {
             }
             EventKind::MovesBy { id, tid, engine } => match engine {
                 Engine::Criu => write!(f, "{id}: {tid} goes by {engine}"),
-                Engine::Own { signal, exit, wait } => write!(
+                Engine::Own { asked, exit, wait } => write!(
                     f,
-                    "{id}: {tid} goes by {engine}: it is asked by signal {signal}, and has {wait} s to end with exit \
+                    "{id}: {tid} goes by {engine}: it is asked {asked}, and has {wait} s to end with exit \
                      status {exit}"
                 ),
                 Engine::Restart { wait } => {

@@ -1,7 +1,7 @@
 //! Tasks that are taken elsewhere by starting their program again: by its own checkpoint, or as it began.
 //!
 //! The protocol of a move is the same. Where CRIU would have the library let go, stop the task and write its images, the
-//! program is asked by a signal to end. The task does not end with it: it keeps its tid, and what comes for it waits. All that
+//! program is asked by a signal or a message to end. The task does not end with it: it keeps its tid, and what comes for it waits. All that
 //! is left of it is its record. The target starts the program and holds it before its first instruction, until the move is
 //! committed; if the move fails, the source starts it again.
 //!
@@ -9,10 +9,11 @@
 //! peers notice nothing. So the task stays on its timeline, and nobody else has a part in it.
 
 use super::asks::Back;
+use super::notify::{daemons_message, ints};
 use super::tasks::{Phase, Task};
 use super::{Machine, Output, Timer, World};
 use checkpoint::protocol::{SourceEvent, TargetEvent};
-use sempa_proto::engine::{AGAIN_ENV, Begin, Engine};
+use sempa_proto::engine::{AGAIN_ENV, Asked, Begin, Engine};
 use sempa_proto::host::{Carried, Held};
 use sempa_proto::migration::{Cause, Failure, Move, Refusal, TaskFacts, Usage, Verdict};
 use sempa_proto::task::{Reply, SpawnRequest, ToTask};
@@ -283,8 +284,14 @@ impl Machine {
             return;
         }
         let Ending { migration, engine, .. } = *ending;
+        let conn = task.conn();
         self.tell_tasker(ToTasker::End { tid, engine });
-        let wait = engine.asks().map_or(0, |(_, wait)| wait);
+        let Some((asked, wait)) = engine.asks() else { return };
+        if let (Asked::Message(tag), Some(conn)) = (asked, conn) {
+            // Whatever else comes now is for the next process.
+            let message = daemons_message(tid, (0, tag), ints(&[i32::try_from(wait).unwrap_or(i32::MAX)]));
+            self.out.push_back(Output::ToTask { conn, message: ToTask::Deliver { message, after: None } });
+        }
         self.timer(Micros::from_secs(wait.into()), Timer::Ending(tid, migration));
     }
 
@@ -323,10 +330,9 @@ impl Machine {
         match engine {
             Engine::Criu => {}
             Engine::Restart { .. } => self.tell_tasker(ToTasker::Kill { tid }),
-            Engine::Own { signal, exit, wait } => {
-                let why = format!(
-                    "{engine}: it was asked by signal {signal} and has not ended with exit status {exit} within {wait} s"
-                );
+            Engine::Own { asked, exit, wait } => {
+                let why =
+                    format!("{engine}: it was asked {asked} and has not ended with exit status {exit} within {wait} s");
                 self.source_event(id, SourceEvent::Stopped(Err(Failure::Engine(why))));
             }
         }

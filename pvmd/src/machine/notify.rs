@@ -222,10 +222,15 @@ fn exit_of(watch: &Watch) -> Option<Tid> {
 
 /// A notification as PVM sends it.
 fn note(dst: Tid, watch: &Watch, body: Bytes) -> Message {
-    Message { src: Tid::MY_DAEMON, dst, ctx: watch.ctx, tag: watch.tag, wid: 0, enc: ENC_XDR, body }
+    daemons_message(dst, (watch.ctx, watch.tag), body)
 }
 
-fn ints(words: &[i32]) -> Bytes {
+/// A message of this daemon to a task, in this context and with this tag.
+pub(super) fn daemons_message(dst: Tid, (ctx, tag): (i32, i32), body: Bytes) -> Message {
+    Message { src: Tid::MY_DAEMON, dst, ctx, tag, wid: 0, enc: ENC_XDR, body }
+}
+
+pub(super) fn ints(words: &[i32]) -> Bytes {
     let mut body = Packer::new(Encoding::Xdr);
     body.items(words.iter().copied());
     body.finish()

@@ -144,7 +144,7 @@ impl Pair {
 
     /// So many bytes of what the source says arrive, each time a little later.
     fn arrives(&mut self, bytes: usize) {
-        self.ahead.tell_time(self.ahead.now + Duration::from_micros(bytes as u64 % 5_000));
+        self.ahead.tell_time(self.ahead.now + Duration::from_micros(bytes as u64 % 20_000));
         let mut left = bytes.min(self.source.says.len());
         while left > 0 {
             let room = self.ahead.room();

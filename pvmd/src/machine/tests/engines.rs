@@ -3,14 +3,14 @@
 use super::scene::stopped;
 use super::sim::{Seen, Sim, host, seeds};
 use crate::machine::HostId;
-use sempa_proto::engine::Engine;
+use sempa_proto::engine::{Asked, Engine};
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::{Failure, Refusal, Step};
 use sempa_proto::table::TaskInfo;
 use sempa_proto::task::{NotifyRequest, NotifyWhat, Reply, Request, SpawnRequest};
 use sempa_proto::{Micros, PvmError, RequestId, Tid};
 
-pub(super) const OWN: Engine = Engine::Own { signal: 10, exit: 85, wait: 3 };
+pub(super) const OWN: Engine = Engine::Own { asked: Asked::Signal(10), exit: 85, wait: 3 };
 
 pub(super) fn request(program: &str, engine: &str, place: &str) -> SpawnRequest {
     let env = vec![format!("SEMPA_ENGINE={engine}").into_bytes(), b"COLOUR=blue".to_vec()];
