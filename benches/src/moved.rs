@@ -1,6 +1,6 @@
 //! `cargo xtask bench migrate`: how long a task stands still while it is moved, by its own clock, beside the same process
-//! moved by bare CRIU: dumped to memory, its images copied, restored. Both are there at the same time and take turns, so that
-//! a busy minute of the machine hurts both alike.
+//! moved by bare CRIU: dumped to memory, its images copied, restored; and beside the same task where memory does not follow tasks.
+//! All are there at the same time and take turns, so that a busy minute of the machine hurts them alike.
 
 use crate::figures::median;
 use crate::machine::Machine;
@@ -33,6 +33,10 @@ const GOAL_MS: f64 = 30.0;
 const STEP_TIME: Duration = Duration::from_secs(120);
 /// The host that is no part of the virtual machine: bare CRIU's.
 const APART: usize = 3;
+/// What keeps memory from following tasks.
+const AT_ONCE: (&str, &str) = ("SEMPA_POST_COPY", "never");
+/// Who moves tasks.
+const SIDES: [&str; 3] = ["bare CRIU", "ours", "ours, at once"];
 /// Where bare CRIU has its images there: memory, as that of the daemons.
 const IMAGES: &str = "/tmp/bare";
 
@@ -74,6 +78,8 @@ struct Size {
     mib: u32,
     bare: Vec<Once>,
     ours: Vec<Once>,
+    /// Ours, the memory with the images.
+    at_once: Vec<Once>,
 }
 
 #[derive(Debug, Serialize)]
@@ -98,13 +104,19 @@ pub fn migrated(how: &Migrate) -> Result<bool> {
     fs::create_dir_all(&how.results).with_context(|| how.results.display().to_string())?;
     let bed = Testbed::new(APART, Some(&how.prefix), &[])?;
     let vm = Vm::start(&bed, Settings::default())?;
-    vm.add(&["h2"])?;
-    vm.program("memory")?;
+    let bed_at_once = Testbed::new(2, Some(&how.prefix), &[])?;
+    let at_once = (AT_ONCE.0.to_string(), AT_ONCE.1.to_string());
+    let vm_at_once = Vm::start(&bed_at_once, Settings { env: vec![at_once], ..Settings::default() })?;
+    for vm in [&vm, &vm_at_once] {
+        vm.add(&["h2"])?;
+        vm.program("memory")?;
+    }
+    let logs = |_: &_| eprintln!("{}{}", vm.logs(), vm_at_once.logs());
     let mut machine = Machine::describe(how.own_build, how.repetitions.unwrap_or(few(0)), how.quick);
     let (mut all, mut good) = (Vec::new(), false);
     for mib in sizes {
         let times = how.repetitions.unwrap_or(few(mib));
-        all.push(one_size(&vm, &engine, mib, times).inspect_err(|_| eprintln!("{}", vm.logs()))?);
+        all.push(one_size(&vm, &vm_at_once, &engine, mib, times).inspect_err(logs)?);
         machine.look_again();
         let (text, met) = table(&all);
         let results = Results { machine: machine.clone(), goal_ms: GOAL_MS, sizes: all.clone() };
@@ -112,28 +124,35 @@ pub fn migrated(how: &Migrate) -> Result<bool> {
         good = met;
         println!("{text}");
     }
+    vm_at_once.halt()?;
     vm.halt()?;
     println!("written: {}", how.results.display());
     Ok(good)
 }
 
-fn one_size(vm: &Vm<'_>, engine: &Path, mib: u32, times: usize) -> Result<Size> {
+fn one_size(vm: &Vm<'_>, vm_at_once: &Vm<'_>, engine: &Path, mib: u32, times: usize) -> Result<Size> {
     let mut bare = Bare::start(vm, engine, mib)?;
-    let mut ours = Ours::start(vm, mib)?;
-    let mut size = Size { mib, bare: Vec::new(), ours: Vec::new() };
+    let (mut ours, mut at_once) = (Ours::start(vm, mib)?, Ours::start(vm_at_once, mib)?);
+    let mut size = Size { mib, bare: Vec::new(), ours: Vec::new(), at_once: Vec::new() };
     for number in 0..=times {
-        for side in [number % 2, 1 - number % 2] {
-            let once = if side == 0 { bare.once() } else { ours.once() };
-            let once = once.with_context(|| format!("{mib} MiB, {}", ["bare CRIU", "ours"][side]))?;
-            eprintln!("bench migrate: {mib} MiB, {}: {:.0} ms", ["bare", "ours"][side], once.freeze_ms);
+        for side in 0..SIDES.len() {
+            let side = (side + number) % SIDES.len();
+            let (once, all) = match side {
+                0 => (bare.once(), &mut size.bare),
+                1 => (ours.once(), &mut size.ours),
+                _ => (at_once.once(), &mut size.at_once),
+            };
+            let once = once.with_context(|| format!("{mib} MiB, {}", SIDES[side]))?;
+            eprintln!("bench migrate: {mib} MiB, {}: {:.0} ms", SIDES[side], once.freeze_ms);
             // The first one on each side finds everything cold.
             if number > 0 {
-                if side == 0 { &mut size.bare } else { &mut size.ours }.push(once);
+                all.push(once);
             }
         }
     }
     bare.end()?;
-    vm.pvm(&["kill", &ours.tid])?.expect_good("kill")?;
+    ours.end()?;
+    at_once.end()?;
     Ok(size)
 }
 
@@ -224,6 +243,10 @@ impl<'a> Ours<'a> {
         let (freeze_ms, total_ms, arrived_ms) = (ms(from, until), ms(begin, until), ms(begin, arrived.max(until)));
         Ok(Once { freeze_ms, total_ms, arrived_ms, bytes, steps: spans(begin, &steps, until) })
     }
+
+    fn end(self) -> Result<()> {
+        self.vm.pvm(&["kill", &self.tid])?.expect_good("kill").map(drop)
+    }
 }
 
 /// What the steps took that ended then. What comes after the last but one ends when the task runs.
@@ -306,7 +329,7 @@ impl<'a> Bare<'a> {
 fn table(sizes: &[Size]) -> (String, bool) {
     let middle = |all: &[Once], of: &dyn Fn(&Once) -> f64| median(all.iter().map(of).collect()).unwrap_or(f64::NAN);
     let mut text = format!(
-        "{:>6} {:>6} {:>10} {:>10} {:>8} {:>8} {:>12} {:>12} {:>14} {:>10}\n",
+        "{:>6} {:>6} {:>10} {:>10} {:>8} {:>8} {:>12} {:>12} {:>14} {:>15} {:>9} {:>10}\n",
         "MiB",
         "moves",
         "bare CRIU",
@@ -316,33 +339,38 @@ fn table(sizes: &[Size]) -> (String, bool) {
         "whole, bare",
         "whole, ours",
         "arrived, ours",
+        "whole, at once",
+        "times it",
         "MB, images"
     );
     let mut good = true;
-    for Size { mib, bare, ours } in sizes {
+    for Size { mib, bare, ours, at_once } in sizes {
         let freeze = |all: &[Once]| middle(all, &|once| once.freeze_ms);
         let whole = |all: &[Once]| middle(all, &|once| once.total_ms);
         let more = freeze(ours) - freeze(bare);
         let met = more <= GOAL_MS;
         good &= met;
+        let arrived = middle(ours, &|once| once.arrived_ms);
         text.push_str(&format!(
-            "{mib:>6} {:>6} {:>10.0} {:>10.0} {more:>8.0} {:>8} {:>12.0} {:>12.0} {:>14.0} {:>10.1}\n",
+            "{mib:>6} {:>6} {:>10.0} {:>10.0} {more:>8.0} {:>8} {:>12.0} {:>12.0} {arrived:>14.0} {:>15.0} {:>9.2} {:>10.1}\n",
             ours.len(),
             freeze(bare),
             freeze(ours),
             if met { "met" } else { "missed" },
             whole(bare),
             whole(ours),
-            middle(ours, &|once| once.arrived_ms),
+            whole(at_once),
+            arrived / whole(at_once),
             middle(ours, &|once| once.bytes as f64 / 1e6),
         ));
     }
     text.push_str(&format!(
-        "milliseconds, medians: how long the task did not run by its own clock (goal: bare + {GOAL_MS} ms), and from the \
-         command until it ran again and until all of its memory had arrived\n\nsteps:\n"
+        "milliseconds, medians: how long the task did not run by its own clock (goal: bare + {GOAL_MS} ms); from the \
+         command until it ran again and until all of its memory had arrived; the whole move with memory and all at once, and \
+         how many times that it takes until all has arrived (goal: 1.5)\n\nsteps:\n"
     ));
-    for Size { mib, bare, ours } in sizes {
-        for (name, all) in [("bare", bare), ("ours", ours)] {
+    for Size { mib, bare, ours, at_once } in sizes {
+        for (name, all) in SIDES.iter().zip([bare, ours, at_once]) {
             let Some(first) = all.first() else { continue };
             let took = |(i, (step, _)): (usize, &(String, f64))| {
                 let of = |once: &Once| once.steps.get(i).map_or(f64::NAN, |(_, took)| *took);
@@ -367,6 +395,8 @@ fn write(folder: &Path, results: &Results, text: &str) -> Result<()> {
         line("bare CRIU, standing still", |size| &size.bare, |once| once.freeze_ms),
         line("ours, standing still", |size| &size.ours, |once| once.freeze_ms),
         line("ours, the whole move", |size| &size.ours, |once| once.total_ms),
+        line("ours, until all memory is there", |size| &size.ours, |once| once.arrived_ms),
+        line("ours, memory and all at once", |size| &size.at_once, |once| once.total_ms),
     ];
     let chart = Chart {
         name: "migrate".to_string(),
@@ -403,7 +433,10 @@ mod tests {
     fn the_goal_is_met_by_the_medians() {
         let once =
             |freeze_ms| Once { freeze_ms, total_ms: freeze_ms, arrived_ms: freeze_ms, bytes: 0, steps: Vec::new() };
-        let size = |ours: [f64; 3]| Size { mib: 16, bare: vec![once(100.0)], ours: ours.map(once).to_vec() };
+        let size = |ours: [f64; 3]| {
+            let (bare, at_once) = (vec![once(100.0)], vec![once(120.0)]);
+            Size { mib: 16, bare, ours: ours.map(once).to_vec(), at_once }
+        };
         assert!(table(&[size([90.0, 130.0, 900.0])]).1);
         assert!(!table(&[size([90.0, 131.0, 900.0])]).1);
     }

@@ -47,6 +47,13 @@ impl Lowered {
     }
 }
 
+/// Puts these processes behind everybody else: they are about to be killed, and what the kernel has to do for their end has time.
+pub(crate) fn put_last(pids: &[i32]) {
+    for (thread, _) in pids.iter().flat_map(|pid| threads(*pid)) {
+        sys::set_nice(thread, LAST);
+    }
+}
+
 /// The threads of a process and their names.
 fn threads(pid: i32) -> Vec<(i32, String)> {
     let Ok(threads) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return Vec::new() };

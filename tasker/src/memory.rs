@@ -18,7 +18,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 /// Resident memory from which on it follows a task: below it a task stands still hardly longer when it takes its memory along.
-const FOLLOWS_FROM_BYTES: u64 = 64 << 20;
+const FOLLOWS_FROM_BYTES: u64 = 16 << 20;
 /// Says when memory follows: `never`, `always`; anything else: from [`FOLLOWS_FROM_BYTES`] on.
 const SETTING: &str = "SEMPA_POST_COPY";
 /// After a failure tasks take their memory along for so long.

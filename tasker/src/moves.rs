@@ -4,6 +4,7 @@
 
 use crate::attempt::{Attempt, rest, roll};
 use crate::carry::Carry;
+use crate::ease;
 use crate::files;
 use crate::memory::{self, Following};
 use crate::namespace::Namespace;
@@ -447,14 +448,11 @@ impl Supervisor {
                 if let Phase::Dumping { worker, .. } = task.phase {
                     self.moves.workers.cancel(worker);
                 }
-                let memory_follows = matches!(task.phase, Phase::Serving { .. }) && task.namespace.is_some();
                 let used = task.used_before.plus(stop::used(task.process.pid));
-                task.phase = Phase::Leaving { migration };
+                ease::put_last(&task.crowd().pids());
                 task.kill_all();
                 self.outlive(migration);
-                if memory_follows {
-                    self.leave_to_die(migration, tid, used);
-                }
+                self.leave_to_die(migration, tid, used);
             }
             // It has ended by itself, and was reported then.
             None => self.say(&FromTasker::SourceGone { migration, used: Usage::default() }),
@@ -484,7 +482,7 @@ impl Supervisor {
                 self.outlive(migration);
                 self.withhold(migration, worker);
             }
-            Phase::Running | Phase::Stopped { .. } | Phase::Leaving { .. } => {}
+            Phase::Running | Phase::Stopped { .. } => {}
         }
     }
 }

@@ -3,7 +3,8 @@
 use crate::namespace::Namespace;
 use crate::sys;
 use checkpoint::status::Status;
-use nix::unistd::{SysconfVar, sysconf};
+use nix::time::ClockId;
+use nix::unistd::{Pid, SysconfVar, sysconf};
 use sempa_proto::Micros;
 use sempa_proto::migration::Usage;
 use std::collections::{BTreeMap, BTreeSet};
@@ -139,13 +140,29 @@ fn letter(stat: &str) -> Option<char> {
     stat[stat.rfind(')')? + 1..].trim_start().chars().next()
 }
 
-/// What a process and the children that it has waited for have used, in the kernel's ticks; nothing if it was reaped.
+/// What a process and the children that it has waited for have used; nothing if it was reaped. The sum of its own times is exact; in
+/// which proportion it was its own and the kernel's, and its children's times, are counted in the kernel's ticks.
 pub(crate) fn used(pid: i32) -> Usage {
+    let Some(user) = stat_number::<u64>(pid, 11) else { return Usage::default() };
     let ticks = |position| stat_number::<u64>(pid, position).unwrap_or(0);
+    let (system, children) = (ticks(12), [ticks(13), ticks(14)]);
     let rate = sysconf(SysconfVar::CLK_TCK).ok().flatten().and_then(|rate| u64::try_from(rate).ok()).unwrap_or(100);
-    let time = |own, children| Micros((ticks(own) + ticks(children)) * 1_000_000 / rate);
+    let micros = |ticks: u64| ticks * 1_000_000 / rate;
+    let exact = exact_time(pid).unwrap_or(micros(user + system));
+    let own = (u128::from(exact) * u128::from(user)).checked_div(u128::from(user + system));
+    let own = own.map_or(exact, |own| own as u64);
     let resident_max = Status::of(pid).and_then(|status| status.number::<u64>("VmHWM"));
-    Usage { user: time(11, 13), system: time(12, 14), resident_max_bytes: resident_max.unwrap_or(0) * 1024 }
+    Usage {
+        user: Micros(own + micros(children[0])),
+        system: Micros(exact - own + micros(children[1])),
+        resident_max_bytes: resident_max.unwrap_or(0) * 1024,
+    }
+}
+
+/// All that the threads of a process have used, in microseconds, by its clock.
+fn exact_time(pid: i32) -> Option<u64> {
+    let time = ClockId::pid_cpu_clock_id(Pid::from_raw(pid)).and_then(ClockId::now).ok()?;
+    u64::try_from(Duration::from(time).as_micros()).ok()
 }
 
 /// The number that a process has in its own namespace.
@@ -171,6 +188,8 @@ mod tests {
         child.wait().expect("it ends");
         assert!(used.user.0 + used.system.0 >= 190_000, "{used:?}");
         assert!(used.resident_max_bytes >= 50 << 20, "{used:?}");
+        let ticks = 10_000;
+        assert!(!used.user.0.is_multiple_of(ticks) || !used.system.0.is_multiple_of(ticks), "its own part is exact: {used:?}");
         assert_eq!(super::used(-1), Usage::default());
     }
 

@@ -322,12 +322,14 @@ impl Supervisor {
                 return self.say(&FromTasker::NotAsked { tid, why });
             }
             Asked::Signal(signal) => task.send(signal),
-            // From the daemon, behind this order.
             Asked::Message(_) => {}
         }
         task.ending = Some(engine);
         if !task.hold.is_free() {
             task.let_run_for(Duration::from_secs(wait.into()));
+        }
+        if matches!(asked, Asked::Message(_)) {
+            self.say(&FromTasker::ExpectsEnd { tid });
         }
     }
 
@@ -367,14 +369,6 @@ impl Supervisor {
         self.drain_output(tid);
         let Some(mut task) = self.tasks.remove(&tid) else { return };
         let used = task.used_before.plus(used);
-        if let Phase::Leaving { migration } = task.phase {
-            let gone = FromTasker::SourceGone { migration, used };
-            match task.namespace.take() {
-                Some(namespace) => self.when_ended(namespace, vec![gone]),
-                None => self.say(&gone),
-            }
-            return;
-        }
         self.abandon_move_of(&task);
         self.memory_unneeded(&task);
         if task.ending.is_some_and(|engine| engine.goes_on_after(status)) {

@@ -65,11 +65,6 @@ pub(crate) enum Phase {
         /// The move was called off; continue the task when the worker is through.
         called_off: bool,
     },
-    /// It was killed because it goes on elsewhere.
-    Leaving {
-        /// The move.
-        migration: MigrationId,
-    },
 }
 
 /// A task whose process exists.

@@ -31,6 +31,28 @@ fn end(tasker: &mut Tasker) -> (String, i32) {
     (String::from_utf8_lossy(&out).into_owned(), status)
 }
 
+/// Starts a task that has such a child and goes on with this until it has said that it is ready; the child.
+fn with_sleeper(tasker: &mut Tasker, script: &str) -> i32 {
+    tasker.send(ToTasker::Start(shell(&format!("sleep 1000 & {script}"))));
+    let mut out = Vec::new();
+    let mut task = None;
+    while !String::from_utf8_lossy(&out).contains("ready") {
+        match tasker.next() {
+            FromTasker::Output { bytes, .. } => out.extend(bytes),
+            FromTasker::Started { pid, .. } => task = Some(pid),
+            _ => {}
+        }
+    }
+    let task = task.expect("started");
+    let children = || std::fs::read_to_string(format!("/proc/{task}/task/{task}/children")).expect("children");
+    let is_sleeper = |pid: &i32| {
+        std::fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|line| line.starts_with(b"sleep\x001000\x00"))
+    };
+    let find = || children().split(' ').filter_map(|pid| pid.parse().ok()).find(is_sleeper);
+    wait_until("there is a sleeper", || find().is_some());
+    find().expect("just seen")
+}
+
 fn with_and_without_rights(test: impl Fn(&mut Tasker)) {
     test(&mut Tasker::start());
     if nix::unistd::geteuid().is_root() {
@@ -98,26 +120,8 @@ fn a_program_that_is_held_when_it_is_told_to_run_begins_when_it_is_free() {
 fn whoever_a_program_leaves_behind_is_ended_if_it_ends_as_agreed_and_only_then() {
     with_and_without_rights(|tasker| {
         for (code, stays) in [(85, false), (3, true)] {
-            let script =
-                format!("sleep 1000 & echo $!; trap 'exit {code}' USR1; echo ready; while :; do sleep 0.01; done");
-            tasker.send(ToTasker::Start(shell(&script)));
-            let mut out = Vec::new();
-            let mut task = None;
-            while !String::from_utf8_lossy(&out).contains("ready") {
-                match tasker.next() {
-                    FromTasker::Output { bytes, .. } => out.extend(bytes),
-                    FromTasker::Started { pid, .. } => task = Some(pid),
-                    _ => {}
-                }
-            }
-            let task = task.expect("started");
-            let children = || std::fs::read_to_string(format!("/proc/{task}/task/{task}/children")).expect("children");
-            let is_sleeper = |pid: &i32| {
-                std::fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|line| line.starts_with(b"sleep\x001000\x00"))
-            };
-            let find = || children().split(' ').filter_map(|pid| pid.parse().ok()).find(is_sleeper);
-            wait_until("there is a sleeper", || find().is_some());
-            let sleeper = find().expect("just seen");
+            let sleeper =
+                with_sleeper(tasker, &format!("trap 'exit {code}' USR1; echo ready; while :; do sleep 0.01; done"));
             tasker.send(ToTasker::End { tid: tid(1), engine: OWN });
             assert_eq!(end(tasker).1, code << 8);
             if !stays {
@@ -127,6 +131,24 @@ fn whoever_a_program_leaves_behind_is_ended_if_it_ends_as_agreed_and_only_then()
             // Without a namespace nobody else ends it.
             let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(sleeper), nix::sys::signal::Signal::SIGKILL);
         }
+    });
+}
+
+#[test]
+fn a_program_that_is_asked_by_a_message_may_end_as_soon_as_that_is_expected_and_nobody_is_left_behind() {
+    let by_message = Engine::Own { asked: Asked::Message(77), exit: 85, wait: 30 };
+    with_and_without_rights(|tasker| {
+        let dir = tempfile::tempdir().expect("dir");
+        let go = dir.path().join("go");
+        // It prepares for no signal: by one it would not have been asked.
+        let script = format!("echo ready; until [ -e {} ]; do sleep 0.01; done; exit 85", go.display());
+        let sleeper = with_sleeper(tasker, &script);
+        tasker.send(ToTasker::End { tid: tid(1), engine: by_message });
+        tasker.until(&mut Vec::new(), |m| matches!(m, FromTasker::ExpectsEnd { .. }).then_some(()));
+        assert!(is_alive(sleeper));
+        std::fs::write(&go, "").expect("written");
+        assert_eq!(end(tasker).1, 85 << 8);
+        wait_until("the sleeper is ended", || !is_alive(sleeper));
     });
 }
 

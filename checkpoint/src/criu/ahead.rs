@@ -7,6 +7,9 @@
 //!
 //! The words are those of CRIU's page server: a head, and behind that of an answer the pages. Questions are answered in their order, on
 //! either side. What is not understood passes as it is, and from then on everything does.
+//!
+//! In its first moments the task itself comes first: CRIU, which would go through all memory at once, has to wait, so that
+//! what the task needs is not behind that.
 
 mod carry;
 mod missing;
@@ -27,17 +30,19 @@ const PRESENT: u32 = 1 << 2;
 /// Pages that are asked for at once, beforehand: from few, if that takes long, to many.
 const PIECE_PAGES_MIN: u64 = 16;
 const PIECE_PAGES_MAX: u64 = 128;
-/// Pieces that are under way beforehand. A page that the task needs now comes behind them.
+/// Pieces that are under way beforehand, and one more if CRIU waits for it. A page that the task needs now comes behind them.
 const UNDER_WAY_MAX: usize = 2;
+/// So long after CRIU has begun to go through memory the task comes first: unless it needs something, CRIU's question stays open.
+const FIRST_STEPS: Duration = Duration::from_millis(50);
 /// So long a piece may take, and so soon it has to be here for larger ones.
 const SLOW: Duration = Duration::from_millis(25);
 const QUICK: Duration = Duration::from_millis(10);
 /// Pieces of one process that are under way or kept beforehand.
 const AHEAD_MAX: usize = 4;
-/// Pieces of all processes together.
+/// Pieces of all processes together, apart from those that CRIU has asked for.
 const PIECES_MAX: usize = 32;
-/// Questions of CRIU that wait for an answer; more stay where they are.
-const WANTED_MAX: usize = 1024;
+/// Questions of CRIU that wait for an answer; more stay where they are. There are no more than threads that wait for a page.
+const WANTED_MAX: usize = 65_536;
 /// Room that is kept for more pieces.
 const SPARE_MAX: usize = 8;
 /// Bytes that pass as they are, at once.
@@ -109,6 +114,14 @@ struct Wanted {
     from: From,
 }
 
+/// What CRIU has asked for in turn, as far as it has not been asked of the other host.
+#[derive(Clone, Copy, Debug)]
+struct Turn {
+    process: u64,
+    address: u64,
+    end: u64,
+}
+
 /// A question to the other host.
 #[derive(Clone, Copy, Debug)]
 struct Asked {
@@ -147,6 +160,13 @@ struct Ahead {
     is_plain: bool,
     heard: Vec<u8>,
     wanted: VecDeque<Wanted>,
+    /// Bytes of the answer to the first of these that CRIU has taken.
+    taken: usize,
+    /// CRIU does not take more just now.
+    is_blocked: bool,
+    turns: VecDeque<Turn>,
+    /// Until then the task comes first; known when CRIU has begun.
+    first_steps: Option<Instant>,
     asked: VecDeque<Asked>,
     /// By process and address.
     pieces: BTreeMap<(u64, u64), Piece>,
@@ -169,6 +189,10 @@ impl Ahead {
             is_plain: false,
             heard: Vec::new(),
             wanted: VecDeque::new(),
+            taken: 0,
+            is_blocked: false,
+            turns: VecDeque::new(),
+            first_steps: None,
             asked: VecDeque::new(),
             pieces: BTreeMap::new(),
             piece_pages: PIECE_PAGES_MIN,
@@ -190,14 +214,29 @@ impl Ahead {
         self.wanted.len() < WANTED_MAX
     }
 
+    /// Whether it takes more from the other host now.
+    fn takes_answers(&self) -> bool {
+        self.plain.len() < PLAIN_BYTES
+    }
+
+    /// Whether there is more for CRIU than it takes.
+    fn is_blocked(&self) -> bool {
+        self.is_blocked
+    }
+
+    /// When an answer is due that waits for nothing else.
+    fn due(&self) -> Option<Instant> {
+        self.first_steps.filter(|_| self.lets_the_task_go_first())
+    }
+
     /// Questions of CRIU that have no answer yet.
     fn open(&self) -> usize {
         self.wanted.len()
     }
 
-    /// What the other host is to be told.
-    fn questions(&mut self) -> Vec<u8> {
-        std::mem::take(&mut self.to_other)
+    /// What the other host is to be told; what it has taken is to be removed.
+    fn questions(&mut self) -> &mut Vec<u8> {
+        &mut self.to_other
     }
 
     // ---- CRIU's side
@@ -220,6 +259,8 @@ impl Ahead {
             }
         }
         if self.is_plain {
+            // Answers come in the order of questions.
+            while self.ask_in_turn() {}
             self.to_other.append(&mut self.heard);
         }
         self.fetch_ahead();
@@ -238,14 +279,16 @@ impl Ahead {
 
     fn question(&mut self, head: Head) {
         let end = self.end_of(&head);
+        let page = self.page;
         let mut in_turn = false;
         if let Some(process) = self.processes.get_mut(&head.process) {
-            in_turn = process.turn(head.address, end, self.page);
+            in_turn = process.turn(head.address, end, page) && process.misses_all(head.address, end);
         }
         if in_turn {
-            self.ask_pieces(head.process, head.address, end);
+            self.first_steps.get_or_insert(self.now + FIRST_STEPS);
+            self.turns.push_back(Turn { process: head.process, address: head.address, end });
         }
-        let from = match self.covered(head.process, head.address, end) {
+        let from = match in_turn || self.covered(head.process, head.address, end) {
             true => From::Pieces,
             false => self.ask_for_itself(&head),
         };
@@ -257,14 +300,19 @@ impl Ahead {
     }
 
     /// True if all of this is in pieces that are here or on their way.
-    fn covered(&self, process: u64, mut address: u64, end: u64) -> bool {
+    fn covered(&self, process: u64, address: u64, end: u64) -> bool {
+        self.uncovered(process, address, end).is_none()
+    }
+
+    /// The first address of these that is in no piece.
+    fn uncovered(&self, process: u64, mut address: u64, end: u64) -> Option<u64> {
         while address < end {
             match self.piece_at(process, address) {
                 Some((_, piece)) => address = piece.end,
-                None => return false,
+                None => return Some(address),
             }
         }
-        true
+        None
     }
 
     fn piece_at(&self, process: u64, address: u64) -> Option<(u64, &Piece)> {
@@ -272,17 +320,30 @@ impl Ahead {
         (of == process && address < piece.end).then_some((start, piece))
     }
 
-    /// Writes what CRIU can be answered now.
+    /// True if CRIU has only asked for what has time.
+    fn lets_the_task_go_first(&self) -> bool {
+        let is_early = self.first_steps.is_some_and(|until| self.now < until);
+        is_early && self.taken == 0 && !self.wanted.is_empty() && self.wanted.iter().all(|wanted| wanted.in_turn)
+    }
+
+    /// Writes what CRIU can be answered now, as far as it takes that.
     fn answer(&mut self, out: &mut impl Write) -> io::Result<()> {
+        self.is_blocked = false;
         while self.answer_first(out)? {}
         self.fetch_ahead();
-        out.write_all(&std::mem::take(&mut self.plain))
+        if self.wanted.is_empty() {
+            self.is_blocked = !write_from(out, &mut self.plain)?;
+        }
+        Ok(())
     }
 
     /// True if there may be more to answer.
     fn answer_first(&mut self, out: &mut impl Write) -> io::Result<bool> {
         let (Some(form), Some(first)) = (self.form, self.wanted.front()) else { return Ok(false) };
-        let head = first.head;
+        if self.lets_the_task_go_first() {
+            return Ok(false);
+        }
+        let (head, in_turn) = (first.head, first.in_turn);
         let mut found: Vec<&[u8]> = Vec::new();
         match &first.from {
             From::ItsOwn(None) => return Ok(false),
@@ -290,7 +351,11 @@ impl Ahead {
             From::Pieces => {
                 let end = self.end_of(&head);
                 let mut at = head.address;
-                while let (true, Some((start, piece))) = (at < end, self.piece_at(head.process, at)) {
+                while at < end {
+                    let Some((start, piece)) = self.piece_at(head.process, at) else {
+                        self.ask_after_all(&head, in_turn, at);
+                        return Ok(false);
+                    };
                     let Some(bytes) = &piece.bytes else { return Ok(false) };
                     let until = end.min(piece.end);
                     found.push(&bytes[(at - start) as usize..(until - start) as usize]);
@@ -299,16 +364,16 @@ impl Ahead {
             }
         }
         let bytes: usize = found.iter().map(|part| part.len()).sum();
-        if bytes == 0 {
-            // The piece that it was in was shorter than it should be, or has gone to somebody else.
-            let from = self.ask_for_itself(&head);
-            self.wanted.front_mut().expect("it was looked at").from = from;
-            return Ok(false);
-        }
         let answer = Head { command: PRESENT << FLAGS_SHIFT | ADD, pages: bytes as u64 / self.page, ..head };
         let answer = form.write(&answer);
         found.insert(0, &answer);
-        write_all(out, &found)?;
+        let whole = answer.len() + bytes;
+        self.taken += write_parts(out, &found, self.taken)?;
+        if self.taken < whole {
+            self.is_blocked = true;
+            return Ok(false);
+        }
+        self.taken = 0;
         let Some(done) = self.wanted.pop_front() else { return Ok(false) };
         if let From::ItsOwn(Some(bytes)) = done.from {
             self.put_by(bytes);
@@ -317,6 +382,21 @@ impl Ahead {
             self.forget_before(head.process, head.address + bytes as u64);
         }
         Ok(true)
+    }
+
+    /// CRIU's first question is not to be answered from the pieces that there are: what comes here has not been asked for so far, or
+    /// was in a piece that has turned out shorter.
+    fn ask_after_all(&mut self, head: &Head, in_turn: bool, at: u64) {
+        if !in_turn {
+            let from = self.ask_for_itself(head);
+            self.wanted.front_mut().expect("it was looked at").from = from;
+            return;
+        }
+        let (process, end) = (head.process, self.end_of(head));
+        let comes = |turn: &Turn| turn.process == process && (turn.address..turn.end).contains(&at);
+        if !self.turns.iter().any(comes) {
+            self.turns.push_front(Turn { process, address: at, end });
+        }
     }
 
     /// What lies before this address was asked for, or is not needed any more.
@@ -352,18 +432,15 @@ impl Ahead {
         From::ItsOwn(None)
     }
 
-    /// Asks for these addresses in pieces, as far as they are missing and there is room.
-    fn ask_pieces(&mut self, process: u64, mut address: u64, end: u64) {
-        while address < end {
-            match self
-                .piece_at(process, address)
-                .map(|(_, piece)| piece.end)
-                .or_else(|| self.ask_piece(process, address))
-            {
-                Some(until) => address = until,
-                None => return,
-            }
+    /// Asks for a piece of what CRIU has asked for in turn. False if there is none.
+    fn ask_in_turn(&mut self) -> bool {
+        while let Some(Turn { process, address, end }) = self.turns.pop_front() {
+            let Some(at) = self.uncovered(process, address, end) else { continue };
+            let Some(until) = self.ask_piece(process, at) else { continue };
+            self.turns.push_front(Turn { process, address: until, end });
+            return true;
         }
+        false
     }
 
     /// Asks for a piece that begins here, where none is; its end.
@@ -372,18 +449,16 @@ impl Ahead {
         let end = end.min(address + self.piece_pages * self.page);
         let next = self.pieces.range((process, address)..).next().filter(|((of, _), _)| *of == process);
         let end = next.map_or(end, |((_, start), _)| end.min(*start));
-        if self.pieces.len() >= PIECES_MAX {
-            return None;
-        }
         self.pieces.insert((process, address), Piece { end, bytes: None });
         let pages = (end - address) / self.page;
         self.ask(Asked { process, address, pages, is_piece: true, at: self.now });
         Some(end)
     }
 
-    /// Keeps pieces on their way.
+    /// Keeps pieces on their way: first those that CRIU waits for.
     fn fetch_ahead(&mut self) {
-        if self.is_plain {
+        while self.asked.len() <= UNDER_WAY_MAX && self.ask_in_turn() {}
+        if self.is_plain || self.first_steps.is_none_or(|until| self.now < until) {
             return;
         }
         let begun: Vec<(u64, u64)> =
@@ -391,7 +466,7 @@ impl Ahead {
         for (process, mut address) in begun {
             for _ in 0..AHEAD_MAX {
                 let known = self.piece_at(process, address).map(|(_, piece)| piece.end);
-                if known.is_none() && self.asked.len() >= UNDER_WAY_MAX {
+                if known.is_none() && (self.asked.len() >= UNDER_WAY_MAX || self.pieces.len() >= PIECES_MAX) {
                     return;
                 }
                 let Some(end) = known.or_else(|| self.ask_piece(process, address)) else { break };
@@ -462,9 +537,10 @@ impl Ahead {
         self.coming.have = 0;
         let (Some(asked), Some(body)) = (self.asked.pop_front(), self.coming.body.take()) else { return };
         if asked.is_piece {
+            let is_early = self.first_steps.is_none_or(|until| self.now < until);
             self.piece_pages = match self.now.saturating_duration_since(asked.at) {
                 took if took > SLOW => (self.piece_pages / 2).max(PIECE_PAGES_MIN),
-                took if took < QUICK => (self.piece_pages * 2).min(PIECE_PAGES_MAX),
+                took if took < QUICK && !is_early => (self.piece_pages * 2).min(PIECE_PAGES_MAX),
                 _ => self.piece_pages,
             };
             if let Some(piece) = self.pieces.get_mut(&(asked.process, asked.address)) {
@@ -484,19 +560,32 @@ impl Ahead {
     }
 }
 
-/// Writes all of these, one behind the other.
-fn write_all(out: &mut impl Write, parts: &[&[u8]]) -> io::Result<()> {
+/// Writes of these, one behind the other, what is behind so many bytes; how many bytes more were taken.
+fn write_parts(out: &mut impl Write, parts: &[&[u8]], skipped: usize) -> io::Result<usize> {
     let mut slices: Vec<IoSlice<'_>> = parts.iter().map(|part| IoSlice::new(part)).collect();
     let mut left = &mut slices[..];
+    IoSlice::advance_slices(&mut left, skipped);
+    let mut taken = 0;
     while !left.is_empty() {
         match out.write_vectored(left) {
             Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
-            Ok(written) => IoSlice::advance_slices(&mut left, written),
+            Ok(written) => {
+                taken += written;
+                IoSlice::advance_slices(&mut left, written);
+            }
             Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => break,
             Err(e) => return Err(e),
         }
     }
-    Ok(())
+    Ok(taken)
+}
+
+/// Writes these bytes, and removes what was taken of them. True if that is all.
+fn write_from(out: &mut impl Write, bytes: &mut Vec<u8>) -> io::Result<bool> {
+    let taken = write_parts(out, &[bytes], 0)?;
+    bytes.drain(..taken);
+    Ok(bytes.is_empty())
 }
 
 #[cfg(test)]

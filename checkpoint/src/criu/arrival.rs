@@ -15,6 +15,7 @@ use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -31,11 +32,16 @@ const BYTES_MAX: usize = 4;
 /// Until the one that fetches listens it is looked for this often.
 const LOOK_PAUSE: Duration = Duration::from_millis(1);
 
+/// Copies of the descriptors, whatever becomes of the thread through which they pass.
+type Kept = Arc<Mutex<Vec<OwnedFd>>>;
+
 /// Memory on its way to here.
 pub(super) struct Arrival {
     program: Program,
-    /// Passes descriptors on until the restore is over; what it has kept of them.
-    passing: JoinHandle<Vec<OwnedFd>>,
+    /// Passes descriptors on until the restore is over.
+    passing: JoinHandle<()>,
+    /// Those that have passed.
+    kept: Kept,
     /// Asks before it is asked.
     carrying: Carrying,
     log: PathBuf,
@@ -61,11 +67,15 @@ impl Arrival {
         let arguments = arguments.into_iter().chain(more);
         let program = Program::start(criu, arguments, &theirs, &inherit, &asks.patience.variables())?;
         let ended = program.end_seen().map_err(|e| io("no descriptor", e))?;
+        let kept = Kept::default();
         let passing = std::thread::Builder::new()
             .name("passing".into())
-            .spawn(move || pass_on(&folder, &listener, &ended))
+            .spawn({
+                let kept = kept.clone();
+                move || pass_on(&folder, &listener, &ended, &kept)
+            })
             .map_err(|e| io("no thread", e))?;
-        Ok(Arrival { program, passing, carrying, log: theirs.join(LOG) })
+        Ok(Arrival { program, passing, kept, carrying, log: theirs.join(LOG) })
     }
 }
 
@@ -76,9 +86,13 @@ impl Arriving for Arrival {
 
     fn finish(mut self: Box<Self>, limits: &Limits) -> Result<(), (Failure, Missing)> {
         let ended = self.program.finish(limits, &self.log);
-        let kept = self.passing.join().expect("whoever passes descriptors on does not panic");
-        let carried = self.carrying.join().expect("whoever fetches ahead does not panic");
-        ended.map_err(|why| (carried.err().map_or(why, Failure::Engine), Missing(kept)))
+        let broken = |what: &str| Failure::Engine(format!("the thread that {what} has panicked"));
+        let passed = self.passing.join().map_err(|_| broken("passes descriptors on"));
+        let carried = self.carrying.join().unwrap_or_else(|_| Err(broken("fetches memory ahead")));
+        ended.map_err(|why| {
+            let kept = std::mem::take(&mut *self.kept.lock().unwrap_or_else(PoisonError::into_inner));
+            (carried.and(passed).err().unwrap_or(why), Missing(kept))
+        })
     }
 }
 
@@ -87,21 +101,19 @@ fn in_folder(folder: &File, name: &Path) -> PathBuf {
     PathBuf::from(format!("/proc/self/fd/{}", folder.as_raw_fd())).join(name)
 }
 
-/// Lets the restore talk with the one that fetches, until either has ended; the descriptors that passed.
-fn pass_on(folder: &File, listener: &UnixListener, ended: &OwnedFd) -> Vec<OwnedFd> {
-    let mut kept = Vec::new();
-    let Some(fetches) = connect(folder, ended) else { return kept };
+/// Lets the restore talk with the one that fetches, until either has ended, and keeps the descriptors that pass.
+fn pass_on(folder: &File, listener: &UnixListener, ended: &OwnedFd, kept: &Kept) {
+    let Some(fetches) = connect(folder, ended) else { return };
     if !ready(&[listener.as_fd()], ended) {
-        return kept;
+        return;
     }
-    let Ok((restore, _)) = listener.accept() else { return kept };
+    let Ok((restore, _)) = listener.accept() else { return };
     while ready(&[restore.as_fd(), fetches.as_fd()], ended) {
-        let passed = [(&restore, &fetches), (&fetches, &restore)].map(|(from, to)| pass(from, to, &mut kept));
+        let passed = [(&restore, &fetches), (&fetches, &restore)].map(|(from, to)| pass(from, to, kept));
         if passed.iter().any(|passed| !matches!(passed, Ok(true))) {
             break;
         }
     }
-    kept
 }
 
 /// Connects to the one that fetches as soon as it listens.
@@ -119,7 +131,7 @@ fn connect(folder: &File, ended: &OwnedFd) -> Option<UnixStream> {
 }
 
 /// Passes on what there is, with its descriptors; false at the end of the stream.
-fn pass(from: &UnixStream, to: &UnixStream, kept: &mut Vec<OwnedFd>) -> io::Result<bool> {
+fn pass(from: &UnixStream, to: &UnixStream, kept: &Kept) -> io::Result<bool> {
     let mut bytes = [0; BYTES_MAX];
     let mut room = nix::cmsg_space!([RawFd; DESCRIPTORS_MAX]);
     let mut parts = [IoSliceMut::new(&mut bytes)];
@@ -142,8 +154,9 @@ fn pass(from: &UnixStream, to: &UnixStream, kept: &mut Vec<OwnedFd>) -> io::Resu
     let numbers: Vec<RawFd> = came.iter().map(AsRawFd::as_raw_fd).collect();
     let rights = [ControlMessage::ScmRights(&numbers)];
     let with = if numbers.is_empty() { &[][..] } else { &rights[..] };
+    // First: what is closed here may be the last copy.
+    kept.lock().unwrap_or_else(PoisonError::into_inner).extend(came);
     sendmsg::<()>(to.as_raw_fd(), &[IoSlice::new(&bytes[..length])], with, MsgFlags::MSG_NOSIGNAL, None)?;
-    kept.extend(came);
     Ok(true)
 }
 

@@ -82,7 +82,7 @@ pub enum Engine {
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error(
     "{ENGINE_ENV}: \"{0}\" is not understood; it is a list of criu, \
-     own[:signal=NAME|:message=TAG][:exit=CODE][:wait=SECONDS] and restart[:wait=SECONDS]"
+     own[:signal=NAME|:message=TAG][:exit=CODE][:wait=SECONDS] and restart[:wait=SECONDS], each setting once"
 )]
 pub struct EngineError(pub String);
 
@@ -110,8 +110,15 @@ impl Engine {
             Some("restart") => Engine::Restart { wait: RESTART_WAIT },
             _ => return Err(wrong()),
         };
+        let mut said = Vec::new();
         for part in parts {
             let (name, value) = part.split_once('=').map(|(n, v)| (n.trim(), v.trim())).ok_or_else(wrong)?;
+            // Either says how the program is asked.
+            let what = if name == "message" { "signal" } else { name };
+            if said.contains(&what) {
+                return Err(wrong());
+            }
+            said.push(what);
             match (&mut engine, name) {
                 (Engine::Own { asked, .. }, "signal") => *asked = Asked::Signal(signal_named(value).ok_or_else(wrong)?),
                 (Engine::Own { asked, .. }, "message") => {
@@ -258,6 +265,10 @@ mod tests {
             "restart:exit=3",
             "criu:wait=3",
             "own,own:wait=3",
+            "own:wait=3:wait=3",
+            "restart:wait=3:wait=4",
+            "own:signal=USR1:message=7",
+            "own:message=7:exit=3:message=8",
         ] {
             let error = Engine::list(word).expect_err(word).to_string();
             assert!(error.starts_with("SEMPA_ENGINE: \""), "{word}: {error}");

@@ -71,14 +71,15 @@ pub enum ToTasker {
         /// Signal number.
         signal: i32,
     },
-    /// Ask the task's process by a signal to end, so that the program can be started again. If it ends in the way that was
+    /// Ask the task's process to end, so that the program can be started again: by a signal, or by a message, which the daemon
+    /// sends when it hears that the end is expected (→ [`FromTasker::ExpectsEnd`]). If it ends in the way that was
     /// agreed, everybody else whom the task has is ended as well before that is reported (without a process-id namespace: is
     /// being ended). A task that is held may run so long
     /// for it. → [`FromTasker::Exited`], when it has ended, or [`FromTasker::NotAsked`]
     End {
         /// The task.
         tid: Tid,
-        /// By which signal, and what is agreed.
+        /// How it is asked, and what is agreed.
         engine: Engine,
     },
     /// What it was asked by [`ToTasker::End`] does not count any more: if it ends, it has ended.
@@ -237,6 +238,11 @@ pub enum FromTasker {
         tid: Tid,
         /// What was tried and what happened.
         why: String,
+    },
+    /// A program that is to be asked by a message may end now.
+    ExpectsEnd {
+        /// The task.
+        tid: Tid,
     },
     /// A program was not asked to end: it would not know why.
     NotAsked {

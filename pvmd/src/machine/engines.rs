@@ -284,15 +284,20 @@ impl Machine {
             return;
         }
         let Ending { migration, engine, .. } = *ending;
-        let conn = task.conn();
         self.tell_tasker(ToTasker::End { tid, engine });
-        let Some((asked, wait)) = engine.asks() else { return };
-        if let (Asked::Message(tag), Some(conn)) = (asked, conn) {
-            // Whatever else comes now is for the next process.
-            let message = daemons_message(tid, (0, tag), ints(&[i32::try_from(wait).unwrap_or(i32::MAX)]));
-            self.out.push_back(Output::ToTask { conn, message: ToTask::Deliver { message, after: None } });
-        }
+        let Some((_, wait)) = engine.asks() else { return };
         self.timer(Micros::from_secs(wait.into()), Timer::Ending(tid, migration));
+    }
+
+    /// The tasker expects the end of a program that is asked by a message: only now may it have that, so that its end is taken for
+    /// what it is. Should the move be off meanwhile the program has been asked all the same, as one that has got a signal.
+    pub(super) fn ask_by_message(&mut self, tid: Tid) {
+        let Some(task) = self.tasks.get(tid) else { return };
+        let Some(ending) = task.ending.filter(|ending| ending.asked) else { return };
+        let (Some((Asked::Message(tag), wait)), Some(conn)) = (ending.engine.asks(), task.conn()) else { return };
+        // Past what waits, which is for the next process, as is whatever else comes now.
+        let message = daemons_message(tid, (0, tag), ints(&[i32::try_from(wait).unwrap_or(i32::MAX)]));
+        self.out.push_back(Output::ToTask { conn, message: ToTask::Deliver { message, after: None } });
     }
 
     /// The time is over that its library had to say so.

@@ -334,6 +334,7 @@ impl Machine {
                     task.pid = pid;
                 }
             }
+            FromTasker::ExpectsEnd { tid } => self.ask_by_message(tid),
             FromTasker::NotAsked { tid, why } => self.not_asked(tid, why),
             FromTasker::StartFailed { tid, why } => self.start_failed(tid, &why),
             FromTasker::Output { tid, bytes } => self.task_output(tid, bytes),

@@ -3,21 +3,21 @@
 use super::super::images::page_size;
 use super::super::process::hurry_thread;
 use super::patience::{Open, Patience};
-use super::{Ahead, Missing};
+use super::{Ahead, Missing, write_from};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use sempa_proto::migration::Failure;
-use std::io::{self, Read, Write};
+use std::io::{self, Read};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::thread::JoinHandle;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Bytes of questions that are read at once.
 const QUESTIONS_BYTES: usize = 4 << 10;
 
-/// Ends when CRIU has closed its end, or the other host's is closed; why, if that is due to what either has said.
-pub(in super::super) type Carrying = JoinHandle<Result<(), String>>;
+/// Ends when CRIU has closed its end, or the other host's is closed; why, if that is due to what either has said or the images.
+pub(in super::super) type Carrying = JoinHandle<Result<(), Failure>>;
 
 /// What CRIU gets: the stream on which it asks, and what keeps it from asking the kernel all the time.
 #[derive(Debug)]
@@ -29,22 +29,29 @@ pub(in super::super) struct Asking {
 /// Stands between CRIU and the other host for the task whose images are in this directory.
 ///
 /// # Errors
-/// The images are not whole, or there is no descriptor or thread.
+/// There is no descriptor or thread.
 pub(in super::super) fn start(dir: &Path, other: OwnedFd) -> Result<(Carrying, Asking), Failure> {
     let io = |e: io::Error| Failure::Io(format!("cannot fetch memory ahead: {e}"));
-    let ahead = Ahead::new(Missing::in_images(dir)?, page_size(), Instant::now());
     let (ours, stream) = UnixStream::pair().map_err(io)?;
+    let other = UnixStream::from(other);
+    // Neither may keep the other one waiting.
+    ours.set_nonblocking(true).and_then(|()| other.set_nonblocking(true)).map_err(io)?;
     let (open, patience) = Open::new().map_err(io)?;
     let thread = std::thread::Builder::new().name("ahead".into());
-    let carrying = thread.spawn(move || carry(ahead, open, ours, other.into())).map_err(io)?;
-    Ok((carrying, Asking { stream, patience }))
+    let dir = dir.to_path_buf();
+    let carrying = thread.spawn(move || {
+        hurry_thread();
+        // What CRIU asks meanwhile waits.
+        let ahead = Ahead::new(Missing::in_images(&dir)?, page_size(), Instant::now());
+        carry(ahead, open, ours, other).map_err(Failure::Engine)
+    });
+    Ok((carrying.map_err(io)?, Asking { stream, patience }))
 }
 
 fn carry(mut ahead: Ahead, mut open: Open, mut engine: UnixStream, mut other: UnixStream) -> Result<(), String> {
-    hurry_thread();
     let mut questions = [0; QUESTIONS_BYTES];
     loop {
-        let (asks, answers) = ready(&ahead, &engine, &other);
+        let [asks, answers] = ready(&mut ahead, &engine, &other);
         ahead.tell_time(Instant::now());
         if asks {
             match heard(engine.read(&mut questions)) {
@@ -61,7 +68,7 @@ fn carry(mut ahead: Ahead, mut open: Open, mut engine: UnixStream, mut other: Un
             }
         }
         let told = open.set(0).and_then(|()| ahead.answer(&mut engine)).and_then(|()| open.set(ahead.open()));
-        let done = told.and_then(|()| other.write_all(&ahead.questions()));
+        let done = told.and_then(|()| write_from(&mut other, ahead.questions()));
         if done.is_err() {
             // Whoever does not listen any more has gone; the other one learns of it by the end of its stream.
             return Ok(());
@@ -72,17 +79,25 @@ fn carry(mut ahead: Ahead, mut open: Open, mut engine: UnixStream, mut other: Un
 /// Bytes that were read, 0 at the end of a stream.
 fn heard(read: io::Result<usize>) -> Option<usize> {
     match read {
-        Err(e) if e.kind() == io::ErrorKind::Interrupted => None,
+        Err(e) if matches!(e.kind(), io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock) => None,
         read => Some(read.unwrap_or(0)),
     }
 }
 
-/// Waits until CRIU asks or the other host answers.
-fn ready(ahead: &Ahead, engine: &UnixStream, other: &UnixStream) -> (bool, bool) {
-    let asked = if ahead.takes_questions() { PollFlags::POLLIN } else { PollFlags::empty() };
-    let mut fds = [PollFd::new(engine.as_fd(), asked), PollFd::new(other.as_fd(), PollFlags::POLLIN)];
+/// Waits until CRIU asks, the other host answers, either takes more, or an answer is due: whether the first two have something.
+fn ready(ahead: &mut Ahead, engine: &UnixStream, other: &UnixStream) -> [bool; 2] {
+    let wants = |reads, writes| {
+        let when = |is: bool, flag| if is { flag } else { PollFlags::empty() };
+        when(reads, PollFlags::POLLIN) | when(writes, PollFlags::POLLOUT)
+    };
+    let of_engine = wants(ahead.takes_questions(), ahead.is_blocked());
+    let of_other = wants(ahead.takes_answers(), !ahead.questions().is_empty());
+    let mut fds = [PollFd::new(engine.as_fd(), of_engine), PollFd::new(other.as_fd(), of_other)];
+    // A millisecond too late rather than too early.
+    let due = ahead.due().map(|at| at.saturating_duration_since(Instant::now()) + Duration::from_millis(1));
+    let due = due.and_then(|pause| PollTimeout::try_from(pause).ok()).unwrap_or(PollTimeout::NONE);
     // Without news it looks again.
-    let _ = poll(&mut fds, PollTimeout::NONE);
-    let [asks, answers] = fds.map(|fd| fd.any().unwrap_or(false));
-    (asks, answers)
+    let _ = poll(&mut fds, due);
+    let reads = PollFlags::POLLIN | PollFlags::POLLHUP | PollFlags::POLLERR;
+    fds.map(|fd| fd.revents().is_some_and(|events| events.intersects(reads)))
 }

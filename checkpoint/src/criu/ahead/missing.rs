@@ -68,6 +68,17 @@ impl Process {
         (address < end).then_some((start, end))
     }
 
+    /// True if all of this is missing.
+    pub(super) fn misses_all(&self, mut address: u64, end: u64) -> bool {
+        while address < end {
+            match self.misses(address) {
+                Some((_, until)) => address = until,
+                None => return false,
+            }
+        }
+        true
+    }
+
     /// The first missing address from here on.
     pub(super) fn missing_from(&self, address: u64) -> Option<u64> {
         match self.misses(address) {

@@ -121,10 +121,31 @@ impl Engine {
     }
 }
 
+/// CRIU's socket.
+struct Socket {
+    bytes: Vec<u8>,
+    room: usize,
+}
+
+impl Write for Socket {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let taken = bytes.len().min(self.room);
+        self.room -= taken;
+        self.bytes.extend(&bytes[..taken]);
+        if taken == 0 { Err(io::ErrorKind::WouldBlock.into()) } else { Ok(taken) }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
 struct Pair {
     ahead: Ahead,
     engine: Engine,
     source: Source,
+    /// Bytes that CRIU takes at once.
+    room: usize,
 }
 
 impl Pair {
@@ -132,7 +153,13 @@ impl Pair {
         let ahead = Ahead::new(Missing(missing.clone()), PAGE, Instant::now());
         let (asked, says) = (Vec::new(), VecDeque::new());
         let source = Source { missing: missing.clone(), form, pages_max, asked, says };
-        Pair { ahead, engine: Engine::new(missing, form), source }
+        Pair { ahead, engine: Engine::new(missing, form), source, room: usize::MAX }
+    }
+
+    /// The task's first moments are over.
+    fn has_begun(mut self) -> Pair {
+        self.ahead.first_steps = Some(self.ahead.now);
+        self
     }
 
     fn engine_says(&mut self, words: Option<Vec<u8>>) {
@@ -145,6 +172,7 @@ impl Pair {
     /// So many bytes of what the source says arrive, each time a little later.
     fn arrives(&mut self, bytes: usize) {
         self.ahead.tell_time(self.ahead.now + Duration::from_micros(bytes as u64 % 20_000));
+        self.pass();
         let mut left = bytes.min(self.source.says.len());
         while left > 0 {
             let room = self.ahead.room();
@@ -157,11 +185,20 @@ impl Pair {
     }
 
     fn pass(&mut self) {
-        let mut said = Vec::new();
-        self.ahead.answer(&mut said).expect("it is memory");
-        self.engine.hear(&said);
-        self.source.hear(&self.ahead.questions());
-        assert!(self.ahead.pieces.len() <= PIECES_MAX);
+        loop {
+            let mut said = Socket { bytes: Vec::new(), room: self.room };
+            self.ahead.answer(&mut said).expect("it is memory");
+            self.engine.hear(&said.bytes);
+            self.source.hear(&std::mem::take(self.ahead.questions()));
+            if !self.ahead.is_blocked() {
+                break;
+            }
+        }
+        let in_turn = self.engine.open.iter().filter(|head| head.pages > 1);
+        let may: u64 = in_turn.map(|head| head.pages).sum();
+        assert!(self.ahead.pieces.len() as u64 <= PIECES_MAX as u64 + may);
+        let pieces = self.ahead.asked.iter().filter(|asked| asked.is_piece).count();
+        assert!(pieces <= UNDER_WAY_MAX + 1);
     }
 
     /// Until CRIU has everything, and says so.
@@ -213,10 +250,12 @@ proptest! {
         long in any::<bool>(),
         pages_max in prop_oneof![3 => Just(u64::MAX), 1 => 1..80u64],
         steps in prop::collection::vec(happens(), 0..200),
+        room in prop_oneof![2 => Just(usize::MAX), 1 => 1..3000usize],
     ) {
         let missing = (1..).zip(lengths.iter().map(|lengths| stretches(lengths, 7 * PAGE))).collect();
         let form = if long { Form::Long } else { Form::Short };
         let mut pair = Pair::new(&missing, form, pages_max);
+        pair.room = room;
         for step in steps {
             match step {
                 Happens::InTurn(process) => {
@@ -239,7 +278,7 @@ proptest! {
 #[test]
 fn what_is_asked_in_turn_is_there_before_it_is_asked_also_while_the_task_needs_pages() {
     let missing = BTreeMap::from([(1, stretches(&[(0, 4000)], 64))]);
-    let mut pair = Pair::new(&missing, Form::Long, u64::MAX);
+    let mut pair = Pair::new(&missing, Form::Long, u64::MAX).has_begun();
     let words = pair.engine.in_turn(1);
     pair.engine_says(words);
     pair.arrives(usize::MAX);
@@ -263,6 +302,40 @@ fn what_is_asked_in_turn_is_there_before_it_is_asked_also_while_the_task_needs_p
 }
 
 #[test]
+fn what_is_asked_in_turn_is_fetched_once_however_much_it_is() {
+    let missing = (1..=20).map(|process| (process, stretches(&[(0, 3000)], 64))).collect();
+    let mut pair = Pair::new(&missing, Form::Long, u64::MAX).has_begun();
+    pair.engine.pages_at_once = 1500;
+    pair.finish();
+    let asked: u64 = pair.source.asked.iter().map(|head| head.pages).sum();
+    assert_eq!(asked, 20 * 3000);
+}
+
+#[test]
+fn at_first_only_what_the_task_needs_is_answered_and_soon_all() {
+    let missing = BTreeMap::from([(1, stretches(&[(0, 4000)], 64))]);
+    let mut pair = Pair::new(&missing, Form::Long, u64::MAX);
+    let words = pair.engine.in_turn(1);
+    pair.engine_says(words);
+    pair.arrives(1000);
+    assert_eq!((pair.engine.open.len(), pair.engine.got.len()), (1, 0), "it is here, and has time");
+    assert_eq!(pair.ahead.due(), Some(pair.ahead.now + FIRST_STEPS - Duration::from_micros(1000)));
+    assert_eq!(pair.source.asked.len(), 1, "nothing is fetched ahead");
+    let words = pair.engine.need(1, 1000);
+    pair.engine_says(words);
+    pair.arrives(1000);
+    assert_eq!((pair.engine.open.len(), pair.engine.got.len()), (0, 5));
+    let words = pair.engine.in_turn(1);
+    pair.engine_says(words);
+    pair.arrives(1000);
+    assert_eq!((pair.engine.open.len(), pair.engine.got.len()), (1, 5));
+    pair.ahead.tell_time(pair.ahead.now + FIRST_STEPS);
+    pair.pass();
+    assert_eq!((pair.engine.open.len(), pair.ahead.due()), (0, None));
+    assert_eq!(pair.source.asked.len(), 2 + UNDER_WAY_MAX, "from now on it is fetched ahead");
+}
+
+#[test]
 fn nothing_is_fetched_before_criu_goes_through_memory_but_what_a_task_needs() {
     let missing = BTreeMap::from([(1, stretches(&[(0, 4000)], 64))]);
     let mut pair = Pair::new(&missing, Form::Long, u64::MAX);
@@ -283,7 +356,7 @@ fn what_is_not_understood_passes_as_it_is() {
         let mut ahead = Ahead::new(Missing(missing), PAGE, Instant::now());
         for _ in 0..2 {
             ahead.engine_says(words);
-            assert_eq!(ahead.questions(), words);
+            assert_eq!(std::mem::take(ahead.questions()), words);
             ahead.room()[..3].copy_from_slice(b"yes");
             ahead.came(3).expect("it passes");
             let mut said = Vec::new();

@@ -2,7 +2,8 @@
 
 use super::engines::{OWN, answers, end_of_move, heard, listed, migrate, request, spawn, start_move, watch};
 use super::scene::{stopped, welcome};
-use super::sim::{Seen, Sim, host, seeds};
+use super::sim::{ASK_TAG, Seen, Sim, host, seeds};
+use sempa_proto::engine::{Asked, Engine};
 use sempa_proto::migration::{Failure, Step};
 use sempa_proto::task::{NotifyRequest, NotifyWhat, Reply, Request};
 use sempa_proto::{Micros, Tid};
@@ -523,4 +524,43 @@ fn a_program_that_begins_again_where_the_owner_has_just_come_can_be_taken_elsewh
         assert_eq!(listed(&mut sim, console, tid)[0].host, host(4), "seed {seed}");
     }
     assert!(arrived > 20 && spared > 5, "{arrived} arrived, {spared} were spared a signal");
+}
+
+#[test]
+fn a_program_that_is_asked_by_a_message_has_it_once_and_the_process_behind_it_has_none() {
+    for seed in seeds(60) {
+        let (mut sim, console) = Sim::cluster(seed, 3);
+        let tid = spawn(&mut sim, console, request("child", "own:message=77:wait=3", "h2"));
+        watch(&mut sim, console, tid);
+        let old = sim.proc_of(tid);
+        let moved = migrate(&mut sim, console, tid, "h3");
+        assert!(matches!(moved, Ok(Engine::Own { asked: Asked::Message(ASK_TAG), .. })), "{moved:?}");
+        sim.until("it is there", |s| s.proc_of(tid) != old && s.procs[s.proc_of(tid)].welcome.is_some());
+        answers(&mut sim, console, tid);
+        let asked = procs_of(&sim, tid).into_iter().map(|proc| sim.procs[proc].notes(ASK_TAG).len());
+        assert_eq!(asked.collect::<Vec<usize>>(), [1, 0], "seed {seed}");
+        assert_eq!(sim.procs[console].notes(1).len(), 0);
+    }
+}
+
+#[test]
+fn the_question_that_a_program_has_left_unread_is_not_put_to_the_process_behind_it() {
+    for seed in seeds(60) {
+        let (mut sim, console) = Sim::cluster(seed, 4);
+        let tid = spawn(&mut sim, console, request("deaf", "own:message=77:wait=3", "h2"));
+        watch(&mut sim, console, tid);
+        let old = sim.proc_of(tid);
+        let times = 1 + seed as usize % 2;
+        for _ in 0..times {
+            let moving = start_move(&mut sim, console, tid, "h3");
+            assert!(end_of_move(&mut sim, console, moving).is_err(), "it has not ended in its time");
+        }
+        sim.pass(Micros::from_millis(100));
+        assert_eq!(sim.procs[old].notes(ASK_TAG).len(), times);
+        sim.end_in_order(old, AGREED);
+        sim.until("it is back", |s| s.proc_of(tid) != old && s.procs[s.proc_of(tid)].welcome.is_some());
+        answers(&mut sim, console, tid);
+        assert_eq!(sim.procs[sim.proc_of(tid)].notes(ASK_TAG).len(), 0, "seed {seed}");
+        assert_eq!(sim.procs[console].notes(1).len(), 0);
+    }
 }

@@ -15,6 +15,7 @@ mod world;
 use crate::machine::io::StartOrder;
 use crate::machine::{ConnId, Event, HostPlan, Machine, MachineConfig, Output, StartId, StartedHost};
 use crate::shell::lanes::LaneId;
+pub(super) use anew::ASK_TAG;
 use bytes::Bytes;
 use dice::Dice;
 pub(super) use procs::{Proc, Seen};

@@ -2,12 +2,15 @@
 
 use super::{Channel, Sim};
 use crate::machine::Event;
-use sempa_proto::engine::Engine;
+use sempa_proto::engine::{Asked, Engine};
 use sempa_proto::link::{Link, LinkFrame, Talk};
 use sempa_proto::migration::Failure;
 use sempa_proto::task::{Claim, Request, Successor, ToDaemon};
 use sempa_proto::tasker::{FromTasker, StartTask};
 use sempa_proto::{HostId, Micros, MigrationId, Tid};
+
+/// The tag by which programs are asked by a message.
+pub(in crate::machine::tests) const ASK_TAG: i32 = 77;
 
 impl Sim {
     /// A library is to say all, for this move, or goes on.
@@ -69,9 +72,17 @@ impl Sim {
             self.hold(on, proc, Micros::from_secs(wait.into()));
         }
         let program = self.procs[proc].program.clone();
+        let by_message = matches!(engine.asks(), Some((Asked::Message(_), _)));
+        if by_message {
+            self.tasker(on, FromTasker::ExpectsEnd { tid });
+        }
         if program.contains("deaf") {
             self.deaf.push(proc);
             return;
+        }
+        if by_message {
+            let before = self.procs[proc].notes(ASK_TAG).len();
+            self.until("it is asked", |s| s.procs[proc].notes(ASK_TAG).len() > before || s.procs[proc].exited);
         }
         let status = match engine {
             _ if program.contains("done") => 0,
