@@ -60,8 +60,7 @@ impl Runtime {
         if let Some(tid) = self.spawn_granted(&request) {
             return Ok(vec![Ok(tid)]);
         }
-        loop {
-            let Some(whom) = self.whom_to_ask(|serves| serves.spawn) else { break };
+        while let Some(whom) = self.whom_to_ask(|serves| serves.spawn) {
             self.timed(|core, now| core.grants.asks(now, whom.rm, whom.wid, &request));
             match self.ask_whom(&whom, SM_SPAWN, pack_spawn(&request, waits))? {
                 Asked::Answer(body) => {

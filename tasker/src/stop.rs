@@ -189,7 +189,10 @@ mod tests {
         assert!(used.user.0 + used.system.0 >= 190_000, "{used:?}");
         assert!(used.resident_max_bytes >= 50 << 20, "{used:?}");
         let ticks = 10_000;
-        assert!(!used.user.0.is_multiple_of(ticks) || !used.system.0.is_multiple_of(ticks), "its own part is exact: {used:?}");
+        assert!(
+            !used.user.0.is_multiple_of(ticks) || !used.system.0.is_multiple_of(ticks),
+            "its own part is exact: {used:?}"
+        );
         assert_eq!(super::used(-1), Usage::default());
     }
 

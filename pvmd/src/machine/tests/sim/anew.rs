@@ -74,6 +74,9 @@ impl Sim {
         let program = self.procs[proc].program.clone();
         let by_message = matches!(engine.asks(), Some((Asked::Message(_), _)));
         if by_message {
+            let before = self.procs[proc].notes(ASK_TAG).len();
+            self.pass(Micros::from_millis(20));
+            assert_eq!(self.procs[proc].notes(ASK_TAG).len(), before, "its end is not expected yet");
             self.tasker(on, FromTasker::ExpectsEnd { tid });
         }
         if program.contains("deaf") {
