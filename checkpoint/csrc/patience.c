@@ -1,35 +1,219 @@
 /* Loaded into a CRIU that fetches the memory of a restored task.
  *
- * While CRIU waits for an answer it asks the kernel for news again and again without a pause, and so takes a processor away
- * from those who bring the answer. As long as a question of its own is open it waits for news here. How many are open says a number
- * in a file that whoever answers keeps; it is lowered before the last byte of an answer is sent, so that nobody waits for
- * what has come already.
+ * CRIU has to be told of one thing at a time. When a task gives memory back, moves it or forks, while a question about that very memory is
+ * on its way, CRIU loses track of the question: it then waits for an answer that has come already, and so does the task, for ever. The
+ * kernel lets the task go on only when its news has been read. So news is read here when no question is open; until then the
+ * task's call waits.
+ *
+ * While such news is unread, the kernel takes no memory for the task (EAGAIN), and CRIU puts off what it has got until it comes by again,
+ * or forgets it if it is zeros. Whoever waits for that memory is woken a little later, so that he asks once more.
+ *
+ * And while CRIU waits for an answer it asks the kernel for news again and again without a pause, and so takes a processor away
+ * from those who bring the answer. Here it waits for the answer.
  */
 
 #define _GNU_SOURCE
+#include <errno.h>
+#include <linux/userfaultfd.h>
+#include <poll.h>
+#include <stdarg.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/epoll.h>
-#include <sys/mman.h>
+#include <sys/ioctl.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
 
-/* Longer than any answer takes on a good day; then CRIU looks by itself again. */
-#define PATIENCE_MS 20
+#define OURS __attribute__((visibility("default")))
 
-static const volatile uint32_t *open_questions;
+enum {
+    /* A question for pages, of CRIU's page server. */
+    GET = 7,
+    /* Lengths of the head of a question or answer: pages are counted in four bytes behind the command, or in eight behind eight. */
+    SHORT_HEAD = 24,
+    LONG_HEAD = 32,
+    /* Longer than any answer takes on a good day; then CRIU looks by itself again. */
+    PATIENCE_MS = 20,
+    /* Who was put off is woken so soon, and so many at most; others wait until CRIU comes by. */
+    WAKE_MS = 1,
+    PUT_OFF_MAX = 256,
+};
 
-__attribute__((constructor)) static void find_open_questions(void)
+static int pages_socket = -1;
+static uint64_t page_bytes;
+/* Questions without a whole answer, and how far the first answer is here. */
+static unsigned long open_questions;
+static size_t head_bytes, head_have;
+static unsigned char head[LONG_HEAD];
+static uint64_t body_left;
+
+static struct {
+    int uffd;
+    struct uffdio_range range;
+} put_off[PUT_OFF_MAX];
+static unsigned put_offs;
+static int64_t woken_ms;
+
+__attribute__((constructor)) static void find_socket(void)
 {
-    const char *number = getenv("SEMPA_OPEN_QUESTIONS");
-    if (!number)
-        return;
-    void *at = mmap(NULL, sizeof *open_questions, PROT_READ, MAP_SHARED, atoi(number), 0);
-    if (at != MAP_FAILED)
-        open_questions = at;
+    const char *number = getenv("SEMPA_PAGES_SOCKET");
+    if (number)
+        pages_socket = atoi(number);
+    page_bytes = (uint64_t)sysconf(_SC_PAGESIZE);
 }
 
-__attribute__((visibility("default"))) int epoll_wait(int epoll, struct epoll_event *events, int events_max, int timeout)
+static int64_t now_ms(void)
 {
-    if (timeout == 0 && open_questions && *open_questions)
-        timeout = PATIENCE_MS;
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
+}
+
+/* ---- questions and answers */
+
+OURS ssize_t send(int fd, const void *bytes, size_t length, int flags)
+{
+    ssize_t sent = syscall(SYS_sendto, fd, bytes, length, flags, NULL, 0);
+    uint32_t command = 0;
+    if (fd == pages_socket && sent == (ssize_t)length && (length == SHORT_HEAD || length == LONG_HEAD)) {
+        memcpy(&command, bytes, sizeof command);
+        if (command == GET) {
+            open_questions++;
+            head_bytes = length;
+        }
+    }
+    return sent;
+}
+
+static void answered(void)
+{
+    head_have = 0;
+    open_questions--;
+}
+
+static void head_came(void)
+{
+    uint32_t few;
+    uint64_t pages;
+    memcpy(&few, head + 4, sizeof few);
+    memcpy(&pages, head + 8, sizeof pages);
+    body_left = (head_bytes == SHORT_HEAD ? few : pages) * page_bytes;
+    if (body_left == 0)
+        answered();
+}
+
+static void came(const unsigned char *bytes, size_t length)
+{
+    while (length > 0 && open_questions > 0) {
+        size_t want = body_left ? body_left : head_bytes - head_have;
+        size_t now = length < want ? length : want;
+        if (body_left) {
+            body_left -= now;
+            if (body_left == 0)
+                answered();
+        } else {
+            memcpy(head + head_have, bytes, now);
+            head_have += now;
+            if (head_have == head_bytes)
+                head_came();
+        }
+        bytes += now;
+        length -= now;
+    }
+}
+
+OURS ssize_t recv(int fd, void *bytes, size_t length, int flags)
+{
+    ssize_t got = syscall(SYS_recvfrom, fd, bytes, length, flags, NULL, NULL);
+    if (fd == pages_socket && got > 0)
+        came(bytes, (size_t)got);
+    return got;
+}
+
+/* ---- news of the task */
+
+static int tells_of_missing_memory(int fd)
+{
+    static const char name[] = "anon_inode:[userfaultfd]";
+    char path[32], found[sizeof name];
+    snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+    return readlink(path, found, sizeof found) == sizeof name - 1 && memcmp(found, name, sizeof name - 1) == 0;
+}
+
+OURS ssize_t read(int fd, void *bytes, size_t length)
+{
+    if (open_questions > 0 && length == sizeof(struct uffd_msg) && tells_of_missing_memory(fd)) {
+        errno = EAGAIN;
+        return -1;
+    }
+    return syscall(SYS_read, fd, bytes, length);
+}
+
+static void put_off_who_waits_for(int uffd, struct uffdio_range range)
+{
+    if (put_offs < PUT_OFF_MAX) {
+        put_off[put_offs].uffd = uffd;
+        put_off[put_offs].range = range;
+        put_offs++;
+    } else {
+        syscall(SYS_ioctl, uffd, UFFDIO_WAKE, &range);
+    }
+}
+
+OURS int ioctl(int fd, unsigned long request, ...)
+{
+    va_list words;
+    va_start(words, request);
+    void *word = va_arg(words, void *);
+    va_end(words);
+    int result = syscall(SYS_ioctl, fd, request, word);
+    if (result < 0 && errno == EAGAIN && (request == UFFDIO_COPY || request == UFFDIO_ZEROPAGE)) {
+        struct uffdio_range range;
+        const struct uffdio_copy *copy = word;
+        const struct uffdio_zeropage *zeros = word;
+        if (request == UFFDIO_COPY)
+            range = (struct uffdio_range){ .start = copy->dst, .len = copy->len };
+        else
+            range = zeros->range;
+        put_off_who_waits_for(fd, range);
+        errno = EAGAIN;
+    }
+    return result;
+}
+
+/* Not at once: the kernel tells of missing memory first, and the news for which they were put off would never be read. */
+static void wake_put_offs(void)
+{
+    int64_t now = now_ms();
+    if (put_offs == 0 || now < woken_ms + WAKE_MS)
+        return;
+    woken_ms = now;
+    for (unsigned i = 0; i < put_offs; i++) {
+        /* Fails if the process has ended. */
+        syscall(SYS_ioctl, put_off[i].uffd, UFFDIO_WAKE, &put_off[i].range);
+    }
+    put_offs = 0;
+}
+
+OURS int epoll_wait(int epoll, struct epoll_event *events, int events_max, int timeout)
+{
+    if (open_questions > 0) {
+        /* Whatever there is beside the answer has to wait for it. Its end is news, too. */
+        struct pollfd socket = { .fd = pages_socket, .events = POLLIN };
+        while (poll(&socket, 1, timeout == 0 ? PATIENCE_MS : -1) < 0 && errno == EINTR)
+            ;
+        return epoll_pwait(epoll, events, events_max, 0, NULL);
+    }
+    wake_put_offs();
+    while (put_offs > 0 && timeout < 0) {
+        int ready = epoll_pwait(epoll, events, events_max, WAKE_MS, NULL);
+        if (ready != 0)
+            return ready;
+        wake_put_offs();
+    }
     return epoll_pwait(epoll, events, events_max, timeout, NULL);
 }

@@ -10,9 +10,12 @@ use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex};
+use std::time::Duration;
 
 /// Memory of the task in megabytes.
 const MEGABYTES: &str = "48";
+/// The file that tells the task to begin with what it does as long as memory follows.
+const SIGN: &str = "sign";
 /// Makes memory follow tasks of any size.
 const ALWAYS: [(&str, &str); 1] = [("SEMPA_POST_COPY", "always")];
 
@@ -42,11 +45,26 @@ impl Way {
         Way { source, target, gate }
     }
 
+    /// Opens it as a line that takes its time, so that some of it is always on its way.
+    fn open_slowly(&self) {
+        let gate = self.gate.clone();
+        std::thread::spawn(move || {
+            while Arc::strong_count(&gate) > 1 {
+                *gate.0.lock().expect("no panic") += SLOW_LINE_BYTES;
+                gate.1.notify_all();
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        });
+    }
+
     fn open(&self) {
         *self.gate.0.lock().expect("no panic") = usize::MAX;
         self.gate.1.notify_all();
     }
 }
+
+/// What a line that is not fast lets pass in a millisecond.
+const SLOW_LINE_BYTES: usize = 64 << 10;
 
 fn pass(mut from: UnixStream, mut to: UnixStream, (left, opened): &(Mutex<usize>, Condvar)) {
     let mut bytes = vec![0; 1 << 16];
@@ -73,11 +91,16 @@ struct Scene {
 
 impl Scene {
     fn new() -> Scene {
+        Scene::of("pages")
+    }
+
+    /// With a task that runs this program.
+    fn of(name: &str) -> Scene {
         let dir = tempfile::tempdir().expect("dir");
         let (mut here, mut there) = (Tasker::start_with(&ALWAYS), Tasker::start_with(&ALWAYS));
         let way = Way::new(dir.path());
-        let children = dir.path().join("children");
-        here.run(tid(1), &program(dir.path(), "pages"), &[MEGABYTES, children.to_str().expect("text")]);
+        let sign = dir.path().join(SIGN);
+        here.run(tid(1), &program(dir.path(), name), &[MEGABYTES, sign.to_str().expect("text")]);
         here.output_until(tid(1), &mut Vec::new(), |text| text.ends_with(b"\n"));
         here.send(ToTasker::Inspect { migration: migration(1), tid: tid(1) });
         let inspected = here.until(&mut Vec::new(), |m| match m {
@@ -104,7 +127,7 @@ impl Scene {
             _ => None,
         });
         let copy = restored.expect("a restore");
-        std::fs::write(&children, "").expect("a file");
+        std::fs::write(&sign, "").expect("a file");
         Scene { dir, here, there, way, copy }
     }
 
@@ -162,6 +185,27 @@ fn a_task_runs_before_its_memory_has_come_from_a_host_where_it_is_dead_already()
     let more = moving::lines(&output) + 100;
     scene.there.output_until(tid(1), &mut output, |text| moving::lines(text) > more);
     assert!(!String::from_utf8_lossy(&output).contains("bad"));
+    scene.there.send(ToTasker::Kill { tid: tid(1) });
+    let (_, status, _) = scene.there.follow_to_the_end(tid(1));
+    assert_eq!(status, 9);
+    scene.end();
+}
+
+#[test]
+fn what_a_task_gives_back_while_its_memory_follows_is_gone_and_all_else_arrives() {
+    if !can_move() {
+        return;
+    }
+    let mut scene = Scene::of("giver");
+    scene.commit();
+    let mut output = Vec::new();
+    scene.way.open_slowly();
+    let (result, seen) = scene.arrival();
+    assert_eq!(result, Ok(()));
+    output.extend(moving::output_of(&seen, tid(1)));
+    let done = |text: &[u8]| ["right\n", "bad"].iter().any(|word| String::from_utf8_lossy(text).contains(word));
+    scene.there.output_until(tid(1), &mut output, done);
+    assert_eq!(output, b"gives\ngave\nright\n", "{}", String::from_utf8_lossy(&output));
     scene.there.send(ToTasker::Kill { tid: tid(1) });
     let (_, status, _) = scene.there.follow_to_the_end(tid(1));
     assert_eq!(status, 9);

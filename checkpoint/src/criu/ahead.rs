@@ -7,9 +7,6 @@
 //!
 //! The words are those of CRIU's page server: a head, and behind that of an answer the pages. Questions are answered in their order, on
 //! either side. What is not understood passes as it is, and from then on everything does.
-//!
-//! In its first moments the task itself comes first: CRIU, which would go through all memory at once, has to wait, so that
-//! what the task needs is not behind that.
 
 mod carry;
 mod missing;
@@ -32,8 +29,6 @@ const PIECE_PAGES_MIN: u64 = 16;
 const PIECE_PAGES_MAX: u64 = 128;
 /// Pieces that are under way beforehand, and one more if CRIU waits for it. A page that the task needs now comes behind them.
 const UNDER_WAY_MAX: usize = 2;
-/// So long after CRIU has begun to go through memory the task comes first: unless it needs something, CRIU's question stays open.
-const FIRST_STEPS: Duration = Duration::from_millis(50);
 /// So long a piece may take, and so soon it has to be here for larger ones.
 const SLOW: Duration = Duration::from_millis(25);
 const QUICK: Duration = Duration::from_millis(10);
@@ -165,8 +160,6 @@ struct Ahead {
     /// CRIU does not take more just now.
     is_blocked: bool,
     turns: VecDeque<Turn>,
-    /// Until then the task comes first; known when CRIU has begun.
-    first_steps: Option<Instant>,
     asked: VecDeque<Asked>,
     /// By process and address.
     pieces: BTreeMap<(u64, u64), Piece>,
@@ -192,7 +185,6 @@ impl Ahead {
             taken: 0,
             is_blocked: false,
             turns: VecDeque::new(),
-            first_steps: None,
             asked: VecDeque::new(),
             pieces: BTreeMap::new(),
             piece_pages: PIECE_PAGES_MIN,
@@ -222,16 +214,6 @@ impl Ahead {
     /// Whether there is more for CRIU than it takes.
     fn is_blocked(&self) -> bool {
         self.is_blocked
-    }
-
-    /// When an answer is due that waits for nothing else.
-    fn due(&self) -> Option<Instant> {
-        self.first_steps.filter(|_| self.lets_the_task_go_first())
-    }
-
-    /// Questions of CRIU that have no answer yet.
-    fn open(&self) -> usize {
-        self.wanted.len()
     }
 
     /// What the other host is to be told; what it has taken is to be removed.
@@ -285,7 +267,6 @@ impl Ahead {
             in_turn = process.turn(head.address, end, page) && process.misses_all(head.address, end);
         }
         if in_turn {
-            self.first_steps.get_or_insert(self.now + FIRST_STEPS);
             self.turns.push_back(Turn { process: head.process, address: head.address, end });
         }
         let from = match in_turn || self.covered(head.process, head.address, end) {
@@ -320,12 +301,6 @@ impl Ahead {
         (of == process && address < piece.end).then_some((start, piece))
     }
 
-    /// True if CRIU has only asked for what has time.
-    fn lets_the_task_go_first(&self) -> bool {
-        let is_early = self.first_steps.is_some_and(|until| self.now < until);
-        is_early && self.taken == 0 && !self.wanted.is_empty() && self.wanted.iter().all(|wanted| wanted.in_turn)
-    }
-
     /// Writes what CRIU can be answered now, as far as it takes that.
     fn answer(&mut self, out: &mut impl Write) -> io::Result<()> {
         self.is_blocked = false;
@@ -340,9 +315,6 @@ impl Ahead {
     /// True if there may be more to answer.
     fn answer_first(&mut self, out: &mut impl Write) -> io::Result<bool> {
         let (Some(form), Some(first)) = (self.form, self.wanted.front()) else { return Ok(false) };
-        if self.lets_the_task_go_first() {
-            return Ok(false);
-        }
         let (head, in_turn) = (first.head, first.in_turn);
         let mut found: Vec<&[u8]> = Vec::new();
         match &first.from {
@@ -458,7 +430,7 @@ impl Ahead {
     /// Keeps pieces on their way: first those that CRIU waits for.
     fn fetch_ahead(&mut self) {
         while self.asked.len() <= UNDER_WAY_MAX && self.ask_in_turn() {}
-        if self.is_plain || self.first_steps.is_none_or(|until| self.now < until) {
+        if self.is_plain {
             return;
         }
         let begun: Vec<(u64, u64)> =
@@ -537,10 +509,9 @@ impl Ahead {
         self.coming.have = 0;
         let (Some(asked), Some(body)) = (self.asked.pop_front(), self.coming.body.take()) else { return };
         if asked.is_piece {
-            let is_early = self.first_steps.is_none_or(|until| self.now < until);
             self.piece_pages = match self.now.saturating_duration_since(asked.at) {
                 took if took > SLOW => (self.piece_pages / 2).max(PIECE_PAGES_MIN),
-                took if took < QUICK && !is_early => (self.piece_pages * 2).min(PIECE_PAGES_MAX),
+                took if took < QUICK => (self.piece_pages * 2).min(PIECE_PAGES_MAX),
                 _ => self.piece_pages,
             };
             if let Some(piece) = self.pieces.get_mut(&(asked.process, asked.address)) {

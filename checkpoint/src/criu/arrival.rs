@@ -62,10 +62,9 @@ impl Arrival {
         let arguments =
             ["lazy-pages".as_ref(), "-D".as_ref(), images, "-W".as_ref(), work, "-o".as_ref(), LOG.as_ref()];
         let more = ["--page-server", "--ps-socket", &number, "-v2"].map(AsRef::as_ref);
-        let [library, open] = asks.patience.descriptors();
-        let inherit = [asks.stream.as_fd(), library.as_fd(), open.as_fd()];
+        let inherit = [asks.stream.as_fd(), asks.patience.descriptor().as_fd()];
         let arguments = arguments.into_iter().chain(more);
-        let program = Program::start(criu, arguments, &theirs, &inherit, &asks.patience.variables())?;
+        let program = Program::start(criu, arguments, &theirs, &inherit, &asks.patience.variables(&asks.stream))?;
         let ended = program.end_seen().map_err(|e| io("no descriptor", e))?;
         let kept = Kept::default();
         let passing = std::thread::Builder::new()

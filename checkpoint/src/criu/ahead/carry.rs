@@ -2,7 +2,7 @@
 
 use super::super::images::page_size;
 use super::super::process::hurry_thread;
-use super::patience::{Open, Patience};
+use super::patience::Patience;
 use super::{Ahead, Missing, write_from};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use sempa_proto::migration::Failure;
@@ -11,7 +11,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 /// Bytes of questions that are read at once.
 const QUESTIONS_BYTES: usize = 4 << 10;
@@ -19,7 +19,7 @@ const QUESTIONS_BYTES: usize = 4 << 10;
 /// Ends when CRIU has closed its end, or the other host's is closed; why, if that is due to what either has said or the images.
 pub(in super::super) type Carrying = JoinHandle<Result<(), Failure>>;
 
-/// What CRIU gets: the stream on which it asks, and what keeps it from asking the kernel all the time.
+/// What CRIU gets: the stream on which it asks, and what has it wait for answers.
 #[derive(Debug)]
 pub(in super::super) struct Asking {
     pub(in super::super) stream: UnixStream,
@@ -36,19 +36,19 @@ pub(in super::super) fn start(dir: &Path, other: OwnedFd) -> Result<(Carrying, A
     let other = UnixStream::from(other);
     // Neither may keep the other one waiting.
     ours.set_nonblocking(true).and_then(|()| other.set_nonblocking(true)).map_err(io)?;
-    let (open, patience) = Open::new().map_err(io)?;
+    let patience = Patience::new().map_err(io)?;
     let thread = std::thread::Builder::new().name("ahead".into());
     let dir = dir.to_path_buf();
     let carrying = thread.spawn(move || {
         hurry_thread();
         // What CRIU asks meanwhile waits.
         let ahead = Ahead::new(Missing::in_images(&dir)?, page_size(), Instant::now());
-        carry(ahead, open, ours, other).map_err(Failure::Engine)
+        carry(ahead, ours, other).map_err(Failure::Engine)
     });
     Ok((carrying.map_err(io)?, Asking { stream, patience }))
 }
 
-fn carry(mut ahead: Ahead, mut open: Open, mut engine: UnixStream, mut other: UnixStream) -> Result<(), String> {
+fn carry(mut ahead: Ahead, mut engine: UnixStream, mut other: UnixStream) -> Result<(), String> {
     let mut questions = [0; QUESTIONS_BYTES];
     loop {
         let [asks, answers] = ready(&mut ahead, &engine, &other);
@@ -67,8 +67,7 @@ fn carry(mut ahead: Ahead, mut open: Open, mut engine: UnixStream, mut other: Un
                 None => {}
             }
         }
-        let told = open.set(0).and_then(|()| ahead.answer(&mut engine)).and_then(|()| open.set(ahead.open()));
-        let done = told.and_then(|()| write_from(&mut other, ahead.questions()));
+        let done = ahead.answer(&mut engine).and_then(|()| write_from(&mut other, ahead.questions()));
         if done.is_err() {
             // Whoever does not listen any more has gone; the other one learns of it by the end of its stream.
             return Ok(());
@@ -84,7 +83,7 @@ fn heard(read: io::Result<usize>) -> Option<usize> {
     }
 }
 
-/// Waits until CRIU asks, the other host answers, either takes more, or an answer is due: whether the first two have something.
+/// Waits until CRIU asks, the other host answers, or either takes more: whether the first two have something.
 fn ready(ahead: &mut Ahead, engine: &UnixStream, other: &UnixStream) -> [bool; 2] {
     let wants = |reads, writes| {
         let when = |is: bool, flag| if is { flag } else { PollFlags::empty() };
@@ -93,11 +92,8 @@ fn ready(ahead: &mut Ahead, engine: &UnixStream, other: &UnixStream) -> [bool; 2
     let of_engine = wants(ahead.takes_questions(), ahead.is_blocked());
     let of_other = wants(ahead.takes_answers(), !ahead.questions().is_empty());
     let mut fds = [PollFd::new(engine.as_fd(), of_engine), PollFd::new(other.as_fd(), of_other)];
-    // A millisecond too late rather than too early.
-    let due = ahead.due().map(|at| at.saturating_duration_since(Instant::now()) + Duration::from_millis(1));
-    let due = due.and_then(|pause| PollTimeout::try_from(pause).ok()).unwrap_or(PollTimeout::NONE);
     // Without news it looks again.
-    let _ = poll(&mut fds, due);
+    let _ = poll(&mut fds, PollTimeout::NONE);
     let reads = PollFlags::POLLIN | PollFlags::POLLHUP | PollFlags::POLLERR;
     fds.map(|fd| fd.revents().is_some_and(|events| events.intersects(reads)))
 }

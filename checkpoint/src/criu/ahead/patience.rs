@@ -1,61 +1,36 @@
-//! What keeps a CRIU that waits for an answer from asking for news without a pause.
+//! What has a CRIU that fetches memory wait for its answers before it hears of anything else (`csrc/patience.c`).
 
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use std::fs::File;
 use std::io::{self, Write};
-use std::os::fd::{AsRawFd, OwnedFd};
-use std::os::unix::fs::FileExt;
+use std::os::fd::AsRawFd;
+use std::os::unix::net::UnixStream;
 
-/// What CRIU loads. One that does not (because it is linked statically) has no patience, and needs none to be right.
+/// What CRIU loads. One that does not (because it is linked statically) can lose track of what it has asked for, if the task gives
+/// memory back or forks just then.
 const LIBRARY: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/patience.so"));
 
 /// What CRIU gets.
 #[derive(Debug)]
-pub(in super::super) struct Patience {
-    library: File,
-    open: File,
-}
+pub(in super::super) struct Patience(File);
 
 impl Patience {
-    /// The descriptors, which have to keep their numbers in CRIU.
-    pub(in super::super) fn descriptors(&self) -> [&File; 2] {
-        [&self.library, &self.open]
-    }
-
-    /// What CRIU's environment has to say.
-    pub(in super::super) fn variables(&self) -> [(&'static str, String); 2] {
-        [
-            ("LD_PRELOAD", format!("/proc/self/fd/{}", self.library.as_raw_fd())),
-            ("SEMPA_OPEN_QUESTIONS", self.open.as_raw_fd().to_string()),
-        ]
-    }
-}
-
-/// How many questions of CRIU have no answer yet, where its library looks.
-#[derive(Debug)]
-pub(super) struct Open {
-    file: File,
-    number: u32,
-}
-
-impl Open {
-    /// None so far.
-    pub(super) fn new() -> io::Result<(Open, Patience)> {
-        let new = |name| memfd_create(name, MFdFlags::MFD_CLOEXEC).map(|file: OwnedFd| File::from(file));
-        let (mut library, open) = (new(c"sempa-patience")?, new(c"sempa-open")?);
+    pub(super) fn new() -> io::Result<Patience> {
+        let mut library = File::from(memfd_create(c"sempa-patience", MFdFlags::MFD_CLOEXEC)?);
         library.write_all(LIBRARY)?;
-        open.write_all_at(&0u32.to_ne_bytes(), 0)?;
-        let file = open.try_clone()?;
-        Ok((Open { file, number: 0 }, Patience { library, open }))
+        Ok(Patience(library))
     }
 
-    /// So many.
-    pub(super) fn set(&mut self, number: usize) -> io::Result<()> {
-        let number = u32::try_from(number).unwrap_or(u32::MAX);
-        if self.number != number {
-            self.file.write_all_at(&number.to_ne_bytes(), 0)?;
-            self.number = number;
-        }
-        Ok(())
+    /// The descriptor, which has to keep its number in CRIU.
+    pub(in super::super) fn descriptor(&self) -> &File {
+        &self.0
+    }
+
+    /// What CRIU's environment has to say, if it asks on this stream.
+    pub(in super::super) fn variables(&self, asks_on: &UnixStream) -> [(&'static str, String); 2] {
+        [
+            ("LD_PRELOAD", format!("/proc/self/fd/{}", self.0.as_raw_fd())),
+            ("SEMPA_PAGES_SOCKET", asks_on.as_raw_fd().to_string()),
+        ]
     }
 }

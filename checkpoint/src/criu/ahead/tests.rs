@@ -156,12 +156,6 @@ impl Pair {
         Pair { ahead, engine: Engine::new(missing, form), source, room: usize::MAX }
     }
 
-    /// The task's first moments are over.
-    fn has_begun(mut self) -> Pair {
-        self.ahead.first_steps = Some(self.ahead.now);
-        self
-    }
-
     fn engine_says(&mut self, words: Option<Vec<u8>>) {
         if let Some(words) = words {
             self.ahead.engine_says(&words);
@@ -278,7 +272,7 @@ proptest! {
 #[test]
 fn what_is_asked_in_turn_is_there_before_it_is_asked_also_while_the_task_needs_pages() {
     let missing = BTreeMap::from([(1, stretches(&[(0, 4000)], 64))]);
-    let mut pair = Pair::new(&missing, Form::Long, u64::MAX).has_begun();
+    let mut pair = Pair::new(&missing, Form::Long, u64::MAX);
     let words = pair.engine.in_turn(1);
     pair.engine_says(words);
     pair.arrives(usize::MAX);
@@ -304,35 +298,11 @@ fn what_is_asked_in_turn_is_there_before_it_is_asked_also_while_the_task_needs_p
 #[test]
 fn what_is_asked_in_turn_is_fetched_once_however_much_it_is() {
     let missing = (1..=20).map(|process| (process, stretches(&[(0, 3000)], 64))).collect();
-    let mut pair = Pair::new(&missing, Form::Long, u64::MAX).has_begun();
+    let mut pair = Pair::new(&missing, Form::Long, u64::MAX);
     pair.engine.pages_at_once = 1500;
     pair.finish();
     let asked: u64 = pair.source.asked.iter().map(|head| head.pages).sum();
     assert_eq!(asked, 20 * 3000);
-}
-
-#[test]
-fn at_first_only_what_the_task_needs_is_answered_and_soon_all() {
-    let missing = BTreeMap::from([(1, stretches(&[(0, 4000)], 64))]);
-    let mut pair = Pair::new(&missing, Form::Long, u64::MAX);
-    let words = pair.engine.in_turn(1);
-    pair.engine_says(words);
-    pair.arrives(1000);
-    assert_eq!((pair.engine.open.len(), pair.engine.got.len()), (1, 0), "it is here, and has time");
-    assert_eq!(pair.ahead.due(), Some(pair.ahead.now + FIRST_STEPS - Duration::from_micros(1000)));
-    assert_eq!(pair.source.asked.len(), 1, "nothing is fetched ahead");
-    let words = pair.engine.need(1, 1000);
-    pair.engine_says(words);
-    pair.arrives(1000);
-    assert_eq!((pair.engine.open.len(), pair.engine.got.len()), (0, 5));
-    let words = pair.engine.in_turn(1);
-    pair.engine_says(words);
-    pair.arrives(1000);
-    assert_eq!((pair.engine.open.len(), pair.engine.got.len()), (1, 5));
-    pair.ahead.tell_time(pair.ahead.now + FIRST_STEPS);
-    pair.pass();
-    assert_eq!((pair.engine.open.len(), pair.ahead.due()), (0, None));
-    assert_eq!(pair.source.asked.len(), 2 + UNDER_WAY_MAX, "from now on it is fetched ahead");
 }
 
 #[test]
