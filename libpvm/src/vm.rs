@@ -313,6 +313,12 @@ impl Vm {
         Ok(found)
     }
 
+    /// From now on this task sleeps at once when it waits, and takes no processor from others meanwhile. What it waits for is heard
+    /// some microseconds later. For those who serve programs that compute.
+    pub fn sleep_at_once(&self) {
+        self.runtime.sleep_at_once();
+    }
+
     /// Waits for a wanted message, but no longer than `span`.
     ///
     /// # Errors

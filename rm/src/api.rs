@@ -118,6 +118,8 @@ pub struct RealVm {
 impl RealVm {
     /// Over a task that has joined.
     pub fn new(vm: Vm) -> RealVm {
+        // It has something to do whenever a task begins or ends: just then others need the processors.
+        vm.sleep_at_once();
         RealVm { vm, begin: Instant::now() }
     }
 }

@@ -77,7 +77,7 @@ pub struct Spin {
     /// So many waits awake without giving way, and how many the next time that it costs a time slice.
     keeps: u32,
     next_keeps: u32,
-    /// No other processor is there for whoever answers.
+    /// It never waits awake: no other processor is there for whoever answers.
     alone: bool,
     reach: Reach,
 }
@@ -91,6 +91,12 @@ impl Spin {
         let alone = nix::sched::sched_getaffinity(nix::unistd::Pid::from_raw(0))
             .is_ok_and(|set| (0..nix::sched::CpuSet::count()).filter(|cpu| set.is_set(*cpu) == Ok(true)).count() == 1);
         Spin { alone, ..Spin::with_company(reach) }
+    }
+
+    /// Never awake: whoever answers, or anybody else, needs the processor more.
+    #[must_use]
+    pub fn never() -> Spin {
+        Spin { alone: true, ..Spin::with_company(Reach::Host) }
     }
 
     /// Nothing learnt, on a machine with more than one processor.
@@ -227,6 +233,7 @@ mod tests {
     #[test]
     fn with_one_processor_nobody_waits_awake() {
         assert_eq!(Spin { alone: true, ..Spin::new(Reach::Host) }.budget(None, Reach::Host), None);
+        assert_eq!(Spin::never().budget(None, Reach::Tasks), None);
     }
 
     #[test]

@@ -493,6 +493,13 @@ impl Runtime {
         }
     }
 
+    /// From now on nobody waits awake.
+    pub fn sleep_at_once(&self) {
+        if let Some(mut state) = self.lock() {
+            state.sleep_at_once();
+        }
+    }
+
     /// Leaves the virtual machine: everything sent is handed to the daemon, then the connection is closed and the helper
     /// ended. Messages that have arrived can still be received. During a move this waits for its end.
     ///

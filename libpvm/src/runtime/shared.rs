@@ -246,6 +246,11 @@ impl<'a> Held<'a> {
         }
     }
 
+    /// From now on nobody waits awake.
+    pub(crate) fn sleep_at_once(&mut self) {
+        self.spin = Spin::never();
+    }
+
     /// Lets those have the lock who have found it taken.
     fn let_others(&mut self) {
         self.release();
