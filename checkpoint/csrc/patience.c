@@ -44,6 +44,8 @@ enum {
 };
 
 static int pages_socket = -1;
+/* By which CRIU knows it among what is ready. */
+static epoll_data_t socket_name;
 static uint64_t page_bytes;
 /* Questions without a whole answer, and how far the first answer is here. */
 static unsigned long open_questions;
@@ -199,6 +201,28 @@ static void wake_put_offs(void)
     put_offs = 0;
 }
 
+OURS int epoll_ctl(int epoll, int operation, int fd, struct epoll_event *event)
+{
+    if (fd == pages_socket && event)
+        socket_name = event->data;
+    return syscall(SYS_epoll_ctl, epoll, operation, fd, event);
+}
+
+/* What is ready, the answer first: behind a whole one there is a moment without open questions, in which news can be read. CRIU
+ * puts the next question as soon as it is through with all of these. */
+static int ready_now(int epoll, struct epoll_event *events, int events_max)
+{
+    int ready = epoll_pwait(epoll, events, events_max, 0, NULL);
+    for (int i = 1; i < ready; i++) {
+        if (events[i].data.u64 == socket_name.u64) {
+            struct epoll_event answer = events[i];
+            events[i] = events[0];
+            events[0] = answer;
+        }
+    }
+    return ready;
+}
+
 OURS int epoll_wait(int epoll, struct epoll_event *events, int events_max, int timeout)
 {
     if (open_questions > 0) {
@@ -206,7 +230,7 @@ OURS int epoll_wait(int epoll, struct epoll_event *events, int events_max, int t
         struct pollfd socket = { .fd = pages_socket, .events = POLLIN };
         while (poll(&socket, 1, timeout == 0 ? PATIENCE_MS : -1) < 0 && errno == EINTR)
             ;
-        return epoll_pwait(epoll, events, events_max, 0, NULL);
+        return ready_now(epoll, events, events_max);
     }
     wake_put_offs();
     while (put_offs > 0 && timeout < 0) {
