@@ -1,6 +1,6 @@
-/* Fills memory, and when a file appears gives back every second stretch of it, and unmaps the last quarter. Says what it does; then
- * looks at all of it for ever: what was given back has to be zero, the rest as it was. The first wrong word is the last that
- * it says. Arguments: megabytes, and the file. */
+/* Fills memory, and when a file appears gives back every second stretch of it, and unmaps the last quarter, while two threads look at
+ * what is kept and at memory that nobody has ever touched. Says what it does; then looks at all of it: what was given back has
+ * to be zero, the rest as it was. The first wrong word is the last that it says. Arguments: megabytes, and the file. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdint.h>
@@ -11,8 +11,9 @@
 
 enum { PAGE = 4096, STRETCH = 3 * PAGE };
 
-static unsigned char *memory;
+static unsigned char *memory, *untouched;
 static size_t length;
+static volatile int gives = 1;
 static const char *file;
 
 static uint64_t expected(size_t at)
@@ -42,28 +43,64 @@ static void *give(void *unused)
     return unused;
 }
 
+static void check(size_t at, uint64_t seen, uint64_t right)
+{
+    if (seen == right)
+        return;
+    printf("bad %zu\n", at);
+    fflush(stdout);
+    _exit(3);
+}
+
+static void *look(void *seed_of)
+{
+    uint64_t seed = *(const uint64_t *)seed_of;
+    for (size_t next = 0; gives; next += PAGE) {
+        seed ^= seed << 13;
+        seed ^= seed >> 7;
+        seed ^= seed << 17;
+        size_t at = seed % (length / 4 * 3 / STRETCH / 2) * 2 * STRETCH + STRETCH + seed / 7 % (STRETCH / 8) * 8;
+        check(at, *(const uint64_t *)(memory + at), expected(at));
+        check(next, *(const uint64_t *)(untouched + next % length), 0);
+    }
+    return NULL;
+}
+
+static void *map(void)
+{
+    void *at = mmap(NULL, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (at == MAP_FAILED)
+        abort();
+    return at;
+}
+
 int main(int argc, char **argv)
 {
-    pthread_t thread;
+    static const uint64_t seeds[] = { 88172645463325252ull, 7 };
+    pthread_t thread, lookers[2];
 
     (void)argc;
     length = (size_t)atoi(argv[1]) << 20;
     file = argv[2];
-    memory = mmap(NULL, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    memory = map();
+    untouched = map();
     for (size_t at = 0; at < length; at += sizeof(uint64_t))
         *(uint64_t *)(memory + at) = expected(at);
     pthread_create(&thread, NULL, give, NULL);
     puts("full");
     fflush(stdout);
+    while (access(file, F_OK) != 0)
+        usleep(1000);
+    for (int i = 0; i < 2; i++)
+        pthread_create(&lookers[i], NULL, look, (void *)&seeds[i]);
     pthread_join(thread, NULL);
+    gives = 0;
+    for (int i = 0; i < 2; i++)
+        pthread_join(lookers[i], NULL);
     puts("gave");
     fflush(stdout);
     for (size_t at = 0; at + STRETCH <= length / 4 * 3; at += 64) {
-        uint64_t seen = *(uint64_t *)(memory + at);
-        if (seen != (is_given(at) ? 0 : expected(at))) {
-            printf("bad %zu\n", at);
-            return 3;
-        }
+        check(at, *(const uint64_t *)(memory + at), is_given(at) ? 0 : expected(at));
     }
     puts("right");
     fflush(stdout);
