@@ -8,6 +8,10 @@
  * While such news is unread, the kernel takes no memory for the task (EAGAIN), and CRIU puts off what it has got until it comes by again,
  * or forgets it if it is zeros. Whoever waits for that memory is woken a little later, so that he asks once more.
  *
+ * When a process has all its memory CRIU closes the descriptor by which the kernel tells of it. Others have a copy, so that is
+ * not the end of it: CRIU would hear of it by what it has freed, and the process would wait for somebody to read its news. So the
+ * descriptor is taken out of what is watched, and those who have the copy are told its inode.
+ *
  * And while CRIU waits for an answer it asks the kernel for news again and again without a pause, and so takes a processor away
  * from those who bring the answer. Here it waits for the answer.
  */
@@ -24,6 +28,7 @@
 #include <sys/epoll.h>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -43,7 +48,7 @@ enum {
     PUT_OFF_MAX = 256,
 };
 
-static int pages_socket = -1;
+static int pages_socket = -1, closed_socket = -1, watching = -1;
 /* By which CRIU knows it among what is ready. */
 static epoll_data_t socket_name;
 static uint64_t page_bytes;
@@ -62,9 +67,11 @@ static int64_t woken_ms;
 
 __attribute__((constructor)) static void find_socket(void)
 {
-    const char *number = getenv("SEMPA_PAGES_SOCKET");
-    if (number)
-        pages_socket = atoi(number);
+    const char *pages = getenv("SEMPA_PAGES_SOCKET"), *closed = getenv("SEMPA_CLOSED_SOCKET");
+    if (pages)
+        pages_socket = atoi(pages);
+    if (closed)
+        closed_socket = atoi(closed);
     page_bytes = (uint64_t)sysconf(_SC_PAGESIZE);
 }
 
@@ -155,6 +162,21 @@ OURS ssize_t read(int fd, void *bytes, size_t length)
     return syscall(SYS_read, fd, bytes, length);
 }
 
+OURS int close(int fd)
+{
+    struct stat of;
+    struct epoll_event unused = { 0 };
+    if (closed_socket < 0 || !tells_of_missing_memory(fd) || fstat(fd, &of) != 0)
+        return syscall(SYS_close, fd);
+    /* Fails if CRIU has done so. */
+    syscall(SYS_epoll_ctl, watching, EPOLL_CTL_DEL, fd, &unused);
+    int result = syscall(SYS_close, fd);
+    uint64_t inode = of.st_ino;
+    /* Who has gone has no copy. */
+    syscall(SYS_sendto, closed_socket, &inode, sizeof inode, MSG_NOSIGNAL, NULL, 0);
+    return result;
+}
+
 static void put_off_who_waits_for(int uffd, struct uffdio_range range)
 {
     if (put_offs < PUT_OFF_MAX) {
@@ -205,6 +227,7 @@ OURS int epoll_ctl(int epoll, int operation, int fd, struct epoll_event *event)
 {
     if (fd == pages_socket && event)
         socket_name = event->data;
+    watching = epoll;
     return syscall(SYS_epoll_ctl, epoll, operation, fd, event);
 }
 

@@ -213,6 +213,25 @@ fn what_a_task_gives_back_while_its_memory_follows_is_gone_and_all_else_arrives(
 }
 
 #[test]
+fn a_process_that_has_all_its_memory_makes_children_while_that_of_others_follows() {
+    if !can_move() {
+        return;
+    }
+    let mut scene = Scene::of("family");
+    scene.commit();
+    scene.way.open_slowly();
+    let (result, seen) = scene.arrival();
+    assert_eq!(result, Ok(()));
+    let mut output = moving::output_of(&seen, tid(1));
+    let more = moving::lines(&output) + 100;
+    scene.there.output_until(tid(1), &mut output, |text| moving::lines(text) > more);
+    scene.there.send(ToTasker::Kill { tid: tid(1) });
+    let (_, status, _) = scene.there.follow_to_the_end(tid(1));
+    assert_eq!(status, 9);
+    scene.end();
+}
+
+#[test]
 fn a_task_whose_memory_does_not_come_ends_and_has_never_seen_zeros_in_its_place() {
     if !can_move() {
         return;

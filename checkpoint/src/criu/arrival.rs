@@ -9,13 +9,14 @@ use super::process::{Program, own};
 use crate::engine::{Arriving, Limits, Missing};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, sendmsg};
+use nix::sys::stat::fstat;
 use sempa_proto::migration::Failure;
 use std::fs::File;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -33,7 +34,20 @@ const BYTES_MAX: usize = 4;
 const LOOK_PAUSE: Duration = Duration::from_millis(1);
 
 /// Copies of the descriptors, whatever becomes of the thread through which they pass.
-type Kept = Arc<Mutex<Vec<OwnedFd>>>;
+#[derive(Clone, Debug, Default)]
+pub(super) struct Kept(Arc<Mutex<Vec<OwnedFd>>>);
+
+impl Kept {
+    fn all(&self) -> MutexGuard<'_, Vec<OwnedFd>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// CRIU has closed the one with this inode: its process has all its memory, or is no more. Until this copy is closed as well
+    /// the process would wait for somebody to hear of what it does with it.
+    pub(super) fn drop_one(&self, inode: u64) {
+        self.all().retain(|fd| fstat(fd).is_ok_and(|of| of.st_ino != inode));
+    }
+}
 
 /// Memory on its way to here.
 pub(super) struct Arrival {
@@ -56,17 +70,16 @@ impl Arrival {
         let folder = File::open(dir).map_err(|e| io("its directory", e))?;
         // The path itself may be longer than that of a socket can be.
         let listener = UnixListener::bind(in_folder(&folder, Path::new(SOCKET))).map_err(|e| io(SOCKET, e))?;
-        let (carrying, asks) = ahead::start(dir, ask_on)?;
-        let number = asks.stream.as_raw_fd().to_string();
+        let kept = Kept::default();
+        let (carrying, asks) = ahead::start(dir, ask_on, kept.clone())?;
+        let number = asks.stream().to_string();
         let (images, work) = (dir.as_os_str(), theirs.as_os_str());
         let arguments =
             ["lazy-pages".as_ref(), "-D".as_ref(), images, "-W".as_ref(), work, "-o".as_ref(), LOG.as_ref()];
         let more = ["--page-server", "--ps-socket", &number, "-v2"].map(AsRef::as_ref);
-        let inherit = [asks.stream.as_fd(), asks.patience.descriptor().as_fd()];
         let arguments = arguments.into_iter().chain(more);
-        let program = Program::start(criu, arguments, &theirs, &inherit, &asks.patience.variables(&asks.stream))?;
+        let program = Program::start(criu, arguments, &theirs, &asks.descriptors(), &asks.variables())?;
         let ended = program.end_seen().map_err(|e| io("no descriptor", e))?;
-        let kept = Kept::default();
         let passing = std::thread::Builder::new()
             .name("passing".into())
             .spawn({
@@ -89,7 +102,7 @@ impl Arriving for Arrival {
         let passed = self.passing.join().map_err(|_| broken("passes descriptors on"));
         let carried = self.carrying.join().unwrap_or_else(|_| Err(broken("fetches memory ahead")));
         ended.map_err(|why| {
-            let kept = std::mem::take(&mut *self.kept.lock().unwrap_or_else(PoisonError::into_inner));
+            let kept = std::mem::take(&mut *self.kept.all());
             (carried.and(passed).err().unwrap_or(why), Missing(kept))
         })
     }
@@ -154,7 +167,7 @@ fn pass(from: &UnixStream, to: &UnixStream, kept: &Kept) -> io::Result<bool> {
     let rights = [ControlMessage::ScmRights(&numbers)];
     let with = if numbers.is_empty() { &[][..] } else { &rights[..] };
     // First: what is closed here may be the last copy.
-    kept.lock().unwrap_or_else(PoisonError::into_inner).extend(came);
+    kept.all().extend(came);
     sendmsg::<()>(to.as_raw_fd(), &[IoSlice::new(&bytes[..length])], with, MsgFlags::MSG_NOSIGNAL, None)?;
     Ok(true)
 }

@@ -85,6 +85,8 @@ impl Memory {
                 Ok((engine, (out, incoming, line))) => {
                     *lock(&known) = Some(line.clone());
                     lend_over(engine, out, incoming, line, of_task).await;
+                    // There is nothing to be cut any more: its descriptor goes now and not with the next way.
+                    *lock(&known) = None;
                 }
                 Err(why) => log.line(why),
             }
@@ -132,6 +134,7 @@ impl Memory {
                         let _ = inputs.blocking_send(Input::Event(Event::MemoryLost { migration, why }));
                     };
                     fetch_over(engine, out, incoming, line, lost).await;
+                    *lock(&known) = None;
                 }
                 Err(why) => log.line(why),
             }

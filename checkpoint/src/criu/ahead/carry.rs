@@ -1,8 +1,9 @@
 //! The thread that stands between CRIU and the other host.
 
+use super::super::arrival::Kept;
 use super::super::images::page_size;
 use super::super::process::hurry_thread;
-use super::patience::Patience;
+use super::patience::{Asking, Closed};
 use super::{Ahead, Missing, write_from};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use sempa_proto::migration::Failure;
@@ -19,40 +20,45 @@ const QUESTIONS_BYTES: usize = 4 << 10;
 /// Ends when CRIU has closed its end, or the other host's is closed; why, if that is due to what either has said or the images.
 pub(in super::super) type Carrying = JoinHandle<Result<(), Failure>>;
 
-/// What CRIU gets: the stream on which it asks, and what has it wait for answers.
-#[derive(Debug)]
-pub(in super::super) struct Asking {
-    pub(in super::super) stream: UnixStream,
-    pub(in super::super) patience: Patience,
-}
-
-/// Stands between CRIU and the other host for the task whose images are in this directory.
+/// Stands between CRIU and the other host for the task whose images are in this directory. Of descriptors that CRIU has closed the
+/// copies are closed, too.
 ///
 /// # Errors
 /// There is no descriptor or thread.
-pub(in super::super) fn start(dir: &Path, other: OwnedFd) -> Result<(Carrying, Asking), Failure> {
+pub(in super::super) fn start(dir: &Path, other: OwnedFd, copies: Kept) -> Result<(Carrying, Asking), Failure> {
     let io = |e: io::Error| Failure::Io(format!("cannot fetch memory ahead: {e}"));
     let (ours, stream) = UnixStream::pair().map_err(io)?;
     let other = UnixStream::from(other);
     // Neither may keep the other one waiting.
     ours.set_nonblocking(true).and_then(|()| other.set_nonblocking(true)).map_err(io)?;
-    let patience = Patience::new().map_err(io)?;
+    let (asking, closed) = Asking::new(stream).map_err(io)?;
     let thread = std::thread::Builder::new().name("ahead".into());
     let dir = dir.to_path_buf();
     let carrying = thread.spawn(move || {
         hurry_thread();
         // What CRIU asks meanwhile waits.
         let ahead = Ahead::new(Missing::in_images(&dir)?, page_size(), Instant::now());
-        carry(ahead, ours, other).map_err(Failure::Engine)
+        carry(ahead, ours, other, (closed, copies)).map_err(Failure::Engine)
     });
-    Ok((carrying.map_err(io)?, Asking { stream, patience }))
+    Ok((carrying.map_err(io)?, asking))
 }
 
-fn carry(mut ahead: Ahead, mut engine: UnixStream, mut other: UnixStream) -> Result<(), String> {
+fn carry(
+    mut ahead: Ahead,
+    mut engine: UnixStream,
+    mut other: UnixStream,
+    (closed, copies): (Closed, Kept),
+) -> Result<(), String> {
     let mut questions = [0; QUESTIONS_BYTES];
+    let mut closes = Some(closed);
     loop {
-        let [asks, answers] = ready(&mut ahead, &engine, &other);
+        let [asks, answers] = ready(&mut ahead, &engine, &other, closes.as_ref());
         ahead.tell_time(Instant::now());
+        match closes.as_ref().map(Closed::inodes) {
+            Some(Some(inodes)) => inodes.into_iter().for_each(|inode| copies.drop_one(inode)),
+            Some(None) => closes = None,
+            None => {}
+        }
         if asks {
             match heard(engine.read(&mut questions)) {
                 Some(0) => return Ok(()),
@@ -83,17 +89,19 @@ fn heard(read: io::Result<usize>) -> Option<usize> {
     }
 }
 
-/// Waits until CRIU asks, the other host answers, or either takes more: whether the first two have something.
-fn ready(ahead: &mut Ahead, engine: &UnixStream, other: &UnixStream) -> [bool; 2] {
+/// Waits until CRIU asks, the other host answers, either takes more, or CRIU has closed something: whether the first two have
+/// something.
+fn ready(ahead: &mut Ahead, engine: &UnixStream, other: &UnixStream, closes: Option<&Closed>) -> [bool; 2] {
     let wants = |reads, writes| {
         let when = |is: bool, flag| if is { flag } else { PollFlags::empty() };
         when(reads, PollFlags::POLLIN) | when(writes, PollFlags::POLLOUT)
     };
     let of_engine = wants(ahead.takes_questions(), ahead.is_blocked());
     let of_other = wants(ahead.takes_answers(), !ahead.questions().is_empty());
-    let mut fds = [PollFd::new(engine.as_fd(), of_engine), PollFd::new(other.as_fd(), of_other)];
+    let mut fds = vec![PollFd::new(engine.as_fd(), of_engine), PollFd::new(other.as_fd(), of_other)];
+    fds.extend(closes.map(|closes| PollFd::new(closes.as_fd(), PollFlags::POLLIN)));
     // Without news it looks again.
     let _ = poll(&mut fds, PollTimeout::NONE);
     let reads = PollFlags::POLLIN | PollFlags::POLLHUP | PollFlags::POLLERR;
-    fds.map(|fd| fd.revents().is_some_and(|events| events.intersects(reads)))
+    [0, 1].map(|which: usize| fds[which].revents().is_some_and(|events| events.intersects(reads)))
 }
