@@ -43,8 +43,10 @@ enum {
     LONG_HEAD = 32,
     /* Longer than any answer takes on a good day; then CRIU looks by itself again. */
     PATIENCE_MS = 20,
-    /* Who was put off is woken so soon, and so many at most; others wait until CRIU comes by. */
+    /* Who was put off is woken so soon behind the news for which he was; and so late if none was read. More than so many are
+     * woken at once. */
     WAKE_MS = 1,
+    WAKE_LATE_MS = 20,
     PUT_OFF_MAX = 256,
 };
 
@@ -63,7 +65,7 @@ static struct {
     struct uffdio_range range;
 } put_off[PUT_OFF_MAX];
 static unsigned put_offs;
-static int64_t woken_ms;
+static int64_t wake_at_ms;
 
 __attribute__((constructor)) static void find_socket(void)
 {
@@ -159,7 +161,10 @@ OURS ssize_t read(int fd, void *bytes, size_t length)
         errno = EAGAIN;
         return -1;
     }
-    return syscall(SYS_read, fd, bytes, length);
+    ssize_t got = syscall(SYS_read, fd, bytes, length);
+    if (put_offs > 0 && got == sizeof(struct uffd_msg) && ((struct uffd_msg *)bytes)->event != UFFD_EVENT_PAGEFAULT)
+        wake_at_ms = now_ms() + WAKE_MS;
+    return got;
 }
 
 OURS int close(int fd)
@@ -179,6 +184,8 @@ OURS int close(int fd)
 
 static void put_off_who_waits_for(int uffd, struct uffdio_range range)
 {
+    if (put_offs == 0)
+        wake_at_ms = now_ms() + WAKE_LATE_MS;
     if (put_offs < PUT_OFF_MAX) {
         put_off[put_offs].uffd = uffd;
         put_off[put_offs].range = range;
@@ -212,10 +219,8 @@ OURS int ioctl(int fd, unsigned long request, ...)
 /* Not at once: the kernel tells of missing memory first, and the news for which they were put off would never be read. */
 static void wake_put_offs(void)
 {
-    int64_t now = now_ms();
-    if (put_offs == 0 || now < woken_ms + WAKE_MS)
+    if (put_offs == 0 || now_ms() < wake_at_ms)
         return;
-    woken_ms = now;
     for (unsigned i = 0; i < put_offs; i++) {
         /* Fails if the process has ended. */
         syscall(SYS_ioctl, put_off[i].uffd, UFFDIO_WAKE, &put_off[i].range);
@@ -248,6 +253,7 @@ static int ready_now(int epoll, struct epoll_event *events, int events_max)
 
 OURS int epoll_wait(int epoll, struct epoll_event *events, int events_max, int timeout)
 {
+    wake_put_offs();
     if (open_questions > 0) {
         /* Whatever there is beside the answer has to wait for it. Its end is news, too. */
         struct pollfd socket = { .fd = pages_socket, .events = POLLIN };
@@ -255,7 +261,6 @@ OURS int epoll_wait(int epoll, struct epoll_event *events, int events_max, int t
             ;
         return ready_now(epoll, events, events_max);
     }
-    wake_put_offs();
     while (put_offs > 0 && timeout < 0) {
         int ready = epoll_pwait(epoll, events, events_max, WAKE_MS, NULL);
         if (ready != 0)
