@@ -20,7 +20,9 @@ pub(crate) fn keys(folder: &Path, names: &[String], remote: &str) -> Result<()> 
         let key = all.join(format!("key-{user}"));
         authorized.push_str(&make_key(&key, user)?);
         std::os::unix::fs::chown(&key, Some(uid), Some(uid))?;
-        fs::write(client_config(folder, user), client_text(folder, &key))?;
+        let config = client_config(folder, user);
+        fs::create_dir_all(config.parent().context("it is in a folder")?)?;
+        fs::write(config, client_text(folder, &key))?;
     }
     fs::write(all.join("authorized_keys"), authorized)?;
     let mut known = String::new();
@@ -44,12 +46,12 @@ fn make_key(file: &Path, comment: &str) -> Result<String> {
     Ok(fs::read_to_string(public)?)
 }
 
-/// The file of client settings of one user: `root`, `alice` or `olga`.
+/// The file of client settings of one user: `root`, `alice` or `olga`. On the hosts ssh finds it by itself.
 pub fn client_config(folder: &Path, user: &str) -> PathBuf {
-    folder.join("ssh").join(format!("config-{user}"))
+    crate::testbed::home_of(folder, user).join(".ssh/config")
 }
 
-/// What goes into `PVM_RSH` for a user.
+/// A remote shell with this user's settings, for programs that do not find them by themselves.
 pub fn remote_shell(folder: &Path, user: &str) -> String {
     format!("ssh -F {}", client_config(folder, user).display())
 }

@@ -110,10 +110,10 @@ impl Testbed {
     fn fill(folder: &Path, wanted: &Wanted<'_>) -> Result<Testbed> {
         let &Wanted { count, prefix, keep, own_engine, env } = wanted;
         let names: Vec<String> = (1..=count).map(|i| format!("h{i}")).collect();
-        let home = folder.join("home");
+        let home = home_of(folder, "root");
         fs::create_dir_all(home.join("pvm3/bin/LINUX64"))?;
         for (user, uid) in [("alice", ALICE_UID), ("olga", OLGA_UID)] {
-            let own = folder.join(user);
+            let own = home_of(folder, user);
             fs::create_dir_all(own.join("pvm3/bin/LINUX64"))?;
             std::os::unix::fs::chown(&own, Some(uid), Some(uid))?;
         }
@@ -243,7 +243,7 @@ impl Testbed {
 
     /// Where root's home is, on all hosts the same as with a shared file system.
     pub fn home(&self) -> PathBuf {
-        self.folder.join("home")
+        home_of(&self.folder, "root")
     }
 }
 
@@ -459,6 +459,11 @@ fn remove_what_dead_ones_left() {
     }
 }
 
+/// The home of `root`, `alice` or `olga`, on all hosts.
+pub(crate) fn home_of(folder: &Path, user: &str) -> PathBuf {
+    folder.join(if user == "root" { "home" } else { user })
+}
+
 /// Files that replace those of /etc on all hosts: names of the hosts, and two ordinary users.
 fn accounts(folder: &Path, names: &[String]) -> Result<()> {
     let mut hosts = format!("127.0.0.1 localhost\n{NETWORK}.254 desk\n");
@@ -471,10 +476,10 @@ fn accounts(folder: &Path, names: &[String]) -> Result<()> {
         let kept = text.lines().filter(|line| !["root:", "alice:", "olga:"].iter().any(|user| line.starts_with(user)));
         Ok(kept.map(|line| format!("{line}\n")).collect())
     };
-    let mut passwd = format!("root:x:0:0:root:{}:/bin/bash\n", folder.join("home").display());
+    let mut passwd = format!("root:x:0:0:root:{}:/bin/bash\n", home_of(folder, "root").display());
     let (mut group, mut shadow) = ("root:x:0:\n".to_string(), "root:*:19000:0:99999:7:::\n".to_string());
     for (user, uid) in [("alice", ALICE_UID), ("olga", OLGA_UID)] {
-        passwd.push_str(&format!("{user}:x:{uid}:{uid}:{user}:{}:/bin/bash\n", folder.join(user).display()));
+        passwd.push_str(&format!("{user}:x:{uid}:{uid}:{user}:{}:/bin/bash\n", home_of(folder, user).display()));
         group.push_str(&format!("{user}:x:{uid}:\n"));
         shadow.push_str(&format!("{user}:*:19000:0:99999:7:::\n"));
     }

@@ -1,8 +1,8 @@
 //! A virtual machine on the hosts of a testbed, used through the console program as a person would use it.
 
+use crate::programs;
 use crate::run::{Done, Running, eventually, must, run};
-use crate::testbed::{ALICE_UID, Host, Testbed};
-use crate::{programs, ssh};
+use crate::testbed::{ALICE_UID, Host, Testbed, home_of};
 use anyhow::{Context, Result, bail, ensure};
 use sempa_proto::event::EventKind;
 use sempa_proto::table::TASK_CONNECTED;
@@ -104,18 +104,18 @@ impl<'a> Vm<'a> {
 
     /// The home folder of its user, the same on all hosts.
     pub fn home(&self) -> PathBuf {
-        if self.settings.as_alice { self.bed.folder().join("alice") } else { self.bed.home() }
+        let user = if self.settings.as_alice { "alice" } else { "root" };
+        home_of(self.bed.folder(), user)
     }
 
     /// A command on a host with the environment of this virtual machine's user.
     pub fn command(&self, host: &Host, program: impl AsRef<Path>) -> Command {
         let home = self.home();
-        let (user, mut command) = if self.settings.as_alice {
-            ("alice", host.command_as(Some(("alice", ALICE_UID, &home)), program))
+        let mut command = if self.settings.as_alice {
+            host.command_as(Some(("alice", ALICE_UID, &home)), program)
         } else {
-            ("root", host.command(program))
+            host.command(program)
         };
-        command.env("PVM_RSH", ssh::remote_shell(self.bed.folder(), user));
         if !self.settings.as_alice {
             command.env("PVM_ALLOW_ROOT", "1");
         }

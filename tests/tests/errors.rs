@@ -3,7 +3,7 @@
 use sempa_proto::event::EventKind;
 use sempa_tests::needs::{testbed, testbed_with_own_engine};
 use sempa_tests::run::run;
-use sempa_tests::ssh::remote_shell;
+use sempa_tests::ssh::{client_config, remote_shell};
 use sempa_tests::testbed::{ALICE_UID, gone};
 use sempa_tests::vm::Settings;
 use sempa_tests::{Done, Host, Testbed, Vm, eventually};
@@ -42,6 +42,28 @@ fn a_host_that_is_unknown_or_does_not_answer_ssh_is_named_with_the_reason() {
         one_line(&vm.pvm(&["add", "desk"]).expect("ends"), &["desk"]);
         one_line(&vm.pvm(&["delete", "nohost"]).expect("ends"), &["nohost"]);
     });
+}
+
+#[test]
+fn ssh_agrees_on_its_keys_in_little_time_unless_the_user_says_how() {
+    let Some((bed, _)) = testbed(2) else { return };
+    let config = client_config(bed.folder(), "root");
+    let usual = std::fs::read_to_string(&config).expect("the testbed has written it");
+    let agreed_with = |own: &str| {
+        // Of each setting the first counts.
+        std::fs::write(&config, format!("LogLevel DEBUG1\n{own}{usual}")).expect("ours");
+        let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
+        vm.add(&["h2"]).expect("it joins");
+        let log = std::fs::read_to_string(bed.host(1).path("/tmp/sempa-0/pvm/pvml")).expect("a log");
+        vm.halt().expect("halts");
+        assert!(!bed.host(1).path("/tmp/sempa-0").exists(), "the settings of ssh stay behind");
+        let line = log.lines().find_map(|line| line.split_once("kex: algorithm: "));
+        line.unwrap_or_else(|| panic!("no agreement in {log}")).1.to_string()
+    };
+    let by_itself = agreed_with("");
+    assert!(!by_itself.contains("sntrup761"), "{by_itself}");
+    assert_eq!(agreed_with("KexAlgorithms ecdh-sha2-nistp256\n"), "ecdh-sha2-nistp256");
+    assert_eq!(agreed_with("Host h2\nKexAlgorithms ecdh-sha2-nistp521\n"), "ecdh-sha2-nistp521");
 }
 
 #[test]

@@ -67,6 +67,11 @@ impl Place {
         self.dir.join("moves")
     }
 
+    /// The master's settings for the ssh that starts daemons.
+    pub fn ssh_settings(&self) -> PathBuf {
+        self.dir.join("ssh_config")
+    }
+
     /// Directory of the images of one move.
     pub fn images(&self, migration: crate::ids::MigrationId) -> PathBuf {
         self.dir.join(format!("images-{}", migration.0))

@@ -13,6 +13,7 @@ use super::pki::{Authority, Identity};
 use super::place::HeldPlace;
 use super::rate::Rate;
 use super::sets::{Sets, Whereabouts};
+use super::ssh::Ssh;
 use super::start::{Starter, StarterSettings};
 use super::sys::{FilesLimit, keep_freed_memory, raise_files_limit};
 use super::tasker::Tasker;
@@ -201,6 +202,7 @@ fn starter_settings(
         allow_root: nix::unistd::getuid().is_root(),
         lease,
         remote_shell: variable("PVM_RSH"),
+        ssh: Ssh::new(place.ssh_settings()),
         command: variable("PVM_DPATH"),
         program: programs.join("pvmd"),
         files_limit,

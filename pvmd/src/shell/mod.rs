@@ -39,6 +39,7 @@ mod rate;
 mod session;
 mod sets;
 mod slave;
+mod ssh;
 mod start;
 mod sys;
 mod tasker;

@@ -7,6 +7,7 @@ use super::join::{self, Secret};
 use super::log::Log;
 use super::manual;
 use super::pki::Authority;
+use super::ssh::Ssh;
 use super::sys::FilesLimit;
 use crate::machine::io::{Event, HostPlan, StartId, StartOrder, StartedHost};
 use sempa_proto::PvmError;
@@ -37,11 +38,8 @@ const SHELL_END_WITHIN: Duration = Duration::from_secs(20);
 const OUTPUT_BYTES_MAX: u64 = 64 << 10;
 /// Lines of standard error kept for the error sentence.
 const STDERR_LINES_MAX: usize = 20;
-/// Remote shell when `PVM_RSH` is not set.
-const REMOTE_SHELL: &str = "ssh -o BatchMode=yes";
 
 /// What is the same for all hosts started by this master.
-#[derive(Clone)]
 pub(crate) struct StarterSettings {
     /// Gives each host its certificate.
     pub(crate) authority: Arc<Authority>,
@@ -59,6 +57,8 @@ pub(crate) struct StarterSettings {
     pub(crate) files_limit: FilesLimit,
     /// `PVM_RSH`, if set.
     pub(crate) remote_shell: Option<String>,
+    /// The remote shell otherwise.
+    pub(crate) ssh: Ssh,
     /// `PVM_DPATH`, if set.
     pub(crate) command: Option<String>,
     /// This program, tried first on other hosts too.
@@ -187,7 +187,7 @@ impl Attempt<'_> {
 
     async fn run(&self) -> Result<Ready, Refusal> {
         let cant = |text: String| Refusal { error: PvmError::CantStart, text };
-        let words = self.words().map_err(cant)?;
+        let words = self.words().await.map_err(cant)?;
         let line = self.bootstrap().map_err(cant)?.line();
         let mut command = Command::new(&words[0]);
         self.settings.files_limit.give(command.as_std_mut());
@@ -237,15 +237,18 @@ impl Attempt<'_> {
     }
 
     /// The whole command line.
-    fn words(&self) -> Result<Vec<String>, String> {
-        let shell = self.settings.remote_shell.as_deref().unwrap_or(REMOTE_SHELL);
-        let mut words =
-            shell_words::split(shell).map_err(|e| format!("PVM_RSH={shell:?} cannot be split into words: {e}"))?;
-        if words.is_empty() {
-            return Err("PVM_RSH is empty: unset it or set it to a remote shell".into());
-        }
+    async fn words(&self) -> Result<Vec<String>, String> {
         if self.plan.contact.starts_with('-') || self.plan.contact.is_empty() {
             return Err(format!("{:?} cannot be the name of a host", self.plan.contact));
+        }
+        let mut words = match &self.settings.remote_shell {
+            Some(shell) => {
+                shell_words::split(shell).map_err(|e| format!("PVM_RSH={shell:?} cannot be split into words: {e}"))?
+            }
+            None => self.settings.ssh.words(&self.plan.contact, self.plan.login.as_deref(), self.log).await,
+        };
+        if words.is_empty() {
+            return Err("PVM_RSH is empty: unset it or set it to a remote shell".into());
         }
         words.push(self.plan.contact.clone());
         if let Some(login) = &self.plan.login {
