@@ -166,7 +166,7 @@ impl VmApi for RealVm {
     }
 
     fn register(&self) -> Result<Tid, Error> {
-        self.vm.register_rm(RmServes { spawn: true, others: false })
+        self.vm.register_rm(RmServes { spawn: true, others: false, ends: false })
     }
 
     fn subscribe(&self, ctx: i32, tag: i32) -> Result<(), Error> {

@@ -31,7 +31,7 @@ use sempa_proto::migration::Cause;
 use sempa_proto::rm::{CTX_RM, TAG_ASK};
 use sempa_proto::sm::{
     SM_ADDHOST, SM_CONFIG, SM_DELHOST, SM_EXECACK, SM_GRANT_TAKEN, SM_HANDOFF, SM_HOSTX, SM_SCHED, SM_SPAWN,
-    SM_SPAWN_WAITS, SM_TASK, SM_TASKX, pack_waits, unpack_spawn, unpack_tids,
+    SM_SPAWN_WAITS, SM_TASK, pack_waits, unpack_spawn, unpack_tids,
 };
 use sempa_proto::table::{TASK_CONNECTED, TASK_FORKED, TASK_RM, TaskInfo};
 use sempa_proto::task::{NotifyWhat, SPAWN_HOST, SPAWN_NO_PARENT, SPAWN_PINNED, SpawnRequest};
@@ -55,6 +55,8 @@ pub const TAG_POLICY: i32 = 6;
 
 /// The loop looks at its deadlines at least this often.
 const WAIT_MAX: Micros = Micros::from_secs(5);
+/// News of tasks that is taken before anything follows from it.
+const NEWS_AT_ONCE: usize = 64;
 /// Lists of hosts and tasks are not asked for more often than this.
 const REFRESH_PAUSE: Micros = Micros::from_secs(1);
 /// Pause between looks for moves for the sake of the load.
@@ -133,6 +135,12 @@ fn is_left_watcher(task: &TaskInfo) -> bool {
     is_watcher(&task.name) && task.flags & serving == serving && !task.parent.is_task()
 }
 
+/// True for what daemons tell of tasks: what happened to them, not what somebody wants.
+fn is_news(message: &Message) -> bool {
+    let tag = message.tag;
+    message.src.is_daemon() && if message.ctx == CTX_RM { tag == TAG_EVENT } else { tag == SM_GRANT_TAKEN }
+}
+
 fn first_int(message: &Message) -> Option<i32> {
     Unpacker::xdr(message.body.clone()).int().ok()
 }
@@ -202,7 +210,7 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// Waits for one message or the next deadline, and does what follows from it.
+    /// Waits for one message, or news of several tasks, or the next deadline, and does what follows from it.
     ///
     /// # Errors
     /// [`ServiceError::Stopped`] or [`ServiceError::Replaced`].
@@ -214,8 +222,16 @@ impl<V: VmApi> Service<V> {
         let due = due.into_iter().flatten().min();
         let wait = due.map_or(WAIT_MAX, |due| due.since(now)).min(WAIT_MAX);
         let received = self.vm.recv(Duration::from_micros(wait.0)).inspect_err(|_| self.memory.ledger.close());
-        if let Some(message) = received.map_err(ServiceError::Stopped)? {
+        let mut received = received.map_err(ServiceError::Stopped)?;
+        let mut room = NEWS_AT_ONCE;
+        while let Some(message) = received.take() {
             self.message(&message).inspect_err(|_| self.memory.ledger.close())?;
+            room -= 1;
+            // Daemons send news of tasks several at a time: what follows from it, follows from all of it.
+            if room > 0 && is_news(&message) {
+                let more = self.vm.recv(Duration::ZERO).inspect_err(|_| self.memory.ledger.close());
+                received = more.map_err(ServiceError::Stopped)?;
+            }
         }
         self.settle();
         Ok(())
@@ -255,11 +271,6 @@ impl<V: VmApi> Service<V> {
             SM_CONFIG | SM_TASK | SM_ADDHOST | SM_DELHOST => self.refuse(message, PvmError::NotImpl),
             SM_EXECACK if message.src.is_daemon() => self.acknowledged(message),
             SM_GRANT_TAKEN if message.src.is_daemon() => self.taken(message),
-            SM_TASKX if message.src.is_daemon() => {
-                if let Some(raw) = first_int(message) {
-                    self.task_ended(Tid::from_raw(raw));
-                }
-            }
             SM_HOSTX if message.src.is_daemon() => {
                 if let Some(host) = first_int(message).and_then(|raw| Tid::from_raw(raw).home()) {
                     self.host_gone(host);

@@ -22,7 +22,7 @@ use sempa_proto::load::{OwnerVerdict, TAG_REPORT_TO, WATCHER_PROGRAM};
 use sempa_proto::message::CTX_BASE;
 use sempa_proto::migration::{Cause, Failure, Refusal, Usage};
 use sempa_proto::rm::{self, Answer, CTX_RM, Question, TAG_ANSWER, TAG_ASK};
-use sempa_proto::sm::{SM_EXECACK, SM_HANDOFF, SM_SCHED, SM_SPAWN, SM_TASKX, pack_tids};
+use sempa_proto::sm::{SM_EXECACK, SM_HANDOFF, SM_SCHED, SM_SPAWN, pack_tids};
 use sempa_proto::table::{TASK_CONNECTED, TASK_FORKED, TASK_RM};
 use sempa_proto::task::{SPAWN_HOST, SPAWN_PINNED, SpawnRequest};
 use sempa_proto::{Micros, PvmError, Tid};
@@ -594,12 +594,24 @@ fn late_news_does_not_bring_an_ended_task_back() {
     bed.world().spawn(1, &request(1));
     bed.settle();
     let exec = bed.world().took_execs().pop().expect("placed");
-    let daemon = exec.host.daemon();
-    bed.world().post(daemon, CTX_BASE, SM_TASKX, 0, int(t(exec.host.index(), 100).raw()));
+    bed.world().event(exec.host, ended(t(exec.host.index(), 100)));
     let tid = bed.world().ack(&exec)[0];
     bed.settle();
     assert!(!bed.service.model().knows(tid));
     assert_eq!(bed.world().answer(1), Some(Ok(vec![Ok(tid)])));
+}
+
+#[test]
+fn what_several_tasks_did_is_taken_at_once_and_what_somebody_wants_is_done_right_behind_it() {
+    let mut bed = two_tasks_on_h2();
+    for tid in [t(2, 1), t(1, 5)] {
+        bed.world().event(h(2), ended(tid));
+    }
+    bed.world().spawn(1, &request(1));
+    bed.world().event(h(1), ended(t(9, 9)));
+    bed.service.step().expect("it goes on");
+    assert!([t(2, 1), t(1, 5)].iter().all(|tid| !bed.service.model().knows(*tid)));
+    assert_eq!((bed.world().took_execs().len(), bed.world().inbox.len()), (1, 1));
 }
 
 #[test]

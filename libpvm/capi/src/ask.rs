@@ -457,7 +457,8 @@ pub(crate) fn tickle(words: Vec<i32>) -> PvmResult<Vec<i32>> {
 /// `Already` or `Denied` when somebody else is.
 pub(crate) fn register_rm() -> PvmResult<(i32, Option<HostEntry>)> {
     let rt = session::runtime()?;
-    let (previous, master) = rt.register_rm(RmServes { spawn: true, others: true }).map_err(|error| error.code)?;
+    let (previous, master) =
+        rt.register_rm(RmServes { spawn: true, others: true, ends: true }).map_err(|error| error.code)?;
     put_own_tid(sempa_proto::sm::RM_CLASS)?;
     Ok((previous.raw(), master))
 }

@@ -246,6 +246,8 @@ pub struct RmServes {
     pub spawn: bool,
     /// All others: `SM_CONFIG`, `SM_ADDHOST`, `SM_DELHOST`, `SM_TASK`, `SM_NOTIFY`.
     pub others: bool,
+    /// It is told of the ends of its tasks (`SM_TASKX`). One that follows the event log knows of them.
+    pub ends: bool,
 }
 
 /// The resource manager that a task is to ask.

@@ -67,6 +67,7 @@ impl Machine {
         let by_itself = self.stop.is_none() && !self.is_leaving(host);
         let Some(master) = &mut self.master else { return };
         master.keeping.happened(&kind, by_itself);
+        let news = super::news::is_news(&kind);
         let event = master.events.append(host, at, kind);
         let followers: Vec<(Tid, (i32, i32))> = master.events.subscribers.iter().map(|(t, s)| (*t, *s)).collect();
         if followers.is_empty() {
@@ -79,7 +80,8 @@ impl Machine {
         for (dst, (ctx, tag)) in followers {
             let src = self.source_for(dst);
             let message = Message { src, dst, ctx, tag, wid: 0, enc: DSIG_X86_64, body: body.clone() };
-            self.deliver(dst, ToTask::Deliver { message, after: None });
+            let item = ToTask::Deliver { message, after: None };
+            if news && self.hears_later(dst) { self.deliver_later(dst, item) } else { self.deliver(dst, item) }
         }
     }
 

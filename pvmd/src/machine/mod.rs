@@ -29,6 +29,7 @@ pub mod io;
 mod local;
 mod mailbox;
 mod moves;
+mod news;
 mod notify;
 mod output;
 mod pairs;
@@ -169,6 +170,7 @@ pub struct Machine {
     rm: rm::RmState,
     servers: servers::Servers,
     moves: moves::Moves,
+    news: news::News,
     hosting: guests::Hosting,
     suspending: suspend::Suspending,
     surveys: survey::Surveys,
@@ -207,6 +209,7 @@ impl Machine {
             rm: rm::RmState::default(),
             servers: servers::Servers::default(),
             moves: moves::Moves::default(),
+            news: news::News::default(),
             hosting: guests::Hosting::default(),
             suspending: suspend::Suspending::default(),
             surveys: survey::Surveys::default(),

@@ -43,7 +43,7 @@ pub(super) struct RmState {
     /// join after it registered, as in PVM.
     pub(super) wide: Option<RmInfo>,
     /// The master's, whether or not tasks here ask it.
-    masters: Option<Tid>,
+    masters: Option<RmInfo>,
     /// Since when there is none, as far as this daemon was told.
     none_since: Option<Micros>,
 }
@@ -60,7 +60,11 @@ impl RmState {
     }
 
     fn obeys(&self, tid: Tid) -> bool {
-        [self.own, self.wide].iter().flatten().any(|rm| rm.tid == tid) || self.masters == Some(tid)
+        self.known(tid).is_some()
+    }
+
+    fn known(&self, tid: Tid) -> Option<RmInfo> {
+        [self.own, self.wide, self.masters].into_iter().flatten().find(|rm| rm.tid == tid)
     }
 }
 
@@ -102,7 +106,7 @@ impl Machine {
     /// The master says who the resource manager of the virtual machine is.
     pub(super) fn set_wide_rm(&mut self, rm: Option<RmInfo>) {
         let before = self.rm.current();
-        self.rm.masters = rm.map(|rm| rm.tid);
+        self.rm.masters = rm;
         if self.table.hosts.is_empty() || rm.is_none_or(|rm| !rm.serves.others) {
             self.rm.wide = rm;
         }
@@ -138,7 +142,7 @@ impl Machine {
         }
         self.rm.own = self.rm.own.filter(|rm| rm.tid != tid);
         self.rm.wide = self.rm.wide.filter(|rm| rm.tid != tid);
-        self.rm.masters = self.rm.masters.filter(|rm| *rm != tid);
+        self.rm.masters = self.rm.masters.filter(|rm| rm.tid != tid);
         for task in self.tasks.live.values_mut() {
             task.rm = task.rm.filter(|rm| *rm != tid);
         }
@@ -155,9 +159,10 @@ impl Machine {
         }
     }
 
-    /// Tells the resource manager that one of its tasks has ended, behind the task's last message to it.
+    /// Tells a resource manager that wants to know that one of its tasks has ended, behind the task's last message to it.
     pub(super) fn tell_rm_of_end(&mut self, task: &Task, marks: &[LinkMark], status: i32, used: Usage) {
-        let Some(rm) = task.rm.filter(|rm| *rm != task.tid && self.rm.obeys(*rm)) else { return };
+        let wants = |rm: &Tid| *rm != task.tid && self.rm.known(*rm).is_some_and(|rm| rm.serves.ends);
+        let Some(rm) = task.rm.filter(wants) else { return };
         let body = pack_task_end(&TaskEnd { tid: task.tid, status, used });
         let message = self.made(rm, 0, SM_TASKX, 0, body);
         self.send_behind(message, task.tid, mark_of(task.tid, marks, rm));

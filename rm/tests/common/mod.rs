@@ -50,7 +50,7 @@ pub(crate) struct Exec {
 pub(crate) struct World {
     now: Micros,
     until: Micros,
-    inbox: VecDeque<Message>,
+    pub(crate) inbox: VecDeque<Message>,
     pub(crate) hosts: Vec<u16>,
     pub(crate) tasks: Vec<TaskInfo>,
     pub(crate) previous: Tid,

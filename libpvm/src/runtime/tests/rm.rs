@@ -16,7 +16,7 @@ use sempa_proto::task::{
 use sempa_proto::{HostId, Micros, PvmError, Tid};
 use std::thread;
 
-const EVERYTHING: RmServes = RmServes { spawn: true, others: true };
+const EVERYTHING: RmServes = RmServes { spawn: true, others: true, ends: true };
 
 fn request() -> SpawnRequest {
     SpawnRequest { file: "worker".into(), count: 2, ..SpawnRequest::default() }
@@ -47,7 +47,7 @@ fn waits(rm: &Runtime, task: &Runtime, asked: &Message, since: Option<Micros>) {
 #[test]
 fn a_spawn_goes_to_the_resource_manager_and_its_answer_comes_back() {
     let fake = Fake::start();
-    let (rm, task) = pair(&fake, RmServes { spawn: true, others: false });
+    let (rm, task) = pair(&fake, RmServes { spawn: true, others: false, ends: true });
     let results = vec![Ok(Tid::from_raw(0x40009)), Err(PvmError::NoFile)];
     thread::scope(|scope| {
         let spawning = scope.spawn(|| task.spawn(request()));
@@ -239,7 +239,7 @@ fn obliging(fake: &Fake) {
 #[test]
 fn what_was_granted_beforehand_is_asked_of_nobody_and_only_for_requests_like_the_one_before() {
     let fake = Fake::start();
-    let (rm, task) = pair(&fake, RmServes { spawn: true, others: false });
+    let (rm, task) = pair(&fake, RmServes { spawn: true, others: false, ends: true });
     obliging(&fake);
     let wid = spawn_with_grant(&rm, &task, CHILD, &[2, 1], LONG);
     let child = |host: u16| Ok(vec![Ok(Tid::task(HostId::new(host).expect("a host"), 7).expect("a task"))]);
@@ -266,7 +266,7 @@ fn what_was_granted_beforehand_is_asked_of_nobody_and_only_for_requests_like_the
 #[test]
 fn the_resource_manager_is_asked_when_a_grant_is_over_leads_nowhere_or_its_giver_has_gone() {
     let fake = Fake::start();
-    let (rm, task) = pair(&fake, RmServes { spawn: true, others: false });
+    let (rm, task) = pair(&fake, RmServes { spawn: true, others: false, ends: true });
     obliging(&fake);
     spawn_with_grant(&rm, &task, CHILD, &[1], Micros(0));
     spawn_is_asked(&rm, &task, one());
@@ -274,7 +274,7 @@ fn the_resource_manager_is_asked_when_a_grant_is_over_leads_nowhere_or_its_giver
     spawn_is_asked(&rm, &task, one());
     spawn_with_grant(&rm, &task, CHILD, &[1], LONG);
     let other = fake.join();
-    let changed = RmInfo { tid: other.tid(), serves: RmServes { spawn: true, others: false } };
+    let changed = RmInfo { tid: other.tid(), serves: RmServes { spawn: true, others: false, ends: true } };
     fake.tell(task.tid(), ToTask::RmChanged { rm: Some(changed) });
     until("the news", || (task.rm() == Some(changed)).then_some(()));
     spawn_is_asked(&other, &task, one());

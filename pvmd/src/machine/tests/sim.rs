@@ -125,6 +125,8 @@ pub(super) struct Sim {
     anew: BTreeMap<(HostId, MigrationId), (usize, Tid)>,
     /// Programs that were asked to end and did not.
     pub(super) deaf: Vec<usize>,
+    /// Messages to tasks that might wait for others.
+    pub(super) news: usize,
 }
 
 fn pair(a: HostId, b: HostId) -> (HostId, HostId) {
@@ -188,6 +190,7 @@ impl Sim {
             sets: sets::Sets::default(),
             anew: BTreeMap::new(),
             deaf: Vec::new(),
+            news: 0,
         };
         let mut first = config(HostId::MASTER, "h1");
         change(&mut first);
@@ -556,6 +559,13 @@ impl Sim {
             }
         };
         match output {
+            Output::NewsToTask { conn, message } => {
+                let at = self.now + Micros(self.dice.roll(10_000));
+                let last = self.channels.entry(Channel::ToProc(conn)).or_default();
+                *last = at.max(*last);
+                self.news += 1;
+                to_shell(self, conn, &|proc| Happening::ToProc(proc, conn, message.clone()));
+            }
             Output::ToTask { conn, message } => {
                 let late = self.faults.late_percent;
                 if late > 0 && matches!(message, ToTask::Quiesce { .. }) && self.dice.roll(100) < late {

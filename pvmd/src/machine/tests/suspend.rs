@@ -150,7 +150,7 @@ fn only_spawned_tasks_that_do_not_serve_the_virtual_machine_are_suspended_and_th
         }
     }
     let rm = spawn(&mut scene.sim, console, on("h2", "rm", 1))[0];
-    let serves = sempa_proto::task::RmServes { spawn: false, others: false };
+    let serves = sempa_proto::task::RmServes { spawn: false, others: false, ends: true };
     scene.sim.ask(rm, Request::RegisterRm(serves));
     let tid = scene.sim.procs[rm].tid();
     let reply = scene.sim.ask(console, Request::Suspend { tid, suspend: true, cause: None });
@@ -316,7 +316,7 @@ fn a_task_of_whom_was_said_that_it_is_suspended_runs_nowhere_whatever_is_lost_at
 /// A task that serves as resource manager.
 fn manager(scene: &mut Scene) -> usize {
     let p = spawn(&mut scene.sim, scene.console, on("h1", "rm", 1))[0];
-    scene.sim.ask(p, Request::RegisterRm(RmServes { spawn: true, others: false }));
+    scene.sim.ask(p, Request::RegisterRm(RmServes { spawn: true, others: false, ends: true }));
     p
 }
 

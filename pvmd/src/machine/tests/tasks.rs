@@ -373,7 +373,7 @@ fn a_granted_place_is_used_told_to_its_giver_and_takes_nobodys_turn() {
     for seed in seeds(10) {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let rm = sim.enrol(HostId::MASTER);
-        sim.ask(rm, Request::RegisterRm(RmServes { spawn: true, others: false }));
+        sim.ask(rm, Request::RegisterRm(RmServes { spawn: true, others: false, ends: true }));
         let giver = sim.procs[rm].tid();
         let granted = |n: u16, rm: Tid, request: SpawnRequest| {
             let host = HostId::new(n).expect("a number");
@@ -409,6 +409,48 @@ fn a_granted_place_is_used_told_to_its_giver_and_takes_nobodys_turn() {
     }
 }
 
+#[test]
+fn a_resource_manager_whose_grants_are_used_hears_of_it_now_and_then_and_in_order() {
+    for seed in seeds(20) {
+        let (mut sim, console) = Sim::cluster(seed, 2);
+        let rm = sim.enrol(HostId::MASTER);
+        sim.ask(rm, Request::RegisterRm(RmServes { spawn: true, others: false, ends: false }));
+        assert_eq!(sim.ask(rm, Request::Subscribe { ctx: 3, tag: 33 }), Reply::Done);
+        let giver = sim.procs[rm].tid();
+        let mut tids_taken = Vec::new();
+        for n in 1..=8 {
+            let grant = GrantOf { rm: giver, wid: n, host: HostId::MASTER };
+            let reply = sim.ask(console, Request::SpawnGranted { request: spawn("child", 1), grant });
+            tids_taken.push(tids(reply)[0].expect("started"));
+        }
+        sim.until("the giver knows", |s| s.procs[rm].notes(SM_GRANT_TAKEN).len() == 8);
+        let told: Vec<_> = sim.procs[rm]
+            .notes(SM_GRANT_TAKEN)
+            .into_iter()
+            .map(|note| unpack_taken(note.body).map(|t| t.tid))
+            .collect();
+        assert_eq!(told, tids_taken.iter().copied().map(Ok).collect::<Vec<_>>(), "seed {seed}");
+        // Eight placed, six of the words about that, and what began or ended meanwhile; each fourth word is said at once.
+        assert!((8 + 6..=3 * 8 + 6).contains(&sim.news), "seed {seed}: {}", sim.news);
+        assert!(sim.procs[rm].notes(SM_TASKX).is_empty(), "it has not asked for that");
+
+        sim.pass(Micros::from_secs(2));
+        let before = sim.news;
+        sim.ask(console, Request::Spawn(spawn("child", 1)));
+        sim.pass(Micros::from_secs(1));
+        assert_eq!(sim.news, before, "seed {seed}: nothing is granted any more");
+        let numbers: Vec<u64> = sim.procs[rm]
+            .notes(33)
+            .iter()
+            .map(|note| {
+                sempa_proto::frame::from_bytes::<sempa_proto::event::Event>(&note.body).expect("an event").number
+            })
+            .collect();
+        assert!(numbers.windows(2).all(|pair| pair[1] == pair[0] + 1), "seed {seed}: {numbers:?}");
+        assert!(numbers.len() > 8, "seed {seed}: {numbers:?}");
+    }
+}
+
 fn is_word_of(seen: &Seen, tid: Tid) -> bool {
     matches!(seen, Seen::Message(src, _) if *src == tid)
 }
@@ -418,7 +460,7 @@ fn a_resource_manager_executes_adds_hears_of_ends_and_is_missed_when_it_dies() {
     for seed in seeds(10) {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let rm = sim.enrol(HostId::MASTER);
-        let serves = RmServes { spawn: true, others: false };
+        let serves = RmServes { spawn: true, others: false, ends: true };
         assert_eq!(sim.ask(rm, Request::RegisterRm(serves)), Reply::Rm { previous: Tid::NONE });
         let rm_tid = sim.procs[rm].tid();
         sim.until("the console knows", |s| s.procs[console].rm.is_some_and(|r| r.tid == rm_tid));
