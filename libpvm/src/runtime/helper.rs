@@ -1,7 +1,8 @@
 //! The helper thread: reads and writes while the application computes, and lets go of the daemon for a move.
 //!
-//! It blocks all signals, holds no descriptor but the socket and an eventfd, and sleeps unless needed.
+//! It blocks all signals, holds no descriptor but the socket, an eventfd and an alarm, and sleeps unless needed.
 
+use super::alarm::Alarm;
 use super::connect::{Accepted, greet};
 use super::core::{Phase, Quiesce};
 use super::ear;
@@ -59,7 +60,13 @@ impl Drop for LastWord {
 
 /// What the helper does next, decided under the lock.
 enum Next {
-    Sleep { socket: Option<Arc<Own<UnixStream>>>, read: bool, far: Option<Arc<Own<ReadySet>>>, span: Option<Duration> },
+    Sleep {
+        socket: Option<Arc<Own<UnixStream>>>,
+        read: bool,
+        far: Option<Arc<Own<ReadySet>>>,
+        alarm: Option<Arc<Alarm>>,
+        span: Option<Duration>,
+    },
     Await(Quiesce),
     End,
 }
@@ -80,8 +87,9 @@ fn run(shared: &Arc<Shared>, program: &str) {
             listener = ear::start(shared).ok();
         }
         match next {
-            Next::Sleep { socket, read, far, span } => {
-                doze(shared, socket.as_ref().map(|s| s.get()), read, far.as_ref().map(|far| far.get()), span);
+            Next::Sleep { socket, read, far, alarm, span } => {
+                let (socket, far) = (socket.as_ref().map(|s| s.get()), far.as_ref().map(|far| far.get()));
+                doze(shared, socket, read, (far, alarm.as_deref()), span);
             }
             Next::Await(quiesce) => await_token(shared, quiesce, program),
             Next::End => break,
@@ -106,6 +114,7 @@ fn decide(state: &mut State, shared: &Shared) -> Next {
         state.leave_socket(&shared.seats);
         // Memory that need not travel.
         state.decoder = FrameDecoder::new();
+        state.alarm = None;
         state.core.let_go();
     }
     match state.core.phase() {
@@ -120,7 +129,8 @@ fn decide(state: &mut State, shared: &Shared) -> Next {
     let write = !state.core.outbox.is_empty();
     let until = state.core.earliest();
     let far = state.core.direct.to_watch(now);
-    state.sleep = Sleep::On { write, until, far: far.is_some() };
+    let alarm = state.alarm.clone();
+    state.sleep = Sleep::On { write, until, far: far.is_some(), alarm: alarm.is_some() };
     let mut span = until.map(|until| Duration::from_micros(until.since(now).0));
     if far.is_none() && state.core.direct.is_open() {
         // Another thread looks; when it stops it may not say so.
@@ -128,14 +138,21 @@ fn decide(state: &mut State, shared: &Shared) -> Next {
         span = Some(span.map_or(soon, |span| span.min(soon)));
     }
     // Behind the order to let go nothing comes that has to be read now.
-    Next::Sleep { socket: socket.filter(|_| write), read: state.core.is_connected(), far, span }
+    Next::Sleep { socket: socket.filter(|_| write), read: state.core.is_connected(), far, alarm, span }
 }
 
-fn doze(shared: &Shared, writing: Option<&UnixStream>, read: bool, far: Option<&ReadySet>, span: Option<Duration>) {
+fn doze(
+    shared: &Shared,
+    writing: Option<&UnixStream>,
+    read: bool,
+    (far, alarm): (Option<&ReadySet>, Option<&Alarm>),
+    span: Option<Duration>,
+) {
     let mut fds = vec![PollFd::new(shared.bell().as_fd(), PollFlags::POLLIN)];
     fds.extend(read.then(|| PollFd::new(shared.seats.back(), PollFlags::POLLIN)));
     fds.extend(writing.map(|socket| PollFd::new(socket.as_fd(), PollFlags::POLLOUT)));
     fds.extend(far.map(|far| PollFd::new(far.as_fd(), PollFlags::POLLIN)));
+    fds.extend(alarm.map(|alarm| PollFd::new(alarm.as_fd(), PollFlags::POLLIN)));
     // Rounded up: to wake a little late is cheaper than to wake twice.
     let timeout = span.map_or(PollTimeout::NONE, |span| {
         let ms = span.as_micros().div_ceil(1000);
@@ -145,6 +162,10 @@ fn doze(shared: &Shared, writing: Option<&UnixStream>, read: bool, far: Option<&
     let _ = poll(&mut fds, timeout);
     if fds[0].any().unwrap_or(false) {
         let _ = shared.bell().read();
+    }
+    // The last one watched, if any is.
+    if let Some(alarm) = alarm.filter(|_| fds.last().is_some_and(|fd| fd.any().unwrap_or(false))) {
+        alarm.clear();
     }
 }
 

@@ -5,6 +5,7 @@
 //! and writes while they compute, and lets go of the daemon when the task is to be moved: then every call goes on working
 //! on memory until the task is connected again, here or elsewhere.
 
+mod alarm;
 mod clock;
 mod connect;
 mod core;
@@ -47,6 +48,9 @@ const EXIT_FLUSH_MAX: Duration = Duration::from_secs(5);
 
 /// How long a message waits for a direct route's socket, so that a process that ends by a signal has sent it.
 const SOCKET_PATIENCE: Duration = Duration::from_millis(100);
+
+/// A message from which on each receiver reads for longer than it takes to wake it.
+const LONG_READING_BYTES_MIN: usize = 256 << 10;
 
 /// Joins the virtual machine of this user, as the environment says. A spawned process takes its place once; after
 /// [`Runtime::exit`], and in a forked child whose parent has taken it, the process gets a task id of its own. `at_end` is
@@ -299,6 +303,9 @@ impl Runtime {
         for dst in to {
             state.make_room(*dst);
             self.wait_until_out(&mut state, Some(*dst))?;
+        }
+        if message.body.len() >= LONG_READING_BYTES_MIN {
+            state.put_off_wakes();
         }
         sent
     }

@@ -152,7 +152,11 @@ pub(crate) struct Near {
     /// The last word of this task went, or the last one to it came, by a ring, and so will the next as far as can be guessed.
     spoke_last: bool,
     /// Whom to wake when the lock is free again.
-    wakes: Vec<(Arc<Own<PeerBell>>, Wake)>,
+    wakes: Vec<Call>,
+    /// Whom to wake when this task needs its processor no more.
+    put_off: Vec<Call>,
+    /// Not when the lock is free the next time.
+    not_yet: bool,
     idle_look: Option<Micros>,
 }
 
@@ -237,7 +241,31 @@ impl Near {
 
     /// Whom to wake; to be done without the lock.
     pub(crate) fn take_wakes(&mut self) -> Wakes {
-        Wakes(std::mem::take(&mut self.wakes))
+        let mut wakes = std::mem::take(&mut self.wakes);
+        if !std::mem::take(&mut self.not_yet) {
+            wakes.append(&mut self.put_off);
+        }
+        Wakes(wakes)
+    }
+
+    /// Leaves those asleep who would wake up on this thread's processor, until wakes are taken the time after the next. True when
+    /// there are such.
+    pub(crate) fn put_off(&mut self) -> bool {
+        let here = processor();
+        let late = self.wakes.extract_if(.., |call| call.wake == Wake::Sleepers && call.processor == here);
+        self.put_off.extend(late);
+        self.not_yet = !self.put_off.is_empty();
+        self.not_yet
+    }
+
+    /// True when the waking of peers was put off, and they are to be woken the next time.
+    pub(crate) fn has_put_off(&self) -> bool {
+        !self.put_off.is_empty() && !self.not_yet
+    }
+
+    /// They are to be woken the next time after all.
+    pub(crate) fn put_off_no_more(&mut self) {
+        self.not_yet = false;
     }
 
     fn free_slot(&mut self) -> Option<usize> {
@@ -259,15 +287,24 @@ impl Near {
     }
 }
 
+/// A peer to be woken.
+#[derive(Debug)]
+struct Call {
+    bell: Arc<Own<PeerBell>>,
+    wake: Wake,
+    /// Where it has written last, and will likely wake up.
+    processor: u8,
+}
+
 /// Peers to be woken.
 #[derive(Debug)]
-pub(crate) struct Wakes(Vec<(Arc<Own<PeerBell>>, Wake)>);
+pub(crate) struct Wakes(Vec<Call>);
 
 impl Wakes {
     /// Wakes them.
     pub(crate) fn wake(self) {
-        for (bell, wake) in self.0 {
-            wake_now(bell.get(), wake);
+        for call in self.0 {
+            wake_now(call.bell.get(), call.wake);
         }
     }
 }
@@ -524,8 +561,8 @@ impl Core {
             let Some(ring) = near.ring(slot) else { return false };
             ring.used = now;
             if starved && ring.bell.get().call_ear() {
-                let bell = ring.bell.clone();
-                near.wakes.push((bell, Wake::Ear));
+                let (bell, processor) = (ring.bell.clone(), ring.processor);
+                near.wakes.push(Call { bell, wake: Wake::Ear, processor });
             }
             let answers = links.get(&peer).is_some_and(|link| link.has_frame());
             let news = self.news();
@@ -602,8 +639,8 @@ impl Core {
             ring.used = now;
             let wake = ring.bell.get().ring(ring.theirs, urgent);
             if wake != Wake::Nobody {
-                let bell = ring.bell.clone();
-                near.wakes.push((bell, wake));
+                let (bell, processor) = (ring.bell.clone(), ring.processor);
+                near.wakes.push(Call { bell, wake, processor });
             }
         }
         let closed = near.ring(slot).is_some_and(|ring| ring.ends.writer.is_closed());
@@ -647,7 +684,8 @@ impl Core {
         debug_assert_eq!(written, Ok(true), "there was room");
         ring.used = now;
         let wake = ring.bell.get().ring(ring.theirs, false);
-        let wakes = if wake == Wake::Nobody { Vec::new() } else { vec![(ring.bell.clone(), wake)] };
+        let (bell, processor) = (&ring.bell, ring.processor);
+        let wakes = if wake == Wake::Nobody { Vec::new() } else { vec![Call { bell: bell.clone(), wake, processor }] };
         if let Some(due) = link.next_wakeup() {
             self.wake_at(due);
         }
@@ -689,7 +727,7 @@ impl Core {
         let Some(place) = self.near.slots.get_mut(slot) else { return };
         let Slot::Ring(mut ring) = std::mem::replace(place, Slot::Free) else { return };
         self.near.end_loans(ring.get_mut());
-        let Ring { peer, ends, bell, theirs, .. } = ring.get();
+        let Ring { peer, ends, bell, theirs, processor, .. } = ring.get();
         self.near.by_peer.remove(peer);
         if let Some(link) = self.link_mut(*peer) {
             link.trim();
@@ -698,7 +736,7 @@ impl Core {
         close(ends);
         let wake = bell.get().ring(*theirs, true);
         if wake != Wake::Nobody {
-            self.near.wakes.push((bell.clone(), wake));
+            self.near.wakes.push(Call { bell: bell.clone(), wake, processor: *processor });
         }
         if let Some(bell) = &self.near.bell {
             bell.get().hush(slot);

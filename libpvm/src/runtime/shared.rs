@@ -1,5 +1,6 @@
 //! The runtime's one lock, and what is done under it: reading and writing without waiting, and waiting on futexes.
 
+use super::alarm::Alarm;
 use super::clock::Clock;
 use super::connect::Accepted;
 use super::core::{Core, Phase};
@@ -56,6 +57,8 @@ pub(crate) enum Sleep {
         until: Option<Micros>,
         /// Also wakes when something comes by a direct route.
         far: bool,
+        /// Also wakes when the alarm goes.
+        alarm: bool,
     },
 }
 
@@ -85,6 +88,8 @@ pub(crate) struct State {
     awaiting_writes: usize,
     /// The sign for programs that wait on descriptors is up.
     sign_is_up: bool,
+    /// Wakes the helper when peers have been left asleep for long enough; made when there are such.
+    pub(crate) alarm: Option<Arc<Alarm>>,
 }
 
 /// The state with its lock.
@@ -191,7 +196,7 @@ impl<'a> Held<'a> {
     fn release(&mut self) {
         self.show();
         let concerned = self.concerned();
-        let wakes = self.core.near.take_wakes();
+        let wakes = self.take_wakes();
         drop(self.state.take());
         Held::tell(self.shared, concerned, wakes);
     }
@@ -207,6 +212,9 @@ impl<'a> Held<'a> {
         }
         let reach = if self.core.direct.is_empty() { Reach::Host } else { Reach::Tasks };
         let Some(budget) = self.spin.budget(span, reach) else { return false };
+        if self.core.near.has_put_off() {
+            self.take_wakes().wake();
+        }
         // Whoever has to answer needs this very processor: he gets it at once, or this thread sleeps.
         let shares = self.core.near.shares_processor();
         if shares && !self.spin.gives_way() {
@@ -280,7 +288,7 @@ impl<'a> Held<'a> {
             } else if self.shared.wanted.load(Ordering::Relaxed) != 0 {
                 self.let_others();
             } else {
-                self.core.near.take_wakes().wake();
+                self.take_wakes().wake();
                 std::thread::yield_now();
             }
         }
@@ -300,7 +308,7 @@ impl<'a> Held<'a> {
         self.core.direct.attend(None);
         // What was done since the lock was taken may concern others, who must not wait for our return.
         let concerned = self.concerned();
-        let wakes = self.core.near.take_wakes();
+        let wakes = self.take_wakes();
         if self.core.news() != news {
             return Held::tell(self.shared, concerned, wakes);
         }
@@ -328,7 +336,7 @@ impl<'a> Held<'a> {
         bell.call_for_everything(true);
         let (now, news) = (self.now(), self.core.news());
         self.core.look_before_sleep(now);
-        let (concerned, wakes) = (self.concerned(), self.core.near.take_wakes());
+        let (concerned, wakes) = (self.concerned(), self.take_wakes());
         let arrived = self.core.news() != news;
         self.seated = !arrived;
         if !arrived {
@@ -347,7 +355,7 @@ impl<'a> Held<'a> {
     /// Sleeps until bytes have been written or the connection has changed, or for `span` at most.
     pub(crate) fn wait_written(&mut self, span: Option<Duration>) {
         self.show();
-        let (concerned, wakes) = (self.concerned(), self.core.near.take_wakes());
+        let (concerned, wakes) = (self.concerned(), self.take_wakes());
         Held::tell(self.shared, concerned, wakes);
         let mut state = self.state.take().expect("taken only on release");
         state.awaiting_writes += 1;
@@ -383,14 +391,40 @@ impl State {
 
     /// True when the helper sleeps through something that has come up.
     fn helper_is_needed(&self) -> bool {
-        let Sleep::On { write, until, far } = self.sleep else { return false };
+        let Sleep::On { write, until, far, alarm } = self.sleep else { return false };
         let core = &self.core;
         let closing = !core.is_connected();
         let unwritten = !core.outbox.is_empty() && !write;
         let earlier = core.earliest().is_some_and(|due| until.is_none_or(|until| due < until));
         let deaf = core.near.is_shared() && !self.has_ear;
         let unwatched = core.direct.must_be_watched() && !far;
-        closing || unwritten || earlier || deaf || unwatched || self.unread
+        let unheard = self.alarm.is_some() && !alarm;
+        closing || unwritten || earlier || deaf || unwatched || unheard || self.unread
+    }
+
+    /// Whom to wake; to be done without the lock.
+    fn take_wakes(&mut self) -> Wakes {
+        if self.core.near.has_put_off()
+            && let Some(alarm) = &self.alarm
+        {
+            alarm.unset();
+        }
+        self.core.near.take_wakes()
+    }
+
+    /// Lets peers sleep on that would take this thread's processor from it and keep it while they read something long: until
+    /// this task waits, or for a moment.
+    pub(crate) fn put_off_wakes(&mut self) {
+        // Who is to wake them if the application computes has to be there.
+        if !matches!(self.sleep, Sleep::On { .. }) || !self.core.near.put_off() {
+            return;
+        }
+        if self.alarm.is_none() {
+            self.alarm = Alarm::new().ok().map(Arc::new);
+        }
+        if !self.alarm.as_ref().is_some_and(|alarm| alarm.set()) {
+            self.core.near.put_off_no_more();
+        }
     }
 
     /// Takes in what has arrived in rings, and from the socket unless that was done just now.
@@ -551,6 +585,7 @@ impl Shared {
             unread: false,
             awaiting_writes: 0,
             sign_is_up: false,
+            alarm: None,
         };
         let seats = Arc::new(Seats::new()?);
         state.adopt(socket, decoder, descriptors, &seats)?;

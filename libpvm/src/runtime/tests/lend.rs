@@ -7,6 +7,7 @@ use crate::inbox::Inbox;
 use crate::runtime::Runtime;
 use sempa_proto::message::Message;
 use sempa_proto::{PvmError, Tid};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 const LARGE: usize = 1 << 20;
@@ -90,6 +91,53 @@ fn one_message_to_many_is_copied_once() {
     assert_eq!(places, 1, "one place for all four");
     assert_eq!(a.send_to_many(&message(Tid::NONE, 1, ""), &[tids[0], Tid::NONE]), Err(PvmError::BadParam));
     assert_eq!(next(&others[0]).tag, 1, "those before the bad one were sent to");
+}
+
+/// All threads that this one makes from now on share a processor with it.
+fn on_one_processor() {
+    let here = nix::sched::sched_getcpu().expect("this is Linux");
+    let mut set = nix::sched::CpuSet::new();
+    set.set(here).expect("a processor");
+    nix::sched::sched_setaffinity(nix::unistd::Pid::from_raw(0), &set).expect("ours");
+}
+
+#[test]
+fn peers_that_are_left_asleep_are_woken_though_their_sender_goes_on_and_says_nothing() {
+    const ROUNDS: usize = 100;
+    on_one_processor();
+    let fake = near();
+    let a = fake.join();
+    let others: Vec<Runtime> = (0..3).map(|_| fake.join()).collect();
+    let tids: Vec<Tid> = others.iter().map(Runtime::tid).collect();
+    let (heard, begun, mut left_asleep) = (AtomicUsize::new(0), Instant::now(), 0);
+    std::thread::scope(|scope| {
+        for other in &others {
+            scope.spawn(|| {
+                for _ in 0..ROUNDS {
+                    let got = next(other);
+                    heard.fetch_add(1, Ordering::Relaxed);
+                    other.send(message(a.tid(), got.tag, "")).expect("sent");
+                }
+            });
+        }
+        for n in 0..ROUNDS {
+            a.send_to_many(&message(Tid::NONE, n as i32, large(n as u8)), &tids).expect("sent");
+            // Whoever looks wakes them: every other time nobody does.
+            if n % 2 == 0 {
+                let held = a.lock().expect("not forked");
+                if held.core.near.has_put_off() {
+                    left_asleep += 1;
+                    assert!(held.alarm.as_ref().is_some_and(|alarm| alarm.is_on()), "round {n}: nobody wakes them");
+                }
+            }
+            while heard.load(Ordering::Relaxed) < (n + 1) * tids.len() {
+                assert!(begun.elapsed() < PATIENCE, "round {n}: they sleep");
+                std::thread::yield_now();
+            }
+            tids.iter().for_each(|_| drop(next(&a)));
+        }
+    });
+    assert!(left_asleep > 0, "nobody was left asleep");
 }
 
 #[test]
