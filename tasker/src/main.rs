@@ -65,7 +65,8 @@ fn run() -> anyhow::Result<()> {
     let socket = sys::inherited(fd).with_context(|| format!("there is no descriptor {fd} to talk to the daemon on"))?;
     quiet_signals()?;
     let _notes = checkpoint::criu::KernelNotes::look();
-    sempa_socket::take_short_turns();
+    // An owner waits until it has stopped the guests; nothing in this thread takes long, and its children are as urgent as usual.
+    sempa_socket::come_first();
     let mut supervisor = supervisor::Supervisor::new(socket).context("cannot set up")?;
     supervisor.run().context("lost the daemon")
 }

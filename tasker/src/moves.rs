@@ -237,7 +237,9 @@ impl Supervisor {
                 continue;
             };
             let migration = *migration;
-            if stop::all_still(&Crowd::Namespace(namespace), told) {
+            if stop::all_still(&Crowd::Namespace(namespace), told)
+                && !stop::finish_forks(&namespace.members(), &task.stopped_before, told)
+            {
                 let redirected = redirect(namespace, task.redirection.take());
                 task.phase = Phase::Stopped { migration };
                 done.push((*tid, migration, redirected));

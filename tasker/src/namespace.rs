@@ -152,6 +152,12 @@ impl Namespace {
         self.group.as_ref().filter(|_| self.joined.get())
     }
 
+    /// Numbers of everybody inside but the init; where there is a control group, as that has them. [`Namespace::pids`] looks at
+    /// everybody on the host, and while the tasker does that for one task, others that have to be stopped at once run on.
+    pub(crate) fn members(&self) -> Vec<i32> {
+        self.group().and_then(|group| group.members().ok()).unwrap_or_else(|| self.pids())
+    }
+
     /// Where those inside, who were not born in the namespace's control group, can be brought into it.
     pub(crate) fn entrance(&self) -> Option<PathBuf> {
         self.group.as_ref().filter(|_| !self.joined.get()).map(ControlGroup::entrance)

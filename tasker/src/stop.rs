@@ -2,6 +2,7 @@
 
 use crate::namespace::Namespace;
 use crate::sys;
+use checkpoint::facts;
 use checkpoint::status::Status;
 use nix::time::ClockId;
 use nix::unistd::{Pid, SysconfVar, sysconf};
@@ -84,6 +85,24 @@ pub(crate) fn all_still(crowd: &Crowd<'_>, told: &mut BTreeSet<i32>) -> bool {
     }
     // Somebody seen stopped may have made a process after the list was read; a second list shows it.
     quiet && crowd.pids().iter().all(|pid| seen.contains_key(pid))
+}
+
+/// Lets those of these processes of a task, which all stand still, go on that were stopped on their way out of fork(2): they have
+/// copies of connections of the task's library yet, which nothing can dump. True if there are any; they are to be stopped again.
+pub(crate) fn finish_forks(pids: &[i32], stopped_before: &[i32], told: &mut BTreeSet<i32>) -> bool {
+    if pids.len() < 2 {
+        return false;
+    }
+    let stood = |pid: i32| inner_pid(pid).is_some_and(|inner| stopped_before.contains(&inner));
+    let on_the_way = pids.iter().filter(|pid| facts::has_library_sockets(**pid) && !stood(**pid));
+    on_the_way
+        .map(|pid| {
+            told.remove(pid);
+            // One that has ended has nothing open.
+            let _ = sys::kill_raw(*pid, libc::SIGCONT);
+        })
+        .count()
+        > 0
 }
 
 /// Sends SIGSTOP to the processes of a frozen task that do not have it already, so that nobody runs when it is thawed. Answers

@@ -106,10 +106,9 @@ impl Task {
         self.namespace.as_ref().map_or(Crowd::Group(self.process.pid), Crowd::Namespace)
     }
 
-    /// Its processes; where it has a control group, as that has them. The other way looks at everybody on the host, and while the
-    /// tasker does that for one task, others that have to be stopped at once run on.
+    /// Numbers of its processes, found in the fastest way.
     pub(crate) fn members(&self) -> Vec<i32> {
-        self.group().and_then(|group| group.members().ok()).unwrap_or_else(|| self.crowd().pids())
+        self.namespace.as_ref().map_or_else(|| self.crowd().pids(), Namespace::members)
     }
 
     /// Lets a stopped task go on and delivers what came for it meanwhile, unless it is held.

@@ -90,6 +90,41 @@ fn children_of_a_task_move_with_it_and_its_end_is_reported_from_there() {
     assert_eq!(processes_with("sleep 57721"), []);
 }
 
+/// A process with a copy of a connection that its library would have closed behind fork(2): it does so when it is let go on.
+const FORKED: &str = "
+import fcntl, os, signal, socket
+listener = socket.create_server(('127.0.0.1', 0))
+ends = [socket.create_connection(listener.getsockname()), listener.accept()[0]]
+listener.close()
+for end in ends: fcntl.fcntl(end, fcntl.F_SETFL, fcntl.fcntl(end, fcntl.F_GETFL) | os.O_APPEND)
+def close(*_):
+    for end in ends: end.close()
+signal.signal(signal.SIGCONT, close)
+child = os.fork()
+if child == 0:
+    while True: signal.pause()
+close()
+print('ready', flush=True)
+os.waitpid(child, 0)
+";
+
+#[test]
+fn a_child_that_is_stopped_on_its_way_out_of_fork_is_let_out_before_the_dump() {
+    if !can_move() {
+        return;
+    }
+    let python = ["/usr/bin/python3", "/bin/python3"].into_iter().map(PathBuf::from).find(|path| path.is_file());
+    let (mut here, mut there) = (Tasker::start(), Tasker::start());
+    here.run(tid(1), &python.expect("python3"), &["-c", FORKED]);
+    let mut output = Vec::new();
+    here.output_until(tid(1), &mut output, |text| text == b"ready\n");
+    move_task(&mut here, &mut there, tid(1), 1, &mut output);
+    there.send(ToTasker::Signal { tid: tid(1), signal: libc::SIGTERM });
+    assert_eq!(there.follow_to_the_end(tid(1)).1, libc::SIGTERM);
+    here.stop();
+    there.stop();
+}
+
 #[test]
 fn a_killed_restore_leaves_nothing_and_the_source_goes_on() {
     if !can_move() {

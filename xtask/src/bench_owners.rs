@@ -53,6 +53,7 @@ struct Outcome {
     nowhere_us: Vec<u64>,
     /// What happened to guests of hosts that were clean later than promised.
     late: Vec<Late>,
+    ran_on: Vec<RanOn>,
     moves: usize,
     failed_moves: usize,
     searches: usize,
@@ -64,6 +65,15 @@ struct Late {
     host: String,
     clean_us: u64,
     /// Each with its milliseconds after the login record.
+    story: Vec<String>,
+}
+
+/// A worker that ran for long after the owner had come.
+#[derive(Debug, Serialize)]
+struct RanOn {
+    worker: String,
+    ran_us: u64,
+    /// What happened on its host meanwhile, each with its milliseconds after the login record.
     story: Vec<String>,
 }
 
@@ -196,6 +206,22 @@ fn after<T>(events: &[Entry], since: u64, says: impl Fn(&Entry) -> Option<T>) ->
     events.iter().filter(|entry| entry.at_us >= since).find_map(says)
 }
 
+/// What happened on the host of a visit until then.
+fn story(visit: &Visit, until: u64, events: &[Entry]) -> Vec<String> {
+    let here = |entry: &&Entry| match &entry.kind {
+        EventKind::Moving { from, .. } => from.index() == visit.host,
+        EventKind::OwnerPresent { host, .. } | EventKind::GuestsStopped { host, .. } => host.index() == visit.host,
+        _ => false,
+    };
+    let meanwhile = events.iter().filter(|entry| (visit.since..=until).contains(&entry.at_us)).filter(here);
+    meanwhile.map(|entry| told(visit, entry.at_us, &entry.text)).collect()
+}
+
+/// A line of a story.
+fn told(visit: &Visit, at_us: u64, text: &str) -> String {
+    format!("{:.1} {text}", (at_us - visit.since) as f64 / 1e3)
+}
+
 impl Outcome {
     fn ended(&mut self, search: Result<()>) {
         self.searches += 1;
@@ -250,9 +276,8 @@ impl Outcome {
         let steps = events.iter().filter(step).map(|entry| (entry.at_us, entry.text.clone()));
         let mut story: Vec<(u64, String)> = decided.iter().map(|d| (d.at_us, d.text.clone())).chain(steps).collect();
         story.sort();
-        let line = |(at, text): (u64, String)| format!("{:.1} {text}", (at - visit.since) as f64 / 1e3);
         let host = of_host.map(|(name, _)| name.clone()).unwrap_or_default();
-        self.late.push(Late { host, clean_us, story: story.into_iter().map(line).collect() });
+        self.late.push(Late { host, clean_us, story: story.iter().map(|(at, text)| told(visit, *at, text)).collect() });
     }
 
     /// For each visit where the worker was: how long it ran yet.
@@ -277,7 +302,13 @@ impl Outcome {
             };
             let Some(end) = after(events, visit.since, end) else { continue };
             match gaps.iter().find(|(from, to)| *from < end && *to >= end) {
-                Some((from, _)) => self.stood_still_us.push(from.saturating_sub(visit.since)),
+                Some((from, _)) => {
+                    let ran_us = from.saturating_sub(visit.since);
+                    self.stood_still_us.push(ran_us);
+                    if ran_us > PROMISE_US {
+                        self.ran_on.push(RanOn { worker: worker.into(), ran_us, story: story(&visit, end, events) });
+                    }
+                }
                 None => {
                     self.reasons.push(format!("{worker} ran at {end}, while somebody was there since {}", visit.since))
                 }
@@ -307,6 +338,10 @@ fn tell(outcome: &Outcome) {
     line("the same where a guest had nowhere to go", &outcome.nowhere_us);
     for Late { host, clean_us, story } in &outcome.late {
         println!("{host} was clean after {:.1} ms:", *clean_us as f64 / 1e3);
+        story.iter().for_each(|line| println!("    {line}"));
+    }
+    for RanOn { worker, ran_us, story } in &outcome.ran_on {
+        println!("{worker} ran for {:.1} ms:", *ran_us as f64 / 1e3);
         story.iter().for_each(|line| println!("    {line}"));
     }
     println!("load: {}", fs::read_to_string("/proc/loadavg").unwrap_or_default().trim());

@@ -1,11 +1,11 @@
 //! What an open descriptor means for a move. Pure: the caller has read /proc/PID/fd and fdinfo.
 
 use super::maps::{SHARED_MEMORY_FOLDER, posix_memory};
-use sempa_proto::route;
+use sempa_proto::task;
 use std::path::{Path, PathBuf};
 
-/// The mark of a socket of a direct route, as fdinfo prints it.
-const ROUTE_SOCKET_FLAG: u32 = route::ROUTE_SOCKET_FLAG.cast_unsigned();
+/// The mark of a connection of the task's library, as fdinfo prints it.
+const LIBRARY_SOCKET_FLAG: u32 = task::LIBRARY_SOCKET_FLAG.cast_unsigned();
 /// `O_ACCMODE`, `O_WRONLY` and `O_APPEND` as fdinfo prints them.
 const ACCESS_MODE: u32 = 0o3;
 const WRITE_ONLY: u32 = 0o1;
@@ -86,9 +86,8 @@ pub(super) enum Meaning {
 pub(super) fn judge(fd: &Descriptor<'_>) -> Meaning {
     let text = fd.link.to_string_lossy();
     if let Some(inode) = text.strip_prefix("socket:[").and_then(|rest| rest.strip_suffix(']')?.parse().ok()) {
-        // The library closes these before the dump, as it does with its connection to the daemon.
-        let is_route = flags(fd.info) & ROUTE_SOCKET_FLAG != 0;
-        return if is_route { Meaning::Travels } else { Meaning::Socket(inode) };
+        // The library closes its own before the dump.
+        return if is_marked(fd.info) { Meaning::Travels } else { Meaning::Socket(inode) };
     }
     if text.starts_with("pipe:[") {
         return if flags(fd.info) & PACKETS == 0 {
@@ -138,6 +137,15 @@ pub(super) fn judge(fd: &Descriptor<'_>) -> Meaning {
         Kind::Regular(bytes) => Meaning::SameLength(fd.link.into(), bytes),
         Kind::Other => Meaning::Lost(format!("{text}, which is neither file, directory, pipe nor socket")),
     }
+}
+
+/// True for a connection of the task's library.
+pub(super) fn is_of_library(link: &Path, info: &str) -> bool {
+    link.to_string_lossy().starts_with("socket:[") && is_marked(info)
+}
+
+fn is_marked(info: &str) -> bool {
+    flags(info) & LIBRARY_SOCKET_FLAG != 0
 }
 
 /// True if fdinfo says that the descriptor is open for writing.

@@ -1,6 +1,6 @@
 //! Looks at a living task through /proc: its facts, or the first thing about it that does not survive a move.
 
-use super::descriptors::{Descriptor, Kind, Meaning, is_written, judge};
+use super::descriptors::{Descriptor, Kind, Meaning, is_of_library, is_written, judge};
 use super::files::{CARRIED_BYTES_MAX, CARRIED_FILES_MAX, Policy, is_own};
 use super::hash::HashCache;
 use super::{host, kernel, maps, sockets, strangers, sysv};
@@ -347,6 +347,18 @@ pub fn written_files(processes: &[i32]) -> Vec<(PathBuf, u64)> {
         }
     }
     files.into_iter().collect()
+}
+
+/// True if a process has connections of a task's library open. One in which the library has let go has none; nor has a forked
+/// child of it that has got as far as its own program.
+pub fn has_library_sockets(pid: i32) -> bool {
+    let dir = std::fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
+    let is_one = |entry: std::fs::DirEntry| {
+        let link = std::fs::read_link(entry.path()).ok()?;
+        let info = std::fs::read_to_string(format!("/proc/{pid}/fdinfo/{}", entry.file_name().to_string_lossy())).ok()?;
+        Some(is_of_library(&link, &info))
+    };
+    dir.filter_map(is_one).any(|is_one| is_one)
 }
 
 pub(super) fn descriptor(pid: i32, path: &Path, number: &str) -> io::Result<Meaning> {

@@ -1,14 +1,11 @@
-//! Which of a task's sockets lead to somebody outside it. Those do not survive a move, except the task's one connection
-//! to its daemon, which its library closes before the dump as it does with direct routes; the mark of those is looked at
-//! before (`descriptors`).
+//! Which of a task's sockets lead to somebody outside it. Those do not survive a move, except the connections of its library,
+//! which closes them before the dump; their mark is looked at before (`descriptors`).
 
 use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockProtocol, SockType, recv, send, socket};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::os::fd::AsRawFd;
 
-/// Name of the socket that daemons listen on, in whatever directory.
-const DAEMON_SOCKET: &str = "pvmd.sock";
 /// Bytes of one answer of the kernel.
 const ANSWER_BYTES: usize = 64 << 10;
 
@@ -26,21 +23,9 @@ pub(super) type UnixTable = BTreeMap<u64, UnixSocket>;
 
 /// The first Unix socket of the task (by inode numbers) that is connected to somebody outside, in words.
 pub(super) fn foreign_unix(own: &BTreeSet<u64>, table: &UnixTable) -> Option<String> {
-    let mut to_daemon = 0;
-    for inode in own {
-        let Some(peer) = table.get(inode).and_then(|socket| socket.peer) else { continue };
-        if own.contains(&peer) {
-            continue;
-        }
-        let name = table.get(&peer).and_then(|socket| socket.name.as_deref()).unwrap_or("");
-        let is_daemon = name.rsplit('/').next() == Some(DAEMON_SOCKET);
-        to_daemon += usize::from(is_daemon);
-        if !is_daemon || to_daemon > 1 {
-            let whom = if name.is_empty() { "another process" } else { name };
-            return Some(format!("a Unix socket connected to {whom}"));
-        }
-    }
-    None
+    let outside = own.iter().find_map(|inode| table.get(inode)?.peer.filter(|peer| !own.contains(peer)))?;
+    let name = table.get(&outside).and_then(|socket| socket.name.as_deref()).filter(|name| !name.is_empty());
+    Some(format!("a Unix socket connected to {}", name.unwrap_or("another process")))
 }
 
 /// The first TCP connection of the task in the text of /proc/PID/net/tcp or tcp6, in words. Listening and unconnected
@@ -175,24 +160,20 @@ mod tests {
     }
 
     #[test]
-    fn one_connection_to_the_daemon_and_those_within_are_fine() {
+    fn connections_within_are_fine() {
         let table = UnixTable::from([
             (1, connected(2)),
             (2, connected(1)),
-            (3, connected(10)),
-            (10, named("/tmp/sempa-0/pvm/pvmd.sock")),
             (4, UnixSocket::default()),
             (5, connected(11)),
             (11, named("/run/other.sock")),
             (6, connected(12)),
-            (7, connected(10)),
         ]);
         let foreign = |own: &[u64]| foreign_unix(&own.iter().copied().collect(), &table);
-        assert_eq!(foreign(&[1, 2, 3, 4]), None);
-        assert_eq!(foreign(&[3, 5]).as_deref(), Some("a Unix socket connected to /run/other.sock"));
+        assert_eq!(foreign(&[1, 2, 4]), None);
+        assert_eq!(foreign(&[4, 5]).as_deref(), Some("a Unix socket connected to /run/other.sock"));
         assert_eq!(foreign(&[6]).as_deref(), Some("a Unix socket connected to another process"));
         assert_eq!(foreign(&[1]).as_deref(), Some("a Unix socket connected to another process"));
-        assert!(foreign(&[3, 7]).is_some(), "only one connection is the library's");
     }
 
     #[test]
@@ -209,7 +190,7 @@ mod tests {
     fn the_kernel_tells_peers_and_names() {
         let dir = std::env::temp_dir().join(format!("sempa-sockets-{}", std::process::id()));
         std::fs::create_dir_all(&dir).expect("dir");
-        let path = dir.join(DAEMON_SOCKET);
+        let path = dir.join("listens.sock");
         let listener = UnixListener::bind(&path).expect("bind");
         let ours = UnixStream::connect(&path).expect("connect");
         let (theirs, _) = listener.accept().expect("accept");
@@ -218,7 +199,8 @@ mod tests {
         let table = unix_table().expect("sock_diag");
         assert_eq!(table[&ours].peer, Some(theirs));
         assert_eq!(table[&theirs].name.as_deref(), path.to_str());
-        assert_eq!(foreign_unix(&BTreeSet::from([ours]), &table), None);
+        assert_eq!(foreign_unix(&BTreeSet::from([ours, theirs]), &table), None);
+        assert!(foreign_unix(&BTreeSet::from([ours]), &table).is_some());
         std::fs::remove_dir_all(&dir).expect("remove");
     }
 }

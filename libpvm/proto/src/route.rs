@@ -12,10 +12,6 @@ pub const WORD_DESCRIPTORS_MAX: usize = 2;
 /// Addresses in one offer.
 pub const OFFER_ADDRESSES_MAX: usize = 16;
 
-/// File status flag (`O_APPEND`) by which a task's library marks the sockets of its direct routes. It means nothing for a
-/// socket; whoever looks at the task sees by it which connections the library closes before a move.
-pub const ROUTE_SOCKET_FLAG: i32 = 0o2000;
-
 /// Tells an offer from earlier ones of the same task; chosen by the task that offers, unique for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct OfferId(pub u64);

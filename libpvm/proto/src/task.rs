@@ -28,6 +28,11 @@ pub const REQUESTS_OPEN_MAX: usize = 4096;
 /// Names, patterns and host lines a task may send, in bytes each.
 pub const NAME_BYTES_MAX: usize = 64 << 10;
 
+/// File status flag (`O_APPEND`) by which a task's library marks its connections: to the daemon, and to other tasks. It means
+/// nothing for a socket; whoever looks at the task sees by it which connections the library closes before a move, and in a forked
+/// child.
+pub const LIBRARY_SOCKET_FLAG: i32 = 0o2000;
+
 /// A number that a spawned process presents to claim its tid (environment variable `PVMEPID`), always positive.
 pub type ExpectedPid = i32;
 

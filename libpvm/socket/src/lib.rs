@@ -13,7 +13,7 @@ mod spin;
 mod turns;
 
 pub use spin::{Reach, Spin};
-pub use turns::take_short_turns;
+pub use turns::{come_first, take_short_turns};
 
 /// Room for the control message of one read, in words of eight bytes: its head of 16 bytes and the descriptors.
 const CONTROL_WORDS: usize = 2 + (WORD_DESCRIPTORS_MAX * size_of::<RawFd>()).div_ceil(8);

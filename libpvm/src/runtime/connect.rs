@@ -1,6 +1,6 @@
 //! Finding the daemon and introducing oneself.
 
-use super::process::Own;
+use super::process::{Own, mark};
 use crate::error::EnrollError;
 use bytes::Bytes;
 use nix::sys::socket::{MsgFlags, getsockopt, send, sockopt::PeerCredentials};
@@ -108,6 +108,7 @@ pub(crate) fn greet(path: &Path, claim: Claim, program: &str, at_end: AtEnd) -> 
         }
         _ => io_error(source),
     })?;
+    mark(&socket).map_err(io_error)?;
     let socket = Own::fd(socket);
     let owner = getsockopt(socket.get(), PeerCredentials).map_err(|e| io_error(e.into()))?.uid();
     // Root's daemon is believed: whoever is root here can do anything to this process anyway.

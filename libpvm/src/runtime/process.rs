@@ -5,6 +5,9 @@
 //! close-on-exec.
 #![allow(unsafe_code)] // pthread_atfork and atexit have no safe form.
 
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use sempa_proto::task::LIBRARY_SOCKET_FLAG;
+use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU64, Ordering};
 use std::sync::{Mutex, Once};
@@ -84,6 +87,17 @@ extern "C" fn before_fork() {
     if let Ok(hooks) = exit_hooks().try_lock() {
         hooks.iter().for_each(|hook| hook.before_fork());
     }
+}
+
+/// Marks a socket as one that is closed before a move and in a forked child, for those who look at this task from outside.
+///
+/// # Errors
+/// The kernel refuses.
+pub(crate) fn mark(socket: impl AsFd) -> io::Result<()> {
+    let fd = socket.as_fd();
+    let flags = OFlag::from_bits_retain(fcntl(fd, FcntlArg::F_GETFL)?);
+    fcntl(fd, FcntlArg::F_SETFL(flags | OFlag::from_bits_retain(LIBRARY_SOCKET_FLAG)))?;
+    Ok(())
 }
 
 /// Async-signal-safe: atomics and `close` only.

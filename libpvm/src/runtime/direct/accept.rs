@@ -1,8 +1,8 @@
 //! The side that offers a route: it listens, and finds out who connects.
 
 use super::handshake::Handshake;
-use super::{DirectEnd, Identity, NoRoute, OFFER_WITHIN, OFFERS_MAX, STRANGER_WITHIN, STRANGERS_MAX, mark};
-use crate::runtime::process::Own;
+use super::{DirectEnd, Identity, NoRoute, OFFER_WITHIN, OFFERS_MAX, STRANGER_WITHIN, STRANGERS_MAX};
+use crate::runtime::process::{Own, mark};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags};
 use nix::sys::socket::{MsgFlags, recv};

@@ -2,8 +2,8 @@
 
 use super::accept::preamble;
 use super::handshake::Handshake;
-use super::{ADDRESS_WITHIN, DIAL_WITHIN, DirectEnd, Identity, NoRoute, mark};
-use crate::runtime::process::Own;
+use super::{ADDRESS_WITHIN, DIAL_WITHIN, DirectEnd, Identity, NoRoute};
+use crate::runtime::process::{Own, mark};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, SockaddrStorage, connect, socket};

@@ -25,11 +25,8 @@ pub(crate) use dial::Dialer;
 pub(crate) use end::DirectEnd;
 pub(crate) use identity::Identity;
 
-use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use sempa_proto::Micros;
 use sempa_proto::link::{FRAGMENT_BYTES_MAX, LINK_HEAD_BYTES};
-use sempa_proto::route::ROUTE_SOCKET_FLAG;
-use std::os::fd::AsFd;
 
 /// Longest frame.
 pub(crate) const FRAME_BYTES_MAX: usize = LINK_HEAD_BYTES + FRAGMENT_BYTES_MAX;
@@ -82,13 +79,3 @@ pub(crate) enum Ended {
     Garbage(&'static str),
 }
 
-/// Marks a socket as one that is closed before a move, for those who look whether this task can be moved.
-///
-/// # Errors
-/// The kernel refuses.
-fn mark(socket: impl AsFd) -> std::io::Result<()> {
-    let fd = socket.as_fd();
-    let flags = OFlag::from_bits_retain(fcntl(fd, FcntlArg::F_GETFL)?);
-    fcntl(fd, FcntlArg::F_SETFL(flags | OFlag::from_bits_retain(ROUTE_SOCKET_FLAG)))?;
-    Ok(())
-}

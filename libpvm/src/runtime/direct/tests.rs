@@ -201,7 +201,7 @@ fn both_sockets_are_marked_as_closed_before_a_move() {
     let (a, b) = route();
     for end in [&a, &b] {
         let flags = nix::fcntl::fcntl(end, nix::fcntl::FcntlArg::F_GETFL).expect("open");
-        assert_ne!(flags & sempa_proto::route::ROUTE_SOCKET_FLAG, 0);
+        assert_ne!(flags & sempa_proto::task::LIBRARY_SOCKET_FLAG, 0);
     }
 }
 
