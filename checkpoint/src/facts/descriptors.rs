@@ -66,6 +66,8 @@ pub(super) enum Meaning {
     Travels,
     /// A socket with this inode number: see [`super::sockets`].
     Socket(u64),
+    /// One that the task's library closes before the dump.
+    Library(u64),
     /// A file that has to be there in this length.
     SameLength(PathBuf, u64),
     /// A file that has to be there.
@@ -86,8 +88,7 @@ pub(super) enum Meaning {
 pub(super) fn judge(fd: &Descriptor<'_>) -> Meaning {
     let text = fd.link.to_string_lossy();
     if let Some(inode) = text.strip_prefix("socket:[").and_then(|rest| rest.strip_suffix(']')?.parse().ok()) {
-        // The library closes its own before the dump.
-        return if is_marked(fd.info) { Meaning::Travels } else { Meaning::Socket(inode) };
+        return if is_marked(fd.info) { Meaning::Library(inode) } else { Meaning::Socket(inode) };
     }
     if text.starts_with("pipe:[") {
         return if flags(fd.info) & PACKETS == 0 {
@@ -252,7 +253,7 @@ mod tests {
         assert_eq!(judge_as("anon_inode:[eventfd]", &count(0), Kind::Other, 1, 0), Meaning::Travels);
         let socket = |flags: &str| judge_as("socket:[77]", &format!("pos:\t0\nflags:\t{flags}\n"), Kind::Other, 1, 0);
         assert_eq!(socket("02004002"), Meaning::Socket(77));
-        assert_eq!(socket("02006002"), Meaning::Travels, "one of the library's own");
+        assert_eq!(socket("02006002"), Meaning::Library(77));
         let slave = Kind::Character { major: 136, minor: 4 };
         assert_eq!(judge_as("/dev/pts/4", "", slave, 1, 0), Meaning::Terminal(4));
         let master = Kind::Character { major: 5, minor: 2 };

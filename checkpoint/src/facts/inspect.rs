@@ -37,6 +37,8 @@ struct Findings {
     policy: Policy,
     files: BTreeMap<PathBuf, (u64, Need)>,
     sockets: BTreeSet<u64>,
+    /// Those that the library closes.
+    library: BTreeSet<u64>,
     terminals: BTreeSet<u64>,
     masters: BTreeSet<u64>,
     /// Named pipes by device and inode number.
@@ -309,6 +311,7 @@ fn descriptors(pid: i32, findings: &mut Findings) -> Result<(), Refusal> {
         match meaning {
             Meaning::Travels => {}
             Meaning::Socket(inode) => drop(findings.sockets.insert(inode)),
+            Meaning::Library(inode) => drop(findings.library.insert(inode)),
             Meaning::SameLength(path, _) => findings.open_file(&path, &entry.path(), Need::Length)?,
             Meaning::Exists(path) => findings.open_file(&path, &entry.path(), Need::Exists)?,
             Meaning::NamedPipe(path) => {
@@ -355,7 +358,8 @@ pub fn has_library_sockets(pid: i32) -> bool {
     let dir = std::fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
     let is_one = |entry: std::fs::DirEntry| {
         let link = std::fs::read_link(entry.path()).ok()?;
-        let info = std::fs::read_to_string(format!("/proc/{pid}/fdinfo/{}", entry.file_name().to_string_lossy())).ok()?;
+        let info =
+            std::fs::read_to_string(format!("/proc/{pid}/fdinfo/{}", entry.file_name().to_string_lossy())).ok()?;
         Some(is_of_library(&link, &info))
     };
     dir.filter_map(is_one).any(|is_one| is_one)
@@ -383,13 +387,16 @@ pub(super) fn descriptor(pid: i32, path: &Path, number: &str) -> io::Result<Mean
 }
 
 fn connections(root: i32, findings: &Findings) -> Result<(), Refusal> {
-    if findings.sockets.is_empty() {
+    if findings.sockets.is_empty() && findings.library.len() < 2 {
         return Ok(());
     }
     // Without the kernel's list the engine itself would find what is wrong, at the dump.
     let unix = sockets::unix_table().unwrap_or_default();
     if let Some(what) = sockets::foreign_unix(&findings.sockets, &unix) {
         return Err(holds(what));
+    }
+    if sockets::daemon_connections(&findings.library, &unix) > 1 {
+        return Err(holds("a process that is a task of its own"));
     }
     for name in ["tcp", "tcp6"] {
         let table = std::fs::read_to_string(format!("/proc/{root}/net/{name}")).unwrap_or_default();

@@ -28,6 +28,11 @@ pub(super) fn foreign_unix(own: &BTreeSet<u64>, table: &UnixTable) -> Option<Str
     Some(format!("a Unix socket connected to {}", name.unwrap_or("another process")))
 }
 
+/// How many of the library's connections lead to a daemon: each task has one. Direct routes are not in this table.
+pub(super) fn daemon_connections(library: &BTreeSet<u64>, table: &UnixTable) -> usize {
+    library.iter().filter(|inode| table.contains_key(inode)).count()
+}
+
 /// The first TCP connection of the task in the text of /proc/PID/net/tcp or tcp6, in words. Listening and unconnected
 /// sockets travel.
 pub(super) fn tcp_connection(own: &BTreeSet<u64>, table: &str) -> Option<String> {
@@ -174,6 +179,8 @@ mod tests {
         assert_eq!(foreign(&[4, 5]).as_deref(), Some("a Unix socket connected to /run/other.sock"));
         assert_eq!(foreign(&[6]).as_deref(), Some("a Unix socket connected to another process"));
         assert_eq!(foreign(&[1]).as_deref(), Some("a Unix socket connected to another process"));
+        assert_eq!(daemon_connections(&BTreeSet::from([1, 3]), &table), 1, "3 is none of these: a direct route");
+        assert_eq!(daemon_connections(&BTreeSet::from([1, 4]), &table), 2);
     }
 
     #[test]

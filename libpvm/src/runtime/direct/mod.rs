@@ -78,4 +78,3 @@ pub(crate) enum Ended {
     #[error("the direct route was closed because of what came on it: {0}")]
     Garbage(&'static str),
 }
-
