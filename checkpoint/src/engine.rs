@@ -8,6 +8,7 @@
 //! Most of a task's memory may follow when the task goes on elsewhere already (post-copy): then a dump ends with a
 //! [`Serving`], which has it, and beside the restore there is an [`Arriving`], which asks for it.
 
+use crate::criu::Order;
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::socket::{Shutdown, shutdown};
 use sempa_proto::migration::Failure;
@@ -16,7 +17,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{SyncSender, sync_channel};
 use std::time::Duration;
 
 /// Ends a running engine call from another thread. All clones are one handle; firing is for good.
@@ -148,8 +149,8 @@ pub trait Dumping: Send {
     /// The engine's process: a child of the caller that only [`finish`](Self::finish) may wait for.
     fn engine_pid(&self) -> i32;
 
-    /// Waits until the images are complete. The engine's process is reaped when this returns, unless it has memory that is
-    /// asked for later. A dump that is called off may be given a moment to end by itself, because that is safer for the task.
+    /// Waits until the images are complete. The engine's process is reaped when this returns; what is not in the images has the
+    /// [`Serving`]. A dump that is called off may be given a moment to end by itself, because that is safer for the task.
     ///
     /// # Errors
     /// The task still exists and is still stopped, if it has not ended by itself.
@@ -158,17 +159,14 @@ pub trait Dumping: Send {
 
 /// The memory of a dumped task, on the host that it leaves. The task is still there, and stopped.
 pub trait Serving: Send {
-    /// The engine's process: a child of the caller that only [`finish`](Self::finish) may wait for.
-    fn engine_pid(&self) -> i32;
-
     /// For other threads.
     fn memory(&self) -> Memory;
 
-    /// Hands out what is asked for until the other end closes its stream. The engine's process is reaped when this returns; the
-    /// task is stopped, if it was not killed.
+    /// Hands out what is asked for until the other end closes its stream. When this returns the task stands still as before, or
+    /// is gone if it was killed.
     ///
     /// # Errors
-    /// The engine failed. Only the other end knows whether it has got everything.
+    /// It could not be handed out. Only the other end knows whether it has got everything.
     fn finish(self: Box<Self>, limits: &Limits) -> Result<(), Failure>;
 }
 
@@ -176,22 +174,24 @@ pub trait Serving: Send {
 #[derive(Clone, Debug)]
 pub struct Memory {
     pub(crate) asked_on: Arc<OwnedFd>,
-    pub(crate) tracing: Arc<OwnedFd>,
-    /// The task is dead: its processes' numbers may be somebody else's.
-    pub(crate) outlives: Arc<AtomicBool>,
+    pub(crate) orders: SyncSender<Order>,
 }
 
 impl Memory {
-    /// Nobody gets any more of it: the engine ends, and leaves the task stopped as it was.
+    /// Nobody gets any more of it: the task is let go, and stands still as it did.
     pub fn withhold(&self) {
-        // It may have ended already; likewise below.
+        // It may have ended already.
         let _ = shutdown(self.asked_on.as_raw_fd(), Shutdown::Both);
     }
 
-    /// The task was killed: the engine holds on to its memory, and nobody to its processes.
+    /// The task is about to be killed, and its memory outlives it: none of its processes does anything any more then, but they are
+    /// gone only when nobody wants more of it.
     pub fn outlive(&self) {
-        self.outlives.store(true, Ordering::Release);
-        let _ = shutdown(self.tracing.as_raw_fd(), Shutdown::Both);
+        let (answer, answered) = sync_channel(1);
+        if self.orders.send(Order::Stay(answer)).is_ok() {
+            // An error: it has just been let go.
+            let _ = answered.recv();
+        }
     }
 }
 

@@ -101,6 +101,13 @@ impl Following {
         }
     }
 
+    /// The task is about to be killed because it runs elsewhere: its memory outlives it.
+    pub(crate) fn outlive(&self, migration: MigrationId) {
+        if let Some(memory) = self.going.get(&migration) {
+            memory.outlive();
+        }
+    }
+
     /// Nobody gets any more; for the end of the tasker.
     pub(crate) fn withhold_all(&self) {
         self.going.values().for_each(Memory::withhold);
@@ -128,10 +135,10 @@ impl Supervisor {
         tid: Tid,
         serving: Box<dyn Serving>,
     ) -> Result<(), Failure> {
-        let (limits, memory, pid) = (limits()?, serving.memory(), serving.engine_pid());
+        let (limits, memory) = (limits()?, serving.memory());
         let cancel = limits.cancel.clone();
         let work = move || Outcome::Served { migration, tid, result: serving.finish(&limits) };
-        let worker = self.moves.workers.start(&cancel, Some(pid), work)?;
+        let worker = self.moves.workers.start(&cancel, None, work)?;
         self.moves.following.going.insert(migration, memory);
         if let Some(task) = self.tasks.get_mut(&tid) {
             task.phase = Phase::Serving { migration, worker, called_off: false };
@@ -145,13 +152,6 @@ impl Supervisor {
             memory.withhold();
         }
         self.moves.workers.cancel(worker);
-    }
-
-    /// The task has been killed because it runs elsewhere: its memory outlives it.
-    pub(crate) fn outlive(&self, migration: MigrationId) {
-        if let Some(memory) = self.moves.following.going.get(&migration) {
-            memory.outlive();
-        }
     }
 
     /// Nothing is handed out any more.

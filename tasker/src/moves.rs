@@ -452,8 +452,8 @@ impl Supervisor {
                 }
                 let used = task.used_before.plus(stop::used(task.process.pid));
                 ease::put_last(&task.crowd().pids());
+                self.moves.following.outlive(migration);
                 task.kill_all();
-                self.outlive(migration);
                 self.leave_to_die(migration, tid, used);
             }
             // It has ended by itself, and was reported then.
@@ -479,11 +479,7 @@ impl Supervisor {
                 self.say(&FromTasker::Stopped { migration, result: Err(Failure::TaskEnded) });
             }
             Phase::Dumping { worker, .. } => self.moves.workers.cancel(worker),
-            Phase::Serving { migration, worker, .. } => {
-                // Its processes' numbers may be somebody else's by now.
-                self.outlive(migration);
-                self.withhold(migration, worker);
-            }
+            Phase::Serving { migration, worker, .. } => self.withhold(migration, worker),
             Phase::Running | Phase::Stopped { .. } => {}
         }
     }

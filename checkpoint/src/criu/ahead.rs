@@ -14,16 +14,12 @@ mod patience;
 
 pub(super) use carry::{Carrying, start};
 
+use super::words::{ADD, FLAGS_SHIFT, Form, GET, Head, PRESENT};
 use missing::{Missing, Process};
 use std::collections::{BTreeMap, VecDeque};
 use std::io::{self, IoSlice, Write};
 use std::time::{Duration, Instant};
 
-/// Commands, in the lower half of a head's first number. In its upper half are the flags of the pages.
-const GET: u32 = 7;
-const ADD: u32 = 6;
-const FLAGS_SHIFT: u32 = 16;
-const PRESENT: u32 = 1 << 2;
 /// Pages that are asked for at once, beforehand: from few, if that takes long, to many.
 const PIECE_PAGES_MIN: u64 = 16;
 const PIECE_PAGES_MAX: u64 = 128;
@@ -42,55 +38,6 @@ const WANTED_MAX: usize = 65_536;
 const SPARE_MAX: usize = 8;
 /// Bytes that pass as they are, at once.
 const PLAIN_BYTES: usize = 64 << 10;
-
-/// How a head is laid out: four bytes of command; pages; the address, and the process by its number, of eight bytes each.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Form {
-    /// Pages are counted in four bytes.
-    Short,
-    /// In eight, behind four without a meaning; since CRIU 4.2.
-    Long,
-}
-
-impl Form {
-    const BYTES_MAX: usize = Form::Long.bytes();
-
-    const fn bytes(self) -> usize {
-        match self {
-            Form::Short => 24,
-            Form::Long => 32,
-        }
-    }
-
-    fn read(self, head: &[u8]) -> Head {
-        let short = |at: usize| u32::from_ne_bytes(head[at..at + 4].try_into().expect("four bytes"));
-        let long = |at: usize| u64::from_ne_bytes(head[at..at + 8].try_into().expect("eight bytes"));
-        let (pages, rest) = match self {
-            Form::Short => (short(4).into(), 8),
-            Form::Long => (long(8), 16),
-        };
-        Head { command: short(0), pages, address: long(rest), process: long(rest + 8) }
-    }
-
-    fn write(self, head: &Head) -> Vec<u8> {
-        let mut bytes = head.command.to_ne_bytes().to_vec();
-        match self {
-            Form::Short => bytes.extend((head.pages as u32).to_ne_bytes()),
-            Form::Long => bytes.extend([&[0; 4][..], &head.pages.to_ne_bytes()].concat()),
-        }
-        bytes.extend(head.address.to_ne_bytes());
-        bytes.extend(head.process.to_ne_bytes());
-        bytes
-    }
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Head {
-    command: u32,
-    pages: u64,
-    address: u64,
-    process: u64,
-}
 
 /// Where the answer to a question of CRIU comes from.
 #[derive(Debug)]
@@ -250,13 +197,8 @@ impl Ahead {
 
     /// The form in which something is asked for that is missing.
     fn recognise(&self) -> Option<Form> {
-        [Form::Long, Form::Short].into_iter().find(|form| {
-            let head = (self.heard.len() >= form.bytes()).then(|| form.read(&self.heard));
-            head.is_some_and(|head| {
-                let process = self.processes.get(&head.process);
-                head.command == GET && process.is_some_and(|process| process.misses(head.address).is_some())
-            })
-        })
+        let misses = |process, address| self.processes.get(&process).is_some_and(|of| of.misses(address).is_some());
+        Form::of_question(&self.heard, misses)
     }
 
     fn question(&mut self, head: Head) {

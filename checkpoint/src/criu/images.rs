@@ -27,6 +27,9 @@ const LAZY: u64 = 1 << 1;
 /// A flag: these pages are in the file.
 const PRESENT: u64 = 1 << 2;
 
+/// Pages of an entry of missing memory: as many as CRIU puts into one.
+const PORTION_PAGES: u64 = 512;
+
 /// Fields of an entry that are numbers.
 pub(super) type Fields = Vec<(u32, u64)>;
 
@@ -94,6 +97,77 @@ impl Pages {
     }
 }
 
+/// What the map of pages of a process says that is in the images by this number.
+///
+/// # Errors
+/// It cannot be read, or is not whole.
+pub(super) fn pages_of(dir: &Path, number: u64) -> Result<Vec<Pages>, Failure> {
+    Ok(entries(dir, &map_name(number))?.iter().skip(1).map(Pages::of).collect())
+}
+
+/// Notes in the map of a process that the pages in these stretches, of which it says nothing, come when they are asked for.
+///
+/// # Errors
+/// The map cannot be read or written, or is not whole.
+pub(super) fn note_missing(dir: &Path, number: u64, stretches: &[(u64, u64)]) -> Result<(), Failure> {
+    let name = map_name(number);
+    let failed = |e| Failure::Io(format!("cannot change {name}: {e}"));
+    let file = fs::read(dir.join(&name)).map_err(failed)?;
+    let (kind, rest) = file.split_at_checked(KIND).ok_or_else(|| wrong(&name, "is too short"))?;
+    // Entries as they are, with their length in front.
+    let mut before = Vec::new();
+    let mut rest = rest;
+    for entry in entries(dir, &name)? {
+        let length = rest.first_chunk().map_or(0, |length| u32::from_le_bytes(*length)) as usize;
+        let (bytes, behind) =
+            rest.split_at_checked(length + 4).ok_or_else(|| wrong(&name, "has changed while it was read"))?;
+        before.push((Pages::of(&entry).address, bytes));
+        rest = behind;
+    }
+    let Some(((_, head), known)) = before.split_first() else { return Err(wrong(&name, "is empty")) };
+    let mut whole = [kind, head].concat();
+    let mut known = known.iter().peekable();
+    for (address, pages) in stretches.iter().flat_map(|stretch| portions(*stretch)) {
+        while let Some((_, bytes)) = known.next_if(|(at, _)| *at < address) {
+            whole.extend_from_slice(bytes);
+        }
+        whole.extend(missing_entry(address, pages));
+    }
+    known.for_each(|(_, bytes)| whole.extend_from_slice(bytes));
+    fs::write(dir.join(&name), whole).map_err(failed)
+}
+
+fn map_name(number: u64) -> String {
+    format!("{MAP}{number}.img")
+}
+
+/// A stretch in portions as CRIU makes them: address, pages.
+fn portions((start, end): (u64, u64)) -> impl Iterator<Item = (u64, u64)> {
+    let bytes = PORTION_PAGES * page_size();
+    let first = std::iter::successors(Some(start), move |at| at.checked_add(bytes));
+    first.take_while(move |at| *at < end).map(move |at| (at, (end - at).min(bytes) / page_size()))
+}
+
+/// An entry of a map. The number of pages is said in both manners.
+fn missing_entry(address: u64, pages: u64) -> Vec<u8> {
+    let fields = [(MAP_ADDRESS, address), (MAP_PAGES_BEFORE, pages), (MAP_FLAGS, LAZY), (MAP_PAGES, pages)];
+    let mut message = Vec::new();
+    for (field, number) in fields {
+        message.push((field << 3) as u8);
+        varint(&mut message, number);
+    }
+    [&(message.len() as u32).to_le_bytes()[..], &message].concat()
+}
+
+/// Writes a number as protobuf does: seven bits a byte, the lowest first.
+fn varint(out: &mut Vec<u8>, mut number: u64) {
+    while number >= 0x80 {
+        out.push(number as u8 | 0x80);
+        number >>= 7;
+    }
+    out.push(number as u8);
+}
+
 pub(super) fn page_size() -> u64 {
     let known = sysconf(SysconfVar::PAGE_SIZE).ok().flatten();
     known.and_then(|bytes| u64::try_from(bytes).ok()).expect("the system has pages of some size")
@@ -101,4 +175,40 @@ pub(super) fn page_size() -> u64 {
 
 pub(super) fn wrong(name: &str, what: &str) -> Failure {
     Failure::Images(format!("{name} {what}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn missing_memory_is_noted_between_what_is_known_in_portions_and_read_again() {
+        let (dir, page) = (tempfile::tempdir().expect("a directory"), page_size());
+        let entry = |fields: &[(u32, u64)]| {
+            let mut message = Vec::new();
+            for (field, number) in fields {
+                message.push((field << 3) as u8);
+                varint(&mut message, *number);
+            }
+            [&(message.len() as u32).to_le_bytes()[..], &message].concat()
+        };
+        let present = |address, pages| entry(&[(MAP_ADDRESS, address), (MAP_FLAGS, PRESENT), (MAP_PAGES, pages)]);
+        let known = [entry(&[(1, 1)]), present(10 * page, 2), present(5000 * page, 3)].concat();
+        fs::write(dir.path().join("pagemap-2.img"), [&[7; KIND][..], &known].concat()).expect("written");
+        let stretches = [(page, 4 * page), (100 * page, 1100 * page), (6000 * page, 6001 * page)];
+        note_missing(dir.path(), 2, &stretches).expect("it is whole");
+        let all = pages_of(dir.path(), 2).expect("readable");
+        let said: Vec<_> = all.iter().map(|of| (of.address / page, of.number, of.present, of.missing)).collect();
+        let expected = [
+            (1, 3, false, true),
+            (10, 2, true, false),
+            (100, 512, false, true),
+            (612, 488, false, true),
+            (5000, 3, true, false),
+            (6000, 1, false, true),
+        ];
+        assert_eq!(said, expected);
+        fs::write(dir.path().join("pagemap-2.img"), [7; KIND]).expect("written");
+        assert!(note_missing(dir.path(), 2, &stretches).is_err());
+    }
 }

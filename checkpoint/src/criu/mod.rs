@@ -13,13 +13,17 @@ mod images;
 mod log;
 mod notes;
 mod options;
+mod pagemap;
 mod process;
 mod ptrace;
 mod relay;
 mod rescue;
 mod serving;
+mod withheld;
+mod words;
 
 pub use notes::KernelNotes;
+pub(crate) use serving::Order;
 
 use crate::engine::{Arriving, Checking, DumpJob, Dumping, Engine, Held, Limits, RestoreJob, Restoring, Serving};
 use nix::fcntl::{FallocateFlags, fallocate};
@@ -28,10 +32,12 @@ use sempa_proto::migration::Failure;
 use sempa_proto::tasker::DumpReport;
 use std::ffi::OsString;
 use std::fs::File;
-use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
+use std::io::{PipeReader, Read};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
+use withheld::Withheld;
 
 /// Where CRIU is looked for after the variable and before PATH.
 const USUAL_PLACES: [&str; 2] = ["/opt/sempa/criu/sbin/criu", "/opt/criu/sbin/criu"];
@@ -95,7 +101,7 @@ impl Criu {
         let open = |e: std::io::Error| Failure::Io(format!("cannot open the image directory {}: {e}", dir.display()));
         let images = File::open(dir).map_err(open)?;
         let request = request(images.as_raw_fd());
-        let inherit: Vec<BorrowedFd<'_>> = inherit.iter().map(|fd| std::os::fd::AsFd::as_fd(*fd)).collect();
+        let inherit: Vec<BorrowedFd<'_>> = inherit.iter().map(|fd| fd.as_fd()).collect();
         Swrk::start(&self.program, dir, images, log, &inherit, variables, &request)
     }
 }
@@ -111,25 +117,31 @@ impl Engine for Criu {
         let before = rescue::Snapshot::take(&job.processes).ok();
         let (relay, ends) = relay::Relay::start(&job.processes).ok().unzip();
         let mut inherit = ends.as_ref().map_or(Vec::new(), |ends| ends.descriptors().to_vec());
-        let variables = ends.as_ref().map_or(Vec::new(), relay::Ends::variables);
-        let settings = job.asked_on.as_ref().map(serving::settings).transpose();
-        let settings = settings.map_err(|e| Failure::Io(format!("no file for the engine's settings: {e}")))?;
-        inherit.extend(settings.iter().chain(&job.asked_on));
-        let request = |images| {
-            let path = settings.as_ref().map(|file| format!("/proc/self/fd/{}", file.as_raw_fd()));
-            options::dump(&job, images, DUMP_LOG, path)
-        };
+        let mut variables = ends.as_ref().map_or(Vec::new(), relay::Ends::variables);
+        let unknown = |e| Failure::Engine(format!("nobody knows which memory could follow: {e}"));
+        let follows = job.asked_on.as_ref().map(|_| Withheld::of(&job.processes)).transpose().map_err(unknown)?;
+        let list = follows.as_ref().map(Withheld::list).transpose().map_err(unknown)?;
+        inherit.extend(&list);
+        variables.extend(list.as_ref().map(relay::withheld));
+        let request = |images| options::dump(&job, images, DUMP_LOG);
         let mut swrk = self.start(&job.dir, DUMP_LOG, &inherit, &variables, request)?;
         swrk.hurry();
         swrk.end_by_itself_within(CALLED_OFF_GRACE);
-        let asked_on = job.asked_on.map(Arc::new);
-        Ok(Box::new(Dump { swrk, relay, dir: job.dir, before, asked_on }))
+        let follows = follows.zip(job.asked_on.map(Arc::new));
+        Ok(Box::new(Dump { swrk, relay, dir: job.dir, before, follows }))
     }
 
     fn start_check(&self, dir: &Path) -> Result<Box<dyn Checking>, Failure> {
+        let unknown = |e| Failure::Engine(format!("the kernel does not tell which memory is there: {e}"));
+        withheld::possible().map_err(unknown)?;
+        let io = |e: std::io::Error| Failure::Io(format!("no descriptor for the engine: {e}"));
+        let (loaded, tells) = std::io::pipe().map_err(io)?;
+        let (library, tells) = (relay::library().map_err(io)?, OwnedFd::from(tells));
         let arguments = ["check", "--feature", "uffd-noncoop"].into_iter().map(AsRef::as_ref);
-        let program = Program::start(&self.program, arguments, dir, &[], &[])?;
-        Ok(Box::new(Check { program, log: dir.join(CHECK_LOG) }))
+        let inherit = [library.as_fd(), tells.as_fd()];
+        let program =
+            Program::start(&self.program, arguments, dir, &inherit, &relay::tells_of_loading(&library, &tells))?;
+        Ok(Box::new(Check { program, log: dir.join(CHECK_LOG), loaded }))
     }
 
     fn may_try_again(&self, root: i32, failure: &Failure) -> bool {
@@ -153,6 +165,8 @@ impl Engine for Criu {
 struct Check {
     program: Program,
     log: PathBuf,
+    /// Has a byte when the program has loaded a library of ours, and no more writers when it has ended.
+    loaded: PipeReader,
 }
 
 impl Checking for Check {
@@ -161,7 +175,13 @@ impl Checking for Check {
     }
 
     fn finish(mut self: Box<Self>, limits: &Limits) -> Result<(), Failure> {
-        self.program.finish(limits, &self.log)
+        self.program.finish(limits, &self.log)?;
+        match self.loaded.read(&mut [0]) {
+            Ok(1) => Ok(()),
+            _ => Err(Failure::Engine(
+                "the engine does not load the libraries by which memory follows: is it linked statically?".into(),
+            )),
+        }
     }
 }
 
@@ -172,30 +192,18 @@ struct Dump {
     dir: PathBuf,
     /// What the task was like before.
     before: Option<rescue::Snapshot>,
-    /// Where its memory will be asked for.
-    asked_on: Option<Arc<OwnedFd>>,
+    /// The memory that is not written, and where it will be asked for.
+    follows: Option<(Withheld, Arc<OwnedFd>)>,
 }
 
 impl Dump {
-    /// Waits for the end, or (if memory follows) until there is nothing to do but to hand it out.
+    /// Waits for the end of the engine, and looks at what it has written.
     fn wait_for_images(&mut self, limits: &Limits) -> Result<(), Failure> {
-        while let Word::Notify { script, .. } = self.swrk.hear(limits)? {
-            if self.asked_on.is_some() && script == serving::READY {
-                if !self.relay.as_ref().is_some_and(relay::Relay::is_used) {
-                    return Err(Failure::Engine("it traces by itself, and so cannot hand memory out later".into()));
-                }
-                return Ok(());
-            }
-            self.swrk.answer(true);
+        self.swrk.finish(limits)?;
+        if let Some((withheld, _)) = &self.follows {
+            withheld.note_in(&self.dir)?;
         }
-        self.swrk.end(limits)
-    }
-
-    /// What it has yet to do when the images are complete.
-    fn into_serving(mut self) -> Option<Box<dyn Serving>> {
-        let (asked_on, relay) = (self.asked_on?, self.relay?);
-        self.swrk.answer(true);
-        Some(Box::new(serving::Serve::new(self.swrk, relay, self.before, asked_on)))
+        complete::check(&self.dir)
     }
 }
 
@@ -205,19 +213,14 @@ impl Dumping for Dump {
     }
 
     fn finish(mut self: Box<Self>, limits: &Limits) -> Result<(DumpReport, Option<Box<dyn Serving>>), Failure> {
-        let done = self.wait_for_images(limits).and_then(|()| complete::check(&self.dir));
-        if done.is_err() || self.asked_on.is_none() {
-            if done.is_err() {
-                self.swrk.kill();
-            }
-            // Whatever it left in the task's way is gone, and the task stands still, when this returns.
-            drop(self.relay.take());
-            match (&done, &self.before) {
-                // It was in the middle of something.
-                (Err(_), Some(before)) if self.asked_on.is_some() => before.put_back(),
-                (Err(why), Some(before)) => before.put_back_if(why),
-                _ => {}
-            }
+        let done = self.wait_for_images(limits);
+        if done.is_err() {
+            self.swrk.kill();
+        }
+        // Whatever it left in the task's way is gone, and the task stands still, when this returns.
+        drop(self.relay.take());
+        if let (Err(why), Some(before)) = (&done, &self.before) {
+            before.put_back_if(why);
         }
         done?;
         // The logs are of use only when something failed; the images travel without them.
@@ -226,7 +229,8 @@ impl Dumping for Dump {
         }
         let report = measure(&self.dir);
         let report = report.map_err(|e| Failure::Io(format!("cannot read {}: {e}", self.dir.display())))?;
-        Ok((report, self.into_serving()))
+        let serve = |(withheld, asked_on)| Ok(Box::new(serving::Serve::start(withheld, asked_on)?) as Box<dyn Serving>);
+        Ok((report, self.follows.take().map(serve).transpose()?))
     }
 }
 

@@ -37,14 +37,12 @@ fn encode(kind: Criu_req_type, opts: Criu_opts) -> Vec<u8> {
     request.write_to_bytes().expect("a request is small and has all its fields")
 }
 
-/// A dump that leaves the task stopped. `settings`: a file with what cannot be said here.
-pub(super) fn dump(job: &DumpJob, images: RawFd, log: &str, settings: Option<String>) -> Vec<u8> {
+/// A dump that leaves the task stopped.
+pub(super) fn dump(job: &DumpJob, images: RawFd, log: &str) -> Vec<u8> {
     let mut opts = common(images, log);
     opts.pid = Some(job.pid);
     opts.leave_stopped = Some(true);
     opts.external.push(format!("pid[{}]:{NAMESPACE_KEY}", job.pid_namespace));
-    opts.lazy_pages = settings.is_some().then_some(true);
-    opts.config_file = settings;
     encode(Criu_req_type::DUMP, opts)
 }
 

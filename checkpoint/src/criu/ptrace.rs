@@ -107,6 +107,13 @@ impl Attached {
         ask(libc::PTRACE_SETREGSET, self.tid, SET, (&raw mut area).cast())
     }
 
+    /// When it is killed from now on it stands still on its way out, with its memory, until it is let go. Nothing else makes
+    /// it go on, and nothing makes it do anything of its own.
+    pub(super) fn stay_at_its_end(&self) -> io::Result<()> {
+        let options = std::ptr::without_provenance_mut(libc::PTRACE_O_TRACEEXIT as usize);
+        ask(libc::PTRACE_SETOPTIONS, self.tid, 0, options)
+    }
+
     /// Sets the signals that it blocks.
     pub(super) fn set_blocked(&self, mut mask: u64) -> io::Result<()> {
         ask(libc::PTRACE_SETSIGMASK, self.tid, size_of::<u64>(), (&raw mut mask).cast())

@@ -17,7 +17,6 @@ use std::fs::File;
 use std::io::{self, Write};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -57,10 +56,7 @@ impl Ends {
 
     /// What CRIU's environment has to say.
     pub(super) fn variables(&self) -> Vec<(&'static str, String)> {
-        vec![
-            ("LD_PRELOAD", format!("/proc/self/fd/{}", self.library.as_raw_fd())),
-            ("SEMPA_RELAY", self.socket.as_raw_fd().to_string()),
-        ]
+        vec![preload(&self.library), ("SEMPA_RELAY", self.socket.as_raw_fd().to_string())]
     }
 }
 
@@ -68,35 +64,45 @@ impl Ends {
 #[derive(Debug)]
 pub(super) struct Relay {
     socket: Arc<OwnedFd>,
-    /// CRIU has loaded the library and asked something.
-    used: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
+/// What CRIU's environment says of memory that it is not to see: the library reads it from this file.
+pub(super) fn withheld(list: &OwnedFd) -> (&'static str, String) {
+    ("SEMPA_WITHHELD", list.as_raw_fd().to_string())
+}
+
+/// What the environment of a CRIU says that is to tell on this descriptor, by a byte, that it has loaded the library.
+pub(super) fn tells_of_loading(library: &OwnedFd, tells: &OwnedFd) -> [(&'static str, String); 2] {
+    [preload(library), ("SEMPA_LOADED", tells.as_raw_fd().to_string())]
+}
+
+fn preload(library: &OwnedFd) -> (&'static str, String) {
+    ("LD_PRELOAD", format!("/proc/self/fd/{}", library.as_raw_fd()))
+}
+
+/// The library, in memory.
+///
+/// # Errors
+/// There is no descriptor, or no room.
+pub(super) fn library() -> io::Result<OwnedFd> {
+    let library = memfd_create(c"sempa-relay", MFdFlags::MFD_CLOEXEC)?;
+    File::from(library.try_clone()?).write_all(LIBRARY)?;
+    Ok(library)
+}
+
 impl Relay {
-    /// True when CRIU leaves the tracing to it.
-    pub(super) fn is_used(&self) -> bool {
-        self.used.load(Ordering::Acquire)
-    }
-
-    /// What ends the tracing when it is shut down.
-    pub(super) fn socket(&self) -> Arc<OwnedFd> {
-        self.socket.clone()
-    }
-
     /// Starts a thread that will trace these processes.
     ///
     /// # Errors
     /// When a descriptor or a thread cannot be had.
     pub(super) fn start(processes: &[i32]) -> io::Result<(Relay, Ends)> {
-        let library = memfd_create(c"sempa-relay", MFdFlags::MFD_CLOEXEC)?;
-        File::from(library.try_clone()?).write_all(LIBRARY)?;
+        let library = library()?;
         let (ours, theirs) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)?;
         let socket = Arc::new(ours);
-        let (used, processes) = (Arc::new(AtomicBool::new(false)), processes.to_vec());
-        let tracer = Tracer { socket: socket.clone(), used: used.clone(), processes, traced: BTreeSet::new() };
+        let tracer = Tracer { socket: socket.clone(), processes: processes.to_vec(), traced: BTreeSet::new() };
         let thread = std::thread::Builder::new().name("tracer".into()).spawn(move || tracer.run())?;
-        Ok((Relay { socket, used, thread: Some(thread) }, Ends { socket: theirs, library }))
+        Ok((Relay { socket, thread: Some(thread) }, Ends { socket: theirs, library }))
     }
 }
 
@@ -192,7 +198,6 @@ impl Answer {
 
 struct Tracer {
     socket: Arc<OwnedFd>,
-    used: Arc<AtomicBool>,
     processes: Vec<i32>,
     traced: BTreeSet<i32>,
 }
@@ -208,7 +213,6 @@ impl Tracer {
                 Err(Errno::EINTR) => continue,
                 Err(_) => break,
             };
-            self.used.store(true, Ordering::Release);
             let answer = match Question::read(&packet[..length]) {
                 Some(question) => self.answer(&question),
                 None => Answer::failed(&Errno::EINVAL.into()),
@@ -357,7 +361,6 @@ fn has_trap_pending(tid: i32) -> bool {
 mod tests {
     use super::super::rescue::Snapshot;
     use super::*;
-    use nix::fcntl::{FcntlArg, FdFlag, fcntl};
     use std::process::Command;
 
     /// Time for anything that is waited for.
@@ -383,7 +386,7 @@ mod tests {
         let (ours, _theirs) =
             socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC).expect("descriptors");
         let (socket, processes) = (Arc::new(ours), vec![pid]);
-        let mut tracer = Tracer { socket, used: Arc::default(), processes, traced: BTreeSet::new() };
+        let mut tracer = Tracer { socket, processes, traced: BTreeSet::new() };
         let mut ask = |request: libc::c_uint| {
             let mut packet = u64::from(request).to_ne_bytes().to_vec();
             packet.extend(i64::from(pid).to_ne_bytes());
@@ -409,31 +412,5 @@ mod tests {
         }
         child.kill().expect("it is there");
         child.wait().expect("it ends");
-    }
-
-    #[test]
-    fn a_criu_whose_task_is_dead_stops_nobody_who_has_got_its_numbers() {
-        // Processes that have numbers of the task's, and somebody in CRIU's place.
-        let strangers = [(); 2].map(|()| Command::new("sleep").arg("1000").spawn().expect("it starts"));
-        let [spared, stopped] = [0, 1].map(|n| strangers[n].id() as i32);
-        let stop = |ends: &Ends, pid: i32| {
-            for fd in ends.descriptors() {
-                fcntl(fd, FcntlArg::F_SETFD(FdFlag::empty())).expect("it is ours");
-            }
-            let code = format!("import os; os.setpgid(0, 0); os.kill({pid}, 19)");
-            let done = Command::new("python3").args(["-c", &code]).envs(ends.variables()).status();
-            assert!(done.expect("python3").success());
-        };
-        let (relay, ends) = Relay::start(&[]).expect("a relay");
-        shutdown(relay.socket().as_raw_fd(), Shutdown::Both).expect("it is connected");
-        stop(&ends, spared);
-        let (_relay, ends) = Relay::start(&[]).expect("a relay");
-        stop(&ends, stopped);
-        wait("whoever is in CRIU's place can stop anybody", || stands(stopped).then_some(()));
-        assert!(!stands(spared));
-        for mut stranger in strangers {
-            stranger.kill().expect("it is there");
-            stranger.wait().expect("it ends");
-        }
     }
 }
