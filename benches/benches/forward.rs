@@ -1,22 +1,29 @@
-//! What the daemon's machine does with a data frame between two tasks of its host: from the event to the output, no I/O.
+//! What the daemon does with a data frame between two tasks: its state machine from the event to the output, and between
+//! hosts also the queues and lanes of the data channel. No I/O.
 
-use bytes::Bytes;
+#[path = "../../pvmd/tests/one_of_two/mod.rs"]
+mod one_of_two;
+
+use bytes::{Bytes, BytesMut};
 use divan::counter::ItemsCount;
 use divan::{AllocProfiler, Bencher};
-use pvmd::machine::{ConnId, Event, Machine, MachineConfig, Output, World};
-use sempa_proto::link::{LinkFrame, LinkKind};
-use sempa_proto::message::DSIG_X86_64;
-use sempa_proto::place::Place;
-use sempa_proto::task::{AtEnd, Claim, Hello, TASK_MAGIC, ToDaemon, ToTask};
-use sempa_proto::{HostId, Micros, PvmError, Tid, WIRE_VERSION};
-use std::path::PathBuf;
+use one_of_two::{Daemon, elsewhere, frame};
+use pvmd::machine::{Event, Output};
+use pvmd::shell::passage::{Receiving, Sending};
+use sempa_proto::host::Carried;
+use sempa_proto::link::LinkKind;
+use sempa_proto::{HostId, Tid};
 
 /// Tasks on the host: forwarding must not depend on it.
 const TASKS: [usize; 3] = [2, 32, 512];
 /// Bytes of a frame's payload.
+const PAYLOADS: [usize; 2] = [64, 60 << 10];
+/// The same where it does not matter, because nobody looks at it.
 const PAYLOAD: usize = 64;
+/// Frames before those that are measured: a pair gets its places in tables, and a lane.
+const WARM: usize = 100;
 
-/// Allocations would show in the report: forwarding makes none.
+/// `bench micro` ends with an error when any of these allocates.
 #[global_allocator]
 static ALLOCATIONS: AllocProfiler = AllocProfiler::system();
 
@@ -24,81 +31,78 @@ fn main() {
     divan::main();
 }
 
-/// A world without programs.
-struct Nowhere;
-
-impl World for Nowhere {
-    fn find_program(&self, _name: &str, _dir: Option<&str>) -> Result<PathBuf, PvmError> {
-        Err(PvmError::NoFile)
-    }
-    fn work_dir(&self, _dir: Option<&str>) -> PathBuf {
-        PathBuf::from("/")
-    }
-    fn base_env(&self) -> Vec<Vec<u8>> {
-        Vec::new()
-    }
-    fn unix_time(&self) -> Micros {
-        Micros(1)
-    }
-    fn secret(&mut self) -> i32 {
-        1
-    }
+fn data(ends: (Tid, Tid), bytes: usize) -> Bytes {
+    frame(&mut BytesMut::new(), ends, LinkKind::Data { last: true }, 1, &vec![7; bytes])
 }
 
-fn daemon() -> Machine {
-    let config = MachineConfig {
-        host: HostId::MASTER,
-        name: "h1".to_string(),
-        vm: "pvm".to_string(),
-        arch: "LINUX64".to_string(),
-        dsig: DSIG_X86_64,
-        addresses: Vec::new(),
-        speed: 1000,
-        uid: 1,
-        lease: Micros::from_secs(10),
-        rm_command: None,
-        server_commands: Vec::new(),
-        place: Place::of(1, |_| None).expect("a place without any variables"),
-        hostfile: Vec::new(),
-        spared: std::collections::BTreeMap::new(),
-    };
-    Machine::new(config, Micros(1))
+/// Measures after a few that are not.
+fn measure<T>(bencher: Bencher, mut once: impl FnMut() -> T) {
+    (0..WARM).for_each(|_| drop(once()));
+    bencher.counter(ItemsCount::new(1usize)).bench_local(once);
 }
 
-/// Connects a task and returns the tid that it was given.
-fn enrol(machine: &mut Machine, number: usize) -> Tid {
-    let (conn, pid) = (ConnId(number as u64), 100 + number as i32);
-    machine.handle(Micros(2), &mut Nowhere, Event::TaskConnected { conn, pid });
-    let hello = Hello {
-        magic: TASK_MAGIC,
-        version: WIRE_VERSION,
-        claim: Claim::New,
-        pid,
-        program: "task".to_string(),
-        at_end: AtEnd::default(),
-    };
-    machine.handle(Micros(2), &mut Nowhere, Event::TaskControl { conn, message: ToDaemon::Hello(hello) });
-    let mut tid = None;
-    while let Some(output) = machine.poll() {
-        if let Output::ToTask { message: ToTask::Welcome(welcome), .. } = output {
-            tid = Some(welcome.tid);
-        }
-    }
-    tid.expect("a daemon takes tasks in")
+/// Measures a daemon that forwards what it is given, so that this comes out.
+fn forward(bencher: Bencher, mut daemon: Daemon, event: impl Fn() -> Event, comes_out: impl Fn(&Output) -> bool) {
+    measure(bencher, || {
+        daemon.handle(event());
+        let output = daemon.poll();
+        assert!(output.as_ref().is_some_and(&comes_out), "it is forwarded: {output:?}");
+        output
+    });
 }
 
 #[divan::bench(args = TASKS)]
 fn a_frame_between_two_tasks(bencher: Bencher, tasks: usize) {
-    let mut machine = daemon();
-    let tids: Vec<Tid> = (1..=tasks).map(|number| enrol(&mut machine, number)).collect();
-    let (src, dst) = (tids[0], tids[tasks - 1]);
-    let frame =
-        LinkFrame { src, dst, kind: LinkKind::Data { last: true }, seq: 1, ack: 1, line: 0, payload: Bytes::new() }
-            .encode_head();
-    let frame = Bytes::from([&frame[..], &[7; PAYLOAD]].concat());
-    bencher.counter(ItemsCount::new(1usize)).bench_local(|| {
-        machine.handle(Micros(3), &mut Nowhere, Event::TaskLink { conn: ConnId(1), frame: frame.clone() });
-        let output = machine.poll();
+    let daemon = Daemon::new(tasks);
+    let frame = data((daemon.tids[0], daemon.tids[tasks - 1]), PAYLOAD);
+    let event = || Event::TaskLink { conn: Daemon::conn(0), frame: frame.clone() };
+    forward(bencher, daemon, event, |output| matches!(output, Output::LinkToTask { .. }));
+}
+
+#[divan::bench(args = TASKS)]
+fn a_frame_to_another_host(bencher: Bencher, tasks: usize) {
+    let daemon = Daemon::new(tasks);
+    let frame = data((daemon.tids[0], elsewhere()), PAYLOAD);
+    let event = || Event::TaskLink { conn: Daemon::conn(0), frame: frame.clone() };
+    forward(bencher, daemon, event, |output| matches!(output, Output::Carry { .. }));
+}
+
+#[divan::bench(args = TASKS)]
+fn a_frame_from_another_host(bencher: Bencher, tasks: usize) {
+    let daemon = Daemon::new(tasks);
+    let frame = data((elsewhere(), daemon.tids[tasks - 1]), PAYLOAD);
+    let event = || Event::HostCarried { host: HostId::MASTER, carried: Carried::Link(frame.clone()) };
+    forward(bencher, daemon, event, |output| matches!(output, Output::LinkToTask { .. }));
+}
+
+/// From the task's socket to what the stream of its pair is given.
+#[divan::bench(args = PAYLOADS)]
+fn queued_to_another_host(bencher: Bencher, bytes: usize) {
+    let (mut daemon, mut sending) = (Daemon::new(1), Sending::default());
+    let frame = data((daemon.tids[0], elsewhere()), bytes);
+    measure(bencher, || {
+        daemon.handle(Event::TaskLink { conn: Daemon::conn(0), frame: frame.clone() });
+        match daemon.poll() {
+            Some(Output::Carry { carried: Carried::Link(frame), .. }) => sending.send(frame).len(),
+            other => panic!("it is forwarded: {other:?}"),
+        }
+    });
+    assert_eq!(sending.send(frame).len(), 2, "it has a head and goes down a lane");
+}
+
+/// From the stream of a pair to what the task's socket is given.
+#[divan::bench(args = PAYLOADS)]
+fn unqueued_from_another_host(bencher: Bencher, bytes: usize) {
+    let (mut daemon, mut sending, mut receiving) = (Daemon::new(1), Sending::default(), Receiving::default());
+    let frame = data((elsewhere(), daemon.tids[0]), bytes);
+    for _ in 0..WARM {
+        sending.send(frame.clone());
+    }
+    let chunks = sending.send(frame).to_vec();
+    measure(bencher, || {
+        let carried = receiving.receive(&chunks).expect("a whole frame");
+        daemon.handle(Event::HostCarried { host: HostId::MASTER, carried });
+        let output = daemon.poll();
         assert!(matches!(output, Some(Output::LinkToTask { .. })), "it is forwarded: {output:?}");
         output
     });

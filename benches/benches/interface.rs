@@ -1,5 +1,5 @@
-//! Packing of each type through the C library's own functions, as a C program calls them: 1,000 items at a time. Only a
-//! message that was received can be unpacked, and that takes a virtual machine: `cargo xtask bench peers --only 'unpack*'`.
+//! Packing and unpacking of each type through the C library's own functions, as a C program calls them: 1,000 items at a
+//! time. What is unpacked was packed before, into a buffer of its own; to choose that buffer is part of the time.
 #![allow(unsafe_code)] // The functions are C's.
 
 use divan::counter::ItemsCount;
@@ -14,7 +14,11 @@ const ENCODINGS: [c_int; 2] = [0, 1];
 
 unsafe extern "C" {
     fn pvm_initsend(encoding: c_int) -> c_int;
+    fn pvm_setrbuf(buffer: c_int) -> c_int;
+    fn pvm_setsbuf(buffer: c_int) -> c_int;
+    fn pvm_freebuf(buffer: c_int) -> c_int;
     fn pvm_pkstr(text: *const c_char) -> c_int;
+    fn pvm_upkstr(place: *mut c_char) -> c_int;
 }
 
 fn main() {
@@ -28,10 +32,53 @@ fn begin(encoding: c_int) {
     assert!(buffer > 0, "a send buffer: {buffer}");
 }
 
+/// A buffer that can be unpacked once; it is freed in the end.
+struct Packed(c_int);
+
+impl Packed {
+    /// What this packs.
+    fn new(encoding: c_int, pack: impl FnOnce()) -> Packed {
+        begin(encoding);
+        pack();
+        // SAFETY: it takes any number. Without an active send buffer, nobody frees this one.
+        Packed(unsafe { pvm_setsbuf(0) })
+    }
+
+    fn choose(&self) {
+        // SAFETY: it takes any number.
+        assert!(unsafe { pvm_setrbuf(black_box(self.0)) } >= 0);
+    }
+}
+
+impl Drop for Packed {
+    fn drop(&mut self) {
+        // SAFETY: it takes any number.
+        assert_eq!(unsafe { pvm_freebuf(self.0) }, 0);
+    }
+}
+
 macro_rules! types {
-    ($($pack:ident $pk:ident $t:ty, $value:expr;)*) => {$(
+    ($($pack:ident $unpack:ident $pk:ident $upk:ident $t:ty, $value:expr;)*) => {$(
         unsafe extern "C" {
             fn $pk(items: *const $t, count: c_int, stride: c_int) -> c_int;
+            fn $upk(items: *mut $t, count: c_int, stride: c_int) -> c_int;
+        }
+
+        #[divan::bench(args = ENCODINGS)]
+        fn $unpack(bencher: Bencher, encoding: c_int) {
+            let items: Vec<$t> = vec![$value; ITEMS];
+            let packed = || {
+                Packed::new(encoding, || {
+                    // SAFETY: so many items are there.
+                    assert_eq!(unsafe { $pk(items.as_ptr(), ITEMS as c_int, 1) }, 0);
+                })
+            };
+            let mut place = items.clone();
+            bencher.counter(ItemsCount::new(ITEMS)).with_inputs(packed).bench_local_refs(|packed| {
+                packed.choose();
+                // SAFETY: there is room for so many items.
+                assert_eq!(unsafe { $upk(black_box(&mut place).as_mut_ptr(), ITEMS as c_int, 1) }, 0);
+            });
         }
 
         #[divan::bench(args = ENCODINGS)]
@@ -47,17 +94,17 @@ macro_rules! types {
 }
 
 types! {
-    pack_byte pvm_pkbyte c_char, 7;
-    pack_short pvm_pkshort c_short, 7;
-    pack_ushort pvm_pkushort c_ushort, 7;
-    pack_int pvm_pkint c_int, 7;
-    pack_uint pvm_pkuint c_uint, 7;
-    pack_long pvm_pklong c_long, 7;
-    pack_ulong pvm_pkulong c_ulong, 7;
-    pack_float pvm_pkfloat c_float, 7.0;
-    pack_double pvm_pkdouble c_double, 7.0;
-    pack_cplx pvm_pkcplx [c_float; 2], [7.0; 2];
-    pack_dcplx pvm_pkdcplx [c_double; 2], [7.0; 2];
+    pack_byte unpack_byte pvm_pkbyte pvm_upkbyte c_char, 7;
+    pack_short unpack_short pvm_pkshort pvm_upkshort c_short, 7;
+    pack_ushort unpack_ushort pvm_pkushort pvm_upkushort c_ushort, 7;
+    pack_int unpack_int pvm_pkint pvm_upkint c_int, 7;
+    pack_uint unpack_uint pvm_pkuint pvm_upkuint c_uint, 7;
+    pack_long unpack_long pvm_pklong pvm_upklong c_long, 7;
+    pack_ulong unpack_ulong pvm_pkulong pvm_upkulong c_ulong, 7;
+    pack_float unpack_float pvm_pkfloat pvm_upkfloat c_float, 7.0;
+    pack_double unpack_double pvm_pkdouble pvm_upkdouble c_double, 7.0;
+    pack_cplx unpack_cplx pvm_pkcplx pvm_upkcplx [c_float; 2], [7.0; 2];
+    pack_dcplx unpack_dcplx pvm_pkdcplx pvm_upkdcplx [c_double; 2], [7.0; 2];
 }
 
 /// A string of 999 bytes.
@@ -69,5 +116,24 @@ fn pack_string(bencher: Bencher, encoding: c_int) {
         begin(encoding);
         // SAFETY: the text ends with a zero.
         assert_eq!(unsafe { pvm_pkstr(black_box(&text).as_ptr()) }, 0);
+    });
+}
+
+/// The same string.
+#[divan::bench(args = ENCODINGS)]
+fn unpack_string(bencher: Bencher, encoding: c_int) {
+    let mut text = vec![b'a' as c_char; ITEMS];
+    text[ITEMS - 1] = 0;
+    let packed = || {
+        Packed::new(encoding, || {
+            // SAFETY: the text ends with a zero.
+            assert_eq!(unsafe { pvm_pkstr(text.as_ptr()) }, 0);
+        })
+    };
+    let mut place = text.clone();
+    bencher.with_inputs(packed).bench_local_refs(|packed| {
+        packed.choose();
+        // SAFETY: there is room for the text and its zero.
+        assert_eq!(unsafe { pvm_upkstr(black_box(&mut place).as_mut_ptr()) }, 0);
     });
 }

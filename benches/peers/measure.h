@@ -131,4 +131,27 @@ static char *block_of(long size)
     return block;
 }
 
+/* Shorter messages say little about memory. */
+#define COPY_MIN (64 << 10)
+#define COPIES 100
+
+/* What one copy of a message takes here and now, without any library: beside a round trip of large messages, which is
+ * copies for the most part, it says whether the machine's memory was slow just then. */
+static inline void tell_copy(long size)
+{
+    if (size < COPY_MIN)
+        return;
+    char *from = block_of(size), *to = block_of(size);
+    struct samples copies = samples_for(COPIES);
+    for (int i = 0; i < COPIES; i++) {
+        double begun = now_us();
+        memcpy(to, from, size);
+        __asm__ volatile("" : : "r"(to) : "memory"); /* somebody might read it */
+        note(&copies, now_us() - begun);
+    }
+    tell("copy", &copies);
+    free(from);
+    free(to);
+}
+
 #endif

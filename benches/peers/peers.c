@@ -115,6 +115,7 @@ static void rtt(char **argv)
         if (i >= 0)
             note(&trips, now_us() - begun);
     }
+    tell_copy(o.size);
     dismiss(count, tids);
     tell("rtt", &trips);
 }

@@ -40,8 +40,10 @@ static void rtt(int rank)
         if (i >= 0)
             note(&trips, now_us() - begun);
     }
-    if (rank == 0)
+    if (rank == 0) {
+        tell_copy(o.size);
         tell("rtt", &trips);
+    }
 }
 
 static void ring(int rank, int ranks)

@@ -1,18 +1,20 @@
 //! Costs that grow: with the size of a message, with the number of tasks on a host, of peers of one task, of hosts.
 
-use crate::figures::{System, of_repetitions};
+use crate::figures::{Samples, System, Trouble, median, of_repetitions};
 use crate::netpipe;
 use crate::plot::{Chart, Series};
 use crate::rows::Stage;
 use crate::systems::{Call, Given, Peers, new_beds};
 use anyhow::Result;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 /// What `--only` calls the curves, and what each shows.
 pub(crate) const NAMES: [&str; 5] = ["sizes", "netpipe", "tasks", "peers", "hosts"];
 
-/// Repetitions of each point.
-const REPETITIONS: usize = 3;
+/// Repetitions of each point, and of a quick run.
+const REPETITIONS: usize = 5;
+const REPETITIONS_QUICK: usize = 1;
 /// Bytes that a point of the curve over sizes sends at most, so that large messages do not take for ever.
 const BYTES_MAX: usize = 64 << 20;
 const SIZES: [usize; 10] = [8, 64, 512, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20];
@@ -25,8 +27,8 @@ const HOSTS: [usize; 5] = [2, 4, 8, 16, 32];
 pub(crate) struct Curves {
     /// The pictures.
     pub(crate) charts: Vec<Chart>,
-    /// One line each.
-    pub(crate) troubles: Vec<String>,
+    /// What could not be.
+    pub(crate) troubles: Vec<Trouble>,
 }
 
 /// A line of a curve: a system, and whether PVM's direct route is asked for.
@@ -82,6 +84,29 @@ fn rounds(count: usize) -> String {
     format!("rounds={count}")
 }
 
+/// How often each point is measured.
+fn repetitions(quick: bool) -> usize {
+    if quick { REPETITIONS_QUICK } else { REPETITIONS }
+}
+
+/// The places of so many systems, without those that have ended, in the order of this repetition: each second time the other
+/// way round, because who comes first may find a colder machine.
+fn turns(count: usize, repetition: usize, ended: &BTreeSet<usize>) -> Vec<usize> {
+    let mut all: Vec<usize> = (0..count).filter(|place| !ended.contains(place)).collect();
+    if repetition % 2 == 1 {
+        all.reverse();
+    }
+    all
+}
+
+/// Adds a point to a line: median and p99 of what was measured there.
+fn add_point(series: &mut Series, x: f64, all: &[Samples]) {
+    if let Some(trip) = of_repetitions(all, "rtt") {
+        series.points.push((x, trip.median_us));
+        series.p99.push((x, trip.p99_us));
+    }
+}
+
 fn few(points: &[usize], quick: bool) -> &[usize] {
     if quick { &points[..3] } else { points }
 }
@@ -97,6 +122,7 @@ impl Curves {
         let speed = |series: &Series| Series {
             name: series.name.clone(),
             points: series.points.iter().map(|(size, us)| (*size, 2.0 * size / us)).collect(),
+            ..Series::default()
         };
         self.charts.push(Chart {
             name: "bandwidth".to_string(),
@@ -129,47 +155,59 @@ impl Curves {
             _ => system.name().to_string(),
         };
         let mut series: Vec<Series> =
-            lines.iter().map(|line| Series { name: named(line), points: Vec::new() }).collect();
-        let mut ended = vec![false; lines.len()];
+            lines.iter().map(|line| Series { name: named(line), ..Series::default() }).collect();
+        let mut ended = BTreeSet::new();
         for point in points {
             eprintln!("bench peers: {name} {point}");
             let mut given = vec![Given::default(); lines.len()];
-            for _ in 0..if quick { 1 } else { REPETITIONS } {
-                for (place, (system, direct)) in lines.iter().enumerate() {
-                    if ended[place] {
-                        continue;
-                    }
+            for repetition in 0..repetitions(quick) {
+                for place in turns(lines.len(), repetition, &ended) {
+                    let (system, direct) = &lines[place];
                     let mut all = words(*point);
                     all.push(format!("direct={}", u8::from(*direct)));
                     let call = Call { words: &all, ranks: 2, crowded: false, apart: false };
                     match peers.run(*system, &call) {
                         Ok(samples) => given[place].repetitions.push(samples),
                         Err(error) => {
-                            ended[place] = true;
-                            self.troubles.push(format!("{name} {point}, {}: {error:#}", named(&lines[place])));
+                            ended.insert(place);
+                            let text = format!("{name} {point}, {}: {error:#}", named(&lines[place]));
+                            self.troubles.push(Trouble { system: *system, text });
                         }
                     }
                 }
             }
             for (given, series) in given.iter().zip(&mut series) {
-                if let Some(trip) = of_repetitions(&given.repetitions, "rtt") {
-                    series.points.push((*point as f64, trip.median_us));
-                }
+                add_point(series, *point as f64, &given.repetitions);
             }
         }
         series
     }
 
-    /// Debian's NPpvm, unchanged.
+    /// Debian's NPpvm, unchanged: one course each, in turns. Each course tells one time for each size that it chose.
     fn netpipe(&mut self, peers: &Peers, quick: bool) {
-        let mut series = Vec::new();
-        for system in [System::Pvm, System::Sempa] {
-            eprintln!("bench peers: NPpvm on {}", system.name());
-            match netpipe::course(peers, system, quick) {
-                Ok(points) => series.push(Series { name: system.name().to_string(), points }),
-                Err(error) => self.troubles.push(format!("NPpvm on {}: {error:#}", system.name())),
+        let systems = [System::Pvm, System::Sempa];
+        let mut times: [BTreeMap<u64, Vec<f64>>; 2] = Default::default();
+        let mut ended = BTreeSet::new();
+        for repetition in 0..repetitions(quick) {
+            for place in turns(systems.len(), repetition, &ended) {
+                let system = systems[place];
+                eprintln!("bench peers: NPpvm on {} ({} of {})", system.name(), repetition + 1, repetitions(quick));
+                match netpipe::course(peers, system, quick) {
+                    Ok(points) => {
+                        points.into_iter().for_each(|(size, us)| times[place].entry(size as u64).or_default().push(us));
+                    }
+                    Err(error) => {
+                        ended.insert(place);
+                        self.troubles.push(Trouble { system, text: format!("NPpvm on {}: {error:#}", system.name()) });
+                    }
+                }
             }
         }
+        let line = |(system, times): (System, BTreeMap<u64, Vec<f64>>)| {
+            let points = times.into_iter().filter_map(|(size, all)| Some((size as f64, median(all)?)));
+            Series { name: system.name().to_string(), points: points.collect(), ..Series::default() }
+        };
+        let series = systems.into_iter().zip(times).map(line).filter(|line| !line.points.is_empty()).collect();
         self.latency("netpipe", "NPpvm on one host: time of one way", "bytes of a message", series);
     }
 
@@ -180,34 +218,48 @@ impl Curves {
         let (theirs, ours) = new_beds(prefix, most)?;
         let peers = Peers::start(&theirs, &ours, Stage::OneHost)?;
         let systems = [System::Pvm, System::Sempa];
-        let mut series = systems.map(|system| Series { name: system.name().to_string(), points: Vec::new() });
-        let (mut up, mut ended) = (1, [false; 2]);
+        let mut series = systems.map(|system| Series { name: system.name().to_string(), ..Series::default() });
+        let (mut up, mut ended) = (1, BTreeSet::new());
         for point in points {
             eprintln!("bench peers: hosts {point}");
             let names = |from: usize| (from..=*point).map(|i| format!("h{i}")).collect::<Vec<_>>().join(",");
             let add = ["add_hosts".to_string(), "keep=1".to_string(), format!("host={}", names(up + 1))];
             let all =
                 ["fan".to_string(), format!("tasks={}", point - 1), format!("host={}", names(2)), rounds(100), warm(5)];
-            for (place, system) in systems.into_iter().enumerate() {
-                if ended[place] {
-                    continue;
-                }
-                let call = |words| Call { words, ranks: 2, crowded: false, apart: false };
-                let done = peers.run(system, &call(&add)).and_then(|_| {
-                    let times = if quick { 1 } else { REPETITIONS };
-                    (0..times).map(|_| peers.run(system, &call(&all))).collect::<Result<Vec<_>>>()
-                });
-                match done.map(|all| of_repetitions(&all, "rtt")) {
-                    Ok(trip) => series[place].points.extend(trip.map(|trip| (*point as f64, trip.median_us))),
-                    Err(error) => {
-                        ended[place] = true;
-                        self.troubles.push(format!("hosts {point}, {}: {error:#}", system.name()));
+            let mut given = [const { Vec::new() }; 2];
+            // The hosts are added first, then all repetitions take turns.
+            for turn in 0..=repetitions(quick) {
+                for place in turns(systems.len(), turn, &ended) {
+                    let words: &[String] = if turn == 0 { &add } else { &all };
+                    match peers.run(systems[place], &Call { words, ranks: 2, crowded: false, apart: false }) {
+                        Ok(samples) => given[place].push(samples),
+                        Err(error) => {
+                            ended.insert(place);
+                            let text = format!("hosts {point}, {}: {error:#}", systems[place].name());
+                            self.troubles.push(Trouble { system: systems[place], text });
+                        }
                     }
                 }
+            }
+            for (given, series) in given.iter().zip(&mut series) {
+                add_point(series, *point as f64, given);
             }
             up = *point;
         }
         self.latency("hosts", "round trip of 8 B with a task on each other host", "hosts", series.to_vec());
         peers.halt()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn systems_take_turns_and_each_second_time_the_other_way_round() {
+        let ended = BTreeSet::from([1]);
+        assert_eq!(turns(3, 0, &ended), [0, 2]);
+        assert_eq!(turns(3, 1, &ended), [2, 0]);
+        assert_eq!(turns(3, 2, &BTreeSet::new()), [0, 1, 2]);
     }
 }

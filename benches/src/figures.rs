@@ -38,6 +38,21 @@ impl System {
     }
 }
 
+/// What could not be measured.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Trouble {
+    /// On which system.
+    pub(crate) system: System,
+    /// What, and why not.
+    pub(crate) text: String,
+}
+
+impl Serialize for Trouble {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(&self.text)
+    }
+}
+
 /// The times of one run of a program, in microseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub(crate) struct Sample {
@@ -92,6 +107,13 @@ pub(crate) fn of_repetitions(all: &[Samples], name: &str) -> Option<Sample> {
     })
 }
 
+/// The least and the greatest of the medians of a time, if the greatest is more than so many times the least.
+pub(crate) fn apart(all: &[Samples], name: &str, factor: f64) -> Option<(f64, f64)> {
+    let medians = || all.iter().filter_map(|samples| samples.get(name)).map(|sample| sample.median_us);
+    let (least, most) = (medians().fold(f64::INFINITY, f64::min), medians().fold(0.0, f64::max));
+    (most > factor * least).then_some((least, most))
+}
+
 /// The middle one; of an even number the mean of the two in the middle.
 pub(crate) fn median(mut values: Vec<f64>) -> Option<f64> {
     values.sort_by(f64::total_cmp);
@@ -119,5 +141,14 @@ mod tests {
         assert_eq!((all.median_us, all.count), (2.0, 3));
         assert_eq!(of_repetitions(&[one(1.0)], "other"), None);
         assert_eq!(median(vec![1.0, 3.0]), Some(2.0));
+    }
+
+    #[test]
+    fn repetitions_far_apart_are_told_with_their_ends() {
+        let one = |us| Samples::from([("rtt".to_string(), Sample::one(us))]);
+        let all = [one(169.0), one(400.0), one(170.0)];
+        assert_eq!(apart(&all, "rtt", 1.5), Some((169.0, 400.0)));
+        assert_eq!(apart(&all, "rtt", 3.0), None);
+        assert_eq!(apart(&all, "other", 1.5), None);
     }
 }

@@ -389,7 +389,7 @@ fn write(folder: &Path, results: &Results, text: &str) -> Result<()> {
             let middle = median(side(size).iter().map(of).collect())?;
             Some((f64::from(size.mib), middle))
         };
-        Series { name: name.to_string(), points: results.sizes.iter().filter_map(point).collect() }
+        Series { name: name.to_string(), points: results.sizes.iter().filter_map(point).collect(), ..Series::default() }
     };
     let series = vec![
         line("bare CRIU, standing still", |size| &size.bare, |once| once.freeze_ms),

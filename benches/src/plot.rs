@@ -4,12 +4,15 @@ use serde::Serialize;
 use std::fmt::Write;
 
 /// One line of a picture.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Default, Serialize)]
 pub(crate) struct Series {
     /// Its name in the legend.
     pub(crate) name: String,
     /// (x, y), both above 0.
     pub(crate) points: Vec<(f64, f64)>,
+    /// The same of what 99 of 100 do not exceed, where that is known.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(crate) p99: Vec<(f64, f64)>,
 }
 
 /// A picture.
@@ -159,7 +162,7 @@ mod tests {
     use super::*;
 
     fn chart(points: Vec<(f64, f64)>) -> Chart {
-        let series = vec![Series { name: "a & b".into(), points }];
+        let series = vec![Series { name: "a & b".into(), points, ..Series::default() }];
         Chart { name: "c".into(), title: "t".into(), x: "x".into(), y: "y".into(), more_is_better: false, series }
     }
 

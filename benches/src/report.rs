@@ -1,7 +1,7 @@
 //! The table for people and the file for programs.
 
 use crate::curves::Curves;
-use crate::figures::{Sample, Samples, System, of_repetitions};
+use crate::figures::{Sample, Samples, System, Trouble, apart, of_repetitions};
 use crate::floor;
 use crate::machine::Machine;
 use crate::plot::Chart;
@@ -16,6 +16,9 @@ use std::path::Path;
 /// Characters that the table shows of what went wrong.
 const TROUBLE_SHOWN: usize = 240;
 
+/// Repetitions whose medians are further apart than by this factor are told with both ends.
+const FAR_APART: f64 = 1.5;
+
 /// One row, measured.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Line {
@@ -28,6 +31,10 @@ pub(crate) struct Line {
     times: BTreeMap<&'static str, Sample>,
     /// How many times faster ours is than PVM 3.4.6.
     speed_to_pvm: Option<f64>,
+    /// The same to Open MPI, where it has the row.
+    speed_to_mpi: Option<f64>,
+    /// The least and the greatest median of the repetitions in the row's unit, where they are far apart.
+    spread: BTreeMap<&'static str, (f64, f64)>,
     goal: String,
     met: Option<bool>,
     #[serde(skip)]
@@ -44,7 +51,7 @@ pub(crate) struct Report {
     repetitions: BTreeMap<String, BTreeMap<&'static str, Vec<Samples>>>,
     curves: Vec<Chart>,
     floor: Vec<floor::Line>,
-    troubles: Vec<String>,
+    troubles: Vec<Trouble>,
 }
 
 impl Report {
@@ -67,7 +74,8 @@ impl Report {
             let what = one.words.join(" ");
             self.rows.extend(one.rows.iter().map(|row| line(row, given)));
             for (system, given) in given {
-                self.troubles.extend(given.trouble.iter().map(|why| format!("{what} on {}: {why}", system.name())));
+                let trouble = |why| Trouble { system: *system, text: format!("{what} on {}: {why}", system.name()) };
+                self.troubles.extend(given.trouble.iter().map(trouble));
             }
             let all = given.iter().map(|(system, given)| (system.name(), given.repetitions.clone()));
             self.repetitions.insert(what, all.collect());
@@ -87,15 +95,15 @@ impl Report {
         self.floor = floor;
     }
 
-    /// What could not be measured, one line each.
-    pub(crate) fn troubles(&self) -> &[String] {
-        &self.troubles
+    /// True if something of ours could not be measured. Other systems have limits that we cannot lift.
+    pub(crate) fn is_ours_in_trouble(&self) -> bool {
+        self.troubles.iter().any(|trouble| trouble.system == System::Sempa)
     }
 
     /// The table of the rows.
     fn table(&self) -> String {
         let names = System::ALL.map(System::name);
-        let head = ["figure", names[0], names[1], names[2], names[3], "speed to PVM", "goal", "met"];
+        let head = ["figure", names[0], names[1], names[2], names[3], "speed to PVM", "to Open MPI", "goal", "met"];
         let mut table: Vec<Vec<String>> = vec![head.map(str::to_string).to_vec()];
         table.extend(self.rows.iter().map(|line| line.cells.clone()));
         let width = |column: usize| table.iter().map(|cells| cells[column].chars().count()).max().unwrap_or(0);
@@ -122,20 +130,37 @@ impl Report {
             let head = if place == 0 { "\nthe machine without any library\n" } else { "" };
             text.push_str(&format!("{head}  {:<60} {:>8} {}\n", line.title, digits(line.value), line.unit));
         }
+        text.push_str(&self.spread_text());
         if !self.rows.is_empty() {
             text.push_str(
-                "\ntimes: median (99 of 100); speed to PVM: how many times faster ours is, of the same run\n",
+                "\ntimes: median (99 of 100); speed to PVM, to Open MPI: how many times faster ours is, of the same run\n",
             );
         }
         text.push_str(&self.machine.text());
         text.push_str(&format!("repeat with: {}\n", self.repeat_with));
         for trouble in &self.troubles {
             // The whole of it is in the file for programs.
-            let words: Vec<&str> = trouble.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
+            let words: Vec<&str> = trouble.text.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
             let shown: String = words.join(" / ").chars().take(TROUBLE_SHOWN).collect();
             text.push_str(&format!("NOT MEASURED: {shown}\n"));
         }
         text
+    }
+
+    /// Rows whose repetitions are far apart: their median says little then.
+    fn spread_text(&self) -> String {
+        let mut text = String::new();
+        for line in &self.rows {
+            let ends = |(system, (least, most)): (&&str, &(f64, f64))| {
+                format!("{system} {} to {} {}", digits(*least), digits(*most), line.unit)
+            };
+            let all: Vec<String> = line.spread.iter().map(ends).collect();
+            if !all.is_empty() {
+                text.push_str(&format!("  {:<46} {}\n", line.name, all.join("; ")));
+            }
+        }
+        let head = format!("\nmedians of the repetitions that differ by more than {FAR_APART} times\n");
+        if text.is_empty() { text } else { head + &text }
     }
 
     /// Writes `peers.json`, `peers.txt` and a picture per curve.
@@ -159,7 +184,9 @@ impl Report {
 fn curve_text(chart: &Chart) -> String {
     let mut text = format!("\n{} ({}: {})\n", chart.title, chart.x, chart.y);
     for series in &chart.series {
-        let points: Vec<String> = series.points.iter().map(|(x, y)| format!("{x}: {}", digits(*y))).collect();
+        let p99 = |x: f64| series.p99.iter().find(|point| point.0 == x).map(|point| format!(" ({})", digits(point.1)));
+        let point = |(x, y): &(f64, f64)| format!("{x}: {}{}", digits(*y), p99(*x).unwrap_or_default());
+        let points: Vec<String> = series.points.iter().map(point).collect();
         text.push_str(&format!("  {:<24} {}\n", series.name, points.join("  ")));
     }
     for own in &chart.series {
@@ -189,6 +216,8 @@ fn line(row: &Row, given: &[(System, Given)]) -> Line {
         values: BTreeMap::new(),
         times: BTreeMap::new(),
         speed_to_pvm: None,
+        speed_to_mpi: None,
+        spread: BTreeMap::new(),
         goal: goal_text(row),
         met: None,
         cells: vec![row.title.to_string()],
@@ -201,13 +230,20 @@ fn line(row: &Row, given: &[(System, Given)]) -> Line {
         });
         line.cells.push(cell.unwrap_or_else(|| "-".to_string()));
     }
+    for (system, given) in given {
+        if let Some((one, other)) = apart(&given.repetitions, row.sample, FAR_APART) {
+            let (one, other) = (row.unit.of(one), row.unit.of(other));
+            line.spread.insert(system.name(), (one.min(other), one.max(other)));
+        }
+    }
     let (pvm, own) = (time(System::Pvm, row.sample), time(System::Sempa, row.sample));
-    line.speed_to_pvm = pvm.zip(own).map(|(pvm, own)| pvm.median_us / own.median_us);
+    let speed_to = |other: Option<Sample>| other.zip(own).map(|(other, own)| other.median_us / own.median_us);
+    (line.speed_to_pvm, line.speed_to_mpi) = (speed_to(pvm), speed_to(time(System::OpenMpi, row.sample)));
     let beside = row.goal.of_own.and_then(|(_, name)| time(System::Sempa, name));
     line.met =
         own.and_then(|own| met(row, own.median_us, pvm.map(|pvm| pvm.median_us), beside.map(|one| one.median_us)));
-    line.cells.push(line.speed_to_pvm.map_or("-".to_string(), |speed| format!("{}x", digits(speed))));
-    line.cells.push(line.goal.clone());
+    let told = |speed: Option<f64>| speed.map_or("-".to_string(), |speed| format!("{}x", digits(speed)));
+    line.cells.extend([told(line.speed_to_pvm), told(line.speed_to_mpi), line.goal.clone()]);
     line.cells.push(line.met.map_or("", |met| if met { "yes" } else { "no" }).to_string());
     line
 }
@@ -258,7 +294,7 @@ fn met(row: &Row, own: f64, pvm: Option<f64>, beside: Option<f64>) -> Option<boo
 mod tests {
     use super::*;
     use crate::plot::Series;
-    use crate::rows::Unit;
+    use crate::rows::{self, Unit};
 
     fn row(unit: Unit, goal: Goal) -> Row {
         Row { name: "r", title: "a row", sample: "rtt", unit, goal }
@@ -266,6 +302,14 @@ mod tests {
 
     fn given(us: f64) -> Given {
         Given { repetitions: vec![Samples::from([("rtt".to_string(), Sample::one(us))])], trouble: None }
+    }
+
+    fn line_of(given: &[(System, Given)]) -> Line {
+        line(&row(Unit::Micros, Goal::default()), given)
+    }
+
+    fn report() -> Report {
+        Report::new(Machine::describe(false, 1, false), String::new())
     }
 
     #[test]
@@ -287,7 +331,8 @@ mod tests {
 
     #[test]
     fn curves_tell_the_speed_of_the_same_route_at_the_same_point() {
-        let series = |name: &str, y| Series { name: name.to_string(), points: vec![(8.0, y)] };
+        let series =
+            |name: &str, y| Series { name: name.to_string(), points: vec![(8.0, y)], p99: vec![(8.0, 2.0 * y)] };
         let series = vec![series("PVM 3.4.6, direct", 30.0), series("PVM 3.4.6", 60.0), series("Sempa, direct", 10.0)];
         let chart = |more_is_better| {
             let (name, title, x, y) = ("c".to_string(), "t".to_string(), "bytes".to_string(), "us".to_string());
@@ -296,13 +341,38 @@ mod tests {
         let last = |text: String| text.lines().last().map(str::to_string);
         assert_eq!(last(chart(false)).as_deref(), Some("  speed to PVM, direct     8: 3.00x"));
         assert_eq!(last(chart(true)).as_deref(), Some("  speed to PVM, direct     8: 0.333x"));
+        assert!(chart(true).contains("Sempa, direct            8: 10.0 (20.0)"));
     }
 
     #[test]
     fn the_speed_is_told_relative_to_pvm() {
-        let line =
-            line(&row(Unit::Micros, Goal::default()), &[(System::Pvm, given(30.0)), (System::Sempa, given(10.0))]);
+        let line = line_of(&[(System::Pvm, given(30.0)), (System::Sempa, given(10.0))]);
         assert_eq!(line.speed_to_pvm, Some(3.0));
-        assert_eq!(line.cells[1..6], ["30.0 us", "10.0 us", "-", "-", "3.00x"]);
+        assert_eq!(line.cells[1..7], ["30.0 us", "10.0 us", "-", "-", "3.00x", "-"]);
+        let line = line_of(&[(System::OpenMpi, given(5.0)), (System::Sempa, given(10.0))]);
+        assert_eq!((line.speed_to_pvm, line.speed_to_mpi), (None, Some(0.5)));
+    }
+
+    #[test]
+    fn repetitions_that_are_far_apart_are_told_of_each_system() {
+        let mut two = given(169.0);
+        two.repetitions.extend(given(400.0).repetitions);
+        let line = line_of(&[(System::Pvm, given(30.0)), (System::Sempa, two)]);
+        assert_eq!(line.spread, BTreeMap::from([("Sempa", (169.0, 400.0))]));
+        let report = Report { rows: vec![line], ..report() };
+        assert!(report.text().contains("Sempa 169 to 400 us"), "{}", report.text());
+    }
+
+    #[test]
+    fn only_what_ours_cannot_do_fails_the_command() {
+        let with = |system| {
+            let mut report = report();
+            let given = vec![(system, Given { repetitions: Vec::new(), trouble: Some("it ended".to_string()) })];
+            report.add_rows(&[rows::ALL[0]], vec![given]);
+            report
+        };
+        assert!(!with(System::Pvm).is_ours_in_trouble());
+        assert!(with(System::Pvm).text().contains("NOT MEASURED"));
+        assert!(with(System::Sempa).is_ours_in_trouble());
     }
 }

@@ -201,13 +201,19 @@ pub(crate) const ALL: &[Measurement] = &[
         &["rtt", "size=1048576", "cores=0,1"],
         200,
         2,
-        &[row("rtt1m", "round trip 1 MiB, same host", "rtt", Unit::GigabytesThereAndBack(MIB), bound(5.0))],
+        &[
+            row("rtt1m", "round trip 1 MiB, same host", "rtt", Unit::GigabytesThereAndBack(MIB), bound(5.0)),
+            row("copy1m", "  beside it: one copy in memory", "copy", Unit::Micros, NO_GOAL),
+        ],
     ),
     here(
         &["rtt", "size=1048576", "cores=0,1", "direct=1"],
         200,
         0,
-        &[row("rtt1m-direct", "  the same, PvmRouteDirect", "rtt", Unit::GigabytesThereAndBack(MIB), bound(5.0))],
+        &[
+            row("rtt1m-direct", "  the same, PvmRouteDirect", "rtt", Unit::GigabytesThereAndBack(MIB), bound(5.0)),
+            row("copy1m-direct", "  beside it: one copy in memory", "copy", Unit::Micros, NO_GOAL),
+        ],
     ),
     here(
         &["rtt", "size=16777216", "cores=0,1"],
@@ -292,6 +298,13 @@ pub(crate) const ALL: &[Measurement] = &[
             &[
                 row("addhosts1", "pvm_addhosts of 1 host over ssh", "call", Unit::Millis, LOGIN),
                 row("ssh1", "  beside it: one bare ssh", "ssh", Unit::Millis, NO_GOAL),
+                row(
+                    "ssh1-x25519",
+                    "  beside it: one bare ssh, its keys by X25519",
+                    "ssh_x25519",
+                    Unit::Millis,
+                    NO_GOAL,
+                ),
             ],
         )
     },
@@ -305,6 +318,13 @@ pub(crate) const ALL: &[Measurement] = &[
                 row("addhosts3", "pvm_addhosts of 3 hosts over ssh", "call", Unit::Millis, LOGIN),
                 row("ssh3", "  beside it: one bare ssh", "ssh", Unit::Millis, NO_GOAL),
                 row("ssh3-all", "  beside it: 3 bare ssh at the same time", "ssh_all", Unit::Millis, NO_GOAL),
+                row(
+                    "ssh3-x25519",
+                    "  beside it: these 3, their keys by X25519",
+                    "ssh_all_x25519",
+                    Unit::Millis,
+                    NO_GOAL,
+                ),
             ],
         )
     },

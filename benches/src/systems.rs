@@ -23,6 +23,8 @@ const GONE_TIME: Duration = Duration::from_secs(30);
 const HOSTS: usize = 4;
 /// Rounds of a quick run are so many times fewer.
 const QUICK: usize = 5;
+/// Words for an ssh that agrees on its keys as the one does that our daemon calls.
+const BY_X25519: [&str; 2] = ["-o", "KexAlgorithms=^curve25519-sha256"];
 /// MPICH polls without ever yielding; where it has fewer cores than processes a round takes a time slice of the kernel.
 const MPICH_CROWDED: usize = 100;
 
@@ -260,24 +262,27 @@ impl<'a> Peers<'a> {
         let bed = self.bed(system);
         let all: Vec<&str> =
             one.words.iter().filter_map(|word| word.strip_prefix("host=")).flat_map(|l| l.split(',')).collect();
-        let bare = bare_logins(bed, &["h2"])?;
-        let together = bare_logins(bed, &all)?;
+        // As ssh is by itself, and with the agreement that our daemon has it prefer.
+        let mut bare = Samples::new();
+        for (name, hosts) in [("ssh", &all[..1]), ("ssh_all", &all[..])] {
+            bare.insert(name.to_string(), Sample::one(bare_logins(bed, hosts, &[])?));
+            bare.insert(format!("{name}_x25519"), Sample::one(bare_logins(bed, hosts, &BY_X25519)?));
+        }
         let mut command = self.program(system);
         command.args(one.words);
         let done = run(command, RUN_TIME)?.expect_good(system.name())?;
         let mut samples = read(&done.out)?;
-        samples.insert("ssh".to_string(), Sample::one(bare));
-        samples.insert("ssh_all".to_string(), Sample::one(together));
+        samples.extend(bare);
         bed.hosts().iter().skip(1).try_for_each(|host: &Host| gone(host, "pvmd", GONE_TIME))?;
         Ok(samples)
     }
 }
 
 /// How long `ssh HOST true` takes on h1 for all these hosts at the same time, in microseconds.
-fn bare_logins(bed: &Testbed, hosts: &[&str]) -> Result<f64> {
+fn bare_logins(bed: &Testbed, hosts: &[&str], options: &[&str]) -> Result<f64> {
     let login = |host: &str| {
         let mut command = bed.host(1).command("ssh");
-        command.arg("-F").arg(ssh::client_config(bed.folder(), "root")).args([host, "true"]);
+        command.arg("-F").arg(ssh::client_config(bed.folder(), "root")).args(options).args([host, "true"]);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         command.spawn().context("ssh")
     };

@@ -3,13 +3,15 @@
 use crate::{bench_load, bench_owners, install, setup};
 use anyhow::{Context, Result, bail};
 use clap::{Args, ValueEnum};
-use sempa_benches::{PACKAGES, Settings};
+use sempa_benches::{Micro, PACKAGES, Settings};
+use std::io::{BufRead, BufReader};
 use std::path::PathBuf;
+use std::process::Stdio;
 
 /// What can be measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum What {
-    /// Single layers: packing, frames, the link, the daemon's forwarding
+    /// Single layers: packing, frames, the link, the daemon's forwarding; beside what was saved
     Micro,
     /// The running system beside PVM 3.4.6, Open MPI and MPICH
     Peers,
@@ -40,6 +42,15 @@ pub(crate) struct Words {
     /// peers: only these rows, such as `rtt8` or `rtt8*`; balance: only these repetitions, such as `2`, soak: only `tasks` or `moves`, beside those measured before
     #[arg(long, value_name = "ROW")]
     only: Vec<String>,
+    /// micro: later runs are compared with this one
+    #[arg(long)]
+    save: bool,
+    /// micro: what is slower than what was saved is an error
+    #[arg(long)]
+    strict: bool,
+    /// micro: a change by less than this share is none
+    #[arg(long, value_name = "PERCENT", default_value_t = 25.0)]
+    share: f64,
     /// peers, rm, balance, migrate, soak: fewer repetitions and rounds
     #[arg(long)]
     quick: bool,
@@ -55,7 +66,7 @@ pub(crate) struct Words {
     /// peers, rm, owners, balance, migrate, soak: measure what is installed here instead of building and installing it
     #[arg(long, value_name = "DIR")]
     prefix: Option<PathBuf>,
-    /// peers, rm, owners, balance, migrate, soak: where the table, JSON and plots go; a run of all rows goes to benches/results, one of some to target/bench
+    /// micro, peers, rm, owners, balance, migrate, soak: where the table, JSON and plots go; a run of all rows goes to benches/results, one of some to target/bench
     #[arg(long, value_name = "DIR")]
     results: Option<PathBuf>,
 }
@@ -91,7 +102,7 @@ pub(crate) fn run(words: &Words) -> Result<bool> {
     }
     let mut good = true;
     if words.what != What::Peers {
-        good &= install::cargo(&["bench", "-p", "sempa-benches"])?.status()?.success();
+        good &= micro(words)?;
     }
     if words.what != What::Micro {
         good &= peers(words)?;
@@ -167,6 +178,24 @@ fn soak(words: &Words) -> Result<bool> {
 fn managed(words: &Words) -> Result<bool> {
     setup::packages(&PACKAGES)?;
     sempa_benches::managed(&installed(words)?, words.prefix.is_none(), words.quick, &results(words)?)
+}
+
+/// Single layers. What they print is shown as it comes, and read.
+fn micro(words: &Words) -> Result<bool> {
+    let mut benches = install::cargo(&["bench", "-p", "sempa-benches"])?.stdout(Stdio::piped()).spawn()?;
+    let mut printed = String::new();
+    for line in BufReader::new(benches.stdout.take().context("no output")?).lines() {
+        let line = line?;
+        println!("{line}");
+        printed.push_str(&line);
+        printed.push('\n');
+    }
+    if !benches.wait()?.success() {
+        return Ok(false);
+    }
+    let usual = setup::project().join("benches/results");
+    let results = words.results.as_ref().unwrap_or(&usual);
+    Micro { results, save: words.save, strict: words.strict, share: words.share / 100.0 }.judge(&printed)
 }
 
 fn peers(words: &Words) -> Result<bool> {

@@ -23,7 +23,7 @@ pub(crate) fn run(words: &[String]) -> Result<bool> {
     }
     let nextest = Command::new("cargo").args(["nextest", "--version"]).output().is_ok_and(|done| done.status.success());
     let begun = Instant::now();
-    let mut good = true;
+    let mut good = !words.is_empty() || lints()?;
     let mut runs: Vec<&[&str]> = Vec::new();
     if nextest {
         runs.push(&["nextest", "run", "--release", "--workspace", "--no-fail-fast"]);
@@ -57,6 +57,23 @@ pub(crate) fn run(words: &[String]) -> Result<bool> {
         start.elapsed().as_secs(),
         lack.map(|why| format!("; without hosts: {why}")).unwrap_or_default()
     );
+    Ok(good)
+}
+
+/// The lints of the workspace, which the compiler does not look at: of unsafe blocks without a reason, for instance. True if
+/// there is nothing to say, or no clippy to say it. What generates and builds code is taken from the build of the tests, so that
+/// no more is compiled than has to be looked at.
+fn lints() -> Result<bool> {
+    if !Command::new("cargo").args(["clippy", "--version"]).output().is_ok_and(|done| done.status.success()) {
+        println!("test: there is no clippy; nobody looks at the lints");
+        return Ok(true);
+    }
+    let begun = Instant::now();
+    let mut command = install::cargo(&["clippy", "--release", "--workspace", "--all-targets", "--quiet"])?;
+    command.args(["--", "--deny", "warnings"]).stdin(Stdio::null());
+    let good = command.status()?.success();
+    let verdict = if good { "nothing to complain of" } else { "THERE ARE COMPLAINTS" };
+    println!("test: clippy has looked at the workspace: {verdict}, in {} s", begun.elapsed().as_secs());
     Ok(good)
 }
 

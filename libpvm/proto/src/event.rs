@@ -351,20 +351,11 @@ impl fmt::Display for EventKind {
                 write!(f, "the host file is done: hosts that joined {added}, lines that came to nothing {refused}")
             }
             EventKind::HostGone { host, name, why } => write!(f, "{name} ({host}) is gone: {why}"),
-            EventKind::TaskStarted { tid, parent, name, .. } => {
-                let name = if name.is_empty() { "from a command line" } else { name };
-                if parent.is_task() {
-                    write!(f, "{tid} started: {name}, child of {parent}")
-                } else {
-                    write!(f, "{tid} started: {name}")
-                }
+            EventKind::TaskStarted { tid, parent, name, .. } => write_start(f, *tid, *parent, name),
+            EventKind::TaskEnded { tid, status, used } => {
+                let (status, seconds) = (describe_status(*status), (used.user + used.system).0 as f64 / 1e6);
+                write!(f, "{tid} ended: {status}, {seconds:.2} s of processor time")
             }
-            EventKind::TaskEnded { tid, status, used } => write!(
-                f,
-                "{tid} ended: {}, {:.2} s of processor time",
-                describe_status(*status),
-                (used.user + used.system).0 as f64 / 1e6
-            ),
             EventKind::RmRegistered { tid } => write!(f, "{tid} is the resource manager"),
             EventKind::RmGone { tid } => write!(f, "resource manager {tid} is gone; spawns are placed round robin"),
             EventKind::Placed { name, hosts, why } => {
@@ -375,7 +366,7 @@ impl fmt::Display for EventKind {
             EventKind::OwnerAbsent { host, why } => write!(f, "owner of {host} absent: {why}"),
             EventKind::HostClean { host } => write!(f, "{host} is clean: no foreign task is left on it"),
             EventKind::GuestsStopped { host, guests, took, why } => {
-                write!(f, "guests of {host} stopped: {} within {:.1} ms: {why}", tasks(guests), took.0 as f64 / 1e3)
+                write!(f, "guests of {host} stopped: {} within {:.1} ms: {why}", tasks(guests), millis(*took))
             }
             EventKind::GuestsContinued { host, guests, why } => {
                 write!(f, "guests of {host} go on: {}: {why}", tasks(guests))
@@ -383,26 +374,15 @@ impl fmt::Display for EventKind {
             EventKind::GuestsEnded { host, guests, why } => {
                 write!(f, "guests of {host} are ended: {}: {why}", tasks(guests))
             }
-            EventKind::MovesBy { id, tid, engine } => match engine {
-                Engine::Criu => write!(f, "{id}: {tid} goes by {engine}"),
-                Engine::Own { asked, exit, wait } => write!(
-                    f,
-                    "{id}: {tid} goes by {engine}: it is asked {asked}, and has {wait} s to end with exit \
-                     status {exit}"
-                ),
-                Engine::Restart { wait } => {
-                    write!(f, "{id}: {tid} goes by {engine}: it is ended, within {wait} s, and started again")
-                }
-            },
+            EventKind::MovesBy { id, tid, engine } => write_way(f, *id, *tid, engine),
             EventKind::Moving { id, tid, from, to, step, bytes } => {
                 write!(f, "{id}: {tid} from {from} to {to}: {step} done")?;
                 if *bytes > 0 { write!(f, ", {bytes} bytes") } else { Ok(()) }
             }
-            EventKind::Moved { id, tid, from, to, cause, bytes, frozen } => write!(
-                f,
-                "{id}: {tid} moved from {from} to {to} ({cause}): {bytes} bytes, frozen {:.1} ms",
-                frozen.0 as f64 / 1e3
-            ),
+            EventKind::Moved { id, tid, from, to, cause, bytes, frozen } => {
+                let frozen = millis(*frozen);
+                write!(f, "{id}: {tid} moved from {from} to {to} ({cause}): {bytes} bytes, frozen {frozen:.1} ms")
+            }
             EventKind::MoveFailed { id, tid, from, to, cause, step, why } => {
                 write!(f, "{id}: {tid} was not moved from {from} to {to} ({cause}): {step} failed: {why}")
             }
@@ -415,9 +395,9 @@ impl fmt::Display for EventKind {
             }
             EventKind::DrainEnded { host, by } => write!(f, "{host} takes tasks again: {by} asked for it"),
             EventKind::Checkpointed { set, job, tasks, bytes, frozen, parked } => {
-                let frozen = frozen.0 as f64 / 1e3;
-                write!(f, "checkpoint {set} of job {job}: {tasks} tasks, {bytes} bytes, frozen {frozen:.1} ms")?;
-                f.write_str(if *parked { "; it ends, and goes on when there is room" } else { "" })
+                let (frozen, end) =
+                    (millis(*frozen), if *parked { "; it ends, and goes on when there is room" } else { "" });
+                write!(f, "checkpoint {set} of job {job}: {tasks} tasks, {bytes} bytes, frozen {frozen:.1} ms{end}")
             }
             EventKind::CheckpointFailed { job, why } => write!(f, "no checkpoint of job {job}: {why}"),
             EventKind::Restarted { set, job, tasks, why } => {
@@ -431,6 +411,28 @@ impl fmt::Display for EventKind {
             EventKind::SetsRemoved { sets, why } => write!(f, "checkpoints removed: {} ({why})", sets.join(" ")),
         }
     }
+}
+
+fn write_start(f: &mut fmt::Formatter<'_>, tid: Tid, parent: Tid, name: &str) -> fmt::Result {
+    let name = if name.is_empty() { "from a command line" } else { name };
+    write!(f, "{tid} started: {name}")?;
+    if parent.is_task() { write!(f, ", child of {parent}") } else { Ok(()) }
+}
+
+/// By which engine a task goes, and what is done with its process.
+fn write_way(f: &mut fmt::Formatter<'_>, id: MigrationId, tid: Tid, engine: &Engine) -> fmt::Result {
+    write!(f, "{id}: {tid} goes by {engine}")?;
+    match engine {
+        Engine::Criu => Ok(()),
+        Engine::Own { asked, exit, wait } => {
+            write!(f, ": it is asked {asked}, and has {wait} s to end with exit status {exit}")
+        }
+        Engine::Restart { wait } => write!(f, ": it is ended, within {wait} s, and started again"),
+    }
+}
+
+fn millis(time: Micros) -> f64 {
+    time.0 as f64 / 1e3
 }
 
 /// Tasks in a sentence.

@@ -5,6 +5,12 @@
 //! control messages are not numbered; requests carry an id because their replies come when they are ready, possibly
 //! from another daemon after the task has moved.
 
+mod spawn;
+
+pub use self::spawn::{
+    GrantOf, SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_DEBUG, SPAWN_HOST, SPAWN_NO_PARENT, SPAWN_PINNED, SpawnRequest,
+};
+
 use crate::checkpoint::{CutFailure, Pace, Removed, RestartFailure, RestartReport, SetEntry, SetReport, Unwanted};
 use crate::engine::Engine;
 use crate::error::PvmError;
@@ -102,69 +108,6 @@ pub struct Sink {
     /// Tag of the messages.
     pub tag: i32,
 }
-
-/// What a spawn asks for (`pvm_spawn`).
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct SpawnRequest {
-    /// Executable, with or without a path.
-    pub file: String,
-    /// Further arguments; argv[0] is the path as found.
-    pub args: Vec<Vec<u8>>,
-    /// `PvmTask*` bits.
-    pub flags: i32,
-    /// Host, architecture, directory: `host:dir`.
-    pub place: String,
-    /// Number of tasks.
-    pub count: u32,
-    /// `NAME=value` strings to add to the environment.
-    pub env: Vec<Vec<u8>>,
-    /// Where standard output goes.
-    pub output: Sink,
-    /// Where trace records go.
-    pub trace: Sink,
-}
-
-impl SpawnRequest {
-    /// True when the request names one host or one architecture: if that fails, there is no other place.
-    pub fn is_bound(&self) -> bool {
-        self.flags & (SPAWN_HOST | SPAWN_ARCH) != 0
-    }
-
-    /// True when the request names exactly one host, which counts as a person's word.
-    pub fn names_host(&self) -> bool {
-        self.flags & SPAWN_HOST != 0 && self.flags & SPAWN_COMPLEMENT == 0
-    }
-
-    /// True for a request that gets the same places: all that decides on them is the same.
-    pub fn is_like(&self, other: &SpawnRequest) -> bool {
-        let same = self.count == other.count && self.flags == other.flags;
-        same && self.file == other.file && self.place == other.place && self.env == other.env
-    }
-}
-
-/// A place of a grant that a task takes, see [`crate::sm::Grant`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct GrantOf {
-    /// The resource manager that gave it.
-    pub rm: Tid,
-    /// The grant's wait id.
-    pub wid: i32,
-    /// The place.
-    pub host: HostId,
-}
-
-/// `PvmTaskHost`: `place` names a host.
-pub const SPAWN_HOST: i32 = 1;
-/// `PvmTaskArch`: `place` names an architecture.
-pub const SPAWN_ARCH: i32 = 2;
-/// `PvmTaskDebug`.
-pub const SPAWN_DEBUG: i32 = 4;
-/// `PvmHostCompl`: use the other hosts.
-pub const SPAWN_COMPLEMENT: i32 = 32;
-/// `PvmNoSpawnParent`: do not tell the child who its parent is.
-pub const SPAWN_NO_PARENT: i32 = 64;
-/// Ours: the task belongs to its host and is never moved (load watchers). Outside the bits that PVM uses.
-pub const SPAWN_PINNED: i32 = 1 << 20;
 
 /// What a notification is about (`pvm_notify`).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -106,18 +106,18 @@ impl Machine {
     /// A link frame in the name of another task: half a message that the next process is to have. False if it is not.
     pub(super) fn is_half(&mut self, tid: Tid, frame: &LinkFrame, bytes: &Bytes) -> bool {
         let is_half = frame.dst == tid && frame.src != tid;
-        let parting = self.tasks.get_mut(tid).and_then(|task| task.parting.as_mut());
-        if let Some(parting) = parting.filter(|_| is_half) {
+        if is_half && let Some(parting) = self.tasks.get_mut(tid).and_then(|task| task.parting.as_mut()) {
             parting.halves.push(bytes.clone());
         }
         is_half
     }
 
-    /// A link frame of a task here: what of it, and of what came before, is to be passed on.
-    pub(super) fn said(&mut self, tid: Tid, frame: &LinkFrame, bytes: Bytes) -> Vec<Bytes> {
-        match self.tasks.get_mut(tid).and_then(|task| task.parting.as_mut()) {
-            Some(parting) => parting.say(frame, bytes),
-            None => vec![bytes],
+    /// A link frame of a task here goes its way, at once or, of one that parts, with the rest of its message.
+    pub(super) fn said(&mut self, tid: Tid, frame: &LinkFrame, bytes: Bytes) {
+        let Some(task) = self.tasks.get_mut(tid) else { return };
+        match &mut task.parting {
+            None => self.mark_and_forward(frame, bytes),
+            Some(parting) => parting.say(frame, bytes).into_iter().for_each(|bytes| self.forward_said(bytes)),
         }
     }
 
@@ -125,20 +125,24 @@ impl Machine {
     pub(super) fn part_no_more(&mut self, tid: Tid) {
         let Some(parting) = self.tasks.get_mut(tid).and_then(|task| task.parting.take()) else { return };
         let Parting { open, later, .. } = *parting;
-        for (dst, bytes) in open.into_iter().flat_map(|(dst, all)| all.into_iter().map(move |bytes| (dst, bytes))) {
-            self.mark_and_forward(tid, dst, bytes);
-        }
+        open.into_values().flatten().for_each(|bytes| self.forward_said(bytes));
         if let Some(task) = self.tasks.get_mut(tid) {
             let waited = task.inbox.drain();
             item(later).chain(waited).for_each(|held| task.inbox.push(held));
         }
     }
 
-    pub(super) fn mark_and_forward(&mut self, tid: Tid, dst: Tid, bytes: Bytes) {
-        let Some(frame) = LinkFrame::decode(bytes.clone()) else { return };
-        if let (LinkKind::Data { .. }, Some(task)) = (frame.kind, self.tasks.get_mut(tid)) {
+    /// Passes on a frame that was kept for a while.
+    fn forward_said(&mut self, bytes: Bytes) {
+        if let Some(frame) = LinkFrame::decode(bytes.clone()) {
+            self.mark_and_forward(&frame, bytes);
+        }
+    }
+
+    fn mark_and_forward(&mut self, frame: &LinkFrame, bytes: Bytes) {
+        if let (LinkKind::Data { .. }, Some(task)) = (frame.kind, self.tasks.get_mut(frame.src)) {
             task.mark([LinkMark { peer: frame.dst, end: frame.seq.saturating_add(1) }]);
         }
-        self.forward_link(tid, dst, bytes);
+        self.forward_link(frame.src, frame.dst, bytes);
     }
 }

@@ -158,9 +158,7 @@ impl Machine {
         if frame.src != tid {
             return self.log(format!("{tid} sent a link frame in the name of {}; it was dropped", frame.src));
         }
-        for bytes in self.said(tid, &frame, bytes) {
-            self.mark_and_forward(tid, frame.dst, bytes);
-        }
+        self.said(tid, &frame, bytes);
     }
 
     /// Something from the data channel of another host.

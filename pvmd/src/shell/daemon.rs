@@ -24,7 +24,6 @@ use anyhow::Context;
 use checkpoint::status::Status;
 use sempa_proto::place::Place;
 use sempa_proto::{HostId, Micros};
-use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -102,35 +101,25 @@ async fn assemble_and_run(
 ) -> anyhow::Result<()> {
     let start = Instant::now();
     let Setup { place: held, host, name, speed, world, lease, preferred, role } = setup;
-    let place = held.place().clone();
-    let uid = nix::unistd::getuid().as_raw();
+    let (place, uid) = (held.place().clone(), nix::unistd::getuid().as_raw());
     let (inputs, queue) = mpsc::channel(INPUTS_WAITING_MAX);
     let files_limit = raise_files_limit().context("cannot ask for more open files")?;
     let signals = catch_signals()?;
-    let (hostfile, masters, identity, authority) = match role {
-        Role::Master { hostfile } => {
-            let authority = Authority::new(place.vm())?;
-            (hostfile, Vec::new(), authority.admit(host)?, Some(Arc::new(authority)))
-        }
-        Role::Slave { identity, masters } => (Vec::new(), masters, identity, None),
-    };
+    let Begin { hostfile, masters, identity, authority } = Begin::of(role, &place, host)?;
     let is_master = authority.is_some();
-    let port = variable("PVMNETSOCKPORT").and_then(|v| v.parse().ok()).unwrap_or(0);
-    let socket = bind_udp(port).context("cannot open a UDP port for the other daemons")?;
+    let port = variable("PVMNETSOCKPORT").and_then(|v| v.parse().ok());
+    let socket = bind_udp(port.unwrap_or(0)).context("cannot open a UDP port for the other daemons")?;
     let mut net = Net::start(socket, &identity, (place.vm(), host), lease, inputs.clone(), log.clone())?;
-    let announced = variable("SEMPA_ADDRESS");
-    let rate = Rate::of(variable("SEMPA_MOVE_RATE").as_deref()).map_err(anyhow::Error::msg)?;
-    let addresses = address::listening(announced.as_deref(), &preferred, net.port()?).map_err(anyhow::Error::msg)?;
+    let rate = Arc::new(Rate::of(variable("SEMPA_MOVE_RATE").as_deref()).map_err(anyhow::Error::msg)?);
+    let addresses = address::listening(variable("SEMPA_ADDRESS").as_deref(), &preferred, net.port()?);
+    let addresses = addresses.map_err(anyhow::Error::msg)?;
     let listener = local::bind(&place.socket())
         .with_context(|| format!("cannot listen for tasks at {}", place.socket().display()))?;
     let programs = programs_folder().context("cannot find the folder of this program")?;
     let starter =
         authority.map(|authority| starter_settings(authority, &place, &addresses, lease, &programs, files_limit));
     let whereabouts = Whereabouts::of(variable);
-    let spared = match &whereabouts {
-        Ok(at) if is_master => at.spared(place.vm(), unix_time()),
-        _ => BTreeMap::new(),
-    };
+    let spared = whereabouts.as_ref().ok().filter(|_| is_master).map(|at| at.spared(place.vm(), unix_time()));
     let config = MachineConfig {
         host,
         name: name.clone(),
@@ -145,23 +134,13 @@ async fn assemble_and_run(
         server_commands: server_commands(is_master)?,
         place: place.clone(),
         hostfile,
-        spared,
+        spared: spared.unwrap_or_default(),
     };
-    let listed: Vec<String> = addresses.iter().map(SocketAddr::to_string).collect();
-    log.line(format!(
-        "{name} ({}) {ARCH} sempa {}, process {}",
-        listed.join(" "),
-        env!("CARGO_PKG_VERSION"),
-        std::process::id()
-    ));
-    if let Some(pid) = held.predecessor() {
-        log.line(format!("an earlier daemon (process {pid}) ended without cleaning up; its files were removed"));
-    }
+    introduce(&name, &addresses, &held, &log);
     tokio::spawn(local::serve(listener, uid, inputs.clone(), log.clone()));
     if !masters.is_empty() {
         net.connect(HostId::MASTER, masters);
     }
-    let rate = Arc::new(rate);
     let parts = Parts {
         machine: Machine::new(config, Micros(0)),
         world: DaemonWorld::new(world, &place, uid),
@@ -183,6 +162,38 @@ async fn assemble_and_run(
     // As a task beside those that serve the streams: what waits in `block_on` is woken by way of the kernel.
     tokio::spawn(Driver::new(parts, start, is_master).run(signals)).await.context("the daemon's loop has failed")?;
     Ok(())
+}
+
+/// What the role of a daemon means for its beginning.
+struct Begin {
+    hostfile: Vec<String>,
+    masters: Vec<SocketAddr>,
+    identity: Identity,
+    /// A master's: by it others are let in.
+    authority: Option<Arc<Authority>>,
+}
+
+impl Begin {
+    fn of(role: Role, place: &Place, host: HostId) -> anyhow::Result<Begin> {
+        Ok(match role {
+            Role::Master { hostfile } => {
+                let authority = Authority::new(place.vm())?;
+                let identity = authority.admit(host)?;
+                Begin { hostfile, masters: Vec::new(), identity, authority: Some(Arc::new(authority)) }
+            }
+            Role::Slave { identity, masters } => Begin { hostfile: Vec::new(), masters, identity, authority: None },
+        })
+    }
+}
+
+/// The first lines of the log.
+fn introduce(name: &str, addresses: &[SocketAddr], held: &HeldPlace, log: &Log) {
+    let listed: Vec<String> = addresses.iter().map(SocketAddr::to_string).collect();
+    let (version, pid) = (env!("CARGO_PKG_VERSION"), std::process::id());
+    log.line(format!("{name} ({}) {ARCH} sempa {version}, process {pid}", listed.join(" ")));
+    if let Some(pid) = held.predecessor() {
+        log.line(format!("an earlier daemon (process {pid}) ended without cleaning up; its files were removed"));
+    }
 }
 
 /// What a master's starter needs to know.

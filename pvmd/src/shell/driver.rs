@@ -20,6 +20,7 @@ use super::world::DaemonWorld;
 use crate::machine::{ConnId, Event, Machine, Output, World};
 use bytes::Bytes;
 use sempa_proto::frame::encode_control;
+use sempa_proto::host::Carried;
 use sempa_proto::task::ToTask;
 use sempa_proto::{HostId, Micros};
 use std::collections::HashMap;
@@ -180,8 +181,7 @@ impl Driver {
     fn start_tasker(&mut self) {
         if let Err(why) = self.parts.tasker.start() {
             self.parts.log.line(&why);
-            let now = self.now();
-            self.parts.machine.handle(now, &mut self.parts.world, Event::TaskerGone { why });
+            self.handle(Event::TaskerGone { why });
         }
     }
 
@@ -270,9 +270,14 @@ impl Driver {
 
     /// Gives the machine an event and carries out what it asks for.
     fn feed(&mut self, event: Event) {
+        self.handle(event);
+        self.carry_out_all();
+    }
+
+    /// Gives the machine an event; what it asks for is carried out by whoever does that now.
+    fn handle(&mut self, event: Event) {
         let now = self.now();
         self.parts.machine.handle(now, &mut self.parts.world, event);
-        self.carry_out_all();
     }
 
     fn carry_out_all(&mut self) {
@@ -288,17 +293,10 @@ impl Driver {
             Output::RouteToTask { conn, message, descriptors } => {
                 self.tell(conn, &message, |task, frame| task.put(Parcel::With(frame, descriptors)));
             }
-            Output::LinkToTask { conn, frame } => {
-                if let Some(task) = self.tasks.get_mut(&conn) {
-                    task.put(Parcel::Link(frame));
-                }
-            }
+            Output::LinkToTask { conn, frame } => self.hand_over(conn, frame),
             Output::CloseTask { conn } => self.dismiss(conn),
             Output::ToHost { host, message } => self.parts.net.send(host, &message),
-            Output::Carry { host, carried } => {
-                self.vigil.sent(&carried, Instant::now());
-                self.parts.net.carry(host, carried);
-            }
+            Output::Carry { host, carried } => self.carry(host, carried),
             Output::Connect { host, addresses } => self.parts.net.connect(host, addresses),
             Output::Forget { host } => {
                 self.parts.net.forget(host);
@@ -308,16 +306,14 @@ impl Driver {
             Output::PrepareHosts { plans } => self.parts.starter.prepare(plans),
             Output::HosterHeard { start, line } => {
                 let event = self.parts.starter.heard(start, &line);
-                let now = self.now();
-                self.parts.machine.handle(now, &mut self.parts.world, event);
+                self.handle(event);
             }
             Output::Signal { conn, signal } => self.signal(conn, signal),
             Output::AbandonStart { start } => self.parts.starter.abandon(start),
             Output::StartTasker => self.start_tasker(),
             Output::ToTasker(message) => {
                 if let Some(answer) = self.parts.tasker.send(&message) {
-                    let now = self.now();
-                    self.parts.machine.handle(now, &mut self.parts.world, Event::Tasker(answer));
+                    self.handle(Event::Tasker(answer));
                 }
             }
             Output::SendAhead { migration, to } => self.parts.images.send_ahead(migration, to, &mut self.parts.net),
@@ -358,6 +354,19 @@ impl Driver {
             Output::LogTaskOutput { tid, bytes } => self.parts.log.task_output(tid, &bytes),
             Output::Shutdown => self.done = true,
         }
+    }
+
+    /// A link frame for a task.
+    fn hand_over(&mut self, conn: ConnId, frame: Bytes) {
+        if let Some(task) = self.tasks.get_mut(&conn) {
+            task.put(Parcel::Link(frame));
+        }
+    }
+
+    /// Something for the data channel of another host.
+    fn carry(&mut self, host: HostId, carried: Carried) {
+        self.vigil.sent(&carried, Instant::now());
+        self.parts.net.carry(host, carried);
     }
 
     fn tell(&mut self, conn: ConnId, message: &ToTask, put: impl FnOnce(&mut Connected, Bytes)) {

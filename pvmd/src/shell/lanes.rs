@@ -23,8 +23,10 @@ use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-/// Lanes of one session in one direction; further pairs share the main stream.
-pub(crate) const LANES_MAX: usize = 64;
+/// Lanes of one session in one direction; further pairs share the main stream, where each waits for all others and for the
+/// words between the machines. A lane that is used costs each of the two daemons some 80 KB: a frame that is not whole yet, and
+/// room for batches of frames.
+pub(crate) const LANES_MAX: usize = 512;
 /// So many frames of a pair go down the main stream first: a word or two are not worth a stream.
 const FRAMES_BEFORE: u32 = 4;
 /// Pairs whose frames are counted for that. When there are more, counting begins anew.

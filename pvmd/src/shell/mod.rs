@@ -8,7 +8,7 @@
 //! * `world`: programs and environment.
 //! * `pki`, `net`, `session`, `lanes`, `address`: other daemons. `bootstrap`, `start`, `join`, `manual`: starting them. `images`: what moves.
 //!   `vigil`: waiting awake for their answers.
-//! * `halts`: where tests have it stand still.
+//! * `halts`: where tests have it stand still. [`passage`]: what benchmarks measure of `outbox` and `lanes`.
 
 mod address;
 mod bootstrap;
@@ -32,6 +32,7 @@ mod net;
 #[cfg(test)]
 mod net_tests;
 mod outbox;
+pub mod passage;
 mod pki;
 mod place;
 mod port;

@@ -2,6 +2,7 @@
 
 use super::images::Images;
 use super::input::{INPUTS_WAITING_MAX, Input};
+use super::lanes::LANES_MAX;
 use super::log::{self, Log};
 use super::net::{Net, NetInput, NetNews, bind_udp};
 use super::pki::{Authority, Identity};
@@ -20,7 +21,7 @@ use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 
@@ -232,6 +233,34 @@ async fn a_pair_with_much_to_say_does_not_delay_another_pair() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_word_of_one_pair_does_not_wait_for_a_hundred_pairs_that_stream() {
+    const BEFORE: u64 = 10;
+    const STREAMING: u32 = 100;
+    // Together far more than what is on its way at once.
+    const MUCH: u64 = 16;
+    let (mut one, mut two) = two("hundred", Duration::from_secs(10)).await;
+    let last = STREAMING + 1;
+    for seq in 0..BEFORE {
+        (1..=last).for_each(|pair| one.net.carry(two.me, Carried::Link(frame(pair, pair, seq, 8))));
+    }
+    for _ in 0..BEFORE * u64::from(last) {
+        next_frame(&mut two).await;
+    }
+    for seq in BEFORE..BEFORE + MUCH {
+        (1..last).for_each(|pair| one.net.carry(two.me, Carried::Link(frame(pair, pair, seq, 60 << 10))));
+    }
+    let begun = Instant::now();
+    one.net.carry(two.me, Carried::Link(frame(last, last, BEFORE, 8)));
+    let (src, all) = (Tid::task(host(1), last).expect("a task"), MUCH * u64::from(STREAMING));
+    let mut before = 0;
+    while next_frame(&mut two).await.0.0 != src {
+        before += 1;
+    }
+    println!("{before} of {all} frames came before the word, which took {} ms", begun.elapsed().as_millis());
+    assert!(before < all / 2, "{before} of {all} frames of others came before the word");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn words_stay_behind_the_frames_of_their_task_and_frames_behind_the_words() {
     const ROUNDS: u64 = 300;
     let (mut one, mut two) = two("fences", Duration::from_secs(10)).await;
@@ -254,8 +283,8 @@ async fn words_stay_behind_the_frames_of_their_task_and_frames_behind_the_words(
 
 #[tokio::test(flavor = "multi_thread")]
 async fn more_pairs_than_there_are_lanes_and_their_ends_lose_nothing() {
-    const PAIRS: u32 = 150;
-    const EACH: u64 = 8;
+    const PAIRS: u32 = LANES_MAX as u32 + 90;
+    const EACH: u64 = 6;
     let (mut one, mut two) = two("many", Duration::from_secs(10)).await;
     // Three generations of tasks, each of which ends.
     for generation in 0..3 {

@@ -2,7 +2,8 @@
 //! counts bytes, so that what may be dropped is dropped over a limit and what may not is noticed.
 
 use crate::machine::io::Descriptors;
-use bytes::Bytes;
+use bytes::{BufMut, Bytes, BytesMut};
+use sempa_proto::frame::{FRAME_HEAD_BYTES, FrameKind, frame_head};
 use sempa_proto::link::RETAINED_BYTES_MAX;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -12,6 +13,9 @@ use tokio::sync::mpsc;
 /// so it takes many of them to come near; beyond the windows are the last words of tasks that end, and a frame of these
 /// that is dropped is lost, for nobody sends it again.
 pub(crate) const LINK_BYTES_MAX: usize = RETAINED_BYTES_MAX;
+
+/// Heads of link frames that share one allocation.
+const HEADS: usize = 512;
 
 /// One thing to send.
 #[derive(Debug)]
@@ -108,6 +112,32 @@ impl OutboxReader {
             Parcel::End => 0,
         };
         self.counters.sent.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// What parcels are on a stream that takes pieces without copying them: link frames get their heads here.
+#[derive(Debug, Default)]
+pub(crate) struct Heads {
+    room: BytesMut,
+}
+
+impl Heads {
+    /// Adds the pieces of a batch to `chunks`; true if the stream is to end behind them.
+    pub(crate) fn cut(&mut self, batch: &[Parcel], chunks: &mut Vec<Bytes>) -> bool {
+        for parcel in batch {
+            match parcel {
+                Parcel::Sure(frame) | Parcel::With(frame, _) => chunks.push(frame.clone()),
+                Parcel::Link(body) => {
+                    if self.room.capacity() < FRAME_HEAD_BYTES {
+                        self.room.reserve(HEADS * FRAME_HEAD_BYTES);
+                    }
+                    self.room.put_slice(&frame_head(FrameKind::Link, body.len()));
+                    chunks.extend([self.room.split().freeze(), body.clone()]);
+                }
+                Parcel::End => {}
+            }
+        }
+        batch.iter().any(|parcel| matches!(parcel, Parcel::End))
     }
 }
 

@@ -5,10 +5,10 @@
 use super::input::{Input, Inputs};
 use super::lanes::{Lane, LaneId, Main};
 use super::net::{Announced, NetInput};
-use super::outbox::{LINK_BYTES_MAX, Outbox, OutboxReader, Parcel, outbox};
-use bytes::{BufMut, Bytes, BytesMut};
+use super::outbox::{Heads, LINK_BYTES_MAX, Outbox, OutboxReader, outbox};
+use bytes::Bytes;
 use quinn::{Connection, RecvStream, SendStream, VarInt};
-use sempa_proto::frame::{FRAME_HEAD_BYTES, Frame, FrameDecoder, FrameKind, encode_control, frame_head};
+use sempa_proto::frame::{Frame, FrameDecoder, FrameKind, encode_control};
 use sempa_proto::host::{Carried, HostMsg};
 use sempa_proto::{HostId, MigrationId, WIRE_VERSION};
 use serde::{Deserialize, Serialize};
@@ -21,8 +21,6 @@ use tokio::time::{Instant, MissedTickBehavior, interval_at, timeout};
 const HELLO_WITHIN: Duration = Duration::from_secs(10);
 /// Pieces taken from a stream at once; each is what one datagram brought.
 const READ_PIECES: usize = 32;
-/// Heads of link frames that share one allocation.
-const HEADS: usize = 512;
 /// Frames handed to a stream at once.
 const WRITE_FRAMES_MAX: usize = 64;
 /// Time for the peer to take our last words.
@@ -333,7 +331,7 @@ fn main_parcel(frame: Frame) -> Result<Main<Carried>, String> {
     }
 }
 
-fn lane_parcel(frame: Frame) -> Result<Lane<Carried>, String> {
+pub(super) fn lane_parcel(frame: Frame) -> Result<Lane<Carried>, String> {
     match frame {
         Frame { kind: FrameKind::Link, body } => Ok(Lane::Item(Carried::Link(body))),
         frame => match frame.control::<Lane<()>>() {
@@ -356,27 +354,14 @@ pub(crate) async fn run_lane(pair: Pair, connection: Connection, lane: LaneId, q
 async fn write_stream(mut stream: SendStream, mut queue: OutboxReader) {
     let mut batch = Vec::with_capacity(WRITE_FRAMES_MAX);
     let mut chunks: Vec<Bytes> = Vec::with_capacity(2 * WRITE_FRAMES_MAX);
-    let mut heads = BytesMut::new();
+    let mut heads = Heads::default();
     loop {
         batch.clear();
         chunks.clear();
         if queue.take(&mut batch, WRITE_FRAMES_MAX).await == 0 {
             return;
         }
-        let mut end = false;
-        for parcel in &batch {
-            match parcel {
-                Parcel::Sure(frame) | Parcel::With(frame, _) => chunks.push(frame.clone()),
-                Parcel::Link(body) => {
-                    if heads.capacity() < FRAME_HEAD_BYTES {
-                        heads.reserve(HEADS * FRAME_HEAD_BYTES);
-                    }
-                    heads.put_slice(&frame_head(FrameKind::Link, body.len()));
-                    chunks.extend([heads.split().freeze(), body.clone()]);
-                }
-                Parcel::End => end = true,
-            }
-        }
+        let end = heads.cut(&batch, &mut chunks);
         let written = stream.write_all_chunks(&mut chunks).await;
         batch.iter().for_each(|parcel| queue.done(parcel));
         if written.is_err() {

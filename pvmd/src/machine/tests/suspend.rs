@@ -1,8 +1,10 @@
 //! Tasks stand still while they are suspended, wherever they are moved.
 
 use super::scene::{PROMISE, Scene, events, listed, migrate, on, spawn, stopped, talk, welcome};
-use super::sim::{Sim, host, seeds};
+use super::sim::{Seen, Sim, host, seeds};
 use sempa_proto::event::EventKind;
+use sempa_proto::host::Held;
+use sempa_proto::link::{FRAGMENT_BYTES_MAX, WINDOW_BYTES_MAX};
 use sempa_proto::suspend::Cause;
 use sempa_proto::task::{Reply, Request, RmServes};
 use sempa_proto::{HostId, Micros, PvmError, RequestId, Tid};
@@ -387,4 +389,37 @@ fn tasks_that_gave_way_stay_so_when_another_resource_manager_comes_in_time_which
         scene.sim.until("it goes on", |s| !s.procs[p].is_frozen() && s.procs[p].conn.is_some());
         scene.end();
     }
+}
+
+#[test]
+fn for_a_task_that_stands_still_a_daemon_holds_no_more_than_the_windows_of_those_that_send_to_it() {
+    const SENDERS: usize = 6;
+    const EACH: usize = 3 * WINDOW_BYTES_MAX / MESSAGE;
+    const MESSAGE: usize = 1 << 20;
+    let (mut sim, console) = Sim::cluster(1, 2);
+    let receiver = spawn(&mut sim, console, on("h1", "child", 1))[0];
+    let tid = sim.procs[receiver].tid();
+    let mut senders = spawn(&mut sim, console, on("h1", "child", SENDERS as u32 / 2));
+    senders.extend(spawn(&mut sim, console, on("h2", "child", SENDERS as u32 / 2)));
+    assert_eq!(sim.ask(console, Request::Suspend { tid, suspend: true, cause: None }), Reply::Done);
+    sim.until("it stands still", |s| s.procs[receiver].is_frozen());
+    for (sender, _) in senders.iter().flat_map(|sender| (0..EACH).map(move |n| (*sender, n))) {
+        sim.tell(sender, tid, &[7; MESSAGE]);
+    }
+    sim.pass(Micros::from_secs(3));
+    let held = |s: &Sim| {
+        let task = s.nodes[&HostId::MASTER].machine.tasks.get(tid).expect("it is there");
+        let frames =
+            task.inbox.iter().filter_map(|held| if let Held::Link(frame) = held { Some(frame.len()) } else { None });
+        frames.sum::<usize>()
+    };
+    let (windows, kept) = (SENDERS * WINDOW_BYTES_MAX, held(&sim));
+    assert!(kept >= windows, "they have sent what they may: {kept}");
+    // The last fragment may be larger than what is left of a window; heads and questions are small.
+    assert!(kept <= windows + SENDERS * 2 * FRAGMENT_BYTES_MAX, "{kept} bytes are held, the windows are {windows}");
+    assert_eq!(sim.ask(console, Request::Suspend { tid, suspend: false, cause: None }), Reply::Done);
+    let all = SENDERS * EACH;
+    let come = |s: &Sim| s.procs[receiver].seen.iter().filter(|seen| matches!(seen, Seen::Message(..))).count();
+    sim.until("all that they had sent", |s| come(s) == all);
+    assert_eq!(held(&sim), 0);
 }

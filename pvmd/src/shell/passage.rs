@@ -1,0 +1,81 @@
+//! What a link frame passes between the machines of two daemons, without sockets and the network: for benchmarks, which
+//! measure the layers that the daemon's own loop goes through.
+
+use super::lanes::{Fork, Join, Lane, LaneId, Way, ends_of};
+use super::outbox::{Heads, LINK_BYTES_MAX, Outbox, OutboxReader, Parcel, outbox};
+use super::session::lane_parcel;
+use bytes::Bytes;
+use sempa_proto::frame::FrameDecoder;
+use sempa_proto::host::Carried;
+use std::future::Future;
+use std::pin::pin;
+use std::task::{Context, Waker};
+use std::time::Instant;
+
+/// The lane, as the one that is there is called.
+const LANE: LaneId = LaneId(1);
+/// Frames taken from the queue at once.
+const TAKEN_MAX: usize = 64;
+
+/// The sender's side: a pair of tasks that has a lane, its queue, and what the stream is given.
+#[derive(Debug)]
+pub struct Sending {
+    fork: Fork,
+    fill: Outbox,
+    queue: OutboxReader,
+    batch: Vec<Parcel>,
+    heads: Heads,
+    chunks: Vec<Bytes>,
+}
+
+impl Default for Sending {
+    fn default() -> Sending {
+        let (fill, queue) = outbox(LINK_BYTES_MAX);
+        let (fork, heads, batch, chunks) = Default::default();
+        Sending { fork, fill, queue, batch, heads, chunks }
+    }
+}
+
+impl Sending {
+    /// Sends a link frame; what the stream is given for it. Nothing before its pair has a lane, or if the frame cannot be read.
+    pub fn send(&mut self, body: Bytes) -> &[Bytes] {
+        self.batch.clear();
+        self.chunks.clear();
+        if let Some(ends) = ends_of(&body)
+            && let Way::Lane { .. } = self.fork.way(ends, Instant::now())
+            && self.fill.put(Parcel::Link(body))
+        {
+            self.fork.sent(ends);
+            self.take();
+            self.heads.cut(&self.batch, &mut self.chunks);
+            self.batch.iter().for_each(|parcel| self.queue.done(parcel));
+        }
+        &self.chunks
+    }
+
+    /// Takes what is queued, as the stream's writer does, which would wait for more.
+    fn take(&mut self) {
+        let taken = pin!(self.queue.take(&mut self.batch, TAKEN_MAX));
+        let _nothing_else_to_wait_for = taken.poll(&mut Context::from_waker(Waker::noop()));
+    }
+}
+
+/// The receiver's side.
+#[derive(Debug, Default)]
+pub struct Receiving {
+    decoder: FrameDecoder,
+    join: Join<Carried>,
+}
+
+impl Receiving {
+    /// Takes what came on the lane's stream; the next thing for the machine, if it is whole.
+    pub fn receive(&mut self, chunks: &[Bytes]) -> Option<Carried> {
+        chunks.iter().for_each(|chunk| self.decoder.push(chunk));
+        let frame = self.decoder.next_frame().ok()??;
+        match lane_parcel(frame) {
+            Ok(parcel @ Lane::Item(_)) => self.join.take_lane(LANE, parcel),
+            Ok(Lane::Behind(_)) | Err(_) => return None,
+        }
+        self.join.next()
+    }
+}
