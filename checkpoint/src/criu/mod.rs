@@ -13,6 +13,7 @@ mod images;
 mod log;
 mod notes;
 mod options;
+mod owner;
 mod process;
 mod ptrace;
 mod relay;
@@ -20,6 +21,7 @@ mod rescue;
 mod serving;
 
 pub use notes::KernelNotes;
+pub use owner::belong_to;
 
 use crate::engine::{Arriving, Checking, DumpJob, Dumping, Engine, Held, Limits, RestoreJob, Restoring, Serving};
 use nix::fcntl::{FallocateFlags, fallocate};
