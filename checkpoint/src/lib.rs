@@ -2,16 +2,20 @@
 //!
 //! * [`protocol`]: coordinator, source and target of a move as state machines.
 //! * [`again`]: when a dump that met another one is begun again.
+//! * [`carried`]: files that came with a task that does not run yet.
 //! * [`engine`]: the contract of whatever dumps and restores processes.
 //! * [`criu`]: the engine that works for any process.
 //! * [`facts`]: what a task is and holds, and whether a host can take it.
+//! * [`rights`]: what a process may do, given up.
 //! * [`status`]: what the kernel tells of a process.
 //! * [`store`]: where the checkpoints of jobs are kept.
 
 pub mod again;
+pub mod carried;
 pub mod criu;
 pub mod engine;
 pub mod facts;
 pub mod protocol;
+pub mod rights;
 pub mod status;
 pub mod store;

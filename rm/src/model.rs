@@ -626,11 +626,14 @@ impl Model {
                 None => self.target_failed(now, tid, to, REFUSED_MAX, &text),
             },
             Refusal::HostLost(host) if *host == from => self.hold(tid, now + REFUSED_MIN, &text),
-            Refusal::HostLost(_) | Refusal::OwnerThere { .. } => self.target_failed(now, tid, to, REFUSED_MIN, &text),
+            Refusal::HostLost(_) | Refusal::OwnerThere { .. } | Refusal::MemoryPromised { .. } => {
+                self.target_failed(now, tid, to, REFUSED_MIN, &text)
+            }
             Refusal::CpuFeatures { .. }
             | Refusal::KernelFeatures { .. }
             | Refusal::File { .. }
             | Refusal::Memory { .. }
+            | Refusal::OtherUser { .. }
             | Refusal::Threads { .. } => {
                 self.target_failed(now, tid, to, REFUSED_MAX, &text);
             }

@@ -1,17 +1,19 @@
 //! Open files that are carried along with a task: at the source they are put beside its images, and at the target where they
-//! were, if nothing is there, before the task is built. What was put there goes again if nothing comes of the move.
+//! were, if nothing is there, before the task is built. What was put there goes again if nothing comes of the move, and also if this
+//! process is killed before: the daemon finds the notes.
 //!
 //! All of it is done with the rights of the task's user, who is also the tasker's: a thread that writes for anybody but root gives
 //! up all further rights before, and no link is followed on the way to a file.
 
+use crate::attempt::roll;
 use crate::carry::Carry;
 use crate::supervisor::Supervisor;
 use crate::sys;
 use crate::target::{Stage, Target};
 use crate::workers::Outcome;
+use checkpoint::carried::{Note, Notes, name_it};
 use checkpoint::engine::Cancel;
 use checkpoint::facts::{self, CARRIED_BYTES_MAX, CARRIED_FILES_MAX, OpenFile};
-use nix::errno::Errno;
 use nix::fcntl::{AtFlags, OFlag, openat};
 use nix::sys::stat::{Mode, fstatat};
 use nix::unistd::{Gid, UnlinkatFlags, fchown, unlinkat};
@@ -19,6 +21,7 @@ use sempa_proto::MigrationId;
 use sempa_proto::migration::Failure;
 use sempa_proto::tasker::{FromTasker, Redirection};
 use serde::{Deserialize, Serialize};
+use std::ffi::OsString;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
@@ -26,6 +29,8 @@ use std::path::{Path, PathBuf};
 
 /// In front of the number of a file beside the images.
 const NAME: &str = "sempa-file-";
+/// In front of a number that nobody else uses: the name of a file that is not complete.
+const NAMELESS: &str = ".sempa-";
 
 /// A file beside the images.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -71,26 +76,15 @@ fn copy_out(file: &OpenFile, to: &Path, bytes_max: u64) -> io::Result<u64> {
     if copied > bytes_max { Err(too_much()) } else { Ok(copied) }
 }
 
-/// Files that were put where they belong, by name, device and inode number. They go again with this, unless they are kept.
+/// Files that were put where they belong, if there were any. They go again with this, unless they are kept.
 #[derive(Debug, Default)]
-pub(crate) struct Made(Vec<(PathBuf, u64, u64)>);
+pub(crate) struct Made(Option<Notes>);
 
 impl Made {
     /// The task runs here: they are its own.
-    pub(crate) fn keep(mut self) {
-        self.0.clear();
-    }
-}
-
-impl Drop for Made {
-    fn drop(&mut self) {
-        for (path, device, inode) in &self.0 {
-            let Ok((folder, name)) = facts::folder_of(path) else { continue };
-            let there = fstatat(&folder, name.as_os_str(), AtFlags::AT_SYMLINK_NOFOLLOW);
-            // Somebody may have put another one in its place.
-            if there.is_ok_and(|there| (there.st_dev, there.st_ino) == (*device, *inode)) {
-                let _ = unlinkat(&folder, name.as_os_str(), UnlinkatFlags::NoRemoveDir);
-            }
+    pub(crate) fn keep(self) {
+        if let Some(notes) = self.0 {
+            notes.keep();
         }
     }
 }
@@ -104,25 +98,28 @@ fn put(dir: &Path, files: &[Carried]) -> Result<Made, Failure> {
     if !nix::unistd::geteuid().is_root() {
         sys::give_up_rights().map_err(io)?;
     }
-    let mut made = Made::default();
+    let noted =
+        |e: io::Error| Failure::Io(format!("what is carried along cannot be noted beside {}: {e}", dir.display()));
+    let mut notes = Notes::beside(dir).map_err(noted)?;
     for file in files {
-        let done = put_one(dir, file, &mut made);
+        let done = put_one(dir, file, &mut notes);
         done.map_err(|e| Failure::Io(format!("{} cannot be carried along: {e}", file.path.display())))?;
     }
-    Ok(made)
+    Ok(Made(Some(notes)))
 }
 
-fn put_one(dir: &Path, file: &Carried, made: &mut Made) -> io::Result<()> {
+/// Its content first, under a name that nobody else uses, and then its name.
+fn put_one(dir: &Path, file: &Carried, notes: &mut Notes) -> io::Result<()> {
     let (folder, name) = facts::folder_of(&file.path)?;
+    // What is there stays: the verdict has said that it is the right one, or the engine will say that it is not.
+    if fstatat(&folder, name.as_os_str(), AtFlags::AT_SYMLINK_NOFOLLOW).is_ok() {
+        return Ok(());
+    }
+    let nameless = OsString::from(format!("{NAMELESS}{:016x}", roll()));
+    notes.add(Note::Nameless(file.path.with_file_name(&nameless)))?;
     let flags = OFlag::O_WRONLY | OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
-    let mut to: File = match openat(&folder, name.as_os_str(), flags, Mode::from_bits_truncate(0o600)) {
-        Ok(to) => to.into(),
-        // The verdict has said that it is the right one, or the engine will say that it is not.
-        Err(Errno::EEXIST) => return Ok(()),
-        Err(e) => return Err(e.into()),
-    };
+    let mut to: File = openat(&folder, nameless.as_os_str(), flags, Mode::from_bits_truncate(0o600))?.into();
     let meta = to.metadata()?;
-    made.0.push((file.path.clone(), meta.dev(), meta.ino()));
     let image = dir.join(Path::new(&file.image).file_name().unwrap_or_default());
     let mut from = OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW).open(image)?;
     io::copy(&mut from, &mut to)?;
@@ -130,7 +127,13 @@ fn put_one(dir: &Path, file: &Carried, made: &mut Made) -> io::Result<()> {
         fchown(&to, None, Some(Gid::from_raw(file.gid)))?;
     }
     // Last, because a change of the group takes some of it away.
-    to.set_permissions(std::fs::Permissions::from_mode(file.mode & 0o7777))
+    to.set_permissions(std::fs::Permissions::from_mode(file.mode & 0o7777))?;
+    notes.add(Note::Named(file.path.clone(), meta.dev(), meta.ino()))?;
+    if !name_it(&folder, &nameless, &name)? {
+        // Somebody was quicker.
+        unlinkat(&folder, nameless.as_os_str(), UnlinkatFlags::NoRemoveDir)?;
+    }
+    Ok(())
 }
 
 impl Supervisor {
@@ -251,6 +254,20 @@ mod tests {
         std::fs::write(place.at("secret"), "secret").expect("written");
         let file = Carried { image: "../secret".into(), ..place.carried("data/a", "") };
         assert!(place.put(&[file]).is_err());
-        assert!(!place.at("data/a").exists());
+        assert_eq!(std::fs::read_dir(place.at("data")).expect("there").count(), 0);
+    }
+
+    #[test]
+    fn whoever_finds_the_notes_of_a_killed_tasker_removes_what_it_had_put_somewhere() {
+        let place = Place::new();
+        std::fs::write(place.at("data/old"), "old").expect("written");
+        let files = ["data/a", "data/old"].map(|path| place.carried(path, "new"));
+        std::mem::forget(place.put(&files).expect("put"));
+        assert!(place.at("data/a").exists());
+        checkpoint::carried::undo_all(&place.real);
+        let left: Vec<_> =
+            std::fs::read_dir(place.at("data")).expect("there").flatten().map(|e| e.file_name()).collect();
+        assert_eq!(left, ["old"]);
+        assert_eq!(std::fs::read_dir(&place.real).expect("there").count(), 2, "the notes have gone as well");
     }
 }

@@ -16,6 +16,7 @@ mod hold;
 mod memory;
 mod moves;
 mod namespace;
+mod promised;
 mod stop;
 mod supervisor;
 mod sys;
@@ -27,9 +28,33 @@ mod workers;
 mod written;
 
 use anyhow::{Context, bail};
+use checkpoint::rights::{self, Capability};
 use nix::sys::signal::{SigHandler, Signal};
 use std::fs::File;
 use std::process::ExitCode;
+
+/// What it needs of root's rights, if it has them. Tasks, and the engine, which has to build any task, have by their own start what
+/// root has.
+const NEEDED: [Capability; 11] = [
+    // Files that are carried along, and images.
+    Capability::CHOWN,
+    Capability::DAC_OVERRIDE,
+    Capability::DAC_READ_SEARCH,
+    Capability::FOWNER,
+    Capability::FSETID,
+    // Tasks that have become another user's.
+    Capability::KILL,
+    // What a task is, and the traces of the engine.
+    Capability::SYS_PTRACE,
+    // Process-id namespaces, and filters of system calls that a trace suspends.
+    Capability::SYS_ADMIN,
+    // Guests give way, and who moves one does not.
+    Capability::SYS_NICE,
+    // Large pipes, and limits.
+    Capability::SYS_RESOURCE,
+    // Processes with the numbers that they had.
+    Capability::CHECKPOINT_RESTORE,
+];
 
 /// What it says to people.
 const USAGE: &str = "usage: pvm-tasker FD; it is started by pvmd, not by hand, see pvm-tasker(1)";
@@ -64,6 +89,7 @@ fn run() -> anyhow::Result<()> {
     open_standard_descriptors()?;
     let socket = sys::inherited(fd).with_context(|| format!("there is no descriptor {fd} to talk to the daemon on"))?;
     quiet_signals()?;
+    rights::keep_only(rights::set(&NEEDED)).context("cannot give up rights")?;
     let _notes = checkpoint::criu::KernelNotes::look();
     // An owner waits until it has stopped the guests; nothing in this thread takes long, and its children are as urgent as usual.
     sempa_socket::come_first();

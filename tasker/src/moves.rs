@@ -8,6 +8,7 @@ use crate::ease;
 use crate::files;
 use crate::memory::{self, Following};
 use crate::namespace::Namespace;
+use crate::promised::Promised;
 use crate::stop::{self, Crowd};
 use crate::supervisor::Supervisor;
 use crate::sys;
@@ -44,8 +45,8 @@ const FIRST_DUMP_BASE: Duration = Duration::from_secs(5);
 const DEFERRED_MAX: usize = 256;
 
 /// Said when the tasker may not make namespaces.
-pub(crate) const NO_NAMESPACES: &str =
-    "the tasker may not make process-id namespaces here; run the daemon as root or give pvm-tasker CAP_SYS_ADMIN";
+pub(crate) const NO_NAMESPACES: &str = "the tasker may not make process-id namespaces here, which takes root; run the daemon as \
+     root, or have the task write its own checkpoint (SEMPA_ENGINE), which takes no rights";
 
 /// What is known of the engine.
 #[derive(Clone, Debug)]
@@ -68,6 +69,7 @@ pub(crate) struct Moves {
     deferred: Vec<ToTasker>,
     pub(crate) following: Following,
     pub(crate) hashes: Arc<HashCache>,
+    pub(crate) promised: Promised,
 }
 
 impl Moves {
@@ -91,6 +93,7 @@ impl Moves {
             deferred: Vec::new(),
             following: Following::new(),
             hashes: Arc::new(HashCache::default()),
+            promised: Promised::default(),
         })
     }
 

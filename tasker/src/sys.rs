@@ -666,14 +666,7 @@ pub(crate) fn write_memory(pid: i32, at: u64, bytes: &[u8]) -> io::Result<()> {
 /// # Errors
 /// The kernel did not do it.
 pub(crate) fn give_up_rights() -> io::Result<()> {
-    /// The kernel's form of three sets in two words each.
-    const VERSION: u32 = 0x2008_0522;
-    let mut header: [u32; 2] = [VERSION, 0];
-    let none = [0u32; 6];
-    // SAFETY: both point to what capset(2) reads in this version, and it writes nothing but the version of the header if it does
-    // not know that one; process 0 is the calling thread.
-    let done = unsafe { libc::syscall(libc::SYS_capset, header.as_mut_ptr(), none.as_ptr()) };
-    if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    checkpoint::rights::keep_only(0)
 }
 
 /// Bytes that lie in a pipe now.

@@ -112,6 +112,7 @@ impl Supervisor {
         if let Err(why) = room {
             return self.say(&FromTasker::Restored { migration, result: Err(why) });
         }
+        self.moves.promised.images_are_here(migration, dir);
         let fetches = memory_way.map_or(Ok(()), |way| self.fetch(migration, dir, way));
         if let Some(target) = self.moves.targets.get_mut(&migration) {
             target.memory_follows = memory_way.is_some();
@@ -176,6 +177,8 @@ impl Supervisor {
         }
         let engine = self.moves.engine.as_ref().ok_or_else(|| self.broken())?;
         let carry = Carry::read(dir)?;
+        // Whatever is in the images runs with the rights that they name.
+        checkpoint::criu::belong_to(dir, nix::unistd::geteuid().as_raw())?;
         if again.is_some() {
             written::cut_back(&carry.written)?;
         }

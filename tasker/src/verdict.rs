@@ -67,7 +67,12 @@ impl Supervisor {
         if let Some(refusal) = self.no_engine() {
             return self.judged(by, vec![refusal]);
         }
-        let host = ThisHost::new(self.moves.hashes.clone());
+        // Those who are judged meanwhile count as well: only one of two for whom there is room together may get it.
+        let promised = self.promised_bytes();
+        if let For::Move { migration, .. } = by {
+            self.moves.promised.make(migration, facts.resident_bytes);
+        }
+        let host = ThisHost::new(self.moves.hashes.clone(), promised);
         let work = move || Outcome::Judged { by, verdict: facts::compare(&facts, &host) };
         if let Err(why) = self.begin_reading(work) {
             self.judged(by, vec![no_room(&why)]);
@@ -84,6 +89,7 @@ impl Supervisor {
                 {
                     verdict.push(no_room(&why));
                 }
+                self.moves.promised.judged(migration, verdict.is_empty());
                 FromTasker::Prepared { migration, verdict, memory_can_follow: self.moves.following.can() }
             }
         };

@@ -238,6 +238,37 @@ fn damaged_images_fail_in_time_and_leave_nothing() {
 }
 
 #[test]
+fn images_of_another_user_are_not_built() {
+    if !can_move() || !nix::unistd::geteuid().is_root() {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("dir");
+    let (mut here, mut there) = (Tasker::start(), Tasker::start());
+    let (images, mut output) = dumped_counter(&mut here, dir.path());
+    // Real, effective, saved user and group of root, as the engine writes them.
+    let root = [8, 0, 16, 0, 24, 0, 32, 0, 40, 0, 48, 0];
+    let mut changed = 0;
+    for path in std::fs::read_dir(&images).expect("there").flatten().map(|entry| entry.path()) {
+        let mut bytes = std::fs::read(&path).expect("readable");
+        let is_core = path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("core-"));
+        if let Some(at) = bytes.windows(root.len()).position(|part| part == root).filter(|_| is_core) {
+            for user in [1, 5, 9] {
+                bytes[at + user] = 7;
+            }
+            std::fs::write(&path, bytes).expect("writable");
+            changed += 1;
+        }
+    }
+    assert!(changed > 0, "the images say whose they are");
+    let other = Failure::Refused(vec![Refusal::OtherUser { found: 7, expected: 0 }]);
+    assert_eq!(restore(&mut there, tid(1), migration(1), &images), Err(other));
+    assert_eq!(counters(dir.path()).len(), 1, "there is no copy");
+    goes_on(&mut here, &mut output);
+    here.stop();
+    there.stop();
+}
+
+#[test]
 fn an_engine_that_hangs_is_ended_at_its_deadline() {
     if !can_move() {
         return;
@@ -366,6 +397,56 @@ fn a_target_that_lacks_something_says_so_before_anything_stops() {
     assert_eq!(verdict.len(), 4, "{verdict:?}");
     assert_eq!(prepare(&mut there, tid(1), migration(2), TaskFacts::default()), []);
     discard(&mut there, migration(2), &mut Vec::new());
+    there.stop();
+}
+
+#[test]
+fn of_several_moves_at_once_only_those_for_which_there_is_memory_together_are_accepted() {
+    if !can_move() {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("dir");
+    let (mut here, mut there) = (Tasker::start(), Tasker::start());
+    let mut output = Vec::new();
+    let counter = program(dir.path(), "counter");
+    here.run(tid(1), &counter, &[]);
+    here.output_until(tid(1), &mut output, |text| lines(text) > 50);
+    let facts = inspect(&mut here, tid(1), migration(1)).expect("it can move");
+    let free =
+        match &prepare(&mut there, tid(9), migration(9), TaskFacts { resident_bytes: 1 << 60, ..facts.clone() })[..] {
+            [Refusal::Memory { have, .. }] => *have,
+            other => panic!("nobody has so much: {other:?}"),
+        };
+    // There is room for one that is so large and for hardly more.
+    let resident_bytes = free / 4 * 3;
+    let large = TaskFacts { resident_bytes, ..facts.clone() };
+    let promised = |verdict: &[Refusal]| matches!(verdict, [Refusal::MemoryPromised { promised, .. }] if *promised == resident_bytes);
+    for number in 1..=3 {
+        there.send(ToTasker::Prepare { migration: migration(number), tid: tid(number as u32), facts: large.clone() });
+    }
+    let mut verdicts = std::collections::BTreeMap::new();
+    while verdicts.len() < 3 {
+        let (number, verdict) = there.until(&mut Vec::new(), |m| match m {
+            FromTasker::Prepared { migration, verdict, .. } => Some((migration.0, verdict.clone())),
+            _ => None,
+        });
+        verdicts.insert(number, verdict);
+    }
+    assert_eq!(verdicts[&1], []);
+    assert!(promised(&verdicts[&2]), "{verdicts:?}");
+    assert!(matches!(&verdicts[&3][..], [Refusal::MemoryPromised { .. }]), "{verdicts:?}");
+    assert_eq!(prepare(&mut there, tid(4), migration(4), facts), [], "a small one has room beside it");
+    discard(&mut there, migration(4), &mut Vec::new());
+    // What is thrown away does not count any more, and neither does what is here.
+    discard(&mut there, migration(1), &mut Vec::new());
+    assert_eq!(prepare(&mut there, tid(1), migration(5), large.clone()), []);
+    assert!(promised(&prepare(&mut there, tid(2), migration(6), large.clone())));
+    let mut seen = Vec::new();
+    stop(&mut here, tid(1), migration(5), &mut seen);
+    dump(&mut here, tid(1), migration(5), &dir.path().join("images"), &mut seen).expect("a dump");
+    restore(&mut there, tid(1), migration(5), &dir.path().join("images")).expect("a restore");
+    assert_eq!(prepare(&mut there, tid(2), migration(7), large), []);
+    here.stop();
     there.stop();
 }
 

@@ -1,7 +1,9 @@
 /*
  * Holds memory and counts.
  *
- *   hold MIB        as a task: holds so many MiB, counts, and answers every message with its count
+ *   hold MIB        as a task: holds so many MiB, counts, and answers every message with its count; if it is negative, so many
+ *                   MiB of zeros that were written
+ *   hold MIB FILE   the same, with this file open for writing
  *   hold ask TID    from a command line: asks one such task and prints "count N sum GOOD|BAD"
  *   hold end TID    has it end
  */
@@ -13,13 +15,14 @@
 
 enum { TAG_ASK = 1, TAG_ANSWER, TAG_END };
 
-static int serve(size_t bytes)
+static int serve(size_t bytes, int zeros)
 {
     unsigned int dice = 1, count = 0;
     unsigned long long sum = 0;
     unsigned char *held = malloc(bytes + 1);
-    for (size_t i = 0; i < bytes; i++)
-        held[i] = (unsigned char)((dice = dice * 1664525u + 1013904223u) >> 24);
+    /* Or the compiler would know that fresh memory has zeros already. */
+    for (volatile unsigned char *at = held; at < held + bytes; at++)
+        *at = zeros ? 0 : (unsigned char)((dice = dice * 1664525u + 1013904223u) >> 24);
     for (size_t i = 0; i < bytes; i++)
         sum += held[i];
     for (;;) {
@@ -50,9 +53,12 @@ int main(int argc, char **argv)
 {
     if (pvm_mytid() < 0)
         return 2;
-    if (argc < 3) {
-        int code = serve((size_t)(argc > 1 ? atoi(argv[1]) : 0) << 20);
-        return code;
+    if (argc < 3 || (strcmp(argv[1], "ask") != 0 && strcmp(argv[1], "end") != 0)) {
+        FILE *file = argc > 2 ? fopen(argv[2], "a+") : NULL;
+        if (argc > 2 && (!file || fputs("held\n", file) < 0 || fflush(file) != 0))
+            return 4;
+        int mib = argc > 1 ? atoi(argv[1]) : 0;
+        return serve((size_t)abs(mib) << 20, mib < 0);
     }
     int tid = (int)strtoul(argv[2] + (argv[2][0] == 't'), NULL, 16);
     pvm_initsend(PvmDataDefault);

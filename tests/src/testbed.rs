@@ -191,6 +191,22 @@ impl Testbed {
         Ok(())
     }
 
+    /// Puts a folder on the disk in the place of the `/tmp` of host number `i`, as on a machine where that is not in memory.
+    ///
+    /// # Errors
+    /// The kernel refuses.
+    pub fn put_tmp_on_disk(&self, i: usize) -> Result<()> {
+        let (all, disk) = (&self.folder, self.folder.join(format!("h{i}-tmp")));
+        let under = disk.join(all.file_name().context("a testbed has a folder")?);
+        fs::create_dir_all(&under)?;
+        fs::set_permissions(&disk, fs::Permissions::from_mode(0o1777))?;
+        // The testbed's own folder is below, and stays where it was.
+        let (all, disk) = (all.display(), disk.display());
+        let line =
+            format!("exec 3<{all} && mount --bind {disk} /tmp && mount --no-canonicalize --bind /proc/self/fd/3 {all}");
+        self.host(i).shell(&line, UP_TIME)?.expect_good("another /tmp").map(drop)
+    }
+
     fn wire(&self) -> Result<()> {
         let desk = |line: &str| self.desk.ip(line);
         desk("link add br0 type bridge")?;

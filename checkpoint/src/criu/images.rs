@@ -57,7 +57,11 @@ pub(super) fn first(fields: &Fields, wanted: u32) -> Option<u64> {
     fields.iter().find(|(field, _)| *field == wanted).map(|(_, number)| *number)
 }
 
-fn numbers(entry: &[u8]) -> protobuf::Result<Fields> {
+/// The fields of a message that are numbers.
+///
+/// # Errors
+/// It is none.
+pub(super) fn numbers(entry: &[u8]) -> protobuf::Result<Fields> {
     // What a message without fields does not know is all that there is.
     let message = Empty::parse_from_bytes(entry)?;
     let number = |(field, value)| match value {

@@ -13,6 +13,7 @@ mod images;
 mod log;
 mod notes;
 mod options;
+mod owner;
 mod pagemap;
 mod process;
 mod ptrace;
@@ -23,6 +24,7 @@ mod withheld;
 mod words;
 
 pub use notes::KernelNotes;
+pub use owner::belong_to;
 pub(crate) use serving::Order;
 
 use crate::engine::{Arriving, Checking, DumpJob, Dumping, Engine, Held, Limits, RestoreJob, Restoring, Serving};

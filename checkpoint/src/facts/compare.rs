@@ -28,6 +28,8 @@ pub trait Host {
     fn threads_available(&self) -> Option<u64>;
     /// Memory that new processes can get without swapping, in bytes.
     fn memory_available_bytes(&self) -> u64;
+    /// Bytes of these that tasks need which were accepted and are not all here yet.
+    fn memory_promised_bytes(&self) -> u64;
     /// What lies at this path.
     ///
     /// # Errors
@@ -60,8 +62,11 @@ pub fn compare(facts: &TaskFacts, here: &dyn Host) -> Verdict {
         verdict.push(Refusal::KernelFeatures { missing, source: facts.kernel.clone(), target: here.kernel() });
     }
     let (need, have) = (facts.resident_bytes.saturating_add(MEMORY_SLACK_BYTES), here.memory_available_bytes());
+    let promised = here.memory_promised_bytes();
     if have < need {
         verdict.push(Refusal::Memory { need, have });
+    } else if have.saturating_sub(promised) < need {
+        verdict.push(Refusal::MemoryPromised { need, have, promised });
     }
     let need = u64::from(facts.threads);
     if let Some(have) = here.threads_available().filter(|have| *have < need) {
@@ -110,6 +115,7 @@ mod tests {
         features: &'static str,
         calls: &'static str,
         memory: u64,
+        promised: u64,
         threads: Option<u64>,
         files: BTreeMap<&'static str, (Found, &'static str)>,
     }
@@ -130,6 +136,9 @@ mod tests {
         fn memory_available_bytes(&self) -> u64 {
             self.memory
         }
+        fn memory_promised_bytes(&self) -> u64 {
+            self.promised
+        }
         fn look(&self, path: &Path) -> io::Result<Found> {
             let file = self.files.get(path.to_str().expect("text"));
             file.map(|(found, _)| *found).ok_or_else(|| io::Error::from(io::ErrorKind::NotFound))
@@ -148,6 +157,7 @@ mod tests {
             features: "avx2 fma sse2",
             calls: "clone3 openat2 rseq",
             memory: 1 << 30,
+            promised: 0,
             threads: None,
             files: BTreeMap::from([
                 ("/bin/prog", file(100, "aa")),
@@ -197,6 +207,21 @@ mod tests {
             Refusal::Threads { need: 3, have: 2 },
         ];
         assert_eq!(compare(&facts(), &here), expected);
+    }
+
+    #[test]
+    fn memory_that_was_promised_to_others_is_not_free() {
+        let room = (100 << 20) + MEMORY_SLACK_BYTES;
+        let with = |promised| compare(&facts(), &Fake { promised, ..host() });
+        assert_eq!(with((1 << 30) - room), []);
+        let promised = (1 << 30) - room + 1;
+        assert_eq!(with(promised), [Refusal::MemoryPromised { need: room, have: 1 << 30, promised }]);
+        let small = Fake { memory: 5, promised, ..host() };
+        assert_eq!(
+            compare(&facts(), &small),
+            [Refusal::Memory { need: room, have: 5 }],
+            "it would not do without them"
+        );
     }
 
     #[test]

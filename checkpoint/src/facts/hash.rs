@@ -10,8 +10,9 @@ use std::sync::{Mutex, PoisonError};
 /// Files remembered; when there are more, all are forgotten and hashed again as needed.
 pub const HASHES_MAX: usize = 4096;
 
-/// Device, inode, length, and time of change in nanoseconds.
-type Key = (u64, u64, u64, i128);
+/// Device, inode, length, and the times of change of content and of anything in nanoseconds. The first can be set back by anybody
+/// who may write the file, and is by programs that unpack or copy; the second only by the kernel.
+type Key = (u64, u64, u64, i128, i128);
 
 /// The memory. Shared between threads; a file is hashed without holding the lock.
 #[derive(Debug, Default)]
@@ -27,8 +28,9 @@ impl HashCache {
     pub fn hash(&self, path: &Path) -> io::Result<String> {
         let mut file = File::open(path)?;
         let meta = file.metadata()?;
-        let changed = i128::from(meta.mtime()) * 1_000_000_000 + i128::from(meta.mtime_nsec());
-        let key = (meta.dev(), meta.ino(), meta.len(), changed);
+        let time = |seconds: i64, nanoseconds: i64| i128::from(seconds) * 1_000_000_000 + i128::from(nanoseconds);
+        let content = time(meta.mtime(), meta.mtime_nsec());
+        let key = (meta.dev(), meta.ino(), meta.len(), content, time(meta.ctime(), meta.ctime_nsec()));
         if let Some(known) = self.known.lock().unwrap_or_else(PoisonError::into_inner).get(&key) {
             return Ok(known.clone());
         }
@@ -60,5 +62,26 @@ mod tests {
         assert_ne!(cache.hash(&path).expect("hash"), one);
         std::fs::remove_file(&path).expect("remove");
         assert!(cache.hash(&path).is_err());
+    }
+
+    #[test]
+    fn a_changed_file_that_says_it_is_as_old_as_before_has_another_hash() {
+        let (cache, dir) = (HashCache::default(), tempfile::tempdir().expect("dir"));
+        let path = dir.path().join("library");
+        std::fs::write(&path, "one").expect("write");
+        let before = std::fs::metadata(&path).expect("there");
+        let (one, modified) = (cache.hash(&path).expect("hash"), before.modified().expect("a time"));
+        let changed = |meta: &std::fs::Metadata| (meta.ctime(), meta.ctime_nsec());
+        // The kernel's clock for files may not have gone on yet.
+        loop {
+            std::fs::write(&path, "two").expect("write");
+            File::options().write(true).open(&path).and_then(|file| file.set_modified(modified)).expect("set back");
+            let now = std::fs::metadata(&path).expect("there");
+            assert_eq!((now.len(), now.modified().expect("a time")), (before.len(), modified));
+            if changed(&now) != changed(&before) {
+                break;
+            }
+        }
+        assert_ne!(cache.hash(&path).expect("hash"), one);
     }
 }

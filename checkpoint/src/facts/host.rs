@@ -11,12 +11,13 @@ use std::sync::Arc;
 #[derive(Clone, Debug)]
 pub struct ThisHost {
     hashes: Arc<HashCache>,
+    promised: u64,
 }
 
 impl ThisHost {
-    /// `hashes` remembers what was hashed before.
-    pub fn new(hashes: Arc<HashCache>) -> ThisHost {
-        ThisHost { hashes }
+    /// `hashes` remembers what was hashed before; so many bytes of its memory were `promised` to tasks on their way here.
+    pub fn new(hashes: Arc<HashCache>, promised: u64) -> ThisHost {
+        ThisHost { hashes, promised }
     }
 }
 
@@ -37,6 +38,10 @@ impl Host for ThisHost {
         let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
         let machine = memory_available(&text).unwrap_or(0);
         room::memory().map_or(machine, |left| left.min(machine))
+    }
+
+    fn memory_promised_bytes(&self) -> u64 {
+        self.promised
     }
 
     fn threads_available(&self) -> Option<u64> {
@@ -98,7 +103,7 @@ mod tests {
 
     #[test]
     fn this_machine_can_be_read() {
-        let host = ThisHost::new(Arc::default());
+        let host = ThisHost::new(Arc::default(), 0);
         assert!(host.memory_available_bytes() > 0);
         assert!(!host.cpu_features().is_empty() && !host.kernel().is_empty() && !host.kernel_features().is_empty());
         assert!(host.look(Path::new("/proc")).expect("it exists").is_directory);

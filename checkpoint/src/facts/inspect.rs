@@ -469,7 +469,7 @@ mod tests {
         assert_eq!(must(place.to_str().expect("UTF-8")), Some(FileMatch::Directory));
         assert!(matches!(must("sleep"), Some(FileMatch::Content(_))));
         assert!(matches!(must("libc.so.6"), Some(FileMatch::Content(_))));
-        assert_eq!(compare(&facts, &ThisHost::new(hashes)), []);
+        assert_eq!(compare(&facts, &ThisHost::new(hashes, 0)), []);
     }
 
     #[test]

@@ -297,6 +297,22 @@ pub enum Refusal {
         /// How it wants to be taken.
         engine: Engine,
     },
+    /// There would be enough free memory on the target if others were not on their way there.
+    MemoryPromised {
+        /// Bytes needed.
+        need: u64,
+        /// Bytes available.
+        have: u64,
+        /// Bytes of these that tasks need which were accepted and are not all there yet.
+        promised: u64,
+    },
+    /// Its images would become a process of another user than the virtual machine's.
+    OtherUser {
+        /// The user in the images.
+        found: u32,
+        /// The user as whom it would be built.
+        expected: u32,
+    },
 }
 
 impl fmt::Display for Refusal {
@@ -333,6 +349,13 @@ impl fmt::Display for Refusal {
             Refusal::MayEndYet => f.write_str("it was asked to write its own checkpoint, and may do so yet"),
             Refusal::NotByCriu { engine } => {
                 write!(f, "checkpoints of jobs are written by CRIU, and it wants to be taken by {engine}")
+            }
+            Refusal::MemoryPromised { need, have, promised } => write!(
+                f,
+                "it needs {need} bytes, and of the {have} that the target has {promised} are promised to tasks on their way there: try again when they have arrived"
+            ),
+            Refusal::OtherUser { found, expected } => {
+                write!(f, "its images are of user {found}, and tasks of user {expected} are built here")
             }
         }
     }

@@ -2,7 +2,8 @@
 //!
 //! One directory per user and virtual machine, mode 0700: `/tmp/sempa-<uid>/<vm>`. `PVM_TMP` replaces `/tmp`, `PVM_VMID`
 //! names the virtual machine (`pvm` by default). The user's runtime directory is not used: it goes when his last login
-//! ends, and a daemon outlives the login that started it.
+//! ends, and a daemon outlives the login that started it. Images of tasks have what is in their memory; where `/tmp` is a disk
+//! the daemon keeps them in a directory elsewhere.
 
 use std::path::{Path, PathBuf};
 
@@ -17,6 +18,8 @@ pub const STATE_FILE: &str = "rm.redb";
 pub struct Place {
     dir: PathBuf,
     vm: String,
+    /// Where images are, if that is another directory.
+    images: Option<PathBuf>,
 }
 
 impl Place {
@@ -34,7 +37,7 @@ impl Place {
             ));
         }
         let tmp = set("PVM_TMP").unwrap_or_else(|| "/tmp".to_string());
-        Ok(Place { dir: Path::new(&tmp).join(format!("sempa-{uid}")).join(&vm), vm })
+        Ok(Place { dir: Path::new(&tmp).join(format!("sempa-{uid}")).join(&vm), vm, images: None })
     }
 
     /// Name of the virtual machine.
@@ -72,9 +75,20 @@ impl Place {
         self.dir.join("ssh_config")
     }
 
+    /// The same, with images in another directory.
+    #[must_use]
+    pub fn with_images_in(self, dir: PathBuf) -> Place {
+        Place { images: Some(dir), ..self }
+    }
+
+    /// The directory in which those of images are.
+    pub fn all_images(&self) -> &Path {
+        self.images.as_ref().unwrap_or(&self.dir)
+    }
+
     /// Directory of the images of one move.
     pub fn images(&self, migration: crate::ids::MigrationId) -> PathBuf {
-        self.dir.join(format!("images-{}", migration.0))
+        self.all_images().join(format!("images-{}", migration.0))
     }
 
     /// Socket on which a daemon and its tasker pass on memory that follows the task of one move.
@@ -101,6 +115,11 @@ mod tests {
         assert_eq!(of(&[]).expect("good").socket(), Path::new("/tmp/sempa-7/pvm/pvmd.sock"));
         let own = of(&[("PVM_TMP", "/var/x"), ("PVM_VMID", "b")]).expect("good");
         assert_eq!(own.dir(), Path::new("/var/x/sempa-7/b"));
+        let id = crate::ids::MigrationId(3);
+        assert_eq!(own.images(id), Path::new("/var/x/sempa-7/b/images-3"));
+        let elsewhere = own.with_images_in("/dev/shm/x".into());
+        assert_eq!(elsewhere.images(id), Path::new("/dev/shm/x/images-3"));
+        assert_eq!(elsewhere.token(id), Path::new("/var/x/sempa-7/b/resume-3"));
         for bad in ["../x", "a/b", ".x", &"x".repeat(40)] {
             assert!(of(&[("PVM_VMID", bad)]).is_err(), "{bad}");
         }

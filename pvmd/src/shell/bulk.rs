@@ -1,11 +1,14 @@
 //! A way for very many bytes from one daemon to another: one TCP connection, for one transfer, from the listener of the
-//! one that sends. A QUIC session does for datagrams of a few kilobytes what the kernel does here for whole megabytes.
+//! one that sends. A QUIC session does for datagrams of a few kilobytes what the kernel does here for whole megabytes; where TCP
+//! does not get through, a stream of it has to do ([`super::detour`]).
 //!
 //! Nobody shakes hands: both ends derive keys for this connection alone from their session (RFC 5705, RFC 8446 7.5), in which
 //! each has proved which host of this virtual machine it is. What passes is records: length, content, tag of AES-256-GCM.
 //! Records are counted in the nonce, so that none can be changed, left out, repeated or exchanged; that the last one is
 //! there, whoever reads them has to know. The first record of the end that connects is empty: it proves that this end has the keys.
 
+use super::stream::Stream;
+use super::zeros;
 use ring::aead::{AES_256_GCM, Aad, LessSafeKey, NONCE_LEN, Nonce, UnboundKey};
 use ring::rand::{SecureRandom, SystemRandom};
 use sempa_proto::MigrationId;
@@ -28,10 +31,10 @@ const HEAD_BYTES: usize = 4;
 const TAG_BYTES: usize = 16;
 const SALT_BYTES: usize = 32;
 const KEY_BYTES: usize = 32;
-/// What the keys are for, as TLS wants to be told.
-const LABEL: &[u8] = b"EXPORTER-sempa-images";
-/// Time for the other end to connect, and for its proof.
-const CONNECT_WITHIN: Duration = Duration::from_secs(5);
+/// Time for the other end to be heard, by TCP or by the session, and for a stranger's proof.
+const CONNECT_WITHIN: Duration = Duration::from_secs(10);
+/// Time for its kernel to answer before TCP is taken to be blocked. A segment that was lost is sent again after one second.
+const REACHED_WITHIN: Duration = Duration::from_millis(2500);
 /// Connections that have not proved anything yet; more wait.
 const STRANGERS_MAX: usize = 8;
 /// Silence on a connection, or time in which nothing more is taken, after which it is given up. A dead host is noticed much sooner,
@@ -45,6 +48,25 @@ pub(super) struct Offer {
     salt: [u8; SALT_BYTES],
 }
 
+/// What a transfer goes by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Route {
+    /// A connection of its own.
+    Tcp,
+    /// A stream of the session.
+    Session,
+}
+
+impl Route {
+    /// What the keys are for, as TLS wants to be told. Both ways may be tried, and no key is used on both.
+    fn label(self) -> &'static [u8] {
+        match self {
+            Route::Tcp => b"EXPORTER-sempa-images",
+            Route::Session => b"EXPORTER-sempa-images-session",
+        }
+    }
+}
+
 /// The keys of one connection.
 pub(super) struct Keys {
     /// What the end that listens seals with.
@@ -55,12 +77,17 @@ pub(super) struct Keys {
 
 impl Keys {
     /// The keys that only the ends of this session can know, and that no other connection has.
-    pub(super) fn of(session: &quinn::Connection, migration: MigrationId, offer: &Offer) -> io::Result<Keys> {
+    pub(super) fn of(
+        session: &quinn::Connection,
+        migration: MigrationId,
+        offer: &Offer,
+        route: Route,
+    ) -> io::Result<Keys> {
         let mut context = migration.0.to_le_bytes().to_vec();
         context.extend(offer.salt);
         let mut bytes = [0; 2 * KEY_BYTES];
         session
-            .export_keying_material(&mut bytes, LABEL, &context)
+            .export_keying_material(&mut bytes, route.label(), &context)
             .map_err(|_| io::Error::other("the session gave no keys"))?;
         Keys::from_bytes(&bytes)
     }
@@ -68,6 +95,16 @@ impl Keys {
     fn from_bytes(bytes: &[u8; 2 * KEY_BYTES]) -> io::Result<Keys> {
         let (out, back) = bytes.split_at(KEY_BYTES);
         Ok(Keys { out: Key::new(out)?, back: Key::new(back)? })
+    }
+
+    /// What the end that listens seals with, and what it opens with.
+    pub(super) fn of_who_listens(self) -> (Key, Key) {
+        (self.out, self.back)
+    }
+
+    /// The same of the end that connects.
+    pub(super) fn of_who_connects(self) -> (Key, Key) {
+        (self.back, self.out)
     }
 
     /// Keys without a session.
@@ -150,6 +187,29 @@ impl<W: Write> Outgoing<W> {
         Ok(self.key.seal(record).and_then(|()| self.to.write_all(record)))
     }
 
+    /// Sends a record of `front` and behind that `length` bytes that `fill` puts there, runs of zeros among them only counted
+    /// ([`super::zeros`]). How many bytes leave is what `leaves` is told before they do, and what comes back.
+    ///
+    /// # Errors
+    /// What `fill` said, or in the second place why nothing could be sent.
+    pub(super) fn send_packed<E>(
+        &mut self,
+        front: &[u8],
+        length: usize,
+        fill: impl FnOnce(&mut [u8]) -> Result<(), E>,
+        leaves: impl FnOnce(usize),
+    ) -> Result<io::Result<usize>, E> {
+        let begin = HEAD_BYTES + front.len();
+        let end = begin + zeros::HEAD_BYTES + length;
+        assert!(end - HEAD_BYTES <= CONTENT_BYTES_MAX, "whoever sends cuts what it sends");
+        self.room[HEAD_BYTES..begin].copy_from_slice(front);
+        fill(&mut self.room[begin + zeros::HEAD_BYTES..end])?;
+        let packed = zeros::pack(&mut self.room[begin..end]);
+        let record = &mut self.room[..begin + packed + TAG_BYTES];
+        leaves(record.len());
+        Ok(self.key.seal(record).and_then(|()| self.to.write_all(record)).map(|()| record.len()))
+    }
+
     /// Sends an empty record: whoever can do that has the keys.
     pub(super) fn prove(&mut self) -> io::Result<()> {
         let Ok(sent) = self.send(0, |_| Ok::<(), Infallible>(()));
@@ -188,7 +248,21 @@ impl<R: Read> Incoming<R> {
 
 /// A blocking connection that threads read and write.
 #[derive(Clone, Debug)]
-pub(super) struct Line(Arc<std::net::TcpStream>);
+pub(super) enum Line {
+    /// Of TCP.
+    Tcp(Arc<std::net::TcpStream>),
+    /// A stream of the session.
+    Stream(Arc<Stream>),
+}
+
+/// An end of a way: where to write, where to read, and what cuts both.
+pub(super) type Ends = (Outgoing<Line>, Incoming<Line>, Line);
+
+/// An end of a stream, with what it seals and opens with.
+pub(super) fn over_stream(out: quinn::SendStream, back: quinn::RecvStream, (seals, opens): (Key, Key)) -> Ends {
+    let line = Line::Stream(Arc::new(Stream::new(out, back)));
+    (Outgoing::new(line.clone(), seals), Incoming::new(line.clone(), opens), line)
+}
 
 impl Line {
     fn new(stream: TcpStream) -> io::Result<Line> {
@@ -197,25 +271,36 @@ impl Line {
         stream.set_nodelay(true)?;
         stream.set_read_timeout(Some(SILENCE_MAX))?;
         stream.set_write_timeout(Some(SILENCE_MAX))?;
-        Ok(Line(Arc::new(stream)))
+        Ok(Line::Tcp(Arc::new(stream)))
     }
 
     /// Ends it now: whoever reads or writes gets an error.
     pub(super) fn cut(&self) {
-        // It may have ended already.
-        let _ = self.0.shutdown(std::net::Shutdown::Both);
+        match self {
+            // It may have ended already.
+            Line::Tcp(stream) => drop(stream.shutdown(std::net::Shutdown::Both)),
+            Line::Stream(stream) => stream.cut(),
+        }
     }
 }
 
 impl Read for Line {
     fn read(&mut self, room: &mut [u8]) -> io::Result<usize> {
-        (&*self.0).read(room).map_err(waited)
+        let read = match self {
+            Line::Tcp(stream) => (&**stream).read(room),
+            Line::Stream(stream) => stream.read(room),
+        };
+        read.map_err(waited)
     }
 }
 
 impl Write for Line {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        (&*self.0).write(bytes).map_err(waited)
+        let written = match self {
+            Line::Tcp(stream) => (&**stream).write(bytes),
+            Line::Stream(stream) => stream.write(bytes),
+        };
+        written.map_err(waited)
     }
 
     fn flush(&mut self) -> io::Result<()> {
@@ -258,7 +343,7 @@ impl Listener {
     }
 
     /// The connection of the one who has the keys. Others are sent away, or wait for their turn to be.
-    pub(super) async fn accept(self, mut keys: Keys) -> io::Result<(Outgoing<Line>, Incoming<Line>, Line)> {
+    pub(super) async fn accept(self, mut keys: Keys) -> io::Result<Ends> {
         let accepted = async {
             let mut knocking = JoinSet::new();
             loop {
@@ -291,18 +376,25 @@ async fn first_record(mut stream: TcpStream) -> io::Result<(TcpStream, [u8; HEAD
     Ok((stream, record))
 }
 
+/// Why the one who sends was not reached.
+#[derive(Debug)]
+pub(super) struct Unreached {
+    pub(super) why: io::Error,
+    /// TCP does not get there at all, and nothing was said.
+    pub(super) is_blocked: bool,
+}
+
 /// Connects to the one who sends.
-pub(super) async fn connect(
-    to: IpAddr,
-    offer: &Offer,
-    keys: Keys,
-) -> io::Result<(Outgoing<Line>, Incoming<Line>, Line)> {
+pub(super) async fn connect(to: IpAddr, offer: &Offer, keys: Keys) -> Result<Ends, Unreached> {
+    let blocked = |why| Unreached { why, is_blocked: true };
+    let failed = |why| Unreached { why, is_blocked: false };
     let connecting = TcpStream::connect(SocketAddr::new(to.to_canonical(), offer.port));
-    let late = |_| io::Error::new(ErrorKind::TimedOut, "no answer from its TCP port");
-    let line = Line::new(timeout(CONNECT_WITHIN, connecting).await.map_err(late)??)?;
-    let mut out = Outgoing::new(line.clone(), keys.back);
-    out.prove()?;
-    Ok((out, Incoming::new(line.clone(), keys.out), line))
+    let late = |_| blocked(io::Error::new(ErrorKind::TimedOut, "no answer from its TCP port"));
+    let line = Line::new(timeout(REACHED_WITHIN, connecting).await.map_err(late)?.map_err(blocked)?).map_err(failed)?;
+    let (seals, opens) = keys.of_who_connects();
+    let mut out = Outgoing::new(line.clone(), seals);
+    out.prove().map_err(failed)?;
+    Ok((out, Incoming::new(line.clone(), opens), line))
 }
 
 #[cfg(test)]

@@ -1,6 +1,7 @@
 //! Puts a daemon together: certificates, sockets, machine, loop; and takes it apart at the end. Master and slave differ
 //! in where their settings come from ([`super::cli`], [`super::slave`]) and in who tells that they stand.
 
+use super::detour::Detours;
 use super::driver::{Driver, Parts};
 use super::halts::Halts;
 use super::images::Images;
@@ -21,6 +22,7 @@ use super::world::{ARCH, DSIG, DaemonWorld, WorldSettings, library_folder, progr
 use super::{address, local};
 use crate::machine::{Machine, MachineConfig};
 use anyhow::Context;
+use checkpoint::rights::{self, Capability};
 use checkpoint::status::Status;
 use sempa_proto::place::Place;
 use sempa_proto::{HostId, Micros};
@@ -66,6 +68,18 @@ pub(crate) struct Standing {
     pub(crate) addresses: Vec<SocketAddr>,
 }
 
+/// What a daemon needs of root's rights, if it has them: the tasker is privileged, not this process.
+const NEEDED: [Capability; 4] = [
+    // Its store and logs, and the programs of tasks, may be in folders of somebody else, whom root works for.
+    Capability::DAC_OVERRIDE,
+    // Tasks that have become another user's.
+    Capability::KILL,
+    // PVMNETSOCKPORT.
+    Capability::NET_BIND_SERVICE,
+    // Whoever sends images goes first.
+    Capability::SYS_NICE,
+];
+
 /// A variable of the environment, if it is set and not empty.
 pub(crate) fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok().filter(|value| !value.is_empty())
@@ -76,6 +90,8 @@ pub(crate) fn variable(name: &str) -> Option<String> {
 /// # Errors
 /// When it cannot be set up; nothing is left behind then.
 pub(crate) fn run(setup: Setup, announce: impl FnOnce(Standing) -> anyhow::Result<()>) -> anyhow::Result<()> {
+    // Before there are other threads. What it starts as root has by its own start what root has.
+    rights::keep_only(rights::set(&NEEDED)).context("cannot give up rights")?;
     let log_path = variable("SEMPA_LOG").map_or_else(|| setup.place.place().log(), PathBuf::from);
     let bytes_max = variable("PVMDLOGMAX").and_then(|v| v.parse().ok()).unwrap_or(log::LOG_BYTES_MAX);
     let (log, log_thread) = log::open(&log_path, setup.host, bytes_max)
@@ -141,14 +157,16 @@ async fn assemble_and_run(
     if !masters.is_empty() {
         net.connect(HostId::MASTER, masters);
     }
+    let detours = Detours::new(log.clone());
     let parts = Parts {
         machine: Machine::new(config, Micros(0)),
         world: DaemonWorld::new(world, &place, uid),
         inputs: queue,
         net,
         tasker: Tasker::new(programs.join("pvm-tasker"), files_limit, inputs.clone(), log.clone()),
-        images: Images::new(place.clone(), inputs.clone(), log.clone(), rate.clone()),
-        memory: Memory::new(place.clone(), inputs.clone(), log.clone(), rate),
+        images: Images::new(place.clone(), inputs.clone(), log.clone(), rate.clone(), detours.clone()),
+        memory: Memory::new(place.clone(), inputs.clone(), log.clone(), rate, detours.clone()),
+        detours,
         starter: Starter::new(starter, inputs.clone(), log.clone()),
         sets: Sets::new(place.clone(), whereabouts, inputs.clone(), log.clone()),
         moves: Moves::new(&place, inputs),
@@ -193,6 +211,12 @@ fn introduce(name: &str, addresses: &[SocketAddr], held: &HeldPlace, log: &Log) 
     log.line(format!("{name} ({}) {ARCH} sempa {version}, process {pid}", listed.join(" ")));
     if let Some(pid) = held.predecessor() {
         log.line(format!("an earlier daemon (process {pid}) ended without cleaning up; its files were removed"));
+    }
+    if let Some(why) = held.on_disk() {
+        log.line(format!(
+            "images of tasks, with all that is in their memory, get onto a disk: {} is on one, and {why}; set PVM_TMP to a directory in memory",
+            held.place().dir().display()
+        ));
     }
 }
 

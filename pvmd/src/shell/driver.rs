@@ -1,6 +1,7 @@
 //! The daemon's loop: the only place where the machine is touched. Inputs come from one queue, outputs are carried out
 //! in their order, and nothing here waits for a peer or a disk.
 
+use super::detour::Detours;
 use super::halts::Halts;
 use super::images::Images;
 use super::input::Input;
@@ -22,6 +23,7 @@ use bytes::Bytes;
 use sempa_proto::frame::encode_control;
 use sempa_proto::host::Carried;
 use sempa_proto::task::ToTask;
+use sempa_proto::tasker::ToTasker;
 use sempa_proto::{HostId, Micros};
 use std::collections::HashMap;
 use std::os::fd::AsFd;
@@ -86,6 +88,7 @@ pub(crate) struct Parts {
     pub(crate) tasker: Tasker,
     pub(crate) images: Images,
     pub(crate) memory: Memory,
+    pub(crate) detours: Detours,
     pub(crate) starter: Starter,
     pub(crate) moves: Moves,
     pub(crate) sets: Sets,
@@ -232,6 +235,9 @@ impl Driver {
             }
             Input::Net(NetInput::Images(announced)) => self.parts.images.arrived(announced),
             Input::Net(NetInput::Memory(announced)) => self.parts.memory.arrived(announced),
+            Input::Net(NetInput::Detour { host, migration, what, streams }) => {
+                self.parts.detours.arrived(host, migration, what, streams);
+            }
             Input::Net(input) => {
                 for news in self.parts.net.take(input) {
                     match news {
@@ -257,6 +263,7 @@ impl Driver {
             Event::TaskClosed { conn, .. } => self.tasks.remove(conn).is_none(),
             Event::TaskerGone { why } => {
                 self.parts.log.line(why);
+                self.parts.place.undo_carried();
                 // First of all, so that what the machine asks for next goes to the new one.
                 self.parts.tasker.gone();
                 false
@@ -312,13 +319,19 @@ impl Driver {
             Output::AbandonStart { start } => self.parts.starter.abandon(start),
             Output::StartTasker => self.start_tasker(),
             Output::ToTasker(message) => {
+                if matches!(message, ToTasker::Dump { .. }) {
+                    self.parts.place.see_to_images();
+                }
                 if let Some(answer) = self.parts.tasker.send(&message) {
                     self.handle(Event::Tasker(answer));
                 }
             }
             Output::SendAhead { migration, to } => self.parts.images.send_ahead(migration, to, &mut self.parts.net),
             Output::SendImages { migration, to } => self.parts.images.send(migration, to, &mut self.parts.net),
-            Output::ExpectImages { migration, from } => self.parts.images.expect(migration, from),
+            Output::ExpectImages { migration, from } => {
+                self.parts.place.see_to_images();
+                self.parts.images.expect(migration, from);
+            }
             Output::LendMemory { migration, to } => self.parts.memory.lend(migration, to, &mut self.parts.net),
             Output::ExpectMemory { migration, from } => self.parts.memory.expect(migration, from),
             Output::DropImages { migration } => {
@@ -329,6 +342,7 @@ impl Driver {
                 self.parts.images.complete(migration, to, &mut self.parts.net, write_part(record));
             }
             Output::SendPart { restart, migration, tid, to } => {
+                self.parts.place.see_to_images();
                 let complete = self.parts.sets.unpack(restart, tid);
                 self.parts.images.complete(migration, to, &mut self.parts.net, complete);
             }

@@ -1,8 +1,9 @@
 //! Checkpoint images from daemon to daemon. A stream of the session announces each move's and stands as long as they are on
-//! their way; the images themselves take a connection of their own ([`super::bulk`]), as pieces of files ([`super::travel`]).
+//! their way; the images themselves take a connection of their own ([`super::bulk`], [`super::detour`]), as pieces of files ([`super::travel`]).
 //! Reading, ciphers and writing happen on threads of their own, so that the daemon's loop never waits for a disk.
 
-use super::bulk::{Incoming, Keys, Line, Listener, Offer, Outgoing, connect};
+use super::bulk::{Incoming, Line, Listener, Offer, Outgoing};
+use super::detour::{Detours, What};
 use super::input::{Input, Inputs};
 use super::log::Log;
 use super::net::{Announced, Net};
@@ -73,14 +74,15 @@ pub(crate) struct Images {
     inputs: Inputs,
     log: Log,
     rate: Arc<Rate>,
+    detours: Detours,
     expected: HashMap<MigrationId, HostId>,
     transfers: HashMap<MigrationId, Transfer>,
 }
 
 impl Images {
     /// No transfers, in this place. No more than `rate` leaves this host.
-    pub(crate) fn new(place: Place, inputs: Inputs, log: Log, rate: Arc<Rate>) -> Images {
-        Images { place, inputs, log, rate, expected: HashMap::new(), transfers: HashMap::new() }
+    pub(crate) fn new(place: Place, inputs: Inputs, log: Log, rate: Arc<Rate>, detours: Detours) -> Images {
+        Images { place, inputs, log, rate, detours, expected: HashMap::new(), transfers: HashMap::new() }
     }
 
     /// Begins to send the images of a move while they are being written; [`Images::send`] says that they are complete.
@@ -135,19 +137,19 @@ impl Images {
             }));
         });
         let bulk = net.bulk_soon(to);
-        let (inputs, log) = (self.inputs.clone(), self.log.clone());
+        let (inputs, log, detours) = (self.inputs.clone(), self.log.clone(), self.detours.clone());
         let ahead = (state == State::Growing).then(|| progress.clone());
         let hold = Hold { progress: Some(progress), line: None };
         let stream = tokio::spawn(async move {
             let begin = Instant::now();
             let result = match bulk.session().await {
                 Err(why) => Err(why),
-                Ok(session) => send_over(session, migration, way, told, hold).await,
+                Ok(session) => send_over(session, &detours, migration, way, told, hold).await,
             };
-            if let Ok(Sent { bytes, ahead }) = &result {
+            if let Ok(Sent { bytes, ahead, left }) = &result {
                 let took = begin.elapsed().as_millis();
                 log.line(format!(
-                    "{migration}: {bytes} bytes of images sent to {to} in {took} ms, {ahead} of them while they were written"
+                    "{migration}: {bytes} bytes of images sent to {to} in {took} ms, {ahead} of them while they were written; {left} bytes left without the zeros"
                 ));
             }
             let result = result.map(|sent| sent.bytes);
@@ -176,7 +178,8 @@ impl Images {
     }
 
     /// Takes the announcement of images if they are expected; [`Event::ImagesReceived`] tells the end.
-    pub(crate) fn arrived(&mut self, Announced { host: from, migration, session, mut stream, decoder }: Announced) {
+    pub(crate) fn arrived(&mut self, Announced { pair, migration, session, mut stream, decoder }: Announced) {
+        let from = pair.host;
         if self.expected.get(&migration) != Some(&from) {
             self.log.line(format!("refused images of {migration} from {from}: nobody expects them"));
             let _ = stream.stop(STREAM_REFUSED);
@@ -195,12 +198,13 @@ impl Images {
             });
             let _ = tell.send(received);
         });
-        let inputs = self.inputs.clone();
+        let (inputs, detours) = (self.inputs.clone(), self.detours.clone());
         let here = Arc::new(AtomicBool::new(false));
         let is_here = here.clone();
         let task = tokio::spawn(async move {
             let mut hold = Hold::default();
-            let result = receive_over(&session, migration, (&mut stream, decoder), way, told, &mut hold).await;
+            let session = (&pair, &session);
+            let result = receive_over(session, &detours, migration, (&mut stream, decoder), way, told, &mut hold).await;
             let result = result.map_err(|failure| match failure {
                 Failure::Images(why) => Failure::Images(format!("from {from}: {why}")),
                 other => other,
@@ -243,6 +247,7 @@ impl Images {
 /// Announces images, lets the other host connect and waits until the thread has sent all of them.
 async fn send_over(
     (pair, session): (Pair, Connection),
+    detours: &Detours,
     migration: MigrationId,
     way: oneshot::Sender<Way>,
     mut told: Told<Sent>,
@@ -252,13 +257,13 @@ async fn send_over(
     let failed = |why: &dyn std::fmt::Display| Failure::Images(format!("{to}: {why}"));
     let listener = Listener::open().await.map_err(|e| failed(&e))?;
     let offer = encode_control(listener.offer()).map_err(|e| failed(&e))?;
-    let keys = Keys::of(&session, migration, listener.offer()).map_err(|e| failed(&e))?;
+    let turn = detours.expect(to, migration, What::Images);
     let opened = announcing_stream(&pair, &session, Purpose::Images(migration)).await;
     let mut stream = opened.map_err(|why| failed(&why))?;
     stream.write_chunk(offer).await.map_err(|e| failed(&e))?;
     let result = async {
         let (out, back) = tokio::select! {
-            accepted = listener.accept(keys) => {
+            accepted = turn.accept(&session, migration, listener) => {
                 let (out, back, line) = accepted.map_err(|e| failed(&e))?;
                 hold.line = Some(line);
                 (out, back)
@@ -291,9 +296,10 @@ async fn refused(stream: &SendStream) -> Failure {
     }
 }
 
-/// Connects to where the source listens and waits until the thread has written all that comes.
+/// Gets to where the source waits for it, and waits until the thread has written all that comes.
 async fn receive_over(
-    session: &Connection,
+    session: (&Pair, &Connection),
+    detours: &Detours,
     migration: MigrationId,
     (stream, mut decoder): (&mut RecvStream, FrameDecoder),
     way: oneshot::Sender<Way>,
@@ -303,9 +309,7 @@ async fn receive_over(
     let failed = |why: &dyn std::fmt::Display| Failure::Images(why.to_string());
     let frame = read_frame(stream, &mut decoder).await.map_err(|why| failed(&why))?;
     let offer: Offer = frame.ok_or_else(|| failed(&"nothing was announced"))?.control().map_err(|e| failed(&e))?;
-    let keys = Keys::of(session, migration, &offer).map_err(|e| failed(&e))?;
-    let address = session.remote_address().ip();
-    let connected = connect(address, &offer, keys).await;
+    let connected = detours.reach(session, (migration, What::Images), &offer).await;
     let (out, incoming, line) = connected.map_err(|e| failed(&format!("no connection to it: {e}")))?;
     hold.line = Some(line);
     let _ = way.send((out, incoming));

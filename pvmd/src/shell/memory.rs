@@ -4,7 +4,8 @@
 //! The end that fetches closes its socket when it has everything. If the way ends before that, its daemon tells the machine,
 //! and holds the socket open: whoever needs the memory has to be dead before the engine learns of it.
 
-use super::bulk::{Incoming, Keys, Line, Listener, Offer, Outgoing, connect};
+use super::bulk::{Incoming, Line, Listener, Offer, Outgoing};
+use super::detour::{Detours, What};
 use super::input::{Input, Inputs};
 use super::log::Log;
 use super::net::{Announced, Net};
@@ -12,6 +13,7 @@ use super::place::remove_any;
 use super::rate::Rate;
 use super::session::{Purpose, announcing_stream, read_frame};
 use super::sys::Hurry;
+use super::zeros::{self, Part};
 use crate::machine::io::Event;
 use sempa_proto::frame::encode_control;
 use sempa_proto::place::Place;
@@ -32,7 +34,9 @@ const SILENCE: Duration = Duration::from_secs(30);
 const LAST_WORDS: Duration = Duration::from_secs(2);
 const LOOK_PAUSE: Duration = Duration::from_millis(2);
 /// Bytes that are read from an engine at once.
-const READ_BYTES: usize = 256 << 10;
+const READ_BYTES: usize = zeros::PLAIN_BYTES_MAX;
+/// What is written for zeros that were only counted.
+static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
 
 /// One way, from this host or to it.
 #[derive(Debug)]
@@ -49,14 +53,15 @@ pub(crate) struct Memory {
     inputs: Inputs,
     log: Log,
     rate: Arc<Rate>,
+    detours: Detours,
     expected: HashMap<MigrationId, (HostId, UnixListener)>,
     ways: HashMap<MigrationId, Way>,
 }
 
 impl Memory {
     /// No ways yet. No more than `rate` leaves this host.
-    pub(crate) fn new(place: Place, inputs: Inputs, log: Log, rate: Arc<Rate>) -> Memory {
-        Memory { place, inputs, log, rate, expected: HashMap::new(), ways: HashMap::new() }
+    pub(crate) fn new(place: Place, inputs: Inputs, log: Log, rate: Arc<Rate>, detours: Detours) -> Memory {
+        Memory { place, inputs, log, rate, detours, expected: HashMap::new(), ways: HashMap::new() }
     }
 
     /// Source: brings what the tasker hands out to the target.
@@ -64,20 +69,20 @@ impl Memory {
         let Some(tasker) = self.listen(migration) else { return };
         let session = net.bulk_soon(to);
         let (line, of_task) = (Arc::<Mutex<Option<Line>>>::default(), self.rate.clone());
-        let (known, log) = (line.clone(), self.log.clone());
+        let (known, log, detours) = (line.clone(), self.log.clone(), self.detours.clone());
         let task = tokio::spawn(async move {
             let failed = |why: &dyn std::fmt::Display| format!("{migration}: no way for its memory to {to}: {why}");
             let opened = async {
                 let (pair, session) = session.session().await.map_err(|e| failed(&e))?;
                 let listener = Listener::open().await.map_err(|e| failed(&e))?;
-                let keys = Keys::of(&session, migration, listener.offer()).map_err(|e| failed(&e))?;
+                let turn = detours.expect(to, migration, What::Memory);
                 let offer = encode_control(listener.offer()).map_err(|e| failed(&e))?;
                 let opened = announcing_stream(&pair, &session, Purpose::Memory(migration)).await;
                 let mut stream = opened.map_err(|e| failed(&e))?;
                 stream.write_chunk(offer).await.map_err(|e| failed(&e))?;
                 // The target reads one frame and no more.
                 let _ = stream.finish();
-                listener.accept(keys).await.map_err(|e| failed(&e))
+                turn.accept(&session, migration, listener).await.map_err(|e| failed(&e))
             };
             let (engine, opened) = tokio::join!(tasker.accept(), opened);
             let ends = engine.map_err(|e| failed(&e)).and_then(|(engine, _)| Ok((blocking(engine)?, opened?)));
@@ -103,21 +108,21 @@ impl Memory {
 
     /// Target: takes the announcement of memory if it is expected.
     pub(crate) fn arrived(&mut self, mut announced: Announced) {
-        let (from, migration) = (announced.host, announced.migration);
+        let (from, migration) = (announced.pair.host, announced.migration);
         let Some((_, tasker)) = self.expected.remove(&migration).filter(|(host, _)| *host == from) else {
             return self.log.line(format!("refused memory of {migration} from {from}: nobody expects it"));
         };
         let line = Arc::<Mutex<Option<Line>>>::default();
         let (known, log, inputs) = (line.clone(), self.log.clone(), self.inputs.clone());
+        let detours = self.detours.clone();
         let task = tokio::spawn(async move {
             let failed = |why: &dyn std::fmt::Display| format!("{migration}: no way to its memory on {from}: {why}");
             let opened = async {
                 let frame = read_frame(&mut announced.stream, &mut announced.decoder).await.map_err(|e| failed(&e))?;
                 let frame = frame.ok_or_else(|| failed(&"nothing was announced"))?;
                 let offer: Offer = frame.control().map_err(|e| failed(&e))?;
-                let keys = Keys::of(&announced.session, migration, &offer).map_err(|e| failed(&e))?;
-                let address = announced.session.remote_address().ip();
-                connect(address, &offer, keys).await.map_err(|e| failed(&e))
+                let session = (&announced.pair, &announced.session);
+                detours.reach(session, (migration, What::Memory), &offer).await.map_err(|e| failed(&e))
             };
             let ends = match opened.await {
                 Ok(opened) => {
@@ -245,12 +250,11 @@ async fn fetch_over(
 fn from_engine(mut engine: UnixStream, mut out: Outgoing<Line>, wait: impl Fn(usize)) {
     let mut bytes = vec![0; READ_BYTES];
     while let Some(length) = heard(&mut engine, &mut bytes) {
-        wait(length);
-        let sent = out.send(length, |room| {
+        let fill = |room: &mut [u8]| {
             room.copy_from_slice(&bytes[..length]);
             Ok::<(), std::convert::Infallible>(())
-        });
-        let Ok(sent) = sent;
+        };
+        let Ok(sent) = out.send_packed(&[], length, fill, &wait);
         if sent.is_err() {
             // What the engine says has to be taken all the same: it must not stand still until it has seen the end.
             while heard(&mut engine, &mut bytes).is_some() {}
@@ -275,9 +279,25 @@ fn heard(engine: &mut UnixStream, bytes: &mut [u8]) -> Option<usize> {
 /// Brings what comes from the other host to an engine; why it ended.
 fn to_engine(mut incoming: Incoming<Line>, mut engine: &UnixStream) -> std::io::Error {
     loop {
-        let passed = incoming.next().and_then(|bytes| engine.write_all(bytes));
-        if let Err(why) = passed {
+        if let Err(why) = incoming.next().and_then(|packed| unpack(packed, &mut engine)) {
             return why;
         }
     }
+}
+
+/// Writes what was packed.
+fn unpack(packed: &[u8], to: &mut impl Write) -> std::io::Result<()> {
+    for part in zeros::parts(packed) {
+        match part.map_err(|_| std::io::Error::new(ErrorKind::InvalidData, "a piece came that is not whole"))? {
+            Part::Bytes(bytes) => to.write_all(bytes)?,
+            Part::Zeros(mut count) => {
+                while count > 0 {
+                    let some = count.min(ZEROS.len());
+                    to.write_all(&ZEROS[..some])?;
+                    count -= some;
+                }
+            }
+        }
+    }
+    Ok(())
 }

@@ -6,7 +6,8 @@
 //! * `local`: tasks. `local_socket`: their sockets. `descriptors`: what their frames bring along. `tasker`: the tasker's
 //!   process.
 //! * `world`: programs and environment.
-//! * `pki`, `net`, `session`, `lanes`, `address`: other daemons. `bootstrap`, `start`, `join`, `manual`: starting them. `images`: what moves.
+//! * `pki`, `net`, `session`, `lanes`, `address`: other daemons. `bootstrap`, `start`, `join`, `manual`: starting them. `images`, `memory`: what moves;
+//!   `bulk`, `detour`, `stream`, `travel`, `zeros`: how.
 //!   `vigil`: waiting awake for their answers.
 //! * `halts`: where tests have it stand still. [`passage`]: what benchmarks measure of `outbox` and `lanes`.
 
@@ -16,6 +17,7 @@ mod bulk;
 pub mod cli;
 mod daemon;
 mod descriptors;
+mod detour;
 mod driver;
 mod halts;
 mod images;
@@ -42,8 +44,10 @@ mod sets;
 mod slave;
 mod ssh;
 mod start;
+mod stream;
 mod sys;
 mod tasker;
 mod travel;
 mod vigil;
 mod world;
+mod zeros;

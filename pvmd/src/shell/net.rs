@@ -2,6 +2,7 @@
 //! session stands, and queues for what has to wait for one. Owned by the daemon's loop; a session's streams are served
 //! in [`super::session`].
 
+use super::detour::What;
 use super::input::{Input, Inputs, LineLimit};
 use super::lanes::{Fork, Join, LANES_MAX, Lane, LaneId, Main, Way, ends_of};
 use super::log::Log;
@@ -64,6 +65,8 @@ const STREAM_WINDOW_BYTES: u32 = 16 << 20;
 const SESSION_WINDOW_BYTES: u32 = 256 << 20;
 /// Streams of a peer at once: its channels, twice its lanes because old ones may be ending, and images.
 const STREAMS_MAX: u32 = 2 + 2 * LANES_MAX as u32 + 64;
+/// Transfers of a peer at once that go by the session for want of TCP; more wait.
+const DETOURS_MAX: u32 = 64;
 /// Sent and not yet acknowledged, per session.
 const SEND_WINDOW_BYTES: u64 = 16 << 20;
 /// What a path is taken to bear at the beginning.
@@ -89,6 +92,8 @@ pub(crate) enum NetInput {
     Images(Announced),
     /// Memory that is to follow a task can be had.
     Memory(Announced),
+    /// A stream of the session for what could not be had by TCP.
+    Detour { host: HostId, migration: MigrationId, what: What, streams: (quinn::SendStream, quinn::RecvStream) },
     /// A session has ended, or never came to stand.
     Down { host: HostId, number: u64, why: String },
     /// A round of dialling has ended with a connection (which has arrived) or will not.
@@ -98,7 +103,7 @@ pub(crate) enum NetInput {
 /// What another host announces on a stream of its own, which has more to say.
 #[derive(Debug)]
 pub(crate) struct Announced {
-    pub(crate) host: HostId,
+    pub(crate) pair: Pair,
     pub(crate) migration: MigrationId,
     pub(crate) session: Connection,
     pub(crate) stream: quinn::RecvStream,
@@ -266,7 +271,7 @@ fn transport(lease: Duration) -> anyhow::Result<Arc<TransportConfig>> {
         .receive_window(VarInt::from_u32(SESSION_WINDOW_BYTES))
         .send_window(SEND_WINDOW_BYTES)
         .max_concurrent_uni_streams(VarInt::from_u32(STREAMS_MAX))
-        .max_concurrent_bidi_streams(VarInt::from_u32(0))
+        .max_concurrent_bidi_streams(VarInt::from_u32(DETOURS_MAX))
         .datagram_receive_buffer_size(None)
         .mtu_discovery_config(Some(mtu))
         .congestion_controller_factory(Arc::new(congestion));
@@ -453,7 +458,11 @@ impl Net {
                     peer.dialler = None;
                 }
             }
-            NetInput::Control { .. } | NetInput::Data { .. } | NetInput::Images(_) | NetInput::Memory(_) => {}
+            NetInput::Control { .. }
+            | NetInput::Data { .. }
+            | NetInput::Images(_)
+            | NetInput::Memory(_)
+            | NetInput::Detour { .. } => {}
         }
         Vec::new()
     }

@@ -1,11 +1,13 @@
 //! Two or three daemons' nets on loopback: who gets a session, and what a session carries.
 
+use super::detour::{Detours, What};
 use super::images::Images;
 use super::input::{INPUTS_WAITING_MAX, Input};
 use super::lanes::LANES_MAX;
 use super::log::{self, Log};
 use super::net::{Net, NetInput, NetNews, bind_udp};
 use super::pki::{Authority, Identity};
+use super::session::{Purpose, both_ways};
 use crate::machine::Event;
 use bytes::Bytes;
 use quinn::crypto::rustls::QuicClientConfig;
@@ -31,6 +33,7 @@ const DEADLINE: Duration = Duration::from_secs(30);
 struct Daemon {
     net: Net,
     images: Images,
+    detours: Detours,
     inputs: mpsc::Receiver<Input>,
     me: HostId,
     dir: PathBuf,
@@ -60,9 +63,11 @@ impl Daemon {
         let socket = bind_udp(0).expect("a port");
         let net =
             Net::start(socket, identity, ("pvm", host(me)), lease, sender.clone(), Log::clone(&log)).expect("TLS");
+        let detours = Detours::new(log.clone());
         Daemon {
             net,
-            images: Images::new(place, sender, log, Arc::default()),
+            images: Images::new(place, sender, log, Arc::default(), detours.clone()),
+            detours,
             inputs,
             me: host(me),
             dir,
@@ -91,6 +96,9 @@ impl Daemon {
                 }
                 Input::Net(NetInput::Images(announced)) => {
                     self.images.arrived(announced);
+                }
+                Input::Net(NetInput::Detour { host, migration, what, streams }) => {
+                    self.detours.arrived(host, migration, what, streams);
                 }
                 Input::Net(input) => {
                     if let Some(news) = self.net.take(input).pop() {
@@ -480,6 +488,57 @@ async fn images_travel_and_only_where_they_are_expected() {
 
     two.images.drop_images(migration);
     two.gone(migration).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn images_take_a_stream_of_the_session_to_a_host_that_tcp_does_not_get_to() {
+    let (mut one, mut two) = two("detour", Duration::from_secs(10)).await;
+    two.detours.block(host(1));
+    let content: Vec<u8> = (0..20_000_000u32).map(|i| (i >> 7) as u8).collect();
+    for number in 0..3 {
+        let migration = MigrationId(50 + number);
+        let from = one.images_dir(migration);
+        std::fs::create_dir(&from).expect("writable");
+        std::fs::write(from.join("pages-1.img"), &content).expect("writable");
+        two.images.expect(migration, host(1));
+        let Daemon { images, net, .. } = &mut one;
+        images.send(migration, host(2), net);
+        // Each has to read its inputs for the other one to get on.
+        let (mut sent, mut received) = (None, None);
+        while sent.is_none() || received.is_none() {
+            tokio::select! {
+                seen = timeout(DEADLINE, one.next()), if sent.is_none() => sent = Some(seen.expect("in time")),
+                seen = timeout(DEADLINE, two.next()), if received.is_none() => received = Some(seen.expect("in time")),
+            }
+        }
+        let bytes = content.len() as u64;
+        assert!(matches!(&sent, Some(Seen::Event(Event::ImagesSent { result: Ok(n), .. })) if *n == bytes), "{sent:?}");
+        assert!(
+            matches!(&received, Some(Seen::Event(Event::ImagesReceived { result: Ok(n), .. })) if *n == bytes),
+            "{received:?}"
+        );
+        assert_eq!(std::fs::read(two.images_dir(migration).join("pages-1.img")).expect("there"), content);
+        two.images.drop_images(migration);
+        one.images.drop_images(migration);
+        two.gone(migration).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stream_for_what_nobody_expects_is_not_taken_and_hurts_nobody() {
+    let (mut one, mut two) = two("uninvited", Duration::from_secs(10)).await;
+    let (pair, session) = two.net.bulk_soon(host(1)).session().await.expect("it stands");
+    for what in [What::Images, What::Memory] {
+        let purpose = Purpose::Detour(MigrationId(70), what);
+        let (_out, mut back) = both_ways(&pair, &session, purpose).await.expect("a stream");
+        let mut said = [0; 1];
+        tokio::select! {
+            read = timeout(DEADLINE, back.read_exact(&mut said)) => assert!(matches!(read, Ok(Err(_))), "{read:?}"),
+            seen = one.next() => panic!("nobody has to know: {seen:?}"),
+        }
+    }
+    two.net.send(one.me, &committed(3));
+    assert!(matches!(timeout(DEADLINE, one.next()).await, Ok(Seen::Control(m)) if m == committed(3)));
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -1,10 +1,17 @@
 //! Takes the directory of a virtual machine on this host and gives it back: private directory, lock, healing of what a
 //! dead daemon left, removal of everything at the end. Where the directory is, [`sempa_proto::place::Place`] says.
+//!
+//! Images are what was in the memory of tasks, passwords and all, and may not get onto a disk where somebody finds them later. If
+//! the directory is on one, they have a second one in a file system in memory, private likewise.
 
+use checkpoint::carried;
 use nix::fcntl::{Flock, FlockArg};
+use nix::sys::statfs::{FsType, TMPFS_MAGIC, statfs};
+use ring::digest::{SHA256, digest};
 use sempa_proto::place::{Place, STATE_FILE};
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{ErrorKind, Read, Seek, SeekFrom, Write};
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -15,6 +22,13 @@ const LOCK_ATTEMPTS_MAX: usize = 20;
 /// Attempts to remove images while somebody who is being killed may still make files among them.
 const REMOVALS_MAX: usize = 50;
 const REMOVAL_PAUSE: Duration = Duration::from_millis(20);
+
+/// Where there is a file system in memory on each Linux.
+const IN_MEMORY: &str = "/dev/shm";
+/// Of memory as well, and without a name in the library.
+const RAMFS_MAGIC: FsType = FsType(0x8584_58f6);
+/// Bytes of a hash of its path that name the second directory of a place.
+const MARK_BYTES: usize = 8;
 
 /// Why the place cannot be used. Nothing was changed in it.
 #[derive(Debug, Error)]
@@ -67,6 +81,10 @@ pub(crate) struct HeldPlace {
     /// Process number of a daemon that died here without cleaning up.
     predecessor: Option<String>,
     keep_log: bool,
+    /// The directory of images, if it is a second one.
+    images: Option<Flock<File>>,
+    /// Why images lie on a disk, if they do.
+    on_disk: Option<String>,
 }
 
 impl HeldPlace {
@@ -76,6 +94,10 @@ impl HeldPlace {
     /// # Errors
     /// When the directory is not private, another daemon runs there, or a file operation fails.
     pub(crate) fn take(place: Place, uid: u32, keep_log: bool) -> Result<HeldPlace, PlaceError> {
+        HeldPlace::take_with(place, uid, keep_log, Path::new(IN_MEMORY))
+    }
+
+    fn take_with(place: Place, uid: u32, keep_log: bool, memory: &Path) -> Result<HeldPlace, PlaceError> {
         let mut last = None;
         for _ in 0..LOCK_ATTEMPTS_MAX {
             make_private(&place, uid)?;
@@ -83,7 +105,12 @@ impl HeldPlace {
                 Ok(Some((lock, predecessor))) => {
                     let keep =
                         File::open(place.dir()).ok().and_then(|d| Flock::lock(d, FlockArg::LockSharedNonblock).ok());
-                    let held = HeldPlace { place, _lock: lock, _keep: keep, predecessor, keep_log };
+                    let (place, images, on_disk) = match images_in_memory(&place, uid, memory) {
+                        Ok(None) => (place, None, None),
+                        Ok(Some((dir, lock))) => (place.with_images_in(dir), Some(lock), None),
+                        Err(why) => (place, None, Some(why)),
+                    };
+                    let held = HeldPlace { place, _lock: lock, _keep: keep, predecessor, keep_log, images, on_disk };
                     held.remove_stale();
                     return Ok(held);
                 }
@@ -107,9 +134,38 @@ impl HeldPlace {
         self.predecessor.as_deref()
     }
 
+    /// Why images get onto a disk, if they do.
+    pub(crate) fn on_disk(&self) -> Option<&str> {
+        self.on_disk.as_deref()
+    }
+
+    /// No task runs any more that belongs to this place: files that came with those that did not run yet go.
+    pub(crate) fn undo_carried(&self) {
+        carried::undo_all(self.place.all_images());
+    }
+
+    /// Images are about to come. When the last login of an ordinary user ends logind removes what is his in shared memory.
+    pub(crate) fn see_to_images(&self) {
+        let dir = self.place.all_images();
+        if self.images.is_some() && !dir.exists() {
+            // Whoever uses it says what is wrong.
+            let _ = private(dir, nix::unistd::getuid().as_raw());
+        }
+    }
+
+    /// All that is in its directories.
+    fn entries(&self) -> Vec<PathBuf> {
+        let mut all = entries(self.place.dir());
+        if self.images.is_some() {
+            all.extend(entries(self.place.all_images()));
+        }
+        all
+    }
+
     /// Removes what a dead daemon left; its log stays until the next orderly halt, because it may say why it died.
     fn remove_stale(&self) {
-        for entry in entries(self.place.dir()) {
+        self.undo_carried();
+        for entry in self.entries() {
             let name = entry.file_name().unwrap_or_default().to_string_lossy().into_owned();
             if entry != self.place.lock() && entry != self.place.log() && is_ours(&self.place, &entry, &name) {
                 remove_any(&entry);
@@ -120,7 +176,8 @@ impl HeldPlace {
 
 impl Drop for HeldPlace {
     fn drop(&mut self) {
-        for entry in entries(self.place.dir()) {
+        self.undo_carried();
+        for entry in self.entries() {
             let name = entry.file_name().unwrap_or_default().to_string_lossy().into_owned();
             let wanted = self.keep_log && entry == self.place.log();
             let ours = is_ours(&self.place, &entry, &name) || name.starts_with(STATE_FILE);
@@ -128,14 +185,63 @@ impl Drop for HeldPlace {
                 remove_any(&entry);
             }
         }
+        if self.images.is_some() {
+            remove_with_root(self.place.all_images());
+        }
         // The lock goes last: who finds no lock file may take the place.
         let _ = fs::remove_file(self.place.lock());
-        if fs::remove_dir(self.place.dir()).is_ok()
-            && let Some(root) = self.place.dir().parent()
-        {
-            let _ = fs::remove_dir(root);
+        remove_with_root(self.place.dir());
+    }
+}
+
+/// Removes an empty directory, and the one above it if it was the last one there.
+fn remove_with_root(dir: &Path) {
+    if fs::remove_dir(dir).is_ok()
+        && let Some(root) = dir.parent()
+    {
+        let _ = fs::remove_dir(root);
+    }
+}
+
+/// The second directory of a place, in a file system in memory, and its lock; none if the place is in memory itself.
+///
+/// # Errors
+/// Why there is none although there should be.
+fn images_in_memory(place: &Place, uid: u32, memory: &Path) -> Result<Option<(PathBuf, Flock<File>)>, String> {
+    if is_in_memory(place.dir()) {
+        return Ok(None);
+    }
+    if !is_in_memory(memory) {
+        return Err(format!("{} is no file system in memory either", memory.display()));
+    }
+    // Virtual machines of one name may have their places under several PVM_TMP.
+    let hash = digest(&SHA256, place.dir().as_os_str().as_bytes());
+    let mark: String = hash.as_ref()[..MARK_BYTES].iter().map(|byte| format!("{byte:02x}")).collect();
+    let dir = memory.join(format!("sempa-{uid}")).join(format!("{}-{mark}", place.vm()));
+    for _ in 0..LOCK_ATTEMPTS_MAX {
+        let lock = private(&dir, uid).map_err(|e| e.to_string()).and_then(|()| lock_dir(&dir));
+        match lock {
+            // Another one may just have removed it.
+            Ok(None) => {}
+            Ok(Some(lock)) => return Ok(Some((dir, lock))),
+            Err(_) if !dir.exists() => {}
+            Err(why) => return Err(why),
         }
     }
+    Err(format!("{} cannot be locked", dir.display()))
+}
+
+fn is_in_memory(dir: &Path) -> bool {
+    statfs(dir).is_ok_and(|of| [TMPFS_MAGIC, RAMFS_MAGIC].contains(&of.filesystem_type()))
+}
+
+/// The lock of a directory, unless it was replaced meanwhile.
+fn lock_dir(dir: &Path) -> Result<Option<Flock<File>>, String> {
+    let open = File::open(dir).map_err(|e| format!("cannot open {}: {e}", dir.display()))?;
+    let lock = Flock::lock(open, FlockArg::LockExclusiveNonblock)
+        .map_err(|(_, e)| format!("cannot lock {}: {e}", dir.display()))?;
+    let same = fs::symlink_metadata(dir).ok().map(|m| m.ino()) == lock.metadata().ok().map(|m| m.ino());
+    Ok(same.then_some(lock))
 }
 
 /// True for the names that daemons and libraries give to files here; anything else is not ours to remove.
@@ -167,7 +273,10 @@ pub(crate) fn remove_images(dir: &Path) {
 
 /// Makes the directory and the one above it, private both, or checks them.
 fn make_private(place: &Place, uid: u32) -> Result<(), PlaceError> {
-    let dir = place.dir();
+    private(place.dir(), uid)
+}
+
+fn private(dir: &Path, uid: u32) -> Result<(), PlaceError> {
     let root = dir.parent().expect("a place is always a directory in a root");
     for path in [root, dir] {
         match DirBuilder::new().mode(0o700).create(path) {
@@ -248,9 +357,13 @@ mod tests {
 
     impl Scratch {
         fn new() -> Scratch {
+            Scratch::under(&std::env::temp_dir())
+        }
+
+        fn under(top: &Path) -> Scratch {
             static NEXT: AtomicU32 = AtomicU32::new(0);
             let n = NEXT.fetch_add(1, Ordering::Relaxed);
-            let dir = std::env::temp_dir().join(format!("pvmd-place-{}-{n}", std::process::id()));
+            let dir = top.join(format!("pvmd-place-{}-{n}", std::process::id()));
             fs::create_dir_all(&dir).expect("a scratch directory");
             Scratch(dir)
         }
@@ -309,6 +422,51 @@ mod tests {
         assert!(place.log().exists() && place.dir().join("mine").exists());
         drop(held);
         assert!(!place.log().exists() && place.dir().join("mine").exists());
+    }
+
+    /// A directory on a disk, and one in memory; none where there is no disk to be found.
+    fn disk_and_memory() -> Option<(Scratch, Scratch)> {
+        let (disk, memory) = (Scratch::under(&std::env::current_dir().ok()?), Scratch::under(Path::new(IN_MEMORY)));
+        if is_in_memory(&disk.0) || !is_in_memory(&memory.0) {
+            eprintln!("skipped: no disk, or no memory");
+            return None;
+        }
+        Some((disk, memory))
+    }
+
+    const MOVE: sempa_proto::MigrationId = sempa_proto::MigrationId(7);
+
+    #[test]
+    fn images_of_a_place_on_a_disk_are_in_memory_and_go_with_the_place_or_with_the_next_daemon() {
+        let Some((disk, memory)) = disk_and_memory() else { return };
+        let take = |place| HeldPlace::take_with(place, uid(), false, &memory.0).expect("free");
+        let held = take(disk.place());
+        let (own, images) = (held.place().all_images().to_path_buf(), held.place().images(MOVE));
+        assert!(images.starts_with(&memory.0) && held.on_disk().is_none(), "{images:?}");
+        assert_eq!(fs::metadata(&own).expect("there").mode() & 0o777, 0o700);
+        fs::create_dir(&images).expect("writable");
+        assert!(lock_dir(&own).is_err(), "nobody else takes it");
+        fs::create_dir(disk.0.join("x")).expect("writable");
+        let tmp = disk.0.join("x").to_string_lossy().into_owned();
+        let other = take(Place::of(uid(), |name| (name == "PVM_TMP").then(|| tmp.clone())).expect("a good name"));
+        assert_ne!(other.place().all_images(), own, "a place of the same name elsewhere has another one");
+        drop((held, other));
+        assert_eq!(entries(&memory.0), Vec::<PathBuf>::new());
+        // What a killed one leaves.
+        private(&own, uid()).expect("fresh");
+        fs::create_dir(&images).expect("writable");
+        let held = take(disk.place());
+        assert!(own.exists() && !images.exists());
+        drop(held);
+        assert_eq!(entries(&memory.0), Vec::<PathBuf>::new());
+    }
+
+    #[test]
+    fn a_place_without_memory_says_that_images_get_onto_a_disk() {
+        let Some((disk, _)) = disk_and_memory() else { return };
+        let held = HeldPlace::take_with(disk.place(), uid(), false, &disk.0).expect("free");
+        assert!(held.place().images(MOVE).starts_with(&disk.0));
+        assert!(held.on_disk().is_some_and(|why| why.contains("no file system in memory")));
     }
 
     #[test]

@@ -2,6 +2,7 @@
 //! every transfer of images. Of two daemons the one with the higher index decides which connection is the session: it
 //! says hello first, and the other one says nothing on a connection before that, so both always mean the same one.
 
+use super::detour::What;
 use super::input::{Input, Inputs};
 use super::lanes::{Lane, LaneId, Main};
 use super::net::{Announced, NetInput};
@@ -55,6 +56,8 @@ pub(crate) enum Purpose {
     Images(MigrationId),
     /// Where memory that follows the task of one move is to be had.
     Memory(MigrationId),
+    /// Both ways: what was announced, for want of TCP.
+    Detour(MigrationId, What),
 }
 
 /// The first frame of every stream.
@@ -146,6 +149,11 @@ impl Pair {
     async fn stream(&self, connection: &Connection, purpose: Purpose, priority: i32) -> Result<SendStream, String> {
         let mut stream = connection.open_uni().await.map_err(|e| e.to_string())?;
         let _ = stream.set_priority(priority);
+        self.say_purpose(&mut stream, purpose).await?;
+        Ok(stream)
+    }
+
+    async fn say_purpose(&self, stream: &mut SendStream, purpose: Purpose) -> Result<(), String> {
         let hello = StreamHello {
             magic: MAGIC,
             version: WIRE_VERSION,
@@ -155,8 +163,7 @@ impl Pair {
             purpose,
         };
         let frame = encode_control(&hello).map_err(|e| e.to_string())?;
-        stream.write_chunk(frame).await.map_err(|e| e.to_string())?;
-        Ok(stream)
+        stream.write_chunk(frame).await.map_err(|e| e.to_string())
     }
 
     async fn hear_hello(&self, connection: &Connection) -> Result<(RecvStream, FrameDecoder), String> {
@@ -198,6 +205,7 @@ impl Pair {
         let why = tokio::select! {
             why = self.read_control(connection, stream, decoder, inputs) => why,
             why = self.accept_streams(connection, inputs) => why,
+            why = self.accept_detours(connection, inputs) => why,
             why = self.watch_lease(connection) => why,
         };
         writers.iter().for_each(|w| w.abort());
@@ -255,8 +263,8 @@ impl Pair {
                     readers.spawn(read_data(self.clone(), Some(lane), stream, decoder, inputs.clone()));
                 }
                 Ok(Ok(purpose @ (Purpose::Images(migration) | Purpose::Memory(migration)))) => {
-                    let announced =
-                        Announced { host: self.host, migration, session: connection.clone(), stream, decoder };
+                    let (pair, session) = (self.clone(), connection.clone());
+                    let announced = Announced { pair, migration, session, stream, decoder };
                     let input = match purpose {
                         Purpose::Memory(_) => NetInput::Memory(announced),
                         _ => NetInput::Images(announced),
@@ -268,6 +276,31 @@ impl Pair {
                 Ok(Ok(other)) => return format!("it opened a second stream for {other:?}"),
                 Ok(Err(why)) => return why,
                 Err(_) => return "it opened a stream and said nothing".into(),
+            }
+        }
+    }
+
+    /// Takes the streams of the peer that go both ways. Ends only at something not understood.
+    async fn accept_detours(&self, connection: &Connection, inputs: &Inputs) -> String {
+        loop {
+            // The control stream's reader knows more.
+            let Ok((out, mut back)) = connection.accept_bi().await else { std::future::pending().await };
+            let mut decoder = FrameDecoder::new();
+            let purpose = match timeout(HELLO_WITHIN, self.purpose(&mut back, &mut decoder)).await {
+                Ok(Ok(purpose)) => purpose,
+                Ok(Err(why)) => return why,
+                Err(_) => return "it opened a stream and said nothing".into(),
+            };
+            let Purpose::Detour(migration, what) = purpose else {
+                return format!("it opened a stream both ways for {purpose:?}");
+            };
+            // Before this is taken nothing more is said.
+            if !decoder.is_empty() {
+                return "it said more on a stream than was to be said".into();
+            }
+            let detour = NetInput::Detour { host: self.host, migration, what, streams: (out, back) };
+            if inputs.send(Input::Net(detour)).await.is_err() {
+                return "this daemon ends".into();
             }
         }
     }
@@ -385,6 +418,21 @@ pub(crate) async fn announcing_stream(
     what: Purpose,
 ) -> Result<SendStream, String> {
     pair.stream(connection, what, 0).await
+}
+
+/// Opens a stream on which both hosts speak, this one after the other has.
+///
+/// # Errors
+/// What happened to the session.
+pub(crate) async fn both_ways(
+    pair: &Pair,
+    connection: &Connection,
+    what: Purpose,
+) -> Result<(SendStream, RecvStream), String> {
+    let (mut out, back) = connection.open_bi().await.map_err(|e| e.to_string())?;
+    let _ = out.set_priority(0);
+    pair.say_purpose(&mut out, what).await?;
+    Ok((out, back))
 }
 
 /// The next frame, `None` at the end of the stream, or why there is none.

@@ -24,18 +24,25 @@ const PART_FILE: &str = "sempa-part";
 /// Bytes of that file at most.
 const PART_BYTES_MAX: u64 = 256 << 20;
 
-/// Where a store is: its directory and the file of its key.
+/// Complete sets that a store may be told to keep at most: all are looked through when one is added.
+const SETS_MAX: usize = 4096;
+/// Bytes that it has to be allowed at least.
+const STORE_BYTES_MIN: u64 = 1_000_000;
+
+/// Where a store is, its directory and the file of its key, and how much it may hold.
 #[derive(Clone, Debug)]
 pub(crate) struct Whereabouts {
     dir: PathBuf,
     key: PathBuf,
+    limits: Limits,
 }
 
 impl Whereabouts {
-    /// As the environment says: `SEMPA_STORE` and `SEMPA_STORE_KEY`, else among the user's own files.
+    /// As the environment says: `SEMPA_STORE` and `SEMPA_STORE_KEY`, else among the user's own files; `SEMPA_STORE_SETS` and
+    /// `SEMPA_STORE_BYTES`.
     ///
     /// # Errors
-    /// One sentence, when nothing says where.
+    /// One sentence, when nothing says where, or a limit is none.
     pub(crate) fn of(env: impl Fn(&str) -> Option<String>) -> Result<Whereabouts, String> {
         let under = |name: &str, below: &str| {
             let set = env(name).filter(|dir| dir.starts_with('/')).map(PathBuf::from);
@@ -47,14 +54,16 @@ impl Whereabouts {
                 format!("there is no place for checkpoints: set {variable} to an absolute path, or HOME")
             })
         };
+        let limits = limits(&env)?;
         Ok(Whereabouts {
+            limits,
             dir: own("SEMPA_STORE", under("XDG_STATE_HOME", ".local/state"), "checkpoints")?,
             key: own("SEMPA_STORE_KEY", under("XDG_CONFIG_HOME", ".config"), "store.key")?,
         })
     }
 
     fn open(&self, vm: &str) -> Result<Store, StoreError> {
-        Ok(Store::open(&self.dir, &self.key, Limits::default())?.of_vm(vm))
+        Ok(Store::open(&self.dir, &self.key, self.limits)?.of_vm(vm))
     }
 
     /// The highest number of a task in the store on each host, so that nobody else gets it. A store that does not exist, or
@@ -77,6 +86,23 @@ impl Whereabouts {
         }
         spared
     }
+}
+
+fn limits(env: impl Fn(&str) -> Option<String>) -> Result<Limits, String> {
+    let mut limits = Limits::default();
+    if let Some(text) = env("SEMPA_STORE_SETS") {
+        let sets = text.parse().ok().filter(|sets| (1..=SETS_MAX).contains(sets));
+        limits.sets_max = sets.ok_or_else(|| {
+            format!("SEMPA_STORE_SETS={text:?} is no number of sets from 1 to {SETS_MAX}: no checkpoint is written before it is")
+        })?;
+    }
+    if let Some(text) = env("SEMPA_STORE_BYTES") {
+        let bytes = text.parse().ok().filter(|bytes| *bytes >= STORE_BYTES_MIN);
+        limits.bytes_max = bytes.ok_or_else(|| {
+            format!("SEMPA_STORE_BYTES={text:?} is no number of bytes from {STORE_BYTES_MIN} on: no checkpoint is written before it is")
+        })?;
+    }
+    Ok(limits)
 }
 
 /// The store and what is under way in it.
@@ -295,5 +321,49 @@ mod tests {
         assert_eq!(said, Ok(("/shared/sets".into(), "/k".into())));
         assert!(of(&[]).is_err_and(|why| why.contains("SEMPA_STORE")));
         assert!(of(&[home, ("SEMPA_STORE", "relative")]).is_err());
+    }
+
+    /// A store in this directory, and what the environment says of it besides.
+    fn whereabouts(dir: &Path, more: &[(&str, &str)]) -> Result<Whereabouts, String> {
+        let (store, key) = (dir.join("store"), dir.join("key"));
+        Whereabouts::of(|name| match name {
+            "SEMPA_STORE" => Some(store.display().to_string()),
+            "SEMPA_STORE_KEY" => Some(key.display().to_string()),
+            other => more.iter().find(|(key, _)| *key == other).map(|(_, value)| value.to_string()),
+        })
+    }
+
+    #[test]
+    fn a_store_keeps_as_many_sets_as_the_environment_says_and_the_newest() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let images = dir.path().join("images");
+        std::fs::create_dir(&images).expect("made");
+        std::fs::write(images.join("core-1.img"), [7; 1000]).expect("written");
+        let at = whereabouts(dir.path(), &[("SEMPA_STORE_SETS", "2"), ("SEMPA_STORE_BYTES", "1000000")]).expect("good");
+        assert_eq!(at.limits, Limits { sets_max: 2, bytes_max: 1_000_000 });
+        let store = at.open("pvm").expect("a store");
+        let tid = Tid::task(HostId::MASTER, 1).expect("in range");
+        for second in 1..=4 {
+            let draft = store.begin(tid, Micros(second * 1_000_000)).expect("room");
+            draft.add(tid, &images).expect("added");
+            draft.finish(b"").expect("complete");
+            store.tidy(Micros(second * 1_000_000), |_| false).expect("tidied");
+        }
+        let made: Vec<Micros> = store.list().expect("listed").0.iter().map(|set| set.made).collect();
+        assert_eq!((made.len(), made.iter().min()), (2, Some(&Micros(3_000_000))));
+    }
+
+    #[test]
+    fn without_a_word_the_limits_are_the_usual_ones_and_a_wrong_one_is_told() {
+        let dir = Path::new("/nowhere");
+        assert_eq!(whereabouts(dir, &[]).expect("good").limits, Limits::default());
+        let wrong =
+            [("SEMPA_STORE_SETS", ["0", "-1", "many", "4097"]), ("SEMPA_STORE_BYTES", ["0", "999999", "-1", "1G"])];
+        for (name, values) in wrong {
+            for value in values {
+                let why = whereabouts(dir, &[(name, value)]).expect_err("no limit");
+                assert!(why.contains(name) && why.contains(value), "{why}");
+            }
+        }
     }
 }

@@ -2,25 +2,27 @@
 //!
 //! A directory may be sent while it is still being written. Files that only grow are followed then; when the directory is
 //! complete, the rest of them travels, and all other files. What has left of such a file is given back to the file system at
-//! once: where that is memory, nothing is there twice, and what was just given back takes up what comes next. Nothing counts before the end mark, which has the counts of
+//! once: where that is memory, nothing is there twice, and what was just given back takes up what comes next. Runs of zeros are
+//! counted and not sent, and become holes at the other end. Nothing counts before the end mark, which has the counts of
 //! everything; whoever began to write anew has the other end begin anew as well.
 
 use super::bulk::{CONTENT_BYTES_MAX, Incoming, Outgoing};
 use super::rate::Rate;
+use super::zeros::{self, Part};
 use nix::fcntl::{FallocateFlags, fallocate};
 use sempa_proto::frame::{from_bytes, to_bytes};
 use sempa_proto::migration::Failure;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fs::{DirBuilder, File, Metadata, OpenOptions};
-use std::io::{ErrorKind, Read, Write};
+use std::io::{ErrorKind, Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
 /// Bytes of a file in one record at most.
-const PIECE_BYTES: usize = 256 << 10;
+const PIECE_BYTES: usize = zeros::PLAIN_BYTES_MAX;
 /// What a record is, and the number of the file that a piece belongs to.
 const PIECE_HEAD_BYTES: usize = 5;
 const MARK: u8 = 0;
@@ -135,6 +137,8 @@ pub(super) struct Sender<'a, W> {
     bytes: u64,
     /// Of these, what left before the directory was complete.
     ahead: u64,
+    /// Bytes that have left for the pieces.
+    left: u64,
 }
 
 /// What was sent.
@@ -144,12 +148,14 @@ pub(super) struct Sent {
     pub(super) bytes: u64,
     /// Of these, what left before the directory was complete.
     pub(super) ahead: u64,
+    /// Bytes that have left for them.
+    pub(super) left: u64,
 }
 
 impl<'a, W: Write> Sender<'a, W> {
     /// Nothing is sent yet. Pieces leave at this rate at most.
     pub(super) fn new(dir: &'a Path, out: Outgoing<W>, rate: &'a Rate) -> Sender<'a, W> {
-        Sender { dir, out, rate, begun: BTreeMap::new(), files: 0, bytes: 0, ahead: 0 }
+        Sender { dir, out, rate, begun: BTreeMap::new(), files: 0, bytes: 0, ahead: 0, left: 0 }
     }
 
     /// Sends what there is and what comes, to the end mark.
@@ -216,7 +222,7 @@ impl<'a, W: Write> Sender<'a, W> {
             }
         }
         self.mark(&Mark::End { files: self.files, bytes: self.bytes })?;
-        Ok(Sent { bytes: self.bytes, ahead: self.ahead })
+        Ok(Sent { bytes: self.bytes, ahead: self.ahead, left: self.left })
     }
 
     fn begin(&mut self, path: PathBuf, file: File, used_up: bool) -> Result<(), Failure> {
@@ -232,13 +238,11 @@ impl<'a, W: Write> Sender<'a, W> {
         let Some(begun) = self.begun.get_mut(path) else { return Ok(()) };
         while begun.sent < length {
             let bytes = usize::try_from(length - begun.sent).unwrap_or(PIECE_BYTES).min(PIECE_BYTES);
-            self.rate.wait(bytes);
-            let sent = self.out.send(PIECE_HEAD_BYTES + bytes, |room| {
-                room[0] = PIECE;
-                room[1..PIECE_HEAD_BYTES].copy_from_slice(&begun.number.to_le_bytes());
-                begun.file.read_exact(&mut room[PIECE_HEAD_BYTES..]).map_err(io("read", path))
-            })?;
-            sent.map_err(not_taken)?;
+            let mut front = [PIECE; PIECE_HEAD_BYTES];
+            front[1..].copy_from_slice(&begun.number.to_le_bytes());
+            let read = |room: &mut [u8]| begun.file.read_exact(room).map_err(io("read", path));
+            let sent = self.out.send_packed(&front, bytes, read, |leave| self.rate.wait(leave))?;
+            self.left += sent.map_err(not_taken)? as u64;
             begun.sent += bytes as u64;
             begun.give_back(bytes);
             self.bytes += bytes as u64;
@@ -262,6 +266,16 @@ struct Open {
     file: File,
     path: PathBuf,
     bytes: u64,
+}
+
+impl Open {
+    fn take(&mut self, part: Part<'_>) -> std::io::Result<()> {
+        self.bytes += part.length() as u64;
+        match part {
+            Part::Bytes(bytes) => self.file.write_all(bytes),
+            Part::Zeros(_) => self.file.seek(SeekFrom::Start(self.bytes)).map(|_| ()),
+        }
+    }
 }
 
 /// Writes what comes into a new directory.
@@ -308,12 +322,15 @@ impl Receiver<'_> {
         let (number, content) = piece.split_first_chunk().ok_or_else(|| wrong("a piece without a file"))?;
         let number = u32::from_le_bytes(*number);
         let to = self.open.get_mut(&number).ok_or_else(|| wrong("bytes came outside of a file"))?;
-        self.bytes += content.len() as u64;
-        if self.bytes > IMAGE_BYTES_MAX {
-            return Err(Failure::Images(format!("more than {IMAGE_BYTES_MAX} bytes came, the limit")));
+        for part in zeros::parts(content) {
+            let part = part.map_err(|_| wrong("a piece came that is not whole"))?;
+            self.bytes += part.length() as u64;
+            if self.bytes > IMAGE_BYTES_MAX {
+                return Err(Failure::Images(format!("more than {IMAGE_BYTES_MAX} bytes came, the limit")));
+            }
+            to.take(part).map_err(io("write", &to.path))?;
         }
-        to.bytes += content.len() as u64;
-        to.file.write_all(content).map_err(io("write", &to.path))
+        Ok(())
     }
 
     /// Takes a mark; the number of bytes, if it was the last one.
@@ -337,6 +354,8 @@ impl Receiver<'_> {
                     let (path, came) = (done.path.display(), done.bytes);
                     return Err(Failure::Images(format!("{came} bytes of {path} came, {bytes} were sent")));
                 }
+                // It may end with a hole.
+                done.file.set_len(bytes).map_err(io("write", &done.path))?;
             }
             Mark::Anew => {
                 self.anew += 1;
@@ -379,7 +398,7 @@ fn create(dir: &Path, name: &str) -> Result<Open, Failure> {
     Ok(Open { file, path, bytes: 0 })
 }
 
-const _: () = assert!(PIECE_HEAD_BYTES + PIECE_BYTES <= CONTENT_BYTES_MAX);
+const _: () = assert!(PIECE_HEAD_BYTES + zeros::HEAD_BYTES + PIECE_BYTES <= CONTENT_BYTES_MAX);
 
 #[cfg(test)]
 mod tests {
@@ -433,11 +452,10 @@ mod tests {
                 Err((number, bytes)) => {
                     let fill = |room: &mut [u8]| {
                         room.fill(7);
-                        room[0] = PIECE;
-                        room[1..PIECE_HEAD_BYTES].copy_from_slice(&number.to_le_bytes());
                         Ok::<(), Failure>(())
                     };
-                    sender.out.send(PIECE_HEAD_BYTES + bytes, fill).expect("filled").expect("sent");
+                    let front = [&[PIECE][..], &number.to_le_bytes()].concat();
+                    sender.out.send_packed(&front, *bytes, fill, |_| ()).expect("filled").expect("sent");
                 }
             }
         }
@@ -459,6 +477,46 @@ mod tests {
         assert_eq!((bytes, received(&to, &wire[..])), (big.len() as u64, Ok(bytes)));
         assert_eq!(std::fs::read(to.join("pages-1.img")).expect("there"), big);
         assert_eq!(std::fs::read(to.join("empty.img")).expect("there"), b"");
+        std::fs::remove_dir_all(root).expect("ours");
+    }
+
+    #[test]
+    fn zeros_are_neither_sent_nor_written_and_files_that_end_with_them_are_as_long_as_they_were() {
+        let (root, from, to) = scratch("zeros");
+        // Something at the begin, across the border of two pieces, and in front of an end in zeros.
+        let mut big = vec![0; 8 * PIECE_BYTES + 12_345];
+        big[..5000].fill(1);
+        big[3 * PIECE_BYTES - 700..3 * PIECE_BYTES + 900].fill(2);
+        big[8 * PIECE_BYTES..8 * PIECE_BYTES + 3].fill(3);
+        let something = 5000 + 1600 + 3;
+        let zeros = vec![0; 3 * PIECE_BYTES];
+        std::fs::write(from.join("pages-1.img"), &big).expect("writable");
+        std::fs::write(from.join("pages-2.img"), &zeros).expect("writable");
+        let (wire, bytes) = sent(&from);
+        assert!(wire.len() < something + 2048, "{} bytes left", wire.len());
+        assert_eq!(received(&to, &wire[..]), Ok(bytes));
+        assert_eq!(std::fs::read(to.join("pages-1.img")).expect("there"), big);
+        assert_eq!(std::fs::read(to.join("pages-2.img")).expect("there"), zeros);
+        let kept = |name: &str| std::fs::metadata(to.join(name)).expect("there").blocks() * 512;
+        assert!(kept("pages-1.img") < PIECE_BYTES as u64 && kept("pages-2.img") == 0, "there are holes");
+        std::fs::remove_dir_all(root).expect("ours");
+    }
+
+    #[test]
+    fn what_really_leaves_is_charged_to_the_rate() {
+        let (root, from, _) = scratch("charged");
+        std::fs::write(from.join("pages-1.img"), vec![0; 64 * PIECE_BYTES]).expect("writable");
+        std::fs::write(from.join("pages-2.img"), vec![7; PIECE_BYTES]).expect("writable");
+        let progress = Progress::default();
+        progress.turn(State::Complete);
+        let rate = Rate::of(Some("1000000")).expect("a rate");
+        let sender = Sender::new(&from, Outgoing::new(io::sink(), Keys::for_test(1).out), &rate);
+        let begin = std::time::Instant::now();
+        let sent = sender.send(&progress).expect("sent");
+        // 16 MiB at this rate would take 16 s.
+        assert!(begin.elapsed() < Duration::from_secs(12), "zeros were waited for");
+        let around = 64 * 64;
+        assert!((PIECE_BYTES..PIECE_BYTES + around).contains(&(sent.left as usize)), "{sent:?}");
         std::fs::remove_dir_all(root).expect("ours");
     }
 

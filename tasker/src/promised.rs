@@ -1,0 +1,113 @@
+//! Memory of this host that was promised to tasks on their way here. Until a task has its memory nothing of it is seen in what
+//! the kernel counts as free, and the next one that is judged would be promised the same.
+
+use crate::supervisor::Supervisor;
+use crate::target::{Stage, Target};
+use nix::sys::statfs::{FsType, TMPFS_MAGIC, statfs};
+use sempa_proto::MigrationId;
+use std::collections::BTreeMap;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+/// Of memory as well, and without a name in the library.
+const RAMFS_MAGIC: FsType = FsType(0x8584_58f6);
+/// Bytes of a block, as files are counted in.
+const BLOCK_BYTES: u64 = 512;
+
+/// What was promised to one task.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Promise {
+    /// Bytes that are still to come.
+    bytes: u64,
+    /// It may be refused yet.
+    is_judged: bool,
+}
+
+/// All promises. There are no more than moves to this host and threads that judge.
+#[derive(Debug, Default)]
+pub(crate) struct Promised(BTreeMap<MigrationId, Promise>);
+
+impl Promised {
+    /// A task is being judged that needs so much.
+    pub(crate) fn make(&mut self, migration: MigrationId, bytes: u64) {
+        self.0.insert(migration, Promise { bytes, is_judged: true });
+    }
+
+    /// It was accepted, or not.
+    pub(crate) fn judged(&mut self, migration: MigrationId, accepted: bool) {
+        match self.0.get_mut(&migration) {
+            Some(promise) if accepted => promise.is_judged = false,
+            _ => drop(self.0.remove(&migration)),
+        }
+    }
+
+    /// Its images are here. What they take of memory they give back while the task gets it.
+    pub(crate) fn images_are_here(&mut self, migration: MigrationId, dir: &Path) {
+        if let Some(promise) = self.0.get_mut(&migration) {
+            promise.bytes = promise.bytes.saturating_sub(in_memory(dir));
+        }
+    }
+
+    /// What is promised to tasks that are judged, or of which `waits` says that they have not got it.
+    fn bytes(&mut self, waits: impl Fn(MigrationId) -> bool) -> u64 {
+        self.0.retain(|migration, promise| promise.is_judged || waits(*migration));
+        self.0.values().fold(0, |sum, promise| sum.saturating_add(promise.bytes))
+    }
+}
+
+/// Bytes that the files of a directory take of memory.
+fn in_memory(dir: &Path) -> u64 {
+    if !statfs(dir).is_ok_and(|of| [TMPFS_MAGIC, RAMFS_MAGIC].contains(&of.filesystem_type())) {
+        return 0;
+    }
+    let Ok(entries) = std::fs::read_dir(dir) else { return 0 };
+    let blocks = entries.flatten().filter_map(|entry| Some(entry.metadata().ok()?.blocks()));
+    blocks.sum::<u64>().saturating_mul(BLOCK_BYTES)
+}
+
+impl Supervisor {
+    /// Memory that was promised and is not used yet.
+    pub(crate) fn promised_bytes(&mut self) -> u64 {
+        let (targets, following) = (&self.moves.targets, &self.moves.following);
+        let is_built = |target: &Target| matches!(target.stage, Stage::Held { .. });
+        self.moves.promised.bytes(|migration| {
+            // Memory that follows comes when the task is built, and when it runs.
+            following.comes(migration) || targets.get(&migration).is_some_and(|target| !is_built(target))
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ONE: MigrationId = MigrationId(1);
+    const TWO: MigrationId = MigrationId(2);
+
+    #[test]
+    fn what_was_promised_counts_until_the_task_is_refused_or_has_it() {
+        let mut promised = Promised::default();
+        promised.make(ONE, 100);
+        promised.make(TWO, 10);
+        assert_eq!(promised.bytes(|_| false), 110, "both are judged");
+        promised.judged(ONE, true);
+        promised.judged(TWO, false);
+        assert_eq!(promised.bytes(|migration| migration == ONE), 100);
+        assert_eq!(promised.bytes(|_| false), 0, "it has its memory");
+        assert_eq!(promised.bytes(|_| true), 0, "and that is final");
+    }
+
+    #[test]
+    fn images_in_memory_are_a_part_of_what_was_promised() {
+        let dir = tempfile::tempdir_in("/dev/shm").expect("a directory in memory");
+        std::fs::write(dir.path().join("pages-1.img"), vec![7; 1 << 20]).expect("written");
+        let mut promised = Promised::default();
+        promised.make(ONE, 3 << 20);
+        promised.judged(ONE, true);
+        promised.images_are_here(ONE, dir.path());
+        assert_eq!(promised.bytes(|_| true), 2 << 20);
+        promised.images_are_here(TWO, dir.path());
+        promised.images_are_here(ONE, Path::new("/proc"));
+        assert_eq!(promised.bytes(|_| true), 2 << 20, "nothing there is in memory");
+    }
+}
