@@ -382,12 +382,12 @@ fn who_would_take_a_task_is_listed_with_what_others_have_against_it() {
     let all = session.line("can-migrate t40002");
     let expected = "t40002 is on ha1, 4097 KiB\n\
                     ha2  no: /data: it does not exist on the target\n         \
-                    it needs 9 bytes, the target has 8\n\
+                    it needs 9 bytes of memory, the target has 8\n\
                     ha3  yes\n\
                     the nearest host that would take it: ha3\n";
     assert_eq!((String::from_utf8(all.text.into()).as_deref(), all.failed), (Ok(expected), false));
     assert_eq!(all.json[0]["nearest"], "ha3");
-    assert_eq!(all.json[0]["hosts"][0]["reasons"][1], "it needs 9 bytes, the target has 8");
+    assert_eq!(all.json[0]["hosts"][0]["reasons"][1], "it needs 9 bytes of memory, the target has 8");
     let one = session.line("can-migrate t40002 ha2");
     assert!(
         one.failed && String::from_utf8(one.text.into()).is_ok_and(|text| text.ends_with("no host would take it\n"))

@@ -5,6 +5,10 @@
  *   limits environment N   a spawned task gets N variables of 100,000 bytes each
  *   limits tasks N         N tasks on one host at the same time, each of which says something
  *   limits giant MIB       one message of so many MiB
+ *   limits flood MIB ROUTE HOST FOLDER
+ *                          this task and one on HOST send each other so many MiB; none of them receives before both
+ *                          have sent all. ROUTE: default, or direct: both wait until they have one, which on one host
+ *                          is a ring
  *
  * Each prints "good" and ends with 0, or says what is wrong.
  */
@@ -12,9 +16,10 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
-enum { TAG_DATA = 1, TAG_GO, TAG_DONE };
-enum { VARIABLE_BYTES = 100000, PIECE_BYTES = 16 << 20, AT_ONCE = 500 };
+enum { TAG_DATA = 1, TAG_GO, TAG_DONE, TAG_ROUTE };
+enum { VARIABLE_BYTES = 100000, PIECE_BYTES = 16 << 20, AT_ONCE = 500, LOOK_US = 20000 };
 
 static int fail(const char *what, long number)
 {
@@ -156,6 +161,90 @@ static int giant_child(int mebibytes)
     return send_int(pvm_parent(), TAG_DONE, right) < 0;
 }
 
+/* A file says that one of the two has sent all: no call of PVM takes part in that. */
+static void say_sent_and_wait(const char *folder, const char *own, const char *other)
+{
+    char path[4096];
+    snprintf(path, sizeof path, "%s/%s", folder, own);
+    FILE *sent = fopen(path, "w");
+    if (sent)
+        fclose(sent);
+    for (snprintf(path, sizeof path, "%s/%s", folder, other); access(path, F_OK) != 0;)
+        usleep(LOOK_US);
+}
+
+static int exchange(int peer, int pieces, const char *folder, int mine, int theirs)
+{
+    const char *const names[] = { "sent-by-first", "sent-by-second" };
+    char *piece = malloc(PIECE_BYTES), *wanted = malloc(PIECE_BYTES);
+    if (!piece || !wanted)
+        return fail("memory", pieces);
+    for (int i = 0; i < pieces; i++) {
+        memset(piece, (i + mine * 101) & 0xff, PIECE_BYTES);
+        memcpy(piece, &i, sizeof i);
+        if (pvm_initsend(PvmDataRaw) < 0 || pvm_pkbyte(piece, PIECE_BYTES, 1) < 0 || pvm_send(peer, TAG_DATA) < 0)
+            return fail("send", i);
+    }
+    say_sent_and_wait(folder, names[mine], names[theirs]);
+    for (int i = 0; i < pieces; i++) {
+        memset(wanted, (i + theirs * 101) & 0xff, PIECE_BYTES);
+        memcpy(wanted, &i, sizeof i);
+        if (pvm_recv(peer, TAG_DATA) < 0 || pvm_upkbyte(piece, PIECE_BYTES, 1) < 0)
+            return fail("receive", i);
+        if (memcmp(piece, wanted, PIECE_BYTES) != 0)
+            return fail("not what was sent", i);
+    }
+    return 0;
+}
+
+/* From here on this task hears of its routes, those too for which others ask. */
+static int want_route(const char *route)
+{
+    if (strcmp(route, "direct") != 0)
+        return 0;
+    return pvm_setopt(PvmRoute, PvmRouteDirect) < 0 || pvm_notify(PvmRouteAdd, TAG_ROUTE, -1, NULL) < 0;
+}
+
+/* Says a few words, so that what is wanted as a route stands before anything large is sent. */
+static int meet(int peer, const char *route, int begins)
+{
+    int found = 0;
+    for (int i = 0; i < 3; i++) {
+        if (begins && send_int(peer, TAG_GO, i) < 0)
+            return fail("greeting", i);
+        if (receive_int(peer, TAG_GO) != i)
+            return fail("greeted", i);
+        if (!begins && send_int(peer, TAG_GO, i) < 0)
+            return fail("greeting", i);
+    }
+    while (!strcmp(route, "direct") && found != peer)
+        found = receive_int(-1, TAG_ROUTE);
+    return 0;
+}
+
+static int flood(const char *self, char **words)
+{
+    char *arguments[] = { "flood-child", words[0], words[1], words[3], NULL };
+    int child = -1, status = 1;
+    if (want_route(words[1]))
+        return fail("route", 0);
+    if (pvm_spawn((char *)self, arguments, PvmTaskHost, words[2], 1, &child) != 1)
+        return fail("spawn", child);
+    /* The child has asked for news of its routes before it says its first word. */
+    if (meet(child, words[1], 0) == 0)
+        status = exchange(child, atoi(words[0]) / (PIECE_BYTES >> 20), words[3], 0, 1);
+    int theirs = status == 0 ? receive_int(child, TAG_DONE) : 0;
+    return status ? status : theirs == 0 ? 0 : fail("the other one", theirs);
+}
+
+static int flood_child(char **words)
+{
+    int parent = pvm_parent(), status = want_route(words[1]) || meet(parent, words[1], 1);
+    if (status == 0)
+        status = exchange(parent, atoi(words[0]) / (PIECE_BYTES >> 20), words[2], 1, 0);
+    return send_int(parent, TAG_DONE, status) < 0;
+}
+
 int main(int argc, char **argv)
 {
     const char *role = argc > 2 ? argv[1] : "";
@@ -166,6 +255,7 @@ int main(int argc, char **argv)
         status = !strcmp(role, "pending-child")       ? pending_child(number)
                  : !strcmp(role, "environment-child") ? environment_child(number)
                  : !strcmp(role, "tasks-child")       ? tasks_child()
+                 : argc > 4                           ? flood_child(argv + 2)
                                                       : giant_child(number);
         pvm_exit();
         return status;
@@ -174,6 +264,7 @@ int main(int argc, char **argv)
              : !strcmp(role, "environment") ? environment(argv[0], argv[2])
              : !strcmp(role, "tasks")       ? tasks(argv[0], argv[2])
              : !strcmp(role, "giant")       ? giant(argv[0], argv[2])
+             : argc > 5                     ? flood(argv[0], argv + 2)
                                             : fail("unknown role", argc);
     if (status == 0)
         printf("good\n");

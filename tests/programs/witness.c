@@ -1,10 +1,11 @@
 /*
  * Tasks that would notice if they ran twice, or if a message were lost.
  *
- *   witness                    from a command line: the director. Reads lines: "spawn HOST NAME FOLDER" prints "witness NAME tTID";
- *                              "ask tTID" prints "account tTID got N bad N theirs N", N messages that came, faults that it
+ *   witness [direct]           from a command line: the director. Reads lines: "spawn HOST NAME FOLDER" prints "witness NAME tTID";
+ *                              with direct all want direct routes, and "route tTID" tells of one; "ask tTID" prints "account tTID got N bad N theirs N", N messages that came, faults that it
  *                              and the task have seen; "stop tTID" ends one, "end" all. Prints "gone tTID" when a task has ended.
- *   witness NAME FOLDER        as a task: appends 0, 1, 2, … to FOLDER/NAME, a line each few milliseconds, and sends the
+ *   witness NAME FOLDER [direct]
+ *                              as a task: appends 0, 1, 2, … to FOLDER/NAME, a line each few milliseconds, and sends the
  *                              director numbered messages of different sizes, each of which is answered with its number
  *
  * A second copy would write a number that is there already.
@@ -18,13 +19,13 @@
 #include <sys/time.h>
 #include <unistd.h>
 
-enum { TAG_DATA = 1, TAG_ANSWER, TAG_END, TAG_GONE };
+enum { TAG_DATA = 1, TAG_ANSWER, TAG_END, TAG_GONE, TAG_ROUTE };
 enum { WITNESSES_MAX = 1024, WINDOW = 8, DATA_MAX = 60000, ANSWER_MAX = 3000, LINE = 1024 };
 
 static struct witness {
     int tid, got, bad, theirs;
 } all[WITNESSES_MAX];
-static int count;
+static int count, wants_direct;
 
 static int length(int number, int most)
 {
@@ -102,7 +103,7 @@ static void obey(char *program, char *line)
     char host[LINE], name[LINE], folder[LINE];
     unsigned int tid;
     if (sscanf(line, "spawn %1023s %1023s %1023s", host, name, folder) == 3 && count < WITNESSES_MAX) {
-        char *words[] = { name, folder, NULL };
+        char *words[] = { name, folder, wants_direct ? "direct" : NULL, NULL };
         struct witness *fresh = &all[count];
         if (pvm_spawn(program, words, PvmTaskHost, host, 1, &fresh->tid) != 1) {
             printf("refused %s %d\n", name, fresh->tid);
@@ -129,6 +130,11 @@ static void hear(int buf)
     if (tag == TAG_GONE) {
         pvm_upkint(&gone, 1, 1);
         printf("gone t%x\n", gone);
+        return;
+    }
+    if (tag == TAG_ROUTE) {
+        pvm_upkint(&tid, 1, 1);
+        printf("route t%x\n", tid);
         return;
     }
     struct witness *from = of(tid);
@@ -181,5 +187,12 @@ int main(int argc, char **argv)
 {
     if (pvm_mytid() < 0)
         return 2;
-    return argc > 2 ? testify(argv[1], argv[2]) : direct(argv[0]);
+    wants_direct = argc > 1 && strcmp(argv[argc - 1], "direct") == 0;
+    if (wants_direct && pvm_setopt(PvmRoute, PvmRouteDirect) < 0)
+        return 2;
+    if (argc > 2)
+        return testify(argv[1], argv[2]);
+    if (wants_direct && pvm_notify(PvmRouteAdd, TAG_ROUTE, -1, NULL) < 0)
+        return 2;
+    return direct(argv[0]);
 }

@@ -4,6 +4,7 @@ use crate::dice::Dice;
 use crate::run::{Running, eventually};
 use crate::vm::Vm;
 use anyhow::{Context, Result, bail, ensure};
+use std::collections::HashMap;
 use std::io::Write;
 use std::process::Stdio;
 use std::time::Duration;
@@ -68,9 +69,17 @@ impl Crowd {
     /// # Errors
     /// They do not begin.
     pub fn start(vm: &Vm<'_>, count: usize, reach: usize, hosts: &[&str]) -> Result<Crowd> {
+        Crowd::start_with(vm, count, &["-k", &reach.to_string()], hosts)
+    }
+
+    /// The same with other options of the program.
+    ///
+    /// # Errors
+    /// They do not begin.
+    pub fn start_with(vm: &Vm<'_>, count: usize, words: &[&str], hosts: &[&str]) -> Result<Crowd> {
         let program = vm.program("all_to_all")?;
         let mut command = vm.command(vm.bed().host(1), program);
-        command.args(["-n", &count.to_string(), "-k", &reach.to_string(), "-r", "2000"]).args(hosts);
+        command.args(["-n", &count.to_string(), "-r", "2000"]).args(words).args(hosts);
         let director = Running::start(command, Stdio::piped())?;
         let workers = eventually(LONG, || {
             let out = director.out_so_far().map_err(|error| error.to_string())?;
@@ -107,6 +116,50 @@ impl Crowd {
             self.workers[who].1 = to;
         }
         Ok(())
+    }
+
+    /// Moves one worker and waits until it is there.
+    ///
+    /// # Errors
+    /// It did not get there; the console's words.
+    pub fn move_one(&mut self, vm: &Vm<'_>, who: usize, to: &str) -> Result<()> {
+        let tid = &self.workers[who].0;
+        vm.migrate_when_ready(tid, to)?.expect_good(&format!("{tid} to {to}"))?;
+        self.workers[who].1 = to.to_string();
+        Ok(())
+    }
+
+    /// How many direct routes, among them rings, each worker has had to each other one; for workers that want some.
+    ///
+    /// # Errors
+    /// What the director says cannot be read.
+    pub fn routes(&self) -> Result<HashMap<(usize, usize), u32>> {
+        let route = |line: &str| {
+            let mut words = line.strip_prefix("route ")?.split(' ');
+            let pair = (words.next()?.parse().ok()?, words.next()?.parse().ok()?);
+            Some((pair, words.next()?.parse().ok()?))
+        };
+        Ok(self.director.out_so_far()?.lines().filter_map(route).collect())
+    }
+
+    /// Waits until both sides of all conversations of these workers have had more routes than `before`; what they have had then.
+    ///
+    /// # Errors
+    /// A route does not come.
+    pub fn have_routes(
+        &self,
+        who: &[usize],
+        before: &HashMap<(usize, usize), u32>,
+    ) -> Result<HashMap<(usize, usize), u32>> {
+        eventually(LONG, || {
+            let now = self.routes().map_err(|error| error.to_string())?;
+            let of = |map: &HashMap<(usize, usize), u32>, pair: &(usize, usize)| map.get(pair).copied().unwrap_or(0);
+            let all = 0..self.workers.len();
+            let pairs = who.iter().flat_map(|one| all.clone().map(move |other| (*one, other)));
+            let both = pairs.filter(|(one, other)| one != other).flat_map(|(one, other)| [(one, other), (other, one)]);
+            let missing: Vec<_> = both.filter(|pair| of(&now, pair) <= of(before, pair)).collect();
+            if missing.is_empty() { Ok(now) } else { Err(format!("no route yet: {missing:?} of {now:?}")) }
+        })
     }
 
     /// All tasks are where they were moved to.

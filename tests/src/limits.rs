@@ -1,4 +1,4 @@
-//! Limits of processors, so that hosts of one machine are unequal: a control group for each host that wants one.
+//! Limits of processors, so that hosts of one machine are unequal, and of memory: a control group for each host that wants one.
 
 use crate::run::eventually;
 use crate::testbed::Host;
@@ -35,12 +35,73 @@ pub fn lacks() -> Option<String> {
 }
 
 fn hierarchies() -> Option<Vec<PathBuf>> {
-    let v1: Vec<PathBuf> = ["cpu", "cpuacct"].map(|name| Path::new(ROOT).join(name)).to_vec();
+    hierarchies_of(&["cpu", "cpuacct"])
+}
+
+/// Those in which groups have the first of these controllers; in the first version of control groups they come together.
+fn hierarchies_of(controllers: &[&str]) -> Option<Vec<PathBuf>> {
+    let v1: Vec<PathBuf> = controllers.iter().map(|name| Path::new(ROOT).join(name)).collect();
     if v1.iter().all(|root| root.join("cgroup.procs").exists()) {
         return Some(v1);
     }
-    let controllers = fs::read_to_string(Path::new(ROOT).join("cgroup.subtree_control")).ok()?;
-    controllers.split_whitespace().any(|name| name == "cpu").then(|| vec![PathBuf::from(ROOT)])
+    let there = fs::read_to_string(Path::new(ROOT).join("cgroup.subtree_control")).ok()?;
+    there.split_whitespace().any(|name| name == controllers[0]).then(|| vec![PathBuf::from(ROOT)])
+}
+
+/// Why the memory of hosts cannot be limited on this machine; `None` when it can.
+pub fn lacks_memory() -> Option<String> {
+    let writable = |root: &PathBuf| nix::unistd::access(root, nix::unistd::AccessFlags::W_OK).is_ok();
+    let here = hierarchies_of(&["memory"]).is_some_and(|all| all.iter().all(writable));
+    (!here).then(|| format!("no control groups for memory that can be written below {ROOT}"))
+}
+
+/// A group that limits the memory of one host. It is removed with it, so it has to outlive the host.
+#[derive(Debug)]
+pub struct MemoryLimit(Limit);
+
+impl MemoryLimit {
+    /// A group for a host, without a limit yet and without the host's processes.
+    ///
+    /// # Errors
+    /// [`lacks_memory`].
+    pub fn new(host: &Host) -> Result<MemoryLimit> {
+        let Some(roots) = hierarchies_of(&["memory"]) else { bail!("{}", lacks_memory().unwrap_or_default()) };
+        Limit::below(&roots, host).map(MemoryLimit)
+    }
+
+    /// As [`Limit::take_in`].
+    ///
+    /// # Errors
+    /// See there.
+    pub fn take_in(&self, host: &Host) -> Result<()> {
+        self.0.take_in(host)
+    }
+
+    /// Leaves the host so many bytes more than it has now.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn leave(&self, bytes: u64) -> Result<()> {
+        let (used, limit) = self.files();
+        let used: u64 = fs::read_to_string(self.0.folders[0].join(used))?.trim().parse()?;
+        write(&self.0.folders[0], limit, &(used + bytes).to_string())
+    }
+
+    /// Leaves the host all memory from now on.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn lift(&self) -> Result<()> {
+        let (_, limit) = self.files();
+        write(&self.0.folders[0], limit, if limit == "memory.max" { "max" } else { "-1" })
+    }
+
+    fn files(&self) -> (&'static str, &'static str) {
+        match self.0.folders[0].join("memory.max").exists() {
+            true => ("memory.current", "memory.max"),
+            false => ("memory.usage_in_bytes", "memory.limit_in_bytes"),
+        }
+    }
 }
 
 impl Limit {
@@ -50,6 +111,10 @@ impl Limit {
     /// [`lacks`].
     pub fn new(host: &Host) -> Result<Limit> {
         let Some(roots) = hierarchies() else { bail!("{}", lacks().unwrap_or_default()) };
+        Limit::below(&roots, host)
+    }
+
+    fn below(roots: &[PathBuf], host: &Host) -> Result<Limit> {
         let name = format!("sempa-testbed-{}-{}", std::process::id(), host.init());
         let limit = Limit { folders: roots.iter().map(|root| root.join(&name)).collect() };
         for folder in &limit.folders {

@@ -74,6 +74,8 @@ pub struct Cell {
     /// The daemon that stands still.
     held: Option<(Pid, Instant)>,
     moving: Option<Running>,
+    /// What the console said in the end.
+    said: String,
 }
 
 /// The rounds on one virtual machine.
@@ -85,6 +87,8 @@ pub struct Rounds<'a> {
     pub witnesses: Witnesses,
     steps: PathBuf,
     number: usize,
+    /// The host that all tasks leave, if it is always the same one.
+    home: Option<usize>,
 }
 
 impl<'a> Rounds<'a> {
@@ -93,8 +97,16 @@ impl<'a> Rounds<'a> {
     /// # Errors
     /// The director does not start.
     pub fn new(vm: &'a Vm<'a>) -> Result<Rounds<'a>> {
+        Rounds::with(vm, Witnesses::start(vm)?, None)
+    }
+
+    /// The same with these tasks. `home`: the host that all of them leave; then one step at a time can be held.
+    ///
+    /// # Errors
+    /// The testbed has no engine of its own.
+    pub fn with(vm: &'a Vm<'a>, witnesses: Witnesses, home: Option<usize>) -> Result<Rounds<'a>> {
         let steps = vm.bed().steps().context("a testbed whose daemons stand still")?.to_path_buf();
-        Ok(Rounds { vm, witnesses: Witnesses::start(vm)?, steps, number: 0 })
+        Ok(Rounds { vm, witnesses, steps, number: 0, home })
     }
 
     /// Takes in hosts as they are needed, spawns a task for each of these steps and moves it; each move
@@ -106,8 +118,10 @@ impl<'a> Rounds<'a> {
         self.number += 1;
         // A daemon does not start its tasker again and again without a pause: the next round meets the next pair.
         let first = if steps.len() == 1 { self.number % PAIRS } else { 0 };
-        self.take_in(1 + 2 * (first + steps.len()))?;
-        let pair = |i: usize| (2 + 2 * (first + i), 3 + 2 * (first + i));
+        ensure!(self.home.is_none() || steps.len() == 1, "one step at a time from the same host: {steps:?}");
+        let home = self.home;
+        let pair = |i: usize| (home.unwrap_or(2 + 2 * (first + i)), 3 + 2 * (first + i));
+        self.take_in(pair(steps.len() - 1).1)?;
         let named = |(i, step): (usize, &Step)| (format!("h{}", pair(i).0), format!("r{}-{step}", self.number));
         let names: Vec<(String, String)> = steps.iter().enumerate().map(named).collect();
         let tids = self.witnesses.spawn(&names)?;
@@ -115,7 +129,16 @@ impl<'a> Rounds<'a> {
         for (i, (tid, (_, name))) in tids.into_iter().zip(names).enumerate() {
             let (source, target) = pair(i);
             fs::write(self.steps.join(format!("{tid}-{}", steps[i])), "")?;
-            cells.push(Cell { step: steps[i], name, tid, source, target, held: None, moving: None });
+            cells.push(Cell {
+                step: steps[i],
+                name,
+                tid,
+                source,
+                target,
+                held: None,
+                moving: None,
+                said: String::new(),
+            });
         }
         for cell in &mut cells {
             cell.moving = Some(self.vm.start_migrate(&cell.tid, &format!("h{}", cell.target))?);
@@ -217,6 +240,14 @@ impl<'a> Rounds<'a> {
         Ok(())
     }
 
+    /// Lets the daemons that hold these moves go on.
+    ///
+    /// # Errors
+    /// The kernel refuses.
+    pub fn go_on(&self, cells: &[Cell]) -> Result<()> {
+        cells.iter().filter_map(|cell| cell.held).try_for_each(|(pid, _)| signal(pid, Signal::SIGCONT))
+    }
+
     /// Waits for the end of all moves of a round, and judges them: each task runs once and talks; or, if `may_be_lost` says
     /// that its only host may have been lost, it has ended, nothing of it is left, and whoever wanted to know was told. It has
     /// never run twice, no message was lost, and the event log says what happened. In the end the tasks are ended, and
@@ -225,12 +256,30 @@ impl<'a> Rounds<'a> {
     /// # Errors
     /// The first move that ended otherwise, and how.
     pub fn judge(&mut self, cells: Vec<Cell>, may_be_lost: impl Fn(&Cell) -> bool) -> Result<usize> {
+        let ended = self.end(cells)?;
+        self.judge_ended(ended, may_be_lost)
+    }
+
+    /// Waits for the end of all moves of a round.
+    ///
+    /// # Errors
+    /// One does not end.
+    pub fn end(&self, mut cells: Vec<Cell>) -> Result<Vec<Cell>> {
+        for cell in &mut cells {
+            let said = cell.moving.take().context("it was moved")?.finish(LONG)?;
+            cell.said = format!("{:?} {:?}", said.out, said.err);
+        }
+        Ok(cells)
+    }
+
+    /// As [`Rounds::judge`], for moves that have ended.
+    ///
+    /// # Errors
+    /// See there.
+    pub fn judge_ended(&mut self, cells: Vec<Cell>, may_be_lost: impl Fn(&Cell) -> bool) -> Result<usize> {
         let mut alive = Vec::new();
-        for mut cell in cells {
-            let moving = cell.moving.take().context("it was moved")?;
-            let said = moving.finish(LONG)?;
-            let what =
-                format!("held at {}: {} ({}) said {:?} {:?}", cell.step, cell.name, cell.tid, said.out, said.err);
+        for cell in cells {
+            let what = format!("held at {}: {} ({}) said {}", cell.step, cell.name, cell.tid, cell.said);
             if self.judge_one(&cell, may_be_lost(&cell)).with_context(|| what)? {
                 alive.push(cell);
             }

@@ -13,9 +13,10 @@ use std::time::Duration;
 /// Time for one word of the director on a loaded machine.
 const SOON: Duration = Duration::from_secs(60);
 
-/// The director. It runs on h1, and ends with the virtual machine.
+/// The director. It ends with the virtual machine.
 #[derive(Debug)]
 pub struct Witnesses {
+    direct: bool,
     director: Running,
     words: ChildStdin,
     folder: PathBuf,
@@ -32,20 +33,31 @@ pub struct Account {
 }
 
 impl Witnesses {
-    /// Starts the director. The program is compiled first.
+    /// Starts the director on h1. The program is compiled first.
     ///
     /// # Errors
     /// It does not start.
     pub fn start(vm: &Vm<'_>) -> Result<Witnesses> {
+        Witnesses::start_on(vm, 1, false)
+    }
+
+    /// The same on any host; `direct`: all want direct routes, among them rings, and nobody counts as spawned before the
+    /// director has one to it.
+    ///
+    /// # Errors
+    /// It does not start.
+    pub fn start_on(vm: &Vm<'_>, host: usize, direct: bool) -> Result<Witnesses> {
         let program = vm.program("witness")?;
         // Each virtual machine of a testbed has a folder of its own.
         let mut folders = (1..).map(|number| vm.bed().folder().join(format!("witnesses-{number}")));
         let folder = folders.find(|folder| !folder.exists()).context("a free name")?;
         fs::create_dir_all(&folder)?;
         let name = program.display().to_string();
-        let mut director = Running::start(vm.command(vm.bed().host(1), program), Stdio::piped())?;
+        let mut command = vm.command(vm.bed().host(host), program);
+        command.args(direct.then_some("direct"));
+        let mut director = Running::start(command, Stdio::piped())?;
         let words = director.take_stdin().context("its input is piped")?;
-        Ok(Witnesses { director, words, folder, program: name })
+        Ok(Witnesses { direct, director, words, folder, program: name })
     }
 
     fn say(&mut self, line: &str) -> Result<()> {
@@ -80,6 +92,9 @@ impl Witnesses {
         }
         for tid in &tids {
             self.talks(tid)?;
+            if self.direct {
+                self.has_route(tid, 1)?;
+            }
         }
         Ok(tids)
     }
@@ -116,6 +131,17 @@ impl Witnesses {
         let account = self.account(tid)?;
         ensure!(account.faults == 0, "{tid}: {account:?}");
         Ok(())
+    }
+
+    /// Waits until the director has had so many direct routes to a task.
+    ///
+    /// # Errors
+    /// It has not.
+    pub fn has_route(&self, tid: &str, count: usize) -> Result<()> {
+        eventually(SOON, || {
+            let had = self.said("route ")?.iter().filter(|of| *of == tid).count();
+            if had >= count { Ok(()) } else { Err(format!("{had} routes to {tid}")) }
+        })
     }
 
     /// True if the director was told that a task has ended.
@@ -156,7 +182,9 @@ impl Witnesses {
             let line = fs::read(entry.path().join("cmdline")).unwrap_or_default();
             let mut words = line.split(|byte| *byte == 0).map(String::from_utf8_lossy);
             if words.next().is_some_and(|program| *program == *self.program)
-                && let Some(name) = words.next().filter(|name| !name.is_empty())
+                && let Some(name) = words.next()
+                // The director has no folder.
+                && words.next().is_some_and(|folder| !folder.is_empty())
             {
                 *found.entry(name.into_owned()).or_default() += 1;
             }

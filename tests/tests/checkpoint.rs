@@ -2,6 +2,7 @@
 
 use sempa_proto::event::EventKind;
 use sempa_tests::needs::testbed;
+use sempa_tests::ring_job::{Job, WORKERS};
 use sempa_tests::run::Done;
 use sempa_tests::speaker::owner;
 use sempa_tests::vm::Settings;
@@ -10,74 +11,6 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 const LONG: Duration = Duration::from_secs(120);
-const WORKERS: usize = 4;
-const MODULUS: i64 = 1_000_003;
-
-/// The sums that the job has to write, one for each round.
-fn sums(rounds: i64) -> Vec<i64> {
-    let next = |sum: i64, state: i64| (sum * 31 + state) % MODULUS;
-    let mut states = [0; WORKERS + 1];
-    let (mut sum, mut notes, mut all) = (1, Vec::new(), Vec::new());
-    for round in 0..rounds {
-        for (index, state) in (0..).zip(&mut states) {
-            *state = (*state * 17 + round + index) % MODULUS;
-            sum = next(sum, *state);
-        }
-        notes.push(states[1..].to_vec());
-        if round >= 2 {
-            sum = notes[round as usize - 2].iter().fold(sum, |sum, note| next(sum, *note));
-        }
-        all.push(sum);
-    }
-    all
-}
-
-/// A job that computes, and the folder that it writes to.
-struct Job {
-    folder: PathBuf,
-    rounds: i64,
-    tid: String,
-}
-
-impl Job {
-    fn start(vm: &Vm, place: &str, rounds: i64) -> Job {
-        vm.program("ring_job").expect("gcc");
-        let folder = vm.home().join("ring");
-        std::fs::create_dir_all(&folder).expect("a folder");
-        let count = rounds.to_string();
-        let words = [place, "ring_job", &WORKERS.to_string(), &count, "2000", folder.to_str().expect("text")];
-        let tid = vm.spawn(&words).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
-        Job { folder, rounds, tid }
-    }
-
-    fn lines(&self) -> usize {
-        std::fs::read_to_string(self.folder.join("log")).map(|log| log.lines().count()).unwrap_or_default()
-    }
-
-    /// Waits until the job has got this many rounds further than it is now.
-    fn go_on(&self, vm: &Vm, rounds: usize) {
-        let until = self.lines() + rounds;
-        let gone = eventually(LONG, || {
-            let lines = self.lines();
-            if lines >= until { Ok(()) } else { Err(format!("{lines} of {until} rounds")) }
-        });
-        gone.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
-    }
-
-    /// Waits for the end: the result is right, and each line of the log is there once.
-    fn finish(&self, vm: &Vm) {
-        let result = eventually(LONG, || {
-            let text = std::fs::read_to_string(self.folder.join("result")).unwrap_or_default();
-            text.trim().parse::<i64>().map_err(|_| format!("no result after {} rounds", self.lines()))
-        });
-        let result = result.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
-        let sums = sums(self.rounds);
-        assert_eq!(Some(&result), sums.last());
-        let log = std::fs::read_to_string(self.folder.join("log")).expect("there");
-        let wanted: Vec<String> = (0..).zip(&sums).map(|(round, sum): (i64, _)| format!("{round} {sum}")).collect();
-        assert!(log.lines().eq(wanted.iter().map(String::as_str)), "{log}");
-    }
-}
 
 fn pvm(vm: &Vm, words: &[&str]) -> Done {
     vm.pvm(words).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()))
@@ -214,14 +147,14 @@ fn a_log_that_the_target_lacks_goes_along_and_has_each_line_once_at_the_end() {
     let (rounds, workers) = (400, WORKERS.to_string());
     let words = ["-h2", "ring_job", &workers, "400", "2000", "/tmp/ring"];
     let tid = vm.spawn(&words).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
-    let job = Job { folder: place(2), rounds, tid };
+    let job = Job::at(place(2), rounds, tid);
     job.go_on(&vm, 20);
     let nowhere = pvm(&vm, &["can-migrate", &job.tid, "h3"]);
     let reason = "/tmp/ring/log: it does not exist on the target, and cannot be carried there: its folder: ";
     assert!(!nowhere.good() && nowhere.out.contains(reason), "{nowhere:?}");
     std::fs::create_dir(place(3)).expect("made");
     vm.must_migrate(&job.tid, "h3");
-    let job = Job { folder: place(3), ..job };
+    let job = Job::at(place(3), rounds, job.tid);
     job.finish(&vm);
     assert!(!place(2).join("result").exists() && place(2).join("log").exists());
     vm.halt().expect("halts");

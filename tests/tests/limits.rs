@@ -4,12 +4,17 @@ use sempa_tests::Vm;
 use sempa_tests::needs::testbed;
 use sempa_tests::run::run;
 use sempa_tests::vm::Settings;
+use std::fs::File;
 use std::time::Duration;
 
 const LONG: Duration = Duration::from_secs(300);
 
 /// Memory that the largest message takes on its way: with the sender, in the receiver's inbox as it grows, in between.
 const GIANT_NEEDS_MIB: u64 = 14 << 10;
+/// What two tasks send each other before either receives, and the memory that it takes: with who has sent it, with the daemons
+/// on the way, with who receives it.
+const FLOOD_MIB: &str = "1024";
+const FLOOD_NEEDS_MIB: u64 = 6 << 10;
 
 fn good(vm: &Vm, words: &[&str]) {
     let program = vm.program("limits").expect("gcc");
@@ -56,14 +61,50 @@ fn free_mebibytes() -> u64 {
     line.and_then(|words| words.split_whitespace().next()?.parse::<u64>().ok()).unwrap_or(0) / 1024
 }
 
+/// Keeps the other tests that take so much memory waiting, also those of other processes, while it is held; `None`, with a word,
+/// where there is not enough.
+fn memory(mebibytes: u64) -> Option<File> {
+    let turn = File::create(std::env::temp_dir().join("sempa-tests-memory.lock")).expect("a file");
+    turn.lock().expect("a lock");
+    if free_mebibytes() < mebibytes {
+        println!("not tried: it takes {mebibytes} MiB of free memory");
+        return None;
+    }
+    Some(turn)
+}
+
 #[test]
 fn a_message_larger_than_four_gibibytes_arrives_whole() {
-    if free_mebibytes() < GIANT_NEEDS_MIB {
-        println!("not tried: it takes {GIANT_NEEDS_MIB} MiB of free memory");
-        return;
-    }
+    let Some(_turn) = memory(GIANT_NEEDS_MIB) else { return };
     let Some((bed, _)) = testbed(1) else { return };
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     good(&vm, &["giant", "4352"]);
     vm.halt().expect("it ends");
+}
+
+/// Two tasks, this one on h1 and the other one on `host`.
+fn flood(route: &str, host: &str) {
+    let Some(_turn) = memory(FLOOD_NEEDS_MIB) else { return };
+    let Some((bed, _)) = testbed(2) else { return };
+    let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
+    vm.add(&["h2"]).expect("it joins");
+    let folder = vm.home().join("flood");
+    std::fs::create_dir(&folder).expect("made");
+    good(&vm, &["flood", FLOOD_MIB, route, host, folder.to_str().expect("text")]);
+    vm.halt().expect("it ends");
+}
+
+#[test]
+fn two_tasks_of_one_host_that_send_each_other_a_gibibyte_before_they_receive_do_not_block_each_other() {
+    flood("direct", "h1");
+}
+
+#[test]
+fn two_tasks_with_a_direct_route_that_send_each_other_a_gibibyte_before_they_receive_do_not_block_each_other() {
+    flood("direct", "h2");
+}
+
+#[test]
+fn two_tasks_whose_daemons_carry_a_gibibyte_each_way_before_they_receive_do_not_block_each_other() {
+    flood("default", "h2");
 }

@@ -1,6 +1,7 @@
 //! Engines and stores that fail or lie while jobs are written and started again: one plain sentence each, all tasks go on, nothing
 //! is left behind, and the set that was there before can be started.
 
+use sempa_tests::liar::{self, lie};
 use sempa_tests::needs::testbed_with_own_engine;
 use sempa_tests::run::Done;
 use sempa_tests::vm::Settings;
@@ -12,55 +13,6 @@ use std::time::Duration;
 
 const LONG: Duration = Duration::from_secs(120);
 const WORKERS: usize = 2;
-
-/// Passes on what the real engine and whoever has started it say to each other. When all is written, and before that is said,
-/// images of this kind lose their second half.
-const CUTTER: &str = r#"
-import glob, os, select, socket, subprocess, sys
-real, number, kind = sys.argv[1:]
-ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-os.set_inheritable(theirs.fileno(), True)
-engine = subprocess.Popen([real, "swrk", str(theirs.fileno())], close_fds=False)
-theirs.close()
-starter = socket.socket(fileno=int(number))
-while True:
-    for ready in select.select([starter, ours], [], [])[0]:
-        words = ready.recv(1 << 20)
-        if not words:
-            if ready is starter:
-                engine.kill()
-            sys.exit(engine.wait())
-        if ready is ours and b"post-dump" in words:
-            for path in glob.glob("/tmp/sempa-0/pvm/images-*/" + kind):
-                os.truncate(path, os.path.getsize(path) // 2)
-        (ours if ready is starter else starter).send(words)
-"#;
-
-/// An engine that is what the file `lie` on its host says; without that it is the real one.
-fn put_lying_engine(bed: &Testbed) {
-    let link = bed.engine().expect("an engine of its own");
-    let real = fs::read_link(link).expect("a link").display().to_string();
-    let script = format!(
-        "#!/bin/bash\nlie=$(cat {folder}/lie-$(hostname) 2>/dev/null)\n[[ $1 == swrk ]] || lie=\n\
-         case $lie in\n\
-         hang) exec sleep 14142 ;;\n\
-         silent) exit 0 ;;\n\
-         garbage) printf 'neither yes nor no' >&$2; exec sleep 14142 ;;\n\
-         killed) kill -9 $$ ;;\n\
-         cut*) exec python3 {folder}/cutter.py {real} \"$2\" \"${{lie#cut }}\" ;;\n\
-         esac\nexec {real} \"$@\"\n",
-        folder = bed.folder().display(),
-    );
-    fs::write(bed.folder().join("cutter.py"), CUTTER).expect("written");
-    let fresh = link.with_extension("fresh");
-    fs::write(&fresh, script).expect("written");
-    fs::set_permissions(&fresh, fs::Permissions::from_mode(0o755)).expect("executable");
-    fs::rename(&fresh, link).expect("in place");
-}
-
-fn lie(bed: &Testbed, host: &str, lie: &str) {
-    fs::write(bed.folder().join(format!("lie-{host}")), lie).expect("written");
-}
 
 /// A job of three tasks on h1 and h2 that writes a line for each round.
 struct Job<'a> {
@@ -162,7 +114,7 @@ fn nothing_new(vm: &Vm<'_>, before: &[String], what: &str) {
                 let name = entry.file_name().to_string_lossy().into_owned();
                 left.extend(["images-", "resume-"].iter().any(|begin| name.starts_with(begin)).then_some(name));
             }
-            let engine = |line: &String| line.contains(" swrk ") || line.contains("sleep 14142");
+            let engine = |line: &String| liar::is_engine(line);
             left.extend(host.processes().into_iter().map(|(_, line)| line).filter(engine));
         }
         if left.is_empty() { Ok(()) } else { Err(left.join(", ")) }
@@ -172,7 +124,7 @@ fn nothing_new(vm: &Vm<'_>, before: &[String], what: &str) {
 
 fn with_job(settings: impl Fn(&Testbed) -> Settings, test: impl FnOnce(&Testbed, &Vm<'_>, &Job<'_>)) {
     let Some((bed, _)) = testbed_with_own_engine(2) else { return };
-    put_lying_engine(&bed);
+    liar::put(&bed);
     let vm = Vm::start(&bed, settings(&bed)).expect("a virtual machine");
     vm.add(&["h2"]).expect("the other one joins");
     let job = Job::start(&vm);

@@ -148,6 +148,11 @@ impl Ahead {
         self.now = now;
     }
 
+    /// Whether CRIU has said something else than what it needs, as it does before it ends well; or misses nothing.
+    fn has_taken_leave(&self) -> bool {
+        self.is_plain || self.processes.is_empty()
+    }
+
     /// Whether it takes more from CRIU now.
     fn takes_questions(&self) -> bool {
         self.wanted.len() < WANTED_MAX

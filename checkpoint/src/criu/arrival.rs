@@ -101,6 +101,10 @@ impl Arriving for Arrival {
         let broken = |what: &str| Failure::Engine(format!("the thread that {what} has panicked"));
         let passed = self.passing.join().map_err(|_| broken("passes descriptors on"));
         let carried = self.carrying.join().unwrap_or_else(|_| Err(broken("fetches memory ahead")));
+        let ended = match (ended, &carried) {
+            (Ok(()), Ok(false)) => Err(Failure::Engine("it ended as if all memory were there, and it is not".into())),
+            (ended, _) => ended,
+        };
         ended.map_err(|why| {
             let kept = std::mem::take(&mut *self.kept.all());
             (carried.and(passed).err().unwrap_or(why), Missing(kept))

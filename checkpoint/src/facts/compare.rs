@@ -97,7 +97,7 @@ fn difference(file: &FileFact, uid: u32, here: &dyn Host) -> Option<String> {
         FileMatch::ExistsOrCarried | FileMatch::LengthOrCarried if found.is_directory => {
             Some("it is a directory on the target".into())
         }
-        FileMatch::Exists | FileMatch::ExistsOrCarried => None,
+        FileMatch::Exists | FileMatch::ExistsOrCarried => length.filter(|_| found.bytes < file.bytes),
         FileMatch::Length | FileMatch::LengthOrCarried => length,
         FileMatch::Content(expected) => length.or_else(|| match here.hash(&file.path) {
             Ok(hash) => (hash != *expected).then(|| "its content is another one on the target".into()),
@@ -241,7 +241,9 @@ mod tests {
         assert_eq!(say(&with("/data/in", 7, LengthOrCarried)), "");
         let length = "it has 6 bytes at the source, 7 on the target";
         assert_eq!(say(&with("/data/in", 6, LengthOrCarried)), length);
-        assert_eq!(say(&with("/data/log", 6, ExistsOrCarried)), "", "it is only appended to");
+        assert_eq!(say(&with("/data/log", 0, ExistsOrCarried)), "", "it is only appended to");
+        assert_eq!(say(&with("/data/in", 6, ExistsOrCarried)), "", "it has grown since");
+        assert_eq!(say(&with("/data/in", 9, ExistsOrCarried)), "it has 9 bytes at the source, 7 on the target");
         assert_eq!(say(&with("/data", 4096, LengthOrCarried)), "it is a directory on the target");
     }
 

@@ -70,6 +70,8 @@ pub(super) enum Meaning {
     Library(u64),
     /// A file that has to be there in this length.
     SameLength(PathBuf, u64),
+    /// A file that the task may write to until it stands still: it has to be there, and no shorter than it is now.
+    Grows(PathBuf),
     /// A file that has to be there.
     Exists(PathBuf),
     /// A named pipe that has to be there, and that nobody else may have open.
@@ -131,10 +133,11 @@ pub(super) fn judge(fd: &Descriptor<'_>) -> Meaning {
         Kind::Directory => Meaning::Directory(fd.link.into()),
         Kind::Fifo => Meaning::NamedPipe(fd.link.into()),
         Kind::Character { major, minor } => device(fd, major, minor),
-        // The engine checks the length of all files but those that are only appended to.
+        // The engine checks the length of all files but those that are only appended to; but when it does so all stand still.
         Kind::Regular(_) if flags(fd.info) & (ACCESS_MODE | APPEND) == WRITE_ONLY | APPEND => {
             Meaning::Exists(fd.link.into())
         }
+        Kind::Regular(_) if is_written(fd.info) => Meaning::Grows(fd.link.into()),
         Kind::Regular(bytes) => Meaning::SameLength(fd.link.into(), bytes),
         Kind::Other => Meaning::Lost(format!("{text}, which is neither file, directory, pipe nor socket")),
     }
@@ -201,10 +204,11 @@ mod tests {
     }
 
     #[test]
-    fn files_need_their_length_unless_they_are_only_appended_to() {
+    fn files_need_their_length_unless_the_task_writes_to_them() {
         let file = |info: &str| judge_as("/d/f", info, Kind::Regular(5), 1, 0xef53);
         assert_eq!(file("pos:\t0\nflags:\t0100000\n"), Meaning::SameLength("/d/f".into(), 5));
-        assert_eq!(file("pos:\t0\nflags:\t0100001\n"), Meaning::SameLength("/d/f".into(), 5));
+        assert_eq!(file("pos:\t0\nflags:\t0100001\n"), Meaning::Grows("/d/f".into()));
+        assert_eq!(file("pos:\t0\nflags:\t0102002\n"), Meaning::Grows("/d/f".into()));
         assert_eq!(file("pos:\t0\nflags:\t0102001\n"), Meaning::Exists("/d/f".into()));
         let locked = file("flags:\t0100002\nlock:\t1: FLOCK  ADVISORY  WRITE 1 fe:01:5 0 EOF\n");
         assert_eq!(locked, Meaning::Lost("a lock on the file /d/f".into()));

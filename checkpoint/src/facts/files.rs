@@ -86,7 +86,9 @@ pub fn files_to_carry(root: i32, processes: &[i32]) -> Vec<OpenFile> {
         for entry in dir.flatten() {
             let (through, number) = (entry.path(), entry.file_name());
             let meaning = descriptor(*pid, &through, &number.to_string_lossy());
-            let Ok(Meaning::SameLength(path, _) | Meaning::Exists(path)) = meaning else { continue };
+            let Ok(Meaning::SameLength(path, _) | Meaning::Grows(path) | Meaning::Exists(path)) = meaning else {
+                continue;
+            };
             let Ok(meta) = std::fs::metadata(&through) else { continue };
             if is_own(&meta) {
                 let (mode, gid) = (meta.mode() & 0o7777, meta.gid());

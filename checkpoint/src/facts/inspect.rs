@@ -51,6 +51,8 @@ enum Need {
     Directory,
     Exists,
     ExistsOrCarried,
+    NoShorter,
+    NoShorterOrCarried,
     Length,
     LengthOrCarried,
     Content,
@@ -73,6 +75,7 @@ impl Findings {
             _ if is_program => Need::Content,
             (Policy::Refuse, _) => return Err(Refusal::FilesStay { path: path.into() }),
             (Policy::Copy, Need::Exists) if is_own(&meta) => Need::ExistsOrCarried,
+            (Policy::Copy, Need::NoShorter) if is_own(&meta) => Need::NoShorterOrCarried,
             (Policy::Copy, Need::Length) if is_own(&meta) => Need::LengthOrCarried,
             _ => need,
         };
@@ -82,7 +85,8 @@ impl Findings {
 
     /// What would have to be carried along must not be too much.
     fn measure(&self) -> Result<(), Refusal> {
-        let carried = |need: &Need| matches!(need, Need::ExistsOrCarried | Need::LengthOrCarried);
+        let carried =
+            |need: &Need| matches!(need, Need::ExistsOrCarried | Need::NoShorterOrCarried | Need::LengthOrCarried);
         let all = self.files.values().filter(|(_, need)| carried(need)).map(|(bytes, _)| *bytes);
         let (files, bytes) = all.fold((0, 0_u64), |(files, sum), bytes| (files + 1, sum.saturating_add(bytes)));
         match files > CARRIED_FILES_MAX || bytes > CARRIED_BYTES_MAX {
@@ -313,6 +317,7 @@ fn descriptors(pid: i32, findings: &mut Findings) -> Result<(), Refusal> {
             Meaning::Socket(inode) => drop(findings.sockets.insert(inode)),
             Meaning::Library(inode) => drop(findings.library.insert(inode)),
             Meaning::SameLength(path, _) => findings.open_file(&path, &entry.path(), Need::Length)?,
+            Meaning::Grows(path) => findings.open_file(&path, &entry.path(), Need::NoShorter)?,
             Meaning::Exists(path) => findings.open_file(&path, &entry.path(), Need::Exists)?,
             Meaning::NamedPipe(path) => {
                 findings.need(&path, 0, Need::Exists);
@@ -417,12 +422,13 @@ fn file_facts(files: BTreeMap<PathBuf, (u64, Need)>, hashes: &HashCache) -> Resu
         .map(|(path, (bytes, need))| {
             let must = match need {
                 Need::Directory => FileMatch::Directory,
-                Need::Exists => FileMatch::Exists,
-                Need::ExistsOrCarried => FileMatch::ExistsOrCarried,
+                Need::Exists | Need::NoShorter => FileMatch::Exists,
+                Need::ExistsOrCarried | Need::NoShorterOrCarried => FileMatch::ExistsOrCarried,
                 Need::Length => FileMatch::Length,
                 Need::LengthOrCarried => FileMatch::LengthOrCarried,
                 Need::Content => FileMatch::Content(hashes.hash(&path).map_err(|e| unreadable(&path, &e))?),
             };
+            let bytes = if matches!(need, Need::Exists | Need::ExistsOrCarried) { 0 } else { bytes };
             Ok(FileFact { path, bytes, must })
         })
         .collect()

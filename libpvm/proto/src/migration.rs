@@ -148,13 +148,14 @@ pub enum FileMatch {
     Content(String),
     /// Same length: files open for reading.
     Length,
-    /// It only has to exist: files open for writing or appending, devices.
+    /// It has to exist and be no shorter: files open for writing, which grow until the task stands still; files that are
+    /// appended to and devices, of which no length is told.
     Exists,
     /// It has to be a directory.
     Directory,
     /// Same length; where there is none it is carried along.
     LengthOrCarried,
-    /// It only has to exist; where there is none it is carried along.
+    /// As [`FileMatch::Exists`]; where there is none it is carried along.
     ExistsOrCarried,
 }
 
@@ -332,7 +333,7 @@ impl fmt::Display for Refusal {
                 write!(f, "the target's kernel ({target}, the source's is {source}) lacks {}", missing.join(" "))
             }
             Refusal::File { path, why } => write!(f, "{}: {why}", path.display()),
-            Refusal::Memory { need, have } => write!(f, "it needs {need} bytes, the target has {have}"),
+            Refusal::Memory { need, have } => write!(f, "it needs {need} bytes of memory, the target has {have}"),
             Refusal::Threads { need, have } => {
                 write!(f, "it has {need} threads, and a control group of the target allows {have} more")
             }

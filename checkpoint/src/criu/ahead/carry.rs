@@ -17,8 +17,9 @@ use std::time::Instant;
 /// Bytes of questions that are read at once.
 const QUESTIONS_BYTES: usize = 4 << 10;
 
-/// Ends when CRIU has closed its end, or the other host's is closed; why, if that is due to what either has said or the images.
-pub(in super::super) type Carrying = JoinHandle<Result<(), Failure>>;
+/// Ends when CRIU has closed its end, or the other host's is closed: whether CRIU had taken its leave, or has missed nothing; why, if
+/// the end is due to what either has said or the images.
+pub(in super::super) type Carrying = JoinHandle<Result<bool, Failure>>;
 
 /// Stands between CRIU and the other host for the task whose images are in this directory. Of descriptors that CRIU has closed the
 /// copies are closed, too.
@@ -48,7 +49,7 @@ fn carry(
     mut engine: UnixStream,
     mut other: UnixStream,
     (closed, copies): (Closed, Kept),
-) -> Result<(), String> {
+) -> Result<bool, String> {
     let mut questions = [0; QUESTIONS_BYTES];
     let mut closes = Some(closed);
     loop {
@@ -61,14 +62,14 @@ fn carry(
         }
         if asks {
             match heard(engine.read(&mut questions)) {
-                Some(0) => return Ok(()),
+                Some(0) => return Ok(ahead.has_taken_leave()),
                 Some(bytes) => ahead.engine_says(&questions[..bytes]),
                 None => {}
             }
         }
         if answers {
             match heard(other.read(ahead.room())) {
-                Some(0) => return Ok(()),
+                Some(0) => return Ok(ahead.has_taken_leave()),
                 Some(bytes) => ahead.came(bytes)?,
                 None => {}
             }
@@ -76,7 +77,7 @@ fn carry(
         let done = ahead.answer(&mut engine).and_then(|()| write_from(&mut other, ahead.questions()));
         if done.is_err() {
             // Whoever does not listen any more has gone; the other one learns of it by the end of its stream.
-            return Ok(());
+            return Ok(ahead.has_taken_leave());
         }
     }
 }

@@ -28,13 +28,22 @@ type Parcel = (Bytes, Vec<OwnedFd>);
 type Answer = Box<dyn Fn(Tid, &Request) -> Option<Reply> + Send>;
 type Detour = Box<dyn Fn(SocketAddr) -> SocketAddr + Send>;
 
+/// What came for a task while it had no connection.
+enum Held {
+    Parcel(Parcel),
+    /// Whether the two are near each other, only the moment of its return says.
+    Route {
+        from: Tid,
+        word: RouteWord,
+    },
+}
+
 /// One task as the daemon sees it.
 #[derive(Default)]
 pub(super) struct Seat {
     stream: Option<UnixStream>,
     out: Option<Sender<Parcel>>,
-    /// What came while it had no connection.
-    held: Vec<Parcel>,
+    held: Vec<Held>,
     /// It was told to let go: keep everything.
     holding: bool,
     stalled: bool,
@@ -51,8 +60,12 @@ impl Seat {
             // A connection that broke takes nothing more; that is the task's loss.
             Some(out) if !self.holding => drop(out.send((bytes, descriptors))),
             _ if self.closed => {}
-            _ => self.held.push((bytes, descriptors)),
+            _ => self.held.push(Held::Parcel((bytes, descriptors))),
         }
+    }
+
+    fn listens(&self) -> bool {
+        self.out.is_some() && !self.holding && !self.closed
     }
 }
 
@@ -273,9 +286,16 @@ fn seat(shared: &Shared, hello: &Hello, stream: &UnixStream) -> Option<Tid> {
         successor: None,
     });
     let (out, queue) = channel::<Parcel>();
+    let near = net.near;
     let seat = net.seats.entry(tid).or_default();
     out.send((encode_control(&welcome).expect("small"), Vec::new())).expect("just made");
-    std::mem::take(&mut seat.held).into_iter().for_each(|parcel| out.send(parcel).expect("just made"));
+    for held in std::mem::take(&mut seat.held) {
+        let parcel = match held {
+            Held::Parcel(parcel) => parcel,
+            Held::Route { from, word } => (route_frame(from, near, word), Vec::new()),
+        };
+        out.send(parcel).expect("just made");
+    }
     seat.holding = false;
     seat.out = Some(out);
     seat.stream = Some(stream.try_clone().expect("a descriptor"));
@@ -329,22 +349,28 @@ fn take(shared: &Shared, tid: Tid, frame: Frame, descriptors: &mut VecDeque<Owne
     net.log.push((tid, said));
 }
 
-/// A word from one task to another, with its descriptors when the two may have rings.
+fn route_frame(from: Tid, near: bool, word: RouteWord) -> Bytes {
+    encode_control(&ToTask::Route { from, near, word }).expect("small")
+}
+
+/// A word from one task to another. One with descriptors goes to a task that is near and listens, or comes to nothing.
 fn pass_on(net: &mut Net, from: Tid, to: Tid, mut word: RouteWord, descriptors: Vec<OwnedFd>) {
     let near = net.near;
     if let (RouteWord::DirectOffer { addresses, .. }, Some(detour)) = (&mut word, &net.detour) {
         addresses.iter_mut().for_each(|address| *address = detour(*address));
     }
-    let answer = match word {
-        RouteWord::RingOffer { id, .. } if !near => Some(RouteWord::RingRefuse { id }),
-        _ => None,
-    };
-    let (to, from, word) = match answer {
-        Some(answer) => (from, to, answer),
-        None => (to, from, word),
-    };
-    let frame = encode_control(&ToTask::Route { from, near, word: word.clone() }).expect("small");
-    if let Some(seat) = net.seats.get_mut(&to).filter(|seat| !seat.closed) {
-        seat.give_with(frame, if word.descriptors() > 0 { descriptors } else { Vec::new() });
+    if word.descriptors() > 0 && !(near && net.seats.get(&to).is_some_and(Seat::listens)) {
+        let nothing = match word {
+            RouteWord::RingOffer { id, .. } => route_frame(to, false, RouteWord::RingRefuse { id }),
+            RouteWord::StoreOffer { .. } => return,
+            _ => encode_control(&ToTask::PeerMoved { tid: to }).expect("small"),
+        };
+        return net.seats.get_mut(&from).into_iter().for_each(|seat| seat.give(nothing.clone()));
+    }
+    let Some(seat) = net.seats.get_mut(&to).filter(|seat| !seat.closed) else { return };
+    if seat.listens() {
+        seat.give_with(route_frame(from, near, word), descriptors);
+    } else {
+        seat.held.push(Held::Route { from, word });
     }
 }

@@ -1,5 +1,6 @@
 //! The runtime against a daemon made for tests: several tasks in one process, real sockets, real threads.
 
+mod any_route;
 mod direct;
 mod ends;
 mod fake;

@@ -333,9 +333,11 @@ fn without_lengths(facts: &TaskFacts) -> TaskFacts {
     let mut facts = TaskFacts { begin: None, ..facts.clone() };
     for file in &mut facts.files {
         match file.must {
-            FileMatch::Length => file.must = FileMatch::Exists,
-            FileMatch::LengthOrCarried => file.must = FileMatch::ExistsOrCarried,
-            _ => {}
+            FileMatch::Length | FileMatch::Exists => (file.must, file.bytes) = (FileMatch::Exists, 0),
+            FileMatch::LengthOrCarried | FileMatch::ExistsOrCarried => {
+                (file.must, file.bytes) = (FileMatch::ExistsOrCarried, 0);
+            }
+            FileMatch::Content(_) | FileMatch::Directory => {}
         }
     }
     facts

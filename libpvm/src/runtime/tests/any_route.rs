@@ -1,0 +1,298 @@
+//! The route of one conversation changes at random while both sides talk: daemon, ring, direct connection, moves in between,
+//! and connections that break. Nothing is lost, doubled, damaged or out of order.
+
+use super::fake::Fake;
+use super::{PATIENCE, message, until};
+use crate::inbox::Inbox;
+use crate::runtime::Runtime;
+use proptest::prelude::*;
+use proptest::test_runner::{Config, TestCaseResult, TestRunner};
+use sempa_proto::link::SMALL_BYTES_MAX;
+use sempa_proto::message::{CTX_BASE, ENC_XDR, message_head};
+use sempa_proto::task::ToTask;
+use sempa_proto::{Message, Tid};
+use std::cell::RefCell;
+use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::Instant;
+
+/// Scripts that are tried, unless `PROPTEST_CASES` says otherwise.
+const CASES: u32 = 24;
+/// Changes in one script.
+const CHANGES_MAX: usize = 8;
+/// Messages that have to pass in each direction between two changes.
+const MESSAGES_BETWEEN: std::ops::Range<u32> = 0..120;
+/// Messages of one side that the other one has not taken yet.
+const WINDOW: u32 = 150;
+const LARGE_BYTES: usize = 3 << 20;
+const TAG_NUMBER: i32 = 1;
+const TAG_END: i32 = 2;
+
+/// What happens to the route between two tasks, `0` and `1`.
+#[derive(Clone, Copy, Debug)]
+enum Change {
+    /// This one wants a direct route.
+    Want(usize),
+    /// From now on this one agrees to direct routes, or refuses them.
+    Willing(usize, bool),
+    /// This one moves; afterwards both are on one host, or not. The other one hears of it before it is back, or later.
+    Move { who: usize, near: bool, early: bool },
+    /// Both move at once; this one is back first.
+    BothMove { first: usize, near: bool },
+    /// Every direct connection breaks.
+    Break,
+}
+
+fn change() -> impl Strategy<Value = Change> {
+    let who = 0..2usize;
+    prop_oneof![
+        4 => who.clone().prop_map(Change::Want),
+        1 => (who.clone(), any::<bool>()).prop_map(|(who, willing)| Change::Willing(who, willing)),
+        4 => (who.clone(), any::<bool>(), any::<bool>()).prop_map(|(who, near, early)| Change::Move { who, near, early }),
+        1 => (who, any::<bool>()).prop_map(|(first, near)| Change::BothMove { first, near }),
+        2 => Just(Change::Break),
+    ]
+}
+
+/// Ways that a message may go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Way {
+    Daemon,
+    Ring,
+    Direct,
+}
+
+fn way(task: &Runtime, peer: Tid) -> Way {
+    let look = |core: &crate::runtime::Core| match () {
+        () if core.near.leads_to(peer) => Way::Ring,
+        () if core.direct.leads_to(peer) => Way::Direct,
+        () => Way::Daemon,
+    };
+    task.look(look).expect("not forked")
+}
+
+/// Stands in the direct connections of a daemon's tasks, and can break them.
+#[derive(Clone, Default)]
+struct Lines(Arc<Mutex<Vec<TcpStream>>>);
+
+impl Lines {
+    fn through(fake: &Fake) -> Lines {
+        let lines = Lines::default();
+        let own = lines.clone();
+        fake.net().detour = Some(Box::new(move |offered| {
+            let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
+            let address = listener.local_addr().expect("it has one");
+            let lines = own.clone();
+            thread::spawn(move || lines.stand(&listener, offered));
+            address
+        }));
+        lines
+    }
+
+    /// One connection. Who offers, or dials, may have given it up meanwhile.
+    fn stand(&self, listener: &TcpListener, offered: SocketAddr) {
+        let Ok((dialled, _)) = listener.accept() else { return };
+        let Ok(offering) = TcpStream::connect(offered) else { return };
+        let ends = [dialled, offering];
+        let twins = || ends.each_ref().map(|end| end.try_clone().expect("a descriptor"));
+        self.0.lock().expect("no panic under the lock").extend(twins());
+        for ([mut from, _], [_, mut to]) in [(twins(), twins()), (reversed(twins()), reversed(twins()))] {
+            thread::spawn(move || {
+                let _ = std::io::copy(&mut from, &mut to);
+                let _ = to.shutdown(Shutdown::Both);
+            });
+        }
+    }
+
+    fn cut(&self) {
+        for end in self.0.lock().expect("no panic under the lock").drain(..) {
+            let _ = end.shutdown(Shutdown::Both);
+        }
+    }
+}
+
+fn reversed([a, b]: [TcpStream; 2]) -> [TcpStream; 2] {
+    [b, a]
+}
+
+/// Two tasks that talk, and the daemon of both.
+struct Talk {
+    fake: Fake,
+    tasks: [Runtime; 2],
+    lines: Lines,
+    /// What each has taken of the other one's messages.
+    taken: [AtomicU32; 2],
+    enough: AtomicBool,
+    moves: AtomicU32,
+}
+
+/// Content of a message: its number, and bytes that follow from it.
+fn body(number: u32) -> Vec<u8> {
+    let len = match number % 64 {
+        63 => LARGE_BYTES,
+        n if n % 3 == 0 => 4 + (number as usize * 7919) % 200_000,
+        _ => 4 + number as usize % 200,
+    };
+    let mut body = vec![number as u8; len];
+    body[..4].copy_from_slice(&number.to_le_bytes());
+    body
+}
+
+impl Talk {
+    fn new(near: bool) -> Talk {
+        let fake = Fake::start();
+        fake.net().near = near;
+        let (tasks, lines) = ([fake.join(), fake.join()], Lines::through(&fake));
+        let (taken, enough, moves) = (Default::default(), AtomicBool::new(false), AtomicU32::new(0));
+        Talk { fake, tasks, lines, taken, enough, moves }
+    }
+
+    fn tid(&self, who: usize) -> Tid {
+        self.tasks[who].tid()
+    }
+
+    /// Sends numbered messages until it is enough, each as programs do: at once if that needs memory alone.
+    fn send(&self, who: usize) {
+        let (task, to) = (&self.tasks[who], self.tid(1 - who));
+        let send = |tag: i32, body: Vec<u8>| {
+            let small = body.len() <= SMALL_BYTES_MAX;
+            if !(small && task.send_at_once(to, message_head(CTX_BASE, tag, 0, ENC_XDR), &body, false)) {
+                task.send(message(to, tag, body)).expect("sent");
+            }
+        };
+        let mut number = 0;
+        while !self.enough.load(Ordering::Relaxed) {
+            if number - self.taken[1 - who].load(Ordering::Relaxed) < WINDOW {
+                send(TAG_NUMBER, body(number));
+                number += 1;
+            } else {
+                thread::yield_now();
+            }
+        }
+        send(TAG_END, number.to_le_bytes().to_vec());
+    }
+
+    /// Takes them until the last one, and checks each.
+    fn take(&self, who: usize) {
+        let (task, from) = (&self.tasks[who], self.tid(1 - who));
+        for number in 0u32.. {
+            let wanted = &mut |inbox: &mut Inbox| inbox.take_first(|m: &Message| m.src == from);
+            let got = task.inbox_wait(Some(Instant::now() + PATIENCE), wanted).expect("connected");
+            let got = got.unwrap_or_else(|| panic!("message {number} did not come; {:?}", way(task, from)));
+            if got.tag == TAG_END {
+                assert_eq!(got.body[..], number.to_le_bytes(), "as many as were sent");
+                return;
+            }
+            assert_eq!(got.body[..4], number.to_le_bytes(), "once, and in order");
+            assert!(got.body[..] == body(number), "whole");
+            self.taken[who].store(number + 1, Ordering::Relaxed);
+        }
+    }
+
+    /// Waits until so many more messages have passed in each direction.
+    fn pass(&self, count: u32) {
+        let all = || self.taken.each_ref().map(|taken| taken.load(Ordering::Relaxed));
+        let from = all();
+        until("messages", || all().iter().zip(from).all(|(now, from)| *now >= from + count).then_some(()));
+    }
+
+    fn leave(&self, who: usize) -> u64 {
+        let migration = u64::from(self.moves.fetch_add(1, Ordering::Relaxed)) + 1;
+        self.fake.quiesce(self.tid(who), migration);
+        migration
+    }
+
+    fn come_back(&self, who: usize, migration: u64) {
+        self.fake.wake(migration);
+        until("the return", || self.tasks[who].socket_fd());
+    }
+
+    fn tell_of_move(&self, who: usize) {
+        self.fake.tell(self.tid(1 - who), ToTask::PeerMoved { tid: self.tid(who) });
+    }
+
+    fn make(&self, change: Change) {
+        match change {
+            Change::Want(who) => self.tasks[who].open_route(self.tid(1 - who)),
+            Change::Willing(who, willing) => self.tasks[who].allow_routes(willing),
+            Change::Move { who, near, early } => {
+                let migration = self.leave(who);
+                self.fake.has_let_go(self.tid(who), migration);
+                self.fake.net().near = near;
+                if early {
+                    self.tell_of_move(who);
+                }
+                self.come_back(who, migration);
+                if !early {
+                    self.tell_of_move(who);
+                }
+            }
+            Change::BothMove { first, near } => {
+                let migrations = [0, 1].map(|who| self.leave(who));
+                (0..2).for_each(|who| self.fake.has_let_go(self.tid(who), migrations[who]));
+                self.fake.net().near = near;
+                for who in [first, 1 - first] {
+                    self.tell_of_move(who);
+                    self.come_back(who, migrations[who]);
+                }
+            }
+            Change::Break => self.lines.cut(),
+        }
+    }
+}
+
+/// Plays a script; the ways on which messages went before and after each change.
+fn play(near: bool, script: &[(u32, Change)]) -> Vec<Way> {
+    let talk = Talk::new(near);
+    let mut ways = Vec::new();
+    thread::scope(|scope| {
+        for who in 0..2 {
+            scope.spawn({
+                let talk = &talk;
+                move || talk.send(who)
+            });
+            scope.spawn({
+                let talk = &talk;
+                move || talk.take(who)
+            });
+        }
+        for (messages, change) in script {
+            talk.pass(*messages);
+            ways.push(way(&talk.tasks[0], talk.tid(1)));
+            talk.make(*change);
+        }
+        talk.pass(MESSAGES_BETWEEN.end);
+        ways.push(way(&talk.tasks[0], talk.tid(1)));
+        talk.enough.store(true, Ordering::Relaxed);
+    });
+    for (who, task) in talk.tasks.iter().enumerate() {
+        let left = task.inbox_try(&mut |inbox: &mut Inbox| inbox.get(0).map(|m| (m.src, m.tag)));
+        assert_eq!(left, None, "something came twice to {who}");
+    }
+    ways
+}
+
+#[test]
+fn whatever_route_a_conversation_has_and_however_it_changes_nothing_is_lost_doubled_or_out_of_order() {
+    let cases = std::env::var("PROPTEST_CASES").ok().and_then(|text| text.parse().ok()).unwrap_or(CASES);
+    let config = Config { cases, failure_persistence: None, max_shrink_iters: 20, ..Config::default() };
+    let script = (any::<bool>(), prop::collection::vec((MESSAGES_BETWEEN, change()), 1..=CHANGES_MAX));
+    let seen = RefCell::new(Vec::new());
+    let result = TestRunner::new(config).run(&script, |(near, script)| -> TestCaseResult {
+        let ways = play(near, &script);
+        seen.borrow_mut().push(ways);
+        Ok(())
+    });
+    result.unwrap_or_else(|error| panic!("{error}"));
+    // All of it would be worth nothing if a route had never come about, or never changed.
+    let seen = seen.into_inner();
+    for wanted in [Way::Daemon, Way::Ring, Way::Direct] {
+        assert!(seen.iter().flatten().any(|way| *way == wanted), "no {wanted:?}: {seen:?}");
+    }
+    for (from, to) in [(Way::Ring, Way::Daemon), (Way::Daemon, Way::Ring), (Way::Daemon, Way::Direct)] {
+        let changed = seen.iter().flat_map(|ways| ways.windows(2)).any(|pair| pair == [from, to]);
+        assert!(changed, "never from {from:?} to {to:?}: {seen:?}");
+    }
+}

@@ -1,0 +1,118 @@
+//! A job that computes in a ring (`tests/programs/ring_job.c`), and whose every line is known beforehand.
+
+use crate::run::eventually;
+use crate::vm::Vm;
+use std::path::PathBuf;
+use std::time::Duration;
+
+const LONG: Duration = Duration::from_secs(300);
+/// Its tasks but the first one.
+pub const WORKERS: usize = 4;
+const MODULUS: i64 = 1_000_003;
+/// Microseconds for which each task computes in a round.
+const PAUSE: u32 = 2000;
+
+/// The sums that the job has to write, one for each round.
+fn sums(rounds: i64) -> Vec<i64> {
+    let next = |sum: i64, state: i64| (sum * 31 + state) % MODULUS;
+    let mut states = [0; WORKERS + 1];
+    let (mut sum, mut notes, mut all) = (1, Vec::new(), Vec::new());
+    for round in 0..rounds {
+        for (index, state) in (0..).zip(&mut states) {
+            *state = (*state * 17 + round + index) % MODULUS;
+            sum = next(sum, *state);
+        }
+        notes.push(states[1..].to_vec());
+        if round >= 2 {
+            sum = notes[round as usize - 2].iter().fold(sum, |sum, note| next(sum, *note));
+        }
+        all.push(sum);
+    }
+    all
+}
+
+/// A job that computes, and the folder that it writes to.
+#[derive(Debug)]
+pub struct Job {
+    /// With its log and its result.
+    pub folder: PathBuf,
+    rounds: i64,
+    /// Its first task.
+    pub tid: String,
+}
+
+/// A round that the job has computed, and when, in microseconds since 1970.
+pub type Mark = (i64, u64);
+
+impl Job {
+    /// Starts one of so many rounds.
+    ///
+    /// # Panics
+    /// It does not start.
+    pub fn start(vm: &Vm<'_>, place: &str, rounds: i64) -> Job {
+        Job::start_slow(vm, place, rounds, PAUSE)
+    }
+
+    /// The same, each of whose tasks computes for so many microseconds in a round.
+    ///
+    /// # Panics
+    /// It does not start.
+    pub fn start_slow(vm: &Vm<'_>, place: &str, rounds: i64, pause: u32) -> Job {
+        vm.program("ring_job").expect("gcc");
+        let folder = vm.home().join("ring");
+        std::fs::create_dir_all(&folder).expect("a folder");
+        std::fs::write(folder.join("times"), "").expect("written");
+        let (workers, count, pause) = (WORKERS.to_string(), rounds.to_string(), pause.to_string());
+        let words = [place, "ring_job", &workers, &count, &pause, folder.to_str().expect("text")];
+        let tid = vm.spawn(&words).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+        Job { folder, rounds, tid }
+    }
+
+    /// One that was started otherwise, or writes elsewhere by now.
+    pub fn at(folder: PathBuf, rounds: i64, tid: String) -> Job {
+        Job { folder, rounds, tid }
+    }
+
+    fn lines(&self) -> usize {
+        std::fs::read_to_string(self.folder.join("log")).map(|log| log.lines().count()).unwrap_or_default()
+    }
+
+    /// Every round that it has computed, those too that were lost afterwards, in the order in which that was.
+    pub fn marks(&self) -> Vec<Mark> {
+        let text = std::fs::read_to_string(self.folder.join("times")).unwrap_or_default();
+        let whole = text.rfind('\n').map_or("", |end| &text[..end]);
+        let mark =
+            |line: &str| line.split_once(' ').and_then(|(round, at)| Some((round.parse().ok()?, at.parse().ok()?)));
+        whole.lines().filter_map(mark).collect()
+    }
+
+    /// Waits until the job has got this many rounds further than it is now.
+    ///
+    /// # Panics
+    /// It does not.
+    pub fn go_on(&self, vm: &Vm<'_>, rounds: usize) {
+        let until = self.lines() + rounds;
+        let gone = eventually(LONG, || {
+            let lines = self.lines();
+            if lines >= until { Ok(()) } else { Err(format!("{lines} of {until} rounds")) }
+        });
+        gone.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    }
+
+    /// Waits for the end: the result is right, and each line of the log is there once.
+    ///
+    /// # Panics
+    /// It does not come, or something is wrong.
+    pub fn finish(&self, vm: &Vm<'_>) {
+        let result = eventually(LONG, || {
+            let text = std::fs::read_to_string(self.folder.join("result")).unwrap_or_default();
+            text.trim().parse::<i64>().map_err(|_| format!("no result after {} rounds", self.lines()))
+        });
+        let result = result.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+        let sums = sums(self.rounds);
+        assert_eq!(Some(&result), sums.last());
+        let log = std::fs::read_to_string(self.folder.join("log")).expect("there");
+        let wanted: Vec<String> = (0..).zip(&sums).map(|(round, sum): (i64, _)| format!("{round} {sum}")).collect();
+        assert!(log.lines().eq(wanted.iter().map(String::as_str)), "{log}");
+    }
+}

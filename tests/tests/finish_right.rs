@@ -1,0 +1,215 @@
+//! Programs as people have them are moved again and again while they compute, and come to the result of a run that nobody
+//! disturbed: Debian's tablix2, unchanged; tasks in Python, by ctypes; tasks in Fortran with OpenMP.
+
+use sempa_tests::needs::{find_in_path, testbed};
+use sempa_tests::run::{Running, must};
+use sempa_tests::timetable::{self, School, Solution};
+use sempa_tests::vm::Settings;
+use sempa_tests::{Vm, eventually};
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+const LONG: Duration = Duration::from_secs(300);
+/// Moves of each job, of its tasks in turn.
+const MOVES: usize = 8;
+/// Rounds of a job between two moves.
+const ROUNDS_BETWEEN: usize = 3;
+const HOSTS: [&str; 3] = ["h1", "h2", "h3"];
+/// Kernels of tablix2, and how long each searches without improvement.
+const KERNELS: usize = 2;
+const PATIENCE: &str = "finish=150";
+const SCHOOL: School = School { classes: 10, teachers: 13, days: 5, lessons: 6, at_once: 7 };
+
+fn with_three_hosts(needs: &[&str], test: impl FnOnce(&Vm<'_>)) {
+    if let Some(name) = needs.iter().find(|name| find_in_path(name).is_none()) {
+        eprintln!("skipped: {name} is missing");
+        return;
+    }
+    let Some((bed, _)) = testbed(HOSTS.len()) else { return };
+    let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
+    vm.add(&HOSTS[1..]).expect("the others join");
+    test(&vm);
+    vm.halt().expect("halts");
+}
+
+fn wait<T>(vm: &Vm<'_>, look: impl FnMut() -> Result<T, String>) -> T {
+    eventually(LONG, look).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()))
+}
+
+/// The tasks of a program.
+fn tids(vm: &Vm<'_>, program: &str) -> Vec<String> {
+    let tasks = vm.tasks().unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    tasks.into_iter().filter(|task| task.name.ends_with(program)).map(|task| task.tid).collect()
+}
+
+/// Moves a task to another host.
+fn move_on(vm: &Vm<'_>, tid: &str, number: usize) {
+    let from = vm.host_of(tid).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    let others: Vec<&str> = HOSTS.into_iter().filter(|name| *name != from).collect();
+    let to = others[number % others.len()];
+    eprintln!("move {number}: {tid} from {from} to {to}");
+    vm.must_migrate(tid, to);
+}
+
+/// A job of two tasks that writes a line for each round (`tests/programs/digest.py`, `waves.f90`).
+struct Job<'a> {
+    vm: &'a Vm<'a>,
+    program: &'static str,
+    folder: PathBuf,
+}
+
+impl<'a> Job<'a> {
+    fn start(vm: &'a Vm<'a>, program: &'static str, name: &str, rounds: usize) -> Job<'a> {
+        let folder = vm.home().join(name);
+        fs::create_dir(&folder).expect("made");
+        let words = ["-h2", program, folder.to_str().expect("text"), &rounds.to_string()];
+        vm.spawn(&words).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+        Job { vm, program, folder }
+    }
+
+    fn log(&self) -> Vec<String> {
+        let text = fs::read_to_string(self.folder.join("log")).unwrap_or_default();
+        text.lines().map(str::to_string).collect()
+    }
+
+    fn goes_on(&self) {
+        let until = self.log().len() + ROUNDS_BETWEEN;
+        wait(self.vm, || match self.log().len() {
+            rounds if rounds >= until => Ok(()),
+            rounds => Err(format!("{} has come to round {rounds}, not {until}", self.program)),
+        });
+    }
+
+    /// All that it has written; all its tasks end.
+    fn ends(self) -> (Vec<String>, String) {
+        let result = wait(self.vm, || {
+            let text = fs::read_to_string(self.folder.join("result"));
+            text.map_err(|_| format!("no result of {} after {} rounds", self.program, self.log().len()))
+        });
+        wait(self.vm, || match tids(self.vm, self.program) {
+            left if left.is_empty() => Ok(()),
+            left => Err(format!("{left:?} have not ended")),
+        });
+        (self.log(), result)
+    }
+}
+
+/// Runs the job once with moves of both of its tasks, and once without any for as many rounds.
+fn moved_and_undisturbed_are_the_same(vm: &Vm<'_>, program: &'static str) {
+    let job = Job::start(vm, program, "moved", 0);
+    job.goes_on();
+    let both = tids(vm, program);
+    assert_eq!(both.len(), 2, "{both:?}");
+    for number in 0..MOVES {
+        move_on(vm, &both[number % both.len()], number / both.len());
+        job.goes_on();
+    }
+    fs::write(job.folder.join("enough"), "").expect("written");
+    let moved = job.ends();
+    assert!(moved.0.len() > MOVES * ROUNDS_BETWEEN, "{} rounds", moved.0.len());
+    let undisturbed = Job::start(vm, program, "undisturbed", moved.0.len()).ends();
+    let first = moved.0.iter().zip(&undisturbed.0).find(|(moved, undisturbed)| moved != undisturbed);
+    assert_eq!(first, None, "the first round that differs");
+    assert!(moved == undisturbed, "{} and {}", moved.1, undisturbed.1);
+    eprintln!("{program}: {} rounds, {MOVES} moves, {}", moved.0.len(), moved.1.trim());
+}
+
+fn source(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("programs").join(name)
+}
+
+#[test]
+fn python_tasks_that_are_moved_come_to_the_result_of_an_undisturbed_run() {
+    with_three_hosts(&["python3"], |vm| {
+        let program = vm.home().join("pvm3/bin/LINUX64/digest");
+        fs::copy(source("digest.py"), &program).expect("copied");
+        fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).expect("executable");
+        moved_and_undisturbed_are_the_same(vm, "digest");
+    });
+}
+
+#[test]
+fn fortran_tasks_with_openmp_that_are_moved_come_to_the_result_of_an_undisturbed_run() {
+    with_three_hosts(&["gfortran"], |vm| {
+        let prefix = vm.bed().prefix().expect("installed");
+        let mut gfortran = Command::new("gfortran");
+        gfortran
+            .args(["-O2", "-fopenmp", "-fallow-argument-mismatch", "-o"])
+            .arg(vm.home().join("pvm3/bin/LINUX64/waves"));
+        gfortran.arg(source("waves.f90")).arg("-I").arg(prefix.join("include"));
+        gfortran.arg("-L").arg(prefix.join("lib")).args(["-lfpvm3", "-lgpvm3", "-lpvm3"]);
+        must(gfortran, LONG).expect("gfortran takes it");
+        moved_and_undisturbed_are_the_same(vm, "waves");
+    });
+}
+
+/// A search of tablix2, and the folder of its results.
+struct Search {
+    running: Running,
+    folder: PathBuf,
+}
+
+impl Search {
+    fn start(vm: &Vm<'_>, name: &str) -> Search {
+        let folder = vm.home().join(name);
+        fs::create_dir(&folder).expect("made");
+        let problem = folder.join("school.xml");
+        fs::write(&problem, timetable::problem(SCHOOL, 1)).expect("written");
+        let mut command = vm.command(vm.bed().host(1), "tablix2");
+        command.args(["-n", &KERNELS.to_string(), "-d", "3", "-p", PATIENCE, "-o"]);
+        command.arg(folder.join("found_")).arg(&problem);
+        Search { running: Running::start(command, Stdio::null()).expect("it starts"), folder }
+    }
+
+    /// How often its kernels have told of their progress.
+    fn reports(&self) -> usize {
+        let out = |text: anyhow::Result<String>| text.unwrap_or_default().matches(" reports ").count();
+        out(self.running.out_so_far()) + out(self.running.err_so_far())
+    }
+
+    fn goes_on(&self, vm: &Vm<'_>) {
+        let until = self.reports() + KERNELS;
+        wait(vm, || match self.reports() {
+            now if now >= until => Ok(()),
+            now => Err(format!("{now} reports, not {until}: {}", self.running.err_so_far().unwrap_or_default())),
+        });
+    }
+
+    /// The timetables that it has found, one for each kernel: without a mandatory error.
+    fn ends(self, vm: &Vm<'_>) -> Vec<Solution> {
+        let done = self.running.finish(LONG).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+        assert!(done.good(), "{done:?}\n{}", vm.logs());
+        let solution = |number: usize| {
+            let table = self.folder.join(format!("{number}.csv"));
+            let mut command = vm.command(vm.bed().host(1), "tablix2_output");
+            command.arg("-o").arg(&table).arg("csv").arg(self.folder.join(format!("found_result{number}.xml")));
+            must(command, LONG).expect("tablix2 reads its own result");
+            timetable::check(&fs::read_to_string(table).expect("written")).expect("nobody is needed twice")
+        };
+        (0..KERNELS).map(solution).collect()
+    }
+}
+
+#[test]
+fn tablix2_finds_timetables_as_good_when_its_kernels_are_moved_as_when_nobody_disturbs_it() {
+    with_three_hosts(&["tablix2", "tablix2_output"], |vm| {
+        let search = Search::start(vm, "moved");
+        search.goes_on(vm);
+        let kernels = tids(vm, "tablix2_kernel");
+        assert_eq!(kernels.len(), KERNELS);
+        for number in 0..MOVES {
+            move_on(vm, &kernels[number % KERNELS], number / KERNELS);
+            search.goes_on(vm);
+        }
+        let moved = search.ends(vm);
+        let undisturbed = Search::start(vm, "undisturbed").ends(vm);
+        // Each search rolls dice of its own: what is mandatory is the same in all, wishes differ.
+        let lessons = |found: &[Solution]| found.iter().map(|solution| solution.lessons).collect::<Vec<_>>();
+        assert_eq!(lessons(&moved), lessons(&undisturbed));
+        assert_eq!(lessons(&moved), vec![SCHOOL.days * SCHOOL.lessons * SCHOOL.at_once; KERNELS]);
+        eprintln!("moved: {moved:?}; undisturbed: {undisturbed:?}");
+    });
+}

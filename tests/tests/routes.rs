@@ -1,0 +1,184 @@
+//! What holds for tasks that talk through their daemons holds on the other routes, too: rings on one host, direct connections
+//! between two, and both in turn when tasks are moved. Some of the moves and steps that the default route is tried with;
+//! as many as there with `SEMPA_EVERY_ROUTE=1`.
+
+use sempa_proto::event::EventKind;
+use sempa_proto::migration::Step;
+use sempa_tests::crowd::Crowd;
+use sempa_tests::dice::Dice;
+use sempa_tests::needs::{testbed, testbed_with_own_engine};
+use sempa_tests::speaker::Speaker;
+use sempa_tests::steps::{self, Cell, Fault, Rounds, Whom};
+use sempa_tests::vm::Settings;
+use sempa_tests::witnesses::Witnesses;
+use sempa_tests::{Testbed, Vm};
+use std::collections::HashMap;
+use std::time::Duration;
+
+const SOON: Duration = Duration::from_secs(60);
+/// Silence after which a host is lost, where hosts are to be lost.
+const LEASE: Duration = Duration::from_secs(10);
+const A_MOMENT: Duration = Duration::from_secs(1);
+const UNTIL_LOST: Duration = Duration::from_secs(14);
+const WORKERS: usize = 6;
+const EVERYBODY: [usize; WORKERS] = [0, 1, 2, 3, 4, 5];
+
+fn every() -> bool {
+    std::env::var_os("SEMPA_EVERY_ROUTE").is_some()
+}
+
+/// `few`, or `all` if everything is to be tried.
+fn times(few: usize, all: usize) -> usize {
+    if every() { all } else { few }
+}
+
+fn must<T>(vm: &Vm<'_>, done: anyhow::Result<T>) -> T {
+    done.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()))
+}
+
+fn with_hosts(count: usize, test: impl FnOnce(&Vm<'_>, &[&str])) {
+    let Some((bed, _)) = testbed(count) else { return };
+    let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
+    let names: Vec<&str> = bed.hosts().iter().map(|host| host.name()).collect();
+    vm.add(&names[1..]).expect("the others join");
+    test(&vm, &names);
+    vm.halt().expect("halts");
+}
+
+fn finish(vm: &Vm<'_>, crowd: Crowd) {
+    must(vm, crowd.all_in_place(vm));
+    let account = must(vm, crowd.finish());
+    assert!(account.is_good(), "{account:?}\n{}", vm.logs());
+    eprintln!("{account:?}");
+}
+
+/// All workers begin on `hosts`, and are moved among those that there are, one after the other, each when all have their
+/// routes again.
+fn moved_with_routes(vm: &Vm<'_>, hosts: &[&str], to: &[&str], moves: usize) {
+    let mut crowd = must(vm, Crowd::start_with(vm, WORKERS, &["-d"], hosts));
+    let mut had = must(vm, crowd.have_routes(&EVERYBODY, &HashMap::new()));
+    let mut dice = Dice::new(17);
+    for number in 0..moves {
+        let who = dice.below(WORKERS);
+        let others: Vec<&str> = to.iter().copied().filter(|name| *name != crowd.workers[who].1).collect();
+        let host = others[dice.below(others.len())];
+        eprintln!("move {number}: worker {who} from {} to {host}", crowd.workers[who].1);
+        must(vm, crowd.move_one(vm, who, host));
+        had = must(vm, crowd.have_routes(&[who], &had));
+    }
+    finish(vm, crowd);
+}
+
+#[test]
+fn tasks_of_one_host_are_moved_apart_and_together_again_and_their_rings_lose_double_and_reorder_nothing() {
+    with_hosts(2, |vm, hosts| moved_with_routes(vm, &hosts[1..], hosts, times(10, 50)));
+}
+
+/// Several at a time, while routes are being made and end everywhere.
+#[test]
+fn crowds_with_direct_routes_are_moved_three_at_a_time_and_every_message_comes_once() {
+    with_hosts(3, |vm, hosts| {
+        let mut crowd = must(vm, Crowd::start_with(vm, 2 * WORKERS, &["-d", "-k", "2"], hosts));
+        let mut dice = Dice::new(23);
+        for _ in 0..times(4, 12) {
+            must(vm, crowd.move_some(vm, &mut dice, 3));
+        }
+        finish(vm, crowd);
+    });
+}
+
+/// The guests of a host are stopped, moved as they stand, and let go on: with rings among those that stay, and direct
+/// connections to those that left.
+#[test]
+fn guests_with_rings_and_direct_routes_are_stopped_moved_and_go_on_and_every_message_comes_once() {
+    with_hosts(2, |vm, hosts| {
+        let mut owner = Speaker::new(vm, vm.bed().host(2), env!("CARGO_BIN_EXE_owner-speaks"));
+        let mut crowd = must(vm, Crowd::start_with(vm, WORKERS, &["-d"], &hosts[1..]));
+        must(vm, crowd.have_routes(&EVERYBODY, &HashMap::new()));
+        let mut dice = Dice::new(29);
+        for number in 0..times(4, 16) {
+            owner.say(&format!("stop number {number}"));
+            let told = |kind: &EventKind| matches!(kind, EventKind::GuestsStopped { why, .. } if *why == format!("number {number}"));
+            must(vm, vm.event(SOON, "guests that stand still", |entry| told(&entry.kind)));
+            let there: Vec<usize> = EVERYBODY.into_iter().filter(|who| crowd.workers[*who].1 == "h2").collect();
+            let leaves = there[dice.below(there.len())];
+            must(vm, crowd.move_one(vm, leaves, "h1"));
+            owner.say("welcome nobody is there");
+            must(vm, crowd.move_one(vm, leaves, "h2"));
+        }
+        finish(vm, crowd);
+    });
+}
+
+fn with_rounds(bed: &Testbed, home: Option<usize>, test: impl FnOnce(&mut Rounds<'_>)) {
+    let env = vec![("SEMPA_LEASE_MS".to_string(), LEASE.as_millis().to_string())];
+    let vm = Vm::start(bed, Settings { env, ..Settings::default() }).expect("a virtual machine");
+    if let Some(home) = home {
+        vm.add(&[bed.host(home).name()]).expect("it joins");
+    }
+    let witnesses = must(&vm, Witnesses::start_on(&vm, home.unwrap_or(1), true));
+    let mut rounds = must(&vm, Rounds::with(&vm, witnesses, home));
+    test(&mut rounds);
+    vm.halt().expect("halts");
+}
+
+fn strike(
+    rounds: &mut Rounds<'_>,
+    groups: &[Vec<Step>],
+    (whom, fault): (Whom, Fault),
+    may_be_lost: impl Fn(&Cell) -> bool,
+) {
+    for group in groups {
+        let done = rounds.hold(group).and_then(|cells| {
+            rounds.strike(&cells, whom, fault)?;
+            rounds.judge(cells, &may_be_lost)
+        });
+        let alive = done.unwrap_or_else(|error| panic!("{whom:?}, {fault:?}: {error:#}\n{}", rounds.vm.logs()));
+        eprintln!("{whom:?}, {fault:?}, {group:?}: {alive} live on");
+    }
+}
+
+fn only_source_has_it(cell: &Cell) -> bool {
+    cell.step < Step::Restore
+}
+
+fn only_target_has_it(cell: &Cell) -> bool {
+    cell.step >= Step::Commit
+}
+
+fn never(_: &Cell) -> bool {
+    false
+}
+
+#[test]
+fn a_task_with_a_direct_route_runs_once_or_is_known_to_have_ended_whatever_fails_at_whatever_step() {
+    let Some((bed, _)) = testbed_with_own_engine(steps::HOSTS) else { return };
+    with_rounds(&bed, None, |rounds| {
+        let groups = steps::rounds();
+        strike(rounds, &groups, (Whom::TargetTasker, Fault::Kill), only_target_has_it);
+        strike(rounds, &groups, (Whom::Source, Fault::Kill), only_source_has_it);
+        if every() {
+            strike(rounds, &groups, (Whom::SourceTasker, Fault::Kill), |cell| cell.step < Step::Commit);
+            strike(rounds, &groups, (Whom::Target, Fault::Kill), only_target_has_it);
+            strike(rounds, &groups, (Whom::Target, Fault::Stop(A_MOMENT)), never);
+            strike(rounds, &groups, (Whom::Source, Fault::Part(UNTIL_LOST)), never);
+            strike(rounds, &groups, (Whom::Source, Fault::Cut(UNTIL_LOST)), only_source_has_it);
+        }
+    });
+}
+
+/// Whoever is moved leaves the host of its peer, with which it has a ring.
+#[test]
+fn a_task_with_a_ring_runs_once_or_is_known_to_have_ended_whatever_fails_at_whatever_step() {
+    let Some((bed, _)) = testbed_with_own_engine(steps::HOSTS) else { return };
+    with_rounds(&bed, Some(2), |rounds| {
+        let each: Vec<Vec<Step>> = Step::ALL.into_iter().map(|step| vec![step]).collect();
+        strike(rounds, &each, (Whom::TargetTasker, Fault::Kill), only_target_has_it);
+        if every() {
+            strike(rounds, &each, (Whom::Target, Fault::Kill), only_target_has_it);
+            strike(rounds, &each, (Whom::Source, Fault::Stop(A_MOMENT)), never);
+            strike(rounds, &each, (Whom::Target, Fault::Stop(A_MOMENT)), never);
+            strike(rounds, &each, (Whom::Source, Fault::Part(A_MOMENT)), never);
+        }
+    });
+}
