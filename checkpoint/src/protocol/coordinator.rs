@@ -60,6 +60,17 @@ pub enum CoordinatorOutput {
     },
 }
 
+impl CoordinatorOutput {
+    /// The task and the step that begins with this; with all others an end of the move begins.
+    pub fn begins(&self) -> Option<(Tid, Step)> {
+        match self {
+            // One that is taken back goes to where the task is.
+            CoordinatorOutput::Record(of) if of.to != of.from => Some((of.tid, Step::Commit)),
+            _ => None,
+        }
+    }
+}
+
 /// One move under way.
 #[derive(Debug)]
 struct Ongoing {
@@ -223,8 +234,11 @@ impl Coordinator {
         };
         if let Report::Failed { step, why } = report {
             if host == m.of.from && m.step == Step::KillSource {
-                // The stopped copy was killed before we got to it. That is what was wanted.
-                self.let_run(id, Usage::default());
+                // It has been told to yield, and says when its copy is gone: by this, if it was gone before. Whatever else has
+                // failed there, for instance the word that the target has everything, leaves the copy as it is.
+                if (step, why) == (Step::KillSource, Failure::TaskEnded) {
+                    self.let_run(id, Usage::default());
+                }
             } else if (host == m.of.from && m.step < Step::KillSource) || host == m.of.to {
                 self.end_failed(id, step, why);
             }
