@@ -108,11 +108,15 @@ impl Ongoing {
     fn standing(&self) -> Option<Standing> {
         match (self.resident, &self.waits) {
             (None, _) => Some(Standing::Unknown),
-            (Some(bytes), Some((since, _))) => Some(Standing::Waits { id: self.of.id, bytes, since: *since }),
+            (Some(bytes), Some((since, _))) => {
+                let stands = matches!(self.of.cause, Cause::Owner { .. });
+                Some(Standing::Waits { id: self.of.id, bytes, since: *since, stands })
+            }
             // No images leave the host.
             (Some(_), None) if self.engine != Engine::Criu => None,
-            // The rest happens elsewhere.
-            (Some(bytes), None) => (self.step <= Step::Transfer).then_some(Standing::Leaves { bytes }),
+            (Some(bytes), None) if self.step <= Step::Transfer => Some(Standing::Leaves { bytes }),
+            // What else is to be done is done elsewhere, unless its memory is still here.
+            (Some(bytes), None) => self.memory_follows.then_some(Standing::Follows { bytes }),
         }
     }
 
