@@ -297,6 +297,15 @@ pub enum Refusal {
         /// How it wants to be taken.
         engine: Engine,
     },
+    /// It was spawned to be debugged (`PvmTaskDebug`): whoever debugs it does so where it is.
+    Debugged,
+    /// The files that it needs there are more than can be named to a target.
+    FilesTooMany {
+        /// Files until then.
+        files: usize,
+        /// Bytes that name files at most.
+        limit: u64,
+    },
 }
 
 impl fmt::Display for Refusal {
@@ -333,6 +342,10 @@ impl fmt::Display for Refusal {
             Refusal::MayEndYet => f.write_str("it was asked to write its own checkpoint, and may do so yet"),
             Refusal::NotByCriu { engine } => {
                 write!(f, "checkpoints of jobs are written by CRIU, and it wants to be taken by {engine}")
+            }
+            Refusal::Debugged => f.write_str("it was spawned to be debugged (PvmTaskDebug)"),
+            Refusal::FilesTooMany { files, limit } => {
+                write!(f, "it has more than {files} files open or mapped, whose names are more than {limit} bytes")
             }
         }
     }
