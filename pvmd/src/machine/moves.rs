@@ -452,6 +452,9 @@ impl Machine {
             Some(Refusal::NotSpawned)
         } else if task.pinned || task.flags & TASK_SERVES != 0 {
             Some(Refusal::Pinned)
+        } else if task.debugged {
+            // Also before its debugger has taken hold of it, and when it lets go for a moment.
+            Some(Refusal::Debugged)
         } else if (task.conn().is_none() && !task.has_let_go()) || task.exited.is_some() {
             Some(Refusal::NotConnected)
         } else {
