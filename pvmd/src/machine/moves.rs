@@ -68,10 +68,8 @@ impl Machine {
         let begun = self.check_move(tid, to).and_then(|(from, to)| {
             let cause = cause.unwrap_or(Cause::Asked { by });
             let now = self.now;
+            self.make_way(tid, &cause)?;
             let master = self.master.as_mut().expect("requests to move come to the master");
-            if let Some(part) = master.keeping.cuts.of_task(tid) {
-                return Err(Refusal::AlreadyMoving(part.id));
-            }
             master.directing.coordinator.begin(now, tid, from, to, cause)
         });
         match begun {
