@@ -50,6 +50,9 @@ type Asked = (bool, usize);
 struct Faults {
     step_fails_percent: u64,
     stalls_percent: u64,
+    /// Of a hundred transfers, so many come to their end without the source hearing of it, which takes it for a failure some
+    /// time later.
+    unheard_percent: u64,
     lose: Option<(HostId, u64)>,
     end_task: Option<u64>,
     refuse: bool,
@@ -217,6 +220,11 @@ impl World {
             Item::Order(at, of, order) if at == of.from => {
                 if let Order::Resume { suspended } = order {
                     self.holds.0 = suspended;
+                }
+                if self.source.is_none() && order == Order::Yield {
+                    // It is in no move any more, because it has ended.
+                    let report = Report::Failed { step: Step::KillSource, why: Failure::TaskEnded };
+                    return self.send(at, HostId::MASTER, Item::Report(at, of.id, report));
                 }
                 self.source_event(SourceEvent::Order(order));
             }
@@ -391,11 +399,15 @@ impl World {
             }
             SourceOutput::SendImages => {
                 let bad = self.dice.roll(100) < self.faults.step_fails_percent;
-                self.soon(Item::Source(SourceEvent::Sent(if bad {
-                    Err(Failure::Images("cut".into()))
+                let unheard = self.dice.roll(100) < self.faults.unheard_percent;
+                let cut = || Err(Failure::Images("cut".into()));
+                let sent = Item::Source(SourceEvent::Sent(if bad || unheard { cut() } else { Ok(()) }));
+                if unheard {
+                    let at = self.now + Micros(self.dice.roll(60_000));
+                    self.push(at, sent);
                 } else {
-                    Ok(())
-                })));
+                    self.soon(sent);
+                }
                 if !bad {
                     self.worker(1, |r| Item::Target(TargetEvent::Received(r)));
                 }
@@ -438,7 +450,8 @@ impl World {
     }
 
     fn check(&self) {
-        assert!(self.copies != (Copy::Running, Copy::Running), "two live copies");
+        // A copy that stands still is alive: it could go on.
+        assert!(self.copies.1 != Copy::Running || self.copies.0 == Copy::Dead, "two live copies: {:?}", self.copies);
     }
 }
 
@@ -517,6 +530,29 @@ fn a_task_whose_memory_follows_goes_on_once_if_all_of_it_comes_and_else_ends_and
         }
     }
     assert!(moved > 1000 && died > 500 && stayed > 1000, "{moved} {died} {stayed}");
+}
+
+#[test]
+fn a_source_that_misses_the_last_word_of_the_transfer_is_dead_before_the_target_runs() {
+    let (mut moved, mut stayed) = (0, 0);
+    for seed in 1..20_000 {
+        let world = settle(seed, Faults { unheard_percent: 100, ..Faults::default() });
+        match &world.ended {
+            Some(Ok(_)) => {
+                moved += 1;
+                assert_eq!(world.copies, (Copy::Dead, Copy::Running), "seed {seed}");
+                assert!(world.handed_over && world.source.is_none(), "seed {seed}");
+            }
+            Some(Err(error)) => {
+                stayed += 1;
+                assert_eq!(error.step, Step::Transfer, "seed {seed}");
+                assert_eq!(world.copies.0, Copy::Running, "seed {seed}");
+                assert!(!world.held, "seed {seed}: messages are kept for ever");
+            }
+            None => panic!("seed {seed}: the move never ended"),
+        }
+    }
+    assert!(moved > 1000 && stayed > 1000, "{moved} {stayed}");
 }
 
 #[test]

@@ -24,6 +24,8 @@ struct World {
     coordinator: Coordinator,
     now: Micros,
     sizes: BTreeMap<MigrationId, u64>,
+    /// The targets say so.
+    memory_follows: bool,
     /// In the order in which they were let go.
     gone: Vec<u64>,
     leaving: BTreeMap<MigrationId, u64>,
@@ -32,8 +34,11 @@ struct World {
 
 impl World {
     fn begin(&mut self, number: i32, mib: u64) -> MigrationId {
+        self.begin_for(number, mib, Cause::Asked { by: HostId::MASTER.tid() })
+    }
+
+    fn begin_for(&mut self, number: i32, mib: u64, cause: Cause) -> MigrationId {
         let tid = Tid::from_raw(0x80000 + number);
-        let cause = Cause::Asked { by: tid };
         let id = self.coordinator.begin(self.now, tid, host(2), host(3), cause).expect("there is room");
         self.sizes.insert(id, mib * MIB);
         self.heed();
@@ -70,8 +75,8 @@ impl World {
 
     /// The target would take it, in this way.
     fn prepared(&mut self, id: MigrationId, engine: Engine) {
-        let (verdict, token) = (Vec::new(), PathBuf::new());
-        self.report(id, 3, Report::Prepared { verdict, token, memory_follows: false, engine });
+        let (verdict, token, memory_follows) = (Vec::new(), PathBuf::new(), self.memory_follows);
+        self.report(id, 3, Report::Prepared { verdict, token, memory_follows, engine });
     }
 
     /// Its images have arrived.
@@ -84,12 +89,17 @@ impl World {
 
     /// What is left of its way.
     fn arrives(&mut self, id: MigrationId) {
+        self.runs(id);
+        self.report(id, 3, Report::Arrived);
+    }
+
+    /// It runs at the target; its memory may follow.
+    fn runs(&mut self, id: MigrationId) {
         self.report(id, 3, Report::Restored);
         self.coordinator.recorded(id, Ok(()));
         self.coordinator.located(self.now, id);
         self.report(id, 2, Report::SourceGone(Usage::default()));
         self.report(id, 3, Report::Running);
-        self.report(id, 3, Report::Arrived);
     }
 
     fn wake(&mut self) -> bool {
@@ -147,6 +157,29 @@ fn nobody_waits_for_programs_that_write_their_own_checkpoints() {
     let id = world.begin(100, 4096);
     world.inspected(id);
     assert_eq!(world.gone.last(), Some(&4096));
+}
+
+#[test]
+fn memory_that_follows_its_task_has_a_turn_too_and_nobody_stands_still_for_it() {
+    let mut world = World { memory_follows: true, ..World::default() };
+    let first: Vec<MigrationId> = (1..=LEAVE_AT_ONCE_MAX as i32).map(|number| world.begin(number, 100)).collect();
+    first.iter().for_each(|id| world.inspected(*id));
+    for id in &first {
+        world.received(*id);
+        world.runs(*id);
+    }
+    let large = world.begin(20, 200);
+    world.inspected(large);
+    let small = world.begin(21, 3);
+    world.inspected(small);
+    assert_eq!(world.gone[LEAVE_AT_ONCE_MAX..], [3], "the link is full of what is smaller than the large one");
+    let unwanted = world.begin_for(22, 300, Cause::Owner { why: "olga is there".into() });
+    world.inspected(unwanted);
+    assert_eq!(world.gone.last(), Some(&300), "who stands still for an owner runs again the sooner");
+    world.report(first[0], 3, Report::Arrived);
+    assert_eq!(world.gone.last(), Some(&300), "the small one and three others are on the link");
+    world.report(first[1], 3, Report::Arrived);
+    assert_eq!(world.gone.last(), Some(&200));
 }
 
 #[test]

@@ -6,7 +6,7 @@ use crate::parse::ParseError;
 use crate::session::Outcome;
 use crate::words::{option, span};
 use libpvm::Error;
-use sempa_proto::checkpoint::{CutFailure, SetReport};
+use sempa_proto::checkpoint::{CutFailure, SetEntry, SetReport};
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::Step;
 use sempa_proto::rm::{Answer, Question};
@@ -196,6 +196,22 @@ impl<M: Machine> Emptying<'_, M> {
         Ok(())
     }
 
+    /// What would be lost with the host now, if that was not prevented.
+    fn warn(&mut self) -> Result<(), Error> {
+        if self.tasks.is_empty() || self.what.checkpoint {
+            return Ok(());
+        }
+        // A store that cannot be read has none that could be counted on.
+        let sets = match self.machine.ask(Request::Sets)? {
+            Reply::Sets(sets) => sets.unwrap_or_default(),
+            _ => return Err(misfit()),
+        };
+        for job in jobs(self.machine, &self.tasks)? {
+            (self.show)(&at_risk(&self.what.host, job, &sets));
+        }
+        Ok(())
+    }
+
     /// What is left in the end.
     fn told(self, stay: u32) -> Outcome {
         let (host, tasks) = (&self.what.host, &self.tasks);
@@ -238,7 +254,15 @@ pub(crate) fn drain<M: Machine>(machine: &M, what: &Drain, show: &mut dyn FnMut(
         emptying.failed.clear();
         emptying.write(|_| true)?;
     }
+    emptying.warn()?;
     Ok(emptying.told(stay))
+}
+
+/// What a job loses if a host leaves that it has tasks on.
+fn at_risk(host: &str, job: Tid, sets: &[SetEntry]) -> String {
+    let newest = sets.iter().filter(|set| set.job == job && set.broken.is_none()).max_by_key(|set| set.made);
+    let lost = newest.map_or("all that it has done".into(), |set| format!("what it has done since {}", set.set));
+    format!("job {job} loses {lost} if {host} leaves now; 'drain {host} --checkpoint' writes it\n")
 }
 
 /// The jobs of these tasks, that with the most of them first: one checkpoint brings them all away.
@@ -333,6 +357,26 @@ mod tests {
             frozen,
         });
         assert_eq!((heard.way(tid).as_str(), heard.cost(tid).as_str()), ("it is on its way", ", 12.3 MB"));
+    }
+
+    #[test]
+    fn what_a_job_would_lose_is_what_it_has_done_since_its_newest_set_that_is_whole() {
+        let (job, other) = (Tid::from_raw(0x40001), Tid::from_raw(0x40002));
+        let entry = |set: &str, job, made, broken: Option<&str>| SetEntry {
+            set: set.into(),
+            job,
+            made: Micros(made),
+            tasks: 1,
+            bytes: 1,
+            broken: broken.map(String::from),
+            ended: None,
+        };
+        let sets = [entry("a", job, 1, None), entry("b", job, 2, None), entry("c", job, 3, Some("cut short"))];
+        assert_eq!(
+            at_risk("h2", job, &sets),
+            "job t40001 loses what it has done since b if h2 leaves now; 'drain h2 --checkpoint' writes it\n"
+        );
+        assert!(at_risk("h2", other, &sets).starts_with("job t40002 loses all that it has done if h2 leaves now;"));
     }
 
     #[test]

@@ -617,7 +617,9 @@ impl Model {
             Refusal::Holds { .. }
             | Refusal::FilesStay { .. }
             | Refusal::FilesTooLarge { .. }
-            | Refusal::NotByCriu { .. } => {
+            | Refusal::NotByCriu { .. }
+            | Refusal::Debugged
+            | Refusal::FilesTooMany { .. } => {
                 self.hold(tid, now + REFUSED_MAX, &text);
             }
             Refusal::NoEngine { host, .. } if *host == from => self.hold(tid, now + REFUSED_MAX, &text),

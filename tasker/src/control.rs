@@ -2,6 +2,7 @@
 
 use nix::errno::Errno;
 use sempa_proto::frame::{FrameDecoder, FrameError, encode_control};
+use sempa_proto::migration::Refusal;
 use sempa_proto::tasker::{FromTasker, ToTasker};
 use std::collections::VecDeque;
 use std::io;
@@ -51,10 +52,17 @@ impl Control {
         self.closed
     }
 
-    /// Sends what can be sent now and keeps the rest.
+    /// Sends what can be sent now and keeps the rest. What does not fit into a frame is answered in its place by why.
     pub(crate) fn send(&mut self, message: &FromTasker) {
-        let frame = encode_control(message).expect("what the tasker says is far below the frame limit");
-        self.outbound.extend(frame.iter());
+        let frame = encode_control(message).or_else(|error| encode_control(&instead_of(message, &error)));
+        match frame {
+            Ok(frame) => self.outbound.extend(frame.iter()),
+            // Whoever waits for it would wait for ever: the daemon takes us for dead and starts another tasker.
+            Err(error) => {
+                eprintln!("pvm-tasker: what the daemon was to be told cannot be said: {error}");
+                self.closed = true;
+            }
+        }
         self.flush();
     }
 
@@ -88,5 +96,62 @@ impl Control {
             messages.push(frame.control()?);
         }
         Ok(messages)
+    }
+}
+
+/// What is said in the place of something that is too long: of all that a tasker says only this can be.
+fn instead_of(message: &FromTasker, error: &FrameError) -> FromTasker {
+    let refusal = || Refusal::Holds { what: format!("more than can be told of a task: {error}") };
+    match message {
+        FromTasker::Inspected { migration, .. } => {
+            FromTasker::Inspected { migration: *migration, result: Err(refusal()), memory_can_follow: false }
+        }
+        FromTasker::Seen { question, .. } => FromTasker::Seen { question: *question, result: Err(refusal()) },
+        FromTasker::Prepared { migration, .. } => {
+            FromTasker::Prepared { migration: *migration, verdict: vec![refusal()], memory_can_follow: false }
+        }
+        FromTasker::Judged { question, .. } => FromTasker::Judged { question: *question, verdict: vec![refusal()] },
+        other => other.clone(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use sempa_proto::frame::FRAME_BYTES_MAX;
+    use sempa_proto::migration::{FileFact, FileMatch, TaskFacts};
+    use sempa_proto::{MigrationId, RequestId};
+    use std::io::Read;
+    use std::os::unix::net::UnixStream;
+
+    /// Facts that no frame takes.
+    fn facts() -> TaskFacts {
+        let path = "x".repeat(4096);
+        let file = |n: usize| FileFact { path: format!("/{n}/{path}").into(), bytes: 1, must: FileMatch::Exists };
+        TaskFacts { files: (0..=FRAME_BYTES_MAX / 4096).map(file).collect(), ..TaskFacts::default() }
+    }
+
+    #[test]
+    fn what_is_too_long_for_a_frame_is_refused_and_the_tasker_goes_on() {
+        let (here, mut there) = UnixStream::pair().expect("a pair");
+        let mut control = Control::new(here.into()).expect("it can be made so");
+        let (migration, question) = (MigrationId(7), RequestId(8));
+        control.send(&FromTasker::Inspected { migration, result: Ok(facts()), memory_can_follow: true });
+        control.send(&FromTasker::Seen { question, result: Ok(facts()) });
+        assert!(!control.is_closed() && !control.wants_write(), "it goes on");
+        drop(control);
+        let (mut bytes, mut decoder) = (Vec::new(), FrameDecoder::new());
+        there.read_to_end(&mut bytes).expect("it was sent");
+        decoder.push(&bytes);
+        let mut next = || decoder.next_frame().expect("a frame").expect("a whole one").control().expect("a word");
+        let refused =
+            |why: &Refusal| matches!(why, Refusal::Holds { what } if what.contains("more than can be told of a task"));
+        match (next(), next()) {
+            (
+                FromTasker::Inspected { migration: of, result: Err(first), memory_can_follow: false },
+                FromTasker::Seen { question: to, result: Err(second) },
+            ) => assert!(of == migration && to == question && refused(&first) && refused(&second)),
+            other => panic!("{other:?}"),
+        }
     }
 }

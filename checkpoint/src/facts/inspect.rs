@@ -30,12 +30,20 @@ pub struct Subject {
     pub processes: Vec<i32>,
 }
 
+/// Bytes by which a target is told of files: with the rest of what is said of a task, and with what the target may have
+/// against each of them, they fit into a frame.
+pub const NAMED_BYTES_MAX: u64 = 32 << 20;
+/// What is said of a file beside its path takes so much at most.
+const NAMED_BYTES_EACH: u64 = 256;
+
 /// What was found in all processes together.
 #[derive(Clone, Default)]
 struct Findings {
     /// What is to become of open files.
     policy: Policy,
     files: BTreeMap<PathBuf, (u64, Need)>,
+    /// Bytes by which they are named.
+    named: u64,
     sockets: BTreeSet<u64>,
     /// Those that the library closes.
     library: BTreeSet<u64>,
@@ -59,9 +67,17 @@ enum Need {
 }
 
 impl Findings {
-    fn need(&mut self, path: &Path, bytes: u64, need: Need) {
-        let entry = self.files.entry(path.into()).or_insert((bytes, need));
-        entry.1 = entry.1.max(need);
+    fn need(&mut self, path: &Path, bytes: u64, need: Need) -> Result<(), Refusal> {
+        if let Some((_, before)) = self.files.get_mut(path) {
+            *before = need.max(*before);
+            return Ok(());
+        }
+        self.named += path.as_os_str().len() as u64 + NAMED_BYTES_EACH;
+        if self.named > NAMED_BYTES_MAX {
+            return Err(Refusal::FilesTooMany { files: self.files.len(), limit: NAMED_BYTES_MAX });
+        }
+        self.files.insert(path.into(), (bytes, need));
+        Ok(())
     }
 
     /// It has a file open that is reached through this.
@@ -79,8 +95,7 @@ impl Findings {
             (Policy::Copy, Need::Length) if is_own(&meta) => Need::LengthOrCarried,
             _ => need,
         };
-        self.need(path, meta.len(), need);
-        Ok(())
+        self.need(path, meta.len(), need)
     }
 
     /// What would have to be carried along must not be too much.
@@ -224,7 +239,7 @@ fn look_at(pid: i32, root: i32, findings: &mut Findings) -> Result<(), Refusal> 
     }
     let cwd = link("cwd")?;
     working_directory(&cwd, pid)?;
-    findings.need(&cwd, 0, Need::Directory);
+    findings.need(&cwd, 0, Need::Directory)?;
     mappings(pid, findings)?;
     descriptors(pid, findings)
 }
@@ -299,9 +314,9 @@ fn mappings(pid: i32, findings: &mut Findings) -> Result<(), Refusal> {
         };
         if !findings.files.contains_key(&path) {
             let bytes = std::fs::metadata(&path).map(|meta| meta.len()).map_err(|e| unreadable(&path, &e))?;
-            findings.need(&path, bytes, need);
+            findings.need(&path, bytes, need)?;
         } else {
-            findings.need(&path, 0, need);
+            findings.need(&path, 0, need)?;
         }
     }
     Ok(())
@@ -320,11 +335,11 @@ fn descriptors(pid: i32, findings: &mut Findings) -> Result<(), Refusal> {
             Meaning::Grows(path) => findings.open_file(&path, &entry.path(), Need::NoShorter)?,
             Meaning::Exists(path) => findings.open_file(&path, &entry.path(), Need::Exists)?,
             Meaning::NamedPipe(path) => {
-                findings.need(&path, 0, Need::Exists);
+                findings.need(&path, 0, Need::Exists)?;
                 // One that was closed meanwhile does not matter.
                 findings.pipes.extend(strangers::identity(&entry.path()).map(|id| (id, path)));
             }
-            Meaning::Directory(path) => findings.need(&path, 0, Need::Directory),
+            Meaning::Directory(path) => findings.need(&path, 0, Need::Directory)?,
             Meaning::Terminal(number) => drop(findings.terminals.insert(number)),
             Meaning::TerminalMaster(number) => drop(findings.masters.insert(number)),
             Meaning::Lost(what) => return Err(holds(what)),
@@ -440,6 +455,20 @@ mod tests {
     use crate::facts::{ThisHost, compare};
     use std::process::{Child, Command, Stdio};
     use std::sync::Arc;
+
+    #[test]
+    fn a_task_with_more_files_than_a_target_can_be_told_of_is_refused() {
+        let mut findings = Findings::default();
+        let long = "x".repeat(4000);
+        let path = |n: u64| PathBuf::from(format!("/{n}/{long}"));
+        let refused = (0..65_530).find_map(|n| findings.need(&path(n), 1, Need::Content).err());
+        let Some(Refusal::FilesTooMany { files, limit }) = refused else { panic!("{refused:?}") };
+        assert!((limit / 4300..limit / 4000).contains(&(files as u64)), "{files}");
+        assert_eq!(findings.need(&path(0), 1, Need::Content), Ok(()), "what is known is not named again");
+        let mut short = Findings::default();
+        (0..65_530)
+            .for_each(|n| short.need(&PathBuf::from(format!("/data/{n}")), 1, Need::Length).expect("there is room"));
+    }
 
     /// A child that is ended with the test.
     struct Running(Child);

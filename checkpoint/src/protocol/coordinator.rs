@@ -60,6 +60,17 @@ pub enum CoordinatorOutput {
     },
 }
 
+impl CoordinatorOutput {
+    /// The task and the step that begins with this; with all others an end of the move begins.
+    pub fn begins(&self) -> Option<(Tid, Step)> {
+        match self {
+            // One that is taken back goes to where the task is.
+            CoordinatorOutput::Record(of) if of.to != of.from => Some((of.tid, Step::Commit)),
+            _ => None,
+        }
+    }
+}
+
 /// One move under way.
 #[derive(Debug)]
 struct Ongoing {
@@ -97,11 +108,15 @@ impl Ongoing {
     fn standing(&self) -> Option<Standing> {
         match (self.resident, &self.waits) {
             (None, _) => Some(Standing::Unknown),
-            (Some(bytes), Some((since, _))) => Some(Standing::Waits { id: self.of.id, bytes, since: *since }),
+            (Some(bytes), Some((since, _))) => {
+                let stands = matches!(self.of.cause, Cause::Owner { .. });
+                Some(Standing::Waits { id: self.of.id, bytes, since: *since, stands })
+            }
             // No images leave the host.
             (Some(_), None) if self.engine != Engine::Criu => None,
-            // The rest happens elsewhere.
-            (Some(bytes), None) => (self.step <= Step::Transfer).then_some(Standing::Leaves { bytes }),
+            (Some(bytes), None) if self.step <= Step::Transfer => Some(Standing::Leaves { bytes }),
+            // What else is to be done is done elsewhere, unless its memory is still here.
+            (Some(bytes), None) => self.memory_follows.then_some(Standing::Follows { bytes }),
         }
     }
 
@@ -223,8 +238,11 @@ impl Coordinator {
         };
         if let Report::Failed { step, why } = report {
             if host == m.of.from && m.step == Step::KillSource {
-                // The stopped copy was killed before we got to it. That is what was wanted.
-                self.let_run(id, Usage::default());
+                // It has been told to yield, and says when its copy is gone: by this, if it was gone before. Whatever else has
+                // failed there, for instance the word that the target has everything, leaves the copy as it is.
+                if (step, why) == (Step::KillSource, Failure::TaskEnded) {
+                    self.let_run(id, Usage::default());
+                }
             } else if (host == m.of.from && m.step < Step::KillSource) || host == m.of.to {
                 self.end_failed(id, step, why);
             }

@@ -144,6 +144,19 @@ impl Cuts {
         parts.map(|part| &part.of).find(|of| of.tid == tid)
     }
 
+    /// The part of this task that keeps it where it is, until its images are written, and the attempt that it belongs to.
+    pub fn keeps(&self, tid: Tid) -> Option<(CutId, MigrationId)> {
+        let parts =
+            self.open.iter().flat_map(|(number, cut)| cut.parts.iter().map(move |(id, part)| (*number, *id, part)));
+        let keeps = |part: &Part| part.of.tid == tid && part.progress < Progress::Written;
+        parts.filter(|(_, _, part)| keeps(part)).map(|(number, id, _)| (number, id)).next()
+    }
+
+    /// A task of it has to leave its host now: all go on, and the checkpoint may be tried again.
+    pub fn give_way(&mut self, number: CutId, tid: Tid, why: String) {
+        self.fail(number, CutFailure::Task { tid, step: Step::Dump, why: Failure::CalledOff(why) });
+    }
+
     /// True while this attempt is under way.
     pub fn is_open(&self, cut: CutId) -> bool {
         self.open.contains_key(&cut)

@@ -108,6 +108,21 @@ pub enum SourceOutput {
     Done,
 }
 
+impl SourceOutput {
+    /// The step that begins with this.
+    pub fn begins(&self) -> Option<Step> {
+        match self {
+            SourceOutput::Inspect => Some(Step::Inspect),
+            SourceOutput::Quiesce { .. } | SourceOutput::End { .. } => Some(Step::Quiesce),
+            SourceOutput::Stop => Some(Step::Stop),
+            SourceOutput::Dump { .. } => Some(Step::Dump),
+            SourceOutput::SendImages | SourceOutput::SendRecord => Some(Step::Transfer),
+            SourceOutput::KillMoved => Some(Step::KillSource),
+            _ => None,
+        }
+    }
+}
+
 /// Where the source stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {

@@ -54,6 +54,19 @@ pub enum TargetOutput {
     Done,
 }
 
+impl TargetOutput {
+    /// The step that begins with this.
+    pub fn begins(&self) -> Option<Step> {
+        match self {
+            TargetOutput::Prepare(_) => Some(Step::Prepare),
+            TargetOutput::Restore => Some(Step::Restore),
+            TargetOutput::Run(_) => Some(Step::Run),
+            TargetOutput::WakeHere => Some(Step::Arrive),
+            _ => None,
+        }
+    }
+}
+
 /// Where the target stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {

@@ -1,5 +1,6 @@
 //! Which tasks of a host leave it first when several are to leave. They share its link, so the smallest go first: as many as
-//! can have gone at any time, and nobody waits for a large one who would be through in a moment. Pure.
+//! can have gone at any time, and nobody waits for a large one who would be through in a moment. Memory that follows its task
+//! is on the link as long as images are; but no task that stands still anyway waits for it. Pure.
 
 use sempa_proto::{Micros, MigrationId};
 
@@ -23,34 +24,43 @@ pub(super) enum Standing {
         bytes: u64,
         /// Since when.
         since: Micros,
+        /// The owner of its host is there, so it stands still until it has left.
+        stands: bool,
     },
     /// It is leaving.
     Leaves {
         /// Its resident memory.
         bytes: u64,
     },
+    /// It has left, and its memory has not.
+    Follows {
+        /// Its memory.
+        bytes: u64,
+    },
 }
 
 /// Those of one host whose turn it is now, the smallest first; and when to look again although nothing has happened.
 pub(super) fn turns(now: Micros, all: &[Standing]) -> (Vec<MigrationId>, Option<Micros>) {
-    let (mut leaving, mut waiting) = (Vec::new(), Vec::new());
+    let (mut leaving, mut following, mut waiting) = (Vec::new(), Vec::new(), Vec::new());
     for one in all {
         match *one {
             Standing::Unknown => {}
-            Standing::Waits { id, bytes, since } => waiting.push((bytes, id, since)),
+            Standing::Waits { id, bytes, since, stands } => waiting.push((bytes, id, since, stands)),
             Standing::Leaves { bytes } => leaving.push(bytes),
+            Standing::Follows { bytes } => following.push(bytes),
         }
     }
     waiting.sort_unstable();
-    let gathered = waiting.iter().map(|(_, _, since)| *since + GATHER_TIME).min();
+    let gathered = waiting.iter().map(|(_, _, since, _)| *since + GATHER_TIME).min();
     if let Some(at) = gathered.filter(|at| *at > now && all.contains(&Standing::Unknown)) {
         return (Vec::new(), Some(at));
     }
     let mut go = Vec::new();
-    for (bytes, id, _) in waiting {
-        let ahead = leaving.iter().filter(|other| **other <= bytes).count();
-        if ahead >= LEAVE_AT_ONCE_MAX || leaving.len() >= LEAVE_AT_ONCE_WITH_SMALLER_MAX {
-            break;
+    for (bytes, id, _, stands) in waiting {
+        let others = || leaving.iter().chain(following.iter().filter(|_| !stands));
+        let ahead = others().filter(|other| **other <= bytes).count();
+        if ahead >= LEAVE_AT_ONCE_MAX || others().count() >= LEAVE_AT_ONCE_WITH_SMALLER_MAX {
+            continue;
         }
         leaving.push(bytes);
         go.push(id);
@@ -65,7 +75,7 @@ mod tests {
     const NOW: Micros = Micros::from_secs(9);
 
     fn waits(id: u64, bytes: u64) -> Standing {
-        Standing::Waits { id: MigrationId(id), bytes, since: NOW }
+        Standing::Waits { id: MigrationId(id), bytes, since: NOW, stands: false }
     }
 
     fn go(all: &[Standing]) -> Vec<u64> {
@@ -89,6 +99,19 @@ mod tests {
         assert_eq!(go(&[&large[..], &[waits(9, 1 << 30)]].concat()), [0; 0]);
         let all = [&large[..], &[Standing::Leaves { bytes: 1 << 10 }; 4]].concat();
         assert_eq!(go(&[&all[..], &[waits(9, 1)]].concat()), [0; 0], "there is a limit to that, too");
+    }
+
+    #[test]
+    fn who_runs_waits_for_memory_that_is_on_the_link_and_who_stands_still_does_not() {
+        let stands = |id, bytes| Standing::Waits { id: MigrationId(id), bytes, since: NOW, stands: true };
+        let follow = [Standing::Follows { bytes: 50 }; 4];
+        assert_eq!(go(&[&follow[..], &[waits(1, 90), waits(2, 60), waits(3, 10)]].concat()), [3]);
+        assert_eq!(go(&[&follow[..], &[waits(1, 90), stands(2, 95)]].concat()), [2]);
+        let three = [&follow[..3], &[waits(1, 90), waits(2, 60)]].concat();
+        assert_eq!(go(&three), [2], "the smaller one has the place that is left");
+        let many = [Standing::Follows { bytes: 1 }; 20];
+        let all = [stands(1, 9), stands(2, 9), stands(3, 9), stands(4, 9), stands(5, 9)];
+        assert_eq!(go(&[&many[..], &all].concat()), [1, 2, 3, 4], "they wait for each other's images alone");
     }
 
     #[test]

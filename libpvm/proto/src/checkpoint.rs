@@ -142,13 +142,14 @@ pub enum CutFailure {
 }
 
 impl CutFailure {
-    /// True if the same may well succeed in a moment: the job was changing.
+    /// True if the same may well succeed in a moment: the job was changing, or one of its tasks had to leave.
     pub fn may_try_again(&self) -> bool {
         use Failure::TaskEnded;
         let is_moving = |why: &Failure| matches!(why, Failure::Refused(all) if all.iter().all(|r| matches!(r, Refusal::AlreadyMoving(_) | Refusal::NotConnected | Refusal::NoSuchTask)));
         match self {
             CutFailure::Grew(_) => true,
-            CutFailure::Task { why, .. } => *why == TaskEnded || is_moving(why),
+            CutFailure::Task { why: TaskEnded | Failure::CalledOff(_), .. } => true,
+            CutFailure::Task { why, .. } => is_moving(why),
             _ => false,
         }
     }

@@ -314,6 +314,15 @@ pub enum Refusal {
         /// The user as whom it would be built.
         expected: u32,
     },
+    /// It was spawned to be debugged (`PvmTaskDebug`): whoever debugs it does so where it is.
+    Debugged,
+    /// The files that it needs there are more than can be named to a target.
+    FilesTooMany {
+        /// Files until then.
+        files: usize,
+        /// Bytes that name files at most.
+        limit: u64,
+    },
 }
 
 impl fmt::Display for Refusal {
@@ -357,6 +366,10 @@ impl fmt::Display for Refusal {
             ),
             Refusal::OtherUser { found, expected } => {
                 write!(f, "its images are of user {found}, and tasks of user {expected} are built here")
+            }
+            Refusal::Debugged => f.write_str("it was spawned to be debugged (PvmTaskDebug)"),
+            Refusal::FilesTooMany { files, limit } => {
+                write!(f, "it has more than {files} files open or mapped, whose names are more than {limit} bytes")
             }
         }
     }

@@ -11,6 +11,7 @@ mod back;
 mod ends;
 mod restart;
 mod unwanted;
+mod way;
 
 use super::asks::Asker;
 use super::tasks::Task;
@@ -81,6 +82,8 @@ struct Job {
     ends: bool,
     /// The resource manager wants that, and has it go on when there is room.
     parks: bool,
+    /// A host of it is being emptied, and its tasks leave when they have been written.
+    drains: bool,
     /// That its checkpoints take too long for the wanted bound was said.
     said_late: bool,
     /// How long the last one took.
@@ -512,7 +515,7 @@ impl Machine {
         if result.as_ref().err().is_some_and(CutFailure::may_try_again) && entry.tries < TRIES_MAX {
             return self.schedule(job, TRY_PAUSE);
         }
-        entry.tries = 0;
+        (entry.tries, entry.drains) = (0, false);
         if result.is_ok() {
             entry.took = now.since(entry.began);
         }

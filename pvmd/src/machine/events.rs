@@ -65,6 +65,9 @@ impl Machine {
     pub(super) fn append_event(&mut self, host: HostId, at: Micros, kind: EventKind) {
         // Tasks of a host that leaves end with it, as all do in the end.
         let by_itself = self.stop.is_none() && !self.is_leaving(host);
+        if let EventKind::DrainBegun { host, .. } = kind {
+            self.write_before_drain(host);
+        }
         let Some(master) = &mut self.master else { return };
         master.keeping.happened(&kind, by_itself);
         let news = super::news::is_news(&kind);

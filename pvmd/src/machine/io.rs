@@ -577,6 +577,13 @@ pub enum Output {
         /// Where it runs from now on.
         to: HostId,
     },
+    /// A step of a move is about to begin. Tests have the daemon stand still here.
+    StepBegins {
+        /// The task.
+        tid: Tid,
+        /// The step.
+        step: Step,
+    },
     /// A step of a move has ended, which nobody has been told yet. Tests have the daemon stand still here.
     StepEnded {
         /// The task.

@@ -68,10 +68,8 @@ impl Machine {
         let begun = self.check_move(tid, to).and_then(|(from, to)| {
             let cause = cause.unwrap_or(Cause::Asked { by });
             let now = self.now;
+            self.make_way(tid, &cause)?;
             let master = self.master.as_mut().expect("requests to move come to the master");
-            if let Some(part) = master.keeping.cuts.of_task(tid) {
-                return Err(Refusal::AlreadyMoving(part.id));
-            }
             master.directing.coordinator.begin(now, tid, from, to, cause)
         });
         match begun {
@@ -109,6 +107,9 @@ impl Machine {
     }
 
     fn coordinate(&mut self, output: CoordinatorOutput) {
+        if let Some((tid, step)) = output.begins() {
+            self.step_begins(tid, Some(step));
+        }
         match output {
             CoordinatorOutput::Order { host, of, order } => self.order_move(host, of, order),
             CoordinatorOutput::Record(Move { id, tid, to, .. }) => {
@@ -273,6 +274,10 @@ impl Machine {
         }
     }
 
+    fn step_begins(&mut self, tid: Tid, step: Option<Step>) {
+        self.out.extend(step.map(|step| Output::StepBegins { tid, step }));
+    }
+
     fn step_ended(&mut self, tid: Tid, report: &Report) {
         if !matches!(report, Report::Failed { .. }) {
             self.out.push_back(Output::StepEnded { tid, step: report.step() });
@@ -328,14 +333,15 @@ impl Machine {
     fn source_does(&mut self, id: MigrationId, output: SourceOutput) {
         let Some(of) = self.moves.sources.get(&id).map(|s| s.of().clone()) else { return };
         let tid = of.tid;
+        if matches!(output, SourceOutput::Inspect) && self.is_settling(&of) {
+            self.moves.next.insert(tid, id);
+            return self.ease(tid);
+        }
+        self.step_begins(tid, output.begins());
         match output {
             SourceOutput::Report(report) => {
                 self.step_ended(tid, &report);
                 self.report(id, report);
-            }
-            SourceOutput::Inspect if self.is_settling(&of) => {
-                self.moves.next.insert(tid, id);
-                self.ease(tid);
             }
             SourceOutput::Inspect => self.inspect(id, &of),
             SourceOutput::Hold => {
@@ -345,27 +351,9 @@ impl Machine {
             }
             SourceOutput::Quiesce { token } => self.quiesce_for_move(id, tid, token),
             SourceOutput::End { engine } => self.end_for_move(id, tid, engine),
-            SourceOutput::SendRecord => self.send_away(&of),
             SourceOutput::Stop => self.stop_for_move(id, tid),
             SourceOutput::Settle => self.settle(id, tid, None),
             SourceOutput::Close { open } => self.settle(id, tid, Some(open)),
-            SourceOutput::Deposit => self.deposit(id),
-            SourceOutput::Dump { memory_follows } => {
-                let dir = self.config.place.images(id);
-                let memory_way = memory_follows.then(|| self.config.place.memory_way(id));
-                if memory_follows {
-                    self.out.push_back(Output::LendMemory { migration: id, to: of.to });
-                }
-                self.tell_tasker(ToTasker::Dump { migration: id, tid, dir, memory_way });
-            }
-            SourceOutput::SendAhead => self.out.push_back(Output::SendAhead { migration: id, to: of.to }),
-            SourceOutput::SendImages => {
-                self.send_record(&of, false);
-                if let Some(task) = self.tasks.get_mut(tid) {
-                    task.leaving = Some(id);
-                }
-                self.out.push_back(Output::SendImages { migration: id, to: of.to });
-            }
             SourceOutput::Continue => {
                 if let Some(task) = self.tasks.get_mut(tid) {
                     task.leaving = None;
@@ -389,13 +377,45 @@ impl Machine {
                 }
             }
             SourceOutput::HandOver => self.hand_task_over(&of),
-            SourceOutput::DropImages => self.out.push_back(Output::DropImages { migration: id }),
             SourceOutput::Done => {
                 self.moves.sources.remove(&id);
                 self.part_over(id, tid);
                 self.out.push_back(Output::RemoveToken { path: self.config.place.token(id) });
                 self.settled(tid);
             }
+            SourceOutput::Dump { .. }
+            | SourceOutput::Deposit
+            | SourceOutput::SendAhead
+            | SourceOutput::SendImages
+            | SourceOutput::SendRecord
+            | SourceOutput::DropImages => self.source_writes(&of, &output),
+        }
+    }
+
+    /// What the source does with images.
+    fn source_writes(&mut self, of: &Move, output: &SourceOutput) {
+        let Move { id, tid, to, .. } = *of;
+        match output {
+            SourceOutput::Dump { memory_follows } => {
+                let dir = self.config.place.images(id);
+                let memory_way = memory_follows.then(|| self.config.place.memory_way(id));
+                if *memory_follows {
+                    self.out.push_back(Output::LendMemory { migration: id, to });
+                }
+                self.tell_tasker(ToTasker::Dump { migration: id, tid, dir, memory_way });
+            }
+            SourceOutput::Deposit => self.deposit(id),
+            SourceOutput::SendAhead => self.out.push_back(Output::SendAhead { migration: id, to }),
+            SourceOutput::SendImages => {
+                self.send_record(of, false);
+                if let Some(task) = self.tasks.get_mut(tid) {
+                    task.leaving = Some(id);
+                }
+                self.out.push_back(Output::SendImages { migration: id, to });
+            }
+            SourceOutput::SendRecord => self.send_away(of),
+            SourceOutput::DropImages => self.out.push_back(Output::DropImages { migration: id }),
+            _ => {}
         }
     }
 
@@ -452,6 +472,9 @@ impl Machine {
             Some(Refusal::NotSpawned)
         } else if task.pinned || task.flags & TASK_SERVES != 0 {
             Some(Refusal::Pinned)
+        } else if task.debugged {
+            // Also before its debugger has taken hold of it, and when it lets go for a moment.
+            Some(Refusal::Debugged)
         } else if (task.conn().is_none() && !task.has_let_go()) || task.exited.is_some() {
             Some(Refusal::NotConnected)
         } else {
@@ -462,28 +485,13 @@ impl Machine {
     fn target_does(&mut self, id: MigrationId, output: TargetOutput) {
         let Some(of) = self.moves.targets.get(&id).map(|t| t.of().clone()) else { return };
         let tid = of.tid;
+        self.step_begins(tid, output.begins());
         match output {
             TargetOutput::Report(report) => {
                 self.step_ended(tid, &report);
                 self.report(id, report);
             }
-            TargetOutput::Prepare(_) if self.hosting.is_stopped() => {
-                let verdict = self.no_guests().into_iter().collect();
-                self.target_event(
-                    id,
-                    TargetEvent::Prepared { verdict, memory_can_follow: false, engine: Engine::Criu },
-                );
-            }
-            TargetOutput::Prepare(facts) if !self.tasker_gone => {
-                self.beginnings.push_back(Job::JudgeMove(id, facts));
-            }
-            TargetOutput::Prepare(_) => {
-                let verdict = self.no_tasker().into_iter().collect();
-                self.target_event(
-                    id,
-                    TargetEvent::Prepared { verdict, memory_can_follow: false, engine: Engine::Criu },
-                );
-            }
+            TargetOutput::Prepare(facts) => self.prepare_move(id, facts),
             // What the store of this host has needs no way.
             TargetOutput::ExpectImages if of.from == self.config.host => {}
             TargetOutput::ExpectImages => {
@@ -527,6 +535,18 @@ impl Machine {
                     arrival.lose();
                 }
                 self.arrival_step(tid);
+            }
+        }
+    }
+
+    /// Has the tasker judge a task that is to come, unless nobody may come or there is no tasker.
+    fn prepare_move(&mut self, id: MigrationId, facts: TaskFacts) {
+        let refusal = if self.hosting.is_stopped() { self.no_guests() } else { self.no_tasker() };
+        match refusal {
+            None => self.beginnings.push_back(Job::JudgeMove(id, facts)),
+            Some(refusal) => {
+                let (verdict, engine) = (vec![refusal], Engine::Criu);
+                self.target_event(id, TargetEvent::Prepared { verdict, memory_can_follow: false, engine });
             }
         }
     }

@@ -316,6 +316,7 @@ impl Machine {
         task.name = request.file.clone();
         task.epid = Some(epid);
         task.pinned = request.flags & SPAWN_PINNED != 0;
+        task.debugged = request.flags & SPAWN_DEBUG != 0;
         task.servant = job.is_servant();
         task.begin = begin;
         (task.output, task.trace) = (request.output, request.trace);

@@ -84,6 +84,8 @@ pub(super) struct Task {
     pub(super) pid: i32,
     pub(super) epid: Option<i32>,
     pub(super) pinned: bool,
+    /// It was spawned to be debugged.
+    pub(super) debugged: bool,
     /// The virtual machine needs it here: what the daemon or the resource manager started for itself.
     pub(super) servant: bool,
     pub(super) output: Sink,
@@ -155,6 +157,7 @@ impl Task {
             pid: 0,
             epid: None,
             pinned: false,
+            debugged: false,
             servant: false,
             output: Sink::default(),
             trace: Sink::default(),

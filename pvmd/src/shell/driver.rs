@@ -2,7 +2,7 @@
 //! in their order, and nothing here waits for a peer or a disk.
 
 use super::detour::Detours;
-use super::halts::Halts;
+use super::halts::{Edge, Halts};
 use super::images::Images;
 use super::input::Input;
 use super::local::{DISMISS_WITHIN, TASK_CONTROL_BYTES_MAX, TASK_SILENCE_MAX, TaskLine};
@@ -363,7 +363,8 @@ impl Driver {
             Output::WriteToken { path, token } => self.parts.moves.write_token(&path, &token, &self.parts.log),
             Output::RemoveToken { path } => self.parts.moves.remove_token(&path),
             Output::RecordMove { migration, tid, to } => self.parts.moves.record(migration, tid, to),
-            Output::StepEnded { tid, step } => self.parts.halts.at(tid, step),
+            Output::StepBegins { tid, step } => self.parts.halts.at(tid, Edge::Before, step),
+            Output::StepEnded { tid, step } => self.parts.halts.at(tid, Edge::After, step),
             Output::Log { text } => self.parts.log.line(text),
             Output::LogTaskOutput { tid, bytes } => self.parts.log.task_output(tid, &bytes),
             Output::Shutdown => self.done = true,

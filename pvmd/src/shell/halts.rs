@@ -1,5 +1,5 @@
-//! Where tests have this daemon stand still: at the end of a step of a move, before anybody is told of it. So a fault meets
-//! the move at exactly this point, whatever the machine is busy with.
+//! Where tests have this daemon stand still: before a step of a move begins, and at its end before anybody is told of it. So a
+//! fault meets the move at exactly this point, whatever the machine is busy with.
 
 use super::daemon::variable;
 use nix::sys::signal::{Signal, raise};
@@ -7,8 +7,18 @@ use sempa_proto::Tid;
 use sempa_proto::migration::Step;
 use std::path::PathBuf;
 
-/// The folder that has a file `TID-STEP` for each step at whose end some daemon is to stand still. Set by tests only.
+/// The folder that has a file `TID-before-STEP` for each step before which some daemon is to stand still, and `TID-STEP` for each at
+/// whose end. Set by tests only.
 const FOLDER: &str = "SEMPA_TEST_STEPS";
+
+/// Which end of a step.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Edge {
+    /// Nothing of it is done.
+    Before,
+    /// Nobody has been told that it is done.
+    After,
+}
 
 /// The halts that somebody has asked for.
 #[derive(Debug)]
@@ -23,10 +33,14 @@ impl Halts {
     }
 
     /// Has this process stop, if somebody wants that here, until it is told to go on. It tells by the name of the file, which
-    /// becomes `TID-STEP.reached`: whoever comes first stops.
-    pub(crate) fn at(&self, tid: Tid, step: Step) {
+    /// gets `.reached` at its end: whoever comes first stops.
+    pub(crate) fn at(&self, tid: Tid, edge: Edge, step: Step) {
         let Some(folder) = &self.folder else { return };
-        let wanted = folder.join(format!("{tid}-{step}"));
+        let edge = match edge {
+            Edge::Before => "before-",
+            Edge::After => "",
+        };
+        let wanted = folder.join(format!("{tid}-{edge}{step}"));
         if std::fs::rename(&wanted, wanted.with_extension("reached")).is_ok() {
             // Nothing is lost if it fails: the test that waits for this says so.
             let _ = raise(Signal::SIGSTOP);

@@ -26,6 +26,10 @@ pub(crate) struct Moves {
     late: Late,
 }
 
+/// Bytes of the record. Nobody goes on with it: tasks end with their master, and the next one begins with none and removes it. It is
+/// there for people who ask where tasks were when a master was killed. So what is older is let go, but for one more file of this size.
+const RECORD_BYTES_MAX: u64 = 1 << 20;
+
 /// How often a token is tried again that could not be written: its task waits for it.
 const TOKEN_RETRY: Duration = Duration::from_millis(100);
 
@@ -45,7 +49,7 @@ impl Moves {
         tokio::task::spawn_blocking(move || {
             let result = {
                 let _turn = turn.lock().unwrap_or_else(|e| e.into_inner());
-                append(&path, &line)
+                append(&path, &line, RECORD_BYTES_MAX)
                     .map_err(|e| Failure::Io(format!("cannot record the move in {}: {e}", path.display())))
             };
             let _ = inputs.blocking_send(Input::Event(Event::MoveRecorded { migration, result }));
@@ -93,7 +97,10 @@ fn lock(late: &Late) -> MutexGuard<'_, BTreeMap<PathBuf, Vec<u8>>> {
     late.lock().unwrap_or_else(|e| e.into_inner())
 }
 
-fn append(path: &Path, line: &str) -> std::io::Result<()> {
+fn append(path: &Path, line: &str, bytes_max: u64) -> std::io::Result<()> {
+    if std::fs::metadata(path).is_ok_and(|meta| meta.len() + line.len() as u64 > bytes_max) {
+        std::fs::rename(path, path.with_extension("before"))?;
+    }
     let mut file = OpenOptions::new().append(true).create(true).mode(0o600).open(path)?;
     file.write_all(line.as_bytes())?;
     file.sync_data()
@@ -108,4 +115,27 @@ fn replace(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     file.write_all(bytes)?;
     drop(file);
     std::fs::rename(&temporary, path)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_record_has_the_newest_moves_and_no_more_than_its_limit() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("moves");
+        for number in 0..1000 {
+            append(&path, &format!("m{number} t40001 3\n"), 400).expect("written");
+        }
+        let read = |path: &Path| std::fs::read_to_string(path).expect("it is there");
+        let (before, now) = (read(&path.with_extension("before")), read(&path));
+        assert!(before.len() <= 400 && now.len() <= 400);
+        let both = before + &now;
+        let numbers: Vec<&str> = both.lines().map(|line| line.split(' ').next().expect("a word")).collect();
+        assert_eq!(numbers.last(), Some(&"m999"));
+        assert_eq!(numbers.len(), numbers.iter().collect::<std::collections::BTreeSet<_>>().len());
+        assert!(numbers.len() > 20, "{numbers:?}");
+        assert_eq!(std::fs::read_dir(folder.path()).expect("a folder").count(), 2);
+    }
 }

@@ -246,7 +246,8 @@ fn lock_dir(dir: &Path) -> Result<Option<Flock<File>>, String> {
 
 /// True for the names that daemons and libraries give to files here; anything else is not ours to remove.
 fn is_ours(place: &Place, path: &Path, name: &str) -> bool {
-    [place.socket(), place.moves(), place.log(), place.ssh_settings()].iter().any(|p| p == path)
+    let moves = place.moves();
+    [place.socket(), moves.with_extension("before"), moves, place.log(), place.ssh_settings()].iter().any(|p| p == path)
         || ["images-", "memory-", "resume-", ".tmp-"].iter().any(|prefix| name.starts_with(prefix))
 }
 

@@ -1,6 +1,7 @@
 //! Jobs are checkpointed while they talk, lose everything, and begin again.
 
 mod unwanted;
+mod way;
 
 use super::scene::{stopped_until, welcome};
 use super::sim::{Proc, Seen, Sim, host, seeds};

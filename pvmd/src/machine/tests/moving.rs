@@ -6,7 +6,8 @@ use sempa_proto::event::EventKind;
 use sempa_proto::migration::{Failure, Refusal, Step};
 use sempa_proto::table::TaskInfo;
 use sempa_proto::task::{
-    LinkMark, MailboxRequest, NotifyRequest, NotifyWhat, Reply, Request, SPAWN_PINNED, Sink, SpawnRequest,
+    LinkMark, MailboxRequest, NotifyRequest, NotifyWhat, Reply, Request, SPAWN_DEBUG, SPAWN_HOST, SPAWN_PINNED, Sink,
+    SpawnRequest,
 };
 use sempa_proto::{Micros, PvmError, RequestId, Tid};
 use std::collections::BTreeMap;
@@ -74,6 +75,7 @@ fn check(sim: &Sim, procs: &[usize]) -> usize {
 
 #[test]
 fn tasks_that_move_at_random_lose_double_and_reorder_nothing() {
+    let mut all_done = 0;
     for seed in seeds(40) {
         let (mut sim, console) = Sim::cluster(seed, 4);
         let procs = spawn(&mut sim, console, children(6));
@@ -101,7 +103,8 @@ fn tasks_that_move_at_random_lose_double_and_reorder_nothing() {
         sim.until("all messages", |s| check(s, &procs) == sent);
         sim.until("all moves", |s| open.iter().all(|id| s.procs[console].replies.contains_key(id)));
         let done = open.iter().filter(|id| matches!(sim.procs[console].replies[id], Reply::Moved(Ok(_)))).count();
-        assert!(done > 3, "only {done} of {moves} moves happened (seed {seed})");
+        assert!(done > 0, "none of {moves} moves happened (seed {seed})");
+        all_done += done;
         assert!(sim.lanes_opened() > 0, "all went down one stream (seed {seed})");
         sim.pass(Micros::from_secs(1));
         let Reply::Tasks(list) = sim.ask(console, Request::Tasks { selector: Tid::NONE }) else { panic!("no list") };
@@ -111,6 +114,7 @@ fn tasks_that_move_at_random_lose_double_and_reorder_nothing() {
             assert!(!task.moving);
         }
     }
+    assert!(all_done > 160, "only {all_done} moves happened");
 }
 
 #[test]
@@ -180,9 +184,12 @@ fn requests_notifications_and_output_follow_the_task() {
 
 #[test]
 fn what_cannot_move_is_refused_with_the_reason() {
-    let (mut sim, console) = Sim::cluster(2, 2);
-    let pinned = spawn(&mut sim, console, SpawnRequest { flags: SPAWN_PINNED, ..children(1) })[0];
+    let (mut sim, console) = Sim::cluster(2, 3);
+    let on_h2 = |flags: i32| SpawnRequest { flags: flags | SPAWN_HOST, place: "h2".into(), ..children(1) };
+    let pinned = spawn(&mut sim, console, on_h2(SPAWN_PINNED))[0];
     let pinned = sim.procs[pinned].tid();
+    let debugged = spawn(&mut sim, console, on_h2(SPAWN_DEBUG))[0];
+    let debugged = sim.procs[debugged].tid();
     let shell = sim.procs[console].tid();
     let refused = |sim: &mut Sim, tid: Tid, to: &str| match sim.ask(console, migrate(tid, to)) {
         Reply::Moved(Err(error)) => match (error.step, error.why) {
@@ -193,11 +200,12 @@ fn what_cannot_move_is_refused_with_the_reason() {
     };
     assert_eq!(refused(&mut sim, shell, "h2"), Refusal::NotSpawned);
     assert_eq!(refused(&mut sim, pinned, "h1"), Refusal::Pinned);
+    assert_eq!(refused(&mut sim, debugged, "h3"), Refusal::Debugged);
     assert_eq!(refused(&mut sim, pinned, "h2"), Refusal::AlreadyThere);
     assert_eq!(refused(&mut sim, pinned, "h7"), Refusal::NoSuchHost);
     assert_eq!(refused(&mut sim, Tid::from_raw(0x40999), "h2"), Refusal::NoSuchTask);
     let Reply::Events(events) = sim.ask(console, Request::Events { from: 0, limit: 100 }) else { panic!("no events") };
-    assert_eq!(events.iter().filter(|e| matches!(e.kind, EventKind::MoveFailed { .. })).count(), 3);
+    assert_eq!(events.iter().filter(|e| matches!(e.kind, EventKind::MoveFailed { .. })).count(), 4);
 }
 
 #[test]
@@ -208,10 +216,6 @@ fn whichever_host_is_lost_in_a_move_the_task_runs_once_or_is_known_to_be_dead() 
         let tid = sim.procs[mover].tid();
         let lost = host(2 + sim.dice.roll(3) as u16);
         sim.kill_host(lost);
-        if lost == host(2) && sim.procs[mover].stopped_at_source() {
-            // The copy that stood still is gone with its host; the target's may run later.
-            sim.procs[mover].exited = false;
-        }
         let (list, dead, moved) = end_of_move(&mut sim, console, tid, moving);
         assert_eq!(list.len() + dead, 1, "listed {list:?}, {dead} notes, moved {moved}, lost {lost} (seed {seed})");
         *if moved && dead == 0 {

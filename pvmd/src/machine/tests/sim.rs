@@ -6,27 +6,27 @@
 mod anew;
 #[path = "../../../../libpvm/proto/tests/dice/mod.rs"]
 mod dice;
+mod outputs;
 mod procs;
 mod sets;
+pub(super) mod strikes;
 mod taskers;
 mod wires;
 mod world;
 
-use crate::machine::io::StartOrder;
-use crate::machine::{ConnId, Event, HostPlan, Machine, MachineConfig, Output, StartId, StartedHost};
+use crate::machine::{ConnId, Event, HostPlan, Machine, MachineConfig, StartId, StartedHost};
 use crate::shell::lanes::LaneId;
 pub(super) use anew::ASK_TAG;
 use bytes::Bytes;
 use dice::Dice;
 pub(super) use procs::{Proc, Seen};
-use sempa_proto::host::{Carried, HostMsg};
 use sempa_proto::ids::RouteId;
 use sempa_proto::link::{Link, LinkEvent, LinkFrame, LinkOutput};
 use sempa_proto::message::DSIG_X86_64;
 use sempa_proto::migration::Verdict;
 use sempa_proto::place::Place;
 use sempa_proto::task::{AtEnd, Claim, Hello, LinkMark, Reply, Request, ResumeToken, TASK_MAGIC, ToDaemon, ToTask};
-use sempa_proto::tasker::{Capabilities, FromTasker};
+use sempa_proto::tasker::{Capabilities, FromTasker, ToTasker};
 use sempa_proto::{HostId, Micros, MigrationId, PvmError, RequestId, Tid, WIRE_VERSION};
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
@@ -59,6 +59,10 @@ pub(super) struct Node {
     expected: BTreeSet<MigrationId>,
     /// Its tasker is dead, which it does not know yet: what it says to it is lost.
     tasker_dead: bool,
+    /// What it has to hear or to do when it goes on; `None`: it does not stand still.
+    stands: Option<strikes::Late>,
+    /// The same for its tasker.
+    tasker_stands: Option<Vec<ToTasker>>,
 }
 
 #[derive(Clone, Debug)]
@@ -71,6 +75,10 @@ enum Happening {
     /// The time of a held process is over, if this order was the last one.
     HoldNow(HostId, usize, u64),
     LostSeen(HostId, HostId),
+    /// The time of a party that stands still is over.
+    GoesOn(strikes::Party),
+    /// What a task has left behind is here, or does not come: the host where it is, the move, whence, and the task.
+    MemoryCame(HostId, MigrationId, HostId, Tid),
     Joined(HostId, HostId),
 }
 
@@ -110,6 +118,7 @@ pub(super) struct Sim {
     unsent: BTreeMap<(HostId, HostId), wires::Unsent>,
     tokens: BTreeMap<(HostId, PathBuf), ResumeToken>,
     pub(super) faults: Faults,
+    pub(super) strikes: strikes::Strikes,
     pub(super) recorded: Vec<(MigrationId, Tid, HostId)>,
     /// Moves whose task runs before its memory is there.
     following: BTreeSet<MigrationId>,
@@ -181,6 +190,7 @@ impl Sim {
             unsent: BTreeMap::new(),
             tokens: BTreeMap::new(),
             faults: Faults::default(),
+            strikes: strikes::Strikes::default(),
             recorded: Vec::new(),
             following: BTreeSet::new(),
             abandoned: Vec::new(),
@@ -216,7 +226,9 @@ impl Sim {
         let machine = Machine::new(config, self.now);
         let world = FakeWorld { secret: i32::from(id.index()) * 1_000_000, unix: self.now };
         let (log, output, expected) = (vec![], vec![], BTreeSet::new());
-        let node = Node { machine, world, alive: true, log, output, expected, tasker_dead: false };
+        let (stands, tasker_stands) = (None, None);
+        let node =
+            Node { machine, world, alive: true, log, output, expected, tasker_dead: false, stands, tasker_stands };
         self.nodes.insert(id, node);
         self.flush(id);
         let ready =
@@ -267,8 +279,17 @@ impl Sim {
     pub(super) fn kill_host(&mut self, lost: HostId) {
         let Some(node) = self.nodes.get_mut(&lost) else { return };
         node.alive = false;
-        self.procs.iter_mut().filter(|p| p.host == lost).for_each(|p| p.exited = true);
+        self.lose_procs(lost, |_| true);
         self.session_ends(lost);
+    }
+
+    /// Processes of a host are gone with it.
+    fn lose_procs(&mut self, on: HostId, which: impl Fn(&Proc) -> bool) {
+        for p in self.procs.iter_mut().filter(|p| p.host == on && which(p)) {
+            // What was dumped may be built from its images.
+            p.kept |= p.stopped && !p.exited;
+            p.exited = true;
+        }
     }
 
     /// What one host has said to another one and has not come is lost; for a host that is lost in the same moment.
@@ -287,7 +308,8 @@ impl Sim {
         }
         for (by, other) in [(a, b), (b, a)] {
             self.lose_words(by, other);
-            let seen = self.now + Micros(self.dice.roll(long.0));
+            // A silence that lasts is noticed before it is over.
+            let seen = self.now + Micros(self.dice.roll(long.0.min(LEASE.0)));
             self.push(seen, Happening::LostSeen(by, other));
         }
         self.push(self.now + long, Happening::Joined(a, b));
@@ -338,6 +360,7 @@ impl Sim {
             asked: false,
             ends: None,
             exited: false,
+            kept: false,
             used: 0,
         });
         self.procs.len() - 1
@@ -540,6 +563,9 @@ impl Sim {
     /// Hands an event to a machine and carries out what it wants.
     pub(super) fn handle(&mut self, on: HostId, event: Event) {
         let Some(node) = self.nodes.get_mut(&on).filter(|n| n.alive) else { return };
+        if let Some(late) = &mut node.stands {
+            return late.push(event);
+        }
         node.world.unix = self.now;
         node.tasker_dead &= !matches!(event, Event::TaskerGone { .. });
         node.machine.handle(self.now, &mut node.world, event);
@@ -547,137 +573,9 @@ impl Sim {
     }
 
     fn flush(&mut self, on: HostId) {
-        while let Some(output) = self.nodes.get_mut(&on).filter(|n| n.alive).and_then(|n| n.machine.poll()) {
+        let runs = |n: &&mut Node| n.alive && n.stands.is_none();
+        while let Some(output) = self.nodes.get_mut(&on).filter(runs).and_then(|n| n.machine.poll()) {
             self.carry_out(on, output);
-        }
-    }
-
-    fn carry_out(&mut self, on: HostId, output: Output) {
-        let to_shell = |sim: &mut Sim, conn: ConnId, make: &dyn Fn(usize) -> Happening| {
-            if let Some(proc) = sim.conns.get(&conn).copied() {
-                sim.send(Channel::ToProc(conn), make(proc));
-            }
-        };
-        match output {
-            Output::NewsToTask { conn, message } => {
-                let at = self.now + Micros(self.dice.roll(10_000));
-                let last = self.channels.entry(Channel::ToProc(conn)).or_default();
-                *last = at.max(*last);
-                self.news += 1;
-                to_shell(self, conn, &|proc| Happening::ToProc(proc, conn, message.clone()));
-            }
-            Output::ToTask { conn, message } => {
-                let late = self.faults.late_percent;
-                if late > 0 && matches!(message, ToTask::Quiesce { .. }) && self.dice.roll(100) < late {
-                    let at = self.now + Micros(20_000 + self.dice.roll(120_000));
-                    self.channels.insert(Channel::ToProc(conn), at);
-                }
-                to_shell(self, conn, &|proc| Happening::ToProc(proc, conn, message.clone()));
-            }
-            Output::RouteToTask { conn, message, descriptors } => {
-                let ToTask::Route { word, .. } = &message else { panic!("{message:?} brings descriptors") };
-                assert_eq!(word.descriptors(), descriptors.count(), "{word:?}");
-                to_shell(self, conn, &|proc| Happening::ToProc(proc, conn, message.clone()));
-            }
-            Output::LinkToTask { conn, frame } => {
-                to_shell(self, conn, &|proc| Happening::LinkToProc(proc, conn, frame.clone()));
-            }
-            Output::CloseTask { conn } => to_shell(self, conn, &|_| Happening::CloseProc(conn)),
-            Output::ToHost { host, message } => {
-                let event = Event::HostControl { host: on, message: round_trip(&message) };
-                self.between(Channel::Control(on, host), on, host, event);
-            }
-            Output::Carry { host, carried } => {
-                let event = Event::HostCarried { host: on, carried: round_trip_carried(&carried) };
-                self.between(Channel::Data(on, host), on, host, event);
-            }
-            Output::Connect { host, .. } => self.session(on, host),
-            Output::Forget { host } => {
-                if self.sessions.remove(&pair(on, host)) {
-                    self.push(self.now + Micros(1000), Happening::LostSeen(host, on));
-                }
-            }
-            Output::StartHost { start, plan } => self.start_host(start, plan),
-            Output::PrepareHosts { plans } => {
-                let order = |plan: &HostPlan| StartOrder {
-                    login: plan.name.clone(),
-                    command: format!("pvmd {}", plan.name),
-                    secret: "secret".into(),
-                };
-                let orders = plans.iter().map(|(start, plan)| (*start, Ok(order(plan)))).collect();
-                self.prepared.extend(plans);
-                self.send(Channel::Tasker(on), Happening::Event(on, Event::HostsPrepared { orders }));
-            }
-            Output::HosterHeard { start, line } => {
-                let plan = self.prepared.iter().find(|(known, _)| *known == start).map(|(_, plan)| plan.clone());
-                if line.starts_with("ddpro") {
-                    self.start_host(start, plan.expect("it was prepared"));
-                } else {
-                    let result = Err((PvmError::from_name(&line).unwrap_or(PvmError::CantStart), line));
-                    self.send(Channel::Tasker(on), Happening::Event(on, Event::HostStarted { start, result }));
-                }
-            }
-            Output::Signal { conn, signal } => {
-                if let Some(p) = self.conns.get(&conn) {
-                    self.signalled.push((*p, signal));
-                }
-            }
-            Output::AbandonStart { start } => self.abandoned.push(start),
-            Output::StartTasker => {}
-            Output::ToTasker(_) if self.nodes[&on].tasker_dead => {}
-            Output::ToTasker(message) => self.tasker_gets(on, message),
-            Output::SendAhead { migration, to } => self.send_ahead(on, migration, to),
-            Output::SendImages { migration, to } => self.send_images(on, migration, to),
-            Output::ExpectImages { migration, .. } => {
-                self.nodes.get_mut(&on).expect("it speaks").expected.insert(migration);
-            }
-            // Which engine asks which for memory is theirs to know.
-            Output::LendMemory { .. } | Output::ExpectMemory { .. } => {}
-            Output::DropImages { migration } => {
-                self.nodes.get_mut(&on).expect("it speaks").expected.remove(&migration);
-                self.sets.drop_images(on, migration);
-            }
-            Output::WriteToken { path, token } => {
-                self.tokens.insert((on, path), token);
-            }
-            Output::RemoveToken { path } => {
-                self.tokens.remove(&(on, path));
-            }
-            Output::RecordMove { migration, tid, to } => {
-                self.recorded.push((migration, tid, to));
-                let result = Ok(());
-                self.push(self.now + Micros(500), Happening::Event(on, Event::MoveRecorded { migration, result }));
-            }
-            Output::StepEnded { .. } => {}
-            Output::Log { text } => self.nodes.get_mut(&on).expect("it speaks").log.push(text),
-            Output::LogTaskOutput { bytes, .. } => self.nodes.get_mut(&on).expect("it speaks").output.extend(&bytes),
-            Output::Shutdown => {
-                self.nodes.get_mut(&on).expect("it speaks").alive = false;
-                self.procs.iter_mut().filter(|p| p.host == on && p.spawned.is_some()).for_each(|p| p.exited = true);
-                self.session_ends(on);
-            }
-            output => self.store_gets(on, output),
-        }
-    }
-
-    /// What is sent ahead is lost at once, or at the end like all other images.
-    fn send_ahead(&mut self, on: HostId, migration: MigrationId, to: HostId) {
-        let Err(why) = self.step_result(()) else { return };
-        for (host, event) in [
-            (on, Event::ImagesSent { migration, result: Err(why.clone()) }),
-            (to, Event::ImagesReceived { migration, result: Err(why) }),
-        ] {
-            self.push(self.now + Micros(900), Happening::Event(host, event));
-        }
-    }
-
-    fn send_images(&mut self, on: HostId, migration: MigrationId, to: HostId) {
-        let result = self.step_result(100);
-        let sent = result.clone();
-        self.push(self.now + Micros(900), Happening::Event(on, Event::ImagesSent { migration, result: sent }));
-        let expected = self.nodes.get(&to).is_some_and(|n| n.alive && n.expected.contains(&migration));
-        if expected {
-            self.push(self.now + Micros(1000), Happening::Event(to, Event::ImagesReceived { migration, result }));
         }
     }
 
@@ -685,7 +583,8 @@ impl Sim {
 
     fn next_time(&self) -> Option<Micros> {
         let queued = self.queue.keys().next().map(|(at, _)| *at);
-        let machines = self.nodes.values().filter(|n| n.alive).filter_map(|n| n.machine.next_wakeup());
+        let machines =
+            self.nodes.values().filter(|n| n.alive && n.stands.is_none()).filter_map(|n| n.machine.next_wakeup());
         let live = self.procs.iter().filter(|p| !p.exited && !p.is_frozen() && p.conn.is_some());
         let links = live.flat_map(|p| p.links.values().filter_map(Link::next_wakeup));
         machines.chain(links).chain(queued).min()
@@ -736,6 +635,8 @@ impl Sim {
                 self.handle(by, Event::HostLost { host: lost, why: "silence".into() });
             }
             Some(Happening::Joined(a, b)) => self.session(a, b),
+            Some(Happening::GoesOn(party)) => self.goes_on(party),
+            Some(Happening::MemoryCame(on, migration, from, tid)) => self.memory_came(on, migration, from, tid),
             Some(Happening::HoldNow(on, proc, number)) => self.hold_now(on, proc, number),
             None => self.wake_all(),
         }
@@ -743,7 +644,7 @@ impl Sim {
 
     fn wake_all(&mut self) {
         let now = self.now;
-        let due = |n: &Node| n.alive && n.machine.next_wakeup().is_some_and(|at| at <= now);
+        let due = |n: &Node| n.alive && n.stands.is_none() && n.machine.next_wakeup().is_some_and(|at| at <= now);
         let nodes: Vec<HostId> = self.nodes.iter().filter(|(_, n)| due(n)).map(|(id, _)| *id).collect();
         for id in nodes {
             self.handle(id, Event::Wake);
@@ -796,18 +697,4 @@ impl Sim {
         }
         self.now = self.now.max(end);
     }
-}
-
-/// What a message is after it has been on the wire.
-fn round_trip(message: &HostMsg) -> HostMsg {
-    let bytes = sempa_proto::frame::to_bytes(message).expect("it fits");
-    sempa_proto::frame::from_bytes(&bytes).expect("it comes back")
-}
-
-fn round_trip_carried(carried: &Carried) -> Carried {
-    if let Carried::Link(bytes) = carried {
-        return Carried::Link(bytes.clone());
-    }
-    let bytes = sempa_proto::frame::to_bytes(carried).expect("it fits");
-    sempa_proto::frame::from_bytes(&bytes).expect("it comes back")
 }

@@ -3,7 +3,7 @@
 use super::scene::{Scene, migrate, stopped};
 use super::sim::{Sim, host, seeds};
 use sempa_proto::migration::{Refusal, Survey, Verdict};
-use sempa_proto::task::{Reply, Request, SPAWN_PINNED, SpawnRequest};
+use sempa_proto::task::{Reply, Request, SPAWN_DEBUG, SPAWN_PINNED, SpawnRequest};
 use sempa_proto::{HostId, Micros, PvmError, Tid};
 
 fn can_migrate(tid: Tid, to: Option<&str>) -> Request {
@@ -79,6 +79,8 @@ fn a_task_that_cannot_move_at_all_is_refused_by_its_own_host() {
     let shell = sim.procs[console].tid();
     assert_eq!(asked(&mut sim, console, shell, None), Err(Refusal::NotSpawned));
     assert_eq!(asked(&mut sim, console, pinned, None), Err(Refusal::Pinned));
+    let debugged = child(&mut sim, console, SPAWN_DEBUG);
+    assert_eq!(asked(&mut sim, console, debugged, None), Err(Refusal::Debugged));
     assert_eq!(asked(&mut sim, console, Tid::from_raw(0x40999), None), Err(Refusal::NoSuchTask));
     assert_eq!(asked(&mut sim, console, host(2).tid(), None), Err(Refusal::NoSuchTask));
     let nowhere = sim.ask(console, can_migrate(pinned, Some("h7")));

@@ -239,6 +239,16 @@ impl Caller {
     }
 }
 
+/// A host dies, and some of those to whom it spoke last have not heard it.
+fn kill_unheard(sim: &mut Sim, victim: HostId) {
+    for to in [HostId::MASTER, host(3), host(4)] {
+        if sim.dice.roll(2) == 0 {
+            sim.lose_words(victim, to);
+        }
+    }
+    sim.kill_host(victim);
+}
+
 #[test]
 fn a_task_of_whom_was_said_that_it_is_suspended_runs_nowhere_whatever_is_lost_at_whatever_step_of_its_move() {
     let (mut moved, mut source_lost, mut stayed) = (0, 0, 0);
@@ -259,19 +269,7 @@ fn a_task_of_whom_was_said_that_it_is_suspended_runs_nowhere_whatever_is_lost_at
                 match sim.dice.roll(4) {
                     0 => {}
                     1 => sim.kill_tasker(victim),
-                    _ => {
-                        // Some of those to whom it spoke last have not heard it.
-                        for to in [HostId::MASTER, host(3), host(4)] {
-                            if sim.dice.roll(2) == 0 {
-                                sim.lose_words(victim, to);
-                            }
-                        }
-                        let stood = sim.procs[p].stopped_at_source();
-                        sim.kill_host(victim);
-                        if stood {
-                            sim.procs[p].exited = false;
-                        }
-                    }
+                    _ => kill_unheard(&mut sim, victim),
                 }
             }
             if sim.dice.roll(8) == 0 {

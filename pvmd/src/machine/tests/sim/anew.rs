@@ -114,7 +114,7 @@ impl Sim {
 
     /// A program is started that waits before its first instruction.
     pub(super) fn build_anew(&mut self, on: HostId, migration: MigrationId, start: &StartTask) -> FromTasker {
-        let result = self.step_result(4343);
+        let result = self.step_result_of(on, 4343);
         if result.is_ok() {
             let proc = self.process_of(on, start);
             self.procs[proc].stopped = true;

@@ -62,6 +62,8 @@ pub(in crate::machine::tests) struct Proc {
     /// It is ending, with this status.
     pub(super) ends: Option<i32>,
     pub(in crate::machine::tests) exited: bool,
+    /// It has ended with its host or tasker, but its images hold it.
+    pub(super) kept: bool,
     pub(super) used: u64,
 }
 
@@ -83,11 +85,6 @@ impl Proc {
     /// True while nothing of it runs.
     pub(in crate::machine::tests) fn is_frozen(&self) -> bool {
         self.stopped || self.held
-    }
-
-    /// True while its copy at the source of a move stands still.
-    pub(in crate::machine::tests) fn stopped_at_source(&self) -> bool {
-        self.stopped
     }
 
     pub(in crate::machine::tests) fn notes(&self, tag: i32) -> Vec<Message> {

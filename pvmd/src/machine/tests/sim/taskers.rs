@@ -6,7 +6,7 @@ use sempa_proto::frame::from_bytes;
 use sempa_proto::migration::{Failure, Refusal, TaskFacts, Usage, Verdict};
 use sempa_proto::task::{Redirect, RedirectAt};
 use sempa_proto::tasker::{Capabilities, DumpReport, FromTasker, Redirection, ToTasker};
-use sempa_proto::{HostId, Micros, Tid};
+use sempa_proto::{HostId, Micros, MigrationId, Tid};
 
 /// Where the library of a process looks for a redirect.
 pub(super) fn redirect_at(proc: usize) -> RedirectAt {
@@ -20,8 +20,9 @@ impl Sim {
             (0..self.procs.len()).filter(|p| self.procs[*p].host == on && self.procs[*p].spawned.is_some()).collect();
         for proc in dead {
             self.close(proc);
-            self.procs[proc].exited = true;
         }
+        self.lose_procs(on, |p| p.spawned.is_some());
+        self.strikes.memory_lost.insert(on);
         // What it had said is still heard first.
         self.nodes.get_mut(&on).expect("it is there").tasker_dead = true;
         self.send(Channel::Tasker(on), Happening::Event(on, Event::TaskerGone { why: "signal 9".into() }));
@@ -171,7 +172,7 @@ impl Sim {
             }
             ToTasker::Stop { migration, tid, redirection } => {
                 let Some(proc) = self.find_spawned(on, tid) else { return };
-                let result = self.step_result(());
+                let result = self.step_result_of(on, ());
                 self.procs[proc].stopped = result.is_ok();
                 // It may have been written although something failed after.
                 if let Some(redirection) = redirection.filter(|_| result.is_ok() || self.dice.roll(2) == 0) {
@@ -183,20 +184,32 @@ impl Sim {
             }
             ToTasker::Dump { migration, tid, .. } => {
                 self.dump_image(on, migration, tid);
-                let result = self.step_result(DumpReport { bytes: 100, files: 1 });
+                let result = self.step_result_of(on, DumpReport { bytes: 100, files: 1 });
                 FromTasker::Dumped { migration, result }
             }
             ToTasker::Continue { migration, tid } => {
+                assert!(!self.strikes.ran.contains(&migration), "two live copies of {tid} (seed {})", self.seed);
                 if let Some(proc) = self.find_spawned(on, tid) {
                     self.procs[proc].stopped = false;
                     self.thaw(proc);
                 }
                 FromTasker::Continued { migration }
             }
-            ToTasker::KillMoved { migration, .. } => FromTasker::SourceGone { migration, used: Usage::default() },
+            ToTasker::KillMoved { migration, .. } => {
+                self.strikes.killed.insert(migration);
+                FromTasker::SourceGone { migration, used: Usage::default() }
+            }
+            message => return self.tasker_receives(on, message),
+        };
+        self.tasker(on, answer);
+    }
+
+    /// What the tasker of a target does.
+    fn tasker_receives(&mut self, on: HostId, message: ToTasker) {
+        let answer = match message {
             ToTasker::Restore { migration, again, memory_way, .. } => {
                 self.following.extend(memory_way.map(|_| migration));
-                let result = self.step_result(4242);
+                let result = self.step_result_of(on, 4242);
                 if let (Some(redirection), true) = (again, result.is_ok()) {
                     self.build(on, migration, &redirection);
                 }
@@ -210,26 +223,7 @@ impl Sim {
                 let Some(answer) = self.run_anew(on, migration, held) else { return };
                 answer
             }
-            ToTasker::Run { migration, held, .. } => {
-                let (_, tid, _) = *self.recorded.iter().rev().find(|r| r.0 == migration).expect("recorded first");
-                let proc = self.proc_of(tid);
-                assert!(self.procs[proc].stopped, "only a stopped task can be restored (seed {})", self.seed);
-                if self.procs[proc].exited {
-                    let result = Err(Failure::Engine("there is nothing to run".into()));
-                    return self.tasker(on, FromTasker::Ran { migration, result });
-                }
-                let p = &mut self.procs[proc];
-                (p.host, p.stopped, p.held, p.holds) = (on, false, held, p.holds + 1);
-                assert!(p.conn.is_none(), "only who has let go moves");
-                // What comes late on a connection that it had closed.
-                p.mail.clear();
-                let ran = FromTasker::Ran { migration, result: Ok(()) };
-                if !self.following.remove(&migration) {
-                    return self.tasker(on, ran);
-                }
-                self.tasker(on, ran);
-                FromTasker::Arrived { migration, result: Ok(()) }
-            }
+            ToTasker::Run { migration, held, .. } => return self.run_moved(on, migration, held),
             ToTasker::Discard { migration } => {
                 self.following.remove(&migration);
                 self.sets.built.remove(&(on, migration));
@@ -239,5 +233,35 @@ impl Sim {
             other => panic!("{other:?}"),
         };
         self.tasker(on, answer);
+    }
+
+    /// A process that was restored runs. There is one value for both copies, which now is that of the target.
+    fn run_moved(&mut self, on: HostId, migration: MigrationId, held: bool) {
+        let (_, tid, _) = *self.recorded.iter().rev().find(|r| r.0 == migration).expect("recorded first");
+        let proc = self.proc_of(tid);
+        assert!(self.procs[proc].stopped, "only a stopped task can be restored (seed {})", self.seed);
+        let from = self.procs[proc].host;
+        let is_out = self.nodes[&HostId::MASTER].machine.table().get(from).is_none();
+        let source_is_dead = self.strikes.killed.contains(&migration) || self.procs[proc].exited || is_out;
+        assert!(source_is_dead, "two live copies of {tid} (seed {})", self.seed);
+        self.strikes.ran.insert(migration);
+        let p = &mut self.procs[proc];
+        if p.exited && !p.kept {
+            let result = Err(Failure::Engine("there is nothing to run".into()));
+            return self.tasker(on, FromTasker::Ran { migration, result });
+        }
+        (p.exited, p.kept) = (false, false);
+        (p.host, p.stopped, p.held, p.holds) = (on, false, held, p.holds + 1);
+        assert!(p.conn.is_none(), "only who has let go moves");
+        // What comes late on a connection that it had closed.
+        p.mail.clear();
+        self.tasker(on, FromTasker::Ran { migration, result: Ok(()) });
+        if self.following.remove(&migration) {
+            let late = if self.strikes.is_one() { self.dice.roll(20_000) } else { 0 };
+            if late > 0 {
+                return self.push(self.now + Micros(late), Happening::MemoryCame(on, migration, from, tid));
+            }
+            self.tasker(on, FromTasker::Arrived { migration, result: Ok(()) });
+        }
     }
 }

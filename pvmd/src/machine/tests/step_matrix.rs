@@ -1,0 +1,227 @@
+//! A fault of each kind meets each party of a move before and after each step. The steps are those of the protocol, and where
+//! they begin and end the machines themselves say: a new one is tried by itself.
+
+use super::scene::{came, events, migrate, on, spawn, talk};
+use super::sim::strikes::{A_MOMENT, Blow, Edge, LONG, Party, Point};
+use super::sim::{Sim, host, seeds};
+use sempa_proto::event::EventKind;
+use sempa_proto::migration::Step;
+use sempa_proto::table::TaskInfo;
+use sempa_proto::task::{NotifyRequest, NotifyWhat, Reply, Request, RmServes};
+use sempa_proto::{HostId, Micros, PvmError, RequestId, Tid};
+use std::collections::BTreeMap;
+
+/// Tries of each fault at each place: delays, and whether memory follows, are thrown.
+const TRIES: u64 = 4;
+
+fn points() -> Vec<Point> {
+    Step::ALL.into_iter().flat_map(|step| [(step, Edge::Before), (step, Edge::After)]).collect()
+}
+
+/// A task of h2 that moves to h3 while it talks with one of h4 and with the console, which wants to hear of its end with
+/// tag 1. There is a resource manager.
+struct Trial {
+    sim: Sim,
+    console: usize,
+    mover: usize,
+    peer: usize,
+    sent: BTreeMap<(usize, Tid), u32>,
+    moving: RequestId,
+}
+
+impl Trial {
+    fn new(seed: u64, strike: Option<(Point, Party, Blow)>) -> Trial {
+        let (mut sim, console) = Sim::cluster(seed, 4);
+        let manager = spawn(&mut sim, console, on("h1", "rm", 1))[0];
+        sim.ask(manager, Request::RegisterRm(RmServes { spawn: false, others: false, ends: false }));
+        sim.strikes.manager = Some(manager);
+        let mover = spawn(&mut sim, console, on("h2", "child", 1))[0];
+        let peer = spawn(&mut sim, console, on("h4", "child", 1))[0];
+        let tid = sim.procs[mover].tid();
+        let what = NotifyWhat::TaskExit(vec![tid]);
+        sim.ask(console, Request::Notify(NotifyRequest { what, ctx: 0, tag: 1, cancel: false }));
+        if let Some((point, party, blow)) = strike {
+            sim.strike_at(point, party, blow);
+        }
+        let moving = sim.request(console, migrate(tid, "h3"));
+        Trial { sim, console, mover, peer, sent: BTreeMap::new(), moving }
+    }
+
+    fn tid(&self) -> Tid {
+        self.sim.procs[self.mover].tid()
+    }
+
+    /// All who can say something to the others.
+    fn talk(&mut self) {
+        let all = [self.console, self.mover, self.peer];
+        for from in all {
+            for to in all.into_iter().filter(|to| *to != from) {
+                let to = self.sim.procs[to].tid();
+                talk(&mut self.sim, &mut self.sent, from, to);
+            }
+        }
+        let wait = Micros(self.sim.dice.roll(3_000));
+        self.sim.pass(wait);
+    }
+
+    /// Until the fault has met the move, and for a while after that.
+    fn until_struck(&mut self, case: &str) {
+        let mut after = 0;
+        for _ in 0..1000 {
+            self.talk();
+            after += u32::from(self.sim.strikes.struck);
+            if after > 20 {
+                return;
+            }
+        }
+        panic!("it never came there: {case}");
+    }
+
+    /// The move is over.
+    fn is_over(&self) -> bool {
+        self.sim.procs[self.console].replies.contains_key(&self.moving)
+    }
+
+    /// The task's entry in the list, and how often its end was told.
+    fn state(&mut self) -> (Vec<TaskInfo>, usize) {
+        let list = match self.sim.ask(self.console, Request::Tasks { selector: self.tid() }) {
+            Reply::Tasks(list) => list,
+            // Its host is lost, and the task with it.
+            Reply::Failed { error: PvmError::NoHost, .. } => Vec::new(),
+            other => panic!("no list: {other:?}"),
+        };
+        (list, self.sim.procs[self.console].notes(1).len())
+    }
+
+    /// Everything comes to rest; true if the task lives.
+    fn judge(&mut self, may_be_lost: bool, case: &str) -> bool {
+        let (console, moving) = (self.console, self.moving);
+        self.sim.until(case, |s| s.procs[console].replies.contains_key(&moving));
+        self.sim.pass(LONG + Micros::from_secs(20));
+        let (list, dead) = self.state();
+        assert_eq!(list.len() + dead, 1, "{list:?}, told of its end {dead} times: {case}");
+        let all = [self.console, self.mover, self.peer];
+        let tid = self.tid();
+        let ends = |event: &&EventKind| match event {
+            EventKind::Moved { tid: of, .. } | EventKind::MoveFailed { tid: of, .. } => *of == tid,
+            _ => false,
+        };
+        let told = events(&mut self.sim, console);
+        assert_eq!(told.iter().filter(ends).count(), 1, "the log says how the move ended: {case}");
+        if dead > 0 {
+            assert!(may_be_lost, "it is lost: {case}\n{}", self.sim.story());
+            let why = |event: &EventKind| {
+                matches!(event, EventKind::TaskEnded { tid: of, .. } if *of == tid)
+                    || matches!(event, EventKind::HostGone { .. })
+            };
+            assert!(told.iter().any(why), "the log says why it is gone: {case}");
+            let proc = &self.sim.procs[self.mover];
+            let is_dead = proc.exited || (proc.is_frozen() && self.sim.strikes.is_killed());
+            assert!(is_dead, "it is said to be dead, and something of it is left: {case}");
+            came(&self.sim, &all);
+            return false;
+        }
+        let proc = &self.sim.procs[self.mover];
+        assert!(!list[0].moving && proc.conn.is_some() && !proc.is_frozen(), "it has not arrived: {case}");
+        assert_eq!(list[0].host, proc.host, "{case}");
+        self.talk();
+        let total = self.sent.values().sum::<u32>();
+        self.sim.until(case, |s| came(s, &all) == total);
+        self.sim.pass(Micros::from_secs(3));
+        assert_eq!(self.sim.tokens_left(), 0, "{case}");
+        true
+    }
+
+    /// All hosts have ended with their master, and no task runs.
+    fn judge_without_master(&mut self, case: &str) {
+        self.sim.pass(LONG + Micros::from_secs(20));
+        let left: Vec<HostId> = self.sim.nodes.iter().filter(|(_, n)| n.alive).map(|(id, _)| *id).collect();
+        assert_eq!(left, [], "{case}");
+        assert!(self.sim.procs[self.mover].exited, "{case}");
+        came(&self.sim, &[self.console, self.mover, self.peer]);
+    }
+}
+
+/// Whoever is struck so is gone for the others.
+fn is_gone(party: Party, blow: Blow) -> bool {
+    match party {
+        Party::Source | Party::Target | Party::Master => !matches!(blow, Blow::Stop(A_MOMENT) | Blow::Cut(A_MOMENT)),
+        Party::SourceTasker | Party::TargetTasker => blow == Blow::Kill,
+        _ => false,
+    }
+}
+
+/// True if the task may end by this fault at this place, as the table in MIGRATION.md says.
+fn may_be_lost((step, edge): Point, party: Party, blow: Blow) -> bool {
+    let at = (step, edge);
+    // Memory may follow. It comes to an end as the last step does.
+    let follows = at < (Step::Arrive, Edge::After);
+    match party {
+        Party::Source | Party::SourceTasker => is_gone(party, blow) && follows,
+        Party::Target | Party::TargetTasker => is_gone(party, blow) && at >= (Step::Restore, Edge::After),
+        Party::Master => is_gone(party, blow),
+        // The memory that follows comes through them.
+        Party::SourceEngine => blow == Blow::Kill && at >= (Step::Dump, Edge::After),
+        Party::TargetEngine => blow == Blow::Kill && at >= (Step::Restore, Edge::After),
+        Party::Session => !matches!(blow, Blow::Stop(_)) && at >= (Step::Transfer, Edge::After),
+        Party::Manager => false,
+    }
+}
+
+#[test]
+fn every_step_of_a_move_begins_and_ends_once_and_the_machines_say_where() {
+    for seed in seeds(10) {
+        let mut trial = Trial::new(seed, None);
+        while !trial.is_over() {
+            trial.talk();
+        }
+        assert!(trial.judge(false, "no fault"));
+        let mut reached = trial.sim.strikes.reached.clone();
+        reached.sort_unstable();
+        assert_eq!(reached, points(), "seed {seed}");
+    }
+}
+
+#[test]
+fn whatever_meets_whomever_before_or_after_whichever_step_the_task_runs_once_and_nothing_is_lost() {
+    let (mut lived, mut lost) = (0, 0);
+    for (n, point) in points().into_iter().enumerate() {
+        for party in Party::ALL {
+            for blow in party.blows() {
+                for seed in seeds(TRIES + 1) {
+                    let case = format!("{party:?}, {blow:?}, {point:?}, seed {seed}");
+                    let mut trial = Trial::new(seed * 1000 + n as u64, Some((point, party, blow)));
+                    trial.until_struck(&case);
+                    if party == Party::Master && blow == Blow::Kill {
+                        trial.judge_without_master(&case);
+                    } else if trial.judge(may_be_lost(point, party, blow), &case) {
+                        lived += 1;
+                    } else {
+                        lost += 1;
+                    }
+                }
+            }
+        }
+    }
+    assert!(lived > 1000 && lost > 300, "{lived} lived, {lost} were lost");
+}
+
+#[test]
+fn a_commit_that_cannot_be_recorded_leaves_the_task_where_it_is() {
+    let (mut stayed, mut moved) = (0, 0);
+    for seed in seeds(60) {
+        let mut trial = Trial::new(seed, None);
+        while !trial.sim.strikes.reached.contains(&(Step::Restore, Edge::After)) {
+            trial.sim.step();
+        }
+        trial.sim.faults.step_fails_percent = 50;
+        while !trial.is_over() {
+            trial.talk();
+        }
+        trial.sim.faults.step_fails_percent = 0;
+        assert!(trial.judge(false, &format!("seed {seed}")));
+        let at = trial.sim.procs[trial.mover].host;
+        *if at == host(2) { &mut stayed } else { &mut moved } += 1;
+    }
+    assert!(stayed > 10 && moved > 10, "{stayed} stayed, {moved} moved");
+}
