@@ -156,8 +156,12 @@ pub enum EventKind {
         cause: Cause,
         /// Image bytes.
         bytes: u64,
+        /// The task's memory that went with it, with the images or behind them; 0 when its program took along what it needs.
+        resident: u64,
         /// From the library's letting go to running again.
         frozen: Micros,
+        /// From the library's letting go until all of its memory was there.
+        whole: Micros,
     },
     /// A move failed; the task goes on at `from` unless the failure is its end.
     MoveFailed {
@@ -398,11 +402,18 @@ impl fmt::Display for EventKind {
                 write!(f, "{id}: {tid} from {from} to {to}: {step} done")?;
                 if *bytes > 0 { write!(f, ", {bytes} bytes") } else { Ok(()) }
             }
-            EventKind::Moved { id, tid, from, to, cause, bytes, frozen } => write!(
-                f,
-                "{id}: {tid} moved from {from} to {to} ({cause}): {bytes} bytes, frozen {:.1} ms",
-                frozen.0 as f64 / 1e3
-            ),
+            EventKind::Moved { id, tid, from, to, cause, bytes, resident, frozen, whole } => {
+                let ms = |span: &Micros| span.0 as f64 / 1e3;
+                write!(
+                    f,
+                    "{id}: {tid} moved from {from} to {to} ({cause}): {bytes} bytes, frozen {:.1} ms",
+                    ms(frozen)
+                )?;
+                match whole > frozen {
+                    true => write!(f, ", its memory of {resident} bytes there after {:.1} ms", ms(whole)),
+                    false => Ok(()),
+                }
+            }
             EventKind::MoveFailed { id, tid, from, to, cause, step, why } => {
                 write!(f, "{id}: {tid} was not moved from {from} to {to} ({cause}): {step} failed: {why}")
             }
