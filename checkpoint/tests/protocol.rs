@@ -9,7 +9,8 @@ use checkpoint::protocol::{
 };
 use dice::Dice;
 use sempa_proto::engine::Engine;
-use sempa_proto::migration::{Cause, Failure, Order, Refusal, Report, Step, Usage};
+use sempa_proto::event::EventKind;
+use sempa_proto::migration::{Cause, Failure, Order, Refusal, Report, Step, TaskFacts, Usage};
 use sempa_proto::suspend::{self, Holds};
 use sempa_proto::task::{MoveError, MoveReport};
 use sempa_proto::tasker::DumpReport;
@@ -81,6 +82,8 @@ struct World {
     handed_over: bool,
     located_at: HostId,
     ended: Option<Result<MoveReport, MoveError>>,
+    /// What the log was told of the move's end: the task's memory, how long it stood still, and when all memory was there.
+    logged: Option<(u64, Micros, Micros)>,
     /// For whom the copies stand still, as their daemons know it.
     holds: (Holds, Holds),
     target_runs: bool,
@@ -120,6 +123,7 @@ impl World {
             handed_over: false,
             located_at: host(2),
             ended: None,
+            logged: None,
             holds: Default::default(),
             target_runs: false,
             orders: Vec::new(),
@@ -348,6 +352,9 @@ impl World {
                     self.located_at = of.to;
                     self.soon(Item::Located(of.id));
                 }
+                CoordinatorOutput::Event(EventKind::Moved { resident, frozen, whole, .. }) => {
+                    self.logged = Some((resident, frozen, whole));
+                }
                 CoordinatorOutput::Event(_) => {}
                 CoordinatorOutput::SuspendDecided { host, id, suspended, .. } => {
                     let number = id.0 as usize;
@@ -377,7 +384,8 @@ impl World {
                     Item::Source(SourceEvent::Inspected(if refuse {
                         Err(Refusal::Pinned)
                     } else {
-                        Ok(Inspected { memory_can_follow, ..Inspected::default() })
+                        let facts = TaskFacts { resident_bytes: RESIDENT, ..TaskFacts::default() };
+                        Ok(Inspected { memory_can_follow, facts, ..Inspected::default() })
                     }))
                 });
             }
@@ -455,6 +463,9 @@ impl World {
     }
 }
 
+/// The memory of the task that moves.
+const RESIDENT: u64 = 2 << 30;
+
 fn settle(seed: u64, faults: Faults) -> World {
     World::new(seed, faults).run()
 }
@@ -467,6 +478,22 @@ fn without_faults_the_task_moves_and_everything_is_handed_over() {
         assert_eq!(world.copies, (Copy::Dead, Copy::Running), "seed {seed}");
         assert!(world.handed_over && world.source.is_none() && world.target.is_none(), "seed {seed}");
         assert_eq!(world.located_at, host(3));
+    }
+}
+
+#[test]
+fn the_log_tells_how_much_memory_moved_and_when_all_of_it_was_there() {
+    for seed in 1..200 {
+        for memory_follows in [false, true] {
+            let world = settle(seed, Faults { memory_follows, ..Faults::default() });
+            let (resident, frozen, whole) = world.logged.expect("it has moved");
+            match (world.engine, memory_follows) {
+                (Engine::Criu, true) => assert!(resident == RESIDENT && whole > frozen, "seed {seed}"),
+                (Engine::Criu, false) => assert!(resident == RESIDENT && whole == frozen, "seed {seed}"),
+                // Its program took along what it needs.
+                _ => assert_eq!(resident, 0, "seed {seed}"),
+            }
+        }
     }
 }
 

@@ -54,6 +54,7 @@ struct Traced {
 impl<M: Machine> Session<M> {
     /// `spawn`.
     pub(crate) fn spawn(&mut self, spawn: &Spawn) -> Result<Outcome, Error> {
+        let (spawn, file) = &spawn.with_job()?;
         let (collected, job) = match self.open_job(spawn) {
             Ok(opened) => opened,
             Err(line) => return Ok(Outcome::refused(line)),
@@ -66,7 +67,7 @@ impl<M: Machine> Session<M> {
         if traced {
             env.splice(..0, self.trace_variables());
         }
-        let results = self.machine.spawn(spawn.request(sink(TAG_JOBS), trace, env));
+        let results = self.machine.spawn(spawn.request(file, sink(TAG_JOBS), trace, env));
         let mut text = String::new();
         if let Some(job) = job {
             self.collected.insert(job, collected);

@@ -134,7 +134,9 @@ fn wanted<'a>(before: &[&str], word: &'a str) -> (&'a str, Kind) {
 
 /// An option of `spawn`, or the program.
 fn spawn_word(word: &str) -> (&str, Kind) {
-    for (prefix, kind) in [("->>", Kind::File), ("->", Kind::File), ("-@", Kind::File), ("--host=", Kind::Host)] {
+    let prefixes =
+        [("->>", Kind::File), ("->", Kind::File), ("-@", Kind::File), ("--host=", Kind::Host), ("--job=", Kind::File)];
+    for (prefix, kind) in prefixes {
         if word.starts_with(prefix) {
             return (&word[..prefix.len()], kind);
         }
@@ -209,6 +211,7 @@ mod tests {
         assert_eq!(words("spawn -3 /bi"), ["/bin/"]);
         assert_eq!(words("spawn -3 /bin/t"), ["/bin/tr", "/bin/true"]);
         assert_eq!(words("spawn ->>wo"), ["->>work "]);
+        assert_eq!(words("spawn --job=wo"), ["--job=work "]);
         assert_eq!(words("spawn x /et"), ["/etc/"]);
         assert_eq!(words("spawn "), ["work "], "hidden files only when they are asked for");
         assert_eq!(words("spawn ."), [".hidden "]);

@@ -99,9 +99,9 @@ impl Heard {
     fn hear(&mut self, kind: &EventKind) {
         match kind {
             EventKind::Moving { tid, step, .. } => drop(self.steps.insert(*tid, *step)),
-            EventKind::Moved { tid, bytes, .. } => {
+            EventKind::Moved { tid, bytes, resident, .. } => {
                 self.steps.remove(tid);
-                self.bytes.insert(*tid, *bytes);
+                self.bytes.insert(*tid, *bytes.max(resident));
             }
             EventKind::MoveFailed { tid, .. } => drop(self.steps.remove(tid)),
             _ => {}
@@ -353,8 +353,10 @@ mod tests {
             from: host,
             to: host,
             cause,
-            bytes: 12_340_000,
+            bytes: 200_000,
+            resident: 12_340_000,
             frozen,
+            whole: frozen,
         });
         assert_eq!((heard.way(tid).as_str(), heard.cost(tid).as_str()), ("it is on its way", ", 12.3 MB"));
     }

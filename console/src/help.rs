@@ -97,7 +97,7 @@ pub(crate) const COMMANDS: &[Entry] = &[
         detail: "Syntax:  job list [ --user user ]\n         job status tid\n         job kill tid\n         \
                  job suspend [ --task ] tid\n         job resume [ --task ] tid\n\
                  A job is named by any of its tasks. 'status' shows how each task ended and what it used; 'kill' ends\n\
-                 all of them, or takes a job out of the queue that waits in the store for room.\n\
+                 all of them, after ten seconds by SIGKILL, or takes a job out of the queue that waits in the store for room.\n\
                  Tasks of a suspended job stand still, those included that it spawns meanwhile, and can still be moved.\n\
                  Tasks from a command line go on. With '--task' the one task alone is suspended or resumed.\n\
                  The resource manager knows the jobs.\n",
@@ -201,7 +201,8 @@ pub(crate) const COMMANDS: &[Entry] = &[
                  ->(file)       write the output to a new file\n          \
                  ->>(file)      append the output to a file\n          \
                  -@             trace the job, show the records here\n          \
-                 -@(file)       trace the job, write the records to a new file\n",
+                 -@(file)       trace the job, write the records to a new file\n          \
+                 --job (file)   a job file says what is not said here: program, arguments, count, wants ...\n",
     },
     Entry {
         name: "start",

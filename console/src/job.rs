@@ -10,12 +10,12 @@ use sempa_proto::Tid;
 use sempa_proto::rm::{Answer, JobUse, Question, Suspended, TaskUse};
 use sempa_proto::task::Request;
 use serde_json::{Value, json};
-use std::collections::BTreeSet;
+use std::time::{Duration, Instant};
 
-/// The signal that asks a task to end.
-const SIGTERM: i32 = 15;
-/// A job that is being ended may still be spawning: so often is looked for further tasks of it.
-const ROUNDS_MAX: usize = 8;
+/// How long the end of a job is waited for: its tasks get ten seconds to end by themselves.
+const KILL_TIME_MAX: Duration = Duration::from_secs(40);
+/// Pause between questions how far it is.
+const KILL_PAUSE: Duration = Duration::from_millis(100);
 
 /// What is to be done with jobs.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -215,34 +215,49 @@ fn suspend_task(machine: &impl Machine, tid: Tid, suspend: bool) -> Result<Outco
     Ok(Outcome::done(text, json!({ "tid": tid.to_string(), "suspend": suspend }), false))
 }
 
-/// Ends all tasks of a job, and those that it starts meanwhile.
+/// Has all tasks of a job ended, and those that it starts meanwhile, and waits until nothing of it is left.
 fn kill(machine: &impl Machine, tid: Tid) -> Result<Outcome, Error> {
-    let (mut done, mut failed) = (BTreeSet::new(), Vec::new());
-    for _ in 0..ROUNDS_MAX {
-        let Answer::Job { tasks, .. } = machine.ask_rm(&Question::Job(tid))? else {
-            return Ok(unpark(machine, tid)?.unwrap_or_else(|| not_known("job kill", tid)));
-        };
-        let fresh = |t: &&TaskUse| t.ended.is_none() && t.tid != machine.tid() && !done.contains(&t.tid);
-        let fresh: Vec<Tid> = tasks.iter().filter(fresh).map(|t| t.tid).collect();
-        if fresh.is_empty() {
-            break;
-        }
-        for task in fresh {
-            done.insert(task);
-            if let Err(error) = machine.ask(Request::Signal { tid: task, signal: SIGTERM }) {
-                failed.push(format!("job kill: {task}: {error}"));
-            }
-        }
-    }
+    let (mut answer, begun) = (machine.ask_rm(&Question::Kill(tid))?, Instant::now());
     // Also one that is just being ended to wait for room.
     let waits = unpark(machine, tid)?;
-    if let Some(outcome) = waits.filter(|_| done.is_empty()) {
-        return Ok(outcome);
+    loop {
+        match answer {
+            Answer::Killed { left, .. } if left > 0 && begun.elapsed() < KILL_TIME_MAX => {}
+            Answer::Killed { job, asked, forced, left, failed } => {
+                let nothing = asked == 0 && left == 0;
+                if let Some(outcome) = waits.filter(|_| nothing) {
+                    return Ok(outcome);
+                }
+                return Ok(killed(job, (asked, forced, left), &failed));
+            }
+            _ => return Ok(waits.unwrap_or_else(|| not_known("job kill", tid))),
+        }
+        std::thread::sleep(KILL_PAUSE);
+        answer = machine.ask_rm(&Question::Killed(tid))?;
+        if answer == Answer::Unknown {
+            // Another resource manager has taken over, and goes on with it.
+            answer = machine.ask_rm(&Question::Kill(tid))?;
+        }
     }
-    let ended: Vec<String> = done.iter().map(Tid::to_string).collect();
-    let value = json!({ "job": tid.to_string(), "signalled": ended });
-    let text = format!("{} tasks of job {tid} were told to end: {}\n", ended.len(), ended.join(" "));
-    Ok(Outcome { complaints: failed.clone(), ..Outcome::done(text, value, !failed.is_empty()) })
+}
+
+/// What became of a job that was ended.
+fn killed(job: Tid, (asked, forced, left): (u32, u32, u32), failed: &[(Tid, String)]) -> Outcome {
+    let mut text = match asked {
+        0 => format!("job {job} has no tasks\n"),
+        _ => format!("{asked} tasks of job {job} were told to end"),
+    };
+    if asked > 0 {
+        text += &match (left, forced) {
+            (0, 0) => ", and have ended\n".to_string(),
+            (0, _) => format!(", and have ended, {forced} of them by SIGKILL\n"),
+            _ => format!("; {left} are left, although {forced} were sent SIGKILL: 'job status {job}' shows them\n"),
+        };
+    }
+    let complaints: Vec<String> = failed.iter().map(|(tid, why)| format!("job kill: {tid}: {why}")).collect();
+    let failed: Vec<Value> = failed.iter().map(|(tid, why)| json!({ "tid": tid.to_string(), "why": why })).collect();
+    let value = json!({ "job": job.to_string(), "asked": asked, "forced": forced, "left": left, "failed": failed });
+    Outcome { complaints, ..Outcome::done(text, value, left > 0) }
 }
 
 /// Ends a job that waits in the store for room; `None` if it does not.

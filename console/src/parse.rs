@@ -200,7 +200,7 @@ pub(crate) fn has_json(command: &str) -> bool {
 pub(crate) fn take_json(words: &mut Vec<String>) -> bool {
     let Some(command) = words.first().filter(|name| has_json(name)) else { return false };
     let own = match command.as_str() {
-        "spawn" => words.iter().skip(1).position(|word| !word.starts_with('-')).map_or(words.len(), |at| at + 1),
+        "spawn" => 1 + spawn::options(&words[1..]),
         "alias" | "setenv" => words.len().min(2),
         _ => words.len(),
     };

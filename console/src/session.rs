@@ -186,21 +186,63 @@ impl<M: Machine> Session<M> {
     }
 
     fn command(&mut self, command: Command) -> Result<Outcome, Error> {
-        Ok(match command {
-            Command::Add(lines) => self.add(&lines)?,
-            Command::Alias { name, words } => {
-                self.aliases.insert(name, words);
-                Outcome::default()
-            }
-            Command::Aliases => {
+        match command {
+            Command::Alias { .. } | Command::Aliases | Command::Unalias(_) => Ok(self.alias(command)),
+            Command::Export(_) | Command::Unexport(_) | Command::Setenv { .. } => Ok(self.environment(command)),
+            Command::Getopt(_) | Command::Setopt { .. } => Ok(self.option(command)),
+            Command::Trace(what) => Ok(self.trace(what)),
+            Command::Spawn(spawn) => self.spawn(&spawn),
+            Command::Jobs { long } => self.list_jobs(long),
+            Command::Add(lines) => self.add(&lines),
+            Command::Delete(names) => self.delete(&names),
+            Command::Echo(words) => Ok(Outcome::text(words.join(" ") + "\n")),
+            Command::Help(name) => Ok(about(name.as_deref())),
+            Command::Idump => Ok(Outcome { complaints: vec![self.memory()], ..Outcome::default() }),
+            Command::Version => Ok(version()),
+            Command::Halt => Ok(Outcome { next: Next::Halt, ..Outcome::default() }),
+            Command::Quit => Ok(Outcome { next: Next::Quit, ..Outcome::default() }),
+            Command::Start => Ok(Outcome::refused("start: the virtual machine is running already")),
+            Command::Owner(what) => Ok(owner::run(&what)),
+            Command::Replay(words) => Ok(replay::run(&words, false)),
+            other => match self.managed(other)? {
+                Ok(outcome) => Ok(outcome),
+                Err(other) => self.asked(other),
+            },
+        }
+    }
+
+    /// Words that stand for others.
+    fn alias(&mut self, command: Command) -> Outcome {
+        match command {
+            Command::Alias { name, words } => drop(self.aliases.insert(name, words)),
+            Command::Unalias(names) => self.aliases.retain(|name, _| !names.contains(name)),
+            _ => {
                 let text = self.aliases.iter().map(|(name, words)| format!("{name}\t{}\n", words.join(" "))).collect();
-                Outcome::done(text, json::aliases(&self.aliases), false)
+                return Outcome::done(text, json::aliases(&self.aliases), false);
             }
-            Command::Conf => {
-                let table = self.machine.hosts()?;
-                Outcome::done(format::conf(&table), json::conf(&table), false)
-            }
-            Command::Delete(names) => self.delete(&names)?,
+        }
+        Outcome::default()
+    }
+
+    /// PVM's options.
+    fn option(&mut self, command: Command) -> Outcome {
+        match command {
+            Command::Setopt { name, value } => self.options.set(&name, value).map_or_else(Outcome::refused, |old| {
+                let text = format!("{name} Changed from {old} to {value}\n");
+                Outcome::done(text, json::option_set(&name, old, value), false)
+            }),
+            Command::Getopt(name) => self.options.get(name.as_deref()).map_or_else(Outcome::refused, |options| {
+                let line = |(name, value)| format!("{name} Currently Set to {value}\n");
+                let text = options.iter().copied().map(line).collect();
+                Outcome::done(text, json::options(&options), false)
+            }),
+            _ => Outcome::default(),
+        }
+    }
+
+    /// What is for the resource manager, and what works on jobs, hosts and checkpoints as a whole; any other command comes back.
+    fn managed(&mut self, command: Command) -> Result<Result<Outcome, Command>, Error> {
+        Ok(Ok(match command {
             Command::Checkpoint(what) => checkpoint::checkpoint(&self.machine, &what)?,
             Command::Checkpoints(what) => checkpoint::checkpoints(&self.machine, &what)?,
             Command::Restart(what) => checkpoint::restart(&self.machine, &what)?,
@@ -210,33 +252,31 @@ impl<M: Machine> Session<M> {
                 Outcome { text, ..outcome }
             }
             Command::Undrain { host } => drain::undrain(&self.machine, &host)?,
-            Command::Echo(words) => Outcome::text(words.join(" ") + "\n"),
             Command::Events { from, follow: false } => self.events(from)?,
             Command::Events { follow: true, .. } => Outcome::complaint(
                 "events: --follow does not end by itself: use it from a shell, as 'pvm events --follow'",
             ),
-            Command::Export(_) | Command::Unexport(_) | Command::Setenv { .. } => self.environment(command),
-            Command::Getopt(name) => self.options.get(name.as_deref()).map_or_else(Outcome::refused, |options| {
-                let line = |(name, value)| format!("{name} Currently Set to {value}\n");
-                let text = options.iter().copied().map(line).collect();
-                Outcome::done(text, json::options(&options), false)
-            }),
-            Command::Setopt { name, value } => self.options.set(&name, value).map_or_else(Outcome::refused, |old| {
-                let text = format!("{name} Changed from {old} to {value}\n");
-                Outcome::done(text, json::option_set(&name, old, value), false)
-            }),
-            Command::Halt => Outcome { next: Next::Halt, ..Outcome::default() },
-            Command::Help(name) => about(name.as_deref()),
+            Command::Job(what) => job::run(&self.machine, &what)?,
+            Command::Usage(what) => usage::run(&self.machine, &what)?,
+            Command::Why(what) => why::run(&self.machine, &what)?,
+            Command::Migrate { tid, to } => self.migrate(tid, &to),
+            Command::CanMigrate { tid, to } => self.can_migrate(tid, to.as_deref())?,
+            other => return Ok(Err(other)),
+        }))
+    }
+
+    /// What the daemon is asked for.
+    fn asked(&mut self, command: Command) -> Result<Outcome, Error> {
+        Ok(match command {
+            Command::Conf => {
+                let table = self.machine.hosts()?;
+                Outcome::done(format::conf(&table), json::conf(&table), false)
+            }
             Command::Id => {
                 let tid = self.machine.tid();
                 Outcome::done(format!("{tid}\n"), json::id(tid), false)
             }
-            Command::Idump => Outcome { complaints: vec![self.memory()], ..Outcome::default() },
-            Command::Job(what) => job::run(&self.machine, &what)?,
-            Command::Jobs { long } => self.list_jobs(long)?,
             Command::Kill { children, tids } => self.kill(children, &tids)?,
-            Command::Migrate { tid, to } => self.migrate(tid, &to),
-            Command::CanMigrate { tid, to } => return self.can_migrate(tid, to.as_deref()),
             Command::Mstat(names) => self.status(
                 &names,
                 |name| Request::HostStatus { name: name.clone() },
@@ -251,14 +291,11 @@ impl<M: Machine> Session<M> {
                 let classes = machine::names(&self.machine, &pattern)?;
                 Outcome::done(format::names(&classes), json::names(&classes), false)
             }
-            Command::Owner(what) => owner::run(&what),
             Command::Ps(options) => self.ps(&options)?,
             Command::Put { name, flags } => {
                 self.put(&name, flags, Packer::new(Encoding::Xdr))?;
                 Outcome::default()
             }
-            Command::Quit => Outcome { next: Next::Quit, ..Outcome::default() },
-            Command::Replay(words) => replay::run(&words, false),
             Command::Reset => {
                 self.machine.ask(Request::Reset { kill: true })?;
                 Outcome::default()
@@ -269,20 +306,12 @@ impl<M: Machine> Session<M> {
                 Outcome::default()
             }
             Command::Sig(sig) => self.signal(&sig.tids, sig.signal, true),
-            Command::Spawn(spawn) => self.spawn(&spawn)?,
-            Command::Start => Outcome::refused("start: the virtual machine is running already"),
             Command::Tickle(words) => match self.machine.ask(Request::Tickle(words))? {
                 Reply::Numbers(numbers) => Outcome::done(format::tickle(&numbers), json::tickle(&numbers), false),
                 _ => return Err(misfit()),
             },
-            Command::Trace(what) => self.trace(what),
-            Command::Unalias(names) => {
-                self.aliases.retain(|name, _| !names.contains(name));
-                Outcome::default()
-            }
-            Command::Usage(what) => usage::run(&self.machine, &what)?,
-            Command::Version => version(),
-            Command::Why(what) => why::run(&self.machine, &what)?,
+            // Carried out above.
+            _ => Outcome::default(),
         })
     }
 

@@ -115,8 +115,6 @@ impl Machine for Fake {
     fn ask_rm(&self, what: &Question) -> Result<Answer, Error> {
         Ok(match what {
             Question::Job(tid) if tid.raw() == 0x40002 => {
-                let rounds = self.asked.borrow().len() as i32;
-                // Each round it has one task more, up to three.
                 let used = |n: i32| TaskUse {
                     tid: Tid::from_raw(0x40002 + n),
                     job: *tid,
@@ -132,7 +130,7 @@ impl Machine for Fake {
                     suspended: (n == 1).then(suspended),
                     stood: Micros(0),
                 };
-                let tasks = (0..=(rounds + 1).min(3)).map(used).collect();
+                let tasks = (0..=1).map(used).collect();
                 let (sums, program) = (Sums::default(), "master".into());
                 let (began, suspended) = (Micros(0), Some(suspended()));
                 Answer::Job { job: JobUse { job: *tid, user: 7, program, began, ended: None, sums, suspended }, tasks }
@@ -141,6 +139,14 @@ impl Machine for Fake {
                 let tid = |n: i32| Tid::from_raw(0x40002 + n);
                 let others = if *suspend { vec![(tid(0), "no daemon has started it".to_string())] } else { vec![] };
                 Answer::Suspended { job: tid(0), tasks: vec![tid(1), tid(2)], others }
+            }
+            Question::Kill(job) | Question::Killed(job) if job.raw() == 0x40002 => {
+                let left = if matches!(what, Question::Kill(_)) { 2 } else { 0 };
+                Answer::Killed { job: *job, asked: 1500, forced: 3, left, failed: Vec::new() }
+            }
+            Question::Kill(job) if job.raw() == 0x40003 => {
+                let failed = vec![(Tid::from_raw(0x40005), "its daemon does not answer".to_string())];
+                Answer::Killed { job: *job, asked: 2, forced: 0, left: 0, failed }
             }
             Question::Unpark(tid) if tid.raw() == 0x40009 => {
                 Answer::Unparked { job: *tid, set: "c7".into(), starting: false }
@@ -572,13 +578,18 @@ fn a_move_that_the_end_of_the_virtual_machine_cuts_off_is_not_called_a_failed_on
 }
 
 #[test]
-fn a_job_that_is_ended_while_it_spawns_is_ended_whole() {
+fn a_job_is_ended_by_the_resource_manager_and_waited_for() {
     let mut session = session();
     let outcome = session.line("job kill t40002");
-    assert_eq!(outcome.text, "3 tasks of job t40002 were told to end: t40002 t40003 t40004\n");
-    let asked = session.machine.asked.borrow();
-    let signals = asked.iter().filter(|what| matches!(what, Request::Signal { signal: 15, .. })).count();
-    assert_eq!((signals, outcome.failed), (3, false));
+    assert_eq!(outcome.text, "1500 tasks of job t40002 were told to end, and have ended, 3 of them by SIGKILL\n");
+    assert_eq!((outcome.failed, outcome.complaints.len()), (false, 0));
+    assert_eq!(outcome.json[0]["forced"], 3);
+    let some = session.line("job kill t40003");
+    assert_eq!(some.complaints, ["job kill: t40005: its daemon does not answer"]);
+    assert!(
+        !some.failed && some.text.starts_with("2 tasks of job t40003 were told to end, and have ended"),
+        "{some:?}"
+    );
 }
 
 #[test]

@@ -1,13 +1,18 @@
 //! The options of `spawn`.
 
 use crate::parse::ParseError;
+use libpvm::Error;
+use sempa_proto::PvmError;
+use sempa_proto::job::JobFile;
 use sempa_proto::task::{SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_DEBUG, SPAWN_HOST, SPAWN_NO_PARENT, Sink, SpawnRequest};
 
 /// What `spawn` is asked for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Spawn {
-    /// Number of tasks.
-    pub(crate) count: u32,
+    /// A file that says what is not said here.
+    pub(crate) job: Option<String>,
+    /// Number of tasks; 1, or what the job file says.
+    pub(crate) count: Option<u32>,
     /// `PvmTask*` bits; the console never tells who the parent is.
     pub(crate) flags: i32,
     /// Host or architecture; empty for any.
@@ -18,7 +23,7 @@ pub(crate) struct Spawn {
     pub(crate) output: Output,
     /// Where trace records go; none: the tasks are not traced.
     pub(crate) trace: Option<TraceOutput>,
-    /// The program.
+    /// The program; may be empty when a job file names it.
     pub(crate) file: String,
     /// Its arguments.
     pub(crate) args: Vec<String>,
@@ -47,27 +52,55 @@ pub(crate) enum TraceOutput {
 }
 
 impl Spawn {
+    /// The same with program and job file in hand.
+    ///
+    /// # Errors
+    /// The job file cannot be read, or says something wrong; or nobody names a program.
+    pub(crate) fn with_job(&self) -> Result<(Spawn, JobFile), Error> {
+        let Some(name) = &self.job else { return Ok((self.clone(), JobFile::default())) };
+        let job = libpvm::job::read(name.as_ref())?;
+        let mut spawn = self.clone();
+        spawn.count = spawn.count.or(job.count);
+        if spawn.file.is_empty() {
+            let nobody = || Error::new(PvmError::BadParam, format!("{name} names no program, and none was given"));
+            spawn.file = job.program.clone().ok_or_else(nobody)?;
+        }
+        Ok((spawn, job))
+    }
+
     /// The request, with output and trace records going to sinks and `env` added to the environment.
-    pub(crate) fn request(&self, output: Sink, trace: Sink, env: Vec<Vec<u8>>) -> SpawnRequest {
+    pub(crate) fn request(&self, job: &JobFile, output: Sink, trace: Sink, env: Vec<Vec<u8>>) -> SpawnRequest {
         let place =
             if self.directory.is_empty() { self.place.clone() } else { format!("{}:{}", self.place, self.directory) };
-        SpawnRequest {
+        let mut request = SpawnRequest {
             file: self.file.clone(),
             args: self.args.iter().map(|arg| arg.clone().into_bytes()).collect(),
             flags: self.flags,
             place,
-            count: self.count,
+            count: self.count.unwrap_or(1),
             env,
             output,
             trace,
-        }
+        };
+        job.fill(&mut request);
+        request
     }
+}
+
+/// How many of the words that follow `spawn` are options; the program and what belongs to it come behind them.
+pub(crate) fn options(args: &[String]) -> usize {
+    let mut at = 0;
+    while args.get(at).is_some_and(|word| word.starts_with('-')) {
+        at += if args[at] == "--job" { 2 } else { 1 };
+    }
+    at.min(args.len())
 }
 
 /// Reads what follows the word `spawn`.
 pub(crate) fn parse(args: &[String]) -> Result<Spawn, ParseError> {
     let mut spawn = Spawn {
-        count: 1,
+        job: None,
+        count: None,
         flags: SPAWN_NO_PARENT,
         place: String::new(),
         directory: String::new(),
@@ -79,12 +112,19 @@ pub(crate) fn parse(args: &[String]) -> Result<Spawn, ParseError> {
     let mut rest = args;
     while let [first, more @ ..] = rest {
         let Some(option) = first.strip_prefix('-') else { break };
-        spawn.option(option)?;
         rest = more;
+        if option == "-job" {
+            let [file, more @ ..] = rest else { return Err(ParseError::OnlyOptions) };
+            (spawn.job, rest) = (Some(file.clone()), more);
+        } else {
+            spawn.option(option)?;
+        }
     }
-    let [file, words @ ..] = rest else { return Err(ParseError::OnlyOptions) };
-    spawn.file = file.clone();
-    spawn.args = words.to_vec();
+    match rest {
+        [file, words @ ..] => (spawn.file, spawn.args) = (file.clone(), words.to_vec()),
+        [] if spawn.job.is_some() => {}
+        [] => return Err(ParseError::OnlyOptions),
+    }
     Ok(spawn)
 }
 
@@ -105,13 +145,15 @@ impl Spawn {
             self.flags |= SPAWN_DEBUG;
         } else if option == "~" {
             self.flags |= SPAWN_COMPLEMENT;
+        } else if let Some(file) = option.strip_prefix("-job=") {
+            self.job = Some(nonempty(file).ok_or_else(unknown)?);
         } else if let Some(host) = option.strip_prefix("-host=") {
             self.put(SPAWN_HOST, host).ok_or_else(unknown)?;
         } else if option.starts_with(|c: char| c.is_ascii_digit()) {
             let wanted = "a number of tasks: for a host whose name starts with a digit write --host=NAME";
             let word = option.to_string();
             let count = option.parse().ok().filter(|count| *count > 0);
-            self.count = count.ok_or(ParseError::NotA { command: "spawn", word, wanted })?;
+            self.count = Some(count.ok_or(ParseError::NotA { command: "spawn", word, wanted })?);
         } else if let Some(directory) = option.strip_prefix(':') {
             self.directory = nonempty(directory).ok_or_else(unknown)?;
         } else if option.starts_with(|c: char| c.is_uppercase()) {
@@ -156,11 +198,11 @@ mod tests {
     #[test]
     fn count_place_directory_and_arguments_are_told_apart() {
         let three = spawn("-3 hello -v --x");
-        assert_eq!((three.count, three.file.as_str()), (3, "hello"));
+        assert_eq!((three.count, three.file.as_str()), (Some(3), "hello"));
         assert_eq!(three.args, ["-v", "--x"], "what follows the program belongs to it");
         assert_eq!(three.flags, SPAWN_NO_PARENT);
         let request = |line: &str| {
-            let request = spawn(line).request(Sink::default(), Sink::default(), Vec::new());
+            let request = spawn(line).request(&JobFile::default(), Sink::default(), Sink::default(), Vec::new());
             (request.flags & !SPAWN_NO_PARENT, request.place)
         };
         assert_eq!(request("hello"), (0, String::new()));
@@ -188,12 +230,45 @@ mod tests {
     }
 
     #[test]
+    fn a_job_file_says_what_the_words_do_not() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let path = dir.path().join("job.toml");
+        let write = |text: &str| std::fs::write(&path, text).expect("it can be written");
+        let path = path.display();
+        write("program = \"worker\"\narguments = [\"-v\"]\ncount = 3\nhost = \"h2\"\nwants = \"cores >= 2\"\n");
+        let request = |line: &str| {
+            let (spawn, job) = spawn(line).with_job().expect(line);
+            let exports = vec![b"SEMPA_WANTS=cores >= 9".to_vec()];
+            let all = spawn.request(&job, Sink::default(), Sink::default(), Vec::new());
+            let exported = spawn.request(&job, Sink::default(), Sink::default(), exports.clone());
+            assert_eq!(exported.env, exports, "what is exported goes first");
+            let words: Vec<String> = all.args.iter().map(|arg| String::from_utf8_lossy(arg).into_owned()).collect();
+            assert_eq!(all.env, [b"SEMPA_WANTS=cores >= 2"]);
+            (all.file, words.join(" "), all.count, all.place)
+        };
+        let wanted = |file: &str, args: &str, count, place: &str| (file.into(), args.into(), count, place.into());
+        assert_eq!(request(&format!("--job {path}")), wanted("worker", "-v", 3, "h2"));
+        assert_eq!(request(&format!("--job={path}")), wanted("worker", "-v", 3, "h2"));
+        assert_eq!(request(&format!("-2 --job {path} -h3 other")), wanted("other", "-v", 2, "h3"));
+        assert_eq!(request(&format!("--job {path} other -q")), wanted("other", "-q", 3, "h2"));
+        let options = |line: &str| options(&split(line).expect(line));
+        assert_eq!((options("--job f --json"), options("-3 --job f x --json"), options("--job")), (3, 3, 1));
+        let error = |line: &str| spawn(line).with_job().expect_err(line).to_string();
+        write("count = 3\n");
+        assert!(error(&format!("--job {path}")).ends_with("names no program, and none was given"));
+        write("\ncuont = 3\n");
+        assert!(error(&format!("--job {path} x")).contains("job.toml, line 2: unknown field `cuont`"));
+        assert!(error("--job /nowhere/at/all").contains("/nowhere/at/all cannot be read"));
+    }
+
+    #[test]
     fn mistakes_are_named() {
-        for line in ["-3", "->", "-h2"] {
+        for line in ["-3", "->", "-h2", "--job"] {
             assert_eq!(error(line), "incorrect arg count", "{line}");
         }
         assert!(error("- hello").starts_with("unknown flag -"));
         assert_eq!(error("-- hello"), "unknown flag --");
+        assert_eq!(error("--job= hello"), "unknown flag --job=");
         for line in ["-0 hello", "-10.0.0.1 hello"] {
             assert!(error(line).contains("is not a number of tasks"), "{line}");
         }

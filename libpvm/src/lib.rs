@@ -32,6 +32,7 @@ mod content;
 mod error;
 mod groups;
 mod inbox;
+pub mod job;
 mod notices;
 pub mod rm_client;
 pub mod runtime;

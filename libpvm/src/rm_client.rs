@@ -52,9 +52,12 @@ impl Runtime {
     /// When the resource manager dies before it answers, the daemon is asked; tasks that it had started by then live on. A
     /// request that it let wait goes on waiting under the next resource manager, if there is one within ten seconds.
     ///
+    /// What the job file in the environment says ([`crate::job`]) is filled in.
+    ///
     /// # Errors
     /// When nothing was tried. Single tasks fail in their own result.
-    pub fn spawn(&self, request: SpawnRequest) -> Result<Vec<Result<Tid, PvmError>>, Error> {
+    pub fn spawn(&self, mut request: SpawnRequest) -> Result<Vec<Result<Tid, PvmError>>, Error> {
+        crate::job::fill(crate::job::of_process(), &mut request)?;
         let what = "spawning tasks";
         let mut waits = None;
         if let Some(tid) = self.spawn_granted(&request) {

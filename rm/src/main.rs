@@ -3,9 +3,9 @@
 use anyhow::Context;
 use clap::Parser;
 use pvm_rm::api::RealVm;
-use pvm_rm::decide::{Limits, Policy};
+use pvm_rm::decide::{Choices, Limits};
 use pvm_rm::model::Labels;
-use pvm_rm::policy::Conduct;
+use pvm_rm::policy::{self, Conduct};
 use pvm_rm::recording::{self, Recorder};
 use pvm_rm::service::{Options, Service, ServiceError};
 use pvm_rm::spawns::Rules;
@@ -30,7 +30,7 @@ use std::sync::Arc;
 #[command(name = "pvm-rm", version)]
 struct Args {
     /// How new tasks are spread over the hosts: 'load', where the predicted share of a processor is largest;
-    /// 'round-robin', in turn, in blocks, as PVM does; or the name of a policy file, which is read again whenever it
+    /// 'round-robin', in turn, in blocks, as PVM does; 'choice:NAME', where an adapter of that name says; or the name of a policy file, which is read again whenever it
     /// changes. A host that the spawning program names is always used; a host whose owner is there is used for nothing
     /// else.
     #[arg(long, default_value = "load", value_name = "NAME|FILE")]
@@ -113,8 +113,9 @@ fn conduct(args: &Args) -> anyhow::Result<(Conduct, Conduct, Option<PathBuf>)> {
     let given = Conduct { balance: args.balance, rules, give_way: !args.no_give_way, ..Conduct::default() };
     match args.policy.as_str() {
         "load" => Ok((given, given, None)),
-        "round-robin" => {
-            let given = Conduct { placing: Policy::RoundRobin, ..given };
+        name if name == "round-robin" || name.starts_with("choice:") => {
+            let placing = policy::placing(name).map_err(anyhow::Error::msg)?;
+            let given = Conduct { placing, ..given };
             Ok((given, given, None))
         }
         file => {
@@ -134,7 +135,8 @@ fn run(args: &Args) -> anyhow::Result<()> {
     let (user, shelf) = (nix::unistd::geteuid().as_raw(), Some(shelf(args.state.as_deref())?));
     let policy_file = file.as_ref().map(|path| path.display().to_string()).unwrap_or_default();
     let (watchers, labels) = (!args.no_watchers, labels(&args.labels));
-    let options = Options { conduct, given, policy_file, watchers, labels, shelf, user };
+    let choices = Choices::default();
+    let options = Options { conduct, given, policy_file, watchers, labels, choices, shelf, user };
     let recorder = args.record.as_deref().map(Recorder::create).transpose()?;
     let vm = libpvm::Vm::enroll()?;
     let tid = vm.tid();

@@ -5,21 +5,21 @@
 //! update may be repeated. Entries of the event log are numbered without gaps; a gap asks for a fresh task list.
 
 use crate::decide::{
-    Estimates, ForeignMean, HostView, Hosts, Owner, Policy, REST, SHIFTS_SPAN, Sampled, Snapshot, StayReason, TaskView,
-    Terms, Until, Wants, foreign_demand,
+    Estimates, ForeignMean, HostView, Hosts, Journey, Outcome, Owner, Policy, Promises, Sampled, Snapshot, StayReason,
+    TaskView, Terms, Until, Wants, Way, foreign_demand,
 };
 use crate::recent::Recent;
-use libpvm::MigrateError;
 use sempa_proto::event::{Event, EventKind};
 use sempa_proto::load::{LoadReport, is_watcher};
-use sempa_proto::migration::{Cause, Failure, Refusal};
 use sempa_proto::table::{HostTable, TASK_FORKED, TASK_SERVES, TaskInfo};
-use sempa_proto::{HostId, Micros, PvmError, Tid};
+use sempa_proto::{HostId, Micros, Tid};
 use std::collections::{BTreeMap, BTreeSet, HashSet, VecDeque};
 use std::sync::Arc;
 
 mod closed;
+mod moving;
 mod reports;
+mod work;
 
 /// Ended tasks that are remembered, so that late news of them does not bring them back.
 const ENDED_MAX: usize = 65_536;
@@ -54,6 +54,8 @@ struct Host {
     cores: u32,
     sample: Option<Sampled>,
     foreign_mean: Option<ForeignMean>,
+    /// Memory that spawns have asked for, and when.
+    promised: VecDeque<(Micros, u64)>,
     owner: Owner,
     /// When the last one left, on the model's clock.
     left: Option<Micros>,
@@ -130,6 +132,10 @@ pub struct Model {
     /// What decisions are made from; hosts in `touched` are not up to date in it.
     view: Snapshot,
     touched: BTreeSet<HostId>,
+    /// Hosts whose last guest may have left since that was asked.
+    maybe_clean: BTreeSet<HostId>,
+    /// Tasks on their way, as of the view.
+    moving: BTreeSet<Tid>,
     labels: Labels,
     hosts: BTreeMap<HostId, Host>,
     tasks: BTreeMap<Tid, Task>,
@@ -139,6 +145,9 @@ pub struct Model {
     last_event: Option<u64>,
     stale: bool,
     accounted: Micros,
+    /// Moves for the sake of the load, and what came of them.
+    promises: Promises,
+    outcomes: Vec<Outcome>,
     user: u32,
 }
 
@@ -148,6 +157,8 @@ impl Model {
         Model {
             view: Snapshot { rotation: local, ..Snapshot::new(Micros::default(), policy, Hosts::default()) },
             touched: BTreeSet::new(),
+            maybe_clean: BTreeSet::new(),
+            moving: BTreeSet::new(),
             labels,
             hosts: BTreeMap::new(),
             tasks: BTreeMap::new(),
@@ -156,6 +167,8 @@ impl Model {
             last_event: None,
             stale: false,
             accounted: Micros::default(),
+            promises: Promises::default(),
+            outcomes: Vec::new(),
             user: 0,
         }
     }
@@ -265,6 +278,7 @@ impl Model {
                     cores: 1,
                     sample: None,
                     foreign_mean: None,
+                    promised: VecDeque::new(),
                     owner: Owner::Unknown,
                     left: None,
                     terms: Terms::default(),
@@ -337,6 +351,7 @@ impl Model {
 
     /// A task has ended for good.
     pub fn task_ended(&mut self, tid: Tid) {
+        self.promise_ended(tid);
         if let Some(task) = self.tasks.get(&tid) {
             let job = task.job;
             // What ended before anything was counted says nothing.
@@ -363,6 +378,13 @@ impl Model {
         if let Some(task) = self.edit(tid) {
             task.pinned |= pinned;
             task.asked |= asked && with_owner;
+        }
+    }
+
+    /// A task of which nobody has told more yet belongs to this job.
+    pub fn task_of(&mut self, tid: Tid, job: Tid) {
+        if let Some(task) = self.edit(tid).filter(|task| task.parent.is_none()) {
+            task.job = job;
         }
     }
 
@@ -398,6 +420,9 @@ impl Model {
 
     /// A task stands still until somebody lets it go on, or goes on.
     pub fn task_suspended(&mut self, tid: Tid, suspended: bool) {
+        if suspended {
+            self.promises.dropped(tid);
+        }
         if let Some(task) = self.edit(tid) {
             task.suspended = suspended;
         }
@@ -471,14 +496,15 @@ impl Model {
         self.hosts.keys().copied().collect()
     }
 
-    /// Bytes of a task's newest image; 0 when nobody knows.
-    pub fn bytes_of(&self, tid: Tid) -> u64 {
-        self.tasks.get(&tid).map_or(0, |task| task.bytes)
+    /// What a move is expected to cost a task, as of the newest snapshot.
+    pub fn cost(&self, tid: Tid, (from, to): (HostId, HostId)) -> Micros {
+        let (name, bytes) = self.tasks.get(&tid).map_or(("", 0), |task| (&*task.name, task.bytes));
+        let (estimates, slowness) = (&self.view.estimates, self.view.slowness(from, to));
+        estimates.cost(estimates.bytes(name, bytes), slowness, self.way(from, to))
     }
 
-    /// How slow the hosts of a move are for its own work, as of the newest snapshot.
-    pub fn slowness(&self, from: HostId, to: HostId) -> f64 {
-        self.view.slowness(from, to)
+    fn way(&self, from: HostId, to: HostId) -> Option<Way> {
+        Some(Way::between(self.view.host(from)?, self.view.host(to)?))
     }
 
     /// Name of a host, or its number when it is not known.
@@ -508,7 +534,12 @@ impl Model {
                 self.task_started(now, *tid, event.host, name.is_empty() || is_watcher(name), false);
                 self.task_described(*tid, (*parent, *user), name);
             }
-            EventKind::TaskEnded { tid, .. } => self.task_ended(*tid),
+            EventKind::TaskEnded { tid, used, .. } => {
+                if let Some(task) = self.tasks.get(tid).filter(|task| !task.pinned) {
+                    self.view.estimates.sized(&task.name, used.resident_max_bytes);
+                }
+                self.task_ended(*tid);
+            }
             EventKind::Restarted { tasks, .. } => {
                 // They had ended, and live again; what they are a fresh list says.
                 tasks.iter().for_each(|(tid, _)| self.ended.forget(*tid));
@@ -519,145 +550,21 @@ impl Model {
                     task.moving = Some(Going { to: Some(*to), at: now });
                 }
             }
-            EventKind::Moved { tid, from, to, cause, bytes, frozen, .. } => {
-                let slowness = self.slowness(*from, *to);
-                self.view.estimates.moved(*bytes, *frozen, slowness);
-                self.moved(now, *tid, *to, cause, *bytes);
+            EventKind::Moved { tid, from, to, cause, bytes, resident, frozen, whole, .. } => {
+                let (way, slowness) = (self.way(*from, *to), self.view.slowness(*from, *to));
+                let (images, resident, frozen, whole) = (*bytes, *resident, *frozen, *whole);
+                self.view.estimates.moved(&Journey { way, slowness, images, resident, frozen, whole });
+                self.moved(now, *tid, *to, cause, resident);
+                if let Some(task) = self.tasks.get(tid) {
+                    let cost = self.view.estimates.came(resident, whole);
+                    self.promises.arrived(now, *tid, *to, (task.done, cost));
+                }
             }
             EventKind::MoveFailed { tid, to, why, .. } => self.move_failed(now, *tid, *to, why),
             EventKind::Suspended { tid, .. } => self.task_suspended(*tid, true),
             EventKind::Resumed { tid, .. } => self.task_suspended(*tid, false),
             _ => {}
         }
-    }
-
-    fn moved(&mut self, now: Micros, tid: Tid, to: HostId, cause: &Cause, bytes: u64) {
-        if self.ended.has(tid) {
-            return;
-        }
-        let with_owner = self.hosts.get(&to).is_some_and(|h| h.owner.is_present());
-        let task = self.settle(now, tid, to);
-        (task.moving, task.held, task.told, task.bytes) = (None, None, None, bytes);
-        task.asked = with_owner && matches!(cause, Cause::Asked { .. });
-        task.refused.clear();
-        task.named |= matches!(cause, Cause::Asked { .. });
-        if matches!(cause, Cause::Load { .. }) {
-            task.shifts.push_back(now);
-            while task.shifts.front().is_some_and(|at| now.since(*at) > SHIFTS_SPAN) {
-                task.shifts.pop_front();
-            }
-        }
-        if !matches!(cause, Cause::Asked { .. }) {
-            task.moves.push_back(now);
-            while task.moves.len() > MOVES_MAX || task.moves.front().is_some_and(|at| now.since(*at) > REST) {
-                task.moves.pop_front();
-            }
-        }
-    }
-
-    /// A move that we asked for has begun.
-    pub fn move_begun(&mut self, now: Micros, tid: Tid, to: HostId) {
-        if let Some(task) = self.edit(tid) {
-            task.moving = Some(Going { to: Some(to), at: now });
-        }
-    }
-
-    /// The master did not begin a move that we asked for.
-    pub fn move_not_begun(&mut self, now: Micros, tid: Tid, to: HostId, error: &MigrateError) {
-        let refused = match error {
-            MigrateError::Failed(error) => return self.move_failed(now, tid, to, &error.why),
-            MigrateError::Refused(error) => error,
-        };
-        match refused.code {
-            PvmError::NoTask => self.task_ended(tid),
-            PvmError::NoHost | PvmError::HostFail => self.target_failed(now, tid, to, REFUSED_MIN, &refused.reason),
-            PvmError::Already => self.hold(tid, now + NOT_YET, &refused.reason),
-            PvmError::OutOfRes => self.hold(tid, now + REFUSED_MIN, &refused.reason),
-            PvmError::NotImpl | PvmError::SysErr | PvmError::DSysErr => {
-                self.hold(tid, now + REFUSED_MAX, &refused.reason)
-            }
-            _ => self.target_failed(now, tid, to, REFUSED_MIN, &refused.reason),
-        }
-    }
-
-    /// A move has failed; the task goes on where it was.
-    pub fn move_failed(&mut self, now: Micros, tid: Tid, to: HostId, why: &Failure) {
-        let Some(task) = self.edit(tid) else { return };
-        task.moving = None;
-        let from = task.host;
-        match why {
-            // The event that says so is on its way.
-            Failure::TaskEnded => self.hold(tid, now + NOT_YET, &why.to_string()),
-            Failure::Refused(reasons) if reasons.is_empty() => {
-                self.target_failed(now, tid, to, REFUSED_MIN, "it refused without a reason");
-            }
-            Failure::Refused(reasons) => reasons.iter().for_each(|r| self.refused(now, tid, from, to, r)),
-            Failure::HostLost(host) if *host == from => self.hold(tid, now + REFUSED_MIN, &why.to_string()),
-            other => self.target_failed(now, tid, to, REFUSED_MIN, &other.to_string()),
-        }
-    }
-
-    fn refused(&mut self, now: Micros, tid: Tid, from: HostId, to: HostId, why: &Refusal) {
-        let text = why.to_string();
-        match why {
-            Refusal::NoSuchTask => self.task_ended(tid),
-            Refusal::NotSpawned | Refusal::Pinned => {
-                if let Some(task) = self.edit(tid) {
-                    task.pinned = true;
-                }
-            }
-            // Our view is old; a fresh list says where it is.
-            Refusal::AlreadyThere | Refusal::AlreadyMoving(_) | Refusal::NoSuchHost => {
-                self.stale = true;
-                self.hold(tid, now + NOT_YET, &text);
-            }
-            Refusal::NotConnected => self.hold(tid, now + NOT_YET, &text),
-            Refusal::TooManyMoves { .. } => self.hold(tid, now + REFUSED_MIN, &text),
-            Refusal::Suspended | Refusal::MayEndYet => self.hold(tid, now + REFUSED_MIN, &text),
-            Refusal::Holds { .. }
-            | Refusal::FilesStay { .. }
-            | Refusal::FilesTooLarge { .. }
-            | Refusal::NotByCriu { .. }
-            | Refusal::Debugged
-            | Refusal::FilesTooMany { .. } => {
-                self.hold(tid, now + REFUSED_MAX, &text);
-            }
-            Refusal::NoEngine { host, .. } if *host == from => self.hold(tid, now + REFUSED_MAX, &text),
-            Refusal::NoEngine { host, .. } => match self.edit_host(*host) {
-                Some(host) => host.no_moves = Some(Until { at: now + REFUSED_MAX, why: text }),
-                None => self.target_failed(now, tid, to, REFUSED_MAX, &text),
-            },
-            Refusal::HostLost(host) if *host == from => self.hold(tid, now + REFUSED_MIN, &text),
-            Refusal::HostLost(_) | Refusal::OwnerThere { .. } | Refusal::MemoryPromised { .. } => {
-                self.target_failed(now, tid, to, REFUSED_MIN, &text)
-            }
-            Refusal::CpuFeatures { .. }
-            | Refusal::KernelFeatures { .. }
-            | Refusal::File { .. }
-            | Refusal::Memory { .. }
-            | Refusal::OtherUser { .. }
-            | Refusal::Threads { .. } => {
-                self.target_failed(now, tid, to, REFUSED_MAX, &text);
-            }
-        }
-    }
-
-    fn hold(&mut self, tid: Tid, until: Micros, why: &str) {
-        if let Some(task) = self.edit(tid) {
-            task.held = Some(Until { at: until, why: why.to_string() });
-        }
-    }
-
-    /// Leaves a target out, longer each time. The same failure heard twice (as answer and as event) counts once.
-    fn target_failed(&mut self, now: Micros, tid: Tid, to: HostId, first: Micros, why: &str) {
-        let Some(task) = self.edit(tid) else { return };
-        let tries = match task.refused.get(&to) {
-            Some((until, _)) if until.at > now => return,
-            Some((_, tries)) => tries + 1,
-            None => 0,
-        };
-        let span = Micros((first.0 << tries.min(10)).min(REFUSED_MAX.0));
-        task.refused.insert(to, (Until { at: now + span, why: why.to_string() }, tries));
     }
 
     /// Takes a watcher's report in. Answers what is to be recorded when the owner came or went.
@@ -671,6 +578,7 @@ impl Model {
         let mean = host.foreign_mean.map(|mean| mean.after(now, demand));
         host.foreign_mean = Some(mean.unwrap_or_else(|| ForeignMean::first(now, demand)));
         host.sample = Some(sampled);
+        reports::keep_promises(&mut host.promised, now);
         host.terms = reports::terms(now, report, &host.terms);
         let was = std::mem::replace(&mut host.owner, reports::owner(report, host.left));
         match (was.is_present(), host.owner.is_present()) {
@@ -692,6 +600,8 @@ impl Model {
     /// All that decisions are made from, as of `now`. Costs what has changed since the last time.
     pub fn snapshot(&mut self, now: Micros) -> &Snapshot {
         for id in std::mem::take(&mut self.touched) {
+            self.maybe_clean.insert(id);
+            self.know_moving(id);
             match self.hosts.get(&id) {
                 None => self.view.hosts.remove(id),
                 Some(host) => {
@@ -710,30 +620,26 @@ impl Model {
         &self.view
     }
 
-    /// The same when something changes of which the load of hosts depends, but not too often.
-    pub fn account_change(&mut self, now: Micros) {
-        if now.since(self.accounted) >= ACCOUNT_PAUSE {
-            self.account(now);
-        }
-    }
-
-    /// Adds what the tasks have done since the last time, as far as can be told from the load of their hosts.
-    pub fn account(&mut self, now: Micros) {
-        let span = now.since(self.accounted).0 as f64;
-        self.accounted = now;
-        let snapshot = self.snapshot(now);
-        let rates: BTreeMap<HostId, f64> = snapshot.hosts.iter().map(|h| (h.id, snapshot.rate(h.id))).collect();
-        for task in self.tasks.values_mut().filter(|t| t.is_load()) {
-            let share = span.min(now.since(task.since).0 as f64);
-            let rate = rates.get(&task.host).copied().unwrap_or(0.0);
-            task.done = task.done + Micros((share * rate / 1e3) as u64);
-            self.touched.insert(task.host);
+    /// Which tasks of a host are on their way. Where they go, a guest is expected, and not any more when the move is over.
+    fn know_moving(&mut self, id: HostId) {
+        for tid in self.on.get(&id).into_iter().flatten() {
+            match self.tasks.get(tid).and_then(|task| task.moving) {
+                Some(going) => {
+                    self.moving.insert(*tid);
+                    self.maybe_clean.extend(going.to);
+                }
+                None if self.moving.is_empty() => {}
+                None => drop(self.moving.remove(tid)),
+            }
         }
     }
 
     /// True when a fresh host table and task list are needed: entries of the log were missed, or a move gives no news.
     pub fn is_stale(&self, now: Micros) -> bool {
-        self.stale || self.tasks.values().any(|t| t.moving.is_some_and(|g| now.since(g.at) >= MOVE_SILENT_MAX))
+        // Moves are few; those that have just begun are not in the view yet, and are young.
+        let silent =
+            |tid: &Tid| self.tasks.get(tid).and_then(|t| t.moving).is_some_and(|g| now.since(g.at) >= MOVE_SILENT_MAX);
+        self.stale || self.moving.iter().any(silent)
     }
 }
 
@@ -749,6 +655,7 @@ impl Host {
             cores: self.cores,
             sample: self.sample.clone(),
             foreign_mean: self.foreign_mean,
+            promised: self.promised.iter().fold(0, |sum, (_, bytes)| bytes.saturating_add(sum)),
             owner: self.keeper(),
             terms: self.terms.clone(),
             no_moves: self.no_moves.clone(),

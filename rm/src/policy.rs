@@ -12,9 +12,10 @@
 //!
 //! What the file does not name is as the command line says.
 
-use crate::decide::{Limits, MARGIN, Policy};
+use crate::decide::{CHOICE_NAME_MAX, ChoiceName, Limits, MARGIN, Policy};
 use crate::spawns::Rules;
 use sempa_proto::Micros;
+use sempa_proto::text::line_of;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use thiserror::Error;
@@ -70,28 +71,34 @@ pub struct PolicyError {
     pub why: String,
 }
 
-#[derive(Clone, Copy, Debug, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-enum Placing {
-    Load,
-    RoundRobin,
+/// Before the name of somebody else who chooses places.
+const CHOICE: &str = "choice:";
+
+/// A way to place tasks by its name: `load`, `round-robin`, or `choice:NAME`.
+///
+/// # Errors
+/// What it could be.
+pub fn placing(name: &str) -> Result<Policy, String> {
+    match (name, name.strip_prefix(CHOICE)) {
+        ("load", _) => Ok(Policy::Load),
+        ("round-robin", _) => Ok(Policy::RoundRobin),
+        (_, Some(choice)) => ChoiceName::new(choice).map(Policy::Choice).ok_or_else(|| {
+            format!("{choice:?} is no name of a choice: up to {CHOICE_NAME_MAX} letters, digits, '-' and '_'")
+        }),
+        _ => Err(format!("{name:?} is none of load, round-robin and {CHOICE}NAME")),
+    }
 }
 
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct File {
-    placing: Option<Placing>,
+    placing: Option<toml::Spanned<String>>,
     balance: Option<bool>,
     margin: Option<toml::Spanned<f64>>,
     wait_s: Option<toml::Spanned<u64>>,
     user_tasks: Option<u32>,
     job_tasks: Option<u32>,
     give_way: Option<bool>,
-}
-
-/// The line in which a byte lies.
-fn line_of(text: &str, at: usize) -> usize {
-    text.bytes().take(at).filter(|byte| *byte == b'\n').count() + 1
 }
 
 impl Conduct {
@@ -120,11 +127,8 @@ impl Conduct {
             }
             conduct.rules.wait = Micros::from_secs(wait.into_inner());
         }
-        if let Some(placing) = read.placing {
-            conduct.placing = match placing {
-                Placing::Load => Policy::Load,
-                Placing::RoundRobin => Policy::RoundRobin,
-            };
+        if let Some(name) = read.placing {
+            conduct.placing = placing(name.get_ref()).map_err(|why| wrong(name.span().start, why))?;
         }
         conduct.balance = read.balance.unwrap_or(conduct.balance);
         conduct.give_way = read.give_way.unwrap_or(conduct.give_way);
@@ -158,7 +162,11 @@ mod tests {
     #[test]
     fn what_is_wrong_is_told_with_its_line() {
         for (text, said) in [
-            ("balance = true\n\nplacing = \"best\"\n", "rm.toml, line 3: unknown variant `best`"),
+            (
+                "balance = true\n\nplacing = \"best\"\n",
+                "rm.toml, line 3: \"best\" is none of load, round-robin and choice:NAME",
+            ),
+            ("placing = \"choice:a b\"", "rm.toml, line 1: \"a b\" is no name of a choice"),
             ("balance = true\nballance = true\n", "rm.toml, line 2: unknown field `ballance`"),
             ("\nmargin = 0.5\n", "rm.toml, line 2: margin must be 1 to 100"),
             ("margin = nan\n", "rm.toml, line 1: margin must be 1 to 100"),

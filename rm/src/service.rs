@@ -3,21 +3,23 @@
 
 mod drain;
 mod grants;
+mod kill;
 mod memory;
 mod park;
 mod suspend;
 mod terms;
 
+pub use kill::{KILLS_MAX, TERM_TIME};
 pub use park::KEEP_AFTER;
 
 use crate::api::VmApi;
-use crate::decide::{balance, moves};
+use crate::decide::{Choices, NoSuchChoice, balance, moves};
 use crate::grants::Grants;
 use crate::model::{Labels, Model};
 use crate::policy::Conduct;
 use crate::recording::{Input, Recorder};
 use crate::spawns::{self, Incoming, Spawns};
-use crate::store::{Shelf, record};
+use crate::store::{Ledger, Shelf, record};
 use crate::watchers::{self, Watchers};
 use bytes::Bytes;
 use libpvm::Error;
@@ -79,6 +81,8 @@ pub struct Options {
     pub watchers: bool,
     /// What the administrator says of hosts.
     pub labels: Labels,
+    /// Who can choose places instead of the policy; no adapter is part of pvm-rm itself.
+    pub choices: Choices,
     /// Where is kept what is to outlive the resource manager; `None`: nowhere.
     pub shelf: Option<Shelf>,
     /// The user of tasks of whom nothing else is known: the own one.
@@ -93,6 +97,9 @@ pub enum ServiceError {
         "a resource manager is registered already ({0}); a virtual machine has one: end it first ('kill {0}' at the console)"
     )]
     AlreadyRegistered(Tid),
+    /// The policy wants places chosen by somebody who is not there.
+    #[error(transparent)]
+    Choice(#[from] NoSuchChoice),
     /// The daemon does not let it be one.
     #[error("registering as resource manager: {0}")]
     Refused(Error),
@@ -125,6 +132,7 @@ pub struct Service<V> {
     memory: Memory,
     standing: suspend::Standing,
     draining: drain::Draining,
+    killing: kill::Killing,
     parking: park::Parking,
     recorder: Option<Recorder>,
 }
@@ -150,12 +158,16 @@ impl<V: VmApi> Service<V> {
     ///
     /// # Errors
     /// [`ServiceError::AlreadyRegistered`] when there is a resource manager that lives; it stays registered.
+    /// [`ServiceError::Choice`] for a policy that cannot be followed.
     pub fn start(vm: V, options: Options) -> Result<Service<V>, ServiceError> {
+        options.choices.of(options.conduct.placing)?;
         let known = vm.tasks().map_err(ServiceError::Refused)?;
         let is_rm = |t: &&TaskInfo| t.flags & TASK_RM != 0 && t.tid != vm.tid();
         if let Some(other) = known.iter().find(is_rm) {
             return Err(ServiceError::AlreadyRegistered(other.tid));
         }
+        // Whoever is registered is asked, and has to answer at once; reading may take a while.
+        let (ledger, notes) = Ledger::open(options.shelf.as_ref(), options.user, vm.tid());
         let previous = vm.register().map_err(ServiceError::Refused)?;
         if previous.is_task() && previous != vm.tid() && known.iter().any(|t| t.tid == previous) {
             // It came between our question and our registration: it was first.
@@ -181,14 +193,16 @@ impl<V: VmApi> Service<V> {
             balance_at: None,
             refresh_at,
             hosts_changed: false,
-            memory: Memory::default(),
+            memory: Memory::new(ledger),
             standing: suspend::Standing::default(),
             draining: drain::Draining::default(),
+            killing: kill::Killing::default(),
             parking: park::Parking::default(),
             recorder: None,
         };
+        notes.into_iter().for_each(|text| service.note(text));
         service.take_up(conduct);
-        service.remember(&known).map_err(ServiceError::Refused)?;
+        service.remember().map_err(ServiceError::Refused)?;
         service.refresh().map_err(ServiceError::Refused)?;
         service.recall();
         service.recall_standing();
@@ -218,7 +232,18 @@ impl<V: VmApi> Service<V> {
         let now = self.vm.now();
         let (spawns, watchers) = (self.spawns.next_deadline(), self.watchers.next_deadline());
         let (drains, ledger) = (self.draining.next_deadline(), self.memory.ledger.next_deadline());
-        let due = [self.again, self.balance_at, self.share_due(), self.parking_due(), spawns, watchers, drains, ledger];
+        let kills = self.killing.next_deadline();
+        let due = [
+            self.again,
+            self.balance_at,
+            self.share_due(),
+            self.parking_due(),
+            spawns,
+            watchers,
+            drains,
+            ledger,
+            kills,
+        ];
         let due = due.into_iter().flatten().min();
         let wait = due.map_or(WAIT_MAX, |due| due.since(now)).min(WAIT_MAX);
         let received = self.vm.recv(Duration::from_micros(wait.0)).inspect_err(|_| self.memory.ledger.close());
@@ -330,7 +355,10 @@ impl<V: VmApi> Service<V> {
         }
         self.model.event(now, &event);
         match &event.kind {
-            EventKind::TaskStarted { .. } => self.standing.task_began(),
+            EventKind::TaskStarted { tid, .. } => {
+                self.standing.task_began();
+                self.killing.task_began(now, self.model.user_and_job(*tid).1);
+            }
             EventKind::Suspended { tid, .. } => self.suspension_heard(*tid, true),
             EventKind::Resumed { tid, .. } => self.suspension_heard(*tid, false),
             EventKind::Moved { tid, .. } => self.suspended_has_moved(*tid),
@@ -347,6 +375,9 @@ impl<V: VmApi> Service<V> {
             Ok((request, since)) => {
                 let caller = self.model.host_of(message.src).unwrap_or(self.vm.host());
                 let (user, job) = self.model.user_and_job(message.src);
+                if self.killing.is_ending(job, message.src) {
+                    return self.spawns.refuse(message.src, message.wid, PvmError::Denied);
+                }
                 self.record_input(|| Input::Spawn {
                     number: (message.src, message.wid),
                     caller,
@@ -484,7 +515,9 @@ impl<V: VmApi> Service<V> {
             self.place(now);
         }
         self.drains_due(now);
+        self.kills_due(now);
         self.start_parked(now);
+        self.note_outcomes();
         self.watchers.tick(now);
         while let Some(output) = self.watchers.poll() {
             self.watcher_output(output);
@@ -497,7 +530,9 @@ impl<V: VmApi> Service<V> {
         loop {
             if self.spawns.wants_place() {
                 let snapshot = self.model.snapshot(now);
-                let rotation = self.spawns.place(now, snapshot);
+                // A policy that names nobody who is there was not taken up.
+                let choice = self.options.choices.of(snapshot.policy).unwrap_or_default();
+                let rotation = self.spawns.place(now, snapshot, choice);
                 self.model.set_rotation(rotation);
             }
             let Some(output) = self.spawns.poll() else {
@@ -540,13 +575,18 @@ impl<V: VmApi> Service<V> {
         self.model.account(now);
         for shift in balance(self.model.snapshot(now)) {
             let cause = Cause::Load { why: shift.why.to_string() };
-            self.begin_move(now, shift.tid, (shift.from, shift.to), cause, Some(record::expected(&shift)));
+            if self.begin_move(now, shift.tid, (shift.from, shift.to), cause, Some(record::expected(&shift))) {
+                self.model.promised(&shift);
+            }
         }
     }
 
     fn spawn_output(&mut self, output: spawns::Output) {
         match output {
-            spawns::Output::Exec { order, host, parent, request } => {
+            spawns::Output::Exec { order, host, parent, request, memory } => {
+                if memory > 0 {
+                    self.model.promise_memory(self.vm.now(), host, memory);
+                }
                 let wid = self.vm.exec(host, parent, &request).ok();
                 self.spawns.sent(order, wid);
             }
@@ -562,9 +602,12 @@ impl<V: VmApi> Service<V> {
                 self.send(to, SM_SPAWN, wid, body);
             }
             spawns::Output::Answered(from) => self.answered(&from),
-            spawns::Output::Started { tid, host, asked, pinned, wants, by } => {
+            spawns::Output::Started { tid, host, asked, pinned, wants, by, child } => {
                 let now = self.vm.now();
                 self.model.task_started(now, tid, host, pinned, asked);
+                if child {
+                    self.model.task_of(tid, by.1);
+                }
                 self.model.task_wanted(tid, asked, wants);
                 // It may have ended before its start was heard of.
                 if !pinned && self.model.knows(tid) {

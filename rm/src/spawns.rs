@@ -8,7 +8,7 @@
 //! A request that finds no free host, or that is above a limit, may wait for a time that the administrator sets. When something
 //! changes, those who wait are tried again, in the order of the Up-Down scheme.
 
-use crate::decide::{Ask, Fair, Limits, Snapshot, Waiting, Wants, Why, place};
+use crate::decide::{Ask, Choice, Fair, Limits, RESERVE_AFTER, Snapshot, Waiting, Wants, Why, place_by, reserve};
 use crate::recent::Recent;
 use crate::store::record;
 use bytes::Bytes;
@@ -16,7 +16,7 @@ use sempa_proto::body::{Encoding, Packer};
 use sempa_proto::event::EventKind;
 use sempa_proto::rm::{Attempt, Choice as RmChoice, Decided};
 use sempa_proto::sm::pack_tids;
-use sempa_proto::task::{SPAWN_PINNED, SpawnRequest};
+use sempa_proto::task::{SPAWN_NO_PARENT, SPAWN_PINNED, SpawnRequest};
 use sempa_proto::{HostId, Micros, PvmError, PvmResult, Tid};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -68,6 +68,8 @@ pub enum Output {
         parent: Tid,
         /// The tasks.
         request: SpawnRequest,
+        /// Memory that they have been promised all together, in bytes.
+        memory: u64,
     },
     /// Tell a task that its request waits for a place, or waits no more. While it waits nothing of it has begun, so the task may
     /// ask another resource manager for it.
@@ -104,6 +106,8 @@ pub enum Output {
         wants: Wants,
         /// User and job that asked.
         by: (u32, Tid),
+        /// Who asked is its parent, so it belongs to that job.
+        child: bool,
     },
     /// End a task that was started too late: nobody knows of it.
     End {
@@ -145,6 +149,16 @@ struct Order {
     wid: Option<i32>,
 }
 
+/// A request that has waited for long.
+#[derive(Debug)]
+struct Kept {
+    number: u64,
+    /// Whose request it is, if what it waits for is that the user, or the job, has fewer tasks.
+    limited: Option<(u32, Tid)>,
+    /// Hosts that others do not get.
+    hosts: Vec<HostId>,
+}
+
 /// All requests under way.
 #[derive(Debug)]
 pub struct Spawns {
@@ -158,6 +172,8 @@ pub struct Spawns {
     fair: Fair,
     /// Requests that wait for a place.
     waiting: BTreeSet<u64>,
+    /// The one among them for which room is kept.
+    kept: Option<Kept>,
     /// User and job of each task that was started here and has not ended.
     tasks: BTreeMap<Tid, (u32, Tid)>,
     jobs: BTreeMap<Tid, u32>,
@@ -193,6 +209,7 @@ impl Spawns {
             rules,
             fair: Fair::default(),
             waiting: BTreeSet::new(),
+            kept: None,
             tasks: BTreeMap::new(),
             jobs: BTreeMap::new(),
             suspended: BTreeMap::new(),
@@ -249,17 +266,25 @@ impl Spawns {
         !self.to_place.is_empty()
     }
 
-    /// Places what waits first in the queue. Answers where the rotation stands then.
-    pub fn place(&mut self, now: Micros, snapshot: &Snapshot) -> HostId {
+    /// Places what waits first in the queue; somebody else may choose. Answers where the rotation stands then.
+    pub fn place(&mut self, now: Micros, snapshot: &Snapshot, choice: Option<&dyn Choice>) -> HostId {
         let Some((number, spawn)) = self.to_place.pop_front().and_then(|n| Some((n, self.open.get_mut(&n)?))) else {
             return snapshot.rotation;
         };
         let tasks = std::mem::take(&mut spawn.unplaced);
         let Incoming { src, caller, request, user, job, .. } = &spawn.from;
         let has = (self.fair.held(*user) + suspended(&self.suspended, *user), self.jobs.get(job).copied().unwrap_or(0));
+        let kept = self.kept.as_ref().filter(|kept| kept.number != number);
+        if now < spawn.wait_until && kept.and_then(|kept| kept.limited).is_some_and(|by| by.0 == *user || by.1 == *job)
+        {
+            self.wait(now, number, tasks);
+            return snapshot.rotation;
+        }
         if let Err(limited) = self.rules.limits.allow(has.0, has.1, tasks.len() as u32) {
             if now < spawn.wait_until {
+                let by = Some((*user, *job));
                 self.wait(now, number, tasks);
+                self.keep(now, number, by, Vec::new);
             } else {
                 let (choice, sentence) = (RmChoice::Limit, limited.to_string());
                 spawn.attempts.push(Attempt { choice, sentence, not_used: Vec::new() });
@@ -270,13 +295,20 @@ impl Spawns {
             return snapshot.rotation;
         }
         let (user, peers) = (*user, &[*caller]);
-        let ask = Ask { user, request, count: tasks.len() as u32, caller: *caller, peers, without: &spawn.lost };
-        let placement = place(snapshot, &ask);
+        let hosts = kept.map_or(&[][..], |kept| &kept.hosts);
+        let without = &spawn.lost;
+        let ask = Ask { user, request, count: tasks.len() as u32, caller: *caller, peers, without, kept: hosts };
+        let choice = choice.filter(|_| !request.names_host());
+        let placement = place_by(snapshot, &ask, choice);
         let none_free = placement.why == Why::NoneFree && placement.hosts.first() == Some(&Err(PvmError::OutOfRes));
         if none_free && now < spawn.wait_until {
+            let before = self.kept.as_ref().filter(|kept| kept.number == number).map_or(&[][..], |kept| &kept.hosts);
+            let hosts = reserve(snapshot, &ask, before);
             self.wait(now, number, tasks);
+            self.keep(now, number, None, || hosts);
             return snapshot.rotation;
         }
+        self.kept.take_if(|kept| kept.number == number);
         spawn.attempts.push(record::attempt(&placement, snapshot));
         spawn.placed = now;
         let mut parts: BTreeMap<HostId, Vec<usize>> = BTreeMap::new();
@@ -289,18 +321,47 @@ impl Spawns {
         if std::mem::take(&mut spawn.told) && !parts.is_empty() {
             self.out.push_back(Output::Waits { to: *src, wid: spawn.from.wid, waited: None });
         }
+        let memory = Wants::of(request).ok().and_then(|wants| wants.memory()).unwrap_or(0);
         for (host, tasks) in parts {
             spawn.names.insert(host, snapshot.name(host));
             let dir = request.place.find(':').map_or(String::new(), |at| request.place[at..].to_string());
+            let memory = memory.saturating_mul(tasks.len() as u64);
             let part = SpawnRequest { count: tasks.len() as u32, place: dir, ..request.clone() };
             self.last += 1;
             let order = OrderId(self.last);
-            self.out.push_back(Output::Exec { order, host, parent: *src, request: part });
+            self.out.push_back(Output::Exec { order, host, parent: *src, request: part, memory });
             let until = (now + EXEC_TIME_MAX).min(spawn.until);
             self.orders.insert(order, Order { spawn: number, host, tasks, until, wid: None });
         }
         self.finish(number);
         placement.rotation
+    }
+
+    /// Room is kept for a request that has waited for long, until it has a place or waits no more; for one at a time.
+    fn keep(&mut self, now: Micros, number: u64, limited: Option<(u32, Tid)>, hosts: impl FnOnce() -> Vec<HostId>) {
+        let Some(spawn) = self.open.get(&number).filter(|_| self.waiting.contains(&number)) else { return };
+        let Incoming { waited, ref request, src, .. } = spawn.from;
+        if now.since(spawn.began) + waited < RESERVE_AFTER || self.kept.as_ref().is_some_and(|k| k.number != number) {
+            return;
+        }
+        let hosts = hosts();
+        if hosts.is_empty() && limited.is_none() {
+            // All hosts together are not enough, however empty they are.
+            self.kept = None;
+            return;
+        }
+        if self.kept.is_none() {
+            let (count, file) = (spawn.unplaced.len(), &request.file);
+            let what = if limited.is_some() {
+                "its user's and its job's others wait until it is"
+            } else {
+                "hosts are kept for it"
+            };
+            let text =
+                format!("{count} {file} for {src} have waited {} s for places: {what}", RESERVE_AFTER.0 / 1_000_000);
+            self.out.push_back(Output::Record(EventKind::Note { text }));
+        }
+        self.kept = Some(Kept { number, limited, hosts });
     }
 
     /// A request waits for a place; when the queue is full, it is refused by its next attempt.
@@ -335,6 +396,7 @@ impl Spawns {
     }
 
     fn wait_no_longer(&mut self, now: Micros, user: u32, number: u64) {
+        self.kept.take_if(|kept| kept.number == number);
         self.fair.leave(now, user, number);
         self.waiting.remove(&number);
     }
@@ -371,6 +433,11 @@ impl Spawns {
         let has = self.fair.held(first.user) + suspended(&self.suspended, first.user);
         self.rules.limits.allow(has, job, count).ok()?;
         Some((&spawn.from, count))
+    }
+
+    /// Requests of a job that are being carried out or wait, those of this task aside.
+    pub fn starting_for(&self, job: Tid, but: Tid) -> usize {
+        self.open.values().filter(|spawn| spawn.from.job == job && spawn.from.src != but).count()
     }
 
     /// Hosts on which something is being started.
@@ -593,7 +660,8 @@ impl Spawns {
 fn started_by(from: &Incoming, tid: Tid, host: HostId) -> Output {
     let wants = Wants::of(&from.request).unwrap_or_default();
     let (asked, pinned) = (from.request.names_host(), from.request.flags & SPAWN_PINNED != 0);
-    Output::Started { tid, host, asked, pinned, wants, by: (from.user, from.job) }
+    let child = from.request.flags & SPAWN_NO_PARENT == 0;
+    Output::Started { tid, host, asked, pinned, wants, by: (from.user, from.job), child }
 }
 
 /// How many of these are of a user.

@@ -1,9 +1,9 @@
 //! One load watcher per host: wanted, starting, running, and started again when it ends. Pure; the service sends what
-//! [`Watchers::poll`] gives.
+//! [`Watchers::poll`] gives. With ten thousand hosts every message comes past here, so nothing looks at all of them.
 
 use crate::recent::Recent;
 use sempa_proto::{HostId, Micros, PvmError, PvmResult, Tid};
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 
 /// How long a host may take to start one.
 pub const START_TIME_MAX: Micros = Micros::from_secs(10);
@@ -54,22 +54,52 @@ struct Watcher {
 #[derive(Debug)]
 pub struct Watchers {
     hosts: BTreeMap<HostId, Watcher>,
+    /// When to look at each host. It may be early, because a watcher that is heard puts off its time and not this; and a host may
+    /// be in here more than once.
+    due: BTreeSet<(Micros, HostId)>,
+    /// The orders that are not acknowledged, and the watchers that are there.
+    starting: HashMap<i32, HostId>,
+    tasks: HashMap<Tid, HostId>,
     late: Recent<i32>,
     out: VecDeque<Output>,
 }
 
 impl Default for Watchers {
     fn default() -> Watchers {
-        Watchers { hosts: BTreeMap::new(), late: Recent::new(LATE_MAX), out: VecDeque::new() }
+        let (starting, tasks) = (HashMap::new(), HashMap::new());
+        let (hosts, due) = (BTreeMap::new(), BTreeSet::new());
+        Watchers { hosts, due, starting, tasks, late: Recent::new(LATE_MAX), out: VecDeque::new() }
     }
 }
 
 impl Watcher {
-    /// It failed; the next attempt is made after a pause.
-    fn failed(&mut self, now: Micros) {
+    /// When the next attempt is made after one that failed.
+    fn after_failure(&mut self, now: Micros) -> State {
         let pause = Micros((PAUSE_MIN.0 << self.failures.min(12)).min(PAUSE_MAX.0));
         self.failures += 1;
-        self.state = State::Wanted { at: now + pause };
+        State::Wanted { at: now + pause }
+    }
+
+    fn due(&self) -> Micros {
+        match self.state {
+            State::Wanted { at } => at,
+            State::Starting { until, .. } | State::Adopted { until, .. } => until,
+            State::Running { heard, .. } => heard + SILENT_MAX,
+        }
+    }
+
+    fn task(&self) -> Option<Tid> {
+        match self.state {
+            State::Running { tid, .. } | State::Adopted { tid, .. } => Some(tid),
+            State::Wanted { .. } | State::Starting { .. } => None,
+        }
+    }
+
+    fn order(&self) -> Option<i32> {
+        match self.state {
+            State::Starting { wid, .. } => wid,
+            _ => None,
+        }
     }
 }
 
@@ -78,30 +108,50 @@ impl Watchers {
     pub fn add(&mut self, now: Micros, host: HostId) {
         let watcher = Watcher { state: State::Wanted { at: now }, failures: 0, told: None };
         self.hosts.entry(host).or_insert(watcher);
+        self.due.insert((now, host));
+    }
+
+    /// A watcher is in another state from now on.
+    fn set(&mut self, host: HostId, state: State) {
+        let Some(watcher) = self.hosts.get_mut(&host) else { return };
+        watcher.order().map(|wid| self.starting.remove(&wid));
+        watcher.task().map(|tid| self.tasks.remove(&tid));
+        watcher.state = state;
+        self.starting.extend(watcher.order().map(|wid| (wid, host)));
+        self.tasks.extend(watcher.task().map(|tid| (tid, host)));
+        self.due.insert((watcher.due(), host));
+    }
+
+    /// It failed; the next attempt is made after a pause.
+    fn failed(&mut self, now: Micros, host: HostId) {
+        if let Some(state) = self.hosts.get_mut(&host).map(|watcher| watcher.after_failure(now)) {
+            self.set(host, state);
+        }
     }
 
     /// A watcher of an earlier resource manager is still there. It goes on, if none was started here meanwhile.
     pub fn found(&mut self, now: Micros, host: HostId, tid: Tid) {
-        let Some(watcher) = self.hosts.get_mut(&host) else { return };
-        if matches!(watcher.state, State::Wanted { .. }) {
-            watcher.state = State::Adopted { tid, until: now + ADOPT_TIME_MAX };
+        if self.hosts.get(&host).is_some_and(|watcher| matches!(watcher.state, State::Wanted { .. })) {
+            self.set(host, State::Adopted { tid, until: now + ADOPT_TIME_MAX });
             self.out.extend([Output::Adopt(tid), Output::Notify(tid)]);
         }
     }
 
     /// A host has left.
     pub fn remove(&mut self, host: HostId) {
-        if let Some(Watcher { state: State::Starting { wid: Some(wid), .. }, .. }) = self.hosts.remove(&host) {
+        let Some(watcher) = self.hosts.remove(&host) else { return };
+        watcher.task().map(|tid| self.tasks.remove(&tid));
+        if let Some(wid) = watcher.order() {
+            self.starting.remove(&wid);
             self.late.put(wid);
         }
     }
 
     /// The order was sent with this wait id, or could not be sent.
     pub fn sent(&mut self, now: Micros, host: HostId, wid: Option<i32>) {
-        let Some(watcher) = self.hosts.get_mut(&host) else { return };
         match wid {
-            Some(wid) => watcher.state = State::Starting { wid: Some(wid), until: now + START_TIME_MAX },
-            None => watcher.failed(now),
+            Some(wid) => self.set(host, State::Starting { wid: Some(wid), until: now + START_TIME_MAX }),
+            None => self.failed(now, host),
         }
     }
 
@@ -114,8 +164,7 @@ impl Watchers {
     ) -> Option<Option<(HostId, Tid)>> {
         let result =
             started.as_ref().map_or_else(|e| Err(*e), |s| s.first().copied().unwrap_or(Err(PvmError::DSysErr)));
-        let ours = |w: &Watcher| matches!(w.state, State::Starting { wid: Some(own), .. } if own == wid);
-        let Some((host, watcher)) = self.hosts.iter_mut().find(|(_, w)| ours(w)) else {
+        let Some(host) = self.starting.get(&wid).copied() else {
             if !self.late.has(wid) {
                 return None;
             }
@@ -129,14 +178,14 @@ impl Watchers {
         };
         match result {
             Ok(tid) => {
-                watcher.state = State::Running { tid, since: now, heard: now };
-                watcher.told = None;
+                self.set(host, State::Running { tid, since: now, heard: now });
+                self.hosts.get_mut(&host).into_iter().for_each(|watcher| watcher.told = None);
                 self.out.push_back(Output::Notify(tid));
-                Some(Some((*host, tid)))
+                Some(Some((host, tid)))
             }
             Err(error) => {
-                watcher.failed(now);
-                if watcher.told != Some(error) {
+                self.failed(now, host);
+                if let Some(watcher) = self.hosts.get_mut(&host).filter(|watcher| watcher.told != Some(error)) {
                     watcher.told = Some(error);
                     let text = format!(
                         "no load watcher on {host}: {error}; its load and its owner are unknown; it is tried again"
@@ -152,90 +201,90 @@ impl Watchers {
     pub fn heard(&mut self, now: Micros, src: Tid, from: HostId) -> bool {
         let Some(watcher) = self.hosts.get_mut(&from) else { return false };
         match &mut watcher.state {
-            State::Running { tid, heard, .. } if *tid == src => {
-                *heard = now;
-                true
-            }
+            State::Running { tid, heard, .. } if *tid == src => *heard = now,
             State::Adopted { tid, .. } if *tid == src => {
-                watcher.state = State::Running { tid: src, since: now, heard: now };
-                true
+                self.set(from, State::Running { tid: src, since: now, heard: now });
             }
             // Its first report may overtake the acknowledgement of its host.
             State::Starting { wid, .. } if src.home() == Some(from) => {
                 if let Some(wid) = *wid {
                     self.late.put(wid);
                 }
-                watcher.state = State::Running { tid: src, since: now, heard: now };
+                self.set(from, State::Running { tid: src, since: now, heard: now });
                 self.out.push_back(Output::Notify(src));
-                true
             }
-            _ => false,
+            _ => return false,
         }
+        true
     }
 
     /// The host that this task watches.
     pub fn host_of(&self, task: Tid) -> Option<HostId> {
-        let is =
-            |w: &Watcher| matches!(w.state, State::Running { tid, .. } | State::Adopted { tid, .. } if tid == task);
-        self.hosts.iter().find(|(_, w)| is(w)).map(|(host, _)| *host)
+        self.tasks.get(&task).copied()
     }
 
     /// A task has ended. True when it was a watcher.
     pub fn ended(&mut self, now: Micros, task: Tid) -> bool {
-        let Some(watcher) = self.host_of(task).and_then(|host| self.hosts.get_mut(&host)) else { return false };
-        if let State::Running { since, .. } = watcher.state
+        let Some(host) = self.host_of(task) else { return false };
+        if let Some(watcher) = self.hosts.get_mut(&host)
+            && let State::Running { since, .. } = watcher.state
             && now.since(since) >= STEADY
         {
             watcher.failures = 0;
         }
-        watcher.failed(now);
+        self.failed(now, host);
         true
     }
 
     /// Starts what is due, gives up what has taken too long.
     pub fn tick(&mut self, now: Micros) {
-        for (host, watcher) in &mut self.hosts {
-            match watcher.state {
-                State::Wanted { at } if at <= now => {
-                    watcher.state = State::Starting { wid: None, until: now + START_TIME_MAX };
-                    self.out.push_back(Output::Start(*host));
-                }
-                State::Starting { wid, until } if until <= now => {
-                    if let Some(wid) = wid {
-                        self.late.put(wid);
-                    }
-                    watcher.failed(now);
-                }
-                State::Adopted { tid, until } if until <= now => {
-                    self.out.push_back(Output::End(tid));
-                    let text = format!(
-                        "load watcher {tid} of {host}, left by another resource manager, is silent; it is replaced"
-                    );
-                    self.out.push_back(Output::Note(text));
-                    watcher.failed(now);
-                }
-                State::Running { tid, heard, .. } if now.since(heard) >= SILENT_MAX => {
-                    self.out.push_back(Output::End(tid));
-                    let text = format!(
-                        "load watcher {tid} of {host} was silent for {} s; it is replaced",
-                        SILENT_MAX.0 / 1_000_000
-                    );
-                    self.out.push_back(Output::Note(text));
-                    watcher.failed(now);
-                }
-                _ => {}
+        while let Some((at, host)) = self.due.first().copied().filter(|(at, _)| *at <= now) {
+            self.due.remove(&(at, host));
+            let Some(due) = self.hosts.get(&host).map(Watcher::due) else { continue };
+            if due > now {
+                // It was heard meanwhile.
+                self.due.insert((due, host));
+            } else {
+                self.look_at(now, host);
             }
         }
     }
 
-    /// When [`Watchers::tick`] has something to do.
+    /// The time of this watcher is over.
+    fn look_at(&mut self, now: Micros, host: HostId) {
+        let Some(watcher) = self.hosts.get(&host) else { return };
+        match watcher.state {
+            State::Wanted { .. } => {
+                self.set(host, State::Starting { wid: None, until: now + START_TIME_MAX });
+                self.out.push_back(Output::Start(host));
+            }
+            State::Starting { wid, .. } => {
+                if let Some(wid) = wid {
+                    self.late.put(wid);
+                }
+                self.failed(now, host);
+            }
+            State::Adopted { tid, .. } => {
+                self.out.push_back(Output::End(tid));
+                let text = format!(
+                    "load watcher {tid} of {host}, left by another resource manager, is silent; it is replaced"
+                );
+                self.out.push_back(Output::Note(text));
+                self.failed(now, host);
+            }
+            State::Running { tid, .. } => {
+                self.out.push_back(Output::End(tid));
+                let seconds = SILENT_MAX.0 / 1_000_000;
+                let text = format!("load watcher {tid} of {host} was silent for {seconds} s; it is replaced");
+                self.out.push_back(Output::Note(text));
+                self.failed(now, host);
+            }
+        }
+    }
+
+    /// When [`Watchers::tick`] has something to do; it may be a little early.
     pub fn next_deadline(&self) -> Option<Micros> {
-        let due = |w: &Watcher| match w.state {
-            State::Wanted { at } => at,
-            State::Starting { until, .. } | State::Adopted { until, .. } => until,
-            State::Running { heard, .. } => heard + SILENT_MAX,
-        };
-        self.hosts.values().map(due).min()
+        self.due.first().map(|(at, _)| *at)
     }
 
     /// What is to be done next.

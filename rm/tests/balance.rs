@@ -3,8 +3,8 @@
 
 use proptest::prelude::*;
 use pvm_rm::decide::{
-    Ask, ForeignMean, HostView, Owner, Policy, REST, SHIFT_REST, SHIFTS_MAX, Sampled, Shift, Snapshot, TaskView, Terms,
-    Wants, balance, foreign_demand, place,
+    Ask, ForeignMean, HostView, Journey, Owner, Policy, Promises, REST, SHIFT_REST, SHIFTS_MAX, Sampled, Shift,
+    Snapshot, TRUST_HALF, TaskView, Terms, Wants, Way, balance, foreign_demand, place,
 };
 use sempa_proto::load::LoadSample;
 use sempa_proto::task::SpawnRequest;
@@ -63,6 +63,8 @@ struct Farm {
     snapshot: Snapshot,
     /// Of load that is not ours, on each host.
     means: Vec<Option<ForeignMean>>,
+    /// Moves whose gain is not known yet.
+    promises: Promises,
 }
 
 impl Farm {
@@ -82,6 +84,7 @@ impl Farm {
                 own: 0,
             }),
             foreign_mean: None,
+            promised: 0,
             owner: Owner::Absent { left: None },
             no_moves: None,
             terms: Terms::default(),
@@ -89,7 +92,8 @@ impl Farm {
         };
         let snapshot = Snapshot::new(Micros(0), policy, machines.iter().enumerate().map(view).collect());
         let request = SpawnRequest { count: sizes.len() as u32, ..SpawnRequest::default() };
-        let ask = Ask { user: 0, request: &request, count: request.count, caller: h(1), peers: &[], without: &[] };
+        let ask =
+            Ask { user: 0, request: &request, count: request.count, caller: h(1), peers: &[], without: &[], kept: &[] };
         let placed = place(&snapshot, &ask).hosts;
         let task = |(i, (size, host)): (usize, (&f64, &Result<HostId, _>))| Work {
             tid: Tid::task(h(1), i as u32 + 10).expect("a task"),
@@ -105,7 +109,8 @@ impl Farm {
         let load1 = vec![0.0; machines.len()];
         let machines = machines.to_vec();
         let (cost, means) = (1.0, vec![None; machines.len()]);
-        Farm { machines, work, now: 0, load1, cost, barrier: false, shifts: Vec::new(), look_at: 0, snapshot, means }
+        let (shifts, promises) = (Vec::new(), Promises::default());
+        Farm { machines, work, now: 0, load1, cost, barrier: false, shifts, look_at: 0, snapshot, means, promises }
     }
 
     /// Each task's program has told what it will do.
@@ -142,7 +147,9 @@ impl Farm {
         self.now += 1;
         let estimates = &mut self.snapshot.estimates;
         for work in self.work.iter().filter(|w| w.left <= 0.0) {
-            estimates.ended(&Arc::from("worker"), Micros((work.done * 1e6) as u64));
+            let done = Micros((work.done * 1e6) as u64);
+            self.promises.ended(Micros::from_secs(self.now), work.tid, done, estimates);
+            estimates.ended(&Arc::from("worker"), done);
             self.look_at = self.look_at.min(self.now + PAUSE_AFTER_END);
         }
         self.work.retain(|w| w.left > 0.0);
@@ -183,6 +190,8 @@ impl Farm {
         let now = Micros::from_secs(self.now);
         for work in &mut self.work {
             work.done += self.snapshot.rate(work.host) / 1e3 * now.since(self.snapshot.now).0 as f64 / 1e6;
+            let done = Micros((work.done * 1e6) as u64);
+            self.promises.look(now, work.tid, done, &mut self.snapshot.estimates);
         }
         self.report(foreign);
         for (i, foreign) in foreign.iter().enumerate() {
@@ -214,6 +223,9 @@ impl Farm {
             assert_eq!(work.host, shift.from);
             (work.host, work.frozen) = (shift.to, self.cost);
             work.shifts.push(self.snapshot.now);
+            self.promises.made(&shift);
+            let (now, done) = (self.snapshot.now, Micros((work.done * 1e6) as u64));
+            self.promises.arrived(now, shift.tid, shift.to, (done, Micros((self.cost * 1e6) as u64)));
             self.shifts.push((self.now, shift));
         }
     }
@@ -377,6 +389,105 @@ fn a_young_task_a_named_one_and_one_that_moved_often_stay() {
     assert_eq!(with(&|t| t.shifts = vec![Micros(1); SHIFTS_MAX]), 0);
     assert_eq!(with(&|t| t.done = Micros::from_millis(500)), 0, "it ends before the move has paid off");
     assert_eq!(with(&|t| t.bytes = 100 << 30), 0, "the move takes longer than the rest of its life");
+}
+
+#[test]
+fn a_slow_link_makes_moves_rarer_and_says_nothing_of_other_links() {
+    // A slow host's task could go to either of two free ones.
+    let machines = [500, 1000, 900].map(|speed| Machine { cores: 1, speed });
+    let with = |moves: &[(u16, u64)]| {
+        let mut farm = Farm::new(&machines, &[1000.0], Policy::Load);
+        farm.work[0].host = h(1);
+        for _ in 0..100 {
+            farm.second(&[0.0; 3]);
+        }
+        farm.look(&[0.0; 3]);
+        let host = |i: u16| farm.snapshot.host(h(i)).expect("a host").clone();
+        let journey = |(to, seconds): &(u16, u64)| Journey {
+            way: Some(Way::between(&host(1), &host(*to))),
+            slowness: 1.0,
+            images: 200_000,
+            resident: 1 << 30,
+            frozen: Micros::from_millis(300),
+            whole: Micros::from_secs(*seconds),
+        };
+        let journeys: Vec<Journey> = moves.iter().map(journey).collect();
+        journeys.iter().for_each(|journey| farm.snapshot.estimates.moved(journey));
+        farm.snapshot.hosts.edit(h(1)).expect("a host").tasks[0].bytes = 1 << 30;
+        farm.snapshot.hosts.refresh(farm.snapshot.now);
+        balance(&farm.snapshot).first().map(|shift| shift.to)
+    };
+    assert_eq!(with(&[]), Some(h(2)), "the fastest one");
+    assert_eq!(with(&[(2, 10), (3, 10)]), Some(h(2)), "it is worth ten seconds");
+    assert_eq!(with(&[(2, 60), (3, 60)]), None, "it is not worth a minute");
+    assert_eq!(with(&[(2, 60), (3, 2)]), Some(h(3)), "the other link is as it was seen");
+}
+
+#[test]
+fn gains_that_come_to_a_third_stop_moves_that_do_not_pay_until_that_is_long_ago() {
+    let machines = [500, 1000].map(|speed| Machine { cores: 1, speed });
+    let mut farm = Farm::new(&machines, &[1000.0], Policy::Load);
+    farm.work[0].host = h(1);
+    for _ in 0..100 {
+        farm.second(&[0.0; 2]);
+    }
+    farm.look(&[0.0; 2]);
+    let bytes = |farm: &mut Farm, bytes| {
+        farm.snapshot.hosts.edit(h(1)).expect("a host").tasks[0].bytes = bytes;
+        farm.snapshot.hosts.refresh(farm.snapshot.now);
+        balance(&farm.snapshot)
+    };
+    let shift = bytes(&mut farm, 2 << 30).pop().expect("it saves fifty seconds and costs thirteen");
+    // Task after task ends when it has done a third of what it was taken to have left.
+    for n in 0..40 {
+        let (mut promises, at) = (Promises::default(), Micros(farm.snapshot.now.0 - 40_000_000 + n));
+        promises.made(&shift);
+        promises.arrived(at, shift.tid, shift.to, (Micros(0), Micros::from_secs(1)));
+        let done = Micros(shift.why.left.0 / 3);
+        assert!(promises.ended(at + done, shift.tid, done, &mut farm.snapshot.estimates).is_some());
+    }
+    assert_eq!(bytes(&mut farm, 2 << 30), [], "a third of fifty seconds is not worth it");
+    let small = bytes(&mut farm, 1 << 20).pop().expect("of a small one it still is");
+    assert!(small.why.gain.0 * 2 < shift.why.gain.0 && small.why.reckoned == shift.why.reckoned, "{small:?}");
+    // Nobody has moved since then. Samples get too old meanwhile, so time passes where it counts.
+    let later = farm.snapshot.now + Micros(6 * TRUST_HALF.0);
+    let host = |farm: &mut Farm, id| {
+        let host = farm.snapshot.hosts.edit(h(id)).expect("a host");
+        host.sample.as_mut().expect("sampled").at = later;
+    };
+    (1..=2).for_each(|id| host(&mut farm, id));
+    farm.snapshot.hosts.refresh(later);
+    farm.snapshot.now = later;
+    assert_eq!(bytes(&mut farm, 2 << 30).len(), 1, "it is tried once more");
+}
+
+#[test]
+fn a_task_does_not_go_far_from_those_with_whom_it_talks_for_a_little_more() {
+    // It has half a processor; two free hosts are a little better than that, the better one far away.
+    let machines = [1000, 1000, 630, 680].map(|speed| Machine { cores: 1, speed });
+    let with = |far: &[u16], alone: bool| {
+        let mut farm = Farm::new(&machines, &[1000.0; 3], Policy::Load);
+        for (work, host) in farm.work.iter_mut().zip([1, 1, 2]) {
+            work.host = h(host);
+        }
+        for _ in 0..200 {
+            farm.second(&[0.0; 4]);
+        }
+        farm.look(&[0.0; 4]);
+        for id in far {
+            farm.snapshot.hosts.edit(h(*id)).expect("a host").zone = 7;
+        }
+        if alone {
+            farm.snapshot.hosts.edit(h(2)).expect("a host").tasks.clear();
+            farm.snapshot.hosts.edit(h(2)).expect("a host").speed = 1;
+        }
+        farm.snapshot.hosts.refresh(farm.snapshot.now);
+        balance(&farm.snapshot).first().map(|shift| shift.to)
+    };
+    assert_eq!(with(&[], false), Some(h(4)), "the best one");
+    assert_eq!(with(&[4], false), Some(h(3)), "the best one nearby");
+    assert_eq!(with(&[3, 4], false), Some(h(4)), "a tenth less is still a fifth more");
+    assert_eq!(with(&[4], true), Some(h(4)), "who talks to nobody elsewhere goes anywhere");
 }
 
 #[test]

@@ -39,7 +39,7 @@ fn request(flags: i32, place: &str, count: u32) -> SpawnRequest {
 }
 
 fn ask(request: &SpawnRequest) -> Ask<'_> {
-    Ask { user: 0, request, count: request.count, caller: h(1), peers: &[], without: &[] }
+    Ask { user: 0, request, count: request.count, caller: h(1), peers: &[], without: &[], kept: &[] }
 }
 
 fn indices(hosts: &[Result<HostId, PvmError>]) -> Vec<u16> {
@@ -196,6 +196,22 @@ fn all_tasks_leave_an_owner_and_spread_over_the_best_hosts() {
     assert_eq!(went, [(t(2, 1), 2, 1), (t(2, 2), 2, 4), (t(2, 3), 2, 1)]);
     assert_eq!(out.go[0].cause, Cause::Owner { why: "alice on pts/0".into() });
     assert!(out.stay.is_empty());
+}
+
+#[test]
+fn a_task_that_has_to_leave_goes_near_the_others_of_its_job() {
+    let mut snapshot = pool(4, Policy::Load);
+    let of_job = |tid| TaskView { job: t(1, 1), ..task(tid) };
+    snapshot.hosts[0].owner = present();
+    snapshot.hosts[0].tasks = vec![of_job(t(1, 1))];
+    // The fourth is a little faster, and in another network.
+    (snapshot.hosts[3].zone, snapshot.hosts[3].speed) = (7, 1050);
+    let goes = |snapshot: &Snapshot| moves(snapshot).go[0].to;
+    assert_eq!(goes(&snapshot), h(4), "alone it goes where it gets most");
+    snapshot.hosts[1].tasks = vec![of_job(t(2, 1))];
+    assert_eq!(goes(&snapshot), h(3));
+    snapshot.hosts[1].tasks = vec![task(t(2, 1))];
+    assert_eq!(goes(&snapshot), h(4), "the other one is of another job");
 }
 
 #[test]

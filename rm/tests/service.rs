@@ -1,11 +1,15 @@
 //! The resource manager at work, over a virtual machine of values in virtual time.
 
 mod answers;
+mod balancing;
+mod choice;
 mod common;
 mod drain;
 mod grants;
+mod kill;
 mod park;
 mod suspend;
+mod waiting;
 
 use bytes::Bytes;
 use common::{Bed, client, failed, h, info, no_file, request, rm as own, spawned, t, world};
@@ -311,39 +315,6 @@ fn when_the_owner_comes_all_tasks_leave_at_once_and_the_host_is_clean_and_later_
     bed.world().spawn(2, &request(1));
     bed.settle();
     assert_eq!(bed.world().took_execs()[0].host, h(2));
-}
-
-#[test]
-fn with_balance_tasks_of_a_crowded_host_go_to_free_ones_and_without_it_they_stay() {
-    for balance in [false, true] {
-        let vm = world(3);
-        vm.0.borrow_mut().tasks.extend((1..=6).map(|n| spawned(t(2, n), 2)));
-        let options = with_conduct(Conduct { balance, ..Conduct::default() });
-        let mut bed = Bed::quiet_with(&vm, options);
-        for _ in 0..6 {
-            bed.pass(Micros::from_secs(10));
-            bed.signs_of_life(&[1, 2, 3]);
-        }
-        let causes: Vec<String> = bed.world().migrations.iter().map(|(_, _, cause)| cause.to_string()).collect();
-        assert_eq!(bed.world().took_migrations().len(), if balance { 4 } else { 0 }, "{causes:?}");
-        assert!(causes.iter().all(|why| why.starts_with("load: ") && why.contains(" of a processor instead of ")));
-    }
-}
-
-#[test]
-fn a_task_stays_where_its_spawn_named_the_host() {
-    let vm = world(3);
-    let options = with_conduct(Conduct { balance: true, ..Conduct::default() });
-    let mut bed = Bed::quiet_with(&vm, options);
-    bed.world().spawn(1, &SpawnRequest { flags: SPAWN_HOST, place: "h2".into(), ..request(6) });
-    bed.settle();
-    let exec = bed.world().took_execs().pop().expect("placed");
-    bed.world().ack(&exec);
-    for _ in 0..6 {
-        bed.pass(Micros::from_secs(10));
-        bed.signs_of_life(&[1, 2, 3]);
-    }
-    assert!(bed.world().took_migrations().is_empty());
 }
 
 /// One host, whose owner is there, and spawns that may wait.

@@ -38,7 +38,7 @@ fn request(count: u32) -> SpawnRequest {
 }
 
 fn tids(snapshot: &Snapshot, fair: &Fair, request: &SpawnRequest) -> Vec<Tid> {
-    let ask = Ask { user: 2, request, count: request.count, caller: h(1), peers: &[], without: &[] };
+    let ask = Ask { user: 2, request, count: request.count, caller: h(1), peers: &[], without: &[], kept: &[] };
     give_way(snapshot, fair, &ask).into_iter().map(|gives| gives.tid).collect()
 }
 
@@ -52,7 +52,7 @@ fn those_that_began_last_give_way_and_as_many_as_the_request_needs() {
     }
     after.hosts.refresh(NOW);
     let request = request(2);
-    let ask = Ask { user: 2, request: &request, count: 2, caller: h(1), peers: &[], without: &[] };
+    let ask = Ask { user: 2, request: &request, count: 2, caller: h(1), peers: &[], without: &[], kept: &[] };
     let mut hosts: Vec<HostId> = place(&after, &ask).hosts.into_iter().flatten().collect();
     hosts.sort_unstable();
     assert_eq!(hosts, [h(3), h(4)], "which gets its places then");
@@ -220,7 +220,7 @@ proptest! {
         let place_of = if free { "?free >= 1" } else { "" };
         let ask_for = |count| SpawnRequest { place: place_of.into(), ..request(count) };
         let (first, second) = (ask_for(count), ask_for(second));
-        let ask = |request| Ask { user: 2, request, count: request.count, caller: h(1), peers: &[], without: &[] };
+        let ask = |request| Ask { user: 2, request, count: request.count, caller: h(1), peers: &[], without: &[], kept: &[] };
         let held = |snapshot: &Snapshot| {
             let computing = |host: &HostView| host.tasks.iter().filter(|t| t.user == 1 && t.computes()).count();
             snapshot.hosts.iter().map(computing).sum::<usize>() as u32
@@ -280,7 +280,7 @@ proptest! {
         let mut snapshot = Snapshot::new(NOW, policy, hosts.into_iter().enumerate().map(view).collect());
         let wants = ["", "?free >= 1", "?free >= 1; spread", "?free >= 2", "?free >= 1; same-host", "?free >= 1; rank = free"];
         let request = SpawnRequest { place: wants[which].into(), ..request(count) };
-        let ask = Ask { user: 2, request: &request, count, caller: h(1), peers: &[], without: &[] };
+        let ask = Ask { user: 2, request: &request, count, caller: h(1), peers: &[], without: &[], kept: &[] };
         let held = snapshot.hosts.iter().map(|host| host.tasks.len() as u32).sum();
         let gives = give_way(&snapshot, &shares(held), &ask);
         let all_placed = |snapshot: &Snapshot| place(snapshot, &ask).hosts.iter().all(Result::is_ok);

@@ -185,7 +185,20 @@ mod tests {
             entry(1_010_000, step(Step::Stop, 0)),
             entry(1_020_000, step(Step::Dump, 5)),
             entry(1_030_000, step(Step::Transfer, 5)),
-            entry(1_040_000, EventKind::Moved { id, tid, from: h2, to: h1, cause, bytes: 5, frozen: Micros(30_500) }),
+            entry(
+                1_040_000,
+                EventKind::Moved {
+                    id,
+                    tid,
+                    from: h2,
+                    to: h1,
+                    cause,
+                    bytes: 5,
+                    resident: 5,
+                    frozen: Micros(30_500),
+                    whole: Micros(30_500),
+                },
+            ),
             entry(1_041_000, EventKind::HostClean { host: h2 }),
         ];
         let names = BTreeMap::from([(1, "h1".to_string()), (2, "h2".to_string())]);

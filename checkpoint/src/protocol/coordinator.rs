@@ -300,7 +300,7 @@ impl Coordinator {
                 m.frozen = now.since(m.stopped_at.unwrap_or(now));
                 Step::Arrive
             }
-            Report::Arrived if m.step == Step::Arrive => return self.end_moved(id),
+            Report::Arrived if m.step == Step::Arrive => return self.end_moved(now, id),
             _ => return,
         };
         self.advance(now, id, step, next);
@@ -433,8 +433,11 @@ impl Coordinator {
         self.take_turns(now);
     }
 
-    fn end_moved(&mut self, id: MigrationId) {
-        let Some(Ongoing { of, bytes, frozen, engine, .. }) = self.moves.remove(&id) else { return };
+    fn end_moved(&mut self, now: Micros, id: MigrationId) {
+        let Some(m) = self.moves.remove(&id) else { return };
+        let Ongoing { of, bytes, frozen, engine, .. } = m;
+        let resident = m.resident.filter(|_| engine == Engine::Criu).unwrap_or(0);
+        let whole = m.stopped_at.filter(|_| m.memory_follows).map_or(frozen, |at| now.since(at).max(frozen));
         let Move { id, tid, from, to, cause } = of;
         self.out.push_back(CoordinatorOutput::Event(EventKind::Moving {
             id,
@@ -444,7 +447,8 @@ impl Coordinator {
             step: Step::Arrive,
             bytes: 0,
         }));
-        self.out.push_back(CoordinatorOutput::Event(EventKind::Moved { id, tid, from, to, cause, bytes, frozen }));
+        let moved = EventKind::Moved { id, tid, from, to, cause, bytes, resident, frozen, whole };
+        self.out.push_back(CoordinatorOutput::Event(moved));
         self.out.push_back(CoordinatorOutput::Ended { id, result: Ok(MoveReport { id, bytes, frozen, engine }) });
     }
 

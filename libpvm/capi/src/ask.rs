@@ -70,6 +70,11 @@ pub(crate) fn spawn(
     count: i32,
 ) -> PvmResult<Vec<PvmResult<Tid>>> {
     let rt = session::runtime()?;
+    // The code alone would not say what is wrong with the file.
+    libpvm::job::of_process().map_err(|error| {
+        session::say(&format!("{}\n", error.reason), false);
+        error.code
+    })?;
     let count = u32::try_from(count).ok().filter(|n| *n > 0).ok_or(PvmError::BadParam)?;
     if count > SPAWN_COUNT_MAX {
         return Err(PvmError::OutOfRes);

@@ -156,8 +156,12 @@ pub enum EventKind {
         cause: Cause,
         /// Image bytes.
         bytes: u64,
+        /// The task's memory that went with it, with the images or behind them; 0 when its program took along what it needs.
+        resident: u64,
         /// From the library's letting go to running again.
         frozen: Micros,
+        /// From the library's letting go until all of its memory was there.
+        whole: Micros,
     },
     /// A move failed; the task goes on at `from` unless the failure is its end.
     MoveFailed {
@@ -379,9 +383,13 @@ impl fmt::Display for EventKind {
                 write!(f, "{id}: {tid} from {from} to {to}: {step} done")?;
                 if *bytes > 0 { write!(f, ", {bytes} bytes") } else { Ok(()) }
             }
-            EventKind::Moved { id, tid, from, to, cause, bytes, frozen } => {
-                let frozen = millis(*frozen);
-                write!(f, "{id}: {tid} moved from {from} to {to} ({cause}): {bytes} bytes, frozen {frozen:.1} ms")
+            EventKind::Moved { id, tid, from, to, cause, bytes, resident, frozen, whole } => {
+                let (stood, all) = (millis(*frozen), millis(*whole));
+                write!(f, "{id}: {tid} moved from {from} to {to} ({cause}): {bytes} bytes, frozen {stood:.1} ms")?;
+                match whole > frozen {
+                    true => write!(f, ", its memory of {resident} bytes there after {all:.1} ms"),
+                    false => Ok(()),
+                }
             }
             EventKind::MoveFailed { id, tid, from, to, cause, step, why } => {
                 write!(f, "{id}: {tid} was not moved from {from} to {to} ({cause}): {step} failed: {why}")

@@ -11,6 +11,7 @@
 //! * [`link`]: exactly-once, in-order conversation of two tasks over routes that may break.
 //! * [`task`], [`host`], [`tasker`]: control messages task-daemon, daemon-daemon, daemon-tasker.
 //! * [`group`]: what a task asks of the group service.
+//! * [`job`]: job files: what is to be started, as a file says it.
 //! * [`rm`]: questions to the resource manager: why, how much, which jobs.
 //! * [`sm`]: the documented messages between tasks, resource managers and daemons. [`trace`]: records for tracers.
 //! * [`table`], [`event`], [`migration`], [`suspend`], [`load`]: the records these messages carry.
@@ -27,6 +28,7 @@ pub mod frame;
 pub mod group;
 pub mod host;
 pub mod ids;
+pub mod job;
 pub mod link;
 pub mod load;
 pub mod message;

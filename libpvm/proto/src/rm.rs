@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use std::fmt;
 
 /// Version of questions, answers and decisions.
-pub const RM_VERSION: u16 = 3;
+pub const RM_VERSION: u16 = 4;
 /// Context of everything that comes to the resource manager beside PVM's documented messages.
 pub const CTX_RM: i32 = 0x7ffe0;
 /// Tag of questions.
@@ -76,6 +76,11 @@ pub enum Question {
     /// Do not start a job again that was checkpointed and ended to wait for room; any of its tasks may be named.
     /// → [`Answer::Unparked`]
     Unpark(Tid),
+    /// End all tasks of a job, and those that are just being started; any of its tasks may be named. They are asked to end, and
+    /// ended after a time. → [`Answer::Killed`], as far as it is by then
+    Kill(Tid),
+    /// How far is it? → [`Answer::Killed`]
+    Killed(Tid),
 }
 
 /// What is answered. New kinds go to the end: [`Answer::Version`] is the first for ever.
@@ -130,6 +135,19 @@ pub enum Answer {
         set: String,
         /// It is just being started: nothing can be called off.
         starting: bool,
+    },
+    /// A job is being ended.
+    Killed {
+        /// The job.
+        job: Tid,
+        /// Its tasks that were asked to end.
+        asked: u32,
+        /// Those of them that did not, and were ended.
+        forced: u32,
+        /// What is left of it: tasks, and requests for tasks.
+        left: u32,
+        /// Tasks to which no signal could be sent, and why; [`ANSWER_ENTRIES_MAX`] of them at most.
+        failed: Vec<(Tid, String)>,
     },
 }
 
@@ -390,7 +408,7 @@ impl fmt::Display for Excluded {
     }
 }
 
-/// What a move is expected to save and to cost.
+/// What a move is expected to save and to cost, or has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Expected {
     /// What it saves all tasks concerned; 0 for moves that must be.
@@ -568,6 +586,19 @@ pub enum Decided {
         /// Why.
         why: String,
     },
+    /// What a move for the sake of the load has brought is known: its task has ended, or worked there for long.
+    CameOut {
+        /// The task.
+        tid: Tid,
+        /// Where it was.
+        from: String,
+        /// Where it went.
+        to: String,
+        /// What was expected.
+        expected: Expected,
+        /// What came, as far as what the task got and did there tells.
+        came: Expected,
+    },
 }
 
 impl Decided {
@@ -579,6 +610,7 @@ impl Decided {
             | Decided::Moved { tid, .. }
             | Decided::NotMoved { tid, .. }
             | Decided::Stays { tid, .. }
+            | Decided::CameOut { tid, .. }
             | Decided::Suspended { tid, .. }
             | Decided::Resumed { tid, .. } => *tid == task,
             Decided::JobSuspended { job, .. } => *job == task,
@@ -596,9 +628,10 @@ impl Decided {
             Decided::Spawn { started, attempts, .. } => {
                 started.iter().any(|(_, host)| host == name) || attempts.iter().any(|a| not_used(&a.not_used))
             }
-            Decided::Go { from, to, .. } | Decided::Moved { from, to, .. } | Decided::NotMoved { from, to, .. } => {
-                from == name || to == name
-            }
+            Decided::Go { from, to, .. }
+            | Decided::Moved { from, to, .. }
+            | Decided::NotMoved { from, to, .. }
+            | Decided::CameOut { from, to, .. } => from == name || to == name,
             Decided::Stays { host, not_used: list, .. } => host == name || not_used(list),
             Decided::OwnerCame { host, .. }
             | Decided::OwnerLeft { host, .. }
@@ -649,7 +682,11 @@ impl fmt::Display for Decided {
             }
             Decided::Go { tid, from, to, cause, expected, refused } => {
                 write!(f, "{tid} was told to go from {from} to {to} because {}", because(cause, from))?;
-                write!(f, "; expected cost {:.1} s", seconds(expected.cost))?;
+                let Expected { gain, cost } = expected;
+                match gain.0 {
+                    0 => write!(f, "; expected cost {:.1} s", seconds(*cost))?,
+                    _ => write!(f, "; expected to save {:.1} s and to cost {:.1} s", seconds(*gain), seconds(*cost))?,
+                }
                 refused.as_ref().map_or(Ok(()), |why| write!(f, "; it did not begin: {why}"))
             }
             Decided::Moved { tid, from, to, cause, bytes, frozen } => write!(
@@ -686,6 +723,15 @@ impl fmt::Display for Decided {
                 write!(f, "job {job} goes on from checkpoint {set} ({why}):")?;
                 tasks.iter().try_for_each(|(tid, host)| write!(f, " {tid} on {host}"))
             }
+            Decided::CameOut { tid, from, to, expected, came } => write!(
+                f,
+                "the move of {tid} from {from} to {to} was expected to save {:.1} s and to cost {:.1} s; it saved {:.1} s and \
+                 cost {:.1} s",
+                seconds(expected.gain),
+                seconds(expected.cost),
+                seconds(came.gain),
+                seconds(came.cost)
+            ),
             Decided::Began { again: false } => f.write_str("the resource manager began"),
             Decided::Began { again: true } => f.write_str(
                 "the resource manager began again with what was known; meanwhile spawns were placed in turn",

@@ -6,6 +6,11 @@ pub fn cut(text: &str, bytes_max: usize) -> &str {
     &text[..end]
 }
 
+/// The line in which a byte of a text lies, from 1.
+pub fn line_of(text: &str, at: usize) -> usize {
+    text.bytes().take(at).filter(|byte| *byte == b'\n').count() + 1
+}
+
 /// An amount of memory, as people write it, apart: the number, and by how many bits its unit shifts it; `None` for nothing.
 pub fn memory_parts(text: &str) -> Option<(&str, u32)> {
     let last = text.chars().last()?;
@@ -29,6 +34,11 @@ mod tests {
         assert_eq!(cut("olga läuft", 6), "olga l");
         assert_eq!(cut("olga läuft", 7), "olga l");
         assert_eq!(cut("olga", 7), "olga");
+    }
+
+    #[test]
+    fn a_byte_lies_in_the_line_whose_end_comes_next() {
+        assert_eq!([0, 1, 2, 3, 9].map(|at| line_of("a\nb\n", at)), [1, 1, 2, 2, 3]);
     }
 
     #[test]

@@ -59,6 +59,12 @@ pub struct ShiftWhy {
     pub barrier: bool,
     /// Its job ends with its last task, and so much sooner than it would.
     pub sooner: Option<Micros>,
+    /// Work that the task is taken to have left, in time of an ordinary processor.
+    pub left: Micros,
+    /// Its program said so: it is no guess.
+    pub told: bool,
+    /// The gain as reckoned; what such gains have been worth is counted in only after that.
+    pub reckoned: Micros,
 }
 
 impl fmt::Display for ShiftWhy {
@@ -194,6 +200,15 @@ pub(super) fn seconds(span: Micros) -> f64 {
     span.0 as f64 / 1e6
 }
 
+pub(super) fn micros(seconds: f64) -> Micros {
+    Micros((seconds.max(0.0) * 1e6) as u64)
+}
+
+/// What a reckoned gain is worth when such gains have been worth so much of it; a loss is one.
+pub(super) fn worth(gain: f64, trust: f64) -> f64 {
+    if gain > 0.0 { gain * trust } else { gain }
+}
+
 /// What is expected of a task.
 fn expected(snapshot: &Snapshot, task: &TaskView) -> Expected {
     let told = task.wants.as_ref().and_then(|wants| wants.work);
@@ -287,18 +302,35 @@ impl<'a> Plan<'a> {
         let (low, high) = (from.foreign.0, to.foreign.1);
         let has = from.rate(from.load.own, low);
         let gets = to.rate(to.load.own + 1, high);
-        if gets < has * FASTER {
+        // Far from those with whom it talks it waits for them longer.
+        let (near, far) = self.near(mover, from, to);
+        if gets * far < has * near * FASTER {
             return None;
         }
         let now = from.flows.0 + to.flows.1;
-        let gain = now - from.flow_without(low, mover.left) - to.flow_with(high, mover.left);
-        let cost = self.snapshot.estimates.cost(mover.task.bytes, slowness(has, gets));
+        let waits = |rate: f64, near: f64| 1e3 * mover.left / rate.max(1.0) * (1.0 / near - 1.0);
+        let reckoned = now - from.flow_without(low, mover.left) - to.flow_with(high, mover.left);
+        let reckoned = reckoned + waits(has, near) - waits(gets, far);
+        let told = self.expected.get(&mover.task.tid).is_some_and(|expected| expected.told);
+        let gain = worth(reckoned, self.snapshot.trust(told));
+        let cost = self.snapshot.cost(mover.task, from.host, to.host, slowness(has, gets));
         if gain < self.snapshot.costs.margin() * seconds(cost) + seconds(GAIN_MIN) {
             return None;
         }
-        let gain = Micros((gain.max(0.0) * 1e6) as u64);
-        let why = ShiftWhy { has: has as u64, gets: gets as u64, gain, cost, barrier: false, sooner: None };
+        let (gain, reckoned, left) = (micros(gain), micros(reckoned), micros(mover.left));
+        let (has, gets) = (has as u64, gets as u64);
+        let why = ShiftWhy { has, gets, gain, cost, barrier: false, sooner: None, left, told, reckoned };
         Some((seconds(gain) - self.snapshot.costs.margin() * seconds(cost), why))
+    }
+
+    /// What a share of a processor is worth to a task where it is, and where it may go.
+    fn near(&self, mover: &Mover<'_>, from: &Place<'_>, to: &Place<'_>) -> (f64, f64) {
+        if from.host.zone == to.host.zone {
+            return (1.0, 1.0);
+        }
+        let zones = self.snapshot.zones_of_peers(from.host.id, mover.task);
+        let worth = |zone| f64::from(self.snapshot.costs.permille(zones.is_empty() || zones.contains(&zone))) / 1e3;
+        (worth(from.host.zone), worth(to.host.zone))
     }
 
     /// Tasks that may go, in the order of hosts.
@@ -425,14 +457,15 @@ impl<'a> Plan<'a> {
         for (job, (cost, moves)) in costs {
             let (before, after, count, longest) = self.slowest(job);
             let saved = longest * (1e3 / before - 1e3 / after);
-            let (gain, cost) = (count as f64 * saved, count as f64 * cost);
+            let (reckoned, cost) = (count as f64 * saved, count as f64 * cost);
+            let gain = worth(reckoned, self.snapshot.trust(false));
             if gain < self.snapshot.costs.margin() * cost + seconds(GAIN_MIN) {
                 useless.insert(job);
             }
             for i in moves {
                 let why = &mut self.shifts[i].why;
-                (why.barrier, why.gain, why.cost) =
-                    (true, Micros((gain.max(0.0) * 1e6) as u64), Micros((cost * 1e6) as u64));
+                (why.barrier, why.gain, why.cost) = (true, micros(gain), micros(cost));
+                why.reckoned = micros(reckoned);
             }
         }
         useless

@@ -1,11 +1,11 @@
 //! Moves that make a whole job end sooner: where the work of its tasks is known, those that would end last go where they end
 //! sooner, or others make room for them. Each move is weighed by letting time pass with it and without ([`super::farm`]).
 
-use super::balance::{GAIN_MIN, Plan, Shift, ShiftWhy, may_shift, rests_until, seconds, shifts_left};
+use super::balance::{GAIN_MIN, Plan, Shift, ShiftWhy, may_shift, micros, rests_until, seconds, shifts_left, worth};
 use super::farm::{Future, Machine, Outcome, Piece};
 use super::moves::unfit;
 use super::{Snapshot, TaskView, slowness};
-use sempa_proto::{HostId, Micros, Tid};
+use sempa_proto::{HostId, Tid};
 use std::collections::BTreeSet;
 
 /// Jobs on hosts with more tasks than this are left to [`super::balance`]: with so many each counts little.
@@ -56,7 +56,9 @@ impl Farm<'_> {
         let all: f64 = self.start.machines().iter().map(|machine| machine.processors * machine.speed).sum();
         let share = 1e3 * all / self.tasks.len().max(1) as f64;
         let of_job = self.tasks.iter().filter(|task| task.job == job);
-        let costs = of_job.map(|task| seconds(snapshot.estimates.cost(task.bytes, slowness(share, share))));
+        let estimates = &snapshot.estimates;
+        let bytes = of_job.map(|task| estimates.bytes(&task.name, task.bytes));
+        let costs = bytes.map(|bytes| seconds(estimates.cost(bytes, slowness(share, share), None)));
         let cost = costs.fold(0.0, f64::max);
         self.start.ask(|i| self.tasks[i].job == job, cost);
         if self.ends.as_ref().is_none_or(|(of, _)| *of != cost) {
@@ -152,6 +154,7 @@ impl<'a> Plan<'a> {
     fn hasten_once(&self, farm: &mut Farm<'a>, job: Tid, most_steps: usize) -> Option<Vec<Shift>> {
         let (before, margin) = (farm.ask(job, self.snapshot), self.snapshot.costs.margin());
         let count = farm.start.pieces().iter().filter(|p| p.counts).count() as f64;
+        let trust = self.snapshot.trust(true);
         let mut best = None::<(f64, Step, (f64, f64), f64)>;
         for step in self.steps(farm, job) {
             if farm.tried.steps() >= most_steps {
@@ -165,21 +168,23 @@ impl<'a> Plan<'a> {
             // Each task of the job has waited for its end; tasks of other jobs that it joins lose.
             let gain = |after: Outcome| count * (before.end - after.end) + before.others - after.others;
             let is_best = |after: Outcome| {
-                let net = gain(after) - margin * cost;
-                let worth = net >= seconds(GAIN_MIN) && before.end - after.end >= SOONER * before.end;
-                worth && most.is_none_or(|most| net > most)
+                let net = worth(gain(after), trust) - margin * cost;
+                let pays = net >= seconds(GAIN_MIN) && before.end - after.end >= SOONER * before.end;
+                pays && most.is_none_or(|most| net > most)
             };
             let after = farm.tried(step.moves()).outcome_unless(|after| !is_best(after));
             let Some(after) = after else { continue };
-            best = Some((gain(after) - margin * cost, step, (gain(after), cost), before.end - after.end));
+            best = Some((worth(gain(after), trust) - margin * cost, step, (gain(after), cost), before.end - after.end));
         }
         best.map(|(_, step, weighed, sooner)| self.shifts_of(farm, &step, weighed, sooner))
     }
 
     /// What a move costs, in seconds.
     fn cost(&self, farm: &Farm<'_>, i: usize, to: usize) -> f64 {
-        let (has, gets) = self.rates(farm.hosts[farm.start.pieces()[i].at], farm.hosts[to]);
-        seconds(self.snapshot.estimates.cost(farm.tasks[i].bytes, slowness(has, gets)))
+        let (from, to) = (farm.hosts[farm.start.pieces()[i].at], farm.hosts[to]);
+        let (has, gets) = self.rates(from, to);
+        let (source, target) = (self.places[&from].host, self.places[&to].host);
+        seconds(self.snapshot.cost(farm.tasks[i], source, target, slowness(has, gets)))
     }
 
     /// What a task has on one host and would get on the other, in thousandths of an ordinary processor.
@@ -190,13 +195,15 @@ impl<'a> Plan<'a> {
     }
 
     fn shifts_of(&self, farm: &Farm<'_>, step: &Step, (gain, cost): (f64, f64), sooner: f64) -> Vec<Shift> {
-        let micros = |seconds: f64| Micros((seconds.max(0.0) * 1e6) as u64);
         let shift = |(i, to): (usize, usize)| {
             let (from, to) = (farm.hosts[farm.start.pieces()[i].at], farm.hosts[to]);
             let (has, gets) = self.rates(from, to);
             let (has, gets) = (has as u64, gets as u64);
-            let (gain, cost, sooner) = (micros(gain), micros(cost), Some(micros(sooner)));
-            Shift { tid: farm.tasks[i].tid, from, to, why: ShiftWhy { has, gets, gain, cost, barrier: false, sooner } }
+            let (reckoned, cost, sooner) = (micros(gain), micros(cost), Some(micros(sooner)));
+            let (left, told) = (micros(farm.start.pieces()[i].left), true);
+            let gain = micros(worth(gain, self.snapshot.trust(told)));
+            let why = ShiftWhy { has, gets, gain, cost, barrier: false, sooner, left, told, reckoned };
+            Shift { tid: farm.tasks[i].tid, from, to, why }
         };
         step.moves().map(shift).collect()
     }

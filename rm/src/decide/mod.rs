@@ -11,25 +11,31 @@ mod choice;
 mod excluded;
 mod fair;
 mod farm;
+mod gains;
 mod hasten;
 mod index;
+mod links;
 mod load;
 mod moves;
 mod place;
 mod placing;
 mod predict;
+mod reserve;
 mod share;
 mod wants;
 
 pub use balance::{MARGIN, OWNER_AWAY_MIN, REST, SHIFT_REST, SHIFTS_MAX, SHIFTS_SPAN, Shift, ShiftWhy, balance};
-pub use choice::{Choice, Offer};
+pub use choice::{CHOICE_NAME_MAX, Choice, ChoiceName, Choices, NoSuchChoice, Offer};
 pub use excluded::{EXCLUDED_HOSTS_MAX, Excluded};
 pub use fair::{Fair, GIVE_WAY_MARGIN, Limited, Limits, USERS_MAX, UpDown, WAITING_MAX, Waiting};
+pub use gains::{Outcome, PROMISES_MAX, Promises, TRUST, TRUST_HALF};
 pub use index::Hosts;
+pub use links::{PAIRS_MAX, Way};
 pub use load::{ForeignMean, HEADROOM_BYTES, Share, foreign_demand};
 pub use moves::{MOVES_AT_ONCE_MAX, MoveDecision, Moves, SETTLE, Stay, StayReason, moves, room_ever, room_for};
 pub use place::{Ask, EXPLAINED_HOSTS_MAX, Placement, SPAWN_TASKS_MAX, Why, place, place_by};
-pub use predict::{Estimates, LEFT_MAX, Lessons, PROGRAMS_MAX, slowness};
+pub use predict::{Estimates, Journey, LEFT_MAX, Lessons, PROGRAMS_MAX, slowness};
+pub use reserve::{RESERVE_AFTER, reserve};
 pub use share::{Again, GIVING_MAX, GivesWay, give_way, go_on};
 pub use wants::{Condition, Figure, Has, Name, Op, Rank, Together, WANTS_BYTES_MAX, WANTS_ENV, Wants, WantsError};
 
@@ -51,19 +57,25 @@ pub enum Policy {
     /// Where the predicted share of a processor is largest.
     #[default]
     Load,
+    /// Where somebody else says, a batch system for example; hosts that a spawn names are used as ever.
+    Choice(ChoiceName),
 }
 
 impl fmt::Display for Policy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Policy::RoundRobin => "round-robin",
-            Policy::Load => "load",
-        })
+        match self {
+            Policy::RoundRobin => f.write_str("round-robin"),
+            Policy::Load => f.write_str("load"),
+            Policy::Choice(name) => write!(f, "choice:{}", name.as_str()),
+        }
     }
 }
 
 /// Hosts that a sentence names as not used; of the others it gives the number.
 pub const TOLD_HOSTS_MAX: usize = 16;
+
+/// Hosts of a job whose zones count for where its tasks go.
+const PEERS_MAX: usize = 64;
 
 /// What things cost, for decisions to weigh.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -133,6 +145,8 @@ pub struct HostView {
     pub foreign_mean: Option<ForeignMean>,
     /// What is known of its owner.
     pub owner: Owner,
+    /// Bytes of memory that spawns have asked for since the sample's were read: they are as good as taken.
+    pub promised: u64,
     /// What the owner lets guests do.
     pub terms: Terms,
     /// Why moves to it make no sense at present (its dump engine does not work), and until when.
@@ -142,6 +156,11 @@ pub struct HostView {
 }
 
 impl HostView {
+    /// Memory that can still be had, as far as anybody knows.
+    pub fn available_bytes(&self) -> Option<u64> {
+        self.sample.as_ref().map(|s| s.sample.available_bytes.saturating_sub(self.promised))
+    }
+
     /// The sample, if it is not older than [`SAMPLE_AGE_MAX`].
     pub fn fresh_sample(&self, now: Micros) -> Option<&Sampled> {
         self.sample.as_ref().filter(|s| now.since(s.at) <= SAMPLE_AGE_MAX)
@@ -285,7 +304,7 @@ pub struct TaskView {
     pub since: Micros,
     /// The work that it has done, as far as can be told: time of an ordinary processor.
     pub done: Micros,
-    /// Bytes of its newest image; 0 when it was never moved.
+    /// Bytes of its memory when it was moved last; 0 when it was never moved.
     pub bytes: u64,
     /// Somebody chose its host by name, when it was started or later: it is not moved for the sake of the load.
     pub named: bool,
@@ -357,6 +376,8 @@ pub enum Reason {
         /// What the host has instead.
         has: Has,
     },
+    /// It is kept for a request that has waited for long.
+    Kept,
     /// It was lost or did not answer while this request was carried out.
     NoAnswer,
     /// It cannot take over running tasks at present.
@@ -390,6 +411,7 @@ impl fmt::Display for Reason {
             Reason::Program { pattern } => write!(f, "its owner blocks the program {pattern:?}"),
             Reason::User { user } => write!(f, "its owner blocks user {user}"),
             Reason::Unmet { condition, has } => write!(f, "{condition} does not hold ({has})"),
+            Reason::Kept => f.write_str("it is kept for a spawn that has waited for long"),
             Reason::NoAnswer => f.write_str("no answer"),
             Reason::NoMoves { why } | Reason::Refused { why } => f.write_str(why),
         }
@@ -454,6 +476,24 @@ impl Snapshot {
         // A host of which nothing is known counts as an ordinary one.
         let rate = |id| Some(self.rate(id)).filter(|rate| *rate > 0.0).unwrap_or(1e3);
         slowness(rate(from), rate(to))
+    }
+
+    /// What a move costs this task between these hosts, of that [`slowness`].
+    pub fn cost(&self, task: &TaskView, from: &HostView, to: &HostView, slowness: f64) -> Micros {
+        let bytes = self.estimates.bytes(&task.name, task.bytes);
+        self.estimates.cost(bytes, slowness, Some(Way::between(from, to)))
+    }
+
+    /// The zones of those with whom a task talks: the tasks of its job on other hosts. Empty for one that is alone there.
+    fn zones_of_peers(&self, from: HostId, task: &TaskView) -> BTreeSet<u32> {
+        let index = self.hosts.index(self.now);
+        let others = index.hosts_of(task.job).filter(|id| *id != from).take(PEERS_MAX);
+        others.filter_map(|id| index.zone(id)).collect()
+    }
+
+    /// What a reckoned gain is worth; `told`: it rests on what programs have told of their work.
+    fn trust(&self, told: bool) -> f64 {
+        self.estimates.trust(self.now, told)
     }
 
     /// Name of a host, or its number when it is not known.

@@ -10,7 +10,7 @@ use super::load::{Load, Loads, full};
 use super::{Excluded, HostView, Leaving, Owner, Reason, Snapshot, TaskView};
 use sempa_proto::migration::Cause;
 use sempa_proto::{HostId, Micros, Tid};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::fmt;
 
 /// Moves under way at once in the whole virtual machine; the others wait for their turn. Below the number that the
@@ -258,11 +258,12 @@ fn cause(owner: &Owner) -> Option<Cause> {
     }
 }
 
-/// The best host for a task that must leave. Looks at the best hosts first, and at no more than it must. Requirements of
+/// The best host for a task that must leave; one near the others of its job counts for more. Looks at the best hosts first, and
+/// at no more than it must. Requirements of
 /// its spawn come before a host's rest, but where no host meets them it goes all the same: the owner comes first.
 fn target<'a>(snapshot: &'a Snapshot, loads: &Loads<'_>, from: &HostView, task: &TaskView) -> Option<&'a HostView> {
     let mut others = [None; 3];
-    for near in loads.best(&BTreeSet::new()) {
+    for near in loads.best(&snapshot.zones_of_peers(from.id, task)) {
         let host = snapshot.host(near.share.host())?;
         if host.id == from.id || unfit(snapshot, host, from, task, false).is_some() || loads.load(host.id).left() == 0 {
             continue;

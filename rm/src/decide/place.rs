@@ -30,6 +30,8 @@ pub struct Ask<'a> {
     pub peers: &'a [HostId],
     /// Hosts that were lost while this request was carried out.
     pub without: &'a [HostId],
+    /// Hosts that are kept for another request.
+    pub kept: &'a [HostId],
 }
 
 /// Why the tasks go where they go, or nowhere.
@@ -177,6 +179,9 @@ pub(super) fn not_fit(
 ) -> Option<Reason> {
     if ask.without.contains(&host.id) {
         return Some(Reason::NoAnswer);
+    }
+    if ask.kept.contains(&host.id) {
+        return Some(Reason::Kept);
     }
     if let Some((condition, has)) = wants.unmet(host, &load) {
         return Some(Reason::Unmet { condition, has });

@@ -19,14 +19,13 @@ use super::HostView;
 use super::load::Load;
 use super::predict::LEFT_MAX;
 use sempa_proto::Micros;
+pub use sempa_proto::job::WANTS_ENV;
 use sempa_proto::task::{SPAWN_ARCH, SPAWN_HOST, SpawnRequest};
 use sempa_proto::text::memory_parts;
 use std::fmt;
 use std::sync::Arc;
 use thiserror::Error;
 
-/// The environment variable that carries requirements with a spawn (a program exports it with `PVM_EXPORT`).
-pub const WANTS_ENV: &str = "SEMPA_WANTS";
 /// Bytes of a text at most.
 pub const WANTS_BYTES_MAX: usize = 4096;
 
@@ -158,7 +157,7 @@ impl Figure {
     /// The number of a host; `None` when nobody knows it. The load is asked for only where it counts.
     pub(super) fn of(self, host: &HostView, load: impl Fn() -> Load) -> Option<u64> {
         match self {
-            Figure::Memory => host.sample.as_ref().map(|s| s.sample.available_bytes),
+            Figure::Memory => host.available_bytes(),
             Figure::Cores => host.sample.as_ref().map(|s| u64::from(s.sample.cores)),
             Figure::Speed => Some(u64::try_from(host.speed).unwrap_or(0)),
             Figure::Free => host.sample.as_ref().map(|_| load().free_percent()),
@@ -379,7 +378,8 @@ impl Wants {
             let text = std::str::from_utf8(entry).ok()?;
             text.strip_prefix(WANTS_ENV)?.strip_prefix('=').map(Wants::parse)
         };
-        let mut wants = request.env.iter().find_map(of_env).transpose()?.unwrap_or_default();
+        // Of two entries the later one counts, as for the program.
+        let mut wants = request.env.iter().rev().find_map(of_env).transpose()?.unwrap_or_default();
         let place = request.place.split(':').next().unwrap_or_default();
         if let Some(text) = place.strip_prefix('?').filter(|_| request.flags & (SPAWN_HOST | SPAWN_ARCH) == 0) {
             let more = Wants::parse(text)?;
@@ -399,17 +399,27 @@ impl Wants {
         self.conditions.iter().find_map(|c| Some((c.clone(), lacks(c, host, &load)?)))
     }
 
+    /// True for a host that will not meet the conditions, whoever leaves it.
+    pub(super) fn is_never_met(&self, host: &HostView) -> bool {
+        let passes = |c: &&Arc<Condition>| !matches!(c.name, Name::Figure(Figure::Memory | Figure::Free));
+        let no_load = || unreachable!("only free processors depend on the load");
+        self.conditions.iter().filter(passes).any(|c| lacks(c, host, no_load).is_some())
+    }
+
+    /// Bytes that each task needs, if the spawn says so.
+    pub fn memory(&self) -> Option<u64> {
+        let wanted = self.conditions.iter().filter(|c| c.name == Name::Figure(Figure::Memory));
+        wanted.filter(|c| matches!(c.op, Op::AtLeast | Op::Above)).filter_map(|c| c.numbers.first().copied()).max()
+    }
+
     /// How many tasks of this spawn a host can take.
     pub(super) fn capacity(&self, host: &HostView) -> u32 {
         let spread = match self.together {
             Together::Spread(most) => most,
             Together::Any | Together::SameHost => u32::MAX,
         };
-        let wanted = self.conditions.iter().filter(|c| c.name == Name::Figure(Figure::Memory));
-        let wanted =
-            wanted.filter(|c| matches!(c.op, Op::AtLeast | Op::Above)).filter_map(|c| c.numbers.first().copied());
-        let available = host.sample.as_ref().map_or(0, |s| s.sample.available_bytes);
-        let by_memory = wanted.max().and_then(|bytes| available.checked_div(bytes)).unwrap_or(u64::MAX);
+        let available = host.available_bytes().unwrap_or(0);
+        let by_memory = self.memory().and_then(|bytes| available.checked_div(bytes)).unwrap_or(u64::MAX);
         spread.min(u32::try_from(by_memory).unwrap_or(u32::MAX))
     }
 }

@@ -1,9 +1,8 @@
 //! Hosts where guests are not wanted: when the last one has left, and who is told why somebody stays.
 
-use super::{Host, Model};
+use super::{Host, Model, Task};
 use crate::decide::{Moves, Owner, Stay};
 use sempa_proto::{HostId, Tid};
-use std::collections::HashSet;
 
 impl Host {
     /// Guests are not wanted there.
@@ -24,20 +23,22 @@ impl Model {
     /// Hosts whose owner is there and that the last guest has left, or that had none; each is answered once, and again
     /// only when there were guests again.
     pub fn newly_clean(&mut self) -> Vec<HostId> {
-        if !self.hosts.values().any(Host::is_closed) {
-            return Vec::new();
-        }
-        let drained = |id: &HostId| self.hosts.get(id).is_some_and(|host| host.drained.is_some());
-        let guests = self.tasks.values().filter(|t| !t.pinned && (!t.asked || drained(&t.host)));
-        let with_guests: HashSet<HostId> =
-            guests.flat_map(|t| [Some(t.host), t.moving.and_then(|g| g.to)]).flatten().collect();
+        // Those that are on their way to a host are guests there already.
+        let tasks = &self.tasks;
+        self.moving.retain(|tid| tasks.get(tid).is_some_and(|task| task.moving.is_some()));
         let mut clean = Vec::new();
-        for (id, host) in self.hosts.iter_mut().filter(|(_, host)| host.is_closed()) {
-            let is_clean = !with_guests.contains(id);
+        for id in std::mem::take(&mut self.maybe_clean) {
+            let Some(host) = self.hosts.get(&id).filter(|host| host.is_closed()) else { continue };
+            let is_guest = |task: &Task| !task.pinned && (!task.asked || host.drained.is_some());
+            let comes = |tid: &Tid| {
+                let to = self.tasks.get(tid).filter(|task| is_guest(task)).and_then(|task| task.moving);
+                to.is_some_and(|going| going.to == Some(id))
+            };
+            let is_clean = !self.tasks_on(id).any(|(_, task)| is_guest(task)) && !self.moving.iter().any(comes);
             if is_clean && !host.clean_told {
-                clean.push(*id);
+                clean.push(id);
             }
-            host.clean_told = is_clean;
+            self.hosts.get_mut(&id).into_iter().for_each(|host| host.clean_told = is_clean);
         }
         clean
     }
@@ -47,9 +48,9 @@ impl Model {
         if let Some(host) = self.edit_host(id) {
             (host.drained, host.clean_told) = (by, false);
         }
-        for task in self.tasks.values_mut().filter(|task| task.host == id) {
+        for tid in self.on.get(&id).into_iter().flatten() {
             // What was said of it was said of something else.
-            task.told = None;
+            self.tasks.get_mut(tid).into_iter().for_each(|task| task.told = None);
         }
     }
 

@@ -1,11 +1,35 @@
 //! What the report of a load watcher says of the owner of its host, and of the terms on which guests are there.
 
+use super::Model;
 use crate::decide::{Leaving, Owner, Terms};
-use sempa_proto::Micros;
 use sempa_proto::event::EventKind;
 use sempa_proto::load::{LoadReport, OwnerVerdict};
 use sempa_proto::owner::{Guests, Leave};
+use sempa_proto::{HostId, Micros};
+use std::collections::VecDeque;
 use std::sync::Arc;
+
+/// A watcher reads how much memory is free every half a minute: a report may not know of tasks that began in the last one.
+const MEMORY_AGE_MAX: Micros = Micros::from_secs(30);
+/// Promises that are told apart; more count as the last one.
+const PROMISES_MAX: usize = 256;
+
+/// Promises that a report of this time knows of already are no more.
+pub(super) fn keep_promises(promised: &mut VecDeque<(Micros, u64)>, now: Micros) {
+    promised.retain(|(at, _)| now.since(*at) < MEMORY_AGE_MAX);
+}
+
+impl Model {
+    /// Tasks that need so much memory are being started on a host.
+    pub fn promise_memory(&mut self, now: Micros, id: HostId, bytes: u64) {
+        let Some(host) = self.edit_host(id) else { return };
+        let full = host.promised.len() >= PROMISES_MAX;
+        match host.promised.back_mut().filter(|_| full) {
+            Some(last) => *last = (now, last.1.saturating_add(bytes)),
+            None => host.promised.push_back((now, bytes)),
+        }
+    }
+}
 
 /// What a report makes of the owner; `left`: when the last one left.
 pub(super) fn owner(report: &LoadReport, left: Option<Micros>) -> Owner {

@@ -309,7 +309,8 @@ impl State {
             Cause::Checkpoint | Cause::Restart => {}
         }
         let id = MigrationId(self.numbers + 1);
-        self.event(to, EventKind::Moved { id, tid, from, to, cause, bytes: IMAGE_BYTES, frozen: MOVE_TIME });
+        let (bytes, resident, frozen, whole) = (IMAGE_BYTES, IMAGE_BYTES, MOVE_TIME, MOVE_TIME);
+        self.event(to, EventKind::Moved { id, tid, from, to, cause, bytes, resident, frozen, whole });
     }
 
     fn input(&mut self, input: Input) {

@@ -4,14 +4,13 @@
 use super::Service;
 use crate::api::VmApi;
 use crate::decide::{Estimates, Lessons};
-use crate::store::{Ledger, Place};
+use crate::store::{Ledger, Place, record};
 use bytes::Bytes;
 use libpvm::{Error, MigrateError};
 use sempa_proto::event::Event;
 use sempa_proto::frame::{from_bytes, to_bytes};
 use sempa_proto::migration::Cause;
 use sempa_proto::rm::{Answer, Decided, Expected, Question, RM_VERSION, TAG_ANSWER, pack, unpack};
-use sempa_proto::table::TaskInfo;
 use sempa_proto::{HostId, Message, Micros, Tid};
 use std::collections::BTreeMap;
 
@@ -28,14 +27,20 @@ pub(super) struct Memory {
     refusals: BTreeMap<Tid, (HostId, String)>,
     /// What was learned up to this version is noted down.
     learned: u64,
+    /// The books are those of this virtual machine.
+    again: bool,
+}
+
+impl Memory {
+    /// With these books.
+    pub(super) fn new(ledger: Ledger) -> Memory {
+        Memory { ledger, ..Memory::default() }
+    }
 }
 
 impl<V: VmApi> Service<V> {
-    /// Opens the books and reads the log from where they end.
-    pub(super) fn remember(&mut self, tasks: &[TaskInfo]) -> Result<(), Error> {
-        let (ledger, notes) = Ledger::open(self.options.shelf.as_ref(), self.options.user, self.vm.tid());
-        self.memory.ledger = ledger;
-        notes.into_iter().for_each(|text| self.note(text));
+    /// Reads the log from where the books end.
+    pub(super) fn remember(&mut self) -> Result<(), Error> {
         let place = self.memory.ledger.books.place();
         let mut again = false;
         if place.number > 0 {
@@ -46,9 +51,11 @@ impl<V: VmApi> Service<V> {
                 self.memory.ledger.books.begin_anew();
             }
         }
+        self.memory.again = again;
         self.catch_up()?;
-        let wall = self.vm.wall();
-        self.memory.ledger.books.reconcile(wall, tasks);
+        // Not before the log: what it says to have begun must be in the list, or have ended.
+        let (wall, tasks) = (self.vm.wall(), self.vm.tasks()?);
+        self.memory.ledger.books.reconcile(wall, &tasks);
         self.memory.ledger.books.decided(wall, Decided::Began { again });
         Ok(())
     }
@@ -74,6 +81,7 @@ impl<V: VmApi> Service<V> {
             }
         }
         if let Some(lessons) = books.learned(LESSONS).and_then(|bytes| from_bytes::<Lessons>(bytes).ok()) {
+            let lessons = if self.memory.again { lessons } else { lessons.of_other_hosts() };
             self.model.recall_estimates(Estimates::recall(lessons));
             self.memory.learned = self.model.estimates().version();
         }
@@ -143,12 +151,20 @@ impl<V: VmApi> Service<V> {
             None => drop(self.memory.refusals.remove(&tid)),
         }
         let expected = expected.unwrap_or_else(|| {
-            let (bytes, slowness) = (self.model.bytes_of(tid), self.model.slowness(from, to));
-            Expected { gain: Micros::default(), cost: self.model.estimates().cost(bytes, slowness) }
+            let cost = self.model.cost(tid, (from, to));
+            Expected { gain: Micros::default(), cost }
         });
         let (from, to) = (self.model.host_name(from), self.model.host_name(to));
         let what = Decided::Go { tid, from, to, cause, expected, refused };
         self.memory.ledger.books.decided(self.vm.wall(), what);
+    }
+
+    /// What came of moves for the sake of the load is noted down.
+    pub(super) fn note_outcomes(&mut self) {
+        for outcome in self.model.outcomes() {
+            let what = record::came_out(&outcome, |host| self.model.host_name(host));
+            self.memory.ledger.books.decided(self.vm.wall(), what);
+        }
     }
 
     /// Writes what has changed, when it is time.
@@ -184,6 +200,8 @@ impl<V: VmApi> Service<V> {
             Ok(Some(Question::Drain { host, within })) => self.drain(message.src, &host, within),
             Ok(Some(Question::Undrain { host })) => self.undrain(message.src, &host),
             Ok(Some(Question::Draining { host })) => self.draining(&host),
+            Ok(Some(Question::Kill(job))) => self.kill_job(message.src, job),
+            Ok(Some(Question::Killed(job))) => self.killed(job),
             Ok(Some(Question::Unpark(job))) => self.unpark(message.src, job),
             Ok(Some(question)) => {
                 self.learn(self.vm.now());

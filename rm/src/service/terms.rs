@@ -23,6 +23,11 @@ impl<V: VmApi> Service<V> {
         let text = String::from_utf8_lossy(content);
         match self.options.given.with_file(&self.options.policy_file, &text) {
             Ok(conduct) if conduct == self.options.conduct => {}
+            Ok(conduct) if self.options.choices.of(conduct.placing).is_err() => {
+                let error = self.options.choices.of(conduct.placing).err().map(|e| e.to_string()).unwrap_or_default();
+                let file = &self.options.policy_file;
+                self.note(format!("{file}: {error}; the file is not taken over, and the policy stays as it was"));
+            }
             Ok(conduct) => {
                 self.take_up(conduct);
                 self.note(format!("the policy in {} is in force: {conduct}", self.options.policy_file));

@@ -7,6 +7,9 @@
 
 mod events;
 pub mod parked;
+mod room;
+
+pub use room::{ATTEMPTS_MAX, DECISIONS_BYTES_MAX, PROGRAM_BYTES_MAX};
 
 use parked::Parked;
 use sempa_proto::event::Event;
@@ -137,6 +140,7 @@ pub struct Books {
     /// Hosts that are emptied: who asked for it, and until when it is to be done, as time of day.
     drains: BTreeMap<HostId, (Tid, Option<Micros>)>,
     parked: BTreeMap<u64, Parked>,
+    room: room::Room,
     dirty: BTreeSet<(Sheet, u64)>,
     /// The user of tasks of whom nothing else is known.
     own_user: u32,
@@ -175,7 +179,10 @@ impl Books {
             Sheet::Users => drop(self.users.insert(u32::try_from(key).ok()?, frame::from_bytes(value).ok()?)),
             Sheet::Jobs => drop(self.jobs.insert(key, frame::from_bytes(value).ok()?)),
             Sheet::Tasks => drop(self.tasks.insert(key, frame::from_bytes(value).ok()?)),
-            Sheet::Decisions => drop(self.decisions.insert(key, frame::from_bytes(value).ok()?)),
+            Sheet::Decisions => {
+                self.decisions.insert(key, frame::from_bytes(value).ok()?);
+                self.room.put(key, Some(value.len()));
+            }
             Sheet::Learned => drop(self.learned.insert(key, value.to_vec())),
             Sheet::Hosts => {
                 self.hosts.insert(host_of(key)?, String::from_utf8(value.to_vec()).ok()?);
@@ -200,7 +207,10 @@ impl Books {
     /// What has changed since the last time.
     pub fn batch(&mut self) -> Batch {
         let dirty = std::mem::take(&mut self.dirty);
-        dirty.into_iter().map(|(sheet, key)| Change { sheet, key, value: self.value(sheet, key) }).collect()
+        let changes = dirty.into_iter().map(|(sheet, key)| Change { sheet, key, value: self.value(sheet, key) });
+        let mut batch = changes.collect();
+        self.make_room(&mut batch);
+        batch
     }
 
     fn value(&self, sheet: Sheet, key: u64) -> Option<Vec<u8>> {
@@ -271,7 +281,7 @@ impl Books {
     /// A decision was made.
     pub fn decided(&mut self, at: Micros, what: Decided) {
         let number = self.number();
-        self.decisions.insert(number, Decision { number, at, what });
+        self.decisions.insert(number, Decision { number, at, what: room::shortened(what) });
         self.dirty.insert((Sheet::Decisions, number));
         while self.decisions.len() > DECISIONS_MAX {
             let (oldest, _) = self.decisions.pop_first().expect("more than the limit");
@@ -360,12 +370,12 @@ impl Books {
         let Some(task) = self.tasks.get_mut(&number).filter(|t| t.program.is_empty() && !name.is_empty()) else {
             return;
         };
-        (task.program, task.host) = (name.to_string(), host);
+        (task.program, task.host) = (room::program(name), host);
         self.dirty.insert((Sheet::Tasks, number));
         if let Some(number) = self.job_numbers.get(&tid).copied()
             && let Some(job) = self.jobs.get_mut(&number)
         {
-            job.program = name.to_string();
+            job.program = room::program(name);
             self.dirty.insert((Sheet::Jobs, number));
         }
     }
@@ -489,12 +499,12 @@ impl Books {
         let user = self.job(job).map_or(user, |j| j.user);
         if tid == job || self.job(job).is_none() {
             let number = self.number();
-            let (sums, program) = (Sums::default(), if tid == job { program.to_string() } else { String::new() });
+            let (sums, program) = (Sums::default(), if tid == job { room::program(program) } else { String::new() });
             self.jobs.insert(number, JobUse { job, user, program, began, ended: None, sums, suspended: None });
             self.job_numbers.insert(job, number);
         }
         let number = self.number();
-        let (used, program) = (Usage::default(), program.to_string());
+        let (used, program) = (Usage::default(), room::program(program));
         let task = TaskUse {
             tid,
             job,
@@ -663,6 +673,8 @@ impl Books {
             | Question::Drain { .. }
             | Question::Undrain { .. }
             | Question::Draining { .. }
+            | Question::Kill(_)
+            | Question::Killed(_)
             | Question::Unpark(_) => Answer::Unknown,
         }
     }

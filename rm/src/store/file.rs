@@ -15,11 +15,13 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use thiserror::Error;
 
 /// Version of the sheets and their entries; a file of another version is moved aside.
-pub const SCHEMA_VERSION: u64 = 4;
+pub const SCHEMA_VERSION: u64 = 5;
 /// Memory that the database may take to keep pages at hand.
 const CACHE_BYTES_MAX: usize = 8 << 20;
-/// A file above this size is made smaller when it is opened.
+/// A file above this size is made smaller, by the writer and not while anybody waits for it.
 const COMPACT_BYTES_MIN: u64 = 64 << 20;
+/// No file is larger for longer than it takes to make it smaller: what the books keep comes to a fraction of this.
+pub const FILE_BYTES_MAX: u64 = 256 << 20;
 /// How long another process may go on using the file: the one before this has been killed a moment ago.
 const IN_USE_MAX: Duration = Duration::from_secs(1);
 /// Pause between looks whether the file is still in use.
@@ -124,10 +126,7 @@ fn read(path: &Path) -> Result<(Database, Entries), Broken> {
     // Made by us first, because the database would make it readable for all.
     OpenOptions::new().create(true).append(true).mode(0o600).open(path).map_err(why)?;
     std::fs::set_permissions(path, Permissions::from_mode(0o600)).map_err(why)?;
-    let mut db = Database::builder().set_cache_size(CACHE_BYTES_MAX).create(path)?;
-    if path.metadata().is_ok_and(|meta| meta.len() > COMPACT_BYTES_MIN) {
-        db.compact().map_err(why)?;
-    }
+    let db = Database::builder().set_cache_size(CACHE_BYTES_MAX).create(path)?;
     let begin = db.begin_write().map_err(why)?;
     {
         let mut meta = begin.open_table(META).map_err(why)?;
@@ -197,7 +196,7 @@ impl Store {
         };
         let (batches, queue) = sync_channel(1);
         let (complain, errors) = sync_channel(1);
-        let thread = std::thread::spawn(move || keep(&db, &queue, &complain));
+        let thread = std::thread::spawn(move || keep(db, &path, &queue, &complain));
         Ok(Opened { store: Store { batches: Some(batches), errors, thread: Some(thread) }, entries, moved_aside })
     }
 
@@ -240,11 +239,14 @@ fn aside(path: &Path) -> PathBuf {
 }
 
 /// The writer: one transaction for each batch.
-fn keep(db: &Database, queue: &Receiver<Batch>, complain: &SyncSender<String>) {
-    let mut told = false;
+fn keep(mut db: Database, path: &Path, queue: &Receiver<Batch>, complain: &SyncSender<String>) {
+    let (mut told, mut compact_at) = (false, COMPACT_BYTES_MIN);
     while let Ok(batch) = queue.recv() {
-        match write(db, &batch) {
-            Ok(()) => told = false,
+        match write(&db, &batch) {
+            Ok(()) => {
+                told = false;
+                compact_at = compacted(&mut db, path, compact_at);
+            }
             // The same trouble again is no news; later batches are tried all the same.
             Err(_) if told => {}
             Err(error) => {
@@ -253,6 +255,17 @@ fn keep(db: &Database, queue: &Receiver<Batch>, complain: &SyncSender<String>) {
             }
         }
     }
+}
+
+/// Makes the file smaller when it has grown to this size. Answers the size at which that is worth while again.
+fn compacted(db: &mut Database, path: &Path, at: u64) -> u64 {
+    let length = || path.metadata().map_or(0, |meta| meta.len());
+    if length() <= at {
+        return at;
+    }
+    // What cannot be made smaller now can be later; writing goes on.
+    drop(db.compact());
+    (length() / 2 * 3).clamp(COMPACT_BYTES_MIN, FILE_BYTES_MAX)
 }
 
 #[expect(clippy::result_large_err, reason = "one for a batch that could not be written, told at once")]

@@ -1,6 +1,6 @@
 //! Decisions in the words in which they are remembered and told.
 
-use crate::decide::{self, Placement, Reason, Shift, Snapshot, Stay, StayReason, Why};
+use crate::decide::{self, Outcome, Placement, Reason, Shift, Snapshot, Stay, StayReason, Why};
 use sempa_proto::HostId;
 use sempa_proto::rm::{Attempt, Choice, Decided, Excluded, Expected, NOT_USED_MAX, NotUsed};
 
@@ -45,6 +45,13 @@ pub fn stays(stay: &Stay, snapshot: &Snapshot) -> Decided {
         _ => Vec::new(),
     };
     Decided::Stays { tid: stay.tid, host: snapshot.name(stay.host), why: stay.why.to_string(), not_used }
+}
+
+/// What came of a move for the sake of the load.
+pub fn came_out(outcome: &Outcome, name: impl Fn(HostId) -> String) -> Decided {
+    let pair = |(gain, cost)| Expected { gain, cost };
+    let Outcome { tid, from, to, expected, came } = *outcome;
+    Decided::CameOut { tid, from: name(from), to: name(to), expected: pair(expected), came: pair(came) }
 }
 
 /// What a move for the sake of the load is expected to bring.

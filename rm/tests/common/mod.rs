@@ -63,6 +63,8 @@ pub(crate) struct World {
     pub(crate) refuse: HashMap<(Tid, HostId), MoveError>,
     pub(crate) records: Vec<EventKind>,
     pub(crate) killed: Vec<Tid>,
+    pub(crate) signals: Vec<(Tid, i32)>,
+    pub(crate) refuses_signals: HashMap<Tid, PvmError>,
     pub(crate) suspends: Vec<(Tid, bool, suspend::Cause)>,
     /// For whom tasks stand still.
     holds: HashMap<Tid, suspend::Holds>,
@@ -76,6 +78,8 @@ pub(crate) struct World {
     pub(crate) then: Leave,
     /// Part of the hosts' processors that somebody uses, and threads that want one, as watchers report it.
     pub(crate) load: (f32, u32),
+    /// Memory that can be had on each host, as watchers report it.
+    pub(crate) memory: u64,
     events: u64,
     locals: HashMap<HostId, u32>,
     moves: u64,
@@ -160,8 +164,13 @@ impl VmApi for FakeVm {
         world.migrations.push((tid, to, cause));
         world.refuse.get(&(tid, to)).map_or(Ok(()), |error| Err(error.clone().into()))
     }
-    fn signal(&self, tid: Tid, _signal: i32) -> Result<(), Error> {
-        self.0.borrow_mut().killed.push(tid);
+    fn signal(&self, tid: Tid, signal: i32) -> Result<(), Error> {
+        let mut world = self.0.borrow_mut();
+        if let Some(code) = world.refuses_signals.get(&tid) {
+            return Err(Error::new(*code, "refused"));
+        }
+        world.signals.push((tid, signal));
+        world.killed.push(tid);
         Ok(())
     }
     fn suspend(&self, tid: Tid, suspend: bool, cause: suspend::Cause) -> Result<(), Error> {
@@ -256,7 +265,8 @@ impl World {
 
     pub(crate) fn report(&mut self, watcher: Tid, host: HostId, owner: OwnerVerdict) {
         let (busy, running) = self.load;
-        let sample = LoadSample { cores: 2, busy, running, load1: running as f32, ..LoadSample::default() };
+        let (load1, available_bytes) = (running as f32, self.memory);
+        let sample = LoadSample { cores: 2, busy, running, load1, available_bytes, ..LoadSample::default() };
         let why = match &owner {
             OwnerVerdict::Present { .. } => "alice on pts/0",
             OwnerVerdict::Maybe { .. } => "alice is idle on pts/0",
@@ -285,7 +295,9 @@ impl World {
     pub(crate) fn moved(&mut self, tid: Tid, from: u16, to: u16, cause: Cause) {
         self.moves += 1;
         let id = MigrationId(self.moves);
-        self.event(h(to), EventKind::Moved { id, tid, from: h(from), to: h(to), cause, bytes: 1, frozen: Micros(1) });
+        let (from, to, time) = (h(from), h(to), Micros(1));
+        let kind = EventKind::Moved { id, tid, from, to, cause, bytes: 1, resident: 1, frozen: time, whole: time };
+        self.event(to, kind);
     }
 
     pub(crate) fn move_failed(&mut self, tid: Tid, from: u16, to: u16, why: Failure) {

@@ -29,6 +29,7 @@ pub(crate) fn idle(index: u16, cores: u32, available_bytes: u64) -> HostView {
         cores,
         sample: sampled(cores, available_bytes),
         foreign_mean: None,
+        promised: 0,
         owner: Owner::Absent { left: None },
         no_moves: None,
         terms: Terms::default(),

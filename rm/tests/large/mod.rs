@@ -40,6 +40,7 @@ pub(crate) fn desktop(index: u16, owner: Owner) -> HostView {
         cores: 1,
         sample: Some(Sampled { sample, at: Micros(u64::MAX), own: 0 }),
         foreign_mean: None,
+        promised: 0,
         owner,
         no_moves: None,
         terms: Terms::default(),
@@ -100,7 +101,15 @@ fn request(count: u32, wants: &str) -> SpawnRequest {
 }
 
 fn ask(request: &SpawnRequest) -> Ask<'_> {
-    Ask { user: 2, request, count: request.count, caller: HostId::MASTER, peers: &[HostId::MASTER], without: &[] }
+    Ask {
+        user: 2,
+        request,
+        count: request.count,
+        caller: HostId::MASTER,
+        peers: &[HostId::MASTER],
+        without: &[],
+        kept: &[],
+    }
 }
 
 /// So many tasks with these requirements get their places, or none does.

@@ -288,7 +288,7 @@ impl Pool {
     }
 
     fn begin_move(&mut self, tid: Tid, to: HostId) {
-        let cost = self.snapshot.estimates.cost(BYTES, 1.0).0 as f64 / 1e6;
+        let cost = self.snapshot.estimates.cost(BYTES, 1.0, None).0 as f64 / 1e6;
         let task = self.tasks.get_mut(&tid).expect("only tasks that run are moved");
         task.moving = Some(to.index());
         let host = task.host;
@@ -342,7 +342,8 @@ impl Pool {
             let Job { processes, user, .. } = self.jobs[number];
             let request =
                 SpawnRequest { count: processes, place: "?spread; free >= 1".into(), ..SpawnRequest::default() };
-            let ask = Ask { user, request: &request, count: processes, caller: id(1), peers: &[], without: &[] };
+            let ask =
+                Ask { user, request: &request, count: processes, caller: id(1), peers: &[], without: &[], kept: &[] };
             if self.empty < processes as usize && !(may_stop && self.make_room(&ask)) {
                 return;
             }

@@ -1,0 +1,344 @@
+//! A job file: what is to be started, how many times, and what it requires, in TOML.
+//!
+//! ```toml
+//! program = "worker"
+//! arguments = ["-v"]
+//! count = 8
+//! wants = "memory >= 2G; host != h3|h4"
+//! rank = "speed"
+//! work = "1.5h"
+//! spread = 2
+//! engine = "criu,restart"
+//! files = "copy"
+//! [environment]
+//! COLOUR = "blue"
+//! ```
+//!
+//! It says only what nobody else has said: what a call or a command line names goes before it, and so do exported variables.
+//! `pvm spawn --job FILE` starts it; a program with [`JOB_ENV`] in its environment has it filled in where it spawns.
+
+use crate::engine::{ENGINE_ENV, Engine};
+use crate::task::{SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_HOST, SpawnRequest};
+use crate::text::line_of;
+use serde::Deserialize;
+use std::collections::BTreeMap;
+use std::ops::Range;
+use thiserror::Error;
+use toml::Spanned;
+
+/// The environment variable that names a job file for the spawns of a program.
+pub const JOB_ENV: &str = "SEMPA_JOB";
+/// The environment variable that carries requirements with a spawn.
+pub const WANTS_ENV: &str = "SEMPA_WANTS";
+/// What becomes of open files when a task moves.
+pub const FILES_ENV: &str = "SEMPA_FILES";
+/// What [`FILES_ENV`] can be.
+const FILES: [&str; 3] = ["shared", "copy", "refuse"];
+/// Bytes of a job file at most.
+pub const JOB_BYTES_MAX: usize = 64 << 10;
+/// Tasks that a job file may ask for.
+pub const JOB_COUNT_MAX: u32 = 65_536;
+
+/// What is wrong with a job file.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[error("{file}, line {line}: {why}; nothing is started")]
+pub struct JobError {
+    /// The file, as it was named.
+    pub file: String,
+    /// The line, from 1.
+    pub line: usize,
+    /// What is wrong there.
+    pub why: String,
+}
+
+/// What a job file says.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct JobFile {
+    /// The program; where there is none, the file holds for every program that is spawned.
+    pub program: Option<String>,
+    /// Its arguments.
+    pub arguments: Vec<String>,
+    /// Number of tasks.
+    pub count: Option<u32>,
+    /// Flags and place: a host, an architecture, or neither.
+    pub place: Option<(i32, String)>,
+    /// Working directory.
+    pub directory: Option<String>,
+    /// Variables, requirements and ways to move among them.
+    pub environment: BTreeMap<String, String>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(untagged)]
+enum Number {
+    Whole(u64),
+    Part(f64),
+    Text(String),
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(untagged)]
+enum Spread {
+    Yes(bool),
+    Most(u32),
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+struct File {
+    program: Option<Spanned<String>>,
+    #[serde(default)]
+    arguments: Vec<Spanned<String>>,
+    count: Option<Spanned<u32>>,
+    host: Option<Spanned<String>>,
+    arch: Option<Spanned<String>>,
+    directory: Option<Spanned<String>>,
+    wants: Option<Spanned<String>>,
+    rank: Option<Spanned<String>>,
+    work: Option<Spanned<Number>>,
+    spread: Option<Spanned<Spread>>,
+    #[serde(default)]
+    same_host: bool,
+    #[serde(default)]
+    barrier: bool,
+    engine: Option<Spanned<String>>,
+    files: Option<Spanned<String>>,
+    #[serde(default)]
+    environment: BTreeMap<Spanned<String>, Spanned<String>>,
+}
+
+/// Where in the file, and why.
+type Wrong = (Range<usize>, String);
+
+impl JobFile {
+    /// Reads a file's content; `file` is its name for errors.
+    ///
+    /// # Errors
+    /// The first thing that is wrong, with its line.
+    pub fn parse(file: &str, text: &str) -> Result<JobFile, JobError> {
+        let wrong = |at: usize, why: String| JobError { file: file.to_string(), line: line_of(text, at), why };
+        if text.len() > JOB_BYTES_MAX {
+            return Err(wrong(0, format!("the file has {} bytes, and {JOB_BYTES_MAX} are allowed", text.len())));
+        }
+        let read = toml::from_str::<File>(text)
+            .map_err(|error| wrong(error.span().map_or(0, |span| span.start), error.message().trim().to_string()))?;
+        read.job().map_err(|(span, why)| wrong(span.start, why))
+    }
+
+    /// True when it is about this program.
+    pub fn is_about(&self, program: &str) -> bool {
+        self.program.as_ref().is_none_or(|own| own == program)
+    }
+
+    /// Fills in what a request does not say itself.
+    pub fn fill(&self, request: &mut SpawnRequest) {
+        if request.args.is_empty() {
+            request.args = self.arguments.iter().map(|argument| argument.clone().into_bytes()).collect();
+        }
+        let (place, directory) = request.place.split_once(':').map_or((&*request.place, None), |(p, d)| (p, Some(d)));
+        let names = request.flags & (SPAWN_HOST | SPAWN_ARCH | SPAWN_COMPLEMENT) != 0 || !place.is_empty();
+        let (flags, place) = match &self.place {
+            Some((flags, place)) if !names => (*flags, place.as_str()),
+            _ => (0, place),
+        };
+        let directory = directory.or(self.directory.as_deref());
+        let place = directory.map_or(place.to_string(), |directory| format!("{place}:{directory}"));
+        (request.flags, request.place) = (request.flags | flags, place);
+        for (name, value) in &self.environment {
+            let is_said = |entry: &Vec<u8>| entry.strip_prefix(name.as_bytes()).is_some_and(|v| v.starts_with(b"="));
+            if !request.env.iter().any(is_said) {
+                request.env.push(format!("{name}={value}").into_bytes());
+            }
+        }
+    }
+}
+
+/// A text that goes into one line of requirements.
+fn part(text: &Spanned<String>, what: &str) -> Result<String, Wrong> {
+    let bad = |c: char| c == ':' || c.is_control();
+    let inner = text.get_ref().trim();
+    if inner.is_empty() || inner.contains(bad) {
+        return Err((text.span(), format!("{what} must be a text without colons and line ends, and not empty")));
+    }
+    Ok(inner.to_string())
+}
+
+/// A text that names something and so is not empty.
+fn named(text: Spanned<String>, what: &str) -> Result<String, Wrong> {
+    match text.get_ref().trim().is_empty() || text.get_ref().contains('\0') {
+        true => Err((text.span(), format!("{what} is empty"))),
+        false => Ok(text.into_inner()),
+    }
+}
+
+impl File {
+    fn job(self) -> Result<JobFile, Wrong> {
+        let wants = self.wants()?;
+        let mut environment = BTreeMap::new();
+        for (name, value) in self.environment {
+            let bad = |c: char| c == '=' || c == '\0';
+            if name.get_ref().is_empty() || name.get_ref().contains(bad) || value.get_ref().contains('\0') {
+                return Err((name.span(), format!("{:?} is no name of a variable", name.get_ref())));
+            }
+            environment.insert(name.into_inner(), value.into_inner());
+        }
+        if !wants.is_empty() {
+            environment.insert(WANTS_ENV.to_string(), wants);
+        }
+        if let Some(engine) = self.engine {
+            Engine::list(engine.get_ref()).map_err(|error| (engine.span(), error.to_string()))?;
+            environment.insert(ENGINE_ENV.to_string(), engine.into_inner());
+        }
+        if let Some(files) = self.files {
+            if !FILES.contains(&files.get_ref().as_str()) {
+                return Err((files.span(), format!("{:?} is none of {}", files.get_ref(), FILES.join(", "))));
+            }
+            environment.insert(FILES_ENV.to_string(), files.into_inner());
+        }
+        let place = match (self.host, self.arch) {
+            (Some(_), Some(arch)) => return Err((arch.span(), "host and arch exclude each other".to_string())),
+            (Some(host), None) => Some((SPAWN_HOST, part(&host, "host")?)),
+            (None, Some(arch)) => Some((SPAWN_ARCH, part(&arch, "arch")?)),
+            (None, None) => None,
+        };
+        if let Some(count) = self.count.as_ref().filter(|count| !(1..=JOB_COUNT_MAX).contains(count.get_ref())) {
+            return Err((count.span(), format!("count must be 1 to {JOB_COUNT_MAX}")));
+        }
+        let nul = self.arguments.iter().find(|argument| argument.get_ref().contains('\0'));
+        if let Some(argument) = nul {
+            return Err((argument.span(), "an argument has a zero byte".to_string()));
+        }
+        Ok(JobFile {
+            program: self.program.map(|program| named(program, "program")).transpose()?,
+            arguments: self.arguments.into_iter().map(Spanned::into_inner).collect(),
+            count: self.count.map(Spanned::into_inner),
+            place,
+            directory: self.directory.map(|directory| named(directory, "directory")).transpose()?,
+            environment,
+        })
+    }
+
+    /// The requirements in one line, in the words of `where`.
+    fn wants(&self) -> Result<String, Wrong> {
+        let mut parts = Vec::new();
+        if let Some(wants) = &self.wants {
+            parts.push(part(wants, "wants")?);
+        }
+        if let Some(rank) = &self.rank {
+            parts.push(format!("rank = {}", part(rank, "rank")?));
+        }
+        if let Some(work) = &self.work {
+            let text = match work.get_ref() {
+                Number::Whole(seconds) => seconds.to_string(),
+                Number::Part(seconds) => seconds.to_string(),
+                Number::Text(text) => text.trim().to_string(),
+            };
+            let digits = text.trim_end_matches(['s', 'm', 'h']).trim();
+            if text.len() > digits.len() + 2 || !digits.parse::<f64>().is_ok_and(|n| n.is_finite() && n > 0.0) {
+                return Err((work.span(), format!("{text:?} is no time: 600, or \"1.5h\"")));
+            }
+            parts.push(format!("work = {text}"));
+        }
+        match self.spread.as_ref().map(|spread| (spread.get_ref(), spread.span())) {
+            None | Some((Spread::Yes(false), _)) => {}
+            Some((_, span)) if self.same_host => {
+                return Err((span, "spread and same-host exclude each other".to_string()));
+            }
+            Some((Spread::Yes(true), _)) => parts.push("spread".to_string()),
+            Some((Spread::Most(0), span)) => return Err((span, "spread must be at least 1".to_string())),
+            Some((Spread::Most(most), _)) => parts.push(format!("spread = {most}")),
+        }
+        parts.extend(self.same_host.then(|| "same-host".to_string()));
+        parts.extend(self.barrier.then(|| "barrier".to_string()));
+        Ok(parts.join("; "))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ALL: &str = r#"# Eight of them.
+program = "worker"
+arguments = ["-v", "two words"]
+count = 8
+directory = "/data"
+wants = "memory >= 2G; host != h3|h4"
+rank = "-cores"
+work = "1.5h"
+spread = 2
+barrier = true
+engine = "criu,restart"
+files = "copy"
+
+[environment]
+COLOUR = "blue"
+"#;
+
+    fn env(request: &SpawnRequest) -> Vec<String> {
+        request.env.iter().map(|entry| String::from_utf8_lossy(entry).into_owned()).collect()
+    }
+
+    #[test]
+    fn a_file_says_what_a_spawn_does_not_say_itself() {
+        let job = JobFile::parse("job.toml", ALL).expect("nothing is wrong with it");
+        assert_eq!((job.program.as_deref(), job.count), (Some("worker"), Some(8)));
+        assert!(job.is_about("worker") && !job.is_about("other"));
+        let mut request = SpawnRequest { file: "worker".into(), ..SpawnRequest::default() };
+        job.fill(&mut request);
+        assert_eq!((request.args.len(), request.flags, request.place.as_str()), (2, 0, ":/data"));
+        let wants = "SEMPA_WANTS=memory >= 2G; host != h3|h4; rank = -cores; work = 1.5h; spread = 2; barrier";
+        assert_eq!(env(&request), ["COLOUR=blue", "SEMPA_ENGINE=criu,restart", "SEMPA_FILES=copy", wants]);
+        let own = ["COLOUR=red", "SEMPA_WANTS=", "COLOURS=x"].map(|entry| entry.as_bytes().to_vec());
+        let (args, place) = (vec![b"-q".to_vec()], "h2:/tmp".to_string());
+        let said = SpawnRequest { args, place, flags: SPAWN_HOST, env: own.to_vec(), ..SpawnRequest::default() };
+        let mut request = said.clone();
+        job.fill(&mut request);
+        assert_eq!((request.args, request.flags, request.place), (said.args, said.flags, said.place));
+        assert_eq!(request.env[..3], own);
+        assert_eq!(request.env.len(), 5, "engine and files");
+    }
+
+    #[test]
+    fn a_file_may_name_a_host_or_an_architecture_which_a_spawn_may_not_have_named() {
+        for (text, flag, name) in [("host = 'h2'", SPAWN_HOST, "h2"), ("arch = 'LINUX64'", SPAWN_ARCH, "LINUX64")] {
+            let job = JobFile::parse("f", text).expect(text);
+            assert!(job.is_about("anything"));
+            for (place, filled) in [("", name.to_string()), (":/d", format!("{name}:/d"))] {
+                let mut request = SpawnRequest { place: place.into(), ..SpawnRequest::default() };
+                job.fill(&mut request);
+                assert_eq!((request.flags, request.place), (flag, filled));
+            }
+            let mut request = SpawnRequest { place: "?cores >= 4".into(), ..SpawnRequest::default() };
+            job.fill(&mut request);
+            assert_eq!((request.flags, request.place.as_str()), (0, "?cores >= 4"));
+        }
+    }
+
+    #[test]
+    fn what_is_wrong_is_told_with_file_line_and_reason() {
+        for (text, said) in [
+            ("program = 'x'\n\ncolour = 1\n", "job.toml, line 3: unknown field `colour`"),
+            ("count = 0", "job.toml, line 1: count must be 1 to 65536"),
+            ("\ncount = -1", "job.toml, line 2: invalid value"),
+            ("host = 'h2'\narch = 'X'", "job.toml, line 2: host and arch exclude each other"),
+            ("spread = 0", "job.toml, line 1: spread must be at least 1"),
+            ("same-host = true\nspread = true", "job.toml, line 2: spread and same-host exclude each other"),
+            ("wants = 'memory >= 2G:/tmp'", "job.toml, line 1: wants must be a text without colons"),
+            ("program = ' '", "job.toml, line 1: program is empty"),
+            ("\n\nwork = 'soon'", "job.toml, line 3: \"soon\" is no time"),
+            ("work = 0", "job.toml, line 1: \"0\" is no time"),
+            ("files = 'cpoy'", "job.toml, line 1: \"cpoy\" is none of shared, copy, refuse"),
+            ("\nengine = 'steam'", "job.toml, line 2: SEMPA_ENGINE: \"steam\""),
+            ("[environment]\n'A=B' = ''", "job.toml, line 2: \"A=B\" is no name of a variable"),
+            ("= 1", "job.toml, line 1: "),
+        ] {
+            let error = JobFile::parse("job.toml", text).expect_err(text).to_string();
+            assert!(error.starts_with(said) && error.ends_with("; nothing is started"), "{error}");
+            assert!(!error.contains('\n'), "{error:?}");
+        }
+        let long = "#".repeat(JOB_BYTES_MAX + 1);
+        assert!(JobFile::parse("f", &long).expect_err("too long").why.contains("are allowed"));
+        assert_eq!(JobFile::parse("f", ""), Ok(JobFile::default()));
+    }
+}

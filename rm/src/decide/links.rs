@@ -1,0 +1,137 @@
+//! How fast memory travels between hosts, as moves have shown: between these two, else between their zones, else anywhere.
+
+use super::{HostId, HostView};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::hash::Hash;
+
+/// Pairs of hosts, and of zones, of which a speed is remembered; of more, those that were heard of longest ago go.
+pub const PAIRS_MAX: usize = 4096;
+/// Bytes per second from the source's memory to the target's, before anything was learned.
+const BYTES_PER_SECOND: f64 = 200e6;
+/// Speeds that can be.
+const SPEEDS: std::ops::RangeInclusive<f64> = 1e3..=1e12;
+/// Weight of what happened last.
+const NEWEST: f64 = 0.2;
+
+/// Between which hosts a task moves; there and back is one way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Way {
+    hosts: (HostId, HostId),
+    zones: (u32, u32),
+}
+
+impl Way {
+    /// Between these two.
+    pub fn between(a: &HostView, b: &HostView) -> Way {
+        let zones = (a.zone.min(b.zone), a.zone.max(b.zone));
+        Way { hosts: (a.id.min(b.id), a.id.max(b.id)), zones }
+    }
+}
+
+/// A speed that was seen.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+struct Speed {
+    moves: u32,
+    /// Mean of the logarithm of bytes per second.
+    log: f64,
+    heard: u64,
+}
+
+impl Speed {
+    fn and(before: Option<Speed>, log: f64, heard: u64) -> Speed {
+        let Speed { moves, log: mean, .. } = before.unwrap_or(Speed { moves: 0, log, heard });
+        let weight = NEWEST.max(1.0 / (f64::from(moves) + 1.0));
+        Speed { moves: moves.saturating_add(1), log: mean + weight * (log - mean), heard }
+    }
+}
+
+/// What was learned of links.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub(super) struct Links {
+    hosts: BTreeMap<(HostId, HostId), Speed>,
+    zones: BTreeMap<(u32, u32), Speed>,
+    all: Option<Speed>,
+    heard: u64,
+}
+
+impl Links {
+    /// So many bytes have gone this way in so many seconds.
+    pub(super) fn carried(&mut self, way: Option<Way>, bytes: u64, seconds: f64) {
+        let log = (bytes as f64 / seconds.max(1e-6)).clamp(*SPEEDS.start(), *SPEEDS.end()).ln();
+        self.heard += 1;
+        if let Some(way) = way {
+            learn(&mut self.hosts, way.hosts, log, self.heard);
+            learn(&mut self.zones, way.zones, log, self.heard);
+        }
+        self.all = Some(Speed::and(self.all, log, self.heard));
+    }
+
+    /// Bytes per second that are expected this way; `None`: the target is not known yet.
+    pub(super) fn bytes_per_second(&self, way: Option<Way>) -> f64 {
+        let of_hosts = way.and_then(|way| self.hosts.get(&way.hosts));
+        let of_zones = || way.and_then(|way| self.zones.get(&way.zones));
+        let known = of_hosts.or_else(of_zones).or(self.all.as_ref());
+        known.map_or(BYTES_PER_SECOND, |speed| speed.log.exp())
+    }
+
+    /// Hosts have other numbers from now on.
+    pub(super) fn forget_hosts(&mut self) {
+        self.hosts.clear();
+    }
+
+    /// False for what nobody has learned.
+    pub(super) fn is_sound(&self) -> bool {
+        let all = self.hosts.values().chain(self.zones.values()).chain(&self.all);
+        let few = self.hosts.len() <= PAIRS_MAX && self.zones.len() <= PAIRS_MAX;
+        few && all.map(|speed| speed.log).all(f64::is_finite)
+    }
+}
+
+fn learn<K: Copy + Ord + Hash>(all: &mut BTreeMap<K, Speed>, key: K, log: f64, heard: u64) {
+    let speed = Speed::and(all.get(&key).copied(), log, heard);
+    all.insert(key, speed);
+    if all.len() > PAIRS_MAX {
+        let oldest = all.iter().min_by_key(|(_, speed)| speed.heard).map(|(key, _)| *key);
+        all.remove(&oldest.expect("more than the limit"));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn way(a: u16, b: u16, zones: (u32, u32)) -> Option<Way> {
+        let host = |n| HostId::new(n).expect("an index");
+        Some(Way { hosts: (host(a), host(b)), zones })
+    }
+
+    #[test]
+    fn a_pair_is_known_by_its_own_moves_then_by_its_zones_then_by_all() {
+        let mut links = Links::default();
+        let near = |links: &Links, way, mb: f64| {
+            let speed = links.bytes_per_second(way) / 1e6;
+            assert!((speed / mb - 1.0).abs() < 0.01, "{speed} and not {mb}");
+        };
+        near(&links, way(1, 2, (0, 0)), 200.0);
+        links.carried(way(1, 2, (0, 0)), 100_000_000, 0.1);
+        near(&links, way(1, 2, (0, 0)), 1000.0);
+        links.carried(way(1, 3, (0, 7)), 100_000_000, 10.0);
+        near(&links, way(1, 3, (0, 7)), 10.0);
+        near(&links, way(2, 3, (0, 7)), 10.0);
+        near(&links, way(4, 5, (0, 0)), 1000.0);
+        // Of a way that nobody has gone only the others are known.
+        near(&links, way(6, 7, (8, 8)), links.bytes_per_second(None) / 1e6);
+        links.forget_hosts();
+        near(&links, way(1, 2, (0, 0)), 1000.0);
+    }
+
+    #[test]
+    fn the_pairs_that_were_heard_of_longest_ago_are_forgotten() {
+        let mut links = Links::default();
+        for n in 0..=PAIRS_MAX as u32 {
+            links.carried(way(1, 2, (n, n)), 1 << 30, 1.0);
+        }
+        assert!(links.is_sound() && links.zones.len() == PAIRS_MAX && !links.zones.contains_key(&(0, 0)));
+    }
+}

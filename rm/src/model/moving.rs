@@ -1,0 +1,140 @@
+//! Moves as the model hears of them: begun, complete, failed, and what follows for the next ones.
+
+use super::{Going, MOVES_MAX, Model, NOT_YET, REFUSED_MAX, REFUSED_MIN};
+use crate::decide::{REST, SHIFTS_SPAN, Until};
+use libpvm::MigrateError;
+use sempa_proto::migration::{Cause, Failure, Refusal};
+use sempa_proto::{HostId, Micros, PvmError, Tid};
+
+impl Model {
+    pub(super) fn moved(&mut self, now: Micros, tid: Tid, to: HostId, cause: &Cause, bytes: u64) {
+        if self.ended.has(tid) {
+            return;
+        }
+        let with_owner = self.hosts.get(&to).is_some_and(|h| h.owner.is_present());
+        let task = self.settle(now, tid, to);
+        (task.moving, task.held, task.told) = (None, None, None);
+        // What its program took along is not all that it has.
+        task.bytes = if bytes > 0 { bytes } else { task.bytes };
+        task.asked = with_owner && matches!(cause, Cause::Asked { .. });
+        task.refused.clear();
+        task.named |= matches!(cause, Cause::Asked { .. });
+        if matches!(cause, Cause::Load { .. }) {
+            task.shifts.push_back(now);
+            while task.shifts.front().is_some_and(|at| now.since(*at) > SHIFTS_SPAN) {
+                task.shifts.pop_front();
+            }
+        }
+        if !matches!(cause, Cause::Asked { .. }) {
+            task.moves.push_back(now);
+            while task.moves.len() > MOVES_MAX || task.moves.front().is_some_and(|at| now.since(*at) > REST) {
+                task.moves.pop_front();
+            }
+        }
+    }
+
+    /// A move that we asked for has begun.
+    pub fn move_begun(&mut self, now: Micros, tid: Tid, to: HostId) {
+        if let Some(task) = self.edit(tid) {
+            task.moving = Some(Going { to: Some(to), at: now });
+        }
+    }
+
+    /// The master did not begin a move that we asked for.
+    pub fn move_not_begun(&mut self, now: Micros, tid: Tid, to: HostId, error: &MigrateError) {
+        let refused = match error {
+            MigrateError::Failed(error) => return self.move_failed(now, tid, to, &error.why),
+            MigrateError::Refused(error) => error,
+        };
+        match refused.code {
+            PvmError::NoTask => self.task_ended(tid),
+            PvmError::NoHost | PvmError::HostFail => self.target_failed(now, tid, to, REFUSED_MIN, &refused.reason),
+            PvmError::Already => self.hold(tid, now + NOT_YET, &refused.reason),
+            PvmError::OutOfRes => self.hold(tid, now + REFUSED_MIN, &refused.reason),
+            PvmError::NotImpl | PvmError::SysErr | PvmError::DSysErr => {
+                self.hold(tid, now + REFUSED_MAX, &refused.reason)
+            }
+            _ => self.target_failed(now, tid, to, REFUSED_MIN, &refused.reason),
+        }
+    }
+
+    /// A move has failed; the task goes on where it was.
+    pub fn move_failed(&mut self, now: Micros, tid: Tid, to: HostId, why: &Failure) {
+        let Some(task) = self.edit(tid) else { return };
+        task.moving = None;
+        let from = task.host;
+        self.maybe_clean.insert(to);
+        self.promises.dropped(tid);
+        match why {
+            // The event that says so is on its way.
+            Failure::TaskEnded => self.hold(tid, now + NOT_YET, &why.to_string()),
+            Failure::Refused(reasons) if reasons.is_empty() => {
+                self.target_failed(now, tid, to, REFUSED_MIN, "it refused without a reason");
+            }
+            Failure::Refused(reasons) => reasons.iter().for_each(|r| self.refused(now, tid, from, to, r)),
+            Failure::HostLost(host) if *host == from => self.hold(tid, now + REFUSED_MIN, &why.to_string()),
+            other => self.target_failed(now, tid, to, REFUSED_MIN, &other.to_string()),
+        }
+    }
+
+    fn refused(&mut self, now: Micros, tid: Tid, from: HostId, to: HostId, why: &Refusal) {
+        let text = why.to_string();
+        match why {
+            Refusal::NoSuchTask => self.task_ended(tid),
+            Refusal::NotSpawned | Refusal::Pinned => {
+                if let Some(task) = self.edit(tid) {
+                    task.pinned = true;
+                }
+            }
+            // Our view is old; a fresh list says where it is.
+            Refusal::AlreadyThere | Refusal::AlreadyMoving(_) | Refusal::NoSuchHost => {
+                self.stale = true;
+                self.hold(tid, now + NOT_YET, &text);
+            }
+            Refusal::NotConnected => self.hold(tid, now + NOT_YET, &text),
+            Refusal::TooManyMoves { .. } => self.hold(tid, now + REFUSED_MIN, &text),
+            Refusal::Suspended | Refusal::MayEndYet => self.hold(tid, now + REFUSED_MIN, &text),
+            Refusal::Holds { .. }
+            | Refusal::FilesStay { .. }
+            | Refusal::FilesTooLarge { .. }
+            | Refusal::NotByCriu { .. }
+            | Refusal::Debugged
+            | Refusal::FilesTooMany { .. } => {
+                self.hold(tid, now + REFUSED_MAX, &text);
+            }
+            Refusal::NoEngine { host, .. } if *host == from => self.hold(tid, now + REFUSED_MAX, &text),
+            Refusal::NoEngine { host, .. } => match self.edit_host(*host) {
+                Some(host) => host.no_moves = Some(Until { at: now + REFUSED_MAX, why: text }),
+                None => self.target_failed(now, tid, to, REFUSED_MAX, &text),
+            },
+            Refusal::HostLost(host) if *host == from => self.hold(tid, now + REFUSED_MIN, &text),
+            Refusal::HostLost(_) | Refusal::OwnerThere { .. } => self.target_failed(now, tid, to, REFUSED_MIN, &text),
+            Refusal::CpuFeatures { .. }
+            | Refusal::KernelFeatures { .. }
+            | Refusal::File { .. }
+            | Refusal::Memory { .. }
+            | Refusal::OtherUser { .. }
+            | Refusal::Threads { .. } => {
+                self.target_failed(now, tid, to, REFUSED_MAX, &text);
+            }
+        }
+    }
+
+    pub(super) fn hold(&mut self, tid: Tid, until: Micros, why: &str) {
+        if let Some(task) = self.edit(tid) {
+            task.held = Some(Until { at: until, why: why.to_string() });
+        }
+    }
+
+    /// Leaves a target out, longer each time. The same failure heard twice (as answer and as event) counts once.
+    fn target_failed(&mut self, now: Micros, tid: Tid, to: HostId, first: Micros, why: &str) {
+        let Some(task) = self.edit(tid) else { return };
+        let tries = match task.refused.get(&to) {
+            Some((until, _)) if until.at > now => return,
+            Some((_, tries)) => tries + 1,
+            None => 0,
+        };
+        let span = Micros((first.0 << tries.min(10)).min(REFUSED_MAX.0));
+        task.refused.insert(to, (Until { at: now + span, why: why.to_string() }, tries));
+    }
+}
