@@ -25,6 +25,8 @@ use tempfile::TempDir;
 
 /// Bytes to write, and descriptors that go with them.
 type Parcel = (Bytes, Vec<OwnedFd>);
+/// Who said to whom a word between tasks, the word, and copies of the descriptors that came with it.
+pub(super) type Kept = (Tid, Tid, RouteWord, Vec<OwnedFd>);
 type Answer = Box<dyn Fn(Tid, &Request) -> Option<Reply> + Send>;
 type Detour = Box<dyn Fn(SocketAddr) -> SocketAddr + Send>;
 
@@ -68,6 +70,8 @@ pub(super) struct Net {
     pub(super) lossy: bool,
     /// Tasks may have rings; otherwise their offers are refused as if they ran on different hosts.
     pub(super) near: bool,
+    /// What tasks say to each other, kept when there is a list.
+    pub(super) kept: Option<Vec<Kept>>,
     /// Where those who connect to a task are sent instead.
     pub(super) detour: Option<Detour>,
     answer: Option<Answer>,
@@ -332,6 +336,10 @@ fn take(shared: &Shared, tid: Tid, frame: Frame, descriptors: &mut VecDeque<Owne
 /// A word from one task to another, with its descriptors when the two may have rings.
 fn pass_on(net: &mut Net, from: Tid, to: Tid, mut word: RouteWord, descriptors: Vec<OwnedFd>) {
     let near = net.near;
+    if let Some(kept) = &mut net.kept {
+        let copies = descriptors.iter().map(|fd| fd.try_clone().expect("a descriptor")).collect();
+        kept.push((from, to, word.clone(), copies));
+    }
     if let (RouteWord::DirectOffer { addresses, .. }, Some(detour)) = (&mut word, &net.detour) {
         addresses.iter_mut().for_each(|address| *address = detour(*address));
     }

@@ -3,6 +3,8 @@
 mod direct;
 mod ends;
 mod fake;
+mod forbidden;
+mod hostile;
 mod lend;
 mod moves;
 mod rings;
