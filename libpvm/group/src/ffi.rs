@@ -27,12 +27,18 @@ pub static gstid: AtomicI32 = AtomicI32::new(-1);
 pub static pvmgs_tmout: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
 
 /// The name of a group; null is like the empty name, which no group has.
+///
+/// # Safety
+/// `group` is null or a string that stays for `'a`.
 unsafe fn name<'a>(group: *const c_char) -> &'a CStr {
     // SAFETY: the caller's contract: null or a string.
     if group.is_null() { c"" } else { unsafe { CStr::from_ptr(group) } }
 }
 
 /// A call whose answer is a number, and whose error is only noted.
+///
+/// # Safety
+/// `group` is null or a string.
 unsafe fn quietly(call: GroupCall, event: GroupEvent, group: *const c_char, number: c_int) -> c_int {
     // SAFETY: the caller's contract: null or a string.
     let group = unsafe { name(group) };
@@ -260,6 +266,10 @@ pub unsafe extern "C" fn pvm_reduce(
     if told < 0 { told } else { done }
 }
 
+/// One of the functions that programs give to a reduction.
+///
+/// # Safety
+/// `kind` and `count` lead to one value each, `info` is null or does; both arrays have `*count` elements of this kind.
 unsafe fn predefined(op: Op, kind: *mut c_int, x: *mut c_void, y: *mut c_void, count: *mut c_int, info: *mut c_int) {
     // SAFETY: the caller's contract: places for one value each.
     let (kind, count) = unsafe { (Kind::try_from(*kind), *count) };

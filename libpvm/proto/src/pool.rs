@@ -6,12 +6,13 @@
 use bytes::Bytes;
 use std::sync::{Mutex, MutexGuard, TryLockError};
 
-/// Buffers smaller than this are left to the allocator.
-pub const POOLED_BYTES_MIN: usize = 128 << 10;
+/// Buffers smaller than this are left to the allocator. It gives memory from here on back to the system, piece by piece, as
+/// soon as it is free at the end of the heap, and the next message would touch it for the first time again.
+pub const POOLED_BYTES_MIN: usize = 64 << 10;
 /// Bytes that the pool keeps at most.
 pub const POOL_BYTES_MAX: usize = 96 << 20;
 /// Buffers that the pool keeps at most.
-const BUFFERS_MAX: usize = 16;
+const BUFFERS_MAX: usize = 64;
 
 static POOL: Mutex<Vec<Vec<u8>>> = Mutex::new(Vec::new());
 
@@ -33,15 +34,22 @@ fn take(capacity: usize, largest: bool) -> Vec<u8> {
     kept.unwrap_or_else(|| Vec::with_capacity(capacity))
 }
 
-/// Gives a buffer back.
+/// Gives a buffer back. When there are enough already the smallest goes.
 pub fn give(mut buffer: Vec<u8>) {
     if buffer.capacity() < POOLED_BYTES_MIN || buffer.capacity() > POOL_BYTES_MAX {
         return;
     }
     buffer.clear();
     let Some(mut pool) = pool() else { return };
+    if pool.len() >= BUFFERS_MAX {
+        let smallest = pool.iter().map(Vec::capacity).enumerate().min_by_key(|(_, kept)| *kept);
+        match smallest {
+            Some((place, kept)) if kept < buffer.capacity() => drop(pool.swap_remove(place)),
+            _ => return,
+        }
+    }
     let kept: usize = pool.iter().map(Vec::capacity).sum();
-    if pool.len() < BUFFERS_MAX && kept + buffer.capacity() <= POOL_BYTES_MAX {
+    if kept + buffer.capacity() <= POOL_BYTES_MAX {
         pool.push(buffer);
     }
 }
@@ -64,7 +72,9 @@ fn make(buffer: &mut Vec<u8>, more: usize, growing: bool) {
     if wanted < POOLED_BYTES_MIN {
         return buffer.reserve(more);
     }
-    let mut larger = take(wanted.max(buffer.capacity().saturating_mul(2)), growing);
+    // Behind the first piece comes another one.
+    let least = if growing { 2 * POOLED_BYTES_MIN } else { 0 };
+    let mut larger = take(wanted.max(buffer.capacity().saturating_mul(2)).max(least), growing);
     larger.extend_from_slice(buffer);
     give(std::mem::replace(buffer, larger));
 }
@@ -123,5 +133,32 @@ mod tests {
         assert!(kept.iter().all(|capacity| *capacity >= POOLED_BYTES_MIN));
         empty();
         assert!(pool().expect("free").is_empty());
+        for _ in 0..2 * BUFFERS_MAX {
+            give(Vec::with_capacity(POOLED_BYTES_MIN));
+        }
+        let large = Vec::with_capacity(1 << 20);
+        let (place, mut buffer) = (large.as_ptr(), Vec::new());
+        give(large);
+        make_room(&mut buffer, 1 << 20);
+        assert_eq!(
+            (buffer.as_ptr(), pool().expect("free").len()),
+            (place, BUFFERS_MAX - 1),
+            "many small ones keep no large one out"
+        );
+        drop(buffer);
+        empty();
+        // A message of two pieces lies in one buffer from the first of them on, and the next one in the same.
+        let places: Vec<*const u8> = (0..3)
+            .map(|_| {
+                let mut buffer = Vec::new();
+                for piece in [64 << 10, 20] {
+                    make_room_for_a_piece(&mut buffer, piece);
+                    buffer.resize(buffer.len() + piece, 0);
+                }
+                seal(buffer).as_ptr()
+            })
+            .collect();
+        assert!(places.iter().all(|place| *place == places[0]), "the same memory");
+        assert_eq!(pool().expect("free").len(), 1);
     }
 }

@@ -5,7 +5,7 @@
 //! ring was emptied: the usual conversation back and forth then costs no write to this page at all.
 //!
 //! All tasks of a user on a host write here. One that breaks the rules can delay the others' wake-ups, not their messages:
-//! who sleeps looks again after a while.
+//! the ear looks at all rings when it has not been called for a while, whatever stands here.
 
 use crate::sync::{Apart, AtomicU32, AtomicU64, Ordering, fence};
 
@@ -83,9 +83,15 @@ impl Bell {
         self.ear.swap(1, Ordering::SeqCst) == 0
     }
 
-    /// The ear takes its call.
+    /// True when the ear has been called.
+    pub fn is_called(&self) -> bool {
+        self.ear.load(Ordering::SeqCst) != 0
+    }
+
+    /// The ear takes its call. All rings have to be looked at once more after this.
     pub fn take_call(&self) {
         self.ear.store(0, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
     }
 
     /// With `true` the ear is called for everything that arrives while nobody sleeps. All rings have to be looked at once more

@@ -1,6 +1,6 @@
 //! Which parts of a store are free. Parts are found from the front, so that those used before are used again.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Parts begin and end at multiples of this: a page.
 const STEP: usize = 4096;
@@ -19,12 +19,16 @@ pub struct Block {
 pub struct Blocks {
     free: BTreeMap<usize, usize>,
     users: BTreeMap<usize, u32>,
+    /// Parts of which a user will never say that it is done.
+    abandoned: BTreeSet<usize>,
+    abandoned_bytes: usize,
 }
 
 impl Blocks {
     /// So many bytes, all free.
     pub fn new(bytes: usize) -> Blocks {
-        Blocks { free: BTreeMap::from([(0, bytes)]), users: BTreeMap::new() }
+        let free = BTreeMap::from([(0, bytes)]);
+        Blocks { free, users: BTreeMap::new(), abandoned: BTreeSet::new(), abandoned_bytes: 0 }
     }
 
     /// Takes a part, which has one user then; `None` when none is long enough.
@@ -63,6 +67,18 @@ impl Blocks {
             room += its;
         }
         self.free.insert(offset, room);
+    }
+
+    /// A user will never say that it is done with a part, which stays in use for good.
+    pub fn abandon(&mut self, block: Block) {
+        if self.abandoned.insert(block.offset) {
+            self.abandoned_bytes += block.len;
+        }
+    }
+
+    /// Bytes of parts that were abandoned, each counted once however many have done so.
+    pub fn abandoned(&self) -> usize {
+        self.abandoned_bytes
     }
 
     /// How many parts are in use.
@@ -113,6 +129,17 @@ mod tests {
         assert_eq!(blocks.in_use(), 0);
         assert_eq!(blocks.take(1 << 20), Some(Block { offset: 0, len: 1 << 20 }));
         assert_eq!(blocks.take(1), None);
+    }
+
+    #[test]
+    fn a_part_that_several_abandon_is_lost_once_and_never_used_again() {
+        let mut blocks = Blocks::new(1 << 20);
+        let block = blocks.take(10_000).expect("room");
+        (0..4).for_each(|_| blocks.share(block));
+        (0..3).for_each(|_| blocks.abandon(block));
+        (0..2).for_each(|_| blocks.give_back(block));
+        assert_eq!((blocks.abandoned(), blocks.in_use()), (10_000, 1));
+        assert_eq!(blocks.take(10_000).map(|block| block.offset), Some(12_288));
     }
 
     #[test]

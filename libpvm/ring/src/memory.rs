@@ -7,6 +7,7 @@ use crate::futex;
 use crate::ring::{Area, Reader, Words, Writer};
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
+use nix::sys::resource::{Resource, getrlimit};
 use nix::unistd::ftruncate;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -28,8 +29,13 @@ const _: () = assert!(RING_BYTES.is_power_of_two());
 /// Makes shared memory that is to be sealed.
 ///
 /// # Errors
-/// When the system has no descriptors or memory left.
+/// When the system has no descriptors or memory left, or does not let the program have files of this size: memory beyond
+/// that limit would end the program with SIGXFSZ.
 pub(crate) fn make(name: &std::ffi::CStr, bytes: usize) -> io::Result<OwnedFd> {
+    let (size_max, _) = getrlimit(Resource::RLIMIT_FSIZE)?;
+    if size_max < bytes as u64 {
+        return Err(io::Error::from(io::ErrorKind::FileTooLarge));
+    }
     let fd = memfd_create(name, MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)?;
     ftruncate(&fd, i64::try_from(bytes).expect("small"))?;
     Ok(fd)

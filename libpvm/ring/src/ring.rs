@@ -35,6 +35,11 @@ pub struct Words {
 }
 
 impl Words {
+    /// Words that say that so much was written and read, whether it was or not.
+    pub fn at(tail: u64, head: u64) -> Words {
+        Words { tail: Apart(AtomicU64::new(tail)), head: Apart(AtomicU64::new(head)), ..Words::default() }
+    }
+
     /// The reader is done with a message.
     pub fn give_back(&self, slot: u8) {
         self.returned.fetch_or(1 << (slot % 64), Ordering::Release);
@@ -88,6 +93,8 @@ pub struct Writer<A> {
     tail: u64,
     /// The reader has got at least this far.
     head: u64,
+    /// Bytes written from the beginning before it goes back there.
+    rewind_bytes: u64,
     /// When to try the next time to go back to the beginning.
     rewind_at: u64,
 }
@@ -95,7 +102,12 @@ pub struct Writer<A> {
 impl<A: Area> Writer<A> {
     /// The writing end of an empty ring.
     pub fn new(area: A) -> Writer<A> {
-        Writer { area, tail: 0, head: 0, rewind_at: REWIND_BYTES as u64 }
+        Writer::with_rewind(area, REWIND_BYTES)
+    }
+
+    /// The same for a ring that goes back to its beginning after `bytes`, a multiple of 8.
+    pub fn with_rewind(area: A, bytes: usize) -> Writer<A> {
+        Writer { area, tail: 0, head: 0, rewind_bytes: bytes as u64, rewind_at: bytes as u64 }
     }
 
     /// Where the ring lies.
@@ -163,7 +175,7 @@ impl<A: Area> Writer<A> {
 
     /// Goes back to the beginning when the ring is empty and a while has passed.
     fn rewind(&mut self, len: usize) {
-        self.rewind_at = self.tail + (REWIND_BYTES / 8) as u64;
+        self.rewind_at = self.tail + self.rewind_bytes / 8;
         let capacity = self.area.capacity();
         let rest = (capacity as u64) - self.tail % capacity as u64;
         // A lie of the reader is noticed when room is short.
@@ -173,7 +185,7 @@ impl<A: Area> Writer<A> {
             let mut at = self.tail;
             self.put(&mut at, &head(REWIND));
             self.tail += rest;
-            self.rewind_at = self.tail + REWIND_BYTES as u64;
+            self.rewind_at = self.tail + self.rewind_bytes;
         }
     }
 
@@ -315,7 +327,7 @@ impl<A: Area> Reader<A> {
         self.area.words().closed.store(1, Ordering::SeqCst);
     }
 
-    /// True when the other end has let go; what it wrote before is still there.
+    /// True when the other end has let go. What it wrote before is there for who reads after this look, not before it.
     #[inline]
     pub fn is_closed(&self) -> bool {
         self.area.words().closed.load(Ordering::Acquire) != 0

@@ -27,7 +27,6 @@ const fn seals() -> SealFlag {
 pub struct OwnStore {
     mapping: Mapping,
     blocks: Blocks,
-    abandoned: usize,
 }
 
 impl OwnStore {
@@ -39,7 +38,7 @@ impl OwnStore {
         let fd = make(c"sempa-store", STORE_BYTES)?;
         let mapping = Mapping::new(Some(fd.as_fd()), STORE_BYTES)?;
         nix::fcntl::fcntl(&fd, nix::fcntl::FcntlArg::F_ADD_SEALS(seals() | SealFlag::F_SEAL_SEAL))?;
-        Ok((OwnStore { mapping, blocks: Blocks::new(STORE_BYTES), abandoned: 0 }, fd))
+        Ok((OwnStore { mapping, blocks: Blocks::new(STORE_BYTES) }, fd))
     }
 
     /// Copies a message into a part of its own, which has one user then; `None` when there is no room.
@@ -67,12 +66,12 @@ impl OwnStore {
 
     /// Nobody will ever say that a task is done with a message.
     pub fn abandon(&mut self, block: Block) {
-        self.abandoned += block.len;
+        self.blocks.abandon(block);
     }
 
     /// Bytes that are lost for good.
     pub fn abandoned(&self) -> usize {
-        self.abandoned
+        self.blocks.abandoned()
     }
 
     /// How many parts are in use.
@@ -85,8 +84,8 @@ impl OwnStore {
 #[derive(Debug)]
 pub struct PeerStore {
     mapping: Mapping,
-    /// What is in use, so that it can be kept.
-    lent: Mutex<Vec<Block>>,
+    /// What is in use, so that it can be kept, and under which number it is given back.
+    lent: Mutex<Vec<(u8, Block)>>,
 }
 
 impl PeerStore {
@@ -99,7 +98,7 @@ impl PeerStore {
         Ok(PeerStore { mapping: Mapping::to_read(fd, STORE_BYTES)?, lent: Mutex::default() })
     }
 
-    fn lent(&self) -> MutexGuard<'_, Vec<Block>> {
+    fn lent(&self) -> MutexGuard<'_, Vec<(u8, Block)>> {
         self.lent.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -108,13 +107,19 @@ impl PeerStore {
         !self.lent().is_empty()
     }
 
-    /// Uses a message where it lies; `None` when there is no such place.
+    /// Uses a message where it lies; `None` when there is no such place, or another message is in use under this number: a
+    /// lender that keeps the rules has not given it away twice.
     pub fn borrow(self: &Arc<PeerStore>, block: Block, slot: u8, back: &Arc<Returns>) -> Option<Loan> {
         let end = block.offset.checked_add(block.len)?;
         if end > STORE_BYTES || usize::from(slot) >= LOANS_MAX {
             return None;
         }
-        self.lent().push(block);
+        let mut lent = self.lent();
+        if lent.iter().any(|(used, _)| *used == slot) {
+            return None;
+        }
+        lent.push((slot, block));
+        drop(lent);
         Some(Loan { store: self.clone(), block, slot, back: back.clone() })
     }
 
@@ -126,7 +131,7 @@ impl PeerStore {
     pub fn keep(&self) -> io::Result<()> {
         let lent = self.lent();
         let fresh = Mapping::spare(STORE_BYTES)?;
-        for block in lent.iter() {
+        for (_, block) in lent.iter() {
             // SAFETY: both ranges are in their mappings, which was checked when the block was borrowed; the fresh one is
             // nobody else's, and the lender does not write to what it has lent.
             unsafe {
@@ -180,7 +185,7 @@ impl AsRef<[u8]> for Loan {
 impl Drop for Loan {
     fn drop(&mut self) {
         let mut lent = self.store.lent();
-        if let Some(place) = lent.iter().position(|block| *block == self.block) {
+        if let Some(place) = lent.iter().position(|(slot, _)| *slot == self.slot) {
             lent.swap_remove(place);
         }
         drop(lent);
@@ -240,6 +245,11 @@ mod tests {
         for (offset, len, slot) in [(STORE_BYTES, 1, 0), (usize::MAX, 2, 0), (1, STORE_BYTES, 0), (0, 1, 64)] {
             assert!(peer.borrow(Block { offset, len }, slot, &returns).is_none());
         }
+        let good = Block { offset: 0, len: 10 };
+        let loan = peer.borrow(good, 7, &returns).expect("good");
+        assert!(peer.borrow(good, 7, &returns).is_none(), "the number is in use");
+        drop(loan);
+        assert!(peer.borrow(good, 7, &returns).is_some());
         let (pair, rings) = offer().expect("made");
         assert!(PeerStore::map(rings.as_fd()).is_err());
         drop(pair);

@@ -3,6 +3,7 @@
 //! Linux gives turns to those whose deadline is first, and who asks for short turns has earlier deadlines: it comes soon, for a
 //! little while, and gets no more of the processor than before. Whoever passes on the words of others wants that beside
 //! programs that compute all the time: there a daemon with turns of the usual length waits for some milliseconds each time.
+#![allow(unsafe_code)] // The calls for a thread's scheduling attributes have no safe form in the crates we use.
 
 use nix::unistd::gettid;
 use std::mem::MaybeUninit;

@@ -3,6 +3,7 @@
 //! It exists from the first ring on, blocks all signals, and sleeps on a word of the task's bell.
 
 use super::shared::Shared;
+use sempa_proto::Micros;
 use sempa_ring::futex;
 use std::io;
 use std::sync::Arc;
@@ -11,8 +12,8 @@ use std::time::Duration;
 
 /// Stack of the ear: small, because it travels with every move.
 const STACK_BYTES: usize = 128 << 10;
-/// Longest sleep: a peer that breaks the rules can swallow a call.
-const NAP_MAX: Duration = Duration::from_secs(5);
+/// Longest sleep: a peer that breaks the rules can swallow a call, or take back what says where to look.
+const NAP_MAX: Duration = Duration::from_secs(1);
 
 /// Starts the ear; to be called by a thread with all signals blocked.
 pub(super) fn start(shared: &Arc<Shared>) -> io::Result<JoinHandle<()>> {
@@ -23,15 +24,22 @@ pub(super) fn start(shared: &Arc<Shared>) -> io::Result<JoinHandle<()>> {
 fn run(shared: &Shared) {
     sempa_socket::take_short_turns();
     let bell = shared.listening();
+    let (mut called, mut looked) = (true, Micros(0));
     while !shared.is_stopped() {
         bell.take_call();
         {
             let mut state = shared.lock();
             let now = state.now();
-            state.core.look(now);
+            if called && now.since(looked).0 < NAP_MAX.as_micros() as u64 {
+                state.core.look(now);
+            } else {
+                state.core.look_everywhere(now);
+                looked = now;
+            }
             state.core.pump_rings(now);
             state.flush();
         }
         futex::wait(bell.ear(), 0, Some(NAP_MAX));
+        called = bell.is_called();
     }
 }

@@ -32,6 +32,10 @@ pub(crate) const ATTENDED: Micros = Micros::from_millis(2);
 pub(crate) const LAST_WORDS_SILENCE: Micros = Micros::from_secs(2);
 /// It is given up after so long in any case.
 pub(crate) const LAST_WORDS_WITHIN: Micros = Micros::from_secs(30);
+/// A route over which nothing went for so long gives its buffers back.
+const REST_AFTER: Micros = Micros::from_secs(60);
+/// How often that is looked at.
+const REST_LOOK: Micros = Micros::from_secs(10);
 /// No certificate: tasks on one host need none.
 const NOBODY: Fingerprint = [0; 32];
 
@@ -45,6 +49,8 @@ struct Far {
     unread: bool,
     /// Nothing more is written; what the peer had sent is still read.
     last_words: Option<LastWords>,
+    /// When something went last.
+    used: Micros,
 }
 
 /// How long a connection is read whose peer can be told nothing more.
@@ -90,6 +96,8 @@ pub(crate) struct Direct {
     accepting: Fingerprint,
     ends: FxHashMap<Tid, Far>,
     blocked: usize,
+    /// When it is looked at the next time which ones may rest.
+    rest_look: Option<Micros>,
     ready: Option<Arc<Own<ReadySet>>>,
     /// When a thread that waits awake looked last.
     attended: Option<Micros>,
@@ -108,6 +116,7 @@ impl Direct {
             accepting: NOBODY,
             ends: FxHashMap::default(),
             blocked: 0,
+            rest_look: None,
             ready: None,
             attended: None,
         }
@@ -362,7 +371,9 @@ impl Core {
     fn install_direct(&mut self, now: Micros, peer: Tid, end: DirectEnd) {
         let Some(set) = self.direct.set() else { return self.route_event(now, RouteEvent::Failed(peer)) };
         watch(&set, end.as_fd(), PollFlags::POLLIN, mark_of(peer));
-        self.direct.ends.insert(peer, Far { end, blocked: false, unread: false, last_words: None });
+        self.direct.ends.insert(peer, Far { end, blocked: false, unread: false, last_words: None, used: now });
+        let look = *self.direct.rest_look.get_or_insert(now + REST_LOOK);
+        self.wake_at(look);
         let route = self.next_route();
         if let Some(link) = self.link_to_send(peer) {
             link.handle(now, LinkEvent::RouteUp(route));
@@ -431,6 +442,7 @@ impl Core {
         let answers = link.has_frame();
         far.unread = matches!(ended, Ok(true));
         if found {
+            far.used = now;
             if let Some(last) = &mut far.last_words {
                 last.silent_until = (now + LAST_WORDS_SILENCE).min(last.until);
             }
@@ -491,6 +503,7 @@ impl Core {
                 && let Some(frame) = link.next_frame(now)
             {
                 far.end.push(&[&frame.encode_short_head(), frame.head, frame.body]);
+                far.used = now;
             }
             ended |= far.end.flush().is_err();
             if ended || far.end.wants_write() || !link.has_frame() {
@@ -566,7 +579,28 @@ impl Core {
                 None => {}
             }
         }
+        self.let_rest(now);
         self.route_event(now, RouteEvent::Wake);
+    }
+
+    /// Routes that nobody uses give their buffers back.
+    fn let_rest(&mut self, now: Micros) {
+        let direct = &mut self.direct;
+        if direct.rest_look.is_some_and(|due| due <= now) {
+            for far in direct.ends.values_mut().filter(|far| now.since(far.used) >= REST_AFTER) {
+                far.end.rest();
+            }
+            direct.rest_look = (!direct.ends.is_empty()).then(|| now + REST_LOOK);
+        }
+        if let Some(due) = self.direct.rest_look {
+            self.wake_at(due);
+        }
+    }
+
+    /// Bytes of memory for what comes and goes by direct routes.
+    #[cfg(test)]
+    pub(super) fn direct_buffer_bytes(&self) -> usize {
+        self.direct.ends.values().map(|far| far.end.buffer_bytes()).sum()
     }
 }
 

@@ -9,7 +9,7 @@ use super::process::Own;
 use bytes::Bytes;
 use sempa_proto::link::{Link, LinkKind, SHORT_HEAD_APART, SHORT_HEAD_BYTES, SHORT_HEAD_SPARE, encode_short_head};
 use sempa_proto::route::{OfferId, RouteWord};
-use sempa_proto::{Micros, Tid};
+use sempa_proto::{Message, Micros, PvmError, PvmResult, Tid};
 use sempa_ring::blocks::Block;
 use sempa_ring::memory::{Ends, RING_BYTES, Shared};
 use sempa_ring::ring::{Broken, Record};
@@ -23,6 +23,10 @@ const LEND_BYTES_MIN: usize = RING_BYTES / 2;
 const LEND_TO_MANY_BYTES_MIN: usize = 32 << 10;
 /// A store of which so much is lost to tasks that ended, or went, with a message in their hands is given up for a new one.
 const ABANDONED_BYTES_MAX: usize = STORE_BYTES / 2;
+/// After no store could be made none is tried for so long.
+const STORE_PAUSE: Micros = Micros::from_secs(30);
+/// Stores of one other task that messages may lie in at a time: the one that it lends from, and older ones.
+const STORES_OF_ONE_MAX: usize = 8;
 /// A store from which nothing was lent for so long is given up.
 const STORE_IDLE_MAX: Micros = Micros::from_secs(60);
 
@@ -33,6 +37,8 @@ struct Store {
     id: OfferId,
     fd: Arc<Own<OwnedFd>>,
     used: Micros,
+    /// What lies in it for several tasks, and ends with it.
+    one_copy: Option<OneCopy>,
 }
 
 /// A message that goes to several tasks.
@@ -48,11 +54,12 @@ struct OneCopy {
 pub(super) struct Lending {
     store: Option<Store>,
     last_id: u64,
+    /// None can be made before.
+    not_before: Option<Micros>,
     /// The same message is about to go to several tasks.
     to_many: bool,
-    one_copy: Option<OneCopy>,
     /// Stores of others that messages may lie in.
-    borrowed: Vec<Weak<PeerStore>>,
+    borrowed: Vec<(Tid, Weak<PeerStore>)>,
 }
 
 /// What goes on about loans over one ring.
@@ -109,15 +116,13 @@ impl Ring {
     }
 
     /// Takes note of what the other task is done with.
-    fn collect(&mut self, store: Option<&mut Store>) {
+    fn collect(&mut self, mut store: Option<&mut Store>) {
         let mut returned = self.ends.writer.take_returned();
-        let Some(store) = store else { return };
         while returned != 0 {
             let slot = returned.trailing_zeros() as usize;
             returned &= returned - 1;
-            if let Some((id, block)) = self.loans.lent.get_mut(slot).and_then(Option::take)
-                && id == store.id
-            {
+            let Some((id, block)) = self.loans.lent.get_mut(slot).and_then(Option::take) else { continue };
+            if let Some(store) = store.as_deref_mut().filter(|store| store.id == id) {
                 store.own.get_mut().give_back(block);
             }
         }
@@ -127,19 +132,20 @@ impl Ring {
 impl Lending {
     /// A copy of the message in the store.
     fn copy(&mut self, head: &[u8], body: &Bytes) -> Option<Block> {
-        let store = self.store.as_mut()?.own.get_mut();
-        if let Some(copy) = &self.one_copy
+        let Store { own, one_copy, .. } = self.store.as_mut()?;
+        let own = own.get_mut();
+        if let Some(copy) = one_copy
             && copy.body.as_ptr() == body.as_ptr()
             && copy.body.len() == body.len()
             && copy.head == head
         {
-            store.share(copy.block);
+            own.share(copy.block);
             return Some(copy.block);
         }
-        let block = store.put([head, body])?;
-        if self.to_many && self.one_copy.is_none() {
-            store.share(block);
-            self.one_copy = Some(OneCopy { head: head.to_vec(), body: body.clone(), block });
+        let block = own.put([head, body])?;
+        if self.to_many && one_copy.is_none() {
+            own.share(block);
+            *one_copy = Some(OneCopy { head: head.to_vec(), body: body.clone(), block });
         }
         Some(block)
     }
@@ -196,6 +202,28 @@ impl Near {
         ring.get().loans.lent.iter().flatten().count()
     }
 
+    /// How many stores of others there are with messages in use, or that are known to.
+    #[cfg(test)]
+    pub(super) fn stores_borrowed(&self) -> usize {
+        self.lending.borrowed.iter().filter(|(_, store)| store.strong_count() > 0).count()
+    }
+
+    /// Uses a message of a task's store and never lets go of it.
+    #[cfg(test)]
+    pub(super) fn hold_a_loan(&mut self, lender: Tid) {
+        let Some(Slot::Ring(ring)) = self.slot(lender).and_then(|slot| self.slots.get_mut(slot)) else { return };
+        let loans = &ring.get().loans;
+        if let Some((_, store)) = &loans.theirs {
+            std::mem::forget(store.borrow(Block { offset: 0, len: 1 }, 0, &loans.returns));
+        }
+    }
+
+    /// Which store there is.
+    #[cfg(test)]
+    pub(super) fn store_id(&self) -> Option<OfferId> {
+        self.lending.store.as_ref().map(|store| store.id)
+    }
+
     /// How many places of the store are in use.
     #[cfg(test)]
     pub(super) fn places_lent(&self) -> usize {
@@ -232,12 +260,12 @@ impl Near {
 
     /// The store is no more; whoever reads in it keeps what is there.
     pub(super) fn end_store(&mut self) {
-        (self.lending.store, self.lending.one_copy) = (None, None);
+        self.lending.store = None;
     }
 
     /// Makes own memory of all messages that lie in stores of others. Where there is none left, they stay where they are.
     pub(super) fn keep_borrowed(&mut self) {
-        for store in self.lending.borrowed.drain(..).filter_map(|store| store.upgrade()) {
+        for store in self.lending.borrowed.drain(..).filter_map(|(_, store)| store.upgrade()) {
             // What could not be kept is still there to be read.
             let _ = store.keep();
         }
@@ -245,16 +273,30 @@ impl Near {
 }
 
 impl Core {
-    /// The same message goes to several tasks, until [`Core::went_to_many`].
-    pub(crate) fn goes_to_many(&mut self) {
+    /// Queues the same message for several tasks; those on this host read one copy of it. The first one that it cannot be sent
+    /// to ends that.
+    pub(crate) fn send_to_many(&mut self, now: Micros, message: &Message, to: &[Tid]) -> PvmResult<()> {
         self.near.lending.to_many = true;
+        let me = self.tid();
+        let sent = to.iter().try_for_each(|dst| {
+            let message = Message { src: me, dst: *dst, ..message.clone() };
+            if *dst == me {
+                self.deliver(message);
+                return Ok(());
+            }
+            if dst.is_task() { self.send(now, message) } else { Err(PvmError::BadParam) }
+        });
+        self.went_to_many();
+        sent
     }
 
-    /// See [`Core::goes_to_many`].
-    pub(crate) fn went_to_many(&mut self) {
+    /// See [`Core::send_to_many`].
+    fn went_to_many(&mut self) {
         let lending = &mut self.near.lending;
         lending.to_many = false;
-        if let (Some(copy), Some(store)) = (lending.one_copy.take(), &mut lending.store) {
+        if let Some(store) = &mut lending.store
+            && let Some(copy) = store.one_copy.take()
+        {
             store.own.get_mut().give_back(copy.block);
         }
     }
@@ -263,10 +305,17 @@ impl Core {
     pub(super) fn offer_store(&mut self, now: Micros, slot: usize) {
         let near = &mut self.near;
         if near.lending.store.is_none() {
-            let Ok((own, fd)) = OwnStore::new() else { return };
+            if near.lending.not_before.is_some_and(|until| now < until) {
+                return;
+            }
+            let Ok((own, fd)) = OwnStore::new() else {
+                near.lending.not_before = Some(now + STORE_PAUSE);
+                return;
+            };
             near.lending.last_id += 1;
             let id = OfferId(near.lending.last_id);
-            near.lending.store = Some(Store { own: Own::new(own), id, fd: Arc::new(Own::fd(fd)), used: now });
+            near.lending.store =
+                Some(Store { own: Own::new(own), id, fd: Arc::new(Own::fd(fd)), used: now, one_copy: None });
         }
         let Some(Store { id, fd, .. }) = &near.lending.store else { return };
         let (id, fd) = (*id, fd.clone());
@@ -290,10 +339,15 @@ impl Core {
         let loans = &mut ring.get_mut().loans;
         match *word {
             RouteWord::StoreOffer { id } => {
+                // The one before stays only as long as messages of it are in use.
+                loans.theirs = None;
+                lending.borrowed.retain(|(_, store)| store.strong_count() > 0);
+                if lending.borrowed.iter().filter(|(lender, _)| *lender == from).count() >= STORES_OF_ONE_MAX {
+                    return;
+                }
                 let Some(store) = descriptors.first().and_then(|fd| PeerStore::map(fd.as_fd()).ok()) else { return };
                 let store = Arc::new(store);
-                lending.borrowed.retain(|other| other.strong_count() > 0);
-                lending.borrowed.push(Arc::downgrade(&store));
+                lending.borrowed.push((from, Arc::downgrade(&store)));
                 loans.theirs = Some((id, store));
                 self.say(from, RouteWord::StoreAccept { id }, Vec::new());
             }
@@ -317,12 +371,13 @@ impl Core {
                 Slot::Ring(ring) if used(ring.get()) => ring.get().peer,
                 _ => continue,
             };
-            while self.drain(now, slot) {}
+            self.drain_all(now, slot);
             self.end_ring(now, slot);
             self.back_to_daemon(now, peer);
         }
-        self.near.lending.borrowed.retain(|store| store.strong_count() > 0);
-        for store in self.near.lending.borrowed.iter().filter_map(Weak::upgrade).filter(|store| store.is_used()) {
+        let borrowed = &mut self.near.lending.borrowed;
+        borrowed.retain(|(_, store)| store.strong_count() > 0);
+        for store in borrowed.iter().filter_map(|(_, store)| store.upgrade()).filter(|store| store.is_used()) {
             // As in `keep_borrowed`.
             let _ = store.keep();
         }

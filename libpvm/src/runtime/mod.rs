@@ -290,16 +290,7 @@ impl Runtime {
             return Err(PvmError::SysErr);
         }
         let now = state.now();
-        state.core.goes_to_many();
-        let sent = to.iter().try_for_each(|dst| {
-            let message = Message { src: self.tid(), dst: *dst, ..message.clone() };
-            if *dst == self.tid() {
-                state.core.deliver(message);
-                return Ok(());
-            }
-            if dst.is_task() { state.core.send(now, message) } else { Err(PvmError::BadParam) }
-        });
-        state.core.went_to_many();
+        let sent = state.core.send_to_many(now, message, to);
         for dst in to {
             state.make_room(*dst);
             self.wait_until_out(&mut state, Some(*dst))?;

@@ -5,41 +5,32 @@
 //! task, and a ring is read before anything that came from its writer through the daemon, so a change of route reorders
 //! nothing.
 
+mod agreement;
+
 use super::core::Core;
 use super::lend::{Lending, Loans};
 use super::process::Own;
 use bytes::Bytes;
 use rustc_hash::FxHashMap;
-use sempa_proto::frame::encode_control;
 use sempa_proto::link::{
-    ACK_FRAGMENTS, FRAGMENT_BYTES_MAX, Link, LinkEvent, LinkKind, Payload, SHORT_HEAD_APART, SHORT_HEAD_BYTES,
-    SHORT_HEAD_SPARE, decode_short_head,
+    ACK_FRAGMENTS, FRAGMENT_BYTES_MAX, Link, LinkKind, Payload, SHORT_HEAD_APART, SHORT_HEAD_BYTES, SHORT_HEAD_SPARE,
+    decode_short_head,
 };
 use sempa_proto::message::MESSAGE_HEAD_BYTES;
-use sempa_proto::route::{OfferId, RouteWord};
-use sempa_proto::task::ToDaemon;
+use sempa_proto::route::OfferId;
 use sempa_proto::{Micros, Tid};
 use sempa_ring::bell::{SLOTS_MAX, Wake};
 use sempa_ring::futex;
-use sempa_ring::memory::{Ends, OwnBell, PeerBell, RING_BYTES, Shared, accept, offer};
+use sempa_ring::memory::{Ends, OwnBell, PeerBell, RING_BYTES, Shared};
 use sempa_ring::ring::{Broken, Record};
-use std::os::fd::{AsFd, OwnedFd};
+use sempa_ring::store::STORE_BYTES;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-/// Messages to a task that go through the daemon before a ring is offered: many tasks say one word to each other only.
-const MESSAGES_BEFORE_OFFER: u32 = 1;
-/// How long an offer is waited for. A task that is stopped does not answer; the daemon carries on then.
-const OFFER_MAX: Micros = Micros::from_millis(500);
-/// How long a refusal counts. A task on another host refuses through its daemon; when it moves this is forgotten.
-const REFUSAL: Micros = Micros::from_secs(30);
-/// A ring over which nothing went for so long is given up.
-const RING_IDLE_MAX: Micros = Micros::from_secs(60);
-/// How often that is looked at.
-const IDLE_LOOK: Micros = Micros::from_secs(10);
-/// No new ring is offered so soon after one has ended: the other task may be leaving, or moving.
-const AFTER_END: Micros = Micros::from_secs(1);
 /// Bytes read from one ring before others get their turn.
 const DRAIN_BYTES_MAX: usize = 4 << 20;
+/// After so many turns all has been read that a ring and a store held before the first, whatever is written meanwhile.
+const TURNS_MAX: usize = (RING_BYTES + STORE_BYTES) / DRAIN_BYTES_MAX + 2;
 /// The longest record.
 const RECORD_BYTES_MAX: usize = SHORT_HEAD_BYTES + FRAGMENT_BYTES_MAX + MESSAGE_HEAD_BYTES;
 const _: () = assert!(RECORD_BYTES_MAX <= RING_BYTES / 4);
@@ -49,6 +40,11 @@ const WRITES_PER_LOOK: u8 = 16;
 
 /// Fragments on their way from which on a sender reads what the receiver has acknowledged.
 const HEAR_FRAGMENTS: u64 = ACK_FRAGMENTS * 2;
+
+/// So many rings that were rung for and have nothing cost little to look at.
+const QUIET_MIN: usize = 4;
+/// After so many looks in vain beside more than those a ring is not looked at any more until its writer rings again.
+const QUIET_LOOKS: u8 = 8;
 
 /// A processor that is not known.
 const NO_PROCESSOR: u8 = u8::MAX;
@@ -70,6 +66,12 @@ pub(super) struct Ring {
     bell: Arc<Own<PeerBell>>,
     theirs: usize,
     used: Micros,
+    /// Looks since anything was there, as far as they count.
+    quiet: u8,
+    /// It is in the list of those that have something to write.
+    waits: bool,
+    /// Nothing more is written to it.
+    ends_now: bool,
     /// Where its last frame was written.
     processor: u8,
     /// Where ours are written, and for how many more that is believed.
@@ -86,6 +88,9 @@ impl Ring {
             bell: Arc::new(Own::new(bell)),
             theirs,
             used: now,
+            quiet: 0,
+            waits: false,
+            ends_now: false,
             processor: NO_PROCESSOR,
             ours: (NO_PROCESSOR, 0),
         }
@@ -98,6 +103,17 @@ impl Ring {
         }
         self.ours.1 -= 1;
         self.ours.0
+    }
+
+    /// True when something is to be read, or the end of it has come, at a glance.
+    fn has_something(&self) -> bool {
+        !self.ends.reader.is_empty() || self.ends.reader.is_closed()
+    }
+
+    /// A look has found nothing, here as in `others - 1` before it; true when it was one too many.
+    fn is_quiet(&mut self, others: usize) -> bool {
+        self.quiet = if others > QUIET_MIN { self.quiet.saturating_add(1) } else { 0 };
+        self.quiet >= QUIET_LOOKS
     }
 
     /// Gives the next record to the link; how many bytes it had, 0 when there is none.
@@ -142,6 +158,8 @@ pub(crate) struct Near {
     /// The memory behind the bell, for peers.
     shared: Option<Arc<Own<OwnedFd>>>,
     pub(super) slots: Vec<Slot>,
+    /// Slots of rings whose links have more to write than there was room for; each once.
+    waiting: Vec<usize>,
     /// What is lent and borrowed.
     pub(super) lending: Lending,
     by_peer: FxHashMap<Tid, usize>,
@@ -208,23 +226,63 @@ impl Near {
         self.by_peer.get(&peer).copied()
     }
 
-    /// True when a ring that was rung for has something, at a glance.
-    pub(crate) fn has_something(&self) -> bool {
-        let Some(bell) = self.bell.as_ref().map(|bell| bell.get()) else { return false };
-        let mut from = 0;
-        while let Some((index, mut bits)) = bell.rung(from) {
+    /// True when a ring that was rung for is to be looked at: it has something, at a glance, or has had nothing for long.
+    pub(crate) fn has_something(&mut self) -> bool {
+        let Near { bell: Some(bell), slots, .. } = self else { return false };
+        let (mut from, mut others) = (0, 0);
+        while let Some((index, mut bits)) = bell.get().rung(from) {
             from = index + 1;
             while bits != 0 {
                 let slot = index * 64 + bits.trailing_zeros() as usize;
                 bits &= bits - 1;
-                if let Some(Slot::Ring(ring)) = self.slots.get(slot)
-                    && (!ring.get().ends.reader.is_empty() || ring.get().ends.reader.is_closed())
-                {
-                    return true;
+                if let Some(Slot::Ring(ring)) = slots.get_mut(slot) {
+                    others += 1;
+                    if ring.get().has_something() || ring.get_mut().is_quiet(others) {
+                        return true;
+                    }
                 }
             }
         }
         false
+    }
+
+    /// A look has found nothing in this slot, as in `others - 1` before it; true when it is not worth another one until it is rung
+    /// for. So peers that spoke once cost nothing more, also if this task never sleeps.
+    fn is_quiet(&mut self, slot: usize, others: usize) -> bool {
+        match self.ring(slot) {
+            Some(ring) => !ring.has_something() && ring.is_quiet(others),
+            // Nobody we know; a ring that is installed later is looked at then.
+            None => true,
+        }
+    }
+
+    /// How many rings a look looks at.
+    #[cfg(test)]
+    pub(super) fn rung(&self) -> usize {
+        let Some(bell) = self.bell.as_ref().map(|bell| bell.get()) else { return 0 };
+        let words = std::iter::successors(bell.rung(0), |(index, _)| bell.rung(index + 1));
+        words.map(|(_, bits)| bits.count_ones() as usize).sum()
+    }
+
+    /// How many rings had no room for everything.
+    #[cfg(test)]
+    pub(super) fn waiting(&self) -> usize {
+        self.waiting.len()
+    }
+
+    /// Notes whether a ring has something to write when there is room again.
+    fn note_waiting(&mut self, slot: usize, waits: bool) {
+        let Some(ring) = self.ring(slot) else { return };
+        let waited = std::mem::replace(&mut ring.waits, waits);
+        if waits && !waited {
+            self.waiting.push(slot);
+        } else if waited && !waits {
+            self.waits_no_more(slot);
+        }
+    }
+
+    fn waits_no_more(&mut self, slot: usize) {
+        self.waiting.retain(|waiting| *waiting != slot);
     }
 
     fn ring(&mut self, slot: usize) -> Option<&mut Ring> {
@@ -343,164 +401,6 @@ fn read_head(record: &mut Record<'_, Shared>) -> Result<[u8; SHORT_HEAD_BYTES], 
 }
 
 impl Core {
-    // ---- beginning
-
-    /// A message went to this task through the daemon: is it time for a ring?
-    pub(super) fn consider_ring(&mut self, now: Micros, peer: Tid) {
-        self.near.spoke_elsewhere();
-        if self.near.bell.is_none() || !self.is_connected() || self.is_lifted() || self.direct.leads_to(peer) {
-            return;
-        }
-        match self.near.standing.entry(peer).or_insert(Standing::Sent(0)) {
-            Standing::Sent(count) if *count < MESSAGES_BEFORE_OFFER => *count += 1,
-            Standing::Refused { until } if *until > now => {}
-            Standing::Offered { .. } => {}
-            Standing::Sent(_) | Standing::Refused { .. } => {
-                if !self.offer_ring(now, peer) {
-                    self.near.standing.insert(peer, Standing::Refused { until: now + REFUSAL });
-                }
-            }
-        }
-    }
-
-    fn offer_ring(&mut self, now: Micros, peer: Tid) -> bool {
-        let (Some(bell), Some(slot)) = (self.near.share(), self.near.free_slot()) else { return false };
-        let Ok((ends, rings)) = offer() else { return false };
-        self.near.last_offer += 1;
-        let id = OfferId(self.near.last_offer);
-        let word = RouteWord::RingOffer { id, slot: slot as u32 };
-        if !self.say(peer, word, vec![Arc::new(Own::fd(rings)), bell]) {
-            return false;
-        }
-        self.near.slots[slot] = Slot::Reserved;
-        let until = now + OFFER_MAX;
-        self.near.standing.insert(peer, Standing::Offered { id, slot, ends: Own::new(ends), until });
-        self.wake_at(until);
-        // What is sent from here on must not overtake what the daemon carries.
-        if let Some(link) = self.link_mut(peer) {
-            link.handle(now, LinkEvent::RouteDown);
-        }
-        true
-    }
-
-    pub(super) fn say(&mut self, to: Tid, word: RouteWord, descriptors: Vec<Arc<Own<OwnedFd>>>) -> bool {
-        let Ok(frame) = encode_control(&ToDaemon::Route { to, word }) else { return false };
-        if !self.is_connected() {
-            return false;
-        }
-        self.outbox.push_with(frame, descriptors);
-        true
-    }
-
-    /// A word of another task about a ring.
-    pub(super) fn take_ring_word(&mut self, now: Micros, from: Tid, word: &RouteWord, descriptors: Vec<OwnedFd>) {
-        match *word {
-            RouteWord::RingOffer { id, slot } => {
-                if self.near.is_offered(from) && self.tid() < from {
-                    return; // Ours counts.
-                }
-                self.drop_offer(now, from, Standing::Sent(0));
-                if self.accept_ring(now, from, id, slot as usize, &descriptors).is_none() {
-                    self.say(from, RouteWord::RingRefuse { id }, Vec::new());
-                }
-            }
-            RouteWord::RingAccept { id, slot } => self.ring_accepted(now, from, id, slot as usize, &descriptors),
-            RouteWord::StoreOffer { .. } | RouteWord::StoreAccept { .. } => {
-                self.take_store_word(now, from, word, &descriptors);
-            }
-            RouteWord::RingRefuse { id } => {
-                if matches!(self.near.standing.get(&from), Some(Standing::Offered { id: open, .. }) if *open == id) {
-                    self.drop_offer(now, from, Standing::Refused { until: now + REFUSAL });
-                }
-            }
-            _ => {}
-        }
-    }
-
-    /// Forgets an offer; the daemon carries what waits.
-    fn drop_offer(&mut self, now: Micros, peer: Tid, standing: Standing) {
-        if !self.near.is_offered(peer) {
-            return;
-        }
-        if let Some(Standing::Offered { slot, ends, .. }) = self.near.standing.insert(peer, standing) {
-            self.near.slots[slot] = Slot::Free;
-            close(ends.get());
-        }
-        self.news_of_routes();
-        self.back_to_daemon(now, peer);
-    }
-
-    pub(super) fn back_to_daemon(&mut self, now: Micros, peer: Tid) {
-        if !self.is_connected() {
-            return;
-        }
-        let route = self.next_route();
-        if let Some(link) = self.link_mut(peer) {
-            link.handle(now, LinkEvent::RouteUp(route));
-            self.pump_link(now, peer);
-        }
-    }
-
-    fn accept_ring(
-        &mut self,
-        now: Micros,
-        peer: Tid,
-        id: OfferId,
-        theirs: usize,
-        descriptors: &[OwnedFd],
-    ) -> Option<()> {
-        let [rings, bell] = descriptors else { return None };
-        if self.is_gone(peer) || self.is_lifted() || theirs >= SLOTS_MAX {
-            return None;
-        }
-        let own = self.near.share()?;
-        let ends = accept(rings.as_fd()).ok()?;
-        let bell = PeerBell::map(bell.as_fd()).ok()?;
-        if let Some(old) = self.near.slot(peer) {
-            self.end_ring(now, old);
-        }
-        let slot = self.near.free_slot()?;
-        // Behind everything that the daemon carries already.
-        if !self.say(peer, RouteWord::RingAccept { id, slot: slot as u32 }, vec![own]) {
-            return None;
-        }
-        self.install(now, slot, Ring::new(now, peer, ends, bell, theirs));
-        Some(())
-    }
-
-    fn ring_accepted(&mut self, now: Micros, peer: Tid, id: OfferId, theirs: usize, descriptors: &[OwnedFd]) {
-        let Some(Standing::Offered { id: open, .. }) = self.near.standing.get(&peer) else { return };
-        let bell = descriptors.first().and_then(|fd| PeerBell::map(fd.as_fd()).ok());
-        if *open != id {
-            return;
-        }
-        let Some(bell) = bell.filter(|_| theirs < SLOTS_MAX) else {
-            return self.drop_offer(now, peer, Standing::Refused { until: now + REFUSAL });
-        };
-        if let Some(Standing::Offered { slot, ends, .. }) = self.near.standing.remove(&peer)
-            && let Some(ends) = ends.into_inner()
-        {
-            self.install(now, slot, Ring::new(now, peer, ends, bell, theirs));
-        }
-    }
-
-    fn install(&mut self, now: Micros, slot: usize, ring: Ring) {
-        let peer = ring.peer;
-        self.near.slots[slot] = Slot::Ring(Own::new(ring));
-        self.near.by_peer.insert(peer, slot);
-        self.near.standing.remove(&peer);
-        let look = *self.near.idle_look.get_or_insert(now + IDLE_LOOK);
-        self.wake_at(look);
-        let route = self.next_route();
-        if let Some(link) = self.link_to_send(peer) {
-            link.handle(now, LinkEvent::RouteUp(route));
-        }
-        self.news_of_routes();
-        self.pump_ring(now, slot);
-        // The bell may have been rung before the slot was known.
-        self.drain(now, slot);
-    }
-
     // ---- reading
 
     /// Takes in what has arrived in rings; true when there was anything.
@@ -513,16 +413,19 @@ impl Core {
         self.look_with(now, true)
     }
 
-    fn look_with(&mut self, now: Micros, hush: bool) -> bool {
-        let (mut found, mut from) = (false, 0);
+    fn look_with(&mut self, now: Micros, before_sleep: bool) -> bool {
+        let (mut found, mut from, mut others) = (false, 0, 0);
         while let Some((index, mut bits)) = self.near.bell.as_ref().and_then(|bell| bell.get().rung(from)) {
             from = index + 1;
             while bits != 0 {
                 let slot = index * 64 + bits.trailing_zeros() as usize;
                 bits &= bits - 1;
-                let drained = self.drain(now, slot);
-                found |= drained;
-                if hush && !drained {
+                if self.drain(now, slot) {
+                    found = true;
+                    continue;
+                }
+                others += 1;
+                if self.near.is_quiet(slot, others) || before_sleep {
                     if let Some(bell) = &self.near.bell {
                         bell.get().hush(slot);
                     }
@@ -531,6 +434,13 @@ impl Core {
             }
         }
         found
+    }
+
+    /// As [`Core::look`], whatever the bell says: other tasks write there.
+    pub(crate) fn look_everywhere(&mut self, now: Micros) {
+        for slot in 0..self.near.slots.len() {
+            self.drain(now, slot);
+        }
     }
 
     /// Takes in what one ring has; true when it had anything.
@@ -542,6 +452,8 @@ impl Core {
         let Some(ring) = near.ring(slot) else { return false };
         let peer = ring.peer;
         let Some(link) = links.get_mut(&peer) else { return false };
+        // Looked at first: what was written before the end is there then.
+        let closed = ring.ends.reader.is_closed();
         let (mut read, mut starved) = (0, false);
         let broken = loop {
             match ring.take_record(now, link) {
@@ -554,12 +466,12 @@ impl Core {
                 break false;
             }
         };
-        let found = read > 0;
-        let ended = broken || (!found && ring.ends.reader.is_closed());
+        let (found, ends_now) = (read > 0, ring.ends_now);
+        let ended = broken || (closed && !found);
         if found {
             near.heard_from = ring.processor;
             let Some(ring) = near.ring(slot) else { return false };
-            ring.used = now;
+            (ring.used, ring.quiet) = (now, 0);
             if starved && ring.bell.get().call_ear() {
                 let (bell, processor) = (ring.bell.clone(), ring.processor);
                 near.wakes.push(Call { bell, wake: Wake::Ear, processor });
@@ -569,7 +481,7 @@ impl Core {
             self.deliver_from(peer);
             self.near.spoke_last |= self.news() != news;
             self.release_held(peer);
-            if answers {
+            if answers && !ends_now {
                 self.pump_ring(now, slot);
             } else {
                 self.note_wakeup(peer);
@@ -592,7 +504,16 @@ impl Core {
     /// Reads the ring of a task before something is believed that came from or of it another way.
     pub(super) fn drain_peer(&mut self, now: Micros, peer: Tid) {
         if let Some(slot) = self.near.slot(peer) {
-            while self.drain(now, slot) {}
+            self.drain_all(now, slot);
+        }
+    }
+
+    /// Takes in everything that one ring has.
+    pub(super) fn drain_all(&mut self, now: Micros, slot: usize) {
+        for _ in 0..TURNS_MAX {
+            if !self.drain(now, slot) {
+                return;
+            }
         }
     }
 
@@ -632,6 +553,7 @@ impl Core {
             }
         }
         urgent |= !link.is_transmitted();
+        near.note_waiting(slot, urgent || link.has_frame());
         near.spoke_last |= spoke;
         let Some(ring) = near.ring(slot) else { return };
         let wants_store = std::mem::take(&mut ring.wants_store);
@@ -643,12 +565,15 @@ impl Core {
                 near.wakes.push(Call { bell, wake, processor });
             }
         }
-        let closed = near.ring(slot).is_some_and(|ring| ring.ends.writer.is_closed());
+        let ends_now = near.ring(slot).is_some_and(|ring| {
+            ring.ends_now |= broken || ring.ends.writer.is_closed();
+            ring.ends_now
+        });
         if wants_store {
             self.offer_store(now, slot);
         }
-        if broken || closed {
-            self.drain(now, slot);
+        if ends_now {
+            self.drain_all(now, slot);
             if self.near.slot(peer) == Some(slot) {
                 self.end_ring(now, slot);
                 self.back_to_daemon(now, peer);
@@ -713,99 +638,13 @@ impl Core {
         true
     }
 
-    /// Writes to all rings what there is room for.
+    /// Writes to the rings that had no room for everything what there is room for now.
     pub(crate) fn pump_rings(&mut self, now: Micros) {
-        for slot in 0..self.near.slots.len() {
-            self.pump_ring(now, slot);
-        }
-    }
-
-    // ---- end
-
-    /// Lets go of a ring. The other end learns of it; what it has not read it reads first.
-    pub(super) fn end_ring(&mut self, now: Micros, slot: usize) {
-        let Some(place) = self.near.slots.get_mut(slot) else { return };
-        let Slot::Ring(mut ring) = std::mem::replace(place, Slot::Free) else { return };
-        self.near.end_loans(ring.get_mut());
-        let Ring { peer, ends, bell, theirs, processor, .. } = ring.get();
-        self.near.by_peer.remove(peer);
-        if let Some(link) = self.link_mut(*peer) {
-            link.trim();
-        }
-        self.near.standing.insert(*peer, Standing::Refused { until: now + AFTER_END });
-        close(ends);
-        let wake = bell.get().ring(*theirs, true);
-        if wake != Wake::Nobody {
-            self.near.wakes.push(Call { bell: bell.clone(), wake, processor: *processor });
-        }
-        if let Some(bell) = &self.near.bell {
-            bell.get().hush(slot);
-        }
-        self.news_of_routes();
-    }
-
-    /// Reads and writes what can be, and lets go of all rings: from here on everything goes through the daemon, in order.
-    pub(super) fn end_rings(&mut self, now: Micros) {
-        for slot in 0..self.near.slots.len() {
-            while self.drain(now, slot) {}
-            self.pump_ring(now, slot);
-            self.end_ring(now, slot);
-        }
-        let offered: Vec<Tid> = self.near.offered().map(|(peer, _)| peer).collect();
-        for peer in offered {
-            self.drop_offer(now, peer, Standing::Sent(0));
-        }
-    }
-
-    /// Nothing of this task leads out of its process any more.
-    pub(super) fn unshare(&mut self) {
-        self.near.standing.clear();
-        self.near.slots.clear();
-        self.near.end_store();
-        self.near.shared = None;
-        if let Some(bell) = &self.near.bell {
-            // Without memory for a page of its own the task keeps one that nobody else writes to any more.
-            let _ = bell.get().unshare();
-        }
-    }
-
-    /// A task has ended or runs elsewhere.
-    pub(super) fn forget_near(&mut self, now: Micros, peer: Tid) {
-        self.drain_peer(now, peer);
-        if let Some(slot) = self.near.slot(peer) {
-            self.end_ring(now, slot);
-            self.back_to_daemon(now, peer);
-        }
-        self.drop_offer(now, peer, Standing::Sent(0));
-        self.near.standing.remove(&peer);
-    }
-
-    /// Offers that nobody answered, rings that nobody uses.
-    pub(super) fn wake_near(&mut self, now: Micros) {
-        let late: Vec<Tid> = self.near.offered().filter(|(_, until)| *until <= now).map(|(peer, _)| peer).collect();
-        for peer in late {
-            self.drop_offer(now, peer, Standing::Refused { until: now + REFUSAL });
-        }
-        if self.near.idle_look.is_some_and(|due| due <= now) {
-            let idle = |(peer, slot): (&Tid, &usize)| match &self.near.slots[*slot] {
-                Slot::Ring(ring) if now.since(ring.get().used) >= RING_IDLE_MAX => Some((*peer, *slot)),
-                _ => None,
-            };
-            let idle: Vec<(Tid, usize)> = self.near.by_peer.iter().filter_map(idle).collect();
-            for (peer, slot) in idle {
-                self.end_ring(now, slot);
-                self.back_to_daemon(now, peer);
+        for slot in std::mem::take(&mut self.near.waiting) {
+            if let Some(ring) = self.near.ring(slot) {
+                ring.waits = false;
             }
-            self.near.end_idle_store(now);
-            self.near.idle_look = (!self.near.by_peer.is_empty()).then(|| now + IDLE_LOOK);
-        }
-        if let Some(due) = self.near.offered().map(|(_, until)| until).chain(self.near.idle_look).min() {
-            self.wake_at(due);
+            self.pump_ring(now, slot);
         }
     }
-}
-
-fn close(ends: &Ends) {
-    ends.writer.close();
-    ends.reader.close();
 }

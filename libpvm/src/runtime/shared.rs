@@ -389,6 +389,12 @@ impl State {
         self.core.is_connected() && self.core.direct.is_empty() && (self.core.near.is_empty() || self.has_ear)
     }
 
+    /// True while a thread sleeps on the bell, or is about to.
+    #[cfg(test)]
+    pub(crate) fn is_awaited(&self) -> bool {
+        self.awaiting_news > 0
+    }
+
     /// True when the helper sleeps through something that has come up.
     fn helper_is_needed(&self) -> bool {
         let Sleep::On { write, until, far, alarm } = self.sleep else { return false };

@@ -1,14 +1,21 @@
 //! Hostile bytes for everything that reads what others have packed: message bodies through the C interface, the documented
-//! messages of resource managers, taskers and hosters, and frames.
+//! messages of resource managers, taskers and hosters, frames, and what other tasks write in shared memory.
 //!
 //! * `cargo fuzz run unpack --features libfuzzer` in this folder lets libFuzzer look for trouble (nightly compiler).
 //! * `cargo run --release --bin storm -- 10000000` throws so many random inputs at the same code with any compiler.
 
 use bytes::Bytes;
 use sempa_proto::frame::FrameDecoder;
-use sempa_proto::link::LinkFrame;
+use sempa_proto::link::{LinkFrame, SHORT_HEAD_BYTES, decode_short_head};
 use sempa_proto::sm;
+use sempa_ring::blocks::Block;
+use sempa_ring::memory::{Ends, offer};
+use sempa_ring::ring::{Area, RECORD_HEAD_BYTES, Reader, Words, Writer};
+use sempa_ring::store::{LOANS_MAX, OwnStore, PeerStore, Returns, STORE_BYTES};
+use std::cell::RefCell;
 use std::ffi::{c_char, c_int, c_long};
+use std::os::fd::AsFd;
+use std::sync::{Arc, OnceLock};
 
 // The library is linked for the functions that it exports.
 use pvm3 as _;
@@ -37,6 +44,8 @@ pub fn one(data: &[u8]) {
     let [encoding, order, body @ ..] = data else { return };
     documented(body);
     frames(body);
+    rings(*order, body);
+    loans(body);
     messages(c_int::from(encoding & 1), *order, body);
 }
 
@@ -56,6 +65,93 @@ fn frames(body: &[u8]) {
     while let Ok(Some(frame)) = decoder.next_frame() {
         let _ = frame.control::<sempa_proto::task::ToTask>();
     }
+}
+
+/// A ring in which somebody else has written, and said that he has.
+struct Scribbled {
+    words: Words,
+    data: RefCell<[u8; RING_BYTES]>,
+}
+
+/// Bytes of such a ring: more than an input has.
+const RING_BYTES: usize = 128;
+
+impl Area for &Scribbled {
+    fn words(&self) -> &Words {
+        &self.words
+    }
+    fn capacity(&self) -> usize {
+        RING_BYTES
+    }
+    fn write(&self, offset: usize, bytes: &[u8]) {
+        self.data.borrow_mut()[offset..offset + bytes.len()].copy_from_slice(bytes);
+    }
+    fn read(&self, offset: usize, bytes: &mut [u8]) {
+        bytes.copy_from_slice(&self.data.borrow()[offset..offset + bytes.len()]);
+    }
+}
+
+/// A number out of the input, at this place.
+fn number(body: &[u8], at: usize) -> u64 {
+    body.get(at..at + 8).map_or(0, |bytes| u64::from_le_bytes(bytes.try_into().expect("eight")))
+}
+
+/// Reads and writes a ring of which the other end has written all: anything may stand there, but nothing is read twice.
+fn rings(order: u8, body: &[u8]) {
+    let mut data = [0; RING_BYTES];
+    data[..body.len().min(RING_BYTES)].copy_from_slice(&body[..body.len().min(RING_BYTES)]);
+    let tail = if order & 1 == 0 { number(body, 8) } else { u64::from(order & 0xf8) % (RING_BYTES as u64 + 8) };
+    if order & 2 == 0 {
+        // A head that is one: the lengths behind it are up to the input.
+        let length = u32::from(data[0]);
+        data[..RECORD_HEAD_BYTES].copy_from_slice(&(u64::from(length) | u64::from(!length) << 32).to_le_bytes());
+    }
+    let ring = Scribbled { words: Words::at(tail, number(body, 0)), data: RefCell::new(data) };
+    let (mut reader, mut taken) = (Reader::new(&ring), 0);
+    while let Ok(Some(mut record)) = reader.next_record() {
+        if let Some(head) = record.take::<SHORT_HEAD_BYTES>() {
+            let _ = decode_short_head(head);
+        }
+        let mut rest = Vec::new();
+        record.append_to(&mut rest);
+        taken += RECORD_HEAD_BYTES + rest.len();
+        assert!(taken <= RING_BYTES, "more than a ring holds");
+        reader.release();
+    }
+    let mut writer = Writer::new(&ring);
+    for _ in 0..4 {
+        let _ = writer.write([&[1; 20]]);
+        let _ = writer.wants_room(usize::from(order) / 4);
+    }
+}
+
+/// A store and a ring beside it, made once.
+fn store() -> &'static (Arc<PeerStore>, Arc<Returns>, Ends) {
+    static STORE: OnceLock<(Arc<PeerStore>, Arc<Returns>, Ends)> = OnceLock::new();
+    STORE.get_or_init(|| {
+        let (_, store) = OwnStore::new().expect("the system has memory");
+        let (ends, _) = offer().expect("the system has memory");
+        let returns = Returns::new(ends.reader.area());
+        (Arc::new(PeerStore::map(store.as_fd()).expect("it is ours")), returns, ends)
+    })
+}
+
+/// Uses places of another task's store that it names.
+fn loans(body: &[u8]) {
+    let (store, returns, _) = store();
+    let mut held = Vec::new();
+    for at in [0, 4, 8, 20, 24] {
+        let (offset, len) = (number(body, at) as usize, number(body, at + 8) as usize % (STORE_BYTES * 2));
+        let slot = body.get(at).copied().unwrap_or(0);
+        let Some(loan) = store.borrow(Block { offset, len }, slot, returns) else { continue };
+        assert!(offset + len <= STORE_BYTES && usize::from(slot) < LOANS_MAX, "{offset} {len} {slot}");
+        let bytes: &[u8] = loan.as_ref();
+        assert_eq!(bytes.len(), len);
+        assert!([bytes.first(), bytes.last()].iter().flatten().all(|byte| **byte == 0), "nobody has written there");
+        held.push(loan);
+    }
+    drop(held);
+    assert!(!store.is_used(), "what was used has been given back");
 }
 
 fn messages(encoding: c_int, mut order: u8, body: &[u8]) {

@@ -13,6 +13,10 @@ use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
+/// A text given by the program, as far as there is one.
+///
+/// # Safety
+/// `text` is null or a string.
 unsafe fn text(text: *const c_char) -> String {
     // SAFETY: the caller's contract: null or a string.
     unsafe { Text::new(text) }.map_or_else(|_| "(null)".to_string(), |text| text.string())

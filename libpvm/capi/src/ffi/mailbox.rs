@@ -19,6 +19,9 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Mutex, PoisonError};
 
 /// A name given by the program.
+///
+/// # Safety
+/// `text` is null or a string.
 unsafe fn name(text: *const c_char) -> PvmResult<String> {
     session::runtime()?;
     // SAFETY: the caller's contract: null or a string.

@@ -36,10 +36,18 @@ fn put(item: Item) -> c_int {
     if foreign::add(item) { 0 } else { PvmError::BadParam.code() }
 }
 
+/// In the place of what cannot be recorded.
+///
+/// # Safety
+/// None is needed: it looks at nothing.
 unsafe extern "C" fn put_nothing(_: c_int, _: c_int, _: *const c_void, _: c_int, _: c_int) -> c_int {
     PvmError::NotImpl.code()
 }
 
+/// Records one int, or an array of them.
+///
+/// # Safety
+/// `place` is null, or leads to an int, or (`array`) to `count` of them.
 unsafe extern "C" fn put_ints(number: c_int, array: c_int, place: *const c_void, count: c_int, stride: c_int) -> c_int {
     let (Some(name), false) = (name(number), stride != 1) else { return PvmError::BadParam.code() };
     let place = place.cast::<c_int>();
@@ -51,6 +59,10 @@ unsafe extern "C" fn put_ints(number: c_int, array: c_int, place: *const c_void,
     put(int(name, unsafe { place.as_ref() }.copied().unwrap_or(0)))
 }
 
+/// Records one string, or an array of them.
+///
+/// # Safety
+/// `place` is null, or a string, or (`array`) leads to `count` pointers that are null or strings.
 unsafe extern "C" fn put_texts(number: c_int, array: c_int, place: *const c_void, count: c_int, _: c_int) -> c_int {
     let Some(name) = name(number) else { return PvmError::BadParam.code() };
     if array != 0 {

@@ -60,7 +60,7 @@ impl Keys {
     }
 }
 
-/// What waits to be sent: records from `from` to `to`, and behind them one that is being filled.
+/// What waits to be sent: records from `from` to `to`, and behind them one that is being filled. No memory while it rests.
 struct Out {
     bytes: Vec<u8>,
     from: usize,
@@ -69,7 +69,8 @@ struct Out {
     open: usize,
 }
 
-/// What has come: content from `plain_from` to `plain_to`, records that are not opened from `from` to `to`.
+/// What has come: content from `plain_from` to `plain_to`, records that are not opened from `from` to `to`. No memory while it
+/// rests.
 struct In {
     bytes: Vec<u8>,
     plain_from: usize,
@@ -123,6 +124,23 @@ impl DirectEnd {
         inward.bytes[..come.len()].copy_from_slice(come);
         let records_per_key = RECORDS_PER_KEY;
         Ok(DirectEnd { socket, seal, open, keys, records_per_key, out, come: inward, ended: None, mute: None })
+    }
+
+    /// Gives back the memory of what is empty, until there is something again.
+    pub(crate) fn rest(&mut self) {
+        if !self.wants_write() {
+            self.out = Out { bytes: Vec::new(), from: 0, to: 0, open: 0 };
+        }
+        self.come.reset();
+        if self.come.to == 0 {
+            self.come.bytes = Vec::new();
+        }
+    }
+
+    /// Bytes of memory for what comes and goes.
+    #[cfg(test)]
+    pub(crate) fn buffer_bytes(&self) -> usize {
+        self.out.bytes.len() + self.come.bytes.len()
     }
 
     /// Changes keys after so many records.
@@ -220,6 +238,7 @@ impl DirectEnd {
     /// Says that nothing more will come, as far as the socket takes it at once, and closes.
     pub(crate) fn close(mut self) {
         if self.flush().is_ok() && self.out.from == self.out.to {
+            self.out.make_room();
             self.append(&CLOSE_NOTIFY);
             self.finish_record(Kind::Alert);
             // The peer notices the end in any case.
@@ -330,6 +349,9 @@ impl Out {
 
     /// Room behind what waits, which is little enough for it.
     fn make_room(&mut self) {
+        if self.bytes.is_empty() {
+            self.bytes = vec![0; OUT_BYTES];
+        }
         if OUT_BYTES - self.pending() < FRAME_ROOM {
             let end = self.pending();
             self.bytes.copy_within(self.from..end, 0);
@@ -341,6 +363,9 @@ impl Out {
 impl In {
     /// Room for the next read.
     fn make_room(&mut self) -> &mut [u8] {
+        if self.bytes.is_empty() {
+            self.bytes = vec![0; IN_BYTES];
+        }
         if IN_BYTES - self.to < READ_BYTES_MIN {
             let (plain, records) = (self.plain_to - self.plain_from, self.to - self.from);
             self.bytes.copy_within(self.plain_from..self.plain_to, 0);

@@ -423,6 +423,31 @@ fn a_peer_that_does_not_read_keeps_a_bounded_backlog() {
 }
 
 #[test]
+fn an_end_that_rests_has_no_buffers_and_goes_on_where_it_was() {
+    let (mut a, mut b) = route();
+    for round in 0..3u32 {
+        let mut came = Vec::new();
+        assert!(a.push(&[&round.to_le_bytes()]));
+        a.rest();
+        assert!(a.buffer_bytes() > 0, "something waits in it");
+        a.flush().expect("the route stands");
+        until("the frame", || {
+            b.read(&mut |frame| came.push(frame.to_vec())).expect("the route stands");
+            (!came.is_empty()).then_some(())
+        });
+        assert_eq!(came, [round.to_le_bytes()]);
+        for end in [&mut a, &mut b] {
+            end.rest();
+            assert_eq!(end.buffer_bytes(), 0);
+        }
+        std::mem::swap(&mut a, &mut b);
+    }
+    a.rest();
+    a.close();
+    assert_eq!(until("the end", || b.read(&mut |_| panic!("nothing was sent")).err()), Ended::Closed);
+}
+
+#[test]
 fn an_end_in_order_and_the_death_of_a_peer_are_noticed() {
     let (mut a, b) = route();
     b.close();

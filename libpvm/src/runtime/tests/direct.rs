@@ -3,13 +3,13 @@
 use super::fake::Fake;
 use super::{PATIENCE, expect_numbered, message, next, send_numbered, until};
 use crate::inbox::Inbox;
-use crate::runtime::Runtime;
 use crate::runtime::far::LAST_WORDS_SILENCE;
+use crate::runtime::{Core, Runtime};
 use sempa_proto::body::{Encoding, Unpacker};
 use sempa_proto::message::CTX_BASE;
 use sempa_proto::route::RouteWord;
 use sempa_proto::task::{LinkMark, ToDaemon, ToTask};
-use sempa_proto::{Message, Tid};
+use sempa_proto::{Message, Micros, Tid};
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::sync::{Arc, Mutex};
@@ -59,6 +59,35 @@ fn messages_go_both_ways_without_the_daemon() {
         task.send(message(to, 7, vec![5; 64 << 20])).expect("kept");
     }
     assert!([&a, &b].iter().all(|task| tagged(task, 7).body.len() == 64 << 20));
+    assert_eq!(offers(&fake), 1);
+}
+
+#[test]
+fn a_route_that_nobody_uses_for_a_minute_keeps_no_buffers_and_stands() {
+    let (fake, a, b) = two();
+    a.open_route(b.tid());
+    until("both ends", || (leads(&a, b.tid()) && leads(&b, a.tid())).then_some(()));
+    fake.net().lossy = true;
+    let buffers = |task: &Runtime| task.look(Core::direct_buffer_bytes).expect("not forked");
+    let mut minutes = 0;
+    for round in 0..2 {
+        send_numbered(&a, b.tid(), round * 20..round * 20 + 20);
+        send_numbered(&b, a.tid(), round * 20..round * 20 + 20);
+        expect_numbered(&b, a.tid(), round * 20..round * 20 + 20);
+        expect_numbered(&a, b.tid(), round * 20..round * 20 + 20);
+        for task in [&a, &b] {
+            assert!(buffers(task) > 0);
+            // Its links may have something to say when the time comes; a minute later they have not.
+            until("nothing on its way", || {
+                minutes += 1;
+                let mut held = task.lock().expect("not forked");
+                let later = held.now() + Micros::from_secs(minutes * 61);
+                held.core.wake(later);
+                (held.core.direct_buffer_bytes() == 0).then_some(())
+            });
+        }
+        assert!(leads(&a, b.tid()) && leads(&b, a.tid()));
+    }
     assert_eq!(offers(&fake), 1);
 }
 

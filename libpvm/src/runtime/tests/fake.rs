@@ -25,6 +25,8 @@ use tempfile::TempDir;
 
 /// Bytes to write, and descriptors that go with them.
 type Parcel = (Bytes, Vec<OwnedFd>);
+/// Who said to whom a word between tasks, the word, and copies of the descriptors that came with it.
+pub(super) type Kept = (Tid, Tid, RouteWord, Vec<OwnedFd>);
 type Answer = Box<dyn Fn(Tid, &Request) -> Option<Reply> + Send>;
 type Detour = Box<dyn Fn(SocketAddr) -> SocketAddr + Send>;
 
@@ -81,6 +83,8 @@ pub(super) struct Net {
     pub(super) lossy: bool,
     /// Tasks may have rings; otherwise their offers are refused as if they ran on different hosts.
     pub(super) near: bool,
+    /// What tasks say to each other, kept when there is a list.
+    pub(super) kept: Option<Vec<Kept>>,
     /// Where those who connect to a task are sent instead.
     pub(super) detour: Option<Detour>,
     answer: Option<Answer>,
@@ -356,6 +360,10 @@ fn route_frame(from: Tid, near: bool, word: RouteWord) -> Bytes {
 /// A word from one task to another. One with descriptors goes to a task that is near and listens, or comes to nothing.
 fn pass_on(net: &mut Net, from: Tid, to: Tid, mut word: RouteWord, descriptors: Vec<OwnedFd>) {
     let near = net.near;
+    if let Some(kept) = &mut net.kept {
+        let copies = descriptors.iter().map(|fd| fd.try_clone().expect("a descriptor")).collect();
+        kept.push((from, to, word.clone(), copies));
+    }
     if let (RouteWord::DirectOffer { addresses, .. }, Some(detour)) = (&mut word, &net.detour) {
         addresses.iter_mut().for_each(|address| *address = detour(*address));
     }

@@ -93,6 +93,82 @@ fn one_message_to_many_is_copied_once() {
     assert_eq!(next(&others[0]).tag, 1, "those before the bad one were sent to");
 }
 
+/// A task and others that have rings to it and read in its store.
+fn lender_to(fake: &Fake, count: usize) -> (Runtime, Vec<Runtime>, Vec<Tid>) {
+    let a = fake.join();
+    let others: Vec<Runtime> = (0..count).map(|_| fake.join()).collect();
+    let tids: Vec<Tid> = others.iter().map(Runtime::tid).collect();
+    until("loans to all", || {
+        a.send_to_many(&message(Tid::NONE, 0, large(0)), &tids).expect("sent");
+        let held: Vec<Message> = others.iter().map(next).collect();
+        let all = tids.iter().all(|tid| lent(&a, *tid) == 1);
+        drop(held);
+        all.then_some(())
+    });
+    (a, others, tids)
+}
+
+/// Five of seven let go of a task that does not know it yet and multicasts to all of them.
+fn to_many_of_whom_five_have_gone(fake: &Fake, a: &Runtime, tids: &[Tid]) {
+    let mut held = a.lock().expect("not forked");
+    for (tid, migration) in tids[1..6].iter().zip(1..) {
+        fake.quiesce(*tid, migration);
+        fake.has_let_go(*tid, migration);
+    }
+    let now = held.now();
+    held.core.send_to_many(now, &message(Tid::NONE, 3, large(3)), tids).expect("sent");
+}
+
+#[test]
+fn a_store_that_is_given_up_while_a_message_goes_to_many_takes_nobody_along() {
+    let fake = near();
+    let (a, others, tids) = lender_to(&fake, 7);
+    let held: Vec<Message> = others[1..6]
+        .iter()
+        .map(|other| {
+            a.send(message(other.tid(), 1, vec![1; 8 << 20])).expect("sent");
+            next(other)
+        })
+        .collect();
+    assert!(tids[1..6].iter().all(|tid| lent(&a, *tid) == 1), "40 MiB of 64 are lent");
+    let before = a.look(|core| core.near.store_id()).expect("not forked");
+    to_many_of_whom_five_have_gone(&fake, &a, &tids);
+    assert_ne!(a.look(|core| core.near.store_id()).expect("not forked"), before, "too much of it was lost");
+    for stays in [&others[0], &others[6]] {
+        let got = next(stays);
+        assert_eq!((got.tag, &got.body[..]), (3, &large(3)[..]));
+    }
+    (1..6).for_each(|migration| fake.wake(migration));
+    for (other, held) in others[1..6].iter().zip(&held) {
+        let got = next(other);
+        assert_eq!((got.tag, &got.body[..]), (3, &large(3)[..]));
+        assert!(held.body.iter().all(|byte| *byte == 1), "what was in hand stays whole");
+    }
+    let mut n = 4;
+    until("a loan from the new store", || {
+        a.send_to_many(&message(Tid::NONE, n, large(n as u8)), &[tids[0], tids[6]]).expect("sent");
+        let held = [next(&others[0]), next(&others[6])];
+        assert!(held.iter().all(|got| got.tag == n && got.body[..] == large(n as u8)));
+        n += 1;
+        (lent(&a, tids[0]) == 1 && lent(&a, tids[6]) == 1).then_some(())
+    });
+}
+
+#[test]
+fn one_message_that_five_have_taken_away_is_lost_once() {
+    let fake = near();
+    let (a, others, tids) = lender_to(&fake, 7);
+    a.send_to_many(&message(Tid::NONE, 1, vec![1; 8 << 20]), &tids).expect("sent");
+    let _held: Vec<Message> = others.iter().map(next).collect();
+    assert!(tids.iter().all(|tid| lent(&a, *tid) == 1));
+    let before = a.look(|core| core.near.store_id()).expect("not forked");
+    assert!(before.is_some());
+    to_many_of_whom_five_have_gone(&fake, &a, &tids);
+    assert_eq!(a.look(|core| core.near.store_id()).expect("not forked"), before, "8 MiB of 64 are lost");
+    (1..6).for_each(|migration| fake.wake(migration));
+    others.iter().for_each(|other| assert_eq!(next(other).tag, 3));
+}
+
 /// All threads that this one makes from now on share a processor with it.
 fn on_one_processor() {
     let here = nix::sched::sched_getcpu().expect("this is Linux");

@@ -4,6 +4,8 @@ mod any_route;
 mod direct;
 mod ends;
 mod fake;
+mod forbidden;
+mod hostile;
 mod lend;
 mod moves;
 mod rings;

@@ -4,8 +4,8 @@ use super::fake::Fake;
 use super::{PATIENCE, expect_numbered, message, next, send_numbered, until};
 use crate::runtime::Runtime;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use sempa_proto::Tid;
 use sempa_proto::task::ToTask;
+use sempa_proto::{Message, Micros, Tid};
 use std::os::fd::AsFd;
 use std::time::Instant;
 
@@ -172,6 +172,105 @@ fn tasks_on_different_hosts_go_on_through_their_daemons() {
     send_numbered(&a, b.tid(), 0..200);
     expect_numbered(&b, a.tid(), 0..200);
     assert!(!has_ring(&a, b.tid()) && !has_ring(&b, a.tid()));
+}
+
+#[test]
+fn a_ring_and_a_store_that_nobody_uses_for_a_minute_are_given_back_and_come_again() {
+    let fake = near();
+    let (a, b) = pair(&fake);
+    let large = vec![3; 1 << 20];
+    until("a loan", || {
+        a.send(message(b.tid(), 1, large.clone())).expect("sent");
+        next(&b);
+        a.look(|core| core.near.store_id()).expect("not forked")
+    });
+    let later = {
+        let mut held = a.lock().expect("not forked");
+        let later = held.now() + Micros::from_secs(61);
+        held.core.wake(later);
+        assert!(held.core.near.slot(b.tid()).is_none(), "a minute has passed");
+        assert_eq!(held.core.near.store_id(), None);
+        later
+    };
+    until("the other end", || (!has_ring(&b, a.tid())).then_some(()));
+    if std::env::var_os("NEXTEST").is_some() {
+        let maps = || std::fs::read_to_string("/proc/self/maps").expect("readable");
+        until("no memory", || {
+            let maps = maps();
+            (!maps.contains("sempa-rings") && !maps.contains("sempa-store")).then_some(())
+        });
+    }
+    let mut held = a.lock().expect("not forked");
+    for n in 0..3 {
+        held.core.send(later + Micros::from_secs(2), message(b.tid(), n, "")).expect("sent");
+    }
+    drop(held);
+    for n in 0..3 {
+        assert_eq!(next(&b).tag, n);
+    }
+    until("a new ring", || (has_ring(&a, b.tid()) && has_ring(&b, a.tid())).then_some(()));
+}
+
+/// How many rings a look at what is here looks at.
+fn looked_at(task: &Runtime) -> usize {
+    task.look(|core| core.near.rung()).expect("not forked")
+}
+
+#[test]
+fn who_never_sleeps_looks_no_more_at_peers_that_spoke_once() {
+    const PEERS: usize = 40;
+    let fake = near();
+    let a = fake.join();
+    let peers: Vec<Runtime> = (0..PEERS).map(|_| fake.join()).collect();
+    for peer in &peers {
+        until("a ring", || {
+            peer.send(message(a.tid(), 0, "")).expect("sent");
+            (has_ring(peer, a.tid()) && has_ring(&a, peer.tid())).then_some(())
+        });
+        peer.send(message(a.tid(), 1, "")).expect("sent");
+    }
+    // From here on it only tries: who sleeps makes all of them ring again.
+    until("all of it", || {
+        a.inbox_try(&mut |inbox| (inbox.iter().filter(|m| m.tag == 1).count() == PEERS).then_some(()))
+    });
+    until("few rings to look at", || {
+        a.inbox_try(&mut |_| None::<()>);
+        (looked_at(&a) <= 4).then_some(())
+    });
+    // Each of them is heard again, at once and in order.
+    for round in 2..5 {
+        for peer in peers.iter().rev() {
+            peer.send(message(a.tid(), round, "")).expect("sent");
+            let wanted = |m: &Message| m.src == peer.tid() && m.tag == round;
+            until("the next word", || a.inbox_try(&mut |inbox| inbox.take_first(wanted)));
+        }
+    }
+}
+
+#[test]
+fn rings_with_nothing_to_write_are_not_gone_through_when_one_has_room_again() {
+    let fake = near();
+    let a = fake.join();
+    let others: Vec<Runtime> = (0..5).map(|_| fake.join()).collect();
+    for other in &others {
+        until("a ring", || {
+            a.send(message(other.tid(), 0, "")).expect("sent");
+            next(other);
+            has_ring(&a, other.tid()).then_some(())
+        });
+    }
+    let waiting = || a.look(|core| core.near.waiting()).expect("not forked");
+    until("all is written", || (waiting() == 0).then_some(()));
+    // More than a ring and the window hold; its receiver's ear makes room for it.
+    for n in 0..64 {
+        a.send(message(others[2].tid(), n, vec![n as u8; 200_000])).expect("sent");
+        assert!(waiting() <= 1, "the one that is full");
+    }
+    for n in 0..64 {
+        let got = next(&others[2]);
+        assert_eq!((got.tag, got.body.len()), (n, 200_000));
+    }
+    until("all is written", || (waiting() == 0).then_some(()));
 }
 
 #[test]

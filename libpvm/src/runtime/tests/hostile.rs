@@ -1,0 +1,287 @@
+//! A task that scribbles in what it shares, or dies in the middle of writing there, harms its own conversations only.
+
+use super::fake::{Fake, Kept};
+use super::rings::{near, pair};
+use super::{expect_numbered, message, next, send_numbered, until};
+use crate::runtime::Runtime;
+use nix::sys::uio::{pread, pwrite};
+use sempa_proto::Tid;
+use sempa_proto::link::{LinkKind, SHORT_HEAD_APART, encode_short_head};
+use sempa_proto::message::Message;
+use sempa_proto::route::{OfferId, RouteWord};
+use sempa_proto::task::ToTask;
+use sempa_ring::memory::{BELL_BYTES, PAIR_BYTES};
+use sempa_ring::store::OwnStore;
+use std::os::fd::OwnedFd;
+use std::process::{Command, Stdio};
+
+/// Where the words of the two rings of a pair lie, and how far apart they are: `tail`, `head`, then `starved`, `closed` and
+/// `returned`.
+const WORDS_BYTES: u64 = 384;
+const HEAD: u64 = 128;
+const STARVED: u64 = 256;
+const CLOSED: u64 = 260;
+const RETURNED: u64 = 264;
+/// Where the data of the first ring begins.
+const DATA: u64 = 4096;
+
+struct Dice(u64);
+
+impl Dice {
+    fn roll(&mut self, below: u64) -> u64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) % below
+    }
+
+    /// Small numbers and the largest ones are frequent: those are what lengths and positions break on.
+    fn word(&mut self) -> u64 {
+        match self.roll(4) {
+            0 => self.roll(2),
+            1 => u64::MAX - self.roll(8),
+            2 => self.roll(2 << 20) & !7,
+            _ => self.roll(u64::MAX),
+        }
+    }
+}
+
+fn put(fd: &OwnedFd, at: u64, bytes: &[u8]) {
+    pwrite(fd, bytes, i64::try_from(at).expect("small")).expect("such memory can be written to");
+}
+
+/// A record that looks like one: the right head, and of what a link says, or lends, whatever comes.
+fn record(dice: &mut Dice) -> Vec<u8> {
+    let kind = match dice.roll(3) {
+        0 => LinkKind::Data { last: dice.roll(2) == 0 },
+        1 => LinkKind::Ack { resync: dice.roll(2) == 0 },
+        _ => LinkKind::Probe,
+    };
+    let mut body = encode_short_head(kind, dice.roll(50), dice.word()).to_vec();
+    if dice.roll(2) == 0 {
+        body[0] |= SHORT_HEAD_APART;
+        for word in [dice.roll(4), dice.word(), dice.word(), dice.roll(70)] {
+            body.extend(word.to_le_bytes());
+        }
+    } else {
+        body.resize(body.len() + dice.roll(300) as usize, 7);
+    }
+    let length = body.len() as u32;
+    let mut bytes = (u64::from(length) | u64::from(!length) << 32).to_le_bytes().to_vec();
+    bytes.append(&mut body);
+    bytes
+}
+
+/// Scribbles once in the memory of a pair.
+fn scribble_in_rings(dice: &mut Dice, fd: &OwnedFd) {
+    let words = dice.roll(2) * WORDS_BYTES;
+    match dice.roll(9) {
+        0 => put(fd, words, &dice.word().to_le_bytes()),
+        1 => put(fd, words + HEAD, &dice.word().to_le_bytes()),
+        2 => put(fd, words + STARVED, &(dice.word() as u32).to_le_bytes()),
+        3 => put(fd, words + CLOSED, &(dice.word() as u32).to_le_bytes()),
+        4 | 5 => put(fd, words + RETURNED, &dice.word().to_le_bytes()),
+        6 => put(fd, dice.roll(PAIR_BYTES as u64 - 8), &dice.word().to_le_bytes()),
+        _ => {
+            // Behind what was written last, and the word that says so.
+            let (ring, ring_bytes) = (dice.roll(2), (PAIR_BYTES as u64 - DATA) / 2);
+            let mut tail = [0; 8];
+            assert_eq!(pread(fd, &mut tail, (ring * WORDS_BYTES) as i64), Ok(8));
+            let (tail, bytes) = (u64::from_le_bytes(tail), record(dice));
+            let at = (tail % ring_bytes).min(ring_bytes - 512);
+            put(fd, DATA + ring * ring_bytes + at, &bytes);
+            let end = tail.wrapping_add(bytes.len().next_multiple_of(8) as u64);
+            put(fd, ring * WORDS_BYTES, &end.to_le_bytes());
+        }
+    }
+}
+
+/// What a task that breaks the rules has in its hands by now: rings of its own, and everybody's bells.
+fn scribble(fake: &Fake, dice: &mut Dice, from: Tid, bells: bool) {
+    let net = fake.net();
+    let all = net.kept.iter().flatten();
+    let mine: Vec<_> = all.filter(|(a, b, _, fds)| (*a == from || *b == from) && !fds.is_empty()).collect();
+    if mine.is_empty() {
+        return;
+    }
+    // The latest are in use.
+    let (_, _, word, fds) = mine[mine.len() - 1 - dice.roll(mine.len().min(4) as u64) as usize];
+    match word {
+        RouteWord::RingOffer { .. } if !bells => scribble_in_rings(dice, &fds[0]),
+        RouteWord::RingOffer { .. } | RouteWord::RingAccept { .. } if bells => {
+            let bell = fds.last().expect("looked");
+            put(bell, dice.roll(BELL_BYTES as u64 / 8) * 8, &dice.word().to_le_bytes());
+            // The words that count are the first ones.
+            put(bell, dice.roll(4) * 4, &(dice.word() as u32).to_le_bytes());
+        }
+        _ => {}
+    }
+}
+
+/// Scribbles until rings have broken several times, and new ones have come.
+fn scribble_on(fake: &Fake, bad: &Runtime, victims: [Tid; 2]) {
+    const RINGS: usize = 8;
+    /// Each may cost a second: what wakes a sleeper may be gone.
+    const BELLS: u64 = 10;
+    let (mut dice, mut rounds, mut bells) = (Dice(3), 0u64, 0);
+    until("broken rings", || {
+        for _ in 0..20 {
+            rounds += 1;
+            // So that there are rings again, and stores that others read in.
+            let len = if rounds.is_multiple_of(50) { 300_000 } else { 20 };
+            bad.send(message(victims[rounds as usize % 2], 2, vec![2; len])).expect("sent");
+            let at_bells = bells < BELLS && rounds.is_multiple_of(200);
+            bells += u64::from(at_bells);
+            scribble(fake, &mut dice, bad.tid(), at_bells);
+        }
+        let net = fake.net();
+        let made = |(a, b, word, _): &&Kept| {
+            (*a == bad.tid() || *b == bad.tid()) && matches!(word, RouteWord::RingAccept { .. })
+        };
+        (net.kept.iter().flatten().filter(made).count() >= RINGS).then_some(())
+    });
+}
+
+#[test]
+fn a_task_that_scribbles_in_everything_it_shares_harms_nobody_elses_conversation() {
+    const NUMBERS: u32 = 10_000;
+    let fake = near();
+    fake.net().kept = Some(Vec::new());
+    let (a, b) = pair(&fake);
+    let bad = fake.join();
+    std::thread::scope(|scope| {
+        let scribbling = scope.spawn(|| scribble_on(&fake, &bad, [a.tid(), b.tid()]));
+        let mut round = 0;
+        while round == 0 || !scribbling.is_finished() {
+            let numbers = round * NUMBERS..(round + 1) * NUMBERS;
+            std::thread::scope(|scope| {
+                for (one, other) in [(&a, &b), (&b, &a)] {
+                    let sent = numbers.clone();
+                    scope.spawn(move || {
+                        for number in sent {
+                            let body = [&number.to_le_bytes()[..], &vec![number as u8; number as usize % 300]].concat();
+                            one.send(message(other.tid(), 1, body)).expect("sent");
+                        }
+                    });
+                    let wanted = numbers.clone();
+                    scope.spawn(move || expect_numbered(one, other.tid(), wanted));
+                }
+            });
+            // What the bad one has sent, whatever it is.
+            for task in [&a, &b] {
+                task.inbox_try(&mut |inbox| {
+                    while inbox.take_first(|m| m.src == bad.tid()).is_some() {}
+                    Some(())
+                });
+            }
+            round += 1;
+        }
+        scribbling.join().expect("its own library bears it, too");
+    });
+}
+
+#[test]
+fn what_lies_in_a_ring_is_found_though_somebody_has_wiped_the_bell() {
+    let fake = near();
+    fake.net().kept = Some(Vec::new());
+    let (a, b) = pair(&fake);
+    let wipe = |from: u64, bytes: &[u8]| {
+        let net = fake.net();
+        let bells = net.kept.iter().flatten().filter_map(|(_, _, _, fds)| fds.last());
+        bells.for_each(|bell| put(bell, from, bytes));
+    };
+    // From here on it expects to hear by the ring.
+    a.send(message(b.tid(), 0, "")).expect("sent");
+    assert_eq!(next(&b).tag, 0);
+    for n in 1..4 {
+        std::thread::scope(|scope| {
+            let hearing = scope.spawn(|| next(&b));
+            until("a sleeper", || b.0.shared.lock().is_awaited().then_some(()));
+            // Nobody sleeps, and the ear has been called already: so the writer wakes nobody.
+            wipe(0, &[[0u8; 4], [0; 4], [1, 0, 0, 0], [0; 4]].concat());
+            // As long as this is held the writer cannot ask what has become of it.
+            let mut held = a.lock().expect("not forked");
+            let now = held.now();
+            held.core.send(now, message(b.tid(), n, "")).expect("sent");
+            wipe(16, &[0; BELL_BYTES - 16]);
+            assert_eq!(hearing.join().expect("no panic").tag, n);
+        });
+    }
+}
+
+#[test]
+fn a_lender_that_offers_one_store_after_the_other_fills_no_table() {
+    let fake = near();
+    let (a, b) = pair(&fake);
+    let stores = |task: &Runtime| task.look(|core| core.near.stores_borrowed()).expect("not forked");
+    let mut at_most = 0;
+    for n in 0..40 {
+        let mut held = b.lock().expect("not forked");
+        let now = held.now();
+        let (_, fd) = OwnStore::new().expect("made");
+        held.core.take_ring_word(now, a.tid(), &RouteWord::StoreOffer { id: OfferId(n) }, vec![fd]);
+        held.core.near.hold_a_loan(a.tid());
+        drop(held);
+        at_most = at_most.max(stores(&b));
+    }
+    assert_eq!(at_most, 8, "each with a message in use");
+    send_numbered(&a, b.tid(), 0..200);
+    expect_numbered(&b, a.tid(), 0..200);
+}
+
+/// Not a test of its own: what the killed process does.
+#[test]
+#[ignore = "run by a_process_that_is_killed_in_the_middle_of_writing_leaves_whole_messages_only"]
+fn writes_without_end() {
+    let socket = std::env::var_os("WRITES_TO_SOCKET").expect("told where").into();
+    let to: i32 = std::env::var("WRITES_TO_TASK").expect("told to whom").parse().expect("a number");
+    let options = crate::runtime::EnrollOptions {
+        socket,
+        claim: sempa_proto::task::Claim::New,
+        program: "writer".into(),
+        at_end: sempa_proto::task::AtEnd::Told,
+    };
+    let task = Runtime::connect(options).expect("welcome");
+    for number in 0u32.. {
+        let mut body = vec![number as u8; 60_000];
+        body[..4].copy_from_slice(&number.to_le_bytes());
+        task.send(message(Tid::from_raw(to), 1, body)).expect("sent");
+    }
+}
+
+#[test]
+fn a_process_that_is_killed_in_the_middle_of_writing_leaves_whole_messages_only() {
+    let fake = near();
+    let (a, b) = pair(&fake);
+    for round in 0..12 {
+        let mut writer = Command::new(std::env::current_exe().expect("known"))
+            .args(["--exact", "runtime::tests::hostile::writes_without_end", "--ignored"])
+            .env("WRITES_TO_SOCKET", fake.socket())
+            .env("WRITES_TO_TASK", a.tid().raw().to_string())
+            .stdout(Stdio::null())
+            .spawn()
+            .expect("started");
+        let first = next(&a);
+        let from = first.src;
+        let whole = |number: u32, got: &Message| {
+            assert_eq!((got.body[..4].as_ref(), got.body.len()), (&number.to_le_bytes()[..], 60_000), "in order");
+            assert!(got.body[4..].iter().all(|byte| *byte == number as u8), "whole");
+        };
+        whole(0, &first);
+        until("a ring", || a.look(|core| core.near.slot(from).is_some()).filter(|has| *has));
+        for number in 1..50 + round * 7 {
+            whole(number, &next(&a));
+        }
+        // It writes all the time: somewhere in the middle of a message.
+        writer.kill().expect("it runs");
+        writer.wait().expect("it has ended");
+        until("the closed socket", || fake.is_closed(from).then_some(()));
+        fake.tell(a.tid(), ToTask::PeerGone { tid: from });
+        until("the end of the ring", || a.look(|core| core.near.slot(from).is_none()).filter(|has| *has));
+        let mut number = 50 + round * 7;
+        while let Some(got) = a.inbox_try(&mut |inbox| inbox.take_first(|m| m.src == from)) {
+            whole(number, &got);
+            number += 1;
+        }
+        send_numbered(&a, b.tid(), 0..20);
+        expect_numbered(&b, a.tid(), 0..20);
+    }
+}
