@@ -108,7 +108,9 @@ impl Model {
                 None => self.target_failed(now, tid, to, REFUSED_MAX, &text),
             },
             Refusal::HostLost(host) if *host == from => self.hold(tid, now + REFUSED_MIN, &text),
-            Refusal::HostLost(_) | Refusal::OwnerThere { .. } => self.target_failed(now, tid, to, REFUSED_MIN, &text),
+            Refusal::HostLost(_) | Refusal::OwnerThere { .. } | Refusal::MemoryPromised { .. } => {
+                self.target_failed(now, tid, to, REFUSED_MIN, &text);
+            }
             Refusal::CpuFeatures { .. }
             | Refusal::KernelFeatures { .. }
             | Refusal::File { .. }
