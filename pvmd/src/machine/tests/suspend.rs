@@ -391,8 +391,8 @@ fn tasks_that_gave_way_stay_so_when_another_resource_manager_comes_in_time_which
 
 #[test]
 fn for_a_task_that_stands_still_a_daemon_holds_no_more_than_the_windows_of_those_that_send_to_it() {
-    const SENDERS: usize = 6;
-    const EACH: usize = 3 * WINDOW_BYTES_MAX / MESSAGE;
+    const SENDERS: usize = 4;
+    const EACH: usize = 2 * WINDOW_BYTES_MAX / MESSAGE;
     const MESSAGE: usize = 1 << 20;
     let (mut sim, console) = Sim::cluster(1, 2);
     let receiver = spawn(&mut sim, console, on("h1", "child", 1))[0];
