@@ -42,6 +42,7 @@ pub(crate) fn desktop(index: u16, owner: Owner) -> HostView {
         foreign_mean: None,
         owner,
         no_moves: None,
+        starting: 0,
         terms: Terms::default(),
         tasks: Vec::new(),
     }
