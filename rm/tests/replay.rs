@@ -180,3 +180,24 @@ fn a_task_that_ended_twice_has_all_its_work_in_a_replay() {
     // On the host that is twice as fast.
     assert_eq!((figures.finished, figures.run_mean_s.round()), (1, 50.0), "{figures:?}");
 }
+
+#[test]
+fn each_user_of_a_record_is_that_user_in_a_replay() {
+    let mut entries = farm(Conduct::default(), 2);
+    let other = Tid::task(h(2), 3).expect("a task");
+    let request = SpawnRequest { file: "worker".into(), count: 1, ..SpawnRequest::default() };
+    let input = Input::Spawn { number: (other, 1), caller: h(2), user: 6, job: other, request };
+    entries.push(entry(30, input));
+    let tid = Tid::task(h(2), 9).expect("a task");
+    entries.push(entry(30, Input::Started { number: (other, 1), tids: vec![tid] }));
+    let used = Usage { user: Micros::from_secs(60), ..Usage::default() };
+    entries.push(entry(200, Input::Ended { tid, used }));
+    entries.sort_by_key(|entry| entry.at);
+    let figures = replay::run(&entries, Conduct::default()).expect("it runs");
+    let of = |user: u32| (figures.users[&user].answered, figures.users[&user].finished);
+    assert_eq!((of(0), of(6), figures.users.len()), ((1, 2), (1, 1), 2), "{figures:?}");
+    let limits = pvm_rm::decide::Limits { user_tasks: Some(1), job_tasks: None };
+    let rules = pvm_rm::spawns::Rules { limits, ..Default::default() };
+    let limited = replay::run(&entries, Conduct { rules, ..Conduct::default() }).expect("it runs");
+    assert_eq!((limited.started, limited.refused), (1, 2), "one is allowed to each: {limited:?}");
+}

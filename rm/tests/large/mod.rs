@@ -43,6 +43,7 @@ pub(crate) fn desktop(index: u16, owner: Owner) -> HostView {
         promised: 0,
         owner,
         no_moves: None,
+        starting: 0,
         terms: Terms::default(),
         tasks: Vec::new(),
     }
