@@ -100,7 +100,7 @@ mod tests {
         let all = (start, start + (page * pages) as u64);
         let found = present(&own, all).expect("Linux 6.7");
         assert_eq!(found.iter().map(|(from, to)| (to - from) / page as u64).sum::<u64>(), 1500 + 50);
-        assert!(found.iter().all(|(from, _)| (from - start) / page as u64 % 2 == 0), "{found:?}");
+        assert!(found.iter().all(|(from, _)| ((from - start) / page as u64).is_multiple_of(2)), "{found:?}");
         assert_eq!(found.len(), 1451);
     }
 

@@ -17,7 +17,7 @@ impl Sim {
                 let last = self.channels.entry(Channel::ToProc(conn)).or_default();
                 *last = at.max(*last);
                 self.news += 1;
-                self.to_proc(conn, |proc| Happening::ToProc(proc, conn, message));
+                self.tell_proc(conn, |proc| Happening::ToProc(proc, conn, message));
             }
             Output::ToTask { conn, message } => {
                 let late = self.faults.late_percent;
@@ -25,22 +25,22 @@ impl Sim {
                     let at = self.now + Micros(20_000 + self.dice.roll(120_000));
                     self.channels.insert(Channel::ToProc(conn), at);
                 }
-                self.to_proc(conn, |proc| Happening::ToProc(proc, conn, message));
+                self.tell_proc(conn, |proc| Happening::ToProc(proc, conn, message));
             }
             Output::RouteToTask { conn, message, descriptors } => {
                 let ToTask::Route { word, .. } = &message else { panic!("{message:?} brings descriptors") };
                 assert_eq!(word.descriptors(), descriptors.count(), "{word:?}");
-                self.to_proc(conn, |proc| Happening::ToProc(proc, conn, message));
+                self.tell_proc(conn, |proc| Happening::ToProc(proc, conn, message));
             }
-            Output::LinkToTask { conn, frame } => self.to_proc(conn, |proc| Happening::LinkToProc(proc, conn, frame)),
-            Output::CloseTask { conn } => self.to_proc(conn, |_| Happening::CloseProc(conn)),
+            Output::LinkToTask { conn, frame } => self.tell_proc(conn, |proc| Happening::LinkToProc(proc, conn, frame)),
+            Output::CloseTask { conn } => self.tell_proc(conn, |_| Happening::CloseProc(conn)),
             Output::Signal { conn, signal } => {
                 if let Some(p) = self.conns.get(&conn) {
                     self.signalled.push((*p, signal));
                 }
             }
             Output::StartTasker => {}
-            Output::ToTasker(message) => self.to_tasker(on, message),
+            Output::ToTasker(message) => self.tell_tasker(on, message),
             Output::Log { text } => self.nodes.get_mut(&on).expect("it speaks").log.push(text),
             Output::LogTaskOutput { bytes, .. } => self.nodes.get_mut(&on).expect("it speaks").output.extend(&bytes),
             Output::Shutdown => {
@@ -52,7 +52,7 @@ impl Sim {
         }
     }
 
-    fn to_proc(&mut self, conn: ConnId, happening: impl FnOnce(usize) -> Happening) {
+    fn tell_proc(&mut self, conn: ConnId, happening: impl FnOnce(usize) -> Happening) {
         if let Some(proc) = self.conns.get(&conn).copied() {
             self.send(Channel::ToProc(conn), happening(proc));
         }

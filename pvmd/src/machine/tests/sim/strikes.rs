@@ -229,7 +229,7 @@ impl Sim {
         match party {
             Party::SourceTasker | Party::TargetTasker => {
                 let late = self.nodes.get_mut(&on).and_then(|node| node.tasker_stands.take());
-                late.into_iter().flatten().for_each(|message| self.to_tasker(on, message));
+                late.into_iter().flatten().for_each(|message| self.tell_tasker(on, message));
             }
             Party::Manager => {
                 let proc = self.strikes.manager.expect("there is one");
@@ -245,7 +245,7 @@ impl Sim {
     }
 
     /// A daemon tells its tasker something.
-    pub(super) fn to_tasker(&mut self, on: HostId, message: ToTasker) {
+    pub(super) fn tell_tasker(&mut self, on: HostId, message: ToTasker) {
         let node = self.nodes.get_mut(&on).expect("it speaks");
         if node.tasker_dead {
             return;
