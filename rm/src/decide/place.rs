@@ -178,7 +178,7 @@ pub(super) fn not_fit(
     if ask.without.contains(&host.id) {
         return Some(Reason::NoAnswer);
     }
-    if let Some((condition, has)) = wants.unmet(host, &load) {
+    if let Some((condition, has)) = wants.unmet(host, now, &load) {
         return Some(Reason::Unmet { condition, has });
     }
     match &host.owner {

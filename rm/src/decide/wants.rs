@@ -155,13 +155,15 @@ impl Figure {
         })
     }
 
-    /// The number of a host; `None` when nobody knows it. The load is asked for only where it counts.
-    pub(super) fn of(self, host: &HostView, load: impl Fn() -> Load) -> Option<u64> {
+    /// The number of a host at `now`; `None` when nobody knows it: a sample that is too old tells nothing. The load is asked for
+    /// only where it counts.
+    pub(super) fn of(self, host: &HostView, now: Micros, load: impl Fn() -> Load) -> Option<u64> {
+        let fresh = || host.fresh_sample(now);
         match self {
-            Figure::Memory => host.sample.as_ref().map(|s| s.sample.available_bytes),
-            Figure::Cores => host.sample.as_ref().map(|s| u64::from(s.sample.cores)),
+            Figure::Memory => fresh().map(|s| s.sample.available_bytes),
+            Figure::Cores => fresh().map(|s| u64::from(s.sample.cores)),
             Figure::Speed => Some(u64::try_from(host.speed).unwrap_or(0)),
-            Figure::Free => host.sample.as_ref().map(|_| load().free_percent()),
+            Figure::Free => fresh().map(|_| load().free_percent()),
         }
     }
 
@@ -275,13 +277,13 @@ impl fmt::Display for Has {
 }
 
 /// What a host has instead of what a condition asks for; `None` where the condition holds.
-fn lacks(condition: &Condition, host: &HostView, load: impl Fn() -> Load) -> Option<Has> {
+fn lacks(condition: &Condition, host: &HostView, now: Micros, load: impl Fn() -> Load) -> Option<Has> {
     let Condition { name, op, values, numbers } = condition;
     let text = |has: &String| (!op.holds(has, values)).then(|| Has::Text(has.clone()));
     match name {
         Name::Host => text(&host.name),
         Name::Arch => text(&host.arch),
-        Name::Figure(figure) => match figure.of(host, load) {
+        Name::Figure(figure) => match figure.of(host, now, load) {
             None => Some(Has::Unknown),
             Some(has) => (!op.holds(&has, numbers)).then_some(Has::Number(*figure, has)),
         },
@@ -394,13 +396,13 @@ impl Wants {
         Ok(wants)
     }
 
-    /// The first condition that a host does not meet, and what the host has.
-    pub(super) fn unmet(&self, host: &HostView, load: impl Fn() -> Load) -> Option<(Arc<Condition>, Has)> {
-        self.conditions.iter().find_map(|c| Some((c.clone(), lacks(c, host, &load)?)))
+    /// The first condition that a host does not meet at `now`, and what the host has.
+    pub(super) fn unmet(&self, host: &HostView, now: Micros, load: impl Fn() -> Load) -> Option<(Arc<Condition>, Has)> {
+        self.conditions.iter().find_map(|c| Some((c.clone(), lacks(c, host, now, &load)?)))
     }
 
-    /// How many tasks of this spawn a host can take.
-    pub(super) fn capacity(&self, host: &HostView) -> u32 {
+    /// How many tasks of this spawn a host can take at `now`.
+    pub(super) fn capacity(&self, host: &HostView, now: Micros) -> u32 {
         let spread = match self.together {
             Together::Spread(most) => most,
             Together::Any | Together::SameHost => u32::MAX,
@@ -408,7 +410,7 @@ impl Wants {
         let wanted = self.conditions.iter().filter(|c| c.name == Name::Figure(Figure::Memory));
         let wanted =
             wanted.filter(|c| matches!(c.op, Op::AtLeast | Op::Above)).filter_map(|c| c.numbers.first().copied());
-        let available = host.sample.as_ref().map_or(0, |s| s.sample.available_bytes);
+        let available = host.fresh_sample(now).map_or(0, |s| s.sample.available_bytes);
         let by_memory = wanted.max().and_then(|bytes| available.checked_div(bytes)).unwrap_or(u64::MAX);
         spread.min(u32::try_from(by_memory).unwrap_or(u32::MAX))
     }
