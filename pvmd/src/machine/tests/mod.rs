@@ -12,6 +12,7 @@ mod routes;
 mod scene;
 mod servers;
 mod sim;
+mod speaker;
 mod survey;
 mod suspend;
 mod tasks;
