@@ -124,7 +124,8 @@ pub(crate) const COMMANDS: &[Entry] = &[
         name: "owner",
         summary: "Say what guests may do on your machine, and see who uses it",
         detail: "Syntax:  owner [ status ]\n         owner away | here [ --for time ]\n         owner auto\n         \
-                 owner never hours [ and hours ... ] | none\n         owner limit number [ cores ] | none\n\
+                 owner never hours [ and hours ... ] | none\n         owner limit number [ cores ] | none\n         \
+                 owner policy [ file | none ]\n\
                  Run it on your machine; it needs no virtual machine of yours.\n\
                  status  who uses this machine, since when, and why they may or may not\n\
                  away    you do not need it: guests are welcome although you are logged in\n\
@@ -133,7 +134,8 @@ pub(crate) const COMMANDS: &[Entry] = &[
                  auto    judge by logins and other signs again\n\
                  never   no guests at these times, as 9-17, mon-fri 9-17:30, fri 22-6, sat,sun, always\n\
                  limit   so many of their tasks at most\n\
-                 More can be said in ~/.config/sempa/owner.toml.\n",
+                 policy  all that a file says, as docs/owner.toml does, counts as your rules; alone it shows them\n\
+                 A virtual machine of your own reads ~/.config/sempa/owner.toml besides.\n",
     },
     Entry {
         name: "ps",

@@ -6,11 +6,15 @@ use crate::session::Outcome;
 use crate::words::span;
 use pvm_load_watcher::hours::Hours;
 use pvm_load_watcher::owner::clock;
+use pvm_load_watcher::policy::{POLICY_BYTES_MAX, Policy};
+use pvm_load_watcher::published::{self, Wrong};
 use pvm_load_watcher::status::{Guest, Status, ask_all};
 use pvm_load_watcher::word::{self, Said, State, WORD_TIME, WORD_TIME_MAX, WORDS_ENV, Word, words_dir};
 use sempa_proto::Micros;
 use serde_json::json;
-use std::path::Path;
+use std::fs::File;
+use std::io::Read;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// What is said or asked.
@@ -24,8 +28,21 @@ pub(crate) enum Owner {
     Never(Vec<Hours>),
     /// So many tasks at most; none: as many as come.
     Limit(Option<u32>),
+    /// These are my rules, in a file; or none any more; or which are they?
+    Policy(Paper),
     /// Who uses my machine, since when, why?
     Status,
+}
+
+/// What is done with an owner's policy.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Paper {
+    /// It is shown.
+    Show,
+    /// What this file says counts from now on.
+    Publish(PathBuf),
+    /// It counts no more.
+    Withdraw,
 }
 
 fn not_a(word: &str, wanted: &'static str) -> ParseError {
@@ -62,6 +79,9 @@ pub(crate) fn parse(args: &[String]) -> Result<Owner, ParseError> {
         ["limit", number] | ["limit", number, "core" | "cores"] => {
             number.parse().map(|number| Owner::Limit(Some(number))).map_err(|_| not_a(number, "a number of cores"))
         }
+        ["policy"] => Ok(Owner::Policy(Paper::Show)),
+        ["policy", "none"] => Ok(Owner::Policy(Paper::Withdraw)),
+        ["policy", file] => Ok(Owner::Policy(Paper::Publish(file.into()))),
         _ => Err(ParseError::WrongArgs("owner")),
     }
 }
@@ -77,7 +97,7 @@ fn after(word: Word, what: &Owner, now: Micros) -> Word {
         Owner::Auto => said = None,
         Owner::Never(hours) => policy.never = (!hours.is_empty()).then(|| hours.clone()),
         Owner::Limit(cores) => policy.cores = *cores,
-        Owner::Status => {}
+        Owner::Policy(_) | Owner::Status => {}
     }
     Word { said, policy }
 }
@@ -110,7 +130,54 @@ fn word_json(word: &Word) -> serde_json::Value {
 pub(crate) fn run(what: &Owner) -> Outcome {
     let dir = words_dir(std::env::var_os(WORDS_ENV).map(Into::into));
     let uid = nix::unistd::geteuid().as_raw();
-    if *what == Owner::Status { status(&dir, uid) } else { say(&dir, uid, what) }
+    match what {
+        Owner::Status => status(&dir, uid),
+        Owner::Policy(paper) => policy(&dir, uid, paper),
+        _ => say(&dir, uid, what),
+    }
+}
+
+/// A file with a policy, as it will be published.
+fn read_policy(file: &Path) -> Result<String, String> {
+    let name = file.display().to_string();
+    let mut text = String::new();
+    let read = File::open(file).and_then(|file| file.take(POLICY_BYTES_MAX as u64 + 1).read_to_string(&mut text));
+    read.map_err(|error| format!("owner: {name} cannot be read: {error}; nothing has changed"))?;
+    match Policy::parse_own(&name, &text) {
+        Ok(_) => Ok(text),
+        Err(error) => Err(format!("owner: {error}; nothing has changed")),
+    }
+}
+
+fn policy(dir: &Path, uid: u32, paper: &Paper) -> Outcome {
+    let path = published::policy_file(dir, uid);
+    let place = path.display();
+    let text = match paper {
+        Paper::Show => match published::read(dir, uid) {
+            Ok(read) => read.map(|(text, _)| text),
+            Err(Wrong::Doubted(sentence)) => return Outcome::refused(format!("owner: {sentence}")),
+            Err(Wrong::Refused(error)) => {
+                return Outcome::refused(format!("owner: {error}; load watchers keep to what it said before"));
+            }
+        },
+        Paper::Publish(file) => match read_policy(file) {
+            Ok(text) => Some(text),
+            Err(sentence) => return Outcome::refused(sentence),
+        },
+        Paper::Withdraw => None,
+    };
+    let changes = *paper != Paper::Show;
+    if changes && let Err(error) = published::write(dir, uid, text.as_deref()) {
+        let advice = format!("nothing has changed; look at the file, or have another folder by {WORDS_ENV}");
+        return Outcome::refused(format!("owner: {place} cannot be written: {error}; {advice}"));
+    }
+    let json = json!({ "policy": text, "file": path });
+    let told = match text {
+        Some(text) if changes => format!("your policy counts ({place}):\n{text}"),
+        Some(text) => text,
+        None => "you have no policy here; 'owner policy FILE' has one count\n".into(),
+    };
+    Outcome::done(told, json, false)
 }
 
 fn say(dir: &Path, uid: u32, what: &Owner) -> Outcome {
@@ -210,6 +277,9 @@ mod tests {
         assert_eq!(words("limit 2 cores"), Ok(Owner::Limit(Some(2))));
         assert_eq!(words("limit 1"), Ok(Owner::Limit(Some(1))));
         assert_eq!(words("limit none"), Ok(Owner::Limit(None)));
+        assert_eq!(words("policy"), Ok(Owner::Policy(Paper::Show)));
+        assert_eq!(words("policy none"), Ok(Owner::Policy(Paper::Withdraw)));
+        assert_eq!(words("policy ./mine.toml"), Ok(Owner::Policy(Paper::Publish("./mine.toml".into()))));
     }
 
     #[test]
@@ -218,6 +288,7 @@ mod tests {
             ("never", "owner: wrong #args"),
             ("gone", "owner: wrong #args"),
             ("here now", "owner: wrong #args"),
+            ("policy a b", "owner: wrong #args"),
             ("never noon", "owner: noon is not a time of the week"),
             ("limit two cores", "owner: two is not a number of cores"),
             ("away --for 2", "owner: 2 is not a time such as"),
@@ -243,6 +314,30 @@ mod tests {
         say("never none");
         assert_eq!(say("limit none"), "you said: nothing; the signs of life count\n");
         assert_eq!(std::fs::read_dir(dir.path()).expect("a folder").count(), 0);
+    }
+
+    #[test]
+    fn a_policy_is_published_shown_and_taken_back_and_a_wrong_one_changes_nothing() {
+        let dir = tempfile::tempdir().expect("a folder");
+        let uid = nix::unistd::geteuid().as_raw();
+        let (file, shown) = (dir.path().join("mine.toml"), || policy(dir.path(), uid, &Paper::Show).text);
+        let publish = |text: &str| {
+            std::fs::write(&file, text).expect("the test's own file");
+            policy(dir.path(), uid, &Paper::Publish(file.clone()))
+        };
+        assert!(shown().starts_with("you have no policy here"));
+        let done = publish("leave_after = 30\n");
+        assert!(
+            !done.failed && done.text.starts_with("your policy counts (") && done.text.contains("leave_after = 30")
+        );
+        let wrong = publish("nice = 3\n\nnice = 4\n").refusal.expect("refused");
+        assert!(wrong.contains("mine.toml:3: duplicate key") && wrong.ends_with("; nothing has changed"), "{wrong}");
+        let long = publish(&"#".repeat(POLICY_BYTES_MAX + 1)).refusal.expect("refused");
+        assert!(long.contains("longer than"), "{long}");
+        assert_eq!(shown(), "leave_after = 30\n");
+        assert!(policy(dir.path(), uid, &Paper::Publish("/nowhere/x".into())).refusal.is_some());
+        policy(dir.path(), uid, &Paper::Withdraw);
+        assert!(shown().starts_with("you have no policy here"));
     }
 
     #[test]

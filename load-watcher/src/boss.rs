@@ -24,15 +24,15 @@ pub(crate) struct Boss {
 }
 
 impl Boss {
-    /// Reports go to this resource manager, until it ends or another one asks for them. When the virtual machine ends, this
+    /// Reports go to this resource manager, if there is one, until it ends or another one asks for them. When the virtual machine ends, this
     /// process does.
     ///
     /// # Errors
     /// What the system or the daemon refused.
-    pub(crate) fn follow(vm: &Vm, rm: Tid) -> anyhow::Result<Arc<Boss>> {
+    pub(crate) fn follow(vm: &Vm, rm: Option<Tid>) -> anyhow::Result<Arc<Boss>> {
         let news = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
-        let boss = Arc::new(Boss { tid: Mutex::new(Some(rm)), news });
-        watch(vm, rm)?;
+        let boss = Arc::new(Boss { tid: Mutex::new(rm), news });
+        rm.map(|rm| watch(vm, rm)).transpose()?;
         let (vm, theirs) = (vm.clone(), Arc::clone(&boss));
         std::thread::Builder::new().name("boss".into()).spawn(move || {
             // Nothing else is received with this context.

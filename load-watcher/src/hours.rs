@@ -42,6 +42,29 @@ impl Hours {
             (today && at.minute >= self.from) || (yesterday && at.minute < self.to)
         }
     }
+
+    /// The same hours in parts of which none goes over midnight.
+    fn parts(&self) -> Vec<Hours> {
+        if self.from < self.to {
+            return vec![*self];
+        }
+        let mut next_day = self.days;
+        next_day.rotate_right(1);
+        let evening = Hours { to: MINUTES, ..*self };
+        let morning = Hours { days: next_day, from: 0, to: self.to };
+        [evening, morning].into_iter().filter(|part| part.from < part.to).collect()
+    }
+
+    /// The hours that both have.
+    pub fn and(&self, other: &Hours) -> Vec<Hours> {
+        let meet = |a: Hours, b: &Hours| {
+            let days = std::array::from_fn(|day| a.days[day] && b.days[day]);
+            Hours { days, from: a.from.max(b.from), to: a.to.min(b.to) }
+        };
+        let (mine, theirs) = (self.parts(), other.parts());
+        let all = mine.into_iter().flat_map(|a| theirs.iter().map(move |b| meet(a, b)));
+        all.filter(|part| part.from < part.to && part.days.contains(&true)).collect()
+    }
 }
 
 fn day(text: &str) -> Option<usize> {
@@ -181,6 +204,17 @@ mod tests {
             prop_assume!(from != to && days.contains(&true));
             let hours = Hours { days, from, to };
             prop_assert_eq!(hours.to_string().parse::<Hours>(), Ok(hours));
+        }
+
+        #[test]
+        fn what_two_have_in_common_is_what_both_hold(
+            days in any::<[[bool; 7]; 2]>(), from in any::<[u16; 2]>(), to in any::<[u16; 2]>(), day in 0_u8..7, minute in 0_u16..1440,
+        ) {
+            let [a, b] = std::array::from_fn(|i| Hours { days: days[i], from: from[i] % 1440, to: to[i] % 1440 + 1 });
+            let moments = [minute, a.from, b.from, a.to % 1440, b.to % 1440].map(|minute| WallClock { day, minute });
+            for at in moments {
+                prop_assert_eq!(a.and(&b).iter().any(|part| part.holds(at)), a.holds(at) && b.holds(at));
+            }
         }
 
         #[test]

@@ -6,7 +6,7 @@
 //!   [`cgroup`]: what a limit of processors leaves.
 //! * [`utmp`], [`sessions`]: read login records and sessions; pure. [`logind`]: asks for sessions over D-Bus.
 //! * [`owner`]: what all signs say about the owner; pure.
-//! * [`policy`], [`hours`], [`word`]: what owners say about guests; [`guests`]: what follows from all that; pure.
+//! * [`policy`], [`hours`], [`word`], [`published`]: what owners say about guests; [`guests`]: what follows from all that; pure.
 //! * [`senses`]: reads the sources where they are; [`rules`]: the files of the policy; [`watch`]: notices at once when they change.
 //! * [`report`]: what is worth a message, and how often to look; pure.
 //! * [`status`]: answers those who ask what uses their machine.
@@ -19,6 +19,7 @@ pub mod ours;
 pub mod owner;
 pub mod policy;
 pub mod proc;
+pub mod published;
 pub mod report;
 pub mod rules;
 pub mod sampler;

@@ -14,15 +14,15 @@ use watcher::Watcher;
 
 /// Watches one host for the resource manager of a Sempa virtual machine: samples its load and senses its owner.
 ///
-/// The resource manager starts one on every host. It outlives the resource manager, so that the owner is guarded without one
-/// too, and reports to the next one. Somebody who is logged in counts as the owner of the host, unless there was no input for
+/// The resource manager starts one on every host, or, when it has died there, the daemon of the host. It outlives the resource
+/// manager, so that the owner is guarded without one too, and reports to the next one. Somebody who is logged in counts as the owner of the host, unless there was no input for
 /// a quarter of an hour. What guests may do then, and otherwise, is up to the owner's policy: `pvm help owner`.
 #[derive(Debug, Parser)]
 #[command(name = "pvm-load-watcher", version)]
 struct Args {
-    /// Task id of the resource manager, as 't40002'.
+    /// Task id of the resource manager, as 't40002'; without it the load watcher reports to the first that asks.
     #[arg(long, value_name = "TID", value_parser = parse_tid)]
-    report_to: Tid,
+    report_to: Option<Tid>,
     /// Context of the reports.
     #[arg(long, default_value_t = 0)]
     ctx: i32,
@@ -44,13 +44,13 @@ struct Args {
     /// File in which interrupts are counted.
     #[arg(long, env = "SEMPA_INTERRUPTS", value_name = "FILE", default_value = pvm_load_watcher::senses::INTERRUPTS_FILE)]
     interrupts: PathBuf,
-    /// The owner's policy [default: ~/.config/sempa/owner.toml of the user of the virtual machine].
+    /// The policy of the user of the virtual machine [default: his ~/.config/sempa/owner.toml].
     #[arg(long, env = "SEMPA_OWNER_POLICY", value_name = "FILE")]
     owner_policy: Option<PathBuf>,
-    /// The administrator's policy.
+    /// The administrator's policy; unless the load watcher is root's, it has to be a file of root's.
     #[arg(long, env = "SEMPA_ADMIN_POLICY", value_name = "FILE", default_value = pvm_load_watcher::rules::ADMIN_FILE)]
     admin_policy: PathBuf,
-    /// Folder of the words that owners say with `pvm owner`.
+    /// Folder of what owners say with `pvm owner`; unless the load watcher is root's, it has to be a folder of root's.
     #[arg(long, env = "SEMPA_OWNER_WORDS", value_name = "DIR", default_value = pvm_load_watcher::word::WORDS_DIR)]
     owner_words: PathBuf,
     /// What the user of the virtual machine asks for where owner and administrator say nothing: settings as in a policy file,
@@ -66,11 +66,7 @@ fn parse_tid(text: &str) -> Result<Tid, String> {
 }
 
 fn parse_settings(text: &str) -> Result<Policy, String> {
-    let policy = Policy::parse("settings", text).map_err(|error| error.to_string())?;
-    match policy.owners {
-        Some(_) => Err("owners: only the administrator's file may say whose word counts".into()),
-        None => Ok(policy),
-    }
+    Policy::parse_own("settings", text).map_err(|error| error.to_string())
 }
 
 fn run(args: Args) -> anyhow::Result<()> {

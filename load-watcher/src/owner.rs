@@ -83,7 +83,7 @@ pub struct Signs<'a> {
 }
 
 /// The result.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Sensed {
     /// The verdict.
     pub owner: OwnerVerdict,

@@ -14,6 +14,8 @@ use thiserror::Error;
 pub const POLICY_BYTES_MAX: usize = 64 << 10;
 /// Entries of one list in a policy file at most.
 pub const ENTRIES_MAX: usize = 256;
+/// Entries of a list that several owners have said together at most.
+const JOINED_MAX: usize = 4 * ENTRIES_MAX;
 /// Longest time that guests may be let wait: a day.
 pub const LEAVE_AFTER_S_MAX: u64 = 86_400;
 /// Minutes after which a login without input counts as idle, unless the policy says otherwise.
@@ -145,6 +147,21 @@ pub struct PolicyError {
     pub reason: String,
 }
 
+impl PolicyError {
+    /// What the parser found wrong in this text.
+    pub(crate) fn of(file: &str, text: &str, error: &toml::de::Error) -> PolicyError {
+        let line = |at: usize| text.as_bytes()[..at.min(text.len())].iter().filter(|b| **b == b'\n').count() + 1;
+        let reason = error.message().lines().map(str::trim).collect::<Vec<_>>().join(" ");
+        PolicyError { file: file.to_string(), line: error.span().map_or(1, |span| line(span.start)), reason }
+    }
+}
+
+/// The line in which a key gets its value, counted from 1; the first one if there is none.
+pub(crate) fn line_with(text: &str, key: &str) -> usize {
+    let is = |l: &str| l.trim_start().strip_prefix(key).is_some_and(|rest| rest.trim_start().starts_with('='));
+    text.lines().position(is).map_or(1, |at| at + 1)
+}
+
 impl Policy {
     /// Reads the text of a file.
     ///
@@ -155,17 +172,22 @@ impl Policy {
         if text.len() > POLICY_BYTES_MAX {
             return Err(refused(1, format!("the file is longer than {POLICY_BYTES_MAX} bytes")));
         }
-        let line_of = |at: usize| text.as_bytes()[..at.min(text.len())].iter().filter(|b| **b == b'\n').count() + 1;
-        let policy: Policy = toml::from_str(text).map_err(|error| {
-            let reason = error.message().lines().map(str::trim).collect::<Vec<_>>().join(" ");
-            refused(error.span().map_or(1, |span| line_of(span.start)), reason)
-        })?;
-        let line = |key: &str| {
-            let is = |l: &str| l.trim_start().strip_prefix(key).is_some_and(|rest| rest.trim_start().starts_with('='));
-            text.lines().position(is).map_or(1, |at| at + 1)
-        };
-        policy.check().map_err(|(key, reason)| refused(line(key), reason))?;
+        let policy: Policy = toml::from_str(text).map_err(|error| PolicyError::of(file, text, &error))?;
+        policy.check().map_err(|(key, reason)| refused(line_with(text, key), reason))?;
         Ok(policy)
+    }
+
+    /// Reads the text of a file that is not the administrator's.
+    ///
+    /// # Errors
+    /// As [`Policy::parse`]; and it must not say whose word counts.
+    pub fn parse_own(file: &str, text: &str) -> Result<Policy, PolicyError> {
+        let policy = Policy::parse(file, text)?;
+        if policy.owners.is_none() {
+            return Ok(policy);
+        }
+        let reason = "owners: only the administrator's file may say whose word counts".to_string();
+        Err(PolicyError { file: file.to_string(), line: line_with(text, "owners"), reason })
     }
 
     /// What the types do not say.
@@ -228,35 +250,111 @@ pub struct Merged {
 impl Merged {
     /// Puts policies together; of each setting the first one counts. Each comes with where it is from.
     pub fn of<'a>(policies: impl IntoIterator<Item = (String, &'a Policy)>) -> Merged {
-        let mut policy = Policy::default();
-        let mut settings: Vec<(&'static str, String, String)> = Vec::new();
-        for (from, next) in policies {
-            for (name, value) in next.settings() {
-                if settings.iter().all(|(known, ..)| *known != name) {
-                    settings.push((name, value, from.clone()));
-                }
-            }
-            let Policy { owners, never, only, cores, memory_free, nice, leave_after, then, idle_after_min, blocked } =
-                next.clone();
-            let mut both = policy.blocked.unwrap_or_default();
-            let blocked = blocked.unwrap_or_default();
-            both.programs = both.programs.or(blocked.programs);
-            both.users = both.users.or(blocked.users);
-            policy = Policy {
-                owners: policy.owners.or(owners),
-                never: policy.never.or(never),
-                only: policy.only.or(only),
-                cores: policy.cores.or(cores),
-                memory_free: policy.memory_free.or(memory_free),
-                nice: policy.nice.or(nice),
-                leave_after: policy.leave_after.or(leave_after),
-                then: policy.then.or(then),
-                idle_after_min: policy.idle_after_min.or(idle_after_min),
-                blocked: Some(both),
-            };
-        }
+        policies
+            .into_iter()
+            .fold(Merged::default(), |before, (from, policy)| before.or(Merged::one(from, policy.clone())))
+    }
+
+    /// All that this policy says, from one place.
+    fn one(from: String, policy: Policy) -> Merged {
+        let settings = policy.settings().into_iter().map(|(name, value)| (name, value, from.clone())).collect();
         Merged { policy, settings }
     }
+
+    /// What is not said here, as it is said there.
+    pub fn or(self, next: Merged) -> Merged {
+        let Merged { policy, mut settings } = self;
+        let new = |(name, ..): &(&str, String, String)| settings.iter().all(|(known, ..)| known != name);
+        let more: Vec<_> = next.settings.into_iter().filter(new).collect();
+        settings.extend(more);
+        let Policy { owners, never, only, cores, memory_free, nice, leave_after, then, idle_after_min, blocked } =
+            next.policy;
+        let mut both = policy.blocked.unwrap_or_default();
+        let blocked = blocked.unwrap_or_default();
+        both.programs = both.programs.or(blocked.programs);
+        both.users = both.users.or(blocked.users);
+        let policy = Policy {
+            owners: policy.owners.or(owners),
+            never: policy.never.or(never),
+            only: policy.only.or(only),
+            cores: policy.cores.or(cores),
+            memory_free: policy.memory_free.or(memory_free),
+            nice: policy.nice.or(nice),
+            leave_after: policy.leave_after.or(leave_after),
+            then: policy.then.or(then),
+            idle_after_min: policy.idle_after_min.or(idle_after_min),
+            blocked: Some(both),
+        };
+        Merged { policy, settings }
+    }
+
+    /// What several people want who have the same right: what any of them does not want is not done. Of the ways to leave, the
+    /// one that frees the machine for sure counts first.
+    pub fn and(self, other: Merged) -> Merged {
+        let (a, b) = (self.policy, other.policy);
+        let blocked = (a.blocked.unwrap_or_default(), b.blocked.unwrap_or_default());
+        let sooner = |after: &LeaveAfter| match after {
+            LeaveAfter::Seconds(seconds) => *seconds,
+            LeaveAfter::Never => u64::MAX,
+        };
+        let surer = |then: &Leave| match then {
+            Leave::Kill => 2,
+            Leave::Checkpoint => 1,
+            Leave::Move => 0,
+        };
+        let policy = Policy {
+            owners: joined(a.owners, b.owners),
+            never: joined(a.never, b.never),
+            // Cut short it leaves fewer hours than both have, never more.
+            only: both(a.only, b.only, |a, b| {
+                a.iter().flat_map(|a| b.iter().flat_map(|b| a.and(b))).take(ENTRIES_MAX).collect()
+            }),
+            cores: both(a.cores, b.cores, |a, b| a.min(b)),
+            memory_free: both(a.memory_free, b.memory_free, |a, b| Size(a.0.max(b.0))),
+            nice: both(a.nice, b.nice, |a, b| a.max(b)),
+            leave_after: a.leave_after.into_iter().chain(b.leave_after).min_by_key(sooner),
+            then: a.then.into_iter().chain(b.then).max_by_key(surer),
+            idle_after_min: both(a.idle_after_min, b.idle_after_min, |a, b| a.max(b)),
+            blocked: Some(Blocked {
+                programs: joined(blocked.0.programs, blocked.1.programs),
+                users: joined(blocked.0.users, blocked.1.users),
+            }),
+        };
+        let said: Vec<(&str, String, String)> = self.settings.into_iter().chain(other.settings).collect();
+        // Whose word it is, if it is as somebody said it; or else it comes from all that spoke of it.
+        let from = |name: &str, value: &str| {
+            let of_it: Vec<_> = said.iter().filter(|(known, ..)| *known == name).collect();
+            let sayer = of_it.iter().find(|(_, known, _)| known == value).map(|(.., from)| from.clone());
+            sayer.unwrap_or_else(|| {
+                let all: Vec<&str> = of_it.iter().map(|(.., from)| from.as_str()).collect();
+                all.join(" and ")
+            })
+        };
+        let with_from = |(name, value): (&'static str, String)| {
+            let from = from(name, &value);
+            (name, value, from)
+        };
+        let settings = policy.settings().into_iter().map(with_from).collect();
+        Merged { policy, settings }
+    }
+}
+
+/// One of two, or what comes of both.
+fn both<T>(a: Option<T>, b: Option<T>, of: impl Fn(T, T) -> T) -> Option<T> {
+    match (a, b) {
+        (Some(a), Some(b)) => Some(of(a, b)),
+        (a, b) => a.or(b),
+    }
+}
+
+/// All of two lists.
+fn joined<T: PartialEq>(a: Option<Vec<T>>, b: Option<Vec<T>>) -> Option<Vec<T>> {
+    both(a, b, |mut a, b| {
+        let new: Vec<T> = b.into_iter().filter(|one| !a.contains(one)).collect();
+        a.extend(new);
+        a.truncate(JOINED_MAX);
+        a
+    })
 }
 
 #[cfg(test)]
@@ -333,6 +431,36 @@ mod tests {
         assert_eq!(blocked.programs, Some(vec!["miner".to_string()]));
         let from = |name: &str| merged.settings.iter().find(|(n, ..)| *n == name).map(|(.., from)| from.as_str());
         assert_eq!((from("never"), from("cores"), from("nice")), (Some("owner"), Some("admin"), None));
+    }
+
+    #[test]
+    fn what_one_of_several_owners_does_not_want_is_not_done() {
+        let one = |from: &str, text: &str| Merged::of([(from.to_string(), &Policy::parse("x", text).expect("good"))]);
+        let olga = "only = [\"mon-fri 18-8\"]\ncores = 3\nnice = 5\nleave_after = \"never\"\nmemory_free = \"2G\"\n\
+                    [blocked]\nusers = [\"bob\"]";
+        let otto = "only = [\"mon,tue\"]\nnever = [\"12-13\"]\ncores = 2\nleave_after = 60\nmemory_free = \"1G\"\n\
+                    then = \"kill\"\n[blocked]\nusers = [\"eve\", \"bob\"]";
+        let both = one("olga", olga).and(one("otto", otto));
+        let told = |name: &str| {
+            let found = both.settings.iter().find(|(known, ..)| *known == name);
+            found.map(|(_, value, from)| format!("{value} ({from})")).expect(name)
+        };
+        assert_eq!(told("cores"), "2 (otto)");
+        assert_eq!(told("memory_free"), "\"2G\" (olga)");
+        assert_eq!(told("nice"), "5 (olga)");
+        assert_eq!(told("leave_after"), "60 (otto)");
+        assert_eq!(told("then"), "\"kill\" (otto)");
+        assert_eq!(told("never"), "[\"12:00-13:00\"] (otto)");
+        assert_eq!(told("only"), "[\"mon-tue 18:00-24:00\", \"tue 0:00-8:00\"] (olga and otto)");
+        assert_eq!(told("blocked.users"), "[\"bob\", \"eve\"] (olga and otto)");
+    }
+
+    #[test]
+    fn only_the_administrators_file_says_whose_word_counts() {
+        let text = "cores = 1\nowners = [\"me\"]\n";
+        assert_eq!(Policy::parse("o", text).expect("good").owners, Some(vec!["me".to_string()]));
+        let error = Policy::parse_own("o", text).expect_err("not his to say");
+        assert!(error.line == 2 && error.reason.contains("administrator"), "{error}");
     }
 
     #[test]

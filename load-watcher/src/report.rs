@@ -27,6 +27,8 @@ fn differ(a: &LoadSample, b: &LoadSample) -> bool {
         || (a.share - b.share).abs() > SHARE_CHANGE
         || (a.busy - b.busy).abs() >= BUSY_CHANGE
         || a.running.abs_diff(b.running) >= RUNNING_CHANGE
+        || a.ours.is_some() != b.ours.is_some()
+        || (a.ours.unwrap_or(0.0) - b.ours.unwrap_or(0.0)).abs() >= BUSY_CHANGE * a.processors()
         || memory > a.available_bytes.max(b.available_bytes) / 10
 }
 
@@ -95,6 +97,7 @@ mod tests {
         assert!(reporter.load_is_news(soon, &sample(0.4, 1)));
         assert!(reporter.load_is_news(soon, &sample(0.2, 3)));
         assert!(reporter.load_is_news(soon, &LoadSample { cores: 4, ..sample(0.2, 1) }));
+        assert!(reporter.load_is_news(soon, &LoadSample { ours: Some(0.3), ..sample(0.2, 1) }));
         assert!(reporter.load_is_news(soon, &LoadSample { available_bytes: 1 << 29, ..sample(0.2, 1) }));
         assert!(reporter.load_is_news(Micros::from_secs(10), &sample(0.2, 1)));
     }

@@ -1,12 +1,20 @@
-//! The policy as it holds now: the owner's file, the administrator's, the user's wishes and the owners' words, read where they
-//! are. A file that is wrong is refused, and what it said before stays.
+//! The policy as it holds now: the owners' words and policies, the administrator's file, the file and the wishes of the user of
+//! the virtual machine, read where they are. A file that is wrong is refused, and what it said before stays.
+//!
+//! Owners come first. Several owners have the same right: what any of them does not want is not done. Of each owner his word
+//! counts before the policy that he has published. The user of the virtual machine asks for something, so what he says comes
+//! last, behind the administrator's file, unless he is an owner of this machine himself: the administrator has named him, or
+//! nobody is named and he is the one who was last logged in at the machine itself. Root always is.
 
 use crate::owner::Spoken;
 use crate::policy::{Merged, Policy, PolicyError};
+use crate::published::{self, Wrong};
 use crate::word;
 use nix::unistd::{Uid, User};
-use std::collections::BTreeMap;
+use sempa_proto::load::Login;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 /// The administrator's file.
@@ -15,30 +23,70 @@ pub const ADMIN_FILE: &str = "/etc/sempa/owner.toml";
 /// Where the parts of the policy are.
 #[derive(Clone, Debug)]
 pub struct Places {
-    /// The owner's file.
-    pub owner: PathBuf,
+    /// The file of the user of the virtual machine.
+    pub own: PathBuf,
     /// The administrator's file.
     pub admin: PathBuf,
-    /// The folder of the owners' words.
+    /// The folder of the owners' words and policies.
     pub words: PathBuf,
+}
+
+/// The user of the virtual machine.
+#[derive(Clone, Debug, Default)]
+pub struct VmUser {
+    /// His number.
+    pub uid: u32,
+    /// His name.
+    pub name: String,
+    /// What he asks for besides his file.
+    pub wishes: Policy,
 }
 
 /// The parts, and what they come to.
 #[derive(Debug)]
 pub struct Rules {
     places: Places,
-    owner: Policy,
+    user: VmUser,
+    own: Policy,
     admin: Policy,
-    user: Policy,
     words: Vec<Spoken>,
+    /// What owners have published.
+    policies: BTreeMap<u32, Policy>,
+    /// Who was last logged in at the machine itself.
+    seated: BTreeSet<String>,
     wrong: BTreeMap<&'static str, Vec<String>>,
     merged: Merged,
     blocked: Vec<u32>,
 }
 
-/// The file of an owner whose home is this.
+/// The file of a user whose home is this.
 pub fn owner_file(home: &Path) -> PathBuf {
     home.join(".config/sempa/owner.toml")
+}
+
+/// The place of what the administrator says, if another one was named in the environment. Only root may name any: otherwise the
+/// user of a virtual machine could have what is said there not count. Others may name what belongs to root and nobody else can
+/// change. With a sentence if it does not count.
+pub fn trusted(named: PathBuf, usual: &Path, by: Uid) -> (PathBuf, Option<String>) {
+    let of_root = |path: &Path| {
+        let about = path.symlink_metadata();
+        // In a folder with the sticky bit nobody can change what is another's.
+        let kept = |mode: u32, folder: bool| mode & 0o022 == 0 || (folder && mode & 0o1000 != 0);
+        about.is_ok_and(|a| !a.is_symlink() && a.uid() == 0 && kept(a.mode(), a.is_dir()))
+    };
+    if named == usual || by.is_root() || of_root(&named) {
+        return (named, None);
+    }
+    let (named, other) = (named.display(), usual.display());
+    let sentence = format!("{named} does not count, because it is not root's, or others can change it; {other} counts");
+    (usual.to_path_buf(), Some(sentence))
+}
+
+/// True for a login at the machine itself: at a console, or in a desktop on a screen of it.
+fn is_at_machine(login: &Login) -> bool {
+    let of_display =
+        |text: &str| text.strip_prefix(':').is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()));
+    login.from.is_empty() || login.from == login.line || of_display(&login.from)
 }
 
 /// Name of a user, or the number where there is none.
@@ -51,52 +99,51 @@ fn uid_of(name: &str) -> Option<u32> {
     known.or_else(|| name.parse().ok())
 }
 
+/// What is told of a file that does not count.
+fn refused(sentence: &str) -> String {
+    format!("{sentence}; what was said before stays")
+}
+
 /// What a file says; nothing when it does not exist.
-fn load(path: &Path) -> Result<Policy, String> {
+fn load(path: &Path, parse: fn(&str, &str) -> Result<Policy, PolicyError>) -> Result<Policy, String> {
     let name = path.display().to_string();
     match std::fs::read_to_string(path) {
-        Ok(text) => Policy::parse(&name, &text).map_err(|error| error.to_string()),
+        Ok(text) => parse(&name, &text).map_err(|error| error.to_string()),
         Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => Ok(Policy::default()),
         Err(e) => Err(format!("{name} cannot be read: {e}")),
     }
 }
 
 impl Rules {
-    /// Reads everything. `user` is what the user of the virtual machine asks for.
-    pub fn read(places: Places, user: Policy) -> Rules {
+    /// Reads everything.
+    pub fn read(places: Places, user: VmUser) -> Rules {
         let mut rules = Rules {
             places,
-            owner: Policy::default(),
-            admin: Policy::default(),
             user,
+            own: Policy::default(),
+            admin: Policy::default(),
             words: Vec::new(),
+            policies: BTreeMap::new(),
+            seated: BTreeSet::new(),
             wrong: BTreeMap::new(),
             merged: Merged::default(),
             blocked: Vec::new(),
         };
         rules.read_admin();
-        rules.read_owner();
+        rules.read_own();
         rules.read_words();
         rules
     }
 
-    /// Reads the owner's file again. Answers what is wrong with it.
-    pub fn read_owner(&mut self) -> Option<String> {
-        let path = &self.places.owner;
-        let own = |policy: Policy| match policy.owners {
-            Some(_) => {
-                let reason = "owners: only the administrator's file may say whose word counts".to_string();
-                Err(PolicyError { file: path.display().to_string(), line: 1, reason }.to_string())
-            }
-            None => Ok(policy),
-        };
-        let read = load(path).and_then(own);
-        self.take("owner", read, |rules, policy| rules.owner = policy)
+    /// Reads the file of the user of the virtual machine again. Answers what is wrong with it.
+    pub fn read_own(&mut self) -> Option<String> {
+        let read = load(&self.places.own, Policy::parse_own);
+        self.take("own", read, |rules, policy| rules.own = policy)
     }
 
     /// Reads the administrator's file again. Answers what is wrong with it.
     pub fn read_admin(&mut self) -> Option<String> {
-        let read = load(&self.places.admin);
+        let read = load(&self.places.admin, Policy::parse);
         self.take("admin", read, |rules, policy| rules.admin = policy)
     }
 
@@ -113,7 +160,7 @@ impl Rules {
                 None
             }
             Err(sentence) => {
-                let sentence = format!("{sentence}; what was said before stays");
+                let sentence = refused(&sentence);
                 self.wrong.insert(which, vec![sentence.clone()]);
                 Some(sentence)
             }
@@ -122,32 +169,67 @@ impl Rules {
         wrong
     }
 
-    /// Reads the owners' words again. Answers what is wrong with them.
+    /// Reads the owners' words and policies again. Answers what is wrong with them.
     pub fn read_words(&mut self) -> Vec<String> {
-        let (words, wrong) = word::read_all(&self.places.words);
+        let (words, mut wrong) = word::read_all(&self.places.words);
         self.words = words.into_iter().map(|(uid, word)| Spoken { uid, user: user_name(uid), word }).collect();
+        let mut before = std::mem::take(&mut self.policies);
+        for (uid, read) in published::read_all(&self.places.words) {
+            let policy = match read {
+                Ok(policy) => Some(policy),
+                Err(Wrong::Doubted(sentence)) => {
+                    wrong.push(sentence);
+                    None
+                }
+                Err(Wrong::Refused(error)) => {
+                    wrong.push(refused(&error.to_string()));
+                    before.remove(&uid)
+                }
+            };
+            self.policies.extend(policy.map(|policy| (uid, policy)));
+        }
         self.wrong.insert("words", wrong.clone());
         self.merge();
         wrong
     }
 
+    /// These are logged in. Who is at the machine itself counts as its owner until others are, if nobody is named.
+    pub fn see(&mut self, logins: &[Login]) {
+        let at_machine = logins.iter().filter(|login| is_at_machine(login));
+        let seated: BTreeSet<String> = at_machine.map(|login| login.user.clone()).collect();
+        if !seated.is_empty() && seated != self.seated {
+            self.seated = seated;
+            self.merge();
+        }
+    }
+
+    /// True if what this user says counts as the owner's.
+    fn is_owner(&self, uid: u32, name: &str) -> bool {
+        let seated = || uid != self.user.uid || self.seated.contains(name);
+        uid == 0 || self.admin.owners.as_ref().map_or_else(seated, |owners| owners.iter().any(|owner| owner == name))
+    }
+
+    /// What one user has said, published, and, if he is the one of the virtual machine, has in his file.
+    fn said_by(&self, uid: u32) -> Merged {
+        let word = self.words.iter().find(|spoken| spoken.uid == uid).map(|spoken| &spoken.word.policy);
+        let word = word.map(|policy| ("pvm owner".to_string(), policy));
+        let published = published::policy_file(&self.places.words, uid).display().to_string();
+        let published = self.policies.get(&uid).map(|policy| (published, policy));
+        let own = (uid == self.user.uid).then(|| (self.places.own.display().to_string(), &self.own));
+        Merged::of(word.into_iter().chain(published).chain(own))
+    }
+
     fn merge(&mut self) {
-        let owners = self.admin.owners.as_deref();
-        let counts = |spoken: &&Spoken| spoken.uid == 0 || owners.is_none_or(|owners| owners.contains(&spoken.user));
-        let words: Vec<&Spoken> = self.words.iter().filter(counts).collect();
-        // Several owners: what any of them does not want is not done.
-        let never: Vec<_> = words.iter().filter_map(|s| s.word.policy.never.clone()).flatten().collect();
-        let spoken = Policy {
-            never: (!never.is_empty()).then_some(never),
-            cores: words.iter().filter_map(|s| s.word.policy.cores).min(),
-            ..Policy::default()
-        };
-        self.merged = Merged::of([
-            ("pvm owner".to_string(), &spoken),
-            (self.places.owner.display().to_string(), &self.owner),
-            (self.places.admin.display().to_string(), &self.admin),
-            ("the user of the virtual machine".to_string(), &self.user),
-        ]);
+        let said = self.words.iter().map(|spoken| spoken.uid).chain(self.policies.keys().copied());
+        let said: BTreeSet<u32> = said.chain([self.user.uid]).collect();
+        let name = |uid: u32| if uid == self.user.uid { self.user.name.clone() } else { user_name(uid) };
+        let owners: Vec<u32> = said.into_iter().filter(|uid| self.is_owner(*uid, &name(*uid))).collect();
+        let all = owners.iter().map(|uid| self.said_by(*uid));
+        let of_owners = all.reduce(Merged::and).unwrap_or_default();
+        let admin = Merged::of([(self.places.admin.display().to_string(), &self.admin)]);
+        let wishes = Merged::of([("the user of the virtual machine".to_string(), &self.user.wishes)]);
+        let user = if owners.contains(&self.user.uid) { Merged::default() } else { self.said_by(self.user.uid) };
+        self.merged = of_owners.or(admin).or(user).or(wishes);
         let names = self.merged.policy.blocked.clone().and_then(|b| b.users).unwrap_or_default();
         self.blocked = names.iter().filter_map(|name| uid_of(name)).collect();
     }
@@ -184,77 +266,5 @@ impl Rules {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::word::Word;
-    use std::fs;
-
-    fn rules(dir: &Path, user: &str) -> Rules {
-        let places = Places { owner: dir.join("owner"), admin: dir.join("admin"), words: dir.to_path_buf() };
-        Rules::read(places, Policy::parse("user", user).expect("good"))
-    }
-
-    #[test]
-    fn the_owner_wins_over_the_administrator_and_he_over_the_user_and_a_word_over_all() {
-        let dir = tempfile::tempdir().expect("a folder");
-        fs::write(dir.path().join("admin"), "cores = 3\nnice = 5\n").expect("the test's own file");
-        let mut rules = rules(dir.path(), "cores = 4\nnice = 9\nleave_after = 7");
-        let cores = |rules: &Rules| rules.merged().policy.cores;
-        assert_eq!((cores(&rules), rules.merged().policy.nice), (Some(3), Some(5)));
-        fs::write(dir.path().join("owner"), "cores = 2\n").expect("the test's own file");
-        assert_eq!(rules.read_owner(), None);
-        assert_eq!(cores(&rules), Some(2));
-        let word = Word { policy: Policy { cores: Some(1), ..Policy::default() }, ..Word::default() };
-        word::write(dir.path(), Uid::effective().as_raw(), &word).expect("written");
-        assert_eq!(rules.read_words(), Vec::<String>::new());
-        assert_eq!(cores(&rules), Some(1));
-        let said: Vec<_> = rules.merged().settings.iter().map(|(name, value, _)| format!("{name}={value}")).collect();
-        assert_eq!(said, ["cores=1", "nice=5", "leave_after=7"]);
-    }
-
-    #[test]
-    fn a_wrong_file_is_refused_and_what_was_said_before_stays_until_it_is_right_again() {
-        let dir = tempfile::tempdir().expect("a folder");
-        let put = |text: &str| fs::write(dir.path().join("owner"), text).expect("the test's own file");
-        put("cores = 2\n");
-        let mut rules = rules(dir.path(), "");
-        put("cores = 3\nnever = 5\n");
-        let wrong = rules.read_owner().expect("wrong");
-        assert!(wrong.contains("owner:2: ") && wrong.ends_with("what was said before stays"), "{wrong}");
-        assert_eq!((rules.merged().policy.cores, rules.wrong()), (Some(2), vec![wrong]));
-        put("cores = 4\n");
-        assert_eq!(rules.read_owner(), None);
-        assert_eq!((rules.merged().policy.cores, rules.wrong().len()), (Some(4), 0));
-        put("owners = [\"me\"]\n");
-        assert!(rules.read_owner().expect("not his to say").contains("administrator"));
-        fs::remove_file(dir.path().join("owner")).expect("the test's own file");
-        assert_eq!(rules.read_owner(), None);
-        assert_eq!(rules.merged().policy.cores, None);
-    }
-
-    #[test]
-    fn blocked_users_are_known_by_name_or_number() {
-        let dir = tempfile::tempdir().expect("a folder");
-        let rules = rules(dir.path(), "[blocked]\nusers = [\"root\", \"12345\", \"nobody-has-this-name\"]");
-        assert_eq!(rules.blocked(), [0, 12345]);
-    }
-
-    #[test]
-    fn where_the_administrator_names_owners_other_words_do_not_count() {
-        let dir = tempfile::tempdir().expect("a folder");
-        fs::write(dir.path().join("admin"), "owners = [\"olga\"]\n").expect("the test's own file");
-        let mut rules = rules(dir.path(), "");
-        let uid = Uid::effective().as_raw();
-        let spoken = |user: &str, uid| Spoken {
-            uid,
-            user: user.into(),
-            word: Word { policy: Policy { cores: Some(1), ..Policy::default() }, ..Word::default() },
-        };
-        rules.words = vec![spoken("mallory", uid + 1)];
-        rules.merge();
-        assert_eq!(rules.merged().policy.cores, None);
-        rules.words = vec![spoken("olga", uid + 1)];
-        rules.merge();
-        assert_eq!(rules.merged().policy.cores, Some(1));
-    }
-}
+#[path = "rules_tests.rs"]
+mod tests;

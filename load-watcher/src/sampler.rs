@@ -72,7 +72,7 @@ impl Sampler {
         })
     }
 
-    /// A sample, taken at `at` (time of day). `busy` is what was used since the sample before; the first one says what
+    /// A sample, taken at `at` (time of day), that does not say whose the load is. `busy` is what was used since the sample before; the first one says what
     /// the queue says. Memory may be as old as [`MEMORY_SPAN`].
     ///
     /// # Errors
@@ -95,7 +95,8 @@ impl Sampler {
             let demand = limited.used + limited.held;
             let (busy, running) = ((limited.used / limited.share).min(1.0), demand.round() as u32);
             let share = limited.share.min(cores as f32);
-            return Ok(LoadSample { at, cores, share, running, load1: demand, busy, available_bytes, pressure: 0.0 });
+            let (load1, pressure, ours) = (demand, 0.0, None);
+            return Ok(LoadSample { at, cores, share, running, load1, busy, available_bytes, pressure, ours });
         }
         Ok(LoadSample {
             at,
@@ -106,6 +107,7 @@ impl Sampler {
             busy,
             available_bytes,
             pressure: pressure.unwrap_or(0.0),
+            ours: None,
         })
     }
 

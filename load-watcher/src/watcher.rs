@@ -8,19 +8,19 @@ use libpvm::{Body, Vm};
 use nix::sys::epoll::Epoll;
 use pvm_load_watcher::guests::{Case, Decision, Door};
 use pvm_load_watcher::logind::Logind;
-use pvm_load_watcher::ours::Ours;
+use pvm_load_watcher::ours::{Ours, QUIET, family};
 use pvm_load_watcher::owner::{Evidence, Records, Sense, Sensed, Signs, logins};
 use pvm_load_watcher::policy::IDLE_AFTER_MIN;
 use pvm_load_watcher::proc::used;
 use pvm_load_watcher::report::{LOGINS_MAX, PAUSE_BUSY, Reporter};
-use pvm_load_watcher::rules::{Places, Rules, owner_file, user_name};
+use pvm_load_watcher::rules::{ADMIN_FILE, Places, Rules, VmUser, owner_file, trusted, user_name};
 use pvm_load_watcher::sampler::Sampler;
 use pvm_load_watcher::senses::{KeySense, sessions, typed};
 use pvm_load_watcher::sessions::Session;
 use pvm_load_watcher::status::{Guest, Listener, Setting, Status, TASKS_MAX};
 use pvm_load_watcher::system::{make_nice, micros, wall, wall_clock};
 use pvm_load_watcher::watch::{Spot, Watch, Woken, records, utmp_path};
-use pvm_load_watcher::word::WORD_PREFIX;
+use pvm_load_watcher::word::{WORD_PREFIX, WORDS_DIR};
 use sempa_proto::load::{LoadReport, LoadSample, OwnerVerdict, is_watcher};
 use sempa_proto::message::DSIG_X86_64;
 use sempa_proto::owner::{Guests, GuestsWord, WHY_BYTES_MAX};
@@ -47,7 +47,7 @@ const BLIND_SPAN: Micros = Micros::from_secs(10);
 // The watched places, by their number.
 const UTMP: usize = 0;
 const SESSIONS: usize = 1;
-const OWNER: usize = 2;
+const OWN: usize = 2;
 const ADMIN: usize = 3;
 const WORDS: usize = 4;
 const PLACES: usize = 5;
@@ -86,6 +86,8 @@ pub(crate) struct Watcher {
     sense: Sense,
     door: Door,
     ours: Ours,
+    /// Processors that others used by the last sample, as far as is known.
+    strange: f32,
     reporter: Reporter,
     listener: Option<Listener>,
     /// `None`: its files are all there is.
@@ -107,30 +109,35 @@ struct Due {
     blind: Micros,
 }
 
+/// What is watched, and what owners, administrator and user say.
+fn read_rules(args: &Args, user: u32) -> (Watch, Rules) {
+    let home = || nix::unistd::User::from_uid(user.into()).ok().flatten().map(|user| user.dir);
+    let own = args.owner_policy.clone().or_else(|| Some(owner_file(&home()?)));
+    let (admin, admin_is_not) = trusted(args.admin_policy.clone(), Path::new(ADMIN_FILE), user.into());
+    let (words, words_are_not) = trusted(args.owner_words.clone(), Path::new(WORDS_DIR), user.into());
+    let places = Places { own: own.unwrap_or_else(|| PathBuf::from("/nonexistent/owner.toml")), admin, words };
+    let watch = Watch::new(vec![
+        Spot::file(utmp_path(args.utmp.clone())),
+        Spot::folder(args.sessions.clone(), ""),
+        Spot::settings(places.own.clone()),
+        Spot::settings(places.admin.clone()),
+        Spot::folder(places.words.clone(), WORD_PREFIX),
+    ]);
+    let rules = Rules::read(places, VmUser { uid: user, name: user_name(user), wishes: args.guest_defaults.clone() });
+    let wrong = rules.wrong();
+    admin_is_not.iter().chain(&words_are_not).chain(&wrong).for_each(|line| say(line));
+    (watch, rules)
+}
+
 impl Watcher {
     pub(crate) fn new(vm: Vm, boss: Arc<Boss>, args: Args) -> anyhow::Result<Watcher> {
         let mut sampler = Sampler::open(Path::new("/proc")).context("sampling the load of this host")?;
         let sample = sampler.sample(wall()).context("sampling the load of this host")?;
-        let user = nix::unistd::geteuid();
-        let home = || nix::unistd::User::from_uid(user).ok().flatten().map(|user| user.dir);
-        let owner = args.owner_policy.clone().or_else(|| Some(owner_file(&home()?)));
-        let places = Places {
-            owner: owner.unwrap_or_else(|| PathBuf::from("/nonexistent/owner.toml")),
-            admin: args.admin_policy.clone(),
-            words: args.owner_words.clone(),
-        };
-        let watch = Watch::new(vec![
-            Spot::file(utmp_path(args.utmp.clone())),
-            Spot::folder(args.sessions.clone(), ""),
-            Spot::settings(places.owner.clone()),
-            Spot::settings(places.admin.clone()),
-            Spot::folder(places.words.clone(), WORD_PREFIX),
-        ]);
-        let rules = Rules::read(places, args.guest_defaults.clone());
-        rules.wrong().iter().for_each(|line| say(line));
+        let user = nix::unistd::geteuid().as_raw();
+        let (watch, rules) = read_rules(&args, user);
         let name = std::env::var("PVM_VMID").ok().filter(|name| !name.is_empty()).unwrap_or_else(|| "pvm".into());
         // Without it the owner is not told; everything else goes on.
-        let listener = Listener::open(user.as_raw(), &name).inspect_err(|e| say(&format!("nobody can ask: {e}"))).ok();
+        let listener = Listener::open(user, &name).inspect_err(|e| say(&format!("nobody can ask: {e}"))).ok();
         let seen = Seen {
             records: records(watch.path(UTMP)),
             sessions: Evidence::Missing("not looked at yet".into()),
@@ -138,13 +145,6 @@ impl Watcher {
             typed: BTreeMap::new(),
             keys: KeySense::new(args.interrupts.clone()),
             foreign: Evidence::Missing("not measured yet".into()),
-        };
-        let sensed = Sensed {
-            owner: OwnerVerdict::Absent { since: None },
-            confidence: 0,
-            why: String::new(),
-            logins: Vec::new(),
-            sources: Vec::new(),
         };
         let logind = Logind::ask(args.bus.clone()).inspect_err(|e| say(&format!("logind cannot be asked: {e}"))).ok();
         let others = listener.iter().map(Listener::fd).chain(logind.iter().map(Logind::fd));
@@ -156,7 +156,7 @@ impl Watcher {
             wake,
             name,
             args,
-            user: user.as_raw(),
+            user,
             begin: Instant::now(),
             sampler,
             watch,
@@ -165,11 +165,12 @@ impl Watcher {
             sense: Sense::default(),
             door: Door::default(),
             ours: Ours::new(Path::new("/proc")),
+            strange: 0.0,
             reporter: Reporter::default(),
             listener,
             logind,
             sample,
-            sensed,
+            sensed: Sensed::default(),
             decision: Decision::default(),
             reported: None,
             told: None,
@@ -216,7 +217,9 @@ impl Watcher {
     /// Judges everything anew. The daemon of this host hears first, because it can stop guests at once.
     fn judge(&mut self) -> anyhow::Result<()> {
         let now = wall();
-        self.seen.typed = typed(&self.args.terminals, &logins(&self.seen.records, &self.seen.sessions));
+        let logins = logins(&self.seen.records, &self.seen.sessions);
+        self.rules.see(&logins);
+        self.seen.typed = typed(&self.args.terminals, &logins);
         let policy = &self.rules.merged().policy;
         let idle = policy.idle_after_min.unwrap_or(IDLE_AFTER_MIN);
         let signs = Signs {
@@ -282,8 +285,8 @@ impl Watcher {
         if which(ADMIN) {
             wrong.extend(self.rules.read_admin());
         }
-        if which(OWNER) {
-            wrong.extend(self.rules.read_owner());
+        if which(OWN) {
+            wrong.extend(self.rules.read_own());
         }
         if which(WORDS) {
             wrong.extend(self.rules.read_words());
@@ -313,6 +316,30 @@ impl Watcher {
         }
     }
 
+    /// Says in the sample what of it is ours, if it is more than what may be left out of account.
+    fn measure_ours(&mut self) {
+        let used = self.sample.busy * self.sample.processors();
+        let Some(times) = self.sampler.times().filter(|_| used >= QUIET) else {
+            self.strange = 0.0;
+            return self.ours.skip();
+        };
+        let Some(ours) = self.ours.sample(times, self.sample.cores) else { return };
+        let before = std::mem::replace(&mut self.strange, used - ours);
+        if self.strange > before + QUIET {
+            // Load that is new may be of tasks that are new: the next sample tells.
+            self.list_ours(&self.tasks());
+        } else {
+            self.sample.ours = Some(ours);
+        }
+    }
+
+    /// Reads from now on what these tasks use, and what serves them.
+    fn list_ours(&mut self, tasks: &[TaskInfo]) {
+        let mut pids: Vec<i32> = tasks.iter().map(|task| task.pid).filter(|pid| *pid > 0).collect();
+        pids.extend(servants());
+        self.ours.set(&pids);
+    }
+
     /// Whose load is it, and are guests nice enough?
     fn look_at_tasks(&mut self) {
         let Some(times) = self.sampler.times() else { return };
@@ -321,12 +348,11 @@ impl Watcher {
             let tasks = self.tasks();
             if let Some(level) = nice {
                 let guests = tasks.iter().filter(|task| is_guest(task));
+                let processes = guests.flat_map(|task| family(Path::new("/proc"), task.pid));
                 // One that has ended meanwhile needs no level.
-                guests.for_each(|task| drop(make_nice(task.pid, i32::from(level))));
+                processes.for_each(|pid| drop(make_nice(pid, i32::from(level))));
             }
-            let mut pids: Vec<i32> = tasks.iter().map(|task| task.pid).filter(|pid| *pid > 0).collect();
-            pids.extend(servants());
-            self.ours.set(&pids);
+            self.list_ours(&tasks);
         }
         self.seen.foreign = match self.ours.measure(times, self.sample.cores) {
             Some(cores) => Evidence::Known(cores),
@@ -404,6 +430,7 @@ impl Watcher {
                 continue;
             }
             self.sample = self.sampler.sample(wall()).context("sampling the load of this host")?;
+            self.measure_ours();
             let now = self.now();
             let before = std::mem::replace(&mut minute, wall().0 / 60_000_000);
             if self.rarely(now) || (before != minute && self.rules.has_hours()) {

@@ -5,9 +5,10 @@
 //! virtual machine. Pure but for [`read_all`] and [`write`].
 
 use crate::hours::Hours;
-use crate::policy::{Policy, PolicyError};
+use crate::policy::{Policy, PolicyError, line_with};
 use sempa_proto::Micros;
 use serde::Deserialize;
+use std::collections::BTreeSet;
 use std::fs::{self, OpenOptions};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
@@ -24,6 +25,8 @@ pub const WORD_PREFIX: &str = "sempa-owner-";
 pub const WORD_TIME: Duration = Duration::from_secs(12 * 3600);
 /// Longest time that can be asked for: a week.
 pub const WORD_TIME_MAX: Duration = Duration::from_secs(7 * 24 * 3600);
+/// How names of word files end.
+const WORD_END: &str = ".toml";
 /// Bytes of a word file at most.
 const WORD_BYTES_MAX: u64 = 16 << 10;
 /// Word files that are looked at.
@@ -80,16 +83,19 @@ impl Word {
     /// # Errors
     /// As [`Policy::parse`].
     pub fn parse(file: &str, text: &str) -> Result<Word, PolicyError> {
-        let wrong = |reason: String| PolicyError { file: file.to_string(), line: 1, reason };
-        let text: Text = toml::from_str(text).map_err(|e| wrong(e.message().replace('\n', " ")))?;
-        let said = match (text.state, text.at_us, text.until_us) {
+        let said: Text = toml::from_str(text).map_err(|error| PolicyError::of(file, text, &error))?;
+        let Text { state, at_us, until_us, visit, never, cores } = said;
+        let said = match (state, at_us, until_us) {
             (Some(state), Some(at), Some(until)) if at <= until => {
-                Some(Said { state, at: Micros(at), until: Micros(until), visit: text.visit })
+                Some(Said { state, at: Micros(at), until: Micros(until), visit })
             }
             (None, ..) => None,
-            _ => return Err(wrong("here or away without a time".into())),
+            _ => {
+                let (line, reason) = (line_with(text, "state"), "here or away without a time".to_string());
+                return Err(PolicyError { file: file.to_string(), line, reason });
+            }
         };
-        Ok(Word { said, policy: Policy { never: text.never, cores: text.cores, ..Policy::default() } })
+        Ok(Word { said, policy: Policy { never, cores, ..Policy::default() } })
     }
 
     /// The file that says so.
@@ -123,7 +129,30 @@ pub fn words_dir(set: Option<PathBuf>) -> PathBuf {
 
 /// The word file of a user.
 pub fn word_file(dir: &Path, uid: u32) -> PathBuf {
-    dir.join(format!("{WORD_PREFIX}{uid}.toml"))
+    dir.join(format!("{WORD_PREFIX}{uid}{WORD_END}"))
+}
+
+/// The text of a file that only this user can have written; `None` when there is none. One that is longer is cut one byte behind
+/// `bytes_max`.
+///
+/// # Errors
+/// It is not the user's own, or cannot be read: one sentence.
+pub(crate) fn believed(path: &Path, uid: u32, bytes_max: u64) -> Result<Option<String>, String> {
+    let doubt = |why: &dyn std::fmt::Display| format!("{} is not believed: {why}", path.display());
+    // A link could lead to anybody's file, a pipe could keep us waiting.
+    let open = OpenOptions::new().read(true).custom_flags(nix::libc::O_NOFOLLOW | nix::libc::O_NONBLOCK).open(path);
+    let file = match open {
+        Ok(file) => file,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(e) => return Err(doubt(&e)),
+    };
+    let about = file.metadata().map_err(|e| doubt(&e))?;
+    if !about.is_file() || about.uid() != uid || about.mode() & 0o022 != 0 {
+        return Err(doubt(&format!("it is not a file that only user {uid} can write")));
+    }
+    let mut text = String::new();
+    file.take(bytes_max + 1).read_to_string(&mut text).map_err(|e| doubt(&e))?;
+    Ok(Some(text))
 }
 
 /// The word of one user; nothing said when there is no file.
@@ -132,36 +161,29 @@ pub fn word_file(dir: &Path, uid: u32) -> PathBuf {
 /// The file is not the user's own, cannot be read, or cannot be understood: one sentence.
 pub fn read(dir: &Path, uid: u32) -> Result<Word, String> {
     let path = word_file(dir, uid);
-    let name = path.display().to_string();
-    // A link could lead to anybody's file, a pipe could keep us waiting.
-    let open = OpenOptions::new().read(true).custom_flags(nix::libc::O_NOFOLLOW | nix::libc::O_NONBLOCK).open(&path);
-    let file = match open {
-        Ok(file) => file,
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Word::default()),
-        Err(e) => return Err(format!("{name} is not believed: {e}")),
+    let Some(text) = believed(&path, uid, WORD_BYTES_MAX)? else { return Ok(Word::default()) };
+    Word::parse(&path.display().to_string(), &text).map_err(|e| e.to_string())
+}
+
+/// The users that have a file in the folder whose name ends so, each once, in order.
+pub(crate) fn users_with(dir: &Path, end: &str) -> Vec<u32> {
+    let uid = |entry: fs::DirEntry| {
+        let name = entry.file_name();
+        name.to_str()?.strip_prefix(WORD_PREFIX)?.strip_suffix(end)?.parse::<u32>().ok()
     };
-    let about = file.metadata().map_err(|e| format!("{name} is not believed: {e}"))?;
-    if !about.is_file() || about.uid() != uid || about.mode() & 0o022 != 0 {
-        return Err(format!("{name} is not believed: it is not a file that only user {uid} can write"));
-    }
-    let mut text = String::new();
-    file.take(WORD_BYTES_MAX).read_to_string(&mut text).map_err(|e| format!("{name} is not believed: {e}"))?;
-    Word::parse(&name, &text).map_err(|e| e.to_string())
+    let users: BTreeSet<u32> = fs::read_dir(dir).into_iter().flatten().flatten().filter_map(uid).collect();
+    users.into_iter().take(WORDS_MAX).collect()
 }
 
 /// The words of all users by uid, and sentences about those that are not believed.
 pub fn read_all(dir: &Path) -> (Vec<(u32, Word)>, Vec<String>) {
     let (mut words, mut wrong) = (Vec::new(), Vec::new());
-    for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
-        let name = entry.file_name();
-        let uid = name.to_str().and_then(|n| n.strip_prefix(WORD_PREFIX)?.strip_suffix(".toml")?.parse::<u32>().ok());
-        let Some(uid) = uid.filter(|_| words.len() + wrong.len() < WORDS_MAX) else { continue };
+    for uid in users_with(dir, WORD_END) {
         match read(dir, uid) {
             Ok(word) => words.push((uid, word)),
             Err(sentence) => wrong.push(sentence),
         }
     }
-    words.sort_by_key(|(uid, _)| *uid);
     (words, wrong)
 }
 
@@ -170,20 +192,25 @@ pub fn read_all(dir: &Path) -> (Vec<(u32, Word)>, Vec<String>) {
 /// # Errors
 /// What the system said.
 pub fn write(dir: &Path, uid: u32, word: &Word) -> io::Result<()> {
-    let path = word_file(dir, uid);
-    if word.is_empty() {
-        return match fs::remove_file(&path) {
+    let text = (!word.is_empty()).then(|| word.text());
+    put(dir, uid, &word_file(dir, uid), text.as_deref())
+}
+
+/// Writes a file of a user, or removes it.
+pub(crate) fn put(dir: &Path, uid: u32, path: &Path, text: Option<&str>) -> io::Result<()> {
+    let Some(text) = text else {
+        return match fs::remove_file(path) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
             other => other,
         };
-    }
-    // Written beside it under another name, so that nobody reads half a word.
+    };
+    // Written beside it under another name, so that nobody reads half of it.
     let draft = dir.join(format!(".{WORD_PREFIX}{uid}.{}", std::process::id()));
     let written = OpenOptions::new().write(true).create_new(true).mode(0o644).open(&draft).and_then(|mut file| {
         file.set_permissions(std::os::unix::fs::PermissionsExt::from_mode(0o644))?;
-        file.write_all(word.text().as_bytes())
+        file.write_all(text.as_bytes())
     });
-    written.and_then(|()| fs::rename(&draft, &path)).inspect_err(|_| drop(fs::remove_file(&draft)))
+    written.and_then(|()| fs::rename(&draft, path)).inspect_err(|_| drop(fs::remove_file(&draft)))
 }
 
 #[cfg(test)]
@@ -213,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_usomebody_else_could_have_written_is_not_believed() {
+    fn a_file_that_somebody_else_could_have_written_is_not_believed() {
         let dir = tempfile::tempdir().expect("a folder");
         let path = word_file(dir.path(), own());
         write(dir.path(), own(), &away()).expect("written");
@@ -226,6 +253,19 @@ mod tests {
         assert!(words.is_empty() && wrong.len() == 1, "{words:?} {wrong:?}");
         symlink(word_file(dir.path(), own() + 1), &path).expect("a link");
         assert!(read(dir.path(), own()).expect_err("a link").contains("not believed"));
+    }
+
+    #[test]
+    fn what_is_wrong_in_a_word_is_named_with_its_line() {
+        for (text, line, reason) in [
+            ("cores = 2\nnever = [\"noon\"]\n", 2, "\"noon\" is no time of the week"),
+            ("\n\ncorse = 2\n", 3, "unknown field `corse`"),
+            ("cores = 2\nstate = \"here\"\n", 2, "here or away without a time"),
+        ] {
+            let error = Word::parse("w.toml", text).expect_err(text);
+            assert_eq!((error.file.as_str(), error.line), ("w.toml", line), "{error}");
+            assert!(error.reason.contains(reason), "{error}");
+        }
     }
 
     proptest! {

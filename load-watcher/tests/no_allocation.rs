@@ -1,9 +1,13 @@
-//! A sample of the real /proc allocates nothing. This test has a process of its own, because it counts all allocations.
+//! A sample of the real /proc, of our own tasks and of a limit allocates nothing. This test has a process of its own, because it
+//! counts all allocations.
 
 #[path = "../../libpvm/proto/tests/counting/mod.rs"]
 mod counting;
 
 use counting::allocations;
+use pvm_load_watcher::cgroup::Group;
+use pvm_load_watcher::ours::Ours;
+use pvm_load_watcher::proc::CpuTimes;
 use pvm_load_watcher::sampler::Sampler;
 use sempa_proto::Micros;
 use std::path::Path;
@@ -18,4 +22,44 @@ fn a_sample_allocates_nothing() {
     }
     assert_eq!(allocations(), before);
     assert!(cores > 0);
+}
+
+#[test]
+fn measuring_what_is_ours_allocates_nothing() {
+    let mut sampler = Sampler::open(Path::new("/proc")).expect("this is Linux");
+    sampler.sample(Micros(0)).expect("this is Linux");
+    let times = sampler.times().expect("a sample was taken");
+    let mut ours = Ours::new(Path::new("/proc"));
+    let own = std::process::id().cast_signed();
+    ours.set(&[own, std::os::unix::process::parent_id().cast_signed()]);
+    let before = allocations();
+    let mut seen = 0;
+    for i in 0..10 {
+        let times = CpuTimes { total: times.total + i * 100, idle: times.idle };
+        seen += usize::from(ours.sample(times, 2).is_some()) + usize::from(ours.measure(times, 2).is_some());
+        assert!(ours.is_needed(times, 2));
+    }
+    assert_eq!(allocations(), before);
+    assert!(seen >= 17, "{seen}");
+}
+
+#[test]
+fn measuring_a_limit_allocates_nothing() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let groups = dir.path().join("groups/own");
+    std::fs::create_dir_all(&groups).expect("the test's own folder");
+    let write = |path: &Path, text: &str| std::fs::write(path, text).expect("the test's own file");
+    write(&dir.path().join("cgroup"), "0::/own\n");
+    let mounts = format!("9 8 0:1 / {} rw - cgroup2 cgroup2 rw\n", dir.path().join("groups").display());
+    write(&dir.path().join("mountinfo"), &mounts);
+    write(&groups.join("cpu.max"), "50000 100000\n");
+    write(&groups.join("cpu.stat"), "usage_usec 1000000\nuser_usec 1\nthrottled_usec 5\n");
+    let mut group = Group::of(dir.path()).expect("it is limited");
+    let before = allocations();
+    let mut share = 0.0;
+    for i in 0..10 {
+        share = group.measure(Micros(i * 1_000_000)).expect("it is limited").share;
+    }
+    assert_eq!(allocations(), before);
+    assert!(share > 0.0);
 }

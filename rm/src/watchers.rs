@@ -205,13 +205,18 @@ impl Watchers {
             State::Adopted { tid, .. } if *tid == src => {
                 self.set(from, State::Running { tid: src, since: now, heard: now });
             }
-            // Its first report may overtake the acknowledgement of its host.
-            State::Starting { wid, .. } if src.home() == Some(from) => {
-                if let Some(wid) = *wid {
+            // Its first report may overtake the acknowledgement of its host; or the host has started one itself.
+            State::Starting { .. } | State::Wanted { .. } if src.home() == Some(from) => {
+                if let State::Starting { wid: Some(wid), .. } = watcher.state {
                     self.late.put(wid);
                 }
                 self.set(from, State::Running { tid: src, since: now, heard: now });
                 self.out.push_back(Output::Notify(src));
+            }
+            // One is enough.
+            State::Running { .. } if src.home() == Some(from) => {
+                self.out.push_back(Output::End(src));
+                return false;
             }
             _ => return false,
         }

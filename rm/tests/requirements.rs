@@ -5,8 +5,8 @@ mod idle;
 use idle::{NOW, h, idle, sampled};
 use proptest::prelude::*;
 use pvm_rm::decide::{
-    Ask, Choice, EXPLAINED_HOSTS_MAX, HEADROOM_BYTES, HostView, Hosts, Offer, Owner, Placement, Policy, Reason,
-    Sampled, Snapshot, TaskView, Why, place, place_by,
+    Ask, Choice, EXPLAINED_HOSTS_MAX, HEADROOM_BYTES, Has, HostView, Hosts, Offer, Owner, Placement, Policy, Reason,
+    SAMPLE_AGE_MAX, Sampled, Snapshot, TaskView, Why, place, place_by,
 };
 use sempa_proto::load::LoadSample;
 use sempa_proto::task::{SPAWN_ARCH, SPAWN_HOST, SpawnRequest};
@@ -124,6 +124,25 @@ fn a_host_without_memory_to_spare_comes_last() {
     assert_eq!(indices(&placed(&snapshot, &request("", 1))), [1]);
     snapshot.hosts[1].sample = sampled(2, HEADROOM_BYTES * 2);
     assert_eq!(indices(&placed(&snapshot, &request("", 6))), [2, 1, 2, 1, 1, 1], "it has room for two");
+}
+
+#[test]
+fn an_old_sample_meets_no_requirement_of_memory_or_processors() {
+    for text in ["?memory >= 1G", "?cores >= 1", "?free >= 0.01", "?memory <= 100G"] {
+        let mut snapshot = pool(2);
+        let mut both = indices(&placed(&snapshot, &request(text, 2)));
+        both.sort_unstable();
+        assert_eq!(both, [1, 2], "{text}");
+        let old = snapshot.hosts[0].sample.as_mut().expect("it has one");
+        old.at = Micros(snapshot.now.0 - SAMPLE_AGE_MAX.0 - 1);
+        let placement = placed(&snapshot, &request(text, 2));
+        assert_eq!(indices(&placement), [2, 2], "{text}");
+        let has = placement.excluded.iter().find_map(|(id, reason)| match reason {
+            Reason::Unmet { has, .. } if *id == h(1) => Some(has.clone()),
+            _ => None,
+        });
+        assert_eq!(has, Some(Has::Unknown), "{text}");
+    }
 }
 
 #[test]

@@ -256,6 +256,24 @@ fn a_watcher_left_by_another_resource_manager_goes_on_and_a_silent_one_is_replac
 }
 
 #[test]
+fn a_watcher_that_a_host_has_started_itself_is_taken_and_a_second_one_is_ended() {
+    let vm = world(1);
+    let mut bed = Bed::quiet(&vm);
+    bed.world().post(Tid::MY_DAEMON, CTX_RM, TAG_TASK_EXIT, 0, int(Bed::watcher(1).raw()));
+    bed.world().event(h(1), ended(Bed::watcher(1)));
+    let own = t(1, 51);
+    bed.world().report(own, h(1), OwnerVerdict::Present { since: Micros(1), seen: Micros(2) });
+    bed.settle();
+    assert!(bed.world().records.iter().any(|r| matches!(r, EventKind::OwnerPresent { .. })), "it is heard");
+    bed.pass(Micros::from_secs(5));
+    assert!(bed.world().took_execs().is_empty(), "none is missing");
+    bed.world().report(t(1, 52), h(1), OwnerVerdict::Absent { since: None });
+    bed.settle();
+    assert_eq!(bed.world().killed, [t(1, 52)]);
+    assert!(!bed.world().records.iter().any(|r| matches!(r, EventKind::OwnerAbsent { .. })), "the first one counts");
+}
+
+#[test]
 fn a_report_counts_only_when_it_comes_from_the_watcher_of_that_host() {
     let vm = world(2);
     let mut bed = Bed::quiet(&vm);

@@ -2,11 +2,11 @@
 
 use sempa_proto::event::EventKind;
 use sempa_tests::logind::{self, Desk, Logind};
-use sempa_tests::needs::testbed;
+use sempa_tests::needs::{testbed, testbed_with_env};
 use sempa_tests::run::run;
 use sempa_tests::speaker::owner;
 use sempa_tests::ssh::Login;
-use sempa_tests::testbed::OLGA_UID;
+use sempa_tests::testbed::{ALICE_UID, OLGA_UID};
 use sempa_tests::vm::Settings;
 use sempa_tests::{Testbed, Vm, eventually};
 use serde_json::Value;
@@ -174,6 +174,103 @@ fn a_policy_file_counts_at_once_and_a_wrong_one_is_refused_while_the_old_one_sta
         clean(vm);
         assert_eq!(vm.host_of(&guest).expect("alive"), "h1");
         login.out().expect("logs out");
+    });
+}
+
+/// A setting in an owner's status: its value, and where it comes from.
+fn setting(status: &Value, name: &str) -> Option<(String, String)> {
+    let one = status["policy"].as_array()?.iter().find(|one| one["name"] == name)?;
+    Some((one["value"].as_str()?.to_string(), one["from"].as_str()?.to_string()))
+}
+
+/// The nice level of a process of a host.
+fn nice(vm: &Vm, host: usize, pid: i32) -> i32 {
+    let mut command = vm.bed().host(host).command("cat");
+    command.arg(format!("/proc/{pid}/stat"));
+    let stat = run(command, SOON).expect("cat runs").out;
+    let rest = stat.rsplit_once(')').map(|(_, rest)| rest).unwrap_or_default();
+    rest.split_whitespace().nth(16).and_then(|level| level.parse().ok()).unwrap_or_else(|| panic!("{stat:?}"))
+}
+
+#[test]
+fn an_owner_publishes_his_whole_policy_for_a_virtual_machine_of_somebody_else() {
+    watched(true, 2, |vm| {
+        let file = vm.bed().folder().join("olga/rules.toml");
+        let publish = |text: &str| {
+            fs::write(&file, text).expect("the testbed's own home");
+            owner(vm.bed(), 2, &["policy", &file.display().to_string()])
+        };
+        publish("leave_after = 3600\nnice = 7\n");
+        let read = status(vm, 2, "policy read", |s| setting(s, "leave_after").is_some());
+        let from = "/var/tmp/sempa-owner-21002.policy.toml".to_string();
+        assert_eq!(setting(&read, "leave_after"), Some(("3600".into(), from)), "{read}");
+
+        let guest = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
+        let login = Login::new(vm.bed(), "olga", vm.bed().host(2)).expect("a login");
+        let waits = status(vm, 2, "stopped", |s| s["guests"] == "stopped");
+        assert!(waits["leave_at_us"].as_u64().is_some_and(|at| at > 0), "{waits}");
+        vm.event(SOON, "present owner", |entry| matches!(entry.kind, EventKind::OwnerPresent { .. })).expect("seen");
+        assert_eq!(vm.host_of(&guest).expect("alive"), "h2", "its hour has not passed");
+        login.out().expect("logs out");
+        status(vm, 2, "free", is_free);
+        let pid = vm.tasks().expect("tasks").iter().find(|task| task.tid == guest).expect("it is there").pid;
+        eventually(SOON, || if nice(vm, 2, pid) >= 7 { Ok(()) } else { Err("not nice yet".into()) })
+            .expect("it is nice");
+
+        // A wrong one is refused where it is said, and where it is read.
+        fs::write(&file, "leave_after = 1\nleaves = 1\n").expect("the testbed's own home");
+        let home = vm.bed().folder().join("olga");
+        let mut command = vm.bed().host(2).command_as(Some(("olga", OLGA_UID, &home)), "pvm");
+        command.args(["owner", "policy", "rules.toml"]);
+        let refused = run(command, SOON).expect("the console runs");
+        assert!(!refused.good() && refused.err.contains("rules.toml:2: unknown field `leaves`"), "{refused:?}");
+        let published = vm.bed().host(2).path("/var/tmp/sempa-owner-21002.policy.toml");
+        fs::write(&published, "nice = 1\n\nnice = 2\n").expect("the testbed's own file");
+        let wrong = status(vm, 2, "refused", |s| s["wrong"].as_array().is_some_and(|w| !w.is_empty()));
+        let says = wrong["wrong"][0].as_str().unwrap_or_default();
+        assert!(says.contains("sempa-owner-21002.policy.toml:3: duplicate key"), "{wrong}");
+        assert_eq!(setting(&wrong, "nice").map(|(value, _)| value), Some("7".into()), "{wrong}");
+
+        publish("[blocked]\nusers = [\"alice\"]\n");
+        let shown = owner(vm.bed(), 2, &["policy"]);
+        assert_eq!(shown["policy"].as_str(), Some("[blocked]\nusers = [\"alice\"]\n"), "{shown}");
+        // Where the tasks of an ordinary user may not move they stand still.
+        let blocked = |s: &Value| s["guests"] == "stopped" && s["guests_why"] == "user 21001 is blocked here";
+        status(vm, 2, "blocked", blocked);
+        note(vm, "h2 takes no guests: user 21001 is blocked here");
+        assert!(vm.spawn(&["-h2", "hold", "1"]).is_err(), "not even by name");
+        owner(vm.bed(), 2, &["policy", "none"]);
+        status(vm, 2, "free", is_free);
+        assert!(!published.exists(), "nothing is left of it");
+        used_again(vm, "h2");
+    });
+}
+
+#[test]
+fn the_file_of_the_user_of_a_virtual_machine_does_not_override_the_administrators() {
+    // Hosts share the /etc of the machine that the test runs on.
+    let place = "/var/tmp/the-administrators.toml";
+    let Some((bed, _)) = testbed_with_env(3, &[("SEMPA_ADMIN_POLICY", place)]) else { return };
+    let admin = |host: usize, text: &str| {
+        let file = bed.host(host).path(place);
+        fs::write(&file, text).expect("the testbed's own file");
+        file
+    };
+    // On h2 it is root's, on h3 somebody's who would like to be the administrator.
+    admin(2, "cores = 1\n");
+    chown(admin(3, "cores = 99\n"), Some(ALICE_UID), None).expect("the testbed's own file");
+    watched_on(&bed, true, |vm| {
+        let file = vm.home().join(".config/sempa/owner.toml");
+        fs::create_dir_all(file.parent().expect("a folder")).expect("the testbed's own home");
+        fs::write(&file, "cores = 8\nidle_after_min = 3\n").expect("the testbed's own home");
+        let own = file.display().to_string();
+        let mine = Some(("8".to_string(), own.clone()));
+        let both = status(vm, 2, "read", |s| setting(s, "idle_after_min").is_some());
+        assert_eq!(setting(&both, "idle_after_min"), Some(("3".into(), own)), "{both}");
+        assert_eq!(setting(&both, "cores"), Some(("1".into(), place.into())), "{both}");
+        status(vm, 3, "hers", |s| setting(s, "cores") == mine);
+        admin(2, "cores = 1\nowners = [\"alice\"]\n");
+        status(vm, 2, "hers", |s| setting(s, "cores") == mine);
     });
 }
 

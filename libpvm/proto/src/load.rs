@@ -39,6 +39,9 @@ pub struct LoadSample {
     pub available_bytes: u64,
     /// Share of time in which some task waited for a processor, 0.0 to 1.0 over ten seconds; 0 where the kernel does not say.
     pub pressure: f32,
+    /// Processors that our own tasks, all their processes, and the daemon have used since the sample before; `None` where it was
+    /// not measured, as on a host that does nothing.
+    pub ours: Option<f32>,
 }
 
 impl LoadSample {
@@ -81,6 +84,12 @@ pub enum OwnerVerdict {
         /// When the watcher learned of it.
         seen: Micros,
     },
+}
+
+impl Default for OwnerVerdict {
+    fn default() -> OwnerVerdict {
+        OwnerVerdict::Absent { since: None }
+    }
 }
 
 /// What the owner of a host allows guests while they are welcome.

@@ -11,6 +11,7 @@
 //! From the moment from which a task has to stand still it has one span of time for letting go. What it did not get done by
 //! then, because it was still coming back from something else, it does when a move needs it.
 
+use super::speaker::Speakers;
 use super::tasks::{Phase, Task};
 use super::{Machine, Output, Timer};
 use checkpoint::protocol::{Source, SourceEvent};
@@ -73,6 +74,7 @@ struct Said {
 pub(super) struct Hosting {
     /// The word by which guests are stopped; none while they are welcome.
     stopped: Option<Said>,
+    pub(super) speakers: Speakers,
     last: u64,
 }
 
@@ -80,6 +82,11 @@ impl Hosting {
     /// True while guests have to stand still.
     pub(super) fn is_stopped(&self) -> bool {
         self.stopped.is_some()
+    }
+
+    /// True if guests are stopped by the word of this task.
+    pub(super) fn is_by(&self, tid: Tid) -> bool {
+        self.stopped.as_ref().is_some_and(|said| said.by == tid)
     }
 }
 
@@ -134,6 +141,13 @@ impl Machine {
             return self.fail(by, id, PvmError::Denied, reason);
         }
         word.why.truncate(cut(&word.why, WHY_BYTES_MAX).len());
+        self.take_word(by, word);
+        self.reply(by, id, Reply::Done);
+    }
+
+    /// This counts now.
+    pub(super) fn take_word(&mut self, by: Tid, word: GuestsWord) {
+        self.hosting.speakers.spoke(by, &word);
         match word.guests {
             Guests::Welcome => self.guests_go_on(&word.why),
             Guests::Stopped { leave_at, .. } => {
@@ -147,7 +161,6 @@ impl Machine {
                 }
             }
         }
-        self.reply(by, id, Reply::Done);
     }
 
     fn stop_guests(&mut self, by: Tid, word: GuestsWord) {
@@ -183,13 +196,6 @@ impl Machine {
         let guests = said.guests.into_iter();
         let guests = guests.filter(|tid| self.tasks.get(*tid).is_some_and(|t| t.suspended.is_none())).collect();
         self.record(EventKind::GuestsContinued { host: self.config.host, guests, why: why.to_string() });
-    }
-
-    /// Who spoke for the owner may be gone: then nobody would ever say that guests are welcome again.
-    pub(super) fn speaker_gone(&mut self, tid: Tid) {
-        if self.hosting.stopped.as_ref().is_some_and(|said| said.by == tid) {
-            self.guests_go_on(&format!("{tid}, which spoke for the owner, has ended"));
-        }
     }
 
     /// The tasker says that nothing of a guest runs any more.

@@ -10,7 +10,8 @@
 //! * `asks`: questions between daemons.
 //! * `spawn`, `rm`, `servers`: starting tasks, resource managers, tasks that do a daemon's work.
 //! * `mailbox`, `groups`, `events`: what the master keeps for all.
-//! * `guests`, `suspend`: tasks that stand still because the owner of this host is there, or because they are suspended.
+//! * `guests`, `suspend`: tasks that stand still because the owner of this host is there, or because they are suspended;
+//!   `speaker`: what counts when who speaks for the owner has died.
 //! * `checkpoints`: jobs that are written to the store and started again.
 //! * `engines`: tasks that are taken elsewhere by starting their program again.
 //! * `moves`, `handover`: the glue to the migration protocol, and what is kept in order while a task changes hosts.
@@ -39,6 +40,7 @@ mod rm;
 mod route;
 mod servers;
 mod spawn;
+mod speaker;
 mod survey;
 mod suspend;
 mod table;
@@ -117,6 +119,10 @@ enum Timer {
     GuestsLeave,
     /// Guests that were asked to end.
     GuestsEnd,
+    /// The last word of who spoke for the owner and has ended.
+    Speaker(Tid),
+    /// The load watcher of this host, which has died.
+    Watcher,
     /// There may have been no resource manager for long.
     NoRm,
     /// A survey that has to end.
@@ -383,6 +389,8 @@ impl Machine {
                 Timer::Ending(tid, migration) => self.ending_over(tid, migration),
                 Timer::GuestsLeave => self.guests_leave(),
                 Timer::GuestsEnd => self.guests_end(),
+                Timer::Speaker(tid) => self.speaker_time_over(tid),
+                Timer::Watcher => self.watcher_due(),
                 Timer::NoRm => self.go_on_without_rm(),
                 Timer::Survey(survey) => self.survey_deadline(survey),
                 Timer::Job(job) => self.job_due(job),

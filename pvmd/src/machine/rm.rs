@@ -272,7 +272,8 @@ impl Machine {
         }
     }
 
-    fn start_command(&mut self, words: Vec<String>) {
+    /// Starts a program that works for this virtual machine.
+    pub(super) fn start_command(&mut self, words: Vec<String>) {
         let mut words = words.into_iter();
         let Some(file) = words.next() else { return };
         let request = SpawnRequest {

@@ -6,6 +6,7 @@ use super::{Machine, World, engines};
 use sempa_proto::engine::Begin;
 use sempa_proto::event::EventKind;
 use sempa_proto::host::{Answer, Question};
+use sempa_proto::load::is_watcher;
 use sempa_proto::sm::{SM_EXECACK, SM_GRANT_TAKEN, Taken, TaskOrder, pack_taken, pack_tids};
 use sempa_proto::table::TASK_FORKED;
 use sempa_proto::task::{
@@ -283,8 +284,10 @@ impl Machine {
             ExecBack::Answer(back) => self.answer(back, Answer::Reply(Reply::Spawned(started.clone()))),
             ExecBack::Rm { rm, wid } => self.send_made(rm, 0, SM_EXECACK, wid, pack_tids(&started)),
             ExecBack::Startup => {
-                if let Some(Err(error)) = started.first() {
-                    let file = &job.request.file;
+                let file = &job.request.file;
+                if let Some(Err(error)) = started.first().filter(|_| is_watcher(file)) {
+                    self.no_watcher(*error);
+                } else if let Some(Err(error)) = started.first() {
                     let text = format!("{file} could not be started: {error}; this daemon does its work itself");
                     self.note(text);
                 }

@@ -481,6 +481,7 @@ impl Machine {
         self.record(EventKind::TaskEnded { tid, status, used });
         self.task_ended_somewhere(tid, &marks);
         self.rm_command_ended(&task, status);
+        self.watcher_ended(&task, status);
         self.stop_step();
     }
 

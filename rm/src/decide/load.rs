@@ -54,6 +54,8 @@ pub(super) struct Load {
     pub(super) own: u32,
     /// Demand that is not ours, in threads.
     pub(super) foreign: u32,
+    /// What our tasks want beyond a thread for each, in threads.
+    pub(super) more: u32,
     /// Tasks for which there is memory.
     pub(super) room: u32,
     /// Nobody seems to use the host.
@@ -78,8 +80,9 @@ impl Load {
         });
         let speed = u64::try_from(host.speed).unwrap_or(0).max(1);
         let foreign = foreign(host, now).round() as u32;
+        let more = fresh.map_or(0.0, |s| demand(s).more).round() as u32;
         let (calm, most) = (host.owner.is_calm(), limits.cores.unwrap_or(u32::MAX));
-        Load { host: host.id, capacity, speed, own, foreign, room, calm, most }
+        Load { host: host.id, capacity, speed, own, foreign, more, room, calm, most }
     }
 
     /// Tasks that the host's owner still allows.
@@ -88,16 +91,19 @@ impl Load {
     }
 
     pub(super) fn share(&self) -> Share {
-        let threads = u64::from(self.own) + u64::from(self.foreign) + 1;
-        let reserve = self.capacity * self.speed / 1000 / threads;
+        let reserve = self.capacity * self.speed / 1000 / (self.threads() + 1);
         let (own, host) = (Reverse(self.own), Reverse(self.host));
         Share { calm: self.calm, roomy: self.room > 0, usable: reserve.min(self.speed), reserve, own, host }
     }
 
     /// What each of our tasks gets now, in thousandths of an ordinary processor.
     pub(super) fn rate(&self) -> f64 {
-        let threads = f64::from(self.own) + f64::from(self.foreign);
-        self.speed as f64 * (self.processors() / threads.max(1.0)).min(1.0)
+        self.speed as f64 * (self.processors() / self.threads().max(1) as f64).min(1.0)
+    }
+
+    /// All that wants a processor.
+    fn threads(&self) -> u64 {
+        u64::from(self.own) + u64::from(self.foreign) + u64::from(self.more)
     }
 
     /// Processors that may be used.
@@ -107,7 +113,7 @@ impl Load {
 
     /// Hundredths of processors that nobody uses.
     pub(super) fn free_percent(&self) -> u64 {
-        (self.capacity / 10).saturating_sub((u64::from(self.own) + u64::from(self.foreign)) * 100)
+        (self.capacity / 10).saturating_sub(self.threads() * 100)
     }
 }
 
@@ -121,8 +127,7 @@ pub(super) fn full(host: &HostView, now: Micros, load: impl Fn() -> Load) -> Opt
     (keeps > 0 && has < keeps.saturating_add(HEADROOM_BYTES)).then_some(Reason::Memory { keeps, has })
 }
 
-/// Demand for processors that is not ours, in threads: measured demand less the tasks of ours that were part of it. 0 when
-/// the sample is missing or too old.
+/// Demand for processors that is not ours, in threads. 0 when the sample is missing or too old.
 pub(super) fn foreign(host: &HostView, now: Micros) -> f32 {
     host.fresh_sample(now).map_or(0.0, foreign_demand)
 }
@@ -166,8 +171,16 @@ impl ForeignMean {
     }
 }
 
-/// Demand for processors that is not ours, in threads, as a sample has it.
-pub fn foreign_demand(sampled: &Sampled) -> f32 {
+/// Demand for processors, in threads, as a sample has it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Demand {
+    /// That is not ours.
+    foreign: f32,
+    /// Of our tasks, beyond a thread for each.
+    more: f32,
+}
+
+fn demand(sampled: &Sampled) -> Demand {
     let sample = &sampled.sample;
     let used = sample.busy * sample.processors();
     // Runnable threads are a snapshot of one instant; the mean over a minute calms it.
@@ -180,7 +193,19 @@ pub fn foreign_demand(sampled: &Sampled) -> f32 {
     } else {
         used
     };
-    (demand - sampled.own as f32).max(0.0)
+    let own = sampled.own as f32;
+    let Some(ours) = sample.ours.filter(|ours| ours.is_finite()) else {
+        return Demand { foreign: (demand - own).max(0.0), more: 0.0 };
+    };
+    // Whoever uses a half of what is used is taken for a half of those who want some.
+    let foreign = if used > 0.0 { (1.0 - ours / used).clamp(0.0, 1.0) * demand } else { 0.0 };
+    Demand { foreign, more: (demand - foreign - own).max(0.0) }
+}
+
+/// Demand for processors that is not ours, in threads, as a sample has it: measured demand less the part of our tasks, by what
+/// they were measured to use. Where that is not known each of our tasks counts as a thread.
+pub fn foreign_demand(sampled: &Sampled) -> f32 {
+    demand(sampled).foreign
 }
 
 /// A share seen from the task's peers: a host behind a slower link counts for less.
@@ -285,4 +310,46 @@ pub(super) fn unknown(snapshot: &Snapshot, among: impl Iterator<Item = HostId>) 
         Some(_) => None,
     };
     among.filter_map(|id| snapshot.host(id)).filter_map(old).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use sempa_proto::load::LoadSample;
+
+    /// Of a host with two processors.
+    fn sampled(busy: f32, queue: u32, ours: Option<f32>, own: u32) -> Sampled {
+        let sample = LoadSample { cores: 2, busy, running: queue, load1: queue as f32, ours, ..LoadSample::default() };
+        Sampled { sample, at: Micros(0), own }
+    }
+
+    #[test]
+    fn a_guest_that_does_nothing_hides_nobody() {
+        // An owner's process, and a task of ours that waits.
+        assert_eq!(foreign_demand(&sampled(0.5, 1, Some(0.0), 1)), 1.0);
+        assert_eq!(foreign_demand(&sampled(0.5, 1, None, 1)), 0.0, "nobody has measured it");
+        // Two of the owner's at full load, and five that wait.
+        assert_eq!(foreign_demand(&sampled(1.0, 2, Some(0.0), 5)), 2.0);
+    }
+
+    #[test]
+    fn the_threads_of_a_guest_are_not_somebody_elses_and_take_room_all_the_same() {
+        let eight = sampled(1.0, 8, Some(2.0), 1);
+        assert_eq!(demand(&eight), Demand { foreign: 0.0, more: 7.0 });
+        // Beside two processes of the owner's.
+        let Demand { foreign, more } = demand(&sampled(1.0, 10, Some(1.6), 1));
+        assert!((foreign - 2.0).abs() < 0.01 && (more - 7.0).abs() < 0.01, "{foreign} {more}");
+        // It needs less than a processor.
+        assert_eq!(demand(&sampled(0.25, 0, Some(0.5), 1)), Demand { foreign: 0.0, more: 0.0 });
+    }
+
+    #[test]
+    fn what_anybody_may_have_written_gives_some_demand_that_is_not_negative() {
+        for ours in [f32::NAN, f32::INFINITY, -3.0, 1e30] {
+            for busy in [0.0, 0.3, 1.0] {
+                let Demand { foreign, more } = demand(&sampled(busy, 3, Some(ours), 2));
+                assert!(foreign >= 0.0 && more >= 0.0 && foreign.is_finite() && more.is_finite(), "{ours} {busy}");
+            }
+        }
+    }
 }

@@ -269,7 +269,7 @@ fn target<'a>(snapshot: &'a Snapshot, loads: &Loads<'_>, from: &HostView, task: 
             continue;
         }
         let settling = matches!(host.owner, Owner::Absent { left: Some(at) } if snapshot.now.since(at) < SETTLE);
-        let meets = unmet(host, || loads.load(host.id), task).is_none();
+        let meets = unmet(host, snapshot.now, || loads.load(host.id), task).is_none();
         match (meets, settling) {
             (true, false) => return Some(host),
             (true, true) => others[0] = others[0].or(Some(host)),
@@ -321,8 +321,8 @@ impl Nowhere {
     }
 }
 
-fn unmet(host: &HostView, load: impl Fn() -> Load, task: &TaskView) -> Option<Reason> {
-    let (condition, has) = task.wants.as_ref()?.unmet(host, load)?;
+fn unmet(host: &HostView, now: Micros, load: impl Fn() -> Load, task: &TaskView) -> Option<Reason> {
+    let (condition, has) = task.wants.as_ref()?.unmet(host, now, load)?;
     Some(Reason::Unmet { condition, has })
 }
 
@@ -355,6 +355,6 @@ pub(super) fn unfit(
     if let Some((_, until)) = refused {
         return Some((Reason::Refused { why: until.why.clone() }, Some(until.at)));
     }
-    let unmet = strict.then(|| unmet(host, load, task)).flatten()?;
+    let unmet = strict.then(|| unmet(host, now, load, task)).flatten()?;
     Some((unmet, None))
 }

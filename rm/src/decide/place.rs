@@ -183,7 +183,7 @@ pub(super) fn not_fit(
     if ask.kept.contains(&host.id) {
         return Some(Reason::Kept);
     }
-    if let Some((condition, has)) = wants.unmet(host, &load) {
+    if let Some((condition, has)) = wants.unmet(host, now, &load) {
         return Some(Reason::Unmet { condition, has });
     }
     match &host.owner {

@@ -60,7 +60,7 @@ impl<'a> Placing<'a> {
 
     /// How many tasks of this spawn a host can take.
     fn capacity(&self, host: &HostView) -> u32 {
-        self.wants.capacity(host).min(self.loads.load(host.id).left())
+        self.wants.capacity(host, self.snapshot.now).min(self.loads.load(host.id).left())
     }
 
     /// Looks at every host first.
@@ -241,7 +241,7 @@ impl<'a> Placing<'a> {
     /// each gets more, in the same order.
     fn ranked(&self, rank: Rank, fit: &[&HostView]) -> Vec<HostId> {
         let key = |h: &&HostView| {
-            let number = rank.by.of(h, || self.loads.load(h.id));
+            let number = rank.by.of(h, self.snapshot.now, || self.loads.load(h.id));
             let order = number.map(|n| if rank.least { u64::MAX - n } else { n });
             (!h.owner.is_calm(), Reverse(order), h.id)
         };

@@ -12,7 +12,11 @@ pub const RESERVE_AFTER: Micros = Micros::from_secs(120);
 /// Tasks of a spawn that a host takes when nobody else is there; 0 where it never takes one, or its owner is there now.
 fn takes(snapshot: &Snapshot, ask: &Ask<'_>, wants: &Wants, host: &HostView) -> u64 {
     let closed = host.owner.keeps_out().is_some() || host.terms.blocks(ask.user, &ask.request.file).is_some();
-    if closed || not_asked(ask, host).is_some() || ask.without.contains(&host.id) || wants.is_never_met(host) {
+    if closed
+        || not_asked(ask, host).is_some()
+        || ask.without.contains(&host.id)
+        || wants.is_never_met(host, snapshot.now)
+    {
         return 0;
     }
     let cores = host.fresh_sample(snapshot.now).map_or(host.cores, |sampled| sampled.sample.cores).max(1);

@@ -154,13 +154,15 @@ impl Figure {
         })
     }
 
-    /// The number of a host; `None` when nobody knows it. The load is asked for only where it counts.
-    pub(super) fn of(self, host: &HostView, load: impl Fn() -> Load) -> Option<u64> {
+    /// The number of a host at `now`; `None` when nobody knows it: a sample that is too old tells nothing. The load is asked for
+    /// only where it counts.
+    pub(super) fn of(self, host: &HostView, now: Micros, load: impl Fn() -> Load) -> Option<u64> {
+        let fresh = || host.fresh_sample(now);
         match self {
-            Figure::Memory => host.available_bytes(),
-            Figure::Cores => host.sample.as_ref().map(|s| u64::from(s.sample.cores)),
+            Figure::Memory => fresh().and_then(|_| host.available_bytes()),
+            Figure::Cores => fresh().map(|s| u64::from(s.sample.cores)),
             Figure::Speed => Some(u64::try_from(host.speed).unwrap_or(0)),
-            Figure::Free => host.sample.as_ref().map(|_| load().free_percent()),
+            Figure::Free => fresh().map(|_| load().free_percent()),
         }
     }
 
@@ -274,13 +276,13 @@ impl fmt::Display for Has {
 }
 
 /// What a host has instead of what a condition asks for; `None` where the condition holds.
-fn lacks(condition: &Condition, host: &HostView, load: impl Fn() -> Load) -> Option<Has> {
+fn lacks(condition: &Condition, host: &HostView, now: Micros, load: impl Fn() -> Load) -> Option<Has> {
     let Condition { name, op, values, numbers } = condition;
     let text = |has: &String| (!op.holds(has, values)).then(|| Has::Text(has.clone()));
     match name {
         Name::Host => text(&host.name),
         Name::Arch => text(&host.arch),
-        Name::Figure(figure) => match figure.of(host, load) {
+        Name::Figure(figure) => match figure.of(host, now, load) {
             None => Some(Has::Unknown),
             Some(has) => (!op.holds(&has, numbers)).then_some(Has::Number(*figure, has)),
         },
@@ -394,16 +396,16 @@ impl Wants {
         Ok(wants)
     }
 
-    /// The first condition that a host does not meet, and what the host has.
-    pub(super) fn unmet(&self, host: &HostView, load: impl Fn() -> Load) -> Option<(Arc<Condition>, Has)> {
-        self.conditions.iter().find_map(|c| Some((c.clone(), lacks(c, host, &load)?)))
+    /// The first condition that a host does not meet at `now`, and what the host has.
+    pub(super) fn unmet(&self, host: &HostView, now: Micros, load: impl Fn() -> Load) -> Option<(Arc<Condition>, Has)> {
+        self.conditions.iter().find_map(|c| Some((c.clone(), lacks(c, host, now, &load)?)))
     }
 
     /// True for a host that will not meet the conditions, whoever leaves it.
-    pub(super) fn is_never_met(&self, host: &HostView) -> bool {
+    pub(super) fn is_never_met(&self, host: &HostView, now: Micros) -> bool {
         let passes = |c: &&Arc<Condition>| !matches!(c.name, Name::Figure(Figure::Memory | Figure::Free));
         let no_load = || unreachable!("only free processors depend on the load");
-        self.conditions.iter().filter(passes).any(|c| lacks(c, host, no_load).is_some())
+        self.conditions.iter().filter(passes).any(|c| lacks(c, host, now, no_load).is_some())
     }
 
     /// Bytes that each task needs, if the spawn says so.
@@ -412,13 +414,13 @@ impl Wants {
         wanted.filter(|c| matches!(c.op, Op::AtLeast | Op::Above)).filter_map(|c| c.numbers.first().copied()).max()
     }
 
-    /// How many tasks of this spawn a host can take.
-    pub(super) fn capacity(&self, host: &HostView) -> u32 {
+    /// How many tasks of this spawn a host can take at `now`.
+    pub(super) fn capacity(&self, host: &HostView, now: Micros) -> u32 {
         let spread = match self.together {
             Together::Spread(most) => most,
             Together::Any | Together::SameHost => u32::MAX,
         };
-        let available = host.available_bytes().unwrap_or(0);
+        let available = host.fresh_sample(now).and_then(|_| host.available_bytes()).unwrap_or(0);
         let by_memory = self.memory().and_then(|bytes| available.checked_div(bytes)).unwrap_or(u64::MAX);
         spread.min(u32::try_from(by_memory).unwrap_or(u32::MAX))
     }

@@ -87,20 +87,6 @@ fn the_list_of_tasks_the_event_log_and_a_refusal_tell_that_guests_are_stopped_an
 }
 
 #[test]
-fn guests_go_on_when_whoever_spoke_for_the_owner_ends() {
-    let mut scene = Scene::new(4);
-    scene.say(1, stopped());
-    scene.sim.pass(PROMISE);
-    scene.assert_still();
-    let speaker = scene.speakers[1];
-    scene.sim.close(speaker);
-    let theirs = scene.procs[2..4].to_vec();
-    scene.sim.until("they go on", |s| theirs.iter().all(|p| !s.procs[*p].is_frozen() && s.procs[*p].conn.is_some()));
-    scene.speakers[1] = scene.sim.enrol(host(2));
-    scene.end();
-}
-
-#[test]
 fn only_who_speaks_for_the_owner_may_stop_guests() {
     let mut scene = Scene::new(5);
     let guest = scene.procs[2];

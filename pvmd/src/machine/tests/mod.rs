@@ -12,6 +12,7 @@ mod routes;
 mod scene;
 mod servers;
 mod sim;
+mod speaker;
 mod step_matrix;
 mod survey;
 mod suspend;

@@ -224,7 +224,7 @@ impl Sim {
     fn boot(&mut self, config: MachineConfig) {
         let id = config.host;
         let machine = Machine::new(config, self.now);
-        let world = FakeWorld { secret: i32::from(id.index()) * 1_000_000, unix: self.now };
+        let world = FakeWorld { secret: i32::from(id.index()) * 1_000_000, unix: self.now, lacks: None };
         let (log, output, expected) = (vec![], vec![], BTreeSet::new());
         let (stands, tasker_stands) = (None, None);
         let node =
@@ -273,6 +273,11 @@ impl Sim {
             Ok(StartedHost { arch: "LINUX64".into(), dsig: DSIG_X86_64, addresses: vec![address(plan.id)] })
         };
         self.push(at, Happening::Event(HostId::MASTER, Event::HostStarted { start, result }));
+    }
+
+    /// A program is removed from a host.
+    pub(super) fn remove_program(&mut self, on: HostId, name: &'static str) {
+        self.nodes.get_mut(&on).expect("it is there").world.lacks = Some(name);
     }
 
     /// The host dies without a word.

@@ -8,11 +8,17 @@ use std::path::PathBuf;
 pub(super) struct FakeWorld {
     pub(super) secret: i32,
     pub(super) unix: Micros,
+    /// A program that is not there any more.
+    pub(super) lacks: Option<&'static str>,
 }
 
 impl World for FakeWorld {
     fn find_program(&self, name: &str, _dir: Option<&str>) -> Result<PathBuf, PvmError> {
-        if name.contains("missing") { Err(PvmError::NoFile) } else { Ok(PathBuf::from(format!("/bin/{name}"))) }
+        if name.contains("missing") || self.lacks == Some(name) {
+            Err(PvmError::NoFile)
+        } else {
+            Ok(PathBuf::from(format!("/bin/{name}")))
+        }
     }
     fn work_dir(&self, dir: Option<&str>) -> PathBuf {
         PathBuf::from(dir.unwrap_or("/home"))

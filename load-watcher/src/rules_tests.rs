@@ -1,0 +1,170 @@
+use super::*;
+use crate::word::Word;
+use sempa_proto::Micros;
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+
+const ALICE: u32 = 21_001;
+const OLGA: u32 = 21_002;
+
+/// Rules of a virtual machine of alice's, who is a user like others.
+fn rules(dir: &Path, wishes: &str) -> Rules {
+    let places = Places { own: dir.join("own"), admin: dir.join("admin"), words: dir.join("words") };
+    let wishes = Policy::parse("wishes", wishes).expect("good");
+    Rules::read(places, VmUser { uid: ALICE, name: "alice".into(), wishes })
+}
+
+fn put(dir: &Path, name: &str, text: &str) {
+    fs::write(dir.join(name), text).expect("the test's own file");
+}
+
+fn limit(cores: u32, uid: u32, user: &str) -> Spoken {
+    let word = Word { policy: Policy { cores: Some(cores), ..Policy::default() }, ..Word::default() };
+    Spoken { uid, user: user.into(), word }
+}
+
+fn login(user: &str, line: &str, from: &str) -> Login {
+    Login { user: user.into(), line: line.into(), from: from.into(), at: Micros(1) }
+}
+
+fn cores(rules: &Rules) -> (Option<u32>, String) {
+    let setting = rules.merged().settings.iter().find(|(name, ..)| *name == "cores");
+    (rules.merged().policy.cores, setting.map(|(.., from)| from.clone()).unwrap_or_default())
+}
+
+#[test]
+fn the_owners_word_wins_over_his_policy_that_over_the_administrator_and_he_over_the_user() {
+    let dir = tempfile::tempdir().expect("a folder");
+    put(dir.path(), "admin", "cores = 3\nnice = 5\n");
+    put(dir.path(), "own", "cores = 8\nnice = 0\nmemory_free = \"1G\"\n");
+    let mut rules = rules(dir.path(), "cores = 9\nmemory_free = \"1K\"\nleave_after = 7");
+    assert_eq!(cores(&rules), (Some(3), dir.path().join("admin").display().to_string()));
+    rules.policies.insert(OLGA, Policy::parse_own("x", "cores = 2\nthen = \"kill\"").expect("good"));
+    rules.merge();
+    let file = published::policy_file(&dir.path().join("words"), OLGA);
+    assert_eq!(cores(&rules), (Some(2), file.display().to_string()));
+    rules.words = vec![limit(1, OLGA, "olga")];
+    rules.merge();
+    assert_eq!(cores(&rules), (Some(1), "pvm owner".into()));
+    let said: Vec<_> = rules.merged().settings.iter().map(|(name, value, _)| format!("{name}={value}")).collect();
+    assert_eq!(said, ["cores=1", "then=\"kill\"", "nice=5", "memory_free=\"1G\"", "leave_after=7"]);
+}
+
+#[test]
+fn the_users_file_and_word_do_not_override_the_administrators_unless_he_is_the_owner() {
+    let dir = tempfile::tempdir().expect("a folder");
+    put(dir.path(), "admin", "cores = 3\n");
+    put(dir.path(), "own", "cores = 8\n");
+    let mut rules = rules(dir.path(), "");
+    rules.words = vec![limit(7, ALICE, "alice")];
+    rules.policies.insert(ALICE, Policy::parse_own("x", "cores = 6").expect("good"));
+    rules.merge();
+    assert_eq!(cores(&rules).0, Some(3));
+    // Nobody is named, and she is there from elsewhere; then she sits at the machine.
+    rules.see(&[login("alice", "pts/0", "h9"), login("alice", "pts/1", ":pts/0:S.0")]);
+    assert_eq!(cores(&rules).0, Some(3));
+    rules.see(&[login("alice", "tty2", "")]);
+    assert_eq!(cores(&rules), (Some(7), "pvm owner".into()));
+    rules.see(&[]);
+    assert_eq!(cores(&rules).0, Some(7), "she was the last one there");
+    rules.see(&[login("olga", ":0", ":0")]);
+    assert_eq!(cores(&rules).0, Some(3), "it is somebody else's now");
+    put(dir.path(), "admin", "cores = 3\nowners = [\"olga\"]\n");
+    assert_eq!(rules.read_admin(), None);
+    rules.see(&[login("alice", "tty2", "")]);
+    assert_eq!(cores(&rules).0, Some(3), "the administrator has named others");
+    put(dir.path(), "admin", "cores = 3\nowners = [\"olga\", \"alice\"]\n");
+    assert_eq!(rules.read_admin(), None);
+    assert_eq!(cores(&rules).0, Some(7));
+}
+
+#[test]
+fn root_is_an_owner_of_every_machine() {
+    let dir = tempfile::tempdir().expect("a folder");
+    put(dir.path(), "admin", "cores = 3\nowners = [\"olga\"]\n");
+    put(dir.path(), "own", "cores = 8\n");
+    let places = Places { own: dir.path().join("own"), admin: dir.path().join("admin"), words: dir.path().join("w") };
+    let rules = Rules::read(places, VmUser { uid: 0, name: "root".into(), wishes: Policy::default() });
+    assert_eq!(cores(&rules).0, Some(8));
+}
+
+#[test]
+fn a_wrong_file_is_refused_and_what_was_said_before_stays_until_it_is_right_again() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let put = |text: &str| put(dir.path(), "own", text);
+    put("cores = 2\n");
+    let mut rules = rules(dir.path(), "");
+    put("cores = 3\nnever = 5\n");
+    let wrong = rules.read_own().expect("wrong");
+    assert!(wrong.contains("own:2: ") && wrong.ends_with("what was said before stays"), "{wrong}");
+    assert_eq!((rules.merged().policy.cores, rules.wrong()), (Some(2), vec![wrong]));
+    put("cores = 4\n");
+    assert_eq!(rules.read_own(), None);
+    assert_eq!((rules.merged().policy.cores, rules.wrong().len()), (Some(4), 0));
+    put("owners = [\"me\"]\n");
+    assert!(rules.read_own().expect("not his to say").contains("administrator"));
+    fs::remove_file(dir.path().join("own")).expect("the test's own file");
+    assert_eq!(rules.read_own(), None);
+    assert_eq!(rules.merged().policy.cores, None);
+}
+
+#[test]
+fn a_published_policy_that_is_wrong_is_refused_and_the_one_before_stays_until_it_is_taken_back() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let words = dir.path().join("words");
+    fs::create_dir(&words).expect("the test's own folder");
+    let mut rules = rules(dir.path(), "");
+    let uid = Uid::effective().as_raw();
+    let publish = |text: Option<&str>| published::write(&words, uid, text).expect("the test's own folder");
+    publish(Some("leave_after = 30\n"));
+    assert_eq!(rules.read_words(), Vec::<String>::new());
+    let nice = |rules: &Rules| rules.merged().policy.nice;
+    publish(Some("nice = 4\n"));
+    assert_eq!((rules.read_words(), nice(&rules)), (Vec::new(), Some(4)));
+    publish(Some("nice = 5\n\nnice = 6\n"));
+    let wrong = rules.read_words();
+    assert!(wrong.len() == 1 && wrong[0].contains(".policy.toml:3: duplicate key"), "{wrong:?}");
+    assert_eq!((rules.wrong(), nice(&rules)), (wrong, Some(4)));
+    publish(None);
+    assert_eq!((rules.read_words(), nice(&rules), rules.wrong()), (Vec::new(), None, Vec::new()));
+}
+
+#[test]
+fn blocked_users_are_known_by_name_or_number() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let rules = rules(dir.path(), "[blocked]\nusers = [\"root\", \"12345\", \"nobody-has-this-name\"]");
+    assert_eq!(rules.blocked(), [0, 12345]);
+}
+
+#[test]
+fn where_the_administrator_names_owners_other_words_and_policies_do_not_count() {
+    let dir = tempfile::tempdir().expect("a folder");
+    put(dir.path(), "admin", "owners = [\"olga\", \"21009\"]\n");
+    let mut rules = rules(dir.path(), "");
+    rules.words = vec![limit(1, OLGA + 1, "mallory")];
+    rules.policies.insert(OLGA + 1, Policy::parse_own("x", "nice = 1").expect("good"));
+    rules.merge();
+    assert_eq!((rules.merged().policy.cores, rules.merged().policy.nice), (None, None));
+    // One who has no name here goes by his number.
+    rules.words = vec![limit(1, 21_009, "21009")];
+    rules.policies.insert(21_009, Policy::parse_own("x", "nice = 2").expect("good"));
+    rules.merge();
+    assert_eq!((rules.merged().policy.cores, rules.merged().policy.nice), (Some(1), Some(2)));
+}
+
+#[test]
+fn only_root_has_another_file_count_as_the_administrators_or_others_one_of_roots() {
+    let dir = tempfile::tempdir().expect("a folder");
+    put(dir.path(), "admin", "");
+    let (named, usual) = (dir.path().join("admin"), Path::new(ADMIN_FILE));
+    assert_eq!(trusted(named.clone(), usual, Uid::from_raw(0)), (named.clone(), None));
+    // Files of root's that nobody else can change count for all, whoever runs this.
+    for of_root in [Path::new("/etc/passwd"), Path::new("/var/tmp"), usual] {
+        assert_eq!(trusted(of_root.to_path_buf(), usual, Uid::from_raw(ALICE)), (of_root.to_path_buf(), None));
+    }
+    fs::set_permissions(&named, PermissionsExt::from_mode(0o666)).expect("the test's own file");
+    for other in [named, PathBuf::from("/dev/null"), dir.path().join("none")] {
+        let (place, doubt) = trusted(other.clone(), usual, Uid::from_raw(ALICE));
+        assert!(place == usual && doubt.is_some_and(|says| says.contains("is not root's")), "{}", other.display());
+    }
+}

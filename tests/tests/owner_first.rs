@@ -1,0 +1,188 @@
+//! The owner comes first whoever else is dead: the master's daemon, the resource manager, the load watcher. Judged by the
+//! guests' own clocks.
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use sempa_proto::event::EventKind;
+use sempa_tests::needs::testbed_with_env;
+use sempa_tests::run::must;
+use sempa_tests::speaker::owner;
+use sempa_tests::ssh::Login;
+use sempa_tests::testbed::Host;
+use sempa_tests::vm::Settings;
+use sempa_tests::{Vm, eventually};
+use std::fs;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+const SOON: Duration = Duration::from_secs(60);
+/// Hosts wait so long for each other here: a daemon is kept from running for a while.
+const LEASE: (&str, &str) = ("SEMPA_LEASE_MS", "120000");
+/// A guest whose clock has not moved for so long stands still, in microseconds: long beside the gaps that it notes.
+const STILL: u64 = 1_000_000;
+
+fn now() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).expect("after 1970");
+    u64::try_from(since.as_micros()).expect("fits")
+}
+
+/// Processes of a host that are this program.
+fn processes(host: &Host, program: &str) -> Vec<Pid> {
+    let name = |line: &str| line.split(' ').next().and_then(|path| path.rsplit('/').next()) == Some(program);
+    let found = host.processes().into_iter().filter(|(_, line)| name(line));
+    found.map(|(pid, _)| Pid::from_raw(pid.cast_signed())).collect()
+}
+
+fn only(host: &Host, program: &str) -> Pid {
+    let found = processes(host, program);
+    assert_eq!(found.len(), 1, "{program} on {}: {:?}", host.name(), host.processes());
+    found[0]
+}
+
+/// The processor time that a guest on a host has used, in ticks; `None` when it has ended.
+fn used(host: &Host, pid: i32) -> Option<u64> {
+    let mut command = host.command("cat");
+    command.arg(format!("/proc/{pid}/stat"));
+    let stat = must(command, SOON).ok()?.out;
+    let fields: Vec<&str> = stat[stat.rfind(')')? + 1..].split_whitespace().collect();
+    Some(fields[11].parse::<u64>().ok()? + fields[12].parse::<u64>().ok()?)
+}
+
+/// Waits until a guest that computes has got no processor time for [`STILL`]; when that was seen.
+fn stands_still(host: &Host, pid: i32) -> u64 {
+    let mut since = (used(host, pid), now());
+    let look = || {
+        let (ticks, at) = (used(host, pid), now());
+        if ticks != since.0 {
+            since = (ticks, at);
+        }
+        if at - since.1 >= STILL { Ok(at) } else { Err(format!("it runs: {ticks:?} ticks")) }
+    };
+    eventually(SOON, look).expect("it stands still")
+}
+
+/// A virtual machine with a resource manager and load watchers, and a guest that computes on h2; with its process there.
+fn with_guest(policy: &str, test: impl FnOnce(&Vm, &str, i32)) {
+    let Some((bed, _)) = testbed_with_env(2, &[LEASE]) else { return };
+    let (rm, env) = (Some("pvm-rm --policy load".to_string()), vec![(LEASE.0.into(), LEASE.1.into())]);
+    let vm = Vm::start(&bed, Settings { rm, env, ..Settings::default() }).expect("a virtual machine");
+    let file = vm.home().join(".config/sempa/owner.toml");
+    fs::create_dir_all(file.parent().expect("a folder")).expect("the testbed's own home");
+    fs::write(&file, policy).expect("the testbed's own home");
+    vm.add(&["h2"]).expect("it joins");
+    (1..=2).for_each(|host| watched(&vm, host, |_| true));
+    vm.program("busy").expect("gcc");
+    let guest = vm.spawn(&["-h2", "busy"]).expect("spawned");
+    let tasks = vm.tasks().expect("tasks");
+    let pid = tasks.iter().find(|task| task.tid == guest).expect("it is there").pid;
+    test(&vm, &guest, pid);
+}
+
+/// Waits until a load watcher of a host answers so.
+fn watched(vm: &Vm, host: usize, is_so: impl Fn(&serde_json::Value) -> bool) {
+    let look = || {
+        let value = owner(vm.bed(), host, &["status"]);
+        let one = value["virtual_machines"].as_array().and_then(|all| all.first().cloned());
+        if one.as_ref().is_some_and(&is_so) { Ok(()) } else { Err(value.to_string()) }
+    };
+    eventually(SOON, look).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+}
+
+fn stopped(vm: &Vm) {
+    vm.event(SOON, "guests that stand still", |entry| matches!(entry.kind, EventKind::GuestsStopped { .. }))
+        .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+}
+
+/// By its own clock the guest did not run between these times.
+fn assert_still(vm: &Vm, guest: &str, from: u64, to: u64) {
+    let gaps = vm.gaps(guest).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    assert!(gaps.iter().any(|gap| gap.0 <= from && gap.1 >= to), "{guest} ran between {from} and {to}: {gaps:?}");
+}
+
+#[test]
+fn an_owner_who_logs_in_while_the_masters_daemon_does_not_run_stops_guests_all_the_same() {
+    with_guest("leave_after = \"never\"", |vm, guest, pid| {
+        let (master, theirs) = (only(vm.bed().host(1), "pvmd"), vm.bed().host(2));
+        kill(master, Signal::SIGSTOP).expect("it is there");
+        let login = Login::new(vm.bed(), "olga", theirs).expect("a login");
+        let still = stands_still(theirs, pid);
+        let resumed = now();
+        kill(master, Signal::SIGCONT).expect("it is there");
+        login.out().expect("logs out");
+        // Nobody but its own host can have stopped it before.
+        assert_still(vm, guest, still - STILL, resumed);
+        assert_eq!(vm.host_of(guest).expect("alive"), "h2");
+        vm.halt().expect("halts");
+    });
+}
+
+#[test]
+fn an_owner_who_logs_in_when_the_masters_daemon_has_been_killed_has_his_processors_at_once() {
+    with_guest("leave_after = \"never\"", |vm, _, pid| {
+        let theirs = vm.bed().host(2);
+        let before = used(theirs, pid).expect("it computes");
+        kill(only(vm.bed().host(1), "pvmd"), Signal::SIGKILL).expect("it is there");
+        eventually(SOON, || if used(theirs, pid) > Some(before) { Ok(()) } else { Err("not seen".into()) })
+            .expect("it goes on computing");
+        let login = Login::new(vm.bed(), "olga", theirs).expect("a login");
+        stands_still(theirs, pid);
+        assert_eq!(processes(theirs, "pvmd").len(), 1, "its daemon has not given up the master yet");
+        assert!(used(theirs, pid).is_some(), "it was stopped, not ended");
+        drop(login);
+        vm.bed().hosts().iter().for_each(Host::kill_all);
+    });
+}
+
+#[test]
+fn guests_stand_still_when_the_load_watcher_is_killed_while_the_owner_is_there_with_a_resource_manager_and_without() {
+    with_guest("leave_after = \"never\"", |vm, guest, pid| {
+        let theirs = vm.bed().host(2);
+        let login = Login::new(vm.bed(), "olga", theirs).expect("a login");
+        stopped(vm);
+        let begin = stands_still(theirs, pid);
+        let present = |status: &serde_json::Value| status["owner"] == "present";
+        for round in 0..2 {
+            if round == 1 {
+                // It is not started again, because somebody wants it to end.
+                kill(only(vm.bed().host(1), "pvm-rm"), Signal::SIGTERM).expect("it is there");
+                vm.event(SOON, "no resource manager", |e| matches!(e.kind, EventKind::RmGone { .. })).expect("seen");
+            }
+            let dead = only(theirs, "pvm-load-watcher");
+            kill(dead, Signal::SIGKILL).expect("it is there");
+            eventually(SOON, || match processes(theirs, "pvm-load-watcher")[..] {
+                [pid] if pid != dead => Ok(()),
+                ref other => Err(format!("{other:?}")),
+            })
+            .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+            watched(vm, 2, present);
+        }
+        stands_still(theirs, pid);
+        let end = now();
+        login.out().expect("logs out");
+        vm.event(SOON, "guests that go on", |entry| matches!(entry.kind, EventKind::GuestsContinued { .. }))
+            .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+        assert_still(vm, guest, begin, end);
+        vm.halt().expect("halts");
+    });
+}
+
+#[test]
+fn an_owner_who_leaves_within_the_time_that_he_gives_guests_finds_them_continued_and_nothing_moved() {
+    with_guest("leave_after = 600", |vm, guest, pid| {
+        let theirs = vm.bed().host(2);
+        let login = Login::new(vm.bed(), "olga", theirs).expect("a login");
+        stopped(vm);
+        let still = stands_still(theirs, pid);
+        let end = now();
+        login.out().expect("logs out");
+        vm.event(SOON, "guests that go on", |entry| matches!(entry.kind, EventKind::GuestsContinued { .. }))
+            .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+        assert_still(vm, guest, still - STILL, end);
+        vm.event(SOON, "absent owner", |entry| matches!(entry.kind, EventKind::OwnerAbsent { .. })).expect("seen");
+        assert_eq!(vm.host_of(guest).expect("alive"), "h2");
+        let moved = |text: &str| text.contains(" moved from ") || text.contains(" was told to go ");
+        let events = vm.events().expect("events");
+        let moves: Vec<_> = events.iter().filter(|entry| moved(&entry.text)).collect();
+        assert!(moves.is_empty(), "{moves:?}");
+        vm.halt().expect("halts");
+    });
+}
