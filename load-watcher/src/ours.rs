@@ -301,15 +301,18 @@ mod tests {
         proc.task(6, 40);
         proc.children(6, "8");
         assert_eq!(family(proc.0.path(), 5), BTreeSet::from([5, 6, 7, 8]));
-        (proc.task(7, 0), proc.task(8, 0));
+        proc.task(7, 0);
+        proc.task(8, 0);
         ours.set(&[5]);
         ours.sample(times(0, 0), 2);
         ours.measure(times(0, 0), 2);
-        (proc.task(6, 90), proc.task(8, 50));
+        proc.task(6, 90);
+        proc.task(8, 50);
         assert_eq!(ours.sample(times(200, 100), 2), Some(1.0));
         // One has ended, and its parent has it in its own times.
         fs::remove_file(proc.0.path().join("6/stat")).expect("the test's own file");
-        (proc.task(5, 90), proc.task(8, 60));
+        proc.task(5, 90);
+        proc.task(8, 60);
         proc.children(5, "8 7");
         ours.set(&[5]);
         assert_eq!(ours.measure(times(200, 20), 2), Some(0.0), "that is no change of tasks");
