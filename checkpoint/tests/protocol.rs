@@ -483,18 +483,24 @@ fn without_faults_the_task_moves_and_everything_is_handed_over() {
 
 #[test]
 fn the_log_tells_how_much_memory_moved_and_when_all_of_it_was_there() {
+    let mut later = 0;
     for seed in 1..200 {
         for memory_follows in [false, true] {
             let world = settle(seed, Faults { memory_follows, ..Faults::default() });
             let (resident, frozen, whole) = world.logged.expect("it has moved");
             match (world.engine, memory_follows) {
-                (Engine::Criu, true) => assert!(resident == RESIDENT && whole > frozen, "seed {seed}"),
+                // It may all be there by the time the task runs.
+                (Engine::Criu, true) => {
+                    assert!(resident == RESIDENT && whole >= frozen, "seed {seed}");
+                    later += u32::from(whole > frozen);
+                }
                 (Engine::Criu, false) => assert!(resident == RESIDENT && whole == frozen, "seed {seed}"),
                 // Its program took along what it needs.
                 _ => assert_eq!(resident, 0, "seed {seed}"),
             }
         }
     }
+    assert!(later > 20, "memory that follows comes later as a rule: {later}");
 }
 
 #[test]

@@ -236,12 +236,14 @@ proptest! {
         }
         // They get their places, and then others come and go on these hosts.
         snapshot.now = NOW + Micros::from_secs(30);
+        for i in (1..).take(hosts.len()) {
+            snapshot.hosts.edit(h(i)).expect("a host").sample.as_mut().expect("it is watched").at = snapshot.now;
+        }
         for (n, host) in (1..).zip(place(&snapshot, &ask(&first)).hosts) {
             let host = snapshot.hosts.edit(host.expect("there is room")).expect("a host");
             host.tasks.push(TaskView { user: 2, ..TaskView::new(t(host.id.index(), 1000 + n), snapshot.now) });
         }
         for (i, (.., after)) in (1..).zip(&hosts) {
-            snapshot.hosts.edit(h(i)).expect("a host").sample.as_mut().expect("it is watched").at = snapshot.now;
             foreign(&mut snapshot, i, *after as f32 / 10.0);
         }
         let waits = place(&snapshot, &ask(&second)).hosts.first().is_none_or(Result::is_err)
