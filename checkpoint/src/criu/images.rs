@@ -38,7 +38,15 @@ pub(super) type Fields = Vec<(u32, u64)>;
 /// # Errors
 /// It cannot be read, or is not whole.
 pub(super) fn entries(dir: &Path, name: &str) -> Result<Vec<Fields>, Failure> {
-    let file = fs::read(dir.join(name)).map_err(|e| Failure::Io(format!("cannot read {name}: {e}")))?;
+    Ok(parse(&read(dir, name)?, name)?.into_iter().map(|(fields, _)| fields).collect())
+}
+
+fn read(dir: &Path, name: &str) -> Result<Vec<u8>, Failure> {
+    fs::read(dir.join(name)).map_err(|e| Failure::Io(format!("cannot read {name}: {e}")))
+}
+
+/// The entries of an image: their fields that are numbers, and they themselves with their length in front.
+fn parse<'a>(file: &'a [u8], name: &str) -> Result<Vec<(Fields, &'a [u8])>, Failure> {
     let short = || wrong(name, &format!("ends within an entry, at {} bytes", file.len()));
     let kind = if name == INVENTORY { KIND_OF_INVENTORY } else { KIND };
     let mut rest = file.get(kind..).ok_or_else(short)?;
@@ -46,8 +54,10 @@ pub(super) fn entries(dir: &Path, name: &str) -> Result<Vec<Fields>, Failure> {
     while !rest.is_empty() {
         let (length, behind) = rest.split_first_chunk().ok_or_else(short)?;
         let length = u32::from_le_bytes(*length) as usize;
-        let (entry, behind) = behind.split_at_checked(length).ok_or_else(short)?;
-        all.push(numbers(entry).map_err(|e| wrong(name, &format!("is damaged: {e}")))?);
+        let (entry, _) = behind.split_at_checked(length).ok_or_else(short)?;
+        let fields = numbers(entry).map_err(|e| wrong(name, &format!("is damaged: {e}")))?;
+        let (whole, behind) = rest.split_at(rest.len() - behind.len() + length);
+        all.push((fields, whole));
         rest = behind;
     }
     Ok(all)
@@ -115,30 +125,19 @@ pub(super) fn pages_of(dir: &Path, number: u64) -> Result<Vec<Pages>, Failure> {
 /// The map cannot be read or written, or is not whole.
 pub(super) fn note_missing(dir: &Path, number: u64, stretches: &[(u64, u64)]) -> Result<(), Failure> {
     let name = map_name(number);
-    let failed = |e| Failure::Io(format!("cannot change {name}: {e}"));
-    let file = fs::read(dir.join(&name)).map_err(failed)?;
-    let (kind, rest) = file.split_at_checked(KIND).ok_or_else(|| wrong(&name, "is too short"))?;
-    // Entries as they are, with their length in front.
-    let mut before = Vec::new();
-    let mut rest = rest;
-    for entry in entries(dir, &name)? {
-        let length = rest.first_chunk().map_or(0, |length| u32::from_le_bytes(*length)) as usize;
-        let (bytes, behind) =
-            rest.split_at_checked(length + 4).ok_or_else(|| wrong(&name, "has changed while it was read"))?;
-        before.push((Pages::of(&entry).address, bytes));
-        rest = behind;
-    }
-    let Some(((_, head), known)) = before.split_first() else { return Err(wrong(&name, "is empty")) };
-    let mut whole = [kind, head].concat();
+    let file = read(dir, &name)?;
+    let entries = parse(&file, &name)?;
+    let Some(((_, head), known)) = entries.split_first() else { return Err(wrong(&name, "is empty")) };
+    let mut whole = [&file[..KIND], head].concat();
     let mut known = known.iter().peekable();
     for (address, pages) in stretches.iter().flat_map(|stretch| portions(*stretch)) {
-        while let Some((_, bytes)) = known.next_if(|(at, _)| *at < address) {
+        while let Some((_, bytes)) = known.next_if(|(fields, _)| Pages::of(fields).address < address) {
             whole.extend_from_slice(bytes);
         }
         whole.extend(missing_entry(address, pages));
     }
     known.for_each(|(_, bytes)| whole.extend_from_slice(bytes));
-    fs::write(dir.join(&name), whole).map_err(failed)
+    fs::write(dir.join(&name), whole).map_err(|e| Failure::Io(format!("cannot change {name}: {e}")))
 }
 
 fn map_name(number: u64) -> String {

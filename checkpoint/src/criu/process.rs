@@ -361,23 +361,7 @@ impl Program {
 
     /// Waits for its end, and kills it where that has to be. `log` is its own.
     pub(super) fn finish(&mut self, limits: &Limits, log: &Path) -> Result<(), Failure> {
-        let until = Instant::now() + limits.allowed;
-        let mut why = None;
-        while why.is_none() {
-            let left = until.saturating_duration_since(Instant::now());
-            let mut fds = [self.pidfd.as_fd(), limits.cancel.fd()].map(|fd| PollFd::new(fd, PollFlags::POLLIN));
-            let left_ms = left.as_millis().saturating_add(1).min(i32::MAX as u128) as i32;
-            match poll(&mut fds, PollTimeout::try_from(left_ms).unwrap_or(PollTimeout::MAX)) {
-                Ok(0) if left.is_zero() => {
-                    let allowed = Micros(u64::try_from(limits.allowed.as_micros()).unwrap_or(u64::MAX));
-                    why = Some(Failure::Deadline { allowed });
-                }
-                Ok(0) | Err(Errno::EINTR) => {}
-                Err(e) => why = Some(Failure::Engine(format!("cannot wait for the engine: {e}"))),
-                Ok(_) if fds[0].any().unwrap_or(true) => break,
-                Ok(_) => why = Some(called_off()),
-            }
-        }
+        let why = wait_for(&self.pidfd, limits, "the engine").err();
         let status = self.reap().map_err(|e| Failure::Engine(format!("cannot wait for the engine: {e}")))?;
         match (why, status.signal()) {
             (Some(why), _) => Err(why),
@@ -402,6 +386,29 @@ impl Drop for Program {
         if !self.reaped {
             // Nobody is left to be told of anything.
             let _ = self.reap();
+        }
+    }
+}
+
+/// Waits until this is readable. `what` it means, for who is told that it cannot be waited for.
+///
+/// # Errors
+/// It took too long, or was called off.
+pub(super) fn wait_for(readable: impl AsFd, limits: &Limits, what: &str) -> Result<(), Failure> {
+    let until = Instant::now() + limits.allowed;
+    loop {
+        let left = until.saturating_duration_since(Instant::now());
+        let mut fds = [readable.as_fd(), limits.cancel.fd()].map(|fd| PollFd::new(fd, PollFlags::POLLIN));
+        let left_ms = left.as_millis().saturating_add(1).min(i32::MAX as u128) as i32;
+        match poll(&mut fds, PollTimeout::try_from(left_ms).unwrap_or(PollTimeout::MAX)) {
+            Ok(0) if left.is_zero() => {
+                let allowed = Micros(u64::try_from(limits.allowed.as_micros()).unwrap_or(u64::MAX));
+                return Err(Failure::Deadline { allowed });
+            }
+            Ok(0) | Err(Errno::EINTR) => {}
+            Err(e) => return Err(Failure::Engine(format!("cannot wait for {what}: {e}"))),
+            Ok(_) if fds[0].any().unwrap_or(true) => return Ok(()),
+            Ok(_) => return Err(called_off()),
         }
     }
 }

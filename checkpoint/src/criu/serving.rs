@@ -6,28 +6,25 @@
 //! that one is told to have it stay. When the last page was handed out, or nobody wants them any more, it is let go: it goes
 //! on standing still if it was not killed, and is gone if it was; likewise if we end, however that comes.
 
-use super::process::hurry_thread;
+use super::process::{hurry_thread, wait_for};
 use super::ptrace::Attached;
 use super::withheld::Withheld;
 use super::words::{ADD, CLOSE, CLOSE_ALL_THE_SAME, FLAGS_SHIFT, Form, GET, Head, PRESENT};
 use crate::criu::images::page_size;
 use crate::engine::{Limits, Memory, Serving};
 use nix::errno::Errno;
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::uio::{RemoteIoVec, process_vm_readv};
 use nix::unistd::Pid;
-use sempa_proto::Micros;
 use sempa_proto::migration::Failure;
 use std::fs::File;
 use std::io::{self, IoSliceMut, Read, Write};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
-use std::time::Instant;
 
 /// Bytes that are read of a process, and written, at once.
 const PIECE_BYTES: u64 = 1 << 20;
@@ -100,26 +97,6 @@ impl Serve {
         }
         handed
     }
-
-    /// Waits until nothing is handed out any more.
-    fn wait(&self, limits: &Limits) -> Result<(), Failure> {
-        let until = Instant::now() + limits.allowed;
-        loop {
-            let left = until.saturating_duration_since(Instant::now());
-            let mut fds = [self.over.as_fd(), limits.cancel.fd()].map(|fd| PollFd::new(fd, PollFlags::POLLIN));
-            let left_ms = left.as_millis().saturating_add(1).min(i32::MAX as u128) as i32;
-            match poll(&mut fds, PollTimeout::try_from(left_ms).unwrap_or(PollTimeout::MAX)) {
-                Ok(0) if left.is_zero() => {
-                    let allowed = Micros(u64::try_from(limits.allowed.as_micros()).unwrap_or(u64::MAX));
-                    return Err(Failure::Deadline { allowed });
-                }
-                Ok(0) | Err(Errno::EINTR) => {}
-                Err(e) => return Err(Failure::Engine(format!("cannot wait for its memory to be handed out: {e}"))),
-                Ok(_) if fds[0].any().unwrap_or(true) => return Ok(()),
-                Ok(_) => return Err(Failure::CalledOff("the move was given up".into())),
-            }
-        }
-    }
 }
 
 impl Serving for Serve {
@@ -128,7 +105,7 @@ impl Serving for Serve {
     }
 
     fn finish(mut self: Box<Self>, limits: &Limits) -> Result<(), Failure> {
-        let waited = self.wait(limits);
+        let waited = wait_for(&*self.over, limits, "its memory to be handed out");
         let handed = self.end();
         waited.and(handed)
     }
@@ -264,7 +241,7 @@ mod tests {
     use crate::engine::Cancel;
     use nix::sys::signal::{Signal, kill};
     use std::process::{Child, Command, Stdio};
-    use std::time::Duration;
+    use std::time::{Duration, Instant};
 
     /// Time for anything that is waited for.
     const SOON: Duration = Duration::from_secs(60);

@@ -53,14 +53,14 @@ fn read(reader: &mut Reader<Checked>) -> Option<Vec<u8>> {
     Some(bytes)
 }
 
-#[test]
-fn what_is_written_is_read_whole_and_in_order() {
-    loom::model(|| {
+/// Three records of so many bytes are written and read at the same time.
+fn three_arrive<const BYTES: usize>(writer: fn(Checked) -> Writer<Checked>) {
+    loom::model(move || {
         let area = area();
-        let mut writer = Writer::new(area.clone());
+        let mut writer = writer(area.clone());
         let writing = thread::spawn(move || {
             for n in 0..3u8 {
-                while !writer.write([&[n; 20]]).expect("a good ring") {
+                while !writer.write([&[n; BYTES]]).expect("a good ring") {
                     thread::yield_now();
                 }
             }
@@ -73,11 +73,16 @@ fn what_is_written_is_read_whole_and_in_order() {
                     None => thread::yield_now(),
                 }
             };
-            assert_eq!(bytes, [n; 20]);
+            assert_eq!(bytes, [n; BYTES]);
             reader.release();
         }
         writing.join().expect("written");
     });
+}
+
+#[test]
+fn what_is_written_is_read_whole_and_in_order() {
+    three_arrive::<20>(Writer::new);
 }
 
 #[test]
@@ -267,29 +272,7 @@ fn an_ear_that_takes_a_call_finds_the_end_it_was_called_for_or_is_called_again()
 
 #[test]
 fn a_ring_that_goes_back_to_its_beginning_loses_nothing_and_overwrites_nothing() {
-    loom::model(|| {
-        let area = area();
-        let mut writer = Writer::with_rewind(area.clone(), 16);
-        let writing = thread::spawn(move || {
-            for n in 0..3u8 {
-                while !writer.write([&[n; 8]]).expect("a good ring") {
-                    thread::yield_now();
-                }
-            }
-        });
-        let mut reader = Reader::new(area);
-        for n in 0..3u8 {
-            let bytes = loop {
-                match read(&mut reader) {
-                    Some(bytes) => break bytes,
-                    None => thread::yield_now(),
-                }
-            };
-            assert_eq!(bytes, [n; 8]);
-            reader.release();
-        }
-        writing.join().expect("written");
-    });
+    three_arrive::<8>(|area| Writer::with_rewind(area, 16));
 }
 
 #[test]
