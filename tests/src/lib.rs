@@ -9,6 +9,7 @@ pub mod conformance;
 pub mod crowd;
 pub mod dice;
 pub mod footprint;
+pub mod holders;
 pub mod hosts;
 pub mod lab;
 pub mod labour;

@@ -1,11 +1,10 @@
 //! How a task gets from host to host: what of its memory is sent, and on which way.
 
 use nix::sys::signal::{Signal, kill};
-use sempa_tests::needs::testbed_with_env;
-use sempa_tests::run::{Running, must};
+use sempa_tests::holders::{is_whole, with_changed_hosts, with_hosts};
+use sempa_tests::run::Running;
 use sempa_tests::steps::{Whom, daemon_of, process_of};
 use sempa_tests::testbed::NETWORK;
-use sempa_tests::vm::Settings;
 use sempa_tests::{Host, Testbed, Vm, eventually};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -15,31 +14,6 @@ const SOON: Duration = Duration::from_secs(60);
 const ZEROS: (&str, u64) = ("-96", 96 << 20);
 /// What may leave a host for such a task, with all else that hosts say meanwhile.
 const LEAVES_MAX: u64 = 8 << 20;
-
-fn with_hosts(count: usize, env: &[(&str, &str)], test: impl FnOnce(&Vm)) {
-    with_changed_hosts(count, env, |_| (), test);
-}
-
-/// The same, when `change` has made the hosts other ones.
-fn with_changed_hosts(count: usize, env: &[(&str, &str)], change: impl FnOnce(&Testbed), test: impl FnOnce(&Vm)) {
-    let Some((bed, _)) = testbed_with_env(count, env) else { return };
-    change(&bed);
-    let env = env.iter().map(|(name, value)| (name.to_string(), value.to_string())).collect();
-    let vm = Vm::start(&bed, Settings { env, ..Settings::default() }).expect("a virtual machine");
-    let names: Vec<&str> = bed.hosts()[1..count].iter().map(|host| host.name()).collect();
-    vm.add(&names).expect("the others join");
-    vm.program("hold").expect("gcc");
-    test(&vm);
-    vm.halt().expect("halts");
-}
-
-/// The task answers, and its memory is what it was.
-fn is_whole(vm: &Vm, tid: &str) {
-    let mut command = vm.command(vm.bed().host(1), vm.home().join("pvm3/bin/LINUX64/hold"));
-    command.args(["ask", tid]);
-    let done = must(command, SOON).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
-    assert!(done.out.contains("sum GOOD"), "{done:?}");
-}
 
 /// Bytes that have left a host through its network.
 fn left(host: &Host) -> u64 {

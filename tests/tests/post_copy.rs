@@ -3,8 +3,8 @@
 
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::{Failure, Step};
+use sempa_tests::holders::{is_whole, with_hosts};
 use sempa_tests::needs::testbed_with_env;
-use sempa_tests::run::must;
 use sempa_tests::steps::{Cell, Fault, HOSTS, Rounds, Whom, rounds};
 use sempa_tests::testbed::gone;
 use sempa_tests::vm::Settings;
@@ -20,25 +20,6 @@ const LEASE_MS: &str = "5000";
 const ALWAYS: [(&str, &str); 1] = [("SEMPA_POST_COPY", "always")];
 /// So slowly, in bytes per second, that memory is on its way for longer than any of these tests takes.
 const SLOWLY: &str = "1000000";
-
-fn with_hosts(count: usize, env: &[(&str, &str)], test: impl FnOnce(&Vm)) {
-    let Some((bed, _)) = testbed_with_env(count, env) else { return };
-    let env = env.iter().map(|(name, value)| (name.to_string(), value.to_string())).collect();
-    let vm = Vm::start(&bed, Settings { env, ..Settings::default() }).expect("a virtual machine");
-    let names: Vec<&str> = bed.hosts()[1..count].iter().map(|host| host.name()).collect();
-    vm.add(&names).expect("the others join");
-    vm.program("hold").expect("gcc");
-    test(&vm);
-    vm.halt().expect("halts");
-}
-
-/// The task answers, and its memory is what it was.
-fn is_whole(vm: &Vm, tid: &str) {
-    let mut command = vm.command(vm.bed().host(1), vm.home().join("pvm3/bin/LINUX64/hold"));
-    command.args(["ask", tid]);
-    let done = must(command, SOON).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
-    assert!(done.out.contains("sum GOOD"), "{done:?}");
-}
 
 fn reached(vm: &Vm, tid: &str, wanted: Step) {
     let is = |kind: &EventKind| matches!(kind, EventKind::Moving { tid: of, step, .. } if *step == wanted && of.to_string() == tid);
