@@ -33,6 +33,10 @@ enum What {
     All,
 }
 
+/// How long people log in, and how long a load watcher is watched, unless somebody says otherwise.
+const OWNERS_MINUTES: u64 = 10;
+const LOAD_MINUTES: u64 = 3;
+
 /// The words after `cargo xtask bench`.
 #[derive(Args)]
 pub(crate) struct Words {
@@ -57,16 +61,16 @@ pub(crate) struct Words {
     /// peers, balance, migrate: repetitions of each measurement
     #[arg(long, value_name = "NUMBER")]
     repetitions: Option<usize>,
-    /// owners: for so many minutes
-    #[arg(long, value_name = "NUMBER", default_value_t = 10)]
-    minutes: u64,
+    /// owners, load: for so many minutes, instead of ten and three
+    #[arg(long, value_name = "NUMBER")]
+    minutes: Option<u64>,
     /// migrate: MiB that the tasks hold, such as `16,512`
     #[arg(long, value_name = "MIB", value_delimiter = ',')]
     sizes: Vec<u32>,
-    /// peers, rm, owners, balance, migrate, soak: measure what is installed here instead of building and installing it
+    /// peers, rm, owners, load, balance, migrate, soak: measure what is installed here instead of building and installing it
     #[arg(long, value_name = "DIR")]
     prefix: Option<PathBuf>,
-    /// micro, peers, rm, owners, balance, migrate, soak: where the table, JSON and plots go; a run of all rows goes to benches/results, one of some to target/bench
+    /// micro, peers, rm, owners, load, balance, migrate, soak: where the table, JSON and plots go; a run of all rows goes to benches/results, one of some to target/bench
     #[arg(long, value_name = "DIR")]
     results: Option<PathBuf>,
 }
@@ -77,7 +81,8 @@ pub(crate) struct Words {
 /// A build fails, or a system cannot be started.
 pub(crate) fn run(words: &Words) -> Result<bool> {
     if words.what == What::Load {
-        return bench_load::run();
+        setup::everything()?;
+        return bench_load::run(&installed(words)?, words.minutes.unwrap_or(LOAD_MINUTES), &results(words)?);
     }
     if words.what == What::Decide {
         // It says itself what is above what is allowed.
@@ -98,7 +103,7 @@ pub(crate) fn run(words: &Words) -> Result<bool> {
     }
     if words.what == What::Owners {
         setup::everything()?;
-        return bench_owners::run(&installed(words)?, words.minutes, &results(words)?);
+        return bench_owners::run(&installed(words)?, words.minutes.unwrap_or(OWNERS_MINUTES), &results(words)?);
     }
     let mut good = true;
     if words.what != What::Peers {
