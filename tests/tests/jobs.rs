@@ -1,0 +1,109 @@
+//! Whole jobs of real processes: ended, and begun from a file.
+
+use sempa_proto::event::EventKind;
+use sempa_tests::needs::testbed;
+use sempa_tests::run::Running;
+use sempa_tests::vm::{Entry, Settings};
+use sempa_tests::{Vm, eventually};
+use std::process::Stdio;
+use std::time::Duration;
+
+const SOON: Duration = Duration::from_secs(60);
+
+fn with_rm(test: impl FnOnce(&Vm)) {
+    let Some((bed, _)) = testbed(2) else { return };
+    let vm = Vm::start(&bed, Settings { rm: Some("pvm-rm".into()), ..Settings::default() }).expect("a virtual machine");
+    vm.add(&["h2"]).expect("it joins");
+    test(&vm);
+    vm.halt().expect("halts");
+}
+
+#[test]
+fn a_job_whose_tasks_ignore_the_request_to_end_is_ended_until_nothing_of_it_is_left() {
+    with_rm(|vm| {
+        let program = vm.program("deaf").expect("gcc");
+        let mut command = vm.command(vm.bed().host(1), program);
+        command.arg("5");
+        let mut top = Running::start(command, Stdio::null()).expect("it starts");
+        let out = eventually(SOON, || {
+            let out = top.out_so_far().map_err(|error| format!("{error:#}"))?;
+            if out.ends_with('\n') { Ok(out) } else { Err(format!("{out}\n{}", vm.logs())) }
+        });
+        let tid = out.expect("all are there").trim().strip_prefix("ready ").expect("its tid").to_string();
+        let deaf = || vm.tasks().expect("tasks").into_iter().filter(|task| task.name.ends_with("deaf")).count();
+        assert_eq!(deaf(), 5);
+        let answer = vm.json(&["job", "kill", &tid]).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+        let count = |name: &str| answer[0][name].as_u64();
+        assert_eq!((count("asked"), count("left")), (Some(6), Some(0)), "{answer:?}");
+        // All but the one that listens.
+        assert_eq!(count("forced"), Some(5), "{answer:?}");
+        assert_eq!(deaf(), 0);
+        let status = eventually(SOON, || top.poll().map_err(|e| format!("{e:#}"))?.ok_or("it runs".to_string()));
+        assert!(!status.expect("it was killed").success());
+        for host in vm.bed().hosts() {
+            let left = host.processes();
+            assert!(left.iter().all(|(_, line)| !line.contains("/deaf")), "{left:?}");
+        }
+    });
+}
+
+#[test]
+fn a_job_file_starts_what_it_says_where_it_says_and_a_mistake_is_told_with_its_line() {
+    with_rm(|vm| {
+        vm.program("hold").expect("gcc");
+        let file = vm.bed().folder().join("job.toml");
+        let write = |text: &str| std::fs::write(&file, text).expect("it can be written");
+        let path = file.to_string_lossy().into_owned();
+        write(
+            "program = \"hold\"\narguments = [\"1\"]\ncount = 2\nwants = \"host = h2\"\n[environment]\nCOLOUR = \"blue\"\n",
+        );
+        vm.pvm(&["spawn", "--job", &path]).expect("pvm").expect_good("spawn").expect("it is started");
+        let tasks = vm.tasks().expect("tasks");
+        let held: Vec<_> = tasks.iter().filter(|task| task.name.ends_with("hold")).collect();
+        assert_eq!(held.len(), 2, "{tasks:?}");
+        for task in held {
+            assert_eq!(task.host.as_deref(), Some("h2"), "{task:?}");
+            vm.pvm(&["kill", &task.tid]).expect("pvm").expect_good("kill").expect("it ends");
+        }
+        write("program = \"hold\"\n\ncuont = 2\n");
+        let wrong = vm.pvm(&["spawn", "--job", &path]).expect("pvm");
+        assert!(!wrong.good() && wrong.err.contains("job.toml, line 3: unknown field `cuont`"), "{wrong:?}");
+    });
+}
+
+#[test]
+fn who_follows_the_events_gets_each_as_it_happens_one_value_a_line_until_the_virtual_machine_ends() {
+    let Some((bed, _)) = testbed(2) else { return };
+    let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
+    vm.program("hold").expect("gcc");
+    let mut command = vm.command(vm.bed().host(1), vm.bed().prefix().expect("programs are installed").join("bin/pvm"));
+    command.args(["events", "--follow", "--json"]);
+    let follower = Running::start(command, Stdio::null()).expect("it starts");
+    let told = || -> Result<Vec<Entry>, String> {
+        let out = follower.out_so_far().map_err(|error| format!("{error:#}"))?;
+        // The last line may not be whole yet.
+        let whole = out.rfind('\n').map_or("", |end| &out[..end]);
+        Ok(whole.lines().map(|line| serde_json::from_str(line).unwrap_or_else(|e| panic!("{e}: {line}"))).collect())
+    };
+    let seen = |what: &str, is: &dyn Fn(&EventKind) -> bool| {
+        let seen = eventually(SOON, || {
+            let told = told()?;
+            if told.iter().any(|entry| is(&entry.kind)) { Ok(told) } else { Err(format!("{told:?}")) }
+        });
+        seen.unwrap_or_else(|error| panic!("{what}: {error:#}\n{}", vm.logs()))
+    };
+    // What happened before comes first, then each as it happens.
+    let before =
+        seen("the first host", &|kind| matches!(kind, EventKind::HostAdded { name, .. } if name == "h1")).len();
+    vm.add(&["h2"]).expect("it joins");
+    seen("the other host", &|kind| matches!(kind, EventKind::HostAdded { name, .. } if name == "h2"));
+    let tid = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
+    vm.pvm(&["kill", &tid]).expect("pvm").expect_good("kill").expect("it ends");
+    let ended = |kind: &EventKind| matches!(kind, EventKind::TaskEnded { tid: of, .. } if of.to_string() == tid);
+    let all = seen("the end of a task", &ended);
+    assert!(all.len() > before);
+    assert!(all.windows(2).all(|pair| pair[1].number == pair[0].number + 1), "without gaps: {all:?}");
+    vm.halt().expect("halts");
+    let done = follower.finish(SOON).expect("it ends with the virtual machine");
+    assert!(!done.out.is_empty(), "{done:?}");
+}
