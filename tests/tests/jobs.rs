@@ -1,8 +1,9 @@
 //! Whole jobs of real processes: ended, and begun from a file.
 
+use sempa_proto::event::EventKind;
 use sempa_tests::needs::testbed;
 use sempa_tests::run::Running;
-use sempa_tests::vm::Settings;
+use sempa_tests::vm::{Entry, Settings};
 use sempa_tests::{Vm, eventually};
 use std::process::Stdio;
 use std::time::Duration;
@@ -68,4 +69,40 @@ fn a_job_file_starts_what_it_says_where_it_says_and_a_mistake_is_told_with_its_l
         let wrong = vm.pvm(&["spawn", "--job", &path]).expect("pvm");
         assert!(!wrong.good() && wrong.err.contains("job.toml, line 3: unknown field `cuont`"), "{wrong:?}");
     });
+}
+
+#[test]
+fn who_follows_the_events_gets_each_as_it_happens_one_value_a_line_until_the_virtual_machine_ends() {
+    let Some((bed, _)) = testbed(2) else { return };
+    let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
+    vm.program("hold").expect("gcc");
+    let mut command = vm.command(vm.bed().host(1), vm.bed().prefix().expect("programs are installed").join("bin/pvm"));
+    command.args(["events", "--follow", "--json"]);
+    let follower = Running::start(command, Stdio::null()).expect("it starts");
+    let told = || -> Result<Vec<Entry>, String> {
+        let out = follower.out_so_far().map_err(|error| format!("{error:#}"))?;
+        // The last line may not be whole yet.
+        let whole = out.rfind('\n').map_or("", |end| &out[..end]);
+        Ok(whole.lines().map(|line| serde_json::from_str(line).unwrap_or_else(|e| panic!("{e}: {line}"))).collect())
+    };
+    let seen = |what: &str, is: &dyn Fn(&EventKind) -> bool| {
+        let seen = eventually(SOON, || {
+            let told = told()?;
+            if told.iter().any(|entry| is(&entry.kind)) { Ok(told) } else { Err(format!("{told:?}")) }
+        });
+        seen.unwrap_or_else(|error| panic!("{what}: {error:#}\n{}", vm.logs()))
+    };
+    // What happened before comes first, then each as it happens.
+    let before = seen("the first entry", &|_| true).len();
+    vm.add(&["h2"]).expect("it joins");
+    seen("the other host", &|kind| matches!(kind, EventKind::HostAdded { name, .. } if name == "h2"));
+    let tid = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
+    vm.pvm(&["kill", &tid]).expect("pvm").expect_good("kill").expect("it ends");
+    let ended = |kind: &EventKind| matches!(kind, EventKind::TaskEnded { tid: of, .. } if of.to_string() == tid);
+    let all = seen("the end of a task", &ended);
+    assert!(all.len() > before);
+    assert!(all.windows(2).all(|pair| pair[1].number == pair[0].number + 1), "without gaps: {all:?}");
+    vm.halt().expect("halts");
+    let done = follower.finish(SOON).expect("it ends with the virtual machine");
+    assert!(!done.out.is_empty(), "{done:?}");
 }
