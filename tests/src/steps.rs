@@ -1,5 +1,5 @@
-//! Faults at the end of each step of a move. The moves of a round are held at their steps first, each between two hosts of its
-//! own; then the fault meets all of them.
+//! Faults before each step of a move begins, and at its end. The moves of a round are held at their places first, each between
+//! two hosts of its own; then the fault meets all of them.
 
 use crate::run::{Running, eventually};
 use crate::testbed::Host;
@@ -21,11 +21,85 @@ pub const HOSTS: usize = 1 + 2 * PAIRS;
 /// Pairs of source and target.
 const PAIRS: usize = Step::Commit as usize;
 
-/// The steps of the protocol, in the rounds in which they are tried: those before the commit at once, the others one by one,
-/// because each of these needs all daemons to know the new place, those too that are held.
-pub fn rounds() -> Vec<Vec<Step>> {
-    let (before, after): (Vec<Step>, Vec<Step>) = Step::ALL.into_iter().partition(|step| *step < Step::Commit);
-    std::iter::once(before).chain(after.into_iter().map(|step| vec![step])).collect()
+/// Has everything tried that there is: each fault on each party at each place. Otherwise they share the places out.
+const FULL: &str = "SEMPA_TEST_FULL";
+
+/// Which end of a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Edge {
+    /// Nothing of it is done.
+    Before,
+    /// Nobody has been told that it is done.
+    After,
+}
+
+impl Edge {
+    fn word(self) -> &'static str {
+        match self {
+            Edge::Before => "before-",
+            Edge::After => "",
+        }
+    }
+
+    fn of(number: usize) -> Edge {
+        if number.is_multiple_of(2) { Edge::Before } else { Edge::After }
+    }
+}
+
+/// A place in a move.
+pub type Point = (Step, Edge);
+
+/// How many of the places each fault meets each party at, unless all are wanted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Share {
+    /// Each step, at one of its ends: the next fault has the other one.
+    Half,
+    /// Two from the commit on, and with every second fault each step before it.
+    Few,
+}
+
+/// The places in the rounds in which they are tried: those before the commit at once, the others one by one, because each of
+/// these needs all daemons to know the new place, those too that are held.
+fn all() -> Vec<Vec<Point>> {
+    let early = [Edge::Before, Edge::After].map(|edge| early().into_iter().map(|step| (step, edge)).collect());
+    early.into_iter().chain(late().into_iter().map(|point| vec![point])).collect()
+}
+
+fn early() -> Vec<Step> {
+    Step::ALL.into_iter().filter(|step| *step < Step::Commit).collect()
+}
+
+fn late() -> Vec<Point> {
+    let late = Step::ALL.into_iter().filter(|step| *step >= Step::Commit);
+    late.flat_map(|step| [(step, Edge::Before), (step, Edge::After)]).collect()
+}
+
+fn some(share: Share, turn: usize) -> Vec<Vec<Point>> {
+    let turned = |(i, step): (usize, Step)| (step, Edge::of(i + turn));
+    let late = late();
+    match share {
+        Share::Half => {
+            let first = early().into_iter().enumerate().map(turned).collect();
+            let rest = late.chunks(2).enumerate().map(|(i, ends)| vec![ends[(i + turn) % 2]]);
+            std::iter::once(first).chain(rest).collect()
+        }
+        Share::Few => {
+            let first = early().into_iter().enumerate().map(|(i, step)| turned((i + turn / 2, step))).collect();
+            let first = if turn.is_multiple_of(2) { Some(first) } else { None };
+            let rest = [2 * turn, 2 * turn + 1].map(|i| vec![late[i % late.len()]]);
+            first.into_iter().chain(rest).collect()
+        }
+    }
+}
+
+/// The places for the first fault, in rounds.
+pub fn places(share: Share) -> Vec<Vec<Point>> {
+    if is_full() { all() } else { some(share, 0) }
+}
+
+/// Everything is to be tried.
+pub fn is_full() -> bool {
+    std::env::var_os(FULL).is_some_and(|value| !value.is_empty())
 }
 
 /// Whom a fault meets.
@@ -43,6 +117,25 @@ pub enum Whom {
     TargetTasker,
     /// The resource manager, while all moves are held.
     ResourceManager,
+    /// What the tasker of the source has started of CRIU, if anything works for the move at that place.
+    SourceEngine,
+    /// The same at the target.
+    TargetEngine,
+}
+
+impl Whom {
+    /// The number of its host.
+    fn host(self, cell: &Cell) -> usize {
+        match self {
+            Whom::Source | Whom::SourceTasker | Whom::SourceEngine => cell.source,
+            Whom::Target | Whom::TargetTasker | Whom::TargetEngine => cell.target,
+            Whom::Master | Whom::ResourceManager => 1,
+        }
+    }
+
+    fn is_engine(self) -> bool {
+        matches!(self, Whom::SourceEngine | Whom::TargetEngine)
+    }
 }
 
 /// What is done.
@@ -58,11 +151,11 @@ pub enum Fault {
     Part(Duration),
 }
 
-/// One move at one step.
+/// One move at one place.
 #[derive(Debug)]
 pub struct Cell {
-    /// At whose end it is held.
-    pub step: Step,
+    /// Where it is held.
+    pub point: Point,
     /// Name of its task.
     pub name: String,
     /// The task.
@@ -87,6 +180,9 @@ pub struct Rounds<'a> {
     pub witnesses: Witnesses,
     steps: PathBuf,
     number: usize,
+    turn: usize,
+    /// Engines that were met so far.
+    engines: std::cell::Cell<usize>,
     /// The host that all tasks leave, if it is always the same one.
     home: Option<usize>,
 }
@@ -106,15 +202,26 @@ impl<'a> Rounds<'a> {
     /// The testbed has no engine of its own.
     pub fn with(vm: &'a Vm<'a>, witnesses: Witnesses, home: Option<usize>) -> Result<Rounds<'a>> {
         let steps = vm.bed().steps().context("a testbed whose daemons stand still")?.to_path_buf();
-        Ok(Rounds { vm, witnesses, steps, number: 0, home })
+        Ok(Rounds { vm, witnesses, steps, number: 0, turn: 0, engines: std::cell::Cell::new(0), home })
     }
 
-    /// Takes in hosts as they are needed, spawns a task for each of these steps and moves it; each move
-    /// is held at the end of its step.
+    /// The places for the next fault, in rounds.
+    pub fn next(&mut self, share: Share) -> Vec<Vec<Point>> {
+        self.turn += 1;
+        if is_full() { all() } else { some(share, self.turn - 1) }
+    }
+
+    /// Engines that were met so far.
+    pub fn engines(&self) -> usize {
+        self.engines.get()
+    }
+
+    /// Takes in hosts as they are needed, spawns a task for each of these places and moves it; each move
+    /// is held at its place.
     ///
     /// # Errors
     /// A step is not reached.
-    pub fn hold(&mut self, steps: &[Step]) -> Result<Vec<Cell>> {
+    pub fn hold(&mut self, steps: &[Point]) -> Result<Vec<Cell>> {
         self.number += 1;
         // A daemon does not start its tasker again and again without a pause: the next round meets the next pair.
         let first = if steps.len() == 1 { self.number % PAIRS } else { 0 };
@@ -122,29 +229,28 @@ impl<'a> Rounds<'a> {
         let home = self.home;
         let pair = |i: usize| (home.unwrap_or(2 + 2 * (first + i)), 3 + 2 * (first + i));
         self.take_in(pair(steps.len() - 1).1)?;
-        let named = |(i, step): (usize, &Step)| (format!("h{}", pair(i).0), format!("r{}-{step}", self.number));
+        let named = |(i, (step, _)): (usize, &Point)| (format!("h{}", pair(i).0), format!("r{}-{step}", self.number));
         let names: Vec<(String, String)> = steps.iter().enumerate().map(named).collect();
         let tids = self.witnesses.spawn(&names)?;
         let mut cells = Vec::new();
         for (i, (tid, (_, name))) in tids.into_iter().zip(names).enumerate() {
             let (source, target) = pair(i);
-            fs::write(self.steps.join(format!("{tid}-{}", steps[i])), "")?;
-            cells.push(Cell {
-                step: steps[i],
-                name,
-                tid,
-                source,
-                target,
-                held: None,
-                moving: None,
-                said: String::new(),
-            });
+            let cell =
+                Cell { point: steps[i], name, tid, source, target, held: None, moving: None, said: String::new() };
+            fs::write(self.file_of(&cell), "")?;
+            cells.push(cell);
         }
         for cell in &mut cells {
             cell.moving = Some(self.vm.start_migrate(&cell.tid, &format!("h{}", cell.target))?);
         }
         cells.iter_mut().try_for_each(|cell| self.wait_until_held(cell))?;
         Ok(cells)
+    }
+
+    /// Whoever finds this file when the move is there stands still.
+    fn file_of(&self, cell: &Cell) -> PathBuf {
+        let (step, edge) = cell.point;
+        self.steps.join(format!("{}-{}{step}", cell.tid, edge.word()))
     }
 
     /// Adds those of the first hosts that are not there.
@@ -172,15 +278,15 @@ impl<'a> Rounds<'a> {
     }
 
     fn wait_until_held(&self, cell: &mut Cell) -> Result<()> {
-        let reached = self.steps.join(format!("{}-{}", cell.tid, cell.step)).with_extension("reached");
+        let reached = self.file_of(cell).with_extension("reached");
         let pid = eventually(LONG, || {
             if !reached.exists() {
                 let moving = cell.moving.as_mut().and_then(|moving| moving.poll().ok().flatten());
-                return Err(format!("{} has not come to {}: {moving:?}", cell.tid, cell.step));
+                return Err(format!("{} has not come to {:?}: {moving:?}", cell.tid, cell.point));
             }
             let hosts = [cell.source, cell.target, 1].map(|i| self.vm.bed().host(i));
             let daemons = hosts.into_iter().filter_map(daemon_of);
-            daemons.into_iter().find(|pid| is_stopped(*pid)).ok_or_else(|| format!("nobody stands at {}", cell.step))
+            daemons.into_iter().find(|pid| is_stopped(*pid)).ok_or_else(|| format!("nobody stands at {:?}", cell.point))
         })?;
         cell.held = Some((pid, Instant::now()));
         Ok(())
@@ -201,38 +307,44 @@ impl<'a> Rounds<'a> {
     /// As [`Rounds::strike`].
     pub fn strike_each(&self, cells: &[(&Cell, Whom)], fault: Fault) -> Result<()> {
         let bed = self.vm.bed();
-        let host = |cell: &Cell, whom: Whom| match whom {
-            Whom::Source | Whom::SourceTasker => cell.source,
-            Whom::Target | Whom::TargetTasker => cell.target,
-            Whom::Master | Whom::ResourceManager => 1,
-        };
         let mut victims = Vec::new();
         for (cell, whom) in cells {
             match fault {
                 Fault::Kill | Fault::Stop(_) => {
-                    let pid = process_of(bed.host(host(cell, *whom)), *whom);
-                    victims.push(pid.with_context(|| format!("no {whom:?} at {}", cell.step))?);
+                    let found = processes_of(bed.host(whom.host(cell)), *whom);
+                    ensure!(!found.is_empty() || whom.is_engine(), "no {whom:?} at {:?}", cell.point);
+                    self.engines.set(self.engines.get() + if whom.is_engine() { found.len() } else { 0 });
+                    victims.extend(found);
                 }
-                Fault::Cut(_) => bed.plug(host(cell, *whom), false)?,
+                Fault::Cut(_) => bed.plug(whom.host(cell), false)?,
                 Fault::Part(_) => bed.part(cell.source, cell.target, true)?,
             }
         }
         // One process may be meant several times.
         victims.sort();
         victims.dedup();
-        for pid in &victims {
-            signal(*pid, if fault == Fault::Kill { Signal::SIGKILL } else { Signal::SIGSTOP })?;
-        }
+        let met = if fault == Fault::Kill { Signal::SIGKILL } else { Signal::SIGSTOP };
+        let ends_by_itself = cells.iter().all(|(_, whom)| whom.is_engine());
+        victims
+            .iter()
+            .try_for_each(|pid| signal(*pid, met).or_else(|e| if ends_by_itself { Ok(()) } else { Err(e) }))?;
         let begun = Instant::now();
+        // On a loaded machine who is killed may take a while to die: whoever goes on before could leave the step behind until then.
+        if fault == Fault::Kill {
+            victims.iter().try_for_each(|pid| {
+                eventually(LONG, || if is_dead(*pid) { Ok(()) } else { Err(format!("{pid} does not die")) })
+            })?;
+        }
         for (pid, _) in cells.iter().filter_map(|(cell, _)| cell.held).filter(|(pid, _)| !victims.contains(pid)) {
             signal(pid, Signal::SIGCONT)?;
         }
         let (Fault::Stop(long) | Fault::Cut(long) | Fault::Part(long)) = fault else { return Ok(()) };
         eventually(long + LONG, || if begun.elapsed() >= long { Ok(()) } else { Err("not over".to_string()) })?;
-        victims.into_iter().try_for_each(|pid| signal(pid, Signal::SIGCONT))?;
+        let go_on = |pid| signal(pid, Signal::SIGCONT).or_else(|e| if ends_by_itself { Ok(()) } else { Err(e) });
+        victims.into_iter().try_for_each(go_on)?;
         for (cell, whom) in cells {
             match fault {
-                Fault::Cut(_) => bed.plug(host(cell, *whom), true)?,
+                Fault::Cut(_) => bed.plug(whom.host(cell), true)?,
                 Fault::Part(_) => bed.part(cell.source, cell.target, false)?,
                 Fault::Kill | Fault::Stop(_) => {}
             }
@@ -279,7 +391,7 @@ impl<'a> Rounds<'a> {
     pub fn judge_ended(&mut self, cells: Vec<Cell>, may_be_lost: impl Fn(&Cell) -> bool) -> Result<usize> {
         let mut alive = Vec::new();
         for cell in cells {
-            let what = format!("held at {}: {} ({}) said {}", cell.step, cell.name, cell.tid, cell.said);
+            let what = format!("held at {:?}: {} ({}) said {}", cell.point, cell.name, cell.tid, cell.said);
             if self.judge_one(&cell, may_be_lost(&cell)).with_context(|| what)? {
                 alive.push(cell);
             }
@@ -348,6 +460,31 @@ impl<'a> Rounds<'a> {
     }
 }
 
+/// One fault on one party at those places whose turn it is.
+///
+/// # Panics
+/// A move ends otherwise than it may; with all that the virtual machine has written.
+pub fn strike(rounds: &mut Rounds<'_>, share: Share, whom: Whom, fault: Fault, may_be_lost: impl Fn(&Cell) -> bool) {
+    for at in rounds.next(share) {
+        strike_at(rounds, &at, whom, fault, &may_be_lost);
+    }
+}
+
+/// The same at these places.
+///
+/// # Panics
+/// See there.
+pub fn strike_at(rounds: &mut Rounds<'_>, at: &[Point], whom: Whom, fault: Fault, may_be_lost: impl Fn(&Cell) -> bool) {
+    let done = rounds.hold(at).and_then(|cells| {
+        rounds.strike(&cells, whom, fault)?;
+        rounds.judge(cells, may_be_lost)
+    });
+    match done {
+        Ok(alive) => eprintln!("{whom:?}, {fault:?}, {at:?}: {alive} live on"),
+        Err(error) => panic!("{whom:?}, {fault:?}, {at:?}: {error:#}\n{}", rounds.vm.logs()),
+    }
+}
+
 /// Waits until no host has a process of a virtual machine or of one of its tasks, after the master is gone.
 ///
 /// # Errors
@@ -373,21 +510,40 @@ pub fn daemon_of(host: &Host) -> Option<Pid> {
     Some(Pid::from_raw(daemon.0.cast_signed()))
 }
 
-/// The process that plays this part on a host.
-pub fn process_of(host: &Host, whom: Whom) -> Option<Pid> {
-    let daemon = daemon_of(host)?;
+/// The processes that play this part on a host: one, but for engines.
+pub fn processes_of(host: &Host, whom: Whom) -> Vec<Pid> {
+    let Some(daemon) = daemon_of(host) else { return Vec::new() };
     let named = |word: &str| {
         let found = host.processes().into_iter().filter(|(_, line)| line.contains(word));
         found.map(|(pid, _)| Pid::from_raw(pid.cast_signed())).collect::<Vec<_>>()
     };
     match whom {
-        Whom::Source | Whom::Target | Whom::Master => Some(daemon),
+        Whom::Source | Whom::Target | Whom::Master => vec![daemon],
         // It has children of the same name.
         Whom::SourceTasker | Whom::TargetTasker => {
-            named("pvm-tasker").into_iter().find(|pid| field(*pid, "PPid:") == Some(daemon.to_string()))
+            let is_child = |pid: &Pid| field(*pid, "PPid:") == Some(daemon.to_string());
+            named("pvm-tasker").into_iter().find(is_child).into_iter().collect()
         }
-        Whom::ResourceManager => named("bin/pvm-rm").into_iter().next(),
+        Whom::ResourceManager => named("bin/pvm-rm").into_iter().take(1).collect(),
+        Whom::SourceEngine | Whom::TargetEngine => {
+            // By the program that it runs: it is started by a link that has another name.
+            let program = |pid: &Pid| fs::read_link(format!("/proc/{pid}/exe")).ok();
+            let is_engine = |pid: &Pid| program(pid).is_some_and(|path| path.ends_with("criu"));
+            let all = host.processes().into_iter().map(|(pid, _)| Pid::from_raw(pid.cast_signed()));
+            all.filter(is_engine).collect()
+        }
     }
+}
+
+/// The process that plays this part on a host.
+pub fn process_of(host: &Host, whom: Whom) -> Option<Pid> {
+    processes_of(host, whom).into_iter().next()
+}
+
+/// With all its threads: what it had open is closed.
+fn is_dead(pid: Pid) -> bool {
+    let is = |name, value: &str| field(pid, name).is_none_or(|has| has.starts_with(value));
+    is("State:", "Z") && is("Threads:", "1")
 }
 
 fn is_stopped(pid: Pid) -> bool {
@@ -397,4 +553,36 @@ fn is_stopped(pid: Pid) -> bool {
 fn field(pid: Pid, name: &str) -> Option<String> {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
     status.lines().find_map(|line| line.strip_prefix(name)).map(|value| value.trim().to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    fn every_place() -> BTreeSet<Point> {
+        Step::ALL.into_iter().flat_map(|step| [(step, Edge::Before), (step, Edge::After)]).collect()
+    }
+
+    #[test]
+    fn all_rounds_have_each_place_once_and_no_more_at_a_time_than_there_are_hosts() {
+        let all = all();
+        assert_eq!(all.concat().len(), every_place().len());
+        assert_eq!(all.concat().into_iter().collect::<BTreeSet<_>>(), every_place());
+        assert!(all.iter().all(|round| round.len() <= PAIRS));
+    }
+
+    #[test]
+    fn two_faults_that_share_the_places_out_meet_each_of_them() {
+        for turn in 0..4 {
+            let places = [turn, turn + 1].map(|turn| some(Share::Half, turn).concat()).concat();
+            assert_eq!(places.into_iter().collect::<BTreeSet<_>>(), every_place(), "from {turn} on");
+        }
+    }
+
+    #[test]
+    fn a_few_places_for_each_fault_are_all_of_them_after_some_faults() {
+        let places = (0..4).flat_map(|turn| some(Share::Few, turn).concat());
+        assert_eq!(places.collect::<BTreeSet<_>>(), every_place());
+    }
 }

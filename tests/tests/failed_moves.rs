@@ -234,3 +234,26 @@ fn a_full_disk_at_either_end_leaves_the_task_at_the_source() {
         lives_on(vm, &tid, "h3");
     });
 }
+
+#[test]
+fn a_task_that_is_to_be_debugged_stays_and_whoever_would_move_or_write_it_is_told_why() {
+    let Some((bed, _)) = testbed_with_env(2, &[]) else { return };
+    // It has not taken hold of the program: nothing is to be seen of it but how the task was spawned.
+    let debugger = bed.home().join("debugger");
+    replace(&debugger, "#!/bin/sh\nexec \"$@\"\n");
+    let env = vec![("PVM_DEBUGGER".to_string(), debugger.display().to_string())];
+    let vm = Vm::start(&bed, Settings { env, ..Settings::default() }).expect("a virtual machine");
+    vm.add(&["h2"]).expect("it joins");
+    vm.program("hold").expect("gcc");
+    let (debugged, other) = (vm.spawn(&["-?", "-h1", "hold", "1"]), vm.spawn(&["-h1", "hold", "1"]));
+    let (debugged, other) = (debugged.expect("spawned"), other.expect("spawned"));
+    lives_on(&vm, &debugged, "h1");
+    let why = "it was spawned to be debugged (PvmTaskDebug)";
+    for words in [&["can-migrate", debugged.as_str()][..], &["migrate", &debugged, "h2"], &["checkpoint", &debugged]] {
+        let done = vm.pvm(words).expect("ends");
+        assert!(!done.good() && (done.err.contains(why) || done.out.contains(why)), "{words:?}: {done:?}");
+    }
+    lives_on(&vm, &debugged, "h1");
+    vm.must_migrate(&other, "h2");
+    vm.halt().expect("halts");
+}

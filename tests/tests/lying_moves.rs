@@ -8,7 +8,7 @@ use sempa_tests::limits;
 use sempa_tests::needs::{testbed_with_env, testbed_with_own_engine};
 use sempa_tests::ring_job::Job;
 use sempa_tests::run::{Done, must};
-use sempa_tests::steps::{self, Rounds};
+use sempa_tests::steps::{self, Rounds, Share};
 use sempa_tests::vm::Settings;
 use sempa_tests::{Host, Testbed, Vm, eventually};
 use std::fs;
@@ -197,8 +197,8 @@ fn a_disk_that_is_full_from_whatever_step_on_at_either_end_or_at_the_master_cost
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     let mut rounds = Rounds::new(&vm).expect("a director");
     for whose in ["source", "target", "master"] {
-        for group in steps::rounds() {
-            let what = format!("disk of the {whose} full after {group:?}");
+        for group in steps::places(Share::Half) {
+            let what = format!("disk of the {whose} full from {group:?} on");
             let cells = check(&vm, &what, rounds.hold(&group));
             let hosts: Vec<&Host> = match whose {
                 "source" => cells.iter().map(|cell| bed.host(cell.source)).collect(),
@@ -212,7 +212,7 @@ fn a_disk_that_is_full_from_whatever_step_on_at_either_end_or_at_the_master_cost
             for cell in &ended {
                 let told = failures(&vm, &cell.tid);
                 assert!(told.iter().all(|(_, why)| why.lines().count() == 1), "{what}: {told:?}");
-                eprintln!("{what}, {}: {told:?}", cell.step);
+                eprintln!("{what}, {:?}: {told:?}", cell.point);
             }
             let alive = check(&vm, &what, rounds.judge_ended(ended, |_| false));
             assert_eq!(alive, group.len(), "{what}");

@@ -5,7 +5,7 @@ use sempa_proto::event::EventKind;
 use sempa_proto::migration::{Failure, Step};
 use sempa_tests::holders::{is_whole, with_hosts};
 use sempa_tests::needs::testbed_with_env;
-use sempa_tests::steps::{Cell, Fault, HOSTS, Rounds, Whom, rounds};
+use sempa_tests::steps::{Cell, Edge, Fault, HOSTS, Rounds, Share, Whom, strike};
 use sempa_tests::testbed::gone;
 use sempa_tests::vm::Settings;
 use sempa_tests::{Testbed, Vm, eventually};
@@ -16,6 +16,9 @@ const SOON: Duration = Duration::from_secs(60);
 const MIB: &str = "80";
 const IMAGES_MAX: u64 = 8 << 20;
 const LEASE_MS: &str = "5000";
+const A_MOMENT: Duration = Duration::from_secs(1);
+/// Longer than the lease.
+const UNTIL_LOST: Duration = Duration::from_secs(8);
 /// Memory follows tasks of any size.
 const ALWAYS: [(&str, &str); 1] = [("SEMPA_POST_COPY", "always")];
 /// So slowly, in bytes per second, that memory is on its way for longer than any of these tests takes.
@@ -105,28 +108,72 @@ fn a_task_that_ends_while_its_memory_follows_has_moved_and_ended() {
 
 /// Up to the last of the memory both hosts have a part of the task, and their taskers with them.
 fn not_arrived(cell: &Cell) -> bool {
-    cell.step < Step::Arrive
+    cell.point < (Step::Arrive, Edge::After)
 }
 
 fn committed(cell: &Cell) -> bool {
-    cell.step >= Step::Commit
+    cell.point >= (Step::Commit, Edge::After)
+}
+
+/// From the restore on memory is asked for, and the task ends when it is known that some of it does not come.
+fn memory_is_on_its_way(cell: &Cell) -> bool {
+    committed(cell) && not_arrived(cell)
+}
+
+fn never(_: &Cell) -> bool {
+    false
 }
 
 #[test]
 fn whoever_is_killed_at_whatever_step_a_task_whose_memory_follows_runs_once_or_is_known_to_have_ended() {
     let Some((bed, _)) = testbed_with_env(HOSTS, &ALWAYS) else { return };
     with_rounds(&bed, |vm, all| {
-        let whom = [Whom::SourceTasker, Whom::TargetTasker, Whom::Source, Whom::Target];
-        let source_has_a_part = [true, false, true, false];
-        for (whom, of_source) in whom.into_iter().zip(source_has_a_part) {
-            for steps in rounds() {
-                let done = all.hold(&steps).and_then(|cells| {
-                    all.strike(&cells, whom, Fault::Kill)?;
-                    all.judge(cells, |cell| if of_source { not_arrived(cell) } else { committed(cell) })
-                });
-                done.unwrap_or_else(|error| panic!("{whom:?}, {steps:?}: {error:#}\n{}", vm.logs()));
-            }
+        for _ in 0..2 {
+            strike(all, Share::Few, Whom::SourceTasker, Fault::Kill, not_arrived);
+            strike(all, Share::Few, Whom::TargetTasker, Fault::Kill, committed);
+            strike(all, Share::Few, Whom::Source, Fault::Kill, not_arrived);
+            strike(all, Share::Few, Whom::Target, Fault::Kill, committed);
+            strike(all, Share::Few, Whom::ResourceManager, Fault::Kill, never);
+            strike(all, Share::Few, Whom::SourceEngine, Fault::Kill, memory_is_on_its_way);
+            strike(all, Share::Few, Whom::TargetEngine, Fault::Kill, committed);
         }
+        assert!(all.engines() > 0, "no engine was met");
+        vm.halt().expect("halts");
+    });
+}
+
+#[test]
+fn whoever_stands_still_at_whatever_step_a_task_whose_memory_follows_runs_once() {
+    let Some((bed, _)) = testbed_with_env(HOSTS, &ALWAYS) else { return };
+    let whom = [
+        Whom::Source,
+        Whom::Target,
+        Whom::Master,
+        Whom::SourceTasker,
+        Whom::TargetTasker,
+        Whom::ResourceManager,
+        Whom::SourceEngine,
+        Whom::TargetEngine,
+    ];
+    with_rounds(&bed, |vm, all| {
+        for whom in whom {
+            strike(all, Share::Few, whom, Fault::Stop(A_MOMENT), never);
+        }
+        vm.halt().expect("halts");
+    });
+}
+
+#[test]
+fn whoever_is_cut_off_at_whatever_step_a_task_whose_memory_follows_runs_once_or_is_known_to_have_ended() {
+    let Some((bed, _)) = testbed_with_env(HOSTS, &ALWAYS) else { return };
+    with_rounds(&bed, |vm, all| {
+        for whom in [Whom::Source, Whom::Target, Whom::Master] {
+            strike(all, Share::Few, whom, Fault::Cut(A_MOMENT), never);
+        }
+        strike(all, Share::Few, Whom::Source, Fault::Part(A_MOMENT), never);
+        strike(all, Share::Few, Whom::Source, Fault::Part(UNTIL_LOST), memory_is_on_its_way);
+        strike(all, Share::Few, Whom::Source, Fault::Cut(UNTIL_LOST), not_arrived);
+        strike(all, Share::Few, Whom::Target, Fault::Cut(UNTIL_LOST), committed);
         vm.halt().expect("halts");
     });
 }
@@ -134,7 +181,8 @@ fn whoever_is_killed_at_whatever_step_a_task_whose_memory_follows_runs_once_or_i
 fn with_rounds(bed: &Testbed, test: impl FnOnce(&Vm<'_>, &mut Rounds<'_>)) {
     let env = [("SEMPA_LEASE_MS", LEASE_MS)];
     let env = env.iter().chain(&ALWAYS).map(|(name, value)| (name.to_string(), value.to_string())).collect();
-    let vm = Vm::start(bed, Settings { env, ..Settings::default() }).expect("a virtual machine");
+    let settings = Settings { rm: Some("pvm-rm".into()), env, ..Settings::default() };
+    let vm = Vm::start(bed, settings).expect("a virtual machine");
     let mut rounds = Rounds::new(&vm).expect("a director");
     test(&vm, &mut rounds);
 }

@@ -1,6 +1,6 @@
 //! What holds for tasks that talk through their daemons holds on the other routes, too: rings on one host, direct connections
 //! between two, and both in turn when tasks are moved. Some of the moves and steps that the default route is tried with;
-//! as many as there with `SEMPA_EVERY_ROUTE=1`.
+//! as many as there with `SEMPA_TEST_FULL=1`.
 
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::Step;
@@ -8,7 +8,7 @@ use sempa_tests::crowd::Crowd;
 use sempa_tests::dice::Dice;
 use sempa_tests::needs::{testbed, testbed_with_own_engine};
 use sempa_tests::speaker::Speaker;
-use sempa_tests::steps::{self, Cell, Fault, Rounds, Whom};
+use sempa_tests::steps::{Cell, Edge, Fault, HOSTS, Rounds, Share, Whom, is_full, strike, strike_at};
 use sempa_tests::vm::Settings;
 use sempa_tests::witnesses::Witnesses;
 use sempa_tests::{Testbed, Vm};
@@ -23,13 +23,9 @@ const UNTIL_LOST: Duration = Duration::from_secs(14);
 const WORKERS: usize = 6;
 const EVERYBODY: [usize; WORKERS] = [0, 1, 2, 3, 4, 5];
 
-fn every() -> bool {
-    std::env::var_os("SEMPA_EVERY_ROUTE").is_some()
-}
-
 /// `few`, or `all` if everything is to be tried.
 fn times(few: usize, all: usize) -> usize {
-    if every() { all } else { few }
+    if is_full() { all } else { few }
 }
 
 fn must<T>(vm: &Vm<'_>, done: anyhow::Result<T>) -> T {
@@ -122,28 +118,16 @@ fn with_rounds(bed: &Testbed, home: Option<usize>, test: impl FnOnce(&mut Rounds
     vm.halt().expect("halts");
 }
 
-fn strike(
-    rounds: &mut Rounds<'_>,
-    groups: &[Vec<Step>],
-    (whom, fault): (Whom, Fault),
-    may_be_lost: impl Fn(&Cell) -> bool,
-) {
-    for group in groups {
-        let done = rounds.hold(group).and_then(|cells| {
-            rounds.strike(&cells, whom, fault)?;
-            rounds.judge(cells, &may_be_lost)
-        });
-        let alive = done.unwrap_or_else(|error| panic!("{whom:?}, {fault:?}: {error:#}\n{}", rounds.vm.logs()));
-        eprintln!("{whom:?}, {fault:?}, {group:?}: {alive} live on");
-    }
+fn only_source_has_it(cell: &Cell) -> bool {
+    cell.point < (Step::Restore, Edge::After)
 }
 
-fn only_source_has_it(cell: &Cell) -> bool {
-    cell.step < Step::Restore
+fn not_committed(cell: &Cell) -> bool {
+    cell.point < (Step::Commit, Edge::After)
 }
 
 fn only_target_has_it(cell: &Cell) -> bool {
-    cell.step >= Step::Commit
+    cell.point >= (Step::Commit, Edge::After)
 }
 
 fn never(_: &Cell) -> bool {
@@ -152,35 +136,37 @@ fn never(_: &Cell) -> bool {
 
 #[test]
 fn a_task_with_a_direct_route_runs_once_or_is_known_to_have_ended_whatever_fails_at_whatever_step() {
-    let Some((bed, _)) = testbed_with_own_engine(steps::HOSTS) else { return };
+    let Some((bed, _)) = testbed_with_own_engine(HOSTS) else { return };
     with_rounds(&bed, None, |rounds| {
-        let groups = steps::rounds();
-        strike(rounds, &groups, (Whom::TargetTasker, Fault::Kill), only_target_has_it);
-        strike(rounds, &groups, (Whom::Source, Fault::Kill), only_source_has_it);
-        if every() {
-            strike(rounds, &groups, (Whom::SourceTasker, Fault::Kill), |cell| cell.step < Step::Commit);
-            strike(rounds, &groups, (Whom::Target, Fault::Kill), only_target_has_it);
-            strike(rounds, &groups, (Whom::Target, Fault::Stop(A_MOMENT)), never);
-            strike(rounds, &groups, (Whom::Source, Fault::Part(UNTIL_LOST)), never);
-            strike(rounds, &groups, (Whom::Source, Fault::Cut(UNTIL_LOST)), only_source_has_it);
+        strike(rounds, Share::Few, Whom::TargetTasker, Fault::Kill, only_target_has_it);
+        strike(rounds, Share::Few, Whom::Source, Fault::Kill, only_source_has_it);
+        if is_full() {
+            strike(rounds, Share::Few, Whom::SourceTasker, Fault::Kill, not_committed);
+            strike(rounds, Share::Few, Whom::Target, Fault::Kill, only_target_has_it);
+            strike(rounds, Share::Few, Whom::Target, Fault::Stop(A_MOMENT), never);
+            strike(rounds, Share::Few, Whom::Source, Fault::Part(UNTIL_LOST), never);
+            strike(rounds, Share::Few, Whom::Source, Fault::Cut(UNTIL_LOST), only_source_has_it);
         }
     });
 }
 
-/// Whoever is moved leaves the host of its peer, with which it has a ring. Only where every route is tried: twice of ten times the
-/// task had ended when the target's tasker was killed at the end of the restore, and why is not known yet.
+/// Whoever is moved leaves the host of its peer, with which it has a ring.
 #[test]
 fn a_task_with_a_ring_runs_once_or_is_known_to_have_ended_whatever_fails_at_whatever_step() {
-    if !every() {
-        return eprintln!("skipped: SEMPA_EVERY_ROUTE=1 tries it");
-    }
-    let Some((bed, _)) = testbed_with_own_engine(steps::HOSTS) else { return };
+    let Some((bed, _)) = testbed_with_own_engine(HOSTS) else { return };
     with_rounds(&bed, Some(2), |rounds| {
-        let each: Vec<Vec<Step>> = Step::ALL.into_iter().map(|step| vec![step]).collect();
-        strike(rounds, &each, (Whom::TargetTasker, Fault::Kill), only_target_has_it);
-        strike(rounds, &each, (Whom::Target, Fault::Kill), only_target_has_it);
-        strike(rounds, &each, (Whom::Source, Fault::Stop(A_MOMENT)), never);
-        strike(rounds, &each, (Whom::Target, Fault::Stop(A_MOMENT)), never);
-        strike(rounds, &each, (Whom::Source, Fault::Part(A_MOMENT)), never);
+        let faults: [(Whom, Fault, fn(&Cell) -> bool); 5] = [
+            (Whom::TargetTasker, Fault::Kill, only_target_has_it),
+            (Whom::Source, Fault::Stop(A_MOMENT), never),
+            (Whom::Target, Fault::Kill, only_target_has_it),
+            (Whom::Target, Fault::Stop(A_MOMENT), never),
+            (Whom::Source, Fault::Part(A_MOMENT), never),
+        ];
+        for (whom, fault, may_be_lost) in faults {
+            // All leave the same host, so one after the other.
+            for point in rounds.next(Share::Few).into_iter().flatten() {
+                strike_at(rounds, &[point], whom, fault, may_be_lost);
+            }
+        }
     });
 }
