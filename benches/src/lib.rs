@@ -1,8 +1,9 @@
 //! Benchmarks. `benches/wire.rs` and its neighbours measure single layers without any I/O (`cargo xtask bench micro`). This
 //! library is `cargo xtask bench peers`: the running system beside PVM 3.4.6, Open MPI and MPICH, in one run on one machine;
 //! `cargo xtask bench rm`: with and without the resource manager; `cargo xtask bench balance`: a farm that is balanced
-//! beside one that is not; `cargo xtask bench migrate`: tasks that are moved, beside bare CRIU; and `cargo xtask bench soak`:
-//! tasks that talk and are moved hundreds of times, and what that leaves behind.
+//! beside one that is not; `cargo xtask bench migrate`: tasks that are moved, beside bare CRIU; `cargo xtask bench soak`:
+//! tasks that talk and are moved hundreds of times, and what that leaves behind; and it keeps what `cargo xtask bench decide` and
+//! `cargo xtask bench sim` find.
 //!
 //! It measures and tells; it judges nothing that a test could rest on, because a loaded machine is slow without a defect.
 
@@ -19,6 +20,7 @@ mod report;
 mod rows;
 mod soak;
 mod systems;
+mod virtual_time;
 
 use anyhow::{Context, Result, bail};
 use std::fs;
@@ -29,6 +31,7 @@ pub use figures::System;
 pub use managed::managed;
 pub use moved::{Migrate, migrated};
 pub use soak::{Soak, soaked};
+pub use virtual_time::{decided, simulated};
 
 /// Debian packages that the systems come from.
 pub const PACKAGES: [&str; 7] =

@@ -20,6 +20,7 @@ use std::sync::Arc;
 
 mod closed;
 mod reports;
+mod starting;
 
 /// Ended tasks that are remembered, so that late news of them does not bring them back.
 const ENDED_MAX: usize = 65_536;
@@ -135,6 +136,8 @@ pub struct Model {
     tasks: BTreeMap<Tid, Task>,
     /// The tasks of each host.
     on: BTreeMap<HostId, BTreeSet<Tid>>,
+    /// Tasks that are being started on each host.
+    starting: BTreeMap<HostId, u32>,
     ended: Recent<Tid>,
     last_event: Option<u64>,
     stale: bool,
@@ -152,6 +155,7 @@ impl Model {
             hosts: BTreeMap::new(),
             tasks: BTreeMap::new(),
             on: BTreeMap::new(),
+            starting: BTreeMap::new(),
             ended: Recent::new(ENDED_MAX),
             last_event: None,
             stale: false,
@@ -695,7 +699,8 @@ impl Model {
                         // Who named the host meant to stay beside its owner.
                         tasks.iter_mut().for_each(|task| task.asked = false);
                     }
-                    let view = host.view(id, tasks);
+                    let starting = self.starting.get(&id).copied().unwrap_or(0);
+                    let view = HostView { starting, ..host.view(id, tasks) };
                     self.view.hosts.put(view);
                 }
             }
@@ -747,6 +752,7 @@ impl Host {
             owner: self.keeper(),
             terms: self.terms.clone(),
             no_moves: self.no_moves.clone(),
+            starting: 0,
             tasks,
         }
     }

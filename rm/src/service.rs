@@ -455,6 +455,7 @@ impl<V: VmApi> Service<V> {
     fn settle(&mut self) {
         let now = self.vm.now();
         let mut changed = self.changed;
+        self.model.set_starting(self.spawns.starting());
         // Owners first.
         if self.changed || self.again.is_some_and(|at| at <= now) {
             self.decide_moves();
@@ -495,18 +496,17 @@ impl<V: VmApi> Service<V> {
     /// Finds places for what wants them, and has it started there.
     fn place(&mut self, now: Micros) {
         loop {
-            if self.spawns.wants_place() {
-                let snapshot = self.model.snapshot(now);
-                let rotation = self.spawns.place(now, snapshot);
-                self.model.set_rotation(rotation);
+            while let Some(output) = self.spawns.poll() {
+                self.spawn_output(output);
             }
-            let Some(output) = self.spawns.poll() else {
-                if self.spawns.wants_place() {
-                    continue;
-                }
+            if !self.spawns.wants_place() {
                 break;
-            };
-            self.spawn_output(output);
+            }
+            // Who was placed a moment ago runs nowhere yet, and has a place all the same.
+            self.model.set_starting(self.spawns.starting());
+            let snapshot = self.model.snapshot(now);
+            let rotation = self.spawns.place(now, snapshot);
+            self.model.set_rotation(rotation);
         }
     }
 

@@ -378,6 +378,18 @@ impl Spawns {
         self.orders.values().map(|order| order.host).collect()
     }
 
+    /// The tasks that are being started on each host.
+    pub fn starting(&self) -> BTreeMap<HostId, u32> {
+        let mut starting = BTreeMap::new();
+        let is_load = |order: &&Order| {
+            self.open.get(&order.spawn).is_some_and(|spawn| spawn.from.request.flags & SPAWN_PINNED == 0)
+        };
+        for order in self.orders.values().filter(is_load) {
+            *starting.entry(order.host).or_default() += order.tasks.len() as u32;
+        }
+        starting
+    }
+
     /// True for a task that counts against limits.
     pub fn counts(&self, tid: Tid) -> bool {
         self.tasks.contains_key(&tid)

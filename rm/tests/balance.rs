@@ -84,6 +84,7 @@ impl Farm {
             foreign_mean: None,
             owner: Owner::Absent { left: None },
             no_moves: None,
+            starting: 0,
             terms: Terms::default(),
             tasks: Vec::new(),
         };
@@ -415,6 +416,26 @@ proptest! {
         let mut farm = Farm::new(&machines, &vec![1e9; tasks], Policy::Load);
         let foreign = vec![0.0; machines.len()];
         for _ in 0..600 {
+            if farm.now.is_multiple_of(PAUSE) {
+                farm.balance(&foreign);
+            }
+            farm.second(&foreign);
+        }
+        prop_assert!(farm.shifts.is_empty(), "{:?}", farm.shifts);
+    }
+
+    /// Nor do tasks of any sizes move for what is measured of them where nothing is ever even: something else takes a part of a
+    /// processor all the time, and a whole one now and then.
+    #[test]
+    fn noise_does_not_disturb_a_balanced_farm(
+        machines in prop::collection::vec((1_u32..5, 500_i32..2000), 1..8),
+        sizes in prop::collection::vec(1e8_f64..1e9, 1..30), seed in any::<u64>(),
+    ) {
+        let machines: Vec<Machine> = machines.into_iter().map(|(cores, speed)| Machine { cores, speed }).collect();
+        let (mut farm, mut seed) = (Farm::new(&machines, &sizes, Policy::Load), seed | 1);
+        for _ in 0..600 {
+            let mut noise = || if random(&mut seed) < 0.05 { 1.0 } else { 0.2 * random(&mut seed) };
+            let foreign: Vec<f64> = machines.iter().map(|_| noise()).collect();
             if farm.now.is_multiple_of(PAUSE) {
                 farm.balance(&foreign);
             }

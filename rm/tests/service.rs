@@ -372,6 +372,30 @@ fn a_spawn_without_a_free_host_waits_and_is_placed_when_one_gets_free() {
 }
 
 #[test]
+fn requests_that_wait_do_not_all_take_the_one_place_that_gets_free() {
+    let mut bed = full(Rules { wait: Micros::from_secs(30), ..Rules::default() });
+    let both = SpawnRequest { place: "?free >= 2".into(), ..request(2) };
+    (1..=3).for_each(|wid| bed.world().spawn(wid, &both));
+    bed.settle();
+    bed.owner_leaves(1);
+    let execs = bed.world().took_execs();
+    assert_eq!(execs.len(), 1, "the host has two processors, and what is being started there has both");
+    bed.world().ack(&execs[0]);
+    bed.pass(Micros::from_secs(10));
+    assert!(bed.world().took_execs().is_empty() && bed.world().answer(1).is_some());
+}
+
+#[test]
+fn spawns_that_come_at_the_same_moment_do_not_all_go_to_the_same_host() {
+    let mut bed = Bed::quiet(&world(3));
+    (1..=3).for_each(|wid| bed.world().spawn(wid, &request(1)));
+    bed.settle();
+    let mut hosts: Vec<u16> = bed.world().took_execs().iter().map(|exec| exec.host.index()).collect();
+    hosts.sort_unstable();
+    assert_eq!(hosts, [1, 2, 3], "none has acknowledged anything");
+}
+
+#[test]
 fn a_spawn_that_has_waited_in_vain_is_refused_as_without_waiting() {
     let mut bed = full(Rules { wait: Micros::from_secs(30), ..Rules::default() });
     bed.world().spawn(1, &request(2));

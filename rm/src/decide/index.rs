@@ -28,7 +28,7 @@ struct Known {
 #[derive(Clone, Debug)]
 struct Entry {
     load: Load,
-    /// Tasks of ours that are on it and stay.
+    /// Tasks of ours that are on it and stay, those included that are being started.
     staying: u32,
     zone: u32,
     /// It is in the ranking: its owner is not there.
@@ -190,7 +190,7 @@ impl Index {
 
     /// Takes a host in. Answers the hosts to which its tasks are on their way.
     fn learn(&mut self, host: &HostView, now: Micros) -> Vec<HostId> {
-        let (mut staying, mut leaving) = (0, Vec::new());
+        let (mut staying, mut leaving) = (host.starting, Vec::new());
         for task in host.tasks.iter().filter(|t| t.computes()) {
             match task.moving.flatten() {
                 Some(to) => leaving.push(to),

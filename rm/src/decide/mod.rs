@@ -137,6 +137,8 @@ pub struct HostView {
     pub terms: Terms,
     /// Why moves to it make no sense at present (its dump engine does not work), and until when.
     pub no_moves: Option<Until>,
+    /// Tasks that are being started on it: they are load already.
+    pub starting: u32,
     /// The tasks on it.
     pub tasks: Vec<TaskView>,
 }

@@ -53,6 +53,43 @@ pub struct Figures {
     pub last_end_s: f64,
     /// Tasks that were lost with their hosts.
     pub lost: u64,
+    /// The same of each user's spawns and tasks.
+    pub users: BTreeMap<u32, OfUser>,
+}
+
+/// What one user got.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct OfUser {
+    /// Spawns that were answered.
+    pub answered: u64,
+    /// Spawns that were not, when the record was over.
+    pub unanswered: u64,
+    /// Mean time from a spawn to its answer, in seconds.
+    pub waited_mean_s: f64,
+    /// The longest.
+    pub waited_most_s: f64,
+    /// Tasks that did all their work.
+    pub finished: u64,
+    /// Mean time from the start of such a task to its end, in seconds.
+    pub run_mean_s: f64,
+    /// All times from a spawn to its answer, in the order of the answers.
+    #[serde(skip)]
+    pub waits_s: Vec<f64>,
+}
+
+impl OfUser {
+    fn of(waits_s: Vec<f64>, runs_s: Vec<f64>, unanswered: u64) -> OfUser {
+        let mean = |list: &[f64]| if list.is_empty() { 0.0 } else { list.iter().sum::<f64>() / list.len() as f64 };
+        OfUser {
+            answered: waits_s.len() as u64,
+            unanswered,
+            waited_mean_s: mean(&waits_s),
+            waited_most_s: waits_s.iter().copied().fold(0.0, f64::max),
+            finished: runs_s.len() as u64,
+            run_mean_s: mean(&runs_s),
+            waits_s,
+        }
+    }
 }
 
 /// The policy that was in force when the record began.
@@ -107,6 +144,12 @@ pub fn table(columns: [(&str, &Figures); 2]) -> String {
     let hosts: std::collections::BTreeSet<&String> = a.placed.keys().chain(b.placed.keys()).collect();
     for host in hosts {
         row(&format!("tasks started on {host}"), &|f| f.placed.get(host).copied().unwrap_or(0).to_string());
+    }
+    let users: std::collections::BTreeSet<u32> = a.users.keys().chain(b.users.keys()).copied().collect();
+    for user in users.iter().filter(|_| users.len() > 1) {
+        let of = |f: &Figures, cell: fn(&OfUser) -> f64| format!("{:.2}", f.users.get(user).map_or(0.0, cell));
+        row(&format!("user {user} waited, mean, s"), &|f| of(f, |u| u.waited_mean_s));
+        row(&format!("user {user} waited, longest, s"), &|f| of(f, |u| u.waited_most_s));
     }
     out
 }

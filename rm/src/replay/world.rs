@@ -2,7 +2,7 @@
 
 mod parked;
 
-use super::Figures;
+use super::{Figures, OfUser};
 use crate::api::VmApi;
 use crate::decide::{Sampled, foreign_demand};
 use crate::recording::{Entry, Input};
@@ -42,6 +42,7 @@ struct Running {
     host: HostId,
     program: String,
     parent: Tid,
+    user: u32,
     /// Seconds of an ordinary processor; infinite for tasks whose end was not recorded.
     left: f64,
     /// It ends behind that: its last spawn in the record.
@@ -61,6 +62,14 @@ impl Running {
     fn has_work(&self) -> bool {
         self.left >= 1e-6
     }
+}
+
+/// Who spawns and was not spawned here: a console, or a program that somebody started by hand. It computes nothing.
+#[derive(Clone, Copy, Debug)]
+struct Spawner {
+    host: HostId,
+    parent: Tid,
+    user: u32,
 }
 
 /// A spawn that is being carried out: what its tasks have to do.
@@ -93,6 +102,7 @@ struct State {
     watchers: BTreeMap<HostId, Tid>,
     report_at: Micros,
     tasks: BTreeMap<Tid, Running>,
+    spawners: BTreeMap<Tid, Spawner>,
     work: HashMap<(Tid, i32), VecDeque<Work>>,
     /// The tasks that each spawn of the record has started, and which tasks they are here.
     started: HashMap<(Tid, i32), Vec<Tid>>,
@@ -105,8 +115,9 @@ struct State {
     locals: HashMap<HostId, u32>,
     numbers: u64,
     orders: i32,
-    waits: Vec<f64>,
-    runs: Vec<f64>,
+    /// Each with its user.
+    waits: Vec<(u32, f64)>,
+    runs: Vec<(u32, f64)>,
     figures: Figures,
 }
 
@@ -182,10 +193,10 @@ impl World {
 
     pub(super) fn figures(&self) -> Figures {
         let state = self.0.borrow();
-        let mean = |list: &[f64]| if list.is_empty() { 0.0 } else { list.iter().sum::<f64>() / list.len() as f64 };
-        let waited_most_s = state.waits.iter().copied().fold(0.0, f64::max);
-        let (waited_mean_s, run_mean_s) = (mean(&state.waits), mean(&state.runs));
-        Figures { waited_mean_s, waited_most_s, run_mean_s, finished: state.runs.len() as u64, ..state.figures.clone() }
+        let (waits_s, runs_s) = (state.waits.iter().map(|w| w.1), state.runs.iter().map(|r| r.1));
+        let (all, users) = (OfUser::of(waits_s.collect(), runs_s.collect(), 0), state.of_users());
+        let OfUser { waited_mean_s, waited_most_s, finished, run_mean_s, .. } = all;
+        Figures { waited_mean_s, waited_most_s, finished, run_mean_s, users, ..state.figures.clone() }
     }
 }
 
@@ -200,6 +211,25 @@ impl State {
         if let Ok(body) = to_bytes(&event) {
             self.post(Tid::MY_DAEMON, CTX_RM, TAG_EVENT, 0, DSIG_X86_64, body.into());
         }
+    }
+
+    /// Whose task it is.
+    fn user_of(&self, tid: Tid) -> u32 {
+        let spawner = self.spawners.get(&tid).map(|spawner| spawner.user);
+        self.tasks.get(&tid).map(|task| task.user).or(spawner).unwrap_or(0)
+    }
+
+    /// What each user got.
+    fn of_users(&self) -> BTreeMap<u32, OfUser> {
+        let open: Vec<u32> = self.asked.keys().map(|(src, _)| self.user_of(*src)).collect();
+        let known = self.waits.iter().chain(&self.runs).map(|of| of.0).chain(open.iter().copied());
+        let users: std::collections::BTreeSet<u32> = known.collect();
+        let of = |user: u32| {
+            let own = |list: &[(u32, f64)]| list.iter().filter(|one| one.0 == user).map(|one| one.1).collect();
+            let unanswered = open.iter().filter(|other| **other == user).count() as u64;
+            (user, OfUser::of(own(&self.waits), own(&self.runs), unanswered))
+        };
+        users.into_iter().map(of).collect()
     }
 
     fn guests(&self, host: HostId) -> usize {
@@ -266,7 +296,7 @@ impl State {
         // One's end may be what another has waited for.
         while let Some(tid) = self.done() {
             let task = self.tasks.remove(&tid).expect("found a moment ago");
-            self.runs.push(seconds(self.now.since(task.began)));
+            self.runs.push((task.user, seconds(self.now.since(task.began))));
             self.figures.last_end_s = seconds(self.now.since(self.begin));
             self.event(task.host, EventKind::TaskEnded { tid, status: 0, used: Usage::default() });
         }
@@ -282,7 +312,9 @@ impl State {
         if self.report_at <= now {
             self.report_at = now + REPORT_PAUSE;
             let hosts: Vec<HostId> = self.reports.keys().copied().collect();
-            hosts.into_iter().for_each(|host| self.report(host));
+            let mut guests = BTreeMap::<HostId, usize>::new();
+            self.tasks.values().filter(|t| t.works()).for_each(|t| *guests.entry(t.host).or_default() += 1);
+            hosts.into_iter().for_each(|host| self.report(host, guests.get(&host).copied().unwrap_or(0)));
         }
     }
 
@@ -320,7 +352,7 @@ impl State {
                 let (host, at) = (report.host, self.now);
                 let foreign = foreign_demand(&Sampled { sample: report.sample, at, own });
                 self.reports.insert(host, (report, foreign));
-                self.report(host);
+                self.report(host, self.guests(host));
             }
             // Who asked for it asks the service again, and does not look at the answer.
             Input::Drain { host, by, begun, within } => {
@@ -329,9 +361,15 @@ impl State {
                     self.post(by, CTX_RM, TAG_ASK, 0, DSIG_X86_64, body.into());
                 }
             }
-            Input::Spawn { number: (recorded, wid), request, .. } => {
+            Input::Spawn { number: (recorded, wid), caller, user, job, request } => {
                 self.figures.spawns += 1;
                 let src = self.here.get(&recorded).copied().unwrap_or(recorded);
+                if !self.tasks.contains_key(&src) && !self.spawners.contains_key(&src) {
+                    let parent = if job == src { Tid::NONE } else { job };
+                    self.spawners.insert(src, Spawner { host: caller, parent, user });
+                    // Without a program's name: nobody has spawned it.
+                    self.event(caller, EventKind::TaskStarted { tid: src, parent, name: String::new(), user });
+                }
                 self.asked.insert((src, wid), self.now);
                 let work = self.work.remove(&(recorded, wid)).unwrap_or_default();
                 self.open.push(Open { number: (src, wid), file: request.file.clone(), work });
@@ -350,6 +388,7 @@ impl State {
             let lost: Vec<Tid> = self.tasks.iter().filter(|(_, t)| t.host == host.id).map(|(tid, _)| *tid).collect();
             self.figures.lost += lost.len() as u64;
             lost.iter().for_each(|tid| drop(self.tasks.remove(tid)));
+            self.spawners.retain(|_, spawner| spawner.host != host.id);
             self.reports.remove(&host.id);
             self.watchers.remove(&host.id);
             let why = "as recorded".to_string();
@@ -360,10 +399,10 @@ impl State {
         }
     }
 
-    /// The watcher of a host speaks: of owner and foreign load as recorded, and of the tasks that are there now.
-    fn report(&mut self, host: HostId) {
+    /// The watcher of a host speaks: of owner and foreign load as recorded, and of the tasks that work there now.
+    fn report(&mut self, host: HostId, guests: usize) {
         let Some(watcher) = self.watchers.get(&host).copied() else { return };
-        let own = self.guests(host) as f32;
+        let own = guests as f32;
         let Some((report, foreign)) = self.reports.get(&host) else { return };
         let mut report = report.clone();
         let (demand, cores) = (foreign + own, report.sample.processors());
@@ -398,23 +437,24 @@ impl State {
             let work = self.open.iter_mut().find(of).and_then(|open| open.work.pop_front()).unwrap_or_default();
             let Work { seconds: left, spawns_until } = work;
             let (program, began, suspended) = (request.file.clone(), self.now, suspend::Holds::default());
+            let user = self.user_of(parent);
             let parent = if request.flags & SPAWN_NO_PARENT != 0 { Tid::NONE } else { parent };
-            let task = Running { host, program, parent, left, spawns_until, began, moving: None, suspended };
+            let task = Running { host, program, parent, user, left, spawns_until, began, moving: None, suspended };
             self.tasks.insert(tid, task);
             let name = self.table.get(host).map_or_else(|| host.to_string(), |entry| entry.name.clone());
             *self.figures.placed.entry(name).or_default() += 1;
-            self.event(host, EventKind::TaskStarted { tid, parent, name: request.file.clone(), user: 0 });
+            self.event(host, EventKind::TaskStarted { tid, parent, name: request.file.clone(), user });
         }
         self.post(host.daemon(), CTX_BASE, SM_EXECACK, wid, ENC_XDR, pack_tids(&results));
         if is_watcher {
-            self.report(host);
+            self.report(host, self.guests(host));
         }
         wid
     }
 
     fn answered(&mut self, number: (Tid, i32), body: Bytes) {
         let Some(asked) = self.asked.remove(&number) else { return };
-        self.waits.push(seconds(self.now.since(asked)));
+        self.waits.push((self.user_of(number.0), seconds(self.now.since(asked))));
         self.open.retain(|open| open.number != number);
         let results = unpack_tids(body).unwrap_or_default();
         let recorded = self.started.remove(&number).unwrap_or_default();
@@ -484,23 +524,27 @@ impl VmApi for World {
 
     fn tasks(&self) -> Result<Vec<TaskInfo>, Error> {
         let state = self.0.borrow();
-        let one = |(tid, task): (&Tid, &Running)| {
-            let (tid, host, moving, flags) = (*tid, task.host, task.moving.is_some(), TASK_FORKED);
-            let (parent, name, pid, uid) = (task.parent, task.program.clone(), 0, 0);
-            TaskInfo {
-                tid,
-                parent,
-                host,
-                flags,
-                name,
-                pid,
-                uid,
-                moving,
-                stopped: false,
-                suspended: task.suspended.any(),
-            }
+        let plain = |tid: Tid, parent, host, uid| TaskInfo {
+            tid,
+            parent,
+            host,
+            flags: 0,
+            name: String::new(),
+            pid: 0,
+            uid,
+            moving: false,
+            stopped: false,
+            suspended: false,
         };
-        Ok(state.tasks.iter().map(one).collect())
+        let spawner = |(tid, s): (&Tid, &Spawner)| plain(*tid, s.parent, s.host, s.user);
+        let running = |(tid, task): (&Tid, &Running)| TaskInfo {
+            flags: TASK_FORKED,
+            name: task.program.clone(),
+            moving: task.moving.is_some(),
+            suspended: task.suspended.any(),
+            ..plain(*tid, task.parent, task.host, task.user)
+        };
+        Ok(state.spawners.iter().map(spawner).chain(state.tasks.iter().map(running)).collect())
     }
 
     fn register(&self) -> Result<Tid, Error> {

@@ -31,6 +31,7 @@ pub(crate) fn idle(index: u16, cores: u32, available_bytes: u64) -> HostView {
         foreign_mean: None,
         owner: Owner::Absent { left: None },
         no_moves: None,
+        starting: 0,
         terms: Terms::default(),
         tasks: Vec::new(),
     }
