@@ -21,6 +21,7 @@ struct options {
     int idle;     /* tasks that only wait, beside those that talk */
     int direct;   /* PVM: ask for the direct route */
     int keep;     /* hosts that were added stay */
+    int pause;    /* PVM: milliseconds between two spawns */
     int xdr;      /* PVM: the encoding for foreign machines */
     int cores[2]; /* where the first and the second task stay; -1: anywhere */
     const char *host;
@@ -32,6 +33,7 @@ static int set_option(struct options *o, const char *name, char *value)
     struct { const char *name; int *place; } numbers[] = {
         { "rounds", &o->rounds }, { "warm", &o->warm },     { "batch", &o->batch }, { "tasks", &o->tasks },
         { "idle", &o->idle },     { "direct", &o->direct }, { "keep", &o->keep },   { "xdr", &o->xdr },
+        { "pause", &o->pause },
     };
     for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
         if (!strcmp(name, numbers[i].name)) {

@@ -195,6 +195,8 @@ static void spawn(char **argv)
     struct samples call = samples_for(o.rounds), first = samples_for(o.rounds), all = samples_for(o.rounds);
     int flag = *o.host ? PvmTaskHost : PvmTaskDefault;
     for (int i = -o.warm; i < o.rounds; i++) {
+        if (o.pause > 0)
+            usleep((useconds_t)o.pause * 1000);
         double begun = now_us();
         int started = pvm_spawn(argv[0], argv + 1, flag, (char *)o.host, o.tasks, tids);
         double returned = now_us();

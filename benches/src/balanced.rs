@@ -1,7 +1,8 @@
 //! `cargo xtask bench balance`: a farm of unequal tasks on hosts that control groups make unequal. Two sets of such hosts are up
 //! at the same time, so that a busy minute hurts both alike: on one the farm runs without a resource manager, in turn, on the
 //! other one under a resource manager that balances, first without a word about its tasks, then with their work told. They
-//! are measured by the best assignment there is, which is found by trying all.
+//! are measured by the best assignment there is, which is found by trying all. A last farm is in balance from the beginning, and
+//! nothing of it is to be moved.
 
 use crate::figures::median;
 use crate::machine::Machine;
@@ -11,6 +12,7 @@ use sempa_proto::migration::Cause;
 use sempa_tests::assignment::{Speed, best, blind};
 use sempa_tests::dice::Dice;
 use sempa_tests::labour::{Harvest, Unequal};
+use sempa_tests::vm::Entry;
 use sempa_tests::{limits, needs};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -36,12 +38,20 @@ const TOLD_TIME: Duration = Duration::from_secs(8);
 const OVER_BEST_MAX: f64 = 1.15;
 const FASTER_MIN: f64 = 1.5;
 
+/// A farm in balance: each task gets the same where the hosts' shares are one, one, two and four parts. The work of each, in
+/// milliseconds.
+const EVEN_TASKS: usize = 8;
+const EVEN_WORK_MS: usize = 8_000;
+
 /// A farm, run once.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct Once {
     seconds: f64,
     /// Why tasks were moved, one sentence for each move.
     moves: Vec<String>,
+    /// How many of them before the first task had ended.
+    #[serde(default)]
+    early_moves: usize,
     failed_moves: usize,
 }
 
@@ -59,6 +69,9 @@ struct Round {
     in_turn: Once,
     untold: Once,
     told: Once,
+    /// One of equal tasks that is in balance from the beginning, and about which nothing is told.
+    #[serde(default)]
+    even: Option<Once>,
 }
 
 #[derive(Debug, Serialize)]
@@ -142,13 +155,14 @@ fn round(sides: &[Unequal; 2], unit: f64, number: usize, quick: bool) -> Result<
     let hosts = SHARES.map(|share| Speed { each: share, processors: 1.0 });
     let (best, blind) = (best(&hosts, &work), blind(&hosts, &work));
     eprintln!("bench balance: {work:.1?} s of work; the best assignment takes {best:.1} s");
-    let (in_turn, [untold, told]) = std::thread::scope(|scope| {
+    let even = vec![((EVEN_WORK_MS as f64 / 1e3 / unit / less as f64).round() as u32).max(1); EVEN_TASKS];
+    let (in_turn, [untold, told, even]) = std::thread::scope(|scope| {
         let in_turn = scope.spawn(|| once(&sides[0], None, &units));
-        let ours = [Some(None), Some(Some(unit))].map(|way| once(&sides[1], way, &units));
-        let [untold, told] = ours;
-        anyhow::Ok((in_turn.join().expect("it does not panic")?, [untold?, told?]))
+        let ways = [(None, &units), (Some(unit), &units), (None, &even)];
+        let [untold, told, even] = ways.map(|(told, units)| once(&sides[1], Some(told), units));
+        anyhow::Ok((in_turn.join().expect("it does not panic")?, [untold?, told?, even?]))
     })?;
-    Ok(Round { number, work, best, blind, in_turn, untold, told })
+    Ok(Round { number, work, best, blind, in_turn, untold, told, even: Some(even) })
 }
 
 /// Runs the farm once: in turn, or under a resource manager, perhaps with a word about what a unit of work takes.
@@ -163,18 +177,20 @@ fn once(hosts: &Unequal, managed: Option<Option<f64>>, units: &[u32]) -> Result<
     let right = harvest.tasks.len() == units.len() && harvest.tasks.iter().all(|task| task.right);
     ensure!(right, "a task was lost or did something else: {harvest:?}\n{}", vm.logs());
     let events = vm.events()?;
-    let moves = events.iter().filter_map(|entry| match &entry.kind {
-        EventKind::Moved { cause: Cause::Load { .. }, .. } => Some(entry.text.clone()),
-        _ => None,
-    });
-    let moves: Vec<String> = moves.collect();
+    let for_load = |entry: &&Entry| matches!(entry.kind, EventKind::Moved { cause: Cause::Load { .. }, .. });
+    let ended = |entry: &Entry| match &entry.kind {
+        EventKind::TaskEnded { tid, .. } => harvest.tasks.iter().any(|task| task.tid == tid.to_string()),
+        _ => false,
+    };
+    let early_moves = events.iter().take_while(|entry| !ended(entry)).filter(for_load).count();
+    let moves: Vec<String> = events.iter().filter(for_load).map(|entry| entry.text.clone()).collect();
     let failed_moves = events.iter().filter(|entry| matches!(entry.kind, EventKind::MoveFailed { .. })).count();
     vm.halt()?;
     drop(manager);
     let seconds = harvest.us as f64 / 1e6;
     eprintln!("bench balance: {managed:?}: {seconds:.1} s, {} moves, {failed_moves} failed", moves.len());
     moves.iter().for_each(|text| eprintln!("  {text}"));
-    Ok(Once { seconds, moves, failed_moves })
+    Ok(Once { seconds, moves, early_moves, failed_moves })
 }
 
 /// The table, and whether the goals are met.
@@ -199,7 +215,14 @@ fn table(rounds: &[Round]) -> (String, bool) {
     line("in turn, without resource manager", &|round| round.in_turn.seconds, Some(&|round| &round.in_turn));
     let untold = line("pvm-rm --balance, work not told", &|round| round.untold.seconds, Some(&|round| &round.untold));
     let told = line("pvm-rm --balance, work told", &|round| round.told.seconds, Some(&|round| &round.told));
-    let good = [untold, told].iter().all(|(over, faster)| *over <= OVER_BEST_MAX && *faster >= FASTER_MIN);
+    let met = [untold, told].iter().all(|(over, faster)| *over <= OVER_BEST_MAX && *faster >= FASTER_MIN);
+    let even: Vec<&Once> = rounds.iter().filter_map(|round| round.even.as_ref()).collect();
+    let disturbed = even.iter().map(|once| once.early_moves).sum::<usize>();
+    let good = met && disturbed == 0;
+    text.push_str(&format!(
+        "{} farms of {EVEN_TASKS} equal tasks, in balance from the beginning: {disturbed} moves before one had ended; goal: none\n",
+        even.len()
+    ));
     text.push_str(&format!(
         "medians of {} farms of {TASKS} tasks, moves of all; goal: {OVER_BEST_MAX}x of the best, {FASTER_MIN}x faster than in turn\n",
         rounds.len()

@@ -2,8 +2,8 @@
 //! compares them with what was saved by this library). The rest of it is `cargo xtask bench peers`: the running system beside
 //! PVM 3.4.6, Open MPI and MPICH, in one run on one machine; `cargo xtask bench rm`: with and without the resource manager;
 //! `cargo xtask bench balance`: a farm that is balanced beside one that is not; `cargo xtask bench migrate`: tasks that are
-//! moved, beside bare CRIU; and `cargo xtask bench soak`: tasks that talk and are moved hundreds of times, and what that
-//! leaves behind.
+//! moved, beside bare CRIU; `cargo xtask bench soak`: tasks that talk and are moved hundreds of times, and what that
+//! leaves behind; and it keeps what `cargo xtask bench decide` and `cargo xtask bench sim` find.
 //!
 //! It measures and tells; it judges nothing that a test could rest on, because a loaded machine is slow without a defect.
 
@@ -21,6 +21,7 @@ mod report;
 mod rows;
 mod soak;
 mod systems;
+mod virtual_time;
 
 use anyhow::{Context, Result, bail};
 use std::fs;
@@ -32,6 +33,7 @@ pub use managed::managed;
 pub use micro::Micro;
 pub use moved::{Migrate, migrated};
 pub use soak::{Soak, soaked};
+pub use virtual_time::{decided, simulated};
 
 /// Debian packages that the systems come from.
 pub const PACKAGES: [&str; 7] =

@@ -1,4 +1,4 @@
-//! Curves, and their pictures as SVG: both axes logarithmic, because what matters here are factors.
+//! Curves, and their pictures as SVG: both axes logarithmic where what matters are factors, else even and from nothing.
 
 use serde::Serialize;
 use std::fmt::Write;
@@ -8,7 +8,7 @@ use std::fmt::Write;
 pub(crate) struct Series {
     /// Its name in the legend.
     pub(crate) name: String,
-    /// (x, y), both above 0.
+    /// (x, y), both above 0 where the axes are logarithmic.
     pub(crate) points: Vec<(f64, f64)>,
     /// The same of what 99 of 100 do not exceed, where that is known.
     #[serde(skip_serializing_if = "Vec::is_empty")]
@@ -41,39 +41,74 @@ const BOTTOM: f64 = 56.0;
 /// Colours that people with any kind of sight tell apart.
 const COLOURS: [&str; 8] = ["#000000", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a8a00"];
 
-/// A logarithmic axis: from the power of ten below the least value to the one above the greatest.
+/// How values are laid along an axis.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Scale {
+    /// Equal factors are equally far apart.
+    Factors,
+    /// Equal differences are.
+    Even,
+}
+
+/// An axis from `low` to `high`: powers of ten around all values, or from nothing to a round number above the greatest.
 struct Axis {
-    low: i32,
-    high: i32,
+    scale: Scale,
+    /// On a scale of factors logarithms of what they stand for.
+    low: f64,
+    high: f64,
+    /// Between two lines.
+    step: f64,
     from: f64,
     to: f64,
 }
 
+/// Lines across an axis of an even scale at most.
+const LINES_MAX: f64 = 8.0;
+
 impl Axis {
-    fn over(values: impl Iterator<Item = f64> + Clone, from: f64, to: f64) -> Axis {
+    fn over(scale: Scale, values: impl Iterator<Item = f64> + Clone, from: f64, to: f64) -> Axis {
         let least = values.clone().fold(f64::INFINITY, f64::min);
         let most = values.fold(0.0, f64::max);
-        let low = least.log10().floor() as i32;
-        Axis { low, high: (most.log10().ceil() as i32).max(low + 1), from, to }
+        if scale == Scale::Factors {
+            let low = least.log10().floor();
+            return Axis { scale, low, high: most.log10().ceil().max(low + 1.0), step: 1.0, from, to };
+        }
+        let most = if most > 0.0 { most } else { 1.0 };
+        let tenth = 10f64.powf((most / LINES_MAX).log10().floor());
+        let step = [1.0, 2.0, 5.0, 10.0].map(|part| part * tenth).into_iter().find(|step| most / step <= LINES_MAX);
+        let step = step.unwrap_or(10.0 * tenth);
+        Axis { scale, low: 0.0, high: step * (most / step).ceil().max(1.0), step, from, to }
     }
 
     fn place(&self, value: f64) -> f64 {
-        let part = (value.log10() - f64::from(self.low)) / f64::from(self.high - self.low);
+        let value = if self.scale == Scale::Factors { value.log10() } else { value };
+        let part = (value - self.low) / (self.high - self.low);
         self.from + part * (self.to - self.from)
     }
 
     fn ticks(&self) -> impl Iterator<Item = f64> {
-        (self.low..=self.high).map(|power| 10f64.powi(power))
+        let lines = ((self.high - self.low) / self.step).round() as u32;
+        let at = move |line: u32| self.low + self.step * f64::from(line);
+        (0..=lines).map(move |line| if self.scale == Scale::Factors { 10f64.powf(at(line)) } else { at(line) })
     }
 }
 
 impl Chart {
-    /// The picture, or nothing if no line has a point.
+    /// The picture with logarithmic axes, or nothing if no line has a point.
     pub(crate) fn svg(&self) -> Option<String> {
+        self.picture(Scale::Factors, true)
+    }
+
+    /// The same with even axes. Lines have many points: they are not marked.
+    pub(crate) fn even_svg(&self) -> Option<String> {
+        self.picture(Scale::Even, false)
+    }
+
+    fn picture(&self, scale: Scale, marked: bool) -> Option<String> {
         let points = || self.series.iter().flat_map(|series| series.points.iter());
         points().next()?;
-        let x = Axis::over(points().map(|point| point.0), LEFT, WIDTH - RIGHT);
-        let y = Axis::over(points().map(|point| point.1), HEIGHT - BOTTOM, TOP);
+        let x = Axis::over(scale, points().map(|point| point.0), LEFT, WIDTH - RIGHT);
+        let y = Axis::over(scale, points().map(|point| point.1), HEIGHT - BOTTOM, TOP);
         let mut svg = format!(
             "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{WIDTH}\" height=\"{HEIGHT}\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" \
              font-family=\"sans-serif\" font-size=\"12\">\n<rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n"
@@ -103,7 +138,7 @@ impl Chart {
                 "<polyline points=\"{}\" fill=\"none\" stroke=\"{colour}\" stroke-width=\"2\"/>",
                 line.join(" ")
             );
-            for (a, b) in &series.points {
+            for (a, b) in series.points.iter().filter(|_| marked) {
                 let _ = writeln!(
                     svg,
                     "<circle cx=\"{:.1}\" cy=\"{:.1}\" r=\"3\" fill=\"{colour}\"><title>{}: {a} {b:.3}</title></circle>",
@@ -147,7 +182,7 @@ fn stroke(svg: &mut String, from: (f64, f64), to: (f64, f64)) {
     );
 }
 
-/// A power of ten for people.
+/// A round number for people.
 fn amount(value: f64) -> String {
     for (unit, name) in [(1e9, "G"), (1e6, "M"), (1e3, "k")] {
         if value >= unit {
@@ -181,6 +216,17 @@ mod tests {
     fn a_single_point_is_drawn_and_none_is_no_picture() {
         assert!(chart(vec![(10.0, 10.0)]).svg().expect("one point").contains("<circle"));
         assert!(chart(Vec::new()).svg().is_none());
+    }
+
+    #[test]
+    fn even_axes_begin_at_nothing_and_end_at_a_round_number() {
+        let axis = |most: f64| Axis::over(Scale::Even, [most / 3.0, most].into_iter(), 0.0, 100.0);
+        for (most, high, lines) in [(814.0, 1000.0, 6), (0.3, 0.3, 7), (8.0, 8.0, 9), (0.0, 1.0, 6)] {
+            let axis = axis(most);
+            assert!((axis.high - high).abs() < 1e-9 && axis.ticks().count() == lines, "{most}: {}", axis.high);
+            assert_eq!((axis.place(0.0), axis.place(axis.high)), (0.0, 100.0));
+        }
+        assert!(chart(vec![(0.0, 0.0), (168.0, 400.0)]).even_svg().expect("two points").contains("<polyline"));
     }
 
     #[test]

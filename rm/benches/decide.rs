@@ -1,13 +1,16 @@
 //! What decisions cost, with few hosts and with more than there can be. Prints a table of microseconds of processor time, so
 //! that a busy machine disturbs little, and ends with 1 if the median of one is above what is allowed; `cargo xtask bench
-//! decide` runs it. Words say which ones: those whose names have one of them.
+//! decide` runs it. `--json=FILE` has them written there. Words say which ones: those whose names have one of them.
 
+#[path = "../tests/desktop/mod.rs"]
+mod desktop;
 #[path = "../tests/large/mod.rs"]
 mod large;
 
 use large::{HOSTS_MAX, looks_at_all, looks_at_some, plans};
 use nix::time::{ClockId, clock_gettime};
 use sempa_proto::HostId;
+use serde::Serialize;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -19,10 +22,18 @@ const TIMES: usize = 51;
 const MEASURED_MIN: f64 = 50.0;
 
 /// Microseconds of one decision.
+#[derive(Serialize)]
 struct Cost {
     name: &'static str,
     median: f64,
     best: f64,
+}
+
+/// What decisions cost with so many hosts.
+#[derive(Serialize)]
+struct Costs {
+    hosts: u16,
+    decisions: Vec<Cost>,
 }
 
 /// Processor time of this thread.
@@ -48,34 +59,46 @@ fn cost(name: &'static str, decide: &mut dyn FnMut(usize)) -> Cost {
     Cost { name, median: all[TIMES / 2], best: all[0] }
 }
 
+fn table(all: &[Costs]) {
+    let heads: Vec<String> = all.iter().map(|costs| format!("{:10} hosts", costs.hosts)).collect();
+    println!("{:36}{}", "microseconds, median and best, with", heads.concat());
+    for i in 0..all[0].decisions.len() {
+        let cell = |costs: &Costs| format!("{:8.1}{:8.1}", costs.decisions[i].median, costs.decisions[i].best);
+        println!("{:36}{}", all[0].decisions[i].name, all.iter().map(cell).collect::<Vec<_>>().concat());
+    }
+}
+
 fn main() -> ExitCode {
+    let words: Vec<String> = std::env::args().skip(1).collect();
+    let json = words.iter().find_map(|word| word.strip_prefix("--json="));
     // Cargo adds a word of its own.
-    let only: Vec<String> = std::env::args().skip(1).filter(|word| !word.starts_with("--")).collect();
-    let sizes = [64, 1024, HostId::INDEX_MAX, HOSTS_MAX];
-    let of_size = |hosts: &u16| {
-        let mut costs = Vec::new();
+    let only: Vec<&String> = words.iter().filter(|word| !word.starts_with("--")).collect();
+    let of_size = |hosts: u16| {
+        let mut decisions = Vec::new();
         let mut visit = |name: &'static str, decide: &mut dyn FnMut(usize)| {
-            if only.is_empty() || only.iter().any(|word| name.contains(word)) {
-                costs.push(cost(name, decide));
+            if only.is_empty() || only.iter().any(|word| name.contains(word.as_str())) {
+                decisions.push(cost(name, decide));
             }
         };
-        looks_at_some(*hosts, &mut visit);
-        plans(*hosts, &mut visit);
-        looks_at_all(*hosts, &mut visit);
-        costs
+        looks_at_some(hosts, &mut visit);
+        plans(hosts, &mut visit);
+        looks_at_all(hosts, &mut visit);
+        Costs { hosts, decisions }
     };
-    let all: Vec<Vec<Cost>> = sizes.iter().map(of_size).collect();
-    println!("{:36}{}", "microseconds, median and best, with", sizes.map(|hosts| format!("{hosts:10} hosts")).concat());
-    for i in 0..all[0].len() {
-        let times: Vec<String> = all.iter().map(|d| format!("{:8.1}{:8.1}", d[i].median, d[i].best)).collect();
-        println!("{:36}{}", all[0][i].name, times.concat());
-    }
+    let all: Vec<Costs> = [64, 1024, HostId::INDEX_MAX, HOSTS_MAX].map(of_size).into();
+    table(&all);
     let mut good = true;
-    for (hosts, costs) in sizes.iter().zip(&all) {
-        for Cost { name, median, .. } in costs.iter().filter(|cost| cost.median > ALLOWED) {
+    for Costs { hosts, decisions } in &all {
+        for Cost { name, median, .. } in decisions.iter().filter(|cost| cost.median > ALLOWED) {
             println!("above the {ALLOWED} µs that are allowed: {name}, {median:.0} µs with {hosts} hosts");
             good = false;
         }
+    }
+    if let Some(file) = json
+        && let Err(error) = std::fs::write(file, serde_json::to_vec(&all).expect("numbers and names"))
+    {
+        println!("the numbers cannot be written to {file}: {error}");
+        good = false;
     }
     if good { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }

@@ -13,43 +13,17 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
+#include "steps.h"
 
-#define STEPS_PER_UNIT 10000000u
-#define FACTOR 1664525u
-#define ADDEND 1013904223u
 #define UNITS_MEASURED 200u
 #define TASKS_MAX 64
 #define TAG_DONE 1
-
-static int64_t now_us(clockid_t clock)
-{
-    struct timespec t;
-    clock_gettime(clock, &t);
-    return (int64_t)t.tv_sec * 1000000 + t.tv_nsec / 1000;
-}
 
 /* What so many units make of a number, step by step. */
 static uint32_t work(uint32_t x, unsigned units)
 {
     for (unsigned unit = 0; unit < units; unit++)
-        for (unsigned step = 0; step < STEPS_PER_UNIT; step++) {
-            x = x * FACTOR + ADDEND;
-            __asm__ volatile("" : "+r"(x));
-        }
-    return x;
-}
-
-/* The same by squaring: n steps are a multiplication and an addition, too. */
-static uint32_t expected(uint32_t x, unsigned units)
-{
-    uint32_t factor = FACTOR, addend = ADDEND;
-    for (uint64_t n = (uint64_t)units * STEPS_PER_UNIT; n > 0; n >>= 1) {
-        if (n & 1)
-            x = x * factor + addend;
-        addend = addend * factor + addend;
-        factor = factor * factor;
-    }
+        x = steps(x, STEPS_PER_UNIT);
     return x;
 }
 

@@ -1,6 +1,6 @@
 //! `cargo xtask bench`: single layers, or the running system beside its peers.
 
-use crate::{bench_load, bench_owners, install, setup};
+use crate::{bench_load, bench_owners, bench_virtual, install, setup};
 use anyhow::{Context, Result, bail};
 use clap::{Args, ValueEnum};
 use sempa_benches::{Micro, PACKAGES, Settings};
@@ -19,6 +19,8 @@ enum What {
     Load,
     /// What a decision of the resource manager costs, with up to 10,000 hosts
     Decide,
+    /// A week of a thousand desktops and days of a greedy user, in virtual time, with what owners and migrate have measured
+    Sim,
     /// What the resource manager adds to spawns and added hosts
     Rm,
     /// A farm of unequal tasks on unequal hosts, balanced, beside the best assignment and one in turn
@@ -70,7 +72,7 @@ pub(crate) struct Words {
     /// peers, rm, owners, load, balance, migrate, soak: measure what is installed here instead of building and installing it
     #[arg(long, value_name = "DIR")]
     prefix: Option<PathBuf>,
-    /// micro, peers, rm, owners, load, balance, migrate, soak: where the table, JSON and plots go; a run of all rows goes to benches/results, one of some to target/bench
+    /// micro, decide, sim, peers, rm, owners, load, balance, migrate, soak: where the table, JSON and plots go; a run of all rows goes to benches/results, one of some to target/bench
     #[arg(long, value_name = "DIR")]
     results: Option<PathBuf>,
 }
@@ -85,9 +87,10 @@ pub(crate) fn run(words: &Words) -> Result<bool> {
         return bench_load::run(&installed(words)?, words.minutes.unwrap_or(LOAD_MINUTES), &results(words)?);
     }
     if words.what == What::Decide {
-        // It says itself what is above what is allowed.
-        let words = ["bench", "-q", "-p", "pvm-rm", "--bench", "decide"];
-        return Ok(install::cargo(&words)?.status()?.success());
+        return bench_virtual::decide(&results(words)?);
+    }
+    if words.what == What::Sim {
+        return bench_virtual::simulate(&results(words)?);
     }
     if words.what == What::Rm {
         return managed(words);

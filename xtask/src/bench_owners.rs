@@ -1,98 +1,42 @@
 //! `cargo xtask bench owners`: people log in at random times on hosts where tablix2 and a farm compute. How soon do the
-//! guests stand still, by their own clocks, and what becomes of them?
+//! guests stand still, by their own clocks and by the kernel's counts, what becomes of them, and do their jobs end with the right
+//! results?
 
-use crate::demo::{hosts_join, start_search};
-use anyhow::{Context, Result};
-use sempa_proto::event::EventKind;
-use sempa_proto::migration::{Cause, Step};
+mod judge;
+mod kernels;
+
+use crate::demo::{self, hosts_join, start_search};
+use anyhow::{Context, Result, ensure};
+use judge::{Decision, Gaps, Late, Outcome, RanOn, Stay};
+use kernels::{Watch, now_us};
 use sempa_tests::dice::Dice;
+use sempa_tests::run::Running;
 use sempa_tests::ssh::Login;
+use sempa_tests::testbed::Host;
 use sempa_tests::vm::{Entry, Settings};
-use sempa_tests::{Testbed, Vm, eventually, needs};
-use serde::{Deserialize, Serialize};
+use sempa_tests::{Testbed, Vm, needs};
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
+use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 /// Hosts; people log in on any of them, also where the master is.
 const HOSTS: usize = 4;
 /// Tasks of the farm: each computes all the time and watches its own clock.
 const WORKERS: usize = 4;
+/// Units of work of each of them for each second of the run, some 10 ms of processor time each: with as many tasks on as few
+/// processors as here a farm takes a third of the run.
+const UNITS_PER_SECOND: u64 = 5;
 /// People who are there at the same time at most, so that there is somewhere to go.
 const AT_ONCE: usize = 2;
 /// They stay so long, in milliseconds, and come so long after one another.
 const STAY_MS: (usize, usize) = (3_000, 15_000);
 const PAUSE_MS: (usize, usize) = (1_000, 6_000);
-/// The promise: nothing of ours runs longer beside an owner.
-const PROMISE_US: u64 = 50_000;
-/// The promise for a host: so long after the login no guest is left there, if there is somewhere to go. What took longer is
-/// told with its story.
-const CLEAN_US: u64 = 1_000_000;
 /// Time for each single thing that is waited for.
 const SOON: Duration = Duration::from_secs(60);
-/// Time for tablix2 to end after the last visit.
-const SEARCH_TIME: Duration = Duration::from_secs(900);
-
-/// What came of it.
-#[derive(Debug, Default, Serialize)]
-struct Outcome {
-    good: bool,
-    reasons: Vec<String>,
-    seconds: u64,
-    visits: usize,
-    /// From the login record until a worker ran no more, by its own clock; sorted.
-    stood_still_us: Vec<u64>,
-    /// From the login record until the load watcher knew; sorted.
-    seen_us: Vec<u64>,
-    /// From its word to the daemon until all guests stood still; sorted.
-    held_us: Vec<u64>,
-    /// From the login record until no guest was left; sorted.
-    clean_us: Vec<u64>,
-    /// The same where a guest had no host to go to for a time; sorted.
-    nowhere_us: Vec<u64>,
-    /// What happened to guests of hosts that were clean later than promised.
-    late: Vec<Late>,
-    ran_on: Vec<RanOn>,
-    moves: usize,
-    failed_moves: usize,
-    searches: usize,
-}
-
-/// A host that had guests for long after its owner had come.
-#[derive(Debug, Serialize)]
-struct Late {
-    host: String,
-    clean_us: u64,
-    /// Each with its milliseconds after the login record.
-    story: Vec<String>,
-}
-
-/// A worker that ran for long after the owner had come.
-#[derive(Debug, Serialize)]
-struct RanOn {
-    worker: String,
-    ran_us: u64,
-    /// What happened on its host meanwhile, each with its milliseconds after the login record.
-    story: Vec<String>,
-}
-
-/// A decision of the resource manager, as `pvm why` tells it.
-#[derive(Debug, Deserialize)]
-struct Decision {
-    at_us: u64,
-    text: String,
-    decided: serde_json::Value,
-}
-
-/// A host by its name, and what was decided about it.
-type Decisions = BTreeMap<u16, (String, Vec<Decision>)>;
-
-/// Somebody's visit, as the virtual machine saw it.
-struct Visit {
-    host: u16,
-    since: u64,
-}
+/// Time for tablix2 and the farm to end after the last visit.
+const REST_TIME: Duration = Duration::from_secs(900);
 
 /// Runs for so many minutes; `results` is the folder for the JSON. `Ok(false)`: something did not hold.
 ///
@@ -117,49 +61,126 @@ pub(crate) fn run(prefix: &Path, minutes: u64, results: &Path) -> Result<bool> {
 fn watch(vm: &Vm, span: Duration) -> Result<Outcome> {
     let names = hosts_join(vm, say)?;
     vm.program("busy")?;
-    let workers: Vec<String> = (0..WORKERS).map(|_| vm.spawn(&["busy"])).collect::<Result<_>>()?;
-    let (mut outcome, mut events) = (Outcome::default(), BTreeMap::new());
+    let index_of = |host: &Host| names.iter().find(|(_, name)| **name == host.name()).map(|(index, _)| *index);
+    let hosts: Vec<(u16, &Host)> = vm.bed().hosts().iter().filter_map(|host| Some((index_of(host)?, host))).collect();
+    ensure!(hosts.len() == HOSTS, "not all hosts are in the virtual machine: {names:?}");
+    let kernels = Watch::start(&hosts, demo::KERNEL)?;
+    let (mut outcome, mut events, mut stays) = (Outcome::default(), BTreeMap::new(), Vec::new());
     let begin = Instant::now();
-    let mut search = start_search(vm, say)?;
+    let mut jobs = Jobs::start(vm, span)?;
     let (mut dice, mut there) = (Dice::new(1), BTreeMap::new());
     while begin.elapsed() < span {
         pause(&mut dice, PAUSE_MS);
-        leave(&mut there, |until| until <= Instant::now())?;
-        let host = 1 + dice.below(HOSTS);
-        if there.len() < AT_ONCE && !there.contains_key(&host) {
-            let stay = millis(&mut dice, STAY_MS);
-            there.insert(host, (Instant::now() + stay, Login::new(vm.bed(), "olga", vm.bed().host(host))?));
+        leave(&mut there, &mut stays, |until| until <= Instant::now())?;
+        let (index, host) = hosts[dice.below(HOSTS)];
+        if there.len() < AT_ONCE && !there.contains_key(&index) {
+            let (stay, from) = (millis(&mut dice, STAY_MS), now_us());
+            let login = Login::new(vm.bed(), "olga", host)?;
+            there.insert(index, There { until: Instant::now() + stay, from, login });
             outcome.visits += 1;
         }
-        if search.poll()?.is_some() {
-            outcome.ended(search.finish(SOON)?.expect_good("tablix2").map(drop));
-            search = start_search(vm, say)?;
-        }
+        jobs.go_on(vm, &mut outcome)?;
         // The log is bounded; what is read now cannot be lost.
         note(vm, &mut events)?;
     }
-    leave(&mut there, |_| true)?;
-    say("everybody has left; waiting for tablix2 to end by itself");
-    outcome.ended(search.finish(SEARCH_TIME)?.expect_good("tablix2").map(drop));
+    leave(&mut there, &mut stays, |_| true)?;
+    say("everybody has left; waiting for tablix2 and the farm to end by themselves");
+    let gaps = jobs.finish(vm, &mut outcome)?;
     outcome.seconds = begin.elapsed().as_secs();
     note(vm, &mut events)?;
-    let events: Vec<Entry> = events.into_values().collect();
+    let (events, seen) = (events.into_values().collect::<Vec<Entry>>(), kernels.end()?);
     let decisions = names.into_iter().map(|(index, name)| Ok((index, (name.clone(), decisions(vm, &name)?))));
-    outcome.judge_events(&events, &decisions.collect::<Result<_>>()?);
-    for worker in &workers {
-        // It may be standing still yet.
-        let gaps = eventually(SOON, || vm.gaps(worker).map_err(|error| format!("{error:#}")));
-        let gaps = gaps.with_context(|| format!("{worker} is not there at the end"))?;
-        outcome.judge_worker(worker, &gaps, &events);
-    }
-    let Outcome { stood_still_us, seen_us, held_us, clean_us, nowhere_us, .. } = &mut outcome;
-    [stood_still_us, seen_us, held_us, clean_us, nowhere_us].into_iter().for_each(|all| all.sort_unstable());
-    let late = outcome.stood_still_us.iter().filter(|us| **us > PROMISE_US).count();
-    if late > 0 {
-        outcome.reasons.push(format!("{late} times a worker ran longer than {} ms beside an owner", PROMISE_US / 1000));
-    }
-    outcome.good = outcome.reasons.is_empty();
+    outcome.judge(&events, &stays, &decisions.collect::<Result<_>>()?, &gaps, &seen);
     Ok(outcome)
+}
+
+/// tablix2 and the farm, one run after the other.
+struct Jobs {
+    search: Running,
+    farm: Running,
+    units: u64,
+    gaps: Gaps,
+}
+
+impl Jobs {
+    fn start(vm: &Vm, span: Duration) -> Result<Jobs> {
+        let units = span.as_secs() * UNITS_PER_SECOND;
+        Ok(Jobs { search: start_search(vm, say)?, farm: start_farm(vm, units)?, units, gaps: Gaps::new() })
+    }
+
+    /// What has ended is judged and begins again.
+    fn go_on(&mut self, vm: &Vm, outcome: &mut Outcome) -> Result<()> {
+        if self.search.poll()?.is_some() {
+            let ended = std::mem::replace(&mut self.search, start_search(vm, say)?);
+            searched(vm, ended, SOON, outcome);
+        }
+        if self.farm.poll()?.is_some() {
+            let ended = std::mem::replace(&mut self.farm, start_farm(vm, self.units)?);
+            harvested(ended, SOON, outcome, &mut self.gaps);
+        }
+        Ok(())
+    }
+
+    /// Waits for both; the gaps in the own times of all workers there were.
+    fn finish(mut self, vm: &Vm, outcome: &mut Outcome) -> Result<Gaps> {
+        searched(vm, self.search, REST_TIME, outcome);
+        harvested(self.farm, REST_TIME, outcome, &mut self.gaps);
+        Ok(self.gaps)
+    }
+}
+
+fn start_farm(vm: &Vm, units: u64) -> Result<Running> {
+    let mut command = vm.command(vm.bed().host(1), vm.home().join("pvm3/bin/LINUX64/busy"));
+    command.args(["farm", &WORKERS.to_string(), &units.to_string()]);
+    Running::start(command, Stdio::null())
+}
+
+/// tablix2 has ended, or has to: its timetables are checked.
+fn searched(vm: &Vm, search: Running, deadline: Duration, outcome: &mut Outcome) {
+    let checked = search.finish(deadline).and_then(|done| {
+        done.expect_good("tablix2")?;
+        demo::solutions(vm)
+    });
+    outcome.searches += 1;
+    match checked {
+        Ok(solutions) => {
+            outcome.timetables += solutions.len();
+            outcome.reasons.extend(demo::lacks(&solutions));
+        }
+        Err(error) => outcome.reasons.push(format!("tablix2: {error:#}")),
+    }
+}
+
+/// A farm has ended, or has to: each of its tasks has the right result.
+fn harvested(farm: Running, deadline: Duration, outcome: &mut Outcome, gaps: &mut Gaps) {
+    outcome.farms += 1;
+    match farm.finish(deadline).and_then(|done| done.expect_good("the farm")) {
+        Ok(done) => match read_farm(&done.out, gaps) {
+            right if right == WORKERS => outcome.results += right,
+            right => {
+                outcome.reasons.push(format!("{right} of {WORKERS} tasks of a farm had the right result: {}", done.out))
+            }
+        },
+        Err(error) => outcome.reasons.push(format!("{error:#}")),
+    }
+}
+
+/// Right results of a farm; the gaps in its tasks' own times are added to the others.
+fn read_farm(out: &str, gaps: &mut Gaps) -> usize {
+    let mut right = 0;
+    for line in out.lines() {
+        match line.split(' ').collect::<Vec<_>>()[..] {
+            ["spawned", tid] => drop(gaps.entry(tid.to_string()).or_default()),
+            ["gap", tid, from, to] => {
+                if let Ok(gap) = from.parse().and_then(|from| Ok((from, to.parse()?))) {
+                    gaps.entry(tid.to_string()).or_default().push(gap);
+                }
+            }
+            ["task", _, "right"] => right += 1,
+            _ => {}
+        }
+    }
+    right
 }
 
 fn say(line: &str) {
@@ -174,12 +195,24 @@ fn pause(dice: &mut Dice, span: (usize, usize)) {
     std::thread::sleep(millis(dice, span));
 }
 
-type There = BTreeMap<usize, (Instant, Login)>;
+/// Somebody who is logged in on a host.
+struct There {
+    until: Instant,
+    /// Just before the login, in microseconds since 1970.
+    from: u64,
+    login: Login,
+}
 
 /// Logs out whose time is over.
-fn leave(there: &mut There, is_over: impl Fn(Instant) -> bool) -> Result<()> {
-    let over: Vec<usize> = there.iter().filter(|(_, (until, _))| is_over(*until)).map(|(host, _)| *host).collect();
-    over.into_iter().filter_map(|host| there.remove(&host)).try_for_each(|(_, login)| login.out())
+fn leave(there: &mut BTreeMap<u16, There>, stays: &mut Vec<Stay>, is_over: impl Fn(Instant) -> bool) -> Result<()> {
+    let over: Vec<u16> = there.iter().filter(|(_, there)| is_over(there.until)).map(|(host, _)| *host).collect();
+    for host in over {
+        if let Some(There { from, login, .. }) = there.remove(&host) {
+            login.out()?;
+            stays.push(Stay { host, from, to: now_us() });
+        }
+    }
+    Ok(())
 }
 
 fn note(vm: &Vm, events: &mut BTreeMap<u64, Entry>) -> Result<()> {
@@ -193,130 +226,6 @@ fn decisions(vm: &Vm, host: &str) -> Result<Vec<Decision>> {
     Ok(serde_json::from_value(answer["decisions"].take())?)
 }
 
-/// When people came, by the records of their logins.
-fn visits(events: &[Entry]) -> impl Iterator<Item = Visit> {
-    events.iter().filter_map(|entry| match entry.kind {
-        EventKind::OwnerPresent { host, since, .. } => Some(Visit { host: host.index(), since: since.0 }),
-        _ => None,
-    })
-}
-
-/// The first event after a time that says something.
-fn after<T>(events: &[Entry], since: u64, says: impl Fn(&Entry) -> Option<T>) -> Option<T> {
-    events.iter().filter(|entry| entry.at_us >= since).find_map(says)
-}
-
-/// What happened on the host of a visit until then.
-fn story(visit: &Visit, until: u64, events: &[Entry]) -> Vec<String> {
-    let here = |entry: &&Entry| match &entry.kind {
-        EventKind::Moving { from, .. } => from.index() == visit.host,
-        EventKind::OwnerPresent { host, .. } | EventKind::GuestsStopped { host, .. } => host.index() == visit.host,
-        _ => false,
-    };
-    let meanwhile = events.iter().filter(|entry| (visit.since..=until).contains(&entry.at_us)).filter(here);
-    meanwhile.map(|entry| told(visit, entry.at_us, &entry.text)).collect()
-}
-
-/// A line of a story.
-fn told(visit: &Visit, at_us: u64, text: &str) -> String {
-    format!("{:.1} {text}", (at_us - visit.since) as f64 / 1e3)
-}
-
-impl Outcome {
-    fn ended(&mut self, search: Result<()>) {
-        self.searches += 1;
-        if let Err(error) = search {
-            self.reasons.push(format!("{error:#}"));
-        }
-    }
-
-    fn judge_events(&mut self, events: &[Entry], decisions: &Decisions) {
-        for entry in events {
-            match &entry.kind {
-                EventKind::Moved { cause, .. } => {
-                    self.moves += 1;
-                    if !matches!(cause, Cause::Owner { why } if why.contains("olga")) {
-                        self.reasons.push(format!("a move for another reason: {}", entry.text));
-                    }
-                }
-                EventKind::MoveFailed { .. } => self.failed_moves += 1,
-                EventKind::OwnerPresent { since, seen, .. } => self.seen_us.push(seen.since(*since).0),
-                EventKind::GuestsStopped { took, guests, .. } if !guests.is_empty() => self.held_us.push(took.0),
-                _ => {}
-            }
-        }
-        for visit in visits(events) {
-            let clean = |entry: &Entry| match entry.kind {
-                EventKind::HostClean { host } if host.index() == visit.host => Some(Some(entry.at_us - visit.since)),
-                EventKind::OwnerAbsent { host, .. } if host.index() == visit.host => Some(None),
-                _ => None,
-            };
-            if let Some(clean_us) = after(events, visit.since, clean).flatten() {
-                self.judge_clean(&visit, clean_us, events, decisions);
-            }
-        }
-    }
-
-    /// A host had no guest any more after that time.
-    fn judge_clean(&mut self, visit: &Visit, clean_us: u64, events: &[Entry], decisions: &Decisions) {
-        let until = visit.since + clean_us;
-        let within = |at_us: u64| at_us >= visit.since && at_us <= until;
-        let of_host = decisions.get(&visit.host);
-        let decided: Vec<&Decision> =
-            of_host.into_iter().flat_map(|(_, all)| all).filter(|d| within(d.at_us)).collect();
-        let nowhere = |d: &&Decision| d.decided["Stays"]["why"].as_str().is_some_and(|why| why.starts_with("no host"));
-        if decided.iter().any(nowhere) { &mut self.nowhere_us } else { &mut self.clean_us }.push(clean_us);
-        if clean_us <= CLEAN_US {
-            return;
-        }
-        let step = |entry: &&Entry| match &entry.kind {
-            EventKind::Moving { from, .. } => from.index() == visit.host && within(entry.at_us),
-            _ => false,
-        };
-        let steps = events.iter().filter(step).map(|entry| (entry.at_us, entry.text.clone()));
-        let mut story: Vec<(u64, String)> = decided.iter().map(|d| (d.at_us, d.text.clone())).chain(steps).collect();
-        story.sort();
-        let host = of_host.map(|(name, _)| name.clone()).unwrap_or_default();
-        self.late.push(Late { host, clean_us, story: story.iter().map(|(at, text)| told(visit, *at, text)).collect() });
-    }
-
-    /// For each visit where the worker was: how long it ran yet.
-    fn judge_worker(&mut self, worker: &str, gaps: &[(u64, u64)], events: &[Entry]) {
-        for visit in visits(events) {
-            let stood = |entry: &Entry| match &entry.kind {
-                EventKind::GuestsStopped { host, guests, .. } if host.index() == visit.host => {
-                    Some(guests.iter().any(|tid| tid.to_string() == worker))
-                }
-                _ => None,
-            };
-            if after(events, visit.since, stood) != Some(true) {
-                continue;
-            }
-            // Nothing of it ran between its stop and this moment.
-            let end = |entry: &Entry| match &entry.kind {
-                EventKind::Moving { tid, from, step: Step::Transfer, .. } => {
-                    (from.index() == visit.host && tid.to_string() == worker).then_some(entry.at_us)
-                }
-                EventKind::GuestsContinued { host, .. } => (host.index() == visit.host).then_some(entry.at_us),
-                _ => None,
-            };
-            let Some(end) = after(events, visit.since, end) else { continue };
-            match gaps.iter().find(|(from, to)| *from < end && *to >= end) {
-                Some((from, _)) => {
-                    let ran_us = from.saturating_sub(visit.since);
-                    self.stood_still_us.push(ran_us);
-                    if ran_us > PROMISE_US {
-                        self.ran_on.push(RanOn { worker: worker.into(), ran_us, story: story(&visit, end, events) });
-                    }
-                }
-                None => {
-                    self.reasons.push(format!("{worker} ran at {end}, while somebody was there since {}", visit.since))
-                }
-            }
-        }
-    }
-}
-
 fn tell(outcome: &Outcome) {
     let ms = |us: Option<&u64>| us.map_or("-".to_string(), |us| format!("{:.1}", *us as f64 / 1e3));
     let line = |what: &str, all: &[u64]| {
@@ -324,8 +233,16 @@ fn tell(outcome: &Outcome) {
         println!("{what:48} {:>6} {:>8} {:>8} {:>8}", all.len(), share(50), share(99), ms(all.last()));
     };
     println!(
-        "{} visits in {} s; {} moves, {} more failed; tablix2 ended {} times by itself",
-        outcome.visits, outcome.seconds, outcome.moves, outcome.failed_moves, outcome.searches
+        "{} visits in {} s; {} moves, {} more failed; tablix2 ended {} times by itself with {} timetables, the farm {} times \
+         with {} right results",
+        outcome.visits,
+        outcome.seconds,
+        outcome.moves,
+        outcome.failed_moves,
+        outcome.searches,
+        outcome.timetables,
+        outcome.farms,
+        outcome.results
     );
     println!(
         "{:48} {:>6} {:>8} {:>8} {:>8}",
@@ -334,10 +251,15 @@ fn tell(outcome: &Outcome) {
     line("its load watcher knows", &outcome.seen_us);
     line("all guests stand still, after its word", &outcome.held_us);
     line("a worker runs no more, by its own clock", &outcome.stood_still_us);
+    line("a kernel of tablix2 got so much after 50 ms", &outcome.kernels_got_us);
     line("no guest is left on the host", &outcome.clean_us);
+    line("the same where there was one", &outcome.cleared_us);
     line("the same where a guest had nowhere to go", &outcome.nowhere_us);
-    for Late { host, clean_us, story } in &outcome.late {
-        println!("{host} was clean after {:.1} ms:", *clean_us as f64 / 1e3);
+    if outcome.workers_skipped + outcome.kernels_skipped > 0 {
+        println!("not judged: {} workers, {} kernels", outcome.workers_skipped, outcome.kernels_skipped);
+    }
+    for Late { host, clean_us, promised_us, story } in &outcome.late {
+        println!("{host} was clean after {:.1} ms, promised {:.1}:", *clean_us as f64 / 1e3, *promised_us as f64 / 1e3);
         story.iter().for_each(|line| println!("    {line}"));
     }
     for RanOn { worker, ran_us, story } in &outcome.ran_on {
@@ -347,5 +269,19 @@ fn tell(outcome: &Outcome) {
     println!("load: {}", fs::read_to_string("/proc/loadavg").unwrap_or_default().trim());
     for reason in &outcome.reasons {
         println!("NOT GOOD: {reason}");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_farm_says_which_results_are_right_and_when_its_tasks_stood_still() {
+        let mut gaps = Gaps::new();
+        let out = "spawned t40002\nspawned t40003\ngap t40003 100 250\ntask t40003 right\ntask t40002 wrong\nfarm 2\n";
+        assert_eq!(read_farm(out, &mut gaps), 1);
+        assert_eq!(gaps["t40003"], [(100, 250)]);
+        assert_eq!(gaps["t40002"], [], "it never stood still, and is a worker all the same");
     }
 }

@@ -123,10 +123,7 @@ fn story(vm: &Vm) -> Result<Outcome> {
         reasons.push(format!("tablix2 ran only {:.1} s", searched.as_secs_f64()));
     }
     let solutions = solutions(vm)?;
-    let lessons = SCHOOL.days * SCHOOL.lessons * SCHOOL.at_once;
-    if solutions.iter().any(|solution| solution.lessons != lessons) {
-        reasons.push(format!("a solution does not have all {lessons} lessons: {solutions:?}"));
-    }
+    reasons.extend(lacks(&solutions));
     let timeline = Timeline::of(index, &names, &vm.events()?);
     match &timeline {
         Some(timeline) => reasons.extend(timeline.lacks()),
@@ -215,8 +212,11 @@ fn wait_for_guests(vm: &Vm, search: &mut Running) -> Result<()> {
     .map_err(anyhow::Error::msg)
 }
 
+/// The program of which tablix2 has one on each host.
+pub(crate) const KERNEL: &str = "tablix2_kernel";
+
 fn is_kernel(name: &str) -> bool {
-    name.ends_with("tablix2_kernel")
+    name.ends_with(KERNEL)
 }
 
 /// Kernels that are still on a host, by the console and by the host's own process table.
@@ -228,7 +228,7 @@ fn guests_on(vm: &Vm, host: &str) -> Result<Vec<String>> {
         }
     }
     for (pid, line) in vm.bed().host(OWNED).processes() {
-        if line.contains("tablix2_kernel") {
+        if line.contains(KERNEL) {
             left.push(format!("process {pid} ({line}) is still on {host}"));
         }
     }
@@ -255,8 +255,15 @@ fn used_again(vm: &Vm, host: &str) -> Result<()> {
     Ok(())
 }
 
+/// What is wrong with the solutions as a whole.
+pub(crate) fn lacks(solutions: &[Solution]) -> Option<String> {
+    let lessons = SCHOOL.days * SCHOOL.lessons * SCHOOL.at_once;
+    let wrong = solutions.iter().any(|solution| solution.lessons != lessons);
+    wrong.then(|| format!("a solution does not have all {lessons} lessons: {solutions:?}"))
+}
+
 /// Reads every result with tablix2's own program and checks it.
-fn solutions(vm: &Vm) -> Result<Vec<Solution>> {
+pub(crate) fn solutions(vm: &Vm) -> Result<Vec<Solution>> {
     let folder = work_folder(vm);
     let mut solutions = Vec::new();
     for number in 0..KERNELS {

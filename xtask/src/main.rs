@@ -3,6 +3,7 @@
 mod bench;
 mod bench_load;
 mod bench_owners;
+mod bench_virtual;
 mod conformance;
 mod demo;
 mod demo_alone;

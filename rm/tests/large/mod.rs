@@ -1,10 +1,10 @@
 //! Virtual machines of any size, half of their hosts with an owner, and every decision that is made in them.
 
+use crate::desktop::{desktop, h};
 use pvm_rm::decide::{
-    Ask, Fair, HostView, Hosts, Moves, Owner, Policy, Sampled, Snapshot, TaskView, Terms, UpDown, Wants, balance,
-    give_way, go_on, moves, place,
+    Ask, Fair, HostView, Hosts, Moves, Owner, Policy, Snapshot, TaskView, UpDown, Wants, balance, give_way, go_on,
+    moves, place,
 };
-use sempa_proto::load::LoadSample;
 use sempa_proto::task::SpawnRequest;
 use sempa_proto::{HostId, Micros, Tid};
 use std::collections::BTreeSet;
@@ -18,35 +18,9 @@ pub(crate) const HOSTS_MAX: u16 = 10_000;
 /// before, and asserts that it is what is expected.
 pub(crate) type Visit<'a> = dyn FnMut(&'static str, &mut dyn FnMut(usize)) + 'a;
 
-fn h(index: u16) -> HostId {
-    HostId::simulated(index).expect("an index")
-}
-
 /// The task with this number on this host.
 fn t(host: u16, number: u32) -> Tid {
     Tid::task(HostId::MASTER, u32::from(host) * 8 + number).expect("a task")
-}
-
-/// An idle host whose sample never gets old: all load that is not ours here is that of owners, who are looked after as such.
-pub(crate) fn desktop(index: u16, owner: Owner) -> HostView {
-    let sample = LoadSample { cores: 1, available_bytes: 8 << 30, ..LoadSample::default() };
-    HostView {
-        id: h(index),
-        name: format!("d{index}"),
-        arch: "LINUX64".into(),
-        zone: u32::from(index) / 256,
-        labels: Arc::default(),
-        speed: 1000,
-        cores: 1,
-        sample: Some(Sampled { sample, at: Micros(u64::MAX), own: 0 }),
-        foreign_mean: None,
-        promised: 0,
-        owner,
-        no_moves: None,
-        starting: 0,
-        terms: Terms::default(),
-        tasks: Vec::new(),
-    }
 }
 
 /// A task that has run for an hour.

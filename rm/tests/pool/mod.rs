@@ -1,7 +1,9 @@
 //! A pool of desktops in virtual time: owners come and go, jobs of equal processes wait for their turn, run, and are moved by
-//! the decisions under test. One seed gives one course of things.
+//! the decisions under test. How long things take on hosts is drawn from what was measured there, and not from what the
+//! decisions expect. One seed gives one course of things.
 
-use crate::large::desktop;
+use crate::desktop::{desktop, h};
+use crate::random::Random;
 use pvm_rm::decide::{
     Ask, Fair, Hosts, Limits, Owner, Policy, Snapshot, TaskView, UpDown, Waiting, balance, give_way, moves, place,
 };
@@ -17,27 +19,6 @@ pub(crate) const DAY: f64 = 24.0 * HOUR;
 const BALANCE: f64 = 300.0;
 /// Bytes of a process.
 const BYTES: u64 = 64 << 20;
-
-pub(crate) struct Random(u64);
-
-impl Random {
-    pub(crate) fn new(seed: u64) -> Random {
-        Random(seed | 1)
-    }
-
-    /// From 0 to 1.
-    pub(crate) fn unit(&mut self) -> f64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        (self.0 >> 11) as f64 / (1_u64 << 53) as f64
-    }
-
-    /// Exponentially distributed.
-    pub(crate) fn waits(&mut self, mean: f64) -> f64 {
-        -mean * (1.0 - self.unit()).ln()
-    }
-}
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Event {
@@ -83,15 +64,32 @@ impl Job {
     }
 }
 
+/// What was measured with real hosts, in seconds: a draw takes one of the measurements.
+#[derive(Clone, Debug)]
+pub(crate) struct Times {
+    /// From the record of an owner's login until a guest runs no more.
+    pub(crate) stops: Vec<f64>,
+    /// From the same until no guest is left on the host.
+    pub(crate) clears: Vec<f64>,
+    /// How long a move stops its task where no owner has come.
+    pub(crate) freezes: Vec<f64>,
+    /// How long such a move takes.
+    pub(crate) moves: Vec<f64>,
+}
+
 /// What was seen.
 #[derive(Default)]
 pub(crate) struct Seen {
+    /// Seconds that each guest ran on beside an owner who had come.
+    pub(crate) stalls: Vec<f64>,
     /// Seconds from each owner's sign of life until the last guest was gone, where there were guests.
     pub(crate) clean: Vec<f64>,
     pub(crate) evictions: usize,
     pub(crate) shifts: usize,
     /// Seconds in which tasks stood still because of moves.
     pub(crate) standing: f64,
+    /// Seconds in which tasks stood still beside owners before a move began, because no host had room.
+    pub(crate) stuck: f64,
     /// Seconds of work done.
     pub(crate) work: f64,
     /// Host seconds without an owner: what an oracle could have used.
@@ -120,21 +118,24 @@ pub(crate) struct Pool {
     last_tid: u32,
     /// How likely the owner of a host is there at a time; `None`: always.
     presence: fn(u16, f64) -> Option<f64>,
+    times: Times,
 }
 
 fn micros(seconds: f64) -> Micros {
     Micros((seconds * 1e6) as u64)
 }
 
-fn id(index: u16) -> HostId {
-    HostId::simulated(index).expect("an index")
-}
-
 /// Minutes that an owner stays on average.
 const VISIT: f64 = 75.0 * 60.0;
 
 impl Pool {
-    pub(crate) fn new(hosts: u16, seed: u64, presence: fn(u16, f64) -> Option<f64>, jobs: Vec<Job>) -> Pool {
+    pub(crate) fn new(
+        hosts: u16,
+        seed: u64,
+        presence: fn(u16, f64) -> Option<f64>,
+        jobs: Vec<Job>,
+        times: Times,
+    ) -> Pool {
         let mut random = Random::new(seed);
         let here: Vec<bool> = (1..=hosts).map(|i| presence(i, 0.0).is_none_or(|p| random.unit() < p)).collect();
         let owner = |here: bool| match here {
@@ -160,6 +161,7 @@ impl Pool {
             running: 0,
             last_tid: 0,
             presence,
+            times,
         };
         for host in 1..=hosts {
             pool.next_visit(host);
@@ -211,7 +213,7 @@ impl Pool {
             }
         }
         let views = self.on[usize::from(host)].iter().map(|tid| self.view(*tid)).collect();
-        self.snapshot.hosts.edit(id(host)).expect("a host of the pool").tasks = views;
+        self.snapshot.hosts.edit(h(host)).expect("a host of the pool").tasks = views;
     }
 
     /// Tasks that gave way go on when they are alone.
@@ -235,7 +237,7 @@ impl Pool {
             let task = self.tasks.get_mut(&tid).expect("it runs");
             task.suspended = true;
             self.fair.gives(micros(self.now), self.jobs[task.job].user, 1);
-            let host = self.snapshot.hosts.edit(id(task.host)).expect("a host of the pool");
+            let host = self.snapshot.hosts.edit(h(task.host)).expect("a host of the pool");
             host.tasks.iter_mut().find(|t| t.tid == tid).expect("it runs there").suspended = true;
         }
         self.snapshot.hosts.refresh(self.snapshot.now);
@@ -244,10 +246,10 @@ impl Pool {
 
     fn view(&self, tid: Tid) -> TaskView {
         let task = &self.tasks[&tid];
-        let job = Tid::task(id(1), task.job as u32 + 1).expect("few jobs");
-        let before = self.snapshot.host(id(task.host)).and_then(|h| h.tasks.iter().find(|t| t.tid == tid)).cloned();
+        let job = Tid::task(h(1), task.job as u32 + 1).expect("few jobs");
+        let before = self.snapshot.host(h(task.host)).and_then(|h| h.tasks.iter().find(|t| t.tid == tid)).cloned();
         let fresh = TaskView { job, name: Arc::from("worker"), bytes: BYTES, ..TaskView::new(tid, micros(self.now)) };
-        let moving = task.moving.map(|to| Some(id(to)));
+        let moving = task.moving.map(|to| Some(h(to)));
         let (done, user, suspended) = (micros(task.work - task.left), self.jobs[task.job].user, task.suspended);
         TaskView { moving, done, user, suspended, ..before.unwrap_or(fresh) }
     }
@@ -283,19 +285,40 @@ impl Pool {
             (self.free, self.empty) = (self.free + 1, self.empty + empty);
             Owner::Absent { left: Some(micros(self.now)) }
         };
-        self.snapshot.hosts.edit(id(host)).expect("a host of the pool").owner = owner;
+        self.snapshot.hosts.edit(h(host)).expect("a host of the pool").owner = owner;
         self.settle(host);
     }
 
+    /// One of the measurements.
+    fn draw(&mut self, of: fn(&Times) -> &Vec<f64>) -> f64 {
+        let at = self.random.unit();
+        let all = of(&self.times);
+        all[((all.len() as f64 * at) as usize).min(all.len() - 1)]
+    }
+
+    /// A task goes to another host, away from an owner or for the sake of the load.
     fn begin_move(&mut self, tid: Tid, to: HostId) {
-        let cost = self.snapshot.estimates.cost(BYTES, 1.0, None).0 as f64 / 1e6;
         let task = self.tasks.get_mut(&tid).expect("only tasks that run are moved");
         task.moving = Some(to.index());
-        let host = task.host;
-        self.seen.standing += cost;
+        let (host, runs) = (task.host, !task.suspended);
+        let span = match self.owned_since[usize::from(host) - 1] {
+            Some(since) => {
+                let (clear, stop) = (self.draw(|t| &t.clears), self.draw(|t| &t.stops));
+                // Who gave way to another user's task stood still before.
+                self.seen.stalls.extend(runs.then_some(stop));
+                self.seen.stuck += self.now - since;
+                // From its stop on it stands still until all is done, though it runs a little sooner in truth.
+                self.seen.standing += (clear - stop).max(0.0);
+                clear
+            }
+            None => {
+                self.seen.standing += self.draw(|t| &t.freezes);
+                self.draw(|t| &t.moves)
+            }
+        };
         *self.seen.moves_by_hour.entry((self.now / HOUR) as u64).or_default() += 1;
         self.settle(host);
-        self.at(self.now + cost, Event::Arrives { task: tid });
+        self.at(self.now + span, Event::Arrives { task: tid });
     }
 
     fn arrives(&mut self, tid: Tid) {
@@ -311,7 +334,7 @@ impl Pool {
         self.tasks.get_mut(&tid).expect("as before").host = to;
         self.take(tid, from);
         self.put(tid, to);
-        self.snapshot.hosts.edit(id(to)).expect("a host of the pool").tasks.push(view);
+        self.snapshot.hosts.edit(h(to)).expect("a host of the pool").tasks.push(view);
         self.settle(from);
         self.settle(to);
     }
@@ -343,7 +366,7 @@ impl Pool {
             let request =
                 SpawnRequest { count: processes, place: "?spread; free >= 1".into(), ..SpawnRequest::default() };
             let ask =
-                Ask { user, request: &request, count: processes, caller: id(1), peers: &[], without: &[], kept: &[] };
+                Ask { user, request: &request, count: processes, caller: h(1), peers: &[], without: &[], kept: &[] };
             if self.empty < processes as usize && !(may_stop && self.make_room(&ask)) {
                 return;
             }
@@ -365,7 +388,7 @@ impl Pool {
         self.fair.takes(now, user, hosts.len() as u32);
         for host in hosts.iter().copied() {
             self.last_tid += 1;
-            let tid = Tid::task(id(1), self.last_tid).expect("few tasks");
+            let tid = Tid::task(h(1), self.last_tid).expect("few tasks");
             let work = work * (0.75 + 0.5 * self.random.unit());
             let (job, at) = (number, self.now);
             let task = Task { host, left: work, at, rate: 0.0, version: 0, job, work, moving: None, suspended: false };
@@ -417,7 +440,7 @@ impl Pool {
             Event::Decide => {}
             Event::Job(number) => {
                 let user = self.jobs[number].user;
-                let job = Tid::task(id(1), number as u32 + 1).expect("few jobs");
+                let job = Tid::task(h(1), number as u32 + 1).expect("few jobs");
                 let waiting = Waiting { number: number as u64, user, job, since: micros(self.now) };
                 self.fair.wait(micros(self.now), waiting).expect("there is room in the queue");
             }

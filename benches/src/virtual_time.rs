@@ -1,0 +1,169 @@
+//! `cargo xtask bench sim` and `cargo xtask bench decide`: what programs of the resource manager's own have found (`rm/benches`)
+//! is put beside the machine's description, drawn and kept. Nothing here is measured with a clock but decisions.
+
+use crate::machine::Machine;
+use crate::plot::{Chart, Series};
+use anyhow::{Context, Result};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::fs;
+use std::path::Path;
+
+/// Of the simulation's results what is drawn.
+#[derive(Deserialize)]
+struct Simulated {
+    week: Week,
+    days: Vec<Day>,
+}
+
+#[derive(Deserialize)]
+struct Week {
+    by_hour: Vec<(f64, f64)>,
+    moves_by_hour: Vec<f64>,
+    clean_s: Spread,
+    stall_s: Spread,
+}
+
+#[derive(Deserialize)]
+struct Spread {
+    hundredths: Vec<f64>,
+}
+
+#[derive(Deserialize)]
+struct Day {
+    pool: String,
+    light: Vec<Pair>,
+}
+
+#[derive(Deserialize)]
+struct Pair {
+    waits_s: (Vec<f64>, Vec<f64>),
+}
+
+#[derive(Serialize)]
+struct Kept<'a> {
+    machine: &'a Machine,
+    results: Value,
+}
+
+/// Keeps what a program has said (`text`) and written (`json`), under a name.
+fn keep(name: &str, text: &str, json: &Path, machine: &Machine, results: &Path) -> Result<Value> {
+    let found = fs::read(json).with_context(|| json.display().to_string())?;
+    let found: Value = serde_json::from_slice(&found).with_context(|| json.display().to_string())?;
+    fs::create_dir_all(results).with_context(|| results.display().to_string())?;
+    fs::write(results.join(format!("{name}.txt")), text)?;
+    let kept = Kept { machine, results: found.clone() };
+    fs::write(results.join(format!("{name}.json")), serde_json::to_string_pretty(&kept)? + "\n")?;
+    println!("written: {}", results.display());
+    Ok(found)
+}
+
+/// What decisions cost, as `rm/benches/decide.rs` has found.
+///
+/// # Errors
+/// The file is not there, or the results cannot be written.
+pub fn decided(text: &str, json: &Path, results: &Path) -> Result<()> {
+    let machine = Machine::describe(true, 1, false);
+    let text = format!("{}{text}", machine.text());
+    keep("decide", &text, json, &machine, results).map(drop)
+}
+
+/// What came of a week and some days, as `rm/benches/sim.rs` has found; the pictures are drawn of it.
+///
+/// # Errors
+/// The file is not there or is none of it, or the results cannot be written.
+pub fn simulated(text: &str, json: &Path, results: &Path) -> Result<()> {
+    let machine = Machine::describe(true, 1, false);
+    let found = keep("sim", text, json, &machine, results)?;
+    let found: Simulated = serde_json::from_value(found).with_context(|| json.display().to_string())?;
+    for chart in charts(&found) {
+        if let Some(svg) = chart.even_svg() {
+            fs::write(results.join(format!("{}.svg", chart.name)), svg)?;
+        }
+    }
+    Ok(())
+}
+
+fn charts(found: &Simulated) -> [Chart; 4] {
+    let Simulated { week, days } = found;
+    let series = |name: &str, points: Vec<(f64, f64)>| Series { name: name.to_string(), points };
+    let chart = |name: &str, title: &str, x: &str, y: &str, series: Vec<Series>| {
+        let [name, title, x, y] = [name, title, x, y].map(str::to_string);
+        Chart { name, title, x, y, more_is_better: false, series }
+    };
+    let by_hour = |of: fn(&(f64, f64)) -> f64| {
+        week.by_hour.iter().enumerate().map(|(hour, both)| (hour as f64, of(both))).collect::<Vec<_>>()
+    };
+    let moves = week.moves_by_hour.iter().enumerate().map(|(hour, moves)| (hour as f64, *moves)).collect();
+    let ms = |spread: &Spread| {
+        spread.hundredths.iter().enumerate().map(|(part, s)| (part as f64, s * 1e3)).collect::<Vec<_>>()
+    };
+    let waits = |pool: &str, beside: bool| {
+        let of_pair = |pair: &Pair| if beside { pair.waits_s.1.clone() } else { pair.waits_s.0.clone() };
+        let pairs = days.iter().filter(|day| day.pool == pool).flat_map(|day| &day.light);
+        let mut all: Vec<f64> = pairs.flat_map(of_pair).collect();
+        all.sort_by(f64::total_cmp);
+        let last = all.len().saturating_sub(1).max(1) as f64;
+        all.iter().enumerate().map(|(n, wait)| (100.0 * n as f64 / last, wait / 60.0)).collect::<Vec<_>>()
+    };
+    [
+        chart(
+            "sim-week",
+            "A week of 1,000 desktops",
+            "hours since Monday, 0:00",
+            "hosts",
+            vec![
+                series("without an owner", by_hour(|both| both.0)),
+                series("at work for guests", by_hour(|both| both.1)),
+            ],
+        ),
+        chart("sim-moves", "Moves in each hour", "hours since Monday, 0:00", "moves", vec![series("moves", moves)]),
+        chart(
+            "sim-owners",
+            "What owners notice",
+            "percent of all times",
+            "milliseconds after the login",
+            vec![series("a guest runs on", ms(&week.stall_s)), series("until no guest is left", ms(&week.clean_s))],
+        ),
+        chart(
+            "sim-waits",
+            "Waiting of those who want little",
+            "percent of their jobs",
+            "minutes",
+            vec![
+                series("24 hosts, alone", waits("tight", false)),
+                series("24 hosts, beside a greedy one", waits("tight", true)),
+                series("100 hosts, alone", waits("roomy", false)),
+                series("100 hosts, beside a greedy one", waits("roomy", true)),
+            ],
+        ),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_simulated_is_kept_and_drawn() {
+        let spread = serde_json::json!({ "hundredths": [0.0, 0.02, 0.04] });
+        let pair = serde_json::json!({ "waits_s": [[0.0, 60.0], [5.0, 66.0]] });
+        let found = serde_json::json!({
+            "week": { "by_hour": [[400.0, 300.0], [500.0, 450.0]], "moves_by_hour": [3, 4], "clean_s": spread, "stall_s": spread },
+            "days": [{ "pool": "tight", "light": [pair] }],
+        });
+        let folder = std::env::temp_dir().join(format!("simulated-{}", std::process::id()));
+        fs::create_dir_all(&folder).expect("a folder");
+        let json = folder.join("found.json");
+        fs::write(&json, found.to_string()).expect("it can be written");
+        simulated("a table\n", &json, &folder).expect("it is kept");
+        let read = |name: &str| fs::read_to_string(folder.join(name)).expect("it was written");
+        assert_eq!(read("sim.txt"), "a table\n");
+        let kept: Value = serde_json::from_str(&read("sim.json")).expect("it is JSON");
+        assert_eq!(kept["results"], found);
+        for name in ["sim-week", "sim-moves", "sim-owners", "sim-waits"] {
+            assert!(read(&format!("{name}.svg")).contains("<polyline"), "{name}");
+        }
+        fs::remove_dir_all(&folder).expect("it is ours");
+    }
+}

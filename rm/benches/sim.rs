@@ -1,0 +1,119 @@
+//! A week of a thousand desktops, and days of three users of whom one wants all there is, in virtual time and by the decisions
+//! and the service as they are. How long things take on hosts is drawn from what was measured: `--owners=FILE` and
+//! `--migrate=FILE` are the results of these benchmarks. `--json=FILE` has what came of it written there; `cargo xtask bench
+//! sim` runs it and draws it.
+
+#[path = "../tests/day/mod.rs"]
+mod day;
+#[path = "../tests/desktop/mod.rs"]
+mod desktop;
+#[path = "../tests/pool/mod.rs"]
+mod pool;
+#[path = "../tests/random/mod.rs"]
+mod random;
+#[path = "../tests/week/mod.rs"]
+mod week;
+
+use day::{Both, Compared, ROOMY, SEEDS, TIGHT};
+use pool::Times;
+use serde::{Deserialize, Serialize};
+use std::fs;
+use std::process::ExitCode;
+use week::Week;
+
+/// MiB of the tasks of whose moves the times are taken.
+const MIB: u32 = 128;
+
+/// What `cargo xtask bench owners` has measured, in microseconds.
+#[derive(Deserialize)]
+struct Owners {
+    stood_still_us: Vec<u64>,
+    clean_us: Vec<u64>,
+}
+
+/// A move as `cargo xtask bench migrate` has measured it, in milliseconds.
+#[derive(Deserialize)]
+struct Moved {
+    freeze_ms: f64,
+    total_ms: f64,
+    arrived_ms: f64,
+}
+
+#[derive(Deserialize)]
+struct OfSize {
+    mib: u32,
+    ours: Vec<Moved>,
+}
+
+#[derive(Deserialize)]
+struct Migrate {
+    sizes: Vec<OfSize>,
+}
+
+#[derive(Serialize)]
+struct Results {
+    week: Week,
+    days: Vec<Compared>,
+}
+
+fn read<T: for<'a> Deserialize<'a>>(file: &str) -> Result<T, String> {
+    let bytes = fs::read(file).map_err(|error| format!("{file}: {error}"))?;
+    serde_json::from_slice(&bytes).map_err(|error| format!("{file}: {error}"))
+}
+
+/// The times that were measured.
+fn times(owners: &str, migrate: &str) -> Result<Times, String> {
+    let (of_owners, of_moves) = (read::<Owners>(owners)?, read::<Migrate>(migrate)?);
+    let moved = of_moves.sizes.into_iter().find(|size| size.mib == MIB);
+    let moved = moved.map(|size| size.ours).unwrap_or_default();
+    let shortest = moved.iter().map(|one| one.total_ms).fold(f64::INFINITY, f64::min);
+    let seconds = |us: Vec<u64>| us.into_iter().map(|us| us as f64 / 1e6);
+    let times = Times {
+        stops: seconds(of_owners.stood_still_us).collect(),
+        // A host that was clean sooner than anything can move had no guest.
+        clears: seconds(of_owners.clean_us).filter(|s| *s * 1e3 >= shortest).collect(),
+        freezes: moved.iter().map(|one| one.freeze_ms / 1e3).collect(),
+        moves: moved.iter().map(|one| one.arrived_ms / 1e3).collect(),
+    };
+    if [&times.stops, &times.clears, &times.freezes, &times.moves].iter().any(|all| all.is_empty()) {
+        return Err(format!("{owners} or {migrate} has no times of guests beside owners, or of moves of {MIB} MiB"));
+    }
+    Ok(times)
+}
+
+fn run() -> Result<bool, String> {
+    let words: Vec<String> = std::env::args().skip(1).collect();
+    let word = |name: &str| {
+        let found = words.iter().find_map(|word| word.strip_prefix(name)?.strip_prefix('='));
+        found.ok_or_else(|| format!("it is to be run by 'cargo xtask bench sim': {name}=FILE is missing"))
+    };
+    let week = Week::of(1, times(word("--owners")?, word("--migrate")?)?);
+    print!("{}", week.text());
+    let mut days = Vec::new();
+    for (name, day) in [("roomy", ROOMY), ("tight", TIGHT)] {
+        for seed in SEEDS {
+            let Both { alone, beside } = day.run(seed);
+            days.push(Compared::of(name, seed, &alone, &beside));
+        }
+    }
+    println!("\n{}", Compared::table(&days));
+    let good = days.iter().all(Compared::is_fair);
+    let file = word("--json")?;
+    let json = serde_json::to_vec(&Results { week, days }).map_err(|error| error.to_string())?;
+    fs::write(file, json).map_err(|error| format!("{file}: {error}"))?;
+    Ok(good)
+}
+
+fn main() -> ExitCode {
+    match run() {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => {
+            println!("those who want little wait longer beside a greedy one than is allowed");
+            ExitCode::FAILURE
+        }
+        Err(error) => {
+            eprintln!("bench sim: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,0 +1,230 @@
+//! A day of several users as a record of what the resource manager is told, to be run by its own service in virtual time: each
+//! user asks for whole jobs of equal processes at one time or another, and nobody sits at the hosts.
+
+use crate::random::Random;
+use pvm_rm::policy::Conduct;
+use pvm_rm::recording::{Entry, Input};
+use pvm_rm::replay::{self, Figures, OfUser};
+use pvm_rm::spawns::Rules;
+use sempa_proto::load::{GuestLimits, LoadReport, LoadSample, OwnerVerdict};
+use sempa_proto::message::DSIG_X86_64;
+use sempa_proto::migration::Usage;
+use sempa_proto::owner::Guests;
+use sempa_proto::table::{HostEntry, HostTable};
+use sempa_proto::task::SpawnRequest;
+use sempa_proto::{Epoch, HostId, Micros, Tid};
+use serde::Serialize;
+use std::fmt::Write;
+
+const HOUR: f64 = 3600.0;
+/// Who takes all there is, all day.
+pub(crate) const GREEDY: u32 = 1000;
+/// Who want something now and then.
+pub(crate) const LIGHT: [u32; 2] = [1001, 1002];
+/// A job may wait for so long, in seconds: longer than the day.
+const WAIT_S: u64 = 200_000;
+
+/// A pool and what is wanted of it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Day {
+    /// Hosts with one processor each.
+    pub(crate) hosts: u16,
+    /// Processes of a job of those who want little, and seconds of work of each, before a little difference between jobs.
+    pub(crate) light: (u32, f64),
+    /// Such jobs, of both together; so many of them come at the same moment.
+    pub(crate) jobs: usize,
+    pub(crate) batch: usize,
+    /// Seconds between two such moments on average.
+    pub(crate) pause: f64,
+    /// The same of the one who wants much: all jobs at once, in the morning.
+    pub(crate) greedy: (u32, f64),
+}
+
+/// As many hosts as those who want little never need at once: alone they find a place at once.
+pub(crate) const ROOMY: Day =
+    Day { hosts: 24, light: (5, 0.5 * HOUR), jobs: 22, batch: 1, pause: HOUR, greedy: (6, 4.0 * HOUR) };
+/// Jobs that do not fit beside each other, and come several at a time: those who want little wait for each other, and for their own
+/// jobs, when they are alone.
+pub(crate) const TIGHT: Day =
+    Day { hosts: 12, light: (8, 0.15 * HOUR), jobs: 24, batch: 4, pause: 3.6 * HOUR, greedy: (4, 4.0 * HOUR) };
+/// When those who want little come first. He who wants much has taken much by then: before that nobody owes anybody anything (see
+/// `GIVE_WAY_MARGIN`).
+const BEGIN: f64 = 2.0 * HOUR;
+
+/// A job.
+#[derive(Clone, Copy, Debug)]
+struct Job {
+    user: u32,
+    at: f64,
+    processes: u32,
+    work: f64,
+}
+
+/// What came of the same wishes of the same people alone and beside the greedy one.
+pub(crate) struct Both {
+    pub(crate) alone: Figures,
+    pub(crate) beside: Figures,
+}
+
+impl Day {
+    /// Runs the day twice.
+    pub(crate) fn run(&self, seed: u64) -> Both {
+        let mut random = Random::new(seed);
+        let mut at = BEGIN;
+        let mut light = Vec::new();
+        for n in 0..self.jobs {
+            if n % self.batch == 0 && n > 0 {
+                at += random.waits(self.pause);
+            }
+            let (processes, work) = (self.light.0, self.light.1 * (0.75 + 0.5 * random.unit()));
+            light.push(Job { user: LIGHT[n % LIGHT.len()], at, processes, work });
+        }
+        // Twice as much as all hosts can do in the day.
+        let (processes, work) = self.greedy;
+        let jobs = (2.0 * f64::from(self.hosts) * at.max(24.0 * HOUR) / (f64::from(processes) * work)).ceil() as usize;
+        let greedy = vec![Job { user: GREEDY, at: 0.0, processes, work }; jobs];
+        let run = |jobs: &[Job]| replay::run(&self.record(jobs), conduct()).expect("it runs");
+        Both { alone: run(&light), beside: run(&[greedy, light].concat()) }
+    }
+
+    /// What the resource manager is told.
+    fn record(&self, jobs: &[Job]) -> Vec<Entry> {
+        let at = |seconds: f64| Micros(((60.0 + seconds) * 1e6) as u64);
+        let mut all = vec![Entry { at: at(-59.0), input: Input::Policy(conduct()) }];
+        all.push(Entry { at: at(-59.0), input: Input::Hosts(table(self.hosts)) });
+        all.extend((1..=self.hosts).map(|host| Entry { at: at(-59.0), input: report(host) }));
+        let (mut last, mut ends) = (100, Vec::new());
+        for (n, job) in jobs.iter().enumerate() {
+            let caller = tid(job.user - GREEDY + 2);
+            let number = (caller, n as i32 + 1);
+            let request = SpawnRequest {
+                file: "worker".into(),
+                place: "?spread; free >= 1".into(),
+                count: job.processes,
+                ..SpawnRequest::default()
+            };
+            let input = Input::Spawn { number, caller: h(1), user: job.user, job: caller, request };
+            all.push(Entry { at: at(job.at), input });
+            let tids: Vec<Tid> = (0..job.processes).map(|n| tid(last + n)).collect();
+            last += job.processes;
+            let used = Usage { user: Micros((job.work * 1e6) as u64), ..Usage::default() };
+            // Only how much they used counts, and not when it was told.
+            let end = |tid: &Tid| Entry { at: at(job.at), input: Input::Ended { tid: *tid, used } };
+            ends.extend(tids.iter().map(end));
+            all.push(Entry { at: at(job.at), input: Input::Started { number, tids } });
+        }
+        all.extend(ends);
+        all.sort_by_key(|entry| entry.at);
+        all
+    }
+}
+
+/// Jobs wait for their turn.
+fn conduct() -> Conduct {
+    Conduct { rules: Rules { wait: Micros::from_secs(WAIT_S), ..Rules::default() }, ..Conduct::default() }
+}
+
+fn h(index: u16) -> HostId {
+    HostId::new(index).expect("an index")
+}
+
+fn tid(local: u32) -> Tid {
+    Tid::task(h(1), local).expect("a task")
+}
+
+fn table(hosts: u16) -> HostTable {
+    let host = |i: u16| {
+        let (name, arch) = (format!("h{i}"), "LINUX64".to_string());
+        HostEntry { id: h(i), name, arch, speed: 1000, dsig: DSIG_X86_64, addresses: Vec::new() }
+    };
+    HostTable { epoch: Epoch(1), hosts: (1..=hosts).map(host).collect() }
+}
+
+/// Nobody is there.
+fn report(host: u16) -> Input {
+    let sample = LoadSample { cores: 1, available_bytes: 8 << 30, ..LoadSample::default() };
+    let report = LoadReport {
+        host: h(host),
+        at: Micros(1),
+        sample,
+        owner: OwnerVerdict::Absent { since: None },
+        confidence: 90,
+        why: String::new(),
+        logins: Vec::new(),
+        guests: Guests::Welcome,
+        guests_why: String::new(),
+        limits: GuestLimits::default(),
+    };
+    Input::Report { report, own: 0 }
+}
+
+/// Days.
+pub(crate) const SEEDS: [u64; 4] = [11, 23, 37, 51];
+/// What those who want little may wait longer beside a greedy one: a fifth, and one look for who is to give way.
+const LONGER: f64 = 1.2;
+const LOOK_S: f64 = 10.0;
+
+/// What one who wants little got alone, and beside the greedy one. The same person wants the same at the same times.
+#[derive(Debug, Serialize)]
+pub(crate) struct Pair {
+    pub(crate) alone: OfUser,
+    pub(crate) beside: OfUser,
+    /// Each wait, alone and beside, sorted.
+    pub(crate) waits_s: (Vec<f64>, Vec<f64>),
+}
+
+/// A day, compared.
+#[derive(Debug, Serialize)]
+pub(crate) struct Compared {
+    pub(crate) pool: &'static str,
+    pub(crate) seed: u64,
+    /// What the greedy one got.
+    pub(crate) greedy: OfUser,
+    pub(crate) light: Vec<Pair>,
+}
+
+impl Compared {
+    pub(crate) fn of(pool: &'static str, seed: u64, alone: &Figures, beside: &Figures) -> Compared {
+        let of = |figures: &Figures, user: u32| figures.users.get(&user).cloned().unwrap_or_default();
+        let pair = |user: u32| {
+            let (alone, beside) = (of(alone, user), of(beside, user));
+            let sorted = |of: &OfUser| {
+                let mut waits = of.waits_s.clone();
+                waits.sort_by(f64::total_cmp);
+                waits
+            };
+            Pair { waits_s: (sorted(&alone), sorted(&beside)), alone, beside }
+        };
+        Compared { pool, seed, greedy: of(beside, GREEDY), light: LIGHT.map(pair).into() }
+    }
+
+    /// Everybody who wants little got all of it, waited no more than a fifth longer and one look, on average and at worst, and
+    /// his tasks then took no longer.
+    pub(crate) fn is_fair(&self) -> bool {
+        let fair = |Pair { alone, beside, .. }: &Pair| {
+            let within = |a: f64, b: f64| b <= a * LONGER + LOOK_S;
+            (alone.unanswered, beside.unanswered) == (0, 0)
+                && (alone.answered, alone.finished) == (beside.answered, beside.finished)
+                && within(alone.waited_mean_s, beside.waited_mean_s)
+                && within(alone.waited_most_s, beside.waited_most_s)
+                && beside.run_mean_s <= alone.run_mean_s * 1.01
+        };
+        self.light.iter().all(fair)
+    }
+
+    pub(crate) fn table(all: &[Compared]) -> String {
+        let mut text = format!(
+            "{:8}{:>6}{:>6}{:>18}{:>18}{:>18}\n",
+            "pool", "seed", "user", "wait, mean, s", "wait, most, s", "run, mean, s"
+        );
+        for day in all {
+            for (user, Pair { alone, beside, .. }) in LIGHT.iter().zip(&day.light) {
+                let two = |of: fn(&OfUser) -> f64| format!("{:.1}, {:.1}", of(alone), of(beside));
+                let (mean, most) = (two(|u| u.waited_mean_s), two(|u| u.waited_most_s));
+                let run = two(|u| u.run_mean_s);
+                let _ = writeln!(text, "{:8}{:>6}{user:>6}{mean:>18}{most:>18}{run:>18}", day.pool, day.seed);
+            }
+        }
+        text + "each alone, and beside a greedy one\n"
+    }
+}

@@ -1,0 +1,32 @@
+//! A host of a simulated virtual machine.
+
+use pvm_rm::decide::{HostView, Owner, Sampled, Terms};
+use sempa_proto::load::LoadSample;
+use sempa_proto::{HostId, Micros};
+use std::sync::Arc;
+
+pub(crate) fn h(index: u16) -> HostId {
+    HostId::simulated(index).expect("an index")
+}
+
+/// An idle host whose sample never gets old: all load that is not ours here is that of owners, who are looked after as such.
+pub(crate) fn desktop(index: u16, owner: Owner) -> HostView {
+    let sample = LoadSample { cores: 1, available_bytes: 8 << 30, ..LoadSample::default() };
+    HostView {
+        id: h(index),
+        name: format!("d{index}"),
+        arch: "LINUX64".into(),
+        zone: u32::from(index) / 256,
+        labels: Arc::default(),
+        speed: 1000,
+        cores: 1,
+        sample: Some(Sampled { sample, at: Micros(u64::MAX), own: 0 }),
+        foreign_mean: None,
+        promised: 0,
+        owner,
+        no_moves: None,
+        starting: 0,
+        terms: Terms::default(),
+        tasks: Vec::new(),
+    }
+}

@@ -1,0 +1,141 @@
+//! A week of a thousand desktops, and what it comes to.
+
+use crate::pool::{DAY, HOUR, Job, Pool, Times};
+use serde::Serialize;
+use std::fmt::Write;
+
+const HOSTS: u16 = 1000;
+const DAYS: f64 = 7.0;
+/// Jobs of the week, all but a few of which end in it, and hours between two of them.
+const JOBS: u32 = 600;
+const PAUSE_H: f64 = 0.28;
+const USERS: u32 = 5;
+/// Processes of a job, and hours of work of each.
+const PROCESSES: u32 = 61;
+const WORK_H: f64 = 2.0;
+
+/// How likely the owner is there: 186 of 1,000 machines are never free; of the others about half are, more at night and on
+/// Sundays.
+fn office(host: u16, now: f64) -> Option<f64> {
+    if host > 814 {
+        return None;
+    }
+    let (day, hour) = ((now / DAY) as u64 % 7, (now / HOUR) as u64 % 24);
+    let weekend = day >= 5;
+    Some(match (weekend, hour) {
+        (false, 8..=18) => 0.82,
+        (false, 19..) => 0.55,
+        (false, _) => 0.27,
+        (true, 10..=19) => 0.50,
+        (true, 4..=6) if day == 6 => 0.01,
+        (true, _) => 0.17,
+    })
+}
+
+/// Of many times of one kind, in seconds.
+#[derive(Clone, Debug, Default, Serialize)]
+pub(crate) struct Spread {
+    pub(crate) count: usize,
+    pub(crate) median: f64,
+    pub(crate) p99: f64,
+    pub(crate) most: f64,
+    /// What so many of a hundred do not exceed, from 0 to 100.
+    pub(crate) hundredths: Vec<f64>,
+}
+
+impl Spread {
+    pub(crate) fn of(mut values: Vec<f64>) -> Spread {
+        values.sort_by(f64::total_cmp);
+        let last = values.len().saturating_sub(1);
+        let at = |part: f64| values.get((last as f64 * part) as usize).copied().unwrap_or(0.0);
+        let hundredths = (0..=100).map(|n| at(f64::from(n) / 100.0)).collect();
+        Spread { count: values.len(), median: at(0.5), p99: at(0.99), most: at(1.0), hundredths }
+    }
+}
+
+/// What came of it.
+#[derive(Debug, Serialize)]
+pub(crate) struct Week {
+    pub(crate) hosts: u16,
+    pub(crate) seed: u64,
+    /// Hosts without an owner.
+    pub(crate) free_mean: f64,
+    pub(crate) free_max: usize,
+    pub(crate) jobs_ended: usize,
+    pub(crate) jobs_waiting: usize,
+    /// From an owner's login until no guest is left, where there was one.
+    pub(crate) clean_s: Spread,
+    /// How long each guest ran on beside an owner.
+    pub(crate) stall_s: Spread,
+    pub(crate) moves_owner: usize,
+    pub(crate) moves_load: usize,
+    pub(crate) moves_by_hour: Vec<usize>,
+    /// Hours of work that was done.
+    pub(crate) work_h: f64,
+    /// Hours in which tasks stood still in moves, and beside owners before moves.
+    pub(crate) standing_h: f64,
+    pub(crate) stuck_h: f64,
+    /// The former as a part of the work.
+    pub(crate) lost: f64,
+    /// The work as a part of what an oracle does that uses every free host all the time.
+    pub(crate) work: f64,
+    /// Mean of free hosts and of running tasks in each hour.
+    pub(crate) by_hour: Vec<(f64, f64)>,
+}
+
+impl Week {
+    /// Lets it pass.
+    pub(crate) fn of(seed: u64, times: Times) -> Week {
+        let job = |n: u32| Job::new(n % USERS, f64::from(n) * PAUSE_H * HOUR, PROCESSES, WORK_H * HOUR);
+        let mut pool = Pool::new(HOSTS, seed, office, (0..JOBS).map(job).collect(), times);
+        pool.run(DAYS * DAY);
+        let seen = &mut pool.seen;
+        let hours = (DAYS * 24.0) as u64;
+        Week {
+            hosts: HOSTS,
+            seed,
+            free_mean: seen.free / (DAYS * DAY),
+            free_max: seen.free_max,
+            jobs_ended: pool.jobs.iter().filter(|job| job.ended.is_some()).count(),
+            jobs_waiting: pool.fair.waiting(),
+            clean_s: Spread::of(std::mem::take(&mut seen.clean)),
+            stall_s: Spread::of(std::mem::take(&mut seen.stalls)),
+            moves_owner: seen.evictions,
+            moves_load: seen.shifts,
+            moves_by_hour: (0..hours).map(|hour| seen.moves_by_hour.get(&hour).copied().unwrap_or(0)).collect(),
+            work_h: seen.work / HOUR,
+            standing_h: seen.standing / HOUR,
+            stuck_h: seen.stuck / HOUR,
+            lost: seen.standing / seen.work,
+            work: seen.work / seen.free,
+            by_hour: (0..hours).map(|hour| seen.by_hour.get(&hour).copied().unwrap_or_default()).collect(),
+        }
+    }
+
+    /// For people.
+    pub(crate) fn text(&self) -> String {
+        let mut text = String::new();
+        let mut line = |what: &str, said: String| {
+            let _ = writeln!(text, "{what:34}{said}");
+        };
+        let ms = |s: f64| format!("{:.0} ms", s * 1e3);
+        let spread = |s: &Spread| {
+            format!("{} (median), {} (99 %), {} (worst), {} times", ms(s.median), ms(s.p99), ms(s.most), s.count)
+        };
+        let moves = (self.moves_owner + self.moves_load) as f64 / self.moves_by_hour.len() as f64;
+        let busiest = self.moves_by_hour.iter().max().copied().unwrap_or(0);
+        line("free hosts", format!("{:.0} on average, {} at most, of {}", self.free_mean, self.free_max, self.hosts));
+        line("jobs of 61 processes", format!("{} ended, {} wait", self.jobs_ended, self.jobs_waiting));
+        line("a guest runs beside an owner for", spread(&self.stall_s));
+        line("no guest is left after", spread(&self.clean_s));
+        line("moves", format!("{} for owners, {} for the load", self.moves_owner, self.moves_load));
+        line("moves in an hour", format!("{moves:.0} on average, {busiest} in the worst"));
+        line(
+            "work lost in moves",
+            format!("{:.1} h of {:.0} h, {:.3} %", self.standing_h, self.work_h, 100.0 * self.lost),
+        );
+        line("stood still without a place to go", format!("{:.1} h", self.stuck_h));
+        line("work against an oracle's", format!("{:.1} % (all free hosts, all the time)", 100.0 * self.work));
+        text
+    }
+}

@@ -1,0 +1,441 @@
+//! What the event log, the clocks of workers and the counts of kernels say about a run, beside the script's own table of who was
+//! where: pure.
+
+use super::kernels::Seen;
+use sempa_proto::event::EventKind;
+use sempa_proto::migration::{Cause, Step};
+use sempa_tests::vm::Entry;
+use serde::{Deserialize, Serialize};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// The promise: nothing of ours runs longer beside an owner.
+pub(super) const PROMISE_US: u64 = 50_000;
+/// The promise for a host: so long after the login no guest is left there, and what its tasks hold takes this link beside that,
+/// in bytes per second, if there is somewhere to go. What took longer is told with its story.
+const CLEAN_US: u64 = 1_000_000;
+const LINK: u64 = 100_000_000;
+/// So much processor time a dump takes inside of the process that it dumps.
+const DUMP_US: u64 = 5_000;
+/// A decision may be carried out so long after its reason has gone.
+const AFTER_US: u64 = 1_000_000;
+/// Of what is to be judged so many in a hundred may escape us: a task that ended just then, a process that nobody had found yet.
+const SKIPPED_PERCENT_MAX: usize = 5;
+
+/// Gaps in the own time of each worker, in microseconds since 1970, by tid as printed.
+pub(super) type Gaps = BTreeMap<String, Vec<(u64, u64)>>;
+
+/// Somebody was on a host, says who logged in there and out again: microseconds since 1970.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Stay {
+    pub(super) host: u16,
+    /// Just before the login.
+    pub(super) from: u64,
+    /// When the logout was over.
+    pub(super) to: u64,
+}
+
+/// What came of it.
+#[derive(Debug, Default, Serialize)]
+pub(super) struct Outcome {
+    pub(super) good: bool,
+    pub(super) reasons: Vec<String>,
+    pub(super) seconds: u64,
+    pub(super) visits: usize,
+    /// From the login record until a worker ran no more, by its own clock; sorted.
+    pub(super) stood_still_us: Vec<u64>,
+    /// Workers beside an owner of whom that cannot be said.
+    pub(super) workers_skipped: usize,
+    /// Processor time that kernels of tablix2 got on hosts whose owner had come longer than promised before, by the kernel's
+    /// count; sorted.
+    pub(super) kernels_got_us: Vec<u64>,
+    /// Kernels beside an owner at which nobody looked.
+    pub(super) kernels_skipped: usize,
+    /// From the login record until the load watcher knew; sorted.
+    pub(super) seen_us: Vec<u64>,
+    /// From its word to the daemon until all guests stood still; sorted.
+    pub(super) held_us: Vec<u64>,
+    /// From the login record until no guest was left; sorted.
+    pub(super) clean_us: Vec<u64>,
+    /// The same of hosts that had a guest; sorted.
+    pub(super) cleared_us: Vec<u64>,
+    /// The same where a guest had no host to go to for a time; sorted.
+    pub(super) nowhere_us: Vec<u64>,
+    /// What happened to guests of hosts that were clean later than promised.
+    pub(super) late: Vec<Late>,
+    pub(super) ran_on: Vec<RanOn>,
+    pub(super) moves: usize,
+    pub(super) failed_moves: usize,
+    /// Runs of tablix2 that have ended, and timetables of theirs that were checked.
+    pub(super) searches: usize,
+    pub(super) timetables: usize,
+    /// Farms that have ended, and tasks of theirs whose result was right.
+    pub(super) farms: usize,
+    pub(super) results: usize,
+}
+
+/// A host that had guests for long after its owner had come.
+#[derive(Debug, Serialize)]
+pub(super) struct Late {
+    pub(super) host: String,
+    pub(super) clean_us: u64,
+    /// What was promised.
+    pub(super) promised_us: u64,
+    /// Each with its milliseconds after the login record.
+    pub(super) story: Vec<String>,
+}
+
+/// A worker that ran for long after the owner had come.
+#[derive(Debug, Serialize)]
+pub(super) struct RanOn {
+    pub(super) worker: String,
+    pub(super) ran_us: u64,
+    /// What happened on its host meanwhile, each with its milliseconds after the login record.
+    pub(super) story: Vec<String>,
+}
+
+/// A decision of the resource manager, as `pvm why` tells it.
+#[derive(Debug, Deserialize)]
+pub(super) struct Decision {
+    pub(super) at_us: u64,
+    pub(super) text: String,
+    pub(super) decided: serde_json::Value,
+}
+
+/// A host by its name, and what was decided about it.
+pub(super) type Decisions = BTreeMap<u16, (String, Vec<Decision>)>;
+
+/// Somebody's visit, as the virtual machine saw it.
+struct Visit {
+    host: u16,
+    since: u64,
+}
+
+/// When people came, by the records of their logins.
+fn visits(events: &[Entry]) -> impl Iterator<Item = Visit> {
+    events.iter().filter_map(|entry| match entry.kind {
+        EventKind::OwnerPresent { host, since, .. } => Some(Visit { host: host.index(), since: since.0 }),
+        _ => None,
+    })
+}
+
+/// The first event after a time that says something.
+fn after<T>(events: &[Entry], since: u64, says: impl Fn(&Entry) -> Option<T>) -> Option<T> {
+    events.iter().filter(|entry| entry.at_us >= since).find_map(says)
+}
+
+/// What happened on the host of a visit until then.
+fn story(visit: &Visit, until: u64, events: &[Entry]) -> Vec<String> {
+    let here = |entry: &&Entry| match &entry.kind {
+        EventKind::Moving { from, .. } => from.index() == visit.host,
+        EventKind::OwnerPresent { host, .. } | EventKind::GuestsStopped { host, .. } => host.index() == visit.host,
+        _ => false,
+    };
+    let meanwhile = events.iter().filter(|entry| (visit.since..=until).contains(&entry.at_us)).filter(here);
+    meanwhile.map(|entry| told(visit, entry.at_us, &entry.text)).collect()
+}
+
+/// A line of a story.
+fn told(visit: &Visit, at_us: u64, text: &str) -> String {
+    format!("{:.1} {text}", (at_us - visit.since) as f64 / 1e3)
+}
+
+/// The guests of a host that were stopped for a visit, if there were any.
+fn stopped<'a>(events: &'a [Entry], visit: &Visit) -> impl Iterator<Item = String> + use<'a> {
+    let of_host = |entry: &'a Entry| match &entry.kind {
+        EventKind::GuestsStopped { host, guests, .. } if host.index() == visit.host => Some(guests),
+        _ => None,
+    };
+    let guests = events.iter().filter(|entry| entry.at_us >= visit.since).find_map(of_host);
+    guests.into_iter().flatten().map(|tid| tid.to_string())
+}
+
+/// When the guests of a host were let go on, or its owner was gone, after a visit began.
+fn over(events: &[Entry], visit: &Visit) -> Option<u64> {
+    after(events, visit.since, |entry| match &entry.kind {
+        EventKind::GuestsContinued { host, .. } | EventKind::OwnerAbsent { host, .. } => {
+            (host.index() == visit.host).then_some(entry.at_us)
+        }
+        _ => None,
+    })
+}
+
+impl Outcome {
+    /// Everything that can be judged when it is over.
+    pub(super) fn judge(&mut self, events: &[Entry], stays: &[Stay], decisions: &Decisions, gaps: &Gaps, seen: &Seen) {
+        self.judge_events(events, stays);
+        for visit in visits(events) {
+            let clean = |entry: &Entry| match entry.kind {
+                EventKind::HostClean { host } if host.index() == visit.host => Some(Some(entry.at_us - visit.since)),
+                EventKind::OwnerAbsent { host, .. } if host.index() == visit.host => Some(None),
+                _ => None,
+            };
+            if let Some(clean_us) = after(events, visit.since, clean).flatten() {
+                self.judge_clean(&visit, clean_us, events, decisions);
+            }
+            self.judge_kernels(&visit, events, gaps, seen);
+        }
+        gaps.iter().for_each(|(worker, gaps)| self.judge_worker(worker, gaps, events));
+        stays.iter().filter(|stay| !was_seen(stay, events)).for_each(|stay| {
+            self.reasons.push(format!(
+                "nobody noticed that somebody was on host {} from {} to {}",
+                stay.host, stay.from, stay.to
+            ));
+        });
+        let Outcome { stood_still_us, seen_us, held_us, clean_us, .. } = self;
+        [stood_still_us, seen_us, held_us, clean_us].into_iter().for_each(|all| all.sort_unstable());
+        let Outcome { cleared_us, nowhere_us, kernels_got_us, .. } = self;
+        [cleared_us, nowhere_us, kernels_got_us].into_iter().for_each(|all| all.sort_unstable());
+        self.sum_up();
+    }
+
+    fn sum_up(&mut self) {
+        let promise = PROMISE_US / 1000;
+        let late = self.stood_still_us.iter().filter(|us| **us > PROMISE_US).count();
+        let got = self.kernels_got_us.iter().filter(|us| **us > DUMP_US).count();
+        for (what, count) in [
+            (format!("times a worker ran longer than {promise} ms beside an owner"), late),
+            (
+                format!("times a kernel of tablix2 got the processor longer than {promise} ms after an owner had come"),
+                got,
+            ),
+            ("hosts had guests for longer than was promised".to_string(), self.late.len()),
+        ] {
+            self.reasons.extend((count > 0).then(|| format!("{count} {what}")));
+        }
+        for (what, skipped, judged) in [
+            ("workers", self.workers_skipped, self.stood_still_us.len()),
+            ("kernels of tablix2", self.kernels_skipped, self.kernels_got_us.len()),
+        ] {
+            if judged == 0 || skipped * 100 > (skipped + judged) * SKIPPED_PERCENT_MAX {
+                self.reasons
+                    .push(format!("only {judged} of {} {what} beside owners could be judged", judged + skipped));
+            }
+        }
+        self.good = self.reasons.is_empty();
+    }
+
+    fn judge_events(&mut self, events: &[Entry], stays: &[Stay]) {
+        // When each move was decided on.
+        let mut began = BTreeMap::new();
+        for entry in events {
+            match &entry.kind {
+                EventKind::Moving { id, .. } => drop(began.entry(*id).or_insert(entry.at_us)),
+                EventKind::Moved { id, from, cause, .. } => {
+                    self.moves += 1;
+                    let at = began.get(id).copied().unwrap_or(entry.at_us);
+                    let there =
+                        |stay: &Stay| stay.host == from.index() && (stay.from..=stay.to + AFTER_US).contains(&at);
+                    let says_so = matches!(cause, Cause::Owner { why } if why.contains("olga"));
+                    if !says_so || !stays.iter().any(there) {
+                        self.reasons.push(format!("a move for a reason that is not true: {}", entry.text));
+                    }
+                }
+                EventKind::MoveFailed { .. } => self.failed_moves += 1,
+                EventKind::OwnerPresent { since, seen, .. } => self.seen_us.push(seen.since(*since).0),
+                EventKind::GuestsStopped { took, guests, .. } if !guests.is_empty() => self.held_us.push(took.0),
+                _ => {}
+            }
+        }
+    }
+
+    /// A host had no guest any more after that time.
+    fn judge_clean(&mut self, visit: &Visit, clean_us: u64, events: &[Entry], decisions: &Decisions) {
+        let until = visit.since + clean_us;
+        let within = |at_us: u64| at_us >= visit.since && at_us <= until;
+        let of_host = decisions.get(&visit.host);
+        let decided: Vec<&Decision> =
+            of_host.into_iter().flat_map(|(_, all)| all).filter(|d| within(d.at_us)).collect();
+        let nowhere = |d: &&Decision| d.decided["Stays"]["why"].as_str().is_some_and(|why| why.starts_with("no host"));
+        if decided.iter().any(nowhere) {
+            return self.nowhere_us.push(clean_us);
+        }
+        self.clean_us.push(clean_us);
+        let left = |entry: &Entry| match &entry.kind {
+            EventKind::Moved { from, bytes, .. } if from.index() == visit.host && within(entry.at_us) => Some(*bytes),
+            _ => None,
+        };
+        let went: Vec<u64> = events.iter().filter_map(left).collect();
+        if !went.is_empty() {
+            self.cleared_us.push(clean_us);
+        }
+        let promised_us = CLEAN_US + went.iter().sum::<u64>() * 1_000_000 / LINK;
+        if clean_us <= promised_us {
+            return;
+        }
+        let step = |entry: &&Entry| match &entry.kind {
+            EventKind::Moving { from, .. } => from.index() == visit.host && within(entry.at_us),
+            _ => false,
+        };
+        let steps = events.iter().filter(step).map(|entry| (entry.at_us, entry.text.clone()));
+        let mut story: Vec<(u64, String)> = decided.iter().map(|d| (d.at_us, d.text.clone())).chain(steps).collect();
+        story.sort();
+        let host = of_host.map(|(name, _)| name.clone()).unwrap_or_default();
+        let story = story.iter().map(|(at, text)| told(visit, *at, text)).collect();
+        self.late.push(Late { host, clean_us, promised_us, story });
+    }
+
+    /// What kernels of tablix2 got on a visited host behind the promised time, until they were gone from there or the visit was
+    /// over.
+    fn judge_kernels(&mut self, visit: &Visit, events: &[Entry], gaps: &Gaps, seen: &Seen) {
+        let guests = stopped(events, visit).collect::<BTreeSet<String>>();
+        let kernels = guests.iter().filter(|tid| !gaps.contains_key(*tid)).count();
+        let Some(end) = over(events, visit).filter(|end| *end > visit.since + PROMISE_US) else { return };
+        let got = seen.got_us(visit.host, visit.since + PROMISE_US, end);
+        self.kernels_skipped += kernels.saturating_sub(got.len());
+        self.kernels_got_us.extend(got);
+    }
+
+    /// For each visit where the worker was: how long it ran yet.
+    fn judge_worker(&mut self, worker: &str, gaps: &[(u64, u64)], events: &[Entry]) {
+        for visit in visits(events) {
+            let stood = |entry: &Entry| match &entry.kind {
+                EventKind::GuestsStopped { host, guests, .. } if host.index() == visit.host => {
+                    Some(guests.iter().any(|tid| tid.to_string() == worker))
+                }
+                _ => None,
+            };
+            if after(events, visit.since, stood) != Some(true) {
+                continue;
+            }
+            // Nothing of it ran between its stop and this moment.
+            let end = |entry: &Entry| match &entry.kind {
+                EventKind::Moving { tid, from, step: Step::Transfer, .. } => {
+                    (from.index() == visit.host && tid.to_string() == worker).then_some(entry.at_us)
+                }
+                EventKind::GuestsContinued { host, .. } => (host.index() == visit.host).then_some(entry.at_us),
+                _ => None,
+            };
+            let Some(end) = after(events, visit.since, end) else {
+                self.workers_skipped += 1;
+                continue;
+            };
+            match gaps.iter().find(|(from, to)| *from < end && *to >= end) {
+                Some((from, _)) => {
+                    let ran_us = from.saturating_sub(visit.since);
+                    self.stood_still_us.push(ran_us);
+                    if ran_us > PROMISE_US {
+                        self.ran_on.push(RanOn { worker: worker.into(), ran_us, story: story(&visit, end, events) });
+                    }
+                }
+                None => {
+                    self.reasons.push(format!("{worker} ran at {end}, while somebody was there since {}", visit.since))
+                }
+            }
+        }
+    }
+}
+
+/// Somebody's stay is in the event log.
+fn was_seen(stay: &Stay, events: &[Entry]) -> bool {
+    let mut there = false;
+    for entry in events.iter().filter(|entry| entry.at_us <= stay.to + AFTER_US) {
+        match &entry.kind {
+            EventKind::OwnerPresent { host, .. } if host.index() == stay.host => there = true,
+            // Who left before may be noticed to have left only now.
+            EventKind::OwnerAbsent { host, .. } if host.index() == stay.host && entry.at_us < stay.to => there = false,
+            _ => {}
+        }
+        if there && entry.at_us >= stay.from {
+            return true;
+        }
+    }
+    there
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use sempa_proto::{HostId, Micros, MigrationId, Tid};
+
+    fn h(index: u16) -> HostId {
+        HostId::new(index).expect("an index")
+    }
+
+    fn t(number: u32) -> Tid {
+        Tid::task(h(1), number).expect("a task")
+    }
+
+    fn log(kinds: Vec<(u64, EventKind)>) -> Vec<Entry> {
+        let entry = |(number, (at_us, kind)): (u64, (u64, EventKind))| Entry {
+            number,
+            at_us,
+            host: None,
+            text: kind.to_string(),
+            kind,
+        };
+        (1..).zip(kinds).map(entry).collect()
+    }
+
+    fn moved(from: u16, bytes: u64) -> EventKind {
+        let (id, why, frozen) = (MigrationId(1), "olga on pts/0".to_string(), Micros(0));
+        EventKind::Moved { id, tid: t(7), from: h(from), to: h(1), cause: Cause::Owner { why }, bytes, frozen }
+    }
+
+    fn comes(host: u16, since: u64) -> EventKind {
+        let (since, seen) = (Micros(since), Micros(since + 100));
+        EventKind::OwnerPresent { host: h(host), since, seen, why: "olga on pts/0".into() }
+    }
+
+    const STAY: Stay = Stay { host: 2, from: 900, to: 9_000_000 };
+
+    fn judged(events: &[Entry], stays: &[Stay], gaps: &Gaps, seen: &Seen) -> Outcome {
+        let mut outcome = Outcome::default();
+        outcome.judge(events, stays, &Decisions::new(), gaps, seen);
+        outcome
+    }
+
+    fn says(outcome: &Outcome, words: &str) -> bool {
+        outcome.reasons.iter().any(|reason| reason.contains(words))
+    }
+
+    #[test]
+    fn a_move_is_true_only_if_she_was_on_that_host_then() {
+        let move_at = |at, from| log(vec![(1000, comes(2, 1000)), (at, moved(from, 0))]);
+        let false_one = |events: &[Entry], stays: &[Stay]| {
+            says(&judged(events, stays, &Gaps::new(), &Seen::default()), "a reason that is not true")
+        };
+        assert!(!false_one(&move_at(2000, 2), &[STAY]));
+        assert!(false_one(&move_at(2000, 3), &[STAY]), "she was on another host");
+        assert!(false_one(&move_at(20_000_000, 2), &[STAY]), "she had left long ago");
+        assert!(false_one(&move_at(2000, 2), &[]), "she was nowhere");
+    }
+
+    #[test]
+    fn a_host_that_is_clean_too_late_makes_the_run_bad_and_what_its_tasks_hold_is_allowed_for() {
+        let clean_at = |at, bytes| {
+            let clean = EventKind::HostClean { host: h(2) };
+            let events = log(vec![(1000, comes(2, 1000)), (2000, moved(2, bytes)), (at, clean)]);
+            judged(&events, &[STAY], &Gaps::new(), &Seen::default())
+        };
+        assert!(clean_at(900_000, 0).late.is_empty());
+        assert!(says(&clean_at(1_200_000, 0), "had guests for longer than was promised"));
+        assert!(clean_at(1_200_000, 50_000_000).late.is_empty(), "half a second for its bytes");
+        assert_eq!(clean_at(900_000, 0).cleared_us, [899_000]);
+    }
+
+    #[test]
+    fn workers_and_kernels_beside_an_owner_are_judged_or_counted_as_skipped() {
+        let guests = vec![t(7), t(8)];
+        let stopped =
+            EventKind::GuestsStopped { host: h(2), guests: guests.clone(), took: Micros(9), why: String::new() };
+        let go_on = EventKind::GuestsContinued { host: h(2), guests, why: String::new() };
+        let events = log(vec![(1000, comes(2, 1000)), (20_000, stopped), (200_000, go_on)]);
+        let gaps = |gap| Gaps::from([(t(7).to_string(), vec![gap])]);
+        let good = judged(&events, &[STAY], &gaps((11_000, 210_000)), &Seen::default());
+        assert_eq!((good.stood_still_us, good.kernels_skipped), (vec![10_000], 1), "nobody has looked at the kernel");
+        let late = judged(&events, &[STAY], &gaps((90_000, 210_000)), &Seen::default());
+        assert!(says(&late, "a worker ran longer") && late.ran_on.len() == 1);
+        let never = judged(&events, &[STAY], &gaps((300_000, 400_000)), &Seen::default());
+        assert!(says(&never, "ran at 200000"));
+        let unfinished = judged(&events[..2], &[STAY], &gaps((11_000, 210_000)), &Seen::default());
+        assert_eq!(unfinished.workers_skipped, 1);
+    }
+
+    #[test]
+    fn a_login_that_nobody_noticed_makes_the_run_bad() {
+        let events = log(vec![(1000, comes(2, 1000))]);
+        assert!(!says(&judged(&events, &[STAY], &Gaps::new(), &Seen::default()), "nobody noticed"));
+        let other = Stay { host: 3, ..STAY };
+        assert!(says(&judged(&events, &[other], &Gaps::new(), &Seen::default()), "nobody noticed"));
+    }
+}
