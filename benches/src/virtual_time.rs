@@ -86,7 +86,7 @@ pub fn simulated(text: &str, json: &Path, results: &Path) -> Result<()> {
 
 fn charts(found: &Simulated) -> [Chart; 4] {
     let Simulated { week, days } = found;
-    let series = |name: &str, points: Vec<(f64, f64)>| Series { name: name.to_string(), points };
+    let series = |name: &str, points: Vec<(f64, f64)>| Series { name: name.to_string(), points, p99: Vec::new() };
     let chart = |name: &str, title: &str, x: &str, y: &str, series: Vec<Series>| {
         let [name, title, x, y] = [name, title, x, y].map(str::to_string);
         Chart { name, title, x, y, more_is_better: false, series }

@@ -174,7 +174,7 @@ fn all_come(free: &Snapshot, visit: &mut Visit<'_>) {
     });
     visit("refuse by owners", &mut places(&stuck, 1, "", false));
     visit("he comes, there is no place, he goes", &mut comes_and_goes(&mut full, false));
-    let guests = stuck.hosts.iter().map(|host| host.tasks.len()).sum();
+    let guests: usize = stuck.hosts.iter().map(|host| host.tasks.len()).sum();
     visit("all have come", &mut |_| assert_eq!(moves(&stuck).stay.len(), guests));
     let mut rush = free.clone();
     change(&mut rush, (1..=hosts).filter(|i| i % 4 == 3), |_, host| host.owner = present());

@@ -368,7 +368,17 @@ mod tests {
 
     fn moved(from: u16, bytes: u64) -> EventKind {
         let (id, why, frozen) = (MigrationId(1), "olga on pts/0".to_string(), Micros(0));
-        EventKind::Moved { id, tid: t(7), from: h(from), to: h(1), cause: Cause::Owner { why }, bytes, frozen }
+        EventKind::Moved {
+            id,
+            tid: t(7),
+            from: h(from),
+            to: h(1),
+            cause: Cause::Owner { why },
+            bytes,
+            resident: bytes,
+            frozen,
+            whole: frozen,
+        }
     }
 
     fn comes(host: u16, since: u64) -> EventKind {
