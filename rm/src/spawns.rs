@@ -153,10 +153,20 @@ struct Order {
 #[derive(Debug)]
 struct Kept {
     number: u64,
+    /// Who asks.
+    user: u32,
     /// Whose request it is, if what it waits for is that the user, or the job, has fewer tasks.
     limited: Option<(u32, Tid)>,
     /// Hosts that others do not get.
     hosts: Vec<HostId>,
+}
+
+impl Kept {
+    /// It is the turn of this user first: what is kept is not kept from him. Who has taken much could else wait for all that is
+    /// made free for others.
+    fn is_behind(&self, now: Micros, fair: &Fair, user: u32) -> bool {
+        user != self.user && fair.index(now, user) < fair.index(now, self.user)
+    }
 }
 
 /// All requests under way.
@@ -274,7 +284,7 @@ impl Spawns {
         let tasks = std::mem::take(&mut spawn.unplaced);
         let Incoming { src, caller, request, user, job, .. } = &spawn.from;
         let has = (self.fair.held(*user) + suspended(&self.suspended, *user), self.jobs.get(job).copied().unwrap_or(0));
-        let kept = self.kept.as_ref().filter(|kept| kept.number != number);
+        let kept = self.kept.as_ref().filter(|kept| kept.number != number && !kept.is_behind(now, &self.fair, *user));
         if now < spawn.wait_until && kept.and_then(|kept| kept.limited).is_some_and(|by| by.0 == *user || by.1 == *job)
         {
             self.wait(now, number, tasks);
@@ -341,7 +351,9 @@ impl Spawns {
     fn keep(&mut self, now: Micros, number: u64, limited: Option<(u32, Tid)>, hosts: impl FnOnce() -> Vec<HostId>) {
         let Some(spawn) = self.open.get(&number).filter(|_| self.waiting.contains(&number)) else { return };
         let Incoming { waited, ref request, src, .. } = spawn.from;
-        if now.since(spawn.began) + waited < RESERVE_AFTER || self.kept.as_ref().is_some_and(|k| k.number != number) {
+        let kept = self.kept.as_ref().filter(|kept| kept.number != number);
+        let is_for_another = kept.is_some_and(|kept| !kept.is_behind(now, &self.fair, spawn.from.user));
+        if now.since(spawn.began) + waited < RESERVE_AFTER || is_for_another {
             return;
         }
         let hosts = hosts();
@@ -350,7 +362,7 @@ impl Spawns {
             self.kept = None;
             return;
         }
-        if self.kept.is_none() {
+        if self.kept.as_ref().is_none_or(|kept| kept.number != number) {
             let (count, file) = (spawn.unplaced.len(), &request.file);
             let what = if limited.is_some() {
                 "its user's and its job's others wait until it is"
@@ -361,7 +373,7 @@ impl Spawns {
                 format!("{count} {file} for {src} have waited {} s for places: {what}", RESERVE_AFTER.0 / 1_000_000);
             self.out.push_back(Output::Record(EventKind::Note { text }));
         }
-        self.kept = Some(Kept { number, limited, hosts });
+        self.kept = Some(Kept { number, user: spawn.from.user, limited, hosts });
     }
 
     /// A request waits for a place; when the queue is full, it is refused by its next attempt.
