@@ -591,6 +591,9 @@ impl<V: VmApi> Service<V> {
                 self.spawns.sent(order, wid);
             }
             spawns::Output::Waits { to, wid, waited } => {
+                if waited.is_some() {
+                    self.standing.begins_to_wait();
+                }
                 let since = waited.map(|waited| Micros(self.vm.wall().0.saturating_sub(waited.0)));
                 self.send(to, SM_SPAWN_WAITS, wid, pack_waits(since));
             }

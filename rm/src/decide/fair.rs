@@ -246,24 +246,15 @@ impl Fair {
         turns
     }
 
-    /// Who must give up how many processors, so that this user gets `count`: the highest indices first, and only those
-    /// that are above the user's own by far (see [`GIVE_WAY_MARGIN`]). Empty when they do not have so many.
-    pub fn give_way(&self, now: Micros, user: u32, count: u32) -> Vec<(u32, u32)> {
+    /// Who has to give up processors when this user waits for some: the highest indices first, and only those that are above the
+    /// user's own by far (see [`GIVE_WAY_MARGIN`]).
+    pub fn give_way(&self, now: Micros, user: u32) -> Vec<u32> {
         let own = self.index(now, user);
         let holders = self.users.iter().filter(|(id, u)| **id != user && u.held > 0);
-        let mut above: Vec<_> = holders.map(|(id, u)| (self.index(now, *id), *id, u.held)).collect();
-        above.retain(|(index, ..)| *index >= own + own.max(0.0) + GIVE_WAY_MARGIN);
-        above.sort_by(|(a, x, _), (b, y, _)| b.total_cmp(a).then(x.cmp(y)));
-        let (mut missing, mut out) = (count, Vec::new());
-        for (_, id, held) in above {
-            let part = held.min(missing);
-            missing -= part;
-            out.push((id, part));
-            if missing == 0 {
-                return out;
-            }
-        }
-        Vec::new()
+        let mut above: Vec<_> = holders.map(|(id, _)| (self.index(now, *id), *id)).collect();
+        above.retain(|(index, _)| *index >= own + own.max(0.0) + GIVE_WAY_MARGIN);
+        above.sort_by(|(a, x), (b, y)| b.total_cmp(a).then(x.cmp(y)));
+        above.into_iter().map(|(_, id)| id).collect()
     }
 }
 
@@ -309,9 +300,8 @@ mod tests {
         assert_eq!(order(&fair, hour(10)), [4, 5, 1]);
         fair.takes(hour(10), 2, 1);
         assert_eq!(order(&fair, hour(11)), [4, 5, 1], "two waits while it holds one");
-        assert_eq!(fair.give_way(hour(11), 3, 40), [(1, 40)]);
-        assert_eq!(fair.give_way(hour(11), 3, 101), [], "nobody else has taken much");
-        assert_eq!(fair.give_way(hour(11), 1, 1), [], "two has taken less");
+        assert_eq!(fair.give_way(hour(11), 3), [1], "nobody else has taken much");
+        assert_eq!(fair.give_way(hour(11), 1), [], "two has taken less");
         assert_eq!(fair.waiting(), 4);
         assert_eq!(fair.leave(hour(11), 2, 99), None);
     }

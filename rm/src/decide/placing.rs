@@ -357,11 +357,11 @@ impl<'a> Places<'a> {
         self.tasks() == self.count
     }
 
-    /// A task on this host stands still if more tasks of the spawn get places then. Answers whether it does.
-    pub(super) fn gain_without_one(&mut self, id: HostId) -> bool {
+    /// So many tasks on this host stand still if more tasks of the spawn get places then. Answers whether they do.
+    pub(super) fn gain_without(&mut self, id: HostId, several: u32) -> bool {
         let Some(host) = self.placing.snapshot.host(id) else { return false };
         let (tasks, before, own) = (self.tasks(), self.room_on(host), self.placing.loads.load(id).own);
-        self.placing.loads.put(id, own.saturating_sub(1));
+        self.placing.loads.put(id, own.saturating_sub(several));
         let after = self.room_on(host);
         self.sub(host, before);
         self.add(host, after);

@@ -34,44 +34,77 @@ pub enum Again {
     At(HostId),
 }
 
-/// Which tasks are to stand still so that a request that waits gets all its places: of the users who have taken most, those
-/// that began last, and only if that is enough. Empty for a request that needs nobody to give way.
+/// Which tasks are to stand still so that a request that waits gets its places: of the users who have taken most, those that
+/// began last. As many places as it would get if nobody of them were there, and that may be fewer than it asks for. Empty for a
+/// request that needs nobody to give way.
+///
+/// Those go first of which one is enough for a place; where several share a host, all that is needed of them.
 pub fn give_way(snapshot: &Snapshot, fair: &Fair, ask: &Ask<'_>) -> Vec<GivesWay> {
     let now = snapshot.now;
-    let shares = fair.give_way(now, ask.user, ask.count);
-    if shares.is_empty() {
+    let users = fair.give_way(now, ask.user);
+    if users.is_empty() {
         return Vec::new();
     }
-    let Ok(mut places) = Places::of(snapshot, ask) else { return Vec::new() };
+    let Ok(places) = Places::of(snapshot, ask) else { return Vec::new() };
+    let mut giving = Giving { places, looked_at: 0, out: Vec::new() };
     let index = snapshot.hosts.index(now);
-    let (mut out, mut looked_at) = (Vec::new(), 0);
-    for (user, part) in shares {
-        let mut left = part;
+    for user in users {
         let why = format!(
             "user {} waits for a place and has taken less: an index of {:.1} against {:.1} of user {user}",
             ask.user,
             fair.index(now, ask.user),
             fair.index(now, user),
         );
-        for (tid, host) in index.settled(user) {
-            if left == 0 {
+        let left = giving.one_each(index.settled(user), &why);
+        giving.several(left, &why);
+    }
+    giving.out
+}
+
+/// A decision on who gives way, while it is being made.
+struct Giving<'a> {
+    places: Places<'a>,
+    looked_at: usize,
+    out: Vec<GivesWay>,
+}
+
+impl Giving<'_> {
+    /// Tasks of which each makes room alone; answers the others.
+    fn one_each(&mut self, tasks: impl Iterator<Item = (Tid, HostId)>, why: &str) -> Vec<(Tid, HostId)> {
+        let mut left = Vec::new();
+        for (tid, host) in tasks {
+            if self.is_over() {
                 break;
             }
-            if looked_at == GIVING_MAX {
-                return Vec::new();
+            self.looked_at += 1;
+            if self.places.gain_without(host, 1) {
+                self.out.push(GivesWay { tid, why: why.to_string() });
+            } else {
+                left.push((tid, host));
             }
-            looked_at += 1;
-            if !places.gain_without_one(host) {
-                continue;
+        }
+        left
+    }
+
+    /// Tasks that make room together with others on the same hosts.
+    fn several(&mut self, tasks: Vec<(Tid, HostId)>, why: &str) {
+        let mut on = BTreeMap::<HostId, Vec<Tid>>::new();
+        for (tid, host) in tasks {
+            if self.places.are_enough() {
+                break;
             }
-            left -= 1;
-            out.push(GivesWay { tid, why: why.clone() });
-            if places.are_enough() {
-                return out;
+            let together = on.entry(host).or_default();
+            together.push(tid);
+            if self.places.gain_without(host, together.len() as u32) {
+                let given = std::mem::take(together).into_iter();
+                self.out.extend(given.map(|tid| GivesWay { tid, why: why.to_string() }));
             }
         }
     }
-    Vec::new()
+
+    fn is_over(&self) -> bool {
+        self.places.are_enough() || self.looked_at == GIVING_MAX
+    }
 }
 
 /// Which of the tasks that gave way, since then, come to their turn again; those first that have stood longest. `busy`: hosts

@@ -15,6 +15,8 @@ use std::collections::BTreeMap;
 
 /// Pause between looks for who is to give way, and who goes on.
 const SHARE_PAUSE: Micros = Micros::from_secs(10);
+/// The same when somebody has begun to wait, or it may be the next one's turn.
+const SHARE_SOON: Micros = Micros::from_secs(1);
 
 /// Who stands still.
 #[derive(Debug, Default)]
@@ -25,14 +27,21 @@ pub(super) struct Standing {
     look: bool,
     /// Tasks that gave way, and since when.
     gave_way: BTreeMap<Tid, Micros>,
-    /// Before this nobody is looked for who is to give way, or goes on.
-    share_at: Micros,
+    /// When it was looked for who is to give way, or goes on.
+    shared: Option<Micros>,
+    /// Somebody waits for whom nobody was looked for.
+    newcomer: bool,
 }
 
 impl Standing {
     /// A task began, or a job got to know of one.
     pub(super) fn task_began(&mut self) {
         self.look |= !self.jobs.is_empty();
+    }
+
+    /// A request begins to wait.
+    pub(super) fn begins_to_wait(&mut self) {
+        self.newcomer = true;
     }
 }
 
@@ -81,7 +90,8 @@ impl<V: VmApi> Service<V> {
     /// When [`Service::share`] has something to do, or who waits is to be tried again although nothing was heard.
     pub(super) fn share_due(&self) -> Option<Micros> {
         let wanted = !self.standing.gave_way.is_empty() || self.spawns.waiting() > 0;
-        wanted.then_some(self.standing.share_at)
+        let pause = if self.standing.newcomer { SHARE_SOON } else { SHARE_PAUSE };
+        wanted.then(|| self.standing.shared.map_or(Micros(0), |at| at + pause))
     }
 
     /// Somebody wants a whole job suspended, or to go on.
@@ -164,7 +174,7 @@ impl<V: VmApi> Service<V> {
     /// Has tasks give way to the request whose turn it is, and tasks go on for which there is room again. Requests that find
     /// a place as it is have it before that. True when there may be room for requests that wait.
     pub(super) fn share(&mut self, now: Micros) -> bool {
-        self.standing.share_at = now + SHARE_PAUSE;
+        (self.standing.shared, self.standing.newcomer) = (Some(now), false);
         let books = &self.memory.ledger.books;
         // What was decided a moment ago may not be in the log yet.
         let counts = |tid: Tid, since: Micros| books.is_suspended(tid) || now.since(since) < SHARE_PAUSE;
@@ -188,6 +198,8 @@ impl<V: VmApi> Service<V> {
         }
         if decided.is_empty() {
             self.let_go_on(now);
+        } else {
+            self.standing.newcomer = self.spawns.waiting() > 1;
         }
         !decided.is_empty()
     }
