@@ -8,7 +8,8 @@
  *                              as a task: appends 0, 1, 2, … to FOLDER/NAME, a line each few milliseconds, and sends the
  *                              director numbered messages of different sizes, each of which is answered with its number
  *
- * A second copy would write a number that is there already.
+ * A second copy would write a number that is there already. With WITNESS_MIB in its environment a task has so much memory
+ * that is in use.
  */
 #include <fcntl.h>
 #include <poll.h>
@@ -67,6 +68,11 @@ static int testify(const char *name, const char *folder)
 {
     char path[LINE];
     int director = pvm_parent(), sent = 0, answered = 0, bad = 0;
+    const char *mib = getenv("WITNESS_MIB");
+    size_t ballast = mib == NULL ? 0 : (size_t)atoi(mib) << 20;
+    unsigned char *memory = ballast == 0 ? NULL : malloc(ballast);
+    for (size_t i = 0; memory != NULL && i < ballast; i++)
+        memory[i] = (unsigned char)(i * 2654435761u >> 13 | 1);
     snprintf(path, sizeof path, "%s/%s", folder, name);
     int log = open(path, O_WRONLY | O_APPEND | O_CREAT, 0600);
     if (log < 0)
@@ -75,7 +81,7 @@ static int testify(const char *name, const char *folder)
         char line[32];
         struct timeval step = { 0, 4000 };
         int len = snprintf(line, sizeof line, "%lu\n", now), theirs;
-        if (write(log, line, (size_t)len) != len)
+        if (write(log, line, (size_t)len) != len || (memory != NULL && memory[now * 4096 % ballast] == 0))
             return 5;
         if (sent - answered < WINDOW)
             pass(director, TAG_DATA, ++sent, DATA_MAX, bad);

@@ -171,9 +171,9 @@ fn whoever_is_cut_off_at_whatever_step_the_task_runs_once_or_is_known_to_have_en
     let Some((bed, _)) = testbed_with_own_engine(HOSTS) else { return };
     with_rounds(&bed, Some(LEASE), |vm, rounds| {
         for whom in [Whom::Source, Whom::Target, Whom::Master] {
-            strike(rounds, Share::Half, whom, Fault::Cut(A_MOMENT), never);
+            strike(rounds, Share::Few, whom, Fault::Cut(A_MOMENT), never);
         }
-        strike(rounds, Share::Half, Whom::Source, Fault::Part(A_MOMENT), never);
+        strike(rounds, Share::Few, Whom::Source, Fault::Part(A_MOMENT), never);
         strike(rounds, Share::Half, Whom::Source, Fault::Part(UNTIL_LOST), never);
         strike(rounds, Share::Half, Whom::Source, Fault::Cut(UNTIL_LOST), only_source_has_it);
         strike(rounds, Share::Half, Whom::Target, Fault::Cut(UNTIL_LOST), only_target_has_it);

@@ -5,7 +5,7 @@ use sempa_proto::event::EventKind;
 use sempa_proto::migration::{Failure, Step};
 use sempa_tests::holders::{is_whole, with_hosts};
 use sempa_tests::needs::testbed_with_env;
-use sempa_tests::steps::{Cell, Edge, Fault, HOSTS, Rounds, Share, Whom, strike};
+use sempa_tests::steps::{Cell, Edge, Fault, HOSTS, Rounds, Share, Whom, strike, strike_at};
 use sempa_tests::testbed::gone;
 use sempa_tests::vm::Settings;
 use sempa_tests::{Testbed, Vm, eventually};
@@ -115,7 +115,7 @@ fn committed(cell: &Cell) -> bool {
     cell.point >= (Step::Commit, Edge::After)
 }
 
-/// From the restore on memory is asked for, and the task ends when it is known that some of it does not come.
+/// From the commit on memory is asked for, and the task ends when it is known that some of it does not come.
 fn memory_is_on_its_way(cell: &Cell) -> bool {
     committed(cell) && not_arrived(cell)
 }
@@ -128,14 +128,25 @@ fn never(_: &Cell) -> bool {
 fn whoever_is_killed_at_whatever_step_a_task_whose_memory_follows_runs_once_or_is_known_to_have_ended() {
     let Some((bed, _)) = testbed_with_env(HOSTS, &ALWAYS) else { return };
     with_rounds(&bed, |vm, all| {
-        for _ in 0..2 {
-            strike(all, Share::Few, Whom::SourceTasker, Fault::Kill, not_arrived);
-            strike(all, Share::Few, Whom::TargetTasker, Fault::Kill, committed);
-            strike(all, Share::Few, Whom::Source, Fault::Kill, not_arrived);
-            strike(all, Share::Few, Whom::Target, Fault::Kill, committed);
-            strike(all, Share::Few, Whom::ResourceManager, Fault::Kill, never);
-            strike(all, Share::Few, Whom::SourceEngine, Fault::Kill, memory_is_on_its_way);
-            strike(all, Share::Few, Whom::TargetEngine, Fault::Kill, committed);
+        strike(all, Share::Half, Whom::SourceTasker, Fault::Kill, not_arrived);
+        strike(all, Share::Half, Whom::TargetTasker, Fault::Kill, committed);
+        strike(all, Share::Half, Whom::Source, Fault::Kill, not_arrived);
+        strike(all, Share::Half, Whom::Target, Fault::Kill, committed);
+        strike(all, Share::Few, Whom::ResourceManager, Fault::Kill, never);
+        vm.halt().expect("halts");
+    });
+}
+
+/// The memory needs some seconds, so that whoever fetches it is still there at each of these places.
+#[test]
+fn when_what_fetches_its_memory_is_killed_or_stands_still_a_task_runs_once_or_is_known_to_have_ended() {
+    let Some((bed, _)) = testbed_with_env(HOSTS, &[ALWAYS[0], ("WITNESS_MIB", "3")]) else { return };
+    with_rounds_and(&bed, &[("SEMPA_MOVE_RATE", SLOWLY)], |vm, all| {
+        let late = [Step::Restore, Step::Commit, Step::KillSource, Step::Run].map(|step| (step, Edge::After));
+        for (fault, may_be_lost) in [(Fault::Kill, committed as fn(&Cell) -> bool), (Fault::Stop(A_MOMENT), never)] {
+            for point in late.into_iter().chain([(Step::Commit, Edge::Before)]) {
+                strike_at(all, &[point], Whom::TargetEngine, fault, may_be_lost);
+            }
         }
         assert!(all.engines() > 0, "no engine was met");
         vm.halt().expect("halts");
@@ -145,16 +156,8 @@ fn whoever_is_killed_at_whatever_step_a_task_whose_memory_follows_runs_once_or_i
 #[test]
 fn whoever_stands_still_at_whatever_step_a_task_whose_memory_follows_runs_once() {
     let Some((bed, _)) = testbed_with_env(HOSTS, &ALWAYS) else { return };
-    let whom = [
-        Whom::Source,
-        Whom::Target,
-        Whom::Master,
-        Whom::SourceTasker,
-        Whom::TargetTasker,
-        Whom::ResourceManager,
-        Whom::SourceEngine,
-        Whom::TargetEngine,
-    ];
+    let whom =
+        [Whom::Source, Whom::Target, Whom::Master, Whom::SourceTasker, Whom::TargetTasker, Whom::ResourceManager];
     with_rounds(&bed, |vm, all| {
         for whom in whom {
             strike(all, Share::Few, whom, Fault::Stop(A_MOMENT), never);
@@ -179,8 +182,13 @@ fn whoever_is_cut_off_at_whatever_step_a_task_whose_memory_follows_runs_once_or_
 }
 
 fn with_rounds(bed: &Testbed, test: impl FnOnce(&Vm<'_>, &mut Rounds<'_>)) {
+    with_rounds_and(bed, &[], test);
+}
+
+fn with_rounds_and(bed: &Testbed, more: &[(&str, &str)], test: impl FnOnce(&Vm<'_>, &mut Rounds<'_>)) {
     let env = [("SEMPA_LEASE_MS", LEASE_MS)];
-    let env = env.iter().chain(&ALWAYS).map(|(name, value)| (name.to_string(), value.to_string())).collect();
+    let env =
+        env.iter().chain(&ALWAYS).chain(more).map(|(name, value)| (name.to_string(), value.to_string())).collect();
     let settings = Settings { rm: Some("pvm-rm".into()), env, ..Settings::default() };
     let vm = Vm::start(bed, settings).expect("a virtual machine");
     let mut rounds = Rounds::new(&vm).expect("a director");

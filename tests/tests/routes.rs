@@ -162,7 +162,7 @@ fn a_task_with_a_ring_runs_once_or_is_known_to_have_ended_whatever_fails_at_what
             (Whom::Target, Fault::Stop(A_MOMENT), never),
             (Whom::Source, Fault::Part(A_MOMENT), never),
         ];
-        for (whom, fault, may_be_lost) in faults {
+        for (whom, fault, may_be_lost) in faults.into_iter().take(times(3, 5)) {
             // All leave the same host, so one after the other.
             for point in rounds.next(Share::Few).into_iter().flatten() {
                 strike_at(rounds, &[point], whom, fault, may_be_lost);
