@@ -18,7 +18,7 @@ const REPETITIONS_QUICK: usize = 1;
 /// Bytes that a point of the curve over sizes sends at most, so that large messages do not take for ever.
 const BYTES_MAX: usize = 64 << 20;
 const SIZES: [usize; 10] = [8, 64, 512, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20];
-const TASKS: [usize; 5] = [2, 8, 32, 128, 512];
+const TASKS: [usize; 6] = [2, 8, 32, 128, 512, 1000];
 const PEERS: [usize; 6] = [2, 8, 32, 128, 512, 1000];
 const HOSTS: [usize; 5] = [2, 4, 8, 16, 32];
 

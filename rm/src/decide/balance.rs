@@ -19,6 +19,7 @@ use super::load::Load;
 use super::moves::unfit;
 use super::{HostView, MOVES_AT_ONCE_MAX, Owner, Snapshot, TaskView, Together, slowness};
 use sempa_proto::{HostId, Micros, Tid};
+use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
@@ -185,6 +186,8 @@ pub(super) struct Plan<'a> {
     pub(super) fixed: BTreeSet<Tid>,
     pub(super) moved: BTreeMap<Tid, HostId>,
     pub(super) shifts: Vec<Shift>,
+    /// The zones of those with whom a job's tasks on a host talk, as far as they were looked at.
+    peers: RefCell<BTreeMap<(HostId, Tid), BTreeSet<u32>>>,
 }
 
 /// What is expected of a task.
@@ -290,7 +293,8 @@ impl<'a> Plan<'a> {
             place.left.sort_unstable_by(f64::total_cmp);
             place.count_again();
         }
-        Plan { snapshot, places, expected, told: BTreeSet::new(), fixed, moved: BTreeMap::new(), shifts: Vec::new() }
+        let (told, moved, shifts, peers) = (BTreeSet::new(), BTreeMap::new(), Vec::new(), RefCell::default());
+        Plan { snapshot, places, expected, told, fixed, moved, shifts, peers }
     }
 
     pub(super) fn left(&self, task: Tid) -> f64 {
@@ -328,7 +332,9 @@ impl<'a> Plan<'a> {
         if from.host.zone == to.host.zone {
             return (1.0, 1.0);
         }
-        let zones = self.snapshot.zones_of_peers(from.host.id, mover.task);
+        let mut peers = self.peers.borrow_mut();
+        let of_peers = || self.snapshot.zones_of_peers(from.host.id, mover.task);
+        let zones = peers.entry((from.host.id, mover.task.job)).or_insert_with(of_peers);
         let worth = |zone| f64::from(self.snapshot.costs.permille(zones.is_empty() || zones.contains(&zone))) / 1e3;
         (worth(from.host.zone), worth(to.host.zone))
     }
