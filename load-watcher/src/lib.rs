@@ -8,10 +8,12 @@
 //! * [`owner`]: what all signs say about the owner; pure.
 //! * [`policy`], [`hours`], [`word`], [`published`]: what owners say about guests; [`guests`]: what follows from all that; pure.
 //! * [`senses`]: reads the sources where they are; [`rules`]: the files of the policy; [`watch`]: notices at once when they change.
+//! * [`confine`]: keeps guests on as many processors as the owner allows.
 //! * [`report`]: what is worth a message, and how often to look; pure.
 //! * [`status`]: answers those who ask what uses their machine.
 
 pub mod cgroup;
+pub mod confine;
 pub mod guests;
 pub mod hours;
 pub mod logind;

@@ -6,6 +6,7 @@ use crate::boss::Boss;
 use anyhow::Context;
 use libpvm::{Body, Vm};
 use nix::sys::epoll::Epoll;
+use pvm_load_watcher::confine::Confine;
 use pvm_load_watcher::guests::{Case, Decision, Door};
 use pvm_load_watcher::logind::Logind;
 use pvm_load_watcher::ours::{Ours, QUIET, family};
@@ -39,6 +40,8 @@ use std::time::{Duration, Instant};
 const RARE: Micros = Micros::from_secs(5);
 /// What our tasks use, and which there are, is looked at no more often than this.
 const TASKS_SPAN: Micros = Micros::from_secs(10);
+/// The same where the owner limits guests, who may be new.
+const LIMITED_SPAN: Micros = Micros::from_secs(1);
 /// While there is a resource manager that does not ask for reports it goes on for so long.
 const UNASKED_MAX: Micros = Micros::from_secs(30);
 /// Places that cannot be watched are looked at this often.
@@ -86,6 +89,10 @@ pub(crate) struct Watcher {
     sense: Sense,
     door: Door,
     ours: Ours,
+    /// `None`: the system does not say which processors there are.
+    confine: Option<Confine>,
+    /// The owner limits guests, by a nice level or by processors.
+    limited: bool,
     /// Processors that others used by the last sample, as far as is known.
     strange: f32,
     reporter: Reporter,
@@ -165,6 +172,8 @@ impl Watcher {
             sense: Sense::default(),
             door: Door::default(),
             ours: Ours::new(Path::new("/proc")),
+            confine: Confine::new().ok(),
+            limited: false,
             strange: 0.0,
             reporter: Reporter::default(),
             listener,
@@ -343,17 +352,23 @@ impl Watcher {
     /// Whose load is it, and are guests nice enough?
     fn look_at_tasks(&mut self) {
         let Some(times) = self.sampler.times() else { return };
-        let nice = self.rules.merged().policy.nice;
-        if nice.is_some() || self.ours.is_needed(times, self.sample.cores) {
+        let policy = &self.rules.merged().policy;
+        let (nice, cores) = (policy.nice, policy.cores);
+        let limited = nice.is_some() || self.confine.as_ref().is_some_and(|confine| confine.is_needed(cores));
+        if limited || self.ours.is_needed(times, self.sample.cores) {
             let tasks = self.tasks();
-            if let Some(level) = nice {
+            if limited {
                 let guests = tasks.iter().filter(|task| is_guest(task));
-                let processes = guests.flat_map(|task| family(Path::new("/proc"), task.pid));
+                let processes: Vec<i32> = guests.flat_map(|task| family(Path::new("/proc"), task.pid)).collect();
                 // One that has ended meanwhile needs no level.
-                processes.for_each(|pid| drop(make_nice(pid, i32::from(level))));
+                let levels =
+                    nice.map(i32::from).into_iter().flat_map(|level| processes.iter().map(move |pid| (*pid, level)));
+                levels.for_each(|(pid, level)| drop(make_nice(pid, level)));
+                self.confine.iter_mut().for_each(|confine| confine.keep(cores, processes.iter().copied()));
             }
             self.list_ours(&tasks);
         }
+        self.limited = limited;
         self.seen.foreign = match self.ours.measure(times, self.sample.cores) {
             Some(cores) => Evidence::Known(cores),
             None => Evidence::Missing("tasks of the virtual machine came or went".into()),
@@ -377,8 +392,8 @@ impl Watcher {
         }
         self.seen.keys.look(wall());
         if now >= self.due.tasks {
-            self.due.tasks = now + TASKS_SPAN;
             self.look_at_tasks();
+            self.due.tasks = now + if self.limited { LIMITED_SPAN } else { TASKS_SPAN };
         }
         true
     }

@@ -270,7 +270,7 @@ impl Supervisor {
     }
 
     fn start_task(&mut self, order: &StartTask) -> Result<Task, String> {
-        let namespace = match self.namespaces {
+        let namespace = match self.namespaces && !order.pinned {
             true => Some(self.spare.take(self.freezer.as_mut().ok()).map_err(|e| {
                 let path = order.path.display();
                 format!("cannot start {path}: no process-id namespace: {e}")

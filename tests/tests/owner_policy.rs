@@ -116,6 +116,16 @@ fn an_owner_says_here_and_guests_leave_and_away_lets_them_in_although_he_is_logg
     });
 }
 
+/// On how many processors a task of a host may run.
+fn processors(vm: &Vm, host: usize, tid: &str) -> usize {
+    let pid = vm.tasks().expect("tasks").iter().find(|task| task.tid == tid).expect("it is there").pid;
+    let mut command = vm.bed().host(host).command("taskset");
+    command.args(["-p", &pid.to_string()]);
+    let told = run(command, SOON).expect("taskset runs").out;
+    let mask = told.trim().rsplit_once(' ').map(|(_, mask)| mask.to_string()).unwrap_or_default();
+    mask.chars().filter_map(|digit| digit.to_digit(16)).map(|digit| digit.count_ones() as usize).sum()
+}
+
 #[test]
 fn an_owner_limits_guests_and_forbids_hours_and_takes_it_back() {
     watched(false, 2, |vm| {
@@ -130,11 +140,20 @@ fn an_owner_limits_guests_and_forbids_hours_and_takes_it_back() {
         let refused = vm.spawn(&["-h2", "hold", "1"]).expect_err("it is full").to_string();
         assert!(refused.contains("resources") || refused.contains("-27"), "{refused}");
         note(vm, "h2: its owner allows one task, and it is there");
+        let has = |host: usize, count: usize| {
+            eventually(SOON, || match processors(vm, host, there[0]) {
+                all if all == count => Ok(()),
+                other => Err(format!("{other} processors")),
+            })
+            .expect("as many processors as that")
+        };
+        has(2, 1);
 
         owner(vm.bed(), 2, &["never", "always"]);
         note(vm, "h2 takes no guests: the owner wants no guests always");
         clean(vm);
         assert_eq!(vm.host_of(there[0]).expect("alive"), "h1");
+        has(1, std::thread::available_parallelism().expect("some").get());
         assert!(vm.spawn(&["-h2", "hold", "1"]).is_err(), "not even by name");
         note(vm, "h2: no guests now (the owner wants no guests always)");
 

@@ -38,6 +38,9 @@ pub(crate) fn run(words: &[String]) -> Result<bool> {
     for line in runs {
         let mut command = install::cargo(line)?;
         command.args(words).env("SEMPA_PREFIX", &prefix).stdin(Stdio::null());
+        if nextest && line[0] == "nextest" && std::env::var_os("NEXTEST_TEST_THREADS").is_none() {
+            command.env("NEXTEST_TEST_THREADS", threads().to_string());
+        }
         if std::env::var_os(SEED).is_none() {
             command.env(SEED, EVERY_TIME);
         }
@@ -58,6 +61,11 @@ pub(crate) fn run(words: &[String]) -> Result<bool> {
         lack.map(|why| format!("; without hosts: {why}")).unwrap_or_default()
     );
     Ok(good)
+}
+
+/// Tests at a time: those with hosts wait more than they compute.
+fn threads() -> usize {
+    std::thread::available_parallelism().map_or(2, |cores| cores.get() + 1)
 }
 
 /// The lints of the workspace, which the compiler does not look at: of unsafe blocks without a reason, for instance. True if

@@ -26,6 +26,9 @@ pub struct StartTask {
     pub env: Vec<Vec<u8>>,
     /// Working directory; if it cannot be entered, the task is not started.
     pub dir: PathBuf,
+    /// It belongs to its host and may have to do with the processes of others, which it could not name from a process-id
+    /// namespace of its own: it gets none, and never moves.
+    pub pinned: bool,
 }
 
 /// What the tasker can do here.

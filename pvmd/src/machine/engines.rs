@@ -610,7 +610,8 @@ impl Machine {
         let epid = epid.unwrap_or_default();
         env.push(format!("PVMEPID={epid}").into_bytes());
         env.push(format!("{AGAIN_ENV}={}", begin.count).into_bytes());
-        Ok((StartTask { tid, path, argv, env, dir: world.work_dir(begin.dir()) }, epid))
+        let pinned = false;
+        Ok((StartTask { tid, path, argv, env, dir: world.work_dir(begin.dir()), pinned }, epid))
     }
 }
 

@@ -274,6 +274,7 @@ impl Machine {
                     argv,
                     env: self.environment(world, &job.request),
                     dir: world.work_dir(split_place(&job.request.place).1),
+                    pinned: job.request.flags & SPAWN_PINNED != 0,
                 };
                 let begin = begin.unwrap_or_default();
                 (0..count).map(|n| self.start_one(world, &job, n, (base.clone(), begin.clone()))).collect()

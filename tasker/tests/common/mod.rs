@@ -177,7 +177,7 @@ pub fn order(tid: Tid, path: &Path, args: &[&str]) -> StartTask {
     let name = path.to_str().expect("text");
     let argv = std::iter::once(name).chain(args.iter().copied()).map(|a| a.as_bytes().to_vec()).collect();
     let env = vec![b"PATH=/usr/bin:/bin".to_vec(), b"MARK=here".to_vec()];
-    StartTask { tid, path: path.into(), argv, env, dir: "/".into() }
+    StartTask { tid, path: path.into(), argv, env, dir: "/".into(), pinned: false }
 }
 
 pub fn sh() -> PathBuf {

@@ -34,10 +34,24 @@ pub(super) type Process = (u16, u32);
 pub(super) struct Seen {
     pub(super) all: BTreeMap<Process, Vec<Sample>>,
     count: usize,
+    /// What threads had used that have ended since, by the last count with them.
+    ended: BTreeMap<Process, Ended>,
+}
+
+/// The kernel counts for threads that are there.
+#[derive(Debug, Default)]
+struct Ended {
+    counted: u64,
+    before: u64,
 }
 
 impl Seen {
-    fn note(&mut self, process: Process, sample: Sample) {
+    /// `counted`: of the threads that are there, in microseconds.
+    fn note(&mut self, process: Process, at_us: u64, counted: u64) {
+        let ended = self.ended.entry(process).or_default();
+        ended.before += ended.counted.saturating_sub(counted);
+        ended.counted = counted;
+        let sample = Sample { at_us, used_us: ended.before + counted };
         let list = self.all.entry(process).or_default();
         if let [.., before, last] = list.as_mut_slice()
             && before.used_us == sample.used_us
@@ -100,8 +114,8 @@ impl Watch {
                     (found, searched) = (find(), Instant::now());
                 }
                 for process in &found {
-                    if let Some(used_us) = used_us(process.1) {
-                        seen.note(*process, Sample { at_us: now_us(), used_us });
+                    if let Some(counted) = used_us(process.1) {
+                        seen.note(*process, now_us(), counted);
                     }
                 }
                 std::thread::sleep(LOOK);
@@ -140,7 +154,7 @@ mod tests {
 
     fn seen(samples: &[(u64, u64)]) -> Seen {
         let mut seen = Seen::default();
-        samples.iter().for_each(|(at_us, used_us)| seen.note((2, 77), Sample { at_us: *at_us, used_us: *used_us }));
+        samples.iter().for_each(|(at_us, used_us)| seen.note((2, 77), *at_us, *used_us));
         seen
     }
 
@@ -154,6 +168,14 @@ mod tests {
         assert_eq!(seen.got_us(2, 112, 128), [5], "from 120 on");
         assert_eq!(seen.got_us(1, 100, 130), [0; 0], "on the other host it is not");
         assert_eq!(seen.got_us(2, 131, 140), [0; 0], "nobody has looked");
+    }
+
+    #[test]
+    fn a_thread_that_ends_takes_nothing_back() {
+        let seen = seen(&[(100, 30), (105, 40), (110, 25), (115, 27)]);
+        assert_eq!(seen.got_us(2, 100, 105), [10]);
+        assert_eq!(seen.got_us(2, 105, 115), [2], "of the one that is left");
+        assert_eq!(seen.got_us(2, 100, 115), [12]);
     }
 
     #[test]
