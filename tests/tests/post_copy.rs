@@ -115,6 +115,11 @@ fn committed(cell: &Cell) -> bool {
     cell.point >= (Step::Commit, Edge::After)
 }
 
+/// The target's tasker has to notice first, and the commit may be over by then.
+fn restored(cell: &Cell) -> bool {
+    cell.point >= (Step::Restore, Edge::After)
+}
+
 /// From the commit on memory is asked for, and the task ends when it is known that some of it does not come.
 fn memory_is_on_its_way(cell: &Cell) -> bool {
     committed(cell) && not_arrived(cell)
@@ -143,7 +148,7 @@ fn when_what_fetches_its_memory_is_killed_or_stands_still_a_task_runs_once_or_is
     let Some((bed, _)) = testbed_with_env(HOSTS, &[ALWAYS[0], ("WITNESS_MIB", "3")]) else { return };
     with_rounds_and(&bed, &[("SEMPA_MOVE_RATE", SLOWLY)], |vm, all| {
         let late = [Step::Restore, Step::Commit, Step::KillSource, Step::Run].map(|step| (step, Edge::After));
-        for (fault, may_be_lost) in [(Fault::Kill, committed as fn(&Cell) -> bool), (Fault::Stop(A_MOMENT), never)] {
+        for (fault, may_be_lost) in [(Fault::Kill, restored as fn(&Cell) -> bool), (Fault::Stop(A_MOMENT), never)] {
             for point in late.into_iter().chain([(Step::Commit, Edge::Before)]) {
                 strike_at(all, &[point], Whom::TargetEngine, fault, may_be_lost);
             }
