@@ -1,10 +1,11 @@
 //! What PVM 3.4.6 had no room for.
 
-use sempa_tests::Vm;
 use sempa_tests::needs::testbed;
-use sempa_tests::run::run;
+use sempa_tests::run::{Running, run};
 use sempa_tests::vm::Settings;
+use sempa_tests::{Vm, eventually};
 use std::fs::File;
+use std::process::Stdio;
 use std::time::Duration;
 
 const LONG: Duration = Duration::from_secs(300);
@@ -20,7 +21,15 @@ fn good(vm: &Vm, words: &[&str]) {
     let program = vm.program("limits").expect("gcc");
     let mut command = vm.command(vm.bed().host(1), program);
     command.args(words);
-    let done = run(command, LONG).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    let mut running = Running::start(command, Stdio::null()).expect("it starts");
+    let ended = eventually(LONG, || match running.poll() {
+        Ok(Some(_)) => Ok(()),
+        _ => Err("it runs".to_string()),
+    });
+    if let Err(error) = ended {
+        panic!("{words:?}: {error:#}\n{}\n{}", who_waits(vm), vm.logs());
+    }
+    let done = running.finish(LONG).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
     assert!(
         done.good() && done.out == "good\n",
         "{words:?}: {}\n{}\n{}\n{}",
@@ -29,6 +38,28 @@ fn good(vm: &Vm, words: &[&str]) {
         done.err,
         vm.logs()
     );
+}
+
+/// Where some of the tasks stand, and which sockets hold bytes that nobody has read.
+fn who_waits(vm: &Vm) -> String {
+    /// Tasks that are looked at: the first one, and some of those that it has started.
+    const SOME: usize = 4;
+    let host = vm.bed().host(1);
+    let tasks = host.processes().into_iter().filter(|(_, line)| line.contains("limits ") && !line.contains("nsenter"));
+    let mut text = String::new();
+    for (n, (pid, line)) in tasks.enumerate().filter(|(n, _)| *n < SOME) {
+        text += &format!("{n}: {pid} {line}\n");
+        for thread in std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten() {
+            let of = |name: &str| std::fs::read_to_string(thread.path().join(name)).unwrap_or_default();
+            text += &format!("  {} {} {}\n", of("comm").trim(), of("wchan"), of("syscall").trim());
+        }
+        // Where the program has got to, if there is somebody to tell it.
+        let mut debugger = std::process::Command::new("gdb");
+        debugger.args(["-p", &pid.to_string(), "-batch", "-ex", "thread apply all backtrace 16"]);
+        text += &run(debugger, LONG).map(|done| done.out).unwrap_or_default();
+    }
+    let sockets = host.shell("ss -xan | awk '$3 > 0 || $4 > 0' | head -40", LONG).map(|done| done.out);
+    text + &sockets.unwrap_or_default()
 }
 
 #[test]
