@@ -134,6 +134,9 @@ fn never(_: &Cell) -> bool {
     false
 }
 
+/// Whether a fault at this place may cost the task.
+type MayBeLost = fn(&Cell) -> bool;
+
 #[test]
 fn a_task_with_a_direct_route_runs_once_or_is_known_to_have_ended_whatever_fails_at_whatever_step() {
     let Some((bed, _)) = testbed_with_own_engine(HOSTS) else { return };
@@ -155,7 +158,7 @@ fn a_task_with_a_direct_route_runs_once_or_is_known_to_have_ended_whatever_fails
 fn a_task_with_a_ring_runs_once_or_is_known_to_have_ended_whatever_fails_at_whatever_step() {
     let Some((bed, _)) = testbed_with_own_engine(HOSTS) else { return };
     with_rounds(&bed, Some(2), |rounds| {
-        let faults: [(Whom, Fault, fn(&Cell) -> bool); 5] = [
+        let faults: [(Whom, Fault, MayBeLost); 5] = [
             (Whom::TargetTasker, Fault::Kill, only_target_has_it),
             (Whom::Source, Fault::Stop(A_MOMENT), never),
             (Whom::Target, Fault::Kill, only_target_has_it),
