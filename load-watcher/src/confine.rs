@@ -1,10 +1,10 @@
 //! Guests on as many processors as the owner allows: all threads of all guests run on the same ones, so that together they
 //! use no more, however many each has.
 
+use crate::system::threads;
 use nix::errno::Errno;
 use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::unistd::Pid;
-use std::fs;
 use std::io;
 
 /// Who keeps guests on some processors.
@@ -35,9 +35,9 @@ impl Confine {
     pub fn keep(&mut self, cores: Option<u32>, pids: impl IntoIterator<Item = i32>) {
         let count = cores.map_or(self.all.len(), |cores| (cores.max(1) as usize).min(self.all.len()));
         let now = self.all[self.all.len() - count..].to_vec();
-        for thread in pids.into_iter().flat_map(threads) {
-            // One that has ended meanwhile needs none; of one that cannot be told, the next look may be luckier.
-            let _ = self.keep_thread(thread, &now);
+        // One that has ended meanwhile needs none; of one that cannot be told, the next look may be luckier.
+        for thread in pids.into_iter().filter_map(|pid| threads(pid).ok()).flatten() {
+            let _ = self.keep_thread(Pid::from_raw(thread), &now);
         }
         self.kept = now;
     }
@@ -58,11 +58,6 @@ impl Confine {
 
 fn processors(set: &CpuSet) -> Vec<usize> {
     (0..CpuSet::count()).filter(|one| set.is_set(*one).unwrap_or(false)).collect()
-}
-
-fn threads(pid: i32) -> Vec<Pid> {
-    let entries = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
-    entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).map(Pid::from_raw).collect()
 }
 
 #[cfg(test)]

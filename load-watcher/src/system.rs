@@ -36,16 +36,23 @@ pub fn wall_clock(seconds: u64) -> WallClock {
     WallClock { day: day as u8, minute: minute as u16 }
 }
 
+/// All threads of a process.
+///
+/// # Errors
+/// There is no such process.
+pub(crate) fn threads(pid: i32) -> io::Result<impl Iterator<Item = i32>> {
+    let entries = fs::read_dir(format!("/proc/{pid}/task"))?.flatten();
+    Ok(entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()))
+}
+
 /// Makes all threads of a process at least this nice. One that is nicer already stays so.
 ///
 /// # Errors
 /// What the system said of the last thread that refused; threads that have ended do not count.
 pub fn make_nice(pid: i32, level: i32) -> io::Result<()> {
     let mut result = Ok(());
-    for entry in fs::read_dir(format!("/proc/{pid}/task"))?.flatten() {
-        let Some(thread) = entry.file_name().to_str().and_then(|name| name.parse::<libc::id_t>().ok()) else {
-            continue;
-        };
+    for thread in threads(pid)? {
+        let thread = thread.cast_unsigned();
         // SAFETY: only numbers go in and out.
         let now = unsafe { libc::getpriority(libc::PRIO_PROCESS, thread) };
         // SAFETY: only numbers go in and out.

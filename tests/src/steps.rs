@@ -460,6 +460,27 @@ impl<'a> Rounds<'a> {
     }
 }
 
+/// May a fault at this place cost the task? While only the source has it. The master may hear that the source is lost before it
+/// hears that the target has the whole task.
+pub fn only_source_has_it(cell: &Cell) -> bool {
+    cell.point < (Step::Restore, Edge::After)
+}
+
+/// Up to the commit. A tasker's death is heard at once, also before the commit that is just due.
+pub fn not_committed(cell: &Cell) -> bool {
+    cell.point < (Step::Commit, Edge::After)
+}
+
+/// While only the target has it: from the order to give the source's copy up on, there is no way back.
+pub fn only_target_has_it(cell: &Cell) -> bool {
+    !not_committed(cell)
+}
+
+/// Nowhere.
+pub fn never(_: &Cell) -> bool {
+    false
+}
+
 /// One fault on one party at those places whose turn it is.
 ///
 /// # Panics

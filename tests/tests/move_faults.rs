@@ -4,10 +4,10 @@
 //! The steps are those of the protocol, so a new one is tried by itself. The faults share the places out among themselves; with
 //! `SEMPA_TEST_FULL=1` each is tried at each place.
 
-use sempa_proto::migration::Step;
 use sempa_tests::needs::testbed_with_own_engine;
 use sempa_tests::steps::{
-    Cell, Edge, Fault, HOSTS, Point, Rounds, Share, Whom, is_full, nobody_is_left, places, strike,
+    Cell, Fault, HOSTS, Point, Rounds, Share, Whom, is_full, never, nobody_is_left, not_committed, only_source_has_it,
+    only_target_has_it, places, strike,
 };
 use sempa_tests::testbed::gone;
 use sempa_tests::vm::Settings;
@@ -30,25 +30,6 @@ fn with_rounds(bed: &Testbed, lease: Option<Duration>, test: impl FnOnce(&Vm<'_>
     let vm = Vm::start(bed, settings).expect("a virtual machine");
     let mut rounds = Rounds::new(&vm).expect("a director");
     test(&vm, &mut rounds);
-}
-
-/// The master may hear that the source is lost before it hears that the target has the whole task.
-fn only_source_has_it(cell: &Cell) -> bool {
-    cell.point < (Step::Restore, Edge::After)
-}
-
-/// A tasker's death is heard at once, also before the commit that is just due.
-fn not_committed(cell: &Cell) -> bool {
-    cell.point < (Step::Commit, Edge::After)
-}
-
-/// From the order to give the source's copy up on, there is no way back.
-fn only_target_has_it(cell: &Cell) -> bool {
-    cell.point >= (Step::Commit, Edge::After)
-}
-
-fn never(_: &Cell) -> bool {
-    false
 }
 
 #[test]

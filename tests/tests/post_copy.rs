@@ -5,7 +5,7 @@ use sempa_proto::event::EventKind;
 use sempa_proto::migration::{Failure, Step};
 use sempa_tests::holders::{is_whole, with_hosts};
 use sempa_tests::needs::testbed_with_env;
-use sempa_tests::steps::{Cell, Edge, Fault, HOSTS, Rounds, Share, Whom, strike, strike_at};
+use sempa_tests::steps::{Cell, Edge, Fault, HOSTS, Rounds, Share, Whom, never, only_target_has_it, strike, strike_at};
 use sempa_tests::testbed::gone;
 use sempa_tests::vm::Settings;
 use sempa_tests::{Testbed, Vm, eventually};
@@ -111,10 +111,6 @@ fn not_arrived(cell: &Cell) -> bool {
     cell.point < (Step::Arrive, Edge::After)
 }
 
-fn committed(cell: &Cell) -> bool {
-    cell.point >= (Step::Commit, Edge::After)
-}
-
 /// The target's tasker has to notice first, and the commit may be over by then.
 fn restored(cell: &Cell) -> bool {
     cell.point >= (Step::Restore, Edge::After)
@@ -122,11 +118,7 @@ fn restored(cell: &Cell) -> bool {
 
 /// From the commit on memory is asked for, and the task ends when it is known that some of it does not come.
 fn memory_is_on_its_way(cell: &Cell) -> bool {
-    committed(cell) && not_arrived(cell)
-}
-
-fn never(_: &Cell) -> bool {
-    false
+    only_target_has_it(cell) && not_arrived(cell)
 }
 
 #[test]
@@ -134,9 +126,9 @@ fn whoever_is_killed_at_whatever_step_a_task_whose_memory_follows_runs_once_or_i
     let Some((bed, _)) = testbed_with_env(HOSTS, &ALWAYS) else { return };
     with_rounds(&bed, |vm, all| {
         strike(all, Share::Half, Whom::SourceTasker, Fault::Kill, not_arrived);
-        strike(all, Share::Half, Whom::TargetTasker, Fault::Kill, committed);
+        strike(all, Share::Half, Whom::TargetTasker, Fault::Kill, only_target_has_it);
         strike(all, Share::Half, Whom::Source, Fault::Kill, not_arrived);
-        strike(all, Share::Half, Whom::Target, Fault::Kill, committed);
+        strike(all, Share::Half, Whom::Target, Fault::Kill, only_target_has_it);
         strike(all, Share::Few, Whom::ResourceManager, Fault::Kill, never);
         vm.halt().expect("halts");
     });
@@ -181,7 +173,7 @@ fn whoever_is_cut_off_at_whatever_step_a_task_whose_memory_follows_runs_once_or_
         strike(all, Share::Few, Whom::Source, Fault::Part(A_MOMENT), never);
         strike(all, Share::Few, Whom::Source, Fault::Part(UNTIL_LOST), memory_is_on_its_way);
         strike(all, Share::Few, Whom::Source, Fault::Cut(UNTIL_LOST), not_arrived);
-        strike(all, Share::Few, Whom::Target, Fault::Cut(UNTIL_LOST), committed);
+        strike(all, Share::Few, Whom::Target, Fault::Cut(UNTIL_LOST), only_target_has_it);
         vm.halt().expect("halts");
     });
 }

@@ -3,12 +3,14 @@
 //! as many as there with `SEMPA_TEST_FULL=1`.
 
 use sempa_proto::event::EventKind;
-use sempa_proto::migration::Step;
 use sempa_tests::crowd::Crowd;
 use sempa_tests::dice::Dice;
 use sempa_tests::needs::{testbed, testbed_with_own_engine};
 use sempa_tests::speaker::Speaker;
-use sempa_tests::steps::{Cell, Edge, Fault, HOSTS, Rounds, Share, Whom, is_full, strike, strike_at};
+use sempa_tests::steps::{
+    Cell, Fault, HOSTS, Rounds, Share, Whom, is_full, never, not_committed, only_source_has_it, only_target_has_it,
+    strike, strike_at,
+};
 use sempa_tests::vm::Settings;
 use sempa_tests::witnesses::Witnesses;
 use sempa_tests::{Testbed, Vm};
@@ -116,22 +118,6 @@ fn with_rounds(bed: &Testbed, home: Option<usize>, test: impl FnOnce(&mut Rounds
     let mut rounds = must(&vm, Rounds::with(&vm, witnesses, home));
     test(&mut rounds);
     vm.halt().expect("halts");
-}
-
-fn only_source_has_it(cell: &Cell) -> bool {
-    cell.point < (Step::Restore, Edge::After)
-}
-
-fn not_committed(cell: &Cell) -> bool {
-    cell.point < (Step::Commit, Edge::After)
-}
-
-fn only_target_has_it(cell: &Cell) -> bool {
-    cell.point >= (Step::Commit, Edge::After)
-}
-
-fn never(_: &Cell) -> bool {
-    false
 }
 
 /// Whether a fault at this place may cost the task.
