@@ -77,6 +77,26 @@ fn tasks_that_share_a_host_give_way_together_where_those_alone_on_theirs_are_not
 }
 
 #[test]
+fn a_host_that_several_who_owe_share_is_made_free_by_all_of_them() {
+    let (mut snapshot, mut fair) = (busy(2), shares(2));
+    fair.takes(Micros(0), 3, 1);
+    fair.recall(NOW, 3, 90.0, Micros(0));
+    let theirs = TaskView { user: 3, ..TaskView::new(t(2, 2), NOW) };
+    snapshot.hosts.edit(h(2)).expect("a host").tasks.push(theirs);
+    snapshot.hosts.refresh(NOW);
+    assert_eq!(tids(&snapshot, &fair, &request(1)), [t(1, 1)], "nobody of them if there is another host");
+    assert_eq!(tids(&snapshot, &fair, &request(2)), [t(1, 1), t(2, 1), t(2, 2)]);
+    let gives = |tid: Tid, of: u32| {
+        let request = request(2);
+        let ask = Ask { user: 2, request: &request, count: 2, caller: h(1), peers: &[], without: &[], kept: &[] };
+        let gives = give_way(&snapshot, &fair, &ask).into_iter().find(|gives| gives.tid == tid).expect("it gives way");
+        assert!(gives.why.ends_with(&format!("of user {of}")), "{}", gives.why);
+    };
+    gives(t(2, 1), 1);
+    gives(t(2, 2), 3);
+}
+
+#[test]
 fn nobody_stands_still_in_vain() {
     let (mut snapshot, fair) = (busy(2), shares(2));
     let far = SpawnRequest { place: "?free >= 1; memory >= 900G".into(), ..request(1) };
@@ -286,12 +306,14 @@ proptest! {
     #[test]
     fn who_gives_way_makes_all_the_room_that_is_needed(
         hosts in prop::collection::vec((1_u32..4, 0_u32..4, any::<bool>()), 1..80), count in 1_u32..6, which in 0_usize..6,
-        in_turn in any::<bool>(),
+        in_turn in any::<bool>(), second in 0_u32..3,
     ) {
         let view = |(i, (cores, tasks, idle_owner)): (usize, (u32, u32, bool))| {
             let index = i as u16 + 1;
             let mut host = idle(index, cores, 0);
-            let task = |n| TaskView { user: 1, ..TaskView::new(t(index, n), Micros(NOW.0 - u64::from(n))) };
+            // Of one, of another one, or of both who owe.
+            let user = |n| if (n + u32::from(index)) % 3 < second { 3 } else { 1 };
+            let task = |n| TaskView { user: user(n), ..TaskView::new(t(index, n), Micros(NOW.0 - u64::from(n))) };
             host.tasks = (1..=tasks).map(task).collect();
             if idle_owner {
                 host.owner = Owner::Maybe { why: "alice is idle".into(), idle: true };
@@ -303,8 +325,11 @@ proptest! {
         let wants = ["", "?free >= 1", "?free >= 1; spread", "?free >= 2", "?free >= 1; same-host", "?free >= 1; rank = free"];
         let request = SpawnRequest { place: wants[which].into(), ..request(count) };
         let ask = Ask { user: 2, request: &request, count, caller: h(1), peers: &[], without: &[], kept: &[] };
-        let held = snapshot.hosts.iter().map(|host| host.tasks.len() as u32).sum();
-        let gives = give_way(&snapshot, &shares(held), &ask);
+        let held = |user| snapshot.hosts.iter().flat_map(|host| &host.tasks).filter(|task| task.user == user).count() as u32;
+        let mut fair = shares(held(1));
+        fair.takes(Micros(0), 3, held(3));
+        fair.recall(NOW, 3, 90.0, Micros(0));
+        let gives = give_way(&snapshot, &fair, &ask);
         let placed = |snapshot: &Snapshot| place(snapshot, &ask).hosts.iter().filter(|host| host.is_ok()).count();
         let mut empty = snapshot.clone();
         empty.hosts.iter_mut().for_each(|host| host.tasks.clear());

@@ -9,17 +9,22 @@
  *                          this task and one on HOST send each other so many MiB; none of them receives before both
  *                          have sent all. ROUTE: default, or direct: both wait until they have one, which on one host
  *                          is a ring
+ *   limits full WHO        two tasks talk while WHO may have no more descriptors: here, there, or who is named by a FOLDER;
+ *                          he gets full between the files FOLDER/ready, made here, and FOLDER/go
  *
  * Each prints "good" and ends with 0, or says what is wrong.
  */
+#include <fcntl.h>
 #include <pvm3.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 enum { TAG_DATA = 1, TAG_GO, TAG_DONE, TAG_ROUTE };
 enum { VARIABLE_BYTES = 100000, PIECE_BYTES = 16 << 20, AT_ONCE = 500, LOOK_US = 20000 };
+enum { WORDS = 200, DESCRIPTORS = 256, LARGE_BYTES = 1 << 20, LARGE_EVERY = 20 };
 
 static int fail(const char *what, long number)
 {
@@ -245,6 +250,79 @@ static int flood_child(char **words)
     return send_int(parent, TAG_DONE, status) < 0;
 }
 
+static void get_full(void)
+{
+    struct rlimit few = { DESCRIPTORS, DESCRIPTORS };
+    setrlimit(RLIMIT_NOFILE, &few);
+    while (open("/dev/null", O_RDONLY) >= 0)
+        ;
+}
+
+static int send_large(int tid, int value)
+{
+    static char bytes[LARGE_BYTES];
+    memset(bytes, value, sizeof bytes);
+    pvm_initsend(PvmDataRaw);
+    pvm_pkbyte(bytes, sizeof bytes, 1);
+    return pvm_send(tid, TAG_DATA);
+}
+
+static int receive_large(int tid, int value)
+{
+    static char bytes[LARGE_BYTES];
+    if (pvm_recv(tid, TAG_DATA) <= 0 || pvm_upkbyte(bytes, sizeof bytes, 1) < 0)
+        return 0;
+    size_t right = 0;
+    while (right < sizeof bytes && bytes[right] == (char)value)
+        right++;
+    return right == sizeof bytes;
+}
+
+/* Words and large messages, each of which comes back. */
+static int talk(int tid, int first)
+{
+    for (int i = 0; i < WORDS; i++) {
+        for (int turn = first; turn < first + 2; turn++) {
+            if (turn % 2 && send_int(tid, TAG_DATA, i) < 0)
+                return fail("send", i);
+            if (turn % 2 == 0 && receive_int(tid, TAG_DATA) != i)
+                return fail("receive", i);
+        }
+        for (int turn = first; i % LARGE_EVERY == 0 && turn < first + 2; turn++) {
+            if (turn % 2 && send_large(tid, i) < 0)
+                return fail("send large", i);
+            if (turn % 2 == 0 && !receive_large(tid, i))
+                return fail("receive large", i);
+        }
+    }
+    return 0;
+}
+
+static int full(const char *self, char *who)
+{
+    char path[4096];
+    int child = start(self, "full-child", who);
+    if (receive_int(child, TAG_GO) < 0)
+        return fail("spawn", child);
+    if (!strcmp(who, "here"))
+        get_full();
+    if (who[0] == '/') {
+        snprintf(path, sizeof path, "%s/ready", who);
+        close(open(path, O_CREAT | O_WRONLY, 0600));
+        for (snprintf(path, sizeof path, "%s/go", who); access(path, F_OK) < 0;)
+            usleep(LOOK_US);
+    }
+    return talk(child, 1) || receive_int(child, TAG_DONE);
+}
+
+static int full_child(const char *who)
+{
+    if (!strcmp(who, "there"))
+        get_full();
+    send_int(pvm_parent(), TAG_GO, 1);
+    return send_int(pvm_parent(), TAG_DONE, talk(pvm_parent(), 0)) < 0;
+}
+
 int main(int argc, char **argv)
 {
     const char *role = argc > 2 ? argv[1] : "";
@@ -255,6 +333,7 @@ int main(int argc, char **argv)
         status = !strcmp(role, "pending-child")       ? pending_child(number)
                  : !strcmp(role, "environment-child") ? environment_child(number)
                  : !strcmp(role, "tasks-child")       ? tasks_child()
+                 : !strcmp(role, "full-child")        ? full_child(argv[2])
                  : argc > 4                           ? flood_child(argv + 2)
                                                       : giant_child(number);
         pvm_exit();
@@ -264,6 +343,7 @@ int main(int argc, char **argv)
              : !strcmp(role, "environment") ? environment(argv[0], argv[2])
              : !strcmp(role, "tasks")       ? tasks(argv[0], argv[2])
              : !strcmp(role, "giant")       ? giant(argv[0], argv[2])
+             : !strcmp(role, "full")        ? full(argv[0], argv[2])
              : argc > 5                     ? flood(argv[0], argv + 2)
                                             : fail("unknown role", argc);
     if (status == 0)

@@ -1,7 +1,9 @@
 //! What PVM 3.4.6 had no room for.
 
+use nix::unistd::Pid;
 use sempa_tests::needs::testbed;
 use sempa_tests::run::{Running, run};
+use sempa_tests::steps::daemon_of;
 use sempa_tests::vm::Settings;
 use sempa_tests::{Vm, eventually};
 use std::fs::File;
@@ -84,6 +86,35 @@ fn more_tasks_than_pvms_four_thousand_live_on_one_host() {
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     good(&vm, &["tasks", "4100"]);
     vm.halt().expect("it ends");
+}
+
+/// The process opens no descriptor more; those that it has remain.
+fn fill(pid: Pid) {
+    let open = |fd: &u32| std::fs::symlink_metadata(format!("/proc/{pid}/fd/{fd}")).is_ok();
+    let free = (0..).find(|fd| !open(fd)).expect("one of them");
+    let mut limit = std::process::Command::new("prlimit");
+    limit.args(["--pid", &pid.to_string(), &format!("--nofile={free}:")]);
+    let done = run(limit, LONG).expect("util-linux");
+    assert!(done.good(), "{}", done.err);
+}
+
+#[test]
+fn tasks_and_a_daemon_that_may_have_no_more_descriptors_lose_no_message() {
+    let Some((bed, _)) = testbed(1) else { return };
+    let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
+    good(&vm, &["full", "here"]);
+    good(&vm, &["full", "there"]);
+    let folder = vm.home().join("full");
+    std::fs::create_dir(&folder).expect("made");
+    std::thread::scope(|scope| {
+        let talk = scope.spawn(|| good(&vm, &["full", folder.to_str().expect("text")]));
+        let ready = folder.join("ready");
+        eventually(LONG, || ready.exists().then_some(()).ok_or("the tasks have not met".to_string()))
+            .expect("they meet");
+        fill(daemon_of(bed.host(1)).expect("a daemon"));
+        std::fs::write(folder.join("go"), "").expect("made");
+        talk.join().expect("all comes");
+    });
 }
 
 fn free_mebibytes() -> u64 {

@@ -12,6 +12,8 @@ use sempa_tests::vm::Settings;
 use std::time::Duration;
 
 const SOON: Duration = Duration::from_secs(60);
+/// What the kernel holds for a UDP port of root's daemons, before it doubles it for its own needs.
+const PORT_BYTES: usize = 8 << 20;
 
 #[test]
 fn an_ordinary_user_runs_tasks_and_is_told_why_they_can_neither_move_nor_be_checkpointed() {
@@ -83,6 +85,9 @@ fn roots_daemon_and_tasker_keep_only_what_they_need_and_his_tasks_have_all_of_hi
             assert_eq!(rights(tasker, name) & never, 0, "{name} of the tasker on {}", host.name());
             assert_eq!(rights(tasker, name) & of_the_tasker, all & of_the_tasker, "{name} on {}", host.name());
         }
+        // What it got by the rights that it has given up since: more than others may have behind a port.
+        let ports = host.shell("ss -Huanm", SOON).expect("iproute2").out;
+        assert!(ports.contains(&format!("rb{}", 2 * PORT_BYTES)), "{}: {ports}", host.name());
     }
     keeps_all(2);
     vm.must_migrate(&tid, "h1");

@@ -252,6 +252,7 @@ fn tell(outcome: &Outcome) {
     line("all guests stand still, after its word", &outcome.held_us);
     line("a worker runs no more, by its own clock", &outcome.stood_still_us);
     line("a kernel of tablix2 got so much after 50 ms", &outcome.kernels_got_us);
+    line("and its dump, inside of it", &outcome.dumps_got_us);
     line("no guest is left on the host", &outcome.clean_us);
     line("the same where there was one", &outcome.cleared_us);
     line("the same where a guest had nowhere to go", &outcome.nowhere_us);

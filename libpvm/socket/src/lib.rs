@@ -2,9 +2,11 @@
 //! deciding how long to wait awake, and getting the processor soon.
 
 mod receive;
+mod room;
 mod spin;
 mod turns;
 
-pub use receive::receive;
+pub use receive::{Passed, Received, Taken, receive};
+pub use room::make_room;
 pub use spin::{Reach, Spin};
 pub use turns::{come_first, take_short_turns};

@@ -8,10 +8,9 @@ use sempa_proto::WIRE_VERSION;
 use sempa_proto::frame::{FrameDecoder, encode_control};
 use sempa_proto::place::Place;
 use sempa_proto::task::{AtEnd, Claim, Hello, TASK_MAGIC, ToDaemon, ToTask, Welcome};
-use sempa_socket::receive;
-use std::collections::VecDeque;
+use sempa_socket::{Passed, Received, receive};
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -94,7 +93,7 @@ pub(crate) struct Accepted {
     /// What came behind the welcome.
     pub(crate) decoder: FrameDecoder,
     /// Descriptors that belong to that.
-    pub(crate) descriptors: VecDeque<OwnedFd>,
+    pub(crate) passed: Passed,
     /// The welcome.
     pub(crate) welcome: Welcome,
 }
@@ -109,6 +108,7 @@ pub(crate) fn greet(path: &Path, claim: Claim, program: &str, at_end: AtEnd) -> 
         _ => io_error(source),
     })?;
     mark(&socket).map_err(io_error)?;
+    sempa_socket::make_room(&socket);
     let socket = Own::fd(socket);
     let owner = getsockopt(socket.get(), PeerCredentials).map_err(|e| io_error(e.into()))?.uid();
     // Root's daemon is believed: whoever is root here can do anything to this process anyway.
@@ -124,10 +124,10 @@ pub(crate) fn greet(path: &Path, claim: Claim, program: &str, at_end: AtEnd) -> 
         Err(e) if matches!(e.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset) => {}
         written => written.map_err(io_error)?,
     }
-    let (mut decoder, mut descriptors) = (FrameDecoder::new(), VecDeque::new());
-    let welcome = read_welcome(socket.get(), &mut decoder, &mut descriptors, path)?;
+    let (mut decoder, mut passed) = (FrameDecoder::new(), Passed::default());
+    let welcome = read_welcome(socket.get(), &mut decoder, &mut passed, path)?;
     socket.get().set_read_timeout(None).map_err(io_error)?;
-    Ok(Accepted { socket: Arc::new(socket), decoder, descriptors, welcome })
+    Ok(Accepted { socket: Arc::new(socket), decoder, passed, welcome })
 }
 
 fn write_all(socket: &UnixStream, mut bytes: Bytes) -> io::Result<()> {
@@ -144,7 +144,7 @@ fn write_all(socket: &UnixStream, mut bytes: Bytes) -> io::Result<()> {
 fn read_welcome(
     socket: &UnixStream,
     decoder: &mut FrameDecoder,
-    descriptors: &mut VecDeque<OwnedFd>,
+    passed: &mut Passed,
     path: &Path,
 ) -> Result<Welcome, EnrollError> {
     let version = |why: String| EnrollError::Version { path: path.to_path_buf(), why };
@@ -159,8 +159,8 @@ fn read_welcome(
             };
         }
         decoder.buffer_mut().reserve(WELCOME_BYTES);
-        match receive(socket, decoder.buffer_mut(), descriptors, MsgFlags::empty()) {
-            Ok(0) => return Err(io_error(io::Error::other("it hung up without an answer"))),
+        match receive(socket, decoder.buffer_mut(), passed, MsgFlags::empty()) {
+            Ok(Received { bytes: 0, .. }) => return Err(io_error(io::Error::other("it hung up without an answer"))),
             Err(e) if e.kind() == io::ErrorKind::ConnectionReset => {
                 return Err(io_error(io::Error::other("it hung up without an answer")));
             }

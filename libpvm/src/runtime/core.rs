@@ -17,8 +17,8 @@ use sempa_proto::message::CTX_BASE;
 use sempa_proto::sm::{SM_GRANT, SM_SPAWN_WAITS};
 use sempa_proto::task::{LinkMark, REQUESTS_OPEN_MAX, Reply, Request, RmInfo, Sink, ToDaemon, ToTask, Welcome};
 use sempa_proto::{HostId, Message, Micros, MigrationId, PvmError, PvmResult, RequestId, RouteId, Tid};
+use sempa_socket::{Passed, Taken};
 use std::collections::{HashMap, HashSet, VecDeque};
-use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -238,6 +238,11 @@ impl Core {
         self.is_busy.contains(&peer)
     }
 
+    /// True when some link waits for room in the outbox.
+    pub(crate) fn has_more(&self) -> bool {
+        !self.busy.is_empty()
+    }
+
     /// True when everything that was sent has been put on the route.
     pub(crate) fn all_transmitted(&self) -> bool {
         self.links.values().all(|link| link.is_gone() || link.is_transmitted())
@@ -375,12 +380,7 @@ impl Core {
     // ---- what the shell does
 
     /// Takes a frame from the daemon. An error is one sentence: the connection cannot be used any further.
-    pub(crate) fn take_frame(
-        &mut self,
-        now: Micros,
-        frame: Frame,
-        descriptors: &mut VecDeque<OwnedFd>,
-    ) -> Result<(), String> {
+    pub(crate) fn take_frame(&mut self, now: Micros, frame: Frame, passed: &mut Passed) -> Result<(), String> {
         match frame.kind {
             FrameKind::Link => {
                 let frame = frame.link().map_err(|e| e.to_string())?;
@@ -389,11 +389,19 @@ impl Core {
             }
             FrameKind::Control => match frame.control::<ToTask>().map_err(|e| e.to_string())? {
                 ToTask::Route { from, near, word } => {
-                    let count = word.descriptors();
-                    if descriptors.len() < count {
-                        return Err("a word about a route came without its descriptors".into());
-                    }
-                    let descriptors = descriptors.drain(..count).collect();
+                    let descriptors = match word.descriptors() {
+                        0 => Vec::new(),
+                        announced => match passed.take(announced) {
+                            Taken::All(all) => all,
+                            Taken::Lost => {
+                                self.could_not_take(now, from, &word);
+                                return Ok(());
+                            }
+                            Taken::Missing => {
+                                return Err("a word about a route came without its descriptors".into());
+                            }
+                        },
+                    };
                     self.take_ring_word(now, from, &word, descriptors);
                     self.take_direct_word(now, from, near, word);
                     Ok(())

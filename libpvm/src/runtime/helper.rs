@@ -225,7 +225,7 @@ fn adopt(shared: &Shared, accepted: Accepted) {
     let mut state = shared.lock();
     let now: Micros = state.clock.now_after_a_move();
     state.core.resume(now, &accepted.welcome);
-    if let Err(e) = state.adopt(accepted.socket, accepted.decoder, accepted.descriptors, &shared.seats) {
+    if let Err(e) = state.adopt(accepted.socket, accepted.decoder, accepted.passed, &shared.seats) {
         state.lose(&format!("going on after the move: {e}"));
     }
 }

@@ -110,6 +110,12 @@ impl Outbox {
         }
     }
 
+    /// Leaves out the first piece, nothing of which has been written, and its descriptors; it counts as written.
+    pub(crate) fn skip_word(&mut self) {
+        let length = self.pieces.front().map_or(0, Bytes::len);
+        self.advance(length);
+    }
+
     /// Drops what waits; it counts as written, so that nobody waits for it.
     pub(crate) fn clear(&mut self) {
         self.pieces.clear();

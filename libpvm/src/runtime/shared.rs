@@ -14,10 +14,9 @@ use sempa_proto::task::Request;
 use sempa_proto::{Micros, Tid};
 use sempa_ring::futex;
 use sempa_ring::memory::OwnBell;
-use sempa_socket::{Reach, Spin, receive};
-use std::collections::VecDeque;
+use sempa_socket::{Passed, Reach, Received, Spin, receive};
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, TryLockError};
@@ -70,7 +69,7 @@ pub(crate) struct State {
     pub(crate) socket: Option<Arc<Own<UnixStream>>>,
     pub(crate) decoder: FrameDecoder,
     /// Descriptors that were read and belong to frames that were not taken yet.
-    descriptors: VecDeque<OwnedFd>,
+    passed: Passed,
     pub(crate) sleep: Sleep,
     /// Whether waiting for news awake has paid off lately.
     spin: Spin,
@@ -472,6 +471,8 @@ impl State {
                 Ok(n) => self.core.outbox.advance(n),
                 Err(nix::Error::EINTR) => {}
                 Err(nix::Error::EAGAIN) => return,
+                // Of this user's; the word comes to nothing, and the daemon carries what would have gone by its route.
+                Err(nix::Error::ETOOMANYREFS) if !descriptors.is_empty() => self.core.outbox.skip_word(),
                 Err(e) => {
                     // What the daemon said before it closed is still worth reading.
                     self.read_all();
@@ -485,8 +486,14 @@ impl State {
     pub(crate) fn pump(&mut self) {
         self.read_all();
         let now = self.now();
-        self.core.pump(now);
-        self.flush();
+        // Whoever reads at the same time may take all that there was room for, and nobody would be told that there is room again.
+        loop {
+            self.core.pump(now);
+            self.flush();
+            if !self.core.outbox.is_empty() || !self.core.has_more() {
+                return;
+            }
+        }
     }
 
     fn read_all(&mut self) {
@@ -500,12 +507,12 @@ impl State {
                 buffer.reserve(READ_BYTES);
             }
             let room = buffer.capacity() - buffer.len();
-            match receive(socket.get(), buffer, &mut self.descriptors, MsgFlags::MSG_DONTWAIT) {
-                Ok(0) => return self.lose("the daemon closed the connection"),
-                Ok(n) => {
-                    total += n;
+            match receive(socket.get(), buffer, &mut self.passed, MsgFlags::MSG_DONTWAIT) {
+                Ok(Received { bytes: 0, .. }) => return self.lose("the daemon closed the connection"),
+                Ok(Received { bytes, at_descriptors }) => {
+                    total += bytes;
                     self.take_frames();
-                    if n < room {
+                    if bytes < room && !at_descriptors {
                         return;
                     }
                 }
@@ -523,10 +530,8 @@ impl State {
         let now = self.now();
         loop {
             let taken = match self.decoder.next_frame() {
-                Ok(Some(frame)) => self.core.take_frame(now, frame, &mut self.descriptors),
-                Ok(None) if self.descriptors.len() > DESCRIPTORS_MAX => {
-                    Err("descriptors that nothing belongs to".into())
-                }
+                Ok(Some(frame)) => self.core.take_frame(now, frame, &mut self.passed),
+                Ok(None) if self.passed.len() > DESCRIPTORS_MAX => Err("descriptors that nothing belongs to".into()),
                 Ok(None) => return,
                 Err(e) => Err(e.to_string()),
             };
@@ -540,7 +545,7 @@ impl State {
     pub(crate) fn lose(&mut self, why: &str) {
         self.core.lose(why);
         self.decoder = FrameDecoder::new();
-        self.descriptors.clear();
+        self.passed.clear();
     }
 
     /// Closes the socket, which nobody watches any more.
@@ -555,12 +560,12 @@ impl State {
         &mut self,
         socket: Arc<Own<UnixStream>>,
         decoder: FrameDecoder,
-        descriptors: VecDeque<OwnedFd>,
+        passed: Passed,
         seats: &Seats,
     ) -> io::Result<()> {
         seats.put(socket.get())?;
         self.socket = Some(socket);
-        (self.decoder, self.descriptors) = (decoder, descriptors);
+        (self.decoder, self.passed) = (decoder, passed);
         self.take_frames();
         self.pump();
         Ok(())
@@ -571,7 +576,7 @@ impl Shared {
     /// The state of a task that has just been accepted.
     pub(crate) fn new(accepted: Accepted) -> io::Result<Shared> {
         let bell = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
-        let Accepted { socket, decoder, descriptors, welcome } = accepted;
+        let Accepted { socket, decoder, passed, welcome } = accepted;
         let listening = Arc::new(Own::new(OwnBell::new()?));
         let mut core = Core::new(&welcome);
         core.near = Near::new(listening.clone());
@@ -581,7 +586,7 @@ impl Shared {
             clock: Clock::new(),
             socket: None,
             decoder: FrameDecoder::new(),
-            descriptors: VecDeque::new(),
+            passed: Passed::default(),
             sleep: Sleep::Awake,
             spin: Spin::new(Reach::Host),
             read_at: Micros(0),
@@ -594,7 +599,7 @@ impl Shared {
             alarm: None,
         };
         let seats = Arc::new(Seats::new()?);
-        state.adopt(socket, decoder, descriptors, &seats)?;
+        state.adopt(socket, decoder, passed, &seats)?;
         Ok(Shared {
             me: welcome.tid,
             alive,

@@ -26,7 +26,7 @@ use checkpoint::rights::{self, Capability};
 use checkpoint::status::Status;
 use sempa_proto::place::Place;
 use sempa_proto::{HostId, Micros};
-use std::net::{IpAddr, SocketAddr};
+use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -69,13 +69,11 @@ pub(crate) struct Standing {
 }
 
 /// What a daemon needs of root's rights, if it has them: the tasker is privileged, not this process.
-const NEEDED: [Capability; 4] = [
+const NEEDED: [Capability; 3] = [
     // Its store and logs, and the programs of tasks, may be in folders of somebody else, whom root works for.
     Capability::DAC_OVERRIDE,
     // Tasks that have become another user's.
     Capability::KILL,
-    // PVMNETSOCKPORT.
-    Capability::NET_BIND_SERVICE,
     // Whoever sends images goes first.
     Capability::SYS_NICE,
 ];
@@ -90,6 +88,9 @@ pub(crate) fn variable(name: &str) -> Option<String> {
 /// # Errors
 /// When it cannot be set up; nothing is left behind then.
 pub(crate) fn run(setup: Setup, announce: impl FnOnce(Standing) -> anyhow::Result<()>) -> anyhow::Result<()> {
+    // With all rights: root may use any port, and may have larger buffers behind it than others.
+    let port = variable("PVMNETSOCKPORT").and_then(|v| v.parse().ok());
+    let socket = bind_udp(port.unwrap_or(0)).context("cannot open a UDP port for the other daemons")?;
     // Before there are other threads. What it starts as root has by its own start what root has.
     rights::keep_only(rights::set(&NEEDED)).context("cannot give up rights")?;
     let log_path = variable("SEMPA_LOG").map_or_else(|| setup.place.place().log(), PathBuf::from);
@@ -104,7 +105,7 @@ pub(crate) fn run(setup: Setup, announce: impl FnOnce(Standing) -> anyhow::Resul
         .enable_all()
         .build()
         .context("cannot start the daemon's thread")?;
-    let ended = runtime.block_on(assemble_and_run(setup, log, announce));
+    let ended = runtime.block_on(assemble_and_run(setup, socket, log, announce));
     runtime.shutdown_timeout(Duration::from_secs(2));
     log_thread.join();
     ended
@@ -112,6 +113,7 @@ pub(crate) fn run(setup: Setup, announce: impl FnOnce(Standing) -> anyhow::Resul
 
 async fn assemble_and_run(
     setup: Setup,
+    socket: UdpSocket,
     log: Log,
     announce: impl FnOnce(Standing) -> anyhow::Result<()>,
 ) -> anyhow::Result<()> {
@@ -123,8 +125,6 @@ async fn assemble_and_run(
     let signals = catch_signals()?;
     let Begin { hostfile, masters, identity, authority } = Begin::of(role, &place, host)?;
     let is_master = authority.is_some();
-    let port = variable("PVMNETSOCKPORT").and_then(|v| v.parse().ok());
-    let socket = bind_udp(port.unwrap_or(0)).context("cannot open a UDP port for the other daemons")?;
     let mut net = Net::start(socket, &identity, (place.vm(), host), lease, inputs.clone(), log.clone())?;
     let rate = Arc::new(Rate::of(variable("SEMPA_MOVE_RATE").as_deref()).map_err(anyhow::Error::msg)?);
     let addresses = address::listening(variable("SEMPA_ADDRESS").as_deref(), &preferred, net.port()?);

@@ -6,12 +6,13 @@
 
 use super::local_socket::LocalSocket;
 use crate::machine::io::Descriptors;
+use nix::errno::Errno;
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use sempa_proto::frame::{Frame, FrameDecoder};
 use sempa_proto::route::WORD_DESCRIPTORS_MAX;
-use std::collections::VecDeque;
+use sempa_socket::{Passed, Taken};
 use std::io::{self, IoSlice};
-use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 use std::os::unix::net::UnixStream;
 
 /// Descriptors of one connection that wait for the rest of their frame: those of a frame that came in part, and of one
@@ -26,7 +27,7 @@ const READ_BYTES_MIN: usize = 16 << 10;
 #[derive(Debug, Default)]
 pub(crate) struct Incoming {
     decoder: FrameDecoder,
-    descriptors: VecDeque<OwnedFd>,
+    passed: Passed,
 }
 
 impl Incoming {
@@ -36,7 +37,7 @@ impl Incoming {
             if let Some(frame) = self.decoder.next_frame().map_err(|e| e.to_string())? {
                 return Ok(Some(frame));
             }
-            let left = self.descriptors.len();
+            let left = self.passed.len();
             if left > DESCRIPTORS_WAITING_MAX || (left > 0 && self.decoder.is_empty()) {
                 return Err("descriptors came that no word had announced".into());
             }
@@ -44,7 +45,7 @@ impl Incoming {
             if buffer.capacity() - buffer.len() < READ_BYTES_MIN {
                 buffer.reserve(READ_BYTES);
             }
-            match socket.read(buffer, &mut self.descriptors).await {
+            match socket.read(buffer, &mut self.passed).await {
                 Ok(0) if self.decoder.is_empty() => return Ok(None),
                 Ok(0) => return Err("the stream ended in the middle of a frame".into()),
                 Ok(_) => {}
@@ -55,21 +56,30 @@ impl Incoming {
         }
     }
 
-    /// The descriptors of the frame that was taken last, which announces so many.
+    /// The descriptors of the frame that was taken last, which announces so many; none if this daemon may have no more of them.
     pub(crate) fn descriptors(&mut self, announced: usize) -> Result<Descriptors, String> {
-        if self.descriptors.len() < announced {
-            return Err(format!("a word announced {announced} descriptors and {} came", self.descriptors.len()));
+        if announced == 0 {
+            return Ok(Descriptors::default());
         }
-        Ok(Descriptors::new(self.descriptors.drain(..announced).collect()))
+        match self.passed.take(announced) {
+            Taken::All(all) => Ok(Descriptors::new(all)),
+            Taken::Lost => Ok(Descriptors::default()),
+            Taken::Missing => Err(format!("a word announced {announced} descriptors and {} came", self.passed.len())),
+        }
     }
 }
 
-/// Writes the beginning of a frame with its descriptors, waiting until the socket takes some of it; says how much it took.
+/// Writes the beginning of a frame with its descriptors, waiting until the socket takes some of it; says how much it took. It
+/// takes all of a frame that comes to nothing because too many descriptors of this user are on their way: what offers or
+/// accepts a route is forgotten by both sides when no answer comes, and the daemons go on carrying their messages.
 pub(crate) async fn send_with(socket: &LocalSocket, frame: &[u8], descriptors: &Descriptors) -> io::Result<usize> {
     let raw: Vec<RawFd> = descriptors.iter().map(|fd: BorrowedFd<'_>| fd.as_raw_fd()).collect();
     let control = [ControlMessage::ScmRights(&raw)];
     let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
     let send =
-        |socket: &UnixStream| Ok(sendmsg::<()>(socket.as_raw_fd(), &[IoSlice::new(frame)], &control, flags, None)?);
+        |socket: &UnixStream| match sendmsg::<()>(socket.as_raw_fd(), &[IoSlice::new(frame)], &control, flags, None) {
+            Err(Errno::ETOOMANYREFS) => Ok(frame.len()),
+            sent => Ok(sent?),
+        };
     socket.write_with(send).await
 }

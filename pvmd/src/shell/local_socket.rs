@@ -5,11 +5,9 @@
 use super::sys::{Socket, watch};
 use bytes::BytesMut;
 use nix::sys::socket::MsgFlags;
-use sempa_socket::receive;
-use std::collections::VecDeque;
+use sempa_socket::{Passed, Received, receive};
 use std::io::{self, ErrorKind, IoSlice, Write};
 use std::net::Shutdown;
-use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
@@ -25,6 +23,7 @@ impl LocalSocket {
     /// The kernel has no room for one more.
     pub(crate) fn new(socket: UnixStream) -> io::Result<LocalSocket> {
         socket.set_nonblocking(true)?;
+        sempa_socket::make_room(&socket);
         Ok(LocalSocket(watch(socket, Interest::READABLE)?))
     }
 
@@ -33,21 +32,21 @@ impl LocalSocket {
         self.0.get_ref()
     }
 
-    /// Reads behind what `buffer` holds, as [`receive`] does, once there is something.
+    /// Reads behind what `buffer` holds, as [`receive`] does, once there is something: how many bytes.
     ///
     /// # Errors
     /// As there.
-    pub(crate) async fn read(&self, buffer: &mut BytesMut, descriptors: &mut VecDeque<OwnedFd>) -> io::Result<usize> {
+    pub(crate) async fn read(&self, buffer: &mut BytesMut, passed: &mut Passed) -> io::Result<usize> {
         loop {
             let mut ready = self.0.readable().await?;
-            let (room, held) = (buffer.capacity() - buffer.len(), descriptors.len());
-            match receive(self.socket(), buffer, descriptors, MsgFlags::MSG_DONTWAIT) {
-                Ok(count) => {
+            let room = buffer.capacity() - buffer.len();
+            match receive(self.socket(), buffer, passed, MsgFlags::MSG_DONTWAIT) {
+                Ok(Received { bytes, at_descriptors }) => {
                     // The kernel stops at descriptors; otherwise it gives all that there is, and announces what comes later.
-                    if count > 0 && count < room && descriptors.len() == held {
+                    if bytes > 0 && bytes < room && !at_descriptors {
                         ready.clear_ready();
                     }
-                    return Ok(count);
+                    return Ok(bytes);
                 }
                 Err(e) if e.kind() == ErrorKind::WouldBlock => ready.clear_ready(),
                 Err(e) => return Err(e),
@@ -117,7 +116,7 @@ mod tests {
 
     /// Reads until so many bytes are there; all of them and the number of descriptors that came along.
     async fn read(socket: &LocalSocket, bytes: usize) -> (BytesMut, usize) {
-        let (mut all, mut descriptors) = (BytesMut::new(), VecDeque::new());
+        let (mut all, mut descriptors) = (BytesMut::new(), Passed::default());
         while all.len() < bytes {
             all.reserve(ROOM);
             assert!(socket.read(&mut all, &mut descriptors).await.expect("open") > 0);
@@ -133,7 +132,7 @@ mod tests {
             assert_eq!(read(&socket, round).await.0, vec![round as u8; round]);
         }
         drop(theirs);
-        assert_eq!(socket.read(&mut BytesMut::with_capacity(ROOM), &mut VecDeque::new()).await.expect("an end"), 0);
+        assert_eq!(socket.read(&mut BytesMut::with_capacity(ROOM), &mut Passed::default()).await.expect("an end"), 0);
     }
 
     #[tokio::test]

@@ -210,7 +210,8 @@ async fn next_frame(daemon: &mut Daemon) -> ((Tid, Tid), u64) {
     }
 }
 
-#[tokio::test(flavor = "multi_thread")]
+// On one thread, as the daemon is: all is said before the first of it leaves.
+#[tokio::test]
 async fn a_pair_with_much_to_say_does_not_delay_another_pair() {
     const BEFORE: u64 = 20;
     // Far more than what is on its way at once.
@@ -240,7 +241,8 @@ async fn a_pair_with_much_to_say_does_not_delay_another_pair() {
     assert!(behind > 0, "the one frame came behind all {MUCH} that another pair had said before");
 }
 
-#[tokio::test(flavor = "multi_thread")]
+// On one thread, as the daemon is: all is said before the first of it leaves.
+#[tokio::test]
 async fn a_word_of_one_pair_does_not_wait_for_a_hundred_pairs_that_stream() {
     const BEFORE: u64 = 10;
     const STREAMING: u32 = 100;

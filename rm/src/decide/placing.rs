@@ -99,14 +99,18 @@ impl<'a> Placing<'a> {
             let why = self.why_load(hosts.first());
             (hosts, why)
         } else {
-            let calm: Vec<&HostView> = fit.iter().filter(|h| h.owner.is_calm()).copied().collect();
-            let fit = if calm.is_empty() { fit.clone() } else { calm };
-            let (hosts, last) = self.in_turn(&fit);
+            // Where somebody seems to be only what the others have no room for.
+            let (calm, others): (Vec<_>, Vec<_>) =
+                fit.iter().copied().partition(|host: &&HostView| host.owner.is_calm());
+            let mut hosts = self.in_turn(&calm, self.ask.count as usize);
+            let all = self.ask.count as usize - hosts.len();
+            hosts.extend(self.in_turn(&others, all));
             if snapshot.policy == Policy::RoundRobin {
-                rotation = last;
+                rotation = hosts.last().copied().unwrap_or(rotation);
             }
+            let among = if all == 0 { calm.len() } else { fit.len() };
             let asked = Why::Asked { host: named(&self.ask.request.place).to_string() };
-            (hosts, if self.ask.request.names_host() { asked } else { Why::InTurn { hosts: fit.len() } })
+            (hosts, if self.ask.request.names_host() { asked } else { Why::InTurn { hosts: among } })
         };
         if hosts.is_empty() {
             return self.none();
@@ -159,14 +163,11 @@ impl<'a> Placing<'a> {
         reasons.into_iter().for_each(|(host, why)| self.excluded.add(host, why));
     }
 
-    /// PVM's way: each host gets a consecutive run of tasks, the first host is the one behind the last one used. Answers
-    /// that last one, too.
-    fn in_turn(&self, fit: &[&HostView]) -> (Vec<HostId>, HostId) {
-        let rotation = self.snapshot.rotation;
-        let start = fit.iter().position(|h| h.id > rotation).unwrap_or(0);
+    /// PVM's way: each host gets a consecutive run of tasks, the first host is the one behind the last one used.
+    fn in_turn(&self, fit: &[&HostView], count: usize) -> Vec<HostId> {
+        let start = fit.iter().position(|h| h.id > self.snapshot.rotation).unwrap_or(0);
         let order: Vec<&HostView> = fit[start..].iter().chain(&fit[..start]).copied().collect();
         let mut room: Vec<usize> = order.iter().map(|h| self.capacity(h) as usize).collect();
-        let count = self.ask.count as usize;
         let mut hosts = Vec::with_capacity(count);
         while hosts.len() < count && room.iter().any(|room| *room > 0) {
             for (i, host) in order.iter().enumerate() {
@@ -175,8 +176,7 @@ impl<'a> Placing<'a> {
                 room[i] -= share;
             }
         }
-        let last = hosts.last().copied().unwrap_or(rotation);
-        (hosts, last)
+        hosts
     }
 
     /// Each task goes where it gets most, given where those before it went. Looks at the best hosts only, of all or of those
@@ -290,17 +290,12 @@ fn fill(hosts: &mut Vec<HostId>, host: &HostView, room: u32, count: usize) -> u3
 pub(super) struct Places<'a> {
     placing: Placing<'a>,
     count: u64,
-    /// Hosts that nobody seems to use, then the others.
-    room: [Room; 2],
-    /// The others count only when there is none of the first.
-    calm_first: bool,
+    room: Room,
 }
 
 /// What some hosts have.
 #[derive(Clone, Copy, Default)]
 struct Room {
-    /// How many of them are fit.
-    hosts: u64,
     /// How many tasks of the spawn they take together.
     tasks: u64,
     /// How many of them take all tasks.
@@ -314,42 +309,36 @@ impl<'a> Places<'a> {
     /// Those of [`Wants::of`].
     pub(super) fn of(snapshot: &'a Snapshot, ask: &'a Ask<'a>) -> Result<Places<'a>, WantsError> {
         let placing = Placing::new(snapshot, ask, Wants::of(ask.request)?);
-        let in_turn = snapshot.policy == Policy::RoundRobin || ask.request.names_host();
-        let calm_first = in_turn && placing.wants.rank.is_none();
-        let mut places = Places { placing, count: u64::from(ask.count), room: [Room::default(); 2], calm_first };
+        let mut places = Places { placing, count: u64::from(ask.count), room: Room::default() };
         for host in &snapshot.hosts {
-            let room = places.room_on(host);
-            places.add(host, room);
+            places.add(places.room_on(host));
         }
         Ok(places)
     }
 
-    /// Room on a host that is fit.
-    fn room_on(&self, host: &HostView) -> Option<u64> {
-        self.placing.exclusion(host).is_none().then(|| u64::from(self.placing.capacity(host)).min(self.count))
+    /// Room on a host; none on one that is not fit.
+    fn room_on(&self, host: &HostView) -> u64 {
+        if self.placing.exclusion(host).is_some() {
+            return 0;
+        }
+        u64::from(self.placing.capacity(host)).min(self.count)
     }
 
-    fn add(&mut self, host: &HostView, room: Option<u64>) {
-        let (of, tasks) = (&mut self.room[usize::from(!host.owner.is_calm())], room.unwrap_or(0));
-        of.hosts += u64::from(room.is_some());
-        of.tasks += tasks;
-        of.for_all += u64::from(tasks == self.count);
+    fn add(&mut self, tasks: u64) {
+        self.room.tasks += tasks;
+        self.room.for_all += u64::from(tasks == self.count);
     }
 
-    fn sub(&mut self, host: &HostView, room: Option<u64>) {
-        let (of, tasks) = (&mut self.room[usize::from(!host.owner.is_calm())], room.unwrap_or(0));
-        of.hosts -= u64::from(room.is_some());
-        of.tasks -= tasks;
-        of.for_all -= u64::from(tasks == self.count);
+    fn sub(&mut self, tasks: u64) {
+        self.room.tasks -= tasks;
+        self.room.for_all -= u64::from(tasks == self.count);
     }
 
     fn tasks(&self) -> u64 {
-        let [calm, other] = self.room;
         if self.placing.wants.together == Together::SameHost {
-            return if calm.for_all + other.for_all > 0 { self.count } else { 0 };
+            return if self.room.for_all > 0 { self.count } else { 0 };
         }
-        let others = if self.calm_first && calm.hosts > 0 { 0 } else { other.tasks };
-        (calm.tasks + others).min(self.count)
+        self.room.tasks.min(self.count)
     }
 
     /// True when all tasks get places.
@@ -363,13 +352,13 @@ impl<'a> Places<'a> {
         let (tasks, before, own) = (self.tasks(), self.room_on(host), self.placing.loads.load(id).own);
         self.placing.loads.put(id, own.saturating_sub(several));
         let after = self.room_on(host);
-        self.sub(host, before);
-        self.add(host, after);
+        self.sub(before);
+        self.add(after);
         let gains = self.tasks() > tasks;
         if !gains {
             self.placing.loads.put(id, own);
-            self.sub(host, after);
-            self.add(host, before);
+            self.sub(after);
+            self.add(before);
         }
         gains
     }

@@ -46,7 +46,7 @@ pub fn give_way(snapshot: &Snapshot, fair: &Fair, ask: &Ask<'_>) -> Vec<GivesWay
         return Vec::new();
     }
     let Ok(places) = Places::of(snapshot, ask) else { return Vec::new() };
-    let mut giving = Giving { places, looked_at: 0, out: Vec::new() };
+    let mut giving = Giving { places, looked_at: 0, together: BTreeMap::new(), out: Vec::new() };
     let index = snapshot.hosts.index(now);
     for user in users {
         let why = format!(
@@ -65,6 +65,8 @@ pub fn give_way(snapshot: &Snapshot, fair: &Fair, ask: &Ask<'_>) -> Vec<GivesWay
 struct Giving<'a> {
     places: Places<'a>,
     looked_at: usize,
+    /// Those that make no room yet, by host: of the users before, too, for a host may be shared by several who owe.
+    together: BTreeMap<HostId, Vec<GivesWay>>,
     out: Vec<GivesWay>,
 }
 
@@ -88,16 +90,14 @@ impl Giving<'_> {
 
     /// Tasks that make room together with others on the same hosts.
     fn several(&mut self, tasks: Vec<(Tid, HostId)>, why: &str) {
-        let mut on = BTreeMap::<HostId, Vec<Tid>>::new();
         for (tid, host) in tasks {
             if self.places.are_enough() {
                 break;
             }
-            let together = on.entry(host).or_default();
-            together.push(tid);
+            let together = self.together.entry(host).or_default();
+            together.push(GivesWay { tid, why: why.to_string() });
             if self.places.gain_without(host, together.len() as u32) {
-                let given = std::mem::take(together).into_iter();
-                self.out.extend(given.map(|tid| GivesWay { tid, why: why.to_string() }));
+                self.out.append(together);
             }
         }
     }

@@ -14,8 +14,8 @@ pub(super) const PROMISE_US: u64 = 50_000;
 /// in bytes per second, if there is somewhere to go. What took longer is told with its story.
 const CLEAN_US: u64 = 1_000_000;
 const LINK: u64 = 100_000_000;
-/// So much processor time a dump takes inside of the process that it dumps.
-const DUMP_US: u64 = 5_000;
+/// Processor time that the kernel may count for a process as it is stopped, or killed.
+const STOPPING_US: u64 = 1_000;
 /// A decision may be carried out so long after its reason has gone.
 const AFTER_US: u64 = 1_000_000;
 /// Of what is to be judged so many in a hundred may escape us: a task that ended just then, a process that nobody had found yet.
@@ -48,6 +48,8 @@ pub(super) struct Outcome {
     /// Processor time that kernels of tablix2 got on hosts whose owner had come longer than promised before, by the kernel's
     /// count; sorted.
     pub(super) kernels_got_us: Vec<u64>,
+    /// What dumps used inside of them meanwhile; sorted.
+    pub(super) dumps_got_us: Vec<u64>,
     /// Kernels beside an owner at which nobody looked.
     pub(super) kernels_skipped: usize,
     /// From the login record until the load watcher knew; sorted.
@@ -183,15 +185,15 @@ impl Outcome {
         });
         let Outcome { stood_still_us, seen_us, held_us, clean_us, .. } = self;
         [stood_still_us, seen_us, held_us, clean_us].into_iter().for_each(|all| all.sort_unstable());
-        let Outcome { cleared_us, nowhere_us, kernels_got_us, .. } = self;
-        [cleared_us, nowhere_us, kernels_got_us].into_iter().for_each(|all| all.sort_unstable());
+        let Outcome { cleared_us, nowhere_us, kernels_got_us, dumps_got_us, .. } = self;
+        [cleared_us, nowhere_us, kernels_got_us, dumps_got_us].into_iter().for_each(|all| all.sort_unstable());
         self.sum_up();
     }
 
     fn sum_up(&mut self) {
         let promise = PROMISE_US / 1000;
         let late = self.stood_still_us.iter().filter(|us| **us > PROMISE_US).count();
-        let got = self.kernels_got_us.iter().filter(|us| **us > DUMP_US).count();
+        let got = self.kernels_got_us.iter().filter(|us| **us > STOPPING_US).count();
         for (what, count) in [
             (format!("times a worker ran longer than {promise} ms beside an owner"), late),
             (
@@ -282,7 +284,8 @@ impl Outcome {
         let Some(end) = over(events, visit).filter(|end| *end > visit.since + PROMISE_US) else { return };
         let got = seen.got_us(visit.host, visit.since + PROMISE_US, end);
         self.kernels_skipped += kernels.saturating_sub(got.len());
-        self.kernels_got_us.extend(got);
+        self.kernels_got_us.extend(got.iter().map(|used| used.program));
+        self.dumps_got_us.extend(got.iter().map(|used| used.dump));
     }
 
     /// For each visit where the worker was: how long it ran yet.

@@ -23,7 +23,25 @@ pub(super) struct Sample {
     /// Microseconds since 1970.
     pub(super) at_us: u64,
     /// Microseconds of processor time, of all its threads.
-    pub(super) used_us: u64,
+    pub(super) used_us: Used,
+}
+
+/// Microseconds of processor time.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Used {
+    /// The program's.
+    pub(super) program: u64,
+    /// While a tracer had the process in its hands: what a dump does inside of it. The program does not run then.
+    pub(super) dump: u64,
+}
+
+/// A look at a process.
+#[derive(Clone, Copy, Debug)]
+struct Look {
+    at_us: u64,
+    /// Microseconds of the threads that are there.
+    counted: u64,
+    traced: bool,
 }
 
 /// A process on a host: the host's index, and its own number on this machine.
@@ -34,24 +52,22 @@ pub(super) type Process = (u16, u32);
 pub(super) struct Seen {
     pub(super) all: BTreeMap<Process, Vec<Sample>>,
     count: usize,
-    /// What threads had used that have ended since, by the last count with them.
-    ended: BTreeMap<Process, Ended>,
-}
-
-/// The kernel counts for threads that are there.
-#[derive(Debug, Default)]
-struct Ended {
-    counted: u64,
-    before: u64,
+    last: BTreeMap<Process, Look>,
 }
 
 impl Seen {
-    /// `counted`: of the threads that are there, in microseconds.
-    fn note(&mut self, process: Process, at_us: u64, counted: u64) {
-        let ended = self.ended.entry(process).or_default();
-        ended.before += ended.counted.saturating_sub(counted);
-        ended.counted = counted;
-        let sample = Sample { at_us, used_us: ended.before + counted };
+    /// The kernel counts for threads that are there: one that has ended takes nothing back. What a process used until a look at
+    /// which it was traced, or since one, is the dump's: it begins with a process that stands still.
+    fn note(&mut self, process: Process, look: Look) {
+        let mut used = self.all.get(&process).and_then(|list| list.last()).map_or(Used::default(), |last| last.used_us);
+        let last = self.last.insert(process, look);
+        let more = look.counted.saturating_sub(last.map_or(0, |last| last.counted));
+        if look.traced || last.is_some_and(|last| last.traced) {
+            used.dump += more;
+        } else {
+            used.program += more;
+        }
+        let sample = Sample { at_us: look.at_us, used_us: used };
         let list = self.all.entry(process).or_default();
         if let [.., before, last] = list.as_mut_slice()
             && before.used_us == sample.used_us
@@ -66,22 +82,24 @@ impl Seen {
 
     /// What each process of a host got between these times, as far as that is sure: from the first look behind the beginning
     /// to the last one before the end. None of a process at which nobody looked twice in that time.
-    pub(super) fn got_us(&self, host: u16, from: u64, to: u64) -> Vec<u64> {
+    pub(super) fn got_us(&self, host: u16, from: u64, to: u64) -> Vec<Used> {
         let of_host = self.all.iter().filter(|((on, _), _)| *on == host).map(|(_, samples)| samples);
         of_host.filter_map(|samples| got(samples, from, to)).collect()
     }
 }
 
 /// See [`Seen::got_us`].
-fn got(samples: &[Sample], from: u64, to: u64) -> Option<u64> {
+fn got(samples: &[Sample], from: u64, to: u64) -> Option<Used> {
     let first = samples.partition_point(|sample| sample.at_us < from);
     let begin = samples.get(first)?;
     if begin.at_us > to {
         // Of a standstill only the two ends are kept.
-        return samples.get(first.checked_sub(1)?).filter(|before| before.used_us == begin.used_us).map(|_| 0);
+        let before = samples.get(first.checked_sub(1)?)?;
+        return (before.used_us == begin.used_us).then(Used::default);
     }
     let last = samples.partition_point(|sample| sample.at_us <= to).checked_sub(1)?;
-    Some(samples[last].used_us - begin.used_us)
+    let (last, begin) = (samples[last].used_us, begin.used_us);
+    Some(Used { program: last.program - begin.program, dump: last.dump - begin.dump })
 }
 
 /// Somebody who looks.
@@ -114,8 +132,8 @@ impl Watch {
                     (found, searched) = (find(), Instant::now());
                 }
                 for process in &found {
-                    if let Some(counted) = used_us(process.1) {
-                        seen.note(*process, now_us(), counted);
+                    if let Some(look) = look_at(process.1) {
+                        seen.note(*process, look);
                     }
                 }
                 std::thread::sleep(LOOK);
@@ -130,6 +148,14 @@ impl Watch {
         self.stop.store(true, Ordering::Relaxed);
         self.looks.join().map_err(|_| anyhow::anyhow!("the thread that looks at processes has died"))
     }
+}
+
+/// A look at a process, if it is there.
+fn look_at(pid: u32) -> Option<Look> {
+    let counted = used_us(pid)?;
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    let tracer = status.lines().find_map(|line| line.strip_prefix("TracerPid:"))?;
+    Some(Look { at_us: now_us(), counted, traced: tracer.trim() != "0" })
 }
 
 /// Processor time of all threads of a process, as the kernel's scheduler counts it.
@@ -152,30 +178,62 @@ pub(super) fn now_us() -> u64 {
 mod tests {
     use super::*;
 
-    fn seen(samples: &[(u64, u64)]) -> Seen {
+    /// Looks: when, what was counted, whether there was a tracer.
+    fn seen(looks: &[(u64, u64, bool)]) -> Seen {
         let mut seen = Seen::default();
-        samples.iter().for_each(|(at_us, used_us)| seen.note((2, 77), *at_us, *used_us));
+        let note = |(at_us, counted, traced): &(u64, u64, bool)| {
+            seen.note((2, 77), Look { at_us: *at_us, counted: *counted, traced: *traced });
+        };
+        looks.iter().for_each(note);
         seen
+    }
+
+    fn untraced(looks: &[(u64, u64)]) -> Seen {
+        seen(&looks.iter().map(|(at_us, counted)| (*at_us, *counted, false)).collect::<Vec<_>>())
+    }
+
+    fn program(seen: &Seen, host: u16, from: u64, to: u64) -> Vec<u64> {
+        seen.got_us(host, from, to).into_iter().map(|used| used.program).collect()
     }
 
     #[test]
     fn what_a_process_got_in_a_time_is_told_as_far_as_it_is_sure() {
-        let seen = seen(&[(100, 10), (105, 14), (110, 14), (115, 14), (120, 14), (125, 19), (130, 19)]);
+        let seen = untraced(&[(100, 10), (105, 14), (110, 14), (115, 14), (120, 14), (125, 19), (130, 19)]);
         assert_eq!(seen.all[&(2, 77)].len(), 5, "those in the middle of a standstill say nothing");
-        assert_eq!(seen.got_us(2, 100, 130), [9]);
-        assert_eq!(seen.got_us(2, 101, 124), [0], "from 105 to 120 it stood still");
-        assert_eq!(seen.got_us(2, 106, 118), [0], "nobody has to have looked just then");
-        assert_eq!(seen.got_us(2, 112, 128), [5], "from 120 on");
-        assert_eq!(seen.got_us(1, 100, 130), [0; 0], "on the other host it is not");
-        assert_eq!(seen.got_us(2, 131, 140), [0; 0], "nobody has looked");
+        assert_eq!(program(&seen, 2, 100, 130), [9]);
+        assert_eq!(program(&seen, 2, 101, 124), [0], "from 105 to 120 it stood still");
+        assert_eq!(program(&seen, 2, 106, 118), [0], "nobody has to have looked just then");
+        assert_eq!(program(&seen, 2, 112, 128), [5], "from 120 on");
+        assert_eq!(program(&seen, 1, 100, 130), [0; 0], "on the other host it is not");
+        assert_eq!(program(&seen, 2, 131, 140), [0; 0], "nobody has looked");
     }
 
     #[test]
     fn a_thread_that_ends_takes_nothing_back() {
-        let seen = seen(&[(100, 30), (105, 40), (110, 25), (115, 27)]);
-        assert_eq!(seen.got_us(2, 100, 105), [10]);
-        assert_eq!(seen.got_us(2, 105, 115), [2], "of the one that is left");
-        assert_eq!(seen.got_us(2, 100, 115), [12]);
+        let seen = untraced(&[(100, 30), (105, 40), (110, 25), (115, 27)]);
+        assert_eq!(program(&seen, 2, 100, 105), [10]);
+        assert_eq!(program(&seen, 2, 105, 115), [2], "of the one that is left");
+        assert_eq!(program(&seen, 2, 100, 115), [12]);
+    }
+
+    #[test]
+    fn what_a_dump_does_inside_of_a_process_is_not_the_programs() {
+        let seen = seen(&[
+            (100, 0, false),
+            (105, 4, false),
+            (110, 4, false),
+            (115, 9, true),
+            (120, 11, false),
+            (125, 14, false),
+        ]);
+        assert_eq!(seen.got_us(2, 100, 125), [Used { program: 7, dump: 7 }]);
+        assert_eq!(seen.got_us(2, 105, 120), [Used { program: 0, dump: 7 }]);
+    }
+
+    #[test]
+    fn a_process_that_nobody_traces_is_looked_at() {
+        let look = look_at(std::process::id()).expect("it runs");
+        assert!(!look.traced && look.at_us > 0);
     }
 
     #[test]

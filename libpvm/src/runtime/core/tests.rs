@@ -146,7 +146,7 @@ fn a_late_acknowledgement_does_not_bring_a_dead_task_back() {
     let mut decoder = FrameDecoder::new();
     decoder.push(&encode_link(&late));
     let frame = decoder.next_frame().expect("good").expect("whole");
-    core.take_frame(Micros(0), frame, &mut VecDeque::new()).expect("ignored");
+    core.take_frame(Micros(0), frame, &mut Passed::default()).expect("ignored");
     assert!(core.is_gone(PEER));
 }
 
@@ -179,7 +179,7 @@ fn take(core: &mut Core, frame: &LinkFrame) {
     let mut decoder = FrameDecoder::new();
     decoder.push(&encode_link(frame));
     let frame = decoder.next_frame().expect("good").expect("whole");
-    core.take_frame(Micros(0), frame, &mut VecDeque::new()).expect("taken");
+    core.take_frame(Micros(0), frame, &mut Passed::default()).expect("taken");
 }
 
 /// A process that was quiesced is started again, on timeline 3 and together with PEER.
@@ -257,7 +257,7 @@ fn before_a_direct_route_stands_both_ends_have_agreed_on_the_later_timeline() {
         let mut decoder = FrameDecoder::new();
         decoder.push(&word);
         let frame = decoder.next_frame().expect("good").expect("whole");
-        core.take_frame(Micros(0), frame, &mut VecDeque::new()).expect("taken");
+        core.take_frame(Micros(0), frame, &mut Passed::default()).expect("taken");
     };
     // Whoever has stayed outside: what it keeps for the other one goes on the new timeline.
     let mut core = core();

@@ -107,6 +107,19 @@ impl Core {
         }
     }
 
+    /// A word of another task has come for whose descriptors this process has no room: the daemon carries on.
+    pub(in crate::runtime) fn could_not_take(&mut self, now: Micros, from: Tid, word: &RouteWord) {
+        match *word {
+            RouteWord::RingOffer { id, .. } => {
+                self.say(from, RouteWord::RingRefuse { id }, Vec::new());
+            }
+            // The other task has its ring, and sees that this end of it is closed.
+            RouteWord::RingAccept { .. } => self.drop_offer(now, from, Standing::Refused { until: now + REFUSAL }),
+            // Its large messages are copied.
+            _ => {}
+        }
+    }
+
     /// Forgets an offer; the daemon carries what waits.
     fn drop_offer(&mut self, now: Micros, peer: Tid, standing: Standing) {
         if !self.near.is_offered(peer) {

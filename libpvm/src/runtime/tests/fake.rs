@@ -10,8 +10,8 @@ use sempa_proto::message::DSIG_X86_64;
 use sempa_proto::route::RouteWord;
 use sempa_proto::task::{AtEnd, Claim, Hello, Reply, Request, ResumeToken, RmInfo, Sink, ToDaemon, ToTask, Welcome};
 use sempa_proto::{HostId, MigrationId, RequestId, Tid};
-use sempa_socket::receive;
-use std::collections::{HashMap, VecDeque};
+use sempa_socket::{Passed, Taken, receive};
+use std::collections::HashMap;
 use std::io::{IoSlice, Write};
 use std::net::{Ipv4Addr, Shutdown, SocketAddr};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
@@ -225,22 +225,22 @@ impl Drop for Fake {
     }
 }
 
-fn read_frame(stream: &UnixStream, decoder: &mut FrameDecoder, descriptors: &mut VecDeque<OwnedFd>) -> Option<Frame> {
+fn read_frame(stream: &UnixStream, decoder: &mut FrameDecoder, passed: &mut Passed) -> Option<Frame> {
     loop {
         if let Some(frame) = decoder.next_frame().expect("the library speaks in frames") {
             return Some(frame);
         }
         decoder.buffer_mut().reserve(64 << 10);
-        match receive(stream, decoder.buffer_mut(), descriptors, MsgFlags::empty()) {
-            Ok(n) if n > 0 => {}
+        match receive(stream, decoder.buffer_mut(), passed, MsgFlags::empty()) {
+            Ok(received) if received.bytes > 0 => {}
             _ => return None,
         }
     }
 }
 
 fn serve(shared: &Shared, stream: UnixStream) {
-    let (mut decoder, mut descriptors) = (FrameDecoder::new(), VecDeque::new());
-    let Some(first) = read_frame(&stream, &mut decoder, &mut descriptors) else { return };
+    let (mut decoder, mut passed) = (FrameDecoder::new(), Passed::default());
+    let Some(first) = read_frame(&stream, &mut decoder, &mut passed) else { return };
     let Ok(ToDaemon::Hello(hello)) = first.control::<ToDaemon>() else { panic!("the first frame is a hello") };
     let Some(tid) = seat(shared, &hello, &stream) else { return };
     loop {
@@ -250,8 +250,8 @@ fn serve(shared: &Shared, stream: UnixStream) {
             net = shared.changed.wait_timeout(net, PATIENCE).expect("no panic under the lock").0;
         }
         drop(net);
-        let Some(frame) = read_frame(&stream, &mut decoder, &mut descriptors) else { break };
-        take(shared, tid, frame, &mut descriptors);
+        let Some(frame) = read_frame(&stream, &mut decoder, &mut passed) else { break };
+        take(shared, tid, frame, &mut passed);
     }
     let mut net = shared.net.lock().expect("no panic under the lock");
     let seat = net.seats.get_mut(&tid).expect("seated");
@@ -320,7 +320,7 @@ fn seat(shared: &Shared, hello: &Hello, stream: &UnixStream) -> Option<Tid> {
     Some(tid)
 }
 
-fn take(shared: &Shared, tid: Tid, frame: Frame, descriptors: &mut VecDeque<OwnedFd>) {
+fn take(shared: &Shared, tid: Tid, frame: Frame, passed: &mut Passed) {
     let mut net = shared.net.lock().expect("no panic under the lock");
     if frame.kind == FrameKind::Link {
         let link = frame.link().expect("a link frame");
@@ -348,7 +348,12 @@ fn take(shared: &Shared, tid: Tid, frame: Frame, descriptors: &mut VecDeque<Owne
         }
     }
     if let ToDaemon::Route { to, word } = &said {
-        pass_on(&mut net, tid, *to, word.clone(), descriptors.drain(..word.descriptors()).collect());
+        let descriptors = match (word.descriptors(), passed.is_empty()) {
+            (announced, false) if announced > 0 => passed.take(announced),
+            _ => Taken::All(Vec::new()),
+        };
+        let Taken::All(descriptors) = descriptors else { panic!("a word without its descriptors") };
+        pass_on(&mut net, tid, *to, word.clone(), descriptors);
     }
     net.log.push((tid, said));
 }

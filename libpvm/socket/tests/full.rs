@@ -1,0 +1,41 @@
+//! A process that may have no more descriptors. It changes what holds for its whole process, so it is alone in its file.
+
+use bytes::BytesMut;
+use nix::sys::resource::{Resource, setrlimit};
+use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
+use sempa_socket::{Passed, Received, Taken, receive};
+use std::fs::File;
+use std::io::IoSlice;
+use std::os::fd::{AsRawFd, RawFd};
+use std::os::unix::net::UnixStream;
+
+/// More than a process that runs a test has open.
+const LIMIT: u64 = 128;
+
+fn send(to: &UnixStream, bytes: &[u8], descriptors: &[RawFd]) {
+    let rights = [ControlMessage::ScmRights(descriptors)];
+    sendmsg::<()>(to.as_raw_fd(), &[IoSlice::new(bytes)], &rights, MsgFlags::empty(), None).expect("sent");
+}
+
+#[test]
+fn a_word_for_whose_descriptors_there_is_no_room_is_lost_and_no_other_one_gets_them() {
+    let (near, far) = UnixStream::pair().expect("a pair");
+    let file = File::open("/dev/null").expect("it is there");
+    for word in [b"none", b"half", b"both"] {
+        send(&near, word, &[file.as_raw_fd(), near.as_raw_fd()]);
+    }
+    setrlimit(Resource::RLIMIT_NOFILE, LIMIT, LIMIT).expect("it may have less");
+    let mut full: Vec<File> = std::iter::from_fn(|| File::open("/dev/null").ok()).collect();
+    let (mut buffer, mut passed) = (BytesMut::with_capacity(100), Passed::default());
+    for room in 0..3 {
+        full.truncate(full.len() - usize::from(room > 0));
+        let received = receive(&far, &mut buffer, &mut passed, MsgFlags::MSG_DONTWAIT).expect("there");
+        assert_eq!(received, Received { bytes: 4, at_descriptors: true }, "it may go on behind them");
+    }
+    assert_eq!(&buffer[..], b"nonehalfboth", "no byte of the words is lost");
+    assert_eq!(passed.len(), 4, "two sets that are lost, and two descriptors");
+    assert!(matches!(passed.take(2), Taken::Lost));
+    assert!(matches!(passed.take(2), Taken::Lost), "also that of which one came");
+    assert!(matches!(passed.take(2), Taken::All(both) if both.len() == 2));
+    assert!(matches!(passed.take(1), Taken::Missing));
+}
