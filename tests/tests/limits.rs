@@ -1,5 +1,6 @@
 //! What PVM 3.4.6 had no room for.
 
+use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use nix::unistd::Pid;
 use sempa_tests::needs::testbed;
 use sempa_tests::run::{Running, run};
@@ -7,6 +8,9 @@ use sempa_tests::steps::daemon_of;
 use sempa_tests::vm::Settings;
 use sempa_tests::{Vm, eventually};
 use std::fs::File;
+use std::io::IoSlice;
+use std::os::fd::AsRawFd;
+use std::os::unix::net::UnixStream;
 use std::process::Stdio;
 use std::time::Duration;
 
@@ -88,14 +92,29 @@ fn more_tasks_than_pvms_four_thousand_live_on_one_host() {
     vm.halt().expect("it ends");
 }
 
-/// The process opens no descriptor more; those that it has remain.
-fn fill(pid: Pid) {
+/// The process may open so few descriptors more; those that it has remain.
+fn leave_room(pid: Pid, more: u32) {
     let open = |fd: &u32| std::fs::symlink_metadata(format!("/proc/{pid}/fd/{fd}")).is_ok();
     let free = (0..).find(|fd| !open(fd)).expect("one of them");
     let mut limit = std::process::Command::new("prlimit");
-    limit.args(["--pid", &pid.to_string(), &format!("--nofile={free}:")]);
+    limit.args(["--pid", &pid.to_string(), &format!("--nofile={}:", free + more)]);
     let done = run(limit, LONG).expect("util-linux");
     assert!(done.good(), "{}", done.err);
+}
+
+/// Two tasks meet, their daemon may open so few descriptors more from then on, and they talk.
+fn talk_beside(vm: &Vm, folder: &str, more: u32) {
+    let folder = vm.home().join(folder);
+    std::fs::create_dir(&folder).expect("made");
+    std::thread::scope(|scope| {
+        let talk = scope.spawn(|| good(vm, &["full", folder.to_str().expect("text")]));
+        let ready = folder.join("ready");
+        let met = || ready.exists().then_some(()).ok_or("the tasks have not met".to_string());
+        eventually(LONG, met).expect("they meet");
+        leave_room(daemon_of(vm.bed().host(1)).expect("a daemon"), more);
+        std::fs::write(folder.join("go"), "").expect("made");
+        talk.join().expect("all comes");
+    });
 }
 
 #[test]
@@ -104,17 +123,20 @@ fn tasks_and_a_daemon_that_may_have_no_more_descriptors_lose_no_message() {
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     good(&vm, &["full", "here"]);
     good(&vm, &["full", "there"]);
-    let folder = vm.home().join("full");
-    std::fs::create_dir(&folder).expect("made");
-    std::thread::scope(|scope| {
-        let talk = scope.spawn(|| good(&vm, &["full", folder.to_str().expect("text")]));
-        let ready = folder.join("ready");
-        eventually(LONG, || ready.exists().then_some(()).ok_or("the tasks have not met".to_string()))
-            .expect("they meet");
-        fill(daemon_of(bed.host(1)).expect("a daemon"));
-        std::fs::write(folder.join("go"), "").expect("made");
-        talk.join().expect("all comes");
-    });
+    talk_beside(&vm, "full", 0);
+}
+
+#[test]
+fn a_daemon_whose_user_has_too_many_descriptors_on_their_way_loses_no_message() {
+    /// More than the daemon may have, and than its user may send by it while they are on their way.
+    const ON_THEIR_WAY: usize = 200;
+    let Some((bed, _)) = testbed(1) else { return };
+    let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
+    let (near, _far) = UnixStream::pair().expect("a pair");
+    let many = [near.as_raw_fd(); ON_THEIR_WAY];
+    let rights = [ControlMessage::ScmRights(&many)];
+    sendmsg::<()>(near.as_raw_fd(), &[IoSlice::new(b"x")], &rights, MsgFlags::empty(), None).expect("nobody takes them");
+    talk_beside(&vm, "many", 16);
 }
 
 fn free_mebibytes() -> u64 {

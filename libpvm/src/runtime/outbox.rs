@@ -132,6 +132,26 @@ mod tests {
     use sempa_proto::link::LinkKind;
 
     #[test]
+    fn a_word_that_cannot_go_is_left_out_with_its_descriptors_and_what_follows_goes() {
+        let mut outbox = Outbox::default();
+        let file = Arc::new(Own::fd(OwnedFd::from(std::fs::File::open("/dev/null").expect("there is one"))));
+        outbox.push(Bytes::from_static(b"before"));
+        outbox.push_with(Bytes::from_static(b"word"), vec![file.clone()]);
+        outbox.push_with(Bytes::from_static(b"another"), vec![file]);
+        let next = |outbox: &Outbox| {
+            let (slices, descriptors) = outbox.slices();
+            (slices.iter().flat_map(|slice| slice.to_vec()).collect::<Vec<u8>>(), descriptors.len())
+        };
+        assert_eq!(next(&outbox), (b"before".to_vec(), 0));
+        outbox.advance(6);
+        assert_eq!(next(&outbox), (b"word".to_vec(), 1));
+        outbox.skip_word();
+        assert_eq!(next(&outbox), (b"another".to_vec(), 1));
+        outbox.skip_word();
+        assert_eq!((outbox.backlog(), outbox.is_empty()), (0, true));
+    }
+
+    #[test]
     fn frames_of_any_size_come_out_whole_however_they_are_written() {
         let frame = |len: usize| LinkFrame {
             src: Tid::from_raw(0x40001),
