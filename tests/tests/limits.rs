@@ -135,7 +135,8 @@ fn a_daemon_whose_user_has_too_many_descriptors_on_their_way_loses_no_message() 
     let (near, _far) = UnixStream::pair().expect("a pair");
     let many = [near.as_raw_fd(); ON_THEIR_WAY];
     let rights = [ControlMessage::ScmRights(&many)];
-    sendmsg::<()>(near.as_raw_fd(), &[IoSlice::new(b"x")], &rights, MsgFlags::empty(), None).expect("nobody takes them");
+    sendmsg::<()>(near.as_raw_fd(), &[IoSlice::new(b"x")], &rights, MsgFlags::empty(), None)
+        .expect("nobody takes them");
     talk_beside(&vm, "many", 16);
 }
 

@@ -103,12 +103,12 @@ impl<'a> Placing<'a> {
             let (calm, others): (Vec<_>, Vec<_>) =
                 fit.iter().copied().partition(|host: &&HostView| host.owner.is_calm());
             let mut hosts = self.in_turn(&calm, self.ask.count as usize);
-            let all = self.ask.count as usize - hosts.len();
-            hosts.extend(self.in_turn(&others, all));
+            let left = self.ask.count as usize - hosts.len();
+            hosts.extend(self.in_turn(&others, left));
             if snapshot.policy == Policy::RoundRobin {
                 rotation = hosts.last().copied().unwrap_or(rotation);
             }
-            let among = if all == 0 { calm.len() } else { fit.len() };
+            let among = if left == 0 { calm.len() } else { fit.len() };
             let asked = Why::Asked { host: named(&self.ask.request.place).to_string() };
             (hosts, if self.ask.request.names_host() { asked } else { Why::InTurn { hosts: among } })
         };

@@ -348,9 +348,9 @@ fn take(shared: &Shared, tid: Tid, frame: Frame, passed: &mut Passed) {
         }
     }
     if let ToDaemon::Route { to, word } = &said {
-        let descriptors = match (word.descriptors(), passed.is_empty()) {
-            (announced, false) if announced > 0 => passed.take(announced),
-            _ => Taken::All(Vec::new()),
+        let descriptors = match word.descriptors() {
+            0 => Taken::All(Vec::new()),
+            announced => passed.take(announced),
         };
         let Taken::All(descriptors) = descriptors else { panic!("a word without its descriptors") };
         pass_on(&mut net, tid, *to, word.clone(), descriptors);
