@@ -196,14 +196,17 @@ impl Testbed {
     /// # Errors
     /// The kernel refuses.
     pub fn put_tmp_on_disk(&self, i: usize) -> Result<()> {
-        let (all, disk) = (&self.folder, self.folder.join(format!("h{i}-tmp")));
-        let under = disk.join(all.file_name().context("a testbed has a folder")?);
-        fs::create_dir_all(&under)?;
+        let disk = self.folder.join(format!("h{i}-tmp"));
+        fs::create_dir_all(&disk)?;
         fs::set_permissions(&disk, fs::Permissions::from_mode(0o1777))?;
-        // The testbed's own folder is below, and stays where it was.
-        let (all, disk) = (all.display(), disk.display());
-        let line =
-            format!("exec 3<{all} && mount --bind {disk} /tmp && mount --no-canonicalize --bind /proc/self/fd/3 {all}");
+        let mut line = format!("mount --bind {} /tmp", disk.display());
+        // The testbed's own folder is below, and the programs may be; they stay where they were.
+        let kept = [Some(&self.folder), self.prefix.as_ref()].into_iter().flatten();
+        for (fd, (path, below)) in (3..).zip(kept.filter_map(|path| Some((path, path.strip_prefix("/tmp").ok()?)))) {
+            fs::create_dir_all(disk.join(below))?;
+            let path = path.display();
+            line = format!("exec {fd}<{path} && {line} && mount --no-canonicalize --bind /proc/self/fd/{fd} {path}");
+        }
         self.host(i).shell(&line, UP_TIME)?.expect_good("another /tmp").map(drop)
     }
 
