@@ -24,7 +24,7 @@
 
 enum { TAG_DATA = 1, TAG_GO, TAG_DONE, TAG_ROUTE };
 enum { VARIABLE_BYTES = 100000, PIECE_BYTES = 16 << 20, AT_ONCE = 500, LOOK_US = 20000 };
-enum { WORDS = 200, DESCRIPTORS = 256, LARGE_BYTES = 1 << 20, LARGE_EVERY = 20 };
+enum { WORDS = 200, WORD_BYTES = 4, DESCRIPTORS = 256, LARGE_BYTES = 1 << 20, LARGE_EVERY = 20 };
 
 static int fail(const char *what, long number)
 {
@@ -166,14 +166,14 @@ static int giant_child(int mebibytes)
     return send_int(pvm_parent(), TAG_DONE, right) < 0;
 }
 
-/* A file says that one of the two has sent all: no call of PVM takes part in that. */
-static void say_sent_and_wait(const char *folder, const char *own, const char *other)
+/* A file says how far this one is, another one how far the other: no call of PVM takes part in that. */
+static void say_and_wait(const char *folder, const char *own, const char *other)
 {
     char path[4096];
     snprintf(path, sizeof path, "%s/%s", folder, own);
-    FILE *sent = fopen(path, "w");
-    if (sent)
-        fclose(sent);
+    FILE *said = fopen(path, "w");
+    if (said)
+        fclose(said);
     for (snprintf(path, sizeof path, "%s/%s", folder, other); access(path, F_OK) != 0;)
         usleep(LOOK_US);
 }
@@ -190,7 +190,7 @@ static int exchange(int peer, int pieces, const char *folder, int mine, int thei
         if (pvm_initsend(PvmDataRaw) < 0 || pvm_pkbyte(piece, PIECE_BYTES, 1) < 0 || pvm_send(peer, TAG_DATA) < 0)
             return fail("send", i);
     }
-    say_sent_and_wait(folder, names[mine], names[theirs]);
+    say_and_wait(folder, names[mine], names[theirs]);
     for (int i = 0; i < pieces; i++) {
         memset(wanted, (i + theirs * 101) & 0xff, PIECE_BYTES);
         memcpy(wanted, &i, sizeof i);
@@ -258,41 +258,34 @@ static void get_full(void)
         ;
 }
 
-static int send_large(int tid, int value)
+static int send_filled(int tid, int value, int bytes)
 {
-    static char bytes[LARGE_BYTES];
-    memset(bytes, value, sizeof bytes);
+    static char body[LARGE_BYTES];
+    memset(body, value, bytes);
     pvm_initsend(PvmDataRaw);
-    pvm_pkbyte(bytes, sizeof bytes, 1);
+    pvm_pkbyte(body, bytes, 1);
     return pvm_send(tid, TAG_DATA);
 }
 
-static int receive_large(int tid, int value)
+static int receive_filled(int tid, int value, int bytes)
 {
-    static char bytes[LARGE_BYTES];
-    if (pvm_recv(tid, TAG_DATA) <= 0 || pvm_upkbyte(bytes, sizeof bytes, 1) < 0)
-        return 0;
-    size_t right = 0;
-    while (right < sizeof bytes && bytes[right] == (char)value)
-        right++;
-    return right == sizeof bytes;
+    static char body[LARGE_BYTES], wanted[LARGE_BYTES];
+    memset(wanted, value, bytes);
+    return pvm_recv(tid, TAG_DATA) > 0 && pvm_upkbyte(body, bytes, 1) == 0 && memcmp(body, wanted, bytes) == 0;
 }
 
 /* Words and large messages, each of which comes back. */
-static int talk(int tid, int first)
+static int talk(int tid, int begins)
 {
     for (int i = 0; i < WORDS; i++) {
-        for (int turn = first; turn < first + 2; turn++) {
-            if (turn % 2 && send_int(tid, TAG_DATA, i) < 0)
+        for (int large = 0; large <= (i % LARGE_EVERY == 0); large++) {
+            int bytes = large ? LARGE_BYTES : WORD_BYTES;
+            if (begins && send_filled(tid, i, bytes) < 0)
                 return fail("send", i);
-            if (turn % 2 == 0 && receive_int(tid, TAG_DATA) != i)
+            if (!receive_filled(tid, i, bytes))
                 return fail("receive", i);
-        }
-        for (int turn = first; i % LARGE_EVERY == 0 && turn < first + 2; turn++) {
-            if (turn % 2 && send_large(tid, i) < 0)
-                return fail("send large", i);
-            if (turn % 2 == 0 && !receive_large(tid, i))
-                return fail("receive large", i);
+            if (!begins && send_filled(tid, i, bytes) < 0)
+                return fail("send", i);
         }
     }
     return 0;
@@ -300,18 +293,13 @@ static int talk(int tid, int first)
 
 static int full(const char *self, char *who)
 {
-    char path[4096];
     int child = start(self, "full-child", who);
     if (receive_int(child, TAG_GO) < 0)
         return fail("spawn", child);
     if (!strcmp(who, "here"))
         get_full();
-    if (who[0] == '/') {
-        snprintf(path, sizeof path, "%s/ready", who);
-        close(open(path, O_CREAT | O_WRONLY, 0600));
-        for (snprintf(path, sizeof path, "%s/go", who); access(path, F_OK) < 0;)
-            usleep(LOOK_US);
-    }
+    if (who[0] == '/')
+        say_and_wait(who, "ready", "go");
     return talk(child, 1) || receive_int(child, TAG_DONE);
 }
 

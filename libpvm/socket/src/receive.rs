@@ -42,9 +42,9 @@ impl Passed {
         self.0.clear();
     }
 
-    /// Those of the word that comes next, which announces so many: one at least.
+    /// Those of the word that comes next, which announces so many.
     pub fn take(&mut self, announced: usize) -> Taken {
-        if self.0.front().is_some_and(Option::is_none) {
+        if announced > 0 && self.0.front().is_some_and(Option::is_none) {
             self.0.pop_front();
             return Taken::Lost;
         }
@@ -60,8 +60,8 @@ impl Passed {
 pub struct Received {
     /// Bytes; 0 is the end of the stream.
     pub bytes: usize,
-    /// The kernel has stopped behind descriptors, so more bytes may be there.
-    pub at_descriptors: bool,
+    /// That was all there was; otherwise more may be there, because the kernel stops behind descriptors, and where the room ends.
+    pub all: bool,
 }
 
 /// Reads what is there behind what `buffer` holds, and takes the descriptors that came along; close-on-exec. Where this process may
@@ -77,8 +77,9 @@ pub fn receive(
     flags: MsgFlags,
 ) -> io::Result<Received> {
     let mut control = [0u64; CONTROL_WORDS];
-    let room = buffer.chunk_mut();
-    let mut part = libc::iovec { iov_base: room.as_mut_ptr().cast(), iov_len: room.len() };
+    let chunk = buffer.chunk_mut();
+    let room = chunk.len();
+    let mut part = libc::iovec { iov_base: chunk.as_mut_ptr().cast(), iov_len: room };
     // SAFETY: all-zero bytes are a valid `msghdr`: null pointers and numbers.
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
     message.msg_iov = &raw mut part;
@@ -96,16 +97,16 @@ pub fn receive(
     // SAFETY: the header is as the kernel left it, and the control words that it points to are still here.
     unsafe { take_descriptors(&message, &mut came) };
     if message.msg_flags & libc::MSG_CTRUNC == 0 {
-        let at_descriptors = !came.is_empty();
+        let all = bytes < room && came.is_empty();
         passed.0.extend(came.into_iter().map(Some));
-        return Ok(Received { bytes, at_descriptors });
+        return Ok(Received { bytes, all });
     }
     if came.len() >= WORD_DESCRIPTORS_MAX {
         return Err(io::Error::new(io::ErrorKind::InvalidData, "more descriptors came than one word may have"));
     }
     // There was room in the control message, so it was this process that had none.
     passed.0.push_back(None);
-    Ok(Received { bytes, at_descriptors: true })
+    Ok(Received { bytes, all: false })
 }
 
 /// Takes over the descriptors of a message.
@@ -153,7 +154,7 @@ mod tests {
         let (mut buffer, mut descriptors) = (BytesMut::from(&b"held "[..]), Passed::default());
         buffer.reserve(100);
         let received = receive(&far, &mut buffer, &mut descriptors, MsgFlags::MSG_DONTWAIT).expect("there");
-        assert_eq!(received, Received { bytes: 4, at_descriptors: true });
+        assert_eq!(received, Received { bytes: 4, all: false });
         assert_eq!((&buffer[..], descriptors.len()), (&b"held with"[..], 2));
         assert!(matches!(descriptors.take(3), Taken::Missing));
         let Taken::All(got) = descriptors.take(2) else { panic!("both are here") };
@@ -180,6 +181,6 @@ mod tests {
         let mut look = || receive(&far, &mut buffer, &mut descriptors, MsgFlags::MSG_DONTWAIT).map_err(|e| e.kind());
         assert_eq!(look(), Err(io::ErrorKind::WouldBlock));
         drop(near);
-        assert_eq!(look(), Ok(Received { bytes: 0, at_descriptors: false }));
+        assert_eq!(look(), Ok(Received { bytes: 0, all: true }));
     }
 }

@@ -389,18 +389,13 @@ impl Core {
             }
             FrameKind::Control => match frame.control::<ToTask>().map_err(|e| e.to_string())? {
                 ToTask::Route { from, near, word } => {
-                    let descriptors = match word.descriptors() {
-                        0 => Vec::new(),
-                        announced => match passed.take(announced) {
-                            Taken::All(all) => all,
-                            Taken::Lost => {
-                                self.could_not_take(now, from, &word);
-                                return Ok(());
-                            }
-                            Taken::Missing => {
-                                return Err("a word about a route came without its descriptors".into());
-                            }
-                        },
+                    let descriptors = match passed.take(word.descriptors()) {
+                        Taken::All(all) => all,
+                        Taken::Lost => {
+                            self.could_not_take(now, from, &word);
+                            return Ok(());
+                        }
+                        Taken::Missing => return Err("a word about a route came without its descriptors".into()),
                     };
                     self.take_ring_word(now, from, &word, descriptors);
                     self.take_direct_word(now, from, near, word);

@@ -506,13 +506,12 @@ impl State {
             if buffer.capacity() - buffer.len() < READ_BYTES / 4 {
                 buffer.reserve(READ_BYTES);
             }
-            let room = buffer.capacity() - buffer.len();
             match receive(socket.get(), buffer, &mut self.passed, MsgFlags::MSG_DONTWAIT) {
                 Ok(Received { bytes: 0, .. }) => return self.lose("the daemon closed the connection"),
-                Ok(Received { bytes, at_descriptors }) => {
+                Ok(Received { bytes, all }) => {
                     total += bytes;
                     self.take_frames();
-                    if bytes < room && !at_descriptors {
+                    if all {
                         return;
                     }
                 }

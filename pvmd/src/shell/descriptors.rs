@@ -58,9 +58,6 @@ impl Incoming {
 
     /// The descriptors of the frame that was taken last, which announces so many; none if this daemon may have no more of them.
     pub(crate) fn descriptors(&mut self, announced: usize) -> Result<Descriptors, String> {
-        if announced == 0 {
-            return Ok(Descriptors::default());
-        }
         match self.passed.take(announced) {
             Taken::All(all) => Ok(Descriptors::new(all)),
             Taken::Lost => Ok(Descriptors::default()),

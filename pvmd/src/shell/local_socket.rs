@@ -39,11 +39,10 @@ impl LocalSocket {
     pub(crate) async fn read(&self, buffer: &mut BytesMut, passed: &mut Passed) -> io::Result<usize> {
         loop {
             let mut ready = self.0.readable().await?;
-            let room = buffer.capacity() - buffer.len();
             match receive(self.socket(), buffer, passed, MsgFlags::MSG_DONTWAIT) {
-                Ok(Received { bytes, at_descriptors }) => {
-                    // The kernel stops at descriptors; otherwise it gives all that there is, and announces what comes later.
-                    if bytes > 0 && bytes < room && !at_descriptors {
+                Ok(Received { bytes, all }) => {
+                    // What comes later is announced; the end of the stream is not, a second time.
+                    if bytes > 0 && all {
                         ready.clear_ready();
                     }
                     return Ok(bytes);

@@ -27,7 +27,7 @@ pub(super) struct Sample {
 }
 
 /// Microseconds of processor time.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Used {
     /// The program's.
     pub(super) program: u64,

@@ -348,11 +348,7 @@ fn take(shared: &Shared, tid: Tid, frame: Frame, passed: &mut Passed) {
         }
     }
     if let ToDaemon::Route { to, word } = &said {
-        let descriptors = match word.descriptors() {
-            0 => Taken::All(Vec::new()),
-            announced => passed.take(announced),
-        };
-        let Taken::All(descriptors) = descriptors else { panic!("a word without its descriptors") };
+        let Taken::All(descriptors) = passed.take(word.descriptors()) else { panic!("a word without its descriptors") };
         pass_on(&mut net, tid, *to, word.clone(), descriptors);
     }
     net.log.push((tid, said));
