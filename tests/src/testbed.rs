@@ -391,8 +391,12 @@ impl Host {
 
     /// Kills every process of the host but those that make it a host.
     pub fn kill_all(&self) {
-        let keeps = |line: &str| ["sshd", "sempa-host"].iter().any(|word| line.contains(word));
-        for (pid, line) in self.processes().into_iter().filter(|(_, line)| !keeps(line)) {
+        self.kill_those(|line| !["sshd", "sempa-host"].iter().any(|word| line.contains(word)));
+    }
+
+    /// Kills the processes of the host whose command line is one of those.
+    pub fn kill_those(&self, is_one: impl Fn(&str) -> bool) {
+        for (pid, line) in self.processes().into_iter().filter(|(_, line)| is_one(line)) {
             let Ok(pid) = i32::try_from(pid) else { continue };
             // It may have ended by itself meanwhile.
             if nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGKILL).is_ok() {

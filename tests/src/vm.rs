@@ -4,10 +4,12 @@ use crate::programs;
 use crate::run::{Done, Running, eventually, must, run};
 use crate::testbed::{ALICE_UID, Host, Testbed, home_of};
 use anyhow::{Context, Result, bail, ensure};
+use sempa_proto::Tid;
 use sempa_proto::event::EventKind;
 use sempa_proto::table::TASK_CONNECTED;
 use serde::Deserialize;
 use serde_json::Value;
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -15,14 +17,34 @@ use std::time::Duration;
 /// Time for one command of the console on a loaded machine; long ones (`migrate` of much memory) included.
 pub const COMMAND_TIME: Duration = Duration::from_secs(60);
 
-/// How much of a host's log a failed test shows.
-const LOG_BYTES_SHOWN: usize = 16 << 10;
+/// Lines of a host's log that a failed test shows.
+const LOG_LINES_SHOWN: usize = 150;
 
 /// The refusal that passes: a task that has just been spawned has not enrolled.
 const NOT_YET: &str = "it is not connected to its daemon";
 
 /// How many events a failed test shows.
-const EVENTS_SHOWN: usize = 60;
+const EVENTS_SHOWN: usize = 100;
+
+/// The newest events but those of consoles: who waits for something by asking again and again comes and goes each time.
+fn newest_of(events: &[Entry]) -> String {
+    let asking = |entry: &Entry| match &entry.kind {
+        EventKind::TaskStarted { tid, name, .. } if name.is_empty() => Some(*tid),
+        _ => None,
+    };
+    let asking: BTreeSet<Tid> = events.iter().filter_map(asking).collect();
+    let asks = |entry: &&Entry| match &entry.kind {
+        EventKind::TaskStarted { tid, .. } | EventKind::TaskEnded { tid, .. } => asking.contains(tid),
+        _ => false,
+    };
+    let others: Vec<&Entry> = events.iter().filter(|entry| !asks(entry)).collect();
+    let line = |entry: &&Entry| {
+        let host = entry.host.as_deref().unwrap_or("?");
+        format!("{:.3} {host} {}", entry.at_us as f64 / 1e6, entry.text)
+    };
+    let lines: Vec<String> = others[others.len().saturating_sub(EVENTS_SHOWN)..].iter().map(line).collect();
+    lines.join("\n")
+}
 
 /// How a virtual machine is to be started.
 #[derive(Clone, Debug, Default)]
@@ -304,14 +326,14 @@ impl<'a> Vm<'a> {
     pub fn logs(&self) -> String {
         let uid = if self.settings.as_alice { ALICE_UID } else { 0 };
         let place = format!("/tmp/sempa-{uid}/pvm/pvml");
-        let events = self.pvm(&["events"]).map_or_else(|error| format!("{error:#}"), |done| done.out + &done.err);
-        let lines: Vec<&str> = events.lines().filter(|line| !line.contains("from a command line")).collect();
-        let newest = lines[lines.len().saturating_sub(EVENTS_SHOWN)..].join("\n");
+        let newest = self.events().map_or_else(|error| format!("{error:#}"), |events| newest_of(&events));
         let mut all = format!("--- newest events ---\n{newest}\n");
         for host in self.bed.hosts() {
             let bytes = std::fs::read(host.path(&place)).unwrap_or_else(|error| error.to_string().into_bytes());
-            let text = String::from_utf8_lossy(&bytes[bytes.len().saturating_sub(LOG_BYTES_SHOWN)..]).into_owned();
-            all.push_str(&format!("--- log of {} ---\n{}\n", host.name(), text.trim()));
+            let text = String::from_utf8_lossy(&bytes);
+            let lines: Vec<&str> = text.lines().filter(|line| !line.ends_with(" (pvm)")).collect();
+            let newest = lines[lines.len().saturating_sub(LOG_LINES_SHOWN)..].join("\n");
+            all.push_str(&format!("--- log of {} ---\n{newest}\n", host.name()));
         }
         all
     }

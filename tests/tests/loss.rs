@@ -5,6 +5,7 @@ use sempa_tests::dice::Dice;
 use sempa_tests::needs::testbed;
 use sempa_tests::ring_job::{Job, Mark};
 use sempa_tests::run::Done;
+use sempa_tests::testbed::Host;
 use sempa_tests::vm::{Entry, Settings};
 use sempa_tests::{Vm, eventually};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -47,9 +48,30 @@ fn lost(marks: &[Mark], killed: u64) -> Option<(i64, Duration)> {
     Some((last.0 - first_again.0 + 1, Duration::from_micros(killed.saturating_sub(kept.1))))
 }
 
+/// How a host dies.
+#[derive(Clone, Copy, PartialEq)]
+enum Death {
+    /// All at once.
+    Sudden,
+    /// Its tasks die, and its daemon has the time to tell of it.
+    TasksFirst,
+}
+
+fn die(vm: &Vm<'_>, host: &Host, death: Death) {
+    if death == Death::TasksFirst {
+        let are_killed = |kind: &EventKind| matches!(kind, EventKind::TaskEnded { status: 9, .. });
+        let count = || Ok::<_, String>(must(vm, vm.events()).iter().filter(|entry| are_killed(&entry.kind)).count());
+        let before = count().unwrap_or_default();
+        host.kill_those(|line| line.contains("ring_job"));
+        let is_known = || if count()? > before { Ok(()) } else { Err("nobody tells of it".to_string()) };
+        must(vm, eventually(LONG, is_known));
+    }
+    host.kill_all();
+}
+
 /// Has hosts die at random moments under a job with this pace; what was lost each time, and whether it was told that checkpoints take
 /// so long that more than the wanted may be lost. The job comes to the right end.
-fn hosts_die(pace: &str, seed: u64) -> (Vec<Duration>, bool) {
+fn hosts_die(pace: &str, seed: u64, death: Death) -> (Vec<Duration>, bool) {
     let Some((bed, _)) = testbed(3) else { return (Vec::new(), false) };
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
@@ -73,7 +95,7 @@ fn hosts_die(pace: &str, seed: u64) -> (Vec<Duration>, bool) {
         must(&vm, eventually(LONG, || if now() >= moment { Ok(()) } else { Err("not the time".to_string()) }));
         let again = restarts(&vm);
         let killed = now();
-        bed.host(victim).kill_all();
+        die(&vm, bed.host(victim), death);
         must(
             &vm,
             eventually(LONG, || if restarts(&vm) > again { Ok(()) } else { Err("not started again".to_string()) }),
@@ -103,13 +125,13 @@ const TWO_OF_THEM: Duration = Duration::from_secs(4);
 
 #[test]
 fn a_job_with_a_checkpoint_every_five_seconds_loses_no_more_than_that_and_two_of_them_when_a_host_is_killed() {
-    let (lost, _) = hosts_die("--every", 31);
+    let (lost, _) = hosts_die("--every", 31, Death::TasksFirst);
     assert!(lost.iter().all(|lost| *lost <= SAID + TWO_OF_THEM), "{lost:?}");
 }
 
 #[test]
 fn a_job_that_may_lose_five_seconds_loses_no_more_when_a_host_is_killed_unless_it_was_told_that_it_may() {
-    let (lost, told) = hosts_die("--loss", 37);
+    let (lost, told) = hosts_die("--loss", 37, Death::Sudden);
     let bound = if told { SAID + TWO_OF_THEM } else { SAID };
     assert!(lost.iter().all(|lost| *lost <= bound), "{lost:?}, more was to be expected: {told}");
 }

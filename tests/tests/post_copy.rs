@@ -91,6 +91,28 @@ fn a_task_whose_memory_was_on_a_host_that_dies_ends_and_everybody_is_told_why() 
 }
 
 #[test]
+fn a_job_goes_back_to_its_checkpoint_when_the_host_dies_that_had_memory_of_it() {
+    let env = [("SEMPA_LEASE_MS", LEASE_MS), ("SEMPA_MOVE_RATE", SLOWLY), ALWAYS[0]];
+    with_hosts(3, &env, |vm| {
+        // The checkpoint is no faster than the move.
+        let tid = vm.spawn(&["-h2", "hold", "16"]).expect("spawned");
+        is_whole(vm, &tid);
+        let event = |what: &str, is: &dyn Fn(&EventKind) -> bool| {
+            vm.event(SOON, what, |entry| is(&entry.kind)).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()))
+        };
+        vm.json(&["checkpoint", "--every", "1h", &tid]).expect("a pace");
+        event("a checkpoint", &|kind| matches!(kind, EventKind::Checkpointed { .. }));
+        let moving = vm.start_migrate(&tid, "h3").expect("it begins");
+        reached(vm, &tid, Step::Run);
+        vm.bed().host(2).kill_all();
+        event("its end", &|kind| matches!(kind, EventKind::MoveFailed { step: Step::Arrive, .. }));
+        event("a restart", &|kind| matches!(kind, EventKind::Restarted { .. }));
+        is_whole(vm, &tid);
+        assert!(!moving.finish(SOON).expect("the console ends").good());
+    });
+}
+
+#[test]
 fn a_task_that_ends_while_its_memory_follows_has_moved_and_ended() {
     with_hosts(3, &[("SEMPA_MOVE_RATE", SLOWLY)], |vm| {
         let tid = vm.spawn(&["-h2", "hold", MIB]).expect("spawned");

@@ -9,6 +9,7 @@
 
 mod back;
 mod ends;
+mod fallen;
 mod restart;
 mod unwanted;
 mod way;
@@ -94,6 +95,8 @@ struct Job {
     /// All that were ever seen to belong to it, and those of them that have ended.
     members: BTreeSet<Tid>,
     ended: BTreeSet<Tid>,
+    /// Those that may have been lost with a host.
+    fallen: fallen::Fallen,
     /// The newest set.
     newest: Option<String>,
     /// The set that it was started from.
@@ -368,10 +371,15 @@ impl Machine {
     // ---- a checkpoint
 
     fn begin_cut(&mut self, job: Tid, tasks: &[TaskInfo]) {
-        let now = self.now;
+        let (now, lease) = (self.now, self.config.lease);
         let Some(master) = self.master.as_deref_mut() else { return };
         let keeping = &mut master.keeping;
         let Some(entry) = keeping.jobs.get_mut(&job).filter(|entry| entry.doing == Doing::Counting) else { return };
+        if let Some(until) = entry.fallen.unknown_until(now, lease).filter(|_| !entry.is_wanted() && !entry.drains) {
+            // A set without those who were lost would be none of the job.
+            entry.doing = Doing::Nothing;
+            return self.schedule(job, until.since(now));
+        }
         let all = members(job, &mut entry.members, tasks);
         if all.is_empty() {
             return self.cut_over(job, Err(CutFailure::NoSuchJob(job)));
@@ -508,10 +516,11 @@ impl Machine {
 
     /// A checkpoint of a job has ended, or did not begin.
     fn cut_over(&mut self, job: Tid, result: Result<SetReport, CutFailure>) {
-        let now = self.now;
+        let (now, lease) = (self.now, self.config.lease);
         let Some(entry) = self.keeping().and_then(|k| k.jobs.get_mut(&job)) else { return };
         entry.doing = Doing::Nothing;
         entry.tries += 1;
+        let unknown_until = entry.fallen.unknown_until(now, lease).filter(|_| entry.pace.is_some());
         if result.as_ref().err().is_some_and(CutFailure::may_try_again) && entry.tries < TRIES_MAX {
             return self.schedule(job, TRY_PAUSE);
         }
@@ -530,11 +539,14 @@ impl Machine {
             entry.newest = Some(report.set.clone());
             let ended = std::mem::take(&mut entry.ended);
             entry.members.retain(|tid| !ended.contains(tid));
+            entry.fallen.forget_all_but(&report.tasks);
         } else if entry.doing == Doing::Nothing && entry.is_quiet() {
             let quiet = job;
             self.keeping().into_iter().for_each(|keeping| keeping.quiet.push(quiet));
         }
-        if matches!(result, Err(CutFailure::NoSuchJob(_))) {
+        if let (Err(CutFailure::NoSuchJob(_)), Some(until)) = (&result, unknown_until) {
+            self.schedule(job, until.since(now));
+        } else if matches!(result, Err(CutFailure::NoSuchJob(_))) {
             self.job_over(job);
             self.forget_job(job);
         } else {

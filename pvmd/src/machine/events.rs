@@ -68,8 +68,9 @@ impl Machine {
         if let EventKind::DrainBegun { host, .. } = kind {
             self.write_before_drain(host);
         }
+        let now = self.now;
         let Some(master) = &mut self.master else { return };
-        master.keeping.happened(&kind, by_itself);
+        master.keeping.happened(now, host, &kind, by_itself);
         let news = super::news::is_news(&kind);
         let event = master.events.append(host, at, kind);
         let followers: Vec<(Tid, (i32, i32))> = master.events.subscribers.iter().map(|(t, s)| (*t, *s)).collect();

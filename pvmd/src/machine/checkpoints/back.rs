@@ -1,6 +1,7 @@
 //! Jobs that are ended: those that have lost a host go back to their newest set when nothing of them is left, and those that were
 //! to end with their checkpoint are told to be gone.
 
+use super::fallen::Fallen;
 use super::{Doing, FENCE_TIME, GONE_LOOKS_MAX, GONE_PAUSE, Job, SIGKILL, members};
 use crate::machine::Machine;
 use crate::machine::asks::Asker;
@@ -21,7 +22,9 @@ impl Machine {
         let Some(master) = &self.master else { return };
         let (keeping, coordinator) = (&master.keeping, &master.directing.coordinator);
         let had_task = |tid: &Tid| self.location(*tid) == Some(host) || coordinator.has_memory_on(*tid, host);
-        let had = |job: &Job| job.members.difference(&job.ended).any(had_task);
+        let had = |job: &Job| {
+            job.members.difference(&job.ended).any(had_task) || job.fallen.any_with(self.now, self.config.lease, host)
+        };
         // One that is being started again has what was lost told by that.
         let may = |job: &Job| matches!(job.doing, Doing::Nothing | Doing::Counting | Doing::Cutting(_));
         let concerned =
@@ -35,6 +38,7 @@ impl Machine {
             if let Some(entry) = self.keeping().and_then(|k| k.jobs.get_mut(&job)) {
                 was_wanted = entry.is_wanted();
                 entry.doing = Doing::Ending { lost: Some(host), not_before, why: why.clone(), looks: 0 };
+                entry.fallen = Fallen::default();
                 (waiters, entry.tries, entry.ends, entry.parks) = (std::mem::take(&mut entry.waiters), 0, false, false);
             }
             if was_wanted {

@@ -5,14 +5,13 @@
 
 use super::{Doing, Job, Keeping, Purpose, members};
 use crate::machine::{Machine, Output};
-use sempa_proto::HostId;
-use sempa_proto::Tid;
 use sempa_proto::event::EventKind;
 use sempa_proto::host::HostMsg;
 use sempa_proto::table::TaskInfo;
+use sempa_proto::{HostId, Micros, Tid};
 
 /// Signals by which tasks are told to end: hang up, interrupt, quit, kill, terminate.
-const ENDING: [i32; 5] = [1, 2, 3, 9, SIGTERM];
+pub(super) const ENDING: [i32; 5] = [1, 2, 3, 9, SIGTERM];
 /// Signal of a polite end.
 const SIGTERM: i32 = 15;
 
@@ -43,8 +42,8 @@ impl Job {
 }
 
 impl Keeping {
-    /// Something happened that may concern a job; `by_itself` if not because a host leaves, or all of them.
-    pub(in crate::machine) fn happened(&mut self, kind: &EventKind, by_itself: bool) {
+    /// Something happened on this host that may concern a job; `by_itself` if not because a host leaves, or all of them.
+    pub(in crate::machine) fn happened(&mut self, now: Micros, host: HostId, kind: &EventKind, by_itself: bool) {
         match kind {
             EventKind::TaskStarted { tid, parent, .. } => {
                 for job in self.jobs.values_mut().filter(|job| job.members.contains(parent)) {
@@ -55,6 +54,9 @@ impl Keeping {
             EventKind::TaskEnded { tid, status, .. } => {
                 for (job, entry) in self.jobs.iter_mut().filter(|(_, entry)| entry.members.contains(tid)) {
                     entry.ended.insert(*tid);
+                    if by_itself {
+                        entry.fallen.happened(now, host, kind);
+                    }
                     if job == tid {
                         entry.end.status = by_itself.then_some(*status);
                     }
@@ -63,19 +65,36 @@ impl Keeping {
                     }
                 }
             }
+            EventKind::MoveFailed { tid, .. } => {
+                for entry in self.jobs.values_mut().filter(|entry| entry.members.contains(tid)) {
+                    entry.fallen.happened(now, host, kind);
+                }
+            }
             EventKind::GuestsEnded { guests, .. } => {
-                for job in guests {
-                    self.jobs.entry(*job).and_modify(|entry| entry.end.turned_out = true);
+                for guest in guests {
+                    self.told(*guest);
+                    self.jobs.entry(*guest).and_modify(|entry| entry.end.turned_out = true);
                 }
             }
             _ => {}
         }
     }
 
+    /// Somebody here has told a task to end.
+    fn told(&mut self, tid: Tid) {
+        for entry in self.jobs.values_mut().filter(|entry| entry.members.contains(&tid)) {
+            entry.fallen.told(tid);
+        }
+    }
+
     /// Somebody has all tasks ended but these.
     pub(in crate::machine) fn reset(&mut self, spare: &[Tid]) {
-        for (_, entry) in self.jobs.iter_mut().filter(|(job, _)| !spare.contains(job)) {
-            entry.end.told = Some(SIGTERM);
+        for (job, entry) in &mut self.jobs {
+            let all = entry.members.iter().filter(|tid| !spare.contains(tid));
+            all.for_each(|tid| entry.fallen.told(*tid));
+            if !spare.contains(job) {
+                entry.end.told = Some(SIGTERM);
+            }
         }
     }
 }
@@ -88,6 +107,7 @@ impl Machine {
         }
         match &mut self.master {
             Some(master) => {
+                master.keeping.told(tid);
                 master.keeping.jobs.entry(tid).and_modify(|entry| entry.end.told = Some(signal));
             }
             None => self.tell_host(HostId::MASTER, HostMsg::ToldToEnd { tid, signal }),

@@ -1,6 +1,7 @@
 //! Sets that are started again: the glue between the protocol, the store, and the hosts that build the tasks.
 
 use super::ends::End;
+use super::fallen::Fallen;
 use super::{Counted, Doing, Job, LINES_MAX, Purpose, RESTART_PAUSE, TRIES_MAX, Wanted, pause};
 use crate::machine::asks::Asker;
 use crate::machine::{Machine, Output};
@@ -238,6 +239,7 @@ impl Machine {
                 (entry.origin, entry.end) = (Some(set.clone()), End::default());
                 (entry.newest, next) = (Some(set.clone()), entry.pace.map(|pace| pause(pace, Some(entry.took))));
                 (entry.members, entry.ended) = (members.clone(), BTreeSet::new());
+                entry.fallen = Fallen::default();
                 entry.tries = 0;
             } else if goes_back.is_some() && entry.tries < TRIES_MAX {
                 // What stands in the way may go away.

@@ -102,11 +102,19 @@ impl Scene {
         result
     }
 
+    fn signal(&mut self, tid: Tid, signal: i32) {
+        assert_eq!(self.sim.ask(self.console, Request::Signal { tid, signal }), Reply::Done);
+    }
+
     fn end_all(&mut self) {
         for tid in self.tids.clone() {
             let proc = self.sim.proc_of(tid);
             self.sim.exit(proc, 9);
         }
+        self.until_none_is_left();
+    }
+
+    fn until_none_is_left(&mut self) {
         let tids = self.tids.clone();
         self.sim.until("all have ended", |sim| tids.iter().all(|tid| !is_listed(sim, *tid)));
         self.sim.pass(Micros::from_millis(50));
@@ -476,13 +484,66 @@ fn a_barrier_that_closes_around_a_checkpoint_is_passed_by_all_or_by_none() {
 
 #[test]
 fn a_job_that_has_ended_does_not_begin_again_when_a_host_is_lost() {
-    let mut scene = Scene::new(3, 4, 4);
-    scene.checkpoint(Some(Micros::from_secs(100))).expect("nothing stands in the way");
-    scene.end_all();
-    let before = scene.sim.procs.len();
-    scene.sim.kill_host(host(3));
-    scene.sim.pass(Micros::from_secs(20));
-    assert_eq!(scene.sim.procs.len(), before);
+    for seed in seeds(20) {
+        let killed_long_ago: fn(&mut Scene) = |scene| {
+            scene.end_all();
+            scene.sim.pass(Micros::from_secs(30));
+        };
+        let told: fn(&mut Scene) = |scene| {
+            for tid in scene.tids.clone() {
+                scene.signal(tid, 9);
+            }
+            scene.until_none_is_left();
+        };
+        let done: fn(&mut Scene) = |scene| {
+            for tid in scene.tids.clone() {
+                let proc = scene.sim.proc_of(tid);
+                scene.sim.exit(proc, 0);
+            }
+            scene.until_none_is_left();
+        };
+        for ends in [killed_long_ago, told, done] {
+            let mut scene = Scene::new(seed, 4, 4);
+            scene.checkpoint(Some(Micros::from_secs(100))).expect("nothing stands in the way");
+            ends(&mut scene);
+            let before = scene.sim.procs.len();
+            scene.sim.kill_host(host(3));
+            scene.sim.pass(Micros::from_secs(20));
+            assert_eq!(scene.sim.procs.len(), before, "seed {seed}");
+        }
+    }
+}
+
+#[test]
+fn a_job_goes_back_when_its_tasks_are_known_to_be_dead_before_their_host_is_known_to_be_lost() {
+    for seed in seeds(60) {
+        let mut scene = Scene::new(seed, 4, 6);
+        scene.checkpoint(Some(Micros::from_millis(600))).unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+        let rounds = scene.sim.dice.roll(300);
+        scene.chatter(rounds);
+        let before = scene.sim.procs.len();
+        let lost = host(2 + scene.sim.dice.roll(3) as u16);
+        let procs: Vec<usize> = scene.tids.iter().map(|tid| scene.sim.proc_of(*tid)).collect();
+        let (there, elsewhere): (Vec<usize>, Vec<usize>) =
+            procs.into_iter().partition(|proc| scene.sim.procs[*proc].host == lost);
+        for proc in there {
+            scene.sim.exit(proc, 9);
+        }
+        let while_it_goes_down = Micros(scene.sim.dice.roll(3_000_000));
+        scene.sim.pass(while_it_goes_down);
+        if seed % 2 == 0 {
+            // They gave up when the others were gone.
+            for proc in elsewhere {
+                scene.sim.exit(proc, 9 << 8);
+            }
+        }
+        scene.sim.kill_host(lost);
+        scene.sim.until("the job runs again", |sim| sim.procs.len() >= before + 6);
+        scene.until_all_are_back();
+        scene.chatter(100);
+        scene.until_all_are_back();
+        scene.until_all_is_heard();
+    }
 }
 
 #[test]

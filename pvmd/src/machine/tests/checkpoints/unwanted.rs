@@ -44,10 +44,6 @@ impl Scene {
         assert!(ended.is_empty() || ended.len() == self.sim.sets.count(), "all sets of it (seed {})", self.sim.seed);
         !ended.is_empty()
     }
-
-    fn signal(&mut self, tid: Tid, signal: i32) {
-        assert_eq!(self.sim.ask(self.console, Request::Signal { tid, signal }), Reply::Done);
-    }
 }
 
 #[test]
