@@ -17,7 +17,7 @@ const START_MAX: Duration = Duration::from_secs(60);
 /// Time the daemon has to go after it has been asked to; it waits for the other hosts, which have their own limits.
 const GONE_MAX: Duration = Duration::from_secs(60);
 /// How often the process table is looked at while waiting.
-const LOOK_EVERY: Duration = Duration::from_millis(5);
+pub(crate) const LOOK_EVERY: Duration = Duration::from_millis(5);
 /// Bytes of the daemon's complaints that are read.
 const COMPLAINT_BYTES_MAX: u64 = 64 << 10;
 

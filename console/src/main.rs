@@ -42,7 +42,7 @@ mod why;
 mod words;
 
 use args::{ArgsError, Mode};
-use daemon::{StartError, Watched};
+use daemon::{LOOK_EVERY, StartError, Watched};
 use halt::Home;
 use libpvm::{EnrollError, Vm};
 use nix::sys::signal::{SigSet, Signal};
@@ -55,6 +55,10 @@ use std::ffi::OsString;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ExitCode};
+use std::time::{Duration, Instant};
+
+/// A daemon that was killed listens, and answers nobody, until the kernel has taken it apart; on a loaded machine that takes a moment.
+const GOING_MAX: Duration = Duration::from_secs(5);
 
 /// Said when a command needs a virtual machine and none is there.
 const NONE_RUNS: &str = "no virtual machine is running here: start one with `pvm`";
@@ -112,8 +116,10 @@ fn run(mode: Mode) -> io::Result<ExitCode> {
             interrupt.add(Signal::SIGINT);
             interrupt.thread_block().map_err(io::Error::from)?;
             let begun = allowed().and_then(|()| {
-                let child = start(&daemon)?;
-                let vm = Vm::enroll().map_err(|error| format!("pvm: {error}"))?;
+                let (vm, child) = match start(&daemon)? {
+                    Begun::Before(vm) => (vm, None),
+                    Begun::Now(child) => (Vm::enroll().map_err(|error| format!("pvm: {error}"))?, Some(child)),
+                };
                 if child.is_some() && host_file::is_given(&daemon) {
                     host_file::settle(&vm);
                 }
@@ -160,32 +166,53 @@ fn lock() -> Result<PathBuf, String> {
     Ok(dir.join("pvmd.lock"))
 }
 
-/// Starts a daemon if none listens; answers it, or `None` when one ran already.
-fn start(args: &[OsString]) -> Result<Option<Child>, String> {
+/// A daemon that takes tasks.
+enum Begun {
+    /// It ran already; this task is connected to it.
+    Before(Vm),
+    /// It was started now.
+    Now(Child),
+}
+
+/// Starts a daemon if none does its work.
+fn start(args: &[OsString]) -> Result<Begun, String> {
     let socket = socket()?;
     let listens = || std::os::unix::net::UnixStream::connect(&socket).is_ok();
-    if listens() {
-        // A console whose output nobody reads ends at its next line.
-        let _ = Screen.print(b"pvmd already running.\n");
-        return Ok(None);
-    }
-    match daemon::start(args) {
-        Ok(child) => Ok(Some(child)),
-        // Somebody else was faster.
-        Err(_) if listens() => Ok(None),
-        // It has named itself.
-        Err(StartError::Said(line)) => Err(line),
-        Err(error) => Err(format!("pvm: {error}")),
+    let deadline = Instant::now() + GOING_MAX;
+    loop {
+        if listens() {
+            match Vm::enroll() {
+                Ok(vm) => {
+                    // A console whose output nobody reads ends at its next line.
+                    let _ = Screen.print(b"pvmd already running.\n");
+                    return Ok(Begun::Before(vm));
+                }
+                Err(EnrollError::Io { .. } | EnrollError::NoDaemon { .. }) if Instant::now() < deadline => {
+                    std::thread::sleep(LOOK_EVERY);
+                }
+                Err(error) => return Err(format!("pvm: {error}")),
+            }
+            continue;
+        }
+        match daemon::start(args) {
+            Ok(child) => return Ok(Begun::Now(child)),
+            // Somebody else was faster.
+            Err(_) if listens() => {}
+            // It has named itself.
+            Err(StartError::Said(line)) => return Err(line),
+            Err(error) => return Err(format!("pvm: {error}")),
+        }
     }
 }
 
-/// Starts a daemon if none listens; false when some of its host file came to nothing.
+/// Starts a daemon if none does its work; false when some of its host file came to nothing.
 fn start_only(args: &[OsString]) -> Result<bool, String> {
-    if start(args)?.is_none() || !host_file::is_given(args) {
-        return Ok(true);
-    }
-    let vm = Vm::enroll().map_err(|error| format!("pvm: {error}"))?;
-    let good = host_file::settle(&vm);
+    let (vm, is_new) = match start(args)? {
+        Begun::Before(vm) => (vm, false),
+        Begun::Now(_) if !host_file::is_given(args) => return Ok(true),
+        Begun::Now(_) => (Vm::enroll().map_err(|error| format!("pvm: {error}"))?, true),
+    };
+    let good = !is_new || host_file::settle(&vm);
     // The virtual machine forgets this task when its connection closes, whatever the answer would be.
     let _ = vm.exit();
     Ok(good)

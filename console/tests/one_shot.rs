@@ -88,6 +88,32 @@ fn after_a_daemon_was_killed_nothing_runs_and_the_next_start_puts_things_right()
 }
 
 #[test]
+fn who_starts_one_while_another_dies_has_one_that_works() {
+    let Some(lab) = started() else { return };
+    for _ in 0..20 {
+        kill(Pid::from_raw(lab.daemon().expect("a daemon")), Signal::SIGKILL).expect("ours");
+        let start = lab.pvm(&["start"]);
+        assert!(start.good() && start.out.is_empty(), "{start:?}");
+        assert!(lab.pvm(&["conf"]).out.starts_with("1 host, "));
+    }
+    // It listens, and when it could take the caller in it is dead.
+    let daemon = Pid::from_raw(lab.daemon().expect("a daemon"));
+    kill(daemon, Signal::SIGSTOP).expect("ours");
+    let mut command = lab.console();
+    command.arg("start");
+    let start = Running::start(command, Stdio::null()).expect("it starts");
+    let waits = || match fs::read_to_string(format!("/proc/{}/syscall", start.id())) {
+        Ok(call) if call.starts_with(&format!("{} ", nix::libc::SYS_recvmsg)) => Ok(()),
+        other => Err(format!("{other:?}")),
+    };
+    sempa_tests::eventually(PATIENCE, waits).expect("it waits for an answer");
+    kill(daemon, Signal::SIGKILL).expect("ours");
+    let start = start.finish(PATIENCE).expect("it ends");
+    assert!(start.good() && start.out.is_empty(), "{start:?}");
+    lab.pvm(&["halt"]).expect_good("halt").expect("it ends");
+}
+
+#[test]
 fn whoever_starts_it_hears_what_is_wrong_with_the_host_file() {
     let Some(lab) = lab() else { return };
     let hosts = lab.path("hosts");
