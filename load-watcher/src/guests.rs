@@ -3,7 +3,7 @@
 use crate::hours::WallClock;
 use crate::policy::{LeaveAfter, Policy};
 use sempa_proto::Micros;
-use sempa_proto::load::{GuestLimits, OwnerVerdict};
+use sempa_proto::load::{GuestLimits, HEADROOM_BYTES, OwnerVerdict};
 use sempa_proto::owner::Guests;
 
 /// The decision.
@@ -30,16 +30,26 @@ pub struct Case<'a> {
     pub owner: &'a OwnerVerdict,
     /// Its sentence.
     pub why: &'a str,
+    /// Memory of the machine that could be had, in bytes; 0 if nobody knows.
+    pub available: u64,
     /// The clock on the wall.
     pub wall: WallClock,
     /// The time of day.
     pub now: Micros,
 }
 
+/// Once the owner's memory was touched, guests come back when there is so much more of it than he keeps: what placement wants for one
+/// more task.
+const BACK_BYTES: u64 = HEADROOM_BYTES;
+/// And no sooner than this: who had to go leaves room.
+const SHORT_MIN: Micros = Micros::from_secs(30);
+
 /// Remembers since when guests are not wanted for a reason other than somebody at the machine.
 #[derive(Debug, Default)]
 pub struct Door {
     closed: Option<Micros>,
+    /// Since when there is less memory than the owner keeps free.
+    short: Option<Micros>,
 }
 
 /// Why the machine takes no guests at this time, whoever uses it.
@@ -56,10 +66,28 @@ fn closed(case: &Case<'_>) -> Option<String> {
     Some(format!("the owner wants guests only {}", if all.is_empty() { "never".into() } else { all.join(" and ") }))
 }
 
+/// Since when there is less memory than the owner keeps free, if so.
+fn short(before: Option<Micros>, policy: &Policy, available: u64, now: Micros) -> Option<Micros> {
+    let keeps = policy.memory_free.filter(|_| available > 0)?.0;
+    let enough = match before {
+        Some(since) => now.since(since) >= SHORT_MIN && available >= keeps.saturating_add(BACK_BYTES),
+        None => available >= keeps,
+    };
+    (!enough).then(|| before.unwrap_or(now))
+}
+
 impl Door {
+    /// True if so much memory, now, makes another decision necessary.
+    pub fn turns(&self, policy: &Policy, available: u64, now: Micros) -> bool {
+        short(self.short, policy, available, now).is_some() != self.short.is_some()
+    }
+
     /// Decides.
     pub fn decide(&mut self, case: &Case<'_>) -> Decision {
-        let reason = closed(case);
+        self.short = short(self.short, case.policy, case.available, case.now);
+        let short = self.short.and(case.policy.memory_free);
+        let reason =
+            closed(case).or_else(|| Some(format!("less memory was free than the {} that the owner keeps", short?)));
         self.closed = reason.as_ref().map(|_| self.closed.unwrap_or(case.now));
         let seen = match case.owner {
             OwnerVerdict::Present { seen, .. } => Some((*seen, case.why.to_string())),
@@ -107,7 +135,7 @@ mod tests {
 
     fn decide(door: &mut Door, policy: &Policy, owner: &OwnerVerdict, wall: WallClock, seconds: u64) -> Decision {
         let now = Micros::from_secs(seconds);
-        door.decide(&Case { policy, blocked: &[9], user: 7, owner, why: "alice is here", wall, now })
+        door.decide(&Case { policy, blocked: &[9], user: 7, owner, why: "alice is here", available: 0, wall, now })
     }
 
     fn once(text: &str, owner: &OwnerVerdict, seconds: u64) -> Decision {
@@ -169,13 +197,37 @@ mod tests {
         let policy = parse("cores = 2\nmemory_free = \"1G\"\n[blocked]\nprograms = [\"x\"]");
         let decide = |door: &mut Door, user| {
             let now = Micros::from_secs(5);
-            door.decide(&Case { policy: &policy, blocked: &[9], user, owner: &ABSENT, why: "", wall: NOON, now })
+            let (policy, available) = (&policy, 2 << 30);
+            door.decide(&Case { policy, blocked: &[9], user, owner: &ABSENT, why: "", available, wall: NOON, now })
         };
         assert_eq!(decide(&mut door, 9).why, "user 9 is blocked here");
         let other = decide(&mut door, 7);
         assert_eq!(other.guests, Guests::Welcome);
         let limits = GuestLimits { cores: Some(2), memory_free: 1 << 30, programs: vec!["x".into()], users: vec![9] };
         assert_eq!(other.limits, limits);
+    }
+
+    #[test]
+    fn guests_go_when_they_leave_less_memory_than_the_owner_keeps_and_come_back_when_there_is_room_for_one_again() {
+        let (policy, mut door) = (parse("memory_free = \"1G\"\nleave_after = 5"), Door::default());
+        let mut seen = |available: u64, seconds: u64| {
+            let (owner, now) = (&ABSENT, Micros::from_secs(seconds));
+            let turns = door.turns(&policy, available, now);
+            let case = Case { policy: &policy, blocked: &[], user: 7, owner, why: "", available, wall: NOON, now };
+            let decision = door.decide(&case);
+            assert!(!door.turns(&policy, available, now), "it was decided");
+            (turns, decision.guests)
+        };
+        const G: u64 = 1 << 30;
+        let stopped = stopped_until(Some(107), Leave::Move);
+        assert_eq!(seen(0, 100), (false, Guests::Welcome), "nobody knows");
+        assert_eq!(seen(G, 101), (false, Guests::Welcome), "that is enough");
+        assert_eq!(seen(G - 1, 102), (true, stopped));
+        assert_eq!(seen(2 * G, 103), (false, stopped), "they went a moment ago");
+        assert_eq!(seen(G + 1, 132), (false, stopped), "not enough for one more");
+        assert_eq!(seen(G + HEADROOM_BYTES, 133), (true, Guests::Welcome));
+        assert_eq!(seen(G - 1, 134), (true, stopped_until(Some(139), Leave::Move)), "it counts anew");
+        assert_eq!(seen(0, 135), (true, Guests::Welcome), "nobody knows any more");
     }
 
     proptest! {

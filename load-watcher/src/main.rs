@@ -44,6 +44,9 @@ struct Args {
     /// File in which interrupts are counted.
     #[arg(long, env = "SEMPA_INTERRUPTS", value_name = "FILE", default_value = pvm_load_watcher::senses::INTERRUPTS_FILE)]
     interrupts: PathBuf,
+    /// File that says how much memory can be had, as /proc/meminfo does.
+    #[arg(long, env = "SEMPA_MEMINFO", value_name = "FILE")]
+    meminfo: Option<PathBuf>,
     /// The policy of the user of the virtual machine [default: his ~/.config/sempa/owner.toml].
     #[arg(long, env = "SEMPA_OWNER_POLICY", value_name = "FILE")]
     owner_policy: Option<PathBuf>,

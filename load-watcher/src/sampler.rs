@@ -13,8 +13,8 @@ use std::path::Path;
 /// Bytes of a /proc file that are looked at. In /proc/stat the processors come first; this is enough for about a
 /// thousand.
 const TEXT_BYTES_MAX: usize = 64 << 10;
-/// /proc/meminfo is read no more often than this: the kernel takes a third of a sample's time to gather it, and memory that
-/// matters to decisions does not come and go in seconds.
+/// Where nobody keeps memory free, /proc/meminfo is read no more often than this: the kernel takes a third of a sample's time to
+/// gather it, and memory that matters to placement does not come and go in seconds.
 pub const MEMORY_SPAN: Micros = Micros::from_secs(30);
 
 /// The open files and what the last sample needs to be remembered by.
@@ -31,6 +31,8 @@ pub struct Sampler {
     before: Option<proc::CpuTimes>,
     /// Memory that could be had, and when that was read.
     memory: Option<(Micros, u64)>,
+    /// It is read for each sample.
+    memory_matters: bool,
 }
 
 /// A file says something that is not understood.
@@ -38,9 +40,8 @@ fn strange(name: &str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, format!("{name} cannot be understood; is this Linux's /proc?"))
 }
 
-fn open(root: &Path, name: &str) -> io::Result<File> {
-    let path = root.join(name);
-    File::open(&path).map_err(|e| io::Error::new(e.kind(), format!("{}: {e}", path.display())))
+fn open(path: &Path) -> io::Result<File> {
+    File::open(path).map_err(|e| io::Error::new(e.kind(), format!("{}: {e}", path.display())))
 }
 
 fn read<'a>(file: &File, text: &'a mut [u8]) -> io::Result<&'a [u8]> {
@@ -60,20 +61,35 @@ impl Sampler {
     /// When one of `stat`, `loadavg`, `meminfo` cannot be opened.
     pub fn open(root: &Path) -> io::Result<Sampler> {
         Ok(Sampler {
-            stat: open(root, "stat")?,
-            loadavg: open(root, "loadavg")?,
-            meminfo: open(root, "meminfo")?,
-            pressure: open(root, "pressure/cpu").ok(),
+            stat: open(&root.join("stat"))?,
+            loadavg: open(&root.join("loadavg"))?,
+            meminfo: open(&root.join("meminfo"))?,
+            pressure: open(&root.join("pressure/cpu")).ok(),
             group: Group::of(&root.join("self")),
             of_group: None,
             text: vec![0; TEXT_BYTES_MAX].into_boxed_slice(),
             before: None,
             memory: None,
+            memory_matters: false,
         })
     }
 
+    /// Reads what memory there is from another file than /proc/meminfo, of the same form.
+    ///
+    /// # Errors
+    /// When it cannot be opened.
+    pub fn memory_from(mut self, path: &Path) -> io::Result<Sampler> {
+        self.meminfo = open(path)?;
+        Ok(self)
+    }
+
+    /// From now on memory is read for each sample, or no more often than [`MEMORY_SPAN`].
+    pub fn memory_matters(&mut self, matters: bool) {
+        self.memory_matters = matters;
+    }
+
     /// A sample, taken at `at` (time of day), that does not say whose the load is. `busy` is what was used since the sample before; the first one says what
-    /// the queue says. Memory may be as old as [`MEMORY_SPAN`].
+    /// the queue says. Memory may be as old as [`MEMORY_SPAN`] unless it matters.
     ///
     /// # Errors
     /// When a file cannot be read or understood.
@@ -118,7 +134,8 @@ impl Sampler {
 
     fn available_bytes(&mut self, at: Micros) -> io::Result<u64> {
         // The time of day may be set back.
-        if let Some((_, bytes)) = self.memory.filter(|(read, _)| at.0.abs_diff(read.0) < MEMORY_SPAN.0) {
+        let counts = |(read, _): &(Micros, u64)| !self.memory_matters && at.0.abs_diff(read.0) < MEMORY_SPAN.0;
+        if let Some((_, bytes)) = self.memory.filter(counts) {
             return Ok(bytes);
         }
         let text = read(&self.meminfo, &mut self.text)?;

@@ -47,6 +47,9 @@ const UNASKED_MAX: Micros = Micros::from_secs(30);
 /// Places that cannot be watched are looked at this often.
 const BLIND_SPAN: Micros = Micros::from_secs(10);
 
+/// What the watcher was doing when a number could not be read.
+const SAMPLING: &str = "sampling the load of this host";
+
 // The watched places, by their number.
 const UTMP: usize = 0;
 const SESSIONS: usize = 1;
@@ -138,8 +141,11 @@ fn read_rules(args: &Args, user: u32) -> (Watch, Rules) {
 
 impl Watcher {
     pub(crate) fn new(vm: Vm, boss: Arc<Boss>, args: Args) -> anyhow::Result<Watcher> {
-        let mut sampler = Sampler::open(Path::new("/proc")).context("sampling the load of this host")?;
-        let sample = sampler.sample(wall()).context("sampling the load of this host")?;
+        let mut sampler = Sampler::open(Path::new("/proc")).context(SAMPLING)?;
+        if let Some(meminfo) = &args.meminfo {
+            sampler = sampler.memory_from(meminfo).context(SAMPLING)?;
+        }
+        let sample = sampler.sample(wall()).context(SAMPLING)?;
         let user = nix::unistd::geteuid().as_raw();
         let (watch, rules) = read_rules(&args, user);
         let name = std::env::var("PVM_VMID").ok().filter(|name| !name.is_empty()).unwrap_or_else(|| "pvm".into());
@@ -254,9 +260,11 @@ impl Watcher {
             user: self.user,
             owner: &self.sensed.owner,
             why: &self.sensed.why,
+            available: self.sample.available_bytes,
             wall: wall_clock(now.0 / 1_000_000),
             now,
         });
+        self.sampler.memory_matters(policy.memory_free.is_some());
         self.tell();
         let changed = self.reported.as_ref() != Some(&self.decision);
         if changed || self.reporter.owner_is_news(&self.sensed.owner, &self.sensed.why) {
@@ -444,11 +452,13 @@ impl Watcher {
             if self.now() < next {
                 continue;
             }
-            self.sample = self.sampler.sample(wall()).context("sampling the load of this host")?;
+            self.sample = self.sampler.sample(wall()).context(SAMPLING)?;
             self.measure_ours();
             let now = self.now();
             let before = std::mem::replace(&mut minute, wall().0 / 60_000_000);
-            if self.rarely(now) || (before != minute && self.rules.has_hours()) {
+            let of_hours = before != minute && self.rules.has_hours();
+            let of_memory = self.door.turns(&self.rules.merged().policy, self.sample.available_bytes, wall());
+            if self.rarely(now) || of_hours || of_memory {
                 self.judge()?;
             }
             if self.reporter.load_is_news(now, &self.sample) {

@@ -231,6 +231,18 @@ fn samples_of_fixed_files_give_their_numbers_and_follow_changes() {
     assert_eq!(sampler.sample(Micros(5 + MEMORY_SPAN.0)).expect("all files are good").available_bytes, 2048);
     put("meminfo", "MemTotal: 8 kB\nMemAvailable: 6 kB\n");
     assert_eq!(sampler.sample(Micros(0)).expect("all files are good").available_bytes, 6144, "the clock was set back");
+    sampler.memory_matters(true);
+    for kib in [8, 9] {
+        put("meminfo", &format!("MemTotal: 8 kB\nMemAvailable: {kib} kB\n"));
+        assert_eq!(
+            sampler.sample(Micros(1)).expect("all files are good").available_bytes,
+            kib << 10,
+            "an owner keeps it"
+        );
+    }
+    put("elsewhere", "MemTotal: 8 kB\nMemAvailable: 1 kB\n");
+    let mut sampler = sampler.memory_from(&dir.path().join("elsewhere")).expect("it is there");
+    assert_eq!(sampler.sample(Micros(1)).expect("all files are good").available_bytes, 1024);
     put("stat", "");
     assert!(sampler.sample(Micros(7)).is_err());
     assert!(Sampler::open(Path::new("/nowhere")).expect_err("no files").to_string().contains("/nowhere/stat"));

@@ -5,9 +5,10 @@ mod idle;
 use idle::{NOW, h, idle, sampled};
 use proptest::prelude::*;
 use pvm_rm::decide::{
-    Ask, Choice, EXPLAINED_HOSTS_MAX, HEADROOM_BYTES, Has, HostView, Hosts, Offer, Owner, Placement, Policy, Reason,
-    SAMPLE_AGE_MAX, Sampled, Snapshot, TaskView, Why, place, place_by,
+    Ask, Choice, EXPLAINED_HOSTS_MAX, Has, HostView, Hosts, Offer, Owner, Placement, Policy, Reason, SAMPLE_AGE_MAX,
+    Sampled, Snapshot, TaskView, Why, place, place_by,
 };
+use sempa_proto::load::HEADROOM_BYTES;
 use sempa_proto::load::LoadSample;
 use sempa_proto::task::{SPAWN_ARCH, SPAWN_HOST, SpawnRequest};
 use sempa_proto::{HostId, Micros, PvmError, Tid};

@@ -98,6 +98,20 @@ fn memory_that_the_owner_keeps_stays_free() {
 }
 
 #[test]
+fn a_task_goes_nowhere_where_it_would_take_memory_that_the_owner_keeps() {
+    let target = |bytes: u64| {
+        let mut snapshot = guest(Leaving::Now);
+        snapshot.hosts[0].tasks[0].bytes = bytes;
+        limited(&mut snapshot, 2, GuestLimits { memory_free: 3 << 30, ..GuestLimits::default() });
+        moves(&snapshot)
+    };
+    assert_eq!(target(1 << 30).go.len(), 1, "there is room for it");
+    let out = target((1 << 30) + 1);
+    let StayReason::NoHost { excluded } = stays(&out).0 else { panic!("{out:?}") };
+    assert_eq!(excluded.iter().next(), Some(&(h(2), Reason::Memory { keeps: 3 << 30, has: 4 << 30 })));
+}
+
+#[test]
 fn blocked_programs_and_users_never_come_neither_by_spawn_nor_by_move() {
     let program = GuestLimits { programs: vec!["work*".into()], ..GuestLimits::default() };
     let user = GuestLimits { users: vec![7], ..GuestLimits::default() };

@@ -165,6 +165,37 @@ fn an_owner_limits_guests_and_forbids_hours_and_takes_it_back() {
 }
 
 #[test]
+fn guests_that_leave_less_memory_than_the_owner_keeps_stop_and_leave_and_are_let_in_again_when_there_is_room() {
+    let Some((bed, _)) = testbed_with_env(2, &[("SEMPA_MEMINFO", "/tmp/meminfo")]) else { return };
+    let has = |host: usize, gigabytes: u64| {
+        let text = format!("MemTotal: {} kB\nMemAvailable: {} kB\n", 64 << 20, gigabytes << 20);
+        fs::write(bed.host(host).path("/tmp/meminfo"), text).expect("the testbed's own folder");
+    };
+    has(1, 8);
+    has(2, 8);
+    watched_on(&bed, false, |vm| {
+        let policy = vm.home().join("mine.toml");
+        fs::write(&policy, "memory_free = \"4G\"\n").expect("the testbed's own home");
+        owner(vm.bed(), 2, &["policy", policy.to_str().expect("text")]);
+        status(vm, 2, "kept", |s| setting(s, "memory_free").is_some());
+        let guest = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
+        has(2, 3);
+        let stopped = status(vm, 2, "stopped", |s| s["guests"] == "stopped");
+        assert_eq!(stopped["guests_why"], "less memory was free than the 4G that the owner keeps", "{stopped}");
+        clean(vm);
+        assert_eq!(vm.host_of(&guest).expect("alive"), "h1");
+        note(vm, "h2 takes no guests: less memory was free than the 4G that the owner keeps");
+        assert!(vm.spawn(&["-h2", "hold", "1"]).is_err(), "not even by name");
+        has(2, 5);
+        note(vm, "h2 takes guests again");
+        used_again(vm, "h2");
+    });
+    for host in bed.hosts() {
+        fs::remove_file(host.path("/tmp/meminfo")).expect("the testbed's own file");
+    }
+}
+
+#[test]
 fn a_policy_file_counts_at_once_and_a_wrong_one_is_refused_while_the_old_one_stays() {
     watched(false, 2, |vm| {
         let file = vm.home().join(".config/sempa/owner.toml");

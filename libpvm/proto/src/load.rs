@@ -10,6 +10,9 @@ pub const LOAD_CLASS: &str = "###_SEMPA_LOAD_###";
 /// Program of the load watchers.
 pub const WATCHER_PROGRAM: &str = "pvm-load-watcher";
 
+/// Memory that a host is to have to spare for each task that is put there, in bytes, unless a request names an amount.
+pub const HEADROOM_BYTES: u64 = 64 << 20;
+
 /// Tag, in the resource manager's context, of what a resource manager says to a load watcher that an earlier one has started: report
 /// to me, as you were told when you were started. There is nothing in it.
 pub const TAG_REPORT_TO: i32 = 7;

@@ -2,6 +2,7 @@
 
 use super::index::{Index, merged};
 use super::{Costs, HostView, Reason, SAMPLE_AGE_MAX, Sampled, Snapshot};
+use sempa_proto::load::HEADROOM_BYTES;
 use sempa_proto::{HostId, Micros};
 use std::borrow::Cow;
 use std::cmp::Reverse;
@@ -12,9 +13,6 @@ const SATURATED: f32 = 0.95;
 /// Above this share of time spent waiting for a processor, a host that looks half idle is not: a limit of its processors
 /// (a cgroup's, a hypervisor's) holds its threads back.
 const PRESSED: f32 = 0.25;
-/// Memory that a host must have to spare for each task that is put there, unless the request names an amount; hosts with
-/// less come last.
-pub const HEADROOM_BYTES: u64 = 64 << 20;
 
 /// What one more task would get on a host. The greater one is the better one; the order is total, so that equal
 /// snapshots give equal decisions.
@@ -117,14 +115,14 @@ impl Load {
     }
 }
 
-/// Why the host's owner allows no more tasks there.
-pub(super) fn full(host: &HostView, now: Micros, load: impl Fn() -> Load) -> Option<Reason> {
+/// Why the host's owner allows no more tasks there, or not one that has so many bytes of memory already.
+pub(super) fn full(host: &HostView, now: Micros, bytes: u64, load: impl Fn() -> Load) -> Option<Reason> {
     let limits = &host.terms.limits;
     if let Some(most) = limits.cores.filter(|_| load().left() == 0) {
         return Some(Reason::Cores { most });
     }
     let (keeps, has) = (limits.memory_free, host.fresh_sample(now)?.sample.available_bytes);
-    (keeps > 0 && has < keeps.saturating_add(HEADROOM_BYTES)).then_some(Reason::Memory { keeps, has })
+    (keeps > 0 && has < keeps.saturating_add(bytes.max(HEADROOM_BYTES))).then_some(Reason::Memory { keeps, has })
 }
 
 /// Demand for processors that is not ours, in threads. 0 when the sample is missing or too old.

@@ -31,7 +31,7 @@ pub use fair::{Fair, GIVE_WAY_MARGIN, Limited, Limits, USERS_MAX, UpDown, WAITIN
 pub use gains::{Outcome, PROMISES_MAX, Promises, TRUST, TRUST_HALF};
 pub use index::Hosts;
 pub use links::{PAIRS_MAX, Way};
-pub use load::{ForeignMean, HEADROOM_BYTES, Share, foreign_demand};
+pub use load::{ForeignMean, Share, foreign_demand};
 pub use moves::{MOVES_AT_ONCE_MAX, MoveDecision, Moves, SETTLE, Stay, StayReason, moves, room_ever, room_for};
 pub use place::{Ask, EXPLAINED_HOSTS_MAX, Placement, SPAWN_TASKS_MAX, Why, place, place_by};
 pub use predict::{Estimates, Journey, LEFT_MAX, Lessons, PROGRAMS_MAX, slowness};

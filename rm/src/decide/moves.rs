@@ -218,7 +218,7 @@ pub fn room_for(
     let is_kept = |host: &HostView| kept_for.is_some_and(|kinds| lets_in(host, kinds));
     let open = snapshot.hosts.into_iter().filter(|host| {
         host.owner.keeps_out().is_none()
-            && full(host, snapshot.now, || load(host)).is_none()
+            && full(host, snapshot.now, 0, || load(host)).is_none()
             && moves(host)
             && lets_in(host, kinds)
             && !is_kept(host)
@@ -342,7 +342,7 @@ pub(super) fn unfit(
         return Some((why, None));
     }
     let load = || snapshot.hosts.index(now).load(host.id).expect("the index has the snapshot's hosts");
-    if let Some(why) = full(host, now, load) {
+    if let Some(why) = full(host, now, task.bytes, load) {
         return Some((why, None));
     }
     if host.arch != from.arch {

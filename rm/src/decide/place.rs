@@ -192,7 +192,7 @@ pub(super) fn not_fit(
         owner => owner.keeps_out(),
     }
     .or_else(|| host.terms.blocks(ask.user, &ask.request.file))
-    .or_else(|| full(host, now, load))
+    .or_else(|| full(host, now, 0, load))
 }
 
 /// Places all tasks of a request together, by the snapshot's policy.
