@@ -23,6 +23,19 @@ const PAUSE: Duration = Duration::from_millis(100);
 const PATIENCE: Duration = Duration::from_secs(10);
 /// Events in one question.
 const EVENTS_AT_ONCE_MAX: u32 = 4096;
+/// What a job that is written is taken to need beside its bytes, in seconds.
+const JOB_SECONDS: f64 = 2.0;
+/// Bytes per second of memory that get into the store, if tasks do not move more slowly: to a disk, sealed and flushed.
+const WRITE_RATE: f64 = 50e6;
+/// More than is reckoned, because disks are shared; and the least time that is taken for it.
+const WRITE_MARGIN: f64 = 1.5;
+const WRITE_MIN: Duration = Duration::from_secs(5);
+/// It is reckoned anew when it is so old: all hosts are asked for it.
+const RECKONED_FOR: Duration = Duration::from_secs(1);
+/// Tasks whose memory is asked for.
+const ASKED_MAX: usize = 256;
+/// Moves of fewer bytes say nothing of the way.
+const TELLING_BYTES: u64 = 16 << 20;
 /// A deadline further away is a slip of the pen.
 const WITHIN_MAX: Duration = Duration::from_secs(24 * 3600);
 
@@ -33,8 +46,8 @@ pub(crate) struct Drain {
     pub(crate) host: String,
     /// It is to be empty within this time.
     pub(crate) within: Option<Duration>,
-    /// Jobs with tasks that nobody takes are checkpointed and ended when half of that time is over, so that it is enough for
-    /// them, and in the end all that are still there.
+    /// Jobs with tasks that nobody takes are checkpointed and ended when the time is just enough for that, and in the end all
+    /// that are still there.
     pub(crate) checkpoint: bool,
 }
 
@@ -84,6 +97,8 @@ struct Heard {
     steps: BTreeMap<Tid, Step>,
     /// Bytes of its newest image.
     bytes: BTreeMap<Tid, u64>,
+    /// Bytes of all that have moved, and how long each was on its way.
+    moved: (u64, Micros),
 }
 
 impl Heard {
@@ -99,9 +114,12 @@ impl Heard {
     fn hear(&mut self, kind: &EventKind) {
         match kind {
             EventKind::Moving { tid, step, .. } => drop(self.steps.insert(*tid, *step)),
-            EventKind::Moved { tid, bytes, resident, .. } => {
+            EventKind::Moved { tid, bytes, resident, whole, .. } => {
                 self.steps.remove(tid);
                 self.bytes.insert(*tid, *bytes.max(resident));
+                if *bytes.max(resident) >= TELLING_BYTES {
+                    self.moved = (self.moved.0.saturating_add(*bytes.max(resident)), self.moved.1 + *whole);
+                }
             }
             EventKind::MoveFailed { tid, .. } => drop(self.steps.remove(tid)),
             _ => {}
@@ -136,6 +154,7 @@ struct Emptying<'a, M> {
     /// Jobs of which there was no checkpoint.
     failed: BTreeSet<Tid>,
     heard: Heard,
+    writing: Writing,
 }
 
 impl<M: Machine> Emptying<'_, M> {
@@ -144,7 +163,6 @@ impl<M: Machine> Emptying<'_, M> {
         let Drain { host, within, checkpoint } = self.what;
         let all = self.tasks.len();
         let mut until = self.begun + within.unwrap_or(PATIENCE);
-        let write_at = within.filter(|_| *checkpoint).map(|within| self.begun + within / 2);
         while !self.tasks.is_empty() && Instant::now() < until {
             std::thread::sleep(PAUSE);
             let question = Question::Draining { host: host.clone() };
@@ -162,12 +180,37 @@ impl<M: Machine> Emptying<'_, M> {
                 (self.show)(&format!("{host} takes tasks again: somebody has called it off\n"));
                 break;
             }
-            if write_at.is_some_and(|at| at <= Instant::now()) {
-                // Who is on his way, or waits for his turn, may still get there.
-                self.write(|why| why.is_some())?;
+            // Who is on his way, or waits for his turn, may still get there.
+            if *checkpoint
+                && within.is_some()
+                && self.is_time_to_write(until.saturating_duration_since(Instant::now()))?
+            {
+                self.write(Option::is_some)?;
             }
         }
         Ok(())
+    }
+
+    /// True if no more than what is left until the deadline is needed to write the jobs of tasks that nobody takes.
+    fn is_time_to_write(&mut self, left: Duration) -> Result<bool, Error> {
+        let stuck: Left =
+            self.tasks.iter().filter(|(_, why)| why.is_some()).map(|(t, why)| (*t, why.clone())).collect();
+        if stuck.is_empty() {
+            return Ok(false);
+        }
+        if let Some((_, time)) = self.writing.reckoned.filter(|(at, _)| at.elapsed() < RECKONED_FOR) {
+            return Ok(left <= time);
+        }
+        let all = parents(self.machine)?;
+        let jobs: Vec<Tid> =
+            jobs(self.machine.tid(), &all, &stuck).into_iter().filter(|job| !self.failed.contains(job)).collect();
+        let members = all.keys().filter(|tid| jobs.contains(&job_of(**tid, &all, &stuck)));
+        let bytes = self.writing.bytes(members.copied().collect(), |tid| {
+            self.machine.can_migrate(tid, None).map_or(0, |survey| survey.resident_bytes)
+        });
+        let time = time_to_write(jobs.len(), bytes, self.heard.moved);
+        self.writing.reckoned = Some((Instant::now(), time));
+        Ok(left <= time)
     }
 
     /// Has jobs checkpointed and ended that have such tasks there.
@@ -176,7 +219,7 @@ impl<M: Machine> Emptying<'_, M> {
         if those.is_empty() {
             return Ok(());
         }
-        for job in jobs(self.machine, &those)? {
+        for job in jobs(self.machine.tid(), &parents(self.machine)?, &those) {
             if self.failed.contains(&job) {
                 continue;
             }
@@ -206,7 +249,7 @@ impl<M: Machine> Emptying<'_, M> {
             Reply::Sets(sets) => sets.unwrap_or_default(),
             _ => return Err(misfit()),
         };
-        for job in jobs(self.machine, &self.tasks)? {
+        for job in jobs(self.machine.tid(), &parents(self.machine)?, &self.tasks) {
             (self.show)(&at_risk(&self.what.host, job, &sets));
         }
         Ok(())
@@ -246,8 +289,9 @@ pub(crate) fn drain<M: Machine>(machine: &M, what: &Drain, show: &mut dyn FnMut(
     };
     let all = tasks.len();
     show(&format!("{host} takes no tasks; {all} {} to leave\n", if all == 1 { "is" } else { "are" }));
-    let (gone, sets, failed, heard) = Default::default();
-    let mut emptying = Emptying { machine, what, show, begun: Instant::now(), tasks, gone, sets, failed, heard };
+    let (gone, sets, failed, heard, writing) = Default::default();
+    let mut emptying =
+        Emptying { machine, what, show, begun: Instant::now(), tasks, gone, sets, failed, heard, writing };
     emptying.wait()?;
     if *checkpoint {
         // Once more: what was in the way may have passed.
@@ -265,19 +309,60 @@ fn at_risk(host: &str, job: Tid, sets: &[SetEntry]) -> String {
     format!("job {job} loses {lost} if {host} leaves now; 'drain {host} --checkpoint' writes it\n")
 }
 
-/// The jobs of these tasks, that with the most of them first: one checkpoint brings them all away.
-fn jobs(machine: &impl Machine, tasks: &Left) -> Result<Vec<Tid>, Error> {
-    let all: BTreeMap<Tid, Tid> = machine.tasks(Tid::NONE)?.into_iter().map(|task| (task.tid, task.parent)).collect();
-    let spawned = |tid: &Tid| tasks.contains_key(tid) || all.get(tid).is_some_and(|parent| parent.is_task());
+/// What is to be written.
+#[derive(Debug, Default)]
+struct Writing {
+    /// What tasks have of memory, as far as it was asked for.
+    memory: BTreeMap<Tid, u64>,
+    /// How long it may take, and when that was reckoned.
+    reckoned: Option<(Instant, Duration)>,
+}
+
+impl Writing {
+    /// Bytes of these tasks; `ask` is put for each once, and for no more than [`ASKED_MAX`]: the others are taken for ordinary.
+    fn bytes(&mut self, tasks: Vec<Tid>, ask: impl Fn(Tid) -> u64) -> u64 {
+        for tid in tasks.iter().take(ASKED_MAX) {
+            self.memory.entry(*tid).or_insert_with(|| ask(*tid));
+        }
+        let known: Vec<u64> = tasks.iter().filter_map(|tid| self.memory.get(tid).copied()).collect();
+        let sum = known.iter().fold(0, |sum: u64, bytes| sum.saturating_add(*bytes));
+        let mean = sum / known.len().max(1) as u64;
+        sum.saturating_add(mean.saturating_mul((tasks.len() - known.len()) as u64))
+    }
+}
+
+/// How long it may take to write so many jobs of so many bytes, where tasks of so many moved in that time.
+fn time_to_write(jobs: usize, bytes: u64, moved: (u64, Micros)) -> Duration {
+    let measured = moved.0 as f64 / (moved.1.0 as f64 / 1e6);
+    let rate = if moved.1.0 > 0 { measured.clamp(1.0, WRITE_RATE) } else { WRITE_RATE };
+    let seconds = JOB_SECONDS * jobs as f64 + bytes as f64 / rate;
+    // A year is more than any deadline.
+    let time = Duration::from_secs_f64((seconds * WRITE_MARGIN).min(3e7));
+    time.max(WRITE_MIN)
+}
+
+/// Who has spawned each task.
+fn parents(machine: &impl Machine) -> Result<BTreeMap<Tid, Tid>, Error> {
+    Ok(machine.tasks(Tid::NONE)?.into_iter().map(|task| (task.tid, task.parent)).collect())
+}
+
+/// The job of a task: these tasks were all spawned, whatever became of who did it.
+fn job_of(tid: Tid, parents: &BTreeMap<Tid, Tid>, tasks: &Left) -> Tid {
+    let spawned = |tid: &Tid| tasks.contains_key(tid) || parents.get(tid).is_some_and(|parent| parent.is_task());
+    top(tid, parents, spawned)
+}
+
+/// The jobs of these tasks, that with the most of them first: one checkpoint brings them all away. `me`: the console.
+fn jobs(me: Tid, parents: &BTreeMap<Tid, Tid>, tasks: &Left) -> Vec<Tid> {
     let mut jobs = BTreeMap::<Tid, usize>::new();
     for tid in tasks.keys() {
-        *jobs.entry(top(*tid, &all, spawned)).or_default() += 1;
+        *jobs.entry(job_of(*tid, parents, tasks)).or_default() += 1;
     }
     // Whoever was started by hand and is alive would see its children end. It cannot be written itself.
-    jobs.retain(|job, _| all.get(job).is_none_or(|by| *by == machine.tid() || !all.contains_key(by)));
+    jobs.retain(|job, _| parents.get(job).is_none_or(|by| *by == me || !parents.contains_key(by)));
     let mut jobs: Vec<(Tid, usize)> = jobs.into_iter().collect();
     jobs.sort_by_key(|(job, many)| (Reverse(*many), *job));
-    Ok(jobs.into_iter().map(|(job, _)| job).collect())
+    jobs.into_iter().map(|(job, _)| job).collect()
 }
 
 /// Has a job checkpointed and ended.
@@ -334,6 +419,32 @@ mod tests {
             let error = words(&format!("h2 --deadline {time}")).expect_err(time).to_string();
             assert_eq!(error, format!("drain: {time} is not a time such as 30s or 5m"));
         }
+    }
+
+    #[test]
+    fn jobs_are_written_when_the_time_is_just_enough_for_their_memory_at_the_rate_at_which_tasks_move() {
+        let seconds = |jobs, bytes, moved| time_to_write(jobs, bytes, moved).as_secs();
+        assert_eq!(seconds(1, 1 << 20, (0, Micros(0))), 5, "never later than that");
+        assert_eq!(seconds(2, 1_000_000_000, (0, Micros(0))), 36);
+        assert_eq!(
+            seconds(2, 1_000_000_000, (900_000_000, Micros::from_secs(1))),
+            36,
+            "a disk is not as fast as a network"
+        );
+        assert_eq!(seconds(2, 1_000_000_000, (30_000_000, Micros::from_secs(3))), 156, "tasks leave slowly");
+        assert!(seconds(1, u64::MAX, (1, Micros::from_secs(9))) > WITHIN_MAX.as_secs());
+        let tid = |n: i32| Tid::from_raw(0x40000 + n);
+        let (mut writing, asked) = (Writing::default(), std::cell::Cell::new(0));
+        let ask = |_| {
+            asked.set(asked.get() + 1);
+            10
+        };
+        assert_eq!(writing.bytes((1..=3).map(tid).collect(), ask), 30);
+        assert_eq!((writing.bytes((1..=4).map(tid).collect(), ask), asked.get()), (40, 4), "each is asked for once");
+        let many = 2 * ASKED_MAX as i32;
+        assert_eq!(writing.bytes((1..=many).map(tid).collect(), ask), 10 * many as u64);
+        assert!(asked.get() <= ASKED_MAX + 4);
+        assert_eq!(Writing::default().bytes(Vec::new(), ask), 0);
     }
 
     #[test]
