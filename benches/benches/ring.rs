@@ -3,6 +3,8 @@
 
 use divan::counter::{BytesCount, ItemsCount};
 use divan::{Bencher, black_box};
+use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
+use nix::unistd::Pid;
 use sempa_ring::memory::{Ends, OwnBell, PeerBell, accept, offer};
 use sempa_ring::ring::{Broken, Reader, Writer};
 use std::os::fd::AsFd;
@@ -64,6 +66,18 @@ fn push_and_pop(bencher: Bencher, bytes: usize) {
     });
 }
 
+/// Keeps the calling thread on one of the processors that the process may use: the first, or the second if there is one. Threads that
+/// wait awake may stay together on one for as long as a benchmark takes.
+fn keep_to(number: usize) {
+    let all = sched_getaffinity(Pid::from_raw(0)).expect("the kernel says it");
+    let mut usable = (0..CpuSet::count()).filter(|cpu| all.is_set(*cpu).is_ok_and(|is| is));
+    let mut one = CpuSet::new();
+    if let Some(cpu) = usable.nth(number) {
+        one.set(cpu).expect("it was in a set");
+        sched_setaffinity(Pid::from_raw(0), &one).expect("it may be used");
+    }
+}
+
 /// There and back between two threads that wait awake, a core each where there are two.
 #[divan::bench(args = SIZES)]
 fn round_trip_of_two_threads(bencher: Bencher, bytes: usize) {
@@ -72,6 +86,7 @@ fn round_trip_of_two_threads(bencher: Bencher, bytes: usize) {
     std::thread::scope(|scope| {
         let ended = &ended;
         scope.spawn(move || {
+            keep_to(1);
             let mut out = Vec::new();
             let mut looks = 0;
             while !ended.load(Ordering::Relaxed) {
@@ -85,6 +100,8 @@ fn round_trip_of_two_threads(bencher: Bencher, bytes: usize) {
                 std::hint::spin_loop();
             }
         });
+        let before = sched_getaffinity(Pid::from_raw(0)).expect("the kernel says it");
+        keep_to(0);
         let (body, mut out) = (vec![7; bytes], Vec::new());
         bencher.counter(BytesCount::new(2 * bytes)).bench_local(|| {
             put(&mut one.writer, black_box(&body));
@@ -92,6 +109,7 @@ fn round_trip_of_two_threads(bencher: Bencher, bytes: usize) {
             out.len()
         });
         ended.store(true, Ordering::Relaxed);
+        sched_setaffinity(Pid::from_raw(0), &before).expect("it was so");
     });
 }
 

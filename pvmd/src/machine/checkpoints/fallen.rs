@@ -31,16 +31,18 @@ impl Fallen {
 
     /// Something happened on this host to a member of the job.
     pub(super) fn happened(&mut self, now: Micros, host: HostId, kind: &EventKind) {
-        match kind {
+        let (tid, with) = match kind {
             EventKind::TaskEnded { tid, status, .. }
                 if ENDING.contains(&(status & 0x7f)) && !self.told.contains(tid) =>
             {
-                self.with.insert((*tid, host), now);
+                (*tid, host)
             }
-            EventKind::MoveFailed { tid, from, step: Step::Arrive, .. } => {
-                self.with.insert((*tid, *from), now);
-            }
-            _ => {}
+            EventKind::MoveFailed { tid, from, step: Step::Arrive, .. } => (*tid, *from),
+            _ => return,
+        };
+        // Whoever reads this would be lost with it.
+        if with != HostId::MASTER {
+            self.with.insert((tid, with), now);
         }
     }
 
