@@ -116,9 +116,10 @@ impl Heard {
             EventKind::Moving { tid, step, .. } => drop(self.steps.insert(*tid, *step)),
             EventKind::Moved { tid, bytes, resident, whole, .. } => {
                 self.steps.remove(tid);
-                self.bytes.insert(*tid, *bytes.max(resident));
-                if *bytes.max(resident) >= TELLING_BYTES {
-                    self.moved = (self.moved.0.saturating_add(*bytes.max(resident)), self.moved.1 + *whole);
+                let bytes = *bytes.max(resident);
+                self.bytes.insert(*tid, bytes);
+                if bytes >= TELLING_BYTES {
+                    self.moved = (self.moved.0.saturating_add(bytes), self.moved.1 + *whole);
                 }
             }
             EventKind::MoveFailed { tid, .. } => drop(self.steps.remove(tid)),
@@ -191,10 +192,14 @@ impl<M: Machine> Emptying<'_, M> {
         Ok(())
     }
 
+    /// The tasks that are still there for such a reason.
+    fn those(&self, which: impl Fn(&Option<String>) -> bool) -> Left {
+        self.tasks.iter().filter(|(_, why)| which(why)).map(|(tid, why)| (*tid, why.clone())).collect()
+    }
+
     /// True if no more than what is left until the deadline is needed to write the jobs of tasks that nobody takes.
     fn is_time_to_write(&mut self, left: Duration) -> Result<bool, Error> {
-        let stuck: Left =
-            self.tasks.iter().filter(|(_, why)| why.is_some()).map(|(t, why)| (*t, why.clone())).collect();
+        let stuck = self.those(Option::is_some);
         if stuck.is_empty() {
             return Ok(false);
         }
@@ -215,7 +220,7 @@ impl<M: Machine> Emptying<'_, M> {
 
     /// Has jobs checkpointed and ended that have such tasks there.
     fn write(&mut self, which: impl Fn(&Option<String>) -> bool) -> Result<(), Error> {
-        let those: Left = self.tasks.iter().filter(|(_, why)| which(why)).map(|(t, why)| (*t, why.clone())).collect();
+        let those = self.those(which);
         if those.is_empty() {
             return Ok(());
         }

@@ -60,10 +60,10 @@ enum Death {
 fn die(vm: &Vm<'_>, host: &Host, death: Death) {
     if death == Death::TasksFirst {
         let are_killed = |kind: &EventKind| matches!(kind, EventKind::TaskEnded { status: 9, .. });
-        let count = || Ok::<_, String>(must(vm, vm.events()).iter().filter(|entry| are_killed(&entry.kind)).count());
-        let before = count().unwrap_or_default();
+        let count = || must(vm, vm.events()).iter().filter(|entry| are_killed(&entry.kind)).count();
+        let before = count();
         host.kill_those(|line| line.contains("ring_job"));
-        let is_known = || if count()? > before { Ok(()) } else { Err("nobody tells of it".to_string()) };
+        let is_known = || if count() > before { Ok(()) } else { Err("nobody tells of it".to_string()) };
         must(vm, eventually(LONG, is_known));
     }
     host.kill_all();

@@ -127,6 +127,16 @@ impl Scene {
         result.map(|report| report.tasks)
     }
 
+    /// All tasks have begun again behind so many processes, and talk.
+    fn until_it_goes_on(&mut self, before: usize) {
+        let all = before + self.tids.len();
+        self.sim.until("the job runs again", |sim| sim.procs.len() >= all);
+        self.until_all_are_back();
+        self.chatter(100);
+        self.until_all_are_back();
+        self.until_all_is_heard();
+    }
+
     fn until_all_are_back(&mut self) {
         let tids = self.tids.clone();
         self.sim.until("all are back", |sim| {
@@ -538,11 +548,7 @@ fn a_job_goes_back_when_its_tasks_are_known_to_be_dead_before_their_host_is_know
             }
         }
         scene.sim.kill_host(lost);
-        scene.sim.until("the job runs again", |sim| sim.procs.len() >= before + 6);
-        scene.until_all_are_back();
-        scene.chatter(100);
-        scene.until_all_are_back();
-        scene.until_all_is_heard();
+        scene.until_it_goes_on(before);
     }
 }
 
@@ -557,11 +563,7 @@ fn a_job_goes_back_when_a_host_of_it_is_deleted_and_never_runs_twice() {
         let name = format!("h{}", 2 + scene.sim.dice.roll(3));
         let reply = scene.sim.ask(scene.console, Request::DelHosts { names: vec![name] });
         assert!(matches!(reply, Reply::HostsDeleted(ref all) if all[0].is_ok()), "{reply:?}");
-        scene.sim.until("the job runs again", |sim| sim.procs.len() >= before + 6);
-        scene.until_all_are_back();
-        scene.chatter(100);
-        scene.until_all_are_back();
-        scene.until_all_is_heard();
+        scene.until_it_goes_on(before);
     }
 }
 
