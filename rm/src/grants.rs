@@ -15,7 +15,7 @@ use std::collections::{BTreeMap, VecDeque};
 /// How long after the last spawn of its kind a grant holds, and how soon a request has to follow another one like it to get one.
 pub const GRANT_SPAN: Micros = Micros::from_secs(1);
 /// Places given to all tasks together that were not taken yet.
-pub const GRANTED_MAX: usize = 16;
+pub const GRANTED_MAX: usize = 32;
 /// How long a request is remembered: daemons tell of the last places taken behind the end of the task that took them.
 const REMEMBERED: Micros = Micros::from_secs(30);
 /// Tasks whose requests are remembered.

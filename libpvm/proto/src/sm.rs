@@ -108,7 +108,7 @@ pub fn unpack_waits(body: Bytes) -> PvmResult<Option<Micros>> {
 }
 
 /// Places that a grant names at most.
-pub const GRANT_HOSTS_MAX: usize = 8;
+pub const GRANT_HOSTS_MAX: usize = 16;
 
 /// A resource manager's answer to requests that were not made yet: a task that spawns one task after the other, each by a
 /// request for one task with the same program, place, flags and environment, need not ask for each. After Condor's claims,

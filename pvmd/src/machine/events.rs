@@ -1,6 +1,7 @@
 //! The event log of the virtual machine, kept by the master.
 
 use super::Machine;
+use bytes::Bytes;
 use sempa_proto::event::{EVENTS_MAX, Event, EventKind};
 use sempa_proto::host::HostMsg;
 use sempa_proto::message::DSIG_X86_64;
@@ -50,6 +51,11 @@ impl EventLog {
     }
 }
 
+fn pack(event: &Event) -> Result<Bytes, String> {
+    let bytes = frame::to_bytes(event);
+    bytes.map(Bytes::from).map_err(|why| format!("event {} could not be sent: {why}", event.number))
+}
+
 impl Machine {
     /// Something happened on this host.
     pub(super) fn record(&mut self, kind: EventKind) {
@@ -73,20 +79,40 @@ impl Machine {
         master.keeping.happened(now, host, &kind, by_itself);
         let news = super::news::is_news(&kind);
         let event = master.events.append(host, at, kind);
-        let followers: Vec<(Tid, (i32, i32))> = master.events.subscribers.iter().map(|(t, s)| (*t, *s)).collect();
-        if followers.is_empty() {
-            return;
+        let followers = master.events.followers();
+        let mut packed = None;
+        for dst in followers {
+            if news && self.hears_later(dst) {
+                self.event_later(dst, event.number);
+                continue;
+            }
+            let body = match packed.take().map_or_else(|| pack(&event), Ok) {
+                Ok(body) => body,
+                Err(why) => return self.log(why),
+            };
+            packed = Some(body.clone());
+            if let Some(item) = self.to_follower(dst, body) {
+                self.deliver(dst, item);
+            }
         }
-        let body = match frame::to_bytes(&event) {
-            Ok(bytes) => bytes::Bytes::from(bytes),
-            Err(why) => return self.log(format!("event {} could not be sent: {why}", event.number)),
-        };
-        for (dst, (ctx, tag)) in followers {
-            let src = self.source_for(dst);
-            let message = Message { src, dst, ctx, tag, wid: 0, enc: DSIG_X86_64, body: body.clone() };
-            let item = ToTask::Deliver { message, after: None };
-            if news && self.hears_later(dst) { self.deliver_later(dst, item) } else { self.deliver(dst, item) }
+    }
+
+    /// An entry of the log for one who follows it; `None` if the log has it no more, or nobody does.
+    pub(super) fn told_event(&mut self, dst: Tid, number: u64) -> Option<ToTask> {
+        let event = self.master.as_ref()?.events.since(number, 1).pop().filter(|event| event.number == number)?;
+        match pack(&event) {
+            Ok(body) => self.to_follower(dst, body),
+            Err(why) => {
+                self.log(why);
+                None
+            }
         }
+    }
+
+    fn to_follower(&self, dst: Tid, body: Bytes) -> Option<ToTask> {
+        let (ctx, tag) = *self.master.as_ref()?.events.subscribers.get(&dst)?;
+        let message = Message { src: self.source_for(dst), dst, ctx, tag, wid: 0, enc: DSIG_X86_64, body };
+        Some(ToTask::Deliver { message, after: None })
     }
 
     /// Master: this task wants every new event.

@@ -321,14 +321,6 @@ pub enum Output {
         /// The message.
         message: ToTask,
     },
-    /// Send a control message to a task that nobody waits for: it may stay for a moment, until others go there. It stays in
-    /// front of them.
-    NewsToTask {
-        /// The connection.
-        conn: ConnId,
-        /// The message.
-        message: ToTask,
-    },
     /// Send a control message to a task, and descriptors with it.
     RouteToTask {
         /// The connection.

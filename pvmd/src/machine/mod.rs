@@ -125,6 +125,8 @@ enum Timer {
     Watcher,
     /// There may have been no resource manager for long.
     NoRm,
+    /// News that a resource manager is not told at once.
+    News,
     /// A survey that has to end.
     Survey(u64),
     /// A job that is to be checkpointed, or whose last tasks are to be gone.
@@ -392,6 +394,7 @@ impl Machine {
                 Timer::Speaker(tid) => self.speaker_time_over(tid),
                 Timer::Watcher => self.watcher_due(),
                 Timer::NoRm => self.go_on_without_rm(),
+                Timer::News => self.news_due(),
                 Timer::Survey(survey) => self.survey_deadline(survey),
                 Timer::Job(job) => self.job_due(job),
                 Timer::Drain(tid, epid) => self.drain_over(tid, epid),

@@ -4,7 +4,6 @@
 //! where the task runs by our knowledge; that host knows better if we are behind and passes it on. Only the host where a
 //! task has to be can say that it is gone; for a host that is not in the table anybody can.
 
-use super::news::in_its_time;
 use super::{Machine, Output};
 use bytes::Bytes;
 use sempa_proto::host::{Carried, Held, HostMsg, Location};
@@ -15,13 +14,6 @@ use std::collections::BTreeMap;
 
 /// Places of tasks that have left their birth host, remembered also after they ended; the oldest go first.
 pub(super) const LOCATIONS_MAX: usize = 1 << 20;
-
-/// Whether somebody waits for what a task here gets.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Pace {
-    Now,
-    Later,
-}
 
 /// Where tasks are that do not run on their birth host.
 #[derive(Debug, Default)]
@@ -71,7 +63,7 @@ impl Machine {
     }
 
     /// Hands over or passes on; false when the task is gone for good.
-    fn route(&mut self, dst: Tid, held: Held, pace: Pace) -> bool {
+    pub(super) fn route(&mut self, dst: Tid, held: Held) -> bool {
         if let Some(task) = self.tasks.get_mut(dst) {
             if task.phase == super::tasks::Phase::Left {
                 return false;
@@ -84,7 +76,6 @@ impl Machine {
                 }
             }
             match task.conn().filter(|_| !task.hold || task.passes(&held)) {
-                Some(conn) if pace == Pace::Later => self.out.push_back(in_its_time(hand_over(conn, held))),
                 Some(conn) => self.hand(conn, held),
                 None => task.inbox.push(held),
             }
@@ -114,19 +105,14 @@ impl Machine {
 
     /// An item for a task, wherever it runs. If the task has ended, a daemon's vanishes, and who sent a word is told.
     pub(super) fn deliver(&mut self, dst: Tid, item: ToTask) {
-        let pace = if self.may_wait(dst, &item) { Pace::Later } else { Pace::Now };
+        let Some(item) = self.unless_news(dst, item) else { return };
         let held = Held::Item(item);
         let sender = super::pairs::sender_of(&held);
-        if !self.route(dst, held, pace)
+        if !self.route(dst, held)
             && let Some(src) = sender
         {
             self.deliver(src, ToTask::PeerGone { tid: dst });
         }
-    }
-
-    /// A daemon's word for a task that nobody waits for.
-    pub(super) fn deliver_later(&mut self, dst: Tid, item: ToTask) {
-        self.route(dst, Held::Item(item), Pace::Later);
     }
 
     /// The answer to a task's request.
@@ -141,7 +127,7 @@ impl Machine {
 
     /// A link frame on its way; its sender learns when its peer is gone.
     pub(super) fn forward_link(&mut self, src: Tid, dst: Tid, frame: Bytes) {
-        if !self.route(dst, Held::Link(frame), Pace::Now) {
+        if !self.route(dst, Held::Link(frame)) {
             self.deliver(src, ToTask::PeerGone { tid: dst });
         }
     }

@@ -14,7 +14,7 @@ use sempa_proto::task::{
 };
 use sempa_proto::tasker::{StartTask, ToTasker};
 use sempa_proto::{HostId, PvmError, RequestId, Tid};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
 /// Tasks that one spawn may ask for.
@@ -374,15 +374,13 @@ impl Machine {
     /// The whole environment of a new task but for its number: the host's, the spawner's, ours. Later ones count.
     pub(super) fn environment(&self, world: &dyn World, request: &SpawnRequest) -> Vec<Vec<u8>> {
         let own = self.own_environment(request);
-        let name = |entry: &[u8]| entry.split(|b| *b == b'=').next().unwrap_or_default().to_vec();
-        let mut last: BTreeMap<Vec<u8>, usize> = BTreeMap::new();
+        let name = |entry: &[u8]| entry.iter().position(|b| *b == b'=').unwrap_or(entry.len());
         let all: Vec<Vec<u8>> = world.base_env().into_iter().chain(request.env.iter().cloned()).chain(own).collect();
-        for (n, entry) in all.iter().enumerate() {
-            last.insert(name(entry), n);
-        }
-        let stale = name(b"PVMEPID=");
-        let keep = |n: usize, entry: &[u8]| last.get(&name(entry)) == Some(&n) && name(entry) != stale;
-        all.iter().enumerate().filter(|(n, entry)| keep(*n, entry)).map(|(_, entry)| entry.clone()).collect()
+        let last: HashMap<&[u8], usize> = all.iter().enumerate().map(|(n, entry)| (&entry[..name(entry)], n)).collect();
+        let is_last = |n: usize, entry: &[u8]| last.get(&entry[..name(entry)]) == Some(&n);
+        let keep: Vec<bool> =
+            all.iter().enumerate().map(|(n, entry)| is_last(n, entry) && &entry[..name(entry)] != STALE_NAME).collect();
+        all.into_iter().zip(keep).filter_map(|(entry, keep)| keep.then_some(entry)).collect()
     }
 
     /// The tasker could not make the process: to everybody else it is a task that ended at once.
@@ -392,6 +390,9 @@ impl Machine {
         self.end_task(tid, 0x100, used);
     }
 }
+
+/// What the environment of a spawner says of itself, which is no word for its children.
+const STALE_NAME: &[u8] = b"PVMEPID";
 
 /// What a child is told about its parent.
 fn parent_of(parent: Tid, flags: i32) -> Tid {

@@ -41,10 +41,6 @@ const FAREWELL_WITHIN: Duration = Duration::from_secs(3);
 const LAST_STEPS: Duration = Duration::from_millis(60);
 /// Inputs taken before the loop looks at its clock and the streams get their turn.
 const INPUTS_AT_ONCE: usize = 64;
-/// How long news waits for other messages to the same task.
-const NEWS_PAUSE: Micros = Micros::from_millis(10);
-/// News that waits for one task at most.
-const NEWS_MAX: usize = 64;
 /// How often queues and sessions are looked after.
 const TICK: Duration = Duration::from_secs(1);
 
@@ -54,29 +50,6 @@ struct Connected {
     progress: usize,
     since: Instant,
     dismissed: bool,
-    news: News,
-}
-
-/// Frames for a task that nobody waits for, until others go there.
-#[derive(Default)]
-struct News {
-    frames: Vec<Bytes>,
-    /// When they have waited long enough.
-    due: Micros,
-}
-
-impl Connected {
-    /// Queues this behind the news that waits.
-    fn put(&mut self, parcel: Parcel) {
-        self.put_news();
-        self.line.outbox.put(parcel);
-    }
-
-    fn put_news(&mut self) {
-        for frame in self.news.frames.drain(..) {
-            self.line.outbox.put(Parcel::Sure(frame));
-        }
-    }
 }
 
 /// What a daemon is made of.
@@ -104,8 +77,6 @@ pub(crate) struct Driver {
     tasks: HashMap<ConnId, Connected>,
     start: Instant,
     vigil: Vigil,
-    /// When news of some task may have waited long enough.
-    news_at: Option<Micros>,
     /// Set on a slave until its master's session stands.
     master_until: Option<Instant>,
     stop_at: Option<Instant>,
@@ -117,7 +88,7 @@ impl Driver {
     pub(crate) fn new(parts: Parts, start: Instant, is_master: bool) -> Driver {
         let master_until = (!is_master).then(|| Instant::now() + MASTER_WITHIN);
         let (tasks, vigil) = (HashMap::new(), Vigil::new());
-        Driver { parts, is_master, tasks, start, vigil, news_at: None, master_until, stop_at: None, done: false }
+        Driver { parts, is_master, tasks, start, vigil, master_until, stop_at: None, done: false }
     }
 
     fn now(&self) -> Micros {
@@ -141,9 +112,8 @@ impl Driver {
                 // Inputs go on even if the machine wants to be woken again at once.
                 tokio::task::yield_now().await;
             }
-            self.put_old_news();
             // Set again only when it has changed: with messages passing it hardly ever does.
-            let wake = self.parts.machine.next_wakeup().into_iter().chain(self.news_at).min();
+            let wake = self.parts.machine.next_wakeup();
             if wake != alarm_at {
                 let at = wake.map(|at| self.start + Duration::from_micros(at.0));
                 alarm.as_mut().reset(at.unwrap_or_else(far_away).into());
@@ -164,21 +134,6 @@ impl Driver {
             }
         }
         self.leave().await;
-    }
-
-    /// Sends on the news that has waited long enough.
-    fn put_old_news(&mut self) {
-        let now = self.now();
-        if self.news_at.take_if(|at| *at <= now).is_none() {
-            return;
-        }
-        for task in self.tasks.values_mut().filter(|task| !task.news.frames.is_empty()) {
-            if task.news.due <= now {
-                task.put_news();
-            } else {
-                self.news_at = self.news_at.into_iter().chain([task.news.due]).min();
-            }
-        }
     }
 
     fn start_tasker(&mut self) {
@@ -216,8 +171,8 @@ impl Driver {
             Input::TaskUp(line) => {
                 let (conn, pid) = (line.conn, line.pid);
                 let progress = line.outbox.progress();
-                let (since, news) = (Instant::now(), News::default());
-                self.tasks.insert(conn, Connected { line, progress, since, dismissed: false, news });
+                let since = Instant::now();
+                self.tasks.insert(conn, Connected { line, progress, since, dismissed: false });
                 self.feed(Event::TaskConnected { conn, pid });
             }
             Input::Event(event) => self.take_event(event),
@@ -295,10 +250,9 @@ impl Driver {
 
     fn carry_out(&mut self, output: Output) {
         match output {
-            Output::ToTask { conn, message } => self.tell(conn, &message, |task, frame| task.put(Parcel::Sure(frame))),
-            Output::NewsToTask { conn, message } => self.tell_later(conn, &message),
+            Output::ToTask { conn, message } => self.tell(conn, &message, Parcel::Sure),
             Output::RouteToTask { conn, message, descriptors } => {
-                self.tell(conn, &message, |task, frame| task.put(Parcel::With(frame, descriptors)));
+                self.tell(conn, &message, |frame| Parcel::With(frame, descriptors));
             }
             Output::LinkToTask { conn, frame } => self.hand_over(conn, frame),
             Output::CloseTask { conn } => self.dismiss(conn),
@@ -374,7 +328,7 @@ impl Driver {
     /// A link frame for a task.
     fn hand_over(&mut self, conn: ConnId, frame: Bytes) {
         if let Some(task) = self.tasks.get_mut(&conn) {
-            task.put(Parcel::Link(frame));
+            task.line.outbox.put(Parcel::Link(frame));
         }
     }
 
@@ -384,27 +338,12 @@ impl Driver {
         self.parts.net.carry(host, carried);
     }
 
-    fn tell(&mut self, conn: ConnId, message: &ToTask, put: impl FnOnce(&mut Connected, Bytes)) {
+    fn tell(&mut self, conn: ConnId, message: &ToTask, parcel: impl FnOnce(Bytes) -> Parcel) {
         let Some(task) = self.tasks.get_mut(&conn) else { return };
         match encode_control(message) {
-            Ok(frame) => put(task, frame),
+            Ok(frame) => drop(task.line.outbox.put(parcel(frame))),
             Err(e) => self.parts.log.line(format!("a message to process {} could not be sent: {e}", task.line.pid)),
         }
-    }
-
-    /// Keeps a message for a moment, so that its receiver is woken once for several.
-    fn tell_later(&mut self, conn: ConnId, message: &ToTask) {
-        let due = self.now() + NEWS_PAUSE;
-        self.news_at = self.news_at.or(Some(due));
-        self.tell(conn, message, |task, frame| {
-            if task.news.frames.is_empty() {
-                task.news.due = due;
-            }
-            task.news.frames.push(frame);
-            if task.news.frames.len() >= NEWS_MAX {
-                task.put_news();
-            }
-        });
     }
 
     /// Sends a signal to the process that made a connection.
@@ -424,7 +363,7 @@ impl Driver {
         if std::mem::replace(&mut task.dismissed, true) {
             return;
         }
-        task.put(Parcel::End);
+        task.line.outbox.put(Parcel::End);
         let cut = task.line.cut.clone();
         tokio::spawn(async move {
             tokio::select! {

@@ -124,12 +124,13 @@ fn when_half_of_the_places_are_taken_others_are_given_for_what_is_known_by_then(
     let mut bed = Bed::quiet(&vm);
     spawns(&mut bed, 1..=2, &request(1));
     let hosts = given(&bed, client())[0].1.hosts.clone();
-    for (n, host) in hosts.iter().take(3).enumerate() {
+    let last = GRANT_HOSTS_MAX / 2 - 1;
+    for (n, host) in hosts.iter().take(last).enumerate() {
         taken(&mut bed, 2, host.index(), t(host.index(), 900 + n as u32));
     }
     assert_eq!(given(&bed, client()).len(), 1);
     bed.owner_comes(1);
-    taken(&mut bed, 2, hosts[3].index(), t(hosts[3].index(), 950));
+    taken(&mut bed, 2, hosts[last].index(), t(hosts[last].index(), 950));
     let (wid, grant) = given(&bed, client()).pop().expect("more");
     assert_eq!((given(&bed, client()).len(), wid), (2, 2));
     assert!(grant.hosts.iter().all(|host| *host == h(2)), "{grant:?}");

@@ -134,8 +134,6 @@ pub(super) struct Sim {
     anew: BTreeMap<(HostId, MigrationId), (usize, Tid)>,
     /// Programs that were asked to end and did not.
     pub(super) deaf: Vec<usize>,
-    /// Messages to tasks that might wait for others.
-    pub(super) news: usize,
 }
 
 fn pair(a: HostId, b: HostId) -> (HostId, HostId) {
@@ -200,7 +198,6 @@ impl Sim {
             sets: sets::Sets::default(),
             anew: BTreeMap::new(),
             deaf: Vec::new(),
-            news: 0,
         };
         let mut first = config(HostId::MASTER, "h1");
         change(&mut first);

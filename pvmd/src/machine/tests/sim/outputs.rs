@@ -12,13 +12,6 @@ use sempa_proto::{HostId, Micros, MigrationId, PvmError};
 impl Sim {
     pub(super) fn carry_out(&mut self, on: HostId, output: Output) {
         match output {
-            Output::NewsToTask { conn, message } => {
-                let at = self.now + Micros(self.dice.roll(10_000));
-                let last = self.channels.entry(Channel::ToProc(conn)).or_default();
-                *last = at.max(*last);
-                self.news += 1;
-                self.tell_proc(conn, |proc| Happening::ToProc(proc, conn, message));
-            }
             Output::ToTask { conn, message } => {
                 let late = self.faults.late_percent;
                 if late > 0 && matches!(message, ToTask::Quiesce { .. }) && self.dice.roll(100) < late {
