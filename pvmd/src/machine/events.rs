@@ -80,17 +80,16 @@ impl Machine {
         let news = super::news::is_news(&kind);
         let event = master.events.append(host, at, kind);
         let followers = master.events.followers();
-        let mut packed = None;
+        let mut body = None;
         for dst in followers {
             if news && self.hears_later(dst) {
                 self.event_later(dst, event.number);
                 continue;
             }
-            let body = match packed.take().map_or_else(|| pack(&event), Ok) {
-                Ok(body) => body,
-                Err(why) => return self.log(why),
+            let body = match body.get_or_insert_with(|| pack(&event)) {
+                Ok(body) => body.clone(),
+                Err(why) => return self.log(why.clone()),
             };
-            packed = Some(body.clone());
             if let Some(item) = self.to_follower(dst, body) {
                 self.deliver(dst, item);
             }
