@@ -44,14 +44,9 @@ pub(super) struct News {
     waiting: Vec<Waiting>,
     /// It will be looked at in time.
     timed: bool,
-}
-
-impl News {
-    /// How much waits.
+    /// How much has waited so far.
     #[cfg(test)]
-    pub(super) fn waiting(&self) -> usize {
-        self.waiting.len()
-    }
+    pub(super) waited: usize,
 }
 
 /// True for events of tasks that come and go.
@@ -94,6 +89,10 @@ impl Machine {
             self.news.whom = dst;
         }
         self.news.waiting.push(what);
+        #[cfg(test)]
+        {
+            self.news.waited += 1;
+        }
         if self.news.waiting.len() >= NEWS_MAX {
             self.tell_news();
         } else if !std::mem::replace(&mut self.news.timed, true) {
