@@ -172,6 +172,13 @@ fn files_that_were_carried_along_go_when_their_tasker_or_all_of_its_host_is_kill
         has_no_file_and_goes_on(vm, &tid);
         assert!(!moving.finish(SOON).expect("the console ends").good());
 
+        // The next tasker tries its engine first; until then it is said that nothing can be restored there.
+        let tried = || {
+            let log = std::fs::read_to_string(three.path("/tmp/sempa-0/pvm/pvml")).map_err(|error| error.to_string())?;
+            let times = log.lines().filter(|line| line.contains("tasks can be moved")).count();
+            if times == 2 { Ok(()) } else { Err(format!("engines were tried {times} times: {log}")) }
+        };
+        eventually(SOON, tried).expect("another tasker");
         let moving = held_when_it_is_built(vm, &tid);
         kill(tasker(), Signal::SIGKILL).expect("killed");
         kill(daemon_of(three).expect("it has a daemon"), Signal::SIGKILL).expect("killed");
