@@ -7,6 +7,7 @@
 //! * [`criu`]: the engine that works for any process.
 //! * [`facts`]: what a task is and holds, and whether a host can take it.
 //! * [`rights`]: what a process may do, given up.
+//! * [`state`]: what a program has written that checkpoints itself.
 //! * [`status`]: what the kernel tells of a process.
 //! * [`store`]: where the checkpoints of jobs are kept.
 
@@ -17,5 +18,6 @@ pub mod engine;
 pub mod facts;
 pub mod protocol;
 pub mod rights;
+pub mod state;
 pub mod status;
 pub mod store;

@@ -426,7 +426,7 @@ impl World {
             SourceOutput::KillMoved => self.soon(Item::Source(SourceEvent::Gone(Usage::default()))),
             SourceOutput::HandOver => self.handed_over = true,
             SourceOutput::DropImages => {}
-            SourceOutput::Settle | SourceOutput::Close { .. } | SourceOutput::Deposit => {
+            SourceOutput::Settle | SourceOutput::Close { .. } | SourceOutput::Collect | SourceOutput::Deposit => {
                 panic!("a move keeps no images")
             }
             SourceOutput::Done => self.source = None,

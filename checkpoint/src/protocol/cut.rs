@@ -3,14 +3,17 @@
 //! ```text
 //! cutter            host of each task             the master's store
 //!  Inspect  ------>  facts                         room for the set
-//!  Stand    ------>  quiesce, stop
+//!  Stand    ------>  whoever writes its own checkpoint does, and ends
+//!  Stand    ------>  the others quiesce, and are stopped
 //!  (all stand still: has the job spawned anything meanwhile?)
-//!  Write    ------>  dump, let it go on, send --> kept
+//!  Write    ------>  dump, or copy what it has written; let it go on, or start it again; send --> kept
 //!  (all are kept)  ----------------------------> sealed: from now on the set is there
 //! ```
 //!
 //! Links number what tasks of the job say to each other and keep it until it has arrived, so tasks that stand still at the
-//! same moment are a consistent cut, whatever is on its way between them. Tasks outside the job go on all the time.
+//! same moment are a consistent cut, whatever is on its way between them. A process that has ended stands still, too: what it
+//! had said and nobody has acknowledged its daemon keeps. That may take it long, so the others run until it has. Tasks outside
+//! the job go on all the time.
 //!
 //! Whatever fails before the end, each task goes on and nothing of the set is left.
 
@@ -78,6 +81,8 @@ pub enum CutOutput {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Stage {
     Inspecting,
+    /// Those that write their own checkpoints do so, and end.
+    Ending,
     Standing,
     Counting,
     Writing,
@@ -99,6 +104,13 @@ struct Part {
     of: Move,
     progress: Progress,
     facts: TaskFacts,
+}
+
+impl Part {
+    /// The seconds that it has to write its own checkpoint, if it does.
+    fn writes_itself(&self) -> Option<u32> {
+        self.facts.anew().and_then(|engine| engine.asks()).map(|(_, seconds)| seconds)
+    }
 }
 
 #[derive(Debug)]
@@ -174,7 +186,7 @@ impl Cuts {
         let stage = Stage::Inspecting;
         let cut = Cut { stage, has_room: false, parts, deadline, allowed, still: None, written: None };
         self.open.insert(self.last, cut);
-        self.order_all(self.last, &Order::Inspect);
+        self.order(self.last, &Order::Inspect, |_| true);
         self.last
     }
 
@@ -305,10 +317,20 @@ impl Cuts {
     fn step(&mut self, now: Micros, number: CutId) {
         let Some(cut) = self.open.get_mut(&number) else { return };
         let least = cut.parts.values().map(|part| part.progress).min().unwrap_or(Progress::Kept);
+        let ended = |part: &Part| part.writes_itself().is_none() || part.progress >= Progress::Stands;
         match cut.stage {
             Stage::Inspecting if least >= Progress::Inspected && cut.has_room => {
+                let longest = cut.parts.values().filter_map(Part::writes_itself).max().unwrap_or_default();
+                // Its library says before where its conversations stand.
+                cut.allowed = STAND_TIME + STAND_TIME + Micros::from_secs(longest.into());
+                (cut.stage, cut.deadline) = (Stage::Ending, now + cut.allowed);
+                self.order(number, &Order::Stand, |part| part.writes_itself().is_some());
+                self.step(now, number);
+            }
+            Stage::Ending if cut.parts.values().all(ended) => {
                 (cut.stage, cut.deadline, cut.allowed) = (Stage::Standing, now + STAND_TIME, STAND_TIME);
-                self.order_all(number, &Order::Stand);
+                self.order(number, &Order::Stand, |part| part.writes_itself().is_none());
+                self.step(now, number);
             }
             Stage::Standing if least >= Progress::Stands => {
                 (cut.stage, cut.deadline) = (Stage::Counting, now + STEP_TIME);
@@ -324,15 +346,15 @@ impl Cuts {
         }
     }
 
-    fn order_all(&mut self, number: CutId, order: &Order) {
+    fn order(&mut self, number: CutId, order: &Order, whom: impl Fn(&Part) -> bool) {
         let Some(cut) = self.open.get(&number) else { return };
         let to = |part: &Part| CutOutput::Order { host: part.of.from, of: part.of.clone(), order: order.clone() };
-        self.out.extend(cut.parts.values().map(to));
+        self.out.extend(cut.parts.values().filter(|part| whom(part)).map(to));
     }
 
     /// It is off: all tasks go on, those that have been written already do.
     fn fail(&mut self, number: CutId, why: CutFailure) {
-        self.order_all(number, &Order::GoOn);
+        self.order(number, &Order::GoOn, |_| true);
         let Some(cut) = self.open.remove(&number) else { return };
         self.out.push_back(CutOutput::Abandon { cut: number, parts: cut.parts.into_keys().collect() });
         self.out.push_back(CutOutput::Ended { cut: number, result: Err(why) });

@@ -30,7 +30,7 @@ pub enum SourceEvent {
     Quiesced,
     /// The tasker's answer to [`SourceOutput::Stop`].
     Stopped(Result<(), Failure>),
-    /// The tasker's answer to [`SourceOutput::Dump`].
+    /// The tasker's answer to [`SourceOutput::Dump`], or that to [`SourceOutput::Collect`].
     Dumped(Result<DumpReport, Failure>),
     /// The images are at the target, or could not be sent.
     Sent(Result<(), Failure>),
@@ -69,6 +69,9 @@ pub enum SourceOutput {
         /// Requests by which it waits for others.
         open: Vec<RequestId>,
     },
+    /// For a checkpoint: copy the files into which the program has written its state to where images are; they are the task's
+    /// images. [`SourceEvent::Dumped`] is the answer.
+    Collect,
     /// For a checkpoint: put what is known of the task beside the images and bring them to the master; the directory is
     /// the daemon's from now on.
     Deposit,
@@ -115,7 +118,7 @@ impl SourceOutput {
             SourceOutput::Inspect => Some(Step::Inspect),
             SourceOutput::Quiesce { .. } | SourceOutput::End { .. } => Some(Step::Quiesce),
             SourceOutput::Stop => Some(Step::Stop),
-            SourceOutput::Dump { .. } => Some(Step::Dump),
+            SourceOutput::Dump { .. } | SourceOutput::Collect => Some(Step::Dump),
             SourceOutput::SendImages | SourceOutput::SendRecord => Some(Step::Transfer),
             SourceOutput::KillMoved => Some(Step::KillSource),
             _ => None,
@@ -134,7 +137,7 @@ enum State {
     Ending,
     /// For a checkpoint: it stands still, and what it has asked for is being answered.
     Settling,
-    /// For a checkpoint: it stands still.
+    /// For a checkpoint: it stands still, or its process has ended and the next one has not begun.
     Standing,
     /// For a checkpoint: all tasks of the job stand still, and the last answers come in.
     Closing,
@@ -155,6 +158,8 @@ pub struct Source {
     state: State,
     /// The task does not leave: its images are for a checkpoint.
     keeps: bool,
+    /// For a checkpoint: by which way the task is written.
+    engine: Engine,
     /// The images are deposited.
     deposited: bool,
     /// Most of the memory does not go with the images.
@@ -167,7 +172,8 @@ impl Source {
     pub fn new(of: Move) -> Source {
         let out = VecDeque::from([SourceOutput::Inspect]);
         let keeps = of.cause == Cause::Checkpoint;
-        Source { of, state: State::Inspecting, keeps, deposited: false, memory_follows: false, out }
+        let (state, engine) = (State::Inspecting, Engine::Criu);
+        Source { of, state, keeps, engine, deposited: false, memory_follows: false, out }
     }
 
     /// The move.
@@ -212,6 +218,7 @@ impl Source {
             (_, SourceEvent::Ended) => self.ended(),
             (_, SourceEvent::Order(Order::Resume { .. } | Order::GoOn)) => self.resume(),
             (State::Inspecting, SourceEvent::Inspected(Ok(Inspected { facts, suspended, memory_can_follow }))) => {
+                self.engine = facts.anew().unwrap_or_default();
                 self.go(State::Ready, [O::Report(Report::Inspected { facts, suspended, memory_can_follow })]);
             }
             (State::Inspecting, SourceEvent::Inspected(Err(refusal))) => {
@@ -225,14 +232,19 @@ impl Source {
             (State::Ready, SourceEvent::Order(Order::Leave { engine, .. })) => {
                 self.go(State::Ending, [O::End { engine }]);
             }
+            (State::Ending, SourceEvent::Stopped(Ok(()))) if self.keeps => {
+                let done = [Report::Quiesced, Report::Stopped].map(O::Report);
+                self.go(State::Standing, done);
+            }
             (State::Ending, SourceEvent::Stopped(Ok(()))) => {
                 let done = [Report::Quiesced, Report::Stopped, Report::Dumped { bytes: 0 }].map(O::Report);
                 self.go(State::Sending, done.into_iter().chain([O::SendRecord]));
             }
             (State::Ending, SourceEvent::Stopped(Err(why))) => self.failed(Step::Quiesce, why),
-            (State::Ready, SourceEvent::Order(Order::Stand)) => {
-                self.go(State::Quiescing, [O::Hold, O::Quiesce { token: None }]);
-            }
+            (State::Ready, SourceEvent::Order(Order::Stand)) => match self.engine {
+                Engine::Criu => self.go(State::Quiescing, [O::Hold, O::Quiesce { token: None }]),
+                engine => self.go(State::Ending, [O::End { engine }]),
+            },
             (State::Quiescing, SourceEvent::Quiesced) => {
                 self.go(State::Stopping, [O::Report(Report::Quiesced), O::Stop]);
             }
@@ -241,7 +253,10 @@ impl Source {
             (State::Standing, SourceEvent::Order(Order::Write { open })) => {
                 self.go(State::Closing, [O::Close { open }]);
             }
-            (State::Closing, SourceEvent::Settled) => self.go(State::Dumping, [O::Dump { memory_follows: false }]),
+            (State::Closing, SourceEvent::Settled) => match self.engine {
+                Engine::Criu => self.go(State::Dumping, [O::Dump { memory_follows: false }]),
+                _ => self.go(State::Dumping, [O::Collect]),
+            },
             (State::Dumping, SourceEvent::Dumped(Ok(dump))) if self.keeps => {
                 self.deposited = true;
                 let report = O::Report(Report::Dumped { bytes: dump.bytes });

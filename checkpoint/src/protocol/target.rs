@@ -1,7 +1,7 @@
 //! The end that a task moves to.
 
 use sempa_proto::engine::Engine;
-use sempa_proto::migration::{Failure, Move, Order, Parting, Report, Step, TaskFacts, Verdict};
+use sempa_proto::migration::{Cause, Failure, Move, Order, Parting, Report, Step, TaskFacts, Verdict};
 use std::collections::VecDeque;
 use std::path::PathBuf;
 
@@ -110,6 +110,11 @@ impl Target {
         self.state == State::Restoring
     }
 
+    /// True while it was ordered to run, and does not yet.
+    pub fn is_starting(&self) -> bool {
+        self.state == State::Starting
+    }
+
     /// True if most of the memory does not come with the images. Known from [`TargetOutput::ExpectImages`] on.
     pub fn memory_follows(&self) -> bool {
         self.memory_follows
@@ -129,11 +134,13 @@ impl Target {
                 self.memory_follows &= memory_can_follow && engine == Engine::Criu;
                 let (refuses, memory_follows) = (!verdict.is_empty(), self.memory_follows);
                 let report = O::Report(Report::Prepared { verdict, token: self.token.clone(), memory_follows, engine });
-                match (refuses, engine) {
+                // What comes from the store has images in any case.
+                let has_images = engine == Engine::Criu || self.of.cause == Cause::Restart;
+                match (refuses, has_images) {
                     (true, _) => self.go(State::Done, [report, O::Discard, O::Done]),
                     // Expect first: the source may be faster than our answer is.
-                    (false, Engine::Criu) => self.go(State::Receiving, [O::ExpectImages, report]),
-                    (false, _) => self.go(State::Receiving, [report]),
+                    (false, true) => self.go(State::Receiving, [O::ExpectImages, report]),
+                    (false, false) => self.go(State::Receiving, [report]),
                 }
             }
             (State::Receiving, TargetEvent::Received(Ok(bytes))) => {

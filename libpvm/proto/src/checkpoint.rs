@@ -1,11 +1,10 @@
 //! Checkpoints of jobs: all tasks of a job as they are at one moment, and the same tasks started again.
 
 use crate::group::GroupState;
-use crate::host::TaskRecord;
+use crate::host::{Held, TaskRecord};
 use crate::ids::{HostId, Micros, Tid};
 use crate::message::Message;
 use crate::migration::{Failure, Refusal, Step, TaskFacts};
-use crate::task::ToTask;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -14,7 +13,7 @@ pub const SET_TASKS_MAX: usize = 1024;
 /// Bytes in the mailbox that belong to the tasks of one checkpoint at most.
 pub const SAVED_MAILBOX_BYTES_MAX: usize = 16 << 20;
 /// Version of [`SetMeta`] and [`PartRecord`].
-pub const SET_VERSION: u16 = 3;
+pub const SET_VERSION: u16 = 4;
 
 /// When a job is checkpointed by itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -40,6 +39,8 @@ pub struct SetReport {
     pub bytes: u64,
     /// From the moment at which the first task stood still until the last one was written.
     pub frozen: Micros,
+    /// Those of its tasks that have written their own checkpoints, and were started again.
+    pub own: Vec<Tid>,
 }
 
 /// One line of a list of sets.
@@ -336,6 +337,7 @@ pub struct PartRecord {
     pub version: u16,
     /// The task's record.
     pub record: TaskRecord,
-    /// What waited for it.
-    pub waiting: Vec<ToTask>,
+    /// What waited for it. Of a task that has written its own checkpoint also what its process had said, and halves of messages
+    /// that it had got.
+    pub waiting: Vec<Held>,
 }

@@ -4,13 +4,23 @@
 //! asked by a signal or a message, writes what it needs, and ends with an agreed code; then it is started again. And what loses nothing
 //! worth keeping is just ended and started again. The last two work between any two hosts, and without privileges.
 
+use crate::ids::Tid;
 use crate::task::SpawnRequest;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
 use std::fmt;
+use std::path::PathBuf;
 use thiserror::Error;
 
 /// Environment of a spawn: how its tasks want to be taken elsewhere.
 pub const ENGINE_ENV: &str = "SEMPA_ENGINE";
+/// Environment of a spawn: the files of which a program's own checkpoint consists, separated by colons. Those that do not
+/// begin with a slash are in its working directory; [`STATE_TID`] stands for the task's tid.
+pub const STATE_ENV: &str = "SEMPA_STATE";
+/// Where the tid of the task belongs in [`STATE_ENV`].
+pub const STATE_TID: &str = "{tid}";
+/// Files that [`STATE_ENV`] may name.
+pub const STATE_FILES_MAX: usize = 64;
 /// Environment of a program that was started again: how often it has been.
 pub const AGAIN_ENV: &str = "SEMPA_AGAIN";
 /// A program that was asked to write its state ends with this, if it has not said otherwise: it is to be started again.
@@ -86,6 +96,38 @@ pub enum Engine {
 )]
 pub struct EngineError(pub String);
 
+/// A text that does not name the files of a program's own checkpoint.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[error(
+    "{STATE_ENV}: \"{0}\" is not understood; it names up to {STATE_FILES_MAX} files, each once, separated by colons, in which \
+     {STATE_TID} stands for the tid"
+)]
+pub struct StateError(pub String);
+
+/// The files that a text names of which a program's own checkpoint consists, as they are named.
+///
+/// # Errors
+/// One is empty, or named twice, or a directory by its name, or there are too many.
+pub fn state_files(text: &str) -> Result<Vec<String>, StateError> {
+    let files: Vec<String> = text.split(':').map(|file| file.trim().to_string()).collect();
+    let is_file = |file: &String| !file.is_empty() && !file.ends_with('/') && !file.contains('\0');
+    let known: BTreeSet<&String> = files.iter().collect();
+    match files.iter().all(is_file) && known.len() == files.len() && files.len() <= STATE_FILES_MAX {
+        true => Ok(files),
+        false => Err(StateError(text.to_string())),
+    }
+}
+
+/// What the environment of a spawn says under a name, unless that is nothing. Of two entries the later one counts, as for the
+/// program.
+fn said(env: &[Vec<u8>], name: &str) -> Option<String> {
+    let of = |entry: &Vec<u8>| {
+        let text = entry.strip_prefix(name.as_bytes())?.strip_prefix(b"=")?.to_vec();
+        Some(String::from_utf8_lossy(&text).into_owned())
+    };
+    env.iter().rev().find_map(of).filter(|text| !text.trim().is_empty())
+}
+
 impl Engine {
     /// Reads a list: the first that both hosts can do is taken.
     ///
@@ -140,13 +182,7 @@ impl Engine {
     /// # Errors
     /// The word that is not understood.
     pub fn wanted(env: &[Vec<u8>]) -> Result<Vec<Engine>, EngineError> {
-        let of = |entry: &Vec<u8>| {
-            let text = entry.strip_prefix(ENGINE_ENV.as_bytes())?.strip_prefix(b"=")?.to_vec();
-            Some(String::from_utf8_lossy(&text).into_owned())
-        };
-        // Of two entries the later one counts, as for the program.
-        let text = env.iter().rev().find_map(of).filter(|text| !text.trim().is_empty());
-        text.map_or_else(|| Ok(vec![Engine::Criu]), |text| Engine::list(&text))
+        said(env, ENGINE_ENV).map_or_else(|| Ok(vec![Engine::Criu]), |text| Engine::list(&text))
     }
 
     fn name(&self) -> &'static str {
@@ -205,9 +241,32 @@ pub struct Begin {
     pub request: SpawnRequest,
     /// How often it was started again.
     pub count: u32,
+    /// The files of which its own checkpoint consists, as [`STATE_ENV`] names them; none if that says nothing.
+    pub state: Vec<String>,
 }
 
 impl Begin {
+    /// Of a program that is spawned like this.
+    ///
+    /// # Errors
+    /// Words in its environment that are not understood.
+    pub fn of(request: &SpawnRequest) -> Result<Begin, String> {
+        let engines = Engine::wanted(&request.env).map_err(|error| error.to_string())?;
+        let state = said(&request.env, STATE_ENV).map(|text| state_files(&text)).transpose();
+        let state = state.map_err(|error| error.to_string())?.unwrap_or_default();
+        Ok(Begin { engines, request: SpawnRequest { count: 1, ..request.clone() }, count: 0, state })
+    }
+
+    /// Its own checkpoint, if that is one of the ways.
+    pub fn own(&self) -> Option<Engine> {
+        self.engines.iter().copied().find(|engine| matches!(engine, Engine::Own { .. }))
+    }
+
+    /// The files of which its own checkpoint consists, for the task with this tid.
+    pub fn state_of(&self, tid: Tid) -> Vec<PathBuf> {
+        self.state.iter().map(|file| file.replace(STATE_TID, &tid.to_string()).into()).collect()
+    }
+
     /// True if CRIU is one of the ways.
     pub fn by_criu(&self) -> bool {
         self.engines.contains(&Engine::Criu)
@@ -282,6 +341,21 @@ mod tests {
         assert_eq!(Engine::wanted(&env(&["SEMPA_ENGINE="])), Ok(vec![Engine::Criu]));
         assert_eq!(Engine::wanted(&env(&["SEMPA_ENGINE=x", "SEMPA_ENGINE=own"])), Ok(vec![OWN]));
         assert!(Engine::wanted(&env(&["SEMPA_ENGINE=x"])).is_err());
+    }
+
+    #[test]
+    fn the_files_of_a_checkpoint_are_named_each_once_and_may_have_the_tid_in_their_names() {
+        let env = |state: &str| SpawnRequest { env: vec![format!("SEMPA_STATE={state}").into()], ..SpawnRequest::default() };
+        let begin = Begin::of(&env("state-{tid}: /data/{tid}/{tid}.log")).expect("good");
+        let tid = Tid::from_raw(0x40007);
+        assert_eq!(begin.state_of(tid), [PathBuf::from("state-t40007"), "/data/t40007/t40007.log".into()]);
+        assert_eq!((Begin::of(&env("")).expect("nothing").state, begin.own()), (vec![], None));
+        let many = (0..=STATE_FILES_MAX).map(|n| n.to_string()).collect::<Vec<_>>().join(":");
+        for text in ["a::b", "a:a", "a:", "dir/", &many] {
+            let why = Begin::of(&env(text)).expect_err(text);
+            assert!(why.starts_with("SEMPA_STATE: \"") && why.contains(text), "{why}");
+        }
+        assert!(state_files(&many[2..]).is_ok(), "as many as may be");
     }
 
     #[test]

@@ -17,7 +17,7 @@
 //! It says only what nobody else has said: what a call or a command line names goes before it, and so do exported variables.
 //! `pvm spawn --job FILE` starts it; a program with [`JOB_ENV`] in its environment has it filled in where it spawns.
 
-use crate::engine::{ENGINE_ENV, Engine};
+use crate::engine::{ENGINE_ENV, Engine, STATE_ENV, state_files};
 use crate::task::{SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_HOST, SpawnRequest};
 use crate::text::line_of;
 use serde::Deserialize;
@@ -102,6 +102,7 @@ struct File {
     #[serde(default)]
     barrier: bool,
     engine: Option<Spanned<String>>,
+    state: Option<Spanned<String>>,
     files: Option<Spanned<String>>,
     #[serde(default)]
     environment: BTreeMap<Spanned<String>, Spanned<String>>,
@@ -189,6 +190,10 @@ impl File {
             Engine::list(engine.get_ref()).map_err(|error| (engine.span(), error.to_string()))?;
             environment.insert(ENGINE_ENV.to_string(), engine.into_inner());
         }
+        if let Some(state) = self.state {
+            state_files(state.get_ref()).map_err(|error| (state.span(), error.to_string()))?;
+            environment.insert(STATE_ENV.to_string(), state.into_inner());
+        }
         if let Some(files) = self.files {
             if !FILES.contains(&files.get_ref().as_str()) {
                 return Err((files.span(), format!("{:?} is none of {}", files.get_ref(), FILES.join(", "))));
@@ -269,6 +274,7 @@ work = "1.5h"
 spread = 2
 barrier = true
 engine = "criu,restart"
+state = "state-{tid}"
 files = "copy"
 
 [environment]
@@ -288,7 +294,7 @@ COLOUR = "blue"
         job.fill(&mut request);
         assert_eq!((request.args.len(), request.flags, request.place.as_str()), (2, 0, ":/data"));
         let wants = "SEMPA_WANTS=memory >= 2G; host != h3|h4; rank = -cores; work = 1.5h; spread = 2; barrier";
-        assert_eq!(env(&request), ["COLOUR=blue", "SEMPA_ENGINE=criu,restart", "SEMPA_FILES=copy", wants]);
+        assert_eq!(env(&request), ["COLOUR=blue", "SEMPA_ENGINE=criu,restart", "SEMPA_FILES=copy", "SEMPA_STATE=state-{tid}", wants]);
         let own = ["COLOUR=red", "SEMPA_WANTS=", "COLOURS=x"].map(|entry| entry.as_bytes().to_vec());
         let (args, place) = (vec![b"-q".to_vec()], "h2:/tmp".to_string());
         let said = SpawnRequest { args, place, flags: SPAWN_HOST, env: own.to_vec(), ..SpawnRequest::default() };
@@ -296,7 +302,7 @@ COLOUR = "blue"
         job.fill(&mut request);
         assert_eq!((request.args, request.flags, request.place), (said.args, said.flags, said.place));
         assert_eq!(request.env[..3], own);
-        assert_eq!(request.env.len(), 5, "engine and files");
+        assert_eq!(request.env.len(), 6, "engine, files and state");
     }
 
     #[test]
@@ -330,6 +336,7 @@ COLOUR = "blue"
             ("work = 0", "job.toml, line 1: \"0\" is no time"),
             ("files = 'cpoy'", "job.toml, line 1: \"cpoy\" is none of shared, copy, refuse"),
             ("\nengine = 'steam'", "job.toml, line 2: SEMPA_ENGINE: \"steam\""),
+            ("state = 'a:a'", "job.toml, line 1: SEMPA_STATE: \"a:a\""),
             ("[environment]\n'A=B' = ''", "job.toml, line 2: \"A=B\" is no name of a variable"),
             ("= 1", "job.toml, line 1: "),
         ] {

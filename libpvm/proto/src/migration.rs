@@ -3,7 +3,7 @@
 //! The order of steps is that of [`Step`]. Up to [`Step::Commit`] the task can go on at the source; after it only the
 //! target may run it. The state machines that speak these words are in the `checkpoint` crate.
 
-use crate::engine::{Begin, Engine};
+use crate::engine::{Begin, Engine, STATE_ENV};
 use crate::ids::{HostId, Micros, MigrationId, RequestId, Tid};
 use crate::suspend::Holds;
 use serde::{Deserialize, Serialize};
@@ -195,6 +195,11 @@ impl TaskFacts {
     pub fn by_criu(&self) -> bool {
         self.begin.as_ref().is_none_or(|begin| begin.by_criu())
     }
+
+    /// The first way that starts its program again.
+    pub fn anew(&self) -> Option<Engine> {
+        self.begin.as_ref().and_then(|begin| begin.anew())
+    }
 }
 
 /// Why a task cannot move, or cannot move there. Nothing was frozen.
@@ -293,11 +298,13 @@ pub enum Refusal {
     Suspended,
     /// It was asked in vain to write its own checkpoint, and may end by that yet.
     MayEndYet,
-    /// A checkpoint of a job is written by CRIU, by which the task does not want to be taken.
+    /// A checkpoint of a job is written by CRIU or by the program itself, and the task wants neither.
     NotByCriu {
         /// How it wants to be taken.
         engine: Engine,
     },
+    /// It writes its own checkpoint, and nobody has said into which files.
+    NoState,
     /// There would be enough free memory on the target if others were not on their way there.
     MemoryPromised {
         /// Bytes needed.
@@ -358,8 +365,12 @@ impl fmt::Display for Refusal {
             Refusal::Suspended => f.write_str("it is suspended, and has to run to write its own checkpoint"),
             Refusal::MayEndYet => f.write_str("it was asked to write its own checkpoint, and may do so yet"),
             Refusal::NotByCriu { engine } => {
-                write!(f, "checkpoints of jobs are written by CRIU, and it wants to be taken by {engine}")
+                write!(f, "checkpoints of jobs are written by CRIU or by programs themselves, and it wants to be taken by {engine}")
             }
+            Refusal::NoState => write!(
+                f,
+                "it writes its own checkpoint, and the environment of its spawn does not say into which files ({STATE_ENV}): for a checkpoint of its job they have to be kept"
+            ),
             Refusal::MemoryPromised { need, have, promised } => write!(
                 f,
                 "it needs {need} bytes, and of the {have} that the target has {promised} are promised to tasks on their way there: try again when they have arrived"

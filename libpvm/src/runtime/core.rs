@@ -162,6 +162,9 @@ impl Core {
         if let Some(successor) = &welcome.successor {
             core.succeed(successor);
         }
+        if let Some(restart) = &welcome.restart {
+            core.begin_again(restart);
+        }
         core
     }
 
@@ -470,6 +473,8 @@ impl Core {
         self.outbox.clear();
         if let Some(restart) = &welcome.restart {
             self.begin_again(restart);
+            // A resource manager that was asked before does not know of it.
+            self.set_rm(None);
         }
         self.set_rm(welcome.rm);
         self.grants.forget();

@@ -120,6 +120,8 @@ struct Contents {
     contexts: Vec<(i32, Tid)>,
     /// Tasks of the set that is being sealed.
     members: Vec<Tid>,
+    /// Those of them that have written their own checkpoints.
+    own: Vec<Tid>,
     /// Its name and size.
     sealed: Option<(String, u64)>,
 }
@@ -484,8 +486,9 @@ impl Machine {
         };
         let Keeping { line, founded: vm, .. } = master.keeping;
         let members = parts.iter().map(|part| part.tid).collect();
+        let own = parts.iter().filter(|part| part.facts.anew().is_some()).map(|part| part.tid).collect();
         // The rest goes into the set.
-        let kept = Contents { members, ..Contents::default() };
+        let kept = Contents { members, own, ..Contents::default() };
         let known = master.keeping.contents.insert(cut, kept).unwrap_or_default();
         let Contents { groups, mailbox, contexts, .. } = known;
         let pace = master.keeping.jobs.get(&job).and_then(|entry| entry.pace);
@@ -505,11 +508,11 @@ impl Machine {
 
     fn cut_ended(&mut self, cut: CutId, result: Result<Micros, CutFailure>) {
         let Some(keeping) = self.keeping() else { return };
-        let Contents { members: tasks, sealed, .. } = keeping.contents.remove(&cut).unwrap_or_default();
+        let Contents { members: tasks, own, sealed, .. } = keeping.contents.remove(&cut).unwrap_or_default();
         let Some(job) = keeping.job_of_cut(cut) else { return };
         let result = result.and_then(|frozen| {
             let (set, bytes) = sealed.ok_or_else(|| CutFailure::Store("the set was lost".into()))?;
-            Ok(SetReport { set, job, tasks, bytes, frozen })
+            Ok(SetReport { set, job, tasks, bytes, frozen, own })
         });
         self.cut_over(job, result);
     }
@@ -645,16 +648,20 @@ impl Machine {
     }
 
     fn part_of(&self, task: &Task) -> PartRecord {
-        // What links carry is in the memory of the tasks; words about routes were about those of that time.
-        let item = |held: &Held| match held {
-            Held::Item(ToTask::Route { .. }) | Held::Link(_) => None,
-            Held::Item(item) => Some(item.clone()),
+        let left = task.away.as_ref().map_or(0, |away| away.left);
+        let keeps = |(place, held): &(usize, &Held)| match held {
+            // Words about routes were about those of that time.
+            Held::Item(ToTask::Route { .. }) => false,
+            Held::Item(_) => true,
+            // What links carry is in the memory of the tasks, or what their processes have left. Whoever else was written may have
+            // gone on and said more by now.
+            Held::Link(_) => *place < left,
         };
-        let waiting = task.inbox.queue.iter().filter_map(item).collect();
+        let waiting = task.inbox.queue.iter().enumerate().filter(keeps).map(|(_, held)| held.clone()).collect();
         PartRecord { version: SET_VERSION, record: self.record_of(task), waiting }
     }
 
-    /// A task has been written and goes on: its images go to the store.
+    /// A task has been written and goes on, or is about to be started again: its images go to the store.
     pub(super) fn deposit(&mut self, id: MigrationId) {
         let Some(record) = self.moves.parts.remove(&id) else { return };
         let to = self.master.is_none().then_some(HostId::MASTER);

@@ -69,6 +69,8 @@ pub(super) struct Away {
     migration: MigrationId,
     /// It begins here.
     here: bool,
+    /// So much of what waits for the next process, at the beginning, was left by the last one.
+    pub(super) left: usize,
 }
 
 /// What needs to ask the world.
@@ -82,6 +84,10 @@ pub(super) enum Job {
     Start(Tid),
     /// The program of a task that comes is started, and held.
     Build(MigrationId),
+    /// The files are kept into which a task of this host has written its state, for a checkpoint.
+    Collect(MigrationId),
+    /// Such files are put where they belong for a task that comes, but for their names.
+    Stage(MigrationId),
 }
 
 /// Work of this kind that waits for the end of the event.
@@ -102,8 +108,7 @@ pub(super) fn choose(criu: Verdict, other: Other) -> (Verdict, Engine) {
 
 /// How tasks of this request want to be taken elsewhere, if not by CRIU alone.
 pub(super) fn begin_of(request: &SpawnRequest) -> Result<Option<Box<Begin>>, String> {
-    let engines = Engine::wanted(&request.env).map_err(|error| error.to_string())?;
-    let begin = Begin { engines, request: SpawnRequest { count: 1, ..request.clone() }, count: 0 };
+    let begin = Begin::of(request)?;
     Ok(begin.anew().is_some().then(|| Box::new(begin)))
 }
 
@@ -145,6 +150,8 @@ impl Machine {
             Some(Job::JudgeQuestion(back, known, facts)) => self.judge_question(world, back, known, facts),
             Some(Job::Start(tid)) => self.start_again(world, tid),
             Some(Job::Build(id)) => self.build(world, id),
+            Some(Job::Collect(id)) => self.keep_state(world, id),
+            Some(Job::Stage(id)) => self.stage_state(world, id),
         }
         true
     }
@@ -156,11 +163,35 @@ impl Machine {
     pub(super) fn facts_without_criu(&self, tid: Tid, cause: Option<&Cause>) -> Option<Result<TaskFacts, Refusal>> {
         let task = self.tasks.get(tid)?;
         // One that was asked before, and may end by that yet, is the same on no other host.
-        let begin = task.begin.as_ref().filter(|begin| !begin.by_criu() || task.ending.is_some())?;
-        Some(match (cause, begin.anew()) {
-            (Some(Cause::Checkpoint), Some(engine)) if !begin.by_criu() => Err(Refusal::NotByCriu { engine }),
-            (Some(Cause::Checkpoint), _) => Err(Refusal::MayEndYet),
-            _ => self.facts_anew(tid).unwrap_or(Err(Refusal::NoSuchTask)),
+        let begin = task.begin.as_ref()?;
+        let by_criu = begin.by_criu() && task.ending.is_none();
+        if cause != Some(&Cause::Checkpoint) {
+            return (!by_criu).then(|| self.facts_anew(tid).unwrap_or(Err(Refusal::NoSuchTask)));
+        }
+        if task.ending.is_some() {
+            return Some(Err(Refusal::MayEndYet));
+        }
+        let own_first = begin.own().is_some() && begin.engines.first() != Some(&Engine::Criu);
+        match self.facts_written(tid)? {
+            Err(_) if by_criu => None,
+            result => (own_first || !by_criu).then_some(result),
+        }
+    }
+
+    /// What a task is for a checkpoint of its job, CRIU apart.
+    fn facts_written(&self, tid: Tid) -> Option<Result<TaskFacts, Refusal>> {
+        let mut begin = self.tasks.get(tid)?.begin.clone()?;
+        let Some(own) = begin.own() else {
+            return Some(Err(Refusal::NotByCriu { engine: begin.anew()? }));
+        };
+        begin.engines = vec![own];
+        Some(if begin.state.is_empty() {
+            Err(Refusal::NoState)
+        } else if self.holds_of(tid).any() {
+            // It has to run to do it.
+            Err(Refusal::Suspended)
+        } else {
+            Ok(TaskFacts { uid: self.config.uid, begin: Some(begin), ..TaskFacts::default() })
         })
     }
 
@@ -172,7 +203,7 @@ impl Machine {
         result: Result<TaskFacts, Refusal>,
     ) -> Result<TaskFacts, Refusal> {
         if cause == Some(&Cause::Checkpoint) {
-            return result;
+            return result.or_else(|refusal| self.facts_written(tid).and_then(Result::ok).ok_or(refusal));
         }
         match (result, self.facts_anew(tid)) {
             (Ok(facts), Some(Ok(TaskFacts { begin: Some(mut begin), .. }))) => {
@@ -358,8 +389,7 @@ impl Machine {
         let Some(parting) = task.parting.take() else { return false };
         let conn = task.conn();
         task.ending = None;
-        task.away = Some(Away { migration, here: false });
-        (task.exited, task.used_before) = (None, used);
+                (task.exited, task.used_before) = (None, used);
         (task.phase, task.hold, task.quiesced) = (Phase::Detached, true, false);
         (task.pid, task.settling, task.closing) = (0, None, None);
         task.requests.clear();
@@ -368,9 +398,11 @@ impl Machine {
             begin.count += 1;
             begin.count
         });
-        let (successor, all) = parting.inherit(count, task.inbox.drain());
+        let (successor, left, waited) = parting.inherit(count, task.inbox.drain());
         task.successor = Some(Box::new(successor));
-        all.into_iter().for_each(|held| task.inbox.push(held));
+        left.into_iter().for_each(|held| task.inbox.push(held));
+        task.away = Some(Away { migration, here: false, left: task.inbox.queue.len() });
+        waited.into_iter().for_each(|held| task.inbox.push(held));
         if let Some(conn) = conn {
             self.conns.retire(conn);
             self.out.push_back(Output::CloseTask { conn });
@@ -580,6 +612,33 @@ impl Machine {
         self.move_task_came_back(tid);
         self.release(tid);
         self.settled(tid);
+    }
+
+    /// The program of a task of this host has written its state and ended: that is kept before it is started again.
+    fn keep_state(&mut self, world: &dyn World, id: MigrationId) {
+        let Some(tid) = self.moves.sources.get(&id).map(|source| source.of().tid) else { return };
+        let Some(begin) = self.tasks.get(tid).and_then(|task| task.begin.as_ref()) else { return };
+        let (files, dir) = (begin.state_of(tid), world.work_dir(begin.dir()));
+        self.out.push_back(Output::CollectState { migration: id, files, dir });
+    }
+
+    /// The files of a task that is started again from a checkpoint are copied to where they belong.
+    fn stage_state(&mut self, world: &dyn World, id: MigrationId) {
+        if !self.moves.is_restoring(id) {
+            return;
+        }
+        let Some(arrival) = self.arrival_of(id) else { return };
+        let (tid, begin) = (arrival.tid, arrival.record.as_ref().and_then(|record| record.begin.as_ref()));
+        let Some((files, dir)) = begin.map(|begin| (begin.state_of(tid), world.work_dir(begin.dir()))) else { return };
+        self.out.push_back(Output::StageState { migration: id, files, dir });
+    }
+
+    /// They are there, and get their names when the task is let run; or they could not be copied.
+    pub(super) fn state_staged(&mut self, id: MigrationId, result: Result<(), Failure>) {
+        match result {
+            Ok(()) => self.beginnings.push_back(Job::Build(id)),
+            Err(why) => self.target_event(id, TargetEvent::Restored(Err(why))),
+        }
     }
 
     fn build(&mut self, world: &mut dyn World, id: MigrationId) {

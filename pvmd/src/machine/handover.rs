@@ -18,7 +18,7 @@ use sempa_proto::event::EventKind;
 use sempa_proto::host::{Carried, Held, HostMsg, Location, TaskRecord};
 use sempa_proto::migration::{Move, Timeline, Usage};
 use sempa_proto::suspend::Holds;
-use sempa_proto::task::{RedirectAt, ToTask};
+use sempa_proto::task::RedirectAt;
 use sempa_proto::tasker::ToTasker;
 use sempa_proto::{Epoch, HostId, Micros, MigrationId, Tid};
 use std::collections::BTreeSet;
@@ -367,7 +367,7 @@ impl Machine {
         for held in arrival.handed.drain().into_iter().chain(arrival.own.drain()) {
             task.inbox.push(held);
         }
-        if task.restart.is_some() && !arrival.anew {
+        if task.restart.is_some() {
             // To everybody else it begins.
             let (parent, name, user) = (task.parent, task.name.clone(), self.config.uid);
             self.record(EventKind::TaskStarted { tid, parent, name, user });
@@ -448,9 +448,9 @@ impl Arrival {
     }
 
     /// All that there is to know of it lay beside its images.
-    pub(super) fn take_whole(&mut self, record: TaskRecord, waiting: Vec<ToTask>) {
+    pub(super) fn take_whole(&mut self, record: TaskRecord, waiting: Vec<Held>) {
         (self.record, self.complete, self.all_handed) = (Some(record), true, true);
-        waiting.into_iter().for_each(|item| self.handed.push(Held::Item(item)));
+        waiting.into_iter().for_each(|held| self.handed.push(held));
     }
 
     /// Its copy at the source is gone: it may run, unless it is suspended.

@@ -12,7 +12,7 @@ use sempa_proto::ids::{HostId, Micros, MigrationId, RequestId};
 use sempa_proto::migration::{Failure, Step};
 use sempa_proto::route::RouteWord;
 use sempa_proto::task::{ResumeToken, ToDaemon, ToTask};
-use sempa_proto::tasker::{FromTasker, ToTasker};
+use sempa_proto::tasker::{DumpReport, FromTasker, ToTasker};
 use sempa_proto::{PvmError, Tid};
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -274,6 +274,27 @@ pub enum Event {
         /// What lay there.
         result: Result<PartRecord, Failure>,
     },
+    /// [`Output::CollectState`]: how many bytes there are in how many files.
+    StateCollected {
+        /// The part.
+        migration: MigrationId,
+        /// What there is.
+        result: Result<DumpReport, Failure>,
+    },
+    /// [`Output::StageState`].
+    StateStaged {
+        /// The part.
+        migration: MigrationId,
+        /// Whether it is there.
+        result: Result<(), Failure>,
+    },
+    /// [`Output::NameState`].
+    StateNamed {
+        /// The part.
+        migration: MigrationId,
+        /// Whether all have their names.
+        result: Result<(), Failure>,
+    },
     /// [`Output::RemoveSets`].
     SetsRemoved {
         /// Who asked.
@@ -471,6 +492,31 @@ pub enum Output {
         record: Box<PartRecord>,
         /// The master; none on the master itself.
         to: Option<HostId>,
+    },
+    /// Source of a part of a checkpoint: copy these files, into which a program has written its state, to where images of this
+    /// part are. → [`Event::StateCollected`]
+    CollectState {
+        /// The part.
+        migration: MigrationId,
+        /// The files, relative to the directory unless they begin with a slash.
+        files: Vec<PathBuf>,
+        /// The working directory of the program.
+        dir: PathBuf,
+    },
+    /// Target of a restart: copy what [`Output::CollectState`] has copied to where it belongs, under other names so far.
+    /// [`Output::DropImages`] removes it. → [`Event::StateStaged`]
+    StageState {
+        /// The part.
+        migration: MigrationId,
+        /// The files, relative to the directory unless they begin with a slash.
+        files: Vec<PathBuf>,
+        /// The working directory of the program.
+        dir: PathBuf,
+    },
+    /// Target of a restart: give what was staged its names; it is the task's own from now on. → [`Event::StateNamed`]
+    NameState {
+        /// The part.
+        migration: MigrationId,
     },
     /// Target of a restart: read what lies beside the images. → [`Event::PartRead`]
     ReadPart {

@@ -354,6 +354,7 @@ impl Machine {
             SourceOutput::Stop => self.stop_for_move(id, tid),
             SourceOutput::Settle => self.settle(id, tid, None),
             SourceOutput::Close { open } => self.settle(id, tid, Some(open)),
+            SourceOutput::Collect => self.beginnings.push_back(Job::Collect(id)),
             SourceOutput::Continue => {
                 if let Some(task) = self.tasks.get_mut(tid) {
                     task.leaving = None;
@@ -512,13 +513,15 @@ impl Machine {
                 self.tell_tasker(ToTasker::Restore { migration: id, tid, dir, again: None, memory_way });
             }
             TargetOutput::Run(Parting { used, suspended }) => {
-                let (mut held, now) = (self.hosting.is_stopped(), self.now);
-                if let Some(arrival) = self.arrival_of(id) {
+                let now = self.now;
+                let arrival = self.arrival_of(id).map(|arrival| {
                     arrival.may_run(now, suspended);
-                    held |= arrival.suspended.is_some();
-                    (arrival.held, arrival.waits) = (held, held);
+                    arrival.anew
+                });
+                match arrival {
+                    Some(true) if of.cause == Cause::Restart => self.out.push_back(Output::NameState { migration: id }),
+                    _ => self.run(id, used),
                 }
-                self.tell_tasker(ToTasker::Run { migration: id, used, held });
             }
             TargetOutput::WakeHere => {
                 // One that waits for guests to be welcome may be a task of this host already.
@@ -536,6 +539,26 @@ impl Machine {
                 }
                 self.arrival_step(tid);
             }
+        }
+    }
+
+    /// Has the tasker let a task run that was built here.
+    fn run(&mut self, id: MigrationId, used: Usage) {
+        let mut held = self.hosting.is_stopped();
+        if let Some(arrival) = self.arrival_of(id) {
+            held |= arrival.suspended.is_some();
+            (arrival.held, arrival.waits) = (held, held);
+        }
+        self.tell_tasker(ToTasker::Run { migration: id, used, held });
+    }
+
+    /// The files of a task that is started again are as they were, or could not be given their names.
+    pub(super) fn state_named(&mut self, id: MigrationId, result: Result<(), Failure>) {
+        match result {
+            // Its tasker may have ended meanwhile, and it with that.
+            Ok(()) if self.moves.targets.get(&id).is_some_and(Target::is_starting) => self.run(id, Usage::default()),
+            Ok(()) => {}
+            Err(why) => self.target_event(id, TargetEvent::Ran(Err(why))),
         }
     }
 

@@ -53,13 +53,13 @@ impl Parting {
         whole
     }
 
-    /// What the next process has to know, and what comes first for it.
-    pub(super) fn inherit(self, count: u32, waited: VecDeque<Held>) -> (Successor, Vec<Held>) {
+    /// What the next process has to know, what this one has left for it, which comes first, and of this that waited the rest.
+    pub(super) fn inherit(self, count: u32, waited: VecDeque<Held>) -> (Successor, Vec<Held>, Vec<Held>) {
         // Whoever asked is no more.
         let waited = waited.into_iter().filter(|held| !matches!(held, Held::Item(ToTask::Reply { .. })));
         let first = self.said.into_iter().chain(self.halves).map(Held::Link);
-        let all = first.chain(item(self.later)).chain(waited).collect();
-        (Successor { line: self.line, count, talks: self.talks.into_values().collect() }, all)
+        let left = first.chain(item(self.later)).collect();
+        (Successor { line: self.line, count, talks: self.talks.into_values().collect() }, left, waited.collect())
     }
 }
 

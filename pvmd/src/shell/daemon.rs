@@ -14,6 +14,7 @@ use super::pki::{Authority, Identity};
 use super::place::HeldPlace;
 use super::rate::Rate;
 use super::sets::{Sets, Whereabouts};
+use super::states::States;
 use super::ssh::Ssh;
 use super::start::{Starter, StarterSettings};
 use super::sys::{FilesLimit, keep_freed_memory, raise_files_limit};
@@ -168,6 +169,7 @@ async fn assemble_and_run(
         memory: Memory::new(place.clone(), inputs.clone(), log.clone(), rate, detours.clone()),
         detours,
         starter: Starter::new(starter, inputs.clone(), log.clone()),
+        states: States::new(place.clone(), inputs.clone()),
         sets: Sets::new(place.clone(), whereabouts, inputs.clone(), log.clone()),
         moves: Moves::new(&place, inputs),
         halts: Halts::from_environment(),

@@ -14,6 +14,7 @@ use super::outbox::Parcel;
 use super::place::HeldPlace;
 use super::sets::{Sets, write_part};
 use super::start::Starter;
+use super::states::States;
 use super::sys::signal_process;
 use super::tasker::Tasker;
 use super::vigil::Vigil;
@@ -65,6 +66,7 @@ pub(crate) struct Parts {
     pub(crate) starter: Starter,
     pub(crate) moves: Moves,
     pub(crate) sets: Sets,
+    pub(crate) states: States,
     pub(crate) halts: Halts,
     pub(crate) log: Log,
     pub(crate) place: HeldPlace,
@@ -291,6 +293,7 @@ impl Driver {
             Output::DropImages { migration } => {
                 self.parts.images.drop_images(migration);
                 self.parts.memory.give_up_unused(migration);
+                self.parts.states.drop_staged(migration);
             }
             Output::Deposit { migration, record, to } => {
                 self.parts.images.complete(migration, to, &mut self.parts.net, write_part(record));
@@ -300,6 +303,12 @@ impl Driver {
                 let complete = self.parts.sets.unpack(restart, tid);
                 self.parts.images.complete(migration, to, &mut self.parts.net, complete);
             }
+            Output::CollectState { migration, files, dir } => {
+                self.parts.place.see_to_images();
+                self.parts.states.collect(migration, files, dir);
+            }
+            Output::StageState { migration, files, dir } => self.parts.states.stage(migration, files, dir),
+            Output::NameState { migration } => self.parts.states.name(migration),
             Output::ReadPart { migration } => self.parts.sets.read_part(migration),
             Output::BeginSet { cut, job } => self.parts.sets.begin(cut, job, self.parts.world.unix_time()),
             Output::KeepPart { cut, migration, tid } => self.parts.sets.keep(cut, migration, tid),

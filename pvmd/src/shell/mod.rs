@@ -44,6 +44,7 @@ mod sets;
 mod slave;
 mod ssh;
 mod start;
+mod states;
 mod stream;
 mod sys;
 mod tasker;

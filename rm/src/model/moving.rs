@@ -98,6 +98,7 @@ impl Model {
             | Refusal::FilesStay { .. }
             | Refusal::FilesTooLarge { .. }
             | Refusal::NotByCriu { .. }
+            | Refusal::NoState
             | Refusal::Debugged
             | Refusal::FilesTooMany { .. } => {
                 self.hold(tid, now + REFUSED_MAX, &text);

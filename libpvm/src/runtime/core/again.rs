@@ -23,8 +23,6 @@ impl Core {
             before.map(|before| link.follow(before));
             link.begin_timeline(*line, before.is_some());
         }
-        // A resource manager that was asked before does not know of it.
-        self.set_rm(None);
         for id in &restart.again {
             if let Some(Open { frame, reply: None }) = self.requests.get(id) {
                 self.outbox.push(frame.clone());

@@ -4,11 +4,13 @@ use super::ends::End;
 use super::fallen::Fallen;
 use super::{Counted, Doing, Job, LINES_MAX, Purpose, RESTART_PAUSE, TRIES_MAX, Wanted, pause};
 use crate::machine::asks::Asker;
+use crate::machine::engines::Job as Again;
 use crate::machine::{Machine, Output};
 use checkpoint::protocol::{Candidate, RestartOutput, TargetEvent};
 use sempa_proto::checkpoint::{PartRecord, RestartFailure, RestartReport, SET_VERSION, SetMeta};
 use sempa_proto::event::EventKind;
-use sempa_proto::host::Question;
+use sempa_proto::host::{Held, Question};
+use sempa_proto::link::LinkFrame;
 use sempa_proto::migration::{Failure, FileMatch, TaskFacts, Timeline};
 use sempa_proto::task::{Redirect, Reply, Restart};
 use sempa_proto::tasker::{Redirection, ToTasker};
@@ -281,15 +283,15 @@ impl Machine {
         if !self.moves.is_restoring(id) {
             return;
         }
-        let rebuilt = result.and_then(|part| self.rebuild(id, part));
-        match rebuilt {
-            Ok(order) => self.tell_tasker(order),
+        match result.and_then(|part| self.rebuild(id, part)) {
+            Ok(Some(order)) => self.tell_tasker(order),
+            Ok(None) => self.beginnings.push_back(Again::Stage(id)),
             Err(why) => self.target_event(id, TargetEvent::Restored(Err(why))),
         }
     }
 
-    /// Makes a task's record that of a task that begins again, and the order that builds it.
-    fn rebuild(&mut self, id: MigrationId, part: PartRecord) -> Result<ToTasker, Failure> {
+    /// Makes a task's record that of a task that begins again, and the order that builds it; none if its program is started again.
+    fn rebuild(&mut self, id: MigrationId, part: PartRecord) -> Result<Option<ToTasker>, Failure> {
         let bad = |why: &str| Failure::Images(format!("what lies beside the images: {why}"));
         if part.version != SET_VERSION {
             return Err(bad(&format!("version {} was written, {SET_VERSION} is understood", part.version)));
@@ -297,7 +299,7 @@ impl Machine {
         let place = self.config.place.clone();
         let redirect = Redirect { migration: id, tokens: vec![place.token(id)] };
         let bytes = redirect.in_memory().map_err(Failure::Engine)?;
-        let PartRecord { mut record, waiting, .. } = part;
+        let PartRecord { mut record, mut waiting, .. } = part;
         let again = Some(Redirection { place: record.redirect_at, bytes });
         let (mut output, mut trace) = Default::default();
         self.default_sinks(&mut output, &mut trace);
@@ -307,7 +309,11 @@ impl Machine {
         if record.tid != tid {
             return Err(bad(&format!("it is about {}, not about {tid}", record.tid)));
         }
+        if arrival.anew != record.successor.is_some() {
+            return Err(bad("it is not written in the way that the set says"));
+        }
         let timeline = arrival.begins.take().ok_or(Failure::TaskEnded)?;
+        waiting.retain_mut(|held| belongs_to(tid, &timeline, held));
         let known = |tid: Tid| timeline.same || timeline.before(tid).is_some();
         if !known(record.output.tid) {
             record.output = output;
@@ -323,16 +329,28 @@ impl Machine {
         record.meetings.clear();
         record.restart = Some(Restart { timeline, again: open });
         arrival.take_whole(record, waiting);
-        let dir = place.images(id);
-        Ok(ToTasker::Restore { migration: id, tid, dir, again, memory_way: None })
+        let order = ToTasker::Restore { migration: id, tid, dir: place.images(id), again, memory_way: None };
+        Ok((!arrival.anew).then_some(order))
     }
+}
+
+/// True for what a task has to get that begins again. Half a message from somebody who begins with it comes on the timeline that
+/// they have in common then; one from anybody else is none.
+fn belongs_to(tid: Tid, timeline: &Timeline, held: &mut Held) -> bool {
+    let Held::Link(bytes) = held else { return true };
+    let Some(frame) = LinkFrame::decode(bytes.clone()) else { return false };
+    if frame.src == tid {
+        return true;
+    }
+    let frame = LinkFrame { line: timeline.line, ..frame };
+    *bytes = [&frame.encode_head()[..], &frame.payload].concat().into();
+    timeline.before(frame.src).is_some()
 }
 
 /// What has to be there for a task that is started again. Files may have grown since, by what it wrote: they are cut back
 /// before it is built, and whether others have the length that they had the engine looks then.
 fn without_lengths(facts: &TaskFacts) -> TaskFacts {
-    // Whatever else it can do: what is in the set was written by CRIU.
-    let mut facts = TaskFacts { begin: None, ..facts.clone() };
+    let mut facts = facts.clone();
     for file in &mut facts.files {
         match file.must {
             FileMatch::Length | FileMatch::Exists => (file.must, file.bytes) = (FileMatch::Exists, 0),

@@ -1,5 +1,6 @@
 //! Jobs are checkpointed while they talk, lose everything, and begin again.
 
+mod own;
 mod unwanted;
 mod way;
 
@@ -33,7 +34,8 @@ impl Scene {
     /// Somebody says the next number to somebody else, if he can.
     fn talk(&mut self, from: Tid, to: Tid) {
         let proc = self.sim.proc_of(from);
-        if from == to || self.sim.procs[proc].exited || self.sim.procs[proc].is_frozen() {
+        let p = &self.sim.procs[proc];
+        if from == to || p.exited || p.is_frozen() || p.welcome.is_none() {
             return;
         }
         let number = self.sim.procs[proc].said.entry(to).or_default();
@@ -153,7 +155,10 @@ fn is_listed(sim: &Sim, tid: Tid) -> bool {
 }
 
 fn spawn(sim: &mut Sim, by: usize, count: u32) -> Vec<Tid> {
-    let request = SpawnRequest { file: "child".into(), count, ..SpawnRequest::default() };
+    spawn_as(sim, by, SpawnRequest { file: "child".into(), count, ..SpawnRequest::default() })
+}
+
+fn spawn_as(sim: &mut Sim, by: usize, request: SpawnRequest) -> Vec<Tid> {
     let Reply::Spawned(results) = sim.ask(by, Request::Spawn(request)) else { panic!("no tasks") };
     let tids: Vec<Tid> = results.into_iter().flatten().collect();
     sim.until("all are there", |s| tids.iter().all(|t| s.procs[s.proc_of(*t)].welcome.is_some()));

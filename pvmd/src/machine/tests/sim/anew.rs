@@ -109,6 +109,7 @@ impl Sim {
             self.until("it may end", |s| s.procs[proc].replies.contains_key(&words) || s.procs[proc].exited);
         }
         self.pump(proc);
+        self.write_state(proc);
         self.exit(proc, status);
     }
 
@@ -161,6 +162,7 @@ impl Sim {
             return;
         }
         if let Some(claim) = p.claim.take() {
+            self.read_state(proc);
             self.connect(proc, claim);
         }
     }

@@ -115,11 +115,11 @@ impl Sim {
         p.quiesced = None;
         p.route += 1;
         let route = RouteId(p.route);
-        if let Some(restart) = restart {
-            self.begin_again(proc, &restart);
-        }
         if let Some(successor) = successor {
             self.succeed(proc, &successor);
+        }
+        if let Some(restart) = restart {
+            self.begin_again(proc, &restart);
         }
         self.each_link(proc, &LinkEvent::RouteUp(route));
     }

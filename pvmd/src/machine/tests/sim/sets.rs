@@ -1,20 +1,29 @@
 //! Images of processes, and the store of the simulation.
 
-use super::{Happening, Proc, Sim};
+use super::{Happening, Proc, Seen, Sim};
 use crate::machine::{Event, Output};
 use checkpoint::protocol::CutId;
 use sempa_proto::checkpoint::{PartRecord, Removed, SetEntry, SetMeta, Stays, Unwanted};
 use sempa_proto::frame::from_bytes;
 use sempa_proto::migration::Failure;
 use sempa_proto::task::{Redirect, Restart, ToDaemon};
-use sempa_proto::tasker::Redirection;
+use sempa_proto::tasker::{DumpReport, Redirection};
 use sempa_proto::{HostId, Micros, MigrationId, Tid};
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
 
-/// A dumped process and what lies beside it.
-#[derive(Clone, Debug)]
+/// What a program called `keeper` writes that is asked to end, and reads when it is started again: what it has got and sent.
+#[derive(Clone, Debug, Default)]
+pub(super) struct State {
+    seen: Vec<Seen>,
+    said: BTreeMap<Tid, u32>,
+}
+
+/// A dumped process, or what a program has written itself, and what lies beside it.
+#[derive(Clone, Debug, Default)]
 pub(super) struct Part {
-    proc: Proc,
+    proc: Option<Proc>,
+    state: Option<State>,
     record: Option<PartRecord>,
 }
 
@@ -28,16 +37,21 @@ pub(in crate::machine::tests) struct Sets {
     /// Sets of jobs that have ended.
     ended: BTreeSet<String>,
     pub(super) built: BTreeMap<(HostId, MigrationId), Proc>,
+    /// What programs have written into their files, which all hosts have in common.
+    files: BTreeMap<Tid, State>,
+    /// The same, from a set, before it has its name.
+    staged: BTreeMap<(HostId, MigrationId), (Tid, Option<State>)>,
 }
 
 impl Sets {
     pub(super) fn drop_images(&mut self, on: HostId, migration: MigrationId) {
         self.images.remove(&(on, migration));
+        self.staged.remove(&(on, migration));
     }
 
     /// Drafts and images that nobody has removed.
     pub(in crate::machine::tests) fn left(&self) -> (usize, usize) {
-        (self.drafts.len(), self.images.len())
+        (self.drafts.len(), self.images.len() + self.staged.len())
     }
 
     /// Complete sets.
@@ -101,7 +115,7 @@ impl Sim {
                 "only who has let go is dumped (seed {})",
                 self.seed
             );
-            let part = Part { proc: Proc { mail: Vec::new(), ..proc.clone() }, record: None };
+            let part = Part { proc: Some(Proc { mail: Vec::new(), ..proc.clone() }), ..Part::default() };
             self.sets.images.insert((on, migration), part);
         }
     }
@@ -110,7 +124,7 @@ impl Sim {
     pub(super) fn build(&mut self, on: HostId, migration: MigrationId, redirection: &Redirection) {
         let part = self.sets.images.get(&(on, migration)).expect("images come before");
         let redirect: Redirect = from_bytes(&redirection.bytes[8..]).expect("it can be read");
-        let mut proc = part.proc.clone();
+        let mut proc = part.proc.clone().expect("a process");
         proc.quiesced = Some((redirect.migration, redirect.tokens));
         (proc.host, proc.stopped, proc.held) = (on, true, false);
         self.sets.built.insert((on, migration), proc);
@@ -140,6 +154,61 @@ impl Sim {
         let (conn, on) = (p.conn.expect("just connected"), p.host);
         for (id, what) in again {
             self.proc_says(conn, on, Event::TaskControl { conn, message: ToDaemon::Request { id, what } });
+        }
+    }
+
+    /// A program has written its state, if it is one that does.
+    pub(super) fn write_state(&mut self, proc: usize) {
+        let p = &self.procs[proc];
+        if let (true, Some(tid)) = (p.program.contains("keeper"), p.spawned) {
+            self.sets.files.insert(tid, State { seen: p.seen.clone(), said: p.said.clone() });
+        }
+    }
+
+    /// A program that was started again reads its state, if it is one that does.
+    pub(super) fn read_state(&mut self, proc: usize) {
+        let p = &mut self.procs[proc];
+        let again = p.env.iter().any(|entry| entry.starts_with("SEMPA_AGAIN="));
+        if let (true, true, Some(tid)) = (again, p.program.contains("keeper"), p.spawned) {
+            let State { seen, said } = self.sets.files.get(&tid).cloned().unwrap_or_default();
+            (p.seen, p.said) = (seen, said);
+        }
+    }
+
+    /// What becomes of the files of programs that write their own checkpoints.
+    fn keep_states(&mut self, on: HostId, output: Output) {
+        let named = |files: &[PathBuf]| {
+            let name = files[0].to_string_lossy().into_owned();
+            let tid = name.strip_prefix("state-t").and_then(|tid| i32::from_str_radix(tid, 16).ok());
+            Tid::from_raw(tid.unwrap_or_else(|| panic!("{name} has no tid in it")))
+        };
+        match output {
+            Output::CollectState { migration, files, .. } => {
+                let state = self.sets.files.get(&named(&files)).cloned();
+                self.sets.images.insert((on, migration), Part { state, ..Part::default() });
+                let result = self.thrown().map(|()| DumpReport { bytes: 10, files: 1 });
+                self.later(on, Event::StateCollected { migration, result });
+            }
+            Output::StageState { migration, files, .. } => {
+                let state = self.sets.images.get(&(on, migration)).expect("images come before").state.clone();
+                let result = self.thrown();
+                if result.is_ok() {
+                    self.sets.staged.insert((on, migration), (named(&files), state));
+                }
+                self.later(on, Event::StateStaged { migration, result });
+            }
+            Output::NameState { migration } => {
+                let staged = self.sets.staged.remove(&(on, migration));
+                let result = self.thrown();
+                if let (true, Some((tid, state))) = (result.is_ok(), staged) {
+                    match state {
+                        Some(state) => self.sets.files.insert(tid, state),
+                        None => self.sets.files.remove(&tid),
+                    };
+                }
+                self.later(on, Event::StateNamed { migration, result });
+            }
+            other => self.store_keeps(on, other),
         }
     }
 
@@ -206,7 +275,7 @@ impl Sim {
             Output::CloseSet { restart } => {
                 self.sets.open.remove(&restart);
             }
-            other => self.store_keeps(on, other),
+            other => self.keep_states(on, other),
         }
     }
 

@@ -1,0 +1,234 @@
+//! Jobs with programs that write their own checkpoints, alone or beside others.
+
+use super::{Scene, is_listed, lost, spawn_as};
+use crate::machine::tests::sim::{Sim, host, seeds};
+use sempa_proto::checkpoint::CutFailure;
+use sempa_proto::engine::Engine;
+use sempa_proto::migration::{Failure, Refusal, Step};
+use sempa_proto::task::{Reply, Request, SpawnRequest};
+use sempa_proto::{HostId, Micros, Tid};
+
+/// A program, and what its spawn says of it.
+fn request(file: &str, env: &[&str]) -> SpawnRequest {
+    let env = env.iter().map(|entry| entry.as_bytes().to_vec()).collect();
+    SpawnRequest { file: file.into(), env, count: 1, ..SpawnRequest::default() }
+}
+
+/// One that keeps what it has got and sent in a file.
+fn keeper() -> SpawnRequest {
+    request("keeper", &["SEMPA_ENGINE=own:wait=3", "SEMPA_STATE=state-{tid}"])
+}
+
+/// A job of these programs, all of which the first one has spawned.
+fn job_of(seed: u64, hosts: usize, requests: Vec<SpawnRequest>) -> Scene {
+    let (mut sim, console) = Sim::cluster(seed, hosts);
+    let mut tids: Vec<Tid> = Vec::new();
+    for request in requests {
+        let by = tids.first().map_or(console, |root| sim.proc_of(*root));
+        tids.extend(spawn_as(&mut sim, by, request));
+    }
+    Scene { sim, console, tids }
+}
+
+/// A job of so many tasks, some of which keep their state themselves, and those; at least one does.
+fn mixed(seed: u64, hosts: usize, tasks: usize) -> (Scene, Vec<Tid>) {
+    let keeps = |n: usize| n as u64 == seed % tasks as u64 || (seed >> n) & 1 == 1;
+    let requests = (0..tasks).map(|n| if keeps(n) { keeper() } else { request("child", &[]) }).collect();
+    let scene = job_of(seed, hosts, requests);
+    let mut keepers: Vec<Tid> =
+        scene.tids.iter().enumerate().filter(|(n, _)| keeps(*n)).map(|(_, tid)| *tid).collect();
+    keepers.sort_unstable();
+    (scene, keepers)
+}
+
+#[test]
+fn a_job_of_programs_that_write_their_own_checkpoints_goes_on_from_them_as_if_nothing_had_been_between() {
+    for seed in seeds(80) {
+        let (mut scene, keepers) = mixed(seed, 4, 6);
+        scene.chatter(60);
+        let asked = scene.begin_checkpoint(None);
+        scene.chatter(120);
+        let console = scene.console;
+        scene.sim.until("the checkpoint", |sim| sim.procs[console].replies.contains_key(&asked));
+        let Reply::Checkpointed(Ok(report)) = scene.sim.procs[console].replies[&asked].clone() else {
+            panic!("{:?} (seed {seed})", scene.sim.procs[console].replies[&asked])
+        };
+        assert_eq!((report.tasks.len(), &report.own), (6, &keepers), "seed {seed}");
+        // It goes on, and has lost nothing by that.
+        scene.until_all_are_back();
+        scene.chatter(40);
+        scene.until_all_are_back();
+        scene.until_all_is_heard();
+        // What it has said since then did not happen.
+        scene.chatter(40);
+        scene.end_all();
+        let mut scene = if seed % 2 == 0 { scene } else { lost(scene) };
+        scene.restart(&report.set, &[]).unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+        scene.until_all_are_back();
+        scene.chatter(80);
+        scene.until_all_are_back();
+        let tids = scene.tids.clone();
+        for (from, to) in tids.iter().flat_map(|from| tids.iter().map(move |to| (*from, *to))) {
+            scene.talk(from, to);
+        }
+        scene.until_all_is_heard();
+        scene.sim.pass(Micros::from_secs(2));
+        assert_eq!(scene.sim.sets.left(), (0, 0), "seed {seed}");
+    }
+}
+
+#[test]
+fn a_checkpoint_that_fails_anywhere_leaves_programs_that_were_asked_running_and_nothing_behind() {
+    let (mut good, mut bad) = (0, 0);
+    for seed in seeds(100) {
+        let (mut scene, _) = mixed(seed, 3, 5);
+        scene.chatter(30);
+        scene.sim.faults.step_fails_percent = 8;
+        match scene.checkpoint(None) {
+            Ok(_) => good += 1,
+            Err(_) => bad += 1,
+        }
+        scene.sim.faults.step_fails_percent = 0;
+        scene.until_all_are_back();
+        scene.chatter(60);
+        scene.until_all_are_back();
+        scene.until_all_is_heard();
+        scene.sim.pass(Micros::from_secs(2));
+        assert_eq!((scene.sim.sets.left(), scene.sim.tokens_left()), ((0, 0), 0), "seed {seed}");
+    }
+    assert!(good > 5 && bad > 5, "{good} went well, {bad} failed");
+}
+
+#[test]
+fn a_restart_of_such_a_job_that_fails_anywhere_leaves_nothing_running_and_may_be_tried_again() {
+    let mut bad = 0;
+    for seed in seeds(60) {
+        let (mut scene, _) = mixed(seed, 3, 4);
+        scene.chatter(30);
+        let report = scene.checkpoint(None).unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+        scene.until_all_are_back();
+        scene.end_all();
+        scene.sim.faults.step_fails_percent = 12;
+        while scene.restart(&report.set, &[]).is_err() {
+            bad += 1;
+            scene.sim.pass(Micros::from_millis(100));
+            for tid in &scene.tids {
+                assert!(!is_listed(&scene.sim, *tid), "{tid} was left (seed {seed})");
+            }
+        }
+        scene.sim.faults.step_fails_percent = 0;
+        scene.until_all_are_back();
+        scene.chatter(60);
+        scene.until_all_are_back();
+        scene.until_all_is_heard();
+        scene.sim.pass(Micros::from_secs(2));
+        assert_eq!(scene.sim.sets.left(), (0, 0), "seed {seed}");
+    }
+    assert!(bad > 10, "{bad} restarts failed");
+}
+
+#[test]
+fn hosts_that_are_lost_at_any_moment_leave_such_a_job_that_goes_on() {
+    for seed in seeds(80) {
+        let (mut scene, _) = mixed(seed, 5, 6);
+        let first = scene.checkpoint(Some(Micros::from_millis(500)));
+        first.unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+        let mut hosts: Vec<u16> = (2..=5).collect();
+        for _ in 0..3 {
+            let rounds = scene.sim.dice.roll(300);
+            scene.chatter(rounds);
+            let which = scene.sim.dice.roll(hosts.len() as u64) as usize;
+            scene.sim.kill_host(host(hosts.remove(which)));
+        }
+        scene.sim.pass(Micros::from_secs(8));
+        let job = scene.job();
+        let never = Request::Checkpoint { job, pace: Some(sempa_proto::checkpoint::Pace::Never), end: false, wait: true };
+        assert_eq!(scene.sim.ask(scene.console, never), Reply::Done);
+        scene.sim.pass(Micros::from_secs(8));
+        scene.until_all_are_back();
+        scene.chatter(60);
+        scene.until_all_are_back();
+        scene.until_all_is_heard();
+        scene.sim.pass(Micros::from_secs(2));
+        assert_eq!(scene.sim.sets.left(), (0, 0), "seed {seed}");
+    }
+}
+
+/// Why there is no checkpoint of a job.
+fn why_not(scene: &mut Scene) -> (Tid, Step, Failure) {
+    match scene.checkpoint(None) {
+        Err(CutFailure::Task { tid, step, why }) => (tid, step, why),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn what_stands_in_the_way_of_a_checkpoint_is_said_and_nobody_is_asked() {
+    let restart = request("child", &["SEMPA_ENGINE=restart"]);
+    let no_files = request("keeper", &["SEMPA_ENGINE=own"]);
+    let by_restart = Refusal::NotByCriu { engine: Engine::Restart { wait: 5 } };
+    for (request, refusal) in [(restart, by_restart), (no_files, Refusal::NoState)] {
+        let mut scene = job_of(3, 2, vec![keeper(), request]);
+        let second = scene.tids[1];
+        assert_eq!(why_not(&mut scene), (second, Step::Inspect, Failure::Refused(vec![refusal])));
+        let asked = scene.tids.iter().filter(|tid| scene.sim.was_asked(scene.sim.proc_of(**tid)));
+        assert_eq!(asked.count(), 0);
+    }
+    let mut scene = job_of(3, 2, vec![keeper()]);
+    let job = scene.job();
+    let hold = Request::Suspend { tid: job, suspend: true, cause: None };
+    assert_eq!(scene.sim.ask(scene.console, hold), Reply::Done);
+    assert_eq!(why_not(&mut scene), (job, Step::Inspect, Failure::Refused(vec![Refusal::Suspended])));
+}
+
+#[test]
+fn the_first_way_by_which_a_task_can_be_written_is_taken() {
+    for (engines, by_itself) in [("own,criu", true), ("criu,own", false), ("own,restart", true), ("restart,criu", false)] {
+        let env = [&*format!("SEMPA_ENGINE={engines}"), "SEMPA_STATE=state-{tid}"];
+        let mut scene = job_of(4, 2, vec![request("keeper", &env)]);
+        let report = scene.checkpoint(None).unwrap_or_else(|why| panic!("{engines}: {why}"));
+        assert_eq!(report.own == report.tasks, by_itself, "{engines}");
+        scene.until_all_are_back();
+    }
+}
+
+#[test]
+fn a_program_that_does_not_end_in_its_time_is_a_reason_for_no_checkpoint_and_all_go_on() {
+    let deaf = SpawnRequest { file: "deaf".into(), ..keeper() };
+    let mut scene = job_of(5, 3, vec![keeper(), request("child", &[]), deaf]);
+    scene.chatter(30);
+    let (tid, step, why) = why_not(&mut scene);
+    assert_eq!((tid, step), (scene.tids[2], Step::Quiesce));
+    assert!(why.to_string().contains("within 3 s"), "{why}");
+    scene.until_all_are_back();
+    scene.chatter(60);
+    scene.until_all_are_back();
+    scene.until_all_is_heard();
+    // It may do so yet.
+    let (tid, _, why) = why_not(&mut scene);
+    assert_eq!((tid, why), (scene.tids[2], Failure::Refused(vec![Refusal::MayEndYet])));
+}
+
+#[test]
+fn a_program_that_was_written_moves_as_soon_as_it_runs_again_and_where_it_goes_the_set_goes_on() {
+    for seed in seeds(30) {
+        let (mut scene, keepers) = mixed(seed, 4, 4);
+        scene.chatter(30);
+        let report = scene.checkpoint(None).unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+        let moving = Request::Migrate { tid: keepers[0], to: "h4".into(), cause: None, wait: true };
+        let reply = scene.sim.ask(scene.console, moving);
+        let there = scene.sim.procs[scene.sim.proc_of(keepers[0])].host;
+        assert!(matches!(reply, Reply::Moved(Ok(_))) || there == host(4), "{reply:?} (seed {seed})");
+        scene.until_all_are_back();
+        scene.chatter(30);
+        scene.until_all_are_back();
+        scene.until_all_is_heard();
+        scene.end_all();
+        let places = scene.restart(&report.set, &["h1", "h2"]).unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+        assert!(places.iter().all(|(_, at)| [HostId::MASTER, host(2)].contains(at)), "{places:?}");
+        scene.until_all_are_back();
+        scene.chatter(60);
+        scene.until_all_are_back();
+        scene.until_all_is_heard();
+    }
+}

@@ -1,0 +1,90 @@
+//! The files of programs that write their own checkpoints, on their way into a set and back. Everything that may wait for a disk
+//! happens on threads of its own.
+
+use super::input::{Input, Inputs};
+use crate::machine::io::Event;
+use checkpoint::state::{self, Staged, StateError};
+use sempa_proto::MigrationId;
+use sempa_proto::migration::Failure;
+use sempa_proto::place::Place;
+use sempa_proto::tasker::DumpReport;
+use std::collections::HashMap;
+use std::fs::DirBuilder;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard};
+
+/// What is staged; nothing while that is being done.
+type All = Arc<Mutex<HashMap<MigrationId, Option<Staged>>>>;
+
+/// What is under way with such files.
+pub(crate) struct States {
+    place: Place,
+    inputs: Inputs,
+    staged: All,
+}
+
+fn lock(staged: &All) -> MutexGuard<'_, HashMap<MigrationId, Option<Staged>>> {
+    staged.lock().unwrap_or_else(|e| e.into_inner())
+}
+
+fn io(error: &StateError) -> Failure {
+    Failure::Io(error.to_string())
+}
+
+impl States {
+    /// Nothing is under way.
+    pub(crate) fn new(place: Place, inputs: Inputs) -> States {
+        States { place, inputs, staged: All::default() }
+    }
+
+    fn work(&self, work: impl FnOnce() -> Event + Send + 'static) {
+        let inputs = self.inputs.clone();
+        tokio::task::spawn_blocking(move || {
+            let _ = inputs.blocking_send(Input::Event(work()));
+        });
+    }
+
+    /// Copies files to where images of this part are; [`Event::StateCollected`].
+    pub(crate) fn collect(&self, migration: MigrationId, files: Vec<PathBuf>, dir: PathBuf) {
+        let images = self.place.images(migration);
+        // At once: what is dropped in the meantime must not be made again. Whoever uses it says what is wrong.
+        let _ = DirBuilder::new().mode(0o700).create(&images);
+        self.work(move || {
+            let collected = state::collect(&files, &dir, &images);
+            let result = collected.map(|(files, bytes)| DumpReport { bytes, files }).map_err(|e| io(&e));
+            Event::StateCollected { migration, result }
+        });
+    }
+
+    /// Copies them to where they belong, but for their names; [`Event::StateStaged`].
+    pub(crate) fn stage(&self, migration: MigrationId, files: Vec<PathBuf>, dir: PathBuf) {
+        let (images, staged) = (self.place.images(migration), self.staged.clone());
+        lock(&staged).insert(migration, None);
+        self.work(move || {
+            let result = state::stage(&files, &dir, &images).map_err(|e| io(&e)).map(|all| {
+                // If it was given up meanwhile, what was staged goes with it.
+                let mut staged = lock(&staged);
+                staged.entry(migration).and_modify(|place| *place = Some(all));
+            });
+            Event::StateStaged { migration, result }
+        });
+    }
+
+    /// Gives them their names; [`Event::StateNamed`].
+    pub(crate) fn name(&self, migration: MigrationId) {
+        let all = lock(&self.staged).remove(&migration).flatten();
+        self.work(move || {
+            let gone = || Failure::CalledOff("it was given up".into());
+            let result = all.ok_or_else(gone).and_then(|all| all.name().map_err(|e| io(&e)));
+            Event::StateNamed { migration, result }
+        });
+    }
+
+    /// Removes what is staged and has no names.
+    pub(crate) fn drop_staged(&self, migration: MigrationId) {
+        if let Some(all) = lock(&self.staged).remove(&migration) {
+            tokio::task::spawn_blocking(move || drop(all));
+        }
+    }
+}
