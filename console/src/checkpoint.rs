@@ -150,8 +150,14 @@ pub(crate) fn checkpoint(machine: &impl Machine, what: &Checkpoint) -> Result<Ou
             let tasks: Vec<String> = report.tasks.iter().map(Tid::to_string).collect();
             let many = if tasks.len() == 1 { "1 task".into() } else { format!("{} tasks", tasks.len()) };
             let frozen = report.frozen.0 as f64 / 1e3;
-            let mut text =
-                format!("{}: {many} of job {job}, {} bytes, frozen {frozen:.1} ms\n", report.set, report.bytes);
+            let own: Vec<String> = report.own.iter().map(Tid::to_string).collect();
+            let by_own = match own.len() {
+                0 => String::new(),
+                all if all == tasks.len() => " by their own checkpoints".into(),
+                some => format!(", {some} of them by their own checkpoints"),
+            };
+            let (set, bytes) = (&report.set, report.bytes);
+            let mut text = format!("{set}: {many} of job {job}{by_own}, {bytes} bytes, frozen {frozen:.1} ms\n");
             if let Some(every) = every {
                 text.push_str(&format!("and again every {every} s, until 'checkpoint --stop {job}'\n"));
             }
@@ -165,7 +171,7 @@ pub(crate) fn checkpoint(machine: &impl Machine, what: &Checkpoint) -> Result<Ou
             }
             let value = json!({
                 "set": report.set, "ended": end, "job": job.to_string(), "tasks": tasks, "bytes": report.bytes,
-                "frozen_us": report.frozen.0, "every_s": every, "loss_s": loss,
+                "own": own, "frozen_us": report.frozen.0, "every_s": every, "loss_s": loss,
             });
             Ok(Outcome::done(text, value, false))
         }

@@ -1,7 +1,9 @@
-//! A job that computes in a ring (`tests/programs/ring_job.c`), and whose every line is known beforehand.
+//! A job that computes in a ring (`tests/programs/ring_job.c`, and `own_ring.c`, whose tasks write their own checkpoints), and whose
+//! every line is known beforehand.
 
 use crate::run::eventually;
 use crate::vm::Vm;
+use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -59,12 +61,29 @@ impl Job {
     /// # Panics
     /// It does not start.
     pub fn start_slow(vm: &Vm<'_>, place: &str, rounds: i64, pause: u32) -> Job {
-        vm.program("ring_job").expect("gcc");
+        Job::start_program(vm, "ring_job", place, rounds, pause)
+    }
+
+    /// One whose tasks write their own checkpoints, if its spawn says so.
+    ///
+    /// # Panics
+    /// It does not start.
+    pub fn start_own(vm: &Vm<'_>, place: &str, rounds: i64) -> Job {
+        Job::start_program(vm, "own_ring", place, rounds, PAUSE)
+    }
+
+    fn start_program(vm: &Vm<'_>, program: &str, place: &str, rounds: i64, pause: u32) -> Job {
+        vm.program(program).expect("gcc");
         let folder = vm.home().join("ring");
         std::fs::create_dir_all(&folder).expect("a folder");
         std::fs::write(folder.join("times"), "").expect("written");
+        // Whoever makes it, it is the user's.
+        let home = std::fs::metadata(vm.home()).expect("there");
+        for path in [&folder, &folder.join("times")] {
+            std::os::unix::fs::chown(path, Some(home.uid()), Some(home.gid())).expect("his");
+        }
         let (workers, count, pause) = (WORKERS.to_string(), rounds.to_string(), pause.to_string());
-        let words = [place, "ring_job", &workers, &count, &pause, folder.to_str().expect("text")];
+        let words = [place, program, &workers, &count, &pause, folder.to_str().expect("text")];
         let tid = vm.spawn(&words).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
         Job { folder, rounds, tid }
     }

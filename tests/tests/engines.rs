@@ -228,7 +228,7 @@ fn a_host_without_the_program_or_the_directory_says_so_and_words_that_are_not_un
         assert!(!refused.good() && refused.err.contains("no such directory"), "{refused:?}");
         assert_eq!(numbers(&ask(vm, "ask", &tid, 1)), [1], "it was not even asked");
         let none = vm.pvm(&["checkpoint", &tid]).expect("ends");
-        assert!(!none.good() && none.err.contains("are written by CRIU"), "{none:?}");
+        assert!(!none.good() && none.err.contains("SEMPA_STATE"), "{none:?}");
         let mut bad = vm.command(vm.bed().host(1), vm.bed().prefix().expect("programs").join("bin/pvm"));
         bad.env("SEMPA_ENGINE", "own:signal=KILL").args(["spawn", "-h2", "again"]);
         let bad = sempa_tests::run::run(bad, SOON).expect("ends");

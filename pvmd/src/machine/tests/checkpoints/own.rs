@@ -154,6 +154,38 @@ fn hosts_that_are_lost_at_any_moment_leave_such_a_job_that_goes_on() {
     }
 }
 
+#[test]
+fn what_those_say_who_go_on_before_a_program_is_written_is_not_in_the_set() {
+    for seed in seeds(80) {
+        let at = |request: SpawnRequest, host: &str| SpawnRequest { flags: 1, place: host.into(), ..request };
+        let mut scene = job_of(seed, 3, vec![at(request("child", &[]), "h2"), at(keeper(), "h3")]);
+        let [root, own] = scene.tids[..] else { panic!("two") };
+        scene.chatter(20);
+        let asked = scene.begin_checkpoint(None);
+        scene.sim.until("it is asked", |sim| sim.procs[sim.proc_of(own)].exited);
+        scene.sim.until("the other one stands", |sim| sim.procs[sim.proc_of(root)].is_frozen());
+        let moment = Micros(scene.sim.dice.roll(8_000));
+        scene.sim.pass(moment);
+        scene.sim.slow_down_orders(host(3), Micros::from_millis(100));
+        let console = scene.console;
+        while !scene.sim.procs[console].replies.contains_key(&asked) {
+            scene.talk(root, own);
+            scene.sim.pass(Micros::from_millis(2));
+        }
+        let Reply::Checkpointed(Ok(report)) = scene.sim.procs[console].replies[&asked].clone() else {
+            panic!("{:?} (seed {seed})", scene.sim.procs[console].replies[&asked])
+        };
+        scene.until_all_are_back();
+        scene.until_all_is_heard();
+        scene.end_all();
+        scene.restart(&report.set, &[]).unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+        scene.until_all_are_back();
+        // It has not said it.
+        scene.sim.pass(Micros::from_millis(500));
+        scene.until_all_is_heard();
+    }
+}
+
 /// Why there is no checkpoint of a job.
 fn why_not(scene: &mut Scene) -> (Tid, Step, Failure) {
     match scene.checkpoint(None) {

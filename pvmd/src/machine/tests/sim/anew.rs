@@ -64,6 +64,11 @@ impl Sim {
         self.channels.insert(Channel::Data(from, to), self.now + time);
     }
 
+    /// What the master says to a host from now on is so long on its way at least.
+    pub(in crate::machine::tests) fn slow_down_orders(&mut self, to: HostId, time: Micros) {
+        self.channels.insert(Channel::Control(HostId::MASTER, to), self.now + time);
+    }
+
     /// A program is asked to end. One that is called `deaf` does not, one that is called `done` ends of itself.
     pub(super) fn asked_to_end(&mut self, on: HostId, tid: Tid, engine: Engine) {
         let Some(proc) = self.find_spawned(on, tid) else { return };

@@ -1,0 +1,157 @@
+//! Checkpoints of jobs whose programs write their own: no host has CRIU, or its user may not use it.
+
+use sempa_proto::event::EventKind;
+use sempa_tests::needs::{testbed, testbed_with_own_engine};
+use sempa_tests::ring_job::Job;
+use sempa_tests::vm::Settings;
+use sempa_tests::{Vm, eventually};
+use std::fs;
+use std::path::Path;
+use std::time::Duration;
+
+const LONG: Duration = Duration::from_secs(120);
+
+/// A job whose tasks are to be written so, the first one and its workers; their files are in a folder of their home, which all
+/// hosts have in common.
+fn settings(as_alice: bool, first: &str, workers: &str) -> Settings {
+    let pair = |name: &str, value: &str| (name.to_string(), value.to_string());
+    let env = vec![
+        pair("SEMPA_ENGINE", first),
+        pair("OWN_RING_WORKERS", workers),
+        pair("SEMPA_STATE", "ring/state-{tid}"),
+        pair("OWN_RING_FOLDER", "ring"),
+        pair("PVM_EXPORT", "SEMPA_ENGINE:SEMPA_STATE:OWN_RING_FOLDER:OWN_RING_WORKERS"),
+    ];
+    Settings { as_alice, env, ..Settings::default() }
+}
+
+fn must<T>(vm: &Vm<'_>, done: anyhow::Result<T>) -> T {
+    done.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()))
+}
+
+fn made(vm: &Vm<'_>) -> usize {
+    let events = must(vm, vm.events());
+    events.iter().filter(|entry| matches!(entry.kind, EventKind::Checkpointed { .. })).count()
+}
+
+fn until_more_are_made(vm: &Vm<'_>, more: usize) {
+    let wanted = made(vm) + more;
+    let enough = || if made(vm) >= wanted { Ok(()) } else { Err("no newer checkpoint".to_string()) };
+    must(vm, eventually(LONG, enough));
+}
+
+/// Names in a folder that no task has put there.
+fn strangers(folder: &Path) -> Vec<String> {
+    let names = fs::read_dir(folder).expect("a folder").flatten();
+    let names = names.map(|entry| entry.file_name().to_string_lossy().into_owned());
+    names.filter(|name| name.starts_with(".sempa")).collect()
+}
+
+#[test]
+fn a_job_of_an_ordinary_user_goes_back_to_its_own_checkpoints_when_hosts_of_it_are_killed() {
+    let Some((bed, _)) = testbed(4) else { return };
+    let vm = Vm::start(&bed, settings(true, "own", "own")).expect("a virtual machine");
+    vm.add(&["h2", "h3", "h4"]).expect("the others join");
+    let job = Job::start_own(&vm, "-h2", 600);
+    job.go_on(&vm, 5);
+    let first = must(&vm, vm.json(&["checkpoint", "--every", "1s", &job.tid]));
+    let (own, tasks) = (first[0]["own"].as_array(), first[0]["tasks"].as_array());
+    assert!(own.is_some_and(|own| own.len() == 5) && own == tasks, "{first:?}");
+    for lost in [3, 2] {
+        until_more_are_made(&vm, 2);
+        job.go_on(&vm, 2);
+        bed.host(lost).kill_all();
+        let name = format!("h{lost}");
+        let is_back = |kind: &EventKind| matches!(kind, EventKind::Restarted { why, .. } if *why == format!("{name} was lost"));
+        must(&vm, vm.event(LONG, "a job that went back", |entry| is_back(&entry.kind)));
+    }
+    job.finish(&vm);
+    assert_eq!(strangers(&job.folder), Vec::<String>::new());
+    vm.halt().expect("halts");
+}
+
+#[test]
+fn a_job_without_criu_on_any_host_goes_on_in_a_new_virtual_machine_from_what_it_wrote_itself() {
+    let Some((bed, _)) = testbed_with_own_engine(3) else { return };
+    fs::remove_file(bed.engine().expect("an engine of its own")).expect("removed");
+    let vm = Vm::start(&bed, settings(false, "criu,own:wait=30", "own")).expect("a virtual machine");
+    vm.add(&["h2", "h3"]).expect("the others join");
+    let job = Job::start_own(&vm, "-h2", 300);
+    job.go_on(&vm, 5);
+    let said = must(&vm, vm.pvm(&["checkpoint", &job.tid]));
+    assert!(said.good() && said.out.contains(&format!("5 tasks of job {} by their own checkpoints", job.tid)), "{said:?}\n{}", vm.logs());
+    let set = said.out.split(':').next().expect("a name").to_string();
+    // What has happened since did not.
+    job.go_on(&vm, 20);
+    for host in bed.hosts() {
+        host.kill_all();
+    }
+    // What programs have written since would lead them astray.
+    fs::write(job.folder.join(format!("state-{}", job.tid)), "of another time").expect("written");
+    let vm = must(&vm, Vm::start(&bed, settings(false, "own", "own")));
+    must(&vm, vm.add(&["h2", "h3"]));
+    let again = must(&vm, vm.pvm(&["restart", &set, "--on", "h1,h3"]));
+    assert!(again.good() && !again.out.contains("h2"), "{again:?}\n{}", vm.logs());
+    // One of them moves on, by the same way.
+    let moved = must(&vm, vm.migrate_when_ready(&job.tid, "h2"));
+    assert!(moved.good() && moved.out.contains("by its own checkpoint"), "{moved:?}\n{}", vm.logs());
+    job.finish(&vm);
+    assert_eq!(strangers(&job.folder), Vec::<String>::new());
+    vm.halt().expect("halts");
+}
+
+#[test]
+fn where_criu_and_programs_write_one_checkpoint_together_it_is_whole() {
+    let Some((bed, _)) = testbed(3) else { return };
+    let vm = Vm::start(&bed, settings(false, "criu", "own")).expect("a virtual machine");
+    vm.add(&["h2", "h3"]).expect("the others join");
+    let job = Job::start_own(&vm, "-h2", 300);
+    job.go_on(&vm, 5);
+    let first = must(&vm, vm.json(&["checkpoint", "--every", "1s", &job.tid]));
+    let own: Vec<&str> = first[0]["own"].as_array().into_iter().flatten().filter_map(|tid| tid.as_str()).collect();
+    assert!(own.len() == 4 && !own.contains(&&*job.tid), "{first:?}\n{}", vm.logs());
+    until_more_are_made(&vm, 2);
+    job.go_on(&vm, 2);
+    bed.host(3).kill_all();
+    let is_back = |kind: &EventKind| matches!(kind, EventKind::Restarted { .. });
+    must(&vm, vm.event(LONG, "a job that went back", |entry| is_back(&entry.kind)));
+    job.finish(&vm);
+    vm.halt().expect("halts");
+}
+
+#[test]
+fn a_set_whose_files_cannot_be_put_back_is_not_started_and_no_file_is_changed() {
+    let Some((bed, _)) = testbed(2) else { return };
+    let vm = Vm::start(&bed, settings(true, "own", "own")).expect("a virtual machine");
+    vm.add(&["h2"]).expect("it joins");
+    let job = Job::start_own(&vm, "-h2", 150);
+    job.go_on(&vm, 5);
+    let blocked = job.folder.join(format!("state-{}", job.tid));
+    let other = must(&vm, vm.tasks()).into_iter().map(|task| task.tid).find(|tid| *tid != job.tid).expect("a worker");
+    let good = must(&vm, vm.pvm(&["checkpoint", &job.tid]));
+    assert!(good.good(), "{good:?}\n{}", vm.logs());
+    let set = good.out.split(':').next().expect("a name").to_string();
+    assert!(blocked.is_file(), "it has written it");
+    let alive = must(&vm, vm.pvm(&["restart", &set]));
+    assert!(!alive.good() && alive.err.contains(&other) && alive.err.contains("alive"), "{alive:?}");
+    job.finish(&vm);
+    // Now they are gone, and one of the files has no place to go to.
+    must(&vm, eventually(LONG, || match vm.tasks() {
+        Ok(tasks) if tasks.iter().all(|task| task.tid != job.tid && task.tid != other) => Ok(()),
+        other => Err(format!("{other:?}")),
+    }));
+    fs::remove_file(&blocked).expect("removed");
+    fs::create_dir(&blocked).expect("a folder");
+    let newer = job.folder.join(format!("state-{other}"));
+    fs::write(&newer, "newer").expect("written");
+    let refused = must(&vm, vm.pvm(&["restart", &set]));
+    assert!(!refused.good() && refused.err.contains("it is no regular file"), "{refused:?}\n{}", vm.logs());
+    assert_eq!(fs::read_to_string(&newer).expect("there"), "newer", "nothing has taken its place");
+    assert_eq!(strangers(&job.folder), Vec::<String>::new());
+    fs::remove_dir(&blocked).expect("removed");
+    fs::remove_file(job.folder.join("result")).expect("removed");
+    let again = must(&vm, vm.pvm(&["restart", &set]));
+    assert!(again.good(), "{again:?}\n{}", vm.logs());
+    job.finish(&vm);
+    vm.halt().expect("halts");
+}
