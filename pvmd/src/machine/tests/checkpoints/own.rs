@@ -1,10 +1,12 @@
 //! Jobs with programs that write their own checkpoints, alone or beside others.
 
 use super::{Scene, is_listed, lost, spawn_as};
+use crate::machine::tests::scene::{stopped_until, welcome};
 use crate::machine::tests::sim::{Sim, host, seeds};
 use sempa_proto::checkpoint::CutFailure;
 use sempa_proto::engine::Engine;
 use sempa_proto::migration::{Failure, Refusal, Step};
+use sempa_proto::owner::Leave;
 use sempa_proto::task::{Reply, Request, SpawnRequest};
 use sempa_proto::{HostId, Micros, Tid};
 
@@ -150,7 +152,8 @@ fn hosts_that_are_lost_at_any_moment_leave_such_a_job_that_goes_on() {
         scene.until_all_are_back();
         scene.until_all_is_heard();
         scene.sim.pass(Micros::from_secs(2));
-        assert_eq!(scene.sim.sets.left(), (0, 0), "seed {seed}");
+        let is_alive = |at: HostId| scene.sim.nodes[&at].alive;
+        assert_eq!(scene.sim.sets.left_on(is_alive), 0, "seed {seed}");
     }
 }
 
@@ -184,6 +187,42 @@ fn what_those_say_who_go_on_before_a_program_is_written_is_not_in_the_set() {
         scene.sim.pass(Micros::from_millis(500));
         scene.until_all_is_heard();
     }
+}
+
+#[test]
+fn an_owner_may_come_and_go_at_any_moment_of_such_a_checkpoint() {
+    let (mut good, mut bad) = (0, 0);
+    for seed in seeds(120) {
+        let (mut scene, _) = mixed(seed, 3, 5);
+        scene.chatter(20);
+        let speaker = scene.sim.enrol(host(2));
+        let asked = scene.begin_checkpoint(None);
+        let moment = Micros(scene.sim.dice.roll(60_000));
+        scene.sim.pass(moment);
+        assert_eq!(scene.sim.ask(speaker, stopped_until(None, Leave::Checkpoint)), Reply::Done);
+        let while_he_is_there = Micros(scene.sim.dice.roll(9_000_000));
+        scene.sim.pass(while_he_is_there);
+        assert_eq!(scene.sim.ask(speaker, welcome()), Reply::Done);
+        let console = scene.console;
+        scene.sim.until("the end of the checkpoint", |sim| sim.procs[console].replies.contains_key(&asked));
+        let result = scene.sim.procs[console].replies[&asked].clone();
+        scene.until_all_are_back();
+        scene.chatter(40);
+        scene.until_all_are_back();
+        scene.until_all_is_heard();
+        let Reply::Checkpointed(Ok(report)) = result else {
+            bad += 1;
+            continue;
+        };
+        good += 1;
+        scene.end_all();
+        scene.restart(&report.set, &[]).unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+        scene.until_all_are_back();
+        scene.chatter(40);
+        scene.until_all_are_back();
+        scene.until_all_is_heard();
+    }
+    assert!(good > 20, "{good} went well, {bad} failed");
 }
 
 /// Why there is no checkpoint of a job.

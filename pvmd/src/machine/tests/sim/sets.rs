@@ -54,6 +54,11 @@ impl Sets {
         (self.drafts.len(), self.images.len() + self.staged.len())
     }
 
+    /// Images, and files that have no names, on these hosts.
+    pub(in crate::machine::tests) fn left_on(&self, is_one: impl Fn(HostId) -> bool) -> usize {
+        self.images.keys().chain(self.staged.keys()).filter(|(on, _)| is_one(*on)).count()
+    }
+
     /// Complete sets.
     pub(in crate::machine::tests) fn count(&self) -> usize {
         self.sets.len()
