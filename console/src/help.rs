@@ -39,7 +39,7 @@ pub(crate) const COMMANDS: &[Entry] = &[
         detail: "Syntax:  checkpoint [ --every time | --loss time | --stop | --end ] tid\nThe job is this task and everything that it and its \
                  descendants have spawned. Its tasks stand still\nwhile they are written; all others go on. With --every (as \
                  30s, 5m) it is done again and again, and the\njob goes back to its newest checkpoint when a host is lost that \
-                 had tasks of it. With --loss it is done so often that no more work than\nthat is lost then.\nWith --end the job ends when its checkpoint is complete; 'restart' starts it again.\nThe store is on the master's host: $SEMPA_STORE, or ~/.local/state/sempa/checkpoints.\n",
+                 had tasks of it. With --loss it is done so often that no more work than\nthat is lost then.\nWith --end the job ends when its checkpoint is complete; 'restart' starts it again.\nTasks that CRIU cannot write may write themselves (SEMPA_ENGINE=own, SEMPA_STATE).\nThe store is on the master's host: $SEMPA_STORE, or ~/.local/state/sempa/checkpoints.\n",
     },
     Entry {
         name: "checkpoints",

@@ -66,6 +66,12 @@ fn a_job_of_an_ordinary_user_goes_back_to_its_own_checkpoints_when_hosts_of_it_a
         must(&vm, vm.event(LONG, "a job that went back", |entry| is_back(&entry.kind)));
     }
     job.finish(&vm);
+    let frozen = |kind: &EventKind| match kind {
+        EventKind::Checkpointed { frozen, .. } => Some(frozen.0 / 1000),
+        _ => None,
+    };
+    let all: Vec<u64> = must(&vm, vm.events()).iter().filter_map(|entry| frozen(&entry.kind)).collect();
+    eprintln!("{} checkpoints; milliseconds from the first that had ended until the last was kept: {all:?}", all.len());
     assert_eq!(strangers(&job.folder), Vec::<String>::new());
     vm.halt().expect("halts");
 }
