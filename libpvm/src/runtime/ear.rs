@@ -12,8 +12,11 @@ use std::time::Duration;
 
 /// Stack of the ear: small, because it travels with every move.
 const STACK_BYTES: usize = 128 << 10;
-/// Longest sleep: a peer that breaks the rules can swallow a call, or take back what says where to look.
+/// It looks everywhere at least as often while it is called: a peer that breaks the rules can swallow a call, or take back what
+/// says where to look.
 const NAP_MAX: Duration = Duration::from_secs(1);
+/// Longest sleep when nobody has called for as long as that: each wakes a processor that may have nothing else to do.
+const LONG_NAP: Duration = Duration::from_secs(8);
 
 /// Starts the ear; to be called by a thread with all signals blocked.
 pub(super) fn start(shared: &Arc<Shared>) -> io::Result<JoinHandle<()>> {
@@ -24,7 +27,7 @@ pub(super) fn start(shared: &Arc<Shared>) -> io::Result<JoinHandle<()>> {
 fn run(shared: &Shared) {
     sempa_socket::take_short_turns();
     let bell = shared.listening();
-    let (mut called, mut looked) = (true, Micros(0));
+    let (mut called, mut looked, mut nap) = (true, Micros(0), NAP_MAX);
     while !shared.is_stopped() {
         bell.take_call();
         {
@@ -39,7 +42,8 @@ fn run(shared: &Shared) {
             state.core.pump_rings(now);
             state.flush();
         }
-        futex::wait(bell.ear(), 0, Some(NAP_MAX));
+        futex::wait(bell.ear(), 0, Some(nap));
         called = bell.is_called();
+        nap = if called { NAP_MAX } else { (nap * 2).min(LONG_NAP) };
     }
 }

@@ -42,6 +42,8 @@ const SEAT_MIN: Duration = Duration::from_millis(10);
 const FORK_PATIENCE: Duration = Duration::from_secs(1);
 /// Longest sleep on a futex: after a move to a host with another clock a sleep by the old one must not last for ever.
 const NAP_MAX: Duration = Duration::from_secs(1);
+/// The same for who sleeps until there is news, and otherwise for ever. It wakes a processor that may have nothing else to do.
+const LONG_NAP: Duration = Duration::from_secs(8);
 
 /// What the helper thread has gone to sleep with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -379,7 +381,7 @@ struct Concerned {
 }
 
 fn nap(span: Option<Duration>) -> Duration {
-    span.map_or(NAP_MAX, |span| span.min(NAP_MAX))
+    span.map_or(LONG_NAP, |span| span.min(NAP_MAX))
 }
 
 impl State {
