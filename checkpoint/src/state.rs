@@ -9,7 +9,7 @@ use crate::carried::{Note, Notes};
 use serde::{Deserialize, Serialize};
 use std::fs::{File, OpenOptions, Permissions};
 use std::io::{self, ErrorKind, Write};
-use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use thiserror::Error;
 
@@ -110,14 +110,20 @@ pub fn stage(files: &[PathBuf], dir: &Path, images: &Path) -> Result<Staged, Sta
     let mut staged = Staged { files: Vec::new(), notes };
     for (number, (file, entry)) in files.iter().zip(list).enumerate() {
         let path = dir.join(file);
-        plain(&path).map_err(failed("replace", &path))?;
+        let there = plain(&path).and_then(|file| file.map(|file| file.metadata()).transpose());
+        let own = nix::unistd::geteuid().as_raw();
+        if there.map_err(failed("replace", &path))?.is_some_and(|there| there.uid() != own) {
+            let why = io::Error::new(ErrorKind::PermissionDenied, "it belongs to somebody else");
+            return Err(failed("replace", &path)(why));
+        }
         let Some(mode) = entry.mode else {
             staged.files.push((path, None));
             continue;
         };
         let copy = copy_of(images, number);
-        let put = put(&copy, &path, number, images, Entry { mode: Some(mode), ..entry }, &mut staged.notes);
-        let nameless = put.map_err(failed("put back", &path))?;
+        let nameless = nameless(&path, number, images).map_err(failed("put back", &path))?;
+        let put = put(&copy, &nameless, (mode, entry.bytes), &mut staged.notes);
+        put.map_err(failed("put back", &path))?;
         staged.files.push((path, Some(nameless)));
     }
     Ok(staged)
@@ -137,20 +143,23 @@ fn read_list(files: usize, images: &Path) -> Result<Vec<Entry>, StateError> {
     read().map_err(failed("read", &path))
 }
 
-/// Copies one file beside the place where it belongs, and says under which name.
-fn put(copy: &Path, path: &Path, number: usize, images: &Path, entry: Entry, notes: &mut Notes) -> io::Result<PathBuf> {
+/// Where a file lies until it has its name, beside the place where it belongs.
+fn nameless(path: &Path, number: usize, images: &Path) -> io::Result<PathBuf> {
     // Notes are about real names.
     let folder = path.parent().ok_or(ErrorKind::InvalidInput)?.canonicalize()?;
     let unique = images.file_name().ok_or(ErrorKind::InvalidInput)?.to_string_lossy();
-    let nameless = folder.join(format!(".sempa-{unique}-{number}-{}", std::process::id()));
+    Ok(folder.join(format!(".sempa-{unique}-{number}-{}", std::process::id())))
+}
+
+/// Copies one file there, with these bits of its mode and so many bytes.
+fn put(copy: &Path, nameless: &Path, (mode, bytes): (u32, u64), notes: &mut Notes) -> io::Result<()> {
     let mut from = plain(copy)?.ok_or(ErrorKind::NotFound)?;
-    notes.add(Note::Nameless(nameless.clone()))?;
-    let mut to = made(&nameless)?;
-    if io::copy(&mut from, &mut to)? != entry.bytes {
+    notes.add(Note::Nameless(nameless.to_path_buf()))?;
+    let mut to = made(nameless)?;
+    if io::copy(&mut from, &mut to)? != bytes {
         return Err(io::Error::new(ErrorKind::InvalidData, "its copy is not as long as it was"));
     }
-    to.set_permissions(Permissions::from_mode(entry.mode.unwrap_or_default() & MODE_BITS))?;
-    Ok(nameless)
+    to.set_permissions(Permissions::from_mode(mode & MODE_BITS))
 }
 
 impl Staged {

@@ -174,7 +174,8 @@ fn files_that_were_carried_along_go_when_their_tasker_or_all_of_its_host_is_kill
 
         // The next tasker tries its engine first; until then it is said that nothing can be restored there.
         let tried = || {
-            let log = std::fs::read_to_string(three.path("/tmp/sempa-0/pvm/pvml")).map_err(|error| error.to_string())?;
+            let log =
+                std::fs::read_to_string(three.path("/tmp/sempa-0/pvm/pvml")).map_err(|error| error.to_string())?;
             let times = log.lines().filter(|line| line.contains("tasks can be moved")).count();
             if times == 2 { Ok(()) } else { Err(format!("engines were tried {times} times: {log}")) }
         };

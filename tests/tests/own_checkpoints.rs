@@ -62,7 +62,8 @@ fn a_job_of_an_ordinary_user_goes_back_to_its_own_checkpoints_when_hosts_of_it_a
         job.go_on(&vm, 2);
         bed.host(lost).kill_all();
         let name = format!("h{lost}");
-        let is_back = |kind: &EventKind| matches!(kind, EventKind::Restarted { why, .. } if *why == format!("{name} was lost"));
+        let is_back =
+            |kind: &EventKind| matches!(kind, EventKind::Restarted { why, .. } if *why == format!("{name} was lost"));
         must(&vm, vm.event(LONG, "a job that went back", |entry| is_back(&entry.kind)));
     }
     job.finish(&vm);
@@ -85,7 +86,11 @@ fn a_job_without_criu_on_any_host_goes_on_in_a_new_virtual_machine_from_what_it_
     let job = Job::start_own(&vm, "-h2", 300);
     job.go_on(&vm, 5);
     let said = must(&vm, vm.pvm(&["checkpoint", &job.tid]));
-    assert!(said.good() && said.out.contains(&format!("5 tasks of job {} by their own checkpoints", job.tid)), "{said:?}\n{}", vm.logs());
+    assert!(
+        said.good() && said.out.contains(&format!("5 tasks of job {} by their own checkpoints", job.tid)),
+        "{said:?}\n{}",
+        vm.logs()
+    );
     let set = said.out.split(':').next().expect("a name").to_string();
     // What has happened since did not.
     job.go_on(&vm, 20);
@@ -142,10 +147,13 @@ fn a_set_whose_files_cannot_be_put_back_is_not_started_and_no_file_is_changed() 
     assert!(!alive.good() && alive.err.contains(&other) && alive.err.contains("alive"), "{alive:?}");
     job.finish(&vm);
     // Now they are gone, and one of the files has no place to go to.
-    must(&vm, eventually(LONG, || match vm.tasks() {
-        Ok(tasks) if tasks.iter().all(|task| task.tid != job.tid && task.tid != other) => Ok(()),
-        other => Err(format!("{other:?}")),
-    }));
+    must(
+        &vm,
+        eventually(LONG, || match vm.tasks() {
+            Ok(tasks) if tasks.iter().all(|task| task.tid != job.tid && task.tid != other) => Ok(()),
+            other => Err(format!("{other:?}")),
+        }),
+    );
     fs::remove_file(&blocked).expect("removed");
     fs::create_dir(&blocked).expect("a folder");
     let newer = job.folder.join(format!("state-{other}"));

@@ -126,6 +126,14 @@ struct Cut {
     written: Option<Micros>,
 }
 
+impl Cut {
+    /// All tasks are to be written in the time that follows from how much that is.
+    fn allow_for_bytes(&mut self) {
+        let bytes = self.parts.values().fold(0, |sum: u64, part| sum.saturating_add(part.facts.resident_bytes));
+        self.allowed = STEP_TIME + Micros(TIME_PER_GIB.0 * ((bytes >> 30) + 1));
+    }
+}
+
 /// All checkpoints under way. Lives on the master.
 #[derive(Debug, Default)]
 pub struct Cuts {
@@ -204,9 +212,16 @@ impl Cuts {
                 part.progress = Progress::Stands;
                 cut.still.get_or_insert(now);
             }
-            Report::Dumped { .. } if part.progress == Progress::Stands => {
+            Report::Dumped { bytes } if part.progress == Progress::Stands => {
                 part.progress = Progress::Written;
                 cut.written = Some(now);
+                if part.writes_itself().is_some() {
+                    // Until then nobody knew how much that is.
+                    part.facts.resident_bytes = bytes;
+                    let before = cut.allowed;
+                    cut.allow_for_bytes();
+                    cut.deadline = cut.deadline + cut.allowed.since(before);
+                }
             }
             Report::Failed { step, why } => {
                 return self.fail(number, CutFailure::Task { tid, step, why });
@@ -247,8 +262,14 @@ impl Cuts {
         if !new.is_empty() {
             return self.fail(number, CutFailure::Grew(new));
         }
-        let bytes = cut.parts.values().fold(0, |sum: u64, part| sum.saturating_add(part.facts.resident_bytes));
-        cut.allowed = STEP_TIME + Micros(TIME_PER_GIB.0 * ((bytes >> 30) + 1));
+        let meets =
+            |part: &&Part| part.writes_itself().is_some() && open.get(&part.of.tid).is_some_and(|of| !of.is_empty());
+        if let Some(tid) = cut.parts.values().find(meets).map(|part| part.of.tid) {
+            // Its next process would not come to the meeting again, and the others would wait for it.
+            let why = Failure::Engine("it has ended while it waited for others, in a barrier for example".into());
+            return self.fail(number, CutFailure::Task { tid, step: Step::Dump, why });
+        }
+        cut.allow_for_bytes();
         (cut.stage, cut.deadline) = (Stage::Writing, now + cut.allowed);
         // Expected first: a host may be faster than we are.
         let parts: Vec<Move> = cut.parts.values().map(|part| part.of.clone()).collect();

@@ -146,13 +146,20 @@ impl CutFailure {
     /// True if the same may well succeed in a moment: the job was changing, or one of its tasks had to leave.
     pub fn may_try_again(&self) -> bool {
         use Failure::TaskEnded;
-        let is_moving = |why: &Failure| matches!(why, Failure::Refused(all) if all.iter().all(|r| matches!(r, Refusal::AlreadyMoving(_) | Refusal::NotConnected | Refusal::NoSuchTask)));
+        let is_moving = |why: &Failure| matches!(why, Failure::Refused(all) if all.iter().all(|r| matches!(r, Refusal::AlreadyMoving(_) | Refusal::NotConnected | Refusal::NoSuchTask | Refusal::MayEndYet)));
         match self {
             CutFailure::Grew(_) => true,
             CutFailure::Task { why: TaskEnded | Failure::CalledOff(_), .. } => true,
             CutFailure::Task { why, .. } => is_moving(why),
             _ => false,
         }
+    }
+}
+
+impl CutFailure {
+    /// True if a program is still writing what it was asked for before.
+    pub fn is_being_written(&self) -> bool {
+        matches!(self, CutFailure::Task { why: Failure::Refused(all), .. } if all.contains(&Refusal::MayEndYet))
     }
 }
 

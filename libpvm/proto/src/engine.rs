@@ -345,7 +345,8 @@ mod tests {
 
     #[test]
     fn the_files_of_a_checkpoint_are_named_each_once_and_may_have_the_tid_in_their_names() {
-        let env = |state: &str| SpawnRequest { env: vec![format!("SEMPA_STATE={state}").into()], ..SpawnRequest::default() };
+        let env =
+            |state: &str| SpawnRequest { env: vec![format!("SEMPA_STATE={state}").into()], ..SpawnRequest::default() };
         let begin = Begin::of(&env("state-{tid}: /data/{tid}/{tid}.log")).expect("good");
         let tid = Tid::from_raw(0x40007);
         assert_eq!(begin.state_of(tid), [PathBuf::from("state-t40007"), "/data/t40007/t40007.log".into()]);

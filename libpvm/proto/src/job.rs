@@ -294,7 +294,10 @@ COLOUR = "blue"
         job.fill(&mut request);
         assert_eq!((request.args.len(), request.flags, request.place.as_str()), (2, 0, ":/data"));
         let wants = "SEMPA_WANTS=memory >= 2G; host != h3|h4; rank = -cores; work = 1.5h; spread = 2; barrier";
-        assert_eq!(env(&request), ["COLOUR=blue", "SEMPA_ENGINE=criu,restart", "SEMPA_FILES=copy", "SEMPA_STATE=state-{tid}", wants]);
+        assert_eq!(
+            env(&request),
+            ["COLOUR=blue", "SEMPA_ENGINE=criu,restart", "SEMPA_FILES=copy", "SEMPA_STATE=state-{tid}", wants]
+        );
         let own = ["COLOUR=red", "SEMPA_WANTS=", "COLOURS=x"].map(|entry| entry.as_bytes().to_vec());
         let (args, place) = (vec![b"-q".to_vec()], "h2:/tmp".to_string());
         let said = SpawnRequest { args, place, flags: SPAWN_HOST, env: own.to_vec(), ..SpawnRequest::default() };

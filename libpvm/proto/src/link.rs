@@ -224,7 +224,7 @@ pub struct Link {
 
 /// True if the first of two timelines is the later one. They are few, so a difference of half of what there can be is none;
 /// but zero, that of whoever was never started again, is earlier than all others, however many they have been.
-fn is_later(line: u16, than: u16) -> bool {
+pub fn is_later(line: u16, than: u16) -> bool {
     line != than && line != 0 && (than == 0 || line.wrapping_sub(than) < 1 << 15)
 }
 

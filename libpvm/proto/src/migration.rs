@@ -365,7 +365,10 @@ impl fmt::Display for Refusal {
             Refusal::Suspended => f.write_str("it is suspended, and has to run to write its own checkpoint"),
             Refusal::MayEndYet => f.write_str("it was asked to write its own checkpoint, and may do so yet"),
             Refusal::NotByCriu { engine } => {
-                write!(f, "checkpoints of jobs are written by CRIU or by programs themselves, and it wants to be taken by {engine}")
+                write!(
+                    f,
+                    "checkpoints of jobs are written by CRIU or by programs themselves, and it wants to be taken by {engine}"
+                )
             }
             Refusal::NoState => write!(
                 f,

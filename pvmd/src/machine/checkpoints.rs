@@ -36,6 +36,8 @@ const JOBS_MAX: usize = 1024;
 const TRIES_MAX: u32 = 10;
 /// Pause before that.
 const TRY_PAUSE: Micros = Micros::from_millis(200);
+/// Pause before that, when a program is still writing what it was asked for before. All tries together take as long as it may.
+const WRITING_PAUSE: Micros = Micros::from_secs(6);
 /// Pause before a job that goes back is started once more.
 const RESTART_PAUSE: Micros = Micros::from_secs(2);
 /// Tasks of which it is remembered on which timeline they began again.
@@ -524,8 +526,8 @@ impl Machine {
         entry.doing = Doing::Nothing;
         entry.tries += 1;
         let unknown_until = entry.fallen.unknown_until(now, lease).filter(|_| entry.pace.is_some());
-        if result.as_ref().err().is_some_and(CutFailure::may_try_again) && entry.tries < TRIES_MAX {
-            return self.schedule(job, TRY_PAUSE);
+        if let Some(why) = result.as_ref().err().filter(|why| why.may_try_again() && entry.tries < TRIES_MAX) {
+            return self.schedule(job, if why.is_being_written() { WRITING_PAUSE } else { TRY_PAUSE });
         }
         (entry.tries, entry.drains) = (0, false);
         if result.is_ok() {
@@ -650,8 +652,9 @@ impl Machine {
     fn part_of(&self, task: &Task) -> PartRecord {
         let left = task.away.as_ref().map_or(0, |away| away.left);
         let keeps = |(place, held): &(usize, &Held)| match held {
-            // Words about routes were about those of that time.
-            Held::Item(ToTask::Route { .. }) => false,
+            // Words about routes were about those of that time, and about resource managers, too: its library is told of the one
+            // that there is.
+            Held::Item(ToTask::Route { .. } | ToTask::RmChanged { .. }) => false,
             Held::Item(_) => true,
             // What links carry is in the memory of the tasks, or what their processes have left. Whoever else was written may have
             // gone on and said more by now.

@@ -13,11 +13,12 @@ use super::notify::{daemons_message, ints};
 use super::tasks::{Phase, Task};
 use super::{Machine, Output, Timer, World};
 use checkpoint::protocol::{SourceEvent, TargetEvent};
-use sempa_proto::engine::{AGAIN_ENV, Asked, Begin, Engine};
+use sempa_proto::engine::{AGAIN_ENV, Asked, Begin, Engine, STATE_ENV};
+use sempa_proto::event::EventKind;
 use sempa_proto::host::{Carried, Held};
 use sempa_proto::migration::{Cause, Failure, Move, Refusal, TaskFacts, Usage, Verdict};
 use sempa_proto::task::{Reply, SpawnRequest, ToTask};
-use sempa_proto::tasker::{StartTask, ToTasker};
+use sempa_proto::tasker::{DumpReport, StartTask, ToTasker};
 use sempa_proto::{Micros, MigrationId, PvmError, RequestId, Tid};
 use std::collections::VecDeque;
 
@@ -203,7 +204,12 @@ impl Machine {
         result: Result<TaskFacts, Refusal>,
     ) -> Result<TaskFacts, Refusal> {
         if cause == Some(&Cause::Checkpoint) {
-            return result.or_else(|refusal| self.facts_written(tid).and_then(Result::ok).ok_or(refusal));
+            return result.or_else(|refusal| match self.facts_written(tid) {
+                Some(Ok(facts)) => Ok(facts),
+                // That can be mended.
+                Some(Err(Refusal::NoState)) if matches!(refusal, Refusal::NoEngine { .. }) => Err(Refusal::NoState),
+                _ => Err(refusal),
+            });
         }
         match (result, self.facts_anew(tid)) {
             (Ok(facts), Some(Ok(TaskFacts { begin: Some(mut begin), .. }))) => {
@@ -389,7 +395,7 @@ impl Machine {
         let Some(parting) = task.parting.take() else { return false };
         let conn = task.conn();
         task.ending = None;
-                (task.exited, task.used_before) = (None, used);
+        (task.exited, task.used_before) = (None, used);
         (task.phase, task.hold, task.quiesced) = (Phase::Detached, true, false);
         (task.pid, task.settling, task.closing) = (0, None, None);
         task.requests.clear();
@@ -618,8 +624,26 @@ impl Machine {
     fn keep_state(&mut self, world: &dyn World, id: MigrationId) {
         let Some(tid) = self.moves.sources.get(&id).map(|source| source.of().tid) else { return };
         let Some(begin) = self.tasks.get(tid).and_then(|task| task.begin.as_ref()) else { return };
+        if let Some(dir) = begin.dir().filter(|dir| lacks_dir(world, dir)) {
+            let why =
+                format!("its working directory {dir} cannot be entered any more: nobody knows where it has written");
+            return self.source_event(id, SourceEvent::Dumped(Err(Failure::Io(why))));
+        }
         let (files, dir) = (begin.state_of(tid), world.work_dir(begin.dir()));
         self.out.push_back(Output::CollectState { migration: id, files, dir });
+    }
+
+    /// They are kept, or could not be.
+    pub(super) fn state_collected(&mut self, id: MigrationId, result: Result<DumpReport, Failure>) {
+        let tid = self.moves.sources.get(&id).map(|source| source.of().tid);
+        if let (Some(tid), Ok(DumpReport { files: 0, .. })) = (tid, &result) {
+            let text = format!(
+                "{tid} has ended as one that has written its own checkpoint, and none of the files is there that {STATE_ENV} names: \
+                 from this set it begins anew"
+            );
+            self.record(EventKind::Note { text });
+        }
+        self.source_event(id, SourceEvent::Dumped(result));
     }
 
     /// The files of a task that is started again from a checkpoint are copied to where they belong.
@@ -683,15 +707,17 @@ fn anew(world: &dyn World, facts: &TaskFacts) -> Other {
         let why = "this host has no such program where programs of spawned tasks are looked for".into();
         verdict.push(Refusal::File { path: (&begin.request.file).into(), why });
     }
-    if let Some(dir) = begin.dir() {
-        let usual = world.work_dir(None);
-        if world.work_dir(Some(dir)) == usual && usual.join(dir) != usual {
-            let why =
-                "this host has no such directory that can be entered; what the program needs has to be there".into();
-            verdict.push(Refusal::File { path: dir.into(), why });
-        }
+    if let Some(dir) = begin.dir().filter(|dir| lacks_dir(world, dir)) {
+        let why = "this host has no such directory that can be entered; what the program needs has to be there".into();
+        verdict.push(Refusal::File { path: dir.into(), why });
     }
     Some((engine, verdict))
+}
+
+/// True if this host has no such working directory that can be entered.
+fn lacks_dir(world: &dyn World, dir: &str) -> bool {
+    let usual = world.work_dir(None);
+    world.work_dir(Some(dir)) == usual && usual.join(dir) != usual
 }
 
 /// True if the tasker need not be asked: the first way is not CRIU and can be gone, or there is no other.

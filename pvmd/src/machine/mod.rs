@@ -302,9 +302,7 @@ impl Machine {
             Event::SetSealed { cut, result } => self.set_sealed(cut, result),
             Event::SetOpened { restart, result } => self.set_opened(restart, result),
             Event::PartRead { migration, result } => self.part_read(migration, result),
-            Event::StateCollected { migration, result } => {
-                self.source_event(migration, SourceEvent::Dumped(result));
-            }
+            Event::StateCollected { migration, result } => self.state_collected(migration, result),
             Event::StateStaged { migration, result } => self.state_staged(migration, result),
             Event::StateNamed { migration, result } => self.state_named(migration, result),
             Event::SetsListed { tid, id, result } => self.reply(tid, id, Reply::Sets(result)),

@@ -14,15 +14,15 @@ use sempa_proto::migration::Failure;
 use sempa_proto::place::Place;
 use sempa_proto::{HostId, Micros, MigrationId, RequestId, Tid};
 use std::collections::{BTreeMap, HashMap};
-use std::io::{ErrorKind, Write};
+use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 /// Name of the file beside the images that says what the task's daemon knew.
 const PART_FILE: &str = "sempa-part";
-/// Bytes of that file at most.
-const PART_BYTES_MAX: u64 = 256 << 20;
+/// Bytes of that file at most. What a program had said, that has written its own checkpoint, may be in it.
+const PART_BYTES_MAX: u64 = 1 << 30;
 
 /// Complete sets that a store may be told to keep at most: all are looked through when one is added.
 const SETS_MAX: usize = 4096;
@@ -292,8 +292,14 @@ pub(crate) fn write_part(record: Box<PartRecord>) -> impl FnOnce(&Path) -> Resul
     move |dir| {
         let path = dir.join(PART_FILE);
         let failed = |e: std::io::Error| Failure::Io(format!("cannot write {}: {e}", path.display()));
-        let bytes =
-            to_bytes(&*record).map_err(|e| failed(std::io::Error::new(ErrorKind::InvalidData, e.to_string())))?;
+        let bytes = postcard::to_stdvec(&*record).map_err(|e| failed(std::io::Error::other(e)))?;
+        if bytes.len() as u64 > PART_BYTES_MAX {
+            let why = format!(
+                "what waits for the task, and what it had said, are {} bytes, and a checkpoint takes {PART_BYTES_MAX}",
+                bytes.len()
+            );
+            return Err(Failure::Images(why));
+        }
         let mut file =
             std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path).map_err(failed)?;
         file.write_all(&bytes).map_err(failed)

@@ -10,9 +10,9 @@ use checkpoint::protocol::{Candidate, RestartOutput, TargetEvent};
 use sempa_proto::checkpoint::{PartRecord, RestartFailure, RestartReport, SET_VERSION, SetMeta};
 use sempa_proto::event::EventKind;
 use sempa_proto::host::{Held, Question};
-use sempa_proto::link::LinkFrame;
+use sempa_proto::link::{LinkFrame, is_later};
 use sempa_proto::migration::{Failure, FileMatch, TaskFacts, Timeline};
-use sempa_proto::task::{Redirect, Reply, Restart};
+use sempa_proto::task::{Redirect, Reply, Restart, ToTask};
 use sempa_proto::tasker::{Redirection, ToTasker};
 use sempa_proto::{HostId, Micros, MigrationId, RequestId, Tid, WIRE_VERSION};
 use std::collections::{BTreeMap, BTreeSet};
@@ -53,11 +53,11 @@ impl Machine {
     pub(in crate::machine) fn set_opened(&mut self, number: u64, result: Result<SetMeta, String>) {
         let Some(wanted) = self.keeping().and_then(|k| k.wanted.get_mut(&number)) else { return };
         match result {
-            Ok(meta) if meta.wire != WIRE_VERSION => {
+            Ok(meta) if (meta.wire, meta.version) != (WIRE_VERSION, SET_VERSION) => {
+                let SetMeta { wire, version, .. } = meta;
                 let why = format!(
-                    "the libraries in this set speak version {}, and this virtual machine speaks {WIRE_VERSION}: start it \
-                     with the version by which it was made",
-                    meta.wire
+                    "the libraries in this set speak version {wire}, and it is a set of version {version}; this virtual machine \
+                     speaks {WIRE_VERSION}, and makes sets of {SET_VERSION}: start it with the version by which it was made"
                 );
                 self.restart_over(number, Err(RestartFailure::Store(why)));
             }
@@ -335,16 +335,25 @@ impl Machine {
 }
 
 /// True for what a task has to get that begins again. Half a message from somebody who begins with it comes on the timeline that
-/// they have in common then; one from anybody else is none.
+/// they have in common then; one from anybody else is none, and nothing waits for the last words of such.
 fn belongs_to(tid: Tid, timeline: &Timeline, held: &mut Held) -> bool {
-    let Held::Link(bytes) = held else { return true };
+    let bytes = match held {
+        Held::Item(ToTask::Deliver { after, .. }) => {
+            *after = after.filter(|mark| timeline.before(mark.peer).is_some());
+            return true;
+        }
+        Held::Item(_) => return true,
+        Held::Link(bytes) => bytes,
+    };
     let Some(frame) = LinkFrame::decode(bytes.clone()) else { return false };
     if frame.src == tid {
         return true;
     }
+    let frame_line = frame.line;
     let frame = LinkFrame { line: timeline.line, ..frame };
     *bytes = [&frame.encode_head()[..], &frame.payload].concat().into();
-    timeline.before(frame.src).is_some()
+    // One that had begun again without the task has not said that.
+    timeline.before(frame.src).is_some_and(|before| !is_later(before, frame_line))
 }
 
 /// What has to be there for a task that is started again. Files may have grown since, by what it wrote: they are cut back

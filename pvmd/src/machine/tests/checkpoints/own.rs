@@ -5,6 +5,7 @@ use crate::machine::tests::scene::{stopped_until, welcome};
 use crate::machine::tests::sim::{Sim, host, seeds};
 use sempa_proto::checkpoint::CutFailure;
 use sempa_proto::engine::Engine;
+use sempa_proto::group::{GroupReply, GroupRequest};
 use sempa_proto::migration::{Failure, Refusal, Step};
 use sempa_proto::owner::Leave;
 use sempa_proto::task::{Reply, Request, SpawnRequest};
@@ -37,8 +38,7 @@ fn mixed(seed: u64, hosts: usize, tasks: usize) -> (Scene, Vec<Tid>) {
     let keeps = |n: usize| n as u64 == seed % tasks as u64 || (seed >> n) & 1 == 1;
     let requests = (0..tasks).map(|n| if keeps(n) { keeper() } else { request("child", &[]) }).collect();
     let scene = job_of(seed, hosts, requests);
-    let mut keepers: Vec<Tid> =
-        scene.tids.iter().enumerate().filter(|(n, _)| keeps(*n)).map(|(_, tid)| *tid).collect();
+    let mut keepers: Vec<Tid> = scene.tids.iter().enumerate().filter(|(n, _)| keeps(*n)).map(|(_, tid)| *tid).collect();
     keepers.sort_unstable();
     (scene, keepers)
 }
@@ -144,7 +144,8 @@ fn hosts_that_are_lost_at_any_moment_leave_such_a_job_that_goes_on() {
         }
         scene.sim.pass(Micros::from_secs(8));
         let job = scene.job();
-        let never = Request::Checkpoint { job, pace: Some(sempa_proto::checkpoint::Pace::Never), end: false, wait: true };
+        let never =
+            Request::Checkpoint { job, pace: Some(sempa_proto::checkpoint::Pace::Never), end: false, wait: true };
         assert_eq!(scene.sim.ask(scene.console, never), Reply::Done);
         scene.sim.pass(Micros::from_secs(8));
         scene.until_all_are_back();
@@ -254,7 +255,9 @@ fn what_stands_in_the_way_of_a_checkpoint_is_said_and_nobody_is_asked() {
 
 #[test]
 fn the_first_way_by_which_a_task_can_be_written_is_taken() {
-    for (engines, by_itself) in [("own,criu", true), ("criu,own", false), ("own,restart", true), ("restart,criu", false)] {
+    for (engines, by_itself) in
+        [("own,criu", true), ("criu,own", false), ("own,restart", true), ("restart,criu", false)]
+    {
         let env = [&*format!("SEMPA_ENGINE={engines}"), "SEMPA_STATE=state-{tid}"];
         let mut scene = job_of(4, 2, vec![request("keeper", &env)]);
         let report = scene.checkpoint(None).unwrap_or_else(|why| panic!("{engines}: {why}"));
@@ -275,9 +278,66 @@ fn a_program_that_does_not_end_in_its_time_is_a_reason_for_no_checkpoint_and_all
     scene.chatter(60);
     scene.until_all_are_back();
     scene.until_all_is_heard();
-    // It may do so yet.
+    // It may do so yet: it is asked again when it does not count any more.
+    let before = scene.sim.now;
     let (tid, _, why) = why_not(&mut scene);
-    assert_eq!((tid, why), (scene.tids[2], Failure::Refused(vec![Refusal::MayEndYet])));
+    assert_eq!(tid, scene.tids[2]);
+    assert!(scene.sim.now.since(before) > Micros::from_secs(50), "{why}");
+}
+
+#[test]
+fn a_checkpoint_that_was_called_off_while_a_program_wrote_is_made_when_it_has() {
+    for seed in seeds(20) {
+        let deaf = SpawnRequest { file: "deaf keeper".into(), ..keeper() };
+        let mut scene = job_of(seed, 3, vec![keeper(), deaf]);
+        let slow = scene.sim.proc_of(scene.tids[1]);
+        let first = why_not(&mut scene);
+        assert_eq!(first.1, Step::Quiesce);
+        let asked = scene.begin_checkpoint(None);
+        scene.sim.pass(Micros::from_secs(8));
+        // Late, and as agreed: it is started again, and the next process does it at once.
+        scene.sim.end_in_order(slow, 85 << 8);
+        scene.sim.until("another process", |sim| sim.proc_of(scene.tids[1]) != slow);
+        let new = scene.sim.proc_of(scene.tids[1]);
+        scene.sim.call_program(new, "keeper");
+        let console = scene.console;
+        scene.sim.until("the checkpoint", |sim| sim.procs[console].replies.contains_key(&asked));
+        let reply = scene.sim.procs[console].replies[&asked].clone();
+        assert!(matches!(&reply, Reply::Checkpointed(Ok(report)) if report.own.len() == 2), "{reply:?} (seed {seed})");
+        scene.until_all_are_back();
+    }
+}
+
+#[test]
+fn a_program_that_waits_in_a_barrier_when_it_ends_is_in_no_set() {
+    let mut scene = job_of(6, 2, vec![keeper(), request("child", &[])]);
+    for tid in scene.tids.clone() {
+        let proc = scene.sim.proc_of(tid);
+        scene.sim.ask(proc, Request::Group(GroupRequest::Join { group: b"us".into() }));
+    }
+    let (root, other) = (scene.sim.proc_of(scene.tids[0]), scene.sim.proc_of(scene.tids[1]));
+    let barrier = || Request::Group(GroupRequest::Barrier { group: b"us".into(), count: 2 });
+    scene.sim.request(root, barrier());
+    scene.sim.pass(Micros::from_millis(20));
+    let (tid, step, why) = why_not(&mut scene);
+    assert_eq!((tid, step), (scene.tids[0], Step::Dump));
+    assert!(why.to_string().contains("barrier"), "{why}");
+    scene.until_all_are_back();
+    // It counts where it is, as in a move.
+    assert!(matches!(scene.sim.ask(other, barrier()), Reply::Group(GroupReply::Number(_))));
+}
+
+#[test]
+fn a_program_that_has_written_nothing_of_what_its_spawn_names_is_told_of() {
+    let mut scene = job_of(7, 2, vec![keeper(), SpawnRequest { file: "forgetful".into(), ..keeper() }]);
+    scene.checkpoint(None).expect("nothing stands in the way");
+    scene.until_all_are_back();
+    let log = scene.sim.nodes[&HostId::MASTER].log.join("\n") + &scene.sim.story();
+    let told = format!("{} has ended as one that has written its own checkpoint, and none of the files", scene.tids[1]);
+    assert!(
+        log.contains(&told) && !log.contains(&told.replace(&scene.tids[1].to_string(), &scene.tids[0].to_string())),
+        "{log}"
+    );
 }
 
 #[test]

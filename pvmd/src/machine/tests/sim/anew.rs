@@ -69,6 +69,11 @@ impl Sim {
         self.channels.insert(Channel::Control(HostId::MASTER, to), self.now + time);
     }
 
+    /// From now on it is this program.
+    pub(in crate::machine::tests) fn call_program(&mut self, proc: usize, program: &str) {
+        self.procs[proc].program = program.to_string();
+    }
+
     /// A program is asked to end. One that is called `deaf` does not, one that is called `done` ends of itself.
     pub(super) fn asked_to_end(&mut self, on: HostId, tid: Tid, engine: Engine) {
         let Some(proc) = self.find_spawned(on, tid) else { return };

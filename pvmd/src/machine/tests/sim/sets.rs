@@ -190,8 +190,9 @@ impl Sim {
         match output {
             Output::CollectState { migration, files, .. } => {
                 let state = self.sets.files.get(&named(&files)).cloned();
+                let count = u32::from(state.is_some());
                 self.sets.images.insert((on, migration), Part { state, ..Part::default() });
-                let result = self.thrown().map(|()| DumpReport { bytes: 10, files: 1 });
+                let result = self.thrown().map(|()| DumpReport { bytes: 10, files: count });
                 self.later(on, Event::StateCollected { migration, result });
             }
             Output::StageState { migration, files, .. } => {
