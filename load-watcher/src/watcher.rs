@@ -25,6 +25,7 @@ use pvm_load_watcher::word::{WORD_PREFIX, WORDS_DIR};
 use sempa_proto::load::{LoadReport, LoadSample, OwnerVerdict, is_watcher};
 use sempa_proto::message::DSIG_X86_64;
 use sempa_proto::owner::{Guests, GuestsWord, WHY_BYTES_MAX};
+use sempa_proto::place::CONFINED_FILE;
 use sempa_proto::table::{TASK_FORKED, TASK_SERVES, TaskInfo};
 use sempa_proto::task::{Reply, Request};
 use sempa_proto::text::cut;
@@ -107,6 +108,8 @@ pub(crate) struct Watcher {
     decision: Decision,
     reported: Option<Decision>,
     told: Option<GuestsWord>,
+    /// The report that is to be sent.
+    outgoing: Option<Body>,
     deaf: Cell<bool>,
     due: Due,
 }
@@ -178,7 +181,7 @@ impl Watcher {
             sense: Sense::default(),
             door: Door::default(),
             ours: Ours::new(Path::new("/proc")),
-            confine: Confine::new().ok(),
+            confine: Confine::new(beside_socket(CONFINED_FILE)).ok(),
             limited: false,
             strange: 0.0,
             reporter: Reporter::default(),
@@ -189,6 +192,7 @@ impl Watcher {
             decision: Decision::default(),
             reported: None,
             told: None,
+            outgoing: None,
             deaf: Cell::new(false),
             due: Due::default(),
         };
@@ -201,7 +205,8 @@ impl Watcher {
         micros(self.begin.elapsed())
     }
 
-    /// Tells the resource manager all there is to know.
+    /// Writes down all there is to know, for the resource manager. It is sent when nothing else is to be done: whoever judges
+    /// waits neither for the socket nor for a processor that has to be woken.
     fn report(&mut self) -> anyhow::Result<()> {
         let mut logins = self.sensed.logins.clone();
         logins.truncate(LOGINS_MAX);
@@ -218,15 +223,19 @@ impl Watcher {
             guests_why,
             limits,
         };
-        let body = Body { enc: DSIG_X86_64, bytes: frame::to_bytes(&report)?.into() };
-        if let Some(rm) = self.boss.tid() {
-            // One that has just ended hears nothing, and the next one asks for everything anew.
-            let _ = self.vm.send_in(rm, self.args.ctx, self.args.tag, body);
-        }
+        self.outgoing = Some(Body { enc: DSIG_X86_64, bytes: frame::to_bytes(&report)?.into() });
         let now = self.now();
         self.reporter.sent(now, self.sample, report.owner, report.why);
         self.reported = Some(self.decision.clone());
         Ok(())
+    }
+
+    /// Sends what was written down last, if anything was.
+    fn send(&mut self) {
+        if let (Some(body), Some(rm)) = (self.outgoing.take(), self.boss.tid()) {
+            // One that has just ended hears nothing, and the next one asks for everything anew.
+            let _ = self.vm.send_in(rm, self.args.ctx, self.args.tag, body);
+        }
     }
 
     /// Judges everything anew. The daemon of this host hears first, because it can stop guests at once.
@@ -433,6 +442,7 @@ impl Watcher {
         let mut next = self.now() + PAUSE_BUSY;
         let mut minute = wall().0 / 60_000_000;
         loop {
+            self.send();
             let left = Duration::from_micros(next.since(self.now()).0);
             let woken: Woken = self.watch.wait(left, Some(self.wake.0.as_fd()));
             if woken.any() {
@@ -533,10 +543,14 @@ fn stopped_by(reply: Reply) -> (&'static str, String) {
     }
 }
 
+/// A file in the place of the daemon of this host.
+fn beside_socket(name: &str) -> Option<PathBuf> {
+    Some(PathBuf::from(std::env::var_os("PVMSOCK")?).with_file_name(name))
+}
+
 /// The daemon of this host, and what works for it.
 fn servants() -> Vec<i32> {
-    let Some(socket) = std::env::var_os("PVMSOCK") else { return Vec::new() };
-    let lock = PathBuf::from(socket).with_file_name("pvmd.lock");
+    let Some(lock) = beside_socket("pvmd.lock") else { return Vec::new() };
     let text = std::fs::read_to_string(lock).unwrap_or_default();
     let Ok(daemon) = text.trim().parse::<i32>() else { return Vec::new() };
     let children = std::fs::read_to_string(format!("/proc/{daemon}/task/{daemon}/children")).unwrap_or_default();

@@ -1,5 +1,7 @@
 //! What owners say counts on their machines: by a word, which needs no rights in the virtual machine, and by files.
 
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use sempa_proto::event::EventKind;
 use sempa_tests::logind::{self, Desk, Logind};
 use sempa_tests::needs::{testbed, testbed_with_env};
@@ -161,6 +163,30 @@ fn an_owner_limits_guests_and_forbids_hours_and_takes_it_back() {
         owner(vm.bed(), 2, &["limit", "none"]);
         note(vm, "h2 takes guests again");
         used_again(vm, "h2");
+    });
+}
+
+#[test]
+fn a_limit_that_is_taken_back_while_no_load_watcher_runs_leaves_no_guest_confined() {
+    watched(false, 2, |vm| {
+        let guest = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
+        let has = |count: usize| {
+            eventually(SOON, || match processors(vm, 2, &guest) {
+                all if all == count => Ok(()),
+                other => Err(format!("{other} processors")),
+            })
+            .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()))
+        };
+        owner(vm.bed(), 2, &["limit", "1", "cores"]);
+        has(1);
+        let host = vm.bed().host(2);
+        let is = |line: &str| line.split(' ').next().is_some_and(|path| path.ends_with("pvm-load-watcher"));
+        let watcher = host.processes().into_iter().find(|(_, line)| is(line)).map(|(pid, _)| pid).expect("it runs");
+        let watcher = Pid::from_raw(watcher.cast_signed());
+        kill(watcher, Signal::SIGSTOP).expect("it is there");
+        fs::remove_file(host.path("/var/tmp/sempa-owner-21002.toml")).expect("the word is there");
+        kill(watcher, Signal::SIGKILL).expect("it is there");
+        has(std::thread::available_parallelism().expect("some").get());
     });
 }
 

@@ -254,8 +254,16 @@ impl Cuts {
         }
     }
 
-    /// While all tasks stood still, the job had these; and these requests were open by which they wait for others.
-    pub fn counted(&mut self, now: Micros, number: CutId, tasks: &[Tid], open: &BTreeMap<Tid, Vec<RequestId>>) {
+    /// While all tasks stood still, the job had these; these requests were open by which they wait for others; and these tasks of
+    /// it have ended since its last checkpoint.
+    pub fn counted(
+        &mut self,
+        now: Micros,
+        number: CutId,
+        tasks: &[Tid],
+        open: &BTreeMap<Tid, Vec<RequestId>>,
+        ended: &[Tid],
+    ) {
         let Some(cut) = self.open.get_mut(&number).filter(|cut| cut.stage == Stage::Counting) else { return };
         let known = |tid: &Tid| cut.parts.values().any(|part| part.of.tid == *tid);
         let new: Vec<Tid> = tasks.iter().copied().filter(|tid| !known(tid)).collect();
@@ -275,7 +283,8 @@ impl Cuts {
         let parts: Vec<Move> = cut.parts.values().map(|part| part.of.clone()).collect();
         self.out.extend(parts.into_iter().map(CutOutput::Expect));
         let writes = cut.parts.values().map(|part| {
-            let order = Order::Write { open: open.get(&part.of.tid).cloned().unwrap_or_default() };
+            let open = open.get(&part.of.tid).cloned().unwrap_or_default();
+            let order = Order::Write { open, ended: ended.to_vec() };
             CutOutput::Order { host: part.of.from, of: part.of.clone(), order }
         });
         self.out.extend(writes);

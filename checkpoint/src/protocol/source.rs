@@ -1,10 +1,10 @@
 //! The end that a task leaves.
 
-use sempa_proto::RequestId;
 use sempa_proto::engine::Engine;
 use sempa_proto::migration::{Cause, Failure, Move, Order, Refusal, Report, Step, TaskFacts, Usage};
 use sempa_proto::suspend::Holds;
 use sempa_proto::tasker::DumpReport;
+use sempa_proto::{RequestId, Tid};
 use std::collections::VecDeque;
 use std::path::PathBuf;
 
@@ -30,7 +30,8 @@ pub enum SourceEvent {
     Quiesced,
     /// The tasker's answer to [`SourceOutput::Stop`].
     Stopped(Result<(), Failure>),
-    /// The tasker's answer to [`SourceOutput::Dump`], or that to [`SourceOutput::Collect`].
+    /// The tasker's answer to [`SourceOutput::Dump`], or that to [`SourceOutput::Collect`]; or that to [`SourceOutput::Close`] when
+    /// the task has to take something in before it can be written.
     Dumped(Result<DumpReport, Failure>),
     /// The images are at the target, or could not be sent.
     Sent(Result<(), Failure>),
@@ -68,6 +69,8 @@ pub enum SourceOutput {
     Close {
         /// Requests by which it waits for others.
         open: Vec<RequestId>,
+        /// Tasks whose ends are to be known here before.
+        ended: Vec<Tid>,
     },
     /// For a checkpoint: copy the files into which the program has written its state to where images are; they are the task's
     /// images. [`SourceEvent::Dumped`] is the answer.
@@ -250,8 +253,8 @@ impl Source {
             }
             (State::Stopping, SourceEvent::Stopped(Ok(()))) if self.keeps => self.go(State::Settling, [O::Settle]),
             (State::Settling, SourceEvent::Settled) => self.go(State::Standing, [O::Report(Report::Stopped)]),
-            (State::Standing, SourceEvent::Order(Order::Write { open })) => {
-                self.go(State::Closing, [O::Close { open }]);
+            (State::Standing, SourceEvent::Order(Order::Write { open, ended })) => {
+                self.go(State::Closing, [O::Close { open, ended }]);
             }
             (State::Closing, SourceEvent::Settled) => match self.engine {
                 Engine::Criu => self.go(State::Dumping, [O::Dump { memory_follows: false }]),
@@ -270,7 +273,7 @@ impl Source {
                 self.go(State::Sending, [O::Report(Report::Dumped { bytes: dump.bytes }), O::SendImages]);
             }
             (State::Stopping, SourceEvent::Stopped(Err(why))) => self.failed(Step::Stop, why),
-            (State::Dumping, SourceEvent::Dumped(Err(why))) => self.failed(Step::Dump, why),
+            (State::Closing | State::Dumping, SourceEvent::Dumped(Err(why))) => self.failed(Step::Dump, why),
             (State::Dumping | State::Sending, SourceEvent::Sent(Err(why))) => self.failed(Step::Transfer, why),
             (State::Continuing, SourceEvent::Continued) if self.deposited => self.go(State::Waking, [O::WakeHere]),
             (State::Continuing, SourceEvent::Continued) => self.go(State::Waking, [O::DropImages, O::WakeHere]),

@@ -10,6 +10,8 @@ use std::path::{Path, PathBuf};
 /// Longest name of a virtual machine, so that socket paths stay below the kernel's 107 bytes.
 pub const VM_NAME_BYTES_MAX: usize = 32;
 
+/// Name of a load watcher's note: on how many processors it keeps guests. For the next one, if it is killed.
+pub const CONFINED_FILE: &str = "confined";
 /// Name of the resource manager's file in the directory of its virtual machine.
 pub const STATE_FILE: &str = "rm.redb";
 

@@ -10,9 +10,12 @@
 mod back;
 mod ends;
 mod fallen;
+mod last_words;
 mod restart;
 mod unwanted;
 mod way;
+
+pub(super) use last_words::Ends;
 
 use super::asks::Asker;
 use super::tasks::Task;
@@ -425,6 +428,7 @@ impl Machine {
         let Some(job) = keeping.job_of_cut(cut) else { return };
         let Some(entry) = keeping.jobs.get_mut(&job) else { return };
         let tids: Vec<Tid> = members(job, &mut entry.members, &found.tasks).iter().map(|task| task.tid).collect();
+        let ended: Vec<Tid> = entry.ended.iter().copied().collect();
         let mailbox = match master.mailbox.saved(&tids) {
             Ok(mailbox) => mailbox,
             Err(bytes) => return keeping.cuts.not_counted(cut, CutFailure::Mailbox { bytes }),
@@ -438,7 +442,7 @@ impl Machine {
         for (tid, id) in master.groups.open().chain(master.mailbox.open()) {
             open.entry(tid).or_default().push(id);
         }
-        keeping.cuts.counted(now, cut, &tids, &open);
+        keeping.cuts.counted(now, cut, &tids, &open, &ended);
     }
 
     /// Carries out what the protocols ask for; true if they asked for anything.
@@ -635,6 +639,9 @@ impl Machine {
     pub(super) fn part_settled(&mut self, id: MigrationId) {
         let tid = self.moves.sources.get(&id).map(|source| source.of().tid);
         if let Some(task) = tid.and_then(|tid| self.tasks.get(tid)).filter(|task| task.closing.is_some()) {
+            if let Err(why) = self.has_heard_the_dead(task) {
+                return self.source_event(id, SourceEvent::Dumped(Err(why)));
+            }
             let record = Box::new(self.part_of(task));
             self.moves.parts.insert(id, record);
         }
@@ -646,6 +653,7 @@ impl Machine {
         self.moves.parts.remove(&id);
         if let Some(task) = self.tasks.get_mut(tid) {
             (task.settling, task.closing) = (None, None);
+            task.awaits.clear();
         }
     }
 

@@ -155,6 +155,8 @@ impl Machine {
         if !self.locations.set(location) {
             return;
         }
+        // One that has ended may have begun again.
+        self.tasks.ends.forget(tid);
         let me = self.config.host;
         if tid.home() == Some(me) {
             // A task from a checkpoint may have a number that this daemon has not given out.

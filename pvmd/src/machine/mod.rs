@@ -115,6 +115,8 @@ enum Timer {
     AskToEnd(Tid, MigrationId),
     /// The same, which has not ended in its time and may yet.
     EndsLate(Tid, MigrationId),
+    /// A task that is to be written, for this part of a checkpoint, and waits for the ends of others.
+    AwaitsEnds(Tid, MigrationId),
     /// Guests may have to leave.
     GuestsLeave,
     /// Guests that were asked to end.
@@ -392,6 +394,7 @@ impl Machine {
                 Timer::AskToEnd(tid, migration) => self.not_heard(tid, migration),
                 Timer::EndsLate(tid, migration) => self.ends_no_more(tid, migration),
                 Timer::Ending(tid, migration) => self.ending_over(tid, migration),
+                Timer::AwaitsEnds(tid, migration) => self.await_no_longer(tid, migration),
                 Timer::GuestsLeave => self.guests_leave(),
                 Timer::GuestsEnd => self.guests_end(),
                 Timer::Speaker(tid) => self.speaker_time_over(tid),

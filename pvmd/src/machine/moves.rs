@@ -353,7 +353,10 @@ impl Machine {
             SourceOutput::End { engine } => self.end_for_move(id, tid, engine),
             SourceOutput::Stop => self.stop_for_move(id, tid),
             SourceOutput::Settle => self.settle(id, tid, None),
-            SourceOutput::Close { open } => self.settle(id, tid, Some(open)),
+            SourceOutput::Close { open, ended } => {
+                self.await_ends(id, tid, ended);
+                self.settle(id, tid, Some(open));
+            }
             SourceOutput::Collect => self.beginnings.push_back(Job::Collect(id)),
             SourceOutput::Continue => {
                 if let Some(task) = self.tasks.get_mut(tid) {

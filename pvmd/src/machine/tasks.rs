@@ -1,5 +1,6 @@
 //! The tasks of this host: what is known of each, how tids are given out, and how a task ends.
 
+use super::checkpoints::Ends;
 use super::engines::{Away, Ending};
 use super::guests::Still;
 use super::pairs::sender_of;
@@ -115,6 +116,8 @@ pub(super) struct Task {
     pub(super) meetings: BTreeSet<RequestId>,
     /// The part of a checkpoint that waits until all other requests are answered.
     pub(super) settling: Option<MigrationId>,
+    /// Others that have ended, whose last words are to be here before it is written.
+    pub(super) awaits: BTreeSet<Tid>,
     /// For that nothing but these may be open any more.
     pub(super) closing: Option<BTreeSet<RequestId>>,
     /// What its library has to be told when it comes back: it was started again.
@@ -175,6 +178,7 @@ impl Task {
             requests: BTreeSet::new(),
             meetings: BTreeSet::new(),
             settling: None,
+            awaits: BTreeSet::new(),
             closing: None,
             restart: None,
             successor: None,
@@ -229,7 +233,7 @@ impl Task {
 
     /// True when everything that it has asked for is answered, but for meetings that may stay open.
     pub(super) fn is_settled(&self) -> bool {
-        self.requests.is_subset(self.closing.as_ref().unwrap_or(&self.meetings))
+        self.awaits.is_empty() && self.requests.is_subset(self.closing.as_ref().unwrap_or(&self.meetings))
     }
 
     /// A request has its answer.
@@ -262,6 +266,8 @@ pub(super) struct Tasks {
     spared: bool,
     /// The dead, oldest first, with what they had sent.
     dead: VecDeque<(Tid, Vec<LinkMark>)>,
+    /// Tasks of all hosts whose ends are known here.
+    pub(super) ends: Ends,
 }
 
 impl Tasks {
@@ -487,6 +493,7 @@ impl Machine {
 
     /// A task has ended, here or elsewhere.
     pub(super) fn task_ended_somewhere(&mut self, tid: Tid, marks: &[LinkMark]) {
+        self.end_is_known(tid);
         self.notify_task_exit(tid, marks);
         self.contexts.retain(|_, owner| *owner != tid);
         self.task_left(tid);

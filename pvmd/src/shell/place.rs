@@ -8,15 +8,19 @@ use checkpoint::carried;
 use nix::fcntl::{Flock, FlockArg};
 use nix::sys::statfs::{FsType, TMPFS_MAGIC, statfs};
 use ring::digest::{SHA256, digest};
-use sempa_proto::place::{Place, STATE_FILE};
+use sempa_proto::place::{CONFINED_FILE, Place, STATE_FILE};
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{ErrorKind, Read, Seek, SeekFrom, Write};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use thiserror::Error;
 
+/// How long another daemon may hold the lock that nobody can reach.
+const UNHEARD_MAX: Duration = Duration::from_secs(5);
+/// How often it is looked whether it can be reached by now, or is gone.
+const LOOK_PAUSE: Duration = Duration::from_millis(5);
 /// Attempts to take the lock while another daemon of the same place is just removing its own.
 const LOCK_ATTEMPTS_MAX: usize = 20;
 /// Attempts to remove images while somebody who is being killed may still make files among them.
@@ -98,10 +102,17 @@ impl HeldPlace {
     }
 
     fn take_with(place: Place, uid: u32, keep_log: bool, memory: &Path) -> Result<HeldPlace, PlaceError> {
-        let mut last = None;
-        for _ in 0..LOCK_ATTEMPTS_MAX {
+        let (mut last, mut attempts) = (None, 0);
+        let until = Instant::now() + UNHEARD_MAX;
+        while attempts < LOCK_ATTEMPTS_MAX {
             make_private(&place, uid)?;
+            attempts += 1;
             match lock_file(&place) {
+                // It is about to begin, or the kernel is taking it apart: one of the two will be seen soon.
+                Err(PlaceError::Running { .. }) if !listens(&place) && Instant::now() < until => {
+                    std::thread::sleep(LOOK_PAUSE);
+                    attempts = 0;
+                }
                 Ok(Some((lock, predecessor))) => {
                     let keep =
                         File::open(place.dir()).ok().and_then(|d| Flock::lock(d, FlockArg::LockSharedNonblock).ok());
@@ -235,6 +246,11 @@ fn is_in_memory(dir: &Path) -> bool {
     statfs(dir).is_ok_and(|of| [TMPFS_MAGIC, RAMFS_MAGIC].contains(&of.filesystem_type()))
 }
 
+/// True if a daemon has its ear open there.
+fn listens(place: &Place) -> bool {
+    std::os::unix::net::UnixStream::connect(place.socket()).is_ok()
+}
+
 /// The lock of a directory, unless it was replaced meanwhile.
 fn lock_dir(dir: &Path) -> Result<Option<Flock<File>>, String> {
     let open = File::open(dir).map_err(|e| format!("cannot open {}: {e}", dir.display()))?;
@@ -248,6 +264,7 @@ fn lock_dir(dir: &Path) -> Result<Option<Flock<File>>, String> {
 fn is_ours(place: &Place, path: &Path, name: &str) -> bool {
     let moves = place.moves();
     [place.socket(), moves.with_extension("before"), moves, place.log(), place.ssh_settings()].iter().any(|p| p == path)
+        || name == CONFINED_FILE
         || ["images-", "memory-", "resume-", ".tmp-"].iter().any(|prefix| name.starts_with(prefix))
 }
 
@@ -401,10 +418,23 @@ mod tests {
     fn a_second_daemon_is_told_about_the_first() {
         let scratch = Scratch::new();
         let held = HeldPlace::take(scratch.place(), uid(), false).expect("free");
+        let _ear = std::os::unix::net::UnixListener::bind(scratch.place().socket()).expect("bound");
         let text = HeldPlace::take(scratch.place(), uid(), false).expect_err("held").to_string();
         assert!(text.contains("named pvm of this user is running already"), "{text}");
         assert!(text.contains(&format!("process {}", std::process::id())) && text.contains("PVM_VMID"), "{text}");
         drop(held);
+    }
+
+    #[test]
+    fn a_place_whose_daemon_is_just_going_is_taken_when_it_is_gone() {
+        let scratch = Scratch::new();
+        let held = HeldPlace::take(scratch.place(), uid(), false).expect("free");
+        std::thread::scope(|scope| {
+            let next = scope.spawn(|| HeldPlace::take(scratch.place(), uid(), false).map(drop));
+            std::thread::sleep(LOOK_PAUSE * 3);
+            drop(held);
+            next.join().expect("it ends").expect("it is free then");
+        });
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! Jobs are checkpointed while they talk, lose everything, and begin again.
 
+mod last_words;
 mod own;
 mod unwanted;
 mod way;

@@ -1,0 +1,123 @@
+//! The last words of tasks that have ended, on their way while others are written.
+//!
+//! What a living task has sent and its peer has not taken it sends again after a restart. One that has ended does not: its daemon
+//! sends what is left, and behind that word of its end. A checkpoint without these words would lose them, as a worker's result that
+//! its master waits for. So before a task is written its daemon has to know the ends of all that have ended of its job; and when some of
+//! what they said waits for the task then, it goes on and takes it, and the checkpoint is tried again.
+
+use crate::machine::tasks::Task;
+use crate::machine::{Machine, Timer};
+use sempa_proto::host::Held;
+use sempa_proto::link::{LinkFrame, LinkKind};
+use sempa_proto::migration::Failure;
+use sempa_proto::{Micros, MigrationId, Tid};
+use std::collections::{BTreeSet, VecDeque};
+
+/// Ends that are remembered.
+const ENDS_MAX: usize = 65_536;
+/// So long a word of an end is waited for. What has not come by then was lost with its host, or with its session.
+const AWAIT_TIME: Micros = Micros::from_secs(2);
+
+/// Tasks of which it is known that they have ended.
+#[derive(Debug, Default)]
+pub(in crate::machine) struct Ends {
+    known: BTreeSet<Tid>,
+    /// The oldest first; some may have been forgotten.
+    order: VecDeque<Tid>,
+}
+
+impl Ends {
+    fn add(&mut self, tid: Tid) {
+        if self.known.insert(tid) {
+            self.order.push_back(tid);
+        }
+        while self.order.len() > ENDS_MAX
+            && let Some(oldest) = self.order.pop_front()
+        {
+            self.known.remove(&oldest);
+        }
+    }
+
+    /// It has begun again.
+    pub(in crate::machine) fn forget(&mut self, tid: Tid) {
+        if self.known.remove(&tid) {
+            self.order.retain(|other| *other != tid);
+        }
+    }
+}
+
+impl Machine {
+    /// Word of an end has come, and so all that the task said.
+    pub(in crate::machine) fn end_is_known(&mut self, tid: Tid) {
+        self.tasks.ends.add(tid);
+        for task in self.tasks.live.values_mut().filter(|task| !task.awaits.is_empty()) {
+            task.awaits.remove(&tid);
+            if let Some(id) = task.settling.filter(|_| task.is_settled()) {
+                task.settling = None;
+                self.moves.settled.push(id);
+            }
+        }
+    }
+
+    /// A task is to be written when the ends of these are known here.
+    pub(in crate::machine) fn await_ends(&mut self, id: MigrationId, tid: Tid, ended: Vec<Tid>) {
+        let known = &self.tasks.ends.known;
+        let can_come = |tid: &Tid| self.location(*tid).is_some_and(|host| self.table.get(host).is_some());
+        let awaits: BTreeSet<Tid> = ended.into_iter().filter(|tid| !known.contains(tid) && can_come(tid)).collect();
+        if awaits.is_empty() {
+            return;
+        }
+        if let Some(task) = self.tasks.get_mut(tid) {
+            task.awaits = awaits;
+            self.timer(AWAIT_TIME, Timer::AwaitsEnds(tid, id));
+        }
+    }
+
+    /// They have not come in their time.
+    pub(in crate::machine) fn await_no_longer(&mut self, tid: Tid, id: MigrationId) {
+        let Some(task) = self.tasks.get_mut(tid).filter(|task| task.settling == Some(id)) else { return };
+        task.awaits.clear();
+        if task.is_settled() {
+            task.settling = None;
+            self.moves.settled.push(id);
+        }
+    }
+
+    /// Whether nothing waits for a task that somebody said who has ended.
+    ///
+    /// # Errors
+    /// It has to take that before it is written.
+    pub(super) fn has_heard_the_dead(&self, task: &Task) -> Result<(), Failure> {
+        let left = task.away.as_ref().map_or(0, |away| away.left);
+        let later = task.inbox.iter().skip(left);
+        let frames = later.filter_map(|held| match held {
+            Held::Link(bytes) => LinkFrame::decode(bytes.clone()),
+            Held::Item(_) => None,
+        });
+        let mut said = frames.filter(|frame| matches!(frame.kind, LinkKind::Data { .. })).map(|frame| frame.src);
+        match said.find(|src| self.tasks.ends.known.contains(src)) {
+            None => Ok(()),
+            Some(src) => Err(Failure::CalledOff(format!(
+                "the last words of {src} have come, which has ended, and it has to take them first"
+            ))),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn as_many_ends_are_remembered_as_there_is_room_for_and_none_of_who_has_begun_again() {
+        let mut ends = Ends::default();
+        let tids = || (0..=i32::try_from(ENDS_MAX).expect("small")).map(|n| Tid::from_raw(0x40000 + n));
+        tids().for_each(|tid| ends.add(tid));
+        assert_eq!((ends.known.len(), ends.known.first()), (ENDS_MAX, Some(&Tid::from_raw(0x40001))));
+        let again = Tid::from_raw(0x40005);
+        ends.forget(again);
+        assert!(!ends.known.contains(&again));
+        ends.add(again);
+        assert_eq!((ends.known.len(), ends.order.len(), ends.order.back()), (ENDS_MAX, ENDS_MAX, Some(&again)));
+    }
+}
