@@ -392,7 +392,9 @@ fn a_session_that_breaks_while_a_task_begins_again_takes_nothing_along() {
         let long = Micros(1_000 + sim.dice.roll(400_000));
         sim.part(host(2), host(3 + (seed % 3 == 0) as u16), long);
         let _ = end_of_move(&mut sim, console, moving);
-        sim.until("it is back", |s| s.procs[s.proc_of(tid)].welcome.is_some());
+        // A move that fails late begins it again a moment after it is told so.
+        let is_back = |s: &Sim| Some(&s.procs[s.proc_of(tid)]).is_some_and(|p| p.welcome.is_some() && !p.exited);
+        sim.until("it is back", is_back);
         let new = sim.proc_of(tid);
         while said < 25 {
             sim.tell(new, to, &i32::to_be_bytes(said));
