@@ -130,6 +130,46 @@ impl Scene {
         result.map(|report| report.tasks)
     }
 
+    /// The answer to somebody who wanted a checkpoint.
+    fn answer(&mut self, asked: RequestId) -> Result<SetReport, CutFailure> {
+        let console = self.console;
+        self.sim.until("the end of the checkpoint", |sim| sim.procs[console].replies.contains_key(&asked));
+        match self.sim.procs[console].replies[&asked].clone() {
+            Reply::Checkpointed(result) => result,
+            other => panic!("{other:?} (seed {})", self.sim.seed),
+        }
+    }
+
+    /// A checkpoint of which any step may fail; all goes on, and nothing of it is left but the set. True if there is one.
+    fn checkpoint_may_fail(&mut self) -> bool {
+        self.chatter(30);
+        self.sim.faults.step_fails_percent = 8;
+        let result = self.checkpoint(None);
+        self.sim.faults.step_fails_percent = 0;
+        self.until_all_are_back();
+        self.chatter(60);
+        self.until_all_are_back();
+        self.until_all_is_heard();
+        self.sim.pass(Micros::from_secs(2));
+        assert_eq!((self.sim.sets.left(), self.sim.tokens_left()), ((0, 0), 0), "seed {}", self.sim.seed);
+        result.is_ok()
+    }
+
+    /// Starts a set again of which any step may fail, until none does. How often one did, after which nothing runs.
+    fn restart_may_fail(&mut self, set: &str) -> usize {
+        let mut bad = 0;
+        self.sim.faults.step_fails_percent = 12;
+        while self.restart(set, &[]).is_err() {
+            bad += 1;
+            self.sim.pass(Micros::from_millis(100));
+            for tid in &self.tids {
+                assert!(!is_listed(&self.sim, *tid), "{tid} was left (seed {})", self.sim.seed);
+            }
+        }
+        self.sim.faults.step_fails_percent = 0;
+        bad
+    }
+
     /// All tasks have begun again behind so many processes, and talk.
     fn until_it_goes_on(&mut self, before: usize) {
         let all = before + self.tids.len();
@@ -173,11 +213,7 @@ fn a_job_that_talks_goes_on_from_its_checkpoint_as_if_nothing_had_been_between()
         scene.chatter(60);
         let asked = scene.begin_checkpoint(None);
         scene.chatter(120);
-        let console = scene.console;
-        scene.sim.until("the checkpoint", |sim| sim.procs[console].replies.contains_key(&asked));
-        let Reply::Checkpointed(Ok(report)) = scene.sim.procs[console].replies[&asked].clone() else {
-            panic!("{:?} (seed {seed})", scene.sim.procs[console].replies[&asked])
-        };
+        let report = scene.answer(asked).unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         let mut all = scene.tids.clone();
         all.sort_unstable();
         assert_eq!(report.tasks, all, "seed {seed}");
@@ -203,19 +239,7 @@ fn a_checkpoint_that_fails_anywhere_leaves_every_task_running_and_nothing_behind
     let (mut good, mut bad) = (0, 0);
     for seed in seeds(80) {
         let mut scene = Scene::new(seed, 3, 5);
-        scene.chatter(30);
-        scene.sim.faults.step_fails_percent = 8;
-        match scene.checkpoint(None) {
-            Ok(_) => good += 1,
-            Err(_) => bad += 1,
-        }
-        scene.sim.faults.step_fails_percent = 0;
-        scene.until_all_are_back();
-        scene.chatter(60);
-        scene.until_all_are_back();
-        scene.until_all_is_heard();
-        scene.sim.pass(Micros::from_secs(2));
-        assert_eq!((scene.sim.sets.left(), scene.sim.tokens_left()), ((0, 0), 0), "seed {seed}");
+        *(if scene.checkpoint_may_fail() { &mut good } else { &mut bad }) += 1;
     }
     assert!(good > 5 && bad > 5, "{good} went well, {bad} failed");
 }
@@ -228,15 +252,7 @@ fn a_restart_that_fails_anywhere_leaves_nothing_running_and_may_be_tried_again()
         scene.chatter(30);
         let report = scene.checkpoint(None).unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         scene.end_all();
-        scene.sim.faults.step_fails_percent = 12;
-        while scene.restart(&report.set, &[]).is_err() {
-            bad += 1;
-            scene.sim.pass(Micros::from_millis(100));
-            for tid in &scene.tids {
-                assert!(!is_listed(&scene.sim, *tid), "{tid} was left (seed {seed})");
-            }
-        }
-        scene.sim.faults.step_fails_percent = 0;
+        bad += scene.restart_may_fail(&report.set);
         scene.until_all_are_back();
         scene.chatter(60);
         scene.until_all_is_heard();

@@ -1,6 +1,6 @@
 //! Jobs with programs that write their own checkpoints, alone or beside others.
 
-use super::{Scene, is_listed, lost, spawn_as};
+use super::{Scene, lost, spawn_as};
 use crate::machine::tests::scene::{stopped_until, welcome};
 use crate::machine::tests::sim::{Sim, host, seeds};
 use sempa_proto::checkpoint::CutFailure;
@@ -50,11 +50,7 @@ fn a_job_of_programs_that_write_their_own_checkpoints_goes_on_from_them_as_if_no
         scene.chatter(60);
         let asked = scene.begin_checkpoint(None);
         scene.chatter(120);
-        let console = scene.console;
-        scene.sim.until("the checkpoint", |sim| sim.procs[console].replies.contains_key(&asked));
-        let Reply::Checkpointed(Ok(report)) = scene.sim.procs[console].replies[&asked].clone() else {
-            panic!("{:?} (seed {seed})", scene.sim.procs[console].replies[&asked])
-        };
+        let report = scene.answer(asked).unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         assert_eq!((report.tasks.len(), &report.own), (6, &keepers), "seed {seed}");
         // It goes on, and has lost nothing by that.
         scene.until_all_are_back();
@@ -84,19 +80,7 @@ fn a_checkpoint_that_fails_anywhere_leaves_programs_that_were_asked_running_and_
     let (mut good, mut bad) = (0, 0);
     for seed in seeds(100) {
         let (mut scene, _) = mixed(seed, 3, 5);
-        scene.chatter(30);
-        scene.sim.faults.step_fails_percent = 8;
-        match scene.checkpoint(None) {
-            Ok(_) => good += 1,
-            Err(_) => bad += 1,
-        }
-        scene.sim.faults.step_fails_percent = 0;
-        scene.until_all_are_back();
-        scene.chatter(60);
-        scene.until_all_are_back();
-        scene.until_all_is_heard();
-        scene.sim.pass(Micros::from_secs(2));
-        assert_eq!((scene.sim.sets.left(), scene.sim.tokens_left()), ((0, 0), 0), "seed {seed}");
+        *(if scene.checkpoint_may_fail() { &mut good } else { &mut bad }) += 1;
     }
     assert!(good > 5 && bad > 5, "{good} went well, {bad} failed");
 }
@@ -110,15 +94,7 @@ fn a_restart_of_such_a_job_that_fails_anywhere_leaves_nothing_running_and_may_be
         let report = scene.checkpoint(None).unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         scene.until_all_are_back();
         scene.end_all();
-        scene.sim.faults.step_fails_percent = 12;
-        while scene.restart(&report.set, &[]).is_err() {
-            bad += 1;
-            scene.sim.pass(Micros::from_millis(100));
-            for tid in &scene.tids {
-                assert!(!is_listed(&scene.sim, *tid), "{tid} was left (seed {seed})");
-            }
-        }
-        scene.sim.faults.step_fails_percent = 0;
+        bad += scene.restart_may_fail(&report.set);
         scene.until_all_are_back();
         scene.chatter(60);
         scene.until_all_are_back();
@@ -176,9 +152,7 @@ fn what_those_say_who_go_on_before_a_program_is_written_is_not_in_the_set() {
             scene.talk(root, own);
             scene.sim.pass(Micros::from_millis(2));
         }
-        let Reply::Checkpointed(Ok(report)) = scene.sim.procs[console].replies[&asked].clone() else {
-            panic!("{:?} (seed {seed})", scene.sim.procs[console].replies[&asked])
-        };
+        let report = scene.answer(asked).unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         scene.until_all_are_back();
         scene.until_all_is_heard();
         scene.end_all();
@@ -204,14 +178,12 @@ fn an_owner_may_come_and_go_at_any_moment_of_such_a_checkpoint() {
         let while_he_is_there = Micros(scene.sim.dice.roll(9_000_000));
         scene.sim.pass(while_he_is_there);
         assert_eq!(scene.sim.ask(speaker, welcome()), Reply::Done);
-        let console = scene.console;
-        scene.sim.until("the end of the checkpoint", |sim| sim.procs[console].replies.contains_key(&asked));
-        let result = scene.sim.procs[console].replies[&asked].clone();
+        let result = scene.answer(asked);
         scene.until_all_are_back();
         scene.chatter(40);
         scene.until_all_are_back();
         scene.until_all_is_heard();
-        let Reply::Checkpointed(Ok(report)) = result else {
+        let Ok(report) = result else {
             bad += 1;
             continue;
         };
@@ -300,10 +272,8 @@ fn a_checkpoint_that_was_called_off_while_a_program_wrote_is_made_when_it_has() 
         scene.sim.until("another process", |sim| sim.proc_of(scene.tids[1]) != slow);
         let new = scene.sim.proc_of(scene.tids[1]);
         scene.sim.call_program(new, "keeper");
-        let console = scene.console;
-        scene.sim.until("the checkpoint", |sim| sim.procs[console].replies.contains_key(&asked));
-        let reply = scene.sim.procs[console].replies[&asked].clone();
-        assert!(matches!(&reply, Reply::Checkpointed(Ok(report)) if report.own.len() == 2), "{reply:?} (seed {seed})");
+        let report = scene.answer(asked).unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+        assert_eq!(report.own.len(), 2, "seed {seed}");
         scene.until_all_are_back();
     }
 }
