@@ -202,7 +202,8 @@ fn words_between_tasks_that_move_at_random_arrive_once_and_in_order() {
         for round in 0..120u64 {
             let (from, to) = (sim.dice.roll(4) as usize, sim.dice.roll(4) as usize);
             // A library that has let go keeps what it has to say until it is back; here it says it another time.
-            if from != to && sim.procs[procs[from]].conn.is_some() && sim.procs[procs[from]].welcome.is_some() {
+            let speaker = &sim.procs[procs[from]];
+            if from != to && speaker.conn.is_some() && speaker.welcome.is_some() && !speaker.has_let_go() {
                 let rings = sim.dice.roll(3) == 0;
                 say(&mut sim, procs[from], tids[to], if rings { ring_offer(round) } else { direct_offer(round) });
                 sent += usize::from(!rings);

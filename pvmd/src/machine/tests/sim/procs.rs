@@ -82,6 +82,11 @@ impl Proc {
         self.open.len()
     }
 
+    /// True from when its library has let go until it is welcomed again.
+    pub(in crate::machine::tests) fn has_let_go(&self) -> bool {
+        self.quiesced.is_some()
+    }
+
     /// True while nothing of it runs.
     pub(in crate::machine::tests) fn is_frozen(&self) -> bool {
         self.stopped || self.held
