@@ -628,11 +628,8 @@ impl Machine {
     pub(super) fn settle(&mut self, id: MigrationId, tid: Tid, open: Option<Vec<RequestId>>) {
         let Some(task) = self.tasks.get_mut(tid) else { return };
         task.closing = open.map(|open| open.into_iter().collect());
-        if task.is_settled() {
-            self.moves.settled.push(id);
-        } else {
-            task.settling = Some(id);
-        }
+        task.settling = Some(id);
+        self.moves.settled.extend(task.take_settled());
     }
 
     /// It has all answers. What is known of it now is of the same moment as the memory of all; a moment later others go on.

@@ -70,10 +70,7 @@ impl Machine {
             }
             if let Held::Item(ToTask::Reply { id, .. }) = &held {
                 task.answered(*id);
-                if let Some(part) = task.settling.filter(|_| task.is_settled()) {
-                    task.settling = None;
-                    self.moves.settled.push(part);
-                }
+                self.moves.settled.extend(task.take_settled());
             }
             match task.conn().filter(|_| !task.hold || task.passes(&held)) {
                 Some(conn) => self.hand(conn, held),

@@ -236,6 +236,11 @@ impl Task {
         self.awaits.is_empty() && self.requests.is_subset(self.closing.as_ref().unwrap_or(&self.meetings))
     }
 
+    /// What waited for that, if it is so now.
+    pub(super) fn take_settled(&mut self) -> Option<MigrationId> {
+        if self.is_settled() { self.settling.take() } else { None }
+    }
+
     /// A request has its answer.
     pub(super) fn answered(&mut self, id: RequestId) {
         self.requests.remove(&id);

@@ -5,6 +5,7 @@
 //! its master waits for. So before a task is written its daemon has to know the ends of all that have ended of its job; and when some of
 //! what they said waits for the task then, it goes on and takes it, and the checkpoint is tried again.
 
+use crate::machine::pairs::sender_of;
 use crate::machine::tasks::Task;
 use crate::machine::{Machine, Timer};
 use sempa_proto::host::Held;
@@ -50,11 +51,11 @@ impl Machine {
     /// Word of an end has come, and so all that the task said.
     pub(in crate::machine) fn end_is_known(&mut self, tid: Tid) {
         self.tasks.ends.add(tid);
-        for task in self.tasks.live.values_mut().filter(|task| !task.awaits.is_empty()) {
-            task.awaits.remove(&tid);
-            if let Some(id) = task.settling.filter(|_| task.is_settled()) {
-                task.settling = None;
-                self.moves.settled.push(id);
+        // Those that are to be written are few, and mostly there are none.
+        for source in self.moves.sources.values() {
+            let Some(task) = self.tasks.live.get_mut(&source.of().tid) else { continue };
+            if task.awaits.remove(&tid) {
+                self.moves.settled.extend(task.take_settled());
             }
         }
     }
@@ -77,10 +78,7 @@ impl Machine {
     pub(in crate::machine) fn await_no_longer(&mut self, tid: Tid, id: MigrationId) {
         let Some(task) = self.tasks.get_mut(tid).filter(|task| task.settling == Some(id)) else { return };
         task.awaits.clear();
-        if task.is_settled() {
-            task.settling = None;
-            self.moves.settled.push(id);
-        }
+        self.moves.settled.extend(task.take_settled());
     }
 
     /// Whether nothing waits for a task that somebody said who has ended.
@@ -89,13 +87,12 @@ impl Machine {
     /// It has to take that before it is written.
     pub(super) fn has_heard_the_dead(&self, task: &Task) -> Result<(), Failure> {
         let left = task.away.as_ref().map_or(0, |away| away.left);
-        let later = task.inbox.iter().skip(left);
-        let frames = later.filter_map(|held| match held {
-            Held::Link(bytes) => LinkFrame::decode(bytes.clone()),
-            Held::Item(_) => None,
-        });
-        let mut said = frames.filter(|frame| matches!(frame.kind, LinkKind::Data { .. })).map(|frame| frame.src);
-        match said.find(|src| self.tasks.ends.known.contains(src)) {
+        let is_said = |held: &&Held| match held {
+            Held::Link(bytes) => matches!(LinkFrame::kind_of(bytes), Some(LinkKind::Data { .. })),
+            Held::Item(_) => false,
+        };
+        let mut senders = task.inbox.iter().skip(left).filter(is_said).filter_map(sender_of);
+        match senders.find(|src| self.tasks.ends.known.contains(src)) {
             None => Ok(()),
             Some(src) => Err(Failure::CalledOff(format!(
                 "the last words of {src} have come, which has ended, and it has to take them first"

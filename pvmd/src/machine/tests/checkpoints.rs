@@ -170,6 +170,21 @@ impl Scene {
         bad
     }
 
+    /// Starts a set again; all talk, in the end each to each, and nothing of the restart is left.
+    fn restarts_and_talks(&mut self, set: &str) {
+        self.restart(set, &[]).unwrap_or_else(|why| panic!("{why} (seed {})", self.sim.seed));
+        self.until_all_are_back();
+        self.chatter(80);
+        self.until_all_are_back();
+        let tids = self.tids.clone();
+        for (from, to) in tids.iter().flat_map(|from| tids.iter().map(move |to| (*from, *to))) {
+            self.talk(from, to);
+        }
+        self.until_all_is_heard();
+        self.sim.pass(Micros::from_secs(2));
+        assert_eq!(self.sim.sets.left(), (0, 0), "seed {}", self.sim.seed);
+    }
+
     /// All tasks have begun again behind so many processes, and talk.
     fn until_it_goes_on(&mut self, before: usize) {
         let all = before + self.tids.len();
@@ -220,17 +235,7 @@ fn a_job_that_talks_goes_on_from_its_checkpoint_as_if_nothing_had_been_between()
         // It goes on, and what it says now did not happen.
         scene.chatter(40);
         scene.end_all();
-        scene.restart(&report.set, &[]).unwrap_or_else(|why| panic!("{why} (seed {seed})"));
-        scene.until_all_are_back();
-        scene.chatter(80);
-        scene.until_all_are_back();
-        let tids = scene.tids.clone();
-        for (from, to) in tids.iter().flat_map(|from| tids.iter().map(move |to| (*from, *to))) {
-            scene.talk(from, to);
-        }
-        scene.until_all_is_heard();
-        scene.sim.pass(Micros::from_secs(2));
-        assert_eq!(scene.sim.sets.left(), (0, 0), "seed {seed}");
+        scene.restarts_and_talks(&report.set);
     }
 }
 

@@ -61,17 +61,7 @@ fn a_job_of_programs_that_write_their_own_checkpoints_goes_on_from_them_as_if_no
         scene.chatter(40);
         scene.end_all();
         let mut scene = if seed % 2 == 0 { scene } else { lost(scene) };
-        scene.restart(&report.set, &[]).unwrap_or_else(|why| panic!("{why} (seed {seed})"));
-        scene.until_all_are_back();
-        scene.chatter(80);
-        scene.until_all_are_back();
-        let tids = scene.tids.clone();
-        for (from, to) in tids.iter().flat_map(|from| tids.iter().map(move |to| (*from, *to))) {
-            scene.talk(from, to);
-        }
-        scene.until_all_is_heard();
-        scene.sim.pass(Micros::from_secs(2));
-        assert_eq!(scene.sim.sets.left(), (0, 0), "seed {seed}");
+        scene.restarts_and_talks(&report.set);
     }
 }
 
