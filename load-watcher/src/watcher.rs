@@ -284,7 +284,8 @@ impl Watcher {
 
     /// Tells the daemon what guests may do, if that has changed.
     fn tell(&mut self) {
-        let word = GuestsWord { guests: self.decision.guests, why: cut(&self.decision.why, WHY_BYTES_MAX).to_string() };
+        let Decision { guests, why, limits } = &self.decision;
+        let word = GuestsWord { guests: *guests, why: cut(why, WHY_BYTES_MAX).to_string(), limits: limits.clone() };
         if self.told.as_ref() == Some(&word) {
             return;
         }

@@ -14,6 +14,7 @@ use crate::store::record;
 use bytes::Bytes;
 use sempa_proto::body::{Encoding, Packer};
 use sempa_proto::event::EventKind;
+use sempa_proto::owner::NO_GUESTS;
 use sempa_proto::rm::{Attempt, Choice as RmChoice, Decided};
 use sempa_proto::sm::pack_tids;
 use sempa_proto::task::{SPAWN_NO_PARENT, SPAWN_PINNED, SpawnRequest};
@@ -135,6 +136,8 @@ struct Spawn {
     hosts: Vec<Option<HostId>>,
     unplaced: Vec<usize>,
     lost: Vec<HostId>,
+    /// Hosts that take no more guests, as they have just said; until it has waited.
+    declined: Vec<HostId>,
     attempts: Vec<Attempt>,
     /// Names of the hosts that were chosen.
     names: BTreeMap<HostId, String>,
@@ -258,6 +261,7 @@ impl Spawns {
             hosts: vec![None; count],
             unplaced: (0..count).collect(),
             lost: Vec::new(),
+            declined: Vec::new(),
             attempts: Vec::new(),
             names: BTreeMap::new(),
         };
@@ -306,8 +310,9 @@ impl Spawns {
         }
         let (user, peers) = (*user, &[*caller]);
         let hosts = kept.map_or(&[][..], |kept| &kept.hosts);
-        let without = &spawn.lost;
-        let ask = Ask { user, request, count: tasks.len() as u32, caller: *caller, peers, without, kept: hosts };
+        let (without, declined) = (&spawn.lost, &spawn.declined);
+        let ask =
+            Ask { user, request, count: tasks.len() as u32, caller: *caller, peers, without, declined, kept: hosts };
         let choice = choice.filter(|_| !request.names_host());
         let placement = place_by(snapshot, &ask, choice);
         let none_free = placement.why == Why::NoneFree && placement.hosts.first() == Some(&Err(PvmError::OutOfRes));
@@ -380,6 +385,7 @@ impl Spawns {
     fn wait(&mut self, now: Micros, number: u64, tasks: Vec<usize>) {
         let Some(spawn) = self.open.get_mut(&number) else { return };
         spawn.unplaced = tasks;
+        spawn.declined.clear();
         let Incoming { user, job, src, wid, waited, .. } = spawn.from;
         let since = Micros(now.0.saturating_sub(waited.0));
         match self.fair.wait(now, Waiting { number, user, job, since }) {
@@ -535,18 +541,28 @@ impl Spawns {
         };
         let order = self.orders.remove(&id).expect("found a moment ago");
         let Some(spawn) = self.open.get_mut(&order.spawn) else { return true };
+        let anywhere = !spawn.from.request.is_bound();
         let short = match &started {
             Ok(_) => PvmError::DSysErr,
             Err(error) => *error,
         };
-        let mut started = started.unwrap_or_default().into_iter();
+        let (mut started, mut elsewhere) = (started.unwrap_or_default().into_iter(), Vec::new());
         for task in order.tasks {
             let result = started.next().unwrap_or(Err(short));
+            if anywhere && result == Err(NO_GUESTS) {
+                elsewhere.push(task);
+                continue;
+            }
             spawn.results[task] = Some(result);
             spawn.hosts[task] = result.is_ok().then_some(order.host);
             self.out.extend(result.ok().map(|tid| started_by(&spawn.from, tid, order.host)));
         }
-        self.finish(order.spawn);
+        if elsewhere.is_empty() {
+            self.finish(order.spawn);
+        } else {
+            spawn.declined.push(order.host);
+            self.place_again(order.spawn, elsewhere);
+        }
         true
     }
 
@@ -613,10 +629,16 @@ impl Spawns {
             }
             return self.finish(order.spawn);
         }
+        self.place_again(order.spawn, order.tasks);
+    }
+
+    /// These tasks of a request need another place.
+    fn place_again(&mut self, number: u64, tasks: Vec<usize>) {
+        let Some(spawn) = self.open.get_mut(&number) else { return };
         if spawn.unplaced.is_empty() {
-            self.to_place.push_back(order.spawn);
+            self.to_place.push_back(number);
         }
-        spawn.unplaced.extend(order.tasks);
+        spawn.unplaced.extend(tasks);
     }
 
     /// Answers a request when all its tasks have a result, and has it recorded.

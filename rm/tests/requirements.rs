@@ -33,7 +33,19 @@ fn request(place: &str, count: u32) -> SpawnRequest {
 }
 
 fn placed(snapshot: &Snapshot, request: &SpawnRequest) -> Placement {
-    place(snapshot, &Ask { user: 0, request, count: request.count, caller: h(1), peers: &[], without: &[], kept: &[] })
+    place(
+        snapshot,
+        &Ask {
+            user: 0,
+            request,
+            count: request.count,
+            caller: h(1),
+            peers: &[],
+            without: &[],
+            declined: &[],
+            kept: &[],
+        },
+    )
 }
 
 fn indices(placement: &Placement) -> Vec<u16> {
@@ -168,7 +180,7 @@ fn a_near_host_is_better_than_one_that_is_a_little_freer() {
         let request = request("", 1);
         indices(&place(
             &snapshot,
-            &Ask { user: 0, request: &request, count: 1, caller: h(1), peers, without, kept: &[] },
+            &Ask { user: 0, request: &request, count: 1, caller: h(1), peers, without, declined: &[], kept: &[] },
         ))
     };
     assert_eq!(ask(&[], &[]), [3], "nobody to talk to");
@@ -202,7 +214,8 @@ fn somebody_else_may_choose_and_is_checked() {
     let snapshot = pool(3);
     let chosen = |text: &str, reserved: Reserved, count| {
         let request = request(text, count);
-        let ask = Ask { user: 0, request: &request, count, caller: h(1), peers: &[], without: &[], kept: &[] };
+        let ask =
+            Ask { user: 0, request: &request, count, caller: h(1), peers: &[], without: &[], declined: &[], kept: &[] };
         place_by(&snapshot, &ask, Some(&reserved))
     };
     let good = chosen("", Reserved(vec![("h1", 2), ("h3", 1)]), 4);
@@ -265,7 +278,7 @@ proptest! {
         for text in ["", "?cores >= 3", "?spread", "?memory >= 1G; speed > 900"] {
             let request = request(text, count);
             let peers: Vec<HostId> = kept.hosts.first().map(|h| h.id).into_iter().collect();
-            let ask = Ask { user: 0, request: &request, count, caller: h(1), peers: &peers, without: &[], kept: &[] };
+            let ask = Ask { user: 0, request: &request, count, caller: h(1), peers: &peers, without: &[], declined: &[], kept: &[] };
             prop_assert_eq!(place(&kept, &ask), place(&anew, &ask));
         }
     }

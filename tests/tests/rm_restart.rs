@@ -8,6 +8,7 @@ use sempa_proto::rm::{Attempt, Choice, Decided, Excluded, NotUsed};
 use sempa_proto::{HostId, Micros, Tid};
 use sempa_tests::needs::testbed;
 use sempa_tests::run::run;
+use sempa_tests::speaker::owner;
 use sempa_tests::ssh::Login;
 use sempa_tests::vm::{Entry, Settings};
 use sempa_tests::{Testbed, Vm, eventually};
@@ -328,6 +329,47 @@ fn load_watchers_guard_their_owners_without_a_resource_manager_and_report_to_the
     assert_eq!(vm.host_of(&guest).expect("alive"), "h1");
     assert_eq!(watchers(&vm, 2), before, "they report to the next one");
     login.out().expect("logs out");
+    vm.halt().expect("halts");
+}
+
+#[test]
+fn a_host_keeps_to_what_its_owner_allows_without_a_resource_manager() {
+    let Some((bed, _)) = testbed(2) else { return };
+    // One that was not started by the master is not started again by it.
+    let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
+    vm.add(&["h2"]).expect("it joins");
+    vm.program("hold").expect("gcc");
+    vm.program("busy").expect("gcc");
+    vm.spawn(&["-h1", "pvm-rm"]).expect("a resource manager");
+    watchers(&vm, 2);
+    kill(&vm, "pvm-rm");
+    vm.event(SOON, "no resource manager", |entry| matches!(entry.kind, EventKind::RmGone { .. })).expect("it is gone");
+    let file = vm.home().join(".config/sempa/owner.toml");
+    std::fs::create_dir_all(file.parent().expect("a folder")).expect("the testbed's own home");
+    std::fs::write(&file, "[blocked]\nprograms = [\"busy\"]\n").expect("the testbed's own home");
+    owner(vm.bed(), 2, &["limit", "1", "cores"]);
+    // The load watcher has heard of both when the daemon refuses both; what it starts until then is ended.
+    let refused = |spawn: &[&str], why: &str| {
+        eventually(SOON, || {
+            if let Ok(tid) = vm.spawn(spawn) {
+                vm.pvm(&["kill", &tid]).map_err(|error| format!("{error:#}"))?;
+            }
+            let events = vm.events().map_err(|error| format!("{error:#}"))?;
+            if events.iter().any(|entry| entry.text.contains(why)) { Ok(()) } else { Err(format!("no {why}")) }
+        })
+        .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    };
+    refused(&["-h2", "busy"], "its owner lets nobody run busy");
+    // The last of those that were started may be about to end.
+    let allowed = || vm.spawn(&["-h2", "hold", "1"]).map_err(|error| format!("{error:#}"));
+    let guest = eventually(SOON, allowed).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    refused(&["-h2", "hold", "1"], "its owner allows one task, and it is there");
+    let others: Vec<String> = (0..3).map(|_| vm.spawn(&["hold", "1"]).expect("there is another host")).collect();
+    assert!(others.iter().all(|tid| vm.host_of(tid).expect("alive") == "h1"), "{}", vm.logs());
+    let moved = vm.pvm(&["migrate", &others[0], "h2"]).expect("pvm");
+    assert!(!moved.good() && moved.err.contains("its owner allows one task"), "{moved:?}");
+    vm.pvm(&["kill", &guest]).expect("pvm").expect_good("kill").expect("it ends");
+    owner(vm.bed(), 2, &["limit", "none"]);
     vm.halt().expect("halts");
 }
 

@@ -59,7 +59,7 @@ pub fn compare(facts: &TaskFacts, here: &dyn Host) -> Verdict {
     // Likewise what it has found the kernel to do.
     let missing = lacks(&facts.kernel_features, &here.kernel_features());
     if !missing.is_empty() {
-        verdict.push(Refusal::KernelFeatures { missing, source: facts.kernel.clone(), target: here.kernel() });
+        verdict.push(Refusal::KernelFeatures { missing, source: facts.kernel.to_string(), target: here.kernel() });
     }
     let (need, have) = (facts.resident_bytes.saturating_add(MEMORY_SLACK_BYTES), here.memory_available_bytes());
     let promised = here.memory_promised_bytes();
@@ -174,6 +174,7 @@ mod tests {
 
     fn facts() -> TaskFacts {
         TaskFacts {
+            program: "prog".into(),
             resident_bytes: 100 << 20,
             uid: 1000,
             cpu_features: vec!["fma".into(), "sse2".into()],

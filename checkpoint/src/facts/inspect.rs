@@ -139,11 +139,12 @@ pub fn inspect(subject: &Subject, engine: String, hashes: &HashCache) -> Result<
     }
     let uid = Status::of(subject.root).and_then(|status| status.field("Uid")?.split_whitespace().nth(1)?.parse().ok());
     Ok(TaskFacts {
+        program: Box::default(),
         resident_bytes: subject.processes.iter().filter_map(|pid| resident_bytes(*pid)).sum(),
         uid: uid.ok_or(Refusal::NoSuchTask)?,
         cpu_features: host::cpu_features(),
         kernel_features: kernel::features(),
-        kernel: host::release(),
+        kernel: host::release().into(),
         engine,
         threads: subject.processes.iter().filter_map(|pid| Status::of(*pid)?.number::<u32>("Threads")).sum(),
         files: file_facts(findings.files, hashes)?,

@@ -169,6 +169,8 @@ impl FileMatch {
 /// What a task is and holds: the ground for the target's verdict.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TaskFacts {
+    /// Its program, as it was asked for; empty where nobody knows it yet.
+    pub program: Box<str>,
     /// Resident memory in bytes.
     pub resident_bytes: u64,
     /// User the task runs as.
@@ -179,7 +181,7 @@ pub struct TaskFacts {
     /// that has found one may go on using it.
     pub kernel_features: Vec<String>,
     /// Kernel release of the source, for people.
-    pub kernel: String,
+    pub kernel: Box<str>,
     /// Version of the dump engine at the source, for people.
     pub engine: String,
     /// Threads of all its processes.
@@ -275,6 +277,13 @@ pub enum Refusal {
         /// The sentence of its load watcher.
         why: String,
     },
+    /// The owner of the target does not allow one more guest, or this program.
+    OwnerLimits {
+        /// The target.
+        host: HostId,
+        /// What the owner allows.
+        why: String,
+    },
     /// The coordinator has as many moves under way as it allows.
     TooManyMoves {
         /// The limit.
@@ -355,6 +364,7 @@ impl fmt::Display for Refusal {
             }
             Refusal::HostLost(host) => write!(f, "{host} does not answer"),
             Refusal::OwnerThere { host, why } => write!(f, "{host} takes no guests now: {why}"),
+            Refusal::OwnerLimits { host, why } => write!(f, "{host} does not take it: {why}"),
             Refusal::TooManyMoves { limit } => write!(f, "{limit} moves are under way already"),
             Refusal::FilesStay { path } => {
                 write!(f, "it has {} open, and is not to be moved then (SEMPA_FILES=refuse)", path.display())

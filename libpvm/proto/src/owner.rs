@@ -1,12 +1,17 @@
 //! What the owner of a host wants done with foreign tasks on it, as its load watcher tells the host's daemon and the resource
 //! manager.
 
+use crate::error::PvmError;
 use crate::ids::Micros;
+use crate::load::GuestLimits;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
 /// Bytes of [`GuestsWord::why`] at most; the rest is cut.
 pub const WHY_BYTES_MAX: usize = 512;
+/// The answer of a host whose owner wants no guests now, no more of them, or not this program. Who places tasks then tries other
+/// hosts, if the spawn names none.
+pub const NO_GUESTS: PvmError = PvmError::OutOfRes;
 
 /// How foreign tasks leave a host whose owner does not want them any more; in files as "move", "kill" and
 /// "checkpoint".
@@ -54,4 +59,6 @@ pub struct GuestsWord {
     pub guests: Guests,
     /// One plain sentence that says why.
     pub why: String,
+    /// What they may have while they may work; the host keeps to it whoever places tasks, but for the memory, which is measured.
+    pub limits: GuestLimits,
 }

@@ -11,11 +11,13 @@
 //! From the moment from which a task has to stand still it has one span of time for letting go. What it did not get done by
 //! then, because it was still coming back from something else, it does when a move needs it.
 
+use super::handover::Arrival;
 use super::speaker::Speakers;
 use super::tasks::{Phase, Task};
 use super::{Machine, Output, Timer};
 use checkpoint::protocol::{Source, SourceEvent};
 use sempa_proto::event::EventKind;
+use sempa_proto::load::GuestLimits;
 use sempa_proto::migration::{Failure, Refusal};
 use sempa_proto::owner::{Guests, GuestsWord, Leave, WHY_BYTES_MAX};
 use sempa_proto::table::TASK_SERVES;
@@ -74,6 +76,8 @@ struct Said {
 pub(super) struct Hosting {
     /// The word by which guests are stopped; none while they are welcome.
     stopped: Option<Said>,
+    /// What guests may have while they are welcome.
+    limits: GuestLimits,
     pub(super) speakers: Speakers,
     last: u64,
 }
@@ -148,6 +152,7 @@ impl Machine {
     /// This counts now.
     pub(super) fn take_word(&mut self, by: Tid, word: GuestsWord) {
         self.hosting.speakers.spoke(by, &word);
+        self.hosting.limits.clone_from(&word.limits);
         match word.guests {
             Guests::Welcome => self.guests_go_on(&word.why),
             Guests::Stopped { leave_at, .. } => {
@@ -520,10 +525,36 @@ impl Machine {
         true
     }
 
-    /// Why no guest may come to this host now.
-    pub(super) fn no_guests(&self) -> Option<Refusal> {
-        let said = self.hosting.stopped.as_ref()?;
-        Some(Refusal::OwnerThere { host: self.config.host, why: said.word.why.clone() })
+    /// Why a task that runs this program may not come to this host now.
+    pub(super) fn no_guest(&self, tid: Tid, program: &str) -> Option<Refusal> {
+        let host = self.config.host;
+        match &self.hosting.stopped {
+            Some(said) => Some(Refusal::OwnerThere { host, why: said.word.why.clone() }),
+            None => self.beyond_limits(tid, program).map(|why| Refusal::OwnerLimits { host, why }),
+        }
+    }
+
+    /// What the owner has against a guest that runs this program, besides those that are here or come. Tasks that leave and those
+    /// that are suspended need no processor.
+    pub(super) fn beyond_limits(&self, tid: Tid, program: &str) -> Option<String> {
+        let limits = &self.hosting.limits;
+        if let Some(pattern) = limits.blocked(program) {
+            return Some(format!("its owner lets nobody run {pattern}"));
+        }
+        let most = limits.cores?;
+        let works = |task: &&Task| {
+            let counts = task.tid != tid && task.is_guest() && !task.pinned && task.suspended.is_none();
+            counts && self.source_of(task.tid).is_none()
+        };
+        let comes = |arrival: &&Arrival| arrival.tid != tid && arrival.suspended.is_none();
+        let here = self.tasks.live.values().filter(works).count();
+        let coming = self.moves.arrivals.values().filter(comes).count();
+        let full = here + coming >= usize::try_from(most).unwrap_or(usize::MAX);
+        full.then(|| match most {
+            0 => "its owner allows no tasks".to_string(),
+            1 => "its owner allows one task, and it is there".to_string(),
+            _ => format!("its owner allows {most} tasks, and they are there"),
+        })
     }
 
     /// Writes the token that wakes the library that let go by this number.

@@ -567,7 +567,8 @@ impl Machine {
 
     /// Has the tasker judge a task that is to come, unless nobody may come or there is no tasker.
     fn prepare_move(&mut self, id: MigrationId, facts: TaskFacts) {
-        let refusal = if self.hosting.is_stopped() { self.no_guests() } else { self.no_tasker() };
+        let tid = self.moves.targets.get(&id).map_or(Tid::NONE, |target| target.of().tid);
+        let refusal = self.no_guest(tid, &facts.program).or_else(|| self.no_tasker());
         match refusal {
             None => self.beginnings.push_back(Job::JudgeMove(id, facts)),
             Some(refusal) => {
@@ -584,7 +585,7 @@ impl Machine {
     /// What a task is that is to move.
     fn inspected(&mut self, id: MigrationId, tid: Tid, result: Result<TaskFacts, Refusal>, memory_can_follow: bool) {
         let suspended = self.holds_of(tid);
-        let result = result.map(|facts| Inspected { facts, suspended, memory_can_follow });
+        let result = self.with_program(tid, result).map(|facts| Inspected { facts, suspended, memory_can_follow });
         self.source_event(id, SourceEvent::Inspected(result));
     }
 

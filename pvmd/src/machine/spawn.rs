@@ -7,6 +7,7 @@ use sempa_proto::engine::Begin;
 use sempa_proto::event::EventKind;
 use sempa_proto::host::{Answer, Question};
 use sempa_proto::load::is_watcher;
+use sempa_proto::owner::NO_GUESTS;
 use sempa_proto::sm::{SM_EXECACK, SM_GRANT_TAKEN, Taken, TaskOrder, pack_taken, pack_tids};
 use sempa_proto::table::TASK_FORKED;
 use sempa_proto::task::{
@@ -21,9 +22,6 @@ use std::path::Path;
 pub(super) const SPAWN_COUNT_MAX: u32 = 65_536;
 /// What the daemon runs in front of a task that is to be debugged, when `PVM_DEBUGGER` names nothing else.
 const DEBUGGER: &str = "/usr/lib/pvm3/lib/debugger";
-
-/// The answer of a host whose owner wants no guests now; daemons then try other hosts, if the spawn names none.
-const NO_GUESTS: PvmError = PvmError::OutOfRes;
 
 /// One result per task.
 type Started = Vec<Result<Tid, PvmError>>;
@@ -202,10 +200,6 @@ impl Machine {
         // For another place the resource manager is asked.
         let anywhere = spawn.grant.is_none() && !spawn.request.is_bound();
         let started = match results {
-            Ok(started) if anywhere && started.iter().all(|one| *one == Err(NO_GUESTS)) => {
-                spawn.lost.push(host);
-                return self.assign(number, block, NO_GUESTS);
-            }
             Ok(started) => started,
             Err(_) if anywhere => {
                 spawn.lost.push(host);
@@ -213,11 +207,18 @@ impl Machine {
             }
             Err(error) => vec![Err(error); block.len()],
         };
-        let mut started = started.into_iter();
+        let (mut started, mut elsewhere) = (started.into_iter(), Vec::new());
         for index in block {
-            spawn.results[index] = Some(started.next().unwrap_or(Err(PvmError::DSysErr)));
+            match started.next().unwrap_or(Err(PvmError::DSysErr)) {
+                Err(NO_GUESTS) if anywhere => elsewhere.push(index),
+                result => spawn.results[index] = Some(result),
+            }
         }
-        self.spawn_step(number);
+        if elsewhere.is_empty() {
+            return self.spawn_step(number);
+        }
+        spawn.lost.push(host);
+        self.assign(number, elsewhere, NO_GUESTS);
     }
 
     /// Replies when all parts are there.
@@ -261,7 +262,7 @@ impl Machine {
             Err(PvmError::BadParam)
         } else if self.tasker_gone || self.stop.is_some() {
             Err(PvmError::DSysErr)
-        } else if self.hosting.is_stopped() && !job.is_servant() {
+        } else if self.refuses(&job) {
             Err(NO_GUESTS)
         } else {
             find_program(world, &job.request)
@@ -277,10 +278,19 @@ impl Machine {
                     pinned: job.request.flags & SPAWN_PINNED != 0,
                 };
                 let begin = begin.unwrap_or_default();
-                (0..count).map(|n| self.start_one(world, &job, n, (base.clone(), begin.clone()))).collect()
+                let start = |n| match self.refuses(&job) {
+                    true => Err(NO_GUESTS),
+                    false => self.start_one(world, &job, n, (base.clone(), begin.clone())),
+                };
+                (0..count).map(start).collect()
             }
             Err(error) => vec![Err(error); count as usize],
         };
+        let refused = started.iter().filter(|one| **one == Err(NO_GUESTS)).count();
+        if let Some(refusal) = self.no_guest(Tid::NONE, &job.request.file).filter(|_| refused > 0) {
+            let refusal = self.named(refusal);
+            self.note(format!("{} not started ({refused} of {count}): {refusal}", job.request.file));
+        }
         match job.back {
             ExecBack::Answer(back) => self.answer(back, Answer::Reply(Reply::Spawned(started.clone()))),
             ExecBack::Rm { rm, wid } => self.send_made(rm, 0, SM_EXECACK, wid, pack_tids(&started)),
@@ -299,6 +309,11 @@ impl Machine {
         for tid in started.into_iter().flatten() {
             self.record(EventKind::TaskStarted { tid, parent, name: job.request.file.clone(), user });
         }
+    }
+
+    /// True if the owner of this host does not want one more of these tasks now.
+    fn refuses(&self, job: &ExecJob) -> bool {
+        !job.is_servant() && self.no_guest(Tid::NONE, &job.request.file).is_some()
     }
 
     fn start_one(

@@ -6,7 +6,7 @@
 
 use super::tasks::Task;
 use super::{Machine, Timer};
-use sempa_proto::load::{WATCHER_PROGRAM, is_watcher};
+use sempa_proto::load::{GuestLimits, WATCHER_PROGRAM, is_watcher};
 use sempa_proto::owner::{Guests, GuestsWord};
 use sempa_proto::rm::CTX_RM;
 use sempa_proto::{Micros, PvmError, Tid};
@@ -65,7 +65,7 @@ impl Machine {
             return self.timer(SPEAKER_TIME, Timer::Speaker(tid));
         }
         let why = format!("{tid}, which spoke for the owner, has ended");
-        self.take_word(tid, GuestsWord { guests: Guests::Welcome, why });
+        self.take_word(tid, GuestsWord { guests: Guests::Welcome, why, limits: GuestLimits::default() });
         self.hosting.speakers.words.remove(&tid);
     }
 

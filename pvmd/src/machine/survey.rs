@@ -167,15 +167,21 @@ impl Machine {
             return self.answer(back, Answer::Facts(Err(refusal)));
         }
         if let Some(result) = self.facts_without_criu(tid, None) {
-            return self.answer(back, Answer::Facts(result));
+            return self.answer(back, Answer::Facts(self.with_program(tid, result)));
         }
         let question = self.surveys.ask(Asked::Facts(back, tid));
         self.tell_tasker(ToTasker::Look { question, tid });
     }
 
+    /// What a task of this host is, with its program, which its owner may have something against elsewhere.
+    pub(super) fn with_program(&self, tid: Tid, result: Result<TaskFacts, Refusal>) -> Result<TaskFacts, Refusal> {
+        let program = self.tasks.get(tid).map(|task| task.name.as_str().into()).unwrap_or_default();
+        result.map(|facts| TaskFacts { program, ..facts })
+    }
+
     /// Somebody wants to know whether this host would take such a task.
     pub(super) fn verdict_wanted(&mut self, back: Back, facts: TaskFacts) {
-        let known: Verdict = self.no_guests().into_iter().chain(self.no_tasker()).collect();
+        let known: Verdict = self.no_guest(Tid::NONE, &facts.program).into_iter().chain(self.no_tasker()).collect();
         if self.tasker_gone {
             return self.verdict_known(back, known, Engine::Criu);
         }
@@ -198,7 +204,7 @@ impl Machine {
         if let Some(Asked::Facts(back, tid)) = self.surveys.asked.remove(&question) {
             let result = result.map_err(|refusal| self.named(refusal));
             let result = self.facts_with_criu(tid, None, result);
-            self.answer(back, Answer::Facts(result));
+            self.answer(back, Answer::Facts(self.with_program(tid, result)));
         }
     }
 

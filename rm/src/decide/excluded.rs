@@ -91,6 +91,7 @@ fn may_pass(why: &Reason) -> bool {
         | Reason::Closed { .. }
         | Reason::Drained { .. }
         | Reason::Cores { .. }
+        | Reason::Declined
         | Reason::Kept
         | Reason::Memory { .. } => true,
         Reason::Unmet { condition, .. } => matches!(condition.name, Name::Figure(Figure::Memory | Figure::Free)),

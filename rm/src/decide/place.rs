@@ -30,6 +30,8 @@ pub struct Ask<'a> {
     pub peers: &'a [HostId],
     /// Hosts that were lost while this request was carried out.
     pub without: &'a [HostId],
+    /// Hosts that took none of its tasks a moment ago: their owners know more than this host does.
+    pub declined: &'a [HostId],
     /// Hosts that are kept for another request.
     pub kept: &'a [HostId],
 }
@@ -179,6 +181,9 @@ pub(super) fn not_fit(
 ) -> Option<Reason> {
     if ask.without.contains(&host.id) {
         return Some(Reason::NoAnswer);
+    }
+    if ask.declined.contains(&host.id) {
+        return Some(Reason::Declined);
     }
     if ask.kept.contains(&host.id) {
         return Some(Reason::Kept);

@@ -109,7 +109,10 @@ impl Model {
                 None => self.target_failed(now, tid, to, REFUSED_MAX, &text),
             },
             Refusal::HostLost(host) if *host == from => self.hold(tid, now + REFUSED_MIN, &text),
-            Refusal::HostLost(_) | Refusal::OwnerThere { .. } | Refusal::MemoryPromised { .. } => {
+            Refusal::HostLost(_)
+            | Refusal::OwnerThere { .. }
+            | Refusal::OwnerLimits { .. }
+            | Refusal::MemoryPromised { .. } => {
                 self.target_failed(now, tid, to, REFUSED_MIN, &text);
             }
             Refusal::CpuFeatures { .. }

@@ -83,6 +83,7 @@ fn ask(request: &SpawnRequest) -> Ask<'_> {
         caller: HostId::MASTER,
         peers: &[HostId::MASTER],
         without: &[],
+        declined: &[],
         kept: &[],
     }
 }

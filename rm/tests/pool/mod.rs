@@ -365,8 +365,16 @@ impl Pool {
             let Job { processes, user, .. } = self.jobs[number];
             let request =
                 SpawnRequest { count: processes, place: "?spread; free >= 1".into(), ..SpawnRequest::default() };
-            let ask =
-                Ask { user, request: &request, count: processes, caller: h(1), peers: &[], without: &[], kept: &[] };
+            let ask = Ask {
+                user,
+                request: &request,
+                count: processes,
+                caller: h(1),
+                peers: &[],
+                without: &[],
+                declined: &[],
+                kept: &[],
+            };
             if self.empty < processes as usize && !(may_stop && self.make_room(&ask)) {
                 return;
             }

@@ -5,6 +5,7 @@
 
 use libpvm::Vm;
 use sempa_proto::Micros;
+use sempa_proto::load::GuestLimits;
 use sempa_proto::owner::{Guests, GuestsWord, Leave};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -25,7 +26,7 @@ fn word(line: &str) -> Option<GuestsWord> {
         "welcome" => (Guests::Welcome, rest.to_string()),
         _ => return None,
     };
-    Some(GuestsWord { guests, why })
+    Some(GuestsWord { guests, why, limits: GuestLimits::default() })
 }
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {

@@ -1,8 +1,11 @@
 //! Guests stand still while the owner of their host is there.
 
-use super::scene::{PROMISE, Scene, events, listed, migrate, on, spawn, stopped, stopped_until, talk, welcome};
+use super::scene::{
+    PROMISE, Scene, events, listed, migrate, on, spawn, stopped, stopped_until, talk, welcome, welcome_with,
+};
 use super::sim::{host, seeds};
 use sempa_proto::event::EventKind;
+use sempa_proto::load::GuestLimits;
 use sempa_proto::migration::{Failure, Refusal, Step};
 use sempa_proto::owner::Leave;
 use sempa_proto::task::{Reply, Request, SPAWN_PINNED, SpawnRequest};
@@ -141,6 +144,64 @@ fn no_task_is_started_where_guests_have_to_stand_still_and_one_that_may_run_anyw
     }
     let reply = scene.sim.ask(console, Request::Spawn(SpawnRequest { count: 2, ..anywhere }));
     assert_eq!(reply, Reply::Spawned(vec![Err(PvmError::OutOfRes); 2]));
+    scene.end();
+}
+
+/// The hosts of the tasks of such a spawn, or why there are none.
+fn hosts_of(scene: &mut Scene, request: SpawnRequest) -> Vec<Result<u16, PvmError>> {
+    let console = scene.console;
+    let Reply::Spawned(results) = scene.sim.ask(console, Request::Spawn(request)) else { panic!("no answer") };
+    let host = |sim: &super::sim::Sim, tid: Tid| sim.procs[sim.proc_of(tid)].host.index();
+    results.into_iter().map(|one| one.map(|tid| host(&scene.sim, tid))).collect()
+}
+
+#[test]
+fn a_host_keeps_to_the_number_of_tasks_and_the_programs_that_its_owner_allows_without_any_resource_manager() {
+    let mut scene = Scene::new(11);
+    let limits = GuestLimits { cores: Some(3), programs: vec!["chi*".into()], ..GuestLimits::default() };
+    // Two are on each of the three hosts.
+    scene.say(1, welcome_with(GuestLimits { programs: Vec::new(), ..limits.clone() }));
+    scene.say(2, welcome_with(limits));
+    let anywhere = |count| SpawnRequest { file: "child".into(), count, ..SpawnRequest::default() };
+    let mut hosts = hosts_of(&mut scene, anywhere(6));
+    hosts.sort_by_key(|host| host.ok());
+    assert_eq!(hosts, [1, 1, 1, 1, 1, 2].map(Ok), "one more on h2, none on h3, the others where there is no limit");
+    assert_eq!(hosts_of(&mut scene, on("h2", "child", 1)), [Err(PvmError::OutOfRes)]);
+    assert_eq!(hosts_of(&mut scene, on("h3", "child", 1)), [Err(PvmError::OutOfRes)]);
+    assert_eq!(
+        hosts_of(&mut scene, on("h3", "stubborn", 2)),
+        [Ok(3), Err(PvmError::OutOfRes)],
+        "this one is not blocked"
+    );
+    let console = scene.console;
+    let told = events(&mut scene.sim, console);
+    for why in ["its owner allows 3 tasks, and they are there", "its owner lets nobody run chi*"] {
+        let says = |kind: &EventKind| matches!(kind, EventKind::Note { text } if text.contains(why));
+        assert!(told.iter().any(says), "{told:?}");
+    }
+    scene.say(1, welcome());
+    assert_eq!(hosts_of(&mut scene, on("h2", "child", 1)), [Ok(2)], "the limit is gone");
+}
+
+#[test]
+fn no_task_moves_to_where_the_owner_does_not_allow_it_and_one_that_leaves_or_is_there_does_not_count_twice() {
+    let mut scene = Scene::new(12);
+    let (console, first) = (scene.console, scene.tids[0]);
+    let refused = |scene: &mut Scene, why: &str| {
+        let reply = scene.sim.ask(console, migrate(first, "h2"));
+        let refusal = Refusal::OwnerLimits { host: host(2), why: why.into() };
+        let Reply::Moved(Err(error)) = reply else { panic!("{reply:?}") };
+        assert_eq!((error.step, error.why), (Step::Prepare, Failure::Refused(vec![refusal])));
+    };
+    scene.say(1, welcome_with(GuestLimits { cores: Some(2), ..GuestLimits::default() }));
+    refused(&mut scene, "its owner allows 2 tasks, and they are there");
+    scene.say(1, welcome_with(GuestLimits { programs: vec!["child".into()], ..GuestLimits::default() }));
+    refused(&mut scene, "its owner lets nobody run child");
+    scene.say(1, welcome_with(GuestLimits { cores: Some(3), ..GuestLimits::default() }));
+    assert!(matches!(scene.sim.ask(console, migrate(first, "h2")), Reply::Moved(Ok(_))), "there is room for one");
+    assert_eq!(hosts_of(&mut scene, on("h2", "child", 1)), [Err(PvmError::OutOfRes)], "not for two");
+    assert!(matches!(scene.sim.ask(console, migrate(first, "h3")), Reply::Moved(Ok(_))));
+    assert_eq!(hosts_of(&mut scene, on("h2", "child", 1)), [Ok(2)], "one has left");
     scene.end();
 }
 

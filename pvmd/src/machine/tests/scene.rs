@@ -3,6 +3,7 @@
 use super::sim::{Seen, Sim, host};
 use crate::machine::HostId;
 use sempa_proto::event::EventKind;
+use sempa_proto::load::GuestLimits;
 use sempa_proto::owner::{Guests, GuestsWord, Leave};
 use sempa_proto::table::TaskInfo;
 use sempa_proto::task::{NotifyRequest, NotifyWhat, Reply, Request, SpawnRequest};
@@ -19,11 +20,17 @@ pub(super) fn stopped() -> Request {
 }
 
 pub(super) fn stopped_until(leave_at: Option<Micros>, then: Leave) -> Request {
-    Request::Guests(GuestsWord { guests: Guests::Stopped { leave_at, then }, why: "olga is there".into() })
+    let guests = Guests::Stopped { leave_at, then };
+    Request::Guests(GuestsWord { guests, why: "olga is there".into(), limits: GuestLimits::default() })
 }
 
 pub(super) fn welcome() -> Request {
-    Request::Guests(GuestsWord { guests: Guests::Welcome, why: "olga has left".into() })
+    welcome_with(GuestLimits::default())
+}
+
+/// The owner has left, and allows guests no more than this.
+pub(super) fn welcome_with(limits: GuestLimits) -> Request {
+    Request::Guests(GuestsWord { guests: Guests::Welcome, why: "olga has left".into(), limits })
 }
 
 pub(super) fn migrate(tid: Tid, to: &str) -> Request {
