@@ -344,6 +344,13 @@ fn a_host_keeps_to_what_its_owner_allows_without_a_resource_manager() {
     watchers(&vm, 2);
     kill(&vm, "pvm-rm");
     vm.event(SOON, "no resource manager", |entry| matches!(entry.kind, EventKind::RmGone { .. })).expect("it is gone");
+    let in_turn: Vec<String> = (0..4).map(|_| vm.spawn(&["hold", "1"]).expect("spawned")).collect();
+    let mut hosts: Vec<String> = in_turn.iter().map(|tid| vm.host_of(tid).expect("alive")).collect();
+    hosts.sort();
+    assert_eq!(hosts, ["h1", "h1", "h2", "h2"], "daemons place in turn");
+    for tid in &in_turn {
+        vm.pvm(&["kill", tid]).expect("pvm").expect_good("kill").expect("it ends");
+    }
     let file = vm.home().join(".config/sempa/owner.toml");
     std::fs::create_dir_all(file.parent().expect("a folder")).expect("the testbed's own home");
     std::fs::write(&file, "[blocked]\nprograms = [\"busy\"]\n").expect("the testbed's own home");

@@ -288,7 +288,6 @@ impl Machine {
         };
         let refused = started.iter().filter(|one| **one == Err(NO_GUESTS)).count();
         if let Some(refusal) = self.no_guest(Tid::NONE, &job.request.file).filter(|_| refused > 0) {
-            let refusal = self.named(refusal);
             self.note(format!("{} not started ({refused} of {count}): {refusal}", job.request.file));
         }
         match job.back {

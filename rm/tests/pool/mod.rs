@@ -182,6 +182,11 @@ impl Pool {
         self.owned_since[usize::from(host) - 1].is_some()
     }
 
+    /// Tasks that are on a host with its owner and are not on their way.
+    pub(crate) fn left_beside_owners(&self) -> usize {
+        self.tasks.values().filter(|task| self.is_owned(task.host) && task.moving.is_none()).count()
+    }
+
     /// When this host's owner comes or goes next.
     fn next_visit(&mut self, host: u16) {
         let Some(present) = (self.presence)(host, self.now) else { return };

@@ -65,8 +65,10 @@ pub(crate) struct Week {
     pub(crate) jobs_waiting: usize,
     /// From an owner's login until no guest is left, where there was one.
     pub(crate) clean_s: Spread,
-    /// How long each guest ran on beside an owner.
+    /// How long each guest ran on beside an owner, as was measured with real hosts: they stop by themselves, whatever is decided.
     pub(crate) stall_s: Spread,
+    /// Guests that were beside an owner at the end of the week, and had not been told to leave.
+    pub(crate) left_beside: usize,
     pub(crate) moves_owner: usize,
     pub(crate) moves_load: usize,
     pub(crate) moves_by_hour: Vec<usize>,
@@ -89,6 +91,7 @@ impl Week {
         let job = |n: u32| Job::new(n % USERS, f64::from(n) * PAUSE_H * HOUR, PROCESSES, WORK_H * HOUR);
         let mut pool = Pool::new(HOSTS, seed, office, (0..JOBS).map(job).collect(), times);
         pool.run(DAYS * DAY);
+        let left_beside = pool.left_beside_owners();
         let seen = &mut pool.seen;
         let hours = (DAYS * 24.0) as u64;
         Week {
@@ -100,6 +103,7 @@ impl Week {
             jobs_waiting: pool.fair.waiting(),
             clean_s: Spread::of(std::mem::take(&mut seen.clean)),
             stall_s: Spread::of(std::mem::take(&mut seen.stalls)),
+            left_beside,
             moves_owner: seen.evictions,
             moves_load: seen.shifts,
             moves_by_hour: (0..hours).map(|hour| seen.moves_by_hour.get(&hour).copied().unwrap_or(0)).collect(),
