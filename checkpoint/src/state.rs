@@ -6,6 +6,7 @@
 //! afterwards.
 
 use crate::carried::{Note, Notes};
+use crate::facts::room;
 use serde::{Deserialize, Serialize};
 use std::fs::{File, OpenOptions, Permissions};
 use std::io::{self, ErrorKind, Write};
@@ -69,6 +70,7 @@ fn plain(path: &Path) -> io::Result<Option<File>> {
 /// # Errors
 /// One is no regular file, or cannot be read, or there is no room for it.
 pub fn collect(files: &[PathBuf], dir: &Path, images: &Path) -> Result<(u32, u64), StateError> {
+    room_for(files, dir, images)?;
     let (mut list, mut count, mut sum) = (Vec::new(), 0, 0);
     for (number, file) in files.iter().enumerate() {
         let path = dir.join(file);
@@ -88,6 +90,20 @@ pub fn collect(files: &[PathBuf], dir: &Path, images: &Path) -> Result<(u32, u64
     let written = postcard::to_allocvec(&list).map_err(io::Error::other).and_then(|b| made(&path)?.write_all(&b));
     written.map_err(failed("write", &path))?;
     Ok((count, sum))
+}
+
+/// Refuses files that would fill the file system of the images, or, where that is memory, take what others need. Better before
+/// anything is copied: a host without memory ends processes that have no part in this.
+fn room_for(files: &[PathBuf], dir: &Path, images: &Path) -> Result<(), StateError> {
+    // What cannot be looked at is said when it is to be copied.
+    let length = |file: &PathBuf| Some(plain(&dir.join(file)).ok()??.metadata().ok()?.len());
+    let need: u64 = files.iter().filter_map(length).sum();
+    let have = room::in_folder(images).map_err(failed("look for room in", images))?;
+    if need <= have {
+        return Ok(());
+    }
+    let why = format!("its files need {need} bytes there on their way, and {have} are left");
+    Err(failed("keep files in", images)(io::Error::new(ErrorKind::StorageFull, why)))
 }
 
 /// Files that are where they belong, but for their names. Dropping it removes them.
@@ -252,6 +268,20 @@ mod tests {
         let why = stage(&far, &work, &images).expect_err("no folder").to_string();
         assert!(why.contains("nowhere/later") && why.contains("No such file"), "{why}");
         assert_eq!(names(&work), ["later", "state"]);
+    }
+
+    #[test]
+    fn files_for_which_there_is_no_room_on_their_way_are_refused_before_any_is_copied() {
+        let (_scratch, work, images) = scratch();
+        let files = ["small", "large"].map(PathBuf::from);
+        fs::write(work.join("small"), "here").expect("written");
+        // All of it a hole.
+        File::create(work.join("large")).and_then(|file| file.set_len(15 << 40)).expect("it takes no room");
+        let error = collect(&files, &work, &images).expect_err("no host has so much").to_string();
+        assert!(error.contains("its files need 16492674416644 bytes there on their way"), "{error}");
+        assert_eq!(fs::read_dir(&images).expect("there").count(), 0);
+        fs::remove_file(work.join("large")).expect("there");
+        assert_eq!(collect(&files, &work, &images).expect("there is room for one"), (1, 4));
     }
 
     #[test]

@@ -175,6 +175,7 @@ impl Supervisor {
             ToTasker::Start(_)
             | ToTasker::Signal { .. }
             | ToTasker::End { .. }
+            | ToTasker::Minds { .. }
             | ToTasker::EndsForGood { .. }
             | ToTasker::Kill { .. }
             | ToTasker::Hold { .. }

@@ -16,6 +16,7 @@ use nix::sys::signal::{SigSet, Signal, kill};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::unistd::Pid;
 use sempa_proto::engine::{Asked, Engine};
+use sempa_proto::migration::Refusal;
 use sempa_proto::tasker::{Capabilities, FromTasker, StartTask, ToTasker};
 use sempa_proto::{MigrationId, Tid};
 use std::collections::BTreeMap;
@@ -235,6 +236,11 @@ impl Supervisor {
             ToTasker::Start(order) => self.start(&order),
             ToTasker::Signal { tid, signal } => self.signal(tid, signal),
             ToTasker::End { tid, engine } => self.end(tid, engine),
+            ToTasker::Minds { migration, tid, signal } => {
+                // Nothing can harm who is not there any more.
+                let minds = self.tasks.get(&tid).is_none_or(|task| asking::minds(task.process.pid, signal));
+                self.say(&FromTasker::Minds { migration, minds });
+            }
             ToTasker::EndsForGood { tid } => {
                 if let Some(task) = self.tasks.get_mut(&tid) {
                     task.ending = None;
@@ -318,7 +324,7 @@ impl Supervisor {
             Asked::Signal(signal)
                 if matches!(engine, Engine::Own { .. }) && !asking::minds(task.process.pid, signal) =>
             {
-                let why = format!("it does not handle signal {signal}, or not yet, and would just be ended by it");
+                let why = Refusal::NotMinded { signal }.to_string();
                 return self.say(&FromTasker::NotAsked { tid, why });
             }
             Asked::Signal(signal) => task.send(signal),

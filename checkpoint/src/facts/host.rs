@@ -35,9 +35,7 @@ impl Host for ThisHost {
     }
 
     fn memory_available_bytes(&self) -> u64 {
-        let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-        let machine = memory_available(&text).unwrap_or(0);
-        room::memory().map_or(machine, |left| left.min(machine))
+        memory_available_bytes()
     }
 
     fn memory_promised_bytes(&self) -> u64 {
@@ -81,6 +79,13 @@ fn features(cpuinfo: &str) -> Vec<String> {
     features.sort_unstable();
     features.dedup();
     features
+}
+
+/// Bytes of memory that this host can spare, and the control groups around this process allow.
+pub(super) fn memory_available_bytes() -> u64 {
+    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let machine = memory_available(&text).unwrap_or(0);
+    room::memory().map_or(machine, |left| left.min(machine))
 }
 
 fn memory_available(meminfo: &str) -> Option<u64> {

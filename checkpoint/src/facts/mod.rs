@@ -12,7 +12,7 @@ mod host;
 mod inspect;
 mod kernel;
 mod maps;
-mod room;
+pub(crate) mod room;
 mod sockets;
 mod strangers;
 mod sysv;

@@ -1,7 +1,11 @@
-//! What the control groups around this process leave of memory and of process numbers.
+//! What the control groups around this process leave of memory and of process numbers, and what room there is for files.
 
+use super::compare::MEMORY_SLACK_BYTES;
+use super::host;
+use nix::sys::statfs::{TMPFS_MAGIC, statfs};
 use sempa_proto::cgroup::{folder, mount_point};
 use std::fs::read_to_string;
+use std::io;
 use std::path::{Path, PathBuf};
 
 /// Names of the files of a controller in one version of control groups.
@@ -25,6 +29,21 @@ pub(super) fn memory() -> Option<u64> {
 /// Processes and threads, likewise.
 pub(super) fn threads() -> Option<u64> {
     tightest([(None, &THREADS), (Some("pids"), &THREADS)])
+}
+
+/// Bytes that may be written in a folder: what its file system has, and, where that is memory, no more than this host can spare.
+///
+/// # Errors
+/// The folder cannot be looked at.
+pub(crate) fn in_folder(folder: &Path) -> io::Result<u64> {
+    let stat = statfs(folder)?;
+    // Their types differ between machines.
+    #[allow(clippy::useless_conversion, clippy::unnecessary_cast)]
+    let free = u64::from(stat.blocks_available()).saturating_mul(stat.block_size() as u64);
+    match stat.filesystem_type() == TMPFS_MAGIC {
+        true => Ok(free.min(host::memory_available_bytes().saturating_sub(MEMORY_SLACK_BYTES))),
+        false => Ok(free),
+    }
 }
 
 fn tightest(hierarchies: [(Option<&str>, &Files); 2]) -> Option<u64> {

@@ -3,7 +3,7 @@
 //! The order of steps is that of [`Step`]. Up to [`Step::Commit`] the task can go on at the source; after it only the
 //! target may run it. The state machines that speak these words are in the `checkpoint` crate.
 
-use crate::engine::{Begin, Engine, STATE_ENV};
+use crate::engine::{Asked, Begin, Engine, STATE_ENV};
 use crate::ids::{HostId, Micros, MigrationId, RequestId, Tid};
 use crate::suspend::Holds;
 use serde::{Deserialize, Serialize};
@@ -198,6 +198,14 @@ impl TaskFacts {
         self.begin.as_ref().is_none_or(|begin| begin.by_criu())
     }
 
+    /// The signal that asks it for its state, if it is taken by its own checkpoint and asked by one.
+    pub fn signal(&self) -> Option<i32> {
+        match self.begin.as_ref()?.engines.first()? {
+            Engine::Own { asked: Asked::Signal(signal), .. } => Some(*signal),
+            _ => None,
+        }
+    }
+
     /// The first way that starts its program again.
     pub fn anew(&self) -> Option<Engine> {
         self.begin.as_ref().and_then(|begin| begin.anew())
@@ -307,6 +315,11 @@ pub enum Refusal {
     Suspended,
     /// It was asked in vain to write its own checkpoint, and may end by that yet.
     MayEndYet,
+    /// It is to be asked for its own checkpoint by a signal that it does not handle, or not yet: it would just be ended by it.
+    NotMinded {
+        /// The signal.
+        signal: i32,
+    },
     /// A checkpoint of a job is written by CRIU or by the program itself, and the task wants neither.
     NotByCriu {
         /// How it wants to be taken.
@@ -373,6 +386,9 @@ impl fmt::Display for Refusal {
                 write!(f, "its {files} open files have {bytes} bytes, and {limit} are carried along at most")
             }
             Refusal::Suspended => f.write_str("it is suspended, and has to run to write its own checkpoint"),
+            Refusal::NotMinded { signal } => {
+                write!(f, "it does not handle signal {signal}, or not yet, and would just be ended by it")
+            }
             Refusal::MayEndYet => f.write_str("it was asked to write its own checkpoint, and may do so yet"),
             Refusal::NotByCriu { engine } => {
                 write!(

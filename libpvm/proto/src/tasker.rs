@@ -102,6 +102,15 @@ pub enum ToTasker {
         /// The task.
         tid: Tid,
     },
+    /// Has the task prepared for this signal, by which it is to be asked for its state? Nothing changes. → [`FromTasker::Minds`]
+    Minds {
+        /// The move or checkpoint.
+        migration: MigrationId,
+        /// The task.
+        tid: Tid,
+        /// The signal.
+        signal: i32,
+    },
     /// Would this host take such a task? Makes room (a fresh namespace) if so. → [`FromTasker::Prepared`]
     Prepare {
         /// The move.
@@ -280,6 +289,13 @@ pub enum FromTasker {
         result: Result<TaskFacts, Refusal>,
         /// Most of its memory could follow it, and that would be worth while.
         memory_can_follow: bool,
+    },
+    /// Whether a signal would do more than just end a task, as far as can be seen.
+    Minds {
+        /// The move or checkpoint.
+        migration: MigrationId,
+        /// The answer.
+        minds: bool,
     },
     /// The verdict; empty means yes.
     Prepared {

@@ -180,7 +180,7 @@ impl Machine {
     }
 
     /// What a task is for a checkpoint of its job, CRIU apart.
-    fn facts_written(&self, tid: Tid) -> Option<Result<TaskFacts, Refusal>> {
+    pub(super) fn facts_written(&self, tid: Tid) -> Option<Result<TaskFacts, Refusal>> {
         let mut begin = self.tasks.get(tid)?.begin.clone()?;
         let Some(own) = begin.own() else {
             return Some(Err(Refusal::NotByCriu { engine: begin.anew()? }));

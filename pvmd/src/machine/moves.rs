@@ -582,8 +582,28 @@ impl Machine {
         self.moves.targets.get(&id).is_some_and(Target::memory_follows)
     }
 
-    /// What a task is that is to move.
+    /// What a task is that is to move, or to be written. Whether one that is to write itself would is known before others are asked.
     fn inspected(&mut self, id: MigrationId, tid: Tid, result: Result<TaskFacts, Refusal>, memory_can_follow: bool) {
+        let cause = self.moves.sources.get(&id).map(|source| &source.of().cause);
+        let signal = result.as_ref().ok().filter(|_| cause == Some(&Cause::Checkpoint)).and_then(TaskFacts::signal);
+        match signal {
+            Some(signal) => self.tell_tasker(ToTasker::Minds { migration: id, tid, signal }),
+            None => self.known(id, tid, result, memory_can_follow),
+        }
+    }
+
+    /// The tasker knows whether a task has prepared for the signal that asks it for its state.
+    fn signal_looked_at(&mut self, id: MigrationId, minds: bool) {
+        let Some(tid) = self.moves.sources.get(&id).map(|source| source.of().tid) else { return };
+        let facts = self.facts_written(tid).unwrap_or(Err(Refusal::NoSuchTask));
+        let refused = |facts: TaskFacts| match facts.signal() {
+            Some(signal) if !minds => Err(Refusal::NotMinded { signal }),
+            _ => Ok(facts),
+        };
+        self.known(id, tid, facts.and_then(refused), false);
+    }
+
+    fn known(&mut self, id: MigrationId, tid: Tid, result: Result<TaskFacts, Refusal>, memory_can_follow: bool) {
         let suspended = self.holds_of(tid);
         let result = self.with_program(tid, result).map(|facts| Inspected { facts, suspended, memory_can_follow });
         self.source_event(id, SourceEvent::Inspected(result));
@@ -628,6 +648,7 @@ impl Machine {
                 let result = self.facts_with_criu(tid, Some(&cause), result);
                 self.inspected(migration, tid, result, memory_can_follow);
             }
+            FromTasker::Minds { migration, minds } => self.signal_looked_at(migration, minds),
             FromTasker::Stopped { migration, result } => {
                 self.stopped_for_move(migration, &result);
                 self.source_event(migration, SourceEvent::Stopped(result));

@@ -93,7 +93,9 @@ impl Model {
             }
             Refusal::NotConnected => self.hold(tid, now + NOT_YET, &text),
             Refusal::TooManyMoves { .. } => self.hold(tid, now + REFUSED_MIN, &text),
-            Refusal::Suspended | Refusal::MayEndYet => self.hold(tid, now + REFUSED_MIN, &text),
+            Refusal::Suspended | Refusal::MayEndYet | Refusal::NotMinded { .. } => {
+                self.hold(tid, now + REFUSED_MIN, &text)
+            }
             Refusal::Holds { .. }
             | Refusal::FilesStay { .. }
             | Refusal::FilesTooLarge { .. }

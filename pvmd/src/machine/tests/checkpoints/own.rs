@@ -200,8 +200,10 @@ fn why_not(scene: &mut Scene) -> (Tid, Step, Failure) {
 fn what_stands_in_the_way_of_a_checkpoint_is_said_and_nobody_is_asked() {
     let restart = request("child", &["SEMPA_ENGINE=restart"]);
     let no_files = request("keeper", &["SEMPA_ENGINE=own"]);
+    let heedless = request("heedless-keeper", &["SEMPA_ENGINE=own:signal=12", "SEMPA_STATE=state-{tid}"]);
     let by_restart = Refusal::NotByCriu { engine: Engine::Restart { wait: 5 } };
-    for (request, refusal) in [(restart, by_restart), (no_files, Refusal::NoState)] {
+    let not_minded = Refusal::NotMinded { signal: 12 };
+    for (request, refusal) in [(restart, by_restart), (no_files, Refusal::NoState), (heedless, not_minded)] {
         let mut scene = job_of(3, 2, vec![keeper(), request]);
         let second = scene.tids[1];
         assert_eq!(why_not(&mut scene), (second, Step::Inspect, Failure::Refused(vec![refusal])));

@@ -161,6 +161,11 @@ impl Sim {
             ToTasker::Prepare { migration, .. } => {
                 FromTasker::Prepared { migration, verdict: self.refuses(on), memory_can_follow: true }
             }
+            ToTasker::Minds { migration, tid, .. } => {
+                let minds =
+                    self.find_spawned(on, tid).is_none_or(|proc| !self.procs[proc].program.contains("heedless"));
+                FromTasker::Minds { migration, minds }
+            }
             ToTasker::Look { question, tid } => {
                 let facts = TaskFacts { resident_bytes: 4096, ..TaskFacts::default() };
                 let result = self.find_spawned(on, tid).map(|_| facts).ok_or(Refusal::NoSuchTask);
