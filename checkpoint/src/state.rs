@@ -12,6 +12,7 @@ use std::fs::{File, OpenOptions, Permissions};
 use std::io::{self, ErrorKind, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard};
 use thiserror::Error;
 
 /// Name of the list.
@@ -69,8 +70,8 @@ fn plain(path: &Path) -> io::Result<Option<File>> {
 ///
 /// # Errors
 /// One is no regular file, or cannot be read, or there is no room for it.
-pub fn collect(files: &[PathBuf], dir: &Path, images: &Path) -> Result<(u32, u64), StateError> {
-    room_for(files, dir, images)?;
+pub fn collect(files: &[PathBuf], dir: &Path, images: &Path, room: &Room) -> Result<(u32, u64), StateError> {
+    let _promised = room.promise(files, dir, images)?;
     let (mut list, mut count, mut sum) = (Vec::new(), 0, 0);
     for (number, file) in files.iter().enumerate() {
         let path = dir.join(file);
@@ -92,18 +93,41 @@ pub fn collect(files: &[PathBuf], dir: &Path, images: &Path) -> Result<(u32, u64
     Ok((count, sum))
 }
 
-/// Refuses files that would fill the file system of the images, or, where that is memory, take what others need. Better before
-/// anything is copied: a host without memory ends processes that have no part in this.
-fn room_for(files: &[PathBuf], dir: &Path, images: &Path) -> Result<(), StateError> {
-    // What cannot be looked at is said when it is to be copied.
-    let length = |file: &PathBuf| Some(plain(&dir.join(file)).ok()??.metadata().ok()?.len());
-    let need: u64 = files.iter().filter_map(length).sum();
-    let have = room::in_folder(images).map_err(failed("look for room in", images))?;
-    if need <= have {
-        return Ok(());
+/// Room for files on their way into images, of which several tasks may need some at the same time.
+#[derive(Debug, Default)]
+pub struct Room(Mutex<u64>);
+
+/// Bytes of a [`Room`] that are somebody's until this is dropped.
+#[derive(Debug)]
+struct Promised<'a>(&'a Room, u64);
+
+impl Room {
+    fn lock(&self) -> MutexGuard<'_, u64> {
+        self.0.lock().unwrap_or_else(|e| e.into_inner())
     }
-    let why = format!("its files need {need} bytes there on their way, and {have} are left");
-    Err(failed("keep files in", images)(io::Error::new(ErrorKind::StorageFull, why)))
+
+    /// Refuses files that would fill the file system of the images, or, where that is memory, take what others need. Better before
+    /// anything is copied: a host without memory ends processes that have no part in this.
+    fn promise(&self, files: &[PathBuf], dir: &Path, images: &Path) -> Result<Promised<'_>, StateError> {
+        // What cannot be looked at is said when it is to be copied.
+        let length = |file: &PathBuf| Some(plain(&dir.join(file)).ok()??.metadata().ok()?.len());
+        let need = files.iter().filter_map(length).fold(0, u64::saturating_add);
+        let mut promised = self.lock();
+        // Of what others copy just now a part is counted twice.
+        let have = room::in_folder(images).map_err(failed("look for room in", images))?.saturating_sub(*promised);
+        if need <= have {
+            *promised += need;
+            return Ok(Promised(self, need));
+        }
+        let why = format!("its files need {need} bytes there on their way, and {have} are left");
+        Err(failed("keep files in", images)(io::Error::new(ErrorKind::StorageFull, why)))
+    }
+}
+
+impl Drop for Promised<'_> {
+    fn drop(&mut self) {
+        *self.0.lock() -= self.1;
+    }
 }
 
 /// Files that are where they belong, but for their names. Dropping it removes them.
@@ -229,7 +253,7 @@ mod tests {
         fs::write(work.join("state"), "one").expect("written");
         fs::set_permissions(work.join("state"), Permissions::from_mode(0o640)).expect("set");
         fs::write(&other, "").expect("written");
-        assert_eq!(collect(&files, &work, &images).expect("kept"), (2, 3));
+        assert_eq!(collect(&files, &work, &images, &Room::default()).expect("kept"), (2, 3));
         fs::write(work.join("state"), "another one").expect("written");
         fs::write(work.join("later"), "it went on").expect("written");
         fs::remove_file(&other).expect("removed");
@@ -247,7 +271,7 @@ mod tests {
         let (_scratch, work, images) = scratch();
         let files = [PathBuf::from("state"), "later".into()];
         fs::write(work.join("state"), "one").expect("written");
-        collect(&files, &work, &images).expect("kept");
+        collect(&files, &work, &images, &Room::default()).expect("kept");
         fs::write(work.join("later"), "new").expect("written");
         let staged = stage(&files, &work, &images).expect("staged");
         assert_eq!(names(&work).len(), 3);
@@ -263,7 +287,7 @@ mod tests {
         fs::remove_file(images.join("sempa-state-0")).expect("removed");
         fs::create_dir(work.join("nowhere")).expect("made");
         fs::write(work.join("nowhere/later"), "new").expect("written");
-        collect(&far, &work, &images).expect("kept");
+        collect(&far, &work, &images, &Room::default()).expect("kept");
         fs::remove_dir_all(work.join("nowhere")).expect("removed");
         let why = stage(&far, &work, &images).expect_err("no folder").to_string();
         assert!(why.contains("nowhere/later") && why.contains("No such file"), "{why}");
@@ -277,11 +301,17 @@ mod tests {
         fs::write(work.join("small"), "here").expect("written");
         // All of it a hole.
         File::create(work.join("large")).and_then(|file| file.set_len(15 << 40)).expect("it takes no room");
-        let error = collect(&files, &work, &images).expect_err("no host has so much").to_string();
+        let error = collect(&files, &work, &images, &Room::default()).expect_err("no host has so much").to_string();
         assert!(error.contains("its files need 16492674416644 bytes there on their way"), "{error}");
         assert_eq!(fs::read_dir(&images).expect("there").count(), 0);
         fs::remove_file(work.join("large")).expect("there");
-        assert_eq!(collect(&files, &work, &images).expect("there is room for one"), (1, 4));
+        let room = Room::default();
+        *room.lock() = u64::MAX;
+        let error = collect(&files, &work, &images, &room).expect_err("all was promised to others").to_string();
+        assert!(error.ends_with("need 4 bytes there on their way, and 0 are left"), "{error}");
+        *room.lock() = 0;
+        assert_eq!(collect(&files, &work, &images, &room).expect("there is room for one"), (1, 4));
+        assert_eq!(*room.lock(), 0, "nothing is promised to anybody any more");
     }
 
     #[test]
@@ -289,10 +319,10 @@ mod tests {
         let (_scratch, work, images) = scratch();
         let files = [PathBuf::from("state")];
         std::os::unix::fs::symlink("/etc/hostname", work.join("state")).expect("linked");
-        let why = collect(&files, &work, &images).expect_err("a link").to_string();
+        let why = collect(&files, &work, &images, &Room::default()).expect_err("a link").to_string();
         assert!(why.contains("no regular file") && why.contains("state"), "{why}");
         fs::remove_file(work.join("state")).expect("removed");
-        collect(&files, &work, &images).expect("nothing to keep");
+        collect(&files, &work, &images, &Room::default()).expect("nothing to keep");
         fs::create_dir(work.join("state")).expect("made");
         let why = stage(&files, &work, &images).expect_err("a directory").to_string();
         assert!(why.contains("no regular file"), "{why}");

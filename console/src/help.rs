@@ -133,7 +133,7 @@ pub(crate) const COMMANDS: &[Entry] = &[
                  both end with --for (as 30m, 2h, 1d), else with the next login or logout, or after 12 hours\n\
                  auto    judge by logins and other signs again\n\
                  never   no guests at these times, as 9-17, mon-fri 9-17:30, fri 22-6, sat,sun, always\n\
-                 limit   so many of their tasks at most\n\
+                 limit   so many of their tasks at most, on as many processors\n\
                  policy  all that a file says, as docs/owner.toml does, counts as your rules; alone it shows them\n\
                  A virtual machine of your own reads ~/.config/sempa/owner.toml besides.\n",
     },
@@ -245,8 +245,8 @@ pub(crate) const COMMANDS: &[Entry] = &[
     Entry {
         name: "why",
         summary: "Tell why a task is where it is, or why a host is not used",
-        detail: "Syntax:  why [ -a ] tid | host\nThe newest decisions of the resource manager about it, with their reasons; a job is \
-                 named by the task\nat its top.\nOptions:  -a   all of them\n",
+        detail: "Syntax:  why [ -a ] tid | host\nThe newest decisions of the resource manager about it, with their reasons; of the task \
+                 at the top\nof a job about all of its tasks.\nOptions:  -a   all of them\n",
     },
 ];
 

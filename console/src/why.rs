@@ -98,7 +98,7 @@ fn now(subject: &str, task: Option<&TaskUse>, decisions: &[Decision]) -> Option<
         _ => None,
     });
     Some(match last.flatten() {
-        Some(why) => format!("now: nothing is placed on {subject} unless it is asked for by name: {why}"),
+        Some(why) => format!("now: nothing is placed on {subject}: {why}"),
         None => format!("now: {subject} is used like any other host"),
     })
 }
@@ -148,7 +148,7 @@ mod tests {
         let came = decision(Decided::OwnerCame { host: "h2".into(), why: "olga on pts/1".into() });
         let left = decision(Decided::OwnerLeft { host: "h2".into(), why: "nobody".into() });
         let last = |list: &[Decision]| text("h2", None, list, 0).lines().last().map(String::from).expect("a line");
-        let nothing = "now: nothing is placed on h2 unless it is asked for by name: its owner is there (olga on pts/1)";
+        let nothing = "now: nothing is placed on h2: its owner is there (olga on pts/1)";
         assert_eq!(last(std::slice::from_ref(&came)), nothing);
         assert_eq!(last(&[came, left]), "now: h2 is used like any other host");
         let drain = |begun| decision(Decided::Drain { host: "h2".into(), begun, by: Tid::from_raw(0x40001) });

@@ -31,8 +31,7 @@ use std::sync::Arc;
 struct Args {
     /// How new tasks are spread over the hosts: 'load', where the predicted share of a processor is largest;
     /// 'round-robin', in turn, in blocks, as PVM does; 'choice:NAME', where an adapter of that name says; or the name of a policy file, which is read again whenever it
-    /// changes. A host that the spawning program names is always used; a host whose owner is there is used for nothing
-    /// else.
+    /// changes. A host whose owner is there, or has closed or limited it, is not used, also not by name.
     #[arg(long, default_value = "load", value_name = "NAME|FILE")]
     policy: String,
     /// Move running tasks to hosts where they finish sooner, when that saves more than the move costs.
@@ -119,10 +118,10 @@ fn conduct(args: &Args) -> anyhow::Result<(Conduct, Conduct, Option<PathBuf>)> {
             Ok((given, given, None))
         }
         file => {
-            let text = policy_file::content(Path::new(file)).with_context(|| {
+            let content = policy_file::content(Path::new(file)).with_context(|| {
                 format!("{file:?} is neither 'load' nor 'round-robin', and as a policy file it cannot be read")
             })?;
-            Ok((given, given.with_file(file, &text)?, Some(file.into())))
+            Ok((given, given.with_file(file, &content)?, Some(file.into())))
         }
     }
 }

@@ -1,7 +1,7 @@
 //! The policy of the resource manager as a file: what it says, what is wrong with it, and what changes when it changes.
 //!
 //! ```toml
-//! placing = "load"     # or "round-robin"
+//! placing = "load"     # or "round-robin", or "choice:NAME"
 //! balance = true       # move tasks to where they finish sooner
 //! margin = 1.5         # what such a move must save, as a multiple of what it costs
 //! wait_s = 60          # how long a spawn may wait for a free host
@@ -106,10 +106,19 @@ impl Conduct {
     ///
     /// # Errors
     /// The first thing that is wrong, with its line. Nothing of the file is taken over then.
-    pub fn with_file(self, file: &str, text: &str) -> Result<Conduct, PolicyError> {
+    pub fn with_file(self, file: &str, content: impl AsRef<[u8]>) -> Result<Conduct, PolicyError> {
+        let content = content.as_ref();
+        let (text, is_text) = match std::str::from_utf8(content) {
+            Ok(text) => (text, true),
+            // What is before that.
+            Err(error) => (std::str::from_utf8(&content[..error.valid_up_to()]).unwrap_or_default(), false),
+        };
         let wrong = |at: usize, why: String| PolicyError { file: file.to_string(), line: line_of(text, at), why };
-        if text.len() > POLICY_BYTES_MAX {
-            return Err(wrong(0, format!("the file has {} bytes, and {POLICY_BYTES_MAX} are allowed", text.len())));
+        if content.len() > POLICY_BYTES_MAX {
+            return Err(wrong(0, format!("the file has more than the {POLICY_BYTES_MAX} bytes that are allowed")));
+        }
+        if !is_text {
+            return Err(wrong(text.len(), "this is no text in UTF-8".into()));
         }
         let read = toml::from_str::<File>(text)
             .map_err(|error| wrong(error.span().map_or(0, |span| span.start), error.message().trim().to_string()))?;
@@ -156,7 +165,13 @@ mod tests {
         let limits = Limits { user_tasks: Some(3), job_tasks: Some(4) };
         let rules = Rules { limits, ..rules };
         let expected = Conduct { placing: Policy::RoundRobin, margin: 2.0, rules, ..given };
-        assert_eq!(given.with_file("f", &text.replace("= 2 ", "= 2.0 ")), Ok(expected));
+        assert_eq!(given.with_file("f", text.replace("= 2 ", "= 2.0 ")), Ok(expected));
+    }
+
+    #[test]
+    fn a_file_that_is_no_text_is_refused_with_the_line_where_that_begins() {
+        let error = Conduct::default().with_file("rm.toml", b"wait_s = 1\n# caf\xe9\n").expect_err("Latin-1");
+        assert_eq!(error.to_string(), "rm.toml, line 2: this is no text in UTF-8");
     }
 
     #[test]
@@ -174,6 +189,7 @@ mod tests {
             ("user_tasks = -1", "rm.toml, line 1: invalid value"),
             ("user_tasks = 1\nuser_tasks = 2\n", "rm.toml, line 2: duplicate key"),
             ("= 1", "rm.toml, line 1: "),
+            (&format!("# {}", "x".repeat(POLICY_BYTES_MAX)), "rm.toml, line 1: the file has more than the 65536 bytes"),
         ] {
             let error = read(text).expect_err(text);
             assert!(error.starts_with(said), "{error}");

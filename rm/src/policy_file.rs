@@ -1,25 +1,27 @@
 //! The policy file on disk: read at the start, and followed. What it contains goes to the service as a message, because the
 //! service waits for messages only.
 
+use crate::api::{RealVm, VmApi};
 use crate::policy::POLICY_BYTES_MAX;
 use crate::service::TAG_POLICY;
 use bytes::Bytes;
 use libpvm::Vm;
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
 use sempa_proto::Message;
+use sempa_proto::event::EventKind;
 use sempa_proto::message::DSIG_X86_64;
 use sempa_proto::rm::CTX_RM;
-use std::io::Read;
+use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
 
 /// What it contains; of a longer one as much as shows that it is too long.
 ///
 /// # Errors
 /// It cannot be read.
-pub fn content(path: &Path) -> std::io::Result<String> {
-    let mut text = String::new();
-    std::fs::File::open(path)?.take(POLICY_BYTES_MAX as u64 + 1).read_to_string(&mut text)?;
-    Ok(text)
+pub fn content(path: &Path) -> std::io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    std::fs::File::open(path)?.take(POLICY_BYTES_MAX as u64 + 1).read_to_end(&mut bytes)?;
+    Ok(bytes)
 }
 
 /// Sends the content to the own task, now and whenever the file was written or replaced.
@@ -44,10 +46,19 @@ pub fn follow(path: &Path, vm: &Vm) -> std::io::Result<()> {
     Ok(())
 }
 
-/// Sends the content to the own task. A file that was removed or cannot be read for the moment changes nothing.
+/// Sends the content to the own task. A file that was removed changes nothing, and neither does one that cannot be read, which is said.
 fn tell(path: &Path, vm: &Vm) {
-    let Ok(text) = content(path) else { return };
-    let (src, body) = (vm.tid(), Bytes::from(text));
+    let body = match content(path) {
+        Ok(bytes) => Bytes::from(bytes),
+        Err(error) if error.kind() == ErrorKind::NotFound => return,
+        Err(error) => {
+            let text = format!("{} cannot be read: {error}; the policy in force stays", path.display());
+            let vm = RealVm::new(vm.clone());
+            drop(vm.record(vm.wall(), EventKind::Note { text }));
+            return;
+        }
+    };
+    let src = vm.tid();
     let message = Message { src, dst: src, ctx: CTX_RM, tag: TAG_POLICY, wid: 0, enc: DSIG_X86_64, body };
     // Without a daemon the service ends, and this thread with it.
     drop(vm.send_message(message));

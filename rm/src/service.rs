@@ -406,7 +406,7 @@ impl<V: VmApi> Service<V> {
             if let Some((host, tid)) = watcher {
                 self.model.task_started(now, tid, host, true, false);
             }
-        } else if !self.spawns.ack(message.wid, started.clone()) {
+        } else if !self.spawns.ack(now, message.wid, started.clone()) {
             // A process that connected by itself.
             let host = message.src.home().unwrap_or(self.vm.host());
             for tid in started.into_iter().flatten().flatten() {

@@ -8,8 +8,11 @@
 //! A request that finds no free host, or that is above a limit, may wait for a time that the administrator sets. When something
 //! changes, those who wait are tried again, in the order of the Up-Down scheme.
 
-use crate::decide::{Ask, Choice, Fair, Limits, RESERVE_AFTER, Snapshot, Waiting, Wants, Why, place_by, reserve};
+use crate::decide::{
+    Ask, Choice, Fair, Limits, RESERVE_AFTER, Snapshot, Together, Waiting, Wants, Why, place_by, reserve,
+};
 use crate::recent::Recent;
+use crate::store::books::ATTEMPTS_MAX;
 use crate::store::record;
 use bytes::Bytes;
 use sempa_proto::body::{Encoding, Packer};
@@ -30,6 +33,10 @@ pub const SPAWNS_OPEN_MAX: usize = 1024;
 pub const EXEC_TIME_MAX: Micros = Micros::from_secs(20);
 /// How long a request may take; what is not started by then has failed.
 pub const SPAWN_TIME_MAX: Micros = Micros::from_secs(60);
+/// A host that has not taken tasks of a request is not asked again for it for so long: what keeps them off is news for it, too.
+const DECLINED_SPAN: Micros = Micros::from_secs(5);
+/// Searches of a request that are remembered; of more, the second one is forgotten for each.
+const SEARCHES_MAX: usize = 2 * ATTEMPTS_MAX;
 /// Orders given up whose acknowledgement is still recognised.
 const LATE_MAX: usize = 4096;
 
@@ -136,8 +143,8 @@ struct Spawn {
     hosts: Vec<Option<HostId>>,
     unplaced: Vec<usize>,
     lost: Vec<HostId>,
-    /// Hosts that take no more guests, as they have just said; until it has waited.
-    declined: Vec<HostId>,
+    /// Hosts that have said that they take none of its tasks, and until when they are not asked again.
+    declined: BTreeMap<HostId, Micros>,
     attempts: Vec<Attempt>,
     /// Names of the hosts that were chosen.
     names: BTreeMap<HostId, String>,
@@ -261,7 +268,7 @@ impl Spawns {
             hosts: vec![None; count],
             unplaced: (0..count).collect(),
             lost: Vec::new(),
-            declined: Vec::new(),
+            declined: BTreeMap::new(),
             attempts: Vec::new(),
             names: BTreeMap::new(),
         };
@@ -301,7 +308,7 @@ impl Spawns {
                 self.keep(now, number, by, Vec::new);
             } else {
                 let (choice, sentence) = (RmChoice::Limit, limited.to_string());
-                spawn.attempts.push(Attempt { choice, sentence, not_used: Vec::new() });
+                searched(&mut spawn.attempts, Attempt { choice, sentence, not_used: Vec::new() });
                 spawn.placed = now;
                 tasks.into_iter().for_each(|task| spawn.results[task] = Some(Err(PvmError::OutOfRes)));
                 self.finish(number);
@@ -310,7 +317,9 @@ impl Spawns {
         }
         let (user, peers) = (*user, &[*caller]);
         let hosts = kept.map_or(&[][..], |kept| &kept.hosts);
-        let (without, declined) = (&spawn.lost, &spawn.declined);
+        spawn.declined.retain(|_, until| now < *until);
+        let declined: Vec<HostId> = spawn.declined.keys().copied().collect();
+        let (without, declined) = (&spawn.lost, &declined);
         let ask =
             Ask { user, request, count: tasks.len() as u32, caller: *caller, peers, without, declined, kept: hosts };
         let choice = choice.filter(|_| !request.names_host());
@@ -324,7 +333,7 @@ impl Spawns {
             return snapshot.rotation;
         }
         self.kept.take_if(|kept| kept.number == number);
-        spawn.attempts.push(record::attempt(&placement, snapshot));
+        searched(&mut spawn.attempts, record::attempt(&placement, snapshot));
         spawn.placed = now;
         let mut parts: BTreeMap<HostId, Vec<usize>> = BTreeMap::new();
         for (task, host) in tasks.into_iter().zip(&placement.hosts) {
@@ -385,14 +394,15 @@ impl Spawns {
     fn wait(&mut self, now: Micros, number: u64, tasks: Vec<usize>) {
         let Some(spawn) = self.open.get_mut(&number) else { return };
         spawn.unplaced = tasks;
-        spawn.declined.clear();
         let Incoming { user, job, src, wid, waited, .. } = spawn.from;
         let since = Micros(now.0.saturating_sub(waited.0));
         match self.fair.wait(now, Waiting { number, user, job, since }) {
             Ok(()) => {
                 self.waiting.insert(number);
-                // Where a host has been lost, a part of it may have been started.
-                if !spawn.told && spawn.attempts.is_empty() {
+                // Under the next resource manager it is asked for as a whole: nothing of it may have been started. Where a host has
+                // been lost, something may.
+                let under_way = self.orders.values().any(|order| order.spawn == number);
+                if !spawn.told && !under_way && spawn.lost.is_empty() && spawn.hosts.iter().all(Option::is_none) {
                     spawn.told = true;
                     let waited = Some(waited + now.since(spawn.began));
                     self.out.push_back(Output::Waits { to: src, wid, waited });
@@ -529,7 +539,7 @@ impl Spawns {
     }
 
     /// A host acknowledges. False when the wait id is none of ours.
-    pub fn ack(&mut self, wid: i32, started: PvmResult<Vec<PvmResult<Tid>>>) -> bool {
+    pub fn ack(&mut self, now: Micros, wid: i32, started: PvmResult<Vec<PvmResult<Tid>>>) -> bool {
         let found = self.orders.iter().find(|(_, o)| o.wid == Some(wid)).map(|(id, _)| *id);
         let Some(id) = found else {
             if !self.late.has(wid) {
@@ -541,15 +551,15 @@ impl Spawns {
         };
         let order = self.orders.remove(&id).expect("found a moment ago");
         let Some(spawn) = self.open.get_mut(&order.spawn) else { return true };
-        let anywhere = !spawn.from.request.is_bound();
         let short = match &started {
             Ok(_) => PvmError::DSysErr,
             Err(error) => *error,
         };
-        let (mut started, mut elsewhere) = (started.unwrap_or_default().into_iter(), Vec::new());
-        for task in order.tasks {
-            let result = started.next().unwrap_or(Err(short));
-            if anywhere && result == Err(NO_GUESTS) {
+        let results = started.unwrap_or_default().into_iter().chain(std::iter::repeat(Err(short)));
+        let results: Vec<PvmResult<Tid>> = results.take(order.tasks.len()).collect();
+        let (elsewhere_too, mut elsewhere) = (spawn.may_go_elsewhere(&results), Vec::new());
+        for (task, result) in order.tasks.into_iter().zip(results) {
+            if elsewhere_too && result == Err(NO_GUESTS) {
                 elsewhere.push(task);
                 continue;
             }
@@ -560,7 +570,7 @@ impl Spawns {
         if elsewhere.is_empty() {
             self.finish(order.spawn);
         } else {
-            spawn.declined.push(order.host);
+            spawn.declined.insert(order.host, now + DECLINED_SPAN);
             self.place_again(order.spawn, elsewhere);
         }
         true
@@ -699,6 +709,24 @@ impl Spawns {
             waited: Micros(0),
             attempts: vec![attempt],
         }));
+    }
+}
+
+impl Spawn {
+    /// Whether what one host does not take of these tasks may be tried on others. Tasks that are to be together, or so many on each
+    /// host at most, may as long as none of them has a place.
+    fn may_go_elsewhere(&self, results: &[PvmResult<Tid>]) -> bool {
+        let apart = Wants::of(&self.from.request).is_ok_and(|wants| wants.together == Together::Any);
+        let all_refused = results.len() == self.results.len() && results.iter().all(|one| *one == Err(NO_GUESTS));
+        !self.from.request.is_bound() && (apart || all_refused)
+    }
+}
+
+/// One more search has been made for a request.
+fn searched(attempts: &mut Vec<Attempt>, attempt: Attempt) {
+    attempts.push(attempt);
+    if attempts.len() > SEARCHES_MAX {
+        attempts.remove(1);
     }
 }
 

@@ -138,6 +138,38 @@ fn tasks_that_a_host_does_not_take_because_of_its_owner_are_started_elsewhere_un
 }
 
 #[test]
+fn tasks_that_belong_together_or_apart_are_started_elsewhere_as_a_whole_or_not_at_all() {
+    let same_host = SpawnRequest { place: "?same-host".into(), ..request(2) };
+    let spread = SpawnRequest { place: "?spread = 1".into(), ..request(2) };
+    let first_order = |asked: &SpawnRequest| {
+        let mut bed = Bed::quiet(&world(3));
+        bed.world().spawn(1, asked);
+        bed.settle();
+        let execs = bed.world().took_execs();
+        (bed, execs)
+    };
+    let (mut bed, execs) = first_order(&same_host);
+    let tid = t(execs[0].host.index(), 100);
+    bed.world().ack_with(&execs[0], &[Ok(tid), Err(NO_GUESTS)]);
+    bed.settle();
+    assert_eq!(bed.world().answer(1), Some(Ok(vec![Ok(tid), Err(NO_GUESTS)])), "the other one has no place beside it");
+
+    let (mut bed, execs) = first_order(&same_host);
+    bed.world().ack_with(&execs[0], &[Err(NO_GUESTS), Err(NO_GUESTS)]);
+    bed.settle();
+    let again = bed.world().took_execs();
+    assert_eq!(again.iter().map(|exec| exec.request.count).collect::<Vec<_>>(), [2], "both, on another host");
+    assert!(again[0].host != execs[0].host);
+
+    let (mut bed, execs) = first_order(&spread);
+    assert_eq!(execs.len(), 2);
+    let there = bed.world().ack(&execs[0]);
+    bed.world().ack_with(&execs[1], &[Err(NO_GUESTS)]);
+    bed.settle();
+    assert_eq!(bed.world().answer(1).expect("answered").expect("results").iter().flatten().count(), there.len());
+}
+
+#[test]
 fn a_spawn_that_no_host_takes_waits_if_it_may_and_they_are_asked_again() {
     let refused_by_all = |wait: Micros| {
         let rules = Rules { wait, ..Rules::default() };
@@ -148,9 +180,15 @@ fn a_spawn_that_no_host_takes_waits_if_it_may_and_they_are_asked_again() {
             let execs = bed.world().took_execs();
             assert_eq!(execs.len(), 1);
             bed.world().ack_with(&execs[0], &[Err(NO_GUESTS)]);
+            // The host says so in the log, which is news.
+            bed.world().event(execs[0].host, EventKind::Note { text: "not started".into() });
             bed.settle();
         }
-        assert_eq!(bed.world().took_execs().len(), 0, "nobody is asked twice for nothing");
+        for _ in 0..3 {
+            bed.world().event(h(1), EventKind::Note { text: "something else".into() });
+            bed.settle();
+        }
+        assert_eq!(bed.world().took_execs().len(), 0, "nobody is asked again for a while");
         bed
     };
     let bed = refused_by_all(Micros(0));
@@ -158,6 +196,11 @@ fn a_spawn_that_no_host_takes_waits_if_it_may_and_they_are_asked_again() {
 
     let mut bed = refused_by_all(Micros::from_secs(600));
     assert_eq!(bed.world().answer(1), None, "it may wait");
+    assert_eq!(
+        bed.world().waits(1).len(),
+        1,
+        "its library knows that, so that it waits on under another resource manager"
+    );
     bed.pass(Micros::from_secs(10));
     let execs = bed.world().took_execs();
     assert_eq!(execs.len(), 1, "owners come and go unheard");

@@ -162,6 +162,9 @@ fn a_job_that_began_again_is_whole_in_whatever_order_its_tasks_were_told_of() {
         assert!(decisions.iter().any(|d| matches!(d.what, Decided::Restarted { .. })), "{decisions:?}");
         let early = decisions.iter().any(|d| matches!(d.what, Decided::Moved { .. }));
         assert_eq!(early, same_machine, "what was decided before it went back is about the same task: {decisions:?}");
+        let Answer::Why { decisions, .. } = books.answer(&Question::WhyTask(t(1, 3))) else { panic!("nothing") };
+        let moved = decisions.iter().any(|d| matches!(d.what, Decided::Moved { tid, .. } if tid == t(2, 4)));
+        assert_eq!(moved, same_machine, "what was decided about a task is about its job: {decisions:?}");
         let mut sheets = Sheets::new();
         apply(&mut sheets, books.batch());
         assert_eq!(reread(&sheets), books);

@@ -267,6 +267,11 @@ impl Begin {
         self.state.iter().map(|file| file.replace(STATE_TID, &tid.to_string()).into()).collect()
     }
 
+    /// True if its own checkpoint is one of the ways, and CRIU does not come before all others.
+    pub fn own_first(&self) -> bool {
+        self.own().is_some() && self.engines.first() != Some(&Engine::Criu)
+    }
+
     /// True if CRIU is one of the ways.
     pub fn by_criu(&self) -> bool {
         self.engines.contains(&Engine::Criu)

@@ -604,18 +604,23 @@ pub enum Decided {
 impl Decided {
     /// True when it speaks of this task.
     pub fn is_about(&self, task: Tid) -> bool {
+        self.is_about_one(|tid| tid == task)
+    }
+
+    /// True when it speaks of a task of which this is so.
+    pub fn is_about_one(&self, is_so: impl Fn(Tid) -> bool) -> bool {
         match self {
-            Decided::Spawn { job, started, .. } => *job == task || started.iter().any(|(tid, _)| *tid == task),
+            Decided::Spawn { job, started, .. } => is_so(*job) || started.iter().any(|(tid, _)| is_so(*tid)),
             Decided::Go { tid, .. }
             | Decided::Moved { tid, .. }
             | Decided::NotMoved { tid, .. }
             | Decided::Stays { tid, .. }
             | Decided::CameOut { tid, .. }
             | Decided::Suspended { tid, .. }
-            | Decided::Resumed { tid, .. } => *tid == task,
-            Decided::JobSuspended { job, .. } => *job == task,
-            Decided::Parked { job, tid, .. } => *job == task || *tid == task,
-            Decided::Restarted { job, tasks, .. } => *job == task || tasks.iter().any(|(tid, _)| *tid == task),
+            | Decided::Resumed { tid, .. } => is_so(*tid),
+            Decided::JobSuspended { job, .. } => is_so(*job),
+            Decided::Parked { job, tid, .. } => is_so(*job) || is_so(*tid),
+            Decided::Restarted { job, tasks, .. } => is_so(*job) || tasks.iter().any(|(tid, _)| is_so(*tid)),
             _ => false,
         }
     }

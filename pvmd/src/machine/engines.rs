@@ -136,6 +136,13 @@ impl Task {
         self.ending.is_some_and(|ending| ending.stage != Stage::Off)
     }
 
+    /// It does not heed the signal by which it was to be asked for this checkpoint. True if CRIU may write it, which then was not asked
+    /// yet.
+    pub(super) fn falls_to_criu(&mut self, id: MigrationId) -> bool {
+        self.unheeding = Some(id);
+        self.begin.as_ref().is_some_and(|begin| begin.by_criu() && begin.own_first())
+    }
+
     /// True if it has no process, and will have one again.
     pub(super) fn is_away(&self) -> bool {
         self.away.is_some()
@@ -172,7 +179,7 @@ impl Machine {
         if task.ending.is_some() {
             return Some(Err(Refusal::MayEndYet));
         }
-        let own_first = begin.own().is_some() && begin.engines.first() != Some(&Engine::Criu);
+        let own_first = begin.own_first();
         match self.facts_written(tid)? {
             Err(_) if by_criu => None,
             result => (own_first || !by_criu).then_some(result),

@@ -17,8 +17,8 @@ use super::tasks::{Phase, Task};
 use super::{Machine, Output, Timer};
 use checkpoint::protocol::{Source, SourceEvent};
 use sempa_proto::event::EventKind;
-use sempa_proto::load::GuestLimits;
-use sempa_proto::migration::{Failure, Refusal};
+use sempa_proto::load::is_watcher;
+use sempa_proto::migration::{Cause, Failure, Refusal};
 use sempa_proto::owner::{Guests, GuestsWord, Leave, WHY_BYTES_MAX};
 use sempa_proto::table::TASK_SERVES;
 use sempa_proto::task::{Redirect, Reply, ResumeToken, ToTask};
@@ -76,8 +76,6 @@ struct Said {
 pub(super) struct Hosting {
     /// The word by which guests are stopped; none while they are welcome.
     stopped: Option<Said>,
-    /// What guests may have while they are welcome.
-    limits: GuestLimits,
     pub(super) speakers: Speakers,
     last: u64,
 }
@@ -151,8 +149,8 @@ impl Machine {
 
     /// This counts now.
     pub(super) fn take_word(&mut self, by: Tid, word: GuestsWord) {
-        self.hosting.speakers.spoke(by, &word);
-        self.hosting.limits.clone_from(&word.limits);
+        let watches = self.tasks.get(by).is_some_and(|task| task.servant && is_watcher(&task.name));
+        self.hosting.speakers.spoke(by, &word, watches);
         match word.guests {
             Guests::Welcome => self.guests_go_on(&word.why),
             Guests::Stopped { leave_at, .. } => {
@@ -530,31 +528,40 @@ impl Machine {
         let host = self.config.host;
         match &self.hosting.stopped {
             Some(said) => Some(Refusal::OwnerThere { host, why: said.word.why.clone() }),
-            None => self.beyond_limits(tid, program).map(|why| Refusal::OwnerLimits { host, why }),
+            None => self.places_for(tid, program).err().map(|why| Refusal::OwnerLimits { host, why }),
         }
     }
 
-    /// What the owner has against a guest that runs this program, besides those that are here or come. Tasks that leave and those
-    /// that are suspended need no processor.
-    pub(super) fn beyond_limits(&self, tid: Tid, program: &str) -> Option<String> {
-        let limits = &self.hosting.limits;
-        if let Some(pattern) = limits.blocked(program) {
-            return Some(format!("its owner lets nobody run {pattern}"));
+    /// For how many guests that run this program there is a place, besides those that are here or come, this one aside; one at least.
+    /// Tasks that leave and those that are suspended need no processor.
+    ///
+    /// # Errors
+    /// What those who speak for the owner have against one.
+    pub(super) fn places_for(&self, tid: Tid, program: &str) -> Result<usize, String> {
+        if let Some(pattern) = self.hosting.speakers.limits().find_map(|limits| limits.blocked(program)) {
+            return Err(format!("its owner lets nobody run {pattern}"));
         }
-        let most = limits.cores?;
+        let Some(most) = self.hosting.speakers.limits().filter_map(|limits| limits.cores).min() else {
+            return Ok(usize::MAX);
+        };
+        // One that is written for a checkpoint does not leave.
+        let leaves = |source: &&Source| source.holds() && source.of().cause != Cause::Checkpoint;
+        let leaving: BTreeSet<Tid> = self.moves.sources.values().filter(leaves).map(|source| source.of().tid).collect();
         let works = |task: &&Task| {
             let counts = task.tid != tid && task.is_guest() && !task.pinned && task.suspended.is_none();
-            counts && self.source_of(task.tid).is_none()
+            counts && !leaving.contains(&task.tid)
         };
         let comes = |arrival: &&Arrival| arrival.tid != tid && arrival.suspended.is_none();
         let here = self.tasks.live.values().filter(works).count();
         let coming = self.moves.arrivals.values().filter(comes).count();
-        let full = here + coming >= usize::try_from(most).unwrap_or(usize::MAX);
-        full.then(|| match most {
-            0 => "its owner allows no tasks".to_string(),
-            1 => "its owner allows one task, and it is there".to_string(),
-            _ => format!("its owner allows {most} tasks, and they are there"),
-        })
+        match usize::try_from(most).unwrap_or(usize::MAX).saturating_sub(here + coming) {
+            0 => Err(match most {
+                0 => "its owner allows no tasks".to_string(),
+                1 => "its owner allows one task, and it is there".to_string(),
+                _ => format!("its owner allows {most} tasks, and they are there"),
+            }),
+            places => Ok(places),
+        }
     }
 
     /// Writes the token that wakes the library that let go by this number.

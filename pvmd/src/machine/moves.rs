@@ -596,11 +596,12 @@ impl Machine {
     fn signal_looked_at(&mut self, id: MigrationId, minds: bool) {
         let Some(tid) = self.moves.sources.get(&id).map(|source| source.of().tid) else { return };
         let facts = self.facts_written(tid).unwrap_or(Err(Refusal::NoSuchTask));
-        let refused = |facts: TaskFacts| match facts.signal() {
-            Some(signal) if !minds => Err(Refusal::NotMinded { signal }),
-            _ => Ok(facts),
-        };
-        self.known(id, tid, facts.and_then(refused), false);
+        let signal = facts.as_ref().ok().and_then(TaskFacts::signal).filter(|_| !minds);
+        let Some(signal) = signal else { return self.known(id, tid, facts, false) };
+        match self.tasks.get_mut(tid).is_some_and(|task| task.falls_to_criu(id)) {
+            true => self.tell_tasker(ToTasker::Inspect { migration: id, tid }),
+            false => self.known(id, tid, Err(Refusal::NotMinded { signal }), false),
+        }
     }
 
     fn known(&mut self, id: MigrationId, tid: Tid, result: Result<TaskFacts, Refusal>, memory_can_follow: bool) {
@@ -645,7 +646,11 @@ impl Machine {
                     return;
                 };
                 let result = result.map_err(|refusal| self.named(refusal));
-                let result = self.facts_with_criu(tid, Some(&cause), result);
+                let unheeding = self.tasks.get(tid).is_some_and(|task| task.unheeding == Some(migration));
+                let result = match unheeding {
+                    true => result,
+                    false => self.facts_with_criu(tid, Some(&cause), result),
+                };
                 self.inspected(migration, tid, result, memory_can_follow);
             }
             FromTasker::Minds { migration, minds } => self.signal_looked_at(migration, minds),

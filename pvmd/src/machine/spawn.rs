@@ -14,7 +14,7 @@ use sempa_proto::task::{
     GrantOf, Reply, SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_DEBUG, SPAWN_HOST, SPAWN_NO_PARENT, SPAWN_PINNED, SpawnRequest,
 };
 use sempa_proto::tasker::{StartTask, ToTasker};
-use sempa_proto::{HostId, PvmError, RequestId, Tid};
+use sempa_proto::{HostId, Micros, PvmError, RequestId, Tid};
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
@@ -22,6 +22,9 @@ use std::path::Path;
 pub(super) const SPAWN_COUNT_MAX: u32 = 65_536;
 /// What the daemon runs in front of a task that is to be debugged, when `PVM_DEBUGGER` names nothing else.
 const DEBUGGER: &str = "/usr/lib/pvm3/lib/debugger";
+
+/// That tasks are not started for the same reason as those before is said no more often than this.
+const NOT_STARTED_PAUSE: Micros = Micros::from_secs(10);
 
 /// One result per task.
 type Started = Vec<Result<Tid, PvmError>>;
@@ -49,6 +52,8 @@ pub(super) struct Spawns {
     last: u64,
     /// The host that got the last task.
     last_host: Option<HostId>,
+    /// What was said last of tasks that the owner of this host does not want, and when.
+    not_started: Option<(Micros, String)>,
 }
 
 /// Who waits for tasks to be started here.
@@ -262,7 +267,7 @@ impl Machine {
             Err(PvmError::BadParam)
         } else if self.tasker_gone || self.stop.is_some() {
             Err(PvmError::DSysErr)
-        } else if self.refuses(&job) {
+        } else if self.places(&job) == 0 {
             Err(NO_GUESTS)
         } else {
             find_program(world, &job.request)
@@ -278,9 +283,10 @@ impl Machine {
                     pinned: job.request.flags & SPAWN_PINNED != 0,
                 };
                 let begin = begin.unwrap_or_default();
-                let start = |n| match self.refuses(&job) {
-                    true => Err(NO_GUESTS),
-                    false => self.start_one(world, &job, n, (base.clone(), begin.clone())),
+                let places = self.places(&job);
+                let start = |n| match (n as usize) < places {
+                    true => self.start_one(world, &job, n, (base.clone(), begin.clone())),
+                    false => Err(NO_GUESTS),
                 };
                 (0..count).map(start).collect()
             }
@@ -288,7 +294,7 @@ impl Machine {
         };
         let refused = started.iter().filter(|one| **one == Err(NO_GUESTS)).count();
         if let Some(refusal) = self.no_guest(Tid::NONE, &job.request.file).filter(|_| refused > 0) {
-            self.note(format!("{} not started ({refused} of {count}): {refusal}", job.request.file));
+            self.note_not_started(format!("{} not started: {refusal}", job.request.file));
         }
         match job.back {
             ExecBack::Answer(back) => self.answer(back, Answer::Reply(Reply::Spawned(started.clone()))),
@@ -310,9 +316,24 @@ impl Machine {
         }
     }
 
-    /// True if the owner of this host does not want one more of these tasks now.
-    fn refuses(&self, job: &ExecJob) -> bool {
-        !job.is_servant() && self.no_guest(Tid::NONE, &job.request.file).is_some()
+    /// For how many of these tasks there is a place here now, as the owner of this host sees it.
+    fn places(&self, job: &ExecJob) -> usize {
+        if job.is_servant() {
+            usize::MAX
+        } else if self.hosting.is_stopped() {
+            0
+        } else {
+            self.places_for(Tid::NONE, &job.request.file).unwrap_or(0)
+        }
+    }
+
+    /// Who asks again and again does not fill the log.
+    fn note_not_started(&mut self, text: String) {
+        let said = &self.spawns.not_started;
+        if said.as_ref().is_none_or(|(at, before)| *before != text || self.now.since(*at) >= NOT_STARTED_PAUSE) {
+            self.spawns.not_started = Some((self.now, text.clone()));
+            self.note(text);
+        }
     }
 
     fn start_one(

@@ -20,6 +20,8 @@ pub(super) const SPEAKER_TIME: Micros = Micros::from_secs(10);
 pub(super) struct Speakers {
     /// The last word of each that lives.
     words: BTreeMap<Tid, GuestsWord>,
+    /// What guests might have by the last one that has ended; until a load watcher speaks, or its time is over.
+    left: Option<(Tid, GuestLimits)>,
     /// The load watcher has died, and none has been seen since.
     missing: bool,
     /// That this daemon starts one is in the event log.
@@ -29,9 +31,17 @@ pub(super) struct Speakers {
 }
 
 impl Speakers {
-    /// One speaks.
-    pub(super) fn spoke(&mut self, by: Tid, word: &GuestsWord) {
+    /// One speaks; `watches`: as the load watcher of this host, which knows all that owners say.
+    pub(super) fn spoke(&mut self, by: Tid, word: &GuestsWord, watches: bool) {
         self.words.insert(by, word.clone());
+        if watches {
+            self.left = None;
+        }
+    }
+
+    /// What each of them lets guests have. All of it counts: who says nothing of it takes nothing back.
+    pub(super) fn limits(&self) -> impl Iterator<Item = &GuestLimits> {
+        self.words.values().map(|word| &word.limits).chain(self.left.iter().map(|(_, limits)| limits))
     }
 }
 
@@ -44,8 +54,12 @@ impl Machine {
 
     /// A task has ended that may have spoken for the owner.
     pub(super) fn speaker_gone(&mut self, tid: Tid) {
-        if self.hosting.speakers.words.remove(&tid).is_none() || !self.hosting.is_by(tid) {
-            return;
+        let Some(word) = self.hosting.speakers.words.remove(&tid) else { return };
+        if word.limits != GuestLimits::default() {
+            self.hosting.speakers.left = Some((tid, word.limits));
+        }
+        if !self.hosting.is_by(tid) {
+            return self.timer(SPEAKER_TIME, Timer::Speaker(tid));
         }
         // Another one has not been asked since it spoke last, and thinks that this counts.
         if let Some((by, word)) = self.hosting.speakers.words.pop_last() {
@@ -58,11 +72,18 @@ impl Machine {
 
     /// The last word of a speaker has counted long enough, unless another load watcher is to speak.
     pub(super) fn speaker_time_over(&mut self, tid: Tid) {
-        if !self.hosting.is_by(tid) {
+        let limits = self.hosting.speakers.left.as_ref().is_some_and(|(by, _)| *by == tid);
+        if !limits && !self.hosting.is_by(tid) {
             return;
         }
         if self.hosting.speakers.missing || self.has_watcher() {
             return self.timer(SPEAKER_TIME, Timer::Speaker(tid));
+        }
+        if limits {
+            self.hosting.speakers.left = None;
+        }
+        if !self.hosting.is_by(tid) {
+            return;
         }
         let why = format!("{tid}, which spoke for the owner, has ended");
         self.take_word(tid, GuestsWord { guests: Guests::Welcome, why, limits: GuestLimits::default() });

@@ -128,6 +128,8 @@ pub(super) struct Task {
     pub(super) parting: Option<Box<Parting>>,
     /// How it was started, if it may be taken elsewhere by being started again.
     pub(super) begin: Option<Box<Begin>>,
+    /// It does not handle the signal by which it was to be asked for this checkpoint.
+    pub(super) unheeding: Option<MigrationId>,
     /// It was asked to end for that.
     pub(super) ending: Option<Ending>,
     /// Its process has ended for that.
@@ -184,6 +186,7 @@ impl Task {
             successor: None,
             parting: None,
             begin: None,
+            unheeding: None,
             ending: None,
             away: None,
             returning: false,

@@ -3,7 +3,7 @@
 
 use super::input::{Input, Inputs};
 use crate::machine::io::Event;
-use checkpoint::state::{self, Staged, StateError};
+use checkpoint::state::{self, Room, Staged, StateError};
 use sempa_proto::MigrationId;
 use sempa_proto::migration::Failure;
 use sempa_proto::place::Place;
@@ -22,6 +22,7 @@ pub(crate) struct States {
     place: Place,
     inputs: Inputs,
     staged: All,
+    room: Arc<Room>,
 }
 
 fn lock(staged: &All) -> MutexGuard<'_, HashMap<MigrationId, Option<Staged>>> {
@@ -35,7 +36,7 @@ fn io(error: &StateError) -> Failure {
 impl States {
     /// Nothing is under way.
     pub(crate) fn new(place: Place, inputs: Inputs) -> States {
-        States { place, inputs, staged: All::default() }
+        States { place, inputs, staged: All::default(), room: Arc::default() }
     }
 
     fn work(&self, work: impl FnOnce() -> Event + Send + 'static) {
@@ -47,11 +48,11 @@ impl States {
 
     /// Copies files to where images of this part are; [`Event::StateCollected`].
     pub(crate) fn collect(&self, migration: MigrationId, files: Vec<PathBuf>, dir: PathBuf) {
-        let images = self.place.images(migration);
+        let (images, room) = (self.place.images(migration), Arc::clone(&self.room));
         // At once: what is dropped in the meantime must not be made again. Whoever uses it says what is wrong.
         let _ = DirBuilder::new().mode(0o700).create(&images);
         self.work(move || {
-            let collected = state::collect(&files, &dir, &images);
+            let collected = state::collect(&files, &dir, &images, &room);
             let result = collected.map(|(files, bytes)| DumpReport { bytes, files }).map_err(|e| io(&e));
             Event::StateCollected { migration, result }
         });

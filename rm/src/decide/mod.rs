@@ -382,7 +382,7 @@ pub enum Reason {
     Kept,
     /// It was lost or did not answer while this request was carried out.
     NoAnswer,
-    /// It said a moment ago that its owner wants no more guests.
+    /// It said a moment ago that it takes no more tasks, because of its owner or for want of room.
     Declined,
     /// It cannot take over running tasks at present.
     NoMoves {
@@ -417,7 +417,7 @@ impl fmt::Display for Reason {
             Reason::Unmet { condition, has } => write!(f, "{condition} does not hold ({has})"),
             Reason::Kept => f.write_str("it is kept for a spawn that has waited for long"),
             Reason::NoAnswer => f.write_str("no answer"),
-            Reason::Declined => f.write_str("it took no more guests when it was asked"),
+            Reason::Declined => f.write_str("it took no more tasks when it was asked"),
             Reason::NoMoves { why } | Reason::Refused { why } => f.write_str(why),
         }
     }

@@ -20,8 +20,7 @@ impl<V: VmApi> Service<V> {
 
     /// The policy file has changed: what it says is in force, or, when something is wrong with it, what was.
     pub(super) fn policy_changed(&mut self, content: &[u8]) {
-        let text = String::from_utf8_lossy(content);
-        match self.options.given.with_file(&self.options.policy_file, &text) {
+        match self.options.given.with_file(&self.options.policy_file, content) {
             Ok(conduct) if conduct == self.options.conduct => {}
             Ok(conduct) if self.options.choices.of(conduct.placing).is_err() => {
                 let error = self.options.choices.of(conduct.placing).err().map(|e| e.to_string()).unwrap_or_default();

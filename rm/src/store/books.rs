@@ -646,7 +646,9 @@ impl Books {
         match question {
             Question::WhyTask(tid) => {
                 let task = self.known(*tid).cloned();
-                let decisions = self.decisions_about(|what| what.is_about(*tid), self.began(*tid));
+                let members = self.members(*tid);
+                let about = |what: &Decided| what.is_about_one(|one| one == *tid || members.contains(&one));
+                let decisions = self.decisions_about(about, self.began(*tid));
                 if task.is_none() && decisions.is_empty() { Answer::Unknown } else { Answer::Why { task, decisions } }
             }
             Question::WhyHost(name) => {
@@ -677,6 +679,14 @@ impl Books {
             | Question::Killed(_)
             | Question::Unpark(_) => Answer::Unknown,
         }
+    }
+
+    /// The tasks of the job of which this is the first task; none if it is no such task.
+    fn members(&self, tid: Tid) -> BTreeSet<Tid> {
+        let job = self.job(tid).map(|job| job.began);
+        let since = job.filter(|_| self.known(tid).is_none_or(|task| task.job == tid));
+        let Some(since) = since else { return BTreeSet::new() };
+        self.tasks.values().filter(|task| task.job == tid && task.began >= since).map(|task| task.tid).collect()
     }
 
     /// When the newest task with this tid began; if it began again from a checkpoint, when it first did.

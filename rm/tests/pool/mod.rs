@@ -82,6 +82,8 @@ pub(crate) struct Times {
 pub(crate) struct Seen {
     /// Seconds that each guest ran on beside an owner who had come.
     pub(crate) stalls: Vec<f64>,
+    /// Seconds from an owner's sign of life until each guest was told to leave.
+    pub(crate) untold: Vec<f64>,
     /// Seconds from each owner's sign of life until the last guest was gone, where there were guests.
     pub(crate) clean: Vec<f64>,
     pub(crate) evictions: usize,
@@ -312,6 +314,7 @@ impl Pool {
                 // Who gave way to another user's task stood still before.
                 self.seen.stalls.extend(runs.then_some(stop));
                 self.seen.stuck += self.now - since;
+                self.seen.untold.push(self.now - since);
                 // From its stop on it stands still until all is done, though it runs a little sooner in truth.
                 self.seen.standing += (clear - stop).max(0.0);
                 clear

@@ -67,6 +67,8 @@ pub(crate) struct Week {
     pub(crate) clean_s: Spread,
     /// How long each guest ran on beside an owner, as was measured with real hosts: they stop by themselves, whatever is decided.
     pub(crate) stall_s: Spread,
+    /// From an owner's sign of life until each guest was told to leave.
+    pub(crate) untold_s: Spread,
     /// Guests that were beside an owner at the end of the week, and had not been told to leave.
     pub(crate) left_beside: usize,
     pub(crate) moves_owner: usize,
@@ -103,6 +105,7 @@ impl Week {
             jobs_waiting: pool.fair.waiting(),
             clean_s: Spread::of(std::mem::take(&mut seen.clean)),
             stall_s: Spread::of(std::mem::take(&mut seen.stalls)),
+            untold_s: Spread::of(std::mem::take(&mut seen.untold)),
             left_beside,
             moves_owner: seen.evictions,
             moves_load: seen.shifts,
@@ -131,7 +134,9 @@ impl Week {
         line("free hosts", format!("{:.0} on average, {} at most, of {}", self.free_mean, self.free_max, self.hosts));
         line("jobs of 61 processes", format!("{} ended, {} wait", self.jobs_ended, self.jobs_waiting));
         line("a guest runs beside an owner for", spread(&self.stall_s));
+        line("a guest is told to leave after", spread(&self.untold_s));
         line("no guest is left after", spread(&self.clean_s));
+        line("guests never told to leave", self.left_beside.to_string());
         line("moves", format!("{} for owners, {} for the load", self.moves_owner, self.moves_load));
         line("moves in an hour", format!("{moves:.0} on average, {busiest} in the worst"));
         line(

@@ -41,6 +41,8 @@ pub(super) struct Outcome {
     pub(super) reasons: Vec<String>,
     pub(super) seconds: u64,
     pub(super) visits: usize,
+    /// Those of them that were over before the host had to be clean, and was.
+    pub(super) short_visits: usize,
     /// From the login record until a worker ran no more, by its own clock; sorted.
     pub(super) stood_still_us: Vec<u64>,
     /// Workers beside an owner of whom that cannot be said.
@@ -167,12 +169,20 @@ impl Outcome {
         self.judge_events(events, stays);
         for visit in visits(events) {
             let clean = |entry: &Entry| match entry.kind {
-                EventKind::HostClean { host } if host.index() == visit.host => Some(Some(entry.at_us - visit.since)),
-                EventKind::OwnerAbsent { host, .. } if host.index() == visit.host => Some(None),
+                EventKind::HostClean { host } if host.index() == visit.host => Some(Ok(entry.at_us - visit.since)),
+                EventKind::OwnerAbsent { host, .. } if host.index() == visit.host => Some(Err(entry.at_us)),
                 _ => None,
             };
-            if let Some(clean_us) = after(events, visit.since, clean).flatten() {
-                self.judge_clean(&visit, clean_us, events, decisions);
+            let end = events.last().map_or(visit.since, |entry| entry.at_us);
+            match after(events, visit.since, clean).unwrap_or(Err(end)) {
+                Ok(clean_us) => self.judge_clean(&visit, clean_us, events, decisions),
+                Err(end) if end.saturating_sub(visit.since) <= CLEAN_US => self.short_visits += 1,
+                Err(end) => {
+                    let Visit { host, since } = visit;
+                    self.reasons.push(format!(
+                        "host {host} was not clean from {since} to {end}, as long as somebody was there"
+                    ));
+                }
             }
             self.judge_kernels(&visit, events, gaps, seen);
         }
@@ -399,6 +409,22 @@ mod tests {
 
     fn says(outcome: &Outcome, words: &str) -> bool {
         outcome.reasons.iter().any(|reason| reason.contains(words))
+    }
+
+    #[test]
+    fn a_host_that_is_never_clean_makes_a_run_bad_unless_its_visitor_left_before_it_had_to_be() {
+        let goes = || EventKind::OwnerAbsent { host: h(2), why: "nobody is logged in".into() };
+        let visit = |then: Vec<(u64, EventKind)>| {
+            let events = log([vec![(1000, comes(2, 1000))], then].concat());
+            judged(&events, &[STAY], &Gaps::new(), &Seen::default())
+        };
+        let never_clean = |then| says(&visit(then), "host 2 was not clean");
+        let late = 1000 + CLEAN_US + 1;
+        assert!(never_clean(vec![(late, goes())]));
+        assert!(never_clean(vec![(late, EventKind::Note { text: "the end".into() })]), "the log ends");
+        assert!(!never_clean(vec![(2000, EventKind::HostClean { host: h(2) }), (late, goes())]));
+        assert!(!never_clean(vec![(late - 1, goes())]));
+        assert_eq!(visit(vec![(late - 1, goes())]).short_visits, 1);
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! Jobs are checkpointed while they talk, lose everything, and begin again.
 
 mod last_words;
+mod limits;
 mod own;
 mod unwanted;
 mod way;

@@ -1,12 +1,12 @@
 //! Who speaks for the owner of a host may die: guests do not go on beside him for that.
 
-use super::scene::{PROMISE, Scene, events, on, spawn, stopped, welcome};
+use super::scene::{PROMISE, Scene, events, on, spawn, stopped, welcome, welcome_with};
 use super::sim::{Sim, host, seeds};
 use crate::machine::HostId;
 use crate::machine::speaker::SPEAKER_TIME;
 use sempa_proto::event::EventKind;
-use sempa_proto::load::WATCHER_PROGRAM;
-use sempa_proto::task::Reply;
+use sempa_proto::load::{GuestLimits, WATCHER_PROGRAM};
+use sempa_proto::task::{Reply, Request};
 use sempa_proto::{Micros, PvmError};
 
 const SIGTERM: i32 = 15;
@@ -114,6 +114,38 @@ fn guests_stand_still_while_no_load_watcher_can_be_started_and_the_log_says_so_o
     let program = guarded.sim.enrol(HostId::MASTER);
     assert_eq!(guarded.sim.ask(program, welcome()), Reply::Done);
     guarded.until_they_go_on();
+}
+
+#[test]
+fn what_an_owner_allows_counts_until_a_load_watcher_speaks_again_and_no_program_takes_it_back() {
+    let mut guarded = Guarded::new(4);
+    let allows = |most| welcome_with(GuestLimits { cores: Some(most), ..GuestLimits::default() });
+    let may_start = |guarded: &mut Guarded| {
+        let reply = guarded.sim.ask(guarded.console, Request::Spawn(on("h1", "child", 1)));
+        let Reply::Spawned(results) = reply else { panic!("{reply:?}") };
+        results[0].is_ok()
+    };
+    let first = guarded.watcher;
+    assert_eq!(guarded.sim.ask(first, allows(2)), Reply::Done);
+    assert!(!may_start(&mut guarded), "two are there");
+    let program = guarded.sim.enrol(HostId::MASTER);
+    assert_eq!(guarded.sim.ask(program, welcome()), Reply::Done);
+    assert!(!may_start(&mut guarded), "who says nothing of it takes nothing back");
+    guarded.sim.exit(program, 0);
+    guarded.sim.pass(LONG);
+    assert!(!may_start(&mut guarded));
+    guarded.sim.exit(first, SIGTERM);
+    guarded.sim.until("another one runs", |s| watcher(s).is_some_and(|next| next != first));
+    guarded.sim.pass(LONG);
+    assert!(!may_start(&mut guarded), "the next one has not spoken");
+    let next = watcher(&guarded.sim).expect("it runs");
+    assert_eq!(guarded.sim.ask(next, allows(3)), Reply::Done);
+    assert!(may_start(&mut guarded));
+    assert!(!may_start(&mut guarded), "three are there");
+    // Nobody needs it any more, and nobody else will say that the limit is gone.
+    guarded.sim.exit(next, 0);
+    guarded.sim.pass(LONG);
+    assert!(may_start(&mut guarded));
 }
 
 #[test]
