@@ -2,19 +2,22 @@
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use pvm_load_watcher::utmp;
+use sempa_proto::Micros;
 use sempa_proto::event::EventKind;
+use sempa_proto::load::Login;
 use sempa_tests::logind::{self, Desk, Logind};
 use sempa_tests::needs::{testbed, testbed_with_env};
 use sempa_tests::run::run;
 use sempa_tests::speaker::owner;
-use sempa_tests::ssh::Login;
+use sempa_tests::ssh;
 use sempa_tests::testbed::{ALICE_UID, OLGA_UID};
 use sempa_tests::vm::Settings;
 use sempa_tests::{Testbed, Vm, eventually};
 use serde_json::Value;
-use std::fs;
+use std::fs::{self, FileTimes};
 use std::os::unix::fs::chown;
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 const SOON: Duration = Duration::from_secs(60);
 
@@ -100,7 +103,7 @@ fn an_owner_says_here_and_guests_leave_and_away_lets_them_in_although_he_is_logg
 
         owner(vm.bed(), 2, &["auto"]);
         status(vm, 2, "free", is_free);
-        let login = Login::new(vm.bed(), "olga", vm.bed().host(2)).expect("a login");
+        let login = ssh::Login::new(vm.bed(), "olga", vm.bed().host(2)).expect("a login");
         status(vm, 2, "present", |s| {
             s["owner"] == "present" && s["why"].as_str().is_some_and(|w| w.contains("logged in"))
         });
@@ -108,7 +111,7 @@ fn an_owner_says_here_and_guests_leave_and_away_lets_them_in_although_he_is_logg
         status(vm, 2, "absent", |s| s["owner"] == "absent" && s["confidence"] == 100);
         used_again(vm, "h2");
         // The word was about this visit.
-        let second = Login::new(vm.bed(), "olga", vm.bed().host(2)).expect("a login");
+        let second = ssh::Login::new(vm.bed(), "olga", vm.bed().host(2)).expect("a login");
         status(vm, 2, "present", |s| s["owner"] == "present");
         for login in [login, second] {
             login.out().expect("logs out");
@@ -222,6 +225,59 @@ fn guests_that_leave_less_memory_than_the_owner_keeps_stop_and_leave_and_are_let
 }
 
 #[test]
+fn an_owner_who_has_typed_nothing_for_long_may_be_away_and_is_back_with_his_first_key_at_a_terminal_or_a_keyboard() {
+    let env = [("SEMPA_UTMP", "/tmp/utmp"), ("SEMPA_TERMINALS", "/tmp/terminals"), ("SEMPA_INTERRUPTS", "/tmp/keys")];
+    let Some((bed, _)) = testbed_with_env(2, &env) else { return };
+    let hours_ago = SystemTime::now() - Duration::from_secs(3 * 3600);
+    let logged_in = |on: bool| {
+        let at = Micros(u64::try_from(since_1970(hours_ago).as_micros()).expect("a time"));
+        let login = Login { user: "olga".into(), line: "pts/7".into(), from: "there".into(), at };
+        let record = utmp::record(if on { utmp::USER_PROCESS } else { utmp::DEAD_PROCESS }, &login);
+        fs::write(bed.host(2).path("/tmp/utmp"), record).expect("the testbed's own folder");
+    };
+    let pressed = |keys: u32| {
+        let text = format!("           CPU0\n  1:  {keys}   IO-APIC   1-edge      i8042\n");
+        fs::write(bed.host(2).path("/tmp/keys"), text).expect("the testbed's own folder");
+    };
+    for host in bed.hosts() {
+        fs::create_dir_all(host.path("/tmp/terminals/pts")).expect("the testbed's own folder");
+        fs::write(host.path("/tmp/utmp"), "").expect("the testbed's own folder");
+    }
+    let terminal = fs::File::create(bed.host(2).path("/tmp/terminals/pts/7")).expect("the testbed's own folder");
+    let typed = |at: SystemTime| terminal.set_times(FileTimes::new().set_accessed(at)).expect("it is ours");
+    typed(hours_ago);
+    pressed(100);
+    watched_on(&bed, false, |vm| {
+        let guest = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
+        logged_in(true);
+        let idle = status(vm, 2, "maybe there", |s| s["owner"] == "maybe");
+        assert_eq!(idle["guests"], "welcome", "{idle}");
+        assert!(idle["why"].as_str().is_some_and(|why| why.contains("without input since")), "{idle}");
+        assert_eq!(vm.host_of(&guest).expect("alive"), "h2", "nobody needs the machine");
+        typed(SystemTime::now());
+        let back = status(vm, 2, "present", |s| s["owner"] == "present");
+        assert_eq!(back["guests"], "stopped", "{back}");
+        clean(vm);
+        assert_eq!(vm.host_of(&guest).expect("alive"), "h1");
+
+        logged_in(false);
+        status(vm, 2, "free", is_free);
+        pressed(123);
+        let keys = status(vm, 2, "present", |s| s["owner"] == "present");
+        assert_eq!(keys["why"], "somebody uses keyboard or mouse and is not logged in", "{keys}");
+    });
+    for host in bed.hosts() {
+        fs::remove_dir_all(host.path("/tmp/terminals")).expect("the testbed's own folder");
+        fs::remove_file(host.path("/tmp/utmp")).expect("the testbed's own file");
+    }
+    fs::remove_file(bed.host(2).path("/tmp/keys")).expect("the testbed's own file");
+}
+
+fn since_1970(time: SystemTime) -> Duration {
+    time.duration_since(UNIX_EPOCH).expect("after 1970")
+}
+
+#[test]
 fn a_policy_file_counts_at_once_and_a_wrong_one_is_refused_while_the_old_one_stays() {
     watched(false, 2, |vm| {
         let file = vm.home().join(".config/sempa/owner.toml");
@@ -233,7 +289,7 @@ fn a_policy_file_counts_at_once_and_a_wrong_one_is_refused_while_the_old_one_sta
         status(vm, 2, "policy read", |s| setting(s, "3600") && setting(s, "[\"no-such-*\"]"));
 
         let guest = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
-        let login = Login::new(vm.bed(), "olga", vm.bed().host(2)).expect("a login");
+        let login = ssh::Login::new(vm.bed(), "olga", vm.bed().host(2)).expect("a login");
         let waits = status(vm, 2, "stopped", |s| s["guests"] == "stopped");
         assert!(waits["leave_at_us"].as_u64().is_some_and(|at| at > 0), "{waits}");
         vm.event(SOON, "present owner", |entry| matches!(entry.kind, EventKind::OwnerPresent { .. })).expect("seen");
@@ -282,7 +338,7 @@ fn an_owner_publishes_his_whole_policy_for_a_virtual_machine_of_somebody_else() 
         assert_eq!(setting(&read, "leave_after"), Some(("3600".into(), from)), "{read}");
 
         let guest = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
-        let login = Login::new(vm.bed(), "olga", vm.bed().host(2)).expect("a login");
+        let login = ssh::Login::new(vm.bed(), "olga", vm.bed().host(2)).expect("a login");
         let waits = status(vm, 2, "stopped", |s| s["guests"] == "stopped");
         assert!(waits["leave_at_us"].as_u64().is_some_and(|at| at > 0), "{waits}");
         vm.event(SOON, "present owner", |entry| matches!(entry.kind, EventKind::OwnerPresent { .. })).expect("seen");
