@@ -93,16 +93,7 @@ impl Farm {
         };
         let snapshot = Snapshot::new(Micros(0), policy, machines.iter().enumerate().map(view).collect());
         let request = SpawnRequest { count: sizes.len() as u32, ..SpawnRequest::default() };
-        let ask = Ask {
-            user: 0,
-            request: &request,
-            count: request.count,
-            caller: h(1),
-            peers: &[],
-            without: &[],
-            declined: &[],
-            kept: &[],
-        };
+        let ask = Ask::of(0, &request, request.count, h(1));
         let placed = place(&snapshot, &ask).hosts;
         let task = |(i, (size, host)): (usize, (&f64, &Result<HostId, _>))| Work {
             tid: Tid::task(h(1), i as u32 + 10).expect("a task"),

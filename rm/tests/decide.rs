@@ -39,7 +39,7 @@ fn request(flags: i32, place: &str, count: u32) -> SpawnRequest {
 }
 
 fn ask(request: &SpawnRequest) -> Ask<'_> {
-    Ask { user: 0, request, count: request.count, caller: h(1), peers: &[], without: &[], declined: &[], kept: &[] }
+    Ask::of(0, request, request.count, h(1))
 }
 
 fn indices(hosts: &[Result<HostId, PvmError>]) -> Vec<u16> {

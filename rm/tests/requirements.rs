@@ -33,19 +33,7 @@ fn request(place: &str, count: u32) -> SpawnRequest {
 }
 
 fn placed(snapshot: &Snapshot, request: &SpawnRequest) -> Placement {
-    place(
-        snapshot,
-        &Ask {
-            user: 0,
-            request,
-            count: request.count,
-            caller: h(1),
-            peers: &[],
-            without: &[],
-            declined: &[],
-            kept: &[],
-        },
-    )
+    place(snapshot, &Ask::of(0, request, request.count, h(1)))
 }
 
 fn indices(placement: &Placement) -> Vec<u16> {
@@ -178,10 +166,7 @@ fn a_near_host_is_better_than_one_that_is_a_little_freer() {
     snapshot.hosts[2].speed = 1050;
     let ask = |peers: &[HostId], without: &[HostId]| {
         let request = request("", 1);
-        indices(&place(
-            &snapshot,
-            &Ask { user: 0, request: &request, count: 1, caller: h(1), peers, without, declined: &[], kept: &[] },
-        ))
+        indices(&place(&snapshot, &Ask { peers, without, ..Ask::of(0, &request, 1, h(1)) }))
     };
     assert_eq!(ask(&[], &[]), [3], "nobody to talk to");
     assert_eq!(ask(&[h(1)], &[]), [1]);
@@ -214,8 +199,7 @@ fn somebody_else_may_choose_and_is_checked() {
     let snapshot = pool(3);
     let chosen = |text: &str, reserved: Reserved, count| {
         let request = request(text, count);
-        let ask =
-            Ask { user: 0, request: &request, count, caller: h(1), peers: &[], without: &[], declined: &[], kept: &[] };
+        let ask = Ask::of(0, &request, count, h(1));
         place_by(&snapshot, &ask, Some(&reserved))
     };
     let good = chosen("", Reserved(vec![("h1", 2), ("h3", 1)]), 4);
@@ -278,7 +262,7 @@ proptest! {
         for text in ["", "?cores >= 3", "?spread", "?memory >= 1G; speed > 900"] {
             let request = request(text, count);
             let peers: Vec<HostId> = kept.hosts.first().map(|h| h.id).into_iter().collect();
-            let ask = Ask { user: 0, request: &request, count, caller: h(1), peers: &peers, without: &[], declined: &[], kept: &[] };
+            let ask = Ask { peers: &peers, ..Ask::of(0, &request, count, h(1)) };
             prop_assert_eq!(place(&kept, &ask), place(&anew, &ask));
         }
     }

@@ -38,16 +38,7 @@ fn request(count: u32) -> SpawnRequest {
 }
 
 fn tids(snapshot: &Snapshot, fair: &Fair, request: &SpawnRequest) -> Vec<Tid> {
-    let ask = Ask {
-        user: 2,
-        request,
-        count: request.count,
-        caller: h(1),
-        peers: &[],
-        without: &[],
-        declined: &[],
-        kept: &[],
-    };
+    let ask = Ask::of(2, request, request.count, h(1));
     give_way(snapshot, fair, &ask).into_iter().map(|gives| gives.tid).collect()
 }
 
@@ -61,8 +52,7 @@ fn those_that_began_last_give_way_and_as_many_as_the_request_needs() {
     }
     after.hosts.refresh(NOW);
     let request = request(2);
-    let ask =
-        Ask { user: 2, request: &request, count: 2, caller: h(1), peers: &[], without: &[], declined: &[], kept: &[] };
+    let ask = Ask::of(2, &request, 2, h(1));
     let mut hosts: Vec<HostId> = place(&after, &ask).hosts.into_iter().flatten().collect();
     hosts.sort_unstable();
     assert_eq!(hosts, [h(3), h(4)], "which gets its places then");
@@ -98,16 +88,7 @@ fn a_host_that_several_who_owe_share_is_made_free_by_all_of_them() {
     assert_eq!(tids(&snapshot, &fair, &request(2)), [t(1, 1), t(2, 1), t(2, 2)]);
     let gives = |tid: Tid, of: u32| {
         let request = request(2);
-        let ask = Ask {
-            user: 2,
-            request: &request,
-            count: 2,
-            caller: h(1),
-            peers: &[],
-            without: &[],
-            declined: &[],
-            kept: &[],
-        };
+        let ask = Ask::of(2, &request, 2, h(1));
         let gives = give_way(&snapshot, &fair, &ask).into_iter().find(|gives| gives.tid == tid).expect("it gives way");
         assert!(gives.why.ends_with(&format!("of user {of}")), "{}", gives.why);
     };
@@ -276,7 +257,7 @@ proptest! {
         let place_of = if free { "?free >= 1" } else { "" };
         let ask_for = |count| SpawnRequest { place: place_of.into(), ..request(count) };
         let (first, second) = (ask_for(count), ask_for(second));
-        let ask = |request| Ask { user: 2, request, count: request.count, caller: h(1), peers: &[], without: &[], declined: &[], kept: &[] };
+        let ask = |request| Ask::of(2, request, request.count, h(1));
         let held = |snapshot: &Snapshot| {
             let computing = |host: &HostView| host.tasks.iter().filter(|t| t.user == 1 && t.computes()).count();
             snapshot.hosts.iter().map(computing).sum::<usize>() as u32
@@ -343,7 +324,7 @@ proptest! {
         let mut snapshot = Snapshot::new(NOW, policy, hosts.into_iter().enumerate().map(view).collect());
         let wants = ["", "?free >= 1", "?free >= 1; spread", "?free >= 2", "?free >= 1; same-host", "?free >= 1; rank = free"];
         let request = SpawnRequest { place: wants[which].into(), ..request(count) };
-        let ask = Ask { user: 2, request: &request, count, caller: h(1), peers: &[], without: &[], declined: &[], kept: &[] };
+        let ask = Ask::of(2, &request, count, h(1));
         let held = |user| snapshot.hosts.iter().flat_map(|host| &host.tasks).filter(|task| task.user == user).count() as u32;
         let mut fair = shares(held(1));
         fair.takes(Micros(0), 3, held(3));

@@ -26,19 +26,7 @@ fn request(flags: i32, place: &str, count: u32) -> SpawnRequest {
 }
 
 fn placed(snapshot: &Snapshot, request: &SpawnRequest) -> Placement {
-    place(
-        snapshot,
-        &Ask {
-            user: 7,
-            request,
-            count: request.count,
-            caller: h(1),
-            peers: &[],
-            without: &[],
-            declined: &[],
-            kept: &[],
-        },
-    )
+    place(snapshot, &Ask::of(7, request, request.count, h(1)))
 }
 
 fn on(placement: &Placement, index: u16) -> usize {

@@ -36,6 +36,13 @@ pub struct Ask<'a> {
     pub kept: &'a [HostId],
 }
 
+impl<'a> Ask<'a> {
+    /// For so many tasks of a request, with no host near to anybody, and none left out.
+    pub fn of(user: u32, request: &'a SpawnRequest, count: u32, caller: HostId) -> Ask<'a> {
+        Ask { user, request, count, caller, peers: &[], without: &[], declined: &[], kept: &[] }
+    }
+}
+
 /// Why the tasks go where they go, or nowhere.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Why {

@@ -33,16 +33,7 @@ impl<V: VmApi> Service<V> {
         let snapshot = self.model.snapshot(now);
         let Incoming { user, request, caller, wid, .. } = next;
         let (wid, caller) = (*wid, *caller);
-        let ask = Ask {
-            user: *user,
-            request,
-            count: room as u32,
-            caller,
-            peers: &[caller],
-            without: &[],
-            declined: &[],
-            kept: &[],
-        };
+        let ask = Ask { peers: &[caller], ..Ask::of(*user, request, room as u32, caller) };
         let placement = place(snapshot, &ask);
         let hosts: Vec<HostId> = placement.hosts.iter().map_while(|host| host.ok()).collect();
         if hosts.is_empty() {

@@ -189,7 +189,7 @@ impl<V: VmApi> Service<V> {
         let mut decided = Vec::new();
         if let Some((from, count)) = self.spawns.first_waiting(now) {
             let (user, caller, request) = (from.user, from.caller, &from.request);
-            let ask = Ask { user, request, count, caller, peers: &[caller], without: &[], declined: &[], kept: &[] };
+            let ask = Ask { peers: &[caller], ..Ask::of(user, request, count, caller) };
             decided = give_way(self.model.snapshot(now), self.spawns.fair(), &ask);
         }
         for gives in &decided {

@@ -76,16 +76,7 @@ fn request(count: u32, wants: &str) -> SpawnRequest {
 }
 
 fn ask(request: &SpawnRequest) -> Ask<'_> {
-    Ask {
-        user: 2,
-        request,
-        count: request.count,
-        caller: HostId::MASTER,
-        peers: &[HostId::MASTER],
-        without: &[],
-        declined: &[],
-        kept: &[],
-    }
+    Ask { peers: &[HostId::MASTER], ..Ask::of(2, request, request.count, HostId::MASTER) }
 }
 
 /// So many tasks with these requirements get their places, or none does.

@@ -373,16 +373,7 @@ impl Pool {
             let Job { processes, user, .. } = self.jobs[number];
             let request =
                 SpawnRequest { count: processes, place: "?spread; free >= 1".into(), ..SpawnRequest::default() };
-            let ask = Ask {
-                user,
-                request: &request,
-                count: processes,
-                caller: h(1),
-                peers: &[],
-                without: &[],
-                declined: &[],
-                kept: &[],
-            };
+            let ask = Ask::of(user, &request, processes, h(1));
             if self.empty < processes as usize && !(may_stop && self.make_room(&ask)) {
                 return;
             }
