@@ -716,9 +716,11 @@ impl Spawn {
     /// Whether what one host does not take of these tasks may be tried on others. Tasks that are to be together, or so many on each
     /// host at most, may as long as none of them has a place.
     fn may_go_elsewhere(&self, results: &[PvmResult<Tid>]) -> bool {
+        if self.from.request.is_bound() || !results.contains(&Err(NO_GUESTS)) {
+            return false;
+        }
         let apart = Wants::of(&self.from.request).is_ok_and(|wants| wants.together == Together::Any);
-        let all_refused = results.len() == self.results.len() && results.iter().all(|one| *one == Err(NO_GUESTS));
-        !self.from.request.is_bound() && (apart || all_refused)
+        apart || (results.len() == self.results.len() && results.iter().all(|one| *one == Err(NO_GUESTS)))
     }
 }
 

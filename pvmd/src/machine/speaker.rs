@@ -58,8 +58,9 @@ impl Machine {
         if word.limits != GuestLimits::default() {
             self.hosting.speakers.left = Some((tid, word.limits));
         }
+        self.timer(SPEAKER_TIME, Timer::Speaker(tid));
         if !self.hosting.is_by(tid) {
-            return self.timer(SPEAKER_TIME, Timer::Speaker(tid));
+            return;
         }
         // Another one has not been asked since it spoke last, and thinks that this counts.
         if let Some((by, word)) = self.hosting.speakers.words.pop_last() {
@@ -67,7 +68,6 @@ impl Machine {
         }
         let seconds = SPEAKER_TIME.0 / 1_000_000;
         self.log(format!("{tid}, which spoke for the owner, has ended; its last word counts for {seconds} s"));
-        self.timer(SPEAKER_TIME, Timer::Speaker(tid));
     }
 
     /// The last word of a speaker has counted long enough, unless another load watcher is to speak.
