@@ -4,6 +4,7 @@ mod answers;
 mod balancing;
 mod choice;
 mod common;
+mod declined;
 mod drain;
 mod grants;
 mod kill;
@@ -25,13 +26,11 @@ use sempa_proto::event::EventKind;
 use sempa_proto::load::{OwnerVerdict, TAG_REPORT_TO, WATCHER_PROGRAM};
 use sempa_proto::message::CTX_BASE;
 use sempa_proto::migration::{Cause, Failure, Refusal, Usage};
-use sempa_proto::owner::NO_GUESTS;
 use sempa_proto::rm::{self, Answer, CTX_RM, Question, TAG_ANSWER, TAG_ASK};
 use sempa_proto::sm::{SM_EXECACK, SM_HANDOFF, SM_SCHED, SM_SPAWN, pack_tids};
 use sempa_proto::table::{TASK_CONNECTED, TASK_FORKED, TASK_RM};
 use sempa_proto::task::{SPAWN_HOST, SPAWN_PINNED, SpawnRequest};
-use sempa_proto::{HostId, Micros, PvmError, Tid};
-use std::collections::BTreeSet;
+use sempa_proto::{Micros, PvmError, Tid};
 
 fn int(value: i32) -> Bytes {
     let mut body = Packer::new(Encoding::Xdr);
@@ -102,111 +101,6 @@ fn tasks_of_a_host_that_is_lost_meanwhile_are_started_elsewhere() {
     let c = bed.world().ack(&execs[2]);
     bed.settle();
     assert_eq!(bed.world().answer(1), Some(Ok(vec![Ok(a[0]), Ok(b[0]), Ok(c[0])])));
-}
-
-#[test]
-fn tasks_that_a_host_does_not_take_because_of_its_owner_are_started_elsewhere_unless_they_are_bound_to_it() {
-    let vm = world(3);
-    let mut bed = Bed::start(&vm, false).expect("no other");
-    bed.world().spawn(1, &request(3));
-    bed.settle();
-    let execs = bed.world().took_execs();
-    let on1 = bed.world().ack(&execs[0]);
-    bed.world().ack_with(&execs[1], &[Err(NO_GUESTS)]);
-    let on3 = bed.world().ack(&execs[2]);
-    bed.settle();
-    let again = bed.world().took_execs();
-    assert_eq!(again.len(), 1, "{again:?}");
-    assert!(again[0].host != execs[1].host && again[0].request.count == 1);
-    // Where it is to be now the owner has come, too; the last host takes it.
-    bed.world().ack_with(&again[0], &[Err(NO_GUESTS)]);
-    bed.settle();
-    let last = bed.world().took_execs();
-    let there = bed.world().ack(&last[0]);
-    bed.settle();
-    assert_eq!(bed.world().answer(1), Some(Ok(vec![Ok(on1[0]), Ok(there[0]), Ok(on3[0])])));
-    let hosts: BTreeSet<HostId> = [execs[1].host, again[0].host, last[0].host].into();
-    assert_eq!(hosts.len(), 3, "each was asked once");
-
-    let named = SpawnRequest { flags: SPAWN_HOST, place: "h2".into(), ..request(2) };
-    bed.world().spawn(2, &named);
-    bed.settle();
-    let exec = bed.world().took_execs().remove(0);
-    bed.world().ack_with(&exec, &[Err(NO_GUESTS), Err(NO_GUESTS)]);
-    bed.settle();
-    assert_eq!(bed.world().answer(2), Some(Ok(vec![Err(NO_GUESTS), Err(NO_GUESTS)])));
-}
-
-#[test]
-fn tasks_that_belong_together_or_apart_are_started_elsewhere_as_a_whole_or_not_at_all() {
-    let same_host = SpawnRequest { place: "?same-host".into(), ..request(2) };
-    let spread = SpawnRequest { place: "?spread = 1".into(), ..request(2) };
-    let first_order = |asked: &SpawnRequest| {
-        let mut bed = Bed::quiet(&world(3));
-        bed.world().spawn(1, asked);
-        bed.settle();
-        let execs = bed.world().took_execs();
-        (bed, execs)
-    };
-    let (mut bed, execs) = first_order(&same_host);
-    let tid = t(execs[0].host.index(), 100);
-    bed.world().ack_with(&execs[0], &[Ok(tid), Err(NO_GUESTS)]);
-    bed.settle();
-    assert_eq!(bed.world().answer(1), Some(Ok(vec![Ok(tid), Err(NO_GUESTS)])), "the other one has no place beside it");
-
-    let (mut bed, execs) = first_order(&same_host);
-    bed.world().ack_with(&execs[0], &[Err(NO_GUESTS), Err(NO_GUESTS)]);
-    bed.settle();
-    let again = bed.world().took_execs();
-    assert_eq!(again.iter().map(|exec| exec.request.count).collect::<Vec<_>>(), [2], "both, on another host");
-    assert!(again[0].host != execs[0].host);
-
-    let (mut bed, execs) = first_order(&spread);
-    assert_eq!(execs.len(), 2);
-    let there = bed.world().ack(&execs[0]);
-    bed.world().ack_with(&execs[1], &[Err(NO_GUESTS)]);
-    bed.settle();
-    assert_eq!(bed.world().answer(1).expect("answered").expect("results").iter().flatten().count(), there.len());
-}
-
-#[test]
-fn a_spawn_that_no_host_takes_waits_if_it_may_and_they_are_asked_again() {
-    let refused_by_all = |wait: Micros| {
-        let rules = Rules { wait, ..Rules::default() };
-        let mut bed = Bed::quiet_with(&world(2), with_conduct(Conduct { rules, ..Conduct::default() }));
-        bed.world().spawn(1, &request(1));
-        bed.settle();
-        for _ in 0..2 {
-            let execs = bed.world().took_execs();
-            assert_eq!(execs.len(), 1);
-            bed.world().ack_with(&execs[0], &[Err(NO_GUESTS)]);
-            // The host says so in the log, which is news.
-            bed.world().event(execs[0].host, EventKind::Note { text: "not started".into() });
-            bed.settle();
-        }
-        for _ in 0..3 {
-            bed.world().event(h(1), EventKind::Note { text: "something else".into() });
-            bed.settle();
-        }
-        assert_eq!(bed.world().took_execs().len(), 0, "nobody is asked again for a while");
-        bed
-    };
-    let bed = refused_by_all(Micros(0));
-    assert_eq!(bed.world().answer(1), Some(Ok(vec![Err(NO_GUESTS)])), "it may not wait");
-
-    let mut bed = refused_by_all(Micros::from_secs(600));
-    assert_eq!(bed.world().answer(1), None, "it may wait");
-    assert_eq!(
-        bed.world().waits(1).len(),
-        1,
-        "its library knows that, so that it waits on under another resource manager"
-    );
-    bed.pass(Micros::from_secs(10));
-    let execs = bed.world().took_execs();
-    assert_eq!(execs.len(), 1, "owners come and go unheard");
-    let started = bed.world().ack(&execs[0]);
-    bed.settle();
-    assert_eq!(bed.world().answer(1), Some(Ok(vec![Ok(started[0])])));
 }
 
 #[test]

@@ -305,18 +305,28 @@ fn a_spawn_that_waits_goes_on_waiting_when_the_resource_manager_is_killed() {
     });
 }
 
-#[test]
-fn load_watchers_guard_their_owners_without_a_resource_manager_and_report_to_the_next_one() {
-    let Some((bed, _)) = testbed(2) else { return };
-    // One that was not started by the master is not started again by it.
-    let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
+/// Two hosts with load watchers, and a resource manager that was not started by the master, so that it does not start it again.
+fn with_rm_by_hand(bed: &Testbed) -> (Vm<'_>, Vec<String>) {
+    let vm = Vm::start(bed, Settings::default()).expect("a virtual machine");
     vm.add(&["h2"]).expect("it joins");
     vm.program("hold").expect("gcc");
     vm.spawn(&["-h1", "pvm-rm"]).expect("a resource manager");
-    let before = watchers(&vm, 2);
-    let guest = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
-    kill(&vm, "pvm-rm");
+    let watchers = watchers(&vm, 2);
+    (vm, watchers)
+}
+
+/// Kills a resource manager that nobody starts again.
+fn kill_for_good(vm: &Vm) {
+    kill(vm, "pvm-rm");
     vm.event(SOON, "no resource manager", |entry| matches!(entry.kind, EventKind::RmGone { .. })).expect("it is gone");
+}
+
+#[test]
+fn load_watchers_guard_their_owners_without_a_resource_manager_and_report_to_the_next_one() {
+    let Some((bed, _)) = testbed(2) else { return };
+    let (vm, before) = with_rm_by_hand(&bed);
+    let guest = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
+    kill_for_good(&vm);
     let login = Login::new(vm.bed(), "olga", vm.bed().host(2)).expect("a login");
     vm.event(SOON, "guests that are stopped", |entry| matches!(entry.kind, EventKind::GuestsStopped { .. }))
         .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
@@ -335,15 +345,9 @@ fn load_watchers_guard_their_owners_without_a_resource_manager_and_report_to_the
 #[test]
 fn a_host_keeps_to_what_its_owner_allows_without_a_resource_manager() {
     let Some((bed, _)) = testbed(2) else { return };
-    // One that was not started by the master is not started again by it.
-    let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
-    vm.add(&["h2"]).expect("it joins");
-    vm.program("hold").expect("gcc");
+    let (vm, _) = with_rm_by_hand(&bed);
     vm.program("busy").expect("gcc");
-    vm.spawn(&["-h1", "pvm-rm"]).expect("a resource manager");
-    watchers(&vm, 2);
-    kill(&vm, "pvm-rm");
-    vm.event(SOON, "no resource manager", |entry| matches!(entry.kind, EventKind::RmGone { .. })).expect("it is gone");
+    kill_for_good(&vm);
     let in_turn: Vec<String> = (0..4).map(|_| vm.spawn(&["hold", "1"]).expect("spawned")).collect();
     let mut hosts: Vec<String> = in_turn.iter().map(|tid| vm.host_of(tid).expect("alive")).collect();
     hosts.sort();

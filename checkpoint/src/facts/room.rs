@@ -3,6 +3,7 @@
 use super::compare::MEMORY_SLACK_BYTES;
 use super::host;
 use nix::sys::statfs::{TMPFS_MAGIC, statfs};
+use nix::sys::statvfs::statvfs;
 use sempa_proto::cgroup::{folder, mount_point};
 use std::fs::read_to_string;
 use std::io;
@@ -36,14 +37,22 @@ pub(super) fn threads() -> Option<u64> {
 /// # Errors
 /// The folder cannot be looked at.
 pub(crate) fn in_folder(folder: &Path) -> io::Result<u64> {
-    let stat = statfs(folder)?;
-    // Their types differ between machines.
-    #[allow(clippy::useless_conversion, clippy::unnecessary_cast)]
-    let free = u64::from(stat.blocks_available()).saturating_mul(stat.block_size() as u64);
-    match stat.filesystem_type() == TMPFS_MAGIC {
+    let free = free_bytes(folder)?;
+    match statfs(folder)?.filesystem_type() == TMPFS_MAGIC {
         true => Ok(free.min(host::memory_available_bytes().saturating_sub(MEMORY_SLACK_BYTES))),
         false => Ok(free),
     }
+}
+
+/// Bytes that the file system of a folder has for an ordinary user.
+///
+/// # Errors
+/// The folder cannot be looked at.
+pub(crate) fn free_bytes(folder: &Path) -> io::Result<u64> {
+    let stat = statvfs(folder)?;
+    // Their types differ between machines.
+    #[allow(clippy::useless_conversion)]
+    Ok(u64::from(stat.blocks_available()).saturating_mul(u64::from(stat.fragment_size())))
 }
 
 fn tightest(hierarchies: [(Option<&str>, &Files); 2]) -> Option<u64> {

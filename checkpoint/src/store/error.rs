@@ -1,6 +1,7 @@
 //! Why the store did not do what it was asked for, what that means for what is in it, and what can be done.
 
 use super::id::SetId;
+use crate::facts::room::free_bytes;
 use sempa_proto::Tid;
 use std::fmt;
 use std::io;
@@ -248,9 +249,6 @@ pub(super) fn failed(act: Act, path: &Path, source: io::Error, missing: Option<u
         return StoreError::Io { act, path: path.to_path_buf(), source };
     }
     // The file itself may be gone; the file system is that of its directory.
-    let stat = path.parent().and_then(|dir| nix::sys::statvfs::statvfs(dir).ok());
-    // Their types differ between machines.
-    #[allow(clippy::useless_conversion)]
-    let free = stat.map(|stat| u64::from(stat.blocks_available()).saturating_mul(u64::from(stat.fragment_size())));
+    let free = path.parent().and_then(|dir| free_bytes(dir).ok());
     StoreError::Full { act, path: path.to_path_buf(), missing, free }
 }

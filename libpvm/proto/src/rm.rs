@@ -602,13 +602,8 @@ pub enum Decided {
 }
 
 impl Decided {
-    /// True when it speaks of this task.
-    pub fn is_about(&self, task: Tid) -> bool {
-        self.is_about_one(|tid| tid == task)
-    }
-
     /// True when it speaks of a task of which this is so.
-    pub fn is_about_one(&self, is_so: impl Fn(Tid) -> bool) -> bool {
+    pub fn is_about(&self, is_so: impl Fn(Tid) -> bool) -> bool {
         match self {
             Decided::Spawn { job, started, .. } => is_so(*job) || started.iter().any(|(tid, _)| is_so(*tid)),
             Decided::Go { tid, .. }
@@ -778,7 +773,8 @@ mod tests {
             waited: Micros::from_millis(1500),
             attempts: vec![Attempt { choice, sentence, not_used: vec![left_out, not_asked] }],
         };
-        assert!(what.is_about(tid) && what.is_about(job) && !what.is_about(Tid::from_raw(0x40003)));
+        let is_about = |task: Tid| what.is_about(|one| one == task);
+        assert!(is_about(tid) && is_about(job) && !is_about(Tid::from_raw(0x40003)));
         assert!(what.is_about_host("h2") && what.is_about_host("h3") && !what.is_about_host("h4"));
         assert_eq!(
             what.to_string(),

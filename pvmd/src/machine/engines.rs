@@ -12,7 +12,7 @@ use super::asks::Back;
 use super::notify::{daemons_message, ints};
 use super::tasks::{Phase, Task};
 use super::{Machine, Output, Timer, World};
-use checkpoint::protocol::{SourceEvent, TargetEvent};
+use checkpoint::protocol::{Inspected, SourceEvent, TargetEvent};
 use sempa_proto::engine::{AGAIN_ENV, Asked, Begin, Engine, STATE_ENV};
 use sempa_proto::event::EventKind;
 use sempa_proto::host::{Carried, Held};
@@ -138,7 +138,7 @@ impl Task {
 
     /// It does not heed the signal by which it was to be asked for this checkpoint. True if CRIU may write it, which then was not asked
     /// yet.
-    pub(super) fn falls_to_criu(&mut self, id: MigrationId) -> bool {
+    fn falls_to_criu(&mut self, id: MigrationId) -> bool {
         self.unheeding = Some(id);
         self.begin.as_ref().is_some_and(|begin| begin.by_criu() && begin.own_first())
     }
@@ -187,7 +187,7 @@ impl Machine {
     }
 
     /// What a task is for a checkpoint of its job, CRIU apart.
-    pub(super) fn facts_written(&self, tid: Tid) -> Option<Result<TaskFacts, Refusal>> {
+    fn facts_written(&self, tid: Tid) -> Option<Result<TaskFacts, Refusal>> {
         let mut begin = self.tasks.get(tid)?.begin.clone()?;
         let Some(own) = begin.own() else {
             return Some(Err(Refusal::NotByCriu { engine: begin.anew()? }));
@@ -245,6 +245,46 @@ impl Machine {
             true => Err(Refusal::Suspended),
             false => Ok(TaskFacts { uid: self.config.uid, begin: Some(begin), ..TaskFacts::default() }),
         })
+    }
+
+    /// What a task is that is to move, or to be written. Whether one that is to write itself would is known before others are asked.
+    pub(super) fn inspected(
+        &mut self,
+        id: MigrationId,
+        tid: Tid,
+        result: Result<TaskFacts, Refusal>,
+        memory_can_follow: bool,
+    ) {
+        let cause = self.moves.sources.get(&id).map(|source| &source.of().cause);
+        let signal = result.as_ref().ok().filter(|_| cause == Some(&Cause::Checkpoint)).and_then(TaskFacts::signal);
+        match signal {
+            Some(signal) => self.tell_tasker(ToTasker::Minds { migration: id, tid, signal }),
+            None => self.inspection_over(id, tid, result, memory_can_follow),
+        }
+    }
+
+    /// The tasker knows whether a task has prepared for the signal that asks it for its state.
+    pub(super) fn signal_looked_at(&mut self, id: MigrationId, minds: bool) {
+        let Some(tid) = self.moves.sources.get(&id).map(|source| source.of().tid) else { return };
+        let facts = self.facts_written(tid).unwrap_or(Err(Refusal::NoSuchTask));
+        let signal = facts.as_ref().ok().and_then(TaskFacts::signal).filter(|_| !minds);
+        let Some(signal) = signal else { return self.inspection_over(id, tid, facts, false) };
+        match self.tasks.get_mut(tid).is_some_and(|task| task.falls_to_criu(id)) {
+            true => self.tell_tasker(ToTasker::Inspect { migration: id, tid }),
+            false => self.inspection_over(id, tid, Err(Refusal::NotMinded { signal }), false),
+        }
+    }
+
+    fn inspection_over(
+        &mut self,
+        id: MigrationId,
+        tid: Tid,
+        result: Result<TaskFacts, Refusal>,
+        memory_can_follow: bool,
+    ) {
+        let suspended = self.holds_of(tid);
+        let result = self.with_program(tid, result).map(|facts| Inspected { facts, suspended, memory_can_follow });
+        self.source_event(id, SourceEvent::Inspected(result));
     }
 
     fn judge_move(&mut self, world: &dyn World, id: MigrationId, facts: TaskFacts) {

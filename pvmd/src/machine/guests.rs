@@ -525,19 +525,23 @@ impl Machine {
 
     /// Why a task that runs this program may not come to this host now.
     pub(super) fn no_guest(&self, tid: Tid, program: &str) -> Option<Refusal> {
-        let host = self.config.host;
-        match &self.hosting.stopped {
-            Some(said) => Some(Refusal::OwnerThere { host, why: said.word.why.clone() }),
-            None => self.places_for(tid, program).err().map(|why| Refusal::OwnerLimits { host, why }),
-        }
+        self.places_for(tid, program).err()
     }
 
     /// For how many guests that run this program there is a place, besides those that are here or come, this one aside; one at least.
-    /// Tasks that leave and those that are suspended need no processor.
     ///
     /// # Errors
-    /// What those who speak for the owner have against one.
-    pub(super) fn places_for(&self, tid: Tid, program: &str) -> Result<usize, String> {
+    /// Why there is none.
+    pub(super) fn places_for(&self, tid: Tid, program: &str) -> Result<usize, Refusal> {
+        let host = self.config.host;
+        match &self.hosting.stopped {
+            Some(said) => Err(Refusal::OwnerThere { host, why: said.word.why.clone() }),
+            None => self.places_left(tid, program).map_err(|why| Refusal::OwnerLimits { host, why }),
+        }
+    }
+
+    /// The same while guests are welcome. Tasks that leave and those that are suspended need no processor.
+    fn places_left(&self, tid: Tid, program: &str) -> Result<usize, String> {
         if let Some(pattern) = self.hosting.speakers.limits().find_map(|limits| limits.blocked(program)) {
             return Err(format!("its owner lets nobody run {pattern}"));
         }

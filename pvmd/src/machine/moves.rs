@@ -6,7 +6,7 @@ use super::suspend::Suspended;
 use super::tasks::{Phase, Task};
 use super::{Machine, Output};
 use checkpoint::protocol::{
-    Coordinator, CoordinatorOutput, Inspected, Source, SourceEvent, SourceOutput, Target, TargetEvent, TargetOutput,
+    Coordinator, CoordinatorOutput, Source, SourceEvent, SourceOutput, Target, TargetEvent, TargetOutput,
 };
 use sempa_proto::checkpoint::PartRecord;
 use sempa_proto::engine::Engine;
@@ -580,34 +580,6 @@ impl Machine {
 
     fn memory_follows(&self, id: MigrationId) -> bool {
         self.moves.targets.get(&id).is_some_and(Target::memory_follows)
-    }
-
-    /// What a task is that is to move, or to be written. Whether one that is to write itself would is known before others are asked.
-    fn inspected(&mut self, id: MigrationId, tid: Tid, result: Result<TaskFacts, Refusal>, memory_can_follow: bool) {
-        let cause = self.moves.sources.get(&id).map(|source| &source.of().cause);
-        let signal = result.as_ref().ok().filter(|_| cause == Some(&Cause::Checkpoint)).and_then(TaskFacts::signal);
-        match signal {
-            Some(signal) => self.tell_tasker(ToTasker::Minds { migration: id, tid, signal }),
-            None => self.known(id, tid, result, memory_can_follow),
-        }
-    }
-
-    /// The tasker knows whether a task has prepared for the signal that asks it for its state.
-    fn signal_looked_at(&mut self, id: MigrationId, minds: bool) {
-        let Some(tid) = self.moves.sources.get(&id).map(|source| source.of().tid) else { return };
-        let facts = self.facts_written(tid).unwrap_or(Err(Refusal::NoSuchTask));
-        let signal = facts.as_ref().ok().and_then(TaskFacts::signal).filter(|_| !minds);
-        let Some(signal) = signal else { return self.known(id, tid, facts, false) };
-        match self.tasks.get_mut(tid).is_some_and(|task| task.falls_to_criu(id)) {
-            true => self.tell_tasker(ToTasker::Inspect { migration: id, tid }),
-            false => self.known(id, tid, Err(Refusal::NotMinded { signal }), false),
-        }
-    }
-
-    fn known(&mut self, id: MigrationId, tid: Tid, result: Result<TaskFacts, Refusal>, memory_can_follow: bool) {
-        let suspended = self.holds_of(tid);
-        let result = self.with_program(tid, result).map(|facts| Inspected { facts, suspended, memory_can_follow });
-        self.source_event(id, SourceEvent::Inspected(result));
     }
 
     /// Something happened to a move whose source is here.

@@ -261,13 +261,14 @@ impl Machine {
         self.default_sinks(&mut job.request.output, &mut job.request.trace);
         let count = job.request.count.min(SPAWN_COUNT_MAX);
         let begin = engines::begin_of(&job.request);
+        let places = self.places(&job);
         let program = if let Err(why) = &begin {
             // The resource manager that sends it has not looked.
             self.note(format!("{} was not started: {why}", job.request.file));
             Err(PvmError::BadParam)
         } else if self.tasker_gone || self.stop.is_some() {
             Err(PvmError::DSysErr)
-        } else if self.places(&job) == 0 {
+        } else if places == 0 {
             Err(NO_GUESTS)
         } else {
             find_program(world, &job.request)
@@ -283,7 +284,6 @@ impl Machine {
                     pinned: job.request.flags & SPAWN_PINNED != 0,
                 };
                 let begin = begin.unwrap_or_default();
-                let places = self.places(&job);
                 let start = |n| match (n as usize) < places {
                     true => self.start_one(world, &job, n, (base.clone(), begin.clone())),
                     false => Err(NO_GUESTS),
@@ -292,8 +292,9 @@ impl Machine {
             }
             Err(error) => vec![Err(error); count as usize],
         };
-        let refused = started.iter().filter(|one| **one == Err(NO_GUESTS)).count();
-        if let Some(refusal) = self.no_guest(Tid::NONE, &job.request.file).filter(|_| refused > 0) {
+        if started.contains(&Err(NO_GUESTS))
+            && let Some(refusal) = self.no_guest(Tid::NONE, &job.request.file)
+        {
             self.note_not_started(format!("{} not started: {refusal}", job.request.file));
         }
         match job.back {
@@ -318,12 +319,9 @@ impl Machine {
 
     /// For how many of these tasks there is a place here now, as the owner of this host sees it.
     fn places(&self, job: &ExecJob) -> usize {
-        if job.is_servant() {
-            usize::MAX
-        } else if self.hosting.is_stopped() {
-            0
-        } else {
-            self.places_for(Tid::NONE, &job.request.file).unwrap_or(0)
+        match job.is_servant() {
+            true => usize::MAX,
+            false => self.places_for(Tid::NONE, &job.request.file).unwrap_or(0),
         }
     }
 

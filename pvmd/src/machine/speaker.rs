@@ -72,22 +72,22 @@ impl Machine {
 
     /// The last word of a speaker has counted long enough, unless another load watcher is to speak.
     pub(super) fn speaker_time_over(&mut self, tid: Tid) {
-        let limits = self.hosting.speakers.left.as_ref().is_some_and(|(by, _)| *by == tid);
-        if !limits && !self.hosting.is_by(tid) {
+        let has_left_limits = self.hosting.speakers.left.as_ref().is_some_and(|(by, _)| *by == tid);
+        let stops_guests = self.hosting.is_by(tid);
+        if !has_left_limits && !stops_guests {
             return;
         }
         if self.hosting.speakers.missing || self.has_watcher() {
             return self.timer(SPEAKER_TIME, Timer::Speaker(tid));
         }
-        if limits {
+        if has_left_limits {
             self.hosting.speakers.left = None;
         }
-        if !self.hosting.is_by(tid) {
-            return;
+        if stops_guests {
+            let why = format!("{tid}, which spoke for the owner, has ended");
+            self.take_word(tid, GuestsWord { guests: Guests::Welcome, why, limits: GuestLimits::default() });
+            self.hosting.speakers.words.remove(&tid);
         }
-        let why = format!("{tid}, which spoke for the owner, has ended");
-        self.take_word(tid, GuestsWord { guests: Guests::Welcome, why, limits: GuestLimits::default() });
-        self.hosting.speakers.words.remove(&tid);
     }
 
     /// A task has ended; if it was the load watcher of this host, and has not ended because nobody needs it, another one has to

@@ -647,7 +647,7 @@ impl Books {
             Question::WhyTask(tid) => {
                 let task = self.known(*tid).cloned();
                 let members = self.members(*tid);
-                let about = |what: &Decided| what.is_about_one(|one| one == *tid || members.contains(&one));
+                let about = |what: &Decided| what.is_about(|one| one == *tid || members.contains(&one));
                 let decisions = self.decisions_about(about, self.began(*tid));
                 if task.is_none() && decisions.is_empty() { Answer::Unknown } else { Answer::Why { task, decisions } }
             }
