@@ -40,8 +40,9 @@ fn each(times: usize, mut act: impl FnMut(usize)) -> Vec<f64> {
 }
 
 /// Means over windows of thirty samples, because not every sample reads every file: the median of the windows, and the best.
-fn sampling(pause: Micros) -> (f64, f64) {
+fn sampling(pause: Micros, memory_matters: bool) -> (f64, f64) {
     let mut sampler = Sampler::open(Path::new("/proc")).expect("this is Linux");
+    sampler.memory_matters(memory_matters);
     let act = |n: usize| {
         black_box(sampler.sample(Micros(n as u64 * pause.0)).expect("this is Linux"));
     };
@@ -83,7 +84,7 @@ fn sample(n: usize) -> LoadSample {
 }
 
 fn main() {
-    let (busy, quiet) = (sampling(PAUSE_BUSY), sampling(PAUSE_QUIET));
+    let (busy, quiet, kept) = (sampling(PAUSE_BUSY, false), sampling(PAUSE_QUIET, false), sampling(PAUSE_BUSY, true));
     let absent = OwnerVerdict::Absent { since: None };
     let mut reporter = Reporter::default();
     reporter.sent(Micros(0), sample(3), absent.clone(), "nobody is logged in".into());
@@ -117,6 +118,7 @@ fn main() {
     let figures = serde_json::json!({
         "sample_busy_us": busy.0, "sample_busy_best_us": busy.1,
         "sample_quiet_us": quiet.0, "sample_quiet_best_us": quiet.1,
+        "sample_kept_us": kept.0, "sample_kept_best_us": kept.1,
         "judge_us": judging, "write_us": writing, "login_us": logins,
     });
     println!("{figures}");

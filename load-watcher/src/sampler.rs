@@ -14,7 +14,8 @@ use std::path::Path;
 /// thousand.
 const TEXT_BYTES_MAX: usize = 64 << 10;
 /// Where nobody keeps memory free, /proc/meminfo is read no more often than this: the kernel takes a third of a sample's time to
-/// gather it, and memory that matters to placement does not come and go in seconds.
+/// gather it, and memory that matters to placement does not come and go in seconds. Where somebody does, it is read for every second
+/// sample, and the pressure for the others, which the kernel works out anew every two seconds: a sample costs no more so.
 pub const MEMORY_SPAN: Micros = Micros::from_secs(30);
 
 /// The open files and what the last sample needs to be remembered by.
@@ -24,6 +25,8 @@ pub struct Sampler {
     loadavg: File,
     meminfo: File,
     pressure: Option<File>,
+    /// What it said last.
+    pressed: f32,
     group: Option<Group>,
     /// The times of the group, if it is limited.
     of_group: Option<proc::CpuTimes>,
@@ -31,8 +34,10 @@ pub struct Sampler {
     before: Option<proc::CpuTimes>,
     /// Memory that could be had, and when that was read.
     memory: Option<(Micros, u64)>,
-    /// It is read for each sample.
+    /// An owner keeps memory free: it is read in turn with the pressure.
     memory_matters: bool,
+    /// The last sample has read it.
+    memory_read: bool,
 }
 
 /// A file says something that is not understood.
@@ -65,12 +70,14 @@ impl Sampler {
             loadavg: open(&root.join("loadavg"))?,
             meminfo: open(&root.join("meminfo"))?,
             pressure: open(&root.join("pressure/cpu")).ok(),
+            pressed: 0.0,
             group: Group::of(&root.join("self")),
             of_group: None,
             text: vec![0; TEXT_BYTES_MAX].into_boxed_slice(),
             before: None,
             memory: None,
             memory_matters: false,
+            memory_read: false,
         })
     }
 
@@ -83,13 +90,15 @@ impl Sampler {
         Ok(self)
     }
 
-    /// From now on memory is read for each sample, or no more often than [`MEMORY_SPAN`].
+    /// From now on memory is read for every second sample, the next one first, or no more often than [`MEMORY_SPAN`].
     pub fn memory_matters(&mut self, matters: bool) {
-        self.memory_matters = matters;
+        if self.memory_matters != matters {
+            (self.memory_matters, self.memory_read) = (matters, false);
+        }
     }
 
     /// A sample, taken at `at` (time of day), that does not say whose the load is. `busy` is what was used since the sample before; the first one says what
-    /// the queue says. Memory may be as old as [`MEMORY_SPAN`] unless it matters.
+    /// the queue says. Memory may be as old as [`MEMORY_SPAN`]; if it matters, it or the pressure is as old as the sample before.
     ///
     /// # Errors
     /// When a file cannot be read or understood.
@@ -97,8 +106,9 @@ impl Sampler {
         let (times, cores) = proc::stat(read(&self.stat, &mut self.text)?).ok_or_else(|| strange("stat"))?;
         let (load1, running) = proc::loadavg(read(&self.loadavg, &mut self.text)?).ok_or_else(|| strange("loadavg"))?;
         let available_bytes = self.available_bytes(at)?;
-        // Where pressure is switched off at boot the file is there and cannot be read.
-        let pressure = self.pressure.as_ref().and_then(|file| proc::pressure(read(file, &mut self.text).ok()?));
+        if !(self.memory_matters && self.memory_read) {
+            self.pressed = self.pressure();
+        }
         // The thread that reads is running itself.
         let running = running.saturating_sub(1);
         let queue = (running as f32 / cores as f32).min(1.0);
@@ -122,7 +132,7 @@ impl Sampler {
             load1,
             busy,
             available_bytes,
-            pressure: pressure.unwrap_or(0.0),
+            pressure: self.pressed,
             ours: None,
         })
     }
@@ -132,10 +142,20 @@ impl Sampler {
         self.of_group.or(self.before)
     }
 
+    /// Nothing where the kernel does not measure it; if it was switched off at boot, the file is there and cannot be read.
+    fn pressure(&mut self) -> f32 {
+        let says = |file: &File| proc::pressure(read(file, &mut self.text).ok()?);
+        self.pressure.as_ref().and_then(says).unwrap_or(0.0)
+    }
+
     fn available_bytes(&mut self, at: Micros) -> io::Result<u64> {
         // The time of day may be set back.
-        let counts = |(read, _): &(Micros, u64)| !self.memory_matters && at.0.abs_diff(read.0) < MEMORY_SPAN.0;
-        if let Some((_, bytes)) = self.memory.filter(counts) {
+        let counts = |read: Micros| match self.memory_matters {
+            true => self.memory_read,
+            false => at.0.abs_diff(read.0) < MEMORY_SPAN.0,
+        };
+        self.memory_read = !self.memory.is_some_and(|(read, _)| counts(read));
+        if let Some((_, bytes)) = self.memory.filter(|_| !self.memory_read) {
             return Ok(bytes);
         }
         let text = read(&self.meminfo, &mut self.text)?;

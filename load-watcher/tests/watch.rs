@@ -212,6 +212,31 @@ fn half_a_record_is_nobody_until_it_is_whole() {
 }
 
 #[test]
+fn where_an_owner_keeps_memory_free_it_is_read_in_turn_with_the_pressure() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let put = |name: &str, text: &str| fs::write(dir.path().join(name), text).expect("the test's own file");
+    fs::create_dir(dir.path().join("pressure")).expect("the test's own directory");
+    put("stat", "cpu 100 0 0 100 0 0 0 0\ncpu0 1\nintr 0\n");
+    put("loadavg", "1.50 1 1 3/100 7\n");
+    let says = |number: u64| {
+        put("meminfo", &format!("MemTotal: 99 kB\nMemAvailable: {number} kB\n"));
+        put("pressure/cpu", &format!("some avg10={number}.00 avg60=0.00 avg300=0.00 total=0\n"));
+    };
+    says(1);
+    let mut sampler = Sampler::open(dir.path()).expect("all files are there");
+    let mut sample = |number: u64, matters: bool| {
+        says(number);
+        sampler.memory_matters(matters);
+        let sample = sampler.sample(Micros(number)).expect("all files are good");
+        (sample.available_bytes >> 10, (sample.pressure * 100.0).round() as u64)
+    };
+    assert_eq!(sample(2, false), (2, 2));
+    assert_eq!(sample(3, false), (2, 3), "nobody keeps it");
+    assert_eq!([4, 5, 6, 7].map(|number| sample(number, true)), [(4, 3), (4, 5), (6, 5), (6, 7)]);
+    assert_eq!([8, 9].map(|number| sample(number, false)), [(6, 8), (6, 9)]);
+}
+
+#[test]
 fn samples_of_fixed_files_give_their_numbers_and_follow_changes() {
     let dir = tempfile::tempdir().expect("a directory");
     let put = |name: &str, text: &str| fs::write(dir.path().join(name), text).expect("the test's own file");
@@ -231,18 +256,9 @@ fn samples_of_fixed_files_give_their_numbers_and_follow_changes() {
     assert_eq!(sampler.sample(Micros(5 + MEMORY_SPAN.0)).expect("all files are good").available_bytes, 2048);
     put("meminfo", "MemTotal: 8 kB\nMemAvailable: 6 kB\n");
     assert_eq!(sampler.sample(Micros(0)).expect("all files are good").available_bytes, 6144, "the clock was set back");
-    sampler.memory_matters(true);
-    for kib in [8, 9] {
-        put("meminfo", &format!("MemTotal: 8 kB\nMemAvailable: {kib} kB\n"));
-        assert_eq!(
-            sampler.sample(Micros(1)).expect("all files are good").available_bytes,
-            kib << 10,
-            "an owner keeps it"
-        );
-    }
     put("elsewhere", "MemTotal: 8 kB\nMemAvailable: 1 kB\n");
     let mut sampler = sampler.memory_from(&dir.path().join("elsewhere")).expect("it is there");
-    assert_eq!(sampler.sample(Micros(1)).expect("all files are good").available_bytes, 1024);
+    assert_eq!(sampler.sample(Micros(MEMORY_SPAN.0)).expect("all files are good").available_bytes, 1024);
     put("stat", "");
     assert!(sampler.sample(Micros(7)).is_err());
     assert!(Sampler::open(Path::new("/nowhere")).expect_err("no files").to_string().contains("/nowhere/stat"));
