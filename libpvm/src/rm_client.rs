@@ -58,11 +58,21 @@ impl Runtime {
     /// When nothing was tried. Single tasks fail in their own result.
     pub fn spawn(&self, mut request: SpawnRequest) -> Result<Vec<Result<Tid, PvmError>>, Error> {
         crate::job::fill(crate::job::of_process(), &mut request)?;
+        let Some(mut results) = self.spawn_granted(&request) else { return self.spawn_asked(request) };
+        // Whoever is asked for the rest says what is wrong.
+        request.count = results.iter().filter(|result| result.is_err()).count() as u32;
+        if request.count > 0
+            && let Ok(rest) = self.spawn_asked(request)
+        {
+            results.iter_mut().filter(|result| result.is_err()).zip(rest).for_each(|(result, other)| *result = other);
+        }
+        Ok(results)
+    }
+
+    /// Starts tasks for which nobody has said beforehand where they go.
+    fn spawn_asked(&self, request: SpawnRequest) -> Result<Vec<Result<Tid, PvmError>>, Error> {
         let what = "spawning tasks";
         let mut waits = None;
-        if let Some(tid) = self.spawn_granted(&request) {
-            return Ok(vec![Ok(tid)]);
-        }
         while let Some(whom) = self.whom_to_ask(|serves| serves.spawn) {
             self.timed(|core, now| core.grants.asks(now, whom.rm, whom.wid, &request));
             match self.ask_whom(&whom, SM_SPAWN, pack_spawn(&request, waits))? {
@@ -207,12 +217,11 @@ impl Runtime {
         self.rm().filter(|rm| serves(rm.serves) && rm.tid != self.tid())
     }
 
-    /// Starts one task where the resource manager has said beforehand, if it has and the task can be started there. Otherwise it
-    /// is to be asked, and says what is wrong.
-    fn spawn_granted(&self, request: &SpawnRequest) -> Option<Tid> {
+    /// Starts tasks where the resource manager has said beforehand, if it has and its word still holds.
+    fn spawn_granted(&self, request: &SpawnRequest) -> Option<Vec<Result<Tid, PvmError>>> {
         let grant = self.timed(|core, now| core.grants.take(now, request))??;
         match self.request(Request::SpawnGranted { request: request.clone(), grant }) {
-            Reply::Spawned(results) => results.first().copied()?.ok(),
+            Reply::Spawned(results) if results.len() == request.count as usize => Some(results),
             _ => None,
         }
     }

@@ -1,23 +1,25 @@
 //! Answers to requests that were not made yet: a task that has just spawned twice in the same way will likely do so again, and
 //! need not ask each time. Pure; the service decides the places and sends what is given ([`sempa_proto::sm::Grant`]).
 //!
-//! What is given holds for a second, so it is never older than a load report may be, and daemons keep tasks off hosts whose
-//! owners want none whoever chose the place. All of it together is bounded, so that many tasks cannot be sent to the same
-//! good host before anybody has heard of the first.
+//! What is given is looked at again each second, and given anew where the same request would get other places by then: so it is never
+//! older than a load report may be. Daemons keep tasks off hosts whose owners want none whoever chose the place. All of it together
+//! is bounded, so that many tasks cannot be sent to the same good host before anybody has heard of the first.
 
 use crate::spawns::Incoming;
 use sempa_proto::rm::Attempt;
-use sempa_proto::sm::GRANT_HOSTS_MAX;
+use sempa_proto::sm::{GRANT_COUNT_MAX, GRANT_HOSTS_MAX};
 use sempa_proto::task::SpawnRequest;
 use sempa_proto::{HostId, Micros, Tid};
 use std::collections::{BTreeMap, VecDeque};
 
 /// How long after the last spawn of its kind a grant holds, and how soon a request has to follow another one like it to get one.
-pub const GRANT_SPAN: Micros = Micros::from_secs(1);
+pub const GRANT_SPAN: Micros = Micros::from_secs(30);
+/// How often is looked whether the same places would be given now.
+pub const REVIEW_PAUSE: Micros = Micros::from_secs(1);
 /// Places given to all tasks together that were not taken yet.
-pub const GRANTED_MAX: usize = 32;
+pub const GRANTED_MAX: usize = 2 * GRANT_HOSTS_MAX;
 /// How long a request is remembered: daemons tell of the last places taken behind the end of the task that took them.
-const REMEMBERED: Micros = Micros::from_secs(30);
+const REMEMBERED: Micros = Micros::from_secs(60);
 /// Tasks whose requests are remembered.
 const TASKS_MAX: usize = 1024;
 /// Bytes of a request's environment at most; with more it is not remembered.
@@ -25,10 +27,12 @@ const ENV_BYTES_MAX: usize = 16 << 10;
 /// Kinds of requests remembered of a task: the last one, and the one before, of which something may be on its way.
 const KINDS: usize = 2;
 
-/// The requests of tasks that ask for one task each, and what was given to them.
+/// The requests of tasks that ask for a few tasks each, and what was given to them.
 #[derive(Debug, Default)]
 pub struct Grants {
     tasks: BTreeMap<Tid, VecDeque<Kind>>,
+    /// When all was looked at last.
+    reviewed: Micros,
 }
 
 /// Requests of a task that are alike.
@@ -44,23 +48,31 @@ struct Kind {
     attempt: Option<Attempt>,
 }
 
-/// A place was taken.
+/// Places were taken.
 #[derive(Clone, Debug)]
 pub struct Granted {
     /// The request, as the one before it came.
     pub from: Incoming,
-    /// Why it goes there.
+    /// Why its tasks go there.
     pub attempt: Attempt,
     /// Half of the places are taken: it is time for others.
     pub renew: bool,
 }
 
+impl Kind {
+    fn holds(&self, now: Micros) -> bool {
+        !self.hosts.is_empty() && now.since(self.last) < GRANT_SPAN
+    }
+}
+
 impl Grants {
-    /// A request for one task was answered with a task. True when it follows another one like it: it is worth a grant.
+    /// A request for [`GRANT_COUNT_MAX`] tasks at most was answered with all of them. True when it follows another one like it: it is
+    /// worth a grant.
     pub fn answered(&mut self, now: Micros, from: &Incoming) -> bool {
         self.forget(now);
         let env: usize = from.request.env.iter().map(Vec::len).sum();
-        if env > ENV_BYTES_MAX || (self.tasks.len() >= TASKS_MAX && !self.tasks.contains_key(&from.src)) {
+        let few = from.request.count as usize <= GRANT_COUNT_MAX;
+        if !few || env > ENV_BYTES_MAX || (self.tasks.len() >= TASKS_MAX && !self.tasks.contains_key(&from.src)) {
             return false;
         }
         let request = SpawnRequest { args: Vec::new(), ..from.request.clone() };
@@ -76,14 +88,27 @@ impl Grants {
     /// How many places may be given to a task now, instead of those it has.
     pub fn room(&self, now: Micros, task: Tid) -> usize {
         let others = self.tasks.iter().filter(|(tid, _)| **tid != task).flat_map(|(_, kinds)| kinds);
-        let holds = |kind: &&Kind| now.since(kind.last) < GRANT_SPAN;
-        let given: usize = others.filter(holds).map(|kind| kind.hosts.len()).sum();
+        let given: usize = others.filter(|kind| kind.holds(now)).map(|kind| kind.hosts.len()).sum();
         GRANTED_MAX.saturating_sub(given).min(GRANT_HOSTS_MAX)
     }
 
     /// The request that the next places of a task are for.
     pub fn next_of(&self, task: Tid) -> Option<&Incoming> {
         self.tasks.get(&task)?.front().map(|kind| &kind.from)
+    }
+
+    /// When it is time to look whether all that was given would be given again; `None`: nothing is given.
+    pub fn next_review(&self) -> Option<Micros> {
+        let given = self.tasks.values().filter_map(VecDeque::front).any(|kind| kind.holds(self.reviewed));
+        given.then_some(self.reviewed + REVIEW_PAUSE)
+    }
+
+    /// What is given, and to whom. It is looked at now.
+    pub fn review(&mut self, now: Micros) -> Vec<(Tid, Vec<HostId>)> {
+        self.reviewed = now;
+        let given = self.tasks.iter().filter_map(|(task, kinds)| Some((task, kinds.front()?)));
+        let given = given.filter(|(_, kind)| kind.holds(now));
+        given.map(|(task, kind)| (*task, kind.hosts.iter().copied().collect())).collect()
     }
 
     /// The next tasks of this task's last request go to these hosts, instead of those given before.
@@ -93,15 +118,17 @@ impl Grants {
         }
     }
 
-    /// A daemon says that a place of the grant under this wait id was taken. `None`: nothing is known of such a grant.
-    pub fn taken(&mut self, now: Micros, task: Tid, wid: i32, host: HostId) -> Option<Granted> {
+    /// A daemon says that places of the grant under this wait id were taken. `None`: nothing is known of such a grant.
+    pub fn taken(&mut self, now: Micros, task: Tid, wid: i32, hosts: impl Iterator<Item = HostId>) -> Option<Granted> {
         let kinds = self.tasks.get_mut(&task)?;
         let last = kinds.front().is_some_and(|kind| kind.from.wid == wid);
         let kind = kinds.iter_mut().find(|kind| kind.from.wid == wid)?;
         let attempt = kind.attempt.clone()?;
-        // It may be one of the grant before: those that were given since are all there still.
-        if kind.hosts.front() == Some(&host) {
-            kind.hosts.pop_front();
+        for host in hosts {
+            // It may be one of the grant before: those that were given since are all there still, and there will be new ones sooner.
+            if let Some(at) = kind.hosts.iter().position(|given| *given == host) {
+                kind.hosts.remove(at);
+            }
         }
         kind.last = now;
         Some(Granted { from: kind.from.clone(), attempt, renew: last && kind.hosts.len() <= GRANT_HOSTS_MAX / 2 })
@@ -110,15 +137,29 @@ impl Grants {
     /// What was given does not hold any more: all, or what was given to tasks that have this host among their places. Who is to
     /// be told, with the wait id of the grant.
     pub fn take_back(&mut self, host: Option<HostId>) -> Vec<(Tid, i32)> {
+        self.take_back_where(|kind| host.is_none_or(|host| kind.hosts.contains(&host)))
+    }
+
+    /// The same for what nobody has taken a place of for a moment: others want some.
+    pub fn take_back_idle(&mut self, now: Micros) -> Vec<(Tid, i32)> {
+        self.take_back_where(|kind| now.since(kind.last) >= REVIEW_PAUSE)
+    }
+
+    fn take_back_where(&mut self, which: impl Fn(&Kind) -> bool) -> Vec<(Tid, i32)> {
         let mut told = Vec::new();
         for (task, kinds) in &mut self.tasks {
-            let Some(kind) = kinds.front_mut().filter(|kind| !kind.hosts.is_empty()) else { continue };
-            if host.is_none_or(|host| kind.hosts.contains(&host)) {
+            let given = kinds.front_mut().filter(|kind| !kind.hosts.is_empty() && which(kind));
+            if let Some(kind) = given {
                 kind.hosts.clear();
                 told.push((*task, kind.from.wid));
             }
         }
         told
+    }
+
+    /// A task has ended. What it took by its last grants may be told of yet.
+    pub fn ended(&mut self, task: Tid) {
+        self.tasks.get_mut(&task).into_iter().flatten().for_each(|kind| kind.hosts.clear());
     }
 
     /// True when such a task is being started on a host because somebody named the host.

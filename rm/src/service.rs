@@ -232,7 +232,7 @@ impl<V: VmApi> Service<V> {
         let now = self.vm.now();
         let (spawns, watchers) = (self.spawns.next_deadline(), self.watchers.next_deadline());
         let (drains, ledger) = (self.draining.next_deadline(), self.memory.ledger.next_deadline());
-        let kills = self.killing.next_deadline();
+        let (kills, review) = (self.killing.next_deadline(), self.grants.next_review());
         let due = [
             self.again,
             self.balance_at,
@@ -243,6 +243,7 @@ impl<V: VmApi> Service<V> {
             drains,
             ledger,
             kills,
+            review,
         ];
         let due = due.into_iter().flatten().min();
         let wait = due.map_or(WAIT_MAX, |due| due.since(now)).min(WAIT_MAX);
@@ -341,6 +342,7 @@ impl<V: VmApi> Service<V> {
                 self.record_input(|| Input::Ended { tid: *tid, used: *used });
                 self.watchers.ended(now, *tid);
                 self.spawns.task_ended(now, *tid);
+                self.grants.ended(*tid);
                 if self.model.is_guest(*tid) {
                     self.balance_at = self.balance_at.map(|at| at.min(now + BALANCE_PAUSE_AFTER_END));
                 }
@@ -434,6 +436,7 @@ impl<V: VmApi> Service<V> {
     fn task_ended(&mut self, tid: Tid) {
         self.watchers.ended(self.vm.now(), tid);
         self.spawns.task_ended(self.vm.now(), tid);
+        self.grants.ended(tid);
         self.model.task_ended(tid);
         self.changed = true;
     }
@@ -519,6 +522,7 @@ impl<V: VmApi> Service<V> {
         self.kills_due(now);
         self.start_parked(now);
         self.note_outcomes();
+        self.review_grants(now);
         self.watchers.tick(now);
         while let Some(output) = self.watchers.poll() {
             self.watcher_output(output);

@@ -98,7 +98,7 @@ pub enum Output {
         /// The body.
         body: Bytes,
     },
-    /// A request for one task was answered with that task, at once and for good.
+    /// A request was answered with all the tasks that it was for, at once and for good.
     Answered(Incoming),
     /// A task runs on a host.
     Started {
@@ -126,6 +126,17 @@ pub enum Output {
     Record(EventKind),
     /// Something to be remembered.
     Decided(Decided),
+}
+
+/// A task that was started by a grant.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Started {
+    /// The task.
+    pub tid: Tid,
+    /// Its host.
+    pub host: HostId,
+    /// The host's name.
+    pub name: String,
 }
 
 #[derive(Debug)]
@@ -659,8 +670,8 @@ impl Spawns {
         let Some(spawn) = self.open.remove(&number) else { return };
         let results: Vec<PvmResult<Tid>> = spawn.results.into_iter().flatten().collect();
         let at_once = !spawn.told && spawn.from.waited == Micros(0) && spawn.attempts.len() == 1;
-        let one = at_once && results.len() == 1 && results[0].is_ok();
-        let one = one.then(|| Output::Answered(spawn.from.clone()));
+        let whole = at_once && results.iter().all(Result::is_ok);
+        let answered = whole.then(|| Output::Answered(spawn.from.clone()));
         let Incoming { src, wid, request, job, user, waited, .. } = spawn.from;
         self.out.push_back(Output::Reply { to: src, wid, body: pack_tids(&results) });
         let hosts: Vec<HostId> = spawn.hosts.into_iter().flatten().collect();
@@ -691,20 +702,20 @@ impl Spawns {
             (None, _) => EventKind::Placed { name: request.file, hosts, why },
         };
         self.out.push_back(Output::Record(event));
-        self.out.extend(one);
+        self.out.extend(answered);
     }
 
-    /// A task was started by a grant, on a host of this name: by a request that did not come here. Its daemon has told the log.
-    pub fn granted(&mut self, from: Incoming, (host, name): (HostId, String), tid: Tid, attempt: Attempt) {
-        self.out.push_back(started_by(&from, tid, host));
+    /// Tasks were started by a grant: by a request that did not come here. Its daemon has told the log.
+    pub fn granted(&mut self, from: Incoming, started: Vec<Started>, attempt: Attempt) {
+        self.out.extend(started.iter().map(|one| started_by(&from, one.tid, one.host)));
         let Incoming { src, request, job, user, .. } = from;
         self.out.push_back(Output::Decided(Decided::Spawn {
             program: request.file,
             by: src,
             job,
             user,
-            count: 1,
-            started: vec![(tid, name)],
+            count: started.len() as u32,
+            started: started.into_iter().map(|one| (one.tid, one.name)).collect(),
             error: None,
             waited: Micros(0),
             attempts: vec![attempt],

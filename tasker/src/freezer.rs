@@ -1,17 +1,19 @@
 //! Control groups (version 2) that freeze tasks: everybody inside stands still at once, also whoever is just being made, and no
 //! program can tell by a signal. A task is born in its group, so it cannot have got anybody out of it before.
 //!
-//! Version 1 is not used: what it has frozen cannot even be killed, so a tasker that dies would leave processes behind for ever. In
-//! version 2 they die like others.
+//! Where only version 1 is mounted, or version 2 cannot be written to, the tasker mounts version 2 for itself, where nobody else sees
+//! it: each kernel that knows process descriptors, as the tasker needs them, has its freezer. Version 1's own is not used: what it has
+//! frozen cannot even be killed, so a tasker that dies would leave processes behind for ever. In version 2 they die like others.
 
 use crate::birth;
 use crate::sys::{self, Child};
 use nix::fcntl::{Flock, FlockArg};
+use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, fsconfig_create, fsmount, fsopen};
 use sempa_proto::cgroup;
 use std::cell::{Cell, RefCell};
 use std::fs::{self, File};
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::time::{Duration, Instant};
@@ -33,6 +35,8 @@ pub(crate) struct Freezer {
     /// Locked as long as the tasker lives: others remove folders that nobody has locked.
     _folder: Flock<File>,
     path: PathBuf,
+    /// Version 2, where the tasker has mounted it for itself: the path leads through it.
+    _mount: Option<OwnedFd>,
     made: u64,
     /// Groups in which somebody had not ended when they were given up.
     given_up: Rc<RefCell<Vec<PathBuf>>>,
@@ -58,15 +62,23 @@ impl Freezer {
         if !birth::KNOWN {
             return Err("not done on this processor".into());
         }
-        let text = |name: &str| fs::read(Path::new("/proc/self").join(name)).unwrap_or_default();
-        let own = cgroup::folder(&text("mountinfo"), &text("cgroup"), None)
-            .ok_or("control groups of version 2 are not to be seen here")?;
-        remove_left_behind(&own);
+        let seen = own_group_seen().and_then(|own| Freezer::within(&own, None));
+        seen.or_else(|why| {
+            let not_by_itself = |e| format!("{why}, and the tasker cannot mount them for itself: {e}");
+            let mount = mount_version_2().map_err(not_by_itself)?;
+            let own = own_group_through(&mount).ok_or_else(|| not_by_itself(io::ErrorKind::NotFound.into()))?;
+            Freezer::within(&own, Some(mount)).map_err(|also| format!("{why}; {also}"))
+        })
+    }
+
+    /// In a folder of its own within this group.
+    fn within(own: &Path, mount: Option<OwnedFd>) -> Result<Freezer, String> {
+        remove_left_behind(own);
         let (path, folder) = (0..FOLDER_TRIES)
-            .find_map(|_| make_folder(&own).transpose())
+            .find_map(|_| make_folder(own).transpose())
             .unwrap_or_else(|| Err(io::ErrorKind::WouldBlock.into()))
             .map_err(|e| format!("no control group can be made in {}: {e}", own.display()))?;
-        let mut freezer = Freezer { _folder: folder, path, made: 0, given_up: Rc::default() };
+        let mut freezer = Freezer { _folder: folder, path, _mount: mount, made: 0, given_up: Rc::default() };
         freezer
             .trial()
             .map_err(|e| format!("the freezer of control groups does not work in {}: {e}", own.display()))?;
@@ -201,6 +213,30 @@ pub(crate) fn bring_in(entrance: &Path, pids: &[i32]) -> io::Result<()> {
         }
     }
     Ok(())
+}
+
+/// What /proc says of this process.
+fn of_self(name: &str) -> Vec<u8> {
+    fs::read(Path::new("/proc/self").join(name)).unwrap_or_default()
+}
+
+/// The tasker's own group where version 2 is mounted for everybody.
+fn own_group_seen() -> Result<PathBuf, String> {
+    cgroup::folder(&of_self("mountinfo"), &of_self("cgroup"), None)
+        .ok_or_else(|| "control groups of version 2 are not to be seen here".into())
+}
+
+/// Mounts version 2 nowhere: it can be reached through this descriptor only, and is gone with it.
+fn mount_version_2() -> io::Result<OwnedFd> {
+    let kind = fsopen("cgroup2", FsOpenFlags::FSOPEN_CLOEXEC)?;
+    fsconfig_create(&kind)?;
+    Ok(fsmount(&kind, FsMountFlags::FSMOUNT_CLOEXEC, MountAttrFlags::empty())?)
+}
+
+/// The tasker's own group through such a mount, whose root is that of the tasker's namespace, as /proc tells it.
+fn own_group_through(mount: &OwnedFd) -> Option<PathBuf> {
+    let own = cgroup::group_of(&of_self("cgroup"), None)?;
+    Some(Path::new("/proc/self/fd").join(mount.as_raw_fd().to_string()).join(own.strip_prefix("/").ok()?))
 }
 
 /// A new folder within `own`, locked; `None` if another tasker came between and has taken it for one left behind.

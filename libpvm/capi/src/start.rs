@@ -17,6 +17,8 @@ use std::time::{Duration, Instant};
 
 /// How long a daemon may take until it answers.
 const START_MAX: Duration = Duration::from_secs(30);
+/// How long one that ends is waited for.
+const GOING_MAX: Duration = Duration::from_secs(10);
 /// How often its socket is tried meanwhile.
 const TRY_EVERY: Duration = Duration::from_millis(10);
 
@@ -31,8 +33,13 @@ pub(crate) fn start_daemon(args: &[Vec<u8>], block: bool) -> PvmResult<()> {
         PvmError::CantStart
     })?;
     let answers = || UnixStream::connect(place.socket()).is_ok();
-    if answers() {
-        return Err(PvmError::DupHost);
+    let deadline = Instant::now() + GOING_MAX;
+    // One that has been halted takes connections for a moment more.
+    while answers() {
+        if libpvm::runtime::is_served(&place.socket()) || Instant::now() > deadline {
+            return Err(PvmError::DupHost);
+        }
+        std::thread::sleep(TRY_EVERY);
     }
     let mut command = Command::new(program());
     command.args(args.iter().map(|arg| OsStr::from_bytes(arg))).stdin(Stdio::null()).stdout(Stdio::piped());

@@ -53,7 +53,7 @@ pub const SM_SPAWN_WAITS: i32 = BASE + 0x100;
 /// Resource manager to task, and not PVM's: where the next tasks go that the task spawns by requests like the one that was
 /// answered under this wait id. It need not ask for these, see [`Grant`].
 pub const SM_GRANT: i32 = BASE + 0x101;
-/// Daemon to resource manager, and not PVM's: a task was started by a grant. The wait id is that of the grant.
+/// Daemon to resource manager, and not PVM's: tasks were started by a grant. The wait id is that of the grant.
 pub const SM_GRANT_TAKEN: i32 = BASE + 0x102;
 
 /// Well-known mailbox class of resource managers.
@@ -108,10 +108,12 @@ pub fn unpack_waits(body: Bytes) -> PvmResult<Option<Micros>> {
 }
 
 /// Places that a grant names at most.
-pub const GRANT_HOSTS_MAX: usize = 16;
+pub const GRANT_HOSTS_MAX: usize = 32;
+/// Tasks that a request asks for at most, if others like it are to be granted. For more of them, asking takes little beside starting.
+pub const GRANT_COUNT_MAX: usize = GRANT_HOSTS_MAX / 2;
 
-/// A resource manager's answer to requests that were not made yet: a task that spawns one task after the other, each by a
-/// request for one task with the same program, place, flags and environment, need not ask for each. After Condor's claims,
+/// A resource manager's answer to requests that were not made yet: a task that spawns again and again, by requests for as many
+/// tasks with the same program, place, flags and environment, need not ask for each. After Condor's claims,
 /// by which a queue starts job after job on a machine without a word to the matchmaker.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Grant {
@@ -143,21 +145,22 @@ pub fn unpack_grant(body: Bytes) -> PvmResult<Grant> {
     Ok(Grant { hosts: hosts.collect::<PvmResult<_>>()?, span })
 }
 
-/// A task that was started by a grant.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Tasks that were started by a grant, by one request.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Taken {
-    /// Who spawned it.
+    /// Who spawned them.
     pub by: Tid,
-    /// Where it was started.
-    pub host: HostId,
-    /// The task.
-    pub tid: Tid,
+    /// Where each was started; [`GRANT_COUNT_MAX`] at most.
+    pub tasks: Vec<(HostId, Tid)>,
 }
 
 /// Body of [`SM_GRANT_TAKEN`].
 pub fn pack_taken(taken: &Taken) -> Bytes {
     let mut out = Packer::new(Encoding::Xdr);
-    out.int(taken.by.raw()).int(taken.host.tid().raw()).int(taken.tid.raw());
+    out.int(taken.by.raw()).int(taken.tasks.len() as i32);
+    for (host, tid) in &taken.tasks {
+        out.int(host.tid().raw()).int(tid.raw());
+    }
     out.finish()
 }
 
@@ -167,12 +170,17 @@ pub fn pack_taken(taken: &Taken) -> Bytes {
 /// [`PvmError::NoData`] or [`PvmError::BadMsg`] when the body is not one.
 pub fn unpack_taken(body: Bytes) -> PvmResult<Taken> {
     let mut from = Unpacker::xdr(body);
-    let mut tid = || from.int().map(Tid::from_raw);
-    let (by, host, tid) = (tid()?, tid()?.home().ok_or(PvmError::BadMsg)?, tid()?);
-    if !by.is_task() || !tid.is_task() {
+    let (by, count) = (Tid::from_raw(from.int()?), from.int()?);
+    let count = usize::try_from(count).ok().filter(|count| (1..=GRANT_COUNT_MAX).contains(count));
+    let mut task = || {
+        let (host, tid) = (Tid::from_raw(from.int()?), Tid::from_raw(from.int()?));
+        Ok((host.home().ok_or(PvmError::BadMsg)?, Some(tid).filter(|tid| tid.is_task()).ok_or(PvmError::BadMsg)?))
+    };
+    let tasks = (0..count.ok_or(PvmError::BadMsg)?).map(|_| task()).collect::<PvmResult<_>>()?;
+    if !by.is_task() {
         return Err(PvmError::BadMsg);
     }
-    Ok(Taken { by, host, tid })
+    Ok(Taken { by, tasks })
 }
 
 /// Body of a request [`SM_SPAWN`]; `since` when a resource manager that has died had let it wait since then.

@@ -428,10 +428,10 @@ pub enum Request {
     /// The program ends, and its library was told once that it would be asked to: if it is still waited for,
     /// [`ToTask::TakeNothing`] comes before the answer. → [`Reply::Done`]
     LastWords,
-    /// Start one task where the resource manager has said beforehand. → [`Reply::Spawned`], or [`Reply::Failed`] when it
+    /// Start tasks where the resource manager has said beforehand. → [`Reply::Spawned`], or [`Reply::Failed`] when it
     /// is the resource manager no more
     SpawnGranted {
-        /// The task.
+        /// The tasks.
         request: SpawnRequest,
         /// What was said.
         grant: GrantOf,

@@ -98,8 +98,26 @@ pub(crate) struct Accepted {
     pub(crate) welcome: Welcome,
 }
 
+/// Whether a daemon does its work at this socket, and does not only end while it still takes connections. It is asked what each
+/// daemon refuses, so that nobody becomes a task.
+pub fn is_served(path: &Path) -> bool {
+    let pid = i32::try_from(std::process::id()).expect("process numbers are ints");
+    let nobody =
+        Hello { magic: [0; 4], version: 0, claim: Claim::New, pid, program: String::new(), at_end: AtEnd::default() };
+    let silent = |error: &EnrollError| matches!(error, EnrollError::Io { .. } | EnrollError::NoDaemon { .. });
+    !say_hello(path, nobody).is_err_and(|error| silent(&error))
+}
+
 /// Connects, says hello and waits for the answer.
 pub(crate) fn greet(path: &Path, claim: Claim, program: &str, at_end: AtEnd) -> Result<Accepted, EnrollError> {
+    let pid = i32::try_from(std::process::id()).expect("process numbers are ints");
+    say_hello(
+        path,
+        Hello { magic: TASK_MAGIC, version: WIRE_VERSION, claim, pid, program: program.to_string(), at_end },
+    )
+}
+
+fn say_hello(path: &Path, hello: Hello) -> Result<Accepted, EnrollError> {
     let io_error = |source: io::Error| EnrollError::Io { path: path.to_path_buf(), source };
     let socket = UnixStream::connect(path).map_err(|source| match source.kind() {
         io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => {
@@ -115,8 +133,6 @@ pub(crate) fn greet(path: &Path, claim: Claim, program: &str, at_end: AtEnd) -> 
     if owner != nix::unistd::geteuid().as_raw() && owner != 0 {
         return Err(EnrollError::Foreign { path: path.to_path_buf(), owner });
     }
-    let pid = i32::try_from(std::process::id()).expect("process numbers are ints");
-    let hello = Hello { magic: TASK_MAGIC, version: WIRE_VERSION, claim, pid, program: program.to_string(), at_end };
     let hello = encode_control(&ToDaemon::Hello(hello)).map_err(|e| io_error(io::Error::other(e)))?;
     socket.get().set_read_timeout(Some(GREETING_MAX)).map_err(io_error)?;
     match write_all(socket.get(), hello) {
@@ -205,5 +221,29 @@ mod tests {
     #[test]
     fn a_bad_name_of_the_virtual_machine_is_said_so() {
         assert!(matches!(of(7, false, &[("PVM_VMID", "../x")]), Err(EnrollError::Place(_))));
+    }
+
+    #[test]
+    fn a_socket_is_served_when_somebody_answers_there_and_not_when_he_only_takes_connections() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let path = dir.path().join("s");
+        assert!(!is_served(&path), "there is none");
+        let listener = std::os::unix::net::UnixListener::bind(&path).expect("a socket");
+        let accept = |answer: Option<ToTask>| {
+            std::thread::scope(|scope| {
+                let asks = scope.spawn(|| is_served(&path));
+                let (mut stream, _) = listener.accept().expect("a connection");
+                if let Some(answer) = answer {
+                    let answer = encode_control(&answer).expect("a word");
+                    std::io::Write::write_all(&mut stream, &answer).expect("written");
+                }
+                drop(stream);
+                asks.join().expect("ended")
+            })
+        };
+        assert!(!accept(None), "it hangs up");
+        assert!(accept(Some(ToTask::Refused { reason: "no".into() })));
+        drop(listener);
+        assert!(!is_served(&path), "nobody listens any more");
     }
 }

@@ -25,7 +25,7 @@ mod shared;
 #[cfg(test)]
 mod tests;
 
-pub use self::connect::EnrollOptions;
+pub use self::connect::{EnrollOptions, is_served};
 
 use self::core::BACKLOG_BYTES_MAX;
 pub(crate) use self::core::Core;

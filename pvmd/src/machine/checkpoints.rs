@@ -204,6 +204,8 @@ pub(super) struct Keeping {
     founded: Micros,
     /// Jobs all known tasks of which have ended.
     quiet: Vec<Tid>,
+    /// Tasks of the whole virtual machine that have ended a moment ago.
+    recent: last_words::Recent,
 }
 
 impl Keeping {
@@ -428,7 +430,8 @@ impl Machine {
         let Some(job) = keeping.job_of_cut(cut) else { return };
         let Some(entry) = keeping.jobs.get_mut(&job) else { return };
         let tids: Vec<Tid> = members(job, &mut entry.members, &found.tasks).iter().map(|task| task.tid).collect();
-        let ended: Vec<Tid> = entry.ended.iter().copied().collect();
+        let ended: BTreeSet<Tid> = entry.ended.iter().copied().chain(keeping.recent.all(now)).collect();
+        let ended: Vec<Tid> = ended.into_iter().collect();
         let mailbox = match master.mailbox.saved(&tids) {
             Ok(mailbox) => mailbox,
             Err(bytes) => return keeping.cuts.not_counted(cut, CutFailure::Mailbox { bytes }),

@@ -10,11 +10,11 @@
 use super::{Machine, Timer};
 use sempa_proto::event::EventKind;
 use sempa_proto::host::Held;
-use sempa_proto::sm::{GRANT_HOSTS_MAX, SM_GRANT_TAKEN};
+use sempa_proto::sm::{GRANT_HOSTS_MAX, SM_GRANT_TAKEN, unpack_taken};
 use sempa_proto::task::ToTask;
 use sempa_proto::{Micros, Tid};
 
-/// How long after a place was taken it is likely that another one will be; a grant holds no longer.
+/// How long after a place was taken it is likely that another one will be.
 const TAKING_SPAN: Micros = Micros::from_secs(1);
 /// Taken places of which a resource manager is not told at once: it gives others when half of a grant is taken.
 const UNTOLD_MAX: usize = GRANT_HOSTS_MAX / 2;
@@ -54,6 +54,13 @@ pub(super) fn is_news(kind: &EventKind) -> bool {
     matches!(kind, EventKind::Placed { .. } | EventKind::TaskStarted { .. } | EventKind::TaskEnded { .. })
 }
 
+/// How many places of a grant were taken, by a daemon's word for its giver.
+fn taken_places(item: &ToTask) -> Option<usize> {
+    let ToTask::Deliver { message, .. } = item else { return None };
+    let is_taken = message.tag == SM_GRANT_TAKEN && message.src.is_daemon();
+    is_taken.then(|| unpack_taken(message.body.clone()).ok()).flatten().map(|taken| taken.tasks.len())
+}
+
 impl Machine {
     /// True while grants of this task, which runs here, are being used.
     pub(super) fn hears_later(&self, dst: Tid) -> bool {
@@ -68,14 +75,14 @@ impl Machine {
     /// Keeps a taken place for a moment, unless it is time to say so; anything else, for which what waits has to be told first, is
     /// given back.
     pub(super) fn unless_news(&mut self, dst: Tid, item: ToTask) -> Option<ToTask> {
-        let is_taken = |m: &sempa_proto::Message| m.tag == SM_GRANT_TAKEN && m.src.is_daemon();
-        if matches!(&item, ToTask::Deliver { message, .. } if is_taken(message)) && self.tasks.get(dst).is_some() {
+        if let Some(places) = taken_places(&item).filter(|_| self.tasks.get(dst).is_some()) {
             self.news.taking = Some((dst, self.now + TAKING_SPAN));
-            self.news.untold = (self.news.untold + 1) % UNTOLD_MAX;
-            if self.news.untold != 0 {
+            self.news.untold += places;
+            if self.news.untold < UNTOLD_MAX {
                 self.wait_with(dst, Waiting::Word(item));
                 return None;
             }
+            self.news.untold = 0;
         }
         if dst == self.news.whom {
             self.tell_news();

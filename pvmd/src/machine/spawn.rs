@@ -8,7 +8,7 @@ use sempa_proto::event::EventKind;
 use sempa_proto::host::{Answer, Question};
 use sempa_proto::load::is_watcher;
 use sempa_proto::owner::NO_GUESTS;
-use sempa_proto::sm::{SM_EXECACK, SM_GRANT_TAKEN, Taken, TaskOrder, pack_taken, pack_tids};
+use sempa_proto::sm::{GRANT_COUNT_MAX, SM_EXECACK, SM_GRANT_TAKEN, Taken, TaskOrder, pack_taken, pack_tids};
 use sempa_proto::table::TASK_FORKED;
 use sempa_proto::task::{
     GrantOf, Reply, SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_DEBUG, SPAWN_HOST, SPAWN_NO_PARENT, SPAWN_PINNED, SpawnRequest,
@@ -28,6 +28,9 @@ const NOT_STARTED_PAUSE: Micros = Micros::from_secs(10);
 
 /// One result per task.
 type Started = Vec<Result<Tid, PvmError>>;
+
+/// Tasks of a spawn by their positions in its result, and their hosts.
+type Blocks = Vec<(HostId, Vec<usize>)>;
 
 /// A spawn whose tasks are being started.
 #[derive(Debug)]
@@ -105,8 +108,10 @@ impl Machine {
     pub(super) fn spawn_granted(&mut self, tid: Tid, id: RequestId, request: SpawnRequest, grant: GrantOf) {
         let reason = if self.rm.current().is_none_or(|rm| rm.tid != grant.rm) {
             format!("{} is not the resource manager any more; what it has said does not hold", grant.rm)
-        } else if request.count != 1 {
-            format!("a place was given for one task, not for {}", request.count)
+        } else if request.count as usize != grant.hosts.len() {
+            format!("places were given for {} tasks, not for {}", grant.hosts.len(), request.count)
+        } else if grant.hosts.len() > GRANT_COUNT_MAX {
+            format!("no places are given for {} tasks in one request; {GRANT_COUNT_MAX} is the most", request.count)
         } else {
             return self.spawn(tid, id, request, Some(grant));
         };
@@ -160,38 +165,52 @@ impl Machine {
         self.table.hosts.iter().filter(|h| chosen(h) != complement).map(|h| h.id).collect()
     }
 
-    /// Gives these tasks of a spawn to hosts, in blocks. With no host to give them to, they failed with `none`.
+    /// Gives these tasks of a spawn to hosts, in blocks, or where the resource manager has said. With no host to give them to, they
+    /// failed with `none`.
     fn assign(&mut self, number: u64, indices: Vec<usize>, none: PvmError) {
         let Some(spawn) = self.spawns.open.get(&number) else { return };
-        let mut hosts = match spawn.grant {
-            Some(grant) => self.table.get(grant.host).map(|host| host.id).into_iter().collect(),
-            None => self.candidates(&spawn.request),
-        };
+        if let Some(grant) = &spawn.grant {
+            let mut blocks: BTreeMap<HostId, Vec<usize>> = BTreeMap::new();
+            indices.iter().for_each(|index| blocks.entry(grant.hosts[*index]).or_default().push(*index));
+            let (there, gone): (Blocks, Blocks) =
+                blocks.into_iter().partition(|(host, _)| self.table.get(*host).is_some());
+            return self.ask_hosts(number, there, gone.into_iter().flat_map(|(_, block)| block), none);
+        }
+        let mut hosts = self.candidates(&spawn.request);
         hosts.retain(|host| !spawn.lost.contains(host));
         let from = self.spawns.last_host.unwrap_or(self.config.host);
         let start = hosts.iter().position(|host| *host > from).unwrap_or(0);
         hosts.rotate_left(start);
         hosts.truncate(indices.len());
-        let Some(spawn) = self.spawns.open.get_mut(&number) else { return };
         if hosts.is_empty() {
-            for index in indices {
-                spawn.results[index] = Some(Err(none));
-            }
-            return self.spawn_step(number);
+            return self.ask_hosts(number, Vec::new(), indices, none);
         }
         // Who names a host takes nobody's turn, as in PVM.
-        if spawn.grant.is_none() && !spawn.request.names_host() {
+        if !spawn.request.names_host() {
             self.spawns.last_host = hosts.last().copied();
         }
         let (each, more) = (indices.len() / hosts.len(), indices.len() % hosts.len());
         let mut rest = indices.into_iter();
+        let mut block = |n: usize| rest.by_ref().take(each + usize::from(n < more)).collect();
+        let blocks = hosts.into_iter().enumerate().map(|(n, host)| (host, block(n))).collect();
+        self.ask_hosts(number, blocks, [], none);
+    }
+
+    /// Asks each host for its tasks of a spawn; those without a host have failed.
+    fn ask_hosts(&mut self, number: u64, blocks: Blocks, failed: impl IntoIterator<Item = usize>, error: PvmError) {
+        let Some(spawn) = self.spawns.open.get_mut(&number) else { return };
+        for index in failed {
+            spawn.results[index] = Some(Err(error));
+        }
         let mut questions = Vec::new();
-        for (n, host) in hosts.into_iter().enumerate() {
-            let block: Vec<usize> = rest.by_ref().take(each + usize::from(n < more)).collect();
+        for (host, block) in blocks {
             spawn.last_part += 1;
             let request = SpawnRequest { count: block.len() as u32, ..spawn.request.clone() };
             questions.push((host, spawn.last_part, Question::Exec { parent: spawn.tid, request }));
             spawn.parts.insert(spawn.last_part, (host, block));
+        }
+        if questions.is_empty() {
+            return self.spawn_step(number);
         }
         for (host, part, question) in questions {
             self.ask(host, question, Asker::Spawn { spawn: number, part });
@@ -240,14 +259,17 @@ impl Machine {
             self.output_asked(*child, parent, output);
             self.trace_spawn(trace, *child, parent);
         }
-        let started = results.first().copied().and_then(Result::ok);
+        let granted = grant.map(|GrantOf { rm, wid, hosts }| {
+            let tasks = hosts.into_iter().zip(&results).filter_map(|(host, result)| Some((host, (*result).ok()?)));
+            (rm, wid, tasks.collect::<Vec<_>>())
+        });
         self.reply(tid, id, Reply::Spawned(results));
-        if let Some((GrantOf { rm, wid, host }, started)) = grant.zip(started) {
-            let body = pack_taken(&Taken { by: tid, host, tid: started });
-            self.send_made(rm, 0, SM_GRANT_TAKEN, wid, body);
+        if let Some((rm, wid, tasks)) = granted.filter(|(_, _, tasks)| !tasks.is_empty()) {
+            let hosts = tasks.iter().map(|(host, _)| *host).collect();
+            self.send_made(rm, 0, SM_GRANT_TAKEN, wid, pack_taken(&Taken { by: tid, tasks }));
             // Why just there, the resource manager knows.
             let why = "the resource manager has said so beforehand".to_string();
-            self.record(EventKind::Placed { name: request.file, hosts: vec![host], why });
+            self.record(EventKind::Placed { name: request.file, hosts, why });
         }
     }
 

@@ -5,14 +5,15 @@ use crate::api::VmApi;
 use crate::decide::{Ask, Policy, Together, Wants, place};
 use crate::grants::GRANT_SPAN;
 use crate::recording::Input;
-use crate::spawns::{Incoming, Rules};
+use crate::spawns::{Incoming, Rules, Started};
 use crate::store::record;
+use sempa_proto::rm::Attempt;
 use sempa_proto::sm::{Grant, SM_GRANT, Taken, pack_grant, unpack_taken};
 use sempa_proto::task::SpawnRequest;
 use sempa_proto::{HostId, Message, Micros, Tid};
 
 impl<V: VmApi> Service<V> {
-    /// A request for one task was answered.
+    /// A request was answered with all the tasks that it was for.
     pub(super) fn answered(&mut self, from: &Incoming) {
         let now = self.vm.now();
         if self.grants.answered(now, from) {
@@ -24,54 +25,102 @@ impl<V: VmApi> Service<V> {
     /// in turn, they are.
     fn grant(&mut self, now: Micros, task: Tid) {
         let conduct = self.options.conduct;
-        let room = self.grants.room(now, task);
         let Some(next) = self.grants.next_of(task) else { return };
         let one_by_one = conduct.placing != Policy::Load || conduct.rules != Rules::default();
-        if one_by_one || room == 0 || self.spawns.waiting() > 0 || !is_plain(&next.request) {
+        let count = next.request.count as usize;
+        if one_by_one || self.spawns.waiting() > 0 || !is_plain(&next.request) {
             return;
         }
+        if self.grants.room(now, task) < count {
+            let idle = self.grants.take_back_idle(now);
+            self.tell_taken_back(idle);
+        }
+        let room = self.grants.room(now, task);
+        if room < count {
+            return;
+        }
+        if let Some((hosts, attempt)) = self.places_for(now, task, room).filter(|(hosts, _)| hosts.len() >= count) {
+            self.give(task, hosts, attempt);
+        }
+    }
+
+    /// Where so many tasks of a task's last request would go now, and why.
+    fn places_for(&mut self, now: Micros, task: Tid, count: usize) -> Option<(Vec<HostId>, Attempt)> {
         let snapshot = self.model.snapshot(now);
-        let Incoming { user, request, caller, wid, .. } = next;
-        let (wid, caller) = (*wid, *caller);
-        let ask = Ask { peers: &[caller], ..Ask::of(*user, request, room as u32, caller) };
+        let Incoming { user, request, caller, .. } = self.grants.next_of(task)?;
+        let ask = Ask { peers: &[*caller], ..Ask::of(*user, request, count as u32, *caller) };
         let placement = place(snapshot, &ask);
-        let hosts: Vec<HostId> = placement.hosts.iter().map_while(|host| host.ok()).collect();
-        if hosts.is_empty() {
-            return;
-        }
+        let hosts = placement.hosts.iter().map_while(|host| host.ok()).collect();
         let mut attempt = record::attempt(&placement, snapshot);
         attempt.sentence = format!("said beforehand: {}", attempt.sentence);
+        Some((hosts, attempt))
+    }
+
+    fn give(&mut self, task: Tid, hosts: Vec<HostId>, attempt: Attempt) {
+        let Some(wid) = self.grants.next_of(task).map(|next| next.wid) else { return };
         self.grants.give(task, &hosts, attempt);
         self.send(task, SM_GRANT, wid, pack_grant(&Grant { hosts, span: GRANT_SPAN }));
     }
 
+    /// Looks whether what was given would be given again, and otherwise gives what would.
+    pub(super) fn review_grants(&mut self, now: Micros) {
+        if self.grants.next_review().is_none_or(|at| at > now) {
+            return;
+        }
+        if self.spawns.waiting() > 0 {
+            return self.take_grants_back(None);
+        }
+        for (task, given) in self.grants.review(now) {
+            let Some((hosts, attempt)) = self.places_for(now, task, given.len()) else { continue };
+            let sorted = |hosts: &[HostId]| {
+                let mut hosts = hosts.to_vec();
+                hosts.sort_unstable();
+                hosts
+            };
+            // In which order they are taken matters little.
+            if sorted(&hosts) != sorted(&given) {
+                self.give(task, hosts, attempt);
+            }
+        }
+    }
+
     /// What was given does not hold any more, on this host or at all: tasks ask again.
     pub(super) fn take_grants_back(&mut self, host: Option<HostId>) {
-        for (task, wid) in self.grants.take_back(host) {
+        let taken = self.grants.take_back(host);
+        self.tell_taken_back(taken);
+    }
+
+    fn tell_taken_back(&mut self, whom: Vec<(Tid, i32)>) {
+        for (task, wid) in whom {
             self.send(task, SM_GRANT, wid, pack_grant(&Grant { hosts: Vec::new(), span: GRANT_SPAN }));
         }
     }
 
-    /// A daemon says that a task was started by a grant.
+    /// A daemon says that tasks were started by a grant.
     pub(super) fn taken(&mut self, message: &Message) {
-        let Ok(Taken { by, host, tid }) = unpack_taken(message.body.clone()) else { return };
+        let Ok(Taken { by, tasks }) = unpack_taken(message.body.clone()) else { return };
         let now = self.vm.now();
         // Of one that is not known the event log tells all there is to know.
-        let Some(granted) = self.grants.taken(now, by, message.wid, host) else { return };
-        let name = self.model.snapshot(now).name(host);
-        self.record_taken(&granted.from, tid);
-        self.spawns.granted(granted.from, (host, name), tid, granted.attempt);
+        let hosts = tasks.iter().map(|(host, _)| *host);
+        let Some(granted) = self.grants.taken(now, by, message.wid, hosts) else { return };
+        let snapshot = self.model.snapshot(now);
+        let started: Vec<Started> =
+            tasks.iter().map(|(host, tid)| Started { tid: *tid, host: *host, name: snapshot.name(*host) }).collect();
+        self.record_taken(&granted.from, &tasks);
+        self.spawns.granted(granted.from, started, granted.attempt);
         if granted.renew {
             self.grant(now, by);
         }
     }
 
-    /// As if it had been asked for: for a replay it has.
-    fn record_taken(&mut self, from: &Incoming, tid: Tid) {
-        let number = (from.src, tid.raw());
+    /// As if they had been asked for: for a replay they have.
+    fn record_taken(&mut self, from: &Incoming, tasks: &[(HostId, Tid)]) {
+        let Some((_, first)) = tasks.first() else { return };
+        let number = (from.src, first.raw());
         let Incoming { caller, user, job, ref request, .. } = *from;
-        self.record_input(|| Input::Spawn { number, caller, user, job, request: request.clone() });
-        self.record_input(|| Input::Started { number, tids: vec![tid] });
+        let request = || SpawnRequest { count: tasks.len() as u32, ..request.clone() };
+        self.record_input(|| Input::Spawn { number, caller, user, job, request: request() });
+        self.record_input(|| Input::Started { number, tids: tasks.iter().map(|(_, tid)| *tid).collect() });
     }
 }
 

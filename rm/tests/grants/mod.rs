@@ -1,16 +1,18 @@
 //! Tasks that spawn one task after the other are told beforehand where the next ones go.
 
 use crate::common::{Bed, client, h, info, request, rm as own, spawned, t, world};
-use crate::{ask, with_conduct};
+use crate::{ask, ended, with_conduct};
 use pvm_rm::decide::{Limits, Policy};
-use pvm_rm::grants::{GRANT_SPAN, GRANTED_MAX};
+use pvm_rm::grants::{GRANT_SPAN, GRANTED_MAX, REVIEW_PAUSE};
 use pvm_rm::policy::Conduct;
 use pvm_rm::service::TAG_POLICY;
 use pvm_rm::spawns::Rules;
 use sempa_proto::event::EventKind;
 use sempa_proto::message::CTX_BASE;
 use sempa_proto::rm::{Answer, CTX_RM, Choice, Decided, Question};
-use sempa_proto::sm::{GRANT_HOSTS_MAX, Grant, SM_GRANT, SM_GRANT_TAKEN, Taken, pack_taken, unpack_grant};
+use sempa_proto::sm::{
+    GRANT_COUNT_MAX, GRANT_HOSTS_MAX, Grant, SM_GRANT, SM_GRANT_TAKEN, Taken, pack_taken, unpack_grant,
+};
 use sempa_proto::table::TASK_CONNECTED;
 use sempa_proto::task::{SPAWN_HOST, SpawnRequest};
 use sempa_proto::{Micros, PvmError, Tid};
@@ -51,8 +53,14 @@ fn given(bed: &Bed, task: Tid) -> Vec<(i32, Grant)> {
 
 /// A daemon says that the client has started this task by a grant.
 fn taken(bed: &mut Bed, wid: i32, host: u16, tid: Tid) {
-    let body = pack_taken(&Taken { by: client(), host: h(host), tid });
-    bed.world().tasks.push(spawned(tid, host));
+    all_taken(bed, wid, &[(host, tid)]);
+}
+
+/// The same of several tasks, by one request.
+fn all_taken(bed: &mut Bed, wid: i32, tasks: &[(u16, Tid)]) {
+    bed.world().tasks.extend(tasks.iter().map(|(host, tid)| spawned(*tid, *host)));
+    let tasks = tasks.iter().map(|(host, tid)| (h(*host), *tid)).collect();
+    let body = pack_taken(&Taken { by: client(), tasks });
     bed.world().post(h(1).daemon(), CTX_BASE, SM_GRANT_TAKEN, wid, body);
     bed.settle();
 }
@@ -98,6 +106,83 @@ fn a_task_that_was_started_by_a_grant_is_known_and_explained_like_any_other() {
     // An owner who comes sends it away, and one who was there when it was named does not.
     bed.owner_comes(2);
     assert_eq!(bed.world().took_migrations().len(), 3);
+}
+
+#[test]
+fn who_spawns_several_tasks_in_one_call_again_and_again_is_told_where_the_next_ones_go() {
+    let vm = world(3);
+    let mut bed = Bed::quiet(&vm);
+    spawns(&mut bed, 1..=2, &request(3));
+    let (wid, grant) = given(&bed, client()).pop().expect("a grant");
+    assert_eq!((given(&bed, client()).len(), wid, grant.hosts.len()), (1, 2, GRANT_HOSTS_MAX));
+    for host in 1..=3 {
+        assert_eq!(grant.hosts.iter().take(3).filter(|h| h.index() == host).count(), 1, "as those before: {grant:?}");
+    }
+    let tids = [(1, t(1, 900)), (2, t(2, 900)), (3, t(3, 900))];
+    all_taken(&mut bed, 2, &tids);
+    for (_, tid) in tids {
+        assert!(bed.service.model().is_guest(tid));
+        let Answer::Why { decisions, .. } = ask(&mut bed, &Question::WhyTask(tid)) else { panic!("nothing is known") };
+        let together = |d: &Decided| match d {
+            Decided::Spawn { by, count: 3, started, attempts, .. } => {
+                let named = tids.map(|(host, tid)| (tid, format!("h{host}")));
+                *by == client() && started[..] == named && attempts[0].sentence.starts_with("said beforehand: ")
+            }
+            _ => false,
+        };
+        assert!(decisions.iter().any(|d| together(&d.what)), "{decisions:?}");
+    }
+}
+
+#[test]
+fn a_grant_follows_what_is_known_of_its_hosts_and_holds_as_long_as_spawns_follow_each_other() {
+    let vm = world(2);
+    let mut bed = Bed::quiet(&vm);
+    spawns(&mut bed, 1..=2, &request(1));
+    let places = |bed: &Bed| given(bed, client()).pop().expect("a grant").1.hosts;
+    assert!(places(&bed).contains(&h(1)) && places(&bed).contains(&h(2)));
+    bed.pass(REVIEW_PAUSE);
+    assert_eq!(given(&bed, client()).len(), 1, "nothing has changed");
+    bed.owner_comes(1);
+    bed.pass(REVIEW_PAUSE);
+    assert_eq!((given(&bed, client()).len(), places(&bed)), (2, vec![h(2); GRANT_HOSTS_MAX]));
+    for n in 0..5 {
+        bed.pass(Micros(GRANT_SPAN.0 / 2));
+        let before = given(&bed, client()).len();
+        taken(&mut bed, 2, 2, t(2, 900 + n));
+        assert_eq!(given(&bed, client()).len(), before, "it holds");
+    }
+    // One who spawns no more is left alone.
+    bed.pass(GRANT_SPAN + REVIEW_PAUSE);
+    let before = given(&bed, client()).len();
+    bed.owner_leaves(1);
+    bed.pass(Micros(3 * REVIEW_PAUSE.0));
+    assert_eq!(given(&bed, client()).len(), before);
+}
+
+#[test]
+fn who_has_ended_or_takes_nothing_keeps_no_places_from_others() {
+    let vm = world(3);
+    let others: Vec<Tid> = (20..24).map(|n| t(1, n)).collect();
+    vm.0.borrow_mut().tasks.extend(others.iter().map(|tid| info(*tid, 1, TASK_CONNECTED, "")));
+    let mut bed = Bed::quiet(&vm);
+    let twice = |bed: &mut Bed, task: Tid| {
+        for wid in 1..=2 {
+            bed.world().spawn_by(task, wid, &request(1));
+            serve(bed);
+        }
+        given(bed, task).pop().map_or(0, |(_, grant)| grant.hosts.len())
+    };
+    assert_eq!([0, 1, 2].map(|n| twice(&mut bed, others[n])), [GRANT_HOSTS_MAX, GRANT_HOSTS_MAX, 0]);
+    bed.world().event(h(1), ended(others[0]));
+    bed.settle();
+    assert_eq!(twice(&mut bed, others[2]), GRANT_HOSTS_MAX);
+    assert_eq!(twice(&mut bed, others[3]), 0);
+    bed.pass(REVIEW_PAUSE);
+    assert_eq!(twice(&mut bed, others[3]), GRANT_HOSTS_MAX);
+    for idle in [others[1], others[2]] {
+        assert_eq!(given(&bed, idle).pop().map(|(_, grant)| grant.hosts), Some(vec![]), "it is told");
+    }
 }
 
 #[test]
@@ -153,7 +238,7 @@ fn where_tasks_go_in_turn_are_counted_or_may_wait_each_request_is_decided_by_its
 }
 
 #[test]
-fn requests_that_differ_fail_come_late_or_are_for_many_tasks_lead_to_no_grant() {
+fn requests_that_differ_fail_come_late_or_are_for_too_many_tasks_lead_to_no_grant() {
     let vm = world(2);
     let mut bed = Bed::quiet(&vm);
     let other = SpawnRequest { file: "other".into(), ..request(1) };
@@ -161,7 +246,7 @@ fn requests_that_differ_fail_come_late_or_are_for_many_tasks_lead_to_no_grant() 
         spawns(&mut bed, 10 * n..=10 * n, &request(1));
         spawns(&mut bed, 10 * n + 1..=10 * n + 1, &other);
     }
-    spawns(&mut bed, 40..=44, &request(2));
+    spawns(&mut bed, 40..=44, &request(GRANT_COUNT_MAX as u32 + 1));
     let nowhere = SpawnRequest { flags: SPAWN_HOST, place: "nowhere".into(), ..request(1) };
     spawns(&mut bed, 50..=54, &nowhere);
     assert_eq!(bed.world().answer(54), Some(Ok(vec![Err(PvmError::NoHost)])));
@@ -234,7 +319,7 @@ fn what_cannot_be_read_or_belongs_to_no_grant_changes_nothing() {
     taken(&mut bed, 77, 2, t(2, 900));
     assert!(!bed.service.model().knows(t(2, 900)));
     bed.world().post(h(1).daemon(), CTX_BASE, SM_GRANT_TAKEN, 2, bytes::Bytes::from_static(b"rubbish"));
-    let body = pack_taken(&Taken { by: client(), host: h(2), tid: t(2, 901) });
+    let body = pack_taken(&Taken { by: client(), tasks: vec![(h(2), t(2, 901))] });
     bed.world().post(t(2, 50), CTX_BASE, SM_GRANT_TAKEN, 2, body);
     bed.settle();
     assert_eq!(bed.world().records.len(), before);

@@ -43,15 +43,15 @@ impl SpawnRequest {
     }
 }
 
-/// A place of a grant that a task takes, see [`crate::sm::Grant`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+/// Places of a grant that a task takes, see [`crate::sm::Grant`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GrantOf {
     /// The resource manager that gave it.
     pub rm: Tid,
     /// The grant's wait id.
     pub wid: i32,
-    /// The place.
-    pub host: HostId,
+    /// The place of each task.
+    pub hosts: Vec<HostId>,
 }
 
 /// `PvmTaskHost`: `place` names a host.

@@ -1,7 +1,8 @@
 //! A grant: where the next tasks of a request go that the resource manager has answered already, so that a program which spawns
-//! one task after the other need not ask for each of them. It holds for a moment only, and for requests that are alike.
+//! again and again need not ask each time. It holds for requests that are alike, until the resource manager says something else or a
+//! while has passed.
 
-use sempa_proto::sm::{Grant, unpack_grant};
+use sempa_proto::sm::{GRANT_COUNT_MAX, Grant, unpack_grant};
 use sempa_proto::task::{GrantOf, SpawnRequest};
 use sempa_proto::{Message, Micros, Tid};
 
@@ -23,7 +24,8 @@ impl Grants {
     /// A resource manager is about to be asked.
     pub(crate) fn asks(&mut self, now: Micros, rm: Tid, wid: i32, request: &SpawnRequest) {
         let like = SpawnRequest { args: Vec::new(), ..request.clone() };
-        self.0 = (request.count == 1).then_some(Asked { rm, wid, like, last: now, grant: None });
+        let few = request.count as usize <= GRANT_COUNT_MAX;
+        self.0 = few.then_some(Asked { rm, wid, like, last: now, grant: None });
     }
 
     /// A resource manager says where the next tasks go.
@@ -34,13 +36,14 @@ impl Grants {
         }
     }
 
-    /// Takes the next place for such a request.
+    /// Takes the next places for such a request.
     pub(crate) fn take(&mut self, now: Micros, request: &SpawnRequest) -> Option<GrantOf> {
         let asked = self.0.as_mut().filter(|asked| asked.like.is_like(request))?;
         let grant = asked.grant.as_mut().filter(|grant| now.since(asked.last) < grant.span)?;
-        let host = (!grant.hosts.is_empty()).then(|| grant.hosts.remove(0))?;
+        let count = request.count as usize;
+        let hosts = (grant.hosts.len() >= count).then(|| grant.hosts.drain(..count).collect())?;
         asked.last = now;
-        Some(GrantOf { rm: asked.rm, wid: asked.wid, host })
+        Some(GrantOf { rm: asked.rm, wid: asked.wid, hosts })
     }
 
     /// What was said does not hold any more.

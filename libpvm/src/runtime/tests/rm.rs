@@ -190,14 +190,20 @@ fn one() -> SpawnRequest {
     SpawnRequest { count: 1, ..request() }
 }
 
-/// The task spawns, the resource manager answers with this task and says where the next ones go.
+/// The task spawns one task, the resource manager answers with this one and says where the next ones go.
 fn spawn_with_grant(rm: &Runtime, task: &Runtime, child: Tid, hosts: &[u16], span: Micros) -> i32 {
+    spawn_some_with_grant(rm, task, &[child], (hosts, span))
+}
+
+/// The same for a request for several tasks.
+fn spawn_some_with_grant(rm: &Runtime, task: &Runtime, children: &[Tid], (hosts, span): (&[u16], Micros)) -> i32 {
     let hosts: Vec<HostId> = hosts.iter().map(|host| HostId::new(*host).expect("a host")).collect();
+    let started: Vec<_> = children.iter().copied().map(Ok).collect();
     thread::scope(|scope| {
-        let spawning = scope.spawn(|| task.spawn(one()));
+        let spawning = scope.spawn(|| task.spawn(SpawnRequest { count: children.len() as u32, ..request() }));
         let asked = next(rm);
-        answer(rm, &asked, asked.wid, pack_tids(&[Ok(child)]));
-        assert_eq!(spawning.join().expect("ended"), Ok(vec![Ok(child)]));
+        answer(rm, &asked, asked.wid, pack_tids(&started));
+        assert_eq!(spawning.join().expect("ended"), Ok(started));
         let mut grant = message(asked.src, SM_GRANT, pack_grant(&Grant { hosts, span }));
         grant.wid = asked.wid;
         rm.send(grant).expect("sent");
@@ -225,13 +231,12 @@ const LONG: Micros = Micros::from_secs(3600);
 
 /// A daemon that starts what was granted, except on the third host.
 fn obliging(fake: &Fake) {
-    fake.answer(|_, what| match what {
-        Request::SpawnGranted { grant, .. } if grant.host.index() == 3 => {
-            Some(Reply::Spawned(vec![Err(PvmError::OutOfRes)]))
-        }
-        Request::SpawnGranted { grant, .. } => {
-            Some(Reply::Spawned(vec![Ok(Tid::task(grant.host, 7).expect("a task"))]))
-        }
+    let start = |host: &HostId| match host.index() {
+        3 => Err(PvmError::OutOfRes),
+        _ => Ok(Tid::task(*host, 7).expect("a task")),
+    };
+    fake.answer(move |_, what| match what {
+        Request::SpawnGranted { grant, .. } => Some(Reply::Spawned(grant.hosts.iter().map(start).collect())),
         _ => None,
     });
 }
@@ -244,7 +249,7 @@ fn what_was_granted_beforehand_is_asked_of_nobody_and_only_for_requests_like_the
     let wid = spawn_with_grant(&rm, &task, CHILD, &[2, 1], LONG);
     let child = |host: u16| Ok(vec![Ok(Tid::task(HostId::new(host).expect("a host"), 7).expect("a task"))]);
     assert_eq!(task.spawn(SpawnRequest { args: vec![b"other words".to_vec()], ..one() }), child(2));
-    let of = GrantOf { rm: rm.tid(), wid, host: HostId::new(2).expect("a host") };
+    let of = GrantOf { rm: rm.tid(), wid, hosts: vec![HostId::new(2).expect("a host")] };
     fake.asked(
         "the request",
         |what| matches!(what, Request::SpawnGranted { grant, request } if *grant == of && request.args.len() == 1),
@@ -261,6 +266,32 @@ fn what_was_granted_beforehand_is_asked_of_nobody_and_only_for_requests_like_the
         spawn_with_grant(&rm, &task, CHILD, &[1], LONG);
         spawn_is_asked(&rm, &task, other);
     }
+}
+
+#[test]
+fn of_tasks_that_were_granted_together_those_that_cannot_be_started_there_are_asked_for() {
+    let fake = Fake::start();
+    let (rm, task) = pair(&fake, RmServes { spawn: true, others: false, ends: true });
+    obliging(&fake);
+    let three = SpawnRequest { count: 3, ..request() };
+    let at = |host: u16| Ok(Tid::task(HostId::new(host).expect("a host"), 7).expect("a task"));
+    let grant = |hosts: &[u16]| spawn_some_with_grant(&rm, &task, &[CHILD; 3], (hosts, LONG));
+    grant(&[1, 2, 1, 2, 1]);
+    assert_eq!(task.spawn(three.clone()), Ok(vec![at(1), at(2), at(1)]));
+    let rest = |answer_with: &[Result<Tid, PvmError>], expected: Vec<Result<Tid, PvmError>>| {
+        thread::scope(|scope| {
+            let spawning = scope.spawn(|| task.spawn(three.clone()));
+            let asked = next(&rm);
+            let (wanted, _) = unpack_spawn(asked.body.clone()).expect("a request");
+            assert_eq!(wanted.count as usize, answer_with.len());
+            answer(&rm, &asked, asked.wid, pack_tids(answer_with));
+            assert_eq!(spawning.join().expect("ended"), Ok(expected));
+        });
+    };
+    let none = Err(PvmError::NoFile);
+    rest(&[none; 3], vec![none; 3]);
+    grant(&[3, 2, 3]);
+    rest(&[at(4), none], vec![at(4), at(2), none]);
 }
 
 #[test]

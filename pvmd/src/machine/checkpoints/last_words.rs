@@ -18,6 +18,10 @@ use std::collections::{BTreeSet, VecDeque};
 const ENDS_MAX: usize = 65_536;
 /// So long a word of an end is waited for. What has not come by then was lost with its host, or with its session.
 const AWAIT_TIME: Micros = Micros::from_secs(2);
+/// So long after an end last words may be on their way: a host that is silent for longer is lost, mostly.
+const RECENT_SPAN: Micros = Micros::from_secs(10);
+/// Ends that are remembered for that.
+const RECENT_MAX: usize = 4096;
 
 /// Tasks of which it is known that they have ended.
 #[derive(Debug, Default)]
@@ -44,6 +48,27 @@ impl Ends {
         if self.known.remove(&tid) {
             self.order.retain(|other| *other != tid);
         }
+    }
+}
+
+/// What the master remembers of ends, whoever it was and whether anybody makes checkpoints of his job: before the first one nobody
+/// knows who belongs to it.
+#[derive(Debug, Default)]
+pub(super) struct Recent(VecDeque<(Micros, Tid)>);
+
+impl Recent {
+    /// This task has ended.
+    pub(super) fn ended(&mut self, now: Micros, tid: Tid) {
+        self.0.push_back((now, tid));
+        let is_old = |(at, _): &(Micros, Tid)| now.since(*at) >= RECENT_SPAN;
+        while self.0.len() > RECENT_MAX || self.0.front().is_some_and(is_old) {
+            self.0.pop_front();
+        }
+    }
+
+    /// Whose last words may be on their way.
+    pub(super) fn all(&self, now: Micros) -> impl Iterator<Item = Tid> {
+        self.0.iter().filter(move |(at, _)| now.since(*at) < RECENT_SPAN).map(|(_, tid)| *tid)
     }
 }
 
@@ -104,6 +129,20 @@ impl Machine {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn ends_are_recent_for_a_while_and_only_so_many_of_them() {
+        let mut recent = Recent::default();
+        let all = |recent: &Recent, at: Micros| recent.all(at).map(Tid::raw).collect::<Vec<_>>();
+        recent.ended(Micros(0), Tid::from_raw(1));
+        recent.ended(Micros(1), Tid::from_raw(2));
+        assert_eq!(all(&recent, Micros(RECENT_SPAN.0 - 1)), [1, 2]);
+        assert_eq!(all(&recent, RECENT_SPAN), [2]);
+        recent.ended(RECENT_SPAN + Micros(1), Tid::from_raw(3));
+        assert_eq!(recent.0.len(), 1);
+        (0..=RECENT_MAX).for_each(|_| recent.ended(RECENT_SPAN + Micros(2), Tid::from_raw(4)));
+        assert_eq!(all(&recent, RECENT_SPAN + Micros(2)), vec![4; RECENT_MAX]);
+    }
 
     #[test]
     fn as_many_ends_are_remembered_as_there_is_room_for_and_none_of_who_has_begun_again() {

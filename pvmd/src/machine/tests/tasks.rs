@@ -9,8 +9,8 @@ use sempa_proto::event::{Event as Entry, EventKind};
 use sempa_proto::host::Held;
 use sempa_proto::message::{DSIG_X86_64, ENC_XDR};
 use sempa_proto::sm::{
-    GRANT_HOSTS_MAX, SM_ADD, SM_ADDACK, SM_EXEC, SM_EXECACK, SM_GRANT_TAKEN, SM_HOSTX, SM_TASKX, Taken, pack_exec,
-    unpack_taken, unpack_tids,
+    GRANT_COUNT_MAX, GRANT_HOSTS_MAX, SM_ADD, SM_ADDACK, SM_EXEC, SM_EXECACK, SM_GRANT_TAKEN, SM_HOSTX, SM_TASKX,
+    Taken, pack_exec, unpack_taken, unpack_tids,
 };
 use sempa_proto::table::{TASK_CONNECTED, TASK_FORKED, TASK_RM};
 use sempa_proto::task::{
@@ -375,9 +375,9 @@ fn a_granted_place_is_used_told_to_its_giver_and_takes_nobodys_turn() {
         let rm = sim.enrol(HostId::MASTER);
         sim.ask(rm, Request::RegisterRm(RmServes { spawn: true, others: false, ends: true }));
         let giver = sim.procs[rm].tid();
-        let granted = |n: u16, rm: Tid, request: SpawnRequest| {
-            let host = HostId::new(n).expect("a number");
-            Request::SpawnGranted { request, grant: GrantOf { rm, wid: 40 + i32::from(n), host } }
+        let granted = |n: u16, rm: Tid, request: SpawnRequest| Request::SpawnGranted {
+            request,
+            grant: GrantOf { rm, wid: 40 + i32::from(n), hosts: vec![host(n)] },
         };
         let mut started = Vec::new();
         for n in [3, 3, 1] {
@@ -389,7 +389,7 @@ fn a_granted_place_is_used_told_to_its_giver_and_takes_nobodys_turn() {
         let told = sim.procs[rm].notes(SM_GRANT_TAKEN);
         let by = sim.procs[console].tid();
         for ((n, tid), note) in started.iter().zip(told) {
-            let taken = Taken { by, host: host(*n), tid: *tid };
+            let taken = Taken { by, tasks: vec![(host(*n), *tid)] };
             assert_eq!((note.wid, unpack_taken(note.body.clone())), (40 + i32::from(*n), Ok(taken)));
             assert_eq!(tid.home(), Some(host(*n)));
         }
@@ -410,6 +410,37 @@ fn a_granted_place_is_used_told_to_its_giver_and_takes_nobodys_turn() {
 }
 
 #[test]
+fn several_granted_places_are_used_by_one_request_each_by_its_task_and_what_fails_is_told_to_who_asks() {
+    for seed in seeds(10) {
+        let (mut sim, console) = Sim::cluster(seed, 3);
+        let rm = sim.enrol(HostId::MASTER);
+        sim.ask(rm, Request::RegisterRm(RmServes { spawn: true, others: false, ends: true }));
+        let (giver, by) = (sim.procs[rm].tid(), sim.procs[console].tid());
+        let granted = |sim: &mut Sim, hosts: &[u16], count: u32| {
+            let grant = GrantOf { rm: giver, wid: 7, hosts: hosts.iter().map(|n| host(*n)).collect() };
+            sim.ask(console, Request::SpawnGranted { request: spawn("child", count), grant })
+        };
+        let first = tids(granted(&mut sim, &[3, 1, 3, 2], 4));
+        let homes: Vec<_> = first.iter().map(|tid| tid.expect("started").home().expect("a home").index()).collect();
+        assert_eq!(homes, [3, 1, 3, 2], "seed {seed}");
+        let second = tids(granted(&mut sim, &[9, 2, 8], 3));
+        assert_eq!([second[0], second[2]], [Err(PvmError::NoHost); 2]);
+        assert_eq!(second[1].expect("started").home(), Some(host(2)));
+        assert_eq!(tids(granted(&mut sim, &[9, 8], 2)), [Err(PvmError::NoHost); 2]);
+        let many = [2; GRANT_COUNT_MAX + 1];
+        for (hosts, count) in [(&[2, 2][..], 3), (&[], 1), (&many[..], many.len() as u32)] {
+            assert_eq!(failed(granted(&mut sim, hosts, count)), PvmError::Denied);
+        }
+        sim.until("the giver knows", |s| s.procs[rm].notes(SM_GRANT_TAKEN).len() == 2);
+        let told = sim.procs[rm].notes(SM_GRANT_TAKEN).into_iter().map(|note| unpack_taken(note.body).expect("a word"));
+        let at = |n: u16, tid: &Result<Tid, PvmError>| (host(n), tid.expect("started"));
+        let all = [3, 1, 3, 2].iter().zip(&first).map(|(n, tid)| at(*n, tid)).collect();
+        let expected = [Taken { by, tasks: all }, Taken { by, tasks: vec![at(2, &second[1])] }];
+        assert_eq!(told.collect::<Vec<_>>(), expected, "seed {seed}");
+    }
+}
+
+#[test]
 fn a_resource_manager_whose_grants_are_used_hears_of_it_now_and_then_and_in_order() {
     for seed in seeds(20) {
         let (mut sim, console) = Sim::cluster(seed, 2);
@@ -420,7 +451,7 @@ fn a_resource_manager_whose_grants_are_used_hears_of_it_now_and_then_and_in_orde
         let waited = |sim: &Sim| sim.nodes[&HostId::MASTER].machine.news.waited;
         let mut tids_taken = Vec::new();
         for n in 1..=GRANT_HOSTS_MAX {
-            let grant = GrantOf { rm: giver, wid: n as i32, host: HostId::MASTER };
+            let grant = GrantOf { rm: giver, wid: n as i32, hosts: vec![HostId::MASTER] };
             let reply = sim.ask(console, Request::SpawnGranted { request: spawn("child", 1), grant });
             tids_taken.push(tids(reply)[0].expect("started"));
         }
@@ -428,9 +459,10 @@ fn a_resource_manager_whose_grants_are_used_hears_of_it_now_and_then_and_in_orde
         let told: Vec<_> = sim.procs[rm]
             .notes(SM_GRANT_TAKEN)
             .into_iter()
-            .map(|note| unpack_taken(note.body).map(|t| t.tid))
+            .map(|note| unpack_taken(note.body).expect("a word").tasks)
             .collect();
-        assert_eq!(told, tids_taken.iter().copied().map(Ok).collect::<Vec<_>>(), "seed {seed}");
+        let each: Vec<_> = tids_taken.iter().map(|tid| vec![(HostId::MASTER, *tid)]).collect();
+        assert_eq!(told, each, "seed {seed}");
         // Each placed, all words about that but those at the end of each half, and what began or ended meanwhile.
         let words = GRANT_HOSTS_MAX - 2;
         let expected = GRANT_HOSTS_MAX + words..=3 * GRANT_HOSTS_MAX + words;
