@@ -1,8 +1,8 @@
 //! Answers to requests that were not made yet: a task that has just spawned twice in the same way will likely do so again, and
 //! need not ask each time. Pure; the service decides the places and sends what is given ([`sempa_proto::sm::Grant`]).
 //!
-//! What is given is looked at again each second, and given anew where the same request would get other places by then: so it is never
-//! older than a load report may be. Daemons keep tasks off hosts whose owners want none whoever chose the place. All of it together
+//! What is given is looked at again each second, and given anew where the same request would get other places by then: so as long as the
+//! resource manager works it is not older than what that knows. Daemons keep tasks off hosts whose owners want none whoever chose the place. All of it together
 //! is bounded, so that many tasks cannot be sent to the same good host before anybody has heard of the first.
 
 use crate::spawns::Incoming;
@@ -20,7 +20,7 @@ pub const REVIEW_PAUSE: Micros = Micros::from_secs(1);
 pub const GRANTED_MAX: usize = 2 * GRANT_HOSTS_MAX;
 /// How long a request is remembered: daemons tell of the last places taken behind the end of the task that took them.
 const REMEMBERED: Micros = Micros::from_secs(60);
-/// Tasks whose requests are remembered.
+/// Tasks whose requests are remembered; who has spawned nothing for longest is forgotten first.
 const TASKS_MAX: usize = 1024;
 /// Bytes of a request's environment at most; with more it is not remembered.
 const ENV_BYTES_MAX: usize = 16 << 10;
@@ -46,6 +46,8 @@ struct Kind {
     hosts: VecDeque<HostId>,
     /// What was said of the places.
     attempt: Option<Attempt>,
+    /// The task has ended.
+    over: bool,
 }
 
 /// Places were taken.
@@ -71,23 +73,27 @@ impl Grants {
     pub fn answered(&mut self, now: Micros, from: &Incoming) -> bool {
         self.forget(now);
         let env: usize = from.request.env.iter().map(Vec::len).sum();
-        let few = from.request.count as usize <= GRANT_COUNT_MAX;
-        if !few || env > ENV_BYTES_MAX || (self.tasks.len() >= TASKS_MAX && !self.tasks.contains_key(&from.src)) {
+        if env > ENV_BYTES_MAX || from.request.count as usize > GRANT_COUNT_MAX {
             return false;
+        }
+        if self.tasks.len() >= TASKS_MAX && !self.tasks.contains_key(&from.src) {
+            let last = |kinds: &VecDeque<Kind>| kinds.front().map(|kind| kind.last);
+            let oldest = self.tasks.iter().min_by_key(|(_, kinds)| last(kinds)).map(|(task, _)| *task);
+            oldest.map(|oldest| self.tasks.remove(&oldest));
         }
         let request = SpawnRequest { args: Vec::new(), ..from.request.clone() };
         let from = Incoming { request, ..from.clone() };
         let kinds = self.tasks.entry(from.src).or_default();
         let like = |kind: &Kind| kind.from.request.is_like(&from.request) && now.since(kind.last) < GRANT_SPAN;
         let again = kinds.front().is_some_and(like);
-        kinds.push_front(Kind { from, last: now, hosts: VecDeque::new(), attempt: None });
+        kinds.push_front(Kind { from, last: now, hosts: VecDeque::new(), attempt: None, over: false });
         kinds.truncate(KINDS);
         again
     }
 
     /// How many places may be given to a task now, instead of those it has.
     pub fn room(&self, now: Micros, task: Tid) -> usize {
-        let others = self.tasks.iter().filter(|(tid, _)| **tid != task).flat_map(|(_, kinds)| kinds);
+        let others = self.tasks.iter().filter(|(tid, _)| **tid != task).filter_map(|(_, kinds)| kinds.front());
         let given: usize = others.filter(|kind| kind.holds(now)).map(|kind| kind.hosts.len()).sum();
         GRANTED_MAX.saturating_sub(given).min(GRANT_HOSTS_MAX)
     }
@@ -131,24 +137,25 @@ impl Grants {
             }
         }
         kind.last = now;
-        Some(Granted { from: kind.from.clone(), attempt, renew: last && kind.hosts.len() <= GRANT_HOSTS_MAX / 2 })
+        let renew = last && !kind.over && kind.hosts.len() <= GRANT_HOSTS_MAX / 2;
+        Some(Granted { from: kind.from.clone(), attempt, renew })
     }
 
-    /// What was given does not hold any more: all, or what was given to tasks that have this host among their places. Who is to
-    /// be told, with the wait id of the grant.
-    pub fn take_back(&mut self, host: Option<HostId>) -> Vec<(Tid, i32)> {
-        self.take_back_where(|kind| host.is_none_or(|host| kind.hosts.contains(&host)))
+    /// Nothing that was given holds any more. Who is to be told, with the wait id of the grant: also those who may have places yet of
+    /// which is thought here that they have taken them.
+    pub fn take_back(&mut self, now: Micros) -> Vec<(Tid, i32)> {
+        self.take_back_where(|kind| now.since(kind.last) < GRANT_SPAN)
     }
 
     /// The same for what nobody has taken a place of for a moment: others want some.
     pub fn take_back_idle(&mut self, now: Micros) -> Vec<(Tid, i32)> {
-        self.take_back_where(|kind| now.since(kind.last) >= REVIEW_PAUSE)
+        self.take_back_where(|kind| !kind.hosts.is_empty() && now.since(kind.last) >= REVIEW_PAUSE)
     }
 
     fn take_back_where(&mut self, which: impl Fn(&Kind) -> bool) -> Vec<(Tid, i32)> {
         let mut told = Vec::new();
         for (task, kinds) in &mut self.tasks {
-            let given = kinds.front_mut().filter(|kind| !kind.hosts.is_empty() && which(kind));
+            let given = kinds.front_mut().filter(|kind| kind.attempt.is_some() && !kind.over && which(kind));
             if let Some(kind) = given {
                 kind.hosts.clear();
                 told.push((*task, kind.from.wid));
@@ -157,9 +164,15 @@ impl Grants {
         told
     }
 
-    /// A task has ended. What it took by its last grants may be told of yet.
-    pub fn ended(&mut self, task: Tid) {
+    /// A task asks: so it has none of the places any more that it was given. Of those that it took may be told yet.
+    pub fn asked(&mut self, task: Tid) {
         self.tasks.get_mut(&task).into_iter().flatten().for_each(|kind| kind.hosts.clear());
+    }
+
+    /// A task has ended.
+    pub fn ended(&mut self, task: Tid) {
+        self.asked(task);
+        self.tasks.get_mut(&task).into_iter().flatten().for_each(|kind| kind.over = true);
     }
 
     /// True when such a task is being started on a host because somebody named the host.

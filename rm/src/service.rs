@@ -375,6 +375,7 @@ impl<V: VmApi> Service<V> {
     fn spawn(&mut self, message: &Message) {
         match unpack_spawn(message.body.clone()) {
             Ok((request, since)) => {
+                self.grants.asked(message.src);
                 let caller = self.model.host_of(message.src).unwrap_or(self.vm.host());
                 let (user, job) = self.model.user_and_job(message.src);
                 if self.killing.is_ending(job, message.src) {

@@ -1,13 +1,14 @@
 //! Control groups (version 2) that freeze tasks: everybody inside stands still at once, also whoever is just being made, and no
 //! program can tell by a signal. A task is born in its group, so it cannot have got anybody out of it before.
 //!
-//! Where only version 1 is mounted, or version 2 cannot be written to, the tasker mounts version 2 for itself, where nobody else sees
-//! it: each kernel that knows process descriptors, as the tasker needs them, has its freezer. Version 1's own is not used: what it has
+//! Where only version 1 is mounted the tasker mounts version 2 for itself, where nobody else sees it: each kernel that knows process
+//! descriptors, as the tasker needs them, has its freezer. Version 1's own is not used: what it has
 //! frozen cannot even be killed, so a tasker that dies would leave processes behind for ever. In version 2 they die like others.
 
 use crate::birth;
 use crate::sys::{self, Child};
 use nix::fcntl::{Flock, FlockArg};
+use nix::sched::{CloneFlags, unshare};
 use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, fsconfig_create, fsmount, fsopen};
 use sempa_proto::cgroup;
 use std::cell::{Cell, RefCell};
@@ -62,13 +63,19 @@ impl Freezer {
         if !birth::KNOWN {
             return Err("not done on this processor".into());
         }
-        let seen = own_group_seen().and_then(|own| Freezer::within(&own, None));
-        seen.or_else(|why| {
-            let not_by_itself = |e| format!("{why}, and the tasker cannot mount them for itself: {e}");
-            let mount = mount_version_2().map_err(not_by_itself)?;
-            let own = own_group_through(&mount).ok_or_else(|| not_by_itself(io::ErrorKind::NotFound.into()))?;
-            Freezer::within(&own, Some(mount)).map_err(|also| format!("{why}; {also}"))
-        })
+        let of_self = |name: &str| fs::read(Path::new("/proc/self").join(name)).unwrap_or_default();
+        let mounts = of_self("mountinfo");
+        if cgroup::mount_point(&mounts, None).is_some() {
+            // What is mounted, and how, is as the administrator wants it.
+            let own = cgroup::folder(&mounts, &of_self("cgroup"), None)
+                .ok_or("the tasker's own control group of version 2 is not to be seen here")?;
+            return Freezer::within(&own, None);
+        }
+        let mount = mount_own_group().map_err(|e| {
+            format!("control groups of version 2 are not mounted here, and the tasker cannot do it for itself: {e}")
+        })?;
+        let own = Path::new("/proc/self/fd").join(mount.as_raw_fd().to_string());
+        Freezer::within(&own, Some(mount))
     }
 
     /// In a folder of its own within this group.
@@ -215,28 +222,17 @@ pub(crate) fn bring_in(entrance: &Path, pids: &[i32]) -> io::Result<()> {
     Ok(())
 }
 
-/// What /proc says of this process.
-fn of_self(name: &str) -> Vec<u8> {
-    fs::read(Path::new("/proc/self").join(name)).unwrap_or_default()
-}
-
-/// The tasker's own group where version 2 is mounted for everybody.
-fn own_group_seen() -> Result<PathBuf, String> {
-    cgroup::folder(&of_self("mountinfo"), &of_self("cgroup"), None)
-        .ok_or_else(|| "control groups of version 2 are not to be seen here".into())
-}
-
-/// Mounts version 2 nowhere: it can be reached through this descriptor only, and is gone with it.
-fn mount_version_2() -> io::Result<OwnedFd> {
-    let kind = fsopen("cgroup2", FsOpenFlags::FSOPEN_CLOEXEC)?;
-    fsconfig_create(&kind)?;
-    Ok(fsmount(&kind, FsMountFlags::FSMOUNT_CLOEXEC, MountAttrFlags::empty())?)
-}
-
-/// The tasker's own group through such a mount, whose root is that of the tasker's namespace, as /proc tells it.
-fn own_group_through(mount: &OwnedFd) -> Option<PathBuf> {
-    let own = cgroup::group_of(&of_self("cgroup"), None)?;
-    Some(Path::new("/proc/self/fd").join(mount.as_raw_fd().to_string()).join(own.strip_prefix("/").ok()?))
+/// Mounts the tasker's own group of version 2 nowhere: it can be reached through this descriptor only, and is gone with it. A thread
+/// does it that is in a namespace of control groups of its own: in the first one a mount sets options (`nsdelegate` and others) for
+/// the whole machine.
+fn mount_own_group() -> io::Result<OwnedFd> {
+    let mounts = || {
+        unshare(CloneFlags::CLONE_NEWCGROUP)?;
+        let kind = fsopen("cgroup2", FsOpenFlags::FSOPEN_CLOEXEC)?;
+        fsconfig_create(&kind)?;
+        Ok(fsmount(&kind, FsMountFlags::FSMOUNT_CLOEXEC, MountAttrFlags::empty())?)
+    };
+    std::thread::scope(|scope| scope.spawn(mounts).join()).unwrap_or_else(|_| Err(io::ErrorKind::Other.into()))
 }
 
 /// A new folder within `own`, locked; `None` if another tasker came between and has taken it for one left behind.

@@ -34,7 +34,7 @@ fn mount_of(mountinfo: &[u8], controller: Option<&str>) -> Option<Mount> {
 }
 
 /// The group of a process in the text of /proc/PID/cgroup: of `controller`, or of version 2 if none is named.
-pub fn group_of(cgroups: &[u8], controller: Option<&str>) -> Option<PathBuf> {
+fn group_of(cgroups: &[u8], controller: Option<&str>) -> Option<PathBuf> {
     cgroups.split(|b| *b == b'\n').find_map(|line| {
         let mut parts = line.splitn(3, |b| *b == b':');
         let (_, controllers, path) = (parts.next()?, parts.next()?, parts.next()?);

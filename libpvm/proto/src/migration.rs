@@ -587,8 +587,8 @@ pub enum Order {
     Write {
         /// Requests by which the task waits for others, as the master knows them. What else is open is answered already.
         open: Vec<RequestId>,
-        /// Tasks of the job that have ended since its last checkpoint: their last words, which nobody would say again, are heard
-        /// before.
+        /// Tasks of the job that have ended since its last checkpoint, and before its first one whoever has ended a moment ago: their
+        /// last words, which nobody would say again, are heard before.
         ended: Vec<Tid>,
     },
     /// Source, for a checkpoint: it is off; the task goes on.

@@ -54,6 +54,8 @@ pub struct LinkMark {
 /// Who is connecting.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Claim {
+    /// Nobody, who only wants to know whether a daemon is at work here. It refuses that; one that ends says nothing.
+    Nobody,
     /// A process that was not started by the virtual machine.
     New,
     /// A process that the daemon started.

@@ -98,26 +98,14 @@ pub(crate) struct Accepted {
     pub(crate) welcome: Welcome,
 }
 
-/// Whether a daemon does its work at this socket, and does not only end while it still takes connections. It is asked what each
-/// daemon refuses, so that nobody becomes a task.
+/// Whether a daemon does its work at this socket, and does not only end while it still takes connections. Nobody becomes a task of it.
 pub fn is_served(path: &Path) -> bool {
-    let pid = i32::try_from(std::process::id()).expect("process numbers are ints");
-    let nobody =
-        Hello { magic: [0; 4], version: 0, claim: Claim::New, pid, program: String::new(), at_end: AtEnd::default() };
     let silent = |error: &EnrollError| matches!(error, EnrollError::Io { .. } | EnrollError::NoDaemon { .. });
-    !say_hello(path, nobody).is_err_and(|error| silent(&error))
+    !greet(path, Claim::Nobody, "", AtEnd::default()).is_err_and(|error| silent(&error))
 }
 
 /// Connects, says hello and waits for the answer.
 pub(crate) fn greet(path: &Path, claim: Claim, program: &str, at_end: AtEnd) -> Result<Accepted, EnrollError> {
-    let pid = i32::try_from(std::process::id()).expect("process numbers are ints");
-    say_hello(
-        path,
-        Hello { magic: TASK_MAGIC, version: WIRE_VERSION, claim, pid, program: program.to_string(), at_end },
-    )
-}
-
-fn say_hello(path: &Path, hello: Hello) -> Result<Accepted, EnrollError> {
     let io_error = |source: io::Error| EnrollError::Io { path: path.to_path_buf(), source };
     let socket = UnixStream::connect(path).map_err(|source| match source.kind() {
         io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => {
@@ -133,6 +121,8 @@ fn say_hello(path: &Path, hello: Hello) -> Result<Accepted, EnrollError> {
     if owner != nix::unistd::geteuid().as_raw() && owner != 0 {
         return Err(EnrollError::Foreign { path: path.to_path_buf(), owner });
     }
+    let pid = i32::try_from(std::process::id()).expect("process numbers are ints");
+    let hello = Hello { magic: TASK_MAGIC, version: WIRE_VERSION, claim, pid, program: program.to_string(), at_end };
     let hello = encode_control(&ToDaemon::Hello(hello)).map_err(|e| io_error(io::Error::other(e)))?;
     socket.get().set_read_timeout(Some(GREETING_MAX)).map_err(io_error)?;
     match write_all(socket.get(), hello) {

@@ -430,7 +430,13 @@ impl Machine {
         let Some(job) = keeping.job_of_cut(cut) else { return };
         let Some(entry) = keeping.jobs.get_mut(&job) else { return };
         let tids: Vec<Tid> = members(job, &mut entry.members, &found.tasks).iter().map(|task| task.tid).collect();
-        let ended: BTreeSet<Tid> = entry.ended.iter().copied().chain(keeping.recent.all(now)).collect();
+        let mut ended = entry.ended.clone();
+        if entry.newest.is_none() {
+            // Who belonged to it before it was looked at nobody knows.
+            ended.extend(keeping.recent.all(now));
+            let lives: BTreeSet<Tid> = found.tasks.iter().map(|task| task.tid).collect();
+            ended.retain(|tid| !lives.contains(tid));
+        }
         let ended: Vec<Tid> = ended.into_iter().collect();
         let mailbox = match master.mailbox.saved(&tids) {
             Ok(mailbox) => mailbox,

@@ -163,6 +163,16 @@ impl Machine {
                 ),
             );
         }
+        if hello.claim == Claim::Nobody {
+            match self.stop {
+                None => self.refuse(conn, "nobody has nothing to say here".into()),
+                Some(_) => {
+                    self.conns.retire(conn);
+                    self.out.push_back(Output::CloseTask { conn });
+                }
+            }
+            return;
+        }
         if self.stop.is_some() {
             return self.refuse(conn, "the virtual machine is being halted".into());
         }
@@ -175,6 +185,7 @@ impl Machine {
             // The number of a task that is connected or has left, or of another virtual machine, claims nothing.
             Claim::New | Claim::Spawned { .. } => self.enrol(conn, pid, &hello),
             Claim::Resume { tid, migration } => self.resume(conn, tid, migration),
+            Claim::Nobody => {}
         }
     }
 

@@ -54,7 +54,7 @@ impl<V: VmApi> Service<V> {
             None => drop(self.draining.0.remove(&id)),
         }
         self.record(EventKind::DrainBegun { host: id, by, until });
-        self.take_grants_back(Some(id));
+        self.take_grants_back();
         self.model.drain(id, Some(by));
         self.decide_moves();
         self.drain_state(id)

@@ -26,7 +26,9 @@ impl<V: VmApi> Service<V> {
     fn grant(&mut self, now: Micros, task: Tid) {
         let conduct = self.options.conduct;
         let Some(next) = self.grants.next_of(task) else { return };
-        let one_by_one = conduct.placing != Policy::Load || conduct.rules != Rules::default();
+        let one_by_one = conduct.placing != Policy::Load
+            || conduct.rules != Rules::default()
+            || self.killing.is_ending(next.job, task);
         let count = next.request.count as usize;
         if one_by_one || self.spawns.waiting() > 0 || !is_plain(&next.request) {
             return;
@@ -67,9 +69,6 @@ impl<V: VmApi> Service<V> {
         if self.grants.next_review().is_none_or(|at| at > now) {
             return;
         }
-        if self.spawns.waiting() > 0 {
-            return self.take_grants_back(None);
-        }
         for (task, given) in self.grants.review(now) {
             let Some((hosts, attempt)) = self.places_for(now, task, given.len()) else { continue };
             let sorted = |hosts: &[HostId]| {
@@ -84,9 +83,9 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// What was given does not hold any more, on this host or at all: tasks ask again.
-    pub(super) fn take_grants_back(&mut self, host: Option<HostId>) {
-        let taken = self.grants.take_back(host);
+    /// What was given does not hold any more: tasks ask again.
+    pub(super) fn take_grants_back(&mut self) {
+        let taken = self.grants.take_back(self.vm.now());
         self.tell_taken_back(taken);
     }
 
@@ -126,5 +125,7 @@ impl<V: VmApi> Service<V> {
 
 /// True for a request of which a few are placed as they would be one by one.
 fn is_plain(request: &SpawnRequest) -> bool {
-    Wants::of(request).is_ok_and(|wants| wants.rank.is_none() && wants.together == Together::Any)
+    // Memory is promised to tasks when they are sent to a host.
+    let plain = |wants: Wants| wants.rank.is_none() && wants.together == Together::Any && wants.memory().is_none();
+    Wants::of(request).is_ok_and(plain)
 }

@@ -112,6 +112,7 @@ impl<V: VmApi> Service<V> {
         }
         self.killing.0.retain(|other, ending| *other != job || ending.left > 0);
         self.killing.0.entry(job).or_insert_with(|| Ending::new(by, now));
+        self.take_grants_back();
         self.go_on_ending(now, job);
         self.killed(job)
     }

@@ -11,7 +11,7 @@ impl<V: VmApi> Service<V> {
         self.options.conduct = conduct;
         self.model.set_policy(conduct.placing, conduct.margin);
         self.spawns.set_rules(conduct.rules);
-        self.take_grants_back(None);
+        self.take_grants_back();
         let next = self.balance_at.unwrap_or(self.vm.now() + BALANCE_PAUSE);
         self.balance_at = conduct.balance.then_some(next);
         self.changed = true;

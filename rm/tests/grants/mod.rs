@@ -1,4 +1,4 @@
-//! Tasks that spawn one task after the other are told beforehand where the next ones go.
+//! Tasks that spawn again and again are told beforehand where the next ones go.
 
 use crate::common::{Bed, client, h, info, request, rm as own, spawned, t, world};
 use crate::{ask, ended, with_conduct};
@@ -250,7 +250,7 @@ fn requests_that_differ_fail_come_late_or_are_for_too_many_tasks_lead_to_no_gran
     let nowhere = SpawnRequest { flags: SPAWN_HOST, place: "nowhere".into(), ..request(1) };
     spawns(&mut bed, 50..=54, &nowhere);
     assert_eq!(bed.world().answer(54), Some(Ok(vec![Err(PvmError::NoHost)])));
-    for wants in ["?same-host", "?rank = speed", "?spread"] {
+    for wants in ["?same-host", "?rank = speed", "?spread", "?memory >= 1K"] {
         let ranked = SpawnRequest { place: wants.into(), ..request(1) };
         assert_eq!(spawns(&mut bed, 60..=63, &ranked).len(), 4, "{wants}");
     }
@@ -273,12 +273,66 @@ fn what_was_given_is_taken_back_when_a_place_of_it_is_emptied_or_the_policy_chan
     // Asked again, it is told of the other host alone.
     spawns(&mut bed, 3..=3, &request(1));
     assert_eq!(given(&bed, client())[2].1.hosts, [h(1); GRANT_HOSTS_MAX]);
+    // Also one who seems to have taken all may have places yet.
+    let before = given(&bed, client()).len();
+    bed.owner_comes(1);
+    all_taken(&mut bed, 3, &(0..GRANT_COUNT_MAX as u32).map(|n| (1, t(1, 800 + n))).collect::<Vec<_>>());
+    all_taken(&mut bed, 3, &(0..GRANT_COUNT_MAX as u32).map(|n| (1, t(1, 850 + n))).collect::<Vec<_>>());
+    assert!(matches!(ask(&mut bed, &Question::Drain { host: "h1".into(), within: None }), Answer::Drain { .. }));
+    assert_eq!(given(&bed, client())[before..], [(3, Grant { hosts: vec![], span: GRANT_SPAN })]);
+    for host in ["h1", "h2"] {
+        assert!(matches!(ask(&mut bed, &Question::Undrain { host: host.into() }), Answer::Drain { .. }));
+    }
+    bed.owner_leaves(1);
+    spawns(&mut bed, 20..=20, &request(1));
+    let before = given(&bed, client()).len();
     let content = bytes::Bytes::from_static(b"user_tasks = 50");
     bed.world().post(own(), CTX_RM, TAG_POLICY, 0, content);
     bed.settle();
-    assert_eq!((given(&bed, client()).len(), given(&bed, client()).pop().map(|(_, g)| g.hosts)), (4, Some(vec![])));
-    spawns(&mut bed, 4..=9, &request(1));
-    assert_eq!(given(&bed, client()).len(), 4);
+    assert_eq!(given(&bed, client())[before..], [(20, Grant { hosts: vec![], span: GRANT_SPAN })]);
+    spawns(&mut bed, 21..=26, &request(1));
+    assert_eq!(given(&bed, client()).len(), before + 1);
+}
+
+#[test]
+fn a_job_that_is_being_ended_keeps_no_grant_and_gets_none() {
+    let vm = world(2);
+    let mut bed = Bed::quiet(&vm);
+    spawns(&mut bed, 1..=2, &request(1));
+    assert!(matches!(ask(&mut bed, &Question::Kill(client())), Answer::Killed { .. }));
+    assert_eq!(given(&bed, client())[1..], [(2, Grant { hosts: vec![], span: GRANT_SPAN })]);
+    // What it took before it heard of that is told behind it.
+    taken(&mut bed, 2, 2, t(2, 900));
+    assert_eq!(given(&bed, client()).len(), 2);
+}
+
+#[test]
+fn what_a_task_took_is_told_behind_its_end_and_leads_to_no_other_grant() {
+    let vm = world(2);
+    let mut bed = Bed::quiet(&vm);
+    spawns(&mut bed, 1..=2, &request(1));
+    bed.world().event(h(1), ended(client()));
+    bed.settle();
+    taken(&mut bed, 2, 2, t(2, 900));
+    assert!(bed.service.model().is_guest(t(2, 900)), "it is known all the same");
+    assert_eq!(given(&bed, client()).len(), 1);
+}
+
+#[test]
+fn who_asks_for_something_else_has_given_up_the_places_it_had() {
+    let vm = world(3);
+    vm.0.borrow_mut().tasks.push(info(t(1, 20), 1, TASK_CONNECTED, ""));
+    let mut bed = Bed::quiet(&vm);
+    let other = SpawnRequest { file: "other".into(), ..request(1) };
+    spawns(&mut bed, 1..=2, &request(1));
+    spawns(&mut bed, 3..=4, &other);
+    assert_eq!(given(&bed, client()).len(), 2);
+    for wid in 1..=2 {
+        bed.world().spawn_by(t(1, 20), wid, &request(1));
+        serve(&mut bed);
+    }
+    assert_eq!(given(&bed, t(1, 20))[0].1.hosts.len(), GRANT_HOSTS_MAX, "nobody has to give any back");
+    assert_eq!(given(&bed, client()).len(), 2);
 }
 
 #[test]

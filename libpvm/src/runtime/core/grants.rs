@@ -15,7 +15,7 @@ struct Asked {
     rm: Tid,
     wid: i32,
     like: SpawnRequest,
-    /// When it was asked or a place was taken; a grant is not older than that.
+    /// When it was asked, or places were taken last: a grant holds for a while from then on.
     last: Micros,
     grant: Option<Grant>,
 }

@@ -21,7 +21,7 @@ const AWAIT_TIME: Micros = Micros::from_secs(2);
 /// So long after an end last words may be on their way: a host that is silent for longer is lost, mostly.
 const RECENT_SPAN: Micros = Micros::from_secs(10);
 /// Ends that are remembered for that.
-const RECENT_MAX: usize = 4096;
+const RECENT_MAX: usize = 512;
 
 /// Tasks of which it is known that they have ended.
 #[derive(Debug, Default)]

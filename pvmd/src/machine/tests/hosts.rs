@@ -266,3 +266,17 @@ fn a_joining_slave_refuses_tasks_with_a_reason() {
     sim.until("refused", |s| s.procs[early].refused.is_some());
     assert!(sim.procs[early].refused.as_ref().is_some_and(|r| r.contains("joining")));
 }
+
+#[test]
+fn who_only_asks_whether_a_daemon_is_at_work_becomes_no_task_and_one_that_ends_says_nothing() {
+    let (mut sim, console) = Sim::cluster(6, 2);
+    let first = sim.claim(HostId::MASTER, Claim::Nobody);
+    sim.until("it is at work", |s| s.procs[first].refused.is_some());
+    let Reply::Tasks(tasks) = sim.ask(console, Request::Tasks { selector: Tid::NONE }) else { panic!("no list") };
+    assert_eq!(tasks.len(), 1);
+    sim.request(console, Request::Halt);
+    sim.until("it ends", |s| s.nodes[&HostId::MASTER].machine.stop.is_some());
+    let second = sim.claim(HostId::MASTER, Claim::Nobody);
+    sim.until("it has hung up", |s| s.procs[second].conn.is_none());
+    assert_eq!(sim.procs[second].refused, None);
+}
