@@ -250,6 +250,8 @@ fn requests_that_differ_fail_come_late_or_are_for_too_many_tasks_lead_to_no_gran
     let nowhere = SpawnRequest { flags: SPAWN_HOST, place: "nowhere".into(), ..request(1) };
     spawns(&mut bed, 50..=54, &nowhere);
     assert_eq!(bed.world().answer(54), Some(Ok(vec![Err(PvmError::NoHost)])));
+    bed.world().memory = 1 << 40;
+    bed.owner_leaves(1);
     for wants in ["?same-host", "?rank = speed", "?spread", "?memory >= 1K"] {
         let ranked = SpawnRequest { place: wants.into(), ..request(1) };
         assert_eq!(spawns(&mut bed, 60..=63, &ranked).len(), 4, "{wants}");
@@ -297,13 +299,23 @@ fn what_was_given_is_taken_back_when_a_place_of_it_is_emptied_or_the_policy_chan
 #[test]
 fn a_job_that_is_being_ended_keeps_no_grant_and_gets_none() {
     let vm = world(2);
+    let spawner = t(1, 20);
+    vm.0.borrow_mut().tasks.push(info(spawner, 1, TASK_CONNECTED, ""));
     let mut bed = Bed::quiet(&vm);
-    spawns(&mut bed, 1..=2, &request(1));
-    assert!(matches!(ask(&mut bed, &Question::Kill(client())), Answer::Killed { .. }));
-    assert_eq!(given(&bed, client())[1..], [(2, Grant { hosts: vec![], span: GRANT_SPAN })]);
+    for wid in 1..=2 {
+        bed.world().spawn_by(spawner, wid, &request(1));
+        serve(&mut bed);
+    }
+    assert_eq!(given(&bed, spawner).len(), 1);
+    assert!(matches!(ask(&mut bed, &Question::Kill(spawner)), Answer::Killed { left: 1.., .. }));
+    assert_eq!(given(&bed, spawner)[1..], [(2, Grant { hosts: vec![], span: GRANT_SPAN })]);
     // What it took before it heard of that is told behind it.
-    taken(&mut bed, 2, 2, t(2, 900));
-    assert_eq!(given(&bed, client()).len(), 2);
+    bed.world().tasks.push(spawned(t(2, 900), 2));
+    let body = pack_taken(&Taken { by: spawner, tasks: vec![(h(2), t(2, 900))] });
+    bed.world().post(h(1).daemon(), CTX_BASE, SM_GRANT_TAKEN, 2, body);
+    bed.settle();
+    assert!(bed.service.model().knows(t(2, 900)));
+    assert_eq!(given(&bed, spawner).len(), 2);
 }
 
 #[test]
