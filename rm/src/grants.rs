@@ -20,7 +20,7 @@ pub const REVIEW_PAUSE: Micros = Micros::from_secs(1);
 pub const GRANTED_MAX: usize = 2 * GRANT_HOSTS_MAX;
 /// How long a request is remembered: daemons tell of the last places taken behind the end of the task that took them.
 const REMEMBERED: Micros = Micros::from_secs(60);
-/// Tasks whose requests are remembered; who has spawned nothing for longest is forgotten first.
+/// Tasks whose requests are remembered; of those that have no places who has spawned nothing for longest is forgotten first.
 const TASKS_MAX: usize = 1024;
 /// Bytes of a request's environment at most; with more it is not remembered.
 const ENV_BYTES_MAX: usize = 16 << 10;
@@ -44,10 +44,10 @@ struct Kind {
     last: Micros,
     /// Places that were given and not taken.
     hosts: VecDeque<HostId>,
+    /// They cannot be taken any more, because the task was told so or has given them up. Of those that it took before may be told yet.
+    closed: bool,
     /// What was said of the places.
     attempt: Option<Attempt>,
-    /// The task has ended.
-    over: bool,
 }
 
 /// Places were taken.
@@ -62,8 +62,12 @@ pub struct Granted {
 }
 
 impl Kind {
+    fn is_open(&self, now: Micros) -> bool {
+        self.attempt.is_some() && !self.closed && now.since(self.last) < GRANT_SPAN
+    }
+
     fn holds(&self, now: Micros) -> bool {
-        !self.hosts.is_empty() && now.since(self.last) < GRANT_SPAN
+        !self.hosts.is_empty() && self.is_open(now)
     }
 }
 
@@ -77,7 +81,8 @@ impl Grants {
             return false;
         }
         if self.tasks.len() >= TASKS_MAX && !self.tasks.contains_key(&from.src) {
-            let last = |kinds: &VecDeque<Kind>| kinds.front().map(|kind| kind.last);
+            // There are fewer places than tasks.
+            let last = |kinds: &VecDeque<Kind>| kinds.front().map(|kind| (kind.holds(now), kind.last));
             let oldest = self.tasks.iter().min_by_key(|(_, kinds)| last(kinds)).map(|(task, _)| *task);
             oldest.map(|oldest| self.tasks.remove(&oldest));
         }
@@ -86,7 +91,7 @@ impl Grants {
         let kinds = self.tasks.entry(from.src).or_default();
         let like = |kind: &Kind| kind.from.request.is_like(&from.request) && now.since(kind.last) < GRANT_SPAN;
         let again = kinds.front().is_some_and(like);
-        kinds.push_front(Kind { from, last: now, hosts: VecDeque::new(), attempt: None, over: false });
+        kinds.push_front(Kind { from, last: now, hosts: VecDeque::new(), closed: false, attempt: None });
         kinds.truncate(KINDS);
         again
     }
@@ -120,7 +125,7 @@ impl Grants {
     /// The next tasks of this task's last request go to these hosts, instead of those given before.
     pub fn give(&mut self, task: Tid, hosts: &[HostId], attempt: Attempt) {
         if let Some(kind) = self.tasks.get_mut(&task).and_then(|kinds| kinds.front_mut()) {
-            (kind.hosts, kind.attempt) = (hosts.iter().copied().collect(), Some(attempt));
+            (kind.hosts, kind.closed, kind.attempt) = (hosts.iter().copied().collect(), false, Some(attempt));
         }
     }
 
@@ -137,42 +142,41 @@ impl Grants {
             }
         }
         kind.last = now;
-        let renew = last && !kind.over && kind.hosts.len() <= GRANT_HOSTS_MAX / 2;
+        let renew = last && !kind.closed && kind.hosts.len() <= GRANT_HOSTS_MAX / 2;
         Some(Granted { from: kind.from.clone(), attempt, renew })
     }
 
     /// Nothing that was given holds any more. Who is to be told, with the wait id of the grant: also those who may have places yet of
     /// which is thought here that they have taken them.
     pub fn take_back(&mut self, now: Micros) -> Vec<(Tid, i32)> {
-        self.take_back_where(|kind| now.since(kind.last) < GRANT_SPAN)
+        self.take_back_where(|kind| kind.is_open(now))
     }
 
     /// The same for what nobody has taken a place of for a moment: others want some.
     pub fn take_back_idle(&mut self, now: Micros) -> Vec<(Tid, i32)> {
-        self.take_back_where(|kind| !kind.hosts.is_empty() && now.since(kind.last) >= REVIEW_PAUSE)
+        self.take_back_where(|kind| kind.holds(now) && now.since(kind.last) >= REVIEW_PAUSE)
     }
 
     fn take_back_where(&mut self, which: impl Fn(&Kind) -> bool) -> Vec<(Tid, i32)> {
         let mut told = Vec::new();
         for (task, kinds) in &mut self.tasks {
-            let given = kinds.front_mut().filter(|kind| kind.attempt.is_some() && !kind.over && which(kind));
-            if let Some(kind) = given {
-                kind.hosts.clear();
+            if let Some(kind) = kinds.front_mut().filter(|kind| which(kind)) {
+                kind.closed = true;
                 told.push((*task, kind.from.wid));
             }
         }
         told
     }
 
-    /// A task asks: so it has none of the places any more that it was given. Of those that it took may be told yet.
-    pub fn asked(&mut self, task: Tid) {
-        self.tasks.get_mut(&task).into_iter().flatten().for_each(|kind| kind.hosts.clear());
+    /// A task asks, or has ended: so it has none of the places any more that it was given.
+    pub fn given_up(&mut self, task: Tid) {
+        self.tasks.get_mut(&task).into_iter().flatten().for_each(|kind| kind.closed = true);
     }
 
-    /// A task has ended.
-    pub fn ended(&mut self, task: Tid) {
-        self.asked(task);
-        self.tasks.get_mut(&task).into_iter().flatten().for_each(|kind| kind.over = true);
+    /// The same for all that are not known any more.
+    pub fn keep(&mut self, is_known: impl Fn(Tid) -> bool) {
+        let gone = self.tasks.iter_mut().filter(|(task, _)| !is_known(**task));
+        gone.flat_map(|(_, kinds)| kinds).for_each(|kind| kind.closed = true);
     }
 
     /// True when such a task is being started on a host because somebody named the host.

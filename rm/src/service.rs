@@ -342,7 +342,7 @@ impl<V: VmApi> Service<V> {
                 self.record_input(|| Input::Ended { tid: *tid, used: *used });
                 self.watchers.ended(now, *tid);
                 self.spawns.task_ended(now, *tid);
-                self.grants.ended(*tid);
+                self.grants.given_up(*tid);
                 if self.model.is_guest(*tid) {
                     self.balance_at = self.balance_at.map(|at| at.min(now + BALANCE_PAUSE_AFTER_END));
                 }
@@ -375,7 +375,7 @@ impl<V: VmApi> Service<V> {
     fn spawn(&mut self, message: &Message) {
         match unpack_spawn(message.body.clone()) {
             Ok((request, since)) => {
-                self.grants.asked(message.src);
+                self.grants.given_up(message.src);
                 let caller = self.model.host_of(message.src).unwrap_or(self.vm.host());
                 let (user, job) = self.model.user_and_job(message.src);
                 if self.killing.is_ending(job, message.src) {
@@ -437,7 +437,7 @@ impl<V: VmApi> Service<V> {
     fn task_ended(&mut self, tid: Tid) {
         self.watchers.ended(self.vm.now(), tid);
         self.spawns.task_ended(self.vm.now(), tid);
-        self.grants.ended(tid);
+        self.grants.given_up(tid);
         self.model.task_ended(tid);
         self.changed = true;
     }
@@ -451,8 +451,9 @@ impl<V: VmApi> Service<V> {
     }
 
     fn forget_tasks(&mut self) {
-        let Service { model, spawns, vm, .. } = self;
+        let Service { model, spawns, grants, vm, .. } = self;
         spawns.forget_tasks(vm.now(), |tid| model.knows(tid));
+        grants.keep(|tid| model.knows(tid));
     }
 
     /// Fresh lists of hosts and tasks.

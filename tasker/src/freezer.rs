@@ -232,7 +232,10 @@ fn mount_own_group() -> io::Result<OwnedFd> {
         fsconfig_create(&kind)?;
         Ok(fsmount(&kind, FsMountFlags::FSMOUNT_CLOEXEC, MountAttrFlags::empty())?)
     };
-    std::thread::scope(|scope| scope.spawn(mounts).join()).unwrap_or_else(|_| Err(io::ErrorKind::Other.into()))
+    std::thread::scope(|scope| {
+        let thread = std::thread::Builder::new().spawn_scoped(scope, mounts)?;
+        thread.join().unwrap_or_else(|_| Err(io::Error::other("the thread that mounts them has ended")))
+    })
 }
 
 /// A new folder within `own`, locked; `None` if another tasker came between and has taken it for one left behind.

@@ -332,8 +332,13 @@ fn a_held_task_that_has_moved_is_frozen_again_and_was_never_thawed_before_it_was
     if !can_move() {
         return;
     }
-    let Some(mut here) = with_freezer() else { return };
-    let (dir, mut there) = (tempfile::tempdir().expect("dir"), Tasker::start());
+    let Some(here) = with_freezer() else { return };
+    moves_frozen(here, Tasker::start());
+}
+
+/// A held task moves from one tasker to the other, and is frozen before and after that.
+fn moves_frozen(mut here: Tasker, mut there: Tasker) {
+    let dir = tempfile::tempdir().expect("dir");
     let pid = here.run(tid(1), &program(dir.path(), "counter"), &[]);
     let (mut output, mut seen) = (Vec::new(), Vec::new());
     here.output_until(tid(1), &mut output, |text| lines(text) > 100);
@@ -372,10 +377,17 @@ fn where_version_2_is_not_mounted_the_tasker_mounts_it_for_itself_and_freezes_by
     let Some(tasker) = with_freezer() else { return };
     tasker.stop();
     let hides = "for at in $(findmnt -n -o TARGET -t cgroup2); do umount --lazy $at; done; exec \"$0\" \"$@\"";
-    let mut tasker = Tasker::start_by(&["unshare", "--mount", "sh", "-c", hides], &[]);
-    assert_eq!(tasker.ready.freezer, Ok(()));
-    let seen = std::fs::read(format!("/proc/{}/mountinfo", tasker.child.id())).expect("it lives");
-    assert_eq!(sempa_proto::cgroup::mount_point(&seen, None), None, "nobody else sees it");
+    let start = || {
+        let tasker = Tasker::start_by(&["unshare", "--mount", "sh", "-c", hides], &[]);
+        assert_eq!(tasker.ready.freezer, Ok(()));
+        let seen = std::fs::read(format!("/proc/{}/mountinfo", tasker.child.id())).expect("it lives");
+        assert_eq!(sempa_proto::cgroup::mount_point(&seen, None), None, "nobody else sees it");
+        tasker
+    };
+    if can_move() {
+        moves_frozen(start(), start());
+    }
+    let mut tasker = start();
     let dir = tempfile::tempdir().expect("dir");
     let counts = Counts::new(dir.path());
     counts.rounds(&mut tasker, &program(dir.path(), "forker"), "chain");

@@ -36,7 +36,8 @@ pub(crate) fn start_daemon(args: &[Vec<u8>], block: bool) -> PvmResult<()> {
     let deadline = Instant::now() + GOING_MAX;
     // One that has been halted takes connections for a moment more.
     while answers() {
-        if libpvm::runtime::is_served(&place.socket()) || Instant::now() > deadline {
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left < TRY_EVERY || libpvm::runtime::is_served(&place.socket(), left) {
             return Err(PvmError::DupHost);
         }
         std::thread::sleep(TRY_EVERY);

@@ -108,9 +108,9 @@ pub fn unpack_waits(body: Bytes) -> PvmResult<Option<Micros>> {
 }
 
 /// Places that a grant names at most.
-pub const GRANT_HOSTS_MAX: usize = 32;
+pub const GRANT_HOSTS_MAX: usize = 3 * GRANT_COUNT_MAX;
 /// Tasks that a request asks for at most, if others like it are to be granted. For more of them, asking takes little beside starting.
-pub const GRANT_COUNT_MAX: usize = GRANT_HOSTS_MAX / 2;
+pub const GRANT_COUNT_MAX: usize = 16;
 
 /// A resource manager's answer to requests that were not made yet: a task that spawns again and again, by requests for as many
 /// tasks with the same program, place, flags and environment, need not ask for each. After Condor's claims,

@@ -98,14 +98,25 @@ pub(crate) struct Accepted {
     pub(crate) welcome: Welcome,
 }
 
-/// Whether a daemon does its work at this socket, and does not only end while it still takes connections. Nobody becomes a task of it.
-pub fn is_served(path: &Path) -> bool {
+/// Whether a daemon does its work at this socket, and does not only end while it still takes connections: that is so if it answers
+/// within this time. Nobody becomes a task of it.
+pub fn is_served(path: &Path, within: Duration) -> bool {
     let silent = |error: &EnrollError| matches!(error, EnrollError::Io { .. } | EnrollError::NoDaemon { .. });
-    !greet(path, Claim::Nobody, "", AtEnd::default()).is_err_and(|error| silent(&error))
+    !greet_within(within, path, Claim::Nobody, "", AtEnd::default()).is_err_and(|error| silent(&error))
 }
 
 /// Connects, says hello and waits for the answer.
 pub(crate) fn greet(path: &Path, claim: Claim, program: &str, at_end: AtEnd) -> Result<Accepted, EnrollError> {
+    greet_within(GREETING_MAX, path, claim, program, at_end)
+}
+
+fn greet_within(
+    within: Duration,
+    path: &Path,
+    claim: Claim,
+    program: &str,
+    at_end: AtEnd,
+) -> Result<Accepted, EnrollError> {
     let io_error = |source: io::Error| EnrollError::Io { path: path.to_path_buf(), source };
     let socket = UnixStream::connect(path).map_err(|source| match source.kind() {
         io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => {
@@ -124,7 +135,7 @@ pub(crate) fn greet(path: &Path, claim: Claim, program: &str, at_end: AtEnd) -> 
     let pid = i32::try_from(std::process::id()).expect("process numbers are ints");
     let hello = Hello { magic: TASK_MAGIC, version: WIRE_VERSION, claim, pid, program: program.to_string(), at_end };
     let hello = encode_control(&ToDaemon::Hello(hello)).map_err(|e| io_error(io::Error::other(e)))?;
-    socket.get().set_read_timeout(Some(GREETING_MAX)).map_err(io_error)?;
+    socket.get().set_read_timeout(Some(within)).map_err(io_error)?;
     match write_all(socket.get(), hello) {
         // It may have said why before it hung up.
         Err(e) if matches!(e.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset) => {}
@@ -173,8 +184,7 @@ fn read_welcome(
             Ok(_) => {}
             Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
-                let seconds = GREETING_MAX.as_secs();
-                return Err(io_error(io::Error::other(format!("it did not answer within {seconds} s"))));
+                return Err(io_error(io::Error::other("it did not answer in time")));
             }
             Err(e) => return Err(io_error(e)),
         }
@@ -217,11 +227,12 @@ mod tests {
     fn a_socket_is_served_when_somebody_answers_there_and_not_when_he_only_takes_connections() {
         let dir = tempfile::tempdir().expect("a directory");
         let path = dir.path().join("s");
-        assert!(!is_served(&path), "there is none");
+        let is_served = || is_served(&path, GREETING_MAX);
+        assert!(!is_served(), "there is none");
         let listener = std::os::unix::net::UnixListener::bind(&path).expect("a socket");
         let accept = |answer: Option<ToTask>| {
             std::thread::scope(|scope| {
-                let asks = scope.spawn(|| is_served(&path));
+                let asks = scope.spawn(is_served);
                 let (mut stream, _) = listener.accept().expect("a connection");
                 if let Some(answer) = answer {
                     let answer = encode_control(&answer).expect("a word");
@@ -234,6 +245,6 @@ mod tests {
         assert!(!accept(None), "it hangs up");
         assert!(accept(Some(ToTask::Refused { reason: "no".into() })));
         drop(listener);
-        assert!(!is_served(&path), "nobody listens any more");
+        assert!(!is_served(), "nobody listens any more");
     }
 }

@@ -482,6 +482,7 @@ impl Machine {
     fn change_done(&mut self) {
         let Some(change) = self.hosts().change.take() else { return };
         for Joining { job, slot, entry } in change.add {
+            self.tell_of_ends(entry.id);
             self.record(EventKind::HostAdded { host: entry.id, name: entry.name.clone() });
             if let Some(add) = self.hosts().adds.get_mut(&job) {
                 add.slots[slot] = Some(AddedHost { result: Ok(entry), reason: String::new() });

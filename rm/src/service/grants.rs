@@ -16,7 +16,8 @@ impl<V: VmApi> Service<V> {
     /// A request was answered with all the tasks that it was for.
     pub(super) fn answered(&mut self, from: &Incoming) {
         let now = self.vm.now();
-        if self.grants.answered(now, from) {
+        // It may have ended while its tasks were started.
+        if self.model.knows(from.src) && self.grants.answered(now, from) {
             self.grant(now, from.src);
         }
     }

@@ -278,8 +278,10 @@ fn what_was_given_is_taken_back_when_a_place_of_it_is_emptied_or_the_policy_chan
     // Also one who seems to have taken all may have places yet.
     let before = given(&bed, client()).len();
     bed.owner_comes(1);
-    all_taken(&mut bed, 3, &(0..GRANT_COUNT_MAX as u32).map(|n| (1, t(1, 800 + n))).collect::<Vec<_>>());
-    all_taken(&mut bed, 3, &(0..GRANT_COUNT_MAX as u32).map(|n| (1, t(1, 850 + n))).collect::<Vec<_>>());
+    for first in [700, 750, 800] {
+        let tids = (first..).take(GRANT_COUNT_MAX).map(|n| (1, t(1, n)));
+        all_taken(&mut bed, 3, &tids.collect::<Vec<_>>());
+    }
     assert!(matches!(ask(&mut bed, &Question::Drain { host: "h1".into(), within: None }), Answer::Drain { .. }));
     assert_eq!(given(&bed, client())[before..], [(3, Grant { hosts: vec![], span: GRANT_SPAN })]);
     for host in ["h1", "h2"] {
@@ -325,9 +327,24 @@ fn what_a_task_took_is_told_behind_its_end_and_leads_to_no_other_grant() {
     spawns(&mut bed, 1..=2, &request(1));
     bed.world().event(h(1), ended(client()));
     bed.settle();
-    taken(&mut bed, 2, 2, t(2, 900));
-    assert!(bed.service.model().is_guest(t(2, 900)), "it is known all the same");
+    for n in 0..GRANT_HOSTS_MAX as u32 {
+        taken(&mut bed, 2, 2, t(2, 900 + n));
+        assert!(bed.service.model().is_guest(t(2, 900 + n)), "it is known all the same");
+    }
     assert_eq!(given(&bed, client()).len(), 1);
+}
+
+#[test]
+fn a_task_that_ends_while_its_request_is_answered_gets_no_grant() {
+    let vm = world(2);
+    let mut bed = Bed::quiet(&vm);
+    spawns(&mut bed, 1..=1, &request(1));
+    bed.world().spawn(2, &request(1));
+    bed.settle();
+    bed.world().event(h(1), ended(client()));
+    bed.settle();
+    assert_eq!(serve(&mut bed).len(), 1);
+    assert_eq!(given(&bed, client()), []);
 }
 
 #[test]

@@ -52,7 +52,9 @@ impl Keeping {
                 }
             }
             EventKind::TaskEnded { tid, status, .. } => {
-                self.recent.ended(now, *tid);
+                if by_itself {
+                    self.recent.ended(now, *tid);
+                }
                 for (job, entry) in self.jobs.iter_mut().filter(|(_, entry)| entry.members.contains(tid)) {
                     entry.ended.insert(*tid);
                     if by_itself {

@@ -7,11 +7,11 @@
 
 use crate::machine::pairs::sender_of;
 use crate::machine::tasks::Task;
-use crate::machine::{Machine, Timer};
-use sempa_proto::host::Held;
+use crate::machine::{Machine, Output, Timer};
+use sempa_proto::host::{Carried, Held};
 use sempa_proto::link::{LinkFrame, LinkKind};
 use sempa_proto::migration::Failure;
-use sempa_proto::{Micros, MigrationId, Tid};
+use sempa_proto::{HostId, Micros, MigrationId, Tid};
 use std::collections::{BTreeSet, VecDeque};
 
 /// Ends that are remembered.
@@ -73,6 +73,15 @@ impl Recent {
 }
 
 impl Machine {
+    /// A host has just come in. It was not there to hear of ends, and nobody is to wait until it has.
+    pub(in crate::machine) fn tell_of_ends(&mut self, host: HostId) {
+        let now = self.now;
+        let Some(keeping) = self.keeping() else { return };
+        let ended: Vec<Tid> = keeping.recent.all(now).collect();
+        let words = ended.into_iter().map(|dst| Carried::Ended { dst, marks: Vec::new() });
+        self.out.extend(words.map(|carried| Output::Carry { host, carried }));
+    }
+
     /// Word of an end has come, and so all that the task said.
     pub(in crate::machine) fn end_is_known(&mut self, tid: Tid) {
         self.tasks.ends.add(tid);

@@ -4,7 +4,7 @@ use super::{Scene, spawn_as};
 use crate::machine::tests::engines::heard;
 use crate::machine::tests::sim::{Sim, host, seeds};
 use sempa_proto::Micros;
-use sempa_proto::task::SpawnRequest;
+use sempa_proto::task::{Reply, Request, SpawnRequest};
 
 #[test]
 fn what_a_task_said_last_that_has_ended_is_in_the_checkpoint_however_long_it_was_on_its_way() {
@@ -60,4 +60,29 @@ fn last_words_are_kept(seed: u64, before: bool) {
     scene.sim.pass(Micros::from_secs(2));
     let words = heard(&scene.sim, scene.sim.proc_of(root));
     assert_eq!(words, [0, 1, 2, 3, 4], "seed {seed}");
+}
+
+#[test]
+fn a_host_that_came_in_behind_an_end_makes_nobody_wait_for_word_of_it() {
+    for seed in seeds(40) {
+        let (mut sim, console) = Sim::cluster(seed, 2);
+        let at = |place: &str| SpawnRequest {
+            file: "keeper".into(),
+            count: 1,
+            flags: 1,
+            place: place.into(),
+            ..SpawnRequest::default()
+        };
+        let gone = spawn_as(&mut sim, console, at("h2"))[0];
+        let proc = sim.proc_of(gone);
+        sim.exit(proc, 0);
+        let moment = Micros(sim.dice.roll(200_000));
+        sim.pass(moment);
+        let reply = sim.ask(console, Request::AddHosts { lines: vec!["h3".into()] });
+        assert!(matches!(&reply, Reply::HostsAdded(added) if added[0].result.is_ok()), "{reply:?}");
+        let root = spawn_as(&mut sim, console, at("h3"))[0];
+        let mut scene = Scene { sim, console, tids: vec![root] };
+        let report = scene.checkpoint(None).unwrap_or_else(|why| panic!("{why} (seed {seed})"));
+        assert!(report.frozen < Micros::from_secs(1), "it stood still for {} us (seed {seed})", report.frozen.0);
+    }
 }
