@@ -592,8 +592,11 @@ impl Link {
                 let done = tx.retained.pop_front().expect("just seen");
                 tx.retained_bytes -= done.len();
             }
+            let is_owed = tx.fresh > tx.acked;
             tx.probe_delay = PROBE_DELAY;
-            tx.probe_due = (tx.fresh > tx.acked).then(|| now + tx.probe_delay);
+            tx.probe_due = is_owed.then(|| now + tx.probe_delay);
+            // A question that was not asked yet is answered: asked behind this it would be asked for ever.
+            tx.probe_wanted &= is_owed;
         }
         if resync && ack == tx.acked && tx.next > ack {
             let echo = tx.last_resync.is_some_and(|(seq, at)| seq == ack && now.since(at) < RESYNC_ECHO);
