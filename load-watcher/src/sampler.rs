@@ -15,7 +15,7 @@ use std::path::Path;
 const TEXT_BYTES_MAX: usize = 64 << 10;
 /// Where nobody keeps memory free, /proc/meminfo is read no more often than this: the kernel takes a third of a sample's time to
 /// gather it, and memory that matters to placement does not come and go in seconds. Where somebody does, it is read for every second
-/// sample, and the pressure for the others, which the kernel works out anew every two seconds: a sample costs no more so.
+/// sample, and the pressure for the others, which the kernel works out anew every two seconds: so a sample costs a sixth more only.
 pub const MEMORY_SPAN: Micros = Micros::from_secs(30);
 
 /// The open files and what the last sample needs to be remembered by.

@@ -2,8 +2,8 @@
 //! need not ask each time. Pure; the service decides the places and sends what is given ([`sempa_proto::sm::Grant`]).
 //!
 //! What is given is looked at again each second, and given anew where the same request would get other places by then: so as long as the
-//! resource manager works it is not older than what that knows. Daemons keep tasks off hosts whose owners want none whoever chose the place. All of it together
-//! is bounded, so that many tasks cannot be sent to the same good host before anybody has heard of the first.
+//! resource manager works it is not older than what that knows. Daemons keep tasks off hosts whose owners want none whoever chose the
+//! place. All of it together is bounded, so that many tasks cannot be sent to the same good host before anybody has heard of the first.
 
 use crate::spawns::Incoming;
 use sempa_proto::rm::Attempt;

@@ -2,8 +2,8 @@
 //! program can tell by a signal. A task is born in its group, so it cannot have got anybody out of it before.
 //!
 //! Where only version 1 is mounted the tasker mounts version 2 for itself, where nobody else sees it: each kernel that knows process
-//! descriptors, as the tasker needs them, has its freezer. Version 1's own is not used: what it has
-//! frozen cannot even be killed, so a tasker that dies would leave processes behind for ever. In version 2 they die like others.
+//! descriptors, as the tasker needs them, has its freezer. Version 1's own is not used: what it has frozen cannot even be killed, so a
+//! tasker that dies would leave processes behind for ever. In version 2 they die like others.
 
 use crate::birth;
 use crate::sys::{self, Child};

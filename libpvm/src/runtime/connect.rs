@@ -184,7 +184,8 @@ fn read_welcome(
             Ok(_) => {}
             Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
-                return Err(io_error(io::Error::other("it did not answer in time")));
+                let seconds = socket.read_timeout().ok().flatten().unwrap_or_default().as_secs();
+                return Err(io_error(io::Error::other(format!("it did not answer within {seconds} s"))));
             }
             Err(e) => return Err(io_error(e)),
         }

@@ -163,17 +163,11 @@ impl Machine {
                 ),
             );
         }
-        if hello.claim == Claim::Nobody {
-            match self.stop {
-                None => self.refuse(conn, "nobody has nothing to say here".into()),
-                Some(_) => {
-                    self.conns.retire(conn);
-                    self.out.push_back(Output::CloseTask { conn });
-                }
-            }
-            return;
-        }
         if self.stop.is_some() {
+            if hello.claim == Claim::Nobody {
+                self.conns.retire(conn);
+                return self.out.push_back(Output::CloseTask { conn });
+            }
             return self.refuse(conn, "the virtual machine is being halted".into());
         }
         if self.table.hosts.is_empty() {
@@ -185,7 +179,7 @@ impl Machine {
             // The number of a task that is connected or has left, or of another virtual machine, claims nothing.
             Claim::New | Claim::Spawned { .. } => self.enrol(conn, pid, &hello),
             Claim::Resume { tid, migration } => self.resume(conn, tid, migration),
-            Claim::Nobody => {}
+            Claim::Nobody => self.refuse(conn, "nobody has nothing to say here".into()),
         }
     }
 

@@ -16,25 +16,24 @@ fn what_a_task_said_last_that_has_ended_is_in_the_first_checkpoint_of_its_job() 
     seeds(120).for_each(|seed| last_words_are_kept(seed, false));
 }
 
+/// One task of this program on this host.
+fn at(file: &str, place: &str) -> SpawnRequest {
+    SpawnRequest { file: file.into(), count: 1, flags: 1, place: place.into(), ..SpawnRequest::default() }
+}
+
 /// A worker says something and ends while it is on its way; before that its job may have a checkpoint already.
 fn last_words_are_kept(seed: u64, before: bool) {
     let (mut sim, console) = Sim::cluster(seed, 3);
-    let at = |place: &str| SpawnRequest {
-        file: "child".into(),
-        count: 1,
-        flags: 1,
-        place: place.into(),
-        env: if seed.is_multiple_of(2) {
-            vec![b"SEMPA_ENGINE=own".to_vec(), b"SEMPA_STATE=state-{tid}".to_vec()]
-        } else {
-            Vec::new()
-        },
-        ..SpawnRequest::default()
+    let env = if seed.is_multiple_of(2) {
+        vec![b"SEMPA_ENGINE=own".to_vec(), b"SEMPA_STATE=state-{tid}".to_vec()]
+    } else {
+        Vec::new()
     };
-    let root = spawn_as(&mut sim, console, SpawnRequest { file: "keeper".into(), ..at("h2") })[0];
+    let with_env = |request: SpawnRequest| SpawnRequest { env: env.clone(), ..request };
+    let root = spawn_as(&mut sim, console, with_env(at("keeper", "h2")))[0];
     let proc = sim.proc_of(root);
-    let worker = spawn_as(&mut sim, proc, at("h3"))[0];
-    let other = spawn_as(&mut sim, proc, SpawnRequest { file: "keeper".into(), ..at("h1") })[0];
+    let worker = spawn_as(&mut sim, proc, with_env(at("child", "h3")))[0];
+    let other = spawn_as(&mut sim, proc, with_env(at("keeper", "h1")))[0];
     let mut scene = Scene { sim, console, tids: vec![root, other] };
     if before {
         let first = scene.checkpoint(None).unwrap_or_else(|why| panic!("{why} (seed {seed})"));
@@ -66,21 +65,14 @@ fn last_words_are_kept(seed: u64, before: bool) {
 fn a_host_that_came_in_behind_an_end_makes_nobody_wait_for_word_of_it() {
     for seed in seeds(40) {
         let (mut sim, console) = Sim::cluster(seed, 2);
-        let at = |place: &str| SpawnRequest {
-            file: "keeper".into(),
-            count: 1,
-            flags: 1,
-            place: place.into(),
-            ..SpawnRequest::default()
-        };
-        let gone = spawn_as(&mut sim, console, at("h2"))[0];
+        let gone = spawn_as(&mut sim, console, at("keeper", "h2"))[0];
         let proc = sim.proc_of(gone);
         sim.exit(proc, 0);
         let moment = Micros(sim.dice.roll(200_000));
         sim.pass(moment);
         let reply = sim.ask(console, Request::AddHosts { lines: vec!["h3".into()] });
         assert!(matches!(&reply, Reply::HostsAdded(added) if added[0].result.is_ok()), "{reply:?}");
-        let root = spawn_as(&mut sim, console, at("h3"))[0];
+        let root = spawn_as(&mut sim, console, at("keeper", "h3"))[0];
         let mut scene = Scene { sim, console, tids: vec![root] };
         let report = scene.checkpoint(None).unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         assert!(report.frozen < Micros::from_secs(1), "it stood still for {} us (seed {seed})", report.frozen.0);
