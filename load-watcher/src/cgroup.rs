@@ -26,14 +26,11 @@ pub struct Limited {
     pub total: u64,
 }
 
-/// Clock ticks in /proc are so long, in nanoseconds (proc(5): 1/100 s on Linux).
-const TICK: u64 = 10_000_000;
-
 impl Limited {
     /// The group's use as /proc/stat would tell it on a machine of so many processors, at a time of day.
     pub fn times(&self, at: Micros, cores: u32) -> CpuTimes {
-        let total = at.0 / (TICK / 1000) * u64::from(cores);
-        CpuTimes { total, idle: total.saturating_sub(self.total / TICK) }
+        let total = at.0.saturating_mul(u64::from(cores));
+        CpuTimes { total, idle: total.saturating_sub(self.total / 1000) }
     }
 }
 
@@ -196,8 +193,7 @@ mod tests {
         write(&around, "50000 100000", 1_900_000, 3_000_000);
         let measured = limited.measure(at(12)).expect("a limit");
         assert_eq!(measured, Limited { share: 0.5, used: 0.45, held: 1.5, total: 1_900_000_000 });
-        // On two processors in two seconds 400 ticks pass, and 90 of them were used since.
-        assert_eq!(measured.times(at(12), 2), CpuTimes { total: 2400, idle: 2400 - 190 });
+        assert_eq!(measured.times(at(12), 2), CpuTimes { total: 24_000_000, idle: 24_000_000 - 1_900_000 });
         write(&around, "max 100000", 2_000_000, 3_000_000);
         assert_eq!(limited.measure(at(13)), None, "the limit is gone");
     }

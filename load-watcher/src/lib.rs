@@ -2,7 +2,7 @@
 //! tells its daemon and the resource manager.
 //!
 //! * [`proc`]: reads numbers out of the text of /proc files; pure.
-//! * [`sampler`]: takes samples from /proc on descriptors that stay open; [`ours`]: what our own tasks use, and so what others do;
+//! * [`sampler`]: takes samples from /proc on descriptors that stay open; [`usage`]: what all processors have done, cheaply; [`ours`]: what our own tasks use, and so what others do;
 //!   [`cgroup`]: what a limit of processors leaves.
 //! * [`utmp`], [`sessions`]: read login records and sessions; pure. [`logind`]: asks for sessions over D-Bus.
 //! * [`owner`]: what all signs say about the owner; pure.
@@ -29,6 +29,7 @@ pub mod senses;
 pub mod sessions;
 pub mod status;
 pub mod system;
+pub mod usage;
 pub mod utmp;
 pub mod watch;
 pub mod word;

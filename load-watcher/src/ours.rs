@@ -5,7 +5,7 @@
 //! The kernel's counters do not say what a task had used that has ended. So a span in which a task of ours came or went gives
 //! no mean, rather than a wrong one.
 
-use crate::proc::{CpuTimes, field, used};
+use crate::proc::{CpuTimes, TICK_US, field, used};
 use nix::time::{ClockId, clock_gettime};
 use sempa_proto::cgroup::folder;
 use std::collections::{BTreeMap, BTreeSet};
@@ -21,8 +21,6 @@ const TEXT_BYTES_MAX: usize = 1024;
 pub const QUIET: f32 = 0.25;
 /// Weight of a new measurement in the mean: with one every ten seconds, a mean over about half a minute.
 const WEIGHT: f32 = 0.3;
-/// Clock ticks in /proc are so long, in microseconds (proc(5): 1/100 s on Linux).
-const TICK_US: u64 = 10_000;
 /// How the folder of a tasker's control groups is named, in which each task has one.
 const GROUPS_NAME: &str = "sempa-";
 
@@ -238,9 +236,9 @@ impl Ours {
     }
 }
 
-/// Processors that so much use is, in a span of so many ticks of all processors together.
-fn processors(spent_us: u64, total_ticks: u64, cores: u32) -> f32 {
-    spent_us as f32 / (total_ticks * TICK_US) as f32 * cores as f32
+/// Processors that so much use is, in so much time of all processors together, both in microseconds.
+fn processors(spent: u64, total: u64, cores: u32) -> f32 {
+    spent as f32 / total as f32 * cores as f32
 }
 
 #[cfg(test)]
@@ -269,8 +267,9 @@ mod tests {
         }
     }
 
+    /// Of so many clock ticks.
     fn times(total: u64, idle: u64) -> CpuTimes {
-        CpuTimes { total, idle }
+        CpuTimes { total: total * TICK_US, idle: idle * TICK_US }
     }
 
     #[test]

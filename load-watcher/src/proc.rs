@@ -2,7 +2,10 @@
 
 use std::str::FromStr;
 
-/// Processor time since boot, in clock ticks over all processors.
+/// Clock ticks in /proc are so long, in microseconds (proc(5): 1/100 s on Linux).
+pub const TICK_US: u64 = 10_000;
+
+/// Processor time since boot, in microseconds over all processors.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CpuTimes {
     /// All time.
@@ -79,9 +82,10 @@ pub fn stat(text: &[u8]) -> Option<(CpuTimes, u32)> {
     let mut count = 0;
     while count < 8 && !fields.trim_ascii_start().is_empty() {
         let (ticks, behind) = leading(fields)?;
-        times.total = times.total.checked_add(ticks)?;
+        let time = ticks.checked_mul(TICK_US)?;
+        times.total = times.total.checked_add(time)?;
         if count == 3 || count == 4 {
-            times.idle = times.idle.checked_add(ticks)?;
+            times.idle = times.idle.checked_add(time)?;
         }
         (count, fields) = (count + 1, behind);
     }
@@ -175,7 +179,7 @@ mod tests {
 
     #[test]
     fn fixed_files_give_their_numbers() {
-        assert_eq!(stat(STAT), Some((CpuTimes { total: 1010, idle: 850 }, 2)));
+        assert_eq!(stat(STAT), Some((CpuTimes { total: 10_100_000, idle: 8_500_000 }, 2)));
         assert_eq!(loadavg(b"0.52 0.58 0.59 3/467 12345\n"), Some((0.52, 3)));
         assert_eq!(available_bytes(b"MemTotal: 8 kB\nMemFree: 1 kB\nMemAvailable:    5 kB\n"), Some(5120));
         let psi = b"some avg10=12.50 avg60=0.00 avg300=0.00 total=5\nfull avg10=99.00 avg60=0.00 avg300=0.00 total=0\n";

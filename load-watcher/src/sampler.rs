@@ -3,12 +3,14 @@
 
 use crate::cgroup::Group;
 use crate::proc;
+use crate::usage::{self, Tally};
 use sempa_proto::Micros;
 use sempa_proto::load::LoadSample;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::time::Instant;
 
 /// Bytes of a /proc file that are looked at. In /proc/stat the processors come first; this is enough for about a
 /// thousand.
@@ -22,6 +24,10 @@ pub const MEMORY_SPAN: Micros = Micros::from_secs(30);
 #[derive(Debug)]
 pub struct Sampler {
     stat: File,
+    /// What all processors have used, for less than `stat` costs; and what is made of it.
+    account: Option<File>,
+    tally: Option<Tally>,
+    begun: Instant,
     loadavg: File,
     meminfo: File,
     pressure: Option<File>,
@@ -67,6 +73,9 @@ impl Sampler {
     pub fn open(root: &Path) -> io::Result<Sampler> {
         Ok(Sampler {
             stat: open(&root.join("stat"))?,
+            account: usage::account(&root.join("self")),
+            tally: None,
+            begun: Instant::now(),
             loadavg: open(&root.join("loadavg"))?,
             meminfo: open(&root.join("meminfo"))?,
             pressure: open(&root.join("pressure/cpu")).ok(),
@@ -103,7 +112,7 @@ impl Sampler {
     /// # Errors
     /// When a file cannot be read or understood.
     pub fn sample(&mut self, at: Micros) -> io::Result<LoadSample> {
-        let (times, cores) = proc::stat(read(&self.stat, &mut self.text)?).ok_or_else(|| strange("stat"))?;
+        let (times, cores) = self.processors()?;
         let (load1, running) = proc::loadavg(read(&self.loadavg, &mut self.text)?).ok_or_else(|| strange("loadavg"))?;
         let available_bytes = self.available_bytes(at)?;
         if !(self.memory_matters && self.memory_read) {
@@ -140,6 +149,22 @@ impl Sampler {
     /// Processor times as of the newest sample; with a limit, of what it limits.
     pub fn times(&self) -> Option<proc::CpuTimes> {
         self.of_group.or(self.before)
+    }
+
+    /// Times of all processors together, and how many there are.
+    fn processors(&mut self) -> io::Result<(proc::CpuTimes, u32)> {
+        let now = Micros(u64::try_from(self.begun.elapsed().as_micros()).unwrap_or(u64::MAX));
+        let says = |file: &File| usage::used(read(file, &mut self.text).ok()?);
+        let used = self.account.as_ref().and_then(says);
+        if let (Some(used), Some(tally)) = (used, &mut self.tally)
+            && !tally.must_look(now)
+        {
+            return Ok(tally.step(now, used));
+        }
+        let (stat, cores) = proc::stat(read(&self.stat, &mut self.text)?).ok_or_else(|| strange("stat"))?;
+        let Some(used) = used else { return Ok((stat, cores)) };
+        let tally = self.tally.get_or_insert_with(|| Tally::new(now, used, stat, cores));
+        Ok(tally.look(now, used, stat, cores))
     }
 
     /// Nothing where the kernel does not measure it; if it was switched off at boot, the file is there and cannot be read.

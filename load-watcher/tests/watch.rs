@@ -237,6 +237,40 @@ fn where_an_owner_keeps_memory_free_it_is_read_in_turn_with_the_pressure() {
 }
 
 #[test]
+fn what_is_busy_is_told_by_the_account_of_the_outermost_control_group_where_it_can_be_seen() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let put = |name: &str, text: &str| fs::write(dir.path().join(name), text).expect("the test's own file");
+    for folder in ["self", "groups"] {
+        fs::create_dir(dir.path().join(folder)).expect("the test's own directory");
+    }
+    put("self/mountinfo", &format!("9 8 0:1 / {} rw - cgroup2 cgroup2 rw\n", dir.path().join("groups").display()));
+    put("groups/cgroup.procs", "");
+    put("groups/cpu.stat", "usage_usec 1000\n");
+    put("stat", "cpu 100 0 0 100 0 0 0 0\ncpu0 1\ncpu1 1\nintr 0\n");
+    put("loadavg", "1.00 1 1 3/100 7\n");
+    put("meminfo", "MemTotal: 8 kB\nMemAvailable: 4 kB\n");
+    let mut sampler = Sampler::open(dir.path()).expect("all files are there");
+    sampler.sample(Micros(1)).expect("all files are good");
+    // A second of both was used since, and as much was not.
+    put("groups/cpu.stat", "usage_usec 1001000\n");
+    let deadline = Instant::now() + PATIENCE;
+    let told = || assert!(Instant::now() < deadline, "the account does not count");
+    loop {
+        told();
+        put("stat", "cpu 200 0 0 200 0 0 0 0\ncpu0 1\ncpu1 1\nintr 0\n");
+        sampler.sample(Micros(2)).expect("all files are good");
+        put("stat", "");
+        if sampler.sample(Micros(3)).is_ok() {
+            break;
+        }
+    }
+    // Three threads wish to run, but nobody does.
+    while sampler.sample(Micros(4)).expect("what is wrong is not read").busy > 0.0 {
+        told();
+    }
+}
+
+#[test]
 fn samples_of_fixed_files_give_their_numbers_and_follow_changes() {
     let dir = tempfile::tempdir().expect("a directory");
     let put = |name: &str, text: &str| fs::write(dir.path().join(name), text).expect("the test's own file");
