@@ -4,7 +4,7 @@
 //! complete, the rest of them travels, and all other files. What has left of such a file is given back to the file system at
 //! once: where that is memory, nothing is there twice, and what was just given back takes up what comes next. Runs of zeros are
 //! counted and not sent, and become holes at the other end. Nothing counts before the end mark, which has the counts of
-//! everything; whoever began to write anew has the other end begin anew as well.
+//! everything; whoever began to write anew, in a new directory of the same name, has the other end begin anew as well.
 
 use super::bulk::{CONTENT_BYTES_MAX, Incoming, Outgoing};
 use super::rate::Rate;
@@ -15,7 +15,8 @@ use sempa_proto::migration::Failure;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fs::{DirBuilder, File, Metadata, OpenOptions};
-use std::io::{ErrorKind, Read, Seek, SeekFrom, Write};
+use std::io::{self, ErrorKind, Read, Seek, SeekFrom, Write};
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Condvar, Mutex, PoisonError};
@@ -93,13 +94,45 @@ impl Progress {
     }
 }
 
-fn io(act: &str, path: &Path) -> impl FnOnce(std::io::Error) -> Failure {
+fn io(act: &str, path: &Path) -> impl FnOnce(io::Error) -> Failure {
     let what = format!("{act} {}", path.display());
     move |e| Failure::Io(format!("{what}: {e}"))
 }
 
-fn not_taken(e: std::io::Error) -> Failure {
+fn not_taken(e: io::Error) -> Failure {
     Failure::Images(format!("the target took no more: {e}"))
+}
+
+fn is_same(one: &Metadata, other: &Metadata) -> bool {
+    (one.dev(), one.ino()) == (other.dev(), other.ino())
+}
+
+/// A directory as it was when it was opened: one that takes its name later is another, and none of its files is found here. That
+/// matters because what was sent is given back: nothing may be given back that is to be sent once more.
+struct Folder {
+    open: File,
+    /// By which its files are reached.
+    path: PathBuf,
+}
+
+impl Folder {
+    fn open(path: &Path) -> io::Result<Folder> {
+        let open = File::open(path)?;
+        // As long as it is open no other one has its inode number.
+        let path = PathBuf::from(format!("/proc/self/fd/{}", open.as_raw_fd()));
+        Ok(Folder { open, path })
+    }
+
+    /// The names of its files, and whether each is a plain file.
+    fn entries(&self) -> io::Result<Vec<(String, Metadata)>> {
+        let mut entries = Vec::new();
+        for entry in std::fs::read_dir(&self.path)? {
+            let entry = entry?;
+            let unfit = |name| io::Error::new(ErrorKind::InvalidData, format!("{name:?} is no name of an image"));
+            entries.push((entry.file_name().into_string().map_err(unfit)?, entry.metadata()?));
+        }
+        Ok(entries)
+    }
 }
 
 /// A file that was sent in part.
@@ -122,17 +155,19 @@ impl Begun {
 
     /// True if this is the file, and nothing that was sent of it is void.
     fn is(&self, meta: &Metadata) -> bool {
-        let same = self.file.metadata().is_ok_and(|own| (own.dev(), own.ino()) == (meta.dev(), meta.ino()));
-        same && self.sent <= meta.len()
+        self.file.metadata().is_ok_and(|own| is_same(&own, meta)) && self.sent <= meta.len()
     }
 }
 
 /// Sends the files of a directory.
 pub(super) struct Sender<'a, W> {
     dir: &'a Path,
+    /// What is sent of it so far is of this one.
+    folder: Option<Folder>,
     out: Outgoing<W>,
     rate: &'a Rate,
-    begun: BTreeMap<PathBuf, Begun>,
+    /// By name.
+    begun: BTreeMap<String, Begun>,
     files: u32,
     bytes: u64,
     /// Of these, what left before the directory was complete.
@@ -155,7 +190,7 @@ pub(super) struct Sent {
 impl<'a, W: Write> Sender<'a, W> {
     /// Nothing is sent yet. Pieces leave at this rate at most.
     pub(super) fn new(dir: &'a Path, out: Outgoing<W>, rate: &'a Rate) -> Sender<'a, W> {
-        Sender { dir, out, rate, begun: BTreeMap::new(), files: 0, bytes: 0, ahead: 0, left: 0 }
+        Sender { dir, folder: None, out, rate, begun: BTreeMap::new(), files: 0, bytes: 0, ahead: 0, left: 0 }
     }
 
     /// Sends what there is and what comes, to the end mark.
@@ -169,55 +204,72 @@ impl<'a, W: Write> Sender<'a, W> {
         }
     }
 
+    /// Opens the directory, if it is there; whatever was sent of one that had its name before is void.
+    fn find(&mut self) -> Result<(), Failure> {
+        let there = std::fs::symlink_metadata(self.dir).map_err(io("read", self.dir))?;
+        let is_it = |folder: &Folder| folder.open.metadata().is_ok_and(|own| is_same(&own, &there));
+        if self.folder.as_ref().is_some_and(is_it) {
+            return Ok(());
+        }
+        let folder = Folder::open(self.dir).map_err(io("read", self.dir))?;
+        if self.folder.replace(folder).is_some() {
+            self.mark(&Mark::Anew)?;
+            self.begun.clear();
+            (self.files, self.bytes) = (0, 0);
+        }
+        Ok(())
+    }
+
     /// Sends what files have grown by.
     fn follow(&mut self) -> Result<(), Failure> {
         // It may not be there yet, or not be there any more: it is looked at once more when it is complete.
-        let Ok(entries) = std::fs::read_dir(self.dir) else { return Ok(()) };
-        for path in entries.flatten().map(|entry| entry.path()) {
-            let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        match self.find() {
+            Err(Failure::Io(_)) => return Ok(()),
+            found => found?,
+        }
+        let Some(folder) = &self.folder else { return Ok(()) };
+        let path = folder.path.clone();
+        // A file may have gone in between.
+        for (name, _) in folder.entries().unwrap_or_default() {
             let grows = name.starts_with(GROWS.0) && name.ends_with(GROWS.1);
-            if grows && !self.begun.contains_key(&path) && self.begun.len() < OPEN_FILES_MAX - 1 {
-                let Ok(file) = OpenOptions::new().read(true).write(true).open(&path) else { continue };
-                self.begin(path, file, true)?;
+            if grows && !self.begun.contains_key(&name) && self.begun.len() < OPEN_FILES_MAX - 1 {
+                let Ok(file) = OpenOptions::new().read(true).write(true).open(path.join(&name)) else { continue };
+                self.begin(name, file, true)?;
             }
         }
-        let paths: Vec<PathBuf> = self.begun.keys().cloned().collect();
-        for path in paths {
-            let length = self.begun[&path].file.metadata().map_err(io("read", &path))?.len();
+        let names: Vec<String> = self.begun.keys().cloned().collect();
+        for name in names {
+            let length = self.begun[&name].file.metadata().map_err(io("read", &self.dir.join(&name)))?.len();
             // Whole pieces only: what is left will be more soon, or goes with the rest.
             let whole = length - length % PIECE_BYTES as u64;
-            self.send_to(&path, whole)?;
+            self.send_to(&name, whole)?;
         }
         Ok(())
     }
 
     /// Sends the rest of all files.
     fn finish(mut self) -> Result<Sent, Failure> {
-        let mut paths = Vec::new();
-        for entry in std::fs::read_dir(self.dir).map_err(io("read", self.dir))? {
-            let path = entry.map_err(io("read", self.dir))?.path();
-            let meta = std::fs::symlink_metadata(&path).map_err(io("read", &path))?;
-            if !meta.is_file() || path.file_name().and_then(|name| name.to_str()).is_none() {
-                return Err(Failure::Images(format!("{} is not a plain file", path.display())));
-            }
-            paths.push((path, meta));
+        self.find()?;
+        let folder = self.folder.as_ref().expect("it was found");
+        let mut entries = folder.entries().map_err(io("read", self.dir))?;
+        let path = folder.path.clone();
+        entries.sort_by(|one, other| one.0.cmp(&other.0));
+        if let Some((name, _)) = entries.iter().find(|(_, meta)| !meta.is_file()) {
+            return Err(Failure::Images(format!("{} is not a plain file", self.dir.join(name).display())));
         }
-        paths.sort_by(|one, other| one.0.cmp(&other.0));
-        let there = |path: &PathBuf, begun: &Begun| paths.iter().any(|(other, meta)| other == path && begun.is(meta));
+        let there = |name: &String, begun: &Begun| entries.iter().any(|(other, meta)| other == name && begun.is(meta));
+        if let Some((name, _)) = self.begun.iter().find(|(name, begun)| !there(name, begun)) {
+            let path = self.dir.join(name);
+            return Err(Failure::Images(format!("{} was replaced while it was sent", path.display())));
+        }
         self.ahead = self.bytes;
-        if !self.begun.iter().all(|(path, begun)| there(path, begun)) {
-            // The directory was begun anew.
-            self.mark(&Mark::Anew)?;
-            self.begun.clear();
-            (self.files, self.bytes, self.ahead) = (0, 0, 0);
-        }
-        for (path, meta) in &paths {
-            if !self.begun.contains_key(path) {
-                let file = File::open(path).map_err(io("open", path))?;
-                self.begin(path.clone(), file, false)?;
+        for (name, meta) in entries {
+            if !self.begun.contains_key(&name) {
+                let file = File::open(path.join(&name)).map_err(io("open", &self.dir.join(&name)))?;
+                self.begin(name.clone(), file, false)?;
             }
-            self.send_to(path, meta.len())?;
-            if let Some(done) = self.begun.remove(path) {
+            self.send_to(&name, meta.len())?;
+            if let Some(done) = self.begun.remove(&name) {
                 self.mark(&Mark::FileEnd { number: done.number, bytes: done.sent })?;
             }
         }
@@ -225,22 +277,21 @@ impl<'a, W: Write> Sender<'a, W> {
         Ok(Sent { bytes: self.bytes, ahead: self.ahead, left: self.left })
     }
 
-    fn begin(&mut self, path: PathBuf, file: File, used_up: bool) -> Result<(), Failure> {
+    fn begin(&mut self, name: String, file: File, used_up: bool) -> Result<(), Failure> {
         let number = self.files;
         self.files += 1;
-        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default().to_string();
-        self.begun.insert(path, Begun { number, file, sent: 0, used_up });
+        self.begun.insert(name.clone(), Begun { number, file, sent: 0, used_up });
         self.mark(&Mark::File { number, name })
     }
 
     /// Sends a file up to this length.
-    fn send_to(&mut self, path: &Path, length: u64) -> Result<(), Failure> {
-        let Some(begun) = self.begun.get_mut(path) else { return Ok(()) };
+    fn send_to(&mut self, name: &str, length: u64) -> Result<(), Failure> {
+        let Some(begun) = self.begun.get_mut(name) else { return Ok(()) };
         while begun.sent < length {
             let bytes = usize::try_from(length - begun.sent).unwrap_or(PIECE_BYTES).min(PIECE_BYTES);
             let mut front = [PIECE; PIECE_HEAD_BYTES];
             front[1..].copy_from_slice(&begun.number.to_le_bytes());
-            let read = |room: &mut [u8]| begun.file.read_exact(room).map_err(io("read", path));
+            let read = |room: &mut [u8]| begun.file.read_exact(room).map_err(io("read", &self.dir.join(name)));
             let sent = self.out.send_packed(&front, bytes, read, |leave| self.rate.wait(leave))?;
             self.left += sent.map_err(not_taken)? as u64;
             begun.sent += bytes as u64;
@@ -269,7 +320,7 @@ struct Open {
 }
 
 impl Open {
-    fn take(&mut self, part: Part<'_>) -> std::io::Result<()> {
+    fn take(&mut self, part: Part<'_>) -> io::Result<()> {
         self.bytes += part.length() as u64;
         match part {
             Part::Bytes(bytes) => self.file.write_all(bytes),
@@ -404,7 +455,7 @@ const _: () = assert!(PIECE_HEAD_BYTES + zeros::HEAD_BYTES + PIECE_BYTES <= CONT
 mod tests {
     use super::super::bulk::Keys;
     use super::*;
-    use std::io::{self, Cursor};
+    use std::io::Cursor;
 
     /// Bytes of the head of a record and of its tag.
     const AROUND: usize = 20;
@@ -619,10 +670,11 @@ mod tests {
 
     #[test]
     fn what_grows_is_sent_before_it_is_complete_and_a_directory_begun_anew_arrives_as_it_is_in_the_end() {
-        for anew in [false, true] {
-            let (root, from, to) = scratch(if anew { "anew" } else { "grows" });
+        let content: Vec<u8> = (0..2 * PIECE_BYTES + 100).map(|i| (i % 241) as u8).collect();
+        // A directory that is begun anew may have more files, and all of that may be sent while it is written.
+        for (anew, more) in [(false, 0), (true, 5), (true, content.len())] {
+            let (root, from, to) = scratch(&format!("grows-{anew}-{more}"));
             let (progress, wire, rate) = (Progress::default(), Wire::default(), Rate::default());
-            let content: Vec<u8> = (0..2 * PIECE_BYTES + 100).map(|i| (i % 241) as u8).collect();
             let result = std::thread::scope(|scope| {
                 let (out, from, of_thread, rate) = (wire.clone(), &from, &progress, &rate);
                 let sending = scope
@@ -632,8 +684,11 @@ mod tests {
                 growing.write_all(&content[..PIECE_BYTES + 5]).expect("writable");
                 until(&wire, PIECE_BYTES);
                 if anew {
-                    std::fs::remove_file(&path).expect("ours");
+                    std::fs::remove_dir_all(from).expect("ours");
+                    std::fs::create_dir(from).expect("a scratch directory");
                     std::fs::write(&path, b"other").expect("writable");
+                    std::fs::write(from.join("pages-2.img"), &content[..more]).expect("writable");
+                    until(&wire, PIECE_BYTES + more);
                 } else {
                     growing.write_all(&content[PIECE_BYTES + 5..]).expect("writable");
                 }
@@ -641,18 +696,43 @@ mod tests {
                 progress.turn(State::Complete);
                 sending.join().expect("no panic")
             });
-            let expected = if anew { b"other".to_vec() } else { content };
-            let bytes = expected.len() as u64 + 4;
+            let expected = if anew { b"other" } else { &content[..] };
+            let bytes = (expected.len() + more + 4) as u64;
             let wire = wire.0.lock().expect("no panic").clone();
-            let ahead = if anew { 0 } else { PIECE_BYTES as u64 };
+            let ahead = if anew { more - more % PIECE_BYTES } else { PIECE_BYTES } as u64;
             let sent = result.expect("sent");
             assert_eq!((sent.bytes, received(&to, Cursor::new(wire))), (bytes, Ok(bytes)));
             assert!(sent.ahead >= ahead, "{sent:?}");
             assert_eq!(std::fs::read(to.join("pages-1.img")).expect("there"), expected);
             assert_eq!(std::fs::read(to.join("core-1.img")).expect("there"), b"core");
-            assert_eq!(std::fs::read_dir(&to).expect("there").count(), 2);
+            if anew {
+                assert!(std::fs::read(to.join("pages-2.img")).expect("there") == content[..more], "it is as it was");
+            }
+            assert_eq!(std::fs::read_dir(&to).expect("there").count(), 2 + usize::from(anew));
             std::fs::remove_dir_all(root).expect("ours");
         }
+    }
+
+    #[test]
+    fn a_file_that_was_sent_in_part_and_is_replaced_is_not_sent_as_if_it_were_whole() {
+        let (root, from, _) = scratch("replaced");
+        let (progress, wire) = (Progress::default(), Wire::default());
+        let result = std::thread::scope(|scope| {
+            let (out, from, of_thread) = (wire.clone(), &from, &progress);
+            let sending = scope.spawn(move || {
+                let rate = Rate::default();
+                Sender::new(from, Outgoing::new(out, Keys::for_test(1).out), &rate).send(of_thread)
+            });
+            let path = from.join("pages-1.img");
+            std::fs::write(&path, vec![7; PIECE_BYTES]).expect("writable");
+            until(&wire, PIECE_BYTES);
+            std::fs::remove_file(&path).expect("ours");
+            std::fs::write(&path, vec![7; PIECE_BYTES]).expect("writable");
+            progress.turn(State::Complete);
+            sending.join().expect("no panic")
+        });
+        assert!(matches!(&result, Err(Failure::Images(why)) if why.contains("pages-1.img was replaced")), "{result:?}");
+        std::fs::remove_dir_all(root).expect("ours");
     }
 
     #[test]
