@@ -116,7 +116,7 @@ fn a_task_whose_dump_is_begun_anew_when_images_of_it_have_left_already_arrives_w
         std::fs::create_dir(&in_the_way).expect("the task's own directory");
         let moving = vm.start_migrate(&tid, "h2").expect("it begins");
         // That of the memfd, which is the first.
-        let begun = || match images(vm.bed().host(1), "/dev/shm").iter().any(|dir| dir.join("pages-1.img").exists()) {
+        let begun = || match images(vm.bed().host(1), "/tmp").iter().any(|dir| dir.join("pages-1.img").exists()) {
             true => Ok(()),
             false => Err("nothing of it is written".to_string()),
         };
