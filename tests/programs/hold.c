@@ -4,7 +4,7 @@
  *   hold MIB        as a task: holds so many MiB, counts, and answers every message with its count; if it is negative, so many
  *                   MiB of zeros that were written
  *   hold MIB FILE   the same, with this file open for writing
- *   hold MIB memfd  the same, with some more memory that is a file without a name
+ *   hold MIB memfd  the same, with 16 MiB more that are a file without a name
  *   hold ask TID    from a command line: asks one such task and prints "count N sum GOOD|BAD"
  *   hold end TID    has it end
  */
@@ -59,6 +59,8 @@ int main(int argc, char **argv)
     if (argc < 3 || (strcmp(argv[1], "ask") != 0 && strcmp(argv[1], "end") != 0)) {
         int is_memory = argc > 2 && strcmp(argv[2], "memfd") == 0;
         FILE *file = is_memory ? fdopen(memfd_create("held", 0), "w+") : argc > 2 ? fopen(argv[2], "a+") : NULL;
+        for (int i = 0; is_memory && i < 16 << 20; i++)
+            putc(7, file);
         if (argc > 2 && (!file || fputs("held\n", file) < 0 || fflush(file) != 0))
             return 4;
         int mib = argc > 1 ? atoi(argv[1]) : 0;

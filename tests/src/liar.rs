@@ -30,6 +30,21 @@ while True:
         (ours if ready is starter else starter).send(words)
 "#;
 
+/// Stops the real engine as soon as it has written some memory.
+const STALLER: &str = r#"
+import glob, os, signal, subprocess, sys
+real, number = sys.argv[1:]
+engine = subprocess.Popen([real, "swrk", number], close_fds=False)
+written = 0
+while not written:
+    if engine.poll() is not None:
+        sys.exit(engine.returncode)
+    for path in glob.glob("/tmp/sempa-0/pvm/images-*/pages-*.img"):
+        written = os.path.getsize(path)
+engine.send_signal(signal.SIGSTOP)
+signal.pause()
+"#;
+
 /// Has all hosts use an engine that is what [`lie`] says last for its host.
 ///
 /// # Panics
@@ -51,11 +66,13 @@ pub fn put(bed: &Testbed) {
          while [[ $1 != --ps-socket ]]; do shift; done\n\
          printf 'neither yes nor no, and more than anybody asked for' >&$2; exec {HANGING} ;;\n\
          killed) kill -9 $$ ;;\n\
+         stall) rm {folder}/lie-$(hostname); exec python3 {folder}/staller.py {real} \"$2\" ;;\n\
          cut*) exec python3 {folder}/cutter.py {real} \"$2\" \"${{lie#cut }}\" ;;\n\
          esac\nexec {real} \"$@\"\n",
         folder = bed.folder().display(),
     );
     fs::write(bed.folder().join("cutter.py"), CUTTER).expect("written");
+    fs::write(bed.folder().join("staller.py"), STALLER).expect("written");
     let fresh = link.with_extension("fresh");
     fs::write(&fresh, script).expect("written");
     fs::set_permissions(&fresh, fs::Permissions::from_mode(0o755)).expect("executable");
@@ -63,7 +80,8 @@ pub fn put(bed: &Testbed) {
 }
 
 /// What the engine of a host does from now on: `silent` ends at once as if all were well, `garbage` answers what cannot be read,
-/// `killed`, `hang`, `cut KIND` writes all and then cuts images of this kind in half. Where it is to fetch the memory of a task:
+/// `killed`, `hang`, `cut KIND` writes all and then cuts images of this kind in half, `stall` goes no further once it has begun to
+/// write memory, and tells the truth the next time. Where it is to fetch the memory of a task:
 /// `lazy-silent`, `lazy-garbage`, `lazy-hang`, and `lazy-early` does so for a second and says then that it has all. An empty word: the
 /// truth.
 ///

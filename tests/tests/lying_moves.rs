@@ -49,7 +49,12 @@ fn with_liars(env: &[(&str, &str)], test: impl FnOnce(&Testbed, &Vm<'_>)) {
 
 /// A task on h2 that has its memory. What a tasker tries its engine with when it starts is over.
 fn a_task(vm: &Vm<'_>) -> String {
-    let tid = check(vm, "spawn", vm.spawn(&["-h2", "hold", MIB]));
+    a_task_with(vm, &[])
+}
+
+/// The same, with this to hold besides.
+fn a_task_with(vm: &Vm<'_>, more: &[&str]) -> String {
+    let tid = check(vm, "spawn", vm.spawn(&[&["-h2", "hold", MIB], more].concat()));
     lives_on(vm, &tid, "h2", "at the beginning");
     let ready = eventually(LONG, || {
         let asked = vm.pvm(&["can-migrate", &tid, "h3"]).map_err(|error| error.to_string())?;
@@ -158,6 +163,21 @@ fn an_engine_that_lies_where_memory_is_to_follow_leaves_the_task_where_it_was() 
                 assert!(done.good(), "{words:?}: {done:?}\n{}", vm.logs());
             }
         }
+    });
+}
+
+/// The first dump gets as far as a file of the memory that is not the task's own, and the second one makes more files.
+#[test]
+fn a_task_whose_dump_is_begun_anew_when_images_of_it_have_left_already_arrives_whole() {
+    with_liars(&[("SEMPA_POST_COPY", "never")], |bed, vm| {
+        let tid = a_task_with(vm, &["memfd"]);
+        has_lied(bed, "h2");
+        lie(bed, "h2", "stall");
+        vm.must_migrate(&tid, "h3");
+        assert_eq!(has_lied(bed, "h2"), ["stall"]);
+        lives_on(vm, &tid, "h3", "afterwards");
+        let log = fs::read_to_string(bed.host(2).path("/tmp/sempa-0/pvm/pvml")).expect("a log");
+        assert!(log.contains("begun anew: 1"), "{log}");
     });
 }
 

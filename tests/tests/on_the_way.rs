@@ -104,31 +104,6 @@ fn images_of_a_host_whose_tmp_is_on_a_disk_are_in_memory_and_nothing_is_left_of_
     });
 }
 
-/// What an engine makes for a moment in the working directory of a task that it dumps. Whoever finds another one's tries again.
-const IN_THE_WAY: &str = "proc.crtools";
-
-#[test]
-fn a_task_whose_dump_is_begun_anew_when_images_of_it_have_left_already_arrives_whole() {
-    with_hosts(2, &[("SEMPA_POST_COPY", "never")], |vm| {
-        let tid = vm.spawn(&["-h1", "hold", "8", "memfd"]).expect("spawned");
-        is_whole(vm, &tid);
-        let in_the_way = vm.home().join(IN_THE_WAY);
-        std::fs::create_dir(&in_the_way).expect("the task's own directory");
-        let moving = vm.start_migrate(&tid, "h2").expect("it begins");
-        // That of the memfd, which is the first.
-        let begun = || match images(vm.bed().host(1), "/tmp").iter().any(|dir| dir.join("pages-1.img").exists()) {
-            true => Ok(()),
-            false => Err("nothing of it is written".to_string()),
-        };
-        eventually(SOON, begun).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
-        // The engine itself removes one that is there for long.
-        let _ = std::fs::remove_dir(&in_the_way);
-        moving.finish(SOON).expect("it ends").expect_good("migrate").expect("it has moved");
-        is_whole(vm, &tid);
-        assert_eq!(vm.host_of(&tid).expect("it lives"), "h2");
-    });
-}
-
 #[test]
 fn tasks_and_their_memory_get_by_the_session_to_a_host_that_tcp_does_not_get_to() {
     for policy in ["never", "always"] {

@@ -174,6 +174,8 @@ pub(super) struct Sender<'a, W> {
     ahead: u64,
     /// Bytes that have left for the pieces.
     left: u64,
+    /// How often it was begun anew.
+    anew: u32,
 }
 
 /// What was sent.
@@ -185,12 +187,14 @@ pub(super) struct Sent {
     pub(super) ahead: u64,
     /// Bytes that have left for them.
     pub(super) left: u64,
+    /// How often the directory was begun anew meanwhile.
+    pub(super) anew: u32,
 }
 
 impl<'a, W: Write> Sender<'a, W> {
     /// Nothing is sent yet. Pieces leave at this rate at most.
     pub(super) fn new(dir: &'a Path, out: Outgoing<W>, rate: &'a Rate) -> Sender<'a, W> {
-        Sender { dir, folder: None, out, rate, begun: BTreeMap::new(), files: 0, bytes: 0, ahead: 0, left: 0 }
+        Sender { dir, folder: None, out, rate, begun: BTreeMap::new(), files: 0, bytes: 0, ahead: 0, left: 0, anew: 0 }
     }
 
     /// Sends what there is and what comes, to the end mark.
@@ -214,6 +218,7 @@ impl<'a, W: Write> Sender<'a, W> {
         let folder = Folder::open(self.dir).map_err(io("read", self.dir))?;
         if self.folder.replace(folder).is_some() {
             self.mark(&Mark::Anew)?;
+            self.anew += 1;
             self.begun.clear();
             (self.files, self.bytes) = (0, 0);
         }
@@ -274,7 +279,7 @@ impl<'a, W: Write> Sender<'a, W> {
             }
         }
         self.mark(&Mark::End { files: self.files, bytes: self.bytes })?;
-        Ok(Sent { bytes: self.bytes, ahead: self.ahead, left: self.left })
+        Ok(Sent { bytes: self.bytes, ahead: self.ahead, left: self.left, anew: self.anew })
     }
 
     fn begin(&mut self, name: String, file: File, used_up: bool) -> Result<(), Failure> {
@@ -702,7 +707,7 @@ mod tests {
             let ahead = if anew { more - more % PIECE_BYTES } else { PIECE_BYTES } as u64;
             let sent = result.expect("sent");
             assert_eq!((sent.bytes, received(&to, Cursor::new(wire))), (bytes, Ok(bytes)));
-            assert!(sent.ahead >= ahead, "{sent:?}");
+            assert!(sent.ahead >= ahead && sent.anew == u32::from(anew), "{sent:?}");
             assert_eq!(std::fs::read(to.join("pages-1.img")).expect("there"), expected);
             assert_eq!(std::fs::read(to.join("core-1.img")).expect("there"), b"core");
             if anew {
