@@ -15,9 +15,9 @@ use std::time::Instant;
 /// Bytes of a /proc file that are looked at. In /proc/stat the processors come first; this is enough for about a
 /// thousand.
 const TEXT_BYTES_MAX: usize = 64 << 10;
-/// Where nobody keeps memory free, /proc/meminfo is read no more often than this: the kernel takes a third of a sample's time to
-/// gather it, and memory that matters to placement does not come and go in seconds. Where somebody does, it is read for every second
-/// sample, and the pressure for the others, which the kernel works out anew every two seconds: so a sample costs a sixth more only.
+/// Where nobody keeps memory free, /proc/meminfo is read no more often than this: gathering it takes the kernel longer than all the
+/// rest of a sample, and memory that matters to placement does not come and go in seconds. Where somebody does, it is read for every
+/// second sample, and the pressure for the others, which the kernel works out anew every two seconds.
 pub const MEMORY_SPAN: Micros = Micros::from_secs(30);
 
 /// The open files and what the last sample needs to be remembered by.
