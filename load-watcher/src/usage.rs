@@ -66,7 +66,8 @@ impl Tally {
         let before = self.look;
         if at.since(before.at) >= SPAN_MIN {
             let busy = stat.busy_since(before.stat).map(f64::from);
-            let accounted = used.saturating_sub(before.used) as f64 / stat.total.saturating_sub(before.stat.total) as f64;
+            let accounted =
+                used.saturating_sub(before.used) as f64 / stat.total.saturating_sub(before.stat.total) as f64;
             self.stolen = busy.map(|busy| (busy - accounted).max(0.0));
             self.look = Look { at, stat, used };
         }
