@@ -243,6 +243,15 @@ impl Sender {
         self.end += message.fragments;
         self.retained.push_back(message);
     }
+
+    /// Numbers what is kept from the beginning.
+    fn number_anew(&mut self) {
+        self.end = 1;
+        for message in &mut self.retained {
+            message.first_seq = self.end;
+            self.end = message.end_seq();
+        }
+    }
 }
 
 impl Link {
@@ -415,14 +424,12 @@ impl Link {
     /// The conversation begins anew on this timeline: what is kept gets new numbers, and half a message from the peer is none.
     fn restart(&mut self, line: u16) {
         let tx = &mut self.tx;
-        let mut seq = 1;
-        for message in &mut tx.retained {
-            message.first_seq = seq;
-            seq = message.end_seq();
+        if let Some(back) = &mut tx.back {
+            back.begin_anew(tx.acked, &tx.retained);
         }
+        tx.number_anew();
         tx.flight.clear();
-        tx.back = None;
-        (tx.flight_bytes, tx.acked, tx.next, tx.fresh, tx.end) = (0, 1, 1, 1, seq);
+        (tx.flight_bytes, tx.acked, tx.next, tx.fresh) = (0, 1, 1, 1);
         (tx.probe_due, tx.probe_wanted, tx.probe_delay, tx.last_resync) = (None, false, PROBE_DELAY, None);
         let rx = &mut self.rx;
         rx.partial.clear();

@@ -8,6 +8,7 @@ use super::{Body, FRAGMENT_BYTES_MAX, Link, LinkFrame, LinkKind, Retained, SMALL
 use crate::ids::{Micros, Tid};
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
+use std::collections::VecDeque;
 
 /// Where one end of a link stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -40,6 +41,36 @@ pub(super) struct Back {
     end: u64,
     first: u64,
     part: Vec<u8>,
+    /// The conversation has begun anew meanwhile; what comes back has its old numbers still.
+    anew: Option<Anew>,
+}
+
+/// How a conversation stood when it began anew before everything had come back.
+#[derive(Clone, Copy, Debug)]
+struct Anew {
+    /// All below had been acknowledged.
+    acked: u64,
+    /// So many messages that have come back are kept, in front of those that were sent since.
+    placed: usize,
+}
+
+impl Back {
+    /// The conversation begins anew; what is kept has its old numbers still, unless it did so before.
+    pub(super) fn begin_anew(&mut self, acked: u64, retained: &VecDeque<Retained>) {
+        let placed = retained.partition_point(|message| message.first_seq < self.first);
+        self.anew.get_or_insert(Anew { acked, placed });
+    }
+
+    /// The place of a message that has come back with these numbers among those that are kept, behind which waits what was sent
+    /// since; none if it was acknowledged. On this timeline all below `acked` was.
+    fn place(&mut self, (first, end): (u64, u64), acked: u64, retained: &VecDeque<Retained>) -> Option<usize> {
+        if end <= self.anew.map_or(acked, |anew| anew.acked) {
+            return None;
+        }
+        let Some(anew) = &mut self.anew else { return Some(retained.partition_point(|other| other.first_seq < first)) };
+        anew.placed += 1;
+        Some(anew.placed - 1)
+    }
 }
 
 impl Link {
@@ -87,7 +118,13 @@ impl Link {
         if talk.gone {
             (tx.acked, tx.next) = (talk.end, talk.end);
         } else if talk.first < talk.end {
-            tx.back = Some(Box::new(Back { next: talk.first, end: talk.end, first: talk.first, part: Vec::new() }));
+            tx.back = Some(Box::new(Back {
+                next: talk.first,
+                end: talk.end,
+                first: talk.first,
+                part: Vec::new(),
+                anew: None,
+            }));
         }
         link
     }
@@ -95,25 +132,22 @@ impl Link {
     /// Takes a frame that the process before this one had sent.
     pub fn take_back(&mut self, frame: &LinkFrame) {
         let LinkKind::Data { last } = frame.kind else { return };
-        let Some(back) = self.tx.back.as_mut().filter(|back| back.next == frame.seq) else { return };
+        let tx = &mut self.tx;
+        let Some(back) = tx.back.as_mut().filter(|back| back.next == frame.seq) else { return };
         back.next += 1;
         back.part.extend_from_slice(&frame.payload);
-        let mut whole = None;
         if last {
-            whole = Some((back.first, std::mem::take(&mut back.part)));
+            let (seq, bytes) = (back.first, std::mem::take(&mut back.part));
             back.first = back.next;
+            if let Some(place) = back.place((seq, back.next), tx.acked, &tx.retained) {
+                let body = if bytes.len() <= SMALL_BYTES_MAX { Body::copy(&bytes) } else { Body::Large(bytes.into()) };
+                let message = Retained::new(seq, &[], body);
+                tx.retained_bytes += message.len();
+                tx.retained.insert(place, message);
+            }
         }
-        let is_all = back.next >= back.end;
-        if let Some((seq, bytes)) = whole {
-            let body = if bytes.len() <= SMALL_BYTES_MAX { Body::copy(&bytes) } else { Body::Large(bytes.into()) };
-            let message = Retained::new(seq, &[], body);
-            self.tx.retained_bytes += message.len();
-            // What was sent since waits behind it.
-            let place = self.tx.retained.partition_point(|other| other.first_seq < seq);
-            self.tx.retained.insert(place, message);
-        }
-        if is_all {
-            self.tx.back = None;
+        if back.next >= back.end && tx.back.take().is_some_and(|back| back.anew.is_some()) {
+            tx.number_anew();
         }
     }
 }
@@ -189,6 +223,52 @@ mod tests {
             peer.send([], Bytes::from_static(b"answer")).expect("queued");
             give(&mut new, &frames(&mut peer));
             assert_eq!(messages(&mut new), [b"answer"]);
+        }
+    }
+
+    #[test]
+    fn what_comes_back_when_the_peer_was_started_again_meanwhile_is_sent_to_it_once_and_in_order() {
+        for (heard, restarts) in [(0, 1), (1, 1), (0, 2)] {
+            for came in 0..6 {
+                let [mut old, mut peer] = pair();
+                let big = vec![7; FRAGMENT_BYTES_MAX * 2 + 5];
+                old.send([1], Bytes::from_static(b"a")).expect("queued");
+                old.send([2, 3], big.clone().into()).expect("queued");
+                old.send([], Bytes::from_static(b"z")).expect("queued");
+                let sent = frames(&mut old);
+                give(&mut peer, &sent[..heard]);
+                let (mut talk, said) = old.part(NOW);
+                talk.end += sent.len() as u64;
+                let mut new = Link::go_on(tid(1), &talk);
+                new.handle(NOW, LinkEvent::RouteUp(RouteId(1)));
+                new.send([], Bytes::from_static(b"new")).expect("queued");
+                // What it acknowledges before it is started again is not sent any more.
+                peer.handle(NOW, LinkEvent::PeerMoved);
+                give(&mut new, &frames(&mut peer));
+                said[..came.min(said.len())].iter().for_each(|frame| new.take_back(frame));
+                let mut again = Link::new(tid(2), tid(1));
+                again.handle(NOW, LinkEvent::RouteUp(RouteId(1)));
+                for line in 1..=restarts {
+                    again.restart(line);
+                    assert!(new.follow(line), "it follows");
+                    new.send([], Bytes::from(format!("newer {line}"))).expect("queued");
+                }
+                if came < sent.len() {
+                    let is_data = |frame: &LinkFrame| matches!(frame.kind, LinkKind::Data { .. });
+                    assert!(!frames(&mut new).iter().any(is_data), "nothing overtakes what comes back");
+                }
+                said[came.min(said.len())..].iter().for_each(|frame| new.take_back(frame));
+                for _ in 0..4 {
+                    give(&mut again, &frames(&mut new));
+                    give(&mut new, &frames(&mut again));
+                    new.handle(NOW, LinkEvent::PeerMoved);
+                }
+                let newer = (1..=restarts).map(|line| format!("newer {line}").into_bytes());
+                let all = [b"\x01a".to_vec(), [vec![2, 3], big].concat(), b"z".to_vec(), b"new".to_vec()];
+                let all: Vec<_> = all.into_iter().skip(heard).chain(newer).collect();
+                assert_eq!(messages(&mut again), all, "{heard} heard, {came} came back before {restarts} restarts");
+                assert!(new.tx.retained.is_empty() && new.tx.retained_bytes == 0, "all is acknowledged");
+            }
         }
     }
 
