@@ -19,6 +19,9 @@ use std::time::{Duration, Instant};
 const LOGINS: usize = 51;
 /// Long enough for a machine that does something else meanwhile.
 const PATIENCE: Duration = Duration::from_secs(20);
+/// Samples before those that are measured, and how long they take.
+const SETTLES: u64 = 12;
+const SETTLES_MS: u64 = 1200;
 /// Samples of each kind.
 const SAMPLES: usize = 4000;
 /// Judgements and reports in one measurement: one alone is too short for the clock.
@@ -43,6 +46,11 @@ fn each(times: usize, mut act: impl FnMut(usize)) -> Vec<f64> {
 fn sampling(pause: Micros, memory_matters: bool) -> (f64, f64) {
     let mut sampler = Sampler::open(Path::new("/proc")).expect("this is Linux");
     sampler.memory_matters(memory_matters);
+    // Until two looks into /proc/stat have told whether anything of the processors is stolen.
+    for n in 0..SETTLES {
+        sampler.sample(Micros(n)).expect("this is Linux");
+        std::thread::sleep(Duration::from_millis(SETTLES_MS / SETTLES));
+    }
     let act = |n: usize| {
         black_box(sampler.sample(Micros(n as u64 * pause.0)).expect("this is Linux"));
     };

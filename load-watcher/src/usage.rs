@@ -13,6 +13,8 @@ use std::path::Path;
 pub const LOOK_SPAN: Micros = Micros::from_secs(30);
 /// Shorter than this is no span to measure use over: the kernel itself counts in such steps.
 const SPAN_MIN: Micros = Micros::from_millis(10);
+/// The same between two looks, which are to tell a small part of the time.
+const LOOK_SPAN_MIN: Micros = Micros::from_millis(900);
 
 /// The account of the whole machine in control groups of version 2, if they are mounted and it can be seen: `process` is the
 /// folder of a process in /proc.
@@ -64,7 +66,7 @@ impl Tally {
     /// /proc/stat was read beside the account.
     pub fn look(&mut self, at: Micros, used: u64, stat: CpuTimes, cores: u32) -> (CpuTimes, u32) {
         let before = self.look;
-        if at.since(before.at) >= SPAN_MIN {
+        if at.since(before.at) >= LOOK_SPAN_MIN {
             let busy = stat.busy_since(before.stat).map(f64::from);
             let accounted =
                 used.saturating_sub(before.used) as f64 / stat.total.saturating_sub(before.stat.total) as f64;

@@ -4,7 +4,7 @@
  *   hold MIB        as a task: holds so many MiB, counts, and answers every message with its count; if it is negative, so many
  *                   MiB of zeros that were written
  *   hold MIB FILE   the same, with this file open for writing
- *   hold MIB memfd  the same, with 16 MiB more that are a file without a name
+ *   hold MIB memfd  the same, with 32 MiB more that are a file without a name
  *   hold ask TID    from a command line: asks one such task and prints "count N sum GOOD|BAD"
  *   hold end TID    has it end
  */
@@ -18,7 +18,27 @@
 
 enum { TAG_ASK = 1, TAG_ANSWER, TAG_END };
 
-static int serve(size_t bytes, int zeros)
+enum { EXTRA_BYTES = 32 << 20, EXTRA = 7 };
+
+static FILE *extra_memory(void)
+{
+    FILE *file = fdopen(memfd_create("held", 0), "w+");
+    for (int i = 0; file && i < EXTRA_BYTES; i++)
+        if (putc(EXTRA, file) == EOF)
+            return NULL;
+    return file && fflush(file) == 0 ? file : NULL;
+}
+
+static int is_extra_good(FILE *file)
+{
+    int bytes = 0, byte;
+    rewind(file);
+    while ((byte = getc(file)) == EXTRA)
+        bytes++;
+    return byte == EOF && bytes == EXTRA_BYTES;
+}
+
+static int serve(size_t bytes, int zeros, FILE *extra)
 {
     unsigned int dice = 1, count = 0;
     unsigned long long sum = 0;
@@ -42,7 +62,7 @@ static int serve(size_t bytes, int zeros)
         unsigned long long again = 0;
         for (size_t i = 0; i < bytes; i++)
             again += held[i];
-        int good = again == sum;
+        int good = again == sum && (!extra || is_extra_good(extra));
         pvm_initsend(PvmDataDefault);
         pvm_pkuint(&count, 1, 1);
         pvm_pkint(&good, 1, 1);
@@ -58,13 +78,12 @@ int main(int argc, char **argv)
         return 2;
     if (argc < 3 || (strcmp(argv[1], "ask") != 0 && strcmp(argv[1], "end") != 0)) {
         int is_memory = argc > 2 && strcmp(argv[2], "memfd") == 0;
-        FILE *file = is_memory ? fdopen(memfd_create("held", 0), "w+") : argc > 2 ? fopen(argv[2], "a+") : NULL;
-        for (int i = 0; is_memory && i < 16 << 20; i++)
-            putc(7, file);
-        if (argc > 2 && (!file || fputs("held\n", file) < 0 || fflush(file) != 0))
+        FILE *extra = is_memory ? extra_memory() : NULL;
+        FILE *file = argc > 2 && !is_memory ? fopen(argv[2], "a+") : NULL;
+        if (argc > 2 && !extra && (!file || fputs("held\n", file) < 0 || fflush(file) != 0))
             return 4;
         int mib = argc > 1 ? atoi(argv[1]) : 0;
-        return serve((size_t)abs(mib) << 20, mib < 0);
+        return serve((size_t)abs(mib) << 20, mib < 0, extra);
     }
     int tid = (int)strtoul(argv[2] + (argv[2][0] == 't'), NULL, 16);
     pvm_initsend(PvmDataDefault);

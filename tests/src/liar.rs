@@ -30,19 +30,17 @@ while True:
         (ours if ready is starter else starter).send(words)
 "#;
 
-/// Stops the real engine as soon as it has written some memory.
+/// Stops the real engine as soon as it has written some memory, of which a part will have left.
 const STALLER: &str = r#"
 import glob, os, signal, subprocess, sys
 real, number = sys.argv[1:]
 engine = subprocess.Popen([real, "swrk", number], close_fds=False)
-written = 0
-while not written:
-    if engine.poll() is not None:
-        sys.exit(engine.returncode)
-    for path in glob.glob("/tmp/sempa-0/pvm/images-*/pages-*.img"):
-        written = os.path.getsize(path)
-engine.send_signal(signal.SIGSTOP)
-signal.pause()
+os.nice(-20)
+while engine.poll() is None:
+    if any(os.path.getsize(path) >= 1 << 20 for path in glob.glob("/tmp/sempa-0/pvm/images-*/pages-*.img")):
+        engine.send_signal(signal.SIGSTOP)
+        break
+sys.exit(engine.wait())
 "#;
 
 /// Has all hosts use an engine that is what [`lie`] says last for its host.

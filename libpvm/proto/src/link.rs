@@ -315,10 +315,10 @@ impl Link {
         self.tx.retained.is_empty()
     }
 
-    /// True when every fragment has been put on the current route at least once.
+    /// True when every fragment has been put on the current route at least once, and none has yet to come back.
     #[inline]
     pub fn is_transmitted(&self) -> bool {
-        self.tx.next >= self.tx.end
+        self.tx.next >= self.tx.end && self.tx.back.is_none()
     }
 
     /// Fragments that were transmitted and not acknowledged.
@@ -406,6 +406,8 @@ impl Link {
             let fresh = self.tx.fresh;
             self.tx.retained.retain(|message| message.first_seq >= fresh);
             self.tx.retained_bytes = self.tx.retained.iter().map(Retained::len).sum();
+            // What has yet to come back was on its way, too; unless that was before the conversation began anew already.
+            self.tx.back.take_if(|back| !back.is_anew());
             self.restart(line);
         }
         self.line = line;

@@ -146,10 +146,10 @@ impl Images {
                 Err(why) => Err(why),
                 Ok(session) => send_over(session, &detours, migration, way, told, hold).await,
             };
-            if let Ok(Sent { bytes, ahead, left, anew }) = &result {
+            if let Ok(Sent { bytes, ahead, left, in_vain }) = &result {
                 let took = begin.elapsed().as_millis();
                 log.line(format!(
-                    "{migration}: {bytes} bytes of images sent to {to} in {took} ms, {ahead} of them while they were written; {left} bytes left without the zeros; begun anew: {anew}"
+                    "{migration}: {bytes} bytes of images sent to {to} in {took} ms, {ahead} of them while they were written; {left} bytes left without the zeros; in vain before that: {in_vain}"
                 ));
             }
             let result = result.map(|sent| sent.bytes);

@@ -36,8 +36,8 @@ const IMAGE_BYTES_MAX: u64 = 1 << 42;
 const NAME_BYTES_MAX: usize = 255;
 /// Files that are open at the same time at most.
 const OPEN_FILES_MAX: usize = 64;
-/// How often a directory may be begun anew.
-const ANEW_MAX: u32 = 16;
+/// How often a directory may be begun anew: more often than a dump is tried where many are in each other's way.
+const ANEW_MAX: u32 = 256;
 /// How often a directory is looked at while it is being written.
 const LOOK_EVERY: Duration = Duration::from_millis(1);
 /// Names of the engine's files that only grow while they are being written: the contents of memory.
@@ -174,8 +174,8 @@ pub(super) struct Sender<'a, W> {
     ahead: u64,
     /// Bytes that have left for the pieces.
     left: u64,
-    /// How often it was begun anew.
-    anew: u32,
+    /// Bytes of files of directories that were given up.
+    in_vain: u64,
 }
 
 /// What was sent.
@@ -187,14 +187,25 @@ pub(super) struct Sent {
     pub(super) ahead: u64,
     /// Bytes that have left for them.
     pub(super) left: u64,
-    /// How often the directory was begun anew meanwhile.
-    pub(super) anew: u32,
+    /// Bytes of files of directories that were given up for this one.
+    pub(super) in_vain: u64,
 }
 
 impl<'a, W: Write> Sender<'a, W> {
     /// Nothing is sent yet. Pieces leave at this rate at most.
     pub(super) fn new(dir: &'a Path, out: Outgoing<W>, rate: &'a Rate) -> Sender<'a, W> {
-        Sender { dir, folder: None, out, rate, begun: BTreeMap::new(), files: 0, bytes: 0, ahead: 0, left: 0, anew: 0 }
+        Sender {
+            dir,
+            folder: None,
+            out,
+            rate,
+            begun: BTreeMap::new(),
+            files: 0,
+            bytes: 0,
+            ahead: 0,
+            left: 0,
+            in_vain: 0,
+        }
     }
 
     /// Sends what there is and what comes, to the end mark.
@@ -216,11 +227,12 @@ impl<'a, W: Write> Sender<'a, W> {
             return Ok(());
         }
         let folder = Folder::open(self.dir).map_err(io("read", self.dir))?;
-        if self.folder.replace(folder).is_some() {
+        self.folder = Some(folder);
+        if self.files > 0 {
             self.mark(&Mark::Anew)?;
-            self.anew += 1;
             self.begun.clear();
-            (self.files, self.bytes) = (0, 0);
+            self.in_vain += self.bytes;
+            (self.files, self.bytes, self.left) = (0, 0, 0);
         }
         Ok(())
     }
@@ -279,7 +291,7 @@ impl<'a, W: Write> Sender<'a, W> {
             }
         }
         self.mark(&Mark::End { files: self.files, bytes: self.bytes })?;
-        Ok(Sent { bytes: self.bytes, ahead: self.ahead, left: self.left, anew: self.anew })
+        Ok(Sent { bytes: self.bytes, ahead: self.ahead, left: self.left, in_vain: self.in_vain })
     }
 
     fn begin(&mut self, name: String, file: File, used_up: bool) -> Result<(), Failure> {
@@ -707,7 +719,8 @@ mod tests {
             let ahead = if anew { more - more % PIECE_BYTES } else { PIECE_BYTES } as u64;
             let sent = result.expect("sent");
             assert_eq!((sent.bytes, received(&to, Cursor::new(wire))), (bytes, Ok(bytes)));
-            assert!(sent.ahead >= ahead && sent.anew == u32::from(anew), "{sent:?}");
+            let in_vain = if anew { PIECE_BYTES as u64 } else { 0 };
+            assert!(sent.ahead >= ahead && sent.in_vain == in_vain, "{sent:?}");
             assert_eq!(std::fs::read(to.join("pages-1.img")).expect("there"), expected);
             assert_eq!(std::fs::read(to.join("core-1.img")).expect("there"), b"core");
             if anew {

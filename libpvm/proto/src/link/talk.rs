@@ -61,6 +61,11 @@ impl Back {
         self.anew.get_or_insert(Anew { acked, placed });
     }
 
+    /// True if the conversation has begun anew.
+    pub(super) fn is_anew(&self) -> bool {
+        self.anew.is_some()
+    }
+
     /// The place of a message that has come back with these numbers among those that are kept, behind which waits what was sent
     /// since; none if it was acknowledged. On this timeline all below `acked` was.
     fn place(&mut self, (first, end): (u64, u64), acked: u64, retained: &VecDeque<Retained>) -> Option<usize> {
@@ -146,7 +151,7 @@ impl Link {
                 tx.retained.insert(place, message);
             }
         }
-        if back.next >= back.end && tx.back.take().is_some_and(|back| back.anew.is_some()) {
+        if back.next >= back.end && tx.back.take().is_some_and(|back| back.is_anew()) {
             tx.number_anew();
         }
     }
@@ -251,6 +256,7 @@ mod tests {
                 for line in 1..=restarts {
                     again.restart(line);
                     assert!(new.follow(line), "it follows");
+                    assert!(came >= sent.len() || !new.is_transmitted(), "something has yet to come back");
                     new.send([], Bytes::from(format!("newer {line}"))).expect("queued");
                 }
                 if came < sent.len() {
@@ -270,6 +276,25 @@ mod tests {
                 assert!(new.tx.retained.is_empty() && new.tx.retained_bytes == 0, "all is acknowledged");
             }
         }
+    }
+
+    #[test]
+    fn a_peer_that_went_on_meanwhile_gets_nothing_twice_of_what_comes_back_to_one_started_from_a_checkpoint() {
+        let [mut old, _] = pair();
+        old.send([], Bytes::from_static(b"old")).expect("queued");
+        let sent = frames(&mut old);
+        let (mut talk, said) = old.part(NOW);
+        talk.end += sent.len() as u64;
+        let mut new = Link::go_on(tid(1), &talk);
+        assert!(!new.is_transmitted(), "something has yet to come back");
+        new.begin_timeline(7, false);
+        new.handle(NOW, LinkEvent::RouteUp(RouteId(1)));
+        said.iter().for_each(|frame| new.take_back(frame));
+        new.send([], Bytes::from_static(b"new")).expect("queued");
+        let mut peer = Link::new(tid(2), tid(1));
+        peer.restart(7);
+        give(&mut peer, &frames(&mut new));
+        assert_eq!(messages(&mut peer), [b"new"]);
     }
 
     #[test]
