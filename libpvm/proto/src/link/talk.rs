@@ -187,6 +187,15 @@ mod tests {
         std::iter::from_fn(|| link.take_message()).map(|message| message.to_vec()).collect()
     }
 
+    /// Queues three messages, of which the second has three fragments; what is to come.
+    fn say_three(link: &mut Link) -> [Vec<u8>; 3] {
+        let big = vec![7; FRAGMENT_BYTES_MAX * 2 + 5];
+        link.send([1], Bytes::from_static(b"a")).expect("queued");
+        link.send([2, 3], big.clone().into()).expect("queued");
+        link.send([], Bytes::from_static(b"z")).expect("queued");
+        [b"\x01a".to_vec(), [vec![2, 3], big].concat(), b"z".to_vec()]
+    }
+
     /// A new process takes over; the daemon has seen these frames.
     fn take_over(link: &mut Link, later: &[LinkFrame]) -> Link {
         let (mut talk, said) = link.part(NOW);
@@ -208,10 +217,7 @@ mod tests {
     fn what_the_old_process_had_sent_and_nobody_has_acknowledged_the_new_one_sends_again_once_and_in_order() {
         for heard in 0..6 {
             let [mut old, mut peer] = pair();
-            let big = vec![7; FRAGMENT_BYTES_MAX * 2 + 5];
-            old.send([1], Bytes::from_static(b"a")).expect("queued");
-            old.send([2, 3], big.clone().into()).expect("queued");
-            old.send([], Bytes::from_static(b"z")).expect("queued");
+            let three = say_three(&mut old);
             let sent = frames(&mut old);
             give(&mut peer, &sent[..heard.min(sent.len())]);
             if heard % 2 == 0 {
@@ -223,7 +229,7 @@ mod tests {
                 give(&mut new, &frames(&mut peer));
                 new.handle(NOW, LinkEvent::PeerMoved);
             }
-            let all = [b"\x01a".to_vec(), [vec![2, 3], big].concat(), b"z".to_vec(), b"new".to_vec()];
+            let all: Vec<_> = three.into_iter().chain([b"new".to_vec()]).collect();
             assert_eq!(messages(&mut peer), all, "{heard} were heard");
             peer.send([], Bytes::from_static(b"answer")).expect("queued");
             give(&mut new, &frames(&mut peer));
@@ -236,10 +242,7 @@ mod tests {
         for (heard, restarts) in [(0, 1), (1, 1), (0, 2)] {
             for came in 0..6 {
                 let [mut old, mut peer] = pair();
-                let big = vec![7; FRAGMENT_BYTES_MAX * 2 + 5];
-                old.send([1], Bytes::from_static(b"a")).expect("queued");
-                old.send([2, 3], big.clone().into()).expect("queued");
-                old.send([], Bytes::from_static(b"z")).expect("queued");
+                let three = say_three(&mut old);
                 let sent = frames(&mut old);
                 give(&mut peer, &sent[..heard]);
                 let (mut talk, said) = old.part(NOW);
@@ -270,8 +273,7 @@ mod tests {
                     new.handle(NOW, LinkEvent::PeerMoved);
                 }
                 let newer = (1..=restarts).map(|line| format!("newer {line}").into_bytes());
-                let all = [b"\x01a".to_vec(), [vec![2, 3], big].concat(), b"z".to_vec(), b"new".to_vec()];
-                let all: Vec<_> = all.into_iter().skip(heard).chain(newer).collect();
+                let all: Vec<_> = three.into_iter().skip(heard).chain([b"new".to_vec()]).chain(newer).collect();
                 assert_eq!(messages(&mut again), all, "{heard} heard, {came} came back before {restarts} restarts");
                 assert!(new.tx.retained.is_empty() && new.tx.retained_bytes == 0, "all is acknowledged");
             }
