@@ -25,8 +25,10 @@ use zbus::{Connection, MatchRule, MessageStream, connection, message};
 pub const BUS: &str = "unix:path=/run/dbus/system_bus_socket";
 /// Without an answer for so long logind is asked no more, until the next attempt.
 const ANSWER_TIME: Duration = Duration::from_secs(10);
-/// Between two attempts to reach it.
+/// Between two attempts to reach it, at first; and at most, where it has never answered or not for long: most machines that have none
+/// will not get one.
 const AGAIN: Duration = Duration::from_secs(60);
+const AGAIN_MAX: Duration = Duration::from_secs(16 * 60);
 /// Signals that may wait to be read.
 const SIGNALS_MAX: usize = 256;
 
@@ -59,10 +61,14 @@ impl Logind {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         std::thread::Builder::new().name("logind".into()).spawn(move || {
             runtime.block_on(async {
+                let mut pause = AGAIN;
                 loop {
                     let Err(error) = converse(&address, &theirs).await;
-                    theirs.tell(Evidence::Missing(format!("logind cannot be asked over {address}: {error}")));
-                    tokio::time::sleep(AGAIN).await;
+                    if theirs.tell(Evidence::Missing(format!("logind cannot be asked over {address}: {error}"))) {
+                        pause = AGAIN;
+                    }
+                    tokio::time::sleep(pause).await;
+                    pause = (pause * 2).min(AGAIN_MAX);
                 }
             });
         })?;
@@ -86,13 +92,16 @@ impl Logind {
 }
 
 impl Known {
-    fn tell(&self, sessions: Evidence<Vec<Session>>) {
+    /// True when that is news.
+    fn tell(&self, sessions: Evidence<Vec<Session>>) -> bool {
         let mut known = self.sessions.lock().unwrap_or_else(PoisonError::into_inner);
-        if *known != sessions {
+        let is_news = *known != sessions;
+        if is_news {
             *known = sessions;
             // It is readable already if it cannot be written.
             let _ = self.news.write(1);
         }
+        is_news
     }
 }
 

@@ -3,6 +3,7 @@
 
 use crate::owner::Records;
 use crate::utmp::{FILE_BYTES_MAX, logins};
+use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify, InotifyEvent, WatchDescriptor};
 use std::collections::{BTreeMap, BTreeSet};
@@ -51,22 +52,28 @@ pub struct Spot {
     what: What,
     file: Option<WatchDescriptor>,
     dir: Option<WatchDescriptor>,
+    /// There is no such folder.
+    absent: bool,
 }
 
 impl Spot {
+    fn new(path: PathBuf, what: What) -> Spot {
+        Spot { path, what, file: None, dir: None, absent: false }
+    }
+
     /// A file.
     pub fn file(path: PathBuf) -> Spot {
-        Spot { path, what: What::File, file: None, dir: None }
+        Spot::new(path, What::File)
     }
 
     /// A file of settings.
     pub fn settings(path: PathBuf) -> Spot {
-        Spot { path, what: What::Settings, file: None, dir: None }
+        Spot::new(path, What::Settings)
     }
 
     /// The files of a folder whose names begin with `prefix`.
     pub fn folder(path: PathBuf, prefix: &'static str) -> Spot {
-        Spot { path, what: What::Folder(prefix), file: None, dir: None }
+        Spot::new(path, What::Folder(prefix))
     }
 
     /// The folder that is watched.
@@ -151,6 +158,16 @@ impl Watch {
         self.spots[spot].file.is_none() && self.spots[spot].dir.is_none()
     }
 
+    /// Sets the watches of a place that could not be watched so far. True when it may have changed unseen, so that it has to be read;
+    /// not where there was no folder before, and is none now.
+    pub fn is_unseen(&mut self, spot: usize) -> bool {
+        let was_absent = self.spots[spot].absent;
+        self.is_blind(spot) && {
+            self.arm(spot);
+            !(was_absent && self.spots[spot].absent)
+        }
+    }
+
     /// Sets the watches that are missing; call it before reading, so that no change falls between. A file under this name
     /// that is another one than before gets its own.
     pub fn arm(&mut self, i: usize) {
@@ -165,7 +182,9 @@ impl Watch {
                 | AddWatchFlags::IN_MOVE_SELF
                 | AddWatchFlags::IN_CLOSE_WRITE
                 | AddWatchFlags::IN_ONLYDIR;
-            spot.dir = inotify.add_watch(spot.folder_path(), flags).ok();
+            let set = inotify.add_watch(spot.folder_path(), flags);
+            spot.absent = set == Err(Errno::ENOENT);
+            spot.dir = set.ok();
         }
         if matches!(spot.what, What::Folder(_)) {
             return;
@@ -176,7 +195,7 @@ impl Watch {
             | AddWatchFlags::IN_ATTRIB
             | AddWatchFlags::IN_DELETE_SELF
             | AddWatchFlags::IN_MOVE_SELF;
-        let now = inotify.add_watch(&spot.path, flags).ok();
+        let now = if spot.absent { None } else { inotify.add_watch(&spot.path, flags).ok() };
         if let Some(old) = spot.file.filter(|old| Some(*old) != now) {
             // The kernel may have taken it away already, with the file.
             let _ = inotify.rm_watch(old);

@@ -321,6 +321,12 @@ impl Watcher {
         wrong.iter().for_each(|line| say(line));
     }
 
+    /// Reads those of these places that cannot be watched.
+    fn look_where_blind(&mut self, which: impl Fn(usize) -> bool) {
+        let new: Vec<bool> = (0..PLACES).map(|place| which(place) && self.watch.is_unseen(place)).collect();
+        self.read(|place| new[place]);
+    }
+
     /// By logind's answers, or else by its files, which tell less.
     fn read_sessions(&mut self) {
         let why = match self.logind.as_ref().map(Logind::sessions) {
@@ -395,9 +401,7 @@ impl Watcher {
 
     /// What is not worth doing at every sample. True: judge.
     fn rarely(&mut self, now: Micros) -> bool {
-        if self.watch.is_blind(UTMP) {
-            self.read(|place| place == UTMP);
-        }
+        self.look_where_blind(|place| place == UTMP);
         if now < self.due.rare {
             return self.watch.is_blind(UTMP);
         }
@@ -405,8 +409,7 @@ impl Watcher {
         self.end_if_nobody_asks(now);
         if now >= self.due.blind {
             self.due.blind = now + BLIND_SPAN;
-            let blind: Vec<bool> = (0..PLACES).map(|place| self.watch.is_blind(place)).collect();
-            self.read(|place| blind[place]);
+            self.look_where_blind(|_| true);
         }
         self.seen.keys.look(wall());
         if now >= self.due.tasks {

@@ -108,10 +108,10 @@ fn a_directory_that_comes_later_is_watched_from_the_next_look_on() {
     let dir = tempfile::tempdir().expect("a directory");
     let path = dir.path().join("run/utmp");
     let mut watch = Logins::new(path.clone());
-    assert!(watch.is_blind());
+    assert!(watch.is_blind() && !watch.watch.is_unseen(0), "without its folder it says nothing");
     fs::create_dir(dir.path().join("run")).expect("the test's own directory");
-    assert_eq!(watch.read(), Records::Missing);
-    assert!(!watch.is_blind());
+    assert!(watch.watch.is_unseen(0));
+    assert!(!watch.is_blind() && !watch.watch.is_unseen(0));
     write(&path, USER_PROCESS);
     until(&mut watch, &Records::Logins(vec![alice()]));
     fs::remove_dir_all(dir.path().join("run")).expect("the test's own directory");
@@ -119,6 +119,8 @@ fn a_directory_that_comes_later_is_watched_from_the_next_look_on() {
     while !watch.is_blind() {
         assert!(watch.wait(PATIENCE));
     }
+    assert_eq!(watch.read(), Records::Missing);
+    assert!(watch.is_blind() && !watch.watch.is_unseen(0));
 }
 
 #[test]

@@ -400,7 +400,7 @@ impl Core {
                         }
                         Taken::Missing => return Err("a word about a route came without its descriptors".into()),
                     };
-                    self.take_ring_word(now, from, &word, descriptors);
+                    self.take_ring_word(now, from, near, &word, descriptors);
                     self.take_direct_word(now, from, near, word);
                     Ok(())
                 }

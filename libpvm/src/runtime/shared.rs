@@ -43,7 +43,7 @@ const FORK_PATIENCE: Duration = Duration::from_secs(1);
 /// Longest sleep on a futex: after a move to a host with another clock a sleep by the old one must not last for ever.
 const NAP_MAX: Duration = Duration::from_secs(1);
 /// The same for who sleeps until there is news, and otherwise for ever. It wakes a processor that may have nothing else to do.
-const LONG_NAP: Duration = Duration::from_secs(8);
+const LONG_NAP: Duration = Duration::from_secs(30);
 
 /// What the helper thread has gone to sleep with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -17,8 +17,10 @@ use std::sync::Arc;
 const MESSAGES_BEFORE_OFFER: u32 = 1;
 /// How long an offer is waited for. A task that is stopped does not answer; the daemon carries on then.
 const OFFER_MAX: Micros = Micros::from_millis(500);
-/// How long a refusal counts. A task on another host refuses through its daemon; when it moves this is forgotten.
+/// How long a refusal counts.
 const REFUSAL: Micros = Micros::from_secs(30);
+/// The same where the other task is on another host, for which a daemon refuses: when one of the two moves this is forgotten.
+const REFUSAL_FAR: Micros = Micros::from_secs(600);
 /// A ring over which nothing went for so long is given up.
 const RING_IDLE_MAX: Micros = Micros::from_secs(60);
 /// How often that is looked at.
@@ -81,6 +83,7 @@ impl Core {
         &mut self,
         now: Micros,
         from: Tid,
+        near: bool,
         word: &RouteWord,
         descriptors: Vec<OwnedFd>,
     ) {
@@ -100,7 +103,8 @@ impl Core {
             }
             RouteWord::RingRefuse { id } => {
                 if matches!(self.near.standing.get(&from), Some(Standing::Offered { id: open, .. }) if *open == id) {
-                    self.drop_offer(now, from, Standing::Refused { until: now + REFUSAL });
+                    let until = now + if near { REFUSAL } else { REFUSAL_FAR };
+                    self.drop_offer(now, from, Standing::Refused { until });
                 }
             }
             _ => {}

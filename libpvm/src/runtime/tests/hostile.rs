@@ -217,7 +217,7 @@ fn a_lender_that_offers_one_store_after_the_other_fills_no_table() {
         let mut held = b.lock().expect("not forked");
         let now = held.now();
         let (_, fd) = OwnStore::new().expect("made");
-        held.core.take_ring_word(now, a.tid(), &RouteWord::StoreOffer { id: OfferId(n) }, vec![fd]);
+        held.core.take_ring_word(now, a.tid(), true, &RouteWord::StoreOffer { id: OfferId(n) }, vec![fd]);
         held.core.near.hold_a_loan(a.tid());
         drop(held);
         at_most = at_most.max(stores(&b));
