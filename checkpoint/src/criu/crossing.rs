@@ -1,12 +1,19 @@
 //! Dumps that cross each other. To see the numbers inside a process-id namespace CRIU lets the task itself make a directory
 //! of a fixed name in its working directory, mount a proc file system there for a moment, and remove both. Two tasks with
-//! one working directory that are dumped at the same moment disturb each other; trying again helps. If CRIU and the task
+//! one working directory that are dumped at the same moment disturb each other. So dumps of one tasker take [`Turn`]s; others, as of
+//! another host that shares the directory, may still cross, and trying again helps. If CRIU and the task
 //! are both killed within that moment the directory stays, and nothing could be dumped there ever after.
 
 use nix::mount::{MntFlags, umount2};
+use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify, InotifyEvent};
 use sempa_proto::migration::Failure;
+use std::collections::BTreeSet;
+use std::ffi::OsStr;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
-use std::time::Duration;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 /// Name of the directory.
 const MOUNT_POINT: &str = "proc.crtools";
@@ -16,10 +23,101 @@ const SIGNS: [&str; 3] =
 /// A living one exists for less than a millisecond; one of this age was left behind.
 const LEFT_BEHIND_AGE: Duration = Duration::from_secs(2);
 
+/// So long a turn is waited for. It takes milliseconds; one that takes longer belongs to a dump that hangs, and must not have others hang.
+pub(super) const TURN_WAIT_MAX: Duration = Duration::from_millis(500);
+
+/// So long after the last visit no other one comes, whatever was expected; they are milliseconds apart.
+const VISITS_PAUSE_MAX: Duration = Duration::from_millis(50);
+
+/// Working directories, by device and inode, whose turn somebody has.
+static TAKEN: Mutex<BTreeSet<(u64, u64)>> = Mutex::new(BTreeSet::new());
+
+fn taken() -> MutexGuard<'static, BTreeSet<(u64, u64)>> {
+    TAKEN.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The working directory of a task that is about to be dumped.
+#[derive(Debug)]
+pub(super) struct Place {
+    root: i32,
+    id: (u64, u64),
+    /// How often the directory will be made there.
+    visits: usize,
+}
+
+impl Place {
+    /// That of the root of these processes. `None`: the system does not say which it is.
+    pub(super) fn of(root: i32, processes: &[i32]) -> Option<Place> {
+        let about = std::fs::metadata(cwd(root)).ok()?;
+        // As CRIU 4.1 and 4.2 were seen to do it: twice for the root, and once for each thread that is not the first of its process.
+        let threads = |pid: &i32| std::fs::read_dir(format!("/proc/{pid}/task")).map_or(1, Iterator::count);
+        let visits = 2 + processes.iter().map(threads).map(|threads| threads.saturating_sub(1)).sum::<usize>();
+        Some(Place { root, id: (about.dev(), about.ino()), visits })
+    }
+
+    /// `None`: another one has it.
+    pub(super) fn take_turn(&self) -> Option<Turn> {
+        if !taken().insert(self.id) {
+            return None;
+        }
+        let seen = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK).ok();
+        let watched = |seen: &Inotify| seen.add_watch(cwd(self.root).as_str(), AddWatchFlags::IN_DELETE).is_ok();
+        // Unwatched it ends with the dump.
+        Some(Turn { id: self.id, seen: seen.filter(watched), expected: self.visits, visited: None })
+    }
+}
+
+/// The turn of one dump. It is over when CRIU has made its visits, or when this is dropped.
+#[derive(Debug)]
+pub(super) struct Turn {
+    id: (u64, u64),
+    seen: Option<Inotify>,
+    /// Visits that are still to come.
+    expected: usize,
+    /// When the directory had gone last.
+    visited: Option<Instant>,
+}
+
+impl Turn {
+    /// Readable when it may be over.
+    pub(super) fn fd(&self) -> Option<BorrowedFd<'_>> {
+        self.seen.as_ref().map(AsFd::as_fd)
+    }
+
+    /// The longest time until it may be over without anything to be read.
+    pub(super) fn ends_within(&self, now: Instant) -> Option<Duration> {
+        self.visited.map(|at| (at + VISITS_PAUSE_MAX).saturating_duration_since(now))
+    }
+
+    /// True once CRIU needs the directory no more.
+    pub(super) fn is_over(&mut self, now: Instant) -> bool {
+        let events = self.seen.as_ref().and_then(|seen| seen.read_events().ok()).unwrap_or_default();
+        let is_visit = |event: &&InotifyEvent| {
+            let lost = event.mask.intersects(AddWatchFlags::IN_Q_OVERFLOW | AddWatchFlags::IN_IGNORED);
+            lost || event.name.as_deref() == Some(OsStr::new(MOUNT_POINT))
+        };
+        for _ in events.iter().filter(is_visit) {
+            self.expected = self.expected.saturating_sub(1);
+            self.visited = Some(now);
+        }
+        self.expected == 0 || self.ends_within(now) == Some(Duration::ZERO)
+    }
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        taken().remove(&self.id);
+    }
+}
+
+fn cwd(pid: i32) -> String {
+    format!("/proc/{pid}/cwd")
+}
+
 pub(super) fn may_try_again(root: i32, failure: &Failure) -> bool {
     let Failure::Engine(why) = failure else { return false };
     let crossed = SIGNS.iter().any(|sign| why.contains(sign));
-    if crossed && let Ok(cwd) = std::fs::read_link(format!("/proc/{root}/cwd")) {
+    if crossed && let Ok(cwd) = std::fs::read_link(cwd(root)) {
         clear(&cwd.join(MOUNT_POINT));
     }
     crossed
@@ -52,6 +150,43 @@ mod tests {
         assert!(!again("Error (criu/pie/parasite.c:634): Can't create a directory (-30)"));
         assert!(!again("Error (criu/sk-unix.c:9): External socket is used"));
         assert!(!may_try_again(i32::MAX, &Failure::Killed { signal: 9 }));
+    }
+
+    /// A process with this working directory.
+    fn process_in(dir: &Path) -> (std::process::Child, Place) {
+        let child = std::process::Command::new("sleep").arg("1000").current_dir(dir).spawn().expect("it starts");
+        let place = Place::of(child.id().cast_signed(), &[child.id().cast_signed()]).expect("it is there");
+        (child, place)
+    }
+
+    #[test]
+    fn of_dumps_in_one_working_directory_the_next_has_its_turn_when_the_one_before_has_made_its_visits() {
+        let (here, elsewhere) = (tempfile::tempdir().expect("dir"), tempfile::tempdir().expect("dir"));
+        let (first, second, other) = (process_in(here.path()), process_in(here.path()), process_in(elsewhere.path()));
+        let (now, visit) = (Instant::now(), || {
+            std::fs::create_dir(here.path().join(MOUNT_POINT)).expect("dir");
+            std::fs::remove_dir(here.path().join(MOUNT_POINT)).expect("dir");
+        });
+        let mut turn = first.1.take_turn().expect("nobody has it");
+        assert!(second.1.take_turn().is_none());
+        assert!(other.1.take_turn().is_some(), "it is in another place");
+        std::fs::write(here.path().join("file"), "").expect("the test's own file");
+        std::fs::remove_file(here.path().join("file")).expect("the test's own file");
+        assert!(!turn.is_over(now), "that is the task's own affair");
+        visit();
+        assert!(!turn.is_over(now) && second.1.take_turn().is_none(), "there is another visit");
+        visit();
+        assert!(turn.is_over(now));
+        drop(turn);
+        let mut turn = second.1.take_turn().expect("nobody has it any more");
+        assert_eq!(turn.ends_within(now), None);
+        visit();
+        assert!(!turn.is_over(now));
+        assert!(turn.is_over(now + VISITS_PAUSE_MAX), "of an engine that makes one visit only");
+        for (mut child, _) in [first, second, other] {
+            child.kill().expect("it is there");
+            child.wait().expect("it ends");
+        }
     }
 
     #[test]

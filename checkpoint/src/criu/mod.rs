@@ -117,7 +117,7 @@ impl Engine for Criu {
     fn start_dump(&self, job: DumpJob) -> Result<Box<dyn Dumping>, Failure> {
         // Without these two a dump is as good, only an engine that is killed may harm the task.
         let before = rescue::Snapshot::take(&job.processes).ok();
-        let (relay, ends) = relay::Relay::start(&job.processes).ok().unzip();
+        let (relay, ends) = relay::Relay::start(job.pid, &job.processes).ok().unzip();
         let mut inherit = ends.as_ref().map_or(Vec::new(), |ends| ends.descriptors().to_vec());
         let mut variables = ends.as_ref().map_or(Vec::new(), relay::Ends::variables);
         let unknown = |e| Failure::Engine(format!("nobody knows which memory could follow: {e}"));

@@ -6,6 +6,7 @@
 //! has ended in whatever way, what it still traced is brought to a stop, its traps are dropped, and it is let go.
 //! A CRIU that does not load the library (one that is linked statically) traces by itself.
 
+use super::crossing::{self, Turn};
 use super::ptrace::{self, Cause, Foreign, MEMORY_MAX, Memory, News};
 use crate::status::Status;
 use nix::errno::Errno;
@@ -92,15 +93,15 @@ pub(super) fn library() -> io::Result<OwnedFd> {
 }
 
 impl Relay {
-    /// Starts a thread that will trace these processes.
+    /// Starts a thread that will trace these processes, of which this is the root.
     ///
     /// # Errors
     /// When a descriptor or a thread cannot be had.
-    pub(super) fn start(processes: &[i32]) -> io::Result<(Relay, Ends)> {
+    pub(super) fn start(root: i32, processes: &[i32]) -> io::Result<(Relay, Ends)> {
         let library = library()?;
         let (ours, theirs) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)?;
         let socket = Arc::new(ours);
-        let tracer = Tracer { socket: socket.clone(), processes: processes.to_vec(), traced: BTreeSet::new() };
+        let tracer = Tracer::new(socket.clone(), root, processes.to_vec());
         let thread = std::thread::Builder::new().name("tracer".into()).spawn(move || tracer.run())?;
         Ok((Relay { socket, thread: Some(thread) }, Ends { socket: theirs, library }))
     }
@@ -198,15 +199,23 @@ impl Answer {
 
 struct Tracer {
     socket: Arc<OwnedFd>,
+    root: i32,
     processes: Vec<i32>,
     traced: BTreeSet<i32>,
+    /// From the moment the root is seized until CRIU needs nothing of its working directory any more.
+    turn: Option<Turn>,
 }
 
 impl Tracer {
+    fn new(socket: Arc<OwnedFd>, root: i32, processes: Vec<i32>) -> Tracer {
+        Tracer { socket, root, processes, traced: BTreeSet::new(), turn: None }
+    }
+
     fn run(mut self) {
         super::process::hurry_thread();
         let mut packet = vec![0u8; QUESTION_BYTES + 2 * MEMORY_MAX];
         loop {
+            self.wait_for_question();
             let length = match recv(self.socket.as_raw_fd(), &mut packet, MsgFlags::empty()) {
                 Ok(0) => break,
                 Ok(length) => length,
@@ -236,6 +245,9 @@ impl Tracer {
         }
         if seizes {
             self.wait_until_it_stands(tid);
+            if tid == self.root {
+                self.wait_for_turn();
+            }
         }
         let mut request = question.foreign();
         let (result, vector) = match request.carry_out(tid) {
@@ -257,6 +269,39 @@ impl Tracer {
             _ => Vec::new(),
         };
         Answer { result, data, ..Answer::default() }
+    }
+
+    /// While it is the task's turn others wait for its end. So that is not to be missed.
+    fn wait_for_question(&mut self) {
+        while let Some((turn, seen)) = self.turn.as_ref().and_then(|turn| Some((turn, turn.fd()?))) {
+            let left = turn.ends_within(Instant::now());
+            // Rounded up: it is not over before.
+            let left = left.map_or(PollTimeout::NONE, |left| {
+                PollTimeout::try_from(left.as_micros().div_ceil(1000)).unwrap_or(PollTimeout::MAX)
+            });
+            let mut fds = [self.socket.as_fd(), seen].map(|fd| PollFd::new(fd, PollFlags::POLLIN));
+            // Who is disturbed looks once more.
+            let _ = poll(&mut fds, left);
+            let asked = fds[0].any().unwrap_or(true);
+            self.turn.take_if(|turn| turn.is_over(Instant::now()));
+            if asked {
+                break;
+            }
+        }
+    }
+
+    /// Waits until no other dump is at work in the task's working directory.
+    fn wait_for_turn(&mut self) {
+        let Some(place) = crossing::Place::of(self.root, &self.processes).filter(|_| self.turn.is_none()) else {
+            return;
+        };
+        let until = Instant::now() + crossing::TURN_WAIT_MAX;
+        for round in 0u32.. {
+            self.turn = place.take_turn();
+            if self.turn.is_some() || Instant::now() >= until || self.pause(round) {
+                return;
+            }
+        }
     }
 
     /// A thread that was traced a moment ago, for notes of its registers, comes back to its stop only when it gets a processor.
@@ -386,7 +431,7 @@ mod tests {
         let (ours, _theirs) =
             socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC).expect("descriptors");
         let (socket, processes) = (Arc::new(ours), vec![pid]);
-        let mut tracer = Tracer { socket, processes, traced: BTreeSet::new() };
+        let mut tracer = Tracer::new(socket, pid, processes);
         let mut ask = |request: libc::c_uint| {
             let mut packet = u64::from(request).to_ne_bytes().to_vec();
             packet.extend(i64::from(pid).to_ne_bytes());
