@@ -1,11 +1,10 @@
 //! What a limit of processors (cgroup v1 `cpu` and `cpuacct`, or v2 `cpu`) leaves to the programs of this host, and how much of
 //! it they use. In a container or a virtual host /proc tells of the whole machine; this tells of the part that is ours.
 
-use crate::proc::{CpuTimes, field, numbers, quota_v2};
+use crate::proc::{CpuTimes, field, group_used, numbers, quota_v2, read};
 use sempa_proto::Micros;
 use sempa_proto::cgroup::folder;
 use std::fs::{self, File};
-use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 /// Bytes of a file that are looked at.
@@ -57,11 +56,6 @@ pub struct Group {
     before: Option<Reading>,
 }
 
-fn read<'a>(file: &File, text: &'a mut [u8]) -> Option<&'a [u8]> {
-    let len = file.read_at(text, 0).ok()?;
-    Some(&text[..len])
-}
-
 impl Files {
     fn v1(cpu: &Path, accounts: &Path) -> Option<Files> {
         let open = |folder: &Path, name: &str| File::open(folder.join(name)).ok();
@@ -83,11 +77,11 @@ impl Files {
         match self {
             Files::V1 { quota, period, .. } => {
                 // Minus one, which is no number here, stands for no limit.
-                let quota = numbers(read(quota, text)?).next()?;
-                let period = numbers(read(period, text)?).next().filter(|period| *period > 0)?;
+                let quota = numbers(read(quota, text).ok()?).next()?;
+                let period = numbers(read(period, text).ok()?).next().filter(|period| *period > 0)?;
                 Some(quota as f32 / period as f32)
             }
-            Files::V2 { quota, .. } => quota_v2(read(quota, text)?),
+            Files::V2 { quota, .. } => quota_v2(read(quota, text).ok()?),
         }
     }
 
@@ -95,13 +89,13 @@ impl Files {
     fn times(&self, text: &mut [u8]) -> Option<(u64, u64)> {
         match self {
             Files::V1 { usage, stat, .. } => {
-                let used = numbers(read(usage, text)?).next()?;
-                Some((used, field(read(stat, text)?, b"throttled_time")?))
+                let used = numbers(read(usage, text).ok()?).next()?;
+                Some((used, field(read(stat, text).ok()?, b"throttled_time")?))
             }
             Files::V2 { stat, .. } => {
-                let text = read(stat, text)?;
+                let text = read(stat, text).ok()?;
                 let held = field(text, b"throttled_usec").unwrap_or(0);
-                Some((field(text, b"usage_usec")?.saturating_mul(1000), held.saturating_mul(1000)))
+                Some((group_used(text)?.saturating_mul(1000), held.saturating_mul(1000)))
             }
         }
     }

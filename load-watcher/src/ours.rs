@@ -5,12 +5,11 @@
 //! The kernel's counters do not say what a task had used that has ended. So a span in which a task of ours came or went gives
 //! no mean, rather than a wrong one.
 
-use crate::proc::{CpuTimes, TICK_US, field, used};
+use crate::proc::{CpuTimes, TICK_US, group_used, read, used};
 use nix::time::{ClockId, clock_gettime};
 use sempa_proto::cgroup::folder;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 /// Processes and groups that are read; with more there is no figure.
@@ -72,11 +71,6 @@ fn ticks_now() -> u64 {
     u64::try_from(since).unwrap_or(0)
 }
 
-fn read<'a>(file: &File, text: &'a mut [u8]) -> Option<&'a [u8]> {
-    let len = file.read_at(text, 0).ok()?;
-    Some(&text[..len])
-}
-
 /// The control group of a task, if it has one of its own.
 fn group_of(root: &Path, pid: i32, mounts: &[u8]) -> Option<PathBuf> {
     let text = fs::read(root.join(pid.to_string()).join("cgroup")).ok()?;
@@ -115,7 +109,7 @@ pub fn family(root: &Path, pid: i32) -> BTreeSet<i32> {
 impl Key {
     fn counter(&self, text: &[u8]) -> Option<u64> {
         match self {
-            Key::Group(_) => field(text, b"usage_usec"),
+            Key::Group(_) => group_used(text),
             Key::Process(_) => used(text)?.ticks.checked_mul(TICK_US),
         }
     }
@@ -181,7 +175,7 @@ impl Ours {
             Key::Process(_) => File::open(&stat).ok()?,
         };
         let mut text = [0; TEXT_BYTES_MAX];
-        let now = key.counter(read(&file, &mut text)?)?;
+        let now = key.counter(read(&file, &mut text).ok()?)?;
         let started = fs::read(stat).ok().and_then(|text| used(&text)).map_or(0, |used| used.started);
         let is_new = looked > 0 && started >= looked;
         Some(Part { file, last: if is_new { 0 } else { now }, task })
@@ -191,7 +185,7 @@ impl Ours {
     fn spend(&mut self) {
         let mut text = [0; TEXT_BYTES_MAX];
         for (key, part) in &mut self.parts {
-            match read(&part.file, &mut text).and_then(|text| key.counter(text)) {
+            match read(&part.file, &mut text).ok().and_then(|text| key.counter(text)) {
                 Some(now) => {
                     self.spent += now.saturating_sub(part.last);
                     part.last = part.last.max(now);

@@ -1,5 +1,8 @@
-//! Numbers out of the text of /proc files (proc(5)). Nothing is allocated; text that is not understood gives `None`.
+//! Numbers out of the text of /proc files (proc(5)), and of control groups. Nothing is allocated; text that is not understood gives `None`.
 
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
 use std::str::FromStr;
 
 /// Clock ticks in /proc are so long, in microseconds (proc(5): 1/100 s on Linux).
@@ -21,6 +24,20 @@ impl CpuTimes {
         // Idle time of single processors was seen to run backwards a little.
         let idle = self.idle.saturating_sub(before.idle).min(total);
         Some((total - idle) as f32 / total as f32)
+    }
+}
+
+/// What a file that is kept open says now, as far as there is room.
+///
+/// # Errors
+/// What the system says; a process that has ended gives ESRCH.
+pub fn read<'a>(file: &File, text: &'a mut [u8]) -> io::Result<&'a [u8]> {
+    loop {
+        match file.read_at(text, 0) {
+            Ok(len) => return Ok(&text[..len]),
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) => return Err(e),
+        }
     }
 }
 
@@ -64,6 +81,11 @@ pub fn field(text: &[u8], name: &[u8]) -> Option<u64> {
         let rest = line.strip_prefix(name).filter(|rest| rest.first().is_some_and(u8::is_ascii_whitespace))?;
         Some(leading(rest)?.0)
     })
+}
+
+/// Processor time that a group of version 2 has used, in microseconds, from its `cpu.stat`.
+pub fn group_used(text: &[u8]) -> Option<u64> {
+    field(text, b"usage_usec")
 }
 
 /// Processors that a group of version 2 may use, from its `cpu.max`; `None`: all.
@@ -176,6 +198,12 @@ mod tests {
 
     const STAT: &[u8] = b"cpu  100 20 30 800 50 0 5 5 70 0\ncpu0 50 10 15 400 25 0 5 0 0 0\n\
         cpu1 50 10 15 400 25 0 0 5 0 0\nintr 123 4 5\nctxt 99\nprocs_running 2\n";
+
+    #[test]
+    fn a_groups_account_says_what_it_has_used() {
+        assert_eq!(group_used(b"usage_usec 7\nuser_usec 1\n"), Some(7));
+        assert_eq!(group_used(b"user_usec 1\n"), None);
+    }
 
     #[test]
     fn fixed_files_give_their_numbers() {

@@ -2,13 +2,12 @@
 //! nothing.
 
 use crate::cgroup::Group;
-use crate::proc;
+use crate::proc::{self, read};
 use crate::usage::{self, Tally};
 use sempa_proto::Micros;
 use sempa_proto::load::LoadSample;
 use std::fs::File;
 use std::io;
-use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::time::Instant;
 
@@ -53,16 +52,6 @@ fn strange(name: &str) -> io::Error {
 
 fn open(path: &Path) -> io::Result<File> {
     File::open(path).map_err(|e| io::Error::new(e.kind(), format!("{}: {e}", path.display())))
-}
-
-fn read<'a>(file: &File, text: &'a mut [u8]) -> io::Result<&'a [u8]> {
-    loop {
-        match file.read_at(text, 0) {
-            Ok(len) => return Ok(&text[..len]),
-            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-            Err(e) => return Err(e),
-        }
-    }
 }
 
 impl Sampler {
@@ -154,7 +143,7 @@ impl Sampler {
     /// Times of all processors together, and how many there are.
     fn processors(&mut self) -> io::Result<(proc::CpuTimes, u32)> {
         let now = Micros(u64::try_from(self.begun.elapsed().as_micros()).unwrap_or(u64::MAX));
-        let says = |file: &File| usage::used(read(file, &mut self.text).ok()?);
+        let says = |file: &File| proc::group_used(read(file, &mut self.text).ok()?);
         let used = self.account.as_ref().and_then(says);
         if let (Some(used), Some(tally)) = (used, &mut self.tally)
             && !tally.must_look(now)

@@ -3,7 +3,7 @@
 //! of version 2 says what was used at a quarter of that. It does not say how many processors there are, nor, since Linux 6.18 at
 //! the latest, what the host of a virtual machine has taken for others. So /proc/stat is read now and then, and tells both.
 
-use crate::proc::{CpuTimes, field};
+use crate::proc::CpuTimes;
 use sempa_proto::Micros;
 use sempa_proto::cgroup::mount_point;
 use std::fs::{self, File};
@@ -23,11 +23,6 @@ pub fn account(process: &Path) -> Option<File> {
     // In a container the outermost group that is seen is one of many. Only the outermost of all has no type (cgroup-v2.rst).
     let is_whole = outermost.join("cgroup.procs").exists() && !outermost.join("cgroup.type").exists();
     File::open(outermost.join("cpu.stat")).ok().filter(|_| is_whole)
-}
-
-/// Processor time used since boot, in microseconds, by the text of an account.
-pub fn used(text: &[u8]) -> Option<u64> {
-    field(text, b"usage_usec")
 }
 
 /// What /proc/stat and the account said at the same time.
@@ -173,7 +168,5 @@ mod tests {
         assert!(account(dir.path()).is_some());
         put(&groups.join("cgroup.type"), "domain\n");
         assert!(account(dir.path()).is_none());
-        assert_eq!(used(b"usage_usec 7\nuser_usec 1\n"), Some(7));
-        assert_eq!(used(b"user_usec 1\n"), None);
     }
 }

@@ -3,6 +3,7 @@
 use crate::needs::testbed_with_env;
 use crate::run::must;
 use crate::vm::Settings;
+use crate::vm::Sure;
 use crate::{Testbed, Vm};
 use std::time::Duration;
 
@@ -39,6 +40,6 @@ pub fn with_changed_hosts(count: usize, env: &[(&str, &str)], change: impl FnOnc
 pub fn is_whole(vm: &Vm, tid: &str) {
     let mut command = vm.command(vm.bed().host(1), vm.home().join("pvm3/bin/LINUX64/hold"));
     command.args(["ask", tid]);
-    let done = must(command, SOON).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    let done = must(command, SOON).sure(vm);
     assert!(done.out.contains("sum GOOD"), "{done:?}");
 }

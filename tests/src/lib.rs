@@ -36,4 +36,4 @@ pub mod witnesses;
 pub use needs::{lacks, prefix};
 pub use run::{Done, eventually};
 pub use testbed::{Host, Testbed};
-pub use vm::Vm;
+pub use vm::{Sure, Vm};

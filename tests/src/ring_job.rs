@@ -2,6 +2,7 @@
 //! every line is known beforehand.
 
 use crate::run::eventually;
+use crate::vm::Sure;
 use crate::vm::Vm;
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
@@ -84,7 +85,7 @@ impl Job {
         }
         let (workers, count, pause) = (WORKERS.to_string(), rounds.to_string(), pause.to_string());
         let words = [place, program, &workers, &count, &pause, folder.to_str().expect("text")];
-        let tid = vm.spawn(&words).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+        let tid = vm.spawn(&words).sure(vm);
         Job { folder, rounds, tid }
     }
 
@@ -116,7 +117,7 @@ impl Job {
             let lines = self.lines();
             if lines >= until { Ok(()) } else { Err(format!("{lines} of {until} rounds")) }
         });
-        gone.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+        gone.sure(vm);
     }
 
     /// Waits for the end: the result is right, and each line of the log is there once.
@@ -128,7 +129,7 @@ impl Job {
             let text = std::fs::read_to_string(self.folder.join("result")).unwrap_or_default();
             text.trim().parse::<i64>().map_err(|_| format!("no result after {} rounds", self.lines()))
         });
-        let result = result.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+        let result = result.sure(vm);
         let sums = sums(self.rounds);
         assert_eq!(Some(&result), sums.last());
         let log = std::fs::read_to_string(self.folder.join("log")).expect("there");

@@ -10,6 +10,7 @@ use sempa_proto::table::TASK_CONNECTED;
 use serde::Deserialize;
 use serde_json::Value;
 use std::collections::BTreeSet;
+use std::fmt::Display;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -99,6 +100,25 @@ pub struct Vm<'a> {
     bed: &'a Testbed,
     prefix: PathBuf,
     settings: Settings,
+}
+
+/// What a test cannot go on without.
+pub trait Sure<T> {
+    /// The value.
+    ///
+    /// # Panics
+    /// There is none; the message holds the reason, the newest events and the daemons' logs.
+    fn sure(self, vm: &Vm<'_>) -> T;
+}
+
+impl<T, E: Display> Sure<T> for Result<T, E> {
+    #[track_caller]
+    fn sure(self, vm: &Vm<'_>) -> T {
+        match self {
+            Ok(value) => value,
+            Err(error) => panic!("{error:#}\n{}", vm.logs()),
+        }
+    }
 }
 
 impl<'a> Vm<'a> {

@@ -7,7 +7,7 @@ use sempa_tests::labour::{Harvest, Unequal, spawned};
 use sempa_tests::needs::{lacks, prefix};
 use sempa_tests::run::Running;
 use sempa_tests::vm::Entry;
-use sempa_tests::{Vm, eventually, limits};
+use sempa_tests::{Sure, Vm, eventually, limits};
 use serde_json::Value;
 use std::time::Duration;
 
@@ -40,8 +40,7 @@ fn tids(farm: &Running, count: usize) -> Vec<String> {
 /// Waits for the end of the farm: each task has done its work rightly, once.
 fn reap(vm: &Vm, farm: Running, count: usize) -> Harvest {
     let done = farm.finish(BY_AND_BY).and_then(|done| done.expect_good("the farm"));
-    let harvest =
-        done.and_then(|done| Harvest::read(&done.out)).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    let harvest = done.and_then(|done| Harvest::read(&done.out)).sure(vm);
     assert!(harvest.tasks.len() == count && harvest.tasks.iter().all(|task| task.right), "{harvest:?}");
     harvest
 }
@@ -83,7 +82,7 @@ fn a_task_on_a_slow_host_goes_to_one_that_is_done_and_a_balanced_farm_is_left_al
         let on = |i: &usize| hosts.bed().host(*i).processes().into_iter().find(|(_, line)| line.ends_with(&slow));
         [1, 3].iter().find_map(|i| Some((*i, on(i)?.0))).ok_or_else(|| "nobody has left h2".to_string())
     };
-    let (to, pid) = eventually(BY_AND_BY, arrived).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    let (to, pid) = eventually(BY_AND_BY, arrived).sure(&vm);
     let limited = || hosts.group(to).holds(pid).map_err(|error| error.to_string());
     assert_eq!(limited(), Ok(true), "the limit of its new host counts for it");
     reap(&vm, farm, 3);

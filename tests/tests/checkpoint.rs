@@ -6,20 +6,20 @@ use sempa_tests::ring_job::{Job, WORKERS};
 use sempa_tests::run::Done;
 use sempa_tests::speaker::owner;
 use sempa_tests::vm::Settings;
-use sempa_tests::{Vm, eventually};
+use sempa_tests::{Sure, Vm, eventually};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 const LONG: Duration = Duration::from_secs(120);
 
 fn pvm(vm: &Vm, words: &[&str]) -> Done {
-    vm.pvm(words).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()))
+    vm.pvm(words).sure(vm)
 }
 
 /// Has the job checkpointed; the name of the set.
 fn checkpoint(vm: &Vm, words: &[&str]) -> String {
     let all = [&["checkpoint"], words].concat();
-    let values = vm.json(&all).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    let values = vm.json(&all).sure(vm);
     assert_eq!(values[0]["tasks"].as_array().map(Vec::len), Some(WORKERS + 1), "{values:?}");
     values[0]["set"].as_str().expect("a name").to_string()
 }
@@ -47,13 +47,13 @@ fn a_job_goes_on_in_a_new_virtual_machine_when_the_whole_old_one_is_gone() {
     let alive = pvm(&vm, &["restart", &set]);
     assert!(!alive.good() && alive.err.contains("are alive"), "{alive:?}");
     job.go_on(&vm, 15);
-    let ended = vm.json(&["checkpoint", "--end", &job.tid]).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    let ended = vm.json(&["checkpoint", "--end", &job.tid]).sure(&vm);
     assert_ne!(ended[0]["set"].as_str(), Some(&*set), "{ended:?}");
     let gone = eventually(LONG, || {
         let left = vm.tasks().map_err(|error| error.to_string())?;
         if left.iter().any(|task| task.name == "ring_job") { Err(format!("{left:?}")) } else { Ok(()) }
     });
-    gone.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    gone.sure(&vm);
     vm.halt().expect("halts");
 
     let vm = Vm::start(&bed, Settings::default()).expect("another virtual machine");
@@ -88,17 +88,16 @@ fn checkpoints_are_removed_as_somebody_wants_and_what_a_job_that_has_ended_has_l
         EventKind::SetsRemoved { sets, .. } => *sets == [second.as_str()],
         _ => false,
     });
-    logged.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    logged.sure(&vm);
     job.finish(&vm);
     let over = eventually(LONG, || {
         let listed = pvm(&vm, &["checkpoints"]).out;
         let told = listed.lines().any(|line| line.starts_with(&newest) && line.contains("  the job ended 2"));
         if told && !listed.contains(&second) { Ok(()) } else { Err(listed) }
     });
-    over.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    over.sure(&vm);
     pvm(&vm, &["checkpoint", "--stop", &job.tid]);
-    let last =
-        vm.json(&["checkpoints", "--remove", &newest]).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    let last = vm.json(&["checkpoints", "--remove", &newest]).sure(&vm);
     assert_eq!(last[0]["removed"][0]["set"].as_str(), Some(&*newest), "{last:?}");
     assert_eq!(pvm(&vm, &["checkpoints"]).out, "no checkpoints\n");
     vm.halt().expect("halts");
@@ -120,7 +119,7 @@ fn a_job_goes_back_to_its_newest_checkpoint_when_a_host_of_it_is_killed() {
         let before = made(&vm);
         let newer =
             eventually(LONG, || if made(&vm) > before { Ok(()) } else { Err("no newer checkpoint".to_string()) });
-        newer.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+        newer.sure(&vm);
         job.go_on(&vm, 5);
         bed.host(lost).kill_all();
         let name = format!("h{lost}");
@@ -128,7 +127,7 @@ fn a_job_goes_back_to_its_newest_checkpoint_when_a_host_of_it_is_killed() {
             EventKind::Restarted { why, .. } => *why == format!("{name} was lost"),
             _ => false,
         });
-        back.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+        back.sure(&vm);
     }
     job.finish(&vm);
     vm.halt().expect("halts");
@@ -146,7 +145,7 @@ fn a_log_that_the_target_lacks_goes_along_and_has_each_line_once_at_the_end() {
     std::fs::create_dir(place(2)).expect("made");
     let (rounds, workers) = (400, WORKERS.to_string());
     let words = ["-h2", "ring_job", &workers, "400", "2000", "/tmp/ring"];
-    let tid = vm.spawn(&words).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    let tid = vm.spawn(&words).sure(&vm);
     let job = Job::at(place(2), rounds, tid);
     job.go_on(&vm, 20);
     let nowhere = pvm(&vm, &["can-migrate", &job.tid, "h3"]);
@@ -172,20 +171,20 @@ fn a_job_goes_back_beside_a_resource_manager_and_comes_to_its_end() {
     job.go_on(&vm, 5);
     bed.host(2).kill_all();
     let back = vm.event(LONG, "a job that went back", |entry| matches!(entry.kind, EventKind::Restarted { .. }));
-    back.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    back.sure(&vm);
     let all = eventually(LONG, || {
         let tasks = vm.tasks().map_err(|error| error.to_string())?;
         let ours = tasks.iter().filter(|task| task.name == "ring_job").count();
         if ours == WORKERS + 1 { Ok(()) } else { Err(format!("{tasks:?}")) }
     });
-    all.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    all.sure(&vm);
     // A checkpoint may have it just now.
     let moved = eventually(LONG, || {
         let to = if vm.host_of(&job.tid).map_err(|error| error.to_string())? == "h1" { "h3" } else { "h1" };
         let done = vm.migrate_when_ready(&job.tid, to).map_err(|error| error.to_string())?;
         if done.good() { Ok(()) } else { Err(done.err) }
     });
-    moved.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    moved.sure(&vm);
     job.finish(&vm);
     vm.halt().expect("halts");
 }
@@ -207,18 +206,18 @@ fn a_job_that_nobody_takes_is_parked_where_an_owner_wants_it_and_goes_on_when_he
             let watched = said["virtual_machines"].as_array().is_none_or(|all| !all.is_empty());
             if watched { Ok(()) } else { Err(format!("nobody heard it: {said}")) }
         });
-        heard.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+        heard.sure(&vm);
     }
     let told = |what: &str, is_so: fn(&EventKind) -> bool| {
         let found = vm.event(LONG, what, |entry| is_so(&entry.kind));
-        found.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+        found.sure(&vm);
     };
     told("a parked job", |kind| matches!(kind, EventKind::Checkpointed { tasks: 5, .. }));
     let gone = eventually(LONG, || {
         let left = vm.tasks().map_err(|error| error.to_string())?;
         if left.iter().any(|task| task.name == "ring_job") { Err(format!("{left:?}")) } else { Ok(()) }
     });
-    gone.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    gone.sure(&vm);
     owner(&bed, 1, &["away"]);
     told("a job that goes on", |kind| matches!(kind, EventKind::Restarted { .. }));
     let why = pvm(&vm, &["why", &job.tid]);

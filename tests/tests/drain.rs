@@ -4,7 +4,7 @@ use sempa_proto::event::EventKind;
 use sempa_tests::needs::testbed;
 use sempa_tests::run::{Done, must};
 use sempa_tests::vm::Settings;
-use sempa_tests::{Vm, eventually};
+use sempa_tests::{Sure, Vm, eventually};
 use std::time::Duration;
 
 const SOON: Duration = Duration::from_secs(60);
@@ -19,14 +19,14 @@ fn with_three_hosts(rm: Option<&str>, test: impl FnOnce(&Vm)) {
 }
 
 fn pvm(vm: &Vm, words: &[&str]) -> Done {
-    vm.pvm(words).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()))
+    vm.pvm(words).sure(vm)
 }
 
 /// The task answers, and its memory is what it was.
 fn lives(vm: &Vm, tid: &str) {
     let mut command = vm.command(vm.bed().host(1), vm.home().join("pvm3/bin/LINUX64/hold"));
     command.args(["ask", tid]);
-    let done = must(command, SOON).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    let done = must(command, SOON).sure(vm);
     assert!(done.out.contains("sum GOOD"), "{done:?}");
 }
 
@@ -94,11 +94,11 @@ fn a_drained_host_is_left_by_all_kept_empty_by_the_next_resource_manager_and_use
         vm.event(SOON, "drain", |entry| matches!(entry.kind, EventKind::DrainBegun { .. })).expect("in the log");
         nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL).expect("it is there");
         eventually(SOON, || if registered(vm) > before { Ok(()) } else { Err("no other resource manager".into()) })
-            .unwrap_or_else(|error| panic!("{error}\n{}", vm.logs()));
+            .sure(vm);
         refused(vm);
         let again = pvm(vm, &["undrain", "h2"]);
         assert_eq!((again.good(), again.out.as_str()), (true, "h2 takes tasks\n"), "{again:?}");
-        let tid = vm.spawn(&["-h2", "hold", "1"]).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+        let tid = vm.spawn(&["-h2", "hold", "1"]).sure(vm);
         assert_eq!(vm.host_of(&tid).expect("alive"), "h2");
         let unknown = pvm(vm, &["drain", "h9"]);
         assert!(!unknown.good() && unknown.err.contains("knows no host h9"), "{unknown:?}");
@@ -120,7 +120,7 @@ fn what_nobody_takes_leaves_a_drained_host_as_a_checkpoint() {
             let left = vm.tasks().map_err(|error| error.to_string())?;
             if left.iter().any(|task| task.tid == tid) { Err(format!("{left:?}")) } else { Ok(()) }
         });
-        gone.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+        gone.sure(vm);
         let not_there = pvm(vm, &["restart", set, "--on", "h3"]);
         assert!(!not_there.good() && not_there.err.contains("/tmp/only-there"), "{not_there:?}");
         std::fs::create_dir(place(3)).expect("made");

@@ -5,7 +5,7 @@ use sempa_proto::migration::Failure;
 use sempa_tests::needs::{testbed, testbed_with_own_engine};
 use sempa_tests::run::must;
 use sempa_tests::vm::Settings;
-use sempa_tests::{Vm, eventually};
+use sempa_tests::{Sure, Vm, eventually};
 use std::fs;
 use std::time::Duration;
 
@@ -40,7 +40,7 @@ fn with_two_hosts(vm: &Vm, test: impl FnOnce(&Vm)) {
 fn ask(vm: &Vm, how: &str, tid: &str, count: usize) -> Vec<(u32, u32, String)> {
     let mut command = vm.command(vm.bed().host(1), vm.home().join("pvm3/bin/LINUX64/again"));
     command.args([how, tid, &count.to_string()]);
-    let done = must(command, SOON).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    let done = must(command, SOON).sure(vm);
     answers(&done.out)
 }
 
@@ -68,7 +68,7 @@ fn moves(vm: &Vm, tid: &str, host: &str, by: &str) {
 fn failure(vm: &Vm) -> Failure {
     let is_it = |kind: &EventKind| matches!(kind, EventKind::MoveFailed { .. });
     let entry = vm.event(SOON, "failed move", |entry| is_it(&entry.kind));
-    match entry.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs())).kind {
+    match entry.sure(vm).kind {
         EventKind::MoveFailed { why, .. } => why,
         other => panic!("{other:?}"),
     }
@@ -205,8 +205,7 @@ fn a_program_that_ends_otherwise_or_dies_when_it_is_asked_has_ended() {
             let refused = vm.migrate(&tid, "h1").expect("ends");
             assert!(!refused.good() && refused.err.contains("the task ended"), "{refused:?}");
             let is_end = |kind: &EventKind| matches!(kind, EventKind::TaskEnded { tid: of, status: with, .. } if of.to_string() == tid && *with == status);
-            vm.event(SOON, "end of the task", |entry| is_end(&entry.kind))
-                .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+            vm.event(SOON, "end of the task", |entry| is_end(&entry.kind)).sure(vm);
             eventually(SOON, || match vm.tasks() {
                 Ok(tasks) if tasks.iter().all(|task| task.tid != tid) => Ok(()),
                 other => Err(format!("{tid} is still there: {other:?}")),

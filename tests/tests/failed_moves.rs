@@ -5,7 +5,7 @@ use sempa_proto::migration::{Failure, Step};
 use sempa_tests::needs::testbed_with_env;
 use sempa_tests::run::must;
 use sempa_tests::vm::{Entry, Settings};
-use sempa_tests::{Host, Testbed, Vm, eventually};
+use sempa_tests::{Host, Sure, Testbed, Vm, eventually};
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
@@ -92,14 +92,13 @@ fn with_three_hosts(test: impl FnOnce(&Vm)) {
 fn lives_on(vm: &Vm, tid: &str, host: &str) {
     let mut command = vm.command(vm.bed().host(1), vm.home().join("pvm3/bin/LINUX64/hold"));
     command.args(["ask", tid]);
-    let done = must(command, SOON).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    let done = must(command, SOON).sure(vm);
     assert!(done.out.contains("sum GOOD"), "{done:?}");
     assert_eq!(vm.host_of(tid).expect("alive"), host);
 }
 
 fn failure(vm: &Vm) -> Entry {
-    vm.event(SOON, "failed move", |entry| matches!(entry.kind, EventKind::MoveFailed { .. }))
-        .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()))
+    vm.event(SOON, "failed move", |entry| matches!(entry.kind, EventKind::MoveFailed { .. })).sure(vm)
 }
 
 #[test]
@@ -194,7 +193,7 @@ fn a_killed_transfer_leaves_the_task_at_the_source() {
         signal(nix::sys::signal::Signal::SIGSTOP);
         open_gate(bed, source);
         vm.event(SOON, "end of the dump", |entry| matches!(entry.kind, EventKind::Moving { step: Step::Dump, .. }))
-            .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+            .sure(vm);
         signal(nix::sys::signal::Signal::SIGKILL);
         let done = moving.finish(SOON).expect("ends");
         assert!(!done.good(), "{done:?}");
@@ -226,7 +225,7 @@ fn a_full_disk_at_either_end_leaves_the_task_at_the_source() {
                 "failed move at that step",
                 |entry| matches!(&entry.kind, EventKind::MoveFailed { step: failed, .. } if *failed == step),
             )
-            .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+            .sure(vm);
             lives_on(vm, &tid, "h2");
             resize(bed.host(index), "4g");
         }

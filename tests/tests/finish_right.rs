@@ -5,7 +5,7 @@ use sempa_tests::needs::{find_in_path, testbed};
 use sempa_tests::run::{Running, must};
 use sempa_tests::timetable::{self, School, Solution};
 use sempa_tests::vm::Settings;
-use sempa_tests::{Vm, eventually};
+use sempa_tests::{Sure, Vm, eventually};
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -36,18 +36,18 @@ fn with_three_hosts(needs: &[&str], test: impl FnOnce(&Vm<'_>)) {
 }
 
 fn wait<T>(vm: &Vm<'_>, look: impl FnMut() -> Result<T, String>) -> T {
-    eventually(LONG, look).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()))
+    eventually(LONG, look).sure(vm)
 }
 
 /// The tasks of a program.
 fn tids(vm: &Vm<'_>, program: &str) -> Vec<String> {
-    let tasks = vm.tasks().unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    let tasks = vm.tasks().sure(vm);
     tasks.into_iter().filter(|task| task.name.ends_with(program)).map(|task| task.tid).collect()
 }
 
 /// Moves a task to another host.
 fn move_on(vm: &Vm<'_>, tid: &str, number: usize) {
-    let from = vm.host_of(tid).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    let from = vm.host_of(tid).sure(vm);
     let others: Vec<&str> = HOSTS.into_iter().filter(|name| *name != from).collect();
     let to = others[number % others.len()];
     eprintln!("move {number}: {tid} from {from} to {to}");
@@ -66,7 +66,7 @@ impl<'a> Job<'a> {
         let folder = vm.home().join(name);
         fs::create_dir(&folder).expect("made");
         let words = ["-h2", program, folder.to_str().expect("text"), &rounds.to_string()];
-        vm.spawn(&words).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+        vm.spawn(&words).sure(vm);
         Job { vm, program, folder }
     }
 
@@ -182,7 +182,7 @@ impl Search {
 
     /// The timetables that it has found, one for each kernel: without a mandatory error.
     fn ends(self, vm: &Vm<'_>) -> Vec<Solution> {
-        let done = self.running.finish(LONG).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+        let done = self.running.finish(LONG).sure(vm);
         assert!(done.good(), "{done:?}\n{}", vm.logs());
         let solution = |number: usize| {
             let table = self.folder.join(format!("{number}.csv"));

@@ -6,7 +6,7 @@ use sempa_tests::run::must;
 use sempa_tests::speaker::Speaker;
 use sempa_tests::testbed::Host;
 use sempa_tests::vm::Settings;
-use sempa_tests::{Vm, eventually};
+use sempa_tests::{Sure, Vm, eventually};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 const SOON: Duration = Duration::from_secs(60);
@@ -24,7 +24,7 @@ fn now() -> u64 {
 
 /// The gaps in a guest's own time.
 fn gaps(vm: &Vm, tid: &str) -> Vec<(u64, u64)> {
-    vm.gaps(tid).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()))
+    vm.gaps(tid).sure(vm)
 }
 
 /// The processor time that a process has used, in ticks.
@@ -37,7 +37,7 @@ fn used(host: &Host, pid: i32) -> u64 {
 }
 
 fn stopped(vm: &Vm, tids: &[String]) -> Vec<String> {
-    let tasks = vm.tasks().unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    let tasks = vm.tasks().sure(vm);
     tasks.into_iter().filter(|t| t.stopped && tids.contains(&t.tid)).map(|t| t.tid).collect()
 }
 
@@ -64,8 +64,7 @@ fn guests_that_occupy_all_processors_stand_still_by_their_own_clocks_until_they_
         let mut words = Vec::new();
         for round in 0..ROUNDS {
             let said = owner.say(&format!("stop round {round}"));
-            eventually(SOON, || if stops(vm) > round { Ok(()) } else { Err("guests run".to_string()) })
-                .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+            eventually(SOON, || if stops(vm) > round { Ok(()) } else { Err("guests run".to_string()) }).sure(vm);
             assert_eq!(stopped(vm, guests).len(), guests.len());
             eventually(SOON, || if now() > said + STAY { Ok(()) } else { Err("she stays".to_string()) })
                 .expect("time passes");
@@ -104,8 +103,7 @@ fn guests_stand_still_by_signals_where_there_is_no_freezer() {
     let guests: Vec<String> = (0..2).map(|_| vm.spawn(&["-h1", "busy"]).expect("spawned")).collect();
     let mut owner = Speaker::new(&vm, vm.bed().host(1), SPEAKS);
     let said = owner.say("stop olga is there");
-    eventually(SOON, || if stops(&vm) > 0 { Ok(()) } else { Err("guests run".to_string()) })
-        .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    eventually(SOON, || if stops(&vm) > 0 { Ok(()) } else { Err("guests run".to_string()) }).sure(&vm);
     eventually(SOON, || if now() > said + STAY { Ok(()) } else { Err("she stays".to_string()) }).expect("time passes");
     let welcome = owner.say("welcome olga has left");
     for tid in &guests {
@@ -162,8 +160,7 @@ fn guests_go_on_when_whoever_spoke_for_the_owner_is_killed() {
         owner.say("stop olga is there");
         eventually(SOON, || if stops(vm) > 0 { Ok(()) } else { Err("guests run".to_string()) }).expect("they stop");
         owner.kill();
-        vm.event(SOON, "guests that go on", |entry| matches!(entry.kind, EventKind::GuestsContinued { .. }))
-            .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+        vm.event(SOON, "guests that go on", |entry| matches!(entry.kind, EventKind::GuestsContinued { .. })).sure(vm);
         for tid in guests {
             gaps(vm, tid);
         }

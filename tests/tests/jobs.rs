@@ -4,7 +4,7 @@ use sempa_proto::event::EventKind;
 use sempa_tests::needs::testbed;
 use sempa_tests::run::Running;
 use sempa_tests::vm::{Entry, Settings};
-use sempa_tests::{Vm, eventually};
+use sempa_tests::{Sure, Vm, eventually};
 use std::process::Stdio;
 use std::time::Duration;
 
@@ -32,7 +32,7 @@ fn a_job_whose_tasks_ignore_the_request_to_end_is_ended_until_nothing_of_it_is_l
         let tid = out.expect("all are there").trim().strip_prefix("ready ").expect("its tid").to_string();
         let deaf = || vm.tasks().expect("tasks").into_iter().filter(|task| task.name.ends_with("deaf")).count();
         assert_eq!(deaf(), 5);
-        let answer = vm.json(&["job", "kill", &tid]).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+        let answer = vm.json(&["job", "kill", &tid]).sure(vm);
         let count = |name: &str| answer[0][name].as_u64();
         assert_eq!((count("asked"), count("left")), (Some(6), Some(0)), "{answer:?}");
         // All but the one that listens.

@@ -5,7 +5,7 @@ use nix::unistd::Pid;
 use sempa_tests::needs::testbed;
 use sempa_tests::run::Running;
 use sempa_tests::vm::Settings;
-use sempa_tests::{Vm, eventually};
+use sempa_tests::{Sure, Vm, eventually};
 use std::io::Write;
 use std::process::Stdio;
 use std::time::Duration;
@@ -39,7 +39,7 @@ fn a_killed_task_has_said_what_it_had_sent_to_a_listener_who_stood_still() {
         let talker = out.lines().find_map(|line| line.strip_prefix("talker "));
         talker.filter(|_| out.contains("ready\n")).map(String::from).ok_or(out.clone())
     })
-    .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    .sure(&vm);
     let listener = listener(&vm);
     kill(listener, Signal::SIGSTOP).expect("it is there");
     director.take_stdin().expect("piped").write_all(b"go\n").expect("it listens");
@@ -47,9 +47,9 @@ fn a_killed_task_has_said_what_it_had_sent_to_a_listener_who_stood_still() {
         Ok(tasks) if tasks.iter().all(|task| task.tid != talker) => Ok(()),
         other => Err(format!("{talker} is still there: {other:?}")),
     })
-    .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    .sure(&vm);
     kill(listener, Signal::SIGCONT).expect("it is there");
-    let done = director.finish(SOON).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    let done = director.finish(SOON).sure(&vm);
     assert!(done.good() && done.out.contains(&format!("heard {WORDS} in order, then the end")), "{done:?}");
     vm.halt().expect("halts");
 }

@@ -6,7 +6,7 @@ use sempa_tests::needs::testbed;
 use sempa_tests::run::{Running, run};
 use sempa_tests::steps::daemon_of;
 use sempa_tests::vm::Settings;
-use sempa_tests::{Vm, eventually};
+use sempa_tests::{Sure, Vm, eventually};
 use std::fs::File;
 use std::io::IoSlice;
 use std::os::fd::AsRawFd;
@@ -35,7 +35,7 @@ fn good(vm: &Vm, words: &[&str]) {
     if let Err(error) = ended {
         panic!("{words:?}: {error:#}\n{}\n{}", who_waits(vm), vm.logs());
     }
-    let done = running.finish(LONG).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    let done = running.finish(LONG).sure(vm);
     assert!(
         done.good() && done.out == "good\n",
         "{words:?}: {}\n{}\n{}\n{}",

@@ -7,7 +7,7 @@ use sempa_tests::ring_job::{Job, Mark};
 use sempa_tests::run::Done;
 use sempa_tests::testbed::Host;
 use sempa_tests::vm::{Entry, Settings};
-use sempa_tests::{Vm, eventually};
+use sempa_tests::{Sure, Vm, eventually};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 const LONG: Duration = Duration::from_secs(120);
@@ -18,10 +18,6 @@ const SAID: Duration = Duration::from_secs(5);
 /// Microseconds for which each of the job's tasks computes in a round.
 const PAUSE: u32 = 4000;
 
-fn must<T>(vm: &Vm<'_>, done: anyhow::Result<T>) -> T {
-    done.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()))
-}
-
 fn now() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).expect("after 1970");
     u64::try_from(since.as_micros()).expect("fits")
@@ -29,13 +25,13 @@ fn now() -> u64 {
 
 /// When each checkpoint was complete.
 fn made(vm: &Vm<'_>) -> Vec<u64> {
-    let events = must(vm, vm.events());
+    let events = vm.events().sure(vm);
     let is = |entry: &&Entry| matches!(entry.kind, EventKind::Checkpointed { .. });
     events.iter().filter(is).map(|entry| entry.at_us).collect()
 }
 
 fn restarts(vm: &Vm<'_>) -> usize {
-    let events = must(vm, vm.events());
+    let events = vm.events().sure(vm);
     events.iter().filter(|entry| matches!(entry.kind, EventKind::Restarted { .. })).count()
 }
 
@@ -60,11 +56,11 @@ enum Death {
 fn die(vm: &Vm<'_>, host: &Host, death: Death) {
     if death == Death::TasksFirst {
         let are_killed = |kind: &EventKind| matches!(kind, EventKind::TaskEnded { status: 9, .. });
-        let count = || must(vm, vm.events()).iter().filter(|entry| are_killed(&entry.kind)).count();
+        let count = || vm.events().sure(vm).iter().filter(|entry| are_killed(&entry.kind)).count();
         let before = count();
         host.kill_those(|line| line.contains("ring_job"));
         let is_known = || if count() > before { Ok(()) } else { Err("nobody tells of it".to_string()) };
-        must(vm, eventually(LONG, is_known));
+        eventually(LONG, is_known).sure(vm);
     }
     host.kill_all();
 }
@@ -78,42 +74,38 @@ fn hosts_die(pace: &str, seed: u64, death: Death) -> (Vec<Duration>, bool) {
     let rounds = 2000;
     let job = Job::start_slow(&vm, "-h2", rounds, PAUSE);
     job.go_on(&vm, 5);
-    must(&vm, vm.json(&["checkpoint", pace, "5s", &job.tid]));
+    vm.json(&["checkpoint", pace, "5s", &job.tid]).sure(&vm);
     let (mut dice, mut all) = (Dice::new(seed), Vec::new());
     for number in 0..DEATHS {
         let victim = 2 + number % 2;
         let before = made(&vm).len();
-        let newest = must(
-            &vm,
-            eventually(LONG, || match made(&vm) {
-                made if made.len() > before => Ok(made[made.len() - 1]),
-                _ => Err("no newer checkpoint".to_string()),
-            }),
-        );
+        let newest = eventually(LONG, || match made(&vm) {
+            made if made.len() > before => Ok(made[made.len() - 1]),
+            _ => Err("no newer checkpoint".to_string()),
+        })
+        .sure(&vm);
         // Any moment until the next one would be complete, and some time longer.
         let moment = newest + dice.below(6_000_000) as u64;
-        must(&vm, eventually(LONG, || if now() >= moment { Ok(()) } else { Err("not the time".to_string()) }));
+        eventually(LONG, || if now() >= moment { Ok(()) } else { Err("not the time".to_string()) }).sure(&vm);
         let again = restarts(&vm);
         let killed = now();
         die(&vm, bed.host(victim), death);
-        must(
-            &vm,
-            eventually(LONG, || if restarts(&vm) > again { Ok(()) } else { Err("not started again".to_string()) }),
-        );
+        eventually(LONG, || if restarts(&vm) > again { Ok(()) } else { Err("not started again".to_string()) })
+            .sure(&vm);
         let (rounds, loss) =
-            must(&vm, eventually(LONG, || lost(&job.marks(), killed).ok_or("no round again".to_string())));
+            eventually(LONG, || lost(&job.marks(), killed).ok_or("no round again".to_string())).sure(&vm);
         eprintln!(
             "{pace} 5s: h{victim} died {:.2} s after a checkpoint; lost {rounds} rounds, {:.2} s",
             (killed - newest) as f64 / 1e6,
             loss.as_secs_f64()
         );
         all.push(loss);
-        must(&vm, vm.add(&[bed.host(victim).name()]));
+        vm.add(&[bed.host(victim).name()]).sure(&vm);
     }
     job.finish(&vm);
     let made = made(&vm);
     eprintln!("{pace} 5s: {} checkpoints; lost {all:?}", made.len());
-    let events = must(&vm, vm.events());
+    let events = vm.events().sure(&vm);
     let too_slow = |kind: &EventKind| matches!(kind, EventKind::Note { text } if text.contains("may be lost"));
     let told = events.iter().any(|entry| too_slow(&entry.kind));
     vm.halt().expect("halts");
@@ -143,24 +135,22 @@ fn a_job_goes_on_in_a_new_virtual_machine_when_all_hosts_of_the_old_one_were_kil
     vm.add(&["h2", "h3"]).expect("the others join");
     let job = Job::start(&vm, "-h2", 500);
     job.go_on(&vm, 5);
-    must(&vm, vm.json(&["checkpoint", "--every", "1s", &job.tid]));
-    must(
-        &vm,
-        eventually(LONG, || match made(&vm).len() {
-            made if made >= 3 => Ok(()),
-            made => Err(format!("{made} checkpoints")),
-        }),
-    );
+    vm.json(&["checkpoint", "--every", "1s", &job.tid]).sure(&vm);
+    eventually(LONG, || match made(&vm).len() {
+        made if made >= 3 => Ok(()),
+        made => Err(format!("{made} checkpoints")),
+    })
+    .sure(&vm);
     job.go_on(&vm, 3);
     for host in bed.hosts() {
         host.kill_all();
     }
-    let vm = must(&vm, Vm::start(&bed, Settings::default()));
-    must(&vm, vm.add(&["h2", "h3"]));
-    let listed: Done = must(&vm, vm.pvm(&["checkpoints"]));
+    let vm = Vm::start(&bed, Settings::default()).sure(&vm);
+    vm.add(&["h2", "h3"]).sure(&vm);
+    let listed: Done = vm.pvm(&["checkpoints"]).sure(&vm);
     let names = listed.out.lines().filter_map(|line| line.split_whitespace().next());
     let newest = names.filter(|name| name.starts_with(&job.tid)).max().unwrap_or_else(|| panic!("{listed:?}"));
-    let again = must(&vm, vm.pvm(&["restart", newest]));
+    let again = vm.pvm(&["restart", newest]).sure(&vm);
     assert!(again.good(), "{again:?}\n{}", vm.logs());
     job.finish(&vm);
     vm.halt().expect("halts");

@@ -5,7 +5,7 @@ use sempa_tests::liar::{self, lie};
 use sempa_tests::needs::testbed_with_own_engine;
 use sempa_tests::run::Done;
 use sempa_tests::vm::Settings;
-use sempa_tests::{Testbed, Vm, eventually};
+use sempa_tests::{Sure, Testbed, Vm, eventually};
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
@@ -27,7 +27,7 @@ impl<'a> Job<'a> {
         let folder = vm.home().join("ring");
         fs::create_dir_all(&folder).expect("a folder");
         let words = ["-h1", "ring_job", &WORKERS.to_string(), "100000000", "2000", folder.to_str().expect("text")];
-        let tid = vm.spawn(&words).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+        let tid = vm.spawn(&words).sure(vm);
         let job = Job { vm, folder, tid };
         job.goes_on();
         job
@@ -38,16 +38,16 @@ impl<'a> Job<'a> {
         let lines = || fs::read_to_string(self.folder.join("log")).map_or(0, |log| log.lines().count());
         let until = lines() + 5;
         let gone = eventually(LONG, || if lines() >= until { Ok(()) } else { Err(format!("{} rounds", lines())) });
-        gone.unwrap_or_else(|error| panic!("{error:#}\n{}", self.vm.logs()));
+        gone.sure(self.vm);
     }
 
     fn checkpoint(&self) -> Done {
-        self.vm.pvm(&["checkpoint", &self.tid]).unwrap_or_else(|error| panic!("{error:#}\n{}", self.vm.logs()))
+        self.vm.pvm(&["checkpoint", &self.tid]).sure(self.vm)
     }
 
     fn good_checkpoint(&self) -> String {
         let values = self.vm.json(&["checkpoint", &self.tid]);
-        let values = values.unwrap_or_else(|error| panic!("{error:#}\n{}", self.vm.logs()));
+        let values = values.sure(self.vm);
         values[0]["set"].as_str().expect("a name").to_string()
     }
 
@@ -69,7 +69,7 @@ impl<'a> Job<'a> {
             let left = self.vm.tasks().map_err(|error| error.to_string())?;
             if left.iter().any(|task| task.name == "ring_job") { Err(format!("{left:?}")) } else { Ok(()) }
         });
-        ended.unwrap_or_else(|error| panic!("{error:#}\n{}", self.vm.logs()));
+        ended.sure(self.vm);
     }
 
     /// A restart that has to fail with these words; nothing of it runs, and nothing is left.

@@ -11,7 +11,7 @@ use sempa_tests::steps::{
 };
 use sempa_tests::testbed::gone;
 use sempa_tests::vm::Settings;
-use sempa_tests::{Testbed, Vm};
+use sempa_tests::{Sure, Testbed, Vm};
 use std::time::Duration;
 
 /// Silence after which a host is lost, where hosts are to be lost.
@@ -45,7 +45,7 @@ fn whoever_is_killed_at_whatever_step_the_task_runs_once_or_is_known_to_have_end
     });
     for at in places(Share::Half) {
         with_rounds(&bed, Some(LEASE), |vm, rounds| {
-            let cells = rounds.hold(&at).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+            let cells = rounds.hold(&at).sure(vm);
             rounds.strike(&cells, Whom::Master, Fault::Kill).expect("killed");
             all_end_with_the_master(rounds, &cells);
         });
@@ -113,7 +113,7 @@ fn whoever_stands_still_for_long_at_whatever_step_the_task_runs_once_or_is_known
     with_rounds(&bed, None, |vm, rounds| {
         for turn in 0..if is_full() { parts.len() } else { 1 } {
             for (n, at) in rounds.next(Share::Few).into_iter().enumerate() {
-                let cells = rounds.hold(&at).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+                let cells = rounds.hold(&at).sure(vm);
                 let mut whom = parts.into_iter().cycle().skip(turn + n);
                 let each: Vec<(&Cell, Whom)> =
                     cells.iter().map(|cell| (cell, whom.next().expect("a circle"))).collect();
@@ -122,7 +122,7 @@ fn whoever_stands_still_for_long_at_whatever_step_the_task_runs_once_or_is_known
                 rounds.strike_each(&each, Fault::Stop(VERY_LONG)).expect("stopped");
                 drop(each);
                 let alive = rounds.judge(cells, |cell| lost.contains(&cell.point));
-                eprintln!("30 s, {at:?}: {} live on", alive.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs())));
+                eprintln!("30 s, {at:?}: {} live on", alive.sure(vm));
             }
         }
         vm.halt().expect("halts");
@@ -130,7 +130,7 @@ fn whoever_stands_still_for_long_at_whatever_step_the_task_runs_once_or_is_known
     // All others give a master up that says nothing for so long; it finds none of them.
     with_rounds(&bed, None, |vm, rounds| {
         let at = rounds.next(Share::Few).swap_remove(0);
-        let cells = rounds.hold(&at).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+        let cells = rounds.hold(&at).sure(vm);
         rounds.strike(&cells, Whom::Master, Fault::Stop(VERY_LONG)).expect("stopped");
         all_but_the_master_end(&bed, rounds, &cells);
         vm.halt().expect("halts");
@@ -159,7 +159,7 @@ fn whoever_is_cut_off_at_whatever_step_the_task_runs_once_or_is_known_to_have_en
         strike(rounds, Share::Half, Whom::Source, Fault::Cut(UNTIL_LOST), only_source_has_it);
         strike(rounds, Share::Half, Whom::Target, Fault::Cut(UNTIL_LOST), only_target_has_it);
         let at = rounds.next(Share::Half).swap_remove(0);
-        let cells = rounds.hold(&at).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+        let cells = rounds.hold(&at).sure(vm);
         rounds.strike(&cells, Whom::Master, Fault::Cut(UNTIL_LOST)).expect("cut off");
         all_but_the_master_end(&bed, rounds, &cells);
         vm.halt().expect("halts");

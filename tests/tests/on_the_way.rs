@@ -5,7 +5,7 @@ use sempa_tests::holders::{is_whole, with_changed_hosts, with_hosts};
 use sempa_tests::run::Running;
 use sempa_tests::steps::{Whom, daemon_of, process_of};
 use sempa_tests::testbed::NETWORK;
-use sempa_tests::{Host, Testbed, Vm, eventually};
+use sempa_tests::{Host, Sure, Testbed, Vm, eventually};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -76,8 +76,7 @@ fn images_of_a_host_whose_tmp_is_on_a_disk_are_in_memory_and_nothing_is_left_of_
             std::fs::write(bed.steps().expect("it has some").join(format!("{tid}-{step}")), "").expect("written");
             let reached = bed.steps().expect("it has some").join(format!("{tid}-{step}.reached"));
             let mut moving = vm.start_migrate(&tid, "h3").expect("it begins");
-            eventually(SOON, || if reached.exists() { Ok(()) } else { Err(format!("{step} is not reached")) })
-                .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+            eventually(SOON, || if reached.exists() { Ok(()) } else { Err(format!("{step} is not reached")) }).sure(vm);
             let host = bed.host(holder);
             assert_eq!(images(host, "/tmp"), Vec::<PathBuf>::new(), "{step}");
             assert!(!images(host, "/dev/shm").is_empty(), "{step}: somewhere they must be");
@@ -139,8 +138,7 @@ fn held_when_it_is_built(vm: &Vm, tid: &str) -> Running {
     let _ = std::fs::remove_file(&reached);
     std::fs::write(steps.join(format!("{tid}-restore")), "").expect("written");
     let moving = vm.start_migrate(tid, "h3").expect("it begins");
-    eventually(SOON, || if reached.exists() { Ok(()) } else { Err("it is not built".into()) })
-        .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    eventually(SOON, || if reached.exists() { Ok(()) } else { Err("it is not built".into()) }).sure(vm);
     assert!(vm.bed().host(3).path(CARRIED).exists());
     moving
 }
@@ -153,7 +151,7 @@ fn has_no_file_and_goes_on(vm: &Vm, tid: &str) {
         }
         if vm.bed().host(3).path(CARRIED).exists() { Err("it is still there".into()) } else { Ok(()) }
     })
-    .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    .sure(vm);
     assert!(vm.bed().host(2).path(CARRIED).exists(), "the task has its own");
     is_whole(vm, tid);
     assert_eq!(vm.host_of(tid).expect("it lives"), "h2");

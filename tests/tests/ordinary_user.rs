@@ -4,6 +4,7 @@
 use nix::unistd::Pid;
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::{Failure, Refusal};
+use sempa_tests::Sure;
 use sempa_tests::Vm;
 use sempa_tests::needs::testbed;
 use sempa_tests::run::must;
@@ -24,14 +25,12 @@ fn an_ordinary_user_runs_tasks_and_is_told_why_they_can_neither_move_nor_be_chec
     let tid = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
     let mut ask = vm.command(bed.host(1), program);
     ask.args(["ask", &tid]);
-    let done = must(ask, SOON).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    let done = must(ask, SOON).sure(&vm);
     assert!(done.out.contains("sum GOOD"), "{done:?}");
     let refused = vm.migrate(&tid, "h1").expect("ends");
     assert!(!refused.good() && refused.err.lines().count() == 1, "{refused:?}");
     assert_eq!(vm.host_of(&tid).expect("alive"), "h2");
-    let entry = vm
-        .event(SOON, "refused move", |entry| matches!(entry.kind, EventKind::MoveFailed { .. }))
-        .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    let entry = vm.event(SOON, "refused move", |entry| matches!(entry.kind, EventKind::MoveFailed { .. })).sure(&vm);
     let EventKind::MoveFailed { why: Failure::Refused(reasons), .. } = &entry.kind else { panic!("{entry:?}") };
     // What it says that can be done is what works: see tests/tests/engines.rs for the second way.
     let hint =

@@ -4,7 +4,7 @@ use sempa_proto::event::EventKind;
 use sempa_tests::needs::{testbed, testbed_with_own_engine};
 use sempa_tests::ring_job::Job;
 use sempa_tests::vm::Settings;
-use sempa_tests::{Vm, eventually};
+use sempa_tests::{Sure, Vm, eventually};
 use std::fs;
 use std::path::Path;
 use std::time::Duration;
@@ -25,19 +25,15 @@ fn settings(as_alice: bool, first: &str, workers: &str) -> Settings {
     Settings { as_alice, env, ..Settings::default() }
 }
 
-fn must<T>(vm: &Vm<'_>, done: anyhow::Result<T>) -> T {
-    done.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()))
-}
-
 fn made(vm: &Vm<'_>) -> usize {
-    let events = must(vm, vm.events());
+    let events = vm.events().sure(vm);
     events.iter().filter(|entry| matches!(entry.kind, EventKind::Checkpointed { .. })).count()
 }
 
 fn until_more_are_made(vm: &Vm<'_>, more: usize) {
     let wanted = made(vm) + more;
     let enough = || if made(vm) >= wanted { Ok(()) } else { Err("no newer checkpoint".to_string()) };
-    must(vm, eventually(LONG, enough));
+    eventually(LONG, enough).sure(vm);
 }
 
 /// Names in a folder that no task has put there.
@@ -53,7 +49,7 @@ fn no_strangers(vm: &Vm<'_>, folder: &Path) {
         left if left.is_empty() => Ok(()),
         left => Err(format!("{left:?}")),
     };
-    must(vm, eventually(LONG, none));
+    eventually(LONG, none).sure(vm);
 }
 
 #[test]
@@ -63,7 +59,7 @@ fn a_job_of_an_ordinary_user_goes_back_to_its_own_checkpoints_when_hosts_of_it_a
     vm.add(&["h2", "h3", "h4"]).expect("the others join");
     let job = Job::start_own(&vm, "-h2", 600);
     job.go_on(&vm, 5);
-    let first = must(&vm, vm.json(&["checkpoint", "--every", "1s", &job.tid]));
+    let first = vm.json(&["checkpoint", "--every", "1s", &job.tid]).sure(&vm);
     let (own, tasks) = (first[0]["own"].as_array(), first[0]["tasks"].as_array());
     assert!(own.is_some_and(|own| own.len() == 5) && own == tasks, "{first:?}");
     for lost in [3, 2] {
@@ -73,14 +69,14 @@ fn a_job_of_an_ordinary_user_goes_back_to_its_own_checkpoints_when_hosts_of_it_a
         let name = format!("h{lost}");
         let is_back =
             |kind: &EventKind| matches!(kind, EventKind::Restarted { why, .. } if *why == format!("{name} was lost"));
-        must(&vm, vm.event(LONG, "a job that went back", |entry| is_back(&entry.kind)));
+        vm.event(LONG, "a job that went back", |entry| is_back(&entry.kind)).sure(&vm);
     }
     job.finish(&vm);
     let frozen = |kind: &EventKind| match kind {
         EventKind::Checkpointed { frozen, .. } => Some(frozen.0 / 1000),
         _ => None,
     };
-    let all: Vec<u64> = must(&vm, vm.events()).iter().filter_map(|entry| frozen(&entry.kind)).collect();
+    let all: Vec<u64> = vm.events().sure(&vm).iter().filter_map(|entry| frozen(&entry.kind)).collect();
     eprintln!("{} checkpoints; milliseconds from the first that had ended until the last was kept: {all:?}", all.len());
     no_strangers(&vm, &job.folder);
     vm.halt().expect("halts");
@@ -94,7 +90,7 @@ fn a_job_without_criu_on_any_host_goes_on_in_a_new_virtual_machine_from_what_it_
     vm.add(&["h2", "h3"]).expect("the others join");
     let job = Job::start_own(&vm, "-h2", 300);
     job.go_on(&vm, 5);
-    let said = must(&vm, vm.pvm(&["checkpoint", &job.tid]));
+    let said = vm.pvm(&["checkpoint", &job.tid]).sure(&vm);
     assert!(
         said.good() && said.out.contains(&format!("5 tasks of job {} by their own checkpoints", job.tid)),
         "{said:?}\n{}",
@@ -108,12 +104,12 @@ fn a_job_without_criu_on_any_host_goes_on_in_a_new_virtual_machine_from_what_it_
     }
     // What programs have written since would lead them astray.
     fs::write(job.folder.join(format!("state-{}", job.tid)), "of another time").expect("written");
-    let vm = must(&vm, Vm::start(&bed, settings(false, "own", "own")));
-    must(&vm, vm.add(&["h2", "h3"]));
-    let again = must(&vm, vm.pvm(&["restart", &set, "--on", "h1,h3"]));
+    let vm = Vm::start(&bed, settings(false, "own", "own")).sure(&vm);
+    vm.add(&["h2", "h3"]).sure(&vm);
+    let again = vm.pvm(&["restart", &set, "--on", "h1,h3"]).sure(&vm);
     assert!(again.good() && !again.out.contains("h2"), "{again:?}\n{}", vm.logs());
     // One of them moves on, by the same way.
-    let moved = must(&vm, vm.migrate_when_ready(&job.tid, "h2"));
+    let moved = vm.migrate_when_ready(&job.tid, "h2").sure(&vm);
     assert!(moved.good() && moved.out.contains("by its own checkpoint"), "{moved:?}\n{}", vm.logs());
     job.finish(&vm);
     no_strangers(&vm, &job.folder);
@@ -127,14 +123,14 @@ fn where_criu_and_programs_write_one_checkpoint_together_it_is_whole() {
     vm.add(&["h2", "h3"]).expect("the others join");
     let job = Job::start_own(&vm, "-h2", 300);
     job.go_on(&vm, 5);
-    let first = must(&vm, vm.json(&["checkpoint", "--every", "1s", &job.tid]));
+    let first = vm.json(&["checkpoint", "--every", "1s", &job.tid]).sure(&vm);
     let own: Vec<&str> = first[0]["own"].as_array().into_iter().flatten().filter_map(|tid| tid.as_str()).collect();
     assert!(own.len() == 4 && !own.contains(&&*job.tid), "{first:?}\n{}", vm.logs());
     until_more_are_made(&vm, 2);
     job.go_on(&vm, 2);
     bed.host(3).kill_all();
     let is_back = |kind: &EventKind| matches!(kind, EventKind::Restarted { .. });
-    must(&vm, vm.event(LONG, "a job that went back", |entry| is_back(&entry.kind)));
+    vm.event(LONG, "a job that went back", |entry| is_back(&entry.kind)).sure(&vm);
     job.finish(&vm);
     vm.halt().expect("halts");
 }
@@ -147,33 +143,31 @@ fn a_set_whose_files_cannot_be_put_back_is_not_started_and_no_file_is_changed() 
     let job = Job::start_own(&vm, "-h2", 150);
     job.go_on(&vm, 5);
     let blocked = job.folder.join(format!("state-{}", job.tid));
-    let other = must(&vm, vm.tasks()).into_iter().map(|task| task.tid).find(|tid| *tid != job.tid).expect("a worker");
-    let good = must(&vm, vm.pvm(&["checkpoint", &job.tid]));
+    let other = vm.tasks().sure(&vm).into_iter().map(|task| task.tid).find(|tid| *tid != job.tid).expect("a worker");
+    let good = vm.pvm(&["checkpoint", &job.tid]).sure(&vm);
     assert!(good.good(), "{good:?}\n{}", vm.logs());
     let set = good.out.split(':').next().expect("a name").to_string();
     assert!(blocked.is_file(), "it has written it");
-    let alive = must(&vm, vm.pvm(&["restart", &set]));
+    let alive = vm.pvm(&["restart", &set]).sure(&vm);
     assert!(!alive.good() && alive.err.contains(&other) && alive.err.contains("alive"), "{alive:?}");
     job.finish(&vm);
     // Now they are gone, and one of the files has no place to go to.
-    must(
-        &vm,
-        eventually(LONG, || match vm.tasks() {
-            Ok(tasks) if tasks.iter().all(|task| task.tid != job.tid && task.tid != other) => Ok(()),
-            other => Err(format!("{other:?}")),
-        }),
-    );
+    eventually(LONG, || match vm.tasks() {
+        Ok(tasks) if tasks.iter().all(|task| task.tid != job.tid && task.tid != other) => Ok(()),
+        other => Err(format!("{other:?}")),
+    })
+    .sure(&vm);
     fs::remove_file(&blocked).expect("removed");
     fs::create_dir(&blocked).expect("a folder");
     let newer = job.folder.join(format!("state-{other}"));
     fs::write(&newer, "newer").expect("written");
-    let refused = must(&vm, vm.pvm(&["restart", &set]));
+    let refused = vm.pvm(&["restart", &set]).sure(&vm);
     assert!(!refused.good() && refused.err.contains("it is no regular file"), "{refused:?}\n{}", vm.logs());
     assert_eq!(fs::read_to_string(&newer).expect("there"), "newer", "nothing has taken its place");
     no_strangers(&vm, &job.folder);
     fs::remove_dir(&blocked).expect("removed");
     fs::remove_file(job.folder.join("result")).expect("removed");
-    let again = must(&vm, vm.pvm(&["restart", &set]));
+    let again = vm.pvm(&["restart", &set]).sure(&vm);
     assert!(again.good(), "{again:?}\n{}", vm.logs());
     job.finish(&vm);
     vm.halt().expect("halts");

@@ -5,7 +5,7 @@ use sempa_tests::needs::testbed;
 use sempa_tests::run::must;
 use sempa_tests::ssh::Login;
 use sempa_tests::vm::Settings;
-use sempa_tests::{Vm, eventually};
+use sempa_tests::{Sure, Vm, eventually};
 use std::time::Duration;
 
 const SOON: Duration = Duration::from_secs(60);
@@ -13,7 +13,7 @@ const SOON: Duration = Duration::from_secs(60);
 fn ask(vm: &Vm, tid: &str) -> u64 {
     let mut command = vm.command(vm.bed().host(1), vm.home().join("pvm3/bin/LINUX64/hold"));
     command.args(["ask", tid]);
-    let done = must(command, SOON).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    let done = must(command, SOON).sure(vm);
     assert!(done.out.contains("sum GOOD"), "{done:?}");
     done.out.split(' ').nth(1).and_then(|count| count.parse().ok()).unwrap_or_else(|| panic!("{done:?}"))
 }
@@ -42,8 +42,7 @@ fn guests_leave_when_the_owner_logs_in_and_the_host_is_used_again_after() {
         let native = vm.spawn(&["-h3", "hold", "1"]).expect("spawned");
         let counts: Vec<u64> = guests.iter().map(|tid| ask(vm, tid)).collect();
         let login = Login::new(vm.bed(), "olga", vm.bed().host(2)).expect("a login");
-        vm.event(SOON, "clean host", |entry| matches!(entry.kind, EventKind::HostClean { .. }))
-            .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+        vm.event(SOON, "clean host", |entry| matches!(entry.kind, EventKind::HostClean { .. })).sure(vm);
         for (tid, count) in guests.iter().zip(counts) {
             assert_ne!(vm.host_of(tid).expect("alive"), "h2");
             assert!(ask(vm, tid) > count, "{tid} has gone on counting");

@@ -10,7 +10,7 @@ use sempa_tests::speaker::owner;
 use sempa_tests::ssh::Login;
 use sempa_tests::testbed::Host;
 use sempa_tests::vm::Settings;
-use sempa_tests::{Vm, eventually};
+use sempa_tests::{Sure, Vm, eventually};
 use std::fs;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -84,17 +84,16 @@ fn watched(vm: &Vm, host: usize, is_so: impl Fn(&serde_json::Value) -> bool) {
         let one = value["virtual_machines"].as_array().and_then(|all| all.first().cloned());
         if one.as_ref().is_some_and(&is_so) { Ok(()) } else { Err(value.to_string()) }
     };
-    eventually(SOON, look).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    eventually(SOON, look).sure(vm);
 }
 
 fn stopped(vm: &Vm) {
-    vm.event(SOON, "guests that stand still", |entry| matches!(entry.kind, EventKind::GuestsStopped { .. }))
-        .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    vm.event(SOON, "guests that stand still", |entry| matches!(entry.kind, EventKind::GuestsStopped { .. })).sure(vm);
 }
 
 /// By its own clock the guest did not run between these times.
 fn assert_still(vm: &Vm, guest: &str, from: u64, to: u64) {
-    let gaps = vm.gaps(guest).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    let gaps = vm.gaps(guest).sure(vm);
     assert!(gaps.iter().any(|gap| gap.0 <= from && gap.1 >= to), "{guest} ran between {from} and {to}: {gaps:?}");
 }
 
@@ -152,14 +151,13 @@ fn guests_stand_still_when_the_load_watcher_is_killed_while_the_owner_is_there_w
                 [pid] if pid != dead => Ok(()),
                 ref other => Err(format!("{other:?}")),
             })
-            .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+            .sure(vm);
             watched(vm, 2, present);
         }
         stands_still(theirs, pid);
         let end = now();
         login.out().expect("logs out");
-        vm.event(SOON, "guests that go on", |entry| matches!(entry.kind, EventKind::GuestsContinued { .. }))
-            .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+        vm.event(SOON, "guests that go on", |entry| matches!(entry.kind, EventKind::GuestsContinued { .. })).sure(vm);
         assert_still(vm, guest, begin, end);
         vm.halt().expect("halts");
     });
@@ -174,8 +172,7 @@ fn an_owner_who_leaves_within_the_time_that_he_gives_guests_finds_them_continued
         let still = stands_still(theirs, pid);
         let end = now();
         login.out().expect("logs out");
-        vm.event(SOON, "guests that go on", |entry| matches!(entry.kind, EventKind::GuestsContinued { .. }))
-            .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+        vm.event(SOON, "guests that go on", |entry| matches!(entry.kind, EventKind::GuestsContinued { .. })).sure(vm);
         assert_still(vm, guest, still - STILL, end);
         vm.event(SOON, "absent owner", |entry| matches!(entry.kind, EventKind::OwnerAbsent { .. })).expect("seen");
         assert_eq!(vm.host_of(guest).expect("alive"), "h2");

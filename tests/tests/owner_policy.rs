@@ -13,7 +13,7 @@ use sempa_tests::speaker::owner;
 use sempa_tests::ssh;
 use sempa_tests::testbed::{ALICE_UID, OLGA_UID};
 use sempa_tests::vm::Settings;
-use sempa_tests::{Testbed, Vm, eventually};
+use sempa_tests::{Sure, Testbed, Vm, eventually};
 use serde_json::Value;
 use std::fs::{self, FileTimes};
 use std::os::unix::fs::chown;
@@ -31,7 +31,7 @@ fn status(vm: &Vm, host: usize, what: &str, is_so: impl Fn(&Value) -> bool) -> V
             _ => Err(format!("not {what}: {value}")),
         }
     };
-    eventually(SOON, look).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()))
+    eventually(SOON, look).sure(vm)
 }
 
 /// Nobody is there; on a machine that does something else besides this test somebody may seem to be.
@@ -60,12 +60,11 @@ fn watched_on(bed: &Testbed, as_alice: bool, test: impl FnOnce(&Vm)) {
 }
 
 fn clean(vm: &Vm) {
-    vm.event(SOON, "clean host", |entry| matches!(entry.kind, EventKind::HostClean { .. }))
-        .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    vm.event(SOON, "clean host", |entry| matches!(entry.kind, EventKind::HostClean { .. })).sure(vm);
 }
 
 fn note(vm: &Vm, says: &str) {
-    vm.event(SOON, says, |entry| entry.text.contains(says)).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    vm.event(SOON, says, |entry| entry.text.contains(says)).sure(vm);
 }
 
 /// Waits until some spawn that names no host is placed there.
@@ -75,7 +74,7 @@ fn used_again(vm: &Vm, wanted: &str) {
         let host = vm.host_of(&tid).map_err(|error| format!("{error:#}"))?;
         if host == wanted { Ok(()) } else { Err(format!("placed on {host}")) }
     };
-    eventually(SOON, spawn).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    eventually(SOON, spawn).sure(vm);
 }
 
 #[test]
@@ -178,7 +177,7 @@ fn a_limit_that_is_taken_back_while_no_load_watcher_runs_leaves_no_guest_confine
                 all if all == count => Ok(()),
                 other => Err(format!("{other} processors")),
             })
-            .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()))
+            .sure(vm)
         };
         owner(vm.bed(), 2, &["limit", "1", "cores"]);
         has(1);

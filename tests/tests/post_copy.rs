@@ -8,7 +8,7 @@ use sempa_tests::needs::testbed_with_env;
 use sempa_tests::steps::{Cell, Edge, Fault, HOSTS, Rounds, Share, Whom, never, only_target_has_it, strike, strike_at};
 use sempa_tests::testbed::gone;
 use sempa_tests::vm::Settings;
-use sempa_tests::{Testbed, Vm, eventually};
+use sempa_tests::{Sure, Testbed, Vm, eventually};
 use std::time::Duration;
 
 const SOON: Duration = Duration::from_secs(60);
@@ -26,7 +26,7 @@ const SLOWLY: &str = "1000000";
 
 fn reached(vm: &Vm, tid: &str, wanted: Step) {
     let is = |kind: &EventKind| matches!(kind, EventKind::Moving { tid: of, step, .. } if *step == wanted && of.to_string() == tid);
-    vm.event(SOON, "the step", |entry| is(&entry.kind)).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    vm.event(SOON, "the step", |entry| is(&entry.kind)).sure(vm);
 }
 
 #[test]
@@ -77,8 +77,7 @@ fn a_task_whose_memory_was_on_a_host_that_dies_ends_and_everybody_is_told_why() 
             }
             _ => false,
         };
-        vm.event(SOON, "the reason", |entry| lost(&entry.kind))
-            .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+        vm.event(SOON, "the reason", |entry| lost(&entry.kind)).sure(vm);
         let done = moving.finish(SOON).expect("the console ends");
         assert!(!done.good(), "{done:?}");
         eventually(SOON, || match vm.tasks() {
@@ -97,9 +96,8 @@ fn a_job_goes_back_to_its_checkpoint_when_the_host_dies_that_had_memory_of_it() 
         // The checkpoint is no faster than the move.
         let tid = vm.spawn(&["-h2", "hold", "16"]).expect("spawned");
         is_whole(vm, &tid);
-        let event = |what: &str, is: &dyn Fn(&EventKind) -> bool| {
-            vm.event(SOON, what, |entry| is(&entry.kind)).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()))
-        };
+        let event =
+            |what: &str, is: &dyn Fn(&EventKind) -> bool| vm.event(SOON, what, |entry| is(&entry.kind)).sure(vm);
         vm.json(&["checkpoint", "--every", "1h", &tid]).expect("a pace");
         event("a checkpoint", &|kind| matches!(kind, EventKind::Checkpointed { .. }));
         let moving = vm.start_migrate(&tid, "h3").expect("it begins");

@@ -11,7 +11,7 @@ use sempa_tests::run::run;
 use sempa_tests::speaker::owner;
 use sempa_tests::ssh::Login;
 use sempa_tests::vm::{Entry, Settings};
-use sempa_tests::{Testbed, Vm, eventually};
+use sempa_tests::{Sure, Testbed, Vm, eventually};
 use serde_json::Value;
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -77,7 +77,7 @@ fn kill_rm(vm: &Vm) -> Duration {
         let events = vm.events().map_err(|error| format!("{error:#}"))?;
         newest(&events).ok_or_else(|| "nobody has registered".to_string())
     });
-    Duration::from_micros(span.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs())))
+    Duration::from_micros(span.sure(vm))
 }
 
 /// Waits until what the resource manager knows now is in its file.
@@ -183,7 +183,7 @@ fn a_killed_resource_manager_with_full_books_answers_again_soon_and_spawns_do_no
                 let done = vm.pvm(&["--json", "why", &tid]).map_err(|error| format!("{error:#}"))?;
                 if done.good() { Ok(begun.elapsed()) } else { Err(done.err) }
             });
-            let answered = answered.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+            let answered = answered.sure(vm);
             let (other, spawned) = spawner.join().expect("no spawn fails");
             println!(
                 "with {} MB of books: answered after {:.2} s, a spawn meanwhile took {:.2} s",
@@ -328,14 +328,12 @@ fn load_watchers_guard_their_owners_without_a_resource_manager_and_report_to_the
     let guest = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
     kill_for_good(&vm);
     let login = Login::new(vm.bed(), "olga", vm.bed().host(2)).expect("a login");
-    vm.event(SOON, "guests that are stopped", |entry| matches!(entry.kind, EventKind::GuestsStopped { .. }))
-        .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    vm.event(SOON, "guests that are stopped", |entry| matches!(entry.kind, EventKind::GuestsStopped { .. })).sure(&vm);
     let is_stopped = |tid: &str| vm.tasks().expect("a list").iter().any(|task| task.tid == tid && task.stopped);
     assert!(is_stopped(&guest));
     assert_eq!(watchers(&vm, 2), before);
     vm.spawn(&["-h1", "pvm-rm"]).expect("another resource manager");
-    vm.event(SOON, "clean host", |entry| matches!(entry.kind, EventKind::HostClean { .. }))
-        .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    vm.event(SOON, "clean host", |entry| matches!(entry.kind, EventKind::HostClean { .. })).sure(&vm);
     assert_eq!(vm.host_of(&guest).expect("alive"), "h1");
     assert_eq!(watchers(&vm, 2), before, "they report to the next one");
     login.out().expect("logs out");
@@ -368,12 +366,12 @@ fn a_host_keeps_to_what_its_owner_allows_without_a_resource_manager() {
             let events = vm.events().map_err(|error| format!("{error:#}"))?;
             if events.iter().any(|entry| entry.text.contains(why)) { Ok(()) } else { Err(format!("no {why}")) }
         })
-        .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+        .sure(&vm);
     };
     refused(&["-h2", "busy"], "its owner lets nobody run busy");
     // The last of those that were started may be about to end.
     let allowed = || vm.spawn(&["-h2", "hold", "1"]).map_err(|error| format!("{error:#}"));
-    let guest = eventually(SOON, allowed).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    let guest = eventually(SOON, allowed).sure(&vm);
     refused(&["-h2", "hold", "1"], "its owner allows one task, and it is there");
     let others: Vec<String> = (0..3).map(|_| vm.spawn(&["hold", "1"]).expect("there is another host")).collect();
     assert!(others.iter().all(|tid| vm.host_of(tid).expect("alive") == "h1"), "{}", vm.logs());
@@ -413,7 +411,7 @@ fn a_policy_file_is_followed_and_a_record_is_run_under_another_policy() {
         assert_eq!(hosts(vm), ["h1", "h1", "h2", "h2"]);
         let note = |text: &str| {
             let says = |entry: &Entry| matches!(&entry.kind, EventKind::Note { text: told } if told.contains(text));
-            vm.event(SOON, text, says).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()))
+            vm.event(SOON, text, says).sure(vm)
         };
         std::fs::write(file("rm.toml"), "placing = \"round-robin\"\nuser_task = 6\n").expect("it can be written");
         note("rm.toml, line 2: unknown field `user_task`");

@@ -13,7 +13,7 @@ use sempa_tests::steps::{
 };
 use sempa_tests::vm::Settings;
 use sempa_tests::witnesses::Witnesses;
-use sempa_tests::{Testbed, Vm};
+use sempa_tests::{Sure, Testbed, Vm};
 use std::collections::HashMap;
 use std::time::Duration;
 
@@ -30,10 +30,6 @@ fn times(few: usize, all: usize) -> usize {
     if is_full() { all } else { few }
 }
 
-fn must<T>(vm: &Vm<'_>, done: anyhow::Result<T>) -> T {
-    done.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()))
-}
-
 fn with_hosts(count: usize, test: impl FnOnce(&Vm<'_>, &[&str])) {
     let Some((bed, _)) = testbed(count) else { return };
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
@@ -44,8 +40,8 @@ fn with_hosts(count: usize, test: impl FnOnce(&Vm<'_>, &[&str])) {
 }
 
 fn finish(vm: &Vm<'_>, crowd: Crowd) {
-    must(vm, crowd.all_in_place(vm));
-    let account = must(vm, crowd.finish());
+    crowd.all_in_place(vm).sure(vm);
+    let account = crowd.finish().sure(vm);
     assert!(account.is_good(), "{account:?}\n{}", vm.logs());
     eprintln!("{account:?}");
 }
@@ -53,16 +49,16 @@ fn finish(vm: &Vm<'_>, crowd: Crowd) {
 /// All workers begin on `hosts`, and are moved among those that there are, one after the other, each when all have their
 /// routes again.
 fn moved_with_routes(vm: &Vm<'_>, hosts: &[&str], to: &[&str], moves: usize) {
-    let mut crowd = must(vm, Crowd::start_with(vm, WORKERS, &["-d"], hosts));
-    let mut had = must(vm, crowd.have_routes(&EVERYBODY, &HashMap::new()));
+    let mut crowd = Crowd::start_with(vm, WORKERS, &["-d"], hosts).sure(vm);
+    let mut had = crowd.have_routes(&EVERYBODY, &HashMap::new()).sure(vm);
     let mut dice = Dice::new(17);
     for number in 0..moves {
         let who = dice.below(WORKERS);
         let others: Vec<&str> = to.iter().copied().filter(|name| *name != crowd.workers[who].1).collect();
         let host = others[dice.below(others.len())];
         eprintln!("move {number}: worker {who} from {} to {host}", crowd.workers[who].1);
-        must(vm, crowd.move_one(vm, who, host));
-        had = must(vm, crowd.have_routes(&[who], &had));
+        crowd.move_one(vm, who, host).sure(vm);
+        had = crowd.have_routes(&[who], &had).sure(vm);
     }
     finish(vm, crowd);
 }
@@ -76,10 +72,10 @@ fn tasks_of_one_host_are_moved_apart_and_together_again_and_their_rings_lose_dou
 #[test]
 fn crowds_with_direct_routes_are_moved_three_at_a_time_and_every_message_comes_once() {
     with_hosts(3, |vm, hosts| {
-        let mut crowd = must(vm, Crowd::start_with(vm, 2 * WORKERS, &["-d", "-k", "2"], hosts));
+        let mut crowd = Crowd::start_with(vm, 2 * WORKERS, &["-d", "-k", "2"], hosts).sure(vm);
         let mut dice = Dice::new(23);
         for _ in 0..times(4, 12) {
-            must(vm, crowd.move_some(vm, &mut dice, 3));
+            crowd.move_some(vm, &mut dice, 3).sure(vm);
         }
         finish(vm, crowd);
     });
@@ -91,18 +87,18 @@ fn crowds_with_direct_routes_are_moved_three_at_a_time_and_every_message_comes_o
 fn guests_with_rings_and_direct_routes_are_stopped_moved_and_go_on_and_every_message_comes_once() {
     with_hosts(2, |vm, hosts| {
         let mut owner = Speaker::new(vm, vm.bed().host(2), env!("CARGO_BIN_EXE_owner-speaks"));
-        let mut crowd = must(vm, Crowd::start_with(vm, WORKERS, &["-d"], &hosts[1..]));
-        must(vm, crowd.have_routes(&EVERYBODY, &HashMap::new()));
+        let mut crowd = Crowd::start_with(vm, WORKERS, &["-d"], &hosts[1..]).sure(vm);
+        crowd.have_routes(&EVERYBODY, &HashMap::new()).sure(vm);
         let mut dice = Dice::new(29);
         for number in 0..times(4, 16) {
             owner.say(&format!("stop number {number}"));
             let told = |kind: &EventKind| matches!(kind, EventKind::GuestsStopped { why, .. } if *why == format!("number {number}"));
-            must(vm, vm.event(SOON, "guests that stand still", |entry| told(&entry.kind)));
+            vm.event(SOON, "guests that stand still", |entry| told(&entry.kind)).sure(vm);
             let there: Vec<usize> = EVERYBODY.into_iter().filter(|who| crowd.workers[*who].1 == "h2").collect();
             let leaves = there[dice.below(there.len())];
-            must(vm, crowd.move_one(vm, leaves, "h1"));
+            crowd.move_one(vm, leaves, "h1").sure(vm);
             owner.say("welcome nobody is there");
-            must(vm, crowd.move_one(vm, leaves, "h2"));
+            crowd.move_one(vm, leaves, "h2").sure(vm);
         }
         finish(vm, crowd);
     });
@@ -114,8 +110,8 @@ fn with_rounds(bed: &Testbed, home: Option<usize>, test: impl FnOnce(&mut Rounds
     if let Some(home) = home {
         vm.add(&[bed.host(home).name()]).expect("it joins");
     }
-    let witnesses = must(&vm, Witnesses::start_on(&vm, home.unwrap_or(1), true));
-    let mut rounds = must(&vm, Rounds::with(&vm, witnesses, home));
+    let witnesses = Witnesses::start_on(&vm, home.unwrap_or(1), true).sure(&vm);
+    let mut rounds = Rounds::with(&vm, witnesses, home).sure(&vm);
     test(&mut rounds);
     vm.halt().expect("halts");
 }

@@ -5,7 +5,7 @@ use sempa_tests::dice::Dice;
 use sempa_tests::footprint::{Footprint, KINDS, TASKS};
 use sempa_tests::needs::testbed;
 use sempa_tests::vm::Settings;
-use sempa_tests::{Vm, eventually};
+use sempa_tests::{Sure, Vm, eventually};
 use std::time::Duration;
 
 const LONG: Duration = Duration::from_secs(120);
@@ -33,14 +33,14 @@ fn counts(footprint: &Footprint) -> Vec<(&'static str, [u64; 2])> {
 
 /// Has tasks talk and moves them, some at the same time and so often.
 fn moved(vm: &Vm, rounds: &[(usize, usize)], dice: &mut Dice) {
-    let mut crowd = Crowd::start(vm, WORKERS, REACH, &HOSTS).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    let mut crowd = Crowd::start(vm, WORKERS, REACH, &HOSTS).sure(vm);
     for (at_once, times) in rounds {
         for _ in 0..*times {
-            crowd.move_some(vm, dice, *at_once).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+            crowd.move_some(vm, dice, *at_once).sure(vm);
         }
     }
     crowd.all_in_place(vm).expect("where they were moved to");
-    let account = crowd.finish().unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    let account = crowd.finish().sure(vm);
     assert!(account.is_good(), "{account:?}\n{}", vm.logs());
     eprintln!("{account:?}");
     sempa_tests::eventually(LONG, || match Footprint::of(vm).kinds[TASKS].processes {

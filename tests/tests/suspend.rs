@@ -8,7 +8,7 @@ use sempa_tests::needs::testbed;
 use sempa_tests::run::{Running, must};
 use sempa_tests::testbed::{ALICE_UID, Host, OLGA_UID};
 use sempa_tests::vm::{Settings, Task};
-use sempa_tests::{Vm, eventually, programs};
+use sempa_tests::{Sure, Vm, eventually, programs};
 use serde_json::Value;
 use std::path::Path;
 use std::process::Stdio;
@@ -48,7 +48,7 @@ fn is_frozen(host: &Host, pid: i32) -> bool {
 }
 
 fn task(vm: &Vm, tid: &str) -> Task {
-    let tasks = vm.tasks().unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    let tasks = vm.tasks().sure(vm);
     tasks.into_iter().find(|t| t.tid == tid).unwrap_or_else(|| panic!("{tid} is not there\n{}", vm.logs()))
 }
 
@@ -66,7 +66,7 @@ fn still(vm: &Vm, tid: &str) -> u64 {
         let (state, used) = stat(host(vm, &task), task.pid);
         if stands || state == "T" { Ok(used) } else { Err(format!("{tid} is in state {state} and not frozen")) }
     })
-    .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()))
+    .sure(vm)
 }
 
 /// Waits until this span is over.
@@ -77,7 +77,7 @@ fn pass(until: u64) {
 /// Has a job suspended or resumed; what the resource manager says.
 fn order(vm: &Vm, words: &[&str]) -> Value {
     let answer = vm.json(&[&["job"], words].concat());
-    answer.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs())).pop().expect("one value")
+    answer.sure(vm).pop().expect("one value")
 }
 
 fn tids(value: &Value) -> Vec<String> {
@@ -93,12 +93,12 @@ fn with_job(test: impl FnOnce(&Vm, &[String])) {
     vm.program("busy").expect("gcc");
     let top = vm.spawn(&["-h2", "busy", "1"]).expect("spawned");
     // Whoever answers has connected, and started the other one before.
-    vm.gaps(&top).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    vm.gaps(&top).sure(&vm);
     let all = vm.tasks().expect("tasks").into_iter().filter(|task| task.name == "busy");
     let job: Vec<String> = all.map(|task| task.tid).collect();
     assert!(job.len() == 2 && job.contains(&top), "{job:?}");
     for tid in &job {
-        vm.gaps(tid).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+        vm.gaps(tid).sure(&vm);
     }
     test(&vm, &job);
     vm.halt().expect("halts");
@@ -106,7 +106,7 @@ fn with_job(test: impl FnOnce(&Vm, &[String])) {
 
 /// By its own clock a task stood still from one time to another, and goes on.
 fn assert_stood(vm: &Vm, tid: &str, from: u64, to: u64) {
-    let gaps = vm.gaps(tid).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    let gaps = vm.gaps(tid).sure(vm);
     assert!(gaps.iter().any(|gap| gap.0 <= from && gap.1 >= to), "{tid}: {gaps:?}; it was still from {from} to {to}");
 }
 
@@ -214,7 +214,7 @@ fn with_two_users(test: impl FnOnce(&Vm)) {
         let watchers = tasks.iter().filter(|task| task.name.ends_with("pvm-load-watcher") && task.pid > 0).count();
         if watchers == 2 { Ok(()) } else { Err(format!("{watchers} watchers: {tasks:?}")) }
     })
-    .unwrap_or_else(|error| panic!("{error}\n{}", vm.logs()));
+    .sure(&vm);
     test(&vm);
     vm.halt().expect("halts");
 }
@@ -236,7 +236,7 @@ fn who_has_taken_much_stands_still_while_another_user_has_his_place_and_goes_on_
         spawn.args(["--json", "spawn", "hold", "1"]);
         let spawn = Running::start(spawn, Stdio::null()).expect("the console runs");
         let done = spawn.finish(SOON).and_then(|done| done.expect_good("spawn"));
-        let done = done.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+        let done = done.sure(vm);
         let answer: Value = serde_json::from_str(done.out.trim()).expect("a value");
         let theirs = answer["results"][0]["tid"].as_str().unwrap_or_else(|| panic!("{answer}")).to_string();
 
@@ -251,12 +251,12 @@ fn who_has_taken_much_stands_still_while_another_user_has_his_place_and_goes_on_
 
         vm.pvm(&["kill", &theirs]).expect("pvm").expect_good("kill").expect("it ends");
         let goes_on = || if task(vm, gave_way).suspended { Err("it is suspended".to_string()) } else { Ok(()) };
-        eventually(SOON, goes_on).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+        eventually(SOON, goes_on).sure(vm);
         let told = why(vm, gave_way);
         assert!(told.contains("for user 0 again"), "{told}");
         let mut ask = vm.command(vm.bed().host(1), vm.home().join("pvm3/bin/LINUX64/hold"));
         ask.args(["ask", gave_way]);
-        let answer = must(ask, SOON).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+        let answer = must(ask, SOON).sure(vm);
         assert!(answer.out.contains("sum GOOD"), "{answer:?}");
     });
 }

@@ -7,7 +7,7 @@ use sempa_tests::needs::testbed;
 use sempa_tests::run::Running;
 use sempa_tests::speaker::Speaker;
 use sempa_tests::vm::Settings;
-use sempa_tests::{Vm, eventually};
+use sempa_tests::{Sure, Vm, eventually};
 use std::collections::HashMap;
 use std::io::Write;
 use std::process::Stdio;
@@ -50,13 +50,13 @@ impl Talk {
                 Err(format!("not all talk yet: {} {}", tail(&out), director.err_so_far().unwrap_or_default()))
             }
         });
-        Talk { director, workers: workers.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs())) }
+        Talk { director, workers: workers.sure(vm) }
     }
 
     /// Has everybody finish; panics unless nothing was lost, doubled, damaged or out of order.
     fn finish(mut self, vm: &Vm) -> String {
         self.director.take_stdin().expect("piped").write_all(b"end\n").expect("it listens");
-        let done = self.director.finish(LONG).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+        let done = self.director.finish(LONG).sure(vm);
         let summary = done.out.lines().filter(|line| !line.starts_with("progress")).collect::<Vec<_>>().join("\n");
         assert!(done.good(), "{}\n{summary}\n{}\n{}", done.status, done.err, vm.logs());
         assert!(summary.contains("lost=0 doubled=0 disordered=0 damaged=0"), "{summary}");
@@ -87,7 +87,7 @@ fn move_and_wait_for_routes(vm: &Vm, talk: &mut Talk) {
             let missing: Vec<_> = pairs.flat_map(|(a, b)| [(a, b), (b, a)]).filter(lacks).collect();
             if missing.is_empty() { Ok(now) } else { Err(format!("no route yet: {missing:?} of {now:?}")) }
         });
-        found.unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()))
+        found.sure(vm)
     };
     let mut before = all_have(&[0, 1, 2, 3, 4, 5], &|_| 1);
     for number in 0..MOVES_WITH_ROUTES {
@@ -167,7 +167,7 @@ fn belongs(vm: &Vm, tid: &str) {
         let task = tasks.into_iter().find(|task| task.tid == tid).ok_or("it is in no list")?;
         if task.moving { Err(format!("{task:?}")) } else { Ok(()) }
     })
-    .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    .sure(vm);
 }
 
 #[test]
@@ -191,7 +191,7 @@ fn guests_that_are_stopped_moved_and_go_on_while_they_talk_lose_double_and_reord
             }
             _ => false,
         };
-        vm.event(SOON, "guests that stand still", told).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+        vm.event(SOON, "guests that stand still", told).sure(&vm);
         if number % 3 != 0 && !theirs.is_empty() {
             let who = theirs[dice.below(theirs.len())];
             let to = if dice.below(2) == 0 { "h1" } else { other };

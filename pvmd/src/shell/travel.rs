@@ -123,15 +123,18 @@ impl Folder {
         Ok(Folder { open, path })
     }
 
-    /// The names of its files, and whether each is a plain file.
+    /// The names of its files.
+    fn names(&self) -> io::Result<Vec<String>> {
+        let unfit = |name| io::Error::new(ErrorKind::InvalidData, format!("{name:?} is no name of an image"));
+        std::fs::read_dir(&self.path)?.map(|entry| entry?.file_name().into_string().map_err(unfit)).collect()
+    }
+
+    /// Its files in the order of their names, with what the system says of each.
     fn entries(&self) -> io::Result<Vec<(String, Metadata)>> {
-        let mut entries = Vec::new();
-        for entry in std::fs::read_dir(&self.path)? {
-            let entry = entry?;
-            let unfit = |name| io::Error::new(ErrorKind::InvalidData, format!("{name:?} is no name of an image"));
-            entries.push((entry.file_name().into_string().map_err(unfit)?, entry.metadata()?));
-        }
-        Ok(entries)
+        let mut names = self.names()?;
+        names.sort();
+        let about = |name: String| std::fs::symlink_metadata(self.path.join(&name)).map(|meta| (name, meta));
+        names.into_iter().map(about).collect()
     }
 }
 
@@ -247,7 +250,7 @@ impl<'a, W: Write> Sender<'a, W> {
         let Some(folder) = &self.folder else { return Ok(()) };
         let path = folder.path.clone();
         // A file may have gone in between.
-        for (name, _) in folder.entries().unwrap_or_default() {
+        for name in folder.names().unwrap_or_default() {
             let grows = name.starts_with(GROWS.0) && name.ends_with(GROWS.1);
             if grows && !self.begun.contains_key(&name) && self.begun.len() < OPEN_FILES_MAX - 1 {
                 let Ok(file) = OpenOptions::new().read(true).write(true).open(path.join(&name)) else { continue };
@@ -268,9 +271,8 @@ impl<'a, W: Write> Sender<'a, W> {
     fn finish(mut self) -> Result<Sent, Failure> {
         self.find()?;
         let folder = self.folder.as_ref().expect("it was found");
-        let mut entries = folder.entries().map_err(io("read", self.dir))?;
+        let entries = folder.entries().map_err(io("read", self.dir))?;
         let path = folder.path.clone();
-        entries.sort_by(|one, other| one.0.cmp(&other.0));
         if let Some((name, _)) = entries.iter().find(|(_, meta)| !meta.is_file()) {
             return Err(Failure::Images(format!("{} is not a plain file", self.dir.join(name).display())));
         }
