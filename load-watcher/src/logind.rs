@@ -28,7 +28,7 @@ const ANSWER_TIME: Duration = Duration::from_secs(10);
 /// Between two attempts to reach it, at first; and at most, where it has never answered or not for long: most machines that have none
 /// will not get one.
 const AGAIN: Duration = Duration::from_secs(60);
-const AGAIN_MAX: Duration = Duration::from_secs(16 * 60);
+const AGAIN_MAX: Duration = Duration::from_secs(5 * 60);
 /// Signals that may wait to be read.
 const SIGNALS_MAX: usize = 256;
 

@@ -18,8 +18,6 @@ pub const PARTS_MAX: usize = 512;
 const TEXT_BYTES_MAX: usize = 1024;
 /// Processors in use below which it does not matter whose they are.
 pub const QUIET: f32 = 0.25;
-/// Processors in use below which figures of one decimal tell nothing of whose they are.
-const IDLE: f32 = 0.05;
 /// Weight of a new measurement in the mean: with one every ten seconds, a mean over about half a minute.
 const WEIGHT: f32 = 0.3;
 /// How the folder of a tasker's control groups is named, in which each task has one.
@@ -57,8 +55,6 @@ pub struct Ours {
     spent: u64,
     sampled: Option<(CpuTimes, u64)>,
     before: Option<(CpuTimes, u64)>,
-    /// Nobody was read for the last measurement.
-    unread: bool,
     /// Ticks since boot when it was last looked who there is.
     looked: u64,
     mean: Option<f32>,
@@ -126,7 +122,6 @@ impl Ours {
             spent: 0,
             sampled: None,
             before: None,
-            unread: false,
             looked: 0,
             mean: None,
         }
@@ -206,10 +201,6 @@ impl Ours {
     /// and when not all are read. `times` are those of the newest sample.
     pub fn sample(&mut self, times: CpuTimes, cores: u32) -> Option<f32> {
         self.spend();
-        if std::mem::take(&mut self.unread) {
-            // What they have used since they were read last is not of the span that is measured next.
-            self.before = Some((times, self.spent));
-        }
         let (before, spent) = self.sampled.replace((times, self.spent))?;
         let total = times.total.checked_sub(before.total).filter(|total| *total > 0)?;
         (!self.many).then(|| processors(self.spent - spent, total, cores))
@@ -223,15 +214,10 @@ impl Ours {
     /// Processors that others used since the last measurement, as a mean over some measurements. `None` while it cannot be
     /// told: the first time, and when tasks of ours came or went; unless so little was used by all that it does not matter.
     pub fn measure(&mut self, times: CpuTimes, cores: u32) -> Option<f32> {
-        let idle = self.before.and_then(|(before, _)| times.busy_since(before));
-        let idle = idle.is_some_and(|busy| busy * (cores as f32) < IDLE);
-        if !idle {
-            self.spend();
-        }
-        let was_unread = std::mem::replace(&mut self.unread, idle);
-        let comparable = !std::mem::take(&mut self.changed) && !self.many && !was_unread && !idle;
+        self.spend();
+        let comparable = !std::mem::take(&mut self.changed) && !self.many;
         let (before, spent) = self.before.replace((times, self.spent))?;
-        let Some(total) = times.total.checked_sub(before.total).filter(|total| *total > 0) else { return self.mean };
+        let total = times.total.checked_sub(before.total).filter(|total| *total > 0)?;
         let busy = times.busy_since(before)? * cores as f32;
         let others = match comparable {
             true => (busy - processors(self.spent - spent, total, cores)).max(0.0),
@@ -366,26 +352,6 @@ mod tests {
         std::fs::remove_dir_all(proc.0.path().join("6")).expect("the test's own folder");
         ours.measure(times(600, 290), 1);
         assert!(ours.measure(times(700, 290), 1).is_some(), "a process that is not there changes nothing");
-    }
-
-    #[test]
-    fn while_a_host_is_idle_nobody_is_read_and_what_was_used_then_is_not_of_what_comes_after() {
-        let proc = Proc::new();
-        let mut ours = Ours::new(proc.0.path());
-        proc.task(5, 0);
-        ours.set(&[5]);
-        ours.measure(times(0, 0), 2);
-        let read = ours.spent;
-        proc.task(5, 3);
-        assert_eq!((ours.measure(times(200, 196), 2), ours.spent), (Some(0.04), read));
-        // Now it computes on one processor, others on half of one.
-        proc.task(5, 53);
-        assert_eq!(ours.sample(times(300, 221), 2), None);
-        let idle = ours.measure(times(300, 221), 2);
-        assert_eq!(idle, Some(0.04), "nothing is known of this moment");
-        proc.task(5, 153);
-        let mean = ours.measure(times(500, 271), 2).expect("comparable");
-        assert!((mean - (0.04 + 0.3 * 0.46)).abs() < 0.001, "{mean}");
     }
 
     #[test]

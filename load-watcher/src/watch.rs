@@ -54,11 +54,13 @@ pub struct Spot {
     dir: Option<WatchDescriptor>,
     /// There is no such folder.
     absent: bool,
+    /// How often it was looked for in vain since.
+    missed: u32,
 }
 
 impl Spot {
     fn new(path: PathBuf, what: What) -> Spot {
-        Spot { path, what, file: None, dir: None, absent: false }
+        Spot { path, what, file: None, dir: None, absent: false, missed: 0 }
     }
 
     /// A file.
@@ -100,6 +102,9 @@ impl Spot {
     }
 }
 
+/// A place without its folder is read for so many looks: the folder may have come and gone between the look and the reading, and what was
+/// read last may not have been understood.
+const MISSED_READ: u32 = 2;
 /// Idle terminals that are watched at most; others are looked at from time to time.
 pub const IDLE_MAX: usize = 64;
 /// The bit of idle terminals.
@@ -158,14 +163,16 @@ impl Watch {
         self.spots[spot].file.is_none() && self.spots[spot].dir.is_none()
     }
 
-    /// Sets the watches of a place that could not be watched so far. True when it may have changed unseen, so that it has to be read;
-    /// not where there was no folder before, and is none now.
-    pub fn is_unseen(&mut self, spot: usize) -> bool {
-        let was_absent = self.spots[spot].absent;
-        self.is_blind(spot) && {
-            self.arm(spot);
-            !(was_absent && self.spots[spot].absent)
+    /// Looks for a place that could not be watched so far, to be called from time to time. True when it has to be read; not where there
+    /// has been no folder for some looks.
+    pub fn look_for(&mut self, spot: usize) -> bool {
+        if !self.is_blind(spot) {
+            return false;
         }
+        self.arm(spot);
+        let spot = &mut self.spots[spot];
+        spot.missed = if spot.absent { spot.missed.saturating_add(1) } else { 0 };
+        spot.missed <= MISSED_READ
     }
 
     /// Sets the watches that are missing; call it before reading, so that no change falls between. A file under this name

@@ -323,7 +323,7 @@ impl Watcher {
 
     /// Reads those of these places that cannot be watched.
     fn look_where_blind(&mut self, which: impl Fn(usize) -> bool) {
-        let new: Vec<bool> = (0..PLACES).map(|place| which(place) && self.watch.is_unseen(place)).collect();
+        let new: Vec<bool> = (0..PLACES).map(|place| which(place) && self.watch.look_for(place)).collect();
         self.read(|place| new[place]);
     }
 

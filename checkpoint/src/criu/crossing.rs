@@ -7,7 +7,7 @@
 use nix::mount::{MntFlags, umount2};
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify, InotifyEvent};
 use sempa_proto::migration::Failure;
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::MetadataExt;
@@ -23,16 +23,16 @@ const SIGNS: [&str; 3] =
 /// A living one exists for less than a millisecond; one of this age was left behind.
 const LEFT_BEHIND_AGE: Duration = Duration::from_secs(2);
 
-/// So long a turn is waited for. It takes milliseconds; one that takes longer belongs to a dump that hangs, and must not have others hang.
-pub(super) const TURN_WAIT_MAX: Duration = Duration::from_millis(500);
+/// So long a turn keeps others waiting. Mostly it takes milliseconds; CRIU writes memory that does not follow in the middle of it, and there are
+/// dumps that hang.
+const TURN_MAX: Duration = Duration::from_millis(500);
+/// So long a turn is waited for, whoever has had it meanwhile.
+pub(super) const WAIT_MAX: Duration = Duration::from_secs(2);
 
-/// So long after the last visit no other one comes, whatever was expected; they are milliseconds apart.
-const VISITS_PAUSE_MAX: Duration = Duration::from_millis(50);
+/// Since when somebody has his turn in a working directory, by device and inode.
+static TAKEN: Mutex<BTreeMap<(u64, u64), Instant>> = Mutex::new(BTreeMap::new());
 
-/// Working directories, by device and inode, whose turn somebody has.
-static TAKEN: Mutex<BTreeSet<(u64, u64)>> = Mutex::new(BTreeSet::new());
-
-fn taken() -> MutexGuard<'static, BTreeSet<(u64, u64)>> {
+fn taken() -> MutexGuard<'static, BTreeMap<(u64, u64), Instant>> {
     TAKEN.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -46,24 +46,28 @@ pub(super) struct Place {
 }
 
 impl Place {
-    /// That of the root of these processes. `None`: the system does not say which it is.
-    pub(super) fn of(root: i32, processes: &[i32]) -> Option<Place> {
+    /// That of the first process of a task. `None`: the system does not say which it is.
+    pub(super) fn of(root: i32) -> Option<Place> {
         let about = std::fs::metadata(cwd(root)).ok()?;
-        // As CRIU 4.1 and 4.2 were seen to do it: twice for the root, and once for each thread that is not the first of its process.
-        let threads = |pid: &i32| std::fs::read_dir(format!("/proc/{pid}/task")).map_or(1, Iterator::count);
-        let visits = 2 + processes.iter().map(threads).map(|threads| threads.saturating_sub(1)).sum::<usize>();
-        Some(Place { root, id: (about.dev(), about.ino()), visits })
+        // As CRIU 4.1 and 4.2 were seen to do it: once at first, and once for the control groups of each thread of this process.
+        let threads = std::fs::read_dir(format!("/proc/{root}/task")).map_or(1, Iterator::count);
+        Some(Place { root, id: (about.dev(), about.ino()), visits: 1 + threads })
     }
 
-    /// `None`: another one has it.
-    pub(super) fn take_turn(&self) -> Option<Turn> {
-        if !taken().insert(self.id) {
-            return None;
+    /// `None`: another one has it, since less than [`TURN_MAX`].
+    pub(super) fn take_turn(&self, now: Instant) -> Option<Turn> {
+        {
+            let mut taken = taken();
+            let others = taken.get(&self.id);
+            if others.is_some_and(|since| now.saturating_duration_since(*since) < TURN_MAX) {
+                return None;
+            }
+            taken.insert(self.id, now);
         }
         let seen = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK).ok();
         let watched = |seen: &Inotify| seen.add_watch(cwd(self.root).as_str(), AddWatchFlags::IN_DELETE).is_ok();
         // Unwatched it ends with the dump.
-        Some(Turn { id: self.id, seen: seen.filter(watched), expected: self.visits, visited: None })
+        Some(Turn { id: self.id, since: now, seen: seen.filter(watched), expected: self.visits })
     }
 }
 
@@ -71,11 +75,10 @@ impl Place {
 #[derive(Debug)]
 pub(super) struct Turn {
     id: (u64, u64),
+    since: Instant,
     seen: Option<Inotify>,
     /// Visits that are still to come.
     expected: usize,
-    /// When the directory had gone last.
-    visited: Option<Instant>,
 }
 
 impl Turn {
@@ -84,29 +87,23 @@ impl Turn {
         self.seen.as_ref().map(AsFd::as_fd)
     }
 
-    /// The longest time until it may be over without anything to be read.
-    pub(super) fn ends_within(&self, now: Instant) -> Option<Duration> {
-        self.visited.map(|at| (at + VISITS_PAUSE_MAX).saturating_duration_since(now))
-    }
-
-    /// True once CRIU needs the directory no more.
-    pub(super) fn is_over(&mut self, now: Instant) -> bool {
+    /// True once CRIU needs the directory no more, or what it does there is not to be seen.
+    pub(super) fn is_over(&mut self) -> bool {
         let events = self.seen.as_ref().and_then(|seen| seen.read_events().ok()).unwrap_or_default();
-        let is_visit = |event: &&InotifyEvent| {
-            let lost = event.mask.intersects(AddWatchFlags::IN_Q_OVERFLOW | AddWatchFlags::IN_IGNORED);
-            lost || event.name.as_deref() == Some(OsStr::new(MOUNT_POINT))
-        };
-        for _ in events.iter().filter(is_visit) {
-            self.expected = self.expected.saturating_sub(1);
-            self.visited = Some(now);
-        }
-        self.expected == 0 || self.ends_within(now) == Some(Duration::ZERO)
+        let is_visit = |event: &&InotifyEvent| event.name.as_deref() == Some(OsStr::new(MOUNT_POINT));
+        self.expected = self.expected.saturating_sub(events.iter().filter(is_visit).count());
+        let unseen = AddWatchFlags::IN_Q_OVERFLOW | AddWatchFlags::IN_IGNORED;
+        self.expected == 0 || events.iter().any(|event| event.mask.intersects(unseen))
     }
 }
 
 impl Drop for Turn {
     fn drop(&mut self) {
-        taken().remove(&self.id);
+        let mut taken = taken();
+        // It may have taken too long, and be another one's now.
+        if taken.get(&self.id) == Some(&self.since) {
+            taken.remove(&self.id);
+        }
     }
 }
 
@@ -155,7 +152,7 @@ mod tests {
     /// A process with this working directory.
     fn process_in(dir: &Path) -> (std::process::Child, Place) {
         let child = std::process::Command::new("sleep").arg("1000").current_dir(dir).spawn().expect("it starts");
-        let place = Place::of(child.id().cast_signed(), &[child.id().cast_signed()]).expect("it is there");
+        let place = Place::of(child.id().cast_signed()).expect("it is there");
         (child, place)
     }
 
@@ -167,22 +164,23 @@ mod tests {
             std::fs::create_dir(here.path().join(MOUNT_POINT)).expect("dir");
             std::fs::remove_dir(here.path().join(MOUNT_POINT)).expect("dir");
         });
-        let mut turn = first.1.take_turn().expect("nobody has it");
-        assert!(second.1.take_turn().is_none());
-        assert!(other.1.take_turn().is_some(), "it is in another place");
+        let mut turn = first.1.take_turn(now).expect("nobody has it");
+        assert!(second.1.take_turn(now).is_none());
+        assert!(other.1.take_turn(now).is_some(), "it is in another place");
         std::fs::write(here.path().join("file"), "").expect("the test's own file");
         std::fs::remove_file(here.path().join("file")).expect("the test's own file");
-        assert!(!turn.is_over(now), "that is the task's own affair");
+        assert!(!turn.is_over(), "that is the task's own affair");
         visit();
-        assert!(!turn.is_over(now) && second.1.take_turn().is_none(), "there is another visit");
+        assert!(!turn.is_over() && second.1.take_turn(now).is_none(), "there is another visit");
         visit();
-        assert!(turn.is_over(now));
+        assert!(turn.is_over());
         drop(turn);
-        let mut turn = second.1.take_turn().expect("nobody has it any more");
-        assert_eq!(turn.ends_within(now), None);
-        visit();
-        assert!(!turn.is_over(now));
-        assert!(turn.is_over(now + VISITS_PAUSE_MAX), "of an engine that makes one visit only");
+        let late = second.1.take_turn(now).expect("nobody has it any more");
+        let next = first.1.take_turn(now + TURN_MAX).expect("it has taken too long");
+        drop(late);
+        assert!(second.1.take_turn(now + TURN_MAX).is_none(), "it is the next one's");
+        drop(next);
+        drop(second.1.take_turn(now).expect("nobody has it any more"));
         for (mut child, _) in [first, second, other] {
             child.kill().expect("it is there");
             child.wait().expect("it ends");

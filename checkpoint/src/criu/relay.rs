@@ -273,17 +273,12 @@ impl Tracer {
 
     /// While it is the task's turn others wait for its end. So that is not to be missed.
     fn wait_for_question(&mut self) {
-        while let Some((turn, seen)) = self.turn.as_ref().and_then(|turn| Some((turn, turn.fd()?))) {
-            let left = turn.ends_within(Instant::now());
-            // Rounded up: it is not over before.
-            let left = left.map_or(PollTimeout::NONE, |left| {
-                PollTimeout::try_from(left.as_micros().div_ceil(1000)).unwrap_or(PollTimeout::MAX)
-            });
+        while let Some(seen) = self.turn.as_ref().and_then(Turn::fd) {
             let mut fds = [self.socket.as_fd(), seen].map(|fd| PollFd::new(fd, PollFlags::POLLIN));
             // Who is disturbed looks once more.
-            let _ = poll(&mut fds, left);
+            let _ = poll(&mut fds, PollTimeout::NONE);
             let asked = fds[0].any().unwrap_or(true);
-            self.turn.take_if(|turn| turn.is_over(Instant::now()));
+            self.turn.take_if(|turn| turn.is_over());
             if asked {
                 break;
             }
@@ -292,13 +287,14 @@ impl Tracer {
 
     /// Waits until no other dump is at work in the task's working directory.
     fn wait_for_turn(&mut self) {
-        let Some(place) = crossing::Place::of(self.root, &self.processes).filter(|_| self.turn.is_none()) else {
+        let Some(place) = crossing::Place::of(self.root).filter(|_| self.turn.is_none()) else {
             return;
         };
-        let until = Instant::now() + crossing::TURN_WAIT_MAX;
+        let until = Instant::now() + crossing::WAIT_MAX;
         for round in 0u32.. {
-            self.turn = place.take_turn();
-            if self.turn.is_some() || Instant::now() >= until || self.pause(round) {
+            let now = Instant::now();
+            self.turn = place.take_turn(now);
+            if self.turn.is_some() || now >= until || self.pause(round) {
                 return;
             }
         }
@@ -455,6 +451,39 @@ mod tests {
             ask(libc::PTRACE_DETACH);
             wait("it is stopped again", || stands(pid).then_some(()));
         }
+        child.kill().expect("it is there");
+        child.wait().expect("it ends");
+    }
+
+    #[test]
+    fn a_turn_ends_with_the_visits_while_nothing_is_asked_and_when_criu_is_gone() {
+        let dir = tempfile::tempdir().expect("dir");
+        let mut child = Command::new("sleep").arg("1000").current_dir(dir.path()).spawn().expect("it starts");
+        let pid = child.id() as i32;
+        nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::SIGSTOP).expect("it is there");
+        wait("it is stopped", || stands(pid).then_some(()));
+        // By this clock no turn has ever taken long.
+        let (place, then) = (crossing::Place::of(pid).expect("it is there"), Instant::now());
+        let seize = || {
+            let (relay, ends) = Relay::start(pid, &[pid]).expect("descriptors");
+            let mut packet = u64::from(libc::PTRACE_SEIZE).to_ne_bytes().to_vec();
+            packet.extend(i64::from(pid).to_ne_bytes());
+            packet.resize(QUESTION_BYTES, 0);
+            send(ends.socket.as_raw_fd(), &packet, MsgFlags::empty()).expect("it listens");
+            assert!(recv(ends.socket.as_raw_fd(), &mut [0; 64], MsgFlags::empty()).expect("an answer") > 0);
+            assert!(place.take_turn(then).is_none(), "it is the task's turn");
+            (relay, ends)
+        };
+        let (relay, ends) = seize();
+        for _ in 0..2 {
+            std::fs::create_dir(dir.path().join("proc.crtools")).expect("dir");
+            std::fs::remove_dir(dir.path().join("proc.crtools")).expect("dir");
+        }
+        drop(wait("it is over", || place.take_turn(then)));
+        drop((ends, relay));
+        let (_relay, ends) = seize();
+        drop(ends);
+        drop(wait("it is over", || place.take_turn(then)));
         child.kill().expect("it is there");
         child.wait().expect("it ends");
     }

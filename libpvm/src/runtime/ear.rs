@@ -16,7 +16,7 @@ const STACK_BYTES: usize = 128 << 10;
 /// says where to look.
 const NAP_MAX: Duration = Duration::from_secs(1);
 /// Longest sleep when nobody has called for as long as that: each wakes a processor that may have nothing else to do.
-const LONG_NAP: Duration = Duration::from_secs(30);
+const LONG_NAP: Duration = Duration::from_secs(8);
 
 /// Starts the ear; to be called by a thread with all signals blocked.
 pub(super) fn start(shared: &Arc<Shared>) -> io::Result<JoinHandle<()>> {

@@ -165,7 +165,7 @@ impl Machine {
     }
 
     /// True for a task that is here and has not ended; one that has left lives until its process ends.
-    fn is_alive(&self, tid: Tid) -> bool {
+    pub(super) fn is_alive(&self, tid: Tid) -> bool {
         self.tasks.get(tid).is_some() || self.moves.arrivals.get(&tid).is_some_and(|a| a.located)
     }
 

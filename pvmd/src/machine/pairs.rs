@@ -128,7 +128,11 @@ impl Machine {
     /// Hands something to a task on its connection. Whether two tasks are near each other, only this moment says.
     pub(super) fn hand(&mut self, conn: ConnId, mut held: Held) {
         if let Held::Item(ToTask::Route { from, near, word }) = &mut held {
-            *near = self.tasks.get(*from).is_some();
+            *near = match word {
+                // Who is just arriving will take rings soon.
+                RouteWord::RingRefuse { .. } => self.is_alive(*from),
+                _ => self.tasks.get(*from).is_some(),
+            };
             if let (RouteWord::DirectOffer { .. }, Some(tid)) = (word, self.conns.task(conn)) {
                 self.pairs.ask(tid, *from);
             }

@@ -3,7 +3,9 @@
 use super::fake::Fake;
 use super::{PATIENCE, expect_numbered, message, next, send_numbered, until};
 use crate::runtime::Runtime;
+use crate::runtime::core::Core;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use sempa_proto::route::{OfferId, RouteWord};
 use sempa_proto::task::ToTask;
 use sempa_proto::{Message, Micros, Tid};
 use std::os::fd::AsFd;
@@ -44,6 +46,32 @@ fn tasks_that_talk_get_a_ring_and_what_was_under_way_keeps_its_order() {
         }
     });
     assert!(has_ring(&a, b.tid()) && has_ring(&b, a.tid()));
+}
+
+#[test]
+fn who_is_far_is_offered_a_ring_rarely_who_has_refused_soon_again_and_who_moves_at_once() {
+    let fake = near();
+    let task = fake.join();
+    let peer = Tid::from_raw(task.tid().raw() + 77);
+    let mut held = task.lock().expect("not forked");
+    let (begin, core) = (held.now(), &mut held.core);
+    let offers = |core: &mut Core, after: u64| {
+        let now = begin + Micros::from_secs(after);
+        core.consider_ring(now, peer);
+        core.near.is_offered(peer)
+    };
+    let refuse = |core: &mut Core, after: u64, id: u64, near: bool| {
+        let now = begin + Micros::from_secs(after);
+        core.take_ring_word(now, peer, near, &RouteWord::RingRefuse { id: OfferId(id) }, Vec::new());
+    };
+    assert_eq!([offers(core, 0), offers(core, 0)], [false, true]);
+    refuse(core, 0, 1, true);
+    assert_eq!([offers(core, 29), offers(core, 30)], [false, true]);
+    refuse(core, 30, 2, false);
+    assert_eq!([offers(core, 60), offers(core, 629), offers(core, 630)], [false, false, true]);
+    refuse(core, 630, 3, false);
+    core.forget_near(begin + Micros::from_secs(631), peer);
+    assert_eq!([offers(core, 631), offers(core, 631)], [false, true]);
 }
 
 #[test]

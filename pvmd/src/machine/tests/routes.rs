@@ -91,6 +91,21 @@ fn an_offer_of_rings_reaches_a_task_of_the_same_host_and_is_refused_for_one_else
 }
 
 #[test]
+fn an_offer_of_rings_to_a_task_that_is_just_arriving_is_refused_as_by_one_of_this_host() {
+    let (mut sim, console, procs, tids) = tasks(5, 2, &["h1", "h2"]);
+    // So it is told of the move.
+    sim.tell(procs[0], tids[1], b"hello");
+    sim.request(console, migrate(tids[1], "h1"));
+    let moved = ToTask::PeerMoved { tid: tids[1] };
+    sim.until("it moves here", |s| s.procs[procs[0]].told.contains(&moved));
+    say(&mut sim, procs[0], tids[1], ring_offer(1));
+    let refused = |near| word(tids[1], near, RouteWord::RingRefuse { id: OfferId(1) });
+    let answers = [true, false].map(refused);
+    sim.until("an answer", |s| s.procs[procs[0]].told.iter().any(|told| answers.contains(told)));
+    assert!(sim.procs[procs[0]].told.contains(&answers[0]));
+}
+
+#[test]
 fn words_without_descriptors_find_their_task_on_any_host_and_say_whether_it_is_this_one() {
     let (mut sim, console, procs, tids) = tasks(2, 3, &["h1", "h1", "h2"]);
     say(&mut sim, procs[0], tids[1], direct_offer(1));
