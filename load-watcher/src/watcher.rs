@@ -409,7 +409,7 @@ impl Watcher {
         self.end_if_nobody_asks(now);
         if now >= self.due.blind {
             self.due.blind = now + BLIND_SPAN;
-            self.look_where_blind(|_| true);
+            self.look_where_blind(|place| place != UTMP);
         }
         self.seen.keys.look(wall());
         if now >= self.due.tasks {

@@ -2,8 +2,7 @@
 
 use crate::needs::testbed_with_env;
 use crate::run::must;
-use crate::vm::Settings;
-use crate::vm::Sure;
+use crate::vm::{Settings, Sure};
 use crate::{Testbed, Vm};
 use std::time::Duration;
 

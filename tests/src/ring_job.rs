@@ -2,8 +2,7 @@
 //! every line is known beforehand.
 
 use crate::run::eventually;
-use crate::vm::Sure;
-use crate::vm::Vm;
+use crate::vm::{Sure, Vm};
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::time::Duration;

@@ -287,9 +287,10 @@ impl Tracer {
 
     /// Waits until no other dump is at work in the task's working directory.
     fn wait_for_turn(&mut self) {
-        let Some(place) = crossing::Place::of(self.root).filter(|_| self.turn.is_none()) else {
+        if self.turn.is_some() {
             return;
-        };
+        }
+        let Some(place) = crossing::Place::of(self.root) else { return };
         let until = Instant::now() + crossing::WAIT_MAX;
         for round in 0u32.. {
             let now = Instant::now();
@@ -402,7 +403,7 @@ fn has_trap_pending(tid: i32) -> bool {
 mod tests {
     use super::super::rescue::Snapshot;
     use super::*;
-    use std::process::Command;
+    use std::process::{Child, Command};
 
     /// Time for anything that is waited for.
     const SOON: Duration = Duration::from_secs(20);
@@ -418,21 +419,33 @@ mod tests {
         }
     }
 
-    #[test]
-    fn a_thread_of_which_notes_were_taken_a_moment_ago_halts_whenever_criu_waits_for_it() {
-        let mut child = Command::new("sleep").arg("1000").spawn().expect("it starts");
+    /// A process of this `sleep` that stands still.
+    fn stopped(sleep: &mut Command) -> Child {
+        let child = sleep.arg("1000").spawn().expect("it starts");
         let pid = child.id() as i32;
         nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::SIGSTOP).expect("it is there");
         wait("it is stopped", || stands(pid).then_some(()));
+        child
+    }
+
+    /// A request with nothing to it, as the library sends it.
+    fn packet(request: libc::c_uint, pid: i32) -> Vec<u8> {
+        let mut packet = u64::from(request).to_ne_bytes().to_vec();
+        packet.extend(i64::from(pid).to_ne_bytes());
+        packet.resize(QUESTION_BYTES, 0);
+        packet
+    }
+
+    #[test]
+    fn a_thread_of_which_notes_were_taken_a_moment_ago_halts_whenever_criu_waits_for_it() {
+        let mut child = stopped(&mut Command::new("sleep"));
+        let pid = child.id() as i32;
         let (ours, _theirs) =
             socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC).expect("descriptors");
         let (socket, processes) = (Arc::new(ours), vec![pid]);
         let mut tracer = Tracer::new(socket, pid, processes);
         let mut ask = |request: libc::c_uint| {
-            let mut packet = u64::from(request).to_ne_bytes().to_vec();
-            packet.extend(i64::from(pid).to_ne_bytes());
-            packet.resize(QUESTION_BYTES, 0);
-            let answer = tracer.answer(&Question::read(&packet).expect("a question"));
+            let answer = tracer.answer(&Question::read(&packet(request, pid)).expect("a question"));
             assert_eq!(answer.error, 0, "{answer:?}");
         };
         let halts = || match ptrace::hear(pid).expect("it is traced") {
@@ -458,18 +471,13 @@ mod tests {
     #[test]
     fn a_turn_ends_with_the_visits_while_nothing_is_asked_and_when_criu_is_gone() {
         let dir = tempfile::tempdir().expect("dir");
-        let mut child = Command::new("sleep").arg("1000").current_dir(dir.path()).spawn().expect("it starts");
+        let mut child = stopped(Command::new("sleep").current_dir(dir.path()));
         let pid = child.id() as i32;
-        nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::SIGSTOP).expect("it is there");
-        wait("it is stopped", || stands(pid).then_some(()));
         // By this clock no turn has ever taken long.
         let (place, then) = (crossing::Place::of(pid).expect("it is there"), Instant::now());
         let seize = || {
             let (relay, ends) = Relay::start(pid, &[pid]).expect("descriptors");
-            let mut packet = u64::from(libc::PTRACE_SEIZE).to_ne_bytes().to_vec();
-            packet.extend(i64::from(pid).to_ne_bytes());
-            packet.resize(QUESTION_BYTES, 0);
-            send(ends.socket.as_raw_fd(), &packet, MsgFlags::empty()).expect("it listens");
+            send(ends.socket.as_raw_fd(), &packet(libc::PTRACE_SEIZE, pid), MsgFlags::empty()).expect("it listens");
             assert!(recv(ends.socket.as_raw_fd(), &mut [0; 64], MsgFlags::empty()).expect("an answer") > 0);
             assert!(place.take_turn(then).is_none(), "it is the task's turn");
             (relay, ends)

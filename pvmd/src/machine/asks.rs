@@ -158,7 +158,7 @@ impl Machine {
 
     /// The host where a task is that is not here; `None` when it is here, or would have to be.
     fn elsewhere(&self, tid: Tid) -> Option<HostId> {
-        if self.tasks.get(tid).is_some() || self.moves.arrivals.get(&tid).is_some_and(|a| a.located) {
+        if self.is_alive(tid) {
             return None;
         }
         self.location(tid).filter(|host| *host != self.config.host)
