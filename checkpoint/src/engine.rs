@@ -6,9 +6,10 @@
 //! firing of its [`Cancel`].
 //!
 //! Most of a task's memory may follow when the task goes on elsewhere already (post-copy): then a dump ends with a
-//! [`Serving`], which has it, and beside the restore there is an [`Arriving`], which asks for it.
+//! [`Serving`], which has it, and beside the restore there is an [`Arriving`], which asks for it. Of such a task memory may go
+//! ahead while it still runs at the source (pre-copy): [`Engine::send_ahead`] there and [`Engine::take_ahead`] at the other end.
 
-use crate::criu::Order;
+use crate::criu::{Hurry, Order, SentAhead, Store};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::socket::{Shutdown, shutdown};
 use sempa_proto::migration::Failure;
@@ -69,6 +70,8 @@ pub struct DumpJob {
     pub pid_namespace: u64,
     /// A connected stream on which the other host will ask for memory; `None`: all of it goes into the directory.
     pub asked_on: Option<OwnedFd>,
+    /// What was sent ahead on that stream.
+    pub sent: Option<Arc<SentAhead>>,
 }
 
 /// What a task's images refer to outside themselves, as it was where they were written.
@@ -124,12 +127,26 @@ pub trait Engine: Send + Sync {
     /// The engine's process could not be made; nothing of the task exists.
     fn start_restore(&self, job: RestoreJob) -> Result<Box<dyn Restoring>, Failure>;
 
-    /// Starts what asks for the memory of the task whose images are in this directory, on a connected stream. To be called before
-    /// the restore is started.
+    /// Sends the memory of these running processes ahead on a connected stream, until little is left that they change, or there is a
+    /// hurry. Blocks as long as the other end takes what comes; shutting the stream down ends it.
+    ///
+    /// # Errors
+    /// It did not arrive. The processes are as they were.
+    fn send_ahead(&self, processes: &[i32], stream: &OwnedFd, hurry: &Hurry) -> Result<SentAhead, Failure>;
+
+    /// Takes memory that comes ahead on a connected stream: no more than so many bytes. [`Store::acknowledge`] answers. Blocks until
+    /// all is here; shutting the stream down ends it.
+    ///
+    /// # Errors
+    /// It did not come, or something else.
+    fn take_ahead(&self, stream: &OwnedFd, bytes_max: u64) -> Result<Store, Failure>;
+
+    /// Starts what asks for the memory of the task whose images are in this directory, on a connected stream, on which this has come
+    /// ahead. To be called before the restore is started.
     ///
     /// # Errors
     /// The engine's process could not be made.
-    fn start_arrival(&self, dir: &Path, ask_on: OwnedFd) -> Result<Box<dyn Arriving>, Failure>;
+    fn start_arrival(&self, dir: &Path, ask_on: OwnedFd, ahead: Store) -> Result<Box<dyn Arriving>, Failure>;
 }
 
 /// A look at what the kernel can do.

@@ -59,6 +59,8 @@ struct Faults {
     refuse: bool,
     /// The memory follows the task, as far as the steps of that do not fail.
     memory_follows: bool,
+    /// And a part of it goes ahead.
+    pre_copies: bool,
     /// When somebody asks for the task to be suspended, or to go on.
     asks: Vec<(u64, bool)>,
 }
@@ -79,6 +81,10 @@ struct World {
     copies: (Copy, Copy),
     lost: Vec<HostId>,
     held: bool,
+    /// For memory.
+    way_is_open: bool,
+    takes_pre_copy: bool,
+    pre_copy_ended: bool,
     handed_over: bool,
     located_at: HostId,
     ended: Option<Result<MoveReport, MoveError>>,
@@ -120,6 +126,9 @@ impl World {
             copies: (Copy::Running, Copy::None),
             lost: Vec::new(),
             held: false,
+            way_is_open: false,
+            takes_pre_copy: false,
+            pre_copy_ended: false,
             handed_over: false,
             located_at: host(2),
             ended: None,
@@ -217,9 +226,9 @@ impl World {
         match item {
             Item::Order(at, ..) if self.lost.contains(&at) => {}
             Item::Order(_, of, Order::Inspect) => self.source = Some(Source::new(of)),
-            Item::Order(at, of, Order::Prepare { facts, memory_can_follow, .. }) => {
+            Item::Order(at, of, Order::Prepare { facts, memory_can_follow, pre_copies, .. }) => {
                 assert_eq!(at, of.to);
-                self.target = Some(Target::new(of, facts, PathBuf::from("/token"), memory_can_follow));
+                self.target = Some(Target::new(of, facts, PathBuf::from("/token"), memory_can_follow, pre_copies));
             }
             Item::Order(at, of, order) if at == of.from => {
                 if let Order::Resume { suspended } = order {
@@ -380,15 +389,27 @@ impl World {
             SourceOutput::Report(report) => self.send(host(2), HostId::MASTER, Item::Report(host(2), id, report)),
             SourceOutput::Inspect => {
                 let (refuse, memory_can_follow) = (self.faults.refuse, self.faults.memory_follows);
+                let can_pre_copy = self.faults.pre_copies;
                 self.worker((), move |_| {
                     Item::Source(SourceEvent::Inspected(if refuse {
                         Err(Refusal::Pinned)
                     } else {
                         let facts = TaskFacts { resident_bytes: RESIDENT, ..TaskFacts::default() };
-                        Ok(Inspected { memory_can_follow, facts, ..Inspected::default() })
+                        Ok(Inspected { memory_can_follow, can_pre_copy, facts, ..Inspected::default() })
                     }))
                 });
             }
+            SourceOutput::LendMemory => {
+                assert!(!std::mem::replace(&mut self.way_is_open, true), "one way for one move");
+            }
+            SourceOutput::PreCopy => {
+                assert!(
+                    self.way_is_open && !self.held && self.takes_pre_copy,
+                    "the other end is ready, and the task runs"
+                );
+                self.worker(77, |r| Item::Source(SourceEvent::PreCopied(r)));
+            }
+            SourceOutput::EndPreCopy => self.pre_copy_ended = true,
             SourceOutput::Hold => self.held = true,
             SourceOutput::Quiesce { .. } => self.worker((), |_| Item::Source(SourceEvent::Quiesced)),
             SourceOutput::End { engine, .. } => {
@@ -397,7 +418,10 @@ impl World {
             }
             SourceOutput::SendRecord => self.worker(0, |r| Item::Target(TargetEvent::Received(r))),
             SourceOutput::Stop => self.worker((), |r| Item::Source(SourceEvent::Stopped(r))),
-            SourceOutput::Dump { .. } => self.worker(DumpReport::default(), |r| Item::Source(SourceEvent::Dumped(r))),
+            SourceOutput::Dump { memory_follows } => {
+                assert_eq!(memory_follows, self.way_is_open);
+                self.worker(DumpReport::default(), |r| Item::Source(SourceEvent::Dumped(r)));
+            }
             SourceOutput::SendAhead => {
                 if self.dice.roll(100) < self.faults.step_fails_percent {
                     let cut = || Failure::Images("cut".into());
@@ -444,11 +468,15 @@ impl World {
                     Item::Target(TargetEvent::Prepared { verdict, memory_can_follow: true, engine })
                 });
             }
+            TargetOutput::TakePreCopy => self.takes_pre_copy = true,
             TargetOutput::Restore => self.worker((), |r| Item::Target(TargetEvent::Restored(r))),
             TargetOutput::Run(_) => {
                 self.soon(Item::Target(TargetEvent::Ran(Ok(()))));
                 if self.target.as_ref().is_some_and(Target::memory_follows) {
+                    // That has no time in which it has to be over: it comes, or does not.
+                    let stalls = std::mem::take(&mut self.faults.stalls_percent);
                     self.worker((), |r| Item::Target(TargetEvent::Arrived(r)));
+                    self.faults.stalls_percent = stalls;
                 }
             }
             TargetOutput::Discard => self.soon(Item::Target(TargetEvent::Discarded)),
@@ -533,6 +561,42 @@ fn whatever_step_fails_or_stalls_the_task_goes_on_exactly_once() {
         }
     }
     assert!(failures > 1000, "the faults must bite: {failures}");
+}
+
+#[test]
+fn memory_that_goes_ahead_is_the_target_s_or_nobody_s_whatever_step_fails_or_stalls() {
+    let (mut moved, mut stayed) = (0, 0);
+    for seed in 1..20_000 {
+        let lose = (seed % 4 == 0).then(|| (host(3), Dice(seed * 35 + 1).roll(60_000)));
+        let (step_fails_percent, stalls_percent) = (8, 3);
+        let (memory_follows, pre_copies) = (true, true);
+        let faults =
+            Faults { memory_follows, pre_copies, step_fails_percent, stalls_percent, lose, ..Faults::default() };
+        let world = settle(seed, faults);
+        match &world.ended {
+            Some(Ok(_)) => {
+                moved += u32::from(world.takes_pre_copy);
+                assert!(!world.pre_copy_ended, "seed {seed}");
+                // It may have been lost later.
+                assert!(world.copies == (Copy::Dead, Copy::Running) || !world.lost.is_empty(), "seed {seed}");
+            }
+            // From then on the memory outlives the source's copy.
+            Some(Err(error)) if error.step >= Step::KillSource => {}
+            Some(Err(_)) => {
+                assert!(!world.held, "seed {seed}: messages are kept for ever");
+                assert_eq!(world.copies.0, Copy::Running, "seed {seed}: {:?}", world.ended);
+                assert_eq!(
+                    world.pre_copy_ended,
+                    world.way_is_open && world.takes_pre_copy,
+                    "seed {seed}: {:?}",
+                    world.ended
+                );
+                stayed += u32::from(world.pre_copy_ended);
+            }
+            None => panic!("seed {seed}: the move never ended"),
+        }
+    }
+    assert!(moved > 1000 && stayed > 1000, "{moved} {stayed}");
 }
 
 #[test]

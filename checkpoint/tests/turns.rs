@@ -26,10 +26,14 @@ struct World {
     sizes: BTreeMap<MigrationId, u64>,
     /// The targets say so.
     memory_follows: bool,
+    /// A part of it goes ahead, but where an owner waits.
+    pre_copies: bool,
     /// In the order in which they were let go.
     gone: Vec<u64>,
     leaving: BTreeMap<MigrationId, u64>,
     ended: BTreeMap<MigrationId, bool>,
+    /// That have ended, as the log says.
+    steps: Vec<(MigrationId, Step)>,
 }
 
 impl World {
@@ -58,6 +62,7 @@ impl World {
                     self.ended.insert(id, result.is_ok());
                 }
                 CoordinatorOutput::Event(EventKind::MoveFailed { id, .. }) => drop(self.leaving.remove(&id)),
+                CoordinatorOutput::Event(EventKind::Moving { id, step, .. }) => self.steps.push((id, step)),
                 _ => {}
             }
         }
@@ -70,7 +75,8 @@ impl World {
 
     fn inspected(&mut self, id: MigrationId) {
         let facts = TaskFacts { resident_bytes: self.sizes[&id], ..TaskFacts::default() };
-        self.report(id, 2, Report::Inspected { facts, suspended: Holds::default(), memory_can_follow: false });
+        let (suspended, memory_can_follow, can_pre_copy) = (Holds::default(), self.pre_copies, self.pre_copies);
+        self.report(id, 2, Report::Inspected { facts, suspended, memory_can_follow, can_pre_copy });
     }
 
     /// The target would take it, in this way.
@@ -180,6 +186,30 @@ fn memory_that_follows_its_task_has_a_turn_too_and_nobody_stands_still_for_it() 
     assert_eq!(world.gone.last(), Some(&300), "the small one and three others are on the link");
     world.report(first[1], 3, Report::Arrived);
     assert_eq!(world.gone.last(), Some(&200));
+}
+
+#[test]
+fn memory_that_goes_ahead_has_a_turn_too_and_an_owner_waits_neither_for_that_nor_for_his_own() {
+    let mut world = World { memory_follows: true, pre_copies: true, ..World::default() };
+    let first: Vec<MigrationId> = (1..=LEAVE_AT_ONCE_MAX as i32).map(|number| world.begin(number, 100)).collect();
+    first.iter().for_each(|id| world.inspected(*id));
+    first.iter().for_each(|id| world.prepared(*id, Engine::Criu));
+    let large = world.begin(20, 200);
+    world.inspected(large);
+    let unwanted = world.begin_for(22, 300, Cause::Owner { why: "olga is there".into() });
+    world.inspected(unwanted);
+    assert_eq!(world.gone.last(), Some(&300), "what goes ahead of the others is in nobody's way who stands still");
+    world.prepared(unwanted, Engine::Criu);
+    world.report(unwanted, 2, Report::PreCopied { bytes: 1 });
+    world.report(unwanted, 2, Report::Quiesced);
+    let steps = |world: &World| {
+        world.steps.iter().filter(|(_, step)| *step == Step::PreCopy).map(|(id, _)| *id).collect::<Vec<_>>()
+    };
+    assert_eq!(steps(&world), [], "nothing goes ahead where an owner waits");
+    for id in &first {
+        world.report(*id, 2, Report::PreCopied { bytes: 1 });
+    }
+    assert_eq!(steps(&world), first);
 }
 
 #[test]

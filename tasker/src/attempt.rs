@@ -1,6 +1,7 @@
 //! One dump may take several attempts: what the next one has to know, and the pause before it.
 
 use checkpoint::again::Again;
+use checkpoint::criu::SentAhead;
 use checkpoint::engine::Cancel;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use std::hash::{BuildHasher, Hasher, RandomState};
@@ -16,6 +17,8 @@ pub(crate) struct Attempt {
     pub(crate) dir: PathBuf,
     /// Where the memory will be asked for, if it does not go there too.
     pub(crate) asked_on: Option<Arc<OwnedFd>>,
+    /// What of it went ahead on the same way.
+    pub(crate) sent: Option<Arc<SentAhead>>,
     /// When the first attempt began.
     pub(crate) begun: Instant,
     /// It is the first.
@@ -26,8 +29,8 @@ pub(crate) struct Attempt {
 
 impl Attempt {
     /// The first one, which begins now.
-    pub(crate) fn first(dir: PathBuf, asked_on: Option<Arc<OwnedFd>>) -> Attempt {
-        Attempt { dir, asked_on, begun: Instant::now(), is_first: true, again: Again::default() }
+    pub(crate) fn first(dir: PathBuf, asked_on: Option<Arc<OwnedFd>>, sent: Option<Arc<SentAhead>>) -> Attempt {
+        Attempt { dir, asked_on, sent, begun: Instant::now(), is_first: true, again: Again::default() }
     }
 }
 

@@ -104,7 +104,8 @@ fn instead_of(message: &FromTasker, error: &FrameError) -> FromTasker {
     let refusal = || Refusal::Holds { what: format!("more than can be told of a task: {error}") };
     match message {
         FromTasker::Inspected { migration, .. } => {
-            FromTasker::Inspected { migration: *migration, result: Err(refusal()), memory_can_follow: false }
+            let (migration, memory_can_follow, can_pre_copy) = (*migration, false, false);
+            FromTasker::Inspected { migration, result: Err(refusal()), memory_can_follow, can_pre_copy }
         }
         FromTasker::Seen { question, .. } => FromTasker::Seen { question: *question, result: Err(refusal()) },
         FromTasker::Prepared { migration, .. } => {
@@ -136,7 +137,8 @@ mod tests {
         let (here, mut there) = UnixStream::pair().expect("a pair");
         let mut control = Control::new(here.into()).expect("it can be made so");
         let (migration, question) = (MigrationId(7), RequestId(8));
-        control.send(&FromTasker::Inspected { migration, result: Ok(facts()), memory_can_follow: true });
+        let (memory_can_follow, can_pre_copy) = (true, true);
+        control.send(&FromTasker::Inspected { migration, result: Ok(facts()), memory_can_follow, can_pre_copy });
         control.send(&FromTasker::Seen { question, result: Ok(facts()) });
         assert!(!control.is_closed() && !control.wants_write(), "it goes on");
         drop(control);
@@ -148,7 +150,12 @@ mod tests {
             |why: &Refusal| matches!(why, Refusal::Holds { what } if what.contains("more than can be told of a task"));
         match (next(), next()) {
             (
-                FromTasker::Inspected { migration: of, result: Err(first), memory_can_follow: false },
+                FromTasker::Inspected {
+                    migration: of,
+                    result: Err(first),
+                    memory_can_follow: false,
+                    can_pre_copy: false,
+                },
                 FromTasker::Seen { question: to, result: Err(second) },
             ) => assert!(of == migration && to == question && refused(&first) && refused(&second)),
             other => panic!("{other:?}"),

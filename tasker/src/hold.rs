@@ -193,7 +193,10 @@ impl Supervisor {
     pub(crate) fn hold(&mut self, tid: Tid, after: Micros) {
         let Some(task) = self.tasks.get_mut(&tid) else { return };
         task.hold(Duration::from_micros(after.0));
-        if matches!(task.hold, Hold::Still) {
+        let is_still = matches!(task.hold, Hold::Still);
+        // It changes nothing of its memory any more: what has not gone ahead is not sooner there for that.
+        self.moves.pre_copies.hurry_up(tid);
+        if is_still {
             self.say(&FromTasker::Held { tid });
         }
         self.look_at_holds();

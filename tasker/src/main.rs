@@ -16,6 +16,7 @@ mod hold;
 mod memory;
 mod moves;
 mod namespace;
+mod precopy;
 mod promised;
 mod stop;
 mod supervisor;

@@ -7,12 +7,14 @@ use crate::supervisor::Supervisor;
 use crate::target::Stage;
 use crate::task::{Phase, Task};
 use crate::workers::Outcome;
+use checkpoint::criu::Store;
 use checkpoint::engine::{Cancel, Limits, Memory, Missing, Serving};
+use nix::sys::socket::{Shutdown, shutdown};
 use sempa_proto::migration::{Failure, TaskFacts};
 use sempa_proto::tasker::FromTasker;
 use sempa_proto::{MigrationId, Tid};
 use std::collections::BTreeMap;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -120,6 +122,12 @@ pub(crate) fn connect(way: &Path) -> Result<OwnedFd, Failure> {
     UnixStream::connect(way).map(OwnedFd::from).map_err(failed)
 }
 
+/// Nothing passes on this way any more.
+pub(crate) fn shut(way: &OwnedFd) {
+    // The other end may have done so.
+    let _ = shutdown(way.as_raw_fd(), Shutdown::Both);
+}
+
 fn limits() -> Result<Limits, Failure> {
     let cancel = Cancel::new().map_err(|e| Failure::Io(format!("no descriptor: {e}")))?;
     Ok(Limits { allowed: TRANSFER_ALLOWED, cancel })
@@ -175,8 +183,16 @@ impl Supervisor {
 
     /// Begins to fetch the memory of a task that is about to be restored.
     pub(crate) fn fetch(&mut self, migration: MigrationId, dir: &Path, way: &Path) -> Result<(), Failure> {
+        let came = self.moves.pre_copies.take_store(migration)?;
         let engine = self.moves.engine.as_ref().ok_or_else(|| self.broken())?;
-        let arriving = engine.start_arrival(dir, connect(way)?)?;
+        let (stream, store) = match came {
+            Some((stream, store)) => {
+                let stream = stream.try_clone().map_err(|e| Failure::Io(format!("no descriptor: {e}")))?;
+                (stream, store)
+            }
+            None => (connect(way)?, Store::default()),
+        };
+        let arriving = engine.start_arrival(dir, stream, store)?;
         let (limits, pid) = (limits()?, arriving.engine_pid());
         let cancel = limits.cancel.clone();
         let work = move || Outcome::Arrived { migration, result: arriving.finish(&limits) };
@@ -198,6 +214,7 @@ impl Supervisor {
 
     /// The copy is thrown away.
     pub(crate) fn fetch_no_more(&mut self, migration: MigrationId) {
+        self.moves.pre_copies.end_coming(migration);
         if let Some(coming) = self.moves.following.coming.remove(&migration) {
             self.moves.workers.cancel(coming.worker);
         }
@@ -217,6 +234,7 @@ impl Supervisor {
 
     /// The daemon says that the rest will not come. First of all nothing may run that needs it.
     pub(crate) fn memory_lost(&mut self, migration: MigrationId, why: String) {
+        self.moves.pre_copies.lose_coming(migration);
         let Some(coming) = self.moves.following.coming.get_mut(&migration) else { return };
         coming.lost = Some(Failure::Images(why));
         let (runs, worker) = (coming.runs, coming.worker);

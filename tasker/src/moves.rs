@@ -8,6 +8,7 @@ use crate::ease;
 use crate::files;
 use crate::memory::{self, Following};
 use crate::namespace::Namespace;
+use crate::precopy::PreCopies;
 use crate::promised::Promised;
 use crate::stop::{self, Crowd};
 use crate::supervisor::Supervisor;
@@ -68,6 +69,7 @@ pub(crate) struct Moves {
     pub(crate) targets: BTreeMap<MigrationId, Target>,
     deferred: Vec<ToTasker>,
     pub(crate) following: Following,
+    pub(crate) pre_copies: PreCopies,
     pub(crate) hashes: Arc<HashCache>,
     pub(crate) promised: Promised,
 }
@@ -92,6 +94,7 @@ impl Moves {
             targets: BTreeMap::new(),
             deferred: Vec::new(),
             following: Following::new(),
+            pre_copies: PreCopies::new(),
             hashes: Arc::new(HashCache::default()),
             promised: Promised::default(),
         })
@@ -140,6 +143,7 @@ impl Moves {
     /// Calls everything off and forgets all copies; for the end of the tasker.
     pub(crate) fn cancel_all(&mut self) {
         self.following.withhold_all();
+        self.pre_copies.end_all();
         self.workers.cancel_all();
         self.targets.clear();
         self.trial = None;
@@ -161,6 +165,9 @@ impl Supervisor {
             ToTasker::Look { question, tid } => self.look(For::Question(question), tid),
             ToTasker::Prepare { migration, tid, facts } => self.judge(For::Move { migration, tid }, facts),
             ToTasker::Judge { question, facts } => self.judge(For::Question(question), facts),
+            ToTasker::PreCopy { migration, tid, memory_way } => self.pre_copy(migration, tid, &memory_way),
+            ToTasker::EndPreCopy { migration } => self.moves.pre_copies.end_going(migration),
+            ToTasker::TakePreCopy { migration, memory_way } => self.take_pre_copy(migration, &memory_way),
             ToTasker::Stop { migration, tid, redirection } => self.stop(migration, tid, redirection),
             ToTasker::Dump { migration, tid, dir, memory_way } => self.dump(migration, tid, dir, memory_way.as_deref()),
             ToTasker::Continue { migration, tid } => self.continue_task(migration, tid),
@@ -201,6 +208,8 @@ impl Supervisor {
                 Outcome::BroughtIn { migration, done } => self.brought_in(migration, done),
                 Outcome::Seen { by, result } => self.seen(by, result),
                 Outcome::Judged { by, verdict } => self.judged(by, verdict),
+                Outcome::PreCopied { migration, result } => self.pre_copied(migration, result),
+                Outcome::PreCopyCame { migration, result } => self.pre_copy_came(migration, result),
                 Outcome::Served { migration, tid, result } => self.served(migration, tid, &result),
                 Outcome::Arrived { migration, result } => self.arrived(migration, result),
                 Outcome::Outlived => {}
@@ -261,8 +270,13 @@ impl Supervisor {
     }
 
     fn dump(&mut self, migration: MigrationId, tid: Tid, dir: PathBuf, memory_way: Option<&Path>) {
+        let ahead = self.moves.pre_copies.take_sent(migration);
         let started = private_directory(&dir).and_then(|()| {
-            let attempt = Attempt::first(dir, memory_way.map(memory::connect).transpose()?.map(Arc::new));
+            let (asked_on, sent) = match (memory_way, ahead) {
+                (Some(_), Some((stream, sent))) => (Some(stream), Some(sent)),
+                (way, _) => (way.map(memory::connect).transpose()?.map(Arc::new), None),
+            };
+            let attempt = Attempt::first(dir, asked_on, sent);
             Ok((self.start_dump(migration, tid, &attempt)?, attempt))
         });
         match started {
@@ -304,6 +318,7 @@ impl Supervisor {
             dir: dir.clone(),
             pid_namespace: namespace.inode(),
             asked_on: asked_on.map_err(|e| Failure::Io(format!("no descriptor: {e}")))?,
+            sent: attempt.sent.clone(),
         };
         let dumping = engine.start_dump(job)?;
         let (cancel, pid) = (limits.cancel.clone(), dumping.engine_pid());
@@ -478,6 +493,7 @@ impl Supervisor {
 
     /// A task has ended while it was stopped for a move: whoever waits for a step of it gets an answer.
     pub(crate) fn abandon_move_of(&mut self, task: &Task) {
+        self.moves.pre_copies.ended(task.tid);
         match task.phase {
             Phase::Stopping { migration, .. } => {
                 self.say(&FromTasker::Stopped { migration, result: Err(Failure::TaskEnded) });

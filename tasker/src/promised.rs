@@ -41,6 +41,11 @@ impl Promised {
         }
     }
 
+    /// What was promised to this task.
+    pub(crate) fn of(&self, migration: MigrationId) -> u64 {
+        self.0.get(&migration).map_or(0, |promise| promise.bytes)
+    }
+
     /// Its images are here. What they take of memory they give back while the task gets it.
     pub(crate) fn images_are_here(&mut self, migration: MigrationId, dir: &Path) {
         if let Some(promise) = self.0.get_mut(&migration) {

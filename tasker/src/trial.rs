@@ -83,7 +83,14 @@ impl Supervisor {
             return Err(Failure::CalledOff("the tasker ends".into()));
         };
         let (pid, dir, pid_namespace) = (trial.pid, trial.dir.clone(), trial.namespace.inode());
-        let dumping = engine.start_dump(DumpJob { pid, processes: Vec::new(), dir, pid_namespace, asked_on: None })?;
+        let dumping = engine.start_dump(DumpJob {
+            pid,
+            processes: Vec::new(),
+            dir,
+            pid_namespace,
+            asked_on: None,
+            sent: None,
+        })?;
         let limits = limits_for(0)?;
         let (cancel, pid) = (limits.cancel.clone(), dumping.engine_pid());
         let work = move || Outcome::TrialDumped(dumping.finish(&limits).map(|(report, _)| report));

@@ -55,8 +55,10 @@ impl Supervisor {
     pub(crate) fn seen(&mut self, by: For, result: Result<TaskFacts, Refusal>) {
         self.say(&match by {
             For::Move { migration, .. } => {
-                let memory_can_follow = result.as_ref().is_ok_and(|facts| self.moves.following.should(facts));
-                FromTasker::Inspected { migration, result, memory_can_follow }
+                let facts = result.as_ref().ok();
+                let memory_can_follow = facts.is_some_and(|facts| self.moves.following.should(facts));
+                let can_pre_copy = facts.is_some_and(|facts| self.moves.pre_copies.should(facts));
+                FromTasker::Inspected { migration, result, memory_can_follow, can_pre_copy }
             }
             For::Question(question) => FromTasker::Seen { question, result },
         });

@@ -4,6 +4,7 @@
 
 use crate::files::Made;
 use crate::verdict::For;
+use checkpoint::criu::{SentAhead, Store};
 use checkpoint::engine::{Cancel, Held, Missing, Serving};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use sempa_proto::migration::{Failure, Refusal, TaskFacts, Verdict};
@@ -28,6 +29,20 @@ pub(crate) enum Outcome {
         tid: Tid,
         /// How it went, and what has the memory that is not in the images.
         result: Result<(DumpReport, Option<Box<dyn Serving>>), Failure>,
+    },
+    /// Memory of a running task went ahead, or did not.
+    PreCopied {
+        /// The move.
+        migration: MigrationId,
+        /// What the target has.
+        result: Result<SentAhead, Failure>,
+    },
+    /// Memory came ahead of a task, or does not.
+    PreCopyCame {
+        /// The move.
+        migration: MigrationId,
+        /// All of it.
+        result: Result<Store, Failure>,
     },
     /// The memory of a dumped task was handed out, or is not handed out any more.
     Served {

@@ -16,8 +16,8 @@ use std::time::Duration;
 const MEGABYTES: &str = "48";
 /// The file that tells the task to begin with what it does as long as memory follows.
 const SIGN: &str = "sign";
-/// Makes memory follow tasks of any size.
-const ALWAYS: [(&str, &str); 1] = [("SEMPA_POST_COPY", "always")];
+/// Makes memory follow tasks of any size, and go ahead of them if a test has it do so.
+const ALWAYS: [(&str, &str); 2] = [("SEMPA_POST_COPY", "always"), ("SEMPA_PRE_COPY", "always")];
 
 /// Bytes that may pass before the way is opened. A restore needs some: the kernel itself writes into a task's memory.
 const FIRST_BYTES: usize = 8 << 20;
@@ -61,6 +61,11 @@ impl Way {
         *self.gate.0.lock().expect("no panic") = usize::MAX;
         self.gate.1.notify_all();
     }
+
+    /// As it was at first.
+    fn shut(&self) {
+        *self.gate.0.lock().expect("no panic") = FIRST_BYTES;
+    }
 }
 
 /// What a line that is not fast lets pass in a millisecond.
@@ -96,6 +101,11 @@ impl Scene {
 
     /// With a task that runs this program.
     fn of(name: &str) -> Scene {
+        Scene::begin(name).go_on()
+    }
+
+    /// A task that runs this program is to move, and runs on.
+    fn begin(name: &str) -> Scene {
         let dir = tempfile::tempdir().expect("dir");
         let (mut here, mut there) = (Tasker::start_with(&ALWAYS), Tasker::start_with(&ALWAYS));
         let way = Way::new(dir.path());
@@ -104,16 +114,39 @@ impl Scene {
         here.output_until(tid(1), &mut Vec::new(), |text| text.ends_with(b"\n"));
         here.send(ToTasker::Inspect { migration: migration(1), tid: tid(1) });
         let inspected = here.until(&mut Vec::new(), |m| match m {
-            FromTasker::Inspected { result, memory_can_follow, .. } => Some((result.clone(), *memory_can_follow)),
+            FromTasker::Inspected { result, memory_can_follow, can_pre_copy, .. } => {
+                Some((result.clone(), *memory_can_follow, *can_pre_copy))
+            }
             _ => None,
         });
-        assert!(inspected.1, "it can follow: {:?}", inspected.0);
+        assert!(inspected.1 && inspected.2, "it can follow, and go ahead: {:?}", inspected.0);
         there.send(ToTasker::Prepare { migration: migration(1), tid: tid(1), facts: TaskFacts::default() });
         let prepared = there.until(&mut Vec::new(), |m| match m {
             FromTasker::Prepared { verdict, memory_can_follow, .. } => Some((verdict.clone(), *memory_can_follow)),
             _ => None,
         });
         assert_eq!(prepared, (vec![], true));
+        Scene { dir, here, there, way, copy: 0 }
+    }
+
+    /// Its memory goes ahead; how many bytes of it.
+    fn pre_copy(&mut self) -> u64 {
+        let (source, target) = (self.way.source.clone(), self.way.target.clone());
+        self.there.send(ToTasker::TakePreCopy { migration: migration(1), memory_way: target });
+        self.here.send(ToTasker::PreCopy { migration: migration(1), tid: tid(1), memory_way: source });
+        self.way.open();
+        let went = self.here.until(&mut Vec::new(), |m| match m {
+            FromTasker::PreCopied { result, .. } => Some(result.clone()),
+            _ => None,
+        });
+        self.way.shut();
+        went.expect("it is there")
+    }
+
+    /// It is dumped and built again.
+    fn go_on(self) -> Scene {
+        let Scene { dir, mut here, mut there, way, .. } = self;
+        let sign = dir.path().join(SIGN);
         stop(&mut here, tid(1), migration(1), &mut Vec::new());
         let images = dir.path().join("images");
         let memory_way = Some(way.source.clone());
@@ -188,6 +221,68 @@ fn a_task_runs_before_its_memory_has_come_from_a_host_where_it_is_dead_already()
     scene.there.send(ToTasker::Kill { tid: tid(1) });
     let (_, status, _) = scene.there.follow_to_the_end(tid(1));
     assert_eq!(status, 9);
+    scene.end();
+}
+
+/// The way lets pass no more than a sixth of its memory from then on.
+#[test]
+fn a_task_whose_memory_went_ahead_needs_little_more_of_the_host_that_it_has_left() {
+    if !can_move() {
+        return;
+    }
+    let mut scene = Scene::begin("pages");
+    let went = scene.pre_copy();
+    assert!(went >= 48 << 20, "{went} bytes went ahead");
+    let mut scene = scene.go_on();
+    scene.commit();
+    let (result, seen) = scene.arrival();
+    assert_eq!(result, Ok(()));
+    let mut output = moving::output_of(&seen, tid(1));
+    let more = moving::lines(&output) + 100;
+    scene.there.output_until(tid(1), &mut output, |text| moving::lines(text) > more);
+    assert!(!String::from_utf8_lossy(&output).contains("bad"));
+    scene.there.send(ToTasker::Kill { tid: tid(1) });
+    let (_, status, _) = scene.there.follow_to_the_end(tid(1));
+    assert_eq!(status, 9);
+    scene.end();
+}
+
+#[test]
+fn what_goes_ahead_of_a_task_ends_when_the_move_does_and_the_task_goes_on() {
+    if !can_move() {
+        return;
+    }
+    let mut scene = Scene::begin("pages");
+    let (source, target) = (scene.way.source.clone(), scene.way.target.clone());
+    scene.there.send(ToTasker::TakePreCopy { migration: migration(1), memory_way: target });
+    // The way is shut behind the first of it.
+    scene.here.send(ToTasker::PreCopy { migration: migration(1), tid: tid(1), memory_way: source });
+    wait_until("some of it is there", || *scene.way.gate.0.lock().expect("no panic") == 0);
+    scene.here.send(ToTasker::EndPreCopy { migration: migration(1) });
+    discard(&mut scene.there, migration(1), &mut Vec::new());
+    scene.way.open();
+    let mut output = Vec::new();
+    scene.here.output_until(tid(1), &mut output, |text| moving::lines(text) > 100);
+    assert!(!String::from_utf8_lossy(&output).contains("bad"));
+    scene.end();
+}
+
+#[test]
+fn a_target_that_loses_what_came_ahead_says_so_and_restores_nothing() {
+    if !can_move() {
+        return;
+    }
+    let mut scene = Scene::begin("pages");
+    scene.pre_copy();
+    scene.there.send(ToTasker::MemoryLost { migration: migration(1), why: "the line is cut".into() });
+    let images = scene.dir.path().join("none");
+    let memory_way = Some(scene.way.target.clone());
+    scene.there.send(ToTasker::Restore { migration: migration(1), tid: tid(1), dir: images, again: None, memory_way });
+    let restored = scene.there.until(&mut Vec::new(), |m| match m {
+        FromTasker::Restored { result, .. } => Some(result.clone()),
+        _ => None,
+    });
+    assert!(matches!(restored, Err(Failure::Images(why)) if why.contains("ahead")));
     scene.end();
 }
 

@@ -5,6 +5,7 @@
  *                   MiB of zeros that were written
  *   hold MIB FILE   the same, with this file open for writing
  *   hold MIB memfd  the same, with 32 MiB more that are a file without a name
+ *   hold MIB writes the same, but it changes a few pages each time it counts
  *   hold ask TID    from a command line: asks one such task and prints "count N sum GOOD|BAD"
  *   hold end TID    has it end
  */
@@ -19,6 +20,8 @@
 enum { TAG_ASK = 1, TAG_ANSWER, TAG_END };
 
 enum { EXTRA_BYTES = 32 << 20, EXTRA = 7 };
+
+enum { PAGE_BYTES = 4096, PAGES_AT_ONCE = 4 };
 
 static FILE *extra_memory(void)
 {
@@ -38,7 +41,18 @@ static int is_extra_good(FILE *file)
     return byte == EOF && bytes == EXTRA_BYTES;
 }
 
-static int serve(size_t bytes, int zeros, FILE *extra)
+/* Adds to one byte each of a few pages, and to the sum of all. */
+static void write_some(unsigned char *held, size_t bytes, unsigned int *dice, unsigned long long *sum)
+{
+    for (int i = 0; i < PAGES_AT_ONCE; i++) {
+        *dice = *dice * 1664525u + 1013904223u;
+        unsigned char *at = held + *dice % (bytes / PAGE_BYTES) * PAGE_BYTES + i;
+        *sum -= *at;
+        *sum += ++*at;
+    }
+}
+
+static int serve(size_t bytes, int zeros, int writes, FILE *extra)
 {
     unsigned int dice = 1, count = 0;
     unsigned long long sum = 0;
@@ -54,6 +68,8 @@ static int serve(size_t bytes, int zeros, FILE *extra)
         count++;
         if (buf < 0)
             return 3;
+        if (writes)
+            write_some(held, bytes, &dice, &sum);
         if (buf == 0)
             continue;
         pvm_bufinfo(buf, &len, &tag, &tid);
@@ -78,12 +94,13 @@ int main(int argc, char **argv)
         return 2;
     if (argc < 3 || (strcmp(argv[1], "ask") != 0 && strcmp(argv[1], "end") != 0)) {
         int is_memory = argc > 2 && strcmp(argv[2], "memfd") == 0;
+        int writes = argc > 2 && strcmp(argv[2], "writes") == 0;
         FILE *extra = is_memory ? extra_memory() : NULL;
-        FILE *file = argc > 2 && !is_memory ? fopen(argv[2], "a+") : NULL;
-        if (argc > 2 && !extra && (!file || fputs("held\n", file) < 0 || fflush(file) != 0))
+        FILE *file = argc > 2 && !is_memory && !writes ? fopen(argv[2], "a+") : NULL;
+        if (argc > 2 && !extra && !writes && (!file || fputs("held\n", file) < 0 || fflush(file) != 0))
             return 4;
         int mib = argc > 1 ? atoi(argv[1]) : 0;
-        return serve((size_t)abs(mib) << 20, mib < 0, extra);
+        return serve((size_t)abs(mib) << 20, mib < 0, writes, extra);
     }
     int tid = (int)strtoul(argv[2] + (argv[2][0] == 't'), NULL, 16);
     pvm_initsend(PvmDataDefault);

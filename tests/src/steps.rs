@@ -60,13 +60,15 @@ pub enum Share {
 
 /// The places in the rounds in which they are tried: those before the commit at once, the others one by one, because each of
 /// these needs all daemons to know the new place, those too that are held.
-fn all() -> Vec<Vec<Point>> {
-    let early = [Edge::Before, Edge::After].map(|edge| early().into_iter().map(|step| (step, edge)).collect());
+fn all(pre_copies: bool) -> Vec<Vec<Point>> {
+    let early =
+        [Edge::Before, Edge::After].map(|edge| early(pre_copies).into_iter().map(|step| (step, edge)).collect());
     early.into_iter().chain(late().into_iter().map(|point| vec![point])).collect()
 }
 
-fn early() -> Vec<Step> {
-    Step::ALL.into_iter().filter(|step| *step < Step::Commit).collect()
+/// Steps before the commit, that in which memory goes ahead only if it does.
+fn early(pre_copies: bool) -> Vec<Step> {
+    Step::ALL.into_iter().filter(|step| *step < Step::Commit && (pre_copies || *step != Step::PreCopy)).collect()
 }
 
 fn late() -> Vec<Point> {
@@ -74,17 +76,18 @@ fn late() -> Vec<Point> {
     late.flat_map(|step| [(step, Edge::Before), (step, Edge::After)]).collect()
 }
 
-fn some(share: Share, turn: usize) -> Vec<Vec<Point>> {
+fn some(share: Share, turn: usize, pre_copies: bool) -> Vec<Vec<Point>> {
     let turned = |(i, step): (usize, Step)| (step, Edge::of(i + turn));
     let late = late();
     match share {
         Share::Half => {
-            let first = early().into_iter().enumerate().map(turned).collect();
+            let first = early(pre_copies).into_iter().enumerate().map(turned).collect();
             let rest = late.chunks(2).enumerate().map(|(i, ends)| vec![ends[(i + turn) % 2]]);
             std::iter::once(first).chain(rest).collect()
         }
         Share::Few => {
-            let first = early().into_iter().enumerate().map(|(i, step)| turned((i + turn / 2, step))).collect();
+            let first = early(pre_copies).into_iter().enumerate();
+            let first = first.map(|(i, step)| turned((i + turn / 2, step))).collect();
             let first = if turn.is_multiple_of(2) { Some(first) } else { None };
             let rest = [2 * turn, 2 * turn + 1].map(|i| vec![late[i % late.len()]]);
             first.into_iter().chain(rest).collect()
@@ -94,7 +97,7 @@ fn some(share: Share, turn: usize) -> Vec<Vec<Point>> {
 
 /// The places for the first fault, in rounds.
 pub fn places(share: Share) -> Vec<Vec<Point>> {
-    if is_full() { all() } else { some(share, 0) }
+    if is_full() { all(false) } else { some(share, 0, false) }
 }
 
 /// Everything is to be tried.
@@ -181,6 +184,8 @@ pub struct Rounds<'a> {
     steps: PathBuf,
     number: usize,
     turn: usize,
+    /// Memory goes ahead of these tasks.
+    pub pre_copies: bool,
     /// Engines that were met so far.
     engines: std::cell::Cell<usize>,
     /// The host that all tasks leave, if it is always the same one.
@@ -202,13 +207,15 @@ impl<'a> Rounds<'a> {
     /// The testbed has no engine of its own.
     pub fn with(vm: &'a Vm<'a>, witnesses: Witnesses, home: Option<usize>) -> Result<Rounds<'a>> {
         let steps = vm.bed().steps().context("a testbed whose daemons stand still")?.to_path_buf();
-        Ok(Rounds { vm, witnesses, steps, number: 0, turn: 0, engines: std::cell::Cell::new(0), home })
+        let (pre_copies, engines) = (false, std::cell::Cell::new(0));
+        Ok(Rounds { vm, witnesses, steps, number: 0, turn: 0, pre_copies, engines, home })
     }
 
     /// The places for the next fault, in rounds.
     pub fn next(&mut self, share: Share) -> Vec<Vec<Point>> {
         self.turn += 1;
-        if is_full() { all() } else { some(share, self.turn - 1) }
+        let pre_copies = self.pre_copies;
+        if is_full() { all(pre_copies) } else { some(share, self.turn - 1, pre_copies) }
     }
 
     /// Engines that were met so far.
@@ -581,29 +588,34 @@ mod tests {
     use super::*;
     use std::collections::BTreeSet;
 
-    fn every_place() -> BTreeSet<Point> {
-        Step::ALL.into_iter().flat_map(|step| [(step, Edge::Before), (step, Edge::After)]).collect()
+    fn every_place(pre_copies: bool) -> BTreeSet<Point> {
+        let steps = Step::ALL.into_iter().filter(|step| pre_copies || *step != Step::PreCopy);
+        steps.flat_map(|step| [(step, Edge::Before), (step, Edge::After)]).collect()
     }
 
     #[test]
     fn all_rounds_have_each_place_once_and_no_more_at_a_time_than_there_are_hosts() {
-        let all = all();
-        assert_eq!(all.concat().len(), every_place().len());
-        assert_eq!(all.concat().into_iter().collect::<BTreeSet<_>>(), every_place());
-        assert!(all.iter().all(|round| round.len() <= PAIRS));
+        for pre_copies in [false, true] {
+            let all = all(pre_copies);
+            assert_eq!(all.concat().len(), every_place(pre_copies).len());
+            assert_eq!(all.concat().into_iter().collect::<BTreeSet<_>>(), every_place(pre_copies));
+            assert!(all.iter().all(|round| round.len() <= PAIRS));
+        }
     }
 
     #[test]
     fn two_faults_that_share_the_places_out_meet_each_of_them() {
-        for turn in 0..4 {
-            let places = [turn, turn + 1].map(|turn| some(Share::Half, turn).concat()).concat();
-            assert_eq!(places.into_iter().collect::<BTreeSet<_>>(), every_place(), "from {turn} on");
+        for (turn, pre_copies) in (0..4).flat_map(|turn| [(turn, false), (turn, true)]) {
+            let places = [turn, turn + 1].map(|turn| some(Share::Half, turn, pre_copies).concat()).concat();
+            assert_eq!(places.into_iter().collect::<BTreeSet<_>>(), every_place(pre_copies), "from {turn} on");
         }
     }
 
     #[test]
     fn a_few_places_for_each_fault_are_all_of_them_after_some_faults() {
-        let places = (0..4).flat_map(|turn| some(Share::Few, turn).concat());
-        assert_eq!(places.collect::<BTreeSet<_>>(), every_place());
+        for pre_copies in [false, true] {
+            let places = (0..4).flat_map(|turn| some(Share::Few, turn, pre_copies).concat());
+            assert_eq!(places.collect::<BTreeSet<_>>(), every_place(pre_copies));
+        }
     }
 }

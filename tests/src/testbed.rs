@@ -513,6 +513,17 @@ fn accounts(folder: &Path, names: &[String]) -> Result<()> {
     Ok(())
 }
 
+/// Bytes that have left a host through its network.
+///
+/// # Panics
+/// It has none.
+pub fn left(host: &Host) -> u64 {
+    let done = host.shell("grep eth0 /proc/net/dev", UP_TIME).and_then(|done| done.expect_good("grep"));
+    let done = done.expect("a network");
+    let numbers = done.out.split_once(':').map(|(_, numbers)| numbers.to_string()).expect("a device and its numbers");
+    numbers.split_whitespace().nth(8).and_then(|number| number.parse().ok()).expect("the ninth is what was sent")
+}
+
 /// Waits until a host has no process whose command line holds `word`.
 ///
 /// # Errors

@@ -4,7 +4,7 @@ use nix::sys::signal::{Signal, kill};
 use sempa_tests::holders::{is_whole, with_changed_hosts, with_hosts};
 use sempa_tests::run::Running;
 use sempa_tests::steps::{Whom, daemon_of, process_of};
-use sempa_tests::testbed::NETWORK;
+use sempa_tests::testbed::{NETWORK, left};
 use sempa_tests::{Host, Sure, Testbed, Vm, eventually};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -14,14 +14,6 @@ const SOON: Duration = Duration::from_secs(60);
 const ZEROS: (&str, u64) = ("-96", 96 << 20);
 /// What may leave a host for such a task, with all else that hosts say meanwhile.
 const LEAVES_MAX: u64 = 8 << 20;
-
-/// Bytes that have left a host through its network.
-fn left(host: &Host) -> u64 {
-    let done =
-        host.shell("grep eth0 /proc/net/dev", SOON).and_then(|done| done.expect_good("grep")).expect("a network");
-    let numbers = done.out.split_once(':').map(|(_, numbers)| numbers.to_string()).expect("a device and its numbers");
-    numbers.split_whitespace().nth(8).and_then(|number| number.parse().ok()).expect("the ninth is what was sent")
-}
 
 #[test]
 fn memory_full_of_zeros_does_not_pass_the_network_whether_it_goes_along_or_follows() {

@@ -19,8 +19,10 @@ const LEASE_MS: &str = "5000";
 const A_MOMENT: Duration = Duration::from_secs(1);
 /// Longer than the lease.
 const UNTIL_LOST: Duration = Duration::from_secs(8);
-/// Memory follows tasks of any size.
-const ALWAYS: [(&str, &str); 1] = [("SEMPA_POST_COPY", "always")];
+/// Memory follows tasks of any size, and goes ahead of them.
+const ALWAYS: [(&str, &str); 2] = [("SEMPA_POST_COPY", "always"), ("SEMPA_PRE_COPY", "always")];
+/// None goes ahead: it would be on its way for longer than the tests take.
+const NOTHING_AHEAD: (&str, &str) = ("SEMPA_PRE_COPY", "never");
 /// So slowly, in bytes per second, that memory is on its way for longer than any of these tests takes.
 const SLOWLY: &str = "1000000";
 
@@ -61,7 +63,7 @@ fn an_administrator_can_say_that_memory_never_follows() {
 
 #[test]
 fn a_task_whose_memory_was_on_a_host_that_dies_ends_and_everybody_is_told_why() {
-    let env = [("SEMPA_LEASE_MS", LEASE_MS), ("SEMPA_MOVE_RATE", SLOWLY)];
+    let env = [("SEMPA_LEASE_MS", LEASE_MS), ("SEMPA_MOVE_RATE", SLOWLY), NOTHING_AHEAD];
     with_hosts(3, &env, |vm| {
         let tid = vm.spawn(&["-h2", "hold", MIB]).expect("spawned");
         is_whole(vm, &tid);
@@ -91,7 +93,7 @@ fn a_task_whose_memory_was_on_a_host_that_dies_ends_and_everybody_is_told_why() 
 
 #[test]
 fn a_job_goes_back_to_its_checkpoint_when_the_host_dies_that_had_memory_of_it() {
-    let env = [("SEMPA_LEASE_MS", LEASE_MS), ("SEMPA_MOVE_RATE", SLOWLY), ALWAYS[0]];
+    let env = [("SEMPA_LEASE_MS", LEASE_MS), ("SEMPA_MOVE_RATE", SLOWLY), ALWAYS[0], NOTHING_AHEAD];
     with_hosts(3, &env, |vm| {
         // The checkpoint is no faster than the move.
         let tid = vm.spawn(&["-h2", "hold", "16"]).expect("spawned");
@@ -112,7 +114,7 @@ fn a_job_goes_back_to_its_checkpoint_when_the_host_dies_that_had_memory_of_it() 
 
 #[test]
 fn a_task_that_ends_while_its_memory_follows_has_moved_and_ended() {
-    with_hosts(3, &[("SEMPA_MOVE_RATE", SLOWLY)], |vm| {
+    with_hosts(3, &[("SEMPA_MOVE_RATE", SLOWLY), NOTHING_AHEAD], |vm| {
         let tid = vm.spawn(&["-h2", "hold", MIB]).expect("spawned");
         is_whole(vm, &tid);
         let moving = vm.start_migrate(&tid, "h3").expect("it begins");
@@ -157,8 +159,9 @@ fn whoever_is_killed_at_whatever_step_a_task_whose_memory_follows_runs_once_or_i
 /// The memory needs some seconds, so that whoever fetches it is still there at each of these places.
 #[test]
 fn when_what_fetches_its_memory_is_killed_or_stands_still_a_task_runs_once_or_is_known_to_have_ended() {
-    let Some((bed, _)) = testbed_with_env(HOSTS, &[ALWAYS[0], ("WITNESS_MIB", "3")]) else { return };
-    with_rounds_and(&bed, &[("SEMPA_MOVE_RATE", SLOWLY)], |vm, all| {
+    let env = [ALWAYS[0], NOTHING_AHEAD, ("WITNESS_MIB", "3")];
+    let Some((bed, _)) = testbed_with_env(HOSTS, &env) else { return };
+    with_rounds_and(&bed, &[ALWAYS[0], NOTHING_AHEAD, ("SEMPA_MOVE_RATE", SLOWLY)], |vm, all| {
         let late = [Step::Restore, Step::Commit, Step::KillSource, Step::Run].map(|step| (step, Edge::After));
         for (fault, may_be_lost) in [(Fault::Kill, restored as fn(&Cell) -> bool), (Fault::Stop(A_MOMENT), never)] {
             for point in late.into_iter().chain([(Step::Commit, Edge::Before)]) {
@@ -199,15 +202,15 @@ fn whoever_is_cut_off_at_whatever_step_a_task_whose_memory_follows_runs_once_or_
 }
 
 fn with_rounds(bed: &Testbed, test: impl FnOnce(&Vm<'_>, &mut Rounds<'_>)) {
-    with_rounds_and(bed, &[], test);
+    with_rounds_and(bed, &ALWAYS, test);
 }
 
 fn with_rounds_and(bed: &Testbed, more: &[(&str, &str)], test: impl FnOnce(&Vm<'_>, &mut Rounds<'_>)) {
     let env = [("SEMPA_LEASE_MS", LEASE_MS)];
-    let env =
-        env.iter().chain(&ALWAYS).chain(more).map(|(name, value)| (name.to_string(), value.to_string())).collect();
+    let env = env.iter().chain(more).map(|(name, value)| (name.to_string(), value.to_string())).collect();
     let settings = Settings { rm: Some("pvm-rm".into()), env, ..Settings::default() };
     let vm = Vm::start(bed, settings).expect("a virtual machine");
     let mut rounds = Rounds::new(&vm).expect("a director");
+    rounds.pre_copies = !more.contains(&NOTHING_AHEAD);
     test(&vm, &mut rounds);
 }

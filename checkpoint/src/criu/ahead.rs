@@ -6,15 +6,19 @@
 //! out what it has in pipes, gives up at any other question.
 //!
 //! The words are those of CRIU's page server: a head, and behind that of an answer the pages. Questions are answered in their order, on
-//! either side. What is not understood passes as it is, and from then on everything does.
+//! either side. What is not understood passes as it is, and from then on everything does. Where pages have come before the
+//! task was dumped ([`super::precopy`]) the other host is asked which of them have changed, and CRIU gets what comes of that.
 
 mod carry;
+mod coming;
 mod missing;
 mod patience;
 
 pub(super) use carry::{Carrying, start};
 
-use super::words::{ADD, FLAGS_SHIFT, Form, GET, Head, PRESENT};
+use super::precopy::Store;
+use super::words::{ADD, CHANGED, FLAGS_SHIFT, Form, GET, GET_CHANGED, Head, PRESENT};
+use coming::Coming;
 use missing::{Missing, Process};
 use std::collections::{BTreeMap, VecDeque};
 use std::io::{self, IoSlice, Write};
@@ -65,13 +69,15 @@ struct Turn {
 }
 
 /// A question to the other host.
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 struct Asked {
     process: u64,
     address: u64,
     pages: u64,
     is_piece: bool,
     at: Instant,
+    /// What came before of these pages: only changed ones are asked for.
+    known: Option<Vec<u8>>,
 }
 
 #[derive(Debug)]
@@ -81,21 +87,14 @@ struct Piece {
     bytes: Option<Vec<u8>>,
 }
 
-/// An answer of the other host, as far as it is here.
-#[derive(Debug)]
-struct Coming {
-    head: [u8; Form::BYTES_MAX],
-    body: Option<Vec<u8>>,
-    /// Bytes of the head, or of the body if there is one.
-    have: usize,
-}
-
 /// What stands between CRIU and the other host.
 #[derive(Debug)]
 struct Ahead {
     page: u64,
     now: Instant,
     processes: BTreeMap<u64, Process>,
+    /// What came before the task was dumped.
+    store: Store,
     /// Known from the first question.
     form: Option<Form>,
     /// What CRIU says passes as it is.
@@ -120,11 +119,12 @@ struct Ahead {
 }
 
 impl Ahead {
-    fn new(missing: Missing, page: u64, now: Instant) -> Ahead {
+    fn new(missing: Missing, store: Store, page: u64, now: Instant) -> Ahead {
         Ahead {
             page,
             now,
             processes: missing.into_processes(),
+            store,
             form: None,
             is_plain: false,
             heard: Vec::new(),
@@ -135,7 +135,7 @@ impl Ahead {
             asked: VecDeque::new(),
             pieces: BTreeMap::new(),
             piece_pages: PIECE_PAGES_MIN,
-            coming: Coming { head: [0; Form::BYTES_MAX], body: None, have: 0 },
+            coming: Coming::default(),
             spare: Vec::new(),
             to_other: Vec::new(),
             plain: Vec::new(),
@@ -320,6 +320,7 @@ impl Ahead {
 
     /// What lies before this address was asked for, or is not needed any more.
     fn forget_before(&mut self, process: u64, address: u64) {
+        self.store.forget_before(process, address);
         let behind = self.pieces.range((process, 0)..(process, address));
         let behind = behind.filter(|(_, piece)| piece.bytes.is_some() && piece.end <= address);
         let behind: Vec<(u64, u64)> = behind.map(|(key, _)| *key).collect();
@@ -338,16 +339,17 @@ impl Ahead {
 
     // ---- the other host's side
 
-    fn ask(&mut self, asked: Asked) {
+    fn ask(&mut self, process: u64, address: u64, pages: u64, is_piece: bool) {
         let Some(form) = self.form else { return };
-        let Asked { process, address, pages, .. } = asked;
-        self.to_other.extend(form.write(&Head { command: GET, pages, address, process }));
-        self.asked.push_back(asked);
+        let known = self.store.get(process, address, pages);
+        let command = if known.is_some() { GET_CHANGED } else { GET };
+        self.to_other.extend(form.write(&Head { command, pages, address, process }));
+        self.asked.push_back(Asked { process, address, pages, is_piece, at: self.now, known });
     }
 
     fn ask_for_itself(&mut self, head: &Head) -> From {
         let &Head { process, address, pages, .. } = head;
-        self.ask(Asked { process, address, pages, is_piece: false, at: self.now });
+        self.ask(process, address, pages, false);
         From::ItsOwn(None)
     }
 
@@ -369,8 +371,7 @@ impl Ahead {
         let next = self.pieces.range((process, address)..).next().filter(|((of, _), _)| *of == process);
         let end = next.map_or(end, |((_, start), _)| end.min(*start));
         self.pieces.insert((process, address), Piece { end, bytes: None });
-        let pages = (end - address) / self.page;
-        self.ask(Asked { process, address, pages, is_piece: true, at: self.now });
+        self.ask(process, address, (end - address) / self.page, true);
         Some(end)
     }
 
@@ -408,11 +409,7 @@ impl Ahead {
             self.plain_room.resize(PLAIN_BYTES, 0);
             return &mut self.plain_room;
         }
-        let length = self.form.map_or(0, Form::bytes);
-        match &mut self.coming.body {
-            Some(body) => &mut body[self.coming.have..],
-            None => &mut self.coming.head[self.coming.have..length],
-        }
+        self.coming.room(self.form.map_or(0, Form::bytes))
     }
 
     /// So many bytes were put there.
@@ -425,36 +422,41 @@ impl Ahead {
             return Ok(());
         }
         let Some(form) = self.form else { return Ok(()) };
-        self.coming.have += bytes;
-        match &self.coming.body {
-            None if self.coming.have == form.bytes() => self.head_came(form)?,
-            Some(body) if self.coming.have == body.len() => self.body_came(),
-            _ => {}
+        self.coming.came(bytes);
+        if let Some(head) = self.coming.head(form) {
+            self.head_came(&head)?;
+        }
+        self.coming.look_at_marks(self.page)?;
+        if let Some(body) = self.coming.body() {
+            self.body_came(body);
         }
         self.fetch_ahead();
         Ok(())
     }
 
-    fn head_came(&mut self, form: Form) -> Result<(), String> {
-        let head = form.read(&self.coming.head);
-        let asked = self.asked.front().copied();
-        let fits = asked.filter(|asked| {
-            head.command == PRESENT << FLAGS_SHIFT | ADD
-                && (head.process, head.address) == (asked.process, asked.address)
-                && (1..=asked.pages).contains(&head.pages)
-        });
-        if fits.is_none() {
-            return Err(format!("asked for {asked:?} the engine at the source says {head:?}"));
+    fn head_came(&mut self, head: &Head) -> Result<(), String> {
+        let unfit = |asked| format!("asked for {asked} the engine at the source says {head:?}");
+        let asked = self.asked.front_mut().ok_or_else(|| unfit("nothing".to_string()))?;
+        let &mut Asked { process, address, pages, .. } = asked;
+        let is_of_it = (head.process, head.address) == (process, address);
+        match (&mut asked.known, head.command, head.pages) {
+            (Some(known), CHANGED, answered) if is_of_it && answered == pages => {
+                self.coming.expect_marks(std::mem::take(known), pages);
+            }
+            (None, command, answered)
+                if is_of_it && command == PRESENT << FLAGS_SHIFT | ADD && (1..=pages).contains(&answered) =>
+            {
+                let mut body = self.spare.pop().unwrap_or_default();
+                body.resize((answered * self.page) as usize, 0);
+                self.coming.expect_all(body);
+            }
+            _ => return Err(unfit(format!("{pages} pages at {address:#x} of process {process}"))),
         }
-        let mut body = self.spare.pop().unwrap_or_default();
-        body.resize((head.pages * self.page) as usize, 0);
-        (self.coming.body, self.coming.have) = (Some(body), 0);
         Ok(())
     }
 
-    fn body_came(&mut self) {
-        self.coming.have = 0;
-        let (Some(asked), Some(body)) = (self.asked.pop_front(), self.coming.body.take()) else { return };
+    fn body_came(&mut self, body: Vec<u8>) {
+        let Some(asked) = self.asked.pop_front() else { return };
         if asked.is_piece {
             self.piece_pages = match self.now.saturating_duration_since(asked.at) {
                 took if took > SLOW => (self.piece_pages / 2).max(PIECE_PAGES_MIN),

@@ -5,6 +5,7 @@
 //! until all memory has come or the processes are dead.
 
 use super::ahead::{self, Carrying};
+use super::precopy::Store;
 use super::process::{Program, own};
 use crate::engine::{Arriving, Limits, Missing};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -62,7 +63,7 @@ pub(super) struct Arrival {
 }
 
 impl Arrival {
-    pub(super) fn start(criu: &Path, dir: &Path, ask_on: OwnedFd) -> Result<Arrival, Failure> {
+    pub(super) fn start(criu: &Path, dir: &Path, ask_on: OwnedFd, store: Store) -> Result<Arrival, Failure> {
         let io =
             |what: &str, e: io::Error| Failure::Io(format!("cannot fetch memory into {}: {what}: {e}", dir.display()));
         let theirs = dir.join(OWN_DIR);
@@ -71,7 +72,7 @@ impl Arrival {
         // The path itself may be longer than that of a socket can be.
         let listener = UnixListener::bind(in_folder(&folder, Path::new(SOCKET))).map_err(|e| io(SOCKET, e))?;
         let kept = Kept::default();
-        let (carrying, asks) = ahead::start(dir, ask_on, kept.clone())?;
+        let (carrying, asks) = ahead::start(dir, ask_on, store, kept.clone())?;
         let number = asks.stream().to_string();
         let (images, work) = (dir.as_os_str(), theirs.as_os_str());
         let arguments =

@@ -15,6 +15,7 @@ mod notes;
 mod options;
 mod owner;
 mod pagemap;
+mod precopy;
 mod process;
 mod ptrace;
 mod relay;
@@ -25,6 +26,7 @@ mod words;
 
 pub use notes::KernelNotes;
 pub use owner::belong_to;
+pub use precopy::{Hurry, SentAhead, Store};
 pub(crate) use serving::Order;
 
 use crate::engine::{Arriving, Checking, DumpJob, Dumping, Engine, Held, Limits, RestoreJob, Restoring, Serving};
@@ -130,7 +132,7 @@ impl Engine for Criu {
         swrk.hurry();
         swrk.end_by_itself_within(CALLED_OFF_GRACE);
         let follows = follows.zip(job.asked_on.map(Arc::new));
-        Ok(Box::new(Dump { swrk, relay, dir: job.dir, before, follows }))
+        Ok(Box::new(Dump { swrk, relay, dir: job.dir, before, follows, sent: job.sent }))
     }
 
     fn start_check(&self, dir: &Path) -> Result<Box<dyn Checking>, Failure> {
@@ -159,8 +161,16 @@ impl Engine for Criu {
         Ok(Box::new(Restore { swrk }))
     }
 
-    fn start_arrival(&self, dir: &Path, ask_on: OwnedFd) -> Result<Box<dyn Arriving>, Failure> {
-        Ok(Box::new(arrival::Arrival::start(&self.program, dir, ask_on)?))
+    fn send_ahead(&self, processes: &[i32], stream: &OwnedFd, hurry: &Hurry) -> Result<SentAhead, Failure> {
+        precopy::send(processes, stream, hurry)
+    }
+
+    fn take_ahead(&self, stream: &OwnedFd, bytes_max: u64) -> Result<Store, Failure> {
+        precopy::take(stream, bytes_max)
+    }
+
+    fn start_arrival(&self, dir: &Path, ask_on: OwnedFd, ahead: Store) -> Result<Box<dyn Arriving>, Failure> {
+        Ok(Box::new(arrival::Arrival::start(&self.program, dir, ask_on, ahead)?))
     }
 }
 
@@ -196,6 +206,8 @@ struct Dump {
     before: Option<rescue::Snapshot>,
     /// The memory that is not written, and where it will be asked for.
     follows: Option<(Withheld, Arc<OwnedFd>)>,
+    /// What the other host has of it already.
+    sent: Option<Arc<SentAhead>>,
 }
 
 impl Dump {
@@ -231,7 +243,9 @@ impl Dumping for Dump {
         }
         let report = measure(&self.dir);
         let report = report.map_err(|e| Failure::Io(format!("cannot read {}: {e}", self.dir.display())))?;
-        let serve = |(withheld, asked_on)| Ok(Box::new(serving::Serve::start(withheld, asked_on)?) as Box<dyn Serving>);
+        let sent = self.sent.take();
+        let serve =
+            |(withheld, asked_on)| Ok(Box::new(serving::Serve::start(withheld, asked_on, sent)?) as Box<dyn Serving>);
         Ok((report, self.follows.take().map(serve).transpose()?))
     }
 }

@@ -24,6 +24,8 @@ use std::time::{Duration, Instant};
 const ANSWER_BYTES_MAX: usize = 64 << 10;
 /// The kernel's highest ordinary priority.
 const HURRY_NICE: i32 = -20;
+/// Behind everybody else.
+const LAST_NICE: libc::c_int = 19;
 /// How long `criu --version` may take.
 const VERSION_ALLOWED: Duration = Duration::from_secs(5);
 
@@ -256,6 +258,12 @@ impl Drop for Swrk {
 pub(super) fn hurry_thread() {
     // SAFETY: no memory is involved. Without the right to do so it goes on as it is.
     unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, HURRY_NICE) };
+}
+
+/// Puts the calling thread behind everybody else, for good.
+pub(super) fn come_last() {
+    // SAFETY: no memory is involved. Everybody may do that.
+    unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, LAST_NICE) };
 }
 
 fn called_off() -> Failure {

@@ -6,10 +6,13 @@
 //! that one is told to have it stay. When the last page was handed out, or nobody wants them any more, it is let go: it goes
 //! on standing still if it was not killed, and is gone if it was; likewise if we end, however that comes.
 
+use super::precopy::{BLOCK_PAGES, SentAhead};
 use super::process::{hurry_thread, wait_for};
 use super::ptrace::Attached;
 use super::withheld::Withheld;
-use super::words::{ADD, CLOSE, CLOSE_ALL_THE_SAME, FLAGS_SHIFT, Form, GET, Head, PRESENT};
+use super::words::{
+    ADD, CHANGED, CLOSE, CLOSE_ALL_THE_SAME, FLAGS_SHIFT, Form, GET, GET_CHANGED, Head, PRESENT, marks_bytes,
+};
 use crate::criu::images::page_size;
 use crate::engine::{Limits, Memory, Serving};
 use nix::errno::Errno;
@@ -52,11 +55,16 @@ pub(super) struct Serve {
 }
 
 impl Serve {
-    /// Takes hold of the processes, and hands out what they keep to whoever asks on this stream.
+    /// Takes hold of the processes, and hands out what they keep to whoever asks on this stream, who may have got a part of it
+    /// before.
     ///
     /// # Errors
     /// One of them cannot be traced, or there is no thread. They stand still as before.
-    pub(super) fn start(withheld: Withheld, asked_on: Arc<OwnedFd>) -> Result<Serve, Failure> {
+    pub(super) fn start(
+        withheld: Withheld,
+        asked_on: Arc<OwnedFd>,
+        sent: Option<Arc<SentAhead>>,
+    ) -> Result<Serve, Failure> {
         let io = |what: &str, e: io::Error| Failure::Engine(format!("its memory cannot be handed out: {what}: {e}"));
         let pids: Vec<i32> = withheld.processes.iter().map(|kept| kept.pid).collect();
         let (orders, to_tracer) = sync_channel(ORDERS_MAX);
@@ -75,7 +83,7 @@ impl Serve {
         let over = serve.over.clone();
         let handing = std::thread::Builder::new().name("handing".into()).spawn(move || {
             hurry_thread();
-            let done = hand_out(&stream, &withheld);
+            let done = hand_out(&stream, &withheld, sent.as_deref());
             // The other end is told also when it has asked for what is not there. Only a full counter can fail.
             let _ = stream.shutdown(std::net::Shutdown::Both);
             let _ = over.write(1);
@@ -136,7 +144,7 @@ fn trace(pids: &[i32], begun: &SyncSender<io::Result<()>>, orders: &Receiver<Ord
 }
 
 /// Answers until the other end has what it wants, or has closed its stream.
-fn hand_out(mut stream: &UnixStream, withheld: &Withheld) -> Result<(), Failure> {
+fn hand_out(mut stream: &UnixStream, withheld: &Withheld, sent: Option<&SentAhead>) -> Result<(), Failure> {
     let failed = |what: &str| Failure::Engine(format!("its memory is not handed out any more: {what}"));
     let (mut heard, mut form, mut room) = (Vec::new(), None, Vec::new());
     let mut bytes = [0; QUESTIONS_BYTES];
@@ -165,10 +173,14 @@ fn hand_out(mut stream: &UnixStream, withheld: &Withheld) -> Result<(), Failure>
             }
             let head = known.read(&heard);
             heard.drain(..known.bytes());
-            if head.command != GET || head.pages == 0 {
-                return Err(failed(&format!("it was told something that it does not understand: {head:?}")));
-            }
-            match answer(stream, withheld, known, &head, &mut room) {
+            let answered = match (head.command, sent) {
+                (GET, _) if head.pages > 0 => answer(stream, withheld, known, &head, &mut room),
+                (GET_CHANGED, Some(sent)) if (1..=BLOCK_PAGES).contains(&head.pages) => {
+                    answer_changed(stream, (withheld, sent), known, &head, &mut room)
+                }
+                _ => return Err(failed(&format!("it was told something that it does not understand: {head:?}"))),
+            };
+            match answered {
                 Ok(()) => {}
                 Err(e) if is_closed(&e) => return Ok(()),
                 Err(e) => return Err(failed(&format!("{head:?}: {e}"))),
@@ -190,15 +202,13 @@ fn answer(
     asked: &Head,
     room: &mut Vec<u8>,
 ) -> io::Result<()> {
-    let length = asked.pages.checked_mul(page_size()).ok_or(io::ErrorKind::InvalidInput)?;
-    let end = asked.address.checked_add(length).ok_or(io::ErrorKind::InvalidInput)?;
+    let end = end_of(asked)?;
     let mut at = asked.address;
     // The head and the first piece go together.
     room.clear();
     room.extend(form.write(&Head { command: PRESENT << FLAGS_SHIFT | ADD, ..*asked }));
     while at < end {
-        let not_missing = || io::Error::other(format!("nothing is missing at {at:#x}"));
-        let (pid, until) = withheld.stretch(asked.process, at).ok_or_else(not_missing)?;
+        let (pid, until) = missing_at(withheld, asked.process, at)?;
         let piece = (until.min(end) - at).min(PIECE_BYTES);
         let begin = room.len();
         room.resize(begin + piece as usize, 0);
@@ -208,6 +218,46 @@ fn answer(
         at += piece;
     }
     Ok(())
+}
+
+/// Answers one question with what is not any more what was sent ahead.
+fn answer_changed(
+    mut stream: &UnixStream,
+    (withheld, sent): (&Withheld, &SentAhead),
+    form: Form,
+    asked: &Head,
+    room: &mut Vec<u8>,
+) -> io::Result<()> {
+    let (end, page) = (end_of(asked)?, page_size() as usize);
+    let mut at = asked.address;
+    room.resize((end - at) as usize, 0);
+    while at < end {
+        let (pid, until) = missing_at(withheld, asked.process, at)?;
+        let until = until.min(end);
+        read_memory(pid, at, &mut room[(at - asked.address) as usize..(until - asked.address) as usize])?;
+        at = until;
+    }
+    let mut words = form.write(&Head { command: CHANGED, ..*asked });
+    let marks = words.len();
+    words.resize(marks + marks_bytes(asked.pages), 0);
+    for (number, content) in room.chunks(page).enumerate() {
+        if !sent.has(asked.process, asked.address + (number * page) as u64, content) {
+            words[marks + number / 8] |= 1 << (number % 8);
+            words.extend_from_slice(content);
+        }
+    }
+    stream.write_all(&words)
+}
+
+fn end_of(asked: &Head) -> io::Result<u64> {
+    let length = asked.pages.checked_mul(page_size()).ok_or(io::ErrorKind::InvalidInput)?;
+    asked.address.checked_add(length).ok_or(io::ErrorKind::InvalidInput.into())
+}
+
+/// Who keeps this address, and until where.
+fn missing_at(withheld: &Withheld, process: u64, at: u64) -> io::Result<(i32, u64)> {
+    let not_missing = || io::Error::other(format!("nothing is missing at {at:#x}"));
+    withheld.stretch(process, at).ok_or_else(not_missing)
 }
 
 /// Reads all of this of a process, also what it must not read itself.
@@ -296,7 +346,7 @@ mod tests {
         let number = withheld.processes[0].number;
         let first = (address + page_size() - 1) & !(page_size() - 1);
         let (stream, asked_on) = pair();
-        let serve = Serve::start(withheld, asked_on).expect("it can be traced");
+        let serve = Serve::start(withheld, asked_on, None).expect("it can be traced");
         let skipped = (first - address) as usize;
         let expected: Vec<u8> = (0..=255_u8).cycle().skip(skipped % 256).take(3 * page_size() as usize).collect();
         assert_eq!(ask(&stream, number, first, 3).as_deref(), Some(&expected[..]), "while it stands still");
@@ -314,11 +364,52 @@ mod tests {
     }
 
     #[test]
+    fn of_memory_that_was_sent_ahead_only_what_has_changed_is_handed_out() {
+        let (mut child, address) = holder();
+        let pid = child.id() as i32;
+        let first = address.next_multiple_of(page_size());
+        let (stream, asked_on) = pair();
+        let sent = std::thread::scope(|scope| {
+            let target = asked_on.clone();
+            let taking = scope.spawn({
+                let stream = OwnedFd::from(stream.try_clone().expect("a descriptor"));
+                move || {
+                    super::super::precopy::take(&stream, u64::MAX).and_then(|store| {
+                        store.acknowledge(&stream).expect("it listens");
+                        Ok(store)
+                    })
+                }
+            });
+            let sent = super::super::precopy::send(&[pid], &target, &Default::default()).expect("it is taken");
+            taking.join().expect("no panic").expect("all comes");
+            sent
+        });
+        let memory = File::options().write(true).open(format!("/proc/{pid}/mem")).expect("it is there");
+        memory.write_all_at(b"new", first + 9 * page_size() + 5).expect("it is stopped");
+        let withheld = Withheld::of(&[pid]).expect("it is there");
+        let number = withheld.processes[0].number;
+        let serve = Serve::start(withheld, asked_on, Some(Arc::new(sent))).expect("it can be traced");
+        let question = Form::Long.write(&Head { command: GET_CHANGED, pages: 12, address: first, process: number });
+        (&stream).write_all(&question).expect("it listens");
+        let mut answer = vec![0; question.len() + marks_bytes(12) + page_size() as usize];
+        (&stream).read_exact(&mut answer).expect("it answers");
+        assert_eq!(Form::Long.read(&answer), Head { command: CHANGED, pages: 12, address: first, process: number });
+        assert_eq!(answer[question.len()..][..2], [0, 0b10]);
+        assert_eq!(answer[question.len() + 2..][5..8], *b"new");
+        assert_eq!(ask(&stream, number, first + page_size(), 2).map(|pages| pages.len() as u64), Some(2 * page_size()));
+        drop(stream);
+        let limits = Limits { allowed: SOON, cancel: Cancel::new().expect("a descriptor") };
+        assert_eq!(Box::new(serve).finish(&limits), Ok(()));
+        child.kill().expect("it is there");
+        child.wait().expect("it ends");
+    }
+
+    #[test]
     fn a_process_whose_memory_nobody_wants_stands_still_as_before() {
         let (mut child, _) = holder();
         let pid = child.id();
         let (stream, asked_on) = pair();
-        let serve = Serve::start(Withheld::of(&[pid as i32]).expect("it is there"), asked_on).expect("traced");
+        let serve = Serve::start(Withheld::of(&[pid as i32]).expect("it is there"), asked_on, None).expect("traced");
         serve.memory().withhold();
         let limits = Limits { allowed: SOON, cancel: Cancel::new().expect("a descriptor") };
         assert_eq!(Box::new(serve).finish(&limits), Ok(()));
@@ -339,7 +430,7 @@ mod tests {
             [(number + 1, page, 1), (number, page + (1 << 40), 1), (number, page, u64::MAX / 4096)]
         {
             let (stream, asked_on) = pair();
-            let serve = Serve::start(withheld.clone(), asked_on).expect("it can be traced");
+            let serve = Serve::start(withheld.clone(), asked_on, None).expect("it can be traced");
             let question = Form::Long.write(&Head { command: GET, pages, address, process });
             (&stream).write_all(&question).expect("it listens");
             let limits = Limits { allowed: SOON, cancel: Cancel::new().expect("a descriptor") };
@@ -353,7 +444,7 @@ mod tests {
     #[test]
     fn a_transfer_that_is_called_off_ends() {
         let (_stream, asked_on) = pair();
-        let serve = Serve::start(Withheld::default(), asked_on).expect("nothing is to be traced");
+        let serve = Serve::start(Withheld::default(), asked_on, None).expect("nothing is to be traced");
         let cancel = Cancel::new().expect("a descriptor");
         cancel.fire();
         let done = Box::new(serve).finish(&Limits { allowed: SOON, cancel });

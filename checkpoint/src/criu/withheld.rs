@@ -107,26 +107,49 @@ impl Withheld {
 impl Kept {
     /// `None`: all of it is written.
     fn of(pid: i32) -> io::Result<Option<Kept>> {
-        let gone = || io::Error::from(io::ErrorKind::NotFound);
-        let status = Status::of(pid).ok_or_else(gone)?;
-        let number =
-            status.field("NSpid").and_then(|all| all.split_whitespace().last()?.parse().ok()).ok_or_else(gone)?;
-        let some = |name| status.number::<u64>(name).is_some_and(|kilobytes| kilobytes > 0);
-        // To tell the flags of mappings the kernel looks at every page, so it is not asked where none can have these.
-        let file = if some("VmLck") || some("HugetlbPages") { "smaps" } else { "maps" };
-        let maps = std::fs::read_to_string(format!("/proc/{pid}/{file}"))?;
-        let areas = areas(&maps);
+        let number = number(pid).ok_or_else(gone)?;
+        let areas = own_areas(pid)?;
         // One that has ended has no memory, and says nothing of it.
         if areas.is_empty() {
             return Ok(None);
         }
-        let map = File::open(format!("/proc/{pid}/pagemap"))?;
-        let mut pages = Vec::new();
-        for area in &areas {
-            pages.extend(present(&map, *area)?);
-        }
+        let pages = pages(pid, &areas)?;
         Ok(Some(Kept { pid, number, areas, pages }))
     }
+}
+
+fn gone() -> io::Error {
+    io::Error::from(io::ErrorKind::NotFound)
+}
+
+/// The number of a process in its own namespace. `None`: it is gone.
+pub(super) fn number(pid: i32) -> Option<u64> {
+    Status::of(pid)?.field("NSpid")?.split_whitespace().last()?.parse().ok()
+}
+
+/// A process's own memory that can follow it.
+///
+/// # Errors
+/// It is gone, or the kernel does not tell.
+pub(super) fn own_areas(pid: i32) -> io::Result<Vec<(u64, u64)>> {
+    let status = Status::of(pid).ok_or_else(gone)?;
+    let some = |name| status.number::<u64>(name).is_some_and(|kilobytes| kilobytes > 0);
+    // To tell the flags of mappings the kernel looks at every page, so it is not asked where none can have these.
+    let file = if some("VmLck") || some("HugetlbPages") { "smaps" } else { "maps" };
+    Ok(areas(&std::fs::read_to_string(format!("/proc/{pid}/{file}"))?))
+}
+
+/// Where pages are in these areas.
+///
+/// # Errors
+/// As for [`own_areas`].
+pub(super) fn pages(pid: i32, areas: &[(u64, u64)]) -> io::Result<Vec<(u64, u64)>> {
+    let map = File::open(format!("/proc/{pid}/pagemap"))?;
+    let mut pages = Vec::new();
+    for area in areas {
+        pages.extend(present(&map, *area)?);
+    }
+    Ok(pages)
 }
 
 /// The process's own memory that can follow, in /proc/PID/maps or smaps.

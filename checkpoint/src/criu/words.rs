@@ -3,6 +3,14 @@
 /// Commands, in the lower half of a head's first number. In its upper half are the flags of the pages.
 pub(super) const GET: u32 = 7;
 pub(super) const ADD: u32 = 6;
+/// Ours, and not known to CRIU. While a task runs: pages, which go ahead ([`super::precopy`]); no more of them do, and the answer to
+/// that, all are there.
+pub(super) const AHEAD: u32 = 0x5e01;
+pub(super) const ALL_AHEAD: u32 = 0x5e02;
+/// Later: those of these pages are wanted that are not any more what went ahead. In front of the pages of the answer is a bit for
+/// each of the question, the lowest of a byte first: it comes.
+pub(super) const GET_CHANGED: u32 = 0x5e03;
+pub(super) const CHANGED: u32 = 0x5e04;
 /// Nothing more will be asked; a number of four bytes, 0, is the answer. The second is for a stream that others hold open.
 pub(super) const CLOSE: u32 = 0x1023;
 pub(super) const CLOSE_ALL_THE_SAME: u32 = 0x1024;
@@ -32,7 +40,8 @@ impl Form {
     pub(super) fn of_question(heard: &[u8], misses: impl Fn(u64, u64) -> bool) -> Option<Form> {
         [Form::Long, Form::Short].into_iter().find(|form| {
             let head = (heard.len() >= form.bytes()).then(|| form.read(heard));
-            head.is_some_and(|head| head.command == GET && misses(head.process, head.address))
+            let asks = |head: Head| matches!(head.command, GET | GET_CHANGED) && misses(head.process, head.address);
+            head.is_some_and(asks)
         })
     }
 
@@ -56,6 +65,11 @@ impl Form {
         bytes.extend(head.process.to_ne_bytes());
         bytes
     }
+}
+
+/// Bytes of the bits in front of changed pages.
+pub(super) fn marks_bytes(pages: u64) -> usize {
+    pages.div_ceil(8) as usize
 }
 
 /// Of a question, or of an answer.

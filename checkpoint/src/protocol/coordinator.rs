@@ -16,6 +16,8 @@ pub const MOVES_OPEN_MAX: usize = 64;
 const STEP_TIME: Micros = Micros::from_secs(10);
 /// Time for each gigabyte of memory on top, in the steps that do.
 const TIME_PER_GIB: Micros = Micros::from_secs(60);
+/// Nobody stands still while memory goes ahead, a part of it more than once: it may take so many times as long.
+const PRE_COPY_TIMES: u64 = 10;
 /// After a lost source its copy is dead: its daemon ended by its own, shorter lease, and its tasker with it. This is the
 /// margin for killing.
 const FENCE_TIME: Micros = Micros::from_secs(2);
@@ -89,6 +91,8 @@ struct Ongoing {
     frozen: Micros,
     /// Most of its memory does not go with the images; before the target has said so: it could be so.
     memory_follows: bool,
+    /// If so, a part of it goes ahead.
+    pre_copies: bool,
     /// When a lost source may be taken for dead.
     fenced_at: Option<Micros>,
     /// The record is on disk and daemons are being told.
@@ -114,6 +118,8 @@ impl Ongoing {
             }
             // No images leave the host.
             (Some(_), None) if self.engine != Engine::Criu => None,
+            // On the link as what follows later, and nobody stands still for it.
+            (Some(bytes), None) if self.step == Step::PreCopy => Some(Standing::Follows { bytes }),
             (Some(bytes), None) if self.step <= Step::Transfer => Some(Standing::Leaves { bytes }),
             // What else is to be done is done elsewhere, unless its memory is still here.
             (Some(bytes), None) => self.memory_follows.then_some(Standing::Follows { bytes }),
@@ -123,6 +129,7 @@ impl Ongoing {
     /// How long a step may take.
     fn allowed(&self, step: Step) -> Micros {
         match (step, self.engine.asks()) {
+            (Step::PreCopy, _) => Micros(self.sized.0 * PRE_COPY_TIMES),
             (Step::Dump | Step::Transfer | Step::Restore, _) => self.sized,
             // The program is asked, and its host says when it has not done so in its time.
             (Step::Quiesce | Step::Stop, Some((_, wait))) => STEP_TIME + Micros::from_secs(wait.into()),
@@ -216,6 +223,7 @@ impl Coordinator {
                 stopped_at: None,
                 frozen: Micros::default(),
                 memory_follows: false,
+                pre_copies: false,
                 fenced_at: None,
                 locating: false,
                 suspended: Holds::default(),
@@ -232,7 +240,7 @@ impl Coordinator {
         let Some(m) = self.moves.get(&id) else { return };
         let step = report.step();
         let sender = match step {
-            Step::Inspect | Step::Quiesce | Step::Stop | Step::Dump | Step::KillSource => m.of.from,
+            Step::Inspect | Step::PreCopy | Step::Quiesce | Step::Stop | Step::Dump | Step::KillSource => m.of.from,
             Step::Prepare | Step::Restore | Step::Run | Step::Arrive => m.of.to,
             Step::Transfer | Step::Commit => host,
         };
@@ -256,13 +264,14 @@ impl Coordinator {
         let Some(m) = self.moves.get_mut(&id) else { return };
         let of = m.of.clone();
         let next = match report {
-            Report::Inspected { facts, suspended, memory_can_follow }
+            Report::Inspected { facts, suspended, memory_can_follow, can_pre_copy }
                 if m.step == Step::Inspect && m.waits.is_none() =>
             {
                 m.suspended = suspended;
                 let gib = facts.resident_bytes >> 30;
                 m.sized = STEP_TIME + Micros(TIME_PER_GIB.0 * (gib + 1));
                 m.memory_follows = memory_can_follow;
+                m.pre_copies = can_pre_copy && memory_can_follow && !matches!(of.cause, Cause::Owner { .. });
                 (m.resident, m.waits, m.deadline) = (Some(facts.resident_bytes), Some((now, facts)), None);
                 return self.log_step(id, step);
             }
@@ -271,25 +280,31 @@ impl Coordinator {
                     return self.end_failed(id, Step::Prepare, Failure::Refused(verdict));
                 }
                 (m.token, m.memory_follows, m.engine) = (token.clone(), memory_follows, engine);
+                m.pre_copies &= memory_follows && engine == Engine::Criu;
+                let pre_copies = m.pre_copies;
                 if engine != Engine::Criu {
                     let Move { id, tid, .. } = of;
                     self.out.push_back(CoordinatorOutput::Event(EventKind::MovesBy { id, tid, engine }));
                 }
-                self.order(of.from, &of, Order::Leave { token, memory_follows, engine });
+                self.order(of.from, &of, Order::Leave { token, memory_follows, pre_copies, engine });
+                if pre_copies { Step::PreCopy } else { Step::Quiesce }
+            }
+            Report::PreCopied { bytes } if m.step == Step::PreCopy => {
+                m.bytes = bytes;
                 Step::Quiesce
             }
             // The two ends report on different ways: what one says may overtake what the other said before, and
             // implies it.
-            Report::Quiesced if m.step >= Step::Quiesce => Step::Stop,
-            Report::Stopped if m.step >= Step::Quiesce => {
+            Report::Quiesced if m.step >= Step::PreCopy => Step::Stop,
+            Report::Stopped if m.step >= Step::PreCopy => {
                 m.stopped_at.get_or_insert(now);
                 Step::Dump
             }
-            Report::Dumped { bytes } | Report::Received { bytes } if m.step >= Step::Quiesce => {
+            Report::Dumped { bytes } | Report::Received { bytes } if m.step >= Step::PreCopy => {
                 m.bytes = bytes;
                 if step == Step::Dump { Step::Transfer } else { Step::Restore }
             }
-            Report::Restored if (Step::Quiesce..Step::Commit).contains(&m.step) => {
+            Report::Restored if (Step::PreCopy..Step::Commit).contains(&m.step) => {
                 self.out.push_back(CoordinatorOutput::Record(of.clone()));
                 Step::Commit
             }
@@ -331,15 +346,16 @@ impl Coordinator {
                 let Some(m) = self.moves.get_mut(&id) else { continue };
                 let Some((_, facts)) = m.waits.take() else { continue };
                 (m.step, m.deadline) = (Step::Prepare, Some(now + STEP_TIME));
-                let (of, suspended, memory_can_follow) = (m.of.clone(), m.suspended, m.memory_follows);
-                self.order(of.to, &of, Order::Prepare { facts, suspended, timeline: None, memory_can_follow });
+                let (of, suspended, pre_copies) = (m.of.clone(), m.suspended, m.pre_copies);
+                let (timeline, memory_can_follow) = (None, m.memory_follows);
+                self.order(of.to, &of, Order::Prepare { facts, suspended, timeline, memory_can_follow, pre_copies });
             }
         }
     }
 
     fn log_step(&mut self, id: MigrationId, step: Step) {
         let m = &self.moves[&id];
-        let bytes = if matches!(step, Step::Dump | Step::Transfer) { m.bytes } else { 0 };
+        let bytes = if matches!(step, Step::PreCopy | Step::Dump | Step::Transfer) { m.bytes } else { 0 };
         let Move { id, tid, from, to, .. } = m.of;
         self.out.push_back(CoordinatorOutput::Event(EventKind::Moving { id, tid, from, to, step, bytes }));
     }
@@ -468,7 +484,7 @@ impl Coordinator {
                     self.out.push_back(CoordinatorOutput::Locate(back));
                 }
             }
-            if m.step >= Step::Quiesce {
+            if m.step >= Step::PreCopy {
                 self.order(m.of.from, &m.of, Order::Resume { suspended: m.suspended });
             }
             if m.step >= Step::Prepare {

@@ -4,7 +4,8 @@
 //! coordinator       source                        target
 //!  Inspect  ------>  facts
 //!  Prepare  ------------------------------------>  verdict, room made, nothing frozen so far
-//!  Leave    ------>  quiesce, stop, dump, send --> verify, restore, hold before the first instruction
+//!  Leave    ------>  (pre-copy) -----------------> keep what comes ahead
+//!                    quiesce, stop, dump, send --> verify, restore, hold before the first instruction
 //!  (record, make the new location known: the commit)
 //!  Yield    ------>  kill and reap, hand over
 //!  Run      ------------------------------------>  let it run, wake the library
@@ -24,7 +25,9 @@
 //!
 //! Memory may follow the task (post-copy): if both ends can, the images lack most of it, the source's engine keeps it when the
 //! copy there is killed, and the target asks for it from the restore on. Until all of it is there a lost source, or a lost way to
-//! it, is the end of the task; the target kills it before it could go on without.
+//! it, is the end of the task; the target kills it before it could go on without. To make that time short a large task's memory goes
+//! ahead while it still runs (pre-copy), unless it is an owner who wants it away: he does not wait for that. The way on which it
+//! goes is the one on which the target asks for the rest. If it fails the move is off, before anything has come of it.
 //!
 //! Whether the task is suspended the coordinator knows: the source says so with its facts, and from then on either end passes on
 //! what somebody wants before it says that it is done. `Run` and `Resume` bring what has come of it. So a task that is

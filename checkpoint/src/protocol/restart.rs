@@ -287,6 +287,6 @@ impl Restarts {
 fn prepare(part: &Part, timeline: &Timeline) -> RestartOutput {
     let (facts, suspended) = (part.facts.clone(), Holds::default());
     let timeline = Some(timeline.clone());
-    let order = Order::Prepare { facts, suspended, timeline, memory_can_follow: false };
+    let order = Order::Prepare { facts, suspended, timeline, memory_can_follow: false, pre_copies: false };
     RestartOutput::Order { host: part.of.to, of: part.of.clone(), order }
 }

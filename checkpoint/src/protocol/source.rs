@@ -17,6 +17,8 @@ pub struct Inspected {
     pub suspended: Holds,
     /// Its memory could follow it, and that would be worth while.
     pub memory_can_follow: bool,
+    /// A part of it could go ahead, and that would be worth while.
+    pub can_pre_copy: bool,
 }
 
 /// What happens at the source.
@@ -26,6 +28,8 @@ pub enum SourceEvent {
     Order(Order),
     /// The answer to [`SourceOutput::Inspect`]: the tasker's, or the daemon's own refusal.
     Inspected(Result<Inspected, Refusal>),
+    /// The tasker's answer to [`SourceOutput::PreCopy`].
+    PreCopied(Result<u64, Failure>),
     /// The library has let go and its socket is closed.
     Quiesced,
     /// The tasker's answer to [`SourceOutput::Stop`].
@@ -54,6 +58,12 @@ pub enum SourceOutput {
     Report(Report),
     /// Ask the tasker what the task is.
     Inspect,
+    /// Open the way on which the target will ask for memory.
+    LendMemory,
+    /// Have the tasker send memory of the running task ahead, on that way.
+    PreCopy,
+    /// What went ahead is of no use any more.
+    EndPreCopy,
     /// From now on keep everything that comes for the task, in order.
     Hold,
     /// Tell the library to let go; it is to look for a token here (the daemon adds its own path) or at this path.
@@ -119,6 +129,7 @@ impl SourceOutput {
     pub fn begins(&self) -> Option<Step> {
         match self {
             SourceOutput::Inspect => Some(Step::Inspect),
+            SourceOutput::PreCopy => Some(Step::PreCopy),
             SourceOutput::Quiesce { .. } | SourceOutput::End { .. } => Some(Step::Quiesce),
             SourceOutput::Stop => Some(Step::Stop),
             SourceOutput::Dump { .. } | SourceOutput::Collect => Some(Step::Dump),
@@ -134,6 +145,8 @@ impl SourceOutput {
 enum State {
     Inspecting,
     Ready,
+    /// Memory goes ahead; the task runs as ever.
+    PreCopying,
     Quiescing,
     Stopping,
     /// It was asked to end, and is to be started again.
@@ -167,6 +180,10 @@ pub struct Source {
     deposited: bool,
     /// Most of the memory does not go with the images.
     memory_follows: bool,
+    /// Memory goes or went ahead.
+    pre_copies: bool,
+    /// Where the target will wake it, until its library knows.
+    token: PathBuf,
     out: VecDeque<SourceOutput>,
 }
 
@@ -176,7 +193,17 @@ impl Source {
         let out = VecDeque::from([SourceOutput::Inspect]);
         let keeps = of.cause == Cause::Checkpoint;
         let (state, engine) = (State::Inspecting, Engine::Criu);
-        Source { of, state, keeps, engine, deposited: false, memory_follows: false, out }
+        Source {
+            of,
+            state,
+            keeps,
+            engine,
+            deposited: false,
+            memory_follows: false,
+            pre_copies: false,
+            token: PathBuf::new(),
+            out,
+        }
     }
 
     /// The move.
@@ -186,7 +213,7 @@ impl Source {
 
     /// True from the order to let go until the task is back or gone: everything for it has to be kept.
     pub fn holds(&self) -> bool {
-        !matches!(self.state, State::Inspecting | State::Ready | State::Done)
+        !matches!(self.state, State::Inspecting | State::Ready | State::PreCopying | State::Done)
     }
 
     /// True while the coordinator decides whether the task is suspended: from the report on it until the task is back or gone.
@@ -195,7 +222,14 @@ impl Source {
         !self.keeps
             && matches!(
                 self.state,
-                S::Ready | S::Quiescing | S::Stopping | S::Ending | S::Dumping | S::Sending | S::Killing
+                S::Ready
+                    | S::PreCopying
+                    | S::Quiescing
+                    | S::Stopping
+                    | S::Ending
+                    | S::Dumping
+                    | S::Sending
+                    | S::Killing
             )
     }
 
@@ -220,18 +254,31 @@ impl Source {
         match (self.state, event) {
             (_, SourceEvent::Ended) => self.ended(),
             (_, SourceEvent::Order(Order::Resume { .. } | Order::GoOn)) => self.resume(),
-            (State::Inspecting, SourceEvent::Inspected(Ok(Inspected { facts, suspended, memory_can_follow }))) => {
+            (State::Inspecting, SourceEvent::Inspected(Ok(inspected))) => {
+                let Inspected { facts, suspended, memory_can_follow, can_pre_copy } = inspected;
                 self.engine = facts.anew().unwrap_or_default();
-                self.go(State::Ready, [O::Report(Report::Inspected { facts, suspended, memory_can_follow })]);
+                let report = Report::Inspected { facts, suspended, memory_can_follow, can_pre_copy };
+                self.go(State::Ready, [O::Report(report)]);
             }
             (State::Inspecting, SourceEvent::Inspected(Err(refusal))) => {
                 let why = Failure::Refused(vec![refusal]);
                 self.go(State::Done, [O::Report(Report::Failed { step: Step::Inspect, why }), O::Done]);
             }
-            (State::Ready, SourceEvent::Order(Order::Leave { token, memory_follows, engine: Engine::Criu })) => {
-                self.memory_follows = memory_follows;
-                self.go(State::Quiescing, [O::Hold, O::Quiesce { token: Some(token) }]);
+            (
+                State::Ready,
+                SourceEvent::Order(Order::Leave { token, memory_follows, pre_copies, engine: Engine::Criu }),
+            ) => {
+                (self.memory_follows, self.pre_copies, self.token) = (memory_follows, pre_copies, token);
+                match pre_copies {
+                    true => self.go(State::PreCopying, [O::LendMemory, O::PreCopy]),
+                    false => self.quiesce(),
+                }
             }
+            (State::PreCopying, SourceEvent::PreCopied(Ok(bytes))) => {
+                self.out.push_back(O::Report(Report::PreCopied { bytes }));
+                self.quiesce();
+            }
+            (State::PreCopying, SourceEvent::PreCopied(Err(why))) => self.failed(Step::PreCopy, why),
             (State::Ready, SourceEvent::Order(Order::Leave { engine, .. })) => {
                 self.go(State::Ending, [O::End { engine }]);
             }
@@ -267,7 +314,9 @@ impl Source {
             }
             (State::Stopping, SourceEvent::Stopped(Ok(()))) => {
                 let memory_follows = self.memory_follows;
-                self.go(State::Dumping, [O::Report(Report::Stopped), O::Dump { memory_follows }, O::SendAhead]);
+                self.out.push_back(O::Report(Report::Stopped));
+                self.out.extend((memory_follows && !self.pre_copies).then_some(O::LendMemory));
+                self.go(State::Dumping, [O::Dump { memory_follows }, O::SendAhead]);
             }
             (State::Dumping, SourceEvent::Dumped(Ok(dump))) => {
                 self.go(State::Sending, [O::Report(Report::Dumped { bytes: dump.bytes }), O::SendImages]);
@@ -291,6 +340,11 @@ impl Source {
         self.out.extend(outputs);
     }
 
+    fn quiesce(&mut self) {
+        let token = Some(std::mem::take(&mut self.token));
+        self.go(State::Quiescing, [SourceOutput::Hold, SourceOutput::Quiesce { token }]);
+    }
+
     /// Reports a failure and waits for the coordinator to call the move off: it may be telling the target already.
     fn failed(&mut self, step: Step, why: Failure) {
         self.out.push_back(SourceOutput::Report(Report::Failed { step, why }));
@@ -298,8 +352,10 @@ impl Source {
 
     fn resume(&mut self) {
         use SourceOutput as O;
+        self.end_pre_copy();
         match self.state {
             State::Inspecting | State::Ready => self.go(State::Done, [O::Done]),
+            State::PreCopying => self.go(State::Done, [O::DropImages, O::Done]),
             // The library may still be letting go: it finds the token as soon as it looks for it.
             State::Quiescing => self.go(State::Waking, [O::WakeHere]),
             State::Ending
@@ -316,8 +372,15 @@ impl Source {
         }
     }
 
+    /// Also when nobody has to be told any more: it does no harm then.
+    fn end_pre_copy(&mut self) {
+        let takes_back = self.pre_copies && !matches!(self.state, State::Killing | State::Done);
+        self.out.extend(takes_back.then_some(SourceOutput::EndPreCopy));
+    }
+
     fn ended(&mut self) {
         use SourceOutput as O;
+        self.end_pre_copy();
         match self.state {
             // Its end is what was wanted; Gone tells it.
             State::Killing | State::Done => {}
@@ -327,6 +390,7 @@ impl Source {
             }
             State::Inspecting
             | State::Ready
+            | State::PreCopying
             | State::Quiescing
             | State::Ending
             | State::Stopping
@@ -349,6 +413,7 @@ impl Source {
         match self.state {
             State::Inspecting => Step::Inspect,
             State::Ready => Step::Prepare,
+            State::PreCopying => Step::PreCopy,
             State::Quiescing | State::Ending => Step::Quiesce,
             State::Stopping | State::Settling => Step::Stop,
             State::Standing | State::Closing | State::Dumping => Step::Dump,

@@ -19,6 +19,8 @@ pub enum TargetEvent {
         /// The way by which the task is to come.
         engine: Engine,
     },
+    /// What came ahead is gone, with the tasker that had it, or does not come.
+    PreCopyLost(Failure),
     /// The images, or the record that takes their place, are here and their hashes are right, or not.
     Received(Result<u64, Failure>),
     /// The tasker's answer to [`TargetOutput::Restore`].
@@ -38,6 +40,8 @@ pub enum TargetOutput {
     Report(Report),
     /// Ask the tasker for a verdict on such a task.
     Prepare(TaskFacts),
+    /// Have the tasker keep the memory that comes ahead, once images are expected.
+    TakePreCopy,
     /// Accept the images of this move from the source.
     ExpectImages,
     /// Have the tasker rebuild the task, or start its program anew, up to the point where nothing of it runs yet.
@@ -89,15 +93,17 @@ pub struct Target {
     token: PathBuf,
     /// The source could let the memory follow; from the verdict on: it will.
     memory_follows: bool,
+    /// If it does, a part of it goes ahead.
+    pre_copies: bool,
     state: State,
     out: VecDeque<TargetOutput>,
 }
 
 impl Target {
     /// The coordinator's order [`Order::Prepare`] has come.
-    pub fn new(of: Move, facts: TaskFacts, token: PathBuf, memory_can_follow: bool) -> Target {
-        let memory_follows = memory_can_follow;
-        Target { of, token, memory_follows, state: State::Judging, out: VecDeque::from([TargetOutput::Prepare(facts)]) }
+    pub fn new(of: Move, facts: TaskFacts, token: PathBuf, memory_can_follow: bool, pre_copies: bool) -> Target {
+        let (memory_follows, out) = (memory_can_follow, VecDeque::from([TargetOutput::Prepare(facts)]));
+        Target { of, token, memory_follows, pre_copies, state: State::Judging, out }
     }
 
     /// The move.
@@ -132,6 +138,7 @@ impl Target {
             (_, TargetEvent::Order(Order::Discard)) => self.discard(),
             (State::Judging, TargetEvent::Prepared { verdict, memory_can_follow, engine }) => {
                 self.memory_follows &= memory_can_follow && engine == Engine::Criu;
+                self.pre_copies &= self.memory_follows;
                 let (refuses, memory_follows) = (!verdict.is_empty(), self.memory_follows);
                 let report = O::Report(Report::Prepared { verdict, token: self.token.clone(), memory_follows, engine });
                 // What comes from the store has images in any case.
@@ -139,7 +146,10 @@ impl Target {
                 match (refuses, has_images) {
                     (true, _) => self.go(State::Done, [report, O::Discard, O::Done]),
                     // Expect first: the source may be faster than our answer is.
-                    (false, true) => self.go(State::Receiving, [O::ExpectImages, report]),
+                    (false, true) => {
+                        let takes = self.pre_copies.then_some(O::TakePreCopy);
+                        self.go(State::Receiving, [O::ExpectImages].into_iter().chain(takes).chain([report]));
+                    }
                     (false, false) => self.go(State::Receiving, [report]),
                 }
             }
@@ -161,6 +171,7 @@ impl Target {
                 let report = result.map_or_else(failed, |()| Report::Arrived);
                 self.go(State::Done, [O::Report(report), O::DropImages, O::Done]);
             }
+            (State::Receiving, TargetEvent::PreCopyLost(why)) if self.pre_copies => self.failed(Step::PreCopy, why),
             (State::Receiving, TargetEvent::Received(Err(why))) => self.failed(Step::Transfer, why),
             (State::Restoring | State::Holding, TargetEvent::Restored(Err(why))) => self.failed(Step::Restore, why),
             (State::Starting, TargetEvent::Ran(Err(why))) => {

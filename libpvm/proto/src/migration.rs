@@ -17,6 +17,8 @@ pub enum Step {
     Inspect,
     /// The target gives its verdict; nothing is frozen yet.
     Prepare,
+    /// Memory goes ahead of a task that is large and may run on meanwhile, if it is to follow (pre-copy).
+    PreCopy,
     /// The task's library lets go of everything that leads out of the process.
     Quiesce,
     /// The task's processes are stopped.
@@ -40,9 +42,10 @@ pub enum Step {
 
 impl Step {
     /// All steps in order.
-    pub const ALL: [Step; 11] = [
+    pub const ALL: [Step; 12] = [
         Step::Inspect,
         Step::Prepare,
+        Step::PreCopy,
         Step::Quiesce,
         Step::Stop,
         Step::Dump,
@@ -60,6 +63,7 @@ impl fmt::Display for Step {
         f.write_str(match self {
             Step::Inspect => "inspect",
             Step::Prepare => "prepare",
+            Step::PreCopy => "pre-copy",
             Step::Quiesce => "quiesce",
             Step::Stop => "stop",
             Step::Dump => "dump",
@@ -559,6 +563,8 @@ pub enum Order {
         timeline: Option<Timeline>,
         /// Its memory may follow it.
         memory_can_follow: bool,
+        /// If it does, a part of it goes ahead.
+        pre_copies: bool,
     },
     /// Source: quiesce, stop, dump and send the images to the target. `token` is where the target will wake the task.
     Leave {
@@ -566,6 +572,8 @@ pub enum Order {
         token: PathBuf,
         /// Most of its memory stays, and is handed out when the target asks for it.
         memory_follows: bool,
+        /// Before anything else what there is of its memory goes ahead.
+        pre_copies: bool,
         /// By which way. Where that starts the program again, it is asked to end instead.
         engine: Engine,
     },
@@ -606,6 +614,8 @@ pub enum Report {
         suspended: Holds,
         /// It is worth while, and possible as far as the source is concerned, that its memory follows it.
         memory_can_follow: bool,
+        /// It is large enough for memory to go ahead.
+        can_pre_copy: bool,
     },
     /// Target: the verdict, and where it will put the token that wakes the task.
     Prepared {
@@ -617,6 +627,11 @@ pub enum Report {
         memory_follows: bool,
         /// By which way.
         engine: Engine,
+    },
+    /// Source: so many bytes went ahead, and are at the target.
+    PreCopied {
+        /// Those that were sent again among them.
+        bytes: u64,
     },
     /// Source: the library has let go.
     Quiesced,
@@ -656,6 +671,7 @@ impl Report {
         match self {
             Report::Inspected { .. } => Step::Inspect,
             Report::Prepared { .. } => Step::Prepare,
+            Report::PreCopied { .. } => Step::PreCopy,
             Report::Quiesced => Step::Quiesce,
             Report::Stopped => Step::Stop,
             Report::Dumped { .. } => Step::Dump,

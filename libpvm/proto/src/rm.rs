@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use std::fmt;
 
 /// Version of questions, answers and decisions.
-pub const RM_VERSION: u16 = 4;
+pub const RM_VERSION: u16 = 5;
 /// Context of everything that comes to the resource manager beside PVM's documented messages.
 pub const CTX_RM: i32 = 0x7ffe0;
 /// Tag of questions.

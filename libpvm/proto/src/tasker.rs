@@ -149,6 +149,29 @@ pub enum ToTasker {
         /// The task.
         tid: Tid,
     },
+    /// Source: send memory of the running task ahead, on the way on which it will be asked for the rest. It ends early when the task is
+    /// held. → [`FromTasker::PreCopied`]
+    PreCopy {
+        /// The move.
+        migration: MigrationId,
+        /// The task.
+        tid: Tid,
+        /// Socket on which the daemon listens.
+        memory_way: PathBuf,
+    },
+    /// Source: no memory goes ahead any more, and what has is of no use. No answer.
+    EndPreCopy {
+        /// The move.
+        migration: MigrationId,
+    },
+    /// Target: keep the memory that comes ahead on this way, on which the rest will be asked for. No answer but
+    /// [`FromTasker::PreCopyLost`].
+    TakePreCopy {
+        /// The move.
+        migration: MigrationId,
+        /// Socket on which the daemon listens.
+        memory_way: PathBuf,
+    },
     /// Stop all processes of the task. → [`FromTasker::Stopped`]
     Stop {
         /// The move.
@@ -289,6 +312,8 @@ pub enum FromTasker {
         result: Result<TaskFacts, Refusal>,
         /// Most of its memory could follow it, and that would be worth while.
         memory_can_follow: bool,
+        /// If it does, a part of it should go ahead.
+        can_pre_copy: bool,
     },
     /// Whether a signal would do more than just end a task, as far as can be seen.
     Minds {
@@ -324,6 +349,20 @@ pub enum FromTasker {
     Held {
         /// The task.
         tid: Tid,
+    },
+    /// So many bytes went ahead of the task and are at the target, or nothing of use did.
+    PreCopied {
+        /// The move.
+        migration: MigrationId,
+        /// The answer.
+        result: Result<u64, Failure>,
+    },
+    /// Target: the memory that was to come ahead does not come, or came in vain.
+    PreCopyLost {
+        /// The move.
+        migration: MigrationId,
+        /// Why.
+        why: Failure,
     },
     /// Nothing of the task runs.
     Stopped {

@@ -253,13 +253,13 @@ impl Machine {
         id: MigrationId,
         tid: Tid,
         result: Result<TaskFacts, Refusal>,
-        memory_can_follow: bool,
+        memory: (bool, bool),
     ) {
         let cause = self.moves.sources.get(&id).map(|source| &source.of().cause);
         let signal = result.as_ref().ok().filter(|_| cause == Some(&Cause::Checkpoint)).and_then(TaskFacts::signal);
         match signal {
             Some(signal) => self.tell_tasker(ToTasker::Minds { migration: id, tid, signal }),
-            None => self.inspection_over(id, tid, result, memory_can_follow),
+            None => self.inspection_over(id, tid, result, memory),
         }
     }
 
@@ -268,10 +268,10 @@ impl Machine {
         let Some(tid) = self.moves.sources.get(&id).map(|source| source.of().tid) else { return };
         let facts = self.facts_written(tid).unwrap_or(Err(Refusal::NoSuchTask));
         let signal = facts.as_ref().ok().and_then(TaskFacts::signal).filter(|_| !minds);
-        let Some(signal) = signal else { return self.inspection_over(id, tid, facts, false) };
+        let Some(signal) = signal else { return self.inspection_over(id, tid, facts, (false, false)) };
         match self.tasks.get_mut(tid).is_some_and(|task| task.falls_to_criu(id)) {
             true => self.tell_tasker(ToTasker::Inspect { migration: id, tid }),
-            false => self.inspection_over(id, tid, Err(Refusal::NotMinded { signal }), false),
+            false => self.inspection_over(id, tid, Err(Refusal::NotMinded { signal }), (false, false)),
         }
     }
 
@@ -280,10 +280,11 @@ impl Machine {
         id: MigrationId,
         tid: Tid,
         result: Result<TaskFacts, Refusal>,
-        memory_can_follow: bool,
+        (memory_can_follow, can_pre_copy): (bool, bool),
     ) {
         let suspended = self.holds_of(tid);
-        let result = self.with_program(tid, result).map(|facts| Inspected { facts, suspended, memory_can_follow });
+        let inspected = |facts| Inspected { facts, suspended, memory_can_follow, can_pre_copy };
+        let result = self.with_program(tid, result).map(inspected);
         self.source_event(id, SourceEvent::Inspected(result));
     }
 

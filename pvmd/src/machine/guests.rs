@@ -30,7 +30,7 @@ use std::path::PathBuf;
 
 /// After the watcher's word guests have so long to let go; then they are stopped. With the way of the word it leaves room
 /// in the 50 ms that owners are promised.
-const LET_GO_TIME: Micros = Micros::from_millis(30);
+const LET_GO_TIME: Micros = Micros::from_millis(25);
 /// A task that is suspended has so long for the same: nobody waits for it to stop.
 pub(super) const SUSPEND_TIME: Micros = Micros::from_millis(200);
 /// A task that was stopped before it had let go runs so long for it when it is to move.

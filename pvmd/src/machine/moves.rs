@@ -291,13 +291,13 @@ impl Machine {
             Order::Inspect => {
                 self.moves.sources.insert(id, Source::new(of));
             }
-            Order::Prepare { facts, suspended, timeline, memory_can_follow } => {
+            Order::Prepare { facts, suspended, timeline, memory_can_follow, pre_copies } => {
                 let token = self.config.place.token(id);
                 let mut arrival = Arrival::new(of.tid, id, of.from);
                 arrival.begins = timeline;
                 arrival.suspended = Suspended::from(None, self.now, suspended);
                 self.moves.arrivals.insert(of.tid, arrival);
-                self.moves.targets.insert(id, Target::new(of, facts, token, memory_can_follow));
+                self.moves.targets.insert(id, Target::new(of, facts, token, memory_can_follow, pre_copies));
             }
             Order::GoOn if self.moves.deposits.remove(&id) => self.out.push_back(Output::DropImages { migration: id }),
             Order::Stand | Order::Write { .. } | Order::GoOn => match self.moves.sources.get_mut(&id) {
@@ -387,7 +387,10 @@ impl Machine {
                 self.out.push_back(Output::RemoveToken { path: self.config.place.token(id) });
                 self.settled(tid);
             }
-            SourceOutput::Dump { .. }
+            SourceOutput::LendMemory
+            | SourceOutput::PreCopy
+            | SourceOutput::EndPreCopy
+            | SourceOutput::Dump { .. }
             | SourceOutput::Deposit
             | SourceOutput::SendAhead
             | SourceOutput::SendImages
@@ -396,16 +399,19 @@ impl Machine {
         }
     }
 
-    /// What the source does with images.
+    /// What the source does with memory and images.
     fn source_writes(&mut self, of: &Move, output: &SourceOutput) {
         let Move { id, tid, to, .. } = *of;
         match output {
+            SourceOutput::LendMemory => self.out.push_back(Output::LendMemory { migration: id, to }),
+            SourceOutput::PreCopy => {
+                let memory_way = self.config.place.memory_way(id);
+                self.tell_tasker(ToTasker::PreCopy { migration: id, tid, memory_way });
+            }
+            SourceOutput::EndPreCopy => self.tell_tasker(ToTasker::EndPreCopy { migration: id }),
             SourceOutput::Dump { memory_follows } => {
                 let dir = self.config.place.images(id);
                 let memory_way = memory_follows.then(|| self.config.place.memory_way(id));
-                if *memory_follows {
-                    self.out.push_back(Output::LendMemory { migration: id, to });
-                }
                 self.tell_tasker(ToTasker::Dump { migration: id, tid, dir, memory_way });
             }
             SourceOutput::Deposit => self.deposit(id),
@@ -430,7 +436,7 @@ impl Machine {
         self.moves.sources.retain(|other, s| *other == id || s.of().tid != tid || s.holds());
         let known = self.cannot_move(tid).map(Err);
         match known.or_else(|| self.facts_without_criu(tid, Some(&of.cause))) {
-            Some(result) => self.inspected(id, tid, result, false),
+            Some(result) => self.inspected(id, tid, result, (false, false)),
             None => self.tell_tasker(ToTasker::Inspect { migration: id, tid }),
         }
     }
@@ -503,6 +509,10 @@ impl Machine {
                 if self.memory_follows(id) {
                     self.out.push_back(Output::ExpectMemory { migration: id, from: of.from });
                 }
+            }
+            TargetOutput::TakePreCopy => {
+                let memory_way = self.config.place.memory_way(id);
+                self.tell_tasker(ToTasker::TakePreCopy { migration: id, memory_way });
             }
             TargetOutput::Restore if of.cause == Cause::Restart => {
                 self.out.push_back(Output::ReadPart { migration: id });
@@ -613,7 +623,7 @@ impl Machine {
     /// The tasker speaks of a move.
     pub(super) fn tasker_on_move(&mut self, message: FromTasker) {
         match message {
-            FromTasker::Inspected { migration, result, memory_can_follow } => {
+            FromTasker::Inspected { migration, result, memory_can_follow, can_pre_copy } => {
                 let Some(Move { tid, cause, .. }) = self.moves.sources.get(&migration).map(|s| s.of().clone()) else {
                     return;
                 };
@@ -623,9 +633,11 @@ impl Machine {
                     true => result,
                     false => self.facts_with_criu(tid, Some(&cause), result),
                 };
-                self.inspected(migration, tid, result, memory_can_follow);
+                self.inspected(migration, tid, result, (memory_can_follow, can_pre_copy));
             }
             FromTasker::Minds { migration, minds } => self.signal_looked_at(migration, minds),
+            FromTasker::PreCopied { migration, result } => self.source_event(migration, SourceEvent::PreCopied(result)),
+            FromTasker::PreCopyLost { migration, why } => self.target_event(migration, TargetEvent::PreCopyLost(why)),
             FromTasker::Stopped { migration, result } => {
                 self.stopped_for_move(migration, &result);
                 self.source_event(migration, SourceEvent::Stopped(result));
@@ -673,6 +685,7 @@ impl Machine {
         for target in self.moves.targets.values_mut() {
             // What it was told to throw away it threw away by its end.
             target.handle(TargetEvent::Discarded);
+            target.handle(TargetEvent::PreCopyLost(failed()));
             target.handle(TargetEvent::Restored(Err(failed())));
             target.handle(TargetEvent::Ran(Err(failed())));
             target.handle(TargetEvent::Arrived(Err(failed())));

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use thiserror::Error;
 
 /// Version of the sheets and their entries; a file of another version is moved aside.
-pub const SCHEMA_VERSION: u64 = 5;
+pub const SCHEMA_VERSION: u64 = 6;
 /// Memory that the database may take to keep pages at hand.
 const CACHE_BYTES_MAX: usize = 8 << 20;
 /// A file above this size is made smaller, by the writer and not while anybody waits for it.

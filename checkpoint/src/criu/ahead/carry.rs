@@ -4,7 +4,7 @@ use super::super::arrival::Kept;
 use super::super::images::page_size;
 use super::super::process::hurry_thread;
 use super::patience::{Asking, Closed};
-use super::{Ahead, Missing, write_from};
+use super::{Ahead, Missing, Store, write_from};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use sempa_proto::migration::Failure;
 use std::io::{self, Read};
@@ -21,12 +21,17 @@ const QUESTIONS_BYTES: usize = 4 << 10;
 /// the end is due to what either has said or the images.
 pub(in super::super) type Carrying = JoinHandle<Result<bool, Failure>>;
 
-/// Stands between CRIU and the other host for the task whose images are in this directory. Of descriptors that CRIU has closed the
-/// copies are closed, too.
+/// Stands between CRIU and the other host for the task whose images are in this directory, of which this has come before. Of
+/// descriptors that CRIU has closed the copies are closed, too.
 ///
 /// # Errors
 /// There is no descriptor or thread.
-pub(in super::super) fn start(dir: &Path, other: OwnedFd, copies: Kept) -> Result<(Carrying, Asking), Failure> {
+pub(in super::super) fn start(
+    dir: &Path,
+    other: OwnedFd,
+    store: Store,
+    copies: Kept,
+) -> Result<(Carrying, Asking), Failure> {
     let io = |e: io::Error| Failure::Io(format!("cannot fetch memory ahead: {e}"));
     let (ours, stream) = UnixStream::pair().map_err(io)?;
     let other = UnixStream::from(other);
@@ -38,7 +43,7 @@ pub(in super::super) fn start(dir: &Path, other: OwnedFd, copies: Kept) -> Resul
     let carrying = thread.spawn(move || {
         hurry_thread();
         // What CRIU asks meanwhile waits.
-        let ahead = Ahead::new(Missing::in_images(&dir)?, page_size(), Instant::now());
+        let ahead = Ahead::new(Missing::in_images(&dir)?, store, page_size(), Instant::now());
         carry(ahead, ours, other, (closed, copies)).map_err(Failure::Engine)
     });
     Ok((carrying.map_err(io)?, asking))

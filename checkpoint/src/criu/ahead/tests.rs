@@ -1,5 +1,6 @@
 //! CRIU and the other host as they are known to behave, with what stands between them.
 
+use super::super::precopy::BLOCK_PAGES;
 use super::*;
 use proptest::prelude::*;
 use std::collections::BTreeSet;
@@ -14,6 +15,35 @@ fn content(process: u64, address: u64) -> [u8; PAGE as usize] {
     [process.to_ne_bytes(), address.to_ne_bytes()].concat().try_into().expect("two numbers")
 }
 
+/// What has come of a page before: nothing, the page as it is, or as it was.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Before {
+    Nothing,
+    Same,
+    Older,
+}
+
+/// Of each page something else.
+fn before(process: u64, address: u64) -> Before {
+    [Before::Same, Before::Same, Before::Older, Before::Same, Before::Nothing]
+        [((address / PAGE * 7 + process) % 5) as usize]
+}
+
+/// What came before of this memory.
+fn store(missing: &BTreeMap<u64, BTreeMap<u64, u64>>) -> Store {
+    let mut store = Store::new(PAGE);
+    let stretches = missing.iter().flat_map(|(process, stretches)| stretches.iter().map(|stretch| (*process, stretch)));
+    for (process, address) in
+        stretches.flat_map(|(process, (from, to))| (*from..*to).step_by(PAGE as usize).map(move |at| (process, at)))
+    {
+        let was = content(process, if before(process, address) == Before::Same { address } else { !address });
+        if before(process, address) != Before::Nothing {
+            store.room(process, address, 1).expect("a page").copy_from_slice(&was);
+        }
+    }
+    store
+}
+
 /// The other end: it gives up at whatever is not missing, and never answers over the end of a stretch.
 struct Source {
     missing: BTreeMap<u64, BTreeMap<u64, u64>>,
@@ -26,21 +56,41 @@ struct Source {
 
 impl Source {
     fn hear(&mut self, questions: &[u8]) {
-        for head in questions.chunks(self.form.bytes()).map(|bytes| self.form.read(bytes)) {
+        let form = self.form;
+        for head in questions.chunks(form.bytes()).map(|bytes| form.read(bytes)) {
             if head.command == CLOSE {
                 self.says.extend(CLOSED);
                 continue;
             }
-            assert_eq!(head.command, GET);
+            assert!(matches!(head.command, GET | GET_CHANGED));
             let stretch = self.missing[&head.process].range(..=head.address).next_back();
             let (_, &end) = stretch.expect("it is missing");
             assert!(head.address < end, "it is missing");
+            if head.command == GET_CHANGED {
+                assert!(head.pages <= (end - head.address) / PAGE);
+                self.says_what_has_changed(&head);
+                self.asked.push(head);
+                continue;
+            }
             let pages = head.pages.min((end - head.address) / PAGE).min(self.pages_max);
             self.asked.push(head);
             self.says.extend(self.form.write(&Head { command: PRESENT << FLAGS_SHIFT | ADD, pages, ..head }));
             for page in 0..pages {
                 self.says.extend(content(head.process, head.address + page * PAGE));
             }
+        }
+    }
+
+    fn says_what_has_changed(&mut self, head: &Head) {
+        self.says.extend(self.form.write(&Head { command: CHANGED, ..*head }));
+        let addresses = (0..head.pages).map(|page| head.address + page * PAGE);
+        let comes: Vec<(u64, bool)> =
+            addresses.map(|address| (address, before(head.process, address) != Before::Same)).collect();
+        for eight in comes.chunks(8) {
+            self.says.push_back(eight.iter().rev().fold(0, |byte, (_, comes)| byte << 1 | u8::from(*comes)));
+        }
+        for (address, _) in comes.iter().filter(|(_, comes)| *comes) {
+            self.says.extend(content(head.process, *address));
         }
     }
 }
@@ -150,7 +200,11 @@ struct Pair {
 
 impl Pair {
     fn new(missing: &BTreeMap<u64, BTreeMap<u64, u64>>, form: Form, pages_max: u64) -> Pair {
-        let ahead = Ahead::new(Missing(missing.clone()), PAGE, Instant::now());
+        Pair::with(missing, Store::new(PAGE), form, pages_max)
+    }
+
+    fn with(missing: &BTreeMap<u64, BTreeMap<u64, u64>>, store: Store, form: Form, pages_max: u64) -> Pair {
+        let ahead = Ahead::new(Missing(missing.clone()), store, PAGE, Instant::now());
         let (asked, says) = (Vec::new(), VecDeque::new());
         let source = Source { missing: missing.clone(), form, pages_max, asked, says };
         Pair { ahead, engine: Engine::new(missing, form), source, room: usize::MAX }
@@ -245,10 +299,12 @@ proptest! {
         pages_max in prop_oneof![3 => Just(u64::MAX), 1 => 1..80u64],
         steps in prop::collection::vec(happens(), 0..200),
         room in prop_oneof![2 => Just(usize::MAX), 1 => 1..3000usize],
+        came_before in any::<bool>(),
     ) {
         let missing = (1..).zip(lengths.iter().map(|lengths| stretches(lengths, 7 * PAGE))).collect();
         let form = if long { Form::Long } else { Form::Short };
-        let mut pair = Pair::new(&missing, form, pages_max);
+        let store = if came_before { store(&missing) } else { Store::new(PAGE) };
+        let mut pair = Pair::with(&missing, store, form, pages_max);
         pair.room = room;
         for step in steps {
             match step {
@@ -323,7 +379,7 @@ fn what_is_not_understood_passes_as_it_is() {
         [&b"anything"[..], &[7; 100], &Form::Long.write(&Head { command: GET, pages: 1, address: 0, process: 9 })]
     {
         let missing = BTreeMap::from([(1, stretches(&[(0, 40)], 64))]);
-        let mut ahead = Ahead::new(Missing(missing), PAGE, Instant::now());
+        let mut ahead = Ahead::new(Missing(missing), Store::new(PAGE), PAGE, Instant::now());
         for _ in 0..2 {
             ahead.engine_says(words);
             assert_eq!(std::mem::take(ahead.questions()), words);
@@ -348,9 +404,49 @@ fn an_answer_to_something_that_was_not_asked_is_an_error() {
         Head { pages: 41, ..right },
         Head { pages: 0, ..right },
     ] {
-        let mut ahead = Ahead::new(Missing(missing.clone()), PAGE, Instant::now());
+        let mut ahead = Ahead::new(Missing(missing.clone()), Store::new(PAGE), PAGE, Instant::now());
         ahead.engine_says(&Form::Long.write(&asked));
         ahead.room().copy_from_slice(&Form::Long.write(&wrong));
         ahead.came(Form::Long.bytes()).expect_err("it was not asked that");
     }
+}
+
+#[test]
+fn of_what_came_before_only_changed_pages_come_again() {
+    let missing = BTreeMap::from([(1, stretches(&[(0, 4000)], 0))]);
+    let mut pair = Pair::with(&missing, store(&missing), Form::Long, u64::MAX);
+    let said = |pair: &Pair| pair.source.asked.iter().map(|head| (head.command, head.pages)).collect::<Vec<_>>();
+    let words = pair.engine.need(1, 17);
+    pair.engine_says(words);
+    pair.arrives(usize::MAX);
+    assert_eq!(said(&pair), [(GET_CHANGED, 1)], "also of what the task needs");
+    pair.finish();
+    let all = said(&pair);
+    assert!(all.iter().all(|(command, _)| *command == GET_CHANGED), "{all:?}");
+    assert!(pair.ahead.store.bytes() < BLOCK_PAGES * PAGE, "nothing is kept that was used");
+    assert_eq!(pair.engine.got.len(), 4000);
+}
+
+#[test]
+fn an_answer_of_changed_pages_that_does_not_fit_is_an_error() {
+    let missing = BTreeMap::from([(1, stretches(&[(0, 40)], 0))]);
+    let asked = Head { command: GET, pages: 4, address: 0, process: 1 };
+    let right = Head { command: CHANGED, ..asked };
+    let ask = |store: Store, answer: Head| {
+        let mut ahead = Ahead::new(Missing(missing.clone()), store, PAGE, Instant::now());
+        ahead.engine_says(&Form::Long.write(&asked));
+        let first = Form::Long.read(ahead.questions());
+        ahead.room().copy_from_slice(&Form::Long.write(&Head { pages: answer.pages.min(first.pages), ..answer }));
+        ahead.came(Form::Long.bytes()).map(|()| first)
+    };
+    let whole = Head { pages: u64::MAX, ..right };
+    assert_eq!(ask(store(&missing), whole).expect("that was asked").command, GET_CHANGED);
+    for wrong in [
+        Head { pages: 1, ..right },
+        Head { address: 16, ..whole },
+        Head { command: PRESENT << FLAGS_SHIFT | ADD, ..whole },
+    ] {
+        ask(store(&missing), wrong).expect_err("it was not asked that");
+    }
+    ask(Store::new(PAGE), whole).expect_err("nothing came before");
 }

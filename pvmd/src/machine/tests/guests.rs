@@ -75,6 +75,7 @@ fn the_list_of_tasks_the_event_log_and_a_refusal_tell_that_guests_are_stopped_an
     let Reply::Moved(Err(error)) = reply else { panic!("{reply:?}") };
     assert_eq!((error.step, error.why), (Step::Prepare, Failure::Refused(vec![refusal])));
     scene.say(1, welcome());
+    scene.sim.pass(Micros::from_secs(1));
     let told: Vec<EventKind> = events(&mut scene.sim, console);
     let took = told.iter().find_map(|kind| match kind {
         EventKind::GuestsStopped { host: h, guests: g, took, why } if *h == host(2) && *g == guests => {

@@ -122,6 +122,8 @@ pub(super) struct Sim {
     pub(super) recorded: Vec<(MigrationId, Tid, HostId)>,
     /// Moves whose task runs before its memory is there.
     following: BTreeSet<MigrationId>,
+    /// Moves of which memory may come ahead, and where to.
+    taking: BTreeMap<MigrationId, HostId>,
     pub(super) abandoned: Vec<StartId>,
     /// Starts that were made ready for a hoster.
     prepared: Vec<(StartId, HostPlan)>,
@@ -191,6 +193,7 @@ impl Sim {
             strikes: strikes::Strikes::default(),
             recorded: Vec::new(),
             following: BTreeSet::new(),
+            taking: BTreeMap::new(),
             abandoned: Vec::new(),
             prepared: Vec::new(),
             signalled: Vec::new(),

@@ -35,6 +35,8 @@ impl Trial {
         let manager = spawn(&mut sim, console, on("h1", "rm", 1))[0];
         sim.ask(manager, Request::RegisterRm(RmServes { spawn: false, others: false, ends: false }));
         sim.strikes.manager = Some(manager);
+        // Else there may be no such step.
+        sim.strikes.pre_copies = strike.is_none_or(|((step, _), ..)| step == Step::PreCopy);
         let mover = spawn(&mut sim, console, on("h2", "child", 1))[0];
         let peer = spawn(&mut sim, console, on("h4", "child", 1))[0];
         let tid = sim.procs[mover].tid();

@@ -94,6 +94,8 @@ pub(in crate::machine::tests) struct Strikes {
     wanted: Option<(Point, Party, Blow)>,
     /// The fault has met the move.
     pub(in crate::machine::tests) struck: bool,
+    /// Memory follows all tasks, and goes ahead of them; otherwise that is thrown.
+    pub(in crate::machine::tests) pre_copies: bool,
     /// The places that were reached, in order.
     pub(in crate::machine::tests) reached: Vec<Point>,
     /// The process of the resource manager.

@@ -23,6 +23,7 @@ impl Sim {
         }
         self.lose_procs(on, |p| p.spawned.is_some());
         self.strikes.memory_lost.insert(on);
+        self.taking.retain(|_, at| *at != on);
         // What it had said is still heard first.
         self.nodes.get_mut(&on).expect("it is there").tasker_dead = true;
         self.send(Channel::Tasker(on), Happening::Event(on, Event::TaskerGone { why: "signal 9".into() }));
@@ -155,8 +156,9 @@ impl Sim {
     fn tasker_moves(&mut self, on: HostId, message: ToTasker) {
         let answer = match message {
             ToTasker::Inspect { migration, .. } => {
-                let memory_can_follow = self.dice.roll(2) == 0;
-                FromTasker::Inspected { migration, result: Ok(TaskFacts::default()), memory_can_follow }
+                let [memory_can_follow, can_pre_copy] =
+                    [(); 2].map(|()| self.dice.roll(2) == 0 || self.strikes.pre_copies);
+                FromTasker::Inspected { migration, result: Ok(TaskFacts::default()), memory_can_follow, can_pre_copy }
             }
             ToTasker::Prepare { migration, .. } => {
                 FromTasker::Prepared { migration, verdict: self.refuses(on), memory_can_follow: true }
@@ -175,6 +177,19 @@ impl Sim {
                 assert_eq!(facts.resident_bytes, 4096);
                 FromTasker::Judged { question, verdict: self.refuses(on) }
             }
+            ToTasker::PreCopy { migration, tid, .. } => {
+                // Nobody takes it where the tasker has died: that is for others to notice.
+                if self.taking.remove(&migration).is_none() {
+                    return;
+                }
+                let result = self.step_result_of(on, 100);
+                let is_there = self.find_spawned(on, tid).is_some();
+                FromTasker::PreCopied {
+                    migration,
+                    result: result.and_then(|bytes| is_there.then_some(bytes).ok_or(Failure::TaskEnded)),
+                }
+            }
+            ToTasker::EndPreCopy { .. } => return,
             ToTasker::Stop { migration, tid, redirection } => {
                 let Some(proc) = self.find_spawned(on, tid) else { return };
                 let result = self.step_result_of(on, ());
@@ -212,6 +227,13 @@ impl Sim {
     /// What the tasker of a target does.
     fn tasker_receives(&mut self, on: HostId, message: ToTasker) {
         let answer = match message {
+            ToTasker::TakePreCopy { migration, .. } => {
+                let Err(why) = self.step_result_of(on, ()) else {
+                    self.taking.insert(migration, on);
+                    return;
+                };
+                FromTasker::PreCopyLost { migration, why }
+            }
             ToTasker::Restore { migration, again, memory_way, .. } => {
                 self.following.extend(memory_way.map(|_| migration));
                 let result = self.step_result_of(on, 4242);
@@ -230,6 +252,7 @@ impl Sim {
             }
             ToTasker::Run { migration, held, .. } => return self.run_moved(on, migration, held),
             ToTasker::Discard { migration } => {
+                self.taking.remove(&migration);
                 self.following.remove(&migration);
                 self.sets.built.remove(&(on, migration));
                 self.discard_anew(on, migration);

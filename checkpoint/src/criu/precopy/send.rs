@@ -1,0 +1,304 @@
+//! At the source: reads a task's memory while it runs, and sends it ahead.
+
+use super::super::images::page_size;
+use super::super::process::come_last;
+use super::super::withheld;
+use super::super::words::{AHEAD, ALL_AHEAD, Form, Head};
+use super::{BLOCK_PAGES, place};
+use sempa_proto::migration::Failure;
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::ops::Range;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+/// Bytes of a page's hash. Two pages whose first bytes of BLAKE3 are the same are taken for the same.
+const HASH_BYTES: usize = 16;
+/// Times that all memory is gone through: what was written meanwhile is sent again each time.
+const ROUNDS_MAX: u32 = 4;
+/// So few pages may be left for later.
+const ENOUGH_PAGES: u64 = 1024;
+/// A round that sends more than one in so many of what the one before has sent is the last: the task writes as fast as we send.
+const WORTH_WHILE: u64 = 2;
+/// How long the other end may take nothing, or say nothing.
+const SILENCE_MAX: Duration = Duration::from_secs(60);
+
+type Hash = [u8; HASH_BYTES];
+
+/// Has the memory that is going ahead stop where it is: the task is to leave now, or to stand still.
+#[derive(Clone, Debug, Default)]
+pub struct Hurry(Arc<AtomicBool>);
+
+impl Hurry {
+    /// From now on, for good.
+    pub fn up(&self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+
+    fn is_up(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+/// The hashes of pages that follow each other and begin where such a block begins.
+#[derive(Debug)]
+struct Block {
+    sent: u128,
+    hashes: Box<[Hash]>,
+}
+
+/// What the target has of a task's memory.
+#[derive(Debug, Default)]
+pub struct SentAhead {
+    page: u64,
+    /// By process and block.
+    blocks: BTreeMap<(u64, u64), Block>,
+    /// Different ones.
+    pages: u64,
+    /// All that were sent.
+    bytes: u64,
+}
+
+impl SentAhead {
+    fn new(page: u64) -> SentAhead {
+        SentAhead { page, ..SentAhead::default() }
+    }
+
+    /// Bytes that were sent, those of pages that were sent again among them.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// True if the target has this page as it is now.
+    pub(in super::super) fn has(&self, process: u64, address: u64, content: &[u8]) -> bool {
+        let (block, number) = place(address, self.page);
+        let block = self.blocks.get(&(process, block));
+        block.is_some_and(|block| block.sent & (1 << number) != 0 && block.hashes[number] == hash(content))
+    }
+
+    /// True if this page has to be sent now; then it counts as sent. No more than so many different ones are.
+    fn is_new(&mut self, process: u64, address: u64, content: &[u8], pages_max: u64) -> bool {
+        let (number_of_block, number) = place(address, self.page);
+        let key = (process, number_of_block);
+        let was_sent = self.blocks.get(&key).is_some_and(|block| block.sent & (1 << number) != 0);
+        if !was_sent && self.pages >= pages_max {
+            return false;
+        }
+        let block = self
+            .blocks
+            .entry(key)
+            .or_insert_with(|| Block { sent: 0, hashes: vec![Hash::default(); BLOCK_PAGES as usize].into() });
+        let hash = hash(content);
+        if was_sent && block.hashes[number] == hash {
+            return false;
+        }
+        (block.sent, block.hashes[number]) = (block.sent | 1 << number, hash);
+        self.pages += u64::from(!was_sent);
+        self.bytes += content.len() as u64;
+        true
+    }
+}
+
+fn hash(content: &[u8]) -> Hash {
+    *blake3::hash(content).as_bytes().first_chunk().expect("it has more bytes")
+}
+
+/// A process of the task.
+struct Subject {
+    pid: i32,
+    number: u64,
+    /// That of this program for good: should the process end or begin another program, nothing is read any more.
+    memory: File,
+}
+
+impl Subject {
+    /// `None`: it is gone.
+    fn of(pid: i32) -> Option<Subject> {
+        let number = withheld::number(pid)?;
+        let memory = File::open(format!("/proc/{pid}/mem")).ok()?;
+        Some(Subject { pid, number, memory })
+    }
+
+    /// Where pages are in its own memory. A process that is gone has none.
+    fn pages(&self) -> Vec<(u64, u64)> {
+        withheld::own_areas(self.pid).and_then(|areas| withheld::pages(self.pid, &areas)).unwrap_or_default()
+    }
+}
+
+/// Sends the memory of these processes, which run, on this stream, and what of it they have written since, again; what was sent. No
+/// more pages than they have at the beginning. To be called by a thread of its own, which comes behind all others from then on.
+///
+/// # Errors
+/// The other end has not taken all of it.
+pub(in super::super) fn send(processes: &[i32], stream: &OwnedFd, hurry: &Hurry) -> Result<SentAhead, Failure> {
+    come_last();
+    let failed = |e: io::Error| Failure::Io(format!("its memory cannot go ahead: {e}"));
+    let mut stream = UnixStream::from(stream.try_clone().map_err(failed)?);
+    stream.set_write_timeout(Some(SILENCE_MAX)).map_err(failed)?;
+    let subjects: Vec<Subject> = processes.iter().filter_map(|pid| Subject::of(*pid)).collect();
+    let mut sender =
+        Sender { sent: SentAhead::new(page_size()), stream: &stream, hurry, room: Vec::new(), pages_max: 0 };
+    sender.rounds(&subjects).map_err(failed)?;
+    let sent = sender.sent;
+    let end = Head { command: ALL_AHEAD, pages: sent.pages, address: 0, process: 0 };
+    stream.write_all(&Form::Long.write(&end)).map_err(failed)?;
+    stream.set_read_timeout(Some(SILENCE_MAX)).map_err(failed)?;
+    let mut answer = [0; Form::Long.bytes()];
+    stream.read_exact(&mut answer).map_err(failed)?;
+    stream.set_read_timeout(None).and_then(|()| stream.set_write_timeout(None)).map_err(failed)?;
+    match Form::Long.read(&answer).command {
+        ALL_AHEAD => Ok(sent),
+        other => Err(Failure::Images(format!("the target says {other:#x} to memory that went ahead"))),
+    }
+}
+
+struct Sender<'a> {
+    sent: SentAhead,
+    stream: &'a UnixStream,
+    hurry: &'a Hurry,
+    room: Vec<u8>,
+    pages_max: u64,
+}
+
+impl Sender<'_> {
+    fn rounds(&mut self, subjects: &[Subject]) -> io::Result<()> {
+        let mut before = u64::MAX;
+        for round in 0..ROUNDS_MAX {
+            let all: Vec<_> = subjects.iter().map(|subject| (subject, subject.pages())).collect();
+            if round == 0 {
+                let bytes = all.iter().flat_map(|(_, pages)| pages).map(|(start, end)| end - start).sum::<u64>();
+                self.pages_max = bytes / self.sent.page;
+            }
+            let begun = self.sent.bytes;
+            for (subject, stretches) in &all {
+                stretches.iter().try_for_each(|stretch| self.stretch(subject, *stretch))?;
+            }
+            let pages = (self.sent.bytes - begun) / self.sent.page;
+            if self.hurry.is_up() || pages <= ENOUGH_PAGES || pages > before / WORTH_WHILE {
+                break;
+            }
+            before = pages;
+        }
+        Ok(())
+    }
+
+    fn stretch(&mut self, subject: &Subject, (start, end): (u64, u64)) -> io::Result<()> {
+        let page = self.sent.page;
+        let block_bytes = BLOCK_PAGES * page;
+        let mut at = start;
+        while at < end && !self.hurry.is_up() {
+            let until = end.min((at / block_bytes + 1) * block_bytes);
+            self.room.resize((until - at) as usize, 0);
+            // What it has given back meanwhile is passed over.
+            let read = subject.memory.read_at(&mut self.room, at).unwrap_or(0) as u64;
+            self.block(subject.number, at, (read / page) as usize)?;
+            at = until;
+        }
+        Ok(())
+    }
+
+    /// Sends what is new of so many pages that were read, all of one block.
+    fn block(&mut self, process: u64, address: u64, pages: usize) -> io::Result<()> {
+        let page = self.sent.page as usize;
+        let mut run: Range<usize> = 0..0;
+        for number in 0..=pages {
+            let content = (number < pages).then(|| &self.room[number * page..(number + 1) * page]);
+            let at = address + (number * page) as u64;
+            if content.is_some_and(|content| self.sent.is_new(process, at, content, self.pages_max)) {
+                run = if run.is_empty() { number..number + 1 } else { run.start..number + 1 };
+                continue;
+            }
+            if !run.is_empty() {
+                let (pages, address) = (run.len() as u64, address + (run.start * page) as u64);
+                self.stream.write_all(&Form::Long.write(&Head { command: AHEAD, pages, address, process }))?;
+                self.stream.write_all(&self.room[run.start * page..run.end * page])?;
+                run = 0..0;
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::store;
+    use super::*;
+    use std::sync::mpsc::channel;
+
+    /// Memory of this process, and what says where it is.
+    fn own(pages: usize) -> (Vec<u8>, u64) {
+        let page = page_size() as usize;
+        let memory: Vec<u8> = (0..(pages + 1) * page).map(|at| (at / page + at) as u8).collect();
+        let first = (memory.as_ptr() as u64).next_multiple_of(page as u64);
+        (memory, first)
+    }
+
+    #[test]
+    fn what_was_sent_ahead_is_here_and_what_was_written_since_is_known() {
+        let page = page_size();
+        let (mut memory, first) = own(300);
+        let (ours, theirs) = UnixStream::pair().expect("descriptors");
+        let (ours, theirs) = (OwnedFd::from(ours), OwnedFd::from(theirs));
+        let pid = std::process::id() as i32;
+        let number = withheld::number(pid).expect("it is there");
+        let (tell, told) = channel();
+        let taking = std::thread::spawn(move || {
+            let store = store::take(&theirs, u64::MAX).expect("all comes");
+            store.acknowledge(&theirs).expect("it listens");
+            told.recv().expect("it is told");
+            store
+        });
+        let sent = send(&[pid], &ours, &Hurry::default()).expect("it is taken");
+        tell.send(()).expect("it waits");
+        let store = taking.join().expect("no panic");
+        assert_eq!(store.bytes(), sent.pages * page);
+        let begin = (first - memory.as_ptr() as u64) as usize;
+        let content = |memory: &[u8], at: usize| memory[begin + at * page as usize..][..page as usize].to_vec();
+        for at in [0, 1, 150, 298] {
+            let address = first + at as u64 * page;
+            assert!(sent.has(number, address, &content(&memory, at)), "page {at}");
+            assert_eq!(store.get(number, address, 1), Some(content(&memory, at)));
+        }
+        memory[begin + 150 * page as usize + 7] ^= 1;
+        assert!(!sent.has(number, first + 150 * page, &content(&memory, 150)), "one byte is another one");
+        assert!(!sent.has(number + 1, first, &content(&memory, 0)), "that is somebody else's");
+    }
+
+    #[test]
+    fn who_is_in_a_hurry_sends_no_more_and_is_answered_all_the_same() {
+        let (ours, theirs) = UnixStream::pair().expect("descriptors");
+        let (ours, theirs) = (OwnedFd::from(ours), OwnedFd::from(theirs));
+        let taking = std::thread::spawn(move || {
+            let store = store::take(&theirs, 0).expect("nothing comes");
+            store.acknowledge(&theirs).map(|()| store.bytes())
+        });
+        let hurry = Hurry::default();
+        hurry.up();
+        let sent = send(&[std::process::id() as i32], &ours, &hurry).expect("it is taken");
+        assert_eq!((sent.bytes(), taking.join().expect("no panic").expect("it listens")), (0, 0));
+    }
+
+    #[test]
+    fn whoever_is_not_there_has_no_memory_and_a_target_that_is_gone_is_an_error() {
+        assert!(Subject::of(i32::MAX).is_none());
+        let (ours, theirs) = UnixStream::pair().expect("descriptors");
+        drop(theirs);
+        let sent = send(&[std::process::id() as i32], &ours.into(), &Hurry::default());
+        assert!(matches!(sent, Err(Failure::Io(why)) if why.contains("go ahead")));
+    }
+
+    #[test]
+    fn no_more_pages_are_sent_than_there_were_and_none_twice() {
+        let mut sent = SentAhead::new(4);
+        let is_new: Vec<bool> =
+            [(0, 1), (4, 1), (0, 1), (0, 2), (8, 1)].map(|(at, byte)| sent.is_new(1, at, &[byte; 4], 2)).to_vec();
+        assert_eq!(is_new, [true, true, false, true, false]);
+        assert_eq!((sent.pages, sent.bytes()), (2, 12));
+        assert!(sent.has(1, 0, &[2; 4]) && !sent.has(1, 0, &[1; 4]) && !sent.has(1, 8, &[1; 4]));
+    }
+}

@@ -1,0 +1,116 @@
+//! Memory that goes ahead of a task (pre-copy), between whole hosts: the task runs meanwhile and is whole in the end, little is
+//! left for later, and whoever is in its way the task loses nothing by it.
+
+use sempa_proto::event::EventKind;
+use sempa_proto::migration::{Failure, Step};
+use sempa_tests::holders::{is_whole, with_hosts};
+use sempa_tests::steps::{Whom, process_of};
+use sempa_tests::testbed::left;
+use sempa_tests::{Sure, Vm, eventually};
+use std::time::Duration;
+
+const SOON: Duration = Duration::from_secs(60);
+/// Memory of a task, as its program wants to be told, and in bytes.
+const LARGE: (&str, u64) = ("96", 96 << 20);
+/// So slowly, in bytes per second, that it goes ahead for longer than any of these tests takes.
+const SLOWLY: (&str, &str) = ("SEMPA_MOVE_RATE", "1000000");
+/// So much has gone ahead when a fault comes.
+const BEGUN: u64 = 2 << 20;
+
+/// Bytes that went ahead of all tasks so far, move by move.
+fn went_ahead(vm: &Vm) -> Vec<u64> {
+    let events = vm.events().expect("events");
+    let bytes = |kind: &EventKind| match kind {
+        EventKind::Moving { step: Step::PreCopy, bytes, .. } => Some(*bytes),
+        _ => None,
+    };
+    events.iter().filter_map(|entry| bytes(&entry.kind)).collect()
+}
+
+fn reached(vm: &Vm, tid: &str, wanted: Step) {
+    let is = |kind: &EventKind| matches!(kind, EventKind::Moving { tid: of, step, .. } if *step == wanted && of.to_string() == tid);
+    vm.event(SOON, "the step", |entry| is(&entry.kind)).sure(vm);
+}
+
+#[test]
+fn a_task_that_writes_while_its_memory_goes_ahead_is_whole_and_most_of_it_passes_once() {
+    with_hosts(3, &[], |vm| {
+        let tid = vm.spawn(&["-h2", "hold", LARGE.0, "writes"]).expect("spawned");
+        is_whole(vm, &tid);
+        for (from, to) in [(2, "h3"), (3, "h1"), (1, "h2")] {
+            let before = left(vm.bed().host(from));
+            vm.must_migrate(&tid, to);
+            let bytes = left(vm.bed().host(from)) - before;
+            assert!(bytes < LARGE.1 + LARGE.1 / 2, "{bytes} bytes have left for {}", LARGE.1);
+            is_whole(vm, &tid);
+        }
+        let ahead = went_ahead(vm);
+        assert!(ahead.len() == 3 && ahead.iter().all(|bytes| *bytes >= LARGE.1), "{ahead:?}");
+    });
+}
+
+#[test]
+fn nothing_goes_ahead_of_small_tasks_and_none_where_an_administrator_does_not_want_it() {
+    for (size, setting) in [("20", "usual"), (LARGE.0, "never")] {
+        with_hosts(2, &[("SEMPA_PRE_COPY", setting)], |vm| {
+            let tid = vm.spawn(&["-h1", "hold", size]).expect("spawned");
+            is_whole(vm, &tid);
+            vm.must_migrate(&tid, "h2");
+            is_whole(vm, &tid);
+            assert_eq!(went_ahead(vm), [0; 0], "{size} MiB, {setting}");
+        });
+    }
+}
+
+#[test]
+fn nobody_waits_for_memory_that_goes_ahead_of_a_task_that_is_to_stand_still() {
+    with_hosts(3, &[SLOWLY], |vm| {
+        let tid = vm.spawn(&["-h2", "hold", LARGE.0]).expect("spawned");
+        is_whole(vm, &tid);
+        let moving = vm.start_migrate(&tid, "h3").expect("it begins");
+        reached(vm, &tid, Step::Prepare);
+        vm.pvm(&["suspend", &tid]).expect("the console runs").expect_good("suspend").expect("suspended");
+        reached(vm, &tid, Step::Run);
+        assert!(went_ahead(vm)[0] < LARGE.1, "not all of it");
+        vm.pvm(&["kill", &tid]).expect("the console runs").expect_good("kill").expect("killed");
+        moving.finish(SOON).expect("the console ends").expect_good("migrate").expect("it had moved");
+    });
+}
+
+#[test]
+fn a_task_whose_memory_goes_ahead_in_vain_runs_on_where_it_is_and_the_reason_is_told() {
+    with_hosts(3, &[SLOWLY], |vm| {
+        let tid = vm.spawn(&["-h2", "hold", LARGE.0, "writes"]).expect("spawned");
+        is_whole(vm, &tid);
+        let strikes: [(&str, &dyn Fn()); 2] = [
+            ("the target's tasker", &|| {
+                let tasker = process_of(vm.bed().host(3), Whom::TargetTasker).expect("it is there");
+                nix::sys::signal::kill(tasker, nix::sys::signal::Signal::SIGKILL).expect("it is there");
+            }),
+            ("the target", &|| vm.bed().host(3).kill_all()),
+        ];
+        for (whom, strike) in strikes {
+            let before = left(vm.bed().host(2));
+            let moving = vm.start_migrate(&tid, "h3").expect("it begins");
+            eventually(SOON, || match left(vm.bed().host(2)) - before {
+                bytes if bytes >= BEGUN => Ok(()),
+                bytes => Err(format!("{bytes} bytes have left")),
+            })
+            .sure(vm);
+            strike();
+            let done = moving.finish(SOON).expect("the console ends");
+            assert!(!done.good(), "{whom}: {done:?}");
+            is_whole(vm, &tid);
+            assert_eq!(vm.host_of(&tid).expect("it lives"), "h2", "{whom}");
+        }
+        let events = vm.events().expect("events");
+        let why: Vec<&Failure> = events
+            .iter()
+            .filter_map(|entry| match &entry.kind {
+                EventKind::MoveFailed { step: Step::PreCopy, why, .. } => Some(why),
+                _ => None,
+            })
+            .collect();
+        assert_eq!(why.len(), 2, "{why:?}");
+    });
+}
