@@ -190,7 +190,7 @@ impl Supervisor {
                 let stream = stream.try_clone().map_err(|e| Failure::Io(format!("no descriptor: {e}")))?;
                 (stream, store)
             }
-            None => (connect(way)?, Store::default()),
+            None => (connect(way)?, Store::empty()),
         };
         let arriving = engine.start_arrival(dir, stream, store)?;
         let (limits, pid) = (limits()?, arriving.engine_pid());
@@ -234,7 +234,9 @@ impl Supervisor {
 
     /// The daemon says that the rest will not come. First of all nothing may run that needs it.
     pub(crate) fn memory_lost(&mut self, migration: MigrationId, why: String) {
-        self.moves.pre_copies.lose_coming(migration);
+        if self.moves.pre_copies.lose_coming(migration) {
+            self.say(&FromTasker::PreCopyLost { migration, why: Failure::Images(why.clone()) });
+        }
         let Some(coming) = self.moves.following.coming.get_mut(&migration) else { return };
         coming.lost = Some(Failure::Images(why));
         let (runs, worker) = (coming.runs, coming.worker);

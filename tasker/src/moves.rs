@@ -6,6 +6,7 @@ use crate::attempt::{Attempt, rest, roll};
 use crate::carry::Carry;
 use crate::ease;
 use crate::files;
+use crate::learning::Learning;
 use crate::memory::{self, Following};
 use crate::namespace::Namespace;
 use crate::precopy::PreCopies;
@@ -71,6 +72,7 @@ pub(crate) struct Moves {
     pub(crate) following: Following,
     pub(crate) pre_copies: PreCopies,
     pub(crate) hashes: Arc<HashCache>,
+    pub(crate) learning: Learning,
     pub(crate) promised: Promised,
 }
 
@@ -86,6 +88,7 @@ impl Moves {
             Ok((version, criu)) => (Some(Arc::new(criu) as Arc<dyn Engine>), EngineState::Trying(version)),
             Err(why) => (None, EngineState::Broken(why)),
         };
+        let hashes = Arc::new(HashCache::default());
         Ok(Moves {
             engine,
             state,
@@ -95,7 +98,8 @@ impl Moves {
             deferred: Vec::new(),
             following: Following::new(),
             pre_copies: PreCopies::new(),
-            hashes: Arc::new(HashCache::default()),
+            learning: Learning::new(hashes.clone()),
+            hashes,
             promised: Promised::default(),
         })
     }

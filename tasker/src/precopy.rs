@@ -7,20 +7,25 @@ use crate::task::Phase;
 use crate::workers::Outcome;
 use checkpoint::criu::{Hurry, SentAhead, Store};
 use checkpoint::engine::Cancel;
+use checkpoint::facts::resident_bytes;
 use sempa_proto::migration::{Failure, TaskFacts};
 use sempa_proto::tasker::FromTasker;
 use sempa_proto::{MigrationId, Tid};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 /// Resident memory from which on it goes ahead: less of it follows sooner than anybody could have sent it before.
 const FROM_BYTES: u64 = 64 << 20;
 /// Says when memory goes ahead of a task that it is to follow: `never`, `always`; anything else: from [`FROM_BYTES`] on.
 const SETTING: &str = "SEMPA_PRE_COPY";
-/// A task may have grown so much since it was accepted, and by as much as it had then.
+/// So much more than a task had when it was accepted is taken, if it has grown since; the rest follows.
 const GROWN_BYTES_MAX: u64 = 64 << 20;
+/// Memory goes ahead for so long, and for so much longer for each gigabyte of it: well within the time of the step. The rest follows.
+const ALLOWED_BASE: Duration = Duration::from_secs(300);
+const ALLOWED_PER_GIB: Duration = Duration::from_secs(300);
 
 /// What goes ahead from here.
 #[derive(Debug)]
@@ -44,6 +49,8 @@ struct Coming {
 #[derive(Debug)]
 pub(crate) struct PreCopies {
     from_bytes: Option<u64>,
+    /// Tasks of this host of which it went ahead in vain: when they leave, all of it follows.
+    failed: BTreeSet<Tid>,
     going: BTreeMap<MigrationId, Going>,
     coming: BTreeMap<MigrationId, Coming>,
 }
@@ -56,12 +63,16 @@ impl PreCopies {
             Ok("always") => Some(0),
             _ => Some(FROM_BYTES),
         };
-        PreCopies { from_bytes, going: BTreeMap::new(), coming: BTreeMap::new() }
+        PreCopies::from(from_bytes)
+    }
+
+    fn from(from_bytes: Option<u64>) -> PreCopies {
+        PreCopies { from_bytes, failed: BTreeSet::new(), going: BTreeMap::new(), coming: BTreeMap::new() }
     }
 
     /// Whether memory of this task should go ahead, if it is to follow.
-    pub(crate) fn should(&self, facts: &TaskFacts) -> bool {
-        self.from_bytes.is_some_and(|from| facts.resident_bytes >= from)
+    pub(crate) fn should(&self, tid: Tid, facts: &TaskFacts) -> bool {
+        !self.failed.contains(&tid) && self.from_bytes.is_some_and(|from| facts.resident_bytes >= from)
     }
 
     /// The way on which memory of this task went ahead, and what did. It is the dump's from now on.
@@ -96,18 +107,22 @@ impl PreCopies {
 
     /// The task has ended.
     pub(crate) fn ended(&mut self, tid: Tid) {
+        self.failed.remove(&tid);
         let its = self.going.iter().filter(|(_, going)| going.tid == tid).map(|(migration, _)| *migration);
         for migration in its.collect::<Vec<_>>() {
             self.end_going(migration);
         }
     }
 
-    /// Nothing comes ahead any more, and what has is of no use. If the task is to be restored all the same, that fails.
-    pub(crate) fn lose_coming(&mut self, migration: MigrationId) {
-        if let Some(coming) = self.coming.get_mut(&migration) {
-            coming.store = None;
-            shut(&coming.stream);
+    /// Nothing comes ahead any more, and what has is of no use. If the task is to be restored all the same, that fails. False if
+    /// nothing was to come.
+    pub(crate) fn lose_coming(&mut self, migration: MigrationId) -> bool {
+        let Some(coming) = self.coming.get_mut(&migration) else { return false };
+        if let Some(store) = coming.store.take() {
+            give_back(store);
         }
+        shut(&coming.stream);
+        true
     }
 
     /// The copy is thrown away.
@@ -140,7 +155,9 @@ impl Supervisor {
             return Err(Failure::CalledOff("another move of the task is under way on this host".into()));
         }
         let engine = self.moves.engine.clone().ok_or_else(|| self.broken())?;
-        let (processes, hurry) = (task.crowd().pids(), Hurry::default());
+        let processes = task.crowd().pids();
+        let gib = processes.iter().filter_map(|pid| resident_bytes(*pid)).sum::<u64>() >> 30;
+        let hurry = Hurry::at(Instant::now() + ALLOWED_BASE + ALLOWED_PER_GIB * gib as u32);
         // One that stands still changes nothing: what is not sent now is not sent any sooner later.
         if !task.hold.is_free() {
             hurry.up();
@@ -165,7 +182,9 @@ impl Supervisor {
             bytes
         });
         if result.is_err() {
-            self.moves.following.has_failed(result.as_ref().err());
+            let (here, tid) = (&self.tasks, going.tid);
+            self.moves.pre_copies.failed.retain(|failed| here.contains_key(failed));
+            self.moves.pre_copies.failed.insert(tid);
             self.moves.pre_copies.end_going(migration);
         }
         self.say(&FromTasker::PreCopied { migration, result });
@@ -183,8 +202,7 @@ impl Supervisor {
             return Err(Failure::CalledOff("there is no room for its task any more".into()));
         }
         let engine = self.moves.engine.clone().ok_or_else(|| self.broken())?;
-        let accepted = self.moves.promised.of(migration);
-        let bytes_max = accepted.saturating_mul(2).saturating_add(GROWN_BYTES_MAX);
+        let bytes_max = self.moves.promised.of(migration).saturating_add(GROWN_BYTES_MAX);
         let stream = Arc::new(connect(way)?);
         let comes = stream.clone();
         let work = move || Outcome::PreCopyCame { migration, result: engine.take_ahead(&comes, bytes_max) };
@@ -195,20 +213,31 @@ impl Supervisor {
 
     /// All memory that goes ahead has come, or will not. The source hears of it only when it is known here, because it goes on then.
     pub(crate) fn pre_copy_came(&mut self, migration: MigrationId, result: Result<Store, Failure>) {
-        let Some(coming) = self.moves.pre_copies.coming.get_mut(&migration) else { return };
+        let Some(coming) = self.moves.pre_copies.coming.get_mut(&migration) else {
+            return result.map_or((), give_back);
+        };
         let kept = result.and_then(|store| {
             let unheard = |e| Failure::Io(format!("the source does not listen: {e}"));
             store.acknowledge(&coming.stream).map_err(unheard)?;
             Ok(store)
         });
         match kept {
-            Ok(store) => coming.store = Some(store),
+            Ok(store) => {
+                self.moves.promised.came_ahead(migration, store.bytes());
+                coming.store = Some(store);
+            }
             Err(why) => {
                 self.moves.pre_copies.lose_coming(migration);
                 self.say(&FromTasker::PreCopyLost { migration, why });
             }
         }
     }
+}
+
+/// That takes a moment for gigabytes, in which nobody would be told to stand still.
+fn give_back(store: Store) {
+    // Without a thread it is given back here.
+    let _ = std::thread::Builder::new().name("gives back".into()).spawn(move || drop(store));
 }
 
 /// What is ended by shutting its stream down.
@@ -223,35 +252,35 @@ mod tests {
 
     const ONE: MigrationId = MigrationId(1);
 
-    fn empty(from_bytes: Option<u64>) -> PreCopies {
-        PreCopies { from_bytes, going: BTreeMap::new(), coming: BTreeMap::new() }
-    }
-
     #[test]
     fn memory_goes_ahead_of_large_tasks_unless_it_is_never_to() {
         let of = |resident_bytes| TaskFacts { resident_bytes, ..TaskFacts::default() };
-        let should = |from| [0, FROM_BYTES - 1, FROM_BYTES].map(|bytes| empty(from).should(&of(bytes)));
+        let (tid, other) = (Tid::from_raw(0x40001), Tid::from_raw(0x40002));
+        let should = |from| [0, FROM_BYTES - 1, FROM_BYTES].map(|bytes| PreCopies::from(from).should(tid, &of(bytes)));
         assert_eq!(should(Some(FROM_BYTES)), [false, false, true]);
         assert_eq!((should(None), should(Some(0))), ([false; 3], [true; 3]));
+        let mut all = PreCopies::from(Some(0));
+        all.failed.insert(tid);
+        assert_eq!([tid, other].map(|tid| all.should(tid, &of(0))), [false, true], "not again where it went in vain");
     }
 
     #[test]
     fn what_was_to_come_ahead_and_did_not_is_an_error_and_what_was_not_to_is_none() {
-        let mut all = empty(None);
+        let mut all = PreCopies::from(None);
         assert!(all.take_store(ONE).expect("nothing was to come").is_none());
         let (ours, theirs) = UnixStream::pair().expect("descriptors");
-        let (stream, store) = (Arc::new(OwnedFd::from(ours)), Some(Store::default()));
+        let (stream, store) = (Arc::new(OwnedFd::from(ours)), Some(Store::empty()));
         all.coming.insert(ONE, Coming { stream, store });
-        all.lose_coming(ONE);
+        assert!(all.lose_coming(ONE));
         assert!(matches!(all.take_store(ONE), Err(Failure::Images(_))));
         assert_eq!(std::io::Read::read(&mut &theirs, &mut [0]).expect("it is shut"), 0);
     }
 
     #[test]
     fn nothing_goes_ahead_of_a_task_that_has_ended() {
-        let mut all = empty(None);
+        let mut all = PreCopies::from(None);
         let (ours, theirs) = UnixStream::pair().expect("descriptors");
-        let (tid, hurry) = (Tid::from_raw(0x40001), Hurry::default());
+        let (tid, hurry) = (Tid::from_raw(0x40001), Hurry::at(Instant::now()));
         all.going.insert(ONE, Going { tid, stream: Arc::new(ours.into()), hurry, sent: None });
         all.ended(Tid::from_raw(0x40002));
         assert_eq!(all.going.len(), 1);

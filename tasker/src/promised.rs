@@ -46,6 +46,13 @@ impl Promised {
         self.0.get(&migration).map_or(0, |promise| promise.bytes)
     }
 
+    /// So much of its memory is here already.
+    pub(crate) fn came_ahead(&mut self, migration: MigrationId, bytes: u64) {
+        if let Some(promise) = self.0.get_mut(&migration) {
+            promise.bytes = promise.bytes.saturating_sub(bytes);
+        }
+    }
+
     /// Its images are here. What they take of memory they give back while the task gets it.
     pub(crate) fn images_are_here(&mut self, migration: MigrationId, dir: &Path) {
         if let Some(promise) = self.0.get_mut(&migration) {
@@ -111,6 +118,12 @@ mod tests {
         promised.judged(ONE, true);
         promised.images_are_here(ONE, dir.path());
         assert_eq!(promised.bytes(|_| true), 2 << 20);
+        promised.came_ahead(TWO, 1 << 20);
+        promised.came_ahead(ONE, 1 << 20);
+        assert_eq!((promised.bytes(|_| true), promised.of(ONE)), (1 << 20, 1 << 20));
+        promised.came_ahead(ONE, u64::MAX);
+        promised.make(ONE, 2 << 20);
+        promised.judged(ONE, true);
         promised.images_are_here(TWO, dir.path());
         promised.images_are_here(ONE, Path::new("/proc"));
         assert_eq!(promised.bytes(|_| true), 2 << 20, "nothing there is in memory");

@@ -269,6 +269,7 @@ impl Supervisor {
         match started {
             Ok(task) => {
                 self.say(&FromTasker::Started { tid, pid: task.process.pid });
+                self.moves.learning.begun(task.process.pid);
                 self.tasks.insert(tid, task);
             }
             Err(why) => self.say(&FromTasker::StartFailed { tid, why }),

@@ -54,10 +54,10 @@ impl Supervisor {
     /// The task has been looked at.
     pub(crate) fn seen(&mut self, by: For, result: Result<TaskFacts, Refusal>) {
         self.say(&match by {
-            For::Move { migration, .. } => {
+            For::Move { migration, tid } => {
                 let facts = result.as_ref().ok();
                 let memory_can_follow = facts.is_some_and(|facts| self.moves.following.should(facts));
-                let can_pre_copy = facts.is_some_and(|facts| self.moves.pre_copies.should(facts));
+                let can_pre_copy = facts.is_some_and(|facts| self.moves.pre_copies.should(tid, facts));
                 FromTasker::Inspected { migration, result, memory_can_follow, can_pre_copy }
             }
             For::Question(question) => FromTasker::Seen { question, result },

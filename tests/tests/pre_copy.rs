@@ -28,7 +28,10 @@ fn went_ahead(vm: &Vm) -> Vec<u64> {
 }
 
 fn reached(vm: &Vm, tid: &str, wanted: Step) {
-    let is = |kind: &EventKind| matches!(kind, EventKind::Moving { tid: of, step, .. } if *step == wanted && of.to_string() == tid);
+    let is = |kind: &EventKind| match kind {
+        EventKind::Moving { tid: of, step, .. } => *step == wanted && of.to_string() == tid,
+        _ => false,
+    };
     vm.event(SOON, "the step", |entry| is(&entry.kind)).sure(vm);
 }
 
@@ -69,7 +72,10 @@ fn nobody_waits_for_memory_that_goes_ahead_of_a_task_that_is_to_stand_still() {
         is_whole(vm, &tid);
         let moving = vm.start_migrate(&tid, "h3").expect("it begins");
         reached(vm, &tid, Step::Prepare);
-        vm.pvm(&["suspend", &tid]).expect("the console runs").expect_good("suspend").expect("suspended");
+        vm.pvm(&["job", "suspend", "--task", &tid])
+            .expect("the console runs")
+            .expect_good("suspend")
+            .expect("suspended");
         reached(vm, &tid, Step::Run);
         assert!(went_ahead(vm)[0] < LARGE.1, "not all of it");
         vm.pvm(&["kill", &tid]).expect("the console runs").expect_good("kill").expect("killed");
@@ -80,8 +86,6 @@ fn nobody_waits_for_memory_that_goes_ahead_of_a_task_that_is_to_stand_still() {
 #[test]
 fn a_task_whose_memory_goes_ahead_in_vain_runs_on_where_it_is_and_the_reason_is_told() {
     with_hosts(3, &[SLOWLY], |vm| {
-        let tid = vm.spawn(&["-h2", "hold", LARGE.0, "writes"]).expect("spawned");
-        is_whole(vm, &tid);
         let strikes: [(&str, &dyn Fn()); 2] = [
             ("the target's tasker", &|| {
                 let tasker = process_of(vm.bed().host(3), Whom::TargetTasker).expect("it is there");
@@ -90,6 +94,8 @@ fn a_task_whose_memory_goes_ahead_in_vain_runs_on_where_it_is_and_the_reason_is_
             ("the target", &|| vm.bed().host(3).kill_all()),
         ];
         for (whom, strike) in strikes {
+            let tid = vm.spawn(&["-h2", "hold", LARGE.0, "writes"]).expect("spawned");
+            is_whole(vm, &tid);
             let before = left(vm.bed().host(2));
             let moving = vm.start_migrate(&tid, "h3").expect("it begins");
             eventually(SOON, || match left(vm.bed().host(2)) - before {

@@ -41,11 +41,21 @@ const ZERO: u64 = 1 << 5;
 /// Regions that are told at once.
 const REGIONS: usize = 512;
 
+/// Which pages are wanted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Wanted {
+    /// All that the process has written.
+    All,
+    /// But for those that are swapped out.
+    InMemory,
+}
+
 /// Where pages of this process lie between two addresses: from, to.
 ///
 /// # Errors
 /// The process is gone, or the kernel does not know the call (ENOTTY).
-pub(super) fn present(map: &File, (start, end): (u64, u64)) -> io::Result<Vec<(u64, u64)>> {
+pub(super) fn present(map: &File, (start, end): (u64, u64), wanted: Wanted) -> io::Result<Vec<(u64, u64)>> {
+    let any_of = if wanted == Wanted::All { PRESENT | SWAPPED } else { PRESENT };
     let mut all: Vec<(u64, u64)> = Vec::new();
     let mut at = start;
     while at < end {
@@ -58,7 +68,7 @@ pub(super) fn present(map: &File, (start, end): (u64, u64)) -> io::Result<Vec<(u
             found_max: REGIONS as u64,
             inverted: ZERO,
             all_of: ZERO,
-            any_of: PRESENT | SWAPPED,
+            any_of,
             // Of no page that is found: so neighbours are one region whether they are swapped or not.
             told: ZERO,
             ..Scan::default()
@@ -98,7 +108,8 @@ mod tests {
         assert_eq!(std::hint::black_box(&*memory)[page], 0);
         let own = File::open("/proc/self/pagemap").expect("everybody may read his own");
         let all = (start, start + (page * pages) as u64);
-        let found = present(&own, all).expect("Linux 6.7");
+        let found = present(&own, all, Wanted::InMemory).expect("Linux 6.7");
+        assert_eq!(found, present(&own, all, Wanted::All).expect("Linux 6.7"), "nothing is swapped out");
         assert_eq!(found.iter().map(|(from, to)| (to - from) / page as u64).sum::<u64>(), 1500 + 50);
         assert!(found.iter().all(|(from, _)| ((from - start) / page as u64).is_multiple_of(2)), "{found:?}");
         assert_eq!(found.len(), 1451);

@@ -24,8 +24,8 @@ use std::time::{Duration, Instant};
 const ANSWER_BYTES_MAX: usize = 64 << 10;
 /// The kernel's highest ordinary priority.
 const HURRY_NICE: i32 = -20;
-/// Behind everybody else.
-const LAST_NICE: libc::c_int = 19;
+/// Of what nobody waits for. Not the very last: whoever gets no processor may have locks of the kernel.
+const LATE_NICE: i32 = 10;
 /// How long `criu --version` may take.
 const VERSION_ALLOWED: Duration = Duration::from_secs(5);
 
@@ -260,10 +260,10 @@ pub(super) fn hurry_thread() {
     unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, HURRY_NICE) };
 }
 
-/// Puts the calling thread behind everybody else, for good.
-pub(super) fn come_last() {
+/// Puts the calling thread behind others.
+pub(super) fn come_late() {
     // SAFETY: no memory is involved. Everybody may do that.
-    unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, LAST_NICE) };
+    unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, LATE_NICE) };
 }
 
 fn called_off() -> Failure {

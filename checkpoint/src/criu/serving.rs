@@ -380,7 +380,9 @@ mod tests {
                     })
                 }
             });
-            let sent = super::super::precopy::send(&[pid], &target, &Default::default()).expect("it is taken");
+            let sent =
+                super::super::precopy::send(&[pid], &target, &super::super::precopy::Hurry::at(Instant::now() + SOON))
+                    .expect("it is taken");
             taking.join().expect("no panic").expect("all comes");
             sent
         });

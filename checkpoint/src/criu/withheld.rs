@@ -7,7 +7,7 @@
 //! [`super::serving`]'s affair.
 
 use super::images::{note_missing, page_size, pages_of};
-use super::pagemap::present;
+use super::pagemap::{Wanted, present};
 use crate::status::Status;
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use sempa_proto::migration::Failure;
@@ -46,7 +46,7 @@ pub(super) struct Withheld {
 /// Its answer.
 pub(super) fn possible() -> io::Result<()> {
     let map = File::open("/proc/self/pagemap")?;
-    present(&map, (page_size(), 2 * page_size())).map(drop)
+    present(&map, (page_size(), 2 * page_size()), Wanted::All).map(drop)
 }
 
 impl Withheld {
@@ -113,7 +113,7 @@ impl Kept {
         if areas.is_empty() {
             return Ok(None);
         }
-        let pages = pages(pid, &areas)?;
+        let pages = pages(pid, &areas, Wanted::All)?;
         Ok(Some(Kept { pid, number, areas, pages }))
     }
 }
@@ -143,11 +143,11 @@ pub(super) fn own_areas(pid: i32) -> io::Result<Vec<(u64, u64)>> {
 ///
 /// # Errors
 /// As for [`own_areas`].
-pub(super) fn pages(pid: i32, areas: &[(u64, u64)]) -> io::Result<Vec<(u64, u64)>> {
+pub(super) fn pages(pid: i32, areas: &[(u64, u64)], wanted: Wanted) -> io::Result<Vec<(u64, u64)>> {
     let map = File::open(format!("/proc/{pid}/pagemap"))?;
     let mut pages = Vec::new();
     for area in areas {
-        pages.extend(present(&map, *area)?);
+        pages.extend(present(&map, *area, wanted)?);
     }
     Ok(pages)
 }

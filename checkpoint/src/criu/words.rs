@@ -3,8 +3,8 @@
 /// Commands, in the lower half of a head's first number. In its upper half are the flags of the pages.
 pub(super) const GET: u32 = 7;
 pub(super) const ADD: u32 = 6;
-/// Ours, and not known to CRIU. While a task runs: pages, which go ahead ([`super::precopy`]); no more of them do, and the answer to
-/// that, all are there.
+/// Ours, and not known to CRIU. While a task runs: pages, which go ahead ([`super::precopy`]); and how many: before all else the target
+/// says how many it takes, the source how many it has sent when no more come, and the target that it has them.
 pub(super) const AHEAD: u32 = 0x5e01;
 pub(super) const ALL_AHEAD: u32 = 0x5e02;
 /// Later: those of these pages are wanted that are not any more what went ahead. In front of the pages of the answer is a bit for

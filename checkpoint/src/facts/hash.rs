@@ -1,7 +1,7 @@
 //! BLAKE3 of files, remembered as long as the file looks the same.
 
 use std::collections::HashMap;
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -27,10 +27,7 @@ impl HashCache {
     /// When the file cannot be read.
     pub fn hash(&self, path: &Path) -> io::Result<String> {
         let mut file = File::open(path)?;
-        let meta = file.metadata()?;
-        let time = |seconds: i64, nanoseconds: i64| i128::from(seconds) * 1_000_000_000 + i128::from(nanoseconds);
-        let content = time(meta.mtime(), meta.mtime_nsec());
-        let key = (meta.dev(), meta.ino(), meta.len(), content, time(meta.ctime(), meta.ctime_nsec()));
+        let key = key(&file.metadata()?);
         if let Some(known) = self.known.lock().unwrap_or_else(PoisonError::into_inner).get(&key) {
             return Ok(known.clone());
         }
@@ -44,6 +41,18 @@ impl HashCache {
         known.insert(key, hash.clone());
         Ok(hash)
     }
+
+    /// True if nobody has to read this file to know its hash.
+    pub fn knows(&self, path: &Path) -> bool {
+        let known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        path.metadata().is_ok_and(|meta| known.contains_key(&key(&meta)))
+    }
+}
+
+fn key(meta: &Metadata) -> Key {
+    let time = |seconds: i64, nanoseconds: i64| i128::from(seconds) * 1_000_000_000 + i128::from(nanoseconds);
+    let (content, any) = (time(meta.mtime(), meta.mtime_nsec()), time(meta.ctime(), meta.ctime_nsec()));
+    (meta.dev(), meta.ino(), meta.len(), content, any)
 }
 
 #[cfg(test)]

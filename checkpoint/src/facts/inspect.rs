@@ -152,6 +152,17 @@ pub fn inspect(subject: &Subject, engine: String, hashes: &HashCache) -> Result<
     })
 }
 
+/// Hashes the program and the libraries of a process, so that whoever looks at its task later need not wait until a disk has read
+/// them. What cannot be read is told then.
+pub fn learn(pid: i32, hashes: &HashCache) {
+    let Ok(text) = std::fs::read(format!("/proc/{pid}/maps")) else { return };
+    for mapped in maps::read(&String::from_utf8_lossy(&text)) {
+        if let maps::Mapped::Private(path) = mapped {
+            let _ = hashes.hash(&path);
+        }
+    }
+}
+
 /// Resident memory of a process in bytes, while it exists.
 pub fn resident_bytes(pid: i32) -> Option<u64> {
     Some(Status::of(pid)?.number::<u64>("VmRSS")? * 1024)

@@ -86,6 +86,9 @@ struct Ongoing {
     /// By which way it goes, when the target has chosen.
     engine: Engine,
     bytes: u64,
+    /// When it was told to leave, and how long memory went ahead from then on.
+    leaves_at: Option<Micros>,
+    went_ahead: Micros,
     stopped_at: Option<Micros>,
     /// How long it stood still.
     frozen: Micros,
@@ -220,6 +223,8 @@ impl Coordinator {
                 token: PathBuf::new(),
                 engine: Engine::Criu,
                 bytes: 0,
+                leaves_at: None,
+                went_ahead: Micros::default(),
                 stopped_at: None,
                 frozen: Micros::default(),
                 memory_follows: false,
@@ -271,7 +276,8 @@ impl Coordinator {
                 let gib = facts.resident_bytes >> 30;
                 m.sized = STEP_TIME + Micros(TIME_PER_GIB.0 * (gib + 1));
                 m.memory_follows = memory_can_follow;
-                m.pre_copies = can_pre_copy && memory_can_follow && !matches!(of.cause, Cause::Owner { .. });
+                let waits = matches!(of.cause, Cause::Owner { .. }) || suspended.any();
+                m.pre_copies = can_pre_copy && memory_can_follow && !waits;
                 (m.resident, m.waits, m.deadline) = (Some(facts.resident_bytes), Some((now, facts)), None);
                 return self.log_step(id, step);
             }
@@ -281,6 +287,7 @@ impl Coordinator {
                 }
                 (m.token, m.memory_follows, m.engine) = (token.clone(), memory_follows, engine);
                 m.pre_copies &= memory_follows && engine == Engine::Criu;
+                m.leaves_at = Some(now);
                 let pre_copies = m.pre_copies;
                 if engine != Engine::Criu {
                     let Move { id, tid, .. } = of;
@@ -291,6 +298,7 @@ impl Coordinator {
             }
             Report::PreCopied { bytes } if m.step == Step::PreCopy => {
                 m.bytes = bytes;
+                m.went_ahead = now.since(m.leaves_at.unwrap_or(now));
                 Step::Quiesce
             }
             // The two ends report on different ways: what one says may overtake what the other said before, and
@@ -453,7 +461,8 @@ impl Coordinator {
         let Some(m) = self.moves.remove(&id) else { return };
         let Ongoing { of, bytes, frozen, engine, .. } = m;
         let resident = m.resident.filter(|_| engine == Engine::Criu).unwrap_or(0);
-        let whole = m.stopped_at.filter(|_| m.memory_follows).map_or(frozen, |at| now.since(at).max(frozen));
+        let after = m.stopped_at.filter(|_| m.memory_follows).map_or(frozen, |at| now.since(at).max(frozen));
+        let whole = m.went_ahead + after;
         let Move { id, tid, from, to, cause } = of;
         self.out.push_back(CoordinatorOutput::Event(EventKind::Moving {
             id,

@@ -216,6 +216,11 @@ impl Source {
         !matches!(self.state, State::Inspecting | State::Ready | State::PreCopying | State::Done)
     }
 
+    /// True from the order to leave until the task is back or gone.
+    pub fn leaves(&self) -> bool {
+        self.holds() || self.state == State::PreCopying
+    }
+
     /// True while the coordinator decides whether the task is suspended: from the report on it until the task is back or gone.
     pub fn is_decided_elsewhere(&self) -> bool {
         use State as S;
@@ -254,34 +259,7 @@ impl Source {
         match (self.state, event) {
             (_, SourceEvent::Ended) => self.ended(),
             (_, SourceEvent::Order(Order::Resume { .. } | Order::GoOn)) => self.resume(),
-            (State::Inspecting, SourceEvent::Inspected(Ok(inspected))) => {
-                let Inspected { facts, suspended, memory_can_follow, can_pre_copy } = inspected;
-                self.engine = facts.anew().unwrap_or_default();
-                let report = Report::Inspected { facts, suspended, memory_can_follow, can_pre_copy };
-                self.go(State::Ready, [O::Report(report)]);
-            }
-            (State::Inspecting, SourceEvent::Inspected(Err(refusal))) => {
-                let why = Failure::Refused(vec![refusal]);
-                self.go(State::Done, [O::Report(Report::Failed { step: Step::Inspect, why }), O::Done]);
-            }
-            (
-                State::Ready,
-                SourceEvent::Order(Order::Leave { token, memory_follows, pre_copies, engine: Engine::Criu }),
-            ) => {
-                (self.memory_follows, self.pre_copies, self.token) = (memory_follows, pre_copies, token);
-                match pre_copies {
-                    true => self.go(State::PreCopying, [O::LendMemory, O::PreCopy]),
-                    false => self.quiesce(),
-                }
-            }
-            (State::PreCopying, SourceEvent::PreCopied(Ok(bytes))) => {
-                self.out.push_back(O::Report(Report::PreCopied { bytes }));
-                self.quiesce();
-            }
-            (State::PreCopying, SourceEvent::PreCopied(Err(why))) => self.failed(Step::PreCopy, why),
-            (State::Ready, SourceEvent::Order(Order::Leave { engine, .. })) => {
-                self.go(State::Ending, [O::End { engine }]);
-            }
+            (State::Inspecting | State::Ready | State::PreCopying, event) => self.begin(event),
             (State::Ending, SourceEvent::Stopped(Ok(()))) if self.keeps => {
                 let done = [Report::Quiesced, Report::Stopped].map(O::Report);
                 self.go(State::Standing, done);
@@ -291,10 +269,6 @@ impl Source {
                 self.go(State::Sending, done.into_iter().chain([O::SendRecord]));
             }
             (State::Ending, SourceEvent::Stopped(Err(why))) => self.failed(Step::Quiesce, why),
-            (State::Ready, SourceEvent::Order(Order::Stand)) => match self.engine {
-                Engine::Criu => self.go(State::Quiescing, [O::Hold, O::Quiesce { token: None }]),
-                engine => self.go(State::Ending, [O::End { engine }]),
-            },
             (State::Quiescing, SourceEvent::Quiesced) => {
                 self.go(State::Stopping, [O::Report(Report::Quiesced), O::Stop]);
             }
@@ -331,6 +305,46 @@ impl Source {
             (State::Killing, SourceEvent::Gone(used)) => {
                 self.go(State::Done, [O::Report(Report::SourceGone(used)), O::HandOver, O::DropImages, O::Done]);
             }
+            _ => {}
+        }
+    }
+
+    /// Up to the moment at which the task is to let go.
+    fn begin(&mut self, event: SourceEvent) {
+        use SourceOutput as O;
+        match (self.state, event) {
+            (State::Inspecting, SourceEvent::Inspected(Ok(inspected))) => {
+                let Inspected { facts, suspended, memory_can_follow, can_pre_copy } = inspected;
+                self.engine = facts.anew().unwrap_or_default();
+                let report = Report::Inspected { facts, suspended, memory_can_follow, can_pre_copy };
+                self.go(State::Ready, [O::Report(report)]);
+            }
+            (State::Inspecting, SourceEvent::Inspected(Err(refusal))) => {
+                let why = Failure::Refused(vec![refusal]);
+                self.go(State::Done, [O::Report(Report::Failed { step: Step::Inspect, why }), O::Done]);
+            }
+            (
+                State::Ready,
+                SourceEvent::Order(Order::Leave { token, memory_follows, pre_copies, engine: Engine::Criu }),
+            ) => {
+                (self.memory_follows, self.pre_copies, self.token) = (memory_follows, pre_copies, token);
+                match pre_copies {
+                    true => self.go(State::PreCopying, [O::LendMemory, O::PreCopy]),
+                    false => self.quiesce(),
+                }
+            }
+            (State::PreCopying, SourceEvent::PreCopied(Ok(bytes))) => {
+                self.out.push_back(O::Report(Report::PreCopied { bytes }));
+                self.quiesce();
+            }
+            (State::PreCopying, SourceEvent::PreCopied(Err(why))) => self.failed(Step::PreCopy, why),
+            (State::Ready, SourceEvent::Order(Order::Leave { engine, .. })) => {
+                self.go(State::Ending, [O::End { engine }]);
+            }
+            (State::Ready, SourceEvent::Order(Order::Stand)) => match self.engine {
+                Engine::Criu => self.go(State::Quiescing, [O::Hold, O::Quiesce { token: None }]),
+                engine => self.go(State::Ending, [O::End { engine }]),
+            },
             _ => {}
         }
     }

@@ -160,7 +160,7 @@ pub enum EventKind {
         resident: u64,
         /// From the library's letting go to running again.
         frozen: Micros,
-        /// From the library's letting go until all of its memory was there.
+        /// From the library's letting go until all of its memory was there, and the time for which memory went ahead before.
         whole: Micros,
     },
     /// A move failed; the task goes on at `from` unless the failure is its end.

@@ -168,6 +168,7 @@ impl Machine {
 
     fn stop_guests(&mut self, by: Tid, word: GuestsWord) {
         self.log(format!("guests are stopped: {}", word.why));
+        let why = word.why.clone();
         let here: Vec<Tid> = self.tasks.live.values().filter(|t| t.is_guest()).map(|t| t.tid).collect();
         // Those that have just come are not quite here.
         let coming = self.moves.arrivals.values().filter(|a| a.run_ordered && !a.held);
@@ -181,6 +182,7 @@ impl Machine {
         for tid in coming {
             self.hold_arrival(tid, LET_GO_TIME);
         }
+        self.call_off_pre_copies(&why);
         self.guests_step();
     }
 

@@ -679,6 +679,14 @@ impl Machine {
         tids.into_iter().for_each(|tid| self.arrival_step(tid));
     }
 
+    /// What comes ahead of guests would come for nobody: they would stand still here as soon as they are here.
+    pub(super) fn call_off_pre_copies(&mut self, why: &str) {
+        let refusal = Refusal::OwnerThere { host: self.config.host, why: why.to_string() };
+        for target in self.moves.targets.values_mut() {
+            target.handle(TargetEvent::PreCopyLost(Failure::Refused(vec![refusal.clone()])));
+        }
+    }
+
     /// The tasker has ended, and with it what it was building or holding for moves to here.
     pub(super) fn moves_tasker_gone(&mut self, why: &str) {
         let failed = || Failure::Engine(format!("the tasker has ended: {why}"));

@@ -161,7 +161,7 @@ impl Machine {
 
     /// Somebody wants to know what a task of this host is.
     pub(super) fn facts_wanted(&mut self, back: Back, tid: Tid) {
-        let moving = self.moves.sources.values().find(|source| source.of().tid == tid && source.holds());
+        let moving = self.moves.sources.values().find(|source| source.of().tid == tid && source.leaves());
         let refusal = moving.map(|source| Refusal::AlreadyMoving(source.of().id)).or_else(|| self.cannot_move(tid));
         if let Some(refusal) = refusal {
             return self.answer(back, Answer::Facts(Err(refusal)));

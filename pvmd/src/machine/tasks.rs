@@ -7,6 +7,7 @@ use super::pairs::sender_of;
 use super::parting::Parting;
 use super::suspend::Suspended;
 use super::{ConnId, Machine, Output};
+use checkpoint::protocol::Source;
 use sempa_proto::engine::Begin;
 use sempa_proto::event::EventKind;
 use sempa_proto::host::{Carried, Held, HostMsg, TaskRecord, Watch, WatchKind};
@@ -352,7 +353,8 @@ impl Machine {
         };
         let wanted = |tid: Tid| only.is_none_or(|only| only == tid);
         let here = self.tasks.live.values().filter(|t| wanted(t.tid)).map(|t| {
-            let moving = t.hold && (t.still.is_none() || self.moves.sources.values().any(|s| s.of().tid == t.tid));
+            let source = self.moves.sources.values().find(|s| s.of().tid == t.tid);
+            let moving = source.is_some_and(Source::leaves) || (t.hold && (t.still.is_none() || source.is_some()));
             info(t, moving, t.still.is_some(), t.suspended.is_some())
         });
         let coming = self.moves.arrivals.values().filter(|a| a.located && wanted(a.tid));

@@ -38,7 +38,7 @@ fn store(missing: &BTreeMap<u64, BTreeMap<u64, u64>>) -> Store {
     {
         let was = content(process, if before(process, address) == Before::Same { address } else { !address });
         if before(process, address) != Before::Nothing {
-            store.room(process, address, 1).expect("a page").copy_from_slice(&was);
+            store.put(process, address, &was).expect("there is memory");
         }
     }
     store

@@ -1,7 +1,8 @@
 //! At the source: reads a task's memory while it runs, and sends it ahead.
 
 use super::super::images::page_size;
-use super::super::process::come_last;
+use super::super::pagemap::Wanted;
+use super::super::process::{come_late, hurry_thread};
 use super::super::withheld;
 use super::super::words::{AHEAD, ALL_AHEAD, Form, Head};
 use super::{BLOCK_PAGES, place};
@@ -15,7 +16,7 @@ use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Bytes of a page's hash. Two pages whose first bytes of BLAKE3 are the same are taken for the same.
 const HASH_BYTES: usize = 16;
@@ -23,7 +24,7 @@ const HASH_BYTES: usize = 16;
 const ROUNDS_MAX: u32 = 4;
 /// So few pages may be left for later.
 const ENOUGH_PAGES: u64 = 1024;
-/// A round that sends more than one in so many of what the one before has sent is the last: the task writes as fast as we send.
+/// A round that sends more than one in so many of what the one before has sent is the last: the task writes too fast.
 const WORTH_WHILE: u64 = 2;
 /// How long the other end may take nothing, or say nothing.
 const SILENCE_MAX: Duration = Duration::from_secs(60);
@@ -31,17 +32,25 @@ const SILENCE_MAX: Duration = Duration::from_secs(60);
 type Hash = [u8; HASH_BYTES];
 
 /// Has the memory that is going ahead stop where it is: the task is to leave now, or to stand still.
-#[derive(Clone, Debug, Default)]
-pub struct Hurry(Arc<AtomicBool>);
+#[derive(Clone, Debug)]
+pub struct Hurry {
+    is_up: Arc<AtomicBool>,
+    at: Instant,
+}
 
 impl Hurry {
+    /// From this moment on, unless it is before.
+    pub fn at(at: Instant) -> Hurry {
+        Hurry { is_up: Arc::default(), at }
+    }
+
     /// From now on, for good.
     pub fn up(&self) {
-        self.0.store(true, Ordering::Relaxed);
+        self.is_up.store(true, Ordering::Relaxed);
     }
 
     fn is_up(&self) -> bool {
-        self.0.load(Ordering::Relaxed)
+        self.is_up.load(Ordering::Relaxed) || Instant::now() >= self.at
     }
 }
 
@@ -124,36 +133,46 @@ impl Subject {
         Some(Subject { pid, number, memory })
     }
 
-    /// Where pages are in its own memory. A process that is gone has none.
+    /// Where pages are in its own memory. A process that is gone has none. What is swapped out stays there until it has to follow.
     fn pages(&self) -> Vec<(u64, u64)> {
-        withheld::own_areas(self.pid).and_then(|areas| withheld::pages(self.pid, &areas)).unwrap_or_default()
+        let pages = |areas: Vec<_>| withheld::pages(self.pid, &areas, Wanted::InMemory);
+        withheld::own_areas(self.pid).and_then(pages).unwrap_or_default()
     }
 }
 
 /// Sends the memory of these processes, which run, on this stream, and what of it they have written since, again; what was sent. No
-/// more pages than they have at the beginning. To be called by a thread of its own, which comes behind all others from then on.
+/// more pages than the other end takes. To be called by a thread of its own: it comes behind others from then on, until all is sent.
 ///
 /// # Errors
 /// The other end has not taken all of it.
 pub(in super::super) fn send(processes: &[i32], stream: &OwnedFd, hurry: &Hurry) -> Result<SentAhead, Failure> {
-    come_last();
+    come_late();
     let failed = |e: io::Error| Failure::Io(format!("its memory cannot go ahead: {e}"));
     let mut stream = UnixStream::from(stream.try_clone().map_err(failed)?);
     stream.set_write_timeout(Some(SILENCE_MAX)).map_err(failed)?;
+    stream.set_read_timeout(Some(SILENCE_MAX)).map_err(failed)?;
+    let pages_max = heard(&mut stream)?.pages;
     let subjects: Vec<Subject> = processes.iter().filter_map(|pid| Subject::of(*pid)).collect();
-    let mut sender =
-        Sender { sent: SentAhead::new(page_size()), stream: &stream, hurry, room: Vec::new(), pages_max: 0 };
+    let mut sender = Sender { sent: SentAhead::new(page_size()), stream: &stream, hurry, room: Vec::new(), pages_max };
     sender.rounds(&subjects).map_err(failed)?;
     let sent = sender.sent;
+    // Who is to leave waits for the rest of this.
+    hurry_thread();
     let end = Head { command: ALL_AHEAD, pages: sent.pages, address: 0, process: 0 };
     stream.write_all(&Form::Long.write(&end)).map_err(failed)?;
-    stream.set_read_timeout(Some(SILENCE_MAX)).map_err(failed)?;
-    let mut answer = [0; Form::Long.bytes()];
-    stream.read_exact(&mut answer).map_err(failed)?;
+    heard(&mut stream)?;
     stream.set_read_timeout(None).and_then(|()| stream.set_write_timeout(None)).map_err(failed)?;
-    match Form::Long.read(&answer).command {
-        ALL_AHEAD => Ok(sent),
-        other => Err(Failure::Images(format!("the target says {other:#x} to memory that went ahead"))),
+    Ok(sent)
+}
+
+/// A word of the other end: before all else how many pages it takes, and in the end how many it has.
+fn heard(stream: &mut UnixStream) -> Result<Head, Failure> {
+    let mut word = [0; Form::Long.bytes()];
+    let failed = |e: io::Error| Failure::Io(format!("its memory cannot go ahead: the target does not take it: {e}"));
+    stream.read_exact(&mut word).map_err(failed)?;
+    match Form::Long.read(&word) {
+        head @ Head { command: ALL_AHEAD, .. } => Ok(head),
+        other => Err(Failure::Images(format!("the target says {other:?} to memory that goes ahead"))),
     }
 }
 
@@ -168,15 +187,12 @@ struct Sender<'a> {
 impl Sender<'_> {
     fn rounds(&mut self, subjects: &[Subject]) -> io::Result<()> {
         let mut before = u64::MAX;
-        for round in 0..ROUNDS_MAX {
-            let all: Vec<_> = subjects.iter().map(|subject| (subject, subject.pages())).collect();
-            if round == 0 {
-                let bytes = all.iter().flat_map(|(_, pages)| pages).map(|(start, end)| end - start).sum::<u64>();
-                self.pages_max = bytes / self.sent.page;
-            }
+        for _ in 0..ROUNDS_MAX {
             let begun = self.sent.bytes;
-            for (subject, stretches) in &all {
-                stretches.iter().try_for_each(|stretch| self.stretch(subject, *stretch))?;
+            for subject in subjects {
+                if !self.hurry.is_up() {
+                    subject.pages().into_iter().try_for_each(|stretch| self.stretch(subject, stretch))?;
+                }
             }
             let pages = (self.sent.bytes - begun) / self.sent.page;
             if self.hurry.is_up() || pages <= ENOUGH_PAGES || pages > before / WORTH_WHILE {
@@ -238,6 +254,18 @@ mod tests {
         (memory, first)
     }
 
+    fn later() -> Hurry {
+        Hurry::at(Instant::now() + Duration::from_secs(600))
+    }
+
+    #[test]
+    fn who_has_no_time_left_is_in_a_hurry() {
+        let hurry = later();
+        assert!(!hurry.is_up() && Hurry::at(Instant::now()).is_up());
+        hurry.clone().up();
+        assert!(hurry.is_up());
+    }
+
     #[test]
     fn what_was_sent_ahead_is_here_and_what_was_written_since_is_known() {
         let page = page_size();
@@ -253,7 +281,7 @@ mod tests {
             told.recv().expect("it is told");
             store
         });
-        let sent = send(&[pid], &ours, &Hurry::default()).expect("it is taken");
+        let sent = send(&[pid], &ours, &later()).expect("it is taken");
         tell.send(()).expect("it waits");
         let store = taking.join().expect("no panic");
         assert_eq!(store.bytes(), sent.pages * page);
@@ -277,7 +305,7 @@ mod tests {
             let store = store::take(&theirs, 0).expect("nothing comes");
             store.acknowledge(&theirs).map(|()| store.bytes())
         });
-        let hurry = Hurry::default();
+        let hurry = later();
         hurry.up();
         let sent = send(&[std::process::id() as i32], &ours, &hurry).expect("it is taken");
         assert_eq!((sent.bytes(), taking.join().expect("no panic").expect("it listens")), (0, 0));
@@ -288,7 +316,7 @@ mod tests {
         assert!(Subject::of(i32::MAX).is_none());
         let (ours, theirs) = UnixStream::pair().expect("descriptors");
         drop(theirs);
-        let sent = send(&[std::process::id() as i32], &ours.into(), &Hurry::default());
+        let sent = send(&[std::process::id() as i32], &ours.into(), &later());
         assert!(matches!(sent, Err(Failure::Io(why)) if why.contains("go ahead")));
     }
 

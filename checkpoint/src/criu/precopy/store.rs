@@ -3,10 +3,15 @@
 use super::super::images::page_size;
 use super::super::words::{AHEAD, ALL_AHEAD, Form, Head};
 use super::{BLOCK_PAGES, bits, place};
+use nix::fcntl::{FallocateFlags, fallocate};
+use nix::sys::memfd::{MFdFlags, memfd_create};
 use sempa_proto::migration::Failure;
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
+use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 
 /// Pages that follow each other and begin where such a block begins.
@@ -14,25 +19,34 @@ use std::os::unix::net::UnixStream;
 struct Block {
     /// Those that are here.
     here: u128,
-    /// Of all pages of the block.
-    bytes: Vec<u8>,
+    /// Which block of the file it is.
+    number: u64,
 }
 
-/// Pages that came ahead of their task.
-#[derive(Debug, Default)]
+/// Pages that came ahead of their task. They are in a file in memory: what was not written of it, and what is given back, takes none.
+#[derive(Debug)]
 pub struct Store {
     page: u64,
+    file: Option<File>,
     /// By process and block.
     blocks: BTreeMap<(u64, u64), Block>,
     /// By process: blocks before this one are not kept any more.
     forgotten: BTreeMap<u64, u64>,
     /// Pages that are here.
     pages: u64,
+    /// Blocks that the file has had.
+    numbers: u64,
 }
 
 impl Store {
+    /// Nothing has come.
+    pub fn empty() -> Store {
+        Store::new(page_size())
+    }
+
     pub(crate) fn new(page: u64) -> Store {
-        Store { page, blocks: BTreeMap::new(), forgotten: BTreeMap::new(), pages: 0 }
+        let (blocks, forgotten) = (BTreeMap::new(), BTreeMap::new());
+        Store { page, file: None, blocks, forgotten, pages: 0, numbers: 0 }
     }
 
     /// Tells the source that all that it has sent ahead on this stream is here.
@@ -40,8 +54,7 @@ impl Store {
     /// # Errors
     /// It does not listen any more.
     pub fn acknowledge(&self, stream: &OwnedFd) -> io::Result<()> {
-        let head = Head { command: ALL_AHEAD, pages: self.pages, address: 0, process: 0 };
-        UnixStream::from(stream.try_clone()?).write_all(&Form::Long.write(&head))
+        say(&mut UnixStream::from(stream.try_clone()?), self.pages)
     }
 
     /// Bytes that are here.
@@ -49,21 +62,36 @@ impl Store {
         self.pages * self.page
     }
 
-    /// Where the bytes of these pages go, which are within one block; `None` if they are not.
-    pub(crate) fn room(&mut self, process: u64, address: u64, pages: u64) -> Option<&mut [u8]> {
-        let page = self.page;
-        let (block, first) = place(address, page);
-        let fits = address.is_multiple_of(page) && pages > 0 && pages <= BLOCK_PAGES - first as u64;
-        fits.then(|| {
-            // What is never filled of this takes no memory.
-            let fresh = || Block { here: 0, bytes: vec![0; (BLOCK_PAGES * page) as usize] };
-            let block = self.blocks.entry((process, block)).or_insert_with(fresh);
-            let come = bits(first, pages as usize);
-            self.pages += u64::from((come & !block.here).count_ones());
-            block.here |= come;
-            let start = first * page as usize;
-            &mut block.bytes[start..start + (pages * page) as usize]
-        })
+    /// How many bytes so many pages have, which are within one block; `None` if they are not.
+    fn length(&self, address: u64, pages: u64) -> Option<usize> {
+        let (_, first) = place(address, self.page);
+        let fits = address.is_multiple_of(self.page) && pages > 0 && pages <= BLOCK_PAGES - first as u64;
+        fits.then(|| (pages * self.page) as usize)
+    }
+
+    /// Keeps these pages, which are within one block.
+    ///
+    /// # Errors
+    /// There is no memory for them.
+    pub(crate) fn put(&mut self, process: u64, address: u64, content: &[u8]) -> io::Result<()> {
+        let (block, first) = place(address, self.page);
+        let file = match &self.file {
+            Some(file) => file,
+            None => self.file.insert(File::from(memfd_create(c"sempa-ahead", MFdFlags::MFD_CLOEXEC)?)),
+        };
+        let block = match self.blocks.entry((process, block)) {
+            Entry::Occupied(known) => known.into_mut(),
+            Entry::Vacant(unknown) => {
+                file.set_len((self.numbers + 1) * BLOCK_PAGES * self.page)?;
+                self.numbers += 1;
+                unknown.insert(Block { here: 0, number: self.numbers - 1 })
+            }
+        };
+        file.write_all_at(content, (block.number * BLOCK_PAGES + first as u64) * self.page)?;
+        let come = bits(first, content.len() / self.page as usize);
+        self.pages += u64::from((come & !block.here).count_ones());
+        block.here |= come;
+        Ok(())
     }
 
     /// What is here of these pages, one behind the other, with zeros for those that are not. `None` if the other host would have to
@@ -80,24 +108,31 @@ impl Store {
         if parts[0].block < forgotten || !parts.iter().any(|part| here(part).is_some()) {
             return None;
         }
-        let mut found = Vec::with_capacity((pages * page) as usize);
+        let mut found = vec![0; (pages * page) as usize];
+        let mut rest = &mut found[..];
         for part in &parts {
-            let (start, length) = (part.first * page as usize, part.pages * page as usize);
-            match here(part) {
-                Some(block) => found.extend_from_slice(&block.bytes[start..start + length]),
-                None => found.resize(found.len() + length, 0),
+            let (into, behind) = rest.split_at_mut(part.pages * page as usize);
+            if let Some(block) = here(part) {
+                let at = (block.number * BLOCK_PAGES + part.first as u64) * page;
+                // The source sends all that are wanted where this is of no use.
+                self.file.as_ref()?.read_exact_at(into, at).ok()?;
             }
+            rest = behind;
         }
         Some(found)
     }
 
     /// Pages before this address are not needed any more; whole blocks of them are given back.
     pub(crate) fn forget_before(&mut self, process: u64, address: u64) {
-        let (block, _) = place(address, self.page.max(1));
+        let (block, _) = place(address, self.page);
         let forgotten = self.forgotten.entry(process).or_default();
         while let Some((&key, _)) = self.blocks.range((process, *forgotten)..(process, block.max(*forgotten))).next() {
-            let gone = self.blocks.remove(&key).map_or(0, |block| block.here.count_ones());
-            self.pages -= u64::from(gone);
+            let Some(gone) = self.blocks.remove(&key) else { break };
+            self.pages -= u64::from(gone.here.count_ones());
+            let bytes = BLOCK_PAGES * self.page;
+            let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
+            // A failure keeps the memory until all of it goes.
+            let _ = self.file.as_ref().map(|file| fallocate(file, flags, (gone.number * bytes) as i64, bytes as i64));
         }
         *forgotten = block.max(*forgotten);
     }
@@ -129,14 +164,21 @@ fn parts(address: u64, pages: u64, page: u64) -> Vec<Part> {
     parts
 }
 
-/// Takes what comes ahead on this stream until all of it is here. No more than this is kept.
+/// Says a number of pages to the source.
+fn say(stream: &mut UnixStream, pages: u64) -> io::Result<()> {
+    stream.write_all(&Form::Long.write(&Head { command: ALL_AHEAD, pages, address: 0, process: 0 }))
+}
+
+/// Takes what comes ahead on this stream until all of it is here: no more than this, which the source is told.
 ///
 /// # Errors
-/// The stream ended before, or something else came than pages, or more of them.
+/// The stream ended before, something else came than pages, or more of them, or there is no memory for them.
 pub(in super::super) fn take(stream: &OwnedFd, bytes_max: u64) -> Result<Store, Failure> {
     let failed = |what: String| Failure::Images(format!("memory that is to go ahead does not come: {what}"));
     let mut stream = UnixStream::from(stream.try_clone().map_err(|e| failed(e.to_string()))?);
-    let mut store = Store::new(page_size());
+    let mut store = Store::empty();
+    let mut content = vec![0; (BLOCK_PAGES * store.page) as usize];
+    say(&mut stream, bytes_max / store.page).map_err(|e| failed(e.to_string()))?;
     loop {
         let mut head = [0; Form::Long.bytes()];
         stream.read_exact(&mut head).map_err(|e| failed(e.to_string()))?;
@@ -144,14 +186,15 @@ pub(in super::super) fn take(stream: &OwnedFd, bytes_max: u64) -> Result<Store, 
         match command {
             ALL_AHEAD => return Ok(store),
             AHEAD => {
-                let room = store.room(process, address, pages);
-                let room = room.ok_or_else(|| failed(format!("{pages} pages at {address:#x}")))?;
-                stream.read_exact(room).map_err(|e| failed(e.to_string()))?;
+                let length = store.length(address, pages);
+                let length = length.ok_or_else(|| failed(format!("{pages} pages at {address:#x}")))?;
+                stream.read_exact(&mut content[..length]).map_err(|e| failed(e.to_string()))?;
+                store.put(process, address, &content[..length]).map_err(|e| failed(e.to_string()))?;
             }
             other => return Err(failed(format!("the source says {other:#x}"))),
         }
         if store.bytes() > bytes_max {
-            return Err(failed(format!("there is more of it than {bytes_max} bytes, for which it was accepted")));
+            return Err(failed(format!("there is more of it than {bytes_max} bytes, which it was told")));
         }
     }
 }
@@ -163,7 +206,8 @@ mod tests {
     const PAGE: u64 = 16;
 
     fn put(store: &mut Store, address: u64, pages: u64, with: u8) {
-        store.room(1, address, pages).expect("it is within a block").fill(with);
+        let length = store.length(address, pages).expect("it is within a block");
+        store.put(1, address, &vec![with; length]).expect("there is memory");
     }
 
     #[test]
@@ -201,7 +245,8 @@ mod tests {
     fn what_is_no_page_or_goes_over_a_block_is_refused() {
         let mut store = Store::new(PAGE);
         let refused = [(0, 0), (1, 1), (0, BLOCK_PAGES + 1), (PAGE, BLOCK_PAGES), (0, u64::MAX)];
-        assert!(refused.iter().all(|(address, pages)| store.room(1, *address, *pages).is_none()));
+        assert!(refused.iter().all(|(address, pages)| store.length(*address, *pages).is_none()));
+        assert!(store.get(1, 0, 1).is_none());
         put(&mut store, 0, BLOCK_PAGES, 1);
         assert!(store.get(1, 0, BLOCK_PAGES + 1).is_none() && store.get(1, 1, 1).is_none());
         assert!(store.get(1, 0, BLOCK_PAGES).is_some());
@@ -219,7 +264,7 @@ mod tests {
                     .write_all(&vec![5; if *command == AHEAD { (pages.min(&2) * page) as usize } else { 0 }])
                     .expect("room");
             }
-            drop(theirs);
+            theirs.shutdown(std::net::Shutdown::Write).expect("it is open");
             take(&ours.into(), bytes_max).map(|store| store.bytes())
         };
         let good = [(AHEAD, 2, 0), (AHEAD, 1, page), (ALL_AHEAD, 0, 0)];

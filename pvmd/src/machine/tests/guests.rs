@@ -3,6 +3,7 @@
 use super::scene::{
     PROMISE, Scene, events, listed, migrate, on, spawn, stopped, stopped_until, talk, welcome, welcome_with,
 };
+use super::sim::strikes::{Blow, Edge, LONG, Party};
 use super::sim::{host, seeds};
 use sempa_proto::event::EventKind;
 use sempa_proto::load::GuestLimits;
@@ -58,6 +59,26 @@ fn a_guest_that_has_let_go_moves_away_without_running_where_its_owner_is() {
         assert!(listed(&mut scene.sim, console).iter().all(|t| !t.stopped && (t.host != host(2) || t.flags & 2 == 0)));
         scene.end();
     }
+}
+
+#[test]
+fn a_move_for_which_memory_goes_ahead_is_told_as_one_and_is_off_when_the_owner_of_its_target_comes() {
+    let mut scene = Scene::new(7);
+    let (console, tid) = (scene.console, scene.tids[2]);
+    scene.sim.strikes.pre_copies = true;
+    // Nothing gets there meanwhile.
+    scene.sim.strike_at((Step::PreCopy, Edge::Before), Party::SourceTasker, Blow::Stop(LONG));
+    let moving = scene.sim.request(console, migrate(tid, "h3"));
+    scene.sim.until("the step", |s| s.strikes.struck);
+    let list = listed(&mut scene.sim, console);
+    assert!(list.iter().all(|t| t.moving == (t.tid == tid)), "{list:?}");
+    scene.say(2, stopped());
+    scene.sim.until("the end of the move", |s| s.procs[console].replies.contains_key(&moving));
+    let refusal = Refusal::OwnerThere { host: host(3), why: "olga is there".into() };
+    let Reply::Moved(Err(error)) = &scene.sim.procs[console].replies[&moving] else { panic!("it moved") };
+    assert_eq!((error.step, &error.why), (Step::PreCopy, &Failure::Refused(vec![refusal])));
+    scene.say(2, welcome());
+    scene.end();
 }
 
 #[test]
