@@ -576,6 +576,11 @@ fn memory_that_goes_ahead_is_the_target_s_or_nobody_s_whatever_step_fails_or_sta
         match &world.ended {
             Some(Ok(_)) => {
                 moved += u32::from(world.takes_pre_copy);
+                let (_, frozen, whole) = world.logged.expect("it has moved");
+                assert!(
+                    whole > frozen || !world.takes_pre_copy,
+                    "seed {seed}: the time for which memory went ahead counts"
+                );
                 assert!(!world.pre_copy_ended, "seed {seed}");
                 // It may have been lost later.
                 assert!(world.copies == (Copy::Dead, Copy::Running) || !world.lost.is_empty(), "seed {seed}");

@@ -101,7 +101,9 @@ impl Scene {
 
     /// With a task that runs this program.
     fn of(name: &str) -> Scene {
-        Scene::begin(name).go_on()
+        let scene = Scene::begin(name).go_on();
+        std::fs::write(scene.dir.path().join(SIGN), "").expect("a file");
+        scene
     }
 
     /// A task that runs this program is to move, and runs on.
@@ -146,7 +148,6 @@ impl Scene {
     /// It is dumped and built again.
     fn go_on(self) -> Scene {
         let Scene { dir, mut here, mut there, way, .. } = self;
-        let sign = dir.path().join(SIGN);
         stop(&mut here, tid(1), migration(1), &mut Vec::new());
         let images = dir.path().join("images");
         let memory_way = Some(way.source.clone());
@@ -160,7 +161,6 @@ impl Scene {
             _ => None,
         });
         let copy = restored.expect("a restore");
-        std::fs::write(&sign, "").expect("a file");
         Scene { dir, here, there, way, copy }
     }
 
@@ -196,6 +196,20 @@ impl Scene {
         self.end();
     }
 
+    /// All of its memory comes, and the copy has never seen a wrong word.
+    fn arrives_and_goes_on(mut self) {
+        let (result, seen) = self.arrival();
+        assert_eq!(result, Ok(()));
+        let mut output = moving::output_of(&seen, tid(1));
+        let more = moving::lines(&output) + 100;
+        self.there.output_until(tid(1), &mut output, |text| moving::lines(text) > more);
+        assert!(!String::from_utf8_lossy(&output).contains("bad"));
+        self.there.send(ToTasker::Kill { tid: tid(1) });
+        let (_, status, _) = self.there.follow_to_the_end(tid(1));
+        assert_eq!(status, 9);
+        self.end();
+    }
+
     fn end(self) {
         self.here.stop();
         self.there.stop();
@@ -212,19 +226,10 @@ fn a_task_runs_before_its_memory_has_come_from_a_host_where_it_is_dead_already()
     let mut scene = Scene::new();
     scene.commit();
     scene.way.open();
-    let (result, seen) = scene.arrival();
-    assert_eq!(result, Ok(()));
-    let mut output = moving::output_of(&seen, tid(1));
-    let more = moving::lines(&output) + 100;
-    scene.there.output_until(tid(1), &mut output, |text| moving::lines(text) > more);
-    assert!(!String::from_utf8_lossy(&output).contains("bad"));
-    scene.there.send(ToTasker::Kill { tid: tid(1) });
-    let (_, status, _) = scene.there.follow_to_the_end(tid(1));
-    assert_eq!(status, 9);
-    scene.end();
+    scene.arrives_and_goes_on();
 }
 
-/// The way lets pass no more than a sixth of its memory from then on.
+/// The way lets pass no more than a sixth of its memory from then on. It makes no children: what they miss would be asked for again.
 #[test]
 fn a_task_whose_memory_went_ahead_needs_little_more_of_the_host_that_it_has_left() {
     if !can_move() {
@@ -235,16 +240,7 @@ fn a_task_whose_memory_went_ahead_needs_little_more_of_the_host_that_it_has_left
     assert!(went >= 48 << 20, "{went} bytes went ahead");
     let mut scene = scene.go_on();
     scene.commit();
-    let (result, seen) = scene.arrival();
-    assert_eq!(result, Ok(()));
-    let mut output = moving::output_of(&seen, tid(1));
-    let more = moving::lines(&output) + 100;
-    scene.there.output_until(tid(1), &mut output, |text| moving::lines(text) > more);
-    assert!(!String::from_utf8_lossy(&output).contains("bad"));
-    scene.there.send(ToTasker::Kill { tid: tid(1) });
-    let (_, status, _) = scene.there.follow_to_the_end(tid(1));
-    assert_eq!(status, 9);
-    scene.end();
+    scene.arrives_and_goes_on();
 }
 
 #[test]
@@ -278,11 +274,14 @@ fn a_target_that_loses_what_came_ahead_says_so_and_restores_nothing() {
     let images = scene.dir.path().join("none");
     let memory_way = Some(scene.way.target.clone());
     scene.there.send(ToTasker::Restore { migration: migration(1), tid: tid(1), dir: images, again: None, memory_way });
-    let restored = scene.there.until(&mut Vec::new(), |m| match m {
+    let mut said = Vec::new();
+    let restored = scene.there.until(&mut said, |m| match m {
         FromTasker::Restored { result, .. } => Some(result.clone()),
         _ => None,
     });
     assert!(matches!(restored, Err(Failure::Images(why)) if why.contains("ahead")));
+    let lost = |m: &FromTasker| matches!(m, FromTasker::PreCopyLost { why: Failure::Images(why), .. } if why.contains("is cut"));
+    assert!(said.iter().any(lost), "{said:?}");
     scene.end();
 }
 
@@ -315,15 +314,7 @@ fn a_process_that_has_all_its_memory_makes_children_while_that_of_others_follows
     let mut scene = Scene::of("family");
     scene.commit();
     scene.way.open_slowly();
-    let (result, seen) = scene.arrival();
-    assert_eq!(result, Ok(()));
-    let mut output = moving::output_of(&seen, tid(1));
-    let more = moving::lines(&output) + 100;
-    scene.there.output_until(tid(1), &mut output, |text| moving::lines(text) > more);
-    scene.there.send(ToTasker::Kill { tid: tid(1) });
-    let (_, status, _) = scene.there.follow_to_the_end(tid(1));
-    assert_eq!(status, 9);
-    scene.end();
+    scene.arrives_and_goes_on();
 }
 
 #[test]

@@ -294,6 +294,7 @@ impl Ahead {
         }
         self.taken = 0;
         let Some(done) = self.wanted.pop_front() else { return Ok(false) };
+        self.store.had(head.process, head.address, bytes as u64 / self.page);
         if let From::ItsOwn(Some(bytes)) = done.from {
             self.put_by(bytes);
         }
@@ -320,7 +321,6 @@ impl Ahead {
 
     /// What lies before this address was asked for, or is not needed any more.
     fn forget_before(&mut self, process: u64, address: u64) {
-        self.store.forget_before(process, address);
         let behind = self.pieces.range((process, 0)..(process, address));
         let behind = behind.filter(|(_, piece)| piece.bytes.is_some() && piece.end <= address);
         let behind: Vec<(u64, u64)> = behind.map(|(key, _)| *key).collect();

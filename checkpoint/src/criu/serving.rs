@@ -286,6 +286,7 @@ fn read_readable(pid: i32, address: u64, into: &mut [u8]) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::precopy::{Hurry, send, take};
     use super::super::withheld::Withheld;
     use super::*;
     use crate::engine::Cancel;
@@ -374,15 +375,12 @@ mod tests {
             let taking = scope.spawn({
                 let stream = OwnedFd::from(stream.try_clone().expect("a descriptor"));
                 move || {
-                    super::super::precopy::take(&stream, u64::MAX).and_then(|store| {
+                    take(&stream, u64::MAX).inspect(|store| {
                         store.acknowledge(&stream).expect("it listens");
-                        Ok(store)
                     })
                 }
             });
-            let sent =
-                super::super::precopy::send(&[pid], &target, &super::super::precopy::Hurry::at(Instant::now() + SOON))
-                    .expect("it is taken");
+            let sent = send(&[pid], &target, &Hurry::at(Instant::now() + SOON)).expect("it is taken");
             taking.join().expect("no panic").expect("all comes");
             sent
         });

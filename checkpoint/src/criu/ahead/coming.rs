@@ -65,7 +65,7 @@ impl Coming {
 
     /// So many pages follow, all of them.
     pub(super) fn expect_all(&mut self, body: Vec<u8>) {
-        let rest = VecDeque::from([0..body.len()]);
+        let rest = std::iter::once(0..body.len()).collect();
         *self = Coming::Body { bytes: body, rest };
     }
 

@@ -19,8 +19,10 @@ use std::os::unix::net::UnixStream;
 struct Block {
     /// Those that are here.
     here: u128,
-    /// Which block of the file it is.
-    number: u64,
+    /// Those of them that nobody has had.
+    left: u128,
+    /// Which block of the file it is; `None` since all of it was had, and given back.
+    number: Option<u64>,
 }
 
 /// Pages that came ahead of their task. They are in a file in memory: what was not written of it, and what is given back, takes none.
@@ -30,8 +32,6 @@ pub struct Store {
     file: Option<File>,
     /// By process and block.
     blocks: BTreeMap<(u64, u64), Block>,
-    /// By process: blocks before this one are not kept any more.
-    forgotten: BTreeMap<u64, u64>,
     /// Pages that are here.
     pages: u64,
     /// Blocks that the file has had.
@@ -45,8 +45,7 @@ impl Store {
     }
 
     pub(crate) fn new(page: u64) -> Store {
-        let (blocks, forgotten) = (BTreeMap::new(), BTreeMap::new());
-        Store { page, file: None, blocks, forgotten, pages: 0, numbers: 0 }
+        Store { page, file: None, blocks: BTreeMap::new(), pages: 0, numbers: 0 }
     }
 
     /// Tells the source that all that it has sent ahead on this stream is here.
@@ -84,18 +83,20 @@ impl Store {
             Entry::Vacant(unknown) => {
                 file.set_len((self.numbers + 1) * BLOCK_PAGES * self.page)?;
                 self.numbers += 1;
-                unknown.insert(Block { here: 0, number: self.numbers - 1 })
+                unknown.insert(Block { here: 0, left: 0, number: Some(self.numbers - 1) })
             }
         };
-        file.write_all_at(content, (block.number * BLOCK_PAGES + first as u64) * self.page)?;
+        // What was had already nobody asks for again.
+        let Some(number) = block.number else { return Ok(()) };
+        file.write_all_at(content, (number * BLOCK_PAGES + first as u64) * self.page)?;
         let come = bits(first, content.len() / self.page as usize);
         self.pages += u64::from((come & !block.here).count_ones());
-        block.here |= come;
+        (block.here, block.left) = (block.here | come, block.left | come);
         Ok(())
     }
 
     /// What is here of these pages, one behind the other, with zeros for those that are not. `None` if the other host would have to
-    /// know more than which pages it has sent: when some may have been forgotten. Also if none is here, or it is more than goes
+    /// know more than which pages it has sent: when some were given back. Also if none is here, or it is more than goes
     /// at once.
     pub(crate) fn get(&self, process: u64, address: u64, pages: u64) -> Option<Vec<u8>> {
         let page = self.page;
@@ -103,9 +104,9 @@ impl Store {
             return None;
         }
         let parts = parts(address, pages, page);
-        let forgotten = self.forgotten.get(&process).copied().unwrap_or(0);
         let here = |part: &Part| self.blocks.get(&(process, part.block)).filter(|block| block.here & part.bits() != 0);
-        if parts[0].block < forgotten || !parts.iter().any(|part| here(part).is_some()) {
+        let is_gone = |part: &Part| here(part).is_some_and(|block| block.number.is_none());
+        if parts.iter().any(is_gone) || !parts.iter().any(|part| here(part).is_some()) {
             return None;
         }
         let mut found = vec![0; (pages * page) as usize];
@@ -113,7 +114,7 @@ impl Store {
         for part in &parts {
             let (into, behind) = rest.split_at_mut(part.pages * page as usize);
             if let Some(block) = here(part) {
-                let at = (block.number * BLOCK_PAGES + part.first as u64) * page;
+                let at = (block.number? * BLOCK_PAGES + part.first as u64) * page;
                 // The source sends all that are wanted where this is of no use.
                 self.file.as_ref()?.read_exact_at(into, at).ok()?;
             }
@@ -122,19 +123,18 @@ impl Store {
         Some(found)
     }
 
-    /// Pages before this address are not needed any more; whole blocks of them are given back.
-    pub(crate) fn forget_before(&mut self, process: u64, address: u64) {
-        let (block, _) = place(address, self.page);
-        let forgotten = self.forgotten.entry(process).or_default();
-        while let Some((&key, _)) = self.blocks.range((process, *forgotten)..(process, block.max(*forgotten))).next() {
-            let Some(gone) = self.blocks.remove(&key) else { break };
-            self.pages -= u64::from(gone.here.count_ones());
-            let bytes = BLOCK_PAGES * self.page;
+    /// Whoever wanted these pages has them. What of a block was had is given back when all of it was.
+    pub(crate) fn had(&mut self, process: u64, address: u64, pages: u64) {
+        let bytes = BLOCK_PAGES * self.page;
+        for part in parts(address, pages, self.page) {
+            let Some(block) = self.blocks.get_mut(&(process, part.block)) else { continue };
+            block.left &= !part.bits();
+            let Some(number) = block.number.take_if(|_| block.left == 0) else { continue };
+            self.pages -= u64::from(block.here.count_ones());
             let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
             // A failure keeps the memory until all of it goes.
-            let _ = self.file.as_ref().map(|file| fallocate(file, flags, (gone.number * bytes) as i64, bytes as i64));
+            let _ = self.file.as_ref().map(|file| fallocate(file, flags, (number * bytes) as i64, bytes as i64));
         }
-        *forgotten = block.max(*forgotten);
     }
 }
 
@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn what_came_last_is_kept_until_it_is_not_needed_any_more() {
+    fn what_came_last_is_kept_until_all_of_its_block_was_had() {
         let mut store = Store::new(PAGE);
         put(&mut store, 0, 4, 1);
         put(&mut store, 2 * PAGE, 1, 2);
@@ -221,14 +221,15 @@ mod tests {
             assert_eq!(store.get(1, PAGE, 2), Some([[1; PAGE as usize], [2; PAGE as usize]].concat()));
         }
         assert_eq!((store.get(2, 0, 1), store.get(1, 9 * PAGE, 1)), (None, None), "nobody has sent these");
-        store.forget_before(1, (BLOCK_PAGES - 1) * PAGE);
-        assert!(store.get(1, 0, 1).is_some(), "a part of the block may be needed");
-        store.forget_before(1, (BLOCK_PAGES + 1) * PAGE);
-        store.forget_before(1, PAGE);
+        store.had(1, PAGE, 3);
+        store.had(2, 0, 1);
+        assert!(store.get(1, PAGE, 1).is_some(), "a part of the block is wanted yet");
+        store.had(1, 0, 5);
         assert_eq!((store.get(1, 0, 1), store.bytes()), (None, 2 * PAGE));
-        assert!(store.get(1, BLOCK_PAGES * PAGE, 2).is_some());
+        assert_eq!(store.get(1, (BLOCK_PAGES - 1) * PAGE, 2).map(|found| found.len()), Some(2 * PAGE as usize));
+        assert_eq!(store.get(1, 3 * PAGE, BLOCK_PAGES), None, "one of them was given back");
         put(&mut store, PAGE, 1, 3);
-        assert_eq!(store.get(1, PAGE, 1), None, "it was forgotten before");
+        assert_eq!((store.get(1, PAGE, 1), store.bytes()), (None, 2 * PAGE));
     }
 
     #[test]
