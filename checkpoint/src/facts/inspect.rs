@@ -152,12 +152,16 @@ pub fn inspect(subject: &Subject, engine: String, hashes: &HashCache) -> Result<
     })
 }
 
+/// What is larger is no library as a rule but data, which nobody reads in vain.
+const LEARNED_BYTES_MAX: u64 = 128 << 20;
+
 /// Hashes the program and the libraries of a process, so that whoever looks at its task later need not wait until a disk has read
 /// them. What cannot be read is told then.
 pub fn learn(pid: i32, hashes: &HashCache) {
     let Ok(text) = std::fs::read(format!("/proc/{pid}/maps")) else { return };
     for mapped in maps::read(&String::from_utf8_lossy(&text)) {
-        if let maps::Mapped::Private(path) = mapped {
+        let maps::Mapped::Private(path) = mapped else { continue };
+        if path.metadata().is_ok_and(|meta| meta.len() <= LEARNED_BYTES_MAX) {
             let _ = hashes.hash(&path);
         }
     }
