@@ -85,6 +85,8 @@ struct World {
     way_is_open: bool,
     takes_pre_copy: bool,
     pre_copy_ended: bool,
+    /// What the source had of ways and images.
+    dropped: bool,
     handed_over: bool,
     located_at: HostId,
     ended: Option<Result<MoveReport, MoveError>>,
@@ -129,6 +131,7 @@ impl World {
             way_is_open: false,
             takes_pre_copy: false,
             pre_copy_ended: false,
+            dropped: false,
             handed_over: false,
             located_at: host(2),
             ended: None,
@@ -449,7 +452,7 @@ impl World {
             SourceOutput::Release => self.held = false,
             SourceOutput::KillMoved => self.soon(Item::Source(SourceEvent::Gone(Usage::default()))),
             SourceOutput::HandOver => self.handed_over = true,
-            SourceOutput::DropImages => {}
+            SourceOutput::DropImages => self.dropped = true,
             SourceOutput::Settle | SourceOutput::Close { .. } | SourceOutput::Collect | SourceOutput::Deposit => {
                 panic!("a move keeps no images")
             }
@@ -597,6 +600,7 @@ fn memory_that_goes_ahead_is_the_target_s_or_nobody_s_whatever_step_fails_or_sta
                     world.ended
                 );
                 stayed += u32::from(world.pre_copy_ended);
+                assert!(world.dropped || !world.way_is_open, "seed {seed}: a way is left");
             }
             None => panic!("seed {seed}: the move never ended"),
         }

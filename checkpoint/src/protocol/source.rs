@@ -370,8 +370,12 @@ impl Source {
         match self.state {
             State::Inspecting | State::Ready => self.go(State::Done, [O::Done]),
             State::PreCopying => self.go(State::Done, [O::DropImages, O::Done]),
-            // The library may still be letting go: it finds the token as soon as it looks for it.
-            State::Quiescing => self.go(State::Waking, [O::WakeHere]),
+            // The library may still be letting go: it finds the token as soon as it looks for it. The way on which memory went
+            // ahead is all that there is of images.
+            State::Quiescing => {
+                self.out.extend(self.pre_copies.then_some(O::DropImages));
+                self.go(State::Waking, [O::WakeHere]);
+            }
             State::Ending
             | State::Stopping
             | State::Settling
