@@ -543,6 +543,7 @@ pub(crate) fn private_directory(dir: &Path) -> Result<(), Failure> {
     }
 }
 
-fn resident_bytes(pids: &[i32]) -> u64 {
+/// Resident memory of these processes together.
+pub(crate) fn resident_bytes(pids: &[i32]) -> u64 {
     pids.iter().filter_map(|pid| checkpoint::facts::resident_bytes(*pid)).sum()
 }

@@ -2,12 +2,11 @@
 //! asked for, on the same way ([`crate::memory`]).
 
 use crate::memory::{connect, shut};
+use crate::moves::resident_bytes;
 use crate::supervisor::Supervisor;
 use crate::task::Phase;
 use crate::workers::Outcome;
 use checkpoint::criu::{Hurry, SentAhead, Store};
-use checkpoint::engine::Cancel;
-use checkpoint::facts::resident_bytes;
 use sempa_proto::migration::{Failure, TaskFacts};
 use sempa_proto::tasker::FromTasker;
 use sempa_proto::{MigrationId, Tid};
@@ -156,7 +155,7 @@ impl Supervisor {
         }
         let engine = self.moves.engine.clone().ok_or_else(|| self.broken())?;
         let processes = task.crowd().pids();
-        let gib = processes.iter().filter_map(|pid| resident_bytes(*pid)).sum::<u64>() >> 30;
+        let gib = resident_bytes(&processes) >> 30;
         let hurry = Hurry::at(Instant::now() + ALLOWED_BASE + ALLOWED_PER_GIB * gib as u32);
         // One that stands still changes nothing: what is not sent now is not sent any sooner later.
         if !task.hold.is_free() {
@@ -167,7 +166,8 @@ impl Supervisor {
             let (stream, hurry) = (stream.clone(), hurry.clone());
             move || Outcome::PreCopied { migration, result: engine.send_ahead(&processes, &stream, &hurry) }
         };
-        self.moves.workers.start(&no_cancel()?, None, work)?;
+        // It ends when its stream is shut, likewise below.
+        self.begin_uncancelled(work)?;
         self.moves.pre_copies.going.insert(migration, Going { tid, stream, hurry, sent: None });
         Ok(())
     }
@@ -206,7 +206,7 @@ impl Supervisor {
         let stream = Arc::new(connect(way)?);
         let comes = stream.clone();
         let work = move || Outcome::PreCopyCame { migration, result: engine.take_ahead(&comes, bytes_max) };
-        self.moves.workers.start(&no_cancel()?, None, work)?;
+        self.begin_uncancelled(work)?;
         self.moves.pre_copies.coming.insert(migration, Coming { stream, store: None });
         Ok(())
     }
@@ -238,11 +238,6 @@ impl Supervisor {
 fn give_back(store: Store) {
     // Without a thread it is given back here.
     let _ = std::thread::Builder::new().name("gives back".into()).spawn(move || drop(store));
-}
-
-/// What is ended by shutting its stream down.
-fn no_cancel() -> Result<Cancel, Failure> {
-    Cancel::new().map_err(|e| Failure::Io(format!("no descriptor: {e}")))
 }
 
 #[cfg(test)]

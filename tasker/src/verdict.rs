@@ -46,7 +46,7 @@ impl Supervisor {
         let engine = self.moves.engine_state().unwrap_or_default();
         let hashes = self.moves.hashes.clone();
         let work = move || Outcome::Seen { by, result: facts::inspect(&subject, engine, &hashes) };
-        if let Err(why) = self.begin_reading(work) {
+        if let Err(why) = self.begin_uncancelled(work) {
             self.seen(by, Err(Refusal::Holds { what: format!("something that could not be looked at: {why}") }));
         }
     }
@@ -76,7 +76,7 @@ impl Supervisor {
         }
         let host = ThisHost::new(self.moves.hashes.clone(), promised);
         let work = move || Outcome::Judged { by, verdict: facts::compare(&facts, &host) };
-        if let Err(why) = self.begin_reading(work) {
+        if let Err(why) = self.begin_uncancelled(work) {
             self.judged(by, vec![no_room(&why)]);
         }
     }
@@ -98,8 +98,12 @@ impl Supervisor {
         self.say(&word);
     }
 
-    fn begin_reading(&mut self, work: impl FnOnce() -> Outcome + Send + 'static) -> Result<u64, Failure> {
-        let cancel = Cancel::new().map_err(|e| Failure::Io(e.to_string()))?;
+    /// Starts a thread that nobody calls off.
+    pub(crate) fn begin_uncancelled(
+        &mut self,
+        work: impl FnOnce() -> Outcome + Send + 'static,
+    ) -> Result<u64, Failure> {
+        let cancel = Cancel::new().map_err(|e| Failure::Io(format!("no descriptor: {e}")))?;
         self.moves.workers.start(&cancel, None, work)
     }
 }

@@ -4,6 +4,8 @@ use crate::needs::testbed_with_env;
 use crate::run::must;
 use crate::vm::{Settings, Sure};
 use crate::{Testbed, Vm};
+use sempa_proto::event::EventKind;
+use sempa_proto::migration::Step;
 use std::time::Duration;
 
 const SOON: Duration = Duration::from_secs(60);
@@ -41,4 +43,16 @@ pub fn is_whole(vm: &Vm, tid: &str) {
     command.args(["ask", tid]);
     let done = must(command, SOON).sure(vm);
     assert!(done.out.contains("sum GOOD"), "{done:?}");
+}
+
+/// The move of this task has done this step.
+///
+/// # Panics
+/// It has not, for long.
+pub fn reached(vm: &Vm, tid: &str, wanted: Step) {
+    let is = |kind: &EventKind| match kind {
+        EventKind::Moving { tid: of, step, .. } => *step == wanted && of.to_string() == tid,
+        _ => false,
+    };
+    vm.event(SOON, "the step", |entry| is(&entry.kind)).sure(vm);
 }

@@ -3,7 +3,7 @@
 
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::{Failure, Step};
-use sempa_tests::holders::{is_whole, with_hosts};
+use sempa_tests::holders::{is_whole, reached, with_hosts};
 use sempa_tests::needs::testbed_with_env;
 use sempa_tests::steps::{Cell, Edge, Fault, HOSTS, Rounds, Share, Whom, never, only_target_has_it, strike, strike_at};
 use sempa_tests::testbed::gone;
@@ -25,11 +25,6 @@ const ALWAYS: [(&str, &str); 2] = [("SEMPA_POST_COPY", "always"), ("SEMPA_PRE_CO
 const NOTHING_AHEAD: (&str, &str) = ("SEMPA_PRE_COPY", "never");
 /// So slowly, in bytes per second, that memory is on its way for longer than any of these tests takes.
 const SLOWLY: &str = "1000000";
-
-fn reached(vm: &Vm, tid: &str, wanted: Step) {
-    let is = |kind: &EventKind| matches!(kind, EventKind::Moving { tid: of, step, .. } if *step == wanted && of.to_string() == tid);
-    vm.event(SOON, "the step", |entry| is(&entry.kind)).sure(vm);
-}
 
 #[test]
 fn a_large_task_leaves_its_memory_behind_is_whole_in_the_end_and_can_go_on_at_once() {

@@ -3,7 +3,7 @@
 
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::{Failure, Step};
-use sempa_tests::holders::{is_whole, with_hosts};
+use sempa_tests::holders::{is_whole, reached, with_hosts};
 use sempa_tests::steps::{Whom, process_of};
 use sempa_tests::testbed::left;
 use sempa_tests::{Sure, Vm, eventually};
@@ -25,14 +25,6 @@ fn went_ahead(vm: &Vm) -> Vec<u64> {
         _ => None,
     };
     events.iter().filter_map(|entry| bytes(&entry.kind)).collect()
-}
-
-fn reached(vm: &Vm, tid: &str, wanted: Step) {
-    let is = |kind: &EventKind| match kind {
-        EventKind::Moving { tid: of, step, .. } => *step == wanted && of.to_string() == tid,
-        _ => false,
-    };
-    vm.event(SOON, "the step", |entry| is(&entry.kind)).sure(vm);
 }
 
 #[test]

@@ -2,7 +2,7 @@
 //!
 //! While the task still runs its pages are sent to the target ([`send`]), which keeps them ([`Store`]). When it stands still
 //! and is dumped, what is missing at the target is asked for as ever, but the source answers with those pages only whose content
-//! is another one than that which it has sent ([`Sent`]), told by a cryptographic hash of each page.
+//! is another one than that which it has sent ([`SentAhead`]), told by a cryptographic hash of each page.
 //!
 //! So nothing depends on the kernel's telling which pages were written since: CRIU could use nothing but the marks of soft-dirty
 //! tracking, which many kernels are built without, and the other way (write protection by userfaultfd) has to be set up
