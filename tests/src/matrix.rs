@@ -15,6 +15,8 @@ use std::time::Duration;
 
 /// Time for one program on a loaded machine.
 const LONG: Duration = Duration::from_secs(40);
+/// So often at most is PVM run, if it fails itself.
+const RUNS_OF_PVM: usize = 3;
 /// Hosts of each virtual machine.
 const HOSTS: usize = 3;
 /// The smallest number that can be a tid: the local part of one on host 1.
@@ -234,16 +236,7 @@ pub fn on<const N: usize>(
 
 fn on_one(system: System, what: &dyn Fn(&Machine) -> Result<Vec<Heard>>) -> Result<Vec<Heard>> {
     if system == System::Pvm {
-        let bed = Testbed::new(HOSTS, None, &[])?;
-        let programs = programs_where_spawn_looks(&bed)?;
-        let vm = RealVm::start(&bed)?;
-        let mut add = Running::start(vm.command(bed.host(1), "/usr/bin/pvm"), Stdio::piped())?;
-        add.take_stdin().context("its input is piped")?.write_all(b"add h2 h3\n")?;
-        let added = add.finish(LONG)?;
-        if !added.out.contains("2 successful") {
-            bail!("{added:?}");
-        }
-        return finished(Machine { bed: &bed, vm: Either::Real(vm), programs }, what);
+        return on_pvm_until_it_judges(what);
     }
     let prefix = needs::prefix()?;
     let bed = Testbed::new(HOSTS, Some(&prefix), &[])?;
@@ -254,6 +247,31 @@ fn on_one(system: System, what: &dyn Fn(&Machine) -> Result<Vec<Heard>>) -> Resu
     let vm = Vm::start(&bed, Settings::default())?;
     vm.add(&["h2", "h3"])?;
     finished(Machine { bed: &bed, vm: Either::Ours(vm), programs }, what)
+}
+
+/// PVM's own group server is started by whichever task joins a group first: tasks that join at once on a loaded machine may
+/// start several, of which all but one go, and tasks that had asked those fail ("Could not join group"). A run in which PVM
+/// itself comes to nothing judges nobody; it is done again, from the start.
+fn on_pvm_until_it_judges(what: &dyn Fn(&Machine) -> Result<Vec<Heard>>) -> Result<Vec<Heard>> {
+    for _ in 1..RUNS_OF_PVM {
+        let heard = on_pvm(what)?;
+        let Some(error) = heard.iter().find_map(|case| case.as_ref().err()) else { return Ok(heard) };
+        eprintln!("PVM 3.4.6 failed itself, it is run again: {error}");
+    }
+    on_pvm(what)
+}
+
+fn on_pvm(what: &dyn Fn(&Machine) -> Result<Vec<Heard>>) -> Result<Vec<Heard>> {
+    let bed = Testbed::new(HOSTS, None, &[])?;
+    let programs = programs_where_spawn_looks(&bed)?;
+    let vm = RealVm::start(&bed)?;
+    let mut add = Running::start(vm.command(bed.host(1), "/usr/bin/pvm"), Stdio::piped())?;
+    add.take_stdin().context("its input is piped")?.write_all(b"add h2 h3\n")?;
+    let added = add.finish(LONG)?;
+    if !added.out.contains("2 successful") {
+        bail!("{added:?}");
+    }
+    finished(Machine { bed: &bed, vm: Either::Real(vm), programs }, what)
 }
 
 fn finished(machine: Machine, what: &dyn Fn(&Machine) -> Result<Vec<Heard>>) -> Result<Vec<Heard>> {

@@ -6,27 +6,21 @@
 
 use sempa_tests::needs::testbed_with_own_engine;
 use sempa_tests::steps::{
-    Cell, Fault, HOSTS, Point, Rounds, Share, Whom, is_full, never, nobody_is_left, not_committed, only_source_has_it,
-    only_target_has_it, places, strike,
+    A_MOMENT, Cell, Fault, HOSTS, Point, Rounds, Share, UNTIL_LOST, Whom, is_full, never, nobody_is_left,
+    not_committed, only_source_has_it, only_target_has_it, places, strike,
 };
 use sempa_tests::testbed::gone;
 use sempa_tests::vm::Settings;
 use sempa_tests::{Sure, Testbed, Vm};
 use std::time::Duration;
 
-/// Silence after which a host is lost, where hosts are to be lost.
-const LEASE: Duration = Duration::from_secs(5);
-/// Longer than that.
-const UNTIL_LOST: Duration = Duration::from_secs(8);
-const A_MOMENT: Duration = Duration::from_secs(1);
 const A_WHILE: Duration = Duration::from_secs(5);
 /// Longer than the usual silence.
 const VERY_LONG: Duration = Duration::from_secs(30);
 const SOON: Duration = Duration::from_secs(60);
 
-fn with_rounds(bed: &Testbed, lease: Option<Duration>, test: impl FnOnce(&Vm<'_>, &mut Rounds<'_>)) {
-    let env = lease.map(|lease| ("SEMPA_LEASE_MS".to_string(), lease.as_millis().to_string())).into_iter().collect();
-    let settings = Settings { rm: Some("pvm-rm".into()), env, ..Settings::default() };
+fn with_rounds(bed: &Testbed, test: impl FnOnce(&Vm<'_>, &mut Rounds<'_>)) {
+    let settings = Settings { rm: Some("pvm-rm".into()), ..Settings::default() };
     let vm = Vm::start(bed, settings).expect("a virtual machine");
     let mut rounds = Rounds::new(&vm).expect("a director");
     test(&vm, &mut rounds);
@@ -35,7 +29,7 @@ fn with_rounds(bed: &Testbed, lease: Option<Duration>, test: impl FnOnce(&Vm<'_>
 #[test]
 fn whoever_is_killed_at_whatever_step_the_task_runs_once_or_is_known_to_have_ended() {
     let Some((bed, _)) = testbed_with_own_engine(HOSTS) else { return };
-    with_rounds(&bed, Some(LEASE), |vm, rounds| {
+    with_rounds(&bed, |vm, rounds| {
         strike(rounds, Share::Half, Whom::ResourceManager, Fault::Kill, never);
         strike(rounds, Share::Half, Whom::SourceTasker, Fault::Kill, not_committed);
         strike(rounds, Share::Half, Whom::TargetTasker, Fault::Kill, only_target_has_it);
@@ -44,13 +38,13 @@ fn whoever_is_killed_at_whatever_step_the_task_runs_once_or_is_known_to_have_end
         vm.halt().expect("halts");
     });
     for at in places(Share::Half) {
-        with_rounds(&bed, Some(LEASE), |vm, rounds| {
+        with_rounds(&bed, |vm, rounds| {
             let cells = rounds.hold(&at).sure(vm);
             rounds.strike(&cells, Whom::Master, Fault::Kill).expect("killed");
             all_end_with_the_master(rounds, &cells);
         });
     }
-    with_rounds(&bed, None, |vm, _| vm.halt().expect("the next virtual machine starts and halts"));
+    with_rounds(&bed, |vm, _| vm.halt().expect("the next virtual machine starts and halts"));
 }
 
 fn all_end_with_the_master(rounds: &Rounds<'_>, cells: &[Cell]) {
@@ -64,7 +58,7 @@ fn all_end_with_the_master(rounds: &Rounds<'_>, cells: &[Cell]) {
 #[test]
 fn whatever_becomes_of_the_engines_at_whatever_step_the_task_runs_once_or_is_known_to_have_ended() {
     let Some((bed, _)) = testbed_with_own_engine(HOSTS) else { return };
-    with_rounds(&bed, None, |vm, rounds| {
+    with_rounds(&bed, |vm, rounds| {
         for fault in [Fault::Kill, Fault::Stop(A_MOMENT), Fault::Stop(A_WHILE)] {
             let killed = fault == Fault::Kill;
             strike(rounds, Share::Few, Whom::SourceEngine, fault, never);
@@ -81,7 +75,7 @@ const ALL: [Whom; 6] =
 #[test]
 fn whoever_stands_still_for_a_moment_at_whatever_step_the_move_goes_on_or_the_task_does() {
     let Some((bed, _)) = testbed_with_own_engine(HOSTS) else { return };
-    with_rounds(&bed, None, |vm, rounds| {
+    with_rounds(&bed, |vm, rounds| {
         for whom in ALL {
             strike(rounds, Share::Half, whom, Fault::Stop(A_MOMENT), never);
         }
@@ -92,7 +86,7 @@ fn whoever_stands_still_for_a_moment_at_whatever_step_the_move_goes_on_or_the_ta
 #[test]
 fn whoever_stands_still_for_a_while_at_whatever_step_the_task_runs_once() {
     let Some((bed, _)) = testbed_with_own_engine(HOSTS) else { return };
-    with_rounds(&bed, None, |vm, rounds| {
+    with_rounds(&bed, |vm, rounds| {
         for whom in ALL {
             strike(rounds, Share::Few, whom, Fault::Stop(A_WHILE), never);
         }
@@ -110,7 +104,7 @@ fn whoever_stands_still_for_long_at_whatever_step_the_task_runs_once_or_is_known
         Whom::Target => only_target_has_it(cell),
         _ => false,
     };
-    with_rounds(&bed, None, |vm, rounds| {
+    with_rounds(&bed, |vm, rounds| {
         for turn in 0..if is_full() { parts.len() } else { 1 } {
             for (n, at) in rounds.next(Share::Few).into_iter().enumerate() {
                 let cells = rounds.hold(&at).sure(vm);
@@ -128,7 +122,7 @@ fn whoever_stands_still_for_long_at_whatever_step_the_task_runs_once_or_is_known
         vm.halt().expect("halts");
     });
     // All others give a master up that says nothing for so long; it finds none of them.
-    with_rounds(&bed, None, |vm, rounds| {
+    with_rounds(&bed, |vm, rounds| {
         let at = rounds.next(Share::Few).swap_remove(0);
         let cells = rounds.hold(&at).sure(vm);
         rounds.strike(&cells, Whom::Master, Fault::Stop(VERY_LONG)).expect("stopped");
@@ -150,7 +144,7 @@ fn all_but_the_master_end(bed: &Testbed, rounds: &Rounds<'_>, cells: &[Cell]) {
 #[test]
 fn whoever_is_cut_off_at_whatever_step_the_task_runs_once_or_is_known_to_have_ended() {
     let Some((bed, _)) = testbed_with_own_engine(HOSTS) else { return };
-    with_rounds(&bed, Some(LEASE), |vm, rounds| {
+    with_rounds(&bed, |vm, rounds| {
         for whom in [Whom::Source, Whom::Target, Whom::Master] {
             strike(rounds, Share::Few, whom, Fault::Cut(A_MOMENT), never);
         }

@@ -5,7 +5,9 @@ use sempa_proto::event::EventKind;
 use sempa_proto::migration::{Failure, Step};
 use sempa_tests::holders::{is_whole, reached, with_hosts};
 use sempa_tests::needs::testbed_with_env;
-use sempa_tests::steps::{Cell, Edge, Fault, HOSTS, Rounds, Share, Whom, never, only_target_has_it, strike, strike_at};
+use sempa_tests::steps::{
+    A_MOMENT, Cell, Edge, Fault, HOSTS, Rounds, Share, UNTIL_LOST, Whom, never, only_target_has_it, strike, strike_at,
+};
 use sempa_tests::testbed::gone;
 use sempa_tests::vm::Settings;
 use sempa_tests::{Sure, Testbed, Vm, eventually};
@@ -15,10 +17,8 @@ const SOON: Duration = Duration::from_secs(60);
 /// Memory of a task, and what the images of it may have in bytes when that is not in them.
 const MIB: &str = "80";
 const IMAGES_MAX: u64 = 8 << 20;
+/// Silence after which a host is lost, where one is to be lost soon.
 const LEASE_MS: &str = "5000";
-const A_MOMENT: Duration = Duration::from_secs(1);
-/// Longer than the lease.
-const UNTIL_LOST: Duration = Duration::from_secs(8);
 /// Memory follows tasks of any size, and goes ahead of them.
 const ALWAYS: [(&str, &str); 2] = [("SEMPA_POST_COPY", "always"), ("SEMPA_PRE_COPY", "always")];
 /// None goes ahead: it would be on its way for longer than the tests take.
@@ -201,8 +201,7 @@ fn with_rounds(bed: &Testbed, test: impl FnOnce(&Vm<'_>, &mut Rounds<'_>)) {
 }
 
 fn with_rounds_and(bed: &Testbed, more: &[(&str, &str)], test: impl FnOnce(&Vm<'_>, &mut Rounds<'_>)) {
-    let env = [("SEMPA_LEASE_MS", LEASE_MS)];
-    let env = env.iter().chain(more).map(|(name, value)| (name.to_string(), value.to_string())).collect();
+    let env = more.iter().map(|(name, value)| (name.to_string(), value.to_string())).collect();
     let settings = Settings { rm: Some("pvm-rm".into()), env, ..Settings::default() };
     let vm = Vm::start(bed, settings).expect("a virtual machine");
     let mut rounds = Rounds::new(&vm).expect("a director");

@@ -8,8 +8,8 @@ use sempa_tests::dice::Dice;
 use sempa_tests::needs::{testbed, testbed_with_own_engine};
 use sempa_tests::speaker::Speaker;
 use sempa_tests::steps::{
-    Cell, Fault, HOSTS, Rounds, Share, Whom, is_full, never, not_committed, only_source_has_it, only_target_has_it,
-    strike, strike_at,
+    A_MOMENT, Cell, Fault, HOSTS, Rounds, Share, UNTIL_LOST, Whom, is_full, never, not_committed, only_source_has_it,
+    only_target_has_it, strike, strike_at,
 };
 use sempa_tests::vm::Settings;
 use sempa_tests::witnesses::Witnesses;
@@ -18,10 +18,6 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 const SOON: Duration = Duration::from_secs(60);
-/// Silence after which a host is lost, where hosts are to be lost.
-const LEASE: Duration = Duration::from_secs(10);
-const A_MOMENT: Duration = Duration::from_secs(1);
-const UNTIL_LOST: Duration = Duration::from_secs(14);
 const WORKERS: usize = 6;
 const EVERYBODY: [usize; WORKERS] = [0, 1, 2, 3, 4, 5];
 
@@ -105,8 +101,7 @@ fn guests_with_rings_and_direct_routes_are_stopped_moved_and_go_on_and_every_mes
 }
 
 fn with_rounds(bed: &Testbed, home: Option<usize>, test: impl FnOnce(&mut Rounds<'_>)) {
-    let env = vec![("SEMPA_LEASE_MS".to_string(), LEASE.as_millis().to_string())];
-    let vm = Vm::start(bed, Settings { env, ..Settings::default() }).expect("a virtual machine");
+    let vm = Vm::start(bed, Settings::default()).expect("a virtual machine");
     if let Some(home) = home {
         vm.add(&[bed.host(home).name()]).expect("it joins");
     }
