@@ -1,6 +1,6 @@
 //! `cargo xtask bench migrate`: how long a task stands still while it is moved, by its own clock, beside the same process
-//! moved by bare CRIU: dumped to memory, its images copied, restored; and beside the same task where memory does not follow tasks.
-//! All are there at the same time and take turns, so that a busy minute of the machine hurts them alike.
+//! moved by bare CRIU: dumped to memory, its images copied, restored; beside the same task where memory follows tasks and none
+//! goes ahead; and beside the same task where all memory goes with the images. All are there at the same time and take turns, so that a busy minute of the machine hurts them alike.
 
 use crate::figures::median;
 use crate::machine::Machine;
@@ -33,10 +33,14 @@ const GOAL_MS: f64 = 30.0;
 const STEP_TIME: Duration = Duration::from_secs(120);
 /// The host that is no part of the virtual machine: bare CRIU's.
 const APART: usize = 3;
+/// What keeps memory from going ahead of tasks.
+const NOT_AHEAD: (&str, &str) = ("SEMPA_PRE_COPY", "never");
 /// What keeps memory from following tasks.
 const AT_ONCE: (&str, &str) = ("SEMPA_POST_COPY", "never");
+/// What limits what moves send, in bytes per second.
+const RATE: &str = "SEMPA_MOVE_RATE";
 /// Who moves tasks.
-const SIDES: [&str; 3] = ["bare CRIU", "ours", "ours, at once"];
+const SIDES: [&str; 4] = ["bare CRIU", "ours", "ours, nothing ahead", "ours, at once"];
 /// Where bare CRIU has its images there: memory, as that of the daemons.
 const IMAGES: &str = "/tmp/bare";
 
@@ -53,6 +57,8 @@ pub struct Migrate {
     pub sizes: Vec<u32>,
     /// Repetitions, if not the usual number.
     pub repetitions: Option<usize>,
+    /// Bytes per second that our moves may send, if limited.
+    pub rate: Option<u64>,
     /// Folder for table, JSON and plot.
     pub results: PathBuf,
 }
@@ -78,6 +84,8 @@ struct Size {
     mib: u32,
     bare: Vec<Once>,
     ours: Vec<Once>,
+    /// Ours, nothing of the memory goes ahead.
+    not_ahead: Vec<Once>,
     /// Ours, the memory with the images.
     at_once: Vec<Once>,
 }
@@ -86,6 +94,9 @@ struct Size {
 struct Results {
     machine: Machine,
     goal_ms: f64,
+    /// Bytes per second that our moves might send.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    rate: Option<u64>,
     sizes: Vec<Size>,
 }
 
@@ -102,45 +113,51 @@ pub fn migrated(how: &Migrate) -> Result<bool> {
     let sizes = if how.sizes.is_empty() { usual.to_vec() } else { how.sizes.clone() };
     let few = |mib: u32| if mib >= LARGE_MIB || how.quick { REPETITIONS_FEW } else { REPETITIONS };
     fs::create_dir_all(&how.results).with_context(|| how.results.display().to_string())?;
-    let bed = Testbed::new(APART, Some(&how.prefix), &[])?;
-    let vm = Vm::start(&bed, Settings::default())?;
-    let bed_at_once = Testbed::new(2, Some(&how.prefix), &[])?;
-    let at_once = (AT_ONCE.0.to_string(), AT_ONCE.1.to_string());
-    let vm_at_once = Vm::start(&bed_at_once, Settings { env: vec![at_once], ..Settings::default() })?;
-    for vm in [&vm, &vm_at_once] {
-        vm.add(&["h2"])?;
-        vm.program("memory")?;
-    }
-    let logs = |_: &_| eprintln!("{}{}", vm.logs(), vm_at_once.logs());
+    let beds = [APART, 2, 2].map(|hosts| Testbed::new(hosts, Some(&how.prefix), &[]));
+    let beds = beds.into_iter().collect::<Result<Vec<Testbed>>>()?;
+    let vms = beds.iter().zip([None, Some(NOT_AHEAD), Some(AT_ONCE)]).map(|(bed, less)| started(bed, less, how.rate));
+    let vms = vms.collect::<Result<Vec<Vm<'_>>>>()?;
+    let logs = |_: &_| vms.iter().for_each(|vm| eprintln!("{}", vm.logs()));
     let mut machine = Machine::describe(how.own_build, how.repetitions.unwrap_or(few(0)), how.quick);
     let (mut all, mut good) = (Vec::new(), false);
     for mib in sizes {
         let times = how.repetitions.unwrap_or(few(mib));
-        all.push(one_size(&vm, &vm_at_once, &engine, mib, times).inspect_err(logs)?);
+        all.push(one_size(&vms, &engine, mib, times).inspect_err(logs)?);
         machine.look_again();
         let (text, met) = table(&all);
-        let results = Results { machine: machine.clone(), goal_ms: GOAL_MS, sizes: all.clone() };
+        let results = Results { machine: machine.clone(), goal_ms: GOAL_MS, rate: how.rate, sizes: all.clone() };
         write(&how.results, &results, &text)?;
         good = met;
         println!("{text}");
     }
-    vm_at_once.halt()?;
-    vm.halt()?;
+    vms.iter().try_for_each(Vm::halt)?;
     println!("written: {}", how.results.display());
     Ok(good)
 }
 
-fn one_size(vm: &Vm<'_>, vm_at_once: &Vm<'_>, engine: &Path, mib: u32, times: usize) -> Result<Size> {
-    let mut bare = Bare::start(vm, engine, mib)?;
-    let (mut ours, mut at_once) = (Ours::start(vm, mib)?, Ours::start(vm_at_once, mib)?);
-    let mut size = Size { mib, bare: Vec::new(), ours: Vec::new(), at_once: Vec::new() };
+/// A virtual machine of two hosts that has the program.
+fn started<'a>(bed: &'a Testbed, less: Option<(&str, &str)>, rate: Option<u64>) -> Result<Vm<'a>> {
+    let rate = rate.map(|rate| (RATE.to_string(), rate.to_string()));
+    let less = less.map(|(name, value)| (name.to_string(), value.to_string()));
+    let vm = Vm::start(bed, Settings { env: rate.into_iter().chain(less).collect(), ..Settings::default() })?;
+    vm.add(&["h2"])?;
+    vm.program("memory")?;
+    Ok(vm)
+}
+
+/// On these: ours, with bare CRIU's host beside it; ours with nothing ahead; ours with all memory at once.
+fn one_size(vms: &[Vm<'_>], engine: &Path, mib: u32, times: usize) -> Result<Size> {
+    let mut bare = Bare::start(&vms[0], engine, mib)?;
+    let mut tasks = vms.iter().map(|vm| Ours::start(vm, mib)).collect::<Result<Vec<Ours<'_>>>>()?;
+    let mut size = Size { mib, bare: Vec::new(), ours: Vec::new(), not_ahead: Vec::new(), at_once: Vec::new() };
     for number in 0..=times {
         for side in 0..SIDES.len() {
             let side = (side + number) % SIDES.len();
             let (once, all) = match side {
                 0 => (bare.once(), &mut size.bare),
-                1 => (ours.once(), &mut size.ours),
-                _ => (at_once.once(), &mut size.at_once),
+                1 => (tasks[0].once(), &mut size.ours),
+                2 => (tasks[1].once(), &mut size.not_ahead),
+                _ => (tasks[2].once(), &mut size.at_once),
             };
             let once = once.with_context(|| format!("{mib} MiB, {}", SIDES[side]))?;
             eprintln!("bench migrate: {mib} MiB, {}: {:.0} ms", SIDES[side], once.freeze_ms);
@@ -151,8 +168,7 @@ fn one_size(vm: &Vm<'_>, vm_at_once: &Vm<'_>, engine: &Path, mib: u32, times: us
         }
     }
     bare.end()?;
-    ours.end()?;
-    at_once.end()?;
+    tasks.into_iter().try_for_each(Ours::end)?;
     Ok(size)
 }
 
@@ -344,7 +360,7 @@ fn table(sizes: &[Size]) -> (String, bool) {
         "MB, images"
     );
     let mut good = true;
-    for Size { mib, bare, ours, at_once } in sizes {
+    for Size { mib, bare, ours, at_once, .. } in sizes {
         let freeze = |all: &[Once]| middle(all, &|once| once.freeze_ms);
         let whole = |all: &[Once]| middle(all, &|once| once.total_ms);
         let more = freeze(ours) - freeze(bare);
@@ -367,10 +383,25 @@ fn table(sizes: &[Size]) -> (String, bool) {
     text.push_str(&format!(
         "milliseconds, medians: how long the task did not run by its own clock (goal: bare + {GOAL_MS} ms); from the \
          command until it ran again and until all of its memory had arrived; the whole move with memory and all at once, and \
-         how many times that it takes until all has arrived (goal: 1.5)\n\nsteps:\n"
+         how many times that it takes until all has arrived (goal: 1.5)\n\nwith memory that goes ahead, and without:\n"
     ));
-    for Size { mib, bare, ours, at_once } in sizes {
-        for (name, all) in SIDES.iter().zip([bare, ours, at_once]) {
+    text.push_str(&format!(
+        "{:>6} {:>16} {:>22} {:>22} {:>24}\n",
+        "MiB", "standing still", "until it runs again", "until all is there", "between: needs both"
+    ));
+    for Size { mib, ours, not_ahead, .. } in sizes {
+        let both = |of: &dyn Fn(&Once) -> f64| format!("{:.0}, {:.0}", middle(ours, of), middle(not_ahead, of));
+        text.push_str(&format!(
+            "{mib:>6} {:>16} {:>22} {:>22} {:>24}\n",
+            both(&|once| once.freeze_ms),
+            both(&|once| once.total_ms),
+            both(&|once| once.arrived_ms),
+            both(&|once| once.arrived_ms - once.total_ms),
+        ));
+    }
+    text.push_str("\nsteps:\n");
+    for Size { mib, bare, ours, not_ahead, at_once } in sizes {
+        for (name, all) in SIDES.iter().zip([bare, ours, not_ahead, at_once]) {
             let Some(first) = all.first() else { continue };
             let took = |(i, (step, _)): (usize, &(String, f64))| {
                 let of = |once: &Once| once.steps.get(i).map_or(f64::NAN, |(_, took)| *took);
@@ -396,6 +427,7 @@ fn write(folder: &Path, results: &Results, text: &str) -> Result<()> {
         line("ours, standing still", |size| &size.ours, |once| once.freeze_ms),
         line("ours, the whole move", |size| &size.ours, |once| once.total_ms),
         line("ours, until all memory is there", |size| &size.ours, |once| once.arrived_ms),
+        line("ours, nothing ahead, until all memory is there", |size| &size.not_ahead, |once| once.arrived_ms),
         line("ours, memory and all at once", |size| &size.at_once, |once| once.total_ms),
     ];
     let chart = Chart {
@@ -435,7 +467,7 @@ mod tests {
             |freeze_ms| Once { freeze_ms, total_ms: freeze_ms, arrived_ms: freeze_ms, bytes: 0, steps: Vec::new() };
         let size = |ours: [f64; 3]| {
             let (bare, at_once) = (vec![once(100.0)], vec![once(120.0)]);
-            Size { mib: 16, bare, ours: ours.map(once).to_vec(), at_once }
+            Size { mib: 16, bare, ours: ours.map(once).to_vec(), not_ahead: Vec::new(), at_once }
         };
         assert!(table(&[size([90.0, 130.0, 900.0])]).1);
         assert!(!table(&[size([90.0, 131.0, 900.0])]).1);

@@ -54,6 +54,14 @@ pub(crate) fn put_last(pids: &[i32]) {
     }
 }
 
+/// The threads of these processes that are not their libraries'. None if no library is there to have any.
+pub(crate) fn of_programs(pids: &[i32]) -> Vec<i32> {
+    let is_library = |(_, name): &(i32, String)| HELPERS.contains(&name.trim_end());
+    let all = pids.iter().flat_map(|pid| threads(*pid));
+    let (libraries, programs): (Vec<_>, Vec<_>) = all.partition(is_library);
+    if libraries.is_empty() { Vec::new() } else { programs.into_iter().map(|(thread, _)| thread).collect() }
+}
+
 /// The threads of a process and their names.
 fn threads(pid: i32) -> Vec<(i32, String)> {
     let Ok(threads) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return Vec::new() };

@@ -4,13 +4,17 @@
 //! library can let go of what leads out of the process; then its control group is frozen, or, where it has none, all its
 //! processes are stopped by signal. That outlives moves: a move that fails leaves the task stopped.
 //!
+//! A task that had not let go by then runs once more before it moves. Then its program's threads are pinned at first: the library
+//! has its moment, and the program does not run beside an owner.
+//!
 //! The engine cannot dump what is frozen. So for a move everybody gets SIGSTOP while frozen, and is thawed then: nobody comes
 //! to run in between.
 
-use crate::ease::Lowered;
+use crate::ease::{self, Lowered};
 use crate::stop;
 use crate::supervisor::Supervisor;
 use crate::task::{Phase, Task};
+use checkpoint::criu::Pinned;
 use sempa_proto::tasker::FromTasker;
 use sempa_proto::{Micros, Tid};
 use std::collections::BTreeSet;
@@ -36,6 +40,8 @@ pub(crate) enum Hold {
         until: Instant,
         /// How urgent its threads were.
         lowered: Lowered,
+        /// The program's threads, which do not run, and when they may.
+        alone: Option<(Pinned, Instant)>,
     },
     /// It was told to stop.
     Stopping {
@@ -55,7 +61,10 @@ impl Hold {
     pub(crate) fn pause(&self, soon: Duration) -> Option<Duration> {
         match self {
             Hold::Free | Hold::Still => None,
-            Hold::Easing { until, .. } => Some(until.saturating_duration_since(Instant::now())),
+            Hold::Easing { until, alone, .. } => {
+                let first = alone.as_ref().map_or(*until, |(_, alone)| *until.min(alone));
+                Some(first.saturating_duration_since(Instant::now()))
+            }
             Hold::Stopping { since, .. } if since.elapsed() < STOPS_SOON => Some(soon),
             Hold::Stopping { .. } => Some(LOOK_LATER),
         }
@@ -79,22 +88,25 @@ impl Hold {
 }
 
 impl Task {
-    /// Holds the task; it may run for so long yet.
-    fn hold(&mut self, after: Duration) {
+    /// Holds the task; it may run for so long yet, and if it stood still its library is `alone` for so long.
+    fn hold(&mut self, alone: Duration, after: Duration) {
         match (&self.phase, std::mem::take(&mut self.hold)) {
             (Phase::Running, hold) if after.is_zero() => self.stop_held(hold),
             (Phase::Running, hold) => {
-                let until = Instant::now() + after;
-                let (lowered, stood) = match hold {
-                    Hold::Free => (Lowered::now(&self.members()), false),
-                    Hold::Easing { lowered, .. } => (lowered, false),
-                    Hold::Stopping { lowered, .. } => (lowered, true),
-                    Hold::Still => (Lowered::now(&self.members()), true),
+                let now = Instant::now();
+                let pin = || if alone.is_zero() { None } else { Some((self.pin_program()?, now + alone)) };
+                let (lowered, stood, alone) = match hold {
+                    Hold::Free => (Lowered::now(&self.members()), false, None),
+                    Hold::Easing { lowered, alone: pinned, .. } => {
+                        (lowered, false, pinned.filter(|_| !alone.is_zero()))
+                    }
+                    Hold::Stopping { lowered, .. } => (lowered, true, pin()),
+                    Hold::Still => (Lowered::now(&self.members()), true, pin()),
                 };
                 if stood {
                     self.let_run();
                 }
-                self.hold = Hold::Easing { until, lowered };
+                self.hold = Hold::Easing { until: now + after, lowered, alone };
             }
             // It stands still, or will in a moment, and stays so when the move lets go of it.
             (_, hold) => {
@@ -106,20 +118,20 @@ impl Task {
 
     /// Gives a held task a moment in which it can end by itself.
     pub(crate) fn let_end(&mut self) {
-        self.hold(END_ALLOWED);
+        self.hold(Duration::ZERO, END_ALLOWED);
     }
 
     /// Gives a held task so long to end as it was asked to.
     pub(crate) fn let_run_for(&mut self, time: Duration) {
-        self.hold(time);
+        self.hold(Duration::ZERO, time);
     }
 
     /// Stops it, from whatever it is.
     fn stop_held(&mut self, hold: Hold) {
-        let (lowered, told) = match hold {
+        let (lowered, alone) = match hold {
             Hold::Still | Hold::Stopping { .. } => return self.hold = hold,
-            Hold::Free => (Lowered::default(), BTreeSet::new()),
-            Hold::Easing { lowered, .. } => (lowered, BTreeSet::new()),
+            Hold::Free => (Lowered::default(), None),
+            Hold::Easing { lowered, alone, .. } => (lowered, alone),
         };
         if let Some(group) = self.group() {
             // A group that somebody has removed holds nobody; then signals do it.
@@ -127,7 +139,22 @@ impl Task {
         }
         // Who had been stopped by signal shows as such in a frozen group, too.
         self.note_stopped();
+        let told = if alone.is_some() && self.frozen().is_none() { self.stop_pinned() } else { BTreeSet::new() };
+        drop(alone);
         self.hold = Hold::Stopping { told, since: Instant::now(), lowered };
+    }
+
+    /// Tells a task to stop of which threads are pinned: before they are let go. Answers who has been told.
+    fn stop_pinned(&self) -> BTreeSet<i32> {
+        let mut told = BTreeSet::new();
+        stop::all_still(&self.crowd(), &mut told);
+        told
+    }
+
+    /// Keeps the program of a task that stands still from running when it is let run. `None` where that cannot be done.
+    fn pin_program(&self) -> Option<Pinned> {
+        let threads = ease::of_programs(&self.members());
+        if threads.is_empty() { None } else { Pinned::threads(threads).ok() }
     }
 
     /// Notes which processes stand still already, for their own reasons.
@@ -144,7 +171,11 @@ impl Task {
         if !hold.is_free() {
             self.hold = Hold::Still;
         }
-        let mut told = hold.restore(self);
+        let mut told = match hold {
+            Hold::Easing { alone: Some(_), .. } => self.stop_pinned(),
+            _ => BTreeSet::new(),
+        };
+        told.extend(hold.restore(self));
         if let Some(group) = self.frozen() {
             told.extend(stop::stop_frozen(&self.crowd()));
             group.thaw();
@@ -168,7 +199,13 @@ impl Task {
 
     /// One look at a task that is held and does not stand still yet; true when it does now.
     fn look_at_hold(&mut self) -> bool {
-        if matches!(&self.hold, Hold::Easing { until, .. } if *until <= Instant::now()) {
+        let now = Instant::now();
+        if let Hold::Easing { until, alone, .. } = &mut self.hold {
+            if *until > now {
+                // The library needs something that its program has.
+                alone.take_if(|(_, until)| *until <= now);
+                return false;
+            }
             let hold = std::mem::take(&mut self.hold);
             self.stop_held(hold);
         }
@@ -189,10 +226,10 @@ impl Task {
 }
 
 impl Supervisor {
-    /// The owner's side wants this task held.
-    pub(crate) fn hold(&mut self, tid: Tid, after: Micros) {
+    /// The owner's side wants this task held. If it stood still before, its library is `alone` for so long.
+    pub(crate) fn hold(&mut self, tid: Tid, alone: Micros, after: Micros) {
         let Some(task) = self.tasks.get_mut(&tid) else { return };
-        task.hold(Duration::from_micros(after.0));
+        task.hold(Duration::from_micros(alone.0), Duration::from_micros(after.0));
         let is_still = matches!(task.hold, Hold::Still);
         // It changes nothing of its memory any more: what has not gone ahead is not sooner there for that.
         self.moves.pre_copies.hurry_up(tid);
@@ -211,9 +248,8 @@ impl Supervisor {
 
     /// Looks at tasks that are held and do not stand still yet.
     pub(crate) fn look_at_holds(&mut self) {
-        let now = Instant::now();
         let due = |task: &Task| match &task.hold {
-            Hold::Easing { until, .. } => *until <= now,
+            Hold::Easing { .. } => task.hold.pause(Duration::ZERO).is_some_and(|pause| pause.is_zero()),
             Hold::Stopping { .. } => true,
             Hold::Free | Hold::Still => false,
         };

@@ -190,6 +190,7 @@ impl Supervisor {
             | ToTasker::EndsForGood { .. }
             | ToTasker::Kill { .. }
             | ToTasker::Hold { .. }
+            | ToTasker::Ease { .. }
             | ToTasker::GoOn { .. } => {}
         }
     }

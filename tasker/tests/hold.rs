@@ -223,6 +223,95 @@ fn a_held_task_that_has_stopped_children_of_its_own_leaves_them_stopped() {
     tasker.stop();
 }
 
+/// A held task of which the library runs yet, for so long alone.
+fn eased(tasker: &mut Tasker, alone: Micros) {
+    tasker.send(ToTasker::Ease { tid: tid(1), alone, after: LONG });
+}
+
+const LONG: Micros = Micros::from_millis(600_000);
+
+#[test]
+fn of_a_held_task_that_has_to_let_go_the_library_runs_and_the_program_only_if_that_is_not_enough() {
+    let dir = tempfile::tempdir().expect("dir");
+    let program = program(dir.path(), "halves");
+    for env in [&[][..], BY_SIGNAL] {
+        let (mut tasker, counts) = (Tasker::start_with(env), Counts::new(dir.path()));
+        let pid = tasker.run(tid(1), &program, &[counts.0.to_str().expect("text")]);
+        let (of_program, of_library) = (|| counts.word(0), || counts.word(1));
+        let counts_on = |what: &str, counts: &dyn Fn() -> u64| {
+            let before = counts();
+            wait_until(what, || counts() > before + 10);
+        };
+        counts_on("the program runs", &of_program);
+        counts_on("the library runs", &of_library);
+        for _ in 0..5 {
+            held(&mut tasker, NOW, &mut Vec::new());
+            let before = of_program();
+            eased(&mut tasker, LONG);
+            counts_on("the library runs alone", &of_library);
+            // Said twice it is no other.
+            eased(&mut tasker, LONG);
+            counts_on("the library runs alone", &of_library);
+            held(&mut tasker, NOW, &mut Vec::new());
+            assert_eq!(of_program(), before, "the program has run");
+            let before = of_library();
+            assert!(tasker.poll().is_none() && tasker.poll().is_none(), "it says nothing");
+            assert_eq!((of_library(), of_program()), (before, of_program()), "somebody runs");
+            assert!(niceness(pid).iter().all(|nice| nice == "0"), "a dump must not find it lowered");
+        }
+        eased(&mut tasker, Micros::from_millis(50));
+        counts_on("the program runs when the library was alone for long enough", &of_program);
+        held(&mut tasker, NOW, &mut Vec::new());
+        eased(&mut tasker, LONG);
+        tasker.send(ToTasker::GoOn { tid: tid(1) });
+        counts_on("the program goes on", &of_program);
+        held(&mut tasker, NOW, &mut Vec::new());
+        eased(&mut tasker, LONG);
+        tasker.send(ToTasker::Kill { tid: tid(1) });
+        let (_, status, _) = tasker.follow_to_the_end(tid(1));
+        assert_eq!(status, libc::SIGKILL, "also while the library runs alone");
+        tasker.stop();
+    }
+}
+
+#[test]
+fn a_task_of_which_the_library_runs_alone_can_be_stopped_for_a_move_and_moves() {
+    if !can_move() {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("dir");
+    let program = program(dir.path(), "halves");
+    for env in [&[][..], BY_SIGNAL] {
+        let (mut here, mut there) = (Tasker::start_with(env), Tasker::start_with(env));
+        let counts = Counts::new(dir.path());
+        here.run(tid(1), &program, &[counts.0.to_str().expect("text")]);
+        wait_until("both run", || counts.word(0) > 10 && counts.word(1) > 10);
+        let (id, images, mut seen) = (common::migration(1), dir.path().join("images"), Vec::new());
+        let facts = inspect(&mut here, tid(1), id).expect("it can move");
+        assert_eq!(prepare(&mut there, tid(1), id, facts), []);
+        held(&mut here, NOW, &mut seen);
+        let before = counts.word(0);
+        eased(&mut here, LONG);
+        let library = counts.word(1);
+        wait_until("the library runs alone", || counts.word(1) > library + 10);
+        assert_eq!(counts.word(0), before, "the program has run beside its library");
+        stop(&mut here, tid(1), id, &mut seen);
+        assert_eq!(counts.word(0), before, "the program has run on its way to its stop");
+        dump(&mut here, tid(1), id, &images, &mut seen).expect("a dump");
+        assert_eq!(counts.word(0), before, "the program has run");
+        restore(&mut there, tid(1), id, &images).expect("a restore");
+        let used = kill_moved(&mut here, tid(1), id, &mut seen);
+        there.send(ToTasker::Run { migration: id, used, held: false });
+        there.until(&mut Vec::new(), |m| matches!(m, FromTasker::Ran { result: Ok(()), .. }).then_some(()));
+        wait_until("the program goes on there", || counts.word(0) > before);
+        there.send(ToTasker::Kill { tid: tid(1) });
+        there.follow_to_the_end(tid(1));
+        here.stop();
+        there.stop();
+        std::fs::remove_dir_all(&images).expect("images");
+    }
+}
+
 /// No control groups, as where the tasker may not make any.
 const BY_SIGNAL: &[(&str, &str)] = &[("SEMPA_FREEZER", "off")];
 

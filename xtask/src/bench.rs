@@ -69,6 +69,9 @@ pub(crate) struct Words {
     /// migrate: MiB that the tasks hold, such as `16,512`
     #[arg(long, value_name = "MIB", value_delimiter = ',')]
     sizes: Vec<u32>,
+    /// migrate: bytes per second that our moves may send, as with `SEMPA_MOVE_RATE`
+    #[arg(long, value_name = "BYTES")]
+    rate: Option<u64>,
     /// peers, rm, owners, load, balance, migrate, soak: measure what is installed here instead of building and installing it
     #[arg(long, value_name = "DIR")]
     prefix: Option<PathBuf>,
@@ -140,7 +143,7 @@ fn installed(words: &Words) -> Result<PathBuf> {
 
 /// Where results go: a whole run's to the project.
 fn results(words: &Words) -> Result<PathBuf> {
-    let whole = words.only.is_empty() && words.sizes.is_empty() && !words.quick;
+    let whole = words.only.is_empty() && words.sizes.is_empty() && words.rate.is_none() && !words.quick;
     let usual = if whole { setup::project().join("benches/results") } else { install::target()?.join("bench") };
     Ok(words.results.clone().unwrap_or(usual))
 }
@@ -166,6 +169,7 @@ fn migrate(words: &Words) -> Result<bool> {
         own_build: words.prefix.is_none(),
         quick: words.quick,
         sizes: words.sizes.clone(),
+        rate: words.rate,
         repetitions: words.repetitions,
         results: results(words)?,
     })

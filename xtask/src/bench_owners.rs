@@ -7,7 +7,7 @@ mod kernels;
 
 use crate::demo::{self, hosts_join, start_search};
 use anyhow::{Context, Result, ensure};
-use judge::{Decision, Gaps, Late, Outcome, RanOn, Stay};
+use judge::{Decision, Gaps, GotOn, Late, Outcome, RanOn, Stay};
 use kernels::{Watch, now_us};
 use sempa_tests::dice::Dice;
 use sempa_tests::run::Running;
@@ -253,6 +253,7 @@ fn tell(outcome: &Outcome) {
     line("a worker runs no more, by its own clock", &outcome.stood_still_us);
     line("a kernel of tablix2 got so much after 50 ms", &outcome.kernels_got_us);
     line("and its dump, inside of it", &outcome.dumps_got_us);
+    line("and the kernel, to end it", &outcome.ends_got_us);
     line("no guest is left on the host", &outcome.clean_us);
     line("the same where there was one", &outcome.cleared_us);
     line("the same where a guest had nowhere to go", &outcome.nowhere_us);
@@ -265,6 +266,10 @@ fn tell(outcome: &Outcome) {
     }
     for RanOn { worker, ran_us, story } in &outcome.ran_on {
         println!("{worker} ran for {:.1} ms:", *ran_us as f64 / 1e3);
+        story.iter().for_each(|line| println!("    {line}"));
+    }
+    for GotOn { pid, got_us, story } in &outcome.got_on {
+        println!("process {pid} of tablix2 got the processor for {:.1} ms:", *got_us as f64 / 1e3);
         story.iter().for_each(|line| println!("    {line}"));
     }
     println!("load: {}", fs::read_to_string("/proc/loadavg").unwrap_or_default().trim());

@@ -15,6 +15,7 @@ mod notes;
 mod options;
 mod owner;
 mod pagemap;
+mod pinned;
 mod precopy;
 mod process;
 mod ptrace;
@@ -26,6 +27,7 @@ mod words;
 
 pub use notes::KernelNotes;
 pub use owner::belong_to;
+pub use pinned::Pinned;
 pub use precopy::{Hurry, SentAhead, Store};
 pub(crate) use serving::Order;
 

@@ -50,7 +50,7 @@ pub(super) struct Attached {
 impl Attached {
     /// Begins to trace a thread of a stopped process.
     pub(super) fn to(tid: i32) -> io::Result<Attached> {
-        ask(libc::PTRACE_SEIZE, tid, 0, std::ptr::null_mut())?;
+        seize(tid)?;
         let attached = Attached { tid };
         interrupt(tid)?;
         let until = Instant::now() + ATTACH_ALLOWED;
@@ -125,6 +125,11 @@ impl Drop for Attached {
         // Fails only if it has ended.
         let _ = let_go(self.tid, 0);
     }
+}
+
+/// Begins to trace a thread, which goes on with what it does.
+pub(super) fn seize(tid: i32) -> io::Result<()> {
+    ask(libc::PTRACE_SEIZE, tid, 0, std::ptr::null_mut())
 }
 
 /// Asks a traced thread to stand still.

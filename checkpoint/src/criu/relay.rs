@@ -230,7 +230,8 @@ impl Tracer {
                 break;
             }
         }
-        self.settle();
+        // CRIU is gone: what it left running is stopped.
+        settle(&self.traced.into_iter().collect::<Vec<i32>>(), SETTLE_ALLOWED);
     }
 
     fn answer(&mut self, question: &Question) -> Answer {
@@ -359,18 +360,18 @@ impl Tracer {
         let mut fds = [PollFd::new(self.socket.as_fd(), PollFlags::empty())];
         matches!(poll(&mut fds, PollTimeout::from(PAUSE_MS)), Ok(ready) if ready > 0)
     }
+}
 
-    /// CRIU is gone: stops what it left running, and lets go of everything.
-    fn settle(&self) {
-        for &tid in &self.traced {
-            // Fails only if it has ended; likewise below.
-            let _ = ptrace::interrupt(tid);
-        }
-        let until = Instant::now() + SETTLE_ALLOWED;
-        for &tid in &self.traced {
-            while !settled(tid) && Instant::now() < until {
-                std::thread::yield_now();
-            }
+/// Stops these traced threads and lets go of them; they may take so long to stand still.
+pub(super) fn settle(tids: &[i32], allowed: Duration) {
+    for &tid in tids {
+        // Fails only if it has ended; likewise below.
+        let _ = ptrace::interrupt(tid);
+    }
+    let until = Instant::now() + allowed;
+    for &tid in tids {
+        while !settled(tid) && Instant::now() < until {
+            std::thread::yield_now();
         }
     }
 }

@@ -144,6 +144,16 @@ pub enum ToTasker {
         /// How long it may run yet.
         after: Micros,
     },
+    /// As [`ToTasker::Hold`], for a task that was stopped before its library had let go: at first, where that can be done, only
+    /// the threads of its library run, and nothing of the program. → [`FromTasker::Held`], in the end
+    Ease {
+        /// The task.
+        tid: Tid,
+        /// How long they are alone: the program may have what they need.
+        alone: Micros,
+        /// How long it may run in all.
+        after: Micros,
+    },
     /// It need not stand still any more: let the task go on, unless a move has it. No answer.
     GoOn {
         /// The task.

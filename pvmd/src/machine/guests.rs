@@ -5,7 +5,7 @@
 //! which it has to do before it can move. So every guest is told to let go and has [`LET_GO_TIME`] for that, behind
 //! everybody else on the host; then it is stopped, let go or not. It stays stopped whatever becomes of its moves: one that
 //! has let go learns in its memory where it will go on ([`Redirect`]), and one that has not runs for [`EASE_TIME`] so that
-//! it can. When the watcher says that guests are welcome, or ends, they are woken as after a move that came to nothing,
+//! it can: its library at first, and its program only if that is not enough. When the watcher says that guests are welcome, or ends, they are woken as after a move that came to nothing,
 //! but for those that are suspended.
 //!
 //! From the moment from which a task has to stand still it has one span of time for letting go. What it did not get done by
@@ -35,6 +35,8 @@ const LET_GO_TIME: Micros = Micros::from_millis(25);
 pub(super) const SUSPEND_TIME: Micros = Micros::from_millis(200);
 /// A task that was stopped before it had let go runs so long for it when it is to move.
 const EASE_TIME: Micros = Micros::from_millis(200);
+/// Of that its library has so long for itself. A program that computes is not in its way.
+const ALONE_TIME: Micros = Micros::from_millis(100);
 /// Guests that were asked to end have so long for it.
 const END_TIME: Micros = Micros::from_millis(300);
 /// Signal of a polite end.
@@ -473,7 +475,7 @@ impl Machine {
     /// Lets a guest run for the moment that its library needs.
     pub(super) fn ease(&mut self, tid: Tid) {
         if self.has_to_stand(tid) {
-            self.tell_tasker(ToTasker::Hold { tid, after: EASE_TIME });
+            self.tell_tasker(ToTasker::Ease { tid, alone: ALONE_TIME, after: EASE_TIME });
         }
     }
 

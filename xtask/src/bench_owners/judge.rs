@@ -1,7 +1,7 @@
 //! What the event log, the clocks of workers and the counts of kernels say about a run, beside the script's own table of who was
 //! where: pure.
 
-use super::kernels::Seen;
+use super::kernels::{Seen, Used};
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::{Cause, Step};
 use sempa_tests::vm::Entry;
@@ -14,7 +14,7 @@ pub(super) const PROMISE_US: u64 = 50_000;
 /// in bytes per second, if there is somewhere to go. What took longer is told with its story.
 const CLEAN_US: u64 = 1_000_000;
 const LINK: u64 = 100_000_000;
-/// Processor time that the kernel may count for a process as it is stopped, or killed.
+/// Processor time that the kernel may count for a process as it is stopped.
 const STOPPING_US: u64 = 1_000;
 /// A decision may be carried out so long after its reason has gone.
 const AFTER_US: u64 = 1_000_000;
@@ -52,6 +52,8 @@ pub(super) struct Outcome {
     pub(super) kernels_got_us: Vec<u64>,
     /// What dumps used inside of them meanwhile; sorted.
     pub(super) dumps_got_us: Vec<u64>,
+    /// What the kernel used to end them; sorted.
+    pub(super) ends_got_us: Vec<u64>,
     /// Kernels beside an owner at which nobody looked.
     pub(super) kernels_skipped: usize,
     /// From the login record until the load watcher knew; sorted.
@@ -67,6 +69,7 @@ pub(super) struct Outcome {
     /// What happened to guests of hosts that were clean later than promised.
     pub(super) late: Vec<Late>,
     pub(super) ran_on: Vec<RanOn>,
+    pub(super) got_on: Vec<GotOn>,
     pub(super) moves: usize,
     pub(super) failed_moves: usize,
     /// Runs of tablix2 that have ended, and timetables of theirs that were checked.
@@ -94,6 +97,15 @@ pub(super) struct RanOn {
     pub(super) worker: String,
     pub(super) ran_us: u64,
     /// What happened on its host meanwhile, each with its milliseconds after the login record.
+    pub(super) story: Vec<String>,
+}
+
+/// A kernel of tablix2 that got the processor for long after the owner had come.
+#[derive(Debug, Serialize)]
+pub(super) struct GotOn {
+    pub(super) pid: u32,
+    pub(super) got_us: u64,
+    /// What it used and what happened on its host, each with its milliseconds after the login record.
     pub(super) story: Vec<String>,
 }
 
@@ -127,15 +139,21 @@ fn after<T>(events: &[Entry], since: u64, says: impl Fn(&Entry) -> Option<T>) ->
     events.iter().filter(|entry| entry.at_us >= since).find_map(says)
 }
 
-/// What happened on the host of a visit until then.
-fn story(visit: &Visit, until: u64, events: &[Entry]) -> Vec<String> {
+/// What happened on the host of a visit until then, and when.
+fn happened(visit: &Visit, until: u64, events: &[Entry]) -> Vec<(u64, String)> {
     let here = |entry: &&Entry| match &entry.kind {
         EventKind::Moving { from, .. } => from.index() == visit.host,
         EventKind::OwnerPresent { host, .. } | EventKind::GuestsStopped { host, .. } => host.index() == visit.host,
         _ => false,
     };
     let meanwhile = events.iter().filter(|entry| (visit.since..=until).contains(&entry.at_us)).filter(here);
-    meanwhile.map(|entry| told(visit, entry.at_us, &entry.text)).collect()
+    meanwhile.map(|entry| (entry.at_us, entry.text.clone())).collect()
+}
+
+/// What happened, in its order.
+fn story(visit: &Visit, mut happened: Vec<(u64, String)>) -> Vec<String> {
+    happened.sort();
+    happened.iter().map(|(at_us, text)| told(visit, *at_us, text)).collect()
 }
 
 /// A line of a story.
@@ -195,8 +213,10 @@ impl Outcome {
         });
         let Outcome { stood_still_us, seen_us, held_us, clean_us, .. } = self;
         [stood_still_us, seen_us, held_us, clean_us].into_iter().for_each(|all| all.sort_unstable());
-        let Outcome { cleared_us, nowhere_us, kernels_got_us, dumps_got_us, .. } = self;
-        [cleared_us, nowhere_us, kernels_got_us, dumps_got_us].into_iter().for_each(|all| all.sort_unstable());
+        let Outcome { cleared_us, nowhere_us, kernels_got_us, dumps_got_us, ends_got_us, .. } = self;
+        [cleared_us, nowhere_us, kernels_got_us, dumps_got_us, ends_got_us]
+            .into_iter()
+            .for_each(|all| all.sort_unstable());
         self.sum_up();
     }
 
@@ -279,10 +299,8 @@ impl Outcome {
             _ => false,
         };
         let steps = events.iter().filter(step).map(|entry| (entry.at_us, entry.text.clone()));
-        let mut story: Vec<(u64, String)> = decided.iter().map(|d| (d.at_us, d.text.clone())).chain(steps).collect();
-        story.sort();
+        let story = story(visit, decided.iter().map(|d| (d.at_us, d.text.clone())).chain(steps).collect());
         let host = of_host.map(|(name, _)| name.clone()).unwrap_or_default();
-        let story = story.iter().map(|(at, text)| told(visit, *at, text)).collect();
         self.late.push(Late { host, clean_us, promised_us, story });
     }
 
@@ -294,8 +312,16 @@ impl Outcome {
         let Some(end) = over(events, visit).filter(|end| *end > visit.since + PROMISE_US) else { return };
         let got = seen.got_us(visit.host, visit.since + PROMISE_US, end);
         self.kernels_skipped += kernels.saturating_sub(got.len());
-        self.kernels_got_us.extend(got.iter().map(|used| used.program));
-        self.dumps_got_us.extend(got.iter().map(|used| used.dump));
+        self.kernels_got_us.extend(got.iter().map(|(_, used)| used.program));
+        self.dumps_got_us.extend(got.iter().map(|(_, used)| used.dump));
+        self.ends_got_us.extend(got.iter().map(|(_, used)| used.end));
+        for (process, used) in got.iter().filter(|(_, used)| used.program > STOPPING_US) {
+            let until = end.min(visit.since + CLEAN_US);
+            let line = |(at, more): (u64, Used)| (at, format!("it has used microseconds: {more:?}"));
+            let used_then = seen.steps(*process, visit.since, until).into_iter().map(line);
+            let story = story(visit, happened(visit, until, events).into_iter().chain(used_then).collect());
+            self.got_on.push(GotOn { pid: process.1, got_us: used.program, story });
+        }
     }
 
     /// For each visit where the worker was: how long it ran yet.
@@ -327,7 +353,11 @@ impl Outcome {
                     let ran_us = from.saturating_sub(visit.since);
                     self.stood_still_us.push(ran_us);
                     if ran_us > PROMISE_US {
-                        self.ran_on.push(RanOn { worker: worker.into(), ran_us, story: story(&visit, end, events) });
+                        self.ran_on.push(RanOn {
+                            worker: worker.into(),
+                            ran_us,
+                            story: story(&visit, happened(&visit, end, events)),
+                        });
                     }
                 }
                 None => {

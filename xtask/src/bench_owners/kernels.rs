@@ -33,6 +33,18 @@ pub(super) struct Used {
     pub(super) program: u64,
     /// While a tracer had the process in its hands: what a dump does inside of it. The program does not run then.
     pub(super) dump: u64,
+    /// Until it was seen to have no memory any more: it was killed, and the kernel took back what it had.
+    pub(super) end: u64,
+}
+
+/// Whose time it is that a process uses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Whose {
+    Program,
+    /// A tracer's, who has it in his hands.
+    Tracer,
+    /// It has no memory any more: it is being killed, or has been.
+    Kernel,
 }
 
 /// A look at a process.
@@ -41,7 +53,7 @@ struct Look {
     at_us: u64,
     /// Microseconds of the threads that are there.
     counted: u64,
-    traced: bool,
+    whose: Whose,
 }
 
 /// A process on a host: the host's index, and its own number on this machine.
@@ -57,15 +69,15 @@ pub(super) struct Seen {
 
 impl Seen {
     /// The kernel counts for threads that are there: one that has ended takes nothing back. What a process used until a look at
-    /// which it was traced, or since one, is the dump's: it begins with a process that stands still.
+    /// which it was traced, or since one, is the dump's, which begins with a process that stands still; and so does its end.
     fn note(&mut self, process: Process, look: Look) {
         let mut used = self.all.get(&process).and_then(|list| list.last()).map_or(Used::default(), |last| last.used_us);
         let last = self.last.insert(process, look);
         let more = look.counted.saturating_sub(last.map_or(0, |last| last.counted));
-        if look.traced || last.is_some_and(|last| last.traced) {
-            used.dump += more;
-        } else {
-            used.program += more;
+        match (look.whose, last.map(|last| last.whose)) {
+            (Whose::Kernel, _) => used.end += more,
+            (Whose::Tracer, _) | (_, Some(Whose::Tracer)) => used.dump += more,
+            _ => used.program += more,
         }
         let sample = Sample { at_us: look.at_us, used_us: used };
         let list = self.all.entry(process).or_default();
@@ -82,9 +94,23 @@ impl Seen {
 
     /// What each process of a host got between these times, as far as that is sure: from the first look behind the beginning
     /// to the last one before the end. None of a process at which nobody looked twice in that time.
-    pub(super) fn got_us(&self, host: u16, from: u64, to: u64) -> Vec<Used> {
-        let of_host = self.all.iter().filter(|((on, _), _)| *on == host).map(|(_, samples)| samples);
-        of_host.filter_map(|samples| got(samples, from, to)).collect()
+    pub(super) fn got_us(&self, host: u16, from: u64, to: u64) -> Vec<(Process, Used)> {
+        let of_host = self.all.iter().filter(|((on, _), _)| *on == host);
+        of_host.filter_map(|(process, samples)| Some((*process, got(samples, from, to)?))).collect()
+    }
+
+    /// When a process was seen to have used more between these times, and how much more.
+    pub(super) fn steps(&self, process: Process, from: u64, to: u64) -> Vec<(u64, Used)> {
+        let samples = self.all.get(&process).map_or(&[][..], Vec::as_slice);
+        let pairs = samples.iter().zip(samples.iter().skip(1)).filter(|(_, after)| (from..=to).contains(&after.at_us));
+        let pairs = pairs.map(|(before, after)| (after.at_us, after.used_us.less(before.used_us)));
+        pairs.filter(|(_, more)| *more != Used::default()).collect()
+    }
+}
+
+impl Used {
+    fn less(self, before: Used) -> Used {
+        Used { program: self.program - before.program, dump: self.dump - before.dump, end: self.end - before.end }
     }
 }
 
@@ -98,8 +124,7 @@ fn got(samples: &[Sample], from: u64, to: u64) -> Option<Used> {
         return (before.used_us == begin.used_us).then(Used::default);
     }
     let last = samples.partition_point(|sample| sample.at_us <= to).checked_sub(1)?;
-    let (last, begin) = (samples[last].used_us, begin.used_us);
-    Some(Used { program: last.program - begin.program, dump: last.dump - begin.dump })
+    Some(samples[last].used_us.less(begin.used_us))
 }
 
 /// Somebody who looks.
@@ -154,8 +179,13 @@ impl Watch {
 fn look_at(pid: u32) -> Option<Look> {
     let counted = used_us(pid)?;
     let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
-    let tracer = status.lines().find_map(|line| line.strip_prefix("TracerPid:"))?;
-    Some(Look { at_us: now_us(), counted, traced: tracer.trim() != "0" })
+    let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name));
+    let whose = match (field("TracerPid:")?.trim(), field("VmSize:")) {
+        (_, None) => Whose::Kernel,
+        ("0", _) => Whose::Program,
+        _ => Whose::Tracer,
+    };
+    Some(Look { at_us: now_us(), counted, whose })
 }
 
 /// Processor time of all threads of a process, as the kernel's scheduler counts it.
@@ -178,28 +208,30 @@ pub(super) fn now_us() -> u64 {
 mod tests {
     use super::*;
 
-    /// Looks: when, what was counted, whether there was a tracer.
-    fn seen(looks: &[(u64, u64, bool)]) -> Seen {
+    const OURS: Process = (2, 77);
+
+    /// Looks: when, what was counted, whose it was.
+    fn seen(looks: &[(u64, u64, Whose)]) -> Seen {
         let mut seen = Seen::default();
-        let note = |(at_us, counted, traced): &(u64, u64, bool)| {
-            seen.note((2, 77), Look { at_us: *at_us, counted: *counted, traced: *traced });
+        let note = |(at_us, counted, whose): &(u64, u64, Whose)| {
+            seen.note(OURS, Look { at_us: *at_us, counted: *counted, whose: *whose });
         };
         looks.iter().for_each(note);
         seen
     }
 
     fn untraced(looks: &[(u64, u64)]) -> Seen {
-        seen(&looks.iter().map(|(at_us, counted)| (*at_us, *counted, false)).collect::<Vec<_>>())
+        seen(&looks.iter().map(|(at_us, counted)| (*at_us, *counted, Whose::Program)).collect::<Vec<_>>())
     }
 
     fn program(seen: &Seen, host: u16, from: u64, to: u64) -> Vec<u64> {
-        seen.got_us(host, from, to).into_iter().map(|used| used.program).collect()
+        seen.got_us(host, from, to).into_iter().map(|(_, used)| used.program).collect()
     }
 
     #[test]
     fn what_a_process_got_in_a_time_is_told_as_far_as_it_is_sure() {
         let seen = untraced(&[(100, 10), (105, 14), (110, 14), (115, 14), (120, 14), (125, 19), (130, 19)]);
-        assert_eq!(seen.all[&(2, 77)].len(), 5, "those in the middle of a standstill say nothing");
+        assert_eq!(seen.all[&OURS].len(), 5, "those in the middle of a standstill say nothing");
         assert_eq!(program(&seen, 2, 100, 130), [9]);
         assert_eq!(program(&seen, 2, 101, 124), [0], "from 105 to 120 it stood still");
         assert_eq!(program(&seen, 2, 106, 118), [0], "nobody has to have looked just then");
@@ -219,21 +251,43 @@ mod tests {
     #[test]
     fn what_a_dump_does_inside_of_a_process_is_not_the_programs() {
         let seen = seen(&[
-            (100, 0, false),
-            (105, 4, false),
-            (110, 4, false),
-            (115, 9, true),
-            (120, 11, false),
-            (125, 14, false),
+            (100, 0, Whose::Program),
+            (105, 4, Whose::Program),
+            (110, 4, Whose::Program),
+            (115, 9, Whose::Tracer),
+            (120, 11, Whose::Program),
+            (125, 14, Whose::Program),
         ]);
-        assert_eq!(seen.got_us(2, 100, 125), [Used { program: 7, dump: 7 }]);
-        assert_eq!(seen.got_us(2, 105, 120), [Used { program: 0, dump: 7 }]);
+        assert_eq!(seen.got_us(2, 100, 125), [(OURS, Used { program: 7, dump: 7, end: 0 })]);
+        assert_eq!(seen.got_us(2, 105, 120), [(OURS, Used { program: 0, dump: 7, end: 0 })]);
+    }
+
+    #[test]
+    fn what_the_kernel_does_for_the_end_of_a_process_is_not_the_programs() {
+        let looks =
+            [(100, 0, Whose::Program), (105, 2, Whose::Tracer), (110, 5, Whose::Kernel), (115, 6, Whose::Kernel)];
+        let seen = seen(&looks);
+        assert_eq!(seen.got_us(2, 100, 115), [(OURS, Used { program: 0, dump: 2, end: 4 })]);
+        let more = |at, dump, end| (at, Used { program: 0, dump, end });
+        assert_eq!(seen.steps(OURS, 100, 115), [more(105, 2, 0), more(110, 0, 3), more(115, 0, 1)]);
+        assert_eq!(seen.steps(OURS, 106, 110), [more(110, 0, 3)]);
+    }
+
+    #[test]
+    fn a_process_that_was_killed_has_no_memory_until_somebody_takes_notice_of_its_end() {
+        let mut child = std::process::Command::new("sleep").arg("60").spawn().expect("sleep");
+        assert_eq!(look_at(child.id()).map(|look| look.whose), Some(Whose::Program));
+        child.kill().expect("killed");
+        let dead = || look_at(child.id()).filter(|look| look.whose == Whose::Kernel).ok_or("it has memory");
+        let dead = sempa_tests::eventually(Duration::from_secs(60), || dead().map_err(str::to_string));
+        child.wait().expect("it has ended");
+        dead.expect("killed");
     }
 
     #[test]
     fn a_process_that_nobody_traces_is_looked_at() {
         let look = look_at(std::process::id()).expect("it runs");
-        assert!(!look.traced && look.at_us > 0);
+        assert!(look.whose == Whose::Program && look.at_us > 0);
     }
 
     #[test]

@@ -94,7 +94,7 @@ impl Sim {
                     self.exit(proc, 9);
                 }
             }
-            ToTasker::Hold { tid, after } => {
+            ToTasker::Hold { tid, after } | ToTasker::Ease { tid, after, .. } => {
                 if let Some(proc) = self.find_spawned(on, tid) {
                     self.hold(on, proc, after);
                 }
