@@ -113,9 +113,12 @@ pub fn migrated(how: &Migrate) -> Result<bool> {
     let sizes = if how.sizes.is_empty() { usual.to_vec() } else { how.sizes.clone() };
     let few = |mib: u32| if mib >= LARGE_MIB || how.quick { REPETITIONS_FEW } else { REPETITIONS };
     fs::create_dir_all(&how.results).with_context(|| how.results.display().to_string())?;
-    let beds = [APART, 2, 2].map(|hosts| Testbed::new(hosts, Some(&how.prefix), &[]));
-    let beds = beds.into_iter().collect::<Result<Vec<Testbed>>>()?;
-    let vms = beds.iter().zip([None, Some(NOT_AHEAD), Some(AT_ONCE)]).map(|(bed, less)| started(bed, less, how.rate));
+    let rate = how.rate.map(|rate| rate.to_string());
+    let rate = rate.as_deref().map(|rate| (RATE, rate));
+    let envs = [None, Some(NOT_AHEAD), Some(AT_ONCE)].map(|less| rate.into_iter().chain(less).collect::<Vec<_>>());
+    let beds = [APART, 2, 2].iter().zip(&envs).map(|(hosts, env)| Testbed::with_env(*hosts, Some(&how.prefix), env));
+    let beds = beds.collect::<Result<Vec<Testbed>>>()?;
+    let vms = beds.iter().zip(&envs).map(|(bed, env)| started(bed, env));
     let vms = vms.collect::<Result<Vec<Vm<'_>>>>()?;
     let logs = |_: &_| vms.iter().for_each(|vm| eprintln!("{}", vm.logs()));
     let mut machine = Machine::describe(how.own_build, how.repetitions.unwrap_or(few(0)), how.quick);
@@ -136,10 +139,9 @@ pub fn migrated(how: &Migrate) -> Result<bool> {
 }
 
 /// A virtual machine of two hosts that has the program.
-fn started<'a>(bed: &'a Testbed, less: Option<(&str, &str)>, rate: Option<u64>) -> Result<Vm<'a>> {
-    let rate = rate.map(|rate| (RATE.to_string(), rate.to_string()));
-    let less = less.map(|(name, value)| (name.to_string(), value.to_string()));
-    let vm = Vm::start(bed, Settings { env: rate.into_iter().chain(less).collect(), ..Settings::default() })?;
+fn started<'a>(bed: &'a Testbed, env: &[(&str, &str)]) -> Result<Vm<'a>> {
+    let env = env.iter().map(|(name, value)| (name.to_string(), value.to_string())).collect();
+    let vm = Vm::start(bed, Settings { env, ..Settings::default() })?;
     vm.add(&["h2"])?;
     vm.program("memory")?;
     Ok(vm)

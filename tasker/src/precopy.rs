@@ -18,7 +18,11 @@ use std::time::{Duration, Instant};
 
 /// Resident memory from which on it goes ahead: less of it follows sooner than anybody could have sent it before.
 const FROM_BYTES: u64 = 64 << 20;
-/// Says when memory goes ahead of a task that it is to follow: `never`, `always`; anything else: from [`FROM_BYTES`] on.
+/// On a way on which memory passes faster than so many bytes per second it goes ahead no further. The target hands to the task what has
+/// gone ahead no more than twice as fast, so the whole move would take more than half as long again; and it does not follow for long.
+const FAST: u64 = 150_000_000;
+/// Says when memory goes ahead of a task that it is to follow: `never`, `always`; anything else: from [`FROM_BYTES`] on, and on ways
+/// that are not [`FAST`].
 const SETTING: &str = "SEMPA_PRE_COPY";
 /// So much more than a task had when it was accepted is taken, if it has grown since; the rest follows.
 const GROWN_BYTES_MAX: u64 = 64 << 20;
@@ -72,6 +76,11 @@ impl PreCopies {
     /// Whether memory of this task should go ahead, if it is to follow.
     pub(crate) fn should(&self, tid: Tid, facts: &TaskFacts) -> bool {
         !self.failed.contains(&tid) && self.from_bytes.is_some_and(|from| facts.resident_bytes >= from)
+    }
+
+    /// Also where it would follow soon enough.
+    fn always(&self) -> bool {
+        self.from_bytes == Some(0)
     }
 
     /// The way on which memory of this task went ahead, and what did. It is the dump's from now on.
@@ -157,6 +166,7 @@ impl Supervisor {
         let processes = task.crowd().pids();
         let gib = resident_bytes(&processes) >> 30;
         let hurry = Hurry::at(Instant::now() + ALLOWED_BASE + ALLOWED_PER_GIB * gib as u32);
+        let hurry = if self.moves.pre_copies.always() { hurry } else { hurry.where_faster_than(FAST) };
         // One that stands still changes nothing: what is not sent now is not sent any sooner later.
         if !task.hold.is_free() {
             hurry.up();

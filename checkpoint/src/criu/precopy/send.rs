@@ -28,6 +28,10 @@ const ENOUGH_PAGES: u64 = 1024;
 const WORTH_WHILE: u64 = 2;
 /// How long the other end may take nothing, or say nothing.
 const SILENCE_MAX: Duration = Duration::from_secs(60);
+/// How fast a way is cannot be seen by the first bytes: buffers on the way take them.
+const BUFFERED_BYTES: u64 = 16 << 20;
+/// It is seen by so many after them, again and again.
+const JUDGED_BYTES: u64 = 32 << 20;
 
 type Hash = [u8; HASH_BYTES];
 
@@ -36,12 +40,19 @@ type Hash = [u8; HASH_BYTES];
 pub struct Hurry {
     is_up: Arc<AtomicBool>,
     at: Instant,
+    fast: Option<u64>,
 }
 
 impl Hurry {
     /// From this moment on, unless it is before.
     pub fn at(at: Instant) -> Hurry {
-        Hurry { is_up: Arc::default(), at }
+        Hurry { is_up: Arc::default(), at, fast: None }
+    }
+
+    /// Also on a way on which memory passes faster than so many bytes per second.
+    #[must_use]
+    pub fn where_faster_than(self, bytes_per_second: u64) -> Hurry {
+        Hurry { fast: Some(bytes_per_second), ..self }
     }
 
     /// From now on, for good.
@@ -153,7 +164,8 @@ pub(in super::super) fn send(processes: &[i32], stream: &OwnedFd, hurry: &Hurry)
     stream.set_read_timeout(Some(SILENCE_MAX)).map_err(failed)?;
     let pages_max = heard(&mut stream)?.pages;
     let subjects: Vec<Subject> = processes.iter().filter_map(|pid| Subject::of(*pid)).collect();
-    let mut sender = Sender { sent: SentAhead::new(page_size()), stream: &stream, hurry, room: Vec::new(), pages_max };
+    let (sent, pace) = (SentAhead::new(page_size()), Pace::new());
+    let mut sender = Sender { sent, stream: &stream, hurry, room: Vec::new(), pages_max, pace };
     sender.rounds(&subjects).map_err(failed)?;
     let sent = sender.sent;
     // Who is to leave waits for the rest of this.
@@ -176,12 +188,44 @@ fn heard(stream: &mut UnixStream) -> Result<Head, Failure> {
     }
 }
 
+/// How fast the way takes memory. What it takes to read and to compare it does not count.
+#[derive(Debug)]
+struct Pace {
+    /// What has to pass yet before it is judged.
+    before: u64,
+    bytes: u64,
+    spent: Duration,
+}
+
+impl Pace {
+    fn new() -> Pace {
+        Pace { before: BUFFERED_BYTES, bytes: 0, spent: Duration::ZERO }
+    }
+
+    /// So many bytes have passed in that time. Bytes per second, when there were enough to say that.
+    fn passed(&mut self, bytes: u64, spent: Duration) -> Option<u64> {
+        if self.before > 0 {
+            self.before = self.before.saturating_sub(bytes);
+            return None;
+        }
+        (self.bytes, self.spent) = (self.bytes + bytes, self.spent + spent);
+        if self.bytes < JUDGED_BYTES {
+            return None;
+        }
+        let micros = self.spent.as_micros().max(1) as u64;
+        let rate = self.bytes.saturating_mul(1_000_000) / micros;
+        *self = Pace { before: 0, bytes: 0, spent: Duration::ZERO };
+        Some(rate)
+    }
+}
+
 struct Sender<'a> {
     sent: SentAhead,
     stream: &'a UnixStream,
     hurry: &'a Hurry,
     room: Vec<u8>,
     pages_max: u64,
+    pace: Pace,
 }
 
 impl Sender<'_> {
@@ -231,8 +275,13 @@ impl Sender<'_> {
             }
             if !run.is_empty() {
                 let (pages, address) = (run.len() as u64, address + (run.start * page) as u64);
+                let begun = Instant::now();
                 self.stream.write_all(&Form::Long.write(&Head { command: AHEAD, pages, address, process }))?;
                 self.stream.write_all(&self.room[run.start * page..run.end * page])?;
+                let rate = self.pace.passed((run.len() * page) as u64, begun.elapsed());
+                if rate.zip(self.hurry.fast).is_some_and(|(rate, fast)| rate > fast) {
+                    self.hurry.up();
+                }
                 run = 0..0;
             }
         }
@@ -309,6 +358,38 @@ mod tests {
         hurry.up();
         let sent = send(&[std::process::id() as i32], &ours, &hurry).expect("it is taken");
         assert_eq!((sent.bytes(), taking.join().expect("no panic").expect("it listens")), (0, 0));
+    }
+
+    #[test]
+    fn a_way_is_fast_by_what_passes_when_what_is_on_it_has_filled_up() {
+        let (mib, second) = (1 << 20, Duration::from_secs(1));
+        let mut pace = Pace::new();
+        let mut pass = |mibs: u64, each: Duration| (0..mibs).filter_map(|_| pace.passed(mib, each)).collect::<Vec<_>>();
+        assert_eq!(pass(16, Duration::ZERO), [0; 0], "into buffers");
+        assert_eq!(pass(31, second), [0; 0]);
+        assert_eq!(pass(1, second), [mib]);
+        assert_eq!(pass(64, second / 100), [100 * mib; 2], "it is looked at again and again");
+    }
+
+    #[test]
+    fn memory_stops_going_ahead_on_a_fast_way_and_does_not_on_another() {
+        let sent_where = |fast| {
+            let (ours, theirs) = UnixStream::pair().expect("descriptors");
+            let (ours, theirs) = (OwnedFd::from(ours), OwnedFd::from(theirs));
+            let (memory, _) = own(200 << 20 >> 12);
+            let taking = std::thread::spawn(move || {
+                let store = store::take(&theirs, u64::MAX).expect("all comes");
+                store.acknowledge(&theirs).expect("it listens");
+            });
+            let sent =
+                send(&[std::process::id() as i32], &ours, &later().where_faster_than(fast)).expect("it is taken");
+            taking.join().expect("no panic");
+            drop(memory);
+            sent.bytes()
+        };
+        let (bytes, enough) = (sent_where(0), BUFFERED_BYTES + JUDGED_BYTES);
+        assert!((enough..enough + (4 << 20)).contains(&bytes), "{bytes}");
+        assert!(sent_where(u64::MAX) > 200 << 20);
     }
 
     #[test]
