@@ -40,8 +40,8 @@ pub(crate) enum Hold {
         until: Instant,
         /// How urgent its threads were.
         lowered: Lowered,
-        /// The program's threads, which do not run, and when they may.
-        alone: Option<(Pinned, Instant)>,
+        /// Whether its library is alone.
+        alone: Alone,
     },
     /// It was told to stop.
     Stopping {
@@ -56,13 +56,36 @@ pub(crate) enum Hold {
     Still,
 }
 
+/// Whether of a task that runs to let go only the library does.
+#[derive(Debug, Default)]
+pub(crate) enum Alone {
+    /// Nobody has said so, or it cannot be done.
+    #[default]
+    Not,
+    /// The program's threads do not run.
+    Until {
+        /// Then they may.
+        until: Instant,
+        /// They run when it is dropped.
+        _pinned: Pinned,
+    },
+    /// It was, and that was not enough: it needs something that its program has.
+    Over,
+}
+
+impl Alone {
+    fn is_over(&self, now: Instant) -> bool {
+        matches!(self, Alone::Until { until, .. } if *until <= now)
+    }
+}
+
 impl Hold {
     /// How long until it has to be looked at, if at all.
     pub(crate) fn pause(&self, soon: Duration) -> Option<Duration> {
         match self {
             Hold::Free | Hold::Still => None,
             Hold::Easing { until, alone, .. } => {
-                let first = alone.as_ref().map_or(*until, |(_, alone)| *until.min(alone));
+                let first = if let Alone::Until { until: alone, .. } = alone { until.min(alone) } else { until };
                 Some(first.saturating_duration_since(Instant::now()))
             }
             Hold::Stopping { since, .. } if since.elapsed() < STOPS_SOON => Some(soon),
@@ -88,25 +111,22 @@ impl Hold {
 }
 
 impl Task {
-    /// Holds the task; it may run for so long yet, and if it stood still its library is `alone` for so long.
-    fn hold(&mut self, alone: Duration, after: Duration) {
+    /// Holds the task; it may run for so long yet.
+    fn hold(&mut self, after: Duration) {
         match (&self.phase, std::mem::take(&mut self.hold)) {
             (Phase::Running, hold) if after.is_zero() => self.stop_held(hold),
             (Phase::Running, hold) => {
-                let now = Instant::now();
-                let pin = || if alone.is_zero() { None } else { Some((self.pin_program()?, now + alone)) };
-                let (lowered, stood, alone) = match hold {
-                    Hold::Free => (Lowered::now(&self.members()), false, None),
-                    Hold::Easing { lowered, alone: pinned, .. } => {
-                        (lowered, false, pinned.filter(|_| !alone.is_zero()))
-                    }
-                    Hold::Stopping { lowered, .. } => (lowered, true, pin()),
-                    Hold::Still => (Lowered::now(&self.members()), true, pin()),
+                let until = Instant::now() + after;
+                let (lowered, stood) = match hold {
+                    Hold::Free => (Lowered::now(&self.members()), false),
+                    Hold::Easing { lowered, .. } => (lowered, false),
+                    Hold::Stopping { lowered, .. } => (lowered, true),
+                    Hold::Still => (Lowered::now(&self.members()), true),
                 };
                 if stood {
                     self.let_run();
                 }
-                self.hold = Hold::Easing { until: now + after, lowered, alone };
+                self.hold = Hold::Easing { until, lowered, alone: Alone::Not };
             }
             // It stands still, or will in a moment, and stays so when the move lets go of it.
             (_, hold) => {
@@ -116,21 +136,44 @@ impl Task {
         }
     }
 
+    /// Lets a held task run for so long, and nothing but its library at first. Said again meanwhile it changes nothing.
+    fn ease(&mut self, alone: Duration, after: Duration) {
+        if !matches!(self.phase, Phase::Running) || matches!(&self.hold, Hold::Free) {
+            return self.hold(after);
+        }
+        let stood = match std::mem::take(&mut self.hold) {
+            hold @ Hold::Easing { alone: Alone::Until { .. } | Alone::Over, .. } => return self.hold = hold,
+            // Whom the kernel has to wake for that must not be behind everybody else.
+            hold => {
+                let stood = !matches!(hold, Hold::Easing { .. });
+                hold.restore(self);
+                stood
+            }
+        };
+        let (now, pinned) = (Instant::now(), self.pin_program());
+        let alone = pinned.map_or(Alone::Not, |pinned| Alone::Until { until: now + alone, _pinned: pinned });
+        let lowered = Lowered::now(&self.members());
+        if stood {
+            self.let_run();
+        }
+        self.hold = Hold::Easing { until: now + after, lowered, alone };
+    }
+
     /// Gives a held task a moment in which it can end by itself.
     pub(crate) fn let_end(&mut self) {
-        self.hold(Duration::ZERO, END_ALLOWED);
+        self.hold(END_ALLOWED);
     }
 
     /// Gives a held task so long to end as it was asked to.
     pub(crate) fn let_run_for(&mut self, time: Duration) {
-        self.hold(Duration::ZERO, time);
+        self.hold(time);
     }
 
     /// Stops it, from whatever it is.
     fn stop_held(&mut self, hold: Hold) {
         let (lowered, alone) = match hold {
             Hold::Still | Hold::Stopping { .. } => return self.hold = hold,
-            Hold::Free => (Lowered::default(), None),
+            Hold::Free => (Lowered::default(), Alone::Not),
             Hold::Easing { lowered, alone, .. } => (lowered, alone),
         };
         if let Some(group) = self.group() {
@@ -139,21 +182,18 @@ impl Task {
         }
         // Who had been stopped by signal shows as such in a frozen group, too.
         self.note_stopped();
-        let told = if alone.is_some() && self.frozen().is_none() { self.stop_pinned() } else { BTreeSet::new() };
+        let told = match alone {
+            Alone::Until { .. } if self.frozen().is_none() => stop::stop_frozen(&self.crowd()),
+            _ => BTreeSet::new(),
+        };
         drop(alone);
         self.hold = Hold::Stopping { told, since: Instant::now(), lowered };
     }
 
-    /// Tells a task to stop of which threads are pinned: before they are let go. Answers who has been told.
-    fn stop_pinned(&self) -> BTreeSet<i32> {
-        let mut told = BTreeSet::new();
-        stop::all_still(&self.crowd(), &mut told);
-        told
-    }
-
-    /// Keeps the program of a task that stands still from running when it is let run. `None` where that cannot be done.
+    /// Keeps the program from running. Who had been stopped before does not run anyway, and is to be found like that. `None` where that
+    /// cannot be done.
     fn pin_program(&self) -> Option<Pinned> {
-        let threads = ease::of_programs(&self.members());
+        let threads = ease::of_programs(&stop::that_ran(self.members(), &self.stopped_before));
         if threads.is_empty() { None } else { Pinned::threads(threads).ok() }
     }
 
@@ -172,7 +212,7 @@ impl Task {
             self.hold = Hold::Still;
         }
         let mut told = match hold {
-            Hold::Easing { alone: Some(_), .. } => self.stop_pinned(),
+            Hold::Easing { alone: Alone::Until { .. }, .. } => stop::stop_frozen(&self.crowd()),
             _ => BTreeSet::new(),
         };
         told.extend(hold.restore(self));
@@ -202,8 +242,9 @@ impl Task {
         let now = Instant::now();
         if let Hold::Easing { until, alone, .. } = &mut self.hold {
             if *until > now {
-                // The library needs something that its program has.
-                alone.take_if(|(_, until)| *until <= now);
+                if alone.is_over(now) {
+                    *alone = Alone::Over;
+                }
                 return false;
             }
             let hold = std::mem::take(&mut self.hold);
@@ -226,10 +267,19 @@ impl Task {
 }
 
 impl Supervisor {
-    /// The owner's side wants this task held. If it stood still before, its library is `alone` for so long.
-    pub(crate) fn hold(&mut self, tid: Tid, alone: Micros, after: Micros) {
+    /// The owner's side wants this task held.
+    pub(crate) fn hold(&mut self, tid: Tid, after: Micros) {
+        self.hold_by(tid, |task| task.hold(Duration::from_micros(after.0)));
+    }
+
+    /// A held task has to let go yet.
+    pub(crate) fn ease(&mut self, tid: Tid, alone: Micros, after: Micros) {
+        self.hold_by(tid, |task| task.ease(Duration::from_micros(alone.0), Duration::from_micros(after.0)));
+    }
+
+    fn hold_by(&mut self, tid: Tid, hold: impl FnOnce(&mut Task)) {
         let Some(task) = self.tasks.get_mut(&tid) else { return };
-        task.hold(Duration::from_micros(alone.0), Duration::from_micros(after.0));
+        hold(task);
         let is_still = matches!(task.hold, Hold::Still);
         // It changes nothing of its memory any more: what has not gone ahead is not sooner there for that.
         self.moves.pre_copies.hurry_up(tid);

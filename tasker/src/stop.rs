@@ -58,12 +58,17 @@ pub(crate) fn stopped_now(pids: &[i32]) -> Vec<i32> {
     stopped.filter_map(inner_pid).collect()
 }
 
+/// Those of these processes that had not been stopped before the others were.
+pub(crate) fn that_ran(mut pids: Vec<i32>, stopped_before: &[i32]) -> Vec<i32> {
+    let stood = |pid: i32| inner_pid(pid).is_some_and(|inner| stopped_before.contains(&inner));
+    pids.retain(|pid| stopped_before.is_empty() || !stood(*pid));
+    pids
+}
+
 /// Sends SIGCONT to everybody but those who had been stopped before.
 pub(crate) fn continue_all(crowd: &Crowd<'_>, stopped_before: &[i32]) {
-    for pid in crowd.pids() {
-        if stopped_before.is_empty() || !inner_pid(pid).is_some_and(|inner| stopped_before.contains(&inner)) {
-            let _ = sys::kill_raw(pid, libc::SIGCONT);
-        }
+    for pid in that_ran(crowd.pids(), stopped_before) {
+        let _ = sys::kill_raw(pid, libc::SIGCONT);
     }
 }
 
@@ -105,8 +110,8 @@ pub(crate) fn finish_forks(pids: &[i32], stopped_before: &[i32], told: &mut BTre
         > 0
 }
 
-/// Sends SIGSTOP to the processes of a frozen task that do not have it already, so that nobody runs when it is thawed. Answers
-/// whom. A child between vfork and exec is left out as in [`all_still`]: it runs on until its parent can stop.
+/// Sends SIGSTOP to the processes of a frozen or pinned task that do not have it already, so that nobody runs when it is thawed or let
+/// go. Answers whom. A child between vfork and exec is left out as in [`all_still`]: it runs on until its parent can stop.
 pub(crate) fn stop_frozen(crowd: &Crowd<'_>) -> BTreeSet<i32> {
     let borrows = |pid: i32| parent(pid).is_some_and(|parent| sys::share_memory(pid, parent));
     let told = crowd.pids().into_iter().filter(|pid| !is_stopped_by_signal(*pid) && !borrows(*pid));

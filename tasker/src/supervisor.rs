@@ -18,7 +18,7 @@ use nix::unistd::Pid;
 use sempa_proto::engine::{Asked, Engine};
 use sempa_proto::migration::Refusal;
 use sempa_proto::tasker::{Capabilities, FromTasker, StartTask, ToTasker};
-use sempa_proto::{Micros, MigrationId, Tid};
+use sempa_proto::{MigrationId, Tid};
 use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -247,8 +247,8 @@ impl Supervisor {
                 }
             }
             ToTasker::Kill { tid } => self.kill(tid),
-            ToTasker::Hold { tid, after } => self.hold(tid, Micros::default(), after),
-            ToTasker::Ease { tid, alone, after } => self.hold(tid, alone, after),
+            ToTasker::Hold { tid, after } => self.hold(tid, after),
+            ToTasker::Ease { tid, alone, after } => self.ease(tid, alone, after),
             ToTasker::GoOn { tid } => self.free(tid),
             about_a_move => {
                 // It waits for the trial, so the trial need not wait.

@@ -237,7 +237,8 @@ fn of_a_held_task_that_has_to_let_go_the_library_runs_and_the_program_only_if_th
     for env in [&[][..], BY_SIGNAL] {
         let (mut tasker, counts) = (Tasker::start_with(env), Counts::new(dir.path()));
         let pid = tasker.run(tid(1), &program, &[counts.0.to_str().expect("text")]);
-        let (of_program, of_library) = (|| counts.word(0), || counts.word(1));
+        let (of_program, of_library) = (|| counts.word(0) + counts.word(2), || counts.word(1));
+        counts.wait_for_the_stopped();
         let counts_on = |what: &str, counts: &dyn Fn() -> u64| {
             let before = counts();
             wait_until(what, || counts() > before + 10);
@@ -265,6 +266,8 @@ fn of_a_held_task_that_has_to_let_go_the_library_runs_and_the_program_only_if_th
         eased(&mut tasker, LONG);
         tasker.send(ToTasker::GoOn { tid: tid(1) });
         counts_on("the program goes on", &of_program);
+        counts_on("its child does", &|| counts.word(2));
+        assert_eq!(counts.word(3), 0, "a child that had stopped itself was woken");
         held(&mut tasker, NOW, &mut Vec::new());
         eased(&mut tasker, LONG);
         tasker.send(ToTasker::Kill { tid: tid(1) });
@@ -285,25 +288,29 @@ fn a_task_of_which_the_library_runs_alone_can_be_stopped_for_a_move_and_moves() 
         let (mut here, mut there) = (Tasker::start_with(env), Tasker::start_with(env));
         let counts = Counts::new(dir.path());
         here.run(tid(1), &program, &[counts.0.to_str().expect("text")]);
-        wait_until("both run", || counts.word(0) > 10 && counts.word(1) > 10);
+        wait_until("all run", || [0, 1, 2].iter().all(|index| counts.word(*index) > 10));
+        counts.wait_for_the_stopped();
         let (id, images, mut seen) = (common::migration(1), dir.path().join("images"), Vec::new());
         let facts = inspect(&mut here, tid(1), id).expect("it can move");
         assert_eq!(prepare(&mut there, tid(1), id, facts), []);
         held(&mut here, NOW, &mut seen);
-        let before = counts.word(0);
+        let of_program = || counts.word(0) + counts.word(2);
+        let before = of_program();
         eased(&mut here, LONG);
         let library = counts.word(1);
         wait_until("the library runs alone", || counts.word(1) > library + 10);
-        assert_eq!(counts.word(0), before, "the program has run beside its library");
+        assert_eq!(of_program(), before, "the program has run beside its library");
         stop(&mut here, tid(1), id, &mut seen);
-        assert_eq!(counts.word(0), before, "the program has run on its way to its stop");
+        assert_eq!(of_program(), before, "the program has run on its way to its stop");
         dump(&mut here, tid(1), id, &images, &mut seen).expect("a dump");
-        assert_eq!(counts.word(0), before, "the program has run");
+        assert_eq!(of_program(), before, "the program has run");
         restore(&mut there, tid(1), id, &images).expect("a restore");
         let used = kill_moved(&mut here, tid(1), id, &mut seen);
         there.send(ToTasker::Run { migration: id, used, held: false });
         there.until(&mut Vec::new(), |m| matches!(m, FromTasker::Ran { result: Ok(()), .. }).then_some(()));
-        wait_until("the program goes on there", || counts.word(0) > before);
+        let (program, child) = (counts.word(0), counts.word(2));
+        wait_until("the program goes on there", || counts.word(0) > program && counts.word(2) > child);
+        assert_eq!(counts.word(3), 0, "a child that had stopped itself was woken");
         there.send(ToTasker::Kill { tid: tid(1) });
         there.follow_to_the_end(tid(1));
         here.stop();
@@ -346,6 +353,15 @@ impl Counts {
     fn word(&self, index: usize) -> u64 {
         let bytes = std::fs::read(&self.0).expect("it is there");
         u64::from_ne_bytes(bytes[index * 8..][..8].try_into().expect("eight"))
+    }
+
+    /// Waits until one of the processes has stopped itself.
+    fn wait_for_the_stopped(&self) {
+        let mark = self.0.to_str().expect("text");
+        let stat = |pid: i32| std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+        wait_until("one has stopped itself", || {
+            common::processes_with(mark).into_iter().any(|pid| stat(pid).contains(") T "))
+        });
     }
 
     fn steps(&self) -> u64 {

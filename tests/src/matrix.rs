@@ -254,8 +254,13 @@ fn on_one(system: System, what: &dyn Fn(&Machine) -> Result<Vec<Heard>>) -> Resu
 /// itself comes to nothing judges nobody; it is done again, from the start.
 fn on_pvm_until_it_judges(what: &dyn Fn(&Machine) -> Result<Vec<Heard>>) -> Result<Vec<Heard>> {
     for _ in 1..RUNS_OF_PVM {
-        let heard = on_pvm(what)?;
-        let Some(error) = heard.iter().find_map(|case| case.as_ref().err()) else { return Ok(heard) };
+        let error = match on_pvm(what) {
+            Ok(heard) => match heard.iter().find_map(|case| case.as_ref().err()) {
+                Some(error) => error.clone(),
+                None => return Ok(heard),
+            },
+            Err(error) => format!("{error:#}"),
+        };
         eprintln!("PVM 3.4.6 failed itself, it is run again: {error}");
     }
     on_pvm(what)

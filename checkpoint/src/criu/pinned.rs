@@ -6,7 +6,7 @@
 use super::ptrace;
 use super::relay;
 use std::io;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -14,9 +14,9 @@ use std::time::Duration;
 const BEGIN_ALLOWED: Duration = Duration::from_millis(20);
 /// How often somebody looks whether one has ended: what is traced nobody else can reap.
 const LOOK: Duration = Duration::from_millis(5);
-/// How long they may take to come to the stop from which they are let go. What the kernel has not let out of a call by then goes on
-/// when it does.
-const END_ALLOWED: Duration = Duration::from_millis(100);
+/// How long they may take to come to the stop from which they are let go: others wait for that. The kernel lets go of the rest when
+/// their tracer has ended.
+const END_ALLOWED: Duration = Duration::from_millis(10);
 
 /// Threads that do not run. Dropping it lets them go: those of stopped or frozen processes then stand still like these.
 #[derive(Debug)]
@@ -28,7 +28,7 @@ pub struct Pinned {
 }
 
 impl Pinned {
-    /// Takes hold of these threads, all of processes that stand still. One that cannot be traced will run with the others.
+    /// Takes hold of these threads, best of processes that stand still. One that cannot be traced will run with the others.
     ///
     /// # Errors
     /// There is no thread to trace them. Nothing is pinned.
@@ -51,12 +51,15 @@ impl Drop for Pinned {
 
 fn pin(mut tids: Vec<i32>, begins: &Sender<()>, until: &Receiver<()>) {
     super::process::hurry_thread();
+    // Who asked may have given up by the time that it is through with one of them.
+    let is_over = || until.try_recv() == Err(TryRecvError::Disconnected);
     // Fails for one that has ended, and where others trace.
-    tids.retain(|tid| ptrace::seize(*tid).and_then(|()| ptrace::interrupt(*tid)).is_ok());
+    tids.retain(|tid| !is_over() && ptrace::seize(*tid).and_then(|()| ptrace::interrupt(*tid)).is_ok());
     // Who asked may have waited long enough.
     let _ = begins.send(());
     let has_ended = |tid: &i32| !matches!(ptrace::hear(*tid), Ok(None | Some(ptrace::News::Stopped(_))));
     while until.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
+        // Then all of them are let go: whoever waits for its end is not to wait for the others.
         if tids.iter().any(has_ended) {
             break;
         }

@@ -164,7 +164,7 @@ pub(in super::super) fn send(processes: &[i32], stream: &OwnedFd, hurry: &Hurry)
     stream.set_read_timeout(Some(SILENCE_MAX)).map_err(failed)?;
     let pages_max = heard(&mut stream)?.pages;
     let subjects: Vec<Subject> = processes.iter().filter_map(|pid| Subject::of(*pid)).collect();
-    let (sent, pace) = (SentAhead::new(page_size()), Pace::new());
+    let (sent, pace) = (SentAhead::new(page_size()), Pace::new(Instant::now()));
     let mut sender = Sender { sent, stream: &stream, hurry, room: Vec::new(), pages_max, pace };
     sender.rounds(&subjects).map_err(failed)?;
     let sent = sender.sent;
@@ -188,33 +188,33 @@ fn heard(stream: &mut UnixStream) -> Result<Head, Failure> {
     }
 }
 
-/// How fast the way takes memory. What it takes to read and to compare it does not count.
+/// How fast memory passes, with what it takes to read it: of a way that is faster than this it cannot be seen how fast it is.
 #[derive(Debug)]
 struct Pace {
     /// What has to pass yet before it is judged.
     before: u64,
     bytes: u64,
-    spent: Duration,
+    since: Instant,
 }
 
 impl Pace {
-    fn new() -> Pace {
-        Pace { before: BUFFERED_BYTES, bytes: 0, spent: Duration::ZERO }
+    fn new(now: Instant) -> Pace {
+        Pace { before: BUFFERED_BYTES, bytes: 0, since: now }
     }
 
-    /// So many bytes have passed in that time. Bytes per second, when there were enough to say that.
-    fn passed(&mut self, bytes: u64, spent: Duration) -> Option<u64> {
+    /// So many more bytes have passed. Bytes per second, when there were enough to say that.
+    fn passed(&mut self, bytes: u64, now: Instant) -> Option<u64> {
         if self.before > 0 {
-            self.before = self.before.saturating_sub(bytes);
+            (self.before, self.since) = (self.before.saturating_sub(bytes), now);
             return None;
         }
-        (self.bytes, self.spent) = (self.bytes + bytes, self.spent + spent);
+        self.bytes += bytes;
         if self.bytes < JUDGED_BYTES {
             return None;
         }
-        let micros = self.spent.as_micros().max(1) as u64;
+        let micros = now.saturating_duration_since(self.since).as_micros().max(1) as u64;
         let rate = self.bytes.saturating_mul(1_000_000) / micros;
-        *self = Pace { before: 0, bytes: 0, spent: Duration::ZERO };
+        *self = Pace { before: 0, bytes: 0, since: now };
         Some(rate)
     }
 }
@@ -275,10 +275,9 @@ impl Sender<'_> {
             }
             if !run.is_empty() {
                 let (pages, address) = (run.len() as u64, address + (run.start * page) as u64);
-                let begun = Instant::now();
                 self.stream.write_all(&Form::Long.write(&Head { command: AHEAD, pages, address, process }))?;
                 self.stream.write_all(&self.room[run.start * page..run.end * page])?;
-                let rate = self.pace.passed((run.len() * page) as u64, begun.elapsed());
+                let rate = self.pace.passed((run.len() * page) as u64, Instant::now());
                 if rate.zip(self.hurry.fast).is_some_and(|(rate, fast)| rate > fast) {
                     self.hurry.up();
                 }
@@ -363,8 +362,15 @@ mod tests {
     #[test]
     fn a_way_is_fast_by_what_passes_when_what_is_on_it_has_filled_up() {
         let (mib, second) = (1 << 20, Duration::from_secs(1));
-        let mut pace = Pace::new();
-        let mut pass = |mibs: u64, each: Duration| (0..mibs).filter_map(|_| pace.passed(mib, each)).collect::<Vec<_>>();
+        let mut now = Instant::now();
+        let mut pace = Pace::new(now);
+        let mut pass = |mibs: u64, each: Duration| {
+            let mut one = || {
+                now += each;
+                pace.passed(mib, now)
+            };
+            (0..mibs).filter_map(|_| one()).collect::<Vec<u64>>()
+        };
         assert_eq!(pass(16, Duration::ZERO), [0; 0], "into buffers");
         assert_eq!(pass(31, second), [0; 0]);
         assert_eq!(pass(1, second), [mib]);
