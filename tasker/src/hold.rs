@@ -150,6 +150,9 @@ impl Task {
                 stood
             }
         };
+        if !stood {
+            self.note_stopped();
+        }
         let (now, pinned) = (Instant::now(), self.pin_program());
         let alone = pinned.map_or(Alone::Not, |pinned| Alone::Until { until: now + alone, _pinned: pinned });
         let lowered = Lowered::now(&self.members());

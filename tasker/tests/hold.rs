@@ -102,17 +102,17 @@ fn a_held_task_moves_without_running_and_stays_held_where_guests_are_not_wanted_
     }
     let dir = tempfile::tempdir().expect("dir");
     let (mut here, mut there) = (Tasker::start(), Tasker::start());
-    let pid = here.run(tid(1), &program(dir.path(), "counter"), &[]);
+    here.run(tid(1), &program(dir.path(), "counter"), &[]);
     let (mut output, mut seen) = (Vec::new(), Vec::new());
     here.output_until(tid(1), &mut output, |text| lines(text) > 100);
     held(&mut here, Micros::from_millis(10), &mut seen);
-    let before = used(pid);
+    output.extend(output_of(&std::mem::take(&mut seen), tid(1)));
     let (id, images) = (common::migration(1), dir.path().join("images"));
     let facts = inspect(&mut here, tid(1), id).expect("it can move");
     assert_eq!(prepare(&mut there, tid(1), id, facts), []);
     stop(&mut here, tid(1), id, &mut seen);
     dump(&mut here, tid(1), id, &images, &mut seen).expect("a dump");
-    assert!(used(pid) <= before + 1, "a dump costs it little, and it ran for nothing else");
+    assert!(output_of(&seen, tid(1)).is_empty(), "it has run");
     let copy = restore(&mut there, tid(1), id, &images).expect("a restore");
     let used_here = kill_moved(&mut here, tid(1), id, &mut seen);
     there.send(ToTasker::Run { migration: id, used: used_here, held: true });
@@ -267,6 +267,14 @@ fn of_a_held_task_that_has_to_let_go_the_library_runs_and_the_program_only_if_th
         tasker.send(ToTasker::GoOn { tid: tid(1) });
         counts_on("the program goes on", &of_program);
         counts_on("its child does", &|| counts.word(2));
+        // While it has its time to let go.
+        tasker.send(ToTasker::Hold { tid: tid(1), after: LONG });
+        eased(&mut tasker, LONG);
+        let before = of_program();
+        counts_on("the library runs alone", &of_library);
+        held(&mut tasker, NOW, &mut Vec::new());
+        tasker.send(ToTasker::GoOn { tid: tid(1) });
+        wait_until("the program goes on", || of_program() > before);
         assert_eq!(counts.word(3), 0, "a child that had stopped itself was woken");
         held(&mut tasker, NOW, &mut Vec::new());
         eased(&mut tasker, LONG);
