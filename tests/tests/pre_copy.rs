@@ -14,6 +14,8 @@ const SOON: Duration = Duration::from_secs(60);
 const LARGE: (&str, u64) = ("96", 96 << 20);
 /// So slowly, in bytes per second, that it goes ahead for longer than any of these tests takes.
 const SLOWLY: (&str, &str) = ("SEMPA_MOVE_RATE", "1000000");
+/// A way on which it goes ahead: on a fast one it would follow soon enough.
+const SLOW: (&str, &str) = ("SEMPA_MOVE_RATE", "40000000");
 /// So much has gone ahead when a fault comes.
 const BEGUN: u64 = 2 << 20;
 
@@ -29,7 +31,7 @@ fn went_ahead(vm: &Vm) -> Vec<u64> {
 
 #[test]
 fn a_task_that_writes_while_its_memory_goes_ahead_is_whole_and_most_of_it_passes_once() {
-    with_hosts(3, &[], |vm| {
+    with_hosts(3, &[SLOW], |vm| {
         let tid = vm.spawn(&["-h2", "hold", LARGE.0, "writes"]).expect("spawned");
         is_whole(vm, &tid);
         for (from, to) in [(2, "h3"), (3, "h1"), (1, "h2")] {
