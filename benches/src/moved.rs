@@ -1,6 +1,7 @@
 //! `cargo xtask bench migrate`: how long a task stands still while it is moved, by its own clock, beside the same process
 //! moved by bare CRIU: dumped to memory, its images copied, restored; beside the same task where memory follows tasks and none
-//! goes ahead; and beside the same task where all memory goes with the images. All are there at the same time and take turns, so that a busy minute of the machine hurts them alike.
+//! goes ahead; and beside the same task where all memory goes with the images. All are there at the same time and take turns, so
+//! that a busy minute of the machine hurts them alike.
 
 use crate::figures::median;
 use crate::machine::Machine;

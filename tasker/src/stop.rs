@@ -98,13 +98,12 @@ pub(crate) fn finish_forks(pids: &[i32], stopped_before: &[i32], told: &mut BTre
     if pids.len() < 2 {
         return false;
     }
-    let stood = |pid: i32| inner_pid(pid).is_some_and(|inner| stopped_before.contains(&inner));
-    let on_the_way = pids.iter().filter(|pid| facts::has_library_sockets(**pid) && !stood(**pid));
+    let on_the_way = that_ran(pids.to_vec(), stopped_before).into_iter().filter(|pid| facts::has_library_sockets(*pid));
     on_the_way
         .map(|pid| {
-            told.remove(pid);
+            told.remove(&pid);
             // One that has ended has nothing open.
-            let _ = sys::kill_raw(*pid, libc::SIGCONT);
+            let _ = sys::kill_raw(pid, libc::SIGCONT);
         })
         .count()
         > 0
