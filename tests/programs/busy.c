@@ -6,7 +6,8 @@
  *   busy ask TID           from a command line: asks one such task and prints "gap FROM TO" for each, in microseconds since
  *                          1970, oldest first, then "now TIME"
  *   busy farm COUNT UNITS  from a command line: spawns so many tasks that do so many units of work each and watch their
- *                          clocks. Prints "spawned TID" for each; when one has ended "gap TID FROM TO" for each of its gaps and
+ *                          clocks. Prints "spawned TID" for each; when one has ended "watched TID FROM TO", between which it
+ *                          has looked at its clock all the time, "gap TID FROM TO" for each of its gaps and
  *                          "task TID right|wrong"; then "farm COUNT"
  *   busy work UNITS        as a task: one of these
  */
@@ -108,13 +109,15 @@ static int labour(int me, unsigned units)
     int parent = pvm_parent();
     if (parent < 0)
         return 2;
-    last = now_us(CLOCK_REALTIME);
+    long watched[2] = { last = now_us(CLOCK_REALTIME), 0 };
     for (unsigned unit = 0; unit < units; unit++)
         for (unsigned done = 0; done < STEPS_PER_UNIT; done += STEPS_PER_LOOK) {
             x = steps(x, STEPS_PER_LOOK);
             look();
         }
+    watched[1] = last;
     pack_gaps();
+    pvm_pklong(watched, 2, 1);
     pvm_pkuint(&x, 1, 1);
     return pvm_send(parent, TAG_DONE) < 0 ? 3 : 0;
 }
@@ -130,9 +133,12 @@ static int farm(int number, char *units)
     fflush(stdout);
     for (int done = 0; done < number; done++) {
         int buf = pvm_recv(-1, TAG_DONE), len, tag, tid;
+        long watched[2];
         unsigned result;
-        if (buf < 0 || pvm_bufinfo(buf, &len, &tag, &tid) < 0 || unpack_gaps() || pvm_upkuint(&result, 1, 1) < 0)
+        if (buf < 0 || pvm_bufinfo(buf, &len, &tag, &tid) < 0 || unpack_gaps() || pvm_upklong(watched, 2, 1) < 0
+            || pvm_upkuint(&result, 1, 1) < 0)
             return 3;
+        printf("watched t%x %ld %ld\n", tid, watched[0], watched[1]);
         for (int i = 0; i < count; i++)
             printf("gap t%x %ld %ld\n", tid, gaps[2 * i], gaps[2 * i + 1]);
         int right = result == expected((uint32_t)tid, (unsigned)atoi(units));

@@ -7,7 +7,7 @@ mod kernels;
 
 use crate::demo::{self, hosts_join, start_search};
 use anyhow::{Context, Result, ensure};
-use judge::{Decision, Gaps, GotOn, Late, Outcome, RanOn, Stay};
+use judge::{Clocks, Decision, GotOn, Late, Outcome, RanOn, Stay};
 use kernels::{Watch, now_us};
 use sempa_tests::dice::Dice;
 use sempa_tests::run::Running;
@@ -85,12 +85,12 @@ fn watch(vm: &Vm, span: Duration) -> Result<Outcome> {
     }
     leave(&mut there, &mut stays, |_| true)?;
     say("everybody has left; waiting for tablix2 and the farm to end by themselves");
-    let gaps = jobs.finish(vm, &mut outcome)?;
+    let clocks = jobs.finish(vm, &mut outcome)?;
     outcome.seconds = begin.elapsed().as_secs();
     note(vm, &mut events)?;
     let (events, seen) = (events.into_values().collect::<Vec<Entry>>(), kernels.end()?);
     let decisions = names.into_iter().map(|(index, name)| Ok((index, (name.clone(), decisions(vm, &name)?))));
-    outcome.judge(&events, &stays, &decisions.collect::<Result<_>>()?, &gaps, &seen);
+    outcome.judge(&events, &stays, &decisions.collect::<Result<_>>()?, &clocks, &seen);
     Ok(outcome)
 }
 
@@ -99,13 +99,13 @@ struct Jobs {
     search: Running,
     farm: Running,
     units: u64,
-    gaps: Gaps,
+    clocks: Clocks,
 }
 
 impl Jobs {
     fn start(vm: &Vm, span: Duration) -> Result<Jobs> {
         let units = span.as_secs() * UNITS_PER_SECOND;
-        Ok(Jobs { search: start_search(vm, say)?, farm: start_farm(vm, units)?, units, gaps: Gaps::new() })
+        Ok(Jobs { search: start_search(vm, say)?, farm: start_farm(vm, units)?, units, clocks: Clocks::new() })
     }
 
     /// What has ended is judged and begins again.
@@ -116,16 +116,16 @@ impl Jobs {
         }
         if self.farm.poll()?.is_some() {
             let ended = std::mem::replace(&mut self.farm, start_farm(vm, self.units)?);
-            harvested(ended, SOON, outcome, &mut self.gaps);
+            harvested(ended, SOON, outcome, &mut self.clocks);
         }
         Ok(())
     }
 
-    /// Waits for both; the gaps in the own times of all workers there were.
-    fn finish(mut self, vm: &Vm, outcome: &mut Outcome) -> Result<Gaps> {
+    /// Waits for both; what the clocks of all workers there were say.
+    fn finish(mut self, vm: &Vm, outcome: &mut Outcome) -> Result<Clocks> {
         searched(vm, self.search, REST_TIME, outcome);
-        harvested(self.farm, REST_TIME, outcome, &mut self.gaps);
-        Ok(self.gaps)
+        harvested(self.farm, REST_TIME, outcome, &mut self.clocks);
+        Ok(self.clocks)
     }
 }
 
@@ -152,10 +152,10 @@ fn searched(vm: &Vm, search: Running, deadline: Duration, outcome: &mut Outcome)
 }
 
 /// A farm has ended, or has to: each of its tasks has the right result.
-fn harvested(farm: Running, deadline: Duration, outcome: &mut Outcome, gaps: &mut Gaps) {
+fn harvested(farm: Running, deadline: Duration, outcome: &mut Outcome, clocks: &mut Clocks) {
     outcome.farms += 1;
     match farm.finish(deadline).and_then(|done| done.expect_good("the farm")) {
-        Ok(done) => match read_farm(&done.out, gaps) {
+        Ok(done) => match read_farm(&done.out, clocks) {
             right if right == WORKERS => outcome.results += right,
             right => {
                 outcome.reasons.push(format!("{right} of {WORKERS} tasks of a farm had the right result: {}", done.out))
@@ -165,17 +165,18 @@ fn harvested(farm: Running, deadline: Duration, outcome: &mut Outcome, gaps: &mu
     }
 }
 
-/// Right results of a farm; the gaps in its tasks' own times are added to the others.
-fn read_farm(out: &str, gaps: &mut Gaps) -> usize {
+/// Right results of a farm; what its tasks' own clocks say is added to the others.
+fn read_farm(out: &str, clocks: &mut Clocks) -> usize {
+    let span = |from: &str, to: &str| Some((from.parse::<u64>().ok()?, to.parse::<u64>().ok()?));
     let mut right = 0;
     for line in out.lines() {
         match line.split(' ').collect::<Vec<_>>()[..] {
-            ["spawned", tid] => drop(gaps.entry(tid.to_string()).or_default()),
-            ["gap", tid, from, to] => {
-                if let Ok(gap) = from.parse().and_then(|from| Ok((from, to.parse()?))) {
-                    gaps.entry(tid.to_string()).or_default().push(gap);
-                }
+            ["spawned", tid] => drop(clocks.entry(tid.to_string()).or_default()),
+            ["watched", tid, from, to] => {
+                let clock = clocks.entry(tid.to_string()).or_default();
+                (clock.first, clock.last) = span(from, to).unwrap_or_default();
             }
+            ["gap", tid, from, to] => clocks.entry(tid.to_string()).or_default().gaps.extend(span(from, to)),
             ["task", _, "right"] => right += 1,
             _ => {}
         }
@@ -284,10 +285,12 @@ mod tests {
 
     #[test]
     fn a_farm_says_which_results_are_right_and_when_its_tasks_stood_still() {
-        let mut gaps = Gaps::new();
-        let out = "spawned t40002\nspawned t40003\ngap t40003 100 250\ntask t40003 right\ntask t40002 wrong\nfarm 2\n";
-        assert_eq!(read_farm(out, &mut gaps), 1);
-        assert_eq!(gaps["t40003"], [(100, 250)]);
-        assert_eq!(gaps["t40002"], [], "it never stood still, and is a worker all the same");
+        let mut clocks = Clocks::new();
+        let out = "spawned t40002\nspawned t40003\nwatched t40003 10 400\ngap t40003 100 250\ntask t40003 right\n\
+                   watched t40002 12 300\ntask t40002 wrong\nfarm 2\n";
+        assert_eq!(read_farm(out, &mut clocks), 1);
+        let told = |tid: &str| (clocks[tid].first, clocks[tid].last, clocks[tid].gaps.clone());
+        assert_eq!(told("t40003"), (10, 400, vec![(100, 250)]));
+        assert_eq!(told("t40002"), (12, 300, vec![]), "it never stood still, and is a worker all the same");
     }
 }

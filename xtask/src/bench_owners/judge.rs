@@ -21,8 +21,40 @@ const AFTER_US: u64 = 1_000_000;
 /// Of what is to be judged so many in a hundred may escape us: a task that ended just then, a process that nobody had found yet.
 const SKIPPED_PERCENT_MAX: usize = 5;
 
-/// Gaps in the own time of each worker, in microseconds since 1970, by tid as printed.
-pub(super) type Gaps = BTreeMap<String, Vec<(u64, u64)>>;
+/// What each worker's own clock says, by tid as printed.
+pub(super) type Clocks = BTreeMap<String, Clock>;
+
+/// A worker's own clock, in microseconds since 1970. Nothing is known of the worker before it began to look at it, and after its
+/// last look.
+#[derive(Debug, Default)]
+pub(super) struct Clock {
+    pub(super) first: u64,
+    pub(super) last: u64,
+    /// From one look until the next one, where that is long.
+    pub(super) gaps: Vec<(u64, u64)>,
+}
+
+/// What a worker did beside an owner.
+#[derive(Debug, PartialEq, Eq)]
+enum Ran {
+    /// It ran no more since then.
+    Until(u64),
+    /// It ran all the time.
+    On,
+    /// It did not look at its clock yet, or no more.
+    Unknown,
+}
+
+impl Clock {
+    /// What the worker did from when an owner came until a moment at which it is known to stand still.
+    fn ran(&self, since: u64, end: u64) -> Ran {
+        match self.gaps.iter().find(|(from, to)| *from < end && *to >= end) {
+            Some((from, _)) => Ran::Until(*from),
+            None if self.first >= end || self.last <= since + PROMISE_US => Ran::Unknown,
+            None => Ran::On,
+        }
+    }
+}
 
 /// Somebody was on a host, says who logged in there and out again: microseconds since 1970.
 #[derive(Clone, Copy, Debug)]
@@ -183,7 +215,14 @@ fn over(events: &[Entry], visit: &Visit) -> Option<u64> {
 
 impl Outcome {
     /// Everything that can be judged when it is over.
-    pub(super) fn judge(&mut self, events: &[Entry], stays: &[Stay], decisions: &Decisions, gaps: &Gaps, seen: &Seen) {
+    pub(super) fn judge(
+        &mut self,
+        events: &[Entry],
+        stays: &[Stay],
+        decisions: &Decisions,
+        clocks: &Clocks,
+        seen: &Seen,
+    ) {
         self.judge_events(events, stays);
         for visit in visits(events) {
             let clean = |entry: &Entry| match entry.kind {
@@ -202,9 +241,9 @@ impl Outcome {
                     ));
                 }
             }
-            self.judge_kernels(&visit, events, gaps, seen);
+            self.judge_kernels(&visit, events, clocks, seen);
         }
-        gaps.iter().for_each(|(worker, gaps)| self.judge_worker(worker, gaps, events));
+        clocks.iter().for_each(|(worker, clock)| self.judge_worker(worker, clock, events));
         stays.iter().filter(|stay| !was_seen(stay, events)).for_each(|stay| {
             self.reasons.push(format!(
                 "nobody noticed that somebody was on host {} from {} to {}",
@@ -306,9 +345,9 @@ impl Outcome {
 
     /// What kernels of tablix2 got on a visited host behind the promised time, until they were gone from there or the visit was
     /// over.
-    fn judge_kernels(&mut self, visit: &Visit, events: &[Entry], gaps: &Gaps, seen: &Seen) {
+    fn judge_kernels(&mut self, visit: &Visit, events: &[Entry], clocks: &Clocks, seen: &Seen) {
         let guests = stopped(events, visit).collect::<BTreeSet<String>>();
-        let kernels = guests.iter().filter(|tid| !gaps.contains_key(*tid)).count();
+        let kernels = guests.iter().filter(|tid| !clocks.contains_key(*tid)).count();
         let Some(end) = over(events, visit).filter(|end| *end > visit.since + PROMISE_US) else { return };
         let got = seen.got_us(visit.host, visit.since + PROMISE_US, end);
         self.kernels_skipped += kernels.saturating_sub(got.len());
@@ -325,7 +364,7 @@ impl Outcome {
     }
 
     /// For each visit where the worker was: how long it ran yet.
-    fn judge_worker(&mut self, worker: &str, gaps: &[(u64, u64)], events: &[Entry]) {
+    fn judge_worker(&mut self, worker: &str, clock: &Clock, events: &[Entry]) {
         for visit in visits(events) {
             let stood = |entry: &Entry| match &entry.kind {
                 EventKind::GuestsStopped { host, guests, .. } if host.index() == visit.host => {
@@ -348,21 +387,21 @@ impl Outcome {
                 self.workers_skipped += 1;
                 continue;
             };
-            match gaps.iter().find(|(from, to)| *from < end && *to >= end) {
-                Some((from, _)) => {
-                    let ran_us = from.saturating_sub(visit.since);
-                    self.stood_still_us.push(ran_us);
-                    if ran_us > PROMISE_US {
-                        self.ran_on.push(RanOn {
-                            worker: worker.into(),
-                            ran_us,
-                            story: story(&visit, happened(&visit, end, events)),
-                        });
-                    }
+            let ran_us = match clock.ran(visit.since, end) {
+                Ran::Until(from) => from.saturating_sub(visit.since),
+                Ran::On => end - visit.since,
+                Ran::Unknown => {
+                    self.workers_skipped += 1;
+                    continue;
                 }
-                None => {
-                    self.reasons.push(format!("{worker} ran at {end}, while somebody was there since {}", visit.since))
-                }
+            };
+            self.stood_still_us.push(ran_us);
+            if ran_us > PROMISE_US {
+                let watched = [(clock.first, "it looks at its clock"), (clock.last, "its last look at its clock")];
+                let of_clock = watched.into_iter().filter(|(at_us, _)| *at_us >= visit.since);
+                let of_clock = of_clock.map(|(at_us, what)| (at_us, what.to_string()));
+                let story = story(&visit, happened(&visit, end, events).into_iter().chain(of_clock).collect());
+                self.ran_on.push(RanOn { worker: worker.into(), ran_us, story });
             }
         }
     }
@@ -431,9 +470,9 @@ mod tests {
 
     const STAY: Stay = Stay { host: 2, from: 900, to: 9_000_000 };
 
-    fn judged(events: &[Entry], stays: &[Stay], gaps: &Gaps, seen: &Seen) -> Outcome {
+    fn judged(events: &[Entry], stays: &[Stay], clocks: &Clocks, seen: &Seen) -> Outcome {
         let mut outcome = Outcome::default();
-        outcome.judge(events, stays, &Decisions::new(), gaps, seen);
+        outcome.judge(events, stays, &Decisions::new(), clocks, seen);
         outcome
     }
 
@@ -446,7 +485,7 @@ mod tests {
         let goes = || EventKind::OwnerAbsent { host: h(2), why: "nobody is logged in".into() };
         let visit = |then: Vec<(u64, EventKind)>| {
             let events = log([vec![(1000, comes(2, 1000))], then].concat());
-            judged(&events, &[STAY], &Gaps::new(), &Seen::default())
+            judged(&events, &[STAY], &Clocks::new(), &Seen::default())
         };
         let never_clean = |then| says(&visit(then), "host 2 was not clean");
         let late = 1000 + CLEAN_US + 1;
@@ -461,7 +500,7 @@ mod tests {
     fn a_move_is_true_only_if_she_was_on_that_host_then() {
         let move_at = |at, from| log(vec![(1000, comes(2, 1000)), (at, moved(from, 0))]);
         let false_one = |events: &[Entry], stays: &[Stay]| {
-            says(&judged(events, stays, &Gaps::new(), &Seen::default()), "a reason that is not true")
+            says(&judged(events, stays, &Clocks::new(), &Seen::default()), "a reason that is not true")
         };
         assert!(!false_one(&move_at(2000, 2), &[STAY]));
         assert!(false_one(&move_at(2000, 3), &[STAY]), "she was on another host");
@@ -474,7 +513,7 @@ mod tests {
         let clean_at = |at, bytes| {
             let clean = EventKind::HostClean { host: h(2) };
             let events = log(vec![(1000, comes(2, 1000)), (2000, moved(2, bytes)), (at, clean)]);
-            judged(&events, &[STAY], &Gaps::new(), &Seen::default())
+            judged(&events, &[STAY], &Clocks::new(), &Seen::default())
         };
         assert!(clean_at(900_000, 0).late.is_empty());
         assert!(says(&clean_at(1_200_000, 0), "had guests for longer than was promised"));
@@ -489,13 +528,22 @@ mod tests {
             EventKind::GuestsStopped { host: h(2), guests: guests.clone(), took: Micros(9), why: String::new() };
         let go_on = EventKind::GuestsContinued { host: h(2), guests, why: String::new() };
         let events = log(vec![(1000, comes(2, 1000)), (20_000, stopped), (200_000, go_on)]);
-        let gaps = |gap| Gaps::from([(t(7).to_string(), vec![gap])]);
+        let clocks = |first, last, gaps| Clocks::from([(t(7).to_string(), Clock { first, last, gaps })]);
+        let gaps = |gap| clocks(500, 900_000, vec![gap]);
         let good = judged(&events, &[STAY], &gaps((11_000, 210_000)), &Seen::default());
         assert_eq!((good.stood_still_us, good.kernels_skipped), (vec![10_000], 1), "nobody has looked at the kernel");
         let late = judged(&events, &[STAY], &gaps((90_000, 210_000)), &Seen::default());
         assert!(says(&late, "a worker ran longer") && late.ran_on.len() == 1);
         let never = judged(&events, &[STAY], &gaps((300_000, 400_000)), &Seen::default());
-        assert!(says(&never, "ran at 200000"));
+        assert!(says(&never, "a worker ran longer") && never.ran_on[0].ran_us == 199_000);
+        let skipped = |first, last| {
+            let outcome = judged(&events, &[STAY], &clocks(first, last, vec![]), &Seen::default());
+            (outcome.workers_skipped, outcome.ran_on.len())
+        };
+        assert_eq!(skipped(200_000, 900_000), (1, 0), "it did not look at its clock yet");
+        assert_eq!(skipped(199_000, 900_000), (0, 1), "it looked at its clock, and where is the gap?");
+        assert_eq!(skipped(500, 1000 + PROMISE_US), (1, 0), "it looked at its clock no more");
+        assert_eq!(skipped(500, 1001 + PROMISE_US), (0, 1), "nobody was to run then");
         let unfinished = judged(&events[..2], &[STAY], &gaps((11_000, 210_000)), &Seen::default());
         assert_eq!(unfinished.workers_skipped, 1);
     }
@@ -503,8 +551,8 @@ mod tests {
     #[test]
     fn a_login_that_nobody_noticed_makes_the_run_bad() {
         let events = log(vec![(1000, comes(2, 1000))]);
-        assert!(!says(&judged(&events, &[STAY], &Gaps::new(), &Seen::default()), "nobody noticed"));
+        assert!(!says(&judged(&events, &[STAY], &Clocks::new(), &Seen::default()), "nobody noticed"));
         let other = Stay { host: 3, ..STAY };
-        assert!(says(&judged(&events, &[other], &Gaps::new(), &Seen::default()), "nobody noticed"));
+        assert!(says(&judged(&events, &[other], &Clocks::new(), &Seen::default()), "nobody noticed"));
     }
 }
