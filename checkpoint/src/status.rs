@@ -20,6 +20,13 @@ impl Status {
         self.field(name)?.split_whitespace().next()?.parse().ok()
     }
 
+    /// Memory that the process has, in bytes: what is resident, and what is swapped out, which comes along as well. None of a
+    /// process that has given it up.
+    pub fn memory_bytes(&self) -> Option<u64> {
+        let kib = self.number::<u64>("VmRSS")?.saturating_add(self.number("VmSwap").unwrap_or(0));
+        Some(kib.saturating_mul(1024))
+    }
+
     /// A set of capabilities (`CapEff`, …): bit 0 is the one with number 0.
     pub fn capabilities(&self, name: &str) -> u64 {
         self.signals(name)
@@ -45,6 +52,14 @@ mod tests {
         assert_eq!((status.number::<i32>("Tgid"), status.number::<u64>("VmRSS")), (Some(12), Some(344)));
         assert_eq!((status.signals("SigPnd"), status.signals("SigBlk")), (0x10, 0));
         assert_eq!((status.field("gid"), status.field("Sig"), status.number::<i32>("Name")), (None, None, None));
+    }
+
+    #[test]
+    fn what_is_swapped_out_is_memory_that_a_process_has() {
+        let of = |text: &str| Status(text.into()).memory_bytes();
+        assert_eq!(of("VmRSS:\t  344 kB\nVmSwap:\t 2097152 kB\n"), Some((344 + (2 << 20)) << 10));
+        assert_eq!(of("VmRSS:\t  344 kB\n"), Some(344 << 10), "a kernel without swap");
+        assert_eq!(of("State:\tZ (zombie)\n"), None);
     }
 
     #[test]

@@ -87,7 +87,7 @@ pub(crate) fn parse(args: &[String]) -> Result<Checkpoint, ParseError> {
     let mut rest = args.iter();
     while let Some(arg) = rest.next() {
         let mut timed = None;
-        for (name, kind) in [("--every", Pace::Pause as fn(Micros) -> Pace), ("--loss", Pace::Loss)] {
+        for (name, kind) in [("--every", Pace::Every as fn(Micros) -> Pace), ("--loss", Pace::Loss)] {
             timed = timed.or(option(COMMAND, name, arg, &mut rest)?.map(|value| (kind, value)));
         }
         match timed {
@@ -137,7 +137,7 @@ pub(crate) fn parse_restart(args: &[String]) -> Result<Restart, ParseError> {
 pub(crate) fn checkpoint(machine: &impl Machine, what: &Checkpoint) -> Result<Outcome, Error> {
     let Checkpoint { job, pace, end } = what;
     let (every, loss) = match pace {
-        Some(Pace::Pause(every)) => (Some(every.0 / 1_000_000), None),
+        Some(Pace::Every(every)) => (Some(every.0 / 1_000_000), None),
         Some(Pace::Loss(bound)) => (None, Some(bound.0 / 1_000_000)),
         Some(Pace::Never) | None => (None, None),
     };
@@ -299,7 +299,7 @@ mod tests {
     fn a_job_and_a_pause_are_read_in_any_order() {
         let job = Tid::from_raw(0x40002);
         let read = |line: &str| parse(&words(line));
-        let every = |seconds| Some(Pace::Pause(Micros::from_secs(seconds)));
+        let every = |seconds| Some(Pace::Every(Micros::from_secs(seconds)));
         assert_eq!(read("t40002"), Ok(Checkpoint { job, pace: None, end: false }));
         assert_eq!(read("--every 5m t40002"), Ok(Checkpoint { job, pace: every(300), end: false }));
         assert_eq!(read("t40002 --every=2h"), Ok(Checkpoint { job, pace: every(7200), end: false }));

@@ -115,8 +115,8 @@ pub(crate) const COMMANDS: &[Entry] = &[
     Entry {
         name: "migrate",
         summary: "Move a running task to another host",
-        detail: "Syntax:  migrate tid host\nReturns when the task runs there, or says which step failed and why;\n\
-                 the task then goes on where it was.\n",
+        detail: "Syntax:  migrate tid host\nReturns when the task runs there and all of its memory is there, or says which step\n\
+                 failed and why; the task then goes on where it was.\n",
     },
     Entry { name: "mstat", summary: "Tell whether hosts are up", detail: "Syntax:  mstat host ...\n" },
     Entry { name: "names", summary: "List the mailbox of the virtual machine", detail: "Syntax:  names [ pattern ]\n" },

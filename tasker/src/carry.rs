@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 /// Name of the file.
 const NAME: &str = "sempa-carry";
 /// Version of its content.
-const VERSION: u16 = 3;
+const VERSION: u16 = 4;
 /// Longest such file that is read, in bytes.
 const CARRY_BYTES_MAX: u64 = 1 << 20;
 /// Image files of one task at most.
@@ -24,6 +24,8 @@ pub(crate) struct Carry {
     pub(crate) output_pipe: u64,
     /// Numbers, inside the task's namespace, of processes that were stopped before the move stopped the others.
     pub(crate) stopped_before: Vec<i32>,
+    /// Bytes of memory that it had, also of what is not in the images because it follows.
+    pub(crate) memory: u64,
     /// Files that it has open for writing, and their lengths in bytes at that time.
     pub(crate) written: Vec<(PathBuf, u64)>,
     /// Files that are carried along.
@@ -41,10 +43,11 @@ impl Carry {
         dir: &Path,
         output_pipe: u64,
         stopped_before: Vec<i32>,
+        memory: u64,
         written: Vec<(PathBuf, u64)>,
         files: Vec<Carried>,
     ) -> Result<Carry, Failure> {
-        Ok(Carry { version: VERSION, output_pipe, stopped_before, written, files, images: list(dir)? })
+        Ok(Carry { version: VERSION, output_pipe, stopped_before, memory, written, files, images: list(dir)? })
     }
 
     /// Writes it next to the images; its length.
@@ -116,9 +119,10 @@ mod tests {
     fn a_cut_or_missing_image_is_found_before_the_engine_starts() {
         let dir = tempfile::tempdir().expect("dir");
         std::fs::write(dir.path().join("pages-1.img"), [7u8; 8192]).expect("write");
-        Carry::of(dir.path(), 5, vec![3], Vec::new(), Vec::new()).expect("carry").write(dir.path()).expect("write");
-        let carry = Carry::read(dir.path()).expect("whole");
-        assert_eq!((carry.output_pipe, carry.stopped_before.clone(), carry.image_bytes()), (5, vec![3], 8192));
+        let carry = Carry::of(dir.path(), 5, vec![3], 9000, Vec::new(), Vec::new()).expect("carry");
+        carry.write(dir.path()).expect("write");
+        assert_eq!(Carry::read(dir.path()), Ok(carry.clone()), "whole");
+        assert_eq!(carry.image_bytes(), 8192);
         std::fs::write(dir.path().join("pages-1.img"), [7u8; 4096]).expect("write");
         let cut = Failure::Images("pages-1.img has 4096 bytes, 8192 were written".into());
         assert_eq!(Carry::read(dir.path()), Err(cut));

@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 
 /// Resident memory from which on it follows a task: below it a task stands still hardly longer when it takes its memory along.
 const FOLLOWS_FROM_BYTES: u64 = 16 << 20;
-/// Says when memory follows: `never`, `always`; anything else: from [`FOLLOWS_FROM_BYTES`] on.
+/// Says when memory follows: `never`, `always`; if not set, from [`FOLLOWS_FROM_BYTES`] on.
 const SETTING: &str = "SEMPA_POST_COPY";
 /// After a failure tasks take their memory along for so long.
 const FAILED_PAUSE: Duration = Duration::from_secs(600);
@@ -37,6 +37,31 @@ enum Setting {
     Never,
     Large,
     Always,
+}
+
+/// What somebody has said of memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Said {
+    Never,
+    Always,
+}
+
+/// What a setting says, if it is there. Who has written something else wanted another way than the usual one, and gets the one
+/// that can lose nothing: then `so` is said.
+pub(crate) fn said(setting: &str, so: &str) -> Option<Said> {
+    read_setting(&std::env::var_os(setting)?.to_string_lossy()).unwrap_or_else(|value| {
+        eprintln!("{setting}={value:?} is neither never nor always: {so}");
+        Some(Said::Never)
+    })
+}
+
+fn read_setting(value: &str) -> Result<Option<Said>, &str> {
+    match value {
+        "" => Ok(None),
+        "never" => Ok(Some(Said::Never)),
+        "always" => Ok(Some(Said::Always)),
+        other => Err(other),
+    }
 }
 
 /// Memory that comes.
@@ -70,10 +95,10 @@ pub(crate) struct Following {
 impl Following {
     /// Nothing is under way.
     pub(crate) fn new() -> Following {
-        let setting = match std::env::var(SETTING).as_deref() {
-            Ok("never") => Setting::Never,
-            Ok("always") => Setting::Always,
-            _ => Setting::Large,
+        let setting = match said(SETTING, "tasks take their memory along") {
+            Some(Said::Never) => Setting::Never,
+            Some(Said::Always) => Setting::Always,
+            None => Setting::Large,
         };
         let (going, coming) = (BTreeMap::new(), BTreeMap::new());
         Following { setting, possible: Err("the engine has not been tried".into()), failed: None, going, coming }
@@ -314,5 +339,18 @@ impl Supervisor {
             // What is built when its files are there finds that out.
             Some(Stage::Placing { .. }) | None => {}
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_setting_that_is_none_is_told_from_one_that_is_not_there() {
+        assert_eq!(read_setting(""), Ok(None));
+        assert_eq!(read_setting("never"), Ok(Some(Said::Never)));
+        assert_eq!(read_setting("always"), Ok(Some(Said::Always)));
+        assert_eq!(read_setting("no"), Err("no"));
     }
 }

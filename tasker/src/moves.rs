@@ -59,6 +59,8 @@ pub(crate) enum EngineState {
     Works(String),
     /// It cannot be used; why, and how to get one.
     Broken(String),
+    /// The same, and a trial is under way that may change it.
+    TryingAgain(String),
 }
 
 /// Moves under way on this host, and the engine that does the work.
@@ -67,6 +69,8 @@ pub(crate) struct Moves {
     pub(crate) state: EngineState,
     pub(crate) workers: Workers,
     pub(crate) trial: Option<Trial>,
+    /// Trials in a row that went wrong.
+    pub(crate) trials_failed: u32,
     pub(crate) targets: BTreeMap<MigrationId, Target>,
     deferred: Vec<ToTasker>,
     pub(crate) following: Following,
@@ -94,6 +98,7 @@ impl Moves {
             state,
             workers: Workers::new()?,
             trial: None,
+            trials_failed: 0,
             targets: BTreeMap::new(),
             deferred: Vec::new(),
             following: Following::new(),
@@ -108,7 +113,7 @@ impl Moves {
     pub(crate) fn engine_state(&self) -> Result<String, String> {
         match &self.state {
             EngineState::Trying(version) | EngineState::Works(version) => Ok(version.clone()),
-            EngineState::Broken(why) => Err(why.clone()),
+            EngineState::Broken(why) | EngineState::TryingAgain(why) => Err(why.clone()),
         }
     }
 
@@ -331,7 +336,7 @@ impl Supervisor {
             let result = dumping.finish(&limits).and_then(|(report, serving)| {
                 let files = files::gather(&dir, root, &processes)?;
                 let (many, written) = (files.len() as u32, facts::written_files(&processes));
-                let carry = Carry::of(&dir, carried.0, carried.1, written, files)?;
+                let carry = Carry::of(&dir, carried.0, carried.1, memory, written, files)?;
                 let described = carry.write(&dir)?;
                 let report = DumpReport {
                     bytes: carry.image_bytes().max(report.bytes) + described,
@@ -544,7 +549,7 @@ pub(crate) fn private_directory(dir: &Path) -> Result<(), Failure> {
     }
 }
 
-/// Resident memory of these processes together.
+/// Memory of these processes together, resident or swapped out.
 pub(crate) fn resident_bytes(pids: &[i32]) -> u64 {
     pids.iter().filter_map(|pid| checkpoint::facts::resident_bytes(*pid)).sum()
 }

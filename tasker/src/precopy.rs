@@ -1,7 +1,7 @@
 //! Memory that goes ahead of a task (pre-copy): sent at the source while the task runs, and kept at the target until the rest of it is
 //! asked for, on the same way ([`crate::memory`]).
 
-use crate::memory::{connect, shut};
+use crate::memory::{Said, connect, said, shut};
 use crate::moves::resident_bytes;
 use crate::supervisor::Supervisor;
 use crate::task::Phase;
@@ -21,7 +21,7 @@ const FROM_BYTES: u64 = 64 << 20;
 /// On a way on which memory passes faster than so many bytes per second it goes ahead no further. The task gets what has gone ahead at
 /// some 370 MB/s, after it has passed: on a way like this the whole move takes two fifths longer, on a faster one up to twice as long.
 const FAST: u64 = 150_000_000;
-/// Says when memory goes ahead of a task that it is to follow: `never`, `always`; anything else: from [`FROM_BYTES`] on, and on ways
+/// Says when memory goes ahead of a task that it is to follow: `never`, `always`; if not set, from [`FROM_BYTES`] on, and on ways
 /// that are not [`FAST`].
 const SETTING: &str = "SEMPA_PRE_COPY";
 /// So much more than a task had when it was accepted is taken, if it has grown since; the rest follows.
@@ -61,10 +61,10 @@ pub(crate) struct PreCopies {
 impl PreCopies {
     /// Nothing is under way.
     pub(crate) fn new() -> PreCopies {
-        let from_bytes = match std::env::var(SETTING).as_deref() {
-            Ok("never") => None,
-            Ok("always") => Some(0),
-            _ => Some(FROM_BYTES),
+        let from_bytes = match said(SETTING, "no memory goes ahead") {
+            Some(Said::Never) => None,
+            Some(Said::Always) => Some(0),
+            None => Some(FROM_BYTES),
         };
         PreCopies::from(from_bytes)
     }

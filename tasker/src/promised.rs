@@ -3,8 +3,10 @@
 
 use crate::supervisor::Supervisor;
 use crate::target::{Stage, Target};
+use checkpoint::facts::{MEMORY_SLACK_BYTES, memory_available_bytes};
 use nix::sys::statfs::{FsType, TMPFS_MAGIC, statfs};
 use sempa_proto::MigrationId;
+use sempa_proto::migration::{Failure, Refusal};
 use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -19,6 +21,8 @@ const BLOCK_BYTES: u64 = 512;
 struct Promise {
     /// Bytes that are still to come.
     bytes: u64,
+    /// Bytes that it had when it was last looked at.
+    judged: u64,
     /// It may be refused yet.
     is_judged: bool,
 }
@@ -30,7 +34,20 @@ pub(crate) struct Promised(BTreeMap<MigrationId, Promise>);
 impl Promised {
     /// A task is being judged that needs so much.
     pub(crate) fn make(&mut self, migration: MigrationId, bytes: u64) {
-        self.0.insert(migration, Promise { bytes, is_judged: true });
+        self.0.insert(migration, Promise { bytes, judged: bytes, is_judged: true });
+    }
+
+    /// A task has so much when its images are here. If it has grown by more than what was left over for that since it was judged,
+    /// what it has more is promised as well; true then.
+    fn grown(&mut self, migration: MigrationId, memory: u64) -> bool {
+        let Some(promise) = self.0.get_mut(&migration) else { return false };
+        let more = memory.saturating_sub(promise.judged);
+        if more <= MEMORY_SLACK_BYTES {
+            return false;
+        }
+        promise.bytes = promise.bytes.saturating_add(more);
+        promise.judged = memory;
+        true
     }
 
     /// It was accepted, or not.
@@ -78,6 +95,15 @@ fn in_memory(dir: &Path) -> u64 {
 }
 
 impl Supervisor {
+    /// A task may have grown since it was judged, while it waited for its turn or its memory went ahead. Where memory follows, nobody
+    /// would notice that there is no room for it before the source has given the task up.
+    pub(crate) fn has_room_yet(&mut self, migration: MigrationId, memory: u64) -> Result<(), Failure> {
+        if !self.moves.promised.grown(migration, memory) {
+            return Ok(());
+        }
+        room_for(memory, self.promised_bytes(), memory_available_bytes())
+    }
+
     /// Memory that was promised and is not used yet.
     pub(crate) fn promised_bytes(&mut self) -> u64 {
         let (targets, following) = (&self.moves.targets, &self.moves.following);
@@ -87,6 +113,18 @@ impl Supervisor {
             following.comes(migration) || targets.get(&migration).is_some_and(|target| !is_built(target))
         })
     }
+}
+
+/// There is room for what was promised, among that all that a task has that is to be built.
+fn room_for(memory: u64, promised: u64, available: u64) -> Result<(), Failure> {
+    if promised <= available {
+        return Ok(());
+    }
+    let others = promised.saturating_sub(memory);
+    Err(Failure::Refused(vec![match others {
+        0 => Refusal::Memory { need: memory, have: available },
+        promised => Refusal::MemoryPromised { need: memory, have: available, promised },
+    }]))
 }
 
 #[cfg(test)]
@@ -107,6 +145,30 @@ mod tests {
         assert_eq!(promised.bytes(|migration| migration == ONE), 100);
         assert_eq!(promised.bytes(|_| false), 0, "it has its memory");
         assert_eq!(promised.bytes(|_| true), 0, "and that is final");
+    }
+
+    #[test]
+    fn a_task_that_has_grown_since_it_was_judged_needs_room_for_all_that_it_has() {
+        const SLACK: u64 = MEMORY_SLACK_BYTES;
+        let mut promised = Promised::default();
+        assert!(!promised.grown(ONE, u64::MAX), "nobody has judged it");
+        promised.make(ONE, 100);
+        promised.judged(ONE, true);
+        assert!(!promised.grown(ONE, 100 + SLACK) && promised.of(ONE) == 100, "so much was left over for that");
+        promised.came_ahead(ONE, 40);
+        assert!(promised.grown(ONE, 101 + SLACK));
+        assert_eq!(promised.of(ONE), 61 + SLACK, "but for what is here");
+        assert!(!promised.grown(ONE, 101 + SLACK), "that was promised once");
+    }
+
+    #[test]
+    fn what_was_promised_to_others_is_no_room_for_a_task_that_has_grown() {
+        assert_eq!(room_for(500, 500, 500), Ok(()));
+        let refused = |refusal| Err(Failure::Refused(vec![refusal]));
+        assert_eq!(room_for(500, 500, 499), refused(Refusal::Memory { need: 500, have: 499 }));
+        let promised = Refusal::MemoryPromised { need: 500, have: 600, promised: 200 };
+        assert_eq!(room_for(500, 700, 600), refused(promised));
+        assert_eq!(room_for(500, 450, 449), refused(Refusal::Memory { need: 500, have: 449 }), "some came ahead");
     }
 
     #[test]

@@ -6,7 +6,7 @@
 use crate::asking;
 use crate::control::Control;
 use crate::freezer::{ControlGroup, Freezer};
-use crate::moves::Moves;
+use crate::moves::{EngineState, Moves};
 use crate::namespace::{Namespace, Spare};
 use crate::sys::{self, Inherited, StartGuard};
 use crate::task::{self, EXEC_ALLOWED, HELD_SIGNALS_MAX, Output, Phase, Task};
@@ -58,8 +58,8 @@ pub(crate) struct Supervisor {
     pub(crate) inherited: Inherited,
     guard: StartGuard,
     leftovers: Vec<Leftover>,
-    /// When the engine is to be tried, if that has not begun.
-    trial_at: Option<Instant>,
+    /// When the engine is to be tried, for the first time or again.
+    pub(crate) trial_at: Option<Instant>,
     signals: SignalFd,
     ending: bool,
     /// What freezes tasks that are held, or why they are stopped by signal. Behind all that has groups of it.
@@ -228,7 +228,7 @@ impl Supervisor {
         let held = self.tasks.values().filter_map(|task| task.hold.pause(soon)).min().map(|pause| pause + TIMEOUT_UNIT);
         let trial = self.trial_at.map(|at| at.saturating_duration_since(Instant::now()) + TIMEOUT_UNIT);
         let pause = [self.spare_pause(), trial, held].into_iter().flatten().min();
-        pause.map_or(PollTimeout::NONE, |pause| PollTimeout::try_from(pause).expect("a minute at most"))
+        pause.map_or(PollTimeout::NONE, |pause| PollTimeout::try_from(pause).expect("minutes at most"))
     }
 
     fn obey(&mut self, order: ToTasker) {
@@ -251,8 +251,10 @@ impl Supervisor {
             ToTasker::Ease { tid, alone, after } => self.ease(tid, alone, after),
             ToTasker::GoOn { tid } => self.free(tid),
             about_a_move => {
-                // It waits for the trial, so the trial need not wait.
-                self.begin_trial_once();
+                // It waits for the first trial, so that need not wait.
+                if matches!(self.moves.state, EngineState::Trying(_)) {
+                    self.begin_trial_once();
+                }
                 self.obey_move(about_a_move);
             }
         }

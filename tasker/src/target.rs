@@ -113,11 +113,13 @@ impl Supervisor {
             return self.say(&FromTasker::Restored { migration, result: Err(why) });
         }
         self.moves.promised.images_are_here(migration, dir);
-        let fetches = memory_way.map_or(Ok(()), |way| self.fetch(migration, dir, way));
+        let carry = Carry::read(dir);
+        let room = carry.as_ref().map_or(Ok(()), |carry| self.has_room_yet(migration, carry.memory));
+        let fetches = room.and_then(|()| memory_way.map_or(Ok(()), |way| self.fetch(migration, dir, way)));
         if let Some(target) = self.moves.targets.get_mut(&migration) {
             target.memory_follows = memory_way.is_some();
         }
-        match (fetches, Carry::read(dir)) {
+        match (fetches, carry) {
             (Err(why), _) => {
                 self.moves.following.has_failed(Some(&why));
                 self.clear_target(migration, vec![FromTasker::Restored { migration, result: Err(why) }]);

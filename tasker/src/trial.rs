@@ -1,13 +1,14 @@
 //! A real dump and restore of a tiny process at the tasker's start, in the background: the only way to know that the
-//! engine works on this kernel with these rights. Its version number says nothing about that.
+//! engine works on this kernel with these rights. Its version number says nothing about that. An engine that does not work, or is
+//! not there, is tried again now and then: somebody may have put a better one in its place, or a full disk was in the way.
 
 use crate::moves::{EngineState, limits_for};
 use crate::namespace::Namespace;
 use crate::supervisor::Supervisor;
 use crate::task::Output;
 use crate::workers::Outcome;
-use checkpoint::criu::HOW_TO_GET;
-use checkpoint::engine::{DumpJob, Held, Outside, RestoreJob};
+use checkpoint::criu::{Criu, HOW_TO_GET};
+use checkpoint::engine::{DumpJob, Engine, Held, Outside, RestoreJob};
 use sempa_proto::migration::Failure;
 use sempa_proto::tasker::{DumpReport, FromTasker};
 use std::ffi::CString;
@@ -15,8 +16,12 @@ use std::fs::File;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
+/// Pause before an engine that does not work is tried again: at first, and, as it doubles, at most.
+const AGAIN_MIN: Duration = Duration::from_secs(10);
+const AGAIN_MAX: Duration = Duration::from_secs(300);
 /// Beginning of the name of its directory.
 const DIR_NAME: &str = "sempa-trial-";
 /// A trial is over long before this; an older directory was left by a tasker that was killed.
@@ -42,11 +47,32 @@ impl Drop for Trial {
 impl Supervisor {
     /// Begins the trial if there is an engine to try.
     pub(crate) fn begin_trial(&mut self) {
-        if !matches!(self.moves.state, EngineState::Trying(_)) {
-            return;
+        match &self.moves.state {
+            EngineState::Trying(_) => {}
+            EngineState::Broken(why) if self.namespaces => {
+                let why = why.clone();
+                match Criu::locate(|name| std::env::var_os(name)) {
+                    Ok(criu) => self.moves.engine = Some(Arc::new(criu)),
+                    Err(none) => return self.engine_is_broken(&why, none),
+                }
+                self.moves.state = EngineState::TryingAgain(why);
+            }
+            _ => return,
         }
         if let Err(why) = self.start_trial() {
             self.end_trial(Err(why));
+        }
+    }
+
+    /// The engine cannot be used, as before or for another reason, which is said aloud.
+    fn engine_is_broken(&mut self, before: &str, why: String) {
+        self.trial_at = Some(Instant::now() + pause_before(self.moves.trials_failed));
+        self.moves.trials_failed = self.moves.trials_failed.saturating_add(1);
+        self.moves.engine = None;
+        let is_news = why != before;
+        self.moves.state = EngineState::Broken(why);
+        if is_news {
+            self.say(&FromTasker::Ready(self.capabilities()));
         }
     }
 
@@ -133,19 +159,35 @@ impl Supervisor {
     /// Says aloud if the engine turned out not to work, and takes up what waited for this.
     fn end_trial(&mut self, result: Result<(), Failure>) {
         self.moves.trial = None;
-        if let EngineState::Trying(version) = self.moves.state.clone() {
-            match result {
-                Ok(()) => self.moves.state = EngineState::Works(version),
-                Err(why) => {
-                    let why = format!("the dump engine, version {version}, failed its trial here: {why}; {HOW_TO_GET}");
-                    self.moves.state = EngineState::Broken(why);
-                    self.moves.engine = None;
-                    self.say(&FromTasker::Ready(self.capabilities()));
+        let failed = |engine: &str, why| format!("the dump engine{engine} failed its trial here: {why}; {HOW_TO_GET}");
+        match (self.moves.state.clone(), result) {
+            (EngineState::Trying(version), Ok(())) => self.moves.state = EngineState::Works(version),
+            (EngineState::Trying(version), Err(why)) => {
+                self.engine_is_broken("", failed(&format!(", version {version},"), why));
+            }
+            (EngineState::TryingAgain(before), result) => {
+                let probed = |engine: &Arc<dyn Engine>| engine.probe();
+                let version = result
+                    .map_err(|why| failed("", why))
+                    .and_then(|()| self.moves.engine.as_ref().map_or_else(|| Err(before.clone()), probed));
+                match version {
+                    Ok(version) => {
+                        self.moves.trials_failed = 0;
+                        self.moves.state = EngineState::Works(version);
+                        self.say(&FromTasker::Ready(self.capabilities()));
+                    }
+                    Err(why) => self.engine_is_broken(&before, why),
                 }
             }
+            _ => {}
         }
         self.take_up_deferred();
     }
+}
+
+/// How long until an engine is tried again that has failed so many times before.
+fn pause_before(failed: u32) -> Duration {
+    AGAIN_MIN.saturating_mul(1 << failed.min(16)).min(AGAIN_MAX)
 }
 
 /// Removes our own directories that killed taskers left.

@@ -558,3 +558,36 @@ fn many_tasks_with_one_working_directory_leave_at_once() {
     here.stop();
     there.stop();
 }
+
+/// Whether there is an engine, when the tasker says it again.
+fn engine_said(tasker: &mut Tasker) -> Result<String, String> {
+    tasker.until(&mut Vec::new(), |m| match m {
+        FromTasker::Ready(capabilities) => Some(capabilities.engine.clone()),
+        _ => None,
+    })
+}
+
+#[test]
+fn an_engine_that_failed_its_trial_or_was_not_there_is_tried_again_and_used_when_it_works() {
+    if !can_move() {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("dir");
+    let (broken, late) = (dir.path().join("broken"), dir.path().join("late"));
+    std::fs::write(&broken, "").expect("write");
+    let engine = wrapper(dir.path(), &format!("[ -e {} ] && exit 7", broken.display()));
+    let start = |engine: &Path| Tasker::start_with(&[("SEMPA_CRIU", engine.to_str().expect("text"))]);
+    let (mut fails, mut lacks) = (start(&engine), start(&late));
+    assert!(lacks.ready.engine.as_ref().is_err_and(|why| why.contains("there is no dump engine")), "{:?}", lacks.ready);
+    let why = engine_said(&mut fails).expect_err("it fails");
+    assert!(why.contains("failed its trial here"), "{why}");
+    std::fs::remove_file(&broken).expect("remove");
+    std::os::unix::fs::symlink(&engine, &late).expect("a name");
+    for mut tasker in [fails, lacks] {
+        engine_said(&mut tasker).expect("it works now");
+        tasker.run(tid(9), &sh(), &["-c", "sleep 1000"]);
+        let facts = inspect(&mut tasker, tid(9), migration(9)).expect("it can be moved");
+        assert_eq!(prepare(&mut tasker, tid(8), migration(8), facts), []);
+        tasker.stop();
+    }
+}

@@ -48,7 +48,8 @@ use withheld::Withheld;
 /// Where CRIU is looked for after the variable and before PATH.
 const USUAL_PLACES: [&str; 2] = ["/opt/sempa/criu/sbin/criu", "/opt/criu/sbin/criu"];
 /// How to get a working engine.
-pub const HOW_TO_GET: &str = "get one with `cargo xtask criu`, or set SEMPA_CRIU to the path of a working criu";
+pub const HOW_TO_GET: &str = "get one with `cargo xtask criu`, which is found within five minutes, or start the daemon with \
+     SEMPA_CRIU set to the path of a working criu";
 
 /// How long a dump that is called off may take to end by itself before it is killed.
 const CALLED_OFF_GRACE: Duration = Duration::from_secs(2);

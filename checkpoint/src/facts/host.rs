@@ -82,7 +82,7 @@ fn features(cpuinfo: &str) -> Vec<String> {
 }
 
 /// Bytes of memory that this host can spare, and the control groups around this process allow.
-pub(super) fn memory_available_bytes() -> u64 {
+pub fn memory_available_bytes() -> u64 {
     let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let machine = memory_available(&text).unwrap_or(0);
     room::memory().map_or(machine, |left| left.min(machine))

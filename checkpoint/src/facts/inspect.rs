@@ -167,9 +167,9 @@ pub fn learn(pid: i32, hashes: &HashCache) {
     }
 }
 
-/// Resident memory of a process in bytes, while it exists.
+/// Memory of a process in bytes, resident or swapped out, while it exists.
 pub fn resident_bytes(pid: i32) -> Option<u64> {
-    Some(Status::of(pid)?.number::<u64>("VmRSS")? * 1024)
+    Status::of(pid)?.memory_bytes()
 }
 
 /// How often a process that is just ending is looked at, a millisecond apart, before what was seen of it counts.

@@ -20,8 +20,9 @@ pub const SET_VERSION: u16 = 4;
 pub enum Pace {
     /// Not any more.
     Never,
-    /// Again and again, with this pause between the end of one and the beginning of the next.
-    Pause(Micros),
+    /// Again and again: each is complete so long after the one before it was begun, if checkpoints take about as long as the last one
+    /// did; but at least half of this time lies between the end of one and the beginning of the next.
+    Every(Micros),
     /// So often that no more work than this is lost, if checkpoints take about as long as the last one did.
     Loss(Micros),
 }

@@ -175,7 +175,7 @@ impl FileMatch {
 pub struct TaskFacts {
     /// Its program, as it was asked for; empty where nobody knows it yet.
     pub program: Box<str>,
-    /// Resident memory in bytes.
+    /// Memory in bytes, resident or swapped out.
     pub resident_bytes: u64,
     /// User the task runs as.
     pub uid: u32,
@@ -429,7 +429,7 @@ pub struct Survey {
     pub tid: Tid,
     /// Where it runs.
     pub from: HostId,
-    /// Its resident memory in bytes.
+    /// Its memory in bytes, resident or swapped out.
     pub resident_bytes: u64,
     /// The other hosts that were asked, the nearest first, and what each has against it; nothing means that it would take it.
     pub verdicts: Vec<(HostId, Verdict)>,

@@ -595,7 +595,7 @@ impl Machine {
         let (took, Some(pace)) = (entry.took, entry.pace) else { return };
         let pause = pause(pace, good.then_some(took));
         let mut late = None;
-        if let Pace::Loss(bound) = pace
+        if let Pace::Loss(bound) | Pace::Every(bound) = pace
             && good
             && took + took + pause > bound
             && !std::mem::replace(&mut entry.said_late, true)
@@ -605,9 +605,9 @@ impl Machine {
         self.schedule(job, pause);
         if let Some(bound) = late {
             let text = format!(
-                "a checkpoint of job {job} took {:.1} s: as often as it is made, more than the wanted {} s may be lost",
+                "a checkpoint of job {job} took {:.1} s: as often as it is made, more than {:.1} s of work may be lost",
                 took.0 as f64 / 1e6,
-                bound.0 / 1_000_000
+                bound.0 as f64 / 1e6
             );
             self.record(EventKind::Note { text });
         }
@@ -725,10 +725,12 @@ impl Machine {
 /// Until the next checkpoint, when the last one took so long or has failed.
 fn pause(pace: Pace, took: Option<Micros>) -> Micros {
     let pause = match (pace, took) {
-        (Pace::Pause(pause), _) => pause,
         // What is lost at worst was done since the last one was begun, until the next one is in the store, which may take half as
         // long again.
         (Pace::Loss(bound), Some(took)) => bound.since(Micros(took.0.saturating_mul(5) / 2)),
+        // The same, but no job spends all its time on checkpoints for it.
+        (Pace::Every(every), Some(took)) => pause(Pace::Loss(every), Some(took)).max(Micros(every.0 / 2)),
+        (Pace::Every(every), None) => every,
         // Each moment without one may be lost.
         (Pace::Loss(_) | Pace::Never, _) => TRY_PAUSE,
     };

@@ -330,7 +330,8 @@ impl Machine {
     fn tasker_says(&mut self, message: FromTasker) {
         match message {
             FromTasker::Ready(capabilities) => {
-                self.tasker_gone = false;
+                // It says so again when it finds out more about its engine.
+                let is_new = std::mem::replace(&mut self.tasker_gone, false) || self.freezer.is_none();
                 match &capabilities.engine {
                     Ok(version) => self.log(format!("tasks can be moved: engine {version}")),
                     Err(why) => self.log(format!("tasks cannot be moved: {why}")),
@@ -341,7 +342,7 @@ impl Machine {
                 }
                 self.freezer = Some(capabilities.freezer);
                 // A slave takes tasks when it has been taken in itself.
-                if !self.table.hosts.is_empty() {
+                if is_new && !self.table.hosts.is_empty() {
                     self.start_commands();
                 }
             }

@@ -32,6 +32,11 @@ fn has_crashed(status: i32) -> bool {
     }
 }
 
+/// True for an end by which a program says that something was wrong.
+fn has_failed(status: i32) -> bool {
+    status & 0x7f == 0 && status >> 8 != 0
+}
+
 /// The resource managers that this daemon obeys.
 #[derive(Debug, Default)]
 pub(super) struct RmState {
@@ -291,12 +296,21 @@ impl Machine {
     pub(super) fn rm_command_ended(&mut self, task: &Task, status: i32) {
         let command = self.config.rm_command.as_ref().filter(|words| words.first() == Some(&task.name));
         let Some(words) = command.cloned() else { return };
-        if self.stop.is_some() || task.parent.is_task() || !task.pinned || !has_crashed(status) {
+        if self.stop.is_some() || task.parent.is_task() || !task.pinned {
+            return;
+        }
+        let (name, how) = (&task.name, describe_status(status));
+        if !has_crashed(status) {
+            if has_failed(status) {
+                self.note(format!(
+                    "{name} has ended ({how}), and why is in this host's log; it is not started again, and spawns are placed \
+                     round robin: start one with 'pvm spawn {name}'"
+                ));
+            }
             return;
         }
         let now = self.now;
         self.rm.deaths.retain(|at| now.since(*at) < RM_DEATHS_SPAN);
-        let (name, how) = (&task.name, describe_status(status));
         if self.rm.deaths.len() >= RM_DEATHS_MAX {
             let text = format!(
                 "{name} has died ({how}), {RM_DEATHS_MAX} times within {} s before; it is not started again, and spawns are \

@@ -27,6 +27,7 @@ use checkpoint::rights::{self, Capability};
 use checkpoint::status::Status;
 use sempa_proto::place::Place;
 use sempa_proto::{HostId, Micros};
+use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -136,7 +137,7 @@ async fn assemble_and_run(
     let starter =
         authority.map(|authority| starter_settings(authority, &place, &addresses, lease, &programs, files_limit));
     let whereabouts = Whereabouts::of(variable);
-    let spared = whereabouts.as_ref().ok().filter(|_| is_master).map(|at| at.spared(place.vm(), unix_time()));
+    let spared = if is_master { spared(&whereabouts, place.vm(), &log) } else { BTreeMap::new() };
     let config = MachineConfig {
         host,
         name: name.clone(),
@@ -151,7 +152,7 @@ async fn assemble_and_run(
         server_commands: server_commands(is_master)?,
         place: place.clone(),
         hostfile,
-        spared: spared.unwrap_or_default(),
+        spared,
     };
     introduce(&name, &addresses, &held, &log);
     tokio::spawn(local::serve(listener, uid, inputs.clone(), log.clone()));
@@ -182,6 +183,20 @@ async fn assemble_and_run(
     // As a task beside those that serve the streams: what waits in `block_on` is woken by way of the kernel.
     tokio::spawn(Driver::new(parts, start, is_master).run(signals)).await.context("the daemon's loop has failed")?;
     Ok(())
+}
+
+/// The tids in the store, which nobody else gets. Without them tasks are started all the same: they can be wanted more than sets that
+/// nobody can read.
+fn spared(whereabouts: &Result<Whereabouts, String>, vm: &str, log: &Log) -> BTreeMap<HostId, u32> {
+    let read = whereabouts.as_ref().map_err(String::clone);
+    let spared = read.and_then(|at| at.spared(vm, unix_time()).map_err(|why| why.to_string()));
+    spared.unwrap_or_else(|why| {
+        log.line(&format!(
+            "the store of checkpoints cannot be read, so tasks may get tids that are in it; a job that has one of them can be restarted \
+             when that task has ended: {why}"
+        ));
+        BTreeMap::new()
+    })
 }
 
 /// What the role of a daemon means for its beginning.

@@ -66,25 +66,28 @@ impl Whereabouts {
         Ok(Store::open(&self.dir, &self.key, self.limits)?.of_vm(vm))
     }
 
-    /// The highest number of a task in the store on each host, so that nobody else gets it. A store that does not exist, or
-    /// cannot be read, has none. What is superfluous goes before.
-    pub(crate) fn spared(&self, vm: &str, now: Micros) -> BTreeMap<HostId, u32> {
+    /// The highest number of a task in the store on each host, so that nobody else gets it. A store that does not exist has none.
+    /// What is superfluous goes before.
+    ///
+    /// # Errors
+    /// It cannot be read.
+    pub(crate) fn spared(&self, vm: &str, now: Micros) -> Result<BTreeMap<HostId, u32>, StoreError> {
         let mut spared = BTreeMap::new();
         // Looking must not make one.
-        let listed = self.dir.is_dir().then(|| {
-            let store = self.open(vm)?;
-            // What cannot be removed is shown as before.
-            let _ = store.tidy(now, |_| false);
-            store.list()
-        });
-        let sets = listed.and_then(Result::ok).map(|(sets, _)| sets).unwrap_or_default();
+        if !self.dir.is_dir() {
+            return Ok(spared);
+        }
+        let store = self.open(vm)?;
+        // What cannot be removed is shown as before.
+        let _ = store.tidy(now, |_| false);
+        let (sets, _) = store.list()?;
         for tid in sets.iter().flat_map(|set| &set.parts).map(|part| part.tid) {
             if let Some(home) = tid.home() {
                 let highest = spared.entry(home).or_insert(0);
                 *highest = tid.local().max(*highest);
             }
         }
-        spared
+        Ok(spared)
     }
 }
 

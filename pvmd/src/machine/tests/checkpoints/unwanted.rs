@@ -56,7 +56,7 @@ fn sets_are_removed_by_name_and_by_job_unless_they_are_needed() {
         let listed: Vec<String> = scene.sets().into_iter().map(|set| set.set).collect();
         assert!(listed.len() == 2 && listed.contains(&b) && listed.contains(&c), "{listed:?}");
         let job = scene.job();
-        let every = Some(Pace::Pause(Micros::from_secs(3600)));
+        let every = Some(Pace::Every(Micros::from_secs(3600)));
         let newest = scene.made(every);
         let mut gone = scene.remove(Unwanted::Job(job));
         gone.sort_by_key(|(set, _)| *set == newest);
@@ -95,7 +95,7 @@ fn a_set_from_which_a_job_is_being_started_stays() {
 #[test]
 fn the_sets_of_a_job_that_came_to_a_good_end_or_was_killed_are_not_wanted_any_more() {
     for seed in seeds(30) {
-        for every in [None, Some(Pace::Pause(Micros::from_secs(1)))] {
+        for every in [None, Some(Pace::Every(Micros::from_secs(1)))] {
             let mut scene = Scene::new(seed, 3, 4);
             scene.made(every);
             assert!(scene.ends(0, 0x100), "its first task has succeeded (seed {seed})");
